@@ -1,0 +1,6 @@
+"Gradient accumulation for fastai: train on micro-batches, get the big batch's run."
+__version__ = "0.1.0"
+
+from fastaccum.accumulation import GradientAccumulation
+
+__all__ = ['GradientAccumulation']

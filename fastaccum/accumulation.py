@@ -47,6 +47,9 @@ class GradientAccumulation(Callback):
         if nm=='learn' and value is not self.learn: self._leave()
         object.__setattr__(self, nm, value)
 
+    def __call__(self, event_name):   # fastai looks a missing event up in the Learner and the model, which costs two exceptions
+        if hasattr(type(self), event_name) or event_name in vars(self): return super().__call__(event_name)
+
 # %% ../nbs/04_accumulation.ipynb #entry
 @patch
 def before_fit(self:GradientAccumulation):
@@ -147,7 +150,8 @@ def after_cancel_backward(self:GradientAccumulation): self.pending = None
 def after_backward(self:GradientAccumulation):
     if self.at!=self.learn.iter: return
     macro,pending = self.macro,self.pending
-    if pending is not None:
+    if pending is None: macro.announce(0, last=self.learn.iter==self.learn.n_iter-1)   # the backward pass was cancelled
+    else:
         macro.add(*pending)
         self.counted,self.pending = True,None
     if not (macro.closing and macro.samples): raise CancelBatchException

@@ -1,0 +1,11 @@
+import os, sys, warnings
+from pathlib import Path
+
+os.environ.setdefault('MPLBACKEND', 'agg')
+sys.path.insert(0, str(Path(__file__).parent))
+
+import matplotlib, pytest, torch
+torch.set_num_threads(1)
+
+@pytest.fixture(autouse=True)
+def in_tmp(tmp_path, monkeypatch): monkeypatch.chdir(tmp_path)   # `lr_find` and `save` write next to the Learner

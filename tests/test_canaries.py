@@ -1,0 +1,123 @@
+"""Facts about fastai (and torch) that fastaccum relies on and that nobody promised. If one of these fails, look there first."""
+import inspect
+import pytest, torch
+from torch import nn
+from fastai.callback.core import Callback, CancelBatchException, CancelStepException, TrainEvalCallback, _inner_loop
+from fastai.callback.fp16 import MixedPrecision
+from fastai.callback.schedule import LRFinder, ParamScheduler
+from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation, GradientClip
+from fastai.learner import Learner, Recorder
+from fastai.losses import CrossEntropyLossFlat
+from fastaccum import GradientAccumulation
+from fastaccum.testing import deviation, toy
+from common import Seen, grads, weights
+
+def test_orders_of_fastai_callbacks():
+    assert (TrainEvalCallback.order,FastaiGradientAccumulation.order,MixedPrecision.order,GradientClip.order,Recorder.order,ParamScheduler.order)==(-10,6,10,11,50,60)
+    assert GradientAccumulation.order==6
+
+def test_cancelling_a_batch_in_after_backward_skips_the_step_and_fires_after_batch():
+    heard = []
+    class Cancel(Callback):
+        order = 6
+        def after_backward(self): raise CancelBatchException
+        def before_step(self): heard.append('before_step')
+        def after_step(self): heard.append('after_step')
+        def after_cancel_batch(self): heard.append('after_cancel_batch')
+        def after_batch(self): heard.append('after_batch') if self.training else None
+    learn = toy(4, n=4)
+    before = weights(learn)
+    learn.fit(1, 0.1, cbs=Cancel())
+    assert heard==['after_cancel_batch','after_batch'] and weights(learn).equal(before) and any(g.any() for g in grads(learn))
+
+def test_an_instances_own_event_method_wins():
+    "`Callback.__call__` looks the event up on the instance"
+    class A(Callback):
+        def after_batch(self): return 'class'
+    cb = A()
+    vars(cb)['after_batch'] = lambda: 'instance'
+    assert cb('after_batch')=='instance'
+    del vars(cb)['after_batch']
+    assert cb('after_batch')=='class'
+
+def test_callbacks_of_a_fit_are_taken_off_after_any_exception():
+    "`added_cbs` removes them in a `finally`, and `remove_cb` sets `learn` to None"
+    class Interrupt(Callback):
+        def before_batch(self): raise KeyboardInterrupt
+    learn,cb = toy(4),Interrupt()
+    with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=cb)
+    assert cb.learn is None and cb not in learn.cbs
+
+def test_with_events_steps_outside_of_a_batch():
+    "`learn._with_events(learn._step, 'step', …)` runs before_step, the step, after_step"
+    learn,heard = toy(4, n=4),[]
+    class Hear(Callback):
+        def before_step(self): heard.append('before')
+        def after_step(self): heard.append('after')
+    learn.fit(1, 0., cbs=Hear())
+    for p in learn.model.parameters(): p.grad = torch.ones_like(p)
+    learn.opt.set_hypers(lr=0.1)
+    before = weights(learn)
+    with learn.added_cbs(Hear()): learn._with_events(learn._step, 'step', CancelStepException)
+    assert heard==['before','after']*2 and not weights(learn).equal(before)
+
+def test_train_eval_callback_moves_progress_by_micro_batches():
+    seen = Seen('before_batch', lambda l: (l.train_iter, round(l.pct_train, 12)))
+    toy(4, n=16).fit(2, cbs=seen)
+    assert seen.values==[(i, i/8) for i in range(8)]
+
+def test_recorder_writes_in_after_batch_what_its_flags_allow():
+    "`train_metrics` and `cancel_train` decide whether metrics and smoothed loss are fed"
+    src = inspect.getsource(Recorder.after_batch)+inspect.getsource(Recorder._train_mets.fget)
+    for o in ('self.lrs.append','self.losses.append','self.learn.smooth_loss','self.train_metrics',"'cancel_train'"): assert o in src
+
+def test_lr_finder_reads_train_iter_and_num_it():
+    src = inspect.getsource(LRFinder)
+    assert 'self.train_iter/self.num_it' in src and 'self.train_iter >= self.num_it' in src and 'self.smooth_loss' in src
+    assert issubclass(LRFinder, ParamScheduler)
+
+def test_n_epoch_can_be_set_in_before_fit():
+    class More(Callback):
+        def before_fit(self): self.learn.n_epoch = 3
+    learn = toy(4, n=4)
+    learn.fit(1, cbs=More())
+    assert len(learn.recorder.values)==3
+
+def test_param_scheduler_reads_pct_train_in_before_batch():
+    asked = []
+    learn = toy(4, n=16)
+    learn.fit(1, cbs=ParamScheduler({'lr':lambda pos: asked.append(pos) or 0.1}))
+    assert asked==[0,0.25,0.5,0.75]
+
+def test_zero_gradients_still_decay_a_frozen_body():
+    "fastai's `zero_grad` leaves zeros, and its optimizers step on them: why we do not turn them into None"
+    learn = toy(4, n=16)
+    learn.fit(1, 0.1)
+    learn.freeze()
+    body = learn.model[0].weight.clone()
+    learn.fit(1, 0.1, wd=0.1)
+    assert not learn.model[0].weight.equal(body)
+
+def test_post_accumulate_grad_hooks_are_kept_on_the_parameter():
+    p = nn.Parameter(torch.zeros(1))
+    assert not p._post_accumulate_grad_hooks
+    p.register_post_accumulate_grad_hook(lambda p: None)
+    assert p._post_accumulate_grad_hooks
+
+def test_foreach_mul_takes_numbers_and_tensors():
+    ts = [torch.ones(2, dtype=torch.float64)]
+    torch._foreach_mul_(ts, 3.)
+    torch._foreach_mul_(ts, torch.tensor(1/7, dtype=torch.float64))
+    assert abs(ts[0]-3/7).max()<1e-15
+
+def test_flat_losses_cast_double_predictions_to_single():
+    "Why `fastaccum.testing` has a cross-entropy of its own"
+    assert CrossEntropyLossFlat()(torch.randn(2, 3, dtype=torch.float64), torch.tensor([0,1])).dtype==torch.float32
+
+def test_smooth_loss_cannot_hold_double_precision():
+    learn = toy(4, n=4)
+    learn.remove_cb(learn.float32_loss)
+    with pytest.raises(RuntimeError, match='dtype'): learn.fit(1)
+
+def test_inner_loop_events_obey_run_valid():
+    assert {'before_batch','before_backward','after_cancel_backward','after_backward','after_batch'}<=set(_inner_loop) and 'after_train' not in _inner_loop

@@ -1,0 +1,93 @@
+"""Whatever ends a fit, wherever: nothing is left behind.
+
+Every training event x every way to end a fit x callback orders before and after each listener x several micro-batches.
+After each, the other callbacks are as they were, a plain fit records every batch, and the next accumulated fit is its twin's.
+"""
+import pytest
+from fastai.callback.core import CancelEpochException, CancelFitException, CancelTrainException
+from fastaccum import GradientAccumulation
+from fastaccum.testing import assert_twins, deviation, toy
+from common import Raise
+
+per_fit = ['before_fit','before_epoch','before_train','after_train','before_validate','after_validate','after_epoch','after_fit']
+per_batch = ['before_batch','after_pred','after_loss','before_backward','after_backward','before_step','after_step',
+             'after_cancel_batch','after_batch']
+excs = [KeyboardInterrupt,RuntimeError,CancelFitException,CancelEpochException,CancelTrainException]
+orders = [-11,-9,5,7,49,51,59,61,100]   # around TrainEvalCallback (-10), us (6), Recorder (50), ParamScheduler (60)
+n,micro,macro = 22,2,8                  # 11 micro-batches: 8, 8 and a remainder of 6 samples
+
+def faulty_fit(learn, fault, acc, permanent):
+    "Fit until `fault`; like a user who then takes the callback off, if it was `permanent`"
+    if permanent: learn.add_cb(acc)
+    try: learn.fit_one_cycle(2, 0.1, cbs=[fault] if permanent else [acc,fault])
+    except BaseException:
+        if not fault.raised: raise   # (some faults make fastai's own callbacks raise something else on the way out)
+    if permanent: learn.remove_cb(acc)
+
+def check_clean(learn):
+    "Nothing is left of accumulation"
+    for cb in learn.cbs:
+        assert 'after_batch' not in vars(cb), f'{cb} still has our after_batch'
+        assert cb.run and cb.run_train and cb.run_valid==type(cb).run_valid
+    for p in learn.model.parameters(): assert p.grad is None or not p.grad.any(), 'gradients are left'
+
+def check_plain(learn):
+    "A plain fit records every batch, as in a Learner that never accumulated"
+    fresh = toy(micro, n=n)
+    fresh.model.load_state_dict(learn.model.state_dict())
+    for o in (learn,fresh): o.fit_one_cycle(1, 0.01, reset_opt=True)
+    assert len(learn.recorder.losses)==len(learn.recorder.lrs)==11 and learn.train_iter==11
+    assert_twins(fresh, learn)
+
+def check_accumulated(learn):
+    "The next accumulated fit is the run on big batches from the same weights"
+    big = toy(macro, n=n)
+    big.model.load_state_dict(learn.model.state_dict())
+    big.fit_one_cycle(1, 0.01, reset_opt=True)
+    learn.fit_one_cycle(1, 0.01, reset_opt=True, cbs=GradientAccumulation(macro))
+    assert_twins(big, learn)
+
+@pytest.mark.parametrize('exc', excs, ids=lambda o: o.__name__)
+@pytest.mark.parametrize('event', per_fit+per_batch)
+def test_fault(event, exc):
+    raised = 0
+    for i,order in enumerate(orders):
+        for at in (0,1) if event in per_fit else (0,1,3,4,10):
+            learn = toy(micro, n=n)
+            fault = Raise(event, exc, order, at)
+            faulty_fit(learn, fault, GradientAccumulation(macro), permanent=(i+at)%2)
+            check_clean(learn)
+            (check_plain if (i+at//2)%2 else check_accumulated)(learn)
+            raised += fault.raised
+    assert raised>=len(orders), f'{event} was reached {raised} times only'
+
+@pytest.mark.parametrize('kwargs', [dict(drop_last=True), dict(log_accum_batch=False)], ids=str)
+@pytest.mark.parametrize('exc', excs, ids=lambda o: o.__name__)
+def test_fault_with_other_arguments(exc, kwargs):
+    for event in ('after_train','after_backward','after_batch'):
+        for order in orders:
+            learn = toy(micro, n=n)
+            faulty_fit(learn, Raise(event, exc, order, at=1), GradientAccumulation(macro, **kwargs), permanent=order%2)
+            check_clean(learn)
+            check_plain(learn)
+
+@pytest.mark.parametrize('exc', excs, ids=lambda o: o.__name__)
+def test_permanent_callback_survives_a_fault(exc):
+    "A callback that stays on the Learner starts clean after a fault"
+    for event in per_fit+per_batch:
+        learn = toy(micro, n=n, cbs=GradientAccumulation(macro))
+        try: learn.fit_one_cycle(1, 0.1, cbs=Raise(event, exc, order=61, at=0 if event in per_fit else 5))
+        except BaseException: pass
+        big = toy(macro, n=n)
+        big.model.load_state_dict(learn.model.state_dict())
+        for o in (big,learn): o.fit_one_cycle(1, 0.01, reset_opt=True)
+        assert_twins(big, learn)
+
+def test_validation_after_an_interrupt_is_stock():
+    "Between an interrupt and the next fit, `validate` and `get_preds` work as ever"
+    learn = toy(micro, n=n, cbs=GradientAccumulation(macro))
+    with pytest.raises(KeyboardInterrupt): learn.fit(1, 0.1, cbs=Raise('after_backward', KeyboardInterrupt, 5, at=5))
+    fresh = toy(micro, n=n)
+    fresh.model.load_state_dict(learn.model.state_dict())
+    assert list(learn.validate())==list(fresh.validate())
+    assert deviation(learn.get_preds()[0], fresh.get_preds()[0])==0

@@ -1,0 +1,364 @@
+"Everything fastai users do with a fit, against its twin."
+import pickle, sys
+import pytest, torch
+from functools import partial
+from torch import nn
+from torch.nn import functional as F
+from fastai.callback.core import Callback, CancelBackwardException, CancelBatchException
+from fastai.callback.fp16 import MixedPrecision
+from fastai.callback.progress import CSVLogger, ProgressCallback
+from fastai.callback.schedule import ParamScheduler
+from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback
+from fastai.callback.training import GradientClip, ShortEpochCallback
+from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
+from fastai.learner import AvgLoss, Learner, Recorder, load_learner
+from fastai.losses import BaseLoss
+from fastai.metrics import Perplexity, accuracy
+from fastai.optimizer import Adam, OptimWrapper, SGD
+from fastcore.foundation import L
+from fastaccum import GradientAccumulation
+from fastaccum.testing import Float32Loss, assert_twins, deviation, toy, toy_data, twins
+from common import Raise, Seen, grads, weights
+
+def fit2(learn, cbs): learn.fit_one_cycle(2, 0.05, cbs=cbs)
+
+# Fits
+
+def test_default_arguments():
+    "`GradientAccumulation()` steps per 32 samples, like fastai's"
+    b = toy(4, n=70)
+    b.fit_one_cycle(2, 0.05, cbs=GradientAccumulation())
+    a = toy(32, n=70)
+    a.fit_one_cycle(2, 0.05)
+    assert_twins(a, b)
+
+def test_several_fits_with_one_callback():
+    acc = GradientAccumulation(16)
+    a,b = toy(16, n=70, opt_func=Adam),toy(4, n=70, opt_func=Adam)
+    for fit in (lambda l,cbs: l.fit_one_cycle(1, 0.01, cbs=cbs), lambda l,cbs: l.fit(2, 0.01, cbs=cbs), lambda l,cbs: l.fit_flat_cos(1, 0.01, cbs=cbs)):
+        fit(a, []); fit(b, [acc])
+        assert_twins(a, b)
+
+def test_plain_fit_after_an_accumulated_one():
+    "Afterwards the Learner is an ordinary one"
+    a,b = twins(n=70)
+    fresh = toy(4, n=70)
+    fresh.model.load_state_dict(b.model.state_dict())
+    for o in (fresh,b): o.fit_one_cycle(1, 0.01, reset_opt=True)
+    assert len(b.recorder.losses)==18
+    assert_twins(fresh, b)
+
+@pytest.mark.parametrize('opt_func', [SGD,Adam,partial(OptimWrapper, opt=torch.optim.SGD),partial(OptimWrapper, opt=torch.optim.AdamW)], ids=str)
+def test_freezing(opt_func):
+    "Frozen after training, unfrozen again, with weight decay: fastai's optimizers go on decaying a frozen body, here as there"
+    def fit(l, cbs):
+        for o in (l.unfreeze,l.freeze,l.unfreeze):
+            o()
+            l.fit_one_cycle(1, slice(1e-3, 1e-2), wd=0.1, cbs=cbs)
+    a,b = twins(n=70, opt_func=opt_func, fit=fit)
+    assert_twins(a, b)
+
+@pytest.mark.parametrize('kwargs', [dict(), dict(n=64), dict(drop_last=True)], ids=str)
+@pytest.mark.parametrize('num_it', [12,30])
+def test_lr_find(kwargs, num_it):
+    "The finder's points are steps, with the twin's learning rates and losses; a fit after it is the twin's too"
+    acc = dict(drop_last=kwargs.pop('drop_last', False))
+    def fit(l, cbs):
+        for o in cbs: l.add_cb(o)
+        sug = l.lr_find(num_it=num_it, show_plot=False, stop_div=False)
+        assert len(l.recorder.lrs)==num_it
+        l.found = sug.valley,list(l.recorder.lrs),torch.stack(list(l.recorder.losses)),l.recorder.hps if hasattr(l.recorder, 'hps') else []
+        l.fit_one_cycle(1, 0.05)
+    a,b = twins(fit=fit, acc=acc, **{'n':70, **kwargs})
+    assert deviation(a.found[0], b.found[0])<1e-9 and deviation(a.found[1], b.found[1])<1e-12 and deviation(a.found[2], b.found[2])<1e-6
+    assert_twins(a, b)
+
+def test_lr_find_stops_like_its_twin():
+    def fit(l, cbs):
+        for o in cbs: l.add_cb(o)
+        l.lr_find(num_it=60, end_lr=1e5, show_plot=False)
+        assert len(l.recorder.lrs)<60
+    a,b = twins(n=70, fit=fit)
+    assert len(a.recorder.lrs)==len(b.recorder.lrs) and deviation(a.recorder.lrs, b.recorder.lrs)<1e-9
+
+def test_lr_find_records_steps_also_without_log_accum_batch():
+    b = toy(4, n=70, cbs=GradientAccumulation(16, log_accum_batch=False))
+    b.lr_find(num_it=12, show_plot=False, stop_div=False)
+    assert len(b.recorder.lrs)==12
+
+# What is recorded
+
+@pytest.mark.parametrize('n', [64,70])
+def test_train_metrics_see_every_sample(n):
+    "`train_metrics=True`, with a metric over predictions and two over the loss"
+    def make(bs, **kwargs):
+        learn = toy(bs, metrics=[accuracy,AvgLoss(),Perplexity()], **kwargs)
+        learn.recorder.train_metrics = True
+        return learn
+    a,b = twins(make=make, n=n)
+    assert len(b.recorder.values[0])==8 and list(a.recorder.metric_names)==list(b.recorder.metric_names)
+    assert_twins(a, b)
+
+def test_log_accum_batch_false_records_as_fastai():
+    "Every micro-batch is recorded; the optimisation is the same"
+    a,b = twins(n=70, acc=dict(log_accum_batch=False))
+    assert deviation(weights(a), weights(b))<1e-12
+    assert len(b.recorder.losses)==len(b.recorder.lrs)==len(b.recorder.hps['lr'])==b.train_iter==36 and list(b.recorder.iters)==[18,36]
+    assert deviation([b.recorder.lrs[i] for i in [0,4,8,12,16,18,22,26,30,34]], a.recorder.lrs)<1e-12
+    assert b.recorder.lrs[:4]==[b.recorder.lrs[0]]*4
+
+def test_log_accum_batch_false_records_micro_losses():
+    "With a learning rate of 0 the recorded losses are a plain run's"
+    def run(cbs):
+        learn = toy(4, n=70)
+        learn.fit(2, 0., wd=0., cbs=cbs)
+        return torch.stack(list(learn.recorder.losses))
+    assert deviation(run([]), run(GradientAccumulation(16, log_accum_batch=False)))<1e-6
+
+def test_recorded_loss_is_the_macro_batchs():
+    losses = Seen('after_batch', lambda l: l.loss.item(), order=49)
+    seen = Seen('after_step', lambda l: l.loss.item())
+    a = toy(16, n=70); a.fit(1, 0.05, cbs=losses)
+    b = toy(4, n=70);  b.fit(1, 0.05, cbs=[GradientAccumulation(16),seen])
+    assert deviation(losses.values, seen.values)<1e-6 and len(seen.values)==5
+
+def test_smooth_loss_from_the_first_micro_batch_on():
+    seen = Seen('after_batch', lambda l: (hasattr(l, 'smooth_loss'), l.loss.item(), float(l.smooth_loss)), order=51)
+    learn = toy(4, n=70)
+    learn.fit(1, 0.05, cbs=[GradientAccumulation(16),seen])
+    assert all(o[0] for o in seen.values)
+    for i in range(3): assert abs(seen.values[i][2]-sum(o[1] for o in seen.values[:i+1])/(i+1))<1e-6   # the mean so far
+    assert deviation(seen.values[3][2], learn.recorder.losses[0])<1e-6
+
+def test_rows_of_the_csv_file(tmp_path):
+    def make(bs, **kwargs):
+        learn = toy(bs, metrics=accuracy, path=tmp_path, **kwargs)
+        learn.recorder.add_time = False
+        return learn
+    rows = []
+    def fit(l, cbs):
+        l.fit_one_cycle(3, 0.05, cbs=cbs)
+        rows.append((tmp_path/'history.csv').read_text().splitlines())
+    twins(make=make, n=70, fit=fit, cbs=lambda: [CSVLogger()])
+    assert rows[0][0]==rows[1][0]=='epoch,train_loss,valid_loss,accuracy' and len(rows[0])==len(rows[1])==4
+    for a,b in zip(rows[0][1:], rows[1][1:]): assert deviation([float(o) for o in a.split(',')], [float(o) for o in b.split(',')])<1e-6
+
+def test_progress_bar_moves_per_micro_batch(capsys):
+    class Bar(ProgressCallback):
+        moves = []
+        def after_batch(self):
+            super().after_batch()
+            if self.training: self.moves.append((self.pbar.last_v if hasattr(self.pbar, 'last_v') else self.iter+1, self.pbar.comment))
+        @property
+        def name(self): return 'progress'
+    learn = toy(4, n=70)
+    learn.fit(1, 0.05, cbs=[GradientAccumulation(16),Bar()])
+    assert len(Bar.moves)==18 and all(c for _,c in Bar.moves)
+
+def test_plots_are_the_twins():
+    import matplotlib.pyplot as plt
+    a,b = twins(n=70)
+    for plot in ('plot_loss','plot_sched'):
+        lines = []
+        for l in (a,b):
+            plt.close('all')
+            getattr(l.recorder, plot)(**({'skip_start':0} if plot=='plot_loss' else {}))
+            lines.append([line.get_xydata() for ax in plt.gcf().axes for line in ax.get_lines()])
+        assert len(lines[0])==len(lines[1])>0
+        for x,y in zip(*lines): assert x.shape==y.shape and abs(x-y).max()<1e-6
+    plt.close('all')
+
+# Loaders that end sooner or later than announced, batches left out
+
+def shorten(learn, n_batches, announced):
+    "A training loader that yields `n_batches` and announces others"
+    dl = learn.dls.train
+    class Loader:
+        bs,device,dataset,after_batch = dl.bs,dl.device,dl.dataset,None
+        def __len__(self): return announced
+        def __iter__(self): return iter([b for i,b in enumerate(dl) if i<n_batches])
+    learn.dls.loaders[0] = Loader()
+    return learn
+
+@pytest.mark.parametrize('announced', [12,10,4])
+def test_loader_that_announces_the_wrong_length(announced):
+    "10 micro-batches of 4, whatever `len` says: 16, 16, 8 samples if announced too long, and no sample lost"
+    a,b = toy(16, n=40),shorten(toy(4, n=40), 10, announced)
+    a.fit(2, 0.05); b.fit(2, 0.05, cbs=GradientAccumulation(16))
+    assert deviation(weights(a), weights(b))<1e-12
+    assert len(b.recorder.losses)==6 and deviation(a.recorder.losses, b.recorder.losses)<1e-6 and list(b.recorder.iters)==[3,6]
+
+def test_train_metrics_of_a_settled_remainder():
+    "When the loader runs dry, no micro-batch is counted twice in the train metrics"
+    def make(n, short):
+        learn = toy(16 if not short else 4, n=40, metrics=accuracy)
+        learn.recorder.train_metrics = True
+        return shorten(learn, 10, 12) if short else learn
+    a,b = make(40, False),make(40, True)
+    a.fit(1, 0.); b.fit(1, 0., cbs=GradientAccumulation(16))
+    assert deviation(a.recorder.values, b.recorder.values)<1e-6
+
+def test_short_epochs():
+    "`ShortEpochCallback` ends training in the middle of a macro-batch: what was seen is stepped on"
+    seen = Seen('after_step', lambda l: l.gradient_accumulation.macro.samples)
+    b = toy(4, n=64)
+    b.fit(2, 0.05, cbs=[GradientAccumulation(16),seen,ShortEpochCallback(pct=0.3)])
+    assert seen.values==[16,8]*2          # 6 of 16 micro-batches
+    assert len(b.recorder.losses)==4
+
+def test_short_epochs_with_drop_last():
+    seen = Seen('after_step', lambda l: l.gradient_accumulation.macro.samples)
+    b = toy(4, n=64)
+    b.fit(2, 0.05, cbs=[GradientAccumulation(16, drop_last=True),seen,ShortEpochCallback(pct=0.3)])
+    assert seen.values==[16]*2 and not any(g.any() for g in grads(b))
+
+@pytest.mark.parametrize('event,exc', [('before_batch',CancelBatchException), ('after_pred',CancelBatchException), ('after_loss',CancelBatchException),
+                                       ('before_backward',CancelBatchException), ('before_backward',CancelBackwardException)])
+@pytest.mark.parametrize('order', [4,8])
+@pytest.mark.parametrize('left_out', [(1,),(3,),(0,1,2,3),(15,),(12,13,14,15)], ids=str)
+def test_micro_batches_left_out_by_others(event, exc, order, left_out):
+    "Another callback cancels some micro-batches: the others make up the macro-batches, with their true mean"
+    class Cancel(Callback):
+        run_valid = False
+        def cancel(self):
+            if self.iter in left_out: raise exc
+    cancel = Cancel()
+    cancel.order = order
+    setattr(cancel, event, cancel.cancel)
+    sizes = Seen('after_step', lambda l: l.gradient_accumulation.macro.samples)
+    b = toy(4, n=64)
+    b.fit(1, 0.05, cbs=[GradientAccumulation(16),cancel,sizes])
+    keep = [i for i in range(16) if i not in left_out]
+    a = toy(4, n=64)
+    groups,cur = [],[]
+    for i in keep:
+        cur.append(i)
+        if len(cur)==4 or i==15: groups.append(cur); cur = []
+    if cur: groups.append(cur)
+    dl = a.dls.train
+    dl.create_batches = lambda idxs: (dl.create_batch([dl.dataset[j] for i in g for j in range(4*i, 4*i+4)]) for g in groups)
+    a.fit(1, 0.05)
+    assert sizes.values==[4*len(g) for g in groups]
+    assert deviation(weights(a), weights(b))<1e-12
+    assert len(b.recorder.losses)==len(groups) and deviation(a.recorder.losses, b.recorder.losses)<1e-6
+
+def test_drop_last_skips_the_forward_pass():
+    seen = Seen('after_pred', lambda l: l.iter)
+    b = toy(4, n=70)
+    b.fit(2, 0.05, cbs=[GradientAccumulation(16, drop_last=True),seen])
+    assert seen.values==list(range(16))*2
+
+def test_batchnorm_never_sees_what_drop_last_leaves_out():
+    model = lambda: nn.Sequential(nn.Linear(5,6), nn.BatchNorm1d(6), nn.Linear(6,3)).double()
+    b = toy(4, n=70, model=model, splitter=lambda m: [list(m.parameters())])
+    b.fit(1, 0.05, cbs=GradientAccumulation(16, drop_last=True))
+    assert b.model[1].num_batches_tracked.item()==16
+
+# Data and models
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a,self.b = nn.Linear(5,3).double(),nn.Linear(2,3).double()
+    def forward(self, x1, x2): return self.a(x1)+self.b(x2)
+
+def structured(bs, target, seed=0, whole=1, torch_dl=False):
+    "Two inputs and a target that is a tuple or a dict"
+    gen = torch.Generator().manual_seed(0)
+    def r(*s): return torch.randn(*s, generator=gen, dtype=torch.float64)
+    items = [(r(5),r(2),((r(3),r(3)) if target=='tuple' else dict(y1=r(3), y2=r(3)))) for _ in range(70)]
+    def loss(p, y):
+        y1,y2 = y.values() if isinstance(y, dict) else y
+        return F.mse_loss(p, y1)+F.l1_loss(p, y2)
+    torch.manual_seed(seed)
+    DL = partial(torch.utils.data.DataLoader, batch_size=bs) if torch_dl else partial(DataLoader, bs=bs)
+    dls = DataLoaders(DL(items), DL(items))
+    dls.n_inp = 2
+    learn = Learner(dls, TwoInputs(), loss, opt_func=SGD, cbs=Float32Loss())
+    learn.remove_cb(ProgressCallback)
+    learn.logger = lambda *_: None
+    return learn
+
+@pytest.mark.parametrize('target', ['tuple','dict'])
+@pytest.mark.parametrize('torch_dl', [False,True])
+def test_several_inputs_and_structured_targets(target, torch_dl):
+    a,b = twins(make=structured, target=target, torch_dl=torch_dl, fit=fit2)
+    assert_twins(a, b)
+
+def test_penalties_of_other_callbacks_are_scaled():
+    "A penalty that another callback adds to the loss in `after_loss`, as fastai's RNNRegularizer does"
+    class Penalty(Callback):
+        def after_loss(self):
+            if self.training: self.learn.loss_grad = self.loss_grad+0.1*self.pred.pow(2).mean()
+    a,b = twins(n=70, cbs=lambda: [Penalty()])
+    assert_twins(a, b)
+
+def test_trackers():
+    "Early stopping, saving the best, reducing the learning rate: the same decisions"
+    cbs = lambda: [EarlyStoppingCallback(patience=2), SaveModelCallback(), ReduceLROnPlateau(patience=1)]
+    a,b = twins(n=70, cbs=cbs, fit=lambda l,cbs: l.fit(8, 0.6, cbs=cbs))
+    assert a.epoch==b.epoch
+    assert_twins(a, b)
+
+def test_export_and_load(tmp_path):
+    "A Learner that keeps the callback can be exported, loaded, and predicts"
+    b = toy(4, n=70, path=tmp_path, cbs=GradientAccumulation(16), splitter=halves, loss_func=nn.CrossEntropyLoss())
+    b.dls.train.get_idxs = b.dls.train.get_idxs.__class__(70, 70, False, 0)
+    b.fit(1, 0.05)
+    b.logger = print
+    b.dls.new_empty = lambda: DataLoaders(DataLoader([], bs=4), DataLoader([], bs=4))
+    b.export('acc.pkl')
+    loaded = load_learner(tmp_path/'acc.pkl')
+    assert loaded.gradient_accumulation.accum_bs==16
+    x = toy_data(70).tensors[0]
+    preds = loaded.get_preds(dl=DataLoader([(o,torch.tensor(0)) for o in x], bs=8))[0]
+    with torch.no_grad(): assert deviation(preds, b.model(x))<1e-12
+
+def halves(m): return [list(m[:2].parameters()), list(m[2:].parameters())]
+
+@pytest.mark.parametrize('used', [False,True])
+def test_pickling_the_callback(used):
+    acc = GradientAccumulation(16, drop_last=True)
+    if used: toy(4, n=70).fit(1, 0.05, cbs=acc)
+    acc = pickle.loads(pickle.dumps(acc))
+    assert acc.accum_bs==16 and acc.drop_last
+    a,b = toy(16, n=64),toy(4, n=64)
+    a.fit(1, 0.05); b.fit(1, 0.05, cbs=acc)
+    assert_twins(a, b)
+
+def test_show_training_loop(capsys):
+    toy(4, cbs=GradientAccumulation(16)).show_training_loop()
+    lines = capsys.readouterr().out.splitlines()
+    for event in ('before_batch','before_backward'): assert any(event in l and 'GradientAccumulation' in l for l in lines)
+
+def test_a_callback_that_was_not_told_hears_every_micro_batch():
+    seen = Seen('after_batch', lambda l: l.iter)
+    toy(4, n=70).fit(1, 0.05, cbs=[GradientAccumulation(16),seen])
+    assert seen.values==list(range(18))
+
+def test_imports_without_wandb_and_tensorboard():
+    "The package imports and trains where the optional packages are missing"
+    import subprocess
+    code = '''
+import sys
+for nm in ('wandb','tensorboard','torch.utils.tensorboard'): sys.modules[nm] = None
+from fastaccum.all import *
+from fastaccum.testing import twins, assert_twins
+assert_twins(*twins())
+assert not [nm for nm in sys.modules if nm.split('.')[0] in ('wandb','tensorboard','accelerate') and sys.modules[nm]]
+'''
+    subprocess.run([sys.executable, '-W', 'ignore', '-c', code], check=True, timeout=120)
+
+def test_importing_changes_nothing():
+    "No default callbacks, no replaced methods"
+    import subprocess
+    code = '''
+from fastai.basics import *
+from fastai.callback.all import *
+def snapshot(): return {c.__name__:dict(vars(c)) for c in (Learner,Callback,Recorder,TrainEvalCallback,ParamScheduler,MixedPrecision)}
+before,cbs = snapshot(),list(defaults.callbacks)
+import fastaccum.all, fastaccum.testing
+assert snapshot()==before and list(defaults.callbacks)==cbs
+'''
+    subprocess.run([sys.executable, '-W', 'ignore', '-c', code], check=True, timeout=120)

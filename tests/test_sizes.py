@@ -1,0 +1,129 @@
+"What a mean loss is a mean of: padding, class weights, sums, sizes of your own."
+import pytest, torch
+from functools import partial
+from torch import nn, tensor
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+from fastai.callback.core import Callback
+from fastai.losses import CrossEntropyLossFlat
+from fastai.optimizer import Adam, OptimWrapper
+from fastai.callback.tracker import TerminateOnNaNCallback
+from fastaccum import GradientAccumulation
+from fastaccum.testing import CrossEntropy, assert_twins, deviation, toy, toy_data, twins
+from common import Seen, grads, weights
+
+w = tensor([0.2,1.,5.], dtype=torch.float64)
+
+class Masked(nn.Module):
+    "A loss of one's own with an `ignore_index`: 0/0 and NaN gradients where everything is ignored"
+    ignore_index = -100
+    def forward(self, p, y):
+        mask = y!=-100
+        return (F.cross_entropy(p.flatten(0, -2), y.flatten(), reduction='none')*mask.flatten()).sum()/mask.sum()
+
+losses = dict(module=CrossEntropy, weighted=lambda: CrossEntropy(weight=w), smoothed=lambda: CrossEntropy(label_smoothing=0.1),
+    weighted_smoothed=lambda: CrossEntropy(weight=w, label_smoothing=0.1), other_index=lambda: CrossEntropy(ignore_index=2),
+    own=Masked, summed=lambda: CrossEntropy(reduction='sum'))
+
+@pytest.mark.parametrize('loss', losses)
+@pytest.mark.parametrize('n', [64,70])
+def test_loss_twins(loss, n):
+    a,b = twins(n=n, tokens=loss!='other_index', loss_func=losses[loss](), fit=lambda l,cbs: l.fit_one_cycle(2, 1e-3, cbs=cbs))
+    assert_twins(a, b)
+
+def test_flat_loss_twins():
+    "fastai's own wrapper (in single precision, to which it casts)"
+    for kwargs in (dict(), dict(weight=w.float()), dict(ignore_index=1)):
+        a,b = twins(n=70, tokens='ignore_index' not in kwargs, loss_func=CrossEntropyLossFlat(**kwargs))
+        assert_twins(a, b, tol=1e-5, loss_tol=1e-5)
+
+def test_functional_loss_twins():
+    def ce(p, y): return F.cross_entropy(p, y)
+    for f in (F.cross_entropy, partial(F.cross_entropy, ignore_index=1), partial(F.cross_entropy, weight=w)):
+        a,b = twins(n=70, loss_func=f)
+        assert_twins(a, b)
+
+def ignored(which, n=64):
+    "Token data in which the samples `which` are nothing but padding"
+    ds = toy_data(n, tokens=True)
+    ds.tensors[1][which] = -100
+    return ds
+
+@pytest.mark.parametrize('loss', ['module','smoothed','own','weighted'])
+@pytest.mark.parametrize('log', [True,False])
+def test_ignored_micro_batches_do_nothing(loss, log):
+    "The first micro-batch of the epoch and one in the middle are nothing but padding: neither weights nor losses turn NaN"
+    ds = ignored(list(range(4))+list(range(24,28)))
+    a,b = twins(data=ds, loss_func=losses[loss](), acc=dict(log_accum_batch=log), cbs=lambda: [TerminateOnNaNCallback()])
+    assert deviation(weights(a), weights(b))<1e-7
+    if log: assert_twins(a, b)
+    assert len(b.recorder.losses)==(8 if log else 32) and not any(o.isnan() for o in b.recorder.losses)
+
+@pytest.mark.parametrize('loss', ['module','smoothed','own'])
+@pytest.mark.parametrize('which', [range(16), range(16,32), range(48,64)], ids=['first','second','last'])
+def test_ignored_macro_batch_contributes_nothing(loss, which):
+    "A whole macro-batch of padding: its step has a gradient of zero, its recorded loss is no NaN"
+    seen = Seen('before_step', lambda l: (l.loss.item(), max(g.abs().max().item() for g in grads(l))), order=12)
+    learn = toy(4, data=ignored(list(which)), loss_func=losses[loss]())
+    learn.fit_one_cycle(2, 0.1, cbs=[GradientAccumulation(16),seen])
+    assert len(seen.values)==8 and not weights(learn).isnan().any() and not any(o.isnan() for o in learn.recorder.losses)
+    for i,(l,g) in enumerate(seen.values):
+        assert l==l and (g==0)==(i%4==which[0]//16)
+        if i%4==which[0]//16: assert l==(seen.values[i-1][0] if i else 0)     # it repeats the last one known
+
+def test_ignored_macro_batch_steps_like_its_twin():
+    "Torch's cross-entropy has a zero gradient there, so the twin's weights can be compared: both only decay and coast"
+    a,b = twins(data=ignored(list(range(16,32))), opt_func=Adam, cbs=list)
+    assert deviation(weights(a), weights(b))<1e-7 and any(o.isnan() for o in a.recorder.losses)
+
+def test_size_of_your_own():
+    "A loss that is a mean over *something*: say of what"
+    class PerWeight(nn.Module):
+        def forward(self, p, y): return (F.mse_loss(p[...,0], y[...,0], reduction='none')*y[...,1]).sum()/y[...,1].sum()
+    gen = torch.Generator().manual_seed(0)
+    def data(): return TensorDataset(torch.randn(70, 5, generator=gen.manual_seed(1), dtype=torch.float64), torch.rand(70, 2, generator=gen, dtype=torch.float64))
+    def fit(l, cbs): l.fit_one_cycle(2, 0.05, cbs=cbs)
+    for size in (lambda l: l.y[...,1].sum(), lambda l: l.y[...,1].sum().item()):
+        a,b = twins(data=data(), loss_func=PerWeight(), acc=dict(size=size), fit=fit)
+        assert_twins(a, b)
+    a,b = twins(data=data(), loss_func=PerWeight(), fit=fit)     # by samples it is not
+    assert deviation(weights(a), weights(b))>1e-5
+
+def test_size_zero_is_left_out():
+    "A size of 0, as a number: the micro-batch says nothing"
+    zero = {2,5}
+    acc = dict(size=lambda l: 0 if l.iter in zero else 4)
+    class Nan(Callback):
+        order,run_valid = -101,False
+        def after_loss(self):
+            if self.iter in zero: self.learn.loss_grad = self.loss_grad*float('nan'); self.learn.loss = self.loss*float('nan')
+    learn = toy(4, n=64)
+    learn.fit(1, 0.1, cbs=[GradientAccumulation(16, **acc), Nan()])
+    a = toy(12, n=64)
+    keep = [i for i in range(64) if i//4 not in zero]
+    batches = [keep[:12],keep[12:24],keep[24:40],keep[40:]]
+    a.dls.train.create_batches = lambda idxs: (a.dls.train.create_batch([a.dls.train.dataset[i] for i in b]) for b in batches)
+    a.dls.train.n = 48
+    a.fit(1, 0.1)
+    assert deviation(weights(a), weights(learn))<1e-12 and not any(l.isnan() for l in learn.recorder.losses)
+
+@pytest.mark.parametrize('size,exc,msg', [(lambda l: -1, ValueError, '-1'), (lambda l: float('inf'), ValueError, 'inf'),
+    (lambda l: True, TypeError, 'True'), (lambda l: '4', TypeError, "'4'"), (lambda l: None, TypeError, 'None'), (lambda l: tensor([1,2]), TypeError, 'tensor')])
+def test_bad_sizes_fail_before_a_weight_moves(size, exc, msg):
+    learn = toy(4, n=64)
+    before = weights(learn)
+    with pytest.raises(exc, match=msg): learn.fit(1, 0.1, cbs=GradientAccumulation(16, size=size))
+    assert weights(learn).equal(before)
+
+def test_weights_stay_small_in_half_precision():
+    "Weights near 1/k: raw sums over 64 sequences of 6 tokens would multiply the gradient by 384"
+    learn = toy(4, n=64, tokens=True)
+    ws = []
+    class W(Callback):
+        order,run_valid = 5.5,False
+        def before_backward(self): self.before = self.loss_grad.detach()
+    class V(Callback):
+        order,run_valid = 6.5,False
+        def before_backward(self): ws.append((self.loss_grad.detach()/self.w.before).item())
+    learn.fit(1, 0.1, cbs=[GradientAccumulation(64), W(), V()])
+    assert len(ws)==16 and max(ws)<=1/16+1e-9 and min(ws)>1/16/6-1e-9

@@ -64,6 +64,7 @@ def before_fit(self:GradientAccumulation):
     if not self.steps: raise ValueError(f"no epoch would hold a step: {self.n} samples do not fill a macro-batch of "
         f"{round_up(self.accum_bs, self.micro_bs)} and `drop_last=True`. Lower `accum_bs`, or leave `drop_last` out")
     self._empty_grads()
+    self.measure.look_at(learn.loss_func)
     finder = getattr(learn, 'lr_finder', None)
     self.log_steps = self.log_accum_batch or finder is not None
     if finder is not None: learn.n_epoch = finder.num_it//self.steps+1

@@ -82,12 +82,15 @@ class Measure:
     ):
         self.size,self.loss_func,self.known,self.loss = size,None,None,None
 
+    def look_at(self, loss_func):
+        "Find what the means of `loss_func` are means of"
+        self.loss_func,self.find = loss_func,self.size or find_size(loss_func)
+
     def __call__(self,
         learn, # A `Learner` about to run its backward pass
         n:int # Samples in its micro-batch
     )->tuple: # Size, what it would be with nothing ignored, and the loss, detached
-        if self.loss_func is not learn.loss_func:   # MixUp and others replace it while they train
-            self.loss_func,self.find = learn.loss_func,self.size or find_size(learn.loss_func)
+        if self.loss_func is not learn.loss_func: self.look_at(learn.loss_func)   # MixUp replaces it while training
         self.loss = learn.loss.detach().as_subclass(torch.Tensor)
         if self.find is None: return None,None,self.loss
         size = n if self.find is samples else self.find(learn)

@@ -1,0 +1,97 @@
+"""Real handwritten digits, trained three ways from the same start and in the same order. `make demo`
+
+Batches of 256; micro-batches of 32 with fastaccum; micro-batches of 32 with fastai's own callback.
+"""
+import os, random, sys, time, warnings
+from contextlib import nullcontext
+warnings.filterwarnings('ignore', category=FutureWarning)   # torch's, about its own modules
+os.environ.setdefault('MPLBACKEND', 'agg')
+from pathlib import Path
+
+import matplotlib.pyplot as plt, numpy as np, torch
+from sklearn.datasets import load_digits
+from fastai.basics import *
+from fastai.callback.all import *
+from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
+from fastaccum import GradientAccumulation
+
+big,micro,n_epoch = 256,32,12
+
+def load_data():
+    "1,797 images of 8x8 pixels that come with scikit-learn: four fifths to train, one to validate"
+    digits = load_digits()
+    idxs = np.random.default_rng(42).permutation(len(digits.images))
+    x,y = tensor(digits.images[idxs]).float()[:,None]/16,tensor(digits.target[idxs])
+    cut = len(x)*4//5
+    return list(zip(x[:cut], y[:cut])),list(zip(x[cut:], y[cut:]))
+
+def make_learner(bs):
+    "A small convolutional network (without BatchNorm, whose statistics depend on the micro-batch)"
+    random.seed(42); torch.manual_seed(42)
+    train,valid = load_data()
+    dls = DataLoaders(DataLoader(train, bs=bs, shuffle=True), DataLoader(valid, bs=360))
+    model = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU(),
+                          nn.Flatten(), nn.Linear(32*16, 64), nn.ReLU(), nn.Linear(64, 10))
+    return Learner(dls, model, CrossEntropyLossFlat(), metrics=accuracy)
+
+class SamplesSeen(Callback):
+    "Count optimizer steps, and note the samples seen at each recorded loss"
+    order,run_valid = Recorder.order+1,False
+    def before_fit(self): self.n_steps,self.n_seen,self.at = 0,0,[]
+    def after_step(self): self.n_steps += 1
+    def after_batch(self):
+        self.n_seen += len(self.x)
+        if len(self.recorder.losses)>len(self.at): self.at.append(self.n_seen)
+
+def train(name, bs, acc):
+    print(f'\n{name}')
+    learn = make_learner(bs)
+    learn.add_cb(SamplesSeen())
+    with nullcontext() if sys.stdout.isatty() else learn.no_bar(): learn.fit_one_cycle(n_epoch, 3e-3, cbs=acc)
+    return name,learn
+
+def weights(learn): return torch.cat([p.detach().flatten() for p in learn.model.parameters()])
+
+def losses_at(learn, samples):
+    "The recorded losses after so many samples, interpolated where there are none"
+    return np.interp(samples, learn.samples_seen.at, [o.item() for o in learn.recorder.losses])
+
+def show_table(runs):
+    "Print how the runs compare to the first"
+    print(f'\n{"":42} {"steps":>6} {"valid loss":>11} {"accuracy":>9} {"largest weight":>15} {"recorded":>9} {"largest loss":>13}')
+    print(f'{"":42} {"":6} {"":11} {"":9} {"difference":>15} {"losses":>9} {"difference":>13}')
+    first = runs[0][1]
+    for name,learn in runs:
+        _,valid_loss,acc = learn.recorder.values[-1]
+        print(f'{name:42} {learn.samples_seen.n_steps:6} {valid_loss:11.6f} {acc:9.4f} {(weights(learn)-weights(first)).abs().max():15.1e} '
+              f'{len(learn.recorder.losses):9} {gaps(learn, first).max():13.1e}')
+
+def gaps(learn, first):
+    "How far the recorded losses are from those of `first`, after each of its steps"
+    at = first.samples_seen.at
+    return np.abs(losses_at(learn, at)-losses_at(first, at))
+
+def plot(runs, fname):
+    "Draw the recorded losses over the samples seen, and their differences to the first run's"
+    fig,(ax,ax2) = plt.subplots(1, 2, figsize=(12,4.5), gridspec_kw=dict(width_ratios=[3,2]))
+    first = runs[0][1]
+    for (name,learn),style in zip(runs, (dict(color='lightgrey', lw=8), dict(color='tab:blue', lw=1.8), dict(color='tab:red', lw=1.2))):
+        ax.plot(learn.samples_seen.at, learn.recorder.losses, label=name, **style)
+        if learn is not first: ax2.semilogy(first.samples_seen.at, gaps(learn, first)+1e-9, label=name, color=style['color'])
+    ax.set(xlabel='samples seen', ylabel='recorded loss', title='Training loss as the Recorder has it (smoothed)')
+    ax2.set(xlabel='samples seen', ylabel='difference (1e-9: none)', ylim=(5e-10,10), title=f'Difference to the run on {runs[0][0]}')
+    for o in (ax,ax2):
+        o.legend(frameon=False)
+        o.spines[['top','right']].set_visible(False)
+    fig.tight_layout()
+    fig.savefig(fname, dpi=110)
+    return Path(fname).resolve()
+
+def main():
+    start = time.time()
+    runs = [train(f'batches of {big}', big, []), train(f'micro-batches of {micro}, fastaccum', micro, GradientAccumulation(big)),
+            train(f"micro-batches of {micro}, fastai's callback", micro, FastaiGradientAccumulation(big))]
+    show_table(runs)
+    print(f'\nThe picture is {plot(runs, "demo.png")} ({time.time()-start:.0f} s)')
+
+if __name__=='__main__': main()

@@ -26,7 +26,16 @@ class Listener:
         vars(cb)['after_batch'] = self
 
     def __call__(self):
-        if self.acc.heard or not self.cb.learn.training: self.stock()
+        acc,learn = self.acc,self.cb.learn
+        if not learn.training: self.stock()
+        elif acc.run and acc.learn is learn and acc in learn.cbs: self.hear()
+        else:   # nobody accumulates any more, and nobody told us
+            self.leave()
+            self.stock()
+
+    def hear(self):
+        "A training micro-batch has ended"
+        if self.acc.heard: self.stock()
 
     def leave(self):
         "Give `cb` its own `after_batch` back"
@@ -37,7 +46,7 @@ class Listener:
 # %% ../nbs/03_listeners.ipynb #train-eval
 class ProgressListener(Listener):
     "`TrainEvalCallback` counts steps"
-    def __call__(self):
+    def hear(self):
         learn,pct = self.cb.learn,self.cb.learn.pct_train
         if self.acc.heard: self.stock()
         learn.pct_train = self.acc.next_pct(pct) if self.acc.stepped else pct
@@ -53,9 +62,9 @@ def _replaced(o, **attrs):
 
 class RecorderListener(Listener):
     "`Recorder` sees every micro-batch in its train metrics, and records once per step"
-    def __call__(self):
+    def hear(self):
         acc,rec,learn = self.acc,self.cb,self.cb.learn
-        if not learn.training or not acc.log_steps: return super().__call__()
+        if not acc.log_steps: return super().hear()
         if acc.counted and rec.train_metrics and not rec.cancel_train:
             with _replaced(learn, loss=acc.micro_loss):
                 for met in rec.metrics: met.accumulate(learn)

@@ -60,8 +60,7 @@ def find_size(
     is_ce = isinstance(f, (nn.CrossEntropyLoss,nn.NLLLoss)) or f is F.cross_entropy or f is F.nll_loss
     ignore_index = setting('ignore_index', -100 if is_ce else None)
     if ignore_index is None: return samples
-    return Targets(ignore_index, weight=setting('weight') if is_ce else None, probs=is_ce,
-                   nan_grad=not is_ce or bool(setting('label_smoothing')))
+    return Targets(ignore_index, weight=setting('weight') if is_ce else None, probs=is_ce, nan_grad=not is_ce)
 
 # %% ../nbs/01_sizes.ipynb #check-size
 def check_size(

@@ -91,3 +91,14 @@ def test_validation_after_an_interrupt_is_stock():
     fresh.model.load_state_dict(learn.model.state_dict())
     assert list(learn.validate())==list(fresh.validate())
     assert deviation(learn.get_preds()[0], fresh.get_preds()[0])==0
+
+@pytest.mark.parametrize('how', ['run','cbs','remove_cb'])
+def test_plain_fit_after_an_interrupt_however_the_callback_was_turned_off(how):
+    acc = GradientAccumulation(macro)
+    learn = toy(micro, n=n, cbs=acc)
+    with pytest.raises(KeyboardInterrupt): learn.fit(1, 0.1, cbs=Raise('after_batch', KeyboardInterrupt, 5, at=5))
+    if how=='run': acc.run = False
+    elif how=='cbs': learn.cbs = learn.cbs.filter(lambda o: o is not acc)
+    else: learn.remove_cb(acc)
+    learn.opt.zero_grad()
+    check_plain(learn)

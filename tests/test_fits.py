@@ -4,7 +4,7 @@ import pytest, torch
 from functools import partial
 from torch import nn
 from torch.nn import functional as F
-from fastai.callback.core import Callback, CancelBackwardException, CancelBatchException
+from fastai.callback.core import Callback, CancelBackwardException, CancelBatchException, CancelEpochException
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.progress import CSVLogger, ProgressCallback
 from fastai.callback.schedule import ParamScheduler
@@ -243,6 +243,12 @@ def test_micro_batches_left_out_by_others(event, exc, order, left_out):
     assert deviation(weights(a), weights(b))<1e-12
     assert len(b.recorder.losses)==len(groups) and deviation(a.recorder.losses, b.recorder.losses)<1e-6
 
+def test_drop_last_with_an_accum_bs_that_is_no_multiple():
+    "10 in micro-batches of 4 makes macro-batches of 12: a remainder of 11 samples is short of that, as in the twin"
+    a,b = twins(micro=4, macro=10, n=71, acc=dict(drop_last=True))
+    assert len(b.recorder.losses)==2*5
+    assert_twins(a, b)
+
 def test_drop_last_skips_the_forward_pass():
     seen = Seen('after_pred', lambda l: l.iter)
     b = toy(4, n=70)
@@ -254,6 +260,24 @@ def test_batchnorm_never_sees_what_drop_last_leaves_out():
     b = toy(4, n=70, model=model, splitter=lambda m: [list(m.parameters())])
     b.fit(1, 0.05, cbs=GradientAccumulation(16, drop_last=True))
     assert b.model[1].num_batches_tracked.item()==16
+
+def test_the_remainder_steps_within_its_batch():
+    "The last micro-batch of an epoch is announced as closing and steps in the loop, as the twin's last batch does"
+    events = []
+    class Note(Callback):
+        order,run_valid = 100,False
+        def before_batch(self): events.append(self.gradient_accumulation.macro.closing)
+        def after_step(self): events.append('step')
+        def after_train(self): events.append('after_train')
+    toy(4, n=70).fit(1, 0.05, cbs=[GradientAccumulation(16),Note()])
+    assert events==[False]*3+[True,'step']+([False]*3+[True,'step'])*3+[False,True,'step','after_train']
+
+def test_a_cancelled_epoch_leaves_nothing_to_the_next():
+    "An epoch cancelled in the middle of a macro-batch: its started macro-batch is dropped, as a batch that never ran"
+    a,b = toy(16, n=70),toy(4, n=70)
+    a.fit_one_cycle(3, 0.05, cbs=Raise('after_batch', CancelEpochException, 100, at=0))
+    b.fit_one_cycle(3, 0.05, cbs=[Raise('after_batch', CancelEpochException, 100, at=5),GradientAccumulation(16)])
+    assert deviation(weights(a), weights(b))<1e-12 and deviation(a.recorder.lrs, b.recorder.lrs)<1e-12
 
 # Data and models
 

@@ -19,7 +19,7 @@ class Masked(nn.Module):
     ignore_index = -100
     def forward(self, p, y):
         mask = y!=-100
-        return (F.cross_entropy(p.flatten(0, -2), y.flatten(), reduction='none')*mask.flatten()).sum()/mask.sum()
+        return (F.cross_entropy(p.flatten(0, -2), y.flatten().clamp(min=0), reduction='none')*mask.flatten()).sum()/mask.sum()
 
 losses = dict(module=CrossEntropy, weighted=lambda: CrossEntropy(weight=w), smoothed=lambda: CrossEntropy(label_smoothing=0.1),
     weighted_smoothed=lambda: CrossEntropy(weight=w, label_smoothing=0.1), other_index=lambda: CrossEntropy(ignore_index=2),

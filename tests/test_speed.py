@@ -70,7 +70,7 @@ def test_size_of_your_own_on_the_device():
     assert sum(count([GradientAccumulation(16, size=lambda l: (l.y>=0).sum())]))<=sum(count([]))+5
 
 def test_overhead_is_not_above_fastais():
-    "A loose bound for a noisy machine; `make bench` measures"
+    "A micro-batch costs no more than with fastai's callback (`make bench` says how much less)"
     import statistics, sys
     from pathlib import Path
     sys.path.insert(0, str(Path(__file__).parent.parent/'benchmarks'))
@@ -78,4 +78,4 @@ def test_overhead_is_not_above_fastais():
     overhead.rounds,overhead.n_batches = 5,200
     times = overhead.measure(overhead.mse, 4)
     ratio = statistics.median(a/b for a,b in zip(times['fastaccum'], times["fastai's GradientAccumulation"]))
-    assert ratio<1.1, f"{ratio:.2f} of the time of fastai's callback"
+    assert ratio<=1, f"{ratio:.2f} of the time of fastai's callback"

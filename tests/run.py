@@ -1,0 +1,78 @@
+"""Run the notebooks and the tests, and count them: what `make test` does.
+
+`python tests/run.py sizes canaries` runs only the notebooks and the test files with one of these words in their names.
+"""
+import os, subprocess, sys, time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from xml.etree import ElementTree
+
+root = Path(__file__).resolve().parent.parent
+os.environ.setdefault('OMP_NUM_THREADS', '1')   # the models are tiny: threads only cost
+os.environ.setdefault('MPLBACKEND', 'agg')
+
+def run(*args, **kwargs): return subprocess.run([sys.executable, *map(str, args)], cwd=root, stdin=subprocess.DEVNULL, **kwargs)
+
+# Each notebook runs in a process of its own, so that one which dies takes no other with it
+
+def test_notebook(fn):
+    "In that process: run the notebook `fn` as `nbdev-test` does; return whether it passed"
+    from nbdev.config import get_config
+    from nbdev.test import test_nb
+    cfg = get_config(root)
+    return test_nb(fn, skip_flags=cfg.tst_flags.split(), basepath=root)[0]
+
+def run_notebook(fn):
+    "Whether the notebook `fn` passed, in how many seconds, and what it wrote"
+    start = time.time()
+    res = run(__file__, '--notebook', fn, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors='replace')
+    return not res.returncode, time.time()-start, res.stdout
+
+def run_notebooks(fns):
+    "For each of the notebooks, whether it passed"
+    passed = []
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
+        jobs = {pool.submit(run_notebook, fn): fn for fn in fns}
+        for job in as_completed(jobs):
+            ok,secs,text = job.result()
+            passed.append(ok)
+            print(f'{jobs[job].relative_to(root)}  {"ok" if ok else "FAILED"}  {secs:.1f}s', flush=True)
+            if not ok: print(text, flush=True)
+    return passed
+
+def outcomes(xml):
+    "The outcome of each test in pytest's report: of those of one test, the worst"
+    res,bad = {},{'failure','error'}
+    for o in ElementTree.parse(xml).iter('testcase'):
+        tags = {c.tag for c in o}
+        nm = o.get('classname'),o.get('name')
+        if tags & bad or res.get(nm)=='failed': res[nm] = 'failed'
+        else: res[nm] = 'skipped' if 'skipped' in tags else 'passed'
+    return list(res.values())
+
+def run_pytest(paths):
+    "The outcomes of the tests in `paths`; one more has failed if pytest ended badly and reports no failure"
+    with TemporaryDirectory() as tmp:
+        xml = Path(tmp)/'report.xml'
+        rc = run('-m', 'pytest', '-q', '-ra', f'--junitxml={xml}', *paths).returncode
+        res = outcomes(xml) if xml.exists() else []
+    if rc and 'failed' not in res and rc!=5: res.append('failed')   # 5: there were no tests
+    return res
+
+def main(*names):
+    from nbdev.doclinks import nbglob
+    def wanted(fns): return sorted(o for o in fns if not names or any(nm in o.stem for nm in names))
+    os.chdir(root)   # nbdev looks for its settings from here
+    fns,tests = wanted(nbglob(root/'nbs', as_path=True)),wanted((root/'tests').glob('test_*.py'))
+    passed = run_notebooks(fns)
+    res = run_pytest(tests) if tests else []
+    if not (passed and res) and not (names and passed+res): print(f'nothing ran: {len(passed)} notebooks, {len(res)} tests')
+    n_passed,n_failed,n_skipped = passed.count(True)+res.count('passed'),passed.count(False)+res.count('failed'),res.count('skipped')
+    print(f'{n_passed} passed, {n_failed} failed' + (f', {n_skipped} skipped' if n_skipped else ''))
+    ran = passed+res if names else passed and res
+    return 1 if n_failed or not ran else 0
+
+if __name__=='__main__':
+    if sys.argv[1:2]==['--notebook']: sys.exit(not test_notebook(Path(sys.argv[2])))
+    sys.exit(main(*sys.argv[1:]))

@@ -79,6 +79,8 @@ class Measure:
     def __init__(self,
         size=None # As in `GradientAccumulation`; defaults to what `find_size` finds
     ):
+        if not (size is None or callable(size)):
+            raise TypeError(f"`size={size!r}` is a {type(size).__name__}: give a function of the Learner that returns a number")
         self.size,self.loss_func,self.known,self.loss = size,None,None,None
 
     def look_at(self, loss_func):
@@ -113,6 +115,12 @@ class Measure:
             if isinstance(o, torch.Tensor) and o.requires_grad:
                 o.register_hook(lambda g: torch.where(some, g, torch.zeros_like(g)))
 
-    def ratio(self, a, b, other):
-        "`a/b`, or `other` where `b` is a tensor of 0"
-        return torch.where(b>0, a/b, other) if isinstance(b, torch.Tensor) else a/b
+    def mean(self, macro):
+        "The mean loss of what `macro` holds so far, a 0-dim tensor; the last one known if all of it is ignored"
+        return macro.loss if macro.ref is None else self._ratio(macro.loss, macro.size, self.known).to(self.loss.dtype)
+
+    def correction(self, macro):
+        "What to multiply the gradients of `macro` with, once it is complete"
+        return 1. if macro.ref is None else self._ratio(macro.ref, macro.size, 0.)
+
+    def _ratio(self, a, b, other): return torch.where(b>0, a/b, other) if isinstance(b, torch.Tensor) else a/b

@@ -52,11 +52,12 @@ def outcomes(xml):
     return list(res.values())
 
 def run_pytest(paths):
-    "The outcomes of the tests in `paths`; one more has failed if pytest ended badly and reports no failure"
+    "The outcomes of the tests in `paths`; one more has failed if pytest ended badly without saying where"
     with TemporaryDirectory() as tmp:
         xml = Path(tmp)/'report.xml'
         rc = run('-m', 'pytest', '-q', '-ra', f'--junitxml={xml}', *paths).returncode
-        res = outcomes(xml) if xml.exists() else []
+        if not xml.exists(): print('\npytest ended without a report', flush=True)
+        res = outcomes(xml) if xml.exists() else ['failed']
     if rc and 'failed' not in res and rc!=5: res.append('failed')   # 5: there were no tests
     return res
 
@@ -65,13 +66,13 @@ def main(*names):
     def wanted(fns): return sorted(o for o in fns if not names or any(nm in o.stem for nm in names))
     os.chdir(root)   # nbdev looks for its settings from here
     fns,tests = wanted(nbglob(root/'nbs', as_path=True)),wanted((root/'tests').glob('test_*.py'))
-    passed = run_notebooks(fns)
-    res = run_pytest(tests) if tests else []
-    if not (passed and res) and not (names and passed+res): print(f'nothing ran: {len(passed)} notebooks, {len(res)} tests')
-    n_passed,n_failed,n_skipped = passed.count(True)+res.count('passed'),passed.count(False)+res.count('failed'),res.count('skipped')
+    passed,res = run_notebooks(fns),run_pytest(tests) if tests else []
+    missing = [] if names and passed+res else [nm for nm,o in (('notebooks',passed), ('tests',res)) if not o]
+    for nm in missing: print(f'no {nm} were run, which counts as a failure')
+    n_passed,n_skipped = passed.count(True)+res.count('passed'),res.count('skipped')
+    n_failed = passed.count(False)+res.count('failed')+len(missing)
     print(f'{n_passed} passed, {n_failed} failed' + (f', {n_skipped} skipped' if n_skipped else ''))
-    ran = passed+res if names else passed and res
-    return 1 if n_failed or not ran else 0
+    return n_failed>0
 
 if __name__=='__main__':
     if sys.argv[1:2]==['--notebook']: sys.exit(not test_notebook(Path(sys.argv[2])))

@@ -18,7 +18,7 @@ from fastai.metrics import Perplexity, accuracy
 from fastai.optimizer import Adam, OptimWrapper, SGD
 from fastcore.foundation import L
 from fastaccum import GradientAccumulation
-from fastaccum.testing import Float32Loss, assert_twins, deviation, toy, toy_data, twins
+from fastaccum.testing import CrossEntropy, Float32Loss, assert_twins, deviation, toy, toy_data, twins
 from common import Raise, Seen, grads, weights
 
 def fit2(learn, cbs): learn.fit_one_cycle(2, 0.05, cbs=cbs)
@@ -83,9 +83,10 @@ def test_lr_find_stops_like_its_twin():
     assert len(a.recorder.lrs)==len(b.recorder.lrs) and deviation(a.recorder.lrs, b.recorder.lrs)<1e-9
 
 def test_lr_find_records_steps_also_without_log_accum_batch():
-    b = toy(4, n=70, cbs=GradientAccumulation(16, log_accum_batch=False))
+    b,seen = toy(4, n=70, cbs=GradientAccumulation(16, log_accum_batch=False)),Seen('after_step', lambda l: l.opt.hypers[-1]['lr'])
+    b.add_cb(seen)
     b.lr_find(num_it=12, show_plot=False, stop_div=False)
-    assert len(b.recorder.lrs)==12
+    assert len(b.recorder.lrs)==len(seen.values)==12 and b.recorder.lrs==seen.values
 
 # What is recorded
 
@@ -115,6 +116,11 @@ def test_log_accum_batch_false_records_micro_losses():
         learn.fit(2, 0., wd=0., cbs=cbs)
         return torch.stack(list(learn.recorder.losses))
     assert deviation(run([]), run(GradientAccumulation(16, log_accum_batch=False)))<1e-6
+
+def test_log_accum_batch_false_with_drop_last_records_no_skipped_micro_batch():
+    b = toy(4, n=70)
+    b.fit(2, 0.05, cbs=GradientAccumulation(16, log_accum_batch=False, drop_last=True))
+    assert len(b.recorder.losses)==b.train_iter==2*16
 
 def test_recorded_loss_is_the_macro_batchs():
     losses = Seen('after_batch', lambda l: l.loss.item(), order=49)
@@ -207,11 +213,29 @@ def test_short_epochs():
     assert seen.values==[16,8]*2          # 6 of 16 micro-batches
     assert len(b.recorder.losses)==4
 
+def test_no_gradient_is_left_after_an_early_end():
+    empty = Seen('after_train', lambda l: not any(g.any() for g in grads(l)), order=100)
+    toy(4, n=64).fit(2, 0.05, cbs=[GradientAccumulation(16),empty,ShortEpochCallback(pct=0.3)])
+    assert empty.values==[True,True]
+
 def test_short_epochs_with_drop_last():
     seen = Seen('after_step', lambda l: l.gradient_accumulation.macro.samples)
     b = toy(4, n=64)
     b.fit(2, 0.05, cbs=[GradientAccumulation(16, drop_last=True),seen,ShortEpochCallback(pct=0.3)])
     assert seen.values==[16]*2 and not any(g.any() for g in grads(b))
+
+def test_a_loader_that_changes_between_epochs():
+    "A callback halves the batch size after the first epoch, and asks for another epoch: steps and learning rates stay the twin's"
+    class Halve(Callback):
+        order = 100
+        def __init__(self, bs): self.bs = bs
+        def before_fit(self): self.learn.n_epoch = 3
+        def before_epoch(self):
+            if self.epoch==1: self.learn.dls.loaders[0] = self.dls.train.new(bs=self.bs, n=70, get_idxs=self.dls.train.get_idxs)
+    a,b = toy(16, n=70),toy(4, n=70)
+    a.fit_one_cycle(2, 0.05, cbs=Halve(16)); b.fit_one_cycle(2, 0.05, cbs=[Halve(2),GradientAccumulation(16)])
+    assert len(b.recorder.losses)==15
+    assert_twins(a, b)
 
 @pytest.mark.parametrize('event,exc', [('before_batch',CancelBatchException), ('after_pred',CancelBatchException), ('after_loss',CancelBatchException),
                                        ('before_backward',CancelBatchException), ('before_backward',CancelBackwardException)])
@@ -271,6 +295,13 @@ def test_the_remainder_steps_within_its_batch():
         def after_train(self): events.append('after_train')
     toy(4, n=70).fit(1, 0.05, cbs=[GradientAccumulation(16),Note()])
     assert events==[False]*3+[True,'step']+([False]*3+[True,'step'])*3+[False,True,'step','after_train']
+
+@pytest.mark.parametrize('kwargs', [dict(n=70), dict(n=64), dict(n=70, loss_func=CrossEntropy(reduction='sum'))], ids=str)
+def test_the_plan_is_right_so_nothing_needs_correcting(kwargs):
+    "Ragged ends are planned: no pass over all gradients to correct them"
+    seen = Seen('before_step', lambda l: (l.gradient_accumulation.macro.planned, l.gradient_accumulation.macro.samples))
+    toy(4, **kwargs).fit(1, 1e-3, cbs=[GradientAccumulation(16),seen])
+    assert seen.values and all(a==b for a,b in seen.values)
 
 def test_a_cancelled_epoch_leaves_nothing_to_the_next():
     "An epoch cancelled in the middle of a macro-batch: its started macro-batch is dropped, as a batch that never ran"

@@ -1,6 +1,6 @@
 "Properties of the plan and of the counters, for all sizes."
 from hypothesis import given, settings, strategies as st
-from fastaccum.macro_batch import MacroBatch, plan, round_up
+from fastaccum.macro_batch import MacroBatch, Plan, round_up
 
 sizes = dict(n=st.integers(1, 500), micro=st.integers(1, 40), accum=st.integers(1, 200), drop=st.booleans())
 
@@ -13,7 +13,7 @@ def test_round_up(n, micro, accum, drop):
 
 @given(**sizes, n_epoch=st.integers(1, 4))
 def test_every_sample_in_exactly_one_macro_batch(n, micro, accum, drop, n_epoch):
-    epochs = plan(n, micro, accum, n_epoch, drop)
+    epochs = Plan(n, micro, accum, n_epoch, drop).sizes
     full = round_up(accum, micro)
     assert len(epochs)==n_epoch
     for steps in epochs:
@@ -35,7 +35,7 @@ def test_counters_do_what_the_plan_says(n, micro, accum, drop):
         if macro.closing:
             steps.append(macro.samples)
             macro.start(accum, accum)
-    assert steps==plan(n, micro, accum)[0]
+    assert steps==Plan(n, micro, accum).sizes[0]
 
 @given(batches=st.lists(st.tuples(st.integers(1, 50), st.floats(-10, 10)), min_size=1, max_size=20), planned=st.integers(1, 300))
 def test_weighted_sum_is_the_mean(batches, planned):
@@ -48,7 +48,7 @@ def test_weighted_sum_is_the_mean(batches, planned):
         total += macro.weight(n, n)*loss
         macro.add(n, n, loss)
     mean = sum(n*l for n,l in batches)/sum(n for n,_ in batches)
-    assert abs(total*macro.correction-mean)<1e-9
+    assert abs(total*macro.ref/macro.size-mean)<1e-9
     assert abs(macro.loss/macro.size-mean)<1e-9
 
 @given(n=st.integers(1, 300), micro=st.integers(1, 20), lo=st.integers(1, 50), hi=st.integers(1, 50), n_epoch=st.integers(1, 4), drop=st.booleans())
@@ -57,7 +57,10 @@ def test_plan_of_a_function_of_progress(n, micro, lo, hi, n_epoch, drop):
     asked = []
     def noted(pos):
         asked.append(pos)
-        return round(size(pos))
-    epochs = plan(n, micro, noted, n_epoch, drop)
-    assert asked==sorted(asked) and 0<=asked[0] and asked[-1]<1
+        return round(size(pos.pct))
+    epochs = Plan(n, micro, noted, n_epoch, drop).sizes
+    pcts = [o.pct for o in asked]
+    assert pcts==sorted(pcts) and 0==pcts[0] and pcts[-1]<1
+    assert all(o.epoch==int(o.pct*n_epoch+1e-9) for o in asked)
+    if not drop: assert [o.step for o in asked]==list(range(sum(map(len, epochs))))
     for steps in epochs: assert all(o%micro==0 for o in steps[:-1]) and (drop or sum(steps)==n)

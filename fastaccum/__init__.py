@@ -2,5 +2,6 @@
 __version__ = "0.1.0"
 
 from fastaccum.accumulation import GradientAccumulation
+from fastaccum.schedule import GradientAccumulationSchedule, GradientAccumulationScheduler
 
-__all__ = ['GradientAccumulation']
+__all__ = ['GradientAccumulation', 'GradientAccumulationSchedule', 'GradientAccumulationScheduler']

@@ -90,7 +90,7 @@ def _leave(self:GradientAccumulation):
         if self.learn.opt is not None: empty_grads(self.learn.opt)
         self.macro.start(0, 0)
         self.measure = Measure(self.size)
-        self.at = self.pending = None
+        self.at = self.pending = self.planned = None
 
 @patch
 def after_fit(self:GradientAccumulation): self._leave()

@@ -135,7 +135,7 @@ def test_smooth_loss_from_the_first_micro_batch_on():
     learn.fit(1, 0.05, cbs=[GradientAccumulation(16),seen])
     assert all(o[0] for o in seen.values)
     for i in range(3): assert abs(seen.values[i][2]-sum(o[1] for o in seen.values[:i+1])/(i+1))<1e-6   # the mean so far
-    assert deviation(seen.values[3][2], learn.recorder.losses[0])<1e-6
+    for i in range(3, 17): assert seen.values[i][2]==learn.recorder.losses[(i+1)//4-1].item()   # from then on, the last recorded
 
 def test_rows_of_the_csv_file(tmp_path):
     def make(bs, **kwargs):
@@ -263,7 +263,7 @@ def test_micro_batches_left_out_by_others(event, exc, order, left_out):
     dl = a.dls.train
     dl.create_batches = lambda idxs: (dl.create_batch([dl.dataset[j] for i in g for j in range(4*i, 4*i+4)]) for g in groups)
     a.fit(1, 0.05)
-    assert sizes.values==[4*len(g) for g in groups]
+    assert sizes.values==[4*len(g) for g in groups] and b.train_iter==len(groups)
     assert deviation(weights(a), weights(b))<1e-12
     assert len(b.recorder.losses)==len(groups) and deviation(a.recorder.losses, b.recorder.losses)<1e-6
 
@@ -340,6 +340,15 @@ def structured(bs, target, seed=0, whole=1, torch_dl=False):
 def test_several_inputs_and_structured_targets(target, torch_dl):
     a,b = twins(make=structured, target=target, torch_dl=torch_dl, fit=fit2)
     assert_twins(a, b)
+
+def test_batches_without_targets_train_nothing():
+    "fastai does not train on batches without targets, and neither do we"
+    ds = torch.utils.data.TensorDataset(torch.randn(70, 5, dtype=torch.float64))
+    b = toy(4, data=ds, cbs=GradientAccumulation(16))
+    b.remove_cb(b.float32_loss)
+    before = weights(b)
+    b.fit(1, 0.1)
+    assert weights(b).equal(before) and not b.recorder.losses
 
 def test_penalties_of_other_callbacks_are_scaled():
     "A penalty that another callback adds to the loss in `after_loss`, as fastai's RNNRegularizer does"

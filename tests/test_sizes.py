@@ -43,6 +43,16 @@ def test_functional_loss_twins():
         a,b = twins(n=70, loss_func=f)
         assert_twins(a, b)
 
+def test_class_probabilities_are_a_mean_over_samples():
+    "Cross-entropy with floating point targets, as label mixing makes them: torch divides by samples, also with class weights"
+    gen = torch.Generator().manual_seed(0)
+    y = torch.rand(70, 3, generator=gen, dtype=torch.float64)
+    for i in range(3): y[i::3,i] += 2
+    ds = TensorDataset(toy_data(70).tensors[0], y)
+    for kwargs in (dict(), dict(weight=w)):
+        a,b = twins(data=ds, loss_func=nn.CrossEntropyLoss(**kwargs))
+        assert_twins(a, b)
+
 def ignored(which, n=64):
     "Token data in which the samples `which` are nothing but padding"
     ds = toy_data(n, tokens=True)

@@ -10,9 +10,10 @@ PIP        := -m pip --disable-pip-version-check install
 METADATA   := settings.ini pyproject.toml
 
 define CHECK_PYTHON
-@command -v $(PYTHON) >/dev/null || { echo "fastaccum needs Python >= $(MIN_PYTHON): $(PYTHON) was not found. Name one: make PYTHON=python3.12"; exit 1; }
-@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < tuple(map(int, "$(MIN_PYTHON)".split("."))))' || \
-	{ echo "fastaccum needs Python >= $(MIN_PYTHON): $(PYTHON) is `$(PYTHON) -V 2>&1`. Name another: make PYTHON=python3.12"; exit 1; }
+@need="fastaccum needs Python >= $(MIN_PYTHON), as in: make PYTHON=python3.12"; \
+command -v $(PYTHON) >/dev/null || { echo "$$need; $(PYTHON) was not found"; exit 1; }; \
+$(PYTHON) -c 'import sys; sys.exit(sys.version_info < tuple(map(int, "$(MIN_PYTHON)".split("."))))' || \
+	{ echo "$$need; $(PYTHON) is `$(PYTHON) -V 2>&1`"; exit 1; }
 endef
 
 .DEFAULT_GOAL := help

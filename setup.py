@@ -11,7 +11,7 @@ settings = ConfigParser(delimiters='=', interpolation=None)
 settings.read_string(read('settings.ini'))
 cfg = settings['DEFAULT']
 suffix = '_requirements'
-statuses = ['1 - Planning', '2 - Pre-Alpha', '3 - Alpha', '4 - Beta', '5 - Production/Stable', '6 - Mature', '7 - Inactive']
+statuses = ['1 - Planning', '2 - Pre-Alpha', '3 - Alpha', '4 - Beta', '5 - Production/Stable', '6 - Mature']
 
 setup(
     version=re.search(r'^__version__ *= *"(.+)"', read(f'{pkg}/__init__.py'), re.M)[1],

@@ -12,7 +12,8 @@ root = Path(__file__).resolve().parent.parent
 os.environ.setdefault('OMP_NUM_THREADS', '1')   # the models are tiny: threads only cost
 os.environ.setdefault('MPLBACKEND', 'agg')
 
-def run(*args, **kwargs): return subprocess.run([sys.executable, *map(str, args)], cwd=root, stdin=subprocess.DEVNULL, **kwargs)
+def run(*args, **kwargs):
+    return subprocess.run([sys.executable, *map(str, args)], cwd=root, stdin=subprocess.DEVNULL, **kwargs)
 
 # Each notebook runs in a process of its own, so that one which dies takes no other with it
 

@@ -11,7 +11,9 @@ note = '<!-- Written by tools/readme.py from nbs/index.ipynb: edit that. -->'
 re_directive = re.compile(r'^\s*#\s*\|\s*(.*)')
 hidden = {'hide', 'hide: true', 'include: false'}
 
-def docs_url(): return re.search(r'^Documentation *= *"(.+?)/?"', (root/'pyproject.toml').read_text(encoding='utf-8'), re.M)[1]
+def docs_url():
+    text = (root/'pyproject.toml').read_text(encoding='utf-8')
+    return re.search(r'^Documentation *= *"(.+?)/?"', text, re.M)[1]
 
 def link_pages(text, url):
     "Point links to notebooks at the pages nbdev makes of them: `01_x.ipynb` becomes `x.html`"
@@ -24,7 +26,9 @@ def title(text): return '\n'.join(o for o in text.splitlines() if not o.startswi
 
 def fence(text, lang=''): return f'```{lang}\n{text.rstrip()}\n```'
 
-def shown(text): return '\n'.join(o.rstrip('\r ').rsplit('\r', 1)[-1] for o in text.split('\n'))   # what a progress bar leaves
+def shown(text):
+    "What a terminal shows of `text` in the end: of a progress bar, the last state"
+    return '\n'.join(o.rstrip('\r ').rsplit('\r', 1)[-1] for o in text.split('\n'))
 
 def output(o):
     "A cell's output as Markdown"
@@ -56,6 +60,7 @@ def markdown(nb, url):
 def main(check=False):
     res = markdown(json.loads(nb_path.read_text(encoding='utf-8')), docs_url())
     if not check: readme.write_bytes(res.encode())
-    elif not readme.exists() or readme.read_bytes()!=res.encode(): return 'README.md is not in step with nbs/index.ipynb: make readme'
+    elif not readme.exists() or readme.read_bytes()!=res.encode():
+        return 'README.md is not in step with nbs/index.ipynb: make readme'
 
 if __name__=='__main__': sys.exit(main('--check' in sys.argv[1:]))

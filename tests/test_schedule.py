@@ -126,6 +126,21 @@ def test_scheduler_by_epoch():
     a,b,plan = compare(lambda: GradientAccumulationScheduler({1:2, 3:4}), n_epoch=5, n=64, micro=4)
     assert plan.steps==[16,8,8,4,4]
 
+def test_thresholds_in_any_order():
+    assert GradientAccumulationScheduler({3:4, 1:2}).plan(toy(4, n=64).dls, 5).steps==[16,8,8,4,4]
+
+def test_an_annealer_that_dips_below_a_micro_batch():
+    "At least one micro-batch makes a step, whatever the annealer says"
+    dip = lambda a,b: lambda pos: 1
+    a,b,plan = compare(lambda: GradientAccumulationSchedule(16, 16, finish=1., schedule=dip), n_epoch=2, n=64, micro=4)
+    assert plan.sizes==[[16]+[4]*12,[4]*16]
+
+def test_sizes_are_recorded_anew_in_each_fit():
+    acc,learn = GradientAccumulationSchedule(8, 16),toy(4, n=64)
+    for _ in range(2):
+        learn.fit(2, 0.05, cbs=acc)
+        assert len(learn.recorder.accum_bs)==len(learn.recorder.losses)
+
 def test_scheduler_by_step_counts_over_the_whole_fit():
     acc = lambda: GradientAccumulationScheduler({20:2, 24:4}, mode='step')
     a,b,plan = compare(acc, n_epoch=3, n=64, micro=4)

@@ -103,7 +103,7 @@ def before_train(self:GradientAccumulation):
     else: self.listeners = listen(learn.cbs, self)
     plan = self.planned
     if (plan.micro_bs,plan.n,plan.n_epoch)!=(*loader_sizes(learn.dls.train, self.micro_batch_size),learn.n_epoch):
-        self.planned = self.plan(learn.dls, learn.n_epoch, None if callable(plan.accum_bs) else plan.accum_bs)
+        self.planned = self.plan(learn.dls, learn.n_epoch)
     if self.step is None: self.step = sum(self.planned.steps[:learn.epoch])   # `start_epoch` may have skipped some
     self.at = self.pending = None
     self.macro.start(*self.planned.begin(learn.epoch, self.step, 0))

@@ -401,6 +401,16 @@ def test_a_callback_that_was_not_told_hears_every_micro_batch():
     toy(4, n=70).fit(1, 0.05, cbs=[GradientAccumulation(16),seen])
     assert seen.values==list(range(18))
 
+def test_a_listener_with_an_event_method_of_its_own_keeps_it():
+    "A Recorder whose instance has its own `after_batch`, as `Callback(after_batch=f)` makes it"
+    learn,heard = toy(4, n=70),[]
+    def after_batch():
+        heard.append(learn.training)
+        Recorder.after_batch(learn.recorder)
+    vars(learn.recorder)['after_batch'] = after_batch
+    learn.fit(1, 0.05, cbs=GradientAccumulation(16))
+    assert vars(learn.recorder)['after_batch'] is after_batch and heard.count(True)==len(learn.recorder.losses)==5
+
 def test_imports_without_wandb_and_tensorboard():
     "The package imports and trains where the optional packages are missing"
     import subprocess

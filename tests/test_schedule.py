@@ -101,7 +101,7 @@ def test_a_ready_made_schedule():
 
 def test_resuming_a_second_fit_and_a_restored_callback():
     "The same sizes on `start_epoch`, in another fit with the same callback, after an interrupt, and pickled and restored"
-    make = lambda: GradientAccumulationSchedule(8, 32, start=1, finish=3)
+    make = lambda: GradientAccumulationSchedule(8, 32, start=1, finish=3, schedule=partial(SchedPoly, power=2))
     a,b,plan = compare(make, n_epoch=4, n=70, micro=4, start_epoch=2)
     expected = toy(4, n=70)
     expected.fit_one_cycle(4, 0.05, cbs=make())

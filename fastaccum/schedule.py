@@ -31,7 +31,8 @@ class _Scheduled(GradientAccumulation):
 
     def _close(self):
         super()._close()
-        if hasattr(self.learn, 'recorder'): self.learn.recorder.accum_bs.append(round_up(self.macro.target, self.planned.micro_bs))
+        self.current_bs = round_up(self.macro.target, self.planned.micro_bs)
+        if hasattr(self.learn, 'recorder'): self.learn.recorder.accum_bs.append(self.current_bs)
 
 # %% ../nbs/06_schedule.ipynb #moment
 def check_moment(

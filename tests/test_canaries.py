@@ -121,3 +121,17 @@ def test_smooth_loss_cannot_hold_double_precision():
 
 def test_inner_loop_events_obey_run_valid():
     assert {'before_batch','before_backward','after_cancel_backward','after_backward','after_batch'}<=set(_inner_loop) and 'after_train' not in _inner_loop
+
+def test_what_the_logging_callbacks_are_written_like():
+    "Names that `fastaccum.loggers` reads and sets; looked up in the source, so that the packages need not be there"
+    from pathlib import Path
+    import fastai
+    src = {nm:(Path(fastai.__file__).parent/'callback'/f'{nm}.py').read_text() for nm in ('wandb','tensorboard')}
+    for o in ('self.ti_batch = time.perf_counter()','self._wandb_epoch += 1/self.n_iter','len(self.xb[0]) / batch_time','step=self._wandb_step'): assert o in src['wandb']
+    assert "self.writer.add_scalar('train_loss', self.smooth_loss, self.train_iter)" in src['tensorboard']
+
+def test_show_graph_reads_train_iter():
+    "It draws validation points at `train_iter` beside a curve of `recorder.losses`: they meet because both count steps"
+    from fastai.callback.progress import ShowGraphCallback
+    src = inspect.getsource(ShowGraphCallback)
+    assert 'self.nb_batches.append(self.train_iter)' in src and 'range_of(rec.losses)' in src

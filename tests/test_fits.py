@@ -162,6 +162,17 @@ def test_progress_bar_moves_per_micro_batch(capsys):
     learn.fit(1, 0.05, cbs=[GradientAccumulation(16),Bar()])
     assert len(Bar.moves)==18 and all(c for _,c in Bar.moves)
 
+def test_graph_of_the_fit_is_the_twins(monkeypatch):
+    "`ShowGraphCallback`: curve, validation points and bounds"
+    from fastai.callback.progress import ShowGraphCallback
+    graphs = []
+    class Bar:
+        def update_graph(self, graphs_, x, y): graphs.append(([[list(map(float, o)) for o in g] for g in graphs_], list(map(float, x)), list(map(float, y))))
+    class Progress(Callback):
+        def before_fit(self): self.mbar = Bar()
+    twins(n=70, cbs=lambda: [Progress(),ShowGraphCallback()])
+    assert len(graphs)==4 and deviation(graphs[:2], graphs[2:])<1e-6 and graphs[0][0][1][0]==[5.]
+
 def test_plots_are_the_twins():
     import matplotlib.pyplot as plt
     a,b = twins(n=70)

@@ -65,7 +65,7 @@ class RecorderListener(Listener):
     def hear(self):
         acc,rec,learn = self.acc,self.cb,self.cb.learn
         if not acc.log_steps: return super().hear()
-        if acc.counted and rec.train_metrics and not rec.cancel_train:
+        if acc.counted and rec.train_metrics:
             with _replaced(learn, loss=acc.measure.loss):
                 for met in rec.metrics: met.accumulate(learn)
         if acc.stepped:

@@ -63,6 +63,10 @@ def test_optimizer_that_steps_inside_backward():
 
 def test_epoch_without_a_step(): refused(toy(4, n=70), GradientAccumulation(80, drop_last=True), '70 samples.*drop_last')
 
+def test_lr_find_without_a_step():
+    learn = toy(4, n=70, cbs=GradientAccumulation(80, drop_last=True))
+    with pytest.raises(ValueError, match='70 samples.*drop_last'): learn.lr_find(show_plot=False)
+
 def test_last_full_macro_batch_is_enough():
     b = toy(4, n=70)
     b.fit(1, 0.1, cbs=GradientAccumulation(68, drop_last=True))

@@ -206,6 +206,26 @@ def test_loader_that_announces_the_wrong_length(announced):
     assert deviation(weights(a), weights(b))<1e-12
     assert len(b.recorder.losses)==6 and deviation(a.recorder.losses, b.recorder.losses)<1e-6 and list(b.recorder.iters)==[3,6]
 
+def test_progress_does_not_leave_its_epoch():
+    "A loader that yields more than it announced takes more steps than planned; the learning rate does not run ahead into the next epoch"
+    pcts = Seen('before_batch', lambda l: (l.epoch, l.pct_train))
+    shorten(toy(4, n=64), 16, 6).fit_one_cycle(2, 0.05, cbs=[GradientAccumulation(8),pcts])
+    assert len(pcts.values)==32 and all(e/2<=pct<=(e+1)/2 for e,pct in pcts.values)
+
+def test_a_remainder_whose_step_is_cancelled():
+    "Another callback cancels the batch in `before_step`, of all steps the one that is taken after an early end"
+    class Cancel(Callback):
+        def before_step(self):
+            if self.gradient_accumulation.macro.samples==8: raise CancelBatchException
+    learn = toy(4, n=64)
+    learn.fit(2, 0.05, cbs=[GradientAccumulation(16),Cancel(),ShortEpochCallback(pct=0.3)])
+    assert not any(g.any() for g in grads(learn))
+
+def test_a_callback_that_stays_leaves_the_listeners_alone_between_fits():
+    learn = toy(4, n=70, cbs=GradientAccumulation(16))
+    learn.fit_one_cycle(1, 0.05)
+    assert not any('after_batch' in vars(o) for o in learn.cbs)
+
 def test_train_metrics_of_a_settled_remainder():
     "When the loader runs dry, no micro-batch is counted twice in the train metrics"
     def make(n, short):

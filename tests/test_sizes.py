@@ -134,9 +134,10 @@ def test_bad_sizes_fail_before_a_weight_moves(size, exc, msg):
     with pytest.raises(exc, match=msg): learn.fit(1, 0.1, cbs=GradientAccumulation(16, size=size))
     assert weights(learn).equal(before)
 
-def test_weights_stay_small_in_half_precision():
-    "Weights near 1/k: raw sums over 64 sequences of 6 tokens would multiply the gradient by 384"
-    learn = toy(4, n=64, tokens=True)
+@pytest.mark.parametrize('loss', [CrossEntropy, lambda: CrossEntropy(weight=w/1000)], ids=['plain','small class weights'])
+def test_weights_stay_near_one_over_k(loss):
+    "Raw sums over 64 sequences of 6 tokens would multiply the gradient by 384, and with small class weights by next to nothing"
+    learn = toy(4, n=64, tokens=True, loss_func=loss())
     ws = []
     class W(Callback):
         order,run_valid = 5.5,False
@@ -145,4 +146,12 @@ def test_weights_stay_small_in_half_precision():
         order,run_valid = 6.5,False
         def before_backward(self): ws.append((self.loss_grad.detach()/self.w.before).item())
     learn.fit(1, 0.1, cbs=[GradientAccumulation(64), W(), V()])
-    assert len(ws)==16 and max(ws)<=1/16+1e-9 and min(ws)>1/16/6-1e-9
+    assert len(ws)==16 and max(ws)<=3/16 and min(ws)>1/16/6/3
+
+def test_sizes_are_counted_in_single_precision_at_least():
+    "Half precision ends at 65504: more targets than that must not count as infinitely many"
+    from types import SimpleNamespace as NS
+    from fastaccum.sizes import Measure
+    loss = torch.zeros((), dtype=torch.float16)
+    learn = NS(loss_func=F.cross_entropy, pred=None, yb=(torch.zeros(70_000, dtype=torch.long),), loss=loss, loss_grad=loss)
+    assert Measure()(learn, 70_000)[0].item()==70_000

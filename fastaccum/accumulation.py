@@ -12,13 +12,12 @@ import torch
 from contextlib import suppress
 from fastai.callback.core import Callback, CancelBatchException, CancelStepException
 from fastai.callback.fp16 import MixedPrecision
-from fastai.torch_core import find_bs
 from fastcore.basics import patch
-from .checks import check_bool, check_count, check_learner, check_plan, loader_sizes
+from .checks import check_bool, check_count, check_learner, check_plan, loader_sizes, take_off
 from .gradients import empty_grads, scale_grads
 from .listeners import listen
 from .macro_batch import MacroBatch, Plan
-from .sizes import Measure
+from .sizes import Measure, samples_in
 
 # %% ../nbs/05_accumulation.ipynb #cb
 class GradientAccumulation(Callback):
@@ -40,7 +39,9 @@ class GradientAccumulation(Callback):
         self.n_acc,self.size,self.macro,self.measure = n_acc,size,MacroBatch(),Measure(size)
 
     def __setattr__(self, nm, value):   # fastai's would warn when the *model* happens to have an attribute of that name
-        if nm=='learn' and value is not self.learn: self._leave()
+        if nm=='learn' and value is not self.learn:
+            self._leave()
+            if value is not None and self.learn is not None: take_off(self)
         object.__setattr__(self, nm, value)
 
     def __call__(self, event_name):   # fastai looks a missing event up in the Learner and the model, which costs two exceptions
@@ -55,12 +56,11 @@ def sizes(self:GradientAccumulation, micro_bs, n_epoch):
 @patch
 def plan(self:GradientAccumulation,
     dls, # The `DataLoaders` to train on
-    n_epoch:int=1, # Epochs
-    wanted=None # Samples wanted in a macro-batch, instead of `sizes`
+    n_epoch:int=1 # Epochs
 )->Plan: # Its `sizes` and `steps` are lists with an entry for each epoch
     "The macro-batches of a fit to come, without training"
     micro_bs,n = loader_sizes(dls.train, self.micro_batch_size)
-    return Plan(n, micro_bs, wanted or self.sizes(micro_bs, n_epoch), n_epoch, self.drop_last)
+    return Plan(n, micro_bs, self.sizes(micro_bs, n_epoch), n_epoch, self.drop_last)
 
 # %% ../nbs/05_accumulation.ipynb #entry
 @patch
@@ -68,13 +68,13 @@ def before_fit(self:GradientAccumulation):
     "Refuse what cannot work, before a weight moves; start with empty gradients and a plan"
     self._leave()
     learn,finder = self.learn,getattr(self.learn, 'lr_finder', None)
-    if not len(learn.dls.train): return   # an exported Learner: it predicts, and never trains
+    if learn.lock.locked() or not len(learn.dls.train): return   # validation or prediction; an exported Learner
     check_learner(learn, GradientAccumulation)
-    self.planned = self.plan(learn.dls, learn.n_epoch)
+    plan = self.planned = self.plan(learn.dls, learn.n_epoch)
     if finder is not None:
-        bs = self.planned.begin(0, 0, 0)[0]
-        learn.n_epoch = finder.num_it//max(1, self.plan(learn.dls, 1, bs).steps[0])+1
-        self.planned = self.plan(learn.dls, learn.n_epoch, bs)
+        def first(n_epoch): return Plan(plan.n, plan.micro_bs, plan.begin(0, 0, 0)[0], n_epoch, plan.drop_last)
+        learn.n_epoch = finder.num_it//max(1, first(1).steps[0])+1
+        self.planned = first(learn.n_epoch)
     check_plan(self.planned)
     empty_grads(learn.opt)
     self.measure.look_at(learn.loss_func)
@@ -87,7 +87,7 @@ def _leave(self:GradientAccumulation):
     if self.listeners:
         for o in self.listeners: o.leave()
         self.listeners = ()
-        if self.learn.opt is not None: empty_grads(self.learn.opt)
+        empty_grads(self.learn.opt)
         self.macro.start(0, 0)
         self.measure = Measure(self.size)
         self.at = self.pending = self.planned = None
@@ -98,10 +98,10 @@ def after_fit(self:GradientAccumulation): self._leave()
 # %% ../nbs/05_accumulation.ipynb #batch
 @patch
 def before_train(self:GradientAccumulation):
-    learn = self.learn
+    learn,plan = self.learn,self.planned
+    if plan is None: return   # there is nothing to train on
     if self.listeners: empty_grads(learn.opt)
     else: self.listeners = listen(learn.cbs, self)
-    plan = self.planned
     if (plan.micro_bs,plan.n,plan.n_epoch)!=(*loader_sizes(learn.dls.train, self.micro_batch_size),learn.n_epoch):
         self.planned = self.plan(learn.dls, learn.n_epoch)
     if self.step is None: self.step = sum(self.planned.steps[:learn.epoch])   # `start_epoch` may have skipped some
@@ -115,7 +115,7 @@ def before_batch(self:GradientAccumulation):
     if macro.stepped: macro.start(*self.planned.begin(learn.epoch, self.step, learn.iter))
     self.at,self.counted = learn.iter,False
     if macro.dropped: raise CancelBatchException
-    self.micro_n = find_bs(learn.yb)
+    self.micro_n = samples_in(learn, self.planned.expected(learn.iter))
     macro.announce(self.micro_n, last=learn.iter==learn.n_iter-1)
 
 # %% ../nbs/05_accumulation.ipynb #weigh

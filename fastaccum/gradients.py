@@ -12,9 +12,10 @@ import torch
 
 # %% ../nbs/03_gradients.ipynb #empty
 def empty_grads(
-    opt # A fastai optimizer, or an `OptimWrapper`
+    opt # A fastai optimizer, or an `OptimWrapper`; `None` if the Learner never trained
 ):
     "Empty the gradients, as a fit on big batches would find them"
+    if opt is None: return
     for ps in opt.param_lists:
         for p in ps:
             if not p.requires_grad and p.grad is not None and p.grad.any(): p.grad = None

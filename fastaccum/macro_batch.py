@@ -60,6 +60,10 @@ class Plan:
         if left<=0: left = full   # a loader that yields more than it announced
         return wanted,min(full, left),self.drop_last and left<full
 
+    def expected(self, i):
+        "Samples that the `i`th micro-batch of an epoch should have"
+        return min(self.micro_bs, self.n-i*self.micro_bs)
+
     @property
     def steps(self):
         "Optimizer steps in each epoch"

@@ -104,6 +104,15 @@ def test_post_accumulate_grad_hooks_are_kept_on_the_parameter():
     p.register_post_accumulate_grad_hook(lambda p: None)
     assert p._post_accumulate_grad_hooks
 
+def test_validation_holds_the_lock():
+    "`validate` and `get_preds` fire `before_fit` too; the lock tells them from a fit"
+    locked = []
+    class Look(Callback):
+        def before_fit(self): locked.append(self.learn.lock.locked())
+    learn = toy(4, n=8, cbs=Look())
+    learn.validate(); learn.get_preds(); learn.fit(1)
+    assert locked==[True,True,False]
+
 def test_foreach_mul_takes_numbers_and_tensors():
     ts = [torch.ones(2, dtype=torch.float64)]
     torch._foreach_mul_(ts, 3.)

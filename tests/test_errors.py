@@ -112,3 +112,12 @@ def test_target_that_cannot_be_counted():
     before = weights(learn)
     with pytest.raises(TypeError, match='pass `size='): learn.fit(1, 0.1, cbs=GradientAccumulation(16))
     assert weights(learn).equal(before)
+
+def test_a_callback_is_on_one_learner():
+    "Added to a second Learner it leaves the first, with a warning, and accumulates on the second"
+    acc = GradientAccumulation(16)
+    a,b,big,plain = toy(4, n=70, cbs=acc),toy(4, n=70),toy(16, n=70),toy(4, n=70)
+    with pytest.warns(UserWarning, match='was on another Learner'): b.add_cb(acc)
+    for o in (a,b,big,plain): o.fit(1, 0.1)
+    assert_twins(big, b)
+    assert_twins(plain, a)

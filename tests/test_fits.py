@@ -422,6 +422,40 @@ def test_pickling_the_callback(used):
     a.fit(1, 0.05); b.fit(1, 0.05, cbs=acc)
     assert_twins(a, b)
 
+@pytest.mark.parametrize('kwargs', [dict(accum_bs=16), dict(accum_bs=100, drop_last=True)], ids=str)
+def test_validation_and_prediction_before_any_fit(kwargs):
+    "A Learner that keeps the callback validates and predicts like any other, also with what would be refused for a fit"
+    a,b = toy(4, n=70),toy(4, n=70, cbs=GradientAccumulation(**kwargs))
+    assert list(a.validate())==list(b.validate())
+    assert deviation(a.get_preds()[0], b.get_preds()[0])==0
+    b.add_cb(ProgressCallback())
+    from fastai.callback.core import FetchPredsCallback
+    if 'drop_last' not in kwargs: b.fit(1, 0.05, cbs=FetchPredsCallback())
+
+def test_a_loader_without_a_batch():
+    "fastai trains on nothing, and so do we"
+    for l in (toy(4, n=3, whole=4),toy(4, n=3, whole=4, cbs=GradientAccumulation(16))):
+        before = weights(l)
+        l.fit(1, 0.05)
+        assert weights(l).equal(before) and not l.recorder.losses
+
+def test_targets_that_are_a_list_of_dicts():
+    "Object detection: a dict of boxes for each image, as many as there are"
+    gen = torch.Generator().manual_seed(0)
+    items = [(torch.randn(5, generator=gen, dtype=torch.float64), dict(boxes=torch.randn(1+i%3, 4, generator=gen, dtype=torch.float64))) for i in range(70)]
+    def collate(b): return torch.stack([x for x,_ in b]),[y for _,y in b]
+    def loss(p, y): return sum(F.mse_loss(o.expand_as(t['boxes']), t['boxes']) for o,t in zip(p, y))/len(y)
+    def make(bs, seed=0, whole=1):
+        torch.manual_seed(seed)
+        dl = torch.utils.data.DataLoader(items, bs, collate_fn=collate)
+        learn = Learner(DataLoaders(dl, dl), nn.Linear(5,4).double(), loss, opt_func=SGD, cbs=Float32Loss())
+        learn.remove_cb(ProgressCallback)
+        learn.logger,learn.recorder.valid_metrics = lambda *_: None,False
+        return learn
+    a,b = twins(make=make, fit=lambda l,cbs: l.fit(2, 0.05, cbs=cbs))
+    a.recorder.values = b.recorder.values = []
+    assert_twins(a, b)
+
 def test_show_training_loop(capsys):
     toy(4, cbs=GradientAccumulation(16)).show_training_loop()
     lines = capsys.readouterr().out.splitlines()

@@ -28,7 +28,7 @@ class Listener:
     def __call__(self):
         acc,learn = self.acc,self.cb.learn
         if not learn.training: self.stock()
-        elif acc.run and acc.learn is learn and acc in learn.cbs: self.hear()
+        elif acc.run and acc in learn.cbs: self.hear()
         else:   # nobody accumulates any more, and nobody told us
             self.leave()
             self.stock()

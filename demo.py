@@ -92,6 +92,7 @@ def main():
     runs = [train(f'batches of {big}', big, []), train(f'micro-batches of {micro}, fastaccum', micro, GradientAccumulation(big)),
             train(f"micro-batches of {micro}, fastai's callback", micro, FastaiGradientAccumulation(big))]
     show_table(runs)
+    print("\nfastai's callback records, and smooths, a loss per micro-batch: its curve lies elsewhere for that reason too.")
     print(f'\nThe picture is {plot(runs, "demo.png")} ({time.time()-start:.0f} s)')
 
 if __name__=='__main__': main()

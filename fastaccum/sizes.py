@@ -68,14 +68,18 @@ def find_size(
     is_ce = isinstance(f, (nn.CrossEntropyLoss,nn.NLLLoss)) or f is F.cross_entropy or f is F.nll_loss
     ignore_index = setting('ignore_index', -100 if is_ce else None)
     if ignore_index is None: return samples
-    return Targets(ignore_index, weight=setting('weight') if is_ce else None, probs=is_ce, nan_grad=not is_ce)
+    weight = setting('weight') if is_ce else None
+    return Targets(ignore_index, weight, probs=is_ce, nan_grad=not is_ce or weight is not None)
 
 # %% ../nbs/01_sizes.ipynb #check-size
 def check_size(
-    size # What a `size` function returned
+    size, # What a `size` function returned
+    look:bool=False # Look into a tensor, for which the host must wait?
 ): # The same
     "Refuse what cannot be a size"
-    if isinstance(size, torch.Tensor) and size.numel()==1: return size
+    if isinstance(size, torch.Tensor) and size.numel()==1:
+        if look: check_size(size.item())
+        return size
     if isinstance(size, bool) or not isinstance(size, Real):
         raise TypeError(f"`size` returned {size!r}, a {type(size).__name__}: return a number or a tensor with one element")
     if not 0<=size<float('inf'): raise ValueError(f"`size` returned {size!r}: return a finite number, zero or more")
@@ -89,7 +93,7 @@ class Measure:
     ):
         if not (size is None or callable(size)):
             raise TypeError(f"`size={size!r}` is a {type(size).__name__}: give a function of the Learner that returns a number")
-        self.size,self.loss_func,self.known,self.loss = size,None,None,None
+        self.size,self.loss_func,self.known,self.loss,self.first = size,None,None,None,True
 
     def look_at(self, loss_func):
         "Find what the means of `loss_func` are means of"
@@ -103,7 +107,8 @@ class Measure:
         self.loss = learn.loss.detach().as_subclass(torch.Tensor)
         if self.find is None: return None,None,self.loss
         size = n if self.find is samples else self.find(learn)
-        if self.size is not None: size = check_size(size)
+        if self.size is not None: size = check_size(size, look=self.first)
+        self.first = False
         if not isinstance(size, torch.Tensor):
             if size: return size,None,self.loss
             size = torch.zeros((), device=self.loss.device)

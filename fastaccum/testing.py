@@ -9,7 +9,7 @@ __all__ = ['Float32Loss', 'CrossEntropy', 'toy_data', 'Ordered', 'toy', 'one_cyc
            'assert_twins']
 
 # %% ../nbs/90_testing.ipynb #imports
-import torch
+import numpy as np, torch
 from functools import partial
 from random import Random
 from torch import nn
@@ -18,7 +18,7 @@ from fastai.callback.core import Callback
 from fastai.callback.progress import ProgressCallback
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
-from fastai.learner import Learner, Recorder
+from fastai.learner import Learner
 from fastai.optimizer import SGD
 from fastcore.basics import noop
 from .accumulation import GradientAccumulation
@@ -110,10 +110,13 @@ def twins(
 # %% ../nbs/90_testing.ipynb #compare
 def _flat(o):
     "All numbers in nested `o`, in order, in double precision"
+    if isinstance(o, (np.ndarray,np.number)): o = torch.as_tensor(o)
     if isinstance(o, torch.Tensor): return [o.detach().double().flatten().cpu()]
     if isinstance(o, dict): return [t for k in sorted(o, key=str) for t in _flat(o[k])]
     if isinstance(o, (list,tuple)) or hasattr(o, 'items'): return [t for v in o for t in _flat(v)]
-    return [torch.tensor([float(o)], dtype=torch.float64)] if isinstance(o, (int,float)) else []
+    if o is None or isinstance(o, str): return []
+    if isinstance(o, (int,float)): return [torch.tensor([float(o)], dtype=torch.float64)]
+    raise TypeError(f"do not know how to compare {o!r}, a {type(o).__name__}")
 
 def deviation(
     a, # Numbers: tensors, lists and dicts of them, nested

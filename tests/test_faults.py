@@ -4,7 +4,8 @@ Every training event x every way to end a fit x callback orders before and after
 After each, the other callbacks are as they were, a plain fit records every batch, and the next accumulated fit is its twin's.
 """
 import pytest
-from fastai.callback.core import CancelEpochException, CancelFitException, CancelTrainException
+from fastai.callback.core import (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException,
+    CancelTrainException, CancelValidException)
 from fastaccum import GradientAccumulation
 from fastaccum.testing import assert_twins, deviation, toy
 from common import Raise
@@ -57,7 +58,7 @@ def test_fault(event, exc):
             fault = Raise(event, exc, order, at)
             faulty_fit(learn, fault, GradientAccumulation(macro), permanent=(i+at)%2)
             check_clean(learn)
-            (check_plain if (i+at//2)%2 else check_accumulated)(learn)
+            for check in (check_plain,check_accumulated)[::1 if (i+at//2)%2 else -1]: check(learn)
             raised += fault.raised
     assert raised>=len(orders), f'{event} was reached {raised} times only'
 
@@ -102,3 +103,23 @@ def test_plain_fit_after_an_interrupt_however_the_callback_was_turned_off(how):
     else: learn.remove_cb(acc)
     learn.opt.zero_grad()
     check_plain(learn)
+
+cancels = dict(after_cancel_backward=('before_backward',CancelBackwardException), after_cancel_step=('before_step',CancelStepException),
+    after_cancel_batch=('after_loss',CancelBatchException), after_cancel_train=('after_batch',CancelTrainException),
+    after_cancel_epoch=('after_batch',CancelEpochException), after_cancel_validate=('before_validate',CancelValidException),
+    after_cancel_fit=('after_batch',CancelFitException))
+
+@pytest.mark.parametrize('exc', excs, ids=lambda o: o.__name__)
+@pytest.mark.parametrize('event', cancels)
+def test_fault_while_something_is_cancelled(event, exc):
+    "The events that only come when another callback cancels"
+    at,cancel = cancels[event]
+    for i,order in enumerate(orders):
+        learn = toy(micro, n=n)
+        learn.add_cb(Raise(at, cancel, 5, at=i%2))
+        fault = Raise(event, exc, order)
+        faulty_fit(learn, fault, GradientAccumulation(macro), permanent=i%2)
+        assert fault.raised
+        learn.remove_cbs(learn.cbs.filter(lambda o: isinstance(o, Raise)))
+        check_clean(learn)
+        for check in (check_plain,check_accumulated)[::1 if i%2 else -1]: check(learn)

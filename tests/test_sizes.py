@@ -90,6 +90,16 @@ def test_ignored_macro_batch_contributes_nothing(loss, which):
         assert l==l and (g==0)==(i%4==which[0]//16)
         if i%4==which[0]//16: assert l==(seen.values[i-1][0] if i else 0)     # it repeats the last one known
 
+@pytest.mark.parametrize('smooth', [0.,0.1])
+def test_classes_with_a_weight_of_zero(smooth):
+    "A micro-batch of nothing but such a class has a mean of 0/0, and NaN for a gradient; the big batch's run knows nothing of it"
+    ds = toy_data(64)
+    ds.tensors[1][4:8] = ds.tensors[1][32:40] = 0
+    zero = tensor([0.,1.,1.], dtype=torch.float64)
+    a,b = twins(data=ds, loss_func=CrossEntropy(weight=zero, label_smoothing=smooth))
+    assert not weights(b).isnan().any() and not any(o.isnan() for o in b.recorder.losses)
+    if not smooth: assert_twins(a, b)   # smoothing has a share in the big batch's loss, which 0/0 cannot tell
+
 def test_ignored_macro_batch_steps_like_its_twin():
     "Torch's cross-entropy has a zero gradient there, so the twin's weights can be compared: both only decay and coast"
     a,b = twins(data=ignored(list(range(16,32))), opt_func=Adam, cbs=list)
@@ -127,7 +137,7 @@ def test_size_zero_is_left_out():
     assert deviation(weights(a), weights(learn))<1e-12 and not any(l.isnan() for l in learn.recorder.losses)
 
 @pytest.mark.parametrize('size,exc,msg', [(lambda l: -1, ValueError, '-1'), (lambda l: float('inf'), ValueError, 'inf'),
-    (lambda l: True, TypeError, 'True'), (lambda l: '4', TypeError, "'4'"), (lambda l: None, TypeError, 'None'), (lambda l: tensor([1,2]), TypeError, 'tensor')])
+    (lambda l: True, TypeError, 'True'), (lambda l: '4', TypeError, "'4'"), (lambda l: None, TypeError, 'None'), (lambda l: tensor(-1.), ValueError, '-1'), (lambda l: tensor(float('nan')), ValueError, 'nan'), (lambda l: tensor([1,2]), TypeError, 'tensor')])
 def test_bad_sizes_fail_before_a_weight_moves(size, exc, msg):
     learn = toy(4, n=64)
     before = weights(learn)

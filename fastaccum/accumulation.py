@@ -49,7 +49,7 @@ class GradientAccumulation(Callback):
 
 # %% ../nbs/05_accumulation.ipynb #plan
 @patch
-def sizes(self:GradientAccumulation, micro_bs, n_epoch):
+def sizes(self:GradientAccumulation, micro_bs:int, n_epoch:int):
     "Samples wanted in a macro-batch: an `int`, or a function of a `Position`"
     return self.accum_bs
 

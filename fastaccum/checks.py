@@ -14,6 +14,7 @@ from numbers import Integral
 from warnings import warn
 from fastai.callback.fp16 import NonNativeMixedPrecision
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
+from .macro_batch import round_up
 
 # %% ../nbs/02_checks.ipynb #args
 def check_count(
@@ -26,7 +27,10 @@ def check_count(
     if n<1: raise ValueError(f"`{nm}={n}`: give at least 1 sample")
     return int(n)
 
-def check_bool(nm, o):
+def check_bool(
+    nm:str, # The argument's name
+    o:bool # Its value
+)->bool: # The same
     "Refuse what is neither `True` nor `False`"
     if not isinstance(o, bool): raise TypeError(f"`{nm}={o!r}` is a {type(o).__name__}: give True or False")
     return o
@@ -83,7 +87,9 @@ def check_plan(
 ):
     "Refuse an epoch without a step; warn of micro-batches that are larger than what is wanted"
     if 0 in plan.steps:
-        raise ValueError(f"epoch {plan.steps.index(0)} would hold no step: its {plan.n} samples do not fill a macro-batch, and "
-            "`drop_last=True`. Lower the accumulation batch size, or leave `drop_last` out")
+        epoch = plan.steps.index(0)
+        full = round_up(plan.begin(epoch, sum(plan.steps[:epoch]), 0)[0], plan.micro_bs)
+        raise ValueError(f"epoch {epoch} would hold no step: its {plan.n} samples do not fill a macro-batch of {full} (in whole "
+            f"micro-batches of {plan.micro_bs}), and `drop_last=True`. Lower the accumulation batch size, or leave `drop_last` out")
     if not callable(plan.accum_bs) and plan.micro_bs>plan.accum_bs:
         warn(f"micro-batches of {plan.micro_bs} are larger than `accum_bs={plan.accum_bs}`: each makes a step of its own")

@@ -1,10 +1,10 @@
-import os, sys, warnings
+import os, sys
 from pathlib import Path
 
 os.environ.setdefault('MPLBACKEND', 'agg')
 sys.path.insert(0, str(Path(__file__).parent))
 
-import matplotlib, pytest, torch
+import pytest, torch
 torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)

@@ -6,10 +6,10 @@ from fastai.callback.core import Callback, CancelBatchException, CancelStepExcep
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.schedule import LRFinder, ParamScheduler
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation, GradientClip
-from fastai.learner import Learner, Recorder
+from fastai.learner import Recorder
 from fastai.losses import CrossEntropyLossFlat
 from fastaccum import GradientAccumulation
-from fastaccum.testing import deviation, toy
+from fastaccum.testing import toy
 from common import Seen, grads, weights
 
 def test_orders_of_fastai_callbacks():

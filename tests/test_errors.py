@@ -4,7 +4,6 @@ import numpy as np, pytest, torch
 from fastai.callback.fp16 import NonNativeMixedPrecision
 from fastai.callback.progress import ProgressCallback
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
-from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastaccum import GradientAccumulation
 from fastaccum.testing import assert_twins, toy
@@ -40,7 +39,7 @@ def refused(learn, acc, msg, exc=ValueError, fit=lambda l,cbs: l.fit_one_cycle(1
     "The fit raises `exc` before a weight moves, also with progress bars, and a plain fit works as ever afterwards"
     learn.add_cb(ProgressCallback())
     learn.create_opt()
-    before,logger,had = weights(learn),learn.logger,[o for o in learn.cbs if isinstance(o, FastaiGradientAccumulation)]
+    before,logger = weights(learn),learn.logger
     with pytest.raises(exc, match=msg): fit(learn, acc)
     assert weights(learn).equal(before) and learn.logger is logger
     assert not any('after_batch' in vars(o) for o in learn.cbs)
@@ -61,7 +60,7 @@ def test_optimizer_that_steps_inside_backward():
     learn.model[2].weight.register_post_accumulate_grad_hook(lambda p: None)
     refused(learn, GradientAccumulation(8), "'2.weight' has a hook.*Remove the hook")
 
-def test_epoch_without_a_step(): refused(toy(4, n=70), GradientAccumulation(80, drop_last=True), '70 samples.*drop_last')
+def test_epoch_without_a_step(): refused(toy(4, n=70), GradientAccumulation(80, drop_last=True), '70 samples do not fill a macro-batch of 80.*drop_last')
 
 def test_lr_find_without_a_step():
     learn = toy(4, n=70, cbs=GradientAccumulation(80, drop_last=True))

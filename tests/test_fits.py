@@ -5,18 +5,14 @@ from functools import partial
 from torch import nn
 from torch.nn import functional as F
 from fastai.callback.core import Callback, CancelBackwardException, CancelBatchException, CancelEpochException
-from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.progress import CSVLogger, ProgressCallback
-from fastai.callback.schedule import ParamScheduler
 from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback
-from fastai.callback.training import GradientClip, ShortEpochCallback
+from fastai.callback.training import ShortEpochCallback
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import AvgLoss, Learner, Recorder, load_learner
-from fastai.losses import BaseLoss
 from fastai.metrics import Perplexity, accuracy
 from fastai.optimizer import Adam, OptimWrapper, SGD
-from fastcore.foundation import L
 from fastaccum import GradientAccumulation
 from fastaccum.testing import CrossEntropy, Float32Loss, assert_twins, deviation, toy, toy_data, twins
 from common import Raise, Seen, grads, weights

@@ -1,6 +1,6 @@
 "TensorBoard and Weights & Biases: what they wrote to disk is the twin's, row by row."
 import json, struct
-import pytest, torch
+import pytest
 from pathlib import Path
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule
 from fastaccum.testing import deviation, toy
@@ -22,7 +22,7 @@ accs = dict(constant=lambda: GradientAccumulation(16), scheduled=lambda: Gradien
 
 @pytest.mark.parametrize('kind', accs)
 def test_tensorboard(kind, tmp_path):
-    tensorboard = pytest.importorskip('tensorboard')
+    pytest.importorskip('tensorboard')
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from fastai.callback.tensorboard import TensorBoardCallback
     def read(learn, acc, i):

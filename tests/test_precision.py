@@ -1,8 +1,7 @@
 "Mixed precision, with a GradScaler that really scales, unscales, finds infinities, halves and skips."
 import pytest, torch
-from functools import partial
 from torch import nn
-from torch.amp import GradScaler, autocast
+from torch.amp import autocast
 from fastai.callback.core import Callback
 from fastai.callback.fp16 import AMPMode
 from fastai.callback.training import GradientClip
@@ -39,7 +38,6 @@ def test_scaled_twins(kwargs, clip):
 def test_overflow_skips_exactly_its_macro_batch(i):
     "An infinite gradient in one micro-batch skips its step, halves the scale once, and no other step notices"
     x = toy(4, n=70).dls.train_ds[i][0]
-    scales = [[],[]]
     def cbs():
         o = Scaled(init_scale=2.**10)
         s = Seen('before_step', lambda l: l.scaler.get_scale(), order=9)
@@ -50,7 +48,6 @@ def test_overflow_skips_exactly_its_macro_batch(i):
     assert_twins(a, b)
     assert seen[0].values==seen[1].values and set(seen[0].values)=={2.**10,2.**9}
     assert seen[0].values.index(2.**9)==i//16+1      # of 16 samples each
-    steps = b.opt.state_dict()['state']
     clean = twins(fit=fit2, cbs=lambda: [Scaled(init_scale=2.**10)], n=70)[1]
     assert deviation(weights(clean), weights(b))>1e-5   # it did skip
 

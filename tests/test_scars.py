@@ -5,7 +5,6 @@ The mishaps were seen in fastai 2.8, fastxtend 0.1.7, Lightning 2.6, accelerate 
 import pytest, torch
 from functools import partial
 from fastai.optimizer import Adam, SGD
-from fastai.callback.core import Callback
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
 from fastai.metrics import accuracy
 from fastaccum import GradientAccumulation

@@ -1,6 +1,6 @@
 "Schedules: the run is plain training on exactly the macro-batches of the plan, and the plan is what the schedule says."
 import pickle, random, warnings
-import pytest, torch
+import pytest
 from functools import partial
 from hypothesis import given, settings, strategies as st
 from fastai.callback.core import CancelEpochException, CancelFitException, CancelTrainException
@@ -9,8 +9,8 @@ from fastai.callback.training import GradientClip
 from fastai.optimizer import Adam, SGD
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler
 from fastaccum.macro_batch import Position, round_up
-from fastaccum.testing import assert_twins, deviation, toy
-from common import Raise, Seen, grads, weights
+from fastaccum.testing import assert_twins, toy
+from common import Raise, Seen, weights
 from test_precision import Scaled
 
 class MacroLoader:

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 from fastai.callback.core import Callback
 from fastai.losses import CrossEntropyLossFlat
-from fastai.optimizer import Adam, OptimWrapper
+from fastai.optimizer import Adam
 from fastai.callback.tracker import TerminateOnNaNCallback
 from fastaccum import GradientAccumulation
 from fastaccum.testing import CrossEntropy, assert_twins, deviation, toy, toy_data, twins

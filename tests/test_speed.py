@@ -1,13 +1,9 @@
 "Nothing waits for the device in the middle of a macro-batch."
 from contextlib import contextmanager
 import pytest, torch
-from functools import partial
 from fastai.callback.core import Callback
-from fastai.callback.training import GradientClip
-from fastai.data.core import DataLoaders
-from fastai.optimizer import Adam
 from fastaccum import GradientAccumulation
-from fastaccum.testing import CrossEntropy, toy, twins
+from fastaccum.testing import CrossEntropy, toy
 from test_sizes import w
 
 names = ['item','tolist','cpu','numpy','__bool__','__float__','__int__','__index__','__array__','nonzero']

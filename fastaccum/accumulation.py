@@ -66,9 +66,10 @@ def plan(self:GradientAccumulation,
 @patch
 def before_fit(self:GradientAccumulation):
     "Refuse what cannot work, before a weight moves; start with empty gradients and a plan"
-    self._leave()
     learn,finder = self.learn,getattr(self.learn, 'lr_finder', None)
-    if learn.lock.locked() or not len(learn.dls.train): return   # validation or prediction; an exported Learner
+    if learn.lock.locked(): return   # validation or prediction, perhaps in the middle of a fit
+    self._leave()
+    if not len(learn.dls.train): return   # an exported Learner
     check_learner(learn, GradientAccumulation)
     plan = self.planned = self.plan(learn.dls, learn.n_epoch)
     if finder is not None:
@@ -93,7 +94,8 @@ def _leave(self:GradientAccumulation):
         self.at = self.pending = self.planned = None
 
 @patch
-def after_fit(self:GradientAccumulation): self._leave()
+def after_fit(self:GradientAccumulation):
+    if not self.learn.lock.locked(): self._leave()
 
 # %% ../nbs/05_accumulation.ipynb #batch
 @patch

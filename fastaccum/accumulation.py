@@ -155,6 +155,7 @@ def _close(self:GradientAccumulation):
     if self.log_steps: self.learn.loss = loss
     macro.stepped = True
     self.step += 1
+    for o in self.listeners: o.complete()
 
 # %% ../nbs/05_accumulation.ipynb #remainder
 @patch
@@ -183,9 +184,3 @@ def stepped(self:GradientAccumulation):
 def heard(self:GradientAccumulation):
     "Should those who log hear of this micro-batch?"
     return self.at==self.learn.iter and not self.macro.dropped and (self.macro.stepped or not self.log_steps)
-
-@patch
-def next_pct(self:GradientAccumulation, pct):
-    "The training progress with which the next macro-batch begins, after one that began with `pct`"
-    learn = self.learn
-    return min(pct+1./(len(self.planned.sizes[learn.epoch])*learn.n_epoch), (learn.epoch+1)/learn.n_epoch)

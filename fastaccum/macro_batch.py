@@ -64,6 +64,13 @@ class Plan:
         "Samples that the `i`th micro-batch of an epoch should have"
         return min(self.micro_bs, self.n-i*self.micro_bs)
 
+    def next_pct(self,
+        pct:float, # Training progress with which a macro-batch began
+        epoch:int # Its epoch
+    )->float: # That with which the next one begins
+        "Progress counts steps, and does not leave its epoch before the epoch ends"
+        return min(pct+1./(len(self.sizes[epoch])*self.n_epoch), (epoch+1)/self.n_epoch)
+
     @property
     def steps(self):
         "Optimizer steps in each epoch"

@@ -177,5 +177,8 @@ d = { 'settings': { 'branch': 'main',
                                    'fastaccum.testing.twins': ('testing.html#twins', 'fastaccum/testing.py')},
             'fastaccum.wandb': { 'fastaccum.wandb.WandbCallback': ('wandb.html#wandbcallback', 'fastaccum/wandb.py'),
                                  'fastaccum.wandb.WandbCallback.before_fit': ('wandb.html#wandbcallback.before_fit', 'fastaccum/wandb.py'),
+                                 'fastaccum.wandb.arguments': ('wandb.html#arguments', 'fastaccum/wandb.py'),
                                  'fastaccum.wandb.config': ('wandb.html#config', 'fastaccum/wandb.py'),
+                                 'fastaccum.wandb.offline_records': ('wandb.html#offline_records', 'fastaccum/wandb.py'),
+                                 'fastaccum.wandb.offline_rows': ('wandb.html#offline_rows', 'fastaccum/wandb.py'),
                                  'fastaccum.wandb.plain': ('wandb.html#plain', 'fastaccum/wandb.py')}}}

@@ -144,3 +144,15 @@ def test_show_graph_reads_train_iter():
     from fastai.callback.progress import ShowGraphCallback
     src = inspect.getsource(ShowGraphCallback)
     assert 'self.nb_batches.append(self.train_iter)' in src and 'range_of(rec.losses)' in src
+
+def test_the_hooks_of_wandb_watch(monkeypatch):
+    "`run._torch_history._hook_handles` has the handles of what `wandb.watch` put on parameters and model"
+    pytest.importorskip('wandb')
+    from wandb.integration.torch.wandb_torch import TorchHistory
+    from wandb.sdk.wandb_run import Run
+    assert '_torch_history' in inspect.getsource(Run._torch.fget)
+    model,history = torch.nn.Linear(2, 2),TorchHistory()
+    history.add_log_gradients_hook(model)
+    history.add_log_parameters_hook(model)
+    refs = [h.hooks_dict_ref() for h in history._hook_handles.values()]
+    assert [any(o is r for r in refs) for o in (model.weight._backward_hooks,model.bias._backward_hooks,model._forward_hooks)]==[True]*3

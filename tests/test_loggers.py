@@ -3,7 +3,6 @@
 One test per listener, over sizes of data, constant and scheduled macro-batches, with and without loss scaling. Each test is two fits
 with `lr_find` in between, the listener and the accumulation on the Learner all the while.
 """
-import json, struct
 import pytest
 from functools import partial
 from pathlib import Path
@@ -183,31 +182,12 @@ def test_tensorboard(kind, n, precision, tmp_path):
 
 # Weights & Biases
 
-def raw_records(path):
-    "The records in a W&B offline file: a LevelDB log of blocks of 32 KiB, whose records have a header of 7 bytes"
-    from wandb.proto.wandb_internal_pb2 import Record
-    data,pos,buf = path.read_bytes(),7,b''
-    while pos+7<=len(data):
-        if 32768-pos%32768<7:
-            pos += 32768-pos%32768
-            continue
-        _,length,kind = struct.unpack('<IHB', data[pos:pos+7])
-        buf += data[pos+7:pos+7+length]
-        pos += 7+length
-        if kind in (1,4):   # a full record, or the last part of one
-            yield Record.FromString(buf)
-            buf = b''
-
-def history(path):
-    "The rows in a W&B offline file"
-    for rec in raw_records(path):
-        if rec.HasField('history'): yield {(o.key or '/'.join(o.nested_key)):json.loads(o.value_json) for o in rec.history.item}
-
 @pytest.fixture
 def offline(tmp_path, monkeypatch):
     "A function that starts an offline run in a folder, and one that ends it and reads its history and its metrics"
     wandb = pytest.importorskip('wandb')
     from fastai.callback.wandb import WandbCallback
+    from fastaccum.wandb import offline_rows
     def start(d):
         monkeypatch.setattr(WandbCallback, '_wandb_watch_called', False)
         return wandb.init(mode='offline', dir=str(d), settings=wandb.Settings(silent=True, console='off', x_disable_stats=True))
@@ -215,7 +195,7 @@ def offline(tmp_path, monkeypatch):
         path = Path(run.settings.sync_file)
         run.finish()
         wandb.teardown()   # after `finish` alone the file is not always complete
-        return list(history(path))
+        return offline_rows(path)
     yield start,end
     if wandb.run is not None: end(wandb.run)
 
@@ -270,10 +250,11 @@ def test_wandb_axis(tmp_path, offline):
     run = wandb.run
     for _ in range(2): learn.fit(1, 0.05, cbs=[GradientAccumulation(64)]+listen())
     assert run.summary['samples']==500
+    from fastaccum.wandb import offline_records
     axes = {}
     path = Path(run.settings.sync_file)
     offline[1](run)
-    for rec in raw_records(path):
+    for rec in offline_records(path):
         if rec.HasField('metric'): axes[rec.metric.name] = rec.metric.step_metric
     assert axes=={'samples':'', **{k:'samples' for k in ('raw_loss','train_loss','valid_loss','accuracy')}}
 

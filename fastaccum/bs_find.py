@@ -15,7 +15,7 @@ from fastcore.basics import patch
 from fastprogress.fastprogress import progress_bar
 from matplotlib import pyplot as plt
 from torch import distributed
-from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset
 from .checks import check_bool, check_count
 from .trials import Samples, Trials
 
@@ -91,7 +91,7 @@ def with_size(
 ): # `dl`, or one like it where `dl` cannot be changed
     "Give `dl` another batch size"
     if isinstance(dl, TorchDataLoader):
-        out = {'dataset','batch_size','shuffle','batch_sampler'} | (set() if hasattr(dl.dataset, '__getitem__') else {'sampler'})
+        out = {'dataset','batch_size','shuffle','batch_sampler'} | ({'sampler'} if isinstance(dl.dataset, IterableDataset) else set())
         return type(dl)(dl.dataset, bs, **{k:getattr(dl, k) for k in signature(TorchDataLoader).parameters if k not in out})
     if hasattr(type(dl), 'make_chunks'): return dl.new(bs=bs)
     dl.bs = bs

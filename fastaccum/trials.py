@@ -10,13 +10,14 @@ __all__ = ['Samples', 'Again', 'takes_part', 'StepsCallback', 'Trial', 'Trials']
 # %% ../nbs/08_trials.ipynb #imports
 import time, torch
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from fastai.callback.core import Callback, CancelFitException
 from fastai.learner import Recorder
-from fastai.torch_core import default_device, find_bs, to_device
+from fastai.torch_core import default_device, find_bs
 from fastcore.basics import patch
 from fastcore.foundation import L
-from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset
 from .memory import (Snapshot, autocast_state, free_memory, is_out_of_memory, rng_states, set_autocast_state,
                               set_rng_states, watch_peak)
 
@@ -37,38 +38,37 @@ class Samples:
         if (dl.batch_size if self.torch else dl.bs) is None:
             raise ValueError(f"the batches of the training {type(dl).__name__} come ready-made, so their size cannot be searched: "
                 "give the `DataLoader` a batch size")
-        if not (hasattr(dl.dataset, '__getitem__') if self.torch else dl.indexed and dl.n is not None): return
-        src = dl.sampler if self.torch else self.of_size(1)
-        get,idxs = (dl.dataset.__getitem__,iter(src)) if self.torch else (src.do_item,src.get_idxs())
+        if isinstance(dl.dataset, IterableDataset) or not self.torch and (not dl.indexed or dl.n is None): return   # read as it comes
+        src = dl.sampler if self.torch else self.dl.new(bs=1, num_workers=0)
+        if not self.torch: src.before_iter()
+        get,idxs = (dl.dataset.__getitem__,src) if self.torch else (src.do_item,src.get_idxs())
         idxs = list(islice(idxs, len(dl.dataset) if self.torch else dl.n))
         sizes = vars(dl).get('res')   # fastai's `SortedDL` knows the length of each sample
         look = idxs if sizes is not None else idxs[:n_look]
         if sizes is None: sizes = {i:_numel(get(i)) for i in look}
         self.idxs,self.n = sorted(look, key=lambda i: -sizes[i])+idxs[len(look):],len(idxs)
 
-    def of_size(self, bs):
+    def of_size(self, bs, **kwargs):
         "A fastai loader like ours with another batch size"
-        dl = self.dl.new(bs=bs, num_workers=0, drop_last=False)
-        dl.before_iter()
-        return dl
+        return self.dl.new(bs=bs, num_workers=0, shuffle=False, drop_last=False, **kwargs)
 
-# %% ../nbs/08_trials.ipynb #batch
-@patch
-def batch(self:Samples, bs:int):
-    "The `bs` largest samples, collated on the CPU, and the loader that transforms batches of that size"
-    dl = self.dl if self.torch else self.of_size(bs)
-    if not self.torch: return next(dl.create_batches([None]*bs if self.idxs is None else self.idxs)),dl
-    return dl.collate_fn(list(islice(dl.dataset, bs)) if self.idxs is None else [dl.dataset[i] for i in self.idxs[:bs]]),dl
-
+# %% ../nbs/08_trials.ipynb #again
 class Again:
-    "A training loader that gives the same batch `n` times"
-    def __init__(self, batch, dl, n:int): self.batch,self.dl,self.n_batches = batch,dl,n
+    "A training loader of `n` batches, from going through `dl` again and again"
+    def __init__(self, dl, n:int): self.dl,self.n_batches = dl,n
     def __len__(self): return self.n_batches
+    def __iter__(self): return islice((b for _ in range(self.n_batches) for b in self.dl), self.n_batches)
     def __getattr__(self, k): return getattr(self.__dict__['dl'], k)
-    def __iter__(self):
-        for _ in range(self.n_batches):
-            if isinstance(self.dl, TorchDataLoader): yield self.batch
-            else: yield self.dl.after_batch(self.batch if self.dl.device is None else to_device(self.batch, self.dl.device))
+
+@patch
+def loader(self:Samples,
+    bs:int, # Samples in a batch
+    n:int # Batches
+)->Again: # A training loader
+    "The `bs` largest samples, `n` times"
+    dl,idxs = self.dl,None if self.idxs is None else self.idxs[:bs]*n
+    if not self.torch: return Again(self.of_size(bs, **({} if idxs is None else dict(get_idxs=partial(list, idxs)))), n)
+    return Again(TorchDataLoader(dl.dataset, bs, sampler=idxs, collate_fn=dl.collate_fn), n)
 
 # %% ../nbs/08_trials.ipynb #who
 _out = {'fastaccum.accumulation.GradientAccumulation', 'fastai.callback.training.GradientAccumulation',
@@ -86,13 +86,14 @@ class StepsCallback(Callback):
     "End the fit after `n` optimizer steps"
     order,run_valid = 1000,False   # after all others
     def __init__(self, n:int, device):
-        self.n,self.n_steps,self.n_batches,self.held,self.secs = n,0,0,[],0.
+        self.n,self.n_steps,self.n_batches,self.held,self.secs,self.largest = n,0,0,[],0.,0
         self.wait = getattr(getattr(torch, device.type), 'synchronize', lambda: None)
     def __setattr__(self, nm, value): object.__setattr__(self, nm, value)   # fastai's would warn of what the model has, too
 
     def before_batch(self):
         for p in self.held:
             if p.grad is None: p.grad = torch.zeros_like(p)
+        self.since,self.largest = time.perf_counter(),max(self.largest, find_bs(self.learn.xb))
     def after_backward(self):
         self.held = [p for p in self.learn.model.parameters() if p.grad is not None and p.grad.layout==torch.strided]
     def after_cancel_step(self): self.n_steps -= 1   # `after_step` comes all the same
@@ -100,7 +101,7 @@ class StepsCallback(Callback):
     def after_batch(self):
         self.wait()
         if self.n_batches: self.secs += time.perf_counter()-self.since   # the first is slow
-        self.n_batches,self.since = self.n_batches+1,time.perf_counter()
+        self.n_batches += 1
         if self.n_steps==self.n: raise CancelFitException
     def before_validate(self): raise CancelFitException
 
@@ -117,11 +118,10 @@ class Trial:
 
 def _fit(learn, samples, trial, n, device):
     "Train on `trial.size` samples for `n` steps"
-    batch,dl = samples.batch(trial.size)
-    if samples.n is None and find_bs(batch)<trial.size: raise MemoryError(f'there are only {find_bs(batch)} samples')
     cb = StepsCallback(n, device)
-    learn.dls.train = Again(batch, dl, n+20)   # a GradScaler skips some
+    learn.dls.train = samples.loader(trial.size, n+20)   # a GradScaler skips some
     learn.fit(1, 0., cbs=cb)
+    if samples.n is None and cb.largest<trial.size: raise MemoryError(f'there are only {cb.largest} samples')
     if cb.n_batches<n or not cb.n_steps:
         raise RuntimeError(f"a trial of {n} steps made {cb.n_steps}, in {cb.n_batches} batches of {trial.size}: a callback ends the "
             "fit or skips steps (remove it, or give its class `run_bs_find = False`), or the gradients overflow")
@@ -157,8 +157,9 @@ class Trials:
             self.learn.cbs = L(self.part)
             _fit(self.learn, self.samples, trial, self.n_steps, self.device)
         except Exception as e:
-            if not is_out_of_memory(e): raise
-            trial.error = str(e)   # not `e`: its traceback holds what is to be freed
+            alone = size==1 and self.done   # nothing larger fits, and BatchNorm, for one, cannot train on a single sample
+            if not (is_out_of_memory(e) or alone): raise
+            trial.error = f'{type(e).__name__}: {e}'   # not `e`: its traceback holds what is to be freed
         trial.peak,trial.seconds = peak(),time.perf_counter()-start
         self.snap.put_back()
         self.done.append(trial)

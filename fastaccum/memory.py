@@ -9,9 +9,10 @@ __all__ = ['is_out_of_memory', 'free_memory', 'rng_states', 'set_rng_states', 'a
            'watch_peak']
 
 # %% ../nbs/04a_memory.ipynb #imports
-import gc, random, re, sys
+import ctypes, gc, random, re, sys
 import numpy as np, torch
 from collections import deque
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import MethodType, SimpleNamespace
@@ -39,8 +40,9 @@ def _backend(device): return getattr(torch, torch.device(device).type, None)
 def free_memory(
     device=None # Where it is to be freed, besides the CPU. Defaults to the devices in use; MPS does not tell, so name it
 ):
-    "Collect garbage, and give the device what PyTorch keeps for later"
+    "Collect garbage, and give the device, or the system, what PyTorch keeps for later"
     gc.collect()
+    with suppress(AttributeError, OSError, TypeError): ctypes.CDLL(None).malloc_trim(0)   # glibc's
     backends = (torch.cuda,torch.xpu) if device is None else (_backend(device),)
     for o in backends:   # those of CUDA and XPU do nothing, and initialise nothing, where the device is not in use
         if hasattr(o, 'empty_cache'): o.empty_cache()

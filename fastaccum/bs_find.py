@@ -17,7 +17,7 @@ from matplotlib import pyplot as plt
 from torch import distributed
 from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset
 from .checks import check_bool, check_count
-from .trials import Samples, Trials
+from .trials import Trials
 
 # %% ../nbs/09_bs_find.ipynb #search
 def search(
@@ -79,8 +79,8 @@ def plot(self:FoundSize):
     for ax,ys,label in zip(axs, ([o.peak and o.peak/2**20 for o in oks],[o.speed for o in oks]), ('peak memory, MB','samples per second')):
         if None not in ys: ax.plot([o.size for o in oks], ys, 'o-')
         if bads: ax.axvline(min(bads), color='tab:red', linestyle=':', label='does not fit')
-        ax.set(xlabel='batch size, samples', ylabel=label, xscale='log')
-        ax.set_ylim(bottom=0)
+        ax.set(xlabel='batch size, samples', ylabel=label)
+    axs[1].set_ylim(bottom=0)
     if bads: axs[0].legend(frameon=False)
     return axs
 
@@ -118,7 +118,7 @@ def bs_find(self:Learner,
     trials = Trials(self, max(2, steps_per_trial),
         progress_bar(range(max_trials), leave=False) if hasattr(self, 'progress') and self.create_mbar else None)
     try:
-        trials.samples = Samples(self.dls.train, n_look)
+        trials.start(n_look)
         good,bad = search(trials, mode, init_val, max_trials, trials.samples.n)
     finally: trials.close()
     if not good:

@@ -8,7 +8,7 @@ Docs: https://fastaccum.github.io/fastaccum/trials.html.md"""
 __all__ = ['Samples', 'Again', 'takes_part', 'StepsCallback', 'Trial', 'Trials']
 
 # %% ../nbs/08_trials.ipynb #imports
-import time, torch
+import gc, time, torch
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -111,7 +111,7 @@ class Trial:
     "What became of one size"
     size:int # Samples
     ok:bool=False # Did they fit?
-    seconds:float=0. # The whole trial, with reading the samples
+    seconds:float=0. # The whole trial, with reading the samples and putting back
     peak:int=None # Most memory in use, in bytes, where the device tells
     speed:float=None # Samples per second of training, without reading them
     error:str=None # What was said if they did not fit
@@ -146,13 +146,21 @@ class Trials:
     def __init__(self, learn, n_steps:int, bar=None):
         device = getattr(learn.dls, 'device', default_device())
         self.device = next(learn.model.parameters()).device if device is None else torch.device(device)
-        self.learn,self.n_steps,self.bar,self.done = learn,n_steps,bar,[]
+        self.learn,self.n_steps,self.bar,self.done,self.froze = learn,n_steps,bar,[],False
         self.snap,self.part = _note(learn, self.device)
         if bar: bar.update(0)
 
-    def __call__(self, size):
+    def start(self, n_look:int):
+        "Look at the samples. Leave out of the garbage collections to come what is there already: they take a millisecond then"
         free_memory(self.device)
-        trial,start,peak = Trial(size),time.perf_counter(),watch_peak(self.device)
+        self.froze = not gc.get_freeze_count()
+        if self.froze: gc.freeze()
+        self.samples = Samples(self.learn.dls.train, n_look)
+
+    def __call__(self, size):
+        trial,start = Trial(size),time.perf_counter()
+        free_memory(self.device)
+        peak = watch_peak(self.device)
         try:
             self.learn.cbs = L(self.part)
             _fit(self.learn, self.samples, trial, self.n_steps, self.device)
@@ -160,8 +168,9 @@ class Trials:
             alone = size==1 and self.done   # nothing larger fits, and BatchNorm, for one, cannot train on a single sample
             if not (is_out_of_memory(e) or alone): raise
             trial.error = f'{type(e).__name__}: {e}'   # not `e`: its traceback holds what is to be freed
-        trial.peak,trial.seconds = peak(),time.perf_counter()-start
+        trial.peak = peak()
         self.snap.put_back()
+        trial.seconds = time.perf_counter()-start
         self.done.append(trial)
         if self.bar:
             self.bar.comment = f"{size} {'fit' if trial.ok else 'do not fit'}"
@@ -170,5 +179,6 @@ class Trials:
 
     def close(self):
         self.snap.put_back()
+        if self.froze: gc.unfreeze()
         free_memory(self.device)
         if self.bar: self.bar.on_iter_end()

@@ -469,6 +469,17 @@ def test_nothing_is_kept(kind, monkeypatch):
         assert [o for o,ref in refs if ref() is not None]==[]
     finally: gc.enable()
 
+def test_the_garbage_collector_is_as_before():
+    gc.unfreeze()
+    find(capped(9))
+    assert not gc.get_freeze_count() and gc.isenabled()
+    with pytest.raises(ValueError): find(capped(9, exc=lambda: ValueError('planted')))
+    assert not gc.get_freeze_count()
+    gc.freeze()
+    n = gc.get_freeze_count()
+    find(capped(9))
+    assert gc.get_freeze_count()>n/2   # what somebody froze stays so
+
 def test_optimizer_state_and_gradients_are_freed():
     learn = capped(9, opt_func=Adam)
     made = []

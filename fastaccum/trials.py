@@ -8,14 +8,15 @@ Docs: https://fastaccum.github.io/fastaccum/trials.html.md"""
 __all__ = ['Samples', 'Again', 'takes_part', 'StepsCallback', 'Trial', 'Trials']
 
 # %% ../nbs/08_trials.ipynb #imports
-import gc, time, torch
+import gc, numpy as np, time, torch
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from math import prod
 from fastai.callback.core import Callback, CancelFitException
 from fastai.learner import Recorder
 from fastai.torch_core import default_device, find_bs
-from fastcore.basics import patch
+from fastcore.basics import GetAttr, patch
 from fastcore.foundation import L
 from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset
 from .memory import (Snapshot, autocast_state, free_memory, is_out_of_memory, rng_states, set_autocast_state,
@@ -23,9 +24,9 @@ from .memory import (Snapshot, autocast_state, free_memory, is_out_of_memory, rn
 
 # %% ../nbs/08_trials.ipynb #samples
 def _numel(o):
-    if isinstance(o, torch.Tensor): return o.numel()
+    if isinstance(o, (torch.Tensor,np.ndarray)): return prod(o.shape)
     if isinstance(o, dict): o = o.values()
-    elif not isinstance(o, (tuple,list,L)): return 0
+    if not isinstance(o, (tuple,list,L,type({}.values()))): return len(o) if isinstance(o, str) else o is not None
     return sum(map(_numel, o))
 
 class Samples:
@@ -39,7 +40,7 @@ class Samples:
             raise ValueError(f"the batches of the training {type(dl).__name__} come ready-made, so their size cannot be searched: "
                 "give the `DataLoader` a batch size")
         if isinstance(dl.dataset, IterableDataset) or not self.torch and (not dl.indexed or dl.n is None): return   # read as it comes
-        src = dl.sampler if self.torch else self.dl.new(bs=1, num_workers=0)
+        src = dl.sampler if self.torch else dl.new(bs=1, num_workers=0)
         if not self.torch: src.before_iter()
         get,idxs = (dl.dataset.__getitem__,src) if self.torch else (src.do_item,src.get_idxs())
         idxs = list(islice(idxs, len(dl.dataset) if self.torch else dl.n))
@@ -48,17 +49,13 @@ class Samples:
         if sizes is None: sizes = {i:_numel(get(i)) for i in look}
         self.idxs,self.n = sorted(look, key=lambda i: -sizes[i])+idxs[len(look):],len(idxs)
 
-    def of_size(self, bs, **kwargs):
-        "A fastai loader like ours with another batch size"
-        return self.dl.new(bs=bs, num_workers=0, shuffle=False, drop_last=False, **kwargs)
-
 # %% ../nbs/08_trials.ipynb #again
-class Again:
+class Again(GetAttr):
     "A training loader of `n` batches, from going through `dl` again and again"
+    _default = 'dl'
     def __init__(self, dl, n:int): self.dl,self.n_batches = dl,n
     def __len__(self): return self.n_batches
     def __iter__(self): return islice((b for _ in range(self.n_batches) for b in self.dl), self.n_batches)
-    def __getattr__(self, k): return getattr(self.__dict__['dl'], k)
 
 @patch
 def loader(self:Samples,
@@ -67,8 +64,9 @@ def loader(self:Samples,
 )->Again: # A training loader
     "The `bs` largest samples, `n` times"
     dl,idxs = self.dl,None if self.idxs is None else self.idxs[:bs]*n
-    if not self.torch: return Again(self.of_size(bs, **({} if idxs is None else dict(get_idxs=partial(list, idxs)))), n)
-    return Again(TorchDataLoader(dl.dataset, bs, sampler=idxs, collate_fn=dl.collate_fn), n)
+    if self.torch: return Again(TorchDataLoader(dl.dataset, bs, sampler=idxs, collate_fn=dl.collate_fn), n)
+    kwargs = {} if idxs is None else dict(get_idxs=partial(list, idxs))
+    return Again(dl.new(bs=bs, num_workers=0, shuffle=False, drop_last=False, **kwargs), n)
 
 # %% ../nbs/08_trials.ipynb #who
 _out = {'fastaccum.accumulation.GradientAccumulation', 'fastai.callback.training.GradientAccumulation',
@@ -144,7 +142,7 @@ def _note(learn, device):
 class Trials:
     "Tries sizes on a Learner, and notes what became of them"
     def __init__(self, learn, n_steps:int, bar=None):
-        device = getattr(learn.dls, 'device', default_device())
+        device = learn.dls.device if hasattr(learn.dls, 'device') else default_device()   # as fastai
         self.device = next(learn.model.parameters()).device if device is None else torch.device(device)
         self.learn,self.n_steps,self.bar,self.done,self.froze = learn,n_steps,bar,[],False
         self.snap,self.part = _note(learn, self.device)
@@ -158,9 +156,8 @@ class Trials:
         self.samples = Samples(self.learn.dls.train, n_look)
 
     def __call__(self, size):
-        trial,start = Trial(size),time.perf_counter()
         free_memory(self.device)
-        peak = watch_peak(self.device)
+        trial,start,peak = Trial(size),time.perf_counter(),watch_peak(self.device)
         try:
             self.learn.cbs = L(self.part)
             _fit(self.learn, self.samples, trial, self.n_steps, self.device)

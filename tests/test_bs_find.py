@@ -525,6 +525,13 @@ def test_the_largest_inputs_are_tried(loader):
     learn = varied(400, lens, loader, **({'create_batch':pad} if loader is DataLoader else {'collate_fn':pad}))
     assert find(learn, mode='binsearch', n_look=100).size==133   # the longest was not looked at, the page says so
 
+@pytest.mark.parametrize('kind', ['list','dict','numpy','str','tensors'])
+def test_lengths_are_seen_in_whatever_holds_the_inputs(kind):
+    make = dict(list=lambda n: ([1]*n,0), dict=lambda n: {'ids':[1]*n, 'y':0}, numpy=lambda n: (np.ones(n),0), str=lambda n: ('x'*n,0),
+                tensors=lambda n: ([torch.ones(n),torch.ones(2)],0))[kind]
+    data = [make(n) for n in (3,9,5,4)]
+    for loader in (DataLoader,torch.utils.data.DataLoader): assert Samples(loader(data, batch_size=2)).idxs==[1,2,3,0]
+
 def test_not_more_samples_are_read_than_looked_at_or_needed():
     read = []
     class Read(list):

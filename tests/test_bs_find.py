@@ -249,12 +249,20 @@ class Count(Metric):
 
 def test_listeners_do_not_hear_of_it(tmp_path):
     heard,sched = [],[]
-    cbs = [CSVLogger(tmp_path/'log.csv'),SaveModelCallback(fname='best'),TerminateOnNaNCallback(),ShortEpochCallback(0.1),Log(heard),
+    cbs = [CSVLogger(tmp_path/'log.csv'),SaveModelCallback(fname='best'),TerminateOnNaNCallback(),ShortEpochCallback(0.01),Log(heard),
            ParamScheduler({'lr':lambda pos: sched.append(pos) or 0.1}),GradientAccumulation(16)]
     learn = capped(11, cbs=cbs, metrics=Count())
     learn.logger = lambda *o: heard.append('logged')
+    sizes.clear()
     assert find(learn, mode='binsearch').size==11
+    assert max(map(sizes.count, sizes))==3   # nobody makes more batches of three steps, or fewer
     assert heard==sched==learn.metrics[0].calls==[] and not list(tmp_path.iterdir()) and not hasattr(learn.recorder, 'lrs')
+
+def test_a_loss_of_nan_takes_memory_too():
+    "fastai's `TerminateOnNaNCallback` would end the trial"
+    class Nan(CrossEntropy):
+        def forward(self, *args): return super().forward(*args)*float('nan')
+    assert find(toy(4, n=9, loss_func=Nan(), cbs=TerminateOnNaNCallback())).size==9
 
 def test_those_who_act_take_part():
     "With their memory: here, the largest size is what a callback has room for"

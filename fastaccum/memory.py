@@ -15,7 +15,7 @@ from collections import deque
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import MethodType, SimpleNamespace
+from types import MethodType, ModuleType, SimpleNamespace
 from torch import nn, optim
 from torch.amp import GradScaler
 from fastcore.basics import patch
@@ -126,7 +126,7 @@ def _put_items(o, items):
 @patch
 def _note(self:Snapshot, o):
     "Note `o`; return what it refers to"
-    if id(o) in self.seen or o is None or isinstance(o, (str,bytes,int,float,type)): return []
+    if id(o) in self.seen or o is None or isinstance(o, (str,bytes,int,float,type,ModuleType)): return []
     self.seen[id(o)],items,refs = o,None,[]
     if isinstance(o, torch.Tensor): return self._note_tensor(o)
     if isinstance(o, MethodType): return [o.__self__]

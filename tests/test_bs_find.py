@@ -754,3 +754,15 @@ print('OK')
 def test_several_processes_are_refused(tmp_path):
     procs = [run(several, tmp_path/'store', rank) for rank in range(2)]
     assert [result(o) for o in procs]==['OK\n']*2
+
+def test_a_snapshot_leaves_modules_and_classes_alone():
+    "Also where a package has a class of its own for its module, as lazy ones have"
+    import types
+    from fastaccum.memory import Snapshot
+    mod = type('Lazy', (types.ModuleType,), {'__module__':'somewhere'})('lazy')
+    cls = type('A', (), {'xs':[]})
+    snap = Snapshot([mod,cls])
+    mod.x,cls.y = 1,2
+    cls.xs.append(1)
+    snap.put_back()
+    assert (mod.x,cls.y,cls.xs)==(1,2,[1])

@@ -49,7 +49,7 @@ class ProgressListener(Listener):
     def hear(self):
         learn,pct = self.cb.learn,self.cb.learn.pct_train
         if self.acc.heard: self.stock()
-        learn.pct_train = self.acc.next_pct(pct) if self.acc.stepped else pct
+        learn.pct_train = self.acc.planned.next_pct(pct, learn.epoch) if self.acc.stepped else pct
 
 # %% ../nbs/04_listeners.ipynb #recorder
 @contextmanager

@@ -110,7 +110,7 @@ def look(self:Together, acc, dl):
 def plan(self:Together, acc, loaders, n_epoch):
     "As in `Alone`, with what cannot work refused"
     plan,learn = SharedPlan(self.rank, loaders, acc.sizes(sum(bs for bs,_ in loaders), n_epoch), n_epoch, acc.drop_last),acc.learn
-    counts,full = [ceil(n/bs) for bs,n in loaders],plan.full(plan.shares[0][0])
+    counts,full = [ceil(n/bs) for bs,n in loaders],plan.full(plan.shares[0][0][0])
     sync_bn = any(isinstance(o, torch.nn.SyncBatchNorm) for o in self.ddp.modules())
     if len(set(counts))>1 and (sync_bn or not acc.log_steps or getattr(getattr(learn, 'recorder', None), 'train_metrics', False)):
         raise ValueError(f"the processes have {', '.join(map(str, counts))} micro-batches, but SyncBatchNorm, training metrics and "
@@ -176,7 +176,9 @@ def owed(self:Together, macro):
     "Steps that are left when the training loop of this process has ended, its own and the others'"
     acc = self.acc
     while acc.step-acc.planned.first<acc.planned.steps[acc.learn.epoch]:
-        if macro.stepped: macro.start(0, 0)
+        if macro.stepped:
+            macro.start(*acc.planned.begin(acc.learn.epoch, acc.step, acc.learn.iter+1))
+            for o in acc.listeners: o.cb('before_batch')   # ParamScheduler sets the step's hyper-parameters
         self.exchange()
         macro.samples = int(self.sum())
         if not macro.samples: return

@@ -138,7 +138,7 @@ def twins(ns, micro=4, macro=16, acc=None, acc_cls=GradientAccumulation, fit=one
     return a,b
 
 def even(n=32): return [n]*world
-def uneven(): return [40,25,13][:world]   # 16 wanted of each: the third macro-batch has 8 samples, all of the first process
+def uneven(): return [40,25,18][:world]   # 16 wanted of each: the third macro-batch has 8 samples, all of the first process
 
 # Cases
 

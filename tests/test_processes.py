@@ -25,15 +25,19 @@ def ended(p, secs):
 def launches(tmp_path_factory):
     "Both launches, started at once"
     outs = {n:tmp_path_factory.mktemp(f'on_{n}') for n in (2,3)}
-    procs = {n:start(n, out, *(cases if n==2 else on_three)) for n,out in outs.items()}
+    procs = {n:start(n, out, *(cases+['fault_interrupt'] if n==2 else on_three+['fault_exception'])) for n,out in outs.items()}
     yield {n:(outs[n],p,[]) for n,p in procs.items()}
     for p in procs.values():
         if p.poll() is None: os.killpg(p.pid, signal.SIGKILL)
 
-def check(launches, n, case):
-    out,p,res = launches[n]
+def end(launches, n):
+    "What the launch of `n` processes wrote, and its exit status"
+    _,p,res = launches[n]
     if not res: res += ended(p, secs=240)
-    text,rc = res
+    return res
+
+def check(launches, n, case):
+    out,(text,rc) = launches[n][0],end(launches, n)
     def read(kind): return [o.read_text() if o.exists() else '' for o in (out/f'{r}.{kind}' for r in range(n))]
     passed,failed = [o.split() for o in read('passed')],read('failed')
     if all(case in o for o in passed): return
@@ -47,14 +51,12 @@ def test_two_processes(launches, case): check(launches, 2, case)
 @pytest.mark.parametrize('case', on_three)
 def test_three_processes(launches, case): check(launches, 3, case)
 
-def test_a_fault_on_one_process_ends_all(tmp_path):
-    "An exception or an interrupt on one of two processes: its model exchanges gradients again, and both processes end"
-    names = ['fault_exception','fault_interrupt']
-    procs = [start(2, tmp_path, nm) for nm in names]
-    for nm,p in zip(names, procs):
-        text,rc = ended(p, secs=120)
-        assert rc not in (None,0), f'{nm} ended with {rc}: {text[-3000:]}'
-        assert 'the flag is on' in text, text[-3000:]
+@pytest.mark.parametrize('n', [2,3])
+def test_a_fault_on_one_process_ends_all(launches, n):
+    "The last thing to happen in each launch: an interrupt or an exception on one process; its model exchanges gradients again, and all end"
+    text,rc = end(launches, n)
+    assert rc not in (None,0), f'ended with {rc}: {text[-3000:]}'
+    assert 'the flag is on' in text, text[-3000:]
 
 def test_importing_fastaccum_imports_no_accelerate():
     code = "import sys, fastaccum.all; assert not {'accelerate','fastai.distributed'}&set(sys.modules)"

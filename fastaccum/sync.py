@@ -110,11 +110,11 @@ def look(self:Together, acc, dl):
 def plan(self:Together, acc, loaders, n_epoch):
     "As in `Alone`, with what cannot work refused"
     plan,learn = SharedPlan(self.rank, loaders, acc.sizes(sum(bs for bs,_ in loaders), n_epoch), n_epoch, acc.drop_last),acc.learn
-    counts,full = [ceil(n/bs) for bs,n in loaders],plan.full(plan.shares[0][0][0])
+    counts,full = [(ceil(n/bs),bs) for bs,n in loaders],plan.full(plan.shares[0][0][0])
     sync_bn = any(isinstance(o, torch.nn.SyncBatchNorm) for o in self.ddp.modules())
-    if len(set(counts))>1 and (sync_bn or not acc.log_steps or getattr(getattr(learn, 'recorder', None), 'train_metrics', False)):
-        raise ValueError(f"the processes have {', '.join(map(str, counts))} micro-batches, but SyncBatchNorm, training metrics and "
-            "`log_accum_batch=False` need as many on each: give them equal numbers of samples, as fastai's `DistributedDL` does")
+    if len(set(counts))>1 and (sync_bn or acc.sync_each or not acc.log_steps or getattr(getattr(learn, 'recorder', None), 'train_metrics', False)):
+        raise ValueError(f"the processes have {', '.join(f'{k} micro-batches of {bs}' for k,bs in counts)}, but SyncBatchNorm, training metrics, "
+            "`sync_each=True` and `log_accum_batch=False` need the same on each: give them equal loaders, as fastai's `DistributedDL` does")
     if 0 in plan.steps:
         raise ValueError(f"epoch {plan.steps.index(0)} would hold no step: {', '.join(str(n) for _,n in loaders)} samples on the processes do "
             f"not fill each one's share of a macro-batch of {full}, and `drop_last=True`. Lower the accumulation batch size, or leave `drop_last` out")
@@ -136,11 +136,12 @@ def most(self:Together, n, size, most):
 
 # %% ../nbs/04c_sync.ipynb #sum
 @patch
-def sum(self:Together):
+def add_up(self:Together):
     "Add up what the processes hold: afterwards `macro` counts the whole macro-batch. Returns its samples"
     macro,measure = self.acc.macro,self.acc.measure
     size,loss = (macro.size/macro.ref,macro.loss/macro.ref) if macro.ref else (float(measure.find is None)/self.world,macro.loss)
-    res = torch.stack([torch.as_tensor(o, dtype=torch.float64, device=self.device) for o in (size,loss,macro.samples)])
+    zero = torch.zeros((), dtype=torch.float64, device=self.device)
+    res = torch.stack([zero+o for o in (size,loss,macro.samples)])
     dist.all_reduce(res, group=self.group)
     macro.ref,(macro.size,macro.loss,n) = self.world,res
     return n
@@ -151,7 +152,7 @@ def close(self:Together):
     acc,macro = self.acc,self.acc.macro
     if not self.summed:
         if not (self.exchanged and acc.counted): self.exchange()
-        if acc.log_steps or acc.measure.find is not samples or len(set(acc.planned.loaders))>1: self.sum()
+        if acc.log_steps or acc.measure.find is not samples or len(set(acc.planned.loaders))>1: self.add_up()
         elif macro.samples!=macro.planned:
             raise RuntimeError(f"{macro.samples} samples in a macro-batch where {macro.planned:.0f} were planned, of which the other processes "
                 "do not know with `log_accum_batch=False`: leave that out, or pass `size=`")
@@ -167,9 +168,10 @@ def _tensors(o):
 @patch
 def exchange(self:Together):
     "Exchange the gradients with passes of weight zero"
-    self.acc.macro.closing = True
-    outs = _tensors(self.acc.learn.model(*self.acc.learn.xb))
+    learn,self.acc.macro.closing = self.acc.learn,True
+    outs = _tensors(learn.pred if self.exchanged else learn.model(*learn.xb))   # DDP may still wait for a backward pass that was cancelled
     torch.autograd.backward(outs, [torch.zeros_like(o) for o in outs])
+    self.exchanged = False
 
 @patch
 def owed(self:Together, macro):
@@ -180,7 +182,7 @@ def owed(self:Together, macro):
             macro.start(*acc.planned.begin(acc.learn.epoch, acc.step, acc.learn.iter+1))
             for o in acc.listeners: o.cb('before_batch')   # ParamScheduler sets the step's hyper-parameters
         self.exchange()
-        macro.samples = int(self.sum())
+        macro.samples = int(self.add_up())
         if not macro.samples: return
         self.summed = True
         yield

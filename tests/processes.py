@@ -17,7 +17,7 @@ import torch
 from torch import distributed as dist, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
-from fastai.callback.core import Callback, CancelBatchException, CancelFitException, CancelTrainException
+from fastai.callback.core import Callback, CancelBackwardException, CancelBatchException, CancelFitException, CancelTrainException
 from fastai.callback.training import GradientClip, ShortEpochCallback
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
@@ -221,8 +221,8 @@ def case_log_accum_batch_false():
     a,b = twins(even(35), macro=16*world, tokens=True, acc=dict(log_accum_batch=False))
     assert deviation(weights(a), weights(b))<1e-12 and b.sums==2*3+1
 def case_sync_each():
-    for ns in (even(35),uneven()):
-        a,b = twins(ns, macro=16*world, acc=dict(sync_each=True), each=True) if ns!=uneven() else twins(even(35), macro=16*world, tokens=True, acc=dict(sync_each=True), each=True)
+    for tokens in (False,True):
+        a,b = twins(even(35), macro=16*world, tokens=tokens, acc=dict(sync_each=True), each=True)
         assert b.exchanges.last==2*9, b.exchanges.last
         assert_twins(a, b)
 def case_buckets():
@@ -311,6 +311,21 @@ def case_one_leaves_out_micro_batches():
     on_one('before_batch', CancelBatchException, [1,5], lambda i: i not in (1,5))
     on_one('after_loss', CancelBatchException, [2], lambda i: i!=2)
 
+def case_all_leave_out_the_closing_micro_batch():
+    "The last of the epoch, when DDP is already waiting for its backward pass"
+    ns = even(35)
+    ds,order = toy_data(sum(ns)),orders(ns)
+    for event,exc in (('before_backward',CancelBackwardException),('after_loss',CancelBatchException)):
+        cb = Callback(**{event:lambda: None})
+        def cancel():
+            if cb.training and cb.iter==8: raise exc
+        setattr(cb, event, cancel)
+        a = learner(Batches(ds, [macro_batches([p[:32] for p in o], [12]*world, False) for o in order], 12*world), ds)
+        a.fit(2, 0.1)
+        b = together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, GradientAccumulation(12*world), lambda l,cbs: l.fit(2, 0.1, cbs=[*cbs,cb]))
+        same_everywhere(weights(b))
+        assert deviation(weights(a), weights(b))<1e-12 and b.exchanges.last==2*3
+
 def case_batchnorm_does_not_hang():
     "DDP sends BatchNorm's statistics from the first process with the first forward pass after an exchange"
     def model():
@@ -379,6 +394,16 @@ def case_faults_leave_the_flag_on():
                     cb.run = True
                     learn.fit(1, 0.1)
                     clean(learn.model)
+def case_a_forward_of_its_own_is_given_back():
+    "As accelerate gives a model in mixed precision"
+    def setup(l):
+        if not isinstance(l.model, DDP): return
+        l.calls,stock = [],l.model.forward
+        vars(l.model)['forward'] = l.own = lambda *args: l.calls.append(l.training) or stock(*args)
+    def fit(l, cbs):
+        one_cycle(l, cbs)
+        if cbs: assert vars(l.model).pop('forward') is l.own and l.calls.count(True)==2*9
+    assert_twins(*twins(even(35), macro=16*world, setup=setup, fit=fit))
 class Interrupted(nn.Linear):
     left = -1
     def forward(self, x):
@@ -405,8 +430,10 @@ def case_refused():
     fails(ValueError, '`accum_bs` is 16, 17', ns=even(), acc_cls=lambda macro: GradientAccumulation(16+rank))
     fails(ValueError, '`drop_last` is 0, 1', ns=even(), acc_cls=lambda macro: GradientAccumulation(16, drop_last=rank>0))
     fails(ValueError, 'the number of epochs is 1, 2', ns=even(), fit=lambda l,cbs: l.fit(1+(rank if cbs else 0), 0.1, cbs=cbs))
-    fails(ValueError, 'micro-batches, but SyncBatchNorm', ns=uneven(), acc=dict(log_accum_batch=False))
-    fails(ValueError, 'micro-batches, but SyncBatchNorm', ns=uneven(), setup=lambda l: setattr(l.recorder, 'train_metrics', isinstance(l.model, DDP)))
+    def metrics(l): l.recorder.train_metrics = isinstance(l.model, DDP)
+    for kwargs in (dict(acc=dict(log_accum_batch=False)), dict(acc=dict(sync_each=True)), dict(setup=metrics)):
+        fails(ValueError, 'need the same on each', ns=uneven(), **kwargs)
+        fails(ValueError, '12 micro-batches of 4, 12 micro-batches of 8', ns=[48,96,96][:world], micro=[4,8,8][:world], **kwargs)
     fails(ValueError, 'would hold no step', ns=even(20), macro=32*world, acc=dict(drop_last=True), fit=lambda l,cbs: l.fit(1, cbs=cbs) if cbs else None)
     with warnings.catch_warnings(record=True) as w:
         warnings.simplefilter('always')

@@ -1,0 +1,10 @@
+"fastaccum, with its defaults."
+from fastaccum import GradientAccumulation
+from .fastai import Fastai
+
+class Fastaccum(Fastai):
+    key,title,package = 'fastaccum','fastaccum','fastaccum'
+    how = 'GradientAccumulation(accum_bs)'
+    def accumulation(self, micro, accum): return [GradientAccumulation(accum, micro_batch_size=micro)]
+
+peers = [Fastaccum]

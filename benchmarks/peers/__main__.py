@@ -15,8 +15,9 @@ def about(note=None):
     "When and where this is run"
     import fastaccum, torch
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-    res = dict(date=f'{datetime.date.today()}', machine=f'{cores} CPU cores, {platform.machine()}, {torch.get_num_threads()} thread',
-        python=platform.python_version(), torch=torch.__version__, fastai=version('fastai'), fastaccum=fastaccum.__version__)
+    machine = f'{cores} CPU cores, {platform.machine()}, {torch.get_num_threads()} thread'
+    res = dict(date=f'{datetime.date.today()}', machine=machine, python=platform.python_version(),
+        torch=torch.__version__, fastai=version('fastai'), fastaccum=fastaccum.__version__)
     return res | (dict(note=note) if note else {})
 
 def child(module, out):
@@ -27,7 +28,7 @@ def child(module, out):
     res = {}
     for p in peers_of(module):
         print(f'{p.title} {version_of(p)}', flush=True)
-        res[p.key] = dict(title=p.title, how=p.how, version=version_of(p),
+        res[p.key] = dict(title=p.title, how=p.how, docs=p.docs, version=version_of(p),
             cases=right.run_all(p, say=lambda s: print(s, flush=True)))
     Path(out).write_text(json.dumps(res))
 
@@ -41,7 +42,8 @@ def run_right(names, note):
     for nm in names:
         with tempfile.TemporaryDirectory() as tmp:
             out,log = Path(tmp)/'out.json',Path(tmp)/'log'
-            with log.open('w') as f: done = subprocess.run([sys.executable,'-W','ignore','-m',__package__,'--child',nm,'--out',str(out)], stderr=f)
+            cmd = [sys.executable,'-W','ignore','-m',__package__,'--child',nm,'--out',str(out)]
+            with log.open('w') as f: done = subprocess.run(cmd, stderr=f)
             if done.returncode: sys.exit(f'{nm} could not be run:\n{log.read_text()[-2000:]}')
             res['peers'].update(json.loads(out.read_text()))
     return res

@@ -6,12 +6,13 @@ from .peer import CannotExpress, Peer, whole
 
 class Accumulate(Peer):
     key,title,package = 'accelerate','accelerate, accumulate()','accelerate'
+    docs = 'https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation'
     how = '`with accelerator.accumulate(model)`, everything prepared'
 
     def start(self, case, model):
         super().start(case, model)
         for o in (AcceleratorState,PartialState,GradientState): o._reset_state()   # each case as in a fresh process
-        self.acc = Accelerator(cpu=True, mixed_precision='fp16' if case.fp16 else 'no')
+        self.acc = Accelerator(cpu=case.device=='cpu', mixed_precision=case.amp or 'no')
         self.net,self.opt = self.acc.prepare(model, torch.optim.SGD(model.parameters(), lr=case.lr, momentum=case.mom))
 
     def fit(self, data, epochs, micro, accum):

@@ -1,4 +1,6 @@
-"""The cases, the twin, and what is measured of a run. Needs nothing but PyTorch: the oracle is a plain loop over real big batches."""
+"""The cases, the twin, and what is measured of a run. Needs nothing but PyTorch.
+
+The oracle is a plain loop over real big batches."""
 import math, torch
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,11 +18,12 @@ class Case:
     micro:int=16        # Samples in a micro-batch
     accum:int=64        # Samples a step should be made of
     epochs:int=2
-    kind:str='fit'      # 'fit', 'metrics', 'lr_find', 'again' (a second fit), 'interrupt' or 'bad'; 'fast' where the cost is measured
+    kind:str='fit'      # 'fit', 'metrics', 'lr_find', 'again' (a second fit), 'interrupt', 'bad'; 'fast' for the cost
     tokens:bool=False   # Sequences of 6 tokens, some of them padding (-100)? Else one class per sample
     ignored:tuple=()    # First and last of the samples all of whose targets are ignored
     clip:float=None     # Clip the norm of a step's gradients to this
-    fp16:bool=False     # Autocast to fp16, with a GradScaler, on the CPU? Else double precision
+    amp:str=None        # Autocast to 'fp16', with a GradScaler, or to 'bf16'? Else double precision, and single for 'fast'
+    device:str='cpu'
     cycle:bool=False    # One-cycle learning rates? Else a constant one
     lr:float=0.1
     mom:float=0.9
@@ -39,7 +42,7 @@ class Case:
 
     def loss(self, pred, y, **kwargs): return F.cross_entropy(pred.flatten(0, -2), y.flatten(), **kwargs)
     @property
-    def dtype(self): return torch.float32 if self.fp16 or self.kind=='fast' else torch.float64
+    def dtype(self): return torch.float32 if self.amp or self.kind=='fast' else torch.float64
 
 cases = [
     Case('A', '256 samples, steps of 64'),
@@ -51,7 +54,7 @@ cases = [
     Case('padded', 'sequences, a third of the tokens padding', tokens=True),
     Case('ignored', 'one micro-batch all of whose targets are ignored', ignored=(32,48)),
     Case('clip', 'gradients clipped to a norm of 0.05', clip=0.05),
-    Case('fp16', 'fp16 with a GradScaler on the CPU', fp16=True),
+    Case('fp16', 'fp16 with a GradScaler on the CPU', amp='fp16'),
     Case('cycle', 'one-cycle learning rates', cycle=True),
     Case('loss', 'the recorded loss of each step, three epochs', epochs=3),
     Case('metrics', 'accuracy on the training set, as it is trained', kind='metrics'),
@@ -83,12 +86,14 @@ def make_model(case):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5,6), nn.Tanh(), nn.Linear(6,6), nn.Tanh(), nn.Linear(6,3)).to(case.dtype)
 
-def autocast(case): return torch.autocast('cpu', torch.float16) if case.fp16 else nullcontext()
+amp_dtypes = dict(fp16=torch.float16, bf16=torch.bfloat16)
+def autocast(case): return torch.autocast(case.device, amp_dtypes[case.amp]) if case.amp else nullcontext()
+def grad_scaler(case): return torch.amp.GradScaler(case.device, enabled=case.amp=='fp16')
 
 def twin(case, model, data, size, epochs=None):
     "Train on real batches of `size` with a plain loop; returns the losses, the learning rates and the accuracy of each epoch"
     opt = torch.optim.SGD(model.parameters(), lr=case.lr, momentum=case.mom)
-    scaler,epochs = torch.amp.GradScaler('cpu', enabled=case.fp16),epochs or case.epochs
+    scaler,epochs = grad_scaler(case),epochs or case.epochs
     losses,lrs,accs,total = [],[],[],math.ceil(len(data)/size)*epochs
     model.train()
     for _ in range(epochs):
@@ -97,7 +102,7 @@ def twin(case, model, data, size, epochs=None):
             for group in opt.param_groups: group['lr'] = case.rate(len(lrs)/total)
             with autocast(case):
                 pred = model(x)
-                loss = case.loss(pred.float() if case.fp16 else pred, y)
+                loss = case.loss(pred.float() if case.amp else pred, y)
             scaler.scale(loss).backward()
             if case.clip:
                 scaler.unscale_(opt)

@@ -21,6 +21,7 @@ class Model(ComposerModel):
 
 class Composer(Peer):
     key,title,package = 'composer','Composer','mosaicml'
+    docs = 'https://docs.mosaicml.com/projects/composer/en/latest/trainer/using_the_trainer.html'
     how = 'Trainer(device_train_microbatch_size, accumulate_train_batch_on_tokens=True), the loader has the big batch'
 
     def twin_size(self, micro, accum): return accum
@@ -32,10 +33,11 @@ class Composer(Peer):
         opt = torch.optim.SGD(self.model.parameters(), lr=case.lr, momentum=case.mom)
         # schedulers of Composer's own kind are a step late: they are asked before the batch is counted
         sched = case.lambda_lr(opt, case.steps(bs, len(data))) if case.cycle else None
-        trainer = Trainer(model=Model(self.model, case), train_dataloader=spec, max_duration=f'{epochs}ep', device='cpu', loggers=[self.log],
+        trainer = Trainer(model=Model(self.model, case), train_dataloader=spec, max_duration=f'{epochs}ep', loggers=[self.log],
+            device='gpu' if case.device=='cuda' else 'cpu', precision=f'amp_{case.amp}' if case.amp else 'fp32',
             optimizers=opt, schedulers=sched, step_schedulers_every_batch=True,
-            algorithms=[GradientClipping('norm', case.clip)] if case.clip else None, precision='amp_fp16' if case.fp16 else 'fp32',
-            device_train_microbatch_size=micro, accumulate_train_batch_on_tokens=True, progress_bar=False, auto_log_hparams=False)
+            algorithms=[GradientClipping('norm', case.clip)] if case.clip else None,
+            device_train_microbatch_size=micro, accumulate_train_batch_on_tokens=True, progress_bar=False)
         try: trainer.fit()
         finally: trainer.close()
 

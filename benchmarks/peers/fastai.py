@@ -3,7 +3,7 @@ import torch
 from functools import partial
 from torch import nn
 from fastai.callback.core import Callback
-from fastai.callback.fp16 import AMPMode, MixedPrecision
+from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.progress import ProgressCallback
 from fastai.callback.schedule import Learner   # with its fit_one_cycle and lr_find
 from fastai.callback.training import GradientAccumulation, GradientClip
@@ -12,6 +12,7 @@ from fastai.data.load import DataLoader
 from fastai.metrics import accuracy
 from fastai.optimizer import OptimWrapper
 from fastcore.basics import noop
+from .cases import Case, autocast, grad_scaler
 from .peer import Peer
 
 class Float32Loss(Callback):
@@ -22,7 +23,8 @@ class Float32Loss(Callback):
 class CpuMixedPrecision(MixedPrecision):
     "fastai's switches itself off where there is no GPU"
     def before_fit(self):
-        self.autocast,self.learn.scaler,self.scales = torch.autocast('cpu', torch.float16),torch.amp.GradScaler('cpu'),[]
+        case = Case('', '', amp=self.amp_mode.value)
+        self.autocast,self.learn.scaler,self.scales = autocast(case),grad_scaler(case),[]
     @property
     def name(self): return 'mixed_precision'
 
@@ -36,8 +38,9 @@ class Idle(Callback):
 
 class Fastai(Peer):
     key,title,package = 'fastai','fastai’s callback','fastai'
+    docs = 'https://docs.fast.ai/callback.training.html#gradientaccumulation'
     how = 'GradientAccumulation(n_acc)'
-    mixed_precision = CpuMixedPrecision
+    mixed_precision = dict(cpu=CpuMixedPrecision, cuda=MixedPrecision)
 
     def accumulation(self, micro, accum): return [GradientAccumulation(accum)]
 
@@ -50,10 +53,12 @@ class Fastai(Peer):
         dls = DataLoaders(train, [])
         if self.learn is not None: self.learn.dls = dls
         else:
-            cbs = [self.mixed_precision()] if case.fp16 else [Float32Loss()] if case.dtype is torch.float64 else []
+            if case.amp: cbs = [self.mixed_precision[case.device](case.amp)]
+            else: cbs = [Float32Loss()] if case.dtype is torch.float64 else []
             cbs += [type(f'Idle{i}', (Idle,), {})() for i in range(self.callbacks)]
-            self.learn = Learner(dls, self.model, CrossEntropy(), lr=case.lr, moms=(case.mom,)*3, metrics=accuracy if case.kind=='metrics' else None,
-                opt_func=partial(OptimWrapper, opt=torch.optim.SGD, momentum=case.mom), cbs=cbs)
+            self.learn = Learner(dls, self.model, CrossEntropy(), lr=case.lr, moms=(case.mom,)*3, cbs=cbs,
+                metrics=accuracy if case.kind=='metrics' else None,
+                opt_func=partial(OptimWrapper, opt=torch.optim.SGD, momentum=case.mom))
             self.learn.remove_cb(ProgressCallback)
             self.learn.logger = noop
             if case.kind=='metrics': self.learn.recorder.train_metrics,self.learn.recorder.valid_metrics = True,False

@@ -7,8 +7,9 @@ class Scaled(MixedPrecision): before_fit,name = CpuMixedPrecision.before_fit,Cpu
 
 class Fastxtend(Fastai):
     key,title,package = 'fastxtend','fastxtend','fastxtend'
+    docs = 'https://fastxtend.benjaminwarner.dev/callback.gradaccum.html'
     how = 'GradientAccumulation(accum_bs), with its default drop_last=True'
-    mixed_precision = Scaled
+    mixed_precision = dict(cpu=Scaled, cuda=MixedPrecision)
     def accumulation(self, micro, accum): return [GradientAccumulation(accum, micro_batch_size=micro)]
 
 class KeepLast(Fastxtend):

@@ -5,8 +5,10 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.tuner import Tuner
 from torchmetrics.classification import MulticlassAccuracy
+from .cases import grad_scaler
 from .peer import Peer, whole
-for nm in ('lightning.pytorch','lightning.pytorch.utilities.rank_zero','lightning.fabric'): logging.getLogger(nm).setLevel(logging.ERROR)
+for nm in ('lightning.pytorch','lightning.pytorch.utilities.rank_zero','lightning.fabric'):
+    logging.getLogger(nm).setLevel(logging.ERROR)
 warnings.filterwarnings('ignore')
 
 class Logged(Logger):
@@ -29,7 +31,7 @@ class Module(pl.LightningModule):
     def training_step(self, batch, batch_idx):
         x,y = batch
         pred = self(x)
-        loss = self.case.loss(pred.float() if self.case.fp16 else pred, y)
+        loss = self.case.loss(pred.float() if self.case.amp else pred, y)
         if self.logs: self.log('loss', loss)
         if self.case.kind=='metrics':
             self.acc(pred, y)
@@ -43,15 +45,20 @@ class Module(pl.LightningModule):
 
 class Lightning(Peer):
     key,title,package = 'lightning','Lightning','lightning'
+    docs = 'https://lightning.ai/docs/pytorch/stable/advanced/training_tricks.html#accumulate-gradients'
     how = 'Trainer(accumulate_grad_batches=k); the loss logged by `self.log`'
 
     def trainer(self, epochs, k):
         case,fast = self.case,self.case.kind=='fast'
         self.logger = False if fast else Logged()
-        amp = [MixedPrecision('16-mixed', 'cpu', scaler=torch.amp.GradScaler('cpu'))] if case.fp16 else None
+        # Lightning takes bf16 for fp16 on a CPU, unless it is given the plugin
+        plugins = dict(fp16=lambda: MixedPrecision('16-mixed', case.device, scaler=grad_scaler(case)),
+                       bf16=lambda: MixedPrecision('bf16-mixed', case.device))
         cbs = [type(f'Idle{i}', (pl.Callback,), {})() for i in range(self.callbacks)]
-        return pl.Trainer(max_epochs=epochs, accumulate_grad_batches=k, gradient_clip_val=case.clip, accelerator='cpu', devices=1, plugins=amp,
-            logger=self.logger, log_every_n_steps=1, enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False, callbacks=cbs)
+        return pl.Trainer(max_epochs=epochs, accumulate_grad_batches=k, gradient_clip_val=case.clip, devices=1,
+            accelerator='gpu' if case.device=='cuda' else 'cpu', plugins=[plugins[case.amp]()] if case.amp else None,
+            logger=self.logger, log_every_n_steps=1, callbacks=cbs, enable_progress_bar=False, enable_checkpointing=False,
+            enable_model_summary=False)
 
     def fit(self, data, epochs, micro, accum):
         module = Module(self.model, self.case, log=self.case.kind!='fast')

@@ -5,7 +5,7 @@ class CannotExpress(Exception):
 class Peer:
     "A way to accumulate gradients"
     key,title,package = None,None,None   # names it; for people; the distribution whose version is reported
-    how = ''                             # the settings it is run with
+    how,docs = '',''                     # the settings it is run with, and the page that says so
     callbacks = 0                        # callbacks without any method to add, for `fast`
 
     def start(self, case, model):
@@ -39,5 +39,7 @@ class Peer:
 
 def whole(micro, accum):
     "The number of micro-batches in a step, where that is what the peer wants to know"
-    if accum%micro: raise CannotExpress(f'takes a number of micro-batches ({accum//micro} or {accum//micro+1} of {micro}), not of samples')
+    if accum%micro:
+        k = accum//micro
+        raise CannotExpress(f'takes a number of micro-batches ({k} or {k+1} of {micro}), not of samples')
     return accum//micro

@@ -17,7 +17,7 @@ def run(peer_cls, case):
     except (Exception,SystemExit) as e:
         moved = not weights(model).equal(start)
         why = f'{type(e).__name__}: {short(e)}'
-        if case.fp16 and not passes: return dict(outcome='cannot express', why=f'no fp16 on a CPU: {why}')
+        if case.amp and not passes: return dict(outcome='cannot express', why=f'no fp16 on a CPU: {why}')
         return dict(outcome='failed' if moved or (passes and case.kind!='bad') else 'refused', why=why)
     finally: handle.remove()
 
@@ -32,7 +32,7 @@ def compared(peer, case, model, big, data, size, epochs=None):
     losses,lrs,_ = twin(case, big, data, size, epochs)
     with optimizer_steps() as seen: peer.fit(data, epochs or case.epochs, case.micro, size if case.kind=='interrupt' else case.accum)
     recorded = peer.losses()
-    return dict(outcome='ran', steps=len(seen), expected=len(lrs), weights=moved(weights(big), weights(model)), lr=apart(lrs, seen),
+    return dict(outcome='ran', steps=len(seen), expected=len(lrs), lr=apart(lrs, seen), weights=moved(weights(big), weights(model)),
         recorded=None if recorded is None else len(recorded), loss=apart(peer.recorded_as(losses), recorded))
 
 def fit(peer, case, model):
@@ -46,7 +46,7 @@ def metrics(peer, case, model):
     peer.start(case, model)
     peer.fit(data, case.epochs, case.micro, case.accum)
     accs,found = twin(case, big, data, case.accum)[2],peer.accuracies()
-    return dict(outcome='ran', weights=moved(weights(big), weights(model)), metric=apart(accs, found), recorded=len(found), expected_recorded=len(accs))
+    return dict(outcome='ran', weights=moved(weights(big), weights(model)), metric=apart(accs, found), recorded=len(found))
 
 def lr_find(peer, case, model):
     "The twin is the same finder with real big batches"
@@ -72,9 +72,7 @@ def interrupt(peer, case, model):
         try: peer.fit(Data(case, seed=2), 1, case.micro, case.accum)
         except (KeyboardInterrupt,SystemExit): pass
     assert len(seen)>=7, 'the fit ended before it could be interrupted'
-    big = copy.deepcopy(model)
-    for p in big.parameters(): p.grad = None
-    return compared(peer, case, model, big, Data(case), case.micro, epochs=1)
+    return compared(peer, case, model, copy.deepcopy(model), Data(case), case.micro, epochs=1)   # a copy has no gradients
 
 def bad(peer, case, model):
     "Refused before a weight moved? If not, what became of the weights, and of the loss"
@@ -85,7 +83,9 @@ def bad(peer, case, model):
     with optimizer_steps() as seen: peer.fit(data, case.epochs, case.micro, case.accum)
     after = case.loss(model(x), y).item()
     now = weights(model)
-    what = 'weights became NaN' if not now.isfinite().all() else 'the loss went up' if after>before else 'trained as if it were right' if not now.equal(start) else 'trained nothing'
+    if not now.isfinite().all(): what = 'weights became NaN'
+    elif after>before: what = 'the loss went up'
+    else: what = 'trained nothing' if now.equal(start) else 'trained as if it were right'
     return dict(outcome='ran', steps=len(seen), what=f'{what} ({before:.2f} to {after:.2f})')
 
 kinds = dict(fit=fit, metrics=metrics, lr_find=lr_find, again=again, interrupt=interrupt, bad=bad)
@@ -117,5 +117,6 @@ def brief(o):
     if 'metric' in o: res.append(f"accuracy {number(o['metric'])}")
     if 'steps' in o: res.append(f"steps {o['steps']}/{o['expected']}")
     if o.get('lr') is not None: res.append(f"lr {number(o['lr'])}")
-    if o.get('recorded') is not None: res.append(f"loss {number(o['loss'])}" if o.get('loss') is not None else f"{o['recorded']} recorded")
+    if o.get('loss') is not None: res.append(f"loss {number(o['loss'])}")
+    elif o.get('recorded') is not None: res.append(f"{o['recorded']} recorded")
     return ', '.join(res)

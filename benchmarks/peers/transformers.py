@@ -1,7 +1,8 @@
 "transformers' Trainer: with a loss that honours `num_items_in_batch`, and with a BERT classification head as it comes."
 import tempfile, torch, transformers
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification, BertForTokenClassification, Trainer, TrainerCallback, TrainingArguments
+from transformers import BertConfig, BertForSequenceClassification, BertForTokenClassification
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from .cases import Data
 from .peer import Peer, whole
 transformers.logging.set_verbosity_error()
@@ -19,11 +20,15 @@ class Loader(Trainer):
 
 class NumItems(Peer):
     key,title,package = 'hf','transformers, num_items_in_batch','transformers'
+    docs = 'https://huggingface.co/docs/transformers/grad_accumulation'
     how = 'Trainer(compute_loss_func): a summed loss divided by num_items_in_batch'
     as_dicts,trainer_cls = staticmethod(Data.as_dicts),Loader
 
     def wrap(self, model): return Named(model)
-    def loss(self): return lambda out,labels,num_items_in_batch=None: self.case.loss(out['logits'], labels, reduction='sum')/num_items_in_batch
+    def loss(self):
+        def f(out, labels, num_items_in_batch=None):
+            return self.case.loss(out['logits'], labels, reduction='sum')/num_items_in_batch
+        return f
 
     def fit(self, data, epochs, micro, accum):
         case,k = self.case,whole(micro, accum)
@@ -33,10 +38,10 @@ class NumItems(Peer):
         cbs = [type(f'Idle{i}', (TrainerCallback,), {}) for i in range(self.callbacks)]
         with tempfile.TemporaryDirectory() as tmp:
             args = TrainingArguments(tmp, per_device_train_batch_size=micro, gradient_accumulation_steps=k, num_train_epochs=epochs,
-                max_grad_norm=case.clip or 0., fp16=case.fp16, use_cpu=True, logging_strategy='no' if fast else 'steps', logging_steps=1,
-                save_strategy='no', report_to='none', disable_tqdm=True, remove_unused_columns=False)
-            self.trainer = self.trainer_cls(self.wrap(self.model), args, train_dataset=data.loader(micro, self.as_dicts), optimizers=(opt,sched),
-                compute_loss_func=self.loss(), callbacks=cbs)
+                max_grad_norm=case.clip or 0., fp16=case.amp=='fp16', bf16=case.amp=='bf16', use_cpu=case.device=='cpu',
+                logging_strategy='no' if fast else 'steps', logging_steps=1, save_strategy='no', report_to='none', disable_tqdm=True, remove_unused_columns=False)
+            self.trainer = self.trainer_cls(self.wrap(self.model), args, train_dataset=data.loader(micro, self.as_dicts),
+                optimizers=(opt,sched), compute_loss_func=self.loss(), callbacks=cbs)
             for cb in (transformers.PrinterCallback,transformers.ProgressCallback): self.trainer.remove_callback(cb)
             self.trainer.train()
 
@@ -46,8 +51,9 @@ class Bert(nn.Module):
     "A small BERT with a classification head, called like the other models; `inner` is what transformers has"
     def __init__(self, case):
         super().__init__()
-        config = BertConfig(hidden_size=5, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=2, num_labels=3,
-            hidden_dropout_prob=0., attention_probs_dropout_prob=0., problem_type='single_label_classification', attn_implementation='eager')
+        config = BertConfig(hidden_size=5, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=2,
+            num_labels=3, hidden_dropout_prob=0., attention_probs_dropout_prob=0.,
+            problem_type='single_label_classification', attn_implementation='eager')
         self.inner = (BertForTokenClassification if case.tokens else BertForSequenceClassification)(config).to(case.dtype)
     def forward(self, x): return self.inner(inputs_embeds=x if x.dim()==3 else x[:,None]).logits
 
@@ -66,8 +72,8 @@ class BertHead(NumItems):
     def loss(self): return None
 
 class BertTold(BertHead):
-    key,title = 'hf-bert-told','transformers, BERT head, loss_is_scaled_for_ga=False'
-    how = 'as before, with a Trainer that is told that the head does not honour num_items_in_batch'
+    key,title = 'hf-bert-told','transformers, BERT head, told'
+    how = 'as before, and the Trainer told by loss_is_scaled_for_ga=False that the head does not honour num_items_in_batch'
     trainer_cls = type('Told', (Loader,), dict(loss_is_scaled_for_ga=False))
 
 peers = [NumItems, BertHead, BertTold]

@@ -123,7 +123,7 @@ def run_fast(names, rounds=5):
         put(growth['callbacks'], n, {k:v for k,v in res.items() if k!='bare'}, lambda o: o['us'])
     say('\npeak memory ')
     memories = {}
-    for nm,cls in [*classes.items(),('big',classes['bare'])]:
+    for nm,cls in [*classes.items(),('big',classes['bare'])] if sys.platform=='linux' else []:
         where = f'{cls.__module__.rsplit(".")[-1]} {cls.__name__} {nm}'
         out = subprocess.run([sys.executable,'-W','ignore','-m',__package__,'--memory',where], capture_output=True, text=True)
         if out.returncode: sys.exit(f'the memory of {nm} could not be measured:\n{out.stderr[-2000:]}')

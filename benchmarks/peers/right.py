@@ -100,7 +100,7 @@ def run_all(peer_cls, keys=None, say=print):
     for case in cases:
         if keys and case.key not in keys: continue
         res[case.key] = clean(run(peer_cls, by_key[case.key]))
-        say(f'  {case.key:10} {brief(res[case.key])}')
+        say(f'  {case.key:10} {in_a_line(res[case.key])}')
     return res
 
 def number(v):
@@ -108,7 +108,7 @@ def number(v):
     if v=='inf': return 'NaN'
     return '0' if v==0 else f'{v:.0e}' if v<1e-3 or v>=1e3 else f'{v:.2g}'
 
-def brief(o):
+def in_a_line(o):
     "An outcome in a line"
     if o['outcome']!='ran': return f"{o['outcome']}: {o['why']}"
     if 'what' in o: return o['what']

@@ -71,7 +71,7 @@ $(COMPAT)/.installed: $(METADATA)
 	@echo "Installing the oldest versions supported into $(COMPAT): the first time takes minutes and some 6 GB"
 	$(PYTHON) -m venv $(COMPAT)
 	sed -n 's/^requirements *= *//p' settings.ini | tr ' ' '\n' | sed 's/>=\(.*\)/==\1.*/' > $(COMPAT)/oldest.txt
-	$(COMPAT)/bin/python $(PIP) -c $(COMPAT)/oldest.txt -e . pytest hypothesis
+	$(COMPAT)/bin/python $(PIP) -c $(COMPAT)/oldest.txt -e . pytest hypothesis wandb tensorboard accelerate
 	@touch $@
 
 # fastxtend and Composer ask for packages older than they need: they are installed without what they ask for

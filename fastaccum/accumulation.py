@@ -9,34 +9,36 @@ __all__ = ['GradientAccumulation']
 
 # %% ../nbs/05_accumulation.ipynb #imports
 import torch
-from contextlib import suppress
-from fastai.callback.core import Callback, CancelBatchException, CancelStepException
+from fastai.callback.core import Callback, CancelBatchException
 from fastai.callback.fp16 import MixedPrecision
 from fastcore.basics import patch
-from .checks import check_bool, check_count, check_learner, check_plan, loader_sizes, take_off
-from .gradients import empty_grads, scale_grads
+from .checks import check_bool, check_count, check_learner, check_plan, take_off
+from .gradients import empty_grads, scale_grads, take_step
 from .listeners import listen
 from .macro_batch import MacroBatch, Plan
 from .sizes import Measure, samples_in
+from .sync import alone, find_sync
 
 # %% ../nbs/05_accumulation.ipynb #cb
 class GradientAccumulation(Callback):
     "Step once per `accum_bs` samples, as if they had come in one batch"
     order,run_valid = MixedPrecision.order-4,False
-    listeners,log_steps,counted,at,pending,planned = (),True,False,None,None,None
+    listeners,log_steps,counted,at,pending,planned,sync = (),True,False,None,None,None,alone
 
     def __init__(self,
-        accum_bs:int=None, # Samples per optimizer step, rounded up to whole micro-batches. Defaults to `n_acc`
+        accum_bs:int=None, # Samples per optimizer step, over all processes, rounded up to whole micro-batches. Defaults to `n_acc`
         n_acc:int=32, # `accum_bs` under fastai's name, so that code written for fastai's callback runs unchanged
         log_accum_batch:bool=True, # Record and log once per step (True), or every micro-batch as fastai does (False)
         micro_batch_size:int=None, # Samples in a micro-batch. Needed only where the `DataLoader` has no batch size
         drop_last:bool=False, # Leave out the remainder of an epoch (True), or step on it with its true mean (False)
-        size=None # A function of the Learner: how many things this micro-batch's mean loss is a mean of. See `find_size`
+        size=None, # A function of the Learner: how many things this micro-batch's mean loss is a mean of. See `find_size`
+        sync_each:bool=False # With several processes: exchange gradients with every micro-batch (True), or once per step (False)
     ):
         self.accum_bs = check_count('n_acc', n_acc) if accum_bs is None else check_count('accum_bs', accum_bs)
         self.log_accum_batch,self.drop_last = check_bool('log_accum_batch', log_accum_batch),check_bool('drop_last', drop_last)
         self.micro_batch_size = None if micro_batch_size is None else check_count('micro_batch_size', micro_batch_size)
-        self.n_acc,self.size,self.macro,self.measure = n_acc,size,MacroBatch(),Measure(size)
+        self.n_acc,self.size,self.sync_each = n_acc,size,check_bool('sync_each', sync_each)
+        self.macro,self.measure = MacroBatch(),Measure(size)
 
     def __setattr__(self, nm, value):   # fastai's would warn when the *model* happens to have an attribute of that name
         if nm=='learn' and value is not self.learn:
@@ -59,31 +61,31 @@ def plan(self:GradientAccumulation,
     n_epoch:int=1 # Epochs
 )->Plan: # Its `sizes` and `steps` are lists with an entry for each epoch
     "The macro-batches of a fit to come, without training"
-    micro_bs,n = loader_sizes(dls.train, self.micro_batch_size)
-    return Plan(n, micro_bs, self.sizes(micro_bs, n_epoch), n_epoch, self.drop_last)
+    return self.sync.plan(self, self.sync.look(self, dls.train), n_epoch)
 
 # %% ../nbs/05_accumulation.ipynb #entry
 @patch
 def before_fit(self:GradientAccumulation):
     "Refuse what cannot work, before a weight moves; start with empty gradients and a plan"
-    self._leave()
     learn,finder = self.learn,getattr(self.learn, 'lr_finder', None)
-    if learn.lock.locked() or not len(learn.dls.train): return   # validation or prediction; an exported Learner
+    if learn.lock.locked(): return   # validation or prediction, perhaps in the middle of a fit
+    self._leave()
+    if not len(learn.dls.train): return   # an exported Learner
     check_learner(learn, GradientAccumulation)
-    plan = self.planned = self.plan(learn.dls, learn.n_epoch)
+    self.step,self.log_steps,self.sync = None,self.log_accum_batch or finder is not None,find_sync(learn)
+    self.planned = self.plan(learn.dls, learn.n_epoch)
     if finder is not None:
-        def first(n_epoch): return Plan(plan.n, plan.micro_bs, plan.begin(0, 0, 0)[0], n_epoch, plan.drop_last)
-        learn.n_epoch = finder.num_it//max(1, first(1).steps[0])+1
-        self.planned = first(learn.n_epoch)
+        self.planned = self.planned.steady(finder.num_it)
+        learn.n_epoch = self.planned.n_epoch
     check_plan(self.planned)
     empty_grads(learn.opt)
     self.measure.look_at(learn.loss_func)
-    self.step,self.log_steps = None,self.log_accum_batch or finder is not None
 
 # %% ../nbs/05_accumulation.ipynb #leave
 @patch
 def _leave(self:GradientAccumulation):
     "Take the listeners' methods off, drop what was accumulated"
+    self.sync = self.sync.leave()
     if self.listeners:
         for o in self.listeners: o.leave()
         self.listeners = ()
@@ -93,7 +95,8 @@ def _leave(self:GradientAccumulation):
         self.at = self.pending = self.planned = None
 
 @patch
-def after_fit(self:GradientAccumulation): self._leave()
+def after_fit(self:GradientAccumulation):
+    if not self.learn.lock.locked(): self._leave()
 
 # %% ../nbs/05_accumulation.ipynb #batch
 @patch
@@ -101,8 +104,8 @@ def before_train(self:GradientAccumulation):
     learn,plan = self.learn,self.planned
     if plan is None: return   # there is nothing to train on
     if self.listeners: empty_grads(learn.opt)
-    else: self.listeners = listen(learn.cbs, self)
-    if (plan.micro_bs,plan.n,plan.n_epoch)!=(*loader_sizes(learn.dls.train, self.micro_batch_size),learn.n_epoch):
+    else: self.listeners,self.sync = listen(learn.cbs, self),find_sync(learn).enter(self)   # wrapped since `before_fit`?
+    if (plan.loaders,plan.n_epoch)!=(self.sync.look(self, learn.dls.train),learn.n_epoch):
         self.planned = self.plan(learn.dls, learn.n_epoch)
     if self.step is None: self.step = sum(self.planned.steps[:learn.epoch])   # `start_epoch` may have skipped some
     self.at = self.pending = None
@@ -116,7 +119,7 @@ def before_batch(self:GradientAccumulation):
     self.at,self.counted = learn.iter,False
     if macro.dropped: raise CancelBatchException
     self.micro_n = samples_in(learn, self.planned.expected(learn.iter))
-    macro.announce(self.micro_n, last=learn.iter==learn.n_iter-1)
+    macro.announce(self.micro_n, last=self.planned.ends(learn.iter, learn.n_iter))
 
 # %% ../nbs/05_accumulation.ipynb #weigh
 @patch
@@ -124,7 +127,7 @@ def before_backward(self:GradientAccumulation):
     learn,n = self.learn,self.micro_n
     if self.at!=learn.iter: return   # not within a fit
     size,most,loss = self.measure(learn, n)
-    weight = self.macro.weight(n, size, most)
+    weight = self.macro.weight(n, size, self.sync.most(n, size, most))
     if isinstance(weight, torch.Tensor) or weight!=1:
         learn.loss_grad = learn.loss_grad.as_subclass(torch.Tensor)*weight
     self.pending = n,size,loss
@@ -136,8 +139,8 @@ def after_cancel_backward(self:GradientAccumulation): self.pending = None
 @patch
 def after_backward(self:GradientAccumulation):
     if self.at!=self.learn.iter: return
-    macro,pending = self.macro,self.pending
-    if pending is None: macro.announce(0, last=self.learn.iter==self.learn.n_iter-1)   # the backward pass was cancelled
+    learn,macro,pending = self.learn,self.macro,self.pending
+    if pending is None: macro.announce(0, last=self.planned.ends(learn.iter, learn.n_iter))   # the backward pass was cancelled
     else:
         macro.add(*pending)
         self.counted,self.pending = True,None
@@ -148,23 +151,25 @@ def after_backward(self:GradientAccumulation):
 def _close(self:GradientAccumulation):
     "Make the accumulated gradients those of the macro-batch's mean loss, and `learn.loss` that loss"
     macro = self.macro
+    self.sync.close()
     scale_grads(self.learn.opt, self.measure.correction(macro))
     loss = self.measure.known = self.mean_loss
     if self.log_steps: self.learn.loss = loss
     macro.stepped = True
     self.step += 1
+    for o in self.listeners: o.complete()
 
 # %% ../nbs/05_accumulation.ipynb #remainder
 @patch
 def after_train(self:GradientAccumulation):
     learn,macro = self.learn,self.macro
-    if not self.listeners or macro.stepped or not macro.samples or self.drop_last: return
-    self._close()
-    with suppress(CancelBatchException): learn._with_events(learn._step, 'step', CancelStepException)
-    learn.opt.zero_grad()
-    self.at,self.counted = learn.iter,False
-    if self.log_steps:
-        for o in self.listeners: o.cb('after_batch')
+    if not self.listeners or self.drop_last: return
+    for _ in self.sync.owed(macro):
+        self._close()
+        take_step(learn)
+        self.at,self.counted = learn.iter,False
+        if self.log_steps:
+            for o in self.listeners: o.cb('after_batch')
 
 # %% ../nbs/05_accumulation.ipynb #told
 @patch(as_prop=True)
@@ -181,9 +186,3 @@ def stepped(self:GradientAccumulation):
 def heard(self:GradientAccumulation):
     "Should those who log hear of this micro-batch?"
     return self.at==self.learn.iter and not self.macro.dropped and (self.macro.stepped or not self.log_steps)
-
-@patch
-def next_pct(self:GradientAccumulation, pct):
-    "The training progress with which the next macro-batch begins, after one that began with `pct`"
-    learn = self.learn
-    return min(pct+1./(len(self.planned.sizes[learn.epoch])*learn.n_epoch), (learn.epoch+1)/learn.n_epoch)

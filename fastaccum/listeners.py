@@ -21,6 +21,8 @@ class Listener:
         acc # The accumulation callback, whose `heard`, `counted` and `macro` tell what happened to the micro-batch
     ):
         self.cb,self.acc = cb,acc
+        own = vars(cb).get('after_batch')
+        if isinstance(own, Listener): own.leave()   # an interrupt left it
         self.own = vars(cb).get('after_batch')   # not `None` if the instance had a method of its own
         self.stock = cb.after_batch
         vars(cb)['after_batch'] = self
@@ -37,6 +39,9 @@ class Listener:
         "A training micro-batch has ended"
         if self.acc.heard: self.stock()
 
+    def complete(self):
+        "The gradient of a macro-batch is complete, as a backward pass on it would leave it; the step comes next"
+
     def leave(self):
         "Give `cb` its own `after_batch` back"
         if vars(self.cb).get('after_batch') is not self: return
@@ -49,7 +54,7 @@ class ProgressListener(Listener):
     def hear(self):
         learn,pct = self.cb.learn,self.cb.learn.pct_train
         if self.acc.heard: self.stock()
-        learn.pct_train = self.acc.next_pct(pct) if self.acc.stepped else pct
+        learn.pct_train = self.acc.planned.next_pct(pct, learn.epoch) if self.acc.stepped else pct
 
 # %% ../nbs/04_listeners.ipynb #recorder
 @contextmanager

@@ -56,13 +56,35 @@ class Plan:
         "The macro-batch that begins with the `i`th micro-batch of `epoch`"
         pos = Position(epoch, step, (epoch+i*self.micro_bs/self.n)/self.n_epoch)
         wanted = self.accum_bs(pos) if callable(self.accum_bs) else self.accum_bs
-        full,left = round_up(wanted, self.micro_bs),self.n-i*self.micro_bs
+        full,left = self.full(wanted),self.n-i*self.micro_bs
         if left<=0: left = full   # a loader that yields more than it announced
         return wanted,min(full, left),self.drop_last and left<full
+
+    def full(self, wanted):
+        "Samples in a macro-batch that nothing cuts short"
+        return round_up(wanted, self.micro_bs)
 
     def expected(self, i):
         "Samples that the `i`th micro-batch of an epoch should have"
         return min(self.micro_bs, self.n-i*self.micro_bs)
+
+    def ends(self, i, n_iter):
+        "Is the `i`th micro-batch the last of an epoch, of which the loader announced `n_iter`?"
+        return i==n_iter-1
+
+    def next_pct(self, pct, epoch):
+        "The training progress with which the next macro-batch begins, after one of `epoch` that began with `pct`"
+        return min(pct+1./(len(self.sizes[epoch])*self.n_epoch), (epoch+1)/self.n_epoch)
+
+    def steady(self, num_it):
+        "The plan of `num_it` steps on macro-batches like the first"
+        def plan(n_epoch): return Plan(self.n, self.micro_bs, self.begin(0, 0, 0)[0], n_epoch, self.drop_last)
+        return plan(num_it//max(1, plan(1).steps[0])+1)
+
+    @property
+    def loaders(self):
+        "For each process, samples in a micro-batch, and samples its `DataLoader` yields in an epoch"
+        return (self.micro_bs,self.n),
 
     @property
     def steps(self):

@@ -31,7 +31,7 @@ class _Scheduled(GradientAccumulation):
 
     def _close(self):
         super()._close()
-        self.current_bs = round_up(self.macro.target, self.planned.micro_bs)
+        self.current_bs = self.planned.full(self.macro.target)
         if hasattr(self.learn, 'recorder'): self.learn.recorder.accum_bs.append(self.current_bs)
 
 # %% ../nbs/06_schedule.ipynb #moment
@@ -79,10 +79,11 @@ class GradientAccumulationSchedule(_Scheduled):
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size:int=None, # As in `GradientAccumulation`
         drop_last:bool=False, # As in `GradientAccumulation`
-        size=None # As in `GradientAccumulation`
+        size=None, # As in `GradientAccumulation`
+        sync_each:bool=False # As in `GradientAccumulation`
     ):
         super().__init__(check_count('start_accum_bs', start_accum_bs), log_accum_batch=log_accum_batch,
-            micro_batch_size=micro_batch_size, drop_last=drop_last, size=size)
+            micro_batch_size=micro_batch_size, drop_last=drop_last, size=size, sync_each=sync_each)
         self.start_accum_bs,self.final_accum_bs = self.accum_bs,check_count('final_accum_bs', final_accum_bs)
         self.start,self.finish,self.schedule = check_moment('start', start),check_moment('finish', finish),schedule
         if isinstance(start, Integral)==isinstance(finish, Integral): self._check_window(start, finish)
@@ -124,9 +125,11 @@ class GradientAccumulationScheduler(_Scheduled):
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size:int=None, # As in `GradientAccumulation`
         drop_last:bool=False, # As in `GradientAccumulation`
-        size=None # As in `GradientAccumulation`
+        size=None, # As in `GradientAccumulation`
+        sync_each:bool=False # As in `GradientAccumulation`
     ):
-        super().__init__(1, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size, drop_last=drop_last, size=size)
+        super().__init__(1, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size, drop_last=drop_last, size=size,
+            sync_each=sync_each)
         if not isinstance(scheduling, dict) or not scheduling:
             raise TypeError(f"`scheduling={scheduling!r}`: give a dict of thresholds and micro-batches per step, such as {{0:2, 4:8}}")
         for o in (*scheduling,*scheduling.values()):

@@ -380,6 +380,18 @@ def test_batches_without_targets_train_nothing():
     b.fit(1, 0.1)
     assert weights(b).equal(before) and not b.recorder.losses
 
+@pytest.mark.parametrize('how', [lambda l: l.get_preds(dl=l.dls.valid), lambda l: l.validate(), lambda l: l.get_preds(dl=l.dls.valid, inner=True)])
+def test_a_callback_that_predicts_in_the_middle_of_a_fit(how):
+    "`get_preds` and `validate` fire `before_fit` and `after_fit`, but no fit begins or ends"
+    class Predict(Callback):
+        order,busy = 70,False
+        def after_validate(self):
+            if self.busy: return   # what we do below comes here again
+            self.busy = True
+            how(self.learn)
+            self.busy = False
+    assert_twins(*twins(n=70, cbs=lambda: [Predict()]))
+
 def test_penalties_of_other_callbacks_are_scaled():
     "A penalty that another callback adds to the loss in `after_loss`, as fastai's RNNRegularizer does"
     class Penalty(Callback):

@@ -1,0 +1,528 @@
+"""Cases that run on several processes, each beside the same on one process: launched by test_processes.py, as
+
+`python -m torch.distributed.run --standalone --nproc-per-node 2 tests/processes.py OUT CASE ...`
+
+Each process notes the cases it has passed in the folder OUT. Every process also runs the twin, by itself: fastai's Recorder averages
+over processes whatever it records, so all must record something. `DEVICE=cuda` uses nccl and a GPU per process.
+"""
+import math, os, sys, traceback, warnings
+from collections import Counter
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from random import Random
+warnings.filterwarnings('ignore')
+
+import torch
+from torch import distributed as dist, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
+from fastai.callback.core import Callback, CancelBackwardException, CancelBatchException, CancelFitException, CancelTrainException
+from fastai.callback.training import GradientClip, ShortEpochCallback
+from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
+from fastai.learner import AvgLoss
+from fastai.metrics import accuracy
+from fastai.optimizer import Adam, OptimWrapper
+from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler
+from fastaccum.testing import CrossEntropy, assert_twins, deviation, toy, toy_data
+from common import CpuMixedPrecision, Raise, weights
+
+device = torch.device(os.environ.get('DEVICE', 'cpu'))
+rank,world = int(os.environ['RANK']),int(os.environ['WORLD_SIZE'])
+
+# Data: which samples each process has, and in which order
+
+class Batches:
+    "A loader of given batches: for each epoch in turn, a list of lists of indices"
+    def __init__(self, ds, epochs, bs):
+        self.ds,self.epochs,self.bs,self.device,self.epoch = ds,epochs,bs,device,0
+        self.n = sum(map(len, epochs[0]))
+    def __len__(self): return len(self.epochs[0])
+    def __iter__(self):
+        self.epoch += 1
+        for idxs in self.epochs[(self.epoch-1)%len(self.epochs)]: yield self.ds[idxs]
+
+def cut(idxs, bs): return [idxs[i:i+bs] for i in range(0, len(idxs), bs)]
+
+def orders(ns, n_epoch=3):
+    "For each epoch, the samples of each process, shuffled anew"
+    rng,res = Random(0),[]
+    for _ in range(n_epoch):
+        starts = [sum(ns[:r]) for r in range(len(ns))]
+        res.append([rng.sample(range(s, s+n), n) for s,n in zip(starts, ns)])
+    return res
+
+def macro_batches(order, shares, drop_last):
+    "The batches of one process that takes the same steps: what each process's share holds, one after the other"
+    parts = [cut(o, s) for o,s in zip(order, shares)]
+    steps = [[p[i] if i<len(p) else [] for p in parts] for i in range(max(map(len, parts)))]
+    if drop_last: steps = [o for o in steps if [len(p) for p in o]==shares]
+    return [sum(o, []) for o in steps]
+
+# Learners
+
+def splitter(m):
+    ps = list(m.parameters())
+    return [ps[:2],ps[2:]]
+
+def learner(train, ds, **kwargs):
+    learn = toy(4, data=ds, **{'splitter':splitter, **kwargs})
+    learn.dls = DataLoaders(train, DataLoader(ds, bs=32), device=device)
+    learn.model.to(device)
+    return learn
+
+class Steps(Callback):
+    "Count optimizer steps, taken or skipped for an overflow"
+    run_valid,n = False,0
+    def after_step(self): self.n += 1
+
+class Exchanges:
+    "Count the exchanges of gradients: `buckets` has the step and the bucket of each"
+    def __init__(self, ddp, acc):
+        self.buckets,self.last,self.nbytes,self.acc,self.group = Counter(),0,0,acc,ddp.process_group
+        ddp.register_comm_hook(self, Exchanges.hook)
+    def hook(self, bucket:dist.GradBucket)->torch.futures.Future[torch.Tensor]:
+        self.buckets[self.acc.step,bucket.index()] += 1
+        self.last += bucket.is_last()
+        self.nbytes += bucket.buffer().nbytes
+        return allreduce_hook(self.group, bucket)
+
+class small_sums:
+    "Count the small tensors that are summed over processes; those of gradients are summed asynchronously"
+    def __enter__(self):
+        self.n,self.old = 0,dist.all_reduce
+        def f(t, *args, **kwargs):
+            self.n += not kwargs.get('async_op')
+            return self.old(t, *args, **kwargs)
+        dist.all_reduce = f
+        return self
+    def __exit__(self, *_): dist.all_reduce = self.old
+
+def one_cycle(learn, cbs): learn.fit_one_cycle(2, 0.1, cbs=cbs)
+
+def together(train, ds, acc, fit, ddp=None, cbs=list, setup=None, **kwargs):
+    "A fit on all processes"
+    learn = learner(train, ds, **kwargs)
+    learn.model = DDP(learn.model, **(ddp or {}))
+    learn.exchanges = Exchanges(learn.model, acc)
+    learn.add_cb(Steps())
+    if setup: setup(learn)
+    with small_sums() as sums: fit(learn, [acc]+cbs())
+    learn.sums = sums.n
+    clean(learn.model)
+    return learn
+
+def clean(ddp): assert ddp.require_backward_grad_sync and 'forward' not in vars(ddp)
+
+def same_everywhere(t):
+    "Fail if the processes do not hold the same"
+    res = [torch.zeros_like(t) for _ in range(world)]
+    dist.all_gather(res, t.contiguous())
+    assert all(torch.equal(o, t) for o in res), 'the processes differ'
+
+def twins(ns, micro=4, macro=16, acc=None, acc_cls=GradientAccumulation, fit=one_cycle, tokens=False, cbs=list, setup=None, ddp=None, each=False, **kwargs):
+    "A fit of one process on macro-batches, and one of all processes on micro-batches; the second exchanged once per step and bucket"
+    acc,micros = acc or {},micro if isinstance(micro, list) else [micro]*world
+    ds,order = toy_data(sum(ns), tokens),orders(ns)
+    shares = [-(-math.ceil(macro/world)//m)*m for m in micros]
+    a = learner(Batches(ds, [macro_batches(o, shares, acc.get('drop_last')) for o in order], sum(shares)), ds, **kwargs)
+    if setup: setup(a)
+    fit(a, cbs())
+    cb = acc_cls(macro, **acc)
+    b = together(Batches(ds, [cut(o[rank], micros[rank]) for o in order], micros[rank]), ds, cb, fit, ddp, cbs, setup, **kwargs)
+    same_everywhere(weights(b))
+    if not each:
+        assert set(b.exchanges.buckets.values())=={1}, b.exchanges.buckets
+        assert b.exchanges.last==b.steps.n
+    return a,b
+
+def even(n=32): return [n]*world
+def uneven(): return [40,25,18][:world]   # 16 wanted of each: the third macro-batch has 8 samples, all of the first process
+
+# Cases
+
+def case_even(): assert_twins(*twins(even()))
+def case_ragged(): assert_twins(*twins(even(35)))
+def case_default_arguments():
+    cb = GradientAccumulation()
+    assert cb.accum_bs==32 and not cb.sync_each
+    assert_twins(*twins(even(), macro=32, acc_cls=lambda macro: cb))
+def case_uneven():
+    a,b = twins(uneven(), macro=16*world)
+    assert len(b.recorder.losses)==2*3
+    assert_twins(a, b)
+def case_hardly_any_samples_on_one(): assert_twins(*twins([40,3,1][:world], macro=16*world))
+def case_micro_batches_of_different_sizes():
+    assert_twins(*twins(even(48), micro=[4,8,16][:world], macro=16*world))
+    assert_twins(*twins(even(50), micro=[4,8,3][:world], macro=16*world-1))
+def case_every_micro_batch_steps(): assert_twins(*twins(even(), macro=2))
+def case_clip():
+    for opt_func in (Adam,partial(OptimWrapper, opt=torch.optim.AdamW)):
+        assert_twins(*twins(uneven(), macro=16*world, opt_func=opt_func, fit=lambda l,cbs: l.fit_one_cycle(2, 0.01, wd=0.1, cbs=cbs), cbs=lambda: [GradientClip(0.01)]))
+def case_fits():
+    "Several fits in a row of a callback that stays, and a validation between (what DDP wraps cannot be frozen)"
+    def fit(l, cbs):
+        for cb in cbs: l.add_cb(cb)
+        l.fit(1, 0.05)
+        l.validate()
+        l.fit_flat_cos(2, 0.05)
+        l.fit_one_cycle(1, 0.05)
+    a,b = twins(even(35), macro=16*world, fit=fit, each=True)
+    assert b.exchanges.last==4*3
+    assert_twins(a, b)
+def case_tokens():
+    for ns in (even(35),uneven()): assert_twins(*twins(ns, macro=16*world, tokens=True))
+def case_tokens_with_class_weights():
+    w = torch.tensor([0.2,1.,3.], dtype=torch.float64, device=device)
+    assert_twins(*twins(uneven(), macro=16*world, tokens=True, loss_func=CrossEntropy(weight=w)))
+def case_tokens_all_ignored_on_one():
+    "A process with nothing but padding has no say, and is not NaN"
+    class Ignore(Callback):
+        def before_batch(self):
+            if self.training: self.learn.yb = (torch.where((self.x[:,0,0]>0)[:,None], self.y, -100),)
+    a,b = twins(even(9), macro=2*world, micro=1, tokens=True, cbs=lambda: [Ignore()])
+    assert deviation(weights(a), weights(b))<1e-12
+    assert torch.stack(list(b.recorder.losses)).isfinite().all()   # the twin's are NaN once a whole batch is padding
+def case_size_of_your_own():
+    assert_twins(*twins(uneven(), macro=16*world, tokens=True, acc=dict(size=lambda l: int((l.y!=-100).sum()))))
+def case_sum(): assert_twins(*twins(uneven(), macro=16*world, loss_func=CrossEntropy(reduction='sum'), fit=lambda l,cbs: l.fit(2, 1e-3, cbs=cbs)))
+def case_drop_last():
+    for ns in (even(35),uneven()): assert_twins(*twins(ns, macro=16*world, acc=dict(drop_last=True)))
+def case_start_epoch():
+    for ns in (even(35),uneven()):
+        assert_twins(*twins(ns, macro=16*world, fit=lambda l,cbs: l.fit_one_cycle(3, 0.1, cbs=cbs, start_epoch=1)))
+def case_train_metrics():
+    def setup(l): l.recorder.train_metrics = True
+    a,b = twins(even(), setup=setup, metrics=[accuracy,AvgLoss()])
+    assert len(b.recorder.values[0])==6
+    assert_twins(a, b)
+def case_recorded_loss_is_the_global_mean_on_every_process():
+    class Losses(Callback):
+        order,run_valid = 60,False
+        def before_fit(self): self.losses = []
+        def after_step(self): self.losses.append(self.learn.loss.item())
+    made = []
+    a,b = twins(uneven(), macro=16*world, cbs=lambda: made.append(Losses()) or made[-1:])
+    same_everywhere(torch.stack(list(b.recorder.losses)).to(device))
+    assert len(made[0].losses)==2*3 and deviation(made[0].losses, made[1].losses)<1e-6
+def squared(p, y): return (p.sum(-1)-y).pow(2).mean()   # a mean over samples; cross-entropy's is over targets that are not ignored
+def case_one_small_sum_per_step():
+    a,b = twins(even(35), macro=16*world, loss_func=squared)
+    assert b.sums==2*3, b.sums
+    assert_twins(a, b)
+    a,b = twins(uneven(), macro=16*world, tokens=True)
+    assert b.sums==2*3+1, b.sums   # once per fit: how many tokens a sample has
+def case_log_accum_batch_false():
+    a,b = twins(even(35), macro=16*world, acc=dict(log_accum_batch=False), loss_func=squared)
+    assert deviation(weights(a), weights(b))<1e-12
+    assert len(b.recorder.losses)==2*9
+    assert b.sums==0, b.sums
+    a,b = twins(even(35), macro=16*world, tokens=True, acc=dict(log_accum_batch=False))
+    assert deviation(weights(a), weights(b))<1e-12 and b.sums==2*3+1
+def case_sync_each():
+    for tokens in (False,True):
+        a,b = twins(even(35), macro=16*world, tokens=tokens, acc=dict(sync_each=True), each=True)
+        assert b.exchanges.last==2*9, b.exchanges.last
+        assert_twins(a, b)
+def case_buckets():
+    a,b = twins(even(35), macro=16*world, ddp=dict(bucket_cap_mb=1e-4))
+    assert len({i for _,i in b.exchanges.buckets})>1
+    assert_twins(a, b)
+class Branches(nn.Sequential):
+    "The first layer is used by some micro-batches only"
+    def forward(self, x):
+        for m in list(self)[0 if x[0,0]>0 else 2:]: x = m(x)
+        return x
+def case_find_unused_parameters():
+    def model():
+        torch.manual_seed(0)
+        return Branches(nn.Linear(5,5), nn.Tanh(), nn.Linear(5,6), nn.Tanh(), nn.Linear(6,3)).double()
+    def run(each):
+        ds,order = toy_data(35*world),orders(even(35))
+        return together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, GradientAccumulation(16*world, sync_each=each), one_cycle,
+                        dict(find_unused_parameters=True), model=model)
+    a,b = run(True),run(False)
+    for o in (a,b): same_everywhere(weights(o))
+    assert deviation(weights(a), weights(b))<1e-12
+    assert (a.exchanges.last,b.exchanges.last)==(2*9,2*3)
+
+# Schedules: the twin is one process whose micro-batches are as large as all of theirs together
+
+def schedules(ns, acc, fit):
+    ds,order = toy_data(sum(ns)),orders(ns)
+    def micro_batches(o): return [sum(b, []) for b in zip(*(cut(p, 4) for p in o))]
+    a = learner(Batches(ds, [micro_batches(o) for o in order], 4*world), ds)
+    fit(a, [acc()])
+    cb = acc()
+    b = together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, cb, fit)
+    assert set(b.exchanges.buckets.values())=={1} and b.exchanges.last==b.steps.n
+    assert a.recorder.accum_bs==b.recorder.accum_bs and len(set(a.recorder.accum_bs))>1, (a.recorder.accum_bs, b.recorder.accum_bs)
+    assert_twins(a, b)
+def case_schedules():
+    for fit in (one_cycle,lambda l,cbs: l.fit_one_cycle(3, 0.1, cbs=cbs, start_epoch=1)):
+        for n in (64,35):
+            schedules(even(n), lambda: GradientAccumulationSchedule(4*world, 16*world, finish=0.8), fit)
+            schedules(even(n), lambda: GradientAccumulationSchedule(4*world, 16*world, start=1, finish=2, drop_last=True), fit)
+            schedules(even(n), lambda: GradientAccumulationScheduler({1:4}), lambda l,cbs: l.fit(2, 0.1, cbs=cbs))
+            schedules(even(n), lambda: GradientAccumulationScheduler({0:2,3:3,9:1}, mode='step'), fit)
+def case_schedule_on_uneven_processes():
+    "The processes anneal together, and take the same steps"
+    ns = uneven()
+    ds,order,cb = toy_data(sum(ns)),orders(ns),GradientAccumulationSchedule(4*world, 16*world, finish=0.8)
+    b = together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, cb, one_cycle)
+    same_everywhere(weights(b))
+    same_everywhere(torch.tensor(b.recorder.accum_bs, device=device))
+    assert b.exchanges.last==cb.step==len(b.recorder.accum_bs) and b.recorder.accum_bs[-1]==16*world
+
+# Loops that end sooner than announced, micro-batches left out
+
+def case_short_epochs():
+    "All processes end their epochs early, in the middle of a macro-batch"
+    for pct in (0.2,0.6):
+        ns = even(35)
+        ds,order,n = toy_data(sum(ns)),orders(ns),math.ceil(9*pct)+1   # micro-batches until it is done
+        a = learner(Batches(ds, [macro_batches([p[:4*n] for p in o], [16]*world, False) for o in order], 16*world), ds)
+        a.fit(2, 0.1)
+        b = together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, GradientAccumulation(16*world),
+                     lambda l,cbs: l.fit(2, 0.1, cbs=[*cbs,ShortEpochCallback(pct)]))
+        assert deviation(weights(a), weights(b))<1e-12, deviation(weights(a), weights(b))
+        assert len(b.recorder.losses)==len(a.recorder.losses)
+class OnOne(Callback):
+    "Raise `exc` at some micro-batches of the last process"
+    run_valid = False
+    def __init__(self, event, exc, at):
+        self.exc,self.at_iters = exc,at
+        setattr(self, event, self.maybe)
+    def maybe(self):
+        if rank==world-1 and self.iter in self.at_iters: raise self.exc
+def on_one(event, exc, at, kept):
+    ns = even(35)
+    ds,order = toy_data(sum(ns)),orders(ns)
+    def left(o): return [*o[:-1],sum((b for i,b in enumerate(cut(o[-1], 4)) if kept(i)), [])]
+    a = learner(Batches(ds, [macro_batches(left(o), [16]*world, False) for o in order], 16*world), ds)
+    a.fit(2, 0.1)
+    cb = GradientAccumulation(16*world)
+    b = together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, cb, lambda l,cbs: l.fit(2, 0.1, cbs=[*cbs,OnOne(event, exc, at)]))
+    same_everywhere(weights(b))
+    assert cb.step==b.exchanges.last==6 and deviation(weights(a), weights(b))<1e-12, deviation(weights(a), weights(b))
+def case_one_ends_its_epoch_early(): on_one('after_batch', CancelTrainException, [4], lambda i: i<5)
+def case_one_leaves_out_micro_batches():
+    on_one('before_batch', CancelBatchException, [1,5], lambda i: i not in (1,5))
+    on_one('after_loss', CancelBatchException, [2], lambda i: i!=2)
+
+def case_all_leave_out_the_closing_micro_batch():
+    "The last of the epoch, when DDP is already waiting for its backward pass"
+    ns = even(35)
+    ds,order = toy_data(sum(ns)),orders(ns)
+    for event,exc in (('before_backward',CancelBackwardException),('after_loss',CancelBatchException)):
+        cb = Callback(**{event:lambda: None})
+        def cancel():
+            if cb.training and cb.iter==8: raise exc
+        setattr(cb, event, cancel)
+        a = learner(Batches(ds, [macro_batches([p[:32] for p in o], [12]*world, False) for o in order], 12*world), ds)
+        a.fit(2, 0.1)
+        b = together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, GradientAccumulation(12*world), lambda l,cbs: l.fit(2, 0.1, cbs=[*cbs,cb]))
+        same_everywhere(weights(b))
+        assert deviation(weights(a), weights(b))<1e-12 and b.exchanges.last==2*3
+
+def case_batchnorm_does_not_hang():
+    "DDP sends BatchNorm's statistics from the first process with the first forward pass after an exchange"
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5,6), nn.BatchNorm1d(6), nn.Linear(6,3)).double()
+    for ns in (even(36),[40,24,16][:world]):
+        ds,order = toy_data(sum(ns)),orders(ns)
+        b = together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, GradientAccumulation(16*world), one_cycle, model=model)
+        same_everywhere(weights(b))
+        assert b.exchanges.last==2*3
+
+# fp16
+
+def overflow(at):
+    "An infinite loss of one micro-batch on the last process"
+    class Overflow(Callback):
+        order,run_valid = 5,False   # before us and MixedPrecision
+        def after_loss(self):
+            if rank==world-1 and self.iter==at and self.epoch==0: self.learn.loss_grad = self.learn.loss_grad*float('inf')
+    return Overflow()
+def case_overflow_on_one_skips_the_step_on_all():
+    for at in (0,2,3):   # micro-batches of the first step: two whose gradients wait for the exchange, and the closing one
+        ns = even(36)
+        ds,order = toy_data(sum(ns)),orders(ns)
+        ds.tensors = tuple(o.float() if o.is_floating_point() else o for o in ds.tensors)
+        def model():
+            torch.manual_seed(0)
+            return nn.Sequential(nn.Linear(5,6), nn.Tanh(), nn.Linear(6,3))
+        seen,fp16 = [],CpuMixedPrecision(init_scale=1024.)
+        class Look(Callback):
+            order,run_valid = 60,False
+            def after_batch(self):
+                if self.gradient_accumulation.stepped: seen.append((weights(self.learn),self.learn.scaler.get_scale()))
+        def fit(l, cbs):
+            first.append(weights(l))
+            l.fit(2, 0.1, cbs=[*cbs,fp16,overflow(at),Look()])
+        first = []
+        b = together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, GradientAccumulation(16*world), fit, model=model)
+        same_everywhere(weights(b))
+        assert len(seen)==6 and [o[1] for o in seen]==[512.]*6
+        assert torch.equal(seen[0][0], first[0]) and not torch.equal(seen[1][0], first[0])
+        assert weights(b).isfinite().all()
+
+# Faults, of all processes at once; a fault of one alone ends it, see `fault_on_one`
+
+def case_faults_leave_the_flag_on():
+    ns = even(35)
+    ds,order = toy_data(sum(ns)),orders(ns)
+    for exc in (KeyboardInterrupt,RuntimeError,CancelFitException):
+        for event in ('before_batch','after_pred','after_loss','before_backward','after_backward','after_batch'):
+            for permanent in (True,False):
+                learn,cb = learner(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds),GradientAccumulation(16*world)
+                learn.model = DDP(learn.model)
+                if permanent: learn.add_cb(cb)
+                try: learn.fit(1, 0.1, cbs=[*([] if permanent else [cb]),Raise(event, exc, 7, at=5)])
+                except (KeyboardInterrupt,RuntimeError): pass
+                assert learn.model.require_backward_grad_sync
+                if not permanent: clean(learn.model)
+                else:   # a plain loop exchanges again, though nobody took the callback off
+                    seen = Exchanges(learn.model, cb)
+                    x,y = (o.to(device) for o in ds[[0,1]])
+                    learn.model.zero_grad()
+                    learn.run = cb.run = False
+                    learn.loss_func(learn.model(x), y).backward()
+                    assert seen.last==1
+                    cb.run = True
+                    learn.fit(1, 0.1)
+                    clean(learn.model)
+def case_a_forward_of_its_own_is_given_back():
+    "As accelerate gives a model in mixed precision"
+    def setup(l):
+        if not isinstance(l.model, DDP): return
+        l.calls,stock = [],l.model.forward
+        vars(l.model)['forward'] = l.own = lambda *args: l.calls.append(l.training) or stock(*args)
+    def fit(l, cbs):
+        one_cycle(l, cbs)
+        if cbs: assert vars(l.model).pop('forward') is l.own and l.calls.count(True)==2*9
+    assert_twins(*twins(even(35), macro=16*world, setup=setup, fit=fit))
+class Interrupted(nn.Linear):
+    left = -1
+    def forward(self, x):
+        self.left -= 1
+        if self.left==-1: raise KeyboardInterrupt
+        return super().forward(x)
+def case_interrupt_within_a_forward_pass():
+    ds,order,model = toy_data(35*world),orders(even(35)),nn.Sequential(Interrupted(5,3)).double()
+    learn = learner(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, model=lambda: model, splitter=lambda m: [list(m.parameters())])
+    learn.model = DDP(learn.model)
+    learn.add_cb(GradientAccumulation(16*world))
+    model[0].left = 5
+    try: learn.fit(1, 0.1)
+    except KeyboardInterrupt: pass
+    assert model[0].left==-1 and learn.model.require_backward_grad_sync
+
+# Refused
+
+def fails(exc, text, **kwargs):
+    try: twins(**kwargs)
+    except exc as e: assert text in str(e), e
+    else: raise AssertionError(f'{text!r} was not refused')
+def case_refused():
+    fails(ValueError, '`accum_bs` is 16, 17', ns=even(), acc_cls=lambda macro: GradientAccumulation(16+rank))
+    fails(ValueError, '`drop_last` is 0, 1', ns=even(), acc_cls=lambda macro: GradientAccumulation(16, drop_last=rank>0))
+    fails(ValueError, 'the number of epochs is 1, 2', ns=even(), fit=lambda l,cbs: l.fit(1+(rank if cbs else 0), 0.1, cbs=cbs))
+    def metrics(l): l.recorder.train_metrics = isinstance(l.model, DDP)
+    for kwargs in (dict(acc=dict(log_accum_batch=False)), dict(acc=dict(sync_each=True)), dict(setup=metrics)):
+        fails(ValueError, 'need the same on each', ns=uneven(), **kwargs)
+        fails(ValueError, '12 micro-batches of 4, 12 micro-batches of 8', ns=[48,96,96][:world], micro=[4,8,8][:world], **kwargs)
+    fails(ValueError, 'would hold no step', ns=even(20), macro=32*world, acc=dict(drop_last=True), fit=lambda l,cbs: l.fit(1, cbs=cbs) if cbs else None)
+    with warnings.catch_warnings(record=True) as w:
+        warnings.simplefilter('always')
+        twins(even(), macro=17)
+    assert any('a step takes' in str(o.message) for o in w)==(not rank)
+def case_loader_that_yields_more_than_it_says():
+    ds,order = toy_data(35*world),orders(even(35))
+    def more(o): return cut(o, 4)+cut(o, 4)
+    train = Batches(ds, [more(o[rank]) for o in order], 4)
+    train.n = 35
+    type(train).__len__,old = (lambda self: 9),type(train).__len__
+    try: together(train, ds, GradientAccumulation(16*world), one_cycle)
+    except RuntimeError as e: assert 'yields more' in str(e), e
+    else: raise AssertionError('not refused')
+    finally: type(train).__len__ = old
+def case_fsdp_is_refused():
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.device_mesh import init_device_mesh
+    ds,order = toy_data(35*world),orders(even(35))
+    learn = learner(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, splitter=lambda m: [list(m.parameters())])
+    fully_shard(learn.model, mesh=init_device_mesh(device.type, (world,)))
+    try: learn.fit(1, 0.1, cbs=GradientAccumulation(16))
+    except ValueError as e: assert 'sharded over processes (FSDP)' in str(e), e
+    else: raise AssertionError('not refused')
+
+# fastai's own way: accelerate, `DistributedDL`
+
+def case_distrib_ctx():
+    from fastai.distributed import DistributedDL, DistributedTrainer
+    if device.type=='cpu': DistributedDL._broadcast = lambda self,t,r: self._broadcast_cpu(t, r)   # fastai's calls .cuda()
+    def broadcast(self, t, r):
+        t = torch.LongTensor(t)
+        dist.broadcast(t, r)
+        return t.tolist()
+    DistributedDL._broadcast_cpu = broadcast
+    class Hook(Callback):
+        order,run_valid = DistributedTrainer.order+1,False
+        def before_train(self):
+            assert isinstance(self.dl, DistributedDL)
+            if self.epoch==0: self.learn.exchanges = Exchanges(self.learn.model, self.gradient_accumulation)
+        def after_train(self): self.learn.wrapped = self.learn.model
+    for n,tokens,drop_last,metrics in ((32*world,False,False,accuracy), (35*world-1,False,False,None), (70,True,False,None), (70,False,True,None)):
+        ds,rng,acc = toy_data(n, tokens),Random(1),dict(drop_last=n==70 and not tokens)
+        per = -(-n//world)
+        all_epochs = [rng.sample(range(n), n) for _ in range(2)]
+        def padded(o): return [(o+o)[r*per:(r+1)*per] for r in range(world)]
+        def whole(o): return o[:len(o)//4*4] if drop_last else o   # each process leaves out its ragged micro-batch
+        a = learner(Batches(ds, [macro_batches([whole(p) for p in padded(o)], [16]*world, acc['drop_last']) for o in all_epochs], 16*world), ds, metrics=metrics)
+        if metrics: a.recorder.train_metrics = True
+        one_cycle(a, [])
+        epochs = iter(all_epochs)
+        b = learner(DataLoader(ds, bs=4, n=n, drop_last=drop_last, get_idxs=lambda: next(epochs)), ds, metrics=metrics)
+        if metrics: b.recorder.train_metrics = True
+        cb = GradientAccumulation(16*world, **acc)
+        with b.distrib_ctx(sync_bn=False, cpu=device.type=='cpu'): one_cycle(b, [cb,Hook()])
+        clean(b.wrapped)
+        same_everywhere(weights(b))
+        assert set(b.exchanges.buckets.values())=={1} and b.exchanges.last==cb.step==len(b.recorder.losses)
+        assert not isinstance(b.model, DDP)
+        assert deviation([o[:2] for o in a.recorder.values], [o[:2] for o in b.recorder.values])<1 # the validation set is split
+        for o in (a,b): o.recorder.values = [list(v)[:1 if not metrics else 2] for v in o.recorder.values]
+        assert_twins(a, b)
+
+# Faults of one process alone: how it ended is printed, then the launcher ends the other
+
+def fault_on_one(exc):
+    ds,order = toy_data(35*world),orders(even(35))
+    learn = learner(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds)
+    learn.model = DDP(learn.model)
+    fault = [Raise('after_backward', exc, 5, at=5)] if rank==world-1 else []
+    try: learn.fit(2, 0.1, cbs=[GradientAccumulation(16*world)]+fault)
+    finally:
+        clean(learn.model)
+        if rank==world-1: print('the flag is on', flush=True)
+
+faults = dict(fault_exception=RuntimeError, fault_interrupt=KeyboardInterrupt)
+cases = {k[5:]:v for k,v in list(globals().items()) if k.startswith('case_')}
+
+def main(out, *names):
+    if device.type=='cuda': torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
+    torch.set_num_threads(1)
+    dist.init_process_group('nccl' if device.type=='cuda' else 'gloo', timeout=timedelta(seconds=40))
+    for nm in names or cases:
+        if nm in faults: fault_on_one(faults[nm])
+        try: cases[nm]()
+        except BaseException:
+            with open(Path(out)/f'{rank}.failed', 'a') as f: f.write(f'{nm}\n{traceback.format_exc()}\n')
+            raise
+        with open(Path(out)/f'{rank}.passed', 'a') as f: f.write(f'{nm}\n')
+    dist.destroy_process_group()
+
+if __name__=='__main__': main(*sys.argv[1:])

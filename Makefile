@@ -5,6 +5,7 @@ N      ?= 10000
 
 BIN        := $(VENV)/bin
 COMPAT     := .venv-compat
+PEERS      := .venv-peers
 MIN_PYTHON := $(shell sed -n 's/^min_python *= *//p' settings.ini)
 PIP        := -m pip --disable-pip-version-check install
 METADATA   := settings.ini pyproject.toml
@@ -17,7 +18,7 @@ $(PYTHON) -c 'import sys; sys.exit(sys.version_info < tuple(map(int, "$(MIN_PYTH
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test sweep bench readme prepare compat dist clean
+.PHONY: help demo test sweep bench peers readme prepare compat dist clean
 
 help: ## What there is to make
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +34,9 @@ sweep: $(VENV)/.installed ## Run N random twins (make sweep N=10000)
 
 bench: $(VENV)/.installed ## Measure what a micro-batch costs
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
+
+peers: $(PEERS)/.installed ## Compare with others (make peers ONLY=lightning)
+	OMP_NUM_THREADS=1 $(PEERS)/bin/python -W ignore -m benchmarks.peers $(WHAT) $(if $(ONLY),--only $(ONLY)) $(if $(NOTE),--note "$(NOTE)")
 
 readme: ## Write README.md from nbs/index.ipynb
 	$(PYTHON) tools/readme.py
@@ -68,4 +72,14 @@ $(COMPAT)/.installed: $(METADATA)
 	$(PYTHON) -m venv $(COMPAT)
 	sed -n 's/^requirements *= *//p' settings.ini | tr ' ' '\n' | sed 's/>=\(.*\)/==\1.*/' > $(COMPAT)/oldest.txt
 	$(COMPAT)/bin/python $(PIP) -c $(COMPAT)/oldest.txt -e . pytest hypothesis wandb tensorboard accelerate
+	@touch $@
+
+# fastxtend and Composer ask for packages older than they need: they are installed without what they ask for
+PEERS_NEED := benchmarks/peers/requirements.txt benchmarks/peers/no-deps.txt
+$(PEERS)/.installed: $(METADATA) $(PEERS_NEED)
+	$(CHECK_PYTHON)
+	@echo "Installing Lightning, accelerate, transformers, Composer and fastxtend into $(PEERS): the first time takes minutes and some 7 GB"
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python $(PIP) -r benchmarks/peers/requirements.txt -e .
+	$(PEERS)/bin/python $(PIP) --no-deps -r benchmarks/peers/no-deps.txt
 	@touch $@

@@ -1,115 +1,142 @@
-"""Samples per second and peak memory on a GPU: fastaccum, fastai's callback, and a bare PyTorch loop that accumulates.
+"""What a micro-batch costs on a GPU, with fastaccum and with the peers that are installed (see `make peers`).
 
-At two model sizes, in fp32, fp16 and bf16; the arms are alternated in one process. `python benchmarks/gpu.py [--out FILE]`
-prints a table, and appends it to FILE with date, versions and hardware. Without a GPU it runs a tiny size on the CPU, to try the script.
+Samples per second, peak memory, host syncs per step, and the time to the same loss, at two model sizes, in fp32, fp16 and
+bf16; the arms are alternated in one process. `python -m benchmarks.gpu [--out FILE]` prints tables, and appends them to FILE
+with date, versions and hardware. Without a GPU it runs a tiny size on the CPU, to try the script.
 """
-import argparse, datetime, platform, statistics, time, warnings
-from contextlib import nullcontext
+import argparse, datetime, importlib, platform, statistics, sys, time, warnings
 from pathlib import Path
 warnings.filterwarnings('ignore')
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import fastai, torch
 from torch import nn
-from torch.nn import functional as F
-from fastai.callback.fp16 import MixedPrecision
-from fastai.callback.progress import ProgressCallback
-from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
-from fastai.data.core import DataLoaders
-from fastai.learner import Learner
-from fastai.optimizer import OptimWrapper
-from functools import partial
 import fastaccum
-from fastaccum import GradientAccumulation
+from benchmarks.peers import fast
+from benchmarks.peers.cases import Case
 
 cuda = torch.cuda.is_available()
 dev = torch.device('cuda' if cuda else 'cpu')
 sizes = dict(small=dict(d=512, layers=6, bs=32, seq=256), large=dict(d=1536, layers=16, bs=16, seq=512)) if cuda else \
     dict(tiny=dict(d=32, layers=2, bs=4, seq=16))
-vocab,n_batches,k,rounds = 1024,(32 if cuda else 8),4,5
+vocab,n_batches,k,rounds,n_epoch = 1024,(32 if cuda else 8),4,(5 if cuda else 1),(8 if cuda else 2)
 
 class Model(nn.Module):
-    "A transformer that predicts tokens"
+    "A transformer that predicts tokens, and notes when its forward passes begin on the device"
     def __init__(self, d, layers, **_):
         super().__init__()
-        self.emb = nn.Embedding(vocab, d)
-        self.blocks = nn.TransformerEncoder(nn.TransformerEncoderLayer(d, max(1, d//64), 4*d, dropout=0., batch_first=True, norm_first=True), layers)
+        self.stamps,self.emb = [],nn.Embedding(vocab, d)
+        layer = nn.TransformerEncoderLayer(d, max(1, d//64), 4*d, dropout=0., batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(layer, layers)
         self.head = nn.Linear(d, vocab)
-    def forward(self, x): return self.head(self.blocks(self.emb(x))).transpose(1, 2)
+    def forward(self, x):
+        if cuda:
+            self.stamps.append(torch.cuda.Event(enable_timing=True))
+            self.stamps[-1].record()
+        else: self.stamps.append(time.perf_counter())
+        return self.head(self.blocks(self.emb(x)))
+    def ms(self, start=k):
+        "Milliseconds per micro-batch, the first few left out"
+        a,b = self.stamps[start],self.stamps[-1]
+        return (a.elapsed_time(b) if cuda else (b-a)*1e3)/(len(self.stamps)-1-start)
 
-class Batches(list):
-    def __init__(self, xs, bs): super().__init__(xs); self.bs,self.device = bs,dev
+def new_model(size):
+    torch.manual_seed(0)
+    return Model(**size).to(dev)
 
-def batches(bs, seq, **_): return Batches([(torch.randint(vocab, (bs,seq), device=dev),)*2 for _ in range(n_batches)], bs)
+def batches(n, bs, seq, **_):
+    "Tokens, and for each another that follows from it: something to learn"
+    xs = [torch.randint(vocab, (bs,seq), device=dev) for _ in range(n)]
+    return [(x,(x*7+3)%vocab) for x in xs]
 
-opt_func = partial(OptimWrapper, opt=torch.optim.AdamW)
-dtypes = dict(fp32=None, fp16=torch.float16, bf16=torch.bfloat16)
+def load():
+    "The arms whose packages are installed"
+    res = {}
+    for mod,nm in fast.arms:
+        try: cls = getattr(importlib.import_module(f'benchmarks.peers.{mod}'), nm)
+        except ImportError as e: print(f'{mod} is left out: {e}')
+        else: res[cls.key] = cls
+    return res
 
-def bare(model, data, precision):
-    dtype = dtypes[precision]
-    opt,scaler = torch.optim.AdamW(model.parameters(), lr=1e-4),torch.amp.GradScaler(dev.type, enabled=precision=='fp16' and cuda)
-    model.train()
-    for i,(x,y) in enumerate(data):
-        with torch.autocast(dev.type, dtype=dtype) if dtype else nullcontext(): loss = F.cross_entropy(model(x).float(), y)/k
-        scaler.scale(loss).backward()
-        if (i+1)%k==0:
-            scaler.step(opt)
-            scaler.update()
-            opt.zero_grad()
+def fit(cls, model, data, amp, size, k=k, **kwargs):
+    fast.fit(cls, model, data, k, size['bs'], amp=amp, device=dev.type, **kwargs)
+    if cuda: torch.cuda.synchronize()
 
-def fitted(model, data, precision, acc):
-    learn = Learner(DataLoaders(data, Batches([], data.bs)), model, nn.CrossEntropyLoss(), opt_func=opt_func)
-    learn.remove_cb(ProgressCallback)
-    learn.logger = lambda *_: None
-    if precision!='fp32' and cuda: learn.add_cb(MixedPrecision(amp_mode=precision))
-    learn.fit(1, 1e-4, wd=0.01, cbs=acc)
-
-def timed(f, model):
-    "Seconds and peak memory in MiB of `f(model)`"
+def cost(cls, data, amp, size):
+    "Samples per second and peak memory in MiB"
+    model = new_model(size)
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    f(model)
-    if cuda: torch.cuda.synchronize()
-    return time.perf_counter()-start,(torch.cuda.max_memory_allocated()/2**20 if cuda else float('nan'))
+    fit(cls, model, data, amp, size)
+    return size['bs']/model.ms()*1e3,(torch.cuda.max_memory_allocated()/2**20 if cuda else float('nan'))
 
-def measure(size, precision):
-    "Samples per second and peak memory of each arm, a list per arm"
-    torch.manual_seed(0)
-    data,n = batches(**size),size['bs']*n_batches
-    def model():
-        torch.manual_seed(0)
-        return Model(**size).to(dev)
-    arms = {'bare PyTorch loop':lambda m: bare(m, data, precision),
-        "fastai's callback":lambda m: fitted(m, data, precision, FastaiGradientAccumulation(size['bs']*k)),
-        'fastaccum':lambda m: fitted(m, data, precision, GradientAccumulation(size['bs']*k))}
-    res = {nm:[] for nm in arms}
-    for i in range(rounds+1):
-        for nm in list(arms) if i%2 else reversed(arms):
-            secs,mem = timed(arms[nm], model())
-            if i: res[nm].append((n/secs,mem))   # the first round warms up
-    return res
+def syncs(cls, data, amp, size):
+    "How often the host waits for the device in a step: what a fit of twice as many steps has more"
+    if not cuda: return float('nan')
+    def count(data):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter('always')
+            torch.cuda.set_sync_debug_mode('warn')
+            try: fast.fit(cls, new_model(size), data, k, size['bs'], amp=amp, device=dev.type)
+            finally: torch.cuda.set_sync_debug_mode('default')
+        return sum('synchroniz' in str(o.message) for o in seen)
+    return (count(data)-count(data[:len(data)//2]))/(len(data)/2/k)
+
+def loss_of(model, data):
+    "The mean loss over all samples, in single precision"
+    case = Case('', '')
+    with torch.no_grad(): return statistics.mean(case.loss(model(x), y).item() for x,y in data)
+
+def to_loss(cls, data, amp, size, target=None, epochs=n_epoch, k=k):
+    "Seconds of training and epochs until the loss is `target`; without one, for so many epochs; and the loss"
+    model,secs = new_model(size),0.
+    for epoch in range(2*epochs if target else epochs):
+        fit(cls, model, data, amp, size, k=k, lr=.2)
+        secs += model.ms(0)*len(data)/1e3
+        loss = loss_of(model, data)
+        if target and loss<=target: break
+    return secs,epoch+1,loss
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('--out', type=Path, help='append the table to this file')
-    out = parser.parse_args().out
-    hardware = torch.cuda.get_device_name() if cuda else f'{platform.machine()} CPU (no GPU: only a trial of the script)'
-    lines = [f'## {datetime.date.today()}, {hardware}', '',
-        f'fastaccum {fastaccum.__version__}, fastai {fastai.__version__}, torch {torch.__version__}, python {platform.python_version()}; '
-        f'{n_batches} micro-batches, {k} a step, {rounds} rounds, medians', '',
-        '| model | precision | | ms/micro-batch | samples/s | to the bare loop | peak MiB | to the bare loop |', '|---|---|---|---|---|---|---|---|']
-    print('\n'.join(lines), flush=True)
+    parser.add_argument('--out', type=Path, help='append the tables to this file')
+    out,lines = parser.parse_args().out,[]
+    def say(*rows):
+        lines.extend(rows)
+        print('\n'.join(rows), flush=True)
+    hardware = torch.cuda.get_device_name() if cuda else f'{platform.machine()} CPU (only a trial of the script)'
+    if not cuda: torch.set_num_threads(1)
+    classes = load()
+    say(f'## {datetime.date.today()}, {hardware}', '',
+        f'fastaccum {fastaccum.__version__}, fastai {fastai.__version__}, torch {torch.__version__}, '
+        f'python {platform.python_version()}; {n_batches} micro-batches, {k} a step, {rounds} rounds, medians', '',
+        '| model | precision | | ms/micro-batch | samples/s | to the bare loop | peak MiB | to the bare loop | syncs/step |',
+        '|---'*9+'|')
     for nm,size in sizes.items():
-        for precision in dtypes:
-            res = measure(size, precision)
-            ref = res['bare PyTorch loop']
-            for arm,runs in res.items():
-                rate,mem = (statistics.median(o[i] for o in runs) for i in (0,1))
-                to_rate,to_mem = (statistics.median(o[i]/r[i] for o,r in zip(runs, ref)) for i in (0,1))
-                lines.append(f'| {nm} | {precision} | {arm} | {size["bs"]/rate*1e3:.1f} | {rate:.0f} | {to_rate:.3f} | {mem:.0f} | {to_mem:.3f} |')
-                print(lines[-1], flush=True)
+        data = batches(n_batches, **size)
+        for amp in (None,'fp16','bf16'):
+            runs = {o:[] for o in classes}
+            for i in range(rounds+1):
+                for o in list(classes) if i%2 else reversed(classes):
+                    res = cost(classes[o], data, amp, size)
+                    if i: runs[o].append(res)   # the first round warms up
+            for o,rs in runs.items():
+                rate,mem = (statistics.median(r[i] for r in rs) for i in (0,1))
+                to_rate,to_mem = (statistics.median(a[i]/b[i] for a,b in zip(rs, runs['bare'])) for i in (0,1))
+                ms,n = size['bs']/rate*1e3,syncs(classes[o], data, amp, size)
+                say(f'| {nm} | {amp or "fp32"} | {classes[o].title} | {ms:.2f} | {rate:.0f} | {to_rate:.3f} | '
+                    f'{mem:.0f} | {to_mem:.3f} | {n:.1f} |')
+    nm,size = next(iter(sizes.items()))
+    data = batches(n_batches-1, **size)   # an epoch ends with a remainder
+    say('', f'To the loss that the bare loop has after {n_epoch} epochs of {len(data)} micro-batches, {nm} model', '',
+        '| precision | | seconds | epochs | loss |', '|---|---|---|---|---|')
+    for amp in (None,'fp16','bf16'):
+        target = to_loss(classes['bare'], data, amp, size)[2]
+        for o,cls in classes.items():
+            if o=='fastai-plain': continue   # takes k times as many steps
+            secs,n,loss = to_loss(cls, data, amp, size, target*1.001)
+            say(f'| {amp or "fp32"} | {cls.title} | {secs:.2f} | {n} | {loss:.4f} |')
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
         with out.open('a') as f: f.write('\n'.join(lines)+'\n\n')

@@ -1,0 +1,1 @@
+"Scripts that measure. `python -m benchmarks.peers` compares fastaccum with others"

@@ -1,0 +1,86 @@
+"The results as Markdown tables, for the terminal, the results folder, and the page in the docs."
+from .right import number
+
+def table(head, rows): return '\n'.join('| '+' | '.join(map(str, o))+' |' for o in [head, ['---']*len(head), *rows])
+
+def cell(o, key):
+    "A figure of an outcome, or why there is none"
+    if o['outcome']!='ran': return o['outcome']
+    if key=='weights' and o.get('steps')!=o.get('expected'):
+        return f"{number(o['weights'])}, {o['steps']} of {o['expected']} steps"
+    if key=='loss' and o.get('loss') is None:
+        return 'by hand' if o.get('recorded') is None else f"{o['recorded']} recorded for {o['expected']} steps"
+    if key=='lr' and o.get('lr') is None: return f"{o['steps']} of {o['expected']} steps"
+    return number(o[key])
+
+def grid(res, keys, key):
+    "A row for each peer, a column for each case"
+    return table(['']+list(keys), [[p['title']]+[cell(p['cases'][c], key) for c in keys] for p in res['peers'].values()])
+
+def whys(res):
+    "Why there is no figure: a row for each reason, with the cases and the peers"
+    seen = {}
+    for p in res['peers'].values():
+        for c,o in p['cases'].items():
+            if o['outcome']!='ran': seen.setdefault((c,o['outcome'],o['why']), []).append(p['title'])
+    order = list(res['cases']).index
+    rows = [[c,outcome,why.replace('|', '/'),'; '.join(ps)] for (c,outcome,why),ps in sorted(seen.items(), key=lambda o: order(o[0][0]))]
+    return table(['case','outcome','why','who'], rows)
+
+def bad(res):
+    def say(o): return o.get('what') or f"{o['outcome']}: {o['why'].split(':')[0]}"
+    return table(['','0','-64'], [[p['title']]+[say(p['cases'][c]) for c in ('zero','negative')] for p in res['peers'].values()])
+
+def found(res):
+    def lr(o):
+        if o['outcome']!='ran': return o['outcome']
+        return f"{o['steps']} of {o['expected']} steps, losses off by {number(o['loss'])}"
+    def metric(o): return number(o['metric']) if o['outcome']=='ran' else o['outcome']
+    rows = [(p['title'],p['cases']) for p in res['peers'].values()]
+    return table(['','loss off by','learning rate of one-cycle off by','training accuracy off by','learning rate finder'],
+        [[nm, cell(c['loss'], 'loss'), cell(c['cycle'], 'lr'), metric(c['metrics']), lr(c['lr_find'])] for nm,c in rows])
+
+def made(res):
+    a = res['about']
+    note = f"; {a['note']}" if a.get('note') else ''
+    return f"{a['date']}; {a['machine']}; python {a['python']}, torch {a['torch']}, fastai {a['fastai']}{note}"
+
+def hows(res): return table(['','version','run as'], [[f"[{p['title']}]({p['docs']})",p['version'],p['how']] for p in res['peers'].values()])
+
+ends,others = ['A','B250','B240','B200','B48','C40'],['padded','ignored','clip','fp16','cycle','again','interrupt']
+
+def right(res):
+    "All tables of `right`"
+    return '\n\n'.join(['# Right: how far from the run on real big batches', made(res),
+        'Largest difference of a weight (1e-16 is rounding); the number of steps where it is wrong',
+        grid(res, ends, 'weights'), grid(res, others, 'weights'),
+        'What is recorded and found', found(res), 'Sizes that cannot be', bad(res), 'The cases', table(['',''], res['cases'].items()),
+        'The peers', hows(res), 'No figure', whys(res)])
+
+def times(res, model, ks, unit, f=lambda v: f'{v:.0f}'):
+    "A row for each arm, with the ratio to the bare loop"
+    arms = res['cost'][model]
+    rows = []
+    for nm,o in arms.items(): rows.append([res['arms'][nm]['title']]+[f"{f(o[k]['median'])} ({o[k]['to_bare']:.2f})" for k in ks])
+    return table([unit]+[f'k = {k}' for k in ks], rows)
+
+def growth(res, key, unit):
+    arms = res['growth'][key]
+    sizes = list(next(iter(arms.values())))
+    return table([unit]+sizes, [[res['arms'][nm]['title']]+[f'{o[s]:.0f}' for s in sizes] for nm,o in arms.items()])
+
+def memory(res):
+    return table(['','MiB more than before training','MiB in all'],
+        [[o['title'],f"{o['more']:.0f}",f"{o['all']:.0f}"] for o in res['memory'].values()])
+
+def fast(res):
+    "All tables of `fast`"
+    ks = ['1','4','16']
+    return '\n\n'.join(['# Fast: what a micro-batch costs', made(res),
+        'Microseconds per micro-batch of a tiny model, and in brackets to the bare loop', times(res, 'tiny', ks, 'µs'),
+        'Samples per second of a convolutional network, and in brackets to the bare loop', times(res, 'conv', ks, 'samples/s'),
+        'Samples per second of a transformer, and in brackets to the bare loop', times(res, 'transformer', ks, 'samples/s'),
+        'Peak memory of a transformer, k = 4', memory(res),
+        'Growth with k: µs per micro-batch of the tiny model', growth(res, 'k', 'k'),
+        'Growth with the number of parameters: µs per micro-batch, k = 4', growth(res, 'parameters', 'tensors'),
+        'Growth with the number of callbacks that do nothing: µs per micro-batch, k = 4', growth(res, 'callbacks', 'callbacks')])

@@ -1,0 +1,122 @@
+"Run the cases with a peer, and compare each run with its twin."
+import copy, math, re
+from dataclasses import replace
+from .cases import Data, apart, by_key, cases, interrupted, optimizer_steps, twin, weights
+from .peer import CannotExpress
+
+def run(peer_cls, case):
+    "What came of `case`, a dict; its 'outcome' is 'ran', 'refused', 'cannot express' or 'failed'"
+    peer = peer_cls()
+    model = peer.make_model(case)
+    start,passes,watched = weights(model),[],getattr(model, 'inner', model)
+    def note(module, _):
+        if module is watched: passes.append(0)   # not the twin, a copy
+    handle = watched.register_forward_pre_hook(note)
+    try: return kinds[case.kind](peer, case, model)
+    except CannotExpress as e: return dict(outcome='cannot express', why=str(e))
+    except (Exception,SystemExit) as e:
+        moved = not weights(model).equal(start)
+        why = f'{type(e).__name__}: {short(e)}'
+        if case.amp and not passes: return dict(outcome='cannot express', why=f'no fp16 on a CPU: {why}')
+        return dict(outcome='failed' if moved or (passes and case.kind!='bad') else 'refused', why=why)
+    finally: handle.remove()
+
+def short(e):
+    "The message in one line; fastai puts the name of a callback before it"
+    return re.sub(r'^Exception occured in .*?: ', '', re.sub(r'\s+', ' ', str(e).strip()))[:160] or 'no message'
+
+def moved(a, b): return (a-b).abs().max().item() if b.isfinite().all() else math.inf
+
+def compared(peer, case, model, big, data, size, epochs=None):
+    "Fit, and fit the twin `big`, which starts with the same weights; compare them"
+    losses,lrs,_ = twin(case, big, data, size, epochs)
+    with optimizer_steps() as seen: peer.fit(data, epochs or case.epochs, case.micro, size if case.kind=='interrupt' else case.accum)
+    recorded = peer.losses()
+    return dict(outcome='ran', steps=len(seen), expected=len(lrs), lr=apart(lrs, seen), weights=moved(weights(big), weights(model)),
+        recorded=None if recorded is None else len(recorded), loss=apart(peer.recorded_as(losses), recorded))
+
+def fit(peer, case, model):
+    big = copy.deepcopy(model)
+    peer.start(case, model)
+    size = peer.twin_size(case.micro, case.accum)
+    return compared(peer, case, model, big, Data(case), size) | dict(step_of=size)
+
+def metrics(peer, case, model):
+    big,data = copy.deepcopy(model),Data(case)
+    peer.start(case, model)
+    peer.fit(data, case.epochs, case.micro, case.accum)
+    accs,found = twin(case, big, data, case.accum)[2],peer.accuracies()
+    return dict(outcome='ran', weights=moved(weights(big), weights(model)), metric=apart(accs, found), recorded=len(found))
+
+def lr_find(peer, case, model):
+    "The twin is the same finder with real big batches"
+    data,n = Data(case),case.epochs*case.n//case.accum
+    ref = type(peer)()
+    ref.start(case, copy.deepcopy(model))
+    lrs,losses = ref.lr_find(data, case.accum, case.accum, n)
+    peer.start(case, model)
+    with optimizer_steps() as seen: found,ls = peer.lr_find(data, case.micro, case.accum, n)
+    return dict(outcome='ran', steps=len(seen), expected=len(lrs), lr=apart(lrs, found), recorded=len(ls), loss=apart(losses, ls))
+
+def again(peer, case, model):
+    "The twin starts where the peer's first fit ended: only the second is compared. Without momentum, which not all keep"
+    case = replace(case, mom=0.)
+    peer.start(case, model)
+    peer.fit(Data(case, n=200, seed=2), 1, case.micro, case.accum)
+    return compared(peer, case, model, copy.deepcopy(model), Data(case), case.accum)
+
+def interrupt(peer, case, model):
+    case = replace(case, mom=0.)
+    peer.start(case, model)
+    with interrupted(model, 7) as seen:
+        try: peer.fit(Data(case, seed=2), 1, case.micro, case.accum)
+        except (KeyboardInterrupt,SystemExit): pass
+    assert len(seen)>=7, 'the fit ended before it could be interrupted'
+    return compared(peer, case, model, copy.deepcopy(model), Data(case), case.micro, epochs=1)   # a copy has no gradients
+
+def bad(peer, case, model):
+    "Refused before a weight moved? If not, what became of the weights, and of the loss"
+    start,data = weights(model),Data(case)
+    x,y = data.ds.tensors
+    before = case.loss(model(x), y).item()
+    peer.start(case, model)
+    with optimizer_steps() as seen: peer.fit(data, case.epochs, case.micro, case.accum)
+    after = case.loss(model(x), y).item()
+    now = weights(model)
+    if not now.isfinite().all(): what = 'weights became NaN'
+    elif after>before: what = 'the loss went up'
+    else: what = 'trained nothing' if now.equal(start) else 'trained as if it were right'
+    return dict(outcome='ran', steps=len(seen), what=f'{what} ({before:.2f} to {after:.2f})')
+
+kinds = dict(fit=fit, metrics=metrics, lr_find=lr_find, again=again, interrupt=interrupt, bad=bad)
+
+def clean(o):
+    "NaN and infinity are not JSON"
+    return {k:('inf' if isinstance(v, float) and not math.isfinite(v) else v) for k,v in o.items()}
+
+def run_all(peer_cls, keys=None, say=print):
+    "The outcome of each case"
+    res = {}
+    for case in cases:
+        if keys and case.key not in keys: continue
+        res[case.key] = clean(run(peer_cls, by_key[case.key]))
+        say(f'  {case.key:10} {in_a_line(res[case.key])}')
+    return res
+
+def number(v):
+    if v is None: return '–'
+    if v=='inf': return 'NaN'
+    return '0' if v==0 else f'{v:.0e}' if v<1e-3 or v>=1e3 else f'{v:.2g}'
+
+def in_a_line(o):
+    "An outcome in a line"
+    if o['outcome']!='ran': return f"{o['outcome']}: {o['why']}"
+    if 'what' in o: return o['what']
+    res = []
+    if 'weights' in o: res.append(f"weights {number(o['weights'])}")
+    if 'metric' in o: res.append(f"accuracy {number(o['metric'])}")
+    if 'steps' in o: res.append(f"steps {o['steps']}/{o['expected']}")
+    if o.get('lr') is not None: res.append(f"lr {number(o['lr'])}")
+    if o.get('loss') is not None: res.append(f"loss {number(o['loss'])}")
+    elif o.get('recorded') is not None: res.append(f"{o['recorded']} recorded")
+    return ', '.join(res)

@@ -1,0 +1,123 @@
+"The comparison with others (`make peers`): its twin is right, it sees what is wrong, and its results are whole."
+import copy, json, math, re, sys
+from pathlib import Path
+import pytest, torch
+root = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(root))
+from fastai.optimizer import OptimWrapper
+from fastaccum.testing import deviation, toy
+from benchmarks.peers import right
+from benchmarks.peers.bare import Bare
+from benchmarks.peers.cases import Data, apart, by_key, cases, make_model, optimizer_steps, twin, weights
+from benchmarks.peers.fastaccum import Fastaccum
+from benchmarks.peers.fastai import Fastai
+
+def run(peer, key): return right.run(peer, by_key[key])
+
+@pytest.mark.parametrize('key', ['A','B250','B200','padded','cycle'])
+def test_the_twin_is_the_run_on_big_batches(key):
+    "The plain loop is fastai's run on batches of 64"
+    case = by_key[key]
+    data,model = Data(case),make_model(case)
+    def opt(ps, **kwargs): return OptimWrapper(ps, torch.optim.SGD, momentum=case.mom, **kwargs)
+    learn = toy(64, data=data.ds, model=lambda: copy.deepcopy(model), opt_func=opt)
+    if case.cycle: learn.fit_one_cycle(case.epochs, case.lr, moms=(case.mom,)*3, wd=0.)
+    else: learn.fit(case.epochs, case.lr, wd=0.)
+    losses,lrs,_ = twin(case, model, data, 64)
+    assert len(losses)==len(learn.recorder.losses)==case.steps(64)
+    assert deviation(weights(model), weights(learn.model))<(1e-8 if case.cycle else 1e-14)
+    assert apart(Fastai().recorded_as(losses), [o.item() for o in learn.recorder.losses])<1e-5
+    assert apart(lrs, learn.recorder.lrs)<1e-8
+
+fits = [c.key for c in cases if c.kind in ('fit','again','interrupt')]
+
+@pytest.mark.parametrize('key', fits)
+def test_fastaccum_is_the_twin(key):
+    res = run(Fastaccum, key)
+    assert res['outcome']=='ran' and res['steps']==res['expected']==res['recorded']
+    assert res['weights']<(5e-4 if key=='fp16' else 1e-8) and res['lr']<1e-8 and res['loss']<1e-5
+
+def test_fastaccum_finds_and_measures_as_the_twin():
+    found,metric = run(Fastaccum, 'lr_find'),run(Fastaccum, 'metrics')
+    assert found['steps']==found['expected']==found['recorded']==24
+    assert found['loss']<1e-5 and metric['metric']<1e-6 and metric['recorded']==2
+
+@pytest.mark.parametrize('key', ['zero','negative'])
+def test_fastaccum_refuses(key):
+    res = run(Fastaccum, key)
+    assert res['outcome']=='refused' and 'accum_bs' in res['why']
+
+@pytest.mark.parametrize('key', ['B250','B240','B200','B48','padded','ignored'])
+def test_a_wrong_mean_is_seen(key):
+    "The bare loop divides by the number of micro-batches, whatever is in them"
+    res = run(Bare, key)
+    assert res['outcome']=='ran' and res['steps']==res['expected'] and res['weights']>1e-4
+
+def test_a_right_run_is_seen():
+    for key in ('A','clip','cycle','again'): assert run(Bare, key)['weights']<1e-14
+
+def test_wrong_steps_rates_and_records_are_seen():
+    b250,cycle,found = run(Fastai, 'B250'),run(Fastai, 'cycle'),run(Fastai, 'lr_find')
+    assert (b250['steps'],b250['expected'],b250['recorded'])==(7,8,32) and b250['loss'] is None
+    assert cycle['weights']>1e-3 and cycle['lr']>1e-2
+    assert (found['steps'],found['expected'])==(6,24)
+
+def test_leftover_gradients_are_seen():
+    for peer,key in ((Fastai,'again'),(Fastai,'interrupt'),(Bare,'interrupt')): assert run(peer, key)['weights']>1e-4
+
+def test_what_cannot_be_is_told():
+    assert run(Bare, 'C40')['outcome']==run(Bare, 'lr_find')['outcome']=='cannot express'
+    assert 'NaN' in run(Fastai, 'zero')['what'] and 'went up' in run(Fastai, 'negative')['what']
+
+def test_a_crash_is_not_a_refusal():
+    class Crash(Bare):
+        def fit(self, *args):
+            super().fit(*args)
+            raise RuntimeError('after training')
+    class Refuse(Bare):
+        def fit(self, *args): raise ValueError('before')
+    assert run(Crash, 'A')['outcome']=='failed' and run(Refuse, 'A')['outcome']=='refused'
+
+def test_optimizer_steps_are_counted():
+    opt = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=.5)
+    with optimizer_steps() as lrs: opt.step(); opt.step()
+    opt.step()
+    assert lrs==[.5,.5]
+
+def test_nan_and_missing_entries_are_no_small_difference():
+    nan = float('nan')
+    assert apart([1.,2.], [1.,2.5])==.5 and apart([1.,2.], [1.]) is None and apart([1.], None) is None
+    assert apart([1.,nan], [1.,nan])==apart([1.,2.], [1.,nan])==math.inf
+    assert right.moved(torch.ones(2), torch.tensor([1.,nan]))==math.inf and right.clean(dict(a=math.inf))==dict(a='inf')
+
+def results(nm): return json.loads((root/f'benchmarks/results/{nm}.json').read_text(encoding='utf-8'))
+def keys_of(module):
+    "The keys of an adapter's peers, without importing what it needs"
+    return set(re.findall(r"^    key,title\S* = '([^']+)'", (root/f'benchmarks/peers/{module}.py').read_text(encoding='utf-8'), re.M))
+modules = ['bare','fastai','fastxtend','lightning','accelerate','transformers','composer','fastaccum']
+
+def test_results_of_right_are_whole():
+    res = results('right')
+    assert set(res['peers'])==set().union(*map(keys_of, modules))-{'fastai-plain'}   # which has nothing to accumulate
+    assert set(res['cases'])==set(by_key)
+    for p in res['peers'].values():
+        assert p['version'] and p['how'] and p['docs'].startswith('https://') and set(p['cases'])==set(by_key)
+        for o in p['cases'].values():
+            assert o['outcome'] in ('ran','refused','cannot express','failed')
+            if o['outcome']=='ran': assert 'weights' in o or 'lr' in o or 'what' in o
+            else: assert o['why']
+
+def test_results_of_fast_are_whole():
+    res = results('fast')
+    for model in ('tiny','conv','transformer'):
+        assert set(res['cost'][model])==set(res['arms']) and 'fastaccum' in res['arms']
+        for o in res['cost'][model].values():
+            assert set(o)=={'1','4','16'} and all(v['median']>0 and v['to_bare']>0 for v in o.values())
+    assert all(math.isfinite(v) and v>0 for g in res['growth'].values() for o in g.values() for v in o.values())
+    assert set(res['memory'])==set(res['arms'])|{'big'} and all(o['all']>o['more']>0 for o in res['memory'].values())
+
+@pytest.mark.parametrize('nm', ['right','fast'])
+def test_results_say_when_and_with_what(nm):
+    a = results(nm)['about']
+    assert re.fullmatch(r'\d{4}-\d\d-\d\d', a['date']) and re.match(r'\d+ CPU cores', a['machine'])
+    assert a['torch'] and a['fastai'] and a['fastaccum'] and a['python']

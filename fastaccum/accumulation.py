@@ -157,6 +157,7 @@ def _close(self:GradientAccumulation):
     if self.log_steps: self.learn.loss = loss
     macro.stepped = True
     self.step += 1
+    for o in self.listeners: o.complete()
 
 # %% ../nbs/05_accumulation.ipynb #remainder
 @patch

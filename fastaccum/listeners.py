@@ -21,6 +21,8 @@ class Listener:
         acc # The accumulation callback, whose `heard`, `counted` and `macro` tell what happened to the micro-batch
     ):
         self.cb,self.acc = cb,acc
+        own = vars(cb).get('after_batch')
+        if isinstance(own, Listener): own.leave()   # an interrupt left it
         self.own = vars(cb).get('after_batch')   # not `None` if the instance had a method of its own
         self.stock = cb.after_batch
         vars(cb)['after_batch'] = self
@@ -36,6 +38,9 @@ class Listener:
     def hear(self):
         "A training micro-batch has ended"
         if self.acc.heard: self.stock()
+
+    def complete(self):
+        "The gradient of a macro-batch is complete, as a backward pass on it would leave it; the step comes next"
 
     def leave(self):
         "Give `cb` its own `after_batch` back"

@@ -156,6 +156,7 @@ def close(self:Together):
         elif macro.samples!=macro.planned:
             raise RuntimeError(f"{macro.samples} samples in a macro-batch where {macro.planned:.0f} were planned, of which the other processes "
                 "do not know with `log_accum_batch=False`: leave that out, or pass `size=`")
+        macro.samples = acc.planned.sizes[acc.learn.epoch][acc.step-acc.planned.first]   # as planned: to count them, the host would wait
     self.exchanged = self.summed = False
 
 # %% ../nbs/04c_sync.ipynb #owed

@@ -206,6 +206,15 @@ def case_recorded_loss_is_the_global_mean_on_every_process():
     a,b = twins(uneven(), macro=16*world, cbs=lambda: made.append(Losses()) or made[-1:])
     same_everywhere(torch.stack(list(b.recorder.losses)).to(device))
     assert len(made[0].losses)==2*3 and deviation(made[0].losses, made[1].losses)<1e-6
+def case_samples_of_a_step_are_those_of_all():
+    seen = []
+    class Sizes(Callback):
+        order,run_valid = 60,False
+        def after_step(self):
+            if hasattr(self.learn, 'gradient_accumulation'): seen.append(self.gradient_accumulation.macro.samples)
+    twins(uneven(), macro=16*world, cbs=lambda: [Sizes()])
+    rest = sum(uneven())-16*world
+    assert seen==2*[16*world,rest-8,8], seen
 def squared(p, y): return (p.sum(-1)-y).pow(2).mean()   # a mean over samples; cross-entropy's is over targets that are not ignored
 def case_one_small_sum_per_step():
     a,b = twins(even(35), macro=16*world, loss_func=squared)

@@ -144,3 +144,70 @@ def test_show_graph_reads_train_iter():
     from fastai.callback.progress import ShowGraphCallback
     src = inspect.getsource(ShowGraphCallback)
     assert 'self.nb_batches.append(self.train_iter)' in src and 'range_of(rec.losses)' in src
+
+def test_the_hooks_of_wandb_watch(monkeypatch):
+    "`run._torch_history._hook_handles` has the handles of what `wandb.watch` put on parameters and model"
+    pytest.importorskip('wandb')
+    from wandb.integration.torch.wandb_torch import TorchHistory
+    from wandb.sdk.wandb_run import Run
+    assert '_torch_history' in inspect.getsource(Run._torch.fget)
+    model,history = torch.nn.Linear(2, 2),TorchHistory()
+    history.add_log_gradients_hook(model)
+    history.add_log_parameters_hook(model)
+    refs = [h.hooks_dict_ref() for h in history._hook_handles.values()]
+    assert [any(o is r for r in refs) for o in (model.weight._backward_hooks,model.bias._backward_hooks,model._forward_hooks)]==[True]*3
+# What the batch size finder relies on
+
+def test_autocast_state_can_be_left_by_hand():
+    "What `torch.autocast.__exit__` does with global functions"
+    src = inspect.getsource(torch.autocast.__exit__)
+    for o in ('autocast_decrement_nesting','clear_autocast_cache','set_autocast_enabled','set_autocast_dtype','set_autocast_cache_enabled'): assert o in src and hasattr(torch, o)
+
+def test_a_callback_fails_over_an_error_without_a_message():
+    "`is_out_of_memory` looks behind the IndexError"
+    class A(Callback):
+        def before_fit(self): raise MemoryError
+    with pytest.raises(IndexError) as info: A()('before_fit')
+    assert type(info.value.__context__) is MemoryError
+
+def test_a_cancelled_step_fires_after_step_too():
+    heard = []
+    class Cancel(Callback):
+        def before_step(self): raise CancelStepException
+        def after_cancel_step(self): heard.append('cancel')
+        def after_step(self): heard.append('after')
+    toy(4, n=4).fit(1, cbs=Cancel())
+    assert heard==['cancel','after']
+
+def test_torch_optimizers_free_gradients_and_fastais_keep_them():
+    "Why the finder holds them"
+    from functools import partial
+    from fastai.optimizer import OptimWrapper
+    a,b = toy(4, n=4),toy(4, n=4, opt_func=partial(OptimWrapper, opt=torch.optim.SGD))
+    for o in (a,b): o.fit(1)
+    assert all(g is not None for g in grads(a)) and all(g is None for g in grads(b))
+
+def test_names_of_the_callbacks_that_the_finder_leaves_out():
+    from fastai.callback.training import ShortEpochCallback
+    from fastai.callback.tracker import TerminateOnNaNCallback
+    from fastai.callback.progress import CSVLogger, ProgressCallback, ShowGraphCallback
+    from fastai.callback.tracker import TrackerCallback
+    from fastaccum.trials import _out
+    assert {f'{o.__module__}.{o.__qualname__}' for o in (GradientAccumulation,FastaiGradientAccumulation,ShortEpochCallback,TerminateOnNaNCallback)}==_out
+    assert all(o.order>=Recorder.order for o in (CSVLogger,ProgressCallback,ShowGraphCallback,TrackerCallback,ParamScheduler))
+
+def test_loaders_of_another_size():
+    "`new` takes `bs` and `get_idxs`; the batch size of a loader can be set, but a language model loader's is built in"
+    from fastai.data.load import DataLoader
+    from fastai.text.data import LMDataLoader, SortedDL
+    dl = DataLoader(list(range(10)), bs=4)
+    assert [o.tolist() for o in dl.new(bs=3, get_idxs=lambda: [1,2,5])]==[[1,2,5]]
+    dl.bs = 3
+    assert [len(o) for o in dl]==[3,3,3,1]
+    assert hasattr(LMDataLoader, 'make_chunks')
+    assert vars(SortedDL([(torch.ones(n),) for n in (2,5)], bs=1, num_workers=0))['res']==[2,5]
+
+def test_learner_attributes_that_a_search_puts_back_are_in_its_dict():
+    learn = toy(4, n=8)
+    assert {'dls','model','loss_func','opt','cbs','logger','training','n_epoch','recorder'}<=vars(learn).keys() and isinstance(learn.cbs.items, list)
+    assert isinstance(vars(learn.dls)['loaders'], list)

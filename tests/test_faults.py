@@ -4,9 +4,12 @@ Every training event x every way to end a fit x callback orders before and after
 After each, the other callbacks are as they were, a plain fit records every batch, and the next accumulated fit is its twin's.
 """
 import pytest
-from fastai.callback.core import (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException,
+from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException,
     CancelTrainException, CancelValidException)
+from fastcore.basics import noop
+from fastai.callback.progress import CSVLogger, ProgressCallback, ShowGraphCallback
 from fastaccum import GradientAccumulation
+from fastaccum.listeners import Listener, listeners
 from fastaccum.testing import assert_twins, deviation, toy
 from common import Raise
 
@@ -17,13 +20,36 @@ excs = [KeyboardInterrupt,RuntimeError,CancelFitException,CancelEpochException,C
 orders = [-11,-9,5,7,49,51,59,61,100]   # around TrainEvalCallback (-10), us (6), Recorder (50), ParamScheduler (60)
 n,micro,macro = 22,2,8                  # 11 micro-batches: 8, 8 and a remainder of 6 samples
 
-def faulty_fit(learn, fault, acc, permanent):
-    "Fit until `fault`; like a user who then takes the callback off, if it was `permanent`"
+class Mine(Callback):
+    "A user's own listener"
+    order = 55
+    def before_fit(self): self.steps = []
+    def after_batch(self):
+        if self.training: self.steps.append(self.train_iter)
+
+class Bar(Callback):
+    "Where ShowGraphCallback draws"
+    order,name,mbar = 60,'progress',None
+    def before_fit(self): self.learn.progress.mbar = self
+    def update_graph(self, *args): pass
+
+@pytest.fixture(autouse=True)
+def told(monkeypatch, tmp_path):
+    monkeypatch.setitem(listeners, Mine, Listener)
+    monkeypatch.chdir(tmp_path)   # where CSVLogger writes
+
+def watchers(): return [CSVLogger(),Bar(),ShowGraphCallback(),Mine()]
+
+def faulty_fit(learn, fault, acc, permanent, watchers=watchers):
+    "Fit until `fault`; like a user who then takes the callback off, if it was `permanent`. Everybody listens"
     if permanent: learn.add_cb(acc)
-    try: learn.fit_one_cycle(2, 0.1, cbs=[fault] if permanent else [acc,fault])
+    cbs = watchers()
+    try: learn.fit_one_cycle(2, 0.1, cbs=cbs+([fault] if permanent else [acc,fault]))
     except BaseException:
         if not fault.raised: raise   # (some faults make fastai's own callbacks raise something else on the way out)
     if permanent: learn.remove_cb(acc)
+    for cb in cbs: assert 'after_batch' not in vars(cb), f'{cb} was left changed'
+    learn.logger = noop   # an interrupt leaves CSVLogger's and ProgressCallback's, also without accumulation
 
 def check_clean(learn):
     "Nothing is left of accumulation"
@@ -122,4 +148,35 @@ def test_fault_while_something_is_cancelled(event, exc):
         assert fault.raised
         learn.remove_cbs(learn.cbs.filter(lambda o: isinstance(o, Raise)))
         check_clean(learn)
+        for check in (check_plain,check_accumulated)[::1 if i%2 else -1]: check(learn)
+
+# TensorBoard and Weights & Biases: a smaller grid
+
+@pytest.fixture(scope='module')
+def offline(tmp_path_factory):
+    wandb = pytest.importorskip('wandb')
+    yield wandb.init(mode='offline', dir=str(tmp_path_factory.mktemp('wandb')), settings=wandb.Settings(silent=True, console='off', x_disable_stats=True))
+    wandb.finish()
+
+@pytest.mark.parametrize('exc', excs, ids=lambda o: o.__name__)
+def test_fault_while_logging(exc, offline, tmp_path, monkeypatch):
+    pytest.importorskip('tensorboard')
+    import wandb
+    from fastai.callback.tensorboard import TensorBoardCallback
+    from fastaccum.wandb import WandbCallback
+    monkeypatch.setattr(WandbCallback.__mro__[1], '_wandb_watch_called', True)   # each model is watched below
+    events = ('before_train','after_loss','after_backward','before_step','after_batch','after_epoch')
+    def loggers():
+        return [ProgressCallback(),ShowGraphCallback(),TensorBoardCallback(tmp_path, trace_model=False, log_preds=False),
+                WandbCallback(log='all', log_preds=False),Mine()]
+    for i,(event,order) in enumerate((e,o) for e in events for o in (5,52,100)):
+        learn = toy(micro, n=n)
+        wandb.watch(learn.model, log='all', log_freq=2)
+        hooks = lambda: {k:h.hooks_dict_ref()[h.id] for k,h in offline._torch._hook_handles.items()}
+        stock = hooks()
+        faulty_fit(learn, Raise(event, exc, order, at=i%2 if event in per_fit else i%5), GradientAccumulation(macro), i%2, loggers)
+        wrong = [k for k,v in hooks().items() if v is not stock[k]]
+        assert len(stock)==7 and not wrong, f'{event} {order}: {wrong}'
+        check_clean(learn)
+        wandb.unwatch(learn.model)
         for check in (check_plain,check_accumulated)[::1 if i%2 else -1]: check(learn)

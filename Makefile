@@ -67,5 +67,5 @@ $(COMPAT)/.installed: $(METADATA)
 	@echo "Installing the oldest versions supported into $(COMPAT): the first time takes minutes and some 6 GB"
 	$(PYTHON) -m venv $(COMPAT)
 	sed -n 's/^requirements *= *//p' settings.ini | tr ' ' '\n' | sed 's/>=\(.*\)/==\1.*/' > $(COMPAT)/oldest.txt
-	$(COMPAT)/bin/python $(PIP) -c $(COMPAT)/oldest.txt -e . pytest hypothesis accelerate wandb tensorboard
+	$(COMPAT)/bin/python $(PIP) -c $(COMPAT)/oldest.txt -e . pytest hypothesis wandb tensorboard accelerate
 	@touch $@

@@ -9,18 +9,19 @@ __all__ = ['GradientAccumulation']
 
 # %% ../nbs/05_accumulation.ipynb #imports
 import torch
-from fastai.callback.core import Callback, CancelBatchException
+from fastai.callback.core import CancelBatchException
 from fastai.callback.fp16 import MixedPrecision
 from fastcore.basics import patch
-from .checks import check_bool, check_count, check_learner, check_plan, take_off
+from .checks import check_bool, check_count, check_learner, check_plan
 from .gradients import empty_grads, scale_grads, take_step
-from .listeners import listen
+from .listeners import Guest, listen
 from .macro_batch import MacroBatch, Plan
+from .recovery import micro_batches
 from .sizes import Measure, samples_in
 from .sync import alone, find_sync
 
 # %% ../nbs/05_accumulation.ipynb #cb
-class GradientAccumulation(Callback):
+class GradientAccumulation(Guest):
     "Step once per `accum_bs` samples, as if they had come in one batch"
     order,run_valid = MixedPrecision.order-4,False
     listeners,log_steps,counted,at,pending,planned,sync = (),True,False,None,None,None,alone
@@ -29,25 +30,16 @@ class GradientAccumulation(Callback):
         accum_bs:int=None, # Samples per optimizer step, over all processes, rounded up to whole micro-batches. Defaults to `n_acc`
         n_acc:int=32, # `accum_bs` under fastai's name, so that code written for fastai's callback runs unchanged
         log_accum_batch:bool=True, # Record and log once per step (True), or every micro-batch as fastai does (False)
-        micro_batch_size:int=None, # Samples in a micro-batch. Needed only where the `DataLoader` has no batch size
+        micro_batch_size=None, # 'auto': split the loader's batches if memory runs out. A number is needed only where the loader has no batch size
         drop_last:bool=False, # Leave out the remainder of an epoch (True), or step on it with its true mean (False)
         size=None, # A function of the Learner: how many things this micro-batch's mean loss is a mean of. See `find_size`
         sync_each:bool=False # With several processes: exchange gradients with every micro-batch (True), or once per step (False)
     ):
         self.accum_bs = check_count('n_acc', n_acc) if accum_bs is None else check_count('accum_bs', accum_bs)
         self.log_accum_batch,self.drop_last = check_bool('log_accum_batch', log_accum_batch),check_bool('drop_last', drop_last)
-        self.micro_batch_size = None if micro_batch_size is None else check_count('micro_batch_size', micro_batch_size)
+        self.micro,self.micro_batch_size = micro_batches(micro_batch_size)
         self.n_acc,self.size,self.sync_each = n_acc,size,check_bool('sync_each', sync_each)
         self.macro,self.measure = MacroBatch(),Measure(size)
-
-    def __setattr__(self, nm, value):   # fastai's would warn when the *model* happens to have an attribute of that name
-        if nm=='learn' and value is not self.learn:
-            self._leave()
-            if value is not None and self.learn is not None: take_off(self)
-        object.__setattr__(self, nm, value)
-
-    def __call__(self, event_name):   # fastai looks a missing event up in the Learner and the model, which costs two exceptions
-        if hasattr(type(self), event_name) or event_name in vars(self): return super().__call__(event_name)
 
 # %% ../nbs/05_accumulation.ipynb #plan
 @patch
@@ -86,6 +78,7 @@ def before_fit(self:GradientAccumulation):
 def _leave(self:GradientAccumulation):
     "Take the listeners' methods off, drop what was accumulated"
     self.sync = self.sync.leave()
+    self.micro.leave()
     if self.listeners:
         for o in self.listeners: o.leave()
         self.listeners = ()
@@ -104,7 +97,9 @@ def before_train(self:GradientAccumulation):
     learn,plan = self.learn,self.planned
     if plan is None: return   # there is nothing to train on
     if self.listeners: empty_grads(learn.opt)
-    else: self.listeners,self.sync = listen(learn.cbs, self),find_sync(learn).enter(self)   # wrapped since `before_fit`?
+    else:
+        self.listeners,self.sync = listen(learn.cbs, self),find_sync(learn).enter(self)   # wrapped since `before_fit`?
+        self.micro.enter(self)
     if (plan.loaders,plan.n_epoch)!=(self.sync.look(self, learn.dls.train),learn.n_epoch):
         self.planned = self.plan(learn.dls, learn.n_epoch)
     if self.step is None: self.step = sum(self.planned.steps[:learn.epoch])   # `start_epoch` may have skipped some
@@ -119,7 +114,7 @@ def before_batch(self:GradientAccumulation):
     self.at,self.counted = learn.iter,False
     if macro.dropped: raise CancelBatchException
     self.micro_n = samples_in(learn, self.planned.expected(learn.iter))
-    macro.announce(self.micro_n, last=self.planned.ends(learn.iter, learn.n_iter))
+    macro.announce(self.micro_n, last=self.planned.ends(learn.iter, learn.n_iter), more=self.micro.more)
 
 # %% ../nbs/05_accumulation.ipynb #weigh
 @patch
@@ -140,7 +135,9 @@ def after_cancel_backward(self:GradientAccumulation): self.pending = None
 def after_backward(self:GradientAccumulation):
     if self.at!=self.learn.iter: return
     learn,macro,pending = self.learn,self.macro,self.pending
-    if pending is None: macro.announce(0, last=self.planned.ends(learn.iter, learn.n_iter))   # the backward pass was cancelled
+    self.micro.merge()
+    if pending is None:   # the backward pass was cancelled
+        macro.announce(0, last=self.planned.ends(learn.iter, learn.n_iter), more=self.micro.more)
     else:
         macro.add(*pending)
         self.counted,self.pending = True,None

@@ -20,7 +20,8 @@ class LoggerListener(Listener):
         acc = self.acc
         if not acc.heard: return
         self.stock()
-        if acc.log_steps: self.add({'accumulation_batch_size':acc.current_bs} if 'current_bs' in vars(acc) else {})
+        row = dict(accumulation_batch_size=vars(acc).get('current_bs'), micro_batch_size=acc.micro.size)
+        if acc.log_steps: self.add({k:v for k,v in row.items() if v is not None})
 
     def add(self,
         row:dict # Numbers by name; without a schedule there are none

@@ -114,10 +114,11 @@ class MacroBatch:
 
     def announce(self,
         n:int, # Samples in the micro-batch that comes
-        last:bool=False # Is it the last of the epoch?
+        last:bool=False, # Is it the last of the epoch?
+        more:bool=False # Is it a part of the loader's batch, and not the last part?
     )->bool: # Is it the closing one?
         "Decide whether the micro-batch that comes completes the macro-batch"
-        self.closing = last or self.samples+n>=self.target
+        self.closing = not more and (last or self.samples+n>=self.target)
         return self.closing
 
     def weight(self,

@@ -77,7 +77,7 @@ class GradientAccumulationSchedule(_Scheduled):
         finish=0.3, # When the final size is reached: a fraction of training (float) or an epoch (int, from 0)
         schedule=SchedCos, # A fastai annealer, `f(start, end)`, or a function of the position between `start` and `finish`
         log_accum_batch:bool=True, # As in `GradientAccumulation`
-        micro_batch_size:int=None, # As in `GradientAccumulation`
+        micro_batch_size=None, # As in `GradientAccumulation`
         drop_last:bool=False, # As in `GradientAccumulation`
         size=None, # As in `GradientAccumulation`
         sync_each:bool=False # As in `GradientAccumulation`
@@ -123,7 +123,7 @@ class GradientAccumulationScheduler(_Scheduled):
         scheduling:dict, # `{threshold: micro-batches per step}`: from that epoch or step on
         mode:str='epoch', # What the thresholds are: 'epoch', counted from 0, or 'step', optimizer steps taken
         log_accum_batch:bool=True, # As in `GradientAccumulation`
-        micro_batch_size:int=None, # As in `GradientAccumulation`
+        micro_batch_size=None, # As in `GradientAccumulation`
         drop_last:bool=False, # As in `GradientAccumulation`
         size=None, # As in `GradientAccumulation`
         sync_each:bool=False # As in `GradientAccumulation`

@@ -142,7 +142,7 @@ def test_no_more_than_there_are_samples():
         res = find(capped(1000, n=50), mode=mode)
         assert ([o.size for o in res.trials],res.size)==([2,4,8,16,32,50],50) and 'no more' in repr(res)
         assert find(capped(49, n=50), mode=mode).size==(32 if mode=='power' else 49)
-    assert find(capped(1000, n=3), init_val=64).size==3
+    assert [o.size for o in find(capped(1000, n=3), init_val=64).trials]==[3]
 
 def test_max_trials():
     res = find(capped(1000), max_trials=3)
@@ -312,6 +312,7 @@ class Draw(Callback):
         self.learn.model[0].register_forward_hook(lambda *o: None)
         self.learn.model[0].new = torch.zeros(1)
         self.learn.new_attribute = 1
+        self.learn.model[3].bias.requires_grad_(False)
 
 def rich(cap, where='forward', fitted=True, exc=oom, amp=False, **kwargs):
     "A Learner with much to lose"
@@ -477,6 +478,32 @@ def test_nothing_is_kept(kind, monkeypatch):
         assert [o for o,ref in refs if ref() is not None]==[]
     finally: gc.enable()
 
+def test_reference_cycles_of_a_model_are_collected():
+    refs = []
+    class Cycle(nn.Module):
+        def forward(self, x):
+            held = {'x':x.clone()}
+            held['self'] = held
+            refs.append(weakref.ref(held['x']))
+            return x
+    gc.disable()
+    try:
+        find(toy(4, n=8, model=lambda: nn.Sequential(Cycle(), nn.Linear(5, 3)).double(), splitter=lambda m: [list(m.parameters())]))
+        assert len(refs)==9 and [o for o in refs if o() is not None]==[]
+    finally: gc.enable()
+
+def test_an_interrupt_while_putting_back_waits():
+    from fastaccum.memory import Snapshot
+    xs,hits = [1],[]
+    def interrupt():
+        hits.append(1)
+        if len(hits)<3: raise KeyboardInterrupt
+    snap = Snapshot(xs)
+    snap.puts.insert(0, (interrupt,))
+    xs.append(2)
+    with pytest.raises(KeyboardInterrupt): snap.put_back()
+    assert xs==[1] and len(hits)==3
+
 def test_the_garbage_collector_is_as_before():
     gc.unfreeze()
     find(capped(9))
@@ -553,13 +580,15 @@ def test_not_more_samples_are_read_than_looked_at_or_needed():
 def test_sorted_text_loader():
     "fastai's own, which knows all lengths: none is read to find out"
     from fastai.text.data import SortedDL, pad_input
-    data = [(torch.full((n,), 2),torch.tensor(i%2)) for i,n in enumerate([5]*300+[50]+[5]*100)]
+    lens = [5+i%3 for i in range(300)]+[50]+[5]*100
+    data = [(torch.full((n,), 2),torch.tensor(i%2)) for i,n in enumerate(lens)]
     for shuffle in (False,True):
         dls = DataLoaders(SortedDL(data, bs=4, shuffle=shuffle, before_batch=pad_input, num_workers=0), SortedDL(data, bs=4, before_batch=pad_input, num_workers=0))
         learn = Learner(dls, Tokens(1000), nn.CrossEntropyLoss())
         before = plain(vars(dls.train)),np.random.get_state()[1].tolist()
         with learn.no_bar(): assert find(learn, mode='binsearch', n_look=1).size==20
         assert (plain(vars(dls.train)),np.random.get_state()[1].tolist())==before
+        assert [lens[i] for i in Samples(dls.train, n_look=1).idxs]==sorted(lens, reverse=True)
 
 def test_language_model_loader():
     from fastai.text.data import LMDataLoader

@@ -25,11 +25,12 @@ def test_order_of_the_arguments():
     "The contract, and what happens to code that has another order in mind"
     import inspect
     assert str(inspect.signature(GradientAccumulation))==('(accum_bs: int = None, n_acc: int = 32, log_accum_batch: bool = True, '
-        'micro_batch_size: int = None, drop_last: bool = False, size=None, sync_each: bool = False)')
+        'micro_batch_size=None, drop_last: bool = False, size=None, sync_each: bool = False)')
     with pytest.raises(TypeError, match='log_accum_batch=16'): GradientAccumulation(256, 32, 16)
 
 @pytest.mark.parametrize('kwargs,exc,msg', [
-    (dict(micro_batch_size='auto'), TypeError, "micro_batch_size='auto'.*give a whole number"), (dict(micro_batch_size='4'), TypeError, 'micro_batch_size'),
+    (dict(micro_batch_size='big'), TypeError, "micro_batch_size='big'.*give 'auto', or a whole number"), (dict(micro_batch_size='4'), TypeError, 'micro_batch_size'),
+    (dict(micro_batch_size=2.), TypeError, 'micro_batch_size=2.0'), (dict(micro_batch_size=0), ValueError, 'micro_batch_size=0'),
     (dict(drop_last='no'), TypeError, "drop_last='no'"), (dict(log_accum_batch=0), TypeError, 'log_accum_batch=0'),
     (dict(size=4), TypeError, 'size=4'), (dict(sync_each=1), TypeError, 'sync_each=1'), (dict(acum_bs=4), TypeError, 'acum_bs')], ids=str)
 def test_bad_arguments(kwargs, exc, msg):

@@ -501,7 +501,7 @@ assert not [nm for nm in sys.modules if nm.split('.')[0] in ('wandb','tensorboar
     subprocess.run([sys.executable, '-W', 'ignore', '-c', code], check=True, timeout=120)
 
 def test_importing_changes_nothing():
-    "No default callbacks, no replaced methods"
+    "No default callbacks, no replaced methods; `Learner.bs_find` is the one that is added"
     import subprocess
     code = '''
 from fastai.basics import *
@@ -509,6 +509,8 @@ from fastai.callback.all import *
 def snapshot(): return {c.__name__:dict(vars(c)) for c in (Learner,Callback,Recorder,TrainEvalCallback,ParamScheduler,MixedPrecision)}
 before,cbs = snapshot(),list(defaults.callbacks)
 import fastaccum.all, fastaccum.testing
-assert snapshot()==before and list(defaults.callbacks)==cbs
+after = snapshot()
+assert after['Learner'].pop('bs_find')
+assert after==before and list(defaults.callbacks)==cbs
 '''
     subprocess.run([sys.executable, '-W', 'ignore', '-c', code], check=True, timeout=120)

@@ -72,14 +72,19 @@ class Plan:
         "Is the `i`th micro-batch the last of an epoch, of which the loader announced `n_iter`?"
         return i==n_iter-1
 
-    def next_pct(self, pct, epoch):
-        "The training progress with which the next macro-batch begins, after one of `epoch` that began with `pct`"
+    def next_pct(self,
+        pct:float, # Training progress with which a macro-batch began
+        epoch:int # Its epoch
+    )->float: # That with which the next one begins
+        "Progress counts steps, and does not leave its epoch before the epoch ends"
         return min(pct+1./(len(self.sizes[epoch])*self.n_epoch), (epoch+1)/self.n_epoch)
 
     def steady(self, num_it):
         "The plan of `num_it` steps on macro-batches like the first"
-        def plan(n_epoch): return Plan(self.n, self.micro_bs, self.begin(0, 0, 0)[0], n_epoch, self.drop_last)
-        return plan(num_it//max(1, plan(1).steps[0])+1)
+        wanted = self.begin(0, 0, 0)[0]
+        return self.like(wanted, num_it//max(1, self.like(wanted, 1).steps[0])+1)
+
+    def like(self, wanted, n_epoch): return Plan(self.n, self.micro_bs, wanted, n_epoch, self.drop_last)
 
     @property
     def loaders(self):

@@ -33,7 +33,7 @@ class SharedPlan(Plan):
         n_epoch:int=1, # Epochs
         drop_last:bool=False # Leave out what does not fill each process's share?
     ):
-        self.loaders,self.world,self.shares,self.first = loaders,len(loaders),[],0
+        self.rank,self.loaders,self.world,self.shares,self.first = rank,loaders,len(loaders),[],0
         super().__init__(loaders[rank][1], loaders[rank][0], accum_bs, n_epoch, drop_last)
 
     def _epoch(self, epoch):
@@ -69,6 +69,9 @@ def begin(self:SharedPlan,
 def full(self:SharedPlan, wanted):
     "Samples in a macro-batch that nothing cuts short, over all processes, of which `wanted` are wanted of each"
     return sum(round_up(wanted, bs) for bs,_ in self.loaders)
+
+@patch
+def like(self:SharedPlan, wanted, n_epoch): return SharedPlan(self.rank, self.loaders, wanted*self.world, n_epoch, self.drop_last)
 
 @patch
 def ends(self:SharedPlan, i, n_iter):

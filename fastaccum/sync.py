@@ -94,8 +94,8 @@ def find_sync(
 def look(self:Together, acc, dl):
     "As in `Alone`, from all processes"
     nms = '`accum_bs`','`drop_last`','`log_accum_batch`','`sync_each`','the number of epochs'
-    mine = *local_sizes(dl, acc.micro_batch_size),acc.accum_bs,acc.drop_last,acc.log_steps,acc.sync_each,acc.learn.n_epoch
-    mine = torch.tensor([int(o) for o in mine], device=self.device)
+    args = acc.accum_bs,acc.drop_last,acc.log_steps,acc.sync_each,acc.learn.n_epoch
+    mine = torch.tensor([int(o) for o in (*local_sizes(dl, acc.micro_batch_size),*args)], device=self.device)
     res = [torch.zeros_like(mine) for _ in range(self.world)]
     dist.all_gather(res, mine, group=self.group)
     loaders,args = zip(*((tuple(o[:2]),o[2:]) for o in (o.tolist() for o in res)))
@@ -156,6 +156,7 @@ def close(self:Together):
         elif macro.samples!=macro.planned:
             raise RuntimeError(f"{macro.samples} samples in a macro-batch where {macro.planned:.0f} were planned, of which the other processes "
                 "do not know with `log_accum_batch=False`: leave that out, or pass `size=`")
+        macro.samples = acc.planned.sizes[acc.learn.epoch][acc.step-acc.planned.first]   # as planned: to count them, the host would wait
     self.exchanged = self.summed = False
 
 # %% ../nbs/04c_sync.ipynb #owed
@@ -171,7 +172,6 @@ def exchange(self:Together):
     learn,self.acc.macro.closing = self.acc.learn,True
     outs = _tensors(learn.pred if self.exchanged else learn.model(*learn.xb))   # DDP may still wait for a backward pass that was cancelled
     torch.autograd.backward(outs, [torch.zeros_like(o) for o in outs])
-    self.exchanged = False
 
 @patch
 def owed(self:Together, macro):

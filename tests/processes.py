@@ -206,6 +206,15 @@ def case_recorded_loss_is_the_global_mean_on_every_process():
     a,b = twins(uneven(), macro=16*world, cbs=lambda: made.append(Losses()) or made[-1:])
     same_everywhere(torch.stack(list(b.recorder.losses)).to(device))
     assert len(made[0].losses)==2*3 and deviation(made[0].losses, made[1].losses)<1e-6
+def case_samples_of_a_step_are_those_of_all():
+    seen = []
+    class Sizes(Callback):
+        order,run_valid = 60,False
+        def after_step(self):
+            if hasattr(self.learn, 'gradient_accumulation'): seen.append(self.gradient_accumulation.macro.samples)
+    twins(uneven(), macro=16*world, cbs=lambda: [Sizes()])
+    rest = sum(uneven())-16*world
+    assert seen==2*[16*world,rest-8,8], seen
 def squared(p, y): return (p.sum(-1)-y).pow(2).mean()   # a mean over samples; cross-entropy's is over targets that are not ignored
 def case_one_small_sum_per_step():
     a,b = twins(even(35), macro=16*world, loss_func=squared)
@@ -475,7 +484,12 @@ def case_distrib_ctx():
             assert isinstance(self.dl, DistributedDL)
             if self.epoch==0: self.learn.exchanges = Exchanges(self.learn.model, self.gradient_accumulation)
         def after_train(self): self.learn.wrapped = self.learn.model
-    for n,tokens,drop_last,metrics in ((32*world,False,False,accuracy), (35*world-1,False,False,None), (70,True,False,None), (70,False,True,None)):
+    def frozen_first(l, cbs):
+        for o in (l.freeze,l.unfreeze):
+            o()
+            l.fit_one_cycle(1, 0.1, wd=0.1, cbs=cbs)
+    for n,tokens,drop_last,metrics,fit in ((32*world,False,False,accuracy,one_cycle), (35*world-1,False,False,None,frozen_first),
+                                           (70,True,False,None,one_cycle), (70,False,True,None,one_cycle)):
         ds,rng,acc = toy_data(n, tokens),Random(1),dict(drop_last=n==70 and not tokens)
         per = -(-n//world)
         all_epochs = [rng.sample(range(n), n) for _ in range(2)]
@@ -483,12 +497,12 @@ def case_distrib_ctx():
         def whole(o): return o[:len(o)//4*4] if drop_last else o   # each process leaves out its ragged micro-batch
         a = learner(Batches(ds, [macro_batches([whole(p) for p in padded(o)], [16]*world, acc['drop_last']) for o in all_epochs], 16*world), ds, metrics=metrics)
         if metrics: a.recorder.train_metrics = True
-        one_cycle(a, [])
+        fit(a, [])
         epochs = iter(all_epochs)
         b = learner(DataLoader(ds, bs=4, n=n, drop_last=drop_last, get_idxs=lambda: next(epochs)), ds, metrics=metrics)
         if metrics: b.recorder.train_metrics = True
         cb = GradientAccumulation(16*world, **acc)
-        with b.distrib_ctx(sync_bn=False, cpu=device.type=='cpu'): one_cycle(b, [cb,Hook()])
+        with b.distrib_ctx(sync_bn=False, cpu=device.type=='cpu'): fit(b, [cb,Hook()])
         clean(b.wrapped)
         same_everywhere(weights(b))
         assert set(b.exchanges.buckets.values())=={1} and b.exchanges.last==cb.step==len(b.recorder.losses)

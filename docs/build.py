@@ -52,6 +52,8 @@ def named(o):
     "A default or a type as it is written"
     return o if isinstance(o, str) and o.isidentifier() and o[0].isupper() else getattr(o, '__name__', None) or repr(o)
 
+def only_imports(source): return all(isinstance(o, (ast.Import,ast.ImportFrom)) for o in ast.parse(source).body)
+
 class Default:
     def __init__(self, o): self.o = o
     def __repr__(self): return named(self.o)
@@ -153,7 +155,7 @@ class Page:
                 yield mk_cell(link_pages(link(c.source)), 'markdown')
                 continue
             opts = c.options
-            if {'hide','default_exp'} & opts.keys() or opts.get('include')=='false': continue
+            if {'hide','default_exp'} & opts.keys() or 'export' in opts and only_imports(c.source): continue
             c.metadata,meta = {},{}
             if 'export' in opts:
                 for nm in defined(c.source): yield mk_cell(entry(self.mod, nm), 'markdown')

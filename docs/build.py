@@ -112,7 +112,7 @@ def page(p):
     *folders,nm = Path(p).with_suffix('').as_posix().lower().split('/')
     return '/'.join([*folders, re.sub(r'^[0-9]+[a-z0-9]*_', '', nm)])
 
-def link_pages(text): return re.sub(r'\]\((?!\w+:)([^)#\s]+)\.ipynb', lambda m: f']({page(m[1])}.ipynb', text)
+def link_pages(text, ext='.ipynb'): return re.sub(r'\]\((?!\w+:)([^)#\s]+)\.ipynb', lambda m: f']({page(m[1])}{ext}', text)
 
 def split_title(text):
     "The title, the line below it, and nbdev's settings in a page's first cell"
@@ -163,6 +163,7 @@ class Page:
             elif opts.get('echo')=='false': c.metadata['tags'] = ['remove-input']
             for o in c.outputs:
                 if 'text' in o: o['text'] = readme.shown(''.join(o['text']))
+                if 'text/markdown' in o.get('data', {}): o.data['text/markdown'] = link_pages(''.join(o.data['text/markdown']), '.html')
                 if any(k.startswith('image/') for k in o.get('data', {})): meta['image'] = dict(alt=self.alt(c))
             if meta: c.metadata['mystnb'] = meta
             if c.source or c.outputs: yield c

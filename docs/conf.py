@@ -26,7 +26,7 @@ nitpicky = False
 
 html_theme = 'furo'
 pygments_style,pygments_dark_style = 'default','github-dark'
-html_static_path,html_css_files = ['style.css'],['style.css']
+html_static_path,html_css_files,html_favicon = ['style.css'],['style.css'],'icon.svg'
 html_copy_source = html_show_sphinx = False
 html_theme_options = dict(top_of_page_buttons=[], footer_icons=[],
     light_css_variables={'color-brand-primary':'#1d5fa8', 'color-brand-content':'#1d5fa8', 'color-brand-visited':'#1d5fa8'},

@@ -68,12 +68,12 @@ def code(s): return f'`{s}`' if s else ''
 
 def table(o):
     "What `o` takes and returns, where that is documented"
-    docs = docments(o, full=True)
+    docs,annos = docments(o, full=True),getattr(o, '__annotations__', {}) | (getattr(o.__init__, '__annotations__', {}) if inspect.isclass(o) else {})
     docs.pop('self', None)
     if not any(d.docment for d in docs.values()): return ''
     rows = [row('Name','Type','Default','Details'), row(*['---']*4)]
     for nm,d in docs.items():
-        typ = '' if d.anno in (empty, type(None)) else named(d.anno)
+        typ = named(annos[nm]) if nm in annos else ''   # a default's type may not be all that is allowed
         if nm!='return': rows.append(row(code(nm), code(typ), '' if d.default is empty else code(named(d.default)), d.docment or ''))
         elif d.docment: rows.append(row('*returns*', code(typ), '', d.docment))
     return '\n'.join(rows)
@@ -112,7 +112,7 @@ def page(p):
     *folders,nm = Path(p).with_suffix('').as_posix().lower().split('/')
     return '/'.join([*folders, re.sub(r'^[0-9]+[a-z0-9]*_', '', nm)])
 
-def link_pages(text, ext='.ipynb'): return re.sub(r'\]\((?!\w+:)([^)#\s]+)\.ipynb', lambda m: f']({page(m[1])}{ext}', text)
+def link_pages(text): return re.sub(r'\]\((?!\w+:)([^)#\s]+)\.ipynb', lambda m: f']({page(m[1])}.ipynb', text)
 
 def split_title(text):
     "The title, the line below it, and nbdev's settings in a page's first cell"
@@ -160,13 +160,18 @@ class Page:
             if 'export' in opts:
                 for nm in defined(c.source): yield mk_cell(entry(self.mod, nm), 'markdown')
                 c.metadata['tags'] = ['hide-input']
-            elif opts.get('echo')=='false': c.metadata['tags'] = ['remove-input']
+            elif opts.get('code-fold')=='true' or self.draws(c): c.metadata['tags'] = ['hide-input']
             for o in c.outputs:
                 if 'text' in o: o['text'] = readme.shown(''.join(o['text']))
-                if 'text/markdown' in o.get('data', {}): o.data['text/markdown'] = link_pages(''.join(o.data['text/markdown']), '.html')
+                if 'text/markdown' in o.get('data', {}): o.data['text/markdown'] = link_pages(''.join(o.data['text/markdown']))
                 if any(k.startswith('image/') for k in o.get('data', {})): meta['image'] = dict(alt=self.alt(c))
             if meta: c.metadata['mystnb'] = meta
             if c.source or c.outputs: yield c
+
+    def draws(self, c):
+        "Is the cell there for the picture or the table below it?"
+        kinds = {k for o in c.outputs for k in o.get('data', {})}
+        return 'text/markdown' in kinds or 'image/png' in kinds and c.source.count('\n')>3
 
     def alt(self, c):
         alt = c.options.get('fig-alt', '').strip('"')

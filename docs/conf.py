@@ -16,6 +16,7 @@ html_baseurl,repository = fact(r'^Documentation *= *"(.+)"', toml),fact(r'^Repos
 
 extensions = ['myst_nb', 'sphinx_copybutton', 'sphinx.ext.githubpages', 'sphinx.ext.linkcode']
 nb_execution_mode = 'off'
+nb_render_markdown_format = 'myst'   # tables that a cell made
 nb_code_prompt_show = nb_code_prompt_hide = 'Source'
 myst_enable_extensions = ['attrs_block', 'colon_fence', 'deflist']
 myst_heading_anchors = 4

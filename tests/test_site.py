@@ -131,6 +131,7 @@ look = """() => {
         const box = scrolls(e);
         if ((box || e).getBoundingClientRect().right > width+1) wrong.push(`table cut: ${e.textContent.slice(0, 40)}`);
     }
+    for (const e of all('article p')) if (/^\\||\\]\\(|^#+ |```/.test(e.textContent)) wrong.push(`Markdown left over: ${e.textContent.slice(0, 40)}`);
     for (const e of all('article div.highlight').filter(e => !e.closest('.cell_output')))
         if (!e.querySelector('button.copybtn')) wrong.push(`no copy button: ${e.textContent.slice(0, 40)}`);
     const light = (c) => { const v = c.match(/[\\d.]+/g).map(Number).slice(0, 3).map(o => (o /= 255) <= .04045 ? o/12.92 : ((o+.055)/1.055)**2.4);

@@ -54,7 +54,7 @@ def code(cell, image):
     if hidden & set(options): return []
     source = '\n'.join(o for o in lines if not re_directive.match(o)).strip('\n')
     alt = next((o.split(':', 1)[1].strip(' "') for o in options if o.startswith('fig-alt:')), '')
-    shown = bool(source) and 'echo: false' not in options
+    shown = bool(source) and 'code-fold: true' not in options
     return [fence(source, 'python')]*shown + [output(o, alt, lambda data: image(cell['id'], data)) for o in cell['outputs']]
 
 def markdown(nb, url, image, folder=''):

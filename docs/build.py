@@ -160,7 +160,7 @@ class Page:
             if 'export' in opts:
                 for nm in defined(c.source): yield mk_cell(entry(self.mod, nm), 'markdown')
                 c.metadata['tags'] = ['hide-input']
-            elif opts.get('code-fold')=='true' or self.draws(c): c.metadata['tags'] = ['hide-input']
+            elif 'code-fold' in opts or self.draws(c): c.metadata['tags'] = ['hide-input']
             for o in c.outputs:
                 if 'text' in o: o['text'] = readme.shown(''.join(o['text']))
                 if 'text/markdown' in o.get('data', {}): o.data['text/markdown'] = link_pages(''.join(o.data['text/markdown']))
@@ -194,7 +194,8 @@ def toctree(names): return '\n'.join(['```{toctree}', ':hidden:', ':titlesonly:'
 
 def landing(title, text, pages, link):
     "The first page of a section: what there is in it"
-    rows = [f'[{p.title}](/{p.name}.ipynb)\n: {link(p.text)}\n' for p in pages]
+    def names(p): return ', '.join(f'{{py:obj}}`{nm} <{full}>`' for nm,full in p.public().items() if '.' not in nm) if p.mod else ''
+    rows = [f'[{p.title}](/{p.name}.ipynb)\n: {link(p.text)}\n\n  {names(p)}\n' for p in pages]
     return f'# {title}\n\n{{.lede}}\n{link_pages(text)}\n\n' + '\n'.join(rows) + '\n' + toctree(f'/{p.name}' for p in pages)
 
 def sources():

@@ -1,7 +1,7 @@
 """The documentation site, in a real browser: `make docs-test` builds it and runs this.
 
-Where the site has not been built, or there is no Chromium, nothing of it is tested, and pytest says so.
-`SHOTS=folder` keeps a picture of each page, wide and narrow, light and dark.
+Where the site has not been built it is not tested, and without Chromium not in a browser; pytest says so. `SITE=built`
+makes a failure of the former. `SHOTS=folder` keeps a picture of each page, wide and narrow, light and dark.
 """
 import functools, http.server, json, os, re, shutil, sys, threading
 from html.parser import HTMLParser
@@ -13,7 +13,9 @@ root = Path(__file__).resolve().parent.parent
 site = root/'_docs'
 chromium = shutil.which('chromium') or shutil.which('chromium-browser') or shutil.which('google-chrome')
 
-def skip(why): pytest.skip(f'THE SITE IS NOT TESTED: {why}', allow_module_level=True)
+def skip(why):
+    if os.environ.get('SITE')=='built': pytest.fail(f'the site should have been built, but {why}')
+    pytest.skip(f'THE SITE IS NOT TESTED: {why}', allow_module_level=True)
 if not (site/'.fingerprint').exists(): skip('it has not been built: make docs')
 try: from playwright.sync_api import sync_playwright
 except ImportError: skip('playwright is not installed: make docs')

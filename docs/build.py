@@ -232,7 +232,7 @@ def main():
     with TemporaryDirectory() as tmp:
         src,out = Path(tmp)/'pages',Path(tmp)/'site'
         stage(src, pages)
-        rc = subprocess.call([sys.executable, '-m', 'sphinx', '-qW', '--keep-going', '-c', here, '-d', Path(tmp)/'doctrees', src, out])
+        rc = subprocess.call([sys.executable, '-W', 'ignore', '-m', 'sphinx', '-qW', '--keep-going', '-c', here, '-d', Path(tmp)/'doctrees', src, out])
         if rc: return rc
         shutil.rmtree(site, ignore_errors=True)
         shutil.copytree(out, site)

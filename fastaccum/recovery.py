@@ -130,7 +130,7 @@ def attempt(self:AutoSize, i, b):
         self.now.generators.passed()
         if self.failed: self.tell()
         return True
-    acc.pending,self.skip = None,self.now.undo()   # here, where the exception no longer holds the frames of the passes
+    self.skip = self.now.undo()   # here, where the exception no longer holds the frames of the passes
     return False
 
 @patch

@@ -58,7 +58,8 @@ def measure(loss_func, k):
     arms = {'bare PyTorch loop':lambda: bare(learn, k),
         'fastai, no callback': lambda: learn.fit(1, 1e-3),
         "fastai's GradientAccumulation": lambda: learn.fit(1, 1e-3, cbs=FastaiGradientAccumulation(bs*k)),
-        'fastaccum': lambda: learn.fit(1, 1e-3, cbs=GradientAccumulation(bs*k))}
+        'fastaccum': lambda: learn.fit(1, 1e-3, cbs=GradientAccumulation(bs*k)),
+        "fastaccum, 'auto'": lambda: learn.fit(1, 1e-3, cbs=GradientAccumulation(bs*k, micro_batch_size='auto'))}
     for f in arms.values(): f()
     times = {nm:[] for nm in arms}
     for i in progress_bar(range(rounds), leave=False) if sys.stderr.isatty() else range(rounds):

@@ -166,7 +166,7 @@ def test_search_finds_every_public_name(tab, url):
     lost = []
     for name,full in names.items():
         tab.goto(f'{url}search.html?q={quote(name)}')
-        try: tab.wait_for_selector(f'#search-results a[href$="#{full}"]', timeout=5000, state='attached')
+        try: tab.wait_for_selector(f'#search-results a[href$="#{full}"]', timeout=20000, state='attached')
         except Exception: lost.append(name)
     assert not lost and not [o for o in tab.wrong if not o.startswith('request failed')]   # going on ends requests
 
@@ -174,7 +174,7 @@ def test_search_finds_every_public_name(tab, url):
 def test_search_finds_words(tab, url):
     for word,page in (('carried','every_sample_once'), ('overflow','mixed_precision'), ('Lightning','coming_from')):
         tab.goto(f'{url}search.html?q={word}')
-        tab.wait_for_selector(f'#search-results a[href*="{page}"]', timeout=5000, state='attached')
+        tab.wait_for_selector(f'#search-results a[href*="{page}"]', timeout=20000, state='attached')
 
 @needs_browser
 def test_copying(tab, url):

@@ -13,6 +13,7 @@ from fastai.callback.core import CancelBatchException
 from fastai.callback.fp16 import MixedPrecision
 from fastcore.basics import patch
 from .checks import check_bool, check_count, check_learner, check_plan
+from .dispatch import Dispatch
 from .gradients import empty_grads, scale_grads, take_step
 from .listeners import Guest, listen
 from .macro_batch import MacroBatch, Plan
@@ -24,7 +25,7 @@ from .sync import alone, find_sync
 class GradientAccumulation(Guest):
     "Step once per `accum_bs` samples, as if they had come in one batch"
     order,run_valid = MixedPrecision.order-4,False
-    listeners,log_steps,counted,at,pending,planned,sync = (),True,False,None,None,None,alone
+    listeners,log_steps,counted,at,pending,planned,sync,dispatch = (),True,False,None,None,None,alone,None
 
     def __init__(self,
         accum_bs:int=None, # Samples per optimizer step, over all processes, rounded up to whole micro-batches. Defaults to `n_acc`
@@ -79,6 +80,7 @@ def _leave(self:GradientAccumulation):
     "Take the listeners' methods off, drop what was accumulated"
     self.sync = self.sync.leave()
     self.micro.leave()
+    if self.dispatch is not None: self.dispatch = self.dispatch.leave()
     if self.listeners:
         for o in self.listeners: o.leave()
         self.listeners = ()
@@ -100,6 +102,8 @@ def before_train(self:GradientAccumulation):
     else:
         self.listeners,self.sync = listen(learn.cbs, self),find_sync(learn).enter(self)   # wrapped since `before_fit`?
         self.micro.enter(self)
+    if self.dispatch is not None: self.dispatch.leave()
+    self.dispatch = Dispatch(self)   # anew for each epoch: a class may have changed
     if (plan.loaders,plan.n_epoch)!=(self.sync.look(self, learn.dls.train),learn.n_epoch):
         self.planned = self.plan(learn.dls, learn.n_epoch)
     if self.step is None: self.step = sum(self.planned.steps[:learn.epoch])   # `start_epoch` may have skipped some

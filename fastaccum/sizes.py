@@ -104,7 +104,7 @@ class Measure:
         n:int # Samples in its micro-batch
     )->tuple: # Size, what it would be with nothing ignored, and the loss, detached
         if self.loss_func is not learn.loss_func: self.look_at(learn.loss_func)   # MixUp replaces it while training
-        self.loss = learn.loss.as_subclass(torch.Tensor).detach()   # in this order: what is asked of fastai's subclass costs ten times as much
+        self.loss = learn.loss.as_subclass(torch.Tensor).detach()   # in this order: fastai's subclass answers through Python
         if self.find is None: return None,None,self.loss
         size = n if self.find is samples else self.find(learn)
         if self.size is not None: size = check_size(size, look=self.first)

@@ -269,6 +269,12 @@ def wrapped(learn):
         l._call_one = call
     return [At(do, at=7),At(lambda l: vars(l).pop('_call_one'), at=5, event='after_step', order=80)]
 
+@scenario
+def a_list_that_sorts_in_its_own_way(learn):
+    class Backwards(L):
+        def sorted(self, *args, **kwargs): return L(list(super().sorted(*args, **kwargs))[::-1])
+    return [At(lambda l: setattr(l, 'cbs', Backwards(list(l.cbs))))]
+
 @pytest.mark.parametrize('nm', scenarios)
 def test_everybody_hears_what_fastai_would_tell(nm):
     a,b = run(Stock, scenarios[nm]),run(Learner, scenarios[nm])
@@ -350,10 +356,16 @@ def test_a_dispatch_on_the_instance_is_kept(nm):
     learn.fit(1, 0.1, cbs=[GradientAccumulation(12),At(lambda l: fast.append((vars(l)[nm], len(ours & vars(l).keys()))))])
     assert fast==[(f,1)] and vars(learn)[nm] is f and len(called)>20
 
+def test_a_learner_that_delegates_elsewhere_keeps_its_dispatch():
+    learn,fast = toy(4, n=38),[]
+    vars(learn).update(_default='other', other=nn.Module())
+    learn.other.after_pred = lambda: None
+    learn.fit(1, 0.1, cbs=[GradientAccumulation(12),At(lambda l: fast.append(ours & vars(l).keys()))])
+    assert fast==[set()]
+
 def silent_calls(learn, cbs):
     "The events with which fastai's `Callback.__call__` was called for a `Deaf`"
     code,seen = Callback.__call__.__code__,[]
-    while hasattr(code, '__wrapped__'): code = code.__wrapped__
     def profile(frame, what, arg):
         if what=='call' and frame.f_code is code and isinstance(frame.f_locals['self'], Deaf): seen.append(frame.f_locals['event_name'])
     sys.setprofile(profile)

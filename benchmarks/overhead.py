@@ -84,7 +84,8 @@ def measure(loss_func, k, tried={}):
     arms = {'bare PyTorch loop':lambda: bare(learn, k),
         'fastai, no callback': lambda: learn.fit(1, 1e-3),
         "fastai's GradientAccumulation": lambda: learn.fit(1, 1e-3, cbs=FastaiGradientAccumulation(bs*k)),
-        'fastaccum': lambda: learn.fit(1, 1e-3, cbs=GradientAccumulation(bs*k))}
+        'fastaccum': lambda: learn.fit(1, 1e-3, cbs=GradientAccumulation(bs*k)),
+        "fastaccum, 'auto'": lambda: learn.fit(1, 1e-3, cbs=GradientAccumulation(bs*k, micro_batch_size='auto'))}
     for nm,cls in tried.items(): arms[nm] = lambda cls=cls: learn.fit(1, 1e-3, cbs=cls(bs*k))
     for f in arms.values(): f()
     times = {nm:[] for nm in arms}

@@ -78,9 +78,8 @@ def before_fit(self:GradientAccumulation):
 @patch
 def _leave(self:GradientAccumulation):
     "Take the listeners' methods off, drop what was accumulated"
-    self.sync = self.sync.leave()
+    self.sync,self.dispatch = self.sync.leave(),self.dispatch and self.dispatch.leave()
     self.micro.leave()
-    if self.dispatch is not None: self.dispatch = self.dispatch.leave()
     if self.listeners:
         for o in self.listeners: o.leave()
         self.listeners = ()
@@ -95,19 +94,19 @@ def after_fit(self:GradientAccumulation):
 
 # %% ../nbs/05_accumulation.ipynb #batch
 @patch
+def before_epoch(self:GradientAccumulation):   # fastai looks up `all_batches` before `before_train`
+    if self.planned is not None: self.micro.enter(self)
+
+@patch
 def before_train(self:GradientAccumulation):
     learn,plan = self.learn,self.planned
     if plan is None: return   # there is nothing to train on
     if self.listeners: empty_grads(learn.opt)
-    else:
-        self.listeners,self.sync = listen(learn.cbs, self),find_sync(learn).enter(self)   # wrapped since `before_fit`?
-        self.micro.enter(self)
-    if self.dispatch is not None: self.dispatch.leave()
-    self.dispatch = Dispatch(self)   # anew for each epoch: a class may have changed
+    else: self.listeners,self.sync = listen(learn.cbs, self),find_sync(learn).enter(self)   # wrapped since `before_fit`?
     if (plan.loaders,plan.n_epoch)!=(self.sync.look(self, learn.dls.train),learn.n_epoch):
         self.planned = self.plan(learn.dls, learn.n_epoch)
     if self.step is None: self.step = sum(self.planned.steps[:learn.epoch])   # `start_epoch` may have skipped some
-    self.at = self.pending = None
+    self.at,self.pending,self.dispatch = None,None,Dispatch(self, self.dispatch)
     self.macro.start(*self.planned.begin(learn.epoch, self.step, 0))
 
 @patch
@@ -156,8 +155,7 @@ def _close(self:GradientAccumulation):
     scale_grads(self.learn.opt, self.measure.correction(macro))
     loss = self.measure.known = self.mean_loss
     if self.log_steps: self.learn.loss = loss
-    macro.stepped = True
-    self.step += 1
+    macro.stepped,self.step = True,self.step+1
     for o in self.listeners: o.complete()
 
 # %% ../nbs/05_accumulation.ipynb #remainder

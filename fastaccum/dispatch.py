@@ -49,8 +49,10 @@ class Dispatch(GetAttr):
     "The events of a Learner while `acc` accumulates"
     _default = 'learn'
     def __init__(self,
-        acc # The accumulation callback, on the Learner
+        acc, # The accumulation callback, on the Learner
+        old=None # Its `Dispatch` of the epoch before: a class may have changed since
     ):
+        if old is not None: old.leave()
         self.acc,self.learn,self.plain = acc,acc.learn,{}
         if plain_learner(self.learn): vars(self.learn).update(_call_one=self.call, _with_events=self.with_events)
 

@@ -16,7 +16,7 @@ from fastcore.basics import patch
 from .attempt import Attempt
 from .checks import check_count
 from .memory import Snapshot, free_memory, is_out_of_memory
-from .sync import alone
+from .sync import alone, find_sync
 
 # %% ../nbs/04e_recovery.ipynb #split
 def split(
@@ -41,86 +41,103 @@ def split(
 # %% ../nbs/04e_recovery.ipynb #auto
 class FixedSize:
     "The loader's batches are the micro-batches"
-    size,more = None,False   # samples in a micro-batch, where they are counted here; is the rest of a batch to come?
+    size,more = None,False   # samples in a micro-batch, once batches are split; is the rest of a batch to come?
     def enter(self, acc): pass
     def leave(self): pass
     def merge(self): pass
 
 class AutoSize(FixedSize):
     "Micro-batches that are halved when memory runs out"
-    acc = now = failed = None
+    acc = failed = None
     def __init__(self,
         split=split # A function of a batch, the first sample, the one after the last, and the number of samples in the batch
     ):
-        self.split = split
+        self.split,self.done = split,[]
 
     def enter(self, acc):
-        "Take over `one_batch` and `_step` of the Learner of `acc`"
-        if acc.sync is not alone:
+        "Take over `all_batches` and `_step` of the Learner of `acc`"
+        if self.acc is not None: return
+        if find_sync(acc.learn) is not alone:
             raise ValueError("`micro_batch_size='auto'` in several processes: when memory runs out in one of them, the others would wait for it. "
                 "Give the DataLoaders a batch size that fits (`learn.bs_find`, in one process)")
         learn,self.acc = acc.learn,acc
-        self.now,self.looked,self.stepped = Attempt(learn),False,False
-        self.own = {nm:vars(learn)[nm] for nm in ('one_batch','_step') if nm in vars(learn)}
-        self.one_batch,self.one_step = learn.one_batch,learn._step
-        vars(learn).update(one_batch=self.batch, _step=self.step)
+        self.now,self.looked,self.stepped,self.done = Attempt(learn),False,False,[]
+        self.own = {nm:vars(learn)[nm] for nm in ('all_batches','_step') if nm in vars(learn)}
+        self.all_batches,self.one_step = learn.all_batches,learn._step
+        vars(learn).update(all_batches=self.batches, _step=self.step)
 
     def leave(self):
         "Give the Learner its methods back"
         if self.acc is None: return
         d = vars(self.acc.learn)
-        for nm,f in (('one_batch',self.batch),('_step',self.step)):
+        for nm,f in (('all_batches',self.batches),('_step',self.step)):
             if d.get(nm)==f: d.update({nm:self.own[nm]}) if nm in self.own else d.pop(nm)
-        self.acc = self.now = self.one_batch = self.one_step = None
+        self.acc = self.now = self.all_batches = self.one_step = None
 
-    def merge(self): self.now.aside.merge()
+    def merge(self):
+        "The backward pass of a micro-batch is complete"
+        if self.done and not self.more: self.restore(0)
+
+    def restore(self, k):
+        for p,g in self.done[k:]: p.grad = g
+        del self.done[k:]
 
 # %% ../nbs/04e_recovery.ipynb #batch
 @patch
-def batch(self:AutoSize, i, b):
-    "The `one_batch` of a Learner that trains: `b` as it is, or in pieces"
-    acc = self.acc
-    if not (acc.learn.training and acc.run and acc in acc.learn.cbs): return self.one_batch(i, b)
-    n,start = find_bs(b),0
-    if not self.looked: self.split(b, 0, 1, n)   # refuse what cannot be split before a weight moves
-    self.looked,self.size = True,self.size or n
-    while start<n:
-        stop = min(start+self.size, n)
-        self.more = stop<n
-        if self.attempt(i, b if stop-start==n else self.split(b, start, stop, n)):
-            start = stop
-            if self.failed: self.tell()
-        else: self.halve(stop-start)
+def batches(self:AutoSize):
+    "The `all_batches` of a Learner that trains"
+    acc,learn = self.acc,self.acc.learn
+    if not (learn.training and acc.run and acc in learn.cbs): return self.all_batches()
+    learn.n_iter = len(learn.dl)
+    for i,b in enumerate(learn.dl):
+        if not self.looked: self.looked = self.split(b, 0, 1, find_bs(b)) or True   # refuse what cannot be split before a weight moves
+        if self.size is None and self.attempt(i, b): continue
+        n = find_bs(b)
+        if self.size is None: self.again(i, b, n, 0, n, True)
+        else: self.pieces(i, b, n, 0, n, True)
 
 @patch
-def halve(self:AutoSize, n):
-    if n==1: raise torch.OutOfMemoryError(f"a micro-batch of a single sample does not fit: {self.failed[1]}")
-    self.size = n//2
+def pieces(self:AutoSize, i, b, n, start, stop, last):
+    "Samples `start` to `stop` of the `n` of a batch, in micro-batches that fit; `last` if the batch ends with them"
+    while start<stop:
+        end = min(start+self.size, stop)
+        self.more = not (last and end==stop)
+        if not self.attempt(i, b if end-start==n else self.split(b, start, end, n)): self.again(i, b, n, start, end, not self.more)
+        start = end
+
+@patch
+def again(self:AutoSize, i, b, n, start, stop, last):
+    "A micro-batch has failed: try it in smaller ones, which do not add to the gradients that have got it already"
+    if stop-start==1: raise torch.OutOfMemoryError(f"a micro-batch of a single sample does not fit: {self.failed[1]}")
+    k,self.size = len(self.done),(stop-start)//2
+    self.done += self.skip
+    self.pieces(i, b, n, start, stop, last)
+    self.restore(k)
+
+# %% ../nbs/04e_recovery.ipynb #attempt
+@patch
+def attempt(self:AutoSize, i, b):
+    "Run the micro-batch `b`; undo it and return `False` if memory ran out"
+    acc = self.acc
+    acc.counted = False
+    for p,_ in self.done: p.grad = None
+    self.now.begin(acc.macro.stepped or not acc.macro.samples)
+    try: acc.learn.one_batch(i, b)
+    except Exception as e:
+        if acc.counted or not is_out_of_memory(e): raise
+        if self.failed is None: self.failed = find_bs(b),str(e).strip().split('\n')[0] or type(e).__name__
+    else:
+        self.now.generators.passed()
+        if self.failed: self.tell()
+        return True
+    self.skip = self.now.undo()   # here, where the exception no longer holds the frames of the passes
+    return False
 
 @patch
 def tell(self:AutoSize):
     (n,reason),self.failed = self.failed,None
     warn(f"memory ran out with a micro-batch of {n} samples ({reason}). It was undone, and training goes on, with the same result, "
          f"in micro-batches of {self.size}")
-
-# %% ../nbs/04e_recovery.ipynb #attempt
-@patch
-def attempt(self:AutoSize, i, b):
-    "Run the micro-batch `b`; undo it and return `False` if memory ran out"
-    acc,now,reason = self.acc,self.now,None
-    acc.counted = False
-    now.begin(first=acc.macro.stepped or not acc.macro.samples)
-    try: self.one_batch(i, b)
-    except Exception as e:
-        if acc.counted or not is_out_of_memory(e): raise
-        reason = str(e).strip().split('\n')[0] or type(e).__name__
-    finally:
-        if reason is None: now.end()
-    if reason is None: return True
-    if self.failed is None: self.failed = find_bs(b),reason
-    acc.pending = None
-    now.undo()   # here, where the exception no longer holds the frames of the passes
-    return False
 
 # %% ../nbs/04e_recovery.ipynb #step
 @patch

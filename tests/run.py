@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from xml.etree import ElementTree
 
 root = Path(__file__).resolve().parent.parent
+slow = ('test_faults','test_bs_find','test_schedule','test_recovery','test_sweep')
 os.environ.setdefault('OMP_NUM_THREADS', '1')   # the models are tiny: threads only cost
 os.environ.setdefault('MPLBACKEND', 'agg')
 
@@ -52,14 +53,27 @@ def outcomes(xml):
         else: res[nm] = 'skipped' if 'skipped' in tags else 'passed'
     return list(res.values())
 
-def run_pytest(paths):
-    "The outcomes of the tests in `paths`; one more has failed if pytest ended badly without saying where"
+def run_pytest(path):
+    "The outcomes of the tests in the file `path`, in how many seconds, and what pytest wrote; one more has failed if it ended badly without saying where"
+    start = time.time()
     with TemporaryDirectory() as tmp:
         xml = Path(tmp)/'report.xml'
-        rc = run('-m', 'pytest', '-q', '-ra', f'--junitxml={xml}', *paths).returncode
-        if not xml.exists(): print('\npytest ended without a report', flush=True)
-        res = outcomes(xml) if xml.exists() else ['failed']
-    if rc and 'failed' not in res and rc!=5: res.append('failed')   # 5: there were no tests
+        res = run('-m', 'pytest', '-q', '-ra', f'--junitxml={xml}', path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors='replace')
+        outs = outcomes(xml) if xml.exists() else ['failed']
+    if res.returncode and 'failed' not in outs and res.returncode!=5: outs.append('failed')   # 5: there were no tests
+    return outs, time.time()-start, res.stdout
+
+def run_tests(paths):
+    "The outcomes of the tests in all `paths`, each in a process of its own; the longest file first, that none is left alone at the end"
+    res = []
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
+        jobs = {pool.submit(run_pytest, o): o for o in sorted(paths, key=lambda o: o.stem not in slow)}
+        for job in as_completed(jobs):
+            outs,secs,text = job.result()
+            res += outs
+            bad,skipped = outs.count('failed'),outs.count('skipped')
+            print(f'{jobs[job].relative_to(root)}  {"FAILED" if bad else "ok"}  {len(outs)} tests  {secs:.1f}s', flush=True)
+            if bad or skipped: print(text, flush=True)
     return res
 
 def main(*names):
@@ -67,7 +81,7 @@ def main(*names):
     def wanted(fns): return sorted(o for o in fns if not names or any(nm in o.stem for nm in names))
     os.chdir(root)   # nbdev looks for its settings from here
     fns,tests = wanted(nbglob(root/'nbs', as_path=True)),wanted((root/'tests').glob('test_*.py'))
-    passed,res = run_notebooks(fns),run_pytest(tests) if tests else []
+    passed,res = run_notebooks(fns),run_tests(tests)
     missing = [] if names and passed+res else [nm for nm,o in (('notebooks',passed), ('tests',res)) if not o]
     for nm in missing: print(f'no {nm} were run, which counts as a failure')
     n_passed,n_skipped = passed.count(True)+res.count('passed'),res.count('skipped')

@@ -333,6 +333,14 @@ def test_a_stale_one_does_no_harm():
     assert ours.isdisjoint(vars(b))
     assert_twins(a, b)
 
+@pytest.mark.parametrize('off', [lambda acc: setattr(acc, 'run', False), lambda acc: acc.learn.remove_cb(acc)], ids=['run','remove_cb'])
+def test_it_leaves_when_accumulation_is_switched_off(off):
+    seen,learn,acc = [],toy(4, n=38),GradientAccumulation(12)
+    look = [At(lambda l: seen.append(len(ours & vars(l).keys())), at=at, event='after_loss', order=0) for at in (4,5)]
+    for i,o in enumerate(look): o.__class__ = type(f'At{i}', (At,), {})   # fastai wants a class for each
+    learn.fit(1, 0.1, cbs=[acc,*look,At(lambda l: off(acc))])
+    assert seen==[2,0]
+
 def own(nm):
     def f(self, *args, **kwargs): return getattr(super(Own, self), nm)(*args, **kwargs)
     Own = type('Own', (Learner,), {nm:f})

@@ -170,7 +170,7 @@ def test_a_single_sample_that_does_not_fit():
     before = weights(learn)
     with pytest.raises(torch.OutOfMemoryError, match='a single sample does not fit: planted, forward'):
         learn.fit(1, 0.1, cbs=[GradientAccumulation(32, micro_batch_size='auto'),Switch()])
-    assert weights(learn).equal(before) and not {'one_batch','_step'}&vars(learn).keys()
+    assert weights(learn).equal(before) and not {'all_batches','_step'}&vars(learn).keys()
 
 @pytest.mark.parametrize('exc', [RuntimeError,KeyboardInterrupt,CancelBatchException])
 def test_other_errors_pass(exc):
@@ -179,7 +179,7 @@ def test_other_errors_pass(exc):
     if exc is CancelBatchException: learn.fit(1, 0.1, cbs=cbs)
     else:
         with pytest.raises(exc, match='planted'): learn.fit(1, 0.1, cbs=cbs)
-    assert not {'one_batch','_step'}&vars(learn).keys() and not any(g is not None and g.any() for g in grads(learn))
+    assert not {'all_batches','_step'}&vars(learn).keys() and not any(g is not None and g.any() for g in grads(learn))
 
 def test_what_comes_after_the_gradient_was_counted_is_not_tried_again():
     learn = toy(16, n=64, model=model, splitter=splitter)
@@ -263,7 +263,9 @@ def test_nested_batches():
 
 def test_what_cannot_be_split_is_refused_before_a_weight_moves():
     learn = toy(16, n=64, model=model, splitter=splitter)
-    class Odd: shape = (16,)
+    class Odd:
+        shape = (16,)
+        def flatten(self, *args): return torch.zeros(16, dtype=torch.long)
     class Loader:
         bs,device,dataset,n,after_batch = 16,torch.device('cpu'),[0]*64,64,None
         def __len__(self): return 4
@@ -286,15 +288,15 @@ def test_own_split():
 def test_it_is_off_outside_of_the_fit_and_in_validation():
     learn = toy(16, n=64, model=model, splitter=splitter, cbs=GradientAccumulation(32, micro_batch_size='auto'))
     learn.fit(1, 0.1)
-    assert not {'one_batch','_step'}&vars(learn).keys()
+    assert not {'all_batches','_step'}&vars(learn).keys()
     learn.add_cb(Switch())
     learn.model.on = True
     learn.validate()   # batches of 32, for which there is no memory in training
 
 def test_several_processes_are_refused(monkeypatch):
-    import fastaccum.accumulation as acc
+    import fastaccum.recovery as recovery
     from fastaccum.sync import Alone
-    monkeypatch.setattr(acc, 'find_sync', lambda learn: Alone())   # not the `alone` of a single process
+    monkeypatch.setattr(recovery, 'find_sync', lambda learn: Alone())   # not the `alone` of a single process
     learn = toy(16, n=64)
     before = weights(learn)
     with pytest.raises(ValueError, match="'auto'. in several processes.*bs_find"): learn.fit(1, 0.1, cbs=GradientAccumulation(32, micro_batch_size='auto'))
@@ -307,12 +309,6 @@ def test_the_size_is_logged(tmp_path):
     learn = toy(16, n=64, model=partial(model, 5), splitter=splitter)
     learn.fit(1, 0.1, cbs=[GradientAccumulation(32, micro_batch_size='auto'),Switch(),TensorBoardCallback(tmp_path, trace_model=False, log_preds=False)])
     assert [o.value for o in EventAccumulator(str(tmp_path)).Reload().Scalars('micro_batch_size')]==[4.,4.]
-
-def test_nothing_is_set_aside_where_each_micro_batch_steps(monkeypatch):
-    "With one micro-batch a step no second set of gradients is held"
-    from fastaccum.attempt import Aside
-    monkeypatch.setattr(Aside, 'put', lambda self: pytest.fail('set aside'))
-    toy(16, n=64).fit(2, 0.1, cbs=GradientAccumulation(16, micro_batch_size='auto'))
 
 def test_gradients_are_the_same_to_the_last_bit():
     learns = [toy(8, n=90, tokens=True) for _ in range(2)]

@@ -43,21 +43,21 @@ class At(Callback):
         self.n += self.learn.training
         if self.learn.training and self.n==at: self.do(self.learn)
 
-def make(cls, cbs=(), **kwargs):
-    learn,log = toy(4, n=38, **kwargs),[]
+def make(cls):
+    learn,log = toy(4, n=38),[]
     learn.__class__ = cls
     ears = [Ear('a', -20),Ear('b', 5.5),Ear('c', 55)]
     for o in ears: o.heard = log
-    learn.add_cbs([*ears,Deaf(),*cbs])
+    learn.add_cbs([*ears,Deaf()])
     learn.log = log
     return learn
 
-def run(cls, scenario, exc=None, **kwargs):
+def run(cls, scenario, **kwargs):
     "What is heard, what is raised, and the Learner, of a fit in which `scenario` happens"
-    learn,fast = make(cls, **kwargs),[]
+    learn,fast = make(cls),[]
     cbs = scenario(learn)
     err = None
-    try: learn.fit_one_cycle(2, 0.1, cbs=[GradientAccumulation(12),At(lambda l: fast.append(ours<=vars(l).keys()), at=2),*cbs])
+    try: learn.fit_one_cycle(2, 0.1, cbs=[GradientAccumulation(12, **kwargs),At(lambda l: fast.append(ours<=vars(l).keys()), at=2),*cbs])
     except BaseException as e: err = type(e),e.args
     assert fast==[cls is Learner], 'the fast dispatch was not at work' if cls is Learner else 'the oracle is not fastai'
     assert ours.isdisjoint(vars(learn))
@@ -280,6 +280,12 @@ def test_everybody_hears_what_fastai_would_tell(nm):
     a,b = run(Stock, scenarios[nm]),run(Learner, scenarios[nm])
     assert a[0].log==b[0].log and a[1]==b[1]
     assert weights(a[0]).equal(weights(b[0]))
+
+@pytest.mark.parametrize('kwargs', [dict(micro_batch_size='auto'),dict(drop_last=True),dict(log_accum_batch=False)], ids=str)
+def test_with_other_arguments(kwargs):
+    for f in (nothing,added,wrapped):
+        a,b = run(Stock, f, **kwargs),run(Learner, f, **kwargs)
+        assert a[0].log==b[0].log and a[1]==b[1] and weights(a[0]).equal(weights(b[0]))
 
 def test_the_scenarios_matter():
     "Each of them changes what is heard, so the comparison can see it"

@@ -18,10 +18,10 @@ $(PYTHON) -c 'import sys; sys.exit(sys.version_info < tuple(map(int, "$(MIN_PYTH
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test sweep bench peers readme prepare compat dist clean
+.PHONY: help demo test sweep bench peers docs docs-serve docs-test readme prepare compat dist clean
 
 help: ## What there is to make
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed ## See it work
 	$(BIN)/python demo.py
@@ -37,6 +37,15 @@ bench: $(VENV)/.installed ## Measure what a micro-batch costs
 
 peers: $(PEERS)/.installed ## Compare with others (make peers ONLY=lightning)
 	OMP_NUM_THREADS=1 $(PEERS)/bin/python -W ignore -m benchmarks.peers $(WHAT) $(if $(ONLY),--only $(ONLY)) $(if $(NOTE),--note "$(NOTE)")
+
+docs: $(VENV)/.docs ## Build the site into _docs
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore docs/build.py
+
+docs-serve: docs ## Build the site and show it on port 8000
+	$(BIN)/python -m http.server 8000 --bind 127.0.0.1 --directory _docs
+
+docs-test: docs ## Build the site and test it in a browser
+	$(BIN)/python tests/run.py site
 
 readme: ## Write README.md from nbs/index.ipynb
 	$(PYTHON) tools/readme.py
@@ -63,6 +72,10 @@ $(VENV)/.installed: $(METADATA)
 	@echo "Installing torch, fastai and what the tests need into $(VENV): the first time takes minutes and some 6 GB"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python $(PIP) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/python $(PIP) -q -e '.[docs]'
 	@touch $@
 
 # The oldest versions are the lower bounds in settings.ini: torch>=2.6 becomes torch==2.6.*

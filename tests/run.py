@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from xml.etree import ElementTree
 
 root = Path(__file__).resolve().parent.parent
-slow = ('test_faults','test_bs_find','test_schedule','test_recovery','test_sweep')
+slow = ('test_site','test_faults','test_bs_find','test_schedule','test_recovery','test_sweep')
 os.environ.setdefault('OMP_NUM_THREADS', '1')   # the models are tiny: threads only cost
 os.environ.setdefault('MPLBACKEND', 'agg')
 

@@ -1,5 +1,5 @@
 "What a commit must keep: notebooks, modules and README in step, and nothing of a developer's machine in them."
-import re, shutil, subprocess, sys, tempfile
+import json, re, shutil, subprocess, sys, tempfile
 from pathlib import Path
 import pytest
 
@@ -64,3 +64,12 @@ def test_no_paths_of_a_machine():
     found = re.compile(fr'{start}(?:(?:{here})(?![\w.-])|/(?:home|Users)/\w+/).*'.encode())
     paths = [root/o for o in files.stdout.decode().split('\0') if o]
     assert [f'{o}: {m[0].decode()}' for o in paths if o.is_file() for m in found.finditer(o.read_bytes())]==[]
+
+def test_nbdev_docs_runs_nothing_that_a_machine_may_lack():
+    "`nbdev-docs` runs every cell of a module's page that imports, whatever its flags"
+    flags = re.search(r'^tst_flags *= *"(.+)"', (root/'pyproject.toml').read_text(encoding='utf-8'), re.M)[1].split()
+    for fn in sorted((root/'nbs').glob('*.ipynb')):
+        for c in json.loads(fn.read_text(encoding='utf-8'))['cells']:
+            text = ''.join(c['source'])
+            flagged = any(re.search(fr'^#\| *{o}\b', text, re.M) for o in flags)
+            assert not (flagged and re.search(r'^\s*(import|from) ', text, re.M)), f'{fn.name}, {c["id"]}: import in a cell without flags'

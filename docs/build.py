@@ -1,0 +1,244 @@
+"""Write the documentation site to `_docs`: `make docs`.
+
+Each notebook in `nbs/` becomes a page, with the outputs saved in it (`make test` runs them). What a notebook exports is shown as
+signature, parameters and a link to the source, with the code folded. Sphinx renders the pages; a broken link or directive fails.
+"""
+import ast, hashlib, inspect, json, os, re, shutil, subprocess, sys
+from base64 import b64decode
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from fastcore.docments import docments
+from fastcore.nbio import mk_cell, new_nb, read_nb, write_nb
+from nbdev.config import get_config
+from nbdev.doclinks import NbdevLookup, nbglob
+
+here = Path(__file__).resolve().parent
+root,site = here.parent,here.parent/'_docs'
+sys.path[:0] = [str(root), str(root/'tools')]
+import readme
+
+sections = dict(tutorials=('Tutorials', 'From the first step to several devices. Each is run, and took seconds on a CPU.'),
+    explanations=('Explanations', 'Why it is done so, in pictures of what ran.'),
+    guarantees=('Guarantees', 'One promise per page, each proved by running it. What micro-batches cannot promise is on the [first page](../index.ipynb).'),
+    reference=('Reference', 'A page for each module, which is also its source: prose, code, and examples that are its first tests. Read in order they tell how it works.'))
+single = ['differences', 'compatibility', 'coming_from', 'changelog', 'contributing']
+
+# The names that a notebook exports
+
+empty = inspect.Parameter.empty
+
+def resolve(mod, nm):
+    "What `nm` is in `mod`, without what wraps it: `Learner.bs_find` is a function"
+    o = mod
+    for k in nm.split('.'): o = inspect.getattr_static(o, k) if inspect.isclass(o) else getattr(o, k)
+    return inspect.unwrap(getattr(o, 'fget', None) or getattr(o, '__func__', None) or o)
+
+def defined(source):
+    "The public names that an exported cell defines, methods after their class as `Class.method`"
+    for o in ast.parse(source).body:
+        if isinstance(o, ast.ClassDef):
+            names = [o.name] + [f'{o.name}.{m.name}' for m in o.body if isinstance(m, ast.FunctionDef) and ast.get_docstring(m)]
+        elif isinstance(o, ast.FunctionDef):
+            patched = any('patch' in ast.unparse(d) for d in o.decorator_list)
+            if patched and not ast.get_docstring(o): continue
+            names = [f'{ast.unparse(o.args.args[0].annotation)}.{o.name}' if patched else o.name]
+        elif isinstance(o, ast.Assign): names = [t.id for t in o.targets if isinstance(t, ast.Name)]
+        else: continue
+        yield from (nm for nm in names if not re.search(r'(^|\.)_', nm))
+
+def named(o):
+    "A default or a type as it is written"
+    return o if isinstance(o, str) and o.isidentifier() and o[0].isupper() else getattr(o, '__name__', None) or repr(o)
+
+def only_imports(source): return all(isinstance(o, (ast.Import,ast.ImportFrom)) for o in ast.parse(source).body)
+
+class Default:
+    def __init__(self, o): self.o = o
+    def __repr__(self): return named(self.o)
+
+def signature(o):
+    "The parameters of `o` with their defaults, in parentheses"
+    ps = [p for nm,p in inspect.signature(o).parameters.items() if nm!='self']
+    return '(' + ', '.join(str(p.replace(annotation=empty, default=p.default if p.default is empty else Default(p.default))) for p in ps) + ')'
+
+def row(*cells): return '| ' + ' | '.join(str(c).replace('|', r'\|').replace('\n', ' ') for c in cells) + ' |'
+def code(s): return f'`{s}`' if s else ''
+
+def table(o):
+    "What `o` takes and returns, where that is documented"
+    docs,annos = docments(o, full=True),getattr(o, '__annotations__', {}) | (getattr(o.__init__, '__annotations__', {}) if inspect.isclass(o) else {})
+    docs.pop('self', None)
+    if not any(d.docment for d in docs.values()): return ''
+    rows = [row('Name','Type','Default','Details'), row(*['---']*4)]
+    for nm,d in docs.items():
+        typ = named(annos[nm]) if nm in annos else ''   # a default's type may not be all that is allowed
+        if nm!='return': rows.append(row(code(nm), code(typ), '' if d.default is empty else code(named(d.default)), d.docment or ''))
+        elif d.docment: rows.append(row('*returns*', code(typ), '', d.docment))
+    return '\n'.join(rows)
+
+def entry(mod, nm):
+    "The reference entry of `nm`: signature, docstring, parameters"
+    o,cls = resolve(mod, nm),'.' in nm
+    static = inspect.getattr_static(getattr(mod, nm.split('.')[0]), nm.split('.')[-1]) if cls else None
+    if not (inspect.isclass(o) or inspect.isfunction(o)): kind,sig,docs = 'data','',f'A {type(o).__name__} with {len(o)} entries.' if hasattr(o, '__len__') else ''
+    elif isinstance(static, property): kind,sig,docs = 'property','',inspect.getdoc(o)
+    else: kind,sig,docs = 'method' if cls else 'class' if inspect.isclass(o) else 'function',signature(o),inspect.getdoc(o) if o.__doc__ else ''
+    params = table(o) if kind in ('function','method') or kind=='class' and '__init__' in vars(o) or hasattr(o, '_fields') else ''
+    anchor = f'<a id="{nm.lower()}"></a>'   # where other projects' nbdev looks for it
+    return f'{anchor}\n\n::::{{py:{kind}}} {nm}{sig}\n:module: {mod.__name__}\n\n{docs}\n\n{params}\n::::'
+
+# Prose
+
+class Linker:
+    "Make the names in prose links: ours to their entry, fastai's to its documentation"
+    def __init__(self, names): self.names,self.fastai = names,NbdevLookup(strip_libs=('fastai',))
+    def __call__(self, text):
+        done = set()
+        def link(m):
+            nm = m[1]
+            if nm in done or not re.search(r'[A-Z_.]', nm): return m[0]
+            done.add(nm)
+            if nm in self.names: return f'{{py:obj}}`{nm} <{self.names[nm]}>`'
+            url = self.fastai.doc(nm) if re.match('[A-Z]', nm) else None
+            return f'[`{nm}`]({url})' if url and 'docs.fast.ai' in url else m[0]
+        def line(s): return s if s.startswith(('#','```')) else re.sub(r'(?<![`\[}])`([A-Za-z_][\w.]*)`(?![`\]])', link, s)
+        parts = re.split(r'(^```.*?^```$)', text, flags=re.M|re.S)
+        return ''.join(o if i%2 else '\n'.join(map(line, o.split('\n'))) for i,o in enumerate(parts))
+
+def page(p):
+    "The page of the notebook at `p`, a path within `nbs`: `06_schedule.ipynb` is `schedule`"
+    *folders,nm = Path(p).with_suffix('').as_posix().lower().split('/')
+    return '/'.join([*folders, re.sub(r'^[0-9]+[a-z0-9]*_', '', nm)])
+
+def link_pages(text): return re.sub(r'\]\((?!\w+:)([^)#\s]+)\.ipynb', lambda m: f']({page(m[1])}.ipynb', text)
+
+def split_title(text):
+    "The title, the line below it, and nbdev's settings in a page's first cell"
+    lines = [o for o in text.splitlines() if o.strip()]
+    return lines[0].lstrip('# '),' '.join(o[2:] for o in lines if o.startswith('> ')),dict(o[2:].split(': ', 1) for o in lines if o.startswith('- '))
+
+class Page:
+    "A notebook, as a page"
+    def __init__(self, path):
+        self.path,self.nb = path,read_nb(path)
+        self.name = page(path.relative_to(root/'nbs'))
+        self.title,self.text,settings = split_title(self.nb.cells[0].source)
+        self.order = float(settings.get('order', 50))
+        self.cells = []
+        for c in self.nb.cells[1:]:
+            if c.cell_type=='code':
+                c.options = c.directives
+                c.remove_directives()
+            self.cells.append(c)
+        exports = [c.options['default_exp'] for c in self.cells if c.cell_type=='code' and 'default_exp' in c.options]
+        self.mod = import_module(f'fastaccum.{exports[0]}') if exports else None
+        folder = self.name.split('/')[0] if '/' in self.name else ''
+        self.section = 'reference' if self.mod else folder
+
+    def exported(self): return [c for c in self.cells if c.cell_type=='code' and 'export' in c.options]
+    def public(self): return {nm:f'{self.mod.__name__}.{nm}' for c in self.exported() for nm in defined(c.source)}
+
+    def typed(self):
+        "What to type to have what the page is about"
+        names = [nm for nm in self.public() if '.' not in nm]
+        top = [nm for nm in names if nm in import_module('fastaccum').__all__]
+        where,names = ('fastaccum',top) if top else (self.mod.__name__,names)
+        return f'```python\nfrom {where} import {", ".join(names)}\n```' if names else ''
+
+    def shown(self, link):
+        "Its cells for Sphinx"
+        yield mk_cell(f'# {self.title}\n\n{{.lede}}\n{link(self.text)}' + (f'\n\n{self.typed()}' if self.mod else ''), 'markdown')
+        for c in self.cells:
+            if c.cell_type!='code':
+                yield mk_cell(link_pages(link(c.source)), 'markdown')
+                continue
+            opts = c.options
+            if {'hide','default_exp'} & opts.keys() or 'export' in opts and only_imports(c.source): continue
+            c.metadata,meta = {},{}
+            if 'export' in opts:
+                for nm in defined(c.source): yield mk_cell(entry(self.mod, nm), 'markdown')
+                c.metadata['tags'] = ['hide-input']
+            elif 'code-fold' in opts or self.draws(c): c.metadata['tags'] = ['hide-input']
+            for o in c.outputs:
+                if 'text' in o: o['text'] = readme.shown(''.join(o['text']))
+                if 'text/markdown' in o.get('data', {}): o.data['text/markdown'] = link_pages(''.join(o.data['text/markdown']))
+                if any(k.startswith('image/') for k in o.get('data', {})): meta['image'] = dict(alt=self.alt(c))
+            if meta: c.metadata['mystnb'] = meta
+            if c.source or c.outputs: yield c
+
+    def draws(self, c):
+        "Is the cell there for the picture or the table below it?"
+        kinds = {k for o in c.outputs for k in o.get('data', {})}
+        return 'text/markdown' in kinds or 'image/png' in kinds and c.source.count('\n')>3
+
+    def alt(self, c):
+        alt = c.options.get('fig-alt', '').strip('"')
+        if not alt: sys.exit(f'{self.path.relative_to(root)}: the picture of cell {c.id} needs a text for those who do not see it: #| fig-alt: ...')
+        return alt
+
+    def markdown(self):
+        "The page as Markdown, its pictures in files next to it"
+        def image(id, data):
+            fn = site/f'{self.name}_files/{id}.png'
+            fn.parent.mkdir(parents=True, exist_ok=True)
+            fn.write_bytes(data)
+            return f'{readme.docs_url()}/{self.name}_files/{id}.png'
+        nb = json.loads(self.path.read_text(encoding='utf-8'))
+        return readme.markdown(nb, readme.docs_url(), image, folder=self.name.rpartition('/')[0])
+
+# The site
+
+def toctree(names): return '\n'.join(['```{toctree}', ':hidden:', ':titlesonly:', '', *names, '```'])
+
+def landing(title, text, pages, link):
+    "The first page of a section: what there is in it"
+    def names(p): return ', '.join(f'{{py:obj}}`{nm} <{full}>`' for nm,full in p.public().items() if '.' not in nm) if p.mod else ''
+    rows = [f'[{p.title}](/{p.name}.ipynb)\n: {link(p.text)}\n\n  {names(p)}\n' for p in pages]
+    return f'# {title}\n\n{{.lede}}\n{link_pages(text)}\n\n' + '\n'.join(rows) + '\n' + toctree(f'/{p.name}' for p in pages)
+
+def sources():
+    "What the site is made of"
+    names = subprocess.run(['git','ls-files','-co','--exclude-standard','nbs','fastaccum','docs','tools','*.md','*.toml','*.ini'], cwd=root, capture_output=True, text=True)
+    return [root/o for o in sorted(names.stdout.split('\n')) if o and (root/o).is_file()]
+
+def fingerprint():
+    "Changes when the site should be built again"
+    return hashlib.sha256(b''.join(o.name.encode()+o.read_bytes() for o in sources())).hexdigest()
+
+def stage(src, pages):
+    "Write what Sphinx reads to `src`"
+    names = {k:v for p in pages if p.mod for k,v in p.public().items()}
+    link = Linker(names)
+    def put(nm, text):
+        (src/nm).parent.mkdir(parents=True, exist_ok=True)
+        (src/nm).write_text(text, encoding='utf-8')
+    for k,(title,text) in sections.items(): put(f'{k}/index.md', landing(title, text, [p for p in pages if p.section==k], link))
+    for nm in ('CHANGELOG','CONTRIBUTING'):
+        text = (root/f'{nm}.md').read_text(encoding='utf-8')
+        put(f'{nm.lower()}.md', re.sub(re.escape(readme.docs_url())+r'/([\w/]+)\.html', r'\1.ipynb', text))
+    for p in pages:
+        cells = list(p.shown(link))
+        if p.name=='index': cells.append(mk_cell(toctree([f'{k}/index' for k in sections] + [o for o in single if (src/f'{o}.ipynb').exists() or (src/f'{o}.md').exists()]), 'markdown'))
+        (src/p.name).parent.mkdir(parents=True, exist_ok=True)
+        write_nb(new_nb(cells, meta=dict(language_info=dict(name='python', pygments_lexer='ipython3'))), src/f'{p.name}.ipynb')
+    (src/'names.json').write_text(json.dumps(names))
+
+def main():
+    os.environ['IN_TEST'] = '1'   # no cell exports the library
+    os.chdir(root)
+    pages = sorted((Page(p) for p in nbglob(root/'nbs', as_path=True)), key=lambda p: (p.name=='index', p.order, p.name))
+    with TemporaryDirectory() as tmp:
+        src,out = Path(tmp)/'pages',Path(tmp)/'site'
+        stage(src, pages)
+        rc = subprocess.call([sys.executable, '-W', 'ignore', '-m', 'sphinx', '-qW', '--keep-going', '-c', here, '-d', Path(tmp)/'doctrees', src, out])
+        if rc: return rc
+        shutil.rmtree(site, ignore_errors=True)
+        shutil.copytree(out, site)
+        shutil.copy(src/'names.json', site)
+    for p in pages: (site/f'{p.name}.html.md').write_text(p.markdown(), encoding='utf-8')
+    (site/'.fingerprint').write_text(fingerprint())
+    print(f'{len(pages)+len(sections)+2} pages in {site.name}')
+
+if __name__=='__main__': sys.exit(main())

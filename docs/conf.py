@@ -1,0 +1,43 @@
+"Settings of Sphinx; build.py prepares the pages."
+import inspect, re, sys
+from importlib import import_module
+from pathlib import Path
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from build import resolve, root
+
+ini,toml = ((root/o).read_text(encoding='utf-8') for o in ('settings.ini','pyproject.toml'))
+def fact(pattern, text): return re.search(pattern, text, re.M)[1]
+
+project = fact(r'^name *= *"(.+)"', toml)
+author = copyright = fact(r'^author *= *(.+)', ini)
+release = fact(r'^__version__ *= *"(.+)"', (root/project/'__init__.py').read_text(encoding='utf-8'))
+html_title = f'{project} {release}'
+html_baseurl,repository = fact(r'^Documentation *= *"(.+)"', toml),fact(r'^Repository *= *"(.+)"', toml)
+
+extensions = ['myst_nb', 'sphinx_copybutton', 'sphinx.ext.githubpages', 'sphinx.ext.linkcode']
+nb_execution_mode = 'off'
+nb_render_markdown_format = 'myst'   # tables that a cell made
+nb_code_prompt_show = nb_code_prompt_hide = 'Source'
+myst_enable_extensions = ['attrs_block', 'colon_fence', 'deflist']
+myst_heading_anchors = 4
+suppress_warnings = ['myst.header', 'misc.highlighting_failure']   # a changelog skips a level; a shown default may be no Python
+add_module_names = False
+toc_object_entries_show_parents = 'hide'
+nitpicky = False
+
+html_theme = 'furo'
+pygments_style,pygments_dark_style = 'default','github-dark'
+html_static_path,html_css_files,html_favicon = ['style.css'],['style.css'],'icon.svg'
+html_copy_source = html_show_sphinx = False
+html_theme_options = dict(top_of_page_buttons=[], footer_icons=[],
+    light_css_variables={'color-brand-primary':'#1d5fa8', 'color-brand-content':'#1d5fa8', 'color-brand-visited':'#1d5fa8'},
+    dark_css_variables={'color-brand-primary':'#7fb8f5', 'color-brand-content':'#7fb8f5', 'color-brand-visited':'#7fb8f5'})
+copybutton_selector = '.cell_input div.highlight pre, div[class^="highlight-"]:not(.output) > div.highlight > pre'
+
+def linkcode_resolve(domain, info):
+    "The lines of a public name on GitHub"
+    mod = import_module(info['module'])
+    url,o = f'{repository}/blob/main/{info["module"].replace(".", "/")}.py',resolve(mod, info['fullname'])
+    if not (inspect.isclass(o) or inspect.isfunction(o)): return url
+    lines,start = inspect.getsourcelines(o)
+    return f'{url}#L{start}-L{start+len(lines)-1}'

@@ -1,0 +1,186 @@
+"""The documentation site, in a real browser: `make docs-test` builds it and runs this.
+
+Where the site has not been built it is not tested, and without Chromium not in a browser; pytest says so. `SITE=built`
+makes a failure of the former. `SHOTS=folder` keeps a picture of each page, wide and narrow, light and dark.
+"""
+import functools, http.server, json, os, re, shutil, sys, threading
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import quote, unquote, urldefrag, urljoin
+import pytest
+
+root = Path(__file__).resolve().parent.parent
+site = root/'_docs'
+chromium = shutil.which('chromium') or shutil.which('chromium-browser') or shutil.which('google-chrome')
+
+def skip(why):
+    if os.environ.get('SITE')=='built': pytest.fail(f'the site should have been built, but {why}')
+    pytest.skip(f'THE SITE IS NOT TESTED: {why}', allow_module_level=True)
+if not (site/'.fingerprint').exists(): skip('it has not been built: make docs')
+try: from playwright.sync_api import sync_playwright
+except ImportError: skip('playwright is not installed: make docs')
+sys.path.insert(0, str(root/'docs'))
+from build import fingerprint
+if (site/'.fingerprint').read_text()!=fingerprint(): skip('it is older than what it is made of: make docs')
+needs_browser = pytest.mark.skipif(not chromium, reason='THE SITE IS NOT TESTED IN A BROWSER: install Chromium (tools/chromium.sh, on Debian and Ubuntu)')
+
+pages = sorted(o.relative_to(site).as_posix() for o in site.rglob('*.html') if '_static' not in o.parts)
+names = json.loads((site/'names.json').read_text())
+
+# What can be seen without a browser
+
+class Links(HTMLParser):
+    "The ids and links of a page, and the links to source by the id of their name"
+    def __init__(self, page):
+        super().__init__()
+        self.ids,self.hrefs,self.sources,self.dt = set(),[],{},None
+        self.feed((site/page).read_text(encoding='utf-8'))
+    def handle_starttag(self, tag, attrs):
+        a = dict(attrs)
+        if 'id' in a: self.ids.add(a['id'])
+        if tag=='dt': self.dt = a.get('id')
+        elif tag=='dd': self.dt = None
+        for k in ('href','src'):
+            if a.get(k): self.hrefs.append(a[k])
+        if self.dt and '/blob/' in a.get('href', ''): self.sources[self.dt] = a['href']
+
+@functools.cache
+def links(page): return Links(page)
+
+def test_every_section_has_pages():
+    for o in ('tutorials','explanations','guarantees','reference'): assert f'{o}/index.html' in pages
+    for o in ('index','differences','compatibility','coming_from','changelog','contributing','search'): assert f'{o}.html' in pages
+
+@pytest.mark.parametrize('page', pages)
+def test_links_resolve(page):
+    bad = []
+    for href in links(page).hrefs:
+        url,anchor = urldefrag(urljoin(f'http://site/{page}', href))
+        if not url.startswith('http://site/'): continue
+        path = unquote(url.removeprefix('http://site/').partition('?')[0]) or 'index.html'
+        if not (site/path).is_file() or anchor and path.endswith('.html') and unquote(anchor) not in links(path).ids: bad.append(href)
+    assert not bad
+
+def test_pages_that_the_modules_name_exist():
+    for fn in (root/'fastaccum').glob('*.py'):
+        for o in re.findall(r'https://fastaccum.github.io/fastaccum/(\S+?)["\s]', fn.read_text(encoding='utf-8')): assert (site/o).is_file(), o
+
+def test_every_public_name_has_an_entry():
+    from importlib import import_module
+    for fn in (root/'fastaccum').glob('[a-z]*.py'):
+        mod = import_module(f'fastaccum.{fn.stem}')
+        own = [nm for nm in getattr(mod, '__all__', []) if fn.stem!='all']
+        assert [nm for nm in own if nm not in names]==[], fn.name
+
+@pytest.mark.parametrize('name', names)
+def test_entry(name):
+    "A public name has an anchor, and a link to the lines that define it"
+    full = names[name]
+    page = f'{full.split(".")[1]}.html'
+    assert {full,name.lower()} <= links(page).ids
+    path,_,line = links(page).sources[full].partition('/blob/main/')[2].partition('#L')
+    text = (root/path).read_text(encoding='utf-8').split('\n')
+    short = name.split('.')[-1]
+    if line: assert re.search(fr'(def|class) {short}\b', '\n'.join(text[int(line.split('-')[0])-1:][:2]))
+    else: assert re.search(fr'^{short}\b', '\n'.join(text), re.M)
+
+# What cannot
+
+@pytest.fixture(scope='session')
+def url():
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *args): pass
+    class Server(http.server.ThreadingHTTPServer):
+        def handle_error(self, *args): pass   # the browser went on before it had everything
+    with Server(('127.0.0.1', 0), functools.partial(Handler, directory=str(site))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f'http://127.0.0.1:{server.server_port}/'
+        server.shutdown()
+
+@pytest.fixture(scope='session')
+def browser():
+    with sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=chromium, args=['--no-sandbox', '--disable-gpu', '--disable-background-networking'])
+        yield browser
+        browser.close()
+
+@pytest.fixture
+def tab(browser, url):
+    "A tab that notes what went wrong in it"
+    context = browser.new_context()
+    context.grant_permissions(['clipboard-read','clipboard-write'], origin=url.rstrip('/'))
+    page,wrong = context.new_page(),[]
+    page.on('console', lambda o: o.type=='error' and wrong.append(f'console: {o.text}'))
+    page.on('pageerror', lambda o: wrong.append(f'error: {o}'))
+    page.on('requestfailed', lambda o: wrong.append(f'request failed: {o.url}'))
+    page.on('request', lambda o: o.url.startswith((url,'data:')) or wrong.append(f'leaves the machine: {o.url}'))
+    page.wrong = wrong
+    yield page
+    context.close()
+
+look = """() => {
+    const wrong = [], width = document.documentElement.clientWidth, all = (s) => [...document.querySelectorAll(s)];
+    const seen = (e) => e.getClientRects().length > 0;
+    const scrolls = (e) => { for (; e && e.tagName != 'BODY'; e = e.parentElement)
+        if (['auto','scroll'].includes(getComputedStyle(e).overflowX)) return e; return null; };
+    if (document.documentElement.scrollWidth > width) wrong.push(`scrolls sideways: ${document.documentElement.scrollWidth} > ${width}`);
+    for (const e of all('article img')) {
+        if (!e.alt) wrong.push(`no alt text: ${e.src}`);
+        if (!e.naturalWidth) wrong.push(`no picture: ${e.src}`);
+        if (seen(e) && e.getBoundingClientRect().right > width+1) wrong.push(`picture cut: ${e.src}`);
+    }
+    for (const e of all('article table').filter(seen)) {
+        const box = scrolls(e);
+        if ((box || e).getBoundingClientRect().right > width+1) wrong.push(`table cut: ${e.textContent.slice(0, 40)}`);
+    }
+    for (const e of all('article p')) if (/^\\||\\]\\(|^#+ |```/.test(e.textContent)) wrong.push(`Markdown left over: ${e.textContent.slice(0, 40)}`);
+    for (const e of all('article div.highlight').filter(e => !e.closest('.cell_output')))
+        if (!e.querySelector('button.copybtn')) wrong.push(`no copy button: ${e.textContent.slice(0, 40)}`);
+    const light = (c) => { const v = c.match(/[\\d.]+/g).map(Number).slice(0, 3).map(o => (o /= 255) <= .04045 ? o/12.92 : ((o+.055)/1.055)**2.4);
+        return .2126*v[0]+.7152*v[1]+.0722*v[2]; };
+    const ground = light(getComputedStyle(document.body).backgroundColor);
+    for (const e of all('article p, article li, article td, article h1, .sidebar-tree a').filter(seen)) {
+        const [a,b] = [light(getComputedStyle(e).color), ground].sort((x,y) => y-x);
+        if ((a+.05)/(b+.05) < 4.5) { wrong.push(`hard to read: ${e.textContent.slice(0, 40)}`); break; }
+    }
+    return [wrong, ground];
+}"""
+
+@needs_browser
+@pytest.mark.parametrize('page', pages)
+def test_page(tab, url, page):
+    shots = os.environ.get('SHOTS')
+    for device,size in (('wide',(1280,900)), ('narrow',(390,844))):
+        tab.set_viewport_size(dict(width=size[0], height=size[1]))
+        tab.emulate_media(color_scheme='light')
+        tab.goto(url+page, wait_until='load')
+        for scheme in ('light','dark'):
+            tab.emulate_media(color_scheme=scheme)
+            wrong,ground = tab.evaluate(look)
+            assert not wrong+tab.wrong, (device,scheme)
+            assert (ground<0.2)==(scheme=='dark')
+            if shots: tab.screenshot(path=f'{shots}/{page.replace("/", "-")}-{device}-{scheme}.png', full_page=True)
+
+@needs_browser
+def test_search_finds_every_public_name(tab, url):
+    lost = []
+    for name,full in names.items():
+        tab.goto(f'{url}search.html?q={quote(name)}')
+        try: tab.wait_for_selector(f'#search-results a[href$="#{full}"]', timeout=20000, state='attached')
+        except Exception: lost.append(name)
+    assert not lost and not [o for o in tab.wrong if not o.startswith('request failed')]   # going on ends requests
+
+@needs_browser
+def test_search_finds_words(tab, url):
+    for word,page in (('carried','every_sample_once'), ('overflow','mixed_precision'), ('Lightning','coming_from')):
+        tab.goto(f'{url}search.html?q={word}')
+        tab.wait_for_selector(f'#search-results a[href*="{page}"]', timeout=20000, state='attached')
+
+@needs_browser
+def test_copying(tab, url):
+    tab.goto(url)
+    block = tab.locator('div.highlight', has_text='make demo').first
+    block.hover()
+    block.locator('button.copybtn').click()
+    assert 'make demo' in tab.evaluate('navigator.clipboard.readText()')
+    assert 'make test' in tab.evaluate('navigator.clipboard.readText()')

@@ -1,6 +1,9 @@
 """What a micro-batch costs: microseconds with a tiny model, where everything but the host's work vanishes.
 
-The arms are alternated in one process, because machines are noisy; medians and ratios are printed. `python benchmarks/overhead.py`
+The arms are alternated in one process, because machines are noisy; medians and ratios are printed. It is processor time of one
+thread: on a quiet machine that is the time on the clock, and on a busy one it is disturbed less. `python benchmarks/overhead.py`
+
+`python benchmarks/overhead.py --tried` measures fastaccum without parts of what saves time (see the page on dispatch).
 """
 import os
 os.environ.setdefault('OMP_NUM_THREADS', '1')
@@ -46,12 +49,35 @@ def bare(learn, k):
             opt.step()
             opt.zero_grad()
 
-def seconds(f, *args):
-    t = time.perf_counter()
-    f(*args)
-    return time.perf_counter()-t
+class FastaisDispatch(GradientAccumulation):
+    "fastaccum, and every callback is asked for every event"
+    name = 'gradient_accumulation'
+    def before_train(self):
+        super().before_train()
+        self.dispatch.leave()
 
-def measure(loss_func, k):
+class FastaisEvents(GradientAccumulation):
+    "fastaccum, and only the callbacks that have something to do are asked, through fastai's `_with_events`"
+    name = 'gradient_accumulation'
+    def before_train(self):
+        super().before_train()
+        del vars(self.learn)['_with_events']
+
+class NotLooked(GradientAccumulation):
+    "fastaccum, and nobody looks whether the Learner or the model answer to an event"
+    name = 'gradient_accumulation'
+    def before_train(self):
+        super().before_train()
+        self.dispatch.answered = lambda event_name: False
+
+tried = {"fastaccum, fastai's dispatch":FastaisDispatch, "fastaccum, fastai's _with_events":FastaisEvents, 'fastaccum, Learner not looked at':NotLooked}
+
+def seconds(f, *args):
+    t = time.process_time()
+    f(*args)
+    return time.process_time()-t
+
+def measure(loss_func, k, tried={}):
     "Microseconds per micro-batch of each arm, a list per arm"
     learn = learner(loss_func)
     learn.validate = None
@@ -60,6 +86,7 @@ def measure(loss_func, k):
         "fastai's GradientAccumulation": lambda: learn.fit(1, 1e-3, cbs=FastaiGradientAccumulation(bs*k)),
         'fastaccum': lambda: learn.fit(1, 1e-3, cbs=GradientAccumulation(bs*k)),
         "fastaccum, 'auto'": lambda: learn.fit(1, 1e-3, cbs=GradientAccumulation(bs*k, micro_batch_size='auto'))}
+    for nm,cls in tried.items(): arms[nm] = lambda cls=cls: learn.fit(1, 1e-3, cbs=cls(bs*k))
     for f in arms.values(): f()
     times = {nm:[] for nm in arms}
     for i in progress_bar(range(rounds), leave=False) if sys.stderr.isatty() else range(rounds):
@@ -71,11 +98,10 @@ def main():
     print(f'{n_batches} micro-batches of {bs}, {rounds} rounds, alternated; torch {torch.__version__}')
     for loss_func,nm in ((mse,'mean over samples'),(CrossEntropyLossFlat(),'mean over targets')):
         for k in (1,4,16):
-            times = measure(loss_func, k)
-            ref = times["fastai's GradientAccumulation"]
-            print(f'\nloss a {nm}, {k} micro-batches a step\n  {"":30} µs/micro-batch   to fastai\'s callback')
+            times = measure(loss_func, k, tried if '--tried' in sys.argv else {})
+            print(f'\nloss a {nm}, {k} micro-batches a step\n  {"":34} µs/micro-batch   to fastai   to fastai\'s callback')
             for o,ts in times.items():
-                ratio = statistics.median(a/b for a,b in zip(ts, ref))
-                print(f'  {o:30} {statistics.median(ts):14.0f} {ratio:14.2f}')
+                to = [statistics.median(a/b for a,b in zip(ts, times[ref])) for ref in ('fastai, no callback',"fastai's GradientAccumulation")]
+                print(f'  {o:34} {statistics.median(ts):14.0f} {to[0]:11.2f} {to[1]:11.2f}')
 
 if __name__=='__main__': main()

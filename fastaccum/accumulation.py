@@ -13,6 +13,7 @@ from fastai.callback.core import CancelBatchException
 from fastai.callback.fp16 import MixedPrecision
 from fastcore.basics import patch
 from .checks import check_bool, check_count, check_learner, check_plan
+from .dispatch import Dispatch
 from .gradients import empty_grads, scale_grads, take_step
 from .listeners import Guest, listen
 from .macro_batch import MacroBatch, Plan
@@ -24,7 +25,7 @@ from .sync import alone, find_sync
 class GradientAccumulation(Guest):
     "Step once per `accum_bs` samples, as if they had come in one batch"
     order,run_valid = MixedPrecision.order-4,False
-    listeners,log_steps,counted,at,pending,planned,sync = (),True,False,None,None,None,alone
+    listeners,log_steps,counted,at,pending,planned,sync,dispatch = (),True,False,None,None,None,alone,None
 
     def __init__(self,
         accum_bs:int=None, # Samples per optimizer step, over all processes, rounded up to whole micro-batches. Defaults to `n_acc`
@@ -77,7 +78,7 @@ def before_fit(self:GradientAccumulation):
 @patch
 def _leave(self:GradientAccumulation):
     "Take the listeners' methods off, drop what was accumulated"
-    self.sync = self.sync.leave()
+    self.sync,self.dispatch = self.sync.leave(),self.dispatch and self.dispatch.leave()
     self.micro.leave()
     if self.listeners:
         for o in self.listeners: o.leave()
@@ -105,7 +106,7 @@ def before_train(self:GradientAccumulation):
     if (plan.loaders,plan.n_epoch)!=(self.sync.look(self, learn.dls.train),learn.n_epoch):
         self.planned = self.plan(learn.dls, learn.n_epoch)
     if self.step is None: self.step = sum(self.planned.steps[:learn.epoch])   # `start_epoch` may have skipped some
-    self.at = self.pending = None
+    self.at,self.pending,self.dispatch = None,None,Dispatch(self, self.dispatch)
     self.macro.start(*self.planned.begin(learn.epoch, self.step, 0))
 
 @patch
@@ -154,8 +155,7 @@ def _close(self:GradientAccumulation):
     scale_grads(self.learn.opt, self.measure.correction(macro))
     loss = self.measure.known = self.mean_loss
     if self.log_steps: self.learn.loss = loss
-    macro.stepped = True
-    self.step += 1
+    macro.stepped,self.step = True,self.step+1
     for o in self.listeners: o.complete()
 
 # %% ../nbs/05_accumulation.ipynb #remainder

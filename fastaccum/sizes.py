@@ -104,7 +104,7 @@ class Measure:
         n:int # Samples in its micro-batch
     )->tuple: # Size, what it would be with nothing ignored, and the loss, detached
         if self.loss_func is not learn.loss_func: self.look_at(learn.loss_func)   # MixUp replaces it while training
-        self.loss = learn.loss.detach().as_subclass(torch.Tensor)
+        self.loss = learn.loss.as_subclass(torch.Tensor).detach()   # in this order: fastai's subclass answers through Python
         if self.find is None: return None,None,self.loss
         size = n if self.find is samples else self.find(learn)
         if self.size is not None: size = check_size(size, look=self.first)
@@ -115,7 +115,7 @@ class Measure:
         return self._tensor(learn, n, size)
 
     def _tensor(self, learn, n, size):
-        size = size.as_subclass(torch.Tensor).reshape(()).to(torch.promote_types(learn.loss_grad.dtype, torch.float32))
+        size = size.as_subclass(torch.Tensor).reshape(()).to(torch.promote_types(learn.loss_grad.as_subclass(torch.Tensor).dtype, torch.float32))
         if getattr(self.find, 'nan_grad', True): self._mask_grad(learn.pred, size>0)
         y = learn.yb[0]
         most = (y.numel() if isinstance(y, torch.Tensor) else n)*getattr(self.find, 'mean_weight', 1.)

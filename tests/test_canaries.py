@@ -2,7 +2,7 @@
 import inspect
 import pytest, torch
 from torch import nn
-from fastai.callback.core import Callback, CancelBatchException, CancelStepException, TrainEvalCallback, _inner_loop
+from fastai.callback.core import Callback, CancelBatchException, CancelStepException, TrainEvalCallback, _inner_loop, event
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.schedule import LRFinder, ParamScheduler
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation, GradientClip
@@ -211,3 +211,46 @@ def test_learner_attributes_that_a_search_puts_back_are_in_its_dict():
     learn = toy(4, n=8)
     assert {'dls','model','loss_func','opt','cbs','logger','training','n_epoch','recorder'}<=vars(learn).keys() and isinstance(learn.cbs.items, list)
     assert isinstance(vars(learn.dls)['loaders'], list)
+
+# What the dispatch of events relies on
+
+def test_a_learner_asks_its_instance_for_call_one():
+    learn,called = toy(4, n=8),[]
+    learn._call_one = called.append
+    learn('before_batch')
+    assert called==['before_batch']
+
+def test_with_events_asks_the_learner_for_nothing_but_to_be_called():
+    "So that another object can take the Learner's place in it"
+    from fastai.learner import Learner
+    assert Learner._with_events.__code__.co_names==()
+
+def test_call_one_calls_each_callback_in_order_and_nothing_else():
+    from fastai.learner import Learner
+    assert set(Learner._call_one.__code__.co_names)=={'hasattr','event','Exception','cbs','sorted'}
+    assert all(hasattr(event, o) for o in _inner_loop)
+
+def test_only_after_fit_does_something_to_a_callback_without_a_method():
+    src = inspect.getsource(Callback.__call__)
+    assert src.count('event_name==')==1 and "if event_name=='after_fit': self.run=True" in src and 'getcallable(self, event_name)()' in src
+    class Deaf(Callback): pass
+    cb = Deaf()
+    cb.learn = toy(4, n=8)
+    before = dict(vars(cb))
+    assert [cb(o) for o in _inner_loop]==[None]*len(_inner_loop) and vars(cb)==before
+
+def test_a_missing_method_is_looked_up_in_the_learner_and_then_in_the_model():
+    class Deaf(Callback): pass
+    learn,cb = toy(4, n=8),Deaf()
+    learn.add_cb(cb)
+    assert (Callback._default,type(learn)._default)==('learn','model') and vars(cb)['learn'] is learn
+    learn.model.after_loss = lambda: 'model'
+    assert cb('after_loss')=='model'
+    learn.after_loss = lambda: 'learner'
+    assert cb('after_loss')=='learner'
+
+def test_callbacks_are_kept_in_an_l_whose_items_are_sorted_as_a_list_is():
+    from fastcore.foundation import L
+    learn = toy(4, n=8)
+    assert type(learn.cbs) is L and type(learn.cbs.items) is list
+    assert list(learn.cbs.sorted('order'))==sorted(learn.cbs.items, key=lambda o: getattr(o, 'order', 0))

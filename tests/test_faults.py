@@ -53,7 +53,7 @@ def faulty_fit(learn, fault, acc, permanent, watchers=watchers):
 
 def check_clean(learn):
     "Nothing is left of accumulation"
-    assert not {'all_batches','_step','one_batch'}&vars(learn).keys()
+    assert not {'all_batches','_step','one_batch','_call_one','_with_events'}&vars(learn).keys()
     for cb in learn.cbs:
         assert 'after_batch' not in vars(cb), f'{cb} still has our after_batch'
         assert cb.run and cb.run_train and cb.run_valid==type(cb).run_valid

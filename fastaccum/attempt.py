@@ -97,7 +97,7 @@ class Attempt:
         "Note what is"
         self.generators.note()
         self.buffers.note()
-        self.added.note(first)
+        if self.learn.training: self.added.note(first)
 
     def undo(self):
         "Go back to what was, and release memory; returns what `Added.undo` does"
@@ -108,4 +108,4 @@ class Attempt:
         learn.pred = learn.loss = learn.loss_grad = None
         learn.xb = learn.yb = ()
         free_memory(self.device)
-        return self.added.undo()
+        return self.added.undo() if learn.training else []

@@ -52,7 +52,7 @@ class AutoSize(FixedSize):
     def __init__(self,
         split=split # A function of a batch, the first sample, the one after the last, and the number of samples in the batch
     ):
-        self.split,self.done = split,[]
+        self.split,self.done,self.valid_size = split,[],None
 
     def enter(self, acc):
         "Take over `all_batches` and `_step` of the Learner of `acc`"
@@ -74,6 +74,13 @@ class AutoSize(FixedSize):
             if d.get(nm)==f: d.update({nm:self.own[nm]}) if nm in self.own else d.pop(nm)
         self.acc = self.now = self.all_batches = self.one_step = None
 
+    @property
+    def fits(self):
+        "Samples that fit, as far as is known: of batches that train, or of others"
+        return self.size if self.acc.learn.training else self.valid_size
+    @fits.setter
+    def fits(self, n): setattr(self, 'size' if self.acc.learn.training else 'valid_size', n)
+
     def merge(self):
         "The backward pass of a micro-batch is complete"
         if self.done and not self.more: self.restore(0)
@@ -85,22 +92,21 @@ class AutoSize(FixedSize):
 # %% ../nbs/04e_recovery.ipynb #batch
 @patch
 def batches(self:AutoSize):
-    "The `all_batches` of a Learner that trains"
+    "The `all_batches` of a Learner in a fit"
     acc,learn = self.acc,self.acc.learn
-    if not (learn.training and acc.run and acc in learn.cbs): return self.all_batches()
+    if not (acc.run and acc in learn.cbs): return self.all_batches()
     learn.n_iter = len(learn.dl)
     for i,b in enumerate(learn.dl):
-        if not self.looked: self.looked = self.split(b, 0, 1, find_bs(b)) or True   # refuse what cannot be split before a weight moves
-        if self.size is None and self.attempt(i, b): continue
+        if learn.training and not self.looked: self.looked = self.split(b, 0, 1, find_bs(b)) or True   # refuse it before a weight moves
+        if self.fits is None and self.attempt(i, b): continue
         n = find_bs(b)
-        if self.size is None: self.again(i, b, n, 0, n, True)
-        else: self.pieces(i, b, n, 0, n, True)
+        (self.again if self.fits is None else self.pieces)(i, b, n, 0, n, True)
 
 @patch
 def pieces(self:AutoSize, i, b, n, start, stop, last):
     "Samples `start` to `stop` of the `n` of a batch, in micro-batches that fit; `last` if the batch ends with them"
     while start<stop:
-        end = min(start+self.size, stop)
+        end = min(start+self.fits, stop)
         self.more = not (last and end==stop)
         if not self.attempt(i, b if end-start==n else self.split(b, start, end, n)): self.again(i, b, n, start, end, not self.more)
         start = end
@@ -109,7 +115,7 @@ def pieces(self:AutoSize, i, b, n, start, stop, last):
 def again(self:AutoSize, i, b, n, start, stop, last):
     "A micro-batch has failed: try it in smaller ones, which do not add to the gradients that have got it already"
     if stop-start==1: raise torch.OutOfMemoryError(f"a micro-batch of a single sample does not fit: {self.failed[1]}")
-    k,self.size = len(self.done),(stop-start)//2
+    k,self.fits = len(self.done),(stop-start)//2
     self.done += self.skip
     self.pieces(i, b, n, start, stop, last)
     self.restore(k)
@@ -124,7 +130,7 @@ def attempt(self:AutoSize, i, b):
     self.now.begin(acc.macro.stepped or not acc.macro.samples)
     try: acc.learn.one_batch(i, b)
     except Exception as e:
-        if acc.counted or not is_out_of_memory(e): raise
+        if acc.counted or not is_out_of_memory(e) or '`after_batch`' in str(e): raise   # metrics may have counted it
         if self.failed is None: self.failed = find_bs(b),str(e).strip().split('\n')[0] or type(e).__name__
     else:
         self.now.generators.passed()
@@ -136,8 +142,8 @@ def attempt(self:AutoSize, i, b):
 @patch
 def tell(self:AutoSize):
     (n,reason),self.failed = self.failed,None
-    warn(f"memory ran out with a micro-batch of {n} samples ({reason}). It was undone, and training goes on, with the same result, "
-         f"in micro-batches of {self.size}")
+    warn(f"memory ran out with a micro-batch of {n} samples ({reason}). It was undone, and the fit goes on, with the same result, "
+         f"in micro-batches of {self.fits}")
 
 # %% ../nbs/04e_recovery.ipynb #step
 @patch

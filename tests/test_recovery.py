@@ -285,13 +285,38 @@ def test_own_split():
     assert_twins(a, b)
     assert calls[0]==(0,1,16) and (0,2,16) in calls
 
-def test_it_is_off_outside_of_the_fit_and_in_validation():
+def test_validation_is_split_too():
+    "With a size of its own; metrics and losses are the twin's"
+    class Evaluated(Capped):
+        valid_cap = 9
+        def limit(self): return super().limit() if self.training else self.valid_cap if self.on else float('inf')
+    def make_model():
+        m = Evaluated(nn.Linear(5,6), nn.Tanh(), nn.Linear(6,6), nn.Tanh(), nn.Linear(6,3)).double()
+        m.cap = 5
+        return m
+    acc = GradientAccumulation(32, micro_batch_size='auto')
+    a,b = (toy(16, n=90, model=make_model, splitter=splitter, metrics=accuracy) for _ in range(2))
+    a.fit_one_cycle(2, 0.1, cbs=GradientAccumulation(32))
+    with pytest.warns(UserWarning) as told: b.fit_one_cycle(2, 0.1, cbs=[acc,Switch()])
+    assert [str(o.message).split()[-1] for o in told if 'memory ran out' in str(o.message)]==['4','8'] and (acc.micro.size,acc.micro.valid_size)==(4,8)
+    for o in (a,b): o.model.calls.zero_()
+    assert_twins(a, b)
+
+def test_a_metric_that_runs_out_of_memory_is_not_asked_twice():
+    learn = toy(16, n=64, model=model, splitter=splitter)
+    class Out(Callback):
+        order = 70
+        def after_batch(self):
+            if not self.training: raise torch.OutOfMemoryError('planted')
+    with pytest.raises(torch.OutOfMemoryError): learn.fit(1, 0.1, cbs=[GradientAccumulation(32, micro_batch_size='auto'),Out()])
+
+def test_it_is_off_outside_of_the_fit():
     learn = toy(16, n=64, model=model, splitter=splitter, cbs=GradientAccumulation(32, micro_batch_size='auto'))
     learn.fit(1, 0.1)
     assert not {'all_batches','_step'}&vars(learn).keys()
     learn.add_cb(Switch())
     learn.model.on = True
-    learn.validate()   # batches of 32, for which there is no memory in training
+    learn.validate()
 
 def test_several_processes_are_refused(monkeypatch):
     import fastaccum.recovery as recovery

@@ -70,7 +70,8 @@ def test_every_public_name_has_an_entry():
     for fn in (root/'fastaccum').glob('[a-z]*.py'):
         mod = import_module(f'fastaccum.{fn.stem}')
         own = [nm for nm in getattr(mod, '__all__', []) if fn.stem!='all']
-        assert [nm for nm in own if nm not in names]==[], fn.name
+        documented = {nm.split('.')[-1] for nm in names}   # nbdev lists some patched methods as names
+        assert [nm for nm in own if nm not in documented]==[], fn.name
 
 @pytest.mark.parametrize('name', names)
 def test_entry(name):

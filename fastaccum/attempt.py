@@ -62,14 +62,15 @@ class Buffers:
         for b,o in zip(self.always+self.others, self.copies): b.copy_(o)
 
 # %% ../nbs/04d_attempt.ipynb #generators
+def _same(a, b): return torch.equal(a, b) if isinstance(a, torch.Tensor) else all(np.array_equal(x, y) for x,y in zip(a, b))
+
 class Generators:
-    "The random number generators that a forward pass may move"
+    "The random number generators that a forward pass moves"
     def __init__(self, device):
         mod,self.left = getattr(torch, device.type, None),2
-        self.pairs = [(torch.default_generator.get_state,torch.default_generator.set_state)]
-        if device.type!='cpu' and hasattr(mod, 'get_rng_state'): self.pairs.append((mod.get_rng_state,mod.set_rng_state))
-        self.slow = [(random.getstate,random.setstate),(np.random.get_state,np.random.set_state)]
-        self.use(self.pairs+self.slow)
+        pairs = [(random.getstate,random.setstate), (np.random.get_state,np.random.set_state), (torch.get_rng_state,torch.set_rng_state)]
+        if device.type!='cpu' and hasattr(mod, 'get_rng_state'): pairs.append((mod.get_rng_state,mod.set_rng_state))
+        self.use(pairs)
 
     def use(self, pairs): self.pairs,self.gets = pairs,[get for get,_ in pairs]
 
@@ -79,11 +80,10 @@ class Generators:
         for (_,put),state in zip(self.pairs, self.states): put(state)
 
     def passed(self):
-        "An attempt went well: after the second, go on with those of Python and NumPy only if it moved them"
+        "An attempt went well: after the second, go on with the generators that it moved"
         if not self.left: return
         self.left -= 1
-        def moved(o, old): return any(not np.array_equal(a, b) for a,b in zip(o[0](), old))
-        if not self.left: self.use([o for o,old in zip(self.pairs, self.states) if o not in self.slow or moved(o, old)])
+        if not self.left: self.use([o for o,old in zip(self.pairs, self.states) if not _same(o[0](), old)])
 
 # %% ../nbs/04d_attempt.ipynb #attempt
 class Attempt:

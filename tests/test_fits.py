@@ -5,7 +5,7 @@ from functools import partial
 from torch import nn
 from torch.nn import functional as F
 from fastai.callback.core import Callback, CancelBackwardException, CancelBatchException, CancelEpochException
-from fastai.callback.progress import CSVLogger, ProgressCallback
+from fastai.callback.progress import ProgressCallback
 from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback
 from fastai.callback.training import ShortEpochCallback
 from fastai.data.core import DataLoaders
@@ -132,58 +132,6 @@ def test_smooth_loss_from_the_first_micro_batch_on():
     assert all(o[0] for o in seen.values)
     for i in range(3): assert abs(seen.values[i][2]-sum(o[1] for o in seen.values[:i+1])/(i+1))<1e-6   # the mean so far
     for i in range(3, 17): assert seen.values[i][2]==learn.recorder.losses[(i+1)//4-1].item()   # from then on, the last recorded
-
-def test_rows_of_the_csv_file(tmp_path):
-    def make(bs, **kwargs):
-        learn = toy(bs, metrics=accuracy, path=tmp_path, **kwargs)
-        learn.recorder.add_time = False
-        return learn
-    rows = []
-    def fit(l, cbs):
-        l.fit_one_cycle(3, 0.05, cbs=cbs)
-        rows.append((tmp_path/'history.csv').read_text().splitlines())
-    twins(make=make, n=70, fit=fit, cbs=lambda: [CSVLogger()])
-    assert rows[0][0]==rows[1][0]=='epoch,train_loss,valid_loss,accuracy' and len(rows[0])==len(rows[1])==4
-    for a,b in zip(rows[0][1:], rows[1][1:]): assert deviation([float(o) for o in a.split(',')], [float(o) for o in b.split(',')])<1e-6
-
-def test_progress_bar_moves_per_micro_batch(capsys, monkeypatch):
-    class Bar(ProgressCallback):
-        moves = []
-        def after_batch(self):
-            super().after_batch()
-            if self.training: self.moves.append((updates[-1], self.pbar.comment))
-        @property
-        def name(self): return 'progress'
-    import fastprogress.fastprogress as fp
-    updates,update = [],fp.ProgressBar.update
-    monkeypatch.setattr(fp.ProgressBar, 'update', lambda self, val: updates.append(val) or update(self, val))
-    learn = toy(4, n=70)
-    learn.fit(1, 0.05, cbs=[GradientAccumulation(16),Bar()])
-    assert [o for o,_ in Bar.moves]==list(range(1, 19)) and all(c for _,c in Bar.moves)
-
-def test_graph_of_the_fit_is_the_twins(monkeypatch):
-    "`ShowGraphCallback`: curve, validation points and bounds"
-    from fastai.callback.progress import ShowGraphCallback
-    graphs = []
-    class Bar:
-        def update_graph(self, graphs_, x, y): graphs.append(([[list(map(float, o)) for o in g] for g in graphs_], list(map(float, x)), list(map(float, y))))
-    class Progress(Callback):
-        def before_fit(self): self.mbar = Bar()
-    twins(n=70, cbs=lambda: [Progress(),ShowGraphCallback()])
-    assert len(graphs)==4 and deviation(graphs[:2], graphs[2:])<1e-6 and graphs[0][0][1][0]==[5.]
-
-def test_plots_are_the_twins():
-    import matplotlib.pyplot as plt
-    a,b = twins(n=70)
-    for plot in ('plot_loss','plot_sched'):
-        lines = []
-        for l in (a,b):
-            plt.close('all')
-            getattr(l.recorder, plot)(**({'skip_start':0} if plot=='plot_loss' else {}))
-            lines.append([line.get_xydata() for ax in plt.gcf().axes for line in ax.get_lines()])
-        assert len(lines[0])==len(lines[1])>0
-        for x,y in zip(*lines): assert x.shape==y.shape and abs(x-y).max()<1e-6
-    plt.close('all')
 
 # Loaders that end sooner or later than announced, batches left out
 

@@ -44,22 +44,23 @@ class Added:
 class Buffers:
     "A copy of the model's buffers"
     def __init__(self, model):
-        named = [(nm.split('.')[-1],b) for nm,b in model.named_buffers()]
-        self.always = [b for nm,b in named if nm.startswith('running_')]   # these change without a new version
-        self.others = [b for nm,b in named if not nm.startswith('running_')]
-        self.copies,self.versions = [b.clone() for b in self.always+self.others],[b._version for b in self.others]
+        self.places = [(m._buffers,nm) for m in model.modules() for nm in m._buffers]
+        self.always = [i for i,(_,nm) in enumerate(self.places) if nm.startswith('running_')]   # these change without a new version
+        self.bufs,self.copies,self.versions = ([None]*len(self.places) for _ in range(3))
 
     def note(self):
         "Bring the copy up to date"
-        if self.always: torch._foreach_copy_(self.copies[:len(self.always)], self.always)
-        for i,b in enumerate(self.others):
-            if b._version!=self.versions[i]:
-                self.copies[len(self.always)+i].copy_(b)
-                self.versions[i] = b._version
+        for i,(d,nm) in enumerate(self.places):
+            b = d[nm]
+            if b is not self.bufs[i]: self.bufs[i],self.copies[i] = b,None if b is None else b.clone()
+            elif b is not None and (b._version!=self.versions[i] or i in self.always): self.copies[i].copy_(b)
+            self.versions[i] = None if b is None else b._version
 
     @torch.no_grad()
     def put_back(self):
-        for b,o in zip(self.always+self.others, self.copies): b.copy_(o)
+        for (d,nm),b,o in zip(self.places, self.bufs, self.copies):
+            d[nm] = b
+            if b is not None: b.copy_(o)
 
 # %% ../nbs/04d_attempt.ipynb #generators
 def _same(a, b): return torch.equal(a, b) if isinstance(a, torch.Tensor) else all(np.array_equal(x, y) for x,y in zip(a, b))

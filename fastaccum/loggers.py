@@ -43,7 +43,7 @@ class WatchHooks:
     def __init__(self, acc):
         self.acc,self.hooks,model = acc,[],acc.learn.model
         grads = {id(p._backward_hooks):p for p in model.parameters() if p._backward_hooks}
-        for handle in getattr(sys.modules['wandb'].run._torch_history, '_hook_handles', {}).values():
+        for handle in getattr(getattr(sys.modules['wandb'].run, '_torch_history', None), '_hook_handles', {}).values():
             hooks,i = handle.hooks_dict_ref(),handle.id
             if hooks is None or i not in hooks: continue
             p = grads.get(id(hooks))

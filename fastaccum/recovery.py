@@ -61,7 +61,7 @@ class AutoSize(FixedSize):
             raise ValueError("`micro_batch_size='auto'` in several processes: when memory runs out in one of them, the others would wait for it. "
                 "Give the DataLoaders a batch size that fits (`learn.bs_find`, in one process)")
         learn,self.acc = acc.learn,acc
-        self.now,self.looked,self.stepped,self.done = Attempt(learn),False,False,[]
+        self.now,self.looked,self.stepped,self.failed,self.done = Attempt(learn),False,False,None,[]
         self.own = {nm:vars(learn)[nm] for nm in ('all_batches','_step') if nm in vars(learn)}
         self.all_batches,self.one_step = learn.all_batches,learn._step
         vars(learn).update(all_batches=self.batches, _step=self.step)
@@ -98,6 +98,7 @@ def batches(self:AutoSize):
     learn.n_iter = len(learn.dl)
     for i,b in enumerate(learn.dl):
         if learn.training and not self.looked: self.looked = self.split(b, 0, 1, find_bs(b)) or True   # refuse it before a weight moves
+        self.more = False   # a batch before may have ended in the middle
         if self.fits is None and self.attempt(i, b): continue
         n = find_bs(b)
         (self.again if self.fits is None else self.pieces)(i, b, n, 0, n, True)
@@ -117,8 +118,8 @@ def again(self:AutoSize, i, b, n, start, stop, last):
     if stop-start==1: raise torch.OutOfMemoryError(f"a micro-batch of a single sample does not fit: {self.failed[1]}")
     k,self.fits = len(self.done),(stop-start)//2
     self.done += self.skip
-    self.pieces(i, b, n, start, stop, last)
-    self.restore(k)
+    try: self.pieces(i, b, n, start, stop, last)
+    finally: self.restore(k)
 
 # %% ../nbs/04e_recovery.ipynb #attempt
 @patch
@@ -149,7 +150,7 @@ def tell(self:AutoSize):
 @patch
 def step(self:AutoSize):
     "The `_step` of a Learner: the first of a fit is tried again if memory runs out"
-    learn,failed = self.acc.learn,False
+    learn = self.acc.learn
     before = None if self.stepped else Snapshot(learn.opt)
     self.stepped = True
     try: return self.one_step()

@@ -7,7 +7,7 @@ import numpy as np, torch
 from functools import partial
 from pathlib import Path
 from torch import nn
-from fastai.callback.core import Callback, CancelBatchException
+from fastai.callback.core import Callback, CancelBatchException, CancelValidException
 from fastai.callback.training import GradientClip
 from fastai.metrics import accuracy
 from fastai.optimizer import Adam, OptimWrapper, SGD
@@ -301,6 +301,28 @@ def test_validation_is_split_too():
     assert [str(o.message).split()[-1] for o in told if 'memory ran out' in str(o.message)]==['4','8'] and (acc.micro.size,acc.micro.valid_size)==(4,8)
     for o in (a,b): o.model.calls.zero_()
     assert_twins(a, b)
+
+def test_a_validation_that_ends_in_the_middle_of_a_batch():
+    "Training goes on with whole batches: none of them is taken for a part of one"
+    class Evaluated(Capped):
+        def limit(self): return 9 if self.on and not self.training else float('inf')
+    def make_model(): return Evaluated(nn.Linear(5,6), nn.Tanh(), nn.Linear(6,6), nn.Tanh(), nn.Linear(6,3)).double()
+    a,b = (toy(16, n=90, model=make_model, splitter=splitter) for _ in range(2))
+    a.fit_one_cycle(3, 0.1, cbs=GradientAccumulation(32))
+    class Stop(Callback):
+        order = 70
+        def after_batch(self):
+            if not self.training: raise CancelValidException
+    b.fit_one_cycle(3, 0.1, cbs=[GradientAccumulation(32, micro_batch_size='auto'),Switch(),Stop()])
+    assert deviation(weights(a), weights(b))<1e-12 and deviation(a.recorder.losses, b.recorder.losses)<2e-6
+
+def test_a_failure_is_not_told_in_the_next_fit():
+    learn,acc = toy(16, n=64, model=partial(model, 0), splitter=splitter),GradientAccumulation(32, micro_batch_size='auto')
+    with pytest.raises(torch.OutOfMemoryError): learn.fit(1, 0.1, cbs=[acc,Switch()])
+    learn.model.on = False
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', UserWarning)
+        learn.fit(1, 0.1, cbs=acc)
 
 def test_a_metric_that_runs_out_of_memory_is_not_asked_twice():
     learn = toy(16, n=64, model=model, splitter=splitter)

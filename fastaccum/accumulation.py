@@ -9,23 +9,38 @@ __all__ = ['GradientAccumulation']
 
 # %% ../nbs/05_accumulation.ipynb #imports
 import torch
-from fastai.callback.core import CancelBatchException
+from warnings import warn
+from fastai.callback.core import CancelBackwardException, CancelBatchException, TrainEvalCallback
 from fastai.callback.fp16 import MixedPrecision
 from fastcore.basics import patch
 from .checks import check_bool, check_count, check_learner, check_plan
-from .dispatch import Dispatch
-from .gradients import empty_grads, scale_grads, take_step
-from .listeners import Guest, listen
+from .dispatch import Dispatch, OwnLoop
+from .gradients import HeldGrads, empty_grads, take_step
+from .listeners import Guest, Instead, listen, to_the_end
 from .macro_batch import MacroBatch, Plan
 from .recovery import micro_batches
-from .sizes import Measure, samples_in
+from .sizes import Measure, SumLoss, samples_in
 from .sync import alone, find_sync
 
 # %% ../nbs/05_accumulation.ipynb #cb
 class GradientAccumulation(Guest):
     "Step once per `accum_bs` samples, as if they had come in one batch"
     order,run_valid = MixedPrecision.order-4,False
-    listeners,log_steps,counted,at,pending,planned,sync,dispatch = (),True,False,None,None,None,alone,None
+    # in a fit
+    planned = None        # its macro-batches; `None` until `before_fit` has found nothing wrong
+    asked = None          # the `accum_bs` that the plan was made for
+    dl = None             # the loader, likewise
+    step = None           # optimizer steps taken, in all epochs
+    log_steps = True      # do others hear steps, or micro-batches?
+    entered = False       # are the following in place?
+    listeners,instead,sync,dispatch,held = (),(),alone,None,None
+    # in a micro-batch
+    at = None             # its number in the epoch; `None` before the first
+    micro_n = 0           # samples in it
+    pending = None        # what counts once its backward pass has run
+    counted = False       # did it count?
+    sum_loss = None       # what its loss function returned, if that is a sum
+    left = False          # was the last step cancelled so that its gradients are still there?
 
     def __init__(self,
         accum_bs:int=None, # Samples per optimizer step, over all processes, rounded up to whole micro-batches. Defaults to `n_acc`
@@ -36,11 +51,26 @@ class GradientAccumulation(Guest):
         size=None, # A function of the Learner: how many things this micro-batch's mean loss is a mean of. See `find_size`
         sync_each:bool=False # With several processes: exchange gradients with every micro-batch (True), or once per step (False)
     ):
-        self.accum_bs = check_count('n_acc', n_acc) if accum_bs is None else check_count('accum_bs', accum_bs)
+        n_acc = check_count('n_acc', n_acc)
+        self._accum_bs = n_acc if accum_bs is None else check_count('accum_bs', accum_bs)
         self.log_accum_batch,self.drop_last = check_bool('log_accum_batch', log_accum_batch),check_bool('drop_last', drop_last)
         self.micro,self.micro_batch_size = micro_batches(micro_batch_size)
-        self.n_acc,self.size,self.sync_each = n_acc,size,check_bool('sync_each', sync_each)
+        self.size,self.sync_each = size,check_bool('sync_each', sync_each)
         self.macro,self.measure = MacroBatch(),Measure(size)
+
+    @property
+    def accum_bs(self):
+        "Samples per optimizer step; may be set"
+        return self._accum_bs
+    @accum_bs.setter
+    def accum_bs(self, n): self._accum_bs = check_count('accum_bs', n)
+
+    @property
+    def n_acc(self):
+        "`accum_bs` under fastai's name"
+        return self._accum_bs
+    @n_acc.setter
+    def n_acc(self, n): self._accum_bs = check_count('n_acc', n)
 
 # %% ../nbs/05_accumulation.ipynb #plan
 @patch
@@ -50,109 +80,181 @@ def sizes(self:GradientAccumulation, micro_bs:int, n_epoch:int):
 
 @patch
 def plan(self:GradientAccumulation,
-    dls, # The `DataLoaders` to train on
+    dls, # The `DataLoaders` to train on, or a training loader
     n_epoch:int=1 # Epochs
 )->Plan: # Its `sizes` and `steps` are lists with an entry for each epoch
     "The macro-batches of a fit to come, without training"
-    return self.sync.plan(self, self.sync.look(self, dls.train), n_epoch)
+    return self.sync.plan(self, self.sync.look(self, getattr(dls, 'train', dls)), n_epoch)
 
 # %% ../nbs/05_accumulation.ipynb #entry
 @patch
 def before_fit(self:GradientAccumulation):
+    learn = self.learn
+    if learn.lock.locked(): return   # validation or prediction, perhaps in the middle of a fit
+    to_the_end(self._leave)
+    if len(learn.dls.train): self._begin()   # an exported Learner has nothing to train on
+
+@patch
+def _begin(self:GradientAccumulation):
     "Refuse what cannot work, before a weight moves; start with empty gradients and a plan"
     learn,finder = self.learn,getattr(self.learn, 'lr_finder', None)
-    if learn.lock.locked(): return   # validation or prediction, perhaps in the middle of a fit
-    self._leave()
-    if not len(learn.dls.train): return   # an exported Learner
     check_learner(learn, GradientAccumulation)
     self.step,self.log_steps,self.sync = None,self.log_accum_batch or finder is not None,find_sync(learn)
-    self.planned = self.plan(learn.dls, learn.n_epoch)
+    planned = self.plan(learn.dls, learn.n_epoch)
     if finder is not None:
-        self.planned = self.planned.steady(finder.num_it)
-        learn.n_epoch = self.planned.n_epoch
-    check_plan(self.planned)
+        planned = planned.steady(finder.num_it)
+        learn.n_epoch = planned.n_epoch
+    check_plan(planned)
     empty_grads(learn.opt)
     self.measure.look_at(learn.loss_func)
+    self.planned,self.asked = planned,self._accum_bs
 
 # %% ../nbs/05_accumulation.ipynb #leave
 @patch
+def _enter(self:GradientAccumulation):
+    "Let others hear steps, and count what is back-propagated"
+    learn = self.learn
+    self.entered = True   # first: whatever is interrupted, `_leave` finds it
+    self.listeners,self.sync = listen(learn.cbs, self),find_sync(learn)   # the model may be wrapped since `before_fit`
+    self.instead = [Instead(learn, '_backward', self._backward)]
+    self.instead += [Instead(o, 'after_loss', self._note_loss) for o in learn.cbs if isinstance(o, TrainEvalCallback)]
+    self.instead += OwnLoop(self).instead
+    for o in (*self.listeners,*self.instead): o.enter()
+    self.sync.enter(self)
+    self.micro.enter(self)
+
+@patch
 def _leave(self:GradientAccumulation):
-    "Take the listeners' methods off, drop what was accumulated"
+    "Drop what was accumulated, and give everybody's methods back"
+    if self.learn is not None and self.entered:
+        if self.held: self.held.drop()
+        empty_grads(self.learn.opt)
     self.sync,self.dispatch = self.sync.leave(),self.dispatch and self.dispatch.leave()
     self.micro.leave()
-    if self.listeners:
-        for o in self.listeners: o.leave()
-        self.listeners = ()
-        empty_grads(self.learn.opt)
-        self.macro.start(0, 0)
-        self.measure = Measure(self.size)
-        self.at = self.pending = self.planned = None
+    for o in (*self.listeners,*self.instead): o.leave()
+    self.macro.start(0, 0)
+    self.measure = Measure(self.size)
+    self.at = self.planned = self.held = self.sum_loss = None
+    self.listeners,self.instead,self.left,self.entered = (),(),False,False
 
 @patch
 def after_fit(self:GradientAccumulation):
-    if not self.learn.lock.locked(): self._leave()
+    if not self.learn.lock.locked(): to_the_end(self._leave)
 
 # %% ../nbs/05_accumulation.ipynb #batch
 @patch
-def before_epoch(self:GradientAccumulation):   # fastai looks up `all_batches` before `before_train`
-    if self.planned is not None: self.micro.enter(self)
+def before_train(self:GradientAccumulation):
+    learn = self.learn
+    if self.planned is None: self._begin()   # a fit within this one has ended, or the callback is new
+    if self.entered: empty_grads(learn.opt)
+    else: self._enter()
+    looked = self.sync.look(self, learn.dl),learn.n_epoch
+    if looked!=(self.planned.loaders,self.planned.n_epoch) or self.asked!=self._accum_bs: self._replan()
+    if self.step is None: self.step = sum(self.planned.steps[:learn.epoch])   # `start_epoch` may have skipped some
+    self.at,self.left,self.dl = None,False,learn.dl
+    self.dispatch,self.held = Dispatch(self, self.dispatch),HeldGrads(learn.opt, learn.model)
+    self._start(0)
 
 @patch
-def before_train(self:GradientAccumulation):
-    learn,plan = self.learn,self.planned
-    if plan is None: return   # there is nothing to train on
-    if self.listeners: empty_grads(learn.opt)
-    else: self.listeners,self.sync = listen(learn.cbs, self),find_sync(learn).enter(self)   # wrapped since `before_fit`?
-    if (plan.loaders,plan.n_epoch)!=(self.sync.look(self, learn.dls.train),learn.n_epoch):
-        self.planned = self.plan(learn.dls, learn.n_epoch)
-    if self.step is None: self.step = sum(self.planned.steps[:learn.epoch])   # `start_epoch` may have skipped some
-    self.at,self.pending,self.dispatch = None,None,Dispatch(self, self.dispatch)
-    self.macro.start(*self.planned.begin(learn.epoch, self.step, 0))
+def _replan(self:GradientAccumulation):
+    self.planned,self.asked = self.plan(self.learn.dl, self.learn.n_epoch),self._accum_bs
+
+@patch
+def _start(self:GradientAccumulation, i):
+    "The `i`th micro-batch of the epoch begins a macro-batch"
+    self.macro.start(*self.planned.begin(self.learn.epoch, self.step, i))
+    self.held.begin(self.left)
+    self.left = False
 
 @patch
 def before_batch(self:GradientAccumulation):
-    if not self.listeners or not len(self.learn.yb): return
     learn,macro = self.learn,self.macro
-    if macro.stepped: macro.start(*self.planned.begin(learn.epoch, self.step, learn.iter))
-    self.at,self.counted = learn.iter,False
+    if learn is None or not len(learn.yb): return   # (a callback may have been taken off within the event)
+    if not self.entered: raise RuntimeError(f"{self} cannot begin in the middle of an epoch. Add it, or switch it on, before `fit` or in "
+        "`before_epoch`; and if a callback fits in the middle of a fit, let it do so in `before_epoch` or `after_epoch`")
+    if not learn.iter and learn.dl is not self.dl: self._other_loader()
+    elif macro.stepped: self._start(learn.iter)
+    self.at,self.counted,self.sum_loss = learn.iter,False,None
     if macro.dropped: raise CancelBatchException
     self.micro_n = samples_in(learn, self.planned.expected(learn.iter))
     macro.announce(self.micro_n, last=self.planned.ends(learn.iter, learn.n_iter), more=self.micro.more)
+    if not self.micro_n: raise CancelBatchException   # there is nothing in it
+
+@patch
+def _other_loader(self:GradientAccumulation):
+    "A callback has given the epoch another loader in `before_train`"
+    self.dl = self.learn.dl
+    self._replan()
+    self._start(0)
 
 # %% ../nbs/05_accumulation.ipynb #weigh
 @patch
+def _note_loss(self:GradientAccumulation):
+    "The loss was computed, and no callback has added to it yet"
+    learn = self.learn
+    if not learn.training or self.at!=learn.iter: return
+    self.measure.look_at(learn.loss_func)   # its settings may have changed
+    if self.measure.find is None and learn.loss_grad.requires_grad: self.sum_loss = SumLoss(learn.loss_grad)
+
+@patch
 def before_backward(self:GradientAccumulation):
-    learn,n = self.learn,self.micro_n
+    learn,macro,n = self.learn,self.macro,self.micro_n
     if self.at!=learn.iter: return   # not within a fit
-    size,most,loss = self.measure(learn, n)
+    size,most,loss = self.measure(learn, n, macro.ref is None)
+    if macro.samples and (size is None)!=(macro.ref is None):
+        raise RuntimeError("the loss function has become a sum, or a mean, in the middle of a macro-batch: change its `reduction` between epochs")
     weight = self.macro.weight(n, size, self.sync.most(n, size, most))
     if isinstance(weight, torch.Tensor) or weight!=1:
         learn.loss_grad = learn.loss_grad.as_subclass(torch.Tensor)*weight
+    elif self.sum_loss and self.sum_loss.changed(learn.loss_grad): self._share_penalty(n)
     self.pending = n,size,loss
+    if learn.loss_grad.requires_grad or macro.closing and not macro.learned: return   # if none of them needs a gradient, torch tells
+    self._count(learned=False)
+    raise CancelBackwardException
+
+@patch
+def _share_penalty(self:GradientAccumulation, n):
+    "Give what callbacks added to a sum its share of the macro-batch"
+    learn,measure = self.learn,self.measure
+    learn.loss_grad = self.sum_loss.weigh(learn.loss_grad, n/(self.macro.planned*self.sync.world))
+    if not measure.told:
+        warn("the loss function sums (`reduction='sum'`), and a callback adds to the loss: what it adds is taken for a mean over the samples, or for "
+            "something that does not depend on them, and added once per step. If it is a sum over samples too, add it in the loss function")
+    measure.told = True
 
 # %% ../nbs/05_accumulation.ipynb #count
 @patch
-def after_cancel_backward(self:GradientAccumulation): self.pending = None
+def _backward(self:GradientAccumulation):
+    "The backward pass of the Learner, which counts what it has run on"
+    self.instead[0].stock()
+    if self.pending is not None and self.at==self.learn.iter: self._count()
+
+@patch
+def _count(self:GradientAccumulation, learned=True):
+    self.micro.merge()
+    self.macro.add(*self.pending, learned)
+    self.counted,self.pending = True,None
 
 @patch
 def after_backward(self:GradientAccumulation):
-    if self.at!=self.learn.iter: return
-    learn,macro,pending = self.learn,self.macro,self.pending
-    self.micro.merge()
-    if pending is None:   # the backward pass was cancelled
+    learn,macro = self.learn,self.macro
+    if self.at!=learn.iter: return
+    self.pending = None
+    if not self.counted:   # the backward pass was cancelled
+        self.micro.merge()
         macro.announce(0, last=self.planned.ends(learn.iter, learn.n_iter), more=self.micro.more)
-    else:
-        macro.add(*pending)
-        self.counted,self.pending = True,None
     if not (macro.closing and macro.samples): raise CancelBatchException
     self._close()
+
+@patch
+def after_cancel_batch(self:GradientAccumulation): self.left = self.stepped
 
 @patch
 def _close(self:GradientAccumulation):
     "Make the accumulated gradients those of the macro-batch's mean loss, and `learn.loss` that loss"
     macro = self.macro
     self.sync.close()
-    scale_grads(self.learn.opt, self.measure.correction(macro))
+    self.held.end(self.measure.correction(macro))
     loss = self.measure.known = self.mean_loss
     if self.log_steps: self.learn.loss = loss
     macro.stepped,self.step = True,self.step+1
@@ -162,13 +264,14 @@ def _close(self:GradientAccumulation):
 @patch
 def after_train(self:GradientAccumulation):
     learn,macro = self.learn,self.macro
-    if not self.listeners or self.drop_last: return
+    if not self.entered or self.drop_last: return
     for _ in self.sync.owed(macro):
         self._close()
         take_step(learn)
         self.at,self.counted = learn.iter,False
         if self.log_steps:
-            for o in self.listeners: o.cb('after_batch')
+            for o in self.listeners:
+                if o.cb.learn is learn: o.cb('after_batch')   # a callback may have left meanwhile
 
 # %% ../nbs/05_accumulation.ipynb #told
 @patch(as_prop=True)

@@ -110,7 +110,7 @@ class MacroBatch:
         self.target,self.planned,self.dropped = target,planned,dropped
         self.samples = self.size = self.loss = 0
         self.ref = None
-        self.closing = self.stepped = False
+        self.closing = self.stepped = self.learned = False
 
     def announce(self,
         n:int, # Samples in the micro-batch that comes
@@ -134,8 +134,10 @@ class MacroBatch:
     def add(self,
         n:int, # Samples in this micro-batch
         size, # As in `weight`
-        loss # The micro-batch's loss, detached
+        loss, # The micro-batch's loss, detached
+        learned:bool=True # Did its loss need a gradient?
     ):
         "Count a micro-batch whose backward pass was run"
         self.samples += n
+        self.learned |= learned
         self.size,self.loss = (0,self.loss+loss) if size is None else (self.size+size, self.loss+size*loss)

@@ -22,6 +22,7 @@ from .sizes import samples
 # %% ../nbs/04c_sync.ipynb #alone
 class Alone:
     "What a process does that trains by itself: nothing to share or to exchange"
+    world = 1   # processes
     def enter(self, acc): return self
     def leave(self): return self
 

@@ -145,6 +145,9 @@ def after_fit(self:GradientAccumulation):
 @patch
 def before_train(self:GradientAccumulation):
     learn = self.learn
+    if not len(learn.dl):
+        warn("the training loader has no batch, so nothing is trained: has its dataset samples, and are they enough for one batch if it drops the last?")
+        return
     if self.planned is None: self._begin()   # a fit within this one has ended, or the callback is new
     if self.entered: empty_grads(learn.opt)
     else: self._enter()

@@ -33,8 +33,10 @@ class GradientAccumulation(Guest):
     step = None           # optimizer steps taken, in all epochs
     log_steps = True      # do others hear steps, or micro-batches?
     entered = False       # are the following in place?
+    backward = None       # the place it has taken in the Learner's backward pass
     listeners,instead,sync,dispatch,held = (),(),alone,None,None
     # in a micro-batch
+    told = False          # was it said that the loader yields more than it announced?
     at = None             # its number in the epoch; `None` before the first
     micro_n = 0           # samples in it
     pending = None        # what counts once its backward pass has run
@@ -116,8 +118,8 @@ def _enter(self:GradientAccumulation):
     learn = self.learn
     self.entered = True   # first: whatever is interrupted, `_leave` finds it
     self.listeners,self.sync = listen(learn.cbs, self),find_sync(learn)   # the model may be wrapped since `before_fit`
-    self.instead = [Instead(learn, '_backward', self._backward)]
-    self.instead += [Instead(o, 'after_loss', self._note_loss) for o in learn.cbs if isinstance(o, TrainEvalCallback)]
+    self.backward = Instead(learn, '_backward', self._backward)
+    self.instead = [self.backward]+[Instead(o, 'after_loss', self._note_loss) for o in learn.cbs if isinstance(o, TrainEvalCallback)]
     self.instead += OwnLoop(self).instead
     for o in (*self.listeners,*self.instead): o.enter()
     self.sync.enter(self)
@@ -134,8 +136,8 @@ def _leave(self:GradientAccumulation):
     for o in (*self.listeners,*self.instead): o.leave()
     self.macro.start(0, 0)
     self.measure = Measure(self.size)
-    self.at = self.planned = self.held = self.sum_loss = None
-    self.listeners,self.instead,self.left,self.entered = (),(),False,False
+    self.at = self.pending = self.planned = self.held = self.sum_loss = None
+    self.listeners,self.instead,self.left,self.told,self.entered = (),(),False,False,False
 
 @patch
 def after_fit(self:GradientAccumulation):
@@ -172,11 +174,12 @@ def _start(self:GradientAccumulation, i):
 @patch
 def before_batch(self:GradientAccumulation):
     learn,macro = self.learn,self.macro
-    if learn is None or not len(learn.yb): return   # (a callback may have been taken off within the event)
+    if not len(learn.yb): return
     if not self.entered: raise RuntimeError(f"{self} cannot begin in the middle of an epoch. Add it, or switch it on, before `fit` or in "
         "`before_epoch`; and if a callback fits in the middle of a fit, let it do so in `before_epoch` or `after_epoch`")
     if not learn.iter and learn.dl is not self.dl: self._other_loader()
     elif macro.stepped: self._start(learn.iter)
+    if learn.iter>=learn.n_iter and not self.told: self._tell_more()
     self.at,self.counted,self.sum_loss = learn.iter,False,None
     if macro.dropped: raise CancelBatchException
     self.micro_n = samples_in(learn, self.planned.expected(learn.iter))
@@ -189,6 +192,12 @@ def _other_loader(self:GradientAccumulation):
     self.dl = self.learn.dl
     self._replan()
     self._start(0)
+
+@patch
+def _tell_more(self:GradientAccumulation):
+    self.told = True
+    warn(f"the training loader announced {self.learn.n_iter} batches and yields more: the step at the announced end had fewer samples than the others, and "
+        "learning rates run ahead. Let its `__len__` return the number of batches it yields")
 
 # %% ../nbs/05_accumulation.ipynb #weigh
 @patch
@@ -229,8 +238,8 @@ def _share_penalty(self:GradientAccumulation, n):
 @patch
 def _backward(self:GradientAccumulation):
     "The backward pass of the Learner, which counts what it has run on"
-    self.instead[0].stock()
-    if self.pending is not None and self.at==self.learn.iter: self._count()
+    self.backward.stock()
+    if self.entered and self.pending is not None: self._count()
 
 @patch
 def _count(self:GradientAccumulation, learned=True):
@@ -250,7 +259,9 @@ def after_backward(self:GradientAccumulation):
     self._close()
 
 @patch
-def after_cancel_batch(self:GradientAccumulation): self.left = self.stepped
+def after_cancel_batch(self:GradientAccumulation):
+    if self.counted and self.at==self.learn.iter and self.macro.closing and not self.macro.stepped: self._close()   # its step was cancelled
+    self.left |= self.stepped
 
 @patch
 def _close(self:GradientAccumulation):

@@ -151,4 +151,5 @@ class Guest(Callback):
         object.__setattr__(self, nm, value)
 
     def __call__(self, event_name):
+        if self.learn is None: return   # it was taken off within this event
         if hasattr(type(self), event_name) or event_name in vars(self): return super().__call__(event_name)

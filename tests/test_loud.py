@@ -1,0 +1,413 @@
+"""Right or loud: what callbacks, losses and loaders of real applications do to a fit, each against its twin."""
+import pytest, torch, warnings
+from contextlib import suppress
+from functools import partial
+from torch import nn
+from torch.nn import functional as F
+from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelFitException, CancelStepException,
+    CancelTrainException)
+from fastai.callback.mixup import CutMix, MixUp
+from fastai.callback.training import GradientClip
+from fastai.learner import Learner
+from fastai.optimizer import Adam, SGD
+from fastcore.basics import noop
+from fastaccum import GradientAccumulation, GradientAccumulationSchedule
+from fastaccum.listeners import Listener
+from fastaccum.testing import CrossEntropy, assert_twins, deviation, toy, toy_data, twins
+from common import Raise, Seen, grads, weights
+
+def fit(l, cbs, n=2): l.fit(n, 0.05, cbs=cbs)
+
+# The loss function changes while training
+
+class Reweight(Callback):
+    "Deferred re-weighting: from the second epoch on, classes have a weight"
+    def before_fit(self): self.epochs = 0
+    def before_epoch(self):
+        if self.epochs: self.change(self.learn.loss_func)
+        self.epochs += 1
+
+changes = dict(weight=lambda f: setattr(f, 'weight', torch.tensor([0.2,1.,5.]).double()), in_place=lambda f: f.weight.mul_(torch.tensor([3.,1.,0.1])),
+    reduction=lambda f: setattr(f, 'reduction', 'sum'), ignore_index=lambda f: setattr(f, 'ignore_index', 1))
+
+@pytest.mark.parametrize('change', changes)
+def test_loss_settings_that_change_in_mid_fit(change):
+    def make(*args, **kwargs): return toy(*args, loss_func=CrossEntropy(weight=torch.ones(3).double() if change=='in_place' else None), **kwargs)
+    def cbs():
+        cb = Reweight()
+        cb.change = changes[change]
+        return [cb]
+    a,b = twins(n=70, make=make, cbs=cbs, tokens=change!='ignore_index', fit=lambda l,cbs: l.fit(3, 0.01, cbs=cbs))
+    assert_twins(a, b)
+
+def test_a_reduction_that_changes_within_a_macro_batch_is_refused():
+    learn = toy(4, n=64)
+    class Change(Callback):
+        def before_batch(self): self.learn.loss_func.reduction = 'sum' if self.iter==2 else 'mean'
+    before = weights(learn)
+    with pytest.raises(RuntimeError, match='in the middle of a macro-batch'): learn.fit(1, 0.1, cbs=[GradientAccumulation(16),Change()])
+    assert weights(learn).equal(before)
+
+@pytest.mark.parametrize('mix', [MixUp,CutMix])
+@pytest.mark.parametrize('reduction', ['mean','sum'])
+def test_mixing_callbacks(mix, reduction):
+    "What is mixed is the same here (each sample with itself, rotated by a number of rows that divides all batches): so the means must be too"
+    class Mix(mix):
+        def before_batch(self):
+            self.yb1,self.lam = tuple(y.roll(1) if len(y)==1 else y.view(-1, 2).flip(1).flatten() for y in self.yb),torch.tensor(0.3).double()
+    def make(*args, **kwargs):
+        class Loss(CrossEntropy): y_int = True
+        return toy(*args, loss_func=Loss(reduction=reduction), **kwargs)
+    a,b = twins(n=64, make=make, cbs=lambda: [Mix()], fit=lambda l,cbs: l.fit(2, 1e-3, cbs=cbs))
+    assert_twins(a, b)
+    assert type(a.loss_func).__name__=='Loss'
+
+@pytest.mark.parametrize('n', [64,70])
+def test_a_loss_that_a_callback_averages(n):
+    "`reduction='none'`, and the mean in `after_loss`"
+    class Mean(Callback):
+        order,run_valid = -101,False
+        def after_loss(self): self.learn.loss_grad = self.loss_grad.mean()
+    a,b = twins(n=n, loss_func=CrossEntropy(reduction='none'), cbs=lambda: [Mean()], fit=fit)
+    for o in (a,b): o.recorder.values = [v[:1] for v in o.recorder.values]   # (fastai's mean over the validation set is another)
+    assert_twins(a, b)
+
+class Penalty(Callback):
+    "Added to the loss: of the weights, or of the predictions, in place or not"
+    run_valid = False
+    def __init__(self, of='weights', in_place=True): self.of,self.in_place = of,in_place
+    def after_loss(self):
+        pen = self.pred.pow(2).mean() if self.of=='preds' else sum(p.pow(2).sum() for p in self.model.parameters())
+        if self.in_place: self.learn.loss_grad += pen
+        else: self.learn.loss_grad = self.loss_grad+2*pen-pen
+
+@pytest.mark.parametrize('of', ['weights','preds'])
+@pytest.mark.parametrize('in_place', [True,False])
+@pytest.mark.parametrize('n', [64,70])
+def test_a_sum_with_a_penalty(of, in_place, n):
+    with pytest.warns(UserWarning, match="sums .`reduction='sum'`.*a callback adds") as told:
+        a,b = twins(n=n, loss_func=CrossEntropy(reduction='sum'), cbs=lambda: [Penalty(of, in_place)], fit=lambda l,cbs: l.fit(2, 1e-3, cbs=cbs))
+    assert len([o for o in told if 'reduction' in str(o.message)])==1
+    assert_twins(a, b)
+
+def test_a_sum_times_a_number_is_no_penalty():
+    class Twice(Callback):
+        run_valid = False
+        def after_loss(self): self.learn.loss_grad = self.loss_grad*2
+    a,b = twins(n=70, loss_func=CrossEntropy(reduction='sum'), cbs=lambda: [Twice()], fit=lambda l,cbs: l.fit(2, 1e-3, cbs=cbs))
+    assert_twins(a, b)
+
+# Fits within fits
+
+class Nested(Callback):
+    "Another fit, or `lr_find`, between the epochs of this one"
+    order = 70
+    def __init__(self, event, what):
+        self.what,self.inside = what,False
+        setattr(self, event, self.nest)
+    def nest(self):
+        if self.inside: return
+        self.inside = True
+        if self.what=='fit': self.learn.fit(1, 0.02)
+        else: self.learn.lr_find(num_it=8, show_plot=False)
+        self.inside = False
+
+@pytest.mark.parametrize('event', ['before_epoch','after_epoch'])
+@pytest.mark.parametrize('what', ['fit','lr_find'])
+def test_a_fit_between_the_epochs_of_another(event, what):
+    steps = []
+    def run(bs, acc):
+        learn,seen = toy(bs, n=72, opt_func=SGD),Seen('after_step', lambda l: l.loss.item())
+        if acc: learn.add_cb(acc)
+        learn.add_cb(seen)
+        learn.fit(3, 0.05, cbs=Nested(event, what))
+        steps.append(len(seen.values))
+        return learn
+    a,b = run(12, None),run(4, GradientAccumulation(12))
+    assert steps[0]==steps[1] and deviation(weights(a), weights(b))<1e-7
+
+@pytest.mark.parametrize('event', ['before_batch','after_batch'])
+def test_a_callback_that_is_added_in_the_middle_of_an_epoch(event):
+    learn = toy(4, n=64)
+    class Add(Callback):
+        def add(self):
+            if self.training and self.iter==2: self.learn.add_cb(GradientAccumulation(16))
+    cb = Add()
+    setattr(cb, event, cb.add)
+    with pytest.raises(RuntimeError, match='GradientAccumulation cannot begin in the middle of an epoch. Add it'): learn.fit(1, 0.1, cbs=cb)
+
+def test_a_callback_that_is_added_between_epochs():
+    def run(bs, acc):
+        learn = toy(bs, n=64)
+        class Add(Callback):
+            def after_epoch(self):
+                if acc and not self.epoch: self.learn.add_cb(acc)
+                elif not acc and not self.epoch: self.learn.dls.loaders[0] = toy(16, n=64).dls.train
+        learn.fit(3, 0.1, cbs=Add())
+        return learn
+    a,b = run(4, None),run(4, GradientAccumulation(16))
+    assert deviation(weights(a), weights(b))<1e-7 and len(a.recorder.losses)==len(b.recorder.losses)
+
+# Who else handles gradients
+
+class Tied(nn.Module):
+    "Encoder and decoder share a weight"
+    def __init__(self):
+        super().__init__()
+        self.enc,self.mid,self.dec = nn.Linear(5,3),nn.Linear(3,5),nn.Linear(5,3)
+        self.dec.weight = self.enc.weight
+    def forward(self, x): return self.dec(self.mid(self.enc(x).tanh()).tanh())
+
+@pytest.mark.parametrize('n', [64,70])
+def test_tied_weights_in_two_groups_with_padded_tokens(n):
+    a,b = twins(n=n, tokens=True, model=lambda: Tied().double(), splitter=lambda m: [list(m.enc.parameters()),[*m.mid.parameters(),*m.dec.parameters()]],
+                opt_func=SGD, fit=fit)
+    assert_twins(a, b)
+
+@pytest.mark.parametrize('clip', [False,True])
+def test_parameters_outside_of_the_optimizer(clip):
+    "Their gradients add up over steps, since nobody empties them, and `GradientClip` counts them"
+    a,b = twins(n=70, tokens=True, splitter=lambda m: [list(m[2:].parameters())], cbs=lambda: [GradientClip(0.5)] if clip else [], fit=fit)
+    assert a.model[0].weight.grad.abs().sum()>0
+    assert_twins(a, b)
+
+@pytest.mark.parametrize('tokens', [False,True])
+@pytest.mark.parametrize('event,exc', [('before_step',CancelBatchException), ('after_step',CancelBatchException), ('before_step',CancelStepException)])
+def test_a_step_that_is_cancelled(event, exc, tokens):
+    "With `CancelBatchException` nobody empties the gradients: the next step has them too, in both runs"
+    class Cancel(Callback):
+        order,run_valid = 20,False
+        def before_fit(self): self.n = 0
+        def cancel(self):
+            self.n += 1
+            if self.n in (2,3,7): raise exc
+    def cbs():
+        cb = Cancel()
+        setattr(cb, event, cb.cancel)
+        return [cb]
+    a,b = twins(n=70, tokens=tokens, cbs=cbs, fit=lambda l,cbs: l.fit(2, 0.05, cbs=cbs))
+    assert_twins(a, b)
+
+@pytest.mark.parametrize('order', [-11,0,5,7,100])
+def test_cancelling_after_the_backward_pass(order):
+    "The gradient is there, so it counts"
+    seen,cancelled = [],[]
+    class Cancel(Callback):
+        run_valid = False
+        def after_backward(self):
+            if self.iter in (1,6): raise CancelBatchException
+    class Mean(Callback):
+        "What the gradient should be: the mean over the samples since the last step"
+        order,run_valid = 99,False
+        def before_fit(self): self.xs,self.ys = [],[]
+        def before_backward(self): self.xs.append(self.x); self.ys.append(self.y)
+        def before_step(self):
+            x,y = torch.cat(self.xs),torch.cat(self.ys)
+            expected = torch.autograd.grad(self.learn.loss_func(self.model(x), y), list(self.model.parameters()))
+            seen.append(deviation(list(expected), grads(self.learn)))
+            self.xs,self.ys = [],[]
+    cb = Cancel()
+    cb.order = order
+    learn = toy(4, n=70)
+    learn.fit(2, 0.05, cbs=[GradientAccumulation(16),cb,Mean()])
+    assert len(seen)>=8 and max(seen)<1e-12
+
+class Gated(nn.Module):
+    "Samples with a positive first feature go through a head that trains, the others do not"
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(5,3)
+    def forward(self, x):
+        if not (x[:,0]>0).any(): return x[:,:3].detach()
+        return torch.where(x[:,:1]>0, self.lin(x), x[:,:3])
+
+@pytest.mark.parametrize('n', [64,70])
+@pytest.mark.parametrize('opt_func', [SGD,Adam])
+def test_micro_batches_without_anything_to_learn(n, opt_func):
+    ds = toy_data(n)
+    x = ds.tensors[0]
+    for i in (0,12,24,60): x[i:i+4,0] = -x[i:i+4,0].abs()   # first, last and middle ones of their macro-batches
+    assert (x[:16,0]>0).any()
+    a,b = twins(n=n, data=ds, model=lambda: Gated().double(), splitter=lambda m: [list(m.parameters())], opt_func=opt_func, fit=fit)
+    assert_twins(a, b)
+
+def test_nothing_to_learn_at_all():
+    "As in fastai: an error of torch's"
+    learn = toy(4, n=64)
+    for p in learn.model.parameters(): p.requires_grad_(False)
+    with pytest.raises(RuntimeError, match='does not require grad'): learn.fit(1, 0.1, cbs=GradientAccumulation(16))
+
+class Manual(Learner):
+    "A loop of its own"
+    def _do_one_batch(self):
+        self.pred = self.model(*self.xb)
+        self.loss = self.loss_func(self.pred, *self.yb).float()
+        if not self.training: return
+        self.loss.backward()
+        self.opt.step()
+        self.opt.zero_grad()
+
+class Polite(Learner):
+    "A loop of its own that leaves the step to fastai"
+    def _do_one_batch(self):
+        self.pred = self.model(*self.xb)
+        self('after_pred')
+        self.loss_grad = self.loss_func(self.pred, *self.yb)
+        self.loss = self.loss_grad.clone()
+        self('after_loss')
+        if self.training: self._do_grad_opt()
+
+def test_a_learner_that_steps_by_itself():
+    learn = toy(4, n=64)
+    learn.__class__ = Manual
+    before = weights(learn)
+    with pytest.raises(ValueError, match='own `_do_one_batch` runs.*_do_grad_opt'): learn.fit(1, 0.1, cbs=GradientAccumulation(16))
+    assert weights(learn).equal(before) and 'step' not in vars(learn.opt)
+    learn.fit(1, 0.1)
+    assert not weights(learn).equal(before)
+
+def test_a_learner_whose_step_is_hidden():
+    "It steps without the Learner's optimizer: refused after its first batch"
+    class Hidden(Learner):
+        def _do_one_batch(self):
+            if not self.training: return super()._do_one_batch()
+            self.loss = self.loss_func(self.model(*self.xb), *self.yb)
+            self.loss.backward()
+            with torch.no_grad():
+                for p in self.model.parameters(): p -= 0.1*p.grad
+    learn = toy(4, n=64)
+    learn.__class__ = Hidden
+    seen = Seen('after_batch', lambda l: l.iter, order=-100)
+    with pytest.raises(ValueError, match='own `_do_one_batch`'): learn.fit(1, 0.1, cbs=[GradientAccumulation(16),seen])
+    assert seen.values==[0]
+
+def test_a_loop_of_ones_own_that_leaves_the_step_to_fastai():
+    def make(*args, **kwargs):
+        learn = toy(*args, **kwargs)
+        learn.__class__ = Polite
+        return learn
+    class Cancel(Callback):
+        run_valid = False
+        def after_pred(self):
+            if self.y[0]==-1: raise CancelBatchException
+    assert_twins(*twins(n=70, make=make, cbs=lambda: [Cancel()]))
+
+# Loaders
+
+def test_a_loader_that_yields_more_than_it_announced_says_so():
+    class Short:
+        def __init__(self, dl): self.dl = dl
+        def __getattr__(self, nm): return getattr(self.dl, nm)
+        def __len__(self): return 10
+        def __iter__(self): return iter(self.dl)
+    learn = toy(4, n=64)
+    learn.dls.loaders[0] = Short(learn.dls.train)
+    with pytest.warns(UserWarning, match='announced 10 batches and yields more') as told: learn.fit(2, 0.1, cbs=GradientAccumulation(16))
+    assert len([o for o in told if 'announced' in str(o.message)])==1
+
+@pytest.mark.parametrize('order', [-20,0,80])
+def test_a_loader_that_is_replaced_in_before_train(order):
+    def cbs():
+        class Replace(Callback):
+            def before_train(self):
+                if self.epoch==1: self.learn.dl = toy(self.dl.bs, n=36, seed=3).dls.train
+        cb = Replace()
+        cb.order = order
+        return [cb]
+    a,b = twins(n=70, cbs=cbs, fit=lambda l,cbs: l.fit_one_cycle(3, 0.1, cbs=cbs))
+    assert_twins(a, b)
+
+def test_empty_micro_batches():
+    "0 samples: first, in the middle, and last of a macro-batch"
+    def loader(bs, batches):
+        learn = toy(bs, n=64, opt_func=SGD)
+        ds,dl = learn.dls.train.dataset,learn.dls.train
+        class Loader:
+            n,device,after_batch,dataset = 64,torch.device('cpu'),None,ds
+            def __len__(self): return len(batches)
+            def __iter__(self): return iter([tuple(t[s] for t in ds.tensors) for s in batches])
+        learn.dls.loaders[0] = Loader()
+        learn.dls.loaders[0].bs = bs
+        return learn
+    empty = slice(0,0)
+    full = [slice(i,i+4) for i in range(0,64,4)]
+    a,b = toy(16, n=64, opt_func=SGD),loader(4, [empty,*full[:2],empty,*full[2:4],empty,*full[4:],empty])
+    a.fit(1, 0.1)
+    b.fit(1, 0.1, cbs=GradientAccumulation(16))
+    assert deviation(weights(a), weights(b))<1e-12 and deviation(a.recorder.losses, b.recorder.losses)<2e-6
+
+def test_a_loader_without_a_batch_says_so():
+    learn = toy(4, n=3, whole=4, cbs=GradientAccumulation(16))
+    with pytest.warns(UserWarning, match='no batch, so nothing is trained'): learn.fit(1, 0.1)
+
+# Switched off, removed, interrupted
+
+@pytest.mark.parametrize('how', ['run','remove'])
+@pytest.mark.parametrize('event,order', [('after_batch',5), ('after_batch',70), ('before_batch',0), ('after_backward',0), ('before_backward',0), ('after_loss',0)])
+def test_switched_off_in_the_middle_of_a_macro_batch(how, event, order):
+    "No gradient of it is left: what follows is a plain fit"
+    class Off(Callback):
+        run_valid = False
+        def off(self):
+            if self.iter!=6 or self.epoch: return
+            acc = self.learn.gradient_accumulation
+            if how=='run': acc.run = False
+            else: self.learn.remove_cb(acc)
+            self.cleared = not any(g is not None and g.any() for g in grads(self.learn))
+    cb,learn = Off(),toy(4, n=64)
+    cb.order = order
+    setattr(cb, event, cb.off)
+    learn.add_cb(GradientAccumulation(16))
+    learn.fit(2, 0.1, cbs=cb)
+    assert cb.cleared and not {'_backward','_call_one','_with_events','one_batch','_step'}&vars(learn).keys()
+    assert not any({'after_batch','after_loss'}&vars(o).keys() for o in learn.cbs if o is not cb)
+
+def test_a_listener_that_is_removed_before_the_epoch_ends_early():
+    learn = toy(4, n=64)
+    class Mine(Callback): pass
+    class Remove(Callback):
+        order = 90
+        def after_batch(self):
+            if self.training and self.iter==5:
+                self.learn.remove_cb(self.learn.param_scheduler)
+                raise CancelTrainException
+    learn.fit_one_cycle(1, 0.1, cbs=[GradientAccumulation(16),Remove()])
+    assert len(learn.recorder.losses)==2
+
+# Arguments
+
+def test_accum_bs_and_n_acc_are_one_property():
+    acc = GradientAccumulation(256)
+    assert acc.n_acc==acc.accum_bs==256
+    acc.n_acc = 8
+    assert acc.accum_bs==8
+    for nm in ('accum_bs','n_acc'):
+        for n,exc in ((0,ValueError), (-8,ValueError), ('8',TypeError), (8.,TypeError), (True,TypeError)):
+            with pytest.raises(exc, match=f'`{nm}='): setattr(acc, nm, n)
+    assert acc.accum_bs==8
+    with pytest.raises(TypeError, match="`n_acc='x'`"): GradientAccumulation(256, n_acc='x')
+
+def test_a_schedules_size_cannot_be_set():
+    acc = GradientAccumulationSchedule(8, 32)
+    with pytest.raises(AttributeError, match='follows the schedule'): acc.accum_bs = 16
+    with pytest.raises(AttributeError, match='follows the schedule'): acc.n_acc = 16
+
+def test_another_size_between_fits():
+    acc,learn,big = GradientAccumulation(16),toy(4, n=64),toy(16, n=64)
+    learn.fit(1, 0.1, cbs=acc); big.fit(1, 0.1)
+    acc.n_acc = 8
+    big.dls.train.bs = 8
+    learn.fit(1, 0.1, cbs=acc); big.fit(1, 0.1)
+    assert_twins(big, learn)
+
+@pytest.mark.parametrize('schedule,exc,msg', [(lambda s,e: lambda p: float('inf') if 0.2<p<0.3 else 8, ValueError, 'inf at position'),
+    (lambda p: 10**400, ValueError, 'at position'), (lambda p: float('nan'), ValueError, 'nan at position'), (lambda p: None, ValueError, 'None at position'),
+    (dict, TypeError, 'cannot be called with 8 and 32|returned'), (print, TypeError, 'an annealer'), (iter, TypeError, 'an annealer')],
+    ids=['inf','huge','nan','none','dict','print','iter'])
+def test_schedules_that_give_no_sizes(schedule, exc, msg):
+    with pytest.raises(exc, match=msg): GradientAccumulationSchedule(8, 32, schedule=schedule)
+
+@pytest.mark.parametrize('size', [lambda: 4, lambda learn, n: n, max, 'len'])
+def test_a_size_function_of_another_signature(size):
+    if size is max: size = lambda *, learn: 4
+    with pytest.raises(TypeError, match='`size='): GradientAccumulation(16, size=size)

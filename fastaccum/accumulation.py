@@ -118,7 +118,7 @@ def _enter(self:GradientAccumulation):
     learn = self.learn
     self.entered = True   # first: whatever is interrupted, `_leave` finds it
     self.listeners,self.sync = listen(learn.cbs, self),find_sync(learn)   # the model may be wrapped since `before_fit`
-    self.backward = Instead(learn, '_backward', self._backward)
+    self.dispatch,self.backward = Dispatch(self),Instead(learn, '_backward', self._backward)
     self.instead = [self.backward]+[Instead(o, 'after_loss', self._note_loss) for o in learn.cbs if isinstance(o, TrainEvalCallback)]
     self.instead += OwnLoop(self).instead
     for o in (*self.listeners,*self.instead): o.enter()
@@ -131,12 +131,13 @@ def _leave(self:GradientAccumulation):
     if self.learn is not None and self.entered:
         if self.held: self.held.drop()
         empty_grads(self.learn.opt)
-    self.sync,self.dispatch = self.sync.leave(),self.dispatch and self.dispatch.leave()
+    self.sync = self.sync.leave()
+    if self.dispatch: self.dispatch.leave()
     self.micro.leave()
     for o in (*self.listeners,*self.instead): o.leave()
     self.macro.start(0, 0)
     self.measure = Measure(self.size)
-    self.at = self.pending = self.planned = self.held = self.sum_loss = None
+    self.at = self.pending = self.planned = self.dispatch = self.held = self.sum_loss = None
     self.listeners,self.instead,self.left,self.told,self.entered = (),(),False,False,False
 
 @patch
@@ -157,7 +158,8 @@ def before_train(self:GradientAccumulation):
     if looked!=(self.planned.loaders,self.planned.n_epoch) or self.asked!=self._accum_bs: self._replan()
     if self.step is None: self.step = sum(self.planned.steps[:learn.epoch])   # `start_epoch` may have skipped some
     self.at,self.left,self.dl = None,False,learn.dl
-    self.dispatch,self.held = Dispatch(self, self.dispatch),HeldGrads(learn.opt, learn.model)
+    self.held = HeldGrads(learn.opt, learn.model)
+    self.dispatch.enter()
     self._start(0)
 
 @patch

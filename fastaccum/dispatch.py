@@ -50,18 +50,21 @@ class Dispatch(GetAttr):
     "The events of a Learner while `acc` accumulates"
     _default = 'learn'
     def __init__(self,
-        acc, # The accumulation callback, on the Learner
-        old=None # Its `Dispatch` of the epoch before: a class may have changed since
+        acc # The accumulation callback, on the Learner
     ):
-        if old is not None: old.leave()
         self.acc,self.learn,self.plain = acc,acc.learn,{}
-        if plain_learner(self.learn): vars(self.learn).update(_call_one=self.call, _with_events=self.with_events)
+        self.instead = [Instead(self.learn, '_call_one', self.call), Instead(self.learn, '_with_events', self.with_events)]
+
+    def enter(self):
+        "Take the place of the Learner's own dispatch. Once an epoch: a class may have changed since"
+        self.leave()
+        self.plain = {}
+        if plain_learner(self.learn):
+            for o in self.instead: o.enter()
 
     def leave(self):
         "Give the Learner its own dispatch back"
-        d = vars(self.learn)
-        for nm,f in (('_call_one',self.call),('_with_events',self.with_events)):
-            if d.get(nm)==f: del d[nm]
+        for o in self.instead: o.leave()
 
     def call(self, event_name):
         "As `Learner._call_one`"

@@ -189,7 +189,7 @@ def interrupted(seed, at, permanent=False, **kwargs):
 @pytest.mark.parametrize('kwargs', [dict(), dict(micro_batch_size='auto'), dict(log_accum_batch=False)], ids=str)
 @pytest.mark.parametrize('permanent', [False,True])
 def test_interrupts(kwargs, permanent):
-    total,r = interrupted(0, (), **kwargs)[1].n,random.Random(0)
+    total,r = interrupted(0, (), permanent, **kwargs)[1].n,random.Random(0)
     assert total>1000
     raised = 0
     for k in range(40*many):

@@ -51,10 +51,11 @@ def main(kind, venv, python):
     venv = root/venv
     stamp,bin = venv/'.installed',venv/'bin/python'
     (asked,base),have,done = ask(python),ask(bin)[0],installed(stamp)
+    if not asked: return f'{python} does not run'
     wrong = f'has another Python than {python}' if have and have!=asked else '' if have else 'has no Python that runs'
     if done=={}: wrong = 'was not finished'
     if venv.exists() and any(venv.iterdir()) and wrong:
-        if done is None: return f'{venv} {wrong}, and was not made by this: remove it, or choose another place, as in: make VENV={venv}-2'
+        if done is None: return f'{venv} {wrong}, and was not made by make: remove it, or choose another place, as in: make VENV={venv}-2'
         print(f'{venv} {wrong}: it is made anew', flush=True)
     if not wrong and (done or {}).get(kind)==fingerprint(files): return
     print(f'Installing {what} into {venv}: the first time takes minutes and some {size}', flush=True)

@@ -5,6 +5,7 @@ Batches of 256; micro-batches of 32 with fastaccum; micro-batches of 32 with fas
 import os, random, sys, time, warnings
 from contextlib import nullcontext
 warnings.filterwarnings('ignore', category=FutureWarning)   # torch's, about its own modules
+os.environ.setdefault('OMP_NUM_THREADS', '1')   # so small a model computes faster in one thread, and on a busy machine much faster
 os.environ.setdefault('MPLBACKEND', 'agg')
 from pathlib import Path
 

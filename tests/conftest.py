@@ -1,6 +1,7 @@
 import os, sys
 from pathlib import Path
 
+os.environ.setdefault('OMP_NUM_THREADS', '1')   # the processes that tests start inherit it
 os.environ.setdefault('MPLBACKEND', 'agg')
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -1,8 +1,9 @@
 """Run the notebooks and the tests, and count them: what `make test` does.
 
-`python tests/run.py sizes canaries` runs only the notebooks and the test files with one of these words in their names.
+`python tests/run.py sizes canaries` runs only the notebooks and the test files with one of these words in their names;
+`python tests/run.py fit_in_memory --times 50` runs them that many times, to find what fails now and then.
 """
-import os, subprocess, sys, time
+import argparse, os, subprocess, sys, time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -76,11 +77,11 @@ def run_tests(paths):
             if bad or skipped: print(text, flush=True)
     return res
 
-def main(*names):
+def main(*names, times=1):
     from nbdev.doclinks import nbglob
-    def wanted(fns): return sorted(o for o in fns if not names or any(nm in o.stem for nm in names))
+    def wanted(fns): return times*sorted(o for o in fns if not names or any(nm in o.stem for nm in names))
     os.chdir(root)   # nbdev looks for its settings from here
-    fns,tests = wanted(nbglob(root/'nbs', as_path=True)),wanted((root/'tests').glob('test_*.py'))
+    fns,tests = wanted(nbglob(root/'nbs', as_path=True)),wanted((root/'tests').rglob('test_*.py'))
     passed,res = run_notebooks(fns),run_tests(tests)
     missing = [] if names and passed+res else [nm for nm,o in (('notebooks',passed), ('tests',res)) if not o]
     for nm in missing: print(f'no {nm} were run, which counts as a failure')
@@ -91,4 +92,9 @@ def main(*names):
 
 if __name__=='__main__':
     if sys.argv[1:2]==['--notebook']: sys.exit(not test_notebook(Path(sys.argv[2])))
-    sys.exit(main(*sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('names', nargs='*', help='words in the names of notebooks and test files')
+    parser.add_argument('--times', type=int, default=1, help='how often to run each')
+    args = parser.parse_args()
+    if args.times<1: parser.error(f'--times {args.times}: give at least 1')
+    sys.exit(main(*args.names, times=args.times))

@@ -3,6 +3,7 @@
 `python tests/sweep.py 10000` draws that many configurations, runs both twins of each and prints the worst deviations.
 """
 import os, random, sys, warnings
+os.environ.setdefault('OMP_NUM_THREADS', '1')   # the processes are many, and the models tiny
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -70,4 +71,9 @@ def main(n, workers=os.cpu_count()):
     print(f'\n{len(res)} twins, largest deviations:')
     for k,v in worst(res).items(): print(f'  {k:10} {v:.1e}')
 
-if __name__=='__main__': main(int(sys.argv[1]) if len(sys.argv)>1 else 1000)
+def number(s):
+    "How many twins are asked for"
+    if not s.isdecimal() or int(s)<1: sys.exit(f'N={s}: give a number of twins, at least 1')
+    return int(s)
+
+if __name__=='__main__': main(number(sys.argv[1]) if len(sys.argv)>1 else 1000)

@@ -6,7 +6,7 @@ root = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(root))
 from fastai.optimizer import OptimWrapper
 from fastaccum.testing import deviation, toy
-from benchmarks.peers import right
+from benchmarks.peers import report, right
 from benchmarks.peers.bare import Bare
 from benchmarks.peers.cases import Data, apart, by_key, cases, make_model, optimizer_steps, twin, weights
 from benchmarks.peers.fastaccum import Fastaccum
@@ -115,6 +115,16 @@ def test_results_of_fast_are_whole():
             assert set(o)=={'1','4','16'} and all(v['median']>0 and v['to_bare']>0 for v in o.values())
     assert all(math.isfinite(v) and v>0 for g in res['growth'].values() for o in g.values() for v in o.values())
     assert set(res['memory'])==set(res['arms'])|{'big'} and all(o['all']>o['more']>0 for o in res['memory'].values())
+
+def test_who_was_not_measured_is_said():
+    "Of each module at least one way is in the results of `fast`, or the report says why not"
+    for m in modules:
+        if not keys_of(m) & set(results('fast')['arms']): assert f'{m.capitalize()} is not here' in report.not_fast, m
+
+@pytest.mark.parametrize('nm', ['right','fast'])
+def test_tables_are_those_of_the_results(nm):
+    "`make peers` writes both; a change of the report is a change of the file"
+    assert (root/f'benchmarks/results/{nm}.md').read_text(encoding='utf-8')==getattr(report, nm)(results(nm))+'\n'
 
 @pytest.mark.parametrize('nm', ['right','fast'])
 def test_results_say_when_and_with_what(nm):

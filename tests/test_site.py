@@ -62,22 +62,28 @@ def test_links_resolve(page):
     assert not bad
 
 def test_pages_that_the_modules_name_exist():
-    for fn in (root/'fastaccum').glob('*.py'):
+    for fn in (root/'fastaccum').rglob('*.py'):
         for o in re.findall(r'https://fastaccum.github.io/fastaccum/(\S+?)["\s]', fn.read_text(encoding='utf-8')): assert (site/o).is_file(), o
 
 def test_every_public_name_has_an_entry():
     from importlib import import_module
-    for fn in (root/'fastaccum').glob('[a-z]*.py'):
-        mod = import_module(f'fastaccum.{fn.stem}')
+    for fn in (root/'fastaccum').rglob('[a-z]*.py'):
+        mod = import_module('.'.join(fn.relative_to(root).with_suffix('').parts))
         own = [nm for nm in getattr(mod, '__all__', []) if fn.stem!='all']
         documented = {nm.split('.')[-1] for nm in names}   # nbdev lists some patched methods as names
         assert [nm for nm in own if nm not in documented]==[], fn.name
+
+def module(full):
+    "The module within fastaccum in which a public name is, as the name of its page: core/sizes"
+    *folders,nm = full.split('.')[1:]
+    while not (root/'fastaccum'/'/'.join([*folders,nm])).with_suffix('.py').is_file(): *folders,nm = folders
+    return '/'.join([*folders,nm])
 
 @pytest.mark.parametrize('name', names)
 def test_entry(name):
     "A public name has an anchor, and a link to the lines that define it"
     full = names[name]
-    page = f'{full.split(".")[1]}.html'
+    page = f'{module(full)}.html'
     assert {full,name.lower()} <= links(page).ids
     path,_,line = links(page).sources[full].partition('/blob/main/')[2].partition('#L')
     text = (root/path).read_text(encoding='utf-8').split('\n')

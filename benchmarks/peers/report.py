@@ -57,6 +57,11 @@ def right(res):
         'What is recorded and found', found(res), 'Sizes that cannot be', bad(res), 'The cases', table(['',''], res['cases'].items()),
         'The peers', hows(res), 'No figure', whys(res)])
 
+# Who has no row in `fast`, and why
+not_fast = """Composer is not here. All the others are given micro-batches that are ready, so that nothing but the work around them is
+measured; Composer takes the big batch from the loader and splits it, and its figure would hold that too. Of a peer with several
+ways, one is here: fastxtend with `drop_last=False`, accelerate with `accumulate()`, transformers with `num_items_in_batch`.""".replace('\n', ' ')
+
 def times(res, model, ks, unit, f=lambda v: f'{v:.0f}'):
     "A row for each arm, with the ratio to the bare loop"
     arms = res['cost'][model]
@@ -76,7 +81,7 @@ def memory(res):
 def fast(res):
     "All tables of `fast`"
     ks = ['1','4','16']
-    return '\n\n'.join(['# Fast: what a micro-batch costs', made(res),
+    return '\n\n'.join(['# Fast: what a micro-batch costs', made(res), not_fast,
         'Microseconds per micro-batch of a tiny model, and in brackets to the bare loop', times(res, 'tiny', ks, 'µs'),
         'Samples per second of a convolutional network, and in brackets to the bare loop', times(res, 'conv', ks, 'samples/s'),
         'Samples per second of a transformer, and in brackets to the bare loop', times(res, 'transformer', ks, 'samples/s'),

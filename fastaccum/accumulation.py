@@ -162,8 +162,8 @@ def _close(self:GradientAccumulation):
 @patch
 def after_train(self:GradientAccumulation):
     learn,macro = self.learn,self.macro
-    if not self.listeners or self.drop_last: return
-    for _ in self.sync.owed(macro):
+    if not self.listeners: return
+    for _ in self.sync.owed(macro, self.drop_last):
         self._close()
         take_step(learn)
         self.at,self.counted = learn.iter,False

@@ -54,10 +54,11 @@ class Exchange:
         self.dl,self.sizes = dl,local_sizes(dl, micro_batch_size)
 
     def check_loader(self, dl):
-        "Refuse a loader that took the place of the one the processes agreed on, unless it yields as much"
-        if dl is self.dl: return
+        "Refuse a loader that took the place of the one the processes agreed on, unless it yields as much; then `True`"
+        if dl is self.dl: return True
         (bs,n),(old_bs,old_n) = local_sizes(dl, self.acc.micro_batch_size),self.sizes
         if (bs,n)!=(old_bs,old_n):
             raise ValueError(f"`learn.dl` was replaced, by one with micro-batches of {bs}, {n} samples, after the processes had agreed on macro-batches "
                 f"for micro-batches of {old_bs}, {old_n} samples: replace it in `learn.dls` before the epoch, on all processes")
         self.dl = dl
+        return True

@@ -35,6 +35,7 @@ class Alone:
         (micro_bs,n), = loaders
         return Plan(n, micro_bs, acc.sizes(micro_bs, n_epoch), n_epoch, acc.drop_last)
 
+    def check_loader(self, dl): "Is `dl` as good as the loader it takes the place of? If not, plan anew"
     def most(self, n, size, most): return most
     def close(self): pass
 
@@ -114,7 +115,8 @@ def plan(self:Together, acc, loaders, n_epoch):
 @patch
 def shares_most(self:Together):
     "Does the weight of a micro-batch need `per_sample`?"
-    return self.acc.measure.find not in (None,samples)
+    find = self.acc.measure.find
+    return not (find is None or find is samples)
 
 @patch
 def agree(self:Together, per_sample):
@@ -147,7 +149,7 @@ def close(self:Together):
     "See to it that the gradients were exchanged, and that `macro` counts the whole macro-batch"
     acc,macro = self.acc,self.acc.macro
     if not self.summed:
-        if not (self.exchanged and acc.counted): self.exchange()
+        if not (self.exchanged and acc.counted and acc.learn.loss_grad.requires_grad): self.exchange()
         self.add_up(closing=True)
     macro.samples = acc.planned.sizes[acc.learn.epoch][acc.step-acc.planned.first]   # as planned: to count them, the host would wait
     self.exchanged = self.summed = False

@@ -63,7 +63,7 @@ def before_fit(self:GradientAccumulation):
     learn,finder = self.learn,getattr(self.learn, 'lr_finder', None)
     if learn.lock.locked(): return   # validation or prediction, perhaps in the middle of a fit
     self._leave()
-    if not len(learn.dls.train): return   # an exported Learner
+    if not len(learn.dls.train) and find_sync(learn) is alone: return   # an exported Learner
     check_learner(learn, GradientAccumulation)
     self.step,self.log_steps,self.sync = None,self.log_accum_batch or finder is not None,find_sync(learn)
     self.planned = self.plan(learn.dls, learn.n_epoch)

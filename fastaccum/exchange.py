@@ -42,6 +42,7 @@ class Exchange:
         return acc.run and learn is not None and acc.at is not None and learn.training and acc.at==learn.iter and acc in learn.cbs
 
     def forward(self, *args, **kwargs):
+        "The model's own, after which gradients are exchanged, or wait for the closing micro-batch"
         counts = self.accumulates()
         if counts: self.check_loader(self.acc.learn.dl)
         waits = counts and not (self.acc.sync_each or self.acc.macro.closing)

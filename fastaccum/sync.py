@@ -23,8 +23,8 @@ from .sizes import samples
 # %% ../nbs/04c_sync.ipynb #alone
 class Alone:
     "What a process does that trains by itself: nothing to share or to exchange"
-    def enter(self, acc): return self
-    def leave(self): return self   # both may be called twice, and `leave` after an `enter` that was interrupted
+    def enter(self, acc): return self   # `acc` begins to accumulate
+    def leave(self): return self   # it has ended; returns what to do from then on. May be called twice, or after half an `enter`
 
     def look(self, acc, dl):
         "For each process, samples in a micro-batch, and samples its loader yields"
@@ -36,8 +36,8 @@ class Alone:
         return Plan(n, micro_bs, acc.sizes(micro_bs, n_epoch), n_epoch, acc.drop_last)
 
     def check_loader(self, dl): "Is `dl` as good as the loader it takes the place of? If not, plan anew"
-    def most(self, n, size, most): return most
-    def close(self): pass
+    def most(self, n, size, most): return most   # what `MacroBatch.weight` takes for it
+    def close(self): pass   # the macro-batch is complete
 
     def owed(self, macro, drop_last):
         "Steps that are left when the training loop has ended"
@@ -52,10 +52,12 @@ class Together(Exchange, Alone):
     summed = False   # has `owed` called `add_up` for this step?
 
     def enter(self, acc):
+        "As in `Exchange`; returns itself"
         super().enter(acc)
         return self
 
     def leave(self):
+        "As in `Exchange`; returns what the process does from then on"
         super().leave()
         return alone
 
@@ -135,7 +137,7 @@ def most(self:Together, n, size, most):
 # %% ../nbs/04c_sync.ipynb #sum
 @patch
 def add_up(self:Together, closing):
-    "Add up what the processes hold, which `macro` counts afterwards. Returns its samples, and how many processes are `closing` it"
+    "Add up what the processes hold, which `macro` counts afterwards. Returns its samples, and how many processes are `closing` it: the others have run out"
     macro,measure = self.acc.macro,self.acc.measure
     size,loss = (macro.size/macro.ref,macro.loss/macro.ref) if macro.ref else (float(measure.find is None)/self.world,macro.loss)
     zero = torch.zeros((), dtype=torch.float64, device=self.device)

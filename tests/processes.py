@@ -281,6 +281,37 @@ def case_no_epoch():
             assert torch.equal(weights(l), before)
             l.fit(1, 0.1, cbs=cbs)
         assert_twins(*twins(even(35), macro=16*world, acc_cls=acc_cls, fit=fit))
+class Tied(nn.Module):
+    "Two layers have one weight"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a,self.b,self.c,self.d = nn.Linear(5,6),nn.Linear(6,6),nn.Linear(6,6),nn.Linear(6,3)
+        self.c.weight = self.b.weight
+        self.double()
+    def forward(self, x):
+        for m in (self.a,self.b,self.c): x = m(x).tanh()
+        return self.d(x)
+def case_tied_weights_and_parameters_outside_of_the_optimizer():
+    "The first are in both groups, the second count for clipping"
+    def tied(m): return [[*m.a.parameters(),*m.b.parameters()],[*m.c.parameters(),*m.d.parameters()]]
+    def outside(m): return [[*m.a.parameters(),*m.b.parameters()],[m.c.bias]]
+    for groups in (tied,outside):
+        for tokens in (False,True):
+            assert_twins(*twins(uneven(), macro=16*world, tokens=tokens, model=Tied, splitter=lambda m: groups(getattr(m, 'module', m)), cbs=lambda: [GradientClip(0.05)]))
+class NoGradient(Callback):
+    "The loss of some micro-batches of the last process needs no gradient, or has one of zero"
+    run_valid = False
+    def __init__(self, needs): self.needs = needs
+    def after_loss(self):
+        if rank==world-1 and self.iter in (0,3,7): self.learn.loss_grad = self.loss_grad*0 if self.needs else self.loss_grad.detach()
+def case_one_needs_no_gradient():
+    ds,order,res = toy_data(35*world),orders(even(35)),[]
+    for needs in (True,False):
+        res.append(together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, GradientAccumulation(16*world), one_cycle, cbs=lambda: [NoGradient(needs)]))
+        same_everywhere(weights(res[-1]))
+        assert res[-1].exchanges.last==2*3
+    assert_twins(*res)
 
 # Schedules: the twin is one process whose micro-batches are as large as all of theirs together
 
@@ -586,6 +617,12 @@ def case_loader_that_yields_more_than_it_says():
     except RuntimeError as e: assert 'yields more' in str(e), e
     else: raise AssertionError('not refused')
     finally: type(train).__len__ = old
+def case_one_has_no_samples():
+    ds,order = toy_data(35*world),orders(even(35))
+    own = [[] if rank==world-1 else cut(o[rank], 4) for o in order]
+    try: together(Batches(ds, own, 4), ds, GradientAccumulation(16*world), one_cycle)
+    except ValueError as e: assert f'{", ".join(["35"]*(world-1))}, 0 samples to train on' in str(e), e
+    else: raise AssertionError('not refused')
 class Swap(Callback):
     "Train an epoch on another loader"
     order,run_valid = 7,False   # after accumulation

@@ -23,6 +23,7 @@ from .sizes import samples
 # %% ../nbs/04c_sync.ipynb #alone
 class Alone:
     "What a process does that trains by itself: nothing to share or to exchange"
+    world = 1   # processes
     def enter(self, acc): return self   # `acc` begins to accumulate
     def leave(self): return self   # it has ended; returns what to do from then on. May be called twice, or after half an `enter`
 

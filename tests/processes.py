@@ -716,7 +716,7 @@ cases = {k[5:]:v for k,v in list(globals().items()) if k.startswith('case_')}
 def main(out, *names):
     if device.type=='cuda': torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
     torch.set_num_threads(1)
-    dist.init_process_group('nccl' if device.type=='cuda' else 'gloo', timeout=timedelta(seconds=30))
+    dist.init_process_group('nccl' if device.type=='cuda' else 'gloo', timeout=timedelta(seconds=40))
     for nm in names or cases:
         if nm in faults: fault_on_one(faults[nm])
         faulthandler.dump_traceback_later(limit, exit=True)

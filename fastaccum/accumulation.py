@@ -94,7 +94,7 @@ def before_fit(self:GradientAccumulation):
     learn = self.learn
     if learn.lock.locked(): return   # validation or prediction, perhaps in the middle of a fit
     to_the_end(self._leave)
-    if len(learn.dls.train): self._begin()   # an exported Learner has nothing to train on
+    if len(learn.dls.train) or find_sync(learn) is not alone: self._begin()   # an exported Learner has nothing to train on
 
 @patch
 def _begin(self:GradientAccumulation):
@@ -148,7 +148,7 @@ def after_fit(self:GradientAccumulation):
 @patch
 def before_train(self:GradientAccumulation):
     learn = self.learn
-    if not len(learn.dl):
+    if not len(learn.dl) and find_sync(learn) is alone:
         warn("the training loader has no batch, so nothing is trained: has its dataset samples, and are they enough for one batch if it drops the last?")
         return
     if self.planned is None: self._begin()   # a fit within this one has ended, or the callback is new
@@ -192,6 +192,7 @@ def before_batch(self:GradientAccumulation):
 def _other_loader(self:GradientAccumulation):
     "A callback has given the epoch another loader in `before_train`"
     self.dl = self.learn.dl
+    if self.sync.check_loader(self.dl): return   # several processes agreed on it
     self._replan()
     self._start(0)
 
@@ -280,8 +281,8 @@ def _close(self:GradientAccumulation):
 @patch
 def after_train(self:GradientAccumulation):
     learn,macro = self.learn,self.macro
-    if not self.entered or self.drop_last: return
-    for _ in self.sync.owed(macro):
+    if not self.entered: return
+    for _ in self.sync.owed(macro, self.drop_last):
         self._close()
         take_step(learn)
         self.at,self.counted = learn.iter,False

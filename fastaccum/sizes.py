@@ -168,7 +168,8 @@ class Measure:
     def mean(self, macro):
         "The mean loss of what `macro` holds so far, a 0-dim tensor; the last one known if all of it is ignored"
         if macro.ref is None: return macro.loss
-        return self._ratio(macro.loss, macro.size, 0. if self.known is None else self.known).to(self.loss.dtype)
+        res = self._ratio(macro.loss, macro.size, 0. if self.known is None else self.known)
+        return res.to(torch.float32 if self.loss is None else self.loss.dtype)   # one of several processes may not have had a loss
 
     def correction(self, macro):
         "What to multiply the gradients of `macro` with, once it is complete"

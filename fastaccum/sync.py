@@ -15,16 +15,17 @@ from torch.nn.parallel import DistributedDataParallel
 from warnings import warn
 from fastcore.basics import patch
 from .checks import loader_sizes
+from .exchange import Exchange
 from .macro_batch import Plan
-from .shares import SharedPlan, local_sizes
+from .shares import SharedPlan
 from .sizes import samples
 
 # %% ../nbs/04c_sync.ipynb #alone
 class Alone:
     "What a process does that trains by itself: nothing to share or to exchange"
     world = 1   # processes
-    def enter(self, acc): return self
-    def leave(self): return self
+    def enter(self, acc): return self   # `acc` begins to accumulate
+    def leave(self): return self   # it has ended; returns what to do from then on. May be called twice, or after half an `enter`
 
     def look(self, acc, dl):
         "For each process, samples in a micro-batch, and samples its loader yields"
@@ -35,47 +36,31 @@ class Alone:
         (micro_bs,n), = loaders
         return Plan(n, micro_bs, acc.sizes(micro_bs, n_epoch), n_epoch, acc.drop_last)
 
-    def most(self, n, size, most): return most
-    def close(self): pass
+    def check_loader(self, dl): "Is `dl` as good as the loader it takes the place of? If not, plan anew"
+    def most(self, n, size, most): return most   # what `MacroBatch.weight` takes for it
+    def close(self): pass   # the macro-batch is complete
 
-    def owed(self, macro):
+    def owed(self, macro, drop_last):
         "Steps that are left when the training loop has ended"
-        if macro.samples and not macro.stepped: yield
+        if macro.samples and not macro.stepped and not drop_last: yield
 
 alone = Alone()
 
 # %% ../nbs/04c_sync.ipynb #together
-class Together(Alone):
+class Together(Exchange, Alone):
     "What one of several processes does, whose model is a `DistributedDataParallel`"
-    def __init__(self, ddp):
-        self.ddp,self.group,self.own = ddp,ddp.process_group,None
-        self.rank,self.world,self.device = self.group.rank(),self.group.size(),next(ddp.parameters()).device
-        self.exchanged,self.summed,self.per_sample = False,False,None
+    per_sample = None   # what the mean loss of a sample is a mean of, at most: written by `agree`, once per fit
+    summed = False   # has `owed` called `add_up` for this step?
 
     def enter(self, acc):
-        "Let the model's `forward` ask `acc` whether to exchange gradients"
-        self.acc,self.own,self.stock = acc,vars(self.ddp).get('forward'),self.ddp.forward
-        vars(self.ddp)['forward'] = self.forward
+        "As in `Exchange`; returns itself"
+        super().enter(acc)
         return self
 
     def leave(self):
-        "Give the model its own `forward` back"
-        if vars(self.ddp).get('forward')==self.forward:
-            if self.own is None: del vars(self.ddp)['forward']
-            else: vars(self.ddp)['forward'] = self.own
+        "As in `Exchange`; returns what the process does from then on"
+        super().leave()
         return alone
-
-    def waits(self):
-        "Is this the forward pass of a micro-batch whose gradients are exchanged later?"
-        acc,learn = self.acc,self.acc.learn
-        if acc.sync_each or acc.at is None or acc.macro.closing or not acc.run or learn is None: return False
-        return learn.training and acc.at==learn.iter and acc in learn.cbs
-
-    def forward(self, *args, **kwargs):
-        waits = self.waits()
-        if torch.is_grad_enabled(): self.exchanged = not waits
-        if not waits: return self.stock(*args, **kwargs)
-        with self.ddp.no_sync(): return self.stock(*args, **kwargs)
 
 # %% ../nbs/04c_sync.ipynb #find
 def find_sync(
@@ -93,10 +78,11 @@ def find_sync(
 # %% ../nbs/04c_sync.ipynb #look
 @patch
 def look(self:Together, acc, dl):
-    "As in `Alone`, from all processes"
+    "As in `Alone`, from all processes; refuses what they were not told alike"
     nms = '`accum_bs`','`drop_last`','`log_accum_batch`','`sync_each`','the number of epochs'
     args = acc.accum_bs,acc.drop_last,acc.log_steps,acc.sync_each,acc.learn.n_epoch
-    mine = torch.tensor([int(o) for o in (*local_sizes(dl, acc.micro_batch_size),*args)], device=self.device)
+    self.agreed(dl, acc.micro_batch_size)
+    mine = torch.tensor([int(o) for o in (*self.sizes,*args)], device=self.device)
     res = [torch.zeros_like(mine) for _ in range(self.world)]
     dist.all_gather(res, mine, group=self.group)
     loaders,args = zip(*((tuple(o[:2]),o[2:]) for o in (o.tolist() for o in res)))
@@ -104,6 +90,9 @@ def look(self:Together, acc, dl):
         if len(set(vals))>1: raise ValueError(f"{nm} is {', '.join(map(str, vals))} on the processes: give all of them the same")
     if min(n for _,n in loaders)<1:
         raise ValueError(f"the processes have {', '.join(str(n) for _,n in loaders)} samples to train on: give each at least a micro-batch")
+    if self.ddp.static_graph and not acc.sync_each:
+        raise ValueError("DistributedDataParallel with `static_graph=True` exchanges gradients in each backward pass, and PyTorch fails where they wait "
+            "for the end of a macro-batch: pass `sync_each=True` to exchange them with every micro-batch, or make the model without `static_graph`")
     return loaders
 
 # %% ../nbs/04c_sync.ipynb #together-plan
@@ -111,6 +100,7 @@ def look(self:Together, acc, dl):
 def plan(self:Together, acc, loaders, n_epoch):
     "As in `Alone`, with what cannot work refused"
     plan,learn = SharedPlan(self.rank, loaders, acc.sizes(sum(bs for bs,_ in loaders), n_epoch), n_epoch, acc.drop_last),acc.learn
+    if not n_epoch: return plan
     counts,full = [(ceil(n/bs),bs) for bs,n in loaders],plan.full(plan.shares[0][0][0])
     sync_bn = any(isinstance(o, torch.nn.SyncBatchNorm) for o in self.ddp.modules())
     if len(set(counts))>1 and (sync_bn or acc.sync_each or not acc.log_steps or getattr(getattr(learn, 'recorder', None), 'train_metrics', False)):
@@ -126,64 +116,70 @@ def plan(self:Together, acc, loaders, n_epoch):
 
 # %% ../nbs/04c_sync.ipynb #most
 @patch
+def shares_most(self:Together):
+    "Does the weight of a micro-batch need `per_sample`?"
+    find = self.acc.measure.find
+    return not (find is None or find is samples)
+
+@patch
+def agree(self:Together, per_sample):
+    "The largest `per_sample` of all processes, 0 from one without a micro-batch; once per fit, with the first backward pass"
+    res = torch.tensor(per_sample, dtype=torch.float32, device=self.device)
+    dist.all_reduce(res, dist.ReduceOp.MAX, group=self.group)
+    self.per_sample = res.item() or None   # `None` while nobody has a micro-batch: they ask again
+
+@patch
 def most(self:Together, n, size, most):
     "What to take for `size` were nothing ignored, in proportion to `n` the same on all processes"
-    if size is None or self.acc.measure.find is samples: return most
-    if self.per_sample is None:   # once per fit
-        per_sample = torch.tensor((size if most is None else most)/n, dtype=torch.float32, device=self.device)
-        dist.all_reduce(per_sample, dist.ReduceOp.MAX, group=self.group)
-        self.per_sample = per_sample.item()
+    if not self.shares_most(): return most
+    if self.per_sample is None: self.agree((size if most is None else most)/n)
     return self.per_sample*n
 
 # %% ../nbs/04c_sync.ipynb #sum
 @patch
-def add_up(self:Together):
-    "Add up what the processes hold: afterwards `macro` counts the whole macro-batch. Returns its samples"
+def add_up(self:Together, closing):
+    "Add up what the processes hold, which `macro` counts afterwards. Returns its samples, and how many processes are `closing` it: the others have run out"
     macro,measure = self.acc.macro,self.acc.measure
     size,loss = (macro.size/macro.ref,macro.loss/macro.ref) if macro.ref else (float(measure.find is None)/self.world,macro.loss)
     zero = torch.zeros((), dtype=torch.float64, device=self.device)
-    res = torch.stack([zero+o for o in (size,loss,macro.samples)])
+    res = torch.stack([zero+o for o in (size,loss,macro.samples,closing)])
     dist.all_reduce(res, group=self.group)
-    macro.ref,(macro.size,macro.loss,n) = self.world,res
-    return n
+    macro.ref,macro.size,macro.loss = self.world,res[0],res[1]
+    return res[2:]
 
 @patch
 def close(self:Together):
     "See to it that the gradients were exchanged, and that `macro` counts the whole macro-batch"
     acc,macro = self.acc,self.acc.macro
     if not self.summed:
-        if not (self.exchanged and acc.counted): self.exchange()
-        if acc.log_steps or acc.measure.find is not samples or len(set(acc.planned.loaders))>1: self.add_up()
-        elif macro.samples!=macro.planned:
-            raise RuntimeError(f"{macro.samples} samples in a macro-batch where {macro.planned:.0f} were planned, of which the other processes "
-                "do not know with `log_accum_batch=False`: leave that out, or pass `size=`")
-        macro.samples = acc.planned.sizes[acc.learn.epoch][acc.step-acc.planned.first]   # as planned: to count them, the host would wait
+        if not (self.exchanged and acc.counted and acc.learn.loss_grad.requires_grad): self.exchange()
+        self.add_up(closing=True)
+    macro.samples = acc.planned.sizes[acc.learn.epoch][acc.step-acc.planned.first]   # as planned: to count them, the host would wait
     self.exchanged = self.summed = False
 
 # %% ../nbs/04c_sync.ipynb #owed
-def _tensors(o):
-    "The tensors with a gradient in nested `o`"
-    if isinstance(o, torch.Tensor): return [o] if o.requires_grad else []
-    if isinstance(o, dict): o = list(o.values())
-    return [t for x in o for t in _tensors(x)] if isinstance(o, (tuple,list)) else []
-
 @patch
 def exchange(self:Together):
-    "Exchange the gradients with passes of weight zero"
-    learn,self.acc.macro.closing = self.acc.learn,True
-    outs = _tensors(learn.pred if self.exchanged else learn.model(*learn.xb))   # DDP may still wait for a backward pass that was cancelled
+    "Exchange the gradients there are, in a pass that needs no micro-batch: each parameter has a part in it, of weight zero"
+    ddp,scaler = self.ddp,vars(self.acc.learn).get('scaler')
+    if scaler is not None: scaler.scale(torch.zeros((), device=self.device))   # it has a scale once it has scaled something
+    if not self.exchanged: ddp._pre_forward()   # else DDP still waits for the backward pass of a forward pass
+    if self.shares_most() and self.per_sample is None: self.agree(0.)
+    outs = ddp._post_forward([p.view_as(p) for p in ddp.parameters() if p.requires_grad])
     torch.autograd.backward(outs, [torch.zeros_like(o) for o in outs])
+    self.exchanged = False
 
 @patch
-def owed(self:Together, macro):
+def owed(self:Together, macro, drop_last):
     "Steps that are left when the training loop of this process has ended, its own and the others'"
-    acc = self.acc
-    while acc.step-acc.planned.first<acc.planned.steps[acc.learn.epoch]:
+    acc,learn = self.acc,self.acc.learn
+    if acc.at is None: learn.iter,learn.n_iter,learn.xb,learn.yb = 0,len(learn.dl),(),(None,)   # it had no micro-batch
+    while acc.step-acc.planned.first<acc.planned.steps[learn.epoch]:
         if macro.stepped:
-            macro.start(*acc.planned.begin(acc.learn.epoch, acc.step, acc.learn.iter+1))
+            acc._start(learn.iter+1)
             for o in acc.listeners: o.cb('before_batch')   # ParamScheduler sets the step's hyper-parameters
         self.exchange()
-        macro.samples = int(self.add_up())
-        if not macro.samples: return
+        macro.samples,closing = (int(o) for o in self.add_up(closing=False).tolist())
+        if not macro.samples or (drop_last and not closing): return   # the loops of all have ended
         self.summed = True
         yield

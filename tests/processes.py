@@ -5,7 +5,7 @@
 Each process notes the cases it has passed in the folder OUT. Every process also runs the twin, by itself: fastai's Recorder averages
 over processes whatever it records, so all must record something. `DEVICE=cuda` uses nccl and a GPU per process.
 """
-import math, os, sys, traceback, warnings
+import faulthandler, math, os, sys, traceback, warnings
 from collections import Counter
 from datetime import timedelta
 from functools import partial
@@ -21,10 +21,11 @@ from fastai.callback.core import Callback, CancelBackwardException, CancelBatchE
 from fastai.callback.training import GradientClip, ShortEpochCallback
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
-from fastai.learner import AvgLoss
+from fastai.learner import AvgLoss, Recorder
 from fastai.metrics import accuracy
-from fastai.optimizer import Adam, OptimWrapper
+from fastai.optimizer import Adam, OptimWrapper, SGD
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler
+from fastaccum.macro_batch import Position
 from fastaccum.testing import CrossEntropy, assert_twins, deviation, toy, toy_data
 from common import CpuMixedPrecision, Raise, weights
 
@@ -38,7 +39,7 @@ class Batches:
     def __init__(self, ds, epochs, bs):
         self.ds,self.epochs,self.bs,self.device,self.epoch = ds,epochs,bs,device,0
         self.n = sum(map(len, epochs[0]))
-    def __len__(self): return len(self.epochs[0])
+    def __len__(self): return len(self.epochs[self.epoch%len(self.epochs)])   # of the epoch to come
     def __iter__(self):
         self.epoch += 1
         for idxs in self.epochs[(self.epoch-1)%len(self.epochs)]: yield self.ds[idxs]
@@ -184,6 +185,15 @@ def case_tokens_all_ignored_on_one():
     a,b = twins(even(9), macro=2*world, micro=1, tokens=True, cbs=lambda: [Ignore()])
     assert deviation(weights(a), weights(b))<1e-12
     assert torch.stack(list(b.recorder.losses)).isfinite().all()   # the twin's are NaN once a whole batch is padding
+def case_tokens_all_ignored_on_one_in_an_epoch():
+    class Ignore(Callback):
+        run_valid = False
+        def before_batch(self):   # the last process's samples are the last
+            own = self.x[:,0,0,None]*0+torch.isin(self.x[:,0,0], theirs)[:,None]>0
+            if self.epoch==0: self.learn.yb = (torch.where(own, -100, self.y),)
+    for ns,macro in ((even(35),16*world), (uneven(),16*world)):
+        theirs = toy_data(sum(ns), True).tensors[0][-ns[-1]:,0,0].to(device)
+        assert_twins(*twins(ns, macro=macro, tokens=True, cbs=lambda: [Ignore()]))
 def case_size_of_your_own():
     assert_twins(*twins(uneven(), macro=16*world, tokens=True, acc=dict(size=lambda l: int((l.y!=-100).sum()))))
 def case_sum(): assert_twins(*twins(uneven(), macro=16*world, loss_func=CrossEntropy(reduction='sum'), fit=lambda l,cbs: l.fit(2, 1e-3, cbs=cbs)))
@@ -226,7 +236,7 @@ def case_log_accum_batch_false():
     a,b = twins(even(35), macro=16*world, acc=dict(log_accum_batch=False), loss_func=squared)
     assert deviation(weights(a), weights(b))<1e-12
     assert len(b.recorder.losses)==2*9
-    assert b.sums==0, b.sums
+    assert b.sums==2*3, b.sums
     a,b = twins(even(35), macro=16*world, tokens=True, acc=dict(log_accum_batch=False))
     assert deviation(weights(a), weights(b))<1e-12 and b.sums==2*3+1
 def case_sync_each():
@@ -256,6 +266,53 @@ def case_find_unused_parameters():
     assert deviation(weights(a), weights(b))<1e-12
     assert (a.exchanges.last,b.exchanges.last)==(2*9,2*3)
 
+def case_static_graph():
+    "Refused on every process: PyTorch does not let the exchange wait; `sync_each=True` trains"
+    fails(ValueError, 'static_graph', ns=even(35), macro=16*world, ddp=dict(static_graph=True))
+    a,b = twins(even(35), macro=16*world, ddp=dict(static_graph=True), acc=dict(sync_each=True), each=True)
+    assert b.exchanges.last==2*9, b.exchanges.last
+    assert_twins(a, b)
+def case_no_epoch():
+    "`fit(0)` does nothing, and the next fit trains"
+    for acc_cls in (GradientAccumulation,lambda macro: GradientAccumulationScheduler({0:4})):
+        def fit(l, cbs):
+            before = weights(l)
+            l.fit(0, 0.1, cbs=cbs)
+            assert torch.equal(weights(l), before)
+            l.fit(1, 0.1, cbs=cbs)
+        assert_twins(*twins(even(35), macro=16*world, acc_cls=acc_cls, fit=fit))
+class Tied(nn.Module):
+    "Two layers have one weight"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a,self.b,self.c,self.d = nn.Linear(5,6),nn.Linear(6,6),nn.Linear(6,6),nn.Linear(6,3)
+        self.c.weight = self.b.weight
+        self.double()
+    def forward(self, x):
+        for m in (self.a,self.b,self.c): x = m(x).tanh()
+        return self.d(x)
+def case_tied_weights_and_parameters_outside_of_the_optimizer():
+    "The first are in both groups, the second count for clipping"
+    def tied(m): return [[*m.a.parameters(),*m.b.parameters()],[*m.c.parameters(),*m.d.parameters()]]
+    def outside(m): return [[*m.a.parameters(),*m.b.parameters()],[m.c.bias]]
+    for groups in (tied,outside):
+        for tokens in (False,True):
+            assert_twins(*twins(uneven(), macro=16*world, tokens=tokens, model=Tied, splitter=lambda m: groups(getattr(m, 'module', m)), cbs=lambda: [GradientClip(0.05)]))
+class NoGradient(Callback):
+    "The loss of some micro-batches of the last process needs no gradient, or has one of zero"
+    run_valid = False
+    def __init__(self, needs): self.needs = needs
+    def after_loss(self):
+        if rank==world-1 and self.iter in (0,3,7): self.learn.loss_grad = self.loss_grad*0 if self.needs else self.loss_grad.detach()
+def case_one_needs_no_gradient():
+    ds,order,res = toy_data(35*world),orders(even(35)),[]
+    for needs in (True,False):
+        res.append(together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, GradientAccumulation(16*world), one_cycle, cbs=lambda: [NoGradient(needs)]))
+        same_everywhere(weights(res[-1]))
+        assert res[-1].exchanges.last==2*3
+    assert_twins(*res)
+
 # Schedules: the twin is one process whose micro-batches are as large as all of theirs together
 
 def schedules(ns, acc, fit):
@@ -284,6 +341,83 @@ def case_schedule_on_uneven_processes():
     same_everywhere(torch.tensor(b.recorder.accum_bs, device=device))
     assert b.exchanges.last==cb.step==len(b.recorder.accum_bs) and b.recorder.accum_bs[-1]==16*world
 
+# Random runs: loaders of any length, micro-batches of any size
+
+def planned(order, micros, wanted, drop_last):
+    "For each epoch, the samples of each step, from the words of the promise"
+    res,step = [],0
+    for epoch,o in enumerate(order):
+        ns,done,steps = [len(p) for p in o],[0]*world,[]
+        while sum(done)<sum(ns):
+            w = wanted(Position(epoch, step+len(steps), (epoch+sum(done)/sum(ns))/len(order))) if callable(wanted) else wanted
+            full = [math.ceil(math.ceil(w/world)/m)*m for m in micros]
+            got = [p[d:d+f] for p,d,f in zip(o, done, full)]
+            if drop_last and [len(g) for g in got]!=full: break
+            steps.append(sum(got, []))
+            done = [d+len(g) for d,g in zip(done, got)]
+        res.append(steps)
+        step += len(steps)
+    return res
+class LeaveOut(Callback):
+    "Leave out some micro-batches of this process"
+    order,run_valid = 7,False   # after accumulation
+    def __init__(self, event, iters):
+        self.iters = iters
+        setattr(self, event, self.maybe)
+    def maybe(self):
+        if self.iter in self.iters: raise CancelBatchException
+def draw(seed):
+    "Arguments of a random run, the same on all processes"
+    rng = Random(seed)
+    o = dict(tokens=rng.random()<0.4, log_accum_batch=rng.random()<0.75, sync_each=rng.random()<0.25, drop_last=rng.random()<0.3,
+        kind=rng.choice(['plain','plain','left out','anneal','epoch','step']), clip=rng.random()<0.3, opt_func=rng.choice([SGD,Adam]), micros=[rng.choice([1,3,4,5])]*world)
+    if o['kind']=='left out': o.update(log_accum_batch=True, sync_each=False, drop_last=False)
+    if o['sync_each'] or not o['log_accum_batch']:   # these need as many micro-batches on each
+        k = rng.randint(1, 9)
+        o['ns'] = [rng.randint((k-1)*m+1, k*m) for m in o['micros']]
+    else:
+        if rng.random()<0.4: o['micros'] = [rng.choice([1,2,4]) for _ in range(world)]
+        o['ns'] = [rng.choice([rng.randint(1, 4),rng.randint(20, 45)]) for _ in range(world)]
+    o['macro'] = rng.randint(1, 14)*world+rng.choice([0,0,1])
+    o['left'] = [rng.sample(range(math.ceil(n/m)), rng.randint(0, math.ceil(n/m))) if o['kind']=='left out' else [] for n,m in zip(o['ns'], o['micros'])]
+    o['event'] = rng.choice(['before_batch','after_pred','after_loss'])
+    o['one_cycle'] = o['kind']!='left out' and rng.random()<0.7
+    return o
+def callback(o):
+    args = dict(drop_last=o['drop_last'], log_accum_batch=o['log_accum_batch'], sync_each=o['sync_each'])
+    if o['kind']=='anneal': return GradientAccumulationSchedule(world, o['macro'], finish=0.8, **args)
+    if o['kind']=='epoch': return GradientAccumulationScheduler({0:1,1:3}, **args)
+    if o['kind']=='step': return GradientAccumulationScheduler({0:2,3:1,5:4}, mode='step', **args)
+    return GradientAccumulation(o['macro'], **args)
+def random_run(o):
+    "Whether there was a step in each epoch; else nothing is trained"
+    n_epoch = 2
+    ds,order,cb = toy_data(sum(o['ns']), o['tokens']),orders(o['ns'], n_epoch),callback(o)
+    kept = [[sum((b for i,b in enumerate(cut(p, m)) if i not in out), []) for p,m,out in zip(e, o['micros'], o['left'])] for e in order]
+    steps = planned(kept, o['micros'], cb.sizes(sum(o['micros']), n_epoch), o['drop_last'])
+    if not all(steps): return False
+    def fit(l, cbs):
+        if o['clip']: cbs = cbs+[GradientClip(0.05)]
+        l.fit_one_cycle(n_epoch, 0.02, cbs=cbs) if o['one_cycle'] else l.fit(n_epoch, 0.02, cbs=cbs)
+    a = learner(Batches(ds, steps, max(map(len, steps[0]))), ds, opt_func=o['opt_func'])
+    fit(a, [])
+    b = together(Batches(ds, [cut(e[rank], o['micros'][rank]) for e in order], o['micros'][rank]), ds, cb, fit, opt_func=o['opt_func'],
+        cbs=lambda: [LeaveOut(o['event'], o['left'][rank])] if o['left'][rank] else [])
+    same_everywhere(weights(b))
+    assert b.steps.n==sum(map(len, steps)), (b.steps.n, steps)
+    if not (o['sync_each'] or o['kind']=='left out'): assert set(b.exchanges.buckets.values())=={1}   # to hear that nobody has samples left takes another
+    if o['log_accum_batch'] and o['kind']!='left out': assert_twins(a, b)
+    else: assert deviation(weights(a), weights(b))<1e-7, deviation(weights(a), weights(b))
+    return True
+def case_random_runs():
+    trained = 0
+    for seed in range(int(os.environ.get('SEED', 0)), int(os.environ.get('SEED', 0))+int(os.environ.get('RUNS', 24))):
+        faulthandler.dump_traceback_later(limit, exit=True)
+        o = draw(seed)
+        try: trained += random_run(o)
+        except Exception as e: raise AssertionError(f'run {seed}: {o}') from e
+    assert trained>10
+
 # Loops that end sooner than announced, micro-batches left out
 
 def case_short_epochs():
@@ -298,27 +432,52 @@ def case_short_epochs():
         assert deviation(weights(a), weights(b))<1e-12, deviation(weights(a), weights(b))
         assert len(b.recorder.losses)==len(a.recorder.losses)
 class OnOne(Callback):
-    "Raise `exc` at some micro-batches of the last process"
-    run_valid = False
-    def __init__(self, event, exc, at):
-        self.exc,self.at_iters = exc,at
+    "Raise `exc` at some micro-batches of the last process, or at all of them (`None`), in some epochs"
+    order,run_valid = 7,False   # after accumulation
+    def __init__(self, event, exc, at, epochs=(0,1)):
+        self.exc,self.at_iters,self.epochs = exc,at,epochs
         setattr(self, event, self.maybe)
     def maybe(self):
-        if rank==world-1 and self.iter in self.at_iters: raise self.exc
-def on_one(event, exc, at, kept):
-    ns = even(35)
-    ds,order = toy_data(sum(ns)),orders(ns)
-    def left(o): return [*o[:-1],sum((b for i,b in enumerate(cut(o[-1], 4)) if kept(i)), [])]
-    a = learner(Batches(ds, [macro_batches(left(o), [16]*world, False) for o in order], 16*world), ds)
+        if rank==world-1 and self.epoch in self.epochs and (self.at_iters is None or self.iter in self.at_iters): raise self.exc
+def on_one(event, exc, at, kept, epochs=(0,1), tokens=False, **acc):
+    ns,drop_last,log = even(35),acc.get('drop_last', False),acc.get('log_accum_batch', True)
+    ds,order = toy_data(sum(ns), tokens),orders(ns)[:1]*2   # a loop that never begins asks for no epoch's order
+    def left(o, epoch):
+        "What is trained on: with `drop_last`, of what was planned"
+        parts = [p[:32] if drop_last else p for p in o]
+        return parts if epoch not in epochs else [*parts[:-1],sum((b for i,b in enumerate(cut(parts[-1], 4)) if kept(i)), [])]
+    a = learner(Batches(ds, [macro_batches(left(o, i), [16]*world, False) for i,o in enumerate(order)], 16*world), ds)
     a.fit(2, 0.1)
-    cb = GradientAccumulation(16*world)
-    b = together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, cb, lambda l,cbs: l.fit(2, 0.1, cbs=[*cbs,OnOne(event, exc, at)]))
+    cb = GradientAccumulation(16*world, **acc)
+    def setup(l):
+        if not log: l.remove_cb(Recorder)   # fastai's exchanges each loss: of as many on each process
+    b = together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, cb, lambda l,cbs: l.fit(2, 0.1, cbs=[*cbs,OnOne(event, exc, at, epochs)]), setup=setup)
     same_everywhere(weights(b))
-    assert cb.step==b.exchanges.last==6 and deviation(weights(a), weights(b))<1e-12, deviation(weights(a), weights(b))
-def case_one_ends_its_epoch_early(): on_one('after_batch', CancelTrainException, [4], lambda i: i<5)
+    assert cb.step==b.exchanges.last==2*(2 if drop_last else 3), (cb.step, b.exchanges.last)
+    assert deviation(weights(a), weights(b))<1e-12, deviation(weights(a), weights(b))
+    if log and not drop_last: assert deviation(a.recorder.losses, b.recorder.losses)<1e-6
+def case_one_ends_its_epoch_early():
+    for acc in (dict(), dict(drop_last=True), dict(log_accum_batch=False)): on_one('after_batch', CancelTrainException, [4], lambda i: i<5, **acc)
 def case_one_leaves_out_micro_batches():
     on_one('before_batch', CancelBatchException, [1,5], lambda i: i not in (1,5))
     on_one('after_loss', CancelBatchException, [2], lambda i: i!=2)
+def case_one_has_no_backward_pass():
+    "Not in its first epoch, nor in any: it steps with the others, and records the same"
+    for tokens in (False,True):
+        for event,exc in (('before_train',CancelTrainException), ('before_batch',CancelTrainException), ('before_batch',CancelBatchException),
+                          ('after_pred',CancelTrainException), ('after_loss',CancelBatchException)):
+            for epochs in ((0,),(0,1)): on_one(event, exc, None, lambda i: False, epochs=epochs, tokens=tokens)
+def case_one_has_no_backward_pass_in_fp16():
+    "Its GradScaler has not scaled anything when it steps"
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5,6), nn.BatchNorm1d(6), nn.Linear(6,3))
+    ds,order = toy_data(35*world),orders(even(35))
+    ds.tensors = tuple(o.float() if o.is_floating_point() else o for o in ds.tensors)
+    b = together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, GradientAccumulation(16*world), lambda l,cbs: l.fit(2, 0.1, cbs=cbs), model=model,
+                 cbs=lambda: [CpuMixedPrecision(init_scale=1024.),OnOne('before_batch', CancelBatchException, None)])
+    same_everywhere(weights(b))
+    assert b.exchanges.last==b.steps.n==2*3
 
 def case_all_leave_out_the_closing_micro_batch():
     "The last of the epoch, when DDP is already waiting for its backward pass"
@@ -458,6 +617,32 @@ def case_loader_that_yields_more_than_it_says():
     except RuntimeError as e: assert 'yields more' in str(e), e
     else: raise AssertionError('not refused')
     finally: type(train).__len__ = old
+def case_one_has_no_samples():
+    ds,order = toy_data(35*world),orders(even(35))
+    own = [[] if rank==world-1 else cut(o[rank], 4) for o in order]
+    try: together(Batches(ds, own, 4), ds, GradientAccumulation(16*world), one_cycle)
+    except ValueError as e: assert f'{", ".join(["35"]*(world-1))}, 0 samples to train on' in str(e), e
+    else: raise AssertionError('not refused')
+class Swap(Callback):
+    "Train an epoch on another loader"
+    order,run_valid = 7,False   # after accumulation
+    def __init__(self, dl, epoch, on): self.other,self.at_epoch,self.on = dl,epoch,on
+    def before_train(self):
+        if self.epoch==self.at_epoch and rank in self.on: self.learn.dl = self.other
+def case_loader_replaced_in_an_epoch():
+    ds,order = toy_data(35*world),orders(even(35))
+    def fit(other, epoch, on):
+        batches = [cut(o[rank], 4) for o in order]
+        return together(Batches(ds, batches, 4), ds, GradientAccumulation(16*world), lambda l,cbs: l.fit(2, 0.1, cbs=[*cbs,Swap(other, epoch, on)]))
+    for epoch in (0,1):
+        for n,bs in ((35,5),(20,4)):
+            try: fit(Batches(ds, [cut(o[rank][:n], bs) for o in order], bs), epoch, range(world))
+            except ValueError as e: assert f'micro-batches of {bs}, {n} samples' in str(e) and 'micro-batches of 4, 35 samples' in str(e), e
+            else: raise AssertionError('not refused')
+    other = Batches(ds, [cut(o[rank], 4) for o in order[1:]], 4)   # of the same sizes
+    b = fit(other, 0, [world-1])
+    same_everywhere(weights(b))
+    assert other.epoch==(rank==world-1)
 def case_fsdp_is_refused():
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.device_mesh import init_device_mesh
@@ -523,6 +708,8 @@ def fault_on_one(exc):
         clean(learn.model)
         if rank==world-1: print('the flag is on', flush=True)
 
+limit = 60   # seconds for a case, or a random run: a hang ends the process, which writes where it was
+
 faults = dict(fault_exception=RuntimeError, fault_interrupt=KeyboardInterrupt)
 cases = {k[5:]:v for k,v in list(globals().items()) if k.startswith('case_')}
 
@@ -532,11 +719,13 @@ def main(out, *names):
     dist.init_process_group('nccl' if device.type=='cuda' else 'gloo', timeout=timedelta(seconds=40))
     for nm in names or cases:
         if nm in faults: fault_on_one(faults[nm])
+        faulthandler.dump_traceback_later(limit, exit=True)
         try: cases[nm]()
         except BaseException:
             with open(Path(out)/f'{rank}.failed', 'a') as f: f.write(f'{nm}\n{traceback.format_exc()}\n')
             raise
         with open(Path(out)/f'{rank}.passed', 'a') as f: f.write(f'{nm}\n')
+    faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()
 
 if __name__=='__main__': main(*sys.argv[1:])

@@ -393,6 +393,20 @@ def test_gan_with_discriminative_rates(place):
     def make(bs): return gans['few'](bs, cbs=cbs('learner'))
     same_gan(*both(make, gan_fit, micro=4, macro=16, acc={}, cbs=lambda: cbs('fit')))
 
+class Short(Callback):
+    "Memory that holds no more than 5 samples of a training batch"
+    run_valid = False
+    def after_pred(self):
+        if len(self.pred)>5: raise torch.OutOfMemoryError('planted')
+
+@pytest.mark.parametrize('rates', [False,True])
+def test_gan_that_is_split(rates):
+    "The attempts that fail leave no learning rate multiplied"
+    def cbs(): return [GANDiscriminativeLR(3.)]*rates
+    def fit(learn, own): gan_fit(learn, own+[Short()]*bool(own))
+    a,b = both(lambda bs: gans['few'](16, cbs=cbs()), fit, micro=4, macro=16, acc=dict(micro_batch_size='auto'))
+    same_gan(a, b)
+
 def test_gan_with_a_ragged_end():
     "The loader yields 60 of 64 samples: the last of 4 steps is on 12 samples"
     def make(bs):

@@ -393,6 +393,23 @@ def test_gan_with_discriminative_rates(place):
     def make(bs): return gans['few'](bs, cbs=cbs('learner'))
     same_gan(*both(make, gan_fit, micro=4, macro=16, acc={}, cbs=lambda: cbs('fit')))
 
+class Penalty(Callback):
+    "A penalty on the critic, which is in the loss and in its gradient, but not in what the table shows as `crit_loss`"
+    run_valid = False
+    def after_loss(self):
+        if self.gan_trainer.gen_mode: return
+        penalty = 0.1*self.pred.square().mean()
+        self.learn.loss_grad,self.learn.loss = self.loss_grad+penalty,self.loss+penalty.detach().float()
+
+def test_gan_with_a_penalty(): same_gan(*both(gans['few'], gan_fit, micro=4, macro=16, acc={}, cbs=lambda: [Penalty()]))
+
+def test_gan_after_lr_find(tmp_path):
+    def fit(learn, cbs):
+        learn.path = tmp_path
+        with learn.added_cbs(cbs): learn.lr_find(num_it=10, show_plot=False, suggest_funcs=None)
+        gan_fit(learn, cbs)
+    same_gan(*both(gans['few'], fit, micro=4, macro=16, acc={}))
+
 class Short(Callback):
     "Memory that holds no more than 5 samples of a training batch"
     run_valid = False
@@ -450,7 +467,7 @@ class EachBatch(Callback):
     run_valid = False
     def after_batch(self): self.gan_trainer.switch()
 
-@pytest.mark.parametrize('macro', [12,16])
+@pytest.mark.parametrize('macro', [8,12,16])
 def test_a_switcher_of_ones_own(macro, monkeypatch):
     "It is refused before the first step, whether or not the closing micro-batch is of the part that began; as a listener it is right"
     set_seed(0)

@@ -124,12 +124,12 @@ def test_vision_learner_with_frozen_statistics(pictures):
     assert_twins(*both(make, fit))
 
 def test_vision_learner_in_single_precision(pictures):
-    "With fastai's own loss, in single precision. With SGD, since Adam makes a step of full length of the rounding of a tiny gradient"
+    "With fastai's own loss, in single precision: 1e-7 apart. With SGD, since Adam makes a step of full length of the rounding of a tiny gradient"
     def make(bs):
         learn = classifier(bs, pictures, opt_func=SGD)
         learn.model = without_batchnorm(learn.model)
         return learn
-    assert_twins(*both(make, one_cycle), tol=1e-5, loss_tol=1e-5)
+    assert_twins(*both(make, one_cycle), tol=2e-6)
 
 def segmenter(bs):
     rng = np.random.default_rng(0)
@@ -244,9 +244,9 @@ def own_losses(bs, kind):
 
 @pytest.mark.parametrize('kind', ['tabular','collab','text'])
 def test_fastais_own_losses(kind):
-    "In single precision, as users have it"
+    "In single precision, as users have it: up to 3e-8 apart"
     def fit(learn, cbs): learn.fit_one_cycle(2, 1e-2, cbs=cbs)
-    assert_twins(*both(partial(own_losses, kind=kind), fit), tol=1e-6)
+    assert_twins(*both(partial(own_losses, kind=kind), fit), tol=3e-7)
 
 # Detection
 

@@ -25,7 +25,9 @@ class TrainerListener(Listener):
     "`GANTrainer` notes the losses of steps, and sees to it that each step is of the critic or of the generator"
     def __init__(self, cb, acc):
         super().__init__(cb, acc)
-        self.gen_mode,self.total,self.means = None,0,{}   # of this macro-batch: who trains, sum of its losses; losses yet to be shown
+        self.gen_mode = None   # does this macro-batch train the generator? Set with its first micro-batch
+        self.total = 0         # the sum of its samples' losses
+        self.means = {}        # the mean loss of the last macro-batch, until it is shown
         self.stock_before,vars(cb)['before_batch'] = cb.before_batch,self.before_batch
 
     def leave(self):
@@ -33,6 +35,7 @@ class TrainerListener(Listener):
         if vars(self.cb).get('before_batch')==self.before_batch: del vars(self.cb)['before_batch']
 
     def before_batch(self):
+        "The Recorder has seen the micro-batch before"
         loss_func = self.cb.learn.loss_func
         for nm,loss in self.means.items(): setattr(loss_func, nm, loss)
         self.means = {}
@@ -42,10 +45,12 @@ class TrainerListener(Listener):
     def first(self): return self.acc.macro.samples==self.acc.micro_n
 
     def check(self):
+        "Refuse a macro-batch that trains both"
         if self.first: self.gen_mode = self.cb.gen_mode
-        elif self.cb.gen_mode!=self.gen_mode: raise RuntimeError("a GAN was switched between critic and generator within a macro-batch, whose step "
-            "would mix their gradients: the callback that calls `gan_trainer.switch` hears every micro-batch. Let it hear of steps, "
-            "before the fit: `fastaccum.listeners.listeners[YourSwitcher] = fastaccum.gan.SwitchListener`")
+        elif self.cb.gen_mode!=self.gen_mode:
+            raise RuntimeError("the GAN was switched between critic and generator within a macro-batch, whose step would mix "
+                "their gradients: the callback that calls `gan_trainer.switch` hears every micro-batch. Let it hear of steps, "
+                "before the fit: `fastaccum.listeners.listeners[YourSwitcher] = fastaccum.gan.SwitchListener`")
 
     def complete(self): self.check()
 

@@ -98,6 +98,7 @@ class Attempt:
         "Note what is"
         self.generators.note()
         self.buffers.note()
+        self.hypers = [dict(o) for o in self.learn.opt.hypers]
         if self.learn.training: self.added.note(first)
 
     def undo(self):
@@ -106,6 +107,8 @@ class Attempt:
         self.buffers.put_back()
         set_autocast_state(self.autocast)
         learn = self.learn
+        for k in self.hypers[0]:   # a callback may have changed them, to change them back in `after_batch`
+            if any(o[k] is not old[k] for o,old in zip(learn.opt.hypers, self.hypers)): learn.opt.set_hyper(k, [o[k] for o in self.hypers])
         learn.pred = learn.loss = learn.loss_grad = None
         learn.xb = learn.yb = ()
         free_memory(self.device)

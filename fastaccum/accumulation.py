@@ -94,15 +94,12 @@ def after_fit(self:GradientAccumulation):
 
 # %% ../nbs/05_accumulation.ipynb #batch
 @patch
-def before_epoch(self:GradientAccumulation):   # fastai looks up `all_batches` before `before_train`
-    if self.planned is not None: self.micro.enter(self)
-
-@patch
 def before_train(self:GradientAccumulation):
     learn,plan = self.learn,self.planned
     if plan is None: return   # there is nothing to train on
     if self.listeners: empty_grads(learn.opt)
     else: self.listeners,self.sync = listen(learn.cbs, self),find_sync(learn).enter(self)   # wrapped since `before_fit`?
+    self.micro.enter(self)
     if (plan.loaders,plan.n_epoch)!=(self.sync.look(self, learn.dls.train),learn.n_epoch):
         self.planned = self.plan(learn.dls, learn.n_epoch)
     if self.step is None: self.step = sum(self.planned.steps[:learn.epoch])   # `start_epoch` may have skipped some
@@ -116,7 +113,7 @@ def before_batch(self:GradientAccumulation):
     if macro.stepped: macro.start(*self.planned.begin(learn.epoch, self.step, learn.iter))
     self.at,self.counted = learn.iter,False
     if macro.dropped: raise CancelBatchException
-    self.micro_n = samples_in(learn, self.planned.expected(learn.iter))
+    self.micro_n = self.micro.n if self.micro.n is not None else samples_in(learn, self.planned.expected(learn.iter))
     macro.announce(self.micro_n, last=self.planned.ends(learn.iter, learn.n_iter), more=self.micro.more)
 
 # %% ../nbs/05_accumulation.ipynb #weigh

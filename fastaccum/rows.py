@@ -21,7 +21,7 @@ def _batched(o, n): return isinstance(o, torch.Tensor) and o.ndim>0 and len(o)==
 
 def _like(o, parts):
     "`parts` in a container like `o`"
-    if not is_mapping(o): return type(o)(parts) if is_list(o) else type(o)(*parts)
+    if not is_mapping(o): return type(o)(*parts) if hasattr(o, '_fields') else type(o)(parts)
     data = dict(zip(o.keys(), parts))
     if not isinstance(o, dict): return type(o)(data)
     res = copy(o)
@@ -35,12 +35,12 @@ def split(
     n:int # Samples in the batch
 ): # The same with samples `start` to `stop`
     "Some samples of a batch"
-    def listed(o, sure): return is_list(o) and len(o)==n and not (sure and all(_batched(x, n) for x in o))
-    lists = any(listed(o, True) and any(is_mapping(x) or isinstance(x, torch.Tensor) for x in o) for o in b) if isinstance(b, (tuple,list)) else False
+    def listed(o, lists=False): return is_list(o) and len(o)==n and (lists or not all(_batched(x, n) for x in o))
+    lists = any(listed(o) and any(is_mapping(x) or isinstance(x, torch.Tensor) for x in o) for o in b) if isinstance(b, (tuple,list)) else False
     def part(o, top=False):
         if o is None: return o
         if _batched(o, n): return o[start:stop]
-        if not top and listed(o, not lists): return o[start:stop]
+        if not top and listed(o, lists): return o[start:stop]
         if is_mapping(o) or isinstance(o, (tuple,list)):
             parts = [part(x) for x in values(o)]
             try: return _like(o, parts)
@@ -56,16 +56,16 @@ class Refused(ValueError):
         "not fit cannot be split with the same result: give the DataLoaders a batch size that fits (`learn.bs_find`), and leave `micro_batch_size='auto'` out")
 
 def kept(model):
-    "`(module, name, leaves, structure)` of what is in attributes and buffers, where modules may keep state"
+    "`(module, name, leaves, structure, id)` of what is in attributes and buffers, where modules may keep state"
     for m in homes(model):
         for nm,o in [*vars(m).items(),*m._buffers.items()]:
-            if nm not in usual_attrs and not isinstance(o, nn.Parameter): yield m,nm,*tree_flatten(o)
+            if nm not in usual_attrs and not isinstance(o, nn.Parameter): yield m,nm,*tree_flatten(o),id(o)
 
-def copies(model): return [(m,nm,[x.clone() if isinstance(x, torch.Tensor) else x for x in xs],spec) for m,nm,xs,spec in kept(model)]
+def copies(model): return [(m,nm,[x.clone() if isinstance(x, torch.Tensor) else x for x in xs],spec,i) for m,nm,xs,spec,i in kept(model)]
 
 def _rows(a, b, na, nb):
     "Along which dimension has a leaf rows? -1: it is their number. `None`: it has none"
-    if type(a) is int and type(b) is int and (a,b)==(na,nb): return -1
+    if type(a) is int and (a,b)==(na,nb): return -1
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.ndim==b.ndim): return None
     dims = [i for i,o in enumerate(zip(a.shape, b.shape)) if o==(na,nb)]
     return dims[0] if len(dims)==1 else None
@@ -100,15 +100,17 @@ def find_rows(
     olds = copies(trial.learn.model)
     try: a,b = trial(na)[0],trial(nb)[0]
     except Exception as e:
-        for m,nm,xs,_ in olds:
+        for m,nm,xs,*_ in olds:
             if nm in vars(m) and any(isinstance(x, torch.Tensor) and n in x.shape for x in xs): raise Refused(m, nm, f'fails with other samples than before ({e})') from e
         return []
-    olds,bs = ({(id(m),nm):(xs,spec) for m,nm,xs,spec in o} for o in (olds,b))
+    olds,bs = ({(id(m),nm):rest for m,nm,*rest in o} for o in (olds,b))
     res = []
-    for m,nm,xs,spec in a:
-        _check_in_place(m, nm, olds.get((id(m),nm), ((),))[0], xs, na, n)
-        ys,other = bs.get((id(m),nm), ((),None))
-        dims = [_rows(x, y, na, nb) for x,y in zip(xs, ys)] if spec==other else []
+    for m,nm,xs,spec,i in a:
+        old,was,j = olds.get((id(m),nm), ((),None,None))
+        _check_in_place(m, nm, old, xs, na, n)
+        ys,other,_ = bs.get((id(m),nm), ((),None,None))
+        if i==j and spec!=was or spec!=other: continue   # a list that grows
+        dims = [_rows(x, y, na, nb) for x,y in zip(xs, ys) if isinstance(x, torch.Tensor) or spec.is_leaf()]
         if any(o is not None for o in dims): res.append((m._buffers if nm in m._buffers else vars(m),nm,m,spec,dims))
     return res if any(o>=0 for _,_,_,_,dims in res for o in dims if o is not None) else []
 
@@ -128,7 +130,7 @@ class Rows:
         self.olds = [d.get(nm) for d,nm,*_ in places]
         for o,(d,nm,m,spec,dims) in zip(self.olds, places):
             for x,i in self._leaves(o, spec, dims):
-                if i is not None and i>=0 and x.shape[i]!=n and x.any() and self._is_read(trial): raise Refused(m, nm, f'has {x.shape[i]} rows, while the batch has {n} samples')
+                if isinstance(x, torch.Tensor) and i is not None and x.shape[i]!=n and x.any() and self._is_read(trial): raise Refused(m, nm, f'has {x.shape[i]} rows, while the batch has {n} samples')
 
     def _leaves(self, o, spec, dims):
         leaves,own = tree_flatten(o)
@@ -167,7 +169,8 @@ class Rows:
         def one(i, xs):
             if i is None: return xs[-1]
             if i==-1: return self.n if xs==self.sizes else xs[-1]
-            if [x.shape[i] for x in xs]!=self.sizes: raise Refused(m, nm, f'has {[x.shape[i] for x in xs]} rows after parts of {self.sizes} samples')
+            rows = [x.shape[i] if isinstance(x, torch.Tensor) else None for x in xs]
+            if rows!=self.sizes: raise Refused(m, nm, f'has {rows} rows after parts of {self.sizes} samples')
             return torch.cat(xs, i)
         return tree_unflatten([one(i, list(xs)) for i,*xs in zip(dims, *(tree_flatten(o)[0] for o in parts))], spec)
 

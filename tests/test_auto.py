@@ -4,7 +4,7 @@ A kind is a way to write the same samples down, and a model that reads it. Memor
 middle of the backward pass, above a number of samples or at moments drawn by chance; the oracle is the run with enough memory, on big
 batches where the batches can be joined.
 """
-import pytest, random
+import pytest, random, warnings
 import torch
 from collections import UserDict, namedtuple
 from functools import partial
@@ -79,7 +79,7 @@ class Model(nn.Module):
         super().__init__()
         self.a,self.b,self.c,self.state = nn.Linear(5, 6),nn.Linear(6, 6),nn.Linear(6, 3),state
     def need(self, where, n):
-        if self.training and self.short is not None and self.short(where, n): raise torch.OutOfMemoryError(f'planted, {where}')
+        if self.training and (where=='backward' or torch.is_grad_enabled()) and self.short is not None and self.short(where, n): raise torch.OutOfMemoryError(f'planted, {where}')
     def forward(self, x):
         x = first(x)
         h = self.a(x).tanh()
@@ -176,6 +176,81 @@ def test_batches_that_vary_in_size(kind, seed, micro):
     assert len(b.recorder.losses)==len(big)
     assert deviation(weights(a), weights(b))<1e-7 and deviation(a.recorder.losses, b.recorder.losses)<2e-6
 
+def test_a_mapping_that_cannot_be_made_anew_is_refused_before_a_weight_moves():
+    class Closed(Encoding):
+        def __init__(self, a, b): super().__init__(dict(a=a, b=b))
+        def to(self, device): return self
+    def closed(items):
+        x,y = stacked(items)
+        return Closed(x, x),y
+    learn = make(closed, 20, 4)
+    learn.model.short = lambda where,n: True
+    before = weights(learn)
+    with pytest.raises(TypeError, match='a Closed .* in a batch of 4 samples cannot be split'): learn.fit(1, 0.05, cbs=GradientAccumulation(4, micro_batch_size='auto'))
+    assert weights(learn).equal(before)
+
+# BatchNorm
+
+class Norm(nn.BatchNorm1d):
+    def __init__(self): super().__init__(6); self.seen = []
+    def forward(self, x):
+        if self.training: self.seen.append(len(x))
+        return super().forward(x)
+
+@pytest.mark.parametrize('n,cap,sizes', [(25,12,[9,8,8]),(26,13,[13,13]),(9,4,[3,3,3]),(7,3,[3,2,2]),(17,5,[3,3,3,3,3,2])])
+def test_batches_are_split_evenly(n, cap, sizes):
+    "No sample is left alone, with which BatchNorm would fail; and nobody says that the result is the same"
+    learn = make(tensors, n*2, n, state=Norm)
+    learn.model.short = lambda where,k: where=='loss' and k>cap
+    with pytest.warns(UserWarning, match='memory ran out.*but not with the same result: Norm normalises with the samples of a micro-batch') as told:
+        learn.fit(2, 0.05, cbs=GradientAccumulation(n, micro_batch_size='auto'))
+    assert not any(', with the same result' in str(o.message) for o in told)
+    assert learn.model.state.seen[-4*len(sizes):]==sizes*4
+
+@pytest.mark.parametrize('state', [None,Norm])
+def test_the_same_result_is_said_where_it_is_true(state):
+    learn = make(tensors, 32, 8, state=state)
+    if state: learn.model.state.eval().requires_grad_(False)
+    class Frozen(Callback):
+        def before_train(self):
+            if state: self.model.state.eval()
+    learn.model.short = lambda where,k: k>4
+    with pytest.warns(UserWarning, match='memory ran out.*, with the same result, in micro-batches of 4'):
+        learn.fit(1, 0.05, cbs=[GradientAccumulation(8, micro_batch_size='auto'),Frozen()])
+
+# Entering and leaving
+
+def left(learn): return {'one_batch','all_batches','_step'}&vars(learn).keys()
+
+def test_validation_after_a_refused_fit_leaves_nothing():
+    acc = GradientAccumulation(64, micro_batch_size='auto', drop_last=True)
+    learn = toy(8, n=40, cbs=acc)
+    with pytest.raises(ValueError, match='would hold no step'): learn.fit(1, 0.1)
+    learn.validate()
+    assert not left(learn)
+
+def test_leaving_between_epochs():
+    "As when another fit runs there: the next epoch is split as well"
+    a,b = make(tensors, 40, 16),make(tensors, 40, 8)
+    b.model.short = lambda where,n: where=='loss' and n>4
+    acc = GradientAccumulation(16, micro_batch_size='auto', drop_last=False)
+    class Leave(Callback):
+        def before_epoch(self): acc.micro.leave()
+    a.fit_one_cycle(3, 0.05)
+    b.fit_one_cycle(3, 0.05, cbs=[acc,Leave()])
+    assert_twins(a, b)
+    assert not left(b)
+
+def test_validation_in_a_fit_is_split_after_a_validation_of_a_callback():
+    "`validate` in the middle of a fit changes nothing"
+    a,b = make(tensors, 40, 16),make(tensors, 40, 8)
+    b.model.short = lambda where,n: n>4
+    class Midway(Callback):
+        order,run_valid = 70,False
+        def before_train(self): self.learn.validate()
+    for o,cbs in ((a,[]),(b,[GradientAccumulation(16, micro_batch_size='auto', drop_last=False)])): o.fit_one_cycle(2, 0.05, cbs=[*cbs,Midway()])
+    assert deviation(weights(a), weights(b))<1e-7 and not left(b)
+
 # Models that remember
 
 class Hidden(nn.Module):
@@ -228,6 +303,43 @@ def test_stateful(state, seed):
     assert_twins(a, b)
     if state is Hidden: assert deviation(a.model.state.hidden, b.model.state.hidden)<1e-7 and b.model.state.bs==bs
 
+class Fixed(Hidden):
+    "Has a state for just as many rows"
+    def __init__(self): super().__init__(); self.hidden = torch.zeros(4, 6, dtype=torch.float64)
+    def forward(self, x):
+        self.hidden = h = self.rnn(x, self.hidden.detach())
+        return h
+
+class First(Fixed):
+    "Writes into the first rows of its state"
+    def __init__(self): super().__init__(); del self.hidden; self.register_buffer('hidden', torch.zeros(4, 6))
+    def forward(self, x):
+        h = self.rnn(x, self.hidden[:len(x)].clone())
+        self.hidden[:len(x)] = h.detach()
+        return h
+
+@pytest.mark.parametrize('state,why', [(Fixed,'fails with other samples'),(First,'writes into the first of its rows')])
+def test_a_state_that_cannot_be_split_is_refused(state, why):
+    learn = make(tensors, 32, 4, state=state)
+    learn.dls.loaders[1] = TorchLoader(items(8, 1), 4, collate_fn=tensors)
+    learn.model.short = lambda where,n: n>2
+    before = weights(learn)
+    with pytest.raises(ValueError, match=f'`hidden` from batch to batch, and {why}.*batch size that fits'):
+        learn.fit(1, 0.05, cbs=GradientAccumulation(4, micro_batch_size='auto'))
+    assert weights(learn).equal(before) and not left(learn)
+
+def test_a_state_that_nobody_reads_may_have_other_rows():
+    "As that of a text classifier, which begins anew with each batch"
+    class Anew(Hidden):
+        def forward(self, x):
+            self.hidden = [(torch.zeros(1, self.bs, 6, dtype=torch.float64),)]
+            return super().forward(x)
+    a,b = (make(tensors, 36, bs, state=Anew) for bs in (16,8))
+    b.model.short = lambda where,n: n>4
+    a.fit(2, 0.05)
+    b.fit(2, 0.05, cbs=GradientAccumulation(16, micro_batch_size='auto', drop_last=False))
+    assert deviation(weights(a), weights(b))<1e-7
+
 @pytest.mark.parametrize('where', ['forward','backward'])
 def test_counted_once(where):
     "What a failed attempt has counted is taken back"
@@ -262,8 +374,8 @@ def test_awd_lstm(cap, where, moment):
         dls = DataLoaders(*(LMDataLoader(ds, bs=bs, seq_len=5, shuffle=False) for bs in (6,4)))
         dls.vocab = list('abcdefghij')
         config = {**awd_lstm_lm_config, 'emb_sz':8, 'n_hid':6, 'n_layers':2}
-        # (with a `drop_mult` of 0 fastai's own weight dropout fails in newer versions of torch)
-        learn = language_model_learner(dls, AWD_LSTM, config=config, drop_mult=1e-12, pretrained=False, opt_func=SGD, cbs=Float32Loss())
+        # (with a `drop_mult` of 0 fastai's own weight dropout fails in newer versions of torch; its regularization is in single precision)
+        learn = language_model_learner(dls, AWD_LSTM, config=config, drop_mult=1e-12, pretrained=False, opt_func=SGD, alpha=0., beta=0., cbs=Float32Loss())
         learn.loss_func = CrossEntropy()
         learn.model.double()
         learn.remove_cb(learn.progress)

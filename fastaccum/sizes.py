@@ -43,7 +43,7 @@ def fits(o, n):
     return is_list(o) and len(o)==n or (is_mapping(o) or isinstance(o, (tuple,list))) and all(fits(x, n) for x in values(o))
 
 def n_samples(
-    b, # A batch: nested tuples, lists and mappings of tensors, with the samples along their first dimension, and of lists with an item for each sample
+    b, # A batch: tensors with the samples first, and lists with an item for each, nested in tuples, lists and mappings
     expected:int=None # Samples that it should have, as the loader says
 )->int: # Samples it has; `expected` where the batch does not tell
     "How many samples a batch has"

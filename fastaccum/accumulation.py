@@ -184,7 +184,7 @@ def before_batch(self:GradientAccumulation):
     if learn.iter>=learn.n_iter and not self.told: self._tell_more()
     self.at,self.counted,self.sum_loss = learn.iter,False,None
     if macro.dropped: raise CancelBatchException
-    self.micro_n = samples_in(learn, self.planned.expected(learn.iter))
+    self.micro_n = samples_in(learn, self.planned.expected(learn.iter)) if self.micro.n is None else self.micro.n
     macro.announce(self.micro_n, last=self.planned.ends(learn.iter, learn.n_iter), more=self.micro.more)
     if not self.micro_n: raise CancelBatchException   # there is nothing in it
 

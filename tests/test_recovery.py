@@ -170,7 +170,7 @@ def test_a_single_sample_that_does_not_fit():
     before = weights(learn)
     with pytest.raises(torch.OutOfMemoryError, match='a single sample does not fit: planted, forward'):
         learn.fit(1, 0.1, cbs=[GradientAccumulation(32, micro_batch_size='auto'),Switch()])
-    assert weights(learn).equal(before) and not {'all_batches','_step'}&vars(learn).keys()
+    assert weights(learn).equal(before) and not {'one_batch','_step'}&vars(learn).keys()
 
 @pytest.mark.parametrize('exc', [RuntimeError,KeyboardInterrupt,CancelBatchException])
 def test_other_errors_pass(exc):
@@ -179,7 +179,7 @@ def test_other_errors_pass(exc):
     if exc is CancelBatchException: learn.fit(1, 0.1, cbs=cbs)
     else:
         with pytest.raises(exc, match='planted'): learn.fit(1, 0.1, cbs=cbs)
-    assert not {'all_batches','_step'}&vars(learn).keys() and not any(g is not None and g.any() for g in grads(learn))
+    assert not {'one_batch','_step'}&vars(learn).keys() and not any(g is not None and g.any() for g in grads(learn))
 
 def test_what_comes_after_the_gradient_was_counted_is_not_tried_again():
     learn = toy(16, n=64, model=model, splitter=splitter)
@@ -335,7 +335,7 @@ def test_a_metric_that_runs_out_of_memory_is_not_asked_twice():
 def test_it_is_off_outside_of_the_fit():
     learn = toy(16, n=64, model=model, splitter=splitter, cbs=GradientAccumulation(32, micro_batch_size='auto'))
     learn.fit(1, 0.1)
-    assert not {'all_batches','_step'}&vars(learn).keys()
+    assert not {'one_batch','_step'}&vars(learn).keys()
     learn.add_cb(Switch())
     learn.model.on = True
     learn.validate()

@@ -763,6 +763,78 @@ def test_real_memory():
     out = result(run(limited))
     assert out.endswith('OK\n') and 40<=int(out.split()[0])<=100   # about 1 MB for each in 100 MB
 
+vague = '''
+import resource, sys, torch
+from pathlib import Path
+from fastaccum.memory import is_out_of_memory, memory_left
+texts = ['could not create a primitive', 'could not execute a primitive', 'could not create a memory object', "can't start new thread"]
+def judged(): return [is_out_of_memory(RuntimeError(o)) for o in texts]
+assert judged()==[False]*4, 'there is plenty'
+def used(): return int(next(o for o in Path('/proc/self/status').read_text().splitlines() if o.startswith(sys.argv[2])).split()[1])*1024
+kind,hard = getattr(resource, sys.argv[1]),resource.RLIM_INFINITY
+resource.setrlimit(kind, (used()+400*2**20,hard))
+assert judged()==[False]*4 and 300*2**20<memory_left()<=400*2**20, memory_left()
+x = torch.empty(370*2**20, dtype=torch.uint8)
+assert judged()==[True]*4 and memory_left()<2**26, memory_left()
+del x
+assert judged()==[kind==resource.RLIMIT_AS]*4, 'oneDNN does not get over it: the peak of the address space counts'
+assert not is_out_of_memory(RuntimeError('mat1 and mat2 shapes cannot be multiplied'))
+print('OK')
+'''
+
+@pytest.mark.parametrize('kind,used', [('RLIMIT_AS','VmPeak'),('RLIMIT_DATA','VmData')])
+def test_words_with_several_causes_count_where_memory_is_short(kind, used):
+    "What oneDNN says when memory is exhausted, it also says of what it cannot do"
+    assert result(run(vague, kind, used))=='OK\n'
+
+@pytest.mark.parametrize('left,want', [(0,True),(2**26-1,True),(2**26,False),(None,False)])
+def test_vague_words_in_a_search(left, want, monkeypatch):
+    "Where memory is not short, or nobody tells, the error is raised as it is"
+    monkeypatch.setattr('fastaccum.memory.memory_left', lambda: left)
+    learn = capped(5, exc=partial(RuntimeError, 'could not create a primitive'))
+    if want: assert find(learn, mode='binsearch').size==5
+    else:
+        with pytest.raises(RuntimeError, match='^could not create a primitive$'): find(learn)
+
+@pytest.mark.parametrize('files,left', [
+    (dict(limits='Max data size unlimited'), 7*2**20),
+    (dict(limits='Max address space         104857600            unlimited            bytes'), 3*2**20),
+    (dict(limits='Max data size             104857600            unlimited            bytes'), 5*2**20),
+    (dict(overcommit='2'), 2*2**20), (dict(status=None), None), (dict(status='VmSize: 1 kB'), None)], ids=str)
+def test_memory_left(files, left, monkeypatch):
+    "The least of what the system and the limits leave; `None` where it cannot be read"
+    from fastaccum import memory
+    texts = dict(status=f'VmPeak: {97*1024} kB\nVmSize: {50*1024} kB\nVmData: {95*1024} kB', limits='', overcommit='0',
+        meminfo=f'MemAvailable: {4*1024} kB\nSwapFree: {3*1024} kB\nCommitLimit: {10*1024} kB\nCommitted_AS: {8*1024} kB') | files
+    def read_text(path):
+        text = next(v for k,v in texts.items() if k in str(path))
+        if text is None: raise FileNotFoundError(2, 'none')
+        return text
+    monkeypatch.setattr(memory.Path, 'read_text', read_text)
+    assert memory.memory_left()==left
+
+def test_out_of_memory_while_a_batch_is_put_together(monkeypatch):
+    "fastai's words about it fail over labels without a shape"
+    from fastai.data import load
+    collate = load.fa_collate
+    def full(samples):
+        if len(samples)>6: raise oom()
+        return collate(samples)
+    learn = toy(4, data=[(torch.randn(5).double(),i%3) for i in range(20)])
+    monkeypatch.setattr(load, 'fa_collate', full)
+    assert find(learn, mode='binsearch').size==6
+
+def test_an_error_while_another_is_handled_is_its_own():
+    def clumsy():
+        try: raise oom()
+        except RuntimeError: raise AttributeError('x')
+    with pytest.raises(AttributeError) as info: clumsy()
+    assert not is_out_of_memory(info.value)
+
+def test_the_system_says_it_by_number():
+    assert is_out_of_memory(OSError(12, 'Cannot allocate memory')) and not is_out_of_memory(OSError(28, 'No space left on device'))
+    assert is_out_of_memory(RuntimeError('unable to mmap 64 bytes from file </torch_1>: Cannot allocate memory (12)'))
+
 several = '''
 import sys, torch, datetime
 from torch import distributed

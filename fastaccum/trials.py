@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from math import prod
+from warnings import warn
 from fastai.callback.core import Callback, CancelFitException
 from fastai.learner import Recorder
 from fastai.torch_core import default_device, find_bs
@@ -63,7 +64,7 @@ def loader(self:Samples,
     n:int # Batches
 )->Again: # A training loader
     "The `bs` largest samples, `n` times"
-    dl,idxs = self.dl,None if self.idxs is None else self.idxs[:bs]*n
+    dl,idxs = self.dl,None if self.idxs is None else self.idxs[:bs]*min(n, 64)   # `Again` begins anew
     if self.torch: return Again(TorchDataLoader(dl.dataset, bs, sampler=idxs, collate_fn=dl.collate_fn), n)
     kwargs = {} if idxs is None else dict(get_idxs=partial(list, idxs))
     return Again(dl.new(bs=bs, num_workers=0, shuffle=False, drop_last=False, **kwargs), n)
@@ -81,26 +82,30 @@ def takes_part(
 
 # %% ../nbs/09_trials.ipynb #steps
 class StepsCallback(Callback):
-    "End the fit after `n` optimizer steps"
+    "End the fit after `n` optimizer steps, or once all parameters in `waited` had a gradient, if that is later"
     order,run_valid = 1000,False   # after all others
-    def __init__(self, n:int, device):
+    def __init__(self, n:int, device, waited=()):
         self.n,self.n_steps,self.n_batches,self.held,self.secs,self.largest = n,0,0,[],0.,0
+        self.waited,self.new = set(waited),False
         self.wait = getattr(getattr(torch, device.type), 'synchronize', lambda: None)
     def __setattr__(self, nm, value): object.__setattr__(self, nm, value)   # fastai's would warn of what the model has, too
 
+    def before_train(self): self.waited &= {p for p,*_ in self.learn.opt.all_params()}
     def before_batch(self):
         for p in self.held:
             if p.grad is None: p.grad = torch.zeros_like(p)
         self.since,self.largest = time.perf_counter(),max(self.largest, find_bs(self.learn.xb))
     def after_backward(self):
-        self.held = [p for p in self.learn.model.parameters() if p.grad is not None and p.grad.layout==torch.strided]
+        ps = [p for p in self.learn.model.parameters() if p.grad is not None]
+        self.held,self.new = [p for p in ps if p.grad.layout==torch.strided],not self.waited.isdisjoint(ps)
+        self.waited -= set(ps)
     def after_cancel_step(self): self.n_steps -= 1   # `after_step` comes all the same
     def after_step(self): self.n_steps += 1
     def after_batch(self):
         self.wait()
         if self.n_batches: self.secs += time.perf_counter()-self.since   # the first is slow
         self.n_batches += 1
-        if self.n_steps==self.n: raise CancelFitException
+        if self.n_steps>=self.n and not (self.waited or self.new): raise CancelFitException
     def before_validate(self): raise CancelFitException
 
 # %% ../nbs/09_trials.ipynb #trial
@@ -114,16 +119,17 @@ class Trial:
     speed:float=None # Samples per second of training, without reading them
     error:str=None # What was said if they did not fit
 
-def _fit(learn, samples, trial, n, device):
-    "Train on `trial.size` samples for `n` steps"
-    cb = StepsCallback(n, device)
-    learn.dls.train = samples.loader(trial.size, n+20)   # a GradScaler skips some
+def _fit(learn, samples, trial, n, device, absent=()):
+    "Train on `trial.size` samples for `n` steps; return which parameters had no gradient, of those that are not in `absent`"
+    cb = StepsCallback(n, device, {p for p in learn.model.parameters() if p.requires_grad}-set(absent))
+    learn.dls.train = samples.loader(trial.size, n+20)   # a GradScaler skips some, a GAN trains one part at a time
     learn.fit(1, 0., cbs=cb)
     if samples.n is None and cb.largest<trial.size: raise MemoryError(f'there are only {cb.largest} samples')
     if cb.n_batches<n or not cb.n_steps:
         raise RuntimeError(f"a trial of {n} steps made {cb.n_steps}, in {cb.n_batches} batches of {trial.size}: a callback ends the "
             "fit or skips steps (remove it, or give its class `run_bs_find = False`), or the gradients overflow")
     trial.ok,trial.speed = True,trial.size*(cb.n_batches-1)/max(cb.secs, 1e-9)
+    return cb.waited
 
 # %% ../nbs/09_trials.ipynb #note
 def _note(learn, device):
@@ -145,6 +151,7 @@ class Trials:
         device = learn.dls.device if hasattr(learn.dls, 'device') else default_device()   # as fastai
         self.device = next(learn.model.parameters()).device if device is None else torch.device(device)
         self.learn,self.n_steps,self.bar,self.done,self.froze = learn,n_steps,bar,[],False
+        self.absent = set()   # parameters that a whole trial left without a gradient
         self.snap,self.part = _note(learn, self.device)
         if bar: bar.update(0)
 
@@ -160,7 +167,7 @@ class Trials:
         trial,start,peak = Trial(size),time.perf_counter(),watch_peak(self.device)
         try:
             self.learn.cbs = L(self.part)
-            _fit(self.learn, self.samples, trial, self.n_steps, self.device)
+            self.absent |= _fit(self.learn, self.samples, trial, self.n_steps, self.device, self.absent)
         except Exception as e:
             alone = size==1 and self.done   # nothing larger fits, and BatchNorm, for one, cannot train on a single sample
             if not (is_out_of_memory(e) or alone): raise
@@ -175,7 +182,15 @@ class Trials:
         return trial.ok
 
     def close(self):
-        self.snap.put_back()
-        if self.froze: gc.unfreeze()
-        free_memory(self.device)
-        if self.bar: self.bar.on_iter_end()
+        "Put all back; the rest too if that is interrupted"
+        try: self.snap.put_back()
+        finally:
+            if self.froze: gc.unfreeze()
+            free_memory(self.device)
+            if self.bar: self.bar.on_iter_end()
+
+    def tell(self):
+        "Tell of parameters whose turn did not come"
+        names = [nm for nm,p in self.learn.model.named_parameters() if p in self.absent]
+        if names: warn(f"{len(names)} parameters, {names[0]!r} is the first, had no gradient in {self.n_steps+20} batches of a trial: what "
+            "their training takes is not in the size found. If you do not train them, freeze them (`requires_grad_(False)`), else take less")

@@ -157,7 +157,84 @@ def test_bad_arguments(kwargs):
     with pytest.raises((ValueError,TypeError), match=f'`{nm}=.*give'): find(learn, **kwargs)
     assert learn.opt is None
 
+@pytest.mark.parametrize('nm,unit', [('steps_per_trial','step'),('init_val','sample'),('max_trials','trial'),('n_look','sample')])
+def test_counts_have_their_units(nm, unit):
+    learn = capped(5)
+    for n in (10**400,10**5000,2**62+1):
+        with pytest.raises(ValueError, match=f'`{nm}` is 2.*give at most .* {unit}s$'): find(learn, **{nm:n})
+    for n in (0,-10**5000):
+        with pytest.raises(ValueError, match=f'give at least 1 {unit}$'): find(learn, **{nm:n})
+    with pytest.raises(TypeError, match=f'a whole number of {unit}s'): find(learn, **{nm:'2'})
+    assert find(learn, **{nm:np.int64(2)}).size>=2
+
+@pytest.mark.parametrize('nm', ['init_val','max_trials','n_look'])
+def test_large_counts_work(nm): assert find(capped(5), **{nm:2**62}).size in (3,4)
+
+def test_a_trial_of_many_steps_takes_no_memory_for_it():
+    learn = capped(1000, n=2)
+    class End(Callback):
+        def after_step(self):
+            if self.train_iter>100: raise KeyboardInterrupt
+    learn.add_cb(End())
+    sizes.clear()
+    with pytest.raises(KeyboardInterrupt): find(learn, steps_per_trial=2**61)
+    assert sizes==[2]*102
+
 # A trial is what it says
+
+class Turns(Callback):
+    "Trains the first layer for `n` batches, then the second for one, as a GAN's switcher does; notes (size, layer) of each batch"
+    def __init__(self, n, seen): self.period,self.note = n+1,seen.append   # a list of its own would be put back
+    def before_train(self): self.count = 0
+    def before_batch(self):
+        second = self.count%self.period==self.period-1
+        self.count += 1
+        for p in self.learn.model[0].parameters(): p.requires_grad_(not second)
+        for p in self.learn.model[3].parameters(): p.requires_grad_(second)
+        self.note((len(self.learn.xb[0]),second))
+
+def turns(n, cap=1000):
+    seen,learn = [],capped(1000, n=16, opt_func=Adam)
+    class Second(nn.Linear):
+        def forward(self, x):
+            if self.weight.requires_grad and len(x)>cap: raise oom()
+            return super().forward(x)
+    learn.model[3] = Second(6, 3).double()
+    learn.add_cb(Turns(n, seen))
+    return learn,seen
+
+def test_a_trial_goes_on_until_each_part_has_trained(recwarn):
+    "And makes one batch more, with what that has left in memory"
+    learn,seen = turns(5, cap=5)
+    assert find(learn, mode='binsearch').size==5
+    assert [o for o in seen if o[0]==2]==[(2,False)]*5+[(2,True),(2,False)] and (8,True) in seen
+    assert all(p.requires_grad for p in learn.model.parameters()) and not recwarn.list
+
+def test_a_trial_does_not_wait_for_ever():
+    "Only the first does, and a warning says of what"
+    learn,seen = turns(100)
+    with pytest.warns(UserWarning, match=r"2 parameters, '3.weight' is the first, had no gradient in 23 batches"): assert find(learn).size==16
+    assert [[o[0] for o in seen].count(n) for n in (2,4,8,16)]==[23,3,3,3]
+
+def test_what_is_not_trained_is_not_waited_for(recwarn):
+    learn = capped(1000, n=4)
+    for p in learn.model[0].parameters(): p.requires_grad_(False)
+    sizes.clear()
+    assert find(learn).size==4 and sizes==[2]*3+[4]*3 and not recwarn.list
+
+def test_wgan():
+    "fastai's: five steps of the critic, one of the generator, whose memory counts"
+    from fastai.vision.gan import FixedGANSwitcher, GANLearner
+    class Generator(nn.Linear):
+        def forward(self, x):
+            if self.training and self.weight.requires_grad and len(x)>6: raise oom()
+            return super().forward(x)
+    class Critic(nn.Linear):
+        def forward(self, x): return super().forward(x).mean(1)
+    data = [(torch.randn(5),torch.randn(4)) for _ in range(32)]
+    dls = DataLoaders(DataLoader(data, bs=4), DataLoader(data, bs=4))
+    learn = GANLearner.wgan(dls, Generator(5, 4), Critic(4, 1), opt_func=Adam)
+    with learn.no_bar(): assert find(learn, mode='binsearch').size==6
 
 def test_a_trial_takes_real_steps():
     "So many forward passes of that size, each with a backward pass and a step, on weights that have a gradient and a state"
@@ -515,6 +592,30 @@ def test_the_garbage_collector_is_as_before():
     find(capped(9))
     assert gc.get_freeze_count()>n/2   # what somebody froze stays so
 
+@pytest.mark.parametrize('nm', ['put_back','close','entry'])
+def test_an_interrupt_while_putting_back_does_not_leave_it_frozen(nm, monkeypatch):
+    "In the last `put_back`, after it, and before the first line of what closes the search"
+    from fastaccum import trials
+    from fastaccum.memory import Snapshot
+    gc.unfreeze()
+    learn,closing = capped(9),[]
+    put_back,close = Snapshot.put_back,Trials.close
+    def mid(self):
+        put_back(self)
+        if closing: raise KeyboardInterrupt
+    def begin(self):
+        closing.append(1)
+        if nm=='entry': raise KeyboardInterrupt
+        close(self)
+        if nm=='close': raise KeyboardInterrupt
+    if nm=='put_back': monkeypatch.setattr(Snapshot, 'put_back', mid)
+    monkeypatch.setattr(Trials, 'close', begin)
+    before = everything(learn)
+    with pytest.raises(KeyboardInterrupt): find(learn)
+    assert closing and not gc.get_freeze_count()
+    monkeypatch.undo()
+    same(before, everything(learn))
+
 def test_optimizer_state_and_gradients_are_freed():
     learn = capped(9, opt_func=Adam)
     made = []
@@ -691,6 +792,27 @@ def test_plot():
         axs = res.plot()
         assert list(axs[1].lines[0].get_xdata())==[2,4,8] and len(axs[0].lines)==(1 if peak is None else 2)
     plt.close('all')
+
+def test_the_page_is_the_same_whenever_it_is_run():
+    "Its saved outputs say nothing that differs from run to run"
+    import json
+    root = Path(__file__).parent.parent
+    page = root/'nbs'/'10_bs_find.ipynb'
+    def outputs(nb): return {c['id']:[o.get('text',o.get('data',{}).get('text/plain')) for o in c['outputs']] for c in nb['cells'] if c.get('outputs')}
+    code = f"""
+import json, sys
+from pathlib import Path
+from execnb.nbio import read_nb
+from execnb.shell import CaptureShell
+shell,nb = CaptureShell(path={str(page.parent)!r}),read_nb({str(page)!r})
+skip = ('#| cuda','import nbdev','#| hide\\nimport nbdev')
+for c in nb.cells:
+    if c.cell_type=='code' and not c.source.startswith(skip): shell.cell(c)
+print('OUT'+json.dumps([dict(id=c['id'], outputs=c.get('outputs', [])) for c in nb.cells], default=str))
+"""
+    ran = {'cells':json.loads(result(run(code)).split('OUT', 1)[1])}
+    saved = outputs(json.loads(page.read_text(encoding='utf-8')))
+    assert saved and outputs(ran)==saved
 
 def test_progress_only_where_there_is_a_bar(capsys):
     learn = capped(9)

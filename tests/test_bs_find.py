@@ -802,8 +802,7 @@ def test_the_page_is_the_same_whenever_it_is_run():
     code = f"""
 import json, sys
 from pathlib import Path
-from execnb.nbio import read_nb
-from execnb.shell import CaptureShell
+from execnb.shell import CaptureShell, read_nb
 shell,nb = CaptureShell(path={str(page.parent)!r}),read_nb({str(page)!r})
 skip = ('#| cuda','import nbdev','#| hide\\nimport nbdev')
 for c in nb.cells:
@@ -888,7 +887,8 @@ def test_real_memory():
 vague = '''
 import resource, sys, torch
 from pathlib import Path
-from fastaccum.memory import is_out_of_memory, memory_left
+from fastaccum.memory import is_out_of_memory
+from fastaccum.meters import memory_left
 texts = ['could not create a primitive', 'could not execute a primitive', 'could not create a memory object', "can't start new thread"]
 def judged(): return [is_out_of_memory(RuntimeError(o)) for o in texts]
 assert judged()==[False]*4, 'there is plenty'
@@ -925,15 +925,15 @@ def test_vague_words_in_a_search(left, want, monkeypatch):
     (dict(overcommit='2'), 2*2**20), (dict(status=None), None), (dict(status='VmSize: 1 kB'), None)], ids=str)
 def test_memory_left(files, left, monkeypatch):
     "The least of what the system and the limits leave; `None` where it cannot be read"
-    from fastaccum import memory
+    from fastaccum import meters
     texts = dict(status=f'VmPeak: {97*1024} kB\nVmSize: {50*1024} kB\nVmData: {95*1024} kB', limits='', overcommit='0',
         meminfo=f'MemAvailable: {4*1024} kB\nSwapFree: {3*1024} kB\nCommitLimit: {10*1024} kB\nCommitted_AS: {8*1024} kB') | files
     def read_text(path):
         text = next(v for k,v in texts.items() if k in str(path))
         if text is None: raise FileNotFoundError(2, 'none')
         return text
-    monkeypatch.setattr(memory.Path, 'read_text', read_text)
-    assert memory.memory_left()==left
+    monkeypatch.setattr(meters.Path, 'read_text', read_text)
+    assert meters.memory_left()==left
 
 def test_out_of_memory_while_a_batch_is_put_together(monkeypatch):
     "fastai's words about it fail over labels without a shape"

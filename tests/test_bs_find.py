@@ -531,8 +531,9 @@ def test_within_a_fit():
 def test_nothing_is_kept(kind, monkeypatch):
     "Neither activations nor copies outlive the search, without the garbage collector's help"
     import fastaccum.trials as mod
+    from fastaccum.samples import Again
     refs = []
-    for cls in (mod.Snapshot,mod.Samples,mod.Again,mod.StepsCallback,mod.Trials):
+    for cls in (mod.Snapshot,mod.Samples,Again,mod.StepsCallback,mod.Trials):
         def init(self, *args, stock=cls.__init__, **kwargs):
             stock(self, *args, **kwargs)
             refs.append((type(self).__name__,weakref.ref(self)))

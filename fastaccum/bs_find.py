@@ -8,7 +8,7 @@ Docs: https://fastaccum.github.io/fastaccum/bs_find.html.md"""
 __all__ = ['search', 'FoundSize', 'with_size']
 
 # %% ../nbs/10_bs_find.ipynb #imports
-import torch
+import gc, torch
 from inspect import signature
 from fastai.learner import Learner
 from fastcore.basics import patch
@@ -40,10 +40,12 @@ def search(
     return good,bad
 
 # %% ../nbs/10_bs_find.ipynb #find
+_units = dict(steps_per_trial='step', init_val='sample', max_trials='trial', n_look='sample')
+
 def _check(learn, mode, apply, **counts):
     if mode not in ('power','binsearch'): raise ValueError(f"`mode={mode!r}`: give 'power' or 'binsearch'")
     check_bool('apply', apply)
-    for k,v in counts.items(): check_count(k, v)
+    for k,v in counts.items(): check_count(k, v, _units[k])
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size()>1:
         raise RuntimeError(f"`bs_find` in {distributed.get_world_size()} processes: once one ran out of memory, the others would wait "
             "for it. Search in one process, and take somewhat less than it finds, since the processes' buffers need memory too")
@@ -120,7 +122,11 @@ def bs_find(self:Learner,
     try:
         trials.start(n_look)
         good,bad = search(trials, mode, init_val, max_trials, trials.samples.n)
-    finally: trials.close()
+    finally:
+        try: trials.close()
+        finally:
+            if trials.froze: gc.unfreeze()   # also where `close` was interrupted before its first line
+    trials.tell()
     if not good:
         raise torch.OutOfMemoryError(f"no batch fits: {', '.join(str(o.size) for o in trials.done)} samples were tried. "
             f"The last error was: {trials.done[-1].error}")

@@ -19,13 +19,17 @@ from .macro_batch import round_up
 # %% ../nbs/02_checks.ipynb #args
 def check_count(
     nm:str, # The argument's name
-    n # Its value
+    n, # Its value
+    unit:str='sample' # Of what it is a number
 )->int: # The same as an `int`
-    "Refuse what is no positive whole number of samples"
+    "Refuse what is no positive whole number, or one that nothing could count to"
     if isinstance(n, bool) or not isinstance(n, Integral):
-        raise TypeError(f"`{nm}={n!r}` is a {type(n).__name__}: give a whole number of samples, such as `{nm}=64`")
-    if n<1: raise ValueError(f"`{nm}={n}`: give at least 1 sample")
-    return int(n)
+        raise TypeError(f"`{nm}={n!r}` is a {type(n).__name__}: give a whole number of {unit}s, such as `{nm}=64`")
+    n = int(n)
+    shown = n if abs(n)<=2**62 else f"{'-' if n<0 else ''}2**{n.bit_length()-1}"   # Python refuses to print very long numbers
+    if n<1: raise ValueError(f"`{nm}={shown}`: give at least 1 {unit}")
+    if n>2**62: raise ValueError(f"`{nm}` is {shown} or more: give at most 2**62 {unit}s")
+    return n
 
 def check_bool(
     nm:str, # The argument's name

@@ -157,7 +157,84 @@ def test_bad_arguments(kwargs):
     with pytest.raises((ValueError,TypeError), match=f'`{nm}=.*give'): find(learn, **kwargs)
     assert learn.opt is None
 
+@pytest.mark.parametrize('nm,unit', [('steps_per_trial','step'),('init_val','sample'),('max_trials','trial'),('n_look','sample')])
+def test_counts_have_their_units(nm, unit):
+    learn = capped(5)
+    for n in (10**400,10**5000,2**62+1):
+        with pytest.raises(ValueError, match=f'`{nm}` is 2.*give at most .* {unit}s$'): find(learn, **{nm:n})
+    for n in (0,-10**5000):
+        with pytest.raises(ValueError, match=f'give at least 1 {unit}$'): find(learn, **{nm:n})
+    with pytest.raises(TypeError, match=f'a whole number of {unit}s'): find(learn, **{nm:'2'})
+    assert find(learn, **{nm:np.int64(2)}).size>=2
+
+@pytest.mark.parametrize('nm', ['init_val','max_trials','n_look'])
+def test_large_counts_work(nm): assert find(capped(5), **{nm:2**62}).size in (3,4)
+
+def test_a_trial_of_many_steps_takes_no_memory_for_it():
+    learn = capped(1000, n=2)
+    class End(Callback):
+        def after_step(self):
+            if self.train_iter>100: raise KeyboardInterrupt
+    learn.add_cb(End())
+    sizes.clear()
+    with pytest.raises(KeyboardInterrupt): find(learn, steps_per_trial=2**61)
+    assert sizes==[2]*102
+
 # A trial is what it says
+
+class Turns(Callback):
+    "Trains the first layer for `n` batches, then the second for one, as a GAN's switcher does; notes (size, layer) of each batch"
+    def __init__(self, n, seen): self.period,self.note = n+1,seen.append   # a list of its own would be put back
+    def before_train(self): self.count = 0
+    def before_batch(self):
+        second = self.count%self.period==self.period-1
+        self.count += 1
+        for p in self.learn.model[0].parameters(): p.requires_grad_(not second)
+        for p in self.learn.model[3].parameters(): p.requires_grad_(second)
+        self.note((len(self.learn.xb[0]),second))
+
+def turns(n, cap=1000):
+    seen,learn = [],capped(1000, n=16, opt_func=Adam)
+    class Second(nn.Linear):
+        def forward(self, x):
+            if self.weight.requires_grad and len(x)>cap: raise oom()
+            return super().forward(x)
+    learn.model[3] = Second(6, 3).double()
+    learn.add_cb(Turns(n, seen))
+    return learn,seen
+
+def test_a_trial_goes_on_until_each_part_has_trained(recwarn):
+    "And makes one batch more, with what that has left in memory"
+    learn,seen = turns(5, cap=5)
+    assert find(learn, mode='binsearch').size==5
+    assert [o for o in seen if o[0]==2]==[(2,False)]*5+[(2,True),(2,False)] and (8,True) in seen
+    assert all(p.requires_grad for p in learn.model.parameters()) and not recwarn.list
+
+def test_a_trial_does_not_wait_for_ever():
+    "Only the first does, and a warning says of what"
+    learn,seen = turns(100)
+    with pytest.warns(UserWarning, match=r"2 parameters, '3.weight' is the first, had no gradient in 23 batches"): assert find(learn).size==16
+    assert [[o[0] for o in seen].count(n) for n in (2,4,8,16)]==[23,3,3,3]
+
+def test_what_is_not_trained_is_not_waited_for(recwarn):
+    learn = capped(1000, n=4)
+    for p in learn.model[0].parameters(): p.requires_grad_(False)
+    sizes.clear()
+    assert find(learn).size==4 and sizes==[2]*3+[4]*3 and not recwarn.list
+
+def test_wgan():
+    "fastai's: five steps of the critic, one of the generator, whose memory counts"
+    from fastai.vision.gan import FixedGANSwitcher, GANLearner
+    class Generator(nn.Linear):
+        def forward(self, x):
+            if self.training and self.weight.requires_grad and len(x)>6: raise oom()
+            return super().forward(x)
+    class Critic(nn.Linear):
+        def forward(self, x): return super().forward(x).mean(1)
+    data = [(torch.randn(5),torch.randn(4)) for _ in range(32)]
+    dls = DataLoaders(DataLoader(data, bs=4), DataLoader(data, bs=4))
+    learn = GANLearner.wgan(dls, Generator(5, 4), Critic(4, 1), opt_func=Adam)
+    with learn.no_bar(): assert find(learn, mode='binsearch').size==6
 
 def test_a_trial_takes_real_steps():
     "So many forward passes of that size, each with a backward pass and a step, on weights that have a gradient and a state"
@@ -454,8 +531,9 @@ def test_within_a_fit():
 def test_nothing_is_kept(kind, monkeypatch):
     "Neither activations nor copies outlive the search, without the garbage collector's help"
     import fastaccum.trials as mod
+    from fastaccum.samples import Again
     refs = []
-    for cls in (mod.Snapshot,mod.Samples,mod.Again,mod.StepsCallback,mod.Trials):
+    for cls in (mod.Snapshot,mod.Samples,Again,mod.StepsCallback,mod.Trials):
         def init(self, *args, stock=cls.__init__, **kwargs):
             stock(self, *args, **kwargs)
             refs.append((type(self).__name__,weakref.ref(self)))
@@ -514,6 +592,30 @@ def test_the_garbage_collector_is_as_before():
     n = gc.get_freeze_count()
     find(capped(9))
     assert gc.get_freeze_count()>n/2   # what somebody froze stays so
+
+@pytest.mark.parametrize('nm', ['put_back','close','entry'])
+def test_an_interrupt_while_putting_back_does_not_leave_it_frozen(nm, monkeypatch):
+    "In the last `put_back`, after it, and before the first line of what closes the search"
+    from fastaccum import trials
+    from fastaccum.memory import Snapshot
+    gc.unfreeze()
+    learn,closing = capped(9),[]
+    put_back,close = Snapshot.put_back,Trials.close
+    def mid(self):
+        put_back(self)
+        if closing: raise KeyboardInterrupt
+    def begin(self):
+        closing.append(1)
+        if nm=='entry': raise KeyboardInterrupt
+        close(self)
+        if nm=='close': raise KeyboardInterrupt
+    if nm=='put_back': monkeypatch.setattr(Snapshot, 'put_back', mid)
+    monkeypatch.setattr(Trials, 'close', begin)
+    before = everything(learn)
+    with pytest.raises(KeyboardInterrupt): find(learn)
+    assert closing and not gc.get_freeze_count()
+    monkeypatch.undo()
+    same(before, everything(learn))
 
 def test_optimizer_state_and_gradients_are_freed():
     learn = capped(9, opt_func=Adam)
@@ -692,6 +794,26 @@ def test_plot():
         assert list(axs[1].lines[0].get_xdata())==[2,4,8] and len(axs[0].lines)==(1 if peak is None else 2)
     plt.close('all')
 
+def test_the_page_is_the_same_whenever_it_is_run():
+    "Its saved outputs say nothing that differs from run to run"
+    import json
+    root = Path(__file__).parent.parent
+    page = root/'nbs'/'10_bs_find.ipynb'
+    def outputs(nb): return {c['id']:[o.get('text',o.get('data',{}).get('text/plain')) for o in c['outputs']] for c in nb['cells'] if c.get('outputs')}
+    code = f"""
+import json, sys
+from pathlib import Path
+from execnb.shell import CaptureShell, read_nb
+shell,nb = CaptureShell(path={str(page.parent)!r}),read_nb({str(page)!r})
+skip = ('#| cuda','import nbdev','#| hide\\nimport nbdev')
+for c in nb.cells:
+    if c.cell_type=='code' and not c.source.startswith(skip): shell.cell(c)
+print('OUT'+json.dumps([dict(id=c['id'], outputs=c.get('outputs', [])) for c in nb.cells], default=str))
+"""
+    ran = {'cells':json.loads(result(run(code)).split('OUT', 1)[1])}
+    saved = outputs(json.loads(page.read_text(encoding='utf-8')))
+    assert saved and outputs(ran)==saved
+
 def test_progress_only_where_there_is_a_bar(capsys):
     learn = capped(9)
     find(learn)
@@ -762,6 +884,79 @@ def test_real_memory():
     "The CPU's allocator really fails, at a limit of the process"
     out = result(run(limited))
     assert out.endswith('OK\n') and 40<=int(out.split()[0])<=100   # about 1 MB for each in 100 MB
+
+vague = '''
+import resource, sys, torch
+from pathlib import Path
+from fastaccum.memory import is_out_of_memory
+from fastaccum.meters import memory_left
+texts = ['could not create a primitive', 'could not execute a primitive', 'could not create a memory object', "can't start new thread"]
+def judged(): return [is_out_of_memory(RuntimeError(o)) for o in texts]
+assert judged()==[False]*4, 'there is plenty'
+def used(): return int(next(o for o in Path('/proc/self/status').read_text().splitlines() if o.startswith(sys.argv[2])).split()[1])*1024
+kind,hard = getattr(resource, sys.argv[1]),resource.RLIM_INFINITY
+resource.setrlimit(kind, (used()+400*2**20,hard))
+assert judged()==[False]*4 and 300*2**20<memory_left()<=400*2**20, memory_left()
+x = torch.empty(370*2**20, dtype=torch.uint8)
+assert judged()==[True]*4 and memory_left()<2**26, memory_left()
+del x
+assert judged()==[kind==resource.RLIMIT_AS]*4, 'oneDNN does not get over it: the peak of the address space counts'
+assert not is_out_of_memory(RuntimeError('mat1 and mat2 shapes cannot be multiplied'))
+print('OK')
+'''
+
+@pytest.mark.parametrize('kind,used', [('RLIMIT_AS','VmPeak'),('RLIMIT_DATA','VmData')])
+def test_words_with_several_causes_count_where_memory_is_short(kind, used):
+    "What oneDNN says when memory is exhausted, it also says of what it cannot do"
+    assert result(run(vague, kind, used))=='OK\n'
+
+@pytest.mark.parametrize('left,want', [(0,True),(2**26-1,True),(2**26,False),(None,False)])
+def test_vague_words_in_a_search(left, want, monkeypatch):
+    "Where memory is not short, or nobody tells, the error is raised as it is"
+    monkeypatch.setattr('fastaccum.memory.memory_left', lambda: left)
+    learn = capped(5, exc=partial(RuntimeError, 'could not create a primitive'))
+    if want: assert find(learn, mode='binsearch').size==5
+    else:
+        with pytest.raises(RuntimeError, match='^could not create a primitive$'): find(learn)
+
+@pytest.mark.parametrize('files,left', [
+    (dict(limits='Max data size unlimited'), 7*2**20),
+    (dict(limits='Max address space         104857600            unlimited            bytes'), 3*2**20),
+    (dict(limits='Max data size             104857600            unlimited            bytes'), 5*2**20),
+    (dict(overcommit='2'), 2*2**20), (dict(status=None), None), (dict(status='VmSize: 1 kB'), None)], ids=str)
+def test_memory_left(files, left, monkeypatch):
+    "The least of what the system and the limits leave; `None` where it cannot be read"
+    from fastaccum import meters
+    texts = dict(status=f'VmPeak: {97*1024} kB\nVmSize: {50*1024} kB\nVmData: {95*1024} kB', limits='', overcommit='0',
+        meminfo=f'MemAvailable: {4*1024} kB\nSwapFree: {3*1024} kB\nCommitLimit: {10*1024} kB\nCommitted_AS: {8*1024} kB') | files
+    def read_text(path):
+        text = next(v for k,v in texts.items() if k in str(path))
+        if text is None: raise FileNotFoundError(2, 'none')
+        return text
+    monkeypatch.setattr(meters.Path, 'read_text', read_text)
+    assert meters.memory_left()==left
+
+def test_out_of_memory_while_a_batch_is_put_together(monkeypatch):
+    "fastai's words about it fail over labels without a shape"
+    from fastai.data import load
+    collate = load.fa_collate
+    def full(samples):
+        if len(samples)>6: raise oom()
+        return collate(samples)
+    learn = toy(4, data=[(torch.randn(5).double(),i%3) for i in range(20)])
+    monkeypatch.setattr(load, 'fa_collate', full)
+    assert find(learn, mode='binsearch').size==6
+
+def test_an_error_while_another_is_handled_is_its_own():
+    def clumsy():
+        try: raise oom()
+        except RuntimeError: raise AttributeError('x')
+    with pytest.raises(AttributeError) as info: clumsy()
+    assert not is_out_of_memory(info.value)
+
+def test_the_system_says_it_by_number():
+    assert is_out_of_memory(OSError(12, 'Cannot allocate memory')) and not is_out_of_memory(OSError(28, 'No space left on device'))
+    assert is_out_of_memory(RuntimeError('unable to mmap 64 bytes from file </torch_1>: Cannot allocate memory (12)'))
 
 several = '''
 import sys, torch, datetime

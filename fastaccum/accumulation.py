@@ -12,11 +12,12 @@ import torch
 from fastai.callback.core import CancelBatchException
 from fastai.callback.fp16 import MixedPrecision
 from fastcore.basics import patch
-from .checks import check_bool, check_count, check_learner, check_plan
+from .checks import check_bool, check_count, check_drop_last, check_learner, check_plan
 from .dispatch import Dispatch
 from .gradients import empty_grads, scale_grads, take_step
 from .listeners import Guest, listen
-from .macro_batch import MacroBatch, Plan
+from .macro_batch import MacroBatch
+from .plan import Plan
 from .recovery import micro_batches
 from .sizes import Measure, samples_in
 from .sync import alone, find_sync
@@ -32,12 +33,12 @@ class GradientAccumulation(Guest):
         n_acc:int=32, # `accum_bs` under fastai's name, so that code written for fastai's callback runs unchanged
         log_accum_batch:bool=True, # Record and log once per step (True), or every micro-batch as fastai does (False)
         micro_batch_size=None, # 'auto': split the loader's batches if memory runs out. A number is needed only where the loader has no batch size
-        drop_last:bool=False, # Leave out the remainder of an epoch (True), or step on it with its true mean (False)
+        drop_last:bool=None, # Leave out the remainder of an epoch (True), step on it with its true mean (False), or as the loader does with its last batch
         size=None, # A function of the Learner: how many things this micro-batch's mean loss is a mean of. See `find_size`
         sync_each:bool=False # With several processes: exchange gradients with every micro-batch (True), or once per step (False)
     ):
         self.accum_bs = check_count('n_acc', n_acc) if accum_bs is None else check_count('accum_bs', accum_bs)
-        self.log_accum_batch,self.drop_last = check_bool('log_accum_batch', log_accum_batch),check_bool('drop_last', drop_last)
+        self.log_accum_batch,self.drop_last = check_bool('log_accum_batch', log_accum_batch),check_drop_last(drop_last)
         self.micro,self.micro_batch_size = micro_batches(micro_batch_size)
         self.n_acc,self.size,self.sync_each = n_acc,size,check_bool('sync_each', sync_each)
         self.macro,self.measure = MacroBatch(),Measure(size)
@@ -105,7 +106,7 @@ def before_train(self:GradientAccumulation):
     else: self.listeners,self.sync = listen(learn.cbs, self),find_sync(learn).enter(self)   # wrapped since `before_fit`?
     if (plan.loaders,plan.n_epoch)!=(self.sync.look(self, learn.dls.train),learn.n_epoch):
         self.planned = self.plan(learn.dls, learn.n_epoch)
-    if self.step is None: self.step = sum(self.planned.steps[:learn.epoch])   # `start_epoch` may have skipped some
+    if self.step is None: self.step = self.planned.before(learn.epoch)   # `start_epoch` may have skipped some
     self.at,self.pending,self.dispatch = None,None,Dispatch(self, self.dispatch)
     self.macro.start(*self.planned.begin(learn.epoch, self.step, 0))
 
@@ -161,9 +162,8 @@ def _close(self:GradientAccumulation):
 # %% ../nbs/05_accumulation.ipynb #remainder
 @patch
 def after_train(self:GradientAccumulation):
-    learn,macro = self.learn,self.macro
-    if not self.listeners or self.drop_last: return
-    for _ in self.sync.owed(macro):
+    learn = self.learn
+    for _ in self.sync.owed(self.macro) if self.listeners and not self.planned.drops(learn.epoch) else ():
         self._close()
         take_step(learn)
         self.at,self.counted = learn.iter,False

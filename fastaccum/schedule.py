@@ -50,7 +50,7 @@ def fraction(
     n_epoch:int # Epochs of the fit
 )->float: # The fraction of training
     "The training progress at which the moment `o` comes"
-    return o/n_epoch if isinstance(o, Integral) else float(o)
+    return o/max(1, n_epoch) if isinstance(o, Integral) else float(o)
 
 # %% ../nbs/06_schedule.ipynb #annealer
 def as_annealer(
@@ -78,7 +78,7 @@ class GradientAccumulationSchedule(_Scheduled):
         schedule=SchedCos, # A fastai annealer, `f(start, end)`, or a function of the position between `start` and `finish`
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size=None, # As in `GradientAccumulation`
-        drop_last:bool=False, # As in `GradientAccumulation`
+        drop_last:bool=None, # As in `GradientAccumulation`
         size=None, # As in `GradientAccumulation`
         sync_each:bool=False # As in `GradientAccumulation`
     ):
@@ -124,7 +124,7 @@ class GradientAccumulationScheduler(_Scheduled):
         mode:str='epoch', # What the thresholds are: 'epoch', counted from 0, or 'step', optimizer steps taken
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size=None, # As in `GradientAccumulation`
-        drop_last:bool=False, # As in `GradientAccumulation`
+        drop_last:bool=None, # As in `GradientAccumulation`
         size=None, # As in `GradientAccumulation`
         sync_each:bool=False # As in `GradientAccumulation`
     ):

@@ -65,19 +65,20 @@ class Plan:
 @patch
 def _position(self:Plan, epoch, step, part):
     "Where a macro-batch begins, after a `part` of its epoch's samples; epochs after the last are as its end"
-    last = max(0, self.n_epoch-1)
-    return Position(min(epoch, last), step, 1. if epoch>last else min(1., (epoch+part)/max(1, self.n_epoch)))
+    if epoch>=self.n_epoch: return Position(max(0, self.n_epoch-1), step, 1.)
+    pct = (epoch+part)/self.n_epoch
+    return Position(epoch, step, pct if pct<1. else 1.)
 
 @patch
 def _wanted(self:Plan, epoch, step, part):
-    return self.accum_bs(self._position(epoch, step, part)) if callable(self.accum_bs) else self.accum_bs
+    return self.accum_bs(self._position(epoch, step, part)) if self.fixed is None else self.accum_bs
 
 @patch
 def _begin(self:Plan, epoch, step, i):
     wanted = self._wanted(epoch, step, i*self.micro_bs/self.n)
     full,left = self.full(wanted),self.n-i*self.micro_bs
     if left<=0: left = full   # a loader that yields more than it announced
-    return wanted,min(full, left),self.drop_last and left<full and not (self.never_empty and not i)
+    return wanted,left if left<full else full,self.drop_last and left<full and not (self.never_empty and not i)
 
 @patch
 def _walk(self:Plan, epoch):
@@ -137,7 +138,7 @@ def ends(self:Plan, i, n_iter):
 
 # %% ../nbs/00b_plan.ipynb #next-pct-export
 @patch
-def _pct(self:Plan, epoch): return self.mark[-1] if self.mark[0]==epoch else 1./(self._steps(epoch)*self.n_epoch)
+def _pct(self:Plan, epoch): return self.mark[-1] if self.mark[0]==epoch else 1./((self.fixed or self._steps(epoch))*self.n_epoch)
 
 @patch
 def next_pct(self:Plan,
@@ -160,8 +161,7 @@ def change(self:Plan,
     _,since,pct = self.mark[:3] if self.mark[0]==epoch else (epoch,0,epoch/self.n_epoch)
     if done>since: pct = min(pct+(done-since)*self._pct(epoch), (epoch+1)/self.n_epoch)
     left = max(0, self._count(((self.full(accum_bs),self.n-i*self.micro_bs),), first=not i))
-    self.past = [self.before(e) for e in range(epoch+1)]
-    self.past.append(self.past[-1]+done+left)
+    self.past = [*(self.before(o) for o in range(epoch+1)),self.before(epoch)+done+left]
     if not isinstance(self.accum_bs, Changes): self.accum_bs = Changes(self.accum_bs)
     self.accum_bs.add(self._position(epoch, step, i*self.micro_bs/self.n).pct, accum_bs)
     self.fixed,self.walked = None,(None,())
@@ -181,7 +181,7 @@ def steady(self:Plan, num_it):
 def unfilled(self:Plan, epoch):
     "Samples in the macro-batch with which `epoch` begins, if the epoch has too few for it, else 0"
     parts = self._parts(self._wanted(epoch, self.before(epoch), 0.))
-    return any(n<full for full,n in parts) and sum(full for full,_ in parts)
+    return any(n<full for full,n in parts)*sum(full for full,_ in parts)
 
 @patch
 def first_unfilled(self:Plan):

@@ -38,6 +38,9 @@ class SharedPlan(Plan):
         self.rank,self.world,self.first = rank,len(loaders),0
         self.loaders = tuple((bs,n,drop_last) for bs,n,*_ in loaders)
         super().__init__(loaders[rank][1], loaders[rank][0], accum_bs, n_epoch, drop_last, never_empty)
+        if self.fixed is not None:   # the steps in which all have their share, and its samples
+            parts = self._parts(accum_bs)
+            self.whole,self.all = min(n//full for full,n in parts),sum(full for full,_ in parts)
 
     def _parts(self, wanted): return [(share(wanted, self.world, bs),n) for bs,n,_ in self.loaders]
 
@@ -65,6 +68,7 @@ def begin(self:SharedPlan,
     if not i: self.first = step   # where this epoch began
     t,wanted = step-self.first,self.accum_bs
     if self.fixed is None: wanted,size,dropped = self._walked(epoch)[t] if t<len(self._walked(epoch)) else (0,0,False)
+    elif t<self.whole: size,dropped = self.all,False
     else: size,dropped = self._size(self._parts(wanted), t),t>=self.fixed
     if size: return ceil(wanted/self.world),size/self.world,dropped
     raise RuntimeError(f"this process has samples left after the {t} steps of epoch {epoch} that the processes agreed on: "

@@ -53,7 +53,7 @@ def sizes(self:GradientAccumulation, micro_bs:int, n_epoch:int):
 def plan(self:GradientAccumulation,
     dls, # The `DataLoaders` to train on
     n_epoch:int=1 # Epochs
-)->Plan: # Its `sizes` and `steps` are lists with an entry for each epoch
+)->Plan: # Its `sizes` and `steps` have an entry for each epoch
     "The macro-batches of a fit to come, without training"
     return self.sync.plan(self, self.sync.look(self, dls.train), n_epoch)
 

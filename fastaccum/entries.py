@@ -24,6 +24,8 @@ class Entries(Sequence):
     def __getitem__(self, i):
         if isinstance(i, slice): return [self.get(o) for o in range(self.n)[i]]
         return self.get(i if self.more and i>=self.n else range(self.n)[i])
+    def __add__(self, o): return [*self,*o]
+    def __radd__(self, o): return [*o,*self]
     def __eq__(self, o): return hasattr(o, '__len__') and len(self)==len(o) and all(a==b for a,b in zip(self, o))
     def __repr__(self): return f"[{', '.join([repr(o) for o in self[:20]]+['…']*(self.n>20))}]"
 

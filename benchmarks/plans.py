@@ -1,6 +1,6 @@
 """What it costs to know the steps of a run before it starts: samples x micro-batch size x epochs x sizes, in seconds and MB.
 
-`made` is what a fit without end pays before it begins, `first` what its first epoch needs, `all` the numbers of steps of every epoch.
+`made`: the plan is made; `first`: what its first epoch needs, after that; `all`: the numbers of steps of every epoch, after that.
 MB is the most that was held. `python benchmarks/plans.py` prints a Markdown table; `--slow` counts 10⁹ steps of a function too (minutes).
 """
 import sys, time, tracemalloc
@@ -29,25 +29,26 @@ def begin(plan):
 def steps(plan): return plan.before(plan.n_epoch)
 
 def measure(make, case):
-    "Seconds for each of the three, in a row; then the most MB held while doing it again"
+    "Seconds for each of the three, in a row; the most MB held while doing it again; and the steps"
     plan,made = clocked(lambda: make(*case))
-    secs = [made,clocked(lambda: begin(plan))[1],clocked(lambda: steps(plan))[1]]
+    first,(n,every) = clocked(lambda: begin(plan))[1],clocked(lambda: steps(plan))
+    secs = made,first,every
     tracemalloc.start()
     plan = make(*case)
     begin(plan)
-    if sum(secs)<20: steps(plan)   # tracing is slow
+    if sum(secs)<3: steps(plan)   # tracing is slow
     mb = tracemalloc.get_traced_memory()[1]/2**20
     tracemalloc.stop()
-    return secs,mb
+    return secs,mb,n
 
 def main():
     print('| processes | sizes | samples | micro-batches of | epochs | steps | made, s | first, s | all, s | MB |\n|---|---|---|---|---|---|---|---|---|---|')
     for make in (one,eight):
         for n,bs,n_epoch,size in cases:
             if callable(size) and n*n_epoch>2*10**9 and '--slow' not in sys.argv: continue
-            secs,mb = measure(make, (n,bs,n_epoch,size))
+            secs,mb,n_steps = measure(make, (n,bs,n_epoch,size))
             nm = 'a function' if callable(size) else size
-            print(f"| {'one' if make is one else 8} | {nm} | {n:,} | {bs} | {n_epoch:,} | {steps(make(n, bs, n_epoch, size)) if not callable(size) else ''} | "
+            print(f"| {'one' if make is one else 8} | {nm} | {n:,} | {bs} | {n_epoch:,} | {n_steps:,} | "
                 f"{' | '.join(f'{o:.2g}' for o in secs)} | {mb:.2g} |", flush=True)
 
 if __name__=='__main__': main()

@@ -155,12 +155,13 @@ def test_changes_on_the_way(n, micro, lo, hi, n_epoch, drop, never_empty, way, c
     plan,changes = Plan(n, micro, ways[way](lo, hi), n_epoch, drop, never_empty),dict(changes)
     taken,begun,now,changed = [],0,None,set()
     for epoch in range(n_epoch):
-        i,sizes,pct,step = 0,[],epoch/n_epoch,sum(map(len, taken))
+        i,sizes,pct,step,rises = 0,[],epoch/n_epoch,sum(map(len, taken)),[]
         while i*micro<n:
             if begun in changes:
                 now = changes[begun]
                 plan.change(now, epoch, step+len(sizes), i)
                 if sizes: changed.add(epoch)
+                rises = []
             begun += 1
             wanted,size,dropped = plan.begin(epoch, step+len(sizes), i)
             full = round_up(wanted, micro)
@@ -169,16 +170,26 @@ def test_changes_on_the_way(n, micro, lo, hi, n_epoch, drop, never_empty, way, c
             sizes.append(size)
             new = plan.next_pct(pct, epoch)
             assert pct<new<=(epoch+1)/n_epoch or epoch in changed and pct<=new and new>(epoch+1)/n_epoch-1e-12   # a step on what was to be left out
+            rises.append(new-pct)
             pct = new
             i += -(-size//micro)
         taken.append(sizes)
         left_out = n-sum(sizes)
         if sizes and not (left_out and epoch in changed): assert abs(pct-(epoch+1)/n_epoch)<1e-12
+        if now is not None and not drop: assert max(rises, default=0)-min(rises, default=0)<1e-12   # spread evenly
         assert plan.sizes[:epoch+1]==taken and plan.steps[:epoch+1]==[len(o) for o in taken]
     assert plan.sizes==taken and plan.steps==[len(o) for o in taken]
     assert [plan.before(o) for o in range(n_epoch+1)]==[sum(map(len, taken[:o])) for o in range(n_epoch+1)]
     for epoch in set(range(n_epoch))-changed:   # an epoch of one piece has the arithmetic of a plan that never changed
         if taken[epoch]: assert plan.next_pct(epoch/n_epoch, epoch)==min(epoch/n_epoch+1./(len(taken[epoch])*n_epoch), (epoch+1)/n_epoch)
+
+def test_a_change_as_an_epoch_begins_is_the_plan_of_the_new_size():
+    for n_epoch in range(1, 12):
+        for epoch in range(n_epoch):
+            a,b = Plan(70, 2, 10, n_epoch),Plan(70, 2, 6, n_epoch)
+            b.change(10, epoch, b.before(epoch), 0)
+            for o in range(epoch, n_epoch):
+                assert a.next_pct(o/n_epoch, o)==b.next_pct(o/n_epoch, o) and a.next_pct(0., o)==b.next_pct(0., o) and a.sizes[o]==b.sizes[o]
 
 def test_processes_do_not_change_in_mid_epoch():
     with pytest.raises(NotImplementedError, match='make a new plan'): SharedPlan(0, ((4,40),(4,40)), 16).change(32, 0, 1, 2)
@@ -231,6 +242,7 @@ def test_sizes_of_a_function_are_asked_once_for_each_step(n_epoch):
         size.n = 0
         fresh = plans(size, 256, 4, n_epoch)[i]
         assert sum(fresh.sizes[2])==256 and size.n==fresh.before(3)     # no further than the epoch that was looked at
+        assert [fresh.sizes[2][0] for _ in range(9)]==9*[fresh.sizes[2][0]] and size.n==fresh.before(3)
 
 def test_a_fit_asks_for_a_step_when_it_comes():
     "Two questions for each step of the epochs that are trained: to know how many there are, and when it begins"

@@ -13,11 +13,12 @@ from warnings import warn
 from fastai.callback.core import CancelBackwardException, CancelBatchException, TrainEvalCallback
 from fastai.callback.fp16 import MixedPrecision
 from fastcore.basics import patch
-from .checks import check_bool, check_count, check_learner, check_plan
+from .checks import check_bool, check_count, check_drop_last, check_learner, check_plan
 from .dispatch import Dispatch, OwnLoop
 from .gradients import HeldGrads, empty_grads, take_step
 from .listeners import Guest, Instead, listen, to_the_end
-from .macro_batch import MacroBatch, Plan
+from .macro_batch import MacroBatch
+from .plan import Plan
 from .recovery import micro_batches
 from .sizes import Measure, SumLoss, samples_in
 from .sync import alone, find_sync
@@ -49,13 +50,13 @@ class GradientAccumulation(Guest):
         n_acc:int=32, # `accum_bs` under fastai's name, so that code written for fastai's callback runs unchanged
         log_accum_batch:bool=True, # Record and log once per step (True), or every micro-batch as fastai does (False)
         micro_batch_size=None, # 'auto': split the loader's batches if memory runs out. A number is needed only where the loader has no batch size
-        drop_last:bool=False, # Leave out the remainder of an epoch (True), or step on it with its true mean (False)
+        drop_last:bool=None, # Leave out the remainder of an epoch (True), step on it with its true mean (False), or as the loader does with its last batch
         size=None, # A function of the Learner: how many things this micro-batch's mean loss is a mean of. See `find_size`
         sync_each:bool=False # With several processes: exchange gradients with every micro-batch (True), or once per step (False)
     ):
         n_acc = check_count('n_acc', n_acc)
         self._accum_bs = n_acc if accum_bs is None else check_count('accum_bs', accum_bs)
-        self.log_accum_batch,self.drop_last = check_bool('log_accum_batch', log_accum_batch),check_bool('drop_last', drop_last)
+        self.log_accum_batch,self.drop_last = check_bool('log_accum_batch', log_accum_batch),check_drop_last(drop_last)
         self.micro,self.micro_batch_size = micro_batches(micro_batch_size)
         self.size,self.sync_each = size,check_bool('sync_each', sync_each)
         self.macro,self.measure = MacroBatch(),Measure(size)
@@ -84,7 +85,7 @@ def sizes(self:GradientAccumulation, micro_bs:int, n_epoch:int):
 def plan(self:GradientAccumulation,
     dls, # The `DataLoaders` to train on, or a training loader
     n_epoch:int=1 # Epochs
-)->Plan: # Its `sizes` and `steps` are lists with an entry for each epoch
+)->Plan: # Its `sizes` and `steps` have an entry for each epoch
     "The macro-batches of a fit to come, without training"
     return self.sync.plan(self, self.sync.look(self, getattr(dls, 'train', dls)), n_epoch)
 
@@ -156,7 +157,7 @@ def before_train(self:GradientAccumulation):
     else: self._enter()
     looked = self.sync.look(self, learn.dl),learn.n_epoch
     if looked!=(self.planned.loaders,self.planned.n_epoch) or self.asked!=self._accum_bs: self._replan()
-    if self.step is None: self.step = sum(self.planned.steps[:learn.epoch])   # `start_epoch` may have skipped some
+    if self.step is None: self.step = self.planned.before(learn.epoch)   # `start_epoch` may have skipped some
     self.at,self.left,self.dl = None,False,learn.dl
     self.held = HeldGrads(learn.opt, learn.model)
     self.dispatch.enter()
@@ -169,6 +170,9 @@ def _replan(self:GradientAccumulation):
 @patch
 def _start(self:GradientAccumulation, i):
     "The `i`th micro-batch of the epoch begins a macro-batch"
+    if self.asked!=self._accum_bs and self.sync.resizes:
+        self.planned.change(self._accum_bs, self.learn.epoch, self.step, i)
+        self.asked = self._accum_bs
     self.macro.start(*self.planned.begin(self.learn.epoch, self.step, i))
     self.held.begin(self.left)
     self.left = False
@@ -282,7 +286,7 @@ def _close(self:GradientAccumulation):
 def after_train(self:GradientAccumulation):
     learn,macro = self.learn,self.macro
     if not self.entered: return
-    for _ in self.sync.owed(macro, self.drop_last):
+    for _ in self.sync.owed(macro, self.planned.drops(learn.epoch)):
         self._close()
         take_step(learn)
         self.at,self.counted = learn.iter,False

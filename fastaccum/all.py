@@ -1,6 +1,7 @@
 "What `from fastaccum.all import *` brings."
 from fastaccum.accumulation import GradientAccumulation
-from fastaccum.macro_batch import MacroBatch, Plan, Position, round_up
+from fastaccum.macro_batch import MacroBatch, Position, round_up
+from fastaccum.plan import Plan
 from fastaccum.schedule import GradientAccumulationSchedule, GradientAccumulationScheduler
 from fastaccum.sizes import Targets, find_size
 

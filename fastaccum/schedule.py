@@ -102,7 +102,7 @@ class GradientAccumulationSchedule(_Scheduled):
         schedule=SchedCos, # A fastai annealer, `f(start, end)`, or a function of the position between `start` and `finish`
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size=None, # As in `GradientAccumulation`
-        drop_last:bool=False, # As in `GradientAccumulation`
+        drop_last:bool=None, # As in `GradientAccumulation`
         size=None, # As in `GradientAccumulation`
         sync_each:bool=False # As in `GradientAccumulation`
     ):
@@ -147,7 +147,7 @@ class GradientAccumulationScheduler(_Scheduled):
         mode:str='epoch', # What the thresholds are: 'epoch', counted from 0, or 'step', optimizer steps taken
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size=None, # As in `GradientAccumulation`
-        drop_last:bool=False, # As in `GradientAccumulation`
+        drop_last:bool=None, # As in `GradientAccumulation`
         size=None, # As in `GradientAccumulation`
         sync_each:bool=False # As in `GradientAccumulation`
     ):

@@ -11,7 +11,8 @@ __all__ = ['share', 'SharedPlan', 'local_sizes']
 from math import ceil
 from fastcore.basics import patch
 from .checks import loader_sizes
-from .macro_batch import Plan, Position, round_up
+from .macro_batch import round_up
+from .plan import Plan
 
 # %% ../nbs/04b_shares.ipynb #share
 def share(
@@ -31,25 +32,30 @@ class SharedPlan(Plan):
         loaders:tuple, # For each process, samples in a micro-batch, and samples its `DataLoader` yields in an epoch
         accum_bs, # Samples wanted in a macro-batch, over all processes: an `int`, or a function of a `Position`
         n_epoch:int=1, # Epochs
-        drop_last:bool=False # Leave out what does not fill each process's share?
+        drop_last:bool=False, # Leave out what does not fill each process's share?
+        never_empty:bool=False # But not in an epoch that would be left without a step?
     ):
-        self.rank,self.loaders,self.world,self.shares,self.first = rank,loaders,len(loaders),[],0
-        super().__init__(loaders[rank][1], loaders[rank][0], accum_bs, n_epoch, drop_last)
+        self.rank,self.world,self.first = rank,len(loaders),0
+        self.loaders = tuple((bs,n,drop_last) for bs,n,*_ in loaders)
+        super().__init__(loaders[rank][1], loaders[rank][0], accum_bs, n_epoch, drop_last, never_empty)
+        if self.fixed is not None:   # the steps in which all have their share, and its samples
+            parts = self._parts(accum_bs)
+            self.whole,self.all = min(n//full for full,n in parts),sum(full for full,_ in parts)
 
-    def _epoch(self, epoch):
-        ns,step = [n for _,n in self.loaders],sum(self.steps)
-        done,sizes,shares = [0]*self.world,[],[]
-        while sum(done)<sum(ns):
-            pos = Position(epoch, step+len(sizes), (epoch+sum(done)/sum(ns))/self.n_epoch)
-            wanted = self.accum_bs(pos) if callable(self.accum_bs) else self.accum_bs
-            full = [share(wanted, self.world, bs) for bs,_ in self.loaders]
-            got = [min(f, n-d) for f,n,d in zip(full, ns, done)]
-            shares.append((ceil(wanted/self.world), sum(got)/self.world))
-            if self.drop_last and got!=full: break
-            sizes.append(sum(got))
-            done = [d+g for d,g in zip(done, got)]
-        self.shares.append(shares)
-        return sizes
+    def _parts(self, wanted): return [(share(wanted, self.world, bs),n) for bs,n,_ in self.loaders]
+
+    def _walk(self, epoch):
+        total,step,t,first = sum(n for _,n,_ in self.loaders),self.before(epoch),0,None
+        done,keep = [0]*self.world,not self.drop_last
+        while sum(done)<total:
+            wanted = self._wanted(epoch, step+t, sum(done)/total)
+            parts = self._parts(wanted)
+            got = [min(full, n-d) for (full,n),d in zip(parts, done)]
+            short = any(g<full for g,(full,_) in zip(got, parts))
+            if not t: keep = keep or self.never_empty and short
+            yield wanted,sum(got),short and not keep
+            if short and not keep: return
+            done,t = [d+g for d,g in zip(done, got)],t+1
 
 # %% ../nbs/04b_shares.ipynb #begin
 @patch
@@ -60,18 +66,27 @@ def begin(self:SharedPlan,
 )->tuple: # Samples wanted of this process, samples expected (the mean over processes), and whether it is dropped
     "As in `Plan`"
     if not i: self.first = step   # where this epoch began
-    t,shares = step-self.first,self.shares[min(epoch, len(self.shares)-1)]
-    if t<len(shares): return *shares[t],t>=len(self.sizes[epoch])
+    t,wanted = step-self.first,self.accum_bs
+    if self.fixed is None: wanted,size,dropped = self._walked(epoch)[t] if t<len(self._walked(epoch)) else (0,0,False)
+    elif t<self.whole: size,dropped = self.all,False
+    else: size,dropped = self._size(self._parts(wanted), t),t>=self.fixed
+    if size: return ceil(wanted/self.world),size/self.world,dropped
     raise RuntimeError(f"this process has samples left after the {t} steps of epoch {epoch} that the processes agreed on: "
         "its `DataLoader` yields more, or larger, batches than it says")
 
 @patch
 def full(self:SharedPlan, wanted):
     "Samples in a macro-batch that nothing cuts short, over all processes, of which `wanted` are wanted of each"
-    return sum(round_up(wanted, bs) for bs,_ in self.loaders)
+    return sum(round_up(wanted, bs) for bs,*_ in self.loaders)
 
 @patch
-def like(self:SharedPlan, wanted, n_epoch): return SharedPlan(self.rank, self.loaders, wanted*self.world, n_epoch, self.drop_last)
+def like(self:SharedPlan, wanted, n_epoch):
+    return SharedPlan(self.rank, self.loaders, wanted*self.world, n_epoch, self.drop_last, self.never_empty)
+
+@patch
+def change(self:SharedPlan, accum_bs, epoch, step, i):
+    raise NotImplementedError(f"a size of {accum_bs} from the middle of epoch {epoch} on, over {self.world} processes: "
+        "processes agree on sizes when an epoch begins; make a new plan there")
 
 @patch
 def ends(self:SharedPlan, i, n_iter):

@@ -14,9 +14,9 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from warnings import warn
 from fastcore.basics import patch
-from .checks import loader_sizes
+from .checks import drops_last, loader_sizes
 from .exchange import Exchange
-from .macro_batch import Plan
+from .plan import Plan
 from .shares import SharedPlan
 from .sizes import samples
 
@@ -24,17 +24,18 @@ from .sizes import samples
 class Alone:
     "What a process does that trains by itself: nothing to share or to exchange"
     world = 1   # processes
+    resizes = True   # may the size of macro-batches change within an epoch?
     def enter(self, acc): return self   # `acc` begins to accumulate
     def leave(self): return self   # it has ended; returns what to do from then on. May be called twice, or after half an `enter`
 
     def look(self, acc, dl):
-        "For each process, samples in a micro-batch, and samples its loader yields"
-        return loader_sizes(dl, acc.micro_batch_size),
+        "For each process, samples in a micro-batch, samples its loader yields, and what `drop_last` comes to"
+        return (*loader_sizes(dl, acc.micro_batch_size),drops_last(acc.drop_last, dl)),
 
     def plan(self, acc, loaders, n_epoch):
         "The macro-batches of the fit"
-        (micro_bs,n), = loaders
-        return Plan(n, micro_bs, acc.sizes(micro_bs, n_epoch), n_epoch, acc.drop_last)
+        (micro_bs,n,drop_last), = loaders
+        return Plan(n, micro_bs, acc.sizes(micro_bs, n_epoch), n_epoch, drop_last, acc.drop_last is None)
 
     def check_loader(self, dl): "Is `dl` as good as the loader it takes the place of? If not, plan anew"
     def most(self, n, size, most): return most   # what `MacroBatch.weight` takes for it
@@ -49,6 +50,7 @@ alone = Alone()
 # %% ../nbs/04c_sync.ipynb #together
 class Together(Exchange, Alone):
     "What one of several processes does, whose model is a `DistributedDataParallel`"
+    resizes = False   # the others would have to know
     per_sample = None   # what the mean loss of a sample is a mean of, at most: written by `agree`, once per fit
     summed = False   # has `owed` called `add_up` for this step?
 
@@ -80,7 +82,7 @@ def find_sync(
 def look(self:Together, acc, dl):
     "As in `Alone`, from all processes; refuses what they were not told alike"
     nms = '`accum_bs`','`drop_last`','`log_accum_batch`','`sync_each`','the number of epochs'
-    args = acc.accum_bs,acc.drop_last,acc.log_steps,acc.sync_each,acc.learn.n_epoch
+    args = acc.accum_bs,drops_last(acc.drop_last, dl),acc.log_steps,acc.sync_each,acc.learn.n_epoch
     self.agreed(dl, acc.micro_batch_size)
     mine = torch.tensor([int(o) for o in (*self.sizes,*args)], device=self.device)
     res = [torch.zeros_like(mine) for _ in range(self.world)]
@@ -88,8 +90,9 @@ def look(self:Together, acc, dl):
     loaders,args = zip(*((tuple(o[:2]),o[2:]) for o in (o.tolist() for o in res)))
     for nm,vals in zip(nms, zip(*args)):
         if len(set(vals))>1: raise ValueError(f"{nm} is {', '.join(map(str, vals))} on the processes: give all of them the same")
-    if min(n for _,n in loaders)<1:
-        raise ValueError(f"the processes have {', '.join(str(n) for _,n in loaders)} samples to train on: give each at least a micro-batch")
+    loaders = tuple((*o,bool(args[0][1])) for o in loaders)
+    if min(n for _,n,_ in loaders)<1:
+        raise ValueError(f"the processes have {', '.join(str(n) for _,n,_ in loaders)} samples to train on: give each at least a micro-batch")
     if self.ddp.static_graph and not acc.sync_each:
         raise ValueError("DistributedDataParallel with `static_graph=True` exchanges gradients in each backward pass, and PyTorch fails where they wait "
             "for the end of a macro-batch: pass `sync_each=True` to exchange them with every micro-batch, or make the model without `static_graph`")
@@ -99,18 +102,16 @@ def look(self:Together, acc, dl):
 @patch
 def plan(self:Together, acc, loaders, n_epoch):
     "As in `Alone`, with what cannot work refused"
-    plan,learn = SharedPlan(self.rank, loaders, acc.sizes(sum(bs for bs,_ in loaders), n_epoch), n_epoch, acc.drop_last),acc.learn
+    learn,drop_last = acc.learn,loaders[0][-1]
+    plan = SharedPlan(self.rank, loaders, acc.sizes(sum(o[0] for o in loaders), n_epoch), n_epoch, drop_last, acc.drop_last is None)
     if not n_epoch: return plan
-    counts,full = [(ceil(n/bs),bs) for bs,n in loaders],plan.full(plan.shares[0][0][0])
+    counts,full = [(ceil(n/bs),bs) for bs,n,_ in loaders],plan.full(plan.begin(0, 0, 0)[0])
     sync_bn = any(isinstance(o, torch.nn.SyncBatchNorm) for o in self.ddp.modules())
     if len(set(counts))>1 and (sync_bn or acc.sync_each or not acc.log_steps or getattr(getattr(learn, 'recorder', None), 'train_metrics', False)):
         raise ValueError(f"the processes have {', '.join(f'{k} micro-batches of {bs}' for k,bs in counts)}, but SyncBatchNorm, training metrics, "
             "`sync_each=True` and `log_accum_batch=False` need the same on each: give them equal loaders, as fastai's `DistributedDL` does")
-    if 0 in plan.steps:
-        raise ValueError(f"epoch {plan.steps.index(0)} would hold no step: {', '.join(str(n) for _,n in loaders)} samples on the processes do "
-            f"not fill each one's share of a macro-batch of {full}, and `drop_last=True`. Lower the accumulation batch size, or leave `drop_last` out")
     if not callable(plan.accum_bs) and full!=plan.accum_bs and not self.rank:
-        warn(f"`accum_bs={plan.accum_bs}` on {self.world} processes with micro-batches of {', '.join(str(bs) for bs,_ in loaders)}: "
+        warn(f"`accum_bs={plan.accum_bs}` on {self.world} processes with micro-batches of {', '.join(str(bs) for bs,*_ in loaders)}: "
             f"in whole micro-batches on each, a step takes {full} samples")
     return plan
 

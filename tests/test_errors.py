@@ -25,7 +25,7 @@ def test_order_of_the_arguments():
     "The contract, and what happens to code that has another order in mind"
     import inspect
     assert str(inspect.signature(GradientAccumulation))==('(accum_bs: int = None, n_acc: int = 32, log_accum_batch: bool = True, '
-        'micro_batch_size=None, drop_last: bool = False, size=None, sync_each: bool = False)')
+        'micro_batch_size=None, drop_last: bool = None, size=None, sync_each: bool = False)')
     with pytest.raises(TypeError, match='log_accum_batch=16'): GradientAccumulation(256, 32, 16)
 
 @pytest.mark.parametrize('kwargs,exc,msg', [

@@ -81,7 +81,7 @@ def test_sizes_follow_the_ideal_curve(n, micro, a, b, s, f, name, n_epoch, drop)
         got = size(Position(0, 0, pct))
         assert got%micro==0 and got>=micro and abs(got-ideal)<=micro/2+1e-9
     assert size(Position(0, 0, 0.))==(last if f==0 else first) and size(Position(0, 0, 1.))==last
-    from fastaccum.macro_batch import Plan
+    from fastaccum.plan import Plan
     plan = Plan(n, micro, size, n_epoch, drop)
     for epoch,sizes in enumerate(plan.sizes):
         if not drop: assert sum(sizes)==n

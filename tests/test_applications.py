@@ -277,7 +277,6 @@ def test_detection_with_list_targets(n, seed):
     "A picture has 1 to 9 boxes, which are no samples"
     assert_twins(*both(lambda bs: detection(bs, collate, n), one_cycle, seed=seed))
 
-@pytest.mark.xfail(strict=True, reason="samples are counted as the first picture's boxes, or its channels")
 def test_detection_with_a_list_of_pictures():
     "As torchvision's detectors want them: pictures of any size, and so no tensor that has the samples along its first dimension"
     assert_twins(*both(lambda bs: detection(bs, as_lists), one_cycle))

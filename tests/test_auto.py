@@ -229,16 +229,16 @@ def test_validation_after_a_refused_fit_leaves_nothing():
     learn.validate()
     assert not left(learn)
 
-def test_leaving_between_epochs():
-    "As when another fit runs there: the next epoch is split as well"
+@pytest.mark.parametrize('event', ['before_epoch','after_epoch'])
+def test_another_fit_between_epochs(event):
+    "It is split, and the next epoch is split as well"
+    from test_loud import Nested
     a,b = make(tensors, 40, 16),make(tensors, 40, 8)
     b.model.short = lambda where,n: where=='loss' and n>4
     acc = GradientAccumulation(16, micro_batch_size='auto', drop_last=False)
-    class Leave(Callback):
-        def before_epoch(self): acc.micro.leave()
-    a.fit_one_cycle(3, 0.05)
-    b.fit_one_cycle(3, 0.05, cbs=[acc,Leave()])
-    assert_twins(a, b)
+    b.add_cb(acc)
+    for o in (a,b): o.fit(3, 0.05, cbs=Nested(event, 'fit'))
+    assert deviation(weights(a), weights(b))<1e-7 and acc.micro.size==4
     assert not left(b)
 
 def test_validation_in_a_fit_is_split_after_a_validation_of_a_callback():

@@ -411,3 +411,41 @@ def test_schedules_that_give_no_sizes(schedule, exc, msg):
 def test_a_size_function_of_another_signature(size):
     if size is max: size = lambda *, learn: 4
     with pytest.raises(TypeError, match='`size='): GradientAccumulation(16, size=size)
+
+@pytest.mark.parametrize('nm', ['accum_bs','n_acc'])
+@pytest.mark.parametrize('at,sizes', [(1,[16,24,24, 24,24,16]), (2,[16,16,24,8, 24,24,16]), (4,[16]*4+[24,24,16]), (5,[16]*5+[24,24]), (8,[16]*8)])
+def test_another_size_within_a_fit(nm, at, sizes):
+    "Taken at the next macro-batch: the twin is a plain run on those batches, and the steps that are left share what is left of the epoch's progress"
+    class Resize(Callback):
+        def before_fit(self): self.n = 0
+        def after_step(self):
+            self.n += 1
+            if self.n==at: setattr(self.learn.gradient_accumulation, nm, 24)
+    learn,seen = toy(4, n=64),Seen('before_step', lambda l: (l.gradient_accumulation.macro.samples, l.pct_train), order=70)
+    learn.fit(2, 0.1, cbs=[GradientAccumulation(16),Resize(),seen])
+    assert [o for o,_ in seen.values]==sizes and learn.pct_train==pytest.approx(1)
+    pcts = [o for _,o in seen.values]+[1.]
+    for epoch in (0,1):
+        steps = [pct for pct in pcts if epoch/2<=round(pct, 9)<(epoch+1)/2]+[(epoch+1)/2]
+        rest = [b-a for a,b in zip(steps, steps[1:])][at-4*epoch if 0<at-4*epoch<4 else 0:]
+        assert rest==pytest.approx([rest[0]]*len(rest)) and steps[0]==pytest.approx(epoch/2)
+    big,i = toy(4, n=64),0
+    ds = big.dls.train.dataset
+    for n in sizes:
+        idxs = [o%64 for o in range(i, i+n)]
+        big.create_opt() if big.opt is None else None
+        big.loss_func(big.model(ds.tensors[0][idxs]), ds.tensors[1][idxs]).backward()
+        big.opt.set_hypers(lr=0.1)
+        big.opt.step(); big.opt.zero_grad()
+        i += n
+    assert deviation(weights(big), weights(learn))<1e-12
+
+def test_another_size_is_as_a_new_fit_from_the_next_epoch_on():
+    class Resize(Callback):
+        def after_epoch(self): self.learn.gradient_accumulation.accum_bs = 8
+    learn,big = toy(4, n=64),toy(16, n=64)
+    class Loader(Callback):
+        def after_epoch(self): self.learn.dls.train.bs = 8
+    learn.fit_one_cycle(2, 0.1, cbs=[GradientAccumulation(16),Resize()])
+    big.fit_one_cycle(2, 0.1, cbs=Loader())
+    assert_twins(big, learn)

@@ -4,8 +4,8 @@
 MB is the most that was held. `python benchmarks/plans.py` prints a Markdown table; `--slow` counts 10⁹ steps of a function too (minutes).
 """
 import sys, time, tracemalloc
-from fastaccum.plan import Plan
-from fastaccum.shares import SharedPlan
+from fastaccum.core.plan import Plan
+from fastaccum.processes.shares import SharedPlan
 
 def rising(pos): return 32+round(480*pos.pct)
 

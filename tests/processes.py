@@ -25,7 +25,7 @@ from fastai.learner import AvgLoss, Recorder
 from fastai.metrics import accuracy
 from fastai.optimizer import Adam, OptimWrapper, SGD
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler
-from fastaccum.macro_batch import Position
+from fastaccum.core.macro_batch import Position
 from fastaccum.testing import CrossEntropy, assert_twins, deviation, toy, toy_data
 from common import CpuMixedPrecision, Raise, weights
 

@@ -41,7 +41,7 @@ from fastcore.basics import noop
 from PIL import Image
 from fastaccum import GradientAccumulation
 from fastaccum.gan import SwitchListener
-from fastaccum.listeners import listeners
+from fastaccum.core.listeners import listeners
 from fastaccum.testing import CrossEntropy, Float32Loss, assert_twins, deviation, deviations
 from common import Raise, grads, weights
 

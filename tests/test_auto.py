@@ -15,7 +15,7 @@ from fastai.data.core import DataLoaders
 from fastai.learner import Learner
 from fastai.optimizer import Adam, SGD
 from fastaccum import GradientAccumulation
-from fastaccum.recovery import AutoSize
+from fastaccum.memory.recovery import AutoSize
 from fastaccum.testing import CrossEntropy, Float32Loss, assert_twins, deviation, toy
 from common import Raise, weights
 

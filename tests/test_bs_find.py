@@ -18,9 +18,9 @@ from fastai.optimizer import Adam, OptimWrapper, SGD
 from fastcore.basics import noop
 from fastaccum import GradientAccumulation
 from fastaccum.bs_find import FoundSize, search, with_size
-from fastaccum.memory import autocast_state, is_out_of_memory
+from fastaccum.memory.snapshot import autocast_state, is_out_of_memory
 from fastaccum.testing import CrossEntropy, assert_twins, toy, toy_data
-from fastaccum.trials import Samples, Trials
+from fastaccum.memory.trials import Samples, Trials
 from common import CpuMixedPrecision, Raise, weights
 
 @pytest.fixture(autouse=True)
@@ -437,7 +437,7 @@ def test_interrupt_at_any_event(event, order):
 @pytest.mark.parametrize('where', ['Snapshot.put_back','Trials.__init__','Samples.loader','free_memory','Trials.close'])
 def test_interrupt_between_trials(where, monkeypatch):
     "Wherever in the finder's own code it comes"
-    import fastaccum.trials as mod
+    import fastaccum.memory.trials as mod
     calls,(nm,*attr) = [],where.split('.')
     holder = getattr(mod, nm) if attr else mod
     stock = getattr(holder, attr[0] if attr else nm)
@@ -530,8 +530,8 @@ def test_within_a_fit():
 @pytest.mark.parametrize('kind', ['success','nothing'])
 def test_nothing_is_kept(kind, monkeypatch):
     "Neither activations nor copies outlive the search, without the garbage collector's help"
-    import fastaccum.trials as mod
-    from fastaccum.samples import Again
+    import fastaccum.memory.trials as mod
+    from fastaccum.memory.samples import Again
     refs = []
     for cls in (mod.Snapshot,mod.Samples,Again,mod.StepsCallback,mod.Trials):
         def init(self, *args, stock=cls.__init__, **kwargs):
@@ -571,7 +571,7 @@ def test_reference_cycles_of_a_model_are_collected():
     finally: gc.enable()
 
 def test_an_interrupt_while_putting_back_waits():
-    from fastaccum.memory import Snapshot
+    from fastaccum.memory.snapshot import Snapshot
     xs,hits = [1],[]
     def interrupt():
         hits.append(1)
@@ -596,8 +596,8 @@ def test_the_garbage_collector_is_as_before():
 @pytest.mark.parametrize('nm', ['put_back','close','entry'])
 def test_an_interrupt_while_putting_back_does_not_leave_it_frozen(nm, monkeypatch):
     "In the last `put_back`, after it, and before the first line of what closes the search"
-    from fastaccum import trials
-    from fastaccum.memory import Snapshot
+    from fastaccum.memory import trials
+    from fastaccum.memory.snapshot import Snapshot
     gc.unfreeze()
     learn,closing = capped(9),[]
     put_back,close = Snapshot.put_back,Trials.close
@@ -888,8 +888,8 @@ def test_real_memory():
 vague = '''
 import resource, sys, torch
 from pathlib import Path
-from fastaccum.memory import is_out_of_memory
-from fastaccum.meters import memory_left
+from fastaccum.memory.snapshot import is_out_of_memory
+from fastaccum.memory.meters import memory_left
 texts = ['could not create a primitive', 'could not execute a primitive', 'could not create a memory object', "can't start new thread"]
 def judged(): return [is_out_of_memory(RuntimeError(o)) for o in texts]
 assert judged()==[False]*4, 'there is plenty'
@@ -913,7 +913,7 @@ def test_words_with_several_causes_count_where_memory_is_short(kind, used):
 @pytest.mark.parametrize('left,want', [(0,True),(2**26-1,True),(2**26,False),(None,False)])
 def test_vague_words_in_a_search(left, want, monkeypatch):
     "Where memory is not short, or nobody tells, the error is raised as it is"
-    monkeypatch.setattr('fastaccum.memory.memory_left', lambda: left)
+    monkeypatch.setattr('fastaccum.memory.snapshot.memory_left', lambda: left)
     learn = capped(5, exc=partial(RuntimeError, 'could not create a primitive'))
     if want: assert find(learn, mode='binsearch').size==5
     else:
@@ -926,7 +926,7 @@ def test_vague_words_in_a_search(left, want, monkeypatch):
     (dict(overcommit='2'), 2*2**20), (dict(status=None), None), (dict(status='VmSize: 1 kB'), None)], ids=str)
 def test_memory_left(files, left, monkeypatch):
     "The least of what the system and the limits leave; `None` where it cannot be read"
-    from fastaccum import meters
+    from fastaccum.memory import meters
     texts = dict(status=f'VmPeak: {97*1024} kB\nVmSize: {50*1024} kB\nVmData: {95*1024} kB', limits='', overcommit='0',
         meminfo=f'MemAvailable: {4*1024} kB\nSwapFree: {3*1024} kB\nCommitLimit: {10*1024} kB\nCommitted_AS: {8*1024} kB') | files
     def read_text(path):
@@ -982,7 +982,7 @@ def test_several_processes_are_refused(tmp_path):
 def test_a_snapshot_leaves_modules_and_classes_alone():
     "Also where a package has a class of its own for its module, as lazy ones have"
     import types
-    from fastaccum.memory import Snapshot
+    from fastaccum.memory.snapshot import Snapshot
     mod = type('Lazy', (types.ModuleType,), {'__module__':'somewhere'})('lazy')
     cls = type('A', (), {'xs':[]})
     snap = Snapshot([mod,cls])

@@ -14,7 +14,7 @@ from fastcore.basics import noop
 from fastcore.foundation import L
 from torch import nn
 from fastaccum import GradientAccumulation
-from fastaccum.dispatch import events
+from fastaccum.core.dispatch import events
 from fastaccum.testing import assert_twins, toy, toy_data
 from common import Raise, weights
 

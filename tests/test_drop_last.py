@@ -17,9 +17,9 @@ from fastai.learner import Learner
 from fastai.optimizer import SGD
 from fastcore.basics import noop
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler
-from fastaccum.checks import drops_last
-from fastaccum.macro_batch import round_up
-from fastaccum.sync import Together
+from fastaccum.core.checks import drops_last
+from fastaccum.core.macro_batch import round_up
+from fastaccum.processes.sync import Together
 from fastaccum.testing import CrossEntropy, Float32Loss, assert_twins, toy_data
 
 def from_dsets(ds, bs): return DataLoaders.from_dsets(ds, toy_data(9, seed=1), bs=bs, shuffle=False, num_workers=0)

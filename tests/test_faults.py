@@ -9,7 +9,7 @@ from fastai.callback.core import (Callback, CancelBackwardException, CancelBatch
 from fastcore.basics import noop
 from fastai.callback.progress import CSVLogger, ProgressCallback, ShowGraphCallback
 from fastaccum import GradientAccumulation
-from fastaccum.listeners import Listener, listeners
+from fastaccum.core.listeners import Listener, listeners
 from fastaccum.testing import assert_twins, deviation, toy
 from common import Raise
 

@@ -12,7 +12,7 @@ from fastai.callback.progress import CSVLogger, ProgressCallback, ShowGraphCallb
 from fastai.callback.tracker import SaveModelCallback
 from fastai.metrics import accuracy
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule
-from fastaccum.listeners import Listener, listeners
+from fastaccum.core.listeners import Listener, listeners
 from fastaccum.testing import deviation, toy
 from common import Raise, weights
 from test_precision import Scaled
@@ -383,7 +383,7 @@ def test_wandb_samples_per_second_are_the_macro_batchs(monkeypatch):
         order,run_valid = 40,False
         def after_batch(self): now[0] += 1+self.iter%4
     monkeypatch.setattr(time, 'perf_counter', lambda: now[0])
-    from fastaccum.listeners import listeners
+    from fastaccum.core.listeners import listeners
     monkeypatch.setitem(listeners, Wandb, WandbListener)
     cb,learn = Wandb(),toy(4, n=64)
     learn.fit(1, 0.05, cbs=[GradientAccumulation(16),cb,Tick()])

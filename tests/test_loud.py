@@ -12,7 +12,7 @@ from fastai.learner import Learner
 from fastai.optimizer import Adam, SGD
 from fastcore.basics import noop
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule
-from fastaccum.listeners import Listener
+from fastaccum.core.listeners import Listener
 from fastaccum.testing import CrossEntropy, assert_twins, deviation, toy, toy_data, twins
 from common import Raise, Seen, grads, weights
 

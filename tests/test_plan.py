@@ -2,9 +2,9 @@
 import pytest, random
 from math import ceil
 from hypothesis import given, settings, strategies as st
-from fastaccum.macro_batch import MacroBatch, Position, round_up
-from fastaccum.plan import Plan
-from fastaccum.shares import SharedPlan, share
+from fastaccum.core.macro_batch import MacroBatch, Position, round_up
+from fastaccum.core.plan import Plan
+from fastaccum.processes.shares import SharedPlan, share
 
 sizes = dict(n=st.integers(1, 500), micro=st.integers(1, 40), accum=st.integers(1, 200), drop=st.booleans())
 

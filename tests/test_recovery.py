@@ -12,7 +12,7 @@ from fastai.callback.training import GradientClip
 from fastai.metrics import accuracy
 from fastai.optimizer import Adam, OptimWrapper, SGD
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule
-from fastaccum.recovery import AutoSize
+from fastaccum.memory.recovery import AutoSize
 from fastaccum.testing import Float32Loss, assert_twins, deviation, toy, twins
 from common import Raise, Seen, grads, weights
 from test_precision import Scaled
@@ -341,8 +341,8 @@ def test_it_is_off_outside_of_the_fit():
     learn.validate()
 
 def test_several_processes_are_refused(monkeypatch):
-    import fastaccum.recovery as recovery
-    from fastaccum.sync import Alone
+    import fastaccum.memory.recovery as recovery
+    from fastaccum.processes.sync import Alone
     monkeypatch.setattr(recovery, 'find_sync', lambda learn: Alone())   # not the `alone` of a single process
     learn = toy(16, n=64)
     before = weights(learn)

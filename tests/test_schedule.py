@@ -8,7 +8,7 @@ from fastai.callback.schedule import SchedCos, SchedExp, SchedLin, SchedNo, Sche
 from fastai.callback.training import GradientClip
 from fastai.optimizer import Adam, SGD
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler
-from fastaccum.macro_batch import Position, round_up
+from fastaccum.core.macro_batch import Position, round_up
 from fastaccum.testing import assert_twins, toy
 from common import Raise, Seen, weights
 from test_precision import Scaled
@@ -81,7 +81,7 @@ def test_sizes_follow_the_ideal_curve(n, micro, a, b, s, f, name, n_epoch, drop)
         got = size(Position(0, 0, pct))
         assert got%micro==0 and got>=micro and abs(got-ideal)<=micro/2+1e-9
     assert size(Position(0, 0, 0.))==(last if f==0 else first) and size(Position(0, 0, 1.))==last
-    from fastaccum.plan import Plan
+    from fastaccum.core.plan import Plan
     plan = Plan(n, micro, size, n_epoch, drop)
     for epoch,sizes in enumerate(plan.sizes):
         if not drop: assert sum(sizes)==n

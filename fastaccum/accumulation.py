@@ -8,68 +8,59 @@ Docs: https://fastaccum.github.io/fastaccum/accumulation.html.md"""
 __all__ = ['GradientAccumulation']
 
 # %% ../nbs/00_accumulation.ipynb #imports
-import torch
+from collections.abc import Callable
+from functools import partial
 from warnings import warn
-from fastai.callback.core import CancelBackwardException, CancelBatchException, TrainEvalCallback
+from fastai.callback.core import TrainEvalCallback
 from fastai.callback.fp16 import MixedPrecision
+from fastai.data.core import DataLoaders
 from fastcore.basics import patch
 from .core.checks import check_bool, check_count, check_drop_last, check_learner, check_plan
 from .core.dispatch import Dispatch, OwnLoop
-from .core.gradients import HeldGrads, empty_grads, take_step
-from .core.listeners import Guest, Instead, listen, to_the_end
-from .core.macro_batch import MacroBatch
+from .core.gradients import HeldGrads, empty_grads
+from .core.listeners import Instead, listen, to_the_end
 from .core.plan import Plan
-from .memory.recovery import micro_batches
-from .core.sizes import Measure, SumLoss, samples_in
+from .core.steps import Steps
+from .memory.recovery import AutoSize, micro_batches
 from .processes.sync import alone, find_sync
 
 # %% ../nbs/00_accumulation.ipynb #cb
-class GradientAccumulation(Guest):
-    "Step once per `accum_bs` samples, as if they had come in one batch"
-    order,run_valid = MixedPrecision.order-4,False
-    # in a fit
-    planned = None        # its macro-batches; `None` until `before_fit` has found nothing wrong
-    asked = None          # the `accum_bs` that the plan was made for
-    dl = None             # the loader, likewise
-    step = None           # optimizer steps taken, in all epochs
-    log_steps = True      # do others hear steps, or micro-batches?
-    entered = False       # are the following in place?
-    backward = None       # the place it has taken in the Learner's backward pass
-    listeners,instead,sync,dispatch,held = (),(),alone,None,None
-    # in a micro-batch
-    told = False          # was it said that the loader yields more than it announced?
-    at = None             # its number in the epoch; `None` before the first
-    micro_n = 0           # samples in it
-    pending = None        # what counts once its backward pass has run
-    counted = False       # did it count?
-    sum_loss = None       # what its loss function returned, if that is a sum
-    left = False          # was the last step cancelled so that its gradients are still there?
+class GradientAccumulation(Steps):
+    """Step once per `accum_bs` samples, as if they had come in one batch
+
+    TypeError: an argument is of another type
+    ValueError: a number is below 1, or, when the fit begins, this Learner cannot accumulate
+    UserWarning: what the run cannot promise, where it happens
+    """
+    order,run_valid = MixedPrecision.order-4,False   # gradients are weighed before fp16 scales them
+    sync = alone
 
     def __init__(self,
         accum_bs:int=None, # Samples per optimizer step, over all processes, rounded up to whole micro-batches. Defaults to `n_acc`
         n_acc:int=32, # `accum_bs` under fastai's name, so that code written for fastai's callback runs unchanged
         log_accum_batch:bool=True, # Record and log once per step (True), or every micro-batch as fastai does (False)
-        micro_batch_size=None, # 'auto': split the loader's batches if memory runs out. A number is needed only where the loader has no batch size
+        micro_batch_size:int|str|AutoSize=None, # 'auto': split the loader's batches if memory runs out (see `AutoSize`). A number, in samples, is needed only where the loader has no batch size
         drop_last:bool=None, # Leave out the remainder of an epoch (True), step on it with its true mean (False), or as the loader does with its last batch
-        size=None, # A function of the Learner: how many things this micro-batch's mean loss is a mean of. See `find_size`
+        size:callable=None, # A function of the Learner: how many things this micro-batch's mean loss is a mean of. See `find_size`
         sync_each:bool=False # With several processes: exchange gradients with every micro-batch (True), or once per step (False)
     ):
         n_acc = check_count('n_acc', n_acc)
         self._accum_bs = n_acc if accum_bs is None else check_count('accum_bs', accum_bs)
-        self.log_accum_batch,self.drop_last = check_bool('log_accum_batch', log_accum_batch),check_drop_last(drop_last)
+        self.log_accum_batch = check_bool('log_accum_batch', log_accum_batch)
         self.micro,self.micro_batch_size = micro_batches(micro_batch_size)
+        self.drop_last = check_drop_last(drop_last)
         self.size,self.sync_each = size,check_bool('sync_each', sync_each)
-        self.macro,self.measure = MacroBatch(),Measure(size)
+        self.forget()
 
     @property
-    def accum_bs(self):
+    def accum_bs(self)->int:
         "Samples per optimizer step; may be set"
         return self._accum_bs
     @accum_bs.setter
     def accum_bs(self, n): self._accum_bs = check_count('accum_bs', n)
 
     @property
-    def n_acc(self):
+    def n_acc(self)->int:
         "`accum_bs` under fastai's name"
         return self._accum_bs
     @n_acc.setter
@@ -77,16 +68,22 @@ class GradientAccumulation(Guest):
 
 # %% ../nbs/00_accumulation.ipynb #plan
 @patch
-def sizes(self:GradientAccumulation, micro_bs:int, n_epoch:int):
-    "Samples wanted in a macro-batch: an `int`, or a function of a `Position`"
+def sizes(self:GradientAccumulation,
+    micro_bs:int, # Samples in a micro-batch
+    n_epoch:int # Epochs
+)->int|Callable:
+    "Samples wanted in a macro-batch: a number, or a function of a `Position`"
     return self.accum_bs
 
 @patch
 def plan(self:GradientAccumulation,
-    dls, # The `DataLoaders` to train on, or a training loader
+    dls:DataLoaders, # To train on; or a training loader
     n_epoch:int=1 # Epochs
 )->Plan: # Its `sizes` and `steps` have an entry for each epoch
-    "The macro-batches of a fit to come, without training"
+    """The macro-batches of a fit to come, without training
+
+    ValueError: the loader does not say its batch size
+    """
     return self.sync.plan(self, self.sync.look(self, getattr(dls, 'train', dls)), n_epoch)
 
 # %% ../nbs/00_accumulation.ipynb #entry
@@ -95,7 +92,7 @@ def before_fit(self:GradientAccumulation):
     learn = self.learn
     if learn.lock.locked(): return   # validation or prediction, perhaps in the middle of a fit
     to_the_end(self._leave)
-    if len(learn.dls.train) or find_sync(learn) is not alone: self._begin()   # an exported Learner has nothing to train on
+    if len(learn.dls.train) or find_sync(learn) is not alone: self._begin()   # an exported Learner has no samples
 
 @patch
 def _begin(self:GradientAccumulation):
@@ -110,7 +107,7 @@ def _begin(self:GradientAccumulation):
     check_plan(planned)
     empty_grads(learn.opt)
     self.measure.look_at(learn.loss_func)
-    self.planned,self.asked = planned,self._accum_bs
+    self.planned,self.asked = planned,self.accum_bs
 
 # %% ../nbs/00_accumulation.ipynb #leave
 @patch
@@ -119,9 +116,10 @@ def _enter(self:GradientAccumulation):
     learn = self.learn
     self.entered = True   # first: whatever is interrupted, `_leave` finds it
     self.listeners,self.sync = listen(learn.cbs, self),find_sync(learn)   # the model may be wrapped since `before_fit`
-    self.dispatch,self.backward = Dispatch(self),Instead(learn, '_backward', self._backward)
-    self.instead = [self.backward]+[Instead(o, 'after_loss', self._note_loss) for o in learn.cbs if isinstance(o, TrainEvalCallback)]
-    self.instead += OwnLoop(self).instead
+    self.dispatch,self.backward = Dispatch(self),Instead(learn, '_backward', None)
+    self.backward.f = partial(self._backward, self.backward)
+    self.instead = [self.backward, *OwnLoop(self).instead]
+    self.instead += [Instead(o, 'after_loss', self._note_loss) for o in learn.cbs if isinstance(o, TrainEvalCallback)]
     for o in (*self.listeners,*self.instead): o.enter()
     self.sync.enter(self)
     self.micro.enter(self)
@@ -129,17 +127,15 @@ def _enter(self:GradientAccumulation):
 @patch
 def _leave(self:GradientAccumulation):
     "Drop what was accumulated, and give everybody's methods back"
-    if self.learn is not None and self.entered:
+    if self.entered and self.learn is not None:
         if self.held: self.held.drop()
         empty_grads(self.learn.opt)
-    self.sync = self.sync.leave()
+    self.sync.leave()
     if self.dispatch: self.dispatch.leave()
     self.micro.leave()
     for o in (*self.listeners,*self.instead): o.leave()
-    self.macro.start(0, 0)
-    self.measure = Measure(self.size)
-    self.at = self.pending = self.planned = self.dispatch = self.held = self.sum_loss = None
-    self.listeners,self.instead,self.left,self.told,self.entered = (),(),False,False,False
+    vars(self).pop('sync', None)
+    self.forget()
 
 @patch
 def after_fit(self:GradientAccumulation):
@@ -149,14 +145,12 @@ def after_fit(self:GradientAccumulation):
 @patch
 def before_train(self:GradientAccumulation):
     learn = self.learn
-    if not len(learn.dl) and find_sync(learn) is alone:
-        warn("the training loader has no batch, so nothing is trained: has its dataset samples, and are they enough for one batch if it drops the last?")
-        return
+    if not len(learn.dl) and find_sync(learn) is alone: return self._tell_empty()
     if self.planned is None: self._begin()   # a fit within this one has ended, or the callback is new
     if self.entered: empty_grads(learn.opt)
     else: self._enter()
     looked = self.sync.look(self, learn.dl),learn.n_epoch
-    if looked!=(self.planned.loaders,self.planned.n_epoch) or self.asked!=self._accum_bs: self._replan()
+    if looked!=(self.planned.loaders,self.planned.n_epoch) or self.asked!=self.accum_bs: self._replan()
     if self.step is None: self.step = self.planned.before(learn.epoch)   # `start_epoch` may have skipped some
     self.at,self.left,self.dl = None,False,learn.dl
     self.held = HeldGrads(learn.opt, learn.model)
@@ -164,33 +158,13 @@ def before_train(self:GradientAccumulation):
     self._start(0)
 
 @patch
+def _tell_empty(self:GradientAccumulation):
+    warn("the training loader has no batch, so nothing is trained: has its dataset samples, and are they enough for one "
+        "batch if it drops the last?")
+
+@patch
 def _replan(self:GradientAccumulation):
-    self.planned,self.asked = self.plan(self.learn.dl, self.learn.n_epoch),self._accum_bs
-
-@patch
-def _start(self:GradientAccumulation, i):
-    "The `i`th micro-batch of the epoch begins a macro-batch"
-    if self.asked!=self._accum_bs and self.sync.resizes:
-        self.planned.change(self._accum_bs, self.learn.epoch, self.step, i)
-        self.asked = self._accum_bs
-    self.macro.start(*self.planned.begin(self.learn.epoch, self.step, i))
-    self.held.begin(self.left)
-    self.left = False
-
-@patch
-def before_batch(self:GradientAccumulation):
-    learn,macro = self.learn,self.macro
-    if not len(learn.yb): return
-    if not self.entered: raise RuntimeError(f"{self} cannot begin in the middle of an epoch. Add it, or switch it on, before `fit` or in "
-        "`before_epoch`; and if a callback fits in the middle of a fit, let it do so in `before_epoch` or `after_epoch`")
-    if not learn.iter and learn.dl is not self.dl: self._other_loader()
-    elif macro.stepped: self._start(learn.iter)
-    if learn.iter>=learn.n_iter and not self.told: self._tell_more()
-    self.at,self.counted,self.sum_loss = learn.iter,False,None
-    if macro.dropped: raise CancelBatchException
-    self.micro_n = samples_in(learn, self.planned.expected(learn.iter)) if self.micro.n is None else self.micro.n
-    macro.announce(self.micro_n, last=self.planned.ends(learn.iter, learn.n_iter), more=self.micro.more)
-    if not self.micro_n: raise CancelBatchException   # there is nothing in it
+    self.planned,self.asked = self.plan(self.learn.dl, self.learn.n_epoch),self.accum_bs
 
 @patch
 def _other_loader(self:GradientAccumulation):
@@ -199,113 +173,3 @@ def _other_loader(self:GradientAccumulation):
     if self.sync.check_loader(self.dl): return   # several processes agreed on it
     self._replan()
     self._start(0)
-
-@patch
-def _tell_more(self:GradientAccumulation):
-    self.told = True
-    warn(f"the training loader announced {self.learn.n_iter} batches and yields more: the step at the announced end had fewer samples than the others, and "
-        "learning rates run ahead. Let its `__len__` return the number of batches it yields")
-
-# %% ../nbs/00_accumulation.ipynb #weigh
-@patch
-def _note_loss(self:GradientAccumulation):
-    "The loss was computed, and no callback has added to it yet"
-    learn = self.learn
-    if not learn.training or self.at!=learn.iter: return
-    self.measure.look_at(learn.loss_func)   # its settings may have changed
-    if self.measure.find is None and learn.loss_grad.requires_grad: self.sum_loss = SumLoss(learn.loss_grad)
-
-@patch
-def before_backward(self:GradientAccumulation):
-    learn,macro,n = self.learn,self.macro,self.micro_n
-    if self.at!=learn.iter: return   # not within a fit
-    size,most,loss = self.measure(learn, n, macro.ref is None)
-    if macro.samples and (size is None)!=(macro.ref is None):
-        raise RuntimeError("the loss function has become a sum, or a mean, in the middle of a macro-batch: change its `reduction` between epochs")
-    weight = self.macro.weight(n, size, self.sync.most(n, size, most))
-    if isinstance(weight, torch.Tensor) or weight!=1:
-        learn.loss_grad = learn.loss_grad.as_subclass(torch.Tensor)*weight
-    elif self.sum_loss and self.sum_loss.changed(learn.loss_grad): self._share_penalty(n)
-    self.pending = n,size,loss
-    if learn.loss_grad.requires_grad or macro.closing and not macro.learned: return   # if none of them needs a gradient, torch tells
-    self._count(learned=False)
-    raise CancelBackwardException
-
-@patch
-def _share_penalty(self:GradientAccumulation, n):
-    "Give what callbacks added to a sum its share of the macro-batch"
-    learn,measure = self.learn,self.measure
-    learn.loss_grad = self.sum_loss.weigh(learn.loss_grad, n/(self.macro.planned*self.sync.world))
-    if not measure.told:
-        warn("the loss function sums (`reduction='sum'`), and a callback adds to the loss: what it adds is taken for a mean over the samples, or for "
-            "something that does not depend on them, and added once per step. If it is a sum over samples too, add it in the loss function")
-    measure.told = True
-
-# %% ../nbs/00_accumulation.ipynb #count
-@patch
-def _backward(self:GradientAccumulation):
-    "The backward pass of the Learner, which counts what it has run on"
-    self.backward.stock()
-    if self.entered and self.pending is not None: self._count()
-
-@patch
-def _count(self:GradientAccumulation, learned=True):
-    self.micro.merge()
-    self.macro.add(*self.pending, learned)
-    self.counted,self.pending = True,None
-
-@patch
-def after_backward(self:GradientAccumulation):
-    learn,macro = self.learn,self.macro
-    if self.at!=learn.iter: return
-    self.pending = None
-    if not self.counted:   # the backward pass was cancelled
-        self.micro.merge()
-        macro.announce(0, last=self.planned.ends(learn.iter, learn.n_iter), more=self.micro.more)
-    if not (macro.closing and macro.samples): raise CancelBatchException
-    self._close()
-
-@patch
-def after_cancel_batch(self:GradientAccumulation):
-    if self.counted and self.at==self.learn.iter and self.macro.closing and not self.macro.stepped: self._close()   # its step was cancelled
-    self.left |= self.stepped
-
-@patch
-def _close(self:GradientAccumulation):
-    "Make the accumulated gradients those of the macro-batch's mean loss, and `learn.loss` that loss"
-    macro = self.macro
-    self.sync.close()
-    self.held.end(self.measure.correction(macro))
-    loss = self.measure.known = self.mean_loss
-    if self.log_steps: self.learn.loss = loss
-    macro.stepped,self.step = True,self.step+1
-    for o in self.listeners: o.complete()
-
-# %% ../nbs/00_accumulation.ipynb #remainder
-@patch
-def after_train(self:GradientAccumulation):
-    learn,macro = self.learn,self.macro
-    if not self.entered: return
-    for _ in self.sync.owed(macro, self.planned.drops(learn.epoch)):
-        self._close()
-        take_step(learn)
-        self.at,self.counted = learn.iter,False
-        if self.log_steps:
-            for o in self.listeners:
-                if o.cb.learn is learn: o.cb('after_batch')   # a callback may have left meanwhile
-
-# %% ../nbs/00_accumulation.ipynb #told
-@patch(as_prop=True)
-def mean_loss(self:GradientAccumulation):
-    "The mean loss of what the macro-batch holds so far, a 0-dim tensor"
-    return self.measure.mean(self.macro)
-
-@patch(as_prop=True)
-def stepped(self:GradientAccumulation):
-    "Did this micro-batch close a macro-batch?"
-    return self.macro.stepped and self.at==self.learn.iter
-
-@patch(as_prop=True)
-def heard(self:GradientAccumulation):
-    "Should those who log hear of this micro-batch?"
-    return self.at==self.learn.iter and not self.macro.dropped and (self.macro.stepped or not self.log_steps)

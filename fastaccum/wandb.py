@@ -28,7 +28,8 @@ def arguments(
 )->dict: # Plain values
     "The arguments of `__init__` that `o` holds as attributes, but for data, model and callbacks"
     names = inspect.signature(type(o).__init__).parameters.keys()-{'dls','model','cbs'}
-    return {k:plain(v) for k,v in vars(o).items() if k in names}
+    names = [k for k in names if k in vars(o) or isinstance(getattr(type(o), k, None), property)]
+    return {k:plain(getattr(o, k)) for k in names}
 
 def config(
     learn # A `Learner`

@@ -16,7 +16,7 @@ from .attempt import Attempt
 from ..core.checks import check_count
 from .snapshot import Snapshot, free_memory, is_out_of_memory
 from .rows import Rows, Trial, find_rows, result_of, split
-from ..core.sizes import n_samples
+from ..core.batch import n_samples
 from ..processes.sync import alone, find_sync
 
 # %% ../../nbs/memory/04_recovery.ipynb #auto

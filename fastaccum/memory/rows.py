@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from .attempt import homes, usual_attrs
-from ..core.sizes import is_list, is_mapping, values
+from ..core.batch import is_list, is_mapping, values
 
 # %% ../../nbs/memory/03_rows.ipynb #split
 def _batched(o, n): return isinstance(o, torch.Tensor) and o.ndim>0 and len(o)==n

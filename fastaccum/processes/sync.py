@@ -18,7 +18,7 @@ from ..core.checks import drops_last, loader_sizes
 from .exchange import Exchange
 from ..core.plan import Plan
 from .shares import SharedPlan
-from ..core.sizes import samples
+from ..core.batch import samples
 
 # %% ../../nbs/processes/02_sync.ipynb #alone
 class Alone:

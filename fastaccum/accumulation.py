@@ -118,8 +118,8 @@ def _enter(self:GradientAccumulation):
     self.listeners,self.sync = listen(learn.cbs, self),find_sync(learn)   # the model may be wrapped since `before_fit`
     self.dispatch,self.backward = Dispatch(self),Instead(learn, '_backward', None)
     self.backward.f = partial(self._backward, self.backward)
-    self.instead = [self.backward, *OwnLoop(self).instead]
-    self.instead += [Instead(o, 'after_loss', self._note_loss) for o in learn.cbs if isinstance(o, TrainEvalCallback)]
+    self.sums = [Instead(o, 'after_loss', self._note_sum) for o in learn.cbs if isinstance(o, TrainEvalCallback)]
+    self.instead = [self.backward, *OwnLoop(self).instead, *(self.sums if self.measure.find is None else ())]
     for o in (*self.listeners,*self.instead): o.enter()
     self.sync.enter(self)
     self.micro.enter(self)
@@ -133,7 +133,7 @@ def _leave(self:GradientAccumulation):
     self.sync.leave()
     if self.dispatch: self.dispatch.leave()
     self.micro.leave()
-    for o in (*self.listeners,*self.instead): o.leave()
+    for o in (*self.listeners,*self.instead,*self.sums): o.leave()
     vars(self).pop('sync', None)
     self.forget()
 

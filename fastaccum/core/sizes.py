@@ -138,10 +138,11 @@ class Measure:
         if not (isinstance(find, Targets) and find==self.find): self.find = find
 
     def __call__(self,
-        learn:Learner, # About to run its backward pass; we have looked at its loss function
+        learn:Learner, # About to run its backward pass
         n:int, # Samples in its micro-batch
         first:bool=True # Is it the first of a macro-batch?
     )->tuple: # Size, what it would be with nothing ignored (`None` unless `first`), and the loss, detached
+        self.look_at(learn.loss_func)
         self.loss = learn.loss.as_subclass(torch.Tensor).detach()   # in this order: fastai's class is slower
         if self.loss.ndim: self.loss = self.loss.mean()   # with `reduction='none'`; the Recorder notes the mean, too
         if self.find is None: return None,None,self.loss

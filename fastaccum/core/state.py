@@ -27,6 +27,7 @@ class State:
     entered = False       # is the following in place? Written first, so that whatever is interrupted is put back
     listeners = ()        # a `Listener` for each callback that hears steps
     backward = None       # an `Instead`: in the place of the Learner's backward pass
+    sums = ()             # `Instead`s that note a loss that is a sum: in place only if it is
     instead = ()          # all the `Instead`s
     dispatch = None       # a `Dispatch`: in the place of the Learner's events
 

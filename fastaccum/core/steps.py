@@ -66,14 +66,6 @@ def _tell_penalty(self:Steps):
 
 # %% ../../nbs/core/16_steps.ipynb #weigh
 @patch
-def _note_loss(self:Steps):
-    "The loss was computed, and no callback has added to it yet"
-    learn = self.learn
-    if not learn.training or self.at!=learn.iter: return
-    self.measure.look_at(learn.loss_func)   # its settings may have changed
-    if self.measure.find is None and learn.loss_grad.requires_grad: self.sum_loss = SumLoss(learn.loss_grad)
-
-@patch
 def before_backward(self:Steps):
     "Give the micro-batch's loss its share of the macro-batch"
     learn,macro,n = self.learn,self.macro,self.micro_n
@@ -83,7 +75,7 @@ def before_backward(self:Steps):
     weight = macro.weight(n, size, self.sync.most(n, size, most))
     if isinstance(weight, torch.Tensor) or weight!=1:
         learn.loss_grad = learn.loss_grad.as_subclass(torch.Tensor)*weight
-    elif self.sum_loss and self.sum_loss.changed(learn.loss_grad): self._share_penalty(n)
+    elif size is None: self._share_penalty(n)
     self.pending = n,size,loss
     if learn.loss_grad.requires_grad or macro.closing and not macro.learned: return   # if none needs one, torch tells
     self._count(learned=False)
@@ -91,9 +83,17 @@ def before_backward(self:Steps):
 
 # %% ../../nbs/core/16_steps.ipynb #penalty
 @patch
-def _share_penalty(self:Steps, n):
+def _note_sum(self:Steps):
+    "A loss that is a sum was computed, and no callback has added to it yet"
     learn = self.learn
-    learn.loss_grad = self.sum_loss.weigh(learn.loss_grad, n/(self.macro.planned*self.sync.world))
+    if learn.training and self.at==learn.iter and learn.loss_grad.requires_grad: self.sum_loss = SumLoss(learn.loss_grad)
+
+@patch
+def _share_penalty(self:Steps, n):
+    learn,noted = self.learn,self.sum_loss
+    for o in self.sums: o.enter()
+    if noted is None or not noted.changed(learn.loss_grad): return
+    learn.loss_grad = noted.weigh(learn.loss_grad, n/(self.macro.planned*self.sync.world))
     if not self.told_penalty: self._tell_penalty()
 
 @patch

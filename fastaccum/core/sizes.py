@@ -34,17 +34,17 @@ class Targets:
         nan_grad:bool=True # Might the gradient be NaN where every target is ignored? Torch's cross-entropy's is 0
     ):
         self.ignore_index,self.weight,self.probs,self.nan_grad = ignore_index,weight,probs,nan_grad
-        self.version,self._mean_weight = None if weight is None else weight._version,None
+        self.version = None if weight is None else weight._version   # another, once somebody has written to it
+        self.mean_weight = 1.   # of the classes; see `look`
 
     def __eq__(self, o):   # the weights are the same tensor, and nobody wrote to it
         nms = 'ignore_index','version','probs','nan_grad'
         return isinstance(o, Targets) and self.weight is o.weight and all(getattr(self, k)==getattr(o, k) for k in nms)
 
-    @property
-    def mean_weight(self):
-        "The mean of the class weights, for which the host waits once"
-        if self._mean_weight is None: self._mean_weight = 1. if self.weight is None else self.weight.mean().item()
-        return self._mean_weight
+    def look(self):
+        "Take the mean of the class weights, for which the host waits"
+        if self.weight is not None: self.mean_weight = self.weight.mean().item()
+        return self
 
     def __call__(self,
         learn:Learner # After its forward pass
@@ -135,7 +135,8 @@ class Measure:
     ):
         "Find what the means of `loss_func` are means of"
         find = self.size or find_size(loss_func)
-        if not (isinstance(find, Targets) and find==self.find): self.find = find
+        if not isinstance(find, Targets): self.find = find
+        elif find!=self.find: self.find = find.look()   # once a fit, unless a callback changes the weights
 
     def __call__(self,
         learn:Learner, # About to run its backward pass

@@ -161,7 +161,7 @@ def test_weights_stay_near_one_over_k(loss):
 def test_sizes_are_counted_in_single_precision_at_least():
     "Half precision ends at 65504: more targets than that must not count as infinitely many"
     from types import SimpleNamespace as NS
-    from fastaccum.core.sizes import Measure
+    from fastaccum.core.measure import Measure
     loss = torch.zeros((), dtype=torch.float16)
     learn = NS(loss_func=F.cross_entropy, pred=None, yb=(torch.zeros(70_000, dtype=torch.long),), loss=loss, loss_grad=loss)
     measure = Measure()

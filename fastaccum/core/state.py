@@ -9,7 +9,7 @@ __all__ = ['State']
 
 # %% ../../nbs/core/15_state.ipynb #imports
 from .macro_batch import MacroBatch
-from .sizes import Measure
+from .measure import Measure
 
 # %% ../../nbs/core/15_state.ipynb #state
 class State:

@@ -1,9 +1,11 @@
-"""Generators of trouble, smaller than those that found what `test_loud` guards. `FUZZ=10 pytest tests/test_fuzz.py` draws ten times as many."""
+"""Generators of trouble, smaller than those that found what `test_loud` guards. `FUZZ=10 pytest tests/test_fuzz.py`
+draws ten times as many."""
 import os, pytest, random, sys, torch, warnings
 from functools import partial
 from torch import nn
 from torch.utils.data import TensorDataset
-from fastai.callback.core import Callback, CancelBackwardException, CancelBatchException, CancelStepException, CancelTrainException
+from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelStepException,
+    CancelTrainException)
 from fastai.callback.training import GradientClip
 from fastai.optimizer import Adam, Lamb, OptimWrapper, RAdam, RMSProp, SGD
 import fastaccum
@@ -52,15 +54,20 @@ class Recurrent(nn.Module):
         self.rnn,self.head = nn.GRU(1, 4, batch_first=True),nn.Linear(4,3)
     def forward(self, x): return self.head(self.rnn(x[...,None])[0][:,-1])
 
-opts = [partial(SGD, mom=0.9), partial(SGD, mom=0.5, wd=0.1), Adam, partial(Adam, decouple_wd=False), RAdam, partial(RMSProp, mom=0.9), Lamb, *(partial(OptimWrapper, opt=o) for o in
-    (torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adamax, partial(torch.optim.SGD, nesterov=True, momentum=0.5)))]
+opts = [partial(SGD, mom=0.9), partial(SGD, mom=0.5, wd=0.1), Adam, partial(Adam, decouple_wd=False), RAdam,
+    partial(RMSProp, mom=0.9), Lamb,
+    *(partial(OptimWrapper, opt=o) for o in (torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adamax,
+        partial(torch.optim.SGD, nesterov=True, momentum=0.5)))]
 models = [mlp, lambda: Tied().double(), lambda: Recurrent().double()]
 w = torch.tensor([0.3,1.,4.]).double()
-losses = [CrossEntropy, partial(CrossEntropy, weight=w), partial(CrossEntropy, label_smoothing=0.1), partial(CrossEntropy, ignore_index=1),
+losses = [CrossEntropy, partial(CrossEntropy, weight=w), partial(CrossEntropy, label_smoothing=0.1),
+          partial(CrossEntropy, ignore_index=1),
           partial(CrossEntropy, reduction='sum'), partial(CrossEntropy, reduction='none'), nn.MultiMarginLoss]
 def change(nm, value): return lambda l: setattr(l.loss_func, nm, value)
-alterations = [lambda l: l.opt.set_hyper('lr', 0.003), lambda l: l.opt.set_hyper('wd', 0.2), change('weight', w.flip(0)), change('ignore_index', 2),
-    lambda l: l.model.head.requires_grad_(False) if hasattr(l.model, 'head') else None, lambda l: setattr(l, 'loss_func', CrossEntropy(label_smoothing=0.3))]
+alterations = [lambda l: l.opt.set_hyper('lr', 0.003), lambda l: l.opt.set_hyper('wd', 0.2),
+    change('weight', w.flip(0)), change('ignore_index', 2),
+    lambda l: l.model.head.requires_grad_(False) if hasattr(l.model, 'head') else None,
+    lambda l: setattr(l, 'loss_func', CrossEntropy(label_smoothing=0.3))]
 
 def draw(seed):
     r = random.Random(seed)
@@ -68,8 +75,12 @@ def draw(seed):
     l = loss()
     alter = alterations[:2] if isinstance(l, nn.MultiMarginLoss) else alterations
     summed,none = (getattr(l, 'reduction', '')==o for o in ('sum','none'))
-    extra = [o for o in ([partial(GradientClip, r.choice([0.05,0.5]))], [partial(Penalty, 'preds' if summed else 'weights', r.random()<0.5)], [Noise],
-        [partial(AtEpoch, r.choice(alter[:-1] if summed or none else alter))], [partial(AtSteps, CancelStepException, r.choice([3,7,12]), r.randint(2, 5))]) if r.random()<0.3]
+    extra = [[partial(GradientClip, r.choice([0.05,0.5]))],
+        [partial(Penalty, 'preds' if summed else 'weights', r.random()<0.5)],
+        [Noise],
+        [partial(AtEpoch, r.choice(alter[:-1] if summed or none else alter))],
+        [partial(AtSteps, CancelStepException, r.choice([3,7,12]), r.randint(2, 5))]]
+    extra = [o for o in extra if r.random()<0.3]
     def cbs(): return [o[0]() for o in extra]+([Average()] if none else [])
     lr = 1e-3 if summed else r.choice([1e-2,3e-2])
     def fit(learn, cbs):
@@ -78,8 +89,11 @@ def draw(seed):
     def seeded(learn, cbs):
         r2.seed(seed)
         fit(learn, cbs)
-    return dict(micro=micro, macro=r.randint(micro, 30), n=r.randint(40, 80), seed=seed, opt_func=r.choice(opts), loss_func=l, model=model, fit=seeded,
-        tokens=model is mlp and getattr(l, 'ignore_index', 0)==-100 and not (none or any(o[0].func is AtEpoch for o in extra if hasattr(o[0], 'func'))) and r.random()<0.5, splitter=lambda m: [list(m.parameters())], cbs=cbs)
+    altered = any(o[0].func is AtEpoch for o in extra if hasattr(o[0], 'func'))
+    may = model is mlp and getattr(l, 'ignore_index', 0)==-100 and not (none or altered)
+    return dict(micro=micro, macro=r.randint(micro, 30), n=r.randint(40, 80), seed=seed, opt_func=r.choice(opts),
+        loss_func=l, model=model, fit=seeded, tokens=may and r.random()<0.5,
+        splitter=lambda m: [list(m.parameters())], cbs=cbs)
 
 @seeds(120)
 def test_random_twins(seed):
@@ -101,8 +115,11 @@ class Chaos(Callback):
     run_valid = False
     def __init__(self, rng, order):
         self.rng,self.order = rng,order
-        excs = dict(before_batch=[CancelBatchException], after_pred=[CancelBatchException], after_loss=[CancelBatchException], before_backward=[CancelBackwardException,CancelBatchException],
-            after_backward=[CancelBatchException], before_step=[CancelStepException,CancelBatchException], after_step=[CancelBatchException], after_batch=[CancelTrainException])
+        excs = dict(before_batch=[CancelBatchException], after_pred=[CancelBatchException],
+            after_loss=[CancelBatchException],
+            before_backward=[CancelBackwardException,CancelBatchException], after_backward=[CancelBatchException],
+            before_step=[CancelStepException,CancelBatchException],
+            after_step=[CancelBatchException], after_batch=[CancelTrainException])
         for nm,os in excs.items(): setattr(self, nm, partial(self.perhaps, os, 0.01 if nm=='after_batch' else 0.06))
     def perhaps(self, excs, p):
         if self.training and self.rng.random()<p: raise self.rng.choice(excs)

@@ -52,7 +52,7 @@ def check_moment(
     "Refuse what is neither a fraction of training nor an epoch"
     if isinstance(o, bool) or not isinstance(o, Real):
         raise TypeError(f"`{nm}={o!r}` is a {type(o).__name__}: give a fraction of training as a float, or an epoch as an int")
-    if not 0<=o<float('inf'): raise ValueError(f"`{nm}={o}`: give a fraction of training from 0. to 1., or an epoch from 0 on")
+    if not 0<=o<=2**53: raise ValueError(f"`{nm}={o}`: give a fraction of training from 0. to 1., or an epoch from 0 on")
     return o
 
 def fraction(

@@ -161,7 +161,7 @@ class GradientAccumulationScheduler(_Scheduled):
         if min(scheduling)<0: raise IndexError(f"threshold {min(scheduling)} in `scheduling={scheduling}`: give epochs or steps from 0 on")
         if min(scheduling.values())<1: raise ValueError(f"factor {min(scheduling.values())} in `scheduling={scheduling}`: give at least 1 micro-batch a step")
         if mode not in ('epoch','step'): raise ValueError(f"`mode={mode!r}`: give 'epoch' or 'step'")
-        self.scheduling,self.mode = {int(k):int(v) for k,v in sorted(scheduling.items())},mode   # numpy's would overflow
+        self.scheduling,self.mode = {int(k):int(v) for k,v in sorted(scheduling.items())},mode
 
     def sizes(self, micro_bs, n_epoch):
         "Samples wanted in a macro-batch, as a function of a `Position`"

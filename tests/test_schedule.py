@@ -1,6 +1,6 @@
 "Schedules: the run is plain training on exactly the macro-batches of the plan, and the plan is what the schedule says."
 import pickle, random, warnings
-import pytest
+import numpy as np, pytest
 from functools import partial
 from hypothesis import given, settings, strategies as st
 from fastai.callback.core import CancelEpochException, CancelFitException, CancelTrainException
@@ -193,7 +193,7 @@ def test_finish_after_the_end_warns(kwargs):
     (dict(start=0.5, finish=0.3), ValueError, '`start=0.5` is later'),
     (dict(start=3, finish=2), ValueError, '`start=3` is later'),
     (dict(start=-0.1), ValueError, 'start=-0.1'), (dict(finish=-1), ValueError, 'finish=-1'),
-    (dict(start=True), TypeError, 'start=True'),
+    (dict(start=True), TypeError, 'start=True'), (dict(finish=10**400), ValueError, 'finish=1000'),
     (dict(finish='1'), TypeError, "finish='1'"), (dict(finish=float('nan')), ValueError, 'nan'),
     (dict(start_accum_bs=0), ValueError, 'start_accum_bs=0'),
     (dict(final_accum_bs=-4), ValueError, 'final_accum_bs=-4'),
@@ -231,6 +231,10 @@ def test_plot_sched_draws_the_plan():
     assert list(axs[0].lines[0].get_ydata())[:-1]==sizes
     assert list(axs[1].lines[0].get_ydata())==list(range(len(sizes)+1))
     plt.close('all')
+
+def test_numpy_integers_do_not_overflow():
+    "4*np.int8(64) is 0, and a macro-batch of 0 samples would never end an epoch"
+    assert GradientAccumulationScheduler({0:np.int8(64)}).sizes(4, 1)(Position(0, 0, 0.))==256
 
 @pytest.mark.parametrize('exc', [KeyboardInterrupt,RuntimeError,CancelFitException,CancelEpochException,
     CancelTrainException], ids=lambda o: o.__name__)

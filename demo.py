@@ -5,7 +5,8 @@ Batches of 256; micro-batches of 32 with fastaccum; micro-batches of 32 with fas
 import os, random, sys, time, warnings
 from contextlib import nullcontext
 warnings.filterwarnings('ignore', category=FutureWarning)   # torch's, about its own modules
-os.environ.setdefault('OMP_NUM_THREADS', '1')   # so small a model computes faster in one thread, and on a busy machine much faster
+# So small a model computes faster in one thread, and on a busy machine much faster
+os.environ.setdefault('OMP_NUM_THREADS', '1')
 os.environ.setdefault('MPLBACKEND', 'agg')
 from pathlib import Path
 
@@ -31,7 +32,8 @@ def make_learner(bs):
     random.seed(42); torch.manual_seed(42)
     train,valid = load_data()
     dls = DataLoaders(DataLoader(train, bs=bs, shuffle=True), DataLoader(valid, bs=360))
-    model = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU(),
+    model = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(),
+                          nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU(),
                           nn.Flatten(), nn.Linear(32*16, 64), nn.ReLU(), nn.Linear(64, 10))
     return Learner(dls, model, CrossEntropyLossFlat(), metrics=accuracy)
 
@@ -59,12 +61,14 @@ def losses_at(learn, samples):
 
 def show_table(runs):
     "Print how the runs compare to the first"
-    print(f'\n{"":42} {"steps":>6} {"valid loss":>11} {"accuracy":>9} {"largest weight":>15} {"recorded":>9} {"largest loss":>13}')
+    print(f'\n{"":42} {"steps":>6} {"valid loss":>11} {"accuracy":>9} '
+          f'{"largest weight":>15} {"recorded":>9} {"largest loss":>13}')
     print(f'{"":42} {"":6} {"":11} {"":9} {"difference":>15} {"losses":>9} {"difference":>13}')
     first = runs[0][1]
     for name,learn in runs:
         _,valid_loss,acc = learn.recorder.values[-1]
-        print(f'{name:42} {learn.samples_seen.n_steps:6} {valid_loss:11.6f} {acc:9.4f} {(weights(learn)-weights(first)).abs().max():15.1e} '
+        off = (weights(learn)-weights(first)).abs().max()
+        print(f'{name:42} {learn.samples_seen.n_steps:6} {valid_loss:11.6f} {acc:9.4f} {off:15.1e} '
               f'{len(learn.recorder.losses):9} {gaps(learn, first).max():13.1e}')
 
 def gaps(learn, first):
@@ -76,11 +80,14 @@ def plot(runs, fname):
     "Draw the recorded losses over the samples seen, and their differences to the first run's"
     fig,(ax,ax2) = plt.subplots(1, 2, figsize=(12,4.5), gridspec_kw=dict(width_ratios=[3,2]))
     first = runs[0][1]
-    for (name,learn),style in zip(runs, (dict(color='lightgrey', lw=8), dict(color='tab:blue', lw=1.8), dict(color='tab:red', lw=1.2))):
+    styles = dict(color='lightgrey', lw=8),dict(color='tab:blue', lw=1.8),dict(color='tab:red', lw=1.2)
+    for (name,learn),style in zip(runs, styles):
         ax.plot(learn.samples_seen.at, learn.recorder.losses, label=name, **style)
-        if learn is not first: ax2.semilogy(first.samples_seen.at, gaps(learn, first)+1e-9, label=name, color=style['color'])
+        if learn is not first:
+            ax2.semilogy(first.samples_seen.at, gaps(learn, first)+1e-9, label=name, color=style['color'])
     ax.set(xlabel='samples seen', ylabel='recorded loss', title='Training loss as the Recorder has it (smoothed)')
-    ax2.set(xlabel='samples seen', ylabel='difference (1e-9: none)', ylim=(5e-10,10), title=f'Difference to the run on {runs[0][0]}')
+    ax2.set(xlabel='samples seen', ylabel='difference (1e-9: none)', ylim=(5e-10,10),
+        title=f'Difference to the run on {runs[0][0]}')
     for o in (ax,ax2):
         o.legend(frameon=False)
         o.spines[['top','right']].set_visible(False)
@@ -90,10 +97,12 @@ def plot(runs, fname):
 
 def main():
     start = time.time()
-    runs = [train(f'batches of {big}', big, []), train(f'micro-batches of {micro}, fastaccum', micro, GradientAccumulation(big)),
+    runs = [train(f'batches of {big}', big, []),
+            train(f'micro-batches of {micro}, fastaccum', micro, GradientAccumulation(big)),
             train(f"micro-batches of {micro}, fastai's callback", micro, FastaiGradientAccumulation(big))]
     show_table(runs)
-    print("\nfastai's callback records, and smooths, a loss per micro-batch: its curve lies elsewhere for that reason too.")
+    print("\nfastai's callback records, and smooths, a loss per micro-batch: "
+          "its curve lies elsewhere for that reason too.")
     print(f'\nThe picture is {plot(runs, "demo.png")} ({time.time()-start:.0f} s)')
 
 if __name__=='__main__': main()

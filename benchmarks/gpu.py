@@ -1,8 +1,9 @@
 """What a micro-batch costs on a GPU, with fastaccum and with the peers that are installed (see `make peers`).
 
-Samples per second, peak memory, host syncs per step, and the time to the same loss, at two model sizes, in fp32, fp16 and
-bf16; the arms are alternated in one process. `python -m benchmarks.gpu [--out FILE]` prints tables, and appends them to FILE
-with date, versions and hardware. Without a GPU it runs a tiny size on the CPU, to try the script.
+Samples per second, peak memory, host syncs per step, and the time to the same loss, at two model sizes, in fp32,
+fp16 and bf16; the arms are alternated in one process. `python -m benchmarks.gpu [--out FILE]` prints tables, and
+appends them to FILE with date, versions and hardware. Without a GPU it runs a tiny size on the CPU, to try the
+script.
 """
 import argparse, datetime, importlib, platform, statistics, sys, time, warnings
 from pathlib import Path
@@ -111,7 +112,8 @@ def main():
     say(f'## {datetime.date.today()}, {hardware}', '',
         f'fastaccum {fastaccum.__version__}, fastai {fastai.__version__}, torch {torch.__version__}, '
         f'python {platform.python_version()}; {n_batches} micro-batches, {k} a step, {rounds} rounds, medians', '',
-        '| model | precision | | ms/micro-batch | samples/s | to the bare loop | peak MiB | to the bare loop | syncs/step |',
+        '| model | precision | | ms/micro-batch | samples/s | to the bare loop '
+        '| peak MiB | to the bare loop | syncs/step |',
         '|---'*9+'|')
     for nm,size in sizes.items():
         data = batches(n_batches, **size)

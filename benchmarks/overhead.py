@@ -1,7 +1,8 @@
 """What a micro-batch costs: microseconds with a tiny model, where everything but the host's work vanishes.
 
-The arms are alternated in one process, because machines are noisy; medians and ratios are printed. It is processor time of one
-thread: on a quiet machine that is the time on the clock, and on a busy one it is disturbed less. `python benchmarks/overhead.py`
+The arms are alternated in one process, because machines are noisy; medians and ratios are printed. It is processor
+time of one thread: on a quiet machine that is the time on the clock, and on a busy one it is disturbed less.
+`python benchmarks/overhead.py`
 
 `python benchmarks/overhead.py --tried` measures fastaccum without parts of what saves time (see the page on dispatch).
 """
@@ -31,7 +32,8 @@ class Batches(list):
 def make_model(): return nn.Sequential(nn.Linear(10,16), nn.ReLU(), nn.Linear(16,3))
 
 def learner(loss_func):
-    data = Batches((torch.randn(bs,10), torch.randint(0, 3, (bs,)) if loss_func is not mse else torch.randn(bs,3)) for _ in range(n_batches))
+    data = Batches((torch.randn(bs,10), torch.randint(0, 3, (bs,)) if loss_func is not mse else torch.randn(bs,3))
+        for _ in range(n_batches))
     learn = Learner(DataLoaders(data, Batches()), make_model(), loss_func, opt_func=SGD)
     learn.remove_cb(ProgressCallback)
     learn.logger = lambda *_: None
@@ -70,7 +72,8 @@ class NotLooked(GradientAccumulation):
         super().before_train()
         self.dispatch.answered = lambda event_name: False
 
-tried = {"fastaccum, fastai's dispatch":FastaisDispatch, "fastaccum, fastai's _with_events":FastaisEvents, 'fastaccum, Learner not looked at':NotLooked}
+tried = {"fastaccum, fastai's dispatch":FastaisDispatch, "fastaccum, fastai's _with_events":FastaisEvents,
+    'fastaccum, Learner not looked at':NotLooked}
 
 def seconds(f, *args):
     t = time.process_time()
@@ -99,9 +102,11 @@ def main():
     for loss_func,nm in ((mse,'mean over samples'),(CrossEntropyLossFlat(),'mean over targets')):
         for k in (1,4,16):
             times = measure(loss_func, k, tried if '--tried' in sys.argv else {})
-            print(f'\nloss a {nm}, {k} micro-batches a step\n  {"":34} µs/micro-batch   to fastai   to fastai\'s callback')
+            print(f'\nloss a {nm}, {k} micro-batches a step')
+            print(f'  {"":34} µs/micro-batch   to fastai   to fastai\'s callback')
             for o,ts in times.items():
-                to = [statistics.median(a/b for a,b in zip(ts, times[ref])) for ref in ('fastai, no callback',"fastai's GradientAccumulation")]
+                to = [statistics.median(a/b for a,b in zip(ts, times[ref]))
+                    for ref in ('fastai, no callback',"fastai's GradientAccumulation")]
                 print(f'  {o:34} {statistics.median(ts):14.0f} {to[0]:11.2f} {to[1]:11.2f}')
 
 if __name__=='__main__': main()

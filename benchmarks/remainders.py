@@ -1,4 +1,5 @@
-"""What happens to 250 samples in micro-batches of 16 with an effective batch of 64, over two epochs: the table of the README.
+"""What happens to 250 samples in micro-batches of 16 with an effective batch of 64, over two epochs: the table of
+the README.
 
 `python benchmarks/remainders.py` prints it as Markdown.
 """
@@ -44,7 +45,8 @@ def column(bs, acc):
         '`fit_one_cycle`: weights off by':f'{weights(cyc, cyc_learn):.0e}'}
 
 def main():
-    cols = {f'batches of {macro}':column(macro, lambda: []), "fastai's callback":column(micro, lambda: FastaiGradientAccumulation(macro)),
+    cols = {f'batches of {macro}':column(macro, lambda: []),
+            "fastai's callback":column(micro, lambda: FastaiGradientAccumulation(macro)),
             'fastaccum':column(micro, lambda: GradientAccumulation(macro))}
     print('| | '+' | '.join(cols)+' |\n|---|'+'---|'*len(cols))
     for row in cols['fastaccum']: print(f'| {row} | '+' | '.join(c[row] for c in cols.values())+' |')

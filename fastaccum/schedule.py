@@ -52,7 +52,7 @@ def check_moment(
     "Refuse what is neither a fraction of training nor an epoch"
     if isinstance(o, bool) or not isinstance(o, Real):
         raise TypeError(f"`{nm}={o!r}` is a {type(o).__name__}: give a fraction of training as a float, or an epoch as an int")
-    if not 0<=o<float('inf'): raise ValueError(f"`{nm}={o}`: give a fraction of training from 0. to 1., or an epoch from 0 on")
+    if not 0<=o<=2**53: raise ValueError(f"`{nm}={o}`: give a fraction of training from 0. to 1., or an epoch from 0 on")
     return o
 
 def fraction(
@@ -161,7 +161,7 @@ class GradientAccumulationScheduler(_Scheduled):
         if min(scheduling)<0: raise IndexError(f"threshold {min(scheduling)} in `scheduling={scheduling}`: give epochs or steps from 0 on")
         if min(scheduling.values())<1: raise ValueError(f"factor {min(scheduling.values())} in `scheduling={scheduling}`: give at least 1 micro-batch a step")
         if mode not in ('epoch','step'): raise ValueError(f"`mode={mode!r}`: give 'epoch' or 'step'")
-        self.scheduling,self.mode = dict(sorted(scheduling.items())),mode
+        self.scheduling,self.mode = {int(k):int(v) for k,v in sorted(scheduling.items())},mode
 
     def sizes(self, micro_bs, n_epoch):
         "Samples wanted in a macro-batch, as a function of a `Position`"

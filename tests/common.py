@@ -5,7 +5,8 @@ from fastai.callback.fp16 import AMPMode, MixedPrecision
 from torch.amp import GradScaler, autocast
 
 class CpuMixedPrecision(MixedPrecision):
-    "fastai's `MixedPrecision` with autocast and a GradScaler that work on the CPU; on a CPU fastai's own disables itself"
+    """fastai's `MixedPrecision` with autocast and a GradScaler that work on the CPU; on a CPU fastai's own disables
+    itself"""
     def before_fit(self):
         dtype = torch.float16 if self.amp_mode==AMPMode.FP16 else torch.bfloat16
         self.kwargs['enabled'] = dtype==torch.float16

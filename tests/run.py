@@ -55,17 +55,20 @@ def outcomes(xml):
     return list(res.values())
 
 def run_pytest(path):
-    "The outcomes of the tests in the file `path`, in how many seconds, and what pytest wrote; one more has failed if it ended badly without saying where"
+    """The outcomes of the tests in the file `path`, in how many seconds, and what pytest wrote; one more has failed
+    if it ended badly without saying where"""
     start = time.time()
     with TemporaryDirectory() as tmp:
         xml = Path(tmp)/'report.xml'
-        res = run('-m', 'pytest', '-q', '-ra', f'--junitxml={xml}', path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors='replace')
+        res = run('-m', 'pytest', '-q', '-ra', f'--junitxml={xml}', path, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, errors='replace')
         outs = outcomes(xml) if xml.exists() else ['failed']
     if res.returncode and 'failed' not in outs and res.returncode!=5: outs.append('failed')   # 5: there were no tests
     return outs, time.time()-start, res.stdout
 
 def run_tests(paths):
-    "The outcomes of the tests in all `paths`, each in a process of its own; the longest file first, that none is left alone at the end"
+    """The outcomes of the tests in all `paths`, each in a process of its own; the longest file first, that none is
+    left alone at the end"""
     res = []
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
         jobs = {pool.submit(run_pytest, o): o for o in sorted(paths, key=lambda o: o.stem not in slow)}
@@ -73,7 +76,8 @@ def run_tests(paths):
             outs,secs,text = job.result()
             res += outs
             bad,skipped = outs.count('failed'),outs.count('skipped')
-            print(f'{jobs[job].relative_to(root)}  {"FAILED" if bad else "ok"}  {len(outs)} tests  {secs:.1f}s', flush=True)
+            print(f'{jobs[job].relative_to(root)}  {"FAILED" if bad else "ok"}  {len(outs)} tests  {secs:.1f}s',
+                flush=True)
             if bad or skipped: print(text, flush=True)
     return res
 

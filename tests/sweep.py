@@ -44,9 +44,11 @@ def draw(seed):
     lr = r.choice([1e-2,5e-2]) if opt=='sgd' else r.choice([1e-3,1e-2])
     clip = r.choice([None,None,0.01,0.1])
     how = r.choice(['fit','one_cycle','one_cycle','flat_cos','sgdr','fine_tune','resumed','two_fits'])
-    return dict(micro=micro, macro=macro, n=n, seed=seed, tokens=r.random()<0.3, shuffle=r.random()<0.5, loader_drop_last=loader_drop_last,
+    return dict(micro=micro, macro=macro, n=n, seed=seed, tokens=r.random()<0.3, shuffle=r.random()<0.5,
+        loader_drop_last=loader_drop_last,
         acc=dict(drop_last=drop_last), opt_func=opts[opt], metrics=accuracy if r.random()<0.3 else None,
-        fit=partial(fit, how=how, n_epoch=r.randint(1, 3), lr=lr, wd=r.choice([None,0.,0.1]), frozen_first=r.random()<0.2),
+        fit=partial(fit, how=how, n_epoch=r.randint(1, 3), lr=lr, wd=r.choice([None,0.,0.1]),
+        frozen_first=r.random()<0.2),
         cbs=list if clip is None else partial(lambda o: [GradientClip(o)], clip))
 
 def check(seed):
@@ -66,7 +68,8 @@ def worst(results):
 def main(n, workers=os.cpu_count()):
     from fastprogress.fastprogress import progress_bar
     torch.set_num_threads(1)
-    with ProcessPoolExecutor(workers, mp_context=get_context('spawn'), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ProcessPoolExecutor(workers, mp_context=get_context('spawn'), initializer=torch.set_num_threads,
+            initargs=(1,)) as pool:
         res = list(progress_bar(pool.map(check, range(n), chunksize=20), total=n))
     print(f'\n{len(res)} twins, largest deviations:')
     for k,v in worst(res).items(): print(f'  {k:10} {v:.1e}')

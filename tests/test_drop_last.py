@@ -1,4 +1,5 @@
-"`drop_last=None`, the default: the remainder goes where the training loader's own last batch goes, as in the big batch's run."
+"""`drop_last=None`, the default: the remainder goes where the training loader's own last batch goes, as in the big
+batch's run."""
 import random, warnings
 import pytest, torch
 from contextlib import contextmanager, suppress
@@ -29,9 +30,11 @@ def data_block(ds, bs):
     n,every = len(ds),[*ds,*toy_data(9, seed=1)]
     def x(i): return every[i][0]
     def y(i): return every[i][1]
-    return DataBlock(get_x=x, get_y=y, splitter=IndexSplitter(range(n, n+9))).dataloaders(range(n+9), bs=bs, shuffle=False, drop_last=True, num_workers=0)
+    return DataBlock(get_x=x, get_y=y, splitter=IndexSplitter(range(n, n+9))).dataloaders(range(n+9), bs=bs,
+        shuffle=False, drop_last=True, num_workers=0)
 
-def torch_loaders(ds, bs): return DataLoaders(TorchLoader(ds, batch_size=bs, drop_last=True), TorchLoader(toy_data(9, seed=1), batch_size=bs))
+def torch_loaders(ds, bs):
+    return DataLoaders(TorchLoader(ds, batch_size=bs, drop_last=True), TorchLoader(toy_data(9, seed=1), batch_size=bs))
 
 def torch_samplers(ds, bs):
     sampler = BatchSampler(SequentialSampler(ds), bs, drop_last=True)
@@ -87,7 +90,8 @@ def test_the_remainder_goes_where_the_loaders_last_batch_goes(kind, fit, seed):
 
 def test_the_data_block_of_the_issue():
     "104 samples and steps of 32, with the default arguments: three steps, as in batches of 32"
-    dls = {bs:DataLoaders.from_dsets(toy_data(104), toy_data(9, seed=1), bs=bs, shuffle=False, num_workers=0) for bs in (8,32)}
+    dls = {bs:DataLoaders.from_dsets(toy_data(104), toy_data(9, seed=1), bs=bs, shuffle=False, num_workers=0)
+        for bs in (8,32)}
     a,b = learner(dls[32]),learner(dls[8])
     one_cycle(a, []); one_cycle(b, [GradientAccumulation(32)])
     assert_twins(a, b)
@@ -96,7 +100,8 @@ def test_the_data_block_of_the_issue():
     one_cycle(c, [GradientAccumulation(32, drop_last=False)])
     assert len(c.recorder.losses)==2*4
 
-@pytest.mark.parametrize('acc', [lambda **kw: GradientAccumulationSchedule(8, 40, **kw), lambda **kw: GradientAccumulationScheduler({0:2, 1:5}, **kw)])
+@pytest.mark.parametrize('acc', [lambda **kw: GradientAccumulationSchedule(8, 40, **kw),
+    lambda **kw: GradientAccumulationScheduler({0:2, 1:5}, **kw)])
 def test_schedules_leave_out_the_same_as_with_true(acc):
     runs = []
     for kwargs in ({},dict(drop_last=True)):
@@ -119,14 +124,17 @@ def warned(*texts):
 
 @pytest.mark.parametrize('fit', ['one_cycle','constant'])
 def test_an_epoch_with_nothing_else_steps_on_the_remainder(fit):
-    "Where the loader drops, and an epoch has too few samples for one step: its step is that of all its samples, and said so once"
+    """Where the loader drops, and an epoch has too few samples for one step: its step is that of all its samples,
+    and said so once"""
     ds = toy_data(21)
-    a,b = learner(DataLoaders(DataLoader(ds, bs=20, n=20), DataLoader(toy_data(9, seed=1), bs=20))),learner(from_dsets(ds, 4))
+    a = learner(DataLoaders(DataLoader(ds, bs=20, n=20), DataLoader(toy_data(9, seed=1), bs=20)))
+    b = learner(from_dsets(ds, 4))
     fits[fit](a, [])
     acc = GradientAccumulation(32)
     with warned('epoch 0 would hold no step if its remainder were left out'): fits[fit](b, [acc])
     assert_twins(a, b)
-    with warned('20 samples do not fill a macro-batch of 32'): learner(from_dsets(ds, 4), GradientAccumulation(32)).lr_find(num_it=5, show_plot=False)
+    with warned('20 samples do not fill a macro-batch of 32'):
+        learner(from_dsets(ds, 4), GradientAccumulation(32)).lr_find(num_it=5, show_plot=False)
     with warned(), pytest.raises(ValueError, match='would hold no step.*20 samples do not fill a macro-batch of 32'):
         learner(from_dsets(ds, 4)).fit(1, cbs=GradientAccumulation(32, drop_last=True))
     with warned(): learner(from_dsets(ds, 4)).fit(1, cbs=GradientAccumulation(32, drop_last=False))
@@ -138,7 +146,8 @@ def test_only_the_epochs_that_would_be_empty_are_kept():
     assert learn.recorder.accum_bs==[12,12,12,80,16,16] and len(learn.recorder.losses)==6
 
 def test_an_epoch_cut_short():
-    "What is left when the loop ends early is left out where remainders are, but for an epoch of one step that is short itself"
+    """What is left when the loop ends early is left out where remainders are, but for an epoch of one step that is
+    short itself"""
     for n,bs,accum,expected in ((64,4,16,2), (23,4,32,1)):
         learn = learner(from_dsets(toy_data(n), bs))
         with warnings.catch_warnings():
@@ -158,17 +167,21 @@ def test_what_loaders_say():
     ds = toy_data(20)
     class Silent:
         def __iter__(self): return iter(())
-    for dl,drops in ((Silent(),False), (DataLoader(ds, bs=4),False), (DataLoader(ds, bs=4, drop_last=True),True), (TorchLoader(ds, batch_size=4),False),
-                     (TorchLoader(ds, batch_size=4, drop_last=True),True), (NS(dl=DataLoader(ds, bs=4, drop_last=True)),True), (NS(dl=DataLoader(ds, bs=4)),False),
+    for dl,drops in ((Silent(),False), (DataLoader(ds, bs=4),False), (DataLoader(ds, bs=4, drop_last=True),True),
+                     (TorchLoader(ds, batch_size=4),False), (TorchLoader(ds, batch_size=4, drop_last=True),True),
+                     (NS(dl=DataLoader(ds, bs=4, drop_last=True)),True), (NS(dl=DataLoader(ds, bs=4)),False),
                      (TorchLoader(ds, batch_sampler=BatchSampler(SequentialSampler(ds), 4, True)),True),
-                     (NS(dl=TorchLoader(ds, batch_sampler=BatchSampler(SequentialSampler(ds), 4, True))),True), (TorchLoader(ds, batch_size=None),False)):
+                     (NS(dl=TorchLoader(ds, batch_sampler=BatchSampler(SequentialSampler(ds), 4, True))),True),
+                     (TorchLoader(ds, batch_size=None),False)):
         assert drops_last(None, dl) is drops
         for o in (True,False): assert drops_last(o, dl) is o
 
-@pytest.mark.parametrize('make', [GradientAccumulation, lambda **kw: GradientAccumulationSchedule(8, 16, **kw), lambda **kw: GradientAccumulationScheduler({0:2}, **kw)])
+@pytest.mark.parametrize('make', [GradientAccumulation, lambda **kw: GradientAccumulationSchedule(8, 16, **kw),
+    lambda **kw: GradientAccumulationScheduler({0:2}, **kw)])
 def test_bad_values(make):
     for o in (0, 1, 'loader', 'no', (), 1.):
-        with pytest.raises(TypeError, match='`drop_last=.*give True, False, or None: as the training loader does'): make(drop_last=o)
+        with pytest.raises(TypeError, match='`drop_last=.*give True, False, or None: as the training loader does'):
+            make(drop_last=o)
     for o in (None,True,False): assert make(drop_last=o).drop_last is o
     assert make().drop_last is None
 
@@ -181,12 +194,17 @@ class Shared(Together):
         self.ddp.static_graph = False
 
 def shared_plans(monkeypatch, dls, **kwargs):
-    "The plans of processes with these loaders, each with a callback of arguments `kwargs`, of which some may be a list with an entry for each"
-    accs = [GradientAccumulation(**{k:v[i] if isinstance(v, list) else v for k,v in kwargs.items()}) for i in range(len(dls))]
+    """The plans of processes with these loaders, each with a callback of arguments `kwargs`, of which some may be a
+    list with an entry for each"""
+    accs = [GradientAccumulation(**{k:v[i] if isinstance(v, list) else v for k,v in kwargs.items()})
+        for i in range(len(dls))]
     for o in accs: o.learn = NS(n_epoch=2)
     told = []
     def look(i):
-        monkeypatch.setattr(dist, 'all_gather', lambda res, mine, group: [r.copy_(o) for r,o in zip(res, told)] if len(told)==len(dls) else told.append(mine))
+        def all_gather(res, mine, group):
+            if len(told)==len(dls): return [r.copy_(o) for r,o in zip(res, told)]
+            told.append(mine)
+        monkeypatch.setattr(dist, 'all_gather', all_gather)
         return Shared(i, len(dls)).look(accs[i], dls[i])
     for i in range(len(dls)):
         with suppress(ValueError): look(i)
@@ -198,7 +216,10 @@ def test_processes_agree_on_what_it_comes_to(monkeypatch):
         for plan in shared_plans(monkeypatch, [drop,drop], accum_bs=16, **kwargs):
             assert plan.drop_last and plan.sizes==[[16]*4]*2 and [o[2] for o in plan.loaders]==[True,True]
     for kwargs in ({},dict(drop_last=[None,False])):
-        for plan in shared_plans(monkeypatch, [keep,keep], accum_bs=16, **kwargs): assert not plan.drop_last and plan.sizes==[[16]*4+[6]]*2
-    with pytest.raises(ValueError, match='`drop_last` is 1, 0 on the processes'): shared_plans(monkeypatch, [drop,keep], accum_bs=16)
+        for plan in shared_plans(monkeypatch, [keep,keep], accum_bs=16, **kwargs):
+            assert not plan.drop_last and plan.sizes==[[16]*4+[6]]*2
+    with pytest.raises(ValueError, match='`drop_last` is 1, 0 on the processes'):
+        shared_plans(monkeypatch, [drop,keep], accum_bs=16)
     for plan in shared_plans(monkeypatch, [drop,keep], accum_bs=16, drop_last=False): assert plan.sizes==[[16]*4+[3]]*2
-    for plan in shared_plans(monkeypatch, [drop,drop], accum_bs=100): assert plan.sizes==[[64]]*2 and plan.drop_last and not plan.drops(0)
+    for plan in shared_plans(monkeypatch, [drop,drop], accum_bs=100):
+        assert plan.sizes==[[64]]*2 and plan.drop_last and not plan.drops(0)

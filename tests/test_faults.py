@@ -1,11 +1,12 @@
 """Whatever ends a fit, wherever: nothing is left behind.
 
-Every training event x every way to end a fit x callback orders before and after each listener x several micro-batches.
-After each, the other callbacks are as they were, a plain fit records every batch, and the next accumulated fit is its twin's.
+Every training event x every way to end a fit x callback orders before and after each listener x several
+micro-batches. After each, the other callbacks are as they were, a plain fit records every batch, and the next
+accumulated fit is its twin's.
 """
 import pytest
-from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException,
-    CancelTrainException, CancelValidException)
+from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException,
+    CancelFitException, CancelStepException, CancelTrainException, CancelValidException)
 from fastcore.basics import noop
 from fastai.callback.progress import CSVLogger, ProgressCallback, ShowGraphCallback
 from fastaccum import GradientAccumulation
@@ -13,7 +14,8 @@ from fastaccum.core.listeners import Listener, listeners
 from fastaccum.testing import assert_twins, deviation, toy
 from common import Raise
 
-per_fit = ['before_fit','before_epoch','before_train','after_train','before_validate','after_validate','after_epoch','after_fit']
+per_fit = ['before_fit','before_epoch','before_train','after_train','before_validate','after_validate',
+    'after_epoch','after_fit']
 per_batch = ['before_batch','after_pred','after_loss','before_backward','after_backward','before_step','after_step',
              'after_cancel_batch','after_batch']
 excs = [KeyboardInterrupt,RuntimeError,CancelFitException,CancelEpochException,CancelTrainException]
@@ -89,7 +91,8 @@ def test_fault(event, exc):
             raised += fault.raised
     assert raised>=len(orders), f'{event} was reached {raised} times only'
 
-@pytest.mark.parametrize('kwargs', [dict(drop_last=True), dict(log_accum_batch=False), dict(micro_batch_size='auto')], ids=str)
+@pytest.mark.parametrize('kwargs', [dict(drop_last=True), dict(log_accum_batch=False), dict(micro_batch_size='auto')],
+    ids=str)
 @pytest.mark.parametrize('exc', excs, ids=lambda o: o.__name__)
 def test_fault_with_other_arguments(exc, kwargs):
     for event in ('after_train','after_backward','after_batch'):
@@ -131,9 +134,11 @@ def test_plain_fit_after_an_interrupt_however_the_callback_was_turned_off(how):
     learn.opt.zero_grad()
     check_plain(learn)
 
-cancels = dict(after_cancel_backward=('before_backward',CancelBackwardException), after_cancel_step=('before_step',CancelStepException),
+cancels = dict(after_cancel_backward=('before_backward',CancelBackwardException),
+    after_cancel_step=('before_step',CancelStepException),
     after_cancel_batch=('after_loss',CancelBatchException), after_cancel_train=('after_batch',CancelTrainException),
-    after_cancel_epoch=('after_batch',CancelEpochException), after_cancel_validate=('before_validate',CancelValidException),
+    after_cancel_epoch=('after_batch',CancelEpochException),
+    after_cancel_validate=('before_validate',CancelValidException),
     after_cancel_fit=('after_batch',CancelFitException))
 
 @pytest.mark.parametrize('exc', excs, ids=lambda o: o.__name__)
@@ -156,7 +161,8 @@ def test_fault_while_something_is_cancelled(event, exc):
 @pytest.fixture(scope='module')
 def offline(tmp_path_factory):
     wandb = pytest.importorskip('wandb')
-    yield wandb.init(mode='offline', dir=str(tmp_path_factory.mktemp('wandb')), settings=wandb.Settings(silent=True, console='off', x_disable_stats=True))
+    yield wandb.init(mode='offline', dir=str(tmp_path_factory.mktemp('wandb')),
+        settings=wandb.Settings(silent=True, console='off', x_disable_stats=True))
     wandb.finish()
 
 @pytest.mark.parametrize('exc', excs, ids=lambda o: o.__name__)
@@ -168,14 +174,16 @@ def test_fault_while_logging(exc, offline, tmp_path, monkeypatch):
     monkeypatch.setattr(WandbCallback.__mro__[1], '_wandb_watch_called', True)   # each model is watched below
     events = ('before_train','after_loss','after_backward','before_step','after_batch','after_epoch')
     def loggers():
-        return [ProgressCallback(),ShowGraphCallback(),TensorBoardCallback(tmp_path, trace_model=False, log_preds=False),
+        return [ProgressCallback(),ShowGraphCallback(),
+                TensorBoardCallback(tmp_path, trace_model=False, log_preds=False),
                 WandbCallback(log='all', log_preds=False),Mine()]
     for i,(event,order) in enumerate((e,o) for e in events for o in (5,52,100)):
         learn = toy(micro, n=n)
         wandb.watch(learn.model, log='all', log_freq=2)
         hooks = lambda: {k:h.hooks_dict_ref()[h.id] for k,h in offline._torch._hook_handles.items()}
         stock = hooks()
-        faulty_fit(learn, Raise(event, exc, order, at=i%2 if event in per_fit else i%5), GradientAccumulation(macro), i%2, loggers)
+        faulty_fit(learn, Raise(event, exc, order, at=i%2 if event in per_fit else i%5),
+            GradientAccumulation(macro), i%2, loggers)
         wrong = [k for k,v in hooks().items() if v is not stock[k]]
         assert len(stock)==7 and not wrong, f'{event} {order}: {wrong}'
         check_clean(learn)

@@ -32,7 +32,9 @@ def test_default_arguments():
 def test_several_fits_with_one_callback():
     acc = GradientAccumulation(16)
     a,b = toy(16, n=70, opt_func=Adam),toy(4, n=70, opt_func=Adam)
-    for fit in (lambda l,cbs: l.fit_one_cycle(1, 0.01, cbs=cbs), lambda l,cbs: l.fit(2, 0.01, cbs=cbs), lambda l,cbs: l.fit_flat_cos(1, 0.01, cbs=cbs)):
+    for fit in (lambda l,cbs: l.fit_one_cycle(1, 0.01, cbs=cbs),
+                lambda l,cbs: l.fit(2, 0.01, cbs=cbs),
+                lambda l,cbs: l.fit_flat_cos(1, 0.01, cbs=cbs)):
         fit(a, []); fit(b, [acc])
         assert_twins(a, b)
 
@@ -45,9 +47,11 @@ def test_plain_fit_after_an_accumulated_one():
     assert len(b.recorder.losses)==18
     assert_twins(fresh, b)
 
-@pytest.mark.parametrize('opt_func', [SGD,Adam,partial(OptimWrapper, opt=torch.optim.SGD),partial(OptimWrapper, opt=torch.optim.AdamW)], ids=str)
+@pytest.mark.parametrize('opt_func', [SGD,Adam,partial(OptimWrapper, opt=torch.optim.SGD),
+    partial(OptimWrapper, opt=torch.optim.AdamW)], ids=str)
 def test_freezing(opt_func):
-    "Frozen after training, unfrozen again, with weight decay: fastai's optimizers go on decaying a frozen body, here as there"
+    """Frozen after training, unfrozen again, with weight decay: fastai's optimizers go on decaying a frozen body,
+    here as there"""
     def fit(l, cbs):
         for o in (l.unfreeze,l.freeze,l.unfreeze):
             o()
@@ -64,10 +68,12 @@ def test_lr_find(kwargs, num_it):
         for o in cbs: l.add_cb(o)
         sug = l.lr_find(num_it=num_it, show_plot=False, stop_div=False)
         assert len(l.recorder.lrs)==num_it
-        l.found = sug.valley,list(l.recorder.lrs),torch.stack(list(l.recorder.losses)),l.recorder.hps if hasattr(l.recorder, 'hps') else []
+        hps = l.recorder.hps if hasattr(l.recorder, 'hps') else []
+        l.found = sug.valley,list(l.recorder.lrs),torch.stack(list(l.recorder.losses)),hps
         l.fit_one_cycle(1, 0.05)
     a,b = twins(fit=fit, acc=acc, **{'n':70, **kwargs})
-    assert deviation(a.found[0], b.found[0])<1e-9 and deviation(a.found[1], b.found[1])<1e-12 and deviation(a.found[2], b.found[2])<1e-6
+    assert deviation(a.found[0], b.found[0])<1e-9 and deviation(a.found[1], b.found[1])<1e-12
+    assert deviation(a.found[2], b.found[2])<1e-6
     assert_twins(a, b)
 
 def test_lr_find_stops_like_its_twin():
@@ -79,7 +85,8 @@ def test_lr_find_stops_like_its_twin():
     assert len(a.recorder.lrs)==len(b.recorder.lrs) and deviation(a.recorder.lrs, b.recorder.lrs)<1e-9
 
 def test_lr_find_records_steps_also_without_log_accum_batch():
-    b,seen = toy(4, n=70, cbs=GradientAccumulation(16, log_accum_batch=False)),Seen('after_step', lambda l: l.opt.hypers[-1]['lr'])
+    b = toy(4, n=70, cbs=GradientAccumulation(16, log_accum_batch=False))
+    seen = Seen('after_step', lambda l: l.opt.hypers[-1]['lr'])
     b.add_cb(seen)
     b.lr_find(num_it=12, show_plot=False, stop_div=False)
     assert len(b.recorder.lrs)==len(seen.values)==12 and b.recorder.lrs==seen.values
@@ -101,7 +108,8 @@ def test_log_accum_batch_false_records_as_fastai():
     "Every micro-batch is recorded; the optimisation is the same"
     a,b = twins(n=70, acc=dict(log_accum_batch=False))
     assert deviation(weights(a), weights(b))<1e-12
-    assert len(b.recorder.losses)==len(b.recorder.lrs)==len(b.recorder.hps['lr'])==b.train_iter==36 and list(b.recorder.iters)==[18,36]
+    assert len(b.recorder.losses)==len(b.recorder.lrs)==len(b.recorder.hps['lr'])==b.train_iter==36
+    assert list(b.recorder.iters)==[18,36]
     assert deviation([b.recorder.lrs[i] for i in [0,4,8,12,16,18,22,26,30,34]], a.recorder.lrs)<1e-12
     assert b.recorder.lrs[:4]==[b.recorder.lrs[0]]*4
 
@@ -131,7 +139,8 @@ def test_smooth_loss_from_the_first_micro_batch_on():
     learn.fit(1, 0.05, cbs=[GradientAccumulation(16),seen])
     assert all(o[0] for o in seen.values)
     for i in range(3): assert abs(seen.values[i][2]-sum(o[1] for o in seen.values[:i+1])/(i+1))<1e-6   # the mean so far
-    for i in range(3, 17): assert seen.values[i][2]==learn.recorder.losses[(i+1)//4-1].item()   # from then on, the last recorded
+    # from then on, the last recorded
+    for i in range(3, 17): assert seen.values[i][2]==learn.recorder.losses[(i+1)//4-1].item()
 
 # Loaders that end sooner or later than announced, batches left out
 
@@ -151,10 +160,12 @@ def test_loader_that_announces_the_wrong_length(announced):
     a,b = toy(16, n=40),shorten(toy(4, n=40), 10, announced)
     a.fit(2, 0.05); b.fit(2, 0.05, cbs=GradientAccumulation(16))
     assert deviation(weights(a), weights(b))<1e-12
-    assert len(b.recorder.losses)==6 and deviation(a.recorder.losses, b.recorder.losses)<1e-6 and list(b.recorder.iters)==[3,6]
+    assert len(b.recorder.losses)==6 and deviation(a.recorder.losses, b.recorder.losses)<1e-6
+    assert list(b.recorder.iters)==[3,6]
 
 def test_progress_does_not_leave_its_epoch():
-    "A loader that yields more than it announced takes more steps than planned; the learning rate does not run ahead into the next epoch"
+    """A loader that yields more than it announced takes more steps than planned; the learning rate does not run
+    ahead into the next epoch"""
     pcts = Seen('before_batch', lambda l: (l.epoch, l.pct_train))
     shorten(toy(4, n=64), 16, 6).fit_one_cycle(2, 0.05, cbs=[GradientAccumulation(8),pcts])
     assert len(pcts.values)==32 and all(e/2<=pct<=(e+1)/2 for e,pct in pcts.values)
@@ -203,20 +214,24 @@ def test_short_epochs_with_drop_last():
     assert seen.values==[16]*2 and not any(g.any() for g in grads(b))
 
 def test_a_loader_that_changes_between_epochs():
-    "A callback halves the batch size after the first epoch, and asks for another epoch: steps and learning rates stay the twin's"
+    """A callback halves the batch size after the first epoch, and asks for another epoch: steps and learning rates
+    stay the twin's"""
     class Halve(Callback):
         order = 100
         def __init__(self, bs): self.bs = bs
         def before_fit(self): self.learn.n_epoch = 3
         def before_epoch(self):
-            if self.epoch==1: self.learn.dls.loaders[0] = self.dls.train.new(bs=self.bs, n=70, get_idxs=self.dls.train.get_idxs)
+            if self.epoch==1:
+                self.learn.dls.loaders[0] = self.dls.train.new(bs=self.bs, n=70, get_idxs=self.dls.train.get_idxs)
     a,b = toy(16, n=70),toy(4, n=70)
     a.fit_one_cycle(2, 0.05, cbs=Halve(16)); b.fit_one_cycle(2, 0.05, cbs=[Halve(2),GradientAccumulation(16)])
     assert len(b.recorder.losses)==15
     assert_twins(a, b)
 
-@pytest.mark.parametrize('event,exc', [('before_batch',CancelBatchException), ('after_pred',CancelBatchException), ('after_loss',CancelBatchException),
-                                       ('before_backward',CancelBatchException), ('before_backward',CancelBackwardException)])
+@pytest.mark.parametrize('event,exc', [('before_batch',CancelBatchException), ('after_pred',CancelBatchException),
+                                       ('after_loss',CancelBatchException),
+                                       ('before_backward',CancelBatchException),
+                                       ('before_backward',CancelBackwardException)])
 @pytest.mark.parametrize('order', [4,8])
 @pytest.mark.parametrize('left_out', [(1,),(3,),(0,1,2,3),(15,),(12,13,14,15)], ids=str)
 def test_micro_batches_left_out_by_others(event, exc, order, left_out):
@@ -239,7 +254,8 @@ def test_micro_batches_left_out_by_others(event, exc, order, left_out):
         if len(cur)==4 or i==15: groups.append(cur); cur = []
     if cur: groups.append(cur)
     dl = a.dls.train
-    dl.create_batches = lambda idxs: (dl.create_batch([dl.dataset[j] for i in g for j in range(4*i, 4*i+4)]) for g in groups)
+    dl.create_batches = lambda idxs: (dl.create_batch([dl.dataset[j] for i in g for j in range(4*i, 4*i+4)])
+        for g in groups)
     a.fit(1, 0.05)
     assert sizes.values==[4*len(g) for g in groups] and b.train_iter==len(groups)
     assert deviation(weights(a), weights(b))<1e-12
@@ -274,7 +290,8 @@ def test_the_remainder_steps_within_its_batch():
     toy(4, n=70).fit(1, 0.05, cbs=[GradientAccumulation(16),Note()])
     assert events==[False]*3+[True,'step']+([False]*3+[True,'step'])*3+[False,True,'step','after_train']
 
-@pytest.mark.parametrize('kwargs', [dict(n=70), dict(n=64), dict(n=70, loss_func=CrossEntropy(reduction='sum'))], ids=str)
+@pytest.mark.parametrize('kwargs', [dict(n=70), dict(n=64), dict(n=70, loss_func=CrossEntropy(reduction='sum'))],
+    ids=str)
 def test_the_plan_is_right_so_nothing_needs_correcting(kwargs):
     "Ragged ends are planned: no pass over all gradients to correct them"
     seen = Seen('before_step', lambda l: (l.gradient_accumulation.macro.planned, l.gradient_accumulation.macro.samples))
@@ -328,7 +345,8 @@ def test_batches_without_targets_train_nothing():
     b.fit(1, 0.1)
     assert weights(b).equal(before) and not b.recorder.losses
 
-@pytest.mark.parametrize('how', [lambda l: l.get_preds(dl=l.dls.valid), lambda l: l.validate(), lambda l: l.get_preds(dl=l.dls.valid, inner=True)])
+@pytest.mark.parametrize('how', [lambda l: l.get_preds(dl=l.dls.valid), lambda l: l.validate(),
+    lambda l: l.get_preds(dl=l.dls.valid, inner=True)])
 def test_a_callback_that_predicts_in_the_middle_of_a_fit(how):
     "`get_preds` and `validate` fire `before_fit` and `after_fit`, but no fit begins or ends"
     class Predict(Callback):
@@ -401,7 +419,8 @@ def test_a_loader_without_a_batch():
 def test_targets_that_are_a_list_of_dicts():
     "Object detection: a dict of boxes for each image, as many as there are"
     gen = torch.Generator().manual_seed(0)
-    items = [(torch.randn(5, generator=gen, dtype=torch.float64), dict(boxes=torch.randn(1+i%3, 4, generator=gen, dtype=torch.float64))) for i in range(70)]
+    items = [(torch.randn(5, generator=gen, dtype=torch.float64),
+        dict(boxes=torch.randn(1+i%3, 4, generator=gen, dtype=torch.float64))) for i in range(70)]
     def collate(b): return torch.stack([x for x,_ in b]),[y for _,y in b]
     def loss(p, y): return sum(F.mse_loss(o.expand_as(t['boxes']), t['boxes']) for o,t in zip(p, y))/len(y)
     def make(bs, seed=0, whole=1):
@@ -418,7 +437,8 @@ def test_targets_that_are_a_list_of_dicts():
 def test_show_training_loop(capsys):
     toy(4, cbs=GradientAccumulation(16)).show_training_loop()
     lines = capsys.readouterr().out.splitlines()
-    for event in ('before_batch','before_backward'): assert any(event in l and 'GradientAccumulation' in l for l in lines)
+    for event in ('before_batch','before_backward'):
+        assert any(event in l and 'GradientAccumulation' in l for l in lines)
 
 def test_a_callback_that_was_not_told_hears_every_micro_batch():
     seen = Seen('after_batch', lambda l: l.iter)
@@ -454,7 +474,9 @@ def test_importing_changes_nothing():
     code = '''
 from fastai.basics import *
 from fastai.callback.all import *
-def snapshot(): return {c.__name__:dict(vars(c)) for c in (Learner,Callback,Recorder,TrainEvalCallback,ParamScheduler,MixedPrecision)}
+def snapshot():
+    cs = Learner,Callback,Recorder,TrainEvalCallback,ParamScheduler,MixedPrecision
+    return {c.__name__:dict(vars(c)) for c in cs}
 before,cbs = snapshot(),list(defaults.callbacks)
 import fastaccum.all, fastaccum.testing
 after = snapshot()

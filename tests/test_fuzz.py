@@ -1,13 +1,18 @@
-"""Generators of trouble, smaller than those that found what `test_loud` guards. `FUZZ=10 pytest tests/test_fuzz.py` draws ten times as many."""
-import os, pytest, random, sys, torch, warnings
+"""Generators of trouble, smaller than those that found what `test_loud` guards. `FUZZ=10 pytest tests/test_fuzz.py`
+draws ten times as many."""
+import matplotlib.pyplot as plt, numpy as np, os, pytest, random, re, sys, torch, warnings
+from fractions import Fraction
 from functools import partial
 from torch import nn
 from torch.utils.data import TensorDataset
-from fastai.callback.core import Callback, CancelBackwardException, CancelBatchException, CancelStepException, CancelTrainException
+from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelStepException,
+    CancelTrainException)
+from fastai.callback.schedule import SchedCos
 from fastai.callback.training import GradientClip
 from fastai.optimizer import Adam, Lamb, OptimWrapper, RAdam, RMSProp, SGD
 import fastaccum
-from fastaccum import GradientAccumulation
+from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler
+from fastaccum.core.macro_batch import round_up
 from fastaccum.testing import CrossEntropy, assert_twins, deviation, toy, toy_data, twins
 from common import grads, weights
 from test_faults import check_clean
@@ -52,15 +57,20 @@ class Recurrent(nn.Module):
         self.rnn,self.head = nn.GRU(1, 4, batch_first=True),nn.Linear(4,3)
     def forward(self, x): return self.head(self.rnn(x[...,None])[0][:,-1])
 
-opts = [partial(SGD, mom=0.9), partial(SGD, mom=0.5, wd=0.1), Adam, partial(Adam, decouple_wd=False), RAdam, partial(RMSProp, mom=0.9), Lamb, *(partial(OptimWrapper, opt=o) for o in
-    (torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adamax, partial(torch.optim.SGD, nesterov=True, momentum=0.5)))]
+opts = [partial(SGD, mom=0.9), partial(SGD, mom=0.5, wd=0.1), Adam, partial(Adam, decouple_wd=False), RAdam,
+    partial(RMSProp, mom=0.9), Lamb,
+    *(partial(OptimWrapper, opt=o) for o in (torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adamax,
+        partial(torch.optim.SGD, nesterov=True, momentum=0.5)))]
 models = [mlp, lambda: Tied().double(), lambda: Recurrent().double()]
 w = torch.tensor([0.3,1.,4.]).double()
-losses = [CrossEntropy, partial(CrossEntropy, weight=w), partial(CrossEntropy, label_smoothing=0.1), partial(CrossEntropy, ignore_index=1),
+losses = [CrossEntropy, partial(CrossEntropy, weight=w), partial(CrossEntropy, label_smoothing=0.1),
+          partial(CrossEntropy, ignore_index=1),
           partial(CrossEntropy, reduction='sum'), partial(CrossEntropy, reduction='none'), nn.MultiMarginLoss]
 def change(nm, value): return lambda l: setattr(l.loss_func, nm, value)
-alterations = [lambda l: l.opt.set_hyper('lr', 0.003), lambda l: l.opt.set_hyper('wd', 0.2), change('weight', w.flip(0)), change('ignore_index', 2),
-    lambda l: l.model.head.requires_grad_(False) if hasattr(l.model, 'head') else None, lambda l: setattr(l, 'loss_func', CrossEntropy(label_smoothing=0.3))]
+alterations = [lambda l: l.opt.set_hyper('lr', 0.003), lambda l: l.opt.set_hyper('wd', 0.2),
+    change('weight', w.flip(0)), change('ignore_index', 2),
+    lambda l: l.model.head.requires_grad_(False) if hasattr(l.model, 'head') else None,
+    lambda l: setattr(l, 'loss_func', CrossEntropy(label_smoothing=0.3))]
 
 def draw(seed):
     r = random.Random(seed)
@@ -68,8 +78,12 @@ def draw(seed):
     l = loss()
     alter = alterations[:2] if isinstance(l, nn.MultiMarginLoss) else alterations
     summed,none = (getattr(l, 'reduction', '')==o for o in ('sum','none'))
-    extra = [o for o in ([partial(GradientClip, r.choice([0.05,0.5]))], [partial(Penalty, 'preds' if summed else 'weights', r.random()<0.5)], [Noise],
-        [partial(AtEpoch, r.choice(alter[:-1] if summed or none else alter))], [partial(AtSteps, CancelStepException, r.choice([3,7,12]), r.randint(2, 5))]) if r.random()<0.3]
+    extra = [[partial(GradientClip, r.choice([0.05,0.5]))],
+        [partial(Penalty, 'preds' if summed else 'weights', r.random()<0.5)],
+        [Noise],
+        [partial(AtEpoch, r.choice(alter[:-1] if summed or none else alter))],
+        [partial(AtSteps, CancelStepException, r.choice([3,7,12]), r.randint(2, 5))]]
+    extra = [o for o in extra if r.random()<0.3]
     def cbs(): return [o[0]() for o in extra]+([Average()] if none else [])
     lr = 1e-3 if summed else r.choice([1e-2,3e-2])
     def fit(learn, cbs):
@@ -78,8 +92,11 @@ def draw(seed):
     def seeded(learn, cbs):
         r2.seed(seed)
         fit(learn, cbs)
-    return dict(micro=micro, macro=r.randint(micro, 30), n=r.randint(40, 80), seed=seed, opt_func=r.choice(opts), loss_func=l, model=model, fit=seeded,
-        tokens=model is mlp and getattr(l, 'ignore_index', 0)==-100 and not (none or any(o[0].func is AtEpoch for o in extra if hasattr(o[0], 'func'))) and r.random()<0.5, splitter=lambda m: [list(m.parameters())], cbs=cbs)
+    altered = any(o[0].func is AtEpoch for o in extra if hasattr(o[0], 'func'))
+    may = model is mlp and getattr(l, 'ignore_index', 0)==-100 and not (none or altered)
+    return dict(micro=micro, macro=r.randint(micro, 30), n=r.randint(40, 80), seed=seed, opt_func=r.choice(opts),
+        loss_func=l, model=model, fit=seeded, tokens=may and r.random()<0.5,
+        splitter=lambda m: [list(m.parameters())], cbs=cbs)
 
 @seeds(120)
 def test_random_twins(seed):
@@ -101,8 +118,11 @@ class Chaos(Callback):
     run_valid = False
     def __init__(self, rng, order):
         self.rng,self.order = rng,order
-        excs = dict(before_batch=[CancelBatchException], after_pred=[CancelBatchException], after_loss=[CancelBatchException], before_backward=[CancelBackwardException,CancelBatchException],
-            after_backward=[CancelBatchException], before_step=[CancelStepException,CancelBatchException], after_step=[CancelBatchException], after_batch=[CancelTrainException])
+        excs = dict(before_batch=[CancelBatchException], after_pred=[CancelBatchException],
+            after_loss=[CancelBatchException],
+            before_backward=[CancelBackwardException,CancelBatchException], after_backward=[CancelBatchException],
+            before_step=[CancelStepException,CancelBatchException],
+            after_step=[CancelBatchException], after_batch=[CancelTrainException])
         for nm,os in excs.items(): setattr(self, nm, partial(self.perhaps, os, 0.01 if nm=='after_batch' else 0.06))
     def perhaps(self, excs, p):
         if self.training and self.rng.random()<p: raise self.rng.choice(excs)
@@ -203,3 +223,64 @@ def test_interrupts(kwargs, permanent):
         for o in (learn,fresh): o.fit_one_cycle(1, 0.01, reset_opt=True)
         assert_twins(fresh, learn)
     assert raised>=40*many
+
+# Arguments that make no sense, and odd ones that do: either a message that helps, before a weight moves, or a right run
+
+odd = [0, -1, 1, 3, 4, 64, 2.5, 1e400, float('nan'), True, False, None, '64', 'auto', 'step', [], {}, {0:2}, {'a':1},
+    {-1:2}, {0:0}, {0:True}, {2:10**400}, {0:np.int8(64)}, np.int64(8), np.int8(64), np.uint8(200), np.float32(0.5),
+    np.array(4), torch.tensor(8), torch.tensor([1.,2.]), Fraction(1, 2), 1+0j, 10**400, -10**400,
+    lambda: 4, lambda l: 4, lambda a,b: a, lambda *a: 8, lambda p: None, lambda a,b: lambda p: 8,
+    lambda a,b: lambda p: -1, lambda a,b,c: 4, len, print, object, dict]
+base = dict(log_accum_batch=True, micro_batch_size=None, drop_last=None, size=None, sync_each=False)
+accs = {GradientAccumulation: dict(accum_bs=16, n_acc=32)|base,
+    GradientAccumulationSchedule:
+        dict(start_accum_bs=8, final_accum_bs=24, start=0, finish=0.6, schedule=SchedCos)|base,
+    GradientAccumulationScheduler: dict(scheduling={0:2, 1:3}, mode='epoch')|base}
+find = dict(mode='power', steps_per_trial=2, init_val=2, max_trials=25, apply=False, show_plot=False, n_look=256)
+params = [(f,nm) for f,d in (*accs.items(), ('bs_find',find)) for nm in (*d,'nothing_of_ours')]
+remedies = re.compile(r'\b(give|pass|use|leave|lower|return)\b', re.I)
+
+theirs = re.compile(r'has no len|is not iterable')   # what `len` and `dict`, called with a Learner, say themselves
+
+def told(e, drawn):
+    "Does the message name a parameter or a value that was drawn, and say what to do?"
+    msg = str(e)
+    if 'nothing_of_ours' in drawn: return 'unexpected keyword' in msg   # Python's own
+    if any(v is o for v in drawn.values() for o in (len,dict)) and theirs.search(msg): return True
+    return remedies.search(msg) and any(nm in msg or repr(v) in msg for nm,v in drawn.items())
+
+def check_run(learn, f, drawn):
+    "Train for an epoch with the arguments drawn; where there is a twin, the weights are the twin's"
+    kwargs = {k:v for k,v in accs.get(f, find).items() if k!='n_acc'}|drawn
+    if f=='bs_find':
+        kept = weights(learn)
+        learn.bs_find(**kwargs)
+        assert torch.equal(kept, weights(learn))
+        return learn.fit(1, 0.05)
+    if 'n_acc' in drawn and 'accum_bs' not in drawn: del kwargs['accum_bs']
+    learn.fit(1, 0.05, cbs=f(**kwargs))
+    if f is not GradientAccumulation or kwargs['size'] is not None: return
+    asked = kwargs.get('accum_bs')
+    big = round_up(int(kwargs.get('n_acc', 32) if asked is None else asked), 4)
+    twin = toy(big, whole=big if kwargs['drop_last'] else 1, n=50)
+    twin.fit(1, 0.05)
+    assert deviation(weights(twin), weights(learn))<1e-7
+
+@seeds(150)
+def test_arguments(seed):
+    r = random.Random(seed)
+    f,nm = params[seed%len(params)]
+    for _ in range(1 if f=='bs_find' else 5):   # a search takes longest
+        drawn = {nm:r.choice(odd)}
+        if r.random()<0.5: drawn |= {r.choice([p for g,p in params if g==f]):r.choice(odd)}
+        learn = toy(4, n=50)
+        before = weights(learn)
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')
+            try: check_run(learn, f, drawn)
+            except (TypeError,ValueError,IndexError,AttributeError) as e:
+                assert told(e, drawn), drawn
+                assert torch.equal(before, weights(learn)), drawn
+                continue
+        plt.close('all')
+        assert weights(learn).isfinite().all() and not torch.equal(before, weights(learn)), drawn

@@ -26,7 +26,8 @@ def imports(fn):
         if isinstance(o, ast.Import):
             for a in o.names: yield a.name,a.name.split('.')[0]=='fastaccum'
         elif isinstance(o, ast.ImportFrom):
-            base = '.'.join([*here[:len(here)-o.level], *(o.module or '').split('.')]).rstrip('.') if o.level else o.module
+            base = o.module
+            if o.level: base = '.'.join([*here[:len(here)-o.level], *(base or '').split('.')]).rstrip('.')
             if base in ('fastaccum', *(f'fastaccum.{r}' for r in rooms)):
                 for a in o.names: yield f'{base}.{a.name}',True
             else: yield base,base.split('.')[0]=='fastaccum'
@@ -56,12 +57,17 @@ def test_optional_packages(fn):
     wrong = {o for o in tops if o in never or optional.get(o, fn.name)!=fn.name}
     assert not wrong
 
-scripts = [*modules, *sorted(o for d in ('tools','docs','benchmarks') for o in (root/d).rglob('*.py')), *sorted(root.glob('*.py'))]
+scripts = [*modules, *sorted(o for d in ('tools','docs','benchmarks','tests') for o in (root/d).rglob('*.py')),
+    *sorted(root.glob('*.py'))]
+todo = {f'tests/{o}.py' for o in ('processes','test_auto','test_bs_find','test_canaries','test_dispatch','test_errors',
+    'test_plan','test_processes','test_recovery','test_site')}   # their lines are still to be wrapped
+scripts = [o for o in scripts if o.relative_to(root).as_posix() not in todo]
 
 @pytest.mark.parametrize('fn', scripts, ids=lambda o: o.relative_to(root).as_posix())
 def test_lines(fn):
     "At most 120 characters, but for what nbdev writes"
-    text = re.sub(r'^# %% auto.*?(?=^# %%)', lambda m: '\n'*m[0].count('\n'), fn.read_text(encoding='utf-8'), flags=re.M|re.S)
+    text = re.sub(r'^# %% auto.*?(?=^# %%)', lambda m: '\n'*m[0].count('\n'), fn.read_text(encoding='utf-8'),
+        flags=re.M|re.S)
     long = [f'{i}: {len(l)}' for i,l in enumerate(text.splitlines(), 1) if len(l)>120]
     assert not long
 
@@ -81,7 +87,8 @@ def functions(fn):
         elif isinstance(o, ast.ClassDef) and is_public(o.name):
             for m in o.body:
                 setter = isinstance(m, ast.FunctionDef) and any('setter' in ast.unparse(d) for d in m.decorator_list)
-                if isinstance(m, ast.FunctionDef) and is_public(m.name) and not setter: yield f'{o.name}.{m.name}',m,ast.get_docstring(o) or ''
+                if isinstance(m, ast.FunctionDef) and is_public(m.name) and not setter:
+                    yield f'{o.name}.{m.name}',m,ast.get_docstring(o) or ''
 
 exported = [o for o in modules if o.name!='all.py']
 

@@ -4,7 +4,8 @@ from contextlib import suppress
 from functools import partial
 from torch import nn
 from torch.nn import functional as F
-from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelFitException, CancelStepException,
+from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException,
+    CancelFitException, CancelStepException,
     CancelTrainException)
 from fastai.callback.mixup import CutMix, MixUp
 from fastai.callback.training import GradientClip
@@ -27,12 +28,15 @@ class Reweight(Callback):
         if self.epochs: self.change(self.learn.loss_func)
         self.epochs += 1
 
-changes = dict(weight=lambda f: setattr(f, 'weight', torch.tensor([0.2,1.,5.]).double()), in_place=lambda f: f.weight.mul_(torch.tensor([3.,1.,0.1])),
+changes = dict(weight=lambda f: setattr(f, 'weight', torch.tensor([0.2,1.,5.]).double()),
+    in_place=lambda f: f.weight.mul_(torch.tensor([3.,1.,0.1])),
     reduction=lambda f: setattr(f, 'reduction', 'sum'), ignore_index=lambda f: setattr(f, 'ignore_index', 1))
 
 @pytest.mark.parametrize('change', changes)
 def test_loss_settings_that_change_in_mid_fit(change):
-    def make(*args, **kwargs): return toy(*args, loss_func=CrossEntropy(weight=torch.ones(3).double() if change=='in_place' else None), **kwargs)
+    def make(*args, **kwargs):
+        return toy(*args, loss_func=CrossEntropy(weight=torch.ones(3).double() if change=='in_place' else None),
+            **kwargs)
     def cbs():
         cb = Reweight()
         cb.change = changes[change]
@@ -45,16 +49,19 @@ def test_a_reduction_that_changes_within_a_macro_batch_is_refused():
     class Change(Callback):
         def before_batch(self): self.learn.loss_func.reduction = 'sum' if self.iter==2 else 'mean'
     before = weights(learn)
-    with pytest.raises(RuntimeError, match='in the middle of a macro-batch'): learn.fit(1, 0.1, cbs=[GradientAccumulation(16),Change()])
+    with pytest.raises(RuntimeError, match='in the middle of a macro-batch'):
+        learn.fit(1, 0.1, cbs=[GradientAccumulation(16),Change()])
     assert weights(learn).equal(before)
 
 @pytest.mark.parametrize('mix', [MixUp,CutMix])
 @pytest.mark.parametrize('reduction', ['mean','sum'])
 def test_mixing_callbacks(mix, reduction):
-    "What is mixed is the same here (each sample with itself, rotated by a number of rows that divides all batches): so the means must be too"
+    """What is mixed is the same here (each sample with itself, rotated by a number of rows that divides all
+    batches): so the means must be too"""
     class Mix(mix):
         def before_batch(self):
-            self.yb1,self.lam = tuple(y.roll(1) if len(y)==1 else y.view(-1, 2).flip(1).flatten() for y in self.yb),torch.tensor(0.3).double()
+            self.yb1 = tuple(y.roll(1) if len(y)==1 else y.view(-1, 2).flip(1).flatten() for y in self.yb)
+            self.lam = torch.tensor(0.3).double()
     def make(*args, **kwargs):
         class Loss(CrossEntropy): y_int = True
         return toy(*args, loss_func=Loss(reduction=reduction), **kwargs)
@@ -69,7 +76,8 @@ def test_a_loss_that_a_callback_averages(n):
         order,run_valid = -101,False
         def after_loss(self): self.learn.loss_grad = self.loss_grad.mean()
     a,b = twins(n=n, loss_func=CrossEntropy(reduction='none'), cbs=lambda: [Mean()], fit=fit)
-    for o in (a,b): o.recorder.values = [v[:1] for v in o.recorder.values]   # (fastai's mean over the validation set is another)
+    # (fastai's mean over the validation set is another)
+    for o in (a,b): o.recorder.values = [v[:1] for v in o.recorder.values]
     assert_twins(a, b)
 
 class Penalty(Callback):
@@ -86,7 +94,8 @@ class Penalty(Callback):
 @pytest.mark.parametrize('n', [64,70])
 def test_a_sum_with_a_penalty(of, in_place, n):
     with pytest.warns(UserWarning, match="sums .`reduction='sum'`.*a callback adds") as told:
-        a,b = twins(n=n, loss_func=CrossEntropy(reduction='sum'), cbs=lambda: [Penalty(of, in_place)], fit=lambda l,cbs: l.fit(2, 1e-3, cbs=cbs))
+        a,b = twins(n=n, loss_func=CrossEntropy(reduction='sum'), cbs=lambda: [Penalty(of, in_place)],
+            fit=lambda l,cbs: l.fit(2, 1e-3, cbs=cbs))
     assert len([o for o in told if 'reduction' in str(o.message)])==1
     assert_twins(a, b)
 
@@ -94,7 +103,8 @@ def test_a_sum_times_a_number_is_no_penalty():
     class Twice(Callback):
         run_valid = False
         def after_loss(self): self.learn.loss_grad = self.loss_grad*2
-    a,b = twins(n=70, loss_func=CrossEntropy(reduction='sum'), cbs=lambda: [Twice()], fit=lambda l,cbs: l.fit(2, 1e-3, cbs=cbs))
+    a,b = twins(n=70, loss_func=CrossEntropy(reduction='sum'), cbs=lambda: [Twice()],
+        fit=lambda l,cbs: l.fit(2, 1e-3, cbs=cbs))
     assert_twins(a, b)
 
 # Fits within fits
@@ -134,7 +144,8 @@ def test_a_callback_that_is_added_in_the_middle_of_an_epoch(event):
             if self.training and self.iter==2: self.learn.add_cb(GradientAccumulation(16))
     cb = Add()
     setattr(cb, event, cb.add)
-    with pytest.raises(RuntimeError, match='GradientAccumulation cannot begin in the middle of an epoch. Add it'): learn.fit(1, 0.1, cbs=cb)
+    with pytest.raises(RuntimeError, match='GradientAccumulation cannot begin in the middle of an epoch. Add it'):
+        learn.fit(1, 0.1, cbs=cb)
 
 def test_a_callback_that_is_added_between_epochs():
     def run(bs, acc):
@@ -160,19 +171,22 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize('n', [64,70])
 def test_tied_weights_in_two_groups_with_padded_tokens(n):
-    a,b = twins(n=n, tokens=True, model=lambda: Tied().double(), splitter=lambda m: [list(m.enc.parameters()),[*m.mid.parameters(),*m.dec.parameters()]],
+    a,b = twins(n=n, tokens=True, model=lambda: Tied().double(),
+                splitter=lambda m: [list(m.enc.parameters()),[*m.mid.parameters(),*m.dec.parameters()]],
                 opt_func=SGD, fit=fit)
     assert_twins(a, b)
 
 @pytest.mark.parametrize('clip', [False,True])
 def test_parameters_outside_of_the_optimizer(clip):
     "Their gradients add up over steps, since nobody empties them, and `GradientClip` counts them"
-    a,b = twins(n=70, tokens=True, splitter=lambda m: [list(m[2:].parameters())], cbs=lambda: [GradientClip(0.5)] if clip else [], fit=fit)
+    a,b = twins(n=70, tokens=True, splitter=lambda m: [list(m[2:].parameters())],
+        cbs=lambda: [GradientClip(0.5)] if clip else [], fit=fit)
     assert a.model[0].weight.grad.abs().sum()>0
     assert_twins(a, b)
 
 @pytest.mark.parametrize('tokens', [False,True])
-@pytest.mark.parametrize('event,exc', [('before_step',CancelBatchException), ('after_step',CancelBatchException), ('before_step',CancelStepException)])
+@pytest.mark.parametrize('event,exc', [('before_step',CancelBatchException), ('after_step',CancelBatchException),
+    ('before_step',CancelStepException)])
 def test_a_step_that_is_cancelled(event, exc, tokens):
     "With `CancelBatchException` nobody empties the gradients: the next step has them too, in both runs"
     class Cancel(Callback):
@@ -228,7 +242,8 @@ def test_micro_batches_without_anything_to_learn(n, opt_func):
     x = ds.tensors[0]
     for i in (0,12,24,60): x[i:i+4,0] = -x[i:i+4,0].abs()   # first, last and middle ones of their macro-batches
     assert (x[:16,0]>0).any()
-    a,b = twins(n=n, data=ds, model=lambda: Gated().double(), splitter=lambda m: [list(m.parameters())], opt_func=opt_func, fit=fit)
+    a,b = twins(n=n, data=ds, model=lambda: Gated().double(), splitter=lambda m: [list(m.parameters())],
+        opt_func=opt_func, fit=fit)
     assert_twins(a, b)
 
 def test_nothing_to_learn_at_all():
@@ -261,7 +276,8 @@ def test_a_learner_that_steps_by_itself():
     learn = toy(4, n=64)
     learn.__class__ = Manual
     before = weights(learn)
-    with pytest.raises(ValueError, match='own `_do_one_batch` runs.*_do_grad_opt'): learn.fit(1, 0.1, cbs=GradientAccumulation(16))
+    with pytest.raises(ValueError, match='own `_do_one_batch` runs.*_do_grad_opt'):
+        learn.fit(1, 0.1, cbs=GradientAccumulation(16))
     assert weights(learn).equal(before) and 'step' not in vars(learn.opt)
     learn.fit(1, 0.1)
     assert not weights(learn).equal(before)
@@ -302,7 +318,8 @@ def test_a_loader_that_yields_more_than_it_announced_says_so():
         def __iter__(self): return iter(self.dl)
     learn = toy(4, n=64)
     learn.dls.loaders[0] = Short(learn.dls.train)
-    with pytest.warns(UserWarning, match='announced 10 batches and yields more') as told: learn.fit(2, 0.1, cbs=GradientAccumulation(16))
+    with pytest.warns(UserWarning, match='announced 10 batches and yields more') as told:
+        learn.fit(2, 0.1, cbs=GradientAccumulation(16))
     assert len([o for o in told if 'announced' in str(o.message)])==1
 
 @pytest.mark.parametrize('order', [-20,0,80])
@@ -343,7 +360,8 @@ def test_a_loader_without_a_batch_says_so():
 # Switched off, removed, interrupted
 
 @pytest.mark.parametrize('how', ['run','remove'])
-@pytest.mark.parametrize('event,order', [('after_batch',5), ('after_batch',70), ('before_batch',0), ('after_backward',0), ('before_backward',0), ('after_loss',0)])
+@pytest.mark.parametrize('event,order', [('after_batch',5), ('after_batch',70), ('before_batch',0),
+    ('after_backward',0), ('before_backward',0), ('after_loss',0)])
 def test_switched_off_in_the_middle_of_a_macro_batch(how, event, order):
     "No gradient of it is left: what follows is a plain fit"
     class Off(Callback):
@@ -400,9 +418,12 @@ def test_another_size_between_fits():
     learn.fit(1, 0.1, cbs=acc); big.fit(1, 0.1)
     assert_twins(big, learn)
 
-@pytest.mark.parametrize('schedule,exc,msg', [(lambda s,e: lambda p: float('inf') if 0.2<p<0.3 else 8, ValueError, 'inf at position'),
-    (lambda p: 10**400, ValueError, 'at position'), (lambda p: float('nan'), ValueError, 'nan at position'), (lambda p: None, ValueError, 'None at position'),
-    (dict, TypeError, 'cannot be called with 8 and 32|returned'), (print, TypeError, 'an annealer'), (iter, TypeError, 'an annealer')],
+@pytest.mark.parametrize('schedule,exc,msg',
+    [(lambda s,e: lambda p: float('inf') if 0.2<p<0.3 else 8, ValueError, 'inf at position'),
+    (lambda p: 10**400, ValueError, 'at position'), (lambda p: float('nan'), ValueError, 'nan at position'),
+    (lambda p: None, ValueError, 'None at position'),
+    (dict, TypeError, 'cannot be called with 8 and 32|returned'), (print, TypeError, 'an annealer'),
+    (iter, TypeError, 'an annealer')],
     ids=['inf','huge','nan','none','dict','print','iter'])
 def test_schedules_that_give_no_sizes(schedule, exc, msg):
     with pytest.raises(exc, match=msg): GradientAccumulationSchedule(8, 32, schedule=schedule)
@@ -413,15 +434,18 @@ def test_a_size_function_of_another_signature(size):
     with pytest.raises(TypeError, match='`size='): GradientAccumulation(16, size=size)
 
 @pytest.mark.parametrize('nm', ['accum_bs','n_acc'])
-@pytest.mark.parametrize('at,sizes', [(1,[16,24,24, 24,24,16]), (2,[16,16,24,8, 24,24,16]), (4,[16]*4+[24,24,16]), (5,[16]*5+[24,24]), (8,[16]*8)])
+@pytest.mark.parametrize('at,sizes', [(1,[16,24,24, 24,24,16]), (2,[16,16,24,8, 24,24,16]), (4,[16]*4+[24,24,16]),
+    (5,[16]*5+[24,24]), (8,[16]*8)])
 def test_another_size_within_a_fit(nm, at, sizes):
-    "Taken at the next macro-batch: the twin is a plain run on those batches, and the steps that are left share what is left of the epoch's progress"
+    """Taken at the next macro-batch: the twin is a plain run on those batches, and the steps that are left share
+    what is left of the epoch's progress"""
     class Resize(Callback):
         def before_fit(self): self.n = 0
         def after_step(self):
             self.n += 1
             if self.n==at: setattr(self.learn.gradient_accumulation, nm, 24)
-    learn,seen = toy(4, n=64),Seen('before_step', lambda l: (l.gradient_accumulation.macro.samples, l.pct_train), order=70)
+    learn,seen = toy(4, n=64),Seen('before_step', lambda l: (l.gradient_accumulation.macro.samples, l.pct_train),
+        order=70)
     learn.fit(2, 0.1, cbs=[GradientAccumulation(16),Resize(),seen])
     assert [o for o,_ in seen.values]==sizes and learn.pct_train==pytest.approx(1)
     pcts = [o for _,o in seen.values]+[1.]

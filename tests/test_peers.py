@@ -93,7 +93,8 @@ def test_nan_and_missing_entries_are_no_small_difference():
 def results(nm): return json.loads((root/f'benchmarks/results/{nm}.json').read_text(encoding='utf-8'))
 def keys_of(module):
     "The keys of an adapter's peers, without importing what it needs"
-    return set(re.findall(r"^    key,title\S* = '([^']+)'", (root/f'benchmarks/peers/{module}.py').read_text(encoding='utf-8'), re.M))
+    return set(re.findall(r"^    key,title\S* = '([^']+)'",
+        (root/f'benchmarks/peers/{module}.py').read_text(encoding='utf-8'), re.M))
 modules = ['bare','fastai','fastxtend','lightning','accelerate','transformers','composer','fastaccum']
 
 def test_results_of_right_are_whole():

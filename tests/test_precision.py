@@ -23,9 +23,11 @@ class Overflow(Callback):
     order,run_valid = 9,False   # after us, before the scale
     def __init__(self, x, epoch=0): self.x0,self.epoch_ = x,epoch
     def before_backward(self):
-        if self.epoch==self.epoch_ and (self.x==self.x0).all(-1).any(): self.learn.loss_grad = self.loss_grad*float('inf')
+        if self.epoch==self.epoch_ and (self.x==self.x0).all(-1).any():
+            self.learn.loss_grad = self.loss_grad*float('inf')
 
-@pytest.mark.parametrize('kwargs', [dict(), dict(n=67, shuffle=True), dict(tokens=True, n=67), dict(macro=10, n=71, opt_func=Adam),
+@pytest.mark.parametrize('kwargs', [dict(), dict(n=67, shuffle=True), dict(tokens=True, n=67),
+                                    dict(macro=10, n=71, opt_func=Adam),
                                     dict(n=70, acc=dict(drop_last=True))], ids=str)
 @pytest.mark.parametrize('clip', [None,0.05])
 def test_scaled_twins(kwargs, clip):
@@ -74,8 +76,10 @@ def test_clip_acts_once_on_the_unscaled_mean_gradient():
 def test_half_precision_on_the_cpu(mode):
     "Real half precision: micro-batches are rounded separately, so twins agree to its precision, and logs are unscaled"
     def make(bs, **kwargs):
-        learn = toy(bs, model=lambda: nn.Sequential(nn.Linear(5,16), nn.ReLU(), nn.Linear(16,3)), splitter=lambda m: [list(m.parameters())], **kwargs)
-        for ds in (learn.dls.train_ds,): ds.tensors = tuple(t.float() if t.is_floating_point() else t for t in ds.tensors)
+        learn = toy(bs, model=lambda: nn.Sequential(nn.Linear(5,16), nn.ReLU(), nn.Linear(16,3)),
+            splitter=lambda m: [list(m.parameters())], **kwargs)
+        for ds in (learn.dls.train_ds,):
+            ds.tensors = tuple(t.float() if t.is_floating_point() else t for t in ds.tensors)
         return learn
     seen = Seen('after_pred', lambda l: l.model[0](l.x).dtype)
     a,b = twins(make=make, fit=fit2, cbs=lambda: [CpuMixedPrecision(amp_mode=mode), seen], n=70)
@@ -83,7 +87,8 @@ def test_half_precision_on_the_cpu(mode):
     assert set(seen.values)=={half}, 'nothing ran in half precision'
     tol = 4*torch.finfo(half).eps
     assert_twins(a, b, tol=tol, loss_tol=tol)
-    assert not any(l.isnan() for l in b.recorder.losses) and max(b.recorder.losses)<3    # scaled by 65536 it would be larger
+    # scaled by 65536 it would be larger
+    assert not any(l.isnan() for l in b.recorder.losses) and max(b.recorder.losses)<3
 
 def test_remainder_settled_after_training_ends_early_is_unscaled():
     "A remainder that is stepped in `after_train` goes through the scaler as well"
@@ -91,7 +96,8 @@ def test_remainder_settled_after_training_ends_early_is_unscaled():
     from fastai.callback.core import CancelTrainException
     def run(bs, macro, at):
         learn = toy(bs, n=64)
-        learn.fit(1, 0.05, cbs=[Scaled(init_scale=2.**10), Raise('after_batch', CancelTrainException, 100, at)]+([GradientAccumulation(macro)] if macro else []))
+        learn.fit(1, 0.05, cbs=[Scaled(init_scale=2.**10),
+            Raise('after_batch', CancelTrainException, 100, at)]+([GradientAccumulation(macro)] if macro else []))
         return learn
     b = run(4, 16, at=5)                # six micro-batches: 16 samples and 8
     a = toy(16, n=64)

@@ -9,8 +9,10 @@ readme = (root/'README.md').read_text(encoding='utf-8')
 def blocks(text, lang): return re.findall(fr'^```{lang}\n(.*?)^```$', text, re.M|re.S)
 
 def run(*args, cwd=None):
-    env = os.environ | dict(PYTHONPATH=os.pathsep.join(o for o in (str(root), os.environ.get('PYTHONPATH')) if o), OMP_NUM_THREADS='1', MPLBACKEND='agg')
-    res = subprocess.run([sys.executable, *args], cwd=cwd, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=1200)
+    env = os.environ | dict(PYTHONPATH=os.pathsep.join(o for o in (str(root), os.environ.get('PYTHONPATH')) if o),
+        OMP_NUM_THREADS='1', MPLBACKEND='agg')
+    res = subprocess.run([sys.executable, *args], cwd=cwd, env=env, stdin=subprocess.DEVNULL, capture_output=True,
+        text=True, timeout=1200)
     assert not res.returncode, res.stderr
     return res.stdout
 
@@ -19,13 +21,15 @@ def test_example_runs(tmp_path):
     code = blocks(readme, 'python')
     whole = [o for o in code if 'import' in o]
     assert len(whole)==1 and len(code)>1
-    (tmp_path/'example.py').write_text('\n'.join([*whole, "print('RAN', len(learn.recorder.losses))", *(o for o in code if o not in whole)]), encoding='utf-8')
+    (tmp_path/'example.py').write_text('\n'.join([*whole, "print('RAN', len(learn.recorder.losses))",
+        *(o for o in code if o not in whole)]), encoding='utf-8')
     out = run('example.py', cwd=tmp_path)
     assert 'RAN 30' in out and len(re.findall(r'^\W*[0-4] +\d\.\d+ .*\d\d:\d\d', out, re.M))>=5
 
 @pytest.mark.skipif(not shutil.which('make'), reason='there is no make here')
 def test_commands_exist():
-    commands = {o for text in (readme, (root/'CONTRIBUTING.md').read_text(encoding='utf-8')) for o in re.findall(r'(?:^|`)make (\w[\w-]*)', text, re.M)}
+    commands = {o for text in (readme, (root/'CONTRIBUTING.md').read_text(encoding='utf-8'))
+        for o in re.findall(r'(?:^|`)make (\w[\w-]*)', text, re.M)}
     assert {'demo','test','docs','docs-serve','docs-test'} <= commands
     for o in sorted(commands):
         res = subprocess.run(['make','-n',o], cwd=root, capture_output=True, text=True)
@@ -36,7 +40,8 @@ def test_addresses_are_the_projects():
     assert f'git clone {url} &&' in readme and f'pip install git+{url}`' in readme
 
 def test_scripts_and_pictures_exist():
-    for o in re.findall(r'`python ([\w/]+\.py)', readme)+re.findall(r'!\[[^]]*\]\(([^)]+)\)', readme): assert (root/o).is_file(), o
+    for o in re.findall(r'`python ([\w/]+\.py)', readme)+re.findall(r'!\[[^]]*\]\(([^)]+)\)', readme):
+        assert (root/o).is_file(), o
 
 def test_table_is_what_the_script_prints():
     "All of it but the size of a rounding error"

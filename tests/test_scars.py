@@ -28,7 +28,8 @@ def test_fastai_gets_it_wrong():
         assert deviation(weights(a), weights(b))>1e-3
 
 def test_accum_bs_that_is_no_multiple():
-    "fastai's gradient is 1.2 times too large, fastxtend refuses, others cannot say it: 40 in micro-batches of 16 makes steps of 48"
+    """fastai's gradient is 1.2 times too large, fastxtend refuses, others cannot say it: 40 in micro-batches of 16
+    makes steps of 48"""
     a,b = twins(micro=16, macro=40, n=250, fit=fit)
     assert a.dls.train.bs==48
     assert_twins(a, b)
@@ -51,7 +52,8 @@ def test_recorded_loss_of_every_step_in_later_epochs():
 def test_no_gradient_enters_the_next_fit():
     "An interrupted fit leaves gradients; in fastai they are part of the next fit's first step"
     learn = toy(4, n=64)
-    with pytest.raises(KeyboardInterrupt): learn.fit(1, 0.1, cbs=[GradientAccumulation(16),Raise('after_backward', KeyboardInterrupt, 5, at=2)])
+    with pytest.raises(KeyboardInterrupt):
+        learn.fit(1, 0.1, cbs=[GradientAccumulation(16),Raise('after_backward', KeyboardInterrupt, 5, at=2)])
     first = Seen('before_step', grads)
     learn.fit(1, 0.1, cbs=[GradientAccumulation(16),first])
     fresh,expected = toy(16, n=64),Seen('before_step', grads)
@@ -112,7 +114,8 @@ def test_train_metrics_see_all_samples():
 def test_after_an_interrupt_a_plain_fit_records_every_batch():
     "fastxtend's records none"
     learn = toy(4, n=64)
-    with pytest.raises(KeyboardInterrupt): learn.fit(1, 0.1, cbs=[GradientAccumulation(16),Raise('after_pred', KeyboardInterrupt, 0, at=1)])
+    with pytest.raises(KeyboardInterrupt):
+        learn.fit(1, 0.1, cbs=[GradientAccumulation(16),Raise('after_pred', KeyboardInterrupt, 0, at=1)])
     learn.fit(1, 0.1)
     assert steps(learn)==16
 

@@ -1,6 +1,6 @@
 "Schedules: the run is plain training on exactly the macro-batches of the plan, and the plan is what the schedule says."
 import pickle, random, warnings
-import pytest
+import numpy as np, pytest
 from functools import partial
 from hypothesis import given, settings, strategies as st
 from fastai.callback.core import CancelEpochException, CancelFitException, CancelTrainException
@@ -38,13 +38,15 @@ def compare(make_acc, n_epoch, n, micro, fit=one_cycle, cbs=list, start_epoch=0,
     assert len(b.recorder.losses)==len(b.recorder.accum_bs)==sum(plan.steps[start_epoch:])
     return a,b,plan
 
-annealers = dict(lin=SchedLin, cos=SchedCos, exp=SchedExp, no=SchedNo, poly=partial(SchedPoly, power=2), own=lambda a,b: lambda pos: a if pos<0.4 else b)
+annealers = dict(lin=SchedLin, cos=SchedCos, exp=SchedExp, no=SchedNo, poly=partial(SchedPoly, power=2),
+    own=lambda a,b: lambda pos: a if pos<0.4 else b)
 
 @pytest.mark.parametrize('annealer', annealers)
 @pytest.mark.parametrize('ends', [(8,40),(40,8),(5,33)], ids=str)
 @pytest.mark.parametrize('drop_last', [False,True])
 def test_annealed_run_is_plain_training_on_its_macro_batches(annealer, ends, drop_last):
-    acc = lambda: GradientAccumulationSchedule(*ends, start=0.1, finish=0.8, schedule=annealers[annealer], drop_last=drop_last)
+    acc = lambda: GradientAccumulationSchedule(*ends, start=0.1, finish=0.8,
+        schedule=annealers[annealer], drop_last=drop_last)
     compare(acc, n_epoch=3, n=71, micro=4)
 
 @pytest.mark.parametrize('seed', range(60))
@@ -55,22 +57,28 @@ def test_random_schedules(seed):
     drop_last = r.random()<0.3
     most = n//(2*micro)*micro
     if r.random()<0.6:
-        start,finish = sorted([r.random(),r.random()]) if r.random()<0.6 else sorted([r.randint(0, n_epoch),r.randint(0, n_epoch)])
+        start,finish = sorted([r.random(),r.random()] if r.random()<0.6 else
+            [r.randint(0, n_epoch),r.randint(0, n_epoch)])
         ends = r.randint(1, most),r.randint(1, most)
-        acc = lambda: GradientAccumulationSchedule(*ends, start=start, finish=finish, schedule=annealers[r2.choice(list(annealers))], drop_last=drop_last)
+        acc = lambda: GradientAccumulationSchedule(*ends, start=start, finish=finish,
+            schedule=annealers[r2.choice(list(annealers))], drop_last=drop_last)
     else:
         mode = r.choice(['epoch','step'])
-        scheduling = {r.randint(0, n_epoch if mode=='epoch' else 20):r.randint(1, max(1, most//micro)) for _ in range(3)}
+        scheduling = {r.randint(0, n_epoch if mode=='epoch' else 20):r.randint(1, max(1, most//micro))
+            for _ in range(3)}
         acc = lambda: GradientAccumulationScheduler(scheduling, mode, drop_last=drop_last)
     r2 = random.Random(seed)
     more = [GradientClip(0.05)]*(r.random()<0.3)+[Scaled(init_scale=2.**8, growth_interval=3)]*(r.random()<0.3)
-    compare(acc, n_epoch, n, micro, cbs=lambda: list(more), tokens=r.random()<0.3, shuffle=r.random()<0.5, opt_func=r.choice([SGD,Adam]), seed=seed)
+    compare(acc, n_epoch, n, micro, cbs=lambda: list(more), tokens=r.random()<0.3, shuffle=r.random()<0.5,
+        opt_func=r.choice([SGD,Adam]), seed=seed)
 
-@given(n=st.integers(20, 300), micro=st.integers(1, 9), a=st.integers(1, 60), b=st.integers(1, 60), s=st.floats(0, 1), f=st.floats(0, 1),
+@given(n=st.integers(20, 300), micro=st.integers(1, 9), a=st.integers(1, 60), b=st.integers(1, 60),
+       s=st.floats(0, 1), f=st.floats(0, 1),
        name=st.sampled_from(['lin','cos','exp','no','poly']), n_epoch=st.integers(1, 4), drop=st.booleans())
 @settings(max_examples=200, deadline=None)
 def test_sizes_follow_the_ideal_curve(n, micro, a, b, s, f, name, n_epoch, drop):
-    "Within half a micro-batch of the annealer between the rounded-up ends; each sample once per epoch, but for `drop_last`"
+    """Within half a micro-batch of the annealer between the rounded-up ends; each sample once per epoch, but for
+    `drop_last`"""
     s,f = sorted([s,f])
     acc = GradientAccumulationSchedule(a, b, start=s, finish=f, schedule=annealers[name], drop_last=drop)
     first,last = round_up(a, micro),round_up(b, micro)
@@ -85,10 +93,13 @@ def test_sizes_follow_the_ideal_curve(n, micro, a, b, s, f, name, n_epoch, drop)
     plan = Plan(n, micro, size, n_epoch, drop)
     for epoch,sizes in enumerate(plan.sizes):
         if not drop: assert sum(sizes)==n
-        else: assert sum(sizes)<=n and (sum(sizes)==n or sum(sizes)+size(Position(epoch, 0, (epoch+sum(sizes)/n)/n_epoch))>n)
+        else:
+            assert sum(sizes)<=n
+            assert sum(sizes)==n or sum(sizes)+size(Position(epoch, 0, (epoch+sum(sizes)/n)/n_epoch))>n
         assert all(o%micro==0 for o in sizes[:-1])
 
-@pytest.mark.parametrize('start,finish,pcts', [(1,3,(0.25,0.75)), (0.25,3,(0.25,0.75)), (1,0.75,(0.25,0.75)), (0,4,(0.,1.)), (2,2,(0.5,0.5))], ids=str)
+@pytest.mark.parametrize('start,finish,pcts',
+    [(1,3,(0.25,0.75)), (0.25,3,(0.25,0.75)), (1,0.75,(0.25,0.75)), (0,4,(0.,1.)), (2,2,(0.5,0.5))], ids=str)
 def test_epochs_and_fractions_at_both_ends(start, finish, pcts):
     make = lambda s,f: GradientAccumulationSchedule(8, 32, start=s, finish=f)
     dls = toy(4, n=64).dls
@@ -100,14 +111,16 @@ def test_a_ready_made_schedule():
     assert max(b.recorder.accum_bs)>=28 and plan.sizes[0][0]==8 and b.recorder.accum_bs[-1]<24
 
 def test_resuming_a_second_fit_and_a_restored_callback():
-    "The same sizes on `start_epoch`, in another fit with the same callback, after an interrupt, and pickled and restored"
+    """The same sizes on `start_epoch`, in another fit with the same callback, after an interrupt, and pickled and
+    restored"""
     make = lambda: GradientAccumulationSchedule(8, 32, start=1, finish=3, schedule=partial(SchedPoly, power=2))
     a,b,plan = compare(make, n_epoch=4, n=70, micro=4, start_epoch=2)
     expected = toy(4, n=70)
     expected.fit_one_cycle(4, 0.05, cbs=make())
     assert b.recorder.accum_bs==expected.recorder.accum_bs[sum(plan.steps[:2]):]
     acc,learn = make(),toy(4, n=70)
-    with pytest.raises(KeyboardInterrupt): learn.fit(4, 0.05, cbs=[acc,Raise('after_backward', KeyboardInterrupt, 7, at=20)])
+    with pytest.raises(KeyboardInterrupt):
+        learn.fit(4, 0.05, cbs=[acc,Raise('after_backward', KeyboardInterrupt, 7, at=20)])
     for o in (acc,acc,pickle.loads(pickle.dumps(acc))):
         learn = toy(4, n=70)
         learn.fit_one_cycle(4, 0.05, cbs=o)
@@ -168,25 +181,36 @@ def test_shadowed_names_and_warnings():
             toy(4, n=64).fit(2, 0.05, cbs=[acc,found])
         assert found.values==[True]
 
-@pytest.mark.parametrize('kwargs', [dict(finish=1.5), dict(start=1.2, finish=2.), dict(finish=4), dict(start=3, finish=5)], ids=str)
+@pytest.mark.parametrize('kwargs', [dict(finish=1.5), dict(start=1.2, finish=2.), dict(finish=4),
+    dict(start=3, finish=5)], ids=str)
 def test_finish_after_the_end_warns(kwargs):
     learn = toy(4, n=64)
-    with pytest.warns(UserWarning, match='size stops at') as w: learn.fit(2, 0.05, cbs=GradientAccumulationSchedule(8, 32, **kwargs))
+    with pytest.warns(UserWarning, match='size stops at') as w:
+        learn.fit(2, 0.05, cbs=GradientAccumulationSchedule(8, 32, **kwargs))
     assert learn.recorder.accum_bs[-1]<32 and str(kwargs['finish']) in str(w[0].message)
 
 @pytest.mark.parametrize('kwargs,exc,msg', [
-    (dict(start=0.5, finish=0.3), ValueError, '`start=0.5` is later'), (dict(start=3, finish=2), ValueError, '`start=3` is later'),
-    (dict(start=-0.1), ValueError, 'start=-0.1'), (dict(finish=-1), ValueError, 'finish=-1'), (dict(start=True), TypeError, 'start=True'),
-    (dict(finish='1'), TypeError, "finish='1'"), (dict(finish=float('nan')), ValueError, 'nan'), (dict(start_accum_bs=0), ValueError, 'start_accum_bs=0'),
-    (dict(final_accum_bs=-4), ValueError, 'final_accum_bs=-4'), (dict(start_accum_bs=4.), TypeError, 'start_accum_bs=4.0'),
-    (dict(schedule='cos'), TypeError, "'cos'"), (dict(schedule=None), TypeError, 'None'), (dict(schedule=lambda a,b: a), TypeError, 'returned 8'),
-    (dict(schedule=lambda a,b: lambda pos: -1), ValueError, 'above 0'), (dict(schedule=lambda a,b: lambda pos: float('nan')), ValueError, 'nan'),
+    (dict(start=0.5, finish=0.3), ValueError, '`start=0.5` is later'),
+    (dict(start=3, finish=2), ValueError, '`start=3` is later'),
+    (dict(start=-0.1), ValueError, 'start=-0.1'), (dict(finish=-1), ValueError, 'finish=-1'),
+    (dict(start=True), TypeError, 'start=True'), (dict(finish=10**400), ValueError, 'finish=1000'),
+    (dict(finish='1'), TypeError, "finish='1'"), (dict(finish=float('nan')), ValueError, 'nan'),
+    (dict(start_accum_bs=0), ValueError, 'start_accum_bs=0'),
+    (dict(final_accum_bs=-4), ValueError, 'final_accum_bs=-4'),
+    (dict(start_accum_bs=4.), TypeError, 'start_accum_bs=4.0'),
+    (dict(schedule='cos'), TypeError, "'cos'"), (dict(schedule=None), TypeError, 'None'),
+    (dict(schedule=lambda a,b: a), TypeError, 'returned 8'),
+    (dict(schedule=lambda a,b: lambda pos: -1), ValueError, 'above 0'),
+    (dict(schedule=lambda a,b: lambda pos: float('nan')), ValueError, 'nan'),
     (dict(drop_last=1), TypeError, 'drop_last=1'), (dict(size=3), TypeError, 'size=3')], ids=str)
 def test_bad_schedules_fail_in_the_constructor(kwargs, exc, msg):
-    with pytest.raises(exc, match=msg): GradientAccumulationSchedule(**{**dict(start_accum_bs=8, final_accum_bs=32), **kwargs})
+    with pytest.raises(exc, match=msg):
+        GradientAccumulationSchedule(**{**dict(start_accum_bs=8, final_accum_bs=32), **kwargs})
 
-@pytest.mark.parametrize('args,exc,msg', [(({},), TypeError, 'give a dict'), (([2,4],), TypeError, 'give a dict'), (({0.5:2},), TypeError, '0.5'),
-    (({0:2.},), TypeError, '2.0'), (({True:2},), TypeError, 'True'), (({0:0},), ValueError, 'factor 0'), (({-1:2},), IndexError, 'threshold -1'),
+@pytest.mark.parametrize('args,exc,msg', [(({},), TypeError, 'give a dict'), (([2,4],), TypeError, 'give a dict'),
+    (({0.5:2},), TypeError, '0.5'),
+    (({0:2.},), TypeError, '2.0'), (({True:2},), TypeError, 'True'), (({0:0},), ValueError, 'factor 0'),
+    (({-1:2},), IndexError, 'threshold -1'),
     (({0:2},'batch'), ValueError, "'batch'")], ids=str)
 def test_bad_scheduling_fails_in_the_constructor(args, exc, msg):
     with pytest.raises(exc, match=msg): GradientAccumulationScheduler(*args)
@@ -194,7 +218,8 @@ def test_bad_scheduling_fails_in_the_constructor(args, exc, msg):
 def test_mixed_moments_out_of_order_fail_before_a_weight_moves():
     learn = toy(4, n=64)
     before = weights(learn)
-    with pytest.raises(ValueError, match='`start=1` is later than `finish=0.3`'): learn.fit(2, 0.05, cbs=GradientAccumulationSchedule(8, 32, start=1))
+    with pytest.raises(ValueError, match='`start=1` is later than `finish=0.3`'):
+        learn.fit(2, 0.05, cbs=GradientAccumulationSchedule(8, 32, start=1))
     assert weights(learn).equal(before)
 
 def test_plot_sched_draws_the_plan():
@@ -203,14 +228,22 @@ def test_plot_sched_draws_the_plan():
     axs = acc.plot_sched(dls, 3)
     plan = acc.plan(dls, 3)
     sizes = [o for epoch in plan.sizes for o in epoch]
-    assert list(axs[0].lines[0].get_ydata())[:-1]==sizes and list(axs[1].lines[0].get_ydata())==list(range(len(sizes)+1))
+    assert list(axs[0].lines[0].get_ydata())[:-1]==sizes
+    assert list(axs[1].lines[0].get_ydata())==list(range(len(sizes)+1))
     plt.close('all')
 
-@pytest.mark.parametrize('exc', [KeyboardInterrupt,RuntimeError,CancelFitException,CancelEpochException,CancelTrainException], ids=lambda o: o.__name__)
-@pytest.mark.parametrize('make', [lambda: GradientAccumulationSchedule(4, 12), lambda: GradientAccumulationScheduler({0:2, 3:5}, mode='step')], ids=['schedule','scheduler'])
+def test_numpy_integers_do_not_overflow():
+    "4*np.int8(64) is 0, and a macro-batch of 0 samples would never end an epoch"
+    assert GradientAccumulationScheduler({0:np.int8(64)}).sizes(4, 1)(Position(0, 0, 0.))==256
+
+@pytest.mark.parametrize('exc', [KeyboardInterrupt,RuntimeError,CancelFitException,CancelEpochException,
+    CancelTrainException], ids=lambda o: o.__name__)
+@pytest.mark.parametrize('make', [lambda: GradientAccumulationSchedule(4, 12),
+    lambda: GradientAccumulationScheduler({0:2, 3:5}, mode='step')], ids=['schedule','scheduler'])
 def test_faults(exc, make):
     "The foundation's fault matrix, with schedules"
-    from test_faults import check_accumulated, check_clean, check_plain, faulty_fit, n, micro, orders, per_batch, per_fit
+    from test_faults import (check_accumulated, check_clean, check_plain, faulty_fit, n, micro, orders, per_batch,
+        per_fit)
     for i,event in enumerate(per_fit+per_batch):
         for j,order in enumerate(orders[::2]):
             learn = toy(micro, n=n)

@@ -20,7 +20,8 @@ def take(tmp, *names):
 stub = """#!/bin/sh
 # A Python that makes environments of nothing, and notes what pip is told; it fails where FAILS says so
 case "$1 $2" in
-  '-m venv') echo "venv $NAME" >> "$LOG"; test "$3" = --clear && rm -rf "$4"; mkdir -p "$4/bin"; touch "$4/lib-$NAME"; cp "{base}/$NAME" "$4/bin/python";;
+  '-m venv') echo "venv $NAME" >> "$LOG"; test "$3" = --clear && rm -rf "$4"
+             mkdir -p "$4/bin"; touch "$4/lib-$NAME"; cp "{base}/$NAME" "$4/bin/python";;
   '-m pip')  echo "pip $NAME $5 $6" >> "$LOG"; test -z "$FAILS";;
   *) case "$2" in *base_prefix*) echo "3.12 in $NAME"; echo "{base}/$NAME";; *) exec "{python}" "$@";; esac;;
 esac
@@ -35,13 +36,16 @@ class Made:
             (tmp/nm).write_text(stub.replace('$NAME', nm).format(base=tmp, python=sys.executable))
             (tmp/nm).chmod(0o755)
         self.pythons = tmp
-        (self.dir/'tools/default.mk').write_text(f'PYTHON ?= {tmp}/python-a\ninclude Makefile\n')   # in place of python3
+        # in place of python3
+        (self.dir/'tools/default.mk').write_text(f'PYTHON ?= {tmp}/python-a\ninclude Makefile\n')
     def __call__(self, *args, target='env', fails=''):
         "What was done by one make: whether it failed, the lines of the log, and what it said"
         self.log.write_text('')
-        env = {k:v for k,v in os.environ.items() if k not in ('PYTHON','VENV','MAKEFLAGS','MAKELEVEL')} | dict(LOG=str(self.log), FAILS=fails)
+        env = {k:v for k,v in os.environ.items() if k not in ('PYTHON','VENV','MAKEFLAGS','MAKELEVEL')}
+        env |= dict(LOG=str(self.log), FAILS=fails)
         args = [o.replace('PYTHON=', f'PYTHON={self.pythons}/') for o in args]
-        res = subprocess.run(['make','-f','tools/default.mk',target,*args], cwd=self.dir, env=env, capture_output=True, text=True)
+        res = subprocess.run(['make','-f','tools/default.mk',target,*args], cwd=self.dir, env=env,
+            capture_output=True, text=True)
         assert 'Traceback' not in res.stderr, res.stderr
         return res.returncode!=0,self.log.read_text().splitlines(),res.stdout+res.stderr
 
@@ -106,7 +110,8 @@ def test_the_oldest_versions_are_the_lower_bounds(make, tmp_path):
     failed,log,_ = make(target='env-compat')
     assert not failed and log[0]=='venv python-a' and log[1].startswith('pip python-a -c ')
     bounds = re.search(r'^requirements *= *(.+)', (root/'settings.ini').read_text(encoding='utf-8'), re.M)[1]
-    assert (make.dir/'.venv-compat/oldest.txt').read_text().split()==[o.replace('>=', '==')+'.*' for o in bounds.split()]
+    oldest = [o.replace('>=', '==')+'.*' for o in bounds.split()]
+    assert (make.dir/'.venv-compat/oldest.txt').read_text().split()==oldest
 
 # Pages
 
@@ -119,25 +124,30 @@ def png(level, dot=None):
 
 def stream(*text, name='stdout'): return dict(output_type='stream', name=name, text=list(text))
 
-@pytest.mark.parametrize('a,b', [('loss 1e-16', 'loss 6e-17'), ('0.0', '2.7e-17'), ('1.677985', '1.677984'), ('1e-07', '6e-08'),
+@pytest.mark.parametrize('a,b', [('loss 1e-16', 'loss 6e-17'), ('0.0', '2.7e-17'),
+    ('1.677985', '1.677984'), ('1e-07', '6e-08'),
     ('0 2.1 00:01', '0 2.1 00:12'), ('<f at 0x7f12>', '<f at 0x55aa>')])
 def test_what_says_the_same(a, b): assert page.same([stream(a)], [stream(b)])
 
-@pytest.mark.parametrize('a,b', [('loss 1e-16', 'loss 1e-8'), ('1e-9', '2e-7'), ('1.677985', '1.67902'), ('30 steps', '31 steps'), ('100000', '100001'),
+@pytest.mark.parametrize('a,b', [('loss 1e-16', 'loss 1e-8'), ('1e-9', '2e-7'), ('1.677985', '1.67902'),
+    ('30 steps', '31 steps'), ('100000', '100001'),
     ('1 2', '1 2 3'), ('good', 'bad'), ('-1.5', '1.5')])
 def test_what_says_something_else(a, b): assert not page.same([stream(a)], [stream(b)])
 
 def test_pictures_are_compared_by_what_they_show():
-    def picture(o): return [dict(output_type='display_data', metadata={}, data={'image/png':o, 'text/plain':['<Figure>']})]
+    def picture(o):
+        return [dict(output_type='display_data', metadata={}, data={'image/png':o, 'text/plain':['<Figure>']})]
     assert page.same(picture(png(100)), picture(png(100, 110)))
-    assert not page.same(picture(png(100)), picture(png(100, 200))) and not page.same(picture(png(100)), picture(png(120)))
+    assert not page.same(picture(png(100)), picture(png(100, 200)))
+    assert not page.same(picture(png(100)), picture(png(120)))
     assert not page.same(picture(png(100)), [])
 
 def test_what_is_not_saved():
     site = '/opt/x/lib/python3.12/site-packages'
     warned = f'{site}/torch/jit.py:12: FutureWarning: old\n  warnings.warn(\n'
     assert page.joined([stream(warned, name='stderr')])==[]
-    assert page.joined([stream('a\n', f'{root}/fastaccum/x.py and '), stream(f'{site}/fastai/y.py\n')])==[stream('a\n', 'fastaccum/x.py and fastai/y.py\n')]
+    outs = [stream('a\n', f'{root}/fastaccum/x.py and '), stream(f'{site}/fastai/y.py\n')]
+    assert page.joined(outs)==[stream('a\n', 'fastaccum/x.py and fastai/y.py\n')]
     assert page.joined([stream('a\n'), stream('b\n', name='stderr')])==[stream('a\n'), stream('b\n', name='stderr')]
 
 @pytest.mark.nbdev
@@ -147,13 +157,17 @@ def test_a_page_that_says_the_same_is_not_changed(tmp_path):
     fn.parent.mkdir(parents=True)
     def write(print_, saved):
         cells = [dict(cell_type='markdown', id='title', metadata={}, source=['# x'])]
-        for id,src,out in (('a',"import time; print(f'{time.time_ns()%9*1e-17:e}, 00:0{time.time_ns()%9}')",[stream('1e-17, 00:03\n')]), ('b',print_,[stream(saved)]),
+        for id,src,out in (('a',"import time; print(f'{time.time_ns()%9*1e-17:e}, 00:0{time.time_ns()%9}')",
+                [stream('1e-17, 00:03\n')]), ('b',print_,[stream(saved)]),
                            ('c','#| slow\nprint(2)',[stream('as it was\n')])):
-            cells.append(dict(cell_type='code', execution_count=None, id=id, metadata={}, source=src.splitlines(True), outputs=out))
-        nb = dict(cells=cells, metadata=dict(kernelspec=dict(display_name='python3', language='python', name='python3')), nbformat=4, nbformat_minor=5)
+            cells.append(dict(cell_type='code', execution_count=None, id=id, metadata={},
+                source=src.splitlines(True), outputs=out))
+        kernel = dict(display_name='python3', language='python', name='python3')
+        nb = dict(cells=cells, metadata=dict(kernelspec=kernel), nbformat=4, nbformat_minor=5)
         fn.write_text(json.dumps(nb, sort_keys=True, indent=1)+'\n')
         return fn.read_text()
-    def run(): return subprocess.run([sys.executable, 'tools/page.py', 'x'], cwd=tmp_path, capture_output=True, text=True)
+    def run():
+        return subprocess.run([sys.executable, 'tools/page.py', 'x'], cwd=tmp_path, capture_output=True, text=True)
     before = write('print(1)', '1\n')
     res = run()
     assert not res.returncode and 'as it was' in res.stdout and fn.read_text()==before, res.stdout+res.stderr
@@ -178,15 +192,19 @@ def test_hooks_leave_nothing_behind(tmp_path, there):
     (bin/'python').symlink_to(Path(sys.executable).resolve())
     if there:
         for nm in ('nbdev-diff-driver','nbdev-merge'): (bin/nm).symlink_to(Path(sys.executable).with_name(nm))
-    env = {k:v for k,v in os.environ.items() if not k.startswith('GIT_')} | dict(PATH=f"{Path(shutil.which('git')).parent}:/usr/bin:/bin", HOME=str(tmp_path/'home'))
+    path = f"{Path(shutil.which('git')).parent}:/usr/bin:/bin"
+    env = {k:v for k,v in os.environ.items() if not k.startswith('GIT_')} | dict(PATH=path, HOME=str(tmp_path/'home'))
     (tmp_path/'home').mkdir()
     def git(*args, ok=True):
-        res = subprocess.run(['git','-c','user.name=a','-c','user.email=a@b',*args], cwd=repo, env=env, capture_output=True, text=True)
+        res = subprocess.run(['git','-c','user.name=a','-c','user.email=a@b',*args], cwd=repo, env=env,
+            capture_output=True, text=True)
         assert not ok or not res.returncode, res.stdout+res.stderr
         return res.stdout
     def write(*sources):
-        cells = [dict(cell_type='code', execution_count=None, id=f'c{i}', metadata={}, outputs=[], source=[o]) for i,o in enumerate(sources)]
-        (repo/'x.ipynb').write_text(json.dumps(dict(cells=cells, metadata={}, nbformat=4, nbformat_minor=5), sort_keys=True, indent=1)+'\n')
+        cells = [dict(cell_type='code', execution_count=None, id=f'c{i}', metadata={}, outputs=[], source=[o])
+            for i,o in enumerate(sources)]
+        (repo/'x.ipynb').write_text(json.dumps(dict(cells=cells, metadata={}, nbformat=4, nbformat_minor=5),
+            sort_keys=True, indent=1)+'\n')
     git('init', '-q', '-b', 'main')
     write('old_a', 'b', 'c', 'd', 'e')
     git('add', '.'); git('commit', '-qm', 'one')
@@ -200,7 +218,8 @@ def test_hooks_leave_nothing_behind(tmp_path, there):
     write('old_a', 'b', 'c', 'd', 'new_e')
     git('commit', '-qam', 'three')
     git('merge', '-q', '-m', 'four', 'main')
-    assert [o['source'] for o in json.loads((repo/'x.ipynb').read_text())['cells']]==[['new_a'],['b'],['c'],['d'],['new_e']]
+    cells = json.loads((repo/'x.ipynb').read_text())['cells']
+    assert [o['source'] for o in cells]==[['new_a'],['b'],['c'],['d'],['new_e']]
 
 # A busy machine, and numbers that cannot be
 
@@ -221,9 +240,11 @@ def test_no_twins_are_no_sweep(n):
 @pytest.mark.parametrize('module,threads,expected', [('demo',None,1), ('sweep',None,1), ('demo','2',2)])
 def test_small_models_run_in_one_thread(module, threads, expected):
     "Unless the environment says otherwise; threads of small models wait for each other on a busy machine"
-    env = {k:v for k,v in os.environ.items() if k!='OMP_NUM_THREADS'} | (dict(OMP_NUM_THREADS=threads) if threads else {})
+    env = {k:v for k,v in os.environ.items() if k!='OMP_NUM_THREADS'}
+    if threads: env['OMP_NUM_THREADS'] = threads
     env['PYTHONPATH'] = os.pathsep.join(map(str, (root,root/'tests')))
-    res = subprocess.run([sys.executable, '-c', f'import {module}, torch; print(torch.get_num_threads())'], env=env, cwd=root, capture_output=True, text=True)
+    res = subprocess.run([sys.executable, '-c', f'import {module}, torch; print(torch.get_num_threads())'], env=env,
+        cwd=root, capture_output=True, text=True)
     assert res.stdout.split()==[str(expected)], res.stderr
 
 @pytest.mark.nbdev
@@ -233,4 +254,4 @@ def test_chosen_tests_run_as_often_as_asked(monkeypatch):
     monkeypatch.setattr(run, 'run_notebooks', lambda fns: ran.extend(fns) or [True for _ in fns])
     monkeypatch.setattr(run, 'run_tests', lambda fns: ran.extend(fns) or ['passed' for _ in fns])
     assert not run.main('sizes', times=3)
-    assert sorted(o.stem for o in ran)==['01_sizes']*3+['test_sizes']*3
+    assert sorted(o.stem for o in ran)==['03_sizes']*3+['test_sizes']*3

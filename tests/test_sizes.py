@@ -19,16 +19,20 @@ class Masked(nn.Module):
     ignore_index = -100
     def forward(self, p, y):
         mask = y!=-100
-        return (F.cross_entropy(p.flatten(0, -2), y.flatten().clamp(min=0), reduction='none')*mask.flatten()).sum()/mask.sum()
+        each = F.cross_entropy(p.flatten(0, -2), y.flatten().clamp(min=0), reduction='none')
+        return (each*mask.flatten()).sum()/mask.sum()
 
-losses = dict(module=CrossEntropy, weighted=lambda: CrossEntropy(weight=w), smoothed=lambda: CrossEntropy(label_smoothing=0.1),
-    weighted_smoothed=lambda: CrossEntropy(weight=w, label_smoothing=0.1), other_index=lambda: CrossEntropy(ignore_index=2),
+losses = dict(module=CrossEntropy, weighted=lambda: CrossEntropy(weight=w),
+    smoothed=lambda: CrossEntropy(label_smoothing=0.1),
+    weighted_smoothed=lambda: CrossEntropy(weight=w, label_smoothing=0.1),
+    other_index=lambda: CrossEntropy(ignore_index=2),
     own=Masked, summed=lambda: CrossEntropy(reduction='sum'))
 
 @pytest.mark.parametrize('loss', losses)
 @pytest.mark.parametrize('n', [64,70])
 def test_loss_twins(loss, n):
-    a,b = twins(n=n, tokens=loss!='other_index', loss_func=losses[loss](), fit=lambda l,cbs: l.fit_one_cycle(2, 1e-3, cbs=cbs))
+    a,b = twins(n=n, tokens=loss!='other_index', loss_func=losses[loss](),
+        fit=lambda l,cbs: l.fit_one_cycle(2, 1e-3, cbs=cbs))
     assert_twins(a, b)
 
 def test_flat_loss_twins():
@@ -53,7 +57,8 @@ def test_a_loss_function_that_is_replaced_while_training():
     assert_twins(a, b)
 
 def test_class_probabilities_are_a_mean_over_samples():
-    "Cross-entropy with floating point targets, as label mixing makes them: torch divides by samples, also with class weights"
+    """Cross-entropy with floating point targets, as label mixing makes them: torch divides by samples, also with
+    class weights"""
     gen = torch.Generator().manual_seed(0)
     y = torch.rand(70, 3, generator=gen, dtype=torch.float64)
     y[::3,0] += 1
@@ -71,9 +76,11 @@ def ignored(which, n=64):
 @pytest.mark.parametrize('loss', ['module','smoothed','own','weighted'])
 @pytest.mark.parametrize('log', [True,False])
 def test_ignored_micro_batches_do_nothing(loss, log):
-    "The first micro-batch of the epoch and one in the middle are nothing but padding: neither weights nor losses turn NaN"
+    """The first micro-batch of the epoch and one in the middle are nothing but padding: neither weights nor losses
+    turn NaN"""
     ds = ignored(list(range(4))+list(range(24,28)))
-    a,b = twins(data=ds, loss_func=losses[loss](), acc=dict(log_accum_batch=log), cbs=lambda: [TerminateOnNaNCallback()])
+    a,b = twins(data=ds, loss_func=losses[loss](), acc=dict(log_accum_batch=log),
+        cbs=lambda: [TerminateOnNaNCallback()])
     assert deviation(weights(a), weights(b))<1e-7
     if log: assert_twins(a, b)
     assert len(b.recorder.losses)==(8 if log else 32) and not any(o.isnan() for o in b.recorder.losses)
@@ -85,14 +92,16 @@ def test_ignored_macro_batch_contributes_nothing(loss, which):
     seen = Seen('before_step', lambda l: (l.loss.item(), max(g.abs().max().item() for g in grads(l))), order=12)
     learn = toy(4, data=ignored(list(which)), loss_func=losses[loss]())
     learn.fit_one_cycle(2, 0.1, cbs=[GradientAccumulation(16),seen])
-    assert len(seen.values)==8 and not weights(learn).isnan().any() and not any(o.isnan() for o in learn.recorder.losses)
+    assert len(seen.values)==8 and not weights(learn).isnan().any()
+    assert not any(o.isnan() for o in learn.recorder.losses)
     for i,(l,g) in enumerate(seen.values):
         assert l==l and (g==0)==(i%4==which[0]//16)
         if i%4==which[0]//16: assert l==(seen.values[i-1][0] if i else 0)     # it repeats the last one known
 
 @pytest.mark.parametrize('smooth', [0.,0.1])
 def test_classes_with_a_weight_of_zero(smooth):
-    "A micro-batch of nothing but such a class has a mean of 0/0, and NaN for a gradient; the big batch's run knows nothing of it"
+    """A micro-batch of nothing but such a class has a mean of 0/0, and NaN for a gradient; the big batch's run
+    knows nothing of it"""
     ds = toy_data(64)
     ds.tensors[1][4:8] = ds.tensors[1][32:40] = 0
     zero = tensor([0.,1.,1.], dtype=torch.float64)
@@ -110,7 +119,9 @@ def test_size_of_your_own():
     class PerWeight(nn.Module):
         def forward(self, p, y): return (F.mse_loss(p[...,0], y[...,0], reduction='none')*y[...,1]).sum()/y[...,1].sum()
     gen = torch.Generator().manual_seed(0)
-    def data(): return TensorDataset(torch.randn(70, 5, generator=gen.manual_seed(1), dtype=torch.float64), torch.rand(70, 2, generator=gen, dtype=torch.float64))
+    def data():
+        return TensorDataset(torch.randn(70, 5, generator=gen.manual_seed(1), dtype=torch.float64),
+            torch.rand(70, 2, generator=gen, dtype=torch.float64))
     def fit(l, cbs): l.fit_one_cycle(2, 0.05, cbs=cbs)
     for size in (lambda l: l.y[...,1].sum(), lambda l: l.y[...,1].sum().item()):
         a,b = twins(data=data(), loss_func=PerWeight(), acc=dict(size=size), fit=fit)
@@ -125,28 +136,35 @@ def test_size_zero_is_left_out():
     class Nan(Callback):
         order,run_valid = -101,False
         def after_loss(self):
-            if self.iter in zero: self.learn.loss_grad = self.loss_grad*float('nan'); self.learn.loss = self.loss*float('nan')
+            if self.iter in zero:
+                self.learn.loss_grad = self.loss_grad*float('nan')
+                self.learn.loss = self.loss*float('nan')
     learn = toy(4, n=64)
     learn.fit(1, 0.1, cbs=[GradientAccumulation(16, **acc), Nan()])
     a = toy(12, n=64)
     keep = [i for i in range(64) if i//4 not in zero]
     batches = [keep[:12],keep[12:24],keep[24:40],keep[40:]]
-    a.dls.train.create_batches = lambda idxs: (a.dls.train.create_batch([a.dls.train.dataset[i] for i in b]) for b in batches)
+    a.dls.train.create_batches = lambda idxs: (a.dls.train.create_batch([a.dls.train.dataset[i] for i in b])
+        for b in batches)
     a.dls.train.n = 48
     a.fit(1, 0.1)
     assert deviation(weights(a), weights(learn))<1e-12 and not any(l.isnan() for l in learn.recorder.losses)
 
 @pytest.mark.parametrize('size,exc,msg', [(lambda l: -1, ValueError, '-1'), (lambda l: float('inf'), ValueError, 'inf'),
-    (lambda l: True, TypeError, 'True'), (lambda l: '4', TypeError, "'4'"), (lambda l: None, TypeError, 'None'), (lambda l: tensor(-1.), ValueError, '-1'), (lambda l: tensor(float('nan')), ValueError, 'nan'), (lambda l: tensor([1,2]), TypeError, 'tensor')])
+    (lambda l: True, TypeError, 'True'), (lambda l: '4', TypeError, "'4'"), (lambda l: None, TypeError, 'None'),
+    (lambda l: tensor(-1.), ValueError, '-1'), (lambda l: tensor(float('nan')), ValueError, 'nan'),
+    (lambda l: tensor([1,2]), TypeError, 'tensor')])
 def test_bad_sizes_fail_before_a_weight_moves(size, exc, msg):
     learn = toy(4, n=64)
     before = weights(learn)
     with pytest.raises(exc, match=msg): learn.fit(1, 0.1, cbs=GradientAccumulation(16, size=size))
     assert weights(learn).equal(before)
 
-@pytest.mark.parametrize('loss', [CrossEntropy, lambda: CrossEntropy(weight=w/1000)], ids=['plain','small class weights'])
+@pytest.mark.parametrize('loss', [CrossEntropy, lambda: CrossEntropy(weight=w/1000)],
+    ids=['plain','small class weights'])
 def test_weights_stay_near_one_over_k(loss):
-    "Raw sums over 64 sequences of 6 tokens would multiply the gradient by 384, and with small class weights by next to nothing"
+    """Raw sums over 64 sequences of 6 tokens would multiply the gradient by 384, and with small class weights by
+    next to nothing"""
     learn = toy(4, n=64, tokens=True, loss_func=loss())
     ws = []
     class W(Callback):
@@ -163,6 +181,7 @@ def test_sizes_are_counted_in_single_precision_at_least():
     from types import SimpleNamespace as NS
     from fastaccum.core.measure import Measure
     loss = torch.zeros((), dtype=torch.float16)
-    learn = NS(loss_func=F.cross_entropy, pred=None, yb=(torch.zeros(70_000, dtype=torch.long),), loss=loss, loss_grad=loss)
+    learn = NS(loss_func=F.cross_entropy, pred=None, yb=(torch.zeros(70_000, dtype=torch.long),),
+        loss=loss, loss_grad=loss)
     measure = Measure()
     assert measure(learn, 70_000)[0].item()==70_000

@@ -41,8 +41,10 @@ def count(cbs, **kwargs):
         learn.fit_one_cycle(1, 0.01, cbs=[begin,End(begin)]+cbs)
     return begin.counts
 
-kinds = dict(samples=dict(loss_func=torch.nn.functional.mse_loss), targets=dict(), tokens=dict(tokens=True), weighted=dict(loss_func=CrossEntropy(weight=w)),
-             smoothed=dict(loss_func=CrossEntropy(label_smoothing=0.1)), summed=dict(loss_func=CrossEntropy(reduction='sum')))
+kinds = dict(samples=dict(loss_func=torch.nn.functional.mse_loss), targets=dict(), tokens=dict(tokens=True),
+             weighted=dict(loss_func=CrossEntropy(weight=w)),
+             smoothed=dict(loss_func=CrossEntropy(label_smoothing=0.1)),
+             summed=dict(loss_func=CrossEntropy(reduction='sum')))
 
 @pytest.mark.parametrize('kind', kinds)
 @pytest.mark.parametrize('log', [True,False])

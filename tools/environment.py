@@ -1,7 +1,9 @@
-"""Make an environment and install into it, unless that has been done: `python tools/environment.py dev .venv python3.12`.
+"""Make an environment and install into it, unless that has been done.
 
-What was installed is noted in the environment, by the contents of the files that ask for it: touching them installs nothing. An
-environment that was never finished, or that has another Python than the one asked for, is made anew. Needs nothing but Python.
+`python tools/environment.py dev .venv python3.12` is how make runs it.
+What was installed is noted in the environment, by the contents of the files that ask for it: touching them installs
+nothing. An environment that was never finished, or that has another Python than the one asked for, is made anew.
+Needs nothing but Python.
 """
 import hashlib, json, re, subprocess, sys
 from configparser import ConfigParser
@@ -32,8 +34,10 @@ kinds = dict(
 def call(*args): subprocess.run([str(o) for o in args], cwd=root, check=True)
 
 def ask(python):
-    "Which Python this is, and where, in or out of an environment: what tells it from others, and its command. Nothing if it does not run"
-    code = 'import sys; print(sys.version, sys.base_prefix, sep=" in "); print(getattr(sys, "_base_executable", sys.executable))'
+    """Which Python this is, and where, in or out of an environment: what tells it from others, and its command.
+    Nothing if it does not run"""
+    code = ('import sys; print(sys.version, sys.base_prefix, sep=" in "); '
+        'print(getattr(sys, "_base_executable", sys.executable))')
     try: res = subprocess.run([str(python), '-c', code], capture_output=True, text=True)
     except OSError: return None,None
     return (None,None) if res.returncode else res.stdout.strip().rsplit('\n', 1)
@@ -55,7 +59,9 @@ def main(kind, venv, python):
     wrong = f'has another Python than {python}' if have and have!=asked else '' if have else 'has no Python that runs'
     if done=={}: wrong = 'was not finished'
     if venv.exists() and any(venv.iterdir()) and wrong:
-        if done is None: return f'{venv} {wrong}, and was not made by make: remove it, or choose another place, as in: make VENV={venv}-2'
+        if done is None:
+            return (f'{venv} {wrong}, and was not made by make: remove it, or choose another place, '
+                f'as in: make VENV={venv}-2')
         print(f'{venv} {wrong}: it is made anew', flush=True)
     if not wrong and (done or {}).get(kind)==fingerprint(files): return
     print(f'Installing {what} into {venv}: the first time takes minutes and some {size}', flush=True)

@@ -1,8 +1,9 @@
-"""Run pages and save their outputs: `make page PAGE=sizes`, or `python tools/page.py sizes watch`; without a name, all of them.
+"""Run pages and save their outputs: `make page PAGE=sizes`, or `python tools/page.py sizes watch`; without a name,
+all of them.
 
-A page is run as `nbdev-test` runs it, in a process of its own. An output is saved, cleaned, where it says something else than the one
-that is there: not for times, addresses in memory, or rounding. Paths of this machine and other packages' warnings are not saved. A
-page that fails is left as it is.
+A page is run as `nbdev-test` runs it, in a process of its own. An output is saved, cleaned, where it says something
+else than the one that is there: not for times, addresses in memory, or rounding. Paths of this machine and other
+packages' warnings are not saved. A page that fails is left as it is.
 """
 import os
 os.environ.setdefault('OMP_NUM_THREADS', '1')   # the models are tiny: threads only cost
@@ -29,7 +30,8 @@ def shown(o):
     "The output `o` as it is saved"
     o = dict(o)
     if 'text' in o: o['text'] = lines(here(''.join(o['text'])))
-    if 'data' in o: o['data'] = {k: lines(here(''.join(v))) if k.startswith('text/') else v for k,v in o['data'].items()}
+    if 'data' in o:
+        o['data'] = {k: lines(here(''.join(v))) if k.startswith('text/') else v for k,v in o['data'].items()}
     return o
 
 def joined(outputs):
@@ -37,7 +39,8 @@ def joined(outputs):
     res = []
     for o in map(shown, outputs):
         if o.get('text')==[]: continue
-        if res and o['output_type']=='stream' and res[-1].get('name')==o['name']: res[-1]['text'] = lines(''.join(res[-1]['text']+o['text']))
+        if res and o['output_type']=='stream' and res[-1].get('name')==o['name']:
+            res[-1]['text'] = lines(''.join(res[-1]['text']+o['text']))
         else: res.append(o)
     return res
 
@@ -56,7 +59,8 @@ def same_picture(a, b):
 number = re.compile(r'(\d+\.\d+(?:e[-+]?\d+)?|\d+e[-+]?\d+)')   # whole numbers are counts: they are text
 
 def same_number(a, b):
-    "Are they the same but for rounding, which is another on another processor? Errors of rounding are of about the same size"
+    """Are they the same but for rounding, which is another on another processor? Errors of rounding are of about
+    the same size"""
     a,b = float(a),float(b)
     small,large = sorted((a,b))
     return large-small<=1e-5*large or large<1e-13 or large<1e-6 and large<=10*small
@@ -69,7 +73,8 @@ def same_text(a, b):
 def same(a, b, kind=None):
     "Do two outputs, or parts of them of one kind, say the same?"
     if kind=='image/png': return same_picture(a, b)
-    if isinstance(a, dict) and isinstance(b, dict): return a.keys()==b.keys() and all(same(a[k], b[k], k) for k in a if k!='metadata')
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys()==b.keys() and all(same(a[k], b[k], k) for k in a if k!='metadata')
     if kind is None and isinstance(a, list) and isinstance(b, list): return len(a)==len(b) and all(map(same, a, b))
     return same_text(*(''.join(o) if isinstance(o, list) else str(o) for o in (a,b)))
 
@@ -96,8 +101,10 @@ def run(fn):
 
 def start(fn):
     "Whether the page `fn` failed"
-    res = subprocess.run([sys.executable, __file__, '--run', fn], cwd=root, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(res.stdout.rstrip() if not res.returncode else f'{fn.relative_to(root)}  FAILED, and is left as it was\n{res.stdout}', flush=True)
+    res = subprocess.run([sys.executable, __file__, '--run', fn], cwd=root, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(res.stdout.rstrip() if not res.returncode
+        else f'{fn.relative_to(root)}  FAILED, and is left as it was\n{res.stdout}', flush=True)
     return res.returncode
 
 def pages(*names):
@@ -105,7 +112,8 @@ def pages(*names):
     from nbdev.doclinks import nbglob
     fns = sorted(nbglob(root/'nbs', as_path=True))
     if not names: return fns
-    found = {nm: [fn for fn in fns if fn in (Path(nm).resolve(),root/nm)] or [fn for fn in fns if nm in fn.stem] for nm in names}
+    found = {nm: [fn for fn in fns if fn in (Path(nm).resolve(),root/nm)] or [fn for fn in fns if nm in fn.stem]
+        for nm in names}
     for nm,o in found.items():
         if not o: sys.exit(f'no page has {nm!r} in its name: they are {", ".join(fn.stem for fn in fns)}')
     return sorted({fn for o in found.values() for fn in o})

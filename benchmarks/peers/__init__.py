@@ -1,1 +1,2 @@
-"fastaccum beside others that accumulate gradients: the same data, the same model, each used as its own documentation says"
+"""fastaccum beside others that accumulate gradients: the same data, the same model, each used as its own
+documentation says"""

@@ -22,14 +22,15 @@ class Case:
     tokens:bool=False   # Sequences of 6 tokens, some of them padding (-100)? Else one class per sample
     ignored:tuple=()    # First and last of the samples all of whose targets are ignored
     clip:float=None     # Clip the norm of a step's gradients to this
-    amp:str=None        # Autocast to 'fp16', with a GradScaler, or to 'bf16'? Else double precision, and single for 'fast'
+    amp:str=None        # Autocast to 'fp16', with a GradScaler, or to 'bf16'? Else double, and single for 'fast'
     device:str='cpu'
     cycle:bool=False    # One-cycle learning rates? Else a constant one
     lr:float=0.1
     mom:float=0.9
 
     def rate(self, pct):
-        "The learning rate at this part of the run: a cosine up from a 25th for a quarter of it, then down to nearly none"
+        """The learning rate at this part of the run: a cosine up from a 25th for a quarter of it, then down to
+        nearly none"""
         if not self.cycle: return self.lr
         def cos(a, b, pos): return a+(1+math.cos(math.pi*(1-pos)))*(b-a)/2
         return cos(self.lr/25, self.lr, pct/.25) if pct<.25 else cos(self.lr, self.lr/1e5, min((pct-.25)/.75, 1))
@@ -91,7 +92,8 @@ def autocast(case): return torch.autocast(case.device, amp_dtypes[case.amp]) if 
 def grad_scaler(case): return torch.amp.GradScaler(case.device, enabled=case.amp=='fp16')
 
 def twin(case, model, data, size, epochs=None):
-    "Train on real batches of `size` with a plain loop; returns the losses, the learning rates and the accuracy of each epoch"
+    """Train on real batches of `size` with a plain loop; returns the losses, the learning rates and the accuracy of
+    each epoch"""
     opt = torch.optim.SGD(model.parameters(), lr=case.lr, momentum=case.mom)
     scaler,epochs = grad_scaler(case),epochs or case.epochs
     losses,lrs,accs,total = [],[],[],math.ceil(len(data)/size)*epochs

@@ -33,7 +33,8 @@ class Composer(Peer):
         opt = torch.optim.SGD(self.model.parameters(), lr=case.lr, momentum=case.mom)
         # schedulers of Composer's own kind are a step late: they are asked before the batch is counted
         sched = case.lambda_lr(opt, case.steps(bs, len(data))) if case.cycle else None
-        trainer = Trainer(model=Model(self.model, case), train_dataloader=spec, max_duration=f'{epochs}ep', loggers=[self.log],
+        trainer = Trainer(model=Model(self.model, case), train_dataloader=spec, max_duration=f'{epochs}ep',
+            loggers=[self.log],
             device='gpu' if case.device=='cuda' else 'cpu', precision=f'amp_{case.amp}' if case.amp else 'fp32',
             optimizers=opt, schedulers=sched, step_schedulers_every_batch=True,
             algorithms=[GradientClipping('norm', case.clip)] if case.clip else None,

@@ -1,16 +1,17 @@
 """What a micro-batch costs with each peer: time on the host, samples per second, peak memory, and how they grow.
 
-All arms run in one process, by turns. The model notes the time of each forward pass; the time from one to the one 16 later
-is what is measured, so what a Trainer does before and after a fit does not count. It is processor time: all work is done in
-one thread, so on a quiet machine that is the time on the clock, and on a busy one it is disturbed less. Peak memory is
-measured in a process for each arm."""
+All arms run in one process, by turns. The model notes the time of each forward pass; the time from one to the one
+16 later is what is measured, so what a Trainer does before and after a fit does not count. It is processor time:
+all work is done in one thread, so on a quiet machine that is the time on the clock, and on a busy one it is
+disturbed less. Peak memory is measured in a process for each arm."""
 import importlib, json, statistics, subprocess, sys, time, torch
 from dataclasses import replace
 from torch import nn
 from torch.utils.data import DataLoader
 from .cases import Case
 
-arms = [('bare','Bare'),('accelerate','Accumulate'),('lightning','Lightning'),('transformers','NumItems'),('fastai','Plain'),
+arms = [('bare','Bare'),('accelerate','Accumulate'),('lightning','Lightning'),
+        ('transformers','NumItems'),('fastai','Plain'),
         ('fastai','Fastai'),('fastxtend','KeepLast'),('fastaccum','Fastaccum')]
 with_callbacks = {'lightning','transformers','fastai','fastxtend','fastaccum'}   # modules of those that have callbacks
 
@@ -39,7 +40,8 @@ class Conv(Noted, nn.Sequential):
     def __init__(self):
         super().__init__(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(),
             nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.GroupNorm(4, 32), nn.ReLU(),
-            nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+            nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+            nn.Linear(64, 10))
     @staticmethod
     def batch(bs): return torch.randn(bs, 3, 32, 32),torch.randint(10, (bs,))
 
@@ -67,7 +69,8 @@ class Ready:
 
 def fit(peer_cls, model, batches, k, bs, callbacks=0, **kwargs):
     "Train for one epoch on `batches`; `model.stamps` has the times of its forward passes then"
-    case = Case('fast', '', kind='fast', micro=bs, accum=bs*k, n=bs*len(batches), epochs=1, **dict(lr=1e-3, mom=0.)|kwargs)
+    case = Case('fast', '', kind='fast', micro=bs, accum=bs*k, n=bs*len(batches), epochs=1,
+        **dict(lr=1e-3, mom=0.)|kwargs)
     peer = peer_cls()
     peer.callbacks,model.stamps = callbacks,[]
     peer.start(case, model)
@@ -125,14 +128,17 @@ def run_fast(names, rounds=5):
     memories = {}
     for nm,cls in [*classes.items(),('big',classes['bare'])] if sys.platform=='linux' else []:
         where = f'{cls.__module__.rsplit(".")[-1]} {cls.__name__} {nm}'
-        out = subprocess.run([sys.executable,'-W','ignore','-m',__package__,'--memory',where], capture_output=True, text=True)
+        out = subprocess.run([sys.executable,'-W','ignore','-m',__package__,'--memory',where],
+            capture_output=True, text=True)
         if out.returncode: sys.exit(f'the memory of {nm} could not be measured:\n{out.stderr[-2000:]}')
         memories[nm] = json.loads(out.stdout.splitlines()[-1])
         say('.')
-    return dict(arms={nm:dict(title=o.title, how=o.how) for nm,o in classes.items()}, cost=cost, growth=growth, memory=memories)
+    return dict(arms={nm:dict(title=o.title, how=o.how) for nm,o in classes.items()}, cost=cost,
+        growth=growth, memory=memories)
 
 def rss(peak=False):
-    "Memory of this process in MiB, now or at most so far; on Linux. (`getrusage` would tell the parent's, if that was more)"
+    """Memory of this process in MiB, now or at most so far; on Linux. (`getrusage` would tell the parent's, if that
+    was more)"""
     start = 'VmHWM' if peak else 'VmRSS'
     with open('/proc/self/status') as f: return next(int(o.split()[1]) for o in f if o.startswith(start))/1024
 

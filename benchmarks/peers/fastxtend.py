@@ -5,8 +5,8 @@ from .fastai import CpuMixedPrecision, Fastai
 
 class Scaled(MixedPrecision): before_fit,name = CpuMixedPrecision.before_fit,CpuMixedPrecision.name
 
-# Not run: log_accum_batch=False. It leaves the Recorder alone, so the learning rate finder runs and, with drop_last=False, training
-# metrics are exact; but then steps, and what is recorded, are those of fastai's callback.
+# Not run: log_accum_batch=False. It leaves the Recorder alone, so the learning rate finder runs and, with
+# drop_last=False, training metrics are exact; but then steps, and what is recorded, are those of fastai's callback.
 class Fastxtend(Fastai):
     key,title,package = 'fastxtend','fastxtend','fastxtend'
     docs = 'https://fastxtend.benjaminwarner.dev/callback.gradaccum.html'

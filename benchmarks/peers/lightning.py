@@ -57,7 +57,8 @@ class Lightning(Peer):
         cbs = [type(f'Idle{i}', (pl.Callback,), {})() for i in range(self.callbacks)]
         return pl.Trainer(max_epochs=epochs, accumulate_grad_batches=k, gradient_clip_val=case.clip, devices=1,
             accelerator='gpu' if case.device=='cuda' else 'cpu', plugins=[plugins[case.amp]()] if case.amp else None,
-            logger=self.logger, log_every_n_steps=1, callbacks=cbs, enable_progress_bar=False, enable_checkpointing=False,
+            logger=self.logger, log_every_n_steps=1, callbacks=cbs, enable_progress_bar=False,
+            enable_checkpointing=False,
             enable_model_summary=False)
 
     def fit(self, data, epochs, micro, accum):
@@ -69,7 +70,8 @@ class Lightning(Peer):
 
     def lr_find(self, data, micro, accum, n):
         module,trainer = Module(self.model, self.case, log=False),self.trainer(self.case.epochs, whole(micro, accum))
-        found = Tuner(trainer).lr_find(module, data.loader(micro), num_training=n, early_stop_threshold=None, update_attr=False)
+        found = Tuner(trainer).lr_find(module, data.loader(micro), num_training=n, early_stop_threshold=None,
+            update_attr=False)
         return found.results['lr'],found.results['loss']
 
 peers = [Lightning]

@@ -15,7 +15,8 @@ def cell(o, key):
 
 def grid(res, keys, key):
     "A row for each peer, a column for each case"
-    return table(['']+list(keys), [[p['title']]+[cell(p['cases'][c], key) for c in keys] for p in res['peers'].values()])
+    return table(['']+list(keys), [[p['title']]+[cell(p['cases'][c], key) for c in keys]
+        for p in res['peers'].values()])
 
 def whys(res):
     "Why there is no figure: a row for each reason, with the cases and the peers"
@@ -24,12 +25,14 @@ def whys(res):
         for c,o in p['cases'].items():
             if o['outcome']!='ran': seen.setdefault((c,o['outcome'],o['why']), []).append(p['title'])
     order = list(res['cases']).index
-    rows = [[c,outcome,why.replace('|', '/'),'; '.join(ps)] for (c,outcome,why),ps in sorted(seen.items(), key=lambda o: order(o[0][0]))]
+    rows = [[c,outcome,why.replace('|', '/'),'; '.join(ps)]
+        for (c,outcome,why),ps in sorted(seen.items(), key=lambda o: order(o[0][0]))]
     return table(['case','outcome','why','who'], rows)
 
 def bad(res):
     def say(o): return o.get('what') or f"{o['outcome']}: {o['why'].split(':')[0]}"
-    return table(['','0','-64'], [[p['title']]+[say(p['cases'][c]) for c in ('zero','negative')] for p in res['peers'].values()])
+    return table(['','0','-64'], [[p['title']]+[say(p['cases'][c]) for c in ('zero','negative')]
+        for p in res['peers'].values()])
 
 def found(res):
     def lr(o):
@@ -37,15 +40,19 @@ def found(res):
         return f"{o['steps']} of {o['expected']} steps, losses off by {number(o['loss'])}"
     def metric(o): return number(o['metric']) if o['outcome']=='ran' else o['outcome']
     rows = [(p['title'],p['cases']) for p in res['peers'].values()]
-    return table(['','loss off by','learning rate of one-cycle off by','training accuracy off by','learning rate finder'],
-        [[nm, cell(c['loss'], 'loss'), cell(c['cycle'], 'lr'), metric(c['metrics']), lr(c['lr_find'])] for nm,c in rows])
+    heads = 'loss off by','learning rate of one-cycle off by','training accuracy off by','learning rate finder'
+    return table(['',*heads],
+        [[nm, cell(c['loss'], 'loss'), cell(c['cycle'], 'lr'), metric(c['metrics']), lr(c['lr_find'])]
+            for nm,c in rows])
 
 def made(res):
     a = res['about']
     note = f"; {a['note']}" if a.get('note') else ''
     return f"{a['date']}; {a['machine']}; python {a['python']}, torch {a['torch']}, fastai {a['fastai']}{note}"
 
-def hows(res): return table(['','version','run as'], [[f"[{p['title']}]({p['docs']})",p['version'],p['how']] for p in res['peers'].values()])
+def hows(res):
+    return table(['','version','run as'], [[f"[{p['title']}]({p['docs']})",p['version'],p['how']]
+        for p in res['peers'].values()])
 
 ends,others = ['A','B250','B240','B200','B48','C40'],['padded','ignored','clip','fp16','cycle','again','interrupt']
 
@@ -54,19 +61,22 @@ def right(res):
     return '\n\n'.join(['# Right: how far from the run on real big batches', made(res),
         'Largest difference of a weight (1e-16 is rounding); the number of steps where it is wrong',
         grid(res, ends, 'weights'), grid(res, others, 'weights'),
-        'What is recorded and found', found(res), 'Sizes that cannot be', bad(res), 'The cases', table(['',''], res['cases'].items()),
+        'What is recorded and found', found(res), 'Sizes that cannot be', bad(res),
+        'The cases', table(['',''], res['cases'].items()),
         'The peers', hows(res), 'No figure', whys(res)])
 
 # Who has no row in `fast`, and why
-not_fast = """Composer is not here. All the others are given micro-batches that are ready, so that nothing but the work around them is
-measured; Composer takes the big batch from the loader and splits it, and its figure would hold that too. Of a peer with several
-ways, one is here: fastxtend with `drop_last=False`, accelerate with `accumulate()`, transformers with `num_items_in_batch`.""".replace('\n', ' ')
+not_fast = """Composer is not here. All the others are given micro-batches that are ready, so that nothing but the work
+around them is measured; Composer takes the big batch from the loader and splits it, and its figure would hold that
+too. Of a peer with several ways, one is here: fastxtend with `drop_last=False`, accelerate with `accumulate()`,
+transformers with `num_items_in_batch`.""".replace('\n', ' ')
 
 def times(res, model, ks, unit, f=lambda v: f'{v:.0f}'):
     "A row for each arm, with the ratio to the bare loop"
     arms = res['cost'][model]
     rows = []
-    for nm,o in arms.items(): rows.append([res['arms'][nm]['title']]+[f"{f(o[k]['median'])} ({o[k]['to_bare']:.2f})" for k in ks])
+    for nm,o in arms.items():
+        rows.append([res['arms'][nm]['title']]+[f"{f(o[k]['median'])} ({o[k]['to_bare']:.2f})" for k in ks])
     return table([unit]+[f'k = {k}' for k in ks], rows)
 
 def growth(res, key, unit):
@@ -83,9 +93,12 @@ def fast(res):
     ks = ['1','4','16']
     return '\n\n'.join(['# Fast: what a micro-batch costs', made(res), not_fast,
         'Microseconds per micro-batch of a tiny model, and in brackets to the bare loop', times(res, 'tiny', ks, 'µs'),
-        'Samples per second of a convolutional network, and in brackets to the bare loop', times(res, 'conv', ks, 'samples/s'),
-        'Samples per second of a transformer, and in brackets to the bare loop', times(res, 'transformer', ks, 'samples/s'),
+        'Samples per second of a convolutional network, and in brackets to the bare loop',
+        times(res, 'conv', ks, 'samples/s'),
+        'Samples per second of a transformer, and in brackets to the bare loop',
+        times(res, 'transformer', ks, 'samples/s'),
         'Peak memory of a transformer, k = 4', memory(res),
         'Growth with k: µs per micro-batch of the tiny model', growth(res, 'k', 'k'),
         'Growth with the number of parameters: µs per micro-batch, k = 4', growth(res, 'parameters', 'tensors'),
-        'Growth with the number of callbacks that do nothing: µs per micro-batch, k = 4', growth(res, 'callbacks', 'callbacks')])
+        'Growth with the number of callbacks that do nothing: µs per micro-batch, k = 4',
+        growth(res, 'callbacks', 'callbacks')])

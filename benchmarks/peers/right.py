@@ -30,9 +30,11 @@ def moved(a, b): return (a-b).abs().max().item() if b.isfinite().all() else math
 def compared(peer, case, model, big, data, size, epochs=None):
     "Fit, and fit the twin `big`, which starts with the same weights; compare them"
     losses,lrs,_ = twin(case, big, data, size, epochs)
-    with optimizer_steps() as seen: peer.fit(data, epochs or case.epochs, case.micro, size if case.kind=='interrupt' else case.accum)
+    with optimizer_steps() as seen:
+        peer.fit(data, epochs or case.epochs, case.micro, size if case.kind=='interrupt' else case.accum)
     recorded = peer.losses()
-    return dict(outcome='ran', steps=len(seen), expected=len(lrs), lr=apart(lrs, seen), weights=moved(weights(big), weights(model)),
+    return dict(outcome='ran', steps=len(seen), expected=len(lrs), lr=apart(lrs, seen),
+        weights=moved(weights(big), weights(model)),
         recorded=None if recorded is None else len(recorded), loss=apart(peer.recorded_as(losses), recorded))
 
 def fit(peer, case, model):
@@ -46,7 +48,8 @@ def metrics(peer, case, model):
     peer.start(case, model)
     peer.fit(data, case.epochs, case.micro, case.accum)
     accs,found = twin(case, big, data, case.accum)[2],peer.accuracies()
-    return dict(outcome='ran', weights=moved(weights(big), weights(model)), metric=apart(accs, found), recorded=len(found))
+    return dict(outcome='ran', weights=moved(weights(big), weights(model)),
+        metric=apart(accs, found), recorded=len(found))
 
 def lr_find(peer, case, model):
     "The twin is the same finder with real big batches"
@@ -56,10 +59,12 @@ def lr_find(peer, case, model):
     lrs,losses = ref.lr_find(data, case.accum, case.accum, n)
     peer.start(case, model)
     with optimizer_steps() as seen: found,ls = peer.lr_find(data, case.micro, case.accum, n)
-    return dict(outcome='ran', steps=len(seen), expected=len(lrs), lr=apart(lrs, found), recorded=len(ls), loss=apart(losses, ls))
+    return dict(outcome='ran', steps=len(seen), expected=len(lrs), lr=apart(lrs, found), recorded=len(ls),
+        loss=apart(losses, ls))
 
 def again(peer, case, model):
-    "The twin starts where the peer's first fit ended: only the second is compared. Without momentum, which not all keep"
+    """The twin starts where the peer's first fit ended: only the second is compared. Without momentum, which not
+    all keep"""
     case = replace(case, mom=0.)
     peer.start(case, model)
     peer.fit(Data(case, n=200, seed=2), 1, case.micro, case.accum)
@@ -72,7 +77,8 @@ def interrupt(peer, case, model):
         try: peer.fit(Data(case, seed=2), 1, case.micro, case.accum)
         except (KeyboardInterrupt,SystemExit): pass
     assert len(seen)>=7, 'the fit ended before it could be interrupted'
-    return compared(peer, case, model, copy.deepcopy(model), Data(case), case.micro, epochs=1)   # a copy has no gradients
+    twin = copy.deepcopy(model)   # a copy has no gradients
+    return compared(peer, case, model, twin, Data(case), case.micro, epochs=1)
 
 def bad(peer, case, model):
     "Refused before a weight moved? If not, what became of the weights, and of the loss"

@@ -37,11 +37,14 @@ class NumItems(Peer):
         fast = case.kind=='fast'
         cbs = [type(f'Idle{i}', (TrainerCallback,), {}) for i in range(self.callbacks)]
         with tempfile.TemporaryDirectory() as tmp:
-            args = TrainingArguments(tmp, per_device_train_batch_size=micro, gradient_accumulation_steps=k, num_train_epochs=epochs,
-                max_grad_norm=case.clip or 0., fp16=case.amp=='fp16', bf16=case.amp=='bf16', use_cpu=case.device=='cpu',
-                logging_strategy='no' if fast else 'steps', logging_steps=1, save_strategy='no', report_to='none', disable_tqdm=True, remove_unused_columns=False)
-            self.trainer = self.trainer_cls(self.wrap(self.model), args, train_dataset=data.loader(micro, self.as_dicts),
-                optimizers=(opt,sched), compute_loss_func=self.loss(), callbacks=cbs)
+            args = TrainingArguments(tmp, per_device_train_batch_size=micro, gradient_accumulation_steps=k,
+                num_train_epochs=epochs, max_grad_norm=case.clip or 0.,
+                fp16=case.amp=='fp16', bf16=case.amp=='bf16', use_cpu=case.device=='cpu',
+                logging_strategy='no' if fast else 'steps', logging_steps=1, save_strategy='no', report_to='none',
+                disable_tqdm=True, remove_unused_columns=False)
+            self.trainer = self.trainer_cls(self.wrap(self.model), args,
+                train_dataset=data.loader(micro, self.as_dicts), optimizers=(opt,sched),
+                compute_loss_func=self.loss(), callbacks=cbs)
             for cb in (transformers.PrinterCallback,transformers.ProgressCallback): self.trainer.remove_callback(cb)
             self.trainer.train()
 
@@ -51,10 +54,12 @@ class Bert(nn.Module):
     "A small BERT with a classification head, called like the other models; `inner` is what transformers has"
     def __init__(self, case):
         super().__init__()
-        config = BertConfig(hidden_size=5, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=2,
+        config = BertConfig(hidden_size=5, num_hidden_layers=1, num_attention_heads=1,
+            intermediate_size=8, vocab_size=2,
             num_labels=3, hidden_dropout_prob=0., attention_probs_dropout_prob=0.,
             problem_type='single_label_classification', attn_implementation='eager')
-        self.inner = (BertForTokenClassification if case.tokens else BertForSequenceClassification)(config).to(case.dtype)
+        self.inner = (BertForTokenClassification if case.tokens
+            else BertForSequenceClassification)(config).to(case.dtype)
     def forward(self, x): return self.inner(inputs_embeds=x if x.dim()==3 else x[:,None]).logits
 
 class BertHead(NumItems):
@@ -73,7 +78,8 @@ class BertHead(NumItems):
 
 class BertTold(BertHead):
     key,title = 'hf-bert-told','transformers, BERT head, told'
-    how = 'as before, and the Trainer told by loss_is_scaled_for_ga=False that the head does not honour num_items_in_batch'
+    how = ('as before, and the Trainer told by loss_is_scaled_for_ga=False that the head does not honour '
+        'num_items_in_batch')
     trainer_cls = type('Told', (Loader,), dict(loss_is_scaled_for_ga=False))
 
 peers = [NumItems, BertHead, BertTold]

@@ -14,10 +14,12 @@ from fastai.callback.core import CancelBackwardException, CancelBatchException, 
 from fastai.callback.fp16 import MixedPrecision
 from fastcore.basics import patch
 from .core.checks import check_bool, check_count, check_drop_last, check_learner, check_plan
-from .core.dispatch import Dispatch, OwnLoop
+from .core.dispatch import Dispatch
 from .core.gradients import HeldGrads, empty_grads, take_step
-from .core.listeners import Guest, Instead, listen, to_the_end
+from .core.instead import Instead
+from .core.listeners import Guest, listen, to_the_end
 from .core.macro_batch import MacroBatch
+from .core.own_loop import OwnLoop
 from .core.plan import Plan
 from .memory.recovery import micro_batches
 from .core.sizes import Measure, SumLoss, samples_in

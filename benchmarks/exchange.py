@@ -1,7 +1,8 @@
-"""What several processes exchange: bytes and time per sample, with fastaccum and without, for 1, 2, 4 and 8 micro-batches a step.
+"""What several processes exchange: bytes and time per sample, with fastaccum and without.
 
-`python benchmarks/exchange.py [--processes 2] [--out FILE] [--plot FILE]` launches processes on this machine (gloo), prints a table,
-appends it to the first file with date, versions and hardware, and draws the second.
+For 1, 2, 4 and 8 micro-batches a step. `python benchmarks/exchange.py [--processes 2] [--out FILE] [--plot FILE]`
+launches processes on this machine (gloo), prints a table, appends it to the first file with date, versions and
+hardware, and draws the second.
 """
 import os
 os.environ.setdefault('OMP_NUM_THREADS', '1')
@@ -43,7 +44,8 @@ def worker(out):
     def run(acc):
         torch.manual_seed(0)
         data = Batches((torch.randn(bs,64), torch.randint(10, (bs,))) for _ in range(n_batches))
-        model = DistributedDataParallel(nn.Sequential(nn.Linear(64,1024), nn.ReLU(), nn.Linear(1024,1024), nn.ReLU(), nn.Linear(1024,10)))
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(64,1024), nn.ReLU(), nn.Linear(1024,1024), nn.ReLU(),
+            nn.Linear(1024,10)))
         exchanged = Exchanged()
         model.register_comm_hook(exchanged, Exchanged.hook)
         learn = Learner(DataLoaders(data, Batches()), model, nn.CrossEntropyLoss(), opt_func=SGD)
@@ -71,10 +73,12 @@ def measure(n):
     "For each k and arm: bytes, milliseconds of exchange and milliseconds in all, per sample of a process"
     with tempfile.TemporaryDirectory() as tmp:
         out = Path(tmp)/'res.json'
-        subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', str(n), __file__, '--worker', str(out)],
+        subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', str(n),
+                       __file__, '--worker', str(out)],
                        check=True, timeout=600)
         res = json.loads(out.read_text())
-    def per_sample(runs): return [statistics.median(o[i] for o in runs)/(bs*n_batches)*(1e3 if i else 1) for i in range(3)]
+    def per_sample(runs):
+        return [statistics.median(o[i] for o in runs)/(bs*n_batches)*(1e3 if i else 1) for i in range(3)]
     return {int(k):{nm:per_sample(o) for nm,o in v.items()} for k,v in res.items()}
 
 def plot(res, fn):
@@ -83,7 +87,8 @@ def plot(res, fn):
     import matplotlib.pyplot as plt
     fig,axs = plt.subplots(1, 2, figsize=(9,3.2))
     for ax,i,label in ((axs[0],0,'KiB exchanged per sample'), (axs[1],1,'ms of exchange per sample')):
-        for nm in arms: ax.plot(list(res), [o[nm][i]/(1024 if not i else 1) for o in res.values()], marker='o', label=nm)
+        for nm in arms:
+            ax.plot(list(res), [o[nm][i]/(1024 if not i else 1) for o in res.values()], marker='o', label=nm)
         ax.set(xlabel='micro-batches a step', ylabel=label, xticks=list(res), ylim=(0,None))
     axs[0].legend(loc='center right')
     fig.tight_layout()
@@ -101,14 +106,17 @@ def main():
     import fastai, torch, fastaccum
     res = measure(args.processes)
     lines = [f'## {datetime.date.today()}, {args.processes} processes on {args.hardware}, gloo', '',
-        f'fastaccum {fastaccum.__version__}, fastai {fastai.__version__}, torch {torch.__version__}, python {platform.python_version()}; '
-        f'1.1 million parameters, {n_batches} micro-batches of {bs}, {rounds} rounds, medians; per sample of a process', '',
+        f'fastaccum {fastaccum.__version__}, fastai {fastai.__version__}, torch {torch.__version__}, '
+        f'python {platform.python_version()}; '
+        f'1.1 million parameters, {n_batches} micro-batches of {bs}, {rounds} rounds, medians; per sample of a process',
+        '',
         '| micro-batches a step | | KiB exchanged | ms of exchange | ms in all |', '|---|---|---|---|---|']
     for k,o in res.items():
         for nm,(nbytes,ex,ms) in o.items(): lines.append(f'| {k} | {nm} | {nbytes/1024:.1f} | {ex:.3f} | {ms:.3f} |')
     print('\n'.join(lines))
     one = res[ks[0]]['fastaccum'][0]
-    for k,o in res.items(): assert abs(o['fastaccum'][0]*k/one-1)<1e-9, f'{k} micro-batches a step: not 1/{k} of the bytes'
+    for k,o in res.items():
+        assert abs(o['fastaccum'][0]*k/one-1)<1e-9, f'{k} micro-batches a step: not 1/{k} of the bytes'
     if args.plot: plot(res, args.plot)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)

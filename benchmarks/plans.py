@@ -1,7 +1,8 @@
-"""What it costs to know the steps of a run before it starts: samples x micro-batch size x epochs x sizes, in seconds and MB.
+"""What it costs to know the steps of a run before it starts, in seconds and MB.
 
-`made`: the plan is made; `first`: what its first epoch needs, after that; `all`: the numbers of steps of every epoch, after that.
-MB is the most that was held. `python benchmarks/plans.py` prints a Markdown table; `--slow` counts 10⁹ steps of a function too (minutes).
+For samples x micro-batch size x epochs x sizes. `made`: the plan is made; `first`: what its first epoch needs, after
+that; `all`: the numbers of steps of every epoch, after that. MB is the most that was held.
+`python benchmarks/plans.py` prints a Markdown table; `--slow` counts 10⁹ steps of a function too (minutes).
 """
 import sys, time, tracemalloc
 from fastaccum.core.plan import Plan
@@ -42,7 +43,8 @@ def measure(make, case):
     return secs,mb,n
 
 def main():
-    print('| processes | sizes | samples | micro-batches of | epochs | steps | made, s | first, s | all, s | MB |\n|---|---|---|---|---|---|---|---|---|---|')
+    print('| processes | sizes | samples | micro-batches of | epochs | steps | made, s | first, s | all, s | MB |')
+    print('|---'*10+'|')
     for make in (one,eight):
         for n,bs,n_epoch,size in cases:
             if callable(size) and n*n_epoch>2*10**9 and '--slow' not in sys.argv: continue

@@ -16,13 +16,16 @@ from fastai.callback.fp16 import MixedPrecision
 from fastai.data.core import DataLoaders
 from fastcore.basics import patch
 from .core.checks import check_bool, check_count, check_drop_last, check_learner, check_plan
-from .core.dispatch import Dispatch, OwnLoop
+from .core.dispatch import Dispatch
 from .core.gradients import HeldGrads, empty_grads
-from .core.listeners import Instead, listen, to_the_end
+from .core.instead import Instead
+from .core.listeners import listen, to_the_end
+from .core.own_loop import OwnLoop
 from .core.plan import Plan
 from .core.steps import Steps
 from .memory.recovery import AutoSize, micro_batches
-from .processes.sync import alone, find_sync
+from .processes.alone import alone
+from .processes.sync import find_sync
 
 # %% ../nbs/00_accumulation.ipynb #cb
 class GradientAccumulation(Steps):

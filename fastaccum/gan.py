@@ -8,7 +8,8 @@ Docs: https://fastaccum.github.io/fastaccum/gan.html.md"""
 __all__ = ['SwitchListener', 'TrainerListener']
 
 # %% ../nbs/05_gan.ipynb #imports
-from .core.listeners import Instead, Listener, listeners, replaced
+from .core.instead import Instead
+from .core.listeners import Listener, listeners, replaced
 
 # %% ../nbs/05_gan.ipynb #switch
 class SwitchListener(Listener):

@@ -2,8 +2,8 @@
 
 `python -m torch.distributed.run --standalone --nproc-per-node 2 tests/processes.py OUT CASE ...`
 
-Each process notes the cases it has passed in the folder OUT. Every process also runs the twin, by itself: fastai's Recorder averages
-over processes whatever it records, so all must record something. `DEVICE=cuda` uses nccl and a GPU per process.
+Each process notes the cases it has passed in the folder OUT. Every process also runs the twin, by itself: fastai's
+Recorder averages over processes whatever it records, so all must record something. `DEVICE=cuda` uses nccl and a GPU per process.
 """
 import faulthandler, math, os, sys, traceback, warnings
 from collections import Counter
@@ -17,7 +17,8 @@ import torch
 from torch import distributed as dist, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
-from fastai.callback.core import Callback, CancelBackwardException, CancelBatchException, CancelFitException, CancelTrainException
+from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelFitException,
+    CancelTrainException)
 from fastai.callback.training import GradientClip, ShortEpochCallback
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
@@ -122,8 +123,10 @@ def same_everywhere(t):
     dist.all_gather(res, t.contiguous())
     assert all(torch.equal(o, t) for o in res), 'the processes differ'
 
-def twins(ns, micro=4, macro=16, acc=None, acc_cls=GradientAccumulation, fit=one_cycle, tokens=False, cbs=list, setup=None, ddp=None, each=False, **kwargs):
-    "A fit of one process on macro-batches, and one of all processes on micro-batches; the second exchanged once per step and bucket"
+def twins(ns, micro=4, macro=16, acc=None, acc_cls=GradientAccumulation, fit=one_cycle, tokens=False, cbs=list,
+        setup=None, ddp=None, each=False, **kwargs):
+    """A fit of one process on macro-batches, and one of all processes on micro-batches; the second exchanged once
+    per step and bucket"""
     acc,micros = acc or {},micro if isinstance(micro, list) else [micro]*world
     ds,order = toy_data(sum(ns), tokens),orders(ns)
     shares = [-(-math.ceil(macro/world)//m)*m for m in micros]
@@ -131,7 +134,8 @@ def twins(ns, micro=4, macro=16, acc=None, acc_cls=GradientAccumulation, fit=one
     if setup: setup(a)
     fit(a, cbs())
     cb = acc_cls(macro, **acc)
-    b = together(Batches(ds, [cut(o[rank], micros[rank]) for o in order], micros[rank]), ds, cb, fit, ddp, cbs, setup, **kwargs)
+    b = together(Batches(ds, [cut(o[rank], micros[rank]) for o in order], micros[rank]), ds, cb, fit, ddp, cbs, setup,
+        **kwargs)
     same_everywhere(weights(b))
     if not each:
         assert set(b.exchanges.buckets.values())=={1}, b.exchanges.buckets
@@ -139,7 +143,8 @@ def twins(ns, micro=4, macro=16, acc=None, acc_cls=GradientAccumulation, fit=one
     return a,b
 
 def even(n=32): return [n]*world
-def uneven(): return [40,25,18][:world]   # 16 wanted of each: the third macro-batch has 8 samples, all of the first process
+# 16 wanted of each: the third macro-batch has 8 samples, all of the first process
+def uneven(): return [40,25,18][:world]
 
 # Cases
 
@@ -160,7 +165,8 @@ def case_micro_batches_of_different_sizes():
 def case_every_micro_batch_steps(): assert_twins(*twins(even(), macro=2))
 def case_clip():
     for opt_func in (Adam,partial(OptimWrapper, opt=torch.optim.AdamW)):
-        assert_twins(*twins(uneven(), macro=16*world, opt_func=opt_func, fit=lambda l,cbs: l.fit_one_cycle(2, 0.01, wd=0.1, cbs=cbs), cbs=lambda: [GradientClip(0.01)]))
+        assert_twins(*twins(uneven(), macro=16*world, opt_func=opt_func,
+            fit=lambda l,cbs: l.fit_one_cycle(2, 0.01, wd=0.1, cbs=cbs), cbs=lambda: [GradientClip(0.01)]))
 def case_fits():
     "Several fits in a row of a callback that stays, and a validation between (what DDP wraps cannot be frozen)"
     def fit(l, cbs):
@@ -196,7 +202,9 @@ def case_tokens_all_ignored_on_one_in_an_epoch():
         assert_twins(*twins(ns, macro=macro, tokens=True, cbs=lambda: [Ignore()]))
 def case_size_of_your_own():
     assert_twins(*twins(uneven(), macro=16*world, tokens=True, acc=dict(size=lambda l: int((l.y!=-100).sum()))))
-def case_sum(): assert_twins(*twins(uneven(), macro=16*world, loss_func=CrossEntropy(reduction='sum'), fit=lambda l,cbs: l.fit(2, 1e-3, cbs=cbs)))
+def case_sum():
+    assert_twins(*twins(uneven(), macro=16*world, loss_func=CrossEntropy(reduction='sum'),
+        fit=lambda l,cbs: l.fit(2, 1e-3, cbs=cbs)))
 def case_drop_last():
     for ns in (even(35),uneven()): assert_twins(*twins(ns, macro=16*world, acc=dict(drop_last=True)))
 def case_start_epoch():
@@ -225,7 +233,8 @@ def case_samples_of_a_step_are_those_of_all():
     twins(uneven(), macro=16*world, cbs=lambda: [Sizes()])
     rest = sum(uneven())-16*world
     assert seen==2*[16*world,rest-8,8], seen
-def squared(p, y): return (p.sum(-1)-y).pow(2).mean()   # a mean over samples; cross-entropy's is over targets that are not ignored
+# a mean over samples; cross-entropy's is over targets that are not ignored
+def squared(p, y): return (p.sum(-1)-y).pow(2).mean()
 def case_one_small_sum_per_step():
     a,b = twins(even(35), macro=16*world, loss_func=squared)
     assert b.sums==2*3, b.sums
@@ -259,7 +268,8 @@ def case_find_unused_parameters():
         return Branches(nn.Linear(5,5), nn.Tanh(), nn.Linear(5,6), nn.Tanh(), nn.Linear(6,3)).double()
     def run(each):
         ds,order = toy_data(35*world),orders(even(35))
-        return together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, GradientAccumulation(16*world, sync_each=each), one_cycle,
+        return together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds,
+                        GradientAccumulation(16*world, sync_each=each), one_cycle,
                         dict(find_unused_parameters=True), model=model)
     a,b = run(True),run(False)
     for o in (a,b): same_everywhere(weights(o))
@@ -298,17 +308,20 @@ def case_tied_weights_and_parameters_outside_of_the_optimizer():
     def outside(m): return [[*m.a.parameters(),*m.b.parameters()],[m.c.bias]]
     for groups in (tied,outside):
         for tokens in (False,True):
-            assert_twins(*twins(uneven(), macro=16*world, tokens=tokens, model=Tied, splitter=lambda m: groups(getattr(m, 'module', m)), cbs=lambda: [GradientClip(0.05)]))
+            assert_twins(*twins(uneven(), macro=16*world, tokens=tokens, model=Tied,
+                splitter=lambda m: groups(getattr(m, 'module', m)), cbs=lambda: [GradientClip(0.05)]))
 class NoGradient(Callback):
     "The loss of some micro-batches of the last process needs no gradient, or has one of zero"
     run_valid = False
     def __init__(self, needs): self.needs = needs
     def after_loss(self):
-        if rank==world-1 and self.iter in (0,3,7): self.learn.loss_grad = self.loss_grad*0 if self.needs else self.loss_grad.detach()
+        if rank==world-1 and self.iter in (0,3,7):
+            self.learn.loss_grad = self.loss_grad*0 if self.needs else self.loss_grad.detach()
 def case_one_needs_no_gradient():
     ds,order,res = toy_data(35*world),orders(even(35)),[]
     for needs in (True,False):
-        res.append(together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, GradientAccumulation(16*world), one_cycle, cbs=lambda: [NoGradient(needs)]))
+        res.append(together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, GradientAccumulation(16*world),
+            one_cycle, cbs=lambda: [NoGradient(needs)]))
         same_everywhere(weights(res[-1]))
         assert res[-1].exchanges.last==2*3
     assert_twins(*res)
@@ -323,13 +336,15 @@ def schedules(ns, acc, fit):
     cb = acc()
     b = together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, cb, fit)
     assert set(b.exchanges.buckets.values())=={1} and b.exchanges.last==b.steps.n
-    assert a.recorder.accum_bs==b.recorder.accum_bs and len(set(a.recorder.accum_bs))>1, (a.recorder.accum_bs, b.recorder.accum_bs)
+    assert a.recorder.accum_bs==b.recorder.accum_bs and len(set(a.recorder.accum_bs))>1, (
+        a.recorder.accum_bs, b.recorder.accum_bs)
     assert_twins(a, b)
 def case_schedules():
     for fit in (one_cycle,lambda l,cbs: l.fit_one_cycle(3, 0.1, cbs=cbs, start_epoch=1)):
         for n in (64,35):
             schedules(even(n), lambda: GradientAccumulationSchedule(4*world, 16*world, finish=0.8), fit)
-            schedules(even(n), lambda: GradientAccumulationSchedule(4*world, 16*world, start=1, finish=2, drop_last=True), fit)
+            schedules(even(n), lambda: GradientAccumulationSchedule(4*world, 16*world, start=1, finish=2,
+                drop_last=True), fit)
             schedules(even(n), lambda: GradientAccumulationScheduler({1:4}), lambda l,cbs: l.fit(2, 0.1, cbs=cbs))
             schedules(even(n), lambda: GradientAccumulationScheduler({0:2,3:3,9:1}, mode='step'), fit)
 def case_schedule_on_uneven_processes():
@@ -349,7 +364,8 @@ def planned(order, micros, wanted, drop_last):
     for epoch,o in enumerate(order):
         ns,done,steps = [len(p) for p in o],[0]*world,[]
         while sum(done)<sum(ns):
-            w = wanted(Position(epoch, step+len(steps), (epoch+sum(done)/sum(ns))/len(order))) if callable(wanted) else wanted
+            pos = Position(epoch, step+len(steps), (epoch+sum(done)/sum(ns))/len(order))
+            w = wanted(pos) if callable(wanted) else wanted
             full = [math.ceil(math.ceil(w/world)/m)*m for m in micros]
             got = [p[d:d+f] for p,d,f in zip(o, done, full)]
             if drop_last and [len(g) for g in got]!=full: break
@@ -369,8 +385,10 @@ class LeaveOut(Callback):
 def draw(seed):
     "Arguments of a random run, the same on all processes"
     rng = Random(seed)
-    o = dict(tokens=rng.random()<0.4, log_accum_batch=rng.random()<0.75, sync_each=rng.random()<0.25, drop_last=rng.random()<0.3,
-        kind=rng.choice(['plain','plain','left out','anneal','epoch','step']), clip=rng.random()<0.3, opt_func=rng.choice([SGD,Adam]), micros=[rng.choice([1,3,4,5])]*world)
+    o = dict(tokens=rng.random()<0.4, log_accum_batch=rng.random()<0.75, sync_each=rng.random()<0.25,
+        drop_last=rng.random()<0.3,
+        kind=rng.choice(['plain','plain','left out','anneal','epoch','step']), clip=rng.random()<0.3,
+        opt_func=rng.choice([SGD,Adam]), micros=[rng.choice([1,3,4,5])]*world)
     if o['kind']=='left out': o.update(log_accum_batch=True, sync_each=False, drop_last=False)
     if o['sync_each'] or not o['log_accum_batch']:   # these need as many micro-batches on each
         k = rng.randint(1, 9)
@@ -379,7 +397,8 @@ def draw(seed):
         if rng.random()<0.4: o['micros'] = [rng.choice([1,2,4]) for _ in range(world)]
         o['ns'] = [rng.choice([rng.randint(1, 4),rng.randint(20, 45)]) for _ in range(world)]
     o['macro'] = rng.randint(1, 14)*world+rng.choice([0,0,1])
-    o['left'] = [rng.sample(range(math.ceil(n/m)), rng.randint(0, math.ceil(n/m))) if o['kind']=='left out' else [] for n,m in zip(o['ns'], o['micros'])]
+    o['left'] = [rng.sample(range(math.ceil(n/m)), rng.randint(0, math.ceil(n/m))) if o['kind']=='left out' else []
+        for n,m in zip(o['ns'], o['micros'])]
     o['event'] = rng.choice(['before_batch','after_pred','after_loss'])
     o['one_cycle'] = o['kind']!='left out' and rng.random()<0.7
     return o
@@ -393,7 +412,8 @@ def random_run(o):
     "Whether there was a step in each epoch; else nothing is trained"
     n_epoch = 2
     ds,order,cb = toy_data(sum(o['ns']), o['tokens']),orders(o['ns'], n_epoch),callback(o)
-    kept = [[sum((b for i,b in enumerate(cut(p, m)) if i not in out), []) for p,m,out in zip(e, o['micros'], o['left'])] for e in order]
+    kept = [[sum((b for i,b in enumerate(cut(p, m)) if i not in out), [])
+        for p,m,out in zip(e, o['micros'], o['left'])] for e in order]
     steps = planned(kept, o['micros'], cb.sizes(sum(o['micros']), n_epoch), o['drop_last'])
     if not all(steps): return False
     def fit(l, cbs):
@@ -401,11 +421,13 @@ def random_run(o):
         l.fit_one_cycle(n_epoch, 0.02, cbs=cbs) if o['one_cycle'] else l.fit(n_epoch, 0.02, cbs=cbs)
     a = learner(Batches(ds, steps, max(map(len, steps[0]))), ds, opt_func=o['opt_func'])
     fit(a, [])
-    b = together(Batches(ds, [cut(e[rank], o['micros'][rank]) for e in order], o['micros'][rank]), ds, cb, fit, opt_func=o['opt_func'],
+    b = together(Batches(ds, [cut(e[rank], o['micros'][rank]) for e in order], o['micros'][rank]), ds, cb, fit,
+        opt_func=o['opt_func'],
         cbs=lambda: [LeaveOut(o['event'], o['left'][rank])] if o['left'][rank] else [])
     same_everywhere(weights(b))
     assert b.steps.n==sum(map(len, steps)), (b.steps.n, steps)
-    if not (o['sync_each'] or o['kind']=='left out'): assert set(b.exchanges.buckets.values())=={1}   # to hear that nobody has samples left takes another
+    # to hear that nobody has samples left takes another
+    if not (o['sync_each'] or o['kind']=='left out'): assert set(b.exchanges.buckets.values())=={1}
     if o['log_accum_batch'] and o['kind']!='left out': assert_twins(a, b)
     else: assert deviation(weights(a), weights(b))<1e-7, deviation(weights(a), weights(b))
     return True
@@ -438,33 +460,38 @@ class OnOne(Callback):
         self.exc,self.at_iters,self.epochs = exc,at,epochs
         setattr(self, event, self.maybe)
     def maybe(self):
-        if rank==world-1 and self.epoch in self.epochs and (self.at_iters is None or self.iter in self.at_iters): raise self.exc
+        if rank==world-1 and self.epoch in self.epochs and (self.at_iters is None or self.iter in self.at_iters):
+            raise self.exc
 def on_one(event, exc, at, kept, epochs=(0,1), tokens=False, **acc):
     ns,drop_last,log = even(35),acc.get('drop_last', False),acc.get('log_accum_batch', True)
     ds,order = toy_data(sum(ns), tokens),orders(ns)[:1]*2   # a loop that never begins asks for no epoch's order
     def left(o, epoch):
         "What is trained on: with `drop_last`, of what was planned"
         parts = [p[:32] if drop_last else p for p in o]
-        return parts if epoch not in epochs else [*parts[:-1],sum((b for i,b in enumerate(cut(parts[-1], 4)) if kept(i)), [])]
+        return parts if epoch not in epochs else [*parts[:-1],
+            sum((b for i,b in enumerate(cut(parts[-1], 4)) if kept(i)), [])]
     a = learner(Batches(ds, [macro_batches(left(o, i), [16]*world, False) for i,o in enumerate(order)], 16*world), ds)
     a.fit(2, 0.1)
     cb = GradientAccumulation(16*world, **acc)
     def setup(l):
         if not log: l.remove_cb(Recorder)   # fastai's exchanges each loss: of as many on each process
-    b = together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, cb, lambda l,cbs: l.fit(2, 0.1, cbs=[*cbs,OnOne(event, exc, at, epochs)]), setup=setup)
+    b = together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, cb,
+        lambda l,cbs: l.fit(2, 0.1, cbs=[*cbs,OnOne(event, exc, at, epochs)]), setup=setup)
     same_everywhere(weights(b))
     assert cb.step==b.exchanges.last==2*(2 if drop_last else 3), (cb.step, b.exchanges.last)
     assert deviation(weights(a), weights(b))<1e-12, deviation(weights(a), weights(b))
     if log and not drop_last: assert deviation(a.recorder.losses, b.recorder.losses)<1e-6
 def case_one_ends_its_epoch_early():
-    for acc in (dict(), dict(drop_last=True), dict(log_accum_batch=False)): on_one('after_batch', CancelTrainException, [4], lambda i: i<5, **acc)
+    for acc in (dict(), dict(drop_last=True), dict(log_accum_batch=False)):
+        on_one('after_batch', CancelTrainException, [4], lambda i: i<5, **acc)
 def case_one_leaves_out_micro_batches():
     on_one('before_batch', CancelBatchException, [1,5], lambda i: i not in (1,5))
     on_one('after_loss', CancelBatchException, [2], lambda i: i!=2)
 def case_one_has_no_backward_pass():
     "Not in its first epoch, nor in any: it steps with the others, and records the same"
     for tokens in (False,True):
-        for event,exc in (('before_train',CancelTrainException), ('before_batch',CancelTrainException), ('before_batch',CancelBatchException),
+        for event,exc in (('before_train',CancelTrainException), ('before_batch',CancelTrainException),
+                          ('before_batch',CancelBatchException),
                           ('after_pred',CancelTrainException), ('after_loss',CancelBatchException)):
             for epochs in ((0,),(0,1)): on_one(event, exc, None, lambda i: False, epochs=epochs, tokens=tokens)
 def case_one_has_no_backward_pass_in_fp16():
@@ -474,7 +501,8 @@ def case_one_has_no_backward_pass_in_fp16():
         return nn.Sequential(nn.Linear(5,6), nn.BatchNorm1d(6), nn.Linear(6,3))
     ds,order = toy_data(35*world),orders(even(35))
     ds.tensors = tuple(o.float() if o.is_floating_point() else o for o in ds.tensors)
-    b = together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, GradientAccumulation(16*world), lambda l,cbs: l.fit(2, 0.1, cbs=cbs), model=model,
+    b = together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, GradientAccumulation(16*world),
+                 lambda l,cbs: l.fit(2, 0.1, cbs=cbs), model=model,
                  cbs=lambda: [CpuMixedPrecision(init_scale=1024.),OnOne('before_batch', CancelBatchException, None)])
     same_everywhere(weights(b))
     assert b.exchanges.last==b.steps.n==2*3
@@ -490,7 +518,8 @@ def case_all_leave_out_the_closing_micro_batch():
         setattr(cb, event, cancel)
         a = learner(Batches(ds, [macro_batches([p[:32] for p in o], [12]*world, False) for o in order], 12*world), ds)
         a.fit(2, 0.1)
-        b = together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, GradientAccumulation(12*world), lambda l,cbs: l.fit(2, 0.1, cbs=[*cbs,cb]))
+        b = together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, GradientAccumulation(12*world),
+            lambda l,cbs: l.fit(2, 0.1, cbs=[*cbs,cb]))
         same_everywhere(weights(b))
         assert deviation(weights(a), weights(b))<1e-12 and b.exchanges.last==2*3
 
@@ -501,7 +530,8 @@ def case_batchnorm_does_not_hang():
         return nn.Sequential(nn.Linear(5,6), nn.BatchNorm1d(6), nn.Linear(6,3)).double()
     for ns in (even(36),[40,24,16][:world]):
         ds,order = toy_data(sum(ns)),orders(ns)
-        b = together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, GradientAccumulation(16*world), one_cycle, model=model)
+        b = together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, GradientAccumulation(16*world), one_cycle,
+            model=model)
         same_everywhere(weights(b))
         assert b.exchanges.last==2*3
 
@@ -512,10 +542,12 @@ def overflow(at):
     class Overflow(Callback):
         order,run_valid = 5,False   # before us and MixedPrecision
         def after_loss(self):
-            if rank==world-1 and self.iter==at and self.epoch==0: self.learn.loss_grad = self.learn.loss_grad*float('inf')
+            if rank==world-1 and self.iter==at and self.epoch==0:
+                self.learn.loss_grad = self.learn.loss_grad*float('inf')
     return Overflow()
 def case_overflow_on_one_skips_the_step_on_all():
-    for at in (0,2,3):   # micro-batches of the first step: two whose gradients wait for the exchange, and the closing one
+    # micro-batches of the first step: two whose gradients wait for the exchange, and the closing one
+    for at in (0,2,3):
         ns = even(36)
         ds,order = toy_data(sum(ns)),orders(ns)
         ds.tensors = tuple(o.float() if o.is_floating_point() else o for o in ds.tensors)
@@ -531,7 +563,8 @@ def case_overflow_on_one_skips_the_step_on_all():
             first.append(weights(l))
             l.fit(2, 0.1, cbs=[*cbs,fp16,overflow(at),Look()])
         first = []
-        b = together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, GradientAccumulation(16*world), fit, model=model)
+        b = together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, GradientAccumulation(16*world), fit,
+            model=model)
         same_everywhere(weights(b))
         assert len(seen)==6 and [o[1] for o in seen]==[512.]*6
         assert torch.equal(seen[0][0], first[0]) and not torch.equal(seen[1][0], first[0])
@@ -580,7 +613,8 @@ class Interrupted(nn.Linear):
         return super().forward(x)
 def case_interrupt_within_a_forward_pass():
     ds,order,model = toy_data(35*world),orders(even(35)),nn.Sequential(Interrupted(5,3)).double()
-    learn = learner(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, model=lambda: model, splitter=lambda m: [list(m.parameters())])
+    learn = learner(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, model=lambda: model,
+        splitter=lambda m: [list(m.parameters())])
     learn.model = DDP(learn.model)
     learn.add_cb(GradientAccumulation(16*world))
     model[0].left = 5
@@ -596,13 +630,17 @@ def fails(exc, text, **kwargs):
     else: raise AssertionError(f'{text!r} was not refused')
 def case_refused():
     fails(ValueError, '`accum_bs` is 16, 17', ns=even(), acc_cls=lambda macro: GradientAccumulation(16+rank))
-    fails(ValueError, '`drop_last` is 0, 1', ns=even(), acc_cls=lambda macro: GradientAccumulation(16, drop_last=rank>0))
-    fails(ValueError, 'the number of epochs is 1, 2', ns=even(), fit=lambda l,cbs: l.fit(1+(rank if cbs else 0), 0.1, cbs=cbs))
+    fails(ValueError, '`drop_last` is 0, 1', ns=even(),
+        acc_cls=lambda macro: GradientAccumulation(16, drop_last=rank>0))
+    fails(ValueError, 'the number of epochs is 1, 2', ns=even(),
+        fit=lambda l,cbs: l.fit(1+(rank if cbs else 0), 0.1, cbs=cbs))
     def metrics(l): l.recorder.train_metrics = isinstance(l.model, DDP)
     for kwargs in (dict(acc=dict(log_accum_batch=False)), dict(acc=dict(sync_each=True)), dict(setup=metrics)):
         fails(ValueError, 'need the same on each', ns=uneven(), **kwargs)
-        fails(ValueError, '12 micro-batches of 4, 12 micro-batches of 8', ns=[48,96,96][:world], micro=[4,8,8][:world], **kwargs)
-    fails(ValueError, 'would hold no step', ns=even(20), macro=32*world, acc=dict(drop_last=True), fit=lambda l,cbs: l.fit(1, cbs=cbs) if cbs else None)
+        fails(ValueError, '12 micro-batches of 4, 12 micro-batches of 8', ns=[48,96,96][:world], micro=[4,8,8][:world],
+            **kwargs)
+    fails(ValueError, 'would hold no step', ns=even(20), macro=32*world, acc=dict(drop_last=True),
+        fit=lambda l,cbs: l.fit(1, cbs=cbs) if cbs else None)
     with warnings.catch_warnings(record=True) as w:
         warnings.simplefilter('always')
         twins(even(), macro=17)
@@ -633,11 +671,13 @@ def case_loader_replaced_in_an_epoch():
     ds,order = toy_data(35*world),orders(even(35))
     def fit(other, epoch, on):
         batches = [cut(o[rank], 4) for o in order]
-        return together(Batches(ds, batches, 4), ds, GradientAccumulation(16*world), lambda l,cbs: l.fit(2, 0.1, cbs=[*cbs,Swap(other, epoch, on)]))
+        return together(Batches(ds, batches, 4), ds, GradientAccumulation(16*world),
+            lambda l,cbs: l.fit(2, 0.1, cbs=[*cbs,Swap(other, epoch, on)]))
     for epoch in (0,1):
         for n,bs in ((35,5),(20,4)):
             try: fit(Batches(ds, [cut(o[rank][:n], bs) for o in order], bs), epoch, range(world))
-            except ValueError as e: assert f'micro-batches of {bs}, {n} samples' in str(e) and 'micro-batches of 4, 35 samples' in str(e), e
+            except ValueError as e:
+                assert f'micro-batches of {bs}, {n} samples' in str(e) and 'micro-batches of 4, 35 samples' in str(e), e
             else: raise AssertionError('not refused')
     other = Batches(ds, [cut(o[rank], 4) for o in order[1:]], 4)   # of the same sizes
     b = fit(other, 0, [world-1])
@@ -657,7 +697,8 @@ def case_fsdp_is_refused():
 
 def case_distrib_ctx():
     from fastai.distributed import DistributedDL, DistributedTrainer
-    if device.type=='cpu': DistributedDL._broadcast = lambda self,t,r: self._broadcast_cpu(t, r)   # fastai's calls .cuda()
+    # fastai's calls .cuda()
+    if device.type=='cpu': DistributedDL._broadcast = lambda self,t,r: self._broadcast_cpu(t, r)
     def broadcast(self, t, r):
         t = torch.LongTensor(t)
         dist.broadcast(t, r)
@@ -673,14 +714,16 @@ def case_distrib_ctx():
         for o in (l.freeze,l.unfreeze):
             o()
             l.fit_one_cycle(1, 0.1, wd=0.1, cbs=cbs)
-    for n,tokens,drop_last,metrics,fit in ((32*world,False,False,accuracy,one_cycle), (35*world-1,False,False,None,frozen_first),
+    for n,tokens,drop_last,metrics,fit in ((32*world,False,False,accuracy,one_cycle),
+                                           (35*world-1,False,False,None,frozen_first),
                                            (70,True,False,None,one_cycle), (70,False,True,None,one_cycle)):
         ds,rng,acc = toy_data(n, tokens),Random(1),dict(drop_last=n==70 and not tokens)
         per = -(-n//world)
         all_epochs = [rng.sample(range(n), n) for _ in range(2)]
         def padded(o): return [(o+o)[r*per:(r+1)*per] for r in range(world)]
         def whole(o): return o[:len(o)//4*4] if drop_last else o   # each process leaves out its ragged micro-batch
-        a = learner(Batches(ds, [macro_batches([whole(p) for p in padded(o)], [16]*world, acc['drop_last']) for o in all_epochs], 16*world), ds, metrics=metrics)
+        a = learner(Batches(ds, [macro_batches([whole(p) for p in padded(o)], [16]*world, acc['drop_last'])
+            for o in all_epochs], 16*world), ds, metrics=metrics)
         if metrics: a.recorder.train_metrics = True
         fit(a, [])
         epochs = iter(all_epochs)
@@ -692,7 +735,8 @@ def case_distrib_ctx():
         same_everywhere(weights(b))
         assert set(b.exchanges.buckets.values())=={1} and b.exchanges.last==cb.step==len(b.recorder.losses)
         assert not isinstance(b.model, DDP)
-        assert deviation([o[:2] for o in a.recorder.values], [o[:2] for o in b.recorder.values])<1 # the validation set is split
+        # the validation set is split
+        assert deviation([o[:2] for o in a.recorder.values], [o[:2] for o in b.recorder.values])<1
         for o in (a,b): o.recorder.values = [list(v)[:1 if not metrics else 2] for v in o.recorder.values]
         assert_twins(a, b)
 

@@ -1,11 +1,13 @@
 """While a fit accumulates, callbacks without a method for an event are passed over, and nobody can tell.
 
-The oracle is fastai's own dispatch: the same fit on a Learner whose class has a `_call_one` of its own, which is left alone.
+The oracle is fastai's own dispatch: the same fit on a Learner whose class has a `_call_one` of its own, which is left
+alone.
 """
 import copy, sys
 import pytest, torch
 from functools import wraps
-from fastai.callback.core import Callback, CancelBackwardException, CancelBatchException, CancelFitException, CancelStepException, CancelTrainException
+from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelFitException,
+    CancelStepException, CancelTrainException)
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
@@ -57,7 +59,9 @@ def run(cls, scenario, **kwargs):
     learn,fast = make(cls),[]
     cbs = scenario(learn)
     err = None
-    try: learn.fit_one_cycle(2, 0.1, cbs=[GradientAccumulation(12, **kwargs),At(lambda l: fast.append(ours<=vars(l).keys()), at=2),*cbs])
+    try:
+        learn.fit_one_cycle(2, 0.1, cbs=[GradientAccumulation(12, **kwargs),
+            At(lambda l: fast.append(ours<=vars(l).keys()), at=2),*cbs])
     except BaseException as e: err = type(e),e.args
     assert fast==[cls is Learner], 'the fast dispatch was not at work' if cls is Learner else 'the oracle is not fastai'
     assert ours.isdisjoint(vars(learn))
@@ -159,7 +163,8 @@ def own_getattr(learn):
 @scenario
 def own_getattribute(learn):
     class Made(Callback):
-        def __getattribute__(self, nm): return note(learn, 'made') if nm=='before_backward' else super().__getattribute__(nm)
+        def __getattribute__(self, nm):
+            return note(learn, 'made') if nm=='before_backward' else super().__getattribute__(nm)
     return [Made()]
 
 @scenario
@@ -229,10 +234,12 @@ def another_order(learn):
 def run_false(learn): return [At(lambda l: [setattr(o, 'run', False) for o in l.cbs if getattr(o, 'nm', '')=='b'])]
 
 @scenario
-def run_train_false(learn): return [At(lambda l: [setattr(o, 'run_train', False) for o in l.cbs if getattr(o, 'nm', '')=='b'])]
+def run_train_false(learn):
+    return [At(lambda l: [setattr(o, 'run_train', False) for o in l.cbs if getattr(o, 'nm', '')=='b'])]
 
 @scenario
-def run_valid_false(learn): return [At(lambda l: [setattr(o, 'run_valid', False) for o in l.cbs if getattr(o, 'nm', '')=='b'])]
+def run_valid_false(learn):
+    return [At(lambda l: [setattr(o, 'run_valid', False) for o in l.cbs if getattr(o, 'nm', '')=='b'])]
 
 @scenario
 def accumulation_switched_off(learn): return [At(lambda l: setattr(l.gradient_accumulation, 'run', False))]
@@ -281,7 +288,8 @@ def test_everybody_hears_what_fastai_would_tell(nm):
     assert a[0].log==b[0].log and a[1]==b[1]
     assert weights(a[0]).equal(weights(b[0]))
 
-@pytest.mark.parametrize('kwargs', [dict(micro_batch_size='auto'),dict(drop_last=True),dict(log_accum_batch=False)], ids=str)
+@pytest.mark.parametrize('kwargs', [dict(micro_batch_size='auto'),dict(drop_last=True),dict(log_accum_batch=False)],
+    ids=str)
 def test_with_other_arguments(kwargs):
     for f in (nothing,added,wrapped):
         a,b = run(Stock, f, **kwargs),run(Learner, f, **kwargs)
@@ -304,12 +312,14 @@ def test_exceptions(event, exc):
         a,b = (run(cls, lambda learn: [Raise(event, exc, order, at=5)]) for cls in (Stock,Learner))
         assert a[0].log==b[0].log and a[1]==b[1] and weights(a[0]).equal(weights(b[0]))
         errs.append(b[1])
-    if exc is RuntimeError and event not in ('after_cancel_backward',): assert (RuntimeError,(f'Exception occured in `Raise` when calling event `{event}`:\n\tplanted',)) in errs
+    if exc is RuntimeError and event not in ('after_cancel_backward',):
+        assert (RuntimeError,(f'Exception occured in `Raise` when calling event `{event}`:\n\tplanted',)) in errs
 
 @pytest.mark.parametrize('permanent', [False,True])
 @pytest.mark.parametrize('exc', [None,KeyboardInterrupt,RuntimeError,CancelFitException,CancelTrainException], ids=str)
 def test_nothing_is_left_on_the_learner(exc, permanent):
-    for event in ('before_fit','before_train','before_batch','after_backward','before_step','after_batch','after_train','before_validate','after_fit'):
+    for event in ('before_fit','before_train','before_batch','after_backward','before_step','after_batch','after_train',
+            'before_validate','after_fit'):
         for order in (5,7):
             learn,acc = toy(4, n=38),GradientAccumulation(12)
             learn.fit(1, 0.)
@@ -339,7 +349,8 @@ def test_a_stale_one_does_no_harm():
     assert ours.isdisjoint(vars(b))
     assert_twins(a, b)
 
-@pytest.mark.parametrize('off', [lambda acc: setattr(acc, 'run', False), lambda acc: acc.learn.remove_cb(acc)], ids=['run','remove_cb'])
+@pytest.mark.parametrize('off', [lambda acc: setattr(acc, 'run', False), lambda acc: acc.learn.remove_cb(acc)],
+    ids=['run','remove_cb'])
 def test_it_leaves_when_accumulation_is_switched_off(off):
     seen,learn,acc = [],toy(4, n=38),GradientAccumulation(12)
     look = [At(lambda l: seen.append(len(ours & vars(l).keys())), at=at, event='after_loss', order=0) for at in (4,5)]
@@ -352,7 +363,8 @@ def own(nm):
     Own = type('Own', (Learner,), {nm:f})
     return Own
 
-@pytest.mark.parametrize('nm', ['__call__','_call_one','_with_events','__getattr__','__getattribute__','_component_attr_filter'])
+@pytest.mark.parametrize('nm', ['__call__','_call_one','_with_events','__getattr__','__getattribute__',
+    '_component_attr_filter'])
 def test_a_learner_with_a_dispatch_of_its_own_keeps_it(nm):
     learn,fast = toy(4, n=38),[]
     learn.__class__ = own(nm)
@@ -367,7 +379,8 @@ def test_a_dispatch_on_the_instance_is_kept(nm):
         called.append(args)
         return stock(*args)
     vars(learn)[nm] = f
-    learn.fit(1, 0.1, cbs=[GradientAccumulation(12),At(lambda l: fast.append((vars(l)[nm], len(ours & vars(l).keys()))))])
+    learn.fit(1, 0.1, cbs=[GradientAccumulation(12),
+        At(lambda l: fast.append((vars(l)[nm], len(ours & vars(l).keys()))))])
     assert fast==[(f,1)] and vars(learn)[nm] is f and len(called)>20
 
 def test_a_learner_that_delegates_elsewhere_keeps_its_dispatch():
@@ -381,20 +394,23 @@ def silent_calls(learn, cbs):
     "The events with which fastai's `Callback.__call__` was called for a `Deaf`"
     code,seen = Callback.__call__.__code__,[]
     def profile(frame, what, arg):
-        if what=='call' and frame.f_code is code and isinstance(frame.f_locals['self'], Deaf): seen.append(frame.f_locals['event_name'])
+        if what=='call' and frame.f_code is code and isinstance(frame.f_locals['self'], Deaf):
+            seen.append(frame.f_locals['event_name'])
     sys.setprofile(profile)
     try: learn.fit(1, 0.1, cbs=[Deaf(),*cbs])
     finally: sys.setprofile(None)
     return seen
 
 def test_it_saves_something():
-    "Who has no method is not asked while the fit trains and validates; it is without accumulation, and at the events of a fit"
+    """Who has no method is not asked while the fit trains and validates; it is without accumulation, and at the
+    events of a fit"""
     asked,seen = silent_calls(toy(4, n=38), []),silent_calls(toy(4, n=38), [GradientAccumulation(12)])
     assert events & set(asked)>={'before_batch','after_batch','before_step'} and not events & set(seen)
     assert {'before_fit','after_train','after_epoch','after_fit'}<=set(seen)
 
 def test_the_class_is_looked_at_again_each_epoch(monkeypatch):
-    "A profiler that replaces `Callback.__call__` while we train is asked from the next epoch on, one from before at once"
+    """A profiler that replaces `Callback.__call__` while we train is asked from the next epoch on, one from before
+    at once"""
     def replace(l=None):
         stock = Callback.__call__
         @wraps(stock)   # and says it were fastai's
@@ -468,7 +484,8 @@ def test_copied_in_the_middle_of_a_fit():
     learn = toy(4, n=38)
     learn.fit(1, 0.1, cbs=[GradientAccumulation(12),At(do, at=1)])
     other, = copies
-    assert ours.isdisjoint(vars(learn)) and other._call_one.__self__.learn is other and other.gradient_accumulation.dispatch.learn is other
+    assert ours.isdisjoint(vars(learn)) and other._call_one.__self__.learn is other
+    assert other.gradient_accumulation.dispatch.learn is other
     other.remove_cb(other.gradient_accumulation)
     assert ours.isdisjoint(vars(other))
 
@@ -482,7 +499,8 @@ def test_two_learners_at_a_time():
     assert_twins(twin, inner); assert_twins(twin, learn)
 
 def test_what_is_asked_of_fastais_tensors_costs():
-    "The loss of fastai's own loss functions is a `TensorBase`, of which each question takes long: none is asked per micro-batch"
+    """The loss of fastai's own loss functions is a `TensorBase`, of which each question takes long: none is asked
+    per micro-batch"""
     asked = []
     class Loud(TensorBase):
         @classmethod

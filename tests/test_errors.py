@@ -10,29 +10,36 @@ from fastaccum.testing import assert_twins, toy
 from common import weights
 
 @pytest.mark.parametrize('nm', ['accum_bs','n_acc','micro_batch_size'])
-@pytest.mark.parametrize('n,exc', [(0,ValueError), (-8,ValueError), (64.,TypeError), (2.5,TypeError), ('64',TypeError), (True,TypeError),
-                                   (False,TypeError), ([64],TypeError), (torch.tensor(64),TypeError), (float('nan'),TypeError)], ids=str)
+@pytest.mark.parametrize('n,exc', [(0,ValueError), (-8,ValueError), (64.,TypeError), (2.5,TypeError), ('64',TypeError),
+                                   (True,TypeError),
+                                   (False,TypeError), ([64],TypeError), (torch.tensor(64),TypeError),
+                                   (float('nan'),TypeError)], ids=str)
 def test_bad_counts(nm, n, exc):
     with pytest.raises(exc) as e: GradientAccumulation(**{nm:n})
     assert nm in str(e.value) and repr(n) in str(e.value) and 'give' in str(e.value)
 
 def test_good_counts():
     for n in (1, 64, np.int64(64), np.uint8(64)): assert GradientAccumulation(n).accum_bs==n
-    assert GradientAccumulation().accum_bs==32 and GradientAccumulation(n_acc=8).accum_bs==8 and GradientAccumulation(None, 8).accum_bs==8
+    assert GradientAccumulation().accum_bs==32 and GradientAccumulation(n_acc=8).accum_bs==8
+    assert GradientAccumulation(None, 8).accum_bs==8
     assert GradientAccumulation(16, 8).accum_bs==16
 
 def test_order_of_the_arguments():
     "The contract, and what happens to code that has another order in mind"
     import inspect
-    assert str(inspect.signature(GradientAccumulation))==('(accum_bs: int = None, n_acc: int = 32, log_accum_batch: bool = True, '
+    assert str(inspect.signature(GradientAccumulation))==(
+        '(accum_bs: int = None, n_acc: int = 32, log_accum_batch: bool = True, '
         'micro_batch_size=None, drop_last: bool = None, size=None, sync_each: bool = False)')
     with pytest.raises(TypeError, match='log_accum_batch=16'): GradientAccumulation(256, 32, 16)
 
 @pytest.mark.parametrize('kwargs,exc,msg', [
-    (dict(micro_batch_size='big'), TypeError, "micro_batch_size='big'.*give 'auto', or a whole number"), (dict(micro_batch_size='4'), TypeError, 'micro_batch_size'),
-    (dict(micro_batch_size=2.), TypeError, 'micro_batch_size=2.0'), (dict(micro_batch_size=0), ValueError, 'micro_batch_size=0'),
+    (dict(micro_batch_size='big'), TypeError, "micro_batch_size='big'.*give 'auto', or a whole number"),
+    (dict(micro_batch_size='4'), TypeError, 'micro_batch_size'),
+    (dict(micro_batch_size=2.), TypeError, 'micro_batch_size=2.0'),
+    (dict(micro_batch_size=0), ValueError, 'micro_batch_size=0'),
     (dict(drop_last='no'), TypeError, "drop_last='no'"), (dict(log_accum_batch=0), TypeError, 'log_accum_batch=0'),
-    (dict(size=4), TypeError, 'size=4'), (dict(sync_each=1), TypeError, 'sync_each=1'), (dict(acum_bs=4), TypeError, 'acum_bs')], ids=str)
+    (dict(size=4), TypeError, 'size=4'), (dict(sync_each=1), TypeError, 'sync_each=1'),
+    (dict(acum_bs=4), TypeError, 'acum_bs')], ids=str)
 def test_bad_arguments(kwargs, exc, msg):
     with pytest.raises(exc, match=msg): GradientAccumulation(**kwargs)
 
@@ -54,14 +61,17 @@ def test_two_accumulation_callbacks():
     refused(toy(4, n=70), [GradientAccumulation(16),GradientAccumulation(8)], '2 callbacks accumulate.*remove_cb')
     refused(toy(4, n=70, cbs=FastaiGradientAccumulation(16)), GradientAccumulation(8), '2 callbacks accumulate')
 
-def test_non_native_mixed_precision(): refused(toy(4, n=70), [NonNativeMixedPrecision(),GradientAccumulation(8)], r'to_fp16\(\)')
+def test_non_native_mixed_precision():
+    refused(toy(4, n=70), [NonNativeMixedPrecision(),GradientAccumulation(8)], r'to_fp16\(\)')
 
 def test_optimizer_that_steps_inside_backward():
     learn = toy(4, n=70)
     learn.model[2].weight.register_post_accumulate_grad_hook(lambda p: None)
     refused(learn, GradientAccumulation(8), "'2.weight' has a hook.*Remove the hook")
 
-def test_epoch_without_a_step(): refused(toy(4, n=70), GradientAccumulation(80, drop_last=True), '70 samples do not fill a macro-batch of 80.*drop_last')
+def test_epoch_without_a_step():
+    refused(toy(4, n=70), GradientAccumulation(80, drop_last=True),
+        '70 samples do not fill a macro-batch of 80.*drop_last')
 
 def test_lr_find_without_a_step():
     learn = toy(4, n=70, cbs=GradientAccumulation(80, drop_last=True))
@@ -72,7 +82,8 @@ def test_last_full_macro_batch_is_enough():
     b.fit(1, 0.1, cbs=GradientAccumulation(68, drop_last=True))
     assert len(b.recorder.losses)==1
 
-def test_contradicting_micro_batch_size(): refused(toy(4, n=70), GradientAccumulation(16, micro_batch_size=2), 'micro_batch_size=2.*batches of 4')
+def test_contradicting_micro_batch_size():
+    refused(toy(4, n=70), GradientAccumulation(16, micro_batch_size=2), 'micro_batch_size=2.*batches of 4')
 
 def test_loader_without_a_batch_size():
     "A loader of ready-made batches: refused without `micro_batch_size`, right with it"
@@ -89,7 +100,8 @@ def test_loader_without_a_batch_size():
 def test_micro_batches_larger_than_accum_bs_warn():
     a,b = toy(16, n=70),toy(16, n=70)
     a.fit(1, 0.1)
-    with pytest.warns(UserWarning, match='micro-batches of 16 are larger than `accum_bs=8`'): b.fit(1, 0.1, cbs=GradientAccumulation(8))
+    with pytest.warns(UserWarning, match='micro-batches of 16 are larger than `accum_bs=8`'):
+        b.fit(1, 0.1, cbs=GradientAccumulation(8))
     assert_twins(a, b)
 
 def test_no_warnings_otherwise():

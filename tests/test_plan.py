@@ -41,7 +41,8 @@ def test_counters_do_what_the_plan_says(n, micro, accum, drop):
             macro.start(accum, accum)
     assert steps==Plan(n, micro, accum).sizes[0]
 
-@given(batches=st.lists(st.tuples(st.integers(1, 50), st.floats(-10, 10)), min_size=1, max_size=20), planned=st.integers(1, 300))
+@given(batches=st.lists(st.tuples(st.integers(1, 50), st.floats(-10, 10)), min_size=1, max_size=20),
+    planned=st.integers(1, 300))
 def test_weighted_sum_is_the_mean(batches, planned):
     "Whatever was planned, weights and correction give the mean over everything counted"
     macro = MacroBatch()
@@ -55,7 +56,8 @@ def test_weighted_sum_is_the_mean(batches, planned):
     assert abs(total*macro.ref/macro.size-mean)<1e-9
     assert abs(macro.loss/macro.size-mean)<1e-9
 
-@given(n=st.integers(1, 300), micro=st.integers(1, 20), lo=st.integers(1, 50), hi=st.integers(1, 50), n_epoch=st.integers(1, 4), drop=st.booleans())
+@given(n=st.integers(1, 300), micro=st.integers(1, 20), lo=st.integers(1, 50), hi=st.integers(1, 50),
+    n_epoch=st.integers(1, 4), drop=st.booleans())
 def test_plan_of_a_function_of_progress(n, micro, lo, hi, n_epoch, drop):
     def size(pos): return lo+(hi-lo)*pos
     asked = []
@@ -93,10 +95,13 @@ class Written:
 
     def next_pct(self, pct, epoch): return min(pct+1./(len(self.sizes[epoch])*self.n_epoch), (epoch+1)/self.n_epoch)
 
-ways = dict(fixed=lambda lo,hi: lo, pct=lambda lo,hi: lambda pos: round(lo+(hi-lo)*pos.pct), step=lambda lo,hi: lambda pos: lo if pos.step%5<3 else hi,
+ways = dict(fixed=lambda lo,hi: lo, pct=lambda lo,hi: lambda pos: round(lo+(hi-lo)*pos.pct),
+            step=lambda lo,hi: lambda pos: lo if pos.step%5<3 else hi,
             epoch=lambda lo,hi: lambda pos: hi if pos.epoch else lo)
-runs = dict(ns=st.lists(st.integers(1, 150), min_size=1, max_size=3), micros=st.lists(st.integers(1, 12), min_size=3, max_size=3), lo=st.integers(1, 80),
-            hi=st.integers(1, 80), n_epoch=st.integers(0, 4), drop=st.booleans(), never_empty=st.booleans(), way=st.sampled_from(list(ways)), seed=st.integers(0, 99))
+runs = dict(ns=st.lists(st.integers(1, 150), min_size=1, max_size=3),
+            micros=st.lists(st.integers(1, 12), min_size=3, max_size=3), lo=st.integers(1, 80),
+            hi=st.integers(1, 80), n_epoch=st.integers(0, 4), drop=st.booleans(), never_empty=st.booleans(),
+            way=st.sampled_from(list(ways)), seed=st.integers(0, 99))
 
 @given(**runs)
 @settings(max_examples=400, deadline=None)
@@ -107,12 +112,15 @@ def test_the_plan_is_what_a_loop_writes_down(ns, micros, lo, hi, n_epoch, drop, 
     if len(ns)==1: plans.append(Plan(ns[0], micros[0], size, n_epoch, drop, never_empty))
     old = Written(loaders, size, n_epoch, drop, never_empty)
     for plan in plans:
-        def same_sizes(): assert plan.sizes==old.sizes and list(plan.sizes)==old.sizes and [list(o) for o in plan.sizes]==old.sizes
+        def same_sizes():
+            assert plan.sizes==old.sizes and list(plan.sizes)==old.sizes and [list(o) for o in plan.sizes]==old.sizes
         def same_steps(): assert plan.steps==[len(o) for o in old.sizes] and len(plan.steps)==n_epoch
-        def same_before(): assert [plan.before(o) for o in range(n_epoch+1)]==[sum(map(len, old.sizes[:o])) for o in range(n_epoch+1)]
+        def same_before():
+            assert [plan.before(o) for o in range(n_epoch+1)]==[sum(map(len, old.sizes[:o])) for o in range(n_epoch+1)]
         def same_one():
             for o in random.sample(range(n_epoch), n_epoch):
-                assert plan.sizes[o]==old.sizes[o] and plan.sizes[o-n_epoch]==old.sizes[o] and plan.steps[o]==len(old.sizes[o])
+                assert plan.sizes[o]==old.sizes[o] and plan.sizes[o-n_epoch]==old.sizes[o]
+                assert plan.steps[o]==len(old.sizes[o])
         def same_pct():
             for o in range(n_epoch):
                 pct = o/n_epoch
@@ -134,7 +142,8 @@ def test_the_plan_is_what_a_loop_writes_down(ns, micros, lo, hi, n_epoch, drop, 
         first = plan.first_unfilled()
         if drop and not never_empty: assert first==(empty.index(True) if any(empty) else None)
         if never_empty: assert not any(empty)
-        assert [bool(plan.drops(o)) for o in range(n_epoch)]==[drop and not (never_empty and bool(plan.unfilled(o))) for o in range(n_epoch)]
+        assert [bool(plan.drops(o)) for o in range(n_epoch)]==[drop and not (never_empty and bool(plan.unfilled(o)))
+            for o in range(n_epoch)]
 
 @given(**runs)
 @settings(deadline=None)
@@ -147,8 +156,10 @@ def test_epochs_after_the_last_have_an_answer(ns, micros, lo, hi, n_epoch, drop,
         assert plan.begin(epoch, step, 0)[0]==-(-last//len(plan.loaders))
         assert len(plan.sizes[epoch])==plan.steps[epoch] and len(list(plan.sizes))==n_epoch
 
-@given(n=st.integers(1, 150), micro=st.integers(1, 12), lo=st.integers(1, 60), hi=st.integers(1, 60), n_epoch=st.integers(1, 4), drop=st.booleans(),
-       never_empty=st.booleans(), way=st.sampled_from(list(ways)), changes=st.lists(st.tuples(st.integers(0, 25), st.integers(1, 60)), max_size=6))
+@given(n=st.integers(1, 150), micro=st.integers(1, 12), lo=st.integers(1, 60), hi=st.integers(1, 60),
+       n_epoch=st.integers(1, 4), drop=st.booleans(),
+       never_empty=st.booleans(), way=st.sampled_from(list(ways)),
+       changes=st.lists(st.tuples(st.integers(0, 25), st.integers(1, 60)), max_size=6))
 @settings(max_examples=400, deadline=None)
 def test_changes_on_the_way(n, micro, lo, hi, n_epoch, drop, never_empty, way, changes):
     "What was begun stays, what comes has the new size, and progress reaches each epoch's end with its last step"
@@ -165,11 +176,13 @@ def test_changes_on_the_way(n, micro, lo, hi, n_epoch, drop, never_empty, way, c
             begun += 1
             wanted,size,dropped = plan.begin(epoch, step+len(sizes), i)
             full = round_up(wanted, micro)
-            assert now in (None,wanted) and size==min(full, n-i*micro) and dropped==(drop and size<full and bool(i or not never_empty))
+            assert now in (None,wanted) and size==min(full, n-i*micro)
+            assert dropped==(drop and size<full and bool(i or not never_empty))
             if dropped: break
             sizes.append(size)
             new = plan.next_pct(pct, epoch)
-            assert pct<new<=(epoch+1)/n_epoch or epoch in changed and pct<=new and new>(epoch+1)/n_epoch-1e-12   # a step on what was to be left out
+            # a step on what was to be left out
+            assert pct<new<=(epoch+1)/n_epoch or epoch in changed and pct<=new and new>(epoch+1)/n_epoch-1e-12
             rises.append(new-pct)
             pct = new
             i += -(-size//micro)
@@ -181,7 +194,9 @@ def test_changes_on_the_way(n, micro, lo, hi, n_epoch, drop, never_empty, way, c
     assert plan.sizes==taken and plan.steps==[len(o) for o in taken]
     assert [plan.before(o) for o in range(n_epoch+1)]==[sum(map(len, taken[:o])) for o in range(n_epoch+1)]
     for epoch in set(range(n_epoch))-changed:   # an epoch of one piece has the arithmetic of a plan that never changed
-        if taken[epoch]: assert plan.next_pct(epoch/n_epoch, epoch)==min(epoch/n_epoch+1./(len(taken[epoch])*n_epoch), (epoch+1)/n_epoch)
+        if taken[epoch]:
+            assert plan.next_pct(epoch/n_epoch, epoch)==min(epoch/n_epoch+1./(len(taken[epoch])*n_epoch),
+                (epoch+1)/n_epoch)
 
 def test_a_change_as_an_epoch_begins_is_the_plan_of_the_new_size():
     for n_epoch in range(1, 12):
@@ -189,10 +204,12 @@ def test_a_change_as_an_epoch_begins_is_the_plan_of_the_new_size():
             a,b = Plan(70, 2, 10, n_epoch),Plan(70, 2, 6, n_epoch)
             b.change(10, epoch, b.before(epoch), 0)
             for o in range(epoch, n_epoch):
-                assert a.next_pct(o/n_epoch, o)==b.next_pct(o/n_epoch, o) and a.next_pct(0., o)==b.next_pct(0., o) and a.sizes[o]==b.sizes[o]
+                assert a.next_pct(o/n_epoch, o)==b.next_pct(o/n_epoch, o) and a.next_pct(0., o)==b.next_pct(0., o)
+                assert a.sizes[o]==b.sizes[o]
 
 def test_processes_do_not_change_in_mid_epoch():
-    with pytest.raises(NotImplementedError, match='make a new plan'): SharedPlan(0, ((4,40),(4,40)), 16).change(32, 0, 1, 2)
+    with pytest.raises(NotImplementedError, match='make a new plan'):
+        SharedPlan(0, ((4,40),(4,40)), 16).change(32, 0, 1, 2)
 
 # Work
 
@@ -215,7 +232,8 @@ def test_a_fixed_size_is_a_formula(monkeypatch):
     for drop in (False,True):
         for plan in plans(48, 10**15+7, 1, 10**12, drop_last=drop):
             full = plan.full(24 if plan.loaders[1:] else 48)
-            assert plan.steps[10**9]==plan.steps[-1]==(10**15+7)//full+(not drop) and plan.before(10**12)==10**12*plan.steps[0]
+            assert plan.steps[10**9]==plan.steps[-1]==(10**15+7)//full+(not drop)
+            assert plan.before(10**12)==10**12*plan.steps[0]
             assert plan.sizes[10**9][10**12]==full and plan.sizes[0][-1]==(full if drop else (10**15+7)%full)
             assert plan.first_unfilled() is None and plan.begin(10**9, plan.before(10**9), 0)[2] is False
             plan.next_pct(0.5, 10**9)
@@ -255,7 +273,8 @@ def test_a_fit_asks_for_a_step_when_it_comes():
     learn.fit(3, 0.1, cbs=Sized(8))
     assert size.n==2*len(learn.recorder.losses)
 
-@pytest.mark.parametrize('acc', ['GradientAccumulation(16)','GradientAccumulationSchedule(8, 32, 0, 3)','GradientAccumulationSchedule(8, 32)',
+@pytest.mark.parametrize('acc', ['GradientAccumulation(16)','GradientAccumulationSchedule(8, 32, 0, 3)',
+                                 'GradientAccumulationSchedule(8, 32)',
                                  'GradientAccumulationScheduler({0:2, 1:4})'])
 @pytest.mark.parametrize('drop_last', [None,True])
 def test_no_epochs(acc, drop_last):

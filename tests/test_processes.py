@@ -5,14 +5,18 @@ import pytest
 
 script = Path(__file__).with_name('processes.py')
 cases = [o[len('def case_'):].partition('(')[0] for o in script.read_text().splitlines() if o.startswith('def case_')]
-on_three = ['even','ragged','uneven','hardly_any_samples_on_one','micro_batches_of_different_sizes','tokens','drop_last','start_epoch',
+on_three = ['even','ragged','uneven','hardly_any_samples_on_one','micro_batches_of_different_sizes','tokens',
+    'drop_last','start_epoch',
     'train_metrics','schedules','random_runs','one_leaves_out_micro_batches','distrib_ctx']
 
 def start(n, out, *names):
     "Start `n` processes that run the cases `names`"
-    env = os.environ | dict(OMP_NUM_THREADS='1', CUDA_VISIBLE_DEVICES='', MPLBACKEND='agg', PYTHONPATH=os.pathsep.join([str(script.parent.parent), str(script.parent)]))
-    cmd = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', str(n), str(script), str(out), *names]
-    return subprocess.Popen(cmd, env=env, cwd=out, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    env = os.environ | dict(OMP_NUM_THREADS='1', CUDA_VISIBLE_DEVICES='', MPLBACKEND='agg',
+        PYTHONPATH=os.pathsep.join([str(script.parent.parent), str(script.parent)]))
+    cmd = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', str(n), str(script),
+        str(out), *names]
+    return subprocess.Popen(cmd, env=env, cwd=out, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True)
 
 def ended(p, secs):
     "What `p` wrote, and its exit status; `None` if it had to be ended after `secs`"
@@ -25,7 +29,8 @@ def ended(p, secs):
 def launches(tmp_path_factory):
     "Both launches, started at once"
     outs = {n:tmp_path_factory.mktemp(f'on_{n}') for n in (2,3)}
-    procs = {n:start(n, out, *(cases+['fault_interrupt'] if n==2 else on_three+['fault_exception'])) for n,out in outs.items()}
+    procs = {n:start(n, out, *(cases+['fault_interrupt'] if n==2 else on_three+['fault_exception']))
+        for n,out in outs.items()}
     yield {n:(outs[n],p,[]) for n,p in procs.items()}
     for p in procs.values():
         if p.poll() is None: os.killpg(p.pid, signal.SIGKILL)
@@ -43,7 +48,8 @@ def check(launches, n, case):
     if all(case in o for o in passed): return
     mine = [o for o in failed if o.startswith(f'{case}\n')]
     if mine: pytest.fail(mine[0])
-    pytest.fail(f'not reached: {[o.splitlines()[0] for o in failed if o]} failed before' if any(failed) else f'ended with {rc}: {text[-3000:]}')
+    pytest.fail(f'not reached: {[o.splitlines()[0] for o in failed if o]} failed before'
+        if any(failed) else f'ended with {rc}: {text[-3000:]}')
 
 @pytest.mark.parametrize('case', cases)
 def test_two_processes(launches, case): check(launches, 2, case)
@@ -53,7 +59,8 @@ def test_three_processes(launches, case): check(launches, 3, case)
 
 @pytest.mark.parametrize('n', [2,3])
 def test_a_fault_on_one_process_ends_all(launches, n):
-    "The last thing to happen in each launch: an interrupt or an exception on one process; its model exchanges gradients again, and all end"
+    """The last thing to happen in each launch: an interrupt or an exception on one process; its model exchanges
+    gradients again, and all end"""
     text,rc = end(launches, n)
     assert rc not in (None,0), f'ended with {rc}: {text[-3000:]}'
     assert 'the flag is on' in text, text[-3000:]

@@ -9,12 +9,15 @@ __all__ = ['empty_grads', 'scale_grads', 'HeldGrads', 'take_step']
 
 # %% ../../nbs/core/05_gradients.ipynb #imports
 import torch
+from collections.abc import Iterable
 from contextlib import suppress
 from fastai.callback.core import CancelBatchException, CancelStepException
+from fastai.learner import Learner
+from fastai.optimizer import Optimizer, OptimWrapper
 
 # %% ../../nbs/core/05_gradients.ipynb #empty
 def empty_grads(
-    opt # A fastai optimizer, or an `OptimWrapper`; `None` if the Learner never trained
+    opt:Optimizer|OptimWrapper|None # A fastai optimizer, or an `OptimWrapper`; `None` if the Learner never trained
 ):
     "Empty the gradients, as a fit on big batches would find them"
     if opt is None: return
@@ -25,8 +28,8 @@ def empty_grads(
 
 # %% ../../nbs/core/05_gradients.ipynb #scale
 def scale_grads(
-    params, # Parameters
-    by # A number or a 0-dim tensor
+    params:Iterable, # Parameters
+    by:float|torch.Tensor # A number or a 0-dim tensor
 ):
     "Multiply their gradients, each once, in place"
     if not isinstance(by, torch.Tensor) and by==1: return
@@ -37,23 +40,27 @@ def scale_grads(
 class HeldGrads:
     "Gradients that are there when a macro-batch begins, and are no part of its mean"
     def __init__(self,
-        opt, # A fastai optimizer, or an `OptimWrapper`
-        model # The module that trains
+        opt:Optimizer|OptimWrapper, # The Learner's optimizer
+        model:torch.nn.Module # The module that trains
     ):
-        self.own = list({id(p):p for ps in opt.param_lists for p in ps}.values())
-        own = {id(p) for p in self.own}
-        self.others,self.held = [p for p in model.parameters() if id(p) not in own],[]
+        own = {id(p):p for ps in opt.param_lists for p in ps}
+        # both as they are when an epoch begins, for which the callback makes a new object
+        self.own = list(own.values())   # the optimizer's parameters, each once
+        self.others = [p for p in model.parameters() if id(p) not in own]   # the model's that it does not have
+        # from `begin` of a macro-batch to its `end` or `drop`
+        self.held = []   # pairs of a parameter and the gradient that was set aside
 
     def begin(self,
         left:bool # Was a step cancelled so that the gradients were not emptied?
     ):
         "Set aside what is there"
         if not (left or self.others): return
-        self.held += [(p,p.grad) for p in self.others+(self.own if left else []) if p.grad is not None]
+        params = self.others+(self.own if left else [])
+        self.held += [(p,p.grad) for p in params if p.grad is not None]
         for p,_ in self.held: p.grad = None
 
     def end(self,
-        by=1. # A number or a 0-dim tensor
+        by:float|torch.Tensor=1. # A number or a 0-dim tensor
     ):
         "Multiply the gradients of the macro-batch, and add what was set aside"
         scale_grads(self.own+self.others, by)
@@ -67,7 +74,7 @@ class HeldGrads:
 
 # %% ../../nbs/core/05_gradients.ipynb #step
 def take_step(
-    learn # A `Learner` that is not within a batch
+    learn:Learner # A `Learner` that is not within a batch
 ):
     "Step on the gradients there are, with all events of a step"
     with suppress(CancelBatchException): learn._with_events(learn._step, 'step', CancelStepException)

@@ -36,10 +36,19 @@ class MacroBatch:
         dropped:bool=False # Leave out this macro-batch and the rest of the epoch?
     ):
         "Begin an empty macro-batch"
-        self.target,self.planned,self.dropped = target,planned,dropped
-        self.samples = self.size = self.loss = 0
-        self.ref = None
-        self.closing = self.stepped = self.learned = False
+        # what was told just now
+        self.target = target
+        self.planned = planned
+        self.dropped = dropped
+        # what has come since, written by `add`; with several processes, their sums when it is complete
+        self.samples = 0       # samples
+        self.size = 0          # things that the mean losses are means of; stays 0 where losses are sums
+        self.loss = 0          # sum of the losses, each times its size
+        self.learned = False   # did one of the losses need a gradient?
+        # how it is weighed, and how far it is
+        self.ref = None        # the `size` that is planned, written by the first `weight`
+        self.closing = False   # does the micro-batch that comes, or came last, close it? Written by `announce`
+        self.stepped = False   # is it complete? Written by the callback, when it lets the optimizer step
 
     def announce(self,
         n:int, # Samples in the micro-batch that comes
@@ -52,9 +61,9 @@ class MacroBatch:
 
     def weight(self,
         n:int, # Samples in this micro-batch
-        size, # What its mean loss is a mean of: a number or a 0-dim tensor; `None` if the loss is a sum
-        most:float=None # What `size` would be were nothing ignored; defaults to `size`
-    ): # A number near 1/k, or a tensor where `size` is one
+        size:object, # What its mean loss is a mean of: a number or a 0-dim tensor; `None` if the loss is a sum
+        most:float|None=None # What `size` would be were nothing ignored; defaults to `size`
+    )->object: # A number near 1/k, or a tensor where `size` is one
         "What to multiply this micro-batch's loss with before its backward pass"
         if size is None: return 1.
         if self.ref is None: self.ref = (size if most is None else most)*self.planned/n
@@ -62,11 +71,14 @@ class MacroBatch:
 
     def add(self,
         n:int, # Samples in this micro-batch
-        size, # As in `weight`
-        loss, # The micro-batch's loss, detached
+        size:object, # As in `weight`
+        loss:object, # The micro-batch's loss, detached: a number or a 0-dim tensor
         learned:bool=True # Did its loss need a gradient?
     ):
         "Count a micro-batch whose backward pass was run"
         self.samples += n
         self.learned |= learned
-        self.size,self.loss = (0,self.loss+loss) if size is None else (self.size+size, self.loss+size*loss)
+        if size is None: self.loss = self.loss+loss
+        else:
+            self.size = self.size+size
+            self.loss = self.loss+size*loss

@@ -8,6 +8,7 @@ Docs: https://fastaccum.github.io/fastaccum/processes/shares.html.md"""
 __all__ = ['share', 'SharedPlan', 'local_sizes']
 
 # %% ../../nbs/processes/00_shares.ipynb #imports
+from collections.abc import Callable
 from math import ceil
 from fastcore.basics import patch
 from ..core.checks import loader_sizes
@@ -26,36 +27,45 @@ def share(
 # %% ../../nbs/processes/00_shares.ipynb #plan
 class SharedPlan(Plan):
     "The macro-batches of processes that train together, seen from one of them"
-    loaders = None
+    loaders = None   # as in `Layout`, with an entry for each process
     def __init__(self,
         rank:int, # Which of the processes
         loaders:tuple, # For each process, samples in a micro-batch, and samples its `DataLoader` yields in an epoch
-        accum_bs, # Samples wanted in a macro-batch, over all processes: an `int`, or a function of a `Position`
+        accum_bs:int|Callable, # Samples wanted in a macro-batch, over all processes, or a function of a `Position`
         n_epoch:int=1, # Epochs
         drop_last:bool=False, # Leave out what does not fill each process's share?
         never_empty:bool=False # But not in an epoch that would be left without a step?
     ):
-        self.rank,self.world,self.first = rank,len(loaders),0
+        self.rank = rank
+        self.world = len(loaders)
         self.loaders = tuple((bs,n,drop_last) for bs,n,*_ in loaders)
         super().__init__(loaders[rank][1], loaders[rank][0], accum_bs, n_epoch, drop_last, never_empty)
-        if self.fixed is not None:   # the steps in which all have their share, and its samples
+        if self.fixed is not None:
             parts = self._parts(accum_bs)
-            self.whole,self.all = min(n//full for full,n in parts),sum(full for full,_ in parts)
+            self.whole = min(n//full for full,n in parts)   # steps of an epoch in which all have their whole share
+            self.all = sum(full for full,_ in parts)        # samples in such a step, over all processes
 
     def _parts(self, wanted): return [(share(wanted, self.world, bs),n) for bs,n,_ in self.loaders]
 
-    def _walk(self, epoch):
-        total,step,t,first = sum(n for _,n,_ in self.loaders),self.before(epoch),0,None
-        done,keep = [0]*self.world,not self.drop_last
-        while sum(done)<total:
-            wanted = self._wanted(epoch, step+t, sum(done)/total)
-            parts = self._parts(wanted)
-            got = [min(full, n-d) for (full,n),d in zip(parts, done)]
-            short = any(g<full for g,(full,_) in zip(got, parts))
-            if not t: keep = keep or self.never_empty and short
-            yield wanted,sum(got),short and not keep
-            if short and not keep: return
-            done,t = [d+g for d,g in zip(done, got)],t+1
+# %% ../../nbs/processes/00_shares.ipynb #walk
+@patch
+def _walk(self:SharedPlan, epoch):
+    "As in `Layout`, over all processes"
+    total = sum(n for _,n,_ in self.loaders)
+    before = self.before(epoch)
+    done = [0]*self.world   # samples that each has taken
+    t = 0   # steps of the epoch so far
+    keep = not self.drop_last
+    while sum(done)<total:
+        wanted = self._wanted(epoch, before+t, sum(done)/total)
+        parts = self._parts(wanted)
+        got = [min(full, n-d) for (full,n),d in zip(parts, done)]
+        short = any(g<full for g,(full,_) in zip(got, parts))
+        if not t: keep = keep or self.never_empty and short
+        yield wanted,sum(got),short and not keep
+        if short and not keep: return
+        done = [d+g for d,g in zip(done, got)]
+        t += 1
 
 # %% ../../nbs/processes/00_shares.ipynb #begin
 @patch
@@ -64,43 +74,70 @@ def begin(self:SharedPlan,
     step:int, # Optimizer steps taken before, in all epochs
     i:int # Micro-batches of this epoch before it
 )->tuple: # Samples wanted of this process, samples expected (the mean over processes), and whether it is dropped
-    "As in `Plan`"
-    if not i: self.first = step   # where this epoch began
-    t,wanted = step-self.first,self.accum_bs
-    if self.fixed is None: wanted,size,dropped = self._walked(epoch)[t] if t<len(self._walked(epoch)) else (0,0,False)
+    """As in `Plan`
+
+    RuntimeError: this process has samples left when the processes have taken all steps that they agreed on
+    """
+    if not i:
+        self.began = epoch
+        self.first = step
+    t = step-self.first   # steps of this epoch
+    wanted = self.accum_bs
+    if self.fixed is None:
+        walked = self._walked(epoch)
+        wanted,size,dropped = walked[t] if t<len(walked) else (0,0,False)
     elif t<self.whole: size,dropped = self.all,False
     else: size,dropped = self._size(self._parts(wanted), t),t>=self.fixed
     if size: return ceil(wanted/self.world),size/self.world,dropped
-    raise RuntimeError(f"this process has samples left after the {t} steps of epoch {epoch} that the processes agreed on: "
-        "its `DataLoader` yields more, or larger, batches than it says")
+    raise RuntimeError(f"this process has samples left after the {t} steps of epoch {epoch} that the processes agreed "
+        "on: its `DataLoader` yields more, or larger, batches than it says")
 
+# %% ../../nbs/processes/00_shares.ipynb #others
 @patch
-def full(self:SharedPlan, wanted):
-    "Samples in a macro-batch that nothing cuts short, over all processes, of which `wanted` are wanted of each"
+def full(self:SharedPlan,
+    wanted:int # Samples wanted of each process
+)->int: # Samples, over all processes
+    "Samples in a macro-batch that nothing cuts short"
     return sum(round_up(wanted, bs) for bs,*_ in self.loaders)
 
 @patch
-def like(self:SharedPlan, wanted, n_epoch):
+def like(self:SharedPlan,
+    wanted:int, # Samples wanted of each process, as `begin` says
+    n_epoch:int # Epochs
+)->SharedPlan: # For the same process
+    "The same with another size, and other epochs"
     return SharedPlan(self.rank, self.loaders, wanted*self.world, n_epoch, self.drop_last, self.never_empty)
 
 @patch
-def change(self:SharedPlan, accum_bs, epoch, step, i):
+def change(self:SharedPlan,
+    accum_bs:int, # As in `Plan`
+    epoch:int, # As in `Plan`
+    step:int, # As in `Plan`
+    i:int # As in `Plan`
+):
+    """Refuse it
+
+    NotImplementedError: always
+    """
     raise NotImplementedError(f"a size of {accum_bs} from the middle of epoch {epoch} on, over {self.world} processes: "
         "processes agree on sizes when an epoch begins; make a new plan there")
 
 @patch
-def ends(self:SharedPlan, i, n_iter):
-    "Is the `i`th micro-batch this process's last? A `DistributedDL` may announce one too many"
+def ends(self:SharedPlan,
+    i:int, # Micro-batches of the epoch before it
+    n_iter:int # Micro-batches that the loader announced; a `DistributedDL` may announce one too many
+)->bool: # Is it the last?
+    "Is the `i`th micro-batch this process's last?"
     return i+1>=min(n_iter, ceil(self.n/self.micro_bs))
 
 # %% ../../nbs/processes/00_shares.ipynb #local
 def local_sizes(
-    dl, # One process's training `DataLoader`, fastai's, PyTorch's, or a `DistributedDL`
-    micro_batch_size:int=None # As in `loader_sizes`
+    dl:object, # One process's training `DataLoader`, fastai's, PyTorch's, or a `DistributedDL`
+    micro_batch_size:int|None=None # As in `loader_sizes`
 )->tuple: # Samples in a micro-batch, and samples it yields in an epoch
     "The micro-batch size of `dl` and how many samples it yields"
-    if not any(o.__module__=='fastai.distributed' and o.__name__=='DistributedDL' for o in type(dl).__mro__):
-        return loader_sizes(dl, micro_batch_size)
+    classes = [(o.__module__,o.__name__) for o in type(dl).__mro__]
+    if ('fastai.distributed','DistributedDL') not in classes: return loader_sizes(dl, micro_batch_size)
     bs,n = loader_sizes(dl.dl, micro_batch_size)
     if getattr(dl.dl, 'n', None) is not None: n = dl.dl.n   # with the samples that `drop_last` takes from the whole
     n = ceil(n/dl.world_size)

@@ -83,6 +83,10 @@ def signature(o):
 def row(*cells): return '| ' + ' | '.join(str(c).replace('|', r'\|').replace('\n', ' ') for c in cells) + ' |'
 def code(s): return f'`{s}`' if s else ''
 
+def link_type(s, link):
+    "A type, or each of several, with a link to where it is documented"
+    return link(code(s)) if '[' in s else ' | '.join(link(code(o)) for o in s.split('|'))
+
 def grid(head, rows): return '\n'.join(row(*o) for o in (head, ['---']*len(head), *rows)) if rows else ''
 
 def table(o, link):
@@ -93,7 +97,7 @@ def table(o, link):
     if not any(d.docment for d in docs.values()): return ''
     rows = []
     for nm,d in docs.items():
-        typ = link(code(type_name(annos[nm]))) if nm in annos else ''   # a default's type may not be all that is allowed
+        typ = link_type(type_name(annos[nm]), link) if nm in annos else ''   # a default's type may not be all that is allowed
         default,details = '' if d.default is empty else code(named(d.default)),link(d.docment or '')
         if nm!='return': rows.append((code(nm), typ, default, details))
         elif d.docment: rows.append(('*returns*', typ, '', details))
@@ -194,7 +198,9 @@ class Page:
     def public(self): return {nm:f'{self.mod.__name__}.{nm}' for c in self.exported() for nm in defined(c.source)}
 
     def typed(self):
-        "What to type to have what the page is about"
+        "What to type to have what the page is about, where its first text does not say so"
+        first = next((c.source for c in self.cells if c.cell_type=='markdown'), '')
+        if re.search(r'^```python\n(?:.*\n)*?(?:import|from) ', first, re.M): return ''
         names = [nm for nm in self.public() if '.' not in nm]
         top = [nm for nm in names if nm in import_module('fastaccum').__all__]
         where,names = ('fastaccum',top) if top else (self.mod.__name__,names)
@@ -255,8 +261,8 @@ def toctree(names): return '\n'.join(['```{toctree}', ':hidden:', ':titlesonly:'
 def contents(pages, link):
     "What is on each of the pages"
     def names(p):
-        public = p.public().items() if p.mod else ()
-        return ', '.join(f'{{py:obj}}`{nm} <{full}>`' for nm,full in public if '.' not in nm)
+        public = p.public() if p.mod else {}
+        return ', '.join(f'{{py:obj}}`{nm} <{full}>`' for nm,full in public.items() if '.' not in nm or nm.split('.')[0] not in public)
     return '\n'.join(f'[{p.title}](/{p.name}.ipynb)\n: {link(p.text)}\n\n  {names(p)}\n' for p in pages)
 
 def rooms(pages, link):

@@ -91,7 +91,7 @@ def grid(head, rows): return '\n'.join(row(*o) for o in (head, ['---']*len(head)
 
 def table(o, link):
     "What `o` takes and returns, where that is documented"
-    docs,annos = docments(o, full=True),getattr(o, '__annotations__', {})
+    docs,annos = docments(o, full=True, args_kwargs=True),getattr(o, '__annotations__', {})
     if inspect.isclass(o): annos = annos | getattr(o.__init__, '__annotations__', {})
     docs.pop('self', None)
     if not any(d.docment for d in docs.values()): return ''
@@ -136,8 +136,9 @@ def entry(mod, nm, link):
     else: kind,sig = 'method' if cls else 'class' if inspect.isclass(o) else 'function',signature(o)
     docs,errors = split_errors(docs)
     own = kind=='class' and '__init__' in vars(o)
+    ours = kind=='class' and getattr(o.__init__, '__module__', '').startswith('fastaccum.')   # perhaps inherited
     if own: errors += split_errors(inspect.getdoc(o.__init__))[1]
-    params = table(o, link) if kind in ('function','method') or own or hasattr(o, '_fields') else ''
+    params = table(o, link) if kind in ('function','method') or own or ours or hasattr(o, '_fields') else ''
     parts = [docs, params, errors_table(mod, nm, [(e, link(when)) for e,when in errors])]
     anchor = f'<a id="{nm.lower()}"></a>'   # where other projects' nbdev looks for it
     return '\n\n'.join([anchor, f'::::{{py:{kind}}} {nm}{sig}\n:module: {mod.__name__}', *filter(None, parts), '::::'])

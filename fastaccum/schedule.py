@@ -17,7 +17,7 @@ from fastai.callback.schedule import SchedCos
 from fastai.data.core import DataLoaders
 from fastcore.basics import patch
 from .accumulation import GradientAccumulation
-from .core.annealers import as_annealer, check_moment, check_value, fraction
+from .core.annealers import as_annealer, check_moment, check_scheduling, check_value, fraction
 from .core.checks import check_count
 from .core.macro_batch import Position, round_up
 from .memory.recovery import AutoSize
@@ -63,7 +63,7 @@ class GradientAccumulationSchedule(_Scheduled):
         final_accum_bs:int, # Samples per optimizer step after `finish`; larger or smaller
         start:int|float=0, # When to start annealing: a fraction of training (float) or an epoch (int, from 0)
         finish:int|float=0.3, # When the final size is reached: a fraction of training (float) or an epoch (int, from 0)
-        schedule:callable=SchedCos, # A fastai annealer, `f(start, end)`, or a function of the position between `start` and `finish`
+        schedule:callable=SchedCos, # A fastai annealer, `f(start, end)`, or a function of the position between the two
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size:int|str|AutoSize|None=None, # As in `GradientAccumulation`, in samples
         drop_last:bool|None=None, # As in `GradientAccumulation`
@@ -110,7 +110,8 @@ def _size(self:GradientAccumulationSchedule, micro_bs, start, finish, first, las
 @patch
 def _check_window(self:GradientAccumulationSchedule, start, finish):
     if start<=finish: return
-    raise ValueError(f"`start={self.start}` is later than `finish={self.finish}`: give a `finish` that is not before `start`")
+    raise ValueError(f"`start={self.start}` is later than `finish={self.finish}`: "
+        "give a `finish` that is not before `start`")
 
 @patch
 def _check_values(self:GradientAccumulationSchedule, f):
@@ -135,9 +136,8 @@ class GradientAccumulationScheduler(_Scheduled):
     ):
         super().__init__(1, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size,
             drop_last=drop_last, size=size, sync_each=sync_each)
-        _check_scheduling(scheduling)
         if mode not in ('epoch','step'): raise ValueError(f"`mode={mode!r}`: give 'epoch' or 'step'")
-        self.scheduling,self.mode = dict(sorted(scheduling.items())),mode
+        self.scheduling,self.mode = dict(sorted(check_scheduling(scheduling).items())),mode
 
     def sizes(self,
         micro_bs:int, # Samples in a micro-batch
@@ -148,18 +148,6 @@ class GradientAccumulationScheduler(_Scheduled):
 
     def _size(self, micro_bs, thresholds, factors, pos):
         return micro_bs*factors[bisect_right(thresholds, getattr(pos, self.mode))]
-
-# %% ../nbs/01_schedule.ipynb #scheduling
-def _check_scheduling(scheduling):
-    if not isinstance(scheduling, dict) or not scheduling:
-        raise TypeError(f"`scheduling={scheduling!r}`: give a dict of thresholds and micro-batches per step, such as {{0:2, 4:8}}")
-    for o in (*scheduling,*scheduling.values()):
-        if isinstance(o, bool) or not isinstance(o, Integral):
-            raise TypeError(f"{o!r} in `scheduling={scheduling}` is a {type(o).__name__}: give thresholds and factors as ints")
-    if min(scheduling)<0:
-        raise IndexError(f"threshold {min(scheduling)} in `scheduling={scheduling}`: give epochs or steps from 0 on")
-    if min(scheduling.values())<1:
-        raise ValueError(f"factor {min(scheduling.values())} in `scheduling={scheduling}`: give at least 1 micro-batch a step")
 
 # %% ../nbs/01_schedule.ipynb #plot
 @patch

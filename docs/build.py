@@ -1,9 +1,9 @@
 """Write the documentation site to `_docs`: `make docs`.
 
-Each notebook in `nbs/` becomes a page, with the outputs saved in it (`make test` runs them). Its folder says in which section:
-modules that users import are the API, the wings `core`, `memory` and `processes` are how it is built. What a notebook exports is
-shown as signature, parameters, errors and a link to the source, with the code folded. Sphinx renders the pages; a broken link or
-directive fails.
+Each notebook in `nbs/` becomes a page, with the outputs saved in it (`make test` runs them). Its folder says in which
+section: modules that users import are the API, the wings `core`, `memory` and `processes` are how it is built. What
+a notebook exports is shown as signature, parameters, errors and a link to the source, with the code folded. Sphinx
+renders the pages; a broken link or directive fails.
 """
 import ast, builtins, hashlib, inspect, json, os, re, shutil, subprocess, sys
 from functools import partial
@@ -26,9 +26,11 @@ sections = dict(
     explanations=('Explanations', 'Why it is done so, in pictures of what ran.'),
     guarantees=('Guarantees', 'One promise per page, each proved by running it. '
         'What micro-batches cannot promise is on the [first page](../index.ipynb).'),
-    api=('API', 'What you import. Each page begins with the class or function and its parameters; how it works comes below.'),
-    built=('How it is built', 'The rooms behind the API, for those who want to know how or to change something. Each page is the source '
-        'of its module: prose, code, and examples that are its first tests. Read in order they tell the whole story.'))
+    api=('API', 'What you import. Each page begins with the class or function and its parameters; '
+        'how it works comes below.'),
+    built=('How it is built', 'The rooms behind the API, for those who want to know how or to change something. '
+        'Each page is the source of its module: prose, code, and examples that are its first tests. '
+        'Read in order they tell the whole story.'))
 wings = ('core','memory','processes')
 single = ['differences', 'compatibility', 'coming_from', 'changelog', 'contributing']
 
@@ -46,7 +48,8 @@ def defined(source):
     "The public names that an exported cell defines, methods after their class as `Class.method`"
     for o in ast.parse(source).body:
         if isinstance(o, ast.ClassDef):
-            names = [o.name] + [f'{o.name}.{m.name}' for m in o.body if isinstance(m, ast.FunctionDef) and ast.get_docstring(m)]
+            methods = [m for m in o.body if isinstance(m, ast.FunctionDef) and ast.get_docstring(m)]
+            names = [o.name] + [f'{o.name}.{m.name}' for m in methods]
         elif isinstance(o, ast.FunctionDef):
             patched = any('patch' in ast.unparse(d) for d in o.decorator_list)
             if patched and not ast.get_docstring(o): continue
@@ -77,7 +80,9 @@ class Default:
 
 def signature(o):
     "The parameters of `o` with their defaults, in parentheses"
-    def bare(p): return str(p.replace(annotation=empty, default=p.default if p.default is empty else Default(p.default)))
+    def bare(p):
+        default = p.default if p.default is empty else Default(p.default)
+        return str(p.replace(annotation=empty, default=default))
     return '(' + ', '.join(bare(p) for nm,p in inspect.signature(o).parameters.items() if nm!='self') + ')'
 
 def row(*cells): return '| ' + ' | '.join(str(c).replace('|', r'\|').replace('\n', ' ') for c in cells) + ' |'
@@ -97,7 +102,8 @@ def table(o, link):
     if not any(d.docment for d in docs.values()): return ''
     rows = []
     for nm,d in docs.items():
-        typ = link_type(type_name(annos[nm]), link) if nm in annos else ''   # a default's type may not be all that is allowed
+        # a default's type may not be all that is allowed
+        typ = link_type(type_name(annos[nm]), link) if nm in annos else ''
         default,details = '' if d.default is empty else code(named(d.default)),link(d.docment or '')
         if nm!='return': rows.append((code(nm), typ, default, details))
         elif d.docment: rows.append(('*returns*', typ, '', details))
@@ -106,13 +112,13 @@ def table(o, link):
 re_error = re.compile(r'([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Warning)): +(\S.*)')
 
 def split_errors(doc):
-    "A docstring without the paragraphs that say what is raised, such as `TypeError: it is no number`, and these as pairs"
+    "A docstring without the paragraphs on what is raised, such as `TypeError: it is no number`, and these as pairs"
     text,errors = [],[]
     for i,o in enumerate(re.split(r'\n\s*\n', doc or '')):
         if not (i and re_error.match(o)):
             text.append(o)
             continue
-        for line in map(str.strip, o.split('\n')):
+        for line in map(str.strip, o.strip().split('\n')):
             m = re_error.match(line)
             if m: errors.append([m[1], m[2]])
             else: errors[-1][1] += f' {line}'
@@ -122,7 +128,8 @@ def errors_table(mod, nm, errors):
     "What is raised, and when"
     for o,_ in errors:
         top,*rest = o.split('.')
-        if not (hasattr(mod, top) or hasattr(builtins, top)): sys.exit(f'{mod.__name__}.{nm}: there is no {o} in this module')
+        if hasattr(mod, top) or hasattr(builtins, top): continue
+        sys.exit(f'{mod.__name__}.{nm}: there is no {o} in this module')
     return grid(('Errors','When'), [(code(o), when) for o,when in errors])
 
 def entry(mod, nm, link):
@@ -157,7 +164,9 @@ class Linker:
             if nm in self.names: return f'{{py:obj}}`{nm} <{self.names[nm]}>`'
             url = self.fastai.doc(nm) if re.match('[A-Z]', nm) else None
             return f'[`{nm}`]({url})' if url and 'docs.fast.ai' in url else m[0]
-        def line(s): return s if s.startswith(('#','```')) else re.sub(r'(?<![`\[}])`([A-Za-z_][\w.]*)`(?![`\]])', link, s)
+        def line(s):
+            if s.startswith(('#','```')): return s
+            return re.sub(r'(?<![`\[}])`([A-Za-z_][\w.]*)`(?![`\]])', link, s)
         parts = re.split(r'(^```.*?^```$)', text, flags=re.M|re.S)
         return ''.join(o if i%2 else '\n'.join(map(line, o.split('\n'))) for i,o in enumerate(parts))
 
@@ -171,7 +180,8 @@ def link_pages(text): return re.sub(r'\]\((?!\w+:)([^)#\s]+)\.ipynb', lambda m: 
 def split_title(text):
     "The title, the line below it, and nbdev's settings in a page's first cell"
     lines = [o for o in text.splitlines() if o.strip()]
-    return lines[0].lstrip('# '),' '.join(o[2:] for o in lines if o.startswith('> ')),dict(o[2:].split(': ', 1) for o in lines if o.startswith('- '))
+    below = ' '.join(o[2:] for o in lines if o.startswith('> '))
+    return lines[0].lstrip('# '),below,dict(o[2:].split(': ', 1) for o in lines if o.startswith('- '))
 
 class Page:
     "A notebook, as a page"
@@ -191,7 +201,8 @@ class Page:
         self.mod = import_module(f'fastaccum.{exports[0]}') if exports else None
         self.folder = self.name.rpartition('/')[0]
         self.section = 'built' if self.folder in wings else 'api' if self.mod else self.folder
-        self.wing = self.folder if self.section=='built' and self.name.endswith('/index') else None   # that it is the first page of
+        # the wing that it is the first page of
+        self.wing = self.folder if self.section=='built' and self.name.endswith('/index') else None
 
     def __lt__(self, other): return (self.order,self.name)<(other.order,other.name)
 
@@ -210,12 +221,14 @@ class Page:
     def linked(self, text):
         "Links to notebooks as links to their pages; where there is no such notebook, that is an error"
         for o in re.findall(r'\]\((?!\w+:)([^)#\s]+\.ipynb)', text):
-            if not (self.path.parent/o).is_file(): sys.exit(f'{self.path.relative_to(root)} links to {o}, which is not there')
+            if (self.path.parent/o).is_file(): continue
+            sys.exit(f'{self.path.relative_to(root)} links to {o}, which is not there')
         return link_pages(text)
 
     def shown(self, link):
         "Its cells for Sphinx"
-        yield mk_cell(f'# {self.title}\n\n{{.lede}}\n{link(self.text)}' + (f'\n\n{self.typed()}' if self.mod else ''), 'markdown')
+        typed = f'\n\n{self.typed()}' if self.mod else ''
+        yield mk_cell(f'# {self.title}\n\n{{.lede}}\n{link(self.text)}{typed}', 'markdown')
         for c in self.cells:
             if c.cell_type!='code':
                 yield mk_cell(self.linked(link(c.source)), 'markdown')
@@ -229,7 +242,8 @@ class Page:
             elif 'code-fold' in opts or self.draws(c): c.metadata['tags'] = ['hide-input']
             for o in c.outputs:
                 if 'text' in o: o['text'] = readme.shown(''.join(o['text']))
-                if 'text/markdown' in o.get('data', {}): o.data['text/markdown'] = self.linked(''.join(o.data['text/markdown']))
+                if 'text/markdown' in o.get('data', {}):
+                    o.data['text/markdown'] = self.linked(''.join(o.data['text/markdown']))
                 if any(k.startswith('image/') for k in o.get('data', {})): meta['image'] = dict(alt=self.alt(c))
             if meta: c.metadata['mystnb'] = meta
             if c.source or c.outputs: yield c
@@ -242,7 +256,8 @@ class Page:
     def alt(self, c):
         alt = c.options.get('fig-alt', '').strip('"')
         if not alt:
-            sys.exit(f'{self.path.relative_to(root)}: the picture of cell {c.id} needs a text for those who do not see it: #| fig-alt: ...')
+            sys.exit(f'{self.path.relative_to(root)}: the picture of cell {c.id} needs a text for those '
+                'who do not see it: #| fig-alt: ...')
         return alt
 
     def markdown(self):
@@ -263,7 +278,8 @@ def contents(pages, link):
     "What is on each of the pages"
     def names(p):
         public = p.public() if p.mod else {}
-        return ', '.join(f'{{py:obj}}`{nm} <{full}>`' for nm,full in public.items() if '.' not in nm or nm.split('.')[0] not in public)
+        own = {nm:full for nm,full in public.items() if nm.rpartition('.')[0] not in public}   # no methods of these
+        return ', '.join(f'{{py:obj}}`{nm} <{full}>`' for nm,full in own.items())
     return '\n'.join(f'[{p.title}](/{p.name}.ipynb)\n: {link(p.text)}\n\n  {names(p)}\n' for p in pages)
 
 def rooms(pages, link):
@@ -296,8 +312,10 @@ def stage(src, pages):
     def put(nm, text):
         (src/nm).parent.mkdir(parents=True, exist_ok=True)
         (src/nm).write_text(text, encoding='utf-8')
-    for k,(title,text) in sections.items(): put(f'{k}/index.md', landing(title, text, [p for p in pages if p.section==k], link))
-    def top(): return [f'{k}/index' for k in sections] + [o for o in single if any((src/f'{o}.{ext}').exists() for ext in ('ipynb','md'))]
+    for k,(title,text) in sections.items():
+        put(f'{k}/index.md', landing(title, text, [p for p in pages if p.section==k], link))
+    def there(o): return any((src/f'{o}.{ext}').exists() for ext in ('ipynb','md'))
+    def top(): return [f'{k}/index' for k in sections] + [o for o in single if there(o)]
     for nm in ('CHANGELOG','CONTRIBUTING'):
         text = (root/f'{nm}.md').read_text(encoding='utf-8')
         put(f'{nm.lower()}.md', re.sub(re.escape(readme.docs_url())+r'/([\w/]+)\.html', r'\1.ipynb', text))
@@ -306,7 +324,8 @@ def stage(src, pages):
         if p.name=='index': cells.append(mk_cell(toctree(top()), 'markdown'))
         if p.wing:
             inside = [o for o in pages if o.folder==p.wing and o is not p]
-            cells.append(mk_cell(f'## The pages\n\n{contents(inside, link)}\n{toctree(f"/{o.name}" for o in inside)}', 'markdown'))
+            listed = f'{contents(inside, link)}\n{toctree(f"/{o.name}" for o in inside)}'
+            cells.append(mk_cell(f'## The pages\n\n{listed}', 'markdown'))
         (src/p.name).parent.mkdir(parents=True, exist_ok=True)
         meta = dict(language_info=dict(name='python', pygments_lexer='ipython3'))
         write_nb(new_nb(cells, meta=meta), src/f'{p.name}.ipynb')

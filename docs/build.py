@@ -1,10 +1,12 @@
 """Write the documentation site to `_docs`: `make docs`.
 
-Each notebook in `nbs/` becomes a page, with the outputs saved in it (`make test` runs them). What a notebook exports is shown as
-signature, parameters and a link to the source, with the code folded. Sphinx renders the pages; a broken link or directive fails.
+Each notebook in `nbs/` becomes a page, with the outputs saved in it (`make test` runs them). Its folder says in which
+section: modules that users import are the API, the wings `core`, `memory` and `processes` are how it is built. What
+a notebook exports is shown as signature, parameters, errors and a link to the source, with the code folded. Sphinx
+renders the pages; a broken link or directive fails.
 """
-import ast, hashlib, inspect, json, os, re, shutil, subprocess, sys
-from base64 import b64decode
+import ast, builtins, hashlib, inspect, json, os, re, shutil, subprocess, sys
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,10 +21,17 @@ root,site = here.parent,here.parent/'_docs'
 sys.path[:0] = [str(root), str(root/'tools')]
 import readme
 
-sections = dict(tutorials=('Tutorials', 'From the first step to several devices. Each is run, and took seconds on a CPU.'),
+sections = dict(
+    tutorials=('Tutorials', 'From the first step to several devices. Each is run, and took seconds on a CPU.'),
     explanations=('Explanations', 'Why it is done so, in pictures of what ran.'),
-    guarantees=('Guarantees', 'One promise per page, each proved by running it. What micro-batches cannot promise is on the [first page](../index.ipynb).'),
-    reference=('Reference', 'A page for each module, which is also its source: prose, code, and examples that are its first tests. Read in order they tell how it works.'))
+    guarantees=('Guarantees', 'One promise per page, each proved by running it. '
+        'What micro-batches cannot promise is on the [first page](../index.ipynb).'),
+    api=('API', 'What you import. Each page begins with the class or function and its parameters; '
+        'how it works comes below.'),
+    built=('How it is built', 'The rooms behind the API, for those who want to know how or to change something. '
+        'Each page is the source of its module: prose, code, and examples that are its first tests. '
+        'Read in order they tell the whole story.'))
+wings = ('core','memory','processes')
 single = ['differences', 'compatibility', 'coming_from', 'changelog', 'contributing']
 
 # The names that a notebook exports
@@ -39,7 +48,8 @@ def defined(source):
     "The public names that an exported cell defines, methods after their class as `Class.method`"
     for o in ast.parse(source).body:
         if isinstance(o, ast.ClassDef):
-            names = [o.name] + [f'{o.name}.{m.name}' for m in o.body if isinstance(m, ast.FunctionDef) and ast.get_docstring(m)]
+            methods = [m for m in o.body if isinstance(m, ast.FunctionDef) and ast.get_docstring(m)]
+            names = [o.name] + [f'{o.name}.{m.name}' for m in methods]
         elif isinstance(o, ast.FunctionDef):
             patched = any('patch' in ast.unparse(d) for d in o.decorator_list)
             if patched and not ast.get_docstring(o): continue
@@ -49,8 +59,18 @@ def defined(source):
         yield from (nm for nm in names if not re.search(r'(^|\.)_', nm))
 
 def named(o):
-    "A default or a type as it is written"
+    "A default as it is written"
+    if isinstance(o, partial):
+        args = [*map(named, o.args), *(f'{k}={named(v)}' for k,v in o.keywords.items())]
+        return f'partial({", ".join([named(o.func), *args])})'
     return o if isinstance(o, str) and o.isidentifier() and o[0].isupper() else getattr(o, '__name__', None) or repr(o)
+
+def type_name(o):
+    "A type as it is written, without the modules it comes from"
+    if isinstance(o, str): return o
+    if o is None: return 'None'
+    name = None if getattr(o, '__args__', None) else getattr(o, '__name__', None)   # not of `int|None` or `list[int]`
+    return name or re.sub(r'\b[a-z_]\w*\.', '', repr(o)).replace(' | ', '|').replace('NoneType', 'None')
 
 def only_imports(source): return all(isinstance(o, (ast.Import,ast.ImportFrom)) for o in ast.parse(source).body)
 
@@ -60,34 +80,75 @@ class Default:
 
 def signature(o):
     "The parameters of `o` with their defaults, in parentheses"
-    ps = [p for nm,p in inspect.signature(o).parameters.items() if nm!='self']
-    return '(' + ', '.join(str(p.replace(annotation=empty, default=p.default if p.default is empty else Default(p.default))) for p in ps) + ')'
+    def bare(p):
+        default = p.default if p.default is empty else Default(p.default)
+        return str(p.replace(annotation=empty, default=default))
+    return '(' + ', '.join(bare(p) for nm,p in inspect.signature(o).parameters.items() if nm!='self') + ')'
 
 def row(*cells): return '| ' + ' | '.join(str(c).replace('|', r'\|').replace('\n', ' ') for c in cells) + ' |'
 def code(s): return f'`{s}`' if s else ''
 
-def table(o):
+def link_type(s, link):
+    "A type, or each of several, with a link to where it is documented"
+    return link(code(s)) if '[' in s else ' | '.join(link(code(o)) for o in s.split('|'))
+
+def grid(head, rows): return '\n'.join(row(*o) for o in (head, ['---']*len(head), *rows)) if rows else ''
+
+def table(o, link):
     "What `o` takes and returns, where that is documented"
-    docs,annos = docments(o, full=True),getattr(o, '__annotations__', {}) | (getattr(o.__init__, '__annotations__', {}) if inspect.isclass(o) else {})
+    docs,annos = docments(o, full=True, args_kwargs=True),getattr(o, '__annotations__', {})
+    if inspect.isclass(o): annos = annos | getattr(o.__init__, '__annotations__', {})
     docs.pop('self', None)
     if not any(d.docment for d in docs.values()): return ''
-    rows = [row('Name','Type','Default','Details'), row(*['---']*4)]
+    rows = []
     for nm,d in docs.items():
-        typ = named(annos[nm]) if nm in annos else ''   # a default's type may not be all that is allowed
-        if nm!='return': rows.append(row(code(nm), code(typ), '' if d.default is empty else code(named(d.default)), d.docment or ''))
-        elif d.docment: rows.append(row('*returns*', code(typ), '', d.docment))
-    return '\n'.join(rows)
+        # a default's type may not be all that is allowed
+        typ = link_type(type_name(annos[nm]), link) if nm in annos else ''
+        default,details = '' if d.default is empty else code(named(d.default)),link(d.docment or '')
+        if nm!='return': rows.append((code(nm), typ, default, details))
+        elif d.docment: rows.append(('*returns*', typ, '', details))
+    return grid(('Name','Type','Default','Details'), rows)
 
-def entry(mod, nm):
-    "The reference entry of `nm`: signature, docstring, parameters"
+re_error = re.compile(r'([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Warning)): +(\S.*)')
+
+def split_errors(doc):
+    "A docstring without the paragraphs on what is raised, such as `TypeError: it is no number`, and these as pairs"
+    text,errors = [],[]
+    for i,o in enumerate(re.split(r'\n\s*\n', doc or '')):
+        if not (i and re_error.match(o)):
+            text.append(o)
+            continue
+        for line in map(str.strip, o.strip().split('\n')):
+            m = re_error.match(line)
+            if m: errors.append([m[1], m[2]])
+            else: errors[-1][1] += f' {line}'
+    return '\n\n'.join(text),errors
+
+def errors_table(mod, nm, errors):
+    "What is raised, and when"
+    for o,_ in errors:
+        top,*rest = o.split('.')
+        if hasattr(mod, top) or hasattr(builtins, top): continue
+        sys.exit(f'{mod.__name__}.{nm}: there is no {o} in this module')
+    return grid(('Errors','When'), [(code(o), when) for o,when in errors])
+
+def entry(mod, nm, link):
+    "The reference entry of `nm`: signature, docstring, parameters, errors"
     o,cls = resolve(mod, nm),'.' in nm
     static = inspect.getattr_static(getattr(mod, nm.split('.')[0]), nm.split('.')[-1]) if cls else None
-    if not (inspect.isclass(o) or inspect.isfunction(o)): kind,sig,docs = 'data','',f'A {type(o).__name__} with {len(o)} entries.' if hasattr(o, '__len__') else ''
-    elif isinstance(static, property): kind,sig,docs = 'property','',inspect.getdoc(o)
-    else: kind,sig,docs = 'method' if cls else 'class' if inspect.isclass(o) else 'function',signature(o),inspect.getdoc(o) if o.__doc__ else ''
-    params = table(o) if kind in ('function','method') or kind=='class' and '__init__' in vars(o) or hasattr(o, '_fields') else ''
+    sig,docs = '',inspect.getdoc(o) if o.__doc__ else ''
+    if not (inspect.isclass(o) or inspect.isfunction(o)):
+        kind,docs = 'data',f'A {type(o).__name__} with {len(o)} entries.' if hasattr(o, '__len__') else ''
+    elif isinstance(static, property): kind = 'property'
+    else: kind,sig = 'method' if cls else 'class' if inspect.isclass(o) else 'function',signature(o)
+    docs,errors = split_errors(docs)
+    own = kind=='class' and '__init__' in vars(o)
+    ours = kind=='class' and getattr(o.__init__, '__module__', '').startswith('fastaccum.')   # perhaps inherited
+    if own: errors += split_errors(inspect.getdoc(o.__init__))[1]
+    params = table(o, link) if kind in ('function','method') or own or ours or hasattr(o, '_fields') else ''
+    parts = [docs, params, errors_table(mod, nm, [(e, link(when)) for e,when in errors])]
     anchor = f'<a id="{nm.lower()}"></a>'   # where other projects' nbdev looks for it
-    return f'{anchor}\n\n::::{{py:{kind}}} {nm}{sig}\n:module: {mod.__name__}\n\n{docs}\n\n{params}\n::::'
+    return '\n\n'.join([anchor, f'::::{{py:{kind}}} {nm}{sig}\n:module: {mod.__name__}', *filter(None, parts), '::::'])
 
 # Prose
 
@@ -103,12 +164,14 @@ class Linker:
             if nm in self.names: return f'{{py:obj}}`{nm} <{self.names[nm]}>`'
             url = self.fastai.doc(nm) if re.match('[A-Z]', nm) else None
             return f'[`{nm}`]({url})' if url and 'docs.fast.ai' in url else m[0]
-        def line(s): return s if s.startswith(('#','```')) else re.sub(r'(?<![`\[}])`([A-Za-z_][\w.]*)`(?![`\]])', link, s)
+        def line(s):
+            if s.startswith(('#','```')): return s
+            return re.sub(r'(?<![`\[}])`([A-Za-z_][\w.]*)`(?![`\]])', link, s)
         parts = re.split(r'(^```.*?^```$)', text, flags=re.M|re.S)
         return ''.join(o if i%2 else '\n'.join(map(line, o.split('\n'))) for i,o in enumerate(parts))
 
 def page(p):
-    "The page of the notebook at `p`, a path within `nbs`: `06_schedule.ipynb` is `schedule`"
+    "The page of the notebook at `p`, a path within `nbs`: `core/06_listeners.ipynb` is `core/listeners`"
     *folders,nm = Path(p).with_suffix('').as_posix().lower().split('/')
     return '/'.join([*folders, re.sub(r'^[0-9]+[a-z0-9]*_', '', nm)])
 
@@ -117,7 +180,8 @@ def link_pages(text): return re.sub(r'\]\((?!\w+:)([^)#\s]+)\.ipynb', lambda m: 
 def split_title(text):
     "The title, the line below it, and nbdev's settings in a page's first cell"
     lines = [o for o in text.splitlines() if o.strip()]
-    return lines[0].lstrip('# '),' '.join(o[2:] for o in lines if o.startswith('> ')),dict(o[2:].split(': ', 1) for o in lines if o.startswith('- '))
+    below = ' '.join(o[2:] for o in lines if o.startswith('> '))
+    return lines[0].lstrip('# '),below,dict(o[2:].split(': ', 1) for o in lines if o.startswith('- '))
 
 class Page:
     "A notebook, as a page"
@@ -125,7 +189,8 @@ class Page:
         self.path,self.nb = path,read_nb(path)
         self.name = page(path.relative_to(root/'nbs'))
         self.title,self.text,settings = split_title(self.nb.cells[0].source)
-        self.order = float(settings.get('order', 50))
+        number = re.match('[0-9]+', path.name)
+        self.order = float(number[0] if number else settings.get('order', 50))
         self.cells = []
         for c in self.nb.cells[1:]:
             if c.cell_type=='code':
@@ -134,36 +199,51 @@ class Page:
             self.cells.append(c)
         exports = [c.options['default_exp'] for c in self.cells if c.cell_type=='code' and 'default_exp' in c.options]
         self.mod = import_module(f'fastaccum.{exports[0]}') if exports else None
-        folder = self.name.split('/')[0] if '/' in self.name else ''
-        self.section = 'reference' if self.mod else folder
+        self.folder = self.name.rpartition('/')[0]
+        self.section = 'built' if self.folder in wings else 'api' if self.mod else self.folder
+        # the wing that it is the first page of
+        self.wing = self.folder if self.section=='built' and self.name.endswith('/index') else None
+
+    def __lt__(self, other): return (self.order,self.name)<(other.order,other.name)
 
     def exported(self): return [c for c in self.cells if c.cell_type=='code' and 'export' in c.options]
     def public(self): return {nm:f'{self.mod.__name__}.{nm}' for c in self.exported() for nm in defined(c.source)}
 
     def typed(self):
-        "What to type to have what the page is about"
+        "What to type to have what the page is about, where its first text does not say so"
+        first = next((c.source for c in self.cells if c.cell_type=='markdown'), '')
+        if re.search(r'^```python\n(?:.*\n)*?(?:import|from) ', first, re.M): return ''
         names = [nm for nm in self.public() if '.' not in nm]
         top = [nm for nm in names if nm in import_module('fastaccum').__all__]
         where,names = ('fastaccum',top) if top else (self.mod.__name__,names)
         return f'```python\nfrom {where} import {", ".join(names)}\n```' if names else ''
 
+    def linked(self, text):
+        "Links to notebooks as links to their pages; where there is no such notebook, that is an error"
+        for o in re.findall(r'\]\((?!\w+:)([^)#\s]+\.ipynb)', text):
+            if (self.path.parent/o).is_file(): continue
+            sys.exit(f'{self.path.relative_to(root)} links to {o}, which is not there')
+        return link_pages(text)
+
     def shown(self, link):
         "Its cells for Sphinx"
-        yield mk_cell(f'# {self.title}\n\n{{.lede}}\n{link(self.text)}' + (f'\n\n{self.typed()}' if self.mod else ''), 'markdown')
+        typed = f'\n\n{self.typed()}' if self.mod else ''
+        yield mk_cell(f'# {self.title}\n\n{{.lede}}\n{link(self.text)}{typed}', 'markdown')
         for c in self.cells:
             if c.cell_type!='code':
-                yield mk_cell(link_pages(link(c.source)), 'markdown')
+                yield mk_cell(self.linked(link(c.source)), 'markdown')
                 continue
             opts = c.options
             if {'hide','default_exp'} & opts.keys() or 'export' in opts and only_imports(c.source): continue
             c.metadata,meta = {},{}
             if 'export' in opts:
-                for nm in defined(c.source): yield mk_cell(entry(self.mod, nm), 'markdown')
+                for nm in defined(c.source): yield mk_cell(entry(self.mod, nm, link), 'markdown')
                 c.metadata['tags'] = ['hide-input']
             elif 'code-fold' in opts or self.draws(c): c.metadata['tags'] = ['hide-input']
             for o in c.outputs:
                 if 'text' in o: o['text'] = readme.shown(''.join(o['text']))
-                if 'text/markdown' in o.get('data', {}): o.data['text/markdown'] = link_pages(''.join(o.data['text/markdown']))
+                if 'text/markdown' in o.get('data', {}):
+                    o.data['text/markdown'] = self.linked(''.join(o.data['text/markdown']))
                 if any(k.startswith('image/') for k in o.get('data', {})): meta['image'] = dict(alt=self.alt(c))
             if meta: c.metadata['mystnb'] = meta
             if c.source or c.outputs: yield c
@@ -175,7 +255,9 @@ class Page:
 
     def alt(self, c):
         alt = c.options.get('fig-alt', '').strip('"')
-        if not alt: sys.exit(f'{self.path.relative_to(root)}: the picture of cell {c.id} needs a text for those who do not see it: #| fig-alt: ...')
+        if not alt:
+            sys.exit(f'{self.path.relative_to(root)}: the picture of cell {c.id} needs a text for those '
+                'who do not see it: #| fig-alt: ...')
         return alt
 
     def markdown(self):
@@ -192,15 +274,31 @@ class Page:
 
 def toctree(names): return '\n'.join(['```{toctree}', ':hidden:', ':titlesonly:', '', *names, '```'])
 
+def contents(pages, link):
+    "What is on each of the pages"
+    def names(p):
+        public = p.public() if p.mod else {}
+        own = {nm:full for nm,full in public.items() if nm.rpartition('.')[0] not in public}   # no methods of these
+        return ', '.join(f'{{py:obj}}`{nm} <{full}>`' for nm,full in own.items())
+    return '\n'.join(f'[{p.title}](/{p.name}.ipynb)\n: {link(p.text)}\n\n  {names(p)}\n' for p in pages)
+
+def rooms(pages, link):
+    "What is in each of the wings"
+    def room(p):
+        inside = [f'[{o.title}](/{o.name}.ipynb)' for o in pages if o.folder==p.wing and not o.wing]
+        return f'[{p.title}](/{p.name}.ipynb)\n: {link(p.text)}\n\n  {", ".join(inside)}\n'
+    return '\n'.join(room(p) for p in pages if p.wing)
+
 def landing(title, text, pages, link):
     "The first page of a section: what there is in it"
-    def names(p): return ', '.join(f'{{py:obj}}`{nm} <{full}>`' for nm,full in p.public().items() if '.' not in nm) if p.mod else ''
-    rows = [f'[{p.title}](/{p.name}.ipynb)\n: {link(p.text)}\n\n  {names(p)}\n' for p in pages]
-    return f'# {title}\n\n{{.lede}}\n{link_pages(text)}\n\n' + '\n'.join(rows) + '\n' + toctree(f'/{p.name}' for p in pages)
+    first = [p for p in pages if p.wing] or pages
+    listed = rooms(pages, link) if first!=pages else contents(pages, link)
+    return f'# {title}\n\n{{.lede}}\n{link_pages(text)}\n\n{listed}\n{toctree(f"/{p.name}" for p in first)}'
 
 def sources():
     "What the site is made of"
-    names = subprocess.run(['git','ls-files','-co','--exclude-standard','nbs','fastaccum','docs','tools','*.md','*.toml','*.ini'], cwd=root, capture_output=True, text=True)
+    cmd = ['git','ls-files','-co','--exclude-standard','nbs','fastaccum','docs','tools','*.md','*.toml','*.ini']
+    names = subprocess.run(cmd, cwd=root, capture_output=True, text=True)
     return [root/o for o in sorted(names.stdout.split('\n')) if o and (root/o).is_file()]
 
 def fingerprint():
@@ -214,25 +312,35 @@ def stage(src, pages):
     def put(nm, text):
         (src/nm).parent.mkdir(parents=True, exist_ok=True)
         (src/nm).write_text(text, encoding='utf-8')
-    for k,(title,text) in sections.items(): put(f'{k}/index.md', landing(title, text, [p for p in pages if p.section==k], link))
+    for k,(title,text) in sections.items():
+        put(f'{k}/index.md', landing(title, text, [p for p in pages if p.section==k], link))
+    def there(o): return any((src/f'{o}.{ext}').exists() for ext in ('ipynb','md'))
+    def top(): return [f'{k}/index' for k in sections] + [o for o in single if there(o)]
     for nm in ('CHANGELOG','CONTRIBUTING'):
         text = (root/f'{nm}.md').read_text(encoding='utf-8')
         put(f'{nm.lower()}.md', re.sub(re.escape(readme.docs_url())+r'/([\w/]+)\.html', r'\1.ipynb', text))
     for p in pages:
         cells = list(p.shown(link))
-        if p.name=='index': cells.append(mk_cell(toctree([f'{k}/index' for k in sections] + [o for o in single if (src/f'{o}.ipynb').exists() or (src/f'{o}.md').exists()]), 'markdown'))
+        if p.name=='index': cells.append(mk_cell(toctree(top()), 'markdown'))
+        if p.wing:
+            inside = [o for o in pages if o.folder==p.wing and o is not p]
+            listed = f'{contents(inside, link)}\n{toctree(f"/{o.name}" for o in inside)}'
+            cells.append(mk_cell(f'## The pages\n\n{listed}', 'markdown'))
         (src/p.name).parent.mkdir(parents=True, exist_ok=True)
-        write_nb(new_nb(cells, meta=dict(language_info=dict(name='python', pygments_lexer='ipython3'))), src/f'{p.name}.ipynb')
+        meta = dict(language_info=dict(name='python', pygments_lexer='ipython3'))
+        write_nb(new_nb(cells, meta=meta), src/f'{p.name}.ipynb')
     (src/'names.json').write_text(json.dumps(names))
 
 def main():
     os.environ['IN_TEST'] = '1'   # no cell exports the library
     os.chdir(root)
-    pages = sorted((Page(p) for p in nbglob(root/'nbs', as_path=True)), key=lambda p: (p.name=='index', p.order, p.name))
+    pages = sorted(map(Page, nbglob(root/'nbs', as_path=True)))
+    pages.sort(key=lambda p: p.name=='index')   # it lists what is there
     with TemporaryDirectory() as tmp:
         src,out = Path(tmp)/'pages',Path(tmp)/'site'
         stage(src, pages)
-        rc = subprocess.call([sys.executable, '-W', 'ignore', '-m', 'sphinx', '-qW', '--keep-going', '-c', here, '-d', Path(tmp)/'doctrees', src, out])
+        sphinx = [sys.executable, '-W', 'ignore', '-m', 'sphinx', '-qW', '--keep-going']
+        rc = subprocess.call([*sphinx, '-c', here, '-d', Path(tmp)/'doctrees', src, out])
         if rc: return rc
         shutil.rmtree(site, ignore_errors=True)
         shutil.copytree(out, site)

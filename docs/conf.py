@@ -20,18 +20,20 @@ nb_render_markdown_format = 'myst'   # tables that a cell made
 nb_code_prompt_show = nb_code_prompt_hide = 'Source'
 myst_enable_extensions = ['attrs_block', 'colon_fence', 'deflist']
 myst_heading_anchors = 4
-suppress_warnings = ['myst.header', 'misc.highlighting_failure']   # a changelog skips a level; a shown default may be no Python
+# a changelog skips a level; a shown default may be no Python
+suppress_warnings = ['myst.header', 'misc.highlighting_failure']
 add_module_names = False
 toc_object_entries_show_parents = 'hide'
 nitpicky = False
+
+def brand(color): return {f'color-brand-{o}':color for o in ('primary','content','visited')}
 
 html_theme = 'furo'
 pygments_style,pygments_dark_style = 'default','github-dark'
 html_static_path,html_css_files,html_favicon = ['style.css'],['style.css'],'icon.svg'
 html_copy_source = html_show_sphinx = False
 html_theme_options = dict(top_of_page_buttons=[], footer_icons=[],
-    light_css_variables={'color-brand-primary':'#1d5fa8', 'color-brand-content':'#1d5fa8', 'color-brand-visited':'#1d5fa8'},
-    dark_css_variables={'color-brand-primary':'#7fb8f5', 'color-brand-content':'#7fb8f5', 'color-brand-visited':'#7fb8f5'})
+    light_css_variables=brand('#1d5fa8'), dark_css_variables=brand('#7fb8f5'))
 copybutton_selector = '.cell_input div.highlight pre, div[class^="highlight-"]:not(.output) > div.highlight > pre'
 
 def linkcode_resolve(domain, info):

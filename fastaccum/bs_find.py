@@ -8,8 +8,9 @@ Docs: https://fastaccum.github.io/fastaccum/bs_find.html.md"""
 __all__ = ['search', 'FoundSize', 'with_size']
 
 # %% ../nbs/02_bs_find.ipynb #imports
-import gc, torch
+import gc, numpy as np, torch
 from inspect import signature
+from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastcore.basics import patch
 from fastprogress.fastprogress import progress_bar
@@ -17,16 +18,55 @@ from matplotlib import pyplot as plt
 from torch import distributed
 from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset
 from .core.checks import check_bool, check_count
-from .memory.trials import Trials
+from .memory.trials import Trial, Trials
+
+# %% ../nbs/02_bs_find.ipynb #bs-find
+@patch
+def bs_find(self:Learner,
+    mode:str='power', # 'power': the largest power of two times `init_val`. 'binsearch': the largest size
+    steps_per_trial:int=3, # Optimizer steps in a trial; at least 2 are taken
+    init_val:int=2, # Samples in the first trial's batch
+    max_trials:int=25, # Trials at most
+    apply:bool=False, # Give the DataLoaders the size found?
+    show_plot:bool=True, # Draw peak memory and speed against size?
+    n_look:int=256 # Samples looked at for the largest inputs, where the loader does not know their lengths
+)->'FoundSize': # `int` of it is the size
+    """Find the largest batch size that trains within memory, and leave everything as it was
+
+    TypeError: a number is no whole number, or `apply` neither `True` nor `False`
+    ValueError: a number is below 1, `mode` is unknown, or the training loader has no batch
+    RuntimeError: there are several processes, or a callback ends the fit or skips steps
+    torch.OutOfMemoryError: not even one sample fits
+    UserWarning: some parameters had no gradient in the trials, so their share is not in the size
+    """
+    _check(self, mode, apply, steps_per_trial=steps_per_trial, init_val=init_val, max_trials=max_trials, n_look=n_look)
+    trials = Trials(self, max(2, steps_per_trial),
+        progress_bar(range(max_trials), leave=False) if hasattr(self, 'progress') and self.create_mbar else None)
+    try:
+        trials.start(n_look)
+        good,bad = search(trials, mode, init_val, max_trials, trials.samples.n)
+    finally:
+        try: trials.close()
+        finally:
+            if trials.froze: gc.unfreeze()   # also where `close` was interrupted before its first line
+    trials.tell()
+    if not good:
+        tried = ', '.join(str(o.size) for o in trials.done)
+        raise torch.OutOfMemoryError(f"no batch fits: {tried} samples were tried. "
+            f"The last error was: {trials.done[-1].error}")
+    res = FoundSize(good, bad, trials.samples.n, mode, trials.done)
+    if apply: _apply(self.dls, good)
+    if show_plot: res.plot()
+    return res
 
 # %% ../nbs/02_bs_find.ipynb #search
 def search(
-    fits, # A function of a size: does it fit?
+    fits:callable, # A function of a size, in samples: does it fit?
     mode:str='power', # 'power' or 'binsearch'
     init_val:int=2, # Samples in the first trial
     max_trials:int=25, # Trials at most
-    n:int=None # Samples there are, if that is known
-)->tuple: # The largest size known to fit (0 if none is), and the smallest known not to (`None` if none is)
+    n:int|None=None # Samples there are, if that is known
+)->tuple[int,int|None]: # The largest size known to fit, or 0, and the smallest known not to, or `None`
     "Find the largest size that fits"
     good,bad,size = 0,None,init_val if n is None else min(init_val, n)
     for _ in range(max_trials):
@@ -46,25 +86,36 @@ def _check(learn, mode, apply, **counts):
     if mode not in ('power','binsearch'): raise ValueError(f"`mode={mode!r}`: give 'power' or 'binsearch'")
     check_bool('apply', apply)
     for k,v in counts.items(): check_count(k, v, _units[k])
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size()>1:
-        raise RuntimeError(f"`bs_find` in {distributed.get_world_size()} processes: once one ran out of memory, the others would wait "
-            "for it. Search in one process, and take somewhat less than it finds, since the processes' buffers need memory too")
+    world = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    if world>1:
+        raise RuntimeError(f"`bs_find` in {world} processes: once one ran out of memory, the others would wait for it. "
+            "Search in one process, and take somewhat less than it finds, since the processes' buffers need memory too")
     if not len(learn.dls.train): raise ValueError("the training loader has no batch: there is nothing to try")
 
 # %% ../nbs/02_bs_find.ipynb #result
 class FoundSize:
     "The largest size that fits, and how it was found"
-    def __init__(self, size:int, bad:int, n:int, mode:str, trials:list):
-        self.size,self.mode,self.trials = size,mode,trials
+    def __init__(self,
+        size:int, # The largest size that fits, in samples
+        bad:int|None, # The smallest that is known not to fit, in samples; `None` if none is
+        n:int|None, # Samples there are, if that is known
+        mode:str, # As in `bs_find`
+        trials:list[Trial] # What became of each size tried, in that order
+    ):
+        self.size,self.mode,self.trials = size,mode,trials   # as given; nobody writes them later
+        # why it is the largest, in words
         self.why = f'{bad} do not' if bad else 'there are no more' if size==n else '`max_trials` was reached'
 
     def __int__(self): return self.size
     __index__ = __int__
     @property
-    def seconds(self): return sum(o.seconds for o in self.trials)
+    def seconds(self)->float:
+        "Seconds that all trials took"
+        return sum(o.seconds for o in self.trials)
 
     def __repr__(self):
-        rows = [f"{self.size} samples fit, {self.why} (mode '{self.mode}', {len(self.trials)} trials, {self.seconds:.1f} s)",
+        how = f"mode '{self.mode}', {len(self.trials)} trials, {self.seconds:.1f} s"
+        rows = [f'{self.size} samples fit, {self.why} ({how})',
                 '  size  fits  seconds  peak MB  samples/s']
         for o in self.trials:
             peak,speed = ('' if v is None else f'{v:,.0f}' for v in (o.peak and o.peak/2**20,o.speed))
@@ -73,12 +124,13 @@ class FoundSize:
 
 # %% ../nbs/02_bs_find.ipynb #plot
 @patch
-def plot(self:FoundSize):
+def plot(self:FoundSize)->np.ndarray: # The two axes, of matplotlib
     "Peak memory and samples per second against the batch size"
     oks = sorted((o for o in self.trials if o.ok), key=lambda o: o.size)
     bads = [o.size for o in self.trials if not o.ok]
     _,axs = plt.subplots(1, 2, figsize=(10,3.5))
-    for ax,ys,label in zip(axs, ([o.peak and o.peak/2**20 for o in oks],[o.speed for o in oks]), ('peak memory, MB','samples per second')):
+    peaks,speeds = [o.peak and o.peak/2**20 for o in oks],[o.speed for o in oks]
+    for ax,ys,label in zip(axs, (peaks,speeds), ('peak memory, MB','samples per second')):
         if None not in ys: ax.plot([o.size for o in oks], ys, 'o-')
         if bads: ax.axvline(min(bads), color='tab:red', linestyle=':', label='does not fit')
         ax.set(xlabel='batch size, samples', ylabel=label)
@@ -88,13 +140,15 @@ def plot(self:FoundSize):
 
 # %% ../nbs/02_bs_find.ipynb #apply
 def with_size(
-    dl, # fastai's or PyTorch's `DataLoader`
+    dl:DataLoader|TorchDataLoader, # fastai's, or PyTorch's
     bs:int # Samples in a batch
-): # `dl`, or one like it where `dl` cannot be changed
+)->DataLoader|TorchDataLoader: # `dl`, or one like it where `dl` cannot be changed
     "Give `dl` another batch size"
     if isinstance(dl, TorchDataLoader):
-        out = {'dataset','batch_size','shuffle','batch_sampler'} | ({'sampler'} if isinstance(dl.dataset, IterableDataset) else set())
-        return type(dl)(dl.dataset, bs, **{k:getattr(dl, k) for k in signature(TorchDataLoader).parameters if k not in out})
+        out = {'dataset','batch_size','shuffle','batch_sampler'}
+        if isinstance(dl.dataset, IterableDataset): out.add('sampler')
+        kwargs = {k:getattr(dl, k) for k in signature(TorchDataLoader).parameters if k not in out}
+        return type(dl)(dl.dataset, bs, **kwargs)
     if hasattr(type(dl), 'make_chunks'): return dl.new(bs=bs)
     dl.bs = bs
     return dl
@@ -103,34 +157,3 @@ def _apply(dls, bs):
     dls.train = with_size(dls.train, bs)
     for i,dl in enumerate(dls.loaders[1:], 1):
         if (getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None) or 0)>bs: dls.loaders[i] = with_size(dl, bs)
-
-# %% ../nbs/02_bs_find.ipynb #bs-find
-@patch
-def bs_find(self:Learner,
-    mode:str='power', # 'power': the largest power of two times `init_val`. 'binsearch': the largest size
-    steps_per_trial:int=3, # Optimizer steps in a trial; at least 2 are taken
-    init_val:int=2, # Samples in the first trial's batch
-    max_trials:int=25, # Trials at most
-    apply:bool=False, # Give the DataLoaders the size found?
-    show_plot:bool=True, # Draw peak memory and speed against size?
-    n_look:int=256 # Samples looked at for the largest inputs, where the loader does not know their lengths
-)->FoundSize: # `int` of it is the size
-    "Find the largest batch size that trains within memory, and leave everything as it was"
-    _check(self, mode, apply, steps_per_trial=steps_per_trial, init_val=init_val, max_trials=max_trials, n_look=n_look)
-    trials = Trials(self, max(2, steps_per_trial),
-        progress_bar(range(max_trials), leave=False) if hasattr(self, 'progress') and self.create_mbar else None)
-    try:
-        trials.start(n_look)
-        good,bad = search(trials, mode, init_val, max_trials, trials.samples.n)
-    finally:
-        try: trials.close()
-        finally:
-            if trials.froze: gc.unfreeze()   # also where `close` was interrupted before its first line
-    trials.tell()
-    if not good:
-        raise torch.OutOfMemoryError(f"no batch fits: {', '.join(str(o.size) for o in trials.done)} samples were tried. "
-            f"The last error was: {trials.done[-1].error}")
-    res = FoundSize(good, bad, trials.samples.n, mode, trials.done)
-    if apply: _apply(self.dls, good)
-    if show_plot: res.plot()
-    return res

@@ -8,6 +8,7 @@ Docs: https://fastaccum.github.io/fastaccum/gan.html.md"""
 __all__ = ['SwitchListener', 'TrainerListener']
 
 # %% ../nbs/05_gan.ipynb #imports
+from fastai.callback.core import Callback
 from .core.instead import Instead
 from .core.listeners import Listener, listeners, replaced
 
@@ -23,12 +24,18 @@ listeners['fastai.vision.gan.AdaptiveGANSwitcher'] = SwitchListener
 
 # %% ../nbs/05_gan.ipynb #trainer
 class TrainerListener(Listener):
-    "`GANTrainer` notes the losses of steps, and sees to it that each step is of the critic or of the generator"
-    def __init__(self, cb, acc):
+    """`GANTrainer` notes the losses of steps, and sees to it that each step is of the critic or of the generator
+
+    RuntimeError: the GAN is switched in the middle of a macro-batch
+    """
+    def __init__(self,
+        cb:Callback, # fastai's `GANTrainer`
+        acc:Callback # The accumulation callback
+    ):
         super().__init__(cb, acc)
-        self.gen_mode = None   # does this macro-batch train the generator? Set with its first micro-batch
-        self.total = 0         # the sum of its samples' losses
-        self.means = {}        # the mean loss of the last macro-batch, until it is shown
+        self.gen_mode = None   # does this macro-batch train the generator? `check` writes it with the first micro-batch
+        self.total = 0         # the losses of the macro-batch's samples, summed; `hear` writes it, and begins anew
+        self.means = {}        # the last macro-batch's mean loss, by name; `hear` writes it, empty once it is shown
         self.before = Instead(cb, 'before_batch', self.before_batch)
 
     def enter(self):
@@ -48,15 +55,21 @@ class TrainerListener(Listener):
         self.before.stock()
 
     @property
-    def first(self): return self.acc.macro.samples==self.acc.micro_n
+    def first(self)->bool:
+        "Is this the first micro-batch of its macro-batch?"
+        return self.acc.macro.samples==self.acc.micro_n
 
     def check(self):
-        "Refuse a macro-batch that trains both"
+        """Refuse a macro-batch that trains both
+
+        RuntimeError: the GAN was switched since its first micro-batch
+        """
         if self.first: self.gen_mode = self.cb.gen_mode
         elif self.cb.gen_mode!=self.gen_mode:
-            raise RuntimeError("the GAN was switched between critic and generator within a macro-batch, whose step would mix "
-                "their gradients: the callback that calls `gan_trainer.switch` hears every micro-batch. Let it hear of steps, "
-                "before the fit: `fastaccum.core.listeners.listeners[YourSwitcher] = fastaccum.gan.SwitchListener`")
+            raise RuntimeError("the GAN was switched between critic and generator within a macro-batch, "
+                "whose step would mix their gradients: the callback that calls `gan_trainer.switch` hears "
+                "every micro-batch. Let it hear of steps, before the fit: "
+                "`fastaccum.core.listeners.listeners[YourSwitcher] = fastaccum.gan.SwitchListener`")
 
     def complete(self): self.check()
 
@@ -69,6 +82,8 @@ class TrainerListener(Listener):
         if acc.heard: self.stock()
 
     @property
-    def attr(self): return 'gen_loss' if self.gen_mode else 'crit_loss'
+    def attr(self)->str:
+        "Where the loss function has the loss of the part that trains"
+        return 'gen_loss' if self.gen_mode else 'crit_loss'
 
 listeners['fastai.vision.gan.GANTrainer'] = TrainerListener

@@ -10,6 +10,7 @@ __all__ = ['LoggerListener', 'TensorBoardListener', 'WatchHooks', 'WandbListener
 # %% ../nbs/03_loggers.ipynb #imports
 import sys, time
 from functools import partial
+from fastai.callback.core import Callback
 from fastcore.basics import noop
 from .core.listeners import Listener, listeners
 
@@ -24,15 +25,18 @@ class LoggerListener(Listener):
         if acc.log_steps: self.add({k:v for k,v in row.items() if v is not None})
 
     def add(self,
-        row:dict # Numbers by name; without a schedule there are none
+        row:dict[str,float] # Samples in the step and in a micro-batch, by name, where they change; often there are none
     ):
-        "Log `row` with the step that was just logged"
+        """Log `row` with the step that was just logged
+
+        NotImplementedError: the subclass does not say how
+        """
         raise NotImplementedError
 
 # %% ../nbs/03_loggers.ipynb #tb
 class TensorBoardListener(LoggerListener):
     "A row per step, with the size of a scheduled macro-batch"
-    def add(self, row):
+    def add(self, row:dict[str,float]):
         for k,v in row.items(): self.cb.writer.add_scalar(k, v, self.cb.learn.train_iter)
 
 listeners['fastai.callback.tensorboard.TensorBoardCallback'] = TensorBoardListener
@@ -40,8 +44,12 @@ listeners['fastai.callback.tensorboard.TensorBoardCallback'] = TensorBoardListen
 # %% ../nbs/03_loggers.ipynb #watch
 class WatchHooks:
     "What `wandb.watch` put on the model, called once per step"
-    def __init__(self, acc):
-        self.acc,self.hooks,model = acc,[],acc.learn.model
+    def __init__(self,
+        acc:Callback # The accumulation callback, in a Learner
+    ):
+        self.acc = acc
+        self.hooks = []   # of each: its dict, its key there, W&B's hook, its parameter (`None`: it is the model's)
+        model = acc.learn.model
         grads = {id(p._backward_hooks):p for p in model.parameters() if p._backward_hooks}
         for handle in getattr(getattr(sys.modules['wandb'].run, '_torch_history', None), '_hook_handles', {}).values():
             hooks,i = handle.hooks_dict_ref(),handle.id
@@ -51,7 +59,10 @@ class WatchHooks:
             self.hooks.append((hooks, i, hooks[i], p))
             hooks[i] = partial(self.forward, hooks[i]) if p is None else noop
 
-    def forward(self, hook, *args):
+    def forward(self,
+        hook:callable, # W&B's forward hook, which draws the parameters
+        *args # What torch gives it
+    ):
         if not (self.acc.learn.training and self.acc.macro.samples): hook(*args)
 
     def complete(self):
@@ -65,11 +76,15 @@ class WatchHooks:
 # %% ../nbs/03_loggers.ipynb #wandb
 class WandbListener(LoggerListener):
     "A row per step, with the macro-batch's loss, epoch, samples per second, and the samples seen"
-    began = samples = None
+    began = None     # when the macro-batch began, in seconds of `perf_counter`; `None` between two
+    samples = None   # seen so far, in all fits of the W&B run; `None` before the first micro-batch of a fit
 
-    def __init__(self, cb, acc):
+    def __init__(self,
+        cb:Callback, # fastai's `WandbCallback`
+        acc:Callback # The accumulation callback
+    ):
         super().__init__(cb, acc)
-        self.watched = WatchHooks(acc) if acc.log_steps else None
+        self.watched = WatchHooks(acc) if acc.log_steps else None   # `wandb.watch`, for the time of the fit
 
     def complete(self):
         if self.watched: self.watched.complete()
@@ -85,7 +100,8 @@ class WandbListener(LoggerListener):
         if acc.heard and acc.log_steps:
             cb._wandb_epoch += 1/acc.planned.steps[learn.epoch]-1/learn.n_iter   # fastai adds 1/n_iter
             now = time.perf_counter()
-            cb.ti_batch = now-(now-self.began)*len(learn.xb[0])/acc.macro.samples   # fastai divides len(xb[0]) by the time since
+            # fastai divides len(xb[0]) by the time since
+            cb.ti_batch = now-(now-self.began)*len(learn.xb[0])/acc.macro.samples
             self.samples += acc.macro.samples
         super().hear()
         if acc.heard: self.began = None
@@ -98,6 +114,7 @@ class WandbListener(LoggerListener):
         for nm in ('raw_loss',*rec.metric_names):
             if nm not in ('epoch','time'): wandb.define_metric(nm, step_metric='samples')
 
-    def add(self, row): sys.modules['wandb'].log({**row, 'samples':self.samples}, step=self.cb._wandb_step)
+    def add(self, row:dict[str,float]):
+        sys.modules['wandb'].log({**row, 'samples':self.samples}, step=self.cb._wandb_step)
 
 listeners['fastai.callback.wandb.WandbCallback'] = WandbListener

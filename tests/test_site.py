@@ -3,8 +3,9 @@
 Where the site has not been built it is not tested, and without Chromium not in a browser; pytest says so. `SITE=built`
 makes a failure of the former. `SHOTS=folder` keeps a picture of each page, wide and narrow, light and dark.
 """
-import functools, http.server, json, os, re, shutil, sys, threading
+import functools, http.server, inspect, json, os, re, shutil, sys, threading
 from html.parser import HTMLParser
+from importlib import import_module
 from pathlib import Path
 from urllib.parse import quote, unquote, urldefrag, urljoin
 import pytest
@@ -20,9 +21,10 @@ if not (site/'.fingerprint').exists(): skip('it has not been built: make docs')
 try: from playwright.sync_api import sync_playwright
 except ImportError: skip('playwright is not installed: make docs')
 sys.path.insert(0, str(root/'docs'))
-from build import fingerprint
+from build import fingerprint, split_errors, wings
 if (site/'.fingerprint').read_text()!=fingerprint(): skip('it is older than what it is made of: make docs')
-needs_browser = pytest.mark.skipif(not chromium, reason='THE SITE IS NOT TESTED IN A BROWSER: install Chromium (tools/chromium.sh, on Debian and Ubuntu)')
+needs_browser = pytest.mark.skipif(not chromium,
+    reason='THE SITE IS NOT TESTED IN A BROWSER: install Chromium (tools/chromium.sh, on Debian and Ubuntu)')
 
 pages = sorted(o.relative_to(site).as_posix() for o in site.rglob('*.html') if '_static' not in o.parts)
 names = json.loads((site/'names.json').read_text())
@@ -48,8 +50,9 @@ class Links(HTMLParser):
 def links(page): return Links(page)
 
 def test_every_section_has_pages():
-    for o in ('tutorials','explanations','guarantees','reference'): assert f'{o}/index.html' in pages
-    for o in ('index','differences','compatibility','coming_from','changelog','contributing','search'): assert f'{o}.html' in pages
+    for o in ('tutorials','explanations','guarantees','api','built',*wings): assert f'{o}/index.html' in pages
+    single = 'index','differences','compatibility','coming_from','changelog','contributing','search'
+    for o in single: assert f'{o}.html' in pages
 
 @pytest.mark.parametrize('page', pages)
 def test_links_resolve(page):
@@ -58,15 +61,66 @@ def test_links_resolve(page):
         url,anchor = urldefrag(urljoin(f'http://site/{page}', href))
         if not url.startswith('http://site/'): continue
         path = unquote(url.removeprefix('http://site/').partition('?')[0]) or 'index.html'
-        if not (site/path).is_file() or anchor and path.endswith('.html') and unquote(anchor) not in links(path).ids: bad.append(href)
+        if not (site/path).is_file(): bad.append(href)
+        elif anchor and path.endswith('.html') and unquote(anchor) not in links(path).ids: bad.append(href)
     assert not bad
+
+doors = sorted({o.stem for o in (root/'fastaccum').glob('[a-z]*.py')}-{'all'})
+
+@functools.cache
+def sidebar(page):
+    "The pages that its sidebar leads to, in that order, each with how deep it is below its section"
+    text = (site/page).read_text(encoding='utf-8').partition('<div class="sidebar-tree">')[2].partition('</div>')[0]
+    found = re.findall(r'<li class="toctree-l(\d)[^"]*"><a class="[^"]*" href="([^"]+)"', text)
+    return [(urljoin(page, page.rpartition('/')[2] if href=='#' else href), int(depth)) for depth,href in found]
+
+def below(page):
+    "The pages directly below one, in the order of the sidebar"
+    tree = sidebar(page)
+    at = [o for o,_ in tree].index(page)
+    depth,inside = tree[at][1],[]
+    for o,d in tree[at+1:]:
+        if d<=depth: break
+        if d==depth+1: inside.append(o)
+    return inside
+
+def numbered(folder):
+    "The modules' pages in a folder, as their numbers say"
+    fns = sorted(folder.glob('[0-9]*_*.ipynb'), key=lambda o: int(o.name.partition('_')[0]))
+    return [f'{o.relative_to(root/"nbs").parent}/{o.stem.partition("_")[2]}.html'.removeprefix('./') for o in fns]
+
+def test_sidebar_has_the_doors_and_the_wings():
+    assert below('api/index.html')==numbered(root/'nbs')
+    assert sorted(below('api/index.html'))==[f'{o}.html' for o in doors]
+    assert below('built/index.html')==[f'{o}/index.html' for o in wings]
+    for o in wings: assert below(f'{o}/index.html')==numbered(root/'nbs'/o)!=[]
+
+def test_errors_are_told_apart_from_the_docstring():
+    doc = 'Refuse it\n\nMore: about it\n\nTypeError: it is\n  no number\ntorch.OutOfMemoryError: too large\n'
+    text,errors = split_errors(doc)
+    assert text=='Refuse it\n\nMore: about it'
+    assert errors==[['TypeError','it is no number'], ['torch.OutOfMemoryError','too large']]
+    assert split_errors('ValueError: is only the first line')==('ValueError: is only the first line', [])
+
+@pytest.mark.parametrize('name', names)
+def test_errors_have_a_table(name):
+    from build import resolve
+    page = module(names[name])
+    o = resolve(import_module(f'fastaccum.{page}'.replace('/', '.')), name)
+    if not (inspect.isclass(o) or inspect.isfunction(o)): return
+    docs = [o.__doc__] + ([o.__init__.__doc__] if inspect.isclass(o) and '__init__' in vars(o) else [])
+    errors = [e for doc in filter(None, docs) for e in split_errors(inspect.cleandoc(doc))[1]]
+    text = (site/f'{page}.html').read_text(encoding='utf-8')
+    entry = text.partition(f'id="{names[name]}"')[2].partition('</dl>')[0]
+    assert ('<p>Errors</p>' in entry)==bool(errors)
+    for o,_ in errors: assert f'>{o}</span>' in entry and f'{o}:' not in entry
 
 def test_pages_that_the_modules_name_exist():
     for fn in (root/'fastaccum').rglob('*.py'):
-        for o in re.findall(r'https://fastaccum.github.io/fastaccum/(\S+?)["\s]', fn.read_text(encoding='utf-8')): assert (site/o).is_file(), o
+        text = fn.read_text(encoding='utf-8')
+        for o in re.findall(r'https://fastaccum.github.io/fastaccum/(\S+?)["\s]', text): assert (site/o).is_file(), o
 
 def test_every_public_name_has_an_entry():
-    from importlib import import_module
     for fn in (root/'fastaccum').rglob('[a-z]*.py'):
         mod = import_module('.'.join(fn.relative_to(root).with_suffix('').parts))
         own = [nm for nm in getattr(mod, '__all__', []) if fn.stem!='all']
@@ -107,7 +161,8 @@ def url():
 @pytest.fixture(scope='session')
 def browser():
     with sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=chromium, args=['--no-sandbox', '--disable-gpu', '--disable-background-networking'])
+        args = ['--no-sandbox', '--disable-gpu', '--disable-background-networking']
+        browser = p.chromium.launch(executable_path=chromium, args=args)
         yield browser
         browser.close()
 
@@ -119,7 +174,8 @@ def tab(browser, url):
     page,wrong = context.new_page(),[]
     page.on('console', lambda o: o.type=='error' and wrong.append(f'console: {o.text}'))
     page.on('pageerror', lambda o: wrong.append(f'error: {o}'))
-    page.on('requestfailed', lambda o: 'ABORTED' in (o.failure or '') or wrong.append(f'request failed: {o.url}'))   # going on ends requests
+    # going on ends requests
+    page.on('requestfailed', lambda o: 'ABORTED' in (o.failure or '') or wrong.append(f'request failed: {o.url}'))
     page.on('request', lambda o: o.url.startswith((url,'data:')) or wrong.append(f'leaves the machine: {o.url}'))
     page.wrong = wrong
     yield page
@@ -130,7 +186,8 @@ look = """() => {
     const seen = (e) => e.getClientRects().length > 0;
     const scrolls = (e) => { for (; e && e.tagName != 'BODY'; e = e.parentElement)
         if (['auto','scroll'].includes(getComputedStyle(e).overflowX)) return e; return null; };
-    if (document.documentElement.scrollWidth > width) wrong.push(`scrolls sideways: ${document.documentElement.scrollWidth} > ${width}`);
+    const whole = document.documentElement.scrollWidth;
+    if (whole > width) wrong.push(`scrolls sideways: ${whole} > ${width}`);
     for (const e of all('article img')) {
         if (!e.alt) wrong.push(`no alt text: ${e.src}`);
         if (!e.naturalWidth) wrong.push(`no picture: ${e.src}`);
@@ -140,10 +197,12 @@ look = """() => {
         const box = scrolls(e);
         if ((box || e).getBoundingClientRect().right > width+1) wrong.push(`table cut: ${e.textContent.slice(0, 40)}`);
     }
-    for (const e of all('article p')) if (/^\\||\\]\\(|^#+ |```/.test(e.textContent)) wrong.push(`Markdown left over: ${e.textContent.slice(0, 40)}`);
+    for (const e of all('article p'))
+        if (/^\\||\\]\\(|^#+ |```/.test(e.textContent)) wrong.push(`Markdown left over: ${e.textContent.slice(0, 40)}`);
     for (const e of all('article div.highlight').filter(e => !e.closest('.cell_output')))
         if (!e.querySelector('button.copybtn')) wrong.push(`no copy button: ${e.textContent.slice(0, 40)}`);
-    const light = (c) => { const v = c.match(/[\\d.]+/g).map(Number).slice(0, 3).map(o => (o /= 255) <= .04045 ? o/12.92 : ((o+.055)/1.055)**2.4);
+    const linear = (o) => (o /= 255) <= .04045 ? o/12.92 : ((o+.055)/1.055)**2.4;
+    const light = (c) => { const v = c.match(/[\\d.]+/g).map(Number).slice(0, 3).map(linear);
         return .2126*v[0]+.7152*v[1]+.0722*v[2]; };
     const ground = light(getComputedStyle(document.body).backgroundColor);
     for (const e of all('article p, article li, article td, article h1, .sidebar-tree a').filter(seen)) {
@@ -167,6 +226,17 @@ def test_page(tab, url, page):
             assert wrong+tab.wrong==[], (device,scheme)
             assert (ground<0.2)==(scheme=='dark')
             if shots: tab.screenshot(path=f'{shots}/{page.replace("/", "-")}-{device}-{scheme}.png', full_page=True)
+
+@needs_browser
+@pytest.mark.parametrize('door', doors)
+def test_a_door_begins_with_what_one_imports(tab, url, door):
+    "Signature and parameters are in the first screen"
+    tab.set_viewport_size(dict(width=1280, height=900))
+    tab.goto(f'{url}{door}.html', wait_until='load')
+    ends = "(s) => { const e = document.querySelector(s); return e ? e.getBoundingClientRect().bottom : Infinity; }"
+    assert tab.evaluate(ends, 'article dl.py > dt')<500
+    table = 'article dl.py table' if door!='accumulation' else 'article dl.py table tr'   # its last rows are below
+    assert tab.evaluate(ends, table)<=900
 
 @needs_browser
 def test_search_finds_every_public_name(tab, url):

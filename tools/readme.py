@@ -55,7 +55,8 @@ def code(cell, image):
     source = '\n'.join(o for o in lines if not re_directive.match(o)).strip('\n')
     alt = next((o.split(':', 1)[1].strip(' "') for o in options if o.startswith('fig-alt:')), '')
     shown = bool(source) and 'code-fold: true' not in options
-    return [fence(source, 'python')]*shown + [output(o, alt, lambda data: image(cell['id'], data)) for o in cell['outputs']]
+    outputs = [output(o, alt, lambda data: image(cell['id'], data)) for o in cell['outputs']]
+    return [fence(source, 'python')]*shown + outputs
 
 def markdown(nb, url, image, folder=''):
     "The notebook `nb` as Markdown; `image(id, data)` says where the picture that cell `id` drew is to be found"
@@ -75,7 +76,8 @@ def main(check=False):
     files['README.md'] = f'{note}\n\n{text}'.encode()
     for nm,data in files.items():
         fn = root/nm
-        if check and (not fn.exists() or fn.read_bytes()!=data): return f'{nm} is not in step with nbs/index.ipynb: make readme'
+        if check and (not fn.exists() or fn.read_bytes()!=data):
+            return f'{nm} is not in step with nbs/index.ipynb: make readme'
         fn.parent.mkdir(exist_ok=True)
         if not check: fn.write_bytes(data)
 

@@ -10,14 +10,14 @@ from collections import UserDict, namedtuple
 from functools import partial
 from torch import nn
 from torch.utils.data import DataLoader as TorchLoader
-from fastai.callback.core import Callback
+from fastai.callback.core import Callback, CancelBackwardException, CancelBatchException
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner
 from fastai.optimizer import Adam, SGD
 from fastaccum import GradientAccumulation
 from fastaccum.memory.recovery import AutoSize
 from fastaccum.testing import CrossEntropy, Float32Loss, assert_twins, deviation, toy
-from common import Raise, weights
+from common import Raise, grads, weights
 
 pytestmark = pytest.mark.filterwarnings('ignore:memory ran out')
 
@@ -250,6 +250,119 @@ def test_validation_in_a_fit_is_split_after_a_validation_of_a_callback():
         def before_train(self): self.learn.validate()
     for o,cbs in ((a,[]),(b,[GradientAccumulation(16, micro_batch_size='auto', drop_last=False)])): o.fit_one_cycle(2, 0.05, cbs=[*cbs,Midway()])
     assert deviation(weights(a), weights(b))<1e-7 and not left(b)
+
+def test_half_entered_and_left_twice():
+    "`leave` finds what an interrupted `enter` has done, whatever it is"
+    from fastaccum.memory import guard, recovery
+    for nm in ('one_batch','_step'):
+        acc = GradientAccumulation(8, micro_batch_size='auto')
+        learn = toy(4, n=16)
+        learn.create_opt()
+        learn.add_cb(acc)
+        class Broken(recovery.Instead):
+            def enter(self):
+                super().enter()
+                if self.nm==nm: raise KeyboardInterrupt
+        with pytest.MonkeyPatch.context() as mp:
+            for o in (recovery,guard): mp.setattr(o, 'Instead', Broken)
+            with pytest.raises(KeyboardInterrupt): acc.micro.enter(acc)
+        assert nm in vars(learn)
+        for _ in range(2): acc.micro.leave()
+        assert not left(learn)
+        learn.fit(1, 0.1)
+        assert not left(learn)
+
+def test_methods_of_the_learners_own_are_given_back():
+    learn,called = toy(4, n=16),[]
+    def one_batch(i, b):
+        called.append(i)
+        return type(learn).one_batch(learn, i, b)
+    learn.one_batch = one_batch
+    learn.fit(1, 0.1, cbs=GradientAccumulation(8, micro_batch_size='auto'))
+    assert vars(learn)['one_batch'] is one_batch and called[:4]==[0,1,2,3]
+
+def test_switched_off_in_the_middle_of_a_batch():
+    "What is left of it is left out, and the fit goes on without accumulation"
+    class Off(Callback):
+        run_valid,n = False,0
+        def after_batch(self):
+            self.n += 1
+            if self.n==2: self.gradient_accumulation.run = False
+    learn,off = make(tensors, 32, 8),Off()
+    learn.model.short = lambda where,n: where=='forward' and n>2 and not off.n
+    learn.fit(1, 0.05, cbs=[GradientAccumulation(16, micro_batch_size='auto'),off])
+    assert off.n==2+3 and not left(learn)
+
+# A split of one's own
+
+class Splits:
+    def part(self, b, start, stop, n): return tuple(o[start:stop] for o in b)
+    def __call__(self, b, start, stop, n, more=None): return self.part(b, start, stop, n)
+
+@pytest.mark.parametrize('f', [3,'auto',None,lambda b: b,lambda b,start,stop: b,Splits,torch.split,nn.Linear(1, 1).weight], ids=repr)
+def test_a_split_that_cannot_be_called_is_refused(f):
+    with pytest.raises(TypeError, match=r'is no function of a batch.*AutoSize\(split=f\)') as e: AutoSize(f)
+    assert f'`split={f!r}`' in str(e.value)
+
+@pytest.mark.parametrize('f', [Splits(),Splits().part,partial(Splits().part),lambda *args: Splits().part(*args)], ids=type)
+def test_a_split_that_can_be_called_is_used(f):
+    a,b = make(tensors, 32, 16),make(tensors, 32, 8)
+    b.model.short = lambda where,n: n>3
+    a.fit(1, 0.05)
+    b.fit(1, 0.05, cbs=GradientAccumulation(16, micro_batch_size=AutoSize(split=f)))
+    assert_twins(a, b)
+
+# Pieces that a callback cancels
+
+class Cancel(Callback):
+    "Cancels the `which`th micro-batch of four samples"
+    run_valid = False
+    def __init__(self, event, exc, order, which):
+        self.exc,self.order,self.which = exc,order,which
+        setattr(self, event, self.perhaps)
+    def perhaps(self):
+        if len(self.y)!=4: return
+        self.which -= 1
+        if not self.which: raise self.exc
+
+class AtStep(Callback):
+    "How far is each step's gradient from that of all samples that were counted?"
+    order,run_valid = -1000,False
+    def before_fit(self): self.xs,self.ys,self.offs = [],[],[]
+    def after_backward(self):
+        if self.gradient_accumulation.counted:
+            self.xs.append(self.x)
+            self.ys.append(self.y)
+    def before_step(self):
+        short,self.model.short = self.model.short,None
+        loss = nn.functional.cross_entropy(self.model(torch.cat(self.xs)), torch.cat(self.ys))
+        self.offs.append(deviation(list(torch.autograd.grad(loss, list(self.model.parameters()))), grads(self.learn)))
+        self.model.short,self.xs,self.ys = short,[],[]
+
+cancels = [(o,CancelBatchException) for o in ('before_batch','after_pred','after_loss','before_backward')]
+cancels.append(('before_backward',CancelBackwardException))
+
+@pytest.mark.parametrize('order', [-5,8])
+@pytest.mark.parametrize('which', [1,2])
+@pytest.mark.parametrize('event,exc', cancels, ids=str)
+@pytest.mark.parametrize('where', ['forward','backward'])
+def test_a_piece_that_is_cancelled(where, event, exc, which, order):
+    "No gradient is lost, and none stays that was not counted: where it was added already, an error says so"
+    learn,at_step,calls = make(tensors, 32, 8),AtStep(),[]
+    def short(at, n):   # the first batch fits, the second does not
+        if at!=where or n<=4: return False
+        calls.append(n)
+        return len(calls)>1
+    learn.model.short = short
+    cbs = [GradientAccumulation(16, micro_batch_size='auto', drop_last=False),at_step,Cancel(event, exc, order, which)]
+    if where=='backward':   # `b` and `c` have got all of it, `a` has not
+        before = weights(learn)
+        with pytest.raises(torch.OutOfMemoryError, match='cancelled 4 of its samples since.*batch size that fits'):
+            learn.fit(1, 0.05, cbs=cbs)
+        assert weights(learn).equal(before) and not left(learn)
+    else:
+        learn.fit(1, 0.05, cbs=cbs)
+        assert len(at_step.offs)==2 and max(at_step.offs)<1e-12
 
 # Models that remember
 

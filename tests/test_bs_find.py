@@ -18,7 +18,8 @@ from fastai.optimizer import Adam, OptimWrapper, SGD
 from fastcore.basics import noop
 from fastaccum import GradientAccumulation
 from fastaccum.bs_find import FoundSize, search, with_size
-from fastaccum.memory.snapshot import autocast_state, is_out_of_memory
+from fastaccum.memory.shortage import is_out_of_memory
+from fastaccum.memory.snapshot import autocast_state
 from fastaccum.testing import CrossEntropy, assert_twins, toy, toy_data
 from fastaccum.memory.trials import Samples, Trials
 from common import CpuMixedPrecision, Raise, weights
@@ -888,7 +889,7 @@ def test_real_memory():
 vague = '''
 import resource, sys, torch
 from pathlib import Path
-from fastaccum.memory.snapshot import is_out_of_memory
+from fastaccum.memory.shortage import is_out_of_memory
 from fastaccum.memory.meters import memory_left
 texts = ['could not create a primitive', 'could not execute a primitive', 'could not create a memory object', "can't start new thread"]
 def judged(): return [is_out_of_memory(RuntimeError(o)) for o in texts]
@@ -913,7 +914,7 @@ def test_words_with_several_causes_count_where_memory_is_short(kind, used):
 @pytest.mark.parametrize('left,want', [(0,True),(2**26-1,True),(2**26,False),(None,False)])
 def test_vague_words_in_a_search(left, want, monkeypatch):
     "Where memory is not short, or nobody tells, the error is raised as it is"
-    monkeypatch.setattr('fastaccum.memory.snapshot.memory_left', lambda: left)
+    monkeypatch.setattr('fastaccum.memory.shortage.memory_left', lambda: left)
     learn = capped(5, exc=partial(RuntimeError, 'could not create a primitive'))
     if want: assert find(learn, mode='binsearch').size==5
     else:

@@ -253,18 +253,18 @@ def test_validation_in_a_fit_is_split_after_a_validation_of_a_callback():
 
 def test_half_entered_and_left_twice():
     "`leave` finds what an interrupted `enter` has done, whatever it is"
-    from fastaccum.memory import guard, recovery
+    from fastaccum.memory import guard, halving
     for nm in ('one_batch','_step'):
         acc = GradientAccumulation(8, micro_batch_size='auto')
         learn = toy(4, n=16)
         learn.create_opt()
         learn.add_cb(acc)
-        class Broken(recovery.Instead):
+        class Broken(halving.Instead):
             def enter(self):
                 super().enter()
                 if self.nm==nm: raise KeyboardInterrupt
         with pytest.MonkeyPatch.context() as mp:
-            for o in (recovery,guard): mp.setattr(o, 'Instead', Broken)
+            for o in (halving,guard): mp.setattr(o, 'Instead', Broken)
             with pytest.raises(KeyboardInterrupt): acc.micro.enter(acc)
         assert nm in vars(learn)
         for _ in range(2): acc.micro.leave()
@@ -299,7 +299,7 @@ class Splits:
     def part(self, b, start, stop, n): return tuple(o[start:stop] for o in b)
     def __call__(self, b, start, stop, n, more=None): return self.part(b, start, stop, n)
 
-@pytest.mark.parametrize('f', [3,'auto',None,lambda b: b,lambda b,start,stop: b,Splits,torch.split,nn.Linear(1, 1).weight], ids=repr)
+@pytest.mark.parametrize('f', [3,'auto',None,lambda b: b,lambda b,start,stop: b,Splits,torch.split,nn.Linear(1, 1).weight], ids=lambda o: type(o).__name__)
 def test_a_split_that_cannot_be_called_is_refused(f):
     with pytest.raises(TypeError, match=r'is no function of a batch.*AutoSize\(split=f\)') as e: AutoSize(f)
     assert f'`split={f!r}`' in str(e.value)

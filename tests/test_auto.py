@@ -79,7 +79,8 @@ class Model(nn.Module):
         super().__init__()
         self.a,self.b,self.c,self.state = nn.Linear(5, 6),nn.Linear(6, 6),nn.Linear(6, 3),state
     def need(self, where, n):
-        if self.training and (where=='backward' or torch.is_grad_enabled()) and self.short is not None and self.short(where, n): raise torch.OutOfMemoryError(f'planted, {where}')
+        if self.short is None or not self.training or not (where=='backward' or torch.is_grad_enabled()): return
+        if self.short(where, n): raise torch.OutOfMemoryError(f'planted, {where}')
     def forward(self, x):
         x = first(x)
         h = self.a(x).tanh()
@@ -400,8 +401,47 @@ class Stateless(nn.Module):
         self.last = self.bank['last'] = x
         return x
 
+class Box:
+    "An object that is neither a module nor a container"
+    def __init__(self, hidden=None): self.hidden,self.calls,self.sizes = hidden,0,[]
+
+class Kept(Hidden):
+    "The state is in an object that stays, in a list; begins anew with another number of rows"
+    def __init__(self): super().__init__(); self.boxes = [Box(),None]
+    def forward(self, x):
+        box = self.boxes[0]
+        h = box.hidden
+        box.calls += 1
+        h = self.rnn(x, h if h is not None and len(h)==len(x) else None)
+        box.hidden = h.detach()
+        return h
+
+class Anew(Kept):
+    "The state is in an object that is made anew"
+    def forward(self, x):
+        h = super().forward(x)
+        self.boxes = [Box(h.detach()),None]
+        return h
+
+class Noted(Stateless):
+    "As `Stateless`, in an object"
+    def __init__(self):
+        super().__init__()
+        self.book = Box()
+    def forward(self, x):
+        self.book.calls += 1
+        self.book.sizes.append(len(x))
+        self.calls,self.sizes = self.book.calls,self.book.sizes
+        return x
+
+class Told(Stateless):
+    "Nobody reads what is in the object"
+    def forward(self, x):
+        self.last = Box(x)
+        return x
+
 @pytest.mark.parametrize('seed', range(5))
-@pytest.mark.parametrize('state', [Hidden,Unset,Buffered,Stateless])
+@pytest.mark.parametrize('state', [Hidden,Unset,Buffered,Stateless,Kept,Told])
 def test_stateful(state, seed):
     rng = random.Random(f'{state.__name__} {seed}')
     bs,k = rng.randint(3, 8),rng.randint(1, 3)
@@ -431,7 +471,8 @@ class First(Fixed):
         self.hidden[:len(x)] = h.detach()
         return h
 
-@pytest.mark.parametrize('state,why', [(Fixed,'fails with other samples'),(First,'writes into the first of its rows')])
+@pytest.mark.parametrize('state,why', [(Fixed,'fails with other samples'),
+    (First,'writes into the first of its rows'),(Anew,'is an object that is made anew')])
 def test_a_state_that_cannot_be_split_is_refused(state, why):
     learn = make(tensors, 32, 4, state=state)
     learn.dls.loaders[1] = TorchLoader(items(8, 1), 4, collate_fn=tensors)
@@ -454,9 +495,10 @@ def test_a_state_that_nobody_reads_may_have_other_rows():
     assert deviation(weights(a), weights(b))<1e-7
 
 @pytest.mark.parametrize('where', ['forward','backward'])
-def test_counted_once(where):
+@pytest.mark.parametrize('state', [Stateless,Noted])
+def test_counted_once(state, where):
     "What a failed attempt has counted is taken back"
-    a,b = make(tensors, 32, 4, state=Stateless),make(tensors, 32, 8, state=Stateless)
+    a,b = make(tensors, 32, 4, state=state),make(tensors, 32, 8, state=state)
     b.model.short = lambda at,n: at==where and n>4
     a.fit(1, 0.05, cbs=GradientAccumulation(8))
     b.fit(1, 0.05, cbs=GradientAccumulation(8, micro_batch_size='auto'))

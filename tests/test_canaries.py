@@ -254,3 +254,65 @@ def test_callbacks_are_kept_in_an_l_whose_items_are_sorted_as_a_list_is():
     learn = toy(4, n=8)
     assert type(learn.cbs) is L and type(learn.cbs.items) is list
     assert list(learn.cbs.sorted('order'))==sorted(learn.cbs.items, key=lambda o: getattr(o, 'order', 0))
+
+# What the recovery from exhausted memory relies on, and the exchange between processes
+
+def test_the_pytree_of_what_a_model_keeps():
+    "`torch.utils._pytree` is private: leaves in order, a structure to compare, and the way back; other objects are leaves"
+    from collections import OrderedDict, namedtuple
+    from torch.utils._pytree import tree_flatten, tree_unflatten
+    class Box: pass
+    x,y,Pair = torch.ones(2),torch.zeros(3),namedtuple('Pair', 'a b')
+    for o in ([(x,y)], {'a':x,'b':[y]}, Pair(x, y), OrderedDict(a=x, b=y), (x,{'c':y})):
+        leaves,spec = tree_flatten(o)
+        assert [id(a) for a in leaves]==[id(x),id(y)] and not spec.is_leaf()
+        back = tree_unflatten([1,2], spec)
+        assert type(back) is type(o) and tree_flatten(back)==([1,2],spec)
+    for o in (x,3,None,Box(),'text'):
+        leaves,spec = tree_flatten(o)
+        assert len(leaves)==1 and leaves[0] is o and spec.is_leaf() and tree_unflatten(leaves, spec) is o
+    specs = [tree_flatten(o)[1] for o in ([x],[x,y],(x,),{'a':x},{'b':x},x)]
+    assert all((a==b)==(i==j) for i,a in enumerate(specs) for j,b in enumerate(specs))
+
+def test_one_batch_and_step_are_looked_up_on_the_learners_instance():
+    learn,called = toy(4, n=4),[]
+    stock = learn.one_batch,learn._step
+    learn.one_batch = lambda *args: called.append('one_batch') or stock[0](*args)
+    learn._step = lambda: called.append('step') or stock[1]()
+    learn.fit(1, 0.1)
+    assert called[:2]==['one_batch','step']
+
+def test_running_statistics_change_without_a_new_version():
+    "Why `Buffers` copies them each time; other changes in place count up"
+    m = nn.BatchNorm1d(2)
+    mean,version,tracked = m.running_mean.clone(),m.running_mean._version,m.num_batches_tracked._version
+    m(torch.randn(4, 2))
+    assert not m.running_mean.equal(mean) and m.running_mean._version==version
+    assert m.num_batches_tracked._version==tracked+1
+
+def test_ddp_exchanges_in_a_pass_that_needs_no_forward(tmp_path):
+    "`_pre_forward` and `_post_forward` around any graph of the parameters; the next pass is as usual"
+    from torch import distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    if not (dist.is_available() and dist.is_gloo_available()): pytest.skip('no gloo')
+    assert [*inspect.signature(DDP._pre_forward).parameters]==['self','inputs','kwargs']
+    assert [*inspect.signature(DDP._post_forward).parameters]==['self','output']
+    dist.init_process_group('gloo', init_method=f'file://{tmp_path}/group', rank=0, world_size=1)
+    try:
+        ddp,x,exchanged = DDP(nn.Linear(2, 1)),torch.ones(1, 2),[]
+        def hook(state, bucket):
+            exchanged.append(bucket.buffer().clone())
+            fut = torch.futures.Future()
+            fut.set_result(bucket.buffer())
+            return fut
+        ddp.register_comm_hook(None, hook)
+        with ddp.no_sync(): ddp(x).sum().backward()
+        grad = ddp.module.weight.grad.clone()
+        assert not exchanged
+        ddp._pre_forward()
+        outs = ddp._post_forward([p.view_as(p) for p in ddp.parameters()])
+        torch.autograd.backward(outs, [torch.zeros_like(o) for o in outs])
+        assert [o.sum() for o in exchanged]==[3] and ddp.module.weight.grad.equal(grad)
+        ddp(x).sum().backward()
+        assert len(exchanged)==2 and ddp.module.weight.grad.equal(2*grad)
+    finally: dist.destroy_process_group()

@@ -9,6 +9,7 @@ __all__ = ['Added', 'Generators', 'Attempt']
 
 # %% ../../nbs/memory/04_attempt.ipynb #imports
 import numpy as np, random, torch
+from fastai.learner import Learner
 from .shortage import free_memory
 from .snapshot import autocast_state, set_autocast_state
 from .state import Buffers, State
@@ -16,19 +17,32 @@ from .state import Buffers, State
 # %% ../../nbs/memory/04_attempt.ipynb #aside
 class Added:
     "Which gradients the passes of a micro-batch have been added to"
-    def __init__(self, params): self.params,self.grads,self.usual = list({id(p):p for p in params}.values()),None,None
+    def __init__(self,
+        params:list # Parameters; one may come more than once
+    ):
+        self.params = list({id(p):p for p in params}.values())
+        # of each parameter, written by `note`
+        self.grads = None      # its gradient before the passes; `None` in a first micro-batch, and before any
+        self.versions = None   # the version of its gradient then
+        self.usual = None      # how often a micro-batch adds to it; written with the second that is no first
 
     def note(self,
         first:bool # Is it the first micro-batch of a macro-batch? Then there are no gradients yet
     ):
+        "Note the gradients there are"
         olds,self.grads = self.grads,None if first else [p.grad for p in self.params]
         if first: return
         versions = [-1 if g is None else g._version for g in self.grads]
-        if olds is not None and self.usual is None: self.usual = [max(1, v-old) for v,old in zip(versions, self.versions)]
+        if olds is not None and self.usual is None:
+            self.usual = [max(1, v-old) for v,old in zip(versions, self.versions)]
         self.versions = versions
 
-    def undo(self):
-        "Empty the gradients, or return `(parameter, gradient)` of those that have got all of the micro-batch already"
+    def undo(self
+    )->list: # `(parameter, gradient)` of those that have got all of the micro-batch already
+        """Empty the gradients, if there were none before; else put back those that were replaced
+
+        OutOfMemoryError: a gradient has got a part of the micro-batch
+        """
         grads,self.grads,done = self.grads,None,[]
         if grads is None:
             for p in self.params:
@@ -37,43 +51,63 @@ class Added:
         for p,g,v,usual in zip(self.params, grads, self.versions, self.usual or [1]*len(grads)):
             if p.grad is not g: p.grad = g
             elif g is not None and g._version!=v:
-                if g._version-v!=usual: raise torch.OutOfMemoryError("memory ran out while a gradient was added to in several parts (does a parameter "
-                    "belong to several reentrant checkpoints?), which cannot be undone: use `use_reentrant=False`, or give the DataLoaders a batch size that fits")
+                if g._version-v!=usual: self._refuse()
                 done.append((p,g))
         return done
 
+    def _refuse(self):
+        raise torch.OutOfMemoryError("memory ran out while a gradient was added to in several parts (does a parameter "
+            "belong to several reentrant checkpoints?), which cannot be undone: use `use_reentrant=False`, "
+            "or give the DataLoaders a batch size that fits")
+
 # %% ../../nbs/memory/04_attempt.ipynb #generators
-def _same(a, b): return torch.equal(a, b) if isinstance(a, torch.Tensor) else all(np.array_equal(x, y) for x,y in zip(a, b))
+def _same(a, b):
+    if isinstance(a, torch.Tensor): return torch.equal(a, b)
+    return all(np.array_equal(x, y) for x,y in zip(a, b))
 
 class Generators:
     "The random number generators that a forward pass moves"
-    def __init__(self, device):
-        mod,self.left = getattr(torch, device.type, None),2
-        pairs = [(random.getstate,random.setstate), (np.random.get_state,np.random.set_state), (torch.get_rng_state,torch.set_rng_state)]
-        if device.type!='cpu' and hasattr(mod, 'get_rng_state'): pairs.append((mod.get_rng_state,mod.set_rng_state))
-        self.use(pairs)
+    def __init__(self,
+        device:torch.device # The model's
+    ):
+        mod = getattr(torch, device.type, None)
+        self.left = 2        # attempts that have to go well before those that do not move are left out
+        self.states = None   # of each generator, written by `note`
+        self.pairs = [(random.getstate,random.setstate), (np.random.get_state,np.random.set_state),
+                      (torch.get_rng_state,torch.set_rng_state)]   # of each generator, what gets and sets its state
+        if device.type!='cpu' and hasattr(mod, 'get_rng_state'):
+            self.pairs.append((mod.get_rng_state,mod.set_rng_state))
 
-    def use(self, pairs): self.pairs,self.gets = pairs,[get for get,_ in pairs]
-
-    def note(self): self.states = [get() for get in self.gets]
+    def note(self):
+        "Note their states"
+        self.states = [get() for get,_ in self.pairs]
 
     def put_back(self):
+        "Go back to what `note` has noted; can be called any number of times"
         for (_,put),state in zip(self.pairs, self.states): put(state)
 
     def passed(self):
         "An attempt went well: after the second, go on with the generators that it moved"
         if not self.left: return
         self.left -= 1
-        if not self.left: self.use([o for o,old in zip(self.pairs, self.states) if not _same(o[0](), old)])
+        if self.left: return
+        self.pairs = [(get,put) for (get,put),old in zip(self.pairs, self.states) if not _same(get(), old)]
 
 # %% ../../nbs/memory/04_attempt.ipynb #attempt
 class Attempt:
     "What an attempt at a micro-batch may change in a Learner"
-    def __init__(self, learn):
-        self.learn,self.device = learn,next(learn.model.parameters()).device
+    def __init__(self,
+        learn:Learner # About to train, with its optimizer
+    ):
+        self.learn = learn
+        self.device = next(learn.model.parameters()).device   # where memory is freed
+        self.autocast = autocast_state(self.device)           # between micro-batches, the same for the whole fit
+        # what keeps note
         self.added = Added([*learn.model.parameters(),*(p for ps in learn.opt.param_lists for p in ps)])
-        self.buffers,self.state = Buffers(learn.model),State(learn.model)
-        self.generators,self.autocast = Generators(self.device),autocast_state(self.device)
+        self.buffers = Buffers(learn.model)
+        self.state = State(learn.model)
+        self.generators = Generators(self.device)
+        self.hypers = None   # a copy of the optimizer's hyper-parameters, written by `begin`
 
     def note(self):
         "Note what is in the model, and the random numbers"
@@ -81,7 +115,9 @@ class Attempt:
         self.buffers.note()
         self.state.note()
 
-    def begin(self, first): # As in `Added.note`
+    def begin(self,
+        first:bool # Is it the first micro-batch of a macro-batch? Then there are no gradients yet
+    ):
         "Note what is"
         self.note()
         self.hypers = [dict(o) for o in self.learn.opt.hypers]
@@ -93,14 +129,20 @@ class Attempt:
         self.buffers.put_back()
         self.state.put_back()
 
-    def undo(self):
-        "Go back to what was, and release memory; returns what `Added.undo` does"
+    def undo(self
+    )->list: # As of `Added.undo`
+        "Go back to what was when it began, and release memory"
         set_autocast_state(self.autocast)
         self.put_back()
+        self._put_hypers()
         learn = self.learn
-        for k in self.hypers[0]:   # a callback may have changed them, to change them back in `after_batch`
-            if any(o[k] is not old[k] for o,old in zip(learn.opt.hypers, self.hypers)): learn.opt.set_hyper(k, [o[k] for o in self.hypers])
         learn.pred = learn.loss = learn.loss_grad = None
         learn.xb = learn.yb = ()
         free_memory(self.device)
         return self.added.undo() if learn.training else []
+
+    def _put_hypers(self):
+        "A callback may have changed them, to change them back in `after_batch`"
+        opt,olds = self.learn.opt,self.hypers
+        for k in olds[0]:
+            if any(o[k] is not old[k] for o,old in zip(opt.hypers, olds)): opt.set_hyper(k, [o[k] for o in olds])

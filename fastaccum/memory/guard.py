@@ -9,6 +9,7 @@ __all__ = ['FirstStep']
 
 # %% ../../nbs/memory/08_guard.ipynb #imports
 import torch
+from fastai.learner import Learner
 from ..core.listeners import Instead
 from .shortage import free_memory, is_out_of_memory
 from .snapshot import Snapshot
@@ -17,7 +18,7 @@ from .snapshot import Snapshot
 class FirstStep:
     "The `_step` of a Learner in a fit: the first is tried again if memory runs out"
     def __init__(self,
-        learn:'Learner', # The Learner
+        learn:Learner, # The Learner
         device:torch.device # Where memory is freed before the second try
     ):
         self.learn,self.device = learn,device
@@ -43,9 +44,9 @@ class FirstStep:
         except Exception as e:
             if not is_out_of_memory(e): raise
             if before is None:
-                raise torch.OutOfMemoryError("memory ran out in an optimizer's step that was not the first: some parameters have moved and "
-                    "others have not, so load the last saved model. Something else has taken memory since training began "
-                    f"({e})") from e
+                raise torch.OutOfMemoryError("memory ran out in an optimizer's step that was not the first: some "
+                    "parameters have moved and others have not, so load the last saved model. "
+                    f"Something else has taken memory since training began ({e})") from e
         before.put_back()
         self.learn.pred = None
         free_memory(self.device)

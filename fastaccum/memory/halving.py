@@ -37,7 +37,7 @@ class Halving:
         self.failed = None    # samples and reason of a failure that was not told yet; written by `_attempt` and `_tell`
         # in a batch that is split
         self.rows = None   # `Rows` of the model's state; `None` if it has none, and between batches
-        self.done = []     # `(parameter, gradient)` with all of a failed micro-batch: set aside while its pieces are tried
+        self.done = []     # `(parameter, gradient)` with all of a failed micro-batch, set aside for its pieces
         self.skip = []     # those that `Attempt.undo` has found in the last attempt that failed
 
     def enter(self):
@@ -119,8 +119,9 @@ def _pieces(self:Halving, i, b, n, start, stop, last):
         end = start-(-(stop-start)//k)   # as even as can be
         self.auto.more,self.auto.n = not (last and end==stop),end-start
         if self.rows: self.rows.use(start, end)
-        if not self._attempt(i, self.auto.split(b, start, end, n)): self._again(i, b, n, start, end, not self.auto.more)
-        elif self.rows: self.rows.keep(end-start)
+        if self._attempt(i, self.auto.split(b, start, end, n)):
+            if self.rows: self.rows.keep(end-start)
+        else: self._again(i, b, n, start, end, not self.auto.more)
         start = end
 
 @patch
@@ -145,7 +146,8 @@ def _attempt(self:Halving, i, b):
     except Exception as e:
         if acc.counted or self.ended or not is_out_of_memory(e): raise
         if '`after_batch`' in str(e): raise   # metrics may have counted it
-        if self.failed is None: self.failed = self.auto.n or self._count(i, b),str(e).strip().split('\n')[0] or type(e).__name__
+        reason = str(e).strip().split('\n')[0] or type(e).__name__
+        if self.failed is None: self.failed = self.auto.n or self._count(i, b),reason
     else:
         self.now.generators.passed()
         if self.failed and not self.ended: self._tell()
@@ -162,6 +164,6 @@ def _tell(self:Halving):
 
 @patch
 def _refuse_cancelled(self:Halving):
-    raise torch.OutOfMemoryError(f"memory ran out in a backward pass that had added to some gradients already, and a callback "
-        f"has cancelled {self.auto.n} of its samples since, which cannot be taken out of them: "
+    raise torch.OutOfMemoryError("memory ran out in a backward pass that had added to some gradients already, and "
+        f"a callback has cancelled {self.auto.n} of its samples since, which cannot be taken out of them: "
         "give the DataLoaders a batch size that fits (`learn.bs_find`)")

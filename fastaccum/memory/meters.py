@@ -13,23 +13,26 @@ from functools import partial
 from pathlib import Path
 
 # %% ../../nbs/memory/00_meters.ipynb #left
-def memory_left()->int: # Bytes; `None` where the system does not tell, as Linux does
+def memory_left(
+)->int|None: # Bytes; `None` where the system does not tell, as Linux does
     "What the system and the limits of the process leave it; of its address space, what they left at its peak"
     def read(fn): return {k:1024*int(v) for k,v in re.findall(r'(\w+):\s*(\d+) kB', Path('/proc', fn).read_text())}
     try:
         own,mem = read('self/status'),read('meminfo')
-        lefts,used = [mem['MemAvailable']+mem['SwapFree']],{'address space':own.get('VmPeak', own['VmSize']), 'data size':own['VmData']}
-        for nm,limit in re.findall(r'Max (address space|data size) +(\d+)', Path('/proc/self/limits').read_text()):
-            lefts.append(int(limit)-used[nm])
-        if Path('/proc/sys/vm/overcommit_memory').read_text().strip()=='2': lefts.append(mem['CommitLimit']-mem['Committed_AS'])
+        lefts = [mem['MemAvailable']+mem['SwapFree']]
+        used = {'address space':own.get('VmPeak', own['VmSize']), 'data size':own['VmData']}
+        limits = Path('/proc/self/limits').read_text()
+        for nm,limit in re.findall(r'Max (address space|data size) +(\d+)', limits): lefts.append(int(limit)-used[nm])
+        strict = Path('/proc/sys/vm/overcommit_memory').read_text().strip()=='2'   # no more is promised than there is
+        if strict: lefts.append(mem['CommitLimit']-mem['Committed_AS'])
     except MemoryError: return 0
     except (OSError,KeyError): return None
     return min(lefts)
 
 # %% ../../nbs/memory/00_meters.ipynb #peak
 def watch_peak(
-    device # Whose memory
-): # A function without arguments: the most memory in use since, in bytes; `None` if nobody tells
+    device:str|torch.device # Whose memory
+)->callable: # A function without arguments: the most memory in use since, in bytes; `None` if nobody tells
     "Forget the peak of what `device` has had in use, and watch anew"
     device = torch.device(device)
     mod = getattr(torch, device.type, None)

@@ -11,6 +11,8 @@ __all__ = ['Refused', 'copies', 'zeros', 'Trial', 'find_rows']
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from fastai.learner import Learner
+from .attempt import Attempt
 from .state import homes, usual_attrs
 
 # %% ../../nbs/memory/06_places.ipynb #trial
@@ -22,8 +24,8 @@ class Refused(ValueError):
         why:str # Why not: the rest of a sentence
     ):
         super().__init__(f"{type(m).__name__} keeps something in its attribute `{nm}` from batch to batch, and {why}, "
-            "so a batch that does not fit cannot be split with the same result: give the DataLoaders a batch size that fits "
-            "(`learn.bs_find`), and leave `micro_batch_size='auto'` out")
+            "so a batch that does not fit cannot be split with the same result: give the DataLoaders "
+            "a batch size that fits (`learn.bs_find`), and leave `micro_batch_size='auto'` out")
 
 def _place(m, nm):
     "The dict in which `m` has its attribute"
@@ -51,8 +53,8 @@ def zeros(
 class Trial:
     "Forward passes of the model, that an `Attempt` undoes"
     def __init__(self,
-        learn:'Learner', # The Learner
-        attempt:'Attempt', # Notes what is now, and undoes what a trial does
+        learn:Learner, # The Learner
+        attempt:Attempt, # Notes what is now, and undoes what a trial does
         part:callable # Gives a batch of so many samples
     ):
         self.learn,self.attempt,self.part = learn,attempt,part

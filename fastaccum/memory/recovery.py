@@ -30,22 +30,23 @@ def _check_split(f):
     try: inspect.signature(f).bind(None, 0, 1, 1)
     except ValueError: pass   # callable, but built-in: it does not tell
     except TypeError:
-        raise TypeError(f"`split={f!r}` is no function of a batch, the first sample, the one after the last and the number of samples: "
-            "give `AutoSize(split=f)` with a function `f(batch, start, stop, n)`, or leave `split` out") from None
+        raise TypeError(f"`split={f!r}` is no function of a batch, the first sample, the one after the last and "
+            "the number of samples: give `AutoSize(split=f)` with a function `f(batch, start, stop, n)`, "
+            "or leave `split` out") from None
     return f
 
 class AutoSize(FixedSize):
     "Micro-batches that are halved when memory runs out"
     fit = None   # the `Halving` of this fit; `None` outside of one
     def __init__(self,
-        split:callable=split # A function of a batch, the first sample, the one after the last, and the number of samples in it
+        split:callable=split # Of a batch, the first sample, the one after the last, and the number in the batch
     ):
         """Micro-batches as large as fit
 
         TypeError: `split` cannot be called with these four
         """
         self.split = _check_split(split)
-        self.size = None         # samples that fit, of batches that train; halved with each failure, kept while the callback lives
+        self.size = None         # samples that fit, of batches that train; kept while the callback lives
         self.valid_size = None   # likewise, of other batches
 
     def enter(self, acc:'GradientAccumulation'):
@@ -56,7 +57,8 @@ class AutoSize(FixedSize):
         if self.fit is not None: return
         if find_sync(acc.learn) is not alone:
             raise ValueError("`micro_batch_size='auto'` in several processes: when memory runs out in one of them, "
-                "the others would wait for it. Give the DataLoaders a batch size that fits (`learn.bs_find`, in one process)")
+                "the others would wait for it. Give the DataLoaders a batch size that fits "
+                "(`learn.bs_find`, in one process)")
         self.fit = Halving(self, acc)
         self.fit.enter()
 

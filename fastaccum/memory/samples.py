@@ -26,14 +26,25 @@ def _numel(o):
 class Samples:
     "The samples of a training loader, the largest first, to make batches of any size"
     def __init__(self,
-        dl, # fastai's or PyTorch's `DataLoader`
+        dl:'DataLoader', # fastai's or PyTorch's
         n_look:int=256 # Samples looked at for the largest, where the loader does not know the lengths
     ):
-        self.dl,self.torch,self.n,self.idxs = dl,isinstance(dl, TorchDataLoader),None,None
+        """Look at the samples
+
+        ValueError: the loader has no batch size
+        """
+        self.dl = dl
+        self.torch = isinstance(dl, TorchDataLoader)   # or is it fastai's?
+        self.n = None      # samples the loader has; `None` if it does not tell: they are read as they come
+        self.idxs = None   # their indices, the largest first, likewise
         if (dl.batch_size if self.torch else dl.bs) is None:
-            raise ValueError(f"the batches of the training {type(dl).__name__} come ready-made, so their size cannot be searched: "
-                "give the `DataLoader` a batch size")
-        if isinstance(dl.dataset, IterableDataset) or not self.torch and (not dl.indexed or dl.n is None): return   # read as it comes
+            raise ValueError(f"the batches of the training {type(dl).__name__} come ready-made, "
+                "so their size cannot be searched: give the `DataLoader` a batch size")
+        if isinstance(dl.dataset, IterableDataset): return
+        if self.torch or dl.indexed and dl.n is not None: self._look(n_look)
+
+    def _look(self, n_look):
+        dl = self.dl
         src = dl.sampler if self.torch else dl.new(bs=1, num_workers=0)
         if not self.torch: src.before_iter()
         get,idxs = (dl.dataset.__getitem__,src) if self.torch else (src.do_item,src.get_idxs())
@@ -47,7 +58,10 @@ class Samples:
 class Again(GetAttr):
     "A training loader of `n` batches, from going through `dl` again and again"
     _default = 'dl'
-    def __init__(self, dl, n:int): self.dl,self.n_batches = dl,n
+    def __init__(self,
+        dl:'DataLoader', # fastai's or PyTorch's
+        n:int # Batches
+    ): self.dl,self.n_batches = dl,n
     def __len__(self): return self.n_batches
     def __iter__(self): return islice((b for _ in range(self.n_batches) for b in self.dl), self.n_batches)
 

@@ -13,10 +13,12 @@ from contextlib import suppress
 from .meters import memory_left
 
 # %% ../../nbs/memory/01_shortage.ipynb #is-oom
-_texts = ('out of memory', 'Invalid buffer size', '_ALLOC_FAILED', 'CUDNN_STATUS_NOT_SUPPORTED', 'unable to find an engine',
-          'Unable to find a valid cuDNN algorithm', "DefaultCPUAllocator: can't allocate memory",
-          'DefaultCPUAllocator: not enough memory', 'bad_alloc', 'Cannot allocate memory')
-_vague = ('could not create a primitive', 'could not execute a primitive', 'could not create a memory', "can't start new thread")
+_texts = ('out of memory', 'Invalid buffer size', '_ALLOC_FAILED', 'CUDNN_STATUS_NOT_SUPPORTED',
+          'unable to find an engine', 'Unable to find a valid cuDNN algorithm',
+          "DefaultCPUAllocator: can't allocate memory", 'DefaultCPUAllocator: not enough memory',
+          'bad_alloc', 'Cannot allocate memory')
+_vague = ('could not create a primitive', 'could not execute a primitive', 'could not create a memory',
+          "can't start new thread")
 
 # %% ../../nbs/memory/01_shortage.ipynb #is-oom-is
 def _meant(exc):
@@ -24,7 +26,8 @@ def _meant(exc):
     tb = exc.__traceback__
     while tb is not None and tb.tb_next is not None: tb = tb.tb_next
     where = None if tb is None else (tb.tb_frame.f_globals.get('__name__'),tb.tb_frame.f_code.co_name)
-    return exc.__context__ if where in (('fastai.callback.core','__call__'), ('fastai.data.load','collate_error')) else None
+    worded = ('fastai.callback.core','__call__'),('fastai.data.load','collate_error')
+    return exc.__context__ if where in worded else None
 
 def is_out_of_memory(
     exc:BaseException # What was raised
@@ -47,7 +50,7 @@ def backend(
     return getattr(torch, torch.device(device).type, None)
 
 def free_memory(
-    device:str|torch.device|None=None # Where it is to be freed, besides the CPU. Defaults to those in use; MPS does not tell, so name it
+    device:str|torch.device|None=None # Where, besides the CPU: by default devices in use. MPS does not tell, so name it
 ):
     "Collect garbage, and give the device, or the system, what PyTorch keeps for later"
     gc.collect()

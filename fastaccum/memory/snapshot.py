@@ -20,7 +20,7 @@ from .shortage import backend
 
 # %% ../../nbs/memory/02_snapshot.ipynb #rng
 def rng_states(
-    device:str|torch.device|None=None # Whose generator is noted besides those of the CPU; without an index, such as 'cuda', all of its kind
+    device:str|torch.device|None=None # Whose generator, besides the CPU's; 'cuda' is all of them
 )->dict: # For `set_rng_states`
     "The states of Python's, NumPy's and PyTorch's random number generators"
     res = dict(python=random.getstate(), numpy=np.random.get_state(), torch=torch.get_rng_state())
@@ -28,7 +28,8 @@ def rng_states(
     device,mod = torch.device(device),backend(device)
     every = device.index is None and hasattr(mod, 'get_rng_state_all')
     args = () if every or not hasattr(mod, 'get_rng_state_all') else (device,)   # MPS has one device only
-    return res | dict(device=device, every=every, states=(mod.get_rng_state_all if every else mod.get_rng_state)(*args), args=args)
+    states = (mod.get_rng_state_all if every else mod.get_rng_state)(*args)
+    return res | dict(device=device, every=every, states=states, args=args)
 
 def set_rng_states(
     states:dict # What `rng_states` returned
@@ -74,7 +75,7 @@ class Snapshot:
         shallow:tuple=(), # Objects of which only the items or attributes are noted, not what these refer to
         skip:tuple|list=() # Objects that are not noted
     ):
-        self.puts = []   # what puts it back, in this order: a function and its arguments each; written while noting, others may append
+        self.puts = []   # in this order: a function and its arguments each. Others may append
         self.seen = {id(o):o for o in skip}   # what was noted, by `id`, while noting
         for o in shallow: self._note(o)
         todo = list(roots)

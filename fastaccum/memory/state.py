@@ -19,8 +19,9 @@ class Buffers:
     def __init__(self,
         model:nn.Module # The model
     ):
-        self.places = [(m._buffers,nm) for m in model.modules() for nm in m._buffers]   # where the buffers are
-        self.always = [i for i,(_,nm) in enumerate(self.places) if nm.startswith('running_')]   # these change without a new version
+        self.places = [(m._buffers,nm) for m in model.modules() for nm in m._buffers]   # where they are
+        # which of them change without a new version
+        self.always = [i for i,(_,nm) in enumerate(self.places) if nm.startswith('running_')]
         n = len(self.places)
         # of each place, written by `note`
         self.bufs = [None]*n       # the buffer that was there
@@ -51,8 +52,15 @@ usual_attrs = vars(nn.Module()).keys()
 @lru_cache(maxsize=1000)
 def _opens(cls):
     "May objects of `cls`, no container, keep state in their attributes?"
-    if cls.__module__=='builtins' or issubclass(cls, type) or not cls.__dictoffset__: return False
+    if cls.__module__=='builtins' or not cls.__dictoffset__: return False
+    if issubclass(cls, (type,tuple,list,dict,deque)): return False
     return not any(o.__module__.split('.')[0] in _others for o in cls.__mro__)
+
+def _inside(o):
+    "What is in a container or an object; `None` if it is long, or neither"
+    if isinstance(o, (tuple,list,deque)): return o if len(o)<=1000 else None
+    if isinstance(o, dict): return o.values() if len(o)<=1000 else None
+    return vars(o).values() if _opens(type(o)) else None
 
 def keepers(
     model:nn.Module # The model
@@ -64,12 +72,8 @@ def keepers(
 def _objects(o, seen):
     if type(o) in _plain or id(o) in seen: return
     seen[id(o)] = o
-    if isinstance(o, (tuple,list,dict,deque)): inside = (o.values() if isinstance(o, dict) else o) if len(o)<=1000 else ()
-    elif not _opens(type(o)): return
-    else:
-        yield o
-        inside = vars(o).values()
-    for x in inside: yield from _objects(x, seen)
+    if _opens(type(o)): yield o
+    for x in _inside(o) or (): yield from _objects(x, seen)
 
 def homes(
     model:nn.Module # The model
@@ -85,7 +89,7 @@ class State:
         model:nn.Module # The model
     ):
         self.homes = [vars(m) for m in keepers(model)]   # the attributes of its modules
-        self.copies = None   # by `id`: what was looked at, and of a tensor its version and a copy. `None` before the first `note`
+        self.copies = None   # by `id`: what was looked at, of a tensor its version and a copy; `None` before `note`
         # anew with each `note`
         self.attrs = []      # attributes of modules and of objects, and a copy of that dict
         self.inside = []     # lists and dicts, and a copy of each
@@ -101,14 +105,10 @@ class State:
     def _look(self, o, olds):
         if id(o) in self.copies: return
         if isinstance(o, torch.Tensor): return self._look_at_tensor(o, olds)
-        if isinstance(o, (tuple,list,dict,deque)):
-            if len(o)>1000: return
-            inside = o.values() if isinstance(o, dict) else o
-            if not isinstance(o, tuple): self.inside.append((o, o.copy()))
-        elif _opens(type(o)):
-            inside = vars(o).values()
-            self.attrs.append((vars(o), dict(vars(o))))
-        else: return
+        inside = _inside(o)
+        if inside is None: return
+        if _opens(type(o)): self.attrs.append((vars(o), dict(vars(o))))
+        elif not isinstance(o, tuple): self.inside.append((o, o.copy()))
         self.copies[id(o)] = o,None,None
         for x in inside:
             if type(x) not in _plain: self._look(x, olds)
@@ -119,7 +119,8 @@ class State:
         old,version = (None if olds is None else olds.get(id(o))),o._version
         stays = olds is None or old is not None and old[0] is o
         if not stays: copy = None
-        else: copy = old[2] if old and old[1]==version and old[2] is not None else o.detach().clone()
+        elif old and old[1]==version and old[2] is not None: copy = old[2]
+        else: copy = o.detach().clone()
         self.copies[id(o)] = o,version,copy
 
     @torch.no_grad()
@@ -137,8 +138,8 @@ class State:
         for k,(o,version,copy) in self.copies.items():
             if version is None or o._version==version: continue
             if copy is None:
-                raise torch.OutOfMemoryError("memory ran out after the model had changed in place a tensor that it keeps in an "
-                    "attribute, and had put there a micro-batch before, which cannot be undone: "
+                raise torch.OutOfMemoryError("memory ran out after the model had changed in place a tensor that it "
+                    "keeps in an attribute, and had put there a micro-batch before, which cannot be undone: "
                     "give the DataLoaders a batch size that fits")
             o.copy_(copy)
             self.copies[k] = o,o._version,copy

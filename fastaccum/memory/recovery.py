@@ -21,7 +21,9 @@ class FixedSize:
     size = None    # samples in a micro-batch, once batches are split; for those who log it
     n = None       # samples in this part of a batch; `None` if it is whole
     more = False   # is the rest of a batch to come after it?
-    def enter(self, acc:'GradientAccumulation'): "`acc` begins to accumulate"
+    def enter(self,
+        acc:'GradientAccumulation' # The callback
+    ): "It begins to accumulate"
     def leave(self): "It has ended; may be called twice, or after half an `enter`"
     def merge(self): "The backward pass of a micro-batch is complete, or was cancelled"
 
@@ -49,7 +51,9 @@ class AutoSize(FixedSize):
         self.size = None         # samples that fit, of batches that train; kept while the callback lives
         self.valid_size = None   # likewise, of other batches
 
-    def enter(self, acc:'GradientAccumulation'):
+    def enter(self,
+        acc:'GradientAccumulation' # The callback that begins to accumulate
+    ):
         """Let the Learner of `acc` run its batches in pieces that fit
 
         ValueError: the model trains in several processes

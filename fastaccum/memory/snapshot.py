@@ -83,7 +83,10 @@ class Snapshot:
         del self.seen
 
     def put_back(self):
-        "Put all back, to the end even if interrupted; can be called any number of times"
+        """Put all back; can be called any number of times
+
+        KeyboardInterrupt: it was interrupted, once all is back
+        """
         interrupt,done = None,False
         while not done:
             try:

@@ -1,8 +1,8 @@
 """`micro_batch_size='auto'` under random failures, on batches of all kinds.
 
-A kind is a way to write the same samples down, and a model that reads it. Memory runs out in the forward pass, in the loss or in the
-middle of the backward pass, above a number of samples or at moments drawn by chance; the oracle is the run with enough memory, on big
-batches where the batches can be joined.
+A kind is a way to write the same samples down, and a model that reads it. Memory runs out in the forward pass, in the
+loss or in the middle of the backward pass, above a number of samples or at moments drawn by chance; the oracle is the
+run with enough memory, on big batches where the batches can be joined.
 """
 import pytest, random, warnings
 import torch
@@ -28,7 +28,7 @@ class Encoding(UserDict):
 
 Pair = namedtuple('Pair', 'a b')
 
-# Each kind: a function of samples `(x, y)` that makes a batch, one of the batch's inputs that gives `x`, one of its targets that gives `y`
+# Each kind: a function of samples `(x, y)` that makes a batch; one of its inputs gives `x`, one of its targets `y`
 
 def stacked(items): return torch.stack([x for x,_ in items]),torch.stack([y for _,y in items])
 def joined(xs): return torch.cat([x[None] for x in xs])
@@ -49,8 +49,10 @@ def pairs(items):
 def names(items):
     x,y = stacked(items)
     return (x,None),(y,['name']*len(items))
-def listed(items): return [x for x,_ in items],[{'y':y[None],'more':torch.zeros(i%4, 3)} for i,(_,y) in enumerate(items)]
-def boxes(items): return stacked(items)[0],[{'more':torch.zeros((i+1)%3, 3),'y':y[None]} for i,(_,y) in enumerate(items)]
+def listed(items):
+    return [x for x,_ in items],[{'y':y[None],'more':torch.zeros(i%4, 3)} for i,(_,y) in enumerate(items)]
+def boxes(items):
+    return stacked(items)[0],[{'more':torch.zeros((i+1)%3, 3),'y':y[None]} for i,(_,y) in enumerate(items)]
 def tupled(items): return tuple(x for x,_ in items),tuple({'y':y[None]} for _,y in items)
 
 def first(o):
@@ -95,7 +97,8 @@ class Loss(nn.Module):
 
 def items(n, seed):
     gen = torch.Generator().manual_seed(seed)
-    return [(torch.randn(5, generator=gen, dtype=torch.float64),torch.randint(0, 3, (1,), generator=gen)[0]) for _ in range(n)]
+    return [(torch.randn(5, generator=gen, dtype=torch.float64),torch.randint(0, 3, (1,), generator=gen)[0])
+        for _ in range(n)]
 
 def make(kind, n, bs=None, sampler=None, seed=0, state=None, opt_func=partial(SGD, mom=0.9)):
     "A Learner on batches of `kind`; `state` makes a module that remembers"
@@ -170,7 +173,7 @@ def test_batches_that_vary_in_size(kind, seed, micro):
     rng = random.Random(f'{kind.__name__} {seed}')
     sizes = [rng.randint(1, 6) for _ in range(12)]
     big = windows(sizes, 8)
-    a,b = make(kind, sum(sizes), sampler=Sizes(big, 8), seed=seed),make(kind, sum(sizes), sampler=Sizes(sizes, 4), seed=seed)
+    a,b = (make(kind, sum(sizes), sampler=o, seed=seed) for o in (Sizes(big, 8),Sizes(sizes, 4)))
     if micro: b.model.short = trouble(rng, 6)
     a.fit(1, 0.05)
     b.fit(1, 0.05, cbs=GradientAccumulation(8, micro_batch_size=micro, drop_last=False))
@@ -187,7 +190,8 @@ def test_a_mapping_that_cannot_be_made_anew_is_refused_before_a_weight_moves():
     learn = make(closed, 20, 4)
     learn.model.short = lambda where,n: True
     before = weights(learn)
-    with pytest.raises(TypeError, match='a Closed .* in a batch of 4 samples cannot be split'): learn.fit(1, 0.05, cbs=GradientAccumulation(4, micro_batch_size='auto'))
+    with pytest.raises(TypeError, match='a Closed .* in a batch of 4 samples cannot be split'):
+        learn.fit(1, 0.05, cbs=GradientAccumulation(4, micro_batch_size='auto'))
     assert weights(learn).equal(before)
 
 # BatchNorm
@@ -198,12 +202,14 @@ class Norm(nn.BatchNorm1d):
         if self.training: self.seen.append(len(x))
         return super().forward(x)
 
-@pytest.mark.parametrize('n,cap,sizes', [(25,12,[9,8,8]),(26,13,[13,13]),(9,4,[3,3,3]),(7,3,[3,2,2]),(17,5,[3,3,3,3,3,2])])
+@pytest.mark.parametrize('n,cap,sizes',
+    [(25,12,[9,8,8]),(26,13,[13,13]),(9,4,[3,3,3]),(7,3,[3,2,2]),(17,5,[3,3,3,3,3,2])])
 def test_batches_are_split_evenly(n, cap, sizes):
     "No sample is left alone, with which BatchNorm would fail; and nobody says that the result is the same"
     learn = make(tensors, n*2, n, state=Norm)
     learn.model.short = lambda where,k: where=='loss' and k>cap
-    with pytest.warns(UserWarning, match='memory ran out.*but not with the same result: Norm normalises with the samples of a micro-batch') as told:
+    text = 'memory ran out.*but not with the same result: Norm normalises with the samples of a micro-batch'
+    with pytest.warns(UserWarning, match=text) as told:
         learn.fit(2, 0.05, cbs=GradientAccumulation(n, micro_batch_size='auto'))
     assert not any(', with the same result' in str(o.message) for o in told)
     assert learn.model.state.seen[-4*len(sizes):]==sizes*4
@@ -249,7 +255,8 @@ def test_validation_in_a_fit_is_split_after_a_validation_of_a_callback():
     class Midway(Callback):
         order,run_valid = 70,False
         def before_train(self): self.learn.validate()
-    for o,cbs in ((a,[]),(b,[GradientAccumulation(16, micro_batch_size='auto', drop_last=False)])): o.fit_one_cycle(2, 0.05, cbs=[*cbs,Midway()])
+    for o,cbs in ((a,[]),(b,[GradientAccumulation(16, micro_batch_size='auto', drop_last=False)])):
+        o.fit_one_cycle(2, 0.05, cbs=[*cbs,Midway()])
     assert deviation(weights(a), weights(b))<1e-7 and not left(b)
 
 def test_half_entered_and_left_twice():
@@ -300,12 +307,14 @@ class Splits:
     def part(self, b, start, stop, n): return tuple(o[start:stop] for o in b)
     def __call__(self, b, start, stop, n, more=None): return self.part(b, start, stop, n)
 
-@pytest.mark.parametrize('f', [3,'auto',None,lambda b: b,lambda b,start,stop: b,Splits,torch.split,nn.Linear(1, 1).weight], ids=lambda o: type(o).__name__)
+@pytest.mark.parametrize('f', [3,'auto',None,lambda b: b,lambda b,start,stop: b,Splits,torch.split,
+    nn.Linear(1, 1).weight], ids=lambda o: type(o).__name__)
 def test_a_split_that_cannot_be_called_is_refused(f):
     with pytest.raises(TypeError, match=r'is no function of a batch.*AutoSize\(split=f\)') as e: AutoSize(f)
     assert f'`split={f!r}`' in str(e.value)
 
-@pytest.mark.parametrize('f', [Splits(),Splits().part,partial(Splits().part),lambda *args: Splits().part(*args)], ids=type)
+@pytest.mark.parametrize('f', [Splits(),Splits().part,partial(Splits().part),lambda *args: Splits().part(*args)],
+    ids=type)
 def test_a_split_that_can_be_called_is_used(f):
     a,b = make(tensors, 32, 16),make(tensors, 32, 8)
     b.model.short = lambda where,n: n>3
@@ -368,8 +377,10 @@ def test_a_piece_that_is_cancelled(where, event, exc, which, order):
 # Models that remember
 
 class Hidden(nn.Module):
-    "A state with a row per sample, detached, in a list of tuples as `AWD_LSTM`'s; takes the first rows if there are fewer samples"
-    def __init__(self): super().__init__(); self.rnn,self.bs,self.hidden = nn.RNNCell(6, 6),1,[(torch.zeros(1, 1, 6, dtype=torch.float64),)]
+    "A state with a row per sample, in a list of tuples as `AWD_LSTM`'s; takes the first rows of fewer samples"
+    def __init__(self):
+        super().__init__()
+        self.rnn,self.bs,self.hidden = nn.RNNCell(6, 6),1,[(torch.zeros(1, 1, 6, dtype=torch.float64),)]
     def forward(self, x):
         h,n = self.hidden[0][0],len(x)
         if n>self.bs: h = torch.cat([h,h.new_zeros(1, n-self.bs, 6)], 1)
@@ -529,13 +540,16 @@ def test_awd_lstm(cap, where, moment):
         dls = DataLoaders(*(LMDataLoader(ds, bs=bs, seq_len=5, shuffle=False) for bs in (6,4)))
         dls.vocab = list('abcdefghij')
         config = {**awd_lstm_lm_config, 'emb_sz':8, 'n_hid':6, 'n_layers':2}
-        # (with a `drop_mult` of 0 fastai's own weight dropout fails in newer versions of torch; its regularization is in single precision)
-        learn = language_model_learner(dls, AWD_LSTM, config=config, drop_mult=1e-12, pretrained=False, opt_func=SGD, alpha=0., beta=0., cbs=Float32Loss())
+        # (with a `drop_mult` of 0 fastai's own weight dropout fails in newer versions of torch; its regularization is
+        # in single precision)
+        learn = language_model_learner(dls, AWD_LSTM, config=config, drop_mult=1e-12, pretrained=False, opt_func=SGD,
+            alpha=0., beta=0., cbs=Float32Loss())
         learn.loss_func = CrossEntropy()
         learn.model.double()
         learn.remove_cb(learn.progress)
         learn.logger = lambda *_: None
-        learn.fit_one_cycle(2, 0.05, cbs=[GradientAccumulation(12, micro_batch_size='auto' if on else None)]+([Short()] if on else []))
+        learn.fit_one_cycle(2, 0.05,
+            cbs=[GradientAccumulation(12, micro_batch_size='auto' if on else None)]+([Short()] if on else []))
         learns.append(learn)
     assert_twins(*learns)
     assert Short.n>moment and deviation(learns[0].recorder.losses, learns[1].recorder.losses)<2e-6

@@ -1,8 +1,8 @@
 """`micro_batch_size='auto'` under random failures, on batches of all kinds.
 
-A kind is a way to write the same samples down, and a model that reads it. Memory runs out in the forward pass, in the loss or in the
-middle of the backward pass, above a number of samples or at moments drawn by chance; the oracle is the run with enough memory, on big
-batches where the batches can be joined.
+A kind is a way to write the same samples down, and a model that reads it. Memory runs out in the forward pass, in the
+loss or in the middle of the backward pass, above a number of samples or at moments drawn by chance; the oracle is the
+run with enough memory, on big batches where the batches can be joined.
 """
 import pytest, random, warnings
 import torch
@@ -10,14 +10,14 @@ from collections import UserDict, namedtuple
 from functools import partial
 from torch import nn
 from torch.utils.data import DataLoader as TorchLoader
-from fastai.callback.core import Callback
+from fastai.callback.core import Callback, CancelBackwardException, CancelBatchException
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner
 from fastai.optimizer import Adam, SGD
 from fastaccum import GradientAccumulation
 from fastaccum.memory.recovery import AutoSize
 from fastaccum.testing import CrossEntropy, Float32Loss, assert_twins, deviation, toy
-from common import Raise, weights
+from common import Raise, grads, weights
 
 pytestmark = pytest.mark.filterwarnings('ignore:memory ran out')
 
@@ -28,7 +28,7 @@ class Encoding(UserDict):
 
 Pair = namedtuple('Pair', 'a b')
 
-# Each kind: a function of samples `(x, y)` that makes a batch, one of the batch's inputs that gives `x`, one of its targets that gives `y`
+# Each kind: a function of samples `(x, y)` that makes a batch; one of its inputs gives `x`, one of its targets `y`
 
 def stacked(items): return torch.stack([x for x,_ in items]),torch.stack([y for _,y in items])
 def joined(xs): return torch.cat([x[None] for x in xs])
@@ -49,8 +49,10 @@ def pairs(items):
 def names(items):
     x,y = stacked(items)
     return (x,None),(y,['name']*len(items))
-def listed(items): return [x for x,_ in items],[{'y':y[None],'more':torch.zeros(i%4, 3)} for i,(_,y) in enumerate(items)]
-def boxes(items): return stacked(items)[0],[{'more':torch.zeros((i+1)%3, 3),'y':y[None]} for i,(_,y) in enumerate(items)]
+def listed(items):
+    return [x for x,_ in items],[{'y':y[None],'more':torch.zeros(i%4, 3)} for i,(_,y) in enumerate(items)]
+def boxes(items):
+    return stacked(items)[0],[{'more':torch.zeros((i+1)%3, 3),'y':y[None]} for i,(_,y) in enumerate(items)]
 def tupled(items): return tuple(x for x,_ in items),tuple({'y':y[None]} for _,y in items)
 
 def first(o):
@@ -79,7 +81,8 @@ class Model(nn.Module):
         super().__init__()
         self.a,self.b,self.c,self.state = nn.Linear(5, 6),nn.Linear(6, 6),nn.Linear(6, 3),state
     def need(self, where, n):
-        if self.training and (where=='backward' or torch.is_grad_enabled()) and self.short is not None and self.short(where, n): raise torch.OutOfMemoryError(f'planted, {where}')
+        if self.short is None or not self.training or not (where=='backward' or torch.is_grad_enabled()): return
+        if self.short(where, n): raise torch.OutOfMemoryError(f'planted, {where}')
     def forward(self, x):
         x = first(x)
         h = self.a(x).tanh()
@@ -94,7 +97,8 @@ class Loss(nn.Module):
 
 def items(n, seed):
     gen = torch.Generator().manual_seed(seed)
-    return [(torch.randn(5, generator=gen, dtype=torch.float64),torch.randint(0, 3, (1,), generator=gen)[0]) for _ in range(n)]
+    return [(torch.randn(5, generator=gen, dtype=torch.float64),torch.randint(0, 3, (1,), generator=gen)[0])
+        for _ in range(n)]
 
 def make(kind, n, bs=None, sampler=None, seed=0, state=None, opt_func=partial(SGD, mom=0.9)):
     "A Learner on batches of `kind`; `state` makes a module that remembers"
@@ -169,7 +173,7 @@ def test_batches_that_vary_in_size(kind, seed, micro):
     rng = random.Random(f'{kind.__name__} {seed}')
     sizes = [rng.randint(1, 6) for _ in range(12)]
     big = windows(sizes, 8)
-    a,b = make(kind, sum(sizes), sampler=Sizes(big, 8), seed=seed),make(kind, sum(sizes), sampler=Sizes(sizes, 4), seed=seed)
+    a,b = (make(kind, sum(sizes), sampler=o, seed=seed) for o in (Sizes(big, 8),Sizes(sizes, 4)))
     if micro: b.model.short = trouble(rng, 6)
     a.fit(1, 0.05)
     b.fit(1, 0.05, cbs=GradientAccumulation(8, micro_batch_size=micro, drop_last=False))
@@ -186,7 +190,8 @@ def test_a_mapping_that_cannot_be_made_anew_is_refused_before_a_weight_moves():
     learn = make(closed, 20, 4)
     learn.model.short = lambda where,n: True
     before = weights(learn)
-    with pytest.raises(TypeError, match='a Closed .* in a batch of 4 samples cannot be split'): learn.fit(1, 0.05, cbs=GradientAccumulation(4, micro_batch_size='auto'))
+    with pytest.raises(TypeError, match='a Closed .* in a batch of 4 samples cannot be split'):
+        learn.fit(1, 0.05, cbs=GradientAccumulation(4, micro_batch_size='auto'))
     assert weights(learn).equal(before)
 
 # BatchNorm
@@ -197,12 +202,14 @@ class Norm(nn.BatchNorm1d):
         if self.training: self.seen.append(len(x))
         return super().forward(x)
 
-@pytest.mark.parametrize('n,cap,sizes', [(25,12,[9,8,8]),(26,13,[13,13]),(9,4,[3,3,3]),(7,3,[3,2,2]),(17,5,[3,3,3,3,3,2])])
+@pytest.mark.parametrize('n,cap,sizes',
+    [(25,12,[9,8,8]),(26,13,[13,13]),(9,4,[3,3,3]),(7,3,[3,2,2]),(17,5,[3,3,3,3,3,2])])
 def test_batches_are_split_evenly(n, cap, sizes):
     "No sample is left alone, with which BatchNorm would fail; and nobody says that the result is the same"
     learn = make(tensors, n*2, n, state=Norm)
     learn.model.short = lambda where,k: where=='loss' and k>cap
-    with pytest.warns(UserWarning, match='memory ran out.*but not with the same result: Norm normalises with the samples of a micro-batch') as told:
+    text = 'memory ran out.*but not with the same result: Norm normalises with the samples of a micro-batch'
+    with pytest.warns(UserWarning, match=text) as told:
         learn.fit(2, 0.05, cbs=GradientAccumulation(n, micro_batch_size='auto'))
     assert not any(', with the same result' in str(o.message) for o in told)
     assert learn.model.state.seen[-4*len(sizes):]==sizes*4
@@ -248,14 +255,132 @@ def test_validation_in_a_fit_is_split_after_a_validation_of_a_callback():
     class Midway(Callback):
         order,run_valid = 70,False
         def before_train(self): self.learn.validate()
-    for o,cbs in ((a,[]),(b,[GradientAccumulation(16, micro_batch_size='auto', drop_last=False)])): o.fit_one_cycle(2, 0.05, cbs=[*cbs,Midway()])
+    for o,cbs in ((a,[]),(b,[GradientAccumulation(16, micro_batch_size='auto', drop_last=False)])):
+        o.fit_one_cycle(2, 0.05, cbs=[*cbs,Midway()])
     assert deviation(weights(a), weights(b))<1e-7 and not left(b)
+
+def test_half_entered_and_left_twice():
+    "`leave` finds what an interrupted `enter` has done, whatever it is"
+    from fastaccum.memory import guard, halving
+    for nm in ('one_batch','_step'):
+        acc = GradientAccumulation(8, micro_batch_size='auto')
+        learn = toy(4, n=16)
+        learn.create_opt()
+        learn.add_cb(acc)
+        class Broken(halving.Instead):
+            def enter(self):
+                super().enter()
+                if self.nm==nm: raise KeyboardInterrupt
+        with pytest.MonkeyPatch.context() as mp:
+            for o in (halving,guard): mp.setattr(o, 'Instead', Broken)
+            with pytest.raises(KeyboardInterrupt): acc.micro.enter(acc)
+        assert nm in vars(learn)
+        for _ in range(2): acc.micro.leave()
+        assert not left(learn)
+        learn.fit(1, 0.1)
+        assert not left(learn)
+
+def test_methods_of_the_learners_own_are_given_back():
+    learn,called = toy(4, n=16),[]
+    def one_batch(i, b):
+        called.append(i)
+        return type(learn).one_batch(learn, i, b)
+    learn.one_batch = one_batch
+    learn.fit(1, 0.1, cbs=GradientAccumulation(8, micro_batch_size='auto'))
+    assert vars(learn)['one_batch'] is one_batch and called[:4]==[0,1,2,3]
+
+def test_switched_off_in_the_middle_of_a_batch():
+    "What is left of it is left out, and the fit goes on without accumulation"
+    class Off(Callback):
+        run_valid,n = False,0
+        def after_batch(self):
+            self.n += 1
+            if self.n==2: self.gradient_accumulation.run = False
+    learn,off = make(tensors, 32, 8),Off()
+    learn.model.short = lambda where,n: where=='forward' and n>2 and not off.n
+    learn.fit(1, 0.05, cbs=[GradientAccumulation(16, micro_batch_size='auto'),off])
+    assert off.n==2+3 and not left(learn)
+
+# A split of one's own
+
+class Splits:
+    def part(self, b, start, stop, n): return tuple(o[start:stop] for o in b)
+    def __call__(self, b, start, stop, n, more=None): return self.part(b, start, stop, n)
+
+@pytest.mark.parametrize('f', [3,'auto',None,lambda b: b,lambda b,start,stop: b,Splits,torch.split,
+    nn.Linear(1, 1).weight], ids=lambda o: type(o).__name__)
+def test_a_split_that_cannot_be_called_is_refused(f):
+    with pytest.raises(TypeError, match=r'is no function of a batch.*AutoSize\(split=f\)') as e: AutoSize(f)
+    assert f'`split={f!r}`' in str(e.value)
+
+@pytest.mark.parametrize('f', [Splits(),Splits().part,partial(Splits().part),lambda *args: Splits().part(*args)],
+    ids=type)
+def test_a_split_that_can_be_called_is_used(f):
+    a,b = make(tensors, 32, 16),make(tensors, 32, 8)
+    b.model.short = lambda where,n: n>3
+    a.fit(1, 0.05)
+    b.fit(1, 0.05, cbs=GradientAccumulation(16, micro_batch_size=AutoSize(split=f)))
+    assert_twins(a, b)
+
+# Pieces that a callback cancels
+
+class Cancel(Callback):
+    "Cancels the `which`th micro-batch of four samples"
+    run_valid = False
+    def __init__(self, event, exc, order, which):
+        self.exc,self.order,self.which = exc,order,which
+        setattr(self, event, self.perhaps)
+    def perhaps(self):
+        if len(self.y)!=4: return
+        self.which -= 1
+        if not self.which: raise self.exc
+
+class AtStep(Callback):
+    "How far is each step's gradient from that of all samples that were counted?"
+    order,run_valid = -1000,False
+    def before_fit(self): self.xs,self.ys,self.offs = [],[],[]
+    def after_backward(self):
+        if self.gradient_accumulation.counted:
+            self.xs.append(self.x)
+            self.ys.append(self.y)
+    def before_step(self):
+        short,self.model.short = self.model.short,None
+        loss = nn.functional.cross_entropy(self.model(torch.cat(self.xs)), torch.cat(self.ys))
+        self.offs.append(deviation(list(torch.autograd.grad(loss, list(self.model.parameters()))), grads(self.learn)))
+        self.model.short,self.xs,self.ys = short,[],[]
+
+cancels = [(o,CancelBatchException) for o in ('before_batch','after_pred','after_loss','before_backward')]
+cancels.append(('before_backward',CancelBackwardException))
+
+@pytest.mark.parametrize('order', [-5,8])
+@pytest.mark.parametrize('which', [1,2])
+@pytest.mark.parametrize('event,exc', cancels, ids=str)
+@pytest.mark.parametrize('where', ['forward','backward'])
+def test_a_piece_that_is_cancelled(where, event, exc, which, order):
+    "No gradient is lost, and none stays that was not counted: where it was added already, an error says so"
+    learn,at_step,calls = make(tensors, 32, 8),AtStep(),[]
+    def short(at, n):   # the first batch fits, the second does not
+        if at!=where or n<=4: return False
+        calls.append(n)
+        return len(calls)>1
+    learn.model.short = short
+    cbs = [GradientAccumulation(16, micro_batch_size='auto', drop_last=False),at_step,Cancel(event, exc, order, which)]
+    if where=='backward':   # `b` and `c` have got all of it, `a` has not
+        before = weights(learn)
+        with pytest.raises(torch.OutOfMemoryError, match='cancelled 4 of its samples since.*batch size that fits'):
+            learn.fit(1, 0.05, cbs=cbs)
+        assert weights(learn).equal(before) and not left(learn)
+    else:
+        learn.fit(1, 0.05, cbs=cbs)
+        assert len(at_step.offs)==2 and max(at_step.offs)<1e-12
 
 # Models that remember
 
 class Hidden(nn.Module):
-    "A state with a row per sample, detached, in a list of tuples as `AWD_LSTM`'s; takes the first rows if there are fewer samples"
-    def __init__(self): super().__init__(); self.rnn,self.bs,self.hidden = nn.RNNCell(6, 6),1,[(torch.zeros(1, 1, 6, dtype=torch.float64),)]
+    "A state with a row per sample, in a list of tuples as `AWD_LSTM`'s; takes the first rows of fewer samples"
+    def __init__(self):
+        super().__init__()
+        self.rnn,self.bs,self.hidden = nn.RNNCell(6, 6),1,[(torch.zeros(1, 1, 6, dtype=torch.float64),)]
     def forward(self, x):
         h,n = self.hidden[0][0],len(x)
         if n>self.bs: h = torch.cat([h,h.new_zeros(1, n-self.bs, 6)], 1)
@@ -287,8 +412,47 @@ class Stateless(nn.Module):
         self.last = self.bank['last'] = x
         return x
 
+class Box:
+    "An object that is neither a module nor a container"
+    def __init__(self, hidden=None): self.hidden,self.calls,self.sizes = hidden,0,[]
+
+class Kept(Hidden):
+    "The state is in an object that stays, in a list; begins anew with another number of rows"
+    def __init__(self): super().__init__(); self.boxes = [Box(),None]
+    def forward(self, x):
+        box = self.boxes[0]
+        h = box.hidden
+        box.calls += 1
+        h = self.rnn(x, h if h is not None and len(h)==len(x) else None)
+        box.hidden = h.detach()
+        return h
+
+class Anew(Kept):
+    "The state is in an object that is made anew"
+    def forward(self, x):
+        h = super().forward(x)
+        self.boxes = [Box(h.detach()),None]
+        return h
+
+class Noted(Stateless):
+    "As `Stateless`, in an object"
+    def __init__(self):
+        super().__init__()
+        self.book = Box()
+    def forward(self, x):
+        self.book.calls += 1
+        self.book.sizes.append(len(x))
+        self.calls,self.sizes = self.book.calls,self.book.sizes
+        return x
+
+class Told(Stateless):
+    "Nobody reads what is in the object"
+    def forward(self, x):
+        self.last = Box(x)
+        return x
+
 @pytest.mark.parametrize('seed', range(5))
-@pytest.mark.parametrize('state', [Hidden,Unset,Buffered,Stateless])
+@pytest.mark.parametrize('state', [Hidden,Unset,Buffered,Stateless,Kept,Told])
 def test_stateful(state, seed):
     rng = random.Random(f'{state.__name__} {seed}')
     bs,k = rng.randint(3, 8),rng.randint(1, 3)
@@ -318,7 +482,8 @@ class First(Fixed):
         self.hidden[:len(x)] = h.detach()
         return h
 
-@pytest.mark.parametrize('state,why', [(Fixed,'fails with other samples'),(First,'writes into the first of its rows')])
+@pytest.mark.parametrize('state,why', [(Fixed,'fails with other samples'),
+    (First,'writes into the first of its rows'),(Anew,'is an object that is made anew')])
 def test_a_state_that_cannot_be_split_is_refused(state, why):
     learn = make(tensors, 32, 4, state=state)
     learn.dls.loaders[1] = TorchLoader(items(8, 1), 4, collate_fn=tensors)
@@ -341,9 +506,10 @@ def test_a_state_that_nobody_reads_may_have_other_rows():
     assert deviation(weights(a), weights(b))<1e-7
 
 @pytest.mark.parametrize('where', ['forward','backward'])
-def test_counted_once(where):
+@pytest.mark.parametrize('state', [Stateless,Noted])
+def test_counted_once(state, where):
     "What a failed attempt has counted is taken back"
-    a,b = make(tensors, 32, 4, state=Stateless),make(tensors, 32, 8, state=Stateless)
+    a,b = make(tensors, 32, 4, state=state),make(tensors, 32, 8, state=state)
     b.model.short = lambda at,n: at==where and n>4
     a.fit(1, 0.05, cbs=GradientAccumulation(8))
     b.fit(1, 0.05, cbs=GradientAccumulation(8, micro_batch_size='auto'))
@@ -374,13 +540,16 @@ def test_awd_lstm(cap, where, moment):
         dls = DataLoaders(*(LMDataLoader(ds, bs=bs, seq_len=5, shuffle=False) for bs in (6,4)))
         dls.vocab = list('abcdefghij')
         config = {**awd_lstm_lm_config, 'emb_sz':8, 'n_hid':6, 'n_layers':2}
-        # (with a `drop_mult` of 0 fastai's own weight dropout fails in newer versions of torch; its regularization is in single precision)
-        learn = language_model_learner(dls, AWD_LSTM, config=config, drop_mult=1e-12, pretrained=False, opt_func=SGD, alpha=0., beta=0., cbs=Float32Loss())
+        # (with a `drop_mult` of 0 fastai's own weight dropout fails in newer versions of torch; its regularization is
+        # in single precision)
+        learn = language_model_learner(dls, AWD_LSTM, config=config, drop_mult=1e-12, pretrained=False, opt_func=SGD,
+            alpha=0., beta=0., cbs=Float32Loss())
         learn.loss_func = CrossEntropy()
         learn.model.double()
         learn.remove_cb(learn.progress)
         learn.logger = lambda *_: None
-        learn.fit_one_cycle(2, 0.05, cbs=[GradientAccumulation(12, micro_batch_size='auto' if on else None)]+([Short()] if on else []))
+        learn.fit_one_cycle(2, 0.05,
+            cbs=[GradientAccumulation(12, micro_batch_size='auto' if on else None)]+([Short()] if on else []))
         learns.append(learn)
     assert_twins(*learns)
     assert Short.n>moment and deviation(learns[0].recorder.losses, learns[1].recorder.losses)<2e-6

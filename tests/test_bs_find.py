@@ -18,7 +18,8 @@ from fastai.optimizer import Adam, OptimWrapper, SGD
 from fastcore.basics import noop
 from fastaccum import GradientAccumulation
 from fastaccum.bs_find import FoundSize, search, with_size
-from fastaccum.memory.snapshot import autocast_state, is_out_of_memory
+from fastaccum.memory.shortage import is_out_of_memory
+from fastaccum.memory.snapshot import autocast_state
 from fastaccum.testing import CrossEntropy, assert_twins, toy, toy_data
 from fastaccum.memory.trials import Samples, Trials
 from common import CpuMixedPrecision, Raise, weights
@@ -49,7 +50,9 @@ class Backward(torch.autograd.Function):
 
 class Holds(nn.Module):
     "Can be told to fail above `cap` samples, going forward or backward"
-    def __init__(self, cap, where='forward', exc=oom): super().__init__(); self.cap,self.where,self.exc,self.seen = cap,where,exc,[]
+    def __init__(self, cap, where='forward', exc=oom):
+        super().__init__()
+        self.cap,self.where,self.exc,self.seen = cap,where,exc,[]
     def check(self, n):
         if n>self.cap: raise self.exc()
     def forward(self, x):
@@ -96,7 +99,7 @@ def test_every_cap(mode):
         learn.model[2].cap = cap
         res = find(learn, mode=mode, steps_per_trial=2)
         assert int(res)==res.size==(cap if mode=='binsearch' else 2**(cap.bit_length()-1)), res
-        assert [o.size for o in res.trials if o.ok and o.size>cap]==[o.size for o in res.trials if not o.ok and o.size<=cap]==[]
+        assert all(o.ok==(o.size<=cap) for o in res.trials)
 
 @pytest.mark.parametrize('mode', ['power','binsearch'])
 @pytest.mark.parametrize('where', ['forward','loss','backward','step'])
@@ -104,10 +107,15 @@ def test_every_cap(mode):
 def test_wherever_it_fails(where, cap, mode):
     assert find(capped(cap, where), mode=mode).size==(cap if mode=='binsearch' or cap==1 else 8)
 
-texts = ['CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported', 'MPS backend out of memory (MPS allocated: 17.90 GB)',
-    'CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`', 'cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear',
-    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes", 'std::bad_alloc',
-    'XPU out of memory. Tried to allocate 2.00 GiB', 'Invalid buffer size: 24.00 GiB', 'Unable to find a valid cuDNN algorithm to run convolution']
+texts = ['CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported',
+    'MPS backend out of memory (MPS allocated: 17.90 GB)',
+    'CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`',
+    'cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear',
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+    "you tried to allocate 1 bytes",
+    'std::bad_alloc',
+    'XPU out of memory. Tried to allocate 2.00 GiB', 'Invalid buffer size: 24.00 GiB',
+    'Unable to find a valid cuDNN algorithm to run convolution']
 
 @pytest.mark.parametrize('exc', [MemoryError,oom]+[partial(RuntimeError, o) for o in texts], ids=str)
 def test_kinds_of_out_of_memory(exc):
@@ -122,19 +130,23 @@ def test_out_of_memory_in_a_callback(exc):
             if len(self.learn.xb[0])>6: raise exc()
     assert find(capped(100, cbs=Take()), mode='binsearch').size==6
 
-@pytest.mark.parametrize('exc', [ValueError('out of memory'),RuntimeError('CUDA error: device-side assert triggered'),IndexError('x'),SystemExit(3)], ids=repr)
+@pytest.mark.parametrize('exc', [ValueError('out of memory'),RuntimeError('CUDA error: device-side assert triggered'),
+    IndexError('x'),SystemExit(3)], ids=repr)
 def test_other_errors_are_raised_as_they_are(exc):
     with pytest.raises(type(exc)) as info: find(capped(5, exc=lambda: exc))
     assert info.value is exc
 
 def test_nothing_fits():
-    with pytest.raises(torch.OutOfMemoryError, match='8, 4, 2, 1 samples were tried.*planted'): find(capped(0), init_val=8)
+    with pytest.raises(torch.OutOfMemoryError, match='8, 4, 2, 1 samples were tried.*planted'):
+        find(capped(0), init_val=8)
 
 def test_batchnorm_cannot_train_on_one():
     "The error says that memory ran out before it came to that"
-    learn = toy(4, model=lambda: nn.Sequential(Holds(0.5), nn.Linear(5, 3), nn.BatchNorm1d(3)).double(), splitter=lambda m: [list(m.parameters())])
+    learn = toy(4, model=lambda: nn.Sequential(Holds(0.5), nn.Linear(5, 3), nn.BatchNorm1d(3)).double(),
+        splitter=lambda m: [list(m.parameters())])
     learn.model[0].check = lambda n: n>1 and Holds.check(learn.model[0], n)
-    with pytest.raises(torch.OutOfMemoryError, match='2, 1 samples were tried.*ValueError: Expected more than 1 value'): find(learn)
+    with pytest.raises(torch.OutOfMemoryError, match='2, 1 samples were tried.*ValueError: Expected more than 1 value'):
+        find(learn)
 
 def test_no_more_than_there_are_samples():
     "The last candidate is the dataset's length"
@@ -150,14 +162,16 @@ def test_max_trials():
     assert len(find(capped(77), mode='binsearch', max_trials=9).trials)==9
     with pytest.raises(torch.OutOfMemoryError, match='64, 32 samples'): find(capped(1), init_val=64, max_trials=2)
 
-@pytest.mark.parametrize('kwargs', [dict(mode='linear'),dict(steps_per_trial=0),dict(init_val=0),dict(init_val=2.5),dict(max_trials=0),dict(apply=1),dict(n_look=-1)], ids=str)
+@pytest.mark.parametrize('kwargs', [dict(mode='linear'),dict(steps_per_trial=0),dict(init_val=0),dict(init_val=2.5),
+    dict(max_trials=0),dict(apply=1),dict(n_look=-1)], ids=str)
 def test_bad_arguments(kwargs):
     learn = capped(5)
     nm = next(iter(kwargs))
     with pytest.raises((ValueError,TypeError), match=f'`{nm}=.*give'): find(learn, **kwargs)
     assert learn.opt is None
 
-@pytest.mark.parametrize('nm,unit', [('steps_per_trial','step'),('init_val','sample'),('max_trials','trial'),('n_look','sample')])
+@pytest.mark.parametrize('nm,unit',
+    [('steps_per_trial','step'),('init_val','sample'),('max_trials','trial'),('n_look','sample')])
 def test_counts_have_their_units(nm, unit):
     learn = capped(5)
     for n in (10**400,10**5000,2**62+1):
@@ -183,7 +197,7 @@ def test_a_trial_of_many_steps_takes_no_memory_for_it():
 # A trial is what it says
 
 class Turns(Callback):
-    "Trains the first layer for `n` batches, then the second for one, as a GAN's switcher does; notes (size, layer) of each batch"
+    "Trains the first layer for `n` batches, then the second for one, as a GAN's switcher; notes (size, layer) of each"
     def __init__(self, n, seen): self.period,self.note = n+1,seen.append   # a list of its own would be put back
     def before_train(self): self.count = 0
     def before_batch(self):
@@ -213,7 +227,8 @@ def test_a_trial_goes_on_until_each_part_has_trained(recwarn):
 def test_a_trial_does_not_wait_for_ever():
     "Only the first does, and a warning says of what"
     learn,seen = turns(100)
-    with pytest.warns(UserWarning, match=r"2 parameters, '3.weight' is the first, had no gradient in 23 batches"): assert find(learn).size==16
+    with pytest.warns(UserWarning, match=r"2 parameters, '3.weight' is the first, had no gradient in 23 batches"):
+        assert find(learn).size==16
     assert [[o[0] for o in seen].count(n) for n in (2,4,8,16)]==[23,3,3,3]
 
 def test_what_is_not_trained_is_not_waited_for(recwarn):
@@ -237,7 +252,7 @@ def test_wgan():
     with learn.no_bar(): assert find(learn, mode='binsearch').size==6
 
 def test_a_trial_takes_real_steps():
-    "So many forward passes of that size, each with a backward pass and a step, on weights that have a gradient and a state"
+    "So many forward passes of that size, each with backward pass and step, on weights that have a gradient and a state"
     for n in (2,3,5):
         steps,learn = [],capped(1000, n=64, opt_func=Adam)
         def step(p, **kw): steps.append((len(learn.xb[0]), bool(p.grad.any()), 'grad_avg' in kw))
@@ -260,7 +275,8 @@ def test_two_steps_at_least():
 
 class HeldGrads(Callback):
     "Notes in the forward pass whether gradients are held"
-    def __init__(self, held): setattr(self, 'after_pred', lambda: held.append(self.learn.model[0].weight.grad is not None))
+    def __init__(self, held):
+        setattr(self, 'after_pred', lambda: held.append(self.learn.model[0].weight.grad is not None))
 
 def test_gradients_are_held_as_within_a_macro_batch():
     held = []
@@ -275,7 +291,8 @@ def test_a_step_that_the_scaler_skips_does_not_count():
         def after_step(self): taken.append(not self.learn.mixed_precision.skipped)
     def model(): return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
     data = torch.utils.data.TensorDataset(torch.randn(8, 5)*200, torch.randint(0, 3, (8,)))
-    learn = toy(4, data=data, model=model, splitter=lambda m: [list(m.parameters())], loss_func=lambda p,t: nn.functional.cross_entropy(p, t)*1e3,
+    learn = toy(4, data=data, model=model, splitter=lambda m: [list(m.parameters())],
+        loss_func=lambda p,t: nn.functional.cross_entropy(p, t)*1e3,
                 cbs=[CpuMixedPrecision(init_scale=2.**16),Taken()])
     assert find(learn, init_val=8).size==8
     assert taken.count(True)==3 and taken.count(False)>0
@@ -326,14 +343,16 @@ class Count(Metric):
 
 def test_listeners_do_not_hear_of_it(tmp_path):
     heard,sched = [],[]
-    cbs = [CSVLogger(tmp_path/'log.csv'),SaveModelCallback(fname='best'),TerminateOnNaNCallback(),ShortEpochCallback(0.01),Log(heard),
+    cbs = [CSVLogger(tmp_path/'log.csv'),SaveModelCallback(fname='best'),TerminateOnNaNCallback(),
+        ShortEpochCallback(0.01),Log(heard),
            ParamScheduler({'lr':lambda pos: sched.append(pos) or 0.1}),GradientAccumulation(16)]
     learn = capped(11, cbs=cbs, metrics=Count())
     learn.logger = lambda *o: heard.append('logged')
     sizes.clear()
     assert find(learn, mode='binsearch').size==11
     assert max(map(sizes.count, sizes))==3   # nobody makes more batches of three steps, or fewer
-    assert heard==sched==learn.metrics[0].calls==[] and not list(tmp_path.iterdir()) and not hasattr(learn.recorder, 'lrs')
+    assert heard==sched==learn.metrics[0].calls==[] and not list(tmp_path.iterdir())
+    assert not hasattr(learn.recorder, 'lrs')
 
 def test_a_loss_of_nan_takes_memory_too():
     "fastai's `TerminateOnNaNCallback` would end the trial"
@@ -355,32 +374,41 @@ def test_those_who_act_take_part():
 
 def plain(o, depth=0):
     "What can be compared of `o`, with the identity of what must stay the same object"
-    if isinstance(o, torch.Tensor): return 'tensor',id(o),str(o.dtype),str(o.device),o.requires_grad,repr(o.detach().tolist()),repr(None if not o.is_leaf or o.grad is None else o.grad.tolist())
+    if isinstance(o, torch.Tensor):
+        grad = None if not o.is_leaf or o.grad is None else o.grad.tolist()
+        return 'tensor',id(o),str(o.dtype),str(o.device),o.requires_grad,repr(o.detach().tolist()),repr(grad)
     if isinstance(o, np.ndarray): return 'array',id(o),repr(o.tolist())
     if isinstance(o, (str,int,float,bool,type(None))): return repr(o)
     if isinstance(o, random.Random): return 'random',id(o),hash(o.getstate())
-    if isinstance(o, (tuple,list)): return type(o).__name__,id(o) if isinstance(o, list) else 0,[plain(x, depth+1) for x in o]
+    if isinstance(o, (tuple,list)):
+        return type(o).__name__,id(o) if isinstance(o, list) else 0,[plain(x, depth+1) for x in o]
     if isinstance(o, dict): return type(o).__name__,id(o),[(plain(k, depth+1),plain(v, depth+1)) for k,v in o.items()]
-    if depth<5 and hasattr(o, '__dict__') and not isinstance(o, (type,Learner,DataLoaders,DataLoader)) and not callable(o):
+    if depth<5 and hasattr(o, '__dict__') and not isinstance(o,
+            (type,Learner,DataLoaders,DataLoader)) and not callable(o):
         return type(o).__name__,id(o),plain(vars(o), depth+1)
     return type(o).__name__,id(o)
 
 def everything(learn):
     "All that must be as before, as one dict; written without `Snapshot`"
-    mods = {nm:(m.training,plain(m._parameters),plain(m._buffers),len(m._forward_hooks),len(m._backward_hooks)) for nm,m in learn.model.named_modules()}
-    res = dict(learn={k:plain(v) for k,v in vars(learn).items()}, keys=list(vars(learn)), modules=mods, opt=plain(learn.opt),
+    mods = {nm:(m.training,plain(m._parameters),plain(m._buffers),len(m._forward_hooks),len(m._backward_hooks))
+        for nm,m in learn.model.named_modules()}
+    res = dict(learn={k:plain(v) for k,v in vars(learn).items()}, keys=list(vars(learn)), modules=mods,
+        opt=plain(learn.opt),
         cbs=[id(o) for o in learn.cbs], cb_vars=[plain(vars(o)) for o in learn.cbs], order=[o.order for o in learn.cbs],
-        run=[(o.run,o.run_train,o.run_valid) for o in learn.cbs], loaders=[(id(o),plain(vars(o)),o.bs,len(o)) for o in learn.dls.loaders],
+        run=[(o.run,o.run_train,o.run_valid) for o in learn.cbs],
+        loaders=[(id(o),plain(vars(o)),o.bs,len(o)) for o in learn.dls.loaders],
         dls=plain(vars(learn.dls)), autocast=autocast_state(), grad=torch.is_grad_enabled(),
         rng=(hash(random.getstate()),repr(np.random.get_state()),repr(torch.get_rng_state().tolist())))
-    if learn.opt is not None: res |= dict(state=plain(tuple(learn.opt.state.values())), hypers=plain(tuple(learn.opt.hypers)))
-    if hasattr(learn, 'ema') and hasattr(learn.ema, 'shadow'): res |= dict(ema=plain((*learn.ema.shadow.parameters(),*learn.ema.shadow.buffers())))
+    if learn.opt is not None:
+        res |= dict(state=plain(tuple(learn.opt.state.values())), hypers=plain(tuple(learn.opt.hypers)))
+    if hasattr(learn, 'ema') and hasattr(learn.ema, 'shadow'):
+        res |= dict(ema=plain((*learn.ema.shadow.parameters(),*learn.ema.shadow.buffers())))
     return res
 
 def same(a, b): assert [k for k in a if a[k]!=b[k]]==[] and a.keys()==b.keys()
 
 class Draw(Callback):
-    "Draws from all generators, adds to lists and dicts, sets flags, replaces the loss function and the logger, hooks the model"
+    "Draws from all generators, adds to lists and dicts, sets flags, replaces loss function and logger, hooks the model"
     def __init__(self): self.notes,self.d,self.arr,self.rng = [],{},np.zeros(2),random.Random(3)
     def before_batch(self):
         random.random(); np.random.rand(); torch.rand(1); self.rng.random()
@@ -394,7 +422,8 @@ class Draw(Callback):
 def rich(cap, where='forward', fitted=True, exc=oom, amp=False, **kwargs):
     "A Learner with much to lose"
     cbs = [Draw(),Ema(),GradientClip(),GradientAccumulation(12),CSVLogger('log.csv')]
-    learn = capped(1000 if fitted else cap, where, exc, bn=True, opt_func=Adam, metrics=Count(), shuffle=True, cbs=cbs, **kwargs)
+    learn = capped(1000 if fitted else cap, where, exc, bn=True, opt_func=Adam, metrics=Count(), shuffle=True, cbs=cbs,
+        **kwargs)
     if fitted:
         with learn.no_logging(): learn.fit(1, 0.1)
         for p in learn.model.parameters(): p.grad = torch.ones_like(p)   # left over
@@ -414,7 +443,8 @@ def test_everything_is_as_before(kind, where, fitted):
     else: assert find(learn, mode='binsearch').size==9
     same(before, everything(learn))
 
-events = 'before_fit before_epoch before_train before_batch after_pred after_loss before_backward after_backward before_step after_step after_batch after_cancel_fit after_fit'.split()
+events = ('before_fit before_epoch before_train before_batch after_pred after_loss before_backward after_backward '
+    'before_step after_step after_batch after_cancel_fit after_fit').split()
 
 @pytest.mark.parametrize('event', events)
 @pytest.mark.parametrize('order', [-100,40])
@@ -459,7 +489,8 @@ def mixup():
     cb.distrib = torch.distributions.Beta(*[torch.tensor(0.4, dtype=torch.float64)]*2)
     return cb
 
-def recorded(learn): return [o[1:-1] for o in learn.recorder.values],learn.recorder.lrs,[float(o) for o in learn.recorder.losses]
+def recorded(learn):
+    return [o[1:-1] for o in learn.recorder.values],learn.recorder.lrs,[float(o) for o in learn.recorder.losses]
 
 @pytest.mark.parametrize('acc', [False,True])
 @pytest.mark.parametrize('cap', [0,9])
@@ -469,7 +500,8 @@ def test_training_goes_on_as_if_nothing_had_been(fitted, cap, acc, tmp_path):
     learns = []
     for searched in (False,True):
         random.seed(1); np.random.seed(1); torch.manual_seed(1)
-        cbs = [mixup(),Ema(),GradientClip(),CSVLogger(tmp_path/f'{searched}.csv', append=True)]+([GradientAccumulation(12)] if acc else [])
+        cbs = [mixup(),Ema(),GradientClip(),
+            CSVLogger(tmp_path/f'{searched}.csv', append=True)]+([GradientAccumulation(12)] if acc else [])
         learn = capped(1000, bn=True, opt_func=Adam, shuffle=True, n=70, cbs=cbs, metrics=Count())
         with learn.no_logging():
             if fitted: learn.fit_one_cycle(1, 0.1)
@@ -494,10 +526,13 @@ def test_mixed_precision(where, mode):
     def model(): return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), Holds(9, where), nn.Linear(6, 3))
     data = torch.utils.data.TensorDataset(*(o.float() if o.is_floating_point() else o for o in toy_data(40).tensors))
     learn = toy(4, data=data, model=model, cbs=[CpuMixedPrecision(amp_mode=mode),GradientClip()],
-                loss_func=lambda p,t: (where=='loss' and learn.model[2].check(len(t)), nn.functional.cross_entropy(p, t))[1])
+                loss_func=lambda p,t: (where=='loss' and learn.model[2].check(len(t)),
+        nn.functional.cross_entropy(p, t))[1])
     class Step(Callback):
         def before_step(self): where=='step' and learn.model[2].check(len(self.learn.xb[0]))
-        def after_pred(self): dtypes.add(self.learn.model[3].weight.dtype if not torch.is_autocast_enabled('cpu') else torch.get_autocast_dtype('cpu'))
+        def after_pred(self):
+            own = self.learn.model[3].weight.dtype
+            dtypes.add(torch.get_autocast_dtype('cpu') if torch.is_autocast_enabled('cpu') else own)
     learn.add_cb(Step())
     before = everything(learn)
     assert find(learn, mode='binsearch').size==9
@@ -566,7 +601,8 @@ def test_reference_cycles_of_a_model_are_collected():
             return x
     gc.disable()
     try:
-        find(toy(4, n=8, model=lambda: nn.Sequential(Cycle(), nn.Linear(5, 3)).double(), splitter=lambda m: [list(m.parameters())]))
+        find(toy(4, n=8, model=lambda: nn.Sequential(Cycle(), nn.Linear(5, 3)).double(),
+            splitter=lambda m: [list(m.parameters())]))
         assert len(refs)==9 and [o for o in refs if o() is not None]==[]
     finally: gc.enable()
 
@@ -633,7 +669,8 @@ def test_optimizer_state_and_gradients_are_freed():
 
 # Loaders
 
-def pad(items): return nn.utils.rnn.pad_sequence([o[0] for o in items], batch_first=True),torch.stack([o[1] for o in items])
+def pad(items):
+    return nn.utils.rnn.pad_sequence([o[0] for o in items], batch_first=True),torch.stack([o[1] for o in items])
 
 class Tokens(nn.Module):
     "Takes memory by the tokens of a batch"
@@ -646,7 +683,7 @@ shapes = []
 
 def varied(cap, lens, loader=DataLoader, **kwargs):
     data = [(torch.ones(n),torch.tensor(i%2)) for i,n in enumerate(lens)]
-    kwargs = kwargs or (dict(create_batch=pad, shuffle=True) if loader is DataLoader else dict(collate_fn=pad, shuffle=True))
+    kwargs = kwargs or {'create_batch' if loader is DataLoader else 'collate_fn':pad, 'shuffle':True}
     dls = DataLoaders(loader(data, batch_size=4, **kwargs), loader(data, batch_size=4, **kwargs))
     learn = Learner(dls, Tokens(cap), nn.CrossEntropyLoss(), opt_func=SGD)
     learn.remove_cb(ProgressCallback)
@@ -664,7 +701,8 @@ def test_the_largest_inputs_are_tried(loader):
 
 @pytest.mark.parametrize('kind', ['list','dict','numpy','str','tensors'])
 def test_lengths_are_seen_in_whatever_holds_the_inputs(kind):
-    make = dict(list=lambda n: ([1]*n,0), dict=lambda n: {'ids':[1]*n, 'y':0}, numpy=lambda n: (np.ones(n),0), str=lambda n: ('x'*n,0),
+    make = dict(list=lambda n: ([1]*n,0), dict=lambda n: {'ids':[1]*n, 'y':0}, numpy=lambda n: (np.ones(n),0),
+        str=lambda n: ('x'*n,0),
                 tensors=lambda n: ([torch.ones(n),torch.ones(2)],0))[kind]
     data = [make(n) for n in (3,9,5,4)]
     for loader in (DataLoader,torch.utils.data.DataLoader): assert Samples(loader(data, batch_size=2)).idxs==[1,2,3,0]
@@ -677,7 +715,8 @@ def test_not_more_samples_are_read_than_looked_at_or_needed():
     dls = DataLoaders(DataLoader(data, bs=4), DataLoader(data, bs=4))
     learn = Learner(dls, Tokens(160), nn.CrossEntropyLoss())
     with learn.no_bar(): assert find(learn, n_look=50).size==32
-    assert len(read)<=50+3*sum([2,4,8,16,32,64])+10   # each step reads its batch, and the loader itself may try a sample
+    # each step reads its batch, and the loader itself may try a sample
+    assert len(read)<=50+3*sum([2,4,8,16,32,64])+10
 
 def test_sorted_text_loader():
     "fastai's own, which knows all lengths: none is read to find out"
@@ -685,7 +724,8 @@ def test_sorted_text_loader():
     lens = [5+i%3 for i in range(300)]+[50]+[5]*100
     data = [(torch.full((n,), 2),torch.tensor(i%2)) for i,n in enumerate(lens)]
     for shuffle in (False,True):
-        dls = DataLoaders(SortedDL(data, bs=4, shuffle=shuffle, before_batch=pad_input, num_workers=0), SortedDL(data, bs=4, before_batch=pad_input, num_workers=0))
+        dls = DataLoaders(SortedDL(data, bs=4, shuffle=shuffle, before_batch=pad_input, num_workers=0),
+            SortedDL(data, bs=4, before_batch=pad_input, num_workers=0))
         learn = Learner(dls, Tokens(1000), nn.CrossEntropyLoss())
         before = plain(vars(dls.train)),np.random.get_state()[1].tolist()
         with learn.no_bar(): assert find(learn, mode='binsearch', n_look=1).size==20
@@ -702,7 +742,8 @@ def test_language_model_loader():
             return self.lin(x[...,None].float()).transpose(1, 2)
     learn = Learner(dls, Next(1500), lambda p,t: nn.functional.cross_entropy(p, t%2))
     with learn.no_bar(): assert find(learn, mode='binsearch', apply=True).size==30
-    assert [len(o[0]) for o in (dls.train.one_batch(),dls.valid.one_batch())]==[30,30] and dls.train.one_batch()[0].shape==(30,50)
+    assert [len(o[0]) for o in (dls.train.one_batch(),dls.valid.one_batch())]==[30,30]
+    assert dls.train.one_batch()[0].shape==(30,50)
     x = torch.cat([b[0] for b in dls.train], 1)   # the rows run on from batch to batch
     assert ((x[:,1:]-x[:,:-1])%1000==1).all()
 
@@ -710,7 +751,8 @@ def test_iterable_datasets():
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self): return ((torch.ones(5),torch.tensor(0)) for _ in range(50))
     for loader in (DataLoader,torch.utils.data.DataLoader):
-        dls = DataLoaders(loader(Stream(), batch_size=4, **({'n':50} if loader is DataLoader else {})), loader(Stream(), batch_size=4))
+        dls = DataLoaders(loader(Stream(), batch_size=4, **({'n':50} if loader is DataLoader else {})),
+            loader(Stream(), batch_size=4))
         learn = Learner(dls, Tokens(60), nn.CrossEntropyLoss())
         learn.remove_cb(ProgressCallback)
         if loader is not DataLoader: dls.train.__class__ = type('Sized', (loader,), {'__len__':lambda self: 13})
@@ -770,16 +812,19 @@ def test_apply_to_torch_loaders():
     state = gen.get_state()
     with learn.no_bar(): assert find(learn, apply=True).size==8
     new = learn.dls.train
-    assert (new.batch_size,new.sampler is dl.sampler,new.drop_last,new.generator is gen,len(new),learn.dls.valid.batch_size)==(8,True,True,True,6,4)
+    assert (new.batch_size,new.sampler is dl.sampler,new.drop_last,new.generator is gen,len(new),
+        learn.dls.valid.batch_size)==(8,True,True,True,6,4)
     assert gen.get_state().equal(state)
 
 # What is shown
 
 def test_result_prints_and_counts():
     res = find(capped(9), mode='binsearch')
-    assert list(range(res))==list(range(9)) and f'{res:}'==repr(res)==str(res) and repr(res).startswith("9 samples fit, 10 do not (mode 'binsearch', 7 trials")
+    assert list(range(res))==list(range(9)) and f'{res:}'==repr(res)==str(res)
+    assert repr(res).startswith("9 samples fit, 10 do not (mode 'binsearch', 7 trials")
     assert len(repr(res).splitlines())==9 and res.seconds==sum(o.seconds for o in res.trials)>0
-    assert all((o.speed is not None and o.error is None)==o.ok for o in res.trials) and res.trials[3].error=='OutOfMemoryError: planted'
+    assert all((o.speed is not None and o.error is None)==o.ok for o in res.trials)
+    assert res.trials[3].error=='OutOfMemoryError: planted'
 
 def test_plot():
     from matplotlib import pyplot as plt
@@ -798,8 +843,10 @@ def test_the_page_is_the_same_whenever_it_is_run():
     "Its saved outputs say nothing that differs from run to run"
     import json
     root = Path(__file__).parent.parent
-    page, = (root/'nbs').glob('*_bs_find.ipynb')
-    def outputs(nb): return {c['id']:[o.get('text',o.get('data',{}).get('text/plain')) for o in c['outputs']] for c in nb['cells'] if c.get('outputs')}
+    page = root/'nbs'/'02_bs_find.ipynb'
+    def outputs(nb):
+        return {c['id']:[o.get('text',o.get('data',{}).get('text/plain')) for o in c['outputs']]
+            for c in nb['cells'] if c.get('outputs')}
     code = f"""
 import json, sys
 from pathlib import Path
@@ -830,8 +877,10 @@ def test_progress_only_where_there_is_a_bar(capsys):
 # Real memory, and several processes
 
 def run(code, *args):
-    env = dict(os.environ, OMP_NUM_THREADS='1', MALLOC_MMAP_THRESHOLD_='65536', PYTHONPATH=str(Path(__file__).parent.parent))
-    return subprocess.Popen([sys.executable,'-W','ignore','-c',code,*map(str, args)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    env = dict(os.environ, OMP_NUM_THREADS='1', MALLOC_MMAP_THRESHOLD_='65536',
+        PYTHONPATH=str(Path(__file__).parent.parent))
+    return subprocess.Popen([sys.executable,'-W','ignore','-c',code,*map(str, args)], env=env, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True)
 
 def result(proc):
     out,err = proc.communicate(timeout=100)
@@ -857,8 +906,11 @@ class Wide(nn.Module):   # 1 MB of activations for a sample
         for _ in range(16): x = x*self.w
         return self.lin(x)
 model = Wide()
-learn = Learner(DataLoaders(DataLoader(Data(), bs=4), DataLoader(Data(), bs=4)), model, nn.CrossEntropyLoss(), opt_func=Adam)
-def used(): return int(next(o for o in Path('/proc/self/status').read_text().splitlines() if o.startswith('VmSize')).split()[1])*1024
+dls = DataLoaders(DataLoader(Data(), bs=4), DataLoader(Data(), bs=4))
+learn = Learner(dls, model, nn.CrossEntropyLoss(), opt_func=Adam)
+def used():
+    lines = Path('/proc/self/status').read_text().splitlines()
+    return int(next(o for o in lines if o.startswith('VmSize')).split()[1])*1024
 def fit(bs):
     dl = DataLoader(Data(), bs=bs, n=3*bs)
     l = Learner(DataLoaders(dl, DataLoader(Data(), bs=1, n=1)), model, nn.CrossEntropyLoss(), opt_func=Adam)
@@ -872,7 +924,8 @@ with learn.no_bar():
     print(repr(res))
     assert all(v.equal(before[k]) for k,v in model.state_dict().items()) and learn.opt is None
     bad = [o for o in res.trials if not o.ok]
-    assert bad and all("can't allocate memory" in o.error or 'bad_alloc' in o.error or 'MemoryError' in o.error for o in bad), bad
+    texts = "can't allocate memory",'bad_alloc','MemoryError'
+    assert bad and all(any(x in o.error for x in texts) for o in bad), bad
     fit(res.size)
     try: fit(2*res.size)
     except RuntimeError as e: assert "can't allocate memory" in str(e)
@@ -888,12 +941,15 @@ def test_real_memory():
 vague = '''
 import resource, sys, torch
 from pathlib import Path
-from fastaccum.memory.snapshot import is_out_of_memory
+from fastaccum.memory.shortage import is_out_of_memory
 from fastaccum.memory.meters import memory_left
-texts = ['could not create a primitive', 'could not execute a primitive', 'could not create a memory object', "can't start new thread"]
+texts = ['could not create a primitive', 'could not execute a primitive', 'could not create a memory object',
+    "can't start new thread"]
 def judged(): return [is_out_of_memory(RuntimeError(o)) for o in texts]
 assert judged()==[False]*4, 'there is plenty'
-def used(): return int(next(o for o in Path('/proc/self/status').read_text().splitlines() if o.startswith(sys.argv[2])).split()[1])*1024
+def used():
+    lines = Path('/proc/self/status').read_text().splitlines()
+    return int(next(o for o in lines if o.startswith(sys.argv[2])).split()[1])*1024
 kind,hard = getattr(resource, sys.argv[1]),resource.RLIM_INFINITY
 resource.setrlimit(kind, (used()+400*2**20,hard))
 assert judged()==[False]*4 and 300*2**20<memory_left()<=400*2**20, memory_left()
@@ -913,7 +969,7 @@ def test_words_with_several_causes_count_where_memory_is_short(kind, used):
 @pytest.mark.parametrize('left,want', [(0,True),(2**26-1,True),(2**26,False),(None,False)])
 def test_vague_words_in_a_search(left, want, monkeypatch):
     "Where memory is not short, or nobody tells, the error is raised as it is"
-    monkeypatch.setattr('fastaccum.memory.snapshot.memory_left', lambda: left)
+    monkeypatch.setattr('fastaccum.memory.shortage.memory_left', lambda: left)
     learn = capped(5, exc=partial(RuntimeError, 'could not create a primitive'))
     if want: assert find(learn, mode='binsearch').size==5
     else:
@@ -928,7 +984,8 @@ def test_memory_left(files, left, monkeypatch):
     "The least of what the system and the limits leave; `None` where it cannot be read"
     from fastaccum.memory import meters
     texts = dict(status=f'VmPeak: {97*1024} kB\nVmSize: {50*1024} kB\nVmData: {95*1024} kB', limits='', overcommit='0',
-        meminfo=f'MemAvailable: {4*1024} kB\nSwapFree: {3*1024} kB\nCommitLimit: {10*1024} kB\nCommitted_AS: {8*1024} kB') | files
+        meminfo=f'MemAvailable: {4*1024} kB\nSwapFree: {3*1024} kB\n'
+            f'CommitLimit: {10*1024} kB\nCommitted_AS: {8*1024} kB') | files
     def read_text(path):
         text = next(v for k,v in texts.items() if k in str(path))
         if text is None: raise FileNotFoundError(2, 'none')
@@ -955,19 +1012,23 @@ def test_an_error_while_another_is_handled_is_its_own():
     assert not is_out_of_memory(info.value)
 
 def test_the_system_says_it_by_number():
-    assert is_out_of_memory(OSError(12, 'Cannot allocate memory')) and not is_out_of_memory(OSError(28, 'No space left on device'))
+    assert is_out_of_memory(OSError(12, 'Cannot allocate memory'))
+    assert not is_out_of_memory(OSError(28, 'No space left on device'))
     assert is_out_of_memory(RuntimeError('unable to mmap 64 bytes from file </torch_1>: Cannot allocate memory (12)'))
 
 several = '''
 import sys, torch, datetime
 from torch import distributed
-distributed.init_process_group('gloo', init_method='file://'+sys.argv[1], rank=int(sys.argv[2]), world_size=2, timeout=datetime.timedelta(seconds=60))
+distributed.init_process_group('gloo', init_method='file://'+sys.argv[1], rank=int(sys.argv[2]), world_size=2,
+    timeout=datetime.timedelta(seconds=60))
 import fastaccum
 from fastaccum.testing import toy
 learn = toy(4)
 before = torch.get_rng_state()
 try: learn.bs_find(show_plot=False)
-except RuntimeError as e: assert '2 processes' in str(e) and 'one process' in str(e) and not isinstance(e, torch.OutOfMemoryError), e
+except RuntimeError as e:
+    assert '2 processes' in str(e) and 'one process' in str(e), e
+    assert not isinstance(e, torch.OutOfMemoryError), e
 else: raise AssertionError('not refused')
 assert learn.opt is None and torch.get_rng_state().equal(before)
 distributed.barrier()

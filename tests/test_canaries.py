@@ -1,8 +1,11 @@
-"""Facts about fastai (and torch) that fastaccum relies on and that nobody promised. If one of these fails, look there first."""
+"""Facts about fastai (and torch) that fastaccum relies on and that nobody promised.
+
+If one of these fails, look there first."""
 import inspect
 import pytest, torch
 from torch import nn
-from fastai.callback.core import Callback, CancelBatchException, CancelStepException, TrainEvalCallback, _inner_loop, event
+from fastai.callback.core import Callback, CancelBatchException, CancelStepException, TrainEvalCallback
+from fastai.callback.core import _inner_loop, event
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.schedule import LRFinder, ParamScheduler
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation, GradientClip
@@ -13,7 +16,8 @@ from fastaccum.testing import toy
 from common import Seen, grads, weights
 
 def test_orders_of_fastai_callbacks():
-    assert (TrainEvalCallback.order,FastaiGradientAccumulation.order,MixedPrecision.order,GradientClip.order,Recorder.order,ParamScheduler.order)==(-10,6,10,11,50,60)
+    assert (TrainEvalCallback.order,FastaiGradientAccumulation.order,MixedPrecision.order,GradientClip.order,
+        Recorder.order,ParamScheduler.order)==(-10,6,10,11,50,60)
     assert GradientAccumulation.order==6
 
 def test_cancelling_a_batch_in_after_backward_skips_the_step_and_fires_after_batch():
@@ -28,7 +32,8 @@ def test_cancelling_a_batch_in_after_backward_skips_the_step_and_fires_after_bat
     learn = toy(4, n=4)
     before = weights(learn)
     learn.fit(1, 0.1, cbs=Cancel())
-    assert heard==['after_cancel_batch','after_batch'] and weights(learn).equal(before) and any(g.any() for g in grads(learn))
+    assert heard==['after_cancel_batch','after_batch'] and weights(learn).equal(before)
+    assert any(g.any() for g in grads(learn))
 
 def test_an_instances_own_event_method_wins():
     "`Callback.__call__` looks the event up on the instance"
@@ -69,11 +74,13 @@ def test_train_eval_callback_moves_progress_by_micro_batches():
 def test_recorder_writes_in_after_batch_what_its_flags_allow():
     "`train_metrics` and `cancel_train` decide whether metrics and smoothed loss are fed"
     src = inspect.getsource(Recorder.after_batch)+inspect.getsource(Recorder._train_mets.fget)
-    for o in ('self.lrs.append','self.losses.append','self.learn.smooth_loss','self.train_metrics',"'cancel_train'"): assert o in src
+    for o in ('self.lrs.append','self.losses.append','self.learn.smooth_loss','self.train_metrics',"'cancel_train'"):
+        assert o in src
 
 def test_lr_finder_reads_train_iter_and_num_it():
     src = inspect.getsource(LRFinder)
-    assert 'self.train_iter/self.num_it' in src and 'self.train_iter >= self.num_it' in src and 'self.smooth_loss' in src
+    assert 'self.train_iter/self.num_it' in src and 'self.train_iter >= self.num_it' in src
+    assert 'self.smooth_loss' in src
     assert issubclass(LRFinder, ParamScheduler)
 
 def test_n_epoch_can_be_set_in_before_fit():
@@ -129,14 +136,17 @@ def test_smooth_loss_cannot_hold_double_precision():
     with pytest.raises(RuntimeError, match='dtype'): learn.fit(1)
 
 def test_inner_loop_events_obey_run_valid():
-    assert {'before_batch','before_backward','after_cancel_backward','after_backward','after_batch'}<=set(_inner_loop) and 'after_train' not in _inner_loop
+    assert {'before_batch','before_backward','after_cancel_backward','after_backward','after_batch'}<=set(_inner_loop)
+    assert 'after_train' not in _inner_loop
 
 def test_what_the_logging_callbacks_are_written_like():
     "Names that `fastaccum.loggers` reads and sets; looked up in the source, so that the packages need not be there"
     from pathlib import Path
     import fastai
     src = {nm:(Path(fastai.__file__).parent/'callback'/f'{nm}.py').read_text() for nm in ('wandb','tensorboard')}
-    for o in ('self.ti_batch = time.perf_counter()','self._wandb_epoch += 1/self.n_iter','len(self.xb[0]) / batch_time','step=self._wandb_step'): assert o in src['wandb']
+    for o in ('self.ti_batch = time.perf_counter()','self._wandb_epoch += 1/self.n_iter',
+            'len(self.xb[0]) / batch_time','step=self._wandb_step'):
+        assert o in src['wandb']
     assert "self.writer.add_scalar('train_loss', self.smooth_loss, self.train_iter)" in src['tensorboard']
 
 def test_show_graph_reads_train_iter():
@@ -155,13 +165,16 @@ def test_the_hooks_of_wandb_watch(monkeypatch):
     history.add_log_gradients_hook(model)
     history.add_log_parameters_hook(model)
     refs = [h.hooks_dict_ref() for h in history._hook_handles.values()]
-    assert [any(o is r for r in refs) for o in (model.weight._backward_hooks,model.bias._backward_hooks,model._forward_hooks)]==[True]*3
+    assert [any(o is r for r in refs)
+        for o in (model.weight._backward_hooks,model.bias._backward_hooks,model._forward_hooks)]==[True]*3
 # What the batch size finder relies on
 
 def test_autocast_state_can_be_left_by_hand():
     "What `torch.autocast.__exit__` does with global functions"
     src = inspect.getsource(torch.autocast.__exit__)
-    for o in ('autocast_decrement_nesting','clear_autocast_cache','set_autocast_enabled','set_autocast_dtype','set_autocast_cache_enabled'): assert o in src and hasattr(torch, o)
+    for o in ('autocast_decrement_nesting','clear_autocast_cache','set_autocast_enabled','set_autocast_dtype',
+            'set_autocast_cache_enabled'):
+        assert o in src and hasattr(torch, o)
 
 def test_a_callback_fails_over_an_error_without_a_message():
     "`is_out_of_memory` looks behind the IndexError"
@@ -193,8 +206,10 @@ def test_names_of_the_callbacks_that_the_finder_leaves_out():
     from fastai.callback.progress import CSVLogger, ProgressCallback, ShowGraphCallback
     from fastai.callback.tracker import TrackerCallback
     from fastaccum.memory.trials import _out
-    assert {f'{o.__module__}.{o.__qualname__}' for o in (GradientAccumulation,FastaiGradientAccumulation,ShortEpochCallback,TerminateOnNaNCallback)}==_out
-    assert all(o.order>=Recorder.order for o in (CSVLogger,ProgressCallback,ShowGraphCallback,TrackerCallback,ParamScheduler))
+    assert {f'{o.__module__}.{o.__qualname__}'
+        for o in (GradientAccumulation,FastaiGradientAccumulation,ShortEpochCallback,TerminateOnNaNCallback)}==_out
+    assert all(o.order>=Recorder.order
+        for o in (CSVLogger,ProgressCallback,ShowGraphCallback,TrackerCallback,ParamScheduler))
 
 def test_loaders_of_another_size():
     "`new` takes `bs` and `get_idxs`; the batch size of a loader can be set, but a language model loader's is built in"
@@ -209,7 +224,8 @@ def test_loaders_of_another_size():
 
 def test_learner_attributes_that_a_search_puts_back_are_in_its_dict():
     learn = toy(4, n=8)
-    assert {'dls','model','loss_func','opt','cbs','logger','training','n_epoch','recorder'}<=vars(learn).keys() and isinstance(learn.cbs.items, list)
+    assert {'dls','model','loss_func','opt','cbs','logger','training','n_epoch','recorder'}<=vars(learn).keys()
+    assert isinstance(learn.cbs.items, list)
     assert isinstance(vars(learn.dls)['loaders'], list)
 
 # What the dispatch of events relies on
@@ -232,7 +248,8 @@ def test_call_one_calls_each_callback_in_order_and_nothing_else():
 
 def test_only_after_fit_does_something_to_a_callback_without_a_method():
     src = inspect.getsource(Callback.__call__)
-    assert src.count('event_name==')==1 and "if event_name=='after_fit': self.run=True" in src and 'getcallable(self, event_name)()' in src
+    assert src.count('event_name==')==1 and "if event_name=='after_fit': self.run=True" in src
+    assert 'getcallable(self, event_name)()' in src
     class Deaf(Callback): pass
     cb = Deaf()
     cb.learn = toy(4, n=8)
@@ -254,3 +271,65 @@ def test_callbacks_are_kept_in_an_l_whose_items_are_sorted_as_a_list_is():
     learn = toy(4, n=8)
     assert type(learn.cbs) is L and type(learn.cbs.items) is list
     assert list(learn.cbs.sorted('order'))==sorted(learn.cbs.items, key=lambda o: getattr(o, 'order', 0))
+
+# What the recovery from exhausted memory relies on, and the exchange between processes
+
+def test_the_pytree_of_what_a_model_keeps():
+    "`torch.utils._pytree` is private: leaves in order, a structure to compare, the way back; other objects are leaves"
+    from collections import OrderedDict, namedtuple
+    from torch.utils._pytree import tree_flatten, tree_unflatten
+    class Box: pass
+    x,y,Pair = torch.ones(2),torch.zeros(3),namedtuple('Pair', 'a b')
+    for o in ([(x,y)], {'a':x,'b':[y]}, Pair(x, y), OrderedDict(a=x, b=y), (x,{'c':y})):
+        leaves,spec = tree_flatten(o)
+        assert [id(a) for a in leaves]==[id(x),id(y)] and not spec.is_leaf()
+        back = tree_unflatten([1,2], spec)
+        assert type(back) is type(o) and tree_flatten(back)==([1,2],spec)
+    for o in (x,3,None,Box(),'text'):
+        leaves,spec = tree_flatten(o)
+        assert len(leaves)==1 and leaves[0] is o and spec.is_leaf() and tree_unflatten(leaves, spec) is o
+    specs = [tree_flatten(o)[1] for o in ([x],[x,y],(x,),{'a':x},{'b':x},x)]
+    assert all((a==b)==(i==j) for i,a in enumerate(specs) for j,b in enumerate(specs))
+
+def test_one_batch_and_step_are_looked_up_on_the_learners_instance():
+    learn,called = toy(4, n=4),[]
+    stock = learn.one_batch,learn._step
+    learn.one_batch = lambda *args: called.append('one_batch') or stock[0](*args)
+    learn._step = lambda: called.append('step') or stock[1]()
+    learn.fit(1, 0.1)
+    assert called[:2]==['one_batch','step']
+
+def test_running_statistics_change_without_a_new_version():
+    "Why `Buffers` copies them each time; other changes in place count up"
+    m = nn.BatchNorm1d(2)
+    mean,version,tracked = m.running_mean.clone(),m.running_mean._version,m.num_batches_tracked._version
+    m(torch.randn(4, 2))
+    assert not m.running_mean.equal(mean) and m.running_mean._version==version
+    assert m.num_batches_tracked._version==tracked+1
+
+def test_ddp_exchanges_in_a_pass_that_needs_no_forward(tmp_path):
+    "`_pre_forward` and `_post_forward` around any graph of the parameters; the next pass is as usual"
+    from torch import distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    if not (dist.is_available() and dist.is_gloo_available()): pytest.skip('no gloo')
+    assert [*inspect.signature(DDP._pre_forward).parameters]==['self','inputs','kwargs']
+    assert [*inspect.signature(DDP._post_forward).parameters]==['self','output']
+    dist.init_process_group('gloo', init_method=f'file://{tmp_path}/group', rank=0, world_size=1)
+    try:
+        ddp,x,exchanged = DDP(nn.Linear(2, 1)),torch.ones(1, 2),[]
+        def hook(state, bucket):
+            exchanged.append(bucket.buffer().clone())
+            fut = torch.futures.Future()
+            fut.set_result(bucket.buffer())
+            return fut
+        ddp.register_comm_hook(None, hook)
+        with ddp.no_sync(): ddp(x).sum().backward()
+        grad = ddp.module.weight.grad.clone()
+        assert not exchanged
+        ddp._pre_forward()
+        outs = ddp._post_forward([p.view_as(p) for p in ddp.parameters()])
+        torch.autograd.backward(outs, [torch.zeros_like(o) for o in outs])
+        assert [o.sum() for o in exchanged]==[3] and ddp.module.weight.grad.equal(grad)
+        ddp(x).sum().backward()
+        assert len(exchanged)==2 and ddp.module.weight.grad.equal(2*grad)
+    finally: dist.destroy_process_group()

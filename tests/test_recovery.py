@@ -1,6 +1,7 @@
 """`micro_batch_size='auto'`: memory runs out in the middle of a fit, and the run is still the big batch's.
 
-The model, the loss or the optimizer raises `torch.OutOfMemoryError` above a number of samples, or at a moment of our choice.
+The model, the loss or the optimizer raises `torch.OutOfMemoryError` above a number of samples, or at a moment of our
+choice.
 """
 import pytest, random, subprocess, sys, warnings
 import numpy as np, torch
@@ -41,13 +42,15 @@ class Capped(nn.Module):
     def forward(self, x):
         self.calls += 1
         for i,o in enumerate(self.layers):
-            if i==2 and self.where=='backward': x = Fail.apply(x, self.limit)   # layers 2 to 4 have their gradients by then
+            if i==2 and self.where=='backward':
+                x = Fail.apply(x, self.limit)   # layers 2 to 4 have their gradients by then
             if i==2 and self.where=='forward' and len(x)>self.limit(): raise torch.OutOfMemoryError('planted, forward')
             x = o(x)
         return x
 
 def model(cap=3, where='forward', norm=False):
-    m = Capped(nn.Linear(5,6), nn.Tanh(), nn.Linear(6,6), nn.BatchNorm1d(6) if norm else nn.Tanh(), nn.Linear(6,3)).double()
+    m = Capped(nn.Linear(5,6), nn.Tanh(), nn.Linear(6,6), nn.BatchNorm1d(6) if norm else nn.Tanh(),
+        nn.Linear(6,3)).double()
     m.cap,m.where = cap,where
     return m
 
@@ -61,7 +64,8 @@ class Switch(Callback):
         m = self.model
         if m.where=='loss' and self.training and len(self.pred)>m.limit(): raise torch.OutOfMemoryError('planted, loss')
 
-def short(cap=3, where='forward', micro=16, macro=32, fit=lambda l,cbs: l.fit_one_cycle(2, 0.1, cbs=cbs), acc=None, cbs=list, norm=False, **kwargs):
+def short(cap=3, where='forward', micro=16, macro=32, fit=lambda l,cbs: l.fit_one_cycle(2, 0.1, cbs=cbs), acc=None,
+        cbs=list, norm=False, **kwargs):
     "Twins, of which the one with accumulation has memory for `cap` samples"
     a,b = twins(micro=micro, macro=macro, model=partial(model, cap, where, norm), splitter=splitter, fit=fit,
                 acc={'micro_batch_size':'auto', **(acc or {})}, cbs=lambda: [Switch()]+cbs(), **kwargs)
@@ -70,9 +74,12 @@ def short(cap=3, where='forward', micro=16, macro=32, fit=lambda l,cbs: l.fit_on
 
 @pytest.mark.parametrize('where', ['forward','loss','backward'])
 @pytest.mark.parametrize('n', [96,90])
-@pytest.mark.parametrize('kwargs', [dict(), dict(micro=32), dict(micro=8, macro=20), dict(cap=1), dict(cap=5), dict(cap=8), dict(shuffle=True, opt_func=Adam),
-    dict(opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)), dict(acc=dict(drop_last=True)), dict(cbs=lambda: [GradientClip(0.05)]),
-    dict(cbs=lambda: [Scaled(init_scale=2.**10, growth_interval=3)]), dict(metrics=accuracy), dict(tokens=True)], ids=str)
+@pytest.mark.parametrize('kwargs', [dict(), dict(micro=32), dict(micro=8, macro=20), dict(cap=1), dict(cap=5),
+    dict(cap=8), dict(shuffle=True, opt_func=Adam),
+    dict(opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)), dict(acc=dict(drop_last=True)),
+    dict(cbs=lambda: [GradientClip(0.05)]),
+    dict(cbs=lambda: [Scaled(init_scale=2.**10, growth_interval=3)]), dict(metrics=accuracy), dict(tokens=True)],
+    ids=str)
 def test_twins(where, n, kwargs): assert_twins(*short(where=where, n=n, **kwargs))
 
 @pytest.mark.parametrize('cap', range(1, 20))
@@ -82,8 +89,10 @@ def test_every_cap(cap):
 
 def test_the_size_is_found_by_halving_and_kept():
     sizes = Seen('after_pred', lambda l: len(l.pred))
-    acc,learn = GradientAccumulation(32, micro_batch_size='auto'),toy(16, n=48, model=partial(model, 5), splitter=splitter)
-    with pytest.warns(UserWarning, match='memory ran out with a micro-batch of 16 samples .planted, forward.*in micro-batches of 4') as got:
+    acc = GradientAccumulation(32, micro_batch_size='auto')
+    learn = toy(16, n=48, model=partial(model, 5), splitter=splitter)
+    text = 'memory ran out with a micro-batch of 16 samples .planted, forward.*in micro-batches of 4'
+    with pytest.warns(UserWarning, match=text) as got:
         for _ in range(2): learn.fit(1, 0.1, cbs=[acc,Switch(),sizes])
     assert len([o for o in got if 'memory ran out' in str(o.message)])==1
     assert sizes.values==[4]*24 and acc.micro.size==4
@@ -99,7 +108,8 @@ def test_at_random_moments(where, seed):
         def before_batch(self):
             if self.model.on and len(self.y)>=4: self.n += 1
             self.model.cap = 2 if self.n in moments else 100
-    a,b = short(where=where, n=rng.randint(80, 100), micro=8, macro=24, cbs=lambda: [Sometimes()], fit=lambda l,cbs: l.fit_one_cycle(3, 0.1, cbs=cbs))
+    a,b = short(where=where, n=rng.randint(80, 100), micro=8, macro=24, cbs=lambda: [Sometimes()],
+        fit=lambda l,cbs: l.fit_one_cycle(3, 0.1, cbs=cbs))
     assert b.model.on
     assert_twins(a, b)
 
@@ -108,7 +118,8 @@ def test_schedules():
     learns = []
     for on in (False,True):
         learn = toy(8, n=90, model=partial(model, 3), splitter=splitter)
-        learn.fit_one_cycle(2, 0.1, cbs=[GradientAccumulationSchedule(8, 32, finish=0.5, micro_batch_size='auto' if on else None)]+([Switch()] if on else []))
+        acc = GradientAccumulationSchedule(8, 32, finish=0.5, micro_batch_size='auto' if on else None)
+        learn.fit_one_cycle(2, 0.1, cbs=[acc]+([Switch()] if on else []))
         learn.model.calls.zero_()
         learns.append(learn)
     assert_twins(*learns)
@@ -183,12 +194,15 @@ def test_other_errors_pass(exc):
 
 def test_what_comes_after_the_gradient_was_counted_is_not_tried_again():
     learn = toy(16, n=64, model=model, splitter=splitter)
-    with pytest.raises(torch.OutOfMemoryError): learn.fit(1, 0.1, cbs=[GradientAccumulation(32, micro_batch_size='auto'),Raise('after_batch', torch.OutOfMemoryError, 70)])
+    with pytest.raises(torch.OutOfMemoryError):
+        learn.fit(1, 0.1, cbs=[GradientAccumulation(32, micro_batch_size='auto'),
+            Raise('after_batch', torch.OutOfMemoryError, 70)])
 
-@pytest.mark.parametrize('draw', [random.random, np.random.rand, lambda: torch.rand(1).item()], ids=['python','numpy','torch'])
+@pytest.mark.parametrize('draw', [random.random, np.random.rand, lambda: torch.rand(1).item()],
+    ids=['python','numpy','torch'])
 @pytest.mark.parametrize('cap', [3,100])
 def test_random_numbers(draw, cap):
-    "A failed attempt draws nothing: the numbers that come after are those of a run with smaller micro-batches to begin with"
+    "A failed attempt draws nothing: what comes after is as in a run with smaller micro-batches to begin with"
     class Draw(Callback):
         order,run_valid = -45,False
         def before_fit(self): self.seen = []
@@ -199,7 +213,8 @@ def test_random_numbers(draw, cap):
     for micro,on in ((2,False),(16,True)):
         learn,cb = toy(micro if cap<16 else 16, n=64, model=partial(model, cap), splitter=splitter),Draw()
         random.seed(0); np.random.seed(0); torch.manual_seed(0)
-        learn.fit(1, 0.1, cbs=[GradientAccumulation(32, **(dict(micro_batch_size='auto') if on else {})),cb]+([Switch()] if on else []))
+        acc = GradientAccumulation(32, **(dict(micro_batch_size='auto') if on else {}))
+        learn.fit(1, 0.1, cbs=[acc,cb]+([Switch()] if on else []))
         seen.append(cb.seen)
     assert seen[0]==seen[1]
 
@@ -222,7 +237,8 @@ def test_autocast_is_left():
             self.ctx.__enter__()
         def after_loss(self): self.ctx.__exit__(None, None, None)
     learn = toy(16, n=64, model=partial(model, 3), splitter=splitter)
-    depth = Seen('before_batch', lambda l: (torch.is_autocast_enabled('cpu'), torch.autocast_increment_nesting()-1, torch.autocast_decrement_nesting()), order=5)
+    depth = Seen('before_batch', lambda l: (torch.is_autocast_enabled('cpu'), torch.autocast_increment_nesting()-1,
+        torch.autocast_decrement_nesting()), order=5)
     learn.fit(1, 0.1, cbs=[GradientAccumulation(32, micro_batch_size='auto'),Switch(),Autocast(),depth])
     assert {o[:2] for o in depth.values}=={(False,0)} and not torch.is_autocast_enabled('cpu')
 
@@ -241,7 +257,8 @@ def structured(bs, on, item=lambda x,y,i: ({'a':x},(x,x),y)):
     from fastai.data.core import DataLoaders
     from fastai.learner import Learner
     gen = torch.Generator().manual_seed(0)
-    items = [item(torch.randn(5, generator=gen, dtype=torch.float64), torch.randn(3, generator=gen, dtype=torch.float64), i) for i in range(50)]
+    items = [item(torch.randn(5, generator=gen, dtype=torch.float64),
+        torch.randn(3, generator=gen, dtype=torch.float64), i) for i in range(50)]
     torch.manual_seed(0)
     dl = torch.utils.data.DataLoader(items, bs)
     dls = DataLoaders(dl, dl)
@@ -298,7 +315,8 @@ def test_validation_is_split_too():
     a,b = (toy(16, n=90, model=make_model, splitter=splitter, metrics=accuracy) for _ in range(2))
     a.fit_one_cycle(2, 0.1, cbs=GradientAccumulation(32))
     with pytest.warns(UserWarning) as told: b.fit_one_cycle(2, 0.1, cbs=[acc,Switch()])
-    assert [str(o.message).split()[-1] for o in told if 'memory ran out' in str(o.message)]==['4','8'] and (acc.micro.size,acc.micro.valid_size)==(4,8)
+    assert [str(o.message).split()[-1] for o in told if 'memory ran out' in str(o.message)]==['4','8']
+    assert (acc.micro.size,acc.micro.valid_size)==(4,8)
     for o in (a,b): o.model.calls.zero_()
     assert_twins(a, b)
 
@@ -317,7 +335,8 @@ def test_a_validation_that_ends_in_the_middle_of_a_batch():
     assert deviation(weights(a), weights(b))<1e-12 and deviation(a.recorder.losses, b.recorder.losses)<2e-6
 
 def test_a_failure_is_not_told_in_the_next_fit():
-    learn,acc = toy(16, n=64, model=partial(model, 0), splitter=splitter),GradientAccumulation(32, micro_batch_size='auto')
+    acc = GradientAccumulation(32, micro_batch_size='auto')
+    learn = toy(16, n=64, model=partial(model, 0), splitter=splitter)
     with pytest.raises(torch.OutOfMemoryError): learn.fit(1, 0.1, cbs=[acc,Switch()])
     learn.model.on = False
     with warnings.catch_warnings():
@@ -330,7 +349,8 @@ def test_a_metric_that_runs_out_of_memory_is_not_asked_twice():
         order = 70
         def after_batch(self):
             if not self.training: raise torch.OutOfMemoryError('planted')
-    with pytest.raises(torch.OutOfMemoryError): learn.fit(1, 0.1, cbs=[GradientAccumulation(32, micro_batch_size='auto'),Out()])
+    with pytest.raises(torch.OutOfMemoryError):
+        learn.fit(1, 0.1, cbs=[GradientAccumulation(32, micro_batch_size='auto'),Out()])
 
 def test_it_is_off_outside_of_the_fit():
     learn = toy(16, n=64, model=model, splitter=splitter, cbs=GradientAccumulation(32, micro_batch_size='auto'))
@@ -346,7 +366,8 @@ def test_several_processes_are_refused(monkeypatch):
     monkeypatch.setattr(recovery, 'find_sync', lambda learn: Alone())   # not the `alone` of a single process
     learn = toy(16, n=64)
     before = weights(learn)
-    with pytest.raises(ValueError, match="'auto'. in several processes.*bs_find"): learn.fit(1, 0.1, cbs=GradientAccumulation(32, micro_batch_size='auto'))
+    with pytest.raises(ValueError, match="'auto'. in several processes.*bs_find"):
+        learn.fit(1, 0.1, cbs=GradientAccumulation(32, micro_batch_size='auto'))
     assert weights(learn).equal(before)
 
 def test_the_size_is_logged(tmp_path):
@@ -354,12 +375,14 @@ def test_the_size_is_logged(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from fastai.callback.tensorboard import TensorBoardCallback
     learn = toy(16, n=64, model=partial(model, 5), splitter=splitter)
-    learn.fit(1, 0.1, cbs=[GradientAccumulation(32, micro_batch_size='auto'),Switch(),TensorBoardCallback(tmp_path, trace_model=False, log_preds=False)])
+    learn.fit(1, 0.1, cbs=[GradientAccumulation(32, micro_batch_size='auto'),Switch(),
+        TensorBoardCallback(tmp_path, trace_model=False, log_preds=False)])
     assert [o.value for o in EventAccumulator(str(tmp_path)).Reload().Scalars('micro_batch_size')]==[4.,4.]
 
 def test_gradients_are_the_same_to_the_last_bit():
     learns = [toy(8, n=90, tokens=True) for _ in range(2)]
-    for learn,size in zip(learns, (None,'auto')): learn.fit_one_cycle(2, 0.1, cbs=GradientAccumulation(24, micro_batch_size=size))
+    for learn,size in zip(learns, (None,'auto')):
+        learn.fit_one_cycle(2, 0.1, cbs=GradientAccumulation(24, micro_batch_size=size))
     assert weights(learns[0]).equal(weights(learns[1]))
 
 # A real limit
@@ -395,14 +418,16 @@ try: run(64, [], limit)
 except RuntimeError as e: print('plain:', 'DefaultCPUAllocator' in str(e))
 acc = GradientAccumulation(64, micro_batch_size='auto')
 auto = run(64, [acc], limit)
-print('size:', acc.micro.size, 'deviation:', deviation(big.model.state_dict(), auto.model.state_dict()), len(big.recorder.losses)==len(auto.recorder.losses))
+off = deviation(big.model.state_dict(), auto.model.state_dict())
+print('size:', acc.micro.size, 'deviation:', off, len(big.recorder.losses)==len(auto.recorder.losses))
 '''
 
 @pytest.mark.skipif(sys.platform!='linux', reason='RLIMIT_AS is enforced on Linux only')
 def test_real_memory():
     "The CPU's allocator fails under a limit of the address space: a plain fit ends, ours is the run that had enough"
     pytest.importorskip('psutil')
-    env = {**__import__('os').environ, 'MALLOC_MMAP_THRESHOLD_':'65536', 'OMP_NUM_THREADS':'1', 'PYTHONPATH':str(Path(__file__).parent.parent)}
+    env = {**__import__('os').environ, 'MALLOC_MMAP_THRESHOLD_':'65536', 'OMP_NUM_THREADS':'1',
+        'PYTHONPATH':str(Path(__file__).parent.parent)}
     res = subprocess.run([sys.executable, '-c', real], capture_output=True, text=True, env=env, timeout=300)
     assert 'plain: True' in res.stdout, res.stdout+res.stderr
     line = res.stdout.splitlines()[-1].split()

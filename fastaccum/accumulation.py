@@ -10,8 +10,6 @@ __all__ = ['GradientAccumulation']
 # %% ../nbs/00_accumulation.ipynb #imports
 from collections.abc import Callable
 from functools import partial
-from warnings import warn
-from fastai.callback.core import TrainEvalCallback
 from fastai.callback.fp16 import MixedPrecision
 from fastai.data.core import DataLoaders
 from fastcore.basics import patch
@@ -21,6 +19,7 @@ from .core.gradients import HeldGrads, empty_grads
 from .core.instead import Instead
 from .core.listeners import listen, to_the_end
 from .core.own_loop import OwnLoop
+from .core.notices import tell_empty, tell_nested
 from .core.plan import Plan
 from .core.steps import Steps
 from .memory.recovery import AutoSize, micro_batches
@@ -39,13 +38,13 @@ class GradientAccumulation(Steps):
     sync = alone
 
     def __init__(self,
-        accum_bs:int=None, # Samples per optimizer step, over all processes, rounded up to whole micro-batches. Defaults to `n_acc`
+        accum_bs:int=None, # Samples per optimizer step, over all processes, in whole micro-batches. Defaults to `n_acc`
         n_acc:int=32, # `accum_bs` under fastai's name, so that code written for fastai's callback runs unchanged
         log_accum_batch:bool=True, # Record and log once per step (True), or every micro-batch as fastai does (False)
-        micro_batch_size:int|str|AutoSize=None, # 'auto': split the loader's batches if memory runs out (see `AutoSize`). A number, in samples, is needed only where the loader has no batch size
-        drop_last:bool=None, # Leave out the remainder of an epoch (True), step on it with its true mean (False), or as the loader does with its last batch
-        size:callable=None, # A function of the Learner: how many things this micro-batch's mean loss is a mean of. See `find_size`
-        sync_each:bool=False # With several processes: exchange gradients with every micro-batch (True), or once per step (False)
+        micro_batch_size:int|str|AutoSize=None, # 'auto': split batches that do not fit (`AutoSize`); or the loader's
+        drop_last:bool=None, # Leave out an epoch's remainder, step on it, or as the loader does with its last
+        size:callable=None, # A function of the Learner: what this micro-batch's loss is a mean of. See `find_size`
+        sync_each:bool=False # With several processes: exchange gradients with every micro-batch, or once per step
     ):
         n_acc = check_count('n_acc', n_acc)
         self._accum_bs = n_acc if accum_bs is None else check_count('accum_bs', accum_bs)
@@ -68,6 +67,10 @@ class GradientAccumulation(Steps):
         return self._accum_bs
     @n_acc.setter
     def n_acc(self, n): self._accum_bs = check_count('n_acc', n)
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        vars(self)['loaded'] = True   # a Learner that was saved in the middle of a fit is left at the next event
 
 # %% ../nbs/00_accumulation.ipynb #plan
 @patch
@@ -93,6 +96,7 @@ def plan(self:GradientAccumulation,
 @patch
 def before_fit(self:GradientAccumulation):
     learn = self.learn
+    if self.loaded: to_the_end(self._leave)
     if learn.lock.locked(): return   # validation or prediction, perhaps in the middle of a fit
     to_the_end(self._leave)
     if len(learn.dls.train) or find_sync(learn) is not alone: self._begin()   # an exported Learner has no samples
@@ -109,7 +113,6 @@ def _begin(self:GradientAccumulation):
         learn.n_epoch = planned.n_epoch
     check_plan(planned)
     empty_grads(learn.opt)
-    self.measure.look_at(learn.loss_func)
     self.planned,self.asked = planned,self.accum_bs
 
 # %% ../nbs/00_accumulation.ipynb #leave
@@ -121,8 +124,10 @@ def _enter(self:GradientAccumulation):
     self.listeners,self.sync = listen(learn.cbs, self),find_sync(learn)   # the model may be wrapped since `before_fit`
     self.dispatch,self.backward = Dispatch(self),Instead(learn, '_backward', None)
     self.backward.f = partial(self._backward, self.backward)
-    self.sums = [Instead(o, 'after_loss', self._note_sum) for o in learn.cbs if isinstance(o, TrainEvalCallback)]
-    self.instead = [self.backward, *OwnLoop(self).instead, *(self.sums if self.measure.find is None else ())]
+    self.instead = [self.backward, *OwnLoop(self).instead]
+    first = learn.cbs.filter(lambda o: o.run and o.run_train).sorted('order')[0]
+    self.sums = Instead(first, 'after_loss', None)
+    self.sums.f = partial(self._note_sum, self.sums)
     for o in (*self.listeners,*self.instead): o.enter()
     self.sync.enter(self)
     self.micro.enter(self)
@@ -136,7 +141,8 @@ def _leave(self:GradientAccumulation):
     self.sync.leave()
     if self.dispatch: self.dispatch.leave()
     self.micro.leave()
-    for o in (*self.listeners,*self.instead,*self.sums): o.leave()
+    for o in (*self.listeners,*self.instead): o.leave()
+    if self.sums: self.sums.leave()
     vars(self).pop('sync', None)
     self.forget()
 
@@ -148,22 +154,20 @@ def after_fit(self:GradientAccumulation):
 @patch
 def before_train(self:GradientAccumulation):
     learn = self.learn
-    if not len(learn.dl) and find_sync(learn) is alone: return self._tell_empty()
+    if not len(learn.dl) and find_sync(learn) is alone: return tell_empty(self)
     if self.planned is None: self._begin()   # a fit within this one has ended, or the callback is new
     if self.entered: empty_grads(learn.opt)
     else: self._enter()
     looked = self.sync.look(self, learn.dl),learn.n_epoch
     if looked!=(self.planned.loaders,self.planned.n_epoch) or self.asked!=self.accum_bs: self._replan()
+    if learn.epoch>=self.planned.n_epoch and callable(self.planned.accum_bs): tell_nested(self)
     if self.step is None: self.step = self.planned.before(learn.epoch)   # `start_epoch` may have skipped some
     self.at,self.left,self.dl = None,False,learn.dl
     self.held = HeldGrads(learn.opt, learn.model)
+    self.measure.look_at(learn.loss_func)
+    if self.measure.find is None: self.sums.enter()
     self.dispatch.enter()
     self._start(0)
-
-@patch
-def _tell_empty(self:GradientAccumulation):
-    warn("the training loader has no batch, so nothing is trained: has its dataset samples, and are they enough for one "
-        "batch if it drops the last?")
 
 @patch
 def _replan(self:GradientAccumulation):

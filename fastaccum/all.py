@@ -5,5 +5,5 @@ from fastaccum.core.plan import Plan
 from fastaccum.schedule import GradientAccumulationSchedule, GradientAccumulationScheduler
 from fastaccum.core.sizes import Targets, find_size
 
-__all__ = ['GradientAccumulation', 'GradientAccumulationSchedule', 'GradientAccumulationScheduler', 'MacroBatch', 'Plan', 'Position',
-           'Targets', 'find_size', 'round_up']
+__all__ = ['GradientAccumulation', 'GradientAccumulationSchedule', 'GradientAccumulationScheduler', 'MacroBatch',
+           'Plan', 'Position', 'Targets', 'find_size', 'round_up']

@@ -1,5 +1,5 @@
 """Right or loud: what callbacks, losses and loaders of real applications do to a fit, each against its twin."""
-import pytest, torch, warnings
+import pickle, pytest, torch, warnings
 from contextlib import suppress
 from functools import partial
 from torch import nn
@@ -12,11 +12,12 @@ from fastai.callback.training import GradientClip
 from fastai.learner import Learner
 from fastai.optimizer import Adam, SGD
 from fastcore.basics import noop
-from fastaccum import GradientAccumulation, GradientAccumulationSchedule
+from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler
 from fastaccum.core.listeners import Listener
 from fastaccum.testing import CrossEntropy, assert_twins, deviation, toy, toy_data, twins
 from common import Raise, Seen, grads, weights
 
+def params(m): return [list(m.parameters())]
 def fit(l, cbs, n=2): l.fit(n, 0.05, cbs=cbs)
 
 # The loss function changes while training
@@ -99,13 +100,55 @@ def test_a_sum_with_a_penalty(of, in_place, n):
     assert len([o for o in told if 'reduction' in str(o.message)])==1
     assert_twins(a, b)
 
-def test_a_sum_times_a_number_is_no_penalty():
+def test_a_sum_that_a_callback_multiplies_says_so():
     class Twice(Callback):
         run_valid = False
         def after_loss(self): self.learn.loss_grad = self.loss_grad*2
-    a,b = twins(n=70, loss_func=CrossEntropy(reduction='sum'), cbs=lambda: [Twice()],
-        fit=lambda l,cbs: l.fit(2, 1e-3, cbs=cbs))
+    learn = toy(4, n=64, loss_func=CrossEntropy(reduction='sum'))
+    with pytest.warns(UserWarning, match='scales the loss, do that in the loss function'):
+        learn.fit(1, 1e-3, cbs=[GradientAccumulation(16),Twice()])
+
+class Adds(Callback):
+    "A penalty, in other ways than `+=`"
+    run_valid = False
+    def __init__(self, how, order=0): self.how,self.order = how,order
+    def after_loss(self):
+        l,pen = self.loss_grad,sum(p.pow(2).sum() for p in self.model.parameters())
+        if self.how=='float': l = l.float()+pen.float()
+        elif self.how=='stack': l = torch.stack([l,pen]).sum()
+        elif self.how=='alpha': l = torch.add(l, pen, alpha=2)
+        else:
+            for _ in range(600): l = l+pen/600
+        self.learn.loss_grad = l
+
+@pytest.mark.parametrize('how,order', [('float',0), ('stack',0), ('alpha',0), ('each',0), ('each',-20)])
+def test_a_sum_with_a_penalty_however_it_is_added(how, order):
+    def fit(l, cbs): l.fit(2, 1e-3, cbs=cbs)
+    with pytest.warns(UserWarning, match='a callback adds'):
+        a,b = twins(n=70, loss_func=CrossEntropy(reduction='sum'), cbs=lambda: [Adds(how, order)], fit=fit)
+    assert_twins(a, b, tol=1e-5 if how=='float' else 1e-7)
+
+def test_a_loss_that_becomes_a_sum_with_a_penalty():
+    class Sum(Callback):
+        order = -20
+        def before_epoch(self):
+            if self.epoch==1: self.learn.loss_func.reduction = 'sum'
+    def make(*args, **kwargs): return toy(*args, loss_func=CrossEntropy(), **kwargs)
+    with pytest.warns(UserWarning, match='a callback adds'):
+        a,b = twins(n=64, make=make, cbs=lambda: [Sum(),Penalty()], fit=lambda l,cbs: l.fit(2, 1e-3, cbs=cbs))
     assert_twins(a, b)
+
+@pytest.mark.parametrize('order', [0,7,50])
+@pytest.mark.parametrize('tokens', [False,True])
+def test_a_penalty_that_is_added_before_the_backward_pass(order, tokens):
+    class Late(Callback):
+        def before_backward(self):
+            self.learn.loss_grad = self.loss_grad+sum(p.pow(2).sum() for p in self.model.parameters())
+    def cbs():
+        cb = Late()
+        cb.order = order
+        return [cb]
+    assert_twins(*twins(n=70, tokens=tokens, cbs=cbs, fit=fit))
 
 # Fits within fits
 
@@ -158,6 +201,21 @@ def test_a_callback_that_is_added_between_epochs():
         return learn
     a,b = run(4, None),run(4, GradientAccumulation(16))
     assert deviation(weights(a), weights(b))<1e-7 and len(a.recorder.losses)==len(b.recorder.losses)
+
+@pytest.mark.parametrize('what', ['fit','lr_find'])
+def test_schedules_after_a_fit_between_epochs(what):
+    "By epochs they go on; as a fraction of training, fastai's `n_epoch` is not what it was, and you are told"
+    class Once(Nested):
+        done = False
+        def nest(self):
+            if self.done: return
+            self.done = True
+            super().nest()
+    learn,seen = toy(4, n=64),Seen('before_step', lambda l: l.gradient_accumulation.macro.samples)
+    learn.add_cb(GradientAccumulationScheduler({0:1, 2:4}))
+    with pytest.warns(UserWarning, match='put `learn.n_epoch` back'):
+        learn.fit(4, 0.02, cbs=[Once('after_epoch', what),seen])
+    assert seen.values[-8:]==[16]*8
 
 # Who else handles gradients
 
@@ -473,3 +531,64 @@ def test_another_size_is_as_a_new_fit_from_the_next_epoch_on():
     learn.fit_one_cycle(2, 0.1, cbs=[GradientAccumulation(16),Resize()])
     big.fit_one_cycle(2, 0.1, cbs=Loader())
     assert_twins(big, learn)
+
+# Odd lives of a callback
+
+def linear(): return nn.Sequential(nn.Linear(5,3)).double()
+
+class Save(Callback):
+    "Pickles the Learner in the middle of a macro-batch"
+    order,saved = 80,None
+    def after_batch(self):
+        if self.training and self.iter==5 and self.saved is None: self.saved = pickle.dumps(self.learn)
+
+@pytest.mark.parametrize('how', ['fit','add_cb'])
+def test_a_callback_that_was_added_twice_says_so(how):
+    acc = GradientAccumulation(16)
+    learn = toy(4, n=64, cbs=acc)
+    if how=='fit':
+        with pytest.raises(ValueError, match='2 callbacks accumulate'): learn.fit(1, 0.05, cbs=acc)
+    else:
+        learn.add_cb(acc)
+        learn.remove_cb(acc)
+    with pytest.raises(RuntimeError, match='still in its `cbs`.*learn.cbs.remove'): learn.fit(1, 0.05)
+    learn.cbs.remove(acc)
+    learn.fit(1, 0.05, cbs=acc)
+    assert len(learn.recorder.losses)==4
+
+@pytest.mark.parametrize('kwargs', [dict(), dict(micro_batch_size='auto'), dict(log_accum_batch=False)], ids=str)
+def test_a_learner_that_was_pickled_in_mid_fit(kwargs):
+    learn = toy(4, n=64, model=linear, splitter=params, cbs=GradientAccumulation(16, **kwargs))
+    learn.loss_func = nn.CrossEntropyLoss()
+    save = Save()
+    learn.fit(1, 0.05, cbs=save)
+    loaded = pickle.loads(save.saved)
+    assert '_backward' in vars(loaded)
+    assert len(loaded.validate())==1
+    loaded.get_preds()
+    assert not {'_backward','_call_one','_with_events','one_batch','_step'}&vars(loaded).keys()
+    loaded.remove_cb(Save)
+    loaded.fit(1, 0.05)
+    assert len(loaded.recorder.losses)==(16 if 'log_accum_batch' in kwargs else 4)
+
+@pytest.mark.parametrize('tokens', [False,True])
+def test_parameters_that_join_in_the_middle_of_an_epoch(tokens):
+    class Grow(Callback):
+        order = 70
+        def before_fit(self): self.n = 0
+        def after_step(self):
+            self.n += 1
+            if self.n!=2: return
+            new = nn.Linear(3, 3).double()
+            for p,v in zip(new.parameters(), (torch.eye(3), torch.zeros(3))): p.data.copy_(v)
+            self.model.add_module('new', new)
+            self.opt.param_lists[-1].extend(list(new.parameters()))
+    assert_twins(*twins(n=70, tokens=tokens, opt_func=SGD, cbs=lambda: [Grow()], fit=fit))
+
+def test_batches_larger_than_the_loader_says():
+    learn = toy(4, n=64)
+    dl = learn.dls.train
+    def twice(b): return tuple(torch.stack(o).repeat_interleave(2, 0) for o in zip(*b))
+    learn.dls.loaders[0] = torch.utils.data.DataLoader(dl.dataset, 4, collate_fn=twice)
+    with pytest.warns(UserWarning, match='a batch has 8 samples.*says 4'):
+        learn.fit(1, 0.1, cbs=GradientAccumulation(16))

@@ -171,8 +171,8 @@ def test_weights_stay_near_one_over_k(loss):
         order,run_valid = 5.5,False
         def before_backward(self): self.before = self.loss_grad.detach()
     class V(Callback):
-        order,run_valid = 6.5,False
-        def before_backward(self): ws.append((self.loss_grad.detach()/self.w.before).item())
+        order,run_valid = -50,False
+        def after_backward(self): ws.append((self.loss_grad.detach()/self.w.before).item())
     learn.fit(1, 0.1, cbs=[GradientAccumulation(64), W(), V()])
     assert len(ws)==16 and max(ws)<=3/16 and min(ws)>1/16/6/3
 

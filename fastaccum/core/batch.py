@@ -49,11 +49,12 @@ def fits(
 )->bool:
     "Can `o` be a part of a batch of `n` samples?"
     if o is None or len(_shape(o)): return o is None or o.shape[0]==n
-    return is_list(o) and len(o)==n or (is_mapping(o) or isinstance(o, (tuple,list))) and all(fits(x, n) for x in values(o))
+    if is_list(o) and len(o)==n: return True
+    return (is_mapping(o) or isinstance(o, (tuple,list))) and all(fits(x, n) for x in values(o))
 
 # %% ../../nbs/core/03_batch.ipynb #count
 def n_samples(
-    b:object, # A batch: tensors with the samples first, and lists with an item for each, nested in tuples, lists and mappings
+    b:object, # A batch: tensors with the samples first and lists of samples, nested in tuples, lists and mappings
     expected:int=None # Samples that it should have, as the loader says
 )->int: # Samples it has; `expected` where the batch does not tell
     "How many samples a batch has"

@@ -43,12 +43,17 @@ class HeldGrads:
         opt:Optimizer|OptimWrapper, # The Learner's optimizer
         model:torch.nn.Module # The module that trains
     ):
-        own = {id(p):p for ps in opt.param_lists for p in ps}
-        # both as they are when an epoch begins, for which the callback makes a new object
-        self.own = list(own.values())   # the optimizer's parameters, each once
-        self.others = [p for p in model.parameters() if id(p) not in own]   # the model's that it does not have
+        self.opt = opt
+        own = {id(p) for p in self.own}
+        # the model's parameters that the optimizer does not have, when an epoch begins: each has an object of its own
+        self.others = [p for p in model.parameters() if id(p) not in own]
         # from `begin` of a macro-batch to its `end` or `drop`
         self.held = []   # pairs of a parameter and the gradient that was set aside
+
+    @property
+    def own(self)->list:
+        "The optimizer's parameters. A callback may add some in the middle of an epoch"
+        return [p for ps in self.opt.param_lists for p in ps]
 
     def begin(self,
         left:bool # Was a step cancelled so that the gradients were not emptied?
@@ -56,14 +61,14 @@ class HeldGrads:
         "Set aside what is there"
         if not (left or self.others): return
         params = self.others+(self.own if left else [])
-        self.held += [(p,p.grad) for p in params if p.grad is not None]
+        self.held += [(p,p.grad) for p in {id(p):p for p in params}.values() if p.grad is not None]
         for p,_ in self.held: p.grad = None
 
     def end(self,
         by:float|torch.Tensor=1. # A number or a 0-dim tensor
     ):
         "Multiply the gradients of the macro-batch, and add what was set aside"
-        scale_grads(self.own+self.others, by)
+        if isinstance(by, torch.Tensor) or by!=1: scale_grads(self.own+self.others, by)
         for p,g in self.held: p.grad = g if p.grad is None else g.add_(p.grad)
         self.held = []
 

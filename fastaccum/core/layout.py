@@ -106,7 +106,7 @@ def _size(self:Layout, parts, t): return sum(min(full, max(0, n-t*full)) for ful
 @patch
 def _position(self:Layout, epoch, step, part):
     "Where a macro-batch begins, after a `part` of its epoch's samples; epochs after the last are as its end"
-    if epoch>=self.n_epoch: return Position(max(0, self.n_epoch-1), step, 1.)
+    if epoch>=self.n_epoch: return Position(epoch, step, 1.)
     pct = (epoch+part)/self.n_epoch
     return Position(epoch, step, pct if pct<1. else 1.)
 

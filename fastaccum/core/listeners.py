@@ -155,5 +155,10 @@ class Guest(Callback):
         object.__setattr__(self, nm, value)
 
     def __call__(self, event_name):
-        if self.learn is None: return   # it was taken off within this event
+        if self.learn is None: return self._refuse_stray(event_name)   # or it was taken off within this event
         if hasattr(type(self), event_name) or event_name in vars(self): return super().__call__(event_name)
+
+    def _refuse_stray(self, event_name):
+        if event_name=='before_fit':
+            raise RuntimeError(f"{self} was taken off its Learner but is still in its `cbs` (it was added twice, and "
+                "taken off once): take it out with `learn.cbs.remove(cb)`, then add it again")

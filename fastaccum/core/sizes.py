@@ -49,7 +49,8 @@ class Targets:
         y = learn.yb[0]
         if not isinstance(y, torch.Tensor):
             raise TypeError("the loss function has an `ignore_index`, but the target is a "
-                f"{type(y).__name__}, so it is not known how many targets count: pass `size=`, a function of the Learner that returns their number")
+                f"{type(y).__name__}, so it is not known how many targets count: "
+                "pass `size=`, a function of the Learner that returns their number")
         y = y.as_subclass(torch.Tensor)
         if self.probs and y.is_floating_point(): return find_bs(y)
         kept = y!=self.ignore_index

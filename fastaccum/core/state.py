@@ -18,16 +18,16 @@ class State:
     # of a fit: written when it begins, in `before_fit`
     planned = None        # a `Plan`: its macro-batches; `None` while nothing accumulates
     asked = None          # samples: the `accum_bs` for which the plan was made
+    loaded = False        # was it pickled in the middle of a fit, and loaded?
     log_steps = True      # do others hear steps, or every micro-batch?
     step = None           # optimizer steps taken, in all epochs; `None` before the first epoch
-    told_more = False     # was it said that the loader yields more batches than it announced?
-    told_penalty = False  # was it said what is done with penalties on a loss that is a sum?
+    told = frozenset()    # names of the notices that were given: each is given once
 
     # in the place of others' methods: written when the first epoch begins, in `before_train`
     entered = False       # is the following in place? Written first, so that whatever is interrupted is put back
     listeners = ()        # a `Listener` for each callback that hears steps
     backward = None       # an `Instead`: in the place of the Learner's backward pass
-    sums = ()             # `Instead`s that note a loss that is a sum: in place only if it is
+    sums = None           # an `Instead`: notes a loss before others hear of it; in place only if it is a sum
     instead = ()          # all the `Instead`s
     dispatch = None       # a `Dispatch`: in the place of the Learner's events
 
@@ -40,6 +40,7 @@ class State:
     at = None             # its number in the epoch, from 0; `None` before the first
     micro_n = 0           # samples in it
     counted = False       # has it been added to `macro`? Recovery writes it too, before it tries a micro-batch
+    weight = 1.           # its share of the macro-batch: what its loss is multiplied with; a tensor with targets
     pending = None        # what is added to `macro` once its backward pass has run
     sum_loss = None       # a `SumLoss`, if its loss is a sum
 

@@ -137,7 +137,8 @@ class GradientAccumulationScheduler(_Scheduled):
         super().__init__(1, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size,
             drop_last=drop_last, size=size, sync_each=sync_each)
         if mode not in ('epoch','step'): raise ValueError(f"`mode={mode!r}`: give 'epoch' or 'step'")
-        self.scheduling,self.mode = dict(sorted(check_scheduling(scheduling).items())),mode
+        self.scheduling = {int(k):int(v) for k,v in sorted(check_scheduling(scheduling).items())}
+        self.mode = mode
 
     def sizes(self,
         micro_bs:int, # Samples in a micro-batch

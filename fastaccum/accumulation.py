@@ -34,7 +34,7 @@ class GradientAccumulation(Steps):
     ValueError: a number is below 1, or, when the fit begins, this Learner cannot accumulate
     UserWarning: what the run cannot promise, where it happens
     """
-    order,run_valid = MixedPrecision.order-4,False   # gradients are weighed before fp16 scales them
+    order,run_valid = MixedPrecision.order-4,False   # the loss's share is worked out before fp16 scales it
     sync = alone
 
     def __init__(self,

@@ -28,7 +28,7 @@ class State:
     listeners = ()        # a `Listener` for each callback that hears steps
     backward = None       # an `Instead`: in the place of the Learner's backward pass
     sums = None           # an `Instead`: notes a loss before others hear of it; in place only if it is a sum
-    instead = ()          # all the `Instead`s
+    instead = ()          # `backward`, and the `Instead`s of an `OwnLoop`
     dispatch = None       # a `Dispatch`: in the place of the Learner's events
 
     # of an epoch: written when it begins, in `before_train`
@@ -36,7 +36,7 @@ class State:
     held = None           # `HeldGrads`: gradients that are no part of the macro-batch
     left = False          # was the last step cancelled, so that its gradients are still there?
 
-    # of a micro-batch: written in `before_batch`
+    # of a micro-batch: begins anew in `before_batch`, written as it goes through the events
     at = None             # its number in the epoch, from 0; `None` before the first
     micro_n = 0           # samples in it
     counted = False       # has it been added to `macro`? Recovery writes it too, before it tries a micro-batch

@@ -57,9 +57,21 @@ def before_backward(self:Steps):
     self.weight = macro.weight(n, size, self.sync.most(n, size, most))
     if size is None: self._share_penalty(n)
     self.pending = n,size,loss
-    if learn.loss_grad.requires_grad or macro.closing and not macro.learned: return   # if none needs one, torch tells
+    learns = learn.loss_grad.as_subclass(torch.Tensor).requires_grad   # fastai's class is slower
+    if learns or macro.closing and not macro.learned: return   # if none needs a gradient, torch tells
     self._count(learned=False)
     raise CancelBackwardException
+
+# %% ../../nbs/core/16_steps.ipynb #backward
+@patch
+def _backward(self:Steps, instead):
+    "In the place of the Learner's backward pass: run it on the loss's share; what it has run on counts"
+    learn,weight = self.learn,self.weight
+    counts = self.entered and self.pending is not None
+    if counts and (isinstance(weight, torch.Tensor) or weight!=1):
+        learn.loss_grad = learn.loss_grad.as_subclass(torch.Tensor)*weight
+    instead.stock()
+    if counts: self._count()
 
 # %% ../../nbs/core/16_steps.ipynb #penalty
 @patch
@@ -77,16 +89,6 @@ def _share_penalty(self:Steps, n):
     tell_penalty(self)
 
 # %% ../../nbs/core/16_steps.ipynb #count
-@patch
-def _backward(self:Steps, instead):
-    "In the place of the Learner's backward pass: run it on the loss's share; what it has run on counts"
-    learn,weight = self.learn,self.weight
-    counts = self.entered and self.pending is not None
-    if counts and (isinstance(weight, torch.Tensor) or weight!=1):
-        learn.loss_grad = learn.loss_grad.as_subclass(torch.Tensor)*weight
-    instead.stock()
-    if counts: self._count()
-
 @patch
 def _count(self:Steps, learned=True):
     self.micro.merge()

@@ -354,7 +354,7 @@ def case_schedule_on_uneven_processes():
     b = together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, cb, one_cycle)
     same_everywhere(weights(b))
     same_everywhere(torch.tensor(b.recorder.accum_bs, device=device))
-    assert b.exchanges.last==cb.step==len(b.recorder.accum_bs) and b.recorder.accum_bs[-1]==16*world
+    assert b.exchanges.last==b.steps.n==len(b.recorder.accum_bs) and b.recorder.accum_bs[-1]==16*world
 
 # Random runs: loaders of any length, micro-batches of any size
 

@@ -152,7 +152,7 @@ def test_epochs_after_the_last_have_an_answer(ns, micros, lo, hi, n_epoch, drop,
     args = ways[way](lo, hi),n_epoch,drop,never_empty
     for plan in (SharedPlan(0, tuple(zip(micros, ns)), *args), Plan(ns[0], micros[0], *args)):
         epoch,step = n_epoch+3,plan.before(n_epoch+3)
-        last = plan.accum_bs(Position(max(0, n_epoch-1), step, 1.)) if callable(plan.accum_bs) else plan.accum_bs
+        last = plan.accum_bs(Position(epoch, step, 1.)) if callable(plan.accum_bs) else plan.accum_bs
         assert plan.begin(epoch, step, 0)[0]==-(-last//len(plan.loaders))
         assert len(plan.sizes[epoch])==plan.steps[epoch] and len(list(plan.sizes))==n_epoch
 

@@ -254,4 +254,4 @@ def test_chosen_tests_run_as_often_as_asked(monkeypatch):
     monkeypatch.setattr(run, 'run_notebooks', lambda fns: ran.extend(fns) or [True for _ in fns])
     monkeypatch.setattr(run, 'run_tests', lambda fns: ran.extend(fns) or ['passed' for _ in fns])
     assert not run.main('sizes', times=3)
-    assert sorted(o.stem for o in ran)==['03_sizes']*3+['test_sizes']*3
+    assert sorted(o.stem.lstrip('0123456789_') for o in ran)==['sizes']*3+['test_sizes']*3

@@ -20,7 +20,7 @@ class State:
     asked = None          # samples: the `accum_bs` for which the plan was made
     loaded = False        # was it pickled in the middle of a fit, and loaded?
     log_steps = True      # do others hear steps, or every micro-batch?
-    step = None           # optimizer steps taken, in all epochs; `None` before the first epoch
+    step = None           # optimizer steps taken, in all epochs; `None` before the first epoch. Stays after the fit
     told = frozenset()    # names of the notices that were given: each is given once
 
     # in the place of others' methods: written when the first epoch begins, in `before_train`
@@ -50,4 +50,4 @@ class State:
         self.macro = MacroBatch()          # begins anew with each macro-batch
         self.measure = Measure(self.size)  # remembers the last loss known
 
-State.pieces = [nm for nm,o in vars(State).items() if not (nm.startswith('_') or callable(o))]
+State.pieces = [nm for nm,o in vars(State).items() if not (nm.startswith('_') or nm=='step' or callable(o))]

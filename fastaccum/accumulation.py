@@ -96,10 +96,9 @@ def plan(self:GradientAccumulation,
 @patch
 def before_fit(self:GradientAccumulation):
     learn = self.learn
-    if self.loaded: to_the_end(self._leave)
-    if learn.lock.locked(): return   # validation or prediction, perhaps in the middle of a fit
-    to_the_end(self._leave)
-    if len(learn.dls.train) or find_sync(learn) is not alone: self._begin()   # an exported Learner has no samples
+    fits = not learn.lock.locked()   # else it is validation or prediction, perhaps in the middle of a fit
+    if fits or self.loaded: to_the_end(self._leave)
+    if fits and (len(learn.dls.train) or find_sync(learn) is not alone): self._begin()   # an export has no samples
 
 @patch
 def _begin(self:GradientAccumulation):
@@ -156,6 +155,7 @@ def before_train(self:GradientAccumulation):
     learn = self.learn
     if not len(learn.dl) and find_sync(learn) is alone: return tell_empty(self)
     if self.planned is None: self._begin()   # a fit within this one has ended, or the callback is new
+    if self.held: self.held.drop()   # the epoch before may have been cancelled
     if self.entered: empty_grads(learn.opt)
     else: self._enter()
     looked = self.sync.look(self, learn.dl),learn.n_epoch

@@ -32,7 +32,7 @@ from fastai.text.core import BaseTokenizer
 from fastai.text.data import TextBlock
 from fastai.text.learner import language_model_learner, text_classifier_learner
 from fastai.text.models.awdlstm import AWD_LSTM, awd_lstm_clas_config, awd_lstm_lm_config
-from fastai.torch_core import TensorBase, apply, set_seed
+from fastai.torch_core import apply, set_seed
 from fastai.vision.augment import RandomResizedCrop
 from fastai.vision.data import ImageBlock, ImageDataLoaders, MaskBlock
 from fastai.vision.gan import (AdaptiveGANSwitcher, AdaptiveLoss, FixedGANSwitcher, GANDiscriminativeLR, GANLearner,

@@ -4,7 +4,6 @@ import matplotlib.pyplot as plt, numpy as np, os, pytest, random, re, sys, torch
 from fractions import Fraction
 from functools import partial
 from torch import nn
-from torch.utils.data import TensorDataset
 from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelStepException,
     CancelTrainException)
 from fastai.callback.schedule import SchedCos
@@ -13,7 +12,7 @@ from fastai.optimizer import Adam, Lamb, OptimWrapper, RAdam, RMSProp, SGD
 import fastaccum
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler
 from fastaccum.core.macro_batch import round_up
-from fastaccum.testing import CrossEntropy, assert_twins, deviation, toy, toy_data, twins
+from fastaccum.testing import CrossEntropy, assert_twins, deviation, toy, twins
 from common import grads, weights
 from test_faults import check_clean
 from test_loud import Penalty, Tied

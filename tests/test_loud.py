@@ -1,21 +1,15 @@
 """Right or loud: what callbacks, losses and loaders of real applications do to a fit, each against its twin."""
-import pickle, pytest, torch, warnings
-from contextlib import suppress
-from functools import partial
+import pickle, pytest, torch
 from torch import nn
-from torch.nn import functional as F
-from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException,
-    CancelFitException, CancelStepException,
+from fastai.callback.core import (Callback, CancelBatchException, CancelEpochException, CancelStepException,
     CancelTrainException)
 from fastai.callback.mixup import CutMix, MixUp
 from fastai.callback.training import GradientClip
 from fastai.learner import Learner
 from fastai.optimizer import Adam, SGD
-from fastcore.basics import noop
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler
-from fastaccum.core.listeners import Listener
 from fastaccum.testing import CrossEntropy, assert_twins, deviation, toy, toy_data, twins
-from common import Raise, Seen, grads, weights
+from common import Seen, grads, weights
 
 def params(m): return [list(m.parameters())]
 def fit(l, cbs, n=2): l.fit(n, 0.05, cbs=cbs)
@@ -241,6 +235,21 @@ def test_parameters_outside_of_the_optimizer(clip):
         cbs=lambda: [GradientClip(0.5)] if clip else [], fit=fit)
     assert a.model[0].weight.grad.abs().sum()>0
     assert_twins(a, b)
+
+@pytest.mark.parametrize('steps,micro', [(0,2), (1,6), (1,4)])
+def test_gradients_outside_of_the_optimizer_after_a_cancelled_epoch(steps, micro):
+    "The epoch ends after so many steps; of the micro-batches that follow the last of them nothing is left"
+    def run(bs, cbs, n):
+        class Stop(Callback):
+            order,run_valid = -50,False
+            def before_batch(self):
+                if self.epoch==0 and self.iter==n: raise CancelEpochException
+        learn = toy(bs, n=64, splitter=lambda m: [list(m[2:].parameters())])
+        learn.fit(2, 0.05, cbs=[*cbs,Stop()])
+        return learn
+    a,b = run(16, [], steps),run(4, [GradientAccumulation(16)], micro)
+    assert deviation(weights(a), weights(b))<1e-7
+    assert deviation(grads(a), grads(b))<1e-7 and a.model[0].weight.grad.any()
 
 @pytest.mark.parametrize('tokens', [False,True])
 @pytest.mark.parametrize('event,exc', [('before_step',CancelBatchException), ('after_step',CancelBatchException),

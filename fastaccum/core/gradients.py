@@ -48,7 +48,8 @@ class HeldGrads:
         # the model's parameters that the optimizer does not have, when an epoch begins: each has an object of its own
         self.others = [p for p in model.parameters() if id(p) not in own]
         # from `begin` of a macro-batch to its `end` or `drop`
-        self.held = []   # pairs of a parameter and the gradient that was set aside
+        self.open = False   # is a macro-batch being accumulated?
+        self.held = []      # pairs of a parameter and the gradient that was set aside
 
     @property
     def own(self)->list:
@@ -62,6 +63,7 @@ class HeldGrads:
         if not (left or self.others): return
         params = self.others+(self.own if left else [])
         self.held += [(p,p.grad) for p in {id(p):p for p in params}.values() if p.grad is not None]
+        self.open = True   # not before: an interrupt may come, and `drop` then
         for p,_ in self.held: p.grad = None
 
     def end(self,
@@ -70,12 +72,14 @@ class HeldGrads:
         "Multiply the gradients of the macro-batch, and add what was set aside"
         if isinstance(by, torch.Tensor) or by!=1: scale_grads(self.own+self.others, by)
         for p,g in self.held: p.grad = g if p.grad is None else g.add_(p.grad)
-        self.held = []
+        self.open,self.held = False,[]
 
     def drop(self):
-        "Forget the gradients of the macro-batch, and put back what was set aside"
+        "Forget what the macro-batch left outside of the optimizer, and put back what was set aside"
+        if not self.open: return
+        for p in self.others: p.grad = None
         for p,g in self.held: p.grad = g
-        self.held = []
+        self.open,self.held = False,[]
 
 # %% ../../nbs/core/08_gradients.ipynb #step
 def take_step(

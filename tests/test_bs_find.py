@@ -843,7 +843,7 @@ def test_the_page_is_the_same_whenever_it_is_run():
     "Its saved outputs say nothing that differs from run to run"
     import json
     root = Path(__file__).parent.parent
-    page = root/'nbs'/'02_bs_find.ipynb'
+    page = root/'nbs'/'06_bs_find.ipynb'
     def outputs(nb):
         return {c['id']:[o.get('text',o.get('data',{}).get('text/plain')) for o in c['outputs']]
             for c in nb['cells'] if c.get('outputs')}

@@ -1,9 +1,9 @@
 """Write the documentation site to `_docs`: `make docs`.
 
 Each notebook in `nbs/` becomes a page, with the outputs saved in it (`make test` runs them). Its folder says in which
-section: modules that users import are the API, the wings `core`, `memory` and `processes` are how it is built. What
-a notebook exports is shown as signature, parameters, errors and a link to the source, with the code folded. Sphinx
-renders the pages; a broken link or directive fails.
+section: modules that users import are the API, the wings (`core`, `memory` and so on) are how it is built.
+What a notebook exports is shown as signature, parameters, errors and a link to the source, with the code folded.
+Sphinx renders the pages; a broken link or directive fails.
 """
 import ast, builtins, hashlib, inspect, json, os, re, shutil, subprocess, sys
 from functools import partial
@@ -31,7 +31,7 @@ sections = dict(
     built=('How it is built', 'The rooms behind the API, for those who want to know how or to change something. '
         'Each page is the source of its module: prose, code, and examples that are its first tests. '
         'Read in order they tell the whole story.'))
-wings = ('core','memory','processes')
+wings = [o for o in ('core','memory','processes','ways','check','noise') if (root/'nbs'/o).exists()]
 single = ['differences', 'compatibility', 'coming_from', 'changelog', 'contributing']
 
 # The names that a notebook exports

@@ -7,7 +7,9 @@ root = Path(__file__).resolve().parent.parent
 lib = root/'fastaccum'
 
 # A room, and the rooms it may use besides itself. The front doors stand in the package itself
-rooms = {'doors': {'core','processes','memory'}, 'memory': {'core','processes'}, 'processes': {'core'}, 'core': set()}
+wings = {'core': set(), 'processes': {'core'}, 'memory': {'core','processes'}}
+wings |= {o: {'core','processes','memory'} for o in ('ways','check','noise')}
+rooms = {'doors': {*wings}, **wings}
 optional = {'wandb': 'wandb.py'}   # a package that need not be installed, and the only module that may import it
 never = {'tensorboard','accelerate','PIL','transformers','timm'}
 

@@ -24,6 +24,4 @@ def result_of(
         return f"but not {same}: {type(bns[0]).__name__} normalises with the samples of a micro-batch,"
     if probed is not None and probed.wrong: return f"but not {same}: the loss is no mean of its parts' losses,"
     if probed is None or probed.off is None: same += " if the loss is a mean over samples that do not see each other"
-    mixers = [type(o).__name__ for o in learn.cbs if learn.training and hasattr(o, 'lam') and hasattr(o, 'yb1')]
-    random = mixers+["dropout"]*bool(random_layers(learn.model))
-    return same+f" but for the random numbers of {' and '.join(random)}"*bool(random)+","
+    return same+" but for the random numbers of dropout"*bool(random_layers(learn.model))+","

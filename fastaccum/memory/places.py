@@ -55,7 +55,7 @@ class Trial:
     def __init__(self,
         learn:Learner, # The Learner
         attempt:Attempt, # Notes what is now, and undoes what a trial does
-        part:callable # Gives a batch of so many samples
+        part:callable # Gives inputs and targets of so many samples
     ):
         self.learn,self.attempt,self.part = learn,attempt,part
         attempt.note()
@@ -68,7 +68,7 @@ class Trial:
         "A forward pass on `n` samples"
         learn = self.learn
         try:
-            learn._split(learn._set_device(self.part(n)))
+            learn.xb,learn.yb = self.part(n)
             change()
             out = learn.model(*learn.xb)
             return copies(learn.model),tree_flatten(out)[0]

@@ -82,10 +82,14 @@ def _backward(self:Steps, instead):
     "In the place of the Learner's backward pass: run it on the loss's share; what it has run on counts"
     learn,weight = self.learn,self.weight
     counts = self.entered and self.pending is not None
-    if counts and (isinstance(weight, torch.Tensor) or weight!=1):
+    wide = counts and self.held.wide is not None and not (self.sync_each and self.sync.world>1)   # weigh gradients
+    if wide: self.weight = 1.
+    elif counts and (isinstance(weight, torch.Tensor) or weight!=1):
         learn.loss_grad = learn.loss_grad.as_subclass(torch.Tensor)*weight
     instead.stock()
-    if counts: self._count()
+    if not counts: return
+    self.held.add(weight if wide else 1.)
+    self._count()
 
 # %% ../../nbs/core/16_steps.ipynb #penalty
 @patch

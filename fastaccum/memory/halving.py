@@ -24,6 +24,7 @@ class Halving(Pieces):
         acc:'GradientAccumulation' # The accumulation callback
     ):
         super().__init__(micro, acc)
+        self.now = self.along.now   # undoes what has failed
         self.step = FirstStep(acc.learn, self.now.device)   # the place taken in the Learner's `_step`
         self.looked = False   # was a batch split, to see that it can be? Written with the first that trains
         self.failed = None    # samples and reason of a failure that was not told yet; written by `attempt` and `_told`

@@ -29,7 +29,7 @@ class Pieces:
         self.ended = False    # has it left?
         # of a batch, or of the part of it that is for one macro-batch
         self.xb = self.yb = ()   # what the Learner has after `before_batch`
-        self.n = None            # samples in it, if somebody has asked `count`
+        self.n = None            # samples in it, once somebody has asked `count`
         self.stop = None         # what a callback has raised before the last part, to end the training with
         self.cancelled = None    # a `CancelBatchException` that has ended the part
 
@@ -92,8 +92,8 @@ def _segments(self:Pieces, i, b):
 @patch
 def do_one_batch(self:Pieces):
     "The `_do_one_batch` of the Learner"
-    acc,learn = self.acc,self.learn
-    if not (acc.run and acc in learn.cbs): return self.inner.stock()
+    learn = self.learn
+    if not (self.acc.run and self.acc in learn.cbs): return self.inner.stock()
     self.xb,self.yb,self.n = learn.xb,learn.yb,None
     self.along.ready()
     if self.fits is None or self.count()<=self.fits: self.whole()
@@ -106,13 +106,11 @@ def count(self:Pieces
 
     TypeError: it does not tell
     """
-    learn = self.learn
     if self.n is None:
-        expected = self.acc.micro_n if learn.training else getattr(learn.dl, 'bs', None)
+        expected = self.acc.micro_n if self.learn.training else getattr(self.learn.dl, 'bs', None)
         self.n = n_samples((*self.yb,*self.xb), expected)
     if self.n is None:
-        raise TypeError("a batch does not tell how many samples it has, so it cannot be split: "
-            "make the DataLoaders with smaller batches, and leave `micro_batch_size` out")
+        raise TypeError("a batch does not tell how many samples it has: leave `micro_batch_size` out")
     return self.n
 
 @patch
@@ -179,6 +177,6 @@ def _end(self:Pieces, n):
     "A piece of `n` samples has ended; the last one ends as a batch does"
     self.along.keep(n)
     if self.micro.more:
-        events = ['after_batch'] if self.cancelled is None else ['after_cancel_batch','after_batch']
-        for o in events: self.stop = part_ended(self.acc, o) or self.stop
+        for o in ['after_cancel_batch']*(self.cancelled is not None)+['after_batch']:
+            self.stop = part_ended(self.acc, o) or self.stop
     elif self.cancelled is not None: raise self.cancelled

@@ -24,8 +24,8 @@ class Refused(ValueError):
         why:str # Why not: the rest of a sentence
     ):
         super().__init__(f"{type(m).__name__} keeps something in its attribute `{nm}` from batch to batch, and {why}, "
-            "so a batch that does not fit cannot be split with the same result: give the DataLoaders "
-            "a batch size that fits (`learn.bs_find`), and leave `micro_batch_size='auto'` out")
+            "so a batch cannot be split with the same result: give the DataLoaders "
+            "a batch size that fits (`learn.bs_find`), and leave `micro_batch_size` out")
 
 def _place(m, nm):
     "The dict in which `m` has its attribute"

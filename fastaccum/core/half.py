@@ -50,7 +50,8 @@ class WideSums:
         for k in list(self.sums):
             p,o = self.sums.pop(k)
             if isinstance(by, torch.Tensor) or by!=1: o = o*by
-            p.grad = (o if k not in more else o+more[k]).to(p.dtype)
+            if k in more: o = o+more[k]
+            p.grad = (o.coalesce() if o.is_sparse else o).to(p.dtype)
 
     def drop(self):
         "Forget them"

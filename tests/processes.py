@@ -129,7 +129,8 @@ def twins(ns, micro=4, macro=16, acc=None, acc_cls=GradientAccumulation, fit=one
     per step and bucket"""
     acc,micros = acc or {},micro if isinstance(micro, list) else [micro]*world
     ds,order = toy_data(sum(ns), tokens),orders(ns)
-    shares = [-(-math.ceil(macro/world)//m)*m for m in micros]
+    units = [1 if acc.get('micro_batch_size', m)<m else m for m in micros]   # batches that are split are cut at steps
+    shares = [-(-math.ceil(macro/world)//m)*m for m in units]
     a = learner(Batches(ds, [macro_batches(o, shares, acc.get('drop_last')) for o in order], sum(shares)), ds, **kwargs)
     if setup: setup(a)
     fit(a, cbs())
@@ -146,8 +147,57 @@ def even(n=32): return [n]*world
 # 16 wanted of each: the third macro-batch has 8 samples, all of the first process
 def uneven(): return [40,25,18][:world]
 
+# Half precision
+
+class Half(nn.Module):
+    "With a layer that normalises, in single precision, and a buffer"
+    def __init__(self):
+        super().__init__()
+        self.a,self.norm,self.b = nn.Linear(5, 6),nn.BatchNorm1d(6),nn.Linear(6, 3)
+        self.bfloat16()
+        self.norm.float()
+    def forward(self, x): return self.b(self.norm(self.a(x.bfloat16()).float()).bfloat16()).float()
+
+def half_precision(ns, micro, macro, **acc):
+    "How far are the gradients of the steps from the mean in float32 over all processes, in units of the last place?"
+    ds,order,got = toy_data(sum(ns)),orders(ns),[]
+    class Grab(Callback):
+        order,run_valid = 8,False
+        def before_step(self): got.append([p.grad.clone() for p in self.learn.model.parameters()])
+        def before_train(self): self.learn.model.module.norm.eval()   # statistics of others would be another model
+    learn = together(Batches(ds, [cut(o[rank], micro) for o in order], micro), ds,
+        GradientAccumulation(macro, drop_last=False, **acc), lambda l,cbs: l.fit(1, 0., cbs=cbs), cbs=lambda: [Grab()],
+        model=Half, splitter=lambda m: [list(m.parameters())], loss_func=nn.CrossEntropyLoss())
+    model,share = learn.model.module.eval(),-(-math.ceil(macro/world)//micro)*micro
+    parts = [cut(o, share) for o in order[0]]
+    assert len(got)==max(map(len, parts))
+    res = []
+    for i,gs in enumerate(got):
+        idxs = [m for p in parts if i<len(p) for m in cut(p[i], micro)]
+        mean = [torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()]
+        for m in idxs:
+            x,y = (o.to(device) for o in ds[m])
+            for r,g in zip(mean, torch.autograd.grad(nn.functional.cross_entropy(model(x), y), model.parameters())):
+                r += g.float()*len(m)/sum(map(len, idxs))
+        for g,r in zip(gs, mean):
+            if g.dtype==torch.bfloat16:
+                last = 2.**(r.abs().clamp(min=2.**-10).log2().floor()-7)
+                res.append(((g.float()-r).abs()/last).max().item())
+        for g in gs: same_everywhere(g.float())
+    assert learn.exchanges.last==0 or acc.get('sync_each')
+    return max(res)
+
 # Cases
 
+def case_half():
+    "One rounding, after the exchange"
+    assert half_precision(even(64), 2, 64*world)<=1
+    assert half_precision(even(35), 4, 16*world)<=1
+    assert half_precision(uneven(), 4, 16*world)<=1
+    assert half_precision([40,3,1][:world], 4, 16*world)<=1
+def case_half_sync_each():
+    "Each exchange rounds, but not the sum of what was exchanged"
+    half_precision(even(64), 2, 64*world, sync_each=True)
 def case_even(): assert_twins(*twins(even()))
 def case_ragged(): assert_twins(*twins(even(35)))
 def case_default_arguments():
@@ -205,13 +255,32 @@ def case_size_of_your_own():
 def case_sum():
     assert_twins(*twins(uneven(), macro=16*world, loss_func=CrossEntropy(reduction='sum'),
         fit=lambda l,cbs: l.fit(2, 1e-3, cbs=cbs)))
+def case_split():
+    "Batches of the loaders are split on each process, whatever their sizes"
+    for ns,micro,macro,n in ((even(36),12,12*world,4), (even(36),12,10*world,4), (uneven(),8,12*world,3),
+                             (even(50),[8,12,5][:world],16*world-1,5)):
+        for acc in (dict(),dict(drop_last=True)):
+            assert_twins(*twins(ns, micro=micro, macro=macro, acc=dict(micro_batch_size=n, **acc)))
+    assert_twins(*twins(uneven(), micro=8, macro=12*world, tokens=True, acc=dict(micro_batch_size=3)))
+    a,b = twins(even(), micro=16, macro=16*world, acc=dict(micro_batch_size=4), setup=train_metrics, metrics=[accuracy])
+    assert_twins(a, b)
+def case_split_in_schedules():
+    "As with loaders of micro-batches"
+    for acc in (lambda micro: GradientAccumulationSchedule(8*world, 24*world, micro_batch_size=micro),
+                lambda micro: GradientAccumulationScheduler({1:3}, micro_batch_size=micro)):
+        ds,order,learns = toy_data(48*world),orders(even(48)),[]
+        for bs,micro in ((4,None),(16,4)):
+            learns.append(together(Batches(ds, [cut(o[rank], bs) for o in order], bs), ds, acc(micro), one_cycle))
+        assert_twins(*learns)
+        assert learns[0].recorder.accum_bs==learns[1].recorder.accum_bs
 def case_drop_last():
     for ns in (even(35),uneven()): assert_twins(*twins(ns, macro=16*world, acc=dict(drop_last=True)))
 def case_start_epoch():
     for ns in (even(35),uneven()):
         assert_twins(*twins(ns, macro=16*world, fit=lambda l,cbs: l.fit_one_cycle(3, 0.1, cbs=cbs, start_epoch=1)))
+def train_metrics(learn): learn.recorder.train_metrics = True
 def case_train_metrics():
-    def setup(l): l.recorder.train_metrics = True
+    setup = train_metrics
     a,b = twins(even(), setup=setup, metrics=[accuracy,AvgLoss()])
     assert len(b.recorder.values[0])==6
     assert_twins(a, b)

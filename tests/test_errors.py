@@ -83,7 +83,7 @@ def test_last_full_macro_batch_is_enough():
     assert len(b.recorder.losses)==1
 
 def test_contradicting_micro_batch_size():
-    refused(toy(4, n=70), GradientAccumulation(16, micro_batch_size=2), 'micro_batch_size=2.*batches of 4')
+    refused(toy(4, n=70), GradientAccumulation(16, micro_batch_size=8), 'micro_batch_size=8.*batches of 4.*`bs=8`')
 
 def test_loader_without_a_batch_size():
     "A loader of ready-made batches: refused without `micro_batch_size`, right with it"

@@ -7,7 +7,7 @@ script = Path(__file__).with_name('processes.py')
 cases = [o[len('def case_'):].partition('(')[0] for o in script.read_text().splitlines() if o.startswith('def case_')]
 on_three = ['even','ragged','uneven','hardly_any_samples_on_one','micro_batches_of_different_sizes','tokens',
     'drop_last','start_epoch',
-    'train_metrics','schedules','random_runs','one_leaves_out_micro_batches','distrib_ctx']
+    'split','split_in_schedules','half','train_metrics','schedules','random_runs','one_leaves_out_micro_batches','distrib_ctx']
 
 def start(n, out, *names):
     "Start `n` processes that run the cases `names`"

@@ -96,9 +96,9 @@ def like(
 
 def _refuse(o, n, reason=''):
     raise TypeError(f"a {type(o).__name__}{reason} in a batch of {n} samples cannot be split: "
-        "`micro_batch_size='auto'` splits tensors with the samples along their first dimension, and tuples, "
-        "lists and dicts of them. Give `micro_batch_size=AutoSize(split=f)` with a function "
-        "`f(batch, start, stop, n)`, or a number")
+        "`micro_batch_size` splits tensors with the samples along their first dimension, and tuples, lists and dicts "
+        "of them. Give `micro_batch_size=AutoSize(split=f)` with a function `f(batch, start, stop, n)`, or leave it "
+        "out, with DataLoaders whose batches fit")
 
 # %% ../../nbs/core/03_batch.ipynb #split-it
 def _listed(o, n, lists=False):

@@ -14,6 +14,7 @@ from contextlib import suppress
 from fastai.callback.core import CancelBatchException, CancelStepException
 from fastai.learner import Learner
 from fastai.optimizer import Optimizer, OptimWrapper
+from .half import WideSums, is_half
 
 # %% ../../nbs/core/08_gradients.ipynb #empty
 def empty_grads(
@@ -47,6 +48,7 @@ class HeldGrads:
         own = {id(p) for p in self.own}
         # the model's parameters that the optimizer does not have, when an epoch begins: each has an object of its own
         self.others = [p for p in model.parameters() if id(p) not in own]
+        self.wide = WideSums() if is_half(self.all) else None   # where gradients are added up, if not in `p.grad`
         # from `begin` of a macro-batch to its `end` or `drop`
         self.open = False   # is a macro-batch being accumulated?
         self.held = []      # pairs of a parameter and the gradient that was set aside
@@ -55,6 +57,11 @@ class HeldGrads:
     def own(self)->list:
         "The optimizer's parameters. A callback may add some in the middle of an epoch"
         return [p for ps in self.opt.param_lists for p in ps]
+
+    @property
+    def all(self)->list:
+        "The parameters that may have gradients"
+        return self.own+self.others
 
     def begin(self,
         left:bool # Was a step cancelled so that the gradients were not emptied?
@@ -66,16 +73,27 @@ class HeldGrads:
         self.open = True   # not before: an interrupt may come, and `drop` then
         for p,_ in self.held: p.grad = None
 
+    def add(self,
+        weight:float|torch.Tensor=1. # Its share of the macro-batch, if its loss was not multiplied with it
+    ):
+        "The backward pass of a micro-batch is complete"
+        if self.wide is not None: self.wide.add(self.all, weight)
+
     def end(self,
         by:float|torch.Tensor=1. # A number or a 0-dim tensor
     ):
         "Multiply the gradients of the macro-batch, and add what was set aside"
-        if isinstance(by, torch.Tensor) or by!=1: scale_grads(self.own+self.others, by)
-        for p,g in self.held: p.grad = g if p.grad is None else g.add_(p.grad)
+        if self.wide is not None:
+            self.add()   # what came otherwise than by a backward pass of ours
+            self.wide.put(by, self.held)
+        else:
+            if isinstance(by, torch.Tensor) or by!=1: scale_grads(self.all, by)
+            for p,g in self.held: p.grad = g if p.grad is None else g.add_(p.grad)
         self.open,self.held = False,[]
 
     def drop(self):
         "Forget what the macro-batch left outside of the optimizer, and put back what was set aside"
+        if self.wide is not None: self.wide.drop()
         if not self.open: return
         for p in self.others: p.grad = None
         for p,g in self.held: p.grad = g

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 from fastcore.basics import patch
-from .macro_batch import Position, round_up
+from .macro_batch import Position, round_up, unit
 
 # %% ../../nbs/core/01_layout.ipynb #entries
 class Entries(Sequence):
@@ -51,10 +51,13 @@ class Layout:
         accum_bs:int|Callable, # Samples wanted in a macro-batch: a number, or a function of a `Position`
         n_epoch:int=1, # Epochs
         drop_last:bool=False, # Leave out the remainder of each epoch?
-        never_empty:bool=False # But step on the samples of an epoch where that would leave no step in it?
+        never_empty:bool=False, # But step on the samples of an epoch where that would leave no step in it?
+        bs:int|None=None # Samples in a batch of the loader, if such batches are split into micro-batches
     ):
         self.n = n
         self.micro_bs = micro_bs
+        self.bs = bs or micro_bs
+        self.cut = unit(micro_bs, self.bs)
         self.accum_bs = accum_bs
         self.n_epoch = n_epoch
         self.drop_last = drop_last
@@ -76,8 +79,8 @@ class Layout:
 
     @property
     def loaders(self)->tuple:
-        "For each process, samples in a micro-batch, samples its `DataLoader` yields in an epoch, and `drop_last`"
-        return (self.micro_bs,self.n,self.drop_last),
+        "For each process, samples in a micro-batch, samples its `DataLoader` yields, `drop_last`, and its batch size"
+        return (self.micro_bs,self.n,self.drop_last,self.bs),
 
 # %% ../../nbs/core/01_layout.ipynb #parts
 @patch
@@ -85,7 +88,7 @@ def full(self:Layout,
     wanted:int # Samples wanted in a macro-batch
 )->int: # Samples in one that nothing cuts short
     "Samples in a macro-batch that nothing cuts short"
-    return round_up(wanted, self.micro_bs)
+    return round_up(wanted, self.cut)
 
 @patch
 def _parts(self:Layout, wanted):
@@ -117,9 +120,9 @@ def _wanted(self:Layout, epoch, step, part):
 @patch
 def _begin(self:Layout, epoch, step, i):
     "Samples wanted, samples expected, and whether they are dropped"
-    wanted = self._wanted(epoch, step, i*self.micro_bs/self.n)
+    wanted = self._wanted(epoch, step, i*self.cut/self.n)
     full = self.full(wanted)
-    left = self.n-i*self.micro_bs
+    left = self.n-i*self.cut
     if left<=0 or left>=full: return wanted,full,False   # 0: a loader that yields more than it announced
     return wanted,left,self.drop_last and not (self.never_empty and not i)
 
@@ -127,13 +130,13 @@ def _begin(self:Layout, epoch, step, i):
 def _walk(self:Layout, epoch):
     "The macro-batches of an epoch in turn, the dropped one too"
     step = self.before(epoch)
-    i = 0   # micro-batches of the epoch so far
-    while i*self.micro_bs<self.n:
+    i = 0   # micro-batches of the epoch so far, or samples if micro-batches are cut
+    while i*self.cut<self.n:
         wanted,size,dropped = self._begin(epoch, step, i)
         yield wanted,size,dropped
         if dropped: return
         step += 1
-        i += -(-size//self.micro_bs)   # the micro-batches it takes
+        i += -(-size//self.cut)   # the micro-batches it takes
 
 @patch
 def _walked(self:Layout, epoch):

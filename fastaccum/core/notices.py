@@ -56,7 +56,7 @@ def tell_large(
 ):
     "A batch has more samples than the loader says"
     once(acc, 'large', f"a batch has {acc.micro_n} samples, counted along the first dimension of its tensors, where "
-        f"the training loader says {acc.planned.micro_bs}: steps come sooner than planned. If samples are not the "
+        f"the training loader says {acc.planned.bs}: steps come sooner than planned. If samples are not the "
         "first dimension, give `accum_bs` in what is; if the loader joins items, make it say the samples of a batch")
 
 # %% ../../nbs/core/15_notices.ipynb #callbacks

@@ -33,7 +33,7 @@ class Plan(Layout):
 def begin(self:Plan,
     epoch:int, # The epoch
     step:int, # Optimizer steps taken before, in all epochs
-    i:int # Micro-batches of this epoch before it
+    i:int # Micro-batches of this epoch before it, as of `place`
 )->tuple: # Samples wanted, samples expected, and whether it is dropped, with the rest of the epoch
     "The macro-batch that begins with the `i`th micro-batch of `epoch`"
     if not i:
@@ -43,17 +43,25 @@ def begin(self:Plan,
 
 @patch
 def expected(self:Plan,
-    i:int # Micro-batches of the epoch before it
+    i:int # Batches of the epoch before it
 )->int: # Samples
-    "Samples that the `i`th micro-batch of an epoch should have"
-    return min(self.micro_bs, self.n-i*self.micro_bs)
+    "Samples that the `i`th batch of the loader in an epoch should have"
+    return min(self.bs, self.n-i*self.bs)
+
+@patch
+def place(self:Plan,
+    i:int, # Batches of the loader before it, in the epoch
+    start:int=0 # Samples of its own batch before it
+)->int: # What `begin` and `change` take for `i`
+    "Micro-batches before a place in an epoch; samples, where micro-batches are cut"
+    return (i*self.bs+start)//self.cut
 
 @patch
 def ends(self:Plan,
-    i:int, # Micro-batches of the epoch before it
-    n_iter:int # Micro-batches that the loader announced
+    i:int, # Batches of the epoch before it
+    n_iter:int # Batches that the loader announced
 )->bool: # Is it the last?
-    "Is the `i`th micro-batch the last of an epoch?"
+    "Is the `i`th batch of the loader the last of an epoch?"
     return i==n_iter-1
 
 # %% ../../nbs/core/02_plan.ipynb #next-pct-export
@@ -111,10 +119,10 @@ def change(self:Plan,
     since,pct = (self.rest.done,self.rest.pct) if in_rest else (0,epoch/self.n_epoch)
     end = (epoch+1)/self.n_epoch
     if done>since: pct = min(pct+(done-since)*self._pct(epoch), end)
-    left = max(0, self._count(((self.full(accum_bs),self.n-i*self.micro_bs),), first=not i))
+    left = max(0, self._count(((self.full(accum_bs),self.n-i*self.cut),), first=not i))
     self.past = [*(self.before(o) for o in range(epoch+1)),self.before(epoch)+done+left]
     if not isinstance(self.accum_bs, Changes): self.accum_bs = Changes(self.accum_bs)
-    self.accum_bs.add(self._position(epoch, step, i*self.micro_bs/self.n).pct, accum_bs)
+    self.accum_bs.add(self._position(epoch, step, i*self.cut/self.n).pct, accum_bs)
     self.fixed = None
     self.walked = Walked()
     self.rest = Rest(epoch, done, pct, (end-pct)/max(1, left)) if done else None
@@ -126,7 +134,7 @@ def like(self:Plan,
     n_epoch:int # Epochs
 )->Plan: # Of the same class
     "The same with another size, and other epochs"
-    return type(self)(self.n, self.micro_bs, wanted, n_epoch, self.drop_last, self.never_empty)
+    return type(self)(self.n, self.micro_bs, wanted, n_epoch, self.drop_last, self.never_empty, self.bs)
 
 @patch
 def steady(self:Plan,

@@ -32,21 +32,35 @@ class Steps(State, Guest):
         self.held.begin(self.left)
         self.left = False
 
+    def _arrive(self):
+        "A batch of the loader has come, or the rest of one: which macro-batch goes on with it?"
+        learn = self.learn
+        if not learn.iter and learn.dl is not self.dl: self._other_loader()
+        elif self.macro.stepped: self._start(self.planned.place(learn.iter, self.micro.start))
+        if learn.iter>=learn.n_iter: tell_more(self)
+
     def before_batch(self):
         "Say what comes: which macro-batch, how many samples, is it the closing one?"
         learn,macro = self.learn,self.macro
         if not len(learn.yb): return
         if not self.entered: refuse_middle(self)
-        if not learn.iter and learn.dl is not self.dl: self._other_loader()
-        elif macro.stepped: self._start(learn.iter)
-        if learn.iter>=learn.n_iter: tell_more(self)
-        self.at,self.counted,self.sum_loss = learn.iter,False,None
+        self._arrive()
+        self.at,self.counted = learn.iter,False
         if macro.dropped: raise CancelBatchException
         n = self.micro.n   # known, if it is a part of a batch
-        self.micro_n = samples_in(learn, self.planned.expected(learn.iter)) if n is None else n
-        if self.micro_n>self.planned.micro_bs: tell_large(self)
-        macro.announce(self.micro_n, last=self.planned.ends(learn.iter, learn.n_iter), more=self.micro.more)
+        self._announce(samples_in(learn, self.planned.expected(learn.iter)) if n is None else n)
+        if self.micro_n>self.planned.bs: tell_large(self)
         if not self.micro_n: raise CancelBatchException   # there is nothing in it
+
+    def _announce(self, n):
+        "`n` samples come next; once more for each part, if what came is split"
+        self.micro_n,self.counted,self.sum_loss = n,False,None
+        self._decide(n)
+
+    def _decide(self, n):
+        learn,micro = self.learn,self.micro
+        last = self.planned.ends(learn.iter, learn.n_iter) and not micro.rest
+        self.macro.announce(n, last=last, more=micro.more)
 
 # %% ../../nbs/core/16_steps.ipynb #weigh
 @patch
@@ -79,10 +93,14 @@ def _backward(self:Steps, instead):
     "In the place of the Learner's backward pass: run it on the loss's share; what it has run on counts"
     learn,weight = self.learn,self.weight
     counts = self.entered and self.pending is not None
-    if counts and (isinstance(weight, torch.Tensor) or weight!=1):
+    wide = counts and self.held.wide is not None and not (self.sync_each and self.sync.world>1)   # weigh gradients
+    if wide: self.weight = 1.
+    elif counts and (isinstance(weight, torch.Tensor) or weight!=1):
         learn.loss_grad = learn.loss_grad.as_subclass(torch.Tensor)*weight
     instead.stock()
-    if counts: self._count()
+    if not counts: return
+    self.held.add(weight if wide else 1.)
+    self._count()
 
 # %% ../../nbs/core/16_steps.ipynb #penalty
 @patch
@@ -114,7 +132,7 @@ def after_backward(self:Steps):
     self.pending = None
     if not self.counted:   # the backward pass was cancelled
         self.micro.merge()
-        macro.announce(0, last=self.planned.ends(learn.iter, learn.n_iter), more=self.micro.more)
+        self._decide(0)
     if not (macro.closing and macro.samples): raise CancelBatchException
     self._close()
 

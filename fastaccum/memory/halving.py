@@ -11,153 +11,102 @@ __all__ = ['Halving']
 import torch
 from warnings import warn
 from fastcore.basics import patch
-from ..core.instead import Instead
-from ..core.batch import n_samples
-from .attempt import Attempt
 from .guard import FirstStep
 from .parts import result_of
-from .places import Trial, find_rows
-from .rows import Rows
+from .pieces import Pieces
 from .shortage import is_out_of_memory
 
 # %% ../../nbs/memory/09_halving.ipynb #in-fit
-class Halving:
+class Halving(Pieces):
     "One fit, in micro-batches that are halved when memory runs out"
     def __init__(self,
-        auto:'AutoSize', # What the accumulation callback asks; its `n`, `more` and sizes are written here
+        micro:'AutoSize', # As in `Pieces`; the sizes that fit are written here
         acc:'GradientAccumulation' # The accumulation callback
     ):
-        self.auto,self.acc,self.learn = auto,acc,acc.learn
-        self.now = Attempt(acc.learn)   # notes what is, and undoes what has failed
-        self.batch = Instead(acc.learn, 'one_batch', self.one_batch)   # the place taken in the Learner
-        self.step = FirstStep(acc.learn, self.now.device)              # likewise, of its `_step`
-        self.ended = False    # has it left?
+        super().__init__(micro, acc)
+        self.now = self.along.now   # undoes what has failed
+        self.step = FirstStep(acc.learn, self.now.device)   # the place taken in the Learner's `_step`
         self.looked = False   # was a batch split, to see that it can be? Written with the first that trains
-        self.places = None    # what of the model's state has rows; written with the first batch that is split
-        self.failed = None    # samples and reason of a failure that was not told yet; written by `_attempt` and `_tell`
+        self.failed = None    # samples and reason of a failure that was not told yet; written by `attempt` and `_told`
         # in a batch that is split
-        self.rows = None   # `Rows` of the model's state; `None` if it has none, and between batches
         self.done = []     # `(parameter, gradient)` with all of a failed micro-batch, set aside for its pieces
         self.skip = []     # those that `Attempt.undo` has found in the last attempt that failed
 
     def enter(self):
-        "Take over `one_batch` and `_step` of the Learner"
-        self.batch.enter()
+        "Take over the methods of `Pieces`, and the Learner's `_step`"
+        super().enter()
         self.step.enter()
 
     def leave(self):
         "Give them back; may be called twice, or after half an `enter`"
-        self.ended = True
-        self.batch.leave()
+        super().leave()
         self.step.leave()
 
     @property
     def fits(self)->int:
         "Samples that fit, as far as is known: of batches that train, or of others; `None` before the first failure"
-        return self.auto.size if self.learn.training else self.auto.valid_size
+        return self.micro.size if self.learn.training else self.micro.valid_size
     @fits.setter
-    def fits(self, n:int): setattr(self.auto, 'size' if self.learn.training else 'valid_size', n)
+    def fits(self, n:int): setattr(self.micro, 'size' if self.learn.training else 'valid_size', n)
+
+    def whole(self):
+        "Run what came, not in pieces"
+        learn = self.learn
+        if learn.training and not self.looked:
+            self.micro.split((*learn.xb,*learn.yb), 0, 1, self.count())
+            self.looked = True
+        super().whole()
 
     def merge(self):
         "The backward pass of a micro-batch is complete, or was cancelled"
-        if self.done and not self.auto.more: self._restore(0)
+        if self.done and not self.micro.more: self._restore(0)
 
     def _restore(self, k):
         for p,g in self.done[k:]: p.grad = g
         del self.done[k:]
 
-# %% ../../nbs/memory/09_halving.ipynb #batch
-@patch
-def one_batch(self:Halving,
-    i:int, # Its number in the epoch
-    b:object # The batch
-):
-    "The `one_batch` of the Learner"
-    acc,learn = self.acc,self.learn
-    if not (acc.run and acc in learn.cbs): return self.batch.stock(i, b)
-    if learn.training and not self.looked:
-        self.auto.split(b, 0, 1, self._count(i, b))
-        self.looked = True
-    self.auto.more,self.auto.n = False,None   # a batch before may have ended in the middle
-    whole = self.fits is None or self._count(i, b)<=self.fits
-    if not (whole and self._attempt(i, b)): self._split_up(i, b, whole)
-
-@patch
-def _count(self:Halving, i, b):
-    "Samples in a batch of the loader"
-    n = n_samples(b, self.acc.planned.expected(i) if self.learn.training else getattr(self.learn.dl, 'bs', None))
-    if n is None:
-        raise TypeError(f"a batch, a {type(b).__name__}, does not tell how many samples it has: "
-            "give `micro_batch_size` as a number")
-    return n
-
 # %% ../../nbs/memory/09_halving.ipynb #pieces
 @patch
-def _split_up(self:Halving, i, b, failed):
-    "Run the batch `b` in pieces; `failed` if it has just been tried whole"
-    n = self._count(i, b)
-    try:
-        if n>1: self._begin_rows(b, n)
-        run = self._again if failed else self._pieces
-        run(i, b, n, 0, n, last=True)
-    finally:
-        if self.rows: self.rows.end()
-        self.rows = self.auto.n = None
+def again(self:Halving,
+    start:int, # The first sample of the micro-batch
+    stop:int, # The sample after its last
+    last:bool # Does the batch end with it?
+):
+    """A micro-batch has failed: try it in smaller ones, which do not add to the gradients that have got it already
 
-@patch
-def _begin_rows(self:Halving, b, n):
-    "Split the model's state with a batch of `n` samples; what there is of it is found once in a fit"
-    trial = Trial(self.learn, self.now, lambda k: self.auto.split(b, 0, k, n))
-    if self.places is None: self.places = find_rows(trial, n)
-    self.rows = Rows(self.places, trial, n) if self.places else None
-
-@patch
-def _pieces(self:Halving, i, b, n, start, stop, last):
-    "Samples `start` to `stop` of the `n` of a batch, in micro-batches that fit; `last` if the batch ends with them"
-    while start<stop and not self.ended:   # the callback may be taken off meanwhile
-        k = -(-(stop-start)//self.fits)
-        end = start-(-(stop-start)//k)   # as even as can be
-        self.auto.more,self.auto.n = not (last and end==stop),end-start
-        if self.rows: self.rows.use(start, end)
-        if self._attempt(i, self.auto.split(b, start, end, n)):
-            if self.rows: self.rows.keep(end-start)
-        else: self._again(i, b, n, start, end, not self.auto.more)
-        start = end
-
-@patch
-def _again(self:Halving, i, b, n, start, stop, last):
-    "A micro-batch has failed: try it in smaller ones, which do not add to the gradients that have got it already"
+    OutOfMemoryError: it is of a single sample
+    """
     if stop-start==1:
         raise torch.OutOfMemoryError(f"a micro-batch of a single sample does not fit: {self.failed[1]}")
     k,self.fits = len(self.done),(stop-start)//2
     self.done += self.skip
-    try: self._pieces(i, b, n, start, stop, last)
+    try: self.run(start, stop, last)
     finally: self._restore(k)
 
 # %% ../../nbs/memory/09_halving.ipynb #attempt
 @patch
-def _attempt(self:Halving, i, b):
-    "Run the micro-batch `b`; undo it and return `False` if memory ran out"
+def attempt(self:Halving
+)->bool: # `False` if memory ran out
+    "Run a micro-batch; undo it if memory runs out"
     acc,aside = self.acc,bool(self.done)   # do some gradients have all of it?
     acc.counted = False
     for p,_ in self.done: p.grad = None
     self.now.begin(acc.macro.stepped or not acc.macro.samples)
-    try: self.batch.stock(i, b)
+    try: super(Halving, self).attempt()
     except Exception as e:
         if acc.counted or self.ended or not is_out_of_memory(e): raise
-        if '`after_batch`' in str(e): raise   # metrics may have counted it
         reason = str(e).strip().split('\n')[0] or type(e).__name__
-        if self.failed is None: self.failed = self.auto.n or self._count(i, b),reason
+        if self.failed is None: self.failed = self.micro.n or self.count(),reason
     else:
         self.now.generators.passed()
-        if self.failed and not self.ended: self._tell()
+        if self.failed and not self.ended: self._told()
         if aside and not acc.counted and not self.ended: self._refuse_cancelled()
         return True
     self.skip = self.now.undo()   # here, where the exception no longer holds the frames of the passes
     return False
 
 @patch
-def _tell(self:Halving):
+def _told(self:Halving):
     (n,reason),self.failed = self.failed,None
     warn(f"memory ran out with a micro-batch of {n} samples ({reason}). It was undone, and the fit goes on, "
          f"{result_of(self.learn, self.acc.probed)} in micro-batches of {self.fits}")
@@ -165,5 +114,5 @@ def _tell(self:Halving):
 @patch
 def _refuse_cancelled(self:Halving):
     raise torch.OutOfMemoryError("memory ran out in a backward pass that had added to some gradients already, and "
-        f"a callback has cancelled {self.auto.n} of its samples since, which cannot be taken out of them: "
+        f"a callback has cancelled {self.micro.n} of its samples since, which cannot be taken out of them: "
         "give the DataLoaders a batch size that fits (`learn.bs_find`)")

@@ -24,8 +24,8 @@ class Refused(ValueError):
         why:str # Why not: the rest of a sentence
     ):
         super().__init__(f"{type(m).__name__} keeps something in its attribute `{nm}` from batch to batch, and {why}, "
-            "so a batch that does not fit cannot be split with the same result: give the DataLoaders "
-            "a batch size that fits (`learn.bs_find`), and leave `micro_batch_size='auto'` out")
+            "so a batch cannot be split with the same result: give the DataLoaders "
+            "a batch size that fits (`learn.bs_find`), and leave `micro_batch_size` out")
 
 def _place(m, nm):
     "The dict in which `m` has its attribute"
@@ -55,7 +55,7 @@ class Trial:
     def __init__(self,
         learn:Learner, # The Learner
         attempt:Attempt, # Notes what is now, and undoes what a trial does
-        part:callable # Gives a batch of so many samples
+        part:callable # Gives inputs and targets of so many samples
     ):
         self.learn,self.attempt,self.part = learn,attempt,part
         attempt.note()
@@ -68,7 +68,7 @@ class Trial:
         "A forward pass on `n` samples"
         learn = self.learn
         try:
-            learn._split(learn._set_device(self.part(n)))
+            learn.xb,learn.yb = self.part(n)
             change()
             out = learn.model(*learn.xb)
             return copies(learn.model),tree_flatten(out)[0]

@@ -14,18 +14,50 @@ from ..core.checks import check_count
 from ..processes.sync import alone, find_sync
 from .halving import Halving
 from .parts import split
+from .pieces import Pieces
 
 # %% ../../nbs/memory/10_recovery.ipynb #fixed
 class FixedSize:
-    "The loader's batches are the micro-batches; also what `GradientAccumulation` asks of one that splits them"
-    size = None    # samples in a micro-batch, once batches are split; for those who log it
-    n = None       # samples in this part of a batch; `None` if it is whole
-    more = False   # is the rest of a batch to come after it?
+    "Micro-batches are the loader's batches, or parts of them that are no larger than `limit`"
+    size = None    # samples in a micro-batch, once batches are split since memory ran out; for those who log it
+    fit = None     # the `Pieces` of this fit; `None` outside of one, or if nothing is to be split
+    split = staticmethod(split)
+    def __init__(self,
+        limit:int|None=None # Samples in a micro-batch, at most
+    ):
+        self.limit = limit
+        self.reset()
+
+    def reset(self):
+        "What comes is a whole batch"
+        self.n = None       # samples in this part of a batch; `None` if it is whole
+        self.more = False   # is more of the same macro-batch to come after this part of a batch?
+        self.start = 0      # samples of the batch that went to macro-batches before
+        self.rest = False   # are there some that will go to later ones?
+
+    def pieces(self,
+        acc:'GradientAccumulation' # The callback
+    )->Pieces|None: # `None` if nothing is to be split
+        "What takes its place in the Learner while `acc` accumulates"
+        return None if self.limit is None else Pieces(self, acc)
+
     def enter(self,
         acc:'GradientAccumulation' # The callback
-    ): "It begins to accumulate"
-    def leave(self): "It has ended; may be called twice, or after half an `enter`"
-    def merge(self): "The backward pass of a micro-batch is complete, or was cancelled"
+    ):
+        "It begins to accumulate"
+        if self.fit is not None: return
+        self.fit = self.pieces(acc)
+        if self.fit is not None: self.fit.enter()
+
+    def leave(self):
+        "Give the Learner its methods back; may be called twice, or after half an `enter`"
+        if self.fit is not None: self.fit.leave()
+        self.fit = None
+        self.reset()
+
+    def merge(self):
+        "The backward pass of a micro-batch is complete, or was cancelled"
+        if self.fit is not None: self.fit.merge()
 
 # %% ../../nbs/memory/10_recovery.ipynb #auto
 def _check_split(f):
@@ -39,7 +71,6 @@ def _check_split(f):
 
 class AutoSize(FixedSize):
     "Micro-batches that are halved when memory runs out"
-    fit = None   # the `Halving` of this fit; `None` outside of one
     def __init__(self,
         split:callable=split # Of a batch, the first sample, the one after the last, and the number in the batch
     ):
@@ -47,33 +78,22 @@ class AutoSize(FixedSize):
 
         TypeError: `split` cannot be called with these four
         """
+        super().__init__()
         self.split = _check_split(split)
         self.size = None         # samples that fit, of batches that train; kept while the callback lives
         self.valid_size = None   # likewise, of other batches
 
-    def enter(self,
+    def pieces(self,
         acc:'GradientAccumulation' # The callback that begins to accumulate
-    ):
-        """Let the Learner of `acc` run its batches in pieces that fit
+    )->Halving:
+        """What lets the Learner of `acc` run its batches in pieces that fit
 
         ValueError: the model trains in several processes
         """
-        if self.fit is not None: return
-        if find_sync(acc.learn) is not alone:
-            raise ValueError("`micro_batch_size='auto'` in several processes: when memory runs out in one of them, "
-                "the others would wait for it. Give the DataLoaders a batch size that fits "
-                "(`learn.bs_find`, in one process)")
-        self.fit = Halving(self, acc)
-        self.fit.enter()
-
-    def leave(self):
-        "Give the Learner its methods back; may be called twice, or after half an `enter`"
-        if self.fit is not None: self.fit.leave()
-        self.fit = self.n = None
-
-    def merge(self):
-        "The backward pass of a micro-batch is complete, or was cancelled"
-        if self.fit is not None: self.fit.merge()
+        if find_sync(acc.learn) is alone: return Halving(self, acc)
+        raise ValueError("`micro_batch_size='auto'` in several processes: when memory runs out in one of them, "
+            "the others would wait for it. Give a number, `micro_batch_size=`, that fits "
+            "(`learn.bs_find`, in one process)")
 
 # %% ../../nbs/memory/10_recovery.ipynb #micro
 def micro_batches(
@@ -89,4 +109,5 @@ def micro_batches(
     if not isinstance(micro_batch_size, Integral):
         raise TypeError(f"`micro_batch_size={micro_batch_size!r}` is a {type(micro_batch_size).__name__}: "
             "give 'auto', or a whole number of samples")
-    return FixedSize(),check_count('micro_batch_size', micro_batch_size)
+    n = check_count('micro_batch_size', micro_batch_size)
+    return FixedSize(n),n

@@ -56,9 +56,11 @@ def autocast_state(
 def set_autocast_state(
     state:dict # What `autocast_state` returned
 ):
-    "Leave autocast until it is as in `state`"
-    for _ in range(autocast_state()['depth']-state['depth']):
+    "Leave autocast, or enter it again, until it is as in `state`"
+    deeper = autocast_state()['depth']-state['depth']
+    for _ in range(deeper):
         if torch.autocast_decrement_nesting()==0: torch.clear_autocast_cache()
+    for _ in range(-deeper): torch.autocast_increment_nesting()
     for o,(on,dtype) in state['on'].items():
         torch.set_autocast_enabled(o, on)
         torch.set_autocast_dtype(o, dtype)

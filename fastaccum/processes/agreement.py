@@ -14,7 +14,7 @@ from torch import distributed as dist
 from warnings import warn
 from fastai.callback.core import Callback
 from fastcore.basics import patch
-from ..core.checks import drops_last
+from ..core.checks import drops_last, micro_size
 from ..core.batch import samples
 from .shares import SharedPlan, local_sizes
 
@@ -77,7 +77,7 @@ def check_loader(self:Agreement,
 def look(self:Agreement,
     acc:Callback, # The accumulation callback
     dl:object # This process's training loader
-)->tuple: # For each process, samples in a micro-batch, samples its loader yields, and what `drop_last` comes to
+)->tuple: # As `Layout.loaders`
     """What the loaders of all processes hold
 
     ValueError: the processes were told different things, or one has nothing to train on
@@ -85,15 +85,15 @@ def look(self:Agreement,
     told = {'`accum_bs`':acc.accum_bs, '`drop_last`':drops_last(acc.drop_last, dl), '`log_accum_batch`':acc.log_steps,
             '`sync_each`':acc.sync_each, 'the number of epochs':acc.learn.n_epoch}
     self.agreed(dl, acc.micro_batch_size)
-    res = self.gather([int(o) for o in (*self.sizes,*told.values())])
-    for nm,vals in zip(told, zip(*(o[2:] for o in res))):
+    res = self.gather([int(o) for o in (*self.sizes,micro_size(self.sizes[0], acc.micro_batch_size),*told.values())])
+    for nm,vals in zip(told, zip(*(o[3:] for o in res))):
         if len(set(vals))>1:
             raise ValueError(f"{nm} is {', '.join(map(str, vals))} on the processes: give all of them the same")
     if min(n for _,n,*_ in res)<1:
         raise ValueError(f"the processes have {', '.join(str(n) for _,n,*_ in res)} samples to train on: "
             "give each at least a micro-batch")
     self.check_ddp(acc)
-    return tuple((bs,n,bool(drop_last)) for bs,n,_,drop_last,*_ in res)
+    return tuple((micro,n,bool(drop_last),bs) for bs,n,micro,_,drop_last,*_ in res)
 
 @patch
 def check_ddp(self:Agreement,
@@ -121,7 +121,7 @@ def plan(self:Agreement,
     UserWarning: a step takes another number of samples than `accum_bs`
     """
     wanted = acc.sizes(sum(bs for bs,*_ in loaders), n_epoch)
-    plan = SharedPlan(self.rank, loaders, wanted, n_epoch, loaders[0][-1], acc.drop_last is None)
+    plan = SharedPlan(self.rank, loaders, wanted, n_epoch, loaders[0][2], acc.drop_last is None)
     if not n_epoch: return plan
     full = plan.full(plan.begin(0, 0, 0)[0])
     self.check_counts(acc, loaders)
@@ -139,8 +139,8 @@ def check_counts(self:Agreement,
 
     ValueError: as it says
     """
-    counts = [(ceil(n/bs),bs) for bs,n,_ in loaders]
-    if len(set(counts))==1: return
+    if len({(micro,bs,ceil(n/micro),ceil(n/bs)) for micro,n,_,bs in loaders})==1: return
+    counts = [(ceil(n/micro),micro) for micro,n,*_ in loaders]
     sync_bn = any(isinstance(o, torch.nn.SyncBatchNorm) for o in self.ddp.modules())
     metrics = getattr(getattr(acc.learn, 'recorder', None), 'train_metrics', False)
     if not (sync_bn or acc.sync_each or not acc.log_steps or metrics): return

@@ -12,7 +12,7 @@ import torch
 from collections.abc import Iterator
 from fastai.callback.core import Callback
 from fastcore.basics import patch
-from ..core.checks import drops_last, loader_sizes
+from ..core.checks import drops_last, loader_sizes, micro_size
 from ..core.macro_batch import MacroBatch
 from ..core.plan import Plan
 
@@ -35,9 +35,10 @@ class Alone:
     def look(self,
         acc:Callback, # The accumulation callback
         dl:object # The training loader
-    )->tuple: # For each process, samples in a micro-batch, samples its loader yields, and what `drop_last` comes to
+    )->tuple: # As `Layout.loaders`
         "What the loader holds"
-        return (*loader_sizes(dl, acc.micro_batch_size),drops_last(acc.drop_last, dl)),
+        bs,n = loader_sizes(dl, acc.micro_batch_size)
+        return (micro_size(bs, acc.micro_batch_size),n,drops_last(acc.drop_last, dl),bs),
 
 # %% ../../nbs/processes/03_alone.ipynb #alone-plan
 @patch
@@ -47,8 +48,8 @@ def plan(self:Alone,
     n_epoch:int # Epochs
 )->Plan: # Which samples make up each step
     "The macro-batches of the fit"
-    (micro_bs,n,drop_last), = loaders
-    return Plan(n, micro_bs, acc.sizes(micro_bs, n_epoch), n_epoch, drop_last, acc.drop_last is None)
+    (micro_bs,n,drop_last,bs), = loaders
+    return Plan(n, micro_bs, acc.sizes(micro_bs, n_epoch), n_epoch, drop_last, acc.drop_last is None, bs)
 
 # %% ../../nbs/processes/03_alone.ipynb #step
 @patch

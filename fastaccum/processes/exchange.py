@@ -54,7 +54,7 @@ class Exchange(Agreement):
         "The model's own, after which gradients are exchanged, or wait for the closing micro-batch"
         counts = self.accumulates()
         if counts: self.check_loader(self.acc.learn.dl)
-        waits = counts and not (self.acc.sync_each or self.acc.macro.closing)
+        waits = counts and not self.acc.sync_each and (self.acc.held.wide is not None or not self.acc.macro.closing)
         with self.ddp.no_sync() if waits else nullcontext():
             res = self.stock(*args, **kwargs)
         if torch.is_grad_enabled(): self.exchanged = not waits

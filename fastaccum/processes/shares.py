@@ -12,17 +12,18 @@ from collections.abc import Callable
 from math import ceil
 from fastcore.basics import patch
 from ..core.checks import loader_sizes
-from ..core.macro_batch import round_up
+from ..core.macro_batch import round_up, unit
 from ..core.plan import Plan
 
 # %% ../../nbs/processes/00_shares.ipynb #share
 def share(
     accum_bs:int, # Samples wanted in a macro-batch, over all processes
     world:int, # Processes
-    micro_bs:int # Samples in a micro-batch of one of them
+    micro_bs:int, # Samples in a micro-batch of one of them
+    bs:int|None=None # Samples in a batch of its loader, if such batches are split into micro-batches
 )->int: # Samples that one accumulates
-    "One process's share of a macro-batch, in whole micro-batches of its own"
-    return round_up(ceil(accum_bs/world), micro_bs)
+    "One process's share of a macro-batch, in whole micro-batches of its own; to the sample if batches are split"
+    return round_up(ceil(accum_bs/world), unit(micro_bs, bs or micro_bs))
 
 # %% ../../nbs/processes/00_shares.ipynb #plan
 class SharedPlan(Plan):
@@ -30,7 +31,7 @@ class SharedPlan(Plan):
     loaders = None   # as in `Layout`, with an entry for each process
     def __init__(self,
         rank:int, # Which of the processes
-        loaders:tuple, # For each process, samples in a micro-batch, and samples its `DataLoader` yields in an epoch
+        loaders:tuple, # As in `Layout`, with an entry for each process, of which the first two are enough
         accum_bs:int|Callable, # Samples wanted in a macro-batch, over all processes, or a function of a `Position`
         n_epoch:int=1, # Epochs
         drop_last:bool=False, # Leave out what does not fill each process's share?
@@ -38,20 +39,21 @@ class SharedPlan(Plan):
     ):
         self.rank = rank
         self.world = len(loaders)
-        self.loaders = tuple((bs,n,drop_last) for bs,n,*_ in loaders)
-        super().__init__(loaders[rank][1], loaders[rank][0], accum_bs, n_epoch, drop_last, never_empty)
+        self.loaders = tuple((bs,n,drop_last,*(more[1:] or [bs])) for bs,n,*more in loaders)
+        mine,n,_,bs = self.loaders[rank]
+        super().__init__(n, mine, accum_bs, n_epoch, drop_last, never_empty, bs)
         if self.fixed is not None:
             parts = self._parts(accum_bs)
             self.whole = min(n//full for full,n in parts)   # steps of an epoch in which all have their whole share
             self.all = sum(full for full,_ in parts)        # samples in such a step, over all processes
 
-    def _parts(self, wanted): return [(share(wanted, self.world, bs),n) for bs,n,_ in self.loaders]
+    def _parts(self, wanted): return [(share(wanted, self.world, micro,bs),n) for micro,n,_,bs in self.loaders]
 
 # %% ../../nbs/processes/00_shares.ipynb #walk
 @patch
 def _walk(self:SharedPlan, epoch):
     "As in `Layout`, over all processes"
-    total = sum(n for _,n,_ in self.loaders)
+    total = sum(n for _,n,*_ in self.loaders)
     before = self.before(epoch)
     done = [0]*self.world   # samples that each has taken
     t = 0   # steps of the epoch so far
@@ -98,7 +100,7 @@ def full(self:SharedPlan,
     wanted:int # Samples wanted of each process
 )->int: # Samples, over all processes
     "Samples in a macro-batch that nothing cuts short"
-    return sum(round_up(wanted, bs) for bs,*_ in self.loaders)
+    return sum(round_up(wanted, unit(micro, bs)) for micro,_,_,bs in self.loaders)
 
 @patch
 def like(self:SharedPlan,
@@ -124,11 +126,11 @@ def change(self:SharedPlan,
 
 @patch
 def ends(self:SharedPlan,
-    i:int, # Micro-batches of the epoch before it
-    n_iter:int # Micro-batches that the loader announced; a `DistributedDL` may announce one too many
+    i:int, # Batches of the epoch before it
+    n_iter:int # Batches that the loader announced; a `DistributedDL` may announce one too many
 )->bool: # Is it the last?
-    "Is the `i`th micro-batch this process's last?"
-    return i+1>=min(n_iter, ceil(self.n/self.micro_bs))
+    "Is the `i`th batch of the loader this process's last?"
+    return i+1>=min(n_iter, ceil(self.n/self.bs))
 
 # %% ../../nbs/processes/00_shares.ipynb #local
 def local_sizes(

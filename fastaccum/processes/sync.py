@@ -10,6 +10,7 @@ __all__ = ['Together', 'find_sync']
 # %% ../../nbs/processes/04_sync.ipynb #imports
 import torch
 from collections.abc import Iterator
+from itertools import accumulate
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from fastai.callback.core import Callback
@@ -92,9 +93,29 @@ def exchange(self:Together):
     if scaler is not None: scaler.scale(torch.zeros((), device=self.device))   # it has a scale once it scaled something
     if not self.exchanged: ddp._pre_forward()   # else DDP still waits for the backward pass of a forward pass
     if self.shares_most() and self.per_sample is None: self.agree(0.)
+    if self.acc.held.wide is not None and not self.acc.sync_each: return self._exchange_wide()
     outs = ddp._post_forward([p.view_as(p) for p in ddp.parameters() if p.requires_grad])
     torch.autograd.backward(outs, [torch.zeros_like(o) for o in outs])
     self.exchanged = False
+
+@patch
+def _exchange_wide(self:Together):
+    "Average the sums of all processes in their own precision, some 32 MB at a time"
+    wide,todo = self.acc.held.wide,[p for p in self.ddp.parameters() if p.requires_grad]
+    wide.add(todo)
+    has = torch.tensor([id(p) in wide.sums for p in todo], device=self.device, dtype=torch.uint8)
+    dist.all_reduce(has, dist.ReduceOp.MAX, group=self.group)
+    todo = [p for p,o in zip(todo, has.tolist()) if o]
+    while todo:
+        n = sum(o<2**23 for o in accumulate((p.numel() for p in todo), initial=0))
+        some,todo = todo[:n],todo[n:]
+        sums = [wide.sums[id(p)][1].to_dense() if id(p) in wide.sums else _zeros(p) for p in some]
+        flat = torch.cat([o.flatten() for o in sums])
+        dist.all_reduce(flat, group=self.group)
+        for p,o in zip(some, flat.div_(self.world).split([p.numel() for p in some])): wide.sums[id(p)] = p,o.view_as(p)
+    self.ddp.require_forward_param_sync = True   # of buffers; no forward pass of ours has asked DDP for it
+
+def _zeros(p): return torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
 
 # %% ../../nbs/processes/04_sync.ipynb #owed2
 @patch

@@ -42,7 +42,7 @@ class GradientAccumulation(Steps):
         accum_bs:int=None, # Samples per optimizer step, over all processes, in whole micro-batches. Defaults to `n_acc`
         n_acc:int=32, # `accum_bs` under fastai's name, so that code written for fastai's callback runs unchanged
         log_accum_batch:bool=True, # Record and log once per step (True), or every micro-batch as fastai does (False)
-        micro_batch_size:int|str|AutoSize=None, # 'auto': split batches that do not fit (`AutoSize`); or the loader's
+        micro_batch_size:int|str|AutoSize=None, # Split the loader's batches: so many samples each, or 'auto', what fits
         drop_last:bool=None, # Leave out an epoch's remainder, step on it, or as the loader does with its last
         size:callable=None, # A function of the Learner: what this micro-batch's loss is a mean of. See `find_size`
         sync_each:bool=False # With several processes: exchange gradients with every micro-batch, or once per step

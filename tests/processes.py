@@ -264,6 +264,15 @@ def case_split():
     assert_twins(*twins(uneven(), micro=8, macro=12*world, tokens=True, acc=dict(micro_batch_size=3)))
     a,b = twins(even(), micro=16, macro=16*world, acc=dict(micro_batch_size=4), setup=train_metrics, metrics=[accuracy])
     assert_twins(a, b)
+def case_split_on_one_with_buffers():
+    "One process splits its batches, and the other's loader has micro-batches"
+    def model(): return nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    ds,order = toy_data(32*world),orders(even())
+    bs = 16 if rank==0 else 4
+    b = together(Batches(ds, [cut(o[rank], bs) for o in order], bs), ds,
+        GradientAccumulation(16*world, micro_batch_size=4), one_cycle, model=model)
+    same_everywhere(weights(b))
+    assert len(b.recorder.losses)==4
 def case_split_in_schedules():
     "As with loaders of micro-batches"
     for acc in (lambda micro: GradientAccumulationSchedule(8*world, 24*world, micro_batch_size=micro),

@@ -24,8 +24,7 @@ from .core.others import StateWatch
 from .core.plan import Plan
 from .core.steps import Steps
 from .memory.recovery import AutoSize, micro_batches
-from .processes.alone import alone
-from .processes.sync import find_sync
+from .processes.sync import alone, find_sync
 
 # %% ../nbs/00_accumulation.ipynb #cb
 class GradientAccumulation(Steps):

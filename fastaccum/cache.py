@@ -45,6 +45,8 @@ class GradientCache(Guest):
     ):
         self.micro_batch_size,self.split = check_count('micro_batch_size', micro_batch_size),split
 
+    def __getstate__(self): return {k:v for k,v in vars(self).items() if k not in ('parts','call')}
+
     def before_fit(self):
         if self.learn.lock.locked(): return   # validation, perhaps in the middle of a fit
         self.trains = False
@@ -83,7 +85,9 @@ def _one_batch(self:GradientCache, i, b):
 
 @patch
 def _do_one_batch(self:GradientCache, inner):
-    learn,model = self.learn,self.learn.model
+    learn = self.learn
+    if learn is None: return inner.stock()   # it was taken off in `before_batch`
+    model = learn.model
     compiled = getattr(model, '_compiled_call_impl', None) is not None
     forward,back = Instead(model, '_compiled_call_impl' if compiled else 'forward', None),Instead(learn, '_backward', None)
     forward.f,back.f = partial(self._forward, forward),partial(self._backward, back)

@@ -36,7 +36,8 @@ class GradientCache(Guest):
     told = frozenset()   # names of the notices that were given in this fit
     trains = False       # is an epoch being trained on? Written by `before_train` and `after_train`
     parts = None         # an `InParts`: the model of this fit; written with its first batch
-    batch = None         # an `Instead`: the place taken of the Learner's `one_batch`; `None` before
+    batch = None         # an `Instead`: in the place of the Learner's `one_batch`; `None` outside of a fit
+    inner = None         # another, of its `_do_one_batch`: while `one_batch` runs, until it comes to that
     call = None          # the `Cached` of this batch, from its forward pass on
 
     def __init__(self,
@@ -65,28 +66,31 @@ class GradientCache(Guest):
 # %% ../nbs/03_cache.ipynb #place
 @patch
 def _enter(self:GradientCache):
-    if self.batch is None: self.batch = Instead(self.learn, 'one_batch', self._one_batch)
+    if self.batch is None:
+        self.batch = Instead(self.learn, 'one_batch', self._one_batch)
+        self.inner = Instead(self.learn, '_do_one_batch', None)
+        self.inner.f = partial(self._do_one_batch, self.inner)
     self.batch.enter()
 
 @patch
 def _leave(self:GradientCache):
-    if self.batch is not None: self.batch.leave()
-    self.batch = self.parts = self.call = None
+    for o in (self.batch,self.inner):
+        if o is not None: o.leave()
+    self.batch = self.inner = self.parts = self.call = None
 
 @patch
 def _one_batch(self:GradientCache, i, b):
-    learn,stock = self.learn,self.batch.stock
-    if not (self.run and self in learn.cbs): return stock(i, b)
-    inner = Instead(learn, '_do_one_batch', None)
-    inner.f = partial(self._do_one_batch, inner)
+    stock,inner = self.batch.stock,self.inner
+    if not (self.run and self in self.learn.cbs): return stock(i, b)
     inner.enter()
     try: stock(i, b)
     finally: inner.leave()
 
 @patch
 def _do_one_batch(self:GradientCache, inner):
-    learn = self.learn
-    if learn is None: return inner.stock()   # it was taken off in `before_batch`
+    learn = inner.o
+    inner.leave()
+    if self.learn is None: return inner.stock()   # it was taken off in `before_batch`
     model = learn.model
     compiled = getattr(model, '_compiled_call_impl', None) is not None
     forward,back = Instead(model, '_compiled_call_impl' if compiled else 'forward', None),Instead(learn, '_backward', None)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from torch.utils._pytree import tree_flatten
 from ..memory import places
-from .outputs import find_rows, leaves, rebuilt
+from .outputs import dressed, find_rows, leaves, rebuilt
 from .start import Start
 
 # %% ../../nbs/ways/02_look.ipynb #fresh
@@ -21,7 +21,7 @@ def fresh(
     o:object # What a model is given
 )->object: # The same, with copies of its tensors
     "A copy that may be written into"
-    return rebuilt(o, iter([x.clone() if isinstance(x, torch.Tensor) else x for x in leaves(o)]))
+    return rebuilt(o, iter([dressed(x.clone(), x) if isinstance(x, torch.Tensor) else x for x in leaves(o)]))
 
 def inner(
     model:torch.nn.Module # A model

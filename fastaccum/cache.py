@@ -10,6 +10,8 @@ __all__ = ['GradientCache']
 # %% ../nbs/03_cache.ipynb #imports
 from collections.abc import Callable
 from functools import partial
+from warnings import warn
+import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision
@@ -21,13 +23,16 @@ from .core.instead import Instead
 from .core.listeners import Guest, to_the_end
 from .core.notices import BatchNormWarning, StateWarning, once
 from .memory.parts import split
-from .ways.cached import Cached, InParts
+from .memory.recovery import AutoSize
+from .processes.sync import alone, find_sync
+from .ways.cached import Cached, InParts, cuts
+from .ways.retry import Retry
 
 # %% ../nbs/03_cache.ipynb #cb
 class GradientCache(Guest):
     """Run the model on micro-batches, and everything else on the loader's whole batch
 
-    TypeError: `micro_batch_size` is no whole number, or the model's inputs or outputs cannot be split
+    TypeError: `micro_batch_size` is neither a whole number nor 'auto', or the model's inputs or outputs cannot be split
     ValueError: `micro_batch_size` is below 1, or, when the fit begins, this Learner cannot be trained so
     RuntimeError: the model cannot be run again as it was
     UserWarning: what the run cannot promise, where it happens
@@ -39,21 +44,31 @@ class GradientCache(Guest):
     batch = None         # an `Instead`: in the place of the Learner's `one_batch`; `None` outside of a fit
     inner = None         # another, of its `_do_one_batch`: while `one_batch` runs, until it comes to that
     call = None          # the `Cached` of this batch, from its forward pass on
+    retry = None         # a `Retry`, if the size is 'auto'
+    tried = None         # samples in the largest micro-batch of this batch; written by `_forward`
 
     def __init__(self,
-        micro_batch_size:int, # Samples that the model sees at once, at most
+        micro_batch_size:int|str, # Samples that the model sees at once, at most; 'auto': as many as memory allows
         split:Callable=split # As in `AutoSize`: a function of the inputs, the first sample, the one after the last, and how many
     ):
-        self.micro_batch_size,self.split = check_count('micro_batch_size', micro_batch_size),split
+        self.auto,self.split = isinstance(micro_batch_size, str) and micro_batch_size=='auto',split
+        self.micro_batch_size = micro_batch_size if self.auto else check_count('micro_batch_size', micro_batch_size)
+        # samples that fit: in batches that train (`True`), and in others; with 'auto', `None` before memory has run out
+        self.sizes = dict.fromkeys((True,False), None if self.auto else self.micro_batch_size)
 
-    def __getstate__(self): return {k:v for k,v in vars(self).items() if k not in ('parts','call')}
+    @property
+    def size(self)->int:
+        "Samples in a micro-batch, at most; `None` if that is not known"
+        return self.sizes[True]
+
+    def __getstate__(self): return {k:v for k,v in vars(self).items() if k not in ('parts','call','retry')}
 
     def before_fit(self):
         if self.learn.lock.locked(): return   # validation, perhaps in the middle of a fit
         self.trains = False
         to_the_end(self._leave)
         self.told = frozenset()
-        _check(self.learn)
+        _check(self.learn, self.auto)
 
     def before_train(self):
         self.trains = True
@@ -74,17 +89,29 @@ def _enter(self:GradientCache):
 
 @patch
 def _leave(self:GradientCache):
-    for o in (self.batch,self.inner):
+    for o in (self.batch,self.inner,self.retry):
         if o is not None: o.leave()
-    self.batch = self.inner = self.parts = self.call = None
+    self.batch = self.inner = self.parts = self.call = self.retry = None
 
 @patch
 def _one_batch(self:GradientCache, i, b):
-    stock,inner = self.batch.stock,self.inner
-    if not (self.run and self in self.learn.cbs): return stock(i, b)
-    inner.enter()
-    try: stock(i, b)
-    finally: inner.leave()
+    learn,stock,inner = self.learn,self.batch.stock,self.inner
+    if not (self.run and self in learn.cbs): return stock(i, b)
+    def run():
+        self.tried = None
+        inner.enter()
+        try: stock(i, b)
+        finally: inner.leave()
+    if not self.auto or learn.opt is None: return run()
+    if self.retry is None: self.retry = Retry(learn)
+    if self.retry(run, self._halve): self._tell_halved()
+
+@patch
+def _halve(self:GradientCache, reason):
+    if self.tried in (None,1):
+        what = 'a batch' if self.tried is None else 'a micro-batch of a single sample'
+        raise torch.OutOfMemoryError(f"{what} does not fit: {reason}")
+    self.sizes[self.learn.training] = self.tried//2
 
 @patch
 def _do_one_batch(self:GradientCache, inner):
@@ -109,29 +136,36 @@ def _forward(self:GradientCache, forward, *args, **kwargs):
     "In the place of the model's `forward`, once"
     forward.leave()   # others who call the model mean the model
     n = n_samples((*args,*kwargs.values()), getattr(self.learn.dl, 'bs', None))
-    if n is None or n<=self.micro_batch_size: return forward.stock(*args, **kwargs)
-    model = self.learn.model
+    model,size = self.learn.model,self.sizes[self.learn.training] or n
+    self.tried = None if n is None else max(b-a for a,b in cuts(n, size))
+    if n is None or n<=size and not (self.auto and self.learn.training): return forward.stock(*args, **kwargs)
     if self.parts is None or self.parts.model is not model: self.parts = InParts(model, self.split)
-    self._tell_norm(model)
-    self.call = Cached(self.parts, forward.stock, args, kwargs, n, self.micro_batch_size)
+    if n>size: self._tell_norm(model, size)
+    self.call = Cached(self.parts, forward.stock, args, kwargs, n, size)
     return self.call.forward()
 
 @patch
 def _backward(self:GradientCache, back):
     "In the place of the Learner's backward pass: the loss's, then the model's"
-    call = self.call
+    call,parts = self.call,self.parts
     if call is None: return back.stock()
-    call.waits = True
+    call.waits = not self.auto   # else memory may run out before anybody counts the batch
     back.stock()
     call.replay()
-    if self.parts.differs: self._tell_differs()
+    if self.retry is not None: self.retry.complete()
+    if parts.differs: self._tell_differs()
 
 # %% ../nbs/03_cache.ipynb #notices
 @patch
-def _tell_norm(self:GradientCache, model):
+def _tell_norm(self:GradientCache, model, size):
     m = next((m for m in model.modules() if isinstance(m, _BatchNorm) and (m.training or m.running_mean is None)), None)
     if m is not None: once(self, 'batchnorm', f"{type(m).__name__} normalises with the samples of a micro-batch, "
-        f"{self.micro_batch_size} at most, so the run is not that of the whole batch", BatchNormWarning)
+        f"{size} at most, so the run is not that of the whole batch", BatchNormWarning)
+
+@patch
+def _tell_halved(self:GradientCache):
+    warn(f"memory ran out ({self.retry.failed}). The batch was undone, and the fit goes on in micro-batches of "
+        f"{self.sizes[self.learn.training]} samples")
 
 @patch
 def _tell_differs(self:GradientCache):
@@ -141,11 +175,18 @@ def _tell_differs(self:GradientCache):
 
 # %% ../nbs/03_cache.ipynb #check
 def _check(
-    learn:Learner # About to train
+    learn:Learner, # About to train
+    auto:bool # Are sizes found in the fit?
 ):
     "Refuse a Learner that cannot be trained so"
     if len([o for o in learn.cbs if isinstance(o, GradientCache)])>1:
         raise ValueError("two GradientCaches are on this Learner: keep one, take the other off with `learn.remove_cb`")
+    if any(isinstance(getattr(o, 'micro', None), AutoSize) for o in learn.cbs):
+        raise ValueError("`GradientAccumulation(micro_batch_size='auto')` would split the loader's batches, which the "
+            "loss is to see whole: leave it out there, and use `GradientCache('auto')`")
+    if auto and find_sync(learn) is not alone:
+        raise ValueError("`GradientCache('auto')` in several processes: when memory runs out in one of them, the others "
+            "would wait for it. Give a number (`learn.bs_find`, in one process)")
     if any(isinstance(o, NonNativeMixedPrecision) for o in learn.cbs):
         raise ValueError("NonNativeMixedPrecision would add up the gradients of micro-batches in half precision: use "
             "`learn.to_fp16()` or `learn.to_bf16()` instead of `learn.to_non_native_fp16()`")

@@ -581,7 +581,8 @@ def test_interrupts(event, exc):
         learn.fit(1, 0.1, cbs=[] if own else cbs)
         assert clean(learn)
         return learn
-    for own in (True,False): assert_twins(run([]), run([GradientCache(5)], own), tol=1e-12)
+    twin = run([])
+    for own in (True,False): assert_twins(twin, run([GradientCache(5)], own), tol=1e-12)
 
 @pytest.mark.parametrize('event', ['before_batch','after_pred','before_backward','after_batch','before_validate'])
 def test_taken_off_in_the_middle(event):
@@ -685,3 +686,100 @@ def test_compiled(in_place):
     b.fit(1, 0.1, cbs=GradientCache(5))
     if not in_place: b.model = b.model._orig_mod
     assert_twins(a, b, tol=1e-12)
+
+# Memory runs out
+
+class Short(nn.Module):
+    "Has memory for `cap` samples in a forward pass, and for `back` in a backward pass"
+    cap,back = 1000,1000
+    def forward(self, x):
+        short = len(x)>self.cap and (len(x)>3 or torch.is_grad_enabled())   # without gradients some more fit
+        if short and self.training: raise torch.OutOfMemoryError('planted, forward')
+        return Back.apply(x, self) if self.training else x
+
+class Back(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, m):
+        ctx.m = m
+        return x.clone()
+    @staticmethod
+    def backward(ctx, g):
+        if len(g)>ctx.m.back: raise torch.OutOfMemoryError('planted, backward')
+        return g,None
+
+def short(**kwargs):
+    m = Short()
+    vars(m).update(kwargs)
+    return m
+
+@pytest.mark.filterwarnings('ignore:memory ran out')
+@pytest.mark.parametrize('where', ['cap','back'])
+@pytest.mark.parametrize('cap', [1,5])
+@pytest.mark.parametrize('kwargs', [dict(), dict(n=61), dict(opt_func=Adam), dict(cbs=lambda: [GradientClip(0.05)]),
+    dict(cbs=lambda: [Scaled(init_scale=2.**10, growth_interval=3)]), dict(cbs=lambda: [Penalty()]),
+    dict(cbs=lambda: [GradientAccumulation(48)], n=150)], ids=str)
+def test_auto(where, cap, kwargs):
+    kwargs = dict(loss_func=nt_xent, cbs=list) | kwargs
+    cbs,cache = kwargs.pop('cbs'),GradientCache('auto')
+    a = fit(cbs(), model=lambda: net(short()), **kwargs)
+    b = fit([cache,*cbs()], model=lambda: net(short(**{where:cap})), **kwargs)
+    assert_twins(a, b, tol=1e-12)
+    assert cache.size==dict(zip((1,5), (1,4)))[cap]
+
+class Counted(torch.autograd.Function):
+    left = None   # backward passes before one fails; `None` if none does
+    @staticmethod
+    def forward(ctx, x): return x.clone()
+    @staticmethod
+    def backward(ctx, g):
+        if Counted.left is not None: Counted.left -= 1
+        if Counted.left==-1: raise torch.OutOfMemoryError('planted')
+        return g
+
+class Counts(nn.Module):
+    def forward(self, x): return Counted.apply(x)
+
+@pytest.mark.parametrize('fails', [0,1,3])
+@pytest.mark.parametrize('more', [[],[GradientAccumulation]], ids=['alone','accumulation'])
+def test_auto_in_the_middle_of_a_fit(fails, more):
+    """The second pass of some micro-batch fails, after others have added to the gradients. With dropout, the run is
+    the one that had smaller micro-batches from that batch on"""
+    def run(fails):
+        cache = GradientCache('auto')
+        cache.sizes[True] = 4
+        class Sometimes(Callback):
+            order,run_valid = 1,False
+            def before_batch(self):
+                if fails is None and self.epoch==0 and self.iter==1: cache.sizes[True] = 2
+            def before_backward(self): Counted.left = fails if self.epoch==0 and self.iter==1 and cache.size==4 else None
+        return fit([cache,Sometimes(),*(o(32) for o in more)], n=61, model=lambda: net(nn.Dropout(), Counts()),
+            loss_func=nt_xent)
+    a = run(None)
+    with pytest.warns(UserWarning, match='memory ran out .planted.*micro-batches of 2') as got: b = run(fails)
+    assert len([o for o in got if 'memory' in str(o.message)])==1
+    assert_twins(a, b, tol=1e-12)
+
+def test_auto_in_validation():
+    class Valid(nn.Module):
+        def forward(self, x):
+            if len(x)>7: raise torch.OutOfMemoryError('planted')
+            return x
+    cache = GradientCache('auto')
+    learn = toy(4, model=lambda: net(Valid()), loss_func=nt_xent, cbs=cache)
+    with pytest.warns(UserWarning, match='memory ran out'): learn.fit(1, 0.1)
+    assert cache.sizes=={True:None, False:4}
+    assert_twins(fit([], bs=4, loss_func=nt_xent, fit=lambda l,cbs: l.fit(1, 0.1)), learn, tol=1e-12)
+
+def test_auto_gives_up():
+    learn = toy(16, model=lambda: net(short(cap=0)), loss_func=nt_xent)
+    before = weights(learn)
+    with pytest.raises(torch.OutOfMemoryError, match='single sample does not fit: planted'): learn.fit(1, cbs=GradientCache('auto'))
+    assert torch.equal(weights(learn), before) and clean(learn)
+    learn = toy(16, loss_func=nt_xent)
+    with pytest.raises(ValueError, match='planted'):
+        learn.fit(1, cbs=[GradientCache('auto'),Raise('after_loss', ValueError, 20)])
+    assert clean(learn) and '_step' not in vars(learn)
+
+def test_auto_twice_is_refused():
+    with pytest.raises(ValueError, match='which the loss is to see whole'):
+        toy(16).fit(1, cbs=[GradientCache(4),GradientAccumulation(32, micro_batch_size='auto')])

@@ -92,16 +92,16 @@ class Cached:
         size:int # Samples in a micro-batch, at most
     ):
         self.parts,self.call,self.n,self.cuts = parts,call,n,cuts(n, size)
-        self.given = [x for x in leaves((args,kwargs)) if isinstance(x, torch.Tensor)]
-        self.versions = [x._version for x in self.given]
+        self.given = [(x,x._version) for x in leaves((args,kwargs)) if isinstance(x, torch.Tensor)]
         self.learns = torch.is_grad_enabled()   # else nothing is to be run again
         # inputs that need a gradient, and the leaves of the graph that stand for them
-        self.inputs = {id(x):(x,x.detach().requires_grad_()) for x in self.given if x.requires_grad and self.learns}
+        self.inputs = {id(x):(x,x.detach().requires_grad_()) for x,_ in self.given if x.requires_grad and self.learns}
         self.args,self.kwargs = self._own(args),self._own(kwargs)
         self.autocast = Autocast(parts.start.device)
         self.kept = None     # the outputs of the last micro-batch, with their graph, until they are back-propagated
         self.needs = None    # of each output: does it need a gradient? As in the last micro-batch
         self.rows = None     # of each: has it rows?
+        self.params = ()     # parameters, and their versions after the first pass
         self.first = None    # the first's outputs, to compare with, once in a fit
         self.grads = None    # the predictions' gradients, written by `take`
         self.waits = False   # is somebody to call `replay`? If not, `take` does
@@ -142,7 +142,7 @@ def forward(self:Cached)->object: # As the model returns it
 
     TypeError: the outputs of micro-batches cannot be put together
     """
-    look,rows = self._look() if self.n>1 else (None,None)
+    look,rows = self._look() if len(self.cuts)>1 else (None,None)
     try: joined,out = self._pass(look, rows)
     finally:
         if rows: rows.end()
@@ -161,7 +161,7 @@ def _pass(self:Cached, look, rows):
         if keeps: torch.clear_autocast_cache()
         with nullcontext() if keeps else torch.no_grad(), self.parts.wait() if last else nullcontext():
             out = self._run(*cut)
-        if joined is None: joined = Joined(self.n, [True]*len(leaves(out)) if look is None else look.rows)
+        if joined is None: joined = Joined(self.n, [False]*len(leaves(out)) if look is None else look.rows)
         joined.add(out, *cut)
         if self.learns and not (i or keeps or self.parts.checked): self.first = leaves(out)
         if rows: rows.keep(cut[1]-cut[0])
@@ -173,7 +173,7 @@ def _pass(self:Cached, look, rows):
 def _with_node(self:Cached, joined, kept):
     self.needs = [isinstance(x, torch.Tensor) and x.requires_grad for x in kept]
     if not any(self.needs): return joined.like_model(joined.outs)
-    self.kept,self.rows = kept,joined.rows
+    self.kept,self.rows,self.params = kept,joined.rows,[(p,p._version) for p in self.parts.model.parameters()]
     at = [i for i,o in enumerate(joined.outs) if isinstance(o, torch.Tensor)]
     anchor = torch.empty(0, requires_grad=True)   # a node needs an input
     res = _Predictions.apply(anchor, self, [joined.outs[i] for i in at], [self.needs[i] for i in at])
@@ -241,9 +241,10 @@ def _check(self:Cached, kept):
     if kept is None:
         raise RuntimeError("the predictions were back-propagated twice: with `GradientCache` the model is run again for "
             "it, once. Add up the losses first, or train without it")
-    if any(x._version!=v for x,v in zip(self.given, self.versions)):
-        raise RuntimeError("the batch was changed in place after the model had seen it, so the model cannot be run on it "
-            "again as `GradientCache` does: let the callback (or the loss) change a copy")
+    if any(x._version!=v for x,v in (*self.given,*self.params)):
+        raise RuntimeError("the batch, or a parameter, was changed in place after the model had seen the batch, so it "
+            "cannot be run again as `GradientCache` does: let the callback (or the loss) change a copy of the batch, "
+            "and parameters after the backward pass")
 
 @patch
 def _refuse_other(self:Cached):

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torchvision import models
 from benchmarks.live import peak_of
-from fastaccum.memory.parts import split
+from fastaccum.core.batch import split
 from fastaccum.ways.cached import Cached, InParts, cuts
 
 def loss_func(z):

@@ -17,12 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision
 from fastai.learner import Learner
 from fastcore.basics import patch
-from .core.batch import n_samples
+from .core.batch import n_samples, split
 from .core.checks import check_count
 from .core.instead import Instead
 from .core.listeners import Guest, to_the_end
 from .core.notices import BatchNormWarning, StateWarning, once
-from .memory.parts import split
 from .memory.recovery import AutoSize
 from .processes.sync import alone, find_sync
 from .ways.cached import Cached, InParts, cuts

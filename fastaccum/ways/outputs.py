@@ -11,8 +11,7 @@ __all__ = ['leaves', 'dressed', 'rebuilt', 'refuse', 'find_rows', 'same', 'Joine
 import torch
 from collections.abc import Iterator
 from torch import nn
-from ..core.batch import is_mapping, values
-from ..memory.parts import like
+from ..core.batch import is_mapping, like, values
 
 # %% ../../nbs/ways/01_outputs.ipynb #leaves
 def leaves(

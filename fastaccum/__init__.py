@@ -1,9 +1,11 @@
 "Gradient accumulation for fastai: train on micro-batches, get the big batch's run."
 __version__ = "0.1.0"
 
-from fastaccum import bs_find, gan, loggers
+from fastaccum import batchnorm, bs_find, gan, loggers
 from fastaccum.accumulation import GradientAccumulation
+from fastaccum.batchnorm import FreezeBN, RecalibrateBN
 from fastaccum.core.notices import TwinWarning
 from fastaccum.schedule import GradientAccumulationSchedule, GradientAccumulationScheduler
 
-__all__ = ['GradientAccumulation', 'GradientAccumulationSchedule', 'GradientAccumulationScheduler', 'TwinWarning']
+__all__ = ['FreezeBN', 'GradientAccumulation', 'GradientAccumulationSchedule', 'GradientAccumulationScheduler',
+           'RecalibrateBN', 'TwinWarning']

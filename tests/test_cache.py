@@ -1,0 +1,687 @@
+"""`GradientCache`: the model sees micro-batches, and the run is that of the whole batch.
+
+The twin is the same run without the callback. With dropout, which draws its random numbers per micro-batch, it is a
+run whose model applies itself to the same micro-batches, in one graph.
+"""
+import pickle, pytest, random
+import torch
+from collections import OrderedDict
+from copy import deepcopy
+from functools import partial
+from torch import nn
+from torch.distributions import Beta
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
+from fastai.callback.core import Callback, CancelBackwardException, CancelBatchException, CancelFitException
+from fastai.callback.fp16 import AMPMode
+from fastai.callback.mixup import CutMix, MixUp
+from fastai.callback.rnn import RNNCallback, RNNRegularizer
+from fastai.callback.training import GradientClip
+from fastai.losses import CrossEntropyLossFlat
+from fastai.metrics import accuracy
+from fastai.learner import trainable_params
+from fastai.optimizer import Adam, OptimWrapper, SGD
+from fastaccum import GradientAccumulation, GradientCache, TwinWarning
+from fastaccum.core.notices import BatchNormWarning
+from fastaccum.testing import CrossEntropy, assert_twins, deviation, one_cycle, toy
+from fastaccum.ways.cached import cuts
+from common import CpuMixedPrecision, Raise, Seen, grads, weights
+from test_loud import Save
+from test_precision import Scaled
+
+# Losses in which all samples of a batch see each other
+
+def nt_xent(z, y):
+    "Chen et al., 2020: of samples 2i and 2i+1, each has to find the other"
+    z = F.normalize(z.flatten(1))
+    sim = (z@z.T/0.5).masked_fill(torch.eye(len(z), dtype=torch.bool), -1e4)
+    return F.cross_entropy(sim, (torch.arange(len(z))^1).clamp(max=len(z)-1))
+
+def batch_dice(z, y):
+    "One Dice coefficient for all samples of the batch together"
+    p,t = z.softmax(-1),F.one_hot(y, 3)
+    return (1-2*(p*t).sum(0)/(p.sum(0)+t.sum(0))).mean()
+
+class Mixed(nn.Module):
+    "A loss function that MixUp can take apart, in double precision"
+    y_int,reduction = True,'mean'
+    def forward(self, z, y): return F.cross_entropy(z, y, reduction=self.reduction)
+
+def fit(cbs, bs=16, fit=one_cycle, seed=0, **kwargs):
+    "A Learner that was fitted with the callbacks"
+    learn = toy(bs, seed=seed, **kwargs)
+    torch.manual_seed(seed)
+    fit(learn, cbs)
+    return learn
+
+def pair(size, cbs=list, **kwargs):
+    "The twin, and the run with a cache"
+    return fit(cbs(), **kwargs),fit([GradientCache(size),*cbs()], **kwargs)
+
+# The law
+
+@pytest.mark.parametrize('loss_func', [nt_xent,batch_dice,CrossEntropy()], ids=['nt_xent','dice','mean'])
+@pytest.mark.parametrize('kwargs', [dict(), dict(n=61), dict(shuffle=True, opt_func=Adam),
+    dict(opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)), dict(cbs=lambda: [GradientClip(0.05)]),
+    dict(cbs=lambda: [Scaled(init_scale=2.**10, growth_interval=3)]), dict(metrics=accuracy)], ids=str)
+def test_twins(loss_func, kwargs):
+    a,b = pair(5, loss_func=loss_func, **kwargs)
+    assert_twins(a, b, tol=1e-12)
+    assert b.recorder.losses==a.recorder.losses
+
+@pytest.mark.parametrize('seed', range(20))
+def test_random_sizes(seed):
+    rng = random.Random(seed)
+    a,b = pair(rng.randint(1, 40), bs=rng.randint(2, 40), n=rng.randint(40, 90), seed=seed,
+        loss_func=rng.choice([nt_xent,batch_dice]))
+    assert_twins(a, b, tol=1e-12)
+
+seen = []
+class Sizes(nn.Module):
+    "Notes how many samples it sees, in training; not in itself, where it would be put back"
+    def forward(self, x):
+        if self.training: seen.append(len(x))
+        return x
+
+def net(*more): return nn.Sequential(nn.Linear(5,6), *more, nn.Tanh(), nn.Linear(6,6), nn.Tanh(), nn.Linear(6,3)).double()
+
+def test_the_model_sees_micro_batches():
+    "Each twice, but the last of a batch, whose graph is kept; besides a look at a few samples, once in a fit"
+    learn = toy(16, n=32, model=lambda: net(Sizes()), loss_func=nt_xent)
+    preds = Seen('after_pred', lambda l: len(l.pred))
+    seen.clear()
+    learn.fit(2, 0.1, cbs=[GradientCache(5),preds])
+    assert preds.values==[16]*4
+    assert seen[-4*7:]==[4]*4*7 and len(seen)-4*7<=4 and max(seen)==4
+
+# What is random, and what modules keep
+
+class InChunks(nn.Module):
+    "The same model, applied to the same micro-batches in one graph"
+    def __init__(self, m, size):
+        super().__init__()
+        self.m,self.size = m,size
+    def forward(self, *args):
+        if not self.training: return self.m(*args)
+        return torch.cat([self.m(*(x[a:b] for x in args)) for a,b in cuts(len(args[0]), self.size)])
+
+def in_chunks(size, model, cbs=list, **kwargs):
+    "The run in one graph, and the run with a cache"
+    kwargs = dict(splitter=lambda m: [list(m.parameters())], loss_func=nt_xent) | kwargs
+    a = fit(cbs(), model=lambda: InChunks(model(), size), **kwargs)
+    b = fit([GradientCache(size),*cbs()], model=model, **kwargs)
+    a.model = a.model.m
+    return a,b
+
+@pytest.mark.parametrize('size', [1,5,7])
+@pytest.mark.parametrize('layer', [nn.Dropout, lambda: nn.Dropout(0.9),
+    lambda: spectral_norm(nn.Linear(6, 6), n_power_iterations=2)], ids=['dropout','much','spectral'])
+def test_what_a_forward_pass_draws_and_moves(size, layer):
+    a,b = in_chunks(size, lambda: net(layer()), n=61)
+    assert_twins(a, b, tol=1e-12)
+    assert deviation(list(a.model.buffers()), list(b.model.buffers()))<1e-12
+
+@pytest.mark.parametrize('size', [2,5])
+@pytest.mark.filterwarnings('ignore:BatchNorm1d normalises')
+def test_batchnorm_is_as_in_one_graph(size):
+    a,b = in_chunks(size, lambda: net(nn.BatchNorm1d(6), nn.Dropout()), n=64)
+    assert_twins(a, b, tol=1e-12)
+    assert b.model[1].num_batches_tracked==8*len(cuts(16, size))
+
+def test_batchnorm_is_told_once_per_fit():
+    learn = toy(16, model=lambda: net(nn.BatchNorm1d(6)))
+    cb = GradientCache(8)
+    for i in range(2):
+        with pytest.warns(BatchNormWarning, match='8 at most') as got: learn.fit(2, 0.1, cbs=cb)
+        assert len([o for o in got if issubclass(o.category, TwinWarning)])==1
+
+def test_generators_end_where_the_loss_left_them():
+    "The run can be repeated, and what others draw is not drawn twice"
+    def noisy(z, y): return nt_xent(z+torch.randn_like(z), y)
+    class Draw(Callback):
+        def after_batch(self): self.learn.drawn.append((torch.rand(1).item(), random.random()))
+    def one(learn, cbs):
+        learn.drawn = []
+        random.seed(0)
+        learn.fit(1, 0.1, cbs=[*cbs,Draw()])
+    a,b = in_chunks(5, lambda: net(nn.Dropout()), loss_func=noisy, fit=one)
+    assert_twins(a, b, tol=1e-12)
+    assert a.drawn==b.drawn and len(set(b.drawn))==len(b.drawn)
+
+class Own(nn.Module):
+    "Draws from a generator of its own, and counts"
+    def __init__(self):
+        super().__init__()
+        self.gen,self.calls,self.sums = torch.Generator().manual_seed(0),0,torch.zeros(())
+    def forward(self, x):
+        if not self.training: return x
+        self.calls += 1
+        self.sums += 1
+        mask = torch.rand(x.shape, generator=self.gen, dtype=x.dtype)
+        return x*mask*(1+self.calls/100)*self.sums.sqrt()
+
+def test_a_module_may_keep_a_generator_and_a_counter():
+    a,b = in_chunks(5, lambda: net(Own()))
+    assert_twins(a, b, tol=1e-12)
+    assert a.model[1].calls==b.model[1].calls>30 and a.model[1].sums==b.model[1].sums
+
+def test_what_nobody_can_put_back_is_told():
+    import os
+    class Secret(nn.Module):
+        def forward(self, x): return x*torch.tensor([float(o>127) for o in os.urandom(x.shape[-1])], dtype=x.dtype)
+    with pytest.warns(TwinWarning, match='something else when it was run again'):
+        fit([GradientCache(5)], model=lambda: net(Secret()))
+
+class Remembers(nn.Module):
+    "A hidden state for each sample of the batch before"
+    def __init__(self):
+        super().__init__()
+        self.rnn,self.head,self.h = nn.GRU(5, 6, batch_first=True),nn.Linear(6, 3),None
+    def reset(self): self.h = None
+    def forward(self, x):
+        if self.h is not None and self.h.shape[1]!=len(x): self.reset()
+        out,h = self.rnn(x, self.h)
+        self.h = h.detach()
+        return self.head(out)
+
+def test_hidden_states_have_rows():
+    class Reset(Callback):
+        def before_train(self): self.model.reset()
+        def before_validate(self): self.model.reset()
+    a,b = pair(5, model=lambda: Remembers().double(), tokens=True, n=64, splitter=lambda m: [list(m.parameters())],
+        cbs=lambda: [Reset()])
+    assert_twins(a, b, tol=1e-12)
+    learn = toy(16, model=lambda: Remembers().double(), tokens=True, n=64, splitter=lambda m: [list(m.parameters())])
+    learn.fit(1, 0.1, cbs=[GradientCache(5)])
+    assert learn.model.h.shape[1]==32 or learn.model.h.shape[1]==16
+
+# Everything else sees an ordinary big batch
+
+class Images(nn.Module):
+    "For CutMix: the five features as an image"
+    def __init__(self, m):
+        super().__init__()
+        self.m = m
+    def forward(self, x): return self.m(x.mean((1,2)))
+
+@pytest.fixture
+def double():
+    "fastai's MixUp draws in the default precision"
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+@pytest.mark.parametrize('mix', [MixUp,CutMix])
+@pytest.mark.parametrize('size', [3,7])
+def test_mixup(mix, size, double):
+    "fastai's mix samples of the whole batch, in `before_batch`, and change the loss function"
+    kwargs = {}
+    if mix is CutMix:
+        x,y = torch.randn(61, 4, 5, 5, dtype=torch.float64),torch.randint(0, 3, (61,))
+        kwargs = dict(data=torch.utils.data.TensorDataset(x, y), model=lambda: Images(net()),
+            splitter=lambda m: [list(m.parameters())])
+    def mixes():
+        cb = mix()
+        cb.distrib = Beta(torch.tensor(0.4), torch.tensor(0.4))
+        return [cb]
+    a,b = pair(size, loss_func=Mixed(), cbs=mixes, n=61, **kwargs)
+    assert_twins(a, b, tol=1e-12)
+
+class Penalty(Callback):
+    "On the weights, which the loss's backward pass reaches by itself, and on the predictions"
+    order,run_valid = 2,False
+    def after_pred(self): self.learn.pred = self.pred*1.5
+    def after_loss(self):
+        self.learn.loss_grad = self.loss_grad+0.1*sum(p.pow(2).sum() for p in self.model.parameters())
+        self.learn.loss_grad += 0.1*self.pred.pow(2).mean()
+
+class Logits(nn.Module):
+    "A loss with parameters of its own"
+    def __init__(self, w):
+        super().__init__()
+        self.w = w
+    def forward(self, z, y): return nt_xent(z*self.w, y)
+
+@pytest.mark.parametrize('n', [64,61])
+def test_penalties(n): assert_twins(*pair(5, loss_func=nt_xent, cbs=lambda: [Penalty()], n=n), tol=1e-12)
+
+def test_parameters_of_the_loss_and_the_model():
+    "One that the loss multiplies with, and the model has, too"
+    def run(cbs):
+        learn = toy(16, loss_func=nt_xent)
+        learn.loss_func = Logits(learn.model[0].weight.sum())
+        learn.loss_func.forward = lambda z,y: nt_xent(z*learn.model[0].weight.sum().exp(), y)
+        learn.fit(2, 0.1, cbs=cbs)
+        return learn
+    assert_twins(run([]), run([GradientCache(5)]), tol=1e-12)
+
+@pytest.mark.parametrize('mode', list(AMPMode))
+@pytest.mark.parametrize('penalty', [False,True])
+def test_half_precision_on_the_cpu(mode, penalty):
+    """A real GradScaler and autocast: the second pass is in the precision of the first. The weights that autocast
+    keeps are not those of the pass without gradients"""
+    def single(n): return torch.utils.data.TensorDataset(*[o.float() if o.is_floating_point() else o
+        for o in toy(16, n=n).dls.train_ds.tensors])
+    def model(): return nn.Sequential(nn.Linear(5,16), nn.Tanh(), nn.Linear(16,16), nn.Tanh(), nn.Linear(16,3))
+    class OnWeights(Callback):
+        order,run_valid = 2,False
+        def after_loss(self):
+            w = self.model[2].weight
+            self.learn.loss_grad = self.loss_grad+(torch.eye(16)@w).float().pow(2).mean()
+    res = []
+    for cbs in ([],[GradientCache(5)]):
+        seen = Seen('after_pred', lambda l: l.model[0](l.x).dtype)
+        learn = toy(16, data=single(61), model=model, loss_func=nt_xent, splitter=lambda m: [list(m.parameters())])
+        more = [OnWeights()] if penalty else []
+        learn.fit_one_cycle(2, 0.05, cbs=[CpuMixedPrecision(amp_mode=mode),seen,*more,*cbs])
+        res.append(learn)
+    half = dict(fp16=torch.float16, bf16=torch.bfloat16)[mode.value]
+    assert set(seen.values)=={half}
+    tol = 4*torch.finfo(half).eps
+    assert_twins(*res, tol=tol, loss_tol=tol)
+    # it learns: no weight was left without its gradient
+    start = toy(16, data=single(61), model=model, splitter=lambda m: [list(m.parameters())])
+    for p,q in zip(start.model.parameters(), res[1].model.parameters()): assert deviation(p, q)>3*tol or p.numel()<20
+    for p in res[1].model.parameters(): assert p.grad is not None
+
+def test_several_epochs_and_fits():
+    def fits(l, cbs):
+        for cb in cbs: l.add_cb(cb)
+        l.fit(1, 0.05)
+        l.freeze()
+        l.fit_flat_cos(1, 0.05)
+        l.validate()
+        l.unfreeze()
+        l.fit_one_cycle(1, 0.05)
+        l.preds = l.get_preds()[0]
+    a,b = pair(5, loss_func=nt_xent, fit=fits)
+    assert_twins(a, b, tol=1e-12)
+    assert deviation(a.preds, b.preds)<1e-12
+
+def test_lr_find():
+    def find(l, cbs):
+        l.add_cbs(cbs)
+        l.lr_find(num_it=20, show_plot=False)
+    a,b = pair(5, loss_func=nt_xent, fit=find)
+    assert len(b.recorder.lrs)==20
+    assert_twins(a, b, tol=1e-12)
+
+def test_validation_is_in_micro_batches_too():
+    class Big(nn.Module):
+        def forward(self, x):
+            assert len(x)<=5
+            return x
+    learn = toy(16, model=lambda: net(Big()), loss_func=nt_xent, cbs=GradientCache(5))
+    a = toy(16, loss_func=nt_xent)
+    assert deviation(learn.validate(), a.validate())<1e-6
+    assert learn.get_preds()[0].shape==(70,3)
+
+# What the model is given, and what it returns
+
+def given(model, batch, size=5, loss_func=None, n=61, bs=16, cbs=list, n_inp=1, fit=one_cycle):
+    """The twin and a run with a cache, on batches that `batch` makes of tensors `x` and `y`: inputs and targets"""
+    from torch.utils.data import DataLoader as TorchLoader
+    from fastai.data.core import DataLoaders
+    from fastai.learner import Learner
+    from fastai.callback.progress import ProgressCallback
+    from fastaccum.testing import Float32Loss
+    data = toy(16, n=n).dls.train_ds
+    def collate(items): return batch(torch.stack([x for x,_ in items]), torch.stack([y for _,y in items]))
+    res = []
+    for more in ([],[GradientCache(size)]):
+        dls = DataLoaders(TorchLoader(data, bs, collate_fn=collate), TorchLoader(data, 32, collate_fn=collate))
+        dls.n_inp = n_inp
+        torch.manual_seed(0)
+        learn = Learner(dls, model().double(), loss_func or nt_xent, opt_func=partial(SGD, mom=0.9), cbs=Float32Loss())
+        learn.remove_cb(ProgressCallback)
+        learn.logger = lambda *_: None
+        torch.manual_seed(0)
+        fit(learn, [*more,*cbs()])
+        res.append(learn)
+    return res
+
+class Output(OrderedDict):
+    "As transformers' `ModelOutput`"
+    def __setitem__(self, k, v):
+        super().__setitem__(k, v)
+        self.__dict__[k] = v
+
+class Towers(nn.Module):
+    "As CLIP: two towers, and a temperature that is learned"
+    def __init__(self, out=dict):
+        super().__init__()
+        self.a,self.b,self.scale,self.out = net(),net(),nn.Parameter(torch.tensor(0.7)),out
+    def forward(self, x, text):
+        a,b = (F.normalize(o) for o in (self.a(x), self.b(text['ids'])))
+        res = a,b,self.scale.exp(),torch.arange(len(x)),None,'clip'
+        return res if self.out is tuple else self.out(zip(['a','b','scale','i','none','name'], res))
+
+def clip_loss(out, y):
+    a,b,scale = (out if isinstance(out, tuple) else list(out.values()))[:3]
+    sim,y = scale*a@b.T,torch.arange(len(a))
+    return (F.cross_entropy(sim, y)+F.cross_entropy(sim.T, y))/2
+
+@pytest.mark.parametrize('out', [dict,tuple,Output])
+@pytest.mark.parametrize('size', [1,5])
+def test_two_towers(out, size):
+    "Several inputs, one in a dict; several outputs, some without rows, without gradient, or no tensors at all"
+    seen = []
+    class See(Callback):
+        order,run_valid = 1,False
+        def after_pred(self): seen.append(self.pred)
+    def batch(x, y): return x,{'ids':x.roll(1, -1), 'names':['a']*len(x)},y
+    a,b = given(lambda: Towers(out), batch, size, clip_loss, n_inp=2, cbs=lambda: [See()])
+    assert_twins(a, b, tol=1e-12)
+    for p,q in zip(seen[:8], seen[8:]):
+        assert type(p) is type(q) is out
+        p,q = (list(o) if out is tuple else list(o.values()) for o in (p,q))
+        assert [isinstance(o, torch.Tensor) and (o.shape,o.dtype,o.requires_grad) for o in p]==[
+            isinstance(o, torch.Tensor) and (o.shape,o.dtype,o.requires_grad) for o in q] and p[4:]==q[4:]
+        assert torch.equal(p[3], q[3]) or size<16
+
+class Bounded(nn.Module):
+    "Writes into its input"
+    def __init__(self):
+        super().__init__()
+        self.m = net()
+    def forward(self, x): return self.m(x.mul_(0.5))
+
+def test_a_model_may_write_into_its_input():
+    assert_twins(*given(Bounded, lambda x,y: (x,y)), tol=1e-12)
+
+class Listed(nn.Module):
+    "As AWD_LSTM: the outputs of its layers, too"
+    def __init__(self):
+        super().__init__()
+        self.a,self.b = nn.Linear(5, 6),nn.Linear(6, 3)
+    def forward(self, x):
+        h = self.a(x).tanh()
+        return self.b(h),[h,h],[h*2,h*3]
+
+def test_rnn_regularizer():
+    "It uses outputs of layers, which the model returns"
+    cbs = lambda: [RNNCallback(),RNNRegularizer(alpha=2., beta=1.)]
+    def loss(z, y): return nt_xent(z, y)
+    a,b = given(Listed, lambda x,y: (torch.stack([x, x.roll(1, -1)], 1), y), loss_func=loss, cbs=cbs)
+    assert_twins(a, b, tol=1e-12)
+    c,_ = given(Listed, lambda x,y: (torch.stack([x, x.roll(1, -1)], 1), y), loss_func=loss, cbs=lambda: [RNNCallback()])
+    assert deviation(weights(a), weights(c))>1e-3
+
+def test_fastai_keeps_its_classes():
+    from fastai.torch_core import TensorImage
+    class See(Callback):
+        order,run_valid = 10,False   # after fastai's `CastToTensor`
+        def before_batch(self):
+            x = self.xb[0].as_subclass(TensorImage)
+            x.img_size = 7
+            self.learn.xb = (x,)
+        def after_pred(self): self.learn.types = type(self.pred),self.pred.img_size
+    a,b = pair(5, loss_func=nt_xent, cbs=lambda: [See()])
+    assert a.types==b.types==(TensorImage,7)
+    assert_twins(a, b, tol=1e-12)
+
+def test_predictions_may_be_written_into():
+    def inplace(z, y):
+        z[:,0] *= 2
+        return nt_xent(z.sigmoid_(), y)
+    assert_twins(*pair(5, loss_func=inplace), tol=1e-12)
+
+def test_some_outputs_are_not_used():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a,self.b = net(),net()
+        def forward(self, x): return self.a(x),self.b(x),self.b(x).detach()
+    a,b = given(Two, lambda x,y: (x,y), loss_func=lambda o,y: nt_xent(o[0]+o[2], y))
+    assert_twins(a, b, tol=1e-12)
+    assert all(p.grad is None or not p.grad.any() for p in b.model.b.parameters())
+
+def test_inputs_may_need_a_gradient():
+    "A layer that is no part of the model, and an adversary who looks at the input's gradient"
+    class Before(Callback):
+        order,run_valid = 1,False
+        def before_fit(self):
+            torch.manual_seed(1)
+            self.layer,self.xs = nn.Linear(5, 5).double(),[]
+        def before_batch(self):
+            self.learn.xb = (self.layer(self.x.requires_grad_()),)
+            self.leaf = self.x
+        def after_backward(self): self.xs.append([p.grad.clone() for p in self.layer.parameters()])
+    made = []
+    def cbs():
+        made.append(Before())
+        return made[-1:]
+    a,b = pair(5, loss_func=nt_xent, cbs=cbs)
+    assert_twins(a, b, tol=1e-12)
+    assert len(made[0].xs)==len(made[1].xs)>4 and deviation(made[0].xs, made[1].xs)<1e-12
+
+# What cannot be had from micro-batches is refused, before a weight moves
+
+class Pairs(nn.Module):
+    def __init__(self, what):
+        super().__init__()
+        self.m,self.what = net(),what
+    def forward(self, x):
+        z = self.m(x)
+        return dict(pairs=lambda: z@z.T, loss=lambda: z.pow(2).mean(), first=lambda: z.T, object=lambda: (z,object()),
+            several=lambda: [z]*len(x))[self.what]()
+
+@pytest.mark.parametrize('what,text', [('pairs','pairs of them'), ('loss',r'shape \(\)'), ('first',r'shape \(3, '),
+    ('object','returned a object'), ('several','things in it')])
+def test_outputs_that_are_refused(what, text):
+    learn = toy(16, model=lambda: Pairs(what).double(), splitter=lambda m: [list(m.parameters())])
+    learn.loss_func = lambda z,y: sum(o.sum() for o in (z if isinstance(z, (tuple,list)) else [z]) if isinstance(o, torch.Tensor))
+    before = weights(learn)
+    with pytest.raises(TypeError, match=text): learn.fit(1, 0.1, cbs=GradientCache(4))
+    assert torch.equal(weights(learn), before)
+    learn.fit(1, 0.1)   # nothing is left behind
+    assert not torch.equal(weights(learn), before)
+
+def test_inputs_that_are_refused():
+    with pytest.raises(TypeError, match='cannot be split'):
+        class Extra(Callback):
+            def before_batch(self): self.learn.xb = (*self.xb, torch.zeros(3))
+        toy(16, model=lambda: Towers().double(), splitter=lambda m: [list(m.parameters())]).fit(1, cbs=[GradientCache(4),Extra()])
+
+@pytest.mark.parametrize('n,exc', [(0,ValueError), (-1,ValueError), (2.,TypeError), ('4',TypeError), (True,TypeError), (None,TypeError)])
+def test_arguments(n, exc):
+    with pytest.raises(exc, match='micro_batch_size'): GradientCache(n)
+
+def test_two_caches():
+    with pytest.raises(ValueError, match='two GradientCaches'): toy(16).fit(1, cbs=[GradientCache(4),GradientCache(8)])
+
+def test_hooks_that_step_in_the_backward_pass():
+    learn = toy(16)
+    learn.model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(ValueError, match="'0.weight' has a hook"): learn.fit(1, cbs=GradientCache(4))
+
+def test_a_loss_of_what_a_hook_has_seen_is_refused():
+    learn = toy(16, loss_func=nt_xent)
+    acts = []
+    learn.model[2].register_forward_hook(lambda m,i,o: acts.append(o))
+    class OnActs(Callback):
+        order,run_valid = 1,False
+        def after_loss(self): self.learn.loss_grad = self.loss_grad+acts[-1].pow(2).mean()
+    before = weights(learn)
+    with pytest.raises(RuntimeError, match='from inside the model'): learn.fit(1, 0.1, cbs=[GradientCache(4),OnActs()])
+    assert torch.equal(weights(learn), before)
+
+def test_a_batch_that_is_changed_between_the_passes_is_refused():
+    class Change(Callback):
+        order,run_valid = 1,False
+        def after_pred(self): self.x.add_(1)
+    with pytest.raises(RuntimeError, match='changed in place'): toy(16).fit(1, 0.1, cbs=[GradientCache(4),Change()])
+
+def test_a_second_backward_pass_is_refused():
+    class Twice(Callback):
+        order,run_valid = 1,False
+        def after_loss(self): self.learn.loss_grad.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match='back-propagated twice'): toy(16).fit(1, 0.1, cbs=[GradientCache(4),Twice()])
+
+# Composition
+
+@pytest.mark.parametrize('loss_func', [nt_xent,CrossEntropy()], ids=['nt_xent','mean'])
+@pytest.mark.parametrize('first', [True,False])
+def test_accumulation(loss_func, first):
+    "Macro-batches of several batches of the loader, each in micro-batches: the run without a cache"
+    kwargs = dict(loss_func=loss_func, n=150, metrics=accuracy)
+    acc,cache = GradientAccumulation(48, drop_last=False),GradientCache(5)
+    a = fit([GradientAccumulation(48, drop_last=False)], **kwargs)
+    b = fit([cache,acc] if first else [acc,cache], **kwargs)
+    assert_twins(a, b, tol=1e-12)
+    assert acc.step==2*4
+    if loss_func is not nt_xent: assert_twins(fit([], bs=48, **kwargs), b)   # a mean over samples
+
+def test_clip_scaler_and_accumulation():
+    def cbs(): return [GradientAccumulation(48), Scaled(init_scale=2.**10, growth_interval=3), GradientClip(0.05)]
+    assert_twins(*pair(5, loss_func=nt_xent, n=150, cbs=cbs), tol=1e-12)
+
+def test_overflow_skips_the_same_steps():
+    class Overflow(Callback):
+        order,run_valid = 9,False
+        def before_backward(self):
+            if self.iter==1: self.learn.loss_grad = self.loss_grad*float('inf')
+    a,b = pair(5, loss_func=nt_xent, cbs=lambda: [Scaled(init_scale=2.**10),Overflow()])
+    assert_twins(a, b, tol=1e-12)
+
+def test_bs_find():
+    "How large the loader's batch may be, with a model that has memory for five samples"
+    class Short(nn.Module):
+        def forward(self, x):
+            if len(x)>5: raise torch.OutOfMemoryError('planted')
+            return x
+    class Loss(nn.Module):
+        def forward(self, z, y):
+            if len(z)>20: raise torch.OutOfMemoryError('planted, loss')
+            return nt_xent(z, y)
+    learn = toy(4, n=64, model=lambda: net(Short()), loss_func=Loss(), cbs=GradientCache(5))
+    before = weights(learn)
+    assert int(learn.bs_find(show_plot=False))==16 and torch.equal(weights(learn), before)
+    assert int(learn.bs_find(mode='binsearch', show_plot=False))==20
+    learn.remove_cb(GradientCache)
+    assert int(learn.bs_find(show_plot=False))==4
+
+# What is left behind: nothing
+
+def clean(learn): return not {'one_batch','_do_one_batch','_backward'}&vars(learn).keys() and 'forward' not in vars(learn.model)
+
+@pytest.mark.parametrize('event', ['before_batch','after_pred','after_loss','before_backward','after_backward','before_step',
+    'after_batch'])
+@pytest.mark.parametrize('exc', [CancelBatchException,CancelFitException,KeyboardInterrupt,ValueError], ids=lambda o: o.__name__)
+def test_interrupts(event, exc):
+    "At any event: the rest of the run, and the next, are the twin's"
+    if exc is CancelBatchException and event=='after_batch': exc = CancelFitException   # (fastai's loop ends with it)
+    def run(cbs, own=False):
+        learn = toy(16, loss_func=nt_xent)
+        if own: learn.add_cbs(cbs)
+        try: learn.fit(2, 0.1, cbs=[Raise(event, exc, 20, at=2), *([] if own else cbs)])
+        except (KeyboardInterrupt,ValueError): pass
+        if not own: assert clean(learn)
+        learn.opt.zero_grad()
+        learn.fit(1, 0.1, cbs=[] if own else cbs)
+        assert clean(learn)
+        return learn
+    for own in (True,False): assert_twins(run([]), run([GradientCache(5)], own), tol=1e-12)
+
+@pytest.mark.parametrize('event', ['before_batch','after_pred','before_backward','after_batch','before_validate'])
+def test_taken_off_in_the_middle(event):
+    class Off(Callback):
+        def __init__(self): setattr(self, event, self.off)
+        def off(self):
+            if self.epoch==1 and hasattr(self.learn, 'gradient_cache'): self.learn.remove_cb(self.learn.gradient_cache)
+    a = fit([], loss_func=nt_xent)
+    learn = toy(16, loss_func=nt_xent)
+    torch.manual_seed(0)
+    one_cycle(learn.add_cb(GradientCache(5)), [Off()])
+    assert clean(learn) and not hasattr(learn, 'gradient_cache')
+    assert_twins(a, learn, tol=1e-12)
+
+def test_switched_off():
+    learn = toy(16, model=lambda: net(Sizes()), cbs=GradientCache(5))
+    learn.gradient_cache.run = False
+    seen.clear()
+    learn.fit(1, 0.1)
+    assert set(seen)=={16,6} and clean(learn)
+
+@pytest.mark.parametrize('event', ['after_pred','after_batch','after_epoch'])
+def test_saved_and_copied_in_the_middle_of_a_fit(event):
+    class Copy(Callback):
+        def __init__(self): setattr(self, event, self.save)
+        def save(self): self.learn.copied = deepcopy(self.model)
+    learn = toy(16, loss_func=nt_xent)
+    learn.fit(1, 0.1, cbs=[GradientCache(5),Copy()])
+    assert learn.copied(torch.randn(4, 5, dtype=torch.float64)).shape==(4,3) and 'forward' not in vars(learn.copied)
+
+def test_a_learner_that_was_pickled_in_mid_fit():
+    learn = toy(16, n=100, model=linear, splitter=trainable_params, cbs=GradientCache(5))
+    learn.loss_func = nn.CrossEntropyLoss()
+    save = Save()
+    learn.fit(2, 0.05, cbs=save)
+    loaded = pickle.loads(save.saved)
+    assert 'one_batch' in vars(loaded)
+    loaded.remove_cb(Save)
+    loaded.fit(1, 0.05)
+    assert clean(loaded)
+
+def linear(): return nn.Sequential(nn.Linear(5,6), nn.Tanh(), nn.Linear(6,6), nn.Tanh(), nn.Linear(6,3)).double()
+
+def test_validation_in_the_middle_of_an_epoch():
+    class Validate(Callback):
+        order = 55
+        def after_batch(self):
+            if self.training and self.iter==1:
+                with self.learn.no_logging(): self.preds = self.learn.get_preds(dl=self.dls.valid, inner=True)
+                self.learn.dl,self.learn.training = self.dls.train,True
+                self.model.train()
+    learn = toy(16, model=lambda: net(Sizes()), loss_func=nt_xent)
+    seen.clear()
+    learn.fit(1, 0.1, cbs=[GradientCache(5),Validate()])
+    assert max(seen)<=4 and clean(learn)
+
+def test_calls_of_others_are_their_own():
+    "A callback, or the loss function, that calls the model means the model: with graph, and at once"
+    class Other(Callback):
+        order,run_valid = 1,False
+        def before_batch(self):
+            x = self.x.clone().requires_grad_()
+            self.learn.xb = (self.x+0.1*torch.autograd.grad(self.model(x).sum(), x)[0].sign(),)
+        def after_loss(self): self.learn.loss_grad = self.loss_grad+self.model(self.x*2).pow(2).mean()
+    assert_twins(*pair(5, loss_func=nt_xent, cbs=lambda: [Other()]), tol=1e-12)
+
+def test_hooks_of_the_model_itself_fire_once():
+    for kind in ('register_forward_hook','register_forward_pre_hook'):
+        learn = toy(16, n=32, loss_func=nt_xent)
+        shapes = []
+        getattr(learn.model, kind)(lambda m,i,*o: shapes.append(len(i[0])))
+        learn.fit(1, 0.1, cbs=GradientCache(5))
+        assert shapes==[16,16,32]
+
+def test_a_learner_with_a_backward_pass_of_its_own():
+    "It need not know of the cache"
+    from fastai.learner import Learner
+    class Own(Learner):
+        def _do_one_batch(self):
+            self.pred = self.model(*self.xb)
+            self.loss_grad = self.loss_func(self.pred, *self.yb)
+            self.loss = self.loss_grad.clone().float()
+            if not self.training: return
+            self.loss_grad.backward()
+            self.opt.step()
+            self.opt.zero_grad()
+    res = []
+    for cbs in ([],[GradientCache(5)]):
+        learn = toy(16, loss_func=nt_xent)
+        learn.__class__ = Own
+        learn.fit(2, 0.1, cbs=cbs)
+        res.append(learn)
+    assert_twins(*res, tol=1e-12)
+
+@pytest.mark.parametrize('in_place', [True,False])
+def test_compiled(in_place):
+    a,b = (toy(16, loss_func=nt_xent, splitter=trainable_params) for _ in range(2))
+    if in_place: b.model.compile(backend='eager')
+    else: b.model = torch.compile(b.model, backend='eager')
+    a.fit(1, 0.1)
+    b.fit(1, 0.1, cbs=GradientCache(5))
+    if not in_place: b.model = b.model._orig_mod
+    assert_twins(a, b, tol=1e-12)

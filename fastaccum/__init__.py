@@ -3,7 +3,9 @@ __version__ = "0.1.0"
 
 from fastaccum import bs_find, gan, loggers
 from fastaccum.accumulation import GradientAccumulation
+from fastaccum.checkpoint import ActivationCheckpoint
 from fastaccum.core.notices import TwinWarning
 from fastaccum.schedule import GradientAccumulationSchedule, GradientAccumulationScheduler
 
-__all__ = ['GradientAccumulation', 'GradientAccumulationSchedule', 'GradientAccumulationScheduler', 'TwinWarning']
+__all__ = ['ActivationCheckpoint', 'GradientAccumulation', 'GradientAccumulationSchedule',
+           'GradientAccumulationScheduler', 'TwinWarning']

@@ -1,10 +1,12 @@
 "What `from fastaccum.all import *` brings."
 from fastaccum.accumulation import GradientAccumulation
+from fastaccum.checkpoint import ActivationCheckpoint
 from fastaccum.core.macro_batch import MacroBatch, Position, round_up
 from fastaccum.core.notices import TwinWarning
 from fastaccum.core.plan import Plan
 from fastaccum.schedule import GradientAccumulationSchedule, GradientAccumulationScheduler
 from fastaccum.core.sizes import Targets, find_size
 
-__all__ = ['GradientAccumulation', 'GradientAccumulationSchedule', 'GradientAccumulationScheduler', 'MacroBatch',
-           'Plan', 'Position', 'Targets', 'TwinWarning', 'find_size', 'round_up']
+__all__ = ['ActivationCheckpoint', 'GradientAccumulation', 'GradientAccumulationSchedule',
+           'GradientAccumulationScheduler', 'MacroBatch', 'Plan', 'Position', 'Targets', 'TwinWarning', 'find_size',
+           'round_up']

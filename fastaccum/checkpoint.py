@@ -100,7 +100,8 @@ def _enter(self:ActivationCheckpoint):
     learn = self.learn
     if sum(isinstance(o, ActivationCheckpoint) for o in learn.cbs)>1:
         raise ValueError("two ActivationCheckpoint callbacks on this Learner: take one off with `learn.remove_cb`")
-    self.parts = [Segment(o, self.offload) for o in find_segments(unwrapped(learn.model), self.given)]
+    seen = {}
+    self.parts = [Segment(o, self.offload, seen) for o in find_segments(unwrapped(learn.model), self.given)]
     self.rows = Segments(o.row for o in self.parts)
     self.entered = in_place(self.parts)   # first: whatever is interrupted, `_leave` finds it
     for o in self.entered: o.enter()
@@ -126,5 +127,5 @@ def after_fit(self:ActivationCheckpoint):
     if self.learn.lock.locked() or not self.entered: return
     idle = [o.name for o in self.rows if not o.calls]
     to_the_end(self._leave)
-    if idle: warn(f"{len(idle)} of {len(self.rows)} segments did not run in this fit, {idle[0]!r} is the first: their "
+    if idle and self.learn.train_iter: warn(f"{len(idle)} of {len(self.rows)} segments did not run in this fit, {idle[0]!r} is the first: their "
         "`forward` is not what the model calls, so they save nothing. Give others with `segments=`")

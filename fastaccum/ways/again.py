@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
-from fastcore.basics import patch
+from fastcore.basics import noop, patch
 from ..core.instead import Instead
 from .inputs import Inputs
 from .moment import Held
@@ -27,9 +27,10 @@ class Segment:
     "A part of a model that keeps its inputs and is computed again in the backward pass"
     def __init__(self,
         cut:Cut, # Where it is
-        offload:bool=False # Keep its inputs on the host?
+        offload:bool=False, # Keep its inputs on the host?
+        seen:dict|None=None # What is kept of other segments, as of `nbytes`
     ):
-        self.cut,self.offload = cut,offload
+        self.cut,self.offload,self.seen = cut,offload,{} if seen is None else seen
         self.inside = cut.inside             # all modules in it
         self.row = Row(cut.name, cut.kind)   # for the table
         self.changes = None                  # does it change its inputs in place? Known after its first forward pass
@@ -72,7 +73,7 @@ def __call__(self:Segment, *args, **kwargs):
 @patch
 def _measure(self:Segment, tensors):
     own = [t for m in self.inside for t in (*m._parameters.values(),*m._buffers.values()) if t is not None]
-    self.row.kept = nbytes(tensors)
+    self.row.kept = nbytes(tensors, self.seen)
     return Measure([*own,*tensors])
 
 @patch
@@ -84,7 +85,9 @@ def _settle(self:Segment, inputs, held, measure):
 
 # %% ../../nbs/ways/09_again.ipynb #pickle
 @patch
-def __reduce__(self:Segment): return plain_forward,(self.cut.modules[0],)
+def __reduce__(self:Segment):
+    own = self.instead and self.instead.own
+    return (noop,(own,)) if own else (plain_forward,(self.cut.modules[0],))
 
 def plain_forward(
     m:nn.Module # A module

@@ -23,28 +23,27 @@ def _storage(t):
     except (NotImplementedError,RuntimeError): return None
 
 def nbytes(
-    tensors:list # Tensors; those that share their numbers count once
+    tensors:list, # Tensors; those that share their numbers count once
+    seen:dict # Weak references to what does not count; gets what counts. While there is one, its address is not reused
 )->int: # Bytes
     "What `tensors` hold"
-    sizes = {ref.cdata:t.untyped_storage().nbytes() for t in tensors if (ref:=_storage(t)) is not None}
-    return sum(sizes.values())
+    refs = [(t,ref) for t in tensors if (ref:=_storage(t)) is not None]
+    new = {ref.cdata:(t,ref) for t,ref in refs if ref.cdata not in seen}
+    seen.update({k:ref for k,(_,ref) in new.items()})
+    return sum(t.untyped_storage().nbytes() for t,_ in new.values())
 
 class Measure:
     "Within it, adds up what is saved for the backward pass, and lets others do with it what they did"
     def __init__(self,
         known:list # Tensors that do not count
     ):
-        self.refs = [o for t in known if (o:=_storage(t)) is not None]   # while there is one, its address is not reused
-        self.seen = {o.cdata for o in self.refs}
+        self.seen = {}       # as of `nbytes`
         self.nbytes = None   # bytes, once it is left; `None` where PyTorch does not tell
         self.hooks = None    # while within it
+        nbytes(known, self.seen)
 
     def _pack(self, pack, t):
-        ref = _storage(t)
-        if ref is not None and ref.cdata not in self.seen:
-            self.seen.add(ref.cdata)
-            self.refs.append(ref)
-            self.nbytes += t.untyped_storage().nbytes()
+        self.nbytes += nbytes([t], self.seen)
         return pack(t)
 
     def __enter__(self):
@@ -56,7 +55,7 @@ class Measure:
 
     def __exit__(self, *args):
         if self.hooks is not None: self.hooks.__exit__(*args)
-        self.hooks,self.refs = None,[]
+        self.hooks,self.seen = None,{}
 
 # %% ../../nbs/ways/08_saved.ipynb #table
 @dataclass

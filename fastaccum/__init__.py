@@ -1,11 +1,13 @@
 "Gradient accumulation for fastai: train on micro-batches, get the big batch's run."
 __version__ = "0.1.0"
 
-from fastaccum import bs_find, gan, loggers
+from fastaccum import batchnorm, bs_find, gan, loggers
 from fastaccum.accumulation import GradientAccumulation
+from fastaccum.batchnorm import FreezeBN, RecalibrateBN
 from fastaccum.cache import GradientCache
+from fastaccum.checkpoint import ActivationCheckpoint
 from fastaccum.core.notices import TwinWarning
 from fastaccum.schedule import GradientAccumulationSchedule, GradientAccumulationScheduler
 
-__all__ = ['GradientAccumulation', 'GradientAccumulationSchedule', 'GradientAccumulationScheduler',
-           'GradientCache', 'TwinWarning']
+__all__ = ['ActivationCheckpoint', 'FreezeBN', 'GradientAccumulation', 'GradientAccumulationSchedule',
+           'GradientAccumulationScheduler', 'GradientCache', 'RecalibrateBN', 'TwinWarning']

@@ -1,11 +1,14 @@
 "What `from fastaccum.all import *` brings."
 from fastaccum.accumulation import GradientAccumulation
+from fastaccum.batchnorm import FreezeBN, RecalibrateBN
 from fastaccum.cache import GradientCache
+from fastaccum.checkpoint import ActivationCheckpoint
 from fastaccum.core.macro_batch import MacroBatch, Position, round_up
 from fastaccum.core.notices import TwinWarning
 from fastaccum.core.plan import Plan
 from fastaccum.schedule import GradientAccumulationSchedule, GradientAccumulationScheduler
 from fastaccum.core.sizes import Targets, find_size
 
-__all__ = ['GradientAccumulation', 'GradientAccumulationSchedule', 'GradientAccumulationScheduler', 'GradientCache',
-           'MacroBatch', 'Plan', 'Position', 'Targets', 'TwinWarning', 'find_size', 'round_up']
+__all__ = ['ActivationCheckpoint', 'FreezeBN', 'GradientAccumulation', 'GradientAccumulationSchedule',
+           'GradientAccumulationScheduler', 'GradientCache', 'MacroBatch', 'Plan', 'Position', 'RecalibrateBN', 'Targets',
+           'TwinWarning', 'find_size', 'round_up']

@@ -1,0 +1,156 @@
+"""Memory against time of the ways to the big batch: plain, split, cached and checkpointed.
+
+Each way trains the same model on the same samples with the same callbacks as users do. On a CPU memory is that of
+tensors made by one step, while they are alive (benchmarks/live.py): activations and gradients, not the weights, the
+batch, or what kernels take inside. Time is that of the processor, as a ratio to the plain run's; the ways run by turns
+in one process, and the median is taken. With a GPU, memory is what torch has allocated beyond what was there before,
+and time is the clock's.
+
+`python benchmarks/ways.py [cuda] [--rounds 3]` writes `benchmarks/results/ways.json` (`ways-cuda.json`), prints
+the tables, and writes them beside it; some minutes.
+"""
+import os, sys
+os.environ.setdefault('OMP_NUM_THREADS', '1')
+import argparse, json, platform, time, warnings
+from datetime import date
+from pathlib import Path
+from statistics import median
+root = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(root))
+warnings.filterwarnings('ignore')
+import fastai, torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from torchvision.models import resnet50
+from fastai.callback.core import Callback, CancelValidException
+from fastai.callback.progress import ProgressCallback
+from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
+from fastai.learner import Learner
+from fastai.optimizer import SGD
+from fastai.vision.learner import create_vision_model
+from fastcore.basics import noop
+import fastaccum
+from fastaccum import ActivationCheckpoint, GradientAccumulation, GradientCache
+from benchmarks.live import LiveTensors
+
+bs = 32   # samples in a step
+ways = 'plain','split','cache','checkpoint'
+
+# Models and data
+
+class Transformer(nn.Module):
+    "An encoder that tells one of ten classes from 64 tokens"
+    def __init__(self, d=256, n=6):
+        super().__init__()
+        self.emb = nn.Embedding(1000, d)
+        self.layers = nn.Sequential(*[nn.TransformerEncoderLayer(d, 8, 4*d, batch_first=True) for _ in range(n)])
+        self.out = nn.Linear(d, 10)
+    def forward(self, x): return self.out(self.layers(self.emb(x)).mean(1))
+
+def vision(): return create_vision_model(resnet50, 10, pretrained=False),torch.randn(bs, 3, 128, 128)
+def transformer(): return Transformer(),torch.randint(0, 1000, (bs,64))
+models = {'resnet50 with fastai\'s head, 32 images of 128 pixels':vision,
+    'transformer of 6 layers of 256, 32 texts of 64 tokens':transformer}
+
+def coarse(model):
+    "Half as many segments as are found, or fewer"
+    if isinstance(model, Transformer): return [model.layers[i:i+2] for i in (0,2,4)]
+    body,head = model
+    return [body[:4],*list(body)[4:],head]
+
+def arms(model):
+    "Of each way and variant: samples in the loader's batch, and the callbacks"
+    res = {('plain','whole batch'):(bs,[])}
+    for n in (16,8,4):
+        res['split',f'{n}'] = n,[GradientAccumulation(bs)]
+        res['cache',f'{n}'] = bs,[GradientCache(n)]
+    res['checkpoint','coarse'] = bs,[ActivationCheckpoint(coarse(model))]
+    res['checkpoint','found'] = bs,[ActivationCheckpoint()]
+    return res
+
+# Measuring
+
+class Once(Callback):
+    "One epoch's training, measured, and no validation"
+    order = -100
+    def __init__(self, device): self.clock = time.process_time if device.type=='cpu' else self.synced
+    def synced(self):
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    def before_train(self): self.began = self.clock()
+    def before_validate(self):
+        self.secs = self.clock()-self.began
+        raise CancelValidException
+
+def learner(model, x, device):
+    y = torch.randint(0, 10, (len(x),))
+    dls = DataLoaders(DataLoader(TensorDataset(x, y), bs=bs), DataLoader(TensorDataset(x[:2], y[:2]), bs=2), device=device)
+    learn = Learner(dls, model.to(device), nn.CrossEntropyLoss(), opt_func=SGD)
+    learn.remove_cb(ProgressCallback)
+    learn.logger = noop
+    return learn
+
+def run(learn, arm, device):
+    "A step, and its seconds"
+    learn.dls.train.bs,cbs = arm
+    once = Once(device)
+    learn.fit(1, 1e-6, cbs=[once,*cbs])
+    return once.secs
+
+def memory(learn, arm, device):
+    "MB of a step at its peak, gradients and all"
+    run(learn, arm, device)   # segments look at their inputs, buffers are made
+    for p in learn.model.parameters(): p.grad = None
+    if device.type=='cpu':
+        with LiveTensors() as live: run(learn, arm, device)
+        return live.peak/1e6
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run(learn, arm, device)
+    return (torch.cuda.max_memory_allocated()-before)/1e6
+
+def measure(make, device, rounds):
+    "MB and times of each arm"
+    torch.manual_seed(0)
+    model,x = make()
+    learn = learner(model, x, device)
+    todo = arms(model)
+    mbs,secs = {k:memory(learn, o, device) for k,o in todo.items()},{k:[] for k in todo}
+    for _ in range(rounds):
+        for k,o in todo.items(): secs[k].append(run(learn, o, device))
+    plain = secs['plain','whole batch']
+    return [dict(way=k[0], variant=k[1], mb=round(mbs[k]), time=round(median(a/b for a,b in zip(secs[k], plain)), 3))
+        for k in todo]
+
+# What came of it
+
+names = dict(plain='the big batch', split='`GradientAccumulation(32)`, micro-batches of', cache='`GradientCache`, micro-batches of',
+    checkpoint='`ActivationCheckpoint`, segments:')
+
+def table(rows):
+    "A Markdown table of a model's arms"
+    def name(o): return names[o['way']]+('' if o['way']=='plain' else f" {o['variant']}")
+    return '\n'.join(['| | MB | time |','|---|---|---|',*(f"| {name(o)} | {o['mb']} | {o['time']:.2f} |" for o in rows)])
+
+def report(res):
+    return '\n\n'.join([f"Made {res['made']}.", *(f'{nm}:\n\n{table(rows)}' for nm,rows in res['models'].items())])
+
+def main():
+    args = argparse.ArgumentParser()
+    args.add_argument('device', nargs='?', default='cpu')
+    args.add_argument('--rounds', type=int, default=3)
+    args.add_argument('--note', default='', help='about the hardware')
+    args = args.parse_args()
+    device = torch.device(args.device)
+    hardware = platform.machine() if device.type=='cpu' else torch.cuda.get_device_name()
+    versions = f'fastaccum {fastaccum.__version__}, fastai {fastai.__version__}, torch {torch.__version__}'
+    made = f'{date.today()}, {hardware}{args.note and ", "+args.note}, {versions}, python {platform.python_version()}'
+    res = dict(made=made, models={nm:measure(make, device, args.rounds) for nm,make in models.items()})
+    out = root/'benchmarks/results'/('ways' if device.type=='cpu' else f'ways-{device.type}')
+    out.with_suffix('.json').write_text(json.dumps(res, indent=1)+'\n')
+    out.with_suffix('.md').write_text(report(res)+'\n')
+    print(report(res))
+
+if __name__=='__main__': main()

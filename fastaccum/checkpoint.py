@@ -1,4 +1,4 @@
-"""The whole batch through the model, in less memory: activations are computed again.
+"""The whole batch through the model in less memory: activations are computed again, and the run is the same to the bit.
 
 Docs: https://fastaccum.github.io/fastaccum/checkpoint.html.md"""
 
@@ -8,18 +8,18 @@ Docs: https://fastaccum.github.io/fastaccum/checkpoint.html.md"""
 __all__ = ['ActivationCheckpoint', 'check_segments', 'unwrapped']
 
 # %% ../nbs/04_checkpoint.ipynb #imports
+from collections.abc import Callable
+from warnings import warn
 from fastai.callback.fp16 import MixedPrecision
-from fastai.callback.core import Callback
 from fastcore.basics import patch
 from fastcore.foundation import L
-from collections.abc import Callable
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from warnings import warn
 from .core.checks import check_bool
 from .core.listeners import Guest, to_the_end
 from .ways.again import Segment, in_place
-from .ways.saved import Segments, Row
+from .ways.moment import recomputing
+from .ways.saved import Row, Segments
 from .ways.segments import find_segments
 
 # %% ../nbs/04_checkpoint.ipynb #cb
@@ -47,6 +47,11 @@ class ActivationCheckpoint(Guest):
         if self.rows is not None: return self.rows
         cuts = [] if self.learn is None else find_segments(unwrapped(self.learn.model), self.given)
         return Segments(Row(o.name, o.kind) for o in cuts)
+
+    @property
+    def recomputing(self)->bool:
+        "Is a segment being computed again? For hooks of your own that count"
+        return recomputing()
 
     def __setstate__(self, state):   # a Learner that was saved in the middle of a fit
         super().__setstate__(state)

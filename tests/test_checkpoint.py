@@ -16,7 +16,8 @@ from fastai.callback.training import GradientClip
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import Learner, load_learner
-from fastai.layers import ConvLayer
+from fastai.layers import SequentialEx
+from fastai.torch_core import TensorBase, TensorImage
 from fastai.vision.learner import create_unet_model, create_vision_model
 from fastai.vision.models.xresnet import xresnet18
 from fastcore.basics import noop
@@ -169,6 +170,27 @@ def test_transformer():
     a,b,cb = check(partial(learner, Encoder))
     assert [o.name for o in cb.segments]==[f'blocks.{i}' for i in range(4)]
 
+def test_inputs_that_collect():
+    "A list to which each block adds something, and a cache that counts"
+    class Cache:
+        n,values = 0,()
+        def update(self, x): self.n,self.values = self.n+1,(*self.values,x)
+    class Collects(Block):
+        def forward(self, x, outs, cache):
+            outs.append(x.detach().mean())
+            cache.update(outs[-1])
+            return super().forward(x)*len(outs)+sum(cache.values)*cache.n
+    class Through(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed,self.blocks,self.head = nn.Linear(5, 8),nn.ModuleList(Collects() for _ in range(3)),nn.Linear(8, 3)
+        def forward(self, x):
+            x,outs,cache = self.embed(x),[],Cache()
+            for b in self.blocks: x = b(x, outs, cache=cache)
+            assert len(outs)==cache.n==3
+            return self.head(x)
+    check(partial(learner, Through))
+
 # What moves in a forward pass, and must not move again
 
 class Keeps(nn.Module):
@@ -242,13 +264,31 @@ def test_modes_are_those_of_the_forward_pass():
         def after_batch(self): self.model.train(self.training)
     check(cbs=lambda: [Loss()])
 
+def test_tensors_with_a_class_and_attributes():
+    "As fastai's: a `SequentialEx` hands the input on as an attribute"
+    seen = []
+    class Merge(Block):
+        def forward(self, x):
+            seen.append((type(x),recomputing()))
+            return super().forward(x)+x.orig
+    class Typed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers,self.head = nn.Linear(5, 8),nn.Linear(8, 3)
+            self.more = SequentialEx(Block(), Merge(), Block())
+        def forward(self, x): return TensorBase(self.head(self.more(TensorImage(self.layers(x)))))
+    check(partial(learner, Typed), segments=Block)
+    assert set(seen)=={(TensorImage,False),(TensorImage,True)}
+
 def test_two_backward_passes():
+    "Also of segments that change their inputs"
     def twice(learn, cbs):
         class Again(Callback):
             run_valid = False
             def before_backward(self): self.learn.loss_grad.backward(retain_graph=True)
         one_cycle(learn, [*cbs,Again()])
     check(fit=twice)
+    check(partial(learner, lambda: net(Around(), Around())), segments=Front, fit=twice)
 
 def test_gradient_of_a_gradient():
     class Penalty(Callback):
@@ -342,7 +382,11 @@ def test_hooks_of_others():
         learn.model[2].bn.register_forward_hook(lambda *_: learn.seen.append(1))
         learn.model[2].register_forward_hook(lambda *_: learn.asked.append(recomputing()))
         return learn
-    a,b,cb = check(make, cbs=cbs)
+    class Same(Callback):
+        "The very tensor, with its graph"
+        def after_loss(self): self.kept = self.learn.hook.stored
+        def after_backward(self): assert self.learn.hook.stored is self.kept
+    a,b,cb = check(make, cbs=lambda: [*cbs(),Same()])
     for x,y in zip(*(o.stats for o in stats)): assert str(x)==str(y)
     assert [len(o.stats) for o in stats]==[5,5] and torch.equal(a.hook.stored, b.hook.stored)
     assert not any(b.asked) and len(a.asked)==len(b.asked)   # a segment's own

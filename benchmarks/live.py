@@ -1,0 +1,51 @@
+"""How much memory the tensors of a computation hold, counted on a CPU, where the allocator does not tell.
+
+    with LiveTensors() as live: loss(model(x)).backward()
+    live.peak
+
+counts the storages that are made while it is on, as they come and go: activations, gradients, temporary tensors.
+What was there before (weights, the batch) is not in it, nor is what a kernel allocates inside. On a device,
+`torch.cuda.max_memory_allocated` says more.
+"""
+import weakref
+from functools import partial
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+class LiveTensors(TorchDispatchMode):
+    "Bytes of the storages that were made while it is on"
+    def __init__(self):
+        super().__init__()
+        self.now,self.peak = 0,0   # bytes alive, and the most that were since it is on, or since `mark`
+        self.sizes = {}            # of each storage alive, by `id`: a weak reference and its bytes
+
+    def mark(self):
+        "Forget the peak"
+        self.peak = self.now
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = {id(o.untyped_storage()) for o in tree_leaves((args,kwargs or {})) if isinstance(o, Tensor)}
+        res = func(*args, **(kwargs or {}))
+        for o in tree_leaves(res):
+            if isinstance(o, Tensor) and id(o.untyped_storage()) not in before: self._add(o.untyped_storage())
+        return res
+
+    def _add(self, storage):
+        key = id(storage)
+        if key in self.sizes: return
+        n = storage.nbytes()
+        self.sizes[key] = weakref.ref(storage, partial(self._remove, key)),n
+        self.now += n
+        self.peak = max(self.peak, self.now)
+
+    def _remove(self, key, _): self.now -= self.sizes.pop(key)[1]
+
+def peak_of(
+    f, # A function without arguments
+    warm=1 # How often to call it before, so that gradients and the optimizer's state are there
+):
+    "The most bytes alive, of those made by `f`, while it runs"
+    for _ in range(warm): f()
+    with LiveTensors() as live: f()
+    return live.peak

@@ -100,7 +100,8 @@ def measure(arch):
             f"{statistics.median(times[how,offload])/plain:.2f} |", flush=True)
     x,y = batch(bs//4)
     for how in ('not at all','stem, blocks, head (found)'):
-        with arms[how,False]: print(f"micro-batches of {bs//4}, cut into {how}: {memory(model, x, y):.0f} MB", flush=True)
+        with arms[how,False]: mb = memory(model, x, y)
+        print(f'micro-batches of {bs//4}, cut into {how}: {mb:.0f} MB', flush=True)
 
 if __name__=='__main__':
     for arch in (resnet18,resnet50): measure(arch)

@@ -132,5 +132,6 @@ def after_fit(self:ActivationCheckpoint):
     if self.learn.lock.locked() or not self.entered: return
     idle = [o.name for o in self.rows if not o.calls]
     to_the_end(self._leave)
-    if idle and self.learn.train_iter: warn(f"{len(idle)} of {len(self.rows)} segments did not run in this fit, {idle[0]!r} is the first: their "
-        "`forward` is not what the model calls, so they save nothing. Give others with `segments=`")
+    if not idle or not self.learn.train_iter: return
+    warn(f"{len(idle)} of {len(self.rows)} segments did not run in this fit, {idle[0]!r} is the first: the model does "
+        "not call their `forward`, so they save nothing. Give others with `segments=`")

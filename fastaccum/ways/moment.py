@@ -20,10 +20,11 @@ from ..memory.snapshot import _values
 # %% ../../nbs/ways/06_moment.ipynb #moment
 _usual = vars(nn.Module()).keys()-{'_buffers','training'}
 _closed = nn.Module,torch.Tensor,type,FunctionType,ModuleType
+_plain = {int,float,bool,str,type(None)}
 
 def _objects(modules, hooks, others):
     "The modules, what they keep in attributes, the objects whose methods are their hooks, and others"
-    kept = [o for m in modules for nm,o in vars(m).items() if nm not in _usual]
+    kept = [o for m in modules for nm,o in vars(m).items() if type(o) not in _plain and nm not in _usual]
     fs = [f for m in modules for d in (m._forward_pre_hooks,m._forward_hooks) for f in d.values()] if hooks else []
     kept += [*others,*(getattr(f, '__self__', None) for f in fs)]
     kept = [o for o in kept if hasattr(o, '__dict__') and not isinstance(o, _closed)]
@@ -52,9 +53,9 @@ class Moment:
             d = vars(o)
             self.items.append((d, dict(d)))
             for nm,x in d.items():
-                if nm in _usual: continue
+                if type(x) in _plain or nm in _usual: continue
                 if isinstance(x, (list,dict,set,deque)): self.items.append((x, x.copy()))
-                elif not isinstance(x, _closed): self.values += _values(x)
+                elif not isinstance(x, (tuple,*_closed)): self.values += _values(x)
                 if nm!='_buffers': self.tensors += [(nm,t,t._version) for t in _tensors(x)]
 
     def put_back(self):

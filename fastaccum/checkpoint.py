@@ -53,10 +53,6 @@ class ActivationCheckpoint(Guest):
         "Is a segment being computed again? For hooks of your own that count"
         return recomputing()
 
-    def __setstate__(self, state):   # a Learner that was saved in the middle of a fit
-        super().__setstate__(state)
-        for nm in ('entered','parts'): vars(self).pop(nm, None)
-
 # %% ../nbs/04_checkpoint.ipynb #check
 def check_segments(
     o:object # The argument's value

@@ -396,6 +396,21 @@ def test_hooks_of_others():
     n = len(a.seen)
     assert len(b.seen)==n+5   # of a module inside: a function that keeps something elsewhere hears training twice
 
+def test_hooks_of_the_backward_pass():
+    "Of a segment and of a module inside; and of tensors and parameters"
+    heard = []
+    def make():
+        learn,mine = learner(),[]
+        heard.append(mine)
+        def hear(m, i, o): mine.append((type(m).__name__,o[0].sum().item()))
+        for m in (learn.model[1],learn.model[2].drop): m.register_full_backward_hook(hear)
+        learn.hook = hook_output(learn.model[3].lin1, grad=True)
+        learn.model[2].lin2.weight.register_hook(lambda g: mine.append(g.norm().item()))
+        return learn
+    a,b,cb = check(make)
+    assert heard[0]==heard[1] and len(heard[0])==3*5
+    assert torch.equal(a.hook.stored[0], b.hook.stored[0])
+
 def test_a_hook_that_alters():
     def make():
         learn = learner()
@@ -574,6 +589,7 @@ def test_saved_in_the_middle_of_a_fit(tmp_path):
     loaded.remove_cb(Copies)
     loaded.fit(1)
     assert loaded.activation_checkpoint.segments.again>0
+    assert not any('forward' in vars(m) for m in loaded.model.modules())
 
 def test_saved_by_others():
     check(cbs=lambda: [SaveModelCallback()], fit=lambda learn,cbs: learn.fit(3, cbs=cbs))
@@ -594,11 +610,11 @@ def test_a_fit_within_a_fit():
                 self.done = True
                 n = self.learn.n_epoch
                 self.learn.fit(1)
-                self.learn.epoch,self.learn.n_epoch = 0,n
+                self.learn.epoch,self.learn.n_epoch,self.rows = 0,n,cb.segments
         done = False
-    learn,cb = learner(),ActivationCheckpoint()
-    learn.fit(2, cbs=[cb,Within()])
-    assert cb.segments[0].calls==5   # of the last epoch, which entered anew
+    learn,cb,within = learner(),ActivationCheckpoint(),Within()
+    learn.fit(2, cbs=[cb,within])
+    assert cb.segments is not within.rows and cb.segments[0].calls==5   # of the last epoch, which entered anew
 
 # Refused
 

@@ -98,6 +98,10 @@ def measure(arch):
     for (how,offload),o in arms.items():
         print(f"| {how}{', offloaded' if offload else ''} | {len(o.segments)} | {mems[how,offload]:.0f} | "
             f"{statistics.median(times[how,offload])/plain:.2f} |", flush=True)
+    x,y = batch(bs//4)
+    for how in ('not at all','stem, blocks, head (found)'):
+        with arms[how,False]: mb = memory(model, x, y)
+        print(f'micro-batches of {bs//4}, cut into {how}: {mb:.0f} MB', flush=True)
 
 if __name__=='__main__':
     for arch in (resnet18,resnet50): measure(arch)

@@ -1,4 +1,4 @@
-"""The whole batch through the model, in less memory: activations are computed again.
+"""The whole batch through the model in less memory: activations are computed again, and the run is the same to the bit.
 
 Docs: https://fastaccum.github.io/fastaccum/checkpoint.html.md"""
 
@@ -8,18 +8,18 @@ Docs: https://fastaccum.github.io/fastaccum/checkpoint.html.md"""
 __all__ = ['ActivationCheckpoint', 'check_segments', 'unwrapped']
 
 # %% ../nbs/04_checkpoint.ipynb #imports
+from collections.abc import Callable
+from warnings import warn
 from fastai.callback.fp16 import MixedPrecision
-from fastai.callback.core import Callback
 from fastcore.basics import patch
 from fastcore.foundation import L
-from collections.abc import Callable
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from warnings import warn
 from .core.checks import check_bool
 from .core.listeners import Guest, to_the_end
 from .ways.again import Segment, in_place
-from .ways.saved import Segments, Row
+from .ways.moment import recomputing
+from .ways.saved import Row, Segments
 from .ways.segments import find_segments
 
 # %% ../nbs/04_checkpoint.ipynb #cb
@@ -48,9 +48,10 @@ class ActivationCheckpoint(Guest):
         cuts = [] if self.learn is None else find_segments(unwrapped(self.learn.model), self.given)
         return Segments(Row(o.name, o.kind) for o in cuts)
 
-    def __setstate__(self, state):   # a Learner that was saved in the middle of a fit
-        super().__setstate__(state)
-        for nm in ('entered','parts'): vars(self).pop(nm, None)
+    @property
+    def recomputing(self)->bool:
+        "Is a segment being computed again? For hooks of your own that count"
+        return recomputing()
 
 # %% ../nbs/04_checkpoint.ipynb #check
 def check_segments(
@@ -127,5 +128,6 @@ def after_fit(self:ActivationCheckpoint):
     if self.learn.lock.locked() or not self.entered: return
     idle = [o.name for o in self.rows if not o.calls]
     to_the_end(self._leave)
-    if idle and self.learn.train_iter: warn(f"{len(idle)} of {len(self.rows)} segments did not run in this fit, {idle[0]!r} is the first: their "
-        "`forward` is not what the model calls, so they save nothing. Give others with `segments=`")
+    if not idle or not self.learn.train_iter: return
+    warn(f"{len(idle)} of {len(self.rows)} segments did not run in this fit, {idle[0]!r} is the first: the model does "
+        "not call their `forward`, so they save nothing. Give others with `segments=`")

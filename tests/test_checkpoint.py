@@ -16,7 +16,8 @@ from fastai.callback.training import GradientClip
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import Learner, load_learner
-from fastai.layers import ConvLayer
+from fastai.layers import SequentialEx
+from fastai.torch_core import TensorBase, TensorImage
 from fastai.vision.learner import create_unet_model, create_vision_model
 from fastai.vision.models.xresnet import xresnet18
 from fastcore.basics import noop
@@ -31,7 +32,8 @@ class Block(nn.Module):
     "BatchNorm, dropout, something in place, and a skip"
     def __init__(self, n=8):
         super().__init__()
-        self.lin1,self.bn,self.act,self.drop,self.lin2 = nn.Linear(n, n),nn.BatchNorm1d(n),nn.ReLU(True),nn.Dropout(),nn.Linear(n, n)
+        self.lin1,self.lin2 = nn.Linear(n, n),nn.Linear(n, n)
+        self.bn,self.act,self.drop = nn.BatchNorm1d(n),nn.ReLU(inplace=True),nn.Dropout()
     def forward(self, x): return x+self.lin2(self.drop(self.act(self.bn(self.lin1(x)))))
 
 def net(*blocks, n=8):
@@ -169,6 +171,28 @@ def test_transformer():
     a,b,cb = check(partial(learner, Encoder))
     assert [o.name for o in cb.segments]==[f'blocks.{i}' for i in range(4)]
 
+def test_inputs_that_collect():
+    "A list to which each block adds something, and a cache that counts"
+    class Cache:
+        n,values = 0,()
+        def update(self, x): self.n,self.values = self.n+1,(*self.values,x)
+    class Collects(Block):
+        def forward(self, x, outs, cache):
+            outs.append(x.detach().mean())
+            cache.update(outs[-1])
+            return super().forward(x)*len(outs)+sum(cache.values)*cache.n
+    class Through(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed,self.head = nn.Linear(5, 8),nn.Linear(8, 3)
+            self.blocks = nn.ModuleList(Collects() for _ in range(3))
+        def forward(self, x):
+            x,outs,cache = self.embed(x),[],Cache()
+            for b in self.blocks: x = b(x, outs, cache=cache)
+            assert len(outs)==cache.n==3
+            return self.head(x)
+    check(partial(learner, Through))
+
 # What moves in a forward pass, and must not move again
 
 class Keeps(nn.Module):
@@ -217,7 +241,7 @@ moving = dict(batchnorm=lambda: Normed(nn.BatchNorm1d(8)), cumulative=lambda: No
 @pytest.mark.parametrize('nm', moving)
 def test_what_moves(nm):
     make = moving[nm]
-    a,b,cb = check(partial(learner, lambda: net(make(), make())), segments=lambda m: type(m) in (Normed,Keeps,Average))
+    a,b,cb = check(partial(learner, lambda: net(make(), make())), segments=(Normed,Keeps,Average))
     for x,y in zip(a.model, b.model):
         if isinstance(x, Keeps):
             assert (x.n,x.seen,x.state)==(y.n,y.seen,y.state) and (x.array==y.array).all()
@@ -242,13 +266,32 @@ def test_modes_are_those_of_the_forward_pass():
         def after_batch(self): self.model.train(self.training)
     check(cbs=lambda: [Loss()])
 
+@pytest.mark.parametrize('cls', [TensorImage,torch.Tensor])
+def test_tensors_with_a_class_and_attributes(cls):
+    "As fastai's: a `SequentialEx` hands the input on as an attribute"
+    seen = []
+    class Merge(Block):
+        def forward(self, x):
+            seen.append((type(x),recomputing()))
+            return super().forward(x)+x.orig
+    class Typed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers,self.head = nn.Linear(5, 8),nn.Linear(8, 3)
+            self.more = SequentialEx(Block(), Merge(), Block())
+        def forward(self, x): return TensorBase(self.head(self.more(self.layers(x).as_subclass(cls))))
+    check(partial(learner, Typed), segments=Block)
+    assert set(seen)=={(cls,False),(cls,True)}
+
 def test_two_backward_passes():
+    "Also of segments that change their inputs"
     def twice(learn, cbs):
         class Again(Callback):
             run_valid = False
             def before_backward(self): self.learn.loss_grad.backward(retain_graph=True)
         one_cycle(learn, [*cbs,Again()])
     check(fit=twice)
+    check(partial(learner, lambda: net(Around(), Around())), segments=Front, fit=twice)
 
 def test_gradient_of_a_gradient():
     class Penalty(Callback):
@@ -270,8 +313,8 @@ class Front(nn.Module):
     "Begins in place, and so changes what it is given"
     def __init__(self):
         super().__init__()
-        self.act,self.lin,self.drop = nn.ReLU(inplace=True),nn.Linear(8, 8),nn.Dropout()
-    def forward(self, x): return self.lin(self.drop(self.act(x)))
+        self.lin,self.drop = nn.Linear(8, 8),nn.Dropout()
+    def forward(self, x): return self.lin(self.drop(x.mul_(1.5)))
 
 class Around(nn.Module):
     "Goes on with what the block has made of its input"
@@ -342,12 +385,31 @@ def test_hooks_of_others():
         learn.model[2].bn.register_forward_hook(lambda *_: learn.seen.append(1))
         learn.model[2].register_forward_hook(lambda *_: learn.asked.append(recomputing()))
         return learn
-    a,b,cb = check(make, cbs=cbs)
+    class Same(Callback):
+        "The very tensor, with its graph"
+        def after_loss(self): self.kept = self.learn.hook.stored
+        def after_backward(self): assert self.learn.hook.stored is self.kept
+    a,b,cb = check(make, cbs=lambda: [*cbs(),Same()])
     for x,y in zip(*(o.stats for o in stats)): assert str(x)==str(y)
     assert [len(o.stats) for o in stats]==[5,5] and torch.equal(a.hook.stored, b.hook.stored)
     assert not any(b.asked) and len(a.asked)==len(b.asked)   # a segment's own
     n = len(a.seen)
-    assert len(b.seen)==n+5   # of a module inside: a function that keeps something elsewhere hears it twice, in training
+    assert len(b.seen)==n+5   # of a module inside: a function that keeps something elsewhere hears training twice
+
+def test_hooks_of_the_backward_pass():
+    "Of a segment and of a module inside; and of tensors and parameters"
+    heard = []
+    def make():
+        learn,mine = learner(),[]
+        heard.append(mine)
+        def hear(m, i, o): mine.append((type(m).__name__,o[0].sum().item()))
+        for m in (learn.model[1],learn.model[2].drop): m.register_full_backward_hook(hear)
+        learn.hook = hook_output(learn.model[3].lin1, grad=True)
+        learn.model[2].lin2.weight.register_hook(lambda g: mine.append(g.norm().item()))
+        return learn
+    a,b,cb = check(make)
+    assert heard[0]==heard[1] and len(heard[0])==3*5
+    assert torch.equal(a.hook.stored[0], b.hook.stored[0])
 
 def test_a_hook_that_alters():
     def make():
@@ -419,8 +481,8 @@ def cap():
     yield put
     put(10**9)
 
-def large(**kwargs): return learner(lambda: nn.Sequential(nn.Linear(5, 8), *(Large() for _ in range(4)), nn.Linear(8, 3)),
-    **kwargs)
+def large(**kwargs):
+    return learner(lambda: nn.Sequential(nn.Linear(5, 8), *(Large() for _ in range(4)), nn.Linear(8, 3)), **kwargs)
 
 def test_more_fits(cap):
     cap(40)
@@ -442,7 +504,8 @@ def test_recovery_in_the_middle_of_computing_again(cap, n):
         learn.loss_func = lambda p,y: F.cross_entropy(p, y).float()
         at = []
         if auto: learn.model[1].register_forward_pre_hook(lambda m,i: at.append((len(i[0]),recomputing())))
-        learn.fit(1, 1e-2, cbs=[ActivationCheckpoint(),GradientAccumulation(16, micro_batch_size='auto')] if auto else [])
+        cbs = [ActivationCheckpoint(),GradientAccumulation(16, micro_batch_size='auto')]
+        learn.fit(1, 1e-2, cbs=cbs if auto else [])
         runs.append(torch.cat([p.detach().flatten() for p in learn.model.parameters()]))
     assert (runs[0]-runs[1]).abs().max()<1e-6 and len(at)>3
     assert not any('forward' in vars(m) for m in learn.model.modules()) and not recomputing()
@@ -473,11 +536,12 @@ class Fault(Exception): pass
 @pytest.mark.parametrize('exc', [CancelFitException,Fault,KeyboardInterrupt])
 @pytest.mark.parametrize('event', ['before_fit','before_epoch','after_pred','before_backward','after_step','after_fit'])
 def test_interrupts(event, exc):
-    "The callback given to `fit` is gone; one that stays begins anew with the next fit, and is not in the way until then"
+    "The callback given to `fit` is gone; one that stays begins anew with the next fit, and is not in the way before"
     for stays in (False,True):
         learn,cb = learner(),ActivationCheckpoint()
         if stays: learn.add_cb(cb)
-        fault = Raise(event, exc, order=cb.order+1, at=1 if event in ('after_pred','before_backward','after_step') else 0)
+        later = event in ('after_pred','before_backward','after_step')
+        fault = Raise(event, exc, order=cb.order+1, at=int(later))
         try: learn.fit(1, cbs=[fault] if stays else [cb,fault])
         except exc: pass   # raised in `after_fit`, also what cancels the fit
         assert fault.raised and not recomputing()
@@ -494,11 +558,12 @@ def test_an_interrupt_while_it_is_computed_again(exc):
         if recomputing(): raise exc
     for m in learn.model[1:4]: m.lin.register_forward_hook(fail)
     notes = []
-    def note(): return [copy.deepcopy({k:v for k,v in vars(learn.model[1]).items() if k in ('n','seen','array','state')}),
-        {k:v.clone() for k,v in learn.model.state_dict().items()},generators()]
+    def note():
+        attrs = {k:copy.deepcopy(vars(learn.model[1])[k]) for k in ('n','seen','array','state')}
+        return attrs,{k:v.clone() for k,v in learn.model.state_dict().items()},generators()
     class Note(Callback):
         def before_backward(self): notes.append(note())
-    with pytest.raises(exc): learn.fit(1, cbs=[ActivationCheckpoint(lambda m: type(m) in (Normed,Keeps,Average)),Note()])
+    with pytest.raises(exc): learn.fit(1, cbs=[ActivationCheckpoint((Normed,Keeps,Average)),Note()])
     assert str(notes[0])==str(note()) and not recomputing()
 
 def test_saved_in_the_middle_of_a_fit(tmp_path):
@@ -524,9 +589,10 @@ def test_saved_in_the_middle_of_a_fit(tmp_path):
     loaded.remove_cb(Copies)
     loaded.fit(1)
     assert loaded.activation_checkpoint.segments.again>0
+    assert not any('forward' in vars(m) for m in loaded.model.modules())
 
 def test_saved_by_others():
-    check(cbs=lambda: [SaveModelCallback(monitor='valid_loss', every_epoch=False)], fit=lambda learn,cbs: learn.fit(3, cbs=cbs))
+    check(cbs=lambda: [SaveModelCallback()], fit=lambda learn,cbs: learn.fit(3, cbs=cbs))
 
 def test_validation_runs_plainly():
     learn,calls = learner(),[]
@@ -544,11 +610,11 @@ def test_a_fit_within_a_fit():
                 self.done = True
                 n = self.learn.n_epoch
                 self.learn.fit(1)
-                self.learn.epoch,self.learn.n_epoch = 0,n
+                self.learn.epoch,self.learn.n_epoch,self.rows = 0,n,cb.segments
         done = False
-    learn,cb = learner(),ActivationCheckpoint()
-    learn.fit(2, cbs=[cb,Within()])
-    assert cb.segments[0].calls==5   # of the last epoch, which entered anew
+    learn,cb,within = learner(),ActivationCheckpoint(),Within()
+    learn.fit(2, cbs=[cb,within])
+    assert cb.segments is not within.rows and cb.segments[0].calls==5   # of the last epoch, which entered anew
 
 # Refused
 
@@ -605,7 +671,7 @@ def test_the_table():
     assert 'first batch' in repr(learn.activation_checkpoint.segments)
     learn.fit(1)
     rows = learn.activation_checkpoint.segments
-    # inputs; inside: lin1's result, ReLU's (BatchNorm's, in place), a mask of dropout and its result, and two statistics
+    # inputs; inside: lin1's result, ReLU's (in place of BatchNorm's), dropout's mask and result, and two statistics
     assert [o.kept for o in rows]==[8*8*4]*4 and [o.again for o in rows]==[(4*8*8+2*8)*4]*4
     assert 'segments: 4.' in repr(rows)
     class Shared(nn.Module):

@@ -53,17 +53,19 @@ class Segment:
 @patch
 def __call__(self:Segment, *args, **kwargs):
     leaves,spec = tree_flatten((args,kwargs))
-    at = [i for i,o in enumerate(leaves) if isinstance(o, torch.Tensor)]
-    tensors = [leaves[i] for i in at]
+    at = {i for i,o in enumerate(leaves) if isinstance(o, torch.Tensor)}
+    tensors = [leaves[i] for i in sorted(at)]
     self.row.calls += torch.is_grad_enabled()
     if not self._learns(tensors): return self.run(*args, **kwargs)
-    inputs,held = Inputs(self.cut.name, tensors, self.changes, self.offload),Held(self.cut.name, self.inside)
+    inputs = Inputs(self.cut.name, tensors, self.changes, self.offload)
     rest = [None if isinstance(o, torch.Tensor) else o for o in leaves]
+    held,given = Held(self.cut.name, self.inside, rest),[(args,kwargs)]
     def compute(*tensors):
-        for i,t in zip(at, inputs.dress(tensors)): rest[i] = t
-        args,kwargs = tree_unflatten(rest, spec)
-        for i in at: rest[i] = None   # nobody but the caller holds them
-        return self.run(*args, **kwargs)
+        if given: a,kw = given.pop()   # the first time as they came, since what is in a list may be added to
+        else:
+            dressed = iter(inputs.dress(tensors))
+            a,kw = tree_unflatten([next(dressed) if i in at else o for i,o in enumerate(rest)], spec)
+        return self.run(*a, **kw)
     measure = self._measure(tensors) if self.row.again is None else nullcontext()
     with saved_tensors_hooks(inputs.pack, inputs.unpack):
         res = checkpoint(compute, *tensors, use_reentrant=False, context_fn=lambda: (measure,held))

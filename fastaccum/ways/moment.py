@@ -20,16 +20,15 @@ from ..memory.snapshot import _values
 # %% ../../nbs/ways/06_moment.ipynb #moment
 _usual = vars(nn.Module()).keys()-{'_buffers','training'}
 _closed = nn.Module,torch.Tensor,type,FunctionType,ModuleType
+_plain = {int,float,bool,str,type(None)}
 
-def _objects(modules, hooks):
-    "The modules, what they keep in attributes, and the objects whose methods are their hooks"
-    res = {id(m):m for m in modules}
-    for m in modules:
-        kept = [o for nm,o in vars(m).items() if nm not in _usual]
-        fs = [*m._forward_pre_hooks.values(),*m._forward_hooks.values()] if hooks else []
-        for o in kept+[getattr(f, '__self__', None) for f in fs]:
-            if hasattr(o, '__dict__') and not isinstance(o, _closed): res[id(o)] = o
-    return list(res.values())
+def _objects(modules, hooks, others):
+    "The modules, what they keep in attributes, the objects whose methods are their hooks, and others"
+    kept = [o for m in modules for nm,o in vars(m).items() if type(o) not in _plain and nm not in _usual]
+    fs = [f for m in modules for d in (m._forward_pre_hooks,m._forward_hooks) for f in d.values()] if hooks else []
+    kept += [*others,*(getattr(f, '__self__', None) for f in fs)]
+    kept = [o for o in kept if hasattr(o, '__dict__') and not isinstance(o, _closed)]
+    return list({id(o):o for o in (*modules,*kept)}.values())
 
 def _put(o, old):
     "Give the dict, list, set or deque `o` the items `old`"
@@ -45,17 +44,18 @@ class Moment:
     "What modules keep, and where the generators of random numbers stand"
     def __init__(self,
         modules:list, # All modules of a segment
-        hooks:bool=False # Note the objects whose methods are hooks, too?
+        hooks:bool=False, # Note the objects whose methods are hooks, too?
+        others:list|tuple=() # Objects, such as a cache
     ):
         self.rng = random.getstate(),np.random.get_state()
         self.items,self.values,self.tensors = [],[],[]   # containers; what has a state; tensors
-        for o in _objects(modules, hooks):
+        for o in _objects(modules, hooks, others):
             d = vars(o)
             self.items.append((d, dict(d)))
             for nm,x in d.items():
-                if nm in _usual: continue
+                if type(x) in _plain or nm in _usual: continue
                 if isinstance(x, (list,dict,set,deque)): self.items.append((x, x.copy()))
-                elif not isinstance(x, _closed): self.values += _values(x)
+                elif not isinstance(x, (tuple,*_closed)): self.values += _values(x)
                 if nm!='_buffers': self.tensors += [(nm,t,t._version) for t in _tensors(x)]
 
     def put_back(self):
@@ -83,10 +83,11 @@ class Held:
     "The modules of a segment, held as they were before its forward pass while it is computed again"
     def __init__(self,
         name:str, # The segment's
-        modules:list # All modules in it
+        modules:list, # All modules in it
+        others:list|tuple=() # Objects that it is given, such as a cache
     ):
-        self.name,self.modules = name,modules
-        self.was = Moment(modules)   # before the forward pass
+        self.name,self.modules,self.others = name,modules,others
+        self.was = Moment(modules, others=others)   # before the forward pass
         self.now = None              # before it is computed again; `None` outside of that
         self.params = None           # parameters and their version after the forward pass, written by `settle`
         # a place and a copy, of buffers that the forward pass moved; before `settle`, of all
@@ -116,7 +117,7 @@ def __enter__(self:Held):
         raise RuntimeError(f"a parameter of segment {self.name!r} was changed after its forward pass and before its "
             "backward pass, which needs it as it was: step after the backward pass")
     _running.append(self)
-    self.now = Moment(self.modules, hooks=True)
+    self.now = Moment(self.modules, hooks=True, others=self.others)
     try:
         self.was.put_back()
         for m in self.modules:

@@ -168,6 +168,6 @@ def find_segments(
         how = 'no segments were found in' if segments is None else f'`segments={segments}` chooses no module of'
         names = sorted({type(o).__name__ for o in model.modules() if o is not model and _computes(o)})
         raise ValueError(f"{how} this {type(model).__name__}: give the class of its blocks, a list of modules, or a "
-            f"function of a module that says whether it is one (those with layers inside: {', '.join(names) or 'none'})")
+            f"function that says of a module whether it is one. Classes that hold layers: {', '.join(names) or 'none'}")
     if isinstance(segments, list): check_apart(cuts)
     return cuts

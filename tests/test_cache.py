@@ -25,6 +25,7 @@ from fastaccum import GradientAccumulation, GradientCache, TwinWarning
 from fastaccum.core.notices import BatchNormWarning
 from fastaccum.testing import CrossEntropy, assert_twins, deviation, one_cycle, toy
 from fastaccum.ways.cached import cuts
+from fastaccum.ways.outputs import leaves
 from common import CpuMixedPrecision, Raise, Seen, grads, weights
 from test_loud import Save
 from test_precision import Scaled
@@ -83,7 +84,8 @@ class Sizes(nn.Module):
         if self.training: seen.append(len(x))
         return x
 
-def net(*more): return nn.Sequential(nn.Linear(5,6), *more, nn.Tanh(), nn.Linear(6,6), nn.Tanh(), nn.Linear(6,3)).double()
+def net(*more):
+    return nn.Sequential(nn.Linear(5,6), *more, nn.Tanh(), nn.Linear(6,6), nn.Tanh(), nn.Linear(6,3)).double()
 
 def test_the_model_sees_micro_batches():
     "Each twice, but the last of a batch, whose graph is kept; besides a look at a few samples, once in a fit"
@@ -402,9 +404,10 @@ def test_rnn_regularizer():
     "It uses outputs of layers, which the model returns"
     cbs = lambda: [RNNCallback(),RNNRegularizer(alpha=2., beta=1.)]
     def loss(z, y): return nt_xent(z, y)
-    a,b = given(Listed, lambda x,y: (torch.stack([x, x.roll(1, -1)], 1), y), loss_func=loss, cbs=cbs)
+    def batch(x, y): return torch.stack([x, x.roll(1, -1)], 1),y
+    a,b = given(Listed, batch, loss_func=loss, cbs=cbs)
     assert_twins(a, b, tol=1e-12)
-    c,_ = given(Listed, lambda x,y: (torch.stack([x, x.roll(1, -1)], 1), y), loss_func=loss, cbs=lambda: [RNNCallback()])
+    c,_ = given(Listed, batch, loss_func=loss, cbs=lambda: [RNNCallback()])
     assert deviation(weights(a), weights(c))>1e-3
 
 def test_fastai_keeps_its_classes():
@@ -470,7 +473,8 @@ class Pairs(nn.Module):
     ('object','returned a object'), ('several','things in it')])
 def test_outputs_that_are_refused(what, text):
     learn = toy(16, model=lambda: Pairs(what).double(), splitter=lambda m: [list(m.parameters())])
-    learn.loss_func = lambda z,y: sum(o.sum() for o in (z if isinstance(z, (tuple,list)) else [z]) if isinstance(o, torch.Tensor))
+    def total(z, y): return sum(o.sum() for o in leaves(z) if isinstance(o, torch.Tensor))
+    learn.loss_func = total
     before = weights(learn)
     with pytest.raises(TypeError, match=text): learn.fit(1, 0.1, cbs=GradientCache(4))
     assert torch.equal(weights(learn), before)
@@ -478,12 +482,17 @@ def test_outputs_that_are_refused(what, text):
     assert not torch.equal(weights(learn), before)
 
 def test_inputs_that_are_refused():
-    with pytest.raises(TypeError, match='cannot be split'):
-        class Extra(Callback):
-            def before_batch(self): self.learn.xb = (*self.xb, torch.zeros(3))
-        toy(16, model=lambda: Towers().double(), splitter=lambda m: [list(m.parameters())]).fit(1, cbs=[GradientCache(4),Extra()])
+    class Extra(Callback):
+        def before_batch(self): self.learn.xb = (*self.xb, torch.zeros(3))
+    learn = toy(16, model=lambda: Towers().double(), splitter=trainable_params)
+    with pytest.raises(TypeError, match=r'Tensor of shape \(3,\) in a batch of 16.*cannot be split.*split=f'):
+        learn.fit(1, cbs=[GradientCache(4),Extra()])
+    def some(o, start, stop, n): return o[0][start:stop],{'ids':o[0][start:stop]}
+    learn.loss_func = clip_loss
+    learn.fit(1, cbs=[GradientCache(4, split=some),Extra()])
 
-@pytest.mark.parametrize('n,exc', [(0,ValueError), (-1,ValueError), (2.,TypeError), ('4',TypeError), (True,TypeError), (None,TypeError)])
+@pytest.mark.parametrize('n,exc', [(0,ValueError), (-1,ValueError), (2.,TypeError), ('4',TypeError), (True,TypeError),
+    (None,TypeError)])
 def test_arguments(n, exc):
     with pytest.raises(exc, match='micro_batch_size'): GradientCache(n)
 
@@ -563,11 +572,12 @@ def test_bs_find():
 
 # What is left behind: nothing
 
-def clean(learn): return not {'one_batch','_do_one_batch','_backward'}&vars(learn).keys() and 'forward' not in vars(learn.model)
+def clean(learn):
+    return not {'one_batch','_do_one_batch','_backward'}&vars(learn).keys() and 'forward' not in vars(learn.model)
 
-@pytest.mark.parametrize('event', ['before_batch','after_pred','after_loss','before_backward','after_backward','before_step',
-    'after_batch'])
-@pytest.mark.parametrize('exc', [CancelBatchException,CancelFitException,KeyboardInterrupt,ValueError], ids=lambda o: o.__name__)
+@pytest.mark.parametrize('event', ['before_batch','after_pred','after_loss','before_backward','after_backward',
+    'before_step','after_batch'])
+@pytest.mark.parametrize('exc', [CancelBatchException,CancelFitException,KeyboardInterrupt,ValueError])
 def test_interrupts(event, exc):
     "At any event: the rest of the run, and the next, are the twin's"
     if exc is CancelBatchException and event=='after_batch': exc = CancelFitException   # (fastai's loop ends with it)
@@ -751,7 +761,8 @@ def test_auto_in_the_middle_of_a_fit(fails, more):
             order,run_valid = 1,False
             def before_batch(self):
                 if fails is None and self.epoch==0 and self.iter==1: cache.sizes[True] = 2
-            def before_backward(self): Counted.left = fails if self.epoch==0 and self.iter==1 and cache.size==4 else None
+            def before_backward(self):
+                Counted.left = fails if self.epoch==0 and self.iter==1 and cache.size==4 else None
         return fit([cache,Sometimes(),*(o(32) for o in more)], n=61, model=lambda: net(nn.Dropout(), Counts()),
             loss_func=nt_xent)
     a = run(None)
@@ -773,7 +784,8 @@ def test_auto_in_validation():
 def test_auto_gives_up():
     learn = toy(16, model=lambda: net(short(cap=0)), loss_func=nt_xent)
     before = weights(learn)
-    with pytest.raises(torch.OutOfMemoryError, match='single sample does not fit: planted'): learn.fit(1, cbs=GradientCache('auto'))
+    with pytest.raises(torch.OutOfMemoryError, match='single sample does not fit: planted'):
+        learn.fit(1, cbs=GradientCache('auto'))
     assert torch.equal(weights(learn), before) and clean(learn)
     learn = toy(16, loss_func=nt_xent)
     with pytest.raises(ValueError, match='planted'):

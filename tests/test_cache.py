@@ -286,6 +286,18 @@ def test_half_precision_on_the_cpu(mode, penalty):
     for p,q in zip(start.model.parameters(), res[1].model.parameters()): assert deviation(p, q)>3*tol or p.numel()<20
     for p in res[1].model.parameters(): assert p.grad is not None
 
+def test_half_precision_parameters():
+    "A sum in bfloat16 would end at 256"
+    class Sum(nn.Module):
+        def forward(self, z, y): return z.float().sum()
+    class Ones(Callback):
+        order = -40
+        def before_batch(self): self.learn.xb = (torch.ones(len(self.y), 5, dtype=torch.bfloat16),)
+    learn = toy(512, n=512, model=lambda: nn.Linear(5, 3).bfloat16(), loss_func=Sum(), splitter=trainable_params)
+    noted = Seen('before_step', grads)
+    learn.fit(1, 0., cbs=[GradientCache(1),Ones(),noted])
+    for g in noted.values[0]: assert g.dtype==torch.bfloat16 and (g==512).all()
+
 def test_several_epochs_and_fits():
     def fits(l, cbs):
         for cb in cbs: l.add_cb(cb)

@@ -3,11 +3,12 @@
 The twin is the same run without the callback. With dropout, which draws its random numbers per micro-batch, it is a
 run whose model applies itself to the same micro-batches, in one graph.
 """
-import pickle, pytest, random
+import pickle, pytest, random, sys, weakref
 import torch
 from collections import OrderedDict
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from torch import nn
 from torch.distributions import Beta
 from torch.nn import functional as F
@@ -136,6 +137,12 @@ def test_batchnorm_is_told_once_per_fit():
     for i in range(2):
         with pytest.warns(BatchNormWarning, match='8 at most') as got: learn.fit(2, 0.1, cbs=cb)
         assert len([o for o in got if issubclass(o.category, TwinWarning)])==1
+
+def test_batchnorm_is_told_once_with_accumulation():
+    "With the samples that it sees, not those of the loader's batch"
+    with pytest.warns(BatchNormWarning) as got:
+        fit([GradientAccumulation(48),GradientCache(5)], n=96, model=lambda: net(nn.BatchNorm1d(6)))
+    assert ['5 at most' in str(o.message) for o in got if o.category is BatchNormWarning]==[True]
 
 def test_generators_end_where_the_loss_left_them():
     "The run can be repeated, and what others draw is not drawn twice"
@@ -329,6 +336,42 @@ def test_validation_is_in_micro_batches_too():
     a = toy(16, loss_func=nt_xent)
     assert deviation(learn.validate(), a.validate())<1e-6
     assert learn.get_preds()[0].shape==(70,3)
+
+# Memory
+
+def test_activations_of_one_micro_batch_are_held():
+    "Live tensors of a step; those of weights and their gradients are the same in both"
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    from benchmarks.live import LiveTensors
+    class Peak(Callback):
+        order,run_valid = -45,False
+        def before_batch(self): self.live = LiveTensors().__enter__()
+        def after_batch(self):
+            self.live.__exit__(None, None, None)
+            self.learn.most = self.live.peak
+    def peak(cbs):
+        layers = [o for _ in range(12) for o in (nn.Linear(32, 32),nn.Tanh())]
+        learn = toy(512, n=1024, model=lambda: nn.Sequential(nn.Linear(5, 32), *layers).double(), loss_func=batch_mean,
+            splitter=trainable_params)
+        learn.fit(1, 0.1, cbs=[Peak(),*cbs])
+        return learn.most
+    whole,parts = peak([]),peak([GradientCache(32)])
+    assert parts<0.3*whole, (parts,whole)
+
+def batch_mean(z, y): return z.mean(0).pow(2).sum()
+
+def test_a_batch_is_let_go_once_its_gradients_are_there():
+    "The predictions live until the next are there, but what the model was given need not"
+    refs = []
+    class Refs(Callback):
+        order,run_valid = 1,False
+        def before_batch(self):
+            assert not refs or refs[-1]() is None
+            x = self.x.clone()
+            refs.append(weakref.ref(x))
+            self.learn.xb = (x,)
+    fit([GradientCache(5),Refs()], loss_func=nt_xent)
+    assert len(refs)==10
 
 # What the model is given, and what it returns
 
@@ -669,7 +712,12 @@ def test_calls_of_others_are_their_own():
             x = self.x.clone().requires_grad_()
             self.learn.xb = (self.x+0.1*torch.autograd.grad(self.model(x).sum(), x)[0].sign(),)
         def after_loss(self): self.learn.loss_grad = self.loss_grad+self.model(self.x*2).pow(2).mean()
-    assert_twins(*pair(5, loss_func=nt_xent, cbs=lambda: [Other()]), tol=1e-12)
+    def model(): return net(Sizes())
+    a = fit([Other()], loss_func=nt_xent, model=model, n=64)
+    seen.clear()
+    b = fit([GradientCache(5),Other()], loss_func=nt_xent, model=model, n=64)
+    assert_twins(a, b, tol=1e-12)
+    assert seen.count(16)==2*2*4   # two calls a batch, of eight batches
 
 def test_hooks_of_the_model_itself_fire_once():
     for kind in ('register_forward_hook','register_forward_pre_hook'):

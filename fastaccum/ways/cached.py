@@ -133,7 +133,7 @@ def forward(self:Cached)->object: # As the model returns it
     try: joined,out = self._pass(look, rows)
     finally:
         if rows: rows.end()
-        torch.clear_autocast_cache()   # it holds weights that were cast without a graph
+        torch.clear_autocast_cache()   # in older PyTorch it gives on weights that were cast without a graph
     if not self.learns: return joined.like_model(joined.outs)
     self.parts.start.note(len(self.cuts)-1)   # where the pass has ended
     return self._with_node(joined, leaves(out))

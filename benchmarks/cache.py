@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torchvision import models
 from benchmarks.live import peak_of
 from fastaccum.core.batch import split
+from fastaccum.ways import replay   # the second half of `Cached`
 from fastaccum.ways.cached import Cached, InParts, cuts
 
 def loss_func(z):
@@ -33,7 +34,8 @@ def arms(model, x, size):
         return f
     def cached(): return Cached(parts, model.forward, (x,), {}, len(x), size).forward()
     def one_graph(): return torch.cat([checkpoint(model, x[a:b], use_reentrant=False) for a,b in cuts(len(x), size)])
-    return {'whole batch':step(lambda: model(x)), 'GradientCache':step(cached), 'as one graph of checkpoints':step(one_graph)}
+    return {'whole batch':step(lambda: model(x)), 'GradientCache':step(cached),
+        'as one graph of checkpoints':step(one_graph)}
 
 def main(names=('resnet18','resnet50'), bs=32, size=8, px=128, rounds=5):
     print(f'Batches of {bs} at {px} px, micro-batches of {size}\n')
@@ -50,7 +52,9 @@ def main(names=('resnet18','resnet50'), bs=32, size=8, px=128, rounds=5):
                 f()
                 secs[k].append(time.thread_time()-start)
         secs = {k:statistics.median(o) for k,o in secs.items()}
-        for k in fs: print(f"| {nm} | {k} | {peaks[k]:.0f} | {secs[k]:.2f} | {secs[k]/secs['whole batch']:.2f} |", flush=True)
+        for k in fs:
+            ratio = secs[k]/secs['whole batch']
+            print(f'| {nm} | {k} | {peaks[k]:.0f} | {secs[k]:.2f} | {ratio:.2f} |', flush=True)
 
 if __name__=='__main__':
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

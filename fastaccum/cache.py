@@ -1,4 +1,4 @@
-"""The model sees micro-batches, the loss sees the whole batch.
+"""Micro-batches for the model, the whole batch for the loss: contrastive losses, batch Dice, MixUp.
 
 Docs: https://fastaccum.github.io/fastaccum/cache.html.md"""
 
@@ -12,19 +12,17 @@ from collections.abc import Callable
 from functools import partial
 from warnings import warn
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel
-from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision
-from fastai.learner import Learner
+from fastai.callback.fp16 import MixedPrecision
 from fastcore.basics import patch
 from .core.batch import n_samples, split
 from .core.checks import check_count
 from .core.instead import Instead
 from .core.listeners import Guest, to_the_end
 from .core.notices import BatchNormWarning, StateWarning, once
-from .memory.recovery import AutoSize
-from .processes.sync import alone, find_sync
+from .core.others import batchnorms
+from .ways import replay
 from .ways.cached import Cached, InParts, cuts
+from .ways.look import check_cached
 from .ways.retry import Retry
 
 # %% ../nbs/03_cache.ipynb #cb
@@ -48,7 +46,7 @@ class GradientCache(Guest):
 
     def __init__(self,
         micro_batch_size:int|str, # Samples that the model sees at once, at most; 'auto': as many as memory allows
-        split:Callable=split # As in `AutoSize`: a function of the inputs, the first sample, the one after the last, and how many
+        split:Callable=split # Of the inputs, the first sample, the one after the last, and how many there are
     ):
         self.auto,self.split = isinstance(micro_batch_size, str) and micro_batch_size=='auto',split
         self.micro_batch_size = micro_batch_size if self.auto else check_count('micro_batch_size', micro_batch_size)
@@ -67,7 +65,7 @@ class GradientCache(Guest):
         self.trains = False
         to_the_end(self._leave)
         self.told = frozenset()
-        _check(self.learn, self.auto)
+        check_cached(self.learn, GradientCache, self.auto)
 
     def before_train(self):
         self.trains = True
@@ -119,7 +117,8 @@ def _do_one_batch(self:GradientCache, inner):
     if self.learn is None: return inner.stock()   # it was taken off in `before_batch`
     model = learn.model
     compiled = getattr(model, '_compiled_call_impl', None) is not None
-    forward,back = Instead(model, '_compiled_call_impl' if compiled else 'forward', None),Instead(learn, '_backward', None)
+    forward = Instead(model, '_compiled_call_impl' if compiled else 'forward', None)
+    back = Instead(learn, '_backward', None)
     forward.f,back.f = partial(self._forward, forward),partial(self._backward, back)
     try:
         forward.enter()
@@ -157,9 +156,12 @@ def _backward(self:GradientCache, back):
 # %% ../nbs/03_cache.ipynb #notices
 @patch
 def _tell_norm(self:GradientCache, model, size):
-    m = next((m for m in model.modules() if isinstance(m, _BatchNorm) and (m.training or m.running_mean is None)), None)
-    if m is not None: once(self, 'batchnorm', f"{type(m).__name__} normalises with the samples of a micro-batch, "
-        f"{size} at most, so the run is not that of the whole batch", BatchNormWarning)
+    bns = batchnorms(model)
+    if not bns: return
+    acc = getattr(self.learn, 'gradient_accumulation', None)   # it would tell another number of samples
+    once(acc if hasattr(acc, 'told') else self, 'batchnorm', f"{type(bns[0]).__name__} normalises with the samples of "
+        f"a micro-batch, {size} at most, so the run is not the whole batch's (with `ActivationCheckpoint` it is)",
+        BatchNormWarning)
 
 @patch
 def _tell_halved(self:GradientCache):
@@ -171,34 +173,3 @@ def _tell_differs(self:GradientCache):
     once(self, 'differs', "the model has returned something else when it was run again on the same samples, from the "
         "same random numbers and buffers: its gradients are not those of its predictions. Does it draw random numbers "
         "that PyTorch, NumPy and Python do not know, or keep something outside of itself?", StateWarning)
-
-# %% ../nbs/03_cache.ipynb #check
-def _check(
-    learn:Learner, # About to train
-    auto:bool # Are sizes found in the fit?
-):
-    "Refuse a Learner that cannot be trained so"
-    if len([o for o in learn.cbs if isinstance(o, GradientCache)])>1:
-        raise ValueError("two GradientCaches are on this Learner: keep one, take the other off with `learn.remove_cb`")
-    if any(isinstance(getattr(o, 'micro', None), AutoSize) for o in learn.cbs):
-        raise ValueError("`GradientAccumulation(micro_batch_size='auto')` would split the loader's batches, which the "
-            "loss is to see whole: leave it out there, and use `GradientCache('auto')`")
-    if auto and find_sync(learn) is not alone:
-        raise ValueError("`GradientCache('auto')` in several processes: when memory runs out in one of them, the others "
-            "would wait for it. Give a number (`learn.bs_find`, in one process)")
-    if any(isinstance(o, NonNativeMixedPrecision) for o in learn.cbs):
-        raise ValueError("NonNativeMixedPrecision would add up the gradients of micro-batches in half precision: use "
-            "`learn.to_fp16()` or `learn.to_bf16()` instead of `learn.to_non_native_fp16()`")
-    for nm,p in learn.model.named_parameters():
-        if getattr(p, '_post_accumulate_grad_hooks', None):
-            raise ValueError(f"{nm!r} has a hook that runs when its gradient is added (`_post_accumulate_grad_hooks`; "
-                "optimizers that step inside the backward pass set it): with `GradientCache` it would step on every "
-                "micro-batch. Remove the hook")
-    for m in learn.model.modules():
-        if isinstance(m, DistributedDataParallel) and m.static_graph:
-            raise ValueError("DistributedDataParallel with `static_graph=True` exchanges gradients in each backward "
-                "pass, and `GradientCache` makes several: make the model without `static_graph`")
-        if hasattr(m, 'set_requires_gradient_sync') or type(m).__name__=='FullyShardedDataParallel':
-            raise ValueError(f"the parameters of {type(m).__name__} are sharded over processes (FSDP), where gradients "
-                "of micro-batches cannot wait for each other: wrap the model in DistributedDataParallel, or train it "
-                "without `GradientCache`")

@@ -9,7 +9,8 @@ from fastai.optimizer import Adam
 from fastaccum import GradientAccumulation, GradientCache
 from fastaccum.testing import assert_twins, deviation, toy_data
 from common import weights
-from processes import Batches, Exchanges, Steps, clean, cut, even, learner, one_cycle, orders, rank, same_everywhere, world
+from processes import (Batches, Exchanges, Steps, clean, cut, even, learner, one_cycle, orders, rank, same_everywhere,
+    world)
 from test_cache import Penalty, nt_xent
 from test_precision import Scaled
 
@@ -32,7 +33,8 @@ def pair(size=3, cbs=list, **kwargs):
     a,b = run(cbs(), **kwargs),run([*cbs(),GradientCache(size)], **kwargs)
     same_everywhere(weights(b))
     assert_twins(a, b, tol=1e-12)
-    assert b.exchanges.last==a.exchanges.last==b.steps_taken and set(b.exchanges.buckets.values())=={1}, b.exchanges.buckets
+    assert b.exchanges.last==a.exchanges.last==b.steps_taken
+    assert set(b.exchanges.buckets.values())=={1}, b.exchanges.buckets
     assert a.exchanges.nbytes==b.exchanges.nbytes
     return a,b
 

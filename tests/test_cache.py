@@ -3,11 +3,12 @@
 The twin is the same run without the callback. With dropout, which draws its random numbers per micro-batch, it is a
 run whose model applies itself to the same micro-batches, in one graph.
 """
-import pickle, pytest, random
+import pickle, pytest, random, sys, weakref
 import torch
 from collections import OrderedDict
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from torch import nn
 from torch.distributions import Beta
 from torch.nn import functional as F
@@ -25,6 +26,7 @@ from fastaccum import GradientAccumulation, GradientCache, TwinWarning
 from fastaccum.core.notices import BatchNormWarning
 from fastaccum.testing import CrossEntropy, assert_twins, deviation, one_cycle, toy
 from fastaccum.ways.cached import cuts
+from fastaccum.ways.outputs import leaves
 from common import CpuMixedPrecision, Raise, Seen, grads, weights
 from test_loud import Save
 from test_precision import Scaled
@@ -83,7 +85,8 @@ class Sizes(nn.Module):
         if self.training: seen.append(len(x))
         return x
 
-def net(*more): return nn.Sequential(nn.Linear(5,6), *more, nn.Tanh(), nn.Linear(6,6), nn.Tanh(), nn.Linear(6,3)).double()
+def net(*more):
+    return nn.Sequential(nn.Linear(5,6), *more, nn.Tanh(), nn.Linear(6,6), nn.Tanh(), nn.Linear(6,3)).double()
 
 def test_the_model_sees_micro_batches():
     "Each twice, but the last of a batch, whose graph is kept; besides a look at a few samples, once in a fit"
@@ -134,6 +137,12 @@ def test_batchnorm_is_told_once_per_fit():
     for i in range(2):
         with pytest.warns(BatchNormWarning, match='8 at most') as got: learn.fit(2, 0.1, cbs=cb)
         assert len([o for o in got if issubclass(o.category, TwinWarning)])==1
+
+def test_batchnorm_is_told_once_with_accumulation():
+    "With the samples that it sees, not those of the loader's batch"
+    with pytest.warns(BatchNormWarning) as got:
+        fit([GradientAccumulation(48),GradientCache(5)], n=96, model=lambda: net(nn.BatchNorm1d(6)))
+    assert ['5 at most' in str(o.message) for o in got if o.category is BatchNormWarning]==[True]
 
 def test_generators_end_where_the_loss_left_them():
     "The run can be repeated, and what others draw is not drawn twice"
@@ -284,6 +293,18 @@ def test_half_precision_on_the_cpu(mode, penalty):
     for p,q in zip(start.model.parameters(), res[1].model.parameters()): assert deviation(p, q)>3*tol or p.numel()<20
     for p in res[1].model.parameters(): assert p.grad is not None
 
+def test_half_precision_parameters():
+    "A sum in bfloat16 would end at 256"
+    class Sum(nn.Module):
+        def forward(self, z, y): return z.float().sum()
+    class Ones(Callback):
+        order = -40
+        def before_batch(self): self.learn.xb = (torch.ones(len(self.y), 5, dtype=torch.bfloat16),)
+    learn = toy(512, n=512, model=lambda: nn.Linear(5, 3).bfloat16(), loss_func=Sum(), splitter=trainable_params)
+    noted = Seen('before_step', grads)
+    learn.fit(1, 0., cbs=[GradientCache(1),Ones(),noted])
+    for g in noted.values[0]: assert g.dtype==torch.bfloat16 and (g==512).all()
+
 def test_several_epochs_and_fits():
     def fits(l, cbs):
         for cb in cbs: l.add_cb(cb)
@@ -315,6 +336,42 @@ def test_validation_is_in_micro_batches_too():
     a = toy(16, loss_func=nt_xent)
     assert deviation(learn.validate(), a.validate())<1e-6
     assert learn.get_preds()[0].shape==(70,3)
+
+# Memory
+
+def test_activations_of_one_micro_batch_are_held():
+    "Live tensors of a step; those of weights and their gradients are the same in both"
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    from benchmarks.live import LiveTensors
+    class Peak(Callback):
+        order,run_valid = -45,False
+        def before_batch(self): self.live = LiveTensors().__enter__()
+        def after_batch(self):
+            self.live.__exit__(None, None, None)
+            self.learn.most = self.live.peak
+    def peak(cbs):
+        layers = [o for _ in range(12) for o in (nn.Linear(32, 32),nn.Tanh())]
+        learn = toy(512, n=1024, model=lambda: nn.Sequential(nn.Linear(5, 32), *layers).double(), loss_func=batch_mean,
+            splitter=trainable_params)
+        learn.fit(1, 0.1, cbs=[Peak(),*cbs])
+        return learn.most
+    whole,parts = peak([]),peak([GradientCache(32)])
+    assert parts<0.3*whole, (parts,whole)
+
+def batch_mean(z, y): return z.mean(0).pow(2).sum()
+
+def test_a_batch_is_let_go_once_its_gradients_are_there():
+    "The predictions live until the next are there, but what the model was given need not"
+    refs = []
+    class Refs(Callback):
+        order,run_valid = 1,False
+        def before_batch(self):
+            assert not refs or refs[-1]() is None
+            x = self.x.clone()
+            refs.append(weakref.ref(x))
+            self.learn.xb = (x,)
+    fit([GradientCache(5),Refs()], loss_func=nt_xent)
+    assert len(refs)==10
 
 # What the model is given, and what it returns
 
@@ -402,9 +459,10 @@ def test_rnn_regularizer():
     "It uses outputs of layers, which the model returns"
     cbs = lambda: [RNNCallback(),RNNRegularizer(alpha=2., beta=1.)]
     def loss(z, y): return nt_xent(z, y)
-    a,b = given(Listed, lambda x,y: (torch.stack([x, x.roll(1, -1)], 1), y), loss_func=loss, cbs=cbs)
+    def batch(x, y): return torch.stack([x, x.roll(1, -1)], 1),y
+    a,b = given(Listed, batch, loss_func=loss, cbs=cbs)
     assert_twins(a, b, tol=1e-12)
-    c,_ = given(Listed, lambda x,y: (torch.stack([x, x.roll(1, -1)], 1), y), loss_func=loss, cbs=lambda: [RNNCallback()])
+    c,_ = given(Listed, batch, loss_func=loss, cbs=lambda: [RNNCallback()])
     assert deviation(weights(a), weights(c))>1e-3
 
 def test_fastai_keeps_its_classes():
@@ -470,7 +528,8 @@ class Pairs(nn.Module):
     ('object','returned a object'), ('several','things in it')])
 def test_outputs_that_are_refused(what, text):
     learn = toy(16, model=lambda: Pairs(what).double(), splitter=lambda m: [list(m.parameters())])
-    learn.loss_func = lambda z,y: sum(o.sum() for o in (z if isinstance(z, (tuple,list)) else [z]) if isinstance(o, torch.Tensor))
+    def total(z, y): return sum(o.sum() for o in leaves(z) if isinstance(o, torch.Tensor))
+    learn.loss_func = total
     before = weights(learn)
     with pytest.raises(TypeError, match=text): learn.fit(1, 0.1, cbs=GradientCache(4))
     assert torch.equal(weights(learn), before)
@@ -478,12 +537,17 @@ def test_outputs_that_are_refused(what, text):
     assert not torch.equal(weights(learn), before)
 
 def test_inputs_that_are_refused():
-    with pytest.raises(TypeError, match='cannot be split'):
-        class Extra(Callback):
-            def before_batch(self): self.learn.xb = (*self.xb, torch.zeros(3))
-        toy(16, model=lambda: Towers().double(), splitter=lambda m: [list(m.parameters())]).fit(1, cbs=[GradientCache(4),Extra()])
+    class Extra(Callback):
+        def before_batch(self): self.learn.xb = (*self.xb, torch.zeros(3))
+    learn = toy(16, model=lambda: Towers().double(), splitter=trainable_params)
+    with pytest.raises(TypeError, match=r'Tensor of shape \(3,\) in a batch of 16.*cannot be split.*split=f'):
+        learn.fit(1, cbs=[GradientCache(4),Extra()])
+    def some(o, start, stop, n): return o[0][start:stop],{'ids':o[0][start:stop]}
+    learn.loss_func = clip_loss
+    learn.fit(1, cbs=[GradientCache(4, split=some),Extra()])
 
-@pytest.mark.parametrize('n,exc', [(0,ValueError), (-1,ValueError), (2.,TypeError), ('4',TypeError), (True,TypeError), (None,TypeError)])
+@pytest.mark.parametrize('n,exc', [(0,ValueError), (-1,ValueError), (2.,TypeError), ('4',TypeError), (True,TypeError),
+    (None,TypeError)])
 def test_arguments(n, exc):
     with pytest.raises(exc, match='micro_batch_size'): GradientCache(n)
 
@@ -563,11 +627,12 @@ def test_bs_find():
 
 # What is left behind: nothing
 
-def clean(learn): return not {'one_batch','_do_one_batch','_backward'}&vars(learn).keys() and 'forward' not in vars(learn.model)
+def clean(learn):
+    return not {'one_batch','_do_one_batch','_backward'}&vars(learn).keys() and 'forward' not in vars(learn.model)
 
-@pytest.mark.parametrize('event', ['before_batch','after_pred','after_loss','before_backward','after_backward','before_step',
-    'after_batch'])
-@pytest.mark.parametrize('exc', [CancelBatchException,CancelFitException,KeyboardInterrupt,ValueError], ids=lambda o: o.__name__)
+@pytest.mark.parametrize('event', ['before_batch','after_pred','after_loss','before_backward','after_backward',
+    'before_step','after_batch'])
+@pytest.mark.parametrize('exc', [CancelBatchException,CancelFitException,KeyboardInterrupt,ValueError])
 def test_interrupts(event, exc):
     "At any event: the rest of the run, and the next, are the twin's"
     if exc is CancelBatchException and event=='after_batch': exc = CancelFitException   # (fastai's loop ends with it)
@@ -647,7 +712,12 @@ def test_calls_of_others_are_their_own():
             x = self.x.clone().requires_grad_()
             self.learn.xb = (self.x+0.1*torch.autograd.grad(self.model(x).sum(), x)[0].sign(),)
         def after_loss(self): self.learn.loss_grad = self.loss_grad+self.model(self.x*2).pow(2).mean()
-    assert_twins(*pair(5, loss_func=nt_xent, cbs=lambda: [Other()]), tol=1e-12)
+    def model(): return net(Sizes())
+    a = fit([Other()], loss_func=nt_xent, model=model, n=64)
+    seen.clear()
+    b = fit([GradientCache(5),Other()], loss_func=nt_xent, model=model, n=64)
+    assert_twins(a, b, tol=1e-12)
+    assert seen.count(16)==2*2*4   # two calls a batch, of eight batches
 
 def test_hooks_of_the_model_itself_fire_once():
     for kind in ('register_forward_hook','register_forward_pre_hook'):
@@ -751,7 +821,8 @@ def test_auto_in_the_middle_of_a_fit(fails, more):
             order,run_valid = 1,False
             def before_batch(self):
                 if fails is None and self.epoch==0 and self.iter==1: cache.sizes[True] = 2
-            def before_backward(self): Counted.left = fails if self.epoch==0 and self.iter==1 and cache.size==4 else None
+            def before_backward(self):
+                Counted.left = fails if self.epoch==0 and self.iter==1 and cache.size==4 else None
         return fit([cache,Sometimes(),*(o(32) for o in more)], n=61, model=lambda: net(nn.Dropout(), Counts()),
             loss_func=nt_xent)
     a = run(None)
@@ -773,7 +844,8 @@ def test_auto_in_validation():
 def test_auto_gives_up():
     learn = toy(16, model=lambda: net(short(cap=0)), loss_func=nt_xent)
     before = weights(learn)
-    with pytest.raises(torch.OutOfMemoryError, match='single sample does not fit: planted'): learn.fit(1, cbs=GradientCache('auto'))
+    with pytest.raises(torch.OutOfMemoryError, match='single sample does not fit: planted'):
+        learn.fit(1, cbs=GradientCache('auto'))
     assert torch.equal(weights(learn), before) and clean(learn)
     learn = toy(16, loss_func=nt_xent)
     with pytest.raises(ValueError, match='planted'):

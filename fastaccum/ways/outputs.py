@@ -40,8 +40,8 @@ def rebuilt(
     return next(xs)
 
 # %% ../../nbs/ways/01_outputs.ipynb #rows
-_remedy = ("`GradientCache` runs the model on micro-batches, so each tensor it returns needs a row for each sample, or has to "
-    "be the same for all samples. Let the model return what belongs to single samples, such as embeddings, and compute "
+_remedy = ("`GradientCache` runs the model on micro-batches, so each tensor it returns needs a row for each sample, or "
+    "has to be the same for all. Let the model return what belongs to single samples, such as embeddings, and compute "
     "the rest (a loss, similarities of pairs) in the loss function")
 
 def refuse(

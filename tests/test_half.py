@@ -180,10 +180,10 @@ class Embedded(nn.Module):
 @pytest.mark.parametrize('ignored', [False,True])
 def test_sparse_gradients(ignored):
     at = AtStep()
-    learn = learner(32, 2, Embedded, opt_func=partial(OptimWrapper, opt=torch.optim.SGD), ignored=ignored, cbs=at)
+    learn = learner(256, 2, Embedded, opt_func=partial(OptimWrapper, opt=torch.optim.SGD), ignored=ignored, cbs=at)
     if ignored: learn.loss_func = nn.CrossEntropyLoss()
     expected = mean_grads(learn, list(learn.dls.train), lambda y: int((y!=-100).sum()))
-    learn.fit(1, 0., cbs=GradientAccumulation(32))
+    learn.fit(1, 0., cbs=GradientAccumulation(256))
     assert at.grads[0][0].is_sparse and ulps(at.grads[0][0].to_dense(), expected[0])<=1
 
 def test_parameters_outside_of_the_optimizer():

@@ -565,7 +565,8 @@ def test_a_callback_that_was_added_twice_says_so(how):
     learn.fit(1, 0.05, cbs=acc)
     assert len(learn.recorder.losses)==4
 
-@pytest.mark.parametrize('kwargs', [dict(), dict(micro_batch_size='auto'), dict(log_accum_batch=False)], ids=str)
+@pytest.mark.parametrize('kwargs', [dict(), dict(micro_batch_size='auto'), dict(micro_batch_size=2),
+    dict(log_accum_batch=False)], ids=str)
 def test_a_learner_that_was_pickled_in_mid_fit(kwargs):
     learn = toy(4, n=64, model=linear, splitter=params, cbs=GradientAccumulation(16, **kwargs))
     learn.loss_func = nn.CrossEntropyLoss()
@@ -575,7 +576,7 @@ def test_a_learner_that_was_pickled_in_mid_fit(kwargs):
     assert '_backward' in vars(loaded)
     assert len(loaded.validate())==1
     loaded.get_preds()
-    assert not {'_backward','_call_one','_with_events','one_batch','_step'}&vars(loaded).keys()
+    assert not {'_backward','_call_one','_with_events','one_batch','_do_one_batch','_step'}&vars(loaded).keys()
     loaded.remove_cb(Save)
     loaded.fit(1, 0.05)
     assert len(loaded.recorder.losses)==(16 if 'log_accum_batch' in kwargs else 4)

@@ -284,6 +284,17 @@ def test_a_part_that_is_cancelled_is_left_out():
     b.fit(2, 0.1, cbs=[GradientAccumulation(16, micro_batch_size=4),Cancel()])
     assert deviation(weights(a), weights(b))<1e-12
 
+def test_a_step_that_lost_a_part_goes_on_with_the_rest_of_the_batch():
+    "Also in the last batch of an epoch: a step is as large as it should be while there are samples"
+    class Cancel(Callback):
+        run_valid,n = False,0
+        def after_pred(self):
+            self.n += 1
+            if self.n==1: raise CancelBatchException
+    steps = Seen('before_step', lambda l: l.gradient_accumulation.macro.samples, order=7)
+    toy(32, n=32).fit(1, 0.1, cbs=[GradientAccumulation(16, micro_batch_size=8),Cancel(),steps])
+    assert steps.values==[16,8]
+
 def test_the_end_of_training_waits_for_the_whole_batch():
     "A callback that ends the fit after a part ends it after the step that the part is for"
     class Stop(Callback):

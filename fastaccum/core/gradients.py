@@ -93,7 +93,6 @@ class HeldGrads:
 
     def drop(self):
         "Forget what the macro-batch left outside of the optimizer, and put back what was set aside"
-        if self.wide is not None: self.wide.drop()
         if not self.open: return
         for p in self.others: p.grad = None
         for p,g in self.held: p.grad = g

@@ -52,7 +52,3 @@ class WideSums:
             if isinstance(by, torch.Tensor) or by!=1: o = o*by
             if k in more: o = o+more[k]
             p.grad = (o.coalesce() if o.is_sparse else o).to(p.dtype)
-
-    def drop(self):
-        "Forget them"
-        self.sums = {}

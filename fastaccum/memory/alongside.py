@@ -72,6 +72,8 @@ class Alongside:
         "It has ended"
         self.olds = []
 
+    def __getstate__(self): return vars(self)|dict(olds=[], kept=[])   # a Learner's lock is in them
+
 # %% ../../nbs/memory/14_alongside.ipynb #split
 @patch
 def begin(self:Alongside,

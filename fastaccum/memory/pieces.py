@@ -50,6 +50,7 @@ class Pieces:
         return self.micro.limit if self.learn.training else None
 
     def merge(self): "The backward pass of a micro-batch is complete, or was cancelled"
+    def __getstate__(self): return vars(self)|dict(stop=None, cancelled=None)   # fastai's cannot be pickled
 
 # %% ../../nbs/memory/15_pieces.ipynb #batch
 @patch
@@ -97,7 +98,7 @@ def do_one_batch(self:Pieces):
     self.xb,self.yb,self.n = learn.xb,learn.yb,None
     self.along.ready()
     if self.fits is None or self.count()<=self.fits: self.whole()
-    else: self.split_up()
+    else: self._split_up(self.run)
 
 @patch
 def count(self:Pieces
@@ -116,18 +117,15 @@ def count(self:Pieces
 @patch
 def whole(self:Pieces):
     "Run what came, not in pieces"
-    if not self.attempt(): self.split_up(self.again)
+    if not self.attempt(): self._split_up(self.again)
     elif self.cancelled is not None: raise self.cancelled
 
 @patch
-def split_up(self:Pieces,
-    run:callable=None # As `run`, the default
-):
-    "Run what came in pieces"
+def _split_up(self:Pieces, run):
     n = self.count()
     try:
         if n>1: self.along.begin(self.part, n)
-        (run or self.run)(0, n, True)
+        run(0, n, True)
     finally:
         self.along.end()
         self.micro.n,self.micro.more = None,False

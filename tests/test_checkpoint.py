@@ -1,7 +1,7 @@
 """Activations computed again: the run without the callback, equal to the bit, and nothing left behind.
 
 Launched by `test_two_processes`, it is what each of the processes runs."""
-import copy, os, pickle, random, subprocess, sys
+import copy, os, pickle, random, subprocess, sys, warnings
 from pathlib import Path
 import numpy as np, pytest, torch
 from functools import partial
@@ -273,7 +273,7 @@ def test_tensors_with_a_class_and_attributes(cls):
     class Merge(Block):
         def forward(self, x):
             seen.append((type(x),recomputing()))
-            return super().forward(x)+x.orig
+            return super().forward(x*x.orig)
     class Typed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -654,7 +654,12 @@ def test_a_segment_that_does_not_run():
             self.embed = nn.Linear(5, 8)
         def forward(self, x): return self.head(self.used(self.embed(x)))
     with pytest.warns(UserWarning, match="1 of 2 segments did not run.*'idle'"):
-        learner(Idle).fit(1, cbs=ActivationCheckpoint())
+        learner(Idle).fit(1, cbs=ActivationCheckpoint(Block))
+    with pytest.warns(UserWarning, match="1 of 1 segments did not run.*'idle'"):
+        learner(Idle).fit(1, cbs=ActivationCheckpoint(['idle']))
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        learner(Idle).fit(1, cbs=ActivationCheckpoint())   # found, not given: the head of a timm model, for one
 
 def test_giving_segments():
     "A class, several, modules, names, slices, a function: the outermost that fit"

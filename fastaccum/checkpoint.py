@@ -62,8 +62,8 @@ def check_segments(
     TypeError: it is no class, no tuple of classes, no list of modules or names, and no function
     """
     how = "give a class or a tuple of classes, a list of modules or of their names, or a function of a module"
-    if isinstance(o, nn.Module): o = [o]
     if isinstance(o, (L,nn.ModuleList)): o = list(o)
+    elif isinstance(o, nn.Module): o = [o]
     ok = o is None or isinstance(o, type) or callable(o)
     if isinstance(o, tuple): ok = len(o)>0 and all(isinstance(x, type) for x in o)
     if isinstance(o, list): ok = len(o)>0 and all(isinstance(x, (nn.Module,str)) for x in o)

@@ -15,7 +15,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 from torchvision.models import resnet18, resnet50
 from fastai.vision.learner import create_vision_model

@@ -28,7 +28,7 @@ class ActivationCheckpoint(Guest):
 
     TypeError: an argument is of another type
     ValueError: when the fit begins: no segments are found, or what is given is not in the model, or it cannot be cut
-    UserWarning: after the fit: a segment did not run
+    UserWarning: after the fit: a segment that was given did not run, or none did
     """
     order,run_valid = MixedPrecision.order+3,False   # the model may be wrapped for several processes before
     entered = ()   # the `Instead`s of this fit; empty outside of one
@@ -62,8 +62,8 @@ def check_segments(
     TypeError: it is no class, no tuple of classes, no list of modules or names, and no function
     """
     how = "give a class or a tuple of classes, a list of modules or of their names, or a function of a module"
-    if isinstance(o, nn.Module): o = [o]
     if isinstance(o, (L,nn.ModuleList)): o = list(o)
+    elif isinstance(o, nn.Module): o = [o]
     ok = o is None or isinstance(o, type) or callable(o)
     if isinstance(o, tuple): ok = len(o)>0 and all(isinstance(x, type) for x in o)
     if isinstance(o, list): ok = len(o)>0 and all(isinstance(x, (nn.Module,str)) for x in o)
@@ -128,6 +128,7 @@ def after_fit(self:ActivationCheckpoint):
     if self.learn.lock.locked() or not self.entered: return
     idle = [o.name for o in self.rows if not o.calls]
     to_the_end(self._leave)
+    if self.given is None and len(idle)<len(self.rows): idle = []   # a timm model's own head, which fastai does not use
     if not idle or not self.learn.train_iter: return
     warn(f"{len(idle)} of {len(self.rows)} segments did not run in this fit, {idle[0]!r} is the first: the model does "
         "not call their `forward`, so they save nothing. Give others with `segments=`")

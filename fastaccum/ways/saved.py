@@ -11,7 +11,6 @@ __all__ = ['nbytes', 'Measure', 'Row', 'Segments']
 import torch
 from dataclasses import dataclass
 from functools import partial
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 

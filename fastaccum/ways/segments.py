@@ -49,18 +49,22 @@ def _computes(m):
     lists = is_sequence(m) or type(m) in (nn.ModuleList,nn.ModuleDict)
     return not lists and next(m.children(), None) is not None and _has_params(m)
 
-def is_stage(
-    m:nn.Module # A module
-)->bool:
-    "Is there a list inside of `m` that repeats a block?"
-    lists = (o for o in m.modules() if isinstance(o, _lists))
-    return any(max(Counter(type(c) for c in o.children() if _computes(c)).values(), default=0)>1 for o in lists)
-
 def _layers(m):
     "How many layers with weights are in `m`, norms not counted"
     def is_norm(o): return hasattr(o, 'running_mean') or 'Norm' in type(o).__name__
     leaves = (o for o in m.modules() if next(o.children(), None) is None)
     return sum(_has_params(o) and not is_norm(o) for o in leaves)
+
+def is_stage(
+    m:nn.Module, # A module
+    loose:bool=False # Look for two blocks of one class in any module, or only in lists?
+)->bool:
+    "Is there something inside of `m` that repeats a block?"
+    def repeats(o):
+        is_list = isinstance(o, _lists)
+        blocks = [type(c) for c in o.children() if _computes(c) and (is_list or _layers(c)>1)]
+        return (is_list or loose) and len(set(blocks))<len(blocks)
+    return any(repeats(o) for o in m.modules())
 
 def _is_plain(m):
     if is_sequence(m): return _layers(m)<4 and all(_is_plain(o) for o in m)
@@ -93,24 +97,26 @@ def _run(seq, name, i, j):
     return [Cut(name+_slice(i, j, len(seq)), ms, seq)]
 
 # %% ../../nbs/ways/05_segments.ipynb #find
-def _in_sequence(seq, name):
+def _in_sequence(seq, name, counts):
     plain,start = [_is_plain(o) for o in seq],None
     for i,(child,is_plain) in enumerate(zip([*seq,None], [*plain,False])):
         if is_plain: start = i if start is None else start
         else:
             if start is not None: yield from (c for a,b in runs(seq, start, i) for c in _run(seq, name, a, b))
             start = None
-            if child is not None: yield from find_in(child, f'{name}.{i}'.lstrip('.'))
+            if child is not None: yield from find_in(child, f'{name}.{i}'.lstrip('.'), counts)
 
 def find_in(
     m:nn.Module, # A module of the model, or the model
-    name:str='' # Its name; '' is the model
+    name:str='', # Its name; '' is the model
+    counts:Counter|None=None # How many modules the model has of each class
 )->list: # Of `Cut`s
     "The segments of `m`"
+    if counts is None: counts = Counter(type(o) for o in m.modules())
     if isinstance(m, torch.jit.ScriptModule): return []
-    if is_sequence(m): return list(_in_sequence(m, name))
-    if name and _computes(m) and not is_stage(m): return [Cut(name, [m])]
-    return [c for nm,o in m.named_children() for c in find_in(o, f'{name}.{nm}'.lstrip('.'))]
+    if is_sequence(m): return list(_in_sequence(m, name, counts))
+    if name and _computes(m) and not is_stage(m, loose=counts[type(m)]==1): return [Cut(name, [m])]
+    return [c for nm,o in m.named_children() for c in find_in(o, f'{name}.{nm}'.lstrip('.'), counts)]
 
 # %% ../../nbs/ways/05_segments.ipynb #given
 def _outermost(m, name, fits):

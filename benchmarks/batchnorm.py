@@ -1,12 +1,12 @@
 """What BatchNorm does to runs on micro-batches, and what helps: the table of the page "BatchNorm and the big batch".
 
 A resnet18 tells the regions of two photographs, which come with scikit-learn, by crops of 32 pixels. Steps are of 64
-crops, in micro-batches of 64 (the big batch), 16, 8 and 4; from scratch, and fine-tuned after it has learned to say
-how crops of the photographs are turned. Validation loss is a mean over seeds: as trained, with the running statistics
-estimated anew (on micro-batches, and on batches of 64), and with statistics that are frozen while training. Crops for
-validation are others than those for training, of the same photographs.
+crops, in micro-batches of 64 (the big batch), 16, 8 and 4 from scratch, and of 64, 16 and 8 fine-tuned after it has
+learned to say how crops of the photographs are turned. Validation loss is a mean over seeds: as trained, with the
+running statistics estimated anew (on micro-batches, and on batches of 64), and with statistics that are frozen while
+training. Crops for validation are others than those for training, of the same photographs.
 `python benchmarks/batchnorm.py` prints a Markdown table and writes `benchmarks/results/batchnorm.json`, in some
-20 minutes of one core.
+20 minutes of one core; `--jobs 2` trains two seeds at once.
 """
 import os
 os.environ.setdefault('OMP_NUM_THREADS', '1')
@@ -29,7 +29,8 @@ from fastai.losses import CrossEntropyLossFlat
 from fastai.torch_core import set_seed
 from fastaccum import FreezeBN, GradientAccumulation
 
-step,sizes,px,n_train,n_valid,n_epoch,lr = 64,(64,16,8,4),32,1024,512,6,3e-3
+step,px,n_train,n_valid,n_epoch,lr = 64,32,1024,512,6,3e-3
+sizes = {'from scratch':(64,16,8,4), 'fine-tuning':(64,16,8)}
 out = Path(__file__).parent/'results'/'batchnorm.json'
 
 def crops(n, turned, rng):
@@ -80,13 +81,14 @@ def run(seed):
     torch.set_num_threads(1)
     res = {}
     for kind,start in {'from scratch':None, 'fine-tuning':pretrained(seed)}.items():
-        for bs in sizes:
+        for bs in sizes[kind]:
             learn = train(bs, seed, start)
             found = {'as trained':loss(learn)} | {f'recalibrated on {o}':loss(learn, o) for o in (bs,step)}
             if start is not None: found['frozen'] = loss(train(bs, seed, start, [FreezeBN()]))
             elif bs==16: found['GroupNorm'] = loss(train(bs, seed, start, norm_layer=partial(nn.GroupNorm, 32)))
+            found = {k:round(v, 3) for k,v in found.items()}
             res.setdefault(kind, {})[str(bs)] = found
-            print(f'seed {seed}, {kind}, {bs}:', {k:round(v, 3) for k,v in found.items()}, flush=True)
+            print(f'seed {seed}, {kind}, {bs}:', found, flush=True)
     return res
 
 def report(res):
@@ -94,7 +96,7 @@ def report(res):
     rows = ['| | micro-batches of | as trained | recalibrated on micro-batches | recalibrated on 64 | frozen |',
             '|---|---|---|---|---|---|']
     for kind in res['seeds'][0]:
-        for bs in map(str, sizes):
+        for bs in map(str, sizes[kind]):
             def cell(nm):
                 vals = [o[kind][bs].get(nm) for o in res['seeds']]
                 return '' if None in vals else f'{mean(vals):.3f}'

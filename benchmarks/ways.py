@@ -85,7 +85,8 @@ class Once(Callback):
 
 def learner(model, x, device):
     y = torch.randint(0, 10, (len(x),))
-    dls = DataLoaders(DataLoader(TensorDataset(x, y), bs=bs), DataLoader(TensorDataset(x[:2], y[:2]), bs=2), device=device)
+    train,valid = TensorDataset(x, y),TensorDataset(x[:2], y[:2])
+    dls = DataLoaders(DataLoader(train, bs=bs), DataLoader(valid, bs=2), device=device)
     learn = Learner(dls, model.to(device), nn.CrossEntropyLoss(), opt_func=SGD)
     learn.remove_cb(ProgressCallback)
     learn.logger = noop
@@ -126,13 +127,14 @@ def measure(make, device, rounds):
 
 # What came of it
 
-names = dict(plain='the big batch', split='`GradientAccumulation(32)`, micro-batches of', cache='`GradientCache`, micro-batches of',
-    checkpoint='`ActivationCheckpoint`, segments:')
+names = dict(plain='the big batch', split='`GradientAccumulation(32)`, micro-batches of',
+    cache='`GradientCache`, micro-batches of', checkpoint='`ActivationCheckpoint`, segments:')
 
 def table(rows):
     "A Markdown table of a model's arms"
     def name(o): return names[o['way']]+('' if o['way']=='plain' else f" {o['variant']}")
-    return '\n'.join(['| | MB | time |','|---|---|---|',*(f"| {name(o)} | {o['mb']} | {o['time']:.2f} |" for o in rows)])
+    lines = [f"| {name(o)} | {o['mb']} | {o['time']:.2f} |" for o in rows]
+    return '\n'.join(['| | MB | time |','|---|---|---|',*lines])
 
 def report(res):
     return '\n\n'.join([f"Made {res['made']}.", *(f'{nm}:\n\n{table(rows)}' for nm,rows in res['models'].items())])

@@ -10,5 +10,5 @@ from fastaccum.schedule import GradientAccumulationSchedule, GradientAccumulatio
 from fastaccum.core.sizes import Targets, find_size
 
 __all__ = ['ActivationCheckpoint', 'FreezeBN', 'GradientAccumulation', 'GradientAccumulationSchedule',
-           'GradientAccumulationScheduler', 'GradientCache', 'MacroBatch', 'Plan', 'Position', 'RecalibrateBN', 'Targets',
-           'TwinWarning', 'find_size', 'round_up']
+           'GradientAccumulationScheduler', 'GradientCache', 'MacroBatch', 'Plan', 'Position', 'RecalibrateBN',
+           'Targets', 'TwinWarning', 'find_size', 'round_up']

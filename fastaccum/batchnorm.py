@@ -8,9 +8,9 @@ Docs: https://fastaccum.github.io/fastaccum/batchnorm.html.md"""
 __all__ = ['RecalibrateBN', 'FreezeBN', 'Recalibration']
 
 # %% ../nbs/05_batchnorm.ipynb #imports
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from warnings import warn
-from torch import nn
+from torch import OutOfMemoryError, nn
 from torch.utils.data import DataLoader as TorchDataLoader
 from fastai.callback.core import Callback, TrainEvalCallback
 from fastai.data.load import DataLoader
@@ -20,12 +20,12 @@ from fastcore.foundation import L
 from fastprogress.fastprogress import progress_bar
 from .accumulation import GradientAccumulation
 from .bs_find import with_size
-from .core.batch import n_samples
 from .core.checks import check_count
 from .core.listeners import Guest
+from .memory.shortage import is_out_of_memory
 from .processes.alone import alone
 from .processes.sync import find_sync
-from .ways.statistics import Estimate, bn_layers, learns, unwrapped
+from .ways.statistics import Estimate, bn_layers, learns, unwrapped, whole_batches
 
 # %% ../nbs/05_batchnorm.ipynb #recalibrate
 @patch
@@ -38,6 +38,7 @@ def recalibrate_bn(self:Learner,
     TypeError: a number is no whole number
     ValueError: a number is below 1, no layer learns statistics, or the training loader cannot give such batches
     RuntimeError: there is SyncBatchNorm, in several processes
+    torch.OutOfMemoryError: a batch does not fit
     """
     recal = Recalibration(self, bs, n)
     if not recal.layers: raise ValueError(f"{recal.nothing}: there is nothing to recalibrate")
@@ -141,9 +142,13 @@ class Recalibration:
     def run(self):
         """Estimate; if that is interrupted or fails, the statistics are as before
 
-        ValueError: the training loader has no batch
+        OutOfMemoryError: a batch does not fit
         """
-        Estimate(self.learn, self.layers).run(self._batches)
+        try: Estimate(self.learn, self.layers).run(self._batches)
+        except Exception as e:
+            if not is_out_of_memory(e): raise
+            raise OutOfMemoryError(f"a batch of {self.bs or 'the loader'} does not fit, though no gradients are kept: "
+                f"give a smaller `bs` to recalibrate with ({e})") from e
 
 # %% ../nbs/05_batchnorm.ipynb #size
 def _inner(dl): return getattr(dl, 'dl', dl)   # fastai's `DistributedDL` shares out the batches of another
@@ -162,23 +167,11 @@ def _size(self:Recalibration, bs):
     return min(bs, n) if n else bs
 
 @patch
-def _whole(self:Recalibration, dl):
-    "The batches of `dl`, until there are samples enough"
-    seen = 0
-    for b in dl:
-        n = n_samples(b, self.bs)
-        if seen and seen+n>self.n: break
-        if seen and n<(self.bs or 0): continue
-        seen += n
-        yield b
-    if not seen: raise ValueError("the training loader has no batch, so there is nothing to estimate statistics from")
-
-@patch
 def _batches(self:Recalibration):
     "Batches of `bs`, with a progress bar"
     learn,dl = self.learn,self.dl if self.bs is None else with_size(_inner(self.dl), self.bs)
     if dl is _inner(self.dl): dl = self.dl
-    bs = self._whole(dl)
+    bs = whole_batches(dl, self.bs, self.n)
     if not (hasattr(learn, 'progress') and learn.create_mbar): return bs
     total = min(len(dl), max(1, self.n//self.bs)) if self.bs and hasattr(dl, '__len__') else 'noinfer'
     return progress_bar(bs, total=total, parent=getattr(learn.progress, 'mbar', None), leave=False)

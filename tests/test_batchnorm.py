@@ -17,7 +17,8 @@ from fastai.learner import Learner
 from fastai.optimizer import SGD
 from fastai.vision.learner import vision_learner
 from fastcore.basics import noop
-from fastaccum import FreezeBN, GradientAccumulation, GradientAccumulationScheduler, RecalibrateBN
+from fastaccum import (ActivationCheckpoint, FreezeBN, GradientAccumulation, GradientAccumulationScheduler,
+    GradientCache, RecalibrateBN)
 from fastaccum.batchnorm import Recalibration
 from fastaccum.testing import CrossEntropy, Float32Loss, assert_twins, deviation, toy, toy_data, twins
 from fastaccum.ways.statistics import bn_layers
@@ -51,6 +52,12 @@ def test_statistics_are_the_mean_over_whole_batches(seed):
     learn.recalibrate_bn(bs, limit)
     bs = min(bs, n)
     assert is_mean_of(learn, bs, max(1, min(limit or n, n)//bs)), (n, bs, limit)
+
+@pytest.mark.parametrize('n,k', [(15,1), (16,1), (47,2), (48,3), (1000,4)])
+def test_samples_looked_at(n, k):
+    learn = make(n=70)
+    learn.recalibrate_bn(16, n)
+    assert is_mean_of(learn, 16, k)
 
 def test_sizes_by_default():
     def size(bs, *cbs): return Recalibration(make(bs, n=400, cbs=cbs)).bs
@@ -105,6 +112,12 @@ def test_cumulative_layers_and_layers_without_statistics():
     bn = learn.model[0]
     assert bn.momentum is None and bn.num_batches_tracked==4
     assert deviation(bn.running_mean, inputs(learn).mean(0))<1e-12
+
+def test_no_dropout():
+    def model(): return nn.Sequential(nn.Dropout(), nn.BatchNorm1d(5, affine=False), nn.Linear(5, 3)).double()
+    learn = make(n=32, model=model)
+    learn.recalibrate_bn(32)
+    assert deviation(inputs(learn).var(0), learn.model[1].running_var)<1e-12
 
 @pytest.mark.parametrize('in_fit', [False,True])
 def test_mixed_precision(in_fit):
@@ -179,7 +192,7 @@ def test_interrupts_leave_the_statistics_as_they_were(in_fit, exc):
             run = partial(learn.recalibrate_bn, 24)
             note()
         rng = torch.get_rng_state()
-        with pytest.raises(exc, match='planted'): run()
+        with pytest.raises(exc, match='planted' if exc is KeyboardInterrupt else 'a batch of 24 does not fit'): run()
         assert torch.equal(stats(learn), noted[-1]) and learn.dls.train.bs==4 and learn.model[1].momentum==0.1
         assert in_fit or torch.equal(rng, torch.get_rng_state()) and not any(m.training for m in learn.model.modules())
 
@@ -193,14 +206,24 @@ def test_what_validates_and_saves_has_them(tmp_path):
     learn.load('model_0')
     assert is_mean_of(learn, 16, 4)   # those of its weights
 
-def test_only_where_somebody_trains():
+def test_only_where_somebody_trains(monkeypatch):
     learn = make(n=64, cbs=RecalibrateBN(16))
     before = stats(learn)
     learn.validate(), learn.get_preds()
     assert torch.equal(stats(learn), before)
+    def run(self): raise RuntimeError('it runs')
+    monkeypatch.setattr(Recalibration, 'run', run)
     learn.lr_find(num_it=5, show_plot=False)
     learn.bs_find(show_plot=False, max_trials=2)
-    assert torch.equal(stats(learn), before)
+    with pytest.raises(RuntimeError, match='it runs'): learn.fit(1, 0.1)
+
+@pytest.mark.parametrize('way', [lambda _: GradientCache(4),lambda m: ActivationCheckpoint([m[1],m[3]])],
+    ids=['cache','checkpoint'])
+@pytest.mark.filterwarnings('ignore')   # the cache's, of BatchNorm
+def test_with_the_other_ways(way):
+    learn = make(16, n=64)
+    learn.fit(2, 0.1, cbs=[RecalibrateBN(32),way(learn.model)])
+    assert is_mean_of(learn, 32, 2)
 
 def test_twins_with_the_callback():
     "With BatchNorm at the inputs, which do not depend on the weights, the twins have the same statistics"

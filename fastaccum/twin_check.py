@@ -81,7 +81,7 @@ class TwinCheck:
         rows:list[Row], # What was found
         sizes:list[int], # Samples in the micro-batches
         layers:dict, # Name of a parameter -> how far its gradients are apart, relative
-        still:dict, # The same with what draws or looks at other samples held still; empty if nothing does
+        still:dict, # The same with all that was found held still or left out; empty if there was nothing
         seconds:float # That the check took
     ): self.rows,self.sizes,self.layers,self.still,self.seconds = L(rows),sizes,layers,still,seconds
 
@@ -120,7 +120,7 @@ def plot(self:TwinCheck,
     tol = next(o.tol for o in self.rows if o.what=='gradients')
     _,ax = plt.subplots(figsize=(7, 1+0.16*max(4, len(self.layers))))
     both = [('as it trains',self.layers,'tab:red')]
-    if self.still: both.append(('held still: '+', '.join(o.what for o in self.rows[1:3] if not o.ok),self.still,'tab:blue'))
+    if self.still: both.append(('without what was found',self.still,'tab:blue'))
     for label,diffs,color in both:
         ax.plot([max(min(o, 1e3), tiny) for o in diffs.values()], range(len(diffs)), 'o', ms=4, color=color, label=label)
     ax.axvline(tol, color='gray', linestyle=':', label='rounding, at most')

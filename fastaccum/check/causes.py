@@ -18,6 +18,7 @@ from .rows import Row, draw_row, loss_row, pred_row, tolerance
 from .runs import Runs
 from .taken import Apart, Taken, apart, rel
 from ..core.measure import Measure
+from ..core.others import by_batch_size
 from ..core.probe import probe
 from ..memory.shortage import is_out_of_memory
 
@@ -26,7 +27,7 @@ class Found(NamedTuple):
     "What a check has found"
     rows:list # `Row`s
     layers:dict # Name of a parameter -> how far its gradients are apart, relative
-    still:dict # The same with what draws or looks at other samples held still; empty if nothing does
+    still:dict # The same with all that was found held still or left out; empty if there was nothing
 
 def look(
     runs:Runs, # With batches
@@ -66,43 +67,41 @@ def blame(
     tol:float, # The largest difference that is rounding
     **kwargs # As in `Runs.whole`
 )->list[Callback]:
-    "The callbacks without which they are not"
-    out = []
-    for cb in candidates(runs):
-        if off<=tol: break
-        try: new = both(runs, without=[*out,cb], **kwargs).grad
+    "The callbacks that make the difference"
+    out,steps = [],{}   # the callbacks that can be left out, and the difference without them, one after the other
+    def without(cbs):
+        try: return both(runs, without=cbs, **kwargs).grad
         except Exception as e:
             if is_out_of_memory(e): raise
-            continue   # others need it
-        if new<off/2: off,out = new,[*out,cb]
-    return out
+            return None   # others need it
+    for cb in candidates(runs):
+        new = without([*out,cb])
+        if new is None: continue
+        if new<off/2: steps[cb] = new
+        out,off = [*out,cb],new
+    if off>tol: return [*steps]   # there is another cause
+    return [o for o in out if len(out)==1 or not (without([x for x in out if x is not o]) or 0.)<=tol]
 
 # %% ../../nbs/check/07_causes.ipynb #rows
-def _callback_row(runs, quiet, tol, **kwargs):
-    if quiet is None: return Row('callbacks', None, tol, runs.why)
-    row = Row('callbacks', quiet.grad, tol)
-    if row.ok: return row
-    cbs = blame(runs, quiet.grad, tol, **kwargs)
-    if not cbs: return row._replace(off=0.)
-    return row._replace(where=', '.join(type(o).__name__ for o in cbs), remedy='`GradientCache(16)`')
+def _callback_row(cbs, quiet, tol, why):
+    if quiet is None: return Row('callbacks', None, tol, why)
+    if not cbs: return Row('callbacks', quiet.grad if quiet.grad<=tol else 0., tol)   # what is off is not theirs
+    return Row('callbacks', quiet.grad, tol, ', '.join(type(o).__name__ for o in cbs), '`GradientCache(16)`')
 
 def _loader_row(runs, k):
     try: row = Row('loader', order_apart(runs.dl, k, runs.snap.put_back), 0.)
     except Exception as e: return Row('loader', None, 0., f'{type(e).__name__}: {e}')
     finally: runs.snap.put_back()
     if row.ok: return row
-    return row._replace(where=type(runs.dl).__name__, remedy='`dl_type=TfmdDL`; or none: other samples meet in a step')
+    return row._replace(where=by_batch_size(runs.dl) or type(runs.dl).__name__,
+        remedy='none, or a loader with an order of its own: other samples meet in a step')
 
-def _grad_rows(runs, first, quiet, rows, tol):
-    if first is None: return [Row('gradients', None, tol, runs.why), Row('buffers', None, tol, runs.why)]
-    row,bufs = Row('gradients', first.grad, tol),Row('buffers', first.buffers, tol)
-    if not row.ok:
-        worst3 = sorted(first.grads, key=first.grads.get)[:-4:-1]
-        known = any(o.off is not None and not o.ok for o in rows)
-        why = '' if known else 'no cause was found: please report it'
-        if quiet is not first: why = f"{Row('', quiet.grad, tol).state} ({quiet.grad:.0e}) without these"
-        row = row._replace(where=', '.join(worst3), remedy=why)
-    return [row,bufs]
+def _grad_row(first, still, tol):
+    row = Row('gradients', first.grad, tol)
+    if row.ok: return row
+    where = ', '.join(sorted(first.grads, key=first.grads.get)[:-4:-1])
+    if still is None: return row._replace(where=where)
+    return row._replace(where=f"{where}; without the above {Row('', still.grad, tol).state} ({still.grad:.0e})")
 
 # %% ../../nbs/check/07_causes.ipynb #find-all
 def find(
@@ -115,11 +114,16 @@ def find(
     whole = runs.fitting(most)
     seen = look(runs, size)
     tol,model = tolerance(seen.dtypes),runs.learn.model
-    first = both(runs, whole) if runs.parts else None
+    preds,draws,loader = pred_row(seen, model, tol),draw_row(seen, model, tol),_loader_row(runs, k)
+    if not runs.parts:
+        missing = [Row(o, None, tol, runs.why) for o in ('callbacks','gradients','buffers')]
+        return Found([loss_row(seen, None, tol), preds, draws, missing[0], loader, *missing[1:]], {}, {})
+    first,cbs = both(runs, whole),[]
     held = dict(hold=seen.drawing+seen.depending, reset=seen.remembers)
-    holds = first is not None and not first.grad<=tol and any(held.values())
-    quiet = both(runs, **held) if holds else first
-    rows = [loss_row(seen, quiet, tol), pred_row(seen, model, tol), draw_row(seen, model, tol),
-            _callback_row(runs, quiet, tol, **held), _loader_row(runs, k)]
-    rows += _grad_rows(runs, first, quiet, rows, tol)
-    return Found(rows, first.grads if first else {}, quiet.grads if holds else {})
+    off,holds = not first.grad<=tol,any(held.values())
+    quiet = both(runs, **held) if off and holds else first
+    if not quiet.grad<=tol: cbs = blame(runs, quiet.grad, tol, **held)
+    still = both(runs, without=cbs, **held) if cbs else quiet if off and holds else None
+    rows = [loss_row(seen, still or quiet, tol), preds, draws, _callback_row(cbs, quiet, tol, runs.why), loader,
+            _grad_row(first, still, tol), Row('buffers', first.buffers, tol)]
+    return Found(rows, first.grads, still.grads if still else {})

@@ -10,10 +10,17 @@ __all__ = ['order_apart']
 # %% ../../nbs/check/05_order.ipynb #imports
 import random
 from fastai.data.load import DataLoader
-from fastai.text.data import LMDataLoader
 from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset
+from ..core.others import by_batch_size
 
 # %% ../../nbs/check/05_order.ipynb #order
+def _steps(dl, size):
+    "The indices of an epoch, `size` at a time; whole ones only"
+    dl.rng = random.Random(0)
+    dl.randomize()
+    idxs = [*map(int, dl.get_idxs())]
+    return [set(idxs[i:i+size]) for i in range(0, len(idxs)-size+1, size)]
+
 def order_apart(
     dl:object, # A training `DataLoader`
     k:int, # Micro-batches in a step
@@ -23,7 +30,7 @@ def order_apart(
 
     TypeError: this loader's order cannot be asked for
     """
-    if isinstance(dl, LMDataLoader): return 1.   # an index stands for other words
+    if 'streams' in by_batch_size(dl): return 1.   # an index stands for other words
     if isinstance(getattr(dl, 'dataset', None), IterableDataset): return 0.
     if isinstance(dl, TorchDataLoader):
         if type(dl.batch_sampler).__module__.startswith('torch.') and type(dl).__module__.startswith('torch.'): return 0.
@@ -32,12 +39,9 @@ def order_apart(
     if not isinstance(dl, DataLoader) or dl.bs is None:
         raise TypeError(f'a {type(dl).__name__} does not tell what it would do with another batch size')
     if not dl.indexed: return 0.
+    k = max(2, min(k, len(dl)//2))   # more than one step
     def steps(bs):
         start()
-        new = dl.new(bs=bs, num_workers=0)
-        new.rng = random.Random(0)
-        new.randomize()
-        idxs = [*map(int, new.get_idxs())]
-        return [set(idxs[i:i+k*dl.bs]) for i in range(0, len(idxs)-k*dl.bs+1, k*dl.bs)]
+        return _steps(dl.new(bs=bs, num_workers=0), k*dl.bs)
     pairs = [*zip(steps(dl.bs), steps(k*dl.bs))]
     return max((len(a-b)/len(a) for a,b in pairs), default=0.)

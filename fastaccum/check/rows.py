@@ -54,16 +54,17 @@ def named(
 # %% ../../nbs/check/06_rows.ipynb #loss-row
 def loss_row(
     seen:Look, # What a look has found
-    quiet:Apart|None, # Two runs with everything held still that was found; `None` if there are none
+    quiet:Apart|None, # Two runs with all held still that was found, no callback to blame; `None` if there are none
     tol:float # What is rounding
 )->Row:
     "Is the loss the mean of its parts' losses?"
     own = seen.loss
-    remedy = "`reduction='mean'`; `size=`, what it is a mean of; or `GradientCache(16)`"
-    if own.off is not None: return Row('loss', own.off, own.tol, remedy='' if not own.wrong else remedy)
-    if quiet is None or not seen.still: return Row('loss', None, tol, own.reason)
-    row = Row('loss', quiet.loss, max(tol, own.tol), 'as the Learner recorded it')
-    return row if row.ok else row._replace(remedy=remedy)
+    row = Row('loss', own.off, own.tol) if own.off is not None else Row('loss', None, tol, own.reason)
+    if quiet is not None and seen.still:
+        if row.off is None: row = Row('loss', quiet.loss, max(tol, own.tol), 'as the Learner recorded it')
+        if row.ok and not quiet.grad<=tol: row = row._replace(off=quiet.grad, tol=tol, where='its gradient')
+    if row.ok or row.off is None: return row
+    return row._replace(remedy="`reduction='mean'`; `size=`, what it is a mean of; or `GradientCache(16)`")
 
 # %% ../../nbs/check/06_rows.ipynb #pred-row
 def pred_row(
@@ -79,7 +80,7 @@ def pred_row(
     norm = any(isinstance(m, _BatchNorm) for m in seen.depending)
     remedy = '`ActivationCheckpoint()`'
     if norm: remedy += '; `train_bn=False` and `BnFreeze()`; or afterwards `learn.recalibrate_bn()`'
-    if seen.remembers: remedy = 'none: train on batches of one size'
+    if seen.remembers: remedy = 'none, or reset it with each batch'
     return row._replace(where=where, remedy=remedy)
 
 # %% ../../nbs/check/06_rows.ipynb #draw-row

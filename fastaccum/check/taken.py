@@ -87,5 +87,6 @@ def apart(
     grads = {nm:worst(o[nm] for o in steps if nm in o) for nm in {k:0 for o in steps for k in o}}
     if len(a)!=len(b): grads = {nm:float('inf') for nm in grads}
     x,y = a[-1].buffers,b[-1].buffers
-    bufs = [rel((x[nm]-y[nm]).norm().item(), x[nm].norm().item()) for nm in x if nm in y and x[nm].shape==y[nm].shape]
+    own = [nm for nm in x if nm in y and not nm.endswith('num_batches_tracked')]   # which counts batches, not samples
+    bufs = [rel((x[nm]-y[nm]).norm().item(), x[nm].norm().item()) for nm in own if x[nm].shape==y[nm].shape]
     return Apart(grads, worst(bufs), worst(rel(abs(s.loss-t.loss), abs(s.loss)) for s,t in zip(a, b)))

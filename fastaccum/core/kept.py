@@ -69,7 +69,7 @@ class Kept:
 
     TypeError: something in it cannot be put back, or it is too much
     """
-    most = 20_000   # objects
+    most,most_bytes = 100_000,2**28   # objects, and bytes in tensors and arrays
     def __init__(self,
         *roots, # Functions, and whatever else may keep something
         device:torch.device # Where the predictions are
@@ -78,6 +78,7 @@ class Kept:
         self.puts = []                   # how to put back everything else: a function and its arguments
         self.tensors = []                # pairs of a tensor and its copy
         self.seen = {}                   # what was noted, by `id`
+        self.n_bytes = 0                 # in its tensors and arrays
         self.versions = ExitStack()      # holds the tensors' versions, which the backward pass looks at
         todo = list(roots)
         while todo:
@@ -101,7 +102,9 @@ def _note(self:Kept, o):
     if isinstance(o, (list,set,deque)):
         self.puts.append((_put_items, o, o.copy()))
         return list(o)
-    if isinstance(o, np.ndarray): self.puts.append((np.copyto, o, o.copy()))
+    if isinstance(o, np.ndarray):
+        self._weigh(o.nbytes)
+        self.puts.append((np.copyto, o, o.copy()))
     self.rngs += own_generator(o)
     d = getattr(o, '__dict__', None)
     if d is None or type(o).__module__.split('.')[0] in _foreign and not isinstance(o, nn.Module): return []
@@ -116,8 +119,14 @@ def _note_dict(self:Kept, d):
 @patch
 def _note_tensor(self:Kept, t):
     if not (isinstance(t, nn.Parameter) or t.grad_fn is not None or t.is_inference() or t.is_meta):
+        self._weigh(t.nbytes)
         self.tensors.append((t,t.detach().clone()))
     return list(vars(t).values())
+
+@patch
+def _weigh(self:Kept, n):
+    self.n_bytes += n
+    if self.n_bytes>self.most_bytes: raise TypeError(f"there are more than {self.most_bytes} bytes to be noted")
 
 # %% ../../nbs/core/19_kept.ipynb #note-function
 def _own(module):

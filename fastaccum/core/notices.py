@@ -104,9 +104,9 @@ def tell_loss(
     "The loss function is no mean, or no sum"
     find = acc.measure.find
     of = "sum of its parts' losses" if find is None else "mean of its parts' losses"
-    once(acc, 'loss', f"the loss of a micro-batch is no {of}: it is off by {off:.2g} of its value, so the run is not the "
-        "big batch's. Give all of the loss function `reduction='mean'`, say with `size=` what it is a mean of, or let it "
-        f"see the whole batch with `GradientCache`. See {_docs}/core/probe.html", LossWarning)
+    once(acc, 'loss', f"the loss of a micro-batch is no {of}: it is off by {off:.2g} of its value, so the run is not "
+        "the big batch's. Give all of the loss function `reduction='mean'`, say with `size=` what it is a mean of, or "
+        f"let it see the whole batch with `GradientCache`. See {_docs}/core/probe.html", LossWarning)
 
 def tell_batchnorm(
     acc:State, # The accumulation callback, on its Learner
@@ -123,13 +123,13 @@ def tell_loader(
     how:str # As `by_batch_size` says
 ):
     "The loader's batches depend on its batch size"
-    once(acc, 'loader', f"the training loader {how}: with a batch size of {acc.macro.planned} it would put other samples "
-        f"together. See {_docs}/core/others.html", LoaderWarning)
+    once(acc, 'loader', f"the training loader {how}: with a batch size of {acc.macro.planned} it would put other "
+        f"samples together. See {_docs}/core/others.html", LoaderWarning)
 
 def tell_state(
     acc:State, # The accumulation callback, on its Learner
     nm:str # The module's class
 ):
     "A module begins with what the last batch left"
-    once(acc, 'state', f"{nm} begins each micro-batch with what the one before has left: in the big batch's run it keeps "
-        f"that from step to step. See {_docs}/core/others.html", StateWarning)
+    once(acc, 'state', f"{nm} begins each micro-batch with what the one before has left: in the big batch's run it "
+        f"keeps that from step to step. See {_docs}/core/others.html", StateWarning)

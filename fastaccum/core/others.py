@@ -66,7 +66,7 @@ def joins(
     acc:Callback # The accumulation callback, in a micro-batch
 )->bool:
     "Does the macro-batch take several batches of the loader?"
-    return acc.macro.target>acc.planned.micro_bs
+    return acc.macro.planned>acc.planned.expected(0)
 
 # %% ../../nbs/core/18_others.ipynb #state
 class StateWatch:

@@ -8,18 +8,20 @@ Docs: https://fastaccum.github.io/fastaccum/memory/parts.html.md"""
 __all__ = ['result_of']
 
 # %% ../../nbs/memory/05_parts.ipynb #imports
-import torch
-from torch.nn.modules.batchnorm import _BatchNorm
+from fastai.learner import Learner
 from ..core.batch import split
+from ..core.others import batchnorms, random_layers
+from ..core.probe import Probed
 
 # %% ../../nbs/memory/05_parts.ipynb #result
 def result_of(
-    model:torch.nn.Module # About to train, or to be evaluated, on a batch that is split
+    learn:Learner, # About to train, or to evaluate, on a batch that is split
+    probed:Probed=None # What the probe of its loss has found; `None` if it was not asked
 )->str: # The end of a sentence
     "How the result compares to the whole batch's"
-    for m in model.modules():
-        if isinstance(m, _BatchNorm) and (m.training or m.running_mean is None):
-            return f"but not with the same result: {type(m).__name__} normalises with the samples of a micro-batch,"
-    if any(m.training and 'Dropout' in type(m).__name__ and getattr(m, 'p', 0) for m in model.modules()):
-        return "with the same result but for the random numbers of dropout,"
-    return "with the same result,"
+    bns,same = batchnorms(learn.model),"with the same result"
+    if bns:
+        return f"but not {same}: {type(bns[0]).__name__} normalises with the samples of a micro-batch,"
+    if probed is not None and probed.wrong: return f"but not {same}: the loss is no mean of its parts' losses,"
+    if probed is None or probed.off is None: same += " if the loss is a mean over samples that do not see each other"
+    return same+" but for the random numbers of dropout"*bool(random_layers(learn.model))+","

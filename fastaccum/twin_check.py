@@ -9,6 +9,7 @@ __all__ = ['TwinCheck']
 
 # %% ../nbs/02_twin_check.ipynb #imports
 import time
+from functools import partial
 from matplotlib.axes import Axes
 from matplotlib import pyplot as plt
 from torch import distributed
@@ -41,13 +42,15 @@ def twin_check(self:Learner,
     accum_bs,steps = _check(self, accum_bs, steps)
     start = time.perf_counter()
     with self.added_cbs(cbs):
-        own = next((o for o in self.cbs if isinstance(o, GradientAccumulation)), None)
+        own,ways = next((o for o in self.cbs if isinstance(o, GradientAccumulation)), None),_ways(self)
         bs = getattr(self.dls.train, 'bs', None) or getattr(self.dls.train, 'batch_size', None)
         small = 5 if bs and bs<5<=_samples(self.dls.train) else None
-        runs = Runs(self, lambda n: _accumulate(own, n), getattr(own and own.micro, 'split', split))
+        runs = Runs(self, partial(_make, own, ways), getattr(own and own.micro, 'split', split), ways.values(),
+            cuts=own is not None or not ways)
         try:
             runs.read(max(steps, 1), accum_bs or small)
-            found = find(runs, own and own.size, bs if bs and bs<runs.n else None, _times(own, bs))
+            whole_for = ('loss','model')[:0 if runs.cuts else 1 if 'cache' in ways else 2]
+            found = find(runs, own and own.size, bs if bs and bs<runs.n else None, _times(own, bs), whole_for)
             rows = found.rows+[weights_row(runs, found.rows[1].tol) for _ in range(steps>0)]
         finally: runs.snap.put_back()
     return TwinCheck(rows, runs.sizes if runs.parts else [runs.n], found.layers, found.still, time.perf_counter()-start)
@@ -67,8 +70,19 @@ def _check(learn, accum_bs, steps):
 
 def _samples(dl): return getattr(dl, 'n', None) or 0
 
-def _accumulate(own, n):
-    return [GradientAccumulation(n, drop_last=False, size=own and own.size)]
+_names = {'fastaccum.cache.GradientCache':'cache', 'fastaccum.checkpoint.ActivationCheckpoint':'checkpoint'}
+
+def _ways(learn):
+    "The callbacks by which a Learner gets to the big batch without accumulation"
+    names = [(_names.get(f'{c.__module__}.{c.__qualname__}'),o) for o in learn.cbs for c in type(o).__mro__]
+    return {nm:o for nm,o in names if nm}
+
+def _make(own, ways, n, sizes):
+    "Callbacks that make one step of `n` samples, with parts of `sizes`"
+    cbs = [o for nm,o in ways.items() if nm!='cache']
+    if 'cache' in ways: cbs.append(type(ways['cache'])(max(sizes), split=ways['cache'].split))
+    if own is None and ways: return cbs
+    return [*cbs, GradientAccumulation(n, drop_last=False, size=own and own.size)]
 
 def _times(own, bs):
     "Micro-batches in a step of the Learner's own callback; four if it has none"
@@ -122,7 +136,8 @@ def plot(self:TwinCheck,
     both = [('as it trains',self.layers,'tab:red')]
     if self.still: both.append(('without what was found',self.still,'tab:blue'))
     for label,diffs,color in both:
-        ax.plot([max(min(o, 1e3), tiny) for o in diffs.values()], range(len(diffs)), 'o', ms=4, color=color, label=label)
+        xs = [max(min(o, 1e3), tiny) for o in diffs.values()]
+        ax.plot(xs, range(len(xs)), 'o', ms=4, color=color, label=label)
     ax.axvline(tol, color='gray', linestyle=':', label='rounding, at most')
     ax.set(xscale='log', xlabel='difference of the gradients, relative', yticks=range(len(self.layers)))
     ax.set_yticklabels([*self.layers], fontsize=7)

@@ -116,7 +116,8 @@ off = dict(batchnorm=(lambda: made(nn.BatchNorm1d(6)), ['predictions','gradients
     hidden=(lambda: toy(12, tokens=True, loss_func=hidden), ['loss','gradients'], ''),
     contrastive=(lambda: toy(12, loss_func=contrastive), ['loss','gradients'], ''),
     undeclared=(lambda: toy(12, loss_func=undeclared), ['loss','gradients'], ''),
-    mixup=(lambda: scaled(cbs=[Harmless(),MixUp()], loss_func=CrossEntropyLossFlat()), ['callbacks','gradients'], 'MixUp'),
+    mixup=(lambda: scaled(cbs=[Harmless(),MixUp()], loss_func=CrossEntropyLossFlat()),
+        ['callbacks','gradients'], 'MixUp'),
     mixup_sum=(lambda: scaled(cbs=MixUp(), loss_func=CrossEntropyLossFlat(reduction='sum')),
         ['callbacks','gradients'], 'MixUp'),
     penalty=(lambda: toy(12, cbs=[Harmless(),Summed()]), ['callbacks','gradients'], 'Summed'),
@@ -401,8 +402,8 @@ def test_listeners_do_not_hear_of_it(tmp_path, capsys):
         order = 60
         def before_fit(self): heard.append('before_fit')
         def after_batch(self): heard.append('after_batch')
-    cbs = [CSVLogger(tmp_path/'log.csv'),SaveModelCallback(fname='best'),TerminateOnNaNCallback(),ShortEpochCallback(0.01),
-        Log()]
+    cbs = [CSVLogger(tmp_path/'log.csv'),SaveModelCallback(fname='best'),TerminateOnNaNCallback(),
+        ShortEpochCallback(0.01),Log()]
     learn = toy(12, cbs=cbs, metrics=Count())
     learn.logger = lambda *o: heard.append('logged')
     assert learn.twin_check(steps=2).ok

@@ -1,4 +1,4 @@
-"""What is off, by how much, where, and what to type: a row for each thing that can make a run another than the big batch's.
+"""Turn off one thing at a time: what makes this run another than the big batch's?
 
 Docs: https://fastaccum.github.io/fastaccum/check/causes.html.md"""
 
@@ -19,7 +19,7 @@ from .runs import Runs
 from .taken import Apart, Taken, apart, rel
 from ..core.measure import Measure
 from ..core.others import by_batch_size
-from ..core.probe import probe
+from ..core.probe import Probed, probe
 from ..memory.shortage import is_out_of_memory
 
 # %% ../../nbs/check/07_causes.ipynb #find
@@ -108,13 +108,17 @@ def find(
     runs:Runs, # With batches
     size:callable=None, # As in `GradientAccumulation`
     most:int|None=None, # Samples in a micro-batch, at most
-    k:int=4 # Micro-batches in a step, for the loader's order
+    k:int=4, # Micro-batches in a step, for the loader's order
+    whole_for:tuple=() # Who gets the whole batch all the same: 'loss', 'model', both, or neither
 )->Found:
     "Run, compare, and find out why"
     whole = runs.fitting(most)
     seen = look(runs, size)
+    if 'loss' in whole_for: seen.loss = Probed(None, 'it gets the whole batch')
     tol,model = tolerance(seen.dtypes),runs.learn.model
-    preds,draws,loader = pred_row(seen, model, tol),draw_row(seen, model, tol),_loader_row(runs, k)
+    if 'model' in whole_for: seen.see_whole()
+    preds,draws = pred_row(seen, model, tol),draw_row(seen, model, tol)
+    loader = _loader_row(runs, k) if runs.cuts else Row('loader', 0., 0.)   # a step is one of its batches
     if not runs.parts:
         missing = [Row(o, None, tol, runs.why) for o in ('callbacks','gradients','buffers')]
         return Found([loss_row(seen, None, tol), preds, draws, missing[0], loader, *missing[1:]], {}, {})

@@ -1,4 +1,4 @@
-"""One batch goes through the model whole and in parts: which modules look at the other samples, which draw random numbers?
+"""One batch goes through the model whole and in parts: who looks at the other samples, who draws random numbers?
 
 Docs: https://fastaccum.github.io/fastaccum/check/look.html.md"""
 
@@ -41,6 +41,10 @@ class Look(Callback):
         self.remembers = False   # do predictions depend on what came before, which `reset` forgets?
         self.still = False   # do predictions agree with all these held still?
     def __setattr__(self, nm, value): object.__setattr__(self, nm, value)
+
+    def see_whole(self):
+        "The model is to get whole batches: whoever draws, or looks at the others, finds the same as ever"
+        self.draws,self.predictions,self.drawing,self.depending,self.remembers,self.still = 0.,0.,[],[],False,True
 
     def before_batch(self):
         try:

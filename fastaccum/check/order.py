@@ -33,7 +33,7 @@ def order_apart(
     if 'streams' in by_batch_size(dl): return 1.   # an index stands for other words
     if isinstance(getattr(dl, 'dataset', None), IterableDataset): return 0.
     if isinstance(dl, TorchDataLoader):
-        if type(dl.batch_sampler).__module__.startswith('torch.') and type(dl).__module__.startswith('torch.'): return 0.
+        if all(type(o).__module__.startswith('torch.') for o in (dl,dl.batch_sampler)): return 0.
         raise TypeError(f'a {type(dl).__name__} with a batch sampler of its own does not tell what it would do with '
             'another batch size')
     if not isinstance(dl, DataLoader) or dl.bs is None:

@@ -92,4 +92,5 @@ def draw_row(
     "Are random numbers drawn?"
     row = Row('draws', seen.draws, tol, seen.why)
     if row.off is None or row.ok: return row
-    return row._replace(where=named(model, seen.drawing), remedy='`ActivationCheckpoint()`; or none: as far as two seeds')
+    remedy = '`ActivationCheckpoint()`; or none: as far as two seeds'
+    return row._replace(where=named(model, seen.drawing), remedy=remedy)

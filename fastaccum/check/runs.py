@@ -42,13 +42,16 @@ class Runs:
     "Runs a Learner's fit on batches, whole and in micro-batches, and puts everything back after each"
     def __init__(self,
         learn:Learner, # About to train
-        accumulate:callable, # A function of a number of samples: callbacks that accumulate as many
-        split:callable # A function of a batch, the first sample, the one after the last, and the number in the batch
+        way:callable, # A function of samples in all and in each part: callbacks that make one step of the parts
+        split:callable, # A function of a batch, the first sample, the one after the last, and the number in the batch
+        without:list=(), # Callbacks of the Learner that `way` stands for: no other run hears of them
+        cuts:bool=True # Does the loader yield the parts? Or the whole batch, which `way` then makes less of
     ):
-        self.learn,self.dl,self.accumulate,self.split = learn,learn.dls.train,accumulate,split
+        self.learn,self.dl,self.way,self.split,self.cuts = learn,learn.dls.train,way,split,cuts
         device = learn.dls.device if hasattr(learn.dls, 'device') else default_device()   # as fastai
         self.device = next(learn.model.parameters()).device if device is None else torch.device(device)
-        self.snap,self.part = note(learn, self.device)   # puts all back; the callbacks that take part
+        self.snap,part = note(learn, self.device)   # puts all back; the callbacks that take part
+        self.part = L(o for o in part if not any(o is x for x in without))
         # written by `read`
         self.wholes = []   # batches of `n` samples
         self.n = 0         # samples in each
@@ -87,6 +90,7 @@ def use(self:Runs,
     self.n,self.sizes,self.parts = n,part_sizes(n, most),[]
     try: self.parts = [o for b in self.wholes for o in cut(b, self.sizes, self.split)]
     except TypeError as e: self.why = str(e)
+    if not self.cuts: self.parts = self.wholes
     if n<2: self.why,self.parts = 'the batch has a single sample, which cannot be split',[]
 
 @patch
@@ -159,4 +163,5 @@ def micro(self:Runs,
 
     RuntimeError: no step was made
     """
-    return self._steps(self.parts[:len(self.sizes)], self.sizes, self.accumulate(self.n), hold, reset, without)
+    cbs,sizes = self.way(self.n, self.sizes),self.sizes if self.cuts else [self.n]
+    return self._steps(self.parts[:len(sizes)], sizes, cbs, hold, reset, without)

@@ -21,7 +21,9 @@ class Taken(NamedTuple):
     grads:dict # Name of a parameter -> its gradient, in double precision; none where all is zero
     buffers:dict # Name of a buffer -> its values
 
-def _host(t): return (t.detach() if t.layout==torch.strided else t.detach().to_dense()).to('cpu', torch.float64, copy=True)
+def _host(t):
+    t = t.detach() if t.layout==torch.strided else t.detach().to_dense()
+    return t.to('cpu', torch.float64, copy=True)
 
 def _params(learn):
     "The parameters that train, by name; those that are not the model's by number"

@@ -35,7 +35,7 @@ def weights_apart(
         count = CountSteps()
         return runs.fit(batches, sizes, [count, *cbs], lr=None, after=_weights),count.n
     a,n = train(runs.wholes, [runs.n]*k, [])
-    b,m = train(runs.parts, runs.sizes*k, runs.accumulate(runs.n))
+    b,m = train(runs.parts, runs.sizes*k if runs.cuts else [runs.n]*k, runs.way(runs.n, runs.sizes))
     def far(x, y): return sum((o-p).square().sum().item() for o,p in zip(x, y))**0.5
     return rel(far(a, b), far(a, start)),n,m
 

@@ -56,8 +56,8 @@ class Watch:
         self.draws = []    # the modules that drew random numbers, innermost ones
         self.stack = []    # of the modules that run now: the generators' states, and has one within it drawn?
 
-    def before(self, m, args, kwargs): self.stack.append([_drawn(self.device), False])
-    def after(self, m, args, kwargs, out):
+    def _before(self, m, args, kwargs): self.stack.append([_drawn(self.device), False])
+    def _after(self, m, args, kwargs, out):
         was,inner = self.stack.pop()
         drew = not _same(was, _drawn(self.device))
         if drew and not inner and m not in self.draws: self.draws.append(m)
@@ -67,8 +67,8 @@ class Watch:
 
     def __enter__(self):
         hook = dict(with_kwargs=True)
-        self.handles = [h for m in self.names for h in (m.register_forward_pre_hook(self.before, **hook),
-            m.register_forward_hook(self.after, **hook))]
+        self.handles = [h for m in self.names for h in (m.register_forward_pre_hook(self._before, **hook),
+            m.register_forward_hook(self._after, **hook))]
         return self
     def __exit__(self, *args):
         for h in self.handles: h.remove()

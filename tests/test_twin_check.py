@@ -51,9 +51,9 @@ class Eval(Callback):
 class MeanPenalty(Callback):
     def after_loss(self): self.learn.loss_grad = self.loss_grad+self.pred.square().mean()
 
-def scaled(**kwargs):
+def scaled(*layers, **kwargs):
     data = TensorDataset(*(o.float() if o.is_floating_point() else o for o in toy_data(40).tensors))
-    return toy(12, data=data, model=lambda: small(nn.Tanh(), double=False), splitter=one_group, **kwargs)
+    return toy(12, data=data, model=lambda: small(*layers or [nn.Tanh()], double=False), splitter=one_group, **kwargs)
 
 exact = dict(plain=lambda: toy(12), tokens=lambda: toy(12, tokens=True), batch_of_one=lambda: toy(1),
     batch_of_two=lambda: toy(2), shuffled=lambda: toy(12, shuffle=True), two_inputs=with_two_inputs,
@@ -118,6 +118,8 @@ off = dict(batchnorm=(lambda: made(nn.BatchNorm1d(6)), ['predictions','gradients
     undeclared=(lambda: toy(12, loss_func=undeclared), ['loss','gradients'], ''),
     mixup=(lambda: scaled(cbs=[Harmless(),MixUp()], loss_func=CrossEntropyLossFlat()),
         ['callbacks','gradients'], 'MixUp'),
+    mixup_frozen=(lambda: scaled(nn.BatchNorm1d(6), cbs=[Eval(),MixUp()], loss_func=CrossEntropyLossFlat()),
+        ['callbacks','gradients'], 'MixUp'),
     mixup_sum=(lambda: scaled(cbs=MixUp(), loss_func=CrossEntropyLossFlat(reduction='sum')),
         ['callbacks','gradients'], 'MixUp'),
     penalty=(lambda: toy(12, cbs=[Harmless(),Summed()]), ['callbacks','gradients'], 'Summed'),
@@ -157,6 +159,31 @@ def test_a_parameter_without_a_gradient():
         def forward(self, x): return self[1](x)
     res = toy(12, model=lambda: Unused(nn.Linear(5, 3), nn.Linear(5, 3)).double(), splitter=one_group).twin_check()
     assert res.ok and res.off['gradients']<1e-12
+
+@pytest.mark.parametrize('way', ['cache','checkpoint'])
+def test_other_ways(way):
+    "With a cache, the loss and the callbacks get the whole batch; with checkpoints the model, too"
+    mod = pytest.importorskip(f'fastaccum.{way}')
+    def net():
+        return nn.Sequential(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6)), nn.Sequential(nn.Dropout(0.2)),
+            nn.Linear(6, 3))
+    def cb(): return mod.GradientCache(4) if way=='cache' else mod.ActivationCheckpoint(nn.Sequential)
+    assert toy(12, loss_func=contrastive, model=lambda: nn.Sequential(nn.Sequential(nn.Linear(5, 3))).double(),
+        splitter=one_group).twin_check(cbs=cb(), steps=2).ok
+    learn = toy(12, model=lambda: net().double(), splitter=one_group, cbs=cb())
+    before = everything(learn)
+    res = learn.twin_check()
+    assert ('predictions' in bad(res) and 'draws' in bad(res))==(way=='cache') and res.ok==(way=='checkpoint'), res
+    same(before, everything(learn))
+    if way=='cache': assert scaled(cbs=MixUp(), loss_func=CrossEntropyLossFlat()).twin_check(cbs=cb()).ok
+
+def test_gradients_that_were_left():
+    "fastai's first step takes them in; they are no part of the batch"
+    learn = toy(12)
+    learn.loss_func(learn.model(learn.dls.one_batch()[0]), learn.dls.one_batch()[1]).backward()
+    left = [p.grad.clone() for p in learn.model.parameters()]
+    assert learn.twin_check().ok
+    assert all(p.grad.equal(g) for p,g in zip(learn.model.parameters(), left))
 
 # The Learner's own callback, and that of the fit
 

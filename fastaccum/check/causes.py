@@ -68,19 +68,21 @@ def blame(
     **kwargs # As in `Runs.whole`
 )->list[Callback]:
     "The callbacks that make the difference"
-    out,steps = [],{}   # the callbacks that can be left out, and the difference without them, one after the other
-    def without(cbs):
+    def without(*cbs):
         try: return both(runs, without=cbs, **kwargs).grad
         except Exception as e:
             if is_out_of_memory(e): raise
-            return None   # others need it
-    for cb in candidates(runs):
-        new = without([*out,cb])
-        if new is None: continue
-        if new<off/2: steps[cb] = new
-        out,off = [*out,cb],new
-    if off>tol: return [*steps]   # there is another cause
-    return [o for o in out if len(out)==1 or not (without([x for x in out if x is not o]) or 0.)<=tol]
+            return float('inf')   # others need it
+    start,out = off,[]
+    alone = {o:without(o) for o in candidates(runs)}
+    cause = min(alone, key=alone.get, default=None)
+    if cause is None: return []
+    if alone[cause]<=tol: return [cause]
+    for cb in sorted(alone, key=alone.get):
+        new = without(*out, cb)
+        if new<=off: off,out = new,[*out,cb]
+    if off>tol: return [o for o in out if alone[o]<start/2]   # there is another cause, too
+    return [o for o in out if not without(*[x for x in out if x is not o])<=tol]
 
 # %% ../../nbs/check/07_causes.ipynb #rows
 def _callback_row(cbs, quiet, tol, why):
@@ -101,7 +103,8 @@ def _grad_row(first, still, tol):
     if row.ok: return row
     where = ', '.join(sorted(first.grads, key=first.grads.get)[:-4:-1])
     if still is None: return row._replace(where=where)
-    return row._replace(where=f"{where}; without the above {Row('', still.grad, tol).state} ({still.grad:.0e})")
+    rest = f"exact ({still.grad:.0e})" if still.grad<=tol else f"off by {still.grad:.1g}"
+    return row._replace(where=f"{where}; with modules held still and callbacks left out {rest}")
 
 # %% ../../nbs/check/07_causes.ipynb #find-all
 def find(

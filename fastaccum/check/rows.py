@@ -79,7 +79,8 @@ def pred_row(
     if seen.remembers: where = '; '.join(['the model remembers the batch before', *([where] if where else [])])
     norm = any(isinstance(m, _BatchNorm) for m in seen.depending)
     remedy = '`ActivationCheckpoint()`'
-    if norm: remedy += '; `train_bn=False` and `BnFreeze()`; or afterwards `learn.recalibrate_bn()`'
+    freeze = '`FreezeBN()`, or `train_bn=False` and `BnFreeze()` in a frozen body'
+    if norm: remedy += f'; {freeze}; or `learn.recalibrate_bn()`'
     if seen.remembers: remedy = 'none, or reset it with each batch'
     return row._replace(where=where, remedy=remedy)
 

@@ -125,6 +125,7 @@ def fit(self:Runs,
     try:
         learn.cbs = L(o for o in self.part if id(o) not in out)
         learn.dls.train = Given(self.dl, batches, sizes, rounds)
+        for p in learn.model.parameters(): p.grad = None   # else fastai's fit begins with what was left
         with catch_warnings():
             simplefilter('ignore', TwinWarning)
             learn.fit(1, lr, cbs=cbs)

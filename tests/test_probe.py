@@ -162,6 +162,14 @@ def test_rounding_is_no_difference():
     def loss(p, y): return ((p+1e4).sum(1)-(p+1e4).flip(1).sum(1)).mean()+(p.sum()*0)
     assert not probed(loss, plain).wrong
 
+@pytest.mark.parametrize('dtype', [torch.float16,torch.bfloat16], ids=str)
+def test_a_loss_that_returns_half_precision(dtype):
+    "It is off by its rounding only"
+    def half(f): return lambda p, y: f(p.to(dtype), y)
+    offs = [probed(half(F.cross_entropy), (torch.randn(n, 5, generator=gen(i)),classes)) for i in range(4)]
+    assert all(o.off>2e-5 for o in offs) and not any(o.wrong for o in offs)
+    assert probed(half(takes_sum), plain, find=samples).wrong
+
 # It leaves nothing behind
 
 class Keeps(nn.Module):

@@ -185,6 +185,19 @@ def test_gradients_that_were_left():
     assert learn.twin_check().ok
     assert all(p.grad.equal(g) for p,g in zip(learn.model.parameters(), left))
 
+def test_products_are_not_rounded():
+    "Neither those of matrices nor those of convolutions, on GPUs that would"
+    seen,cudnn,matmul = [],torch.backends.cudnn,torch.backends.cuda.matmul
+    class See(Callback):
+        def before_batch(self): See.seen.append((cudnn.allow_tf32,matmul.allow_tf32))
+    See.seen = seen
+    before,matmul.allow_tf32 = (cudnn.allow_tf32,matmul.allow_tf32),True
+    try:
+        cudnn.allow_tf32 = True
+        toy(12, cbs=See()).twin_check()
+        assert set(seen)=={(False,False)} and (cudnn.allow_tf32,matmul.allow_tf32)==(True,True)
+    finally: cudnn.allow_tf32,matmul.allow_tf32 = before
+
 # The Learner's own callback, and that of the fit
 
 def counted(learn): return (learn.y!=-100).sum()

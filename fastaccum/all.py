@@ -5,6 +5,7 @@ from fastaccum.core.notices import TwinWarning
 from fastaccum.core.plan import Plan
 from fastaccum.schedule import GradientAccumulationSchedule, GradientAccumulationScheduler
 from fastaccum.core.sizes import Targets, find_size
+from fastaccum.twin_check import TwinCheck
 
 __all__ = ['GradientAccumulation', 'GradientAccumulationSchedule', 'GradientAccumulationScheduler', 'MacroBatch',
-           'Plan', 'Position', 'Targets', 'TwinWarning', 'find_size', 'round_up']
+           'Plan', 'Position', 'Targets', 'TwinCheck', 'TwinWarning', 'find_size', 'round_up']

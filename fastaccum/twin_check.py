@@ -17,6 +17,7 @@ from fastai.callback.core import Callback
 from fastai.learner import Learner
 from fastcore.basics import patch
 from fastcore.foundation import L
+from fastprogress.fastprogress import progress_bar
 from .accumulation import GradientAccumulation
 from .check.causes import find
 from .check.rows import Row
@@ -48,11 +49,16 @@ def twin_check(self:Learner,
         runs = Runs(self, partial(_make, own, ways), getattr(own and own.micro, 'split', split), ways.values(),
             cuts=own is not None or not ways)
         try:
+            if hasattr(self, 'progress') and self.create_mbar:
+                runs.bar = progress_bar(range(5+2*(steps>0)), leave=False)
+                runs.bar.update(0)
             runs.read(max(steps, 1), accum_bs or small)
             whole_for = ('loss','model')[:0 if runs.cuts else 1 if 'cache' in ways else 2]
             found = find(runs, own and own.size, bs if bs and bs<runs.n else None, _times(own, bs), whole_for)
             rows = found.rows+[weights_row(runs, found.rows[1].tol) for _ in range(steps>0)]
-        finally: runs.snap.put_back()
+        finally:
+            runs.snap.put_back()
+            if runs.bar: runs.bar.on_iter_end()
     return TwinCheck(rows, runs.sizes if runs.parts else [runs.n], found.layers, found.still, time.perf_counter()-start)
 
 # %% ../nbs/02_twin_check.ipynb #args

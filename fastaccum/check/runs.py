@@ -38,6 +38,8 @@ class Runs:
         self.snap,part = note(learn, self.device)   # puts all back; the callbacks that take part
         self.snap.puts.append((set_tf32, *tf32()))
         self.part = L(o for o in part if not any(o is x for x in without))
+        self.n_fits = 0    # fits that were made
+        self.bar = None    # a progress bar, if there is to be one; the door writes it
         # written by `read`
         self.wholes = []   # batches of `n` samples
         self.n = 0         # samples in each
@@ -117,7 +119,10 @@ def fit(self:Runs,
             simplefilter('ignore', TwinWarning)
             learn.fit(1, lr, cbs=cbs)
         return after and after(learn)
-    finally: self.snap.put_back()
+    finally:
+        self.snap.put_back()
+        self.n_fits += 1
+        if self.bar: self.bar.update(min(self.n_fits, self.bar.total))
 
 @patch
 def _steps(self:Runs, batches, sizes, cbs, hold, reset, without):

@@ -8,7 +8,8 @@ from fastaccum.core.notices import TwinWarning
 from fastaccum.core.plan import Plan
 from fastaccum.schedule import GradientAccumulationSchedule, GradientAccumulationScheduler
 from fastaccum.core.sizes import Targets, find_size
+from fastaccum.twin_check import TwinCheck
 
 __all__ = ['ActivationCheckpoint', 'FreezeBN', 'GradientAccumulation', 'GradientAccumulationSchedule',
            'GradientAccumulationScheduler', 'GradientCache', 'MacroBatch', 'Plan', 'Position', 'RecalibrateBN',
-           'Targets', 'TwinWarning', 'find_size', 'round_up']
+           'Targets', 'TwinCheck', 'TwinWarning', 'find_size', 'round_up']

@@ -22,7 +22,8 @@ def batchnorms(
     model:nn.Module # As it is about to run
 )->list: # Modules
     "The BatchNorm layers that normalise with the samples of the batch"
-    return [m for m in model.modules() if isinstance(m, _BatchNorm) and (m.training or m.running_mean is None)]
+    bns = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.num_features]   # fastai's may be of none
+    return [m for m in bns if m.training or m.running_mean is None]
 
 def random_layers(
     model:nn.Module # As it is about to run

@@ -4,6 +4,7 @@ __version__ = "0.1.0"
 from fastaccum import bs_find, gan, loggers
 from fastaccum.accumulation import GradientAccumulation
 from fastaccum.core.notices import TwinWarning
+from fastaccum.noise_scale import NoiseScale
 from fastaccum.schedule import GradientAccumulationSchedule, GradientAccumulationScheduler
 
-__all__ = ['GradientAccumulation', 'GradientAccumulationSchedule', 'GradientAccumulationScheduler', 'TwinWarning']
+__all__ = ['GradientAccumulation', 'GradientAccumulationSchedule', 'GradientAccumulationScheduler', 'NoiseScale', 'TwinWarning']

@@ -1,6 +1,7 @@
 "The noise meter: unbiased for micro-batches of any sizes, whatever is done to the gradients, and nobody else notices."
-import gc, math, pickle, warnings
+import math, os, pickle, signal, warnings
 from functools import partial
+from pathlib import Path
 import numpy as np, pytest, torch
 from torch import nn
 from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelStepException,
@@ -15,6 +16,7 @@ from fastaccum import GradientAccumulation, GradientAccumulationSchedule, NoiseS
 from fastaccum.noise.estimator import estimate
 from fastaccum.testing import CrossEntropy, deviation, toy, toy_data
 from common import CpuMixedPrecision, Raise, Seen, grads, weights
+from test_processes import check as passes, start
 
 class Scaled(CpuMixedPrecision):
     "The GradScaler without the half precision"
@@ -460,3 +462,20 @@ def test_loggers_have_a_column(tmp_path):
         learn.fit(1, 0.1, cbs=[GradientAccumulation(16), NoiseScale(every=2), rows])
         assert [o['noise_scale'] for o in rows.rows]==learn.recorder.noise_scale and len(rows.rows)==4
     finally: del listeners[Rows]
+
+# Several processes
+
+script = Path(__file__).with_name('noise_processes.py')
+cases = [o[len('def case_'):].partition('(')[0] for o in script.read_text().splitlines() if o.startswith('def case_')]
+
+@pytest.fixture(scope='module')
+def launches(tmp_path_factory):
+    outs = {n:tmp_path_factory.mktemp(f'noise_on_{n}') for n in (2,3)}
+    procs = {n:start(n, out, *cases, script=script) for n,out in outs.items()}
+    yield {n:(outs[n],p,[]) for n,p in procs.items()}
+    for p in procs.values():
+        if p.poll() is None: os.killpg(p.pid, signal.SIGKILL)
+
+@pytest.mark.parametrize('n', [2,3])
+@pytest.mark.parametrize('case', cases)
+def test_on_several_processes(launches, n, case): passes(launches, n, case)

@@ -58,7 +58,7 @@ def ways(make, shape, bs):
         for o in handles: o.remove()
     run()
     times = {f:[] for f in (run,copies,hooks)}
-    for _ in range(30):
+    for _ in range(200 if make is tiny else 9):
         for f in times:
             lengths.clear()
             times[f].append(seconds(f)*1e3)

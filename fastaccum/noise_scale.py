@@ -14,10 +14,10 @@ from fastai.learner import ValueMetric
 from fastcore.basics import patch
 from .accumulation import GradientAccumulation
 from .core.checks import check_count
-from .core.listeners import Guest, Listener, listeners
+from .core.listeners import Guest
 from .noise.estimator import scale_of
 from .noise.meter import Meter
-from .noise.verdict import say
+from .noise.verdict import draw, say
 
 # %% ../nbs/07_noise_scale.ipynb #noise-scale
 class NoiseScale(Guest):
@@ -44,10 +44,12 @@ class NoiseScale(Guest):
 
     def before_train(self):
         if not self.began: self._begin()   # a fit within this one has ended, or the callback is new
-        self.meter.drop()   # the epoch before may have been cancelled in the middle of a step
-    def before_backward(self): self.meter.backward()
+        self.meter.begin()
+        self._listen()
     def after_cancel_backward(self): self.meter.cancelled()
     def before_step(self): self.meter.step()
+    def after_step(self): self._note()
+    def after_train(self): self._note()   # what was cancelled so that no `after_step` came
 
 # %% ../nbs/07_noise_scale.ipynb #fit
 @patch
@@ -76,6 +78,7 @@ def _value(self:NoiseScale): return self.noise_scale
 def _leave(self:NoiseScale):
     "Take off what was put on the model and the Learner; what was measured stays"
     if self.meter is not None: self.meter.drop()
+    vars(self).pop('before_backward', None)
     if self.column is not None and self.learn is not None:
         self.learn.metrics = self.learn.metrics.filter(lambda o: o is not self.column)
     self.began,self.column = False,None
@@ -85,14 +88,18 @@ def after_fit(self:NoiseScale):
     if not self.learn.lock.locked(): self._leave()
 
 # %% ../nbs/07_noise_scale.ipynb #events
-listeners[NoiseScale] = Listener
+@patch
+def _listen(self:NoiseScale):
+    "To backward passes, if the next step is measured"
+    if self.meter.left: vars(self).pop('before_backward', None)
+    else: vars(self)['before_backward'] = self.meter.backward
 
 @patch
-def after_batch(self:NoiseScale):
-    acc = self.meter.acc
-    if acc.learn is not self.learn or not acc.stepped: return
-    self.meter.heard()
-    if hasattr(self.learn, 'recorder'): self.learn.recorder.noise_scale.append(self.noise_scale)
+def _note(self:NoiseScale):
+    "An entry for each step"
+    new = self.meter.heard()
+    if hasattr(self.learn, 'recorder'): self.learn.recorder.noise_scale.extend([self.noise_scale]*new)
+    self._listen()
 
 # %% ../nbs/07_noise_scale.ipynb #know
 @patch(as_prop=True)
@@ -140,11 +147,4 @@ def plot(self:NoiseScale,
     ax:plt.Axes|None=None # To draw on, of matplotlib; else a new one
 )->plt.Axes: # It
     "Draw the noise scale against steps, with the size of the steps"
-    ax,xs = ax or plt.subplots(figsize=(7,4))[1],[o.step for o in self.readings]
-    if groups:
-        for i,ys in enumerate(zip(*(o.scales for o in self.readings))): ax.plot(xs, ys, lw=1, label=f'group {i}')
-    ax.plot(xs, [o.scale for o in self.readings], color='black', label='noise scale')
-    ax.step(xs, [o.size for o in self.readings], '--', color='grey', where='post', label='in a step')
-    ax.set(yscale='log', xlabel='steps', ylabel=self.unit)
-    ax.legend()
-    return ax
+    return draw(self.readings, self.unit, groups, ax)

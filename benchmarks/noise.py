@@ -33,7 +33,7 @@ def seconds(f):
 
 def tiny(): return nn.Sequential(nn.Linear(10,16), nn.ReLU(), nn.Linear(16,3))
 
-# model, shape of a sample, samples in a micro-batch, micro-batches in an epoch (ten steps or a multiple), and in a step
+# model, shape of a sample, samples in a micro-batch; micro-batches in an epoch (of tens of steps), and in a step
 models = {'two linear layers':(tiny,(10,),16,800,8), 'resnet18, 64 px':(resnet18,(3,64,64),16,20,2)}
 if cuda: models = {'two linear layers':(tiny,(10,),16,800,8), 'resnet18, 128 px':(resnet18,(3,128,128),32,160,8)}
 
@@ -84,6 +84,7 @@ def fits(make, shape, bs, n, k):
 for nm,(make,shape,bs,n,k) in models.items():
     run,copies,hooks = ways(make, shape, bs)
     print(f'{nm}, micro-batches of {bs}, {device.type}')
-    print(f'  a micro-batch {run:.3g} ms; with a difference of copies {copies/run-1:+.1%}, with hooks {hooks/run-1:+.1%}')
+    print(f'  a micro-batch {run:.3g} ms; with a difference of copies {copies/run-1:+.1%}, '
+        f'with hooks {hooks/run-1:+.1%}')
     alone,(tenth,each) = fits(make, shape, bs, n, k)
-    print(f'  in a fit {alone:.3g} ms; with NoiseScale() {tenth:+.1%}, with NoiseScale(every=1) {each:+.1%}', flush=True)
+    print(f'  in a fit {alone:.3g} ms; with NoiseScale() {tenth:+.1%}, with every=1 {each:+.1%}', flush=True)

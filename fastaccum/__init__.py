@@ -5,6 +5,8 @@ from fastaccum import bs_find, gan, loggers
 from fastaccum.accumulation import GradientAccumulation
 from fastaccum.core.notices import TwinWarning
 from fastaccum.noise_scale import NoiseScale
+from fastaccum.scaled_lr import ScaledLR
 from fastaccum.schedule import GradientAccumulationSchedule, GradientAccumulationScheduler
 
-__all__ = ['GradientAccumulation', 'GradientAccumulationSchedule', 'GradientAccumulationScheduler', 'NoiseScale', 'TwinWarning']
+__all__ = ['GradientAccumulation', 'GradientAccumulationSchedule', 'GradientAccumulationScheduler', 'NoiseScale', 'ScaledLR',
+           'TwinWarning']

@@ -7,7 +7,7 @@ import numpy as np, torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 from fastai.callback.core import Callback
 from fastai.callback.training import GradientClip
-from fastaccum import GradientAccumulation, NoiseScale
+from fastaccum import GradientAccumulation, NoiseScale, ScaledLR
 from fastaccum.testing import CrossEntropy, toy, toy_data
 import processes
 from processes import Batches, cut, even, learner, orders, rank, same_everywhere, uneven, world
@@ -69,6 +69,13 @@ def case_weights_are_the_same_to_the_bit():
     for ns,kwargs in ((uneven(),{}), (uneven(),dict(tokens=True)), (even(35),dict(acc=dict(sync_each=True)))):
         a,b = (fit(ns, meter=o, lr=0.1, **kwargs)[0] for o in (None,NoiseScale(every=1)))
         assert torch.equal(weights(a), weights(b))
+
+def case_learning_rates_follow_the_size_over_all_processes():
+    learn,_ = fit(even(35), lr=0.01, cbs=[ScaledLR(8)])
+    assert learn.recorder.lrs==[.01*2*world]*3
+    learn,_ = fit(uneven(), lr=0.01, cbs=[ScaledLR(8, remainder=True)])   # the last step has samples of one process
+    assert [o/.01*8 for o in learn.recorder.lrs][0]==16*world and learn.recorder.lrs[-1]==.01
+    same_everywhere(torch.tensor(learn.recorder.lrs, dtype=torch.float64))
 
 if __name__=='__main__':
     processes.cases = {k[5:]:v for k,v in list(globals().items()) if k.startswith('case_')}

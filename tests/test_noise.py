@@ -4,14 +4,12 @@ from functools import partial
 from pathlib import Path
 import numpy as np, pytest, torch
 from torch import nn
-from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelStepException,
-    CancelTrainException)
+from fastai.callback.core import Callback, CancelBackwardException, CancelBatchException, CancelTrainException
 from fastai.callback.progress import CSVLogger
 from fastai.callback.schedule import lr_find
 from fastai.callback.training import GradientClip
 from fastai.callback.tracker import SaveModelCallback
-from fastai.learner import Learner
-from fastai.optimizer import Adam, OptimWrapper, SGD
+from fastai.optimizer import Adam, OptimWrapper
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, NoiseScale
 from fastaccum.noise.estimator import estimate
 from fastaccum.testing import CrossEntropy, deviation, toy, toy_data

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np, pytest, torch
 from torch import nn
 from fastai.callback.core import Callback, CancelBackwardException, CancelBatchException, CancelTrainException
+from fastai.callback.fp16 import AMPMode
 from fastai.callback.progress import CSVLogger
 from fastai.callback.schedule import lr_find
 from fastai.callback.training import GradientClip
@@ -376,6 +377,37 @@ def test_gradients_in_parts_are_told():
     meter = NoiseScale()
     with pytest.warns(UserWarning, match='came in parts'): learn.fit(1, 0.1, cbs=[GradientAccumulation(16), meter])
     assert not meter.readings
+
+def test_no_gradient_is_told():
+    "As with a copy of the parameters that is trained in their place"
+    loss = lambda pred,y: pred.sum()*0
+    with pytest.warns(UserWarning, match='no gradient came in'):
+        toy(4, n=32, loss_func=loss).fit(1, 0.1, cbs=[GradientAccumulation(16), NoiseScale()])
+
+@pytest.mark.parametrize('mode', list(AMPMode))
+def test_half_precision(mode):
+    "Real half precision, with a scale where it is float16: as in single precision, to the rounding of the gradients"
+    def readings(*cbs):
+        learn,meter = toy(4, n=64, model=lambda: nn.Sequential(nn.Linear(5,16), nn.ReLU(), nn.Linear(16,3)),
+            splitter=lambda m: [list(m.parameters())]),NoiseScale(every=1)
+        ds = learn.dls.train_ds
+        ds.tensors = ds.tensors[0].float(),ds.tensors[1]
+        standstill(learn, [GradientAccumulation(16), meter, *cbs])
+        return np.array(values(meter))
+    a,b = readings(),readings(CpuMixedPrecision(amp_mode=mode))
+    eps = torch.finfo(dict(fp16=torch.float16, bf16=torch.bfloat16)[mode.value]).eps
+    assert len(a)==len(b)==4 and np.abs(a-b).max()<8*eps*a.max() and np.abs(a-b).max()>0
+
+def test_bfloat16_parameters():
+    def readings(dtype):
+        learn,meter = toy(4, n=64, model=lambda: nn.Sequential(nn.Linear(5,16), nn.ReLU(), nn.Linear(16,3)).to(dtype),
+            splitter=lambda m: [list(m.parameters())]),NoiseScale(every=1)
+        ds = learn.dls.train_ds
+        ds.tensors = ds.tensors[0].to(dtype),ds.tensors[1]
+        standstill(learn, [GradientAccumulation(16), meter])
+        return np.array(values(meter))
+    a,b = readings(torch.float32),readings(torch.bfloat16)
+    assert len(b)==4 and np.abs(a-b).max()<.1*a.max()
 
 def test_other_backward_passes_are_not_heard():
     "A gradient penalty computes gradients of the parameters in the middle of everything"

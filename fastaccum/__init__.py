@@ -7,7 +7,9 @@ from fastaccum.batchnorm import FreezeBN, RecalibrateBN
 from fastaccum.cache import GradientCache
 from fastaccum.checkpoint import ActivationCheckpoint
 from fastaccum.core.notices import TwinWarning
+from fastaccum.noise_scale import NoiseScale
+from fastaccum.scaled_lr import ScaledLR
 from fastaccum.schedule import GradientAccumulationSchedule, GradientAccumulationScheduler
 
 __all__ = ['ActivationCheckpoint', 'FreezeBN', 'GradientAccumulation', 'GradientAccumulationSchedule',
-           'GradientAccumulationScheduler', 'GradientCache', 'RecalibrateBN', 'TwinWarning']
+           'GradientAccumulationScheduler', 'GradientCache', 'NoiseScale', 'RecalibrateBN', 'ScaledLR', 'TwinWarning']

@@ -22,10 +22,12 @@ class LoggerListener(Listener):
         if not acc.heard: return
         self.stock()
         row = dict(accumulation_batch_size=vars(acc).get('current_bs'), micro_batch_size=acc.micro.size)
+        for cb in acc.learn.cbs:
+            if hasattr(type(cb), 'to_log'): row |= cb.to_log()
         if acc.log_steps: self.add({k:v for k,v in row.items() if v is not None})
 
     def add(self,
-        row:dict[str,float] # Samples in the step and in a micro-batch, by name, where they change; often there are none
+        row:dict[str,float] # By name, samples in the step and in a micro-batch where they change, and what is measured
     ):
         """Log `row` with the step that was just logged
 

@@ -9,8 +9,8 @@ on_three = ['even','ragged','uneven','hardly_any_samples_on_one','micro_batches_
     'drop_last','start_epoch',
     'split','split_in_schedules','half','train_metrics','schedules','random_runs','one_leaves_out_micro_batches','distrib_ctx']
 
-def start(n, out, *names):
-    "Start `n` processes that run the cases `names`"
+def start(n, out, *names, script=script):
+    "Start `n` processes that run the cases `names` of `script`"
     env = os.environ | dict(OMP_NUM_THREADS='1', CUDA_VISIBLE_DEVICES='', MPLBACKEND='agg',
         PYTHONPATH=os.pathsep.join([str(script.parent.parent), str(script.parent)]))
     cmd = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', str(n), str(script),

@@ -177,14 +177,21 @@ class Embedded(nn.Module):
         self.to(torch.bfloat16)
     def forward(self, x): return self.lin(self.emb(x[:,0].abs().long().clamp(max=4))).float()
 
-@pytest.mark.parametrize('ignored', [False,True])
-def test_sparse_gradients(ignored):
+@pytest.mark.parametrize('kind', ['mean','ignored','sum'])
+def test_sparse_gradients(kind):
+    "What a row got several times is added up before it is rounded"
     at = AtStep()
-    learn = learner(256, 2, Embedded, opt_func=partial(OptimWrapper, opt=torch.optim.SGD), ignored=ignored, cbs=at)
-    if ignored: learn.loss_func = nn.CrossEntropyLoss()
+    learn = learner(256, 2, Embedded, opt_func=partial(OptimWrapper, opt=torch.optim.SGD), ignored=kind=='ignored',
+        cbs=at)
+    if kind!='mean': learn.loss_func = nn.CrossEntropyLoss(reduction='sum' if kind=='sum' else 'mean')
     expected = mean_grads(learn, list(learn.dls.train), lambda y: int((y!=-100).sum()))
+    if kind=='sum':   # each sample counts what it counts in its own batch's sum
+        expected = [torch.zeros_like(o) for o in expected]
+        for x,y in learn.dls.train:
+            gs = torch.autograd.grad(learn.loss_func(learn.model(x), y), list(learn.model.parameters()))
+            expected = [a+g.float() for a,g in zip(expected, gs)]
     learn.fit(1, 0., cbs=GradientAccumulation(256))
-    assert at.grads[0][0].is_sparse and ulps(at.grads[0][0].to_dense(), expected[0])<=1
+    assert at.grads[0][0].is_sparse and ulps(at.grads[0][0].to_dense(), expected[0].to_dense())<=1
 
 def test_parameters_outside_of_the_optimizer():
     "Their gradients add up over steps, as in the big batch's run"

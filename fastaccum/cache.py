@@ -101,7 +101,10 @@ def _one_batch(self:GradientCache, i, b):
         finally: inner.leave()
     if not self.auto or learn.opt is None: return run()
     if self.retry is None: self.retry = Retry(learn)
-    if self.retry(run, self._halve): self._tell_halved()
+    retry,training = self.retry,learn.training   # it may be taken off meanwhile
+    if retry(run, self._halve):
+        warn(f"memory ran out ({retry.failed}). The batch was undone, and the fit goes on in micro-batches of "
+            f"{self.sizes[training]} samples")
 
 @patch
 def _halve(self:GradientCache, reason):
@@ -162,11 +165,6 @@ def _tell_norm(self:GradientCache, model, size):
     once(acc if hasattr(acc, 'told') else self, 'batchnorm', f"{type(bns[0]).__name__} normalises with the samples of "
         f"a micro-batch, {size} at most, so the run is not the whole batch's (with `ActivationCheckpoint` it is)",
         BatchNormWarning)
-
-@patch
-def _tell_halved(self:GradientCache):
-    warn(f"memory ran out ({self.retry.failed}). The batch was undone, and the fit goes on in micro-batches of "
-        f"{self.sizes[self.learn.training]} samples")
 
 @patch
 def _tell_differs(self:GradientCache):

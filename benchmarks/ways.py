@@ -1,10 +1,10 @@
 """Memory against time of the ways to the big batch: plain, split, cached and checkpointed.
 
-Each way trains the same model on the same samples with the same callbacks as users do. On a CPU memory is that of
+Each way trains the same model on the same samples, with the callbacks that users give. On a CPU memory is that of
 tensors made by one step, while they are alive (benchmarks/live.py): activations and gradients, not the weights, the
 batch, or what kernels take inside. Time is that of the processor, as a ratio to the plain run's; the ways run by turns
-in one process, and the median is taken. With a GPU, memory is what torch has allocated beyond what was there before,
-and time is the clock's.
+in one process, and the median of the ratios is taken. It is that of a fit's second step, since in the first some ways
+look at the model. With a GPU, memory is what torch has allocated beyond what was there before, and time is the clock's.
 
 `python benchmarks/ways.py [cuda] [--rounds 3]` writes `benchmarks/results/ways.json` (`ways-cuda.json`), prints
 the tables, and writes them beside it; some minutes.
@@ -71,17 +71,18 @@ def arms(model):
 
 # Measuring
 
-class Once(Callback):
-    "One epoch's training, measured, and no validation"
+class Clock(Callback):
+    "Seconds of the last optimizer step and what led to it; no validation"
     order = -100
-    def __init__(self, device): self.clock = time.process_time if device.type=='cpu' else self.synced
+    def __init__(self, device): self.now = time.process_time if device.type=='cpu' else self.synced
     def synced(self):
         torch.cuda.synchronize()
         return time.perf_counter()
-    def before_train(self): self.began = self.clock()
-    def before_validate(self):
-        self.secs = self.clock()-self.began
-        raise CancelValidException
+    def before_fit(self): self.ends = []
+    def after_step(self): self.ends.append(self.now())
+    def before_validate(self): raise CancelValidException
+    @property
+    def secs(self): return self.ends[-1]-self.ends[-2]
 
 def learner(model, x, device):
     y = torch.randint(0, 10, (len(x),))
@@ -92,16 +93,18 @@ def learner(model, x, device):
     learn.logger = noop
     return learn
 
-def run(learn, arm, device):
-    "A step, and its seconds"
+def run(learn, arm, device, steps=1):
+    "A fit of so many steps, and its clock"
     learn.dls.train.bs,cbs = arm
-    once = Once(device)
-    learn.fit(1, 1e-6, cbs=[once,*cbs])
-    return once.secs
+    learn.dls.train.get_idxs = lambda: [*range(bs)]*steps
+    learn.dls.train.n = bs*steps
+    clock = Clock(device)
+    learn.fit(1, 1e-6, cbs=[clock,*cbs])
+    return clock
 
 def memory(learn, arm, device):
     "MB of a step at its peak, gradients and all"
-    run(learn, arm, device)   # segments look at their inputs, buffers are made
+    run(learn, arm, device)   # segments look at their inputs
     for p in learn.model.parameters(): p.grad = None
     if device.type=='cpu':
         with LiveTensors() as live: run(learn, arm, device)
@@ -120,7 +123,7 @@ def measure(make, device, rounds):
     todo = arms(model)
     mbs,secs = {k:memory(learn, o, device) for k,o in todo.items()},{k:[] for k in todo}
     for _ in range(rounds):
-        for k,o in todo.items(): secs[k].append(run(learn, o, device))
+        for k,o in todo.items(): secs[k].append(run(learn, o, device, 2).secs)   # the first step of a fit looks around
     plain = secs['plain','whole batch']
     return [dict(way=k[0], variant=k[1], mb=round(mbs[k]), time=round(median(a/b for a,b in zip(secs[k], plain)), 3))
         for k in todo]

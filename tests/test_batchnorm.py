@@ -213,8 +213,7 @@ def test_only_where_somebody_trains(monkeypatch):
     assert torch.equal(stats(learn), before)
     def run(self): raise RuntimeError('it runs')
     monkeypatch.setattr(Recalibration, 'run', run)
-    learn.lr_find(num_it=5, show_plot=False)
-    learn.bs_find(show_plot=False, max_trials=2)
+    learn.lr_find(num_it=20, show_plot=False)   # more than an epoch
     with pytest.raises(RuntimeError, match='it runs'): learn.fit(1, 0.1)
 
 @pytest.mark.parametrize('way', [lambda _: GradientCache(4),lambda m: ActivationCheckpoint([m[1],m[3]])],
@@ -240,6 +239,9 @@ def test_mixup_is_not_heard():
 
 def test_nothing_to_do():
     learn = toy(4)
+    with learn.added_cbs(RecalibrateBN()), warnings.catch_warnings():
+        warnings.simplefilter('error')
+        learn.bs_find(show_plot=False, max_trials=2)   # which leaves it out
     with pytest.raises(ValueError, match='no BatchNorm layer'): learn.recalibrate_bn()
     with pytest.warns(UserWarning, match='no BatchNorm layer') as said: learn.fit(2, 0.1, cbs=RecalibrateBN())
     assert len(said)==1

@@ -28,6 +28,7 @@ class ScaledLR(Guest):
     ValueError: a number is below 1, a name is unknown, or, when a fit begins, there is nothing to measure or to scale
     """
     order,run_valid = GradientAccumulation.order+1,False   # the macro-batch is complete, and nobody has heard of it
+    run_bs_find = False   # 'adascale' waits for a `NoiseScale`, which takes no part either
     loan = None    # a `Loan`, while a fit runs
     acc = None     # the `GradientAccumulation` that steps, if any; written when a fit begins, as the following
     meter = None   # the `NoiseScale` that measures, for 'adascale'

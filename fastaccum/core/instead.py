@@ -9,8 +9,11 @@ __all__ = ['Instead']
 
 # %% ../../nbs/core/09_instead.ipynb #imports
 from collections.abc import Callable
+from weakref import WeakValueDictionary
 
 # %% ../../nbs/core/09_instead.ipynb #instead
+_entered = WeakValueDictionary()   # `id` of a function -> the `Instead` that has put it somewhere
+
 class Instead:
     "A function in the place of a method of one object, until it leaves"
     def __init__(self,
@@ -28,14 +31,29 @@ class Instead:
     def enter(self):
         "Take the method's place"
         d = vars(self.o)
-        if d.get(self.nm)==self.f: return
+        if d.get(self.nm)==self.f or self._above(): return
         self.own = d.get(self.nm)
         self.stock = getattr(self.o, self.nm, None)
+        _entered[id(self.f)] = self
         d[self.nm] = self.f
 
     def leave(self):
         "Give the object its own method back"
         d = vars(self.o)
-        if d.get(self.nm)!=self.f: return   # somebody else has replaced it since
-        if self.own is None: del d[self.nm]
+        if d.get(self.nm)!=self.f:   # somebody else has replaced it since
+            if (above:=self._above()): above.own,above.stock = self.own,self.stock
+        elif self.own is None: del d[self.nm]
         else: d[self.nm] = self.own
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        _entered[id(self.f)] = self   # pickled in its place, it is still there
+
+    def _above(self):
+        "The other one that stands where `self` stood, and would put it back; `None` if there is none"
+        f = vars(self.o).get(self.nm)
+        while f is not None and f!=self.f:
+            other = _entered.get(id(f))
+            if other is None or other.f is not f or other.o is not self.o or other.nm!=self.nm: return None
+            if other.own is not None and other.own==self.f: return other
+            f = other.own

@@ -4,7 +4,7 @@ import pytest
 from fastai.callback.mixup import MixUp
 from fastai.losses import CrossEntropyLossFlat
 from torch import nn
-from fastaccum import GradientAccumulation, GradientCache, NoiseScale, ScaledLR
+from fastaccum import FreezeBN, GradientAccumulation, GradientCache, NoiseScale, ScaledLR
 from fastaccum.core.instead import Instead
 from fastaccum.testing import toy
 
@@ -86,3 +86,15 @@ def test_check_of_a_split_sees_the_loss():
     learn = toy(16, loss_func=Neighbours(), cbs=[GradientAccumulation(16, micro_batch_size=4)])
     res = learn.twin_check()
     assert not res.ok and res.off['loss']>1e-3 and res.off['gradients']>1e-3
+
+def test_cache_leaves_a_fit_that_ends_in_an_epoch():
+    "A cancelled fit has no `after_train`"
+    learn = toy(16, n=160, cbs=GradientCache(4))
+    learn.lr_find(num_it=5, show_plot=False)
+    assert not own(learn)
+
+@pytest.mark.parametrize('make,exc', [(lambda v: GradientCache(4, split=v),TypeError), (FreezeBN,TypeError),
+    (lambda v: ScaledLR(16, beta_range=v),ValueError)], ids=['split','part','beta_range'])
+@pytest.mark.parametrize('v', [0,1.5,(.5,)], ids=str)
+def test_wrong_arguments_fail_at_once(make, exc, v):
+    with pytest.raises(exc, match='=.*: give'): make(v)

@@ -128,7 +128,7 @@ def _do_one_batch(self:GradientCache, inner):
     forward.f,back.f = partial(self._forward, forward),partial(self._backward, back)
     try:
         forward.enter()
-        back.enter()
+        back.enter(below=True)   # who counts a backward pass counts the replay, too
         inner.stock()
     finally:
         forward.leave()

@@ -1,6 +1,7 @@
 "Callbacks of ours that meet on a Learner."
 import pickle
 import pytest
+from fastai.callback.core import Callback
 from fastai.callback.mixup import MixUp
 from fastai.losses import CrossEntropyLossFlat
 from torch import nn
@@ -98,3 +99,18 @@ def test_cache_leaves_a_fit_that_ends_in_an_epoch():
 @pytest.mark.parametrize('v', [0,1.5,(.5,)], ids=str)
 def test_wrong_arguments_fail_at_once(make, exc, v):
     with pytest.raises(exc, match='=.*: give'): make(v)
+
+def test_half_precision_in_several_cached_batches():
+    "What is replayed belongs to its own batch, and is weighed with it"
+    class Half(Callback):
+        def before_batch(self): self.learn.xb = tuple(x.bfloat16() for x in self.learn.xb)
+    class Note(Callback):
+        order = 20
+        def before_step(self): self.learn.noted = [p.grad.float() for p in self.learn.model.parameters()]
+    def grads(bs, *cbs):
+        learn = mixed(bs, [Half(),Note(),*cbs])
+        learn.model.bfloat16()
+        learn.fit(1, 0., cbs=GradientAccumulation(32))
+        return learn.noted
+    a,b = grads(16),grads(16, GradientCache(6))
+    assert all((x-y).norm()<2e-2*x.norm() for x,y in zip(a, b))

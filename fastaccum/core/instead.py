@@ -28,14 +28,21 @@ class Instead:
         self.stock = None   # the method in whose place `f` is, to be called by it; `None` before
         self.own = None     # the same if the instance had one of its own, to be put back by `leave`; else `None`
 
-    def enter(self):
+    def enter(self,
+        below:bool=False # Under other `Instead`s that are there?
+    ):
         "Take the method's place"
         d = vars(self.o)
         if d.get(self.nm)==self.f or self._above(): return
-        self.own = d.get(self.nm)
-        self.stock = getattr(self.o, self.nm, None)
+        *_,low = None,*(self._all() if below else ())
         _entered[id(self.f)] = self
-        d[self.nm] = self.f
+        if low is None:
+            self.own = d.get(self.nm)
+            self.stock = getattr(self.o, self.nm, None)
+            d[self.nm] = self.f
+        else:
+            self.own,self.stock = low.own,low.stock
+            low.own = low.stock = self.f
 
     def leave(self):
         "Give the object its own method back"
@@ -49,11 +56,11 @@ class Instead:
         vars(self).update(state)
         _entered[id(self.f)] = self   # pickled in its place, it is still there
 
-    def _above(self):
-        "The other one that stands where `self` stood, and would put it back; `None` if there is none"
+    def _all(self):
+        "Those that are in this place, the last one that came first"
         f = vars(self.o).get(self.nm)
-        while f is not None and f!=self.f:
-            other = _entered.get(id(f))
-            if other is None or other.f is not f or other.o is not self.o or other.nm!=self.nm: return None
-            if other.own is not None and other.own==self.f: return other
-            f = other.own
+        while (i:=_entered.get(id(f))) is not None and i.f is f and i.o is self.o and i.nm==self.nm:
+            yield i
+            f = i.own
+
+    def _above(self): return next((i for i in self._all() if i.own is not None and i.own==self.f), None)

@@ -40,6 +40,8 @@ class GradientCache(Guest):
     parts = None         # an `InParts`: the model of this fit; written with its first batch
     batch = None         # an `Instead`: in the place of the Learner's `one_batch`; `None` outside of a fit
     inner = None         # another, of its `_do_one_batch`: while `one_batch` runs, until it comes to that
+    back = None          # another, of its `_backward`: while a batch runs
+    loaded = False       # was it pickled, perhaps in the middle of a fit, and loaded?
     call = None          # the `Cached` of this batch, from its forward pass on
     retry = None         # a `Retry`, if the size is 'auto'
     tried = None         # samples in the largest micro-batch of this batch; written by `_forward`
@@ -60,11 +62,14 @@ class GradientCache(Guest):
         "Samples in a micro-batch, at most; `None` if that is not known"
         return self.sizes[True]
 
-    def __getstate__(self): return {k:v for k,v in vars(self).items() if k not in ('parts','call','retry')}
+    def __getstate__(self): return {k:v for k,v in vars(self).items() if k not in ('parts','call')}
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        vars(self)['loaded'] = True   # what was in its place is left at the next event
 
     def before_fit(self):
-        if self.learn.lock.locked(): return   # validation, perhaps in the middle of a fit
-        self.trains = False
+        if self.learn.lock.locked() and not self.loaded: return   # validation, perhaps in the middle of a fit
+        self.trains = self.loaded = False
         to_the_end(self._leave)
         self.told = frozenset()
         check_cached(self.learn, GradientCache, self.auto)
@@ -89,9 +94,9 @@ def _enter(self:GradientCache):
 
 @patch
 def _leave(self:GradientCache):
-    for o in (self.batch,self.inner,self.retry):
+    for o in (self.batch,self.inner,self.back,self.retry):
         if o is not None: o.leave()
-    self.batch = self.inner = self.parts = self.call = self.retry = None
+    self.batch = self.inner = self.back = self.parts = self.call = self.retry = None
 
 @patch
 def _one_batch(self:GradientCache, i, b):
@@ -124,7 +129,7 @@ def _do_one_batch(self:GradientCache, inner):
     model = learn.model
     compiled = getattr(model, '_compiled_call_impl', None) is not None
     forward = Instead(model, '_compiled_call_impl' if compiled else 'forward', None)
-    back = Instead(learn, '_backward', None)
+    back = self.back = Instead(learn, '_backward', None)
     forward.f,back.f = partial(self._forward, forward),partial(self._backward, back)
     try:
         forward.enter()

@@ -4,6 +4,7 @@ import pytest
 from fastai.callback.core import Callback
 from fastai.callback.mixup import MixUp
 from fastai.losses import CrossEntropyLossFlat
+from fastai.torch_core import trainable_params
 from torch import nn
 from fastaccum import FreezeBN, GradientAccumulation, GradientCache, NoiseScale, ScaledLR
 from fastaccum.core.instead import Instead
@@ -114,3 +115,17 @@ def test_half_precision_in_several_cached_batches():
         return learn.noted
     a,b = grads(16),grads(16, GradientCache(6))
     assert all((x-y).norm()<2e-2*x.norm() for x,y in zip(a, b))
+
+@pytest.mark.parametrize('size', [4,'auto'], ids=str)
+@pytest.mark.parametrize('event', ['before_batch','after_pred','after_loss','after_backward','after_batch'])
+def test_cache_pickled_in_a_batch(event, size):
+    class Dump(Callback):
+        def __call__(self, nm):
+            if nm==event and self.learn.training: learns.append(pickle.dumps(learn.remove_cb(self)))
+    learns,learn = [],toy(16, cbs=GradientCache(size), splitter=trainable_params)
+    learn.fit(1, 0.1, cbs=Dump())
+    other = pickle.loads(learns[0])
+    other.validate()
+    assert not own(other)
+    other.fit(1, 0.1)
+    assert not own(other)

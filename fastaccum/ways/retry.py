@@ -48,6 +48,8 @@ class Retry:
         self.failed = None   # why it has failed
         self.aside = None    # an `Aside`, from its beginning until its gradients are complete
 
+    def __getstate__(self): return vars(self)|dict(attempt=None, aside=None)   # to be left, no more
+
     def leave(self):
         "Give the Learner its `_step` back"
         self.step.leave()

@@ -52,7 +52,7 @@ def _length(self:Norms, p, g):
 def _hear(self:Norms, at, p, g):
     "The hook of the parameter `p`"
     if self.now is None or not self.live(): return
-    if at in self.lengths: self.spoiled = 'a gradient came in parts, as through reentrant checkpoints'
+    if at in self.lengths: self.spoiled = 'a gradient came in parts, as through reentrant checkpoints or GradientCache'
     self.lengths[at] = self._length(p, g.detach())
 
 @patch

@@ -24,7 +24,8 @@ from .core.plan import Plan
 from .core.steps import Steps
 from .memory.recovery import AutoSize, micro_batches
 from .processes.alone import alone
-from .processes.sync import find_sync
+from .processes.engine import find_sync
+from .processes.finder import rehearse
 
 # %% ../nbs/00_accumulation.ipynb #cb
 class GradientAccumulation(Steps):
@@ -44,14 +45,15 @@ class GradientAccumulation(Steps):
         micro_batch_size:int|str|AutoSize=None, # 'auto': split batches that do not fit (`AutoSize`); or the loader's
         drop_last:bool=None, # Leave out an epoch's remainder, step on it, or as the loader does with its last
         size:callable=None, # A function of the Learner: what this micro-batch's loss is a mean of. See `find_size`
-        sync_each:bool=False # With several processes: exchange gradients with every micro-batch, or once per step
+        sync_each:bool=None # Exchange gradients with every micro-batch, or once per step? As suits: see `find_sync`
     ):
         n_acc = check_count('n_acc', n_acc)
         self._accum_bs = n_acc if accum_bs is None else check_count('accum_bs', accum_bs)
         self.log_accum_batch = check_bool('log_accum_batch', log_accum_batch)
         self.micro,self.micro_batch_size = micro_batches(micro_batch_size)
         self.drop_last = check_drop_last(drop_last)
-        self.size,self.sync_each = size,check_bool('sync_each', sync_each)
+        self.size = size
+        self.sync_each = sync_each if sync_each is None else check_bool('sync_each', sync_each)
         self.forget()
 
     @property
@@ -108,6 +110,7 @@ def _begin(self:GradientAccumulation):
     self.step,self.log_steps,self.sync = None,self.log_accum_batch or finder is not None,find_sync(learn)
     planned = self.plan(learn.dls, learn.n_epoch)
     if finder is not None:
+        rehearse(finder)
         planned = planned.steady(finder.num_it)
         learn.n_epoch = planned.n_epoch
     check_plan(planned)
@@ -144,6 +147,9 @@ def _leave(self:GradientAccumulation):
     if self.sums: self.sums.leave()
     vars(self).pop('sync', None)
     self.forget()
+
+@patch
+def after_cancel_fit(self:GradientAccumulation): self.sync.quit()
 
 @patch
 def after_fit(self:GradientAccumulation):

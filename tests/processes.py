@@ -91,11 +91,12 @@ class Exchanges:
         return allreduce_hook(self.group, bucket)
 
 class small_sums:
-    "Count the small tensors that are summed over processes; those of gradients are summed asynchronously"
+    """Count the small tensors that are summed over processes; those of gradients are summed asynchronously, and processes
+    in lockstep sum whole numbers"""
     def __enter__(self):
         self.n,self.old = 0,dist.all_reduce
         def f(t, *args, **kwargs):
-            self.n += not kwargs.get('async_op')
+            self.n += t.is_floating_point() and not kwargs.get('async_op')
             return self.old(t, *args, **kwargs)
         dist.all_reduce = f
         return self

@@ -9,7 +9,7 @@ on_three = ['even','ragged','uneven','hardly_any_samples_on_one','micro_batches_
     'drop_last','start_epoch',
     'train_metrics','schedules','random_runs','one_leaves_out_micro_batches','distrib_ctx']
 
-def start(n, out, *names):
+def start(n, out, *names, script=script):
     "Start `n` processes that run the cases `names`"
     env = os.environ | dict(OMP_NUM_THREADS='1', CUDA_VISIBLE_DEVICES='', MPLBACKEND='agg',
         PYTHONPATH=os.pathsep.join([str(script.parent.parent), str(script.parent)]))

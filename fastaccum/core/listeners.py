@@ -94,7 +94,7 @@ class RecorderListener(Listener):
             with replaced(learn, loss=acc.measure.loss):
                 for met in rec.metrics: met.accumulate(learn)
         if acc.stepped:
-            with replaced(rec, train_metrics=False, cancel_train=False), acc.sync.alike(learn): self.stock()
+            with replaced(rec, train_metrics=False, cancel_train=False), acc.sync.alike(rec): self.stock()
         elif acc.counted and not rec.losses: learn.smooth_loss = acc.mean_loss
 
 # %% ../../nbs/core/10_listeners.ipynb #which

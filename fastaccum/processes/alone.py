@@ -12,7 +12,7 @@ import torch
 from collections.abc import Iterator
 from contextlib import nullcontext
 from fastai.callback.core import Callback
-from fastai.learner import Learner
+from fastai.learner import Recorder
 from fastcore.basics import patch
 from ..core.checks import drops_last, loader_sizes
 from ..core.macro_batch import MacroBatch
@@ -77,7 +77,7 @@ def records(self:Alone): "What the Recorder gathers of a micro-batch comes"
 
 @patch
 def alike(self:Alone,
-    learn:Learner # Whose Recorder is about to record a step
+    rec:Recorder # About to record a step
 ): # A context manager
     "What is recorded within is the same on all processes already"
     return nullcontext()

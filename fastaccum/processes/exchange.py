@@ -71,12 +71,16 @@ def hold(self:Exchange,
 ): return self.model.no_sync() if waits else nullcontext()
 
 @patch
+def runs(self:Exchange):
+    "The forward pass of a micro-batch comes"
+    self.check_loader(self.acc.learn.dl)
+    if self.lockstep: self.lockstep.tell('closes' if self.acc.macro.closing else 'runs', self.acc.at)
+
+@patch
 def forward(self:Exchange, *args, **kwargs):
     "The model's own, after which gradients are exchanged, or wait for the closing micro-batch"
     counts = self.accumulates()
-    if counts:
-        self.check_loader(self.acc.learn.dl)
-        if self.lockstep: self.lockstep.tell('closes' if self.acc.macro.closing else 'runs', self.acc.at)
+    if counts: self.runs()
     waits = counts and self.waits()
     if not waits: self.heed()
     with self.hold(waits): res = self.stock(*args, **kwargs)

@@ -9,7 +9,7 @@ __all__ = ['is_sharded', 'shard_group', 'Sharded']
 
 # %% ../../nbs/processes/06_sharded.ipynb #imports
 import torch
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from torch import distributed as dist, nn
 from fastai.callback.core import Callback
 from fastcore.basics import patch
@@ -42,6 +42,7 @@ def shard_group(
 # %% ../../nbs/processes/06_sharded.ipynb #sharded
 class Sharded(Together):
     "What one of several processes does, whose model `fully_shard` has sharded"
+    hook = None       # what takes `ahead` off the model; written by `enter`
     waiting = False   # are there gradients that were not exchanged yet? Written by `hold`, taken back by `close`
     sending = False   # is this the pass of `exchange`?
 
@@ -63,7 +64,8 @@ class Sharded(Together):
     def clean(self):
         "Throw away what waits"
         self.waiting = False
-        for m in self.roots if self.can_wait else (): m.reset_iter_state()
+        for m in self.roots if self.can_wait else ():
+            with suppress(AttributeError): m.reset_iter_state()   # before its first forward pass there is nothing
 
     def flags(self,
         scatter:bool, # Are gradients exchanged?
@@ -80,11 +82,18 @@ def enter(self:Sharded, acc:Callback)->Sharded:
     "As in `Together`; nothing waits"
     Together.enter(self, acc)
     self.clean()
+    self.hook = self.model.register_forward_pre_hook(self.ahead, prepend=True)
     return self
+
+@patch
+def ahead(self:Sharded, *_):
+    "Before the parameters are gathered, which is before `forward`"
+    if self.accumulates(): self.runs()
 
 @patch
 def leave(self:Sharded)->Alone:
     "As in `Together`; nothing is left waiting"
+    if self.hook is not None: self.hook.remove()
     if self.stock is not None: self.flags(True, True)
     if self.waiting: self.clean()
     return Together.leave(self)

@@ -32,6 +32,11 @@ def plain_again(learn):
                 assert g.reduce_grads and g.all_reduce_grads and g._partial_reduce_output is None
                 assert all(getattr(getattr(p, '_unsharded_param', None), 'grad', None) is None for p in g.fsdp_params)
 
+def weights_of(learn):
+    for o in learn.model.modules():
+        if hasattr(o, 'reshard'): o.reshard()
+    return deepcopy(whole(learn.model.state_dict()))
+
 def twins(ns, micro=4, macro=16, acc=None, fit=one_cycle, tokens=False, cbs=list, replicas=1, net=net, **kwargs):
     acc = acc or {}
     ds,order = toy_data(sum(ns), tokens),orders(ns)
@@ -107,6 +112,18 @@ def case_interrupted_fit_leaves_nothing():
             plain_again(b)
             assert deviation(whole(a.model.state_dict()), whole(b.model.state_dict()))<1e-12
 
+def case_lr_find():
+    def fit(l, cbs):
+        before = weights_of(l)
+        for cb in cbs or [Rehearse()]: l.add_cb(cb)
+        l.found = l.lr_find(num_it=20, show_plot=False).valley
+        assert deviation(before, weights_of(l))==0
+        l.dls.train.epoch = 0
+        l.fit(1, 0.05)
+    a,b = twins(even(35), macro=16*world, fit=fit)
+    assert math.isclose(a.found, b.found, rel_tol=1e-9)
+    assert_same(a, b)
+
 # What cannot be
 
 def raises(text, f):
@@ -126,9 +143,6 @@ def case_refused():
         l.create_opt()
         l.model = sharded()
     raises('the optimizer has none of the sharded parameters', lambda: fit_one(made=late))
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-    def tensor_parallel(l):
-        l.model = fully_shard(parallelize_module(net(), mesh(), {'4':ColwiseParallel()}), mesh=mesh(), ignored_params=set())
     class Old(nn.Sequential): pass
     Old.__name__ = 'FullyShardedDataParallel'
     def fsdp1(l): l.model = Old(net())

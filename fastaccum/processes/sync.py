@@ -123,6 +123,12 @@ def alike(self:Together,
 
 # %% ../../nbs/processes/04_sync.ipynb #owed
 @patch
+def owes(self:Together)->bool:
+    "Are there steps of this epoch that were not taken yet?"
+    acc = self.acc
+    return acc.step-acc.planned.first<acc.planned.steps[acc.learn.epoch]
+
+@patch
 def exchange(self:Together):
     "Exchange the gradients there are, in a pass that needs no micro-batch"
     ddp = self.model
@@ -146,8 +152,8 @@ def owed(self:Together,
         learn.iter,learn.n_iter = 0,len(learn.dl)
         learn.xb,learn.yb = (),(None,)
     self.heed()
-    if self.lockstep and acc.step-acc.planned.first<acc.planned.steps[learn.epoch]: self.lockstep.tell('ended')
-    while acc.step-acc.planned.first<acc.planned.steps[learn.epoch]:
+    if self.lockstep: self.lockstep.tell('ended')
+    while self.owes():
         if macro.stepped:
             acc._start(learn.iter+1)
             for o in acc.listeners: o.cb('before_batch')   # ParamScheduler sets the step's hyper-parameters
@@ -157,7 +163,7 @@ def owed(self:Together,
         if not macro.samples or (drop_last and not closing): break   # the loops of all have ended
         self.summed = True
         yield
-    self.within = False
+    self.ends()
 
 # %% ../../nbs/processes/04_sync.ipynb #quit
 def refuse_quitters(
@@ -179,12 +185,22 @@ def heed(self:Together):
     if quits: refuse_quitters(int(quits), self.world)
 
 @patch
+def ends(self:Together,
+    quits:bool=False # And the fit, too?
+):
+    "The epoch has ended, on all processes"
+    self.within = False
+    n = torch.tensor(float(quits), device=self.device)
+    dist.all_reduce(n, group=self.group)
+    if 0<n<self.world: refuse_quitters(int(n), self.world)
+
+@patch
 def quit(self:Together):
     "This process ends the fit: within an epoch, so do all of them, or none"
     if not self.within: return
-    self.within = False
     if self.lockstep: return self.lockstep.tell('quits')
     self.heed()
+    if not self.owes(): return self.ends(quits=True)
     self.exchange()
     n = int(self.add_up(closing=False, quits=True)[2])
     if n<self.world: refuse_quitters(n, self.world)

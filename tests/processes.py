@@ -403,7 +403,8 @@ def case_resume():
             fit(l, cbs, start_epoch=2)
         b = run(resumes)
         same_everywhere(weights(b))
-        assert deviation(weights(whole), weights(b))==0 and deviation(whole.opt.state_dict(), b.opt.state_dict())==0
+        # on two to the bit; on three, the first exchange adds in another order
+        assert max(deviation(weights(whole), weights(b)), deviation(whole.opt.state_dict(), b.opt.state_dict()))<=1e-14*(world-2)
         assert list(whole.recorder.lrs)[-len(b.recorder.lrs):]==list(b.recorder.lrs)
 
 # Random runs: loaders of any length, micro-batches of any size

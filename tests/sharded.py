@@ -100,7 +100,8 @@ def case_short_epochs():
 def case_interrupted_fit_leaves_nothing():
     "Not even gradients that wait"
     for acc in each:
-        for event,exc in (('after_batch',KeyboardInterrupt), ('after_pred',CancelFitException), ('after_loss',RuntimeError)):
+        for event,exc in (('after_batch',KeyboardInterrupt), ('after_pred',CancelFitException),
+                ('after_loss',RuntimeError)):
             ns = even(35)
             ds,order = toy_data(sum(ns)),orders(ns)
             a,b = (learner(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, model=sharded, splitter=split)
@@ -150,7 +151,8 @@ def case_refused():
 def case_one_ends_early():
     "An error that says so, on all processes"
     for event,exc,text in (('after_batch',CancelTrainException,'1 has ended its epoch'),
-            ('after_batch',CancelFitException,'1 has ended its fit'), ('before_batch',CancelBatchException,'1 leaves a micro'),
+            ('after_batch',CancelFitException,'1 has ended its fit'),
+            ('before_batch',CancelBatchException,'1 leaves a micro'),
             ('after_loss',CancelBatchException,'1 leaves a micro')):
         for drop_last in (True,False):
             raises(text, lambda: fit_one(cbs=[OnOne(event, exc, [4])], drop_last=drop_last))
@@ -163,4 +165,6 @@ def case_replicas():
         assert_same(*twins(even(35), macro=16*world, replicas=2, acc=acc, cbs=lambda: [GradientClip(0.01)],
             fit=lambda l,cbs: [l.fit(1, 0.1, cbs=cbs) for _ in range(2)]))
 
-if __name__=='__main__': main(*sys.argv[1:], cases=cases_of({k:v for k,v in globals().items() if getattr(v, '__module__', '')=='__main__'}))
+mine = cases_of({k:v for k,v in globals().items() if getattr(v, '__module__', '')==__name__})
+
+if __name__=='__main__': main(*sys.argv[1:], cases=mine)

@@ -16,7 +16,8 @@ from fastcore.basics import patch
 # %% ../../nbs/processes/05_lockstep.ipynb #lockstep
 # What a process may do next, in the words of an error message
 does = dict(runs='runs a micro-batch', closes='runs the closing micro-batch', backs='runs a backward pass',
-    leaves='leaves a micro-batch out', records='records a micro-batch', ended='has ended its epoch', quits='has ended its fit')
+    leaves='leaves a micro-batch out', records='records a micro-batch', ended='has ended its epoch',
+    quits='has ended its fit')
 
 def timeout_of(
     group:dist.ProcessGroup, # Processes
@@ -43,7 +44,8 @@ class Lockstep:
         "An epoch begins"
         self.why = why
         self.strict = why!=['`log_accum_batch=False`']   # the Recorder alone hears of what was left out, too
-        self.told = None,0   # of which micro-batch this process has told, and how much: 1 its forward pass, 2 its backward, 3 all
+        # of which micro-batch this process has told, and how much: 1 its forward pass, 2 its backward pass, 3 all
+        self.told = None,0
 
     def leave(self):
         "The fit has ended"
@@ -69,8 +71,8 @@ def tell(self:Lockstep,
     ns = dict(zip(does, mine.tolist()))
     if self.same(ns): return
     doing = ', '.join(f'{n} {does[o]}' for o,n in ns.items() if n)
-    raise RuntimeError(f"the processes do not do the same: {doing}. With {', '.join(self.why)} each has to run the same "
-        "micro-batches: end an epoch, and leave out a micro-batch, on all of them or on none")
+    raise RuntimeError(f"the processes do not do the same: {doing}. With {', '.join(self.why)} each has to run the "
+        "same micro-batches: end an epoch, and leave out a micro-batch, on all of them or on none")
 
 @patch
 def same(self:Lockstep,

@@ -36,8 +36,8 @@ def shard_group(
         whole = mesh.size()==dist.get_world_size()
         if len(meshes)==1 and plain and (whole or mesh.ndim==1):
             return (dist.group.WORLD if whole else mesh.get_group()),bool(outer)
-    raise ValueError(f"parameters that are split over processes as {list(meshes.values())} on {list(meshes)}: give all to "
-        "`fully_shard`, with one mesh of one dimension, or of replicas and shards over all processes")
+    raise ValueError(f"parameters that are split over processes as {list(meshes.values())} on {list(meshes)}: give all "
+        "to `fully_shard`, with one mesh of one dimension, or of replicas and shards over all processes")
 
 # %% ../../nbs/processes/06_sharded.ipynb #sharded
 class Sharded(Together):
@@ -120,14 +120,15 @@ def check_model(self:Sharded,
     ValueError: the optimizer has other parameters; or `sync_each=False`, and PyTorch cannot throw gradients away
     """
     if acc.sync_each is False and not self.can_wait:
-        raise ValueError("`sync_each=False` with sharded parameters (FSDP): this PyTorch cannot throw away gradients that "
-            "wait for their exchange, so an interrupted step would enter the next. Leave `sync_each` out, or update PyTorch")
+        raise ValueError("`sync_each=False` with sharded parameters (FSDP): this PyTorch cannot throw away gradients "
+            "that wait for their exchange, so an interrupted step would enter the next. Leave `sync_each` out, or update "
+            "PyTorch")
     opt = acc.learn.opt
     if opt is None: return
     own = {id(p) for ps in opt.param_lists for p in ps}
     if any(id(p) in own for p in self.model.parameters()): return
-    raise ValueError("the optimizer has none of the sharded parameters: it was made before `fully_shard`, which replaces "
-        "them, or after a validation, which leaves them gathered. Set `learn.opt = None` before the fit, and make the "
+    raise ValueError("the optimizer has none of the sharded parameters: it was made before `fully_shard`, which "
+        "replaces them, or after a validation, which leaves them gathered. Set `learn.opt = None` before the fit, and make the "
         "Learner after `fully_shard`")
 
 # %% ../../nbs/processes/06_sharded.ipynb #hold

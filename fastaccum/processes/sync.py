@@ -174,8 +174,8 @@ def refuse_quitters(
 
     RuntimeError: always
     """
-    raise RuntimeError(f"{n} of {world} processes ended the fit in the middle of an epoch (`CancelFitException`), and the "
-        "others would wait for them: end it on all, or end the epoch with `CancelTrainException`")
+    raise RuntimeError(f"{n} of {world} processes ended the fit in the middle of an epoch (`CancelFitException`), and "
+        "the others would wait for them: end it on all, or end the epoch with `CancelTrainException`")
 
 @patch
 def heed(self:Together):

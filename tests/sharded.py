@@ -70,6 +70,21 @@ def case_ragged():
     assert_same(*twins([33,36]+even(34)[2:], macro=16*world))   # as many micro-batches, of another length at the end
 def case_tokens():
     for acc in each: assert_same(*twins(even(35), macro=16*world, tokens=True, acc=acc))
+def flags_seen(replicas=1, **acc):
+    "In each backward pass, are gradients exchanged, and between replicas, too?"
+    ds,order,seen = toy_data(35*world),orders(even(35)),[]
+    class Flags(Callback):
+        order,run_valid = 7,False
+        def before_backward(self):
+            for o in self.learn.model._get_fsdp_state()._fsdp_param_groups:
+                seen.append((o.reduce_grads,o.all_reduce_grads))
+    b = learner(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, model=partial(sharded, replicas), splitter=split)
+    b.fit(1, 0.1, cbs=[GradientAccumulation(16*world, **acc),Flags()])
+    return seen
+closing = [False,False,False,True]*2+[True]
+def case_when_gradients_are_exchanged():
+    assert flags_seen()==flags_seen(sync_each=True)==[(True,True)]*9
+    assert flags_seen(sync_each=False)==[(o,o) for o in closing]
 def case_optimizers_and_clip():
     for opt_func in (Adam,partial(SGD, mom=0.9),partial(OptimWrapper, opt=torch.optim.AdamW)):
         assert_same(*twins(even(35), macro=16*world, opt_func=opt_func, cbs=lambda: [GradientClip(0.01)],
@@ -160,6 +175,9 @@ def case_one_ends_early():
 # On four processes
 
 def case_replicas():
+    assert flags_seen(2)==[(True,o) for o in closing]
+    assert flags_seen(2, sync_each=True)==[(True,True)]*9
+    assert flags_seen(2, sync_each=False)==[(o,o) for o in closing]
     for acc in each:
         assert_same(*twins(even(35), macro=16*world, tokens=True, replicas=2, acc=acc))
         assert_same(*twins(even(35), macro=16*world, replicas=2, acc=acc, cbs=lambda: [GradientClip(0.01)],

@@ -121,15 +121,15 @@ def check_model(self:Sharded,
     """
     if acc.sync_each is False and not self.can_wait:
         raise ValueError("`sync_each=False` with sharded parameters (FSDP): this PyTorch cannot throw away gradients "
-            "that wait for their exchange, so an interrupted step would enter the next. Leave `sync_each` out, or update "
-            "PyTorch")
+            "that wait for their exchange, so an interrupted step would enter the next. Leave `sync_each` out, or "
+            "update PyTorch")
     opt = acc.learn.opt
     if opt is None: return
     own = {id(p) for ps in opt.param_lists for p in ps}
     if any(id(p) in own for p in self.model.parameters()): return
     raise ValueError("the optimizer has none of the sharded parameters: it was made before `fully_shard`, which "
-        "replaces them, or after a validation, which leaves them gathered. Set `learn.opt = None` before the fit, and make the "
-        "Learner after `fully_shard`")
+        "replaces them, or after a validation, which leaves them gathered. Set `learn.opt = None` before the fit, and "
+        "make the Learner after `fully_shard`")
 
 # %% ../../nbs/processes/06_sharded.ipynb #hold
 @patch

@@ -22,6 +22,8 @@ from fastai.losses import CrossEntropyLossFlat
 from fastai.optimizer import SGD
 from fastprogress.fastprogress import progress_bar
 from fastaccum import GradientAccumulation
+from fastaccum.core.probe import probe
+from fastaccum.core.sizes import find_size
 
 bs,n_batches,rounds = 16,400,9
 
@@ -96,6 +98,17 @@ def measure(loss_func, k, tried={}):
         for nm in list(arms) if i%2 else reversed(arms): times[nm].append(seconds(arms[nm])/n_batches*1e6)
     return times
 
+def probe_cost(loss_func, n=200):
+    "Microseconds that the probe of the loss takes, once in a fit, and one evaluation of the loss"
+    learn = learner(loss_func)
+    learn.xb,learn.yb = learn.dls.train[0][:1],learn.dls.train[0][1:]
+    with torch.no_grad(): learn.pred = learn.model(*learn.xb)
+    def probes():
+        for _ in range(n): probe(learn, bs, find_size(loss_func))
+    def losses():
+        for _ in range(n): loss_func(learn.pred, *learn.yb)
+    return [min(seconds(f) for _ in range(5))/n*1e6 for f in (probes,losses)]
+
 def main():
     torch.set_num_threads(1)
     print(f'{n_batches} micro-batches of {bs}, {rounds} rounds, alternated; torch {torch.__version__}')
@@ -108,5 +121,7 @@ def main():
                 to = [statistics.median(a/b for a,b in zip(ts, times[ref]))
                     for ref in ('fastai, no callback',"fastai's GradientAccumulation")]
                 print(f'  {o:34} {statistics.median(ts):14.0f} {to[0]:11.2f} {to[1]:11.2f}')
+        once,loss = probe_cost(loss_func)
+        print(f'\nthe probe of that loss, once in a fit: {once:.0f} µs; the loss itself {loss:.0f} µs')
 
 if __name__=='__main__': main()

@@ -20,6 +20,7 @@ from .core.instead import Instead
 from .core.listeners import listen, to_the_end
 from .core.own_loop import OwnLoop
 from .core.notices import tell_empty, tell_nested
+from .core.others import StateWatch
 from .core.plan import Plan
 from .core.steps import Steps
 from .memory.recovery import AutoSize, micro_batches
@@ -123,7 +124,7 @@ def _enter(self:GradientAccumulation):
     self.listeners,self.sync = listen(learn.cbs, self),find_sync(learn)   # the model may be wrapped since `before_fit`
     self.dispatch,self.backward = Dispatch(self),Instead(learn, '_backward', None)
     self.backward.f = partial(self._backward, self.backward)
-    self.instead = [self.backward, *OwnLoop(self).instead]
+    self.instead = [self.backward, *OwnLoop(self).instead, *StateWatch(self).instead]
     first = learn.cbs.filter(lambda o: o.run and o.run_train).sorted('order')[0]
     self.sums = Instead(first, 'after_loss', None)
     self.sums.f = partial(self._note_sum, self.sums)

@@ -52,10 +52,10 @@ def test_no_sync_in_a_micro_batch_that_does_not_step(kind, log):
     kwargs = kinds[kind]
     if kind=='samples': kwargs = dict(loss_func=lambda p,y: (p.sum(-1)-y).pow(2).mean())
     plain,acc = count([], **kwargs),count([GradientAccumulation(16, log_accum_batch=log)], **kwargs)
-    closing = [3,7,11,15,17]
+    closing,probed = [3,7,11,15,17],0   # the first micro-batch is where the loss is probed, once in a fit
     assert len(plain)==len(acc)==18
     for i,(a,b) in enumerate(zip(plain, acc)):
-        assert b<=a if i not in closing else b<=a+1, f'micro-batch {i}: {b} syncs, {a} without accumulation'
+        assert b<=a if i not in (probed,*closing) else b<=a+1, f'micro-batch {i}: {b} syncs, {a} without accumulation'
 
 def test_a_sync_would_be_seen():
     "The hooks work: a callback that asks for a number is counted"

@@ -6,7 +6,8 @@ Docs: https://fastaccum.github.io/fastaccum/core/notices.html.md"""
 
 # %% auto #0
 __all__ = ['TwinWarning', 'LossWarning', 'BatchNormWarning', 'LoaderWarning', 'StateWarning', 'once', 'tell_empty', 'tell_more',
-           'tell_large', 'tell_nested', 'tell_penalty', 'refuse_middle', 'refuse_reduction']
+           'tell_large', 'tell_nested', 'tell_penalty', 'refuse_middle', 'refuse_reduction', 'tell_loss',
+           'tell_batchnorm', 'tell_loader', 'tell_state']
 
 # %% ../../nbs/core/15_notices.ipynb #imports
 from warnings import warn
@@ -92,3 +93,43 @@ def refuse_reduction():
     """
     raise RuntimeError("the loss function has become a sum, or a mean, in the middle of a macro-batch: "
         "change its `reduction` between epochs")
+
+# %% ../../nbs/core/15_notices.ipynb #others
+_docs = 'https://fastaccum.github.io/fastaccum'
+
+def tell_loss(
+    acc:State, # The accumulation callback, on its Learner
+    off:float # How far the loss is from its parts', relative
+):
+    "The loss function is no mean, or no sum"
+    find = acc.measure.find
+    of = "sum of its parts' losses" if find is None else "mean of its parts' losses"
+    once(acc, 'loss', f"the loss of a micro-batch is no {of}: it is off by {off:.2g} of its value, so the run is not "
+        "the big batch's. Give all of the loss function `reduction='mean'`, say with `size=` what it is a mean of, or "
+        f"let it see the whole batch with `GradientCache`. See {_docs}/core/probe.html", LossWarning)
+
+def tell_batchnorm(
+    acc:State, # The accumulation callback, on its Learner
+    k:int, # Layers
+    n:int # Samples with which they normalise
+):
+    "BatchNorm sees a micro-batch"
+    layers = '1 BatchNorm layer normalises' if k==1 else f'{k} BatchNorm layers normalise'
+    once(acc, 'batchnorm', f"{layers} with the {n} samples of a micro-batch, not the "
+        f"{acc.macro.planned*acc.sync.world} of a step. See {_docs}/explanations/batchnorm.html", BatchNormWarning)
+
+def tell_loader(
+    acc:State, # The accumulation callback, on its Learner
+    how:str # As `by_batch_size` says
+):
+    "The loader's batches depend on its batch size"
+    once(acc, 'loader', f"the training loader {how}: with a batch size of {acc.macro.planned} it would put other "
+        f"samples together. See {_docs}/core/others.html", LoaderWarning)
+
+def tell_state(
+    acc:State, # The accumulation callback, on its Learner
+    nm:str # The module's class
+):
+    "A module begins with what the last batch left"
+    once(acc, 'state', f"{nm} begins each micro-batch with what the one before has left: in the big batch's run it "
+        f"keeps that from step to step. See {_docs}/core/others.html", StateWarning)

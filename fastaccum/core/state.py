@@ -21,6 +21,7 @@ class State:
     loaded = False        # was it pickled in the middle of a fit, and loaded?
     log_steps = True      # do others hear steps, or every micro-batch?
     step = None           # optimizer steps taken, in all epochs; `None` before the first epoch. Stays after the fit
+    probed = None         # what the `probe` has found; `None` before the first micro-batch that does not close
     told = frozenset()    # names of the notices that were given: each is given once
 
     # in the place of others' methods: written when the first epoch begins, in `before_train`

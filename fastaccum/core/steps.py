@@ -14,8 +14,10 @@ from fastcore.basics import patch
 from .batch import samples_in
 from .gradients import take_step
 from .listeners import Guest
-from .notices import refuse_middle, refuse_reduction, tell_large, tell_more, tell_penalty
+from .notices import refuse_middle, refuse_reduction, tell_large, tell_loss, tell_more, tell_penalty
+from .others import tell_others
 from .penalties import SumLoss
+from .probe import probe
 from .state import State
 
 # %% ../../nbs/core/16_steps.ipynb #steps
@@ -53,6 +55,7 @@ def before_backward(self:Steps):
     learn,macro,n = self.learn,self.macro,self.micro_n
     if self.at!=learn.iter: return   # not within a fit
     size,most,loss = self.measure(learn, n, macro.ref is None)
+    if self.probed is None and not macro.closing: self._look_around(n)
     if macro.samples and (size is None)!=(macro.ref is None): refuse_reduction()
     self.weight = macro.weight(n, size, self.sync.most(n, size, most))
     if size is None: self._share_penalty(n)
@@ -61,6 +64,14 @@ def before_backward(self:Steps):
     if learns or macro.closing and not macro.learned: return   # if none needs a gradient, torch tells
     self._count(learned=False)
     raise CancelBackwardException
+
+@patch
+def _look_around(self:Steps, n):
+    "Once in a fit, in a micro-batch to which others are added: is the step going to be the big batch's?"
+    self.probed = probe(self.learn, n, self.measure.find)
+    if getattr(self.sync, 'rank', 0): return   # the first process speaks
+    if self.probed.wrong: tell_loss(self, self.probed.off)
+    tell_others(self, n)
 
 # %% ../../nbs/core/16_steps.ipynb #backward
 @patch

@@ -160,7 +160,7 @@ def _attempt(self:Halving, i, b):
 def _tell(self:Halving):
     (n,reason),self.failed = self.failed,None
     warn(f"memory ran out with a micro-batch of {n} samples ({reason}). It was undone, and the fit goes on, "
-         f"{result_of(self.learn.model)} in micro-batches of {self.fits}")
+         f"{result_of(self.learn, self.acc.probed)} in micro-batches of {self.fits}")
 
 @patch
 def _refuse_cancelled(self:Halving):

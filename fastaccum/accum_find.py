@@ -14,8 +14,6 @@ from fastai.callback.core import Callback
 from fastai.learner import Learner
 from fastcore.basics import GetAttr, patch
 from fastcore.foundation import L
-from fastprogress.fastprogress import progress_bar
-from matplotlib import pyplot as plt
 from torch import distributed
 from .accumulation import GradientAccumulation
 from .core.checks import check_bool, check_count, loader_sizes
@@ -37,7 +35,7 @@ def accum_find(self:Learner,
     sizes:int=6, # 'branch': how many; each has twice the samples in a step of the one before
     rule:str|None=None, # 'branch': as in `ScaledLR`. Defaults to 'sqrt' for Adam and 'linear' for SGD
     tol:float=.1, # 'branch': what a size may lose, as a share of the progress that the smallest makes
-    looks:int|None=None, # 'branch': micro-batches on which losses are compared; defaults to a quarter of a branch's
+    looks:int|None=None, # 'branch': micro-batches on which losses are compared; defaults to half of those of a branch
     cbs:Callback|list|None=None, # Callbacks of the fit to come, as you would give them to `fit`
     show_plot:bool=True # Draw it?
 )->'FoundAccum': # `int` of it is `accum_bs`, in whole micro-batches
@@ -90,25 +88,15 @@ class Search:
         micro = getattr(self.acc, 'micro_batch_size', None)
         self.bs,self.n = loader_sizes(learn.dls.train, micro if isinstance(micro, int) else None)
         self.meters = learn.cbs.filter(lambda o: isinstance(o, NoiseScale))
-        self.trip = None   # an `Excursion`, and its progress bar; written by `_set_off`
-        self.bar,self.done = None,0
-
-    def _tick(self):
-        self.done += 1
-        if self.bar: self.bar.update(self.done)
+        self.trip = None   # an `Excursion`; written by `_set_off`
 
     def _set_off(self, n, without):
-        "For `n` micro-batches in all"
-        self.trip = Excursion(self.learn, self.bs, without, self._tick)
-        if hasattr(self.learn, 'progress') and self.learn.create_mbar: self.bar = progress_bar(range(n), leave=False)
-        if self.bar: self.bar.update(0)
+        self.trip = Excursion(self.learn, self.bs, n, without)
+        self.trip.begin()
 
     def close(self):
         "Put all back; may be called twice"
-        try:
-            if self.trip is not None: self.trip.back()
-        finally:
-            if self.bar: self.bar.on_iter_end()
+        if self.trip is not None: self.trip.close()
 
     def accumulate(self,
         size:int # Samples in a step
@@ -128,7 +116,6 @@ def noise(self:Search,
     size = round_up(max(size, 2*self.bs), self.bs)
     n = steps*size//self.bs
     self._set_off(n, self.meters)
-    self.trip.begin()
     train(self.trip, n, [self.accumulate(size),meter], self.lr)
     return measured(meter.readings, meter.unit)
 
@@ -154,9 +141,8 @@ def branch(self:Search,
     "Train in steps of several sizes"
     base = round_up(self.accum_bs or (self.acc.accum_bs if self.acc else self.bs), self.bs)
     n = steps*base*2**(sizes-1)//self.bs
-    looks = looks or max(8, n//4)
+    looks = looks or max(8, n//2)
     self._set_off((sizes+1)*(n+looks), [*self.meters,*L(self.scaled)])
-    self.trip.begin()
     scaling = self._scaling(rule, base)
     done = [self._branch(base*2**i, n, looks, scaling) for i in range(sizes)]
     self.trip.begin()

@@ -41,7 +41,7 @@ def best(
     res,may = branches[0],tol*max(0., start-branches[0].loss)
     for o in branches[1:]:
         lost,err = o.above(branches[0])
-        if not lost<=may+2*err: break   # or NaN, of a branch that diverged
+        if not lost<=max(may, 2*err): break   # or NaN, of a branch that diverged
         res = o
     return res
 
@@ -91,6 +91,8 @@ def table(
         f"(mode 'branch', {bs[0].size*bs[0].steps} samples each, {sum(b.seconds for b in bs):.1f} s, loss before {o.start:.4f})",
         '    size   steps      loss    lost of the progress']
     rows += [f'{b.size:8}{b.steps:8}{b.loss:10.4f}{l:10.1%} ± {e:.1%}' for b,(l,e) in zip(bs, ls)]
+    coarse = max((2*e for b,(_,e) in zip(bs, ls) if b.size<=o.best), default=0.)
+    if coarse>o.tol: rows.append(f'what is lost is known within {coarse:.0%} only: more `looks` tell more')
     return '\n'.join([*rows,f'taken for granted: {o.rule}; a longer run may bear larger steps, or smaller'])
 
 # %% ../../nbs/noise/13_branch.ipynb #picture

@@ -16,6 +16,7 @@ from fastai.learner import Learner
 from fastai.torch_core import default_device
 from fastcore.basics import noop
 from fastcore.foundation import L
+from fastprogress.fastprogress import progress_bar
 from ..core.notices import TwinWarning
 from ..memory.snapshot import Snapshot
 from ..memory.trials import note
@@ -47,16 +48,24 @@ class Excursion:
     def __init__(self,
         learn:Learner, # About to train
         bs:int, # Samples in a micro-batch
-        without:list=(), # Callbacks of its own that are left out
-        tick:Callable=noop # Called with each micro-batch
+        n:int, # Micro-batches in all, for the progress bar
+        without:list=() # Callbacks of its own that are left out
     ):
-        self.learn,self.bs,self.tick,self.dl = learn,bs,tick,learn.dls.train
+        self.learn,self.bs,self.dl = learn,bs,learn.dls.train
         device = learn.dls.device if hasattr(learn.dls, 'device') else default_device()   # as fastai
         device = next(learn.model.parameters()).device if device is None else torch.device(device)
         self.snap,part = note(learn, device)   # puts all back; the callbacks that take part
         if hasattr(learn, 'recorder'): self.snap.puts += Snapshot(shallow=(learn.recorder,)).puts   # a meter writes to it
         self.part = L(o for o in part if not any(o is x for x in without))
         self.stream = None   # where the samples come from; written by `begin`, `None` at home
+        bar = hasattr(learn, 'progress') and learn.create_mbar
+        self.bar,self.done = progress_bar(range(n), leave=False) if bar else None,0   # and micro-batches run
+        if self.bar: self.bar.update(0)
+
+    def tick(self):
+        "One more micro-batch"
+        self.done += 1
+        if self.bar: self.bar.update(self.done)
 
     def begin(self):
         "Set off from where the Learner is"
@@ -70,6 +79,12 @@ class Excursion:
         finally:
             self.stream = None
             self.snap.put_back()
+
+    def close(self):
+        "Put all back, and take the progress bar away"
+        try: self.back()
+        finally:
+            if self.bar: self.bar.on_iter_end()
 
     def skip(self,
         n:int # Micro-batches

@@ -36,14 +36,18 @@ def best(
     branches:list[Branch], # From the smallest size to the largest
     start:float, # The loss before
     tol:float # What may be lost, as a share of the progress that the smallest made
-)->Branch:
-    "The largest that loses no more than that, as far as can be told, and before which none does"
-    res,may = branches[0],tol*max(0., start-branches[0].loss)
+)->float: # Samples; between two sizes, where a straight line says so
+    "The largest size that loses no more than that, as far as can be told"
+    first,may = branches[0],tol*max(0., start-branches[0].loss)
+    good,had = first.size,0.
     for o in branches[1:]:
-        lost,err = o.above(branches[0])
-        if not lost<=max(may, 2*err): break   # or NaN, of a branch that diverged
-        res = o
-    return res
+        lost,err = o.above(first)
+        most = max(may, 2*err)
+        if not lost<=most:   # or NaN, of a branch that diverged
+            part = (most-had)/(lost-had) if np.isfinite(lost) else 0.
+            return good+max(0., part)*(o.size-good)
+        good,had = o.size,lost
+    return float(good)
 
 # %% ../../nbs/noise/13_branch.ipynb #compared
 class Compared(NamedTuple):
@@ -52,7 +56,7 @@ class Compared(NamedTuple):
     start:float # The loss before
     tol:float # What might be lost, as a share of the progress that the smallest made
     rule:str # How the learning rate followed the size, in words
-    best:float # Samples in a step of the best
+    best:float # The largest size that loses no more than that, in samples
 
 def compared(
     branches:list[Branch], # From the smallest size to the largest
@@ -61,7 +65,7 @@ def compared(
     rule:str # How the learning rate followed the size, in words
 )->Compared:
     "Compare them"
-    return Compared(branches, start, tol, rule, best(branches, start, tol).size)
+    return Compared(branches, start, tol, rule, best(branches, start, tol))
 
 def lost(
     o:Compared, # Branches
@@ -79,7 +83,7 @@ def why(
     if not o.start>o.branches[0].loss:
         return 'nothing was learned in the smallest steps, so there is nothing to lose: another `lr`, or more `steps`'
     if o.best==o.branches[-1].size: return f'loses no more than {o.tol:.0%} of the progress; larger was not tried'
-    return f'is the largest that loses no more than {o.tol:.0%} of the progress, as far as can be told'
+    return f'loses {o.tol:.0%} of the progress, as far as can be told, and larger would lose more'
 
 def table(
     o:Compared, # Branches

@@ -88,7 +88,7 @@ def draw_scale(
     axs[0].plot(ys, '.-', label='gradient, |G|²')
     axs[0].axhline(0, color='grey', lw=.8)
     axs[0].set(xlabel='measured step', ylabel='squared length')
-    scale = o.best
+    scale = max(o.best, 1e-9)
     sizes = np.geomspace(max(1, scale/30), max(2, scale*30), 100)
     steps,used = trade_off(scale, sizes)
     axs[1].plot(sizes, steps, label='steps')

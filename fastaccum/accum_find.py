@@ -85,9 +85,9 @@ class Search:
         def own(t): return next((o for o in learn.cbs if isinstance(o, t)), None)
         self.learn,self.accum_bs,self.lr = learn,accum_bs,lr
         self.acc,self.scaled = own(GradientAccumulation),own(ScaledLR)   # its own; `None` if it has none
-        micro = getattr(self.acc, 'micro_batch_size', None)
-        self.bs,self.n = loader_sizes(learn.dls.train, micro if isinstance(micro, int) else None)
         self.meters = learn.cbs.filter(lambda o: isinstance(o, NoiseScale))
+        self.micro = self.acc and self.acc.micro_batch_size
+        self.bs,self.n = loader_sizes(learn.dls.train, self.micro if isinstance(self.micro, int) else None)
         self.trip = None   # an `Excursion`; written by `_set_off`
 
     def _set_off(self, n, without):
@@ -102,8 +102,7 @@ class Search:
         size:int # Samples in a step
     )->GradientAccumulation:
         "The Learner's accumulation, in steps of `size`"
-        return GradientAccumulation(size, drop_last=False, size=self.acc and self.acc.size,
-            micro_batch_size=self.acc and self.acc.micro_batch_size)
+        return GradientAccumulation(size, drop_last=False, size=self.acc and self.acc.size, micro_batch_size=self.micro)
 
 # %% ../nbs/09_accum_find.ipynb #noise
 @patch
@@ -120,8 +119,6 @@ def noise(self:Search,
     return measured(meter.readings, meter.unit)
 
 # %% ../nbs/09_accum_find.ipynb #branches
-_rules = {'linear':'in proportion to the size', 'sqrt':'with the root of the size', 'adascale':"by AdaScale's gain"}
-
 @patch
 def _scaling(self:Search, rule, base):
     "Arguments of `ScaledLR`"
@@ -147,7 +144,7 @@ def branch(self:Search,
     done = [self._branch(base*2**i, n, looks, scaling) for i in range(sizes)]
     self.trip.begin()
     self.trip.skip(n)
-    return compared(done, float(look(self.trip, looks).mean()), tol, f'the learning rate grows {_rules[scaling[1]]}')
+    return compared(done, float(look(self.trip, looks).mean()), tol, scaling[1])
 
 @patch
 def _branch(self:Search, size, n, looks, scaling):

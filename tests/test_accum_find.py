@@ -163,9 +163,9 @@ def test_looks_are_the_same_for_all():
 def test_own_scaling_is_the_rule():
     learn = small(cbs=[ScaledLR(2, 'sqrt')])
     found = find(learn, 'branch', sizes=2, steps=2)
-    assert 'root' in found.rule and learn.scaled_lr.base_bs==2
-    assert 'proportion' in find(learn, 'branch', sizes=2, steps=2, rule='linear').rule
-    assert 'root' in find(small(opt_func=Adam), 'branch', sizes=2, steps=2).rule
+    assert found.rule=='sqrt' and 'with the root' in repr(found) and learn.scaled_lr.base_bs==2
+    assert find(learn, 'branch', sizes=2, steps=2, rule='linear').rule=='linear'
+    assert find(small(opt_func=Adam), 'branch', sizes=2, steps=2).rule=='sqrt'
 
 # Everything is as it was
 
@@ -269,7 +269,7 @@ def test_pytorch_loaders():
 
 def test_optim_wrapper():
     learn = small(opt_func=lambda ps, **kw: OptimWrapper(ps, torch.optim.Adam, **kw))
-    assert 'root' in find(learn, 'branch', sizes=2, steps=2).rule
+    assert find(learn, 'branch', sizes=2, steps=2).rule=='sqrt'
 
 def test_tokens_are_turned_into_samples():
     "The noise scale is in targets, the suggestion in samples"

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np, pytest, torch
 from torch import nn
 from fastai.callback.core import Callback, CancelBackwardException, CancelBatchException, CancelTrainException
+from fastai.callback.fp16 import AMPMode
 from fastai.callback.progress import CSVLogger
 from fastai.callback.schedule import lr_find
 from fastai.callback.training import GradientClip
@@ -222,6 +223,20 @@ def test_recorder_has_an_entry_per_step():
     assert len(rec)==len(learn.recorder.losses)==10 and [math.isnan(o) for o in rec[:3]]==[True,False,False]
     assert rec[1]==rec[2]==rec[3] and rec[-1]==meter.noise_scale and [o.step for o in meter.readings]==[1,4,7]
 
+@pytest.mark.parametrize('at', [1,3])
+def test_a_step_that_is_cancelled_with_its_batch_has_an_entry(at):
+    "...as it has with the Recorder; and the next step, which has its gradient too, is not measured"
+    class Cancel(Callback):
+        order = 20
+        def before_step(self):
+            if self.iter//4==at: raise CancelBatchException
+    learn,meter = toy(4, n=64),NoiseScale(every=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        learn.fit(1, 0.1, cbs=[GradientAccumulation(16), meter, Cancel()])
+    assert len(learn.recorder.noise_scale)==len(learn.recorder.losses)==4
+    assert [o.step for o in meter.readings]==[o for o in range(4) if o!=at+1]
+
 def test_each_fit_begins_anew():
     learn = toy(4, n=64, cbs=[GradientAccumulation(16), NoiseScale(every=2)])
     learn.fit(1, 0.1)
@@ -288,16 +303,17 @@ def test_one_wait_per_measured_step(monkeypatch):
 # What cannot be measured
 
 def test_a_skipped_step_is_left_out():
-    "The gradient of the second step overflows: the third is measured in its place, and every entry stands"
+    "The gradient of the fourth step overflows: the fifth, a short one, is measured in its place; every entry stands"
     class Overflow(Callback):
         order,run_valid = 9,False
         def before_backward(self):
-            if self.iter==5: self.learn.loss_grad = self.loss_grad*float('inf')
-    learn,meter = toy(4, n=80),NoiseScale(every=1)
-    gs = each_gradient(learn.model, toy_data(80), CrossEntropy())
+            if self.iter==13: self.learn.loss_grad = self.loss_grad*float('inf')
+    learn,meter = toy(4, n=70),NoiseScale(every=1)
+    gs = each_gradient(learn.model, toy_data(70), CrossEntropy())
     standstill(learn, [GradientAccumulation(16), meter, Scaled(init_scale=2.**10), Overflow()])
-    assert [o.step for o in meter.readings]==[0,2,3,4] and len(learn.recorder.noise_scale)==5
-    assert np.allclose(values(meter), [by_hand(gs[i:i+16], [4]*4) for i in (0,32,48,64)], rtol=1e-5)
+    assert [o.step for o in meter.readings]==[0,1,2,4] and len(learn.recorder.noise_scale)==5
+    want = [by_hand(gs[i:i+16], [4]*4) for i in (0,16,32)]+[by_hand(gs[64:], [4,2])]
+    assert np.allclose(values(meter), want, rtol=1e-5)
 
 def test_one_micro_batch_a_step_is_told_once():
     learn,meter = toy(16, n=64),NoiseScale(every=1)
@@ -313,7 +329,7 @@ def test_a_batch_size_that_grows_is_measured_from_where_it_can_be():
         learn.fit(2, 0.1, cbs=[GradientAccumulationSchedule(8, 32, start=1, finish=1), meter])
     assert [(o.step,o.samples) for o in meter.readings]==[(8,32),(9,32)]
 
-@pytest.mark.parametrize('left_out', ['loss','backward','batch'])
+@pytest.mark.parametrize('left_out', ['loss','backward','last backward','batch'])
 def test_micro_batches_that_are_left_out(left_out):
     "One that a callback cancels is not there; one whose loss needs no gradient makes the step one that is not measured"
     class Out(Callback):
@@ -322,6 +338,7 @@ def test_micro_batches_that_are_left_out(left_out):
             if self.iter==1 and left_out=='batch': raise CancelBatchException
         def before_backward(self):
             if self.iter==1 and left_out=='backward': raise CancelBackwardException
+            if self.iter==7 and left_out=='last backward': raise CancelBackwardException
     class Detach(Callback):
         order,run_valid = 5,False
         def before_backward(self):
@@ -331,7 +348,7 @@ def test_micro_batches_that_are_left_out(left_out):
     with warnings.catch_warnings(record=True) as w:
         warnings.simplefilter('always')
         standstill(learn, [GradientAccumulation(16), meter, Out(), Detach()])
-    gs = torch.cat([gs[:4],gs[8:]])
+    gs = gs[:28] if left_out=='last backward' else torch.cat([gs[:4],gs[8:]])
     if left_out=='loss':
         assert any('needs no gradient' in str(o.message) for o in w)
         assert [o.step for o in meter.readings]==[1]
@@ -360,6 +377,37 @@ def test_gradients_in_parts_are_told():
     meter = NoiseScale()
     with pytest.warns(UserWarning, match='came in parts'): learn.fit(1, 0.1, cbs=[GradientAccumulation(16), meter])
     assert not meter.readings
+
+def test_no_gradient_is_told():
+    "As with a copy of the parameters that is trained in their place"
+    loss = lambda pred,y: pred.sum()*0
+    with pytest.warns(UserWarning, match='no gradient came in'):
+        toy(4, n=32, loss_func=loss).fit(1, 0.1, cbs=[GradientAccumulation(16), NoiseScale()])
+
+@pytest.mark.parametrize('mode', list(AMPMode))
+def test_half_precision(mode):
+    "Real half precision, with a scale where it is float16: as in single precision, to the rounding of the gradients"
+    def readings(*cbs):
+        learn,meter = toy(4, n=64, model=lambda: nn.Sequential(nn.Linear(5,16), nn.ReLU(), nn.Linear(16,3)),
+            splitter=lambda m: [list(m.parameters())]),NoiseScale(every=1)
+        ds = learn.dls.train_ds
+        ds.tensors = ds.tensors[0].float(),ds.tensors[1]
+        standstill(learn, [GradientAccumulation(16), meter, *cbs])
+        return np.array(values(meter))
+    a,b = readings(),readings(CpuMixedPrecision(amp_mode=mode))
+    eps = torch.finfo(dict(fp16=torch.float16, bf16=torch.bfloat16)[mode.value]).eps
+    assert len(a)==len(b)==4 and np.abs(a-b).max()<8*eps*a.max() and np.abs(a-b).max()>0
+
+def test_bfloat16_parameters():
+    def readings(dtype):
+        learn,meter = toy(4, n=64, model=lambda: nn.Sequential(nn.Linear(5,16), nn.ReLU(), nn.Linear(16,3)).to(dtype),
+            splitter=lambda m: [list(m.parameters())]),NoiseScale(every=1)
+        ds = learn.dls.train_ds
+        ds.tensors = ds.tensors[0].to(dtype),ds.tensors[1]
+        standstill(learn, [GradientAccumulation(16), meter])
+        return np.array(values(meter))
+    a,b = readings(torch.float32),readings(torch.bfloat16)
+    assert len(b)==4 and np.abs(a-b).max()<.1*a.max()
 
 def test_other_backward_passes_are_not_heard():
     "A gradient penalty computes gradients of the parameters in the middle of everything"

@@ -55,7 +55,7 @@ class Compared(NamedTuple):
     branches:list # A `Branch` for each size, the smallest first
     start:float # The loss before
     tol:float # What might be lost, as a share of the progress that the smallest made
-    rule:str # How the learning rate followed the size, in words
+    rule:str # How the learning rate followed the size, as in `ScaledLR`
     best:float # The largest size that loses no more than that, in samples
 
 def compared(
@@ -85,6 +85,8 @@ def why(
     if o.best==o.branches[-1].size: return f'loses no more than {o.tol:.0%} of the progress; larger was not tried'
     return f'loses {o.tol:.0%} of the progress, as far as can be told, and larger would lose more'
 
+_rules = {'linear':'in proportion to the size', 'sqrt':'with the root of the size', 'adascale':"by AdaScale's gain"}
+
 def table(
     o:Compared, # Branches
     accum_bs:int # The suggestion, in samples
@@ -92,12 +94,12 @@ def table(
     "It in words and a table"
     bs,ls = o.branches,[lost(o, i) for i in range(len(o.branches))]
     rows = [f'`accum_bs={accum_bs}` {why(o)}',
-        f"(mode 'branch', {bs[0].size*bs[0].steps} samples each, {sum(b.seconds for b in bs):.1f} s, loss before {o.start:.4f})",
+        f"(mode 'branch', {bs[0].size*bs[0].steps} samples each, loss before {o.start:.4f})",
         '    size   steps      loss    lost of the progress']
     rows += [f'{b.size:8}{b.steps:8}{b.loss:10.4f}{l:10.1%} ± {e:.1%}' for b,(l,e) in zip(bs, ls)]
     coarse = max((2*e for b,(_,e) in zip(bs, ls) if b.size<=o.best), default=0.)
     if coarse>o.tol: rows.append(f'what is lost is known within {coarse:.0%} only: more `looks` tell more')
-    return '\n'.join([*rows,f'taken for granted: {o.rule}; a longer run may bear larger steps, or smaller'])
+    return '\n'.join([*rows,f'taken for granted: the learning rate grows {_rules[o.rule]}; a longer run may bear larger steps, or smaller'])
 
 # %% ../../nbs/noise/13_branch.ipynb #picture
 def draw_branches(

@@ -112,7 +112,9 @@ def step(self:Meter):
     if acc.sync.world>1: dist.all_reduce(sums, group=acc.sync.group)
     res = np.array(torch.cat([sums,norms.of_grads()]).tolist())   # here the host waits
     if norms.spoiled: self._tell(norms.spoiled)
-    if np.isfinite(res).all() and res[:g].any(): self._read(res[:g], *res[g:g+2], res[g+2:])
+    if not np.isfinite(res).all(): return
+    if res[:g].any(): self._read(res[:g], *res[g:g+2], res[g+2:])
+    elif res[g+1] and self.metric=='sgd': self._tell("no gradient came in at the optimizer's parameters")
 
 @patch
 def _tell(self:Meter, why): once(self, why, f"NoiseScale cannot measure this step, and perhaps others: {why}")

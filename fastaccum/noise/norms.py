@@ -63,8 +63,7 @@ def begin(self:Norms,
 ):
     "The backward pass of a micro-batch comes"
     self._pack()
-    self.now = at,size,by
-    self.parts.pop(at, None)   # an attempt that failed
+    self.now = at,size,by   # if there was an attempt that failed, it began at the same place, and is replaced
 
 @patch
 def drop(self:Norms):

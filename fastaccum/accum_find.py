@@ -50,7 +50,9 @@ def accum_find(self:Learner,
     meter = NoiseScale(1, metric=metric)
     with self.added_cbs(cbs):
         search = Search(self, accum_bs, lr)
-        try: found = search.noise(steps or 20, meter) if mode=='noise' else search.branch(steps or 8, sizes, rule, tol, looks)
+        try:
+            if mode=='noise': found = search.noise(steps or 20, meter)
+            else: found = search.branch(steps or 8, sizes, rule, tol, looks)
         finally: search.close()
     res = FoundAccum(mode, search.bs, search.n, found)
     if show_plot: res.plot()
@@ -67,7 +69,7 @@ def _check(learn, mode, rule, tol, show_plot, **counts):
     if rule is not None: ScaledLR(1, rule)   # it says what is wrong
     if isinstance(tol, bool) or not isinstance(tol, Real):
         raise TypeError(f"`tol={tol!r}` is a {type(tol).__name__}: give a share, such as `tol=0.1`")
-    if not 0<=tol<1: raise ValueError(f"`tol={tol}`: give a share of the progress, from 0 to below 1, such as `tol=0.1`")
+    if not 0<=tol<1: raise ValueError(f"`tol={tol}`: give a share of the progress, from 0 to below 1, such as 0.1")
     world = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
     if world>1:
         raise RuntimeError(f"`accum_find` in {world} processes: each would find another size. Search in one process: "
@@ -83,12 +85,11 @@ class Search:
         lr:float|slice|None # For such steps; defaults to the Learner's
     ):
         def own(t): return next((o for o in learn.cbs if isinstance(o, t)), None)
-        self.learn,self.accum_bs,self.lr = learn,accum_bs,lr
+        self.learn,self.accum_bs,self.lr,self.trip = learn,accum_bs,lr,None   # `_set_off` writes an `Excursion`
         self.acc,self.scaled = own(GradientAccumulation),own(ScaledLR)   # its own; `None` if it has none
         self.meters = learn.cbs.filter(lambda o: isinstance(o, NoiseScale))
         self.micro = self.acc and self.acc.micro_batch_size
         self.bs,self.n = loader_sizes(learn.dls.train, self.micro if isinstance(self.micro, int) else None)
-        self.trip = None   # an `Excursion`; written by `_set_off`
 
     def _set_off(self, n, without):
         self.trip = Excursion(self.learn, self.bs, n, without)
@@ -152,8 +153,7 @@ def _branch(self:Search, size, n, looks, scaling):
     if size!=scaling[0]: cbs += [ScaledLR(*scaling)]+[NoiseScale(1)]*(scaling[1]=='adascale')
     self.trip.begin()
     train(self.trip, n, cbs, self.lr)
-    losses = look(self.trip, looks).numpy()
-    return Branch(size, n*self.bs//size, losses, time.perf_counter()-since)
+    return Branch(size, n*self.bs//size, look(self.trip, looks).numpy(), time.perf_counter()-since)
 
 # %% ../nbs/09_accum_find.ipynb #result
 class FoundAccum(GetAttr):

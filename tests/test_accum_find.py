@@ -74,7 +74,7 @@ def critical(lr, n, tol=.1):
     def loss(size):   # between whole numbers of steps
         at = n/size
         lo,hi = n/np.ceil(at),n/np.floor(at)
-        return np.interp(size, [lo,hi], [exact_loss(lo, lr, n), exact_loss(hi, lr, n)]) if hi>lo else exact_loss(lo, lr, n)
+        return np.interp(size, [lo,hi], [exact_loss(o, lr, n) for o in (lo,hi)]) if hi>lo else exact_loss(lo, lr, n)
     return next(o for o in sizes if loss(o)>tol)
 
 @pytest.mark.parametrize('lr', [.027,.04,.06])
@@ -133,7 +133,7 @@ class Fresh:
 @pytest.mark.parametrize('opt,rule', [(SGD,'linear'),(Adam,'sqrt'),(SGD,'adascale')])
 @pytest.mark.parametrize('fitted', [False,True])
 def test_each_branch_is_a_separate_fit(opt, rule, fitted):
-    "Weights agree to the bit: from the same weights and optimizer, the same samples in the same order, the same dropout"
+    "Weights agree to the bit: from the same weights and optimizer, on the same samples, with the same dropout"
     def make():
         learn = small(opt_func=opt)
         if fitted: learn.fit(1, .05)
@@ -210,7 +210,8 @@ def test_everything_is_as_it_was(mode, make):
     assert deviation(weights(learn), weights(other))==0
 
 @pytest.mark.parametrize('mode', ['noise','branch'])
-@pytest.mark.parametrize('event', ['before_fit','before_batch','after_loss','before_step','after_step','after_train','after_fit'])
+@pytest.mark.parametrize('event', ['before_fit','before_batch','after_loss','before_step','after_step','after_train',
+    'after_fit'])
 @pytest.mark.parametrize('exc', [KeyboardInterrupt,ZeroDivisionError])
 def test_interrupt(mode, event, exc):
     learn = fitted()
@@ -221,7 +222,8 @@ def test_interrupt(mode, event, exc):
 # Arguments, loaders, results
 
 @pytest.mark.parametrize('kwargs,exc,says', [(dict(mode='nois'), ValueError, "mode='nois'"),
-    (dict(steps=0), ValueError, 'steps=0'), (dict(steps=2.5), TypeError, 'steps=2.5'), (dict(accum_bs=-4), ValueError, '-4'),
+    (dict(steps=0), ValueError, 'steps=0'), (dict(steps=2.5), TypeError, 'steps=2.5'),
+    (dict(accum_bs=-4), ValueError, '-4'),
     (dict(mode='branch', sizes=True), TypeError, 'sizes=True'), (dict(mode='branch', looks=0), ValueError, 'looks=0'),
     (dict(mode='branch', rule='cube'), ValueError, "rule='cube'"), (dict(metric='lamb'), ValueError, "metric='lamb'"),
     (dict(mode='branch', tol=2), ValueError, 'tol=2'), (dict(mode='branch', tol='a'), TypeError, "tol='a'")])
@@ -308,7 +310,8 @@ def test_plot_and_words(mode):
     learn = small()
     n = len(plt.get_fignums())
     found = learn.accum_find(mode, steps=2)
-    assert len(plt.get_fignums())==n+1 and f'accum_bs={int(found)}' in repr(found) and 'taken for granted' in repr(found)
+    assert len(plt.get_fignums())==n+1
+    assert f'accum_bs={int(found)}' in repr(found) and 'taken for granted' in repr(found)
     plt.close('all')
 
 def test_bounds_hold_the_ratio():

@@ -99,7 +99,9 @@ def table(
     rows += [f'{b.size:8}{b.steps:8}{b.loss:10.4f}{l:10.1%} ± {e:.1%}' for b,(l,e) in zip(bs, ls)]
     coarse = max((2*e for b,(_,e) in zip(bs, ls) if b.size<=o.best), default=0.)
     if coarse>o.tol: rows.append(f'what is lost is known within {coarse:.0%} only: more `looks` tell more')
-    return '\n'.join([*rows,f'taken for granted: the learning rate grows {_rules[o.rule]}; a longer run may bear larger steps, or smaller'])
+    rows.append(f'taken for granted: the learning rate grows {_rules[o.rule]}; a longer run may bear larger steps, '
+        'or smaller')
+    return '\n'.join(rows)
 
 # %% ../../nbs/noise/13_branch.ipynb #picture
 def draw_branches(
@@ -112,7 +114,8 @@ def draw_branches(
     errs = [2*b.above(first)[1] for b in o.branches]
     ax.errorbar(sizes, [b.loss for b in o.branches], errs, fmt='o-', capsize=3)
     made = o.start-first.loss
-    if made>0: ax.axhspan(first.loss, first.loss+o.tol*made, color='tab:green', alpha=.15, label=f'{o.tol:.0%} of the progress')
+    green = dict(color='tab:green', alpha=.15, label=f'{o.tol:.0%} of the progress')
+    if made>0: ax.axhspan(first.loss, first.loss+o.tol*made, **green)
     ax.axvline(accum_bs, color='black', linestyle=':', label=f'accum_bs={accum_bs}')
     ax.set(xscale='log', xlabel='samples in a step', ylabel='loss after the same samples')
     ax.set_xticks(sizes, sizes)

@@ -55,7 +55,8 @@ class Excursion:
         device = learn.dls.device if hasattr(learn.dls, 'device') else default_device()   # as fastai
         device = next(learn.model.parameters()).device if device is None else torch.device(device)
         self.snap,part = note(learn, device)   # puts all back; the callbacks that take part
-        if hasattr(learn, 'recorder'): self.snap.puts += Snapshot(shallow=(learn.recorder,)).puts   # a meter writes to it
+        rec = getattr(learn, 'recorder', None)
+        if rec is not None: self.snap.puts += Snapshot(shallow=(rec,)).puts   # a meter writes to it
         self.part = L(o for o in part if not any(o is x for x in without))
         self.stream = None   # where the samples come from; written by `begin`, `None` at home
         bar = hasattr(learn, 'progress') and learn.create_mbar

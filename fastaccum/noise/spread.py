@@ -70,11 +70,11 @@ def told(
     elif np.isfinite(o.scale): between = f'≈ {rounded(o.scale)} {o.unit}, {between}'
     steps,used = trade_off(o.scale/o.per_sample, accum_bs)
     so = f'takes {steps:.1f} times the fewest steps, and uses samples at {used:.0%} of the best efficiency'
-    if not np.isfinite(o.scale): so = 'is the least that can be said: the noise hides the gradient, measure more `steps`'
+    if not np.isfinite(o.scale): so = 'is the least that can be said: noise hides the gradient. Measure more `steps`'
     return (f'`accum_bs={accum_bs}` {so}\n'
         f'noise scale {between} (mode \'noise\', {len(o.readings)} steps of {o.size} samples)\n'
-        'taken for granted: SGD near the best learning rate, and gradients as they are here. The noise scale grows while\n'
-        'the loss falls; dropout and augmentation count as noise; early in training it says little')
+        'taken for granted: SGD near the best learning rate, and gradients as they are here. The noise scale grows\n'
+        'while the loss falls; dropout and augmentation count as noise; early in training it says little')
 
 # %% ../../nbs/noise/12_spread.ipynb #picture
 def draw_scale(
@@ -93,7 +93,8 @@ def draw_scale(
     steps,used = trade_off(scale, sizes)
     axs[1].plot(sizes, steps, label='steps')
     axs[1].plot(sizes, 1/used, label='samples')
-    axs[1].axvspan(o.low/o.per_sample, min(o.high/o.per_sample, sizes[-1]), color='grey', alpha=.15, label='noise scale')
+    low,high = (min(x/o.per_sample, sizes[-1]) for x in (o.low,o.high))
+    axs[1].axvspan(low, high, color='grey', alpha=.15, label='noise scale')
     axs[1].axvline(accum_bs, color='black', linestyle=':', label=f'accum_bs={accum_bs}')
     axs[1].set(xscale='log', yscale='log', xlabel='samples in a step', ylabel='times the fewest', xlim=sizes[[0,-1]])
     for ax in axs: ax.legend(frameon=False)

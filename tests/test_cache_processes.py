@@ -1,7 +1,6 @@
 "`GradientCache` on two processes: the run without it, and one exchange of gradients per step."
 from pathlib import Path
 import pytest
-import test_processes
 from test_processes import ended, start
 
 script = Path(__file__).with_name('cache_processes.py')
@@ -11,9 +10,7 @@ cases = [o[len('def case_'):].partition('(')[0] for o in script.read_text().spli
 def launch(tmp_path_factory):
     "What two processes have passed, where they failed, and what they wrote"
     out = tmp_path_factory.mktemp('cache')
-    with pytest.MonkeyPatch.context() as m:
-        m.setattr(test_processes, 'script', script)
-        text,_ = ended(start(2, out), secs=240)
+    text,_ = ended(start(2, out, script=script), secs=240)
     def read(kind): return [o.read_text() if o.exists() else '' for o in (out/f'{r}.{kind}' for r in range(2))]
     return [o.split() for o in read('passed')],read('failed'),text
 

@@ -50,7 +50,7 @@ def test_noise_finds_the_scale(seed, lr):
     found = find(quadratic(B, b, seed), steps=60, lr=lr)
     assert B/1.5<int(found)<B*1.5 and found.low<found.scale<found.high, found
 
-def test_noise_with_adams_and_large_steps():
+def test_noise_in_the_learners_own_steps():
     "The steps of the Learner's own accumulation are those that are measured"
     learn = quadratic(B, b)
     learn.add_cb(GradientAccumulation(40))
@@ -260,6 +260,14 @@ def test_who_ends_the_fit_is_told(mode):
     with pytest.raises(RuntimeError, match='a callback ends the fit'): find(learn, mode, cbs=Stop())
     assert learn.opt is None and not any(isinstance(o, Stop) for o in learn.cbs)
 
+@pytest.mark.parametrize('mode', ['noise','branch'])
+def test_nothing_is_validated(mode):
+    seen = []
+    class Validates(Callback):
+        def before_validate(self): seen.append(1)
+    find(small(), mode, steps=2, cbs=Validates())
+    assert not seen
+
 def test_pytorch_loaders():
     learn = small()
     gen = torch.Generator().manual_seed(0)
@@ -278,7 +286,8 @@ def test_tokens_are_turned_into_samples():
     ds = toy_data(60, tokens=True)
     found = find(toy(4, data=ds), lr=0., steps=10)
     assert found.unit=='targets' and 1<found.per_sample<6
-    assert abs(found.best-found.scale/found.per_sample)<1e-9 or not np.isfinite(found.scale)
+    targets = found.scale if np.isfinite(found.scale) else found.low
+    assert targets>0 and abs(found.best*found.per_sample-targets)<1e-9*targets
 
 def test_hidden_by_noise():
     "Where the gradient is not told from 0, the suggestion is the lower bound"

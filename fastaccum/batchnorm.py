@@ -77,12 +77,16 @@ class RecalibrateBN(Callback):
 class FreezeBN(Guest):
     """BatchNorm normalises with its running statistics, which stay as they are, whatever else trains
 
+    TypeError: `part` is no function
     UserWarning: when the fit begins, there is no BatchNorm layer with running statistics
     """
     order,run_valid = TrainEvalCallback.order+1,False   # right after all layers are told to train
     def __init__(self,
         part:Callable=None # A function of the model: the module whose BatchNorm is frozen, or several. Defaults to all
     ):
+        if not (part is None or callable(part)):
+            raise TypeError(f"`part={part!r}` is a {type(part).__name__}: give a function of the model, such as "
+                "`lambda m: m[0]`, or leave it out")
         self.part = part
         self.held = []   # the layers that are frozen, while a fit trains
 

@@ -29,7 +29,7 @@ from .ways.retry import Retry
 class GradientCache(Guest):
     """Run the model on micro-batches, and everything else on the loader's whole batch
 
-    TypeError: `micro_batch_size` is neither a whole number nor 'auto', or the model's inputs or outputs cannot be split
+    TypeError: an argument is of another type, or the model's inputs or outputs cannot be split
     ValueError: `micro_batch_size` is below 1, or, when the fit begins, this Learner cannot be trained so
     RuntimeError: the model cannot be run again as it was
     UserWarning: what the run cannot promise, where it happens
@@ -48,6 +48,8 @@ class GradientCache(Guest):
         micro_batch_size:int|str, # Samples that the model sees at once, at most; 'auto': as many as memory allows
         split:Callable=split # Of the inputs, the first sample, the one after the last, and how many there are
     ):
+        if not callable(split):
+            raise TypeError(f"`split={split!r}` is a {type(split).__name__}: give a function `f(inputs, start, stop, n)`")
         self.auto,self.split = isinstance(micro_batch_size, str) and micro_batch_size=='auto',split
         self.micro_batch_size = micro_batch_size if self.auto else check_count('micro_batch_size', micro_batch_size)
         # samples that fit: in batches that train (`True`), and in others; with 'auto', `None` before memory has run out
@@ -73,7 +75,8 @@ class GradientCache(Guest):
     def before_validate(self): self._enter()
     def after_train(self): self.trains = False
     def after_fit(self):
-        if not self.trains: to_the_end(self._leave)   # else it was a validation within an epoch
+        within = self.trains and self.learn.lock.locked()   # it was a validation within an epoch
+        if not within: to_the_end(self._leave)
 
 # %% ../nbs/03_cache.ipynb #place
 @patch
@@ -125,7 +128,7 @@ def _do_one_batch(self:GradientCache, inner):
     forward.f,back.f = partial(self._forward, forward),partial(self._backward, back)
     try:
         forward.enter()
-        back.enter()
+        back.enter(below=True)   # who counts a backward pass counts the replay, too
         inner.stock()
     finally:
         forward.leave()

@@ -28,6 +28,7 @@ class NoiseScale(Guest):
     UserWarning: a step cannot be measured, and why
     """
     order,run_valid = MixedPrecision.order+.5,False   # gradients without their scale, and not clipped yet
+    run_bs_find = False   # nobody accumulates in a trial
     meter = None     # the `Meter` of the last fit; `None` before the first
     began = False    # has a fit begun that has not ended?
     column = None    # a metric, while the fit runs

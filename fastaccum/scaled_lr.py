@@ -28,6 +28,7 @@ class ScaledLR(Guest):
     ValueError: a number is below 1, a name is unknown, or, when a fit begins, there is nothing to measure or to scale
     """
     order,run_valid = GradientAccumulation.order+1,False   # the macro-batch is complete, and nobody has heard of it
+    run_bs_find = False   # 'adascale' waits for a `NoiseScale`, which takes no part either
     loan = None    # a `Loan`, while a fit runs
     acc = None     # the `GradientAccumulation` that steps, if any; written when a fit begins, as the following
     meter = None   # the `NoiseScale` that measures, for 'adascale'
@@ -47,7 +48,8 @@ class ScaledLR(Guest):
             raise ValueError(f"`rule={rule!r}`: give 'linear', 'sqrt' or 'adascale'")
         if not (isinstance(betas, bool) or betas=='half_life'):
             raise ValueError(f"`betas={betas!r}`: give `True`, `False` or 'half_life'")
-        lo,hi = beta_range
+        two = isinstance(beta_range, (tuple,list)) and len(beta_range)==2
+        lo,hi = beta_range if two else (None,None)
         if not (isinstance(lo, Real) and isinstance(hi, Real) and 0<=lo<=hi<1):
             raise ValueError(f"`beta_range={beta_range!r}`: give two numbers, from 0 to below 1, the smaller first")
         self.rule,self.betas,self.beta_range = rule,betas,(lo,hi)

@@ -25,6 +25,7 @@ from .check.runs import Runs
 from .check.travel import weights_row
 from .core.checks import check_count
 from .memory.parts import split
+from .memory.recovery import AutoSize
 
 # %% ../nbs/02_twin_check.ipynb #twin-check
 @patch
@@ -46,14 +47,15 @@ def twin_check(self:Learner,
         own,ways = next((o for o in self.cbs if isinstance(o, GradientAccumulation)), None),_ways(self)
         bs = getattr(self.dls.train, 'bs', None) or getattr(self.dls.train, 'batch_size', None)
         small = 5 if bs and bs<5<=_samples(self.dls.train) else None
-        runs = Runs(self, partial(_make, own, ways), getattr(own and own.micro, 'split', split), ways.values(),
-            cuts=own is not None or not ways)
+        splits = _splits(own, bs, accum_bs)
+        runs = Runs(self, partial(_make, own, ways, splits), getattr(own and own.micro, 'split', split), ways.values(),
+            cuts=not splits and (own is not None or not ways))
         try:
             if hasattr(self, 'progress') and self.create_mbar:
                 runs.bar = progress_bar(range(5+2*(steps>0)), leave=False)
                 runs.bar.update(0)
             runs.read(max(steps, 1), accum_bs or small)
-            whole_for = ('loss','model')[:0 if runs.cuts else 1 if 'cache' in ways else 2]
+            whole_for = ('loss','model')[:0 if runs.cuts or splits else 1 if 'cache' in ways else 2]
             found = find(runs, own and own.size, bs if bs and bs<runs.n else None, _times(own, bs), whole_for)
             rows = found.rows+[weights_row(runs, found.rows[1].tol) for _ in range(steps>0)]
         finally:
@@ -84,12 +86,20 @@ def _ways(learn):
     names = [(_names.get(f'{c.__module__}.{c.__qualname__}'),o) for o in learn.cbs for c in type(o).__mro__]
     return {nm:o for nm,o in names if nm}
 
-def _make(own, ways, n, sizes):
+def _splits(own, bs, accum_bs):
+    "Is a batch of the loader a step, split by the Learner's own callback after others had it whole?"
+    if own is None or not bs or not own.accum_bs==bs==(accum_bs or bs): return False
+    return isinstance(own.micro, AutoSize) or own.micro.limit is not None and own.micro.limit<bs
+
+def _make(own, ways, splits, n, sizes):
     "Callbacks that make one step of `n` samples, with parts of `sizes`"
     cbs = [o for nm,o in ways.items() if nm!='cache']
     if 'cache' in ways: cbs.append(type(ways['cache'])(max(sizes), split=ways['cache'].split))
     if own is None and ways: return cbs
-    return [*cbs, GradientAccumulation(n, drop_last=False, size=own and own.size)]
+    micro = max(sizes) if splits else None
+    acc = GradientAccumulation(n, drop_last=False, size=own and own.size, micro_batch_size=micro)
+    if splits: acc.micro.split = own.micro.split
+    return [*cbs, acc]
 
 def _times(own, bs):
     "Micro-batches in a step of the Learner's own callback; four if it has none"

@@ -9,8 +9,11 @@ __all__ = ['Instead']
 
 # %% ../../nbs/core/09_instead.ipynb #imports
 from collections.abc import Callable
+from weakref import WeakValueDictionary
 
 # %% ../../nbs/core/09_instead.ipynb #instead
+_entered = WeakValueDictionary()   # `id` of a function -> the `Instead` that has put it somewhere
+
 class Instead:
     "A function in the place of a method of one object, until it leaves"
     def __init__(self,
@@ -25,17 +28,39 @@ class Instead:
         self.stock = None   # the method in whose place `f` is, to be called by it; `None` before
         self.own = None     # the same if the instance had one of its own, to be put back by `leave`; else `None`
 
-    def enter(self):
+    def enter(self,
+        below:bool=False # Under other `Instead`s that are there?
+    ):
         "Take the method's place"
         d = vars(self.o)
-        if d.get(self.nm)==self.f: return
-        self.own = d.get(self.nm)
-        self.stock = getattr(self.o, self.nm, None)
-        d[self.nm] = self.f
+        if d.get(self.nm)==self.f or self._above(): return
+        *_,low = None,*(self._all() if below else ())
+        _entered[id(self.f)] = self
+        if low is None:
+            self.own = d.get(self.nm)
+            self.stock = getattr(self.o, self.nm, None)
+            d[self.nm] = self.f
+        else:
+            self.own,self.stock = low.own,low.stock
+            low.own = low.stock = self.f
 
     def leave(self):
         "Give the object its own method back"
         d = vars(self.o)
-        if d.get(self.nm)!=self.f: return   # somebody else has replaced it since
-        if self.own is None: del d[self.nm]
+        if d.get(self.nm)!=self.f:   # somebody else has replaced it since
+            if (above:=self._above()): above.own,above.stock = self.own,self.stock
+        elif self.own is None: del d[self.nm]
         else: d[self.nm] = self.own
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        _entered[id(self.f)] = self   # pickled in its place, it is still there
+
+    def _all(self):
+        "Those that are in this place, the last one that came first"
+        f = vars(self.o).get(self.nm)
+        while (i:=_entered.get(id(f))) is not None and i.f is f and i.o is self.o and i.nm==self.nm:
+            yield i
+            f = i.own
+
+    def _above(self): return next((i for i in self._all() if i.own is not None and i.own==self.f), None)

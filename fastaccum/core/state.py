@@ -41,7 +41,8 @@ class State:
     at = None             # its number in the epoch, from 0; `None` before the first
     micro_n = 0           # samples in it
     counted = False       # has it been added to `macro`? Recovery writes it too, before it tries a micro-batch
-    weight = 1.           # its share of the macro-batch: what its loss is multiplied with; a tensor with targets
+    weight = 1.           # what its loss is multiplied with: its share of the macro-batch; a tensor with targets
+    late = 1.             # what its gradients are: the share, where gradients of half precision are added up wide
     pending = None        # what is added to `macro` once its backward pass has run
     sum_loss = None       # a `SumLoss`, if its loss is a sum
 

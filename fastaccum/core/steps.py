@@ -70,7 +70,9 @@ def before_backward(self:Steps):
     size,most,loss = self.measure(learn, n, macro.ref is None)
     if self.probed is None and not macro.closing: self.probed = look_around(self, n)
     if macro.samples and (size is None)!=(macro.ref is None): refuse_reduction()
-    self.weight = macro.weight(n, size, self.sync.most(n, size, most))
+    share = macro.weight(n, size, self.sync.most(n, size, most))
+    wide = self.held.wide is not None and not (self.sync_each and self.sync.world>1)   # then gradients are weighed
+    self.weight,self.late = (1.,share) if wide else (share,1.)
     if size is None: self._share_penalty(n)
     self.pending = n,size,loss
     learns = learn.loss_grad.as_subclass(torch.Tensor).requires_grad   # fastai's class is slower
@@ -84,13 +86,11 @@ def _backward(self:Steps, instead):
     "In the place of the Learner's backward pass: run it on the loss's share; what it has run on counts"
     learn,weight = self.learn,self.weight
     counts = self.entered and self.pending is not None
-    wide = counts and self.held.wide is not None and not (self.sync_each and self.sync.world>1)   # weigh gradients
-    if wide: self.weight = 1.
-    elif counts and (isinstance(weight, torch.Tensor) or weight!=1):
+    if counts and (isinstance(weight, torch.Tensor) or weight!=1):
         learn.loss_grad = learn.loss_grad.as_subclass(torch.Tensor)*weight
     instead.stock()
     if not counts: return
-    self.held.add(weight if wide else 1.)
+    self.held.add(self.late)
     self._count()
 
 # %% ../../nbs/core/16_steps.ipynb #penalty

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 from fastai.callback.fp16 import NonNativeMixedPrecision
 from fastai.learner import Learner
 from ..memory import places
-from ..memory.recovery import AutoSize
+from ..memory.recovery import AutoSize, FixedSize
 from ..processes.alone import alone
 from ..processes.engine import find_sync
 from .outputs import dressed, find_rows, leaves, rebuilt
@@ -100,9 +100,14 @@ def check_cached(
     if len([o for o in learn.cbs if isinstance(o, cls)])>1:
         raise ValueError("two GradientCaches are on this Learner: keep one, and take the other off with "
             "`learn.remove_cb`")
-    if any(isinstance(getattr(o, 'micro', None), AutoSize) for o in learn.cbs):
-        raise ValueError("`GradientAccumulation(micro_batch_size='auto')` would split the loader's batches, which the "
-            "loss is to see whole: leave it out there, and use `GradientCache('auto')`")
+    dl = learn.dls.train
+    bs = getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None)
+    for micro in (o.micro for o in learn.cbs if isinstance(getattr(o, 'micro', None), FixedSize)):
+        auto_too = isinstance(micro, AutoSize)
+        if not auto_too and (micro.limit is None or bs is None or micro.limit>=bs): continue
+        given,own = ("'auto'",)*2 if auto_too else (micro.limit,'…')
+        raise ValueError(f"`GradientAccumulation(micro_batch_size={given})` would split the loader's batches, which "
+            f"the loss is to see whole: leave it out there, and use `GradientCache({own})`")
     if auto and find_sync(learn) is not alone:
         raise ValueError("`GradientCache('auto')` in several processes: when memory runs out in one of them, the "
             "others would wait for it. Give a number (`learn.bs_find`, in one process)")

@@ -9,22 +9,20 @@ __all__ = ['GradientAccumulation']
 
 # %% ../nbs/00_accumulation.ipynb #imports
 from collections.abc import Callable
-from functools import partial
 from fastai.callback.fp16 import MixedPrecision
 from fastai.data.core import DataLoaders
 from fastcore.basics import patch
 from .core.checks import check_bool, check_count, check_drop_last, check_learner, check_plan
-from .core.dispatch import Dispatch
 from .core.gradients import HeldGrads, empty_grads
-from .core.instead import Instead
 from .core.listeners import listen, to_the_end
-from .core.own_loop import OwnLoop
 from .core.notices import tell_empty, tell_nested
-from .core.others import StateWatch
 from .core.plan import Plan
+from .core.stand_ins import stand_in
 from .core.steps import Steps
 from .memory.recovery import AutoSize, micro_batches
-from .processes.sync import alone, find_sync
+from .processes.alone import alone
+from .processes.engine import find_sync
+from .processes.finder import rehearse
 
 # %% ../nbs/00_accumulation.ipynb #cb
 class GradientAccumulation(Steps):
@@ -44,14 +42,15 @@ class GradientAccumulation(Steps):
         micro_batch_size:int|str|AutoSize=None, # Split the loader's batches: so many samples each, or 'auto', what fits
         drop_last:bool=None, # Leave out an epoch's remainder, step on it, or as the loader does with its last
         size:callable=None, # A function of the Learner: what this micro-batch's loss is a mean of. See `find_size`
-        sync_each:bool=False # With several processes: exchange gradients with every micro-batch, or once per step
+        sync_each:bool=None # Exchange gradients with every micro-batch, or once per step? As suits: see `find_sync`
     ):
         n_acc = check_count('n_acc', n_acc)
         self._accum_bs = n_acc if accum_bs is None else check_count('accum_bs', accum_bs)
         self.log_accum_batch = check_bool('log_accum_batch', log_accum_batch)
         self.micro,self.micro_batch_size = micro_batches(micro_batch_size)
         self.drop_last = check_drop_last(drop_last)
-        self.size,self.sync_each = size,check_bool('sync_each', sync_each)
+        self.size = size
+        self.sync_each = sync_each if sync_each is None else check_bool('sync_each', sync_each)
         self.forget()
 
     @property
@@ -108,6 +107,7 @@ def _begin(self:GradientAccumulation):
     self.step,self.log_steps,self.sync = None,self.log_accum_batch or finder is not None,find_sync(learn)
     planned = self.plan(learn.dls, learn.n_epoch)
     if finder is not None:
+        rehearse(finder)
         planned = planned.steady(finder.num_it)
         learn.n_epoch = planned.n_epoch
     check_plan(planned)
@@ -121,12 +121,7 @@ def _enter(self:GradientAccumulation):
     learn = self.learn
     self.entered = True   # first: whatever is interrupted, `_leave` finds it
     self.listeners,self.sync = listen(learn.cbs, self),find_sync(learn)   # the model may be wrapped since `before_fit`
-    self.dispatch,self.backward = Dispatch(self),Instead(learn, '_backward', None)
-    self.backward.f = partial(self._backward, self.backward)
-    self.instead = [self.backward, *OwnLoop(self).instead, *StateWatch(self).instead]
-    first = learn.cbs.filter(lambda o: o.run and o.run_train).sorted('order')[0]
-    self.sums = Instead(first, 'after_loss', None)
-    self.sums.f = partial(self._note_sum, self.sums)
+    stand_in(self)
     for o in (*self.listeners,*self.instead): o.enter()
     self.sync.enter(self)
     self.micro.enter(self)
@@ -144,6 +139,9 @@ def _leave(self:GradientAccumulation):
     if self.sums: self.sums.leave()
     vars(self).pop('sync', None)
     self.forget()
+
+@patch
+def after_cancel_fit(self:GradientAccumulation): self.sync.quit()
 
 @patch
 def after_fit(self:GradientAccumulation):

@@ -24,7 +24,7 @@ from .core.checks import check_count
 from .core.listeners import Guest
 from .memory.shortage import is_out_of_memory
 from .processes.alone import alone
-from .processes.sync import find_sync
+from .processes.engine import find_sync
 from .ways.statistics import Estimate, bn_layers, learns, unwrapped, whole_batches
 
 # %% ../nbs/05_batchnorm.ipynb #recalibrate

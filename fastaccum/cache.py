@@ -51,7 +51,8 @@ class GradientCache(Guest):
         split:Callable=split # Of the inputs, the first sample, the one after the last, and how many there are
     ):
         if not callable(split):
-            raise TypeError(f"`split={split!r}` is a {type(split).__name__}: give a function `f(inputs, start, stop, n)`")
+            raise TypeError(f"`split={split!r}` is a {type(split).__name__}: "
+                "give a function `f(inputs, start, stop, n)`")
         self.auto,self.split = isinstance(micro_batch_size, str) and micro_batch_size=='auto',split
         self.micro_batch_size = micro_batch_size if self.auto else check_count('micro_batch_size', micro_batch_size)
         # samples that fit: in batches that train (`True`), and in others; with 'auto', `None` before memory has run out

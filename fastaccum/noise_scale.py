@@ -118,12 +118,12 @@ def _last(self:NoiseScale, i): return float(self.readings[-1].averages[i].sum())
 
 @patch(as_prop=True)
 def trace(self:NoiseScale)->float: # NaN before the first measure
-    "tr Σ: the variance of one sample's gradient, added up over coordinates"
+    "The variance of one sample's gradient, added up over coordinates: tr Σ"
     return self._last(0)
 
 @patch(as_prop=True)
 def grad_sq(self:NoiseScale)->float: # Not above 0 where the noise hides it; NaN before the first measure
-    "|G|²: the squared length of the true gradient"
+    "The squared length of the true gradient, |G|²"
     return self._last(1)
 
 @patch(as_prop=True)

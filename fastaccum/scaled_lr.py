@@ -18,7 +18,7 @@ from .core.listeners import Guest, Listener, listeners
 from .noise.rates import Loan, gain, scaled
 from .noise_scale import NoiseScale
 from .processes.shares import local_sizes
-from .processes.sync import find_sync
+from .processes.engine import find_sync
 
 # %% ../nbs/08_scaled_lr.ipynb #scaled-lr
 class ScaledLR(Guest):

@@ -68,7 +68,7 @@ class GradientAccumulationSchedule(_Scheduled):
         micro_batch_size:int|str|AutoSize|None=None, # As in `GradientAccumulation`, in samples
         drop_last:bool|None=None, # As in `GradientAccumulation`
         size:callable=None, # As in `GradientAccumulation`
-        sync_each:bool=False # As in `GradientAccumulation`
+        sync_each:bool=None # As in `GradientAccumulation`
     ):
         super().__init__(check_count('start_accum_bs', start_accum_bs), log_accum_batch=log_accum_batch,
             micro_batch_size=micro_batch_size, drop_last=drop_last, size=size, sync_each=sync_each)
@@ -132,7 +132,7 @@ class GradientAccumulationScheduler(_Scheduled):
         micro_batch_size:int|str|AutoSize|None=None, # As in `GradientAccumulation`, in samples
         drop_last:bool|None=None, # As in `GradientAccumulation`
         size:callable=None, # As in `GradientAccumulation`
-        sync_each:bool=False # As in `GradientAccumulation`
+        sync_each:bool=None # As in `GradientAccumulation`
     ):
         super().__init__(1, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size,
             drop_last=drop_last, size=size, sync_each=sync_each)

@@ -12,7 +12,7 @@ import time
 from functools import partial
 from matplotlib.axes import Axes
 from matplotlib import pyplot as plt
-from torch import distributed
+import torch
 from fastai.callback.core import Callback
 from fastai.learner import Learner
 from fastcore.basics import patch
@@ -69,7 +69,8 @@ def _check(learn, accum_bs, steps):
         raise ValueError("`accum_bs=1`: one sample cannot be split. Give at least 2 samples")
     zero = steps==0 and not isinstance(steps, bool)
     steps = 0 if zero else check_count('steps', steps, 'step')
-    world = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    dist = torch.distributed
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if world>1:
         raise RuntimeError(f"`twin_check` in {world} processes: what a process found the others would not know. Check "
             "in one process: several exchange gradients and do not change them")

@@ -75,5 +75,5 @@ def case_static_graph_is_refused():
     else: raise AssertionError('it was not refused')
 
 if __name__=='__main__':
-    processes.cases = {k[5:]:v for k,v in list(globals().items()) if k.startswith('case_')}
-    processes.main(*sys.argv[1:])
+    mine = {k:v for k,v in globals().items() if getattr(v, '__module__', '')==__name__}
+    processes.main(*sys.argv[1:], cases=processes.cases_of(mine))

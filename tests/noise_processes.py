@@ -78,5 +78,5 @@ def case_learning_rates_follow_the_size_over_all_processes():
     same_everywhere(torch.tensor(learn.recorder.lrs, dtype=torch.float64))
 
 if __name__=='__main__':
-    processes.cases = {k[5:]:v for k,v in list(globals().items()) if k.startswith('case_')}
-    processes.main(*sys.argv[1:])
+    mine = {k:v for k,v in globals().items() if getattr(v, '__module__', '')==__name__}
+    processes.main(*sys.argv[1:], cases=processes.cases_of(mine))

@@ -5,8 +5,9 @@
 Each process notes the cases it has passed in the folder OUT. Every process also runs the twin, by itself: fastai's
 Recorder averages over processes whatever it records, so all must record something. `DEVICE=cuda` uses nccl and a GPU per process.
 """
-import faulthandler, math, os, sys, traceback, warnings
+import faulthandler, math, os, sys, time, traceback, warnings
 from collections import Counter
+from copy import deepcopy
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel as DDP
 from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelFitException,
     CancelTrainException)
+from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.training import GradientClip, ShortEpochCallback
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
@@ -27,6 +29,7 @@ from fastai.metrics import accuracy
 from fastai.optimizer import Adam, OptimWrapper, SGD
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler
 from fastaccum.core.macro_batch import Position
+from fastaccum.processes.finder import rehearse
 from fastaccum.testing import CrossEntropy, assert_twins, deviation, toy, toy_data
 from common import CpuMixedPrecision, Raise, weights
 
@@ -91,11 +94,12 @@ class Exchanges:
         return allreduce_hook(self.group, bucket)
 
 class small_sums:
-    "Count the small tensors that are summed over processes; those of gradients are summed asynchronously"
+    """Count the small tensors that are summed over processes; those of gradients are summed asynchronously, and processes
+    in lockstep sum whole numbers"""
     def __enter__(self):
         self.n,self.old = 0,dist.all_reduce
         def f(t, *args, **kwargs):
-            self.n += not kwargs.get('async_op')
+            self.n += t.is_floating_point() and not kwargs.get('async_op')
             return self.old(t, *args, **kwargs)
         dist.all_reduce = f
         return self
@@ -315,17 +319,17 @@ def case_samples_of_a_step_are_those_of_all():
 def squared(p, y): return (p.sum(-1)-y).pow(2).mean()
 def case_one_small_sum_per_step():
     a,b = twins(even(35), macro=16*world, loss_func=squared)
-    assert b.sums==2*3, b.sums
+    assert b.sums==2*(3+1), b.sums   # and one when an epoch has ended
     assert_twins(a, b)
     a,b = twins(uneven(), macro=16*world, tokens=True)
-    assert b.sums==2*3+1, b.sums   # once per fit: how many tokens a sample has
+    assert b.sums==2*(3+1)+1, b.sums   # once per fit: how many tokens a sample has
 def case_log_accum_batch_false():
     a,b = twins(even(35), macro=16*world, acc=dict(log_accum_batch=False), loss_func=squared)
     assert deviation(weights(a), weights(b))<1e-12
     assert len(b.recorder.losses)==2*9
-    assert b.sums==2*3, b.sums
+    assert b.sums==2*(3+1), b.sums   # and one when an epoch has ended
     a,b = twins(even(35), macro=16*world, tokens=True, acc=dict(log_accum_batch=False))
-    assert deviation(weights(a), weights(b))<1e-12 and b.sums==2*3+1
+    assert deviation(weights(a), weights(b))<1e-12 and b.sums==2*(3+1)+1
 def case_sync_each():
     for tokens in (False,True):
         a,b = twins(even(35), macro=16*world, tokens=tokens, acc=dict(sync_each=True), each=True)
@@ -434,6 +438,53 @@ def case_schedule_on_uneven_processes():
     same_everywhere(torch.tensor(b.recorder.accum_bs, device=device))
     assert b.exchanges.last==b.steps.n==len(b.recorder.accum_bs) and b.recorder.accum_bs[-1]==16*world
 
+# lr_find, and what was saved
+
+class Rehearse(Callback):
+    "fastai's own `lr_find` waits for a process that does not come"
+    order = 5
+    def before_fit(self):
+        if hasattr(self.learn, 'lr_finder'): rehearse(self.lr_finder)
+def case_lr_find():
+    "A point per step, the same suggestion on all, weights and optimizer as before"
+    def fit(l, cbs):
+        for cb in cbs or [Rehearse()]: l.add_cb(cb)
+        l.fit(1, 0.05)
+        before = weights(l),deepcopy(l.opt.state_dict()['state'])
+        l.found = l.lr_find(num_it=30, show_plot=False).valley
+        assert torch.equal(weights(l), before[0])
+        assert deviation(l.opt.state_dict()['state'], before[1])==0
+        l.points = len(l.recorder.lrs)
+        l.dls.train.epoch = 0   # where it stopped depends on the rest of the loader
+        l.fit(1, 0.05)
+    for ns in (even(35),uneven()):
+        a,b = twins(ns, macro=16*world, fit=fit, each=True, opt_func=Adam)
+        assert b.points==a.points and b.points>15, (a.points, b.points)
+        assert math.isclose(a.found, b.found, rel_tol=1e-9), (a.found, b.found)
+        same_everywhere(torch.tensor([b.found], device=device))
+        assert_twins(a, b)
+def case_resume():
+    "From what SaveModelCallback saved in the epoch before the one that failed, by a Learner that knows nothing else"
+    def fit(l, cbs, **kwargs): l.fit_one_cycle(4, 0.1, wd=0.1, cbs=cbs, **kwargs)
+    for acc_cls in (partial(GradientAccumulation, 16*world), partial(GradientAccumulationSchedule, 8*world, 24*world)):
+        ds,order = toy_data(35*world),orders(even(35), 4)
+        def run(fit): return together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, acc_cls(), fit, opt_func=Adam,
+            path=Path(folder), cbs=lambda: [SaveModelCallback(every_epoch=True, with_opt=True)])
+        whole = run(fit)
+        def dies(l, cbs):
+            try: fit(l, [*cbs,Raise('after_backward', RuntimeError, 5, at=9*2+5)])
+            except RuntimeError: pass
+        run(dies)
+        def resumes(l, cbs):
+            l.load('model_1', with_opt=True)
+            l.dls.train.epoch = 2
+            fit(l, cbs, start_epoch=2)
+        b = run(resumes)
+        same_everywhere(weights(b))
+        # on two to the bit; on three, the first exchange adds in another order
+        assert max(deviation(weights(whole), weights(b)), deviation(whole.opt.state_dict(), b.opt.state_dict()))<=1e-14*(world-2)
+        assert list(whole.recorder.lrs)[-len(b.recorder.lrs):]==list(b.recorder.lrs)
+
 # Random runs: loaders of any length, micro-batches of any size
 
 def planned(order, micros, wanted, drop_last):
@@ -540,7 +591,7 @@ class OnOne(Callback):
     def maybe(self):
         if rank==world-1 and self.epoch in self.epochs and (self.at_iters is None or self.iter in self.at_iters):
             raise self.exc
-def on_one(event, exc, at, kept, epochs=(0,1), tokens=False, **acc):
+def on_one(event, exc, at, kept, epochs=(0,1), tokens=False, recorded=True, **acc):
     ns,drop_last,log = even(35),acc.get('drop_last', False),acc.get('log_accum_batch', True)
     ds,order = toy_data(sum(ns), tokens),orders(ns)[:1]*2   # a loop that never begins asks for no epoch's order
     def left(o, epoch):
@@ -558,10 +609,55 @@ def on_one(event, exc, at, kept, epochs=(0,1), tokens=False, **acc):
     same_everywhere(weights(b))
     assert cb.step==b.exchanges.last==2*(2 if drop_last else 3), (cb.step, b.exchanges.last)
     assert deviation(weights(a), weights(b))<1e-12, deviation(weights(a), weights(b))
-    if log and not drop_last: assert deviation(a.recorder.losses, b.recorder.losses)<1e-6
+    if log and recorded and not drop_last: assert deviation(a.recorder.losses, b.recorder.losses)<1e-6
 def case_one_ends_its_epoch_early():
     for acc in (dict(), dict(drop_last=True), dict(log_accum_batch=False)):
         on_one('after_batch', CancelTrainException, [4], lambda i: i<5, **acc)
+        # at a step, of which its Recorder does not hear
+        on_one('after_batch', CancelTrainException, [3], lambda i: i<4, recorded=False, **acc)
+def fails_on_all(text, *args, metrics=False, **acc):
+    "An error on all processes, at once, if one ends"
+    ds,order = toy_data(35*world),orders(even(35))
+    def setup(l): l.recorder.train_metrics = metrics
+    start = time.time()
+    try:
+        together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, GradientAccumulation(16*world, **acc),
+            lambda l,cbs: l.fit(2, 0.1, cbs=[*cbs,OnOne(*args)]), setup=setup, metrics=[accuracy])
+    except RuntimeError as e: assert text in str(e), e
+    else: raise AssertionError(f'{text!r} was not said')
+    assert time.time()-start<20   # sooner than the timeout
+def case_one_ends_its_fit():
+    for at in (3,4):
+        fails_on_all('1 of', 'after_batch', CancelFitException, [at])
+    fails_on_all('1 of', 'after_batch', CancelFitException, [8])   # the last micro-batch of an epoch
+    for acc in (dict(sync_each=True), dict(log_accum_batch=False), dict(metrics=True)):
+        fails_on_all('1 has ended its fit', 'after_batch', CancelFitException, [4], **acc)
+def case_one_ends_where_each_micro_batch_is_exchanged():
+    for acc in (dict(sync_each=True), dict(log_accum_batch=False), dict(metrics=True)):
+        for drop_last in (True,False):
+            for at in (3,4):
+                fails_on_all('1 has ended its epoch', 'after_batch', CancelTrainException, [at], drop_last=drop_last, **acc)
+    for acc in (dict(sync_each=True), dict(metrics=True)):
+        for event in ('before_batch','after_loss'):
+            fails_on_all('1 leaves a micro-batch out', event, CancelBatchException, [4], **acc)
+def case_all_end_their_fit():
+    "As `lr_find` does; the next fit is as if nothing had been"
+    ds,order = toy_data(35*world),orders(even(35))
+    for acc in (dict(), dict(sync_each=True), dict(log_accum_batch=False)):
+        runs = []
+        for at in (None,2,3):
+            def fit(l, cbs):
+                cancel = Callback(after_batch=lambda: None)
+                def maybe():
+                    if cancel.training and cancel.iter==at: raise CancelFitException
+                cancel.after_batch = maybe
+                if at is not None: l.fit(1, 0., cbs=[*cbs,cancel])
+                l.dls.train.epoch = 0
+                l.fit(1, 0.1, cbs=cbs)
+            runs.append(weights(together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds,
+                GradientAccumulation(16*world, **acc), fit, opt_func=SGD)))
+            same_everywhere(runs[-1])
+        assert all(deviation(o, runs[0])<1e-12 for o in runs)
 def case_one_leaves_out_micro_batches():
     on_one('before_batch', CancelBatchException, [1,5], lambda i: i not in (1,5))
     on_one('after_loss', CancelBatchException, [2], lambda i: i!=2)
@@ -761,27 +857,32 @@ def case_loader_replaced_in_an_epoch():
     b = fit(other, 0, [world-1])
     same_everywhere(weights(b))
     assert other.epoch==(rank==world-1)
-def case_fsdp_is_refused():
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.device_mesh import init_device_mesh
-    ds,order = toy_data(35*world),orders(even(35))
-    learn = learner(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, splitter=lambda m: [list(m.parameters())])
-    fully_shard(learn.model, mesh=init_device_mesh(device.type, (world,)))
-    try: learn.fit(1, 0.1, cbs=GradientAccumulation(16))
-    except ValueError as e: assert 'sharded over processes (FSDP)' in str(e), e
-    else: raise AssertionError('not refused')
-
 # fastai's own way: accelerate, `DistributedDL`
 
-def case_distrib_ctx():
-    from fastai.distributed import DistributedDL, DistributedTrainer
-    # fastai's calls .cuda()
-    if device.type=='cpu': DistributedDL._broadcast = lambda self,t,r: self._broadcast_cpu(t, r)
+def distributed_on_cpu():
+    "fastai's calls .cuda()"
+    from fastai.distributed import DistributedDL
     def broadcast(self, t, r):
         t = torch.LongTensor(t)
         dist.broadcast(t, r)
         return t.tolist()
-    DistributedDL._broadcast_cpu = broadcast
+    if device.type=='cpu': DistributedDL._broadcast = broadcast
+def case_lr_find_in_distrib_ctx():
+    distributed_on_cpu()
+    n,order = 32*world,Random(1).sample(range(32*world), 32*world)   # the same in each epoch
+    ds,parts = toy_data(n),[order[r*32:(r+1)*32] for r in range(world)]
+    a = learner(Batches(ds, [macro_batches(parts, [16]*world, False)], 16*world), ds)
+    a.add_cb(Rehearse())
+    b = learner(DataLoader(ds, bs=4, n=n, get_idxs=lambda: order), ds)
+    b.add_cb(GradientAccumulation(16*world))
+    before,found = weights(b),a.lr_find(num_it=30, show_plot=False).valley
+    with b.distrib_ctx(sync_bn=False, cpu=device.type=='cpu'): mine = b.lr_find(num_it=30, show_plot=False).valley
+    assert math.isclose(mine, found, rel_tol=1e-9) and len(a.recorder.lrs)==len(b.recorder.lrs)
+    same_everywhere(weights(b))
+    assert torch.equal(weights(b), before)
+def case_distrib_ctx():
+    from fastai.distributed import DistributedDL, DistributedTrainer
+    distributed_on_cpu()
     class Hook(Callback):
         order,run_valid = DistributedTrainer.order+1,False
         def before_train(self):
@@ -830,12 +931,16 @@ def fault_on_one(exc):
         clean(learn.model)
         if rank==world-1: print('the flag is on', flush=True)
 
+folder = None   # where models are saved, the same on all processes
 limit = 60   # seconds for a case, or a random run: a hang ends the process, which writes where it was
 
 faults = dict(fault_exception=RuntimeError, fault_interrupt=KeyboardInterrupt)
-cases = {k[5:]:v for k,v in list(globals().items()) if k.startswith('case_')}
+def cases_of(names): return {k[5:]:v for k,v in names.items() if k.startswith('case_')}
+cases = cases_of(globals())
 
-def main(out, *names):
+def main(out, *names, cases=cases):
+    global folder
+    folder = out
     if device.type=='cuda': torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
     torch.set_num_threads(1)
     dist.init_process_group('nccl' if device.type=='cuda' else 'gloo', timeout=timedelta(seconds=40))

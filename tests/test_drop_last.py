@@ -190,8 +190,9 @@ def test_bad_values(make):
 class Shared(Together):
     "A `Together` without processes"
     def __init__(self, rank, world):
-        self.rank,self.world,self.device,self.group,self.ddp = rank,world,'cpu',None,nn.Sequential()
-        self.ddp.static_graph = False
+        self.rank,self.world,self.device,self.group,self.stock = rank,world,'cpu',None,None
+        self.model = nn.Sequential()
+        self.model.static_graph = False
 
 def shared_plans(monkeypatch, dls, **kwargs):
     """The plans of processes with these loaders, each with a callback of arguments `kwargs`, of which some may be a

@@ -29,7 +29,7 @@ def test_order_of_the_arguments():
     import inspect
     params = {k:p.default for k,p in inspect.signature(GradientAccumulation).parameters.items()}
     assert list(params.items())==[('accum_bs',None), ('n_acc',32), ('log_accum_batch',True), ('micro_batch_size',None),
-        ('drop_last',None), ('size',None), ('sync_each',False)]
+        ('drop_last',None), ('size',None), ('sync_each',None)]
     with pytest.raises(TypeError, match='log_accum_batch=16'): GradientAccumulation(256, 32, 16)
 
 @pytest.mark.parametrize('kwargs,exc,msg', [

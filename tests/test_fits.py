@@ -480,7 +480,7 @@ def snapshot():
 before,cbs = snapshot(),list(defaults.callbacks)
 import fastaccum.all, fastaccum.testing
 after = snapshot()
-assert after['Learner'].pop('bs_find')
+for nm in ('accum_find','bs_find','recalibrate_bn','twin_check'): assert after['Learner'].pop(nm)
 assert after==before and list(defaults.callbacks)==cbs
 '''
     subprocess.run([sys.executable, '-W', 'ignore', '-c', code], check=True, timeout=120)

@@ -230,7 +230,7 @@ odd = [0, -1, 1, 3, 4, 64, 2.5, 1e400, float('nan'), True, False, None, '64', 'a
     np.array(4), torch.tensor(8), torch.tensor([1.,2.]), Fraction(1, 2), 1+0j, 10**400, -10**400,
     lambda: 4, lambda l: 4, lambda a,b: a, lambda *a: 8, lambda p: None, lambda a,b: lambda p: 8,
     lambda a,b: lambda p: -1, lambda a,b,c: 4, len, print, object, dict]
-base = dict(log_accum_batch=True, micro_batch_size=None, drop_last=None, size=None, sync_each=False)
+base = dict(log_accum_batch=True, micro_batch_size=None, drop_last=None, size=None, sync_each=None)
 accs = {GradientAccumulation: dict(accum_bs=16, n_acc=32)|base,
     GradientAccumulationSchedule:
         dict(start_accum_bs=8, final_accum_bs=24, start=0, finish=0.6, schedule=SchedCos)|base,

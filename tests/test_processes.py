@@ -2,12 +2,18 @@
 import os, signal, subprocess, sys
 from pathlib import Path
 import pytest
+from fastai.callback.tracker import SaveModelCallback
+from fastai.optimizer import Adam
+from fastaccum import GradientAccumulation, GradientAccumulationSchedule
+from fastaccum.testing import deviation, toy
+from common import Raise
 
 script = Path(__file__).with_name('processes.py')
 cases = [o[len('def case_'):].partition('(')[0] for o in script.read_text().splitlines() if o.startswith('def case_')]
 on_three = ['even','ragged','uneven','hardly_any_samples_on_one','micro_batches_of_different_sizes','tokens',
     'drop_last','start_epoch',
-    'split','split_in_schedules','half','train_metrics','schedules','random_runs','one_leaves_out_micro_batches','distrib_ctx']
+    'lr_find','resume','one_ends_its_fit','split','split_in_schedules','half',
+    'train_metrics','schedules','random_runs','one_leaves_out_micro_batches','distrib_ctx']
 
 def start(n, out, *names, script=script):
     "Start `n` processes that run the cases `names` of `script`"
@@ -68,3 +74,22 @@ def test_a_fault_on_one_process_ends_all(launches, n):
 def test_importing_fastaccum_imports_no_accelerate():
     code = "import sys, fastaccum.all; assert not {'accelerate','fastai.distributed'}&set(sys.modules)"
     subprocess.run([sys.executable, '-c', code], check=True, cwd=script.parent.parent, timeout=120)
+
+def test_resumed_on_one_process(tmp_path):
+    "From what SaveModelCallback saved: the weights of a run that was not interrupted, to the bit"
+    def run(fit, acc):
+        learn = toy(4, n=70, shuffle=True, opt_func=Adam, path=tmp_path)
+        fit(learn, [acc(),SaveModelCallback(every_epoch=True, with_opt=True)])
+        return learn
+    def whole(learn, cbs, **kwargs): learn.fit_one_cycle(4, 0.05, wd=0.1, cbs=cbs, **kwargs)
+    def dies(learn, cbs):
+        with pytest.raises(RuntimeError): whole(learn, [*cbs,Raise('after_backward', RuntimeError, 5, at=18*2+5)])
+    def resumes(learn, cbs):
+        learn.load('model_1', with_opt=True)
+        for _ in range(2): learn.dls.train.get_idxs()   # a loader that shuffles goes on where it was
+        whole(learn, cbs, start_epoch=2)
+    for acc in (lambda: GradientAccumulation(16), lambda: GradientAccumulation(16, drop_last=True),
+                lambda: GradientAccumulationSchedule(8, 24), lambda: GradientAccumulation(16, micro_batch_size='auto')):
+        a,_,b = (run(o, acc) for o in (whole,dies,resumes))
+        assert deviation(a.model.state_dict(), b.model.state_dict())==0
+        assert deviation(a.opt.state_dict(), b.opt.state_dict())==0

@@ -142,7 +142,7 @@ def test_entry(name):
     path,_,line = links(page).sources[full].partition('/blob/main/')[2].partition('#L')
     text = (root/path).read_text(encoding='utf-8').split('\n')
     short = name.split('.')[-1]
-    if line: assert re.search(fr'(def|class) {short}\b', '\n'.join(text[int(line.split('-')[0])-1:][:2]))
+    if line: assert re.search(fr'(def|class) {short}\b', '\n'.join(text[int(line.split('-')[0])-1:][:3]))
     else: assert re.search(fr'^{short}\b', '\n'.join(text), re.M)
 
 # What cannot

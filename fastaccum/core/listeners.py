@@ -86,12 +86,15 @@ class RecorderListener(Listener):
     def hear(self):
         "A training micro-batch has ended; metrics see it, and an entry is made at a step"
         acc,rec,learn = self.acc,self.cb,self.cb.learn
-        if not acc.log_steps: return super().hear()
+        if not acc.log_steps:
+            if acc.heard: acc.sync.records()
+            return super().hear()
         if acc.counted and rec.train_metrics:
+            acc.sync.records()
             with replaced(learn, loss=acc.measure.loss):
                 for met in rec.metrics: met.accumulate(learn)
         if acc.stepped:
-            with replaced(rec, train_metrics=False, cancel_train=False): self.stock()
+            with replaced(rec, train_metrics=False, cancel_train=False), acc.sync.alike(rec): self.stock()
         elif acc.counted and not rec.losses: learn.smooth_loss = acc.mean_loss
 
 # %% ../../nbs/core/10_listeners.ipynb #which

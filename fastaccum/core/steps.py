@@ -76,7 +76,7 @@ def before_backward(self:Steps):
     if size is None: self._share_penalty(n)
     self.pending = n,size,loss
     learns = learn.loss_grad.as_subclass(torch.Tensor).requires_grad   # fastai's class is slower
-    if learns or macro.closing and not macro.learned: return   # if none needs a gradient, torch tells
+    if learns or macro.closing and not macro.learned: return self.sync.backs()   # if none needs a gradient, torch tells
     self._count(learned=False)
     raise CancelBackwardException
 
@@ -130,6 +130,7 @@ def after_backward(self:Steps):
 @patch
 def after_cancel_batch(self:Steps):
     "A callback may have cancelled the closing micro-batch before its step, or within it"
+    self.sync.leaves_out()
     cancelled = self.counted and self.at==self.learn.iter and self.macro.closing
     if cancelled and not self.macro.stepped: self._close()
     self.left |= self.stepped

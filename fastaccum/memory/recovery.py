@@ -11,7 +11,8 @@ __all__ = ['FixedSize', 'AutoSize', 'micro_batches']
 import inspect
 from numbers import Integral
 from ..core.checks import check_count
-from ..processes.sync import alone, find_sync
+from ..processes.alone import alone
+from ..processes.engine import find_sync
 from .halving import Halving
 from .parts import split
 from .pieces import Pieces

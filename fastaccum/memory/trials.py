@@ -59,8 +59,9 @@ def _fit(learn, samples, trial, n, device, absent=()):
 
 # %% ../../nbs/memory/13_trials.ipynb #note
 def _given(dl):
-    "What a loader was given and uses: its transforms, `get_idxs`, its sampler…"
+    "What a loader was given and uses: its transforms, `get_idxs`, its sampler, its random numbers…"
     own = [vars(dl)[k] for k in getattr(dl, '_methods', ()) if k in vars(dl)]
+    own.append(getattr(dl, 'rng', None))   # it draws from it to make a new one, each time it is gone through
     return own+[getattr(dl, k, None) for k in ('sampler','generator') if isinstance(dl, TorchDataLoader)]
 
 def note(

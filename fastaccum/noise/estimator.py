@@ -14,7 +14,7 @@ from typing import NamedTuple
 # %% ../../nbs/noise/00_estimator.ipynb #estimate
 def estimate(
     squares:object, # Σ n_i |g_i|² over micro-batches, for their mean gradients g_i of n_i samples
-    mean_sq:object, # |ḡ|², of the mean gradient of all
+    mean_sq:object, # The squared length of the mean gradient of all, |ḡ|²
     n:float, # Samples in all, N = Σ n_i
     k:int # Micro-batches, over all processes
 )->tuple: # tr Σ, the variance of a sample's gradient, and |G|², of the true one; each may be an array with groups
@@ -29,7 +29,7 @@ def estimate(
 # %% ../../nbs/noise/00_estimator.ipynb #scale
 def scale_of(
     trace:float, # tr Σ
-    grad_sq:float # |G|²; not above 0 where the noise hides it
+    grad_sq:float # The squared length of the true gradient; not above 0 where the noise hides it
 )->float: # In samples; infinite where it cannot be told, NaN where nothing is known
     "The noise scale: how many samples' noise is as large as the gradient"
     if trace!=trace or grad_sq!=grad_sq: return float('nan')

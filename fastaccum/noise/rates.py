@@ -15,7 +15,7 @@ from fastcore.foundation import L
 # %% ../../nbs/noise/05_rates.ipynb #gain
 def gain(
     trace:float, # The variance of the mean gradient of a batch of the base size
-    grad_sq:float, # |G|²; what is below 0 counts as 0
+    grad_sq:float, # The squared length of the true gradient; below 0 counts as 0
     kappa:float # How many times the base size a step has
 )->float: # Between 1 and `kappa`; 1 where nothing is known
     "AdaScale's factor for the learning rate"

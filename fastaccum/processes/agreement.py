@@ -27,13 +27,14 @@ class Agreement:
     per_sample = None   # what the mean loss of a sample is a mean of, at most; written by `agree`, once per fit
 
     def __init__(self,
-        ddp:torch.nn.parallel.DistributedDataParallel # The model, as all processes have it
+        model:torch.nn.Module, # As all processes have it
+        group:dist.ProcessGroup|None=None # The processes; defaults to those of a `DistributedDataParallel`
     ):
-        self.ddp = ddp
-        self.group = ddp.process_group
+        self.model = model
+        self.group = model.process_group if group is None else group
         self.rank = self.group.rank()     # which of the processes this is
         self.world = self.group.size()    # processes
-        self.device = next(ddp.parameters()).device
+        self.device = next(model.parameters()).device
 
     def gather(self,
         mine:list # Whole numbers, as many on each process
@@ -54,24 +55,6 @@ def agreed(self:Agreement,
     self.dl = dl
     self.sizes = local_sizes(dl, micro_batch_size)
 
-@patch
-def check_loader(self:Agreement,
-    dl:object # The loader that is there now
-)->bool: # `True`
-    """Refuse a loader that took the place of the one the processes agreed on, unless it yields as much
-
-    ValueError: it does not
-    """
-    if dl is self.dl: return True
-    bs,n = local_sizes(dl, self.acc.micro_batch_size)
-    old_bs,old_n = self.sizes
-    if (bs,n)!=(old_bs,old_n):
-        raise ValueError(f"`learn.dl` was replaced, by one with micro-batches of {bs}, {n} samples, after the "
-            f"processes had agreed on macro-batches for micro-batches of {old_bs}, {old_n} samples: "
-            "replace it in `learn.dls` before the epoch, on all processes")
-    self.dl = dl
-    return True
-
 # %% ../../nbs/processes/01_agreement.ipynb #look
 @patch
 def look(self:Agreement,
@@ -82,28 +65,32 @@ def look(self:Agreement,
 
     ValueError: the processes were told different things, or one has nothing to train on
     """
+    finder = getattr(acc.learn, 'lr_finder', None)   # of loaders of different lengths, it makes epochs of its own
     told = {'`accum_bs`':acc.accum_bs, '`drop_last`':drops_last(acc.drop_last, dl), '`log_accum_batch`':acc.log_steps,
-            '`sync_each`':acc.sync_each, 'the number of epochs':acc.learn.n_epoch}
+            '`sync_each`':-1 if acc.sync_each is None else acc.sync_each,
+            'the number of epochs':acc.learn.n_epoch if finder is None else finder.num_it}
     self.agreed(dl, acc.micro_batch_size)
     res = self.gather([int(o) for o in (*self.sizes,micro_size(self.sizes[0], acc.micro_batch_size),*told.values())])
     for nm,vals in zip(told, zip(*(o[3:] for o in res))):
         if len(set(vals))>1:
-            raise ValueError(f"{nm} is {', '.join(map(str, vals))} on the processes: give all of them the same")
+            have = ', '.join('None' if o<0 else str(o) for o in vals)
+            raise ValueError(f"{nm} is {have} on the processes: give all of them the same")
     if min(n for _,n,*_ in res)<1:
         raise ValueError(f"the processes have {', '.join(str(n) for _,n,*_ in res)} samples to train on: "
             "give each at least a micro-batch")
-    self.check_ddp(acc)
+    self.check_model(acc)
     return tuple((micro,n,bool(drop_last),bs) for bs,n,micro,_,drop_last,*_ in res)
 
+# %% ../../nbs/processes/01_agreement.ipynb #check-model
 @patch
-def check_ddp(self:Agreement,
+def check_model(self:Agreement,
     acc:Callback # The accumulation callback
 ):
     """Refuse a model whose gradients cannot wait
 
     ValueError: `static_graph=True` without `sync_each=True`
     """
-    if not self.ddp.static_graph or acc.sync_each: return
+    if not self.model.static_graph or acc.sync_each: return
     raise ValueError("DistributedDataParallel with `static_graph=True` exchanges gradients in each backward pass, and "
         "PyTorch fails where they wait for the end of a macro-batch: pass `sync_each=True` to exchange them with every "
         "micro-batch, or make the model without `static_graph`")
@@ -130,23 +117,32 @@ def plan(self:Agreement,
             f"{', '.join(str(bs) for bs,*_ in loaders)}: in whole micro-batches on each, a step takes {full} samples")
     return plan
 
+# %% ../../nbs/processes/01_agreement.ipynb #counts
+@patch
+def in_each(self:Agreement,
+    acc:Callback # The accumulation callback
+)->list: # In words; empty if nothing does
+    "What exchanges something with every micro-batch, so that each process needs as many"
+    recorder = getattr(acc.learn, 'recorder', None)
+    found = {'`sync_each=True`':acc.sync_each, '`log_accum_batch=False`':recorder is not None and not acc.log_steps,
+        'SyncBatchNorm':any(isinstance(o, torch.nn.SyncBatchNorm) for o in self.model.modules()),
+        'training metrics':getattr(recorder, 'train_metrics', False)}
+    return [nm for nm,there in found.items() if there]
+
 @patch
 def check_counts(self:Agreement,
     acc:Callback, # The accumulation callback
     loaders:tuple # As `look` returns
 ):
-    """Refuse loaders of different lengths where something exchanges in each micro-batch
+    """Refuse loaders of different lengths where something exchanges with every micro-batch
 
     ValueError: as it says
     """
-    if len({(micro,bs,ceil(n/micro),ceil(n/bs)) for micro,n,_,bs in loaders})==1: return
-    counts = [(ceil(n/micro),micro) for micro,n,*_ in loaders]
-    sync_bn = any(isinstance(o, torch.nn.SyncBatchNorm) for o in self.ddp.modules())
-    metrics = getattr(getattr(acc.learn, 'recorder', None), 'train_metrics', False)
-    if not (sync_bn or acc.sync_each or not acc.log_steps or metrics): return
+    counts,why = [(ceil(n/micro),micro) for micro,n,*_ in loaders],self.in_each(acc)
+    if not why or len({(micro,bs,ceil(n/micro),ceil(n/bs)) for micro,n,_,bs in loaders})==1: return
     have = ', '.join(f'{k} micro-batches of {bs}' for k,bs in counts)
-    raise ValueError(f"the processes have {have}, but SyncBatchNorm, training metrics, `sync_each=True` and "
-        "`log_accum_batch=False` need the same on each: give them equal loaders, as fastai's `DistributedDL` does")
+    raise ValueError(f"the processes have {have}, but {', '.join(why)} need the same on each: give them equal loaders, "
+        "as fastai's `DistributedDL` does")
 
 # %% ../../nbs/processes/01_agreement.ipynb #most
 @patch

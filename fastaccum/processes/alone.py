@@ -10,7 +10,9 @@ __all__ = ['alone', 'Alone']
 # %% ../../nbs/processes/03_alone.ipynb #imports
 import torch
 from collections.abc import Iterator
+from contextlib import nullcontext
 from fastai.callback.core import Callback
+from fastai.learner import Recorder
 from fastcore.basics import patch
 from ..core.checks import drops_last, loader_sizes, micro_size
 from ..core.macro_batch import MacroBatch
@@ -69,7 +71,26 @@ def most(self:Alone,
     return most
 
 @patch
+def backs(self:Alone): "The backward pass of a micro-batch comes"
+
+@patch
+def records(self:Alone): "What the Recorder gathers of a micro-batch comes"
+
+@patch
+def alike(self:Alone,
+    rec:Recorder # About to record a step
+): # A context manager
+    "What is recorded within is the same on all processes already"
+    return nullcontext()
+
+@patch
+def leaves_out(self:Alone): "A micro-batch has ended, perhaps without a backward pass"
+
+@patch
 def close(self:Alone): "The macro-batch is complete"
+
+@patch
+def quit(self:Alone): "A callback has ended the fit"
 
 @patch
 def owed(self:Alone,

@@ -10,17 +10,23 @@ __all__ = ['Exchange']
 # %% ../../nbs/processes/02_exchange.ipynb #imports
 import torch
 from contextlib import nullcontext
-from torch.nn.parallel import DistributedDataParallel
+from torch import distributed as dist
 from fastai.callback.core import Callback
+from fastcore.basics import patch
 from .agreement import Agreement
+from .lockstep import Lockstep
+from .shares import local_sizes
 
 # %% ../../nbs/processes/02_exchange.ipynb #exchange
 class Exchange(Agreement):
-    "The `forward` of `ddp` while `acc` accumulates: gradients wait for the closing micro-batch"
+    "The `forward` of the model while `acc` accumulates: gradients wait for the closing micro-batch"
+    lockstep = None   # a `Lockstep` in an epoch in which something is exchanged with every micro-batch
+
     def __init__(self,
-        ddp:DistributedDataParallel # The model
+        model:torch.nn.Module, # As in `Agreement`
+        group:dist.ProcessGroup|None=None # As in `Agreement`
     ):
-        super().__init__(ddp)
+        super().__init__(model, group)
         # written by `enter`
         self.stock = None   # the model's `forward`, to be called by ours
         self.own = None     # the same if the instance had one of its own, to be put back by `leave`; else `None`
@@ -31,31 +37,101 @@ class Exchange(Agreement):
         acc:Callback # The accumulation callback
     ):
         "Let the model's `forward` ask `acc` whether to exchange gradients"
-        left = getattr(vars(self.ddp).get('forward'), '__self__', None)
+        left = getattr(vars(self.model).get('forward'), '__self__', None)
         if isinstance(left, Exchange): left.leave()   # an interrupt left it, or this one has entered before
         self.acc = acc
-        self.own = vars(self.ddp).get('forward')
-        self.stock = self.ddp.forward
-        vars(self.ddp)['forward'] = self.forward
+        self.own = vars(self.model).get('forward')
+        self.stock = self.model.forward
+        vars(self.model)['forward'] = self.forward
 
     def leave(self):
         "Give the model its own `forward` back; may be called twice, or after half an `enter`"
-        if vars(self.ddp).get('forward')!=self.forward: return
-        if self.own is None: del vars(self.ddp)['forward']
-        else: vars(self.ddp)['forward'] = self.own
+        if self.lockstep: self.lockstep.leave()
+        self.lockstep = None
+        if vars(self.model).get('forward')!=self.forward: return
+        if self.own is None: del vars(self.model)['forward']
+        else: vars(self.model)['forward'] = self.own
 
-    def accumulates(self)->bool:
-        "Is this the forward pass of a micro-batch that `acc` counts?"
-        acc,learn = self.acc,self.acc.learn
-        if not acc.run or learn is None or acc.at is None: return False
-        return learn.training and acc.at==learn.iter and acc in learn.cbs
+# %% ../../nbs/processes/02_exchange.ipynb #forward
+@patch
+def accumulates(self:Exchange)->bool:
+    "Is this the forward pass of a micro-batch that `acc` counts?"
+    acc,learn = self.acc,self.acc.learn
+    if not acc.run or learn is None or acc.at is None: return False
+    return learn.training and acc.at==learn.iter and acc in learn.cbs
 
-    def forward(self, *args, **kwargs):
-        "The model's own, after which gradients are exchanged, or wait for the closing micro-batch"
-        counts = self.accumulates()
-        if counts: self.check_loader(self.acc.learn.dl)
-        waits = counts and not self.acc.sync_each and (self.acc.held.wide is not None or not self.acc.macro.closing)
-        with self.ddp.no_sync() if waits else nullcontext():
-            res = self.stock(*args, **kwargs)
-        if torch.is_grad_enabled(): self.exchanged = not waits
-        return res
+@patch
+def waits(self:Exchange)->bool:
+    "Do the gradients of this micro-batch wait?"
+    acc = self.acc   # sums in single precision are exchanged once they are complete
+    return not acc.sync_each and (acc.held.wide is not None or not acc.macro.closing)
+
+@patch
+def heed(self:Exchange): "An exchange comes: does everybody take part?"
+
+@patch
+def hold(self:Exchange,
+    waits:bool # Do the gradients of the forward pass that comes wait?
+): return self.model.no_sync() if waits else nullcontext()
+
+@patch
+def runs(self:Exchange):
+    "The forward pass of a micro-batch comes"
+    self.check_loader(self.acc.learn.dl)
+    if self.lockstep: self.lockstep.tell('closes' if self.acc.macro.closing else 'runs', self.acc.at)
+
+@patch
+def forward(self:Exchange, *args, **kwargs):
+    "The model's own, after which gradients are exchanged, or wait for the closing micro-batch"
+    counts = self.accumulates()
+    if counts: self.runs()
+    waits = counts and self.waits()
+    if not waits: self.heed()
+    with self.hold(waits): res = self.stock(*args, **kwargs)
+    if torch.is_grad_enabled(): self.exchanged = not waits
+    return res
+
+# %% ../../nbs/processes/02_exchange.ipynb #loader
+@patch
+def check_loader(self:Exchange,
+    dl:object # The loader that is there now
+)->bool: # `True`
+    """Refuse a loader that took the place of the one the processes agreed on, unless it yields as much
+
+    ValueError: it does not
+    """
+    if dl is self.dl: return True
+    bs,n = local_sizes(dl, self.acc.micro_batch_size)
+    old_bs,old_n = self.sizes
+    if (bs,n)!=(old_bs,old_n):
+        raise ValueError(f"`learn.dl` was replaced, by one with micro-batches of {bs}, {n} samples, after the "
+            f"processes had agreed on macro-batches for micro-batches of {old_bs}, {old_n} samples: "
+            "replace it in `learn.dls` before the epoch, on all processes")
+    self.dl = dl
+    return True
+
+# %% ../../nbs/processes/02_exchange.ipynb #each
+@patch
+def keep_step(self:Exchange,
+    acc:Callback # The accumulation callback
+):
+    "An epoch begins: does each process run the same micro-batches?"
+    why = self.in_each(acc)
+    if self.lockstep: self.lockstep.begin(why)
+    elif why: self.lockstep = Lockstep(self.group, self.device, why)
+
+@patch
+def backs(self:Exchange):
+    "The backward pass of a micro-batch comes"
+    if self.lockstep: self.lockstep.tell('backs', self.acc.at)
+
+@patch
+def records(self:Exchange):
+    "What the Recorder gathers of a micro-batch comes"
+    if self.lockstep: self.lockstep.tell('records', self.acc.at)
+
+@patch
+def leaves_out(self:Exchange):
+    "A micro-batch has ended, perhaps without a backward pass"
+    acc = self.acc
+    if self.lockstep and acc.at==acc.learn.iter and not acc.macro.dropped: self.lockstep.tell('leaves', acc.at)

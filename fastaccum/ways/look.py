@@ -17,7 +17,8 @@ from fastai.callback.fp16 import NonNativeMixedPrecision
 from fastai.learner import Learner
 from ..memory import places
 from ..memory.recovery import AutoSize, FixedSize
-from ..processes.sync import alone, find_sync
+from ..processes.alone import alone
+from ..processes.engine import find_sync
 from .outputs import dressed, find_rows, leaves, rebuilt
 from .start import Start
 

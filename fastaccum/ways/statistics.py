@@ -23,7 +23,7 @@ from ..core.listeners import to_the_end
 from ..memory.snapshot import Snapshot, rng_states, set_rng_states
 from ..memory.trials import _given
 from ..processes.alone import alone
-from ..processes.sync import find_sync
+from ..processes.engine import find_sync
 
 # %% ../../nbs/ways/10_statistics.ipynb #layers
 def bn_layers(

@@ -18,11 +18,11 @@ from .core.batch import n_samples, split
 from .core.checks import check_count
 from .core.instead import Instead
 from .core.listeners import Guest, to_the_end
-from .core.notices import BatchNormWarning, StateWarning, once
+from .core.notices import BatchNormWarning, once
 from .core.others import batchnorms
 from .ways import replay
 from .ways.cached import Cached, InParts, cuts
-from .ways.look import check_cached
+from .ways.look import check_cached, tell_differs
 from .ways.retry import Retry
 
 # %% ../nbs/03_cache.ipynb #cb
@@ -163,7 +163,7 @@ def _backward(self:GradientCache, back):
     back.stock()
     call.replay()
     if self.retry is not None: self.retry.complete()
-    if parts.differs: self._tell_differs()
+    if parts.differs: tell_differs(self)
 
 # %% ../nbs/03_cache.ipynb #notices
 @patch
@@ -174,9 +174,3 @@ def _tell_norm(self:GradientCache, model, size):
     once(acc if hasattr(acc, 'told') else self, 'batchnorm', f"{type(bns[0]).__name__} normalises with the samples of "
         f"a micro-batch, {size} at most, so the run is not the whole batch's (with `ActivationCheckpoint` it is)",
         BatchNormWarning)
-
-@patch
-def _tell_differs(self:GradientCache):
-    once(self, 'differs', "the model has returned something else when it was run again on the same samples, from the "
-        "same random numbers and buffers: its gradients are not those of its predictions. Does it draw random numbers "
-        "that PyTorch, NumPy and Python do not know, or keep something outside of itself?", StateWarning)

@@ -19,6 +19,8 @@ from fastcore.basics import patch
 from fastcore.foundation import L
 from fastprogress.fastprogress import progress_bar
 from .accumulation import GradientAccumulation
+from .cache import GradientCache
+from .checkpoint import ActivationCheckpoint
 from .check.causes import find
 from .check.rows import Row
 from .check.runs import Runs
@@ -36,12 +38,12 @@ def twin_check(self:Learner,
 )->'TwinCheck': # Shows itself as a table
     """Run a batch whole and in unequal micro-batches, compare the gradients, and find out where they differ and why
 
-    TypeError: `accum_bs` or `steps` is no whole number
+    TypeError: `accum_bs` or `steps` is no whole number, or one of `cbs` no callback
     ValueError: `accum_bs` is below 2, `steps` is negative, or the training loader has no such batch
     RuntimeError: there are several processes, or a callback ends the fit or skips steps
     torch.OutOfMemoryError: not even two samples fit
     """
-    accum_bs,steps = _check(self, accum_bs, steps)
+    accum_bs,steps = _check(self, accum_bs, steps, cbs)
     start = time.perf_counter()
     with self.added_cbs(cbs):
         own,ways = next((o for o in self.cbs if isinstance(o, GradientAccumulation)), None),_ways(self)
@@ -64,7 +66,10 @@ def twin_check(self:Learner,
     return TwinCheck(rows, runs.sizes if runs.parts else [runs.n], found.layers, found.still, time.perf_counter()-start)
 
 # %% ../nbs/02_twin_check.ipynb #args
-def _check(learn, accum_bs, steps):
+def _check(learn, accum_bs, steps, cbs):
+    for o in L(cbs):
+        if not issubclass(o if isinstance(o, type) else type(o), Callback):
+            raise TypeError(f"`cbs={cbs!r}`: {o!r} is no callback. Give those of the fit, such as `cbs=MixUp()`")
     if accum_bs is not None and check_count('accum_bs', accum_bs)==1:
         raise ValueError("`accum_bs=1`: one sample cannot be split. Give at least 2 samples")
     zero = steps==0 and not isinstance(steps, bool)
@@ -79,12 +84,11 @@ def _check(learn, accum_bs, steps):
 
 def _samples(dl): return getattr(dl, 'n', None) or 0
 
-_names = {'fastaccum.cache.GradientCache':'cache', 'fastaccum.checkpoint.ActivationCheckpoint':'checkpoint'}
+_kinds = dict(cache=GradientCache, checkpoint=ActivationCheckpoint)
 
 def _ways(learn):
     "The callbacks by which a Learner gets to the big batch without accumulation"
-    names = [(_names.get(f'{c.__module__}.{c.__qualname__}'),o) for o in learn.cbs for c in type(o).__mro__]
-    return {nm:o for nm,o in names if nm}
+    return {nm:o for o in learn.cbs for nm,cls in _kinds.items() if isinstance(o, cls)}
 
 def _splits(own, bs, accum_bs):
     "Is a batch of the loader a step, split by the Learner's own callback after others had it whole?"

@@ -16,7 +16,7 @@ from fastai.learner import Learner
 from fastai.losses import CrossEntropyLossFlat
 from fastai.optimizer import Adam, OptimWrapper, SGD
 from fastai.text.data import SortedDL
-from fastaccum import GradientAccumulation, GradientAccumulationSchedule
+from fastaccum import ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule, GradientCache
 from fastaccum.check.given import read
 from fastaccum.memory.recovery import AutoSize
 from fastaccum.testing import CrossEntropy, Float32Loss, toy, toy_data
@@ -193,11 +193,10 @@ def test_a_parameter_without_a_gradient():
 @pytest.mark.parametrize('way', ['cache','checkpoint'])
 def test_other_ways(way):
     "With a cache, the loss and the callbacks get the whole batch; with checkpoints the model, too"
-    mod = pytest.importorskip(f'fastaccum.{way}')
     def net():
         return nn.Sequential(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6)), nn.Sequential(nn.Dropout(0.2)),
             nn.Linear(6, 3))
-    def cb(): return mod.GradientCache(4) if way=='cache' else mod.ActivationCheckpoint(nn.Sequential)
+    def cb(): return GradientCache(4) if way=='cache' else ActivationCheckpoint(nn.Sequential)
     assert toy(12, loss_func=contrastive, model=lambda: nn.Sequential(nn.Sequential(nn.Linear(5, 3))).double(),
         splitter=one_group).twin_check(cbs=cb(), steps=2).ok
     learn = toy(12, model=lambda: net().double(), splitter=one_group, cbs=cb())
@@ -358,7 +357,8 @@ def test_what_accumulation_cannot_serve_is_refused():
     same(before, everything(learn))
 
 @pytest.mark.parametrize('kwargs', [dict(accum_bs=1),dict(accum_bs=0),dict(accum_bs=2.5),dict(accum_bs=True),
-    dict(accum_bs='8'),dict(steps=-1),dict(steps=1.5),dict(steps=False),dict(accum_bs=71)], ids=str)
+    dict(accum_bs='8'),dict(steps=-1),dict(steps=1.5),dict(steps=False),dict(accum_bs=71),
+    dict(cbs=0),dict(cbs='x')], ids=str)
 def test_bad_arguments(kwargs):
     learn = toy(12)
     before = everything(learn)

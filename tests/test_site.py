@@ -216,10 +216,9 @@ look = """() => {
 @pytest.mark.parametrize('page', pages)
 def test_page(tab, url, page):
     shots = os.environ.get('SHOTS')
+    tab.goto(url+page, wait_until='load')
     for device,size in (('wide',(1280,900)), ('narrow',(390,844))):
         tab.set_viewport_size(dict(width=size[0], height=size[1]))
-        tab.emulate_media(color_scheme='light')
-        tab.goto(url+page, wait_until='load')
         for scheme in ('light','dark'):
             tab.emulate_media(color_scheme=scheme)
             wrong,ground = tab.evaluate(look)

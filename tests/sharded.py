@@ -163,6 +163,9 @@ def case_refused():
     Old.__name__ = 'FullyShardedDataParallel'
     def fsdp1(l): l.model = Old(net())
     raises('sharded over processes (FSDP)', lambda: fit_one(made=fsdp1))
+    def half(l):
+        l.model,l.opt = sharded(net=lambda: net().bfloat16()),None
+    raises('Leave the parameters in float32', lambda: fit_one(made=half))
 def case_one_ends_early():
     "An error that says so, on all processes"
     for event,exc,text in (('after_batch',CancelTrainException,'1 has ended its epoch'),

@@ -241,7 +241,7 @@ class Page:
             if 'export' in opts:
                 for nm in defined(c.source): yield mk_cell(entry(self.mod, nm, link), 'markdown')
                 c.metadata['tags'] = ['hide-input']
-            elif 'code-fold' in opts or self.draws(c): c.metadata['tags'] = ['hide-input']
+            elif str(opts.get('code-fold', self.draws(c))).lower()=='true': c.metadata['tags'] = ['hide-input']
             for o in c.outputs:
                 if 'text' in o: o['text'] = readme.shown(''.join(o['text']))
                 if 'text/markdown' in o.get('data', {}):

@@ -116,7 +116,8 @@ def tables(runs):
         for nbytes,secs in o['exchanges'].items():
             by = exchange_time(int(nbytes), o['processes'], o['bandwidth'], o['latency'])
             lines.append(f'| {o["processes"]} | {int(nbytes)//1024:,} | {secs*1e3:.2f} | {by*1e3:.2f} |')
-    lines += ['', '| processes | micro-batches a step | ms of a step | predicted | predicted, exchange per micro-batch |',
+    lines += ['',
+              '| processes | micro-batches a step | ms of a step | predicted | predicted, exchange per micro-batch |',
               '|---|---|---|---|---|']
     for o in runs:
         ex = exchange_time(o['bytes'], o['processes'], o['bandwidth'], o['latency'])

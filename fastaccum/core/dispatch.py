@@ -135,7 +135,7 @@ def __call__(self:Dispatch, event_name): self.learn._call_one(event_name)
 
 @basics.patch
 def with_events(self:Dispatch,
-    f, # As in `Learner._with_events`
+    f:callable, # As in `Learner._with_events`
     *args,
     **kwargs
 ):

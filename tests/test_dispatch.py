@@ -227,6 +227,17 @@ def a_part_of_the_model(learn):
     return [At(lambda l: l.model.add_module('after_loss', Part()))]
 
 @scenario
+def a_part_of_a_model_that_does_not_run_it(learn):
+    class Part(nn.Module):
+        def forward(self): learn.log.append(('part',))
+    class Wrap(nn.Module):
+        def __init__(self, m):
+            super().__init__()
+            self.m,self.before_backward = m,Part()
+        def forward(self, x): return self.m(x)
+    return [At(lambda l: setattr(l, 'model', Wrap(l.model)))]
+
+@scenario
 def a_parameter_of_the_model(learn):
     "fastai finds it for every callback without such a method, and cannot call it"
     return [At(lambda l: l.model.register_parameter('after_pred', nn.Parameter(torch.zeros(1))))]
@@ -672,7 +683,7 @@ def test_another_dictionary_of_attributes():
     a,b = (make(cls) for cls in (Stock,Learner))
     for o in (a,b):
         def do(l): l.__dict__ = dict(vars(l))
-        o.fit(1, 0.1, cbs=[GradientAccumulation(12),At(do, event='after_step')])
+        o.fit(1, 0.1, cbs=[GradientAccumulation(12),At(do, at=2, event='after_step')])
     assert a.log==b.log and weights(a).equal(weights(b))
 
 def moves(learn, **kwargs): return len(called(learn, to_device, lambda d: 0, **kwargs))

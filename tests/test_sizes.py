@@ -228,6 +228,10 @@ def test_what_is_counted_on_a_device_is_counted_on_the_host(kwargs, which, monke
     if here: assert abs(loss('sum')/loss('mean')-here)<1e-12
     else: assert loss('mean').isnan()
 
+def test_no_targets_at_all():
+    find = find_size(nn.CrossEntropyLoss())
+    assert find(SimpleNamespace(yb=(torch.zeros(4, 0, dtype=torch.long),)))==0
+
 def test_on_a_device_few_operations_count():
     "Each is a kernel that is launched; plain cross-entropy asks for two, a class weight for five"
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -11,7 +11,7 @@ from fastai.callback.core import (Callback, CancelBackwardException, CancelBatch
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
-from fastai.torch_core import TensorBase
+from fastai.torch_core import TensorBase, to_device
 from fastcore.basics import noop
 from fastcore.foundation import L
 from torch import nn
@@ -44,6 +44,9 @@ class At(Callback):
     def count(self, at):
         self.n += self.learn.training
         if self.learn.training and self.n==at: self.do(self.learn)
+
+class Once(At): "fastai wants a class for each"
+class Twice(At): "The same"
 
 def make(cls):
     learn,log = toy(4, n=38),[]
@@ -224,6 +227,46 @@ def a_part_of_the_model(learn):
     return [At(lambda l: l.model.add_module('after_loss', Part()))]
 
 @scenario
+def a_part_of_a_model_that_does_not_run_it(learn):
+    class Part(nn.Module):
+        def forward(self): learn.log.append(('part',))
+    class Wrap(nn.Module):
+        def __init__(self, m):
+            super().__init__()
+            self.m,self.before_backward = m,Part()
+        def forward(self, x): return self.m(x)
+    return [At(lambda l: setattr(l, 'model', Wrap(l.model)))]
+
+@scenario
+def a_parameter_of_the_model(learn):
+    "fastai finds it for every callback without such a method, and cannot call it"
+    return [At(lambda l: l.model.register_parameter('after_pred', nn.Parameter(torch.zeros(1))))]
+
+@scenario
+def a_buffer_of_the_model(learn): return [At(lambda l: l.model.register_buffer('before_backward', torch.zeros(1)))]
+
+@scenario
+def an_attribute_of_the_model(learn):
+    return [At(lambda l: setattr(l.model, 'after_loss', note(learn, 'model'))),
+        Once(lambda l: delattr(l.model, 'after_loss'), at=7)]
+
+@scenario
+def a_model_that_makes_its_methods_up(learn):
+    class Model(nn.Sequential):
+        def __getattr__(self, nm): return note(learn, 'made') if nm=='after_pred' else super().__getattr__(nm)
+    return [At(lambda l: setattr(l.model, '__class__', Model))]
+
+@scenario
+def another_model(learn):
+    class Model(nn.Sequential):
+        def before_backward(self): learn.log.append(('model',))
+    def do(l):
+        new = Model(*l.model)
+        new.train()
+        l.model = new
+    return [At(do)]
+
+@scenario
 def another_order(learn):
     def do(l):
         for o in l.cbs:
@@ -232,6 +275,35 @@ def another_order(learn):
 
 @scenario
 def run_false(learn): return [At(lambda l: [setattr(o, 'run', False) for o in l.cbs if getattr(o, 'nm', '')=='b'])]
+
+@scenario
+def run_false_and_true_again(learn):
+    def switch(on): return lambda l: [setattr(o, 'run', on) for o in l.cbs if getattr(o, 'nm', '')=='b']
+    return [At(switch(False)),Once(switch(True), at=8, event='after_loss')]
+
+@scenario
+def switched_off_within_an_event(learn):
+    return [At(lambda l: [setattr(o, 'run', False) for o in l.cbs if getattr(o, 'nm', '')=='c'], event='after_pred')]
+
+@scenario
+def a_callback_that_adds_one_that_adds_one(learn):
+    class Second(Ear): pass
+    first,second = Ear('first', 8),Second('second', 98)
+    first.heard = second.heard = learn.log
+    def hear(event_name):
+        learn.log.append(('first', event_name))
+        if second.learn is None: learn.add_cb(second)
+    first.hear = hear
+    return [At(lambda l: l.add_cb(first), event='after_pred')]
+
+@scenario
+def a_method_that_comes_and_goes(learn):
+    "On for one event, off for the next, with as many attributes as before"
+    d = vars(learn.deaf)
+    def on(l): d.pop('spare', None); d['after_pred'] = note(learn, 'instance')
+    def off(l): d.pop('after_pred', None); d['spare'] = 1
+    d['spare'] = 1
+    return [At(on),Once(off, at=5, event='after_pred', order=90),Twice(on, at=7, event='after_loss')]
 
 @scenario
 def run_train_false(learn):
@@ -357,6 +429,39 @@ def test_it_leaves_when_accumulation_is_switched_off(off):
     for i,o in enumerate(look): o.__class__ = type(f'At{i}', (At,), {})   # fastai wants a class for each
     learn.fit(1, 0.1, cbs=[acc,*look,At(lambda l: off(acc))])
     assert seen==[2,0]
+
+def test_several_fits():
+    "What has changed between them is heard, and nothing of the fit before"
+    def fits(cls):
+        learn = make(cls)
+        for i in range(3):
+            if i==1: vars(learn.deaf)['before_step'] = note(learn, 'instance')
+            if i==2:
+                learn.remove_cb(next(o for o in learn.cbs if getattr(o, 'nm', '')=='a'))
+                learn.model = nn.Sequential(*copy.deepcopy(learn.model))
+                learn.create_opt()
+            learn.log.append(i)
+            learn.fit(1, 0.1, cbs=GradientAccumulation((12,8,16)[i]))
+        return learn
+    a,b = fits(Stock),fits(Learner)
+    assert a.log==b.log and weights(a).equal(weights(b)) and ('instance',) in b.log
+
+def test_another_fit_within_the_fit():
+    "Of the same Learner, in the middle of an epoch, which goes on with what the other has left"
+    def nested(cls):
+        learn = make(cls)
+        class Inner(Callback):
+            def after_epoch(self):
+                learn = self.learn
+                if self.epoch: return
+                learn.log.append('inner')
+                with learn.removed_cbs([self]): learn.fit(1, 0.01)
+                learn.log.append('outer')
+                learn.n_epoch = 2
+        learn.fit(2, 0.1, cbs=[GradientAccumulation(12),Inner()])
+        return learn
+    a,b = nested(Stock),nested(Learner)
+    assert a.log==b.log and weights(a).equal(weights(b)) and 'inner' in b.log and ours.isdisjoint(vars(b))
 
 def own(nm):
     def f(self, *args, **kwargs): return getattr(super(Own, self), nm)(*args, **kwargs)
@@ -515,3 +620,117 @@ def test_what_is_asked_of_fastais_tensors_costs():
     learn.dls.train.dataset.tensors = (learn.dls.train.dataset.tensors[0].float(), learn.dls.train.dataset.tensors[1])
     learn.fit(1, 0.1, cbs=GradientAccumulation(12))
     assert not asked
+
+n_batches = 12   # of `toy(4, n=38)` in an epoch, of training and validation
+
+def called(learn, f, key, **kwargs):
+    "What `key` says of each call of fastai's function `f` while `learn` trains"
+    code,seen = f.__code__,[]
+    def profile(frame, what, arg):
+        if what=='call' and frame.f_code is code: seen.append(key(frame.f_locals))
+    sys.setprofile(profile)
+    try: learn.fit(1, 0.1, **kwargs)
+    finally: sys.setprofile(None)
+    return seen
+
+def test_events_within_a_batch_make_no_list():
+    def count(cbs): return called(toy(4, n=38), Learner.__call__, lambda d: d['event_name'], cbs=cbs).count('after_pred')
+    assert count([])==n_batches and count([GradientAccumulation(12)])==0   # of training, and of validation
+    learn = toy(4, n=38)
+    learn.__class__ = type('Sub', (Learner,), dict(show=lambda self: 0))   # of TextLearner's kind
+    assert not called(learn, Learner.__call__, lambda d: d['event_name'], cbs=GradientAccumulation(12)).count('after_pred')
+
+names = Learner._do_one_batch.__code__.co_names
+
+@pytest.mark.parametrize('nm', ['pred','loss_grad','loss','training','yb'])
+def test_a_learner_with_a_property_of_its_own(nm):
+    "It is asked, and told, as by fastai"
+    assert nm in names
+    def make_one(base):
+        seen = []
+        def get(self):
+            seen.append('get')
+            return vars(self)['own_'+nm]
+        def put(self, v):
+            seen.append('put')
+            vars(self)['own_'+nm] = v
+        learn = toy(4, n=38)
+        vars(learn)['own_'+nm] = vars(learn).pop(nm, None)
+        learn.__class__ = type('Sub', (base,), {nm:property(get, put)})
+        return learn,seen
+    runs = []
+    for base in (Stock,Learner):
+        learn,seen = make_one(base)
+        learn.fit(1, 0.1, cbs=GradientAccumulation(12))
+        runs.append((seen.count('put'), weights(learn)))
+    assert runs[0][0]==runs[1][0]>0 and runs[0][1].equal(runs[1][1])
+
+@pytest.mark.parametrize('how', ['class','instance','replaced'])
+def test_a_batch_of_its_own_way_keeps_it(how, monkeypatch):
+    "It runs on the Learner itself"
+    seen,stock,learn = [],Learner._do_one_batch,toy(4, n=38)
+    def f(self):
+        seen.append(self)
+        return stock(self)
+    if how=='class': learn.__class__ = type('Sub', (Learner,), dict(_do_one_batch=f))
+    elif how=='replaced': monkeypatch.setattr(Learner, '_do_one_batch', wraps(stock)(f))
+    else: learn._do_one_batch = lambda: f(learn)
+    learn.fit(1, 0.1, cbs=GradientAccumulation(12))
+    assert len(seen)==n_batches and all(o is learn for o in seen)
+
+def test_another_dictionary_of_attributes():
+    "Somebody gives the Learner a new `__dict__` in the middle of a batch"
+    a,b = (make(cls) for cls in (Stock,Learner))
+    for o in (a,b):
+        def do(l): l.__dict__ = dict(vars(l))
+        o.fit(1, 0.1, cbs=[GradientAccumulation(12),At(do, at=2, event='after_step')])
+    assert a.log==b.log and weights(a).equal(weights(b))
+
+def moves(learn, **kwargs): return len(called(learn, to_device, lambda d: 0, **kwargs))
+
+def test_a_batch_that_is_in_place_is_not_moved():
+    "Neither of plain tensors nor of fastai's; without accumulation, and outside of fits, fastai moves as ever"
+    for cls in (torch.Tensor,TensorBase):
+        learn = toy(4, n=38)
+        learn.dls.device = None
+        stock = learn.dls.train.create_batch
+        learn.dls.train.create_batch = lambda b: tuple(o.as_subclass(cls) for o in stock(b))
+        assert moves(learn)==n_batches and moves(learn, cbs=GradientAccumulation(12))==0 and moves(learn)==n_batches
+        assert '_set_device' not in vars(learn)
+
+def test_what_is_not_in_place_is_moved():
+    "A part that is no tensor, a batch that is a dict, a model that was moved, a class with a way of its own"
+    def of(change, data=lambda b: b):
+        learn = toy(4, n=38)
+        stock = learn.dls.train.create_batch
+        learn.dls.train.create_batch = lambda b: data(stock(b))
+        acc,placed = GradientAccumulation(12),[]
+        learn.add_cb(acc)
+        change(learn)
+        class Look(Callback):
+            order = -30
+            def before_batch(self): placed.append(self.learn._set_device)
+        return learn,placed,Look()
+    learn,placed,look = of(noop, data=lambda b: ([b[0]],b[1]))
+    learn.model.register_forward_pre_hook(lambda m, xs: tuple(xs[0]) if isinstance(xs[0], list) else None)
+    assert moves(learn, cbs=look)==10   # and not those of validation
+    learn,placed,look = of(lambda l: setattr(l, '__class__', type('Sub', (Learner,), dict(_set_device=lambda self, b: b))))
+    learn.fit(1, 0.1, cbs=look)
+    assert '_set_device' not in vars(learn) and all(o.__func__ is type(learn)._set_device for o in placed)
+    learn,placed,look = of(noop)
+    learn._set_device = mine = lambda b: b
+    learn.fit(1, 0.1, cbs=look)
+    assert set(placed)=={mine} and learn._set_device is mine
+
+def test_a_model_on_another_device_gets_its_batches():
+    "It was moved in the middle of the fit: the next batch goes there"
+    seen,learn = [],toy(4, n=38)
+    class Stop(Callback):
+        order = -30
+        def before_batch(self):
+            seen.append(self.x.device.type)
+            if len(seen)==4: raise CancelFitException
+        def after_batch(self):
+            if len(seen)==3: self.model.to('meta')
+    learn.fit(1, 0.1, cbs=[GradientAccumulation(4),Stop()])
+    assert seen==['cpu']*3+['meta']

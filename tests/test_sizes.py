@@ -1,6 +1,7 @@
 "What a mean loss is a mean of: padding, class weights, sums, sizes of your own."
 import pytest, torch
 from functools import partial
+from types import SimpleNamespace
 from torch import nn, tensor
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -9,6 +10,10 @@ from fastai.losses import CrossEntropyLossFlat
 from fastai.optimizer import Adam
 from fastai.callback.tracker import TerminateOnNaNCallback
 from fastaccum import GradientAccumulation
+from fastaccum.core import sizes
+from fastaccum.core.macro_batch import MacroBatch
+from fastaccum.core.measure import Measure
+from fastaccum.core.sizes import find_size
 from fastaccum.testing import CrossEntropy, assert_twins, deviation, toy, toy_data, twins
 from common import Seen, grads, weights
 
@@ -176,12 +181,69 @@ def test_weights_stay_near_one_over_k(loss):
     learn.fit(1, 0.1, cbs=[GradientAccumulation(64), W(), V()])
     assert len(ws)==16 and max(ws)<=3/16 and min(ws)>1/16/6/3
 
-def test_sizes_are_counted_in_single_precision_at_least():
-    "Half precision ends at 65504: more targets than that must not count as infinitely many"
-    from types import SimpleNamespace as NS
-    from fastaccum.core.measure import Measure
-    loss = torch.zeros((), dtype=torch.float16)
-    learn = NS(loss_func=F.cross_entropy, pred=None, yb=(torch.zeros(70_000, dtype=torch.long),),
+@pytest.mark.parametrize('host', [True,False])
+def test_sizes_are_counted_in_single_precision_at_least(host, monkeypatch):
+    "Half precision ends at 65504: more targets than that must not count as infinitely many, nor their losses"
+    monkeypatch.setattr(sizes, 'on_host', lambda t: host)
+    loss = torch.full((), 3., dtype=torch.float16)
+    learn = SimpleNamespace(loss_func=F.cross_entropy, pred=None, yb=(torch.zeros(70_000, dtype=torch.long),),
         loss=loss, loss_grad=loss)
-    measure = Measure()
-    assert measure(learn, 70_000)[0].item()==70_000
+    measure,macro = Measure(),MacroBatch()
+    macro.start(70_000, 70_000)
+    size,most,loss = measure(learn, 70_000)
+    macro.weight(70_000, size, most)
+    macro.add(70_000, size, loss)
+    assert isinstance(size, int if host else torch.Tensor) and size==70_000
+    assert measure.mean(macro)==3 and measure.mean(macro).dtype==torch.float16
+
+def test_losses_of_samples_are_added_up_in_single_precision_at_least():
+    "So they are with a loss that is a mean over samples: 4096 of them with a loss of 20 are more than 65504"
+    loss = torch.full((), 20., dtype=torch.float16)
+    learn = SimpleNamespace(loss_func=F.mse_loss, loss=loss, loss_grad=loss)
+    measure,macro = Measure(),MacroBatch()
+    macro.start(4096, 4096)
+    for _ in range(4):
+        size,most,loss = measure(learn, 1024)
+        macro.weight(1024, size, most)
+        macro.add(1024, size, loss)
+    assert measure.mean(macro)==20 and measure.mean(macro).dtype==torch.float16
+
+shapes = dict(nothing=[], some=[0,1,7], all=list(range(12)))
+
+@pytest.mark.parametrize('which', shapes)
+@pytest.mark.parametrize('kwargs', [dict(),dict(weight=w),dict(ignore_index=1),dict(ignore_index=1, weight=w),
+    dict(ignore_index=7)], ids=str)
+def test_what_is_counted_on_a_device_is_counted_on_the_host(kwargs, which, monkeypatch):
+    "The oracle is torch: what its mean divides its sum by"
+    gen = torch.Generator().manual_seed(0)
+    y,pred = torch.randint(0, 3, (3,4), generator=gen),torch.randn(12, 3, generator=gen, dtype=torch.float64)
+    y.view(-1)[shapes[which]] = kwargs.get('ignore_index', -100)
+    find = find_size(nn.CrossEntropyLoss(**kwargs))
+    def count(host):
+        monkeypatch.setattr(sizes, 'on_host', lambda t: host)
+        return find(SimpleNamespace(yb=(y,)))
+    def loss(reduction): return nn.CrossEntropyLoss(**kwargs, reduction=reduction)(pred, y.flatten())
+    here,there = count(True),count(False)
+    assert isinstance(here, (int,float)) and isinstance(there, torch.Tensor) and here==there
+    if here: assert abs(loss('sum')/loss('mean')-here)<1e-12
+    else: assert loss('mean').isnan()
+
+def test_no_targets_at_all():
+    find = find_size(nn.CrossEntropyLoss())
+    assert find(SimpleNamespace(yb=(torch.zeros(4, 0, dtype=torch.long),)))==0
+
+def test_on_a_device_few_operations_count():
+    "Each is a kernel that is launched; plain cross-entropy asks for two, a class weight for five"
+    from torch.utils._python_dispatch import TorchDispatchMode
+    class Count(TorchDispatchMode):
+        n = 0
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.n += func.overloadpacket not in (torch.ops.aten.detach,torch.ops.aten._to_copy)
+            return func(*args, **(kwargs or {}))
+    y = torch.zeros(8, dtype=torch.long)
+    for kwargs,most in ((dict(),2),(dict(weight=w),5)):
+        find = find_size(nn.CrossEntropyLoss(**kwargs))
+        with pytest.MonkeyPatch.context() as mp:
+            mp.setattr(sizes, 'on_host', lambda t: False)
+            with Count() as seen: find(SimpleNamespace(yb=(y,)))
+        assert seen.n<=most

@@ -53,12 +53,9 @@ def main():
     parser.add_argument('what', nargs='*', choices=['right','fast',[]], help='default: both')
     parser.add_argument('--only', help=f'one of {", ".join(modules)}')
     parser.add_argument('--note', help='a remark to go into the results')
-    for o in ('--child','--memory','--out'): parser.add_argument(o, help=argparse.SUPPRESS)
+    for o in ('--child','--out'): parser.add_argument(o, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child: return child(args.child, args.out)
-    if args.memory:
-        from .fast import memory
-        return memory(args.memory)
     names = [o for o in modules if args.only is None or o==args.only]
     if not names: sys.exit(f'--only {args.only}: give one of {", ".join(modules)}')
     os.environ.setdefault('OMP_NUM_THREADS', '1')

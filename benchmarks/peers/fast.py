@@ -3,11 +3,12 @@
 All arms run in one process, by turns. The model notes the time of each forward pass; the time from one to the one
 16 later is what is measured, so what a Trainer does before and after a fit does not count. It is processor time:
 all work is done in one thread, so on a quiet machine that is the time on the clock, and on a busy one it is
-disturbed less. Peak memory is measured in a process for each arm."""
-import importlib, json, statistics, subprocess, sys, time, torch
+disturbed less. Memory is that of the tensors alive, counted, so it is the same in each run."""
+import importlib, statistics, time, torch
 from dataclasses import replace
 from torch import nn
 from torch.utils.data import DataLoader
+from ..live import LiveTensors
 from .cases import Case
 
 arms = [('bare','Bare'),('accelerate','Accumulate'),('lightning','Lightning'),
@@ -124,33 +125,26 @@ def run_fast(names, rounds=5):
     for n in (0,4,16):
         res = by_turns(some, Tiny, rounds-2, say, k=4, n_batches=96, callbacks=n)
         put(growth['callbacks'], n, {k:v for k,v in res.items() if k!='bare'}, lambda o: o['us'])
-    say('\npeak memory ')
+    say('\nmemory ')
     memories = {}
-    for nm,cls in [*classes.items(),('big',classes['bare'])] if sys.platform=='linux' else []:
-        where = f'{cls.__module__.rsplit(".")[-1]} {cls.__name__} {nm}'
-        out = subprocess.run([sys.executable,'-W','ignore','-m',__package__,'--memory',where],
-            capture_output=True, text=True)
-        if out.returncode: sys.exit(f'the memory of {nm} could not be measured:\n{out.stderr[-2000:]}')
-        memories[nm] = json.loads(out.stdout.splitlines()[-1])
+    for nm,cls in [*classes.items(),('big',classes['bare'])]:
+        memories[nm] = dict(title='real big batches' if nm=='big' else cls.title, peak=memory(cls, nm=='big'))
+        say('.')
+    say('\nwhere the time goes ')
+    from . import where
+    few = {nm:o for nm,o in classes.items() if nm in ('bare','fastai-plain','fastaccum')}
+    wheres = {}
+    for nm,make,n in (('tiny',Tiny,3200),('conv',Conv,256),('transformer',Transformer,256)):
+        wheres[nm] = where.by_turns(few, make, 4, n)
         say('.')
     return dict(arms={nm:dict(title=o.title, how=o.how) for nm,o in classes.items()}, cost=cost,
-        growth=growth, memory=memories)
+        growth=growth, memory=memories, where=wheres)
 
-def rss(peak=False):
-    """Memory of this process in MiB, now or at most so far; on Linux. (`getrusage` would tell the parent's, if that
-    was more)"""
-    start = 'VmHWM' if peak else 'VmRSS'
-    with open('/proc/self/status') as f: return next(int(o.split()[1]) for o in f if o.startswith(start))/1024
-
-def memory(where, k=4, bs=16):
-    "Print the peak memory of an arm in this process, as JSON. 'big' is the bare loop on real big batches"
-    torch.set_num_threads(1)
-    mod,cls,nm = where.split()
-    peer_cls,big = load_one(mod, cls),nm=='big'
+def memory(peer_cls, big=False, k=4, bs=16):
+    "The most bytes alive of the tensors made in a fit of a few steps; `big`: on real big batches"
     if big: k,bs = 1,bs*k
     model = Transformer(d=128, layers=4)
-    train(peer_cls, Tiny(), k, 48)   # what is loaded late is loaded now
-    before = rss()
-    train(peer_cls, model, k, 48, bs)
-    peak = rss(peak=True)
-    print(json.dumps(dict(title='real big batches' if big else peer_cls.title, more=peak-before, all=peak)))
+    data = [model.batch(bs) for _ in range(3*k)]
+    fit(peer_cls, Tiny(), [Tiny.batch(bs) for _ in range(k)], k, bs)   # what is loaded late is loaded now
+    with LiveTensors() as live: fit(peer_cls, model, data, k, bs)
+    return live.peak

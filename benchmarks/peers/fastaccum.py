@@ -6,6 +6,6 @@ class Fastaccum(Fastai):
     key,title,package = 'fastaccum','fastaccum','fastaccum'
     docs = 'https://fastaccum.github.io/fastaccum/accumulation.html'
     how = 'GradientAccumulation(accum_bs)'
-    def accumulation(self, micro, accum): return [GradientAccumulation(accum, micro_batch_size=micro)]
+    def accumulation(self, micro, accum): return [GradientAccumulation(accum)]
 
 peers = [Fastaccum]

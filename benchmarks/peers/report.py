@@ -7,7 +7,7 @@ def cell(o, key):
     "A figure of an outcome, or why there is none"
     if o['outcome']!='ran': return o['outcome']
     if key=='weights' and o.get('steps')!=o.get('expected'):
-        return f"{number(o['weights'])}, {o['steps']} of {o['expected']} steps"
+        return f"{number(o['weights'])} ({o['steps']} of {o['expected']})"
     if key=='loss' and o.get('loss') is None:
         return 'by hand' if o.get('recorded') is None else f"{o['recorded']} recorded for {o['expected']} steps"
     if key=='lr' and o.get('lr') is None: return f"{o['steps']} of {o['expected']} steps"
@@ -15,7 +15,7 @@ def cell(o, key):
 
 def grid(res, keys, key):
     "A row for each peer, a column for each case"
-    return table(['']+list(keys), [[p['title']]+[cell(p['cases'][c], key) for c in keys]
+    return table(['']+[names[o] for o in keys], [[p['title']]+[cell(p['cases'][c], key) for c in keys]
         for p in res['peers'].values()])
 
 def whys(res):
@@ -25,7 +25,7 @@ def whys(res):
         for c,o in p['cases'].items():
             if o['outcome']!='ran': seen.setdefault((c,o['outcome'],o['why']), []).append(p['title'])
     order = list(res['cases']).index
-    rows = [[c,outcome,why.replace('|', '/'),'; '.join(ps)]
+    rows = [[names.get(c, res['cases'][c]),outcome,why.replace('|', '/'),'; '.join(ps)]
         for (c,outcome,why),ps in sorted(seen.items(), key=lambda o: order(o[0][0]))]
     return table(['case','outcome','why','who'], rows)
 
@@ -54,15 +54,21 @@ def hows(res):
     return table(['','version','run as'], [[f"[{p['title']}]({p['docs']})",p['version'],p['how']]
         for p in res['peers'].values()])
 
+# Each case in a few words, for the head of a column
+names = dict(A='all fits', B250='ragged last micro-batch', B240='last step a micro-batch short',
+    B200='last step of 8 samples', B48='epoch shorter than a step', C40='steps of 40', padded='padded tokens',
+    ignored='a micro-batch all ignored', clip='clipping', fp16='fp16', cycle='one-cycle', again='second fit',
+    interrupt='fit after an interrupt', loss='recorded loss', metrics='training accuracy', lr_find='finder',
+    zero='steps of 0', negative='steps of -64')
 ends,others = ['A','B250','B240','B200','B48','C40'],['padded','ignored','clip','fp16','cycle','again','interrupt']
 
 def right(res):
     "All tables of `right`"
     return '\n\n'.join(['# Right: how far from the run on real big batches', made(res),
-        'Largest difference of a weight (1e-16 is rounding); the number of steps where it is wrong',
+        'Largest difference of a weight (1e-16 is rounding); in brackets the number of steps where it is wrong',
         grid(res, ends, 'weights'), grid(res, others, 'weights'),
         'What is recorded and found', found(res), 'Sizes that cannot be', bad(res),
-        'The cases', table(['',''], res['cases'].items()),
+        'The cases', table(['',''], [(names[k],v) for k,v in res['cases'].items()]),
         'The peers', hows(res), 'No figure', whys(res)])
 
 # Who has no row in `fast`, and why
@@ -85,8 +91,19 @@ def growth(res, key, unit):
     return table([unit]+sizes, [[res['arms'][nm]['title']]+[f'{o[s]:.0f}' for s in sizes] for nm,o in arms.items()])
 
 def memory(res):
-    return table(['','MiB more than before training','MiB in all'],
-        [[o['title'],f"{o['more']:.0f}",f"{o['all']:.0f}"] for o in res['memory'].values()])
+    bare = res['memory']['bare']['peak']
+    def more(n): return f'{(n-bare)/2**10:+.1f} KiB' if abs(n-bare)<2**20 else f'{(n-bare)/2**20:+.1f} MiB'
+    return table(['','most alive at a time','to the bare loop'],
+        [[o['title'],f"{o['peak']/2**20:.1f} MiB",more(o['peak'])] for o in res['memory'].values()])
+
+def where(res):
+    "Microseconds of a micro-batch, by what is done in them, and how much that is of all"
+    rows = []
+    for model,arms in res['where'].items():
+        for nm,o in arms.items():
+            all = sum(o.values())
+            rows.append([model,res['arms'][nm]['title'],f'{all:.0f}',*(f'{v:.0f} ({v/all:.0%})' for v in o.values())])
+    return table(['model','','all',*next(iter(res['where']['tiny'].values()))], rows)
 
 def fast(res):
     "All tables of `fast`"
@@ -97,7 +114,8 @@ def fast(res):
         times(res, 'conv', ks, 'samples/s'),
         'Samples per second of a transformer, and in brackets to the bare loop',
         times(res, 'transformer', ks, 'samples/s'),
-        'Peak memory of a transformer, k = 4', memory(res),
+        'Memory of the tensors made by a fit of a transformer, k = 4', memory(res),
+        'Where the microseconds of a micro-batch go, k = 4', where(res),
         'Growth with k: µs per micro-batch of the tiny model', growth(res, 'k', 'k'),
         'Growth with the number of parameters: µs per micro-batch, k = 4', growth(res, 'parameters', 'tensors'),
         'Growth with the number of callbacks that do nothing: µs per micro-batch, k = 4',

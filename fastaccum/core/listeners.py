@@ -145,7 +145,12 @@ def take_off(
 # %% ../../nbs/core/10_listeners.ipynb #guest2
 class Guest(Callback):
     "A callback that leaves a Learner as it was, however it is taken off or switched off"
+    _xtra = None   # as for all callbacks, but found at once: fastai asks for it whenever it asks the Learner
+
     def _leave(self): "Put everything back; called more than once"
+
+    @property
+    def training(self): return self.learn.training   # what fastai looks up the long way before each event
 
     def __setattr__(self, nm, value):   # fastai's would warn when the *model* happens to have an attribute of that name
         if nm=='learn' and value is not self.learn:

@@ -88,4 +88,5 @@ class MacroBatch:
         if size is None: self.loss = self.loss+loss
         else:
             self.size = self.size+size
-            self.loss = self.loss+size*loss
+            on_device = hasattr(size, 'addcmul') and hasattr(self.loss, 'addcmul')   # tensors: one operation, not two
+            self.loss = self.loss.addcmul(size, loss) if on_device else self.loss+size*loss

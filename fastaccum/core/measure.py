@@ -14,7 +14,7 @@ from numbers import Real
 from fastai.learner import Learner
 from .batch import samples
 from .macro_batch import MacroBatch
-from .sizes import Targets, find_size
+from .sizes import Targets, as_plain, find_size
 
 # %% ../../nbs/core/05_measure.ipynb #check-size
 def check_size_func(
@@ -81,27 +81,32 @@ class Measure:
         first:bool=True # Is it the first of a macro-batch?
     )->tuple: # Size, what it would be with nothing ignored (`None` unless `first`), and the loss, detached
         self.look_at(learn.loss_func)
-        self.loss = learn.loss.as_subclass(torch.Tensor).detach()   # in this order: fastai's class is slower
-        if self.loss.ndim: self.loss = self.loss.mean()   # with `reduction='none'`; the Recorder notes the mean, too
-        if self.find is None: return None,None,self.loss
-        size = n if self.find is samples else self.find(learn)
+        self.loss = loss = as_plain(learn.loss).detach()
+        if loss.ndim: self.loss = loss = loss.mean()   # with `reduction='none'`; the Recorder notes the mean, too
+        if self.find is None: return None,None,loss
+        if loss.dtype in (torch.float16,torch.bfloat16): loss = loss.float()   # it is added up
+        if self.find is samples and n: return n,None,loss
+        size = self.find(learn)
         if self.size is not None: size = check_size(size, look=self.first)
         self.first = False
-        if not isinstance(size, torch.Tensor):
-            if size: return size,None,self.loss
-            size = torch.zeros((), device=self.loss.device)
-        return self._tensor(learn, n, size, first)
+        counts = isinstance(size, torch.Tensor) or not size   # is it known on the device only, or nothing?
+        most = self._most(learn, n) if first and (counts or isinstance(self.find, Targets)) else None
+        if counts: size,loss = self._tensor(learn, size, loss)
+        return size,most,loss
 
-    def _tensor(self, learn, n, size, first):
-        dtype = torch.promote_types(learn.loss_grad.as_subclass(torch.Tensor).dtype, torch.float32)
-        size,most = size.as_subclass(torch.Tensor).reshape(()).to(dtype),None
-        if getattr(self.find, 'nan_grad', True): self._mask_grad(learn.pred, size>0)
-        if first:
-            y = learn.yb[0]
-            most = (y.numel() if isinstance(y, torch.Tensor) else n)*getattr(self.find, 'mean_weight', 1.)
+    def _most(self, learn, n):
+        y = learn.yb[0]
+        return (y.numel() if isinstance(y, torch.Tensor) else n)*getattr(self.find, 'mean_weight', 1.)
+
+    def _tensor(self, learn, size, loss):
+        if not isinstance(size, torch.Tensor): size = torch.zeros((), device=loss.device)
+        dtype = torch.promote_types(as_plain(learn.loss_grad).dtype, torch.float32)
+        size = as_plain(size).reshape(()).to(dtype)
+        some = size>0
+        if getattr(self.find, 'nan_grad', True): self._mask_grad(learn.pred, some)
         if self.known is None: self.known = torch.zeros_like(self.loss)
-        learn.loss = self.loss = torch.where(size>0, self.loss, self.known)
-        return size,most,self.loss
+        learn.loss = self.loss = torch.where(some, self.loss, self.known)
+        return size,self.loss
 
     def _mask_grad(self, preds, some):
         for o in preds if isinstance(preds, (tuple,list)) else (preds,):

@@ -10,6 +10,7 @@ __all__ = ['stand_in']
 # %% ../../nbs/core/20_stand_ins.ipynb #imports
 from functools import partial
 from .dispatch import Dispatch
+from .inside import Placed
 from .instead import Instead
 from .others import StateWatch
 from .own_loop import OwnLoop
@@ -23,7 +24,7 @@ def stand_in(
     learn = acc.learn
     acc.dispatch,acc.backward = Dispatch(acc),Instead(learn, '_backward', None)
     acc.backward.f = partial(acc._backward, acc.backward)
-    acc.instead = [acc.backward, *OwnLoop(acc).instead, *StateWatch(acc).instead]
+    acc.instead = [acc.backward, *OwnLoop(acc).instead, *StateWatch(acc).instead, *Placed(learn).instead]
     first = learn.cbs.filter(lambda o: o.run and o.run_train).sorted('order')[0]
     acc.sums = Instead(first, 'after_loss', None)
     acc.sums.f = partial(acc._note_sum, acc.sums)

@@ -17,6 +17,7 @@ from .listeners import Guest
 from .notices import refuse_middle, refuse_reduction, tell_large, tell_more, tell_penalty
 from .others import look_around
 from .penalties import SumLoss
+from .sizes import as_plain
 from .state import State
 
 # %% ../../nbs/core/16_steps.ipynb #steps
@@ -75,7 +76,7 @@ def before_backward(self:Steps):
     self.weight,self.late = (1.,share) if wide else (share,1.)
     if size is None: self._share_penalty(n)
     self.pending = n,size,loss
-    learns = learn.loss_grad.as_subclass(torch.Tensor).requires_grad   # fastai's class is slower
+    learns = as_plain(learn.loss_grad).requires_grad
     if learns or macro.closing and not macro.learned: return self.sync.backs()   # if none needs a gradient, torch tells
     self._count(learned=False)
     raise CancelBackwardException
@@ -87,7 +88,7 @@ def _backward(self:Steps, instead):
     learn,weight = self.learn,self.weight
     counts = self.entered and self.pending is not None
     if counts and (isinstance(weight, torch.Tensor) or weight!=1):
-        learn.loss_grad = learn.loss_grad.as_subclass(torch.Tensor)*weight
+        learn.loss_grad = as_plain(learn.loss_grad)*weight
     instead.stock()
     if not counts: return
     self.held.add(self.late)

@@ -16,6 +16,7 @@ from fastai.callback.core import Callback
 from fastcore.basics import patch
 from ..core.checks import drops_last, micro_size
 from ..core.batch import samples
+from .afterwards import check_retries, retries
 from .shares import SharedPlan, local_sizes
 
 # %% ../../nbs/processes/01_agreement.ipynb #agreement
@@ -68,6 +69,7 @@ def look(self:Agreement,
     finder = getattr(acc.learn, 'lr_finder', None)   # of loaders of different lengths, it makes epochs of its own
     told = {'`accum_bs`':acc.accum_bs, '`drop_last`':drops_last(acc.drop_last, dl), '`log_accum_batch`':acc.log_steps,
             '`sync_each`':-1 if acc.sync_each is None else acc.sync_each,
+            "`'auto'`":retries(acc),   # if so, no micro-batch exchanges anything
             'the number of epochs':acc.learn.n_epoch if finder is None else finder.num_it}
     self.agreed(dl, acc.micro_batch_size)
     res = self.gather([int(o) for o in (*self.sizes,micro_size(self.sizes[0], acc.micro_batch_size),*told.values())])
@@ -79,6 +81,7 @@ def look(self:Agreement,
         raise ValueError(f"the processes have {', '.join(str(n) for _,n,*_ in res)} samples to train on: "
             "give each at least a micro-batch")
     self.check_model(acc)
+    if retries(acc): check_retries(self.in_each(acc))
     return tuple((micro,n,bool(drop_last),bs) for bs,n,micro,_,drop_last,*_ in res)
 
 # %% ../../nbs/processes/01_agreement.ipynb #check-model

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from torch import distributed as dist
 from fastai.callback.core import Callback
 from fastcore.basics import patch
+from .afterwards import retries, share_buffers
 from .agreement import Agreement
 from .lockstep import Lockstep
 from .shares import local_sizes
@@ -21,6 +22,7 @@ from .shares import local_sizes
 class Exchange(Agreement):
     "The `forward` of the model while `acc` accumulates: gradients wait for the closing micro-batch"
     lockstep = None   # a `Lockstep` in an epoch in which something is exchanged with every micro-batch
+    retries = False   # may a micro-batch fail here alone? Then no micro-batch exchanges anything; written by `enter`
 
     def __init__(self,
         model:torch.nn.Module, # As in `Agreement`
@@ -39,7 +41,7 @@ class Exchange(Agreement):
         "Let the model's `forward` ask `acc` whether to exchange gradients"
         left = getattr(vars(self.model).get('forward'), '__self__', None)
         if isinstance(left, Exchange): left.leave()   # an interrupt left it, or this one has entered before
-        self.acc = acc
+        self.acc,self.retries = acc,retries(acc)
         self.own = vars(self.model).get('forward')
         self.stock = self.model.forward
         vars(self.model)['forward'] = self.forward
@@ -48,6 +50,7 @@ class Exchange(Agreement):
         "Give the model its own `forward` back; may be called twice, or after half an `enter`"
         if self.lockstep: self.lockstep.leave()
         self.lockstep = None
+        if self.retries: self.model.require_forward_param_sync = True   # of buffers, with the next pass, as ever
         if vars(self.model).get('forward')!=self.forward: return
         if self.own is None: del vars(self.model)['forward']
         else: vars(self.model)['forward'] = self.own
@@ -64,7 +67,7 @@ def accumulates(self:Exchange)->bool:
 def waits(self:Exchange)->bool:
     "Do the gradients of this micro-batch wait?"
     acc = self.acc   # sums in single precision are exchanged once they are complete
-    return not acc.sync_each and (acc.held.wide is not None or not acc.macro.closing)
+    return not acc.sync_each and (self.retries or acc.held.wide is not None or not acc.macro.closing)
 
 @patch
 def heed(self:Exchange): "An exchange comes: does everybody take part?"

@@ -1,7 +1,7 @@
 """Memory that runs out on some of several processes (`micro_batch_size='auto'`), each case beside the same on one process
 where it does not: launched by test_auto_processes.py as processes.py is by test_processes.py"""
 from processes import *
-from fastai.callback.core import CancelValidException
+from test_precision import Scaled
 
 class Plan:
     "Where memory runs out: at which stage, on which processes, in which batch, and above how many samples"
@@ -139,7 +139,6 @@ def case_validation():
         run(metrics=accuracy, splitter=splitter)
 def case_scaled_and_clipped():
     "With a GradScaler"
-    from test_precision import Scaled
     for stage in ('forward','backward'):
         plan.set(stage, (world-1,))
         run(cbs=lambda: [Scaled(init_scale=2.**10, growth_interval=3),GradientClip(0.05)])
@@ -183,6 +182,8 @@ def case_refused():
     assert '`sync_each=True`' in fit(dict(sync_each=True))
     assert '`log_accum_batch=False`' in fit(dict(log_accum_batch=False))
     assert "`'auto'` is" in fit(mine=rank==0)
+    def sync(l): l.model.module.norm = nn.SyncBatchNorm(3)
+    assert 'SyncBatchNorm' in fit(setup=sync)
 
 def late(text, fail):
     "One process fails for good; the others raise PyTorch's error when their exchange has taken too long"

@@ -35,8 +35,8 @@ def bs_find(self:Learner,
     """Find the largest batch size that trains within memory, and leave everything as it was
 
     TypeError: a number is no whole number, or `apply` neither `True` nor `False`
-    ValueError: a number is below 1, `mode` is unknown, the training loader has no batch, or processes are told different
-        things
+    ValueError: a number is below 1, `mode` is unknown, the training loader has no batch, or processes were told
+        different things
     RuntimeError: processes exchange something in each forward pass, or a callback ends the fit or skips steps
     torch.OutOfMemoryError: not even one sample fits
     UserWarning: some parameters had no gradient in the trials, so their share is not in the size
@@ -102,7 +102,8 @@ class FoundSize:
         trials:list[Trial], # What became of each size tried, in that order
         processes:int=1 # That have agreed on it
     ):
-        self.size,self.mode,self.trials,self.processes = size,mode,trials,processes   # as given; nobody writes them later
+        # as given; nobody writes them later
+        self.size,self.mode,self.trials,self.processes = size,mode,trials,processes
         # why it is the largest, in words
         self.why = f'{bad} do not' if bad else 'there are no more' if size==n else '`max_trials` was reached'
 

@@ -1,12 +1,13 @@
-"""Memory that runs out on some of several processes (`micro_batch_size='auto'`), each case beside the same on one process
-where it does not: launched by test_auto_processes.py as processes.py is by test_processes.py"""
+"""Memory that runs out on some of several processes (`micro_batch_size='auto'`), each case beside the same on one
+process where it does not: launched by test_auto_processes.py as processes.py is by test_processes.py"""
 from processes import *
 from test_precision import Scaled
 
 class Plan:
     "Where memory runs out: at which stage, on which processes, in which batch, and above how many samples"
     learn,stage,ranks,at,limit,failed = None,None,(),None,2,0
-    def set(self, stage, ranks, at=None, limit=2): self.stage,self.ranks,self.at,self.limit,self.failed = stage,ranks,at,limit,0
+    def set(self, stage, ranks, at=None, limit=2):
+        self.stage,self.ranks,self.at,self.limit,self.failed = stage,ranks,at,limit,0
     def check(self, stage, n):
         learn = self.learn
         if stage!=self.stage or rank not in self.ranks or not isinstance(learn.model, DDP): return
@@ -174,7 +175,8 @@ def case_refused():
         learn.model = DDP(learn.model)
         setup(learn)
         before = weights(learn)
-        try: learn.fit(1, 0.1, cbs=GradientAccumulation(16*world, micro_batch_size='auto' if mine else None, **(acc or {})))
+        cb = GradientAccumulation(16*world, micro_batch_size='auto' if mine else None, **(acc or {}))
+        try: learn.fit(1, 0.1, cbs=cb)
         except ValueError as e:
             assert torch.equal(weights(learn), before)
             return str(e)

@@ -35,8 +35,8 @@ class Cap(nn.Module):
 def made(caps, stage='backward', wrap=True, n=70, **kwargs):
     torch.manual_seed(0)
     learn = toy(4, data=toy_data(n), splitter=lambda m: [list(m.parameters())], opt_func=Adam,
-        model=lambda: nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), Cap(caps[rank], stage), nn.Linear(6, 3)).double(),
-        **kwargs)
+        model=lambda: nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), Cap(caps[rank], stage),
+            nn.Linear(6, 3)).double(), **kwargs)
     if wrap: learn.model = DDP(learn.model)
     return learn
 def state(learn):

@@ -40,7 +40,7 @@ def join(
     if isinstance(o, torch.Tensor):
         if not o.ndim: return sum(x*n for x,n in zip(parts, ns))/sum(ns)
         if all(x.ndim and len(x)==n for x,n in zip(parts, ns)): return torch.cat(parts)
-        raise TypeError(f"the model returned a tensor of shape {tuple(o.shape)} for {ns[0]} samples, which cannot be put "
-            "together with those of other samples: give the validation DataLoader a smaller batch size")
+        raise TypeError(f"the model returned a tensor of shape {tuple(o.shape)} for {ns[0]} samples, which cannot be "
+            "put together with those of other samples: give the validation DataLoader a smaller batch size")
     if is_mapping(o) or isinstance(o, (tuple,list)): return like(o, [join(x, ns) for x in zip(*map(values, parts))])
     return o

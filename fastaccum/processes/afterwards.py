@@ -49,6 +49,6 @@ def check_retries(
     ValueError: there is something
     """
     if not why: return
-    raise ValueError(f"`'auto'` on several processes with {', '.join(why)}: each process runs its micro-batches again by "
-        "itself when its memory runs out, and the others would wait for what is exchanged with every micro-batch. Give "
-        "a number, `micro_batch_size=` (`learn.bs_find()` finds one that fits on all processes)")
+    raise ValueError(f"`'auto'` on several processes with {', '.join(why)}: each process runs its micro-batches again "
+        "by itself when its memory runs out, and the others would wait for what is exchanged with every micro-batch. "
+        "Give a number, `micro_batch_size=` (`learn.bs_find()` finds one that fits on all processes)")

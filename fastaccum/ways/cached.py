@@ -46,8 +46,8 @@ class InParts:
     ):
         self.model,self.split,self.retries,self.start = model,split,retries,Start(model)
         self.ddps = ddps(model)
-        # do processes exchange nothing before the gradients of a batch are complete? In half precision they are added up
-        # in single precision first
+        # do processes exchange nothing before the gradients of a batch are complete? In half precision they are added
+        # up in single precision first
         self.later = bool(self.ddps) and (retries or is_half(model.parameters()))
         self.looks = {}       # a `Look` for training (`True`) and evaluation; written with the first batch of each
         self.checked = False  # was a micro-batch that was run again compared with the first time?

@@ -14,7 +14,6 @@ from fastai.callback.core import Callback
 from fastai.learner import Learner
 from fastcore.basics import GetAttr, patch
 from fastcore.foundation import L
-from torch import distributed
 from .accumulation import GradientAccumulation
 from .core.checks import check_bool, check_count, loader_sizes
 from .core.macro_batch import round_up
@@ -22,6 +21,7 @@ from .noise.branch import Branch, Compared, compared, draw_branches, table
 from .noise.excursion import Excursion, look, train
 from .noise.spread import Measured, draw_scale, measured, told
 from .noise_scale import NoiseScale
+from .processes.world import world_size
 from .scaled_lr import ScaledLR
 
 # %% ../nbs/09_accum_find.ipynb #accum-find
@@ -70,7 +70,7 @@ def _check(learn, mode, rule, tol, show_plot, **counts):
     if isinstance(tol, bool) or not isinstance(tol, Real):
         raise TypeError(f"`tol={tol!r}` is a {type(tol).__name__}: give a share, such as `tol=0.1`")
     if not 0<=tol<1: raise ValueError(f"`tol={tol}`: give a share of the progress, from 0 to below 1, such as 0.1")
-    world = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    world = world_size()
     if world>1:
         raise RuntimeError(f"`accum_find` in {world} processes: each would find another size. Search in one process: "
             "`accum_bs` counts samples over all processes, so what it finds is right for several, too")

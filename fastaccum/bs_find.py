@@ -15,10 +15,11 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 from fastprogress.fastprogress import progress_bar
 from matplotlib import pyplot as plt
-from torch import distributed
 from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset
 from .core.checks import check_bool, check_count
+from .memory.apart import TrialsApart, check_apart
 from .memory.trials import Trial, Trials
+from .processes.world import world_size
 
 # %% ../nbs/06_bs_find.ipynb #bs-find
 @patch
@@ -34,17 +35,18 @@ def bs_find(self:Learner,
     """Find the largest batch size that trains within memory, and leave everything as it was
 
     TypeError: a number is no whole number, or `apply` neither `True` nor `False`
-    ValueError: a number is below 1, `mode` is unknown, or the training loader has no batch
-    RuntimeError: there are several processes, or a callback ends the fit or skips steps
+    ValueError: a number is below 1, `mode` is unknown, the training loader has no batch, or processes were told
+        different things
+    RuntimeError: processes exchange something in each forward pass, or a callback ends the fit or skips steps
     torch.OutOfMemoryError: not even one sample fits
     UserWarning: some parameters had no gradient in the trials, so their share is not in the size
     """
     _check(self, mode, apply, steps_per_trial=steps_per_trial, init_val=init_val, max_trials=max_trials, n_look=n_look)
-    trials = Trials(self, max(2, steps_per_trial),
+    trials = (Trials if world_size()==1 else TrialsApart)(self, max(2, steps_per_trial),
         progress_bar(range(max_trials), leave=False) if hasattr(self, 'progress') and self.create_mbar else None)
     try:
         trials.start(n_look)
-        good,bad = search(trials, mode, init_val, max_trials, trials.samples.n)
+        good,bad = search(trials, mode, init_val, max_trials, trials.n)
     finally:
         try: trials.close()
         finally:
@@ -54,7 +56,7 @@ def bs_find(self:Learner,
         tried = ', '.join(str(o.size) for o in trials.done)
         raise torch.OutOfMemoryError(f"no batch fits: {tried} samples were tried. "
             f"The last error was: {trials.done[-1].error}")
-    res = FoundSize(good, bad, trials.samples.n, mode, trials.done)
+    res = FoundSize(good, bad, trials.n, mode, trials.done, world_size())
     if apply: _apply(self.dls, good)
     if show_plot: res.plot()
     return res
@@ -86,11 +88,8 @@ def _check(learn, mode, apply, **counts):
     if mode not in ('power','binsearch'): raise ValueError(f"`mode={mode!r}`: give 'power' or 'binsearch'")
     check_bool('apply', apply)
     for k,v in counts.items(): check_count(k, v, _units[k])
-    world = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
-    if world>1:
-        raise RuntimeError(f"`bs_find` in {world} processes: once one ran out of memory, the others would wait for it. "
-            "Search in one process, and take somewhat less than it finds, since the processes' buffers need memory too")
     if not len(learn.dls.train): raise ValueError("the training loader has no batch: there is nothing to try")
+    if world_size()>1: check_apart(learn, mode=('power','binsearch').index(mode), apply=apply, **counts)
 
 # %% ../nbs/06_bs_find.ipynb #result
 class FoundSize:
@@ -100,9 +99,11 @@ class FoundSize:
         bad:int|None, # The smallest that is known not to fit, in samples; `None` if none is
         n:int|None, # Samples there are, if that is known
         mode:str, # As in `bs_find`
-        trials:list[Trial] # What became of each size tried, in that order
+        trials:list[Trial], # What became of each size tried, in that order
+        processes:int=1 # That have agreed on it
     ):
-        self.size,self.mode,self.trials = size,mode,trials   # as given; nobody writes them later
+        # as given; nobody writes them later
+        self.size,self.mode,self.trials,self.processes = size,mode,trials,processes
         # why it is the largest, in words
         self.why = f'{bad} do not' if bad else 'there are no more' if size==n else '`max_trials` was reached'
 
@@ -115,7 +116,8 @@ class FoundSize:
 
     def __repr__(self):
         how = f"mode '{self.mode}', {len(self.trials)} trials, {self.seconds:.1f} s"
-        rows = [f'{self.size} samples fit, {self.why} ({how})',
+        where = f' on each of {self.processes} processes'*(self.processes>1)
+        rows = [f'{self.size} samples fit{where}, {self.why} ({how})',
                 '  size  fits  seconds  peak MB  samples/s']
         for o in self.trials:
             peak,speed = ('' if v is None else f'{v:,.0f}' for v in (o.peak and o.peak/2**20,o.speed))

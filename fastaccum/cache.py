@@ -20,8 +20,9 @@ from .core.instead import Instead
 from .core.listeners import Guest, to_the_end
 from .core.notices import BatchNormWarning, once
 from .core.others import batchnorms
+from .processes.afterwards import share_buffers
 from .ways import replay
-from .ways.cached import Cached, InParts, cuts
+from .ways.cached import Cached, InParts, cuts, ddps
 from .ways.look import check_cached, tell_differs
 from .ways.retry import Retry
 
@@ -53,10 +54,11 @@ class GradientCache(Guest):
         if not callable(split):
             raise TypeError(f"`split={split!r}` is a {type(split).__name__}: "
                 "give a function `f(inputs, start, stop, n)`")
-        self.auto,self.split = isinstance(micro_batch_size, str) and micro_batch_size=='auto',split
-        self.micro_batch_size = micro_batch_size if self.auto else check_count('micro_batch_size', micro_batch_size)
+        # is the size 'auto', so that a batch may fail, and be tried again? Asked by who accumulates, too
+        self.retries,self.split = isinstance(micro_batch_size, str) and micro_batch_size=='auto',split
+        self.micro_batch_size = micro_batch_size if self.retries else check_count('micro_batch_size', micro_batch_size)
         # samples that fit: in batches that train (`True`), and in others; with 'auto', `None` before memory has run out
-        self.sizes = dict.fromkeys((True,False), None if self.auto else self.micro_batch_size)
+        self.sizes = dict.fromkeys((True,False), None if self.retries else self.micro_batch_size)
 
     @property
     def size(self)->int:
@@ -73,11 +75,13 @@ class GradientCache(Guest):
         self.trains = self.loaded = False
         to_the_end(self._leave)
         self.told = frozenset()
-        check_cached(self.learn, GradientCache, self.auto)
+        check_cached(self.learn, GradientCache, self.retries)
 
     def before_train(self):
         self.trains = True
         self._enter()
+        if self.retries:
+            for o in ddps(self.learn.model): share_buffers(o)
     def before_validate(self): self._enter()
     def after_train(self): self.trains = False
     def after_fit(self):
@@ -97,6 +101,8 @@ def _enter(self:GradientCache):
 def _leave(self:GradientCache):
     for o in (self.batch,self.inner,self.back,self.retry):
         if o is not None: o.leave()
+    if self.retries and self.batch is not None:
+        for o in ddps(self.learn.model): o.require_forward_param_sync = True   # of buffers, with the next pass, as ever
     self.batch = self.inner = self.back = self.parts = self.call = self.retry = None
 
 @patch
@@ -108,7 +114,7 @@ def _one_batch(self:GradientCache, i, b):
         inner.enter()
         try: stock(i, b)
         finally: inner.leave()
-    if not self.auto or learn.opt is None: return run()
+    if not self.retries or learn.opt is None: return run()
     if self.retry is None: self.retry = Retry(learn)
     retry,training = self.retry,learn.training   # it may be taken off meanwhile
     if retry(run, self._halve):
@@ -148,8 +154,9 @@ def _forward(self:GradientCache, forward, *args, **kwargs):
     n = n_samples((*args,*kwargs.values()), getattr(self.learn.dl, 'bs', None))
     model,size = self.learn.model,self.sizes[self.learn.training] or n
     self.tried = None if n is None else max(b-a for a,b in cuts(n, size))
-    if n is None or n<=size and not (self.auto and self.learn.training): return forward.stock(*args, **kwargs)
-    if self.parts is None or self.parts.model is not model: self.parts = InParts(model, self.split)
+    if self.parts is None or self.parts.model is not model: self.parts = InParts(model, self.split, self.retries)
+    later = self.learn.training and (self.retries or self.parts.later)   # then it is no matter how many there are
+    if n is None or n<=size and not later: return forward.stock(*args, **kwargs)
     if n>size: self._tell_norm(model, size)
     self.call = Cached(self.parts, forward.stock, args, kwargs, n, size)
     return self.call.forward()
@@ -159,10 +166,11 @@ def _backward(self:GradientCache, back):
     "In the place of the Learner's backward pass: the loss's, then the model's"
     call,parts = self.call,self.parts
     if call is None: return back.stock()
-    call.waits = not self.auto   # else memory may run out before anybody counts the batch
+    call.waits = not self.retries   # else memory may run out before anybody counts the batch
     back.stock()
     call.replay()
     if self.retry is not None: self.retry.complete()
+    call.exchange()
     if parts.differs: tell_differs(self)
 
 # %% ../nbs/03_cache.ipynb #notices

@@ -28,6 +28,7 @@ from .check.travel import weights_row
 from .core.checks import check_count
 from .memory.parts import split
 from .memory.recovery import AutoSize
+from .processes.world import world_size
 
 # %% ../nbs/02_twin_check.ipynb #twin-check
 @patch
@@ -74,8 +75,7 @@ def _check(learn, accum_bs, steps, cbs):
         raise ValueError("`accum_bs=1`: one sample cannot be split. Give at least 2 samples")
     zero = steps==0 and not isinstance(steps, bool)
     steps = 0 if zero else check_count('steps', steps, 'step')
-    dist = torch.distributed
-    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    world = world_size()
     if world>1:
         raise RuntimeError(f"`twin_check` in {world} processes: what a process found the others would not know. Check "
             "in one process: several exchange gradients and do not change them")

@@ -133,7 +133,8 @@ def twins(ns, micro=4, macro=16, acc=None, acc_cls=GradientAccumulation, fit=one
     per step and bucket"""
     acc,micros = acc or {},micro if isinstance(micro, list) else [micro]*world
     ds,order = toy_data(sum(ns), tokens),orders(ns)
-    units = [1 if acc.get('micro_batch_size', m)<m else m for m in micros]   # batches that are split are cut at steps
+    size = acc.get('micro_batch_size')   # batches that are split by a number are cut at steps
+    units = [1 if isinstance(size, int) and size<m else m for m in micros]
     shares = [-(-math.ceil(macro/world)//m)*m for m in units]
     a = learner(Batches(ds, [macro_batches(o, shares, acc.get('drop_last')) for o in order], sum(shares)), ds, **kwargs)
     if setup: setup(a)

@@ -4,6 +4,7 @@ from processes import *
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from test_precision import Scaled
 
 def whole(o):
     "The same, with each sharded tensor as one"
@@ -89,6 +90,32 @@ def case_optimizers_and_clip():
     for opt_func in (Adam,partial(SGD, mom=0.9),partial(OptimWrapper, opt=torch.optim.AdamW)):
         assert_same(*twins(even(35), macro=16*world, opt_func=opt_func, cbs=lambda: [GradientClip(0.01)],
             fit=lambda l,cbs: l.fit_one_cycle(2, 0.01, wd=0.1, cbs=cbs)))
+def case_loss_scaling():
+    "A GradScaler that really scales; gradients that overflow in one process's shard skip the step on all"
+    def scaled(): return [Scaled(init_scale=2.**10, growth_interval=3),GradientClip(0.05)]
+    for acc in each: assert_same(*twins(even(35), macro=16*world, acc=acc, cbs=scaled))
+    seen,fp16 = [],Scaled(init_scale=1024.)
+    class Overflow(Callback):
+        order,run_valid = 8,False   # before the scaler looks
+        def before_step(self):
+            g = next(self.learn.model.parameters()).grad.to_local()
+            if rank==world-1 and self.epoch==0: g[0] = float('inf')
+    class Look(Callback):
+        order,run_valid = 60,False
+        def after_batch(self):
+            if self.gradient_accumulation.stepped:
+                seen.append((self.learn.scaler.get_scale(),torch.cat([whole(p.detach()).flatten() for p in
+                    self.learn.model.parameters()])))
+    ds,order = toy_data(35*world),orders(even(35))
+    b = learner(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, model=sharded, splitter=split)
+    first = deepcopy(weights_of(b))
+    b.fit(2, 0.1, cbs=[GradientAccumulation(16*world),fp16,Overflow(),Look()])
+    scales = torch.tensor([o for o,_ in seen], dtype=torch.float64)
+    same_everywhere(scales)
+    assert scales.tolist()==[512.,256.]+[128.]*4, scales
+    ws = [o for _,o in seen]
+    assert torch.equal(ws[0], torch.cat([o.flatten() for o in first.values()])) and torch.equal(ws[0], ws[1])
+    assert not torch.equal(ws[-1], ws[0]) and ws[-1].isfinite().all()
 def case_several_fits():
     "Validation leaves parameters gathered; a part is frozen, an epoch is skipped"
     def fit(l, cbs):

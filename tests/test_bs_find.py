@@ -23,6 +23,7 @@ from fastaccum.memory.snapshot import autocast_state
 from fastaccum.testing import CrossEntropy, assert_twins, toy, toy_data
 from fastaccum.memory.trials import Samples, Trials
 from common import CpuMixedPrecision, Raise, weights
+from launch import check, launching, script_of
 
 @pytest.fixture(autouse=True)
 def fast_gc():
@@ -1016,29 +1017,12 @@ def test_the_system_says_it_by_number():
     assert not is_out_of_memory(OSError(28, 'No space left on device'))
     assert is_out_of_memory(RuntimeError('unable to mmap 64 bytes from file </torch_1>: Cannot allocate memory (12)'))
 
-several = '''
-import sys, torch, datetime
-from torch import distributed
-distributed.init_process_group('gloo', init_method='file://'+sys.argv[1], rank=int(sys.argv[2]), world_size=2,
-    timeout=datetime.timedelta(seconds=60))
-import fastaccum
-from fastaccum.testing import toy
-learn = toy(4)
-before = torch.get_rng_state()
-try: learn.bs_find(show_plot=False)
-except RuntimeError as e:
-    assert '2 processes' in str(e) and 'one process' in str(e), e
-    assert not isinstance(e, torch.OutOfMemoryError), e
-else: raise AssertionError('not refused')
-assert learn.opt is None and torch.get_rng_state().equal(before)
-distributed.barrier()
-distributed.destroy_process_group()
-print('OK')
-'''
+several,cases = script_of('bs_find_processes.py')
+launches = launching(several, {n:cases for n in (2,3)})
 
-def test_several_processes_are_refused(tmp_path):
-    procs = [run(several, tmp_path/'store', rank) for rank in range(2)]
-    assert [result(o) for o in procs]==['OK\n']*2
+@pytest.mark.parametrize('n', [2,3])
+@pytest.mark.parametrize('case', cases)
+def test_several_processes_agree(launches, n, case): check(launches, n, case)
 
 def test_a_snapshot_leaves_modules_and_classes_alone():
     "Also where a package has a class of its own for its module, as lazy ones have"

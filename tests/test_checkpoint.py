@@ -1,6 +1,6 @@
 """Activations computed again: the run without the callback, equal to the bit, and nothing left behind.
 
-Launched by `test_two_processes`, it is what each of the processes runs."""
+Launched by `test_several_processes`, it is what each of the processes runs."""
 import copy, os, pickle, random, subprocess, sys, warnings
 from pathlib import Path
 import numpy as np, pytest, torch
@@ -737,12 +737,12 @@ def test_the_table():
 
 # Several processes
 
-def on_two_processes():
+def on_several_processes():
     "The same on each process, with and without checkpoints, for several ways to wrap the model"
     from torch import distributed as dist
     from torch.nn.parallel import DistributedDataParallel as DDP
     dist.init_process_group('gloo')
-    rank = dist.get_rank()
+    rank,world = dist.get_rank(),dist.get_world_size()
     class Unused(nn.Sequential):
         "In each batch another block is left out"
         n = 0
@@ -757,22 +757,23 @@ def on_two_processes():
             learn = learner(lambda: cls(*net()), ds=data(40, seed=rank), bs=8)
             learn.model = DDP(learn.model, **kwargs)
             return learn
-        for more in ([],[GradientAccumulation(32)]):   # of both processes
+        for more in ([],[GradientAccumulation(16*world)]):   # of all processes
             if more and kwargs.get('static_graph'): continue
-            cbs = lambda: [type(o)(32) for o in more]
+            cbs = lambda: [type(o)(16*world) for o in more]
             a,b,cb = check(make, cbs=cbs, segments=Block, offload='static_graph' in kwargs)
             assert [o.name for o in cb.segments]==['1','2','3']
             total = sum(p.double().sum() for p in b.model.parameters())
-            sums = [torch.zeros_like(total) for _ in range(2)]
+            sums = [torch.zeros_like(total) for _ in range(world)]
             dist.all_gather(sums, total.detach())
-            assert sums[0]==sums[1], 'the processes have other weights'
+            assert all(o==sums[0] for o in sums), 'the processes have other weights'
     dist.destroy_process_group()
     Path(f'{rank}.passed').touch()
 
-def test_two_processes(tmp_path):
+@pytest.mark.parametrize('n', [2,3])
+def test_several_processes(tmp_path, n):
     env = os.environ | dict(OMP_NUM_THREADS='1', CUDA_VISIBLE_DEVICES='', PYTHONPATH=os.pathsep.join(sys.path))
-    cmd = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2', __file__]
+    cmd = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', str(n), __file__]
     res = subprocess.run(cmd, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=150)
-    assert sorted(o.name for o in tmp_path.glob('*.passed'))==['0.passed','1.passed'], res.stderr[-3000:]
+    assert sorted(o.name for o in tmp_path.glob('*.passed'))==[f'{r}.passed' for r in range(n)], res.stderr[-3000:]
 
-if __name__=='__main__': on_two_processes()
+if __name__=='__main__': on_several_processes()

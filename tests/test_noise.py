@@ -1,7 +1,6 @@
 "The noise meter: unbiased for micro-batches of any sizes, whatever is done to the gradients, and nobody else notices."
-import math, os, pickle, signal, warnings
+import math, pickle, warnings
 from functools import partial
-from pathlib import Path
 import numpy as np, pytest, torch
 from torch import nn
 from fastai.callback.core import Callback, CancelBackwardException, CancelBatchException, CancelTrainException
@@ -15,7 +14,7 @@ from fastaccum import GradientAccumulation, GradientAccumulationSchedule, NoiseS
 from fastaccum.noise.estimator import estimate
 from fastaccum.testing import CrossEntropy, deviation, toy, toy_data
 from common import CpuMixedPrecision, Raise, Seen, grads, weights
-from test_processes import check as passes, start
+from launch import check as passes, launching, script_of
 
 class Scaled(CpuMixedPrecision):
     "The GradScaler without the half precision"
@@ -511,16 +510,8 @@ def test_loggers_have_a_column(tmp_path):
 
 # Several processes
 
-script = Path(__file__).with_name('noise_processes.py')
-cases = [o[len('def case_'):].partition('(')[0] for o in script.read_text().splitlines() if o.startswith('def case_')]
-
-@pytest.fixture(scope='module')
-def launches(tmp_path_factory):
-    outs = {n:tmp_path_factory.mktemp(f'noise_on_{n}') for n in (2,3)}
-    procs = {n:start(n, out, *cases, script=script) for n,out in outs.items()}
-    yield {n:(outs[n],p,[]) for n,p in procs.items()}
-    for p in procs.values():
-        if p.poll() is None: os.killpg(p.pid, signal.SIGKILL)
+script,cases = script_of('noise_processes.py')
+launches = launching(script, {2:cases, 3:cases})
 
 @pytest.mark.parametrize('n', [2,3])
 @pytest.mark.parametrize('case', cases)

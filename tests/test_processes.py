@@ -1,61 +1,20 @@
 "Several processes: the run is that of one process on the whole macro-batch, and gradients are exchanged once per step."
-import os, signal, subprocess, sys
-from pathlib import Path
+import subprocess, sys
 import pytest
 from fastai.callback.tracker import SaveModelCallback
 from fastai.optimizer import Adam
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule
 from fastaccum.testing import deviation, toy
 from common import Raise
+from launch import check, end, launching, script_of
 
-script = Path(__file__).with_name('processes.py')
-cases = [o[len('def case_'):].partition('(')[0] for o in script.read_text().splitlines() if o.startswith('def case_')]
+script,cases = script_of('processes.py')
 on_three = ['even','ragged','uneven','hardly_any_samples_on_one','micro_batches_of_different_sizes','tokens',
     'drop_last','start_epoch',
     'lr_find','resume','one_ends_its_fit','split','split_in_schedules','half',
     'train_metrics','schedules','random_runs','one_leaves_out_micro_batches','distrib_ctx']
 
-def start(n, out, *names, script=script):
-    "Start `n` processes that run the cases `names` of `script`"
-    env = os.environ | dict(OMP_NUM_THREADS='1', CUDA_VISIBLE_DEVICES='', MPLBACKEND='agg',
-        PYTHONPATH=os.pathsep.join([str(script.parent.parent), str(script.parent)]))
-    cmd = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', str(n), str(script),
-        str(out), *names]
-    return subprocess.Popen(cmd, env=env, cwd=out, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True)
-
-def ended(p, secs):
-    "What `p` wrote, and its exit status; `None` if it had to be ended after `secs`"
-    try: return p.communicate(timeout=secs)[0],p.returncode
-    except subprocess.TimeoutExpired:
-        os.killpg(p.pid, signal.SIGKILL)
-        return p.communicate()[0],None
-
-@pytest.fixture(scope='module')
-def launches(tmp_path_factory):
-    "Both launches, started at once"
-    outs = {n:tmp_path_factory.mktemp(f'on_{n}') for n in (2,3)}
-    procs = {n:start(n, out, *(cases+['fault_interrupt'] if n==2 else on_three+['fault_exception']))
-        for n,out in outs.items()}
-    yield {n:(outs[n],p,[]) for n,p in procs.items()}
-    for p in procs.values():
-        if p.poll() is None: os.killpg(p.pid, signal.SIGKILL)
-
-def end(launches, n):
-    "What the launch of `n` processes wrote, and its exit status"
-    _,p,res = launches[n]
-    if not res: res += ended(p, secs=240)
-    return res
-
-def check(launches, n, case):
-    out,(text,rc) = launches[n][0],end(launches, n)
-    def read(kind): return [o.read_text() if o.exists() else '' for o in (out/f'{r}.{kind}' for r in range(n))]
-    passed,failed = [o.split() for o in read('passed')],read('failed')
-    if all(case in o for o in passed): return
-    mine = [o for o in failed if o.startswith(f'{case}\n')]
-    if mine: pytest.fail(mine[0])
-    pytest.fail(f'not reached: {[o.splitlines()[0] for o in failed if o]} failed before'
-        if any(failed) else f'ended with {rc}: {text[-3000:]}')
+launches = launching(script, {2:cases+['fault_interrupt'], 3:on_three+['fault_exception']})
 
 @pytest.mark.parametrize('case', cases)
 def test_two_processes(launches, case): check(launches, 2, case)

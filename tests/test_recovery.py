@@ -360,16 +360,6 @@ def test_it_is_off_outside_of_the_fit():
     learn.model.on = True
     learn.validate()
 
-def test_several_processes_are_refused(monkeypatch):
-    import fastaccum.memory.recovery as recovery
-    from fastaccum.processes.sync import Alone
-    monkeypatch.setattr(recovery, 'find_sync', lambda learn: Alone())   # not the `alone` of a single process
-    learn = toy(16, n=64)
-    before = weights(learn)
-    with pytest.raises(ValueError, match="'auto'. in several processes.*bs_find"):
-        learn.fit(1, 0.1, cbs=GradientAccumulation(32, micro_batch_size='auto'))
-    assert weights(learn).equal(before)
-
 def test_the_size_is_logged(tmp_path):
     pytest.importorskip('tensorboard')
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

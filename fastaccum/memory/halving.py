@@ -12,7 +12,7 @@ import torch
 from warnings import warn
 from fastcore.basics import patch
 from .guard import FirstStep
-from .parts import result_of
+from .parts import join, result_of
 from .pieces import Pieces
 from .shortage import is_out_of_memory
 
@@ -30,6 +30,8 @@ class Halving(Pieces):
         self.failed = None    # samples and reason of a failure that was not told yet; written by `attempt` and `_told`
         # in a batch that is split
         self.done = []     # `(parameter, gradient)` with all of a failed micro-batch, set aside for its pieces
+        # of its pieces that were validated, on several processes: inputs of the batch, prediction, samples, loss, and what
+        self.preds = []    # that is a mean of
         self.skip = []     # those that `Attempt.undo` has found in the last attempt that failed
 
     def enter(self):
@@ -116,3 +118,26 @@ def _refuse_cancelled(self:Halving):
     raise torch.OutOfMemoryError("memory ran out in a backward pass that had added to some gradients already, and "
         f"a callback has cancelled {self.micro.n} of its samples since, which cannot be taken out of them: "
         "give the DataLoaders a batch size that fits (`learn.bs_find`)")
+
+# %% ../../nbs/memory/09_halving.ipynb #valid
+@patch
+def as_one(self:Halving):
+    "The pieces of a batch of validation end as one batch, so that processes gather as often"
+    learn,(_,parts,ns,losses,sizes) = self.learn,zip(*self.preds)
+    self.preds = []
+    learn.xb,learn.yb,learn.pred = self.xb,self.yb,join(parts, ns)
+    if not len(learn.yb): return
+    if sizes[0] is None: learn.loss = sum(losses)
+    else: learn.loss = sum(o*n for o,n in zip(losses, sizes) if n)/max(sum(sizes), 1)
+    learn.loss_grad = learn.loss
+
+@patch
+def _end(self:Halving, n):
+    if self.learn.training or self.acc.sync.world==1: return super(Halving, self)._end(n)
+    learn,find = self.learn,self.acc.measure.find
+    self.along.keep(n)
+    self.preds = [o for o in self.preds if o[0] is self.xb]
+    self.preds.append((self.xb,learn.pred,n,learn.loss,find and float(find(learn))))
+    if self.micro.more: return
+    self.as_one()
+    if self.cancelled is not None: raise self.cancelled

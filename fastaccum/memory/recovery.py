@@ -11,8 +11,6 @@ __all__ = ['FixedSize', 'AutoSize', 'micro_batches']
 import inspect
 from numbers import Integral
 from ..core.checks import check_count
-from ..processes.alone import alone
-from ..processes.engine import find_sync
 from .halving import Halving
 from .parts import split
 from .pieces import Pieces
@@ -21,6 +19,7 @@ from .pieces import Pieces
 class FixedSize:
     "Micro-batches are the loader's batches, or parts of them that are no larger than `limit`"
     size = None    # samples in a micro-batch, once batches are split since memory ran out; for those who log it
+    retries = False   # is a micro-batch for which memory runs out tried again, in smaller ones?
     fit = None     # the `Pieces` of this fit; `None` outside of one, or if nothing is to be split
     split = staticmethod(split)
     def __init__(self,
@@ -72,6 +71,7 @@ def _check_split(f):
 
 class AutoSize(FixedSize):
     "Micro-batches that are halved when memory runs out"
+    retries = True
     def __init__(self,
         split:callable=split # Of a batch, the first sample, the one after the last, and the number in the batch
     ):
@@ -87,14 +87,8 @@ class AutoSize(FixedSize):
     def pieces(self,
         acc:'GradientAccumulation' # The callback that begins to accumulate
     )->Halving:
-        """What lets the Learner of `acc` run its batches in pieces that fit
-
-        ValueError: the model trains in several processes
-        """
-        if find_sync(acc.learn) is alone: return Halving(self, acc)
-        raise ValueError("`micro_batch_size='auto'` in several processes: when memory runs out in one of them, "
-            "the others would wait for it. Give a number, `micro_batch_size=`, that fits "
-            "(`learn.bs_find`, in one process)")
+        "What lets the Learner of `acc` run its batches in pieces that fit"
+        return Halving(self, acc)
 
 # %% ../../nbs/memory/10_recovery.ipynb #micro
 def micro_batches(

@@ -24,7 +24,8 @@ from .snapshot import Snapshot, autocast_state, rng_states, set_autocast_state, 
 
 # %% ../../nbs/memory/13_trials.ipynb #who
 _out = {'fastaccum.accumulation.GradientAccumulation', 'fastai.callback.training.GradientAccumulation',
-        'fastai.callback.training.ShortEpochCallback', 'fastai.callback.tracker.TerminateOnNaNCallback'}
+        'fastai.callback.training.ShortEpochCallback', 'fastai.callback.tracker.TerminateOnNaNCallback',
+        'fastai.distributed.DistributedTrainer'}
 
 def takes_part(
     cb:Callback # A callback of a Learner
@@ -90,6 +91,7 @@ class Trials:
         self.device = next(learn.model.parameters()).device if device is None else torch.device(device)
         self.snap,self.part = note(learn, self.device)   # puts all back; the callbacks that take part
         self.samples = None    # `Samples` of the training loader, from `start` on
+        self.n = None          # samples there are, if that is known, likewise
         self.froze = False     # has `start` frozen the garbage collector?
         self.done = []         # a `Trial` of each size that was tried
         self.absent = set()    # parameters that a whole trial left without a gradient
@@ -103,6 +105,7 @@ class Trials:
         self.froze = not gc.get_freeze_count()
         if self.froze: gc.freeze()
         self.samples = Samples(self.learn.dls.train, n_look)
+        self.n = self.samples.n
 
     def __call__(self,
         size:int # Samples

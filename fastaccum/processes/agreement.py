@@ -16,7 +16,9 @@ from fastai.callback.core import Callback
 from fastcore.basics import patch
 from ..core.checks import drops_last, micro_size
 from ..core.batch import samples
+from .afterwards import check_retries, retries
 from .shares import SharedPlan, local_sizes
+from .world import check_same, gather
 
 # %% ../../nbs/processes/01_agreement.ipynb #agreement
 class Agreement:
@@ -40,10 +42,7 @@ class Agreement:
         mine:list # Whole numbers, as many on each process
     )->list: # The lists of all processes, by rank
         "Tell the others, and hear what they tell"
-        mine = torch.tensor(mine, device=self.device)
-        res = [torch.zeros_like(mine) for _ in range(self.world)]
-        dist.all_gather(res, mine, group=self.group)
-        return [o.tolist() for o in res]
+        return gather(mine, self.device, self.group)
 
 # %% ../../nbs/processes/01_agreement.ipynb #loader
 @patch
@@ -68,17 +67,16 @@ def look(self:Agreement,
     finder = getattr(acc.learn, 'lr_finder', None)   # of loaders of different lengths, it makes epochs of its own
     told = {'`accum_bs`':acc.accum_bs, '`drop_last`':drops_last(acc.drop_last, dl), '`log_accum_batch`':acc.log_steps,
             '`sync_each`':-1 if acc.sync_each is None else acc.sync_each,
+            "`'auto'`":retries(acc),   # if so, no micro-batch exchanges anything
             'the number of epochs':acc.learn.n_epoch if finder is None else finder.num_it}
     self.agreed(dl, acc.micro_batch_size)
     res = self.gather([int(o) for o in (*self.sizes,micro_size(self.sizes[0], acc.micro_batch_size),*told.values())])
-    for nm,vals in zip(told, zip(*(o[3:] for o in res))):
-        if len(set(vals))>1:
-            have = ', '.join('None' if o<0 else str(o) for o in vals)
-            raise ValueError(f"{nm} is {have} on the processes: give all of them the same")
+    check_same(told, [o[3:] for o in res])
     if min(n for _,n,*_ in res)<1:
         raise ValueError(f"the processes have {', '.join(str(n) for _,n,*_ in res)} samples to train on: "
             "give each at least a micro-batch")
     self.check_model(acc)
+    if retries(acc): check_retries(self.in_each(acc))
     return tuple((micro,n,bool(drop_last),bs) for bs,n,micro,_,drop_last,*_ in res)
 
 # %% ../../nbs/processes/01_agreement.ipynb #check-model

@@ -10,11 +10,11 @@ __all__ = ['rehearse']
 # %% ../../nbs/processes/08_finder.ipynb #imports
 from copy import deepcopy
 from functools import partial
-from torch import distributed as dist
 from fastai.callback.schedule import LRFinder, ParamScheduler
 from fastai.learner import Learner
 from fastai.torch_core import get_model
 from ..core.instead import Instead
+from .world import world_size
 
 # %% ../../nbs/processes/08_finder.ipynb #rehearse
 def _begin(finder):
@@ -35,7 +35,7 @@ def rehearse(
     finder:LRFinder # Of a fit that is about to begin
 ):
     "On several processes, let `finder` keep what it puts back in memory: each process its own"
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size()>1): return
+    if world_size()==1: return
     instead = [Instead(finder, 'before_fit', partial(_begin, finder))]
     instead.append(Instead(finder, 'after_fit', partial(_end, finder, instead)))
     for o in instead: o.enter()

@@ -16,6 +16,7 @@ from fastai.callback.core import Callback
 from fastai.learner import Recorder
 from fastcore.basics import patch
 from ..core.macro_batch import MacroBatch
+from .afterwards import exchange_grads, share_buffers
 from .alone import Alone, alone
 from .averages import average
 from .exchange import Exchange
@@ -46,7 +47,9 @@ class Together(Exchange, Alone):
 def look(self:Together, acc:Callback, dl:object)->tuple:
     "As in `Agreement`"
     res = Exchange.look(self, acc, dl)
-    if self.stock is not None: self.keep_step(acc)   # else it has not entered, and asks for a plan
+    if self.stock is not None:   # else it has not entered, and asks for a plan
+        self.keep_step(acc)
+        if self.retries: share_buffers(self.model)
     self.within,self.quitters = self.stock is not None,None
     return res
 
@@ -76,7 +79,9 @@ def close(self:Together):
     self.leaves_out()   # unless its backward pass was run
     if not self.summed:
         sent = self.exchanged and acc.counted and acc.learn.loss_grad.requires_grad
-        if not sent: self.exchange()
+        if not sent:
+            self.heed()
+            self.exchange()
         self.quitters = Later(self.add_up(closing=True)[2])
     t = acc.step-acc.planned.first   # steps of this epoch
     macro.samples = acc.planned.sizes[acc.learn.epoch][t]   # as planned: to count them, the host would wait
@@ -105,13 +110,11 @@ def exchange(self:Together):
     if scaler is not None: scaler.scale(torch.zeros((), device=self.device))   # it has a scale once it scaled something
     if not self.exchanged: ddp._pre_forward()   # else DDP still waits for the backward pass of a forward pass
     if self.shares_most() and self.per_sample is None: self.agree(0.)
-    wide,params = self.acc.held.wide,[p for p in ddp.parameters() if p.requires_grad]
-    if wide is not None and not self.acc.sync_each:
-        average(wide, params, self.group)
+    if self.acc.held.wide is None or self.acc.sync_each: exchange_grads(ddp, begun=True)
+    else:
+        average(self.acc.held.wide, [p for p in ddp.parameters() if p.requires_grad], self.group)
         ddp.require_forward_param_sync = True   # of buffers; no forward pass of ours has asked DDP for it
-        return
-    outs = ddp._post_forward([p.view_as(p) for p in params])
-    torch.autograd.backward(outs, [torch.zeros_like(o) for o in outs])
+    if self.retries: share_buffers(ddp)
     self.exchanged = False
 
 # %% ../../nbs/processes/04_sync.ipynb #owed2

@@ -19,8 +19,8 @@ from fastai.learner import Learner
 from ..core.notices import StateWarning, once
 from ..memory import places
 from ..memory.recovery import AutoSize, FixedSize
-from ..processes.alone import alone
-from ..processes.engine import find_sync
+from ..processes.afterwards import check_retries
+from ..processes.world import world_size
 from .outputs import dressed, find_rows, leaves, rebuilt
 from .start import Start
 
@@ -110,9 +110,8 @@ def check_cached(
         given,own = ("'auto'",)*2 if auto_too else (micro.limit,'…')
         raise ValueError(f"`GradientAccumulation(micro_batch_size={given})` would split the loader's batches, which "
             f"the loss is to see whole: leave it out there, and use `GradientCache({own})`")
-    if auto and find_sync(learn) is not alone:
-        raise ValueError("`GradientCache('auto')` in several processes: when memory runs out in one of them, the "
-            "others would wait for it. Give a number (`learn.bs_find`, in one process)")
+    if auto and any(isinstance(m, torch.nn.SyncBatchNorm) for m in learn.model.modules()):
+        check_retries(['SyncBatchNorm'] if world_size()>1 else [])
     if any(isinstance(o, NonNativeMixedPrecision) for o in learn.cbs):
         raise ValueError("NonNativeMixedPrecision would add up the gradients of micro-batches in half precision: use "
             "`learn.to_fp16()` or `learn.to_bf16()` instead of `learn.to_non_native_fp16()`")

@@ -18,6 +18,7 @@ from matplotlib import pyplot as plt
 from torch import distributed
 from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset
 from .core.checks import check_bool, check_count
+from .core.notices import see
 from .memory.trials import Trial, Trials
 
 # %% ../nbs/06_bs_find.ipynb #bs-find
@@ -53,7 +54,7 @@ def bs_find(self:Learner,
     if not good:
         tried = ', '.join(str(o.size) for o in trials.done)
         raise torch.OutOfMemoryError(f"no batch fits: {tried} samples were tried. "
-            f"The last error was: {trials.done[-1].error}")
+            f"The last error was: {trials.done[-1].error}" + see('out-of-memory'))
     res = FoundSize(good, bad, trials.samples.n, mode, trials.done)
     if apply: _apply(self.dls, good)
     if show_plot: res.plot()
@@ -83,14 +84,17 @@ def search(
 _units = dict(steps_per_trial='step', init_val='sample', max_trials='trial', n_look='sample')
 
 def _check(learn, mode, apply, **counts):
-    if mode not in ('power','binsearch'): raise ValueError(f"`mode={mode!r}`: give 'power' or 'binsearch'")
+    if mode not in ('power','binsearch'):
+        raise ValueError(f"`mode={mode!r}`: give 'power' or 'binsearch'" + see('unknown-name'))
     check_bool('apply', apply)
     for k,v in counts.items(): check_count(k, v, _units[k])
     world = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
     if world>1:
         raise RuntimeError(f"`bs_find` in {world} processes: once one ran out of memory, the others would wait for it. "
-            "Search in one process, and take somewhat less than it finds, since the processes' buffers need memory too")
-    if not len(learn.dls.train): raise ValueError("the training loader has no batch: there is nothing to try")
+            "Search in one process, and take somewhat less than it finds, since the processes' buffers need memory too"
+            + see('one-process'))
+    if not len(learn.dls.train):
+        raise ValueError("the training loader has no batch: there is nothing to try" + see('no-batch'))
 
 # %% ../nbs/06_bs_find.ipynb #result
 class FoundSize:

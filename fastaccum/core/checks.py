@@ -154,8 +154,8 @@ def check_plan(
     epoch = plan.first_unfilled() if plan.drop_last else None
     if epoch is not None:
         samples = ', '.join(str(n) for _,n,*_ in plan.loaders)
-        what = (f"its {samples} samples do not fill a macro-batch of {plan.unfilled(epoch)} "
-            f"(in whole micro-batches of {plan.cut})"*(plan.cut>1))
+        what = (f"its {samples} samples do not fill a macro-batch of {plan.unfilled(epoch)}"
+            + f" (in whole micro-batches of {plan.cut})"*(plan.cut>1))
         if not plan.never_empty:
             raise ValueError(f"epoch {epoch} would hold no step: {what}, and `drop_last=True`. "
                 "Lower the accumulation batch size, or leave `drop_last` out" + see('no-step'))

@@ -1,9 +1,9 @@
 """Write the messages of the package into nbs/troubleshooting.ipynb, as the code has them; with `--check`, say whether
 they are in step.
 
-Each message of an error or a warning ends with `see('key')`, or is given to `once(acc, 'key', …)`. The page has an entry
-for each key: a heading that is the key in words, the messages below it, which are written here, and what somebody wrote
-about cause and remedy. Nothing is imported or run.
+Each message of an error or a warning ends with `see('key')`, or is given to `once(acc, 'key', …)`. The page has an
+entry for each key: a heading that is the key in words, the messages below it, which are written here, and what
+somebody wrote about cause and remedy. Nothing is imported or run.
 """
 import ast, json, re, sys
 from pathlib import Path
@@ -97,7 +97,7 @@ def quote(found):
         return f"> **{', '.join(sorted(kinds))}:** {text}"
     return '\n>\n'.join(sorted(line(*o) for o in lines.items()))
 
-re_entry = re.compile(r'^### (.+)\n\n(?:>.*\n)*', re.M)
+re_entry = re.compile(r'^### (.+)\n\n(?:(?:>.*\n)+\n)?', re.M)
 
 def entries(text): return [slug(h) for h in re.findall(r'^### (.+)$', text, re.M)]
 
@@ -105,7 +105,7 @@ def filled(text, found):
     "A cell's text with the messages below the headings that are keys"
     def put(m):
         mine = [o for o in found if o.key==slug(m[1])]
-        return f'### {m[1]}\n\n{quote(mine)}\n' if mine else m[0]
+        return f'### {m[1]}\n\n{quote(mine)}\n\n' if mine else m[0]
     return re_entry.sub(put, text)
 
 def main(check=False):

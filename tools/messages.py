@@ -58,7 +58,7 @@ def said(o, cls):
         return nm,(keys(msg) or [None])[0],msg
     if name=='once':
         kind = next((a for a in args[3:4]), ast.Name('UserWarning'))
-        return ast.unparse(kind),args[1].value,args[2]
+        return ast.unparse(kind),getattr(args[1], 'value', None),args[2]
     if name=='warn':
         kind = next((a for a in args[1:2]), ast.Name('UserWarning'))
         return ast.unparse(kind),(keys(args[0]) or [None])[0],args[0]

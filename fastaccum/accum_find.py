@@ -15,13 +15,14 @@ from fastai.learner import Learner
 from fastcore.basics import GetAttr, patch
 from fastcore.foundation import L
 from .accumulation import GradientAccumulation
-from .core.checks import check_bool, check_count, loader_sizes
+from .core.checks import check_bool, check_count, check_name, loader_sizes
 from .core.macro_batch import round_up
+from .core.notices import see
 from .noise.branch import Branch, Compared, compared, draw_branches, table
 from .noise.excursion import Excursion, look, train
 from .noise.spread import Measured, draw_scale, measured, told
 from .noise_scale import NoiseScale
-from .processes.world import world_size
+from .processes.world import check_search
 from .scaled_lr import ScaledLR
 
 # %% ../nbs/09_accum_find.ipynb #accum-find
@@ -62,19 +63,19 @@ def accum_find(self:Learner,
 _units = dict(accum_bs='sample', steps='step', sizes='size', looks='look')
 
 def _check(learn, mode, rule, tol, show_plot, **counts):
-    if mode not in ('noise','branch'): raise ValueError(f"`mode={mode!r}`: give 'noise' or 'branch'")
+    check_name('mode', mode, ('noise','branch'))
     check_bool('show_plot', show_plot)
     for k,v in counts.items():
         if v is not None: check_count(k, v, _units[k])
     if rule is not None: ScaledLR(1, rule)   # it says what is wrong
     if isinstance(tol, bool) or not isinstance(tol, Real):
-        raise TypeError(f"`tol={tol!r}` is a {type(tol).__name__}: give a share, such as `tol=0.1`")
-    if not 0<=tol<1: raise ValueError(f"`tol={tol}`: give a share of the progress, from 0 to below 1, such as 0.1")
-    world = world_size()
-    if world>1:
-        raise RuntimeError(f"`accum_find` in {world} processes: each would find another size. Search in one process: "
-            "`accum_bs` counts samples over all processes, so what it finds is right for several, too")
-    if not len(learn.dls.train): raise ValueError("the training loader has no batch: there is nothing to train on")
+        raise TypeError(f"`tol={tol!r}` is a {type(tol).__name__}: give a share, such as `tol=0.1`"
+            + see('out-of-range'))
+    if not 0<=tol<1:
+        raise ValueError(f"`tol={tol}`: give a share of the progress, from 0 to below 1, such as 0.1"
+            + see('out-of-range'))
+    check_search(learn, 'accum_find', "each would find another size. Search in one process: "
+        "`accum_bs` counts samples over all processes, so what it finds is right for several, too", 'train on')
 
 # %% ../nbs/09_accum_find.ipynb #search
 class Search:

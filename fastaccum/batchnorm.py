@@ -22,6 +22,7 @@ from .accumulation import GradientAccumulation
 from .bs_find import with_size
 from .core.checks import check_count
 from .core.listeners import Guest
+from .core.notices import see
 from .memory.shortage import is_out_of_memory
 from .processes.alone import alone
 from .processes.engine import find_sync
@@ -41,7 +42,7 @@ def recalibrate_bn(self:Learner,
     torch.OutOfMemoryError: a batch does not fit
     """
     recal = Recalibration(self, bs, n)
-    if not recal.layers: raise ValueError(f"{recal.nothing}: there is nothing to recalibrate")
+    if not recal.layers: raise ValueError(f"{recal.nothing}: there is nothing to recalibrate" + see('no-batchnorm'))
     recal.run()
 
 # %% ../nbs/05_batchnorm.ipynb #callback
@@ -67,7 +68,7 @@ class RecalibrateBN(Callback):
 
     def before_fit(self):
         recal = self._recalibration()
-        if recal and not recal.layers: warn(f"{recal.nothing}: `RecalibrateBN` has nothing to do")
+        if recal and not recal.layers: warn(f"{recal.nothing}: `RecalibrateBN` has nothing to do" + see('no-batchnorm'))
 
     def before_validate(self):
         recal = self._recalibration()
@@ -86,7 +87,7 @@ class FreezeBN(Guest):
     ):
         if not (part is None or callable(part)):
             raise TypeError(f"`part={part!r}` is a {type(part).__name__}: give a function of the model, such as "
-                "`lambda m: m[0]`, or leave it out")
+                "`lambda m: m[0]`, or leave it out" + see('model-part'))
         self.part = part
         self.held = []   # the layers that are frozen, while a fit trains
 
@@ -99,7 +100,8 @@ class FreezeBN(Guest):
 
     def before_fit(self):
         if not (self.learn.lock.locked() or self.layers_of(unwrapped(self.learn))):
-            warn("there is no BatchNorm layer with running statistics: `FreezeBN` has nothing to freeze")
+            warn("there is no BatchNorm layer with running statistics: `FreezeBN` has nothing to freeze"
+                + see('no-batchnorm'))
 
     def before_train(self):
         self.held = self.layers_of(unwrapped(self.learn))
@@ -135,7 +137,7 @@ class Recalibration:
         self.n = 10_000 if n is None else check_count('n', n)                 # samples to look at
         if find_sync(learn) is not alone and any(isinstance(m, nn.SyncBatchNorm) for m in self.layers):
             raise RuntimeError("SyncBatchNorm exchanges its statistics in each forward pass, for which all processes "
-                "need as many batches: recalibrate in one process, after training")
+                "need as many batches: recalibrate in one process, after training" + see('sync-batchnorm'))
 
     @property
     def nothing(self)->str:
@@ -152,7 +154,7 @@ class Recalibration:
         except Exception as e:
             if not is_out_of_memory(e): raise
             raise OutOfMemoryError(f"a batch of {self.bs or 'the loader'} does not fit, though no gradients are kept: "
-                f"give a smaller `bs` to recalibrate with ({e})") from e
+                f"give a smaller `bs` to recalibrate with ({e})" + see('out-of-memory')) from e
 
 # %% ../nbs/05_batchnorm.ipynb #size
 def _inner(dl): return getattr(dl, 'dl', dl)   # fastai's `DistributedDL` shares out the batches of another
@@ -165,7 +167,7 @@ def _size(self:Recalibration, bs):
     if own is None or not isinstance(dl, (DataLoader,TorchDataLoader)):
         if bs is None or bs==own: return None
         raise ValueError(f"`bs={bs}`, but the batches of the training {type(self.dl).__name__} come ready-made: "
-            "leave `bs` out")
+            "leave `bs` out" + see('ready-made-batches'))
     if bs is None: bs = max(own, 64 if acc is None else vars(acc).get('current_bs', acc.accum_bs))
     n = len(dl.sampler) if hasattr(getattr(dl, 'sampler', None), '__len__') else getattr(dl, 'n', None)
     return min(bs, n) if n else bs

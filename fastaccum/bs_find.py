@@ -17,6 +17,7 @@ from fastprogress.fastprogress import progress_bar
 from matplotlib import pyplot as plt
 from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset
 from .core.checks import check_bool, check_count
+from .core.notices import see
 from .memory.apart import TrialsApart, check_apart
 from .memory.trials import Trial, Trials
 from .processes.world import world_size
@@ -55,7 +56,7 @@ def bs_find(self:Learner,
     if not good:
         tried = ', '.join(str(o.size) for o in trials.done)
         raise torch.OutOfMemoryError(f"no batch fits: {tried} samples were tried. "
-            f"The last error was: {trials.done[-1].error}")
+            f"The last error was: {trials.done[-1].error}" + see('out-of-memory'))
     res = FoundSize(good, bad, trials.n, mode, trials.done, world_size())
     if apply: _apply(self.dls, good)
     if show_plot: res.plot()
@@ -85,10 +86,12 @@ def search(
 _units = dict(steps_per_trial='step', init_val='sample', max_trials='trial', n_look='sample')
 
 def _check(learn, mode, apply, **counts):
-    if mode not in ('power','binsearch'): raise ValueError(f"`mode={mode!r}`: give 'power' or 'binsearch'")
+    if mode not in ('power','binsearch'):
+        raise ValueError(f"`mode={mode!r}`: give 'power' or 'binsearch'" + see('unknown-name'))
     check_bool('apply', apply)
     for k,v in counts.items(): check_count(k, v, _units[k])
-    if not len(learn.dls.train): raise ValueError("the training loader has no batch: there is nothing to try")
+    if not len(learn.dls.train):
+        raise ValueError("the training loader has no batch: there is nothing to try" + see('no-batch'))
     if world_size()>1: check_apart(learn, mode=('power','binsearch').index(mode), apply=apply, **counts)
 
 # %% ../nbs/06_bs_find.ipynb #result

@@ -18,7 +18,7 @@ from .core.batch import n_samples, split
 from .core.checks import check_count
 from .core.instead import Instead
 from .core.listeners import Guest, to_the_end
-from .core.notices import BatchNormWarning, once
+from .core.notices import BatchNormWarning, once, see
 from .core.others import batchnorms
 from .processes.afterwards import share_buffers
 from .ways import replay
@@ -53,7 +53,7 @@ class GradientCache(Guest):
     ):
         if not callable(split):
             raise TypeError(f"`split={split!r}` is a {type(split).__name__}: "
-                "give a function `f(inputs, start, stop, n)`")
+                "give a function `f(inputs, start, stop, n)`" + see('split-function'))
         # is the size 'auto', so that a batch may fail, and be tried again? Asked by who accumulates, too
         self.retries,self.split = isinstance(micro_batch_size, str) and micro_batch_size=='auto',split
         self.micro_batch_size = micro_batch_size if self.retries else check_count('micro_batch_size', micro_batch_size)
@@ -119,13 +119,13 @@ def _one_batch(self:GradientCache, i, b):
     retry,training = self.retry,learn.training   # it may be taken off meanwhile
     if retry(run, self._halve):
         warn(f"memory ran out ({retry.failed}). The batch was undone, and the fit goes on in micro-batches of "
-            f"{self.sizes[training]} samples")
+            f"{self.sizes[training]} samples" + see('memory-ran-out'))
 
 @patch
 def _halve(self:GradientCache, reason):
     if self.tried in (None,1):
         what = 'a batch' if self.tried is None else 'a micro-batch of a single sample'
-        raise torch.OutOfMemoryError(f"{what} does not fit: {reason}")
+        raise torch.OutOfMemoryError(f"{what} does not fit: {reason}" + see('out-of-memory'))
     self.sizes[self.learn.training] = self.tried//2
 
 @patch

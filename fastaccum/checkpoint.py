@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from .core.checks import check_bool
 from .core.listeners import Guest, to_the_end
+from .core.notices import see
 from .ways.again import Segment, in_place
 from .ways.moment import recomputing
 from .ways.saved import Row, Segments
@@ -67,7 +68,7 @@ def check_segments(
     ok = o is None or isinstance(o, type) or callable(o)
     if isinstance(o, tuple): ok = len(o)>0 and all(isinstance(x, type) for x in o)
     if isinstance(o, list): ok = len(o)>0 and all(isinstance(x, (nn.Module,str)) for x in o)
-    if not ok: raise TypeError(f"`segments={o!r}` is a {type(o).__name__}: {how}")
+    if not ok: raise TypeError(f"`segments={o!r}` is a {type(o).__name__}: {how}" + see('segments'))
     return o
 
 def unwrapped(
@@ -82,13 +83,15 @@ def unwrapped(
         nm = type(m).__name__
         if isinstance(m, DataParallel):
             raise ValueError("DataParallel copies the modules to other devices, where their segments would run on the "
-                "first: use `learn.distrib_ctx()`, with a process for each device")
+                "first: use `learn.distrib_ctx()`, with a process for each device" + see('data-parallel'))
         if nm=='FullyShardedDataParallel' or hasattr(m, 'set_requires_gradient_sync'):
             raise ValueError(f"the parameters of {nm} are sharded over processes (FSDP), which this was not tried "
-                "with: use `apply_activation_checkpointing` of `torch.distributed.algorithms._checkpoint`")
+                "with: use `apply_activation_checkpointing` of `torch.distributed.algorithms._checkpoint`"
+                + see('sharded-parameters'))
         if nm=='OptimizedModule' or getattr(m, '_compiled_call_impl', None) is not None:
             raise ValueError(f"{nm} is compiled, and decides by itself what to compute again: set "
-                "`torch._functorch.config.activation_memory_budget`, or train the model before it is compiled")
+                "`torch._functorch.config.activation_memory_budget`, or train the model before it is compiled"
+                + see('compiled-model'))
     return model
 
 # %% ../nbs/04_checkpoint.ipynb #fit
@@ -100,7 +103,8 @@ def _enter(self:ActivationCheckpoint):
     """
     learn = self.learn
     if sum(isinstance(o, ActivationCheckpoint) for o in learn.cbs)>1:
-        raise ValueError("two ActivationCheckpoint callbacks on this Learner: take one off with `learn.remove_cb`")
+        raise ValueError("two ActivationCheckpoint callbacks on this Learner: take one off with `learn.remove_cb`"
+            + see('two-callbacks'))
     seen = {}
     self.parts = [Segment(o, self.offload, seen) for o in find_segments(unwrapped(learn.model), self.given)]
     self.rows = Segments(o.row for o in self.parts)
@@ -131,4 +135,4 @@ def after_fit(self:ActivationCheckpoint):
     if self.given is None and len(idle)<len(self.rows): idle = []   # a timm model's own head, which fastai does not use
     if not idle or not self.learn.train_iter: return
     warn(f"{len(idle)} of {len(self.rows)} segments did not run in this fit, {idle[0]!r} is the first: the model does "
-        "not call their `forward`, so they save nothing. Give others with `segments=`")
+        "not call their `forward`, so they save nothing. Give others with `segments=`" + see('idle-segments'))

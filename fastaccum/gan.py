@@ -11,6 +11,7 @@ __all__ = ['SwitchListener', 'TrainerListener']
 from fastai.callback.core import Callback
 from .core.instead import Instead
 from .core.listeners import Listener, listeners, replaced
+from .core.notices import see
 
 # %% ../nbs/12_gan.ipynb #switch
 class SwitchListener(Listener):
@@ -69,7 +70,7 @@ class TrainerListener(Listener):
             raise RuntimeError("the GAN was switched between critic and generator within a macro-batch, "
                 "whose step would mix their gradients: the callback that calls `gan_trainer.switch` hears "
                 "every micro-batch. Let it hear of steps, before the fit: "
-                "`fastaccum.core.listeners.listeners[YourSwitcher] = fastaccum.gan.SwitchListener`")
+                "`fastaccum.core.listeners.listeners[YourSwitcher] = fastaccum.gan.SwitchListener`" + see('gan-switch'))
 
     def complete(self): self.check()
 

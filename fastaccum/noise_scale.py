@@ -13,8 +13,9 @@ from fastai.callback.fp16 import MixedPrecision
 from fastai.learner import ValueMetric
 from fastcore.basics import patch
 from .accumulation import GradientAccumulation
-from .core.checks import check_count
+from .core.checks import check_count, check_name
 from .core.listeners import Guest
+from .core.notices import see
 from .noise.estimator import scale_of
 from .noise.meter import Meter
 from .noise.verdict import draw, say
@@ -40,7 +41,7 @@ class NoiseScale(Guest):
     ):
         self.every = check_count('every', every)
         self.half_life = None if half_life is None else check_count('half_life', half_life)
-        if metric not in ('sgd','adam'): raise ValueError(f"`metric={metric!r}`: give 'sgd' or 'adam'")
+        check_name('metric', metric, ('sgd','adam'))
         self.metric = metric
 
     def before_train(self):
@@ -68,7 +69,7 @@ def _begin(self:NoiseScale):
     acc = next((cb for cb in learn.cbs if isinstance(cb, GradientAccumulation) and cb.run), None)
     if acc is None:
         raise ValueError("NoiseScale compares the micro-batches of a step, and this Learner steps on every batch: add "
-            "fastaccum's `GradientAccumulation(accum_bs)` to its callbacks")
+            "fastaccum's `GradientAccumulation(accum_bs)` to its callbacks" + see('nothing-accumulates'))
     self.meter,self.began = Meter(acc, self.every, self.half_life, self.metric),True
     if hasattr(learn, 'recorder'): vars(learn.recorder)['noise_scale'] = []   # set, fastai would warn
 

@@ -13,8 +13,9 @@ from numbers import Real
 from fastcore.basics import patch
 from .accumulation import GradientAccumulation
 from .core.batch import samples_in
-from .core.checks import check_bool, check_count
+from .core.checks import check_bool, check_count, check_name
 from .core.listeners import Guest, Listener, listeners
+from .core.notices import see
 from .noise.rates import Loan, gain, scaled
 from .noise_scale import NoiseScale
 from .processes.shares import local_sizes
@@ -44,14 +45,14 @@ class ScaledLR(Guest):
         remainder:bool=False # Does the short last step of an epoch count as what it has? Else as the others
     ):
         self.base_bs = check_count('base_bs', base_bs)
-        if rule not in ('linear','sqrt','adascale'):
-            raise ValueError(f"`rule={rule!r}`: give 'linear', 'sqrt' or 'adascale'")
+        check_name('rule', rule, ('linear','sqrt','adascale'))
         if not (isinstance(betas, bool) or betas=='half_life'):
-            raise ValueError(f"`betas={betas!r}`: give `True`, `False` or 'half_life'")
+            raise ValueError(f"`betas={betas!r}`: give `True`, `False` or 'half_life'" + see('unknown-name'))
         two = isinstance(beta_range, (tuple,list)) and len(beta_range)==2
         lo,hi = beta_range if two else (None,None)
         if not (isinstance(lo, Real) and isinstance(hi, Real) and 0<=lo<=hi<1):
-            raise ValueError(f"`beta_range={beta_range!r}`: give two numbers, from 0 to below 1, the smaller first")
+            raise ValueError(f"`beta_range={beta_range!r}`: give two numbers, from 0 to below 1, the smaller first"
+                + see('out-of-range'))
         self.rule,self.betas,self.beta_range = rule,betas,(lo,hi)
         self.remainder = check_bool('remainder', remainder)
 
@@ -69,10 +70,11 @@ def _begin(self:ScaledLR):
     cbs = learn.cbs.filter(lambda o: o.run)
     self.acc,self.meter = (next((o for o in cbs if isinstance(o, t)), None) for t in (GradientAccumulation,NoiseScale))
     if self.rule=='adascale' and self.meter is None:
-        raise ValueError("`rule='adascale'` follows the noise that is measured: add a `NoiseScale()` to the callbacks")
+        raise ValueError("`rule='adascale'` follows the noise that is measured: add a `NoiseScale()` to the callbacks"
+            + see('no-noise-scale'))
     if self.betas and 'sqr_mom' not in learn.opt.hypers[0]:
         raise ValueError(f"`betas={self.betas!r}` is for Adam, and this optimizer keeps no average of squares: "
-            "leave `betas` out, or use Adam")
+            "leave `betas` out, or use Adam" + see('betas-of-adam'))
     self.loan,self.kappa,self.factor,self.values = Loan(learn.opt),None,None,()
 
 @patch

@@ -18,8 +18,9 @@ from fastai.data.core import DataLoaders
 from fastcore.basics import patch
 from .accumulation import GradientAccumulation
 from .core.annealers import as_annealer, check_moment, check_scheduling, check_value, fraction
-from .core.checks import check_count
+from .core.checks import check_count, check_name
 from .core.macro_batch import Position, round_up
+from .core.notices import see
 from .memory.recovery import AutoSize
 
 # %% ../nbs/01_schedule.ipynb #base
@@ -47,7 +48,7 @@ class _Scheduled(GradientAccumulation):
     @accum_bs.setter
     def accum_bs(self, n):
         raise AttributeError(f"`accum_bs={n!r}`: the size follows the schedule of this {type(self).__name__}. "
-            "Make a new one, or use `GradientAccumulation`")
+            "Make a new one, or use `GradientAccumulation`" + see('set-by-the-schedule'))
     n_acc = accum_bs
 
 # %% ../nbs/01_schedule.ipynb #schedule
@@ -83,7 +84,7 @@ class GradientAccumulationSchedule(_Scheduled):
         reached = self.sizes(self.planned.micro_bs, self.learn.n_epoch)(Position(0, 0, 1.))
         warn(f"`finish={self.finish}` comes after the end of training, so the size stops at {reached}, short of "
             f"`final_accum_bs={self.final_accum_bs}`. Epochs are ints, fractions of training floats: "
-            f"this fit has {self.learn.n_epoch} epochs")
+            f"this fit has {self.learn.n_epoch} epochs" + see('schedule-cut-short'))
 
 # %% ../nbs/01_schedule.ipynb #sizes
 @patch
@@ -111,7 +112,7 @@ def _size(self:GradientAccumulationSchedule, micro_bs, start, finish, first, las
 def _check_window(self:GradientAccumulationSchedule, start, finish):
     if start<=finish: return
     raise ValueError(f"`start={self.start}` is later than `finish={self.finish}`: "
-        "give a `finish` that is not before `start`")
+        "give a `finish` that is not before `start`" + see('start-and-finish'))
 
 @patch
 def _check_values(self:GradientAccumulationSchedule, f):
@@ -136,7 +137,7 @@ class GradientAccumulationScheduler(_Scheduled):
     ):
         super().__init__(1, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size,
             drop_last=drop_last, size=size, sync_each=sync_each)
-        if mode not in ('epoch','step'): raise ValueError(f"`mode={mode!r}`: give 'epoch' or 'step'")
+        check_name('mode', mode, ('epoch','step'))
         self.scheduling = {int(k):int(v) for k,v in sorted(check_scheduling(scheduling).items())}
         self.mode = mode
 

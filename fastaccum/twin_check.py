@@ -26,9 +26,10 @@ from .check.rows import Row
 from .check.runs import Runs
 from .check.travel import weights_row
 from .core.checks import check_count
+from .core.notices import see
 from .memory.parts import split
 from .memory.recovery import AutoSize
-from .processes.world import world_size
+from .processes.world import check_search
 
 # %% ../nbs/02_twin_check.ipynb #twin-check
 @patch
@@ -70,16 +71,14 @@ def twin_check(self:Learner,
 def _check(learn, accum_bs, steps, cbs):
     for o in L(cbs):
         if not issubclass(o if isinstance(o, type) else type(o), Callback):
-            raise TypeError(f"`cbs={cbs!r}`: {o!r} is no callback. Give those of the fit, such as `cbs=MixUp()`")
+            raise TypeError(f"`cbs={cbs!r}`: {o!r} is no callback. Give those of the fit, such as `cbs=MixUp()`"
+                + see('not-a-callback'))
     if accum_bs is not None and check_count('accum_bs', accum_bs)==1:
-        raise ValueError("`accum_bs=1`: one sample cannot be split. Give at least 2 samples")
+        raise ValueError("`accum_bs=1`: one sample cannot be split. Give at least 2 samples" + see('samples-to-check'))
     zero = steps==0 and not isinstance(steps, bool)
     steps = 0 if zero else check_count('steps', steps, 'step')
-    world = world_size()
-    if world>1:
-        raise RuntimeError(f"`twin_check` in {world} processes: what a process found the others would not know. Check "
-            "in one process: several exchange gradients and do not change them")
-    if not len(learn.dls.train): raise ValueError("the training loader has no batch: there is nothing to check")
+    check_search(learn, 'twin_check', "what a process found the others would not know. Check in one process: several "
+        "exchange gradients and do not change them", 'check')
     return accum_bs and int(accum_bs),steps
 
 def _samples(dl): return getattr(dl, 'n', None) or 0
@@ -118,7 +117,9 @@ class TwinCheck:
         layers:dict, # Name of a parameter -> how far its gradients are apart, relative
         still:dict, # The same with all that was found held still or left out; empty if there was nothing
         seconds:float # That the check took
-    ): self.rows,self.sizes,self.layers,self.still,self.seconds = L(rows),sizes,layers,still,seconds
+    ):
+        rows = L(o._replace(where=(o.where or '').partition('\n')[0]) for o in rows)   # a table has a line for each
+        self.rows,self.sizes,self.layers,self.still,self.seconds = rows,sizes,layers,still,seconds
 
     @property
     def ok(self)->bool:

@@ -177,7 +177,7 @@ def test_a_module_may_keep_a_generator_and_a_counter():
 def test_what_nobody_can_put_back_is_told():
     import os
     class Secret(nn.Module):
-        def forward(self, x): return x*torch.tensor([float(o>127) for o in os.urandom(x.shape[-1])], dtype=x.dtype)
+        def forward(self, x): return x*torch.tensor([o/255 for o in os.urandom(x.shape[-1])], dtype=x.dtype)
     with pytest.warns(TwinWarning, match='something else when it was run again'):
         fit([GradientCache(5)], model=lambda: net(Secret()))
 

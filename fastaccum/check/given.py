@@ -13,6 +13,7 @@ from itertools import islice
 from fastai.data.load import DataLoader
 from fastcore.basics import GetAttr
 from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset
+from ..core.notices import see
 
 # %% ../../nbs/check/00_given.ipynb #sizes
 def part_sizes(
@@ -50,7 +51,7 @@ def loader_like(
         return dl.new(num_workers=0, **({} if bs is None else dict(bs=bs)))
     if bs is None: return dl
     raise ValueError(f"`accum_bs={bs}`: the training {type(dl).__name__} yields ready-made batches, and only those can "
-        "be looked at. Leave `accum_bs` out")
+        "be looked at. Leave `accum_bs` out" + see('ready-made-batches'))
 
 def read(
     dl:object, # As in `loader_like`
@@ -67,7 +68,7 @@ def read(
     if res: return res
     what = 'no batch' if bs is None else f'no batch of `accum_bs={bs}` samples'
     raise ValueError(f"the training {type(dl).__name__} has {what}: has its dataset as many samples, and are they "
-        "enough for one batch if it drops the last?")
+        "enough for one batch if it drops the last?" + see('no-batch'))
 
 # %% ../../nbs/check/00_given.ipynb #given
 class Given(GetAttr):

@@ -18,7 +18,7 @@ from .given import Given, cut, part_sizes, read
 from .still import Hold, set_tf32, tf32
 from .taken import Taken, TakeSteps
 from ..core.batch import n_samples
-from ..core.notices import TwinWarning
+from ..core.notices import TwinWarning, see
 from ..memory.shortage import free_memory, is_out_of_memory
 from ..memory.trials import note
 
@@ -64,7 +64,8 @@ class Runs:
             return n_samples((*b[i:],*b[:i]), says)
         self.n = count(batches[0])
         if bs is not None and self.n<bs:
-            raise ValueError(f"`accum_bs={bs}`, but the training loader has no more than {self.n} samples")
+            raise ValueError(f"`accum_bs={bs}`, but the training loader has no more than {self.n} samples"
+                + see('samples-to-check'))
         self.wholes = [b for b in batches if count(b)==self.n]   # but for an epoch's ragged end
 
 # %% ../../nbs/check/02_runs.ipynb #use
@@ -132,7 +133,7 @@ def _steps(self:Runs, batches, sizes, cbs, hold, reset, without):
     if take.steps: return take.steps
     raise RuntimeError(f"no step was made in {20*len(batches)} batches of up to {max(sizes)} samples: a callback "
         "ends the fit or skips steps, the gradients overflow, or the batches have no targets (`n_inp` of the "
-        "DataLoaders says how many of their parts are inputs)")
+        "DataLoaders says how many of their parts are inputs)" + see('no-step-in-a-trial'))
 
 @patch
 def whole(self:Runs,

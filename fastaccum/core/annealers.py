@@ -10,6 +10,7 @@ __all__ = ['check_moment', 'fraction', 'n_needed', 'as_annealer', 'check_value',
 # %% ../../nbs/core/13_annealers.ipynb #imports
 import inspect
 from numbers import Integral, Real
+from .notices import see
 
 # %% ../../nbs/core/13_annealers.ipynb #moment
 def check_moment(
@@ -23,9 +24,10 @@ def check_moment(
     """
     if isinstance(o, bool) or not isinstance(o, Real):
         raise TypeError(f"`{nm}={o!r}` is a {type(o).__name__}: "
-            "give a fraction of training as a float, or an epoch as an int")
+            "give a fraction of training as a float, or an epoch as an int" + see('start-and-finish'))
     if not 0<=o<=2**53:
-        raise ValueError(f"`{nm}={o}`: give a fraction of training from 0. to 1., or an epoch from 0 on")
+        raise ValueError(f"`{nm}={o}`: give a fraction of training from 0. to 1., or an epoch from 0 on"
+            + see('start-and-finish'))
     return o
 
 def fraction(
@@ -54,14 +56,16 @@ def as_annealer(
     TypeError: `schedule` cannot be called with two numbers, or returns no function
     """
     if not callable(schedule):
-        raise TypeError(f"`schedule={schedule!r}` is a {type(schedule).__name__}: give an annealer, such as `SchedCos`")
+        raise TypeError(f"`schedule={schedule!r}` is a {type(schedule).__name__}: give an annealer, such as `SchedCos`"
+            + see('schedule-function'))
     if n_needed(schedule)==1: return schedule
     hint = ("give an annealer `f(start, end)` that returns a function of the position, as `SchedCos` does, "
             "or that function")
     try: f = schedule(start, end)
     except TypeError as e:
-        raise TypeError(f"`schedule={schedule!r}` cannot be called with {start} and {end} ({e}): {hint}") from None
-    if not callable(f): raise TypeError(f"`schedule({start}, {end})` returned {f!r}: {hint}")
+        raise TypeError(f"`schedule={schedule!r}` cannot be called with {start} and {end} ({e}): {hint}"
+            + see('schedule-function')) from None
+    if not callable(f): raise TypeError(f"`schedule({start}, {end})` returned {f!r}: {hint}" + see('schedule-function'))
     return f
 
 # %% ../../nbs/core/13_annealers.ipynb #value
@@ -77,7 +81,7 @@ def check_value(
     except (TypeError,ValueError,OverflowError): n = float('nan')
     if not 0<n<=2**53:
         raise ValueError(f"`schedule` is {v!r} at position {pos:.3g}: "
-            "it must give numbers of samples, above 0 and finite")
+            "it must give numbers of samples, above 0 and finite" + see('schedule-function'))
     return n
 
 # %% ../../nbs/core/13_annealers.ipynb #scheduling
@@ -92,13 +96,16 @@ def check_scheduling(
     """
     if not isinstance(scheduling, dict) or not scheduling:
         raise TypeError(f"`scheduling={scheduling!r}`: "
-            "give a dict of thresholds and micro-batches per step, such as {0:2, 4:8}")
+            "give a dict of thresholds and micro-batches per step, such as {0:2, 4:8}" + see('scheduling-dict'))
     for o in (*scheduling,*scheduling.values()):
         if isinstance(o, bool) or not isinstance(o, Integral):
             raise TypeError(f"{o!r} in `scheduling={scheduling}` is a {type(o).__name__}: "
-                "give thresholds and factors as ints")
+                "give thresholds and factors as ints" + see('scheduling-dict'))
     if min(scheduling)<0:
-        raise IndexError(f"threshold {min(scheduling)} in `scheduling={scheduling}`: give epochs or steps from 0 on")
+        raise IndexError(f"threshold {min(scheduling)} in `scheduling={scheduling}`: give epochs or steps from 0 on"
+            + see('scheduling-dict'))
     least = min(scheduling.values())
-    if least<1: raise ValueError(f"factor {least} in `scheduling={scheduling}`: give at least 1 micro-batch a step")
+    if least<1:
+        raise ValueError(f"factor {least} in `scheduling={scheduling}`: give at least 1 micro-batch a step"
+            + see('scheduling-dict'))
     return scheduling

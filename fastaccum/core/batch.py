@@ -12,6 +12,7 @@ import torch
 from collections.abc import Mapping
 from copy import copy
 from fastai.learner import Learner
+from .notices import see
 
 # %% ../../nbs/core/03_batch.ipynb #parts
 def is_mapping(
@@ -98,7 +99,7 @@ def _refuse(o, n, reason=''):
     raise TypeError(f"a {type(o).__name__}{reason} in a batch of {n} samples cannot be split: "
         "`micro_batch_size` splits tensors with the samples along their first dimension, and tuples, lists and dicts "
         "of them. Give `micro_batch_size=AutoSize(split=f)` with a function `f(batch, start, stop, n)`, or leave it "
-        "out, with DataLoaders whose batches fit")
+        "out, with DataLoaders whose batches fit" + see('cannot-be-split'))
 
 # %% ../../nbs/core/03_batch.ipynb #split-it
 def _listed(o, n, lists=False):

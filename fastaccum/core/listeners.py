@@ -17,6 +17,7 @@ from fastai.callback.schedule import ParamScheduler
 from fastai.learner import Recorder
 from fastcore.foundation import L
 from .instead import Instead
+from .notices import see
 
 # %% ../../nbs/core/10_listeners.ipynb #listener
 class Listener:
@@ -139,7 +140,8 @@ def take_off(
 
     UserWarning: always
     """
-    warn(f"{cb} was on another Learner, which now trains without it: give each Learner a callback of its own")
+    warn(f"{cb} was on another Learner, which now trains without it: give each Learner a callback of its own"
+        + see('another-learner'))
     cb.learn.remove_cb(cb)
 
 # %% ../../nbs/core/10_listeners.ipynb #guest2
@@ -169,4 +171,4 @@ class Guest(Callback):
     def _refuse_stray(self, event_name):
         if event_name=='before_fit':
             raise RuntimeError(f"{self} was taken off its Learner but is still in its `cbs` (it was added twice, and "
-                "taken off once): take it out with `learn.cbs.remove(cb)`, then add it again")
+                "taken off once): take it out with `learn.cbs.remove(cb)`, then add it again" + see('added-twice'))

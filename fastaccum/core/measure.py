@@ -14,6 +14,7 @@ from numbers import Real
 from fastai.learner import Learner
 from .batch import samples
 from .macro_batch import MacroBatch
+from .notices import see
 from .sizes import Targets, as_plain, find_size
 
 # %% ../../nbs/core/05_measure.ipynb #check-size
@@ -25,13 +26,14 @@ def check_size_func(
     TypeError: it is no function, or takes other arguments
     """
     what = f"`size={size!r}` is a {type(size).__name__}"
-    if not callable(size): raise TypeError(f"{what}: give a function of the Learner that returns a number")
+    if not callable(size):
+        raise TypeError(f"{what}: give a function of the Learner that returns a number" + see('size-function'))
     try: sig = signature(size)
     except ValueError: return   # a function that does not tell
     try: sig.bind(None)
     except TypeError as e:
         raise TypeError(f"{what} which cannot be called with the Learner alone ({e}): give a function of one argument, "
-            "such as `lambda learn: len(learn.y)`") from None
+            "such as `lambda learn: len(learn.y)`" + see('size-function')) from None
 
 def check_size(
     size:Real|torch.Tensor, # What a `size` function returned
@@ -47,8 +49,9 @@ def check_size(
         return size
     if isinstance(size, bool) or not isinstance(size, Real):
         raise TypeError(f"`size` returned {size!r}, a {type(size).__name__}: "
-            "return a number or a tensor with one element")
-    if not 0<=size<float('inf'): raise ValueError(f"`size` returned {size!r}: return a finite number, zero or more")
+            "return a number or a tensor with one element" + see('size-function'))
+    if not 0<=size<float('inf'):
+        raise ValueError(f"`size` returned {size!r}: return a finite number, zero or more" + see('size-function'))
     return size
 
 # %% ../../nbs/core/05_measure.ipynb #measure

@@ -11,6 +11,7 @@ __all__ = ['OwnLoop']
 from fastai.callback.core import Callback
 from fastcore.basics import patch
 from .instead import Instead
+from .notices import see
 
 # %% ../../nbs/core/12_own_loop.ipynb #own-loop
 class OwnLoop:
@@ -40,7 +41,7 @@ def refuse(self:OwnLoop):
     """
     raise ValueError(f"the Learner's own `{self.own[0]}` runs the backward pass or the optimizer's step without "
         "fastai's events, so its gradients cannot be accumulated: let it call `self._do_grad_opt()` instead of "
-        "`backward` and `step`, or train without accumulation")
+        "`backward` and `step`, or train without accumulation" + see('own-training-loop'))
 
 @patch
 def step(self:OwnLoop, *args, **kwargs):

@@ -17,6 +17,7 @@ from fastai.learner import Learner
 from fastai.losses import BaseLoss
 from fastai.torch_core import find_bs
 from .batch import samples
+from .notices import see
 
 # %% ../../nbs/core/04_sizes.ipynb #targets
 def as_plain(
@@ -62,7 +63,7 @@ class Targets:
         if not isinstance(y, torch.Tensor):
             raise TypeError("the loss function has an `ignore_index`, but the target is a "
                 f"{type(y).__name__}, so it is not known how many targets count: "
-                "pass `size=`, a function of the Learner that returns their number")
+                "pass `size=`, a function of the Learner that returns their number" + see('targets-not-counted'))
         y = as_plain(y)
         if self.probs and y.is_floating_point(): return find_bs(y)
         if on_host(y): return self._look_into(y)

@@ -10,6 +10,7 @@ __all__ = ['Added', 'Generators', 'Attempt']
 # %% ../../nbs/memory/04_attempt.ipynb #imports
 import numpy as np, random, torch
 from fastai.learner import Learner
+from ..core.notices import see
 from .shortage import free_memory
 from .snapshot import autocast_state, set_autocast_state
 from .state import Buffers, State
@@ -58,7 +59,7 @@ class Added:
     def _refuse(self):
         raise torch.OutOfMemoryError("memory ran out while a gradient was added to in several parts (does a parameter "
             "belong to several reentrant checkpoints?), which cannot be undone: use `use_reentrant=False`, "
-            "or give the DataLoaders a batch size that fits")
+            "or give the DataLoaders a batch size that fits" + see('cannot-be-undone'))
 
 # %% ../../nbs/memory/04_attempt.ipynb #generators
 def _same(a, b):

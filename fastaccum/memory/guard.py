@@ -11,6 +11,7 @@ __all__ = ['FirstStep']
 import torch
 from fastai.learner import Learner
 from ..core.instead import Instead
+from ..core.notices import see
 from .shortage import free_memory, is_out_of_memory
 from .snapshot import Snapshot
 
@@ -46,7 +47,8 @@ class FirstStep:
             if before is None:
                 raise torch.OutOfMemoryError("memory ran out in an optimizer's step that was not the first: some "
                     "parameters have moved and others have not, so load the last saved model. "
-                    f"Something else has taken memory since training began ({e})") from e
+                    f"Something else has taken memory since training began ({e})"
+                    + see('out-of-memory-in-a-step')) from e
         before.put_back()
         self.learn.pred = None
         free_memory(self.device)

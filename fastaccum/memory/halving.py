@@ -11,6 +11,7 @@ __all__ = ['Halving']
 import torch
 from warnings import warn
 from fastcore.basics import patch
+from ..core.notices import see
 from .guard import FirstStep
 from .parts import join, result_of
 from .pieces import Pieces
@@ -79,7 +80,8 @@ def again(self:Halving,
     OutOfMemoryError: it is of a single sample
     """
     if stop-start==1:
-        raise torch.OutOfMemoryError(f"a micro-batch of a single sample does not fit: {self.failed[1]}")
+        raise torch.OutOfMemoryError(f"a micro-batch of a single sample does not fit: {self.failed[1]}"
+            + see('out-of-memory'))
     k,self.fits = len(self.done),(stop-start)//2
     self.done += self.skip
     try: self.run(start, stop, last)
@@ -111,13 +113,13 @@ def attempt(self:Halving
 def _told(self:Halving):
     (n,reason),self.failed = self.failed,None
     warn(f"memory ran out with a micro-batch of {n} samples ({reason}). It was undone, and the fit goes on, "
-         f"{result_of(self.learn, self.acc.probed)} in micro-batches of {self.fits}")
+         f"{result_of(self.learn, self.acc.probed)} in micro-batches of {self.fits}" + see('memory-ran-out'))
 
 @patch
 def _refuse_cancelled(self:Halving):
     raise torch.OutOfMemoryError("memory ran out in a backward pass that had added to some gradients already, and "
         f"a callback has cancelled {self.micro.n} of its samples since, which cannot be taken out of them: "
-        "give the DataLoaders a batch size that fits (`learn.bs_find`)")
+        "give the DataLoaders a batch size that fits (`learn.bs_find`)" + see('cannot-be-undone'))
 
 # %% ../../nbs/memory/09_halving.ipynb #valid
 @patch

@@ -12,6 +12,7 @@ from fastai.callback.core import CancelBatchException
 from fastcore.basics import patch
 from ..core.batch import n_samples
 from ..core.instead import Instead
+from ..core.notices import see
 from .alongside import Alongside, part_ended
 
 # %% ../../nbs/memory/15_pieces.ipynb #pieces
@@ -111,7 +112,8 @@ def count(self:Pieces
         expected = self.acc.micro_n if self.learn.training else getattr(self.learn.dl, 'bs', None)
         self.n = n_samples((*self.yb,*self.xb), expected)
     if self.n is None:
-        raise TypeError("a batch does not tell how many samples it has: leave `micro_batch_size` out")
+        raise TypeError("a batch does not tell how many samples it has: leave `micro_batch_size` out"
+            + see('cannot-be-split'))
     return self.n
 
 @patch

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from fastai.learner import Learner
+from ..core.notices import see
 from .attempt import Attempt
 from .state import homes, usual_attrs
 
@@ -26,7 +27,8 @@ class Refused(ValueError):
     ):
         super().__init__(f"{type(m).__name__} keeps something in its attribute `{nm}` from batch to batch, and {why}, "
             "so a batch cannot be split with the same result: give the DataLoaders "
-            "a batch size that fits (`learn.bs_find`), and leave `micro_batch_size` out")
+            "a batch size that fits (`learn.bs_find`), and leave `micro_batch_size` out"
+            + see('kept-from-batch-to-batch'))
 
 def own(
     model:nn.Module # A Learner's model

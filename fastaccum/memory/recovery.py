@@ -11,6 +11,7 @@ __all__ = ['FixedSize', 'AutoSize', 'micro_batches']
 import inspect
 from numbers import Integral
 from ..core.checks import check_count
+from ..core.notices import see
 from .halving import Halving
 from .parts import split
 from .pieces import Pieces
@@ -66,7 +67,7 @@ def _check_split(f):
     except TypeError:
         raise TypeError(f"`split={f!r}` is no function of a batch, the first sample, the one after the last and "
             "the number of samples: give `AutoSize(split=f)` with a function `f(batch, start, stop, n)`, "
-            "or leave `split` out") from None
+            "or leave `split` out" + see('split-function')) from None
     return f
 
 class AutoSize(FixedSize):
@@ -103,6 +104,6 @@ def micro_batches(
     if micro_batch_size is None: return FixedSize(),None
     if not isinstance(micro_batch_size, Integral):
         raise TypeError(f"`micro_batch_size={micro_batch_size!r}` is a {type(micro_batch_size).__name__}: "
-            "give 'auto', or a whole number of samples")
+            "give 'auto', or a whole number of samples" + see('whole-number'))
     n = check_count('micro_batch_size', micro_batch_size)
     return FixedSize(n),n

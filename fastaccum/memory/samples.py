@@ -15,6 +15,7 @@ from math import prod
 from fastcore.basics import GetAttr, patch
 from fastcore.foundation import L
 from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset
+from ..core.notices import see
 
 # %% ../../nbs/memory/11_samples.ipynb #samples
 def _numel(o):
@@ -39,7 +40,7 @@ class Samples:
         self.idxs = None   # their indices, the largest first, likewise
         if (dl.batch_size if self.torch else dl.bs) is None:
             raise ValueError(f"the batches of the training {type(dl).__name__} come ready-made, "
-                "so their size cannot be searched: give the `DataLoader` a batch size")
+                "so their size cannot be searched: give the `DataLoader` a batch size" + see('ready-made-batches'))
         if isinstance(dl.dataset, IterableDataset): return
         if self.torch or dl.indexed and dl.n is not None: self._look(n_look)
 

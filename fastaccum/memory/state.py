@@ -12,6 +12,7 @@ import sys, torch
 from collections import deque
 from functools import lru_cache
 from torch import nn
+from ..core.notices import see
 
 # %% ../../nbs/memory/03_state.ipynb #note
 class Buffers:
@@ -140,6 +141,6 @@ class State:
             if copy is None:
                 raise torch.OutOfMemoryError("memory ran out after the model had changed in place a tensor that it "
                     "keeps in an attribute, and had put there a micro-batch before, which cannot be undone: "
-                    "give the DataLoaders a batch size that fits")
+                    "give the DataLoaders a batch size that fits" + see('cannot-be-undone'))
             o.copy_(copy)
             self.copies[k] = o,o._version,copy

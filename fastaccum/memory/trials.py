@@ -16,6 +16,7 @@ from fastai.learner import Learner, Recorder
 from fastai.torch_core import default_device
 from fastcore.foundation import L
 from torch.utils.data import DataLoader as TorchDataLoader
+from ..core.notices import see
 from .meters import watch_peak
 from .samples import Samples
 from .shortage import free_memory, is_out_of_memory
@@ -54,7 +55,7 @@ def _fit(learn, samples, trial, n, device, absent=()):
     if cb.n_batches<n or not cb.n_steps:
         raise RuntimeError(f"a trial of {n} steps made {cb.n_steps}, in {cb.n_batches} batches of {trial.size}: "
             "a callback ends the fit or skips steps (remove it, or give its class `run_bs_find = False`), "
-            "or the gradients overflow")
+            "or the gradients overflow" + see('no-step-in-a-trial'))
     trial.ok,trial.speed = True,trial.size*(cb.n_batches-1)/max(cb.secs, 1e-9)
     return cb.waited
 
@@ -148,4 +149,5 @@ class Trials:
         names = [nm for nm,p in self.learn.model.named_parameters() if p in self.absent]
         if names: warn(f"{len(names)} parameters, {names[0]!r} is the first, had no gradient in {self.n_steps+20} "
             "batches of a trial: what their training takes is not in the size found. "
-            "If you do not train them, freeze them (`requires_grad_(False)`), else take less")
+            "If you do not train them, freeze them (`requires_grad_(False)`), else take less"
+            + see('no-gradient-in-a-trial'))

@@ -17,7 +17,7 @@ from fastai.torch_core import default_device
 from fastcore.basics import noop
 from fastcore.foundation import L
 from fastprogress.fastprogress import progress_bar
-from ..core.notices import TwinWarning
+from ..core.notices import TwinWarning, see
 from ..memory.snapshot import Snapshot
 from ..memory.trials import note
 from .stretch import Stream, Stretch
@@ -102,7 +102,8 @@ def _fit(trip, n, cbs, end, **kwargs):
         learn.fit(1, cbs=[*cbs, end], **kwargs)
     if end.n==n: return
     raise RuntimeError(f"{end.n} of {n} micro-batches were run: a callback ends the fit (remove it, or give its class "
-        f"`run_bs_find = False`), or the training loader has no full batch of {trip.bs} samples")
+        f"`run_bs_find = False`), or the training loader has no full batch of {trip.bs} samples"
+        + see('no-step-in-a-trial'))
 
 def train(
     trip:Excursion, # After its `begin`

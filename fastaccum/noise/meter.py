@@ -117,7 +117,8 @@ def step(self:Meter):
     elif res[g+1] and self.metric=='sgd': self._tell("no gradient came in at the optimizer's parameters")
 
 @patch
-def _tell(self:Meter, why): once(self, why, f"NoiseScale cannot measure this step, and perhaps others: {why}")
+def _tell(self:Meter, why):
+    once(self, 'cannot-measure', f"NoiseScale cannot measure this step, and perhaps others: {why}", of=why)
 
 @patch
 def heard(self:Meter)->int: # Steps since it was told the last time: 1, unless one was cancelled in an unusual way

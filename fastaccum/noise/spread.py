@@ -11,6 +11,7 @@ __all__ = ['ratio', 'Measured', 'measured', 'told', 'draw_scale']
 import numpy as np
 from typing import NamedTuple
 from matplotlib import pyplot as plt
+from ..core.notices import see
 from .estimator import scale_of
 from .verdict import rounded, trade_off
 
@@ -54,7 +55,7 @@ def measured(
 
     RuntimeError: none was measured
     """
-    if not readings: raise RuntimeError("no step could be measured: a warning says why")
+    if not readings: raise RuntimeError("no step could be measured: a warning says why" + see('cannot-measure'))
     xs,ys = np.array([o.values.sum(1) for o in readings]).T
     per_sample = sum(o.size for o in readings)/sum(o.samples for o in readings)
     return Measured(*ratio(xs, ys), unit, per_sample, readings[0].samples, list(readings))

@@ -16,6 +16,7 @@ from fastai.callback.core import Callback
 from fastcore.basics import patch
 from ..core.checks import drops_last, micro_size
 from ..core.batch import samples
+from ..core.notices import see
 from .afterwards import check_retries, retries
 from .shares import SharedPlan, local_sizes
 from .world import check_same, gather
@@ -74,7 +75,7 @@ def look(self:Agreement,
     check_same(told, [o[3:] for o in res])
     if min(n for _,n,*_ in res)<1:
         raise ValueError(f"the processes have {', '.join(str(n) for _,n,*_ in res)} samples to train on: "
-            "give each at least a micro-batch")
+            "give each at least a micro-batch" + see('unequal-loaders'))
     self.check_model(acc)
     if retries(acc): check_retries(self.in_each(acc))
     return tuple((micro,n,bool(drop_last),bs) for bs,n,micro,_,drop_last,*_ in res)
@@ -91,7 +92,7 @@ def check_model(self:Agreement,
     if not self.model.static_graph or acc.sync_each: return
     raise ValueError("DistributedDataParallel with `static_graph=True` exchanges gradients in each backward pass, and "
         "PyTorch fails where they wait for the end of a macro-batch: pass `sync_each=True` to exchange them with every "
-        "micro-batch, or make the model without `static_graph`")
+        "micro-batch, or make the model without `static_graph`" + see('static-graph'))
 
 # %% ../../nbs/processes/01_agreement.ipynb #plan
 @patch
@@ -112,7 +113,8 @@ def plan(self:Agreement,
     self.check_counts(acc, loaders)
     if not callable(plan.accum_bs) and full!=plan.accum_bs and not self.rank:
         warn(f"`accum_bs={plan.accum_bs}` on {self.world} processes with micro-batches of "
-            f"{', '.join(str(bs) for bs,*_ in loaders)}: in whole micro-batches on each, a step takes {full} samples")
+            f"{', '.join(str(bs) for bs,*_ in loaders)}: in whole micro-batches on each, a step takes {full} samples"
+            + see('rounded-up'))
     return plan
 
 # %% ../../nbs/processes/01_agreement.ipynb #counts
@@ -140,7 +142,7 @@ def check_counts(self:Agreement,
     if not why or len({(micro,bs,ceil(n/micro),ceil(n/bs)) for micro,n,_,bs in loaders})==1: return
     have = ', '.join(f'{k} micro-batches of {bs}' for k,bs in counts)
     raise ValueError(f"the processes have {have}, but {', '.join(why)} need the same on each: give them equal loaders, "
-        "as fastai's `DistributedDL` does")
+        "as fastai's `DistributedDL` does" + see('unequal-loaders'))
 
 # %% ../../nbs/processes/01_agreement.ipynb #most
 @patch

@@ -11,6 +11,7 @@ __all__ = ['find_sync']
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from fastai.learner import Learner
+from ..core.notices import see
 from .alone import Alone, alone
 from .sharded import Sharded, is_sharded
 from .sync import Together
@@ -30,5 +31,5 @@ def find_sync(
         if hasattr(m, 'set_requires_gradient_sync') or type(m).__name__=='FullyShardedDataParallel':
             raise ValueError(f"the parameters of {type(m).__name__} are sharded over processes (FSDP), where gradients "
                 "that wait for their exchange cannot be cleared: shard it with `fully_shard` (FSDP2), wrap it in "
-                "DistributedDataParallel, or train it without accumulation")
+                "DistributedDataParallel, or train it without accumulation" + see('sharded-parameters'))
     return alone

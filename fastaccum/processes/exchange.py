@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from torch import distributed as dist
 from fastai.callback.core import Callback
 from fastcore.basics import patch
+from ..core.notices import see
 from .afterwards import retries, share_buffers
 from .agreement import Agreement
 from .lockstep import Lockstep
@@ -117,7 +118,7 @@ def check_loader(self:Exchange,
     if (bs,n)!=(old_bs,old_n):
         raise ValueError(f"`learn.dl` was replaced, by one with micro-batches of {bs}, {n} samples, after the "
             f"processes had agreed on macro-batches for micro-batches of {old_bs}, {old_n} samples: "
-            "replace it in `learn.dls` before the epoch, on all processes")
+            "replace it in `learn.dls` before the epoch, on all processes" + see('replaced-loader'))
     self.dl = dl
     return True
 

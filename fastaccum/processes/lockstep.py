@@ -12,6 +12,7 @@ import torch
 from datetime import timedelta
 from torch import distributed as dist
 from fastcore.basics import patch
+from ..core.notices import see
 
 # %% ../../nbs/processes/05_lockstep.ipynb #lockstep
 # What a process may do next, in the words of an error message
@@ -72,7 +73,8 @@ def tell(self:Lockstep,
     if self.same(ns): return
     doing = ', '.join(f'{n} {does[o]}' for o,n in ns.items() if n)
     raise RuntimeError(f"the processes do not do the same: {doing}. With {', '.join(self.why)} each has to run the "
-        "same micro-batches: end an epoch, and leave out a micro-batch, on all of them or on none")
+        "same micro-batches: end an epoch, and leave out a micro-batch, on all of them or on none"
+        + see('processes-apart'))
 
 @patch
 def same(self:Lockstep,

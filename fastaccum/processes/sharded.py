@@ -14,6 +14,7 @@ from torch import distributed as dist, nn
 from fastai.callback.core import Callback
 from fastcore.basics import patch
 from ..core.half import is_half
+from ..core.notices import see
 from .sync import Together
 from .alone import Alone
 
@@ -38,7 +39,8 @@ def shard_group(
         if len(meshes)==1 and plain and (whole or mesh.ndim==1):
             return (dist.group.WORLD if whole else mesh.get_group()),bool(outer)
     raise ValueError(f"parameters that are split over processes as {list(meshes.values())} on {list(meshes)}: give all "
-        "to `fully_shard`, with one mesh of one dimension, or of replicas and shards over all processes")
+        "to `fully_shard`, with one mesh of one dimension, or of replicas and shards over all processes"
+        + see('sharded-parameters'))
 
 # %% ../../nbs/processes/06_sharded.ipynb #sharded
 class Sharded(Together):
@@ -124,19 +126,19 @@ def check_model(self:Sharded,
     if acc.sync_each is False and not self.can_wait:
         raise ValueError("`sync_each=False` with sharded parameters (FSDP): this PyTorch cannot throw away gradients "
             "that wait for their exchange, so an interrupted step would enter the next. Leave `sync_each` out, or "
-            "update PyTorch")
+            "update PyTorch" + see('sharded-parameters'))
     half = next((p.dtype for p in self.model.parameters() if is_half([p])), None)
     if half is not None:
         raise ValueError(f"sharded parameters (FSDP) in {half}: their gradients would be added up in it. Leave the "
             f"parameters in float32, and let `fully_shard` compute in half precision: "
-            f"`mp_policy=MixedPrecisionPolicy(param_dtype={half})`")
+            f"`mp_policy=MixedPrecisionPolicy(param_dtype={half})`" + see('sharded-parameters'))
     opt = acc.learn.opt
     if opt is None: return
     own = {id(p) for ps in opt.param_lists for p in ps}
     if any(id(p) in own for p in self.model.parameters()): return
     raise ValueError("the optimizer has none of the sharded parameters: it was made before `fully_shard`, which "
         "replaces them, or after a validation, which leaves them gathered. Set `learn.opt = None` before the fit, and "
-        "make the Learner after `fully_shard`")
+        "make the Learner after `fully_shard`" + see('sharded-parameters'))
 
 # %% ../../nbs/processes/06_sharded.ipynb #hold
 @patch

@@ -13,6 +13,7 @@ from math import ceil
 from fastcore.basics import patch
 from ..core.checks import loader_sizes
 from ..core.macro_batch import round_up, unit
+from ..core.notices import see
 from ..core.plan import Plan
 
 # %% ../../nbs/processes/00_shares.ipynb #share
@@ -92,7 +93,7 @@ def begin(self:SharedPlan,
     else: size,dropped = self._size(self._parts(wanted), t),t>=self.fixed
     if size: return ceil(wanted/self.world),size/self.world,dropped
     raise RuntimeError(f"this process has samples left after the {t} steps of epoch {epoch} that the processes agreed "
-        "on: its `DataLoader` yields more, or larger, batches than it says")
+        "on: its `DataLoader` yields more, or larger, batches than it says" + see('more-batches'))
 
 # %% ../../nbs/processes/00_shares.ipynb #others
 @patch

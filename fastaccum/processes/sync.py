@@ -16,6 +16,7 @@ from fastai.callback.core import Callback
 from fastai.learner import Recorder
 from fastcore.basics import patch
 from ..core.macro_batch import MacroBatch
+from ..core.notices import see
 from .afterwards import exchange_grads, share_buffers
 from .alone import Alone, alone
 from .averages import average
@@ -152,7 +153,8 @@ def refuse_quitters(
     RuntimeError: always
     """
     raise RuntimeError(f"{n} of {world} processes ended the fit in the middle of an epoch (`CancelFitException`), and "
-        "the others would wait for them: end it on all, or end the epoch with `CancelTrainException`")
+        "the others would wait for them: end it on all, or end the epoch with `CancelTrainException`"
+        + see('processes-apart'))
 
 @patch
 def heed(self:Together):

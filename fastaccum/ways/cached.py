@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from fastcore.basics import patch
 from torch.nn.parallel import DistributedDataParallel
 from ..core.half import WideSums, is_half
+from ..core.notices import see
 from ..memory.rows import Rows
 from .look import CallTrial, Look, fresh, inner
 from .outputs import Joined, leaves, rebuilt
@@ -118,7 +119,8 @@ class Cached:
         try: return some(self.args),some(self.kwargs)
         except TypeError as e:
             raise TypeError(f"what the model is given cannot be split into micro-batches ({str(e).split(':')[0]}): "
-                "give `GradientCache(…, split=f)` with a function `f(inputs, start, stop, n)`") from e
+                "give `GradientCache(…, split=f)` with a function `f(inputs, start, stop, n)`"
+                + see('cannot-be-split')) from e
 
     def _run(self, start, stop):
         args,kwargs = fresh(self.part(start, stop))

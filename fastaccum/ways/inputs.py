@@ -11,6 +11,7 @@ __all__ = ['Inputs']
 import torch
 from torch import nn
 from fastcore.basics import patch
+from ..core.notices import see
 
 # %% ../../nbs/ways/07_inputs.ipynb #inputs
 def _to_host(t):
@@ -61,7 +62,7 @@ class Inputs:
         if t._version!=version:
             raise RuntimeError(f"an input of segment {self.name!r}, of shape {tuple(t.shape)}, was changed in place "
                 "after the segment had begun, and is needed as it was to compute the segment again: do that not in "
-                "place (`inplace=False`), or leave the segment out of `segments`")
+                "place (`inplace=False`), or leave the segment out of `segments`" + see('changed-in-place'))
         return t
 
 # %% ../../nbs/ways/07_inputs.ipynb #dress

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 from fastai.callback.core import Callback
 from fastai.callback.fp16 import NonNativeMixedPrecision
 from fastai.learner import Learner
-from ..core.notices import StateWarning, once
+from ..core.notices import StateWarning, once, see
 from ..memory import places
 from ..memory.recovery import AutoSize, FixedSize
 from ..processes.afterwards import check_retries
@@ -101,7 +101,7 @@ def check_cached(
     """
     if len([o for o in learn.cbs if isinstance(o, cls)])>1:
         raise ValueError("two GradientCaches are on this Learner: keep one, and take the other off with "
-            "`learn.remove_cb`")
+            "`learn.remove_cb`" + see('two-callbacks'))
     dl = learn.dls.train
     bs = getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None)
     for micro in (o.micro for o in learn.cbs if isinstance(getattr(o, 'micro', None), FixedSize)):
@@ -109,25 +109,27 @@ def check_cached(
         if not auto_too and (micro.limit is None or bs is None or micro.limit>=bs): continue
         given,own = ("'auto'",)*2 if auto_too else (micro.limit,'…')
         raise ValueError(f"`GradientAccumulation(micro_batch_size={given})` would split the loader's batches, which "
-            f"the loss is to see whole: leave it out there, and use `GradientCache({own})`")
+            f"the loss is to see whole: leave it out there, and use `GradientCache({own})`"
+            + see('split-before-the-loss'))
     if auto and any(isinstance(m, torch.nn.SyncBatchNorm) for m in learn.model.modules()):
         check_retries(['SyncBatchNorm'] if world_size()>1 else [])
     if any(isinstance(o, NonNativeMixedPrecision) for o in learn.cbs):
         raise ValueError("NonNativeMixedPrecision would add up the gradients of micro-batches in half precision: use "
-            "`learn.to_fp16()` or `learn.to_bf16()` instead of `learn.to_non_native_fp16()`")
+            "`learn.to_fp16()` or `learn.to_bf16()` instead of `learn.to_non_native_fp16()`"
+            + see('half-precision-gradients'))
     for nm,p in learn.model.named_parameters():
         if getattr(p, '_post_accumulate_grad_hooks', None):
             raise ValueError(f"{nm!r} has a hook that runs when its gradient is added (`_post_accumulate_grad_hooks`; "
                 "optimizers that step inside the backward pass set it): with `GradientCache` it would step on every "
-                "micro-batch. Remove the hook")
+                "micro-batch. Remove the hook" + see('steps-in-the-backward-pass'))
     for m in learn.model.modules():
         if isinstance(m, DistributedDataParallel) and m.static_graph:
             raise ValueError("DistributedDataParallel with `static_graph=True` exchanges gradients in each backward "
-                "pass, and `GradientCache` makes several: make the model without `static_graph`")
+                "pass, and `GradientCache` makes several: make the model without `static_graph`" + see('static-graph'))
         if hasattr(m, 'set_requires_gradient_sync') or type(m).__name__=='FullyShardedDataParallel':
             raise ValueError(f"the parameters of {type(m).__name__} are sharded over processes (FSDP), where gradients "
                 "of micro-batches cannot wait for each other: wrap the model in DistributedDataParallel, or train it "
-                "without `GradientCache`")
+                "without `GradientCache`" + see('sharded-parameters'))
 
 # %% ../../nbs/ways/02_look.ipynb #differs
 def tell_differs(
@@ -137,6 +139,6 @@ def tell_differs(
 
     UserWarning: once in a fit
     """
-    once(cb, 'differs', "the model has returned something else when it was run again on the same samples, from the "
+    once(cb, 'runs-differ', "the model has returned something else when it was run again on the same samples, from the "
         "same random numbers and buffers: its gradients are not those of its predictions. Does it draw random numbers "
         "that PyTorch, NumPy and Python do not know, or keep something outside of itself?", StateWarning)

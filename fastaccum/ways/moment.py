@@ -15,6 +15,7 @@ from types import FunctionType, ModuleType
 from torch import nn
 from fastcore.basics import patch
 from ..core.listeners import to_the_end
+from ..core.notices import see
 from ..memory.snapshot import _values
 
 # %% ../../nbs/ways/06_moment.ipynb #moment
@@ -103,7 +104,7 @@ class Held:
         if moved:
             raise RuntimeError(f"the forward pass of segment {self.name!r} changes in place the tensor `{moved}`, "
                 f"which is no buffer, so it cannot be computed again: keep it with `register_buffer('{moved}', …)`, "
-                "or leave its module out of `segments`")
+                "or leave its module out of `segments`" + see('changed-in-place'))
         for m in self.modules:
             for nm,b in m._buffers.items():
                 old = self.buffers.get((id(m),nm))
@@ -115,7 +116,7 @@ class Held:
 def __enter__(self:Held):
     if any(p._version!=version for p,version in self.params or ()):
         raise RuntimeError(f"a parameter of segment {self.name!r} was changed after its forward pass and before its "
-            "backward pass, which needs it as it was: step after the backward pass")
+            "backward pass, which needs it as it was: step after the backward pass" + see('changed-in-place'))
     _running.append(self)
     self.now = Moment(self.modules, hooks=True, others=self.others)
     try:

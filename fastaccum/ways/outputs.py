@@ -12,6 +12,7 @@ import torch
 from collections.abc import Iterator
 from torch import nn
 from ..core.batch import is_mapping, like, values
+from ..core.notices import see
 
 # %% ../../nbs/ways/01_outputs.ipynb #leaves
 def leaves(
@@ -53,7 +54,7 @@ def refuse(
     TypeError: always
     """
     what = f"tensor of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
-    raise TypeError(f"the model returned a {what} {why}. {_remedy}")
+    raise TypeError(f"the model returned a {what} {why}. {_remedy}" + see('no-rows'))
 
 def find_rows(
     a:object, # What the model returned

@@ -12,6 +12,7 @@ import torch
 from contextlib import nullcontext
 from fastcore.basics import patch
 from ..core.half import is_half
+from ..core.notices import see
 from ..memory.snapshot import rng_states, set_rng_states
 from ..processes.afterwards import exchange_grads, share_buffers
 from ..processes.averages import average
@@ -67,7 +68,8 @@ def _backward(self:Cached, outs, grads, i):
     except RuntimeError as e:
         if i<last or 'second time' not in str(e): raise
         raise RuntimeError("the loss uses something from inside the model (that a hook or the model itself has put "
-            "aside), and with `GradientCache` that is of the last micro-batch only: let the model return it") from e
+            "aside), and with `GradientCache` that is of the last micro-batch only: let the model return it"
+            + see('inside-of-the-model')) from e
 
 # %% ../../nbs/ways/04_replay.ipynb #exchange
 @patch
@@ -92,16 +94,17 @@ def exchange(self:Cached):
 def _check(self:Cached, kept):
     if kept is None:
         raise RuntimeError("the predictions were back-propagated twice: with `GradientCache` the model is run again "
-            "for it, once. Add up the losses first, or train without it")
+            "for it, once. Add up the losses first, or train without it" + see('back-propagated-twice'))
     if any(x._version!=v for x,v in (*self.given,*self.params)):
         raise RuntimeError("the batch, or a parameter, was changed in place after the model had seen the batch, so it "
             "cannot be run again as `GradientCache` does: let the callback (or the loss) change a copy of the batch, "
-            "and parameters after the backward pass")
+            "and parameters after the backward pass" + see('changed-in-place'))
 
 @patch
 def _refuse_other(self:Cached):
     raise RuntimeError("an output of the model needs a gradient in one micro-batch and not in the last, so its "
-        "gradient was not computed: let the model return it attached to its parameters always, or never")
+        "gradient was not computed: let the model return it attached to its parameters always, or never"
+        + see('gradient-comes-and-goes'))
 
 @patch
 def _compare(self:Cached, outs):

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from torch import nn
+from ..core.notices import see
 
 # %% ../../nbs/ways/05_segments.ipynb #cut
 @dataclass
@@ -137,7 +138,8 @@ def _of(model, o):
         return Cut(names.get(m, '')+_slice(i, i+len(o), len(m)), list(o), m)
     what = repr(o) if isinstance(o, str) else f'the {type(o).__name__} given'
     raise ValueError(f"{what} is no module of this {type(model).__name__}: give modules of `learn.model`, "
-        "their names as in `learn.model.named_modules()`, or slices of its Sequentials, such as `learn.model[0][:4]`")
+        "their names as in `learn.model.named_modules()`, or slices of its Sequentials, such as `learn.model[0][:4]`"
+        + see('segments'))
 
 # %% ../../nbs/ways/05_segments.ipynb #overlap
 def check_apart(
@@ -153,7 +155,7 @@ def check_apart(
             if m in seen and next(m.children(), None) is None and not _has_params(m): continue   # a shared activation
             if m in seen and seen[m] is not c:
                 raise ValueError(f"segments {seen[m].name!r} and {c.name!r} have {type(m).__name__} in common: "
-                    "give segments that lie side by side")
+                    "give segments that lie side by side" + see('segments'))
             seen[m] = c
 
 def find_segments(
@@ -174,6 +176,7 @@ def find_segments(
         how = 'no segments were found in' if segments is None else f'`segments={segments}` chooses no module of'
         names = sorted({type(o).__name__ for o in model.modules() if o is not model and _computes(o)})
         raise ValueError(f"{how} this {type(model).__name__}: give the class of its blocks, a list of modules, or a "
-            f"function that says of a module whether it is one. Classes that hold layers: {', '.join(names) or 'none'}")
+            f"function that says of a module whether it is one. Classes that hold layers: {', '.join(names) or 'none'}"
+            + see('segments'))
     if isinstance(segments, list): check_apart(cuts)
     return cuts

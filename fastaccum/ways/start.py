@@ -11,6 +11,7 @@ __all__ = ['SharedBuffers', 'device_of', 'Start', 'Autocast']
 import numpy as np, random, torch
 from contextlib import ExitStack
 from torch import nn
+from ..core.notices import see
 from ..memory.snapshot import Snapshot, rng_states, set_rng_states
 from ..memory.state import State, homes
 
@@ -90,7 +91,8 @@ class Start:
         try: self.states[i].put_back()
         except torch.OutOfMemoryError:
             raise RuntimeError("the model changes a tensor in place that it keeps in an attribute, and makes anew with "
-                "each batch, so it cannot be run again from where it was: let it keep a copy instead") from None
+                "each batch, so it cannot be run again from where it was: let it keep a copy instead"
+                + see('kept-from-batch-to-batch')) from None
         set_rng_states(rng)
         own.put_back()
 

@@ -20,6 +20,7 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 from ..core.batch import n_samples
 from ..core.listeners import to_the_end
+from ..core.notices import see
 from ..memory.snapshot import Snapshot, rng_states, set_rng_states
 from ..memory.trials import _given
 from ..processes.alone import alone
@@ -85,7 +86,9 @@ def whole_batches(
         if seen and samples<(bs or 0): continue
         seen += samples
         yield b
-    if not seen: raise ValueError("the training loader has no batch, so there is nothing to estimate statistics from")
+    if not seen:
+        raise ValueError("the training loader has no batch, so there is nothing to estimate statistics from"
+            + see('no-batch'))
 
 # %% ../../nbs/ways/10_statistics.ipynb #estimate
 class Estimate:

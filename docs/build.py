@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 
 from fastcore.docments import docments
 from fastcore.nbio import mk_cell, new_nb, read_nb, write_nb
-from nbdev.config import get_config
 from nbdev.doclinks import NbdevLookup, nbglob
 
 here = Path(__file__).resolve().parent

@@ -25,7 +25,9 @@ def stop(why): sys.exit(f'No release: {why}')
 
 def read(nm): return (root/nm).read_text(encoding='utf-8')
 
-def git(*args): return subprocess.run(['git',*args], cwd=root, check=True, capture_output=True, text=True).stdout.strip()
+def git(*args):
+    res = subprocess.run(['git',*args], cwd=root, check=True, capture_output=True, text=True)
+    return res.stdout.strip()
 
 def version(): return re.search(places[lib][0], read(lib), re.M)[1]
 
@@ -39,7 +41,7 @@ def numbers(o):
 
 def section(name, text):
     "What the changelog says under `## [name]`, without that line; None if it has no such section"
-    m = re.search(fr'^## \[{re.escape(name)}\].*\n(.*?)(?=^## \[|^\[[^]]+\]: |\Z)', text, re.M|re.S)
+    m = re.search(fr'^## \[{re.escape(name)}\][^\n]*\n(.*?)(?=^## \[|^\[[^]]+\]: |\Z)', text, re.M|re.S)
     return m and m[1].strip()
 
 def says_something(text): return any(o.strip() and not o.startswith('#') for o in (text or '').splitlines())

@@ -5,7 +5,6 @@ All arms run in one process, by turns. The model notes the time of each forward 
 all work is done in one thread, so on a quiet machine that is the time on the clock, and on a busy one it is
 disturbed less. Peak memory is measured in a process for each arm."""
 import importlib, json, statistics, subprocess, sys, time, torch
-from dataclasses import replace
 from torch import nn
 from torch.utils.data import DataLoader
 from .cases import Case

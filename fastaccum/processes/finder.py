@@ -12,7 +12,6 @@ from copy import deepcopy
 from functools import partial
 from torch import distributed as dist
 from fastai.callback.schedule import LRFinder, ParamScheduler
-from fastai.learner import Learner
 from fastai.torch_core import get_model
 from ..core.instead import Instead
 

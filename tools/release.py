@@ -108,8 +108,9 @@ def alone(dist):
         subprocess.run([sys.executable,'-m','pip','install','-q','--no-deps','--target',there,wheel], check=True)
         (Path(tmp)/'example.py').write_text(
             f'import fastaccum; assert fastaccum.__file__.startswith({str(there)!r})\n'+example(), encoding='utf-8')
-        env = os.environ | dict(PYTHONPATH=str(there), MPLBACKEND='agg')
-        subprocess.run([sys.executable,'example.py'], cwd=tmp, env=env, check=True)
+        env = os.environ | dict(PYTHONPATH=str(there), MPLBACKEND='agg', OMP_NUM_THREADS='1')
+        subprocess.run([sys.executable,'-W','ignore','example.py'], cwd=tmp, env=env, check=True,
+            stdout=subprocess.DEVNULL)
 
 def check(what):
     "Check what a release promises; `what` names some of tests, site, dist"

@@ -159,6 +159,10 @@ def test_what_the_package_index_shows(built):
     oldest,newest = (int(setting(o).split('.')[1]) for o in ('min_python','max_python'))
     for o in range(oldest, newest+1): assert f'Classifier: Programming Language :: Python :: 3.{o}' in lines
     for nm in ('Repository','Documentation','Changelog','Issues'): assert f'Project-URL: {nm}, https://' in text
+    shown = re.findall(r'!\[[^]]*\]\(([^)]+)\)', text)
+    assert all(o.startswith('https://') for o in shown)   # also the pictures, at the release's tag
+    pictures = [o for o in shown if '/images/' in o]
+    assert pictures and all((root/'images'/Path(o).name).is_file() for o in pictures)
     words = re.search('^Keywords: (.+)$', text, re.M)[1].split(',')
     assert {'fastai','gradient accumulation','batch size finder','gradient cache','noise scale'}<=set(words)
 

@@ -7,6 +7,9 @@ PORT   ?= 8000
 BIN        := $(VENV)/bin
 COMPAT     := .venv-compat
 PEERS      := .venv-peers
+LINT       := .venv-lint
+# Words in the names of the notebooks and test files that `make quick` runs
+QUICK      := 00_accumulation macro_batch layout 16_steps scars errors house repository release fuzz
 MIN_PYTHON := $(shell sed -n 's/^min_python *= *//p' settings.ini)
 
 # PYTHON= chooses the Python; without it an environment keeps the one it was made with
@@ -22,7 +25,7 @@ $$python tools/environment.py $(1) $(2) $$python
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test sweep bench peers docs docs-serve docs-test readme prepare page hooks compat dist clean env env-docs env-compat env-peers
+.PHONY: help demo test quick lint jupyter sweep bench peers docs docs-serve docs-test readme prepare page hooks compat dist release clean env env-docs env-jupyter env-lint env-compat env-peers
 
 help: ## What there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +35,17 @@ demo: env ## See it work
 
 test: env ## Run the notebooks and the tests
 	$(BIN)/python tests/run.py
+
+quick: env ## A part of that, between edits: some two minutes
+	$(BIN)/python tests/run.py $(QUICK)
+
+lint: env-lint ## Have ruff read the code, actionlint and zizmor the workflows
+	$(LINT)/bin/ruff check
+	$(LINT)/bin/actionlint
+	$(LINT)/bin/zizmor --offline --quiet .
+
+jupyter: env-jupyter ## Open the tutorials in Jupyter
+	$(BIN)/python -m notebook nbs/tutorials
 
 sweep: env ## Run N random twins (make sweep N=10000)
 	$(BIN)/python tests/sweep.py $(N)
@@ -73,6 +87,9 @@ dist: env ## Build and check what is uploaded
 	$(BIN)/python -m build
 	$(BIN)/python -m twine check --strict dist/*
 
+release: env env-docs ## Make a release, up to its tag (make release VERSION=0.3.0)
+	$(BIN)/python tools/release.py $(VERSION)
+
 clean: ## Remove what was built, but for the environments
 	rm -rf build dist *.egg-info _docs _proc .pytest_cache .hypothesis models demo.png
 	find fastaccum nbs tests tools benchmarks \( -name __pycache__ -o -path 'nbs/*/models' -o -path nbs/models \) -prune -exec rm -rf {} +
@@ -82,6 +99,12 @@ env:
 
 env-docs: env
 	$(call environment,docs,$(VENV))
+
+env-jupyter: env
+	$(call environment,jupyter,$(VENV))
+
+env-lint:
+	$(call environment,lint,$(LINT))
 
 env-compat:
 	$(call environment,compat,$(COMPAT))

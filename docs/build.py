@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 
 from fastcore.docments import docments
 from fastcore.nbio import mk_cell, new_nb, read_nb, write_nb
-from nbdev.config import get_config
 from nbdev.doclinks import NbdevLookup, nbglob
 
 here = Path(__file__).resolve().parent
@@ -32,7 +31,7 @@ sections = dict(
         'Each page is the source of its module: prose, code, and examples that are its first tests. '
         'Read in order they tell the whole story.'))
 wings = [o for o in ('core','memory','processes','ways','check','noise') if (root/'nbs'/o).exists()]
-single = ['differences', 'compatibility', 'coming_from', 'changelog', 'contributing']
+single = ['differences', 'compatibility', 'coming_from', 'upstream', 'changelog', 'contributing']
 
 # The names that a notebook exports
 

@@ -840,6 +840,7 @@ def test_plot():
         assert list(axs[1].lines[0].get_xdata())==[2,4,8] and len(axs[0].lines)==(1 if peak is None else 2)
     plt.close('all')
 
+@pytest.mark.nbdev
 def test_the_page_is_the_same_whenever_it_is_run():
     "Its saved outputs say nothing that differs from run to run"
     import json

@@ -28,6 +28,8 @@ from fastaccum import ActivationCheckpoint, GradientAccumulation
 from fastaccum.ways.moment import recomputing
 from common import CpuMixedPrecision, Raise
 
+tells = hasattr(torch._C._autograd, '_top_saved_tensors_default_hooks')   # PyTorch 2.6 does not: `again` is None
+
 class Block(nn.Module):
     "BatchNorm, dropout, something in place, and a skip"
     def __init__(self, n=8):
@@ -79,7 +81,7 @@ def check(make=learner, cbs=list, fit=one_cycle, ran=True, **kwargs):
     assert_same(a, b)
     for x,y in zip(rng, other): assert np.array_equal(x, y)
     assert not any('forward' in vars(m) for m in b.model.modules()) and not recomputing()
-    if ran: assert cb.segments.again>0 and all(o.calls for o in cb.segments)
+    if ran: assert (cb.segments.again>0)==tells and all(o.calls for o in cb.segments)
     return a,b,cb
 
 # The models of fastai
@@ -191,7 +193,7 @@ def test_timm(nm, n):
     pytest.importorskip('timm')
     from fastai.vision.learner import create_timm_model
     a,b,cb = check(lambda: learner(lambda: create_timm_model(nm, 3, pretrained=False)[0], 4, images()), ran=False)
-    assert len(cb.segments)==n and cb.segments.again>3*cb.segments.kept
+    assert len(cb.segments)==n and (cb.segments.again>3*cb.segments.kept or not tells)
 
 def test_inputs_that_collect():
     "A list to which each block adds something, and a cache that counts"
@@ -463,7 +465,7 @@ def test_freezing():
     a,b,cb = check(partial(learner, train_bn=False, splitter=lambda m: [list(m[:4].parameters()),
         list(m[4:].parameters())]), fit=lambda learn,cbs: (learn.freeze(), learn.fit(1, 1e-2, cbs=cbs)), ran=False)
     assert [o.calls for o in cb.segments]==[5]*4
-    assert [o.again is None for o in cb.segments]==[True]*3+[False]   # the head trains
+    assert [o.again is None for o in cb.segments]==[True]*3+[not tells]   # the head trains
 
 def test_accumulation():
     "Micro-batches are checkpointed one by one"
@@ -609,7 +611,7 @@ def test_saved_in_the_middle_of_a_fit(tmp_path):
     loaded.dls,loaded.opt = learn.dls,None
     loaded.remove_cb(Copies)
     loaded.fit(1)
-    assert loaded.activation_checkpoint.segments.again>0
+    assert (loaded.activation_checkpoint.segments.again>0)==tells
     assert not any('forward' in vars(m) for m in loaded.model.modules())
 
 def test_saved_by_others():
@@ -712,7 +714,7 @@ def test_giving_segments():
         (lambda m: isinstance(m, Block) and m is not model[2],['1','3'])]:
         cb = ActivationCheckpoint(segments)
         learner(lambda: model).fit(1, cbs=cb)
-        assert [o.name for o in cb.segments]==names and cb.segments.again>0
+        assert [o.name for o in cb.segments]==names and (cb.segments.again>0)==tells
 
 def test_the_table():
     "Before the fit where segments are, afterwards what they hold; what two segments share is kept once"
@@ -721,7 +723,7 @@ def test_the_table():
     learn.fit(1)
     rows = learn.activation_checkpoint.segments
     # inputs; inside: lin1's result, ReLU's (in place of BatchNorm's), dropout's mask and result, and two statistics
-    assert [o.kept for o in rows]==[8*8*4]*4 and [o.again for o in rows]==[(4*8*8+2*8)*4]*4
+    assert [o.kept for o in rows]==[8*8*4]*4 and [o.again for o in rows]==[(4*8*8+2*8)*4 if tells else None]*4
     assert 'segments: 4.' in repr(rows)
     class Shared(nn.Module):
         def __init__(self):

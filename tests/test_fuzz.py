@@ -122,7 +122,7 @@ class Chaos(Callback):
             before_backward=[CancelBackwardException,CancelBatchException], after_backward=[CancelBatchException],
             before_step=[CancelStepException,CancelBatchException],
             after_step=[CancelBatchException], after_batch=[CancelTrainException])
-        for nm,os in excs.items(): setattr(self, nm, partial(self.perhaps, os, 0.01 if nm=='after_batch' else 0.06))
+        for nm,some in excs.items(): setattr(self, nm, partial(self.perhaps, some, 0.01 if nm=='after_batch' else 0.06))
     def perhaps(self, excs, p):
         if self.training and self.rng.random()<p: raise self.rng.choice(excs)
 

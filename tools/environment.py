@@ -13,18 +13,24 @@ root = Path(__file__).resolve().parent.parent
 metadata = ['settings.ini', 'pyproject.toml', 'setup.py']
 peers = ['benchmarks/peers/requirements.txt', 'benchmarks/peers/no-deps.txt']
 
-def oldest(venv):
-    "The lower bounds in settings.ini as constraints for pip, in a file: torch>=2.6 becomes torch==2.6.*"
+def setting(name):
     settings = ConfigParser(delimiters='=', interpolation=None)
     settings.read_string((root/'settings.ini').read_text(encoding='utf-8'))
+    return settings['DEFAULT'][name]
+
+def oldest(venv):
+    "The lower bounds in settings.ini as constraints for pip, in a file: torch>=2.6 becomes torch==2.6.*"
     fn = venv/'oldest.txt'
-    fn.write_text(re.sub(r'>=(\S+)\s*', r'==\1.*\n', settings['DEFAULT']['requirements']+'\n'), encoding='utf-8')
+    fn.write_text(re.sub(r'>=(\S+)\s*', r'==\1.*\n', setting('requirements')+'\n'), encoding='utf-8')
     return fn
 
 # For each kind: what its installation is about, the files that ask for it, and what pip is told, call by call
 kinds = dict(
     dev=('torch, fastai and what the tests need', '6 GB', metadata, lambda venv: [['-e', '.[dev]']]),
     docs=('what the site needs', '0.2 GB', metadata, lambda venv: [['-q', '-e', '.[docs]']]),
+    jupyter=('Jupyter', '0.2 GB', metadata, lambda venv: [['-q', '-e', '.[jupyter]']]),
+    lint=('what reads the code and the workflows', '0.1 GB', metadata,   # without the package, and so without torch
+        lambda venv: [['-q', *setting('lint_requirements').split()]]),
     compat=('the oldest versions supported', '6 GB', metadata,
         lambda venv: [['-c', oldest(venv), '-e', '.', 'pytest', 'hypothesis', 'wandb', 'tensorboard', 'accelerate']]),
     # fastxtend and Composer ask for packages older than they need: they are installed without what they ask for

@@ -2,7 +2,7 @@
 import math, torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from .peer import CannotExpress, Peer, whole
+from .peer import Peer, whole
 
 class Accumulate(Peer):
     key,title,package = 'accelerate','accelerate, accumulate()','accelerate'

@@ -8,15 +8,14 @@ Docs: https://fastaccum.github.io/fastaccum/check/causes.html.md"""
 __all__ = ['Found', 'look', 'both', 'candidates', 'blame', 'find']
 
 # %% ../../nbs/check/07_causes.ipynb #imports
-import torch
 from typing import NamedTuple
-from fastai.callback.core import Callback, CancelFitException, TrainEvalCallback
+from fastai.callback.core import Callback, TrainEvalCallback
 from fastai.callback.fp16 import MixedPrecision
 from .look import Look
 from .order import order_apart
 from .rows import Row, draw_row, loss_row, pred_row, tolerance
 from .runs import Runs
-from .taken import Apart, Taken, apart, rel
+from .taken import Apart, apart
 from ..core.measure import Measure
 from ..core.others import by_batch_size
 from ..core.probe import Probed, probe

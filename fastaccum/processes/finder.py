@@ -11,7 +11,6 @@ __all__ = ['rehearse']
 from copy import deepcopy
 from functools import partial
 from fastai.callback.schedule import LRFinder, ParamScheduler
-from fastai.learner import Learner
 from fastai.torch_core import get_model
 from ..core.instead import Instead
 from .world import world_size

@@ -8,7 +8,6 @@ Docs: https://fastaccum.github.io/fastaccum/ways/retry.html.md"""
 __all__ = ['Aside', 'Retry']
 
 # %% ../../nbs/ways/15_retry.ipynb #imports
-import torch
 from collections.abc import Callable
 from fastai.learner import Learner
 from ..memory.attempt import Attempt

@@ -1,0 +1,57 @@
+"""The patches for fastai: each applies to the installed one, and with all of them what the page promises is so.
+
+The page `upstream` shows that without them it is not."""
+import json, os, re, shutil, subprocess, sys, textwrap
+from importlib.util import find_spec
+from pathlib import Path
+import fastai, pytest
+
+root = Path(__file__).resolve().parent.parent
+patches = sorted((root/'upstream').glob('*.patch'))
+cells = {c['id']:''.join(c['source']) for c in
+    json.loads((root/'nbs/upstream.ipynb').read_text(encoding='utf-8'))['cells']}
+tests = {nm:src.split('\n\nfault(')[0] for nm,src in cells.items() if src.startswith(f'def {nm}():')}
+newest = re.search("^newest = '(.+?)'", cells['fault'], re.M)[1]
+
+def names(): return [o.stem for o in patches]
+
+def test_each_fault_has_a_patch(): assert names()==sorted(tests) and len(tests)>10
+
+@pytest.mark.parametrize('patch', patches, ids=lambda o: o.stem)
+def test_a_patch_has_a_description_and_the_test_of_the_page(patch):
+    head,diff = patch.read_text(encoding='utf-8').split('\n---\n')
+    assert head.startswith('Subject: [PATCH] ') and diff.startswith('diff --git a/fastai/')
+    call = f'{tests[patch.stem]}\n{patch.stem}()'
+    assert textwrap.indent(call, '    ') in head
+    url = f'https://github.com/fastaccum/fastaccum/blob/main/upstream/{patch.name}'
+    assert f'({url})' in cells[f'{patch.stem}-md']
+
+@pytest.fixture(scope='module')
+def patched(tmp_path_factory):
+    "A folder with fastai as it would be"
+    if fastai.__version__!=newest:
+        pytest.skip(f'the patches are for fastai {newest}, and {fastai.__version__} is installed')
+    if not shutil.which('git'): pytest.skip('there is no git here')
+    tmp = tmp_path_factory.mktemp('patched')
+    stock = Path(find_spec('fastai').origin).parent
+    shutil.copytree(stock, tmp/'fastai', ignore=shutil.ignore_patterns('__pycache__', 'images'))
+    env = os.environ | dict(GIT_CEILING_DIRECTORIES=str(tmp.parent))   # in no repository: there git would skip all
+    def apply(*args): subprocess.run(['git','apply',*args], cwd=tmp, env=env, check=True)
+    for o in patches: apply('--check', o)   # each by itself
+    for o in patches: apply(o)
+    return tmp
+
+def test_with_the_patches_everything_passes(patched):
+    body = '\n'.join([cells['imports'], *tests.values(), f'''
+import fastai
+assert fastai.__file__.startswith({str(patched)!r}), fastai.__file__
+for test in ({', '.join(tests)}):
+    torch.manual_seed(0)
+    try: test()
+    except Exception as e: print('FAILED', test.__name__, repr(e))
+print('DONE')'''])
+    env = os.environ | dict(PYTHONPATH=str(patched), OMP_NUM_THREADS='1')
+    res = subprocess.run([sys.executable,'-W','ignore','-c',body], env=env, cwd=patched, capture_output=True, text=True,
+        timeout=300)
+    assert not res.returncode and 'DONE' in res.stdout, res.stderr
+    assert 'FAILED' not in res.stdout, res.stdout

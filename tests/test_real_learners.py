@@ -4,28 +4,30 @@ Each is trained for a few steps on big batches, and on micro-batches. How far ap
 they have travelled, must agree with what the check said of one of their batches.
 """
 import warnings
-import numpy as np, pytest, torch
+import numpy as np, pandas as pd, pytest, torch
 from torch import nn
 from torch.nn import functional as F
 from torchvision.models import resnet18
 from fastai.callback.mixup import MixUp
 from fastai.callback.training import BnFreeze
-from fastai.data.block import DataBlock
+from fastai.data.block import CategoryBlock, DataBlock
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastai.losses import DiceLoss, FocalLossFlat
 from fastai.optimizer import SGD
 from fastai.tabular.learner import tabular_learner
+from fastai.text.core import BaseTokenizer
+from fastai.text.data import TextBlock
 from fastai.text.learner import language_model_learner, text_classifier_learner
 from fastai.text.models.awdlstm import AWD_LSTM, awd_lstm_clas_config, awd_lstm_lm_config
 from fastai.torch_core import set_seed
 from fastai.vision.data import ImageBlock, MaskBlock
 from fastai.vision.learner import unet_learner, vision_learner
-from fastaccum import GradientAccumulation
+from fastaccum import GradientAccumulation, GradientCache
 from fastaccum.core.notices import BatchNormWarning, LoaderWarning, LossWarning, StateWarning, TwinWarning
 from test_applications import (Encoding, as_lists, classifier, collate, cpu, detection, gans, pictures, quiet, ratings,
-    tagged, texts, wine, without_batchnorm)
+    tagged, texts, wine, without_batchnorm, words)
 
 def grouped(learn):
     learn.model = without_batchnorm(learn.model)
@@ -132,3 +134,22 @@ def test_what_is_said_is_true(nm, pictures):
     assert [o.what for o in res.rows if not o.ok]==rows, res
     assert res.ok==(not rows)==(apart<1e-4), (apart, res)
     assert not none and (said is None or heard==said), heard
+
+@pytest.mark.parametrize('cbs', [lambda: GradientAccumulation(8, micro_batch_size=4),lambda: GradientCache(4)])
+def test_a_memory_that_is_split(cbs):
+    "Where the loader yields whole batches, each micro-batch goes on from what its own samples left"
+    set_seed(0)
+    res = quiet(language(8)).twin_check(cbs=cbs())
+    assert [o.what for o in res.rows if not o.ok]==['draws','gradients'] and max(res.still.values())<1e-4, res
+
+def test_texts_that_are_padding_at_first():
+    "Of the shorter texts, a micro-batch has nothing in the first window of the batch: the encoder runs on no rows"
+    lengths = [60,55,50,45,9,8,7,6]   # the longest is of five windows
+    rows = [dict(text=' '.join(words[:n]), label='ab'[i%2]) for i,n in enumerate(lengths*2)]
+    block = DataBlock((TextBlock.from_df('text', seq_len=12, min_freq=1, tok=BaseTokenizer(), rules=[], n_workers=0),
+        CategoryBlock), get_x=lambda r: r.text, get_y=lambda r: r.label, splitter=lambda _: (range(8),range(8, 16)))
+    dls = block.dataloaders(pd.DataFrame(rows), bs=8, seq_len=12, num_workers=0, device=cpu)
+    res = quiet(text_classifier_learner(dls, AWD_LSTM, config=awd_lstm_clas_config|tiny, pretrained=False,
+        seq_len=12)).twin_check()
+    where = {o.what:o.where for o in res.rows}
+    assert where['predictions']=='BatchNorm1d 1.layers.0.0, 1.layers.1.0' and max(res.still.values())<1e-4, res

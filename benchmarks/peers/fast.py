@@ -5,7 +5,6 @@ All arms run in one process, by turns. The model notes the time of each forward 
 all work is done in one thread, so on a quiet machine that is the time on the clock, and on a busy one it is
 disturbed less. Memory is that of the tensors alive, counted, so it is the same in each run."""
 import importlib, statistics, time, torch
-from dataclasses import replace
 from torch import nn
 from torch.utils.data import DataLoader
 from ..live import LiveTensors

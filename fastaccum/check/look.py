@@ -39,6 +39,7 @@ class Look(Callback):
         self.drawing = []    # modules that draw
         self.depending = []  # modules whose outputs depend on the other samples
         self.remembers = False   # do predictions depend on what came before, which `reset` forgets?
+        self.forgotten = None    # and how far they differ once it has
         self.still = False   # do predictions agree with all these held still?
     def __setattr__(self, nm, value): object.__setattr__(self, nm, value)
 
@@ -126,7 +127,7 @@ def _look_at_predictions(self:Look, run, xb, n):
         b,seen = run(parts, self.sizes, reset=reset)
         off,tol = _preds_apart(a, b),self.tol(*a)
         if was is None: self.predictions = off
-        elif reset and not self.depending: self.remembers = off<was/2
+        elif reset and not self.depending: self.remembers,self.forgotten = off<was/2,off
         self.still,was = off<=tol,off
         if self.still: break
         if not reset and hasattr(model, 'reset'): reset = True   # the first thing to try

@@ -36,7 +36,7 @@ def rows_apart(
 
 # %% ../../nbs/check/03_watch.ipynb #watch
 def _digest(t):
-    t = t.reshape(len(t), -1).float()
+    t = t[:,None].flatten(1).float()   # there may be no rows: a text encoder leaves out what is all padding
     line = torch.cos(torch.arange(t.shape[1], device=t.device)*1.7+0.3)
     return torch.stack([t@line, t.norm(dim=1)], 1).double().cpu()
 

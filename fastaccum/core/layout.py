@@ -39,8 +39,8 @@ class Entries(Sequence):
 # %% ../../nbs/core/01_layout.ipynb #walked
 class Walked(NamedTuple):
     "The macro-batches of an epoch that was followed from first to last"
-    epoch:int|None = None # Which; `None` if none was
-    begun:Sequence = () # What `begin` says of each of its macro-batches, the dropped one too
+    epoch:int|None = None # The epoch; `None` if no epoch was followed
+    begun:Sequence = () # The result of `begin` for each of its macro-batches, including a dropped one
 
 # %% ../../nbs/core/01_layout.ipynb #layout
 class Layout:

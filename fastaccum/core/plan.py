@@ -19,8 +19,8 @@ class Rest(NamedTuple):
     "The rest of an epoch after the size was changed in the middle of it"
     epoch:int # The epoch
     done:int # Optimizer steps of it that were taken before
-    pct:float # Training progress with which the rest begins
-    step_pct:float # Training progress that each step of the rest makes
+    pct:float # Training progress when the rest begins
+    step_pct:float # Training progress of each step in the rest
 
 class Plan(Layout):
     "The macro-batches of a training run, to be asked while training"

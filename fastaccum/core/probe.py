@@ -20,9 +20,9 @@ from .kept import Kept
 # %% ../../nbs/core/17_probe.ipynb #probed
 class Probed(NamedTuple):
     "The result of probing a loss function"
-    off:float|None # How far the loss is from the mean of its parts' losses, relative; `None` if that could not be taken
-    reason:str='' # Why it could not
-    tol:float=2e-5 # What rounding may do
+    off:float|None # Relative difference of the loss to the mean of its parts' losses; `None` if it could not be computed
+    reason:str='' # Why it could not be computed
+    tol:float=2e-5 # The largest difference that counts as rounding
 
     @property
     def wrong(self)->bool:

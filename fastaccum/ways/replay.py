@@ -1,4 +1,4 @@
-"""The second pass: each micro-batch is run again, with a graph, and back-propagated with its part.
+"""The second pass: run each micro-batch again, with a graph, and back-propagate its part of the gradient.
 
 Docs: https://fastaccum.github.io/fastaccum/ways/replay.html.md"""
 
@@ -25,14 +25,14 @@ class Wide:
         self.sums = [[p,None] for p in params if p.requires_grad and p.dtype in (torch.float16,torch.bfloat16)]
 
     def add(self):
-        "Add their gradients to the sums, and take these out"
+        "Add the parameters' gradients to the sums, and set them to `None`"
         for o in self.sums:
             p,s = o
             if p.grad is not None: o[1] = p.grad.float() if s is None else s.add_(p.grad)
             p.grad = None
 
     def put(self):
-        "Give them the sums as their gradients, rounded"
+        "Set the rounded sums as the parameters' gradients"
         for p,s in self.sums: p.grad = None if s is None else s.to(p.dtype)
 
 # %% ../../nbs/ways/04_replay.ipynb #replay
@@ -40,7 +40,7 @@ class Wide:
 def replay(self:Cached):
     """Back-propagate the predictions' gradients through the model
 
-    RuntimeError: it cannot be run again as it was
+    RuntimeError: the model cannot be run again as it was
     """
     grads,self.grads = self.grads,None
     if grads is None: return

@@ -119,7 +119,7 @@ class FreezeBN(Guest):
 class Recalibration:
     """New running statistics from batches of a size
 
-    TypeError: a number is no whole number
+    TypeError: an argument is not a whole number
     ValueError: a number is below 1, or the training loader cannot give batches of that size
     RuntimeError: there is SyncBatchNorm, in several processes
     """

@@ -56,10 +56,10 @@ class ActivationCheckpoint(Guest):
 # %% ../nbs/04_checkpoint.ipynb #check
 def check_segments(
     o:object # The argument's value
-)->object: # The same; a list for any list of modules
-    """Refuse what cannot choose segments
+)->object: # The same; any list of modules becomes a `list`
+    """Refuse a value of `segments` that cannot choose any
 
-    TypeError: it is no class, no tuple of classes, no list of modules or names, and no function
+    TypeError: it is not a class, a tuple of classes, a list of modules or names, or a function
     """
     how = "give a class or a tuple of classes, a list of modules or of their names, or a function of a module"
     if isinstance(o, (L,nn.ModuleList)): o = list(o)
@@ -71,11 +71,11 @@ def check_segments(
     return o
 
 def unwrapped(
-    model:nn.Module # A Learner's
-)->nn.Module: # The model without what wraps it for several processes
-    """The model to cut
+    model:nn.Module # A Learner's model
+)->nn.Module: # The model without its wrapper for several processes
+    """The model to cut into segments
 
-    ValueError: it is compiled, or split over devices by something that segments were not tried with
+    ValueError: the model is compiled, or split over devices in a way that is not supported
     """
     if isinstance(model, DistributedDataParallel): model = model.module
     for m in model.modules():

@@ -39,7 +39,7 @@ class TrainerListener(Listener):
         self.before = Instead(cb, 'before_batch', self.before_batch)
 
     def enter(self):
-        "Take the place of the trainer's `before_batch`, too"
+        "Replace the trainer's `before_batch`, too"
         super().enter()
         self.before.enter()
 

@@ -34,7 +34,7 @@ class NoiseScale(Guest):
     column = None    # a metric, while the fit runs
 
     def __init__(self,
-        every:int=10, # Measure every so many steps
+        every:int=10, # Measure one in so many steps
         half_life:int|None=None, # Samples after which a measurement counts half; defaults to those of 20 measurements
         metric:str='sgd' # How to measure lengths: as they are ('sgd'), or divided by Adam's root mean squares ('adam')
     ):

@@ -36,7 +36,7 @@ def twins(
     loader_drop_last:bool=False, # Does the micro-batches' loader leave out the last one if it is ragged?
     seed:int=0, # Seeds torch before each fit
     **kwargs # Passed to `make`
-)->tuple[Learner,Learner]: # The big batch's Learner and the micro-batches', both fitted
+)->tuple[Learner,Learner]: # The Learners trained on big batches and on micro-batches
     "Fit a Learner on batches of `macro` samples, and another one, from the same start, on micro-batches"
     acc,big = acc or {},round_up(macro, micro)
     whole = micro if loader_drop_last else 1
@@ -49,8 +49,8 @@ def twins(
 
 # %% ../nbs/13_testing.ipynb #assert-twins
 def assert_twins(
-    a:Learner, # The big batch's
-    b:Learner, # The micro-batches'
+    a:Learner, # Trained on big batches
+    b:Learner, # Trained on micro-batches
     tol:float=1e-7, # Relative tolerance for weights, optimizer and gradients
     lr_tol:float=1e-9, # Tolerance for learning rates, other hyper-parameters and progress
     loss_tol:float=2e-6 # Tolerance for losses and metrics, which are in single precision
@@ -170,10 +170,10 @@ def deviation(
     return ((a-b).abs()/a.abs().clamp(min=1)).max().item() if len(a) else 0.
 
 def deviations(
-    a:Learner, # The big batch's
-    b:Learner # The micro-batches'
+    a:Learner, # Trained on big batches
+    b:Learner # Trained on micro-batches
 )->dict[str,float]: # The largest deviation of each thing compared
-    "How far two runs are apart"
+    "How much two runs differ"
     def both(f): return deviation(f(a), f(b))
     res = dict(weights=both(lambda l: l.model.state_dict()), opt=both(lambda l: l.opt.state_dict()['state']),
         hypers=both(lambda l: l.opt.hypers), grads=both(lambda l: [p.grad for p in l.model.parameters()]))

@@ -22,7 +22,7 @@ def is_mapping(
 
 def values(
     o:object # A mapping, tuple or list
-)->list: # What is in it
+)->list: # Its parts
     "The parts of `o`"
     return [o[k] for k in o.keys()] if is_mapping(o) else o
 
@@ -84,7 +84,7 @@ def _batched(o, n): return isinstance(o, torch.Tensor) and o.ndim>0 and len(o)==
 
 def like(
     o:object, # A mapping, tuple or list
-    parts:list # What is to be in it
+    parts:list # The new contents
 )->object: # A container of the same kind
     "`parts` in a container like `o`"
     if not is_mapping(o): return type(o)(*parts) if hasattr(o, '_fields') else type(o)(parts)

@@ -23,11 +23,11 @@ class StateWarning(TwinWarning): "The model remembers something from the batch b
 # %% ../../nbs/core/15_notices.ipynb #once
 def once(
     acc:State, # The accumulation callback
-    nm:str, # The notice's name
-    msg:str, # What it says
-    category:type=UserWarning # Of the warning
+    nm:str, # A name for the warning
+    msg:str, # Its text
+    category:type=UserWarning # Its category
 ):
-    """Warn, but only once in a fit
+    """Warn, but only once per fit
 
     UserWarning: with that message, of that category
     """

@@ -94,7 +94,7 @@ class StateWatch:
         self.ran = {}   # a module's `Instead` -> the epoch and micro-batch in which it ran first
 
     def forward(self,
-        instead:Instead, # Of the module
+        instead:Instead, # The `Instead` of the module
         *args,
         **kwargs
     ):

@@ -20,7 +20,7 @@ from .kept import Kept
 # %% ../../nbs/core/17_probe.ipynb #probed
 class Probed(NamedTuple):
     "The result of probing a loss function"
-    off:float|None # Relative difference of the loss to the mean of its parts' losses; `None` if it could not be computed
+    off:float|None # Relative difference of the loss to the mean of its parts' losses; `None` if unknown
     reason:str='' # Why it could not be computed
     tol:float=2e-5 # The largest difference that counts as rounding
 

@@ -1,4 +1,4 @@
-"""Train with steps of several sizes, from the same state and on the same samples, to find the largest that loses nothing.
+"""Train with steps of several sizes, from the same state and on the same samples, and compare the losses.
 
 Docs: https://fastaccum.github.io/fastaccum/noise/branch.html.md"""
 

@@ -24,7 +24,7 @@ class Meter:
     "The noise of the gradient in one fit"
     def __init__(self,
         acc:Callback, # The accumulation callback, on its Learner
-        every:int=10, # Measure every so many steps
+        every:int=10, # Measure one in so many steps
         half_life:int|None=None, # Samples after which a measurement counts half; defaults to those of 20 measurements
         metric:str='sgd' # 'sgd', or 'adam' for lengths as they matter for Adam
     ):

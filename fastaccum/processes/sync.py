@@ -93,7 +93,7 @@ def alike(self:Together,
 # %% ../../nbs/processes/04_sync.ipynb #owed
 @patch
 def owes(self:Together)->bool:
-    "Has this epoch steps that were not taken yet?"
+    "Are there steps left in this epoch?"
     acc = self.acc
     return acc.step-acc.planned.first<acc.planned.steps[acc.learn.epoch]
 

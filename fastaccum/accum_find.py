@@ -1,4 +1,4 @@
-"""How large should a step be? Measured, or tried, from where training stands.
+"""Find out how large a step should be, by measuring or by trying.
 
 Docs: https://fastaccum.github.io/fastaccum/accum_find.html.md"""
 
@@ -28,24 +28,24 @@ from .scaled_lr import ScaledLR
 # %% ../nbs/09_accum_find.ipynb #accum-find
 @patch
 def accum_find(self:Learner,
-    mode:str='noise', # 'noise': measure the noise of the gradient. 'branch': train from here in steps of several sizes
-    accum_bs:int|None=None, # Samples in a step that is measured, or of the smallest branch; defaults to the Learner's
-    steps:int|None=None, # Steps that are measured (20), or that the branch with the largest makes (8)
-    lr:float|slice|None=None, # Learning rate in steps of `accum_bs`; defaults to the Learner's
-    metric:str='sgd', # 'noise': as in `NoiseScale`
-    sizes:int=6, # 'branch': how many; each has twice the samples in a step of the one before
-    rule:str|None=None, # 'branch': as in `ScaledLR`. Defaults to 'sqrt' for Adam and 'linear' for SGD
-    tol:float=.1, # 'branch': what a size may lose, as a share of the progress that the smallest makes
-    looks:int|None=None, # 'branch': micro-batches on which losses are compared; defaults to half of those of a branch
-    cbs:Callback|list|None=None, # Callbacks of the fit to come, as you would give them to `fit`
-    show_plot:bool=True # Draw it?
-)->'FoundAccum': # `int` of it is `accum_bs`, in whole micro-batches
+    mode:str='noise', # Measure the noise of the gradient ('noise'), or train from here with several sizes ('branch')
+    accum_bs:int|None=None, # Samples per measured step, or per step of the smallest branch; defaults to the Learner's
+    steps:int|None=None, # Steps to measure (default 20), or steps of the branch with the largest steps (default 8)
+    lr:float|slice|None=None, # Learning rate for steps of `accum_bs`; defaults to the Learner's
+    metric:str='sgd', # With 'noise': as in `NoiseScale`
+    sizes:int=6, # With 'branch': how many sizes to try, each twice as large as the one before
+    rule:str|None=None, # With 'branch': as in `ScaledLR`. Defaults to 'sqrt' for Adam and 'linear' for SGD
+    tol:float=.1, # With 'branch': the progress that a size may lose, as a share of that of the smallest size
+    looks:int|None=None, # With 'branch': micro-batches to compare losses on; defaults to half of those of a branch
+    cbs:Callback|list|None=None, # Callbacks of the fit you plan, as you would pass them to `fit`
+    show_plot:bool=True # Draw the result?
+)->'FoundAccum': # `int(…)` of it is `accum_bs`, in whole micro-batches
     """Find how many samples a step should have, and leave everything as it was
 
-    TypeError: a number is no number, or `show_plot` neither `True` nor `False`
-    ValueError: a number is below 1, a name is unknown, or the training loader has no batch or says no batch size
+    TypeError: an argument that should be a number is not one, or `show_plot` is neither `True` nor `False`
+    ValueError: a number is too small, a name is unknown, or the training loader has no batch or no known batch size
     RuntimeError: there are several processes, a callback ends the fit, or nothing could be measured
-    UserWarning: a step cannot be measured, and why
+    UserWarning: a step cannot be measured; the message says why
     """
     _check(self, mode, rule, tol, show_plot, accum_bs=accum_bs, steps=steps, sizes=sizes, looks=looks)
     meter = NoiseScale(1, metric=metric)
@@ -79,11 +79,11 @@ def _check(learn, mode, rule, tol, show_plot, **counts):
 
 # %% ../nbs/09_accum_find.ipynb #search
 class Search:
-    "A search on a Learner, which goes there and back"
+    "A search on a Learner, which puts everything back afterwards"
     def __init__(self,
-        learn:Learner, # About to train
+        learn:Learner, # The Learner
         accum_bs:int|None, # Samples in a step; defaults to the Learner's
-        lr:float|slice|None # For such steps; defaults to the Learner's
+        lr:float|slice|None # Learning rate for such steps; defaults to the Learner's
     ):
         def own(t): return next((o for o in learn.cbs if isinstance(o, t)), None)
         self.learn,self.accum_bs,self.lr,self.trip = learn,accum_bs,lr,None   # `_set_off` writes an `Excursion`
@@ -97,20 +97,20 @@ class Search:
         self.trip.begin()
 
     def close(self):
-        "Put all back; may be called twice"
+        "Put everything back; may be called twice"
         if self.trip is not None: self.trip.close()
 
     def accumulate(self,
         size:int # Samples in a step
     )->GradientAccumulation:
-        "The Learner's accumulation, in steps of `size`"
+        "The Learner's accumulation, with steps of `size` samples"
         return GradientAccumulation(size, drop_last=False, size=self.acc and self.acc.size, micro_batch_size=self.micro)
 
 # %% ../nbs/09_accum_find.ipynb #noise
 @patch
 def noise(self:Search,
-    steps:int, # That are measured
-    meter:NoiseScale # To measure with
+    steps:int, # Steps to measure
+    meter:NoiseScale # The meter to use
 )->Measured:
     "Train with the meter on"
     size = self.accum_bs or max(self.acc.accum_bs if self.acc else 8*self.bs, 4*self.bs)
@@ -131,13 +131,13 @@ def _scaling(self:Search, rule, base):
 
 @patch
 def branch(self:Search,
-    steps:int, # That the branch with the largest makes
-    sizes:int, # Branches
+    steps:int, # Steps of the branch with the largest steps
+    sizes:int, # Number of branches
     rule:str|None, # As in `ScaledLR`
-    tol:float, # What may be lost, as a share of the progress that the smallest makes
-    looks:int|None # Micro-batches on which losses are compared
+    tol:float, # The progress that a size may lose, as a share of that of the smallest size
+    looks:int|None # Micro-batches to compare losses on
 )->Compared:
-    "Train in steps of several sizes"
+    "Train with steps of several sizes"
     base = round_up(self.accum_bs or (self.acc.accum_bs if self.acc else self.bs), self.bs)
     n = steps*base*2**(sizes-1)//self.bs
     looks = looks or max(8, n//2)
@@ -158,7 +158,7 @@ def _branch(self:Search, size, n, looks, scaling):
 
 # %% ../nbs/09_accum_find.ipynb #result
 class FoundAccum(GetAttr):
-    "How many samples a step should have, and how that was found"
+    "How many samples a step should have, and how this was found"
     _default = 'found'   # its attributes are those of this one
     def __init__(self,
         mode:str, # As in `accum_find`
@@ -177,6 +177,6 @@ class FoundAccum(GetAttr):
         res = (told if self.mode=='noise' else table)(self.found, self.accum_bs)
         return res+'\nan epoch has no more samples than these' if self.capped else res
 
-    def plot(self)->object: # Axes, of matplotlib
-        "Noise and gradient, and what follows; or the loss of the branches"
+    def plot(self)->object: # Matplotlib axes
+        "Draw noise, gradient and the suggested size; or the loss of the branches"
         return (draw_scale if self.mode=='noise' else draw_branches)(self.found, self.accum_bs)

@@ -1,4 +1,4 @@
-"""Train on micro-batches, get the big batch's run.
+"""Train on micro-batches and get the same run as with big batches.
 
 Docs: https://fastaccum.github.io/fastaccum/accumulation.html.md"""
 
@@ -28,21 +28,21 @@ from .processes.finder import rehearse
 class GradientAccumulation(Steps):
     """Step once per `accum_bs` samples, as if they had come in one batch
 
-    TypeError: an argument is of another type
+    TypeError: an argument has the wrong type
     ValueError: a number is below 1, or, when the fit begins, this Learner cannot accumulate
-    UserWarning: what the run cannot promise, where it happens
+    UserWarning: during the fit, when something makes the run differ from the big batch's
     """
     order,run_valid = MixedPrecision.order-4,False   # the loss's share is worked out before fp16 scales it
     sync = alone
 
     def __init__(self,
-        accum_bs:int=None, # Samples per optimizer step, over all processes, in whole micro-batches. Defaults to `n_acc`
+        accum_bs:int=None, # Samples per step over all processes, rounded up to whole micro-batches; defaults to `n_acc`
         n_acc:int=32, # `accum_bs` under fastai's name, so that code written for fastai's callback runs unchanged
         log_accum_batch:bool=True, # Record and log once per step (True), or every micro-batch as fastai does (False)
-        micro_batch_size:int|str|AutoSize=None, # Split the loader's batches: so many samples each, or 'auto', what fits
-        drop_last:bool=None, # Leave out an epoch's remainder, step on it, or as the loader does with its last
-        size:callable=None, # A function of the Learner: what this micro-batch's loss is a mean of. See `find_size`
-        sync_each:bool=None # Exchange gradients with every micro-batch, or once per step? As suits: see `find_sync`
+        micro_batch_size:int|str|AutoSize=None, # Split the loader's batches to this size; 'auto': to what fits memory
+        drop_last:bool=None, # Drop an epoch's remainder (True), step on it (False), or do as the loader does (None)
+        size:callable=None, # `size(learn)` returns how many items this micro-batch's mean loss covers. See `find_size`
+        sync_each:bool=None # Exchange gradients per micro-batch (True) or per step (False)? None: see `find_sync`
     ):
         n_acc = check_count('n_acc', n_acc)
         self._accum_bs = n_acc if accum_bs is None else check_count('accum_bs', accum_bs)
@@ -55,7 +55,7 @@ class GradientAccumulation(Steps):
 
     @property
     def accum_bs(self)->int:
-        "Samples per optimizer step; may be set"
+        "Samples per optimizer step; another value holds from the next macro-batch on"
         return self._accum_bs
     @accum_bs.setter
     def accum_bs(self, n): self._accum_bs = check_count('accum_bs', n)
@@ -82,10 +82,10 @@ def sizes(self:GradientAccumulation,
 
 @patch
 def plan(self:GradientAccumulation,
-    dls:DataLoaders, # To train on; or a training loader
+    dls:DataLoaders, # The data to train on, or a training loader
     n_epoch:int=1 # Epochs
 )->Plan: # Its `sizes` and `steps` have an entry for each epoch
-    """The macro-batches of a fit to come, without training
+    """The macro-batches that a fit would have, without training
 
     ValueError: the loader does not say its batch size
     """

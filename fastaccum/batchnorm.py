@@ -1,4 +1,4 @@
-"""BatchNorm's running statistics: estimated anew on batches as large as a step, or held where they are.
+"""Estimate BatchNorm's running statistics anew on batches as large as a step, or freeze them.
 
 Docs: https://fastaccum.github.io/fastaccum/batchnorm.html.md"""
 
@@ -31,14 +31,14 @@ from .ways.statistics import Estimate, bn_layers, learns, unwrapped, whole_batch
 # %% ../nbs/05_batchnorm.ipynb #recalibrate
 @patch
 def recalibrate_bn(self:Learner,
-    bs:int=None, # Samples in a batch. Defaults to a step's, or without accumulation to the loader's, at least 64
-    n:int=None # Samples to look at, at most, but one batch at least. Defaults to 10,000
+    bs:int=None, # Samples in a batch, by default as in a step; without accumulation the loader's batch, at least 64
+    n:int=None # The most samples to look at, by default 10,000; at least one batch is used
 ):
-    """Estimate the running statistics of BatchNorm layers anew, as a mean over training batches of `bs`
+    """Estimate the running statistics of BatchNorm layers anew, as a mean over training batches of `bs` samples
 
-    TypeError: a number is no whole number
+    TypeError: an argument is not a whole number
     ValueError: a number is below 1, no layer learns statistics, or the training loader cannot give such batches
-    RuntimeError: there is SyncBatchNorm, in several processes
+    RuntimeError: the model has SyncBatchNorm and there are several processes
     torch.OutOfMemoryError: a batch does not fit
     """
     recal = Recalibration(self, bs, n)
@@ -47,17 +47,17 @@ def recalibrate_bn(self:Learner,
 
 # %% ../nbs/05_batchnorm.ipynb #callback
 class RecalibrateBN(Callback):
-    """`recalibrate_bn` before each validation, so that metrics and saved models have its statistics
+    """Run `recalibrate_bn` before each validation, so that metrics and saved models use its statistics
 
-    TypeError: a number is no whole number
+    TypeError: an argument is not a whole number
     ValueError: a number is below 1, or, when the fit begins, the training loader cannot give batches of that size
-    RuntimeError: when the fit begins, there is SyncBatchNorm, in several processes
-    UserWarning: when the fit begins, no BatchNorm layer learns statistics
+    RuntimeError: when the fit begins, if the model has SyncBatchNorm and there are several processes
+    UserWarning: when the fit begins, if no BatchNorm layer learns statistics
     """
     order,run_bs_find = TrainEvalCallback.order+1,False   # before all that validates
     def __init__(self,
         bs:int=None, # Samples in a batch, as in `recalibrate_bn`
-        n:int=None # Samples to look at, at most, but one batch at least. Defaults to 10,000
+        n:int=None # The most samples to look at, as in `recalibrate_bn`
     ):
         self.bs,self.n = bs if bs is None else check_count('bs', bs),n if n is None else check_count('n', n)
 
@@ -76,14 +76,14 @@ class RecalibrateBN(Callback):
 
 # %% ../nbs/05_batchnorm.ipynb #freeze
 class FreezeBN(Guest):
-    """BatchNorm normalises with its running statistics, which stay as they are, whatever else trains
+    """Freeze BatchNorm's running statistics and normalise with them, whatever else trains
 
-    TypeError: `part` is no function
-    UserWarning: when the fit begins, there is no BatchNorm layer with running statistics
+    TypeError: `part` is not a function
+    UserWarning: when the fit begins, if there is no BatchNorm layer with running statistics
     """
     order,run_valid = TrainEvalCallback.order+1,False   # right after all layers are told to train
     def __init__(self,
-        part:Callable=None # A function of the model: the module whose BatchNorm is frozen, or several. Defaults to all
+        part:Callable=None # `part(model)` returns the module(s) whose BatchNorm to freeze. Defaults to all
     ):
         if not (part is None or callable(part)):
             raise TypeError(f"`part={part!r}` is a {type(part).__name__}: give a function of the model, such as "
@@ -121,7 +121,7 @@ class FreezeBN(Guest):
 class Recalibration:
     """New running statistics from batches of a size
 
-    TypeError: a number is no whole number
+    TypeError: an argument is not a whole number
     ValueError: a number is below 1, or the training loader cannot give batches of that size
     RuntimeError: there is SyncBatchNorm, in several processes
     """

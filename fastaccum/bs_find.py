@@ -25,22 +25,22 @@ from .processes.world import world_size
 # %% ../nbs/06_bs_find.ipynb #bs-find
 @patch
 def bs_find(self:Learner,
-    mode:str='power', # 'power': the largest power of two times `init_val`. 'binsearch': the largest size
+    mode:str='power', # Find the largest power of two times `init_val` ('power'), or the exact size ('binsearch')
     steps_per_trial:int=3, # Optimizer steps in a trial; at least 2 are taken
     init_val:int=2, # Samples in the first trial's batch
-    max_trials:int=25, # Trials at most
-    apply:bool=False, # Give the DataLoaders the size found?
-    show_plot:bool=True, # Draw peak memory and speed against size?
-    n_look:int=256 # Samples looked at for the largest inputs, where the loader does not know their lengths
-)->'FoundSize': # `int` of it is the size
+    max_trials:int=25, # The most trials
+    apply:bool=False, # Set the batch size of the DataLoaders to the size that was found?
+    show_plot:bool=True, # Draw peak memory and speed over the batch size?
+    n_look:int=256 # Samples to look at to find the largest inputs, if the loader does not know their lengths
+)->'FoundSize': # `int(…)` of it is the size
     """Find the largest batch size that trains within memory, and leave everything as it was
 
-    TypeError: a number is no whole number, or `apply` neither `True` nor `False`
+    TypeError: a number is not a whole number, or `apply` is neither `True` nor `False`
     ValueError: a number is below 1, `mode` is unknown, the training loader has no batch, or processes were told
         different things
     RuntimeError: processes exchange something in each forward pass, or a callback ends the fit or skips steps
     torch.OutOfMemoryError: not even one sample fits
-    UserWarning: some parameters had no gradient in the trials, so their share is not in the size
+    UserWarning: some parameters had no gradient in the trials, so the memory for theirs is not accounted for
     """
     _check(self, mode, apply, steps_per_trial=steps_per_trial, init_val=init_val, max_trials=max_trials, n_look=n_look)
     trials = (Trials if world_size()==1 else TrialsApart)(self, max(2, steps_per_trial),
@@ -68,8 +68,8 @@ def search(
     mode:str='power', # 'power' or 'binsearch'
     init_val:int=2, # Samples in the first trial
     max_trials:int=25, # Trials at most
-    n:int|None=None # Samples there are, if that is known
-)->tuple[int,int|None]: # The largest size known to fit, or 0, and the smallest known not to, or `None`
+    n:int|None=None # Samples in the dataset, if that is known
+)->tuple[int,int|None]: # The largest size known to fit, or 0; and the smallest known not to fit, or `None`
     "Find the largest size that fits"
     good,bad,size = 0,None,init_val if n is None else min(init_val, n)
     for _ in range(max_trials):
@@ -100,10 +100,10 @@ class FoundSize:
     def __init__(self,
         size:int, # The largest size that fits, in samples
         bad:int|None, # The smallest that is known not to fit, in samples; `None` if none is
-        n:int|None, # Samples there are, if that is known
+        n:int|None, # Samples in the dataset, if that is known
         mode:str, # As in `bs_find`
-        trials:list[Trial], # What became of each size tried, in that order
-        processes:int=1 # That have agreed on it
+        trials:list[Trial], # The trials, in order
+        processes:int=1 # How many processes have agreed on it
     ):
         # as given; nobody writes them later
         self.size,self.mode,self.trials,self.processes = size,mode,trials,processes
@@ -114,7 +114,7 @@ class FoundSize:
     __index__ = __int__
     @property
     def seconds(self)->float:
-        "Seconds that all trials took"
+        "Seconds that all trials took together"
         return sum(o.seconds for o in self.trials)
 
     def __repr__(self):
@@ -147,7 +147,7 @@ def plot(self:FoundSize)->np.ndarray: # The two axes, of matplotlib
 def with_size(
     dl:DataLoader|TorchDataLoader, # fastai's, or PyTorch's
     bs:int # Samples in a batch
-)->DataLoader|TorchDataLoader: # `dl`, or one like it where `dl` cannot be changed
+)->DataLoader|TorchDataLoader: # `dl`, or a new one like it if `dl` cannot be changed
     "Give `dl` another batch size"
     if isinstance(dl, TorchDataLoader):
         out = {'dataset','batch_size','shuffle','batch_sampler'}

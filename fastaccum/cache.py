@@ -1,4 +1,4 @@
-"""Micro-batches for the model, the whole batch for the loss: contrastive losses, batch Dice, MixUp.
+"""The model sees micro-batches and the loss sees the whole batch: for contrastive losses, batch Dice and MixUp.
 
 Docs: https://fastaccum.github.io/fastaccum/cache.html.md"""
 
@@ -30,10 +30,10 @@ from .ways.retry import Retry
 class GradientCache(Guest):
     """Run the model on micro-batches, and everything else on the loader's whole batch
 
-    TypeError: an argument is of another type, or the model's inputs or outputs cannot be split
-    ValueError: `micro_batch_size` is below 1, or, when the fit begins, this Learner cannot be trained so
+    TypeError: an argument has the wrong type, or the model's inputs or outputs cannot be split
+    ValueError: `micro_batch_size` is below 1, or, when the fit begins, this Learner cannot be trained in this way
     RuntimeError: the model cannot be run again as it was
-    UserWarning: what the run cannot promise, where it happens
+    UserWarning: during the fit, when something makes the run differ from the big batch's
     """
     order,run_valid = MixedPrecision.order-3,True   # before others that train in their `before_train`
     told = frozenset()   # names of the notices that were given in this fit
@@ -48,8 +48,8 @@ class GradientCache(Guest):
     tried = None         # samples in the largest micro-batch of this batch; written by `_forward`
 
     def __init__(self,
-        micro_batch_size:int|str, # Samples that the model sees at once, at most; 'auto': as many as memory allows
-        split:Callable=split # Of the inputs, the first sample, the one after the last, and how many there are
+        micro_batch_size:int|str, # The most samples that the model sees at once; 'auto': as many as memory allows
+        split:Callable=split # `f(inputs, start, stop, n)` returns samples `start` to `stop` of the `n` in `inputs`
     ):
         if not callable(split):
             raise TypeError(f"`split={split!r}` is a {type(split).__name__}: "
@@ -62,7 +62,7 @@ class GradientCache(Guest):
 
     @property
     def size(self)->int:
-        "Samples in a micro-batch, at most; `None` if that is not known"
+        "The most samples in a micro-batch; `None` if that is not known yet"
         return self.sizes[True]
 
     def __getstate__(self): return {k:v for k,v in vars(self).items() if k not in ('parts','call')}

@@ -1,4 +1,4 @@
-"""The whole batch through the model in less memory: activations are computed again, and the run is the same to the bit.
+"""Train on the whole batch in less memory: activations are computed again, and the result is the same to the bit.
 
 Docs: https://fastaccum.github.io/fastaccum/checkpoint.html.md"""
 
@@ -25,11 +25,11 @@ from .ways.segments import find_segments
 
 # %% ../nbs/04_checkpoint.ipynb #cb
 class ActivationCheckpoint(Guest):
-    """Keep the inputs of the model's segments, and compute what is inside of them again in the backward pass
+    """Keep only the inputs of the model's segments, and compute their activations again in the backward pass
 
-    TypeError: an argument is of another type
-    ValueError: when the fit begins: no segments are found, or what is given is not in the model, or it cannot be cut
-    UserWarning: after the fit: a segment that was given did not run, or none did
+    TypeError: an argument has the wrong type
+    ValueError: when the fit begins, if no segments are found, yours are not in the model, or the model cannot be cut
+    UserWarning: after the fit, if one of your segments did not run, or none did
     """
     order,run_valid = MixedPrecision.order+3,False   # the model may be wrapped for several processes before
     entered = ()   # the `Instead`s of this fit; empty outside of one
@@ -37,30 +37,30 @@ class ActivationCheckpoint(Guest):
     rows = None    # a `Segments`, of the last fit
 
     def __init__(self,
-        segments:type|tuple|list|Callable=None, # A class or several, modules or their names, a function of a module
-        offload:bool=False # Keep the inputs of the segments on the host?
+        segments:type|tuple|list|Callable=None, # Class(es), modules, names of modules, or `f(module)->bool`; None: find
+        offload:bool=False # Keep the inputs of the segments in the host's memory?
     ):
         self.given,self.offload = check_segments(segments),check_bool('offload', offload)
 
     @property
     def segments(self)->Segments:
-        "The segments of the last fit, or of the fit to come; prints itself as a table"
+        "The segments of the last fit, or before any fit those that would be used; displays itself as a table"
         if self.rows is not None: return self.rows
         cuts = [] if self.learn is None else find_segments(unwrapped(self.learn.model), self.given)
         return Segments(Row(o.name, o.kind) for o in cuts)
 
     @property
     def recomputing(self)->bool:
-        "Is a segment being computed again? For hooks of your own that count"
+        "Is a segment being computed again right now? Hooks that count can ask this"
         return recomputing()
 
 # %% ../nbs/04_checkpoint.ipynb #check
 def check_segments(
     o:object # The argument's value
-)->object: # The same; a list for any list of modules
-    """Refuse what cannot choose segments
+)->object: # The same; any list of modules becomes a `list`
+    """Refuse a value of `segments` that cannot choose any
 
-    TypeError: it is no class, no tuple of classes, no list of modules or names, and no function
+    TypeError: it is not a class, a tuple of classes, a list of modules or names, or a function
     """
     how = "give a class or a tuple of classes, a list of modules or of their names, or a function of a module"
     if isinstance(o, (L,nn.ModuleList)): o = list(o)
@@ -72,11 +72,11 @@ def check_segments(
     return o
 
 def unwrapped(
-    model:nn.Module # A Learner's
-)->nn.Module: # The model without what wraps it for several processes
-    """The model to cut
+    model:nn.Module # A Learner's model
+)->nn.Module: # The model without its wrapper for several processes
+    """The model to cut into segments
 
-    ValueError: it is compiled, or split over devices by something that segments were not tried with
+    ValueError: the model is compiled, or split over devices in a way that is not supported
     """
     if isinstance(model, DistributedDataParallel): model = model.module
     for m in model.modules():

@@ -1,4 +1,4 @@
-"""A GAN's switchers count steps, so that no step mixes critic and generator.
+"""A GAN's switchers count steps, so that no step mixes the gradients of critic and generator.
 
 Docs: https://fastaccum.github.io/fastaccum/gan.html.md"""
 
@@ -15,7 +15,7 @@ from .core.notices import see
 
 # %% ../nbs/12_gan.ipynb #switch
 class SwitchListener(Listener):
-    "A switcher hears of steps, with the macro-batch's mean loss"
+    "Call a switcher once per step, with the macro-batch's mean loss"
     def hear(self):
         if not self.acc.stepped: return
         with replaced(self.cb.learn, loss=self.acc.mean_loss): self.stock()
@@ -25,7 +25,7 @@ listeners['fastai.vision.gan.AdaptiveGANSwitcher'] = SwitchListener
 
 # %% ../nbs/12_gan.ipynb #trainer
 class TrainerListener(Listener):
-    """`GANTrainer` notes the losses of steps, and sees to it that each step is of the critic or of the generator
+    """Let `GANTrainer` record losses once per step, and make sure that no step trains both critic and generator
 
     RuntimeError: the GAN is switched in the middle of a macro-batch
     """
@@ -40,7 +40,7 @@ class TrainerListener(Listener):
         self.before = Instead(cb, 'before_batch', self.before_batch)
 
     def enter(self):
-        "Take the place of the trainer's `before_batch`, too"
+        "Replace the trainer's `before_batch`, too"
         super().enter()
         self.before.enter()
 
@@ -49,7 +49,7 @@ class TrainerListener(Listener):
         self.before.leave()
 
     def before_batch(self):
-        "The Recorder has seen the micro-batch before"
+        "Set the losses of the table; the Recorder is done with the last micro-batch"
         loss_func = self.cb.learn.loss_func
         for nm,loss in self.means.items(): setattr(loss_func, nm, loss)
         self.means = {}
@@ -61,9 +61,9 @@ class TrainerListener(Listener):
         return self.acc.macro.samples==self.acc.micro_n
 
     def check(self):
-        """Refuse a macro-batch that trains both
+        """Refuse a macro-batch that trains both critic and generator
 
-        RuntimeError: the GAN was switched since its first micro-batch
+        RuntimeError: the GAN was switched since the macro-batch's first micro-batch
         """
         if self.first: self.gen_mode = self.cb.gen_mode
         elif self.cb.gen_mode!=self.gen_mode:
@@ -84,7 +84,7 @@ class TrainerListener(Listener):
 
     @property
     def attr(self)->str:
-        "Where the loss function has the loss of the part that trains"
+        "The attribute of the loss function with the loss of the part that trains"
         return 'gen_loss' if self.gen_mode else 'crit_loss'
 
 listeners['fastai.vision.gan.GANTrainer'] = TrainerListener

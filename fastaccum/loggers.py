@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases hear of steps, too.
+"""TensorBoard and Weights & Biases log one row per step.
 
 Docs: https://fastaccum.github.io/fastaccum/loggers.html.md"""
 
@@ -16,7 +16,7 @@ from .core.listeners import Listener, listeners
 
 # %% ../nbs/10_loggers.ipynb #row
 class LoggerListener(Listener):
-    "Once per step, what is logged anyhow and what accumulation knows besides"
+    "Log once per step, and add what accumulation knows"
     def hear(self):
         acc = self.acc
         if not acc.heard: return
@@ -27,11 +27,11 @@ class LoggerListener(Listener):
         if acc.log_steps: self.add({k:v for k,v in row.items() if v is not None})
 
     def add(self,
-        row:dict[str,float] # By name, samples in the step and in a micro-batch where they change, and what is measured
+        row:dict[str,float] # Values by name: sizes of the step and micro-batch if they change, and what was measured
     ):
         """Log `row` with the step that was just logged
 
-        NotImplementedError: the subclass does not say how
+        NotImplementedError: the subclass does not implement it
         """
         raise NotImplementedError
 
@@ -45,7 +45,7 @@ listeners['fastai.callback.tensorboard.TensorBoardCallback'] = TensorBoardListen
 
 # %% ../nbs/10_loggers.ipynb #watch
 class WatchHooks:
-    "What `wandb.watch` put on the model, called once per step"
+    "Call the hooks that `wandb.watch` put on the model once per step"
     def __init__(self,
         acc:Callback # The accumulation callback, in a Learner
     ):
@@ -63,7 +63,7 @@ class WatchHooks:
 
     def forward(self,
         hook:callable, # W&B's forward hook, which draws the parameters
-        *args # What torch gives it
+        *args # The arguments that torch passes to the hook
     ):
         if not (self.acc.learn.training and self.acc.macro.samples): hook(*args)
 
@@ -77,7 +77,7 @@ class WatchHooks:
 
 # %% ../nbs/10_loggers.ipynb #wandb
 class WandbListener(LoggerListener):
-    "A row per step, with the macro-batch's loss, epoch, samples per second, and the samples seen"
+    "A row per step, with the macro-batch's loss, epoch, samples per second, and the number of samples so far"
     began = None     # when the macro-batch began, in seconds of `perf_counter`; `None` between two
     samples = None   # seen so far, in all fits of the W&B run; `None` before the first micro-batch of a fit
 

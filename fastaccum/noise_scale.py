@@ -1,4 +1,4 @@
-"""How large a batch is worth its samples, measured while training.
+"""Measure while training how large a batch should be.
 
 Docs: https://fastaccum.github.io/fastaccum/noise_scale.html.md"""
 
@@ -22,11 +22,11 @@ from .noise.verdict import draw, say
 
 # %% ../nbs/07_noise_scale.ipynb #noise-scale
 class NoiseScale(Guest):
-    """Measure how much the gradients of micro-batches differ, and how large a batch that makes worth its samples
+    """Measure how much the gradients of micro-batches differ, and from this, how large a batch is worthwhile
 
-    TypeError: a number is no whole number
+    TypeError: a number is not a whole number
     ValueError: a number is below 1, `metric` is unknown, or, when a fit begins, nothing accumulates on the Learner
-    UserWarning: a step cannot be measured, and why
+    UserWarning: a step cannot be measured; the message says why
     """
     order,run_valid = MixedPrecision.order+.5,False   # gradients without their scale, and not clipped yet
     run_bs_find = False   # nobody accumulates in a trial
@@ -35,9 +35,9 @@ class NoiseScale(Guest):
     column = None    # a metric, while the fit runs
 
     def __init__(self,
-        every:int=10, # Measure one step of so many
-        half_life:int|None=None, # Samples after which a measure counts half; defaults to those of 20 measures
-        metric:str='sgd' # Lengths as SGD sees them, or as 'adam' does: each coordinate over the root of its mean square
+        every:int=10, # Measure one in so many steps
+        half_life:int|None=None, # Samples after which a measurement counts half; defaults to those of 20 measurements
+        metric:str='sgd' # How to measure lengths: as they are ('sgd'), or divided by Adam's root mean squares ('adam')
     ):
         self.every = check_count('every', every)
         self.half_life = None if half_life is None else check_count('half_life', half_life)
@@ -111,42 +111,42 @@ def readings(self:NoiseScale)->list:
 
 @patch(as_prop=True)
 def unit(self:NoiseScale)->str:
-    "What the noise scale is counted in: 'samples', 'targets', or 'things' where a `size` function says"
+    "What the noise scale is counted in: 'samples', 'targets', or 'things' if you passed a `size` function"
     return 'samples' if self.meter is None else self.meter.unit
 
 @patch
 def _last(self:NoiseScale, i): return float(self.readings[-1].averages[i].sum()) if self.readings else float('nan')
 
 @patch(as_prop=True)
-def trace(self:NoiseScale)->float: # NaN before the first measure
+def trace(self:NoiseScale)->float: # NaN before the first measurement
     "The variance of one sample's gradient, added up over coordinates: tr Σ"
     return self._last(0)
 
 @patch(as_prop=True)
-def grad_sq(self:NoiseScale)->float: # Not above 0 where the noise hides it; NaN before the first measure
+def grad_sq(self:NoiseScale)->float: # 0 or negative if the noise hides it; NaN before the first measurement
     "The squared length of the true gradient, |G|²"
     return self._last(1)
 
 @patch(as_prop=True)
-def noise_scale(self:NoiseScale)->float: # In `unit`; infinite where it cannot be told, NaN before the first measure
-    "How many samples' noise is as large as the gradient"
+def noise_scale(self:NoiseScale)->float: # In `unit`; infinite if noise hides the gradient, NaN before the first
+    "The number of samples at which the noise of their mean gradient is as large as the gradient"
     return scale_of(self.trace, self.grad_sq)
 
 # %% ../nbs/07_noise_scale.ipynb #verdict
 @patch
-def to_log(self:NoiseScale)->dict: # By name; nothing before the first measure
-    "What loggers note with each step"
+def to_log(self:NoiseScale)->dict: # By name; empty before the first measurement
+    "What loggers write with each step"
     return dict(noise_scale=self.noise_scale) if self.readings else {}
 
 @patch
 def verdict(self:NoiseScale)->str:
-    "What follows for the size of steps, in words"
+    "Say in words whether steps should be larger or smaller"
     return say(self.noise_scale, self.readings[-1].size if self.readings else 0, self.unit)
 
 @patch
 def plot(self:NoiseScale,
     groups:bool=False, # Draw each parameter group, too?
-    ax:plt.Axes|None=None # To draw on, of matplotlib; else a new one
-)->plt.Axes: # It
-    "Draw the noise scale against steps, with the size of the steps"
+    ax:plt.Axes|None=None # Matplotlib axes to draw on; defaults to new ones
+)->plt.Axes: # The axes
+    "Draw the noise scale over steps, with the size of the steps"
     return draw(self.readings, self.unit, groups, ax)

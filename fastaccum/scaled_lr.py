@@ -1,4 +1,4 @@
-"""Learning rates that follow the size of a step.
+"""Scale the learning rate with the size of a step.
 
 Docs: https://fastaccum.github.io/fastaccum/scaled_lr.html.md"""
 
@@ -23,10 +23,10 @@ from .processes.engine import find_sync
 
 # %% ../nbs/08_scaled_lr.ipynb #scaled-lr
 class ScaledLR(Guest):
-    """Multiply the learning rate of each step by what its size asks for, relative to `base_bs`
+    """Multiply the learning rate of each step by a factor for its size, relative to steps of `base_bs` samples
 
-    TypeError: a number is no number, or `remainder` no bool
-    ValueError: a number is below 1, a name is unknown, or, when a fit begins, there is nothing to measure or to scale
+    TypeError: `base_bs` is not a whole number, or `remainder` is not a bool
+    ValueError: an argument is out of range or unknown, or, when a fit begins, `NoiseScale` or Adam is missing
     """
     order,run_valid = GradientAccumulation.order+1,False   # the macro-batch is complete, and nobody has heard of it
     run_bs_find = False   # 'adascale' waits for a `NoiseScale`, which takes no part either
@@ -38,11 +38,11 @@ class ScaledLR(Guest):
     values = ()    # its hyper-parameters that changed, for each parameter group
 
     def __init__(self,
-        base_bs:int, # Samples per step for which the learning rate is meant
+        base_bs:int, # Samples per step that the learning rate is meant for
         rule:str='linear', # 'linear' or 'adascale' for SGD, 'sqrt' for Adam
-        betas:bool|str=False, # Scale Adam's moments, too: `True` for both, 'half_life' for that of the squares
-        beta_range:Sequence=(.5,.9999), # The smallest and the largest that moments become
-        remainder:bool=False # Does the short last step of an epoch count as what it has? Else as the others
+        betas:bool|str=False, # Scale Adam's betas, too: both (`True`), or that of the squares ('half_life')
+        beta_range:Sequence=(.5,.9999), # The smallest and the largest value that scaled betas may have
+        remainder:bool=False # Use the true size of an epoch's short last step (True), or the size of the others?
     ):
         self.base_bs = check_count('base_bs', base_bs)
         check_name('rule', rule, ('linear','sqrt','adascale'))

@@ -1,4 +1,4 @@
-"""Batch sizes that follow an annealer, the epochs, or the steps.
+"""Change the batch size while training: with an annealer, by epoch, or by step.
 
 Docs: https://fastaccum.github.io/fastaccum/schedule.html.md"""
 
@@ -55,9 +55,9 @@ class _Scheduled(GradientAccumulation):
 class GradientAccumulationSchedule(_Scheduled):
     """Anneal the size of the macro-batches while training
 
-    TypeError: a size is no whole number, a moment no number, or `schedule` no annealer
-    ValueError: a size is below 1, a moment negative, `start` later than `finish`, or `schedule` gives what is no size
-    UserWarning: when a fit begins, `finish` comes after its end, so that the final size is not reached
+    TypeError: a size is not a whole number, `start` or `finish` not a number, or `schedule` not an annealer
+    ValueError: a number is too small, `start` is later than `finish`, or `schedule` returns something that is no size
+    UserWarning: when a fit begins, if `finish` comes after its end, so that the final size is not reached
     """
     def __init__(self,
         start_accum_bs:int, # Samples per optimizer step before `start`
@@ -122,13 +122,13 @@ def _check_values(self:GradientAccumulationSchedule, f):
 class GradientAccumulationScheduler(_Scheduled):
     """Change how many micro-batches make a step, at given epochs or steps
 
-    TypeError: `scheduling` is no dict, is empty, or holds what is no `int`
+    TypeError: `scheduling` is not a dict, is empty, or holds something other than `int`s
     IndexError: a threshold is negative
     ValueError: a factor is below 1, or `mode` is unknown
     """
     def __init__(self,
-        scheduling:dict[int,int], # `{threshold: micro-batches per step}`: from that epoch or step on
-        mode:str='epoch', # What the thresholds are: 'epoch', counted from 0, or 'step', optimizer steps taken
+        scheduling:dict[int,int], # `{threshold: micro-batches per step}`, from that epoch or step on
+        mode:str='epoch', # Are thresholds epochs, counted from 0 ('epoch'), or optimizer steps taken ('step')?
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size:int|str|AutoSize|None=None, # As in `GradientAccumulation`, in samples
         drop_last:bool|None=None, # As in `GradientAccumulation`
@@ -157,8 +157,8 @@ def plot_sched(self:GradientAccumulation,
     dls:DataLoaders, # The `DataLoaders` to train on
     n_epoch:int=1, # Epochs
     figsize:tuple=(12,4) # Width and height of the figure, in inches
-)->np.ndarray: # The two axes, of matplotlib
-    "Draw the size of the macro-batches to come, and the steps taken, against epochs"
+)->np.ndarray: # The two matplotlib axes
+    "Draw the size of the macro-batches to come, and the number of steps taken, over epochs"
     plan = self.plan(dls, n_epoch)
     xs,ys = [],[]
     for epoch,sizes in enumerate(plan.sizes):

@@ -1,4 +1,4 @@
-"""Run twins: the big batch and the micro-batches, side by side.
+"""Compare a run on big batches with a run on micro-batches.
 
 Docs: https://fastaccum.github.io/fastaccum/testing.html.md"""
 
@@ -28,16 +28,16 @@ from .core.macro_batch import round_up
 def twins(
     micro:int=4, # Samples in a micro-batch
     macro:int=16, # Samples in a macro-batch: `accum_bs`
-    fit:callable=None, # A function of the Learner and the callbacks to fit it with; defaults to `one_cycle`
+    fit:callable=None, # `fit(learn, cbs)` trains the Learner with these callbacks; defaults to `one_cycle`
     make:callable=None, # Makes a Learner, given `bs`, `whole`, `seed` and `kwargs`; defaults to `toy`
     acc:dict|None=None, # More arguments of the accumulation callback
-    acc_cls:type=GradientAccumulation, # Its class
-    cbs:callable=list, # A function that makes further callbacks for a fit
+    acc_cls:type=GradientAccumulation, # The class of the accumulation callback
+    cbs:callable=list, # A function without arguments that returns a list of more callbacks, new ones for each fit
     loader_drop_last:bool=False, # Does the micro-batches' loader leave out the last one if it is ragged?
     seed:int=0, # Seeds torch before each fit
     **kwargs # Passed to `make`
-)->tuple[Learner,Learner]: # The big batch's Learner and the micro-batches', both fitted
-    "Fit a Learner on batches of `macro` and another, from the same start, on micro-batches"
+)->tuple[Learner,Learner]: # The Learners trained on big batches and on micro-batches
+    "Fit a Learner on batches of `macro` samples, and another one, from the same start, on micro-batches"
     acc,big = acc or {},round_up(macro, micro)
     whole = micro if loader_drop_last else 1
     def run(bs, whole, own):
@@ -49,15 +49,15 @@ def twins(
 
 # %% ../nbs/13_testing.ipynb #assert-twins
 def assert_twins(
-    a:Learner, # The big batch's
-    b:Learner, # The micro-batches'
-    tol:float=1e-7, # Of weights, optimizer and gradients, relative
-    lr_tol:float=1e-9, # Of learning rates, other hyper-parameters and progress
-    loss_tol:float=2e-6 # Of losses and metrics, which are in single precision
+    a:Learner, # Trained on big batches
+    b:Learner, # Trained on micro-batches
+    tol:float=1e-7, # Relative tolerance for weights, optimizer and gradients
+    lr_tol:float=1e-9, # Tolerance for learning rates, other hyper-parameters and progress
+    loss_tol:float=2e-6 # Tolerance for losses and metrics, which are in single precision
 )->dict[str,float]: # The deviations
-    """Fail if one run can be told from the other
+    """Fail if the two runs differ
 
-    AssertionError: something is further apart than that, or not there in both
+    AssertionError: something differs by more than its tolerance, or is missing in one of the runs
     """
     res = deviations(a, b)
     tols = dict(weights=tol, opt=tol, grads=tol, hypers=lr_tol, lrs=lr_tol, hps=lr_tol, pct_train=lr_tol,
@@ -68,7 +68,7 @@ def assert_twins(
 
 # %% ../nbs/13_testing.ipynb #toy
 class Float32Loss(Callback):
-    "Record a double precision loss in single precision"
+    "Record a double-precision loss in single precision"
     order = -100
     def after_loss(self): self.learn.loss = self.learn.loss.float()
 
@@ -82,7 +82,7 @@ class CrossEntropy(nn.CrossEntropyLoss):
 
 def toy_data(
     n:int, # Samples
-    tokens:bool=False, # Sequences of 6 tokens, some padding (-100), but not the first? Else one class per sample
+    tokens:bool=False, # Sequences of 6 tokens, all but the first of which may be padding (-100)? Else classes
     seed:int=0
 )->TensorDataset: # Inputs of 5 features, targets of 3 classes
     "Random data"
@@ -96,10 +96,10 @@ def toy_data(
 class Ordered:
     "The order of an epoch's samples, the same for any batch size, shuffled anew each epoch"
     def __init__(self,
-        n:int, # Samples there are
-        keep:int, # Samples in an epoch: the first of the order
+        n:int, # Samples in the dataset
+        keep:int, # Samples in an epoch: the first ones in the order
         shuffle:bool, # Shuffle them?
-        seed:int # Of the shuffling
+        seed:int # Seed for the shuffling
     ):
         self.n,self.keep,self.shuffle = n,keep,shuffle   # as given; nobody writes them later
         self.rng = Random(seed)                          # draws once per epoch, and never begins anew
@@ -140,7 +140,7 @@ def toy(
 
 # %% ../nbs/13_testing.ipynb #one-cycle
 def one_cycle(
-    learn:Learner, # Made by `toy`, or like it
+    learn:Learner, # A Learner, such as `toy` makes
     cbs:list # Callbacks for this fit
 ):
     "Two epochs of one-cycle, to a learning rate of 0.1"
@@ -158,22 +158,22 @@ def _flat(o):
     raise TypeError(f"do not know how to compare {o!r}, a {type(o).__name__}")
 
 def deviation(
-    a:object, # Numbers: tensors, lists and dicts of them, nested
-    b:object # The same of the other run
-)->float: # Infinite if there are not as many in both; NaN where one is NaN
+    a:object, # Numbers, or nested tensors, lists and dicts of them
+    b:object # The same from the other run
+)->float: # Infinite if one has more numbers than the other; NaN if a number is NaN
     """The largest difference, relative to the larger of 1 and the value
 
-    TypeError: there is something in them that is neither a number nor holds some
+    TypeError: there is something in them that is neither a number nor contains numbers
     """
     a,b = (torch.cat(_flat(o) or [torch.zeros(0)]) for o in (a,b))
     if len(a)!=len(b): return float('inf')
     return ((a-b).abs()/a.abs().clamp(min=1)).max().item() if len(a) else 0.
 
 def deviations(
-    a:Learner, # The big batch's
-    b:Learner # The micro-batches'
+    a:Learner, # Trained on big batches
+    b:Learner # Trained on micro-batches
 )->dict[str,float]: # The largest deviation of each thing compared
-    "How far two runs are apart"
+    "How much two runs differ"
     def both(f): return deviation(f(a), f(b))
     res = dict(weights=both(lambda l: l.model.state_dict()), opt=both(lambda l: l.opt.state_dict()['state']),
         hypers=both(lambda l: l.opt.hypers), grads=both(lambda l: [p.grad for p in l.model.parameters()]))

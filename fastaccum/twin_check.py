@@ -1,4 +1,4 @@
-"""Is my accumulated gradient the big batch's? Asked of your own model, data, loss and callbacks.
+"""Does accumulation give the big batch's gradient with my own model, data, loss and callbacks? Check it.
 
 Docs: https://fastaccum.github.io/fastaccum/twin_check.html.md"""
 
@@ -34,13 +34,13 @@ from .processes.world import check_search
 # %% ../nbs/02_twin_check.ipynb #twin-check
 @patch
 def twin_check(self:Learner,
-    accum_bs:int=None, # Samples in the big batch. Defaults to those of one batch of the loader, which fits
-    steps:int=0, # Optimizer steps to train both ways, comparing the weights as well
-    cbs:Callback|list=None # Callbacks of the fit that is checked, as you would give them to `fit`
-)->'TwinCheck': # Shows itself as a table
+    accum_bs:int=None, # Samples in the big batch. Defaults to the loader's batch size, which fits into memory
+    steps:int=0, # Optimizer steps to train both ways, to compare the weights as well
+    cbs:Callback|list=None # Callbacks of the fit to check, as you would pass them to `fit`
+)->'TwinCheck': # Displays itself as a table
     """Run a batch whole and in unequal micro-batches, compare the gradients, and find out where they differ and why
 
-    TypeError: `accum_bs` or `steps` is no whole number, or one of `cbs` no callback
+    TypeError: `accum_bs` or `steps` is not a whole number, or one of `cbs` is not a callback
     ValueError: `accum_bs` is below 2, `steps` is negative, or the training loader has no such batch
     RuntimeError: there are several processes, or a callback ends the fit or skips steps
     torch.OutOfMemoryError: not even two samples fit
@@ -110,13 +110,13 @@ def _times(own, bs):
 
 # %% ../nbs/02_twin_check.ipynb #result
 class TwinCheck:
-    "Whether the run is the big batch's, and if not, why"
+    "Whether the run gives the same result as the big batch, and if not, why"
     def __init__(self,
         rows:list[Row], # What was found
         sizes:list[int], # Samples in the micro-batches
-        layers:dict, # Name of a parameter -> how far its gradients are apart, relative
-        still:dict, # The same with all that was found held still or left out; empty if there was nothing
-        seconds:float # That the check took
+        layers:dict, # Name of a parameter -> the relative difference of its gradients
+        still:dict, # The same with every cause that was found held still or left out; empty if none was found
+        seconds:float # Seconds that the check took
     ):
         rows = L(o._replace(where=(o.where or '').partition('\n')[0]) for o in rows)   # a table has a line for each
         self.rows,self.sizes,self.layers,self.still,self.seconds = rows,sizes,layers,still,seconds
@@ -127,7 +127,7 @@ class TwinCheck:
         return self.off['gradients'] is not None and all(o.ok for o in self.rows if o.off is not None)
     @property
     def off(self)->dict:
-        "What is compared -> the difference, relative; `None` if it could not be found"
+        "Name of a row -> the relative difference; `None` if it could not be checked"
         return {o.what:o.off for o in self.rows}
 
     def __bool__(self): return self.ok
@@ -150,8 +150,8 @@ class TwinCheck:
 # %% ../nbs/02_twin_check.ipynb #plot
 @patch
 def plot(self:TwinCheck,
-    tiny:float=1e-17 # Differences below, and no difference, are drawn here
-)->Axes: # Of matplotlib
+    tiny:float=1e-17 # Smaller differences, and no difference at all, are drawn here
+)->Axes: # The matplotlib axes
     "The difference of the gradients, for each parameter in the order of the model"
     tol = next(o.tol for o in self.rows if o.what=='gradients')
     _,ax = plt.subplots(figsize=(7, 1+0.16*max(4, len(self.layers))))

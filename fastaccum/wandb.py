@@ -1,4 +1,4 @@
-"""fastai's `WandbCallback`, also where fastai's own raises.
+"""A `WandbCallback` that also works with the fastai versions in which fastai's own raises an error.
 
 Docs: https://fastaccum.github.io/fastaccum/wandb.html.md"""
 
@@ -21,7 +21,7 @@ from .core.notices import see
 class WandbCallback(fastai_wandb.WandbCallback):
     """fastai's callback for Weights & Biases. [See fastai](https://docs.fast.ai/callback.wandb.html) for its arguments
 
-    ValueError: when a fit begins, `log_model=True` and no `SaveModelCallback`
+    ValueError: when a fit begins, if `log_model=True` and there is no `SaveModelCallback`
     """
     def before_fit(self):
         if self.log_model and not hasattr(self, 'save_model'):
@@ -42,25 +42,25 @@ def plain(
     return str(o)[:200]
 
 def arguments(
-    o:object # A Learner, a callback
+    o:object # A Learner or a callback
 )->dict: # Plain values
-    "The arguments of `__init__` that `o` holds as attributes, but for data, model and callbacks"
+    "The arguments of `__init__` that `o` has as attributes, without data, model and callbacks"
     def held(k): return k in vars(o) or isinstance(getattr(type(o), k, None), property)
     names = [k for k in inspect.signature(type(o).__init__).parameters if k not in ('dls','model','cbs')]
     return {k:plain(getattr(o, k)) for k in names if held(k)}
 
 def config(
-    learn:Learner # Whose arguments are to be shown in W&B
+    learn:Learner # The Learner whose arguments W&B should show
 )->dict: # Plain values, and dicts of them for the Learner and its callbacks
-    "What fastai's `gather_args` tells of `learn`, as plain values"
+    "What fastai's `gather_args` returns for `learn`, as plain values"
     gathered = {k:plain(v) for k,v in learn.gather_args().items()}
     return {**gathered, 'Learner':arguments(learn), **{f'{o}':arguments(o) or True for o in learn.cbs}}
 
 # %% ../nbs/11_wandb.ipynb #offline
 def offline_records(
     path:str|Path # The file of an offline run, `run.settings.sync_file`
-)->Iterator[Record]: # What W&B wrote, in that order
-    "What an offline run wrote. Call `run.finish()` and `wandb.teardown()` first: before, the file may lack the end"
+)->Iterator[Record]: # The records that W&B wrote, in order
+    "The records of an offline run. Call `run.finish()` and `wandb.teardown()` first, or the last ones may be missing"
     data,pos,buf = Path(path).read_bytes(),7,b''
     while pos+7<=len(data):
         if 32768-pos%32768<7:
@@ -75,7 +75,7 @@ def offline_records(
 
 def offline_rows(
     path:str|Path # As in `offline_records`
-)->list[dict]: # A dict for each row, by the names of what was logged
+)->list[dict]: # For each row, the logged values by name
     "The rows that an offline run logged"
     rows = [o.history.item for o in offline_records(path) if o.HasField('history')]
     return [{o.key or '/'.join(o.nested_key):json.loads(o.value_json) for o in row} for row in rows]

@@ -1,4 +1,4 @@
-"""Turn off one thing at a time: what makes this run another than the big batch's?
+"""Turn off one thing at a time, to find out why the result differs from that of the big batch.
 
 Docs: https://fastaccum.github.io/fastaccum/check/causes.html.md"""
 
@@ -23,15 +23,15 @@ from ..memory.shortage import is_out_of_memory
 
 # %% ../../nbs/check/07_causes.ipynb #find
 class Found(NamedTuple):
-    "What a check has found"
+    "The results of a check"
     rows:list # `Row`s
-    layers:dict # Name of a parameter -> how far its gradients are apart, relative
-    still:dict # The same with all that was found held still or left out; empty if there was nothing
+    layers:dict # Name of a parameter -> the relative difference of its gradients
+    still:dict # The same with every cause that was found held still or left out; empty if none was found
 
 def look(
-    runs:Runs, # With batches
+    runs:Runs, # Runs with batches
     size:callable=None # As in `GradientAccumulation`
-)->Look: # With what it has found
+)->Look: # With its results
     "Look at the model and the loss in the first batch"
     def ask(learn):
         measure = Measure(size)
@@ -63,19 +63,19 @@ _acts = ('before_fit','before_epoch','before_train','before_batch','after_pred',
          'after_backward')
 
 def candidates(
-    runs:Runs # With a Learner
+    runs:Runs # Runs of a Learner
 )->list[Callback]:
-    "The callbacks that may have a part in the gradients"
+    "The callbacks that may affect the gradients"
     def acts(cb): return any(hasattr(type(cb), o) or o in vars(cb) for o in _acts)
     return [o for o in runs.part if acts(o) and not isinstance(o, (TrainEvalCallback,MixedPrecision))]
 
 def blame(
     runs:Runs, # With batches
-    off:float, # How far whole and micro-batches are apart with all callbacks
-    tol:float, # The largest difference that is rounding
+    off:float, # The difference between whole and micro-batches with all callbacks
+    tol:float, # The largest difference that counts as rounding
     **kwargs # As in `Runs.whole`
 )->list[Callback]:
-    "The callbacks that make the difference"
+    "Find the callbacks that cause the difference"
     def without(*cbs):
         try: return both(runs, without=cbs, **kwargs).grad
         except Exception as e:
@@ -118,9 +118,9 @@ def _grad_row(first, still, tol):
 def find(
     runs:Runs, # With batches
     size:callable=None, # As in `GradientAccumulation`
-    most:int|None=None, # Samples in a micro-batch, at most
+    most:int|None=None, # The most samples in a micro-batch
     k:int=4, # Micro-batches in a step, for the loader's order
-    whole_for:tuple=() # Who gets the whole batch all the same: 'loss', 'model', both, or neither
+    whole_for:tuple=() # What gets the whole batch anyway: 'loss', 'model', both, or neither
 )->Found:
     "Run, compare, and find out why"
     whole = runs.fitting(most)

@@ -1,4 +1,4 @@
-"""Batches of the training loader, whole or in unequal micro-batches, as often as one likes.
+"""Use batches of the training loader several times, whole or in unequal micro-batches.
 
 Docs: https://fastaccum.github.io/fastaccum/check/given.html.md"""
 
@@ -18,8 +18,8 @@ from ..core.notices import see
 # %% ../../nbs/check/00_given.ipynb #sizes
 def part_sizes(
     n:int, # Samples in the whole batch
-    most:int|None=None # Samples in a micro-batch, at most
-)->list[int]: # Their sum is `n`
+    most:int|None=None # The most samples in a micro-batch
+)->list[int]: # Sizes whose sum is `n`
     "Unequal sizes of the micro-batches into which `n` samples are split"
     if most is None or most>=n:
         if n<9: return [o for o in (n-n//2+(n>5 and n%2==0), n//2-(n>5 and n%2==0)) if o]
@@ -40,7 +40,7 @@ def _torch_like(dl, bs):
 
 def loader_like(
     dl:object, # A training `DataLoader`, fastai's or PyTorch's, or another iterable of batches
-    bs:int|None=None # Samples in a batch; those of `dl` if `None`
+    bs:int|None=None # Samples in a batch; defaults to those of `dl`
 )->object: # An iterable of batches
     """A loader like `dl` that makes its batches in this process
 
@@ -56,9 +56,9 @@ def loader_like(
 def read(
     dl:object, # As in `loader_like`
     n:int=1, # Batches
-    bs:int|None=None # Samples in a batch; those of `dl` if `None`
-)->list: # The first batches that a loader like `dl` yields, begun anew where it ends
-    """Batches to train on
+    bs:int|None=None # Samples in a batch; defaults to those of `dl`
+)->list: # The first batches of a loader like `dl`, which starts again when it ends
+    """Read batches to train on
 
     ValueError: there are none
     """
@@ -72,13 +72,13 @@ def read(
 
 # %% ../../nbs/check/00_given.ipynb #given
 class Given(GetAttr):
-    "A training loader of given batches, which says their largest size"
+    "A training loader of given batches, which tells their largest size"
     _default = 'dl'
     def __init__(self,
-        dl:object, # The training loader: what is asked of this one is answered by it
-        batches:list, # To be yielded, in this order
+        dl:object, # The training loader, which provides all other attributes
+        batches:list, # The batches to yield, in this order
         sizes:list[int], # Samples in each of them
-        rounds:int=1 # How many times
+        rounds:int=1 # How many times to yield them
     ):
         self.dl,self.batches,self.rounds = dl,batches,rounds   # as given; nobody writes them later
         self.bs = self.batch_size = max(sizes)
@@ -90,8 +90,8 @@ class Given(GetAttr):
 def cut(
     b:object, # A batch
     sizes:list[int], # Samples in each part; their sum is the number of samples in `b`
-    split:Callable # A function of a batch, the first sample, the one after the last, and the number in the batch
+    split:Callable # `f(batch, start, stop, n)` returns samples `start` to `stop` of the `n` in `batch`
 )->list: # The parts
-    "The micro-batches of `b`"
+    "Cut `b` into micro-batches"
     n,stops = sum(sizes),[sum(sizes[:i+1]) for i in range(len(sizes))]
     return [split(b, stop-m, stop, n) for m,stop in zip(sizes, stops)]

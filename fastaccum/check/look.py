@@ -1,4 +1,4 @@
-"""One batch goes through the model whole and in parts: who looks at the other samples, who draws random numbers?
+"""Run one batch through the model whole and in parts, to find what looks at other samples or draws random numbers.
 
 Docs: https://fastaccum.github.io/fastaccum/check/look.html.md"""
 
@@ -26,8 +26,8 @@ class Look(Callback):
     def __init__(self,
         sizes:list[int], # Samples in the parts
         split:callable, # As in `Runs`
-        probe:callable, # A function of the Learner, after its predictions: what is found out about its loss
-        tol:callable # A function of tensors: the largest difference that is rounding, relative
+        probe:callable, # `probe(learn)` checks the loss, after the predictions
+        tol:callable # `tol(*tensors)` returns the largest relative difference that counts as rounding
     ):
         self.sizes,self.split,self.probe,self.tol = sizes,split,probe,tol
         # what was found; `None` if it was not
@@ -44,7 +44,7 @@ class Look(Callback):
     def __setattr__(self, nm, value): object.__setattr__(self, nm, value)
 
     def see_whole(self):
-        "The model is to get whole batches: whoever draws, or looks at the others, finds the same as ever"
+        "Do not check parts, because the model will get whole batches"
         self.draws,self.predictions,self.drawing,self.depending,self.remembers,self.still = 0.,0.,[],[],False,True
 
     def before_batch(self):
@@ -67,7 +67,7 @@ def _preds_apart(a, b):
     return worst(rows_apart(x, y) for x,y in zip(a, b))
 
 class Passes:
-    "Runs a model, from the same state and random numbers each time"
+    "Run a model, each time from the same state and random numbers"
     def __init__(self,
         model:nn.Module # The model
     ):
@@ -78,9 +78,9 @@ class Passes:
         self.held = []   # modules to be held in evaluation mode; `Look` writes it
 
     def start(self,
-        fresh:bool=False # With random numbers that go on?
+        fresh:bool=False # Draw new random numbers?
     ):
-        "Put all back"
+        "Put everything back"
         self.state.put_back()
         self.bufs.put_back()
         if not fresh: set_rng_states(self.rng)
@@ -104,7 +104,7 @@ class Passes:
 # %% ../../nbs/check/04_look.ipynb #look-model
 @patch
 def look(self:Look):
-    "At the draws, then at the predictions"
+    "Check the draws, and then the predictions"
     xb,n = tuple(self.learn.xb),[sum(self.sizes)]
     run = Passes(self.learn.model)
     try:

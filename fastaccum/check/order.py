@@ -1,4 +1,4 @@
-"""Which samples come together in a step: do they depend on the loader's batch size?
+"""Check whether the samples of a step depend on the loader's batch size.
 
 Docs: https://fastaccum.github.io/fastaccum/check/order.html.md"""
 
@@ -24,11 +24,11 @@ def _steps(dl, size):
 def order_apart(
     dl:object, # A training `DataLoader`
     k:int, # Micro-batches in a step
-    start:callable # Puts the random numbers back
-)->float: # The share of a step's samples that are not in the twin's step
-    """How much of a step is other samples
+    start:callable # A function that puts the random numbers back
+)->float: # The share, from 0 to 1
+    """The share of a step's samples that are not in the corresponding big batch
 
-    TypeError: this loader's order cannot be asked for
+    TypeError: the loader does not tell its order
     """
     if 'streams' in by_batch_size(dl): return 1.   # an index stands for other words
     if isinstance(getattr(dl, 'dataset', None), IterableDataset): return 0.

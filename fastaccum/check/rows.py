@@ -1,4 +1,4 @@
-"""What is said of each thing that can make a run another than the big batch's: by how much, where, what to type.
+"""Describe each possible cause of a difference: how large it is, where it is, and what to type.
 
 Docs: https://fastaccum.github.io/fastaccum/check/rows.html.md"""
 
@@ -18,18 +18,18 @@ from .taken import Apart
 tolerances = {torch.float64:1e-7, torch.float32:1e-4, torch.bfloat16:5e-2, torch.float16:1e-2}
 
 def tolerance(
-    dtypes:set # Kinds of floating point numbers
+    dtypes:set # Floating point types
 )->float: # Relative
-    "The largest difference that is rounding"
+    "The largest difference that counts as rounding"
     return max((tolerances.get(o, 0.) for o in dtypes), default=0.)
 
 # %% ../../nbs/check/06_rows.ipynb #row
 class Row(NamedTuple):
-    "One thing that can make a run another than the big batch's"
+    "A possible cause of a difference to the big batch"
     what:str # Its name
-    off:float|None # By how much, relative; `None` if that could not be found
-    tol:float # The largest that is rounding
-    where:str = '' # Which layers, callbacks, loader; or why it was not found
+    off:float|None # The relative difference; `None` if it could not be checked
+    tol:float # The largest difference that counts as rounding
+    where:str = '' # The layers, callbacks or loader; or why it could not be checked
     remedy:str = '' # What to type
 
     @property
@@ -43,9 +43,9 @@ class Row(NamedTuple):
 def named(
     model:torch.nn.Module, # The model
     modules:list, # Some of its modules
-    most:int=3 # Names that are written out for each class
+    most:int=3 # The most names to write out for each class
 )->str:
-    "The modules by class and name"
+    "A list of the modules by class and name"
     names,kinds = {m:nm for nm,m in model.named_modules()},{}
     for m in modules: kinds.setdefault(type(m).__name__, []).append(names.get(m, '?') or 'the model')
     def line(k, nms): return f"{k} {', '.join(nms[:most])}" + (f' and {len(nms)-most} more' if len(nms)>most else '')
@@ -53,9 +53,9 @@ def named(
 
 # %% ../../nbs/check/06_rows.ipynb #loss-row
 def loss_row(
-    seen:Look, # What a look has found
-    quiet:Apart|None, # Two runs with all held still that was found, no callback to blame; `None` if there are none
-    tol:float # What is rounding
+    seen:Look, # The results of a look
+    quiet:Apart|None, # Two runs with all causes held still, if no callback is a cause; otherwise `None`
+    tol:float # The tolerance for rounding
 )->Row:
     "Is the loss the mean of its parts' losses?"
     own = seen.loss
@@ -68,11 +68,11 @@ def loss_row(
 
 # %% ../../nbs/check/06_rows.ipynb #pred-row
 def pred_row(
-    seen:Look, # What a look has found
+    seen:Look, # The results of a look
     model:torch.nn.Module, # The model
-    tol:float # What is rounding
+    tol:float # The tolerance for rounding
 )->Row:
-    "Does a sample's prediction depend on the others?"
+    "Does a sample's prediction depend on the other samples?"
     row = Row('predictions', seen.predictions, tol, seen.why)
     if row.off is None or row.ok: return row
     where = named(model, seen.depending)
@@ -86,9 +86,9 @@ def pred_row(
 
 # %% ../../nbs/check/06_rows.ipynb #draw-row
 def draw_row(
-    seen:Look, # What a look has found
+    seen:Look, # The results of a look
     model:torch.nn.Module, # The model
-    tol:float # What is rounding
+    tol:float # The tolerance for rounding
 )->Row:
     "Are random numbers drawn?"
     row = Row('draws', seen.draws, tol, seen.why)

@@ -1,4 +1,4 @@
-"""The Learner's own fit on given batches: which gradients would it step with? Then everything is put back.
+"""Run the Learner's own fit on given batches, note the gradients it would step with, and put everything back.
 
 Docs: https://fastaccum.github.io/fastaccum/check/runs.html.md"""
 
@@ -24,13 +24,13 @@ from ..memory.trials import note
 
 # %% ../../nbs/check/02_runs.ipynb #runs
 class Runs:
-    "Runs a Learner's fit on batches, whole and in micro-batches, and puts everything back after each"
+    "Run a Learner's fit on batches, whole and in micro-batches, and put everything back after each run"
     def __init__(self,
         learn:Learner, # About to train
-        way:callable, # A function of samples in all and in each part: callbacks that make one step of the parts
-        split:callable, # A function of a batch, the first sample, the one after the last, and the number in the batch
-        without:list=(), # Callbacks of the Learner that `way` stands for: no other run hears of them
-        cuts:bool=True # Does the loader yield the parts? Or the whole batch, which `way` then makes less of
+        way:callable, # `way(n, sizes)` returns callbacks that make one step of parts with these sizes
+        split:callable, # `f(batch, start, stop, n)` returns samples `start` to `stop` of the `n` in `batch`
+        without:list=(), # Callbacks of the Learner that `way` replaces; they take part in no run
+        cuts:bool=True # Does the loader yield the parts (True), or the whole batch, which the `way` cuts itself?
     ):
         self.learn,self.dl,self.way,self.split,self.cuts = learn,learn.dls.train,way,split,cuts
         device = learn.dls.device if hasattr(learn.dls, 'device') else default_device()   # as fastai
@@ -50,7 +50,7 @@ class Runs:
 
     def read(self,
         n:int=1, # Batches
-        bs:int|None=None # Samples in a batch; those of the loader if `None`
+        bs:int|None=None # Samples in a batch; defaults to those of the loader
     ):
         """Read batches
 
@@ -71,8 +71,8 @@ class Runs:
 # %% ../../nbs/check/02_runs.ipynb #use
 @patch
 def use(self:Runs,
-    n:int, # Samples of each batch, at most as many as it has
-    most:int|None=None # Samples in a micro-batch, at most
+    n:int, # Samples to use of each batch
+    most:int|None=None # The most samples in a micro-batch
 ):
     "Use `n` samples of each batch, and cut them"
     if n<self.n: self.wholes = [self.split(b, 0, n, self.n) for b in self.wholes]
@@ -84,8 +84,8 @@ def use(self:Runs,
 
 @patch
 def fitting(self:Runs,
-    most:int|None=None # Samples in a micro-batch, at most
-)->list[Taken]: # The run on them
+    most:int|None=None # The most samples in a micro-batch
+)->list[Taken]: # The run on these samples
     """Use as many samples as fit, and run the first batch whole
 
     torch.OutOfMemoryError: not even two fit
@@ -101,14 +101,14 @@ def fitting(self:Runs,
 # %% ../../nbs/check/02_runs.ipynb #run
 @patch
 def fit(self:Runs,
-    batches:list, # To train on
+    batches:list, # Batches to train on
     sizes:list[int], # Samples in each
     cbs:list, # Callbacks, besides the Learner's own that take part
-    without:list=(), # Those of its own that are left out
-    rounds:int=1, # How often the batches come
+    without:list=(), # The Learner's own callbacks to leave out
+    rounds:int=1, # How often to use the batches
     lr:float|None=0., # As in `Learner.fit`
-    after:callable=None # Called with the Learner before all is put back
-)->object: # What `after` returned
+    after:callable=None # Called with the Learner before everything is put back
+)->object: # The result of `after`
     "Fit on these batches, and put everything back"
     learn,out = self.learn,{id(o) for o in without}
     try:
@@ -137,9 +137,9 @@ def _steps(self:Runs, batches, sizes, cbs, hold, reset, without):
 
 @patch
 def whole(self:Runs,
-    hold:list=(), # Modules to be held in evaluation mode
+    hold:list=(), # Modules to hold in evaluation mode
     reset:bool=False, # Reset the model before each batch?
-    without:list=() # Callbacks that are left out
+    without:list=() # Callbacks to leave out
 )->list[Taken]: # Usually one
     """Run the first batch whole
 

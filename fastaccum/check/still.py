@@ -1,4 +1,4 @@
-"""Hold still what would hide a cause: modules that draw or look at others, and coarse rounding.
+"""Hold modules still that draw random numbers or look at other samples, and turn off coarse rounding.
 
 Docs: https://fastaccum.github.io/fastaccum/check/still.html.md"""
 
@@ -14,10 +14,10 @@ from torch import nn
 
 # %% ../../nbs/check/09_still.ipynb #hold
 class Hold(Callback):
-    "Hold modules in evaluation mode, whatever others say"
+    "Hold modules in evaluation mode, even if others call `train()`"
     order,run_valid = 1000,False
     def __init__(self,
-        modules:list[nn.Module], # To be held
+        modules:list[nn.Module], # Modules to hold
         reset:bool=False # Reset the model before each batch?
     ): self.modules,self.reset = modules,reset
     def __setattr__(self, nm, value): object.__setattr__(self, nm, value)
@@ -28,14 +28,14 @@ class Hold(Callback):
 
 # %% ../../nbs/check/09_still.ipynb #tf32
 def tf32(
-)->tuple[bool,bool]: # Of matrix products, and of convolutions
+)->tuple[bool,bool]: # For matrix products, and for convolutions
     "May products be rounded to TF32?"
     return torch.backends.cuda.matmul.allow_tf32,torch.backends.cudnn.allow_tf32
 
 def set_tf32(
-    matmul:bool, # May matrix products?
-    conv:bool # May convolutions?
+    matmul:bool, # For matrix products?
+    conv:bool # For convolutions?
 ):
-    "Say whether products may be rounded to TF32"
+    "Set whether products may be rounded to TF32"
     if torch.backends.cuda.matmul.allow_tf32!=matmul: torch.backends.cuda.matmul.allow_tf32 = matmul
     if torch.backends.cudnn.allow_tf32!=conv: torch.backends.cudnn.allow_tf32 = conv

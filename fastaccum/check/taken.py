@@ -1,4 +1,4 @@
-"""The gradients that a step would be made with, and how far two runs are apart.
+"""Note the gradients that a step would use, and compare two runs.
 
 Docs: https://fastaccum.github.io/fastaccum/check/taken.html.md"""
 
@@ -16,9 +16,9 @@ from fastai.callback.fp16 import MixedPrecision
 
 # %% ../../nbs/check/01_taken.ipynb #taken
 class Taken(NamedTuple):
-    "What a step would be made with; on the host"
-    loss:float # What the Learner says its loss is
-    grads:dict # Name of a parameter -> its gradient, in double precision; none where all is zero
+    "The gradients and buffers of a step, on the host"
+    loss:float # The Learner's loss
+    grads:dict # Name of a parameter -> its gradient, in double precision; left out if it is all zero
     buffers:dict # Name of a buffer -> its values
 
 def _host(t):
@@ -31,10 +31,10 @@ def _params(learn):
     return {res.get(id(p), f'optimizer {i}'):p for i,(p,*_) in enumerate(learn.opt.all_params())}
 
 class TakeSteps(Callback):
-    "Note what each step would be made with, and make none"
+    "Note the gradients that each step would use, but do not take the step"
     order,run_valid = MixedPrecision.order+0.5,False
     def __init__(self,
-        waited:set # Parameters: the run ends once each of them had its turn
+        waited:set # Parameters; the run ends when each of them has had a gradient
     ):
         self.waited,self.steps = set(waited),[]
     def __setattr__(self, nm, value): object.__setattr__(self, nm, value)   # fastai's warns of what the model has
@@ -53,7 +53,7 @@ class TakeSteps(Callback):
 
 # %% ../../nbs/check/01_taken.ipynb #apart
 class Apart(NamedTuple):
-    "How far two runs are apart, relative"
+    "The relative differences between two runs"
     grads:dict # Name of a parameter -> difference of its gradients
     buffers:float # The largest difference of a buffer
     loss:float # Difference of the losses
@@ -69,8 +69,8 @@ def worst(
 
 def rel(
     d:float, # A difference
-    *sizes # Of the things that differ
-)->float: # 0 if there is none; infinite if there is one of nothing
+    *sizes # Sizes of the values that differ
+)->float: # 0 if there is no difference; infinite if there is one and the sizes are 0
     "A difference relative to the largest of `sizes`"
     return 0. if d==0 else d/max(sizes) if max(sizes) else float('inf')
 
@@ -81,8 +81,8 @@ def _grads_apart(a, b):
     return {nm:rel(diff(nm), lens.get(nm, 0.), total/100) for nm in {**a,**b}}
 
 def apart(
-    a:list[Taken], # The whole batches'
-    b:list[Taken] # The micro-batches'
+    a:list[Taken], # From the whole batches
+    b:list[Taken] # From the micro-batches
 )->Apart:
     "Compare two runs, step by step"
     steps = [_grads_apart(x.grads, y.grads) for x,y in zip(a, b)]

@@ -1,4 +1,4 @@
-"""Train some steps on whole batches and some on micro-batches: how far apart do they arrive?
+"""Train some steps on whole batches and on micro-batches, and compare the weights.
 
 Docs: https://fastaccum.github.io/fastaccum/check/travel.html.md"""
 
@@ -16,7 +16,7 @@ from .taken import rel
 
 # %% ../../nbs/check/08_travel.ipynb #steps
 class CountSteps(Callback):
-    "Count the steps that are made, and end the fit before it validates"
+    "Count the steps that are taken, and end the fit before it validates"
     order = 1000
     def __init__(self): self.n = 0
     def __setattr__(self, nm, value): object.__setattr__(self, nm, value)   # fastai's warns of what the model has
@@ -28,7 +28,7 @@ def _weights(learn): return [p.detach().to('cpu', torch.float64, copy=True) for 
 
 def weights_apart(
     runs:Runs # With several batches
-)->tuple: # How far apart, relative to the way travelled; and the steps made by the one and by the other
+)->tuple: # The difference relative to how far the weights have moved, and the steps of each run
     "Train on all batches, whole and in micro-batches"
     k,start = len(runs.wholes),_weights(runs.learn)
     def train(batches, sizes, cbs):
@@ -42,9 +42,9 @@ def weights_apart(
 # %% ../../nbs/check/08_travel.ipynb #row
 def weights_row(
     runs:Runs, # With `steps` batches, or fewer if the loader has no more of one size
-    tol:float # What is rounding, of gradients
+    tol:float # The tolerance for rounding of gradients
 )->Row:
-    "Train both ways, and say how far apart the weights are"
+    "Train both ways, and compare the weights"
     if not runs.parts: return Row('weights', None, tol, runs.why)
     off,n,m = weights_apart(runs)
     if not n+m: return Row('weights', None, tol, 'no step was made: the gradients overflowed')

@@ -1,4 +1,4 @@
-"""Which modules look at the other samples of a batch, and which draw random numbers?
+"""Find the modules that look at the other samples of a batch, or draw random numbers.
 
 Docs: https://fastaccum.github.io/fastaccum/check/watch.html.md"""
 
@@ -27,8 +27,8 @@ def floats(
 
 def rows_apart(
     a:torch.Tensor, # Rows
-    b:torch.Tensor # As many
-)->float: # The largest difference of a row; relative to the largest row
+    b:torch.Tensor # The same number of rows
+)->float: # The largest difference of a row, relative to the largest row
     "How far apart the rows of two tensors are"
     def size(t): return t.flatten(1).norm(dim=1).max().item()
     a,b = a.double().reshape(len(a), -1),b.double().reshape(len(b), -1)
@@ -45,10 +45,10 @@ def _drawn(device): return [o for o in rng_states(device).values() if isinstance
 def _same(a, b): return all(x.equal(y) for x,y in zip(a, b))
 
 class Watch:
-    "Watches the modules of a model while it runs"
+    "Watch the modules of a model while it runs"
     def __init__(self,
         model:nn.Module, # The model
-        device:str # Where it draws random numbers
+        device:str # The device on which it draws random numbers
     ):
         self.names = {m:nm for nm,m in model.named_modules()}
         self.device = device
@@ -91,9 +91,9 @@ def _differ(a, b, i, tol):
     return any(rel((x-y).abs().max().item() if len(x) else 0., s)>tol for x,y,s in zip(a, b, scale))
 
 def suspects(
-    whole:Watch, # Of the whole batch
-    parts:list[Watch], # Of its parts
-    tol:float # The largest difference that is rounding, relative
+    whole:Watch, # Watched on the whole batch
+    parts:list[Watch], # Watched on its parts
+    tol:float # The largest relative difference that counts as rounding
 )->list[str]: # Names of modules
     "The innermost modules whose inputs are the same, and whose outputs are not"
     def passes(nm): return [whole.seen[nm]],[o.seen.get(nm, []) for o in parts]

@@ -1,4 +1,4 @@
-"""When a schedule begins and ends, and what it says in between.
+"""Check when a schedule begins and ends, and which sizes it gives in between.
 
 Docs: https://fastaccum.github.io/fastaccum/core/annealers.html.md"""
 
@@ -17,9 +17,9 @@ def check_moment(
     nm:str, # The argument's name
     o:int|float # Its value
 )->int|float: # The same
-    """Refuse what is neither a fraction of training nor an epoch
+    """Refuse anything but a fraction of training or an epoch
 
-    TypeError: it is no number
+    TypeError: it is not a number
     ValueError: it is negative, infinite or NaN
     """
     if isinstance(o, bool) or not isinstance(o, Real):
@@ -34,14 +34,14 @@ def fraction(
     o:int|float, # A fraction of training (float), or an epoch (int)
     n_epoch:int # Epochs of the fit
 )->float: # The fraction of training
-    "The training progress at which the moment `o` comes"
+    "Convert `o` to a fraction of training"
     return o/max(1, n_epoch) if isinstance(o, Integral) else float(o)
 
 # %% ../../nbs/core/13_annealers.ipynb #annealer
 def n_needed(
     f:callable # A function, or any object that can be called
-)->int: # Arguments that have no default and may be given by position; 0 for a function of C that does not tell
-    "How many arguments must `f` be given?"
+)->int: # Positional arguments without a default; 0 for a function written in C that does not tell
+    "How many arguments does `f` need?"
     try: ps = inspect.signature(f).parameters.values()
     except ValueError: return 0
     return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY,p.POSITIONAL_OR_KEYWORD) for p in ps)
@@ -51,9 +51,9 @@ def as_annealer(
     start:int, # Samples at position 0
     end:int # Samples at position 1
 )->callable: # A function of the position in [0,1], returning samples
-    """`schedule` as a function of the position
+    """Turn `schedule` into a function of the position
 
-    TypeError: `schedule` cannot be called with two numbers, or returns no function
+    TypeError: `schedule` cannot be called with two numbers, or does not return a function
     """
     if not callable(schedule):
         raise TypeError(f"`schedule={schedule!r}` is a {type(schedule).__name__}: give an annealer, such as `SchedCos`"
@@ -73,9 +73,9 @@ def check_value(
     v:object, # What a schedule returned
     pos:float # The position, from 0 to 1
 )->float: # The same, in samples
-    """Refuse what cannot be a number of samples
+    """Refuse a value that cannot be a number of samples
 
-    ValueError: it is no number, not above 0, or above 2**53
+    ValueError: it is not a number, not above 0, or above 2**53
     """
     try: n = float(v)
     except (TypeError,ValueError,OverflowError): n = float('nan')
@@ -86,11 +86,11 @@ def check_value(
 
 # %% ../../nbs/core/13_annealers.ipynb #scheduling
 def check_scheduling(
-    scheduling:dict[int,int] # Micro-batches per step, by the epoch or step from which on they hold
+    scheduling:dict[int,int] # `{threshold: micro-batches per step}`, from that epoch or step on
 )->dict[int,int]: # The same
-    """Refuse what says no number of micro-batches
+    """Refuse anything but a dict of thresholds and numbers of micro-batches
 
-    TypeError: it is no dict, is empty, or holds what is no `int`
+    TypeError: it is not a dict, is empty, or holds something other than `int`s
     IndexError: a threshold is negative
     ValueError: a factor is below 1
     """

@@ -1,4 +1,4 @@
-"""How many samples a batch has, whatever it is made of, and some of them.
+"""Count the samples of a batch, whatever its structure, and select some of them.
 
 Docs: https://fastaccum.github.io/fastaccum/core/batch.html.md"""
 
@@ -23,7 +23,7 @@ def is_mapping(
 
 def values(
     o:object # A mapping, tuple or list
-)->list: # What is in it
+)->list: # Its parts
     "The parts of `o`"
     return [o[k] for k in o.keys()] if is_mapping(o) else o
 
@@ -32,7 +32,7 @@ def _shape(o): return () if is_mapping(o) else getattr(o, 'shape', ())
 def is_list(
     o:object # A part of a batch
 )->bool:
-    "May `o` have an item for each sample? A named tuple, or tensors beside other things, are parts of a batch"
+    "May `o` have an item for each sample? Named tuples, and lists that mix tensors and other items, do not"
     return isinstance(o, (tuple,list)) and not hasattr(o, '_fields') and len({len(_shape(x))>0 for x in o})==1
 
 def _doubt(o): return is_list(o)+(is_list(o) and len(_shape(o[0]))>0)   # a list of tensors may hold parts or samples
@@ -57,8 +57,8 @@ def fits(
 # %% ../../nbs/core/03_batch.ipynb #count
 def n_samples(
     b:object, # A batch: tensors with the samples first and lists of samples, nested in tuples, lists and mappings
-    expected:int=None # Samples that it should have, as the loader says
-)->int: # Samples it has; `expected` where the batch does not tell
+    expected:int=None # Samples that it should have according to the loader
+)->int: # The number of samples; `expected` if the batch does not tell
     "How many samples a batch has"
     parts = b if isinstance(b, (tuple,list)) else (b,)
     if parts and isinstance(parts[0], torch.Tensor) and (shape:=parts[0].shape) and shape[0]==expected: return expected
@@ -75,9 +75,9 @@ def samples(
 
 def samples_in(
     learn:Learner, # About to run its forward pass
-    expected:int # Samples that its micro-batch should have, as the loader says
-)->int: # Samples it has
-    "As `n_samples`, for targets and inputs"
+    expected:int # Samples that its micro-batch should have according to the loader
+)->int: # The number of samples
+    "As `n_samples`, for the Learner's inputs and targets"
     return n_samples((*learn.yb,*learn.xb), expected)
 
 # %% ../../nbs/core/03_batch.ipynb #split
@@ -85,7 +85,7 @@ def _batched(o, n): return isinstance(o, torch.Tensor) and o.ndim>0 and len(o)==
 
 def like(
     o:object, # A mapping, tuple or list
-    parts:list # What is to be in it
+    parts:list # The new contents
 )->object: # A container of the same kind
     "`parts` in a container like `o`"
     if not is_mapping(o): return type(o)(*parts) if hasattr(o, '_fields') else type(o)(parts)
@@ -114,8 +114,8 @@ def _has_lists(b, n):
 def pick(
     b:object, # A batch
     n:int, # Samples in the batch
-    f:callable # Takes some of a tensor's rows, or of a list's items
-)->object: # The same with the samples that `f` takes
+    f:callable # Selects some of a tensor's rows, or of a list's items
+)->object: # A batch of the same structure with the samples that `f` selects
     """Some samples of a batch
 
     TypeError: there is something in it that cannot be split
@@ -136,8 +136,8 @@ def split(
     start:int, # The first sample
     stop:int, # The sample after the last
     n:int # Samples in the batch
-)->object: # The same with samples `start` to `stop`
-    """Some samples of a batch that are next to each other
+)->object: # A batch of the same structure with samples `start` to `stop`
+    """Some consecutive samples of a batch
 
     TypeError: there is something in it that cannot be split
     """

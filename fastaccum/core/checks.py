@@ -1,4 +1,4 @@
-"""What cannot work is refused before a weight moves, with a message that says what to do.
+"""Errors for everything that cannot work, before any weight moves, with a message that says what to do.
 
 Docs: https://fastaccum.github.io/fastaccum/core/checks.html.md"""
 
@@ -24,11 +24,11 @@ from .plan import Plan
 def check_count(
     nm:str, # The argument's name
     n:object, # Its value
-    unit:str='sample' # Of what it is a number
+    unit:str='sample' # What it counts
 )->int: # The same as an `int`
-    """Refuse what is no positive whole number, or one that nothing could count to
+    """Refuse anything but a positive whole number of a reasonable size
 
-    TypeError: it is no whole number
+    TypeError: it is not a whole number
     ValueError: it is below 1, or larger than 2**62
     """
     if isinstance(n, bool) or not isinstance(n, Integral):
@@ -44,7 +44,7 @@ def check_bool(
     nm:str, # The argument's name
     o:object # Its value
 )->bool: # The same
-    """Refuse what is neither `True` nor `False`
+    """Refuse anything but `True` and `False`
 
     TypeError: it is neither
     """
@@ -67,11 +67,11 @@ def check_name(
 # %% ../../nbs/core/07_checks.ipynb #loader
 def loader_sizes(
     dl:object, # A training `DataLoader`, fastai's or PyTorch's
-    micro_batch_size:int|None=None # Samples in a micro-batch: those of a batch, for a loader that does not say
-)->tuple: # Samples in a batch, and samples it yields in an epoch
+    micro_batch_size:int|None=None # Samples in a micro-batch; for a loader that does not tell, samples in its batches
+)->tuple: # Samples in a batch, and samples that the loader yields in an epoch
     """The batch size of `dl` and how many samples it yields
 
-    ValueError: the loader does not say its batch size, or its batches are smaller than `micro_batch_size`
+    ValueError: the loader does not tell its batch size, or its batches are smaller than `micro_batch_size`
     """
     says = dl,getattr(dl, 'batch_sampler', None)
     bss = (getattr(o, nm, None) for o in says for nm in ('bs','batch_size'))
@@ -94,14 +94,14 @@ def micro_size(
     bs:int, # Samples in a batch of the loader
     micro_batch_size:int|None=None # As in `GradientAccumulation`, if it is a number
 )->int: # Samples in a micro-batch
-    "Larger batches than `micro_batch_size` are split"
+    "The size of a micro-batch: batches larger than `micro_batch_size` are split"
     return bs if micro_batch_size is None else min(bs, micro_batch_size)
 
 # %% ../../nbs/core/07_checks.ipynb #drops
 def check_drop_last(
     o:object # The argument's value
 )->bool|None: # The same
-    """Refuse what is neither `True`, `False` nor `None`
+    """Refuse anything but `True`, `False` and `None`
 
     TypeError: it is none of them
     """
@@ -113,7 +113,7 @@ def drops_last(
     drop_last:bool|None, # The callback's `drop_last`
     dl:object # A training `DataLoader`, fastai's or PyTorch's, or a `DistributedDL`
 )->bool: # Leave out the remainder of an epoch?
-    "What `drop_last` comes to: `None` is as `dl` does with its own last batch"
+    "Resolve `drop_last`: `None` means to do as `dl` does with its own last batch"
     if drop_last is not None: return drop_last
     dls = dl,getattr(dl, 'dl', None)
     samplers = [getattr(o, 'batch_sampler', None) for o in dls]
@@ -126,7 +126,7 @@ def check_learner(
 ):
     """Refuse a Learner on which something else accumulates, or steps within the backward pass
 
-    ValueError: two callbacks accumulate, one adds gradients in half precision, or something steps in the backward pass
+    ValueError: two callbacks accumulate, one adds gradients in half precision, or parameters step in the backward pass
     """
     cbs = [o for o in learn.cbs if isinstance(o, (acc_cls,FastaiGradientAccumulation))]
     if len(cbs)>1:
@@ -149,7 +149,7 @@ def check_plan(
     """Refuse an epoch without a step
 
     ValueError: with `drop_last=True`, an epoch has too few samples for a macro-batch
-    UserWarning: it steps on what there is; or micro-batches are larger than what is wanted
+    UserWarning: an epoch has too few samples for a full step, or a micro-batch is larger than `accum_bs`
     """
     epoch = plan.first_unfilled() if plan.drop_last else None
     if epoch is not None:

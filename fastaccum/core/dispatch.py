@@ -1,4 +1,4 @@
-"""While a fit accumulates, callbacks that have nothing to do at an event are not asked.
+"""While a fit accumulates, callbacks that have no method for an event are skipped.
 
 Docs: https://fastaccum.github.io/fastaccum/core/dispatch.html.md"""
 
@@ -24,15 +24,15 @@ from .instead import Instead
 def is_from(
     mod:ModuleType, # A module
     *fs # Functions
-)->bool: # Its own, all of them?
+)->bool:
     "Were all of `fs` written in `mod`?"
     return all(getattr(f, '__globals__', None) is vars(mod) for f in fs)
 
 def delegates(
     cls:type, # A class
     to:str # The name of an attribute
-)->bool: # There, and nowhere else?
-    "Do instances of `cls` look what they have not up in their attribute `to`, and nowhere else?"
+)->bool:
+    "Do instances of `cls` look up missing attributes in their attribute `to`, and nowhere else?"
     if not is_from(basics, cls.__getattr__, cls._component_attr_filter): return False
     return cls.__getattribute__ is object.__getattribute__ and cls._default==to
 
@@ -44,7 +44,7 @@ def plain_callback(
 
 def plain_learner(
     learn:learner.Learner # A Learner
-)->bool: # Neither its class nor itself has another way?
+)->bool:
     "Does `learn` dispatch events as fastai does?"
     cls = type(learn)
     if not is_from(learner, cls.__call__, cls._call_one, cls._with_events): return False
@@ -68,7 +68,7 @@ events = frozenset(core._inner_loop)
 def _order(cb): return getattr(cb, 'order', 0)
 
 class Dispatch(GetAttr):
-    "The events of a Learner while `acc` accumulates"
+    "Dispatch the events of a Learner while `acc` accumulates"
     _default = 'learn'
     def __init__(self,
         acc:core.Callback # The accumulation callback, on the Learner
@@ -82,7 +82,7 @@ class Dispatch(GetAttr):
         self.instead = [Instead(self.learn, nm, f) for nm,f in replaced.items()]
 
     def enter(self):
-        "Take the place of the Learner's own dispatch. Once an epoch: a class may have changed since"
+        "Replace the Learner's own dispatch; called in each epoch, because a class may have changed"
         self.leave()
         self.plain.clear()
         self.modules.clear()
@@ -91,7 +91,7 @@ class Dispatch(GetAttr):
         self.inside = Inside.of(self.learn)
 
     def leave(self):
-        "Give the Learner its own dispatch back"
+        "Restore the Learner's own dispatch"
         for o in self.instead: o.leave()
         self.inside = None
 
@@ -119,8 +119,8 @@ def call(self:Dispatch,
 @basics.patch
 def answered(self:Dispatch,
     event_name:str # The event
-)->bool: # Then nobody is passed over
-    "Does the Learner or its model answer to the event in the name of callbacks that do not?"
+)->bool: # If so, no callback is skipped
+    "Does the Learner or its model have a method for the event?"
     learn = self.learn
     model = learn.model
     if event_name in vars(learn) or hasattr(type(learn), event_name): return True

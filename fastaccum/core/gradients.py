@@ -1,4 +1,4 @@
-"""What is done to the gradients as a whole: empty them, scale them, step on them.
+"""Empty the gradients, scale them, set them aside, and step on them.
 
 Docs: https://fastaccum.github.io/fastaccum/core/gradients.html.md"""
 
@@ -20,7 +20,7 @@ from .half import WideSums, is_half
 def empty_grads(
     opt:Optimizer|OptimWrapper|None # A fastai optimizer, or an `OptimWrapper`; `None` if the Learner never trained
 ):
-    "Empty the gradients, as a fit on big batches would find them"
+    "Empty the gradients, so that they are as at the start of a fit on big batches"
     if opt is None: return
     for ps in opt.param_lists:
         for p in ps:
@@ -32,14 +32,14 @@ def scale_grads(
     params:Iterable, # Parameters
     by:float|torch.Tensor # A number or a 0-dim tensor
 ):
-    "Multiply their gradients, each once, in place"
+    "Multiply the gradients of `params`, each once, in place"
     if not isinstance(by, torch.Tensor) and by==1: return
     grads = {id(p):p.grad for p in params if p.grad is not None}
     if grads: torch._foreach_mul_(list(grads.values()), by)
 
 # %% ../../nbs/core/08_gradients.ipynb #aside
 class HeldGrads:
-    "Gradients that are there when a macro-batch begins, and are no part of its mean"
+    "Gradients that exist when a macro-batch begins, and are not part of its mean"
     def __init__(self,
         opt:Optimizer|OptimWrapper, # The Learner's optimizer
         model:torch.nn.Module # The module that trains
@@ -55,7 +55,7 @@ class HeldGrads:
 
     @property
     def own(self)->list:
-        "The optimizer's parameters. A callback may add some in the middle of an epoch"
+        "The optimizer's parameters, including those that a callback has added in the middle of an epoch"
         return [p for ps in self.opt.param_lists for p in ps]
 
     @property
@@ -66,7 +66,7 @@ class HeldGrads:
     def begin(self,
         left:bool # Was a step cancelled so that the gradients were not emptied?
     ):
-        "Set aside what is there"
+        "Set the existing gradients aside"
         if not (left or self.others): return
         params = self.others+(self.own if left else [])
         self.held += [(p,p.grad) for p in {id(p):p for p in params}.values() if p.grad is not None]
@@ -74,15 +74,15 @@ class HeldGrads:
         for p,_ in self.held: p.grad = None
 
     def add(self,
-        weight:float|torch.Tensor=1. # Its share of the macro-batch, if its loss was not multiplied with it
+        weight:float|torch.Tensor=1. # The micro-batch's share of the macro-batch, if its loss was not multiplied by it
     ):
-        "The backward pass of a micro-batch is complete"
+        "Call this when the backward pass of a micro-batch is complete"
         if self.wide is not None: self.wide.add(self.all, weight)
 
     def end(self,
         by:float|torch.Tensor=1. # A number or a 0-dim tensor
     ):
-        "Multiply the gradients of the macro-batch, and add what was set aside"
+        "Multiply the gradients of the macro-batch by `by`, and add those that were set aside"
         if self.wide is not None:
             self.add()   # what came otherwise than by a backward pass of ours
             self.wide.put(by, self.held)
@@ -92,7 +92,7 @@ class HeldGrads:
         self.open,self.held = False,[]
 
     def drop(self):
-        "Forget what the macro-batch left outside of the optimizer, and put back what was set aside"
+        "Forget gradients of the macro-batch outside the optimizer, and put back those that were set aside"
         if not self.open: return
         for p in self.others: p.grad = None
         for p,g in self.held: p.grad = g
@@ -102,6 +102,6 @@ class HeldGrads:
 def take_step(
     learn:Learner # A `Learner` that is not within a batch
 ):
-    "Step on the gradients there are, with all events of a step"
+    "Take a step with the current gradients, with all events of a step"
     with suppress(CancelBatchException): learn._with_events(learn._step, 'step', CancelStepException)
     learn.opt.zero_grad()

@@ -1,4 +1,4 @@
-"""Gradients of half-precision parameters are added up in single precision.
+"""Add up the gradients of half-precision parameters in single precision.
 
 Docs: https://fastaccum.github.io/fastaccum/core/half.html.md"""
 
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 def is_half(
     params:Iterable # Parameters
 )->bool:
-    "Is one of those that train in half precision?"
+    "Is one of the parameters that train in half precision?"
     return any(p.requires_grad and p.dtype in (torch.float16,torch.bfloat16) for p in params)
 
 # %% ../../nbs/core/19_half.ipynb #sums
@@ -25,9 +25,9 @@ class WideSums:
 
     def add(self,
         params:Iterable, # Parameters
-        weight:float|torch.Tensor=1. # What their gradients count; a number or a 0-dim tensor
+        weight:float|torch.Tensor=1. # The weight of their gradients; a number or a 0-dim tensor
     ):
-        "Add their gradients, and take these out"
+        "Add the gradients of `params` to the sums, and set them to `None`"
         for p in params:
             g,p.grad = p.grad,None
             if g is None: continue
@@ -41,9 +41,9 @@ class WideSums:
 
     def put(self,
         by:float|torch.Tensor=1., # A number or a 0-dim tensor
-        more:list|tuple=() # Pairs of a parameter and a gradient that is added
+        more:list|tuple=() # Pairs of a parameter and a gradient to add
     ):
-        "Multiply the sums, add `more`, and give them to the parameters as their gradients, rounded"
+        "Multiply the sums by `by`, add `more`, round them, and set them as the parameters' gradients"
         for p,g in more:
             if id(p) not in self.sums: p.grad = g
         more = {id(p):g for p,g in more}

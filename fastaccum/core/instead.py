@@ -1,4 +1,4 @@
-"""A function in the place of a method of one object.
+"""Replace a method of one object by a function, and put it back.
 
 Docs: https://fastaccum.github.io/fastaccum/core/instead.html.md"""
 
@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 _entered = WeakValueDictionary()   # `id` of a function -> the `Instead` that has put it somewhere
 
 class Instead:
-    "A function in the place of a method of one object, until it leaves"
+    "Replace a method of one object by a function, from `enter` until `leave`"
     def __init__(self,
         o:object, # The object
         nm:str, # The method's name
@@ -29,9 +29,9 @@ class Instead:
         self.own = None     # the same if the instance had one of its own, to be put back by `leave`; else `None`
 
     def enter(self,
-        below:bool=False # Under other `Instead`s that are there?
+        below:bool=False # Go below other `Instead`s that have replaced it already?
     ):
-        "Take the method's place"
+        "Replace the method"
         d = vars(self.o)
         if d.get(self.nm)==self.f or self._above(): return
         *_,low = None,*(self._all() if below else ())
@@ -45,7 +45,7 @@ class Instead:
             low.own = low.stock = self.f
 
     def leave(self):
-        "Give the object its own method back"
+        "Restore the object's own method"
         d = vars(self.o)
         if d.get(self.nm)!=self.f:   # somebody else has replaced it since
             if (above:=self._above()): above.own,above.stock = self.own,self.stock

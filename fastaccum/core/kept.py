@@ -1,4 +1,4 @@
-"""What a loss function keeps from call to call, noted so that it can be put back.
+"""Note what a loss function keeps from call to call, and put it back.
 
 Docs: https://fastaccum.github.io/fastaccum/core/kept.html.md"""
 
@@ -27,7 +27,7 @@ from .listeners import to_the_end
 # %% ../../nbs/core/21_kept.ipynb #generators
 def generators(
     device:torch.device # Where the predictions are
-)->list: # Of each: a function that asks for its state, one that puts it back, and the state
+)->list: # For each: a function that returns its state, one that sets it, and the state now
     "The random number generators of Python, NumPy, PyTorch and the device"
     gets = [(random.getstate,random.setstate), (np.random.get_state,np.random.set_state),
             (torch.get_rng_state,torch.set_rng_state)]
@@ -38,9 +38,9 @@ def generators(
     return [(get,put,get()) for get,put in gets]
 
 def own_generator(
-    o:object # Any
-)->list: # As of `generators`; empty if it is none
-    "A generator of one's own"
+    o:object # Any object
+)->list: # As returned by `generators`; empty if `o` is not a generator
+    "A random number generator that the user has created"
     gen = getattr(o, 'bit_generator', None) if isinstance(o, np.random.Generator) else None
     if gen is not None: get,put = (lambda: gen.state),partial(setattr, gen, 'state')
     elif isinstance(o, random.Random): get,put = o.getstate,o.setstate
@@ -51,9 +51,9 @@ def own_generator(
 # %% ../../nbs/core/21_kept.ipynb #same
 def same(
     a:object, # State of a generator
-    b:object # The same, later
+    b:object # Its state later
 )->bool:
-    "Has nobody drawn from it?"
+    "Are the two states the same, so that no number was drawn?"
     if isinstance(a, (tuple,list)): return len(a)==len(b) and all(map(same, a, b))
     if isinstance(a, dict): return a.keys()==b.keys() and all(same(a[k], b[k]) for k in a)
     if isinstance(a, torch.Tensor): return a.equal(b)
@@ -65,13 +65,13 @@ _left = (DataLoaders,DataLoader,TorchDataLoader,Dataset,Optimizer,OptimWrapper,t
 _foreign = (sys.stdlib_module_names-{'builtins'})|{'torch','numpy','pandas','matplotlib','PIL','fastcore'}
 
 class Kept:
-    """What functions keep from call to call
+    """Note what functions keep from call to call, to put it back
 
-    TypeError: something in it cannot be put back, or it is too much
+    TypeError: something cannot be put back, or there is too much of it
     """
     most,most_bytes = 100_000,2**28   # objects, and bytes in tensors and arrays
     def __init__(self,
-        *roots, # Functions, and whatever else may keep something
+        *roots, # Functions and other objects that may keep something
         device:torch.device # Where the predictions are
     ):
         self.rngs = generators(device)   # of each: how to ask for its state, how to put it back, and the state
@@ -162,7 +162,7 @@ def _put_items(o, old):
 
 @patch
 def drawn(self:Kept)->bool:
-    "Has somebody drawn random numbers since they were noted, or put back?"
+    "Were random numbers drawn since the generators were noted or put back?"
     return not all(same(state, get()) for get,_,state in self.rngs)
 
 @patch

@@ -16,11 +16,11 @@ from .macro_batch import Position, round_up, unit
 
 # %% ../../nbs/core/01_layout.ipynb #entries
 class Entries(Sequence):
-    "A list whose entries are worked out when they are asked for, and not kept"
+    "A list whose entries are computed when you ask for them, and are not kept"
     def __init__(self,
-        n:int, # Entries
-        get:Callable, # A function of an entry's index
-        more:bool=False # Are there answers for indices from `n` on?
+        n:int, # Number of entries
+        get:Callable, # Returns an entry, given its index
+        more:bool=False # Are there entries for indices from `n` on, too?
     ):
         self.n = n
         self.get = get
@@ -38,9 +38,9 @@ class Entries(Sequence):
 
 # %% ../../nbs/core/01_layout.ipynb #walked
 class Walked(NamedTuple):
-    "An epoch that was followed from its first macro-batch to its last"
-    epoch:int|None = None # Which; `None` if none was
-    begun:Sequence = () # What `begin` says of each of its macro-batches, the dropped one too
+    "The macro-batches of an epoch that was followed from first to last"
+    epoch:int|None = None # The epoch; `None` if no epoch was followed
+    begun:Sequence = () # The result of `begin` for each of its macro-batches, including a dropped one
 
 # %% ../../nbs/core/01_layout.ipynb #layout
 class Layout:
@@ -51,8 +51,8 @@ class Layout:
         accum_bs:int|Callable, # Samples wanted in a macro-batch: a number, or a function of a `Position`
         n_epoch:int=1, # Epochs
         drop_last:bool=False, # Leave out the remainder of each epoch?
-        never_empty:bool=False, # But step on the samples of an epoch where that would leave no step in it?
-        bs:int|None=None # Samples in a batch of the loader, if such batches are split into micro-batches
+        never_empty:bool=False, # With `drop_last`: keep the remainder if the epoch would otherwise have no step?
+        bs:int|None=None # Samples in a batch of the loader, if its batches are split into micro-batches
     ):
         self.n = n
         self.micro_bs = micro_bs
@@ -79,15 +79,15 @@ class Layout:
 
     @property
     def loaders(self)->tuple:
-        "For each process, samples in a micro-batch, samples its `DataLoader` yields, `drop_last`, and its batch size"
+        "For each process: samples in a micro-batch, samples its `DataLoader` yields, `drop_last`, and its batch size"
         return (self.micro_bs,self.n,self.drop_last,self.bs),
 
 # %% ../../nbs/core/01_layout.ipynb #parts
 @patch
 def full(self:Layout,
     wanted:int # Samples wanted in a macro-batch
-)->int: # Samples in one that nothing cuts short
-    "Samples in a macro-batch that nothing cuts short"
+)->int: # The number of samples
+    "Samples in a full macro-batch"
     return round_up(wanted, self.cut)
 
 @patch

@@ -1,4 +1,4 @@
-"""What the callbacks that count, log and schedule hear of a run on micro-batches: one batch per step.
+"""Callbacks that count, log and schedule see one batch per step.
 
 Docs: https://fastaccum.github.io/fastaccum/core/listeners.html.md"""
 
@@ -21,17 +21,17 @@ from .notices import see
 
 # %% ../../nbs/core/10_listeners.ipynb #listener
 class Listener:
-    "The `after_batch` of `cb` while `acc` accumulates: called once per step"
+    "Call the `after_batch` of `cb` once per step while `acc` accumulates"
     def __init__(self,
-        cb:Callback, # The callback that listens
-        acc:Callback # The accumulation callback: `heard`, `counted` and `macro` tell what happened to the micro-batch
+        cb:Callback, # The callback to call once per step
+        acc:Callback # The accumulation callback; its `heard`, `counted` and `macro` describe the micro-batch
     ):
         self.cb = cb
         self.acc = acc
         self.instead = Instead(cb, 'after_batch', self)
 
     def enter(self):
-        "Take the place of the callback's own `after_batch`"
+        "Replace the callback's own `after_batch`"
         older = vars(self.cb).get('after_batch')
         if isinstance(older, Listener): older.leave()   # an interrupt left it
         self.instead.enter()
@@ -54,17 +54,17 @@ class Listener:
         if self.acc.heard: self.stock()
 
     def complete(self):
-        "The gradient of a macro-batch is complete, as a backward pass on it would leave it; the step comes next"
+        "Called when the gradient of a macro-batch is complete, before the step"
 
     def leave(self):
-        "Give `cb` its own `after_batch` back"
+        "Restore the own `after_batch` of `cb`"
         self.instead.leave()
 
 # %% ../../nbs/core/10_listeners.ipynb #train-eval
 class ProgressListener(Listener):
-    "`TrainEvalCallback` counts steps"
+    "Let `TrainEvalCallback` count steps"
     def hear(self):
-        "A training micro-batch has ended; progress moves with a step, and by a step"
+        "Move progress on by one step, if a step was taken"
         learn = self.cb.learn
         pct = learn.pct_train
         if self.acc.heard: self.stock()   # it counts a batch, and moves `pct_train` by one of n_iter
@@ -74,7 +74,7 @@ class ProgressListener(Listener):
 @contextmanager
 def replaced(
     o:object, # Any object
-    **attrs # Attributes of it, and their values for the time being
+    **attrs # Attributes of it, and their temporary values
 ):
     "Temporarily set attributes of `o`"
     old = {k:getattr(o, k) for k in attrs}
@@ -83,9 +83,9 @@ def replaced(
     finally: vars(o).update(old)
 
 class RecorderListener(Listener):
-    "`Recorder` sees every micro-batch in its train metrics, and records once per step"
+    "Let `Recorder` see every micro-batch in its train metrics, but record once per step"
     def hear(self):
-        "A training micro-batch has ended; metrics see it, and an entry is made at a step"
+        "Give the micro-batch to the metrics, and make an entry at a step"
         acc,rec,learn = self.acc,self.cb,self.cb.learn
         if not acc.log_steps:
             if acc.heard: acc.sync.records()
@@ -104,8 +104,8 @@ listeners = {TrainEvalCallback:ProgressListener, Recorder:RecorderListener, Para
 
 def listener_for(
     cb:Callback # A callback
-)->type|None: # A `Listener` class, or `None` if it hears every micro-batch
-    "How `cb` listens"
+)->type|None: # A `Listener` class, or `None` if `cb` gets every micro-batch
+    "The listener class for `cb`"
     names = [f'{o.__module__}.{o.__qualname__}' for o in type(cb).__mro__]
     for cls,kind in listeners.items():
         if cls in names if isinstance(cls, str) else isinstance(cb, cls): return kind
@@ -114,7 +114,7 @@ def listen(
     cbs:L, # A Learner's callbacks
     acc:Callback # The accumulation callback
 )->list: # Their `Listener`s, in the order the callbacks run
-    "Those of `cbs` that are in `listeners`, and will hear steps once they enter"
+    "Make a `Listener` for each of `cbs` that is in `listeners`; it works once you call its `enter`"
     kinds = [(cb,listener_for(cb)) for cb in cbs.sorted('order')]
     return [kind(cb, acc) for cb,kind in kinds if kind]
 
@@ -122,7 +122,7 @@ def listen(
 def to_the_end(
     f:Callable # A function without arguments, which can be called again if it was interrupted
 ):
-    "Call `f` until it has run to its end, and only then go on with the interrupts that came"
+    "Call `f` until it has run to its end, and only then raise the interrupts that came meanwhile"
     interrupt = None   # the last one that came
     done = False       # has `f` run to its end?
     while not done:
@@ -136,7 +136,7 @@ def to_the_end(
 def take_off(
     cb:Callback # A callback that is about to be added to another Learner
 ):
-    """Take `cb` off the Learner it is on, and say so
+    """Take `cb` off the Learner that it is on, with a warning
 
     UserWarning: always
     """
@@ -146,7 +146,7 @@ def take_off(
 
 # %% ../../nbs/core/10_listeners.ipynb #guest2
 class Guest(Callback):
-    "A callback that leaves a Learner as it was, however it is taken off or switched off"
+    "A callback that cleans up when it is taken off the Learner or switched off, in whatever way"
     _xtra = None   # as for all callbacks, but found at once: fastai asks for it whenever it asks the Learner
 
     def _leave(self): "Put everything back; called more than once"

@@ -21,8 +21,8 @@ def round_up(
 def unit(
     micro_bs:int, # Samples in a micro-batch
     bs:int # Samples in a batch of the loader
-)->int: # 1 if the loader's batches are split: then a micro-batch is cut where a macro-batch ends
-    "Samples of which macro-batches are whole multiples"
+)->int: # `micro_bs`, or 1 if the loader's batches are split, since a micro-batch is then cut where a macro-batch ends
+    "The number of samples that macro-batches are whole multiples of"
     return micro_bs if bs==micro_bs else 1
 
 # %% ../../nbs/core/00_macro_batch.ipynb #position
@@ -38,7 +38,7 @@ class MacroBatch:
     def __init__(self): self.start(0, 0)
 
     def start(self,
-        target:int, # Samples wanted: the micro-batch that reaches them is the closing one
+        target:int, # Samples wanted; the micro-batch that reaches this number is the closing one
         planned:int, # Samples expected
         dropped:bool=False # Leave out this macro-batch and the rest of the epoch?
     ):
@@ -58,20 +58,20 @@ class MacroBatch:
         self.stepped = False   # is it complete? Written by the callback, when it lets the optimizer step
 
     def announce(self,
-        n:int, # Samples in the micro-batch that comes
+        n:int, # Samples in the next micro-batch
         last:bool=False, # Is it the last of the epoch?
         more:bool=False # Is it a part of the loader's batch, and not the last part?
     )->bool: # Is it the closing one?
-        "Decide whether the micro-batch that comes completes the macro-batch"
+        "Decide whether the next micro-batch completes the macro-batch"
         self.closing = not more and (last or self.samples+n>=self.target)
         return self.closing
 
     def weight(self,
         n:int, # Samples in this micro-batch
-        size:object, # What its mean loss is a mean of: a number or a 0-dim tensor; `None` if the loss is a sum
-        most:float|None=None # What `size` would be were nothing ignored; defaults to `size`
-    )->object: # A number near 1/k, or a tensor where `size` is one
-        "What to multiply this micro-batch's loss with before its backward pass"
+        size:object, # How many items its mean loss covers, a number or 0-dim tensor; `None` if the loss is a sum
+        most:float|None=None # What `size` would be if no target were ignored; defaults to `size`
+    )->object: # A number near 1/k, or a tensor if `size` is one
+        "The weight to multiply this micro-batch's loss by before its backward pass"
         if size is None: return 1.
         if self.ref is None: self.ref = (size if most is None else most)*self.planned/n
         return size/self.ref
@@ -82,7 +82,7 @@ class MacroBatch:
         loss:object, # The micro-batch's loss, detached: a number or a 0-dim tensor
         learned:bool=True # Did its loss need a gradient?
     ):
-        "Count a micro-batch whose backward pass was run"
+        "Count a micro-batch after its backward pass"
         self.samples += n
         self.learned |= learned
         if size is None: self.loss = self.loss+loss

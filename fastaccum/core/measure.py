@@ -1,4 +1,4 @@
-"""What the loss of a micro-batch is a mean of, and how much it is.
+"""Measure the loss of a micro-batch, and how many items it covers.
 
 Docs: https://fastaccum.github.io/fastaccum/core/measure.html.md"""
 
@@ -21,9 +21,9 @@ from .sizes import Targets, as_plain, find_size
 def check_size_func(
     size:callable # What was given as `size=`
 ):
-    """Refuse what cannot be called with a Learner
+    """Refuse a `size` that cannot be called with a Learner
 
-    TypeError: it is no function, or takes other arguments
+    TypeError: it is not a function, or takes other arguments
     """
     what = f"`size={size!r}` is a {type(size).__name__}"
     if not callable(size):
@@ -37,11 +37,11 @@ def check_size_func(
 
 def check_size(
     size:Real|torch.Tensor, # What a `size` function returned
-    look:bool=False # Look into a tensor, for which the host must wait?
+    look:bool=False # Check the value of a tensor, too? The host has to wait for it
 )->Real|torch.Tensor: # The same
-    """Refuse what cannot be a size
+    """Refuse a value that cannot be a size
 
-    TypeError: it is no number, and no tensor with one element
+    TypeError: it is neither a number nor a tensor with one element
     ValueError: it is negative or not finite
     """
     if isinstance(size, torch.Tensor) and size.numel()==1:
@@ -56,9 +56,9 @@ def check_size(
 
 # %% ../../nbs/core/05_measure.ipynb #measure
 class Measure:
-    """What a micro-batch's loss is a mean of, and the loss
+    """Measure a micro-batch's loss, and how many items it covers
 
-    TypeError: `size` is no function of a Learner
+    TypeError: `size` is not a function of a Learner
     """
     def __init__(self,
         size:callable=None # As in `GradientAccumulation`; defaults to what `find_size` finds
@@ -73,7 +73,7 @@ class Measure:
     def look_at(self,
         loss_func:callable # The Learner's loss function
     ):
-        "Find what the means of `loss_func` are means of"
+        "Find how many items the means of `loss_func` cover"
         find = self.size or find_size(loss_func)
         if not isinstance(find, Targets): self.find = find
         elif find!=self.find: self.find = find.look()   # once a fit, unless a callback changes the weights
@@ -119,7 +119,7 @@ class Measure:
     def mean(self,
         macro:MacroBatch # What was counted
     )->torch.Tensor:
-        "The mean loss of what `macro` holds so far, a 0-dim tensor; the last one known if all of it is ignored"
+        "The mean loss of the micro-batches in `macro` so far, a 0-dim tensor; the last known one if all is ignored"
         if macro.ref is None: return macro.loss
         res = self._ratio(macro.loss, macro.size, 0. if self.known is None else self.known)
         return res.to(torch.float32 if self.loss is None else self.loss.dtype)   # a process may not have had a loss
@@ -127,7 +127,7 @@ class Measure:
     def correction(self,
         macro:MacroBatch # What was counted
     )->float|torch.Tensor:
-        "What to multiply the gradients of `macro` with, once it is complete"
+        "The factor to multiply the gradients of `macro` by, once it is complete"
         return 1. if macro.ref is None else self._ratio(macro.ref, macro.size, 0.)
 
     def _ratio(self, a, b, other): return torch.where(b>0, a/b, other) if isinstance(b, torch.Tensor) else a/b

@@ -1,4 +1,4 @@
-"""What is said in a fit, and what is refused there.
+"""Warnings and errors in the middle of a fit.
 
 Docs: https://fastaccum.github.io/fastaccum/core/notices.html.md"""
 
@@ -14,11 +14,11 @@ from warnings import warn
 from fastai.callback.core import Callback
 
 # %% ../../nbs/core/15_notices.ipynb #twin
-class TwinWarning(UserWarning): "The run is another than the big batch's, or may be"
-class LossWarning(TwinWarning): "The loss is no mean over what `size` says"
+class TwinWarning(UserWarning): "The result differs from that of the big batch, or may differ"
+class LossWarning(TwinWarning): "The loss is not a mean over the items that `size` counts"
 class BatchNormWarning(TwinWarning): "BatchNorm normalises with the samples of a micro-batch"
 class LoaderWarning(TwinWarning): "Which samples the loader puts together depends on its batch size"
-class StateWarning(TwinWarning): "Modules keep something from batch to batch"
+class StateWarning(TwinWarning): "The model remembers something from the batch before"
 
 # %% ../../nbs/core/15_notices.ipynb #see
 _page = "https://fastaccum.github.io/fastaccum/troubleshooting.html"
@@ -37,7 +37,7 @@ def once(
     category:type=UserWarning, # Of the warning
     of:str='' # Which of those with this key, if each is to be said once
 ):
-    """Warn, but only once in a fit
+    """Warn, but only once per fit
 
     UserWarning: with that message, of that category
     """
@@ -49,14 +49,14 @@ def once(
 def tell_empty(
     acc:Callback # The accumulation callback
 ):
-    "There is nothing to train on"
+    "Warn that there is nothing to train on"
     once(acc, 'no-batch', "the training loader has no batch, so nothing is trained: has its dataset samples, and are "
         "they enough for one batch if it drops the last?")
 
 def tell_more(
     acc:Callback # The accumulation callback, on its Learner
 ):
-    "The loader goes on after its announced end"
+    "Warn that the loader goes on after its announced end"
     once(acc, 'more-batches', f"the training loader announced {acc.learn.n_iter} batches and yields more: the step "
         "at the announced end had fewer samples than the others, and learning rates run ahead. Let its `__len__` "
         "return the number of batches it yields")
@@ -64,7 +64,7 @@ def tell_more(
 def tell_large(
     acc:Callback # The accumulation callback, on its Learner
 ):
-    "A batch has more samples than the loader says"
+    "Warn that a batch has more samples than the loader says"
     once(acc, 'larger-batches', f"a batch has {acc.micro_n} samples, counted along the first dimension of its tensors, "
         f"where the training loader says {acc.planned.bs}: steps come sooner than planned. If samples are not the "
         "first dimension, give `accum_bs` in what is; if the loader joins items, make it say the samples of a batch")
@@ -73,7 +73,7 @@ def tell_large(
 def tell_nested(
     acc:Callback # The accumulation callback, on its Learner
 ):
-    "A fit within the fit has left the number of epochs changed"
+    "Warn that a fit within the fit has changed the number of epochs"
     once(acc, 'fit-within-a-fit', f"epoch {acc.learn.epoch} of {acc.planned.n_epoch}: a fit within this one has left "
         "`learn.n_epoch` as it needed it, so schedules are at their end. Let the callback that fits put "
         "`learn.n_epoch` back afterwards")
@@ -81,7 +81,7 @@ def tell_nested(
 def tell_penalty(
     acc:Callback # The accumulation callback
 ):
-    "A callback has added to a loss that is a sum"
+    "Warn that a callback has added to a loss that is a sum"
     once(acc, 'added-to-a-sum', "the loss function sums (`reduction='sum'`), and a callback adds to the loss: what it "
         "adds is taken for a mean over the samples, or for something that does not depend on them, and added once per "
         "step. If it is a sum over samples too, or scales the loss, do that in the loss function")
@@ -89,7 +89,7 @@ def tell_penalty(
 def refuse_middle(
     acc:Callback # The accumulation callback
 ):
-    """It hears of a micro-batch without having heard of the epoch
+    """Refuse a micro-batch if the callback has not seen the beginning of its epoch
 
     RuntimeError: always
     """
@@ -98,7 +98,7 @@ def refuse_middle(
         + see('middle-of-an-epoch'))
 
 def refuse_reduction():
-    """A sum and a mean cannot be put together
+    """Refuse a loss function that changes between sum and mean in the middle of an epoch
 
     RuntimeError: always
     """
@@ -110,7 +110,7 @@ def tell_loss(
     acc:Callback, # The accumulation callback, on its Learner
     off:float # How far the loss is from its parts', relative
 ):
-    "The loss function is no mean, or no sum"
+    "Warn that the loss function is not a mean, or not a sum"
     find = acc.measure.find
     of = "sum of its parts' losses" if find is None else "mean of its parts' losses"
     once(acc, 'loss-not-a-mean', f"the loss of a micro-batch is no {of}: it is off by {off:.2g} of its value, so "
@@ -122,7 +122,7 @@ def tell_batchnorm(
     k:int, # Layers
     n:int # Samples with which they normalise
 ):
-    "BatchNorm sees a micro-batch"
+    "Warn that BatchNorm sees a micro-batch"
     layers = '1 BatchNorm layer normalises' if k==1 else f'{k} BatchNorm layers normalise'
     once(acc, 'batchnorm', f"{layers} with the {n} samples of a micro-batch, not the "
         f"{acc.macro.planned*acc.sync.world} of a step", BatchNormWarning)
@@ -131,7 +131,7 @@ def tell_loader(
     acc:Callback, # The accumulation callback, on its Learner
     how:str # As `by_batch_size` says
 ):
-    "The loader's batches depend on its batch size"
+    "Warn that the loader's batches depend on its batch size"
     once(acc, 'loader-order', f"the training loader {how}: with a batch size of {acc.macro.planned} it would put "
         "other samples together", LoaderWarning)
 
@@ -139,6 +139,6 @@ def tell_state(
     acc:Callback, # The accumulation callback, on its Learner
     nm:str # The module's class
 ):
-    "A module begins with what the last batch left"
+    "Warn that a module remembers something from the last batch"
     once(acc, 'hidden-state', f"{nm} begins each micro-batch with what the one before has left: in the big batch's run "
         "it keeps that from step to step", StateWarning)

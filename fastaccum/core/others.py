@@ -1,4 +1,4 @@
-"""What depends on the other samples of a batch.
+"""Find what depends on the other samples of a batch.
 
 Docs: https://fastaccum.github.io/fastaccum/core/others.html.md"""
 
@@ -28,7 +28,7 @@ def batchnorms(
 def random_layers(
     model:nn.Module # As it is about to run
 )->list: # Modules
-    "The layers that draw random numbers, as far as their names tell: dropout of all kinds"
+    "The layers that draw random numbers, found by their names: dropout of all kinds"
     def rate(m):
         if isinstance(m, nn.RNNBase): return m.dropout if m.num_layers>1 else 0
         if isinstance(m, nn.MultiheadAttention): return m.dropout
@@ -43,7 +43,7 @@ _loaders = {'fastai.text.data.SortedDL': "puts texts of similar length together,
 
 def by_batch_size(
     dl:object # A training loader
-)->str: # Its name, and how; empty if they do not depend on it
+)->str: # The name of the loader and a description; empty if they do not depend on it
     "How the samples of a batch depend on the loader's batch size"
     while dl is not None:
         for c in type(dl).__mro__:
@@ -57,7 +57,7 @@ def tell_others(
     acc:Callback, # The accumulation callback, in a micro-batch
     n:int # Samples in the micro-batch
 ):
-    "Say what in it depends on the samples of other micro-batches"
+    "Warn about everything in the micro-batch that depends on the samples of other micro-batches"
     bns,how = batchnorms(acc.learn.model),by_batch_size(acc.dl)
     if bns:
         synced = all(isinstance(m, nn.SyncBatchNorm) for m in bns)
@@ -65,10 +65,10 @@ def tell_others(
     if how and joins(acc): tell_loader(acc, how)
 
 def look_around(
-    acc:Callback, # The accumulation callback, in a micro-batch to which others are added
+    acc:Callback, # The accumulation callback, in a micro-batch that does not close its macro-batch
     n:int # Samples in the micro-batch
-)->Probed: # What was found of the loss
-    "Is the step going to be the big batch's? Asked once in a fit; in several processes the first one speaks"
+)->Probed: # The result for the loss
+    "Check once per fit whether the step will be that of the big batch, and warn; of several processes the first warns"
     probed = probe(acc.learn, n, acc.measure.find)
     if getattr(acc.sync, 'rank', 0): return probed
     if probed.wrong: tell_loss(acc, probed.off)
@@ -78,12 +78,12 @@ def look_around(
 def joins(
     acc:Callback # The accumulation callback, in a micro-batch
 )->bool:
-    "Does the macro-batch take several batches of the loader?"
+    "Does the macro-batch consist of several batches of the loader?"
     return acc.macro.planned>acc.planned.expected(0)
 
 # %% ../../nbs/core/18_others.ipynb #state
 class StateWatch:
-    "Watches whether modules begin a micro-batch with what the one before has left"
+    "Check whether modules remember something when the next micro-batch begins"
     def __init__(self,
         acc:Callback # The accumulation callback, on its Learner
     ):
@@ -94,11 +94,11 @@ class StateWatch:
         self.ran = {}   # a module's `Instead` -> the epoch and micro-batch in which it ran first
 
     def forward(self,
-        instead:Instead, # Of the module
+        instead:Instead, # The `Instead` of the module
         *args,
         **kwargs
     ):
-        "In the place of the module's forward pass"
+        "Replaces the module's forward pass"
         acc,stock = self.acc,instead.stock
         if acc.entered and acc.learn.training:
             at = acc.learn.epoch,acc.learn.iter
@@ -111,8 +111,8 @@ class StateWatch:
 # %% ../../nbs/core/18_others.ipynb #holds
 def holds(
     o:object # Attributes of a module
-)->bool: # For which the host waits
-    "Is there a tensor in them, not a parameter, that is not all zero?"
+)->bool: # The host waits for this
+    "Is there a tensor in them, other than a parameter, that is not all zero?"
     if isinstance(o, torch.Tensor): return not isinstance(o, nn.Parameter) and bool(o.detach().any())
     if isinstance(o, dict): o = [v for k,v in o.items() if k not in _usual]
     return isinstance(o, (tuple,list)) and any(map(holds, o))

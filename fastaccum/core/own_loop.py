@@ -1,4 +1,4 @@
-"""A Learner that runs its batches by code of its own is watched.
+"""Detect a Learner whose own training loop steps on every micro-batch.
 
 Docs: https://fastaccum.github.io/fastaccum/core/own_loop.html.md"""
 
@@ -15,7 +15,7 @@ from .notices import see
 
 # %% ../../nbs/core/12_own_loop.ipynb #own-loop
 class OwnLoop:
-    "Watches a Learner that runs its batches by code of its own"
+    "Watch a Learner that runs its batches with its own code"
     def __init__(self,
         acc:Callback # The accumulation callback, on the Learner
     ):
@@ -35,7 +35,7 @@ class OwnLoop:
 # %% ../../nbs/core/12_own_loop.ipynb #watch
 @patch
 def refuse(self:OwnLoop):
-    """Say what the Learner does, and what to do about it
+    """Raise an error that explains what the Learner does, and what to do about it
 
     ValueError: always
     """
@@ -45,13 +45,13 @@ def refuse(self:OwnLoop):
 
 @patch
 def step(self:OwnLoop, *args, **kwargs):
-    "The optimizer's `step`, of which accumulation must know"
+    "The optimizer's `step`, with a check that accumulation knows about it"
     if not self.acc.macro.stepped: self.refuse()
     return self.opt_step.stock(*args, **kwargs)
 
 @patch
 def after_cancel(self:OwnLoop):
-    "The `after_cancel_batch` of the accumulation callback"
+    "The `after_cancel_batch` of the accumulation callback, which also notes the cancellation"
     self.cancelled = True
     self.cancel.stock()
 

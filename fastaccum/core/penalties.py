@@ -1,4 +1,4 @@
-"""A loss that is a sum, and what callbacks add to it.
+"""A loss that is a sum, and the penalties that callbacks add to it.
 
 Docs: https://fastaccum.github.io/fastaccum/core/penalties.html.md"""
 
@@ -12,7 +12,7 @@ import torch
 
 # %% ../../nbs/core/06_penalties.ipynb #penalty
 class SumLoss:
-    "What a loss function that sums has returned, before a callback adds to it"
+    "The value that a loss function with `reduction='sum'` returned, before a callback adds to it"
     def __init__(self,
         loss_grad:torch.Tensor # The sum, a 0-dim tensor with its graph
     ):
@@ -27,7 +27,7 @@ class SumLoss:
 
     def weigh(self,
         loss_grad:torch.Tensor, # The sum with what callbacks added to it
-        weight:float # The share of the macro-batch that the micro-batch is
-    )->torch.Tensor: # What to run the backward pass on
-        "The sum, and `weight` times what was added to it"
+        weight:float # The micro-batch's share of the macro-batch
+    )->torch.Tensor: # The loss for the backward pass
+        "The sum, plus `weight` times what was added to it"
         return self.loss+(loss_grad-self.loss)*weight

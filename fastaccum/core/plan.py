@@ -1,4 +1,4 @@
-"""What comes next, asked while training.
+"""The next macro-batch, and how far training has come.
 
 Docs: https://fastaccum.github.io/fastaccum/core/plan.html.md"""
 
@@ -16,14 +16,14 @@ from .layout import Layout, Walked
 
 # %% ../../nbs/core/02_plan.ipynb #plan
 class Rest(NamedTuple):
-    "What is left of an epoch after another size was wanted in the middle of it"
+    "The rest of an epoch after the size was changed in the middle of it"
     epoch:int # The epoch
     done:int # Optimizer steps of it that were taken before
-    pct:float # Training progress with which the rest begins
-    step_pct:float # Training progress that each step of the rest makes
+    pct:float # Training progress when the rest begins
+    step_pct:float # Training progress of each step in the rest
 
 class Plan(Layout):
-    "The macro-batches of a training run, for who trains"
+    "The macro-batches of a training run, to be asked while training"
     began:int|None = None   # the epoch that began last, written by `begin`; `None` before the first
     first:int = 0   # optimizer steps taken before it, in all epochs; written with `began`
     rest:Rest|None = None   # written by `change`; counts in its epoch only
@@ -33,7 +33,7 @@ class Plan(Layout):
 def begin(self:Plan,
     epoch:int, # The epoch
     step:int, # Optimizer steps taken before, in all epochs
-    i:int # Micro-batches of this epoch before it, as of `place`
+    i:int # Micro-batches of this epoch before it, as returned by `place`
 )->tuple: # Samples wanted, samples expected, and whether it is dropped, with the rest of the epoch
     "The macro-batch that begins with the `i`th micro-batch of `epoch`"
     if not i:
@@ -52,15 +52,15 @@ def expected(self:Plan,
 def place(self:Plan,
     i:int, # Batches of the loader before it, in the epoch
     start:int=0 # Samples of its own batch before it
-)->int: # What `begin` and `change` take for `i`
-    "Micro-batches before a place in an epoch; samples, where micro-batches are cut"
+)->int: # The `i` of `begin` and `change`
+    "Micro-batches before a place in an epoch, or samples if micro-batches are cut"
     return (i*self.bs+start)//self.cut
 
 @patch
 def ends(self:Plan,
     i:int, # Batches of the epoch before it
     n_iter:int # Batches that the loader announced
-)->bool: # Is it the last?
+)->bool: # Is it the last one?
     "Is the `i`th batch of the loader the last of an epoch?"
     return i==n_iter-1
 
@@ -75,15 +75,15 @@ def _pct(self:Plan, epoch):
 
 @patch
 def next_pct(self:Plan,
-    pct:float, # Training progress with which a macro-batch began
+    pct:float, # Training progress when a macro-batch began
     epoch:int # Its epoch
-)->float: # That with which the next one begins
-    "Progress counts steps, and does not leave its epoch before the epoch ends"
+)->float: # Training progress when the next one begins
+    "Move on by one step, but not beyond the end of the epoch"
     return min(pct+self._pct(epoch), (epoch+1)/self.n_epoch)
 
 # %% ../../nbs/core/02_plan.ipynb #changes
 class Changes:
-    "A function of sizes that others replace on the way"
+    "A function of the `Position` that returns sizes, and can be changed on the way"
     def __init__(self,
         accum_bs:int|Callable # Samples wanted at first: a number, or a function of a `Position`
     ):
@@ -94,7 +94,7 @@ class Changes:
         pct:float, # Training progress in samples
         accum_bs:int # Samples wanted from there on
     ):
-        "Forget what was wanted later than `pct`, and want `accum_bs` from there on"
+        "Forget the sizes after `pct`, and use `accum_bs` from there on"
         while self.pcts and self.pcts[-1]>=pct:
             self.pcts.pop()
             self.sizes.pop()
@@ -113,7 +113,7 @@ def change(self:Plan,
     step:int, # As in `begin`
     i:int # As in `begin`
 ):
-    "Want another size from the macro-batch on that begins with the `i`th micro-batch of `epoch`"
+    "Use another size, from the macro-batch that begins with the `i`th micro-batch of `epoch` on"
     done = step-(self.first if self.began==epoch else self.before(epoch))   # steps of this epoch
     in_rest = self.rest is not None and self.rest.epoch==epoch   # it is not the first change in this epoch
     since,pct = (self.rest.done,self.rest.pct) if in_rest else (0,epoch/self.n_epoch)
@@ -130,17 +130,17 @@ def change(self:Plan,
 # %% ../../nbs/core/02_plan.ipynb #plan-more-export
 @patch
 def like(self:Plan,
-    wanted:int, # Samples wanted in a macro-batch, as `begin` says
+    wanted:int, # Samples wanted in a macro-batch, as `begin` returns
     n_epoch:int # Epochs
 )->Plan: # Of the same class
-    "The same with another size, and other epochs"
+    "A plan for the same loader with another size and another number of epochs"
     return type(self)(self.n, self.micro_bs, wanted, n_epoch, self.drop_last, self.never_empty, self.bs)
 
 @patch
 def steady(self:Plan,
     num_it:int # Optimizer steps
-)->Plan: # As many epochs as these need
-    "The plan of `num_it` steps on macro-batches like the first"
+)->Plan: # With as many epochs as these steps need
+    "A plan of `num_it` steps on macro-batches like the first"
     wanted = self.begin(0, 0, 0)[0]
     in_epoch = max(1, self.like(wanted, 1).steps[0])
     return self.like(wanted, num_it//in_epoch+1)
@@ -149,20 +149,20 @@ def steady(self:Plan,
 @patch
 def unfilled(self:Plan,
     epoch:int # The epoch
-)->int: # Samples; 0 if it has enough
-    "Samples in the macro-batch with which `epoch` begins, if the epoch has too few for it, else 0"
+)->int: # Samples; 0 if the epoch has enough
+    "The size of the first macro-batch of `epoch`, if the epoch has too few samples for it; otherwise 0"
     parts = self._parts(self._wanted(epoch, self.before(epoch), 0.))
     return any(n<full for full,n in parts)*sum(full for full,_ in parts)
 
 @patch
 def first_unfilled(self:Plan)->int|None: # The epoch, or `None`
-    "The first epoch that is `unfilled`"
+    "The first epoch that has too few samples for its first macro-batch"
     looked = self.n_epoch if self.fixed is None else min(1, self.n_epoch)   # with one size all are alike
     return next((o for o in range(looked) if self.unfilled(o)), None)
 
 @patch
 def drops(self:Plan,
     epoch:int # The epoch
-)->bool: # `False` where that would leave no step, with `never_empty`
+)->bool: # With `never_empty`, `False` if the epoch would otherwise have no step
     "Is the remainder of `epoch` left out?"
     return self.drop_last and not (self.never_empty and self.unfilled(epoch))

@@ -1,4 +1,4 @@
-"""Is the loss of a micro-batch the mean of its parts' losses?
+"""Check whether the loss of a micro-batch is the mean of its parts' losses.
 
 Docs: https://fastaccum.github.io/fastaccum/core/probe.html.md"""
 
@@ -19,14 +19,14 @@ from .kept import Kept
 
 # %% ../../nbs/core/17_probe.ipynb #probed
 class Probed(NamedTuple):
-    "What the probe of a loss function has found"
-    off:float|None # How far the loss is from the mean of its parts' losses, relative; `None` if that could not be taken
-    reason:str='' # Why it could not
-    tol:float=2e-5 # What rounding may do
+    "The result of probing a loss function"
+    off:float|None # Relative difference of the loss to the mean of its parts' losses; `None` if unknown
+    reason:str='' # Why it could not be computed
+    tol:float=2e-5 # The largest difference that counts as rounding
 
     @property
     def wrong(self)->bool:
-        "Is it further off than rounding explains?"
+        "Is the difference larger than rounding?"
         return self.off is not None and self.off>self.tol
 
 _tols = {torch.float16:1e-2, torch.bfloat16:5e-2}   # others: `Probed.tol`
@@ -40,11 +40,11 @@ def _fresh(o):
     return like(o, [_fresh(x) for x in values(o)]) if is_mapping(o) or isinstance(o, (tuple,list)) else o
 
 class Part:
-    "A Learner after the forward pass, if its micro-batch had some of the samples only"
+    "A stand-in for a Learner after its forward pass, with only some of the samples"
     def __init__(self,
-        learn:Learner, # After its forward pass; what has `loss_func`, `pred`, `yb` will do
+        learn:Learner, # After its forward pass; anything with `loss_func`, `pred` and `yb` will do
         n:int, # Samples in its micro-batch
-        f:Callable # Takes some of a tensor's rows, or of a list's items
+        f:Callable # Selects some of a tensor's rows, or of a list's items
     ):
         self.learn,self.n,self.f = learn,n,f
         self.pred,*yb = _fresh(pick((learn.pred,*learn.yb), n, f))
@@ -59,7 +59,7 @@ class Part:
 
     @property
     def loss_func(self)->Callable:
-        "The Learner's; that of MixUp or CutMix with the rows of these samples"
+        "The Learner's loss function; that of MixUp or CutMix uses the rows of these samples"
         f = self.learn.loss_func
         mixer = getattr(f, '__self__', None)
         if not hasattr(mixer, 'old_lf'): return f
@@ -74,7 +74,7 @@ class Part:
 def probe(
     learn:Learner, # After its forward pass; what has `loss_func`, `pred`, `yb` will do
     n:int, # Samples in its micro-batch
-    find:Callable|None # What the loss is a mean of, as `find_size` returns or `size=`; `None` for a sum
+    find:Callable|None # `size(learn)` as returned by `find_size` or passed as `size=`; `None` for a sum
 )->Probed:
     "Is the loss of the micro-batch the mean of the losses of two unequal parts, or their sum?"
     if n<2: return Probed(None, 'the micro-batch has one sample')

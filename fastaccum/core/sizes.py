@@ -1,4 +1,4 @@
-"""What a micro-batch's mean loss is a mean *of*.
+"""How many items the mean loss of a micro-batch covers.
 
 Docs: https://fastaccum.github.io/fastaccum/core/sizes.html.md"""
 
@@ -33,15 +33,15 @@ def on_host(
     return t.is_cpu
 
 class Targets:
-    """How many targets of the micro-batch count, each as much as its class's weight
+    """Count the targets of the micro-batch that are not ignored, each with the weight of its class
 
-    TypeError: the target is no tensor, when it is called
+    TypeError: when it is called, if the target is not a tensor
     """
     def __init__(self,
         ignore_index:int, # Targets of this value do not count
         weight:torch.Tensor=None, # A weight per class, as in `nn.CrossEntropyLoss`
-        probs:bool=False, # Are floating point targets class probabilities? Then samples count, as in torch's
-        nan_grad:bool=True # Might the gradient be NaN where every target is ignored? Torch's cross-entropy's is 0
+        probs:bool=False, # Are floating point targets class probabilities? Then samples are counted, as torch does
+        nan_grad:bool=True # May the gradient be NaN if every target is ignored? That of torch's cross-entropy is 0
     ):
         self.ignore_index,self.weight,self.probs,self.nan_grad = ignore_index,weight,probs,nan_grad
         self.version = None if weight is None else weight._version   # another, once somebody has written to it
@@ -52,7 +52,7 @@ class Targets:
         return (self.ignore_index,self.probs,self.nan_grad)==(o.ignore_index,o.probs,o.nan_grad)
 
     def look(self):
-        "Take the mean of the class weights, for which the host waits"
+        "Compute the mean of the class weights; the host waits for this"
         if self.weight is not None: self.mean_weight = self.weight.mean().item()
         return self
 
@@ -82,8 +82,8 @@ class Targets:
 # %% ../../nbs/core/04_sizes.ipynb #find-size
 def find_size(
     loss_func:callable # The Learner's loss function
-)->callable: # A function of the Learner, returning a number or a 0-dim tensor; `None` for a loss that is a sum
-    "What the mean loss of `loss_func` is a mean of"
+)->callable: # `size(learn)`, which returns a number or a 0-dim tensor; `None` for a loss that is a sum
+    "Find how many items the mean loss of `loss_func` covers"
     f,kwargs = loss_func,{}
     mixer = f.__self__ if isinstance(f, MethodType) else None   # MixUp or CutMix
     if hasattr(mixer, 'old_lf'): return None if getattr(mixer.old_lf, 'reduction', 'mean')=='sum' else samples

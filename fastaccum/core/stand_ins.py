@@ -1,4 +1,4 @@
-"""What stands in the place of others' methods while a fit accumulates.
+"""Create everything that replaces methods of other objects while a fit accumulates.
 
 Docs: https://fastaccum.github.io/fastaccum/core/stand_ins.html.md"""
 
@@ -20,7 +20,7 @@ from .steps import Steps
 def stand_in(
     acc:Steps # The accumulation callback, on its Learner
 ):
-    "Make what takes the place of others' methods, which is `dispatch`, `backward`, `instead` and `sums` of `acc`"
+    "Create the objects that replace methods of others: `dispatch`, `backward`, `instead` and `sums` of `acc`"
     learn = acc.learn
     acc.dispatch,acc.backward = Dispatch(acc),Instead(learn, '_backward', None)
     acc.backward.f = partial(acc._backward, acc.backward)

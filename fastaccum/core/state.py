@@ -1,4 +1,4 @@
-"""What an accumulation callback knows, piece by piece.
+"""The attributes of an accumulation callback while it accumulates.
 
 Docs: https://fastaccum.github.io/fastaccum/core/state.html.md"""
 
@@ -13,7 +13,7 @@ from .measure import Measure
 
 # %% ../../nbs/core/14_state.ipynb #state
 class State:
-    "What an accumulation callback knows. Between fits, each piece has the value that stands here"
+    "The attributes of an accumulation callback, with the values that they have between fits"
 
     # of a fit: written when it begins, in `before_fit`
     planned = None        # a `Plan`: its macro-batches; `None` while nothing accumulates
@@ -47,7 +47,7 @@ class State:
     sum_loss = None       # a `SumLoss`, if its loss is a sum
 
     def forget(self):
-        "Begin anew: counters of a macro-batch, and what the loss is a mean of, too"
+        "Reset everything, including the counters of the macro-batch and `measure`"
         for nm in State.pieces: vars(self).pop(nm, None)
         self.macro = MacroBatch()          # begins anew with each macro-batch
         self.measure = Measure(self.size)  # remembers the last loss known

@@ -1,4 +1,4 @@
-"""Several micro-batches, one step: announced, weighed, counted, closed.
+"""The events that make one step of several micro-batches.
 
 Docs: https://fastaccum.github.io/fastaccum/core/steps.html.md"""
 
@@ -40,7 +40,7 @@ class Steps(State, Guest):
         if learn.iter>=learn.n_iter: tell_more(self)
 
     def before_batch(self):
-        "Say what comes: which macro-batch, how many samples, is it the closing one?"
+        "Announce the micro-batch: its macro-batch, its samples, and whether it is the closing one"
         learn,macro = self.learn,self.macro
         if not len(learn.yb): return
         if not self.entered: refuse_middle(self)
@@ -65,7 +65,7 @@ class Steps(State, Guest):
 # %% ../../nbs/core/16_steps.ipynb #weigh
 @patch
 def before_backward(self:Steps):
-    "Work out the micro-batch's share of the macro-batch"
+    "Compute the micro-batch's share of the macro-batch"
     learn,macro,n = self.learn,self.macro,self.micro_n
     if self.at!=learn.iter: return   # not within a fit
     size,most,loss = self.measure(learn, n, macro.ref is None)
@@ -118,7 +118,7 @@ def _count(self:Steps, learned=True):
 
 @patch
 def after_backward(self:Steps):
-    "Go on with the next micro-batch, unless this one closes the macro-batch"
+    "Cancel the rest of the batch, unless this micro-batch closes the macro-batch"
     learn,macro = self.learn,self.macro
     if self.at!=learn.iter: return
     self.pending = None
@@ -130,7 +130,7 @@ def after_backward(self:Steps):
 
 @patch
 def after_cancel_batch(self:Steps):
-    "A callback may have cancelled the closing micro-batch before its step, or within it"
+    "Handle a closing micro-batch that a callback has cancelled before its step, or within it"
     self.sync.leaves_out()
     cancelled = self.counted and self.at==self.learn.iter and self.macro.closing
     if cancelled and not self.macro.stepped: self._close()
@@ -151,7 +151,7 @@ def _close(self:Steps):
 # %% ../../nbs/core/16_steps.ipynb #remainder
 @patch
 def after_train(self:Steps):
-    "Step on what the epoch has left in hand"
+    "Step on the samples that are left when the epoch ends"
     learn = self.learn
     if not self.entered: return
     for _ in self.sync.owed(self.macro, self.planned.drops(learn.epoch)):
@@ -168,7 +168,7 @@ def _tell_listeners(self:Steps):
 # %% ../../nbs/core/16_steps.ipynb #told
 @patch(as_prop=True)
 def mean_loss(self:Steps)->torch.Tensor:
-    "The mean loss of what the macro-batch holds so far, a 0-dim tensor"
+    "The mean loss of the macro-batch so far, a 0-dim tensor"
     return self.measure.mean(self.macro)
 
 @patch(as_prop=True)
@@ -178,5 +178,5 @@ def stepped(self:Steps)->bool:
 
 @patch(as_prop=True)
 def heard(self:Steps)->bool:
-    "Should those who log hear of this micro-batch?"
+    "Should callbacks that log see this micro-batch?"
     return self.at==self.learn.iter and not self.macro.dropped and (self.macro.stepped or not self.log_steps)

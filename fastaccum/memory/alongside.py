@@ -1,4 +1,4 @@
-"""What has to be split with a batch: what callbacks keep of it, and what the model remembers.
+"""Split what callbacks keep of a batch, and what the model remembers, together with the batch.
 
 Docs: https://fastaccum.github.io/fastaccum/memory/alongside.html.md"""
 
@@ -32,8 +32,8 @@ _ends = CancelTrainException,CancelValidException,CancelEpochException,CancelFit
 def part_ended(
     acc:Callback, # The accumulation callback, on its Learner
     event_name:str # 'after_cancel_batch' or 'after_batch'
-)->Exception|None: # With which a callback wants to end the training
-    "A part has ended that is not the last: in training, callbacks with a `before_batch` wait for the last"
+)->Exception|None: # The exception with which a callback wants to end the training
+    "Fire the event for a part that is not the last; in training, callbacks with a `before_batch` wait for the last"
     learn,stop = acc.learn,None
     each = {id(o.cb) for o in acc.listeners}|{id(acc)}   # these know what a part is
     for cb in learn.cbs.sorted('order'):
@@ -44,7 +44,7 @@ def part_ended(
 
 # %% ../../nbs/memory/14_alongside.ipynb #alongside
 class Alongside:
-    "What is split with a batch"
+    "Split attributes of callbacks and the model's state with a batch"
     def __init__(self,
         learn:Learner # About to train, with its optimizer
     ):
@@ -60,16 +60,16 @@ class Alongside:
         self.rows = None      # `Rows` of the model's state; `None` if it has none
 
     def note(self):
-        "A batch begins"
+        "Call this when a batch begins"
         homes = [vars(o) for o in (self.learn,*self.learn.cbs) if o is self.learn or listens(o, 'before_batch')]
         self.olds = [(d,dict(d)) for d in homes]
 
     def ready(self):
-        "Callbacks have had it in `before_batch`"
+        "Call this when callbacks have seen it in `before_batch`"
         self.autocast = autocast_state(self.now.device)
 
     def forget(self):
-        "It has ended"
+        "Call this when the batch has ended"
         self.olds = []
 
     def __getstate__(self): return vars(self)|dict(olds=[], kept=[])   # a Learner's lock is in them
@@ -80,9 +80,9 @@ def begin(self:Alongside,
     part:callable, # A function of the first sample and the one after the last, returning inputs and targets
     n:int # Samples in the batch
 ):
-    """It is about to be split; what there is of the model's state is found once in a fit
+    """Prepare to split the batch; the model's state is looked for once per fit
 
-    Refused: as of `Rows` and `find_rows`
+    Refused: as in `Rows` and `find_rows`
     """
     self.n = n
     set_autocast_state(self.autocast)
@@ -100,7 +100,7 @@ def use(self:Alongside,
     start:int, # The first sample of a part
     stop:int # The sample after its last
 ):
-    "Give callbacks and the model what they have of some samples"
+    "Give callbacks and the model their rows for samples `start` to `stop`"
     for d,nm,o in self.kept: d[nm] = tree_map(lambda x: x[start:stop] if self._has_rows(x) else x, o)
     if self.rows: self.rows.use(start, stop)
     set_autocast_state(self.autocast)
@@ -109,12 +109,12 @@ def use(self:Alongside,
 def keep(self:Alongside,
     n:int # Samples in it
 ):
-    "A part is done"
+    "Keep the model's state after a part"
     if self.rows: self.rows.keep(n)
 
 @patch
 def end(self:Alongside):
-    "Give them all of it again"
+    "Give callbacks and the model all rows again"
     for d,nm,o in self.kept: d[nm] = o
     if self.rows: self.rows.end()
     self.kept,self.rows = [],None

@@ -1,4 +1,4 @@
-"""What a forward and a backward pass change, and how to undo it.
+"""Undo what a forward and a backward pass have changed.
 
 Docs: https://fastaccum.github.io/fastaccum/memory/attempt.html.md"""
 
@@ -17,7 +17,7 @@ from .state import Buffers, State
 
 # %% ../../nbs/memory/04_attempt.ipynb #aside
 class Added:
-    "Which gradients the passes of a micro-batch have been added to"
+    "Find the gradients that a failed backward pass has already added to"
     def __init__(self,
         params:list # Parameters; one may come more than once
     ):
@@ -30,7 +30,7 @@ class Added:
     def note(self,
         first:bool # Is it the first micro-batch of a macro-batch? Then there are no gradients yet
     ):
-        "Note the gradients there are"
+        "Note the current gradients"
         olds,self.grads = self.grads,None if first else [p.grad for p in self.params]
         if first: return
         versions = [-1 if g is None else g._version for g in self.grads]
@@ -39,10 +39,10 @@ class Added:
         self.versions = versions
 
     def undo(self
-    )->list: # `(parameter, gradient)` of those that have got all of the micro-batch already
-        """Empty the gradients, if there were none before; else put back those that were replaced
+    )->list: # `(parameter, gradient)` for each gradient that already contains all of the micro-batch
+        """Empty the gradients if there were none before; otherwise put back those that were replaced
 
-        OutOfMemoryError: a gradient has got a part of the micro-batch
+        OutOfMemoryError: a gradient contains only a part of the micro-batch
         """
         grads,self.grads,done = self.grads,None,[]
         if grads is None:
@@ -67,7 +67,7 @@ def _same(a, b):
     return all(np.array_equal(x, y) for x,y in zip(a, b))
 
 class Generators:
-    "The random number generators that a forward pass moves"
+    "Note and put back the random number generators that a forward pass uses"
     def __init__(self,
         device:torch.device # The model's
     ):
@@ -88,7 +88,7 @@ class Generators:
         for (_,put),state in zip(self.pairs, self.states): put(state)
 
     def passed(self):
-        "An attempt went well: after the second, go on with the generators that it moved"
+        "Call this after a successful attempt; after the second one, only generators that it has used are noted"
         if not self.left: return
         self.left -= 1
         if self.left: return
@@ -96,7 +96,7 @@ class Generators:
 
 # %% ../../nbs/memory/04_attempt.ipynb #attempt
 class Attempt:
-    "What an attempt at a micro-batch may change in a Learner"
+    "Undo what an attempt at a micro-batch has changed in a Learner"
     def __init__(self,
         learn:Learner # About to train, with its optimizer
     ):
@@ -111,7 +111,7 @@ class Attempt:
         self.hypers = None   # a copy of the optimizer's hyper-parameters, written by `begin`
 
     def note(self):
-        "Note what is in the model, and the random numbers"
+        "Note the state of the model and of the random number generators"
         self.generators.note()
         self.buffers.note()
         self.state.note()
@@ -119,7 +119,7 @@ class Attempt:
     def begin(self,
         first:bool # Is it the first micro-batch of a macro-batch? Then there are no gradients yet
     ):
-        "Note what is"
+        "Note everything before a micro-batch"
         self.note()
         self.hypers = [dict(o) for o in self.learn.opt.hypers]
         if self.learn.training: self.added.note(first)
@@ -131,8 +131,8 @@ class Attempt:
         self.state.put_back()
 
     def undo(self
-    )->list: # As of `Added.undo`
-        "Go back to what was when it began, and release memory"
+    )->list: # As returned by `Added.undo`
+        "Go back to the state when it began, and free memory"
         set_autocast_state(self.autocast)
         self.put_back()
         self._put_hypers()

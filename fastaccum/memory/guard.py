@@ -1,4 +1,4 @@
-"""Memory runs out in the optimizer's step: the first of a fit is tried again.
+"""Try the first optimizer step of a fit again if memory runs out in it.
 
 Docs: https://fastaccum.github.io/fastaccum/memory/guard.html.md"""
 
@@ -17,21 +17,21 @@ from .snapshot import Snapshot
 
 # %% ../../nbs/memory/08_guard.ipynb #guard
 class FirstStep:
-    "The `_step` of a Learner in a fit: the first is tried again if memory runs out"
+    "Try the first `_step` of a fit again if memory runs out in it"
     def __init__(self,
         learn:Learner, # The Learner
-        device:torch.device # Where memory is freed before the second try
+        device:torch.device # The device on which to free memory before the second try
     ):
         self.learn,self.device = learn,device
         self.tried = False   # has a step of this fit been tried?
         self.instead = Instead(learn, '_step', self)
 
     def enter(self):
-        "Take the place of the Learner's `_step`"
+        "Replace the Learner's `_step`"
         self.instead.enter()
 
     def leave(self):
-        "Give it back; may be called twice"
+        "Restore it; may be called twice"
         self.instead.leave()
 
     def __call__(self):

@@ -1,4 +1,4 @@
-"""A batch that does not fit is tried in halves, within the same macro-batch.
+"""Try a batch that does not fit again in halves, within the same macro-batch.
 
 Docs: https://fastaccum.github.io/fastaccum/memory/halving.html.md"""
 
@@ -19,9 +19,9 @@ from .shortage import is_out_of_memory
 
 # %% ../../nbs/memory/09_halving.ipynb #in-fit
 class Halving(Pieces):
-    "One fit, in micro-batches that are halved when memory runs out"
+    "Run one fit in micro-batches that are halved when memory runs out"
     def __init__(self,
-        micro:'AutoSize', # As in `Pieces`; the sizes that fit are written here
+        micro:'AutoSize', # As in `Pieces`; the sizes that fit are stored in it
         acc:'GradientAccumulation' # The accumulation callback
     ):
         super().__init__(micro, acc)
@@ -36,24 +36,24 @@ class Halving(Pieces):
         self.skip = []     # those that `Attempt.undo` has found in the last attempt that failed
 
     def enter(self):
-        "Take over the methods of `Pieces`, and the Learner's `_step`"
+        "Replace the same methods as `Pieces`, and the Learner's `_step`"
         super().enter()
         self.step.enter()
 
     def leave(self):
-        "Give them back; may be called twice, or after half an `enter`"
+        "Restore them; may be called twice, or after an interrupted `enter`"
         super().leave()
         self.step.leave()
 
     @property
     def fits(self)->int:
-        "Samples that fit, as far as is known: of batches that train, or of others; `None` before the first failure"
+        "The samples that fit as far as is known, in training or in validation; `None` before the first failure"
         return self.micro.size if self.learn.training else self.micro.valid_size
     @fits.setter
     def fits(self, n:int): setattr(self.micro, 'size' if self.learn.training else 'valid_size', n)
 
     def whole(self):
-        "Run what came, not in pieces"
+        "Run the batch whole"
         learn = self.learn
         if learn.training and not self.looked:
             self.micro.split((*learn.xb,*learn.yb), 0, 1, self.count())
@@ -61,7 +61,7 @@ class Halving(Pieces):
         super().whole()
 
     def merge(self):
-        "The backward pass of a micro-batch is complete, or was cancelled"
+        "Called when the backward pass of a micro-batch is complete, or was cancelled"
         if self.done and not self.micro.more: self._restore(0)
 
     def _restore(self, k):
@@ -75,9 +75,9 @@ def again(self:Halving,
     stop:int, # The sample after its last
     last:bool # Does the batch end with it?
 ):
-    """A micro-batch has failed: try it in smaller ones, which do not add to the gradients that have got it already
+    """Try a failed micro-batch again in smaller ones, which do not add to gradients that contain it already
 
-    OutOfMemoryError: it is of a single sample
+    OutOfMemoryError: the micro-batch has only one sample
     """
     if stop-start==1:
         raise torch.OutOfMemoryError(f"a micro-batch of a single sample does not fit: {self.failed[1]}"

@@ -1,4 +1,4 @@
-"""How much memory is left, and how much it was.
+"""Measure how much memory is left, and how much was in use at most.
 
 Docs: https://fastaccum.github.io/fastaccum/memory/meters.html.md"""
 
@@ -14,8 +14,8 @@ from pathlib import Path
 
 # %% ../../nbs/memory/00_meters.ipynb #left
 def memory_left(
-)->int|None: # Bytes; `None` where the system does not tell, as Linux does
-    "What the system and the limits of the process leave it; of its address space, what they left at its peak"
+)->int|None: # Bytes; `None` on systems that do not tell; Linux does
+    "Memory left by the system and by the limits of the process; of its address space, what was left at the peak"
     def read(fn): return {k:1024*int(v) for k,v in re.findall(r'(\w+):\s*(\d+) kB', Path('/proc', fn).read_text())}
     try:
         own,mem = read('self/status'),read('meminfo')
@@ -31,9 +31,9 @@ def memory_left(
 
 # %% ../../nbs/memory/00_meters.ipynb #peak
 def watch_peak(
-    device:str|torch.device # Whose memory
-)->callable: # A function without arguments: the most memory in use since, in bytes; `None` if nobody tells
-    "Forget the peak of what `device` has had in use, and watch anew"
+    device:str|torch.device # The device to watch
+)->callable: # A function without arguments that returns the peak since then, in bytes; `None` if it is not known
+    "Reset the peak memory of `device`, and start watching it"
     device = torch.device(device)
     mod = getattr(torch, device.type, None)
     if hasattr(mod, 'reset_peak_memory_stats'):

@@ -1,4 +1,4 @@
-"""Some samples of a batch, what comes of training on parts of it, and predictions put together.
+"""Cut a batch into parts, put their predictions together, and compare training on parts with training on the whole batch.
 
 Docs: https://fastaccum.github.io/fastaccum/memory/parts.html.md"""
 
@@ -17,9 +17,9 @@ from ..core.probe import Probed
 # %% ../../nbs/memory/05_parts.ipynb #result
 def result_of(
     learn:Learner, # About to train, or to evaluate, on a batch that is split
-    probed:Probed=None # What the probe of its loss has found; `None` if it was not asked
+    probed:Probed=None # The result of probing its loss; `None` if it was not probed
 )->str: # The end of a sentence
-    "How the result compares to the whole batch's"
+    "How the result compares with that of the whole batch"
     bns,same = batchnorms(learn.model),"with the same result"
     if bns:
         return f"but not {same}: {type(bns[0]).__name__} normalises with the samples of a micro-batch,"

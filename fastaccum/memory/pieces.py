@@ -1,4 +1,4 @@
-"""A batch of the loader is run in parts, each of which is a micro-batch.
+"""Run a batch of the loader in parts, each of which is a micro-batch.
 
 Docs: https://fastaccum.github.io/fastaccum/memory/pieces.html.md"""
 
@@ -17,9 +17,9 @@ from .alongside import Alongside, part_ended
 
 # %% ../../nbs/memory/15_pieces.ipynb #pieces
 class Pieces:
-    "One fit, in parts of the loader's batches"
+    "Run one fit in parts of the loader's batches"
     def __init__(self,
-        micro:'FixedSize', # What the accumulation callback asks; how a batch is split is written there
+        micro:'FixedSize', # The size of micro-batches; how a batch is split is stored in it
         acc:'GradientAccumulation' # The accumulation callback
     ):
         self.micro,self.acc,self.learn = micro,acc,acc.learn
@@ -35,19 +35,19 @@ class Pieces:
         self.cancelled = None    # a `CancelBatchException` that has ended the part
 
     def enter(self):
-        "Take over `one_batch` and `_do_one_batch` of the Learner"
+        "Replace `one_batch` and `_do_one_batch` of the Learner"
         self.batch.enter()
         self.inner.enter()
 
     def leave(self):
-        "Give them back; may be called twice, or after half an `enter`"
+        "Restore them; may be called twice, or after an interrupted `enter`"
         self.ended = True
         self.batch.leave()
         self.inner.leave()
 
     @property
     def fits(self)->int:
-        "Samples in a part, at most; `None` if batches stay whole, as those of validation do"
+        "The most samples in a part; `None` if batches stay whole, as in validation"
         return self.micro.limit if self.learn.training else None
 
     def merge(self): "The backward pass of a micro-batch is complete, or was cancelled"
@@ -104,9 +104,9 @@ def do_one_batch(self:Pieces):
 @patch
 def count(self:Pieces
 )->int:
-    """Samples in what came
+    """The number of samples in the batch
 
-    TypeError: it does not tell
+    TypeError: the batch does not tell
     """
     if self.n is None:
         expected = self.acc.micro_n if self.learn.training else getattr(self.learn.dl, 'bs', None)
@@ -118,7 +118,7 @@ def count(self:Pieces
 
 @patch
 def whole(self:Pieces):
-    "Run what came, not in pieces"
+    "Run the batch whole"
     if not self.attempt(): self._split_up(self.again)
     elif self.cancelled is not None: raise self.cancelled
 
@@ -138,7 +138,7 @@ def part(self:Pieces,
     start:int, # The first sample
     stop:int # The sample after the last
 )->tuple: # Inputs and targets
-    "Some samples of what came"
+    "Some samples of the batch"
     b = self.micro.split((*self.xb,*self.yb), start, stop, self.n)
     return b[:len(self.xb)],b[len(self.xb):]
 
@@ -149,7 +149,7 @@ def run(self:Pieces,
     stop:int, # The sample after the last
     last:bool # Does the batch end with them?
 ):
-    "Run some samples of what came, in pieces that fit"
+    "Run some samples of the batch, in pieces that fit"
     learn,micro = self.learn,self.micro
     while start<stop and not self.ended:   # the callback may be taken off meanwhile
         k = -(-(stop-start)//self.fits)

@@ -1,4 +1,4 @@
-"""Which of a model's state has a row for each sample, found by trying.
+"""Find the parts of a model's state that have a row for each sample, by trying.
 
 Docs: https://fastaccum.github.io/fastaccum/memory/places.html.md"""
 
@@ -21,9 +21,9 @@ from .state import homes, usual_attrs
 class Refused(ValueError):
     "A model's state that cannot be split"
     def __init__(self,
-        m:object, # The module or object that keeps it
-        nm:str, # Its attribute
-        why:str # Why not: the rest of a sentence
+        m:object, # The module or object that keeps the state
+        nm:str, # The attribute
+        why:str # Why it cannot be split, as the rest of a sentence
     ):
         super().__init__(f"{type(m).__name__} keeps something in its attribute `{nm}` from batch to batch, and {why}, "
             "so a batch cannot be split with the same result: give the DataLoaders "
@@ -33,7 +33,7 @@ class Refused(ValueError):
 def own(
     model:nn.Module # A Learner's model
 )->nn.Module:
-    "The model itself, without what would talk to other processes in its forward pass"
+    "The model without a wrapper that communicates with other processes in its forward pass"
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 def _place(m, nm):
@@ -42,8 +42,8 @@ def _place(m, nm):
 
 def copies(
     model:nn.Module # The model
-)->list: # `(module or object, name, leaves, structure, id)` of each
-    "What is in attributes and buffers, where a model may keep state"
+)->list: # `(module or object, name, leaves, structure, id)` for each
+    "The contents of attributes and buffers, where a model may keep state"
     res = []
     for m in homes(model):
         for nm,o in [*vars(m).items(),*(m._buffers.items() if isinstance(m, nn.Module) else ())]:
@@ -55,16 +55,16 @@ def copies(
 def zeros(
     o:object # Nested tuples, lists and dicts
 )->object: # The same with zeros in its tensors
-    "No state in the place of a state"
+    "An empty state of the same structure"
     xs,spec = tree_flatten(o)
     return tree_unflatten([torch.zeros_like(x) if isinstance(x, torch.Tensor) else x for x in xs], spec)
 
 class Trial:
-    "Forward passes of the model, that an `Attempt` undoes"
+    "Trial forward passes of the model, which an `Attempt` undoes"
     def __init__(self,
         learn:Learner, # The Learner
-        attempt:Attempt, # Notes what is now, and undoes what a trial does
-        part:callable # Gives inputs and targets of so many samples
+        attempt:Attempt, # Notes the state now, and undoes what a trial changes
+        part:callable # Returns inputs and targets for a number of samples
     ):
         self.learn,self.attempt,self.part = learn,attempt,part
         attempt.note()
@@ -85,10 +85,10 @@ class Trial:
 
     def differs(self,
         n:int, # Samples
-        one:callable, # What is done before the one forward pass
-        other:callable # And before the other
+        one:callable, # A function to call before the first forward pass
+        other:callable # A function to call before the second one
     )->bool:
-        "Does the model return something else?"
+        "Does the model return something else in the second forward pass?"
         (_,a),(_,b) = self(n, one),self(n, other)
         return not all(torch.equal(x, y) for x,y in zip(a, b) if isinstance(x, torch.Tensor))
 
@@ -110,12 +110,12 @@ def _check_in_place(m, nm, olds, news, k, n):
                 raise Refused(m, nm, 'writes into the first of its rows')
 
 def find_rows(
-    trial:Trial, # Of the model
+    trial:Trial, # Runs the model
     n:int # Samples in the batch, more than one
-)->list: # `(attributes, name, module or object, structure, dimension of each leaf)` of what has a row for each sample
-    """What of a model's state has rows
+)->list: # `(attributes, name, module or object, structure, dimension of each leaf)` for state that has rows
+    """Find the state of a model that has a row for each sample
 
-    Refused: there is state that has them, or may have them, and cannot be split
+    Refused: some state has rows, or may have them, and cannot be split
     """
     na,nb = (1,2) if n==2 else (2,3)
     olds = copies(trial.learn.model)

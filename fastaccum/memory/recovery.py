@@ -18,19 +18,19 @@ from .pieces import Pieces
 
 # %% ../../nbs/memory/10_recovery.ipynb #fixed
 class FixedSize:
-    "Micro-batches are the loader's batches, or parts of them that are no larger than `limit`"
+    "Use the loader's batches as micro-batches, or split them into parts that are no larger than `limit`"
     size = None    # samples in a micro-batch, once batches are split since memory ran out; for those who log it
     retries = False   # is a micro-batch for which memory runs out tried again, in smaller ones?
     fit = None     # the `Pieces` of this fit; `None` outside of one, or if nothing is to be split
     split = staticmethod(split)
     def __init__(self,
-        limit:int|None=None # Samples in a micro-batch, at most
+        limit:int|None=None # The most samples in a micro-batch
     ):
         self.limit = limit
         self.reset()
 
     def reset(self):
-        "What comes is a whole batch"
+        "Start with a whole batch"
         self.n = None       # samples in this part of a batch; `None` if it is whole
         self.more = False   # is more of the same macro-batch to come after this part of a batch?
         self.start = 0      # samples of the batch that went to macro-batches before
@@ -38,26 +38,26 @@ class FixedSize:
 
     def pieces(self,
         acc:'GradientAccumulation' # The callback
-    )->Pieces|None: # `None` if nothing is to be split
-        "What takes its place in the Learner while `acc` accumulates"
+    )->Pieces|None: # `None` if nothing has to be split
+        "The object that splits the Learner's batches while `acc` accumulates"
         return None if self.limit is None else Pieces(self, acc)
 
     def enter(self,
         acc:'GradientAccumulation' # The callback
     ):
-        "It begins to accumulate"
+        "Called when it begins to accumulate"
         if self.fit is not None: return
         self.fit = self.pieces(acc)
         if self.fit is not None: self.fit.enter()
 
     def leave(self):
-        "Give the Learner its methods back; may be called twice, or after half an `enter`"
+        "Restore the Learner's methods; may be called twice, or after an interrupted `enter`"
         if self.fit is not None: self.fit.leave()
         self.fit = None
         self.reset()
 
     def merge(self):
-        "The backward pass of a micro-batch is complete, or was cancelled"
+        "Called when the backward pass of a micro-batch is complete, or was cancelled"
         if self.fit is not None: self.fit.merge()
 
 # %% ../../nbs/memory/10_recovery.ipynb #auto
@@ -71,14 +71,14 @@ def _check_split(f):
     return f
 
 class AutoSize(FixedSize):
-    "Micro-batches that are halved when memory runs out"
+    "Halve the micro-batches when memory runs out"
     retries = True
     def __init__(self,
-        split:callable=split # Of a batch, the first sample, the one after the last, and the number in the batch
+        split:callable=split # `f(batch, start, stop, n)` returns samples `start` to `stop` of the `n` in `batch`
     ):
-        """Micro-batches as large as fit
+        """Make micro-batches that are as large as memory allows
 
-        TypeError: `split` cannot be called with these four
+        TypeError: `split` cannot be called with these four arguments
         """
         super().__init__()
         self.split = _check_split(split)
@@ -88,14 +88,14 @@ class AutoSize(FixedSize):
     def pieces(self,
         acc:'GradientAccumulation' # The callback that begins to accumulate
     )->Halving:
-        "What lets the Learner of `acc` run its batches in pieces that fit"
+        "The object that runs the batches of the Learner of `acc` in pieces that fit"
         return Halving(self, acc)
 
 # %% ../../nbs/memory/10_recovery.ipynb #micro
 def micro_batches(
     micro_batch_size:int|str|AutoSize|None # As in `GradientAccumulation`
-)->tuple: # What gives the loader's batches on, and samples in a micro-batch if that is known
-    """Are the loader's batches the micro-batches, or are they split?
+)->tuple: # A `FixedSize` or `AutoSize`, and the samples in a micro-batch if that is known
+    """Decide whether the loader's batches are split into micro-batches, and how
 
     TypeError: it is neither 'auto', nor an `AutoSize`, nor a whole number
     """

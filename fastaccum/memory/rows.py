@@ -1,4 +1,4 @@
-"""Split what a model remembers of its samples, with the batch.
+"""Split what a model remembers about its samples together with the batch.
 
 Docs: https://fastaccum.github.io/fastaccum/memory/rows.html.md"""
 
@@ -14,10 +14,10 @@ from .places import Refused, Trial, zeros
 
 # %% ../../nbs/memory/07_rows.ipynb #rows
 class Rows:
-    "The state of a model while a batch is split: each part has its rows, and in the end they are put together"
+    "Split the state of a model with a batch: each part gets its rows, and in the end they are put together"
     def __init__(self,
-        places:list, # What has rows, as `find_rows` returns it
-        trial:Trial, # Of the model
+        places:list, # The state that has rows, as returned by `find_rows`
+        trial:Trial, # Runs the model
         n:int # Samples in the batch
     ):
         """Begin with a batch
@@ -45,7 +45,7 @@ class Rows:
         start:int, # The first sample
         stop:int # The sample after the last
     ):
-        "Give the model the state of some samples"
+        "Give the model the state of samples `start` to `stop`"
         def cut(x, i):
             if i==-1: return stop-start if x==self.n else x
             if not isinstance(x, torch.Tensor): return x
@@ -56,14 +56,14 @@ class Rows:
     def keep(self,
         n:int # Samples in it
     ):
-        "A part is done"
+        "Keep the state after a part"
         self.sizes.append(n)
         self.parts.append([d.get(nm) for d,nm,*_ in self.places])
 
     def end(self):
-        """Put the parts together; go back if the batch was not finished
+        """Put the parts together, or restore the state from before if the batch was not finished
 
-        Refused: a part has left other rows than it had samples
+        Refused: after a part, the state has another number of rows than the part had samples
         """
         whole = sum(self.sizes)==self.n
         for (d,nm,m,spec,dims),o,*parts in zip(self.places, self.olds, *self.parts):

@@ -1,4 +1,4 @@
-"""The samples of a training loader, the largest first, in batches of any size.
+"""Batches of any size from a training loader, with the largest samples first.
 
 Docs: https://fastaccum.github.io/fastaccum/memory/samples.html.md"""
 
@@ -25,10 +25,10 @@ def _numel(o):
     return sum(map(_numel, o))
 
 class Samples:
-    "The samples of a training loader, the largest first, to make batches of any size"
+    "Make batches of any size from a training loader, with the largest samples first"
     def __init__(self,
         dl:'DataLoader', # fastai's or PyTorch's
-        n_look:int=256 # Samples looked at for the largest, where the loader does not know the lengths
+        n_look:int=256 # Samples to look at to find the largest, if the loader does not know the lengths
     ):
         """Look at the samples
 
@@ -57,7 +57,7 @@ class Samples:
 
 # %% ../../nbs/memory/11_samples.ipynb #again
 class Again(GetAttr):
-    "A training loader of `n` batches, from going through `dl` again and again"
+    "A training loader of `n` batches, which goes through `dl` again and again"
     _default = 'dl'
     def __init__(self,
         dl:'DataLoader', # fastai's or PyTorch's

@@ -1,4 +1,4 @@
-"""Was it memory that ran out, and how to get it back.
+"""Tell whether memory ran out, and free it again.
 
 Docs: https://fastaccum.github.io/fastaccum/memory/shortage.html.md"""
 
@@ -30,8 +30,8 @@ def _meant(exc):
     return exc.__context__ if where in worded else None
 
 def is_out_of_memory(
-    exc:BaseException # What was raised
-)->bool: # `False` for any error that has another reason
+    exc:BaseException # The exception
+)->bool: # `False` for an error with any other cause
     "Did memory run out?"
     if isinstance(exc, (torch.OutOfMemoryError,MemoryError)): return True
     if isinstance(exc, OSError): return exc.errno==errno.ENOMEM
@@ -45,14 +45,14 @@ def is_out_of_memory(
 # %% ../../nbs/memory/01_shortage.ipynb #free
 def backend(
     device:str|torch.device # A device
-)->object: # A module of PyTorch such as `torch.cuda`; `None` if it has none
+)->object: # A module of PyTorch such as `torch.cuda`; `None` if there is none for the device
     "PyTorch's functions for the kind of `device`"
     return getattr(torch, torch.device(device).type, None)
 
 def free_memory(
-    device:str|torch.device|None=None # Where, besides the CPU: by default devices in use. MPS does not tell, so name it
+    device:str|torch.device|None=None # The device, besides the CPU; defaults to the ones in use, except for MPS
 ):
-    "Collect garbage, and give the device, or the system, what PyTorch keeps for later"
+    "Collect garbage, and give the memory that PyTorch caches back to the device or the system"
     gc.collect()
     with suppress(AttributeError, OSError, TypeError): ctypes.CDLL(None).malloc_trim(0)   # glibc's
     backends = (torch.cuda,torch.xpu) if device is None else (backend(device),)

@@ -1,4 +1,4 @@
-"""How to undo what was tried: random numbers, autocast, and everything else as it was.
+"""Undo an attempt: put back random numbers, autocast, and everything else.
 
 Docs: https://fastaccum.github.io/fastaccum/memory/snapshot.html.md"""
 
@@ -20,8 +20,8 @@ from .shortage import backend
 
 # %% ../../nbs/memory/02_snapshot.ipynb #rng
 def rng_states(
-    device:str|torch.device|None=None # Whose generator, besides the CPU's; 'cuda' is all of them
-)->dict: # For `set_rng_states`
+    device:str|torch.device|None=None # The device whose generator to include besides the CPU's; 'cuda' means all GPUs
+)->dict: # To pass to `set_rng_states`
     "The states of Python's, NumPy's and PyTorch's random number generators"
     res = dict(python=random.getstate(), numpy=np.random.get_state(), torch=torch.get_rng_state())
     if device is None or torch.device(device).type=='cpu': return res
@@ -44,9 +44,9 @@ def set_rng_states(
 
 # %% ../../nbs/memory/02_snapshot.ipynb #autocast
 def autocast_state(
-    device:str|torch.device='cpu' # Whose autocast is noted, besides the CPU's
-)->dict: # For `set_autocast_state`
-    "How deep autocast is nested, and what it does"
+    device:str|torch.device='cpu' # The device whose autocast to include, besides the CPU's
+)->dict: # To pass to `set_autocast_state`
+    "The state of autocast, and how deep it is nested"
     depth = torch.autocast_increment_nesting()-1
     torch.autocast_decrement_nesting()
     types = {'cpu',torch.device(device).type}
@@ -71,11 +71,11 @@ _owned = (nn.Module,optim.Optimizer,optim.lr_scheduler.LRScheduler,GradScaler,Si
 _foreign = sys.stdlib_module_names|{'torch','numpy','pandas','matplotlib','PIL'}
 
 class Snapshot:
-    "What can change in `roots` and in all they refer to, noted so that it can be put back in place"
+    "Note everything that can change in `roots` and in all they refer to, so that it can be put back in place"
     def __init__(self,
         *roots, # Objects
-        shallow:tuple=(), # Objects of which only the items or attributes are noted, not what these refer to
-        skip:tuple|list=() # Objects that are not noted
+        shallow:tuple=(), # Objects whose items or attributes are noted, but not what these refer to
+        skip:tuple|list=() # Objects to leave out
     ):
         self.puts = []   # in this order: a function and its arguments each. Others may append
         self.seen = {id(o):o for o in skip}   # what was noted, by `id`, while noting
@@ -85,9 +85,9 @@ class Snapshot:
         del self.seen
 
     def put_back(self):
-        """Put all back; can be called any number of times
+        """Put everything back; can be called any number of times
 
-        KeyboardInterrupt: it was interrupted, once all is back
+        KeyboardInterrupt: if it was interrupted, after everything is back
         """
         interrupt,done = None,False
         while not done:

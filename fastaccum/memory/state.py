@@ -1,4 +1,4 @@
-"""What a model remembers from batch to batch, noted so that it can be put back.
+"""Note what a model remembers from batch to batch, and put it back.
 
 Docs: https://fastaccum.github.io/fastaccum/memory/state.html.md"""
 
@@ -16,7 +16,7 @@ from ..core.notices import see
 
 # %% ../../nbs/memory/03_state.ipynb #note
 class Buffers:
-    "A copy of the model's buffers"
+    "Keep a copy of the model's buffers"
     def __init__(self,
         model:nn.Module # The model
     ):
@@ -66,7 +66,7 @@ def _inside(o):
 def keepers(
     model:nn.Module # The model
 )->list: # Modules
-    "The modules that may keep something in an attribute: those that are not PyTorch's own, or have hooks"
+    "The modules that may keep state in an attribute: those that are not PyTorch's own, or have hooks"
     def keeps(m): return not type(m).__module__.startswith('torch.nn.') or m._forward_hooks or m._forward_pre_hooks
     return [m for m in model.modules() if keeps(m)]
 
@@ -78,14 +78,14 @@ def _objects(o, seen):
 
 def homes(
     model:nn.Module # The model
-)->list: # Modules and other objects, whose `vars` these attributes are
-    "What may keep something in an attribute: the `keepers`, and the objects that they keep"
+)->list: # Modules and other objects
+    "Everything that may keep state in an attribute: the `keepers`, and the objects that they keep"
     ms,seen = keepers(model),{}
     return ms+[x for m in ms for nm,o in vars(m).items() if nm not in usual_attrs for x in _objects(o, seen)]
 
 # %% ../../nbs/memory/03_state.ipynb #state2
 class State:
-    "What modules keep in attributes"
+    "Keep a copy of what modules have in attributes"
     def __init__(self,
         model:nn.Module # The model
     ):
@@ -128,7 +128,7 @@ class State:
     def put_back(self):
         """Go back to what `note` has noted; can be called any number of times
 
-        OutOfMemoryError: a tensor was changed in place of which there is no copy
+        OutOfMemoryError: a tensor without a copy was changed in place
         """
         for d,old in self.attrs:
             for nm in d.keys()-old.keys(): del d[nm]

@@ -1,4 +1,4 @@
-"""A callback that ends a fit after some optimizer steps, once all parameters had their turn.
+"""End a fit after some optimizer steps, once all parameters have had a gradient.
 
 Docs: https://fastaccum.github.io/fastaccum/memory/steps.html.md"""
 
@@ -18,8 +18,8 @@ class StepsCallback(Callback):
     order,run_valid = 1000,False   # after all others
     def __init__(self,
         n:int, # Optimizer steps
-        device:torch.device, # Where the model trains
-        waited:set|tuple=() # Parameters
+        device:torch.device, # The device on which the model trains
+        waited:set|tuple=() # Parameters to wait for
     ):
         self.n = n
         self.waited = set(waited)   # parameters that had no gradient yet

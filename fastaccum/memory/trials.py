@@ -1,4 +1,4 @@
-"""One trial: train on so many samples, say whether they fit, and put everything back.
+"""Train on a given number of samples, see whether they fit, and put everything back.
 
 Docs: https://fastaccum.github.io/fastaccum/memory/trials.html.md"""
 
@@ -30,7 +30,7 @@ _out = {'fastaccum.accumulation.GradientAccumulation', 'fastai.callback.training
 
 def takes_part(
     cb:Callback # A callback of a Learner
-)->bool: # `False` for those that only listen, and those that would keep a trial from being one
+)->bool: # `False` for callbacks that only log, and for those that would disturb a trial
     "Does `cb` take part in the search?"
     names = {f'{o.__module__}.{o.__qualname__}' for o in type(cb).__mro__}
     return cb.order<Recorder.order and not names&_out and getattr(type(cb), 'run_bs_find', True)
@@ -38,7 +38,7 @@ def takes_part(
 # %% ../../nbs/memory/13_trials.ipynb #trial
 @dataclass
 class Trial:
-    "What became of one size"
+    "The result of trying one size"
     size:int # Samples
     ok:bool=False # Did they fit?
     seconds:float=0. # The whole trial, with reading the samples and putting back
@@ -68,9 +68,9 @@ def _given(dl):
 
 def note(
     learn:Learner, # About to train
-    device:torch.device # Where
-)->tuple[Snapshot,L]: # Puts everything back; the callbacks that take part
-    "Note all that training changes in `learn`"
+    device:torch.device # The device on which it trains
+)->tuple[Snapshot,L]: # The snapshot, and the callbacks that take part
+    "Note everything that training changes in `learn`"
     dls,cbs,model = learn.dls,learn.cbs,learn.model
     part,loaders = L(o for o in cbs if takes_part(o)),list(dls.loaders)
     snap = Snapshot(model, list(model.parameters()), list(model.buffers()), learn.opt, learn.opt_func, learn.loss_func,
@@ -81,10 +81,10 @@ def note(
 
 # %% ../../nbs/memory/13_trials.ipynb #trials
 class Trials:
-    "Tries sizes on a Learner, and notes what became of them"
+    "Try sizes on a Learner, and keep the results"
     def __init__(self,
         learn:Learner, # About to train
-        n_steps:int, # Optimizer steps of a trial, at least
+        n_steps:int, # Optimizer steps of a trial; may be more if parameters train late
         bar:object=None # A progress bar
     ):
         self.learn,self.n_steps,self.bar = learn,n_steps,bar
@@ -99,9 +99,9 @@ class Trials:
         if bar: bar.update(0)
 
     def start(self,
-        n_look:int # Samples looked at for the largest
+        n_look:int # Samples to look at to find the largest
     ):
-        "Look at the samples. Garbage collections to come leave out what is there already: they take a millisecond then"
+        "Look at the samples, and make garbage collections fast by leaving out the objects that exist already"
         free_memory(self.device)
         self.froze = not gc.get_freeze_count()
         if self.froze: gc.freeze()
@@ -134,7 +134,7 @@ class Trials:
         return trial.ok
 
     def close(self):
-        "Put all back; the rest too if that is interrupted"
+        "Put everything back, even if this is interrupted"
         try: self.snap.put_back()
         finally:
             if self.froze: gc.unfreeze()
@@ -142,7 +142,7 @@ class Trials:
             if self.bar: self.bar.on_iter_end()
 
     def tell(self):
-        """Tell of parameters whose turn did not come
+        """Warn about parameters that had no gradient in the trials
 
         UserWarning: there are some
         """

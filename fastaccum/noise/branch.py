@@ -1,4 +1,4 @@
-"""Training in steps of several sizes, from the same place, on the same samples: which one loses nothing?
+"""Train with steps of several sizes, from the same state and on the same samples, and compare the losses.
 
 Docs: https://fastaccum.github.io/fastaccum/noise/branch.html.md"""
 
@@ -14,11 +14,11 @@ from matplotlib import pyplot as plt
 
 # %% ../../nbs/noise/13_branch.ipynb #branch
 class Branch(NamedTuple):
-    "Training in steps of one size"
+    "The result of training with steps of one size"
     size:int # Samples in a step
     steps:int # Steps that were taken
-    losses:np.ndarray # After it, of the micro-batches that come next
-    seconds:float # That it took
+    losses:np.ndarray # The losses of the next micro-batches, after training
+    seconds:float # Seconds that the branch took
 
     @property
     def loss(self)->float:
@@ -26,18 +26,18 @@ class Branch(NamedTuple):
         return float(self.losses.mean())
 
     def above(self,
-        o:'Branch' # Another, that looked at the same micro-batches
-    )->tuple: # The loss of this one less that of `o`, and its standard error
-        "What this one has lost against `o`, from pairs"
+        o:'Branch' # Another branch with losses of the same micro-batches
+    )->tuple: # The loss of this branch minus that of `o`, and its standard error
+        "How much this branch has lost compared with `o`, from pairs"
         d = self.losses-o.losses
         return float(d.mean()),float(d.std(ddof=1)/len(d)**.5) if len(d)>1 else 0.
 
 def best(
     branches:list[Branch], # From the smallest size to the largest
     start:float, # The loss before
-    tol:float # What may be lost, as a share of the progress that the smallest made
-)->float: # Samples; between two sizes, where a straight line says so
-    "The largest size that loses no more than that, as far as can be told"
+    tol:float # The progress that a size may lose, as a share of that of the smallest size
+)->float: # Samples; may be between two sizes, by interpolation
+    "The largest size that loses no more than `tol`, as far as can be told"
     first,may = branches[0],tol*max(0., start-branches[0].loss)
     good,had = first.size,0.
     for o in branches[1:]:
@@ -51,27 +51,27 @@ def best(
 
 # %% ../../nbs/noise/13_branch.ipynb #compared
 class Compared(NamedTuple):
-    "Branches, and which of them is best"
+    "The branches, and the best size"
     branches:list # A `Branch` for each size, the smallest first
     start:float # The loss before
-    tol:float # What might be lost, as a share of the progress that the smallest made
-    rule:str # How the learning rate followed the size, as in `ScaledLR`
-    best:float # The largest size that loses no more than that, in samples
+    tol:float # The progress that a size may lose, as a share of that of the smallest size
+    rule:str # How the learning rate was scaled with the size, as in `ScaledLR`
+    best:float # The largest size that loses no more than `tol`, in samples
 
 def compared(
     branches:list[Branch], # From the smallest size to the largest
     start:float, # The loss before
-    tol:float, # What may be lost, as a share of the progress that the smallest made
-    rule:str # How the learning rate followed the size, in words
+    tol:float, # The progress that a size may lose, as a share of that of the smallest size
+    rule:str # How the learning rate was scaled with the size, in words
 )->Compared:
-    "Compare them"
+    "Compare the branches"
     return Compared(branches, start, tol, rule, best(branches, start, tol))
 
 def lost(
     o:Compared, # Branches
-    i:int # Which
-)->tuple: # As a share of the progress that the smallest made, and the standard error; NaN if it made none
-    "What a branch has lost"
+    i:int # The number of the branch
+)->tuple: # As a share of the smallest size's progress, with its standard error; NaN without progress
+    "How much a branch has lost"
     made = o.start-o.branches[0].loss
     return tuple(x/made if made>0 else float('nan') for x in o.branches[i].above(o.branches[0]))
 
@@ -79,7 +79,7 @@ def lost(
 def why(
     o:Compared # Branches
 )->str:
-    "What was found, in words"
+    "Describe the result in words"
     if not o.start>o.branches[0].loss:
         return 'nothing was learned in the smallest steps, so there is nothing to lose: another `lr`, or more `steps`'
     if o.best==o.branches[-1].size: return f'loses no more than {o.tol:.0%} of the progress; larger was not tried'
@@ -91,7 +91,7 @@ def table(
     o:Compared, # Branches
     accum_bs:int # The suggestion, in samples
 )->str:
-    "It in words and a table"
+    "Describe the result in words and a table"
     bs,ls = o.branches,[lost(o, i) for i in range(len(o.branches))]
     rows = [f'`accum_bs={accum_bs}` {why(o)}',
         f"(mode 'branch', {bs[0].size*bs[0].steps} samples each, loss before {o.start:.4f})",
@@ -107,8 +107,8 @@ def table(
 def draw_branches(
     o:Compared, # Branches
     accum_bs:int # The suggestion, in samples
-)->plt.Axes: # Of matplotlib
-    "Loss against the size of a step, with two standard errors of the difference to the smallest"
+)->plt.Axes: # The matplotlib axes
+    "Draw the loss over the size of a step, with two standard errors of the difference to the smallest"
     _,ax = plt.subplots(figsize=(6,3.5))
     first,sizes = o.branches[0],[b.size for b in o.branches]
     errs = [2*b.above(first)[1] for b in o.branches]

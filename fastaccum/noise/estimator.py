@@ -1,4 +1,4 @@
-"""The noise of the gradient, from micro-batches of any sizes.
+"""Estimate the noise of the gradient from micro-batches of any size.
 
 Docs: https://fastaccum.github.io/fastaccum/noise/estimator.html.md"""
 
@@ -14,13 +14,13 @@ from typing import NamedTuple
 # %% ../../nbs/noise/00_estimator.ipynb #estimate
 def estimate(
     squares:object, # Σ n_i |g_i|² over micro-batches, for their mean gradients g_i of n_i samples
-    mean_sq:object, # The squared length of the mean gradient of all, |ḡ|²
-    n:float, # Samples in all, N = Σ n_i
+    mean_sq:object, # The squared length of the mean gradient of the macro-batch, |ḡ|²
+    n:float, # Samples in the macro-batch, N = Σ n_i
     k:int # Micro-batches, over all processes
-)->tuple: # tr Σ, the variance of a sample's gradient, and |G|², of the true one; each may be an array with groups
-    """Noise and signal in the gradient of a macro-batch: unbiased, for micro-batches of any sizes
+)->tuple: # tr Σ, the variance of a sample's gradient, and |G|² of the true gradient; arrays if there are groups
+    """Estimate noise and signal in the gradient of a macro-batch, unbiased for micro-batches of any size
 
-    ValueError: there is one micro-batch, or none
+    ValueError: there is only one micro-batch, or none
     """
     if k<2: raise ValueError(f"{k} micro-batches: the noise is seen in what they differ by, so there must be 2 or more")
     trace = (squares-n*mean_sq)/(k-1)
@@ -29,18 +29,18 @@ def estimate(
 # %% ../../nbs/noise/00_estimator.ipynb #scale
 def scale_of(
     trace:float, # tr Σ
-    grad_sq:float # The squared length of the true gradient; not above 0 where the noise hides it
-)->float: # In samples; infinite where it cannot be told, NaN where nothing is known
-    "The noise scale: how many samples' noise is as large as the gradient"
+    grad_sq:float # The squared length of the true gradient; 0 or negative if the noise hides it
+)->float: # In samples; infinite if the noise hides the gradient, NaN if nothing was measured
+    "The noise scale: the number of samples at which the noise of their mean gradient is as large as the gradient"
     if trace!=trace or grad_sq!=grad_sq: return float('nan')
     if grad_sq>0: return float(trace/grad_sq)
     return float('inf') if trace>0 else float('nan')
 
 # %% ../../nbs/noise/00_estimator.ipynb #averages
 class Averages:
-    "Averages that decay with the samples that were seen"
+    "Averages that decay with the number of samples seen"
     def __init__(self,
-        half_life:float # Samples after which a measure counts half
+        half_life:float # Samples after which a measurement counts half
     ):
         self.half_life = half_life
         # written by `add`
@@ -48,16 +48,16 @@ class Averages:
         self.weight = 0.    # the sum of these weights: 0 before the first measure, and then on its way to 1
 
     def add(self,
-        x:float|np.ndarray, # A measure
+        x:float|np.ndarray, # A measurement
         n:float # Samples seen since the one before
     ):
-        "Count one more measure"
+        "Add one more measurement"
         keep = .5**(n/self.half_life)
         self.sums = keep*self.sums+(1-keep)*x
         self.weight = keep*self.weight+(1-keep)
 
     @property
-    def value(self)->float|np.ndarray: # NaN before the first measure
+    def value(self)->float|np.ndarray: # NaN before the first measurement
         "The average"
         return self.sums/self.weight if self.weight else float('nan')
 
@@ -66,16 +66,16 @@ class Reading(NamedTuple):
     "One step that was measured; the arrays have a row for tr Σ and one for |G|², and a column for each parameter group"
     step:int # Steps before it, in this fit
     samples:int # Samples in it
-    size:float # Things that its mean loss is a mean of: samples, or targets that count
-    values:np.ndarray # What this step says
-    averages:np.ndarray # What it says with those before it
+    size:float # Items that its mean loss covers: samples, or targets that count
+    values:np.ndarray # The estimates from this step
+    averages:np.ndarray # The averages of the estimates so far
 
     @property
-    def scale(self)->float: # In things
+    def scale(self)->float: # In the unit of the sizes
         "The noise scale"
         return scale_of(*self.averages.sum(1))
 
     @property
-    def scales(self)->list: # A number for each group, in things
+    def scales(self)->list: # A number for each group, in the unit of the sizes
         "The noise scale of each parameter group"
         return [scale_of(*o) for o in self.averages.T]

@@ -1,4 +1,4 @@
-"""Train from here, look at the loss, and come back.
+"""Train for a while, look at the loss, and put everything back.
 
 Docs: https://fastaccum.github.io/fastaccum/noise/excursion.html.md"""
 
@@ -27,7 +27,7 @@ class End(Callback):
     "End the fit once it has trained, and count micro-batches"
     order,run_valid = 1000,False   # after all others
     def __init__(self,
-        tick:Callable=noop # Called with each micro-batch
+        tick:Callable=noop # Called for each micro-batch
     ): self.n,self.tick = 0,tick
     def __setattr__(self, nm, value): object.__setattr__(self, nm, value)   # fastai's warns of what the model has, too
     def before_batch(self):
@@ -36,7 +36,7 @@ class End(Callback):
     def after_train(self): raise CancelFitException
 
 class Look(End):
-    "Note the loss of each micro-batch, and do not learn from it"
+    "Note the loss of each micro-batch without training on it"
     def before_fit(self): self.losses = []
     def after_loss(self):
         self.losses.append(self.learn.loss.detach().float().mean())
@@ -44,12 +44,12 @@ class Look(End):
 
 # %% ../../nbs/noise/11_excursion.ipynb #excursion
 class Excursion:
-    "Trains a Learner from where it is, and puts everything back"
+    "Train a Learner from its current state, and put everything back"
     def __init__(self,
         learn:Learner, # About to train
         bs:int, # Samples in a micro-batch
-        n:int, # Micro-batches in all, for the progress bar
-        without:list=() # Callbacks of its own that are left out
+        n:int, # The total number of micro-batches, for the progress bar
+        without:list=() # Callbacks of the Learner to leave out
     ):
         self.learn,self.bs,self.dl = learn,bs,learn.dls.train
         device = learn.dls.device if hasattr(learn.dls, 'device') else default_device()   # as fastai
@@ -64,17 +64,17 @@ class Excursion:
         if self.bar: self.bar.update(0)
 
     def tick(self):
-        "One more micro-batch"
+        "Count one more micro-batch"
         self.done += 1
         if self.bar: self.bar.update(self.done)
 
     def begin(self):
-        "Set off from where the Learner is"
+        "Start from the Learner's current state"
         self.back()
         self.stream = Stream(self.dl, self.bs, getattr(self.learn.dls, 'n_inp', None))
 
     def back(self):
-        "Put all back; may be called twice"
+        "Put everything back; may be called twice"
         try:
             if self.stream is not None: self.stream.close()
         finally:
@@ -82,7 +82,7 @@ class Excursion:
             self.snap.put_back()
 
     def close(self):
-        "Put all back, and take the progress bar away"
+        "Put everything back, and remove the progress bar"
         try: self.back()
         finally:
             if self.bar: self.bar.on_iter_end()
@@ -90,7 +90,7 @@ class Excursion:
     def skip(self,
         n:int # Micro-batches
     ):
-        "Pass over what comes next"
+        "Skip the next micro-batches"
         for _ in Stretch(self.stream, n): self.tick()
 
 # %% ../../nbs/noise/11_excursion.ipynb #train
@@ -118,8 +118,8 @@ def train(
 def look(
     trip:Excursion, # After its `begin`
     n:int # Micro-batches
-)->torch.Tensor: # A loss for each
-    "The losses of the next micro-batches, without learning from them"
+)->torch.Tensor: # A loss for each micro-batch
+    "The losses of the next micro-batches, without training on them"
     end = Look(trip.tick)
     _fit(trip, n, [], end, lr=0., wd=0.)
     return torch.stack(end.losses).double().cpu()

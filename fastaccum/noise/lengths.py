@@ -1,4 +1,4 @@
-"""How long a gradient is, as SGD sees it and as Adam does.
+"""The length of a gradient, as it matters for SGD and for Adam.
 
 Docs: https://fastaccum.github.io/fastaccum/noise/lengths.html.md"""
 
@@ -14,16 +14,16 @@ from fastai.optimizer import Optimizer, OptimWrapper
 # %% ../../nbs/noise/01_lengths.ipynb #length
 def length(
     g:torch.Tensor # A gradient; may be sparse
-)->torch.Tensor: # 0-dim, on its device, in single precision or better
+)->torch.Tensor: # 0-dim, on the gradient's device, in single precision or better
     "The length of a gradient"
     if g.is_sparse: g = g.coalesce().values()
     dtype = torch.float32 if g.dtype in (torch.float16,torch.bfloat16) else None
     return torch.linalg.vector_norm(g, dtype=dtype)
 
 def wide(
-    device:torch.device # Of the numbers to be added
+    device:torch.device # The device of the numbers to add
 )->torch.dtype:
-    "The precision to add lengths in: Apple's devices have no double"
+    "The precision for adding lengths: double, except on Apple's devices, which do not have it"
     return torch.float32 if device.type=='mps' else torch.float64
 
 # %% ../../nbs/noise/01_lengths.ipynb #metric
@@ -33,16 +33,16 @@ def state_of(
     opt:Optimizer|OptimWrapper, # The Learner's optimizer
     p:torch.Tensor # A parameter
 )->dict: # Empty before the first step
-    "What the optimizer remembers of `p`"
+    "The optimizer's state for `p`"
     inner = getattr(opt, 'opt', opt)   # in an `OptimWrapper`, torch's; in a `Lookahead`, fastai's
     return inner.state.get(p) or {}
 
 def stretch(
     g:torch.Tensor, # A gradient of `p`, not sparse
-    state:dict, # What the optimizer remembers of `p`
+    state:dict, # The optimizer's state for `p`
     hyper:dict # Its hyper-parameters for `p`
-)->torch.Tensor|None: # `None` before there is an average
-    "The gradient as Adam sees it: each coordinate over the root of its mean square"
+)->torch.Tensor|None: # `None` if there is no average yet
+    "The gradient as Adam uses it, with each coordinate divided by the root of its mean square"
     v = next((state[k] for k in squares_in if k in state), None)
     if v is None: return None
     if 'step' in state: v = v/(1-hyper['sqr_mom']**torch.as_tensor(state['step'], dtype=wide(g.device)))

@@ -1,4 +1,4 @@
-"""One fit in which some steps are measured.
+"""Measure some of the steps of a fit.
 
 Docs: https://fastaccum.github.io/fastaccum/noise/meter.html.md"""
 
@@ -24,9 +24,9 @@ class Meter:
     "The noise of the gradient in one fit"
     def __init__(self,
         acc:Callback, # The accumulation callback, on its Learner
-        every:int=10, # Measure one step of so many
-        half_life:int|None=None, # Samples after which a measure counts half; defaults to those of 20 measures
-        metric:str='sgd' # 'sgd', or 'adam' for lengths as Adam sees them
+        every:int=10, # Measure one in so many steps
+        half_life:int|None=None, # Samples after which a measurement counts half; defaults to those of 20 measurements
+        metric:str='sgd' # 'sgd', or 'adam' for lengths as they matter for Adam
     ):
         self.acc,self.every,self.half_life,self.metric = acc,every,half_life,metric
         self.averages = None     # `Averages` of tr Σ and |G|²; `None` before the first measure
@@ -40,12 +40,12 @@ class Meter:
         self.told = frozenset()  # for `once`
 
     def begin(self):
-        "An epoch begins"
+        "Called when an epoch begins"
         self.drop()   # the one before may have been cancelled in the middle of a step
         if self.first is None: self.first = self.acc.step
 
     def drop(self):
-        "Forget a macro-batch that was begun; may be called twice"
+        "Forget a macro-batch that has begun; may be called twice"
         if self.norms is not None: self.norms.leave()
         self.norms = None
 
@@ -54,7 +54,7 @@ class Meter:
 # %% ../../nbs/noise/03_meter.ipynb #backward
 @patch
 def backward(self:Meter):
-    "The weight of a micro-batch is known, and its loss is scaled; the backward pass comes"
+    "Called before a backward pass, when the micro-batch's weight is known and its loss is scaled"
     acc = self.acc
     if self.left or acc.pending is None: return   # not due, or not within a macro-batch
     if self.norms is None or not acc.macro.samples: self._listen()
@@ -90,7 +90,7 @@ def _norms(self:Meter):
 # %% ../../nbs/noise/03_meter.ipynb #cancelled
 @patch
 def cancelled(self:Meter):
-    "A backward pass was cancelled"
+    "Called when a backward pass was cancelled"
     acc = self.acc
     if self.left or acc.at!=acc.learn.iter: return
     if acc.counted:
@@ -101,7 +101,7 @@ def cancelled(self:Meter):
 # %% ../../nbs/noise/03_meter.ipynb #step
 @patch
 def step(self:Meter):
-    "The optimizer's step comes: the gradients are complete, unscaled and not clipped"
+    "Called before the optimizer's step, when the gradients are complete, unscaled and not clipped"
     acc = self.acc
     if not acc.macro.stepped: return
     self.since += acc.macro.samples
@@ -121,8 +121,8 @@ def _tell(self:Meter, why):
     once(self, 'cannot-measure', f"NoiseScale cannot measure this step, and perhaps others: {why}", of=why)
 
 @patch
-def heard(self:Meter)->int: # Steps since it was told the last time: 1, unless one was cancelled in an unusual way
-    "A step was taken, or skipped"
+def heard(self:Meter)->int: # Steps since the last call: 1, unless one was cancelled in an unusual way
+    "Called when a step was taken or skipped"
     acc = self.acc
     new = 0 if acc.step is None or self.first is None else acc.step-self.first-self.steps
     self.steps += new

@@ -1,4 +1,4 @@
-"""How long the gradient of each micro-batch is, without a copy of it.
+"""Measure the length of each micro-batch's gradient without a copy of it.
 
 Docs: https://fastaccum.github.io/fastaccum/noise/norms.html.md"""
 
@@ -19,8 +19,8 @@ class Norms:
     "Squared lengths of the gradients of a macro-batch's micro-batches, by parameter group"
     def __init__(self,
         groups:list, # For each parameter group, a list of parameters
-        live:Callable, # Is the backward pass of a micro-batch running? A function without arguments
-        metric:Callable|None=None # A function of a parameter and its gradient, giving what to take the length of
+        live:Callable, # `live()` tells whether the backward pass of a micro-batch is running
+        metric:Callable|None=None # `metric(p, grad)` returns the tensor whose length to measure
     ):
         self.groups,self.live,self.metric = groups,live,metric
         self.device = next((p.device for ps in groups for p in ps), None)   # to add on; a model may lie on several
@@ -31,13 +31,13 @@ class Norms:
         self.spoiled = ''     # why nothing can be said of this macro-batch, if so
 
     def enter(self)->'Norms': # Itself
-        "Listen to the parameters"
+        "Put hooks on the parameters"
         for i,ps in enumerate(self.groups):
             for j,p in enumerate(ps): self.handles.append(p.register_hook(partial(self._hear, (i,j), p)))
         return self
 
     def leave(self):
-        "Take the hooks off; may be called twice, or after half an `enter`"
+        "Take the hooks off; may be called twice, or after an interrupted `enter`"
         while self.handles: self.handles.pop().remove()
 
     def __getstate__(self): return vars(self)|dict(handles=[])   # they belong to this process's parameters
@@ -58,16 +58,16 @@ def _hear(self:Norms, at, p, g):
 @patch
 def begin(self:Norms,
     at:int, # Samples of the macro-batch before it
-    size:float|torch.Tensor, # How many things its loss is a mean of
-    by:float|torch.Tensor # What to multiply its squares with
+    size:float|torch.Tensor, # How many items its loss covers
+    by:float|torch.Tensor # The factor to multiply its squares by
 ):
-    "The backward pass of a micro-batch comes"
+    "Called before the backward pass of a micro-batch"
     self._pack()
     self.now = at,size,by   # if there was an attempt that failed, it began at the same place, and is replaced
 
 @patch
 def drop(self:Norms):
-    "The backward pass that was to come was cancelled"
+    "Called when that backward pass was cancelled"
     self.now,self.lengths = None,{}
 
 @patch
@@ -95,8 +95,8 @@ def _by_group(self:Norms, parts):
     return res.index_add_(0, at, torch.cat([o for o,_ in parts]).to(res.dtype).square()).view(n, g)
 
 @patch
-def sums(self:Norms)->torch.Tensor: # One number for each group, and two; NaN if it is spoiled
-    "The squares of all micro-batches, each multiplied as `begin` was told; their sizes; and how many there are"
+def sums(self:Norms)->torch.Tensor: # One number for each group, and two more; NaN if the macro-batch is spoiled
+    "The sums of squares of all micro-batches, each times its `by`; the sum of their sizes; and their number"
     self._pack()
     parts = list(self.parts.values())
     squares = self._by_group([o for o,*_ in parts])
@@ -108,7 +108,7 @@ def sums(self:Norms)->torch.Tensor: # One number for each group, and two; NaN if
     return torch.cat([squares,torch.stack([size.sum(),some.sum()])])*(float('nan') if self.spoiled else 1.)
 
 @patch
-def of_grads(self:Norms)->torch.Tensor: # One for each group
-    "The squares of the gradients that the parameters have now"
+def of_grads(self:Norms)->torch.Tensor: # One number for each group
+    "The sums of squares of the gradients that the parameters have now"
     ps = ((i,p) for i,ps in enumerate(self.groups) for p in ps if p.grad is not None)
     return self._by_group([self._together((i,self._length(p, p.grad.detach())) for i,p in ps)])[0]

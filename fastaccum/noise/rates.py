@@ -1,4 +1,4 @@
-"""How hyper-parameters follow the size of a step, and are put back.
+"""Scale hyper-parameters with the size of a step, and put them back.
 
 Docs: https://fastaccum.github.io/fastaccum/noise/rates.html.md"""
 
@@ -16,8 +16,8 @@ from fastcore.foundation import L
 def gain(
     trace:float, # The variance of the mean gradient of a batch of the base size
     grad_sq:float, # The squared length of the true gradient; below 0 counts as 0
-    kappa:float # How many times the base size a step has
-)->float: # Between 1 and `kappa`; 1 where nothing is known
+    kappa:float # The size of the step, as a multiple of the base size
+)->float: # Between 1 and `kappa`; 1 if nothing was measured
     "AdaScale's factor for the learning rate"
     grad_sq = max(grad_sq, 0.)
     if not trace+grad_sq>0: return 1.   # or NaN
@@ -25,12 +25,12 @@ def gain(
 
 # %% ../../nbs/noise/05_rates.ipynb #beta
 def scale_beta(
-    beta:float, # With steps of the base size
-    kappa:float, # How many times the base size a step has
-    half_life:bool=False, # β^κ? Else 1-κ(1-β)
-    within:Sequence=(.5,.9999) # The smallest and the largest that may come out
+    beta:float, # The β for steps of the base size
+    kappa:float, # The size of the step, as a multiple of the base size
+    half_life:bool=False, # Use β^κ (True) or 1-κ(1-β)?
+    within:Sequence=(.5,.9999) # The smallest and the largest result
 )->float:
-    "The β that forgets as fast in samples"
+    "The β that forgets at the same rate per sample"
     if kappa==1: return beta
     lo,hi = min(within[0], beta),max(within[1], beta)
     return min(max(beta**kappa if half_life else 1-kappa*(1-beta), lo), hi)
@@ -38,12 +38,12 @@ def scale_beta(
 # %% ../../nbs/noise/05_rates.ipynb #values
 def scaled(
     hyper:dict, # Hyper-parameters of a parameter group, in fastai's names
-    kappa:float, # How many times the base size a step has
-    lr:float, # What to multiply the learning rate with
+    kappa:float, # The size of the step, as a multiple of the base size
+    lr:float, # The factor for the learning rate
     sqrt:bool=False, # Divide Adam's ε by √κ?
     betas:bool|str=False, # Scale Adam's β? `True` or 'half_life'
     within:Sequence=(.5,.9999) # See `scale_beta`
-)->dict: # By name, those that change
+)->dict: # Those that change, by name
     "Hyper-parameters for a step of another size"
     res = dict(lr=hyper['lr']*lr)
     if sqrt and 'sqr_mom' in hyper: res['eps'] = hyper['eps']/kappa**.5
@@ -53,7 +53,7 @@ def scaled(
 
 # %% ../../nbs/noise/05_rates.ipynb #loan
 class Loan:
-    "Hyper-parameters of `opt` that are changed for a while"
+    "Change hyper-parameters of `opt` for a while"
     def __init__(self,
         opt:Optimizer|OptimWrapper # The Learner's optimizer
     ):
@@ -64,7 +64,7 @@ class Loan:
     def enter(self,
         groups:list # For each parameter group, new values by name
     ):
-        "Set them"
+        "Set the new values"
         self.leave()
         hypers = self.opt.hypers
         for k in {k:0 for o in groups for k in o}:
@@ -73,9 +73,9 @@ class Loan:
             self.opt.set_hyper(k, L(self.new[k]))
 
     def leave(self,
-        but:Sequence=() # Names of those that are left as they are
+        but:Sequence=() # Names of hyper-parameters not to put back
     ):
-        "Put back what nobody else has changed; may be called twice, or after half an `enter`"
+        "Put back values that no other code has changed; may be called twice, or after an interrupted `enter`"
         for k in list(self.old):
             old,new,now = self.old[k],self.new.get(k),[h[k] for h in self.opt.hypers]
             if new and k not in but: self.opt.set_hyper(k, L(o if c==n else c for o,n,c in zip(old, new, now)))

@@ -1,4 +1,4 @@
-"""What measured steps say together: a noise scale, and how well it is known.
+"""Compute a noise scale from several measured steps, with its uncertainty.
 
 Docs: https://fastaccum.github.io/fastaccum/noise/spread.html.md"""
 
@@ -17,11 +17,11 @@ from .verdict import rounded, trade_off
 
 # %% ../../nbs/noise/12_spread.ipynb #ratio
 def ratio(
-    xs:np.ndarray, # Measures of a numerator
-    ys:np.ndarray, # Of a denominator, with the same noise in both or not
-    z:float=2. # How many standard errors the bounds are away
-)->tuple: # The ratio of the means, and its bounds; infinite where nothing bounds it
-    "A ratio of means, and how well it is known"
+    xs:np.ndarray, # Measurements of a numerator
+    ys:np.ndarray, # Measurements of a denominator; the two may be correlated
+    z:float=2. # The distance of the bounds in standard errors
+)->tuple: # The ratio of the means, and its bounds; infinite if there is no bound
+    "A ratio of means, and its uncertainty"
     res = scale_of(np.mean(xs), np.mean(ys))
     if len(xs)<2: return res,0.,float('inf')
     x,y = np.mean(xs),np.mean(ys)
@@ -34,26 +34,26 @@ def ratio(
 # %% ../../nbs/noise/12_spread.ipynb #measured
 class Measured(NamedTuple):
     "A noise scale, from several steps"
-    scale:float # In `unit`; infinite where the noise hides the gradient
-    low:float # It is not smaller than that, as far as can be told
-    high:float # Nor larger
-    unit:str # 'samples', or what the loss is a mean of
-    per_sample:float # Of this unit
+    scale:float # In `unit`; infinite if the noise hides the gradient
+    low:float # The lower bound
+    high:float # The upper bound
+    unit:str # 'samples', or the items that the loss covers
+    per_sample:float # The number of items per sample
     size:int # Samples in a step that was measured
-    readings:list # A `Reading` for each
+    readings:list # A `Reading` for each step that was measured
 
     @property
     def best(self)->float: # Samples
-        "The size of a step that follows"
+        "The suggested size of a step"
         return (self.scale if np.isfinite(self.scale) else self.low)/self.per_sample
 
 def measured(
     readings:list, # A `Reading` for each step that was measured
-    unit:str='samples' # Of their sizes
+    unit:str='samples' # The unit of their sizes
 )->Measured:
-    """What steps say together
+    """Combine the readings of several steps
 
-    RuntimeError: none was measured
+    RuntimeError: no step was measured
     """
     if not readings: raise RuntimeError("no step could be measured: a warning says why" + see('cannot-measure'))
     xs,ys = np.array([o.values.sum(1) for o in readings]).T
@@ -65,7 +65,7 @@ def told(
     o:Measured, # What was measured
     accum_bs:int # The suggestion, in samples
 )->str:
-    "It in words"
+    "Describe the result in words"
     between = f'{rounded(o.low)} or more' if np.isinf(o.high) else f'between {rounded(o.low)} and {rounded(o.high)}'
     if np.isnan(o.scale): between = 'not known: all gradients are the same'
     elif np.isfinite(o.scale): between = f'≈ {rounded(o.scale)} {o.unit}, {between}'
@@ -81,8 +81,8 @@ def told(
 def draw_scale(
     o:Measured, # What was measured
     accum_bs:int # The suggestion, in samples
-)->np.ndarray: # Two axes, of matplotlib
-    "The steps that were measured, and what follows for others"
+)->np.ndarray: # Two matplotlib axes
+    "Draw the measured steps, and what follows for other sizes"
     _,axs = plt.subplots(1, 2, figsize=(10,3.5))
     xs,ys = np.array([r.values.sum(1) for r in o.readings]).T
     axs[0].plot(xs/o.size/o.per_sample, '.-', label='noise of this step, tr Σ/N')

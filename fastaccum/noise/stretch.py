@@ -1,4 +1,4 @@
-"""The next so many micro-batches of a training loader.
+"""Take a given number of the next micro-batches from a training loader.
 
 Docs: https://fastaccum.github.io/fastaccum/noise/stretch.html.md"""
 
@@ -15,11 +15,11 @@ from ..core.batch import n_samples
 
 # %% ../../nbs/noise/10_stretch.ipynb #stream
 class Stream:
-    "The full micro-batches of a training loader, which is begun anew where it ends"
+    "The full micro-batches of a training loader, which is started again when it ends"
     def __init__(self,
         dl:object, # A training `DataLoader`, fastai's or PyTorch's, or another iterable of batches
         bs:int, # Samples in a micro-batch
-        n_inp:int|None=None # Parts of a batch that are inputs; all but the last if `None`
+        n_inp:int|None=None # The number of inputs in a batch; defaults to all parts but the last
     ):
         self.dl,self.bs,self.n_inp = dl,bs,n_inp   # as given; nobody writes them later
         self.batches = self._batches()   # what is to come; whoever takes from it moves on
@@ -47,7 +47,7 @@ class Stretch(GetAttr):
     "A training loader of the next micro-batches of a stream"
     _default = 'dl'
     def __init__(self,
-        stream:Stream, # To take them from
+        stream:Stream, # The stream to take them from
         n:int # Micro-batches
     ):
         self.dl,self.stream,self.n_batches = stream.dl,stream,n   # what is asked of this one is answered by `dl`

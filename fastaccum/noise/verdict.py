@@ -1,4 +1,4 @@
-"""What a noise scale says about the size of steps.
+"""What a noise scale tells about the size of steps.
 
 Docs: https://fastaccum.github.io/fastaccum/noise/verdict.html.md"""
 
@@ -15,30 +15,30 @@ from math import isinf, isnan
 def trade_off(
     scale:float, # The noise scale B, in samples
     size:float # Samples in a step
-)->tuple: # Steps, as a multiple of the fewest possible, and the share of the best use that is made of each sample
-    "What steps of `size` cost, to the same loss"
+)->tuple: # Steps, as a multiple of the fewest possible, and how efficiently samples are used, from 0 to 1
+    "The cost of reaching the same loss with steps of `size`"
     return 1+scale/size,1/(1+size/scale)
 
 def size_for(
     scale:float, # The noise scale B, in samples
     steps:float # Steps, as a multiple of the fewest possible; above 1
 )->float: # Samples in a step
-    "How large steps must be, for their number to be `steps` times the fewest possible"
+    "The size of steps with which you need `steps` times the smallest possible number of steps"
     return scale/(steps-1)
 
 # %% ../../nbs/noise/04_verdict.ipynb #say
 def rounded(
     x:float # A number, 1 or more
 )->str:
-    "Two digits of `x`, which is more than is known of it"
+    "`x` with two digits, which is more than its accuracy"
     return f'{float(f"{x:.2g}"):,.0f}' if x>=10 else f'{x:.2g}'
 
 def say(
     scale:float, # The noise scale
-    size:float, # Of a step, in the same unit
-    unit:str='samples' # Of both
+    size:float, # The size of a step, in the same unit
+    unit:str='samples' # The unit of both
 )->str:
-    "A sentence on steps of `size`"
+    "A sentence about steps of `size`"
     if isnan(scale): return "noise scale: nothing was measured"
     if isinf(scale):
         return (f"noise scale: larger than can be told. In steps of {size:,.0f} {unit} the noise hides the gradient: "
@@ -52,11 +52,11 @@ def say(
 # %% ../../nbs/noise/04_verdict.ipynb #draw
 def draw(
     readings:list, # A `Reading` for each step that was measured
-    unit:str='samples', # Of noise scales and sizes
+    unit:str='samples', # The unit of noise scales and sizes
     groups:bool=False, # Draw each parameter group, too?
-    ax:plt.Axes|None=None # To draw on, of matplotlib; else a new one
-)->plt.Axes: # It
-    "Draw the noise scale against steps, with the size of the steps"
+    ax:plt.Axes|None=None # Matplotlib axes to draw on; defaults to new ones
+)->plt.Axes: # The axes
+    "Draw the noise scale over steps, with the size of the steps"
     if ax is None: ax = plt.subplots(figsize=(7,4))[1]
     xs = [o.step for o in readings]
     if groups:

@@ -1,4 +1,4 @@
-"""What processes that train together must know of each other, and where they cannot go together.
+"""What processes that train together must tell each other, and which differences are errors.
 
 Docs: https://fastaccum.github.io/fastaccum/processes/agreement.html.md"""
 
@@ -40,9 +40,9 @@ class Agreement:
         self.device = next(model.parameters()).device
 
     def gather(self,
-        mine:list # Whole numbers, as many on each process
+        mine:list # Whole numbers, the same number of them on each process
     )->list: # The lists of all processes, by rank
-        "Tell the others, and hear what they tell"
+        "Send a list to all other processes, and receive theirs"
         return gather(mine, self.device, self.group)
 
 # %% ../../nbs/processes/01_agreement.ipynb #loader
@@ -51,7 +51,7 @@ def agreed(self:Agreement,
     dl:object, # This process's training loader
     micro_batch_size:int|None # As in `loader_sizes`
 ):
-    "The processes agree on macro-batches of what their loaders yield, of which this one's is `dl`"
+    "Remember that the processes have agreed on loaders, of which this process has `dl`"
     self.dl = dl
     self.sizes = local_sizes(dl, micro_batch_size)
 
@@ -61,9 +61,9 @@ def look(self:Agreement,
     acc:Callback, # The accumulation callback
     dl:object # This process's training loader
 )->tuple: # As `Layout.loaders`
-    """What the loaders of all processes hold
+    """The sizes of the loaders of all processes
 
-    ValueError: the processes were told different things, or one has nothing to train on
+    ValueError: the callbacks have different arguments, or a process has nothing to train on
     """
     finder = getattr(acc.learn, 'lr_finder', None)   # of loaders of different lengths, it makes epochs of its own
     told = {'`accum_bs`':acc.accum_bs, '`drop_last`':drops_last(acc.drop_last, dl), '`log_accum_batch`':acc.log_steps,
@@ -103,8 +103,8 @@ def plan(self:Agreement,
 )->SharedPlan: # The same steps on all processes
     """The macro-batches of the fit
 
-    ValueError: the processes have not as many micro-batches, and something needs that
-    UserWarning: a step takes another number of samples than `accum_bs`
+    ValueError: the processes have different numbers of micro-batches, and something needs the same number
+    UserWarning: a step has another number of samples than `accum_bs`
     """
     wanted = acc.sizes(sum(bs for bs,*_ in loaders), n_epoch)
     plan = SharedPlan(self.rank, loaders, wanted, n_epoch, loaders[0][2], acc.drop_last is None)
@@ -121,8 +121,8 @@ def plan(self:Agreement,
 @patch
 def in_each(self:Agreement,
     acc:Callback # The accumulation callback
-)->list: # In words; empty if nothing does
-    "What exchanges something with every micro-batch, so that each process needs as many"
+)->list: # In words; empty if there is nothing
+    "Everything that communicates with every micro-batch, so that each process needs the same number of them"
     recorder = getattr(acc.learn, 'recorder', None)
     found = {'`sync_each=True`':acc.sync_each, '`log_accum_batch=False`':recorder is not None and not acc.log_steps,
         'SyncBatchNorm':any(isinstance(o, torch.nn.SyncBatchNorm) for o in self.model.modules()),
@@ -134,9 +134,9 @@ def check_counts(self:Agreement,
     acc:Callback, # The accumulation callback
     loaders:tuple # As `look` returns
 ):
-    """Refuse loaders of different lengths where something exchanges with every micro-batch
+    """Refuse loaders of different lengths if something communicates with every micro-batch
 
-    ValueError: as it says
+    ValueError: the loaders have different lengths, and something communicates with every micro-batch
     """
     counts,why = [(ceil(n/micro),micro) for micro,n,*_ in loaders],self.in_each(acc)
     if not why or len({(micro,bs,ceil(n/micro),ceil(n/bs)) for micro,n,_,bs in loaders})==1: return
@@ -146,7 +146,7 @@ def check_counts(self:Agreement,
 
 # %% ../../nbs/processes/01_agreement.ipynb #most
 @patch
-def shares_most(self:Agreement)->bool: # Not where that is one, as for samples, or the loss is a sum
+def shares_most(self:Agreement)->bool: # Not if the loss is a mean over samples, or a sum
     "Does the weight of a micro-batch need `per_sample`?"
     find = self.acc.measure.find
     return not (find is None or find is samples)
@@ -163,10 +163,10 @@ def agree(self:Agreement,
 @patch
 def most(self:Agreement,
     n:int, # Samples in this micro-batch
-    size:float|torch.Tensor|None, # What its mean loss is a mean of
-    most:float|None # What `size` would be were nothing ignored; `None` if that is `size`
-)->float|None: # What `MacroBatch.weight` takes for it
-    "What to take for `size` were nothing ignored, in proportion to `n` the same on all processes"
+    size:float|torch.Tensor|None, # How many items its mean loss covers
+    most:float|None # What `size` would be if no target were ignored; `None` if that is `size`
+)->float|None: # The `most` of `MacroBatch.weight`
+    "What `size` would be if no target were ignored; in proportion to `n` it is the same on all processes"
     if not self.shares_most(): return most
     if self.per_sample is None: self.agree((size if most is None else most)/n)
     return self.per_sample*n

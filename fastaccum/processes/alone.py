@@ -1,4 +1,4 @@
-"""What is asked of a process, and the answers of one that trains by itself.
+"""What the callback asks about processes, and the answers of a single process.
 
 Docs: https://fastaccum.github.io/fastaccum/processes/alone.html.md"""
 
@@ -20,25 +20,25 @@ from ..core.plan import Plan
 
 # %% ../../nbs/processes/03_alone.ipynb #alone
 class Alone:
-    "What a process does that trains by itself: nothing to share or to exchange"
+    "The answers of a process that trains by itself and has nothing to share or to exchange"
     world = 1   # processes
     resizes = True   # may the size of macro-batches change within an epoch?
 
     def enter(self,
         acc:Callback # The accumulation callback, which begins
-    )->'Alone': # What to do while it accumulates
-        "Itself"
+    )->'Alone': # The object to use while it accumulates
+        "Returns itself"
         return self
 
-    def leave(self)->'Alone': # What to do from then on
-        "Itself. May be called twice, or after half an `enter`"
+    def leave(self)->'Alone': # The object to use from then on
+        "Returns itself; may be called twice, or after an interrupted `enter`"
         return self
 
     def look(self,
         acc:Callback, # The accumulation callback
         dl:object # The training loader
     )->tuple: # As `Layout.loaders`
-        "What the loader holds"
+        "The size of the loader"
         bs,n = loader_sizes(dl, acc.micro_batch_size)
         return (micro_size(bs, acc.micro_batch_size),n,drops_last(acc.drop_last, dl),bs),
 
@@ -48,7 +48,7 @@ def plan(self:Alone,
     acc:Callback, # The accumulation callback
     loaders:tuple, # As `look` returns
     n_epoch:int # Epochs
-)->Plan: # Which samples make up each step
+)->Plan: # Tells which samples make up each step
     "The macro-batches of the fit"
     (micro_bs,n,drop_last,bs), = loaders
     return Plan(n, micro_bs, acc.sizes(micro_bs, n_epoch), n_epoch, drop_last, acc.drop_last is None, bs)
@@ -56,48 +56,48 @@ def plan(self:Alone,
 # %% ../../nbs/processes/03_alone.ipynb #step
 @patch
 def check_loader(self:Alone,
-    dl:object # The loader that is there now
-)->bool: # If not, plan anew
-    "Is `dl` as good as the loader it takes the place of?"
+    dl:object # The loader now
+)->bool: # If not, a new plan is made
+    "Does the plan still hold with `dl`, which replaces another loader?"
     return False
 
 @patch
 def most(self:Alone,
     n:int, # Samples in this micro-batch
-    size:float|torch.Tensor|None, # What its mean loss is a mean of
-    most:float|None # What `size` would be were nothing ignored; `None` if that is `size`
-)->float|None: # What `MacroBatch.weight` takes for it
-    "The same"
+    size:float|torch.Tensor|None, # How many items its mean loss covers
+    most:float|None # What `size` would be if no target were ignored; `None` if that is `size`
+)->float|None: # The `most` of `MacroBatch.weight`
+    "Returns `most`"
     return most
 
 @patch
-def backs(self:Alone): "The backward pass of a micro-batch comes"
+def backs(self:Alone): "Called before the backward pass of a micro-batch"
 
 @patch
-def records(self:Alone): "What the Recorder gathers of a micro-batch comes"
+def records(self:Alone): "Called before the Recorder gathers something for a micro-batch"
 
 @patch
 def alike(self:Alone,
     rec:Recorder # About to record a step
 ): # A context manager
-    "What is recorded within is the same on all processes already"
+    "A context in which the recorded loss is already the same on all processes"
     return nullcontext()
 
 @patch
-def leaves_out(self:Alone): "A micro-batch has ended, perhaps without a backward pass"
+def leaves_out(self:Alone): "Called when a micro-batch has ended, perhaps without a backward pass"
 
 @patch
-def close(self:Alone): "The macro-batch is complete"
+def close(self:Alone): "Called when the macro-batch is complete"
 
 @patch
-def quit(self:Alone): "A callback has ended the fit"
+def quit(self:Alone): "Called when a callback has ended the fit"
 
 @patch
 def owed(self:Alone,
     macro:MacroBatch, # What was accumulated
     drop_last:bool # Is the remainder left out?
-)->Iterator: # An entry for each step, to be taken by who asks
-    "Steps that are left when the training loop has ended"
+)->Iterator: # An entry for each step, which the caller has to take
+    "The steps that are left when the training loop has ended"
     if macro.samples and not macro.stepped and not drop_last: yield
 
 # %% ../../nbs/processes/03_alone.ipynb #one

@@ -1,4 +1,4 @@
-"""Sums of gradients in single precision are averaged over the processes.
+"""Average single-precision sums of gradients over the processes.
 
 Docs: https://fastaccum.github.io/fastaccum/processes/averages.html.md"""
 
@@ -15,7 +15,7 @@ from ..core.half import WideSums
 
 # %% ../../nbs/processes/09_averages.ipynb #average
 def average(
-    wide:WideSums, # Of this process
+    wide:WideSums, # The sums of this process
     params:list, # Parameters that train, as all processes have them
     group:dist.ProcessGroup # The processes
 ):

@@ -1,4 +1,4 @@
-"""Who exchanges the gradients of a Learner: nobody, DistributedDataParallel, or FSDP2.
+"""Find out what exchanges the gradients of a Learner: nothing, DistributedDataParallel, or FSDP2.
 
 Docs: https://fastaccum.github.io/fastaccum/processes/engine.html.md"""
 
@@ -20,9 +20,9 @@ from .sync import Together
 def find_sync(
     learn:Learner # A Learner that is about to train
 )->Alone: # A `Together`, a `Sharded`, or `alone`
-    """What exchanges the gradients of `learn.model` with other processes, if anything does
+    """The object that exchanges the gradients of `learn.model` with other processes, or `alone`
 
-    ValueError: the model's parameters are sharded over processes by something else than `fully_shard`
+    ValueError: the model's parameters are sharded over processes by something other than `fully_shard`
     """
     if not (dist.is_available() and dist.is_initialized()): return alone
     for m in learn.model.modules():

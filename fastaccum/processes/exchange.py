@@ -1,4 +1,4 @@
-"""Which backward passes exchange gradients between processes.
+"""Decide which backward passes exchange gradients between processes.
 
 Docs: https://fastaccum.github.io/fastaccum/processes/exchange.html.md"""
 
@@ -21,7 +21,7 @@ from .shares import local_sizes
 
 # %% ../../nbs/processes/02_exchange.ipynb #exchange
 class Exchange(Agreement):
-    "The `forward` of the model while `acc` accumulates: gradients wait for the closing micro-batch"
+    "Let gradients wait for the closing micro-batch, with a `forward` of its own while `acc` accumulates"
     lockstep = None   # a `Lockstep` in an epoch in which something is exchanged with every micro-batch
     retries = False   # may a micro-batch fail here alone? Then no micro-batch exchanges anything; written by `enter`
 
@@ -48,7 +48,7 @@ class Exchange(Agreement):
         vars(self.model)['forward'] = self.forward
 
     def leave(self):
-        "Give the model its own `forward` back; may be called twice, or after half an `enter`"
+        "Restore the model's own `forward`; may be called twice, or after an interrupted `enter`"
         if self.lockstep: self.lockstep.leave()
         self.lockstep = None
         if self.retries: self.model.require_forward_param_sync = True   # of buffers, with the next pass, as ever
@@ -71,22 +71,22 @@ def waits(self:Exchange)->bool:
     return not acc.sync_each and (self.retries or acc.held.wide is not None or not acc.macro.closing)
 
 @patch
-def heed(self:Exchange): "An exchange comes: does everybody take part?"
+def heed(self:Exchange): "Check before an exchange that all processes take part"
 
 @patch
 def hold(self:Exchange,
-    waits:bool # Do the gradients of the forward pass that comes wait?
+    waits:bool # Do the gradients of the next forward pass wait?
 ): return self.model.no_sync() if waits else nullcontext()
 
 @patch
 def runs(self:Exchange):
-    "The forward pass of a micro-batch comes"
+    "Called before the forward pass of a micro-batch"
     self.check_loader(self.acc.learn.dl)
     if self.lockstep: self.lockstep.tell('closes' if self.acc.macro.closing else 'runs', self.acc.at)
 
 @patch
 def forward(self:Exchange, *args, **kwargs):
-    "The model's own, after which gradients are exchanged, or wait for the closing micro-batch"
+    "Call the model's own `forward`, and let its gradients be exchanged or wait for the closing micro-batch"
     counts = self.accumulates()
     if counts: self.runs()
     waits = counts and self.waits()
@@ -106,9 +106,9 @@ def waits_for_more(
 # %% ../../nbs/processes/02_exchange.ipynb #loader
 @patch
 def check_loader(self:Exchange,
-    dl:object # The loader that is there now
+    dl:object # The loader now
 )->bool: # `True`
-    """Refuse a loader that took the place of the one the processes agreed on, unless it yields as much
+    """Refuse another loader than the one that the processes agreed on, unless it yields as many samples
 
     ValueError: it does not
     """
@@ -127,23 +127,23 @@ def check_loader(self:Exchange,
 def keep_step(self:Exchange,
     acc:Callback # The accumulation callback
 ):
-    "An epoch begins: does each process run the same micro-batches?"
+    "Set up `lockstep` when an epoch begins, if each process has to run the same micro-batches"
     why = self.in_each(acc)
     if self.lockstep: self.lockstep.begin(why)
     elif why: self.lockstep = Lockstep(self.group, self.device, why)
 
 @patch
 def backs(self:Exchange):
-    "The backward pass of a micro-batch comes"
+    "Called before the backward pass of a micro-batch"
     if self.lockstep: self.lockstep.tell('backs', self.acc.at)
 
 @patch
 def records(self:Exchange):
-    "What the Recorder gathers of a micro-batch comes"
+    "Called before the Recorder gathers something for a micro-batch"
     if self.lockstep: self.lockstep.tell('records', self.acc.at)
 
 @patch
 def leaves_out(self:Exchange):
-    "A micro-batch has ended, perhaps without a backward pass"
+    "Called when a micro-batch has ended, perhaps without a backward pass"
     acc = self.acc
     if self.lockstep and acc.at==acc.learn.iter and not acc.macro.dropped: self.lockstep.tell('leaves', acc.at)

@@ -1,4 +1,4 @@
-"""`lr_find` on several processes.
+"""Make `lr_find` work on several processes.
 
 Docs: https://fastaccum.github.io/fastaccum/processes/finder.html.md"""
 
@@ -31,9 +31,9 @@ def _end(finder, instead):
     learn.opt.load_state_dict(opt)
 
 def rehearse(
-    finder:LRFinder # Of a fit that is about to begin
+    finder:LRFinder # The finder, whose fit is about to begin
 ):
-    "On several processes, let `finder` keep what it puts back in memory: each process its own"
+    "With several processes, let `finder` keep its copy of the model and optimizer in memory, on each process"
     if world_size()==1: return
     instead = [Instead(finder, 'before_fit', partial(_begin, finder))]
     instead.append(Instead(finder, 'after_fit', partial(_end, finder, instead)))

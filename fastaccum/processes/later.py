@@ -1,4 +1,4 @@
-"""A number on a device that the host reads later, without waiting for what was queued meanwhile.
+"""Read a number from a device later, without waiting for work that was queued meanwhile.
 
 Docs: https://fastaccum.github.io/fastaccum/processes/later.html.md"""
 
@@ -12,7 +12,7 @@ import torch
 
 # %% ../../nbs/processes/10_later.ipynb #later
 class Later:
-    "A number on a device, which the host can read later without waiting for what was queued meanwhile"
+    "A number on a device, which the host can read later without waiting for work that was queued meanwhile"
     def __init__(self,
         n:torch.Tensor # A 0-dim tensor
     ):

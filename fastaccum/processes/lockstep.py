@@ -1,4 +1,4 @@
-"""Where every micro-batch exchanges something, a process that runs another than the others is found out.
+"""If every micro-batch exchanges something, notice a process that does not run the same micro-batches as the others.
 
 Docs: https://fastaccum.github.io/fastaccum/processes/lockstep.html.md"""
 
@@ -23,17 +23,17 @@ does = dict(runs='runs a micro-batch', closes='runs the closing micro-batch', ba
 def timeout_of(
     group:dist.ProcessGroup, # Processes
     device:torch.device # On which they exchange
-)->timedelta|None: # `None` where PyTorch does not say
+)->timedelta|None: # `None` if PyTorch does not tell
     "How long an exchange may take"
     try: return group._get_backend(device).options._timeout
     except (AttributeError,RuntimeError): return None
 
 class Lockstep:
-    "Processes that have to run the same micro-batches tell each other what they do"
+    "Let processes that have to run the same micro-batches tell each other what they do"
     def __init__(self,
         group:dist.ProcessGroup, # The processes
         device:torch.device, # On which they exchange
-        why:list # What is exchanged with every micro-batch, in words
+        why:list # The things that are exchanged with every micro-batch, in words
     ):
         self.group = dist.new_group(dist.get_process_group_ranks(group), timeout=timeout_of(group, device),
             backend='gloo', use_local_synchronization=True)
@@ -42,14 +42,14 @@ class Lockstep:
     def begin(self,
         why:list # As above
     ):
-        "An epoch begins"
+        "Called when an epoch begins"
         self.why = why
         self.strict = why!=['`log_accum_batch=False`']   # the Recorder alone hears of what was left out, too
         # of which micro-batch this process has told, and how much: 1 its forward pass, 2 its backward pass, 3 all
         self.told = None,0
 
     def leave(self):
-        "The fit has ended"
+        "Called when the fit has ended"
         group,self.group = self.group,None
         if group is not None and dist.is_initialized(): dist.destroy_process_group(group)
 
@@ -57,9 +57,9 @@ class Lockstep:
 @patch
 def tell(self:Lockstep,
     what:str, # One of `does`
-    at:int|None=None # Of which micro-batch; `None` if of none
+    at:int|None=None # The number of the micro-batch; `None` if there is none
 ):
-    """Tell the others, and hear what they do
+    """Tell the others what this process does, and learn what they do
 
     RuntimeError: they do something else
     """
@@ -78,8 +78,8 @@ def tell(self:Lockstep,
 
 @patch
 def same(self:Lockstep,
-    ns:dict # How many processes do what
+    ns:dict # The number of processes for each thing that they do
 )->bool: # May they go on?
-    "Does nobody wait for another in vain?"
+    "Can all processes go on, so that none waits for another one in vain?"
     n = max(ns.values())
     return n==sum(ns.values()) or not (self.strict or ns['records'] or ns['ended'] or ns['quits'])

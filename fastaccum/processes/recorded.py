@@ -1,4 +1,4 @@
-"""The loss of a step is the same on all processes: the Recorder need not gather it.
+"""The loss of a step is the same on all processes, so the Recorder need not gather it.
 
 Docs: https://fastaccum.github.io/fastaccum/processes/recorded.html.md"""
 
@@ -15,14 +15,14 @@ from fastai.torch_core import find_bs
 
 # %% ../../nbs/processes/08_recorded.ipynb #own
 class OwnLoss(AvgLoss):
-    "As fastai's, of a loss that is the same on all processes: nothing is gathered"
+    "fastai's `AvgLoss` for a loss that is the same on all processes, so that nothing is gathered"
     def accumulate(self, learn:Learner):
         bs = find_bs(learn.yb)
         self.total += learn.loss.mean().detach().cpu()*bs
         self.count += bs
 
 class OwnSmoothLoss(AvgSmoothLoss):
-    "As fastai's, likewise"
+    "fastai's `AvgSmoothLoss`, without gathering either"
     def accumulate(self, learn:Learner):
         self.count += 1
         self.val = torch.lerp(learn.loss.mean().detach().cpu(), self.val, self.beta)
@@ -31,7 +31,7 @@ class OwnSmoothLoss(AvgSmoothLoss):
 def own_losses(
     rec:Recorder # About to record a step, whose loss is the same on all processes
 ):
-    "Nobody waits to gather what everybody has"
+    "A context in which `rec` does not gather the loss"
     own = [(o,cls) for o in (rec.loss,rec.smooth_loss) for cls in (OwnLoss,OwnSmoothLoss) if type(o) is cls.__base__]
     for o,cls in own: o.__class__ = cls
     try: yield

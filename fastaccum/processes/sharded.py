@@ -21,13 +21,13 @@ from .alone import Alone
 # %% ../../nbs/processes/06_sharded.ipynb #group
 def is_sharded(
     m:nn.Module # A part of a model
-)->bool: # FSDP2's; a model that something else shards is not
-    "Was `fully_shard` called on it?"
+)->bool: # `False` if something other than FSDP2 shards it
+    "Was `fully_shard` called on `m`?"
     return hasattr(m, 'set_requires_gradient_sync') and hasattr(m, 'reshard')
 
 def shard_group(
-    params:list # Of a model
-)->tuple: # The processes, and are there several replicas?
+    params:list # The parameters of a model
+)->tuple: # The group of processes, and whether there are several replicas
     """The processes over which parameters are sharded
 
     ValueError: they are split in another way
@@ -44,13 +44,13 @@ def shard_group(
 
 # %% ../../nbs/processes/06_sharded.ipynb #sharded
 class Sharded(Together):
-    "What one of several processes does, whose model `fully_shard` has sharded"
+    "The answers of one of several processes, whose model `fully_shard` has sharded"
     hook = None       # what takes `ahead` off the model; written by `enter`
     waiting = False   # are there gradients that were not exchanged yet? Written by `hold`, taken back by `close`
     sending = False   # is this the pass of `exchange`?
 
     def __init__(self,
-        model:nn.Module # Of which all parameters are sharded over the same processes
+        model:nn.Module # A model whose parameters are all sharded over the same processes
     ):
         self.parts = [m for m in model.modules() if is_sharded(m)]
         inner = {id(o) for m in self.parts for o in m.modules() if o is not m}
@@ -61,11 +61,11 @@ class Sharded(Together):
         self.can_wait = all(hasattr(m, 'reset_iter_state') for m in self.roots)
 
     def reshard(self):
-        "Validation leaves parameters gathered, and they are other objects then"
+        "Shard the parameters again: validation leaves them gathered, and then they are other objects"
         for m in self.parts: m.reshard()
 
     def clean(self):
-        "Throw away what waits"
+        "Throw away gradients that wait"
         self.waiting = False
         for m in self.roots if self.can_wait else ():
             with suppress(AttributeError): m.reset_iter_state()   # before its first forward pass there is nothing
@@ -74,7 +74,7 @@ class Sharded(Together):
         scatter:bool, # Are gradients exchanged?
         reduce:bool # Also between replicas?
     ):
-        "In the backward pass that comes"
+        "Tell PyTorch what to do in the next backward pass"
         for m in self.roots:
             m.set_requires_gradient_sync(scatter)
             m.set_requires_all_reduce(reduce)
@@ -90,7 +90,7 @@ def enter(self:Sharded, acc:Callback)->Sharded:
 
 @patch
 def ahead(self:Sharded, *_):
-    "Before the parameters are gathered, which is before `forward`"
+    "Called before the parameters are gathered, which is before `forward`"
     if self.accumulates(): self.runs()
 
 @patch
@@ -118,9 +118,9 @@ def in_each(self:Sharded, acc:Callback)->list:
 def check_model(self:Sharded,
     acc:Callback # The accumulation callback
 ):
-    """Refuse what would train nothing, and what PyTorch cannot do
+    """Refuse a model that would not train, and settings that PyTorch does not support
 
-    ValueError: the optimizer has other parameters, they are in half precision, or `sync_each=False`, and PyTorch
+    ValueError: the optimizer has other parameters, they are in half precision, or with `sync_each=False`, PyTorch
         cannot throw gradients away
     """
     if acc.sync_each is False and not self.can_wait:
@@ -143,12 +143,12 @@ def check_model(self:Sharded,
 # %% ../../nbs/processes/06_sharded.ipynb #hold
 @patch
 def waits(self:Sharded)->bool:
-    "Do the gradients of this micro-batch wait?"
+    "Will the gradients of this micro-batch wait?"
     return self.acc.sync_each is False and not (self.acc.macro.closing or self.sending)
 
 @patch
 def hold(self:Sharded, waits:bool):
-    "Say so to PyTorch"
+    "Tell PyTorch whether gradients wait"
     acc = self.acc
     part = self.replicas and self.can_wait and not acc.sync_each and self.accumulates()
     partly = part and not (acc.macro.closing or self.sending)   # between replicas, the closing one does it

@@ -1,4 +1,4 @@
-"""What each of several processes contributes to a macro-batch, and where macro-batches end.
+"""How many samples each of several processes contributes to a macro-batch, and where macro-batches end.
 
 Docs: https://fastaccum.github.io/fastaccum/processes/shares.html.md"""
 
@@ -20,23 +20,23 @@ from ..core.plan import Plan
 def share(
     accum_bs:int, # Samples wanted in a macro-batch, over all processes
     world:int, # Processes
-    micro_bs:int, # Samples in a micro-batch of one of them
-    bs:int|None=None # Samples in a batch of its loader, if such batches are split into micro-batches
-)->int: # Samples that one accumulates
-    "One process's share of a macro-batch, in whole micro-batches of its own; to the sample if batches are split"
+    micro_bs:int, # Samples in a micro-batch of one process
+    bs:int|None=None # Samples in a batch of its loader, if its batches are split into micro-batches
+)->int: # Samples that one process accumulates
+    "One process's share of a macro-batch, in whole micro-batches; if batches are split, in samples"
     return round_up(ceil(accum_bs/world), unit(micro_bs, bs or micro_bs))
 
 # %% ../../nbs/processes/00_shares.ipynb #plan
 class SharedPlan(Plan):
-    "The macro-batches of processes that train together, seen from one of them"
+    "The macro-batches of several processes that train together, seen from one of them"
     loaders = None   # as in `Layout`, with an entry for each process
     def __init__(self,
         rank:int, # Which of the processes
         loaders:tuple, # As in `Layout`, with an entry for each process, of which the first two are enough
         accum_bs:int|Callable, # Samples wanted in a macro-batch, over all processes, or a function of a `Position`
         n_epoch:int=1, # Epochs
-        drop_last:bool=False, # Leave out what does not fill each process's share?
-        never_empty:bool=False # But not in an epoch that would be left without a step?
+        drop_last:bool=False, # Leave out the remainder that does not fill each process's share?
+        never_empty:bool=False # With `drop_last`: keep the remainder if the epoch would otherwise have no step?
     ):
         self.rank = rank
         self.world = len(loaders)
@@ -76,10 +76,10 @@ def begin(self:SharedPlan,
     epoch:int, # The epoch
     step:int, # Optimizer steps taken before, in all epochs
     i:int # Micro-batches of this epoch before it
-)->tuple: # Samples wanted of this process, samples expected (the mean over processes), and whether it is dropped
+)->tuple: # Samples wanted from this process, samples expected (the mean over processes), and whether it is dropped
     """As in `Plan`
 
-    RuntimeError: this process has samples left when the processes have taken all steps that they agreed on
+    RuntimeError: this process has samples left after all the steps that the processes agreed on
     """
     if not i:
         self.began = epoch
@@ -98,17 +98,17 @@ def begin(self:SharedPlan,
 # %% ../../nbs/processes/00_shares.ipynb #others
 @patch
 def full(self:SharedPlan,
-    wanted:int # Samples wanted of each process
+    wanted:int # Samples wanted from each process
 )->int: # Samples, over all processes
-    "Samples in a macro-batch that nothing cuts short"
+    "Samples in a full macro-batch"
     return sum(round_up(wanted, unit(micro, bs)) for micro,_,_,bs in self.loaders)
 
 @patch
 def like(self:SharedPlan,
-    wanted:int, # Samples wanted of each process, as `begin` says
+    wanted:int, # Samples wanted from each process, as `begin` returns
     n_epoch:int # Epochs
 )->SharedPlan: # For the same process
-    "The same with another size, and other epochs"
+    "A plan for the same loaders with another size and another number of epochs"
     return SharedPlan(self.rank, self.loaders, wanted*self.world, n_epoch, self.drop_last, self.never_empty)
 
 @patch
@@ -118,7 +118,7 @@ def change(self:SharedPlan,
     step:int, # As in `Plan`
     i:int # As in `Plan`
 ):
-    """Refuse it
+    """Refuse another size in the middle of an epoch
 
     NotImplementedError: always
     """
@@ -129,8 +129,8 @@ def change(self:SharedPlan,
 def ends(self:SharedPlan,
     i:int, # Batches of the epoch before it
     n_iter:int # Batches that the loader announced; a `DistributedDL` may announce one too many
-)->bool: # Is it the last?
-    "Is the `i`th batch of the loader this process's last?"
+)->bool: # Is it the last one?
+    "Is the `i`th batch of the loader the last one of this process?"
     return i+1>=min(n_iter, ceil(self.n/self.bs))
 
 # %% ../../nbs/processes/00_shares.ipynb #local

@@ -26,7 +26,7 @@ from .recorded import own_losses
 
 # %% ../../nbs/processes/04_sync.ipynb #together
 class Together(Exchange, Alone):
-    "What one of several processes does, whose model is a `DistributedDataParallel`"
+    "The answers of one of several processes, whose model is a `DistributedDataParallel`"
     resizes = False   # the others would have to know
     summed = False    # did `owed` add up what the processes hold for this step? Taken back by `close`
     within = False    # is this within an epoch, after `look` and before all steps are taken?
@@ -34,12 +34,12 @@ class Together(Exchange, Alone):
 
     def enter(self,
         acc:Callback # The accumulation callback, which begins
-    )->'Together': # What to do while it accumulates
+    )->'Together': # The object to use while it accumulates
         "As in `Exchange`"
         super().enter(acc)
         return self
 
-    def leave(self)->Alone: # What to do from then on
+    def leave(self)->Alone: # The object to use from then on
         "As in `Exchange`"
         super().leave()
         return alone
@@ -59,8 +59,8 @@ def look(self:Together, acc:Callback, dl:object)->tuple:
 def add_up(self:Together,
     closing:bool, # Does this process close the macro-batch? If not, it has run out of samples
     quits:bool=False # Does it end the fit?
-)->torch.Tensor: # Samples of the macro-batch, how many processes are closing it, and how many end the fit
-    "Add up what the processes hold, which `macro` counts afterwards"
+)->torch.Tensor: # Samples of the macro-batch, the number of processes that close it, and of those that end the fit
+    "Add up the counts of all processes, and store the sums in `macro`"
     macro = self.acc.macro
     if macro.ref: size,loss = macro.size/macro.ref,macro.loss/macro.ref
     else: size,loss = float(self.acc.measure.find is None)/self.world,macro.loss   # a sum, or no micro-batch
@@ -75,7 +75,7 @@ def add_up(self:Together,
 # %% ../../nbs/processes/04_sync.ipynb #close
 @patch
 def close(self:Together):
-    "See to it that the gradients were exchanged, and that `macro` counts the whole macro-batch"
+    "Make sure that the gradients were exchanged, and that `macro` counts the whole macro-batch"
     acc,macro = self.acc,self.acc.macro
     self.leaves_out()   # unless its backward pass was run
     if not self.summed:
@@ -92,20 +92,20 @@ def close(self:Together):
 @patch
 def alike(self:Together,
     rec:Recorder # About to record a step
-)->AbstractContextManager: # In which it does
-    "The loss of a step is the mean over all processes already: nobody waits to gather it"
+)->AbstractContextManager: # The context to record in
+    "The loss of a step is already the mean over all processes, so it need not be gathered"
     return own_losses(rec)
 
 # %% ../../nbs/processes/04_sync.ipynb #owed
 @patch
 def owes(self:Together)->bool:
-    "Are there steps of this epoch that were not taken yet?"
+    "Are there steps left in this epoch?"
     acc = self.acc
     return acc.step-acc.planned.first<acc.planned.steps[acc.learn.epoch]
 
 @patch
 def exchange(self:Together):
-    "Exchange the gradients there are, in a pass that needs no micro-batch"
+    "Exchange the accumulated gradients, in a pass that needs no micro-batch"
     ddp = self.model
     scaler = vars(self.acc.learn).get('scaler')
     if scaler is not None: scaler.scale(torch.zeros((), device=self.device))   # it has a scale once it scaled something
@@ -123,8 +123,8 @@ def exchange(self:Together):
 def owed(self:Together,
     macro:MacroBatch, # What this process has accumulated
     drop_last:bool # Is the remainder left out?
-)->Iterator: # An entry for each step, to be taken by who asks
-    "Steps that are left when the training loop of this process has ended, its own and the others'"
+)->Iterator: # An entry for each step, which the caller has to take
+    "The steps that are left when the training loop of this process has ended, its own and those of the others"
     acc,learn = self.acc,self.acc.learn
     if acc.at is None:   # it had no micro-batch
         learn.iter,learn.n_iter = 0,len(learn.dl)
@@ -148,7 +148,7 @@ def refuse_quitters(
     n:int, # How many processes have ended the fit
     world:int # Processes
 ):
-    """Some go on, and wait for them
+    """Refuse to go on if some processes have ended the fit and others would wait for them
 
     RuntimeError: always
     """
@@ -158,7 +158,7 @@ def refuse_quitters(
 
 @patch
 def heed(self:Together):
-    "Did a process end the fit at the last step?"
+    "Check whether a process has ended the fit at the last step"
     quits = self.quitters.get() if self.quitters else 0
     self.quitters = None
     if quits: refuse_quitters(int(quits), self.world)
@@ -167,7 +167,7 @@ def heed(self:Together):
 def ends(self:Together,
     quits:bool=False # And the fit, too?
 ):
-    "The epoch has ended, on all processes"
+    "End the epoch on all processes"
     self.within = False
     n = torch.tensor(float(quits), device=self.device)
     dist.all_reduce(n, group=self.group)
@@ -175,7 +175,7 @@ def ends(self:Together,
 
 @patch
 def quit(self:Together):
-    "This process ends the fit: within an epoch, so do all of them, or none"
+    "This process ends the fit; within an epoch, all processes must do so, or none"
     if not self.within: return
     if self.lockstep: return self.lockstep.tell('quits')
     self.heed()

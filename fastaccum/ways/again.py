@@ -1,4 +1,4 @@
-"""A segment in the place of a module's `forward`: its inputs are kept, the rest is computed again.
+"""Replace a module's `forward` so that its inputs are kept and the rest is computed again.
 
 Docs: https://fastaccum.github.io/fastaccum/ways/again.html.md"""
 
@@ -26,9 +26,9 @@ from .segments import Cut
 class Segment:
     "A part of a model that keeps its inputs and is computed again in the backward pass"
     def __init__(self,
-        cut:Cut, # Where it is
+        cut:Cut, # The part of the model
         offload:bool=False, # Keep its inputs on the host?
-        seen:dict|None=None # What is kept of other segments, as of `nbytes`
+        seen:dict|None=None # Storages that are kept for other segments, as in `nbytes`
     ):
         self.cut,self.offload,self.seen = cut,offload,{} if seen is None else seen
         self.inside = cut.inside             # all modules in it
@@ -38,7 +38,7 @@ class Segment:
         self.instead = None if cut.seq is not None else Instead(cut.modules[0], 'forward', self)
 
     def run(self, *args, **kwargs):
-        "What is computed in it"
+        "Run the modules of the segment"
         if self.instead is not None: return self.instead.stock(*args, **kwargs)
         x, = args
         for m in self.cut.modules: x = m(x)
@@ -93,15 +93,15 @@ def __reduce__(self:Segment):
 
 def plain_forward(
     m:nn.Module # A module
-)->MethodType: # Bound to it
-    "The `forward` of its class"
+)->MethodType: # Bound to the module
+    "The `forward` of the module's class"
     return MethodType(type(m).forward, m)
 
 class Chain:
-    "In the place of a Sequential's `forward`: its children one by one, some of them in segments"
+    "Replaces a Sequential's `forward`: runs its children one by one, some of them in segments"
     def __init__(self,
         seq:nn.Sequential, # A sequence
-        segments:list # The `Segment`s made of its children
+        segments:list # The `Segment`s that consist of its children
     ):
         self.seq = seq
         first = {o.cut.modules[0]:o for o in segments}
@@ -117,8 +117,8 @@ class Chain:
 
 def in_place(
     segments:list # `Segment`s
-)->list: # The `Instead`s by which they come into their place
-    "Where `segments` stand"
+)->list: # `Instead`s
+    "The `Instead`s that put `segments` in place"
     seqs = {o.cut.seq:None for o in segments if o.cut.seq is not None}
     chains = [Chain(seq, [o for o in segments if o.cut.seq is seq]) for seq in seqs]
     return [o.instead for o in (*segments,*chains) if o.instead is not None]

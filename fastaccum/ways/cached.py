@@ -1,4 +1,4 @@
-"""One call of the model, in micro-batches: their predictions first, their gradients later.
+"""Run one call of the model in micro-batches: first for their predictions, and later for their gradients.
 
 Docs: https://fastaccum.github.io/fastaccum/ways/cached.html.md"""
 
@@ -25,9 +25,9 @@ from .start import Autocast, Start
 # %% ../../nbs/ways/03_cached.ipynb #cuts
 def cuts(
     n:int, # Samples in a batch
-    size:int # Samples in a micro-batch, at most
+    size:int # The most samples in a micro-batch
 )->list: # The first sample of each, and the one after its last
-    "Cut a batch in micro-batches"
+    "Cut a batch into micro-batches"
     k = -(-n//size)
     return [(n*i//k,n*(i+1)//k) for i in range(k)]
 
@@ -39,10 +39,10 @@ def ddps(
     return [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
 
 class InParts:
-    "A model that is run on parts of its batches, in one fit"
+    "A model that is run on parts of its batches, during one fit"
     def __init__(self,
         model:torch.nn.Module, # The model
-        split:Callable, # Of what the model is given, the first sample, the one after the last, and how many there are
+        split:Callable, # `f(inputs, start, stop, n)` returns samples `start` to `stop` of the `n` in `inputs`
         retries:bool=False # May memory run out, and a batch be tried again?
     ):
         self.model,self.split,self.retries,self.start = model,split,retries,Start(model)
@@ -55,7 +55,7 @@ class InParts:
         self.differs = False  # did it differ?
 
     def wait(self)->ExitStack: # A context
-        "Passes in which processes do not exchange gradients"
+        "A context for passes in which processes do not exchange gradients"
         stack = ExitStack()
         for o in self.ddps: stack.enter_context(o.no_sync())
         return stack
@@ -82,10 +82,10 @@ class Cached:
     def __init__(self,
         parts:InParts, # The model
         call:Callable, # Its `forward`
-        args:tuple, # What it is given
-        kwargs:dict, # And by name
+        args:tuple, # Its positional arguments
+        kwargs:dict, # Its named arguments
         n:int, # Samples
-        size:int # Samples in a micro-batch, at most
+        size:int # The most samples in a micro-batch
     ):
         self.parts,self.call,self.n,self.cuts = parts,call,n,cuts(n, size)
         self.given = [(x,x._version) for x in leaves((args,kwargs)) if isinstance(x, torch.Tensor)]
@@ -111,9 +111,9 @@ class Cached:
         start:int, # The first sample
         stop:int # The one after the last
     )->tuple: # Positional and named arguments
-        """Some samples of what the model is given
+        """The model's arguments for some samples
 
-        TypeError: there is something that cannot be split
+        TypeError: something in them cannot be split
         """
         def some(o): return self.parts.split(o, start, stop, self.n) if o else o
         try: return some(self.args),some(self.kwargs)
@@ -183,9 +183,9 @@ def _with_node(self:Cached, joined, kept):
 
 @patch
 def take(self:Cached,
-    grads:tuple # Of the tensors that were returned; `None` where the loss does not depend on one
+    grads:tuple # Gradients of the returned tensors; `None` if the loss does not depend on one
 ):
-    "The predictions' gradients, from autograd"
+    "Store the predictions' gradients, called by autograd"
     grads = iter(grads)
     grads = [next(grads) if isinstance(x, torch.Tensor) else None for x in self.kept or ()]
     if self.grads is None: self.grads = grads

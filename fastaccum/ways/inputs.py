@@ -1,4 +1,4 @@
-"""What is kept of a segment: its inputs, as they are, as copies, or on the host.
+"""Keep the inputs of a segment: as they are, as copies, or on the host.
 
 Docs: https://fastaccum.github.io/fastaccum/ways/inputs.html.md"""
 
@@ -21,9 +21,9 @@ def _to_host(t):
 class Inputs:
     "The tensors that a segment starts from, kept for one pass forward and back"
     def __init__(self,
-        name:str, # The segment's
-        tensors:list, # Its inputs, nested ones too
-        changes:bool|None=None, # Does it change them in place? `None` if that is not known
+        name:str, # The segment's name
+        tensors:list, # Its inputs, including nested ones
+        changes:bool|None=None, # Does the segment change them in place? `None` if that is not known
         offload:bool=False # Keep them on the host?
     ):
         self.name,self.changes,self.offload = name,changes,offload
@@ -34,8 +34,8 @@ class Inputs:
 
     def pack(self,
         t:torch.Tensor # An input
-    )->int: # For `unpack`
-        "Keep it"
+    )->int: # To pass to `unpack`
+        "Keep an input"
         t = t.detach()
         copies = self.offload or self.changes is not False
         self.kept.append((t,t._version,(_to_host(t) if self.offload else t.clone()) if copies else None,t.device))
@@ -43,7 +43,7 @@ class Inputs:
 
     def settle(self
     )->bool: # Has the segment changed an input in place?
-        "The forward pass is complete: let go what is not needed"
+        "Called when the forward pass is complete, to free what is not needed"
         changed = any(t._version!=v for t,v in zip(self.tensors, self.versions))
         copies = self.offload or changed and self.changes is not False
         self.kept = [(None,None,copy,d) if copies else (t,v,None,d) for t,v,copy,d in self.kept]
@@ -51,11 +51,11 @@ class Inputs:
         return changed
 
     def unpack(self,
-        i:int # What `pack` has returned
+        i:int # Returned by `pack`
     )->torch.Tensor: # The input as it was
-        """Bring it back
+        """Bring an input back
 
-        RuntimeError: it was changed in place since
+        RuntimeError: it was changed in place meanwhile
         """
         t,version,copy,device = self.kept[i]
         if copy is not None: return copy.clone() if copy.device==device else copy.to(device, non_blocking=True)
@@ -70,7 +70,7 @@ class Inputs:
 def dress(self:Inputs,
     tensors:list # The inputs as they were kept
 )->list: # The same, with their class and attributes
-    "Give them what was lost: a `TensorImage` is one again"
+    "Restore what was lost, so that a `TensorImage` is one again"
     res = []
     for t,(cls,attrs) in zip(tensors, self.kinds):
         if type(t) is not cls and not issubclass(cls, nn.Parameter): t = t.as_subclass(cls)

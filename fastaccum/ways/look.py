@@ -1,4 +1,4 @@
-"""What has to be known of a model before it can be run in parts.
+"""Find out what has to be known about a model before it can be run in parts.
 
 Docs: https://fastaccum.github.io/fastaccum/ways/look.html.md"""
 
@@ -26,15 +26,15 @@ from .start import Start
 
 # %% ../../nbs/ways/02_look.ipynb #fresh
 def fresh(
-    o:object # What a model is given
-)->object: # The same, with copies of its tensors
-    "A copy that may be written into"
+    o:object # Inputs of a model
+)->object: # The same, with copies of the tensors
+    "A copy that the model may write into"
     return rebuilt(o, iter([dressed(x.clone(), x) if isinstance(x, torch.Tensor) else x for x in leaves(o)]))
 
 def inner(
     model:torch.nn.Module # A model
-)->torch.nn.Module: # What is wrapped by `DistributedDataParallel` or `torch.compile`
-    "The model itself: what is tried on a few samples is no concern of other processes, and not compiled"
+)->torch.nn.Module: # The model inside `DistributedDataParallel` or `torch.compile`
+    "The model itself, since tests on a few samples need no other processes and no compilation"
     while True:
         o = getattr(model, '_orig_mod', None)
         if o is None and isinstance(model, DistributedDataParallel): o = model.module
@@ -43,11 +43,11 @@ def inner(
 
 # %% ../../nbs/ways/02_look.ipynb #trial
 class CallTrial(places.Trial):
-    "Calls of a model with some samples of a batch, which are undone"
+    "Call a model with some samples of a batch, and undo it"
     def __init__(self,
         model:torch.nn.Module, # The model
         call:Callable, # Its `forward`
-        part:Callable # Of the first sample, and the one after the last: positional and named arguments
+        part:Callable # `part(start, stop)` returns positional and named arguments for these samples
     ):
         args,_ = part(0, 1)
         self.learn = SimpleNamespace(model=model, xb=args)
@@ -57,9 +57,9 @@ class CallTrial(places.Trial):
     @torch.no_grad()
     def run(self,
         n:int, # Samples
-        change:Callable=lambda: None, # What is done before
-        then:Callable=lambda: None # What is done after, before it is undone
-    )->tuple: # What the model returns, and what `then` does
+        change:Callable=lambda: None, # Called before the model
+        then:Callable=lambda: None # Called after the model, before everything is undone
+    )->tuple: # The results of the model and of `then`
         "Call the model"
         try:
             args,kwargs = fresh(self.part(0, n))
@@ -74,16 +74,16 @@ class CallTrial(places.Trial):
 
 # %% ../../nbs/ways/02_look.ipynb #look
 class Look:
-    "What is known of a model's state and outputs, in training or in evaluation"
+    "Facts about a model's state and outputs, in training or in evaluation"
     def __init__(self,
-        trial:CallTrial, # Of the model
+        trial:CallTrial, # Calls the model
         n:int, # Samples in the batch, more than one
         k:int # Samples in a micro-batch
     ):
         """Look at a batch
 
         Refused: the model keeps something that cannot be split
-        TypeError: it returns something that cannot be had from micro-batches
+        TypeError: it returns something that cannot be computed from micro-batches
         """
         other = k-1 if k>2 or k==n else k+1
         self.places = places.find_rows(trial, n)   # what of the state has rows
@@ -93,11 +93,11 @@ class Look:
 def check_cached(
     learn:Learner, # About to train
     cls:type, # The class of our callbacks
-    auto:bool # Are sizes found in the fit?
+    auto:bool # Are sizes found during the fit?
 ):
     """Refuse a Learner whose model cannot be run in parts
 
-    ValueError: as it says
+    ValueError: the model cannot be run in parts
     """
     if len([o for o in learn.cbs if isinstance(o, cls)])>1:
         raise ValueError("two GradientCaches are on this Learner: keep one, and take the other off with "
@@ -133,11 +133,11 @@ def check_cached(
 
 # %% ../../nbs/ways/02_look.ipynb #differs
 def tell_differs(
-    cb:Callback # Which runs the model again
+    cb:Callback # The callback that runs the model again
 ):
-    """Its outputs were not the same
+    """Warn that the outputs were not the same
 
-    UserWarning: once in a fit
+    UserWarning: once per fit
     """
     once(cb, 'runs-differ', "the model has returned something else when it was run again on the same samples, from the "
         "same random numbers and buffers: its gradients are not those of its predictions. Does it draw random numbers "

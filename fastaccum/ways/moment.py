@@ -1,4 +1,4 @@
-"""What modules keep at one moment, so that a segment can be computed again as if nothing had happened since.
+"""Note the state of modules at one moment, so that a segment can be computed again as if nothing had happened since.
 
 Docs: https://fastaccum.github.io/fastaccum/ways/moment.html.md"""
 
@@ -42,7 +42,7 @@ def _put(o, old):
     o.update(old)
 
 class Moment:
-    "What modules keep, and where the generators of random numbers stand"
+    "The state of modules and of the random number generators at one moment"
     def __init__(self,
         modules:list, # All modules of a segment
         hooks:bool=False, # Note the objects whose methods are hooks, too?
@@ -60,7 +60,7 @@ class Moment:
                 if nm!='_buffers': self.tensors += [(nm,t,t._version) for t in _tensors(x)]
 
     def put_back(self):
-        "Put all back, but for the values of tensors; can be called any number of times"
+        "Put everything back except the values of tensors; can be called any number of times"
         for o,old in self.items: _put(o, old)
         for f,*args in self.values: f(*args)
         random.setstate(self.rng[0])
@@ -77,15 +77,15 @@ def _tensors(o):
 _running = []   # the `Held`s whose segment is being computed again
 
 def recomputing()->bool: # `False` in a forward pass
-    "Is a segment being computed again? For hooks that count"
+    "Is a segment being computed again right now? Hooks that count can ask this"
     return len(_running)>0
 
 class Held:
-    "The modules of a segment, held as they were before its forward pass while it is computed again"
+    "Hold the modules of a segment as they were before its forward pass, while it is computed again"
     def __init__(self,
-        name:str, # The segment's
+        name:str, # The segment's name
         modules:list, # All modules in it
-        others:list|tuple=() # Objects that it is given, such as a cache
+        others:list|tuple=() # Objects among its inputs, such as a cache
     ):
         self.name,self.modules,self.others = name,modules,others
         self.was = Moment(modules, others=others)   # before the forward pass
@@ -96,9 +96,9 @@ class Held:
                         if b is not None and not b.is_inference()}
 
     def settle(self):
-        """The forward pass is complete: keep what is needed to go through it again
+        """Called when the forward pass is complete, to keep only what is needed to run it again
 
-        RuntimeError: it has changed in place a tensor that is no buffer
+        RuntimeError: the pass has changed a tensor in place that is not a buffer
         """
         moved = next((nm for nm,t,version in self.was.tensors if t._version!=version), None)
         if moved:

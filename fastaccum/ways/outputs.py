@@ -1,4 +1,4 @@
-"""What a model returns for parts of a batch, put together as if it had seen the whole.
+"""Put together what a model returns for parts of a batch, as if it had seen the whole batch.
 
 Docs: https://fastaccum.github.io/fastaccum/ways/outputs.html.md"""
 
@@ -16,17 +16,17 @@ from ..core.notices import see
 
 # %% ../../nbs/ways/01_outputs.ipynb #leaves
 def leaves(
-    o:object # What a model returns, or is given: nested tuples, lists and mappings
-)->list: # Tensors, and whatever else is in it
-    "What is in `o`, in order"
+    o:object # Inputs or outputs of a model: nested tuples, lists and mappings
+)->list: # Tensors and other objects
+    "The contents of `o`, in order"
     if is_mapping(o) or isinstance(o, (tuple,list)): return [x for v in values(o) for x in leaves(v)]
     return [o]
 
 def dressed(
     o:object, # A tensor, or anything
-    x:object # Of the class that it should have, such as fastai's `TensorImage`
+    x:object # An object of the class that it should have, such as fastai's `TensorImage`
 )->object: # `o`
-    "`o` in the class of `x`, with its attributes"
+    "Give `o` the class and the attributes of `x`"
     if not isinstance(o, torch.Tensor) or type(x) in (torch.Tensor,nn.Parameter): return o
     res = o.as_subclass(type(x))
     vars(res).update(vars(x))
@@ -34,9 +34,9 @@ def dressed(
 
 def rebuilt(
     o:object, # Nested tuples, lists and mappings
-    xs:Iterator # As many things as `leaves` finds in it
+    xs:Iterator # New contents, as many as `leaves` finds in `o`
 )->object: # The same structure
-    "What `o` would be with `xs` in it"
+    "Build the structure of `o` with `xs` as its contents"
     if is_mapping(o) or isinstance(o, (tuple,list)): return like(o, [rebuilt(v, xs) for v in values(o)])
     return next(xs)
 
@@ -49,7 +49,7 @@ def refuse(
     x:object, # An output
     why:str # The middle of a sentence
 ):
-    """Say that the outputs of micro-batches cannot be put together
+    """Raise an error because the outputs of micro-batches cannot be put together
 
     TypeError: always
     """
@@ -59,12 +59,12 @@ def refuse(
 def find_rows(
     a:object, # What the model returned
     b:object, # What it returned for another number of samples
-    na:int, # Samples there were
-    nb:int # And for `b`
-)->list: # For each of its `leaves`: has it rows?
-    """Which outputs have a row for each sample; others have to be the same
+    na:int, # Samples for `a`
+    nb:int # Samples for `b`
+)->list: # For each of the `leaves`: has it rows?
+    """Find the outputs that have a row for each sample; the others have to be the same
 
-    TypeError: there is one that has neither
+    TypeError: an output has no rows and is not the same
     """
     xs,ys = leaves(a),leaves(b)
     if len(xs)!=len(ys): refuse(a, f"with {len(xs)} things in it for {na} samples, and with {len(ys)} for {nb}")
@@ -82,8 +82,8 @@ def _has_rows(x, y, na, nb):
 
 def same(
     x:object, # A leaf
-    y:object # Another
-)->bool: # On a device, the host waits
+    y:object # Another leaf
+)->bool: # If they are on a device, the host waits for it
     "Are they equal?"
     if isinstance(x, torch.Tensor): return isinstance(y, torch.Tensor) and x.dtype==y.dtype and torch.equal(x, y)
     return x is y or type(x) is type(y) and isinstance(x, (bool,int,float,str,bytes)) and x==y
@@ -93,7 +93,7 @@ class Joined:
     "The outputs of micro-batches, put together as they come"
     def __init__(self,
         n:int, # Samples in the batch
-        rows:list # For each output: has it rows?
+        rows:list # For each output, whether it has rows
     ):
         self.n,self.rows = n,rows
         self.like = None   # the first outputs, for their structure
@@ -102,13 +102,13 @@ class Joined:
         self.others = []   # pairs of tensors that must be the same
 
     def add(self,
-        out:object, # What the model returned
-        start:int, # The first of its samples
-        stop:int # The one after the last
+        out:object, # The model's output
+        start:int, # Its first sample
+        stop:int # The sample after the last
     ):
-        """The next outputs
+        """Add the outputs of the next micro-batch
 
-        TypeError: they do not go with the others
+        TypeError: they do not fit together with the others
         """
         xs = [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves(out)]
         if self.outs is None: self._begin(out, xs)
@@ -131,16 +131,16 @@ class Joined:
         whole[start:stop] = x
 
     def check(self):
-        """All micro-batches are there
+        """Check the outputs when all micro-batches are there
 
-        TypeError: an output without rows was not the same for all
+        TypeError: an output without rows was not the same for all micro-batches
         """
         if self.others and not torch.stack([(a==b).all() for a,b in self.others]).all():
             refuse(self.others[0][0], 'that is not the same for all micro-batches')
         self.others = []
 
     def like_model(self,
-        outs:list # Tensors as `outs`
+        outs:list # Tensors, as in the attribute `outs`
     )->object: # As the model returns it
-        "`outs` in the model's structure and classes of tensors"
+        "Put `outs` into the structure and the tensor classes of the model's output"
         return rebuilt(self.like, iter([dressed(o, x) for o,x in zip(outs, self.firsts)]))

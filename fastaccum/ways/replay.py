@@ -1,4 +1,4 @@
-"""The second pass: each micro-batch is run again, with a graph, and back-propagated with its part.
+"""The second pass: run each micro-batch again, with a graph, and back-propagate its part of the gradient.
 
 Docs: https://fastaccum.github.io/fastaccum/ways/replay.html.md"""
 
@@ -25,7 +25,7 @@ from .outputs import leaves
 def replay(self:Cached):
     """Back-propagate the predictions' gradients through the model
 
-    RuntimeError: it cannot be run again as it was
+    RuntimeError: the model cannot be run again as it was
     """
     grads,self.grads = self.grads,None
     if grads is None: return

@@ -1,4 +1,4 @@
-"""A batch for which memory runs out is tried again, in smaller micro-batches.
+"""Try a batch again in smaller micro-batches if memory runs out.
 
 Docs: https://fastaccum.github.io/fastaccum/ways/retry.html.md"""
 
@@ -16,7 +16,7 @@ from ..memory.shortage import is_out_of_memory
 
 # %% ../../nbs/ways/15_retry.ipynb #aside
 class Aside:
-    "Gradients that are set aside while a batch is tried"
+    "Set gradients aside while a batch is tried"
     def __init__(self,
         learn:Learner # About to run a batch
     ):
@@ -28,13 +28,13 @@ class Aside:
         for p in ps: p.grad = None
 
     def merge(self):
-        "Add the batch's gradients to them; may be called twice"
+        "Add the batch's gradients to those set aside; may be called twice"
         held,self.held = self.held,[]
         for p,g in held: p.grad = g if p.grad is None else g.add_(p.grad)
 
 # %% ../../nbs/ways/15_retry.ipynb #retry
 class Retry:
-    "One fit, in batches that are tried again in smaller micro-batches when memory runs out"
+    "Run the batches of one fit, and try a batch again in smaller micro-batches when memory runs out"
     def __init__(self,
         learn:Learner # About to train, or to validate
     ):
@@ -50,11 +50,11 @@ class Retry:
     def __getstate__(self): return vars(self)|dict(attempt=None, aside=None)   # to be left, no more
 
     def leave(self):
-        "Give the Learner its `_step` back"
+        "Restore the Learner's `_step`"
         self.step.leave()
 
     def complete(self):
-        "The gradients of the batch are complete"
+        "Called when the gradients of the batch are complete"
         self.done = True
         self.aside.merge()
 

@@ -1,4 +1,4 @@
-"""What a segment would hold, what is kept instead, and the table that says so.
+"""Measure how much memory a segment would hold and how much is kept instead, and show it in a table.
 
 Docs: https://fastaccum.github.io/fastaccum/ways/saved.html.md"""
 
@@ -22,17 +22,17 @@ def _storage(t):
     except (NotImplementedError,RuntimeError): return None
 
 def nbytes(
-    tensors:list, # Tensors; those that share their numbers count once
-    seen:dict # Weak references to what does not count; gets what counts. While there is one, its address is not reused
+    tensors:list, # Tensors; those that share memory count once
+    seen:dict # Weak references to storages that do not count; those of `tensors` are added
 )->int: # Bytes
-    "What `tensors` hold"
+    "The memory of `tensors`"
     refs = [(t,ref) for t in tensors if (ref:=_storage(t)) is not None]
     new = {ref.cdata:(t,ref) for t,ref in refs if ref.cdata not in seen}
     seen.update({k:ref for k,(_,ref) in new.items()})
     return sum(t.untyped_storage().nbytes() for t,_ in new.values())
 
 class Measure:
-    "Within it, adds up what is saved for the backward pass, and lets others do with it what they did"
+    "A context that adds up what is saved for the backward pass, and still calls other hooks"
     def __init__(self,
         known:list # Tensors that do not count
     ):
@@ -59,7 +59,7 @@ class Measure:
 # %% ../../nbs/ways/08_saved.ipynb #table
 @dataclass
 class Row:
-    "A segment, and what it holds"
+    "A segment, and its memory"
     name:str # Where it is in the model
     kind:str # What it is made of
     calls:int=0 # Forward passes with gradients in the last fit
@@ -69,15 +69,15 @@ class Row:
 def _mb(n): return '' if n is None else f'{n/2**20:,.1f}'
 
 class Segments(list):
-    "The segments of a model, which prints itself as a table"
+    "The segments of a model; displays itself as a table"
     @property
     def kept(self)->int:
-        "Bytes that are kept, of all segments"
+        "Bytes that are kept for all segments"
         return sum(o.kept or 0 for o in self)
 
     @property
     def again(self)->int:
-        "Bytes that are computed again, of all segments"
+        "Bytes that are computed again for all segments"
         return sum(o.again or 0 for o in self)
 
     def __repr__(self):

@@ -1,4 +1,4 @@
-"""Where a model is cut: the modules whose activations are computed again, found or given.
+"""Find the segments of a model whose activations are computed again.
 
 Docs: https://fastaccum.github.io/fastaccum/ways/segments.html.md"""
 
@@ -25,7 +25,7 @@ class Cut:
 
     @property
     def kind(self)->str:
-        "What it is made of, in words"
+        "A description of its modules"
         names = [type(o).__name__ for o in self.modules]
         return ', '.join(names) if len(names)<4 else f'{names[0]} … {names[-1]}'
 
@@ -60,7 +60,7 @@ def is_stage(
     m:nn.Module, # A module
     loose:bool=False # Look for two blocks of one class in any module, or only in lists?
 )->bool:
-    "Is there something inside of `m` that repeats a block?"
+    "Does something inside `m` repeat a block?"
     def repeats(o):
         is_list = isinstance(o, _lists)
         blocks = [type(c) for c in o.children() if _computes(c) and (is_list or _layers(c)>1)]
@@ -76,7 +76,7 @@ def runs(
     seq:nn.Sequential, # A sequence
     start:int, # Its first child in the run
     stop:int # The one after the last
-)->list: # Pairs of a first child and the one after the last
+)->list: # For each segment, its first child and the one after its last
     "Cut a run of plain layers into segments"
     ns = [_layers(o) for o in list(seq)[start:stop]]   # a slice would make a Sequential of its class
     per = sum(ns)/max(1, math.isqrt(sum(ns)))   # layers of a segment
@@ -109,10 +109,10 @@ def _in_sequence(seq, name, counts):
 
 def find_in(
     m:nn.Module, # A module of the model, or the model
-    name:str='', # Its name; '' is the model
-    counts:Counter|None=None # How many modules the model has of each class
-)->list: # Of `Cut`s
-    "The segments of `m`"
+    name:str='', # Its name; '' for the model
+    counts:Counter|None=None # The number of modules of each class in the model
+)->list: # `Cut`s
+    "Find the segments of `m`"
     if counts is None: counts = Counter(type(o) for o in m.modules())
     if isinstance(m, torch.jit.ScriptModule): return []
     if is_sequence(m): return list(_in_sequence(m, name, counts))
@@ -143,11 +143,11 @@ def _of(model, o):
 
 # %% ../../nbs/ways/05_segments.ipynb #overlap
 def check_apart(
-    cuts:list # Of `Cut`s
+    cuts:list # `Cut`s
 ):
     """Refuse segments that have a module in common
 
-    ValueError: one is inside of another, or given twice
+    ValueError: one is inside another, or was passed twice
     """
     seen = {}
     for c in cuts:
@@ -161,10 +161,10 @@ def check_apart(
 def find_segments(
     model:nn.Module, # The model
     segments:type|tuple|list|Callable|None=None # As in `ActivationCheckpoint`
-)->list: # Of `Cut`s
-    """Where `model` is cut
+)->list: # `Cut`s
+    """Find where to cut `model`
 
-    ValueError: nothing was found, or what is given is not in the model, or lies within another
+    ValueError: nothing was found, or one of the passed segments is not in the model or lies inside another
     """
     if segments is None: cuts = find_in(model)
     elif isinstance(segments, (type,tuple)): cuts = list(_outermost(model, '', lambda o: isinstance(o, segments)))

@@ -1,4 +1,4 @@
-"""What a forward pass starts from, so that it can be run again from there.
+"""Note the state that a forward pass starts from, so that it can be run again from there.
 
 Docs: https://fastaccum.github.io/fastaccum/ways/start.html.md"""
 
@@ -17,7 +17,7 @@ from ..memory.state import State, homes
 
 # %% ../../nbs/ways/00_start.ipynb #buffers
 class SharedBuffers:
-    "Copies of a model's buffers as they were at several places; those that did not change are shared"
+    "Copies of a model's buffers at several times; those that did not change are shared"
     def __init__(self,
         model:nn.Module # The model
     ):
@@ -30,8 +30,8 @@ class SharedBuffers:
         return d[nm] is b and (b is None or b._version==version and not nm.startswith('running_'))
 
     def note(self
-    )->list: # For `put_back`
-        "Note what is in them"
+    )->list: # To pass to `put_back`
+        "Note the contents of the buffers"
         for i,(d,nm) in enumerate(self.places):
             b = d[nm]
             if not self._known(i): self.now[i] = (b,None,None) if b is None else (b,b._version,b.clone())
@@ -39,9 +39,9 @@ class SharedBuffers:
 
     @torch.no_grad()
     def put_back(self,
-        noted:list # What `note` has returned
+        noted:list # Returned by `note`
     ):
-        "Go back to what was noted; can be called any number of times"
+        "Go back to the noted contents; can be called any number of times"
         for i,((d,nm),(b,_,copy)) in enumerate(zip(self.places, noted)):
             if self._known(i) and self.now[i][2] is copy: continue
             d[nm] = b
@@ -53,13 +53,13 @@ _kinds = torch.Generator,random.Random,np.random.Generator,np.random.RandomState
 
 def device_of(
     model:nn.Module # A model
-)->torch.device|str|None: # `None` if that is the CPU; its type, if it is on several
+)->torch.device|str|None: # `None` for the CPU; the device type if the model is on several devices
     "The device whose random numbers and autocast `model` uses, besides the CPU's"
     found = {o.device for o in (*model.parameters(),*model.buffers())}-{torch.device('cpu')}
     return next(iter(found)) if len(found)==1 else next((o.type for o in found), None)
 
 class Start:
-    "Places from which a forward pass of `model` began, to begin there again"
+    "States from which forward passes of `model` began, to begin there again"
     def __init__(self,
         model:nn.Module # The model
     ):
@@ -72,19 +72,19 @@ class Start:
         self.states = {}   # a `State`: what modules keep in attributes; it copies less if it is used again
 
     def note(self,
-        i:int # The place's number; what was noted as that before is forgotten
+        i:int # The number of the state; replaces an earlier one of the same number
     ):
-        "Note what is"
+        "Note the current state"
         if i not in self.states: self.states[i] = State(self.model)
         self.states[i].note()
         self.noted[i] = rng_states(self.device),Snapshot(*self.own),self.buffers.note()
 
     def put_back(self,
-        i:int # The place's number
+        i:int # The number of the state
     ):
-        """Go back to what `note` has noted; can be called any number of times
+        """Go back to the state that `note` has noted; can be called any number of times
 
-        RuntimeError: the model has changed a tensor in place that it has made since, and keeps in an attribute
+        RuntimeError: the model has changed a tensor in place that it has created since, and keeps in an attribute
         """
         rng,own,buffers = self.noted[i]
         self.buffers.put_back(buffers)
@@ -97,14 +97,14 @@ class Start:
         own.put_back()
 
     def forget(self):
-        "Forget all places, but not how to note them"
+        "Forget all states; `note` can be used again"
         self.noted = {}
 
 # %% ../../nbs/ways/00_start.ipynb #autocast
 class Autocast:
-    "What autocast does now, to be entered again later"
+    "The current state of autocast, to be entered again later"
     def __init__(self,
-        device:torch.device|str|None # Whose, besides the CPU's
+        device:torch.device|str|None # The device to include, besides the CPU
     ):
         types = {'cpu'}|(set() if device is None else {torch.device(device).type})
         self.on = {o:(torch.get_autocast_dtype(o),torch.is_autocast_enabled(o)) for o in types}

@@ -1,4 +1,4 @@
-"""BatchNorm's running statistics, estimated anew by torch's `update_bn`, and everything else as it was.
+"""Estimate BatchNorm's running statistics anew with torch's `update_bn`, and leave everything else as it was.
 
 Docs: https://fastaccum.github.io/fastaccum/ways/statistics.html.md"""
 
@@ -36,19 +36,19 @@ def bn_layers(
 def learns(
     layer:nn.Module # A BatchNorm layer
 )->bool:
-    "Is it not frozen? A layer without parameters learns too"
+    "Is the layer not frozen? One without parameters is not"
     ps = list(layer.parameters())
     return not ps or any(p.requires_grad for p in ps)
 
 def unwrapped(
-    learn:Learner # Whose model may be a `DistributedDataParallel`
-)->nn.Module: # Without it
-    "The model of `learn`"
+    learn:Learner # A Learner, whose model may be a `DistributedDataParallel`
+)->nn.Module: # The model inside it
+    "The model of `learn`, without a wrapper"
     return learn.model if find_sync(learn) is alone else learn.model.module
 
 # %% ../../nbs/ways/10_statistics.ipynb #population
 class Population(nn.Module):
-    "What torch's `update_bn` sees of a model: the layers to estimate, and a function that runs all of it"
+    "A module for torch's `update_bn`, with the layers to estimate and a function that runs the whole model"
     def __init__(self,
         layers:list, # BatchNorm layers, which `update_bn` resets and trains
         f:Callable # A function of a batch
@@ -61,7 +61,7 @@ class Population(nn.Module):
 def autocast_of(
     learn:Learner # In a fit or not
 )->'AbstractContextManager':
-    "What the Learner's mixed precision, if any, runs a forward pass in"
+    "The context in which the Learner's mixed precision runs a forward pass"
     cb = next((o for o in learn.cbs if isinstance(o, MixedPrecision) and o.run), None)
     if cb is None: return nullcontext()
     if vars(cb).get('autocast') is not None: return copy(cb.autocast)   # it may be on
@@ -73,7 +73,7 @@ def autocast_of(
 def whole_batches(
     dl:Iterable, # Batches
     bs:int|None, # Samples in each; `None` if they vary
-    n:int # Samples, at most, but one batch at least
+    n:int # The most samples; at least one batch is used
 )->Iterator: # Batches
     """The first batches of `dl`, without those that are smaller than `bs`
 
@@ -92,7 +92,7 @@ def whole_batches(
 
 # %% ../../nbs/ways/10_statistics.ipynb #estimate
 class Estimate:
-    "Estimates the running statistics of some layers, and leaves everything else as it was"
+    "Estimate the running statistics of some layers, and leave everything else as it was"
     def __init__(self,
         learn:Learner, # The Learner
         layers:list # BatchNorm layers of its model
@@ -128,9 +128,9 @@ def _note(self:Estimate):
 
 @patch
 def run(self:Estimate,
-    batches:Callable # Returns what to go through: batches as the training loader yields them
+    batches:Callable # A function that returns the batches to use, as the training loader yields them
 ):
-    "Go through them. If that is interrupted or fails, the statistics are as before"
+    "Go through the batches; if this fails or is interrupted, the statistics are as before"
     stats,rest = self._note()
     try:
         self.autocast = autocast_of(self.learn)

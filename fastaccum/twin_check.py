@@ -12,7 +12,6 @@ import time
 from functools import partial
 from matplotlib.axes import Axes
 from matplotlib import pyplot as plt
-import torch
 from fastai.callback.core import Callback
 from fastai.learner import Learner
 from fastcore.basics import patch

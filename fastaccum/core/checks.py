@@ -16,7 +16,6 @@ from warnings import warn
 from fastai.callback.fp16 import NonNativeMixedPrecision
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
 from fastai.learner import Learner
-from torch import distributed
 from .notices import see
 from .plan import Plan
 

@@ -11,6 +11,7 @@ __all__ = ['check_apart', 'TrialsApart']
 from fastai.learner import Learner
 from fastai.torch_core import get_model
 from torch.nn import SyncBatchNorm
+from ..core.notices import see
 from .trials import Trials
 from ..processes.engine import find_sync
 from ..processes.sharded import Sharded
@@ -32,7 +33,7 @@ def check_apart(
     if why:
         raise RuntimeError(f"`bs_find` on several processes with {why}: each forward pass exchanges something, so the "
             "others would wait for a process whose memory runs out. Search before the model is made so, on a Learner "
-            "with the plain model, and take less than it finds")
+            "with the plain model, and take less than it finds" + see('exchanges-in-the-forward-pass'))
     check_same({f'`{k}`':v for k,v in told.items()}, gather([int(o) for o in told.values()], ps[0].device))
 
 # %% ../../nbs/memory/16_apart.ipynb #trials
@@ -65,6 +66,7 @@ class TrialsApart(Trials):
 
     def _compare(self, trial):
         went = [o for o, in gather([int(not trial.ok)], self.device)]   # 0: it fits, 1: it does not, 2: another error
-        if 2 in went: raise RuntimeError(f"the search has failed on process {went.index(2)}, which tells the reason")
+        if 2 in went: raise RuntimeError(f"the search has failed on process {went.index(2)}, which tells the reason"
+            + see('processes-apart'))
         if trial.ok and 1 in went: trial.ok,trial.error = False,f'memory ran out on process {went.index(1)}'
         return trial.ok

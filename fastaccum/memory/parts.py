@@ -11,6 +11,7 @@ __all__ = ['result_of', 'join']
 import torch
 from fastai.learner import Learner
 from ..core.batch import is_mapping, like, split, values
+from ..core.notices import see
 from ..core.others import batchnorms, random_layers
 from ..core.probe import Probed
 
@@ -41,6 +42,7 @@ def join(
         if not o.ndim: return sum(x*n for x,n in zip(parts, ns))/sum(ns)
         if all(x.ndim and len(x)==n for x,n in zip(parts, ns)): return torch.cat(parts)
         raise TypeError(f"the model returned a tensor of shape {tuple(o.shape)} for {ns[0]} samples, which cannot be "
-            "put together with those of other samples: give the validation DataLoader a smaller batch size")
+            "put together with those of other samples: give the validation DataLoader a smaller batch size"
+            + see('predictions-in-pieces'))
     if is_mapping(o) or isinstance(o, (tuple,list)): return like(o, [join(x, ns) for x in zip(*map(values, parts))])
     return o

@@ -11,6 +11,7 @@ __all__ = ['exchange_grads', 'share_buffers', 'retries', 'check_retries']
 import torch
 from fastai.callback.core import Callback
 from torch.nn.parallel import DistributedDataParallel
+from ..core.notices import see
 
 # %% ../../nbs/processes/11_afterwards.ipynb #exchange
 def exchange_grads(
@@ -51,4 +52,5 @@ def check_retries(
     if not why: return
     raise ValueError(f"`'auto'` on several processes with {', '.join(why)}: each process runs its micro-batches again "
         "by itself when its memory runs out, and the others would wait for what is exchanged with every micro-batch. "
-        "Give a number, `micro_batch_size=` (`learn.bs_find()` finds one that fits on all processes)")
+        "Give a number, `micro_batch_size=` (`learn.bs_find()` finds one that fits on all processes)"
+        + see('exchanges-in-the-forward-pass'))

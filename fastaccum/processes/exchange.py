@@ -14,7 +14,7 @@ from torch import distributed as dist
 from fastai.callback.core import Callback
 from fastcore.basics import patch
 from ..core.notices import see
-from .afterwards import retries, share_buffers
+from .afterwards import retries
 from .agreement import Agreement
 from .lockstep import Lockstep
 from .shares import local_sizes

@@ -39,7 +39,7 @@ class GradientAccumulation(Steps):
         accum_bs:int=None, # Samples per step over all processes, rounded up to whole micro-batches; defaults to `n_acc`
         n_acc:int=32, # `accum_bs` under fastai's name, so that code written for fastai's callback runs unchanged
         log_accum_batch:bool=True, # Record and log once per step (True), or every micro-batch as fastai does (False)
-        micro_batch_size:int|str|AutoSize=None, # Split the loader's batches to this size; 'auto': to what fits memory
+        micro_batch_size:int|str|AutoSize=None, # Split the loader's batches to this size, or to what fits ('auto')
         drop_last:bool=None, # Drop an epoch's remainder (True), step on it (False), or do as the loader does (None)
         size:callable=None, # `size(learn)` returns how many items this micro-batch's mean loss covers. See `find_size`
         sync_each:bool=None # Exchange gradients per micro-batch (True) or per step (False)? None: see `find_sync`

@@ -1,4 +1,4 @@
-"""The largest micro-batch that fits, found by trying.
+"""Find the largest micro-batch that fits into memory.
 
 Docs: https://fastaccum.github.io/fastaccum/bs_find.html.md"""
 

@@ -37,7 +37,7 @@ class ActivationCheckpoint(Guest):
     rows = None    # a `Segments`, of the last fit
 
     def __init__(self,
-        segments:type|tuple|list|Callable=None, # Class(es), modules, names of modules, or `f(module)->bool`; None: find
+        segments:type|tuple|list|Callable=None, # A class or several, modules or their names, or a function of a module
         offload:bool=False # Keep the inputs of the segments in the host's memory?
     ):
         self.given,self.offload = check_segments(segments),check_bool('offload', offload)

@@ -1,4 +1,4 @@
-"""Out of memory in the middle of a macro-batch: split the micro-batch, and finish the same macro-batch.
+"""When memory runs out in the middle of a macro-batch, split the micro-batch and finish the same macro-batch.
 
 Docs: https://fastaccum.github.io/fastaccum/memory/recovery.html.md"""
 

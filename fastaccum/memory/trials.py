@@ -111,7 +111,7 @@ class Trials:
     def __call__(self,
         size:int # Samples
     )->bool: # Did they fit?
-        """Try a size, and put all back
+        """Try a size, and put everything back
 
         RuntimeError: a callback ends the trial early, or nobody steps in it
         """

@@ -1,4 +1,4 @@
-"""Parameters that are sharded over processes: FSDP2, and HSDP.
+"""Train models whose parameters are sharded over processes, with FSDP2 or HSDP.
 
 Docs: https://fastaccum.github.io/fastaccum/processes/sharded.html.md"""
 

@@ -1,4 +1,4 @@
-"""Several processes: one gradient exchange per step.
+"""Exchange gradients between processes once per step.
 
 Docs: https://fastaccum.github.io/fastaccum/processes/sync.html.md"""
 

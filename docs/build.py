@@ -21,7 +21,8 @@ sys.path[:0] = [str(root), str(root/'tools')]
 import readme
 
 sections = dict(
-    tutorials=('Tutorials', 'From the first step to several devices. Each is run, and took seconds on a CPU.'),
+    tutorials=('Tutorials', 'From the first step to several devices. Each was run on a CPU, and each can be opened '
+        'in Colab.'),
     explanations=('Explanations', 'Why it is done so, in pictures of what ran.'),
     guarantees=('Guarantees', 'One promise per page, each proved by running it. '
         'What micro-batches cannot promise is on the [first page](../index.ipynb).'),
@@ -31,7 +32,13 @@ sections = dict(
         'Each page is the source of its module: prose, code, and examples that are its first tests. '
         'Read in order they tell the whole story.'))
 wings = [o for o in ('core','memory','processes','ways','check','noise') if (root/'nbs'/o).exists()]
-single = ['differences', 'compatibility', 'coming_from', 'upstream', 'changelog', 'contributing']
+# the order of the pages, where their numbers or their `order` do not say it; those that are not there are passed over
+order = dict(
+    tutorials='accumulate vision text tabular segmentation hugging_face language_model choose fit_in_memory twin_check '
+        'how_large grow_the_batch mixed_precision watch launch'.split(),
+    single='tutorials/index cheat_sheet troubleshooting faq explanations/index guarantees/index api/index built/index '
+        'differences upstream compatibility coming_from changelog contributing'.split(),
+    explanations=['network'])
 
 # The names that a notebook exports
 
@@ -71,7 +78,18 @@ def type_name(o):
     name = None if getattr(o, '__args__', None) else getattr(o, '__name__', None)   # not of `int|None` or `list[int]`
     return name or re.sub(r'\b[a-z_]\w*\.', '', repr(o)).replace(' | ', '|').replace('NoneType', 'None')
 
-def only_imports(source): return all(isinstance(o, (ast.Import,ast.ImportFrom)) for o in ast.parse(source).body)
+re_nbdev = re.compile(r'^(?:from nbdev\.showdoc import \*|import nbdev; nbdev\.nbdev_export\(\))\n?', re.M)
+
+def only_imports(source):
+    "Is there nothing in it but imports? Magics are no Python"
+    try: return all(isinstance(o, (ast.Import,ast.ImportFrom)) for o in ast.parse(source).body)
+    except SyntaxError: return False
+
+def hides(options, source):
+    """Does the site leave the cell out? Imports are folded, whatever the notebook says: what one pastes needs them.
+    tests/run.py runs the pages by the same rule"""
+    if 'default_exp' in options: return True
+    return 'hide' in options and not (only_imports(source) and re_nbdev.sub('', source).strip())
 
 class Default:
     def __init__(self, o): self.o = o
@@ -192,15 +210,19 @@ class Page:
         self.title,self.text,settings = split_title(self.nb.cells[0].source)
         number = re.match('[0-9]+', path.name)
         self.order = float(number[0] if number else settings.get('order', 50))
+        self.folder,_,stem = self.name.rpartition('/')
+        known = order.get(self.folder, ())
+        if self.folder=='tutorials': self.order = known.index(stem) if stem in known else len(known)
         self.cells = []
         for c in self.nb.cells[1:]:
             if c.cell_type=='code':
-                c.options = c.directives
+                c.options = dict(c.directives)
+                fold = re.search(r'^#\| *code-fold: *(\w+)', c.source, re.M)   # nbdev takes `true` for a flag
+                if fold: c.options['code-fold'] = fold[1]
                 c.remove_directives()
             self.cells.append(c)
         exports = [c.options['default_exp'] for c in self.cells if c.cell_type=='code' and 'default_exp' in c.options]
         self.mod = import_module(f'fastaccum.{exports[0]}') if exports else None
-        self.folder = self.name.rpartition('/')[0]
         self.section = 'built' if self.folder in wings else 'api' if self.mod else self.folder
         # the wing that it is the first page of
         self.wing = self.folder if self.section=='built' and self.name.endswith('/index') else None
@@ -222,21 +244,37 @@ class Page:
     def linked(self, text):
         "Links to notebooks as links to their pages; where there is no such notebook, that is an error"
         for o in re.findall(r'\]\((?!\w+:)([^)#\s]+\.ipynb)', text):
-            if (self.path.parent/o).is_file(): continue
-            sys.exit(f'{self.path.relative_to(root)} links to {o}, which is not there')
+            if not (self.path.parent/o).is_file(): sys.exit(f'{self.path.relative_to(root)} links to {o}, which is not there')
         return link_pages(text)
+
+    def colab(self):
+        "Where a tutorial opens in Colab"
+        where = self.path.relative_to(root).as_posix()
+        return f'[Open in Colab]({readme.colab_url(where)})' if self.folder=='tutorials' else ''
 
     def shown(self, link):
         "Its cells for Sphinx"
         typed = f'\n\n{self.typed()}' if self.mod else ''
-        yield mk_cell(f'# {self.title}\n\n{{.lede}}\n{link(self.text)}{typed}', 'markdown')
+        colab = f'\n\n{self.colab()}' if self.colab() else ''
+        yield mk_cell(f'# {self.title}\n\n{{.lede}}\n{link(self.text)}{colab}{typed}', 'markdown')
+        imports = None   # the cell of imports before this one
         for c in self.cells:
             if c.cell_type!='code':
-                yield mk_cell(self.linked(link(c.source)), 'markdown')
+                imports = None
+                yield mk_cell(maths(self.linked(link(c.source))), 'markdown')
                 continue
             opts = c.options
-            if {'hide','default_exp'} & opts.keys() or 'export' in opts and only_imports(c.source): continue
+            if hides(opts, c.source): continue
             c.metadata,meta = {},{}
+            if {'hide','export'} & opts.keys() and only_imports(c.source):
+                c.source = re_nbdev.sub('', c.source).strip('\n')
+                if imports: imports.source += f'\n{c.source}'
+                else:
+                    c.metadata = dict(tags=['hide-input'], mystnb=dict(code_prompt_show='Show the imports'))
+                    imports = c
+                    yield c
+                continue
+            imports = None
             if 'export' in opts:
                 for nm in defined(c.source): yield mk_cell(entry(self.mod, nm, link), 'markdown')
                 c.metadata['tags'] = ['hide-input']
@@ -269,9 +307,42 @@ class Page:
             fn.write_bytes(data)
             return f'{readme.docs_url()}/{self.name}_files/{id}.png'
         nb = json.loads(self.path.read_text(encoding='utf-8'))
-        return readme.markdown(nb, readme.docs_url(), image, folder=self.name.rpartition('/')[0])
+        return readme.markdown(nb, readme.docs_url(), image, folder=self.folder)
 
 # The site
+
+def braced(text):
+    "Arguments of `\\frac` and `\\sqrt` in braces: matplotlib wants them"
+    arg = r'\s*(\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}|\\[A-Za-z]+|[^\s{])'
+    def full(o): return o if o.startswith('{') else f'{{{o}}}'
+    text = re.sub(r'\\frac'+arg+arg, lambda m: fr'\frac{full(m[1])}{full(m[2])}', text)
+    return re.sub(r'\\sqrt'+arg, lambda m: fr'\sqrt{full(m[1])}', text)
+
+def tex(m):
+    """A formula as a picture in the text, in the text's colour: no script from elsewhere is needed, and it is read
+    aloud as it is written"""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.mathtext import MathTextParser
+    from matplotlib.textpath import TextPath
+    block,written = m[1] is not None,(m[1] or m[2]).strip()
+    text = braced(re.sub(r'\\text\b', r'\\mathrm', ' '.join(written.split())).replace('…', r'\ldots '))
+    text = text.replace(r'\qquad', r'\quad\quad')
+    font = FontProperties(family='DejaVu Sans', math_fontfamily='stix', size=18)
+    path = TextPath((0,0), f'${text}$', prop=font)
+    width,height,depth,*_ = MathTextParser('path').parse(f'${text}$', 72, font)
+    names = {1:'M', 2:'L', 3:'Q', 4:'C', 79:'Z'}
+    d = ''.join(names[k] + ('' if k==79 else ' '.join(f'{x:.1f} {-y:.1f}' for x,y in v.reshape(-1, 2)))
+        for v,k in path.iter_segments(simplify=False))
+    said = written.replace('&', '&amp;').replace('"', '&quot;').replace('<', '&lt;')
+    svg = (f'<svg class="math" role="img" aria-label="{said}" viewBox="0 {-height:.1f} {width:.1f} {height+depth:.1f}" '
+        f'style="height:{(height+depth)/18:.2f}em;vertical-align:{-depth/18:.2f}em"><path d="{d}"/></svg>')
+    return f'\n\n<p class="math">{svg}</p>\n\n' if block else svg
+
+def maths(text):
+    "The text with its formulas drawn, but for what is code"
+    parts = re.split(r'(^```.*?^```$|`[^`]*`)', text, flags=re.M|re.S)
+    found = r'\$\$(.+?)\$\$|\$([^$\n]+)\$'
+    return ''.join(o if i%2 else re.sub(found, tex, o, flags=re.S) for i,o in enumerate(parts))
 
 def toctree(names): return '\n'.join(['```{toctree}', ':hidden:', ':titlesonly:', '', *names, '```'])
 
@@ -315,8 +386,7 @@ def stage(src, pages):
         (src/nm).write_text(text, encoding='utf-8')
     for k,(title,text) in sections.items():
         put(f'{k}/index.md', landing(title, text, [p for p in pages if p.section==k], link))
-    def there(o): return any((src/f'{o}.{ext}').exists() for ext in ('ipynb','md'))
-    def top(): return [f'{k}/index' for k in sections] + [o for o in single if there(o)]
+    def top(): return [o for o in order['single'] if any((src/f'{o}.{ext}').exists() for ext in ('ipynb','md'))]
     for nm in ('CHANGELOG','CONTRIBUTING'):
         text = (root/f'{nm}.md').read_text(encoding='utf-8')
         put(f'{nm.lower()}.md', re.sub(re.escape(readme.docs_url())+r'/([\w/]+)\.html', r'\1.ipynb', text))

@@ -1,5 +1,5 @@
 "Settings of Sphinx; build.py prepares the pages."
-import inspect, re, sys
+import html, inspect, re, subprocess, sys
 from importlib import import_module
 from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -17,7 +17,7 @@ html_baseurl,repository = fact(r'^Documentation *= *"(.+)"', toml),fact(r'^Repos
 extensions = ['myst_nb', 'sphinx_copybutton', 'sphinx.ext.githubpages', 'sphinx.ext.linkcode']
 nb_execution_mode = 'off'
 nb_render_markdown_format = 'myst'   # tables that a cell made
-nb_code_prompt_show = nb_code_prompt_hide = 'Source'
+nb_code_prompt_show,nb_code_prompt_hide = 'Show code','Hide code'
 myst_enable_extensions = ['attrs_block', 'colon_fence', 'deflist']
 myst_heading_anchors = 4
 # a changelog skips a level; a shown default may be no Python
@@ -30,16 +30,37 @@ def brand(color): return {f'color-brand-{o}':color for o in ('primary','content'
 
 html_theme = 'furo'
 pygments_style,pygments_dark_style = 'default','github-dark'
-html_static_path,html_css_files,html_favicon = ['style.css'],['style.css'],'icon.svg'
+html_static_path,html_css_files,html_favicon = ['style.css','preview.png'],['style.css'],'icon.svg'
 html_copy_source = html_show_sphinx = False
-html_theme_options = dict(top_of_page_buttons=[], footer_icons=[],
+templates_path = ['templates']
+html_context = dict(repository=repository)
+html_theme_options = dict(top_of_page_buttons=['view'], footer_icons=[],
     light_css_variables=brand('#1d5fa8'), dark_css_variables=brand('#7fb8f5'))
 copybutton_selector = '.cell_input div.highlight pre, div[class^="highlight-"]:not(.output) > div.highlight > pre'
+
+def pin():
+    "What the links to source are pinned to: the tag of this version, or the commit"
+    def git(*args): return subprocess.run(['git', *args], cwd=root, capture_output=True, text=True).stdout.strip()
+    return git('describe', '--tags', '--exact-match') or git('rev-parse', 'HEAD') or 'main'
+pinned = pin()
+
+def describe(app, name, template, context, doctree):
+    "What a page is about, and a picture, for those who share its address"
+    if not doctree: return
+    lede = next((o.astext() for o in doctree.findall() if 'lede' in getattr(o, 'attributes', {}).get('classes', ())), '')
+    text = html.escape(lede or f'{context["title"]}: {project}, gradient accumulation for fastai', quote=True)
+    tags = dict(title=html.escape(context['title']), description=text, type='website',
+        image=f'{html_baseurl}_static/preview.png', url=f'{html_baseurl}{name}.html')
+    context['metatags'] += f'<meta name="description" content="{text}">\n' + ''.join(
+        f'<meta property="og:{k}" content="{v}">\n' for k,v in tags.items()
+        ) + '<meta name="twitter:card" content="summary_large_image">\n'
+
+def setup(app): app.connect('html-page-context', describe)
 
 def linkcode_resolve(domain, info):
     "The lines of a public name on GitHub"
     mod = import_module(info['module'])
-    url,o = f'{repository}/blob/main/{info["module"].replace(".", "/")}.py',resolve(mod, info['fullname'])
+    url,o = f'{repository}/blob/{pinned}/{info["module"].replace(".", "/")}.py',resolve(mod, info['fullname'])
     if not (inspect.isclass(o) or inspect.isfunction(o)): return url
     lines,start = inspect.getsourcelines(o)
     return f'{url}#L{start}-L{start+len(lines)-1}'

@@ -19,12 +19,32 @@ def run(*args, **kwargs):
 
 # Each notebook runs in a process of its own, so that one which dies takes no other with it
 
+def pasted(Shell):
+    """A `Shell` in which the cells that the site shows do without the names of those that it hides, so that a page
+    runs when it is pasted. Hidden cells see all names; what they name is put away after them"""
+    sys.path.insert(0, str(root/'docs'))
+    from build import hides
+    class Pasted(Shell):
+        def cell(self, cell, **kwargs):
+            if cell.cell_type!='code' or not hides(cell.directives_, cell.source): return super().cell(cell, **kwargs)
+            seen = dict(self.user_ns)
+            self.user_ns.update(self.__dict__.setdefault('away', {}))
+            super().cell(cell, **kwargs)
+            for nm,o in list(self.user_ns.items()):
+                if nm.startswith('_') or nm in seen and seen[nm] is o: continue
+                self.away[nm] = o
+                if nm in seen: self.user_ns[nm] = seen[nm]
+                else: del self.user_ns[nm]
+    return Pasted
+
 def test_notebook(fn):
-    "In that process: run the notebook `fn` as `nbdev-test` does; return whether it passed"
+    """In that process: run the notebook `fn` as `nbdev-test` does, but so that what the site hides is not needed;
+    return whether it passed"""
+    from nbdev import test
     from nbdev.config import get_config
-    from nbdev.test import test_nb
     cfg = get_config(root)
-    return test_nb(fn, skip_flags=cfg.tst_flags.split(), basepath=root)[0]
+    test.CaptureShell = pasted(test.CaptureShell)
+    return test.test_nb(fn, skip_flags=cfg.tst_flags.split(), basepath=root)[0]
 
 def run_notebook(fn):
     "Whether the notebook `fn` passed, in how many seconds, and what it wrote"

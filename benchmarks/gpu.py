@@ -1,18 +1,33 @@
 """What a micro-batch costs on a GPU, with fastaccum and with the peers that are installed (see `make peers`).
 
 Samples per second, peak memory, host syncs per step, and the time to the same loss, at two model sizes, in fp32,
-fp16 and bf16; the arms are alternated in one process. `python -m benchmarks.gpu [--out FILE]` prints tables, and
+fp16 and bf16; the arms are alternated in one process. Then what memory that really runs out does: a fit with
+`micro_batch_size='auto'` whose batches do not fit, beside the same fit in micro-batches that do, and the size that
+`bs_find` finds, and whether four times as much fits. `python -m benchmarks.gpu [--out FILE]` prints tables, and
 appends them to FILE with date, versions and hardware. Without a GPU it runs a tiny size on the CPU, to try the
-script.
+script; there a model says that memory has run out.
+
+What else there is to run on a device: `python benchmarks/ways.py cuda` (three ways to the big batch, with their memory
+and time), and the pages' cells with `#| cuda` (`nbdev-test --flags cuda`).
 """
 import argparse, datetime, importlib, platform, statistics, sys, time, warnings
+from contextlib import contextmanager
 from pathlib import Path
 warnings.filterwarnings('ignore')
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import fastai, torch
 from torch import nn
+from torch.utils.data import TensorDataset
+from fastai.callback.progress import ProgressCallback
+from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
+from fastai.learner import Learner
+from fastai.optimizer import SGD
+from fastcore.basics import noop
 import fastaccum
+from fastaccum import GradientAccumulation
+from fastaccum.memory.recovery import AutoSize
 from benchmarks.peers import fast
 from benchmarks.peers.cases import Case
 
@@ -99,6 +114,48 @@ def to_loss(cls, data, amp, size, target=None, epochs=n_epoch, k=k):
         if target and loss<=target: break
     return secs,epoch+1,loss
 
+class Short(Model):
+    "Without a GPU it takes at most eight samples"
+    def forward(self, x):
+        if not cuda and len(x)>8: raise torch.OutOfMemoryError('CPU out of memory (a trial)')
+        return super().forward(x)
+
+def learner(size, bs, n):
+    "A Learner with batches of `bs`, of `n` in all"
+    torch.manual_seed(0)
+    case,(x,y) = Case('', ''),batches(1, **size|dict(bs=n))[0]
+    train = DataLoader(TensorDataset(x.cpu(), y.cpu()), bs=bs, device=dev)
+    learn = Learner(DataLoaders(train, train), Short(**size).to(dev), case.loss, opt_func=SGD, lr=1e-2)
+    learn.remove_cb(ProgressCallback)
+    learn.logger = noop
+    return learn
+
+@contextmanager
+def scarce(gib):
+    "Leave so much of the device's memory, or all of it if that is less"
+    if not cuda: return (yield)
+    total = torch.cuda.get_device_properties(dev).total_memory/2**30
+    torch.cuda.set_per_process_memory_fraction(min(1., gib/total))
+    try: yield
+    finally: torch.cuda.set_per_process_memory_fraction(1.)
+
+def shortage(size):
+    "What `bs_find` finds, whether twice that fits, and how far a recovered fit is from one whose batches fit"
+    with scarce(8), warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        found = int(learner(size, 4, 64).bs_find(show_plot=False))
+        def fit(bs, **kwargs):
+            learn = learner(size, bs, 4*found)
+            learn.fit(1, 1e-2, cbs=GradientAccumulation(4*found, **kwargs))
+            return learn
+        try: fit(4*found)
+        except torch.OutOfMemoryError: above = 'runs out of memory'
+        else: above = 'fits, too'
+        auto = AutoSize()
+        a,b = fit(found),fit(4*found, micro_batch_size=auto)
+    off = max((p-q).abs().max().item() for p,q in zip(a.model.parameters(), b.model.parameters()))
+    return found,above,auto.size,off
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--out', type=Path, help='append the tables to this file')
@@ -139,6 +196,12 @@ def main():
             if o=='fastai-plain': continue   # takes k times as many steps
             secs,n,loss = to_loss(cls, data, amp, size, target*1.001)
             say(f'| {amp or "fp32"} | {cls.title} | {secs:.2f} | {n} | {loss:.4f} |')
+    say('', 'Memory that runs out: 8 GiB of the device are left, where there are more', '',
+        '| model | `bs_find` | four times as much | `auto` goes on with | largest difference of a weight to the fit that fits |',
+        '|---'*5+'|')
+    for nm,size in sizes.items():
+        found,above,after,off = shortage(size)
+        say(f'| {nm} | {found} | {above} | {after} | {off:.0e} |')
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
         with out.open('a') as f: f.write('\n'.join(lines)+'\n\n')

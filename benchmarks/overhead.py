@@ -22,6 +22,8 @@ from fastai.losses import CrossEntropyLossFlat
 from fastai.optimizer import SGD
 from fastprogress.fastprogress import progress_bar
 from fastaccum import GradientAccumulation
+from fastaccum.core import sizes
+from fastaccum.core.dispatch import events
 from fastaccum.core.probe import probe
 from fastaccum.core.sizes import find_size
 
@@ -53,29 +55,64 @@ def bare(learn, k):
             opt.step()
             opt.zero_grad()
 
-class FastaisDispatch(GradientAccumulation):
-    "fastaccum, and every callback is asked for every event"
+class Without(GradientAccumulation):
+    "fastaccum without a part of what saves time"
     name = 'gradient_accumulation'
     def before_train(self):
         super().before_train()
-        self.dispatch.leave()
+        self.take_out()
 
-class FastaisEvents(GradientAccumulation):
-    "fastaccum, and only the callbacks that have something to do are asked, through fastai's `_with_events`"
-    name = 'gradient_accumulation'
-    def before_train(self):
-        super().before_train()
-        del vars(self.learn)['_with_events']
+class FastaisDispatch(Without):
+    "Every callback is asked for every event"
+    def take_out(self): self.dispatch.leave()
 
-class NotLooked(GradientAccumulation):
-    "fastaccum, and nobody looks whether the Learner or the model answer to an event"
-    name = 'gradient_accumulation'
-    def before_train(self):
-        super().before_train()
-        self.dispatch.answered = lambda event_name: False
+class FastaisEvents(Without):
+    "Only the callbacks that have something to do are asked, through fastai's `_with_events`"
+    def take_out(self): del vars(self.learn)['_with_events']
+
+class FastaisBatch(Without):
+    "Events within a batch make a list of their name"
+    def take_out(self): self.dispatch.inside = None
+
+class FastaisDevice(Without):
+    "Batches that are in place are moved"
+    def take_out(self): del vars(self.learn)['_set_device']
+
+class NotLooked(Without):
+    "Nobody looks whether the Learner or the model answer to an event"
+    def take_out(self): self.dispatch.answered = lambda event_name: False
+
+class Remembered(Without):
+    "Who has something to do at an event is remembered while the list of callbacks is the same"
+    def take_out(self):
+        learn,dispatch,known,items = self.learn,self.dispatch,{},[]
+        def call(event_name):
+            if learn.cbs.items!=items:
+                items[:] = learn.cbs.items
+                known.clear()
+            if event_name not in events: return Learner._call_one(learn, event_name)
+            if event_name not in known:
+                cbs = sorted(items, key=lambda o: o.order)
+                known[event_name] = [o for o in cbs if hasattr(type(o), event_name) or event_name in vars(o)]
+            for cb in known[event_name]: cb(event_name)
+        vars(learn)['_call_one'] = call
+    def after_train(self):
+        super().after_train()
+        vars(self.learn)['_call_one'] = self.dispatch.call   # so that it can leave
+
+class AsOnDevice(Without):
+    "Targets are counted in tensors, as on a device"
+    def take_out(self):
+        stock,sizes.on_host = sizes.on_host,lambda t: False
+        self.put_back = lambda: setattr(sizes, 'on_host', stock)
+    def after_train(self):
+        super().after_train()
+        self.put_back()
 
 tried = {"fastaccum, fastai's dispatch":FastaisDispatch, "fastaccum, fastai's _with_events":FastaisEvents,
-    'fastaccum, Learner not looked at':NotLooked}
+    'fastaccum, a list for each event':FastaisBatch, "fastaccum, fastai's _set_device":FastaisDevice,
+    'fastaccum, targets as on a device':AsOnDevice, 'fastaccum, Learner not looked at':NotLooked,
+    'fastaccum, remembering who hears':Remembered}
 
 def seconds(f, *args):
     t = time.process_time()

@@ -155,6 +155,12 @@ def case_several_fits():
 def case_half_precision():
     "The sums are in float32, and rounded once"
     assert half_precision(even(64), 8, 64*world, micro_batch_size='auto')<=1
+def case_one_ends_early():
+    "Its epoch: it steps with the others. Its fit: an error on all"
+    on_one('after_batch', CancelTrainException, [4], lambda i: i<5, micro_batch_size='auto')
+    on_one('after_loss', CancelBatchException, [2], lambda i: i!=2, micro_batch_size='auto', drop_last=False)
+    fails_on_all('1 of', 'after_batch', CancelFitException, [4], micro_batch_size='auto')
+    fails_on_all('1 of', 'after_batch', CancelFitException, [3], micro_batch_size='auto')
 def case_schedule():
     for acc in (lambda: GradientAccumulationSchedule(8*world, 24*world, micro_batch_size='auto'),
                 lambda: GradientAccumulationScheduler({1:3}, micro_batch_size='auto')):

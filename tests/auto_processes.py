@@ -76,13 +76,14 @@ def check(a, b):
 
 def case_nothing_fails():
     plan.set(None, ())
-    for drop_last in (None,True,False): run(acc=dict(drop_last=drop_last))
+    for drop_last in (True,False): run(acc=dict(drop_last=drop_last))
 def case_each_stage_on_each_process_in_each_batch():
     ns,a = even(35),None
     ds,order = toy_data(sum(ns)),orders(ns)
-    for stage in ('forward','loss','backward'):
+    places = [(0,i) for i in range(5)]+[(1,3)]   # the second, the fourth and the fifth batch close a macro-batch
+    for i,stage in enumerate(('forward','loss','backward')):
         for r in range(world):
-            for at in [(0,i) for i in range(5)]+[(1,3)]:   # the second and the fourth batch close a macro-batch
+            for at in [places[(i+2*r+k)%6] for k in (0,3)[:4-world]]:
                 plan.set(stage, (r,), at)
                 if a is None: a,_ = run(ns, opt_func=Adam)
                 else:
@@ -100,27 +101,24 @@ def case_several_at_once():
     "Each has as much memory as it has"
     for stage in ('forward','loss','backward'):
         plan.set(stage, tuple(range(world)), None, [1,3,5][:world])
-        for drop_last in (True,False): run(acc=dict(drop_last=drop_last))
+        run(acc=dict(drop_last=stage=='loss'))
         plan.set(stage, tuple(range(1, world)), None, 1)
         run(uneven())
 def case_tokens():
     for stage in ('forward','backward'):
         for r in range(world):
-            for drop_last in (True,False):
-                plan.set(stage, (r,))
-                run(uneven() if r else even(35), tokens=True, acc=dict(drop_last=drop_last))
+            plan.set(stage, (r,))
+            run(uneven() if r else even(35), tokens=True, acc=dict(drop_last=stage=='forward'))
 def case_loaders_of_their_own():
     "Other micro-batches, hardly any samples, a batch of a single sample"
     for ns,micro in (([40,5,1][:world],8), ([40,33,17][:world],[8,16,4][:world])):
-        for r in range(world-1):
-            plan.set('backward', (r,))
-            run(ns, micro)
+        plan.set('backward', (0,))
+        run(ns, micro)
 def case_ways_to_wrap():
     for ddp in (dict(bucket_cap_mb=1e-4), dict(find_unused_parameters=True),
             dict(broadcast_buffers=False)):
-        for stage in ('forward','backward'):
-            plan.set(stage, (world-1,))
-            run(ddp=ddp)
+        plan.set('forward' if 'broadcast_buffers' in ddp else 'backward', (world-1,))
+        run(ddp=ddp)
     plan.set('backward', (world-1,))
     run(ddp=dict(gradient_as_bucket_view=True), opt_func=partial(OptimWrapper, opt=torch.optim.AdamW))
 def case_what_nobody_uses_stays_as_it_is():
@@ -157,6 +155,12 @@ def case_several_fits():
 def case_half_precision():
     "The sums are in float32, and rounded once"
     assert half_precision(even(64), 8, 64*world, micro_batch_size='auto')<=1
+def case_one_ends_early():
+    "Its epoch: it steps with the others. Its fit: an error on all"
+    on_one('after_batch', CancelTrainException, [4], lambda i: i<5, micro_batch_size='auto')
+    on_one('after_loss', CancelBatchException, [2], lambda i: i!=2, micro_batch_size='auto', drop_last=False)
+    fails_on_all('1 of', 'after_batch', CancelFitException, [4], micro_batch_size='auto')
+    fails_on_all('1 of', 'after_batch', CancelFitException, [3], micro_batch_size='auto')
 def case_schedule():
     for acc in (lambda: GradientAccumulationSchedule(8*world, 24*world, micro_batch_size='auto'),
                 lambda: GradientAccumulationScheduler({1:3}, micro_batch_size='auto')):

@@ -4,8 +4,7 @@ import pytest
 from launch import check, launching, script_of
 
 script,cases = script_of('auto_processes.py')
-on_three = ['each_stage_on_each_process_in_each_batch','several_at_once','the_first_step','tokens',
-    'loaders_of_their_own','validation','one_fails_for_good']
+on_three = ['each_stage_on_each_process_in_each_batch','several_at_once','loaders_of_their_own','validation']
 launches = launching(script, {2:cases, 3:on_three})
 
 @pytest.mark.parametrize('case', cases)

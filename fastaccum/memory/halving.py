@@ -31,8 +31,8 @@ class Halving(Pieces):
         self.failed = None    # samples and reason of a failure that was not told yet; written by `attempt` and `_told`
         # in a batch that is split
         self.done = []     # `(parameter, gradient)` with all of a failed micro-batch, set aside for its pieces
-        # of its pieces that were validated, on several processes: inputs of the batch, prediction, samples, loss, and what
-        self.preds = []    # that is a mean of
+        # of its pieces that were validated, on several processes: inputs of the batch, prediction, samples, loss, and
+        self.preds = []    # what that is a mean of
         self.skip = []     # those that `Attempt.undo` has found in the last attempt that failed
 
     def enter(self):

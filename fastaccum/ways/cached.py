@@ -160,7 +160,8 @@ def _pass(self:Cached, look, rows):
         if rows: rows.use(*cut)
         if self.learns and not keeps: self.parts.start.note(i)
         if keeps: torch.clear_autocast_cache()
-        with nullcontext() if keeps else torch.no_grad(), self.parts.wait() if last or self.parts.later else nullcontext():
+        waits = last or self.parts.later
+        with nullcontext() if keeps else torch.no_grad(), self.parts.wait() if waits else nullcontext():
             out = self._run(*cut)
         if joined is None: joined = Joined(self.n, [False]*len(leaves(out)) if look is None else look.rows)
         joined.add(out, *cut)

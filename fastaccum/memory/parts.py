@@ -1,4 +1,4 @@
-"""Cut a batch into parts, put their predictions together, and compare training on parts with training on the whole batch.
+"""Cut a batch into parts, put their predictions together, and compare training on parts with the whole batch.
 
 Docs: https://fastaccum.github.io/fastaccum/memory/parts.html.md"""
 

@@ -69,9 +69,9 @@ def _check(learn, mode, rule, tol, show_plot, **counts):
         if v is not None: check_count(k, v, _units[k])
     if rule is not None: ScaledLR(1, rule)   # it says what is wrong
     if isinstance(tol, bool) or not isinstance(tol, Real):
-        raise TypeError(f"`tol={tol!r}` is a {type(tol).__name__}: give a share, such as `tol=0.1`" + see('out-of-range'))
+        raise TypeError(f"`tol={tol!r}` is a {type(tol).__name__}: give a share, such as 0.1" + see('out-of-range'))
     if not 0<=tol<1:
-        raise ValueError(f"`tol={tol}`: give a share of the progress, from 0 to below 1, such as 0.1" + see('out-of-range'))
+        raise ValueError(f"`tol={tol}`: give a share of the progress, 0 to below 1, such as 0.1" + see('out-of-range'))
     check_search(learn, 'accum_find', "each would find another size. Search in one process: "
         "`accum_bs` counts samples over all processes, so what it finds is right for several, too", 'train on')
 

@@ -197,7 +197,7 @@ def main():
             secs,n,loss = to_loss(cls, data, amp, size, target*1.001)
             say(f'| {amp or "fp32"} | {cls.title} | {secs:.2f} | {n} | {loss:.4f} |')
     say('', 'Memory that runs out: 8 GiB of the device are left, where there are more', '',
-        '| model | `bs_find` | four times as much | `auto` goes on with | largest difference of a weight to the fit that fits |',
+        '| model | `bs_find` | four times as much | `auto` goes on with | weights off the fit that fits by |',
         '|---'*5+'|')
     for nm,size in sizes.items():
         found,above,after,off = shortage(size)

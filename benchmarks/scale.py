@@ -45,13 +45,16 @@ def walk(plan, epoch=0, n=None):
     return step
 
 plans = [
-    ('10⁹ samples, one epoch, steps of 1,000 (10⁶ steps)', 'plan', lambda: Plan(10**9, 50, 1000, 1), lambda p: p.steps[0]),
+    ('10⁹ samples, one epoch, steps of 1,000 (10⁶ steps)', 'plan', lambda: Plan(10**9, 50, 1000, 1),
+        lambda p: p.steps[0]),
     ('the same', 'asked through a whole epoch', lambda: Plan(10**9, 50, 1000, 1), lambda p: walk(p)),
-    ('10⁹ samples, a schedule', 'plan and its first step', lambda: Plan(10**9, 50, rising, 1), lambda p: p.begin(0, 0, 0)),
+    ('10⁹ samples, a schedule', 'plan and its first step', lambda: Plan(10**9, 50, rising, 1),
+        lambda p: p.begin(0, 0, 0)),
     ('the same', 'first progress of an epoch: its steps are counted', lambda: Plan(10**9, 500, rising, 1),
         lambda p: p.next_pct(0., 0)),
     ('10⁵ epochs of 10,000 samples', 'plan', lambda: Plan(10**4, 50, 1000, 10**5), lambda p: p.before(10**5)),
-    ('10⁵ epochs, a schedule', 'steps of the whole run', lambda: Plan(10**4, 50, rising, 10**5), lambda p: p.before(10**5)),
+    ('10⁵ epochs, a schedule', 'steps of the whole run', lambda: Plan(10**4, 50, rising, 10**5),
+        lambda p: p.before(10**5)),
     ('10⁶ steps in 64 processes', 'plan', lambda: SharedPlan(0, ((50,10**9//64,False,50),)*64, 64*50, 1, False),
         lambda p: p.steps[0]),
     ('64 processes, a schedule', 'plan and its first step',
@@ -76,7 +79,8 @@ def grows(n_steps):
     class Look(Callback):
         order = 99
         def after_step(self):
-            if learn.recorder.smooth_loss.count in (n_steps//2, n_steps-2): held.append(tracemalloc.get_traced_memory()[0])
+            if learn.recorder.smooth_loss.count in (n_steps//2,n_steps-2):
+                held.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.start()
     learn.fit(1, 1e-3, cbs=[acc,Look()])
     tracemalloc.stop()

@@ -115,7 +115,40 @@ def test_results_of_fast_are_whole():
         for o in res['cost'][model].values():
             assert set(o)=={'1','4','16'} and all(v['median']>0 and v['to_bare']>0 for v in o.values())
     assert all(math.isfinite(v) and v>0 for g in res['growth'].values() for o in g.values() for v in o.values())
-    assert set(res['memory'])==set(res['arms'])|{'big'} and all(o['all']>o['more']>0 for o in res['memory'].values())
+    peaks = {nm:o['peak'] for nm,o in res['memory'].items()}
+    assert set(peaks)==set(res['arms'])|{'big'} and peaks['big']>2*peaks['bare']>0
+    assert abs(peaks['fastaccum']-peaks['bare'])<2**10   # nothing but counters
+    for o in res['where'].values(): assert set(o)=={'bare','fastai-plain','fastaccum'} and not o['bare']['fastaccum']
+
+def test_what_a_fit_holds_is_what_the_bare_loop_holds():
+    "Counted as tensors come and go; a tensor that is kept for each micro-batch would be seen"
+    from fastai.callback.core import Callback
+    from benchmarks.peers import fast
+    class Keeps(Fastaccum):
+        def accumulation(self, micro, accum):
+            kept = []
+            class Keep(Callback):
+                def after_batch(self): kept.append(torch.zeros(1000))
+            return [*super().accumulation(micro, accum),Keep()]
+    bare,ours,more = (fast.memory(o) for o in (Bare,Fastaccum,Keeps))
+    assert abs(ours-bare)<2**10 and more-bare>8*4000 and fast.memory(Bare, big=True)>2*bare
+
+def test_stacks_are_sorted():
+    "What the stack is in says what the time goes to"
+    import sys
+    from benchmarks.peers import where
+    seen = set()
+    class Look(torch.nn.Module):
+        def forward(self, x):
+            seen.add(where.kind_of(sys._getframe()))
+            return x
+    x = torch.zeros(1, requires_grad=True)
+    x.register_hook(lambda g: seen.add(where.kind_of(sys._getframe())))
+    Look()(x).sum().backward()
+    assert seen=={'model and loss','backward pass'} and where.kind_of(sys._getframe())=='other'
+
+def test_cases_have_names():
+    assert set(report.names)==set(by_key) and len(set(report.names.values()))==len(by_key)
 
 def test_who_was_not_measured_is_said():
     "Of each module at least one way is in the results of `fast`, or the report says why not"

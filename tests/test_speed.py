@@ -87,7 +87,7 @@ def calls(cbs, n):
     return seen[0]
 
 def test_a_micro_batch_makes_few_calls():
-    "What it takes is counted, not clocked, so this is the same on a busy machine: a micro-batch more, and less of fastai"
+    "What it takes is counted, not clocked, so it is the same on a busy machine"
     def each(cbs): return (calls(cbs, 48)-calls(cbs, 16))/32
     plain,stock = each(list),each(lambda: [FastaiGradientAccumulation(64)])
     ours = each(lambda: [GradientAccumulation(64)])

@@ -58,7 +58,9 @@ def plain_module(
 
 class Looked(dict):
     "What `look` says of classes: each is looked at once, until this is cleared"
-    def __init__(self, look): self.look = look
+    def __init__(self,
+        look:callable # A function of a class
+    ): self.look = look
     def __missing__(self, cls): return self.setdefault(cls, self.look(cls))
     def __reduce__(self): return Looked,(self.look,)   # a class may be known to this process only
 

@@ -81,7 +81,9 @@ class Trial:
             change()
             out = own(learn.model)(*learn.xb)
             return copies(learn.model),tree_flatten(out)[0]
-        finally: self.attempt.put_back()
+        finally:
+            torch.clear_autocast_cache()   # in older PyTorch it gives on weights that were cast without a graph
+            self.attempt.put_back()
 
     def differs(self,
         n:int, # Samples

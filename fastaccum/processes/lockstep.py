@@ -28,6 +28,11 @@ def timeout_of(
     try: return group._get_backend(device).options._timeout
     except (AttributeError,RuntimeError): return None
 
+# PyTorch 2.6 names the next group of the same processes like one that was destroyed, and they may look for that one's
+# addresses, for ever. There a group is kept until all are destroyed
+_names = getattr(dist.distributed_c10d, '_hash_ranks_to_str', None)
+_keeps = _names is not None and 'group_count' not in _names.__code__.co_names
+
 class Lockstep:
     "Let processes that have to run the same micro-batches tell each other what they do"
     def __init__(self,
@@ -51,7 +56,7 @@ class Lockstep:
     def leave(self):
         "Called when the fit has ended"
         group,self.group = self.group,None
-        if group is not None and dist.is_initialized(): dist.destroy_process_group(group)
+        if group is not None and dist.is_initialized() and not _keeps: dist.destroy_process_group(group)
 
 # %% ../../nbs/processes/05_lockstep.ipynb #tell
 @patch

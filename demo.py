@@ -80,7 +80,7 @@ def plot(runs, fname):
     "Draw the recorded losses over the samples seen, and their differences to the first run's"
     fig,(ax,ax2) = plt.subplots(1, 2, figsize=(12,4.5), gridspec_kw=dict(width_ratios=[3,2]))
     first = runs[0][1]
-    styles = dict(color='lightgrey', lw=8),dict(color='tab:blue', lw=1.8),dict(color='tab:red', lw=1.2)
+    styles = dict(color='lightgrey', lw=8),dict(color='tab:blue', lw=1.8),dict(color='tab:orange', lw=1.2)
     for (name,learn),style in zip(runs, styles):
         ax.plot(learn.samples_seen.at, learn.recorder.losses, label=name, **style)
         if learn is not first:

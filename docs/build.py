@@ -89,7 +89,7 @@ def hides(options, source):
     """Does the site leave the cell out? Imports are folded, whatever the notebook says: what one pastes needs them.
     tests/run.py runs the pages by the same rule"""
     if 'default_exp' in options: return True
-    return 'hide' in options and not (only_imports(source) and re_nbdev.sub('', source).strip())
+    return 'hide' in options and not (only_imports(source) and ast.parse(re_nbdev.sub('', source)).body)
 
 class Default:
     def __init__(self, o): self.o = o
@@ -244,7 +244,8 @@ class Page:
     def linked(self, text):
         "Links to notebooks as links to their pages; where there is no such notebook, that is an error"
         for o in re.findall(r'\]\((?!\w+:)([^)#\s]+\.ipynb)', text):
-            if not (self.path.parent/o).is_file(): sys.exit(f'{self.path.relative_to(root)} links to {o}, which is not there')
+            if (self.path.parent/o).is_file(): continue
+            sys.exit(f'{self.path.relative_to(root)} links to {o}, which is not there')
         return link_pages(text)
 
     def colab(self):
@@ -257,28 +258,31 @@ class Page:
         typed = f'\n\n{self.typed()}' if self.mod else ''
         colab = f'\n\n{self.colab()}' if self.colab() else ''
         yield mk_cell(f'# {self.title}\n\n{{.lede}}\n{link(self.text)}{colab}{typed}', 'markdown')
-        imports = None   # the cell of imports before this one
+        above = None   # imports, and what comes before the first entry: shown, folded, above the next code
+        begun = not self.mod
         for c in self.cells:
             if c.cell_type!='code':
-                imports = None
                 yield mk_cell(maths(self.linked(link(c.source))), 'markdown')
                 continue
             opts = c.options
             if hides(opts, c.source): continue
             c.metadata,meta = {},{}
-            if {'hide','export'} & opts.keys() and only_imports(c.source):
+            public = [*defined(c.source)] if 'export' in opts else []
+            plumbing = 'export' in opts and not public and not begun
+            if plumbing or {'hide','export'} & opts.keys() and only_imports(c.source):
                 c.source = re_nbdev.sub('', c.source).strip('\n')
-                if imports: imports.source += f'\n{c.source}'
-                else:
-                    c.metadata = dict(tags=['hide-input'], mystnb=dict(code_prompt_show='Show the imports'))
-                    imports = c
-                    yield c
+                if above: above.source += f'\n\n{c.source}' if plumbing else f'\n{c.source}'
+                else: above = c
                 continue
-            imports = None
-            if 'export' in opts:
-                for nm in defined(c.source): yield mk_cell(entry(self.mod, nm, link), 'markdown')
-                c.metadata['tags'] = ['hide-input']
-            elif str(opts.get('code-fold', self.draws(c))).lower()=='true': c.metadata['tags'] = ['hide-input']
+            begun = begun or bool(public)
+            for nm in public: yield mk_cell(entry(self.mod, nm, link), 'markdown')
+            if above:
+                label = 'Show the imports' if only_imports(above.source) else 'Show code'
+                above.metadata = dict(tags=['hide-input'], mystnb=dict(code_prompt_show=label))
+                yield above
+                above = None
+            fold = 'export' in opts or str(opts.get('code-fold', self.draws(c))).lower()=='true'
+            if fold: c.metadata['tags'] = ['hide-input']
             for o in c.outputs:
                 if 'text' in o: o['text'] = readme.shown(''.join(o['text']))
                 if 'text/markdown' in o.get('data', {}):
@@ -326,7 +330,7 @@ def tex(m):
     from matplotlib.textpath import TextPath
     block,written = m[1] is not None,(m[1] or m[2]).strip()
     text = braced(re.sub(r'\\text\b', r'\\mathrm', ' '.join(written.split())).replace('…', r'\ldots '))
-    text = text.replace(r'\qquad', r'\quad\quad')
+    text = text.replace(r'\qquad', r'\quad\quad').replace(r'\frac', r'\dfrac' if block else r'\frac')
     font = FontProperties(family='DejaVu Sans', math_fontfamily='stix', size=18)
     path = TextPath((0,0), f'${text}$', prop=font)
     width,height,depth,*_ = MathTextParser('path').parse(f'${text}$', 72, font)

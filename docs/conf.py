@@ -47,7 +47,8 @@ pinned = pin()
 def describe(app, name, template, context, doctree):
     "What a page is about, and a picture, for those who share its address"
     if not doctree: return
-    lede = next((o.astext() for o in doctree.findall() if 'lede' in getattr(o, 'attributes', {}).get('classes', ())), '')
+    ledes = [o for o in doctree.findall() if 'lede' in getattr(o, 'attributes', {}).get('classes', ())]
+    lede = ledes[0].astext() if ledes else ''
     text = html.escape(lede or f'{context["title"]}: {project}, gradient accumulation for fastai', quote=True)
     tags = dict(title=html.escape(context['title']), description=text, type='website',
         image=f'{html_baseurl}_static/preview.png', url=f'{html_baseurl}{name}.html')

@@ -37,7 +37,7 @@ def test_commands_exist():
 
 def test_addresses_are_the_projects():
     url = re.search(r'^Repository *= *"(.+)"', (root/'pyproject.toml').read_text(encoding='utf-8'), re.M)[1]
-    assert f'git clone {url} &&' in readme and f'pip install git+{url}`' in readme
+    assert f'git clone {url} &&' in readme and f'pip install git+{url}\n' in readme
 
 def test_scripts_and_pictures_exist():
     for o in re.findall(r'`python ([\w/]+\.py)', readme)+re.findall(r'!\[[^]]*\]\(([^)]+)\)', readme):
@@ -48,3 +48,15 @@ def test_table_is_what_the_script_prints():
     out = run(str(root/'benchmarks/remainders.py'))
     rows = [o for o in out.splitlines() if o.startswith('|') and 'off by' not in o]
     assert len(rows)>4 and all(o in readme for o in rows)
+
+def test_first_screen():
+    "What it is, how to install it, and lines that run come before the picture, and the picture before make"
+    marks = ['Gradient accumulation for fastai', 'pip install', '(https://fastaccum.github.io/fastaccum/explanations/'
+        'which_way.html)', 'colab.research.google.com', 'import GradientAccumulation', 'drop their last ragged batch',
+        '## When, and when not', '![', '## What goes wrong', 'make demo']
+    at = [readme.find(o) for o in marks]
+    assert -1 not in at and at==sorted(at)
+
+def test_code_is_not_cut():
+    "In the narrowest place that it is read in with a wide screen, which is the site's"
+    assert [o for block in blocks(readme, r'\w*') for o in block.split('\n') if len(o)>100]==[]

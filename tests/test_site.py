@@ -7,7 +7,7 @@ import functools, http.server, inspect, json, os, re, shutil, sys, threading
 from html.parser import HTMLParser
 from importlib import import_module
 from pathlib import Path
-from urllib.parse import quote, unquote, urldefrag, urljoin
+from urllib.parse import unquote, urldefrag, urljoin
 import pytest
 
 root = Path(__file__).resolve().parent.parent
@@ -21,7 +21,7 @@ if not (site/'.fingerprint').exists(): skip('it has not been built: make docs')
 try: from playwright.sync_api import sync_playwright
 except ImportError: skip('playwright is not installed: make docs')
 sys.path.insert(0, str(root/'docs'))
-from build import fingerprint, split_errors, wings
+from build import fingerprint, hides, maths, order, split_errors, wings
 if (site/'.fingerprint').read_text()!=fingerprint(): skip('it is older than what it is made of: make docs')
 needs_browser = pytest.mark.skipif(not chromium,
     reason='THE SITE IS NOT TESTED IN A BROWSER: install Chromium (tools/chromium.sh, on Debian and Ubuntu)')
@@ -51,7 +51,7 @@ def links(page): return Links(page)
 
 def test_every_section_has_pages():
     for o in ('tutorials','explanations','guarantees','api','built',*wings): assert f'{o}/index.html' in pages
-    single = 'index','differences','compatibility','coming_from','changelog','contributing','search'
+    single = 'index','faq','differences','compatibility','coming_from','changelog','contributing','search'
     for o in single: assert f'{o}.html' in pages
 
 @pytest.mark.parametrize('page', pages)
@@ -139,11 +139,93 @@ def test_entry(name):
     full = names[name]
     page = f'{module(full)}.html'
     assert {full,name.lower()} <= links(page).ids
-    path,_,line = links(page).sources[full].partition('/blob/main/')[2].partition('#L')
+    pinned,path,line = re.search(r'/blob/([^/]+)/([^#]+)(?:#L(.+))?$', links(page).sources[full]).groups()
+    assert pinned!='main' or not (root/'.git').exists()   # that moves on, and the lines with it
     text = (root/path).read_text(encoding='utf-8').split('\n')
     short = name.split('.')[-1]
     if line: assert re.search(fr'(def|class) {short}\b', '\n'.join(text[int(line.split('-')[0])-1:][:3]))
     else: assert re.search(fr'^{short}\b', '\n'.join(text), re.M)
+
+tutorials = [o.removesuffix('.html') for o in below('tutorials/index.html')]
+
+def test_tutorials_have_one_order():
+    "In the sidebar, and where the home page names them"
+    assert [o for o in order['tutorials'] if f'tutorials/{o}' in tutorials]==[o.partition('/')[2] for o in tutorials]
+    body = (site/'index.html').read_text(encoding='utf-8').partition('id="read-on"')[2].partition('What is promised')[0]
+    named = re.findall(r'href="(tutorials/\w+)\.html', body)
+    assert len(named)>4 and named==[o for o in tutorials if o in named]
+
+@pytest.mark.parametrize('page', tutorials)
+def test_tutorials_open_in_colab(page):
+    colab = f'https://colab.research.google.com/github/fastaccum/fastaccum/blob/main/nbs/{page}.ipynb'
+    assert colab in links(f'{page}.html').hrefs
+    text = (site/f'{page}.html').read_text(encoding='utf-8')
+    assert 'google.colab' not in text   # the cell that installs is not shown
+
+def test_a_tutorial_installs_in_colab_and_nowhere_else(monkeypatch):
+    import colab, subprocess
+    assert not colab.main(check=True)
+    ran = []
+    monkeypatch.setattr(subprocess, 'run', lambda *args, **kwargs: ran.append(args[0]))
+    exec(colab.source, {})
+    assert ran==[]
+    monkeypatch.setitem(sys.modules, 'google.colab', colab)
+    exec(colab.source, {})
+    assert ran and ran[0][-1].startswith('git+https://github.com/')
+
+def test_what_the_site_hides():
+    "Plumbing, and never an import that the cells below need"
+    assert hides({'hide':''}, '#| hide\nimport nbdev; nbdev.nbdev_export()')
+    assert hides({'hide':''}, '#| hide\nfrom nbdev.showdoc import *') and hides({'default_exp':'x'}, '')
+    assert hides({'hide':''}, 'assert 1') and hides({'hide':''}, '%matplotlib inline')
+    assert not hides({'hide':''}, '#| hide\nfrom nbdev.showdoc import *\nimport torch') and not hides({}, 'assert 1')
+    text = (site/'accumulation.html').read_text(encoding='utf-8')
+    assert 'Show the imports' in text and 'showdoc' not in text and 'nbdev_export' not in text
+
+def test_formulas_are_drawn():
+    svg = maths(r'with $\frac12|\theta-x|^2$, `$HOME` and $$B = \frac{\mathrm{tr}\,\Sigma}N$$ it')
+    assert svg.count('<svg class="math"')==2 and '`$HOME`' in svg and svg.count('$')==1
+    for page in pages:
+        text = (site/page).read_text(encoding='utf-8')
+        assert not re.search(r'\$[^$<\n]*\\\w+[^$<\n]*\$', text.partition('<article')[2]), page
+
+@pytest.mark.parametrize('page', [o for o in pages if o not in ('search.html','genindex.html','py-modindex.html')])
+def test_page_is_described(page):
+    "To search engines and those who share its address; the repository is one click away"
+    text = (site/page).read_text(encoding='utf-8')
+    told = re.search(r'<meta name="description" content="([^"]{10,})">', text)
+    assert told and '`' not in told[1]
+    picture = re.search(r'<meta property="og:image" content="https://fastaccum.github.io/fastaccum/([^"]+)">', text)
+    assert picture and (site/picture[1]).is_file()
+    assert 'class="repository" href="https://github.com/fastaccum/fastaccum"' in text
+
+def test_preview_is_the_picture_of_the_home_page():
+    assert (root/'docs/preview.png').read_bytes()==(root/'images/same-run.png').read_bytes()
+
+def test_markdown_links_to_pages():
+    for fn in site.rglob('*.html.md'):
+        text = re.sub(r'^```.*?^```', '', fn.read_text(encoding='utf-8'), flags=re.M|re.S)
+        assert not re.search(r'\]\((?!http)[^)]*\.ipynb', text), fn.name
+
+# What a fastai user asks, and the page that answers: two clicks from the home page, by way of the FAQ
+questions = {
+    'CUDA out of memory': 'tutorials/fit_in_memory',
+    'My model has BatchNorm': 'explanations/batchnorm',
+    'How large should': 'tutorials/how_large',
+    'My loss is NaN': 'tutorials/mixed_precision',
+    'fewer steps in W&amp;B': 'tutorials/watch',
+    'Which learning rate': 'explanations/hyper_parameters',
+    'Does it hold for my model': 'tutorials/twin_check',
+    'contrastive, triplet': 'explanations/which_way',
+    'Some samples are in no step': 'guarantees/drop_last',
+    'Why is training slower': 'explanations/when_not'}
+
+def test_ten_questions_are_answered_in_two_clicks():
+    assert 'faq.html' in links('index.html').hrefs and len(questions)==10
+    sections = (site/'faq.html').read_text(encoding='utf-8').partition('<article')[2].split('<section id="')[1:]
+    lost = [q for q,page in questions.items()
+        if not any(q in o.partition('</h2>')[0] and f'href="{page}.html' in o for o in sections)]
+    assert not lost
 
 # What cannot
 
@@ -166,9 +248,9 @@ def browser():
         yield browser
         browser.close()
 
-@pytest.fixture
-def tab(browser, url):
-    "A tab that notes what went wrong in it"
+@pytest.fixture(scope='session')
+def opened(browser, url):
+    "A tab for all tests, which notes what goes wrong in it"
     context = browser.new_context()
     context.grant_permissions(['clipboard-read','clipboard-write'], origin=url.rstrip('/'))
     page,wrong = context.new_page(),[]
@@ -180,6 +262,11 @@ def tab(browser, url):
     page.wrong = wrong
     yield page
     context.close()
+
+@pytest.fixture
+def tab(opened):
+    opened.wrong.clear()
+    return opened
 
 look = """() => {
     const wrong = [], width = document.documentElement.clientWidth, all = (s) => [...document.querySelectorAll(s)];
@@ -196,6 +283,12 @@ look = """() => {
     for (const e of all('article table').filter(seen)) {
         const box = scrolls(e);
         if ((box || e).getBoundingClientRect().right > width+1) wrong.push(`table cut: ${e.textContent.slice(0, 40)}`);
+    }
+    for (const e of all('article pre').filter(seen)) {
+        const style = getComputedStyle(e);
+        if (e.scrollWidth <= e.clientWidth+1) continue;
+        if (!e.closest('.cell_output')) wrong.push(`code cut: ${e.textContent.slice(0, 40)}`);
+        else if (!['auto','scroll'].includes(style.overflowX)) wrong.push(`output cut: ${e.textContent.slice(0, 40)}`);
     }
     for (const e of all('article p'))
         if (/^\\||\\]\\(|^#+ |```/.test(e.textContent)) wrong.push(`Markdown left over: ${e.textContent.slice(0, 40)}`);
@@ -215,42 +308,52 @@ look = """() => {
 @needs_browser
 @pytest.mark.parametrize('page', pages)
 def test_page(tab, url, page):
+    "Each page is loaded once; its folded code is unfolded, so that it is looked at too"
     shots = os.environ.get('SHOTS')
+    tab.set_viewport_size(dict(width=1440, height=900))
     tab.goto(url+page, wait_until='load')
-    for device,size in (('wide',(1280,900)), ('narrow',(390,844))):
+    if page.removesuffix('.html') in doors: begins_with_what_one_imports(tab, page.removesuffix('.html'))
+    for device,size in (('wide',(1440,900)), ('narrow',(390,844))):
         tab.set_viewport_size(dict(width=size[0], height=size[1]))
         for scheme in ('light','dark'):
             tab.emulate_media(color_scheme=scheme)
+            if shots: tab.screenshot(path=f'{shots}/{page.replace("/", "-")}-{device}-{scheme}.png', full_page=True)
+            tab.evaluate("document.querySelectorAll('article details').forEach(o => o.open = true)")
             wrong,ground = tab.evaluate(look)
             assert wrong+tab.wrong==[], (device,scheme)
             assert (ground<0.2)==(scheme=='dark')
-            if shots: tab.screenshot(path=f'{shots}/{page.replace("/", "-")}-{device}-{scheme}.png', full_page=True)
 
-@needs_browser
-@pytest.mark.parametrize('door', doors)
-def test_a_door_begins_with_what_one_imports(tab, url, door):
-    "Signature and parameters are in the first screen"
-    tab.set_viewport_size(dict(width=1280, height=900))
-    tab.goto(f'{url}{door}.html', wait_until='load')
+def begins_with_what_one_imports(tab, door):
+    "Signature and parameters are in the first screen of a door"
     ends = "(s) => { const e = document.querySelector(s); return e ? e.getBoundingClientRect().bottom : Infinity; }"
     assert tab.evaluate(ends, 'article dl.py > dt')<500
     table = 'article dl.py table' if door!='accumulation' else 'article dl.py table tr'   # its last rows are below
     assert tab.evaluate(ends, table)<=900
 
-@needs_browser
-def test_search_finds_every_public_name(tab, url):
-    lost = []
-    for name,full in names.items():
-        tab.goto(f'{url}search.html?q={quote(name)}')
-        try: tab.wait_for_selector(f'#search-results a[href$="#{full}"]', timeout=20000, state='attached')
-        except Exception: lost.append(name)
-    assert not lost and not tab.wrong
+# all words at once, in the page of the search: for each of them, where what it found leads to
+search = """(words) => Object.fromEntries(words.map((o) => [o,
+    Search._performSearch(...Search._parseQuery(o)).map(([page,,anchor]) => page + '.html' + anchor)]))"""
+
+@pytest.fixture
+def found(tab, url):
+    "A function that searches for words"
+    tab.goto(f'{url}search.html?q=GradientAccumulation')   # one as a reader does
+    tab.wait_for_selector('#search-results a[href$="#fastaccum.accumulation.GradientAccumulation"]', timeout=20000,
+        state='attached')
+    yield lambda words: tab.evaluate(search, list(words))
+    assert not tab.wrong
 
 @needs_browser
-def test_search_finds_words(tab, url):
-    for word,page in (('carried','every_sample_once'), ('overflow','mixed_precision'), ('Lightning','coming_from')):
-        tab.goto(f'{url}search.html?q={word}')
-        tab.wait_for_selector(f'#search-results a[href*="{page}"]', timeout=20000, state='attached')
+def test_search_finds_every_public_name(found):
+    results = found(names)
+    assert [nm for nm,full in names.items() if not any(o.endswith(f'#{full}') for o in results[nm])]==[]
+
+@needs_browser
+def test_search_finds_words(found):
+    words = dict(carried='every_sample_once', overflow='mixed_precision', Lightning='coming_from', FAQ='faq',
+        BatchNorm='batchnorm', vision_learner='faq', memory='fit_in_memory')
+    results = found(words)
+    assert [w for w,page in words.items() if not any(page in o for o in results[w])]==[]
 
 @needs_browser
 def test_copying(tab, url):

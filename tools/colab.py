@@ -21,7 +21,8 @@ def lacks(nb):
 def main(check=False):
     fns = {fn: json.loads(fn.read_text(encoding='utf-8')) for fn in sorted((root/'nbs/tutorials').glob('*.ipynb'))}
     lacking = {fn: nb for fn,nb in fns.items() if fn.stem!='index' and lacks(nb)}
-    if check and lacking: return f'without the cell for Colab: {", ".join(o.stem for o in lacking)}; python tools/colab.py'
+    if check and lacking:
+        return f'without the cell for Colab: {", ".join(o.stem for o in lacking)}; python tools/colab.py adds it'
     for fn,nb in lacking.items():
         cells = [c for c in nb['cells'] if c['id']!='colab']
         cell = dict(cell_type='code', execution_count=None, id='colab', metadata={}, outputs=[],

@@ -36,7 +36,7 @@ wings = [o for o in ('core','memory','processes','ways','check','noise') if (roo
 order = dict(
     tutorials='accumulate vision text tabular segmentation hugging_face language_model choose fit_in_memory twin_check '
         'how_large grow_the_batch mixed_precision watch launch'.split(),
-    single='tutorials/index cheat_sheet troubleshooting faq explanations/index guarantees/index api/index built/index '
+    single='tutorials/index cheat_sheet troubleshooting explanations/index guarantees/index api/index built/index '
         'differences upstream compatibility coming_from changelog contributing'.split(),
     explanations=['network'])
 

@@ -51,7 +51,7 @@ def links(page): return Links(page)
 
 def test_every_section_has_pages():
     for o in ('tutorials','explanations','guarantees','api','built',*wings): assert f'{o}/index.html' in pages
-    single = 'index','faq','differences','compatibility','coming_from','changelog','contributing','search'
+    single = 'index','troubleshooting','cheat_sheet','upstream','differences','compatibility','coming_from','changelog','contributing','search'
     for o in single: assert f'{o}.html' in pages
 
 @pytest.mark.parametrize('page', pages)
@@ -210,21 +210,22 @@ def test_markdown_links_to_pages():
 # What a fastai user asks, and the page that answers: two clicks from the home page, by way of the FAQ
 questions = {
     'CUDA out of memory': 'tutorials/fit_in_memory',
-    'My model has BatchNorm': 'explanations/batchnorm',
+    'My BatchNorm model': 'explanations/batchnorm',
     'How large should': 'tutorials/how_large',
     'My loss is NaN': 'tutorials/mixed_precision',
-    'fewer steps in W&amp;B': 'tutorials/watch',
-    'Which learning rate': 'explanations/hyper_parameters',
+    'Fewer steps in W&amp;B': 'tutorials/watch',
+    'Which learning rate': 'tutorials/choose',
     'Does it hold for my model': 'tutorials/twin_check',
-    'contrastive, triplet': 'explanations/which_way',
-    'Some samples are in no step': 'guarantees/drop_last',
-    'Why is training slower': 'explanations/when_not'}
+    'MixUp, CutMix and contrastive': 'explanations/which_way',
+    'Steps have another size': 'guarantees/drop_last',
+    'Training is slow': 'explanations/when_not'}
 
 def test_ten_questions_are_answered_in_two_clicks():
-    assert 'faq.html' in links('index.html').hrefs and len(questions)==10
-    sections = (site/'faq.html').read_text(encoding='utf-8').partition('<article')[2].split('<section id="')[1:]
+    assert 'troubleshooting.html' in links('index.html').hrefs and len(questions)==10
+    page = (site/'troubleshooting.html').read_text(encoding='utf-8').partition('<article')[2]
+    sections = page.partition('<section id="faq')[2].split('<section id="')[1:]
     lost = [q for q,page in questions.items()
-        if not any(q in o.partition('</h2>')[0] and f'href="{page}.html' in o for o in sections)]
+        if not any(q in o.partition('</h3>')[0] and f'href="{page}.html' in o for o in sections)]
     assert not lost
 
 # What cannot
@@ -350,8 +351,8 @@ def test_search_finds_every_public_name(found):
 
 @needs_browser
 def test_search_finds_words(found):
-    words = dict(carried='every_sample_once', overflow='mixed_precision', Lightning='coming_from', FAQ='faq',
-        BatchNorm='batchnorm', vision_learner='faq', memory='fit_in_memory')
+    words = dict(carried='every_sample_once', overflow='mixed_precision', Lightning='coming_from', FAQ='troubleshooting',
+        BatchNorm='batchnorm', vision_learner='vision', memory='fit_in_memory')
     results = found(words)
     assert [w for w,page in words.items() if not any(page in o for o in results[w])]==[]
 

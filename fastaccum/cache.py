@@ -20,9 +20,9 @@ from .core.instead import Instead
 from .core.listeners import Guest, to_the_end
 from .core.notices import BatchNormWarning, once, see
 from .core.others import batchnorms
-from .processes.afterwards import share_buffers
+from .processes.afterwards import share_later
 from .ways import replay
-from .ways.cached import Cached, InParts, cuts, ddps
+from .ways.cached import Cached, InParts, cuts
 from .ways.look import check_cached, tell_differs
 from .ways.retry import Retry
 
@@ -54,7 +54,6 @@ class GradientCache(Guest):
         if not callable(split):
             raise TypeError(f"`split={split!r}` is a {type(split).__name__}: "
                 "give a function `f(inputs, start, stop, n)`" + see('split-function'))
-        # is the size 'auto', so that a batch may fail, and be tried again? Asked by who accumulates, too
         self.retries,self.split = isinstance(micro_batch_size, str) and micro_batch_size=='auto',split
         self.micro_batch_size = micro_batch_size if self.retries else check_count('micro_batch_size', micro_batch_size)
         # samples that fit: in batches that train (`True`), and in others; with 'auto', `None` before memory has run out
@@ -80,13 +79,11 @@ class GradientCache(Guest):
     def before_train(self):
         self.trains = True
         self._enter()
-        if self.retries:
-            for o in ddps(self.learn.model): share_buffers(o)
+        if self.retries: share_later(self.learn.model, True)
     def before_validate(self): self._enter()
     def after_train(self): self.trains = False
     def after_fit(self):
-        within = self.trains and self.learn.lock.locked()   # it was a validation within an epoch
-        if not within: to_the_end(self._leave)
+        if not (self.trains and self.learn.lock.locked()): to_the_end(self._leave)   # else a validation within an epoch
 
 # %% ../nbs/03_cache.ipynb #place
 @patch
@@ -101,8 +98,7 @@ def _enter(self:GradientCache):
 def _leave(self:GradientCache):
     for o in (self.batch,self.inner,self.back,self.retry):
         if o is not None: o.leave()
-    if self.retries and self.batch is not None:
-        for o in ddps(self.learn.model): o.require_forward_param_sync = True   # of buffers, with the next pass, as ever
+    if self.retries and self.batch is not None: share_later(self.learn.model, False)
     self.batch = self.inner = self.back = self.parts = self.call = self.retry = None
 
 @patch
@@ -133,8 +129,7 @@ def _do_one_batch(self:GradientCache, inner):
     learn = inner.o
     inner.leave()
     if self.learn is None: return inner.stock()   # it was taken off in `before_batch`
-    model = learn.model
-    compiled = getattr(model, '_compiled_call_impl', None) is not None
+    model,compiled = learn.model,getattr(learn.model, '_compiled_call_impl', None) is not None
     forward = Instead(model, '_compiled_call_impl' if compiled else 'forward', None)
     back = self.back = Instead(learn, '_backward', None)
     forward.f,back.f = partial(self._forward, forward),partial(self._backward, back)
@@ -155,8 +150,7 @@ def _forward(self:GradientCache, forward, *args, **kwargs):
     model,size = self.learn.model,self.sizes[self.learn.training] or n
     self.tried = None if n is None else max(b-a for a,b in cuts(n, size))
     if self.parts is None or self.parts.model is not model: self.parts = InParts(model, self.split, self.retries)
-    later = self.learn.training and (self.retries or self.parts.later)   # then it is no matter how many there are
-    if n is None or n<=size and not later: return forward.stock(*args, **kwargs)
+    if n is None or n<=size and not (self.learn.training and self.parts.later): return forward.stock(*args, **kwargs)
     if n>size: self._tell_norm(model, size)
     self.call = Cached(self.parts, forward.stock, args, kwargs, n, size)
     return self.call.forward()

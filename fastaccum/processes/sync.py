@@ -80,9 +80,7 @@ def close(self:Together):
     self.leaves_out()   # unless its backward pass was run
     if not self.summed:
         sent = self.exchanged and acc.counted and acc.learn.loss_grad.requires_grad
-        if not sent:
-            self.heed()
-            self.exchange()
+        if not sent: self.exchange()
         self.quitters = Later(self.add_up(closing=True)[2])
     t = acc.step-acc.planned.first   # steps of this epoch
     macro.samples = acc.planned.sizes[acc.learn.epoch][t]   # as planned: to count them, the host would wait
@@ -107,6 +105,7 @@ def owes(self:Together)->bool:
 def exchange(self:Together):
     "Exchange the accumulated gradients, in a pass that needs no micro-batch"
     ddp = self.model
+    self.heed()
     scaler = vars(self.acc.learn).get('scaler')
     if scaler is not None: scaler.scale(torch.zeros((), device=self.device))   # it has a scale once it scaled something
     if not self.exchanged: ddp._pre_forward()   # else DDP still waits for the backward pass of a forward pass

@@ -9,7 +9,6 @@ __all__ = []
 
 # %% ../../nbs/ways/04_replay.ipynb #imports
 import torch
-from contextlib import nullcontext
 from fastcore.basics import patch
 from ..core.half import is_half
 from ..core.notices import see
@@ -33,14 +32,14 @@ def replay(self:Cached):
     self._check(kept)
     start,last = self.parts.start,len(self.cuts)-1
     rng = rng_states(start.device)   # the loss may have drawn some
-    wide,half,later = self.wide,[p for p in self.parts.model.parameters() if is_half([p])],self.parts.later
+    wide,half = self.wide,[p for p in self.parts.model.parameters() if is_half([p])]
     try:
         wide.add(half)
         self._backward(kept, grads, last)
         wide.add(half)
         for i in range(last):
             start.put_back(i)
-            with self.autocast(), torch.enable_grad(), self.parts.wait() if later or i<last-1 else nullcontext():
+            with self.autocast(), torch.enable_grad(), self.parts.wait(self.parts.later or i<last-1):
                 out = leaves(self._run(*self.cuts[i]))
             if self.first is not None: self._compare(out)
             self._backward(out, grads, i)
@@ -75,7 +74,8 @@ def _backward(self:Cached, outs, grads, i):
 @patch
 def exchanges(self:Cached)->bool:
     "Are the gradients of this batch exchanged by `exchange`?"
-    return self.parts.later and not any(waits_for_more(o) for o in self.parts.ddps)
+    parts = self.parts
+    return bool(parts.ddps) and parts.later and not any(waits_for_more(o) for o in parts.ddps)
 
 @patch
 def exchange(self:Cached):

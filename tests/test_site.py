@@ -328,7 +328,8 @@ def begins_with_what_one_imports(tab, door):
     "Signature and parameters are in the first screen of a door"
     ends = "(s) => { const e = document.querySelector(s); return e ? e.getBoundingClientRect().bottom : Infinity; }"
     assert tab.evaluate(ends, 'article dl.py > dt')<500
-    table = 'article dl.py table' if door!='accumulation' else 'article dl.py table tr'   # its last rows are below
+    long = door in ('accumulation','accum_find')   # their last rows are below
+    table = 'article dl.py table tr' if long else 'article dl.py table'
     assert tab.evaluate(ends, table)<=900
 
 # all words at once, in the page of the search: for each of them, where what it found leads to

@@ -218,10 +218,13 @@ questions = {
     'Does it hold for my model': 'tutorials/twin_check',
     'MixUp, CutMix and contrastive': 'explanations/which_way',
     'Steps have another size': 'guarantees/drop_last',
-    'Training is slow': 'explanations/when_not'}
+    'Training is slow': 'explanations/when_not',
+    'Several GPUs': 'tutorials/launch',
+    'How do I resume': 'tutorials/launch',
+    'Validation differs': 'tutorials/twin_check'}
 
-def test_ten_questions_are_answered_in_two_clicks():
-    assert 'troubleshooting.html' in links('index.html').hrefs and len(questions)==10
+def test_questions_are_answered_in_two_clicks():
+    assert 'troubleshooting.html' in links('index.html').hrefs and len(questions)>=10
     page = (site/'troubleshooting.html').read_text(encoding='utf-8').partition('<article')[2]
     sections = page.partition('<section id="faq')[2].split('<section id="')[1:]
     lost = [q for q,page in questions.items()

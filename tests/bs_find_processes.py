@@ -9,18 +9,9 @@ from fastaccum import GradientAccumulation
 from fastaccum.testing import deviation, toy, toy_data
 import processes
 from processes import distributed_on_cpu, rank, same_everywhere, world
-from common import weights
+from common import InBackward, short_of, weights
 from copy import deepcopy
 
-class NoMemory(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, cap):
-        ctx.cap = cap
-        return x.clone()
-    @staticmethod
-    def backward(ctx, g):
-        if len(g)>ctx.cap: raise torch.OutOfMemoryError('planted')
-        return g,None
 class Cap(nn.Module):
     "Has memory for `cap` samples, in the forward or in the backward pass; has a buffer, which DDP broadcasts"
     def __init__(self, cap, stage):
@@ -30,7 +21,7 @@ class Cap(nn.Module):
     def forward(self, x):
         self.n += len(x)
         if self.training and self.stage=='forward' and len(x)>self.cap: raise torch.OutOfMemoryError('planted')
-        return NoMemory.apply(x, self.cap if self.stage=='backward' else len(x))
+        return InBackward.apply(x, short_of(self.cap if self.stage=='backward' else len(x)))
 
 def made(caps, stage='backward', wrap=True, n=70, **kwargs):
     torch.manual_seed(0)

@@ -34,3 +34,20 @@ class Raise(Callback):
 
 def grads(learn): return [None if p.grad is None else p.grad.clone() for p in learn.model.parameters()]
 def weights(learn): return torch.cat([p.detach().flatten().clone() for p in learn.model.parameters()])
+
+class InBackward(torch.autograd.Function):
+    "Hands `x` on; in the backward pass `check` is called with the number of samples, and may raise"
+    @staticmethod
+    def forward(ctx, x, check):
+        ctx.check = check
+        return x.clone()
+    @staticmethod
+    def backward(ctx, g):
+        ctx.check(len(g))
+        return g,None
+
+def short_of(cap, stage='backward'):
+    "A check for `InBackward`: memory runs out with more than `cap` samples"
+    def check(n):
+        if n>cap: raise torch.OutOfMemoryError(f'planted, {stage}')
+    return check

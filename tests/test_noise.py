@@ -13,7 +13,7 @@ from fastai.optimizer import Adam, OptimWrapper
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, NoiseScale
 from fastaccum.noise.estimator import estimate
 from fastaccum.testing import CrossEntropy, deviation, toy, toy_data
-from common import CpuMixedPrecision, Raise, Seen, grads, weights
+from common import CpuMixedPrecision, InBackward, Raise, Seen, grads, short_of, weights
 from launch import check as passes, launching, script_of
 
 class Scaled(CpuMixedPrecision):
@@ -437,18 +437,11 @@ def test_bad_arguments(kwargs, exc):
 
 def test_a_failed_attempt_is_forgotten():
     "Memory runs out in the backward pass of a micro-batch: what counts are its halves"
-    class NoMemory(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x): return x.clone()
-        @staticmethod
-        def backward(ctx, g):
-            if len(g)>2: raise torch.OutOfMemoryError('out of memory, let us say')
-            return g
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
             self.a,self.b = nn.Linear(5, 6),nn.Linear(6, 3)
-        def forward(self, x): return self.b(NoMemory.apply(self.a(x)))
+        def forward(self, x): return self.b(InBackward.apply(self.a(x), short_of(2)))
     model = Net().double()
     learn,meter = toy(4, n=16, model=lambda: model, splitter=lambda m: [list(m.parameters())]),NoiseScale()
     gs = [torch.autograd.grad(CrossEntropy()(model(x[None]), y[None]), list(model.parameters()))

@@ -37,7 +37,7 @@ def test_commands_exist():
 
 def test_addresses_are_the_projects():
     url = re.search(r'^Repository *= *"(.+)"', (root/'pyproject.toml').read_text(encoding='utf-8'), re.M)[1]
-    assert f'git clone {url} &&' in readme and f'pip install git+{url} ' in readme and 'pip install fastaccum ' in readme
+    for o in (f'git clone {url} &&', f'pip install git+{url} ', 'pip install fastaccum '): assert o in readme
 
 def test_scripts_and_pictures_exist():
     for o in re.findall(r'`python ([\w/]+\.py)', readme)+re.findall(r'!\[[^]]*\]\((?!https:)([^)]+)\)', readme):

@@ -15,21 +15,10 @@ from fastai.optimizer import Adam, OptimWrapper, SGD
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule
 from fastaccum.memory.recovery import AutoSize
 from fastaccum.testing import Float32Loss, assert_twins, deviation, toy, twins
-from common import Raise, Seen, grads, weights
+from common import InBackward, Raise, Seen, grads, short_of, weights
 from test_precision import Scaled
 
 pytestmark = pytest.mark.filterwarnings('ignore:memory ran out')
-
-class Fail(torch.autograd.Function):
-    "Raises in the backward pass"
-    @staticmethod
-    def forward(ctx, x, cap):
-        ctx.cap = cap
-        return x.clone()
-    @staticmethod
-    def backward(ctx, g):
-        if len(g)>ctx.cap(): raise torch.OutOfMemoryError('planted, backward')
-        return g,None
 
 class Capped(nn.Module):
     "Three layers; runs out of memory with more than `cap` samples, if `on`"
@@ -43,7 +32,7 @@ class Capped(nn.Module):
         self.calls += 1
         for i,o in enumerate(self.layers):
             if i==2 and self.where=='backward':
-                x = Fail.apply(x, self.limit)   # layers 2 to 4 have their gradients by then
+                x = InBackward.apply(x, short_of(self.limit()))   # layers 2 to 4 have their gradients by then
             if i==2 and self.where=='forward' and len(x)>self.limit(): raise torch.OutOfMemoryError('planted, forward')
             x = o(x)
         return x

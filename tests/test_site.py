@@ -51,7 +51,8 @@ def links(page): return Links(page)
 
 def test_every_section_has_pages():
     for o in ('tutorials','explanations','guarantees','api','built',*wings): assert f'{o}/index.html' in pages
-    single = 'index','troubleshooting','cheat_sheet','upstream','differences','compatibility','coming_from','changelog','contributing','search'
+    single = ('index','troubleshooting','cheat_sheet','upstream','differences','compatibility','coming_from','changelog',
+        'contributing','search')
     for o in single: assert f'{o}.html' in pages
 
 @pytest.mark.parametrize('page', pages)

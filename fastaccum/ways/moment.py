@@ -16,7 +16,7 @@ from torch import nn
 from fastcore.basics import patch
 from ..core.listeners import to_the_end
 from ..core.notices import see
-from ..memory.snapshot import _values
+from ..memory.snapshot import puts_of
 
 # %% ../../nbs/ways/06_moment.ipynb #moment
 _usual = vars(nn.Module()).keys()-{'_buffers','training'}
@@ -56,7 +56,7 @@ class Moment:
             for nm,x in d.items():
                 if type(x) in _plain or nm in _usual: continue
                 if isinstance(x, (list,dict,set,deque)): self.items.append((x, x.copy()))
-                elif not isinstance(x, (tuple,*_closed)): self.values += _values(x)
+                elif not isinstance(x, (tuple,*_closed)): self.values += puts_of(x)
                 if nm!='_buffers': self.tensors += [(nm,t,t._version) for t in _tensors(x)]
 
     def put_back(self):

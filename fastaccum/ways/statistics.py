@@ -22,7 +22,7 @@ from ..core.batch import n_samples
 from ..core.listeners import to_the_end
 from ..core.notices import see
 from ..memory.snapshot import Snapshot, rng_states, set_rng_states
-from ..memory.trials import _given
+from ..memory.trials import loader_state
 from ..processes.alone import alone
 from ..processes.engine import find_sync
 
@@ -120,7 +120,7 @@ def _note(self:Estimate):
     "`Snapshot`s: of the statistics, and of all else that may change"
     learn,model,dl = self.learn,self.model,self.learn.dls.train
     own,dls = {b for m in self.layers for b in m.buffers()},[dl,*([dl.dl] if hasattr(dl, 'dl') else [])]
-    given = [(_given(o),getattr(o, 'rng', None)) for o in dls]
+    given = [(loader_state(o),getattr(o, 'rng', None)) for o in dls]
     rest = Snapshot(*(b for b in model.buffers() if b not in own), *given, shallow=(learn,*dls,*model.modules()),
         skip=[*own,*(o.dataset for o in dls if hasattr(o, 'dataset'))])
     rest.puts.append((set_rng_states, rng_states(next(model.parameters()).device.type)))

@@ -34,7 +34,7 @@ sections = dict(
 wings = [o for o in ('core','memory','processes','ways','check','noise') if (root/'nbs'/o).exists()]
 # the order of the pages, where their numbers or their `order` do not say it; those that are not there are passed over
 order = dict(
-    tutorials='accumulate vision text tabular segmentation hugging_face language_model choose fit_in_memory twin_check '
+    tutorials='accumulate vision text language_model tabular segmentation hugging_face choose fit_in_memory twin_check '
         'how_large grow_the_batch mixed_precision watch launch'.split(),
     single='tutorials/index cheat_sheet troubleshooting explanations/index guarantees/index api/index built/index '
         'differences upstream compatibility coming_from changelog contributing'.split(),

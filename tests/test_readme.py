@@ -53,7 +53,7 @@ def test_first_screen():
     "What it is, how to install it, and lines that run come before the picture, and the picture before make"
     marks = ['Gradient accumulation for fastai', 'pip install', '(https://fastaccum.github.io/fastaccum/explanations/'
         'which_way.html)', 'colab.research.google.com', 'import GradientAccumulation', 'drop their last ragged batch',
-        '## When, and when not', '![', '## What goes wrong', 'make demo']
+        '## When, and when not', '](images/', '## What goes wrong', 'make demo']
     at = [readme.find(o) for o in marks]
     assert -1 not in at and at==sorted(at)
 

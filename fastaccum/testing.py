@@ -32,7 +32,7 @@ def twins(
     make:callable=None, # Makes a Learner, given `bs`, `whole`, `seed` and `kwargs`; defaults to `toy`
     acc:dict|None=None, # More arguments of the accumulation callback
     acc_cls:type=GradientAccumulation, # The class of the accumulation callback
-    cbs:callable=list, # A function without arguments that returns a list of more callbacks, new ones for each fit
+    cbs:callable=list, # Returns a list of more callbacks, new ones for each fit
     loader_drop_last:bool=False, # Does the micro-batches' loader leave out the last one if it is ragged?
     seed:int=0, # Seeds torch before each fit
     **kwargs # Passed to `make`

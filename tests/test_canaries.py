@@ -205,9 +205,10 @@ def test_names_of_the_callbacks_that_the_finder_leaves_out():
     from fastai.callback.tracker import TerminateOnNaNCallback
     from fastai.callback.progress import CSVLogger, ProgressCallback, ShowGraphCallback
     from fastai.callback.tracker import TrackerCallback
+    from fastai.distributed import DistributedTrainer
     from fastaccum.memory.trials import _out
-    assert {f'{o.__module__}.{o.__qualname__}'
-        for o in (GradientAccumulation,FastaiGradientAccumulation,ShortEpochCallback,TerminateOnNaNCallback)}==_out
+    assert {f'{o.__module__}.{o.__qualname__}' for o in (GradientAccumulation,FastaiGradientAccumulation,
+        ShortEpochCallback,TerminateOnNaNCallback,DistributedTrainer)}==_out
     assert all(o.order>=Recorder.order
         for o in (CSVLogger,ProgressCallback,ShowGraphCallback,TrackerCallback,ParamScheduler))
 

@@ -67,9 +67,7 @@ def add_up(self:Together,
     zero = torch.zeros((), dtype=torch.float64, device=self.device)
     res = torch.stack([zero+o for o in (size,loss,macro.samples,closing,quits)])
     dist.all_reduce(res, group=self.group)
-    macro.ref = self.world
-    macro.size = res[0]
-    macro.loss = res[1]
+    macro.ref,macro.size,macro.loss = self.world,res[0],res[1]
     return res[2:]
 
 # %% ../../nbs/processes/04_sync.ipynb #close

@@ -11,8 +11,7 @@ __all__ = ['cuts', 'InParts', 'Cached']
 import torch
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import Function, once_differentiable
 from fastcore.basics import patch
 from ..core.half import WideSums, is_half
 from ..core.notices import see
@@ -106,8 +105,7 @@ class Cached:
 
         TypeError: something in them cannot be split
         """
-        def some(o): return self.parts.split(o, start, stop, self.n) if o else o
-        try: return some(self.args),some(self.kwargs)
+        try: return tuple(o and self.parts.split(o, start, stop, self.n) for o in (self.args,self.kwargs))
         except TypeError as e:
             raise TypeError(f"what the model is given cannot be split into micro-batches ({str(e).split(':')[0]}): "
                 "give `GradientCache(…, split=f)` with a function `f(inputs, start, stop, n)`"

@@ -183,6 +183,8 @@ def case_refused():
     assert "`'auto'` is" in fit(mine=rank==0)
     def sync(l): l.model.module.norm = nn.SyncBatchNorm(3)
     assert 'SyncBatchNorm' in fit(setup=sync)
+    def second(l): l.model = nn.Sequential(l.model, DDP(nn.Linear(3, 3).double()))
+    assert 'more than one DistributedDataParallel' in fit(setup=second, splitter=lambda m: [list(m.parameters())])
 
 def late(text, fail):
     "One process fails for good; the others raise PyTorch's error when their exchange has taken too long"

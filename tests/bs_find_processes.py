@@ -82,6 +82,9 @@ def case_refused():
     says('`init_val` is ', lambda: learn.bs_find(init_val=2+rank, show_plot=False))
     learn.model.module = nn.SyncBatchNorm.convert_sync_batchnorm(learn.model.module)
     says('SyncBatchNorm', lambda: learn.bs_find(show_plot=False))
+    learn = made([50]*world)
+    learn.model.module[0] = DDP(learn.model.module[0])
+    says('inside of the model', lambda: learn.bs_find(show_plot=False))
 def case_another_error_on_one():
     "All hear of it"
     learn = made([50]*world)

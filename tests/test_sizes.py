@@ -181,6 +181,18 @@ def test_weights_stay_near_one_over_k(loss):
     learn.fit(1, 0.1, cbs=[GradientAccumulation(64), W(), V()])
     assert len(ws)==16 and max(ws)<=3/16 and min(ws)>1/16/6/3
 
+def test_weights_are_one_over_k_with_class_probabilities():
+    "They are a mean over samples: with 1000 classes, shares a thousand times too small would be lost in half precision"
+    x,y = torch.randn(64, 5, dtype=torch.float64),torch.randn(64, 3, dtype=torch.float64).softmax(1)
+    shares = []
+    class W(Callback):
+        order,run_valid = GradientAccumulation.order+.5,False
+        def before_backward(self): shares.append(self.gradient_accumulation.weight)
+    for weight in (None,w):
+        learn = toy(4, data=TensorDataset(x, y), loss_func=nn.CrossEntropyLoss(weight=weight))
+        learn.fit(1, 0.1, cbs=[GradientAccumulation(64), W()])
+    assert shares==[1/16]*32
+
 @pytest.mark.parametrize('host', [True,False])
 def test_sizes_are_counted_in_single_precision_at_least(host, monkeypatch):
     "Half precision ends at 65504: more targets than that must not count as infinitely many, nor their losses"

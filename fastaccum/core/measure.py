@@ -93,7 +93,8 @@ class Measure:
         if self.size is not None: size = check_size(size, look=self.first)
         self.first = False
         counts = isinstance(size, torch.Tensor) or not size   # is it known on the device only, or nothing?
-        most = self._most(learn, n) if first and (counts or isinstance(self.find, Targets)) else None
+        ignores = isinstance(self.find, Targets) and not self.find.of_samples(learn.yb[0])
+        most = self._most(learn, n) if first and (counts or ignores) else None
         if counts: size,loss = self._tensor(learn, size, loss)
         return size,most,loss
 

@@ -65,9 +65,15 @@ class Targets:
                 f"{type(y).__name__}, so it is not known how many targets count: "
                 "pass `size=`, a function of the Learner that returns their number" + see('targets-not-counted'))
         y = as_plain(y)
-        if self.probs and y.is_floating_point(): return find_bs(y)
+        if self.of_samples(y): return find_bs(y)
         if on_host(y): return self._look_into(y)
         return (y!=self.ignore_index).sum(dtype=torch.float32) if self.weight is None else self._weigh(y)
+
+    def of_samples(self,
+        y:object # A target
+    )->bool: # Is the loss a mean over samples?
+        "Are these class probabilities?"
+        return self.probs and isinstance(y, torch.Tensor) and y.is_floating_point()
 
     def _look_into(self, y):
         "As a number"

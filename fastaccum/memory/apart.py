@@ -13,6 +13,7 @@ from fastai.torch_core import get_model
 from torch.nn import SyncBatchNorm
 from ..core.notices import see
 from .trials import Trials
+from ..processes.afterwards import ddps
 from ..processes.engine import find_sync
 from ..processes.sharded import Sharded
 from ..processes.world import check_same, gather
@@ -24,12 +25,13 @@ def check_apart(
 ):
     """Refuse a model that exchanges in its forward pass, and processes that would not try the same
 
-    RuntimeError: the model has SyncBatchNorm, or its parameters are sharded
+    RuntimeError: the model has SyncBatchNorm or DistributedDataParallel in it, or its parameters are sharded
     ValueError: the processes were told different things
     """
     ps = list(learn.model.parameters())
     why = 'SyncBatchNorm' if any(isinstance(o, SyncBatchNorm) for o in learn.model.modules()) else None
     if isinstance(find_sync(learn), Sharded): why = 'sharded parameters (FSDP)'
+    if ddps(get_model(learn.model)): why = 'DistributedDataParallel inside of the model'   # it would stay
     if why:
         raise RuntimeError(f"`bs_find` on several processes with {why}: each forward pass exchanges something, so the "
             "others would wait for a process whose memory runs out. Search before the model is made so, on a Learner "

@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from ..core.checks import drops_last, micro_size
 from ..core.batch import samples
 from ..core.notices import see
-from .afterwards import check_retries, retries
+from .afterwards import check_retries, ddps, retries
 from .shares import SharedPlan, local_sizes
 from .world import check_same, gather
 
@@ -126,7 +126,8 @@ def in_each(self:Agreement,
     recorder = getattr(acc.learn, 'recorder', None)
     found = {'`sync_each=True`':acc.sync_each, '`log_accum_batch=False`':recorder is not None and not acc.log_steps,
         'SyncBatchNorm':any(isinstance(o, torch.nn.SyncBatchNorm) for o in self.model.modules()),
-        'training metrics':getattr(recorder, 'train_metrics', False)}
+        'training metrics':getattr(recorder, 'train_metrics', False),
+        'more than one DistributedDataParallel':len(ddps(acc.learn.model))>1}   # only the first one waits
     return [nm for nm,there in found.items() if there]
 
 @patch

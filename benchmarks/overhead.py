@@ -85,7 +85,7 @@ class NotLooked(Without):
 class Remembered(Without):
     "Who has something to do at an event is remembered while the list of callbacks is the same"
     def take_out(self):
-        learn,dispatch,known,items = self.learn,self.dispatch,{},[]
+        learn,known,items = self.learn,{},[]
         def call(event_name):
             if learn.cbs.items!=items:
                 items[:] = learn.cbs.items

@@ -3,7 +3,7 @@
 `python tests/run.py sizes canaries` runs only the notebooks and the test files with one of these words in their names;
 `python tests/run.py fit_in_memory --times 50` runs them that many times, to find what fails now and then.
 """
-import argparse, os, subprocess, sys, time
+import argparse, multiprocessing, os, subprocess, sys, time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +17,9 @@ os.environ.setdefault('MPLBACKEND', 'agg')
 def run(*args, **kwargs):
     return subprocess.run([sys.executable, *map(str, args)], cwd=root, stdin=subprocess.DEVNULL, **kwargs)
 
-# Each notebook runs in a process of its own, so that one which dies takes no other with it
+# Each notebook runs in a process of its own, so that one which dies takes no other with it. They are forks of one that has
+# imported fastai, which takes longer than most pages do.
+forks = multiprocessing.get_context('forkserver')
 
 def pasted(Shell):
     """A `Shell` in which the cells that the site shows do without the names of those that it hides, so that a page
@@ -46,15 +48,27 @@ def test_notebook(fn):
     test.CaptureShell = pasted(test.CaptureShell)
     return test.test_nb(fn, skip_flags=cfg.tst_flags.split(), basepath=root)[0]
 
+def in_its_process(fn, out):
+    "Run the notebook `fn`; what it writes goes to the file `out`, also what its own processes write"
+    with open(out, 'wb') as file:
+        for o in (1,2): os.dup2(file.fileno(), o)
+    sys.exit(not test_notebook(fn))
+
 def run_notebook(fn):
     "Whether the notebook `fn` passed, in how many seconds, and what it wrote"
     start = time.time()
-    res = run(__file__, '--notebook', fn, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors='replace')
-    return not res.returncode, time.time()-start, res.stdout
+    with TemporaryDirectory() as tmp:
+        out = Path(tmp)/'out'
+        p = forks.Process(target=in_its_process, args=(fn,out))
+        p.start()
+        p.join()
+        text = out.read_text(encoding='utf-8', errors='replace') if out.exists() else ''
+    return p.exitcode==0, time.time()-start, text
 
 def run_notebooks(fns):
     "For each of the notebooks, whether it passed"
     passed = []
+    if fns: forks.set_forkserver_preload(['fastai.vision.all','nbdev.showdoc','nbdev.test','IPython'])
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
         jobs = {pool.submit(run_notebook, fn): fn for fn in fns}
         for job in as_completed(jobs):
@@ -115,7 +129,6 @@ def main(*names, times=1):
     return n_failed>0
 
 if __name__=='__main__':
-    if sys.argv[1:2]==['--notebook']: sys.exit(not test_notebook(Path(sys.argv[2])))
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('names', nargs='*', help='words in the names of notebooks and test files')
     parser.add_argument('--times', type=int, default=1, help='how often to run each')

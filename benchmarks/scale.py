@@ -10,7 +10,6 @@ warnings.filterwarnings('ignore')
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from torch import nn
 from fastai.callback.core import Callback
 from fastaccum import GradientAccumulation
 from fastaccum.core.plan import Plan

@@ -17,8 +17,8 @@ os.environ.setdefault('MPLBACKEND', 'agg')
 def run(*args, **kwargs):
     return subprocess.run([sys.executable, *map(str, args)], cwd=root, stdin=subprocess.DEVNULL, **kwargs)
 
-# Each notebook runs in a process of its own, so that one which dies takes no other with it. They are forks of one that has
-# imported fastai, which takes longer than most pages do.
+# Each notebook runs in a process of its own, so that one which dies takes no other with it. They are forks of one
+# that has imported fastai, which takes longer than most pages do.
 forks = multiprocessing.get_context('forkserver')
 
 def pasted(Shell):

@@ -199,7 +199,7 @@ def shared_plans(monkeypatch, dls, **kwargs):
     list with an entry for each"""
     accs = [GradientAccumulation(**{k:v[i] if isinstance(v, list) else v for k,v in kwargs.items()})
         for i in range(len(dls))]
-    for o in accs: o.learn = NS(n_epoch=2, cbs=[])
+    for o in accs: o.learn = NS(n_epoch=2, cbs=[], model=nn.Sequential())
     told = []
     def look(i):
         def all_gather(res, mine, group):

@@ -316,6 +316,9 @@ look = """() => {
     return [wrong, ground];
 }"""
 
+# Where an element ends, in pixels from the top of the screen
+ends = "(s) => { const e = document.querySelector(s); return e ? e.getBoundingClientRect().bottom : Infinity; }"
+
 @needs_browser
 @pytest.mark.parametrize('page', pages)
 def test_page(tab, url, page):
@@ -323,6 +326,7 @@ def test_page(tab, url, page):
     shots = os.environ.get('SHOTS')
     tab.set_viewport_size(dict(width=1440, height=900))
     tab.goto(url+page, wait_until='load')
+    if page=='cheat_sheet.html': assert tab.evaluate(ends, 'section#words table')<=900   # one screen
     if page.removesuffix('.html') in doors: begins_with_what_one_imports(tab, page.removesuffix('.html'))
     for device,size in (('wide',(1440,900)), ('narrow',(390,844))):
         tab.set_viewport_size(dict(width=size[0], height=size[1]))
@@ -336,7 +340,6 @@ def test_page(tab, url, page):
 
 def begins_with_what_one_imports(tab, door):
     "Signature and parameters are in the first screen of a door"
-    ends = "(s) => { const e = document.querySelector(s); return e ? e.getBoundingClientRect().bottom : Infinity; }"
     assert tab.evaluate(ends, 'article dl.py > dt')<500
     long = door in ('accumulation','accum_find')   # their last rows are below
     table = 'article dl.py table tr' if long else 'article dl.py table'

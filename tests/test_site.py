@@ -294,9 +294,13 @@ look = """() => {
     for (const e of all('article table').filter(seen)) {
         const box = scrolls(e);
         if ((box || e).getBoundingClientRect().right > width+1) wrong.push(`table cut: ${e.textContent.slice(0, 40)}`);
+        if (width > 1000 && box && box.scrollWidth > box.clientWidth+1)
+            wrong.push(`table scrolls: ${e.textContent.slice(0, 40)}`);
     }
     for (const e of all('article pre').filter(seen)) {
         const style = getComputedStyle(e);
+        if (width < 500 && e.closest('.output:not(.stderr)') && style.whiteSpace != 'pre')
+            wrong.push(`columns wrap: ${e.textContent.slice(0, 40)}`);
         if (e.scrollWidth <= e.clientWidth+1) continue;
         if (!e.closest('.cell_output')) wrong.push(`code cut: ${e.textContent.slice(0, 40)}`);
         else if (!['auto','scroll'].includes(style.overflowX)) wrong.push(`output cut: ${e.textContent.slice(0, 40)}`);

@@ -7,8 +7,10 @@ versions and hardware.
 """
 import os
 os.environ.setdefault('OMP_NUM_THREADS', '1')
-import argparse, datetime, json, platform, statistics, subprocess, sys, tempfile, time, warnings
+import argparse, platform, statistics, sys, time, warnings
 from pathlib import Path
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.several import arguments, ended, joined, learner, measured, printed, versions
 warnings.filterwarnings('ignore')
 
 bs,n_batches,rounds,ks,width,layers = 32,32,9,(1,2,4,8),1024,4
@@ -19,16 +21,8 @@ def worker(out):
     import torch
     from torch import distributed as dist, nn
     from torch.nn.parallel import DistributedDataParallel
-    from fastai.callback.progress import ProgressCallback
-    from fastai.data.core import DataLoaders
-    from fastai.learner import Learner
-    from fastai.optimizer import SGD
     from fastaccum import GradientAccumulation
     from fastaccum.processes.sync import Together
-
-    class Batches(list):
-        "Ready-made batches, so that loading costs nothing"
-        bs,device = bs,torch.device('cpu')
 
     secs = [0.]
     stock = Together.exchange
@@ -39,12 +33,9 @@ def worker(out):
 
     def run(k, size):
         torch.manual_seed(0)
-        data = Batches((torch.randn(bs,width), torch.randint(10, (bs,))) for _ in range(n_batches))
+        data = [(torch.randn(bs,width), torch.randint(10, (bs,))) for _ in range(n_batches)]
         net = [o for _ in range(layers) for o in (nn.Linear(width,width), nn.ReLU())]
-        learn = Learner(DataLoaders(data, Batches()), DistributedDataParallel(nn.Sequential(*net, nn.Linear(width,10))),
-            nn.CrossEntropyLoss(), opt_func=SGD)
-        learn.remove_cb(ProgressCallback)
-        learn.logger = lambda *_: None
+        learn = learner(data, bs, DistributedDataParallel(nn.Sequential(*net, nn.Linear(width,10))))
         acc = GradientAccumulation(bs*k*dist.get_world_size(), micro_batch_size=size)
         learn.fit(1, 1e-3, cbs=acc)   # DDP arranges its memory
         dist.barrier()
@@ -53,48 +44,35 @@ def worker(out):
         return [o*1e3*k/n_batches for o in (time.perf_counter()-start, secs[0])]
 
     Together.exchange = exchange
-    torch.set_num_threads(1)
-    dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=60))
+    joined()
     res = {k:{nm:[] for nm in arms} for k in ks}
     for i in range(rounds+1):
         for k in ks:
             for nm,size in list(arms.items())[::1 if i%2 else -1]:
                 vals = run(k, size)
                 if i: res[k][nm].append(vals)   # the first round warms up
-    if not dist.get_rank(): Path(out).write_text(json.dumps(res))
-    dist.destroy_process_group()
+    ended(res, out)
 
 def measure(n):
     "For each k and arm: milliseconds of each round's steps, and of their exchanges afterwards"
-    with tempfile.TemporaryDirectory() as tmp:
-        out = Path(tmp)/'res.json'
-        subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', str(n),
-                       __file__, '--worker', str(out)], check=True, timeout=600)
-        return {int(k):o for k,o in json.loads(out.read_text()).items()}
+    return {int(k):o for k,o in measured(__file__, n).items()}
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--processes', type=int, default=2)
     parser.add_argument('--out', type=Path, help='append the table to this file')
-    parser.add_argument('--hardware', default=f'{os.cpu_count()} cores of an {platform.machine()} CPU', help='in words')
-    parser.add_argument('--worker', help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = arguments(parser, f'{os.cpu_count()} cores of an {platform.machine()} CPU')
     if args.worker: return worker(args.worker)
-    import fastai, torch, fastaccum
+    import fastaccum
     res,med = measure(args.processes),statistics.median
-    lines = [f'## {datetime.date.today()}, {args.processes} processes on {args.hardware}, gloo', '',
-        f'fastaccum {fastaccum.__version__}, fastai {fastai.__version__}, torch {torch.__version__}, '
-        f'python {platform.python_version()}; {(width+1)*(width*layers+10)/1e6:.1f} million parameters, '
-        f'micro-batches of {bs}, {n_batches} a fit, {rounds} rounds in turns; ms of a step, medians', '',
+    lines = [f'fastaccum {fastaccum.__version__}, {versions()}; '
+        f'{(width+1)*(width*layers+10)/1e6:.1f} million parameters, micro-batches of {bs}, {n_batches} a fit, {rounds} rounds in turns; ms of a step, medians', '',
         f"| micro-batches a step | {' | '.join(arms)} | the exchange of it | ratio, quartiles of the rounds |",
         '|---|---|---|---|---|']
     for k,o in res.items():
         (a,_),(b,ex) = ([med(v) for v in zip(*o[nm])] for nm in arms)
         lo,mid,hi = statistics.quantiles([y[0]/x[0] for x,y in zip(*o.values())], n=4)
         lines.append(f'| {k} | {a:.1f} | {b:.1f} | {ex:.1f} | {mid:.2f} ({lo:.2f} to {hi:.2f}) |')
-    print('\n'.join(lines))
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        with args.out.open('a') as f: f.write('\n'.join(lines)+'\n\n')
+    printed(f'{args.processes} processes on {args.hardware}, gloo', lines, args.out)
 
 if __name__=='__main__': main()

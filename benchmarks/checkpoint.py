@@ -20,7 +20,7 @@ from torchvision.models import resnet18, resnet50
 from fastai.vision.learner import create_vision_model
 from fastaccum.ways.again import Segment, in_place
 from fastaccum.ways.segments import find_segments
-from benchmarks.live import LiveTensors
+from benchmarks.live import megabytes
 
 bs,px,rounds = 32,128,5
 device = torch.device(sys.argv[1] if len(sys.argv)>1 else 'cpu')
@@ -58,14 +58,7 @@ def memory(model, x, y):
     "MB at the peak of a step, without the weights"
     for _ in range(2): step(model, x, y)   # in the first, the segments look at their inputs
     for p in model.parameters(): p.grad = None
-    if device.type=='cpu':
-        with LiveTensors() as live: step(model, x, y)
-        return live.peak/1e6
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step(model, x, y)
-    return (torch.cuda.max_memory_allocated()-before)/1e6
+    return megabytes(lambda: step(model, x, y), device)
 
 def seconds(model, x, y):
     if device.type=='cpu':

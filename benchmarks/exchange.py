@@ -6,8 +6,10 @@ hardware, and draws the second.
 """
 import os
 os.environ.setdefault('OMP_NUM_THREADS', '1')
-import argparse, datetime, json, platform, statistics, subprocess, sys, tempfile, time, warnings
+import argparse, platform, statistics, sys, time, warnings
 from pathlib import Path
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.several import arguments, ended, joined, learner, measured, printed, versions
 warnings.filterwarnings('ignore')
 
 bs,n_batches,rounds,ks = 16,64,5,(1,2,4,8)
@@ -19,16 +21,8 @@ def worker(out):
     from torch import distributed as dist, nn
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.nn.parallel import DistributedDataParallel
-    from fastai.callback.progress import ProgressCallback
     from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
-    from fastai.data.core import DataLoaders
-    from fastai.learner import Learner
-    from fastai.optimizer import SGD
     from fastaccum import GradientAccumulation
-
-    class Batches(list):
-        "Ready-made batches, so that loading costs nothing"
-        bs,device = bs,torch.device('cpu')
 
     class Exchanged:
         "What the exchanges of gradients took"
@@ -43,21 +37,18 @@ def worker(out):
 
     def run(acc):
         torch.manual_seed(0)
-        data = Batches((torch.randn(bs,64), torch.randint(10, (bs,))) for _ in range(n_batches))
+        data = [(torch.randn(bs,64), torch.randint(10, (bs,))) for _ in range(n_batches)]
         model = DistributedDataParallel(nn.Sequential(nn.Linear(64,1024), nn.ReLU(), nn.Linear(1024,1024), nn.ReLU(),
             nn.Linear(1024,10)))
         exchanged = Exchanged()
         model.register_comm_hook(exchanged, Exchanged.hook)
-        learn = Learner(DataLoaders(data, Batches()), model, nn.CrossEntropyLoss(), opt_func=SGD)
-        learn.remove_cb(ProgressCallback)
-        learn.logger = lambda *_: None
+        learn = learner(data, bs, model)
         dist.barrier()
         start = time.perf_counter()
         learn.fit(1, 1e-3, cbs=acc)
         return exchanged.nbytes,exchanged.secs,time.perf_counter()-start
 
-    torch.set_num_threads(1)
-    dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=60))
+    joined()
     res = {k:{nm:[] for nm in arms} for k in ks}
     for i in range(rounds+1):
         for k in ks:
@@ -66,20 +57,13 @@ def worker(out):
             for nm,acc in list(zip(arms, cbs))[::1 if i%2 else -1]:
                 vals = run(acc)
                 if i: res[k][nm].append(vals)   # the first round warms up
-    if not dist.get_rank(): Path(out).write_text(json.dumps(res))
-    dist.destroy_process_group()
+    ended(res, out)
 
 def measure(n):
     "For each k and arm: bytes, milliseconds of exchange and milliseconds in all, per sample of a process"
-    with tempfile.TemporaryDirectory() as tmp:
-        out = Path(tmp)/'res.json'
-        subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', str(n),
-                       __file__, '--worker', str(out)],
-                       check=True, timeout=600)
-        res = json.loads(out.read_text())
     def per_sample(runs):
         return [statistics.median(o[i] for o in runs)/(bs*n_batches)*(1e3 if i else 1) for i in range(3)]
-    return {int(k):{nm:per_sample(o) for nm,o in v.items()} for k,v in res.items()}
+    return {int(k):{nm:per_sample(o) for nm,o in v.items()} for k,v in measured(__file__, n).items()}
 
 def plot(res, fn):
     import matplotlib
@@ -99,27 +83,20 @@ def main():
     parser.add_argument('--processes', type=int, default=2)
     parser.add_argument('--out', type=Path, help='append the table to this file')
     parser.add_argument('--plot', type=Path, help='draw this file')
-    parser.add_argument('--hardware', default=f'{os.cpu_count()} cores of an {platform.machine()} CPU', help='in words')
-    parser.add_argument('--worker', help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = arguments(parser, f'{os.cpu_count()} cores of an {platform.machine()} CPU')
     if args.worker: return worker(args.worker)
-    import fastai, torch, fastaccum
+    import fastaccum
     res = measure(args.processes)
-    lines = [f'## {datetime.date.today()}, {args.processes} processes on {args.hardware}, gloo', '',
-        f'fastaccum {fastaccum.__version__}, fastai {fastai.__version__}, torch {torch.__version__}, '
-        f'python {platform.python_version()}; '
+    lines = [f'fastaccum {fastaccum.__version__}, {versions()}; '
         f'1.1 million parameters, {n_batches} micro-batches of {bs}, {rounds} rounds, medians; per sample of a process',
         '',
         '| micro-batches a step | | KiB exchanged | ms of exchange | ms in all |', '|---|---|---|---|---|']
     for k,o in res.items():
         for nm,(nbytes,ex,ms) in o.items(): lines.append(f'| {k} | {nm} | {nbytes/1024:.1f} | {ex:.3f} | {ms:.3f} |')
-    print('\n'.join(lines))
+    printed(f'{args.processes} processes on {args.hardware}, gloo', lines, args.out)
     one = res[ks[0]]['fastaccum'][0]
     for k,o in res.items():
         assert abs(o['fastaccum'][0]*k/one-1)<1e-9, f'{k} micro-batches a step: not 1/{k} of the bytes'
     if args.plot: plot(res, args.plot)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        with args.out.open('a') as f: f.write('\n'.join(lines)+'\n\n')
 
 if __name__=='__main__': main()

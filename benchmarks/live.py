@@ -5,9 +5,9 @@
 
 counts the storages that are made while it is on, as they come and go: activations, gradients, temporary tensors.
 What was there before (weights, the batch) is not in it, nor is what a kernel allocates inside. On a device,
-`torch.cuda.max_memory_allocated` says more.
+`torch.cuda.max_memory_allocated` says more, and `megabytes` asks it there.
 """
-import weakref
+import torch, weakref
 from functools import partial
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -49,3 +49,15 @@ def peak_of(
     for _ in range(warm): f()
     with LiveTensors() as live: f()
     return live.peak
+
+def megabytes(
+    f, # A function without arguments
+    device # `torch.device` that it computes on
+):
+    "The most MB that `f` holds while it runs, beyond what was there before"
+    if device.type=='cpu': return peak_of(f, warm=0)/1e6
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    f()
+    return (torch.cuda.max_memory_allocated()-before)/1e6

@@ -6,8 +6,10 @@ the first, predicts the second from them, prints both, and writes them to FILE. 
 """
 import os
 os.environ.setdefault('OMP_NUM_THREADS', '1')
-import argparse, datetime, json, platform, subprocess, sys, tempfile, time, warnings
+import argparse, datetime, json, platform, sys, time, warnings
 from pathlib import Path
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.several import arguments, ended, joined, learner, measured, versions
 warnings.filterwarnings('ignore')
 
 # The arithmetic
@@ -44,15 +46,7 @@ def worker(out):
     from torch import distributed as dist, nn
     from torch.nn.parallel import DistributedDataParallel
     from fastai.callback.core import Callback
-    from fastai.callback.progress import ProgressCallback
-    from fastai.data.core import DataLoaders
-    from fastai.learner import Learner
-    from fastai.optimizer import SGD
     from fastaccum import GradientAccumulation
-
-    class Batches(list):
-        "Ready-made batches, so that loading costs nothing"
-        bs,device = bs,torch.device('cpu')
 
     class Clock(Callback):
         "When each step was taken"
@@ -64,12 +58,9 @@ def worker(out):
     def step(k, world):
         "Seconds of a step of `k` micro-batches on each process, from one step to the next, at their shortest"
         torch.manual_seed(0)
-        data = Batches((torch.randn(bs,64), torch.randint(10, (bs,))) for _ in range(k*n_steps))
+        data = [(torch.randn(bs,64), torch.randint(10, (bs,))) for _ in range(k*n_steps)]
         model,clock = net() if world==1 else DistributedDataParallel(net()),Clock()
-        learn = Learner(DataLoaders(data, Batches()), model, nn.CrossEntropyLoss(), opt_func=SGD,
-                        cbs=[clock,GradientAccumulation(bs*k*world)])
-        learn.remove_cb(ProgressCallback)
-        with learn.no_logging(): learn.fit(1, 1e-3)
+        learner(data, bs, model, [clock,GradientAccumulation(bs*k*world)]).fit(1, 1e-3)
         return min(b-a for a,b in zip(clock.times, clock.times[1:]))
     def steps(world):
         found = [{k: step(k, world) for k in ks} for _ in range(rounds+1)]
@@ -87,21 +78,16 @@ def worker(out):
     world = os.environ.pop('WORLD_SIZE')   # or fastaccum would refuse to train beside others without an exchange
     alone = steps(1)
     os.environ['WORLD_SIZE'] = world
-    dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=120))
+    joined(120)
     res = dict(alone=alone, steps=steps(dist.get_world_size()),
                bytes=sum(p.numel()*p.element_size() for p in net().parameters()),
                exchanges={o*1024: exchange(torch.zeros(o*256), 60 if o<4096 else 15) for o in kib})
-    if not dist.get_rank(): Path(out).write_text(json.dumps(res))
-    dist.destroy_process_group()
+    ended(res, out)
 
 def measure(n):
     "What the processes found, and the latency (s) and bandwidth (bytes/s) of a link that explain the exchanges best"
     import numpy as np
-    with tempfile.TemporaryDirectory() as tmp:
-        out = Path(tmp)/'res.json'
-        subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', str(n),
-                        __file__, '--worker', str(out)], check=True, timeout=600)
-        res = json.loads(out.read_text())
+    res = measured(__file__, n)
     sizes,secs = np.array([int(o) for o in res['exchanges']]),np.array([*res['exchanges'].values()])
     # relative errors count, or the largest exchange would decide alone
     lines = np.stack([np.full_like(secs, 2*(n-1)), 2*(n-1)/n*sizes], 1)/secs[:,None]
@@ -130,14 +116,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--processes', type=int, nargs='+', default=[2,3])
     parser.add_argument('--out', type=Path, help='write what was measured to this file')
-    parser.add_argument('--hardware', default=f'{os.cpu_count()} cores of an {platform.machine()} CPU', help='in words')
-    parser.add_argument('--worker', help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = arguments(parser, f'{os.cpu_count()} cores of an {platform.machine()} CPU')
     if args.worker: return worker(args.worker)
-    import fastai, torch
     runs = [measure(n) for n in args.processes]
-    made = (f'{datetime.date.today()}, {args.hardware}, gloo, fastai {fastai.__version__}, torch {torch.__version__}, '
-            f'python {platform.python_version()}')
+    made = f'{datetime.date.today()}, {args.hardware}, gloo, {versions()}'
     print(f'{made}\n\n{tables(runs)}')
     if args.out: args.out.write_text(json.dumps(dict(made=made, runs=runs), indent=1)+'\n')
 

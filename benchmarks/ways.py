@@ -32,7 +32,7 @@ from fastai.vision.learner import create_vision_model
 from fastcore.basics import noop
 import fastaccum
 from fastaccum import ActivationCheckpoint, GradientAccumulation, GradientCache
-from benchmarks.live import LiveTensors
+from benchmarks.live import megabytes
 
 bs = 32   # samples in a step
 ways = 'plain','split','cache','checkpoint'
@@ -106,14 +106,7 @@ def memory(learn, arm, device):
     "MB of a step at its peak, gradients and all"
     run(learn, arm, device)   # segments look at their inputs
     for p in learn.model.parameters(): p.grad = None
-    if device.type=='cpu':
-        with LiveTensors() as live: run(learn, arm, device)
-        return live.peak/1e6
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run(learn, arm, device)
-    return (torch.cuda.max_memory_allocated()-before)/1e6
+    return megabytes(lambda: run(learn, arm, device), device)
 
 def measure(make, device, rounds):
     "MB and times of each arm"

@@ -10,3 +10,9 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def in_tmp(tmp_path, monkeypatch): monkeypatch.chdir(tmp_path)   # `lr_find` and `save` write next to the Learner
+
+# `make test` tries the same examples every time, on machines of any speed; HYPOTHESIS=random looks for others
+from hypothesis import settings
+settings.register_profile('same', deadline=None, derandomize=True)
+settings.register_profile('random', deadline=None)
+settings.load_profile(os.environ.get('HYPOTHESIS', 'same'))

@@ -4,6 +4,7 @@
 `python tests/run.py fit_in_memory --times 50` runs them that many times, to find what fails now and then.
 """
 import argparse, multiprocessing, os, subprocess, sys, time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -66,27 +67,37 @@ def run_notebook(fn):
     return p.exitcode==0, time.time()-start, text
 
 def run_notebooks(fns):
-    "For each of the notebooks, whether it passed"
-    passed = []
+    "The outcome of each notebook: its name, and how it ended"
+    res = []
     if fns: forks.set_forkserver_preload(['fastai.vision.all','nbdev.showdoc','nbdev.test','IPython'])
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
         jobs = {pool.submit(run_notebook, fn): fn for fn in fns}
         for job in as_completed(jobs):
             ok,secs,text = job.result()
-            passed.append(ok)
-            print(f'{jobs[job].relative_to(root)}  {"ok" if ok else "FAILED"}  {secs:.1f}s', flush=True)
+            nm = str(jobs[job].relative_to(root))
+            res.append((nm, 'passed') if ok else (named(nm, text.strip().rpartition('\n')[2]), 'failed'))
+            print(f'{nm}  {"ok" if ok else "FAILED"}  {secs:.1f}s', flush=True)
             if not ok: print(text, flush=True)
-    return passed
+    return res
 
 def outcomes(xml):
-    "The outcome of each test in pytest's report: of those of one test, the worst"
-    res,bad = {},{'failure','error'}
+    "The outcome of each test in pytest's report: its name, if it failed with what it said, and the worst of its ends"
+    res,said = {},{}
     for o in ElementTree.parse(xml).iter('testcase'):
-        tags = {c.tag for c in o}
-        nm = o.get('classname'),o.get('name')
-        if tags & bad or res.get(nm)=='failed': res[nm] = 'failed'
-        else: res[nm] = 'skipped' if 'skipped' in tags else 'passed'
-    return list(res.values())
+        tags = {c.tag:c for c in o}
+        nm = f'{o.get("classname")}::{o.get("name")}'
+        bad = next((tags[t] for t in ('failure','error') if t in tags), None)
+        if bad is not None: said.setdefault(nm, named(nm, bad.get('message', '').partition('\n')[0]))
+        res[nm] = 'failed' if nm in said else 'skipped' if 'skipped' in tags else 'passed'
+    return [(said.get(nm, nm), o) for nm,o in res.items()]
+
+def named(nm, said):
+    "What failed, and why, in a line"
+    return f'{nm} - {said[:200]}'
+
+def failures(outs):
+    "The names of those that failed"
+    return [nm for nm,o in outs if o=='failed']
 
 def run_pytest(path):
     """The outcomes of the tests in the file `path`, in how many seconds, and what pytest wrote; one more has failed
@@ -96,8 +107,8 @@ def run_pytest(path):
         xml = Path(tmp)/'report.xml'
         res = run('-m', 'pytest', '-q', '-ra', f'--junitxml={xml}', path, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, errors='replace')
-        outs = outcomes(xml) if xml.exists() else ['failed']
-    if res.returncode and 'failed' not in outs and res.returncode!=5: outs.append('failed')   # 5: there were no tests
+        outs = outcomes(xml) if xml.exists() else []
+    if res.returncode not in (0,5) and not failures(outs): outs.append((str(path), 'failed'))   # 5: there were no tests
     return outs, time.time()-start, res.stdout
 
 def run_tests(paths):
@@ -109,10 +120,10 @@ def run_tests(paths):
         for job in as_completed(jobs):
             outs,secs,text = job.result()
             res += outs
-            bad,skipped = outs.count('failed'),outs.count('skipped')
+            bad = failures(outs)
             print(f'{jobs[job].relative_to(root)}  {"FAILED" if bad else "ok"}  {len(outs)} tests  {secs:.1f}s',
                 flush=True)
-            if bad or skipped: print(text, flush=True)
+            if bad or any(o=='skipped' for _,o in outs): print(text, flush=True)
     return res
 
 def main(*names, times=1):
@@ -120,13 +131,14 @@ def main(*names, times=1):
     def wanted(fns): return times*sorted(o for o in fns if not names or any(nm in o.stem for nm in names))
     os.chdir(root)   # nbdev looks for its settings from here
     fns,tests = wanted(nbglob(root/'nbs', as_path=True)),wanted((root/'tests').rglob('test_*.py'))
-    passed,res = run_notebooks(fns),run_tests(tests)
-    missing = [] if names and passed+res else [nm for nm,o in (('notebooks',passed), ('tests',res)) if not o]
-    for nm in missing: print(f'no {nm} were run, which counts as a failure')
-    n_passed,n_skipped = passed.count(True)+res.count('passed'),res.count('skipped')
-    n_failed = passed.count(False)+res.count('failed')+len(missing)
-    print(f'{n_passed} passed, {n_failed} failed' + (f', {n_skipped} skipped' if n_skipped else ''))
-    return n_failed>0
+    pages,res = run_notebooks(fns),run_tests(tests)
+    missing = [] if names and pages+res else [nm for nm,o in (('notebooks',pages), ('tests',res)) if not o]
+    outs = pages+res+[(f'no {nm} were run', 'failed') for nm in missing]
+    for nm in failures(outs): print(f'FAILED {nm}')   # at the end, where all that is kept of a long log may be its end
+    counts = Counter(o for _,o in outs)
+    print(f'{counts["passed"]} passed, {counts["failed"]} failed' +
+        (f', {counts["skipped"]} skipped' if counts['skipped'] else ''))
+    return counts['failed']>0
 
 if __name__=='__main__':
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

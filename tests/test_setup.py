@@ -251,7 +251,43 @@ def test_small_models_run_in_one_thread(module, threads, expected):
 def test_chosen_tests_run_as_often_as_asked(monkeypatch):
     import run
     ran = []
-    monkeypatch.setattr(run, 'run_notebooks', lambda fns: ran.extend(fns) or [True for _ in fns])
-    monkeypatch.setattr(run, 'run_tests', lambda fns: ran.extend(fns) or ['passed' for _ in fns])
+    monkeypatch.setattr(run, 'run_notebooks', lambda fns: ran.extend(fns) or [(o.stem, 'passed') for o in fns])
+    monkeypatch.setattr(run, 'run_tests', lambda fns: ran.extend(fns) or [(o.stem, 'passed') for o in fns])
     assert not run.main('sizes', times=3)
     assert sorted(o.stem.lstrip('0123456789_') for o in ran)==['sizes']*3+['test_sizes']*3
+
+@pytest.mark.nbdev
+def test_a_run_ends_with_what_failed_and_the_count(monkeypatch, capsys):
+    import run
+    monkeypatch.setattr(run, 'run_notebooks', lambda fns: [('a.ipynb','passed'), ('b.ipynb','failed')])
+    monkeypatch.setattr(run, 'run_tests', lambda fns: [('test_c::d','failed'), ('test_c::e','skipped')])
+    assert run.main('sizes')
+    assert capsys.readouterr().out.splitlines()==['FAILED b.ipynb', 'FAILED test_c::d', '1 passed, 2 failed, 1 skipped']
+    monkeypatch.setattr(run, 'run_tests', lambda fns: [])
+    assert run.main()
+    assert capsys.readouterr().out.splitlines()[1:]==['FAILED no tests were run', '1 passed, 2 failed']
+
+outcomes = """
+import os, pytest
+@pytest.fixture
+def bad():
+    yield
+    raise ValueError
+def test_good(): pass
+def test_wrong(): assert False
+def test_ends_badly(bad): pass
+@pytest.mark.parametrize('o', [1,2])
+def test_skipped(o): pytest.skip()
+"""
+def test_outcomes_of_a_file(tmp_path):
+    "Each test counts once; a file that dies, or that cannot be read, has failed"
+    import run
+    def outs(code, path=tmp_path/'test_it.py'):
+        path.write_text(code)
+        return [(nm.rpartition('::')[2], o) for nm,o in run.run_pytest(path)[0]]
+    assert outs(outcomes)==[('test_good','passed'), ('test_wrong - assert False','failed'),
+        ('test_ends_badly - failed on teardown with "ValueError"','failed'),
+        ('test_skipped[1]','skipped'), ('test_skipped[2]','skipped')]
+    assert outs('')==[]
+    for code in ('def test_dies():\n    import os\n    os._exit(3)', 'def test_('):
+        assert [o for _,o in outs(code)]==['failed']

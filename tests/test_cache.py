@@ -27,7 +27,7 @@ from fastaccum.core.notices import BatchNormWarning
 from fastaccum.testing import CrossEntropy, assert_twins, deviation, one_cycle, toy
 from fastaccum.ways.cached import cuts
 from fastaccum.ways.outputs import leaves
-from common import CpuMixedPrecision, Raise, Seen, grads, weights
+from common import CpuMixedPrecision, InBackward, Raise, Seen, grads, short_of, weights
 from test_loud import Save
 from test_precision import Scaled
 

@@ -240,6 +240,19 @@ def test_what_is_counted_on_a_device_is_counted_on_the_host(kwargs, which, monke
     if here: assert abs(loss('sum')/loss('mean')-here)<1e-12
     else: assert loss('mean').isnan()
 
+@pytest.mark.parametrize('host', [True,False])
+@pytest.mark.parametrize('weighted', [False,True])
+def test_targets_of_eight_bits(weighted, host, monkeypatch):
+    "As masks have them: in 8 bits the default `ignore_index` of -100 would be the class 156"
+    monkeypatch.setattr(sizes, 'on_host', lambda t: host)
+    gen = torch.Generator().manual_seed(0)
+    y = torch.randint(0, 200, (64,), generator=gen, dtype=torch.uint8)
+    y[:9] = 156
+    pred,weight = torch.randn(64, 200, generator=gen, dtype=torch.float64),torch.rand(200, generator=gen, dtype=torch.float64)
+    kwargs = dict(weight=weight) if weighted else {}
+    n = find_size(nn.CrossEntropyLoss(**kwargs))(SimpleNamespace(yb=(y,)))
+    assert abs(F.cross_entropy(pred, y, **kwargs, reduction='sum')/F.cross_entropy(pred, y, **kwargs)-n)<1e-12
+
 def test_no_targets_at_all():
     find = find_size(nn.CrossEntropyLoss())
     assert find(SimpleNamespace(yb=(torch.zeros(4, 0, dtype=torch.long),)))==0

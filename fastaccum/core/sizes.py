@@ -65,6 +65,7 @@ class Targets:
                 f"{type(y).__name__}, so it is not known how many targets count: "
                 "pass `size=`, a function of the Learner that returns their number" + see('targets-not-counted'))
         y = as_plain(y)
+        if y.dtype==torch.uint8: y = y.long()   # or -100 would be 156
         if self.of_samples(y): return find_bs(y)
         if on_host(y): return self._look_into(y)
         return (y!=self.ignore_index).sum(dtype=torch.float32) if self.weight is None else self._weigh(y)

@@ -190,14 +190,14 @@ def late(text, fail):
     "One process fails for good; the others raise PyTorch's error when their exchange has taken too long"
     ds,order = toy_data(35*world),orders(even(35))
     learn = learner(Batches(ds, [cut(o[rank], 8) for o in order], 8), ds, model=net, loss_func=Loss())
-    learn.model = DDP(learn.model, process_group=dist.new_group(timeout=timedelta(seconds=4)))
+    learn.model = DDP(learn.model, process_group=dist.new_group(timeout=timedelta(seconds=8)))
     setup(learn)
     start = time.time()
     try: learn.fit(1, 0.1, cbs=[GradientAccumulation(16*world, micro_batch_size='auto'),*fail()])
     except RuntimeError as e: said = str(e)
     else: raise AssertionError('no error')
     assert (text in said)==(rank==0), said
-    assert time.time()-start<20
+    assert time.time()-start<60
     dist.barrier()
 def case_one_fails_for_good():
     "It tells what, and nobody waits longer than the timeout"

@@ -41,7 +41,7 @@ def launching(script, names):
 def end(launches, n):
     "What the launch of `n` processes wrote, and its exit status"
     _,p,res = launches[n]
-    if not res: res += ended(p, secs=240)
+    if not res: res += ended(p, secs=400)
     return res
 
 def check(launches, n, case):

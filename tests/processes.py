@@ -626,7 +626,7 @@ def fails_on_all(text, *args, metrics=False, **acc):
             lambda l,cbs: l.fit(2, 0.1, cbs=[*cbs,OnOne(*args)]), setup=setup, metrics=[accuracy])
     except RuntimeError as e: assert text in str(e), e
     else: raise AssertionError(f'{text!r} was not said')
-    assert time.time()-start<20   # sooner than the timeout
+    assert time.time()-start<60   # sooner than the timeout
 def case_one_ends_its_fit():
     for at in (3,4):
         fails_on_all('1 of', 'after_batch', CancelFitException, [at])
@@ -944,7 +944,7 @@ def main(out, *names, cases=cases):
     folder = out
     if device.type=='cuda': torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
     torch.set_num_threads(1)
-    dist.init_process_group('nccl' if device.type=='cuda' else 'gloo', timeout=timedelta(seconds=40))
+    dist.init_process_group('nccl' if device.type=='cuda' else 'gloo', timeout=timedelta(seconds=120))
     for nm in names or cases:
         if nm in faults: fault_on_one(faults[nm])
         faulthandler.dump_traceback_later(limit, exit=True)

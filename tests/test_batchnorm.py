@@ -358,5 +358,5 @@ def test_two_processes(tmp_path):
     args = [sys.executable, '-W', 'ignore', '-c', worker, str(tmp_path/'store')]
     ps = [subprocess.Popen([*args, str(i)], env=env, stderr=subprocess.PIPE, text=True) for i in range(2)]
     for p in ps:
-        err = p.communicate(timeout=120)[1]
+        err = p.communicate(timeout=300)[1]
         assert not p.returncode, err

@@ -885,7 +885,7 @@ def run(code, *args):
         stderr=subprocess.PIPE, text=True)
 
 def result(proc):
-    out,err = proc.communicate(timeout=100)
+    out,err = proc.communicate(timeout=300)
     assert not proc.returncode, out+err
     return out
 

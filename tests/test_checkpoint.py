@@ -775,7 +775,7 @@ def on_several_processes():
 def test_several_processes(tmp_path, n):
     env = os.environ | dict(OMP_NUM_THREADS='1', CUDA_VISIBLE_DEVICES='', PYTHONPATH=os.pathsep.join(sys.path))
     cmd = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', str(n), __file__]
-    res = subprocess.run(cmd, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    res = subprocess.run(cmd, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert sorted(o.name for o in tmp_path.glob('*.passed'))==[f'{r}.passed' for r in range(n)], res.stderr[-3000:]
 
 if __name__=='__main__': on_several_processes()

@@ -466,7 +466,7 @@ from fastaccum.testing import twins, assert_twins
 assert_twins(*twins())
 assert not [nm for nm in sys.modules if nm.split('.')[0] in ('wandb','tensorboard','accelerate') and sys.modules[nm]]
 '''
-    subprocess.run([sys.executable, '-W', 'ignore', '-c', code], check=True, timeout=120)
+    subprocess.run([sys.executable, '-W', 'ignore', '-c', code], check=True, timeout=300)
 
 def test_importing_changes_nothing():
     "No default callbacks, no replaced methods; `Learner.bs_find` is the one that is added"
@@ -483,4 +483,4 @@ after = snapshot()
 for nm in ('accum_find','bs_find','recalibrate_bn','twin_check'): assert after['Learner'].pop(nm)
 assert after==before and list(defaults.callbacks)==cbs
 '''
-    subprocess.run([sys.executable, '-W', 'ignore', '-c', code], check=True, timeout=120)
+    subprocess.run([sys.executable, '-W', 'ignore', '-c', code], check=True, timeout=300)

@@ -264,6 +264,7 @@ def opened(browser, url):
     context.route(badges, lambda o: o.fulfill(content_type='image/svg+xml', body=svg))
     context.grant_permissions(['clipboard-read','clipboard-write'], origin=url.rstrip('/'))
     page,wrong = context.new_page(),[]
+    page.set_default_timeout(120_000)   # ms: a busy machine takes its time
     page.on('console', lambda o: o.type=='error' and wrong.append(f'console: {o.text}'))
     page.on('pageerror', lambda o: wrong.append(f'error: {o}'))
     # going on ends requests
@@ -357,7 +358,7 @@ search = """(words) => Object.fromEntries(words.map((o) => [o,
 def found(tab, url):
     "A function that searches for words"
     tab.goto(f'{url}search.html?q=GradientAccumulation')   # one as a reader does
-    tab.wait_for_selector('#search-results a[href$="#fastaccum.accumulation.GradientAccumulation"]', timeout=20000,
+    tab.wait_for_selector('#search-results a[href$="#fastaccum.accumulation.GradientAccumulation"]',
         state='attached')
     yield lambda words: tab.evaluate(search, list(words))
     assert not tab.wrong

@@ -1,5 +1,6 @@
 "The check: no false alarm, no silence, and a Learner that is as it was, wherever it is interrupted."
 from collections import UserDict
+from copy import deepcopy
 from functools import partial
 import pytest, torch
 from torch import nn
@@ -18,6 +19,9 @@ from fastai.optimizer import Adam, OptimWrapper, SGD
 from fastai.text.data import SortedDL
 from fastaccum import ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule, GradientCache
 from fastaccum.check.given import read
+from fastaccum.check.rounding import Rounding
+from fastaccum.check.runs import Runs
+from fastaccum.memory.parts import split
 from fastaccum.memory.recovery import AutoSize
 from fastaccum.testing import CrossEntropy, Float32Loss, toy, toy_data
 from common import CpuMixedPrecision
@@ -150,6 +154,53 @@ def test_no_silence(nm):
     if nm not in ('centre','hidden','contrastive','undeclared','slope') and 'gradients' in found:
         assert max(res.still.values())<=tol, 'all causes were found, but it does not say so'
     assert any(res.off[o]>1e-3 for o in wanted)
+
+class Kink(nn.Module):
+    "ReLUs of zero, but for the last digit, which differs with the size of the batch as it does on some processors"
+    def __init__(self, by=1e-3, norm=nn.Identity):
+        super().__init__()
+        self.by,self.net = by,nn.Sequential(nn.Linear(5, 6), norm(6))
+        self.was = [deepcopy(self.net).eval()]   # in a list, so that it is no part of the model
+    def forward(self, x):
+        h = self.net(x)*(1+torch.finfo(x.dtype).eps*(len(x)<12))
+        return h+self.by*F.relu(h-self.was[0](x).detach())
+
+class Off(Callback):
+    "The gradient of a part is wrong by a share"
+    order = -1
+    def __init__(self, by): self.by = by
+    def after_loss(self): self.learn.loss_grad = self.loss_grad*(1+self.by*(len(self.x)<12))
+
+def kinked(*layers, kink=Kink, **kwargs):
+    data = TensorDataset(*(o.float() if o.is_floating_point() else o for o in toy_data(40).tensors))
+    def net(): return nn.Sequential(kink(), *layers, nn.Linear(6, 3))
+    return toy(12, data=data, model=net, splitter=one_group, **kwargs)
+
+def test_rounding_is_measured_where_there_is_more_than_usual():
+    learn = kinked()
+    before = {k:o.clone() for k,o in learn.model.state_dict().items()}
+    res = learn.twin_check()
+    row = next(o for o in res.rows if o.what=='gradients')
+    assert res.ok and 1e-4<res.off['gradients']<row.tol<=1e-2 and row.where.startswith('rounding')
+    assert all(o.equal(before[k]) for k,o in learn.model.state_dict().items())
+
+@pytest.mark.parametrize('make', [lambda: kinked(nn.BatchNorm1d(6)),
+    lambda: kinked(kink=partial(Kink, norm=nn.BatchNorm1d))], ids=['always','with_the_norm_held_still'])
+def test_rounding_is_measured_with_causes_held_still(make):
+    row = next(o for o in make().twin_check().rows if o.what=='gradients')
+    assert not row.ok and 'callbacks left out exact' in row.where
+
+def test_no_model_makes_everything_rounding():
+    runs = Runs(kinked(kink=partial(Kink, 1.)), lambda n, sizes: [GradientAccumulation(n)], split)
+    runs.read()
+    runs.use(12)
+    limit = Rounding(runs, 1e-4)
+    assert not limit.covers(0.02) and limit.tol==1e-4 and limit.covers(0.005) and limit.tol==1e-2
+    assert not limit.covers(0.02)
+
+@pytest.mark.parametrize('make,by', [(scaled,5e-4), (scaled,5e-3), (scaled,0.05), (kinked,0.05)])
+def test_what_is_not_rounding_is_not_taken_for_it(make, by):
+    assert bad(make(cbs=Off(by)).twin_check())==['callbacks','gradients']
 
 def test_it_is_true():
     "What the check says is what training shows: weights after some steps, by twins of another make"

@@ -13,6 +13,7 @@ from fastai.callback.core import Callback, TrainEvalCallback
 from fastai.callback.fp16 import MixedPrecision
 from .look import Look
 from .order import order_apart
+from .rounding import Rounding
 from .rows import Row, draw_row, loss_row, pred_row, tolerance
 from .runs import Runs
 from .taken import Apart, apart
@@ -56,7 +57,8 @@ def goes_on(
 )->bool:
     "Does the model remember, and each micro-batch go on from what its own samples left?"
     if runs.cuts or not runs.parts or not seen.remembers: return False
-    return both(runs, hold=seen.drawing+seen.depending).grad<=tol
+    held = dict(hold=seen.drawing+seen.depending)
+    return Rounding(runs, tol, **held).covers(both(runs, **held).grad)
 
 # %% ../../nbs/check/07_causes.ipynb #blame
 _acts = ('before_fit','before_epoch','before_train','before_batch','after_pred','after_loss','before_backward',
@@ -72,7 +74,7 @@ def candidates(
 def blame(
     runs:Runs, # With batches
     off:float, # The difference between whole and micro-batches with all callbacks
-    tol:float, # The largest difference that counts as rounding
+    limit:Rounding, # What counts as rounding
     **kwargs # As in `Runs.whole`
 )->list[Callback]:
     "Find the callbacks that cause the difference"
@@ -85,12 +87,12 @@ def blame(
     alone = {o:without(o) for o in candidates(runs)}
     cause = min(alone, key=alone.get, default=None)
     if cause is None: return []
-    if alone[cause]<=tol: return [cause]
+    if limit.covers(alone[cause]): return [cause]
     for cb in sorted(alone, key=alone.get):
         new = without(*out, cb)
         if new<=off: off,out = new,[*out,cb]
-    if off>tol: return [o for o in out if alone[o]<start/2]   # there is another cause, too
-    return [o for o in out if not without(*[x for x in out if x is not o])<=tol]
+    if not limit.covers(off): return [o for o in out if alone[o]<start/2]   # there is another cause, too
+    return [o for o in out if not limit.covers(without(*[x for x in out if x is not o]))]
 
 # %% ../../nbs/check/07_causes.ipynb #rows
 def _callback_row(cbs, quiet, tol, why):
@@ -106,12 +108,13 @@ def _loader_row(runs, k):
     return row._replace(where=by_batch_size(runs.dl) or type(runs.dl).__name__,
         remedy='none, or a loader with an order of its own: other samples meet in a step')
 
-def _grad_row(first, still, tol):
-    row = Row('gradients', first.grad, tol)
+def _grad_row(first, still, plain, limit):
+    row = Row('gradients', first.grad, plain.tol)
+    if row.ok and row.off>plain.usual: row = row._replace(where='rounding: as with other last digits of the weights')
     if row.ok: return row
     where = ', '.join(sorted(first.grads, key=first.grads.get)[:-4:-1])
     if still is None: return row._replace(where=where)
-    rest = f"exact ({still.grad:.0e})" if still.grad<=tol else f"off by {still.grad:.1g}"
+    rest = f"exact ({still.grad:.0e})" if limit.covers(still.grad) else f"off by {still.grad:.1g}"
     return row._replace(where=f"{where}; with modules held still and callbacks left out {rest}")
 
 # %% ../../nbs/check/07_causes.ipynb #find-all
@@ -136,10 +139,13 @@ def find(
         return Found([loss_row(seen, None, tol), preds, draws, missing[0], loader, *missing[1:]], {}, {})
     first,cbs = both(runs, whole),[]
     held = dict(hold=seen.drawing+seen.depending, reset=seen.remembers)
-    off,holds = not first.grad<=tol,any(held.values())
-    quiet = both(runs, **held) if off and holds else first
-    if not quiet.grad<=tol: cbs = blame(runs, quiet.grad, tol, **held)
-    still = both(runs, without=cbs, **held) if cbs else quiet if off and holds else None
-    rows = [loss_row(seen, still or quiet, tol), preds, draws, _callback_row(cbs, quiet, tol, runs.why), loader,
-            _grad_row(first, still, tol), Row('buffers', first.buffers, tol)]
+    plain = limit = Rounding(runs, tol, whole)
+    holds = not plain.covers(first.grad) and any(held.values())
+    quiet = both(runs, **held) if holds else first
+    if holds: limit = Rounding(runs, tol, **held)
+    if not limit.covers(quiet.grad): cbs = blame(runs, quiet.grad, limit, **held)
+    still = both(runs, without=cbs, **held) if cbs else quiet if holds else None
+    rest = _grad_row(first, still, plain, limit)
+    rows = [loss_row(seen, still or quiet, tol, limit.tol), preds, draws,
+            _callback_row(cbs, quiet, limit.tol, runs.why), loader, rest, Row('buffers', first.buffers, tol)]
     return Found(rows, first.grads, still.grads if still else {})

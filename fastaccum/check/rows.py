@@ -55,14 +55,16 @@ def named(
 def loss_row(
     seen:Look, # The results of a look
     quiet:Apart|None, # Two runs with all causes held still, if no callback is a cause; otherwise `None`
-    tol:float # The tolerance for rounding
+    tol:float, # The tolerance for rounding
+    grad_tol:float=None # That for gradients, if it is another
 )->Row:
     "Is the loss the mean of its parts' losses?"
     own = seen.loss
     row = Row('loss', own.off, own.tol) if own.off is not None else Row('loss', None, tol, own.reason)
     if quiet is not None and seen.still:
         if row.off is None: row = Row('loss', quiet.loss, max(tol, own.tol), 'as the Learner recorded it')
-        if row.ok and not quiet.grad<=tol: row = row._replace(off=quiet.grad, tol=tol, where='its gradient')
+        if row.ok and not quiet.grad<=(grad_tol or tol):
+            row = row._replace(off=quiet.grad, tol=tol, where='its gradient')
     if row.ok or row.off is None: return row
     return row._replace(remedy="`reduction='mean'`; `size=`, what it is a mean of; or `GradientCache(16)`")
 

@@ -139,13 +139,14 @@ def _steps(self:Runs, batches, sizes, cbs, hold, reset, without):
 def whole(self:Runs,
     hold:list=(), # Modules to hold in evaluation mode
     reset:bool=False, # Reset the model before each batch?
-    without:list=() # Callbacks to leave out
+    without:list=(), # Callbacks to leave out
+    cbs:list=() # Callbacks to add
 )->list[Taken]: # Usually one
     """Run the first batch whole
 
     RuntimeError: no step was made
     """
-    return self._steps(self.wholes[:1], [self.n], [], hold, reset, without)
+    return self._steps(self.wholes[:1], [self.n], cbs, hold, reset, without)
 
 @patch
 def micro(self:Runs,

@@ -309,6 +309,10 @@ look = """() => {
         if (width < 500 && text && box && box.scrollWidth > box.clientWidth+1)
             wrong.push(`table of text scrolls: ${e.textContent.slice(0, 40)}`);
     }
+    const link = document.querySelector('a.repository'), title = document.querySelector('article h1');
+    if (width < 500 && link && title && link.getBoundingClientRect().bottom >
+        title.getBoundingClientRect().top + parseFloat(getComputedStyle(title).paddingTop))
+        wrong.push('the link to GitHub touches the title');
     // in the pages of modules each is a function
     const lone = (e) => e && e.matches('div.cell') && e.querySelector(':scope > details.hide') &&
         !e.querySelector(':scope > .cell_output') && !document.querySelector('article dl.py');

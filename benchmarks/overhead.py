@@ -4,11 +4,15 @@ The arms are alternated in one process, because machines are noisy; medians and 
 time of one thread: on a quiet machine that is the time on the clock, and on a busy one it is disturbed less.
 `python benchmarks/overhead.py`
 
-`python benchmarks/overhead.py --tried` measures fastaccum without parts of what saves time (see the page on dispatch).
+`python benchmarks/overhead.py --tried` measures fastaccum without parts of what saves time too (see the page on
+dispatch), writes the ratios to the bare loop to `benchmarks/results/tried.json`, and prints them as a Markdown table.
 """
 import os
 os.environ.setdefault('OMP_NUM_THREADS', '1')
-import statistics, sys, time, warnings
+import argparse, json, statistics, sys, time, warnings
+from pathlib import Path
+root = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(root))
 warnings.filterwarnings('ignore')
 
 import torch
@@ -28,6 +32,7 @@ from fastaccum.core.probe import probe
 from fastaccum.core.sizes import find_size
 
 bs,n_batches,rounds = 16,400,9
+bare_loop = 'bare PyTorch loop'
 
 class Batches(list):
     "Ready-made batches, so that loading costs nothing"
@@ -109,8 +114,8 @@ class AsOnDevice(Without):
         super().after_train()
         self.put_back()
 
-tried = {"fastaccum, fastai's dispatch":FastaisDispatch, "fastaccum, fastai's _with_events":FastaisEvents,
-    'fastaccum, a list for each event':FastaisBatch, "fastaccum, fastai's _set_device":FastaisDevice,
+tried = {"fastaccum, fastai's dispatch":FastaisDispatch, "fastaccum, fastai's `_with_events`":FastaisEvents,
+    'fastaccum, a list for each event within a batch':FastaisBatch, "fastaccum, fastai's `_set_device`":FastaisDevice,
     'fastaccum, targets as on a device':AsOnDevice, 'fastaccum, Learner not looked at':NotLooked,
     'fastaccum, remembering who hears':Remembered}
 
@@ -123,7 +128,7 @@ def measure(loss_func, k, tried={}):
     "Microseconds per micro-batch of each arm, a list per arm"
     learn = learner(loss_func)
     learn.validate = None
-    arms = {'bare PyTorch loop':lambda: bare(learn, k),
+    arms = {bare_loop:lambda: bare(learn, k),
         'fastai, no callback': lambda: learn.fit(1, 1e-3),
         "fastai's GradientAccumulation": lambda: learn.fit(1, 1e-3, cbs=FastaiGradientAccumulation(bs*k)),
         'fastaccum': lambda: learn.fit(1, 1e-3, cbs=GradientAccumulation(bs*k)),
@@ -146,19 +151,36 @@ def probe_cost(loss_func, n=200):
         for _ in range(n): loss_func(learn.pred, *learn.yb)
     return [min(seconds(f) for _ in range(5))/n*1e6 for f in (probes,losses)]
 
+def to_bare(times): return {nm:statistics.median(a/b for a,b in zip(ts, times[bare_loop])) for nm,ts in times.items()}
+
 def main():
+    args = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    args.add_argument('--tried', action='store_true', help='fastaccum without parts of what saves time, too')
+    args.add_argument('--note', help='a remark to go into the results')
+    args = args.parse_args()
     torch.set_num_threads(1)
     print(f'{n_batches} micro-batches of {bs}, {rounds} rounds, alternated; torch {torch.__version__}')
-    for loss_func,nm in ((mse,'mean over samples'),(CrossEntropyLossFlat(),'mean over targets')):
+    found,alone = {},{}
+    kinds = (mse,'mean over samples','MSE'),(CrossEntropyLossFlat(),'mean over targets','cross-entropy')
+    for loss_func,nm,short in kinds:
         for k in (1,4,16):
-            times = measure(loss_func, k, tried if '--tried' in sys.argv else {})
+            times = measure(loss_func, k, tried if args.tried else {})
+            case = f'{short}, {k} a step'
+            found[case],alone[case] = to_bare(times),round(statistics.median(times[bare_loop]))
             print(f'\nloss a {nm}, {k} micro-batches a step')
-            print(f'  {"":34} µs/micro-batch   to fastai   to fastai\'s callback')
+            print(f'  {"":48} µs/micro-batch   to fastai   to fastai\'s callback')
             for o,ts in times.items():
                 to = [statistics.median(a/b for a,b in zip(ts, times[ref]))
                     for ref in ('fastai, no callback',"fastai's GradientAccumulation")]
-                print(f'  {o:34} {statistics.median(ts):14.0f} {to[0]:11.2f} {to[1]:11.2f}')
+                print(f'  {o:48} {statistics.median(ts):14.0f} {to[0]:11.2f} {to[1]:11.2f}', flush=True)
         once,loss = probe_cost(loss_func)
         print(f'\nthe probe of that loss, once in a fit: {once:.0f} µs; the loss itself {loss:.0f} µs')
+    if not args.tried: return
+    from benchmarks.peers import report
+    arms = [o for o in found[next(iter(found))] if o!=bare_loop]
+    res = dict(about=report.about(args.note), bare_us=alone,
+        to_bare={nm:{o:round(v[nm], 3) for o,v in found.items()} for nm in arms})
+    (root/'benchmarks/results/tried.json').write_text(json.dumps(res, indent=1)+'\n')
+    print(f'\nTo the bare loop:\n\n{report.tried(res)}')
 
 if __name__=='__main__': main()

@@ -2,12 +2,16 @@
 
 A run of 10⁹ samples, 10⁶ steps or 10⁵ epochs is not trained here: the pieces that grow with it are measured at these
 sizes, and what they take in a whole run follows. Of 64 processes, each measures its own plan; what is exchanged
-between them is counted, not sent. `python -m benchmarks.scale` prints Markdown tables.
+between them is counted, not sent. `python -m benchmarks.scale` writes `benchmarks/results/scale.json` and prints
+Markdown tables, in a minute or two.
 """
-import statistics, sys, time, tracemalloc, warnings
+import os
+os.environ.setdefault('OMP_NUM_THREADS', '1')
+import argparse, json, sys, time, tracemalloc, warnings
 from pathlib import Path
 warnings.filterwarnings('ignore')
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+root = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(root))
 
 import torch
 from fastai.callback.core import Callback
@@ -15,7 +19,7 @@ from fastaccum import GradientAccumulation
 from fastaccum.core.plan import Plan
 from fastaccum.processes.shares import SharedPlan
 from fastaccum.testing import toy
-from benchmarks.peers import fast
+from benchmarks.peers import fast, report
 from benchmarks.peers.bare import Bare
 from benchmarks.peers.fastaccum import Fastaccum
 
@@ -65,9 +69,13 @@ class Wide(fast.Tiny):
     "Many parameter tensors"
     def __init__(self): super().__init__(150)
 
-def per_batch(cls, make, k=4, n=96, callbacks=0, rounds=3):
-    "Microseconds per micro-batch"
-    return statistics.median(min(fast.train(cls, make(), k, n, callbacks=callbacks)) for _ in range(rounds))
+def per_batch(make, callbacks, rounds=15):
+    "Microseconds per micro-batch of a bare loop, and with fastaccum, at their fastest: what else runs only ever adds"
+    times = dict(bare=[], fastaccum=[])
+    for _ in range(rounds):
+        for nm,cls in (('bare',Bare),('fastaccum',Fastaccum)):
+            times[nm] += fast.train(cls, make(), 4, 96, callbacks=callbacks)
+    return {nm:min(ts) for nm,ts in times.items()}
 
 def grows(n_steps):
     "Bytes that the callback and the Recorder hold more after `n_steps` more steps"
@@ -85,23 +93,25 @@ def grows(n_steps):
     tracemalloc.stop()
     return (held[1]-held[0])/(n_steps-2-n_steps//2)
 
-def say(*cells): print('| '+' | '.join(map(str, cells))+' |', flush=True)
+cases = {'4 parameter tensors':(fast.Tiny,0), '300 parameter tensors':(Wide,0),
+    '64 callbacks that do nothing':(fast.Tiny,64)}
+
+def measure():
+    "Plans, pieces of a micro-batch, and what is kept"
+    planned = []
+    for run,what,make,ask in plans:
+        res,s,mb = clocked(lambda: ask(make()))
+        res = f'{res:,}' if isinstance(res, int) else f'{res:.3g}' if isinstance(res, float) else str(res)
+        planned.append(dict(run=run, what=what, result=res, s=s, mb=mb))
+    return dict(plans=planned, batch={nm:per_batch(*o) for nm,o in cases.items()}, held=grows(2000))
 
 def main():
+    args = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    args.add_argument('--note', help='a remark to go into the results')
+    args = args.parse_args()
     torch.set_num_threads(1)
-    say('run', 'what', 'result', 's', 'MB')
-    say(*['---']*5)
-    for run,what,make,ask in plans:
-        res,secs,mb = clocked(lambda: ask(make()))
-        say(run, what, f'{res:,}' if isinstance(res, int) else f'{res:.3g}' if isinstance(res, float) else res,
-            f'{secs:.2g}', f'{mb:.2g}')
-    print()
-    say('per micro-batch, µs', 'bare loop', 'fastaccum', 'more')
-    say(*['---']*4)
-    for nm,make,callbacks in (('4 parameter tensors',fast.Tiny,0),('300 parameter tensors',Wide,0),
-            ('64 callbacks that do nothing',fast.Tiny,64)):
-        a,b = per_batch(Bare, make),per_batch(Fastaccum, make, callbacks=callbacks)
-        say(nm, f'{a:.0f}', f'{b:.0f}', f'{b-a:.0f}')
-    print(f'\nHeld more after each step, by the Recorder and by fastaccum: {grows(2000):.0f} bytes')
+    res = dict(about=report.about(args.note))|measure()
+    (root/'benchmarks/results/scale.json').write_text(json.dumps(res, indent=1)+'\n')
+    print(report.scale(res))
 
 if __name__=='__main__': main()

@@ -96,6 +96,43 @@ def test_anchors_of_the_built_site():
     html = (root/'_docs/troubleshooting.html').read_text(encoding='utf-8')
     assert not [o for o in keyed if f'id="{o}"' not in html]
 
+# What pages show
+
+def outputs():
+    "The text of each saved output, by page and cell"
+    for fn in sorted((root/'nbs').rglob('*.ipynb')):
+        for c in json.loads(fn.read_text(encoding='utf-8'))['cells']:
+            for o in c.get('outputs', []):
+                for v in [o.get('text', []), *(v for k,v in o.get('data', {}).items() if k.startswith('text/'))]:
+                    if v: yield f'{fn.relative_to(root)}, {c["id"]}',''.join(v)
+
+def solid(o): return o.text.replace(tool.blank, '')
+def shape(o): return '[^\n]{0,400}?'.join(map(re.escape, o.text.split(tool.blank)))+r'[^\n]*(?:\n.*)?'
+shapes = {o.key:re.compile('|'.join(shape(m) for m in found if m.key==o.key and len(solid(m))>30))
+    for o in found if o.key and len(solid(o))>30}
+categories = '|'.join({o.kind for o in found if o.kind.endswith('Warning')})
+
+def outdated(text):
+    "What it shows of messages without the line that all have"
+    lines = text.split('\n')
+    res = [a for a,b in zip(lines, [*lines[1:],''])
+        if re.search(fr'(^|fastaccum/.*: )({categories}): ', a) and not b.startswith('More: ')]
+    return res + [m[0] for key,o in shapes.items() for m in o.finditer(text) if not m[0].endswith(f'#{key}')]
+
+def test_saved_outputs_show_messages_as_they_are():
+    "After a change of a message, run the pages that show it: `make page PAGE=…`"
+    old = [(where,o) for where,text in outputs() for o in outdated(text)]
+    assert not old
+
+def test_outdated_messages_are_seen():
+    from fastaccum.core.notices import see
+    said = 'x/fastaccum/core/notices.py:3: BatchNormWarning: 1 BatchNorm layer normalises'
+    empty = ('the training loader has no batch, so nothing is trained: has its dataset samples, and are they '
+        'enough for one batch if it drops the last?')
+    for o,key in ((said,'batchnorm'), (empty,'no-batch')):
+        assert outdated(o) and outdated(f'{o}\n') and not outdated(f'a\n{o}{see(key)}\n  warn(msg)')
+    assert outdated(empty+see('batchnorm'))
+
 def test_link():
     from fastaccum.core.notices import see
     from readme import docs_url

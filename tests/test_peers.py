@@ -1,11 +1,12 @@
 "The comparison with others (`make peers`): its twin is right, it sees what is wrong, and its results are whole."
-import copy, json, math, re, sys
+import ast, copy, json, math, re, sys
 from pathlib import Path
 import pytest, torch
 root = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(root))
 from fastai.optimizer import OptimWrapper
 from fastaccum.testing import deviation, toy
+from benchmarks import overhead
 from benchmarks.peers import report, right
 from benchmarks.peers.bare import Bare
 from benchmarks.peers.cases import Data, apart, by_key, cases, make_model, optimizer_steps, twin, weights
@@ -160,8 +161,47 @@ def test_tables_are_those_of_the_results(nm):
     "`make peers` writes both; a change of the report is a change of the file"
     assert (root/f'benchmarks/results/{nm}.md').read_text(encoding='utf-8')==getattr(report, nm)(results(nm))+'\n'
 
-@pytest.mark.parametrize('nm', ['right','fast'])
+@pytest.mark.parametrize('nm', ['right','fast','scale','tried'])
 def test_results_say_when_and_with_what(nm):
     a = results(nm)['about']
     assert re.fullmatch(r'\d{4}-\d\d-\d\d', a['date']) and re.match(r'\d+ CPU cores', a['machine'])
     assert a['torch'] and a['fastai'] and a['fastaccum'] and a['python']
+
+# Pages that are made from results
+
+def cells(page): return json.loads((root/f'nbs/{page}.ipynb').read_text(encoding='utf-8'))['cells']
+
+def shown(page, ids=()):
+    "Run a page's code, or some cells of it: for each table that is saved there, its cell, itself, and what it is now"
+    ns = {}
+    for c in cells(page):
+        if c['cell_type']!='code' or ids and c['id'] not in ids: continue
+        code = ast.parse(''.join(c['source']))
+        last = code.body.pop() if code.body and isinstance(code.body[-1], ast.Expr) else None
+        exec(compile(code, c['id'], 'exec'), ns)
+        res = eval(compile(ast.Expression(last.value), c['id'], 'eval'), ns) if last else None
+        saved = [''.join(o['data']['text/markdown']) for o in c['outputs'] if 'text/markdown' in o.get('data', {})]
+        if saved: yield c['id'],saved[0],getattr(res, 'data', None)
+
+@pytest.mark.parametrize('page,ids', [('explanations/peers',()), ('core/11_dispatch',('tried',)),
+    ('explanations/network',()), ('explanations/which_way',()), ('processes/11_afterwards',('imports-hide','cost'))])
+def test_pages_show_what_the_results_say(page, ids, monkeypatch):
+    "After a new measurement: `make page PAGE=…`"
+    monkeypatch.chdir((root/f'nbs/{page}').parent)
+    found = list(shown(page, ids))
+    assert found and [nm for nm,saved,now in found if saved!=now]==[]
+
+def test_figures_of_the_comparison_are_not_written_by_hand():
+    for c in cells('explanations/peers'):
+        text = ''.join(c['source'])
+        if c['cell_type']!='markdown': continue
+        assert not re.search(r'^\|', text, re.M), f'{c["id"]}: a table'
+        assert not re.search(r'\d\s*(µs|ms|s|[KMG]i?B|bytes|times|%)(?!\w)', text), f'{c["id"]}: a figure'
+
+def test_results_of_scale_and_tried_are_whole():
+    scale,tried = results('scale'),results('tried')
+    assert all(math.isfinite(o['s']+o['mb']) and o['result'] for o in scale['plans']) and scale['held']>0
+    assert all(0<o['bare']<o['fastaccum'] for o in scale['batch'].values())
+    plain = {'fastai, no callback',"fastai's GradientAccumulation",'fastaccum',"fastaccum, 'auto'"}
+    assert tried['to_bare'].keys()-set(overhead.tried)==plain
+    for o in tried['to_bare'].values(): assert o.keys()==tried['bare_us'].keys() and all(v>1 for v in o.values())

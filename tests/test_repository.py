@@ -1,7 +1,10 @@
 "What a commit must keep: notebooks, modules and README in step, and nothing of a developer's machine in them."
 import json, re, shutil, subprocess, sys, tempfile
+from base64 import b64decode
+from io import BytesIO
 from pathlib import Path
 import pytest
+from PIL import Image
 
 root = Path(__file__).resolve().parent.parent
 lib = root/'fastaccum'
@@ -79,3 +82,33 @@ def test_nbdev_docs_runs_nothing_that_a_machine_may_lack():
             flagged = any(re.search(fr'^#\| *{o}\b', text, re.M) for o in flags)
             imports = re.search(r'^\s*(import|from) ', text, re.M)
             assert not (flagged and imports), f'{fn.name}, {c["id"]}: import in a cell without flags'
+
+# Colours
+
+def cells():
+    "Page, id, source and pictures of each cell with code"
+    for fn in sorted((root/'nbs').rglob('*.ipynb')):
+        for c in json.loads(fn.read_text(encoding='utf-8'))['cells']:
+            if c['cell_type']!='code': continue
+            pngs = [o['data']['image/png'] for o in c['outputs'] if 'image/png' in o.get('data', {})]
+            yield f'{fn.relative_to(root/"nbs").with_suffix("")}, {c["id"]}',''.join(c['source']),pngs
+
+# Pictures with orange for what has no colour in their own cell
+known_orange = {'tutorials/accumulate, lr':"fastai's own picture",
+    'tutorials/watch, picture-epoch':'the runs of the cell before'}
+
+def is_orange(png):
+    "Has it more than a few pixels of matplotlib's `tab:orange`, its second colour?"
+    image = Image.open(BytesIO(b64decode(''.join(png)))).convert('RGB')
+    return {o:n for n,o in image.getcolors(image.width*image.height)}.get((255,127,14), 0)>50
+
+def test_orange_is_fastais_callback():
+    "On every page, also where matplotlib chooses the colour"
+    drawn = {}
+    for where,source,pngs in cells():
+        for line in source.split('\n'):
+            if 'tab:orange' in line: assert re.search(r"fastai's callback|'fastai'", line), f'{where}: {line}'
+            assert not re.search(r"\bf?'C[\d{]", line), f'{where}: {line}'   # 'C1' is orange
+        drawn |= {where:'tab:orange' in source for o in pngs if is_orange(o)}
+    assert {nm for nm,said in drawn.items() if not said}==known_orange.keys()
+    assert sum(drawn.values())>5

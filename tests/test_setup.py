@@ -126,7 +126,8 @@ def stream(*text, name='stdout'): return dict(output_type='stream', name=name, t
 
 @pytest.mark.parametrize('a,b', [('loss 1e-16', 'loss 6e-17'), ('0.0', '2.7e-17'),
     ('1.677985', '1.677984'), ('1e-07', '6e-08'),
-    ('0 2.1 00:01', '0 2.1 00:12'), ('<f at 0x7f12>', '<f at 0x55aa>')])
+    ('0 2.1 00:01', '0 2.1 00:12'), ('the same run (0.2 s)', 'the same run (13.4 s)'),
+    ('<f at 0x7f12>', '<f at 0x55aa>')])
 def test_what_says_the_same(a, b): assert page.same([stream(a)], [stream(b)])
 
 @pytest.mark.parametrize('a,b', [('loss 1e-16', 'loss 1e-8'), ('1e-9', '2e-7'), ('1.677985', '1.67902'),

@@ -232,6 +232,14 @@ def test_questions_are_answered_in_two_clicks():
         if not any(q in o.partition('</h3>')[0] and f'href="{page}.html' in o for o in sections)]
     assert not lost
 
+def test_cells_of_a_table_on_a_phone_are_under_its_heads():
+    "The style sheet names the columns that a phone has no room for"
+    style = (site/'_static/style.css').read_text(encoding='utf-8')
+    said = re.findall(r'#what-accumulation-cannot-show td:nth-child\(\d\) > p::before \{ content: "(.+?): "', style)
+    section = (site/'index.html').read_text(encoding='utf-8').partition('<section id="what-accumulation-cannot-show"')[2]
+    heads = re.findall(r'<th class="head">(.*?)</th>', section.partition('</thead>')[0], re.S)
+    assert said==[re.sub('<.*?>', '', o).strip() for o in heads][1:]!=[]
+
 # What cannot
 
 @pytest.fixture(scope='session')
@@ -297,7 +305,20 @@ look = """() => {
         if ((box || e).getBoundingClientRect().right > width+1) wrong.push(`table cut: ${e.textContent.slice(0, 40)}`);
         if (width > 1000 && box && box.scrollWidth > box.clientWidth+1)
             wrong.push(`table scrolls: ${e.textContent.slice(0, 40)}`);
+        const cells = [...e.querySelectorAll('td')].map(o => o.textContent.length);
+        const text = !e.closest('details') && cells.reduce((a,b) => a+b, 0) > 40*cells.length;
+        if (width < 500 && text && box && box.scrollWidth > box.clientWidth+1)
+            wrong.push(`table of text scrolls: ${e.textContent.slice(0, 40)}`);
     }
+    const link = document.querySelector('a.repository'), title = document.querySelector('article h1');
+    if (width < 500 && link && title && link.getBoundingClientRect().bottom >
+        title.getBoundingClientRect().top + parseFloat(getComputedStyle(title).paddingTop))
+        wrong.push('the link to GitHub touches the title');
+    // in the pages of modules each is a function
+    const lone = (e) => e && e.matches('div.cell') && e.querySelector(':scope > details.hide') &&
+        !e.querySelector(':scope > .cell_output') && !document.querySelector('article dl.py');
+    for (const e of all('article div.cell'))
+        if (lone(e) && lone(e.nextElementSibling)) wrong.push(`folded twice: ${e.textContent.trim().slice(0, 40)}`);
     for (const e of all('article pre').filter(seen)) {
         const style = getComputedStyle(e);
         if (width < 500 && e.closest('.output:not(.stderr)') && style.whiteSpace != 'pre')

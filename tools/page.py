@@ -56,6 +56,7 @@ def same_picture(a, b):
     apart = abs(a-b).max(-1)
     return bool(apart.max()<=64 and (apart>0).mean()<1e-3)
 
+passing = re.compile(r'\b\d+:\d\d(:\d\d)?\b|\(\d+\.\d s\)|(?<= at )0x[0-9a-f]+')   # times, and addresses in memory
 number = re.compile(r'(\d+\.\d+(?:e[-+]?\d+)?|\d+e[-+]?\d+)')   # whole numbers are counts: they are text
 
 def same_number(a, b):
@@ -67,7 +68,7 @@ def same_number(a, b):
 
 def same_text(a, b):
     "Are they the same but for times, addresses in memory, and rounding?"
-    a,b = (number.split(re.sub(r'\b\d+:\d\d(:\d\d)?\b|(?<= at )0x[0-9a-f]+', '', o)) for o in (a,b))
+    a,b = (number.split(passing.sub('', o)) for o in (a,b))
     return a[::2]==b[::2] and all(map(same_number, a[1::2], b[1::2]))
 
 def same(a, b, kind=None):

@@ -1,7 +1,7 @@
 """Run the peers and write what came of it: `python -m benchmarks.peers [right] [fast] [--only NAME]`, or `make peers`.
 
 A full run writes Markdown and JSON into benchmarks/results; with --only a table is printed, and nothing written."""
-import argparse, datetime, importlib, json, os, platform, subprocess, sys, tempfile, warnings
+import argparse, importlib, json, os, subprocess, sys, tempfile, warnings
 from importlib.metadata import version
 from pathlib import Path
 warnings.filterwarnings('ignore')
@@ -10,15 +10,6 @@ modules = ['bare','fastai','fastxtend','lightning','accelerate','transformers','
 results = Path(__file__).resolve().parents[1]/'results'
 
 def peers_of(module): return importlib.import_module(f'.{module}', __package__).peers
-
-def about(note=None):
-    "When and where this is run"
-    import fastaccum, torch
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-    machine = f'{cores} CPU cores, {platform.machine()}, {torch.get_num_threads()} thread'
-    res = dict(date=f'{datetime.date.today()}', machine=machine, python=platform.python_version(),
-        torch=torch.__version__, fastai=version('fastai'), fastaccum=fastaccum.__version__)
-    return res | (dict(note=note) if note else {})
 
 def child(module, out):
     "The cases with one module's peers, in a process of its own: some change others by being imported"
@@ -38,6 +29,7 @@ def version_of(peer):
 
 def run_right(names, note):
     from .cases import cases
+    from .report import about
     res = dict(about=about(note), cases={c.key:c.title for c in cases}, peers={})
     for nm in names:
         with tempfile.TemporaryDirectory() as tmp:
@@ -64,7 +56,7 @@ def main():
         if what=='right': res = run_right(names, args.note)
         else:
             from .fast import run_fast
-            res = dict(about=about(args.note))|run_fast(names)
+            res = dict(about=report.about(args.note))|run_fast(names)
         text = getattr(report, what)(res)
         print(f'\n{text}')
         if args.only is None:

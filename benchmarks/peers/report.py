@@ -1,5 +1,16 @@
 "The results as Markdown tables, for the terminal, the results folder, and the page in the docs."
+import datetime, os, platform
+from importlib.metadata import version
 from .right import number
+
+def about(note=None):
+    "When and where this is run"
+    import fastaccum, torch
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+    machine = f'{cores} CPU cores, {platform.machine()}, {torch.get_num_threads()} thread'
+    res = dict(date=f'{datetime.date.today()}', machine=machine, python=platform.python_version(),
+        torch=torch.__version__, fastai=version('fastai'), fastaccum=fastaccum.__version__)
+    return res | (dict(note=note) if note else {})
 
 def table(head, rows): return '\n'.join('| '+' | '.join(map(str, o))+' |' for o in [head, ['---']*len(head), *rows])
 
@@ -120,3 +131,25 @@ def fast(res):
         'Growth with the number of parameters: µs per micro-batch, k = 4', growth(res, 'parameters', 'tensors'),
         'Growth with the number of callbacks that do nothing: µs per micro-batch, k = 4',
         growth(res, 'callbacks', 'callbacks')])
+
+def tried(res):
+    "What each saving gives (`overhead.py --tried`): a row for each arm, the ratio to the bare loop"
+    def bold(o, nm): return f'**{o}**' if nm=='fastaccum' else o
+    return table(['',*res['bare_us']], [[bold(o, nm) for o in (nm,*(f'{v:.2f}' for v in vs.values()))]
+        for nm,vs in res['to_bare'].items()])
+
+def plans(res):
+    "What a plan costs in large runs (`python -m benchmarks.scale`)"
+    return table(['run','what','result','s','MB'],
+        [[o['run'],o['what'],o['result'],f"{o['s']:.2g}",f"{o['mb']:.2g}"] for o in res['plans']])
+
+def pieces(res):
+    "What a micro-batch costs with many parameters, and with many callbacks (`python -m benchmarks.scale`)"
+    rows = [[nm,*(f'{v:.0f}' for v in (o['bare'],o['fastaccum'],o['fastaccum']-o['bare']))]
+        for nm,o in res['batch'].items()]
+    return table(['per micro-batch, µs','bare loop','fastaccum','more'], rows)
+
+def scale(res):
+    "All tables of `scale`"
+    return '\n\n'.join([made(res), plans(res), pieces(res),
+        f"Held more after each step, by the Recorder and by fastaccum: {res['held']:.0f} bytes"])

@@ -85,18 +85,19 @@ def draw_scale(
     "Draw the measured steps, and what follows for other sizes"
     _,axs = plt.subplots(1, 2, figsize=(10,3.5))
     xs,ys = np.array([r.values.sum(1) for r in o.readings]).T
-    axs[0].plot(xs/o.size/o.per_sample, '.-', label='noise of this step, tr Σ/N')
-    axs[0].plot(ys, '.-', label='gradient, |G|²')
+    axs[0].plot(xs/o.size/o.per_sample, '.-', color='tab:blue', label='noise of this step, tr Σ/N')
+    axs[0].plot(ys, '.-', color='tab:green', label='gradient, |G|²')
     axs[0].axhline(0, color='grey', lw=.8)
     axs[0].set(xlabel='measured step', ylabel='squared length')
     scale = max(o.best, 1e-9)
     sizes = np.geomspace(max(1, scale/30), max(2, scale*30), 100)
     steps,used = trade_off(scale, sizes)
-    axs[1].plot(sizes, steps, label='steps')
-    axs[1].plot(sizes, 1/used, label='samples')
+    axs[1].plot(sizes, steps, color='tab:blue', label='steps')
+    axs[1].plot(sizes, 1/used, color='tab:green', label='samples')
     low,high = (min(x/o.per_sample, sizes[-1]) for x in (o.low,o.high))
     axs[1].axvspan(low, high, color='grey', alpha=.15, label='noise scale')
     axs[1].axvline(accum_bs, color='black', linestyle=':', label=f'accum_bs={accum_bs}')
     axs[1].set(xscale='log', yscale='log', xlabel='samples in a step', ylabel='times the fewest', xlim=sizes[[0,-1]])
-    for ax in axs: ax.legend(frameon=False)
+    axs[0].legend(frameon=False)
+    axs[1].legend(frameon=False, loc='upper left', bbox_to_anchor=(1,1))   # lines are wherever it might stand
     return axs

@@ -222,8 +222,11 @@ def a_method_of_the_model(learn):
 
 @scenario
 def a_part_of_the_model(learn):
+    "The model runs it, and so does every callback without such a method"
     class Part(nn.Module):
-        def forward(self): learn.log.append(('part',))
+        def forward(self, x=None):
+            learn.log.append(('part', x is None))
+            return x
     return [At(lambda l: l.model.add_module('after_loss', Part()))]
 
 @scenario
@@ -531,6 +534,20 @@ def test_the_class_is_looked_at_again_each_epoch(monkeypatch):
         learn.fit(2, 0.1, cbs=[GradientAccumulation(12),At(noop if at_once else replace, at=2)])
         assert seen.count('after_pred')>=(2 if at_once else 1)*3*(n-1)   # the accumulation callback is a `Guest`
         monkeypatch.undo()
+
+def test_the_models_class_is_looked_at_again_each_epoch():
+    "From the next epoch on it makes a method up, which every callback without one calls"
+    def heard(cls):
+        learn = make(cls)
+        class Model(nn.Sequential): pass
+        learn.model.__class__ = Model
+        def made(self, nm): return note(learn, 'made') if nm=='after_pred' else nn.Module.__getattr__(self, nm)
+        class Change(Callback):
+            def after_epoch(self): Model.__getattr__ = made
+        learn.fit(2, 0.1, cbs=[GradientAccumulation(12),Change()])
+        return learn.log
+    log = heard(Stock)
+    assert ('made',) in log and heard(Learner)==log
 
 def test_a_replaced_dispatch_of_the_class_is_seen_in_the_next_epoch(monkeypatch):
     stock,seen = Learner._call_one,[]

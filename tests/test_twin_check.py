@@ -332,14 +332,18 @@ def test_what_draws_from_python():
     assert toy(12, cbs=Scales()).twin_check().ok
 
 def test_parameters_that_wait_for_their_turn():
-    "The run goes on until each of them has had a gradient"
-    class Turns(nn.Module):
-        def __init__(self): super().__init__(); self.a,self.b,self.now = nn.Linear(5, 3),nn.Linear(5, 3),'a'
-        def forward(self, x): return getattr(self, self.now)(x)
+    "As a GAN's, which train by turns: the run goes on until all of them have had a step"
+    class Two(nn.Module):
+        def __init__(self): super().__init__(); self.a,self.b = nn.Linear(5, 3),nn.Linear(5, 3)
+        def forward(self, x): return self.a(x)+self.b(x)
     class Turn(Callback):
-        def before_fit(self): self.model.now = 'a'
-        def after_cancel_step(self): self.model.now = 'b'
-    learn = toy(12, model=lambda: Turns().double(), splitter=one_group, cbs=Turn())
+        run_valid = False
+        def train(self, *names):
+            for nm,o in self.model.named_children(): o.requires_grad_(nm in names)
+        def before_fit(self): self.train('a')
+        def after_cancel_step(self): self.train('b')
+        def after_fit(self): self.train('a', 'b')
+    learn = toy(12, model=lambda: Two().double(), splitter=one_group, cbs=Turn())
     res = learn.twin_check()
     assert res.ok and {*res.layers}=={'a.weight','a.bias','b.weight','b.bias'}, res
 

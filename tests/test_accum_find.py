@@ -159,6 +159,8 @@ def test_looks_are_the_same_for_all():
     found = find(learn, 'branch', sizes=2, steps=2, lr=0., looks=6)
     a,b = found.branches
     assert np.array_equal(a.losses, b.losses) and len(a.losses)==6 and a.above(b)==(0.,0.)
+    found = find(quadratic(64, 4), 'branch', sizes=2, steps=2, lr=0., looks=6)   # without dropout
+    assert abs(found.start-found.branches[0].loss)<1e-12   # and so is the loss before
 
 def test_own_scaling_is_the_rule():
     learn = small(cbs=[ScaledLR(2, 'sqrt')])
@@ -329,4 +331,20 @@ def test_bounds_hold_the_ratio():
     for noise in (.5,2.,8.):
         got = [ratio(rng.normal(10, 2, 30), rng.normal(2, noise, 30)) for _ in range(400)]
         assert .91<np.mean([low<=5<=high for _,low,high in got])<=1.
+    got = [ratio(10+2*z, 2-.4*z+rng.normal(0, .1, 30)) for z in rng.normal(0, 1, (1000,30))]   # of one step
+    assert .91<np.mean([low<=5<=high for _,low,high in got])<=1.
     assert ratio(np.ones(1), np.ones(1))==(1.,0.,np.inf)
+
+def test_a_stream_that_is_closed_lets_the_loader_go():
+    ended = []
+    def batches():
+        try:
+            while True: yield torch.zeros(4, 2),torch.zeros(4)
+        finally: ended.append(True)
+    class Loader:
+        def __iter__(self): return batches()
+    stream = Stream(Loader(), 4)
+    next(iter(Stretch(stream, 2)))
+    assert ended==[]
+    stream.close()
+    assert ended==[True]

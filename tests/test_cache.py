@@ -20,7 +20,7 @@ from fastai.callback.rnn import RNNCallback, RNNRegularizer
 from fastai.callback.training import GradientClip
 from fastai.losses import CrossEntropyLossFlat
 from fastai.metrics import accuracy
-from fastai.learner import trainable_params
+from fastai.learner import Learner, trainable_params
 from fastai.optimizer import Adam, OptimWrapper, SGD
 from fastaccum import GradientAccumulation, GradientCache, TwinWarning
 from fastaccum.core.notices import BatchNormWarning
@@ -379,7 +379,6 @@ def given(model, batch, size=5, loss_func=None, n=61, bs=16, cbs=list, n_inp=1, 
     """The twin and a run with a cache, on batches that `batch` makes of tensors `x` and `y`: inputs and targets"""
     from torch.utils.data import DataLoader as TorchLoader
     from fastai.data.core import DataLoaders
-    from fastai.learner import Learner
     from fastai.callback.progress import ProgressCallback
     from fastaccum.testing import Float32Loss
     data = toy(16, n=n).dls.train_ds
@@ -729,7 +728,6 @@ def test_hooks_of_the_model_itself_fire_once():
 
 def test_a_learner_with_a_backward_pass_of_its_own():
     "It need not know of the cache"
-    from fastai.learner import Learner
     class Own(Learner):
         def _do_one_batch(self):
             self.pred = self.model(*self.xb)
@@ -746,6 +744,39 @@ def test_a_learner_with_a_backward_pass_of_its_own():
         learn.fit(2, 0.1, cbs=cbs)
         res.append(learn)
     assert_twins(*res, tol=1e-12)
+
+def test_a_loss_that_is_back_propagated_in_two_passes():
+    "The predictions' gradients of both are added up, before the model is run again"
+    class Own(Learner):
+        def _backward(self):
+            (0.3*self.loss_grad).backward(retain_graph=True)
+            (0.7*self.loss_grad).backward()
+    res = []
+    for cbs in ([],[GradientCache(5)]):
+        learn = toy(16, loss_func=nt_xent)
+        learn.__class__ = Own
+        learn.fit(2, 0.1, cbs=cbs)
+        res.append(learn)
+    assert_twins(*res, tol=1e-12)
+
+def test_a_model_that_returns_something_else_in_evaluation():
+    "Which outputs have rows is looked at for both"
+    class Aux(nn.Linear):
+        def forward(self, x):
+            z = super().forward(x)
+            return (z,z.tanh()) if self.training else z
+    def loss(z, y): return nt_xent(z[0]+z[1] if isinstance(z, tuple) else z, y)
+    def model(): return Aux(5, 3).double()
+    a,b = pair(5, loss_func=loss, model=model, splitter=trainable_params)
+    assert_twins(a, b, tol=1e-12)
+
+def test_outputs_of_another_precision_are_refused():
+    class Casts(nn.Linear):
+        def forward(self, x): return super().forward(x).to(torch.float32 if self.training and len(x)==5 else x.dtype)
+    learn = toy(16, model=lambda: Casts(5, 3).double(), splitter=trainable_params)
+    before = weights(learn)
+    with pytest.raises(TypeError, match='does not go with the others'): learn.fit(1, 0.1, cbs=GradientCache(6))
+    assert weights(learn).equal(before)
 
 @pytest.mark.parametrize('in_place', [True,False])
 def test_compiled(in_place):

@@ -11,12 +11,13 @@ from fastai.callback.core import (Callback, CancelBackwardException, CancelBatch
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
-from fastai.torch_core import TensorBase, to_device
+from fastai.torch_core import TensorBase, defaults, to_device
 from fastcore.basics import noop
 from fastcore.foundation import L
 from torch import nn
 from fastaccum import GradientAccumulation
 from fastaccum.core.dispatch import events
+from fastaccum.core.inside import Placed
 from fastaccum.testing import assert_twins, toy, toy_data
 from common import Raise, weights
 
@@ -222,8 +223,11 @@ def a_method_of_the_model(learn):
 
 @scenario
 def a_part_of_the_model(learn):
+    "The model runs it, and so does every callback without such a method"
     class Part(nn.Module):
-        def forward(self): learn.log.append(('part',))
+        def forward(self, x=None):
+            learn.log.append(('part', x is None))
+            return x
     return [At(lambda l: l.model.add_module('after_loss', Part()))]
 
 @scenario
@@ -532,6 +536,20 @@ def test_the_class_is_looked_at_again_each_epoch(monkeypatch):
         assert seen.count('after_pred')>=(2 if at_once else 1)*3*(n-1)   # the accumulation callback is a `Guest`
         monkeypatch.undo()
 
+def test_the_models_class_is_looked_at_again_each_epoch():
+    "From the next epoch on it makes a method up, which every callback without one calls"
+    def heard(cls):
+        learn = make(cls)
+        class Model(nn.Sequential): pass
+        learn.model.__class__ = Model
+        def made(self, nm): return note(learn, 'made') if nm=='after_pred' else nn.Module.__getattr__(self, nm)
+        class Change(Callback):
+            def after_epoch(self): Model.__getattr__ = made
+        learn.fit(2, 0.1, cbs=[GradientAccumulation(12),Change()])
+        return learn.log
+    log = heard(Stock)
+    assert ('made',) in log and heard(Learner)==log
+
 def test_a_replaced_dispatch_of_the_class_is_seen_in_the_next_epoch(monkeypatch):
     stock,seen = Learner._call_one,[]
     def replace(l):
@@ -665,6 +683,27 @@ def test_a_learner_with_a_property_of_its_own(nm):
         runs.append((seen.count('put'), weights(learn)))
     assert runs[0][0]==runs[1][0]>0 and runs[0][1].equal(runs[1][1])
 
+def test_a_learner_that_sets_attributes_its_own_way():
+    runs = []
+    for base in (Stock,Learner):
+        told,learn = [],toy(4, n=38)
+        def put(self, nm, v):
+            told.append(nm)
+            object.__setattr__(self, nm, v)
+        learn.__class__ = type('Sub', (base,), dict(__setattr__=put))
+        learn.fit(1, 0.1, cbs=GradientAccumulation(12))
+        runs.append([o for o in told if o in ('pred','loss_grad','loss')])
+    assert runs[0]==runs[1]!=[]
+
+def test_the_batch_of_another_learner_is_its_own():
+    "It is run by way of the one that accumulates"
+    learn,other = toy(4, n=38),toy(4, n=8)
+    other.xb,other.yb,other.pred = *((o,) for o in other.dls.one_batch()),None
+    other.model.eval()
+    learn.fit(1, 0.1, cbs=[GradientAccumulation(12),
+        At(lambda l: l._with_events(other._do_one_batch, 'batch', CancelBatchException))])
+    assert other.pred.equal(other.model(*other.xb))
+
 @pytest.mark.parametrize('how', ['class','instance','replaced'])
 def test_a_batch_of_its_own_way_keeps_it(how, monkeypatch):
     "It runs on the Learner itself"
@@ -697,6 +736,41 @@ def test_a_batch_that_is_in_place_is_not_moved():
         learn.dls.train.create_batch = lambda b: tuple(o.as_subclass(cls) for o in stock(b))
         assert moves(learn)==n_batches and moves(learn, cbs=GradientAccumulation(12))==0 and moves(learn)==n_batches
         assert '_set_device' not in vars(learn)
+
+def test_nothing_is_asked_of_a_batch_of_fastais_tensors():
+    asked,learn = [],toy(4, n=38)
+    class Loud(TensorBase):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if sys._getframe(1).f_globals.get('__name__')=='fastaccum.core.inside': asked.append(func)
+            return super().__torch_function__(func, types, args, kwargs)
+    stock = learn.dls.train.create_batch
+    learn.dls.train.create_batch = lambda b: tuple(o.as_subclass(Loud) for o in stock(b))
+    assert moves(learn, cbs=GradientAccumulation(12))==0 and asked==[]
+
+def test_where_a_model_is():
+    "Its first parameter says so, wherever that is; what fastai asks otherwise, fastai is asked"
+    learn = toy(4, n=38)
+    first = nn.Identity()
+    first.register_parameter('none', None)
+    first.register_module('none_too', None)
+    learn.model.insert(0, first)
+    assert moves(learn, cbs=GradientAccumulation(12))==0
+    placed,b = Placed(learn),next(iter(learn.dls.train))
+    placed.move.enter()
+    learn.model[1] = nn.Linear(5, 6, device='meta')   # a part of it is another
+    learn.model[1].register_parameter('weight', None)
+    assert learn._set_device(b)[0].device.type=='meta'
+    class Elsewhere(nn.Sequential):
+        def parameters(self, recurse=True): return iter([torch.zeros(1, device='meta')])
+    learn.model = Elsewhere(nn.Linear(5, 3))
+    assert learn._set_device(b)[0].device.type=='meta'
+    learn.model = nn.Identity()
+    with pytest.raises(StopIteration): learn._set_device(b)
+
+def test_fastai_that_is_to_use_the_cpu_is_asked(monkeypatch):
+    monkeypatch.setattr(defaults, 'use_cuda', False)
+    assert moves(toy(4, n=38), cbs=GradientAccumulation(12))==n_batches
 
 def test_what_is_not_in_place_is_moved():
     "A part that is no tensor, a batch that is a dict, a model that was moved, a class with a way of its own"

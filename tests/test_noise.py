@@ -236,6 +236,17 @@ def test_a_step_that_is_cancelled_with_its_batch_has_an_entry(at):
     assert len(learn.recorder.noise_scale)==len(learn.recorder.losses)==4
     assert [o.step for o in meter.readings]==[o for o in range(4) if o!=at+1]
 
+def test_a_step_that_is_cancelled_before_it_is_measured():
+    "The next one has its gradient, too, and is not measured either"
+    class Cancel(Callback):
+        order = 8
+        def before_step(self):
+            if self.iter==7: raise CancelBatchException
+    learn,meter = toy(4, n=64),NoiseScale(every=1)
+    with pytest.warns(UserWarning, match='the step before was cancelled'):
+        learn.fit(1, 0.1, cbs=[GradientAccumulation(16), meter, Cancel()])
+    assert [o.step for o in meter.readings]==[0,3]
+
 def test_each_fit_begins_anew():
     learn = toy(4, n=64, cbs=[GradientAccumulation(16), NoiseScale(every=2)])
     learn.fit(1, 0.1)
@@ -328,15 +339,15 @@ def test_a_batch_size_that_grows_is_measured_from_where_it_can_be():
         learn.fit(2, 0.1, cbs=[GradientAccumulationSchedule(8, 32, start=1, finish=1), meter])
     assert [(o.step,o.samples) for o in meter.readings]==[(8,32),(9,32)]
 
-@pytest.mark.parametrize('left_out', ['loss','backward','last backward','batch'])
+@pytest.mark.parametrize('left_out', ['loss','backward','early backward','last backward','batch'])
 def test_micro_batches_that_are_left_out(left_out):
     "One that a callback cancels is not there; one whose loss needs no gradient makes the step one that is not measured"
     class Out(Callback):
-        order,run_valid = 20,False
+        order,run_valid = 5 if left_out=='early backward' else 20,False   # before anybody has counted it
         def before_batch(self):
             if self.iter==1 and left_out=='batch': raise CancelBatchException
         def before_backward(self):
-            if self.iter==1 and left_out=='backward': raise CancelBackwardException
+            if self.iter==1 and left_out in ('backward','early backward'): raise CancelBackwardException
             if self.iter==7 and left_out=='last backward': raise CancelBackwardException
     class Detach(Callback):
         order,run_valid = 5,False
@@ -427,6 +438,33 @@ def test_without_accumulation_it_says_what_to_do():
         with pytest.raises(ValueError, match=r'GradientAccumulation\(accum_bs\)'):
             learn.fit(1, cbs=[NoiseScale(), *cbs])
         assert torch.equal(before, weights(learn)) and not learn.metrics
+
+def test_an_accumulation_that_is_switched_off_is_none():
+    acc = GradientAccumulation(16)
+    acc.run = False
+    with pytest.raises(ValueError, match=r'GradientAccumulation\(accum_bs\)'):
+        toy(4).fit(1, cbs=[NoiseScale(), acc])
+
+def test_an_accumulation_that_is_switched_off_in_the_middle_of_a_step():
+    "What it had accumulated is no step that can be measured"
+    class Off(Callback):
+        run_valid = False
+        def before_batch(self):
+            if self.iter==6: self.gradient_accumulation.run = False
+    learn,meter = toy(4, n=64),NoiseScale(every=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        learn.fit(1, 0.1, cbs=[GradientAccumulation(16), meter, Off()])
+    assert [o.step for o in meter.readings]==[0]
+
+def test_a_meter_that_comes_later():
+    meter = NoiseScale(every=1)
+    class Add(Callback):
+        def after_epoch(self):
+            if not self.epoch: self.learn.add_cb(meter)
+    learn = toy(4, n=32)
+    learn.fit(2, 0.1, cbs=[GradientAccumulation(16), Add()])
+    assert [o.step for o in meter.readings]==[0,1] and not hooks(learn)
 
 @pytest.mark.parametrize('kwargs,exc', [(dict(every=0),ValueError), (dict(every=2.5),TypeError),
     (dict(half_life=0),ValueError), (dict(metric='lamb'),ValueError)], ids=str)

@@ -1,5 +1,7 @@
 "The loss probe and what depends on other samples: loud where the run is not the big batch's, silent where it is."
 import random, warnings
+from collections import deque
+from functools import partial
 from types import SimpleNamespace as NS
 import numpy as np, pytest, torch
 from torch import nn
@@ -17,6 +19,7 @@ from fastcore.basics import noop
 from fastcore.foundation import L
 from fastaccum import GradientAccumulation, TwinWarning
 from fastaccum.core.batch import samples
+from fastaccum.core.kept import Kept
 from fastaccum.core.notices import BatchNormWarning, LoaderWarning, LossWarning, StateWarning
 from fastaccum.core.probe import probe
 from fastaccum.core.sizes import find_size
@@ -149,6 +152,8 @@ silent = dict(nan=(lambda p, y: F.cross_entropy(p, y)/0*0, 'finite'), infinite=(
     numpy=(lambda p, y: p.mean()*np.random.rand(), 'random'),
     shape=(lambda p, y: (p.view(16, 5)**2).mean(), 'RuntimeError'),
     rows=(lambda p, y: (F.cross_entropy(p, y, reduction='none')*torch.arange(16)[:len(p)]).mean(), 'something else'),
+    rows_too=(lambda p, y: (F.cross_entropy(p, y, reduction='none')*(1+1e-3*torch.arange(16)[:len(p)])).sum(),
+        'something else'),
     used_up=(lambda p, y, it=iter(range(99)): p.mean()*next(it), 'put back'))
 
 @pytest.mark.parametrize('nm', silent)
@@ -187,6 +192,72 @@ class Keeps(nn.Module):
         self.losses.append(loss.item())
         return loss
 keeps_global = {'n':0}
+
+# Where a loss may count its calls: each returns the loss, and a function that returns the count
+
+def in_a_global():
+    def f(p, y):
+        global n_calls
+        n_calls += 1
+        return p.sum()
+    return f,lambda: n_calls
+n_calls = 0
+
+def in_a_global_of_a_function_within():
+    def f(p, y):
+        def count():
+            global n_calls
+            n_calls += 1
+        count()
+        return p.sum()
+    return f,lambda: n_calls
+
+def in_a_closure():
+    k = 0
+    def f(p, y):
+        nonlocal k
+        k += 1
+        return p.sum()
+    return f,lambda: k
+
+def in_a_default_of_a_keyword():
+    def f(p, y, *, seen=[]): seen.append(1); return p.sum()
+    return f,lambda: len(f.__kwdefaults__['seen'])
+
+def in_an_argument(seen, add=list.append, count=len):
+    def f(p, y, seen=None): add(seen, 1); return p.sum()
+    return partial(f, seen=seen),lambda: count(seen)
+
+def on_a_tensor():
+    t = torch.zeros(1)
+    t.seen = []
+    def f(p, y): t.seen.append(1); return p.sum()
+    return f,lambda: len(t.seen)
+
+def add_one(a, b): a += b
+keepers = dict(a_global=in_a_global, a_function_within=in_a_global_of_a_function_within, a_closure=in_a_closure,
+    a_keyword=in_a_default_of_a_keyword, an_argument=lambda: in_an_argument([]),
+    a_deque=lambda: in_an_argument(deque(), deque.append),
+    an_array=lambda: in_an_argument(np.zeros(1), add_one, lambda o: o.item()), a_tensor=on_a_tensor)
+
+@pytest.mark.parametrize('nm', keepers)
+def test_wherever_a_loss_keeps_something_it_is_put_back(nm):
+    f,count = keepers[nm]()
+    f(*plain)
+    before = count()
+    assert probed(f, plain, find=None).off is not None and count()==before
+    f(*plain)
+    assert count()==before+1
+
+def test_of_a_learner_only_the_model_is_noted():
+    "And of a callback's, not even that"
+    class Own(Callback):
+        def loss(self, p, y): return p.sum()
+    learn = toy(4, n=8, cbs=Own())
+    def noted(f): return Kept(f, device=torch.device('cpu')).seen
+    def f(p, y): return p.sum()*learn.training
+    assert id(learn.model) in noted(f) and id(learn.cbs) not in noted(f)
+    assert id(learn.own) in noted(learn.own.loss) and id(learn.model) not in noted(learn.own.loss)
 
 class NoProbe(GradientAccumulation):
     name = 'gradient_accumulation'

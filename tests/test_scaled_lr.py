@@ -9,7 +9,7 @@ from fastai.callback.training import GradientClip
 from fastai.optimizer import Adam, OptimWrapper, SGD, debias
 from fastaccum import (GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler, NoiseScale,
     ScaledLR)
-from fastaccum.noise.rates import gain
+from fastaccum.noise.rates import Loan, gain, scale_beta
 from fastaccum.testing import assert_twins, toy, toy_data
 from common import Raise, Seen, weights
 from test_noise import Scaled
@@ -67,6 +67,31 @@ def test_adam(opt_func, betas):
         else: assert b1==o['mom'] and math.isclose(b2, o['sqr_mom']**2)
     assert [h['sqr_mom'] for h in learn.opt.hypers]==[h['sqr_mom'] for h in before]
     assert [h['eps'] for h in learn.opt.hypers]==[h['eps'] for h in before]
+
+def test_one_leaves_every_beta_alone():
+    assert all(scale_beta(o, 1, half_life)==o for o in (.1,.3,.7,.99,.99999) for half_life in (False,True))
+
+def test_a_loan_that_is_taken_twice_is_given_back_once():
+    learn = toy(4, n=8)
+    learn.create_opt()
+    before,loan = learn.opt.hypers[0]['lr'],Loan(learn.opt)
+    for o in (2.,3.): loan.enter([dict(lr=o)]*len(learn.opt.hypers))
+    assert learn.opt.hypers[0]['lr']==3.
+    loan.leave()
+    assert learn.opt.hypers[0]['lr']==before
+
+def test_an_accumulation_that_is_switched_off_does_not_count():
+    learn,acc = toy(4, n=16),GradientAccumulation(16)
+    acc.run = False
+    learn.fit(1, .01, cbs=[acc, ScaledLR(2)])
+    assert learn.recorder.lrs==[.02]*4
+
+def test_each_fit_begins_without_a_factor():
+    learn,scale = toy(4, n=16),ScaledLR(2)
+    for _ in range(2):
+        seen = Seen('before_batch', lambda l: (scale.kappa,scale.factor,scale.values), order=100)
+        learn.fit(1, .01, cbs=[scale,seen])
+        assert seen.values[0]==(None,None,()) and seen.values[1][:2]==(2,2)
 
 def test_the_factor_follows_a_schedule():
     learn = toy(4, n=64)

@@ -21,7 +21,8 @@ if not (site/'.fingerprint').exists(): skip('it has not been built: make docs')
 try: from playwright.sync_api import sync_playwright
 except ImportError: skip('playwright is not installed: make docs')
 sys.path.insert(0, str(root/'docs'))
-from build import fingerprint, hides, maths, order, split_errors, wings
+from nbdev.doclinks import nbglob
+from build import fingerprint, hides, maths, order, page as page_of, split_errors, wings
 if (site/'.fingerprint').read_text()!=fingerprint(): skip('it is older than what it is made of: make docs')
 needs_browser = pytest.mark.skipif(not chromium,
     reason='THE SITE IS NOT TESTED IN A BROWSER: install Chromium (tools/chromium.sh, on Debian and Ubuntu)')
@@ -184,11 +185,13 @@ def test_what_the_site_hides():
     assert 'Show the imports' in text and 'showdoc' not in text and 'nbdev_export' not in text
 
 def test_formulas_are_drawn():
-    svg = maths(r'with $\frac12|\theta-x|^2$, `$HOME` and $$B = \frac{\mathrm{tr}\,\Sigma}N$$ it')
-    assert svg.count('<svg class="math"')==2 and '`$HOME`' in svg and svg.count('$')==1
+    svg = maths(r'with $\frac12|\theta-x|^2$, `$HOME/$USER` and $$B = \frac{\mathrm{tr}\,\Sigma}N$$ it')
+    assert svg.count('<svg class="math"')==2 and '`$HOME/$USER`' in svg and svg.count('$')==2
+    block = '```\n$HOME/$USER\n```'
+    assert maths(block)==block
     for page in pages:
-        text = (site/page).read_text(encoding='utf-8')
-        assert not re.search(r'\$[^$<\n]*\\\w+[^$<\n]*\$', text.partition('<article')[2]), page
+        text = (site/page).read_text(encoding='utf-8').partition('<article')[2].partition('</article>')[0]
+        assert '$' not in re.sub(r'<(pre|code|svg)\b.*?</\1>', '', text, flags=re.S), page   # what is code may have one
 
 @pytest.mark.parametrize('page', [o for o in pages if o not in ('search.html','genindex.html','py-modindex.html')])
 def test_page_is_described(page):
@@ -200,13 +203,25 @@ def test_page_is_described(page):
     assert picture and (site/picture[1]).is_file()
     assert 'class="repository" href="https://github.com/fastaccum/fastaccum"' in text
 
+def test_no_two_pages_are_described_alike():
+    told = [re.search(r'<meta name="description" content="([^"]+)', (site/o).read_text(encoding='utf-8')) for o in pages]
+    told = [o[1] for o in told if o]
+    assert len(told)>100 and len(set(told))==len(told)
+
 def test_preview_is_the_picture_of_the_home_page():
     assert (root/'docs/preview.png').read_bytes()==(root/'images/same-run.png').read_bytes()
 
-def test_markdown_links_to_pages():
-    for fn in site.rglob('*.html.md'):
-        text = re.sub(r'^```.*?^```', '', fn.read_text(encoding='utf-8'), flags=re.M|re.S)
-        assert not re.search(r'\]\((?!http)[^)]*\.ipynb', text), fn.name
+def test_every_notebook_is_there_as_markdown():
+    "With its text, and with links to pages and pictures that are there"
+    fns = {nb:site/f'{page_of(nb.relative_to(root/"nbs"))}.html.md' for nb in nbglob(root/'nbs', as_path=True)}
+    assert set(site.rglob('*.html.md'))==set(fns.values())
+    for nb,fn in fns.items():
+        text = fn.read_text(encoding='utf-8')
+        assert text.startswith(''.join(json.loads(nb.read_text(encoding='utf-8'))['cells'][0]['source'][:1]).strip()), fn
+        text = re.sub(r'^```.*?^```', '', text, flags=re.M|re.S)
+        assert not re.search(r'\]\((?!http)[^)]*\.ipynb', text), fn
+        named = re.findall(r'\]\(https://fastaccum\.github\.io/fastaccum/?([^)#\s]*)', text)
+        assert [o for o in named if not (site/(o or 'index.html')).is_file()]==[], fn
 
 # What a fastai user asks, and the page that answers: two clicks from the home page, by way of the FAQ
 questions = {

@@ -52,6 +52,13 @@ def test_functional_loss_twins():
         a,b = twins(n=70, loss_func=f)
         assert_twins(a, b)
 
+def test_class_weights_that_somebody_writes_to_are_looked_at_again():
+    ws,measure = torch.ones(3),Measure()
+    for x in (1.,3.):
+        ws.fill_(x)
+        measure.look_at(nn.CrossEntropyLoss(weight=ws))
+        assert measure.find.mean_weight==x
+
 def test_a_loss_function_that_is_replaced_while_training():
     "fastai's MixUp and CutMix replace the Learner's loss function when training begins, and put it back afterwards"
     class Replace(Callback):

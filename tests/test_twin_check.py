@@ -1,4 +1,5 @@
 "The check: no false alarm, no silence, and a Learner that is as it was, wherever it is interrupted."
+import random
 from collections import UserDict
 from copy import deepcopy
 from functools import partial
@@ -22,6 +23,8 @@ from fastaccum.check.given import read
 from fastaccum.check.rounding import Rounding
 from fastaccum.check.runs import Runs
 from fastaccum.memory.parts import split
+from fastaccum.check.order import order_apart
+from fastaccum.check.taken import Taken, apart
 from fastaccum.memory.recovery import AutoSize
 from fastaccum.testing import CrossEntropy, Float32Loss, toy, toy_data
 from common import CpuMixedPrecision
@@ -351,6 +354,13 @@ def test_sorted_loader():
     learn = loaded(dl, model=lambda: Mean(5, 3).double(), splitter=one_group)
     res = learn.twin_check()
     assert bad(res)==['loader'] and 0.1<res.off['loader']<=1 and 'SortedDL' in repr(res)
+    assert learn.twin_check(cbs=GradientCache(2)).off['loader']==0   # a step is one of its batches
+
+def test_the_order_of_a_loader_of_few_batches():
+    "Steps of two batches, even if the epoch has no two of them"
+    class Turned(DataLoader):
+        def get_idxs(self): return [*super().get_idxs()][::(-1 if self.bs>5 else 1)]
+    assert order_apart(Turned(data[:15], bs=5), 4, lambda: None)==0.5
 
 def test_larger_batches():
     "As many samples as the twin would have; micro-batches are no larger than the loader's"
@@ -360,6 +370,46 @@ def test_larger_batches():
     res = toy(8, cbs=See()).twin_check(accum_bs=32)
     assert res.ok and sum(res.sizes)==32 and max(res.sizes)==8
     assert len(set(res.sizes))>1 and 32 in seen and set(res.sizes)<=set(seen)
+
+def test_an_epochs_ragged_end_takes_no_part():
+    res = toy(12, n=30).twin_check(steps=3)
+    assert res.ok and 'after 2 steps' in repr(res), res
+
+def test_what_draws_from_python():
+    "Once per fit: the check itself draws nothing that a run would see"
+    class Scales(Callback):
+        def before_fit(self): self.by = 1+random.random()
+        def after_loss(self): self.learn.loss_grad = self.loss_grad*self.by
+    assert toy(12, cbs=Scales()).twin_check().ok
+
+def test_parameters_that_wait_for_their_turn():
+    "As a GAN's, which train by turns: the run goes on until all of them have had a step"
+    class Two(nn.Module):
+        def __init__(self): super().__init__(); self.a,self.b = nn.Linear(5, 3),nn.Linear(5, 3)
+        def forward(self, x): return self.a(x)+self.b(x)
+    class Turn(Callback):
+        run_valid = False
+        def train(self, *names):
+            for nm,o in self.model.named_children(): o.requires_grad_(nm in names)
+        def before_fit(self): self.train('a')
+        def after_cancel_step(self): self.train('b')
+        def after_fit(self): self.train('a', 'b')
+    learn = toy(12, model=lambda: Two().double(), splitter=one_group, cbs=Turn())
+    res = learn.twin_check()
+    assert res.ok and {*res.layers}=={'a.weight','a.bias','b.weight','b.bias'}, res
+
+def test_another_number_of_steps_is_another_run():
+    one = Taken(1., dict(w=torch.ones(2)), {})
+    assert apart([one], [one]).grad==0 and apart([one], [one,one]).grad==float('inf')
+
+def test_a_module_that_draws_and_holds_another_that_does():
+    class Both(nn.Module):
+        def __init__(self): super().__init__(); self.drop = nn.Dropout(0.2)
+        def forward(self, x): return self.drop(x)+(0.1*torch.randn_like(x) if self.training else 0)
+    res = made(Both()).twin_check()
+    row = next(o for o in res.rows if o.what=='draws')
+    assert bad(res)==['draws','gradients'] and 'Dropout 1.drop' in row.where and 'Both 1' in row.where, res
+    assert max(res.still.values())<1e-7
 
 def test_mapping_batches():
     class Takes(nn.Linear):

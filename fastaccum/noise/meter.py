@@ -96,7 +96,7 @@ def cancelled(self:Meter):
     if acc.counted:
         if self.norms is None: self._listen()
         self.norms.spoiled = 'the loss of a micro-batch needs no gradient'
-    elif self.norms is not None: self.norms.drop()
+    elif self.norms is not None: self.norms.drop(acc.macro.samples)
 
 # %% ../../nbs/noise/03_meter.ipynb #step
 @patch

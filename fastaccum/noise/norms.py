@@ -66,9 +66,11 @@ def begin(self:Norms,
     self.now = at,size,by   # if there was an attempt that failed, it began at the same place, and is replaced
 
 @patch
-def drop(self:Norms):
-    "Called when that backward pass was cancelled"
-    self.now,self.lengths = None,{}
+def drop(self:Norms,
+    at:int # As in `begin`
+):
+    "Called when that backward pass was cancelled, perhaps before `begin`"
+    if self.now is not None and self.now[0]==at: self.now,self.lengths = None,{}
 
 @patch
 def _pack(self:Norms):

@@ -616,20 +616,23 @@ def case_one_ends_its_epoch_early():
         on_one('after_batch', CancelTrainException, [4], lambda i: i<5, **acc)
         # at a step, of which its Recorder does not hear
         on_one('after_batch', CancelTrainException, [3], lambda i: i<4, recorded=False, **acc)
-def fails_on_all(text, *args, metrics=False, **acc):
+def fails_on_all(text, *args, metrics=False, model=None, **acc):
     "An error on all processes, at once, if one ends"
     ds,order = toy_data(35*world),orders(even(35))
     def setup(l): l.recorder.train_metrics = metrics
     start = time.time()
     try:
         together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, GradientAccumulation(16*world, **acc),
-            lambda l,cbs: l.fit(2, 0.1, cbs=[*cbs,OnOne(*args)]), setup=setup, metrics=[accuracy])
+            lambda l,cbs: l.fit(2, 0.1, cbs=[*cbs,OnOne(*args)]), setup=setup, metrics=[accuracy],
+            model=model)
     except RuntimeError as e: assert text in str(e), e
     else: raise AssertionError(f'{text!r} was not said')
     assert time.time()-start<20   # sooner than the timeout
 def case_one_ends_its_fit():
-    for at in (3,4):
-        fails_on_all('1 of', 'after_batch', CancelFitException, [at])
+    "Also before the forward passes in which DDP exchanges its buckets (of the second step) and buffers (of each)"
+    def buffers(): return nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    for at in (0,3,4):
+        for model in (None,buffers): fails_on_all('1 of', 'after_batch', CancelFitException, [at], model=model)
     fails_on_all('1 of', 'after_batch', CancelFitException, [8])   # the last micro-batch of an epoch
     for acc in (dict(sync_each=True), dict(log_accum_batch=False), dict(metrics=True)):
         fails_on_all('1 has ended its fit', 'after_batch', CancelFitException, [4], **acc)

@@ -72,7 +72,7 @@ def waits(self:Exchange)->bool:
 
 @patch
 def shares(self:Exchange)->bool:
-    "Does the next forward pass exchange something even if gradients wait: buffers, or once, the order of DDP's buckets?"
+    "Does the next forward pass exchange something even if gradients wait: buffers, or once, how DDP makes buckets?"
     ddp = self.model   # in lockstep, processes tell each other what they do anyway
     if self.lockstep: return False
     return ddp.will_sync_module_buffers() or not (ddp._has_rebuilt_buckets or ddp.find_unused_parameters)

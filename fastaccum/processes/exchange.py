@@ -83,7 +83,11 @@ def heed(self:Exchange): "Check before an exchange that all processes take part"
 @patch
 def hold(self:Exchange,
     waits:bool # Do the gradients of the next forward pass wait?
-): return self.model.no_sync() if waits else nullcontext()
+):
+    "A context for it, in which DDP does what it should"
+    if self.exchanged and not self.acc.sync_each:   # the closing one was left out: buffers were shared for this step
+        self.model.require_forward_param_sync = False
+    return self.model.no_sync() if waits else nullcontext()
 
 @patch
 def runs(self:Exchange):

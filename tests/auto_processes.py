@@ -194,7 +194,7 @@ def late(text, fail):
     setup(learn)
     start = time.time()
     try: learn.fit(1, 0.1, cbs=[GradientAccumulation(16*world, micro_batch_size='auto'),*fail()])
-    except RuntimeError as e: said = str(e)
+    except (RuntimeError,KeyboardInterrupt) as e: said = str(e)
     else: raise AssertionError('no error')
     assert (text in said)==(rank==0), said
     assert time.time()-start<60
@@ -204,7 +204,8 @@ def case_one_fails_for_good():
     plan.set('forward', (0,), None, 0)
     late('a micro-batch of a single sample does not fit', list)
     plan.set(None, ())
-    late('planted', lambda: [Raise('after_pred', RuntimeError, 5, at=2)] if rank==0 else [])
+    for exc in (RuntimeError,KeyboardInterrupt):
+        late('planted', lambda: [Raise('after_pred', exc, 5, at=2)] if rank==0 else [])
 
 mine = cases_of({k:v for k,v in globals().items() if getattr(v, '__module__', '')==__name__})
 

@@ -592,7 +592,18 @@ class OnOne(Callback):
     def maybe(self):
         if rank==world-1 and self.epoch in self.epochs and (self.at_iters is None or self.iter in self.at_iters):
             raise self.exc
-def on_one(event, exc, at, kept, epochs=(0,1), tokens=False, recorded=True, **acc):
+class Buffered(nn.Module):
+    "Keeps something, as BatchNorm does, which has no influence"
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('seen', torch.zeros(()))
+    def forward(self, x):
+        self.seen += 1
+        return x
+def buffered():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 6), Buffered(), nn.Tanh(), nn.Linear(6, 3)).double()
+def on_one(event, exc, at, kept, epochs=(0,1), tokens=False, recorded=True, model=None, **acc):
     ns,drop_last,log = even(35),acc.get('drop_last', False),acc.get('log_accum_batch', True)
     ds,order = toy_data(sum(ns), tokens),orders(ns)[:1]*2   # a loop that never begins asks for no epoch's order
     def left(o, epoch):
@@ -600,13 +611,14 @@ def on_one(event, exc, at, kept, epochs=(0,1), tokens=False, recorded=True, **ac
         parts = [p[:32] if drop_last else p for p in o]
         return parts if epoch not in epochs else [*parts[:-1],
             sum((b for i,b in enumerate(cut(parts[-1], 4)) if kept(i)), [])]
-    a = learner(Batches(ds, [macro_batches(left(o, i), [16]*world, False) for i,o in enumerate(order)], 16*world), ds)
+    a = learner(Batches(ds, [macro_batches(left(o, i), [16]*world, False) for i,o in enumerate(order)], 16*world), ds,
+        model=model)
     a.fit(2, 0.1)
     cb = GradientAccumulation(16*world, **acc)
     def setup(l):
         if not log: l.remove_cb(Recorder)   # fastai's exchanges each loss: of as many on each process
     b = together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, cb,
-        lambda l,cbs: l.fit(2, 0.1, cbs=[*cbs,OnOne(event, exc, at, epochs)]), setup=setup)
+        lambda l,cbs: l.fit(2, 0.1, cbs=[*cbs,OnOne(event, exc, at, epochs)]), setup=setup, model=model)
     same_everywhere(weights(b))
     assert cb.step==b.exchanges.last==2*(2 if drop_last else 3), (cb.step, b.exchanges.last)
     assert deviation(weights(a), weights(b))<1e-12, deviation(weights(a), weights(b))
@@ -616,20 +628,22 @@ def case_one_ends_its_epoch_early():
         on_one('after_batch', CancelTrainException, [4], lambda i: i<5, **acc)
         # at a step, of which its Recorder does not hear
         on_one('after_batch', CancelTrainException, [3], lambda i: i<4, recorded=False, **acc)
-def fails_on_all(text, *args, metrics=False, **acc):
+def fails_on_all(text, *args, metrics=False, model=None, **acc):
     "An error on all processes, at once, if one ends"
     ds,order = toy_data(35*world),orders(even(35))
     def setup(l): l.recorder.train_metrics = metrics
     start = time.time()
     try:
         together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, GradientAccumulation(16*world, **acc),
-            lambda l,cbs: l.fit(2, 0.1, cbs=[*cbs,OnOne(*args)]), setup=setup, metrics=[accuracy])
+            lambda l,cbs: l.fit(2, 0.1, cbs=[*cbs,OnOne(*args)]), setup=setup, metrics=[accuracy],
+            model=model)
     except RuntimeError as e: assert text in str(e), e
     else: raise AssertionError(f'{text!r} was not said')
     assert time.time()-start<60   # sooner than the timeout
 def case_one_ends_its_fit():
-    for at in (3,4):
-        fails_on_all('1 of', 'after_batch', CancelFitException, [at])
+    "Also before the forward passes in which DDP exchanges its buckets (of the second step) and buffers (of each)"
+    for at in (0,3,4):
+        for model in (None,buffered): fails_on_all('1 of', 'after_batch', CancelFitException, [at], model=model)
     fails_on_all('1 of', 'after_batch', CancelFitException, [8])   # the last micro-batch of an epoch
     for acc in (dict(sync_each=True), dict(log_accum_batch=False), dict(metrics=True)):
         fails_on_all('1 has ended its fit', 'after_batch', CancelFitException, [4], **acc)
@@ -662,6 +676,8 @@ def case_all_end_their_fit():
 def case_one_leaves_out_micro_batches():
     on_one('before_batch', CancelBatchException, [1,5], lambda i: i not in (1,5))
     on_one('after_loss', CancelBatchException, [2], lambda i: i!=2)
+    for event in ('before_batch','after_pred','after_loss'):   # closing ones, with what DDP exchanges after a step
+        on_one(event, CancelBatchException, [3,7], lambda i: i not in (3,7), model=buffered)
 def case_one_has_no_backward_pass():
     "Not in its first epoch, nor in any: it steps with the others, and records the same"
     for tokens in (False,True):

@@ -114,8 +114,9 @@ def tell_loss(
     find = acc.measure.find
     of = "sum of its parts' losses" if find is None else "mean of its parts' losses"
     once(acc, 'loss-not-a-mean', f"the loss of a micro-batch is no {of}: it is off by {off:.2g} of its value, so "
-        "the run is not the big batch's. Give all of the loss function `reduction='mean'`, say with `size=` what it is "
-        "a mean of, or let it see the whole batch with `GradientCache`", LossWarning)
+        "the run is not the big batch's. Give all of the loss function `reduction='mean'`, pass `size=`, a "
+        "function that returns how many items the mean covers, or let the loss see the whole batch with "
+        "`GradientCache`", LossWarning)
 
 def tell_batchnorm(
     acc:Callback, # The accumulation callback, on its Learner

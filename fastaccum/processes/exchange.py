@@ -71,12 +71,23 @@ def waits(self:Exchange)->bool:
     return not acc.sync_each and (self.retries or acc.held.wide is not None or not acc.macro.closing)
 
 @patch
+def shares(self:Exchange)->bool:
+    "Does the next forward pass exchange something even if gradients wait: buffers, or once, how DDP makes buckets?"
+    ddp = self.model   # in lockstep, processes tell each other what they do anyway
+    if self.lockstep: return False
+    return ddp.will_sync_module_buffers() or not (ddp._has_rebuilt_buckets or ddp.find_unused_parameters)
+
+@patch
 def heed(self:Exchange): "Check before an exchange that all processes take part"
 
 @patch
 def hold(self:Exchange,
     waits:bool # Do the gradients of the next forward pass wait?
-): return self.model.no_sync() if waits else nullcontext()
+):
+    "A context for it, in which DDP does what it should"
+    if self.exchanged and not self.acc.sync_each:   # the closing one was left out: buffers were shared for this step
+        self.model.require_forward_param_sync = False
+    return self.model.no_sync() if waits else nullcontext()
 
 @patch
 def runs(self:Exchange):
@@ -90,7 +101,7 @@ def forward(self:Exchange, *args, **kwargs):
     counts = self.accumulates()
     if counts: self.runs()
     waits = counts and self.waits()
-    if not waits: self.heed()
+    if not waits or self.shares(): self.heed()
     with self.hold(waits): res = self.stock(*args, **kwargs)
     if torch.is_grad_enabled(): self.exchanged = not waits
     return res

@@ -227,6 +227,20 @@ def test_products_are_not_rounded():
         assert set(seen)=={(False,False)} and (cudnn.allow_tf32,matmul.allow_tf32)==(True,True)
     finally: cudnn.allow_tf32,matmul.allow_tf32 = before
 
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, 'fp32_precision'), reason='PyTorch before 2.9')
+def test_products_that_are_rounded_by_the_newer_setting():
+    "After `fp32_precision` was set, `allow_tf32` cannot even be read"
+    seen,matmul,conv = [],torch.backends.cuda.matmul,torch.backends.cudnn.conv
+    class See(Callback):
+        def before_batch(self): See.seen.append((matmul.fp32_precision,conv.fp32_precision))
+    See.seen = seen
+    before,matmul.fp32_precision = (matmul.fp32_precision,conv.fp32_precision),'tf32'
+    try:
+        conv.fp32_precision = 'tf32'
+        assert toy(12, cbs=See()).twin_check().ok
+        assert set(seen)=={('ieee','ieee')} and (matmul.fp32_precision,conv.fp32_precision)==('tf32','tf32')
+    finally: matmul.fp32_precision,conv.fp32_precision = before
+
 # The Learner's own callback, and that of the fit
 
 def counted(learn): return (learn.y!=-100).sum()

@@ -9,7 +9,8 @@ from fastai.callback.core import Callback, CancelFitException
 from fastai.callback.mixup import CutMix, MixUp
 from fastai.callback.progress import CSVLogger
 from fastai.callback.tracker import SaveModelCallback, TerminateOnNaNCallback
-from fastai.callback.training import GradientClip, ShortEpochCallback
+from fastai.callback.training import (GradientAccumulation as FastaiGradientAccumulation, GradientClip,
+    ShortEpochCallback)
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
@@ -368,6 +369,20 @@ def test_what_accumulation_cannot_serve_is_refused():
     learn = Own(a.dls, a.model, a.loss_func, opt_func=SGD, cbs=Float32Loss())
     before = everything(learn)
     with pytest.raises(RuntimeError, match='no step was made'): learn.twin_check()
+    same(before, everything(learn))
+
+@pytest.mark.parametrize('cbs,match', [
+    (lambda: FastaiGradientAccumulation(24), "fastai's own"),
+    (lambda: [GradientAccumulation(24),GradientAccumulation(36)], '2 callbacks accumulate'),
+    (lambda: [GradientAccumulation(24),FastaiGradientAccumulation(24)], '2 callbacks accumulate'),
+    (lambda: [GradientCache(4),GradientCache(6)], 'two GradientCaches'),
+    (lambda: [GradientCache(4),GradientAccumulation(24, micro_batch_size=6)], 'the loss is to see whole')])
+@pytest.mark.parametrize('where', ['learner','check'])
+def test_what_a_fit_refuses_is_refused(cbs, match, where):
+    "Although the check takes others in the place of these callbacks. fastai's own makes other steps, without a word"
+    learn = toy(12, cbs=cbs() if where=='learner' else None)
+    before = everything(learn)
+    with pytest.raises(ValueError, match=match): learn.twin_check(cbs=cbs() if where=='check' else None)
     same(before, everything(learn))
 
 @pytest.mark.parametrize('kwargs', [dict(accum_bs=1),dict(accum_bs=0),dict(accum_bs=2.5),dict(accum_bs=True),

@@ -9,14 +9,16 @@ __all__ = ['Search', 'FoundAccum']
 
 # %% ../nbs/09_accum_find.ipynb #imports
 import time
+from math import lcm
 from numbers import Real
+import torch
 from fastai.callback.core import Callback
 from fastai.learner import Learner
 from fastcore.basics import GetAttr, patch
 from fastcore.foundation import L
 from .accumulation import GradientAccumulation
-from .core.checks import check_bool, check_count, check_name, loader_sizes
-from .core.macro_batch import round_up
+from .core.checks import check_bool, check_count, check_name, loader_sizes, micro_size
+from .core.macro_batch import round_up, unit
 from .core.notices import see
 from .noise.branch import Branch, Compared, compared, draw_branches, table
 from .noise.excursion import Excursion, look, train
@@ -36,7 +38,7 @@ def accum_find(self:Learner,
     sizes:int=6, # With 'branch': how many sizes to try, each twice as large as the one before
     rule:str|None=None, # With 'branch': as in `ScaledLR`. Defaults to 'sqrt' for Adam and 'linear' for SGD
     tol:float=.1, # With 'branch': the progress that a size may lose, as a share of that of the smallest size
-    looks:int|None=None, # With 'branch': micro-batches to compare losses on; defaults to half of those of a branch
+    looks:int|None=None, # With 'branch': batches to compare losses on; defaults to half of those of a branch
     cbs:Callback|list|None=None, # Callbacks of the fit you plan, as you would pass them to `fit`
     show_plot:bool=True # Draw the result?
 )->'FoundAccum': # `int(…)` of it is `accum_bs`, in whole micro-batches
@@ -55,7 +57,7 @@ def accum_find(self:Learner,
             if mode=='noise': found = search.noise(steps or 20, meter)
             else: found = search.branch(steps or 8, sizes, rule, tol, looks)
         finally: search.close()
-    res = FoundAccum(mode, search.bs, search.n, found)
+    res = FoundAccum(mode, search.micro_bs, search.n, found)
     if show_plot: res.plot()
     return res
 
@@ -87,8 +89,11 @@ class Search:
         self.learn,self.accum_bs,self.lr,self.trip = learn,accum_bs,lr,None   # `_set_off` writes an `Excursion`
         self.acc,self.scaled = own(GradientAccumulation),own(ScaledLR)   # its own; `None` if it has none
         self.meters = learn.cbs.filter(lambda o: isinstance(o, NoiseScale))
-        self.micro = self.acc and self.acc.micro_batch_size
-        self.bs,self.n = loader_sizes(learn.dls.train, self.micro if isinstance(self.micro, int) else None)
+        given = self.acc and self.acc.micro_batch_size
+        self.bs,self.n = loader_sizes(learn.dls.train, given)   # samples in a batch of the loader, and in an epoch
+        self.micro_bs = micro_size(self.bs, given)              # samples in a micro-batch
+        self.micro = self.acc.micro.another() if self.acc and self.acc.micro.retries else given   # what splits
+        self.splits = self.micro is not given or self.micro_bs<self.bs
 
     def _set_off(self, n, without):
         self.trip = Excursion(self.learn, self.bs, n, without)
@@ -104,6 +109,19 @@ class Search:
         "The Learner's accumulation, with steps of `size` samples"
         return GradientAccumulation(size, drop_last=False, size=self.acc and self.acc.size, micro_batch_size=self.micro)
 
+    def batches(self,
+        n:int, # Samples
+        size:int # Samples in a step
+    )->int:
+        "Batches of the loader that have `n` samples, or more to make whole steps"
+        return round_up(n, lcm(size, self.bs))//self.bs
+
+    def look(self,
+        n:int # Batches of the loader
+    )->torch.Tensor: # A loss for each
+        "The losses of the next batches"
+        return look(self.trip, n, self.accumulate(self.bs) if self.splits else None)
+
 # %% ../nbs/09_accum_find.ipynb #noise
 @patch
 def noise(self:Search,
@@ -111,9 +129,10 @@ def noise(self:Search,
     meter:NoiseScale # The meter to use
 )->Measured:
     "Train with the meter on"
-    size = self.accum_bs or max(self.acc.accum_bs if self.acc else 8*self.bs, 4*self.bs)
-    size = round_up(max(size, 2*self.bs), self.bs)
-    n = steps*size//self.bs
+    micro = self.micro_bs
+    size = self.accum_bs or max(self.acc.accum_bs if self.acc else 8*micro, 4*micro)
+    size = round_up(max(size, 2*micro), unit(micro, self.bs))
+    n = self.batches(steps*size, size)
     self._set_off(n, self.meters)
     train(self.trip, n, [self.accumulate(size),meter], self.lr)
     return measured(meter.readings, meter.unit)
@@ -133,18 +152,19 @@ def branch(self:Search,
     sizes:int, # Number of branches
     rule:str|None, # As in `ScaledLR`
     tol:float, # The progress that a size may lose, as a share of that of the smallest size
-    looks:int|None # Micro-batches to compare losses on
+    looks:int|None # Batches of the loader to compare losses on
 )->Compared:
     "Train with steps of several sizes"
-    base = round_up(self.accum_bs or (self.acc.accum_bs if self.acc else self.bs), self.bs)
-    n = steps*base*2**(sizes-1)//self.bs
+    base = round_up(self.accum_bs or (self.acc.accum_bs if self.acc else self.bs), unit(self.micro_bs, self.bs))
+    most = base*2**(sizes-1)
+    n = self.batches(steps*most, most)
     looks = looks or max(8, n//2)
     self._set_off((sizes+1)*(n+looks), [*self.meters,*L(self.scaled)])
     scaling = self._scaling(rule, base)
     done = [self._branch(base*2**i, n, looks, scaling) for i in range(sizes)]
     self.trip.begin()
     self.trip.skip(n)
-    return compared(done, float(look(self.trip, looks).mean()), tol, scaling[1])
+    return compared(done, float(self.look(looks).mean()), tol, scaling[1])
 
 @patch
 def _branch(self:Search, size, n, looks, scaling):
@@ -152,7 +172,7 @@ def _branch(self:Search, size, n, looks, scaling):
     if size!=scaling[0]: cbs += [ScaledLR(*scaling)]+[NoiseScale(1)]*(scaling[1]=='adascale')
     self.trip.begin()
     train(self.trip, n, cbs, self.lr)
-    return Branch(size, n*self.bs//size, look(self.trip, looks).numpy(), time.perf_counter()-since)
+    return Branch(size, n*self.bs//size, self.look(looks).numpy(), time.perf_counter()-since)
 
 # %% ../nbs/09_accum_find.ipynb #result
 class FoundAccum(GetAttr):

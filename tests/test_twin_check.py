@@ -315,6 +315,10 @@ def test_sorted_loader():
     learn = loaded(dl, model=lambda: Mean(5, 3).double(), splitter=one_group)
     res = learn.twin_check()
     assert bad(res)==['loader'] and 0.1<res.off['loader']<=1 and 'SortedDL' in repr(res)
+    remedy = next(o.remedy for o in res.rows if o.what=='loader')
+    assert '`bs=20`' in remedy and '`GradientAccumulation(20, micro_batch_size=5)`' in remedy
+    learn = loaded(dl.new(bs=20), model=lambda: Mean(5, 3).double(), splitter=one_group)
+    assert learn.twin_check(cbs=GradientAccumulation(20, micro_batch_size=5)).ok
 
 def test_larger_batches():
     "As many samples as the twin would have; micro-batches are no larger than the loader's"

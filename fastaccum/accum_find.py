@@ -9,9 +9,7 @@ __all__ = ['Search', 'FoundAccum']
 
 # %% ../nbs/09_accum_find.ipynb #imports
 import time
-from math import lcm
 from numbers import Real
-import torch
 from fastai.callback.core import Callback
 from fastai.learner import Learner
 from fastcore.basics import GetAttr, patch
@@ -23,6 +21,7 @@ from .core.notices import see
 from .noise.branch import Branch, Compared, compared, draw_branches, table
 from .noise.excursion import Excursion, look, train
 from .noise.spread import Measured, draw_scale, measured, told
+from .noise.stretch import whole_steps
 from .noise_scale import NoiseScale
 from .processes.world import check_search
 from .scaled_lr import ScaledLR
@@ -62,13 +61,11 @@ def accum_find(self:Learner,
     return res
 
 # %% ../nbs/09_accum_find.ipynb #check
-_units = dict(accum_bs='sample', steps='step', sizes='size', looks='look')
-
 def _check(learn, mode, rule, tol, show_plot, **counts):
     check_name('mode', mode, ('noise','branch'))
     check_bool('show_plot', show_plot)
     for k,v in counts.items():
-        if v is not None: check_count(k, v, _units[k])
+        if v is not None: check_count(k, v, 'sample' if k=='accum_bs' else k[:-1])   # of `steps`, a step
     if rule is not None: ScaledLR(1, rule)   # it says what is wrong
     if isinstance(tol, bool) or not isinstance(tol, Real):
         raise TypeError(f"`tol={tol!r}` is a {type(tol).__name__}: give a share, such as 0.1" + see('out-of-range'))
@@ -87,16 +84,14 @@ class Search:
     ):
         def own(t): return next((o for o in learn.cbs if isinstance(o, t)), None)
         self.learn,self.accum_bs,self.lr,self.trip = learn,accum_bs,lr,None   # `_set_off` writes an `Excursion`
-        self.acc,self.scaled = own(GradientAccumulation),own(ScaledLR)   # its own; `None` if it has none
-        self.meters = learn.cbs.filter(lambda o: isinstance(o, NoiseScale))
+        self.acc,self.scaled,self.meter = own(GradientAccumulation),own(ScaledLR),own(NoiseScale)   # or `None`
         given = self.acc and self.acc.micro_batch_size
         self.bs,self.n = loader_sizes(learn.dls.train, given)   # samples in a batch of the loader, and in an epoch
         self.micro_bs = micro_size(self.bs, given)              # samples in a micro-batch
         self.micro = self.acc.micro.another() if self.acc and self.acc.micro.retries else given   # what splits
-        self.splits = self.micro is not given or self.micro_bs<self.bs
 
-    def _set_off(self, n, without):
-        self.trip = Excursion(self.learn, self.bs, n, without)
+    def _set_off(self, n, without=None):
+        self.trip = Excursion(self.learn, self.bs, n, [*L(self.meter),*L(without)], self.accumulate)
         self.trip.begin()
 
     def close(self):
@@ -109,19 +104,6 @@ class Search:
         "The Learner's accumulation, with steps of `size` samples"
         return GradientAccumulation(size, drop_last=False, size=self.acc and self.acc.size, micro_batch_size=self.micro)
 
-    def batches(self,
-        n:int, # Samples
-        size:int # Samples in a step
-    )->int:
-        "Batches of the loader that have `n` samples, or more to make whole steps"
-        return round_up(n, lcm(size, self.bs))//self.bs
-
-    def look(self,
-        n:int # Batches of the loader
-    )->torch.Tensor: # A loss for each
-        "The losses of the next batches"
-        return look(self.trip, n, self.accumulate(self.bs) if self.splits else None)
-
 # %% ../nbs/09_accum_find.ipynb #noise
 @patch
 def noise(self:Search,
@@ -129,11 +111,10 @@ def noise(self:Search,
     meter:NoiseScale # The meter to use
 )->Measured:
     "Train with the meter on"
-    micro = self.micro_bs
-    size = self.accum_bs or max(self.acc.accum_bs if self.acc else 8*micro, 4*micro)
-    size = round_up(max(size, 2*micro), unit(micro, self.bs))
-    n = self.batches(steps*size, size)
-    self._set_off(n, self.meters)
+    size = self.accum_bs or max(self.acc.accum_bs if self.acc else 8*self.micro_bs, 4*self.micro_bs)
+    size = round_up(max(size, 2*self.micro_bs), unit(self.micro_bs, self.bs))
+    n = whole_steps(steps, size, self.bs)
+    self._set_off(n)
     train(self.trip, n, [self.accumulate(size),meter], self.lr)
     return measured(meter.readings, meter.unit)
 
@@ -156,15 +137,14 @@ def branch(self:Search,
 )->Compared:
     "Train with steps of several sizes"
     base = round_up(self.accum_bs or (self.acc.accum_bs if self.acc else self.bs), unit(self.micro_bs, self.bs))
-    most = base*2**(sizes-1)
-    n = self.batches(steps*most, most)
+    n = whole_steps(steps, base*2**(sizes-1), self.bs)
     looks = looks or max(8, n//2)
-    self._set_off((sizes+1)*(n+looks), [*self.meters,*L(self.scaled)])
+    self._set_off((sizes+1)*(n+looks), self.scaled)
     scaling = self._scaling(rule, base)
     done = [self._branch(base*2**i, n, looks, scaling) for i in range(sizes)]
     self.trip.begin()
     self.trip.skip(n)
-    return compared(done, float(self.look(looks).mean()), tol, scaling[1])
+    return compared(done, float(look(self.trip, looks).mean()), tol, scaling[1])
 
 @patch
 def _branch(self:Search, size, n, looks, scaling):
@@ -172,7 +152,7 @@ def _branch(self:Search, size, n, looks, scaling):
     if size!=scaling[0]: cbs += [ScaledLR(*scaling)]+[NoiseScale(1)]*(scaling[1]=='adascale')
     self.trip.begin()
     train(self.trip, n, cbs, self.lr)
-    return Branch(size, n*self.bs//size, self.look(looks).numpy(), time.perf_counter()-since)
+    return Branch(size, n*self.bs//size, look(self.trip, looks).numpy(), time.perf_counter()-since)
 
 # %% ../nbs/09_accum_find.ipynb #result
 class FoundAccum(GetAttr):

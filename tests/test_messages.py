@@ -103,7 +103,9 @@ def test_link():
 
 twin = re.compile(r'(?:Loss|BatchNorm|Loader|State)Warning: .*\n(.*)')
 
-@pytest.mark.parametrize('fn', sorted((root/'nbs').rglob('*.ipynb')), ids=lambda o: o.relative_to(root/'nbs').as_posix())
+pages = sorted((root/'nbs').rglob('*.ipynb'))
+
+@pytest.mark.parametrize('fn', pages, ids=lambda o: o.relative_to(root/'nbs').as_posix())
 def test_warnings_that_a_page_shows_are_those_of_now(fn):
     "What was saved before the messages ended with their link has another one"
     cs = json.loads(fn.read_text(encoding='utf-8'))['cells']

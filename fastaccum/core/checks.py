@@ -152,8 +152,8 @@ def check_single(
     """
     n = sum(isinstance(o, cls) and o.run for o in learn.cbs)
     if n>1:
-        raise ValueError(f"{n} {cls.__name__} callbacks are on this Learner, and each would do the same again: keep one, "
-            "take the others off with `learn.remove_cb` (they are in `learn.cbs`)" + see('two-callbacks'))
+        raise ValueError(f"{n} {cls.__name__} callbacks are on this Learner, and each would do the same again: "
+            "keep one, take the others off with `learn.remove_cb` (they are in `learn.cbs`)" + see('two-callbacks'))
 
 # %% ../../nbs/core/07_checks.ipynb #check-plan
 def check_plan(

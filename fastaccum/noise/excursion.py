@@ -61,9 +61,10 @@ class Excursion:
         learn:Learner, # About to train
         bs:int, # Samples in a batch of the loader
         n:int, # The total number of batches, for the progress bar
-        without:list=() # Callbacks of the Learner to leave out
+        without:list=(), # Callbacks of the Learner to leave out
+        splitter:Callable|None=None # `splitter(bs)` returns what splits batches, if need be, with steps of `bs` samples
     ):
-        self.learn,self.bs,self.dl = learn,bs,learn.dls.train
+        self.learn,self.bs,self.dl,self.splitter = learn,bs,learn.dls.train,splitter
         device = learn.dls.device if hasattr(learn.dls, 'device') else default_device()   # as fastai
         device = next(learn.model.parameters()).device if device is None else torch.device(device)
         self.snap,part = note(learn, device)   # puts all back; the callbacks that take part
@@ -129,10 +130,11 @@ def train(
 
 def look(
     trip:Excursion, # After its `begin`
-    n:int, # Batches of the loader
-    acc:Callback|None=None # As in `Look`
+    n:int # Batches of the loader
 )->torch.Tensor: # A loss for each
     "The losses of the next batches, without training on them"
+    acc = trip.splitter and trip.splitter(trip.bs)
+    if acc is not None and not (acc.micro.retries or (acc.micro.limit or trip.bs)<trip.bs): acc = None
     end = Look(trip.tick, acc)
     _fit(trip, n, [] if acc is None else [acc], end, lr=0., wd=0.)
     return torch.stack(end.losses).double().cpu()

@@ -15,12 +15,13 @@ from fastai.learner import Learner
 from fastcore.basics import GetAttr, patch
 from fastcore.foundation import L
 from .accumulation import GradientAccumulation
-from .core.checks import check_bool, check_count, check_name, loader_sizes
-from .core.macro_batch import round_up
+from .core.checks import check_bool, check_count, check_name, loader_sizes, micro_size
+from .core.macro_batch import round_up, unit
 from .core.notices import see
 from .noise.branch import Branch, Compared, compared, draw_branches, table
 from .noise.excursion import Excursion, look, train
 from .noise.spread import Measured, draw_scale, measured, told
+from .noise.stretch import whole_steps
 from .noise_scale import NoiseScale
 from .processes.world import check_search
 from .scaled_lr import ScaledLR
@@ -36,7 +37,7 @@ def accum_find(self:Learner,
     sizes:int=6, # With 'branch': how many sizes to try, each twice as large as the one before
     rule:str|None=None, # With 'branch': as in `ScaledLR`. Defaults to 'sqrt' for Adam and 'linear' for SGD
     tol:float=.1, # With 'branch': the progress that a size may lose, as a share of that of the smallest size
-    looks:int|None=None, # With 'branch': micro-batches to compare losses on; defaults to half of those of a branch
+    looks:int|None=None, # With 'branch': batches to compare losses on; defaults to half of those of a branch
     cbs:Callback|list|None=None, # Callbacks of the fit you plan, as you would pass them to `fit`
     show_plot:bool=True # Draw the result?
 )->'FoundAccum': # `int(…)` of it is `accum_bs`, in whole micro-batches
@@ -55,18 +56,16 @@ def accum_find(self:Learner,
             if mode=='noise': found = search.noise(steps or 20, meter)
             else: found = search.branch(steps or 8, sizes, rule, tol, looks)
         finally: search.close()
-    res = FoundAccum(mode, search.bs, search.n, found)
+    res = FoundAccum(mode, search.micro_bs, search.n, found)
     if show_plot: res.plot()
     return res
 
 # %% ../nbs/09_accum_find.ipynb #check
-_units = dict(accum_bs='sample', steps='step', sizes='size', looks='look')
-
 def _check(learn, mode, rule, tol, show_plot, **counts):
     check_name('mode', mode, ('noise','branch'))
     check_bool('show_plot', show_plot)
     for k,v in counts.items():
-        if v is not None: check_count(k, v, _units[k])
+        if v is not None: check_count(k, v, 'sample' if k=='accum_bs' else k[:-1])   # of `steps`, a step
     if rule is not None: ScaledLR(1, rule)   # it says what is wrong
     if isinstance(tol, bool) or not isinstance(tol, Real):
         raise TypeError(f"`tol={tol!r}` is a {type(tol).__name__}: give a share, such as 0.1" + see('out-of-range'))
@@ -85,13 +84,14 @@ class Search:
     ):
         def own(t): return next((o for o in learn.cbs if isinstance(o, t)), None)
         self.learn,self.accum_bs,self.lr,self.trip = learn,accum_bs,lr,None   # `_set_off` writes an `Excursion`
-        self.acc,self.scaled = own(GradientAccumulation),own(ScaledLR)   # its own; `None` if it has none
-        self.meters = learn.cbs.filter(lambda o: isinstance(o, NoiseScale))
-        self.micro = self.acc and self.acc.micro_batch_size
-        self.bs,self.n = loader_sizes(learn.dls.train, self.micro if isinstance(self.micro, int) else None)
+        self.acc,self.scaled,self.meter = own(GradientAccumulation),own(ScaledLR),own(NoiseScale)   # or `None`
+        given = self.acc and self.acc.micro_batch_size
+        self.bs,self.n = loader_sizes(learn.dls.train, given)   # samples in a batch of the loader, and in an epoch
+        self.micro_bs = micro_size(self.bs, given)              # samples in a micro-batch
+        self.micro = self.acc.micro.another() if self.acc and self.acc.micro.retries else given   # what splits
 
-    def _set_off(self, n, without):
-        self.trip = Excursion(self.learn, self.bs, n, without)
+    def _set_off(self, n, without=None):
+        self.trip = Excursion(self.learn, self.bs, n, [*L(self.meter),*L(without)], self.accumulate)
         self.trip.begin()
 
     def close(self):
@@ -111,10 +111,10 @@ def noise(self:Search,
     meter:NoiseScale # The meter to use
 )->Measured:
     "Train with the meter on"
-    size = self.accum_bs or max(self.acc.accum_bs if self.acc else 8*self.bs, 4*self.bs)
-    size = round_up(max(size, 2*self.bs), self.bs)
-    n = steps*size//self.bs
-    self._set_off(n, self.meters)
+    size = self.accum_bs or max(self.acc.accum_bs if self.acc else 8*self.micro_bs, 4*self.micro_bs)
+    size = round_up(max(size, 2*self.micro_bs), unit(self.micro_bs, self.bs))
+    n = whole_steps(steps, size, self.bs)
+    self._set_off(n)
     train(self.trip, n, [self.accumulate(size),meter], self.lr)
     return measured(meter.readings, meter.unit)
 
@@ -133,13 +133,13 @@ def branch(self:Search,
     sizes:int, # Number of branches
     rule:str|None, # As in `ScaledLR`
     tol:float, # The progress that a size may lose, as a share of that of the smallest size
-    looks:int|None # Micro-batches to compare losses on
+    looks:int|None # Batches of the loader to compare losses on
 )->Compared:
     "Train with steps of several sizes"
-    base = round_up(self.accum_bs or (self.acc.accum_bs if self.acc else self.bs), self.bs)
-    n = steps*base*2**(sizes-1)//self.bs
+    base = round_up(self.accum_bs or (self.acc.accum_bs if self.acc else self.bs), unit(self.micro_bs, self.bs))
+    n = whole_steps(steps, base*2**(sizes-1), self.bs)
     looks = looks or max(8, n//2)
-    self._set_off((sizes+1)*(n+looks), [*self.meters,*L(self.scaled)])
+    self._set_off((sizes+1)*(n+looks), self.scaled)
     scaling = self._scaling(rule, base)
     done = [self._branch(base*2**i, n, looks, scaling) for i in range(sizes)]
     self.trip.begin()

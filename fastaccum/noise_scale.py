@@ -13,7 +13,7 @@ from fastai.callback.fp16 import MixedPrecision
 from fastai.learner import ValueMetric
 from fastcore.basics import patch
 from .accumulation import GradientAccumulation
-from .core.checks import check_count, check_name
+from .core.checks import check_count, check_name, check_single
 from .core.listeners import Guest
 from .core.notices import see
 from .noise.estimator import scale_of
@@ -25,7 +25,8 @@ class NoiseScale(Guest):
     """Measure how much the gradients of micro-batches differ, and from this, how large a batch is worthwhile
 
     TypeError: a number is not a whole number
-    ValueError: a number is below 1, `metric` is unknown, or, when a fit begins, nothing accumulates on the Learner
+    ValueError: a number is below 1, `metric` is unknown, or, when a fit begins, nothing accumulates on the Learner, or
+        there are two of these callbacks
     UserWarning: a step cannot be measured; the message says why
     """
     order,run_valid = MixedPrecision.order+.5,False   # gradients without their scale, and not clipped yet
@@ -66,6 +67,7 @@ def before_fit(self:NoiseScale):
 @patch
 def _begin(self:NoiseScale):
     learn = self.learn
+    check_single(learn, NoiseScale)
     acc = next((cb for cb in learn.cbs if isinstance(cb, GradientAccumulation) and cb.run), None)
     if acc is None:
         raise ValueError("NoiseScale compares the micro-batches of a step, and this Learner steps on every batch: add "

@@ -13,7 +13,7 @@ from numbers import Real
 from fastcore.basics import patch
 from .accumulation import GradientAccumulation
 from .core.batch import samples_in
-from .core.checks import check_bool, check_count, check_name
+from .core.checks import check_bool, check_count, check_name, check_single
 from .core.listeners import Guest, Listener, listeners
 from .core.notices import see
 from .noise.rates import Loan, gain, scaled
@@ -26,7 +26,8 @@ class ScaledLR(Guest):
     """Multiply the learning rate of each step by a factor for its size, relative to steps of `base_bs` samples
 
     TypeError: `base_bs` is not a whole number, or `remainder` is not a bool
-    ValueError: an argument is out of range or unknown, or, when a fit begins, `NoiseScale` or Adam is missing
+    ValueError: an argument is out of range or unknown, or, when a fit begins, `NoiseScale` or Adam is missing, or there
+        are two of these callbacks
     """
     order,run_valid = GradientAccumulation.order+1,False   # the macro-batch is complete, and nobody has heard of it
     run_bs_find = False   # 'adascale' waits for a `NoiseScale`, which takes no part either
@@ -67,6 +68,7 @@ def before_fit(self:ScaledLR):
 @patch
 def _begin(self:ScaledLR):
     learn = self.learn
+    check_single(learn, ScaledLR)
     cbs = learn.cbs.filter(lambda o: o.run)
     self.acc,self.meter = (next((o for o in cbs if isinstance(o, t)), None) for t in (GradientAccumulation,NoiseScale))
     if self.rule=='adascale' and self.meter is None:

@@ -13,6 +13,7 @@ from functools import partial
 from matplotlib.axes import Axes
 from matplotlib import pyplot as plt
 from fastai.callback.core import Callback
+from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
 from fastai.learner import Learner
 from fastcore.basics import patch
 from fastcore.foundation import L
@@ -24,11 +25,12 @@ from .check.causes import find
 from .check.rows import Row
 from .check.runs import Runs
 from .check.travel import weights_row
-from .core.checks import check_count
+from .core.checks import check_count, check_learner
 from .core.notices import see
 from .memory.parts import split
 from .memory.recovery import AutoSize
 from .processes.world import check_search
+from .ways.look import check_cached
 
 # %% ../nbs/02_twin_check.ipynb #twin-check
 @patch
@@ -40,7 +42,8 @@ def twin_check(self:Learner,
     """Run a batch whole and in unequal micro-batches, compare the gradients, and find out where they differ and why
 
     TypeError: `accum_bs` or `steps` is not a whole number, or one of `cbs` is not a callback
-    ValueError: `accum_bs` is below 2, `steps` is negative, or the training loader has no such batch
+    ValueError: `accum_bs` is below 2, `steps` is negative, the training loader has no such batch, or a fit with these
+        callbacks is refused, or accumulates with fastai's callback
     RuntimeError: there are several processes, or a callback ends the fit or skips steps
     torch.OutOfMemoryError: not even two samples fit
     """
@@ -48,6 +51,7 @@ def twin_check(self:Learner,
     start = time.perf_counter()
     with self.added_cbs(cbs):
         own,ways = next((o for o in self.cbs if isinstance(o, GradientAccumulation)), None),_ways(self)
+        _check_cbs(self, own, ways)
         bs = getattr(self.dls.train, 'bs', None) or getattr(self.dls.train, 'batch_size', None)
         small = 5 if bs and bs<5<=_samples(self.dls.train) else None
         splits = _splits(own, bs, accum_bs)
@@ -79,6 +83,15 @@ def _check(learn, accum_bs, steps, cbs):
     check_search(learn, 'twin_check', "what a process found the others would not know. Check in one process: several "
         "exchange gradients and do not change them", 'check')
     return accum_bs and int(accum_bs),steps
+
+def _check_cbs(learn, own, ways):
+    "Others take the place of these callbacks, so what they would refuse is asked of them here"
+    if own is not None: check_learner(learn, GradientAccumulation)
+    elif any(isinstance(o, FastaiGradientAccumulation) for o in learn.cbs):
+        raise ValueError("fastai's own `GradientAccumulation` is on this Learner, and only fastaccum's can be checked: "
+            "import that one after fastai's star imports, or take this one off with `learn.remove_cb`"
+            + see('two-callbacks'))
+    if 'cache' in ways: check_cached(learn, GradientCache, ways['cache'].retries)
 
 def _samples(dl): return getattr(dl, 'n', None) or 0
 

@@ -153,6 +153,43 @@ def test_each_branch_is_a_separate_fit(opt, rule, fitted):
         learn.fit(1, .05, cbs=cbs)
         assert deviation(weights(learn), end)==0, size
 
+# The Learner's accumulation splits the batches of the loader
+
+def split(micro, accum_bs=16, cap=None, **kwargs):
+    "A Learner whose loader yields 16 samples; with more than `cap` at once memory runs out"
+    learn = small(bs=16, cbs=[GradientAccumulation(accum_bs, micro_batch_size=micro)], n=100, **kwargs)
+    learn.model[1].p = 0.
+    if cap: learn.model.register_forward_pre_hook(lambda m,x: full() if len(x[0])>cap else None)
+    return learn
+
+def full(): raise torch.OutOfMemoryError('planted')
+
+def test_sizes_are_whole_micro_batches():
+    learn = quadratic(16, 64)
+    learn.add_cb(GradientAccumulation(64, micro_batch_size=4))
+    found = find(learn, lr=0.)
+    assert found.size==64 and len(found.readings)==20 and 16/1.5<int(found)<16*1.5 and int(found)%4==0
+    found = find(learn, 'branch', accum_bs=4, sizes=3, steps=4)
+    assert [(o.size,o.steps) for o in found.branches]==[(4,16),(8,8),(16,4)]
+
+@pytest.mark.parametrize('micro', [4,5,'auto'])
+@pytest.mark.filterwarnings('ignore:memory ran out')
+def test_branches_of_batches_that_are_split(micro):
+    "They are those of whole batches, although memory runs out with more than 5 samples, also when losses are looked at"
+    a,b = (find(split(m, cap=cap), 'branch', sizes=2, steps=2, lr=.05) for m,cap in ((None,None),(micro,5)))
+    assert [(o.size,o.steps) for o in b.branches]==[(16,4),(32,2)] and abs(a.start-b.start)<1e-6
+    assert all(np.abs(x.losses-y.losses).max()<1e-6 for x,y in zip(a.branches, b.branches))
+
+@pytest.mark.parametrize('mode', ['noise','branch'])
+@pytest.mark.parametrize('micro,accum_bs', [(4,4),(3,6),(5,20),('auto',32)])
+@pytest.mark.filterwarnings('ignore:memory ran out')
+def test_split_and_everything_is_as_it_was(mode, micro, accum_bs):
+    learn = split(micro, accum_bs, 5)
+    before,own = everything(learn),learn.gradient_accumulation.micro
+    find(learn, mode, steps=2, **(dict(sizes=3) if mode=='branch' else {}))
+    assert_untouched(before, learn)
+    assert own.size is None and own.fit is None
+
 def test_looks_are_the_same_for_all():
     "Losses after a branch are those of the samples that come next, with no step between"
     learn = small()

@@ -138,6 +138,17 @@ def test_link():
     from readme import docs_url
     assert see('no-step')==f'\nMore: {docs_url()}/troubleshooting.html#no-step'
 
+twin = re.compile(r'(?:Loss|BatchNorm|Loader|State)Warning: .*\n(.*)')
+
+pages = sorted((root/'nbs').rglob('*.ipynb'))
+
+@pytest.mark.parametrize('fn', pages, ids=lambda o: o.relative_to(root/'nbs').as_posix())
+def test_warnings_that_a_page_shows_are_those_of_now(fn):
+    "What was saved before the messages ended with their link has another one"
+    cs = json.loads(fn.read_text(encoding='utf-8'))['cells']
+    shown = [''.join(o.get('text', ())) for c in cs for o in c.get('outputs', ())]
+    assert not [after for o in shown for after in twin.findall(o) if not after.startswith('More: ')]
+
 # What it says to type
 
 import fastai.vision.all, fastai.text.all, fastai.callback.wandb

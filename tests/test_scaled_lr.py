@@ -239,6 +239,16 @@ def test_errors_come_before_a_weight_moves(args, match):
     with pytest.raises(ValueError, match=match): learn.fit(1, cbs=[GradientAccumulation(16), ScaledLR(*args)])
     assert torch.equal(before, weights(learn))
 
+@pytest.mark.parametrize('make', [lambda: ScaledLR(8),NoiseScale], ids=['scaled','noise'])
+def test_two_of_them_are_refused(make):
+    "The rate would be scaled twice, and the Recorder would have two entries per step"
+    learn = toy(4, cbs=[GradientAccumulation(16), make()])
+    before,metrics = weights(learn),list(learn.metrics)
+    with pytest.raises(ValueError, match='keep one'): learn.fit(1, cbs=make())
+    assert torch.equal(before, weights(learn)) and list(learn.metrics)==metrics
+    learn.fit(1)
+    assert learn.opt.hypers[0]['lr']==learn.lr
+
 # What fastai does
 
 def test_fit_sets_the_rate_before_callbacks_hear_of_it():

@@ -11,7 +11,8 @@ from fastai.callback.core import Callback, CancelFitException
 from fastai.callback.mixup import CutMix, MixUp
 from fastai.callback.progress import CSVLogger
 from fastai.callback.tracker import SaveModelCallback, TerminateOnNaNCallback
-from fastai.callback.training import GradientClip, ShortEpochCallback
+from fastai.callback.training import (GradientAccumulation as FastaiGradientAccumulation, GradientClip,
+    ShortEpochCallback)
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
@@ -281,6 +282,20 @@ def test_products_are_not_rounded():
         assert set(seen)=={(False,False)} and (cudnn.allow_tf32,matmul.allow_tf32)==(True,True)
     finally: cudnn.allow_tf32,matmul.allow_tf32 = before
 
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, 'fp32_precision'), reason='PyTorch before 2.9')
+def test_products_that_are_rounded_by_the_newer_setting():
+    "After `fp32_precision` was set, `allow_tf32` cannot even be read"
+    seen,matmul,conv = [],torch.backends.cuda.matmul,torch.backends.cudnn.conv
+    class See(Callback):
+        def before_batch(self): See.seen.append((matmul.fp32_precision,conv.fp32_precision))
+    See.seen = seen
+    before,matmul.fp32_precision = (matmul.fp32_precision,conv.fp32_precision),'tf32'
+    try:
+        conv.fp32_precision = 'tf32'
+        assert toy(12, cbs=See()).twin_check().ok
+        assert set(seen)=={('ieee','ieee')} and (matmul.fp32_precision,conv.fp32_precision)==('tf32','tf32')
+    finally: matmul.fp32_precision,conv.fp32_precision = before
+
 # The Learner's own callback, and that of the fit
 
 def counted(learn): return (learn.y!=-100).sum()
@@ -361,6 +376,10 @@ def test_the_order_of_a_loader_of_few_batches():
     class Turned(DataLoader):
         def get_idxs(self): return [*super().get_idxs()][::(-1 if self.bs>5 else 1)]
     assert order_apart(Turned(data[:15], bs=5), 4, lambda: None)==0.5
+    remedy = next(o.remedy for o in res.rows if o.what=='loader')
+    assert '`bs=20`' in remedy and '`GradientAccumulation(20, micro_batch_size=5)`' in remedy
+    learn = loaded(dl.new(bs=20), model=lambda: Mean(5, 3).double(), splitter=one_group)
+    assert learn.twin_check(cbs=GradientAccumulation(20, micro_batch_size=5)).ok
 
 def test_larger_batches():
     "As many samples as the twin would have; micro-batches are no larger than the loader's"
@@ -455,6 +474,20 @@ def test_what_accumulation_cannot_serve_is_refused():
     learn = Own(a.dls, a.model, a.loss_func, opt_func=SGD, cbs=Float32Loss())
     before = everything(learn)
     with pytest.raises(RuntimeError, match='no step was made'): learn.twin_check()
+    same(before, everything(learn))
+
+@pytest.mark.parametrize('cbs,match', [
+    (lambda: FastaiGradientAccumulation(24), "fastai's own"),
+    (lambda: [GradientAccumulation(24),GradientAccumulation(36)], '2 callbacks accumulate'),
+    (lambda: [GradientAccumulation(24),FastaiGradientAccumulation(24)], '2 callbacks accumulate'),
+    (lambda: [GradientCache(4),GradientCache(6)], 'two GradientCaches'),
+    (lambda: [GradientCache(4),GradientAccumulation(24, micro_batch_size=6)], 'the loss is to see whole')])
+@pytest.mark.parametrize('where', ['learner','check'])
+def test_what_a_fit_refuses_is_refused(cbs, match, where):
+    "Although the check takes others in the place of these callbacks. fastai's own makes other steps, without a word"
+    learn = toy(12, cbs=cbs() if where=='learner' else None)
+    before = everything(learn)
+    with pytest.raises(ValueError, match=match): learn.twin_check(cbs=cbs() if where=='check' else None)
     same(before, everything(learn))
 
 @pytest.mark.parametrize('kwargs', [dict(accum_bs=1),dict(accum_bs=0),dict(accum_bs=2.5),dict(accum_bs=True),

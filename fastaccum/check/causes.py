@@ -105,8 +105,9 @@ def _loader_row(runs, k):
     except Exception as e: return Row('loader', None, 0., f'{type(e).__name__}: {e}')
     finally: runs.snap.put_back()
     if row.ok: return row
-    return row._replace(where=by_batch_size(runs.dl) or type(runs.dl).__name__,
-        remedy='none, or a loader with an order of its own: other samples meet in a step')
+    bs,n = runs.dl.bs,k*runs.dl.bs
+    return row._replace(where=by_batch_size(runs.dl) or type(runs.dl).__name__, remedy=f'a loader with `bs={n}`, and '
+        f'`GradientAccumulation({n}, micro_batch_size={bs})`; or none: other samples meet in a step')
 
 def _grad_row(first, still, plain, limit):
     row = Row('gradients', first.grad, plain.tol)

@@ -15,7 +15,7 @@ from fastai.torch_core import default_device
 from fastcore.basics import patch
 from fastcore.foundation import L
 from .given import Given, cut, part_sizes, read
-from .still import Hold, set_tf32, tf32
+from .still import Hold, no_tf32, set_tf32, tf32
 from .taken import Taken, TakeSteps
 from ..core.batch import n_samples
 from ..core.notices import TwinWarning, see
@@ -115,7 +115,7 @@ def fit(self:Runs,
         learn.cbs = L(o for o in self.part if id(o) not in out)
         learn.dls.train = Given(self.dl, batches, sizes, rounds)
         for p in learn.model.parameters(): p.grad = None   # else fastai's fit begins with what was left
-        set_tf32(False, False)
+        no_tf32()
         with catch_warnings():
             simplefilter('ignore', TwinWarning)
             learn.fit(1, lr, cbs=cbs)

@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/core/checks.html.md"""
 
 # %% auto #0
 __all__ = ['check_count', 'check_bool', 'check_name', 'loader_sizes', 'micro_size', 'check_drop_last', 'drops_last',
-           'check_learner', 'check_plan']
+           'check_learner', 'check_single', 'check_plan']
 
 # %% ../../nbs/core/07_checks.ipynb #imports
 from contextlib import suppress
@@ -140,6 +140,20 @@ def check_learner(
         raise ValueError(f"{hooked[0]!r} has a hook that runs when its gradient is added "
             "(`_post_accumulate_grad_hooks`; optimizers that step inside the backward pass set it): it would step on "
             "every micro-batch. Remove the hook" + see('steps-in-the-backward-pass'))
+
+# %% ../../nbs/core/07_checks.ipynb #single
+def check_single(
+    learn:Learner, # The Learner that is about to train
+    cls:type # A class of callbacks
+):
+    """Refuse a Learner with several callbacks of a kind of which there may be one
+
+    ValueError: there are two or more that run
+    """
+    n = sum(isinstance(o, cls) and o.run for o in learn.cbs)
+    if n>1:
+        raise ValueError(f"{n} {cls.__name__} callbacks are on this Learner, and each would do the same again: "
+            "keep one, take the others off with `learn.remove_cb` (they are in `learn.cbs`)" + see('two-callbacks'))
 
 # %% ../../nbs/core/07_checks.ipynb #check-plan
 def check_plan(

@@ -85,6 +85,12 @@ class AutoSize(FixedSize):
         self.size = None         # samples that fit, of batches that train; kept while the callback lives
         self.valid_size = None   # likewise, of other batches
 
+    def another(self)->'AutoSize':
+        "One for another callback, that begins with what fits as far as is known"
+        res = AutoSize(self.split)
+        res.size,res.valid_size = self.size,self.valid_size
+        return res
+
     def pieces(self,
         acc:'GradientAccumulation' # The callback that begins to accumulate
     )->Halving:

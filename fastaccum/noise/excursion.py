@@ -11,7 +11,7 @@ __all__ = ['End', 'Look', 'Excursion', 'train', 'look']
 import torch
 from collections.abc import Callable
 from warnings import catch_warnings, simplefilter
-from fastai.callback.core import Callback, CancelBatchException, CancelFitException
+from fastai.callback.core import Callback, CancelBatchException, CancelFitException, CancelStepException
 from fastai.learner import Learner
 from fastai.torch_core import default_device
 from fastcore.basics import noop
@@ -24,34 +24,47 @@ from .stretch import Stream, Stretch
 
 # %% ../../nbs/noise/11_excursion.ipynb #cbs
 class End(Callback):
-    "End the fit once it has trained, and count micro-batches"
+    "End the fit once it has trained, and count the loader's batches"
     order,run_valid = 1000,False   # after all others
     def __init__(self,
-        tick:Callable=noop # Called for each micro-batch
+        tick:Callable=noop # Called for each batch
     ): self.n,self.tick = 0,tick
     def __setattr__(self, nm, value): object.__setattr__(self, nm, value)   # fastai's warns of what the model has, too
     def before_batch(self):
+        if self.learn.iter<self.n: return   # the rest of a batch that was cut where a step ends
         self.n += 1
         self.tick()
     def after_train(self): raise CancelFitException
 
 class Look(End):
-    "Note the loss of each micro-batch without training on it"
+    "Note the loss of each batch without training on it"
+    def __init__(self,
+        tick:Callable=noop, # As in `End`
+        acc:Callback|None=None # What splits the batches, with steps of one batch each, if they have to be split
+    ):
+        super().__init__(tick)
+        self.acc = acc
+    def _note(self): self.losses.append(self.learn.loss.detach().float().mean())
     def before_fit(self): self.losses = []
     def after_loss(self):
-        self.losses.append(self.learn.loss.detach().float().mean())
+        if self.acc is not None: return   # it knows the loss of the batch after the last of its parts
+        self._note()
         raise CancelBatchException
+    def before_step(self): raise CancelStepException
+    def after_batch(self):
+        if self.acc is not None and self.acc.stepped: self._note()
 
 # %% ../../nbs/noise/11_excursion.ipynb #excursion
 class Excursion:
     "Train a Learner from its current state, and put everything back"
     def __init__(self,
         learn:Learner, # About to train
-        bs:int, # Samples in a micro-batch
-        n:int, # The total number of micro-batches, for the progress bar
-        without:list=() # Callbacks of the Learner to leave out
+        bs:int, # Samples in a batch of the loader
+        n:int, # The total number of batches, for the progress bar
+        without:list=(), # Callbacks of the Learner to leave out
+        splitter:Callable|None=None # `splitter(bs)` returns what splits batches, if need be, with steps of `bs` samples
     ):
-        self.learn,self.bs,self.dl = learn,bs,learn.dls.train
+        self.learn,self.bs,self.dl,self.splitter = learn,bs,learn.dls.train,splitter
         device = learn.dls.device if hasattr(learn.dls, 'device') else default_device()   # as fastai
         device = next(learn.model.parameters()).device if device is None else torch.device(device)
         self.snap,part = note(learn, device)   # puts all back; the callbacks that take part
@@ -60,11 +73,11 @@ class Excursion:
         self.part = L(o for o in part if not any(o is x for x in without))
         self.stream = None   # where the samples come from; written by `begin`, `None` at home
         bar = hasattr(learn, 'progress') and learn.create_mbar
-        self.bar,self.done = progress_bar(range(n), leave=False) if bar else None,0   # and micro-batches run
+        self.bar,self.done = progress_bar(range(n), leave=False) if bar else None,0   # and batches run
         if self.bar: self.bar.update(0)
 
     def tick(self):
-        "Count one more micro-batch"
+        "Count one more batch"
         self.done += 1
         if self.bar: self.bar.update(self.done)
 
@@ -88,9 +101,9 @@ class Excursion:
             if self.bar: self.bar.on_iter_end()
 
     def skip(self,
-        n:int # Micro-batches
+        n:int # Batches of the loader
     ):
-        "Skip the next micro-batches"
+        "Skip the next batches"
         for _ in Stretch(self.stream, n): self.tick()
 
 # %% ../../nbs/noise/11_excursion.ipynb #train
@@ -101,25 +114,27 @@ def _fit(trip, n, cbs, end, **kwargs):
         simplefilter('ignore', TwinWarning)   # it is no fit that somebody keeps
         learn.fit(1, cbs=[*cbs, end], **kwargs)
     if end.n==n: return
-    raise RuntimeError(f"{end.n} of {n} micro-batches were run: a callback ends the fit (remove it, or give its class "
+    raise RuntimeError(f"{end.n} of {n} batches were run: a callback ends the fit (remove it, or give its class "
         f"`run_bs_find = False`), or the training loader has no full batch of {trip.bs} samples"
         + see('no-step-in-a-trial'))
 
 def train(
     trip:Excursion, # After its `begin`
-    n:int, # Micro-batches
+    n:int, # Batches of the loader
     cbs:list, # Callbacks, besides the Learner's own that take part
     lr:float|slice|None=None, # As in `Learner.fit`
     wd:float|None=None # As in `Learner.fit`
 ):
-    "Train on the next micro-batches"
+    "Train on the next batches"
     _fit(trip, n, cbs, End(trip.tick), lr=lr, wd=wd)
 
 def look(
     trip:Excursion, # After its `begin`
-    n:int # Micro-batches
-)->torch.Tensor: # A loss for each micro-batch
-    "The losses of the next micro-batches, without training on them"
-    end = Look(trip.tick)
-    _fit(trip, n, [], end, lr=0., wd=0.)
+    n:int # Batches of the loader
+)->torch.Tensor: # A loss for each
+    "The losses of the next batches, without training on them"
+    acc = trip.splitter and trip.splitter(trip.bs)
+    if acc is not None and not (acc.micro.retries or (acc.micro.limit or trip.bs)<trip.bs): acc = None
+    end = Look(trip.tick, acc)
+    _fit(trip, n, [] if acc is None else [acc], end, lr=0., wd=0.)
     return torch.stack(end.losses).double().cpu()

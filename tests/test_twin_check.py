@@ -370,16 +370,16 @@ def test_sorted_loader():
     res = learn.twin_check()
     assert bad(res)==['loader'] and 0.1<res.off['loader']<=1 and 'SortedDL' in repr(res)
     assert learn.twin_check(cbs=GradientCache(2)).off['loader']==0   # a step is one of its batches
+    remedy = next(o.remedy for o in res.rows if o.what=='loader')
+    assert '`bs=20`' in remedy and '`GradientAccumulation(20, micro_batch_size=5)`' in remedy
+    learn = loaded(dl.new(bs=20), model=lambda: Mean(5, 3).double(), splitter=one_group)
+    assert learn.twin_check(cbs=GradientAccumulation(20, micro_batch_size=5)).ok
 
 def test_the_order_of_a_loader_of_few_batches():
     "Steps of two batches, even if the epoch has no two of them"
     class Turned(DataLoader):
         def get_idxs(self): return [*super().get_idxs()][::(-1 if self.bs>5 else 1)]
     assert order_apart(Turned(data[:15], bs=5), 4, lambda: None)==0.5
-    remedy = next(o.remedy for o in res.rows if o.what=='loader')
-    assert '`bs=20`' in remedy and '`GradientAccumulation(20, micro_batch_size=5)`' in remedy
-    learn = loaded(dl.new(bs=20), model=lambda: Mean(5, 3).double(), splitter=one_group)
-    assert learn.twin_check(cbs=GradientAccumulation(20, micro_batch_size=5)).ok
 
 def test_larger_batches():
     "As many samples as the twin would have; micro-batches are no larger than the loader's"

@@ -66,7 +66,8 @@ def main():
     import fastaccum
     res,med = measure(args.processes),statistics.median
     lines = [f'fastaccum {fastaccum.__version__}, {versions()}; '
-        f'{(width+1)*(width*layers+10)/1e6:.1f} million parameters, micro-batches of {bs}, {n_batches} a fit, {rounds} rounds in turns; ms of a step, medians', '',
+        f'{(width+1)*(width*layers+10)/1e6:.1f} million parameters, micro-batches of {bs}, {n_batches} a fit, '
+        f'{rounds} rounds in turns; ms of a step, medians', '',
         f"| micro-batches a step | {' | '.join(arms)} | the exchange of it | ratio, quartiles of the rounds |",
         '|---|---|---|---|---|']
     for k,o in res.items():

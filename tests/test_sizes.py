@@ -255,7 +255,8 @@ def test_targets_of_eight_bits(weighted, host, monkeypatch):
     gen = torch.Generator().manual_seed(0)
     y = torch.randint(0, 200, (64,), generator=gen, dtype=torch.uint8)
     y[:9] = 156
-    pred,weight = torch.randn(64, 200, generator=gen, dtype=torch.float64),torch.rand(200, generator=gen, dtype=torch.float64)
+    pred = torch.randn(64, 200, generator=gen, dtype=torch.float64)
+    weight = torch.rand(200, generator=gen, dtype=torch.float64)
     kwargs = dict(weight=weight) if weighted else {}
     n = find_size(nn.CrossEntropyLoss(**kwargs))(SimpleNamespace(yb=(y,)))
     assert abs(F.cross_entropy(pred, y, **kwargs, reduction='sum')/F.cross_entropy(pred, y, **kwargs)-n)<1e-12

@@ -183,6 +183,7 @@ def shown(page, ids=()):
         saved = [''.join(o['data']['text/markdown']) for o in c['outputs'] if 'text/markdown' in o.get('data', {})]
         if saved: yield c['id'],saved[0],getattr(res, 'data', None)
 
+@pytest.mark.nbdev   # and IPython
 @pytest.mark.parametrize('page,ids', [('explanations/peers',()), ('core/11_dispatch',('tried',)),
     ('explanations/network',()), ('explanations/which_way',()), ('processes/11_afterwards',('imports-hide','cost'))])
 def test_pages_show_what_the_results_say(page, ids, monkeypatch):

@@ -614,6 +614,16 @@ def test_saved_in_the_middle_of_a_fit(tmp_path):
     assert (loaded.activation_checkpoint.segments.again>0)==tells
     assert not any('forward' in vars(m) for m in loaded.model.modules())
 
+def test_a_copy_keeps_a_forward_of_its_own():
+    "Which a module has, not its class"
+    copies = []
+    class Copy(Callback):
+        def after_train(self): copies.append(pickle.loads(pickle.dumps(self.learn.model)))
+    learn = learner()
+    learn.model[1].forward = torch.zeros_like
+    learn.fit(1, cbs=[ActivationCheckpoint(Block),Copy()])
+    assert copies[0][1].forward is torch.zeros_like
+
 def test_saved_by_others():
     check(cbs=lambda: [SaveModelCallback()], fit=lambda learn,cbs: learn.fit(3, cbs=cbs))
 
@@ -705,6 +715,7 @@ def test_a_segment_that_does_not_run():
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         learner(Idle).fit(1, cbs=ActivationCheckpoint())   # found, not given: the head of a timm model, for one
+        learner(Idle).fit(0, cbs=ActivationCheckpoint(Block))   # nothing has run
 
 def test_giving_segments():
     "A class, several, modules, names, slices, a function: the outermost that fit"

@@ -27,7 +27,7 @@ from fastaccum.core.notices import BatchNormWarning
 from fastaccum.testing import CrossEntropy, assert_twins, deviation, one_cycle, toy
 from fastaccum.ways.cached import cuts
 from fastaccum.ways.outputs import leaves
-from fastaccum.ways.start import Autocast, Start
+from fastaccum.ways.start import Autocast, SharedBuffers, Start
 from common import CpuMixedPrecision, InBackward, Raise, Seen, grads, short_of, weights
 from test_loud import Save
 from test_precision import Scaled
@@ -242,6 +242,15 @@ def test_what_is_made_anew_and_changed_in_place_cannot_be_put_back():
         start.note(0)
         model(torch.ones(1))
     with pytest.raises(RuntimeError, match='cannot be run again from where it was'): start.put_back(0)
+
+def test_what_was_put_back_is_not_copied_again():
+    m = nn.Module()
+    m.register_buffer('mask', torch.ones(8))
+    bufs = SharedBuffers(m)
+    first = bufs.note()
+    m.mask.add_(1)
+    bufs.put_back(first)
+    assert (m.mask==1).all() and bufs.note()[0][2] is first[0][2]
 
 def test_autocast_is_entered_again_as_it_was():
     with torch.autocast('cpu', torch.float16, cache_enabled=False): again = Autocast(None)
@@ -942,6 +951,15 @@ def test_auto_in_validation():
     with pytest.warns(UserWarning, match='memory ran out'): learn.fit(1, 0.1)
     assert cache.sizes=={True:None, False:4}
     assert_twins(fit([], bs=4, loss_func=nt_xent, fit=lambda l,cbs: l.fit(1, 0.1)), learn, tol=1e-12)
+
+def test_auto_does_not_try_again_what_metrics_have_counted():
+    class Late(Callback):
+        order,run_train,raised = 60,False,False
+        def after_batch(self):
+            was,self.raised = self.raised,True
+            if not was: raise torch.OutOfMemoryError('planted')
+    with pytest.raises(torch.OutOfMemoryError, match='planted'):
+        toy(16, loss_func=nt_xent, metrics=accuracy).fit(1, 0.1, cbs=[GradientCache('auto'),Late()])
 
 def test_auto_gives_up():
     learn = toy(16, model=lambda: net(short(cap=0)), loss_func=nt_xent)

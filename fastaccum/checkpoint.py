@@ -121,7 +121,7 @@ def _leave(self:ActivationCheckpoint):
 def before_fit(self:ActivationCheckpoint):
     if self.learn.lock.locked(): return   # it is validation or prediction
     to_the_end(self._leave)
-    if len(self.learn.dls.train): self._enter()
+    self._enter()
 
 @patch
 def before_train(self:ActivationCheckpoint):

@@ -574,12 +574,13 @@ def case_random_runs():
 
 def case_short_epochs():
     "All processes end their epochs early, in the middle of a macro-batch"
-    for pct in (0.2,0.6):
+    for pct,drop in ((0.2,False),(0.6,False),(0.6,True)):
         ns = even(35)
         ds,order,n = toy_data(sum(ns)),orders(ns),math.ceil(9*pct)+1   # micro-batches until it is done
-        a = learner(Batches(ds, [macro_batches([p[:4*n] for p in o], [16]*world, False) for o in order], 16*world), ds)
+        a = learner(Batches(ds, [macro_batches([p[:4*n] for p in o], [16]*world, drop) for o in order], 16*world), ds)
         a.fit(2, 0.1)
-        b = together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, GradientAccumulation(16*world),
+        acc = GradientAccumulation(16*world, drop_last=drop)
+        b = together(Batches(ds, [cut(o[rank], 4) for o in order], 4), ds, acc,
                      lambda l,cbs: l.fit(2, 0.1, cbs=[*cbs,ShortEpochCallback(pct)]))
         assert deviation(weights(a), weights(b))<1e-12, deviation(weights(a), weights(b))
         assert len(b.recorder.losses)==len(a.recorder.losses)

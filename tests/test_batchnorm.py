@@ -86,6 +86,10 @@ def test_ready_made_batches():
     assert is_mean_of(learn, 8, 8, x)
     with pytest.raises(ValueError, match='`bs=16`, but the batches of the training list come ready-made'):
         learn.recalibrate_bn(16)
+    class Own(list): bs = 8
+    learn.dls.train = Own(learn.dls.train)
+    learn.recalibrate_bn(8)   # as they come
+    assert is_mean_of(learn, 8, 8, x)
     learn.dls.train = []
     before = stats(learn)
     with pytest.raises(ValueError, match='no batch'): learn.recalibrate_bn()
@@ -265,6 +269,9 @@ def test_frozen_layers_are_left_alone():
     learn.add_cb(FreezeBN(lambda m: m[2:]))
     with pytest.raises(ValueError, match='all BatchNorm layers are frozen'): learn.recalibrate_bn(16)
     with pytest.warns(UserWarning, match='all BatchNorm layers are frozen'): learn.fit(1, 0.1, cbs=RecalibrateBN())
+    learn.freeze_bn.run = False   # then it freezes nothing
+    learn.recalibrate_bn(8)
+    assert last.num_batches_tracked==8
 
 def vision(bs, cbs=(), seed=0, **kwargs):
     "A `vision_learner` in double precision, without dropout, whose statistics are as in a pretrained model: right"

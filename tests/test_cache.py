@@ -3,7 +3,7 @@
 The twin is the same run without the callback. With dropout, which draws its random numbers per micro-batch, it is a
 run whose model applies itself to the same micro-batches, in one graph.
 """
-import pickle, pytest, random, sys, weakref
+import pickle, pytest, random, sys, warnings, weakref
 import torch
 from collections import OrderedDict
 from copy import deepcopy
@@ -27,6 +27,7 @@ from fastaccum.core.notices import BatchNormWarning
 from fastaccum.testing import CrossEntropy, assert_twins, deviation, one_cycle, toy
 from fastaccum.ways.cached import cuts
 from fastaccum.ways.outputs import leaves
+from fastaccum.ways.start import Autocast, SharedBuffers, Start
 from common import CpuMixedPrecision, InBackward, Raise, Seen, grads, short_of, weights
 from test_loud import Save
 from test_precision import Scaled
@@ -96,6 +97,31 @@ def test_the_model_sees_micro_batches():
     learn.fit(2, 0.1, cbs=[GradientCache(5),preds])
     assert preds.values==[16]*4
     assert seen[-4*7:]==[4]*4*7 and len(seen)-4*7<=4 and max(seen)==4
+
+def test_a_callback_that_trains_before_the_first_batch():
+    class Early(Callback):
+        order,run_valid = 10,False
+        def before_train(self):
+            self.learn.n_iter = len(self.dls.train)
+            self.learn.one_batch(0, self.dls.train.one_batch())
+    a = fit([Early()], loss_func=nt_xent)
+    seen.clear()
+    b = fit([Early(),GradientCache(5)], model=lambda: net(Sizes()), loss_func=nt_xent)
+    assert max(seen)<=5
+    assert_twins(a, b, tol=1e-12)
+
+def test_a_model_that_is_replaced_in_mid_fit():
+    "What the new one keeps is put back, and which of its outputs have rows is looked at"
+    class Replace(Callback):
+        order,run_valid = 1,False
+        def before_batch(self):
+            if (self.epoch,self.iter)!=(1,2): return
+            m = self.model
+            if isinstance(m, InChunks): self.learn.model = InChunks(nn.Sequential(m.m, Own()), 5)
+            else: self.learn.model = nn.Sequential(m, Own())
+    a,b = in_chunks(5, lambda: net(Own()), lambda: [Replace()])
+    assert_twins(a, b, tol=1e-12)
+    assert a.model[1].calls==b.model[1].calls>5
 
 # What is random, and what modules keep
 
@@ -204,6 +230,34 @@ def test_hidden_states_have_rows():
     learn.fit(1, 0.1, cbs=[GradientCache(5)])
     assert learn.model.h.shape[1]==32 or learn.model.h.shape[1]==16
 
+def test_what_is_made_anew_and_changed_in_place_cannot_be_put_back():
+    class Anew(nn.Module):
+        h = None
+        def forward(self, x):
+            if self.h is not None: self.h.add_(1)
+            self.h = torch.zeros(())
+            return x
+    start = Start(model := Anew())
+    for _ in range(2):
+        start.note(0)
+        model(torch.ones(1))
+    with pytest.raises(RuntimeError, match='cannot be run again from where it was'): start.put_back(0)
+
+def test_what_was_put_back_is_not_copied_again():
+    m = nn.Module()
+    m.register_buffer('mask', torch.ones(8))
+    bufs = SharedBuffers(m)
+    first = bufs.note()
+    m.mask.add_(1)
+    bufs.put_back(first)
+    assert (m.mask==1).all() and bufs.note()[0][2] is first[0][2]
+
+def test_autocast_is_entered_again_as_it_was():
+    with torch.autocast('cpu', torch.float16, cache_enabled=False): again = Autocast(None)
+    with again():
+        assert torch.is_autocast_enabled('cpu') and torch.get_autocast_dtype('cpu')==torch.float16
+        assert not torch.is_autocast_cache_enabled()
+
 # Everything else sees an ordinary big batch
 
 class Images(nn.Module):
@@ -305,6 +359,20 @@ def test_half_precision_parameters():
     learn.fit(1, 0., cbs=[GradientCache(1),Ones(),noted])
     for g in noted.values[0]: assert g.dtype==torch.bfloat16 and (g==512).all()
 
+def test_half_precision_gradients_that_were_there():
+    "256+1 is 256 in bfloat16, and so is 257+1 if the first 1 was lost"
+    class Sum(nn.Module):
+        def forward(self, z, y): return z.float().sum()
+    class Gather(Callback):
+        order = -40
+        def before_batch(self): self.learn.xb = (torch.ones(len(self.y), 5, dtype=torch.bfloat16),)
+        def before_step(self):
+            if self.iter==0: raise CancelBatchException
+    learn = toy(256, n=258, model=lambda: nn.Linear(5, 3).bfloat16(), loss_func=Sum(), splitter=trainable_params)
+    noted = Seen('before_step', grads)
+    learn.fit(1, 0., cbs=[GradientCache(1),Gather(),noted])
+    for g in noted.values[-1]: assert (g==258).all()
+
 def test_several_epochs_and_fits():
     def fits(l, cbs):
         for cb in cbs: l.add_cb(cb)
@@ -335,7 +403,7 @@ def test_validation_is_in_micro_batches_too():
     learn = toy(16, model=lambda: net(Big()), loss_func=nt_xent, cbs=GradientCache(5))
     a = toy(16, loss_func=nt_xent)
     assert deviation(learn.validate(), a.validate())<1e-6
-    assert learn.get_preds()[0].shape==(70,3)
+    assert learn.get_preds()[0].shape==(70,3) and clean(learn)
 
 # Memory
 
@@ -364,14 +432,14 @@ def test_a_batch_is_let_go_once_its_gradients_are_there():
     "The predictions live until the next are there, but what the model was given need not"
     refs = []
     class Refs(Callback):
-        order,run_valid = 1,False
+        order = 1
         def before_batch(self):
             assert not refs or refs[-1]() is None
             x = self.x.clone()
             refs.append(weakref.ref(x))
             self.learn.xb = (x,)
     fit([GradientCache(5),Refs()], loss_func=nt_xent)
-    assert len(refs)==10
+    assert len(refs)==10+2*3
 
 # What the model is given, and what it returns
 
@@ -482,6 +550,19 @@ def test_predictions_may_be_written_into():
         z[:,0] *= 2
         return nt_xent(z.sigmoid_(), y)
     assert_twins(*pair(5, loss_func=inplace), tol=1e-12)
+
+def test_outputs_without_rows_may_be_written_into():
+    "What the second pass is compared with, and what the model keeps, are others"
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net,self.scale = net(),nn.Parameter(torch.tensor(2.))
+        def forward(self, x): return self.net(x),self.scale*3
+    def inplace(o, y): return nt_xent(o[0]*o[1].clamp_(max=1.5), y)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', TwinWarning)
+        a,b = given(Scale, lambda x,y: (x,y), loss_func=inplace)
+    assert_twins(a, b, tol=1e-12)
 
 def test_some_outputs_are_not_used():
     class Two(nn.Module):
@@ -667,6 +748,15 @@ def test_switched_off():
     seen.clear()
     learn.fit(1, 0.1)
     assert set(seen)=={16,6} and clean(learn)
+
+def test_taken_out_of_the_list():
+    class Out(Callback):
+        def after_batch(self):
+            if self.training and self.iter==1: self.learn.cbs.remove(self.gradient_cache)
+    learn = toy(16, model=lambda: net(Sizes()), loss_func=nt_xent, cbs=GradientCache(5))
+    seen.clear()
+    learn.fit(1, 0.1, cbs=Out())
+    assert seen[-3:]==[16,16,6]
 
 @pytest.mark.parametrize('event', ['after_pred','after_batch','after_epoch'])
 def test_saved_and_copied_in_the_middle_of_a_fit(event):
@@ -861,6 +951,15 @@ def test_auto_in_validation():
     with pytest.warns(UserWarning, match='memory ran out'): learn.fit(1, 0.1)
     assert cache.sizes=={True:None, False:4}
     assert_twins(fit([], bs=4, loss_func=nt_xent, fit=lambda l,cbs: l.fit(1, 0.1)), learn, tol=1e-12)
+
+def test_auto_does_not_try_again_what_metrics_have_counted():
+    class Late(Callback):
+        order,run_train,raised = 60,False,False
+        def after_batch(self):
+            was,self.raised = self.raised,True
+            if not was: raise torch.OutOfMemoryError('planted')
+    with pytest.raises(torch.OutOfMemoryError, match='planted'):
+        toy(16, loss_func=nt_xent, metrics=accuracy).fit(1, 0.1, cbs=[GradientCache('auto'),Late()])
 
 def test_auto_gives_up():
     learn = toy(16, model=lambda: net(short(cap=0)), loss_func=nt_xent)

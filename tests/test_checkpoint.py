@@ -25,6 +25,7 @@ from fastcore.foundation import L
 from torch.utils.data import TensorDataset
 from torchvision.models import resnet18
 from fastaccum import ActivationCheckpoint, GradientAccumulation
+from fastaccum.ways import moment
 from fastaccum.ways.moment import recomputing
 from common import CpuMixedPrecision, Raise
 
@@ -253,11 +254,18 @@ class Normed(nn.Module):
         self.lin,self.norm = nn.Linear(8, 8),norm
     def forward(self, x): return self.norm(self.lin(x)).tanh()
 
+class Late(Normed):
+    "Goes by the statistics that it has just moved"
+    def forward(self, x):
+        x = self.norm(self.lin(x))
+        return (x*self.norm.running_mean+self.norm.running_var).tanh()
+
 def image_norm(cls): return nn.Sequential(nn.Unflatten(1, (2,4)), cls(2, track_running_stats=True), nn.Flatten())
 
 old_spectral = partial(nn.utils.spectral_norm, n_power_iterations=1)
 moving = dict(batchnorm=lambda: Normed(nn.BatchNorm1d(8)), cumulative=lambda: Normed(nn.BatchNorm1d(8, momentum=None)),
-    instance=lambda: Normed(image_norm(nn.InstanceNorm1d)), keeps=Keeps, average=Average,
+    late=lambda: Late(nn.BatchNorm1d(8)), instance=lambda: Normed(image_norm(nn.InstanceNorm1d)),
+    keeps=Keeps, average=Average,
     spectral=lambda: Normed(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))),
     old_spectral=lambda: Normed(old_spectral(nn.Linear(8, 8))),
     weight_norm=lambda: Normed(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))))
@@ -375,6 +383,19 @@ def test_an_input_that_is_changed_later():
     with pytest.raises(RuntimeError, match=r"input of segment '1.block'.*inplace=False"):
         learn.fit(1, cbs=ActivationCheckpoint(Add))
     assert not recomputing() and not any('forward' in vars(m) for m in learn.model.modules())
+
+def test_an_input_that_is_changed_in_place_from_the_second_batch_on():
+    class Second(Front):
+        n = 0
+        def forward(self, x):
+            self.n += 1
+            return self.lin(x.mul_(1.5) if self.n>1 else x)
+    def make():
+        m = Around()
+        m.block = Second()
+        return net(m, Block())
+    with pytest.raises(RuntimeError, match=r"input of segment '1.block'.*inplace=False"):
+        learner(make).fit(1, cbs=ActivationCheckpoint(Second))
 
 def test_a_tensor_that_is_changed_in_place():
     class Bad(Block):
@@ -589,6 +610,31 @@ def test_an_interrupt_while_it_is_computed_again(exc):
     with pytest.raises(exc): learn.fit(1, cbs=[ActivationCheckpoint((Normed,Keeps,Average)),Note()])
     assert str(notes[0])==str(note()) and not recomputing()
 
+def test_a_failure_before_it_is_computed_again():
+    "There is no memory for a copy of a buffer: the module is as it was"
+    m = nn.BatchNorm1d(8)
+    m.n = 1
+    held,other = moment.Held('m', [m]),moment.Held('other', [])
+    m.n = 2
+    m(torch.randn(4, 8))
+    held.settle()
+    with other:
+        with held: assert m.n==1
+        assert recomputing() and m.n==2   # the other one
+    was = dict(m._buffers)
+    held.buffers = {k:(*o[:2],None) for k,o in held.buffers.items()}
+    with pytest.raises(AttributeError):
+        with held: pass
+    assert m.n==2 and all(m._buffers[k] is b for k,b in was.items()) and not recomputing()
+
+def test_only_buffers_that_moved_are_held():
+    m = nn.BatchNorm1d(8)
+    m.register_buffer('mask', torch.ones(8))
+    held = moment.Held('m', [m])
+    m(torch.randn(4, 8))
+    held.settle()
+    assert {nm for _,nm in held.buffers}=={'running_mean','running_var','num_batches_tracked'}
+
 def test_saved_in_the_middle_of_a_fit(tmp_path):
     "A model that is copied, pickled or exported by a callback trains plainly elsewhere"
     copies = []
@@ -613,6 +659,16 @@ def test_saved_in_the_middle_of_a_fit(tmp_path):
     loaded.fit(1)
     assert (loaded.activation_checkpoint.segments.again>0)==tells
     assert not any('forward' in vars(m) for m in loaded.model.modules())
+
+def test_a_copy_keeps_a_forward_of_its_own():
+    "Which a module has, not its class"
+    copies = []
+    class Copy(Callback):
+        def after_train(self): copies.append(pickle.loads(pickle.dumps(self.learn.model)))
+    learn = learner()
+    learn.model[1].forward = torch.zeros_like
+    learn.fit(1, cbs=[ActivationCheckpoint(Block),Copy()])
+    assert copies[0][1].forward is torch.zeros_like
 
 def test_saved_by_others():
     check(cbs=lambda: [SaveModelCallback()], fit=lambda learn,cbs: learn.fit(3, cbs=cbs))
@@ -705,6 +761,7 @@ def test_a_segment_that_does_not_run():
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         learner(Idle).fit(1, cbs=ActivationCheckpoint())   # found, not given: the head of a timm model, for one
+        learner(Idle).fit(0, cbs=ActivationCheckpoint(Block))   # nothing has run
 
 def test_giving_segments():
     "A class, several, modules, names, slices, a function: the outermost that fit"

@@ -94,6 +94,13 @@ def test_a_sum_with_a_penalty(of, in_place, n):
     assert len([o for o in told if 'reduction' in str(o.message)])==1
     assert_twins(a, b)
 
+def test_a_sum_with_a_penalty_where_the_first_callback_is_for_validation():
+    class First(Callback): order,run_train = -200,False
+    with pytest.warns(UserWarning, match='a callback adds'):
+        a,b = twins(n=70, loss_func=CrossEntropy(reduction='sum'), cbs=lambda: [First(),Penalty()],
+            fit=lambda l,cbs: l.fit(2, 1e-3, cbs=cbs))
+    assert_twins(a, b)
+
 def test_a_sum_that_a_callback_multiplies_says_so():
     class Twice(Callback):
         run_valid = False

@@ -12,6 +12,7 @@ from fastai.callback.tracker import SaveModelCallback
 from fastai.optimizer import Adam, OptimWrapper
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, NoiseScale
 from fastaccum.noise.estimator import estimate
+from fastaccum.noise.norms import Norms
 from fastaccum.testing import CrossEntropy, deviation, toy, toy_data
 from common import CpuMixedPrecision, InBackward, Raise, Seen, grads, short_of, weights
 from launch import check as passes, launching, script_of
@@ -512,6 +513,14 @@ def test_a_learner_with_the_meter_can_be_exported():
     learn.fit(1, 0.1)
     meter = pickle.loads(pickle.dumps(learn.noise_scale.meter.readings))
     assert len(meter)==4
+
+def test_hooks_are_not_pickled():
+    "Of others, who have some on the same parameters, least of all"
+    p = nn.Parameter(torch.ones(2))
+    p.register_hook(lambda g: None)
+    norms = Norms([[p]], lambda: True).enter()
+    norms.live = None
+    assert not pickle.loads(pickle.dumps(norms)).handles and len(p._backward_hooks)==2
 
 def test_plot_and_verdict():
     import matplotlib.pyplot as plt

@@ -159,6 +159,20 @@ def test_no_silence(nm):
         assert max(res.still.values())<=tol, 'all causes were found, but it does not say so'
     assert any(res.off[o]>1e-3 for o in wanted)
 
+def test_a_faint_memory_is_not_the_cause():
+    "What the model remembers is next to nothing: not to be told, in the place of the remedy for the rest"
+    class Faint(Carry):
+        def forward(self, x):
+            x = x+self.h
+            self.h = -0.02*x.mean(0).detach()
+            return x
+    class Resets(nn.Sequential):
+        def reset(self): self[3].reset()
+    def net(): return Resets(*small(Centre(), nn.Tanh(), Faint()).children())
+    res = toy(12, model=net, splitter=one_group).twin_check()
+    row = next(o for o in res.rows if o.what=='predictions')
+    assert row.where=='Centre 1' and 'ActivationCheckpoint' in row.remedy, res
+
 class Kink(nn.Module):
     "ReLUs of zero, but for the last digit, which differs with the size of the batch as it does on some processors"
     def __init__(self, by=1e-3, norm=nn.Identity):

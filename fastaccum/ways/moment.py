@@ -91,7 +91,7 @@ class Held:
         self.was = Moment(modules, others=others)   # before the forward pass
         self.now = None              # before it is computed again; `None` outside of that
         self.params = None           # parameters and their version after the forward pass, written by `settle`
-        # a place and a copy, of buffers that the forward pass moved; before `settle`, of all
+        # a place and a copy, of buffers that the forward pass may have moved; before `settle`, of all
         self.buffers = {(id(m),nm):(b,b._version,b.clone()) for m in modules for nm,b in m._buffers.items()
                         if b is not None and not b.is_inference()}
 
@@ -107,6 +107,7 @@ class Held:
                 "or leave its module out of `segments`" + see('changed-in-place'))
         for m in self.modules:
             for nm,b in m._buffers.items():
+                if nm.startswith('running_'): continue   # BatchNorm's move without a new version
                 old = self.buffers.get((id(m),nm))
                 if old and old[0] is b and old[1]==b._version: del self.buffers[id(m),nm]
         self.params = [(p,p._version) for m in self.modules for p in m._parameters.values() if p is not None]

@@ -5,11 +5,17 @@ os.environ.setdefault('OMP_NUM_THREADS', '1')   # the processes that tests start
 os.environ.setdefault('MPLBACKEND', 'agg')
 sys.path.insert(0, str(Path(__file__).parent))
 
-import pytest, torch
+import numpy as np, pytest, random, torch
 torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def in_tmp(tmp_path, monkeypatch): monkeypatch.chdir(tmp_path)   # `lr_find` and `save` write next to the Learner
+
+@pytest.fixture(autouse=True)
+def seeded():
+    "PyTorch begins with the same random numbers in each process; Python and NumPy, by which loaders shuffle, do not"
+    random.seed(0)
+    np.random.seed(0)
 
 # `make test` tries the same examples every time, on machines of any speed; HYPOTHESIS=random looks for others
 from hypothesis import settings

@@ -816,6 +816,16 @@ def test_hooks_of_the_model_itself_fire_once():
         learn.fit(1, 0.1, cbs=GradientCache(5))
         assert shapes==[16,16,32]
 
+def assert_own_twins(cls):
+    "With the cache, a Learner of the class `cls` trains as it does without"
+    res = []
+    for cbs in ([],[GradientCache(5)]):
+        learn = toy(16, loss_func=nt_xent)
+        learn.__class__ = cls
+        learn.fit(2, 0.1, cbs=cbs)
+        res.append(learn)
+    assert_twins(*res, tol=1e-12)
+
 def test_a_learner_with_a_backward_pass_of_its_own():
     "It need not know of the cache"
     class Own(Learner):
@@ -827,13 +837,7 @@ def test_a_learner_with_a_backward_pass_of_its_own():
             self.loss_grad.backward()
             self.opt.step()
             self.opt.zero_grad()
-    res = []
-    for cbs in ([],[GradientCache(5)]):
-        learn = toy(16, loss_func=nt_xent)
-        learn.__class__ = Own
-        learn.fit(2, 0.1, cbs=cbs)
-        res.append(learn)
-    assert_twins(*res, tol=1e-12)
+    assert_own_twins(Own)
 
 def test_a_loss_that_is_back_propagated_in_two_passes():
     "The predictions' gradients of both are added up, before the model is run again"
@@ -841,13 +845,7 @@ def test_a_loss_that_is_back_propagated_in_two_passes():
         def _backward(self):
             (0.3*self.loss_grad).backward(retain_graph=True)
             (0.7*self.loss_grad).backward()
-    res = []
-    for cbs in ([],[GradientCache(5)]):
-        learn = toy(16, loss_func=nt_xent)
-        learn.__class__ = Own
-        learn.fit(2, 0.1, cbs=cbs)
-        res.append(learn)
-    assert_twins(*res, tol=1e-12)
+    assert_own_twins(Own)
 
 def test_a_model_that_returns_something_else_in_evaluation():
     "Which outputs have rows is looked at for both"

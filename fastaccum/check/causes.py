@@ -146,7 +146,7 @@ def find(
     if holds: limit = Rounding(runs, tol, **held)
     if not limit.covers(quiet.grad): cbs = blame(runs, quiet.grad, limit, **held)
     still = both(runs, without=cbs, **held) if cbs else quiet if holds else None
-    rest = _grad_row(first, still, plain, limit)
+    grads = _grad_row(first, still, plain, limit)   # it may still measure the limit, which others use
     rows = [loss_row(seen, still or quiet, tol, limit.tol), preds, draws,
-            _callback_row(cbs, quiet, limit.tol, runs.why), loader, rest, Row('buffers', first.buffers, tol)]
+            _callback_row(cbs, quiet, limit.tol, runs.why), loader, grads, Row('buffers', first.buffers, tol)]
     return Found(rows, first.grads, still.grads if still else {})

@@ -17,8 +17,10 @@ def seeded():
     random.seed(0)
     np.random.seed(0)
 
-# `make test` tries the same examples every time, on machines of any speed; HYPOTHESIS=random looks for others
+# `make test` tries the same few examples every time, on machines of any speed; HYPOTHESIS=random looks for others, and
+# `make test-all` for more
+from common import whole
 from hypothesis import settings
-settings.register_profile('same', deadline=None, derandomize=True)
-settings.register_profile('random', deadline=None)
+settings.register_profile('same', deadline=None, derandomize=True, max_examples=100 if whole else 20)
+settings.register_profile('random', deadline=None, max_examples=100 if whole else 20)
 settings.load_profile(os.environ.get('HYPOTHESIS', 'same'))

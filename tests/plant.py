@@ -1,0 +1,75 @@
+"""Plant faults in the package, one at a time, and tell which of them the tests see.
+
+`python tests/plant.py` plants each fault of `tests/faults/*.toml`; `python tests/plant.py memory --tests
+laws/test_split.py` those of one file, for some tests. Each fault says in which file of the package what becomes what,
+what a user would meet, and which tests are to see it. Needs Python 3.11.
+"""
+import argparse, os, shutil, sys, time, tomllib
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+root = Path(__file__).resolve().parent.parent
+
+def planted(fault, to, root):
+    "A copy of the project in `to`, with the fault: what tests read besides is linked"
+    for o in root.iterdir():
+        if o.name in ('fastaccum','tests'): shutil.copytree(o, to/o.name, ignore=shutil.ignore_patterns('__pycache__'))
+        elif o.name!='.git': (to/o.name).symlink_to(o)
+    fn = to/'fastaccum'/fault['file']
+    text = fn.read_text(encoding='utf-8')
+    if text.count(fault['was'])!=1: raise ValueError(f"{fault['file']} has {fault['was']!r} {text.count(fault['was'])} times")
+    fn.write_text(text.replace(fault['was'], fault['now']), encoding='utf-8')
+
+def fails(to, tests, out, secs):
+    "In a process of its own: whether one of the tests fails, and which; exits with pytest's status"
+    import pytest, signal
+    with open(out, 'wb') as file:
+        for o in (1,2): os.dup2(file.fileno(), o)
+    os.chdir(to)
+    os.setsid()
+    signal.alarm(secs)
+    sys.path[:0] = [str(to)]
+    os.environ['PYTHONPATH'] = str(to)
+    os._exit(int(pytest.main(['-x', '-q', '--no-header', '-p', 'no:cacheprovider', *(str(to/'tests'/o) for o in tests)])))
+
+def see(fault, tests, root, secs):
+    "Which test sees the fault, if any, and after how many seconds"
+    start = time.time()
+    with TemporaryDirectory() as tmp:
+        to,out = Path(tmp)/'planted',Path(tmp)/'out'
+        to.mkdir()
+        planted(fault, to, root)
+        p = get_context('forkserver').Process(target=fails, args=(to,tests,out,secs))
+        p.start()
+        p.join()
+        text = out.read_text(errors='replace')
+    by = next((l for l in text.splitlines() if l.startswith(('FAILED ','ERROR '))), '')
+    # ended by a signal: the fault makes a test hang, or crashes Python
+    if not by and p.exitcode not in (0,5): by = f'ended with {p.exitcode}: {text[-200:]}' if p.exitcode>0 else 'hangs'
+    return by.partition(' - ')[0],time.time()-start
+
+def main(names, tests, by, root, secs, jobs):
+    faults = [dict(o, area=fn.stem) for fn in sorted((Path(__file__).parent/'faults').glob('*.toml'))
+        if not names or fn.stem in names for o in tomllib.loads(fn.read_text(encoding='utf-8'))['fault']]
+    get_context('forkserver').set_forkserver_preload(['fastai.vision.all','fastai.text.all','fastai.tabular.all','pytest'])
+    def job(o): return o,*see(o, tests or o[by].split(), root, secs)
+    seen = 0
+    with ThreadPoolExecutor(jobs) as pool:
+        for o,nm,took in pool.map(job, faults):
+            seen += bool(nm)
+            print(f"{o['area']:12} {took:4.0f} s  {'seen    ' if nm else 'NOT SEEN'}  {o['file']}: {o['what']}  {nm}", flush=True)
+    print(f'{seen} of {len(faults)} planted faults were seen')
+    return seen<len(faults)
+
+if __name__=='__main__':
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('names', nargs='*', help='names of the files in tests/faults; all by default')
+    parser.add_argument('--tests', nargs='*', help='test files to run for each fault; its own by default')
+    parser.add_argument('--by', default='tests', help='the entry of a fault that names its tests')
+    parser.add_argument('--root', type=Path, default=root, help='the project whose package and tests are run')
+    parser.add_argument('--secs', type=int, default=300, help='seconds for each fault')
+    parser.add_argument('--jobs', type=int, default=os.cpu_count())
+    args = parser.parse_args()
+    sys.exit(main(args.names, args.tests, args.by, args.root.resolve(), args.secs, args.jobs))

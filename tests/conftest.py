@@ -6,7 +6,7 @@ os.environ.setdefault('MPLBACKEND', 'agg')
 sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np, pytest, random, torch
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ['OMP_NUM_THREADS']))
 
 @pytest.fixture(autouse=True)
 def in_tmp(tmp_path, monkeypatch): monkeypatch.chdir(tmp_path)   # `lr_find` and `save` write next to the Learner

@@ -19,7 +19,8 @@ def planted(fault, to, root):
         elif o.name!='.git': (to/o.name).symlink_to(o)
     fn = to/'fastaccum'/fault['file']
     text = fn.read_text(encoding='utf-8')
-    if text.count(fault['was'])!=1: raise ValueError(f"{fault['file']} has {fault['was']!r} {text.count(fault['was'])} times")
+    n = text.count(fault['was'])
+    if n!=1: raise ValueError(f"{fault['file']} has {fault['was']!r} {n} times")
     fn.write_text(text.replace(fault['was'], fault['now']), encoding='utf-8')
 
 def fails(to, tests, out, secs):
@@ -32,7 +33,8 @@ def fails(to, tests, out, secs):
     signal.alarm(secs)
     sys.path[:0] = [str(to)]
     os.environ['PYTHONPATH'] = str(to)
-    os._exit(int(pytest.main(['-x', '-q', '--no-header', '-p', 'no:cacheprovider', *(str(to/'tests'/o) for o in tests)])))
+    args = ['-x', '-q', '--no-header', '-p', 'no:cacheprovider']
+    os._exit(int(pytest.main([*args, *(str(to/'tests'/o) for o in tests)])))
 
 def see(fault, tests, root, secs):
     "Which test sees the fault, if any, and after how many seconds"
@@ -53,13 +55,15 @@ def see(fault, tests, root, secs):
 def main(names, tests, by, root, secs, jobs):
     faults = [dict(o, area=fn.stem) for fn in sorted((Path(__file__).parent/'faults').glob('*.toml'))
         if not names or fn.stem in names for o in tomllib.loads(fn.read_text(encoding='utf-8'))['fault']]
-    get_context('forkserver').set_forkserver_preload(['fastai.vision.all','fastai.text.all','fastai.tabular.all','pytest'])
+    preload = ['fastai.vision.all','fastai.text.all','fastai.tabular.all','pytest']
+    get_context('forkserver').set_forkserver_preload(preload)
     def job(o): return o,*see(o, tests or o[by].split(), root, secs)
     seen = 0
     with ThreadPoolExecutor(jobs) as pool:
         for o,nm,took in pool.map(job, faults):
             seen += bool(nm)
-            print(f"{o['area']:12} {took:4.0f} s  {'seen    ' if nm else 'NOT SEEN'}  {o['file']}: {o['what']}  {nm}", flush=True)
+            is_seen = 'seen    ' if nm else 'NOT SEEN'
+            print(f"{o['area']:12} {took:4.0f} s  {is_seen}  {o['file']}: {o['what']}  {nm}", flush=True)
     print(f'{seen} of {len(faults)} planted faults were seen')
     return seen<len(faults)
 

@@ -2,6 +2,7 @@
 
 `python tests/run.py sizes canaries` runs only the notebooks and the test files with one of these words in their names;
 `python tests/run.py fit_in_memory --times 50` runs them that many times, to find what fails now and then.
+`python tests/run.py --portable` runs them as other processors would.
 """
 import argparse, multiprocessing, os, subprocess, sys, time
 from collections import Counter
@@ -11,16 +12,23 @@ from tempfile import TemporaryDirectory
 from xml.etree import ElementTree
 
 root = Path(__file__).resolve().parent.parent
-slow = ('test_site','test_faults','test_bs_find','test_schedule','test_recovery','test_sweep')
+# what takes longest comes first, so that none of it is left alone at the end
+slow = ('test_site','launch','test_processes','text','batchnorm','test_applications','test_bs_find',
+    'test_out_of_memory','test_cache','test_checkpoint','test_nothing_left','vision','how_large','segmentation','twin_check')
+# Each processor rounds in its own way, which these settings show on one: the kernels of older ones, and two threads
+portable = {
+    'SSE4.1 for oneDNN': dict(ONEDNN_MAX_CPU_ISA='SSE41'),
+    'AVX2 for oneDNN and PyTorch': dict(ONEDNN_MAX_CPU_ISA='AVX2', ATEN_CPU_CAPABILITY='avx2'),
+    "PyTorch's plain kernels": dict(ATEN_CPU_CAPABILITY='default'),
+    "AVX2 for MKL, two threads": dict(MKL_ENABLE_INSTRUCTIONS='AVX2', OMP_NUM_THREADS='2')}
 os.environ.setdefault('OMP_NUM_THREADS', '1')   # the models are tiny: threads only cost
 os.environ.setdefault('MPLBACKEND', 'agg')
 
-def run(*args, **kwargs):
-    return subprocess.run([sys.executable, *map(str, args)], cwd=root, stdin=subprocess.DEVNULL, **kwargs)
-
-# Each notebook runs in a process of its own, so that one which dies takes no other with it. They are forks of one
-# that has imported fastai, which takes longer than most pages do.
+# Each notebook and each file of tests runs in a process of its own, so that one which dies takes no other with it.
+# They are forks of one that has imported fastai, which takes longer than most of them do.
 forks = multiprocessing.get_context('forkserver')
+preload = ['fastai.vision.all','fastai.text.all','fastai.tabular.all','nbdev.showdoc','nbdev.test','IPython','pytest',
+    'hypothesis']
 
 def pasted(Shell):
     """A `Shell` in which the cells that the site shows do without the names of those that it hides, so that a page
@@ -41,109 +49,117 @@ def pasted(Shell):
     return Pasted
 
 def test_notebook(fn):
-    """In that process: run the notebook `fn` as `nbdev-test` does, but so that what the site hides is not needed;
-    return whether it passed"""
+    """In its process: run the notebook `fn` as `nbdev-test` does, but so that what the site hides is not needed; 0 if
+    it passed"""
     from nbdev import test
     from nbdev.config import get_config
     cfg = get_config(root)
     test.CaptureShell = pasted(test.CaptureShell)
-    return test.test_nb(fn, skip_flags=cfg.tst_flags.split(), basepath=root)[0]
+    return int(not test.test_nb(fn, skip_flags=cfg.tst_flags.split(), basepath=root)[0])
 
-def in_its_process(fn, out):
-    "Run the notebook `fn`; what it writes goes to the file `out`, also what its own processes write"
+def test_file(fn, xml):
+    "In its process: run the tests in the file `fn`, and write pytest's report to `xml`"
+    import pytest
+    return int(pytest.main(['-q', '-ra', '-p', 'no:cacheprovider', f'--junitxml={xml}', str(fn)]))
+
+def in_its_process(f, args, out):
+    "Call `f`; what it writes goes to the file `out`, also what its own processes write"
     with open(out, 'wb') as file:
         for o in (1,2): os.dup2(file.fileno(), o)
-    sys.exit(not test_notebook(fn))
+    res = f(*args)
+    for o in (sys.stdout,sys.stderr): o.flush()
+    os._exit(res)   # without waiting for what a test may have left running
 
-def run_notebook(fn):
-    "Whether the notebook `fn` passed, in how many seconds, and what it wrote"
-    start = time.time()
+def forked(f, *args):
+    "How `f` ended in a process of its own, and what was written"
     with TemporaryDirectory() as tmp:
         out = Path(tmp)/'out'
-        p = forks.Process(target=in_its_process, args=(fn,out))
+        p = forks.Process(target=in_its_process, args=(f,args,out))
         p.start()
         p.join()
-        text = out.read_text(encoding='utf-8', errors='replace') if out.exists() else ''
-    return p.exitcode==0, time.time()-start, text
+        return p.exitcode,out.read_text(encoding='utf-8', errors='replace') if out.exists() else ''
 
-def run_notebooks(fns):
-    "The outcome of each notebook: its name, and how it ended"
-    res = []
-    if fns: forks.set_forkserver_preload(['fastai.vision.all','nbdev.showdoc','nbdev.test','IPython'])
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
-        jobs = {pool.submit(run_notebook, fn): fn for fn in fns}
-        for job in as_completed(jobs):
-            ok,secs,text = job.result()
-            nm = str(jobs[job].relative_to(root))
-            res.append((nm, 'passed') if ok else (named(nm, text.strip().rpartition('\n')[2]), 'failed'))
-            print(f'{nm}  {"ok" if ok else "FAILED"}  {secs:.1f}s', flush=True)
-            if not ok: print(text, flush=True)
-    return res
+def named(nm, said):
+    "What failed or was skipped, and why, in a line"
+    return f'{nm} - {said[:200]}'
+
+def run_notebook(fn):
+    "The outcome of the notebook `fn`, its name and how it ended, and what it wrote"
+    status,text = forked(test_notebook, fn)
+    nm = str(fn.relative_to(root))
+    return [(nm, 'passed') if not status else (named(nm, text.strip().rpartition('\n')[2]), 'failed')],text
 
 def outcomes(xml):
-    "The outcome of each test in pytest's report: its name, if it failed with what it said, and the worst of its ends"
+    """The outcome of each test in pytest's report: its name, with what it said if it did not pass, and the worst of its
+    ends"""
     res,said = {},{}
     for o in ElementTree.parse(xml).iter('testcase'):
         tags = {c.tag:c for c in o}
-        nm = f'{o.get("classname")}::{o.get("name")}'
-        bad = next((tags[t] for t in ('failure','error') if t in tags), None)
+        nm = '::'.join(filter(None, (o.get('classname'),o.get('name'))))
+        bad = next((tags[t] for t in ('failure','error','skipped') if t in tags), None)
         if bad is not None: said.setdefault(nm, named(nm, bad.get('message', '').partition('\n')[0]))
-        res[nm] = 'failed' if nm in said else 'skipped' if 'skipped' in tags else 'passed'
+        end = 'passed' if bad is None else 'skipped' if bad.tag=='skipped' else 'failed'
+        res[nm] = 'failed' if res.get(nm)=='failed' else end
     return [(said.get(nm, nm), o) for nm,o in res.items()]
 
-def named(nm, said):
-    "What failed, and why, in a line"
-    return f'{nm} - {said[:200]}'
-
-def failures(outs):
-    "The names of those that failed"
-    return [nm for nm,o in outs if o=='failed']
-
-def run_pytest(path):
-    """The outcomes of the tests in the file `path`, in how many seconds, and what pytest wrote; one more has failed
-    if it ended badly without saying where"""
-    start = time.time()
+def run_file(fn):
+    """The outcomes of the tests in the file `fn`, and what pytest wrote; one more has failed if it ended badly without
+    saying where"""
     with TemporaryDirectory() as tmp:
         xml = Path(tmp)/'report.xml'
-        res = run('-m', 'pytest', '-q', '-ra', f'--junitxml={xml}', path, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, errors='replace')
+        status,text = forked(test_file, fn, xml)
         outs = outcomes(xml) if xml.exists() else []
-    if res.returncode not in (0,5) and not failures(outs): outs.append((str(path), 'failed'))   # 5: there were no tests
-    return outs, time.time()-start, res.stdout
+    if status not in (0,5) and not any(o=='failed' for _,o in outs): outs.append((str(fn), 'failed'))   # 5: no tests
+    return outs,text
 
-def run_tests(paths):
-    """The outcomes of the tests in all `paths`, each in a process of its own; the longest file first, that none is
-    left alone at the end"""
+def run(fns):
+    "The outcomes of notebooks and files of tests"
+    forks.set_forkserver_preload(preload)
+    def job(fn):
+        start = time.time()
+        return (run_notebook if fn.suffix=='.ipynb' else run_file)(fn),time.time()-start
+    def first(fn): return next((i for i,o in enumerate(slow) if o in fn.stem), len(slow))
     res = []
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
-        jobs = {pool.submit(run_pytest, o): o for o in sorted(paths, key=lambda o: o.stem not in slow)}
-        for job in as_completed(jobs):
-            outs,secs,text = job.result()
+        jobs = {pool.submit(job, fn): fn for fn in sorted(fns, key=first)}
+        for o in as_completed(jobs):
+            (outs,text),secs = o.result()
             res += outs
-            bad = failures(outs)
-            print(f'{jobs[job].relative_to(root)}  {"FAILED" if bad else "ok"}  {len(outs)} tests  {secs:.1f}s',
-                flush=True)
-            if bad or any(o=='skipped' for _,o in outs): print(text, flush=True)
+            bad = any(o=='failed' for _,o in outs)
+            print(f'{jobs[o].relative_to(root)}  {"FAILED" if bad else "ok"}  {len(outs)}  {secs:.1f}s', flush=True)
+            if bad: print(text, flush=True)
     return res
 
 def main(*names, times=1):
     from nbdev.doclinks import nbglob
-    def wanted(fns): return times*sorted(o for o in fns if not names or any(nm in o.stem for nm in names))
+    def wanted(fns): return sorted(o for o in fns if not names or any(nm in o.stem for nm in names))
     os.chdir(root)   # nbdev looks for its settings from here
-    fns,tests = wanted(nbglob(root/'nbs', as_path=True)),wanted((root/'tests').rglob('test_*.py'))
-    pages,res = run_notebooks(fns),run_tests(tests)
-    missing = [] if names and pages+res else [nm for nm,o in (('notebooks',pages), ('tests',res)) if not o]
-    outs = pages+res+[(f'no {nm} were run', 'failed') for nm in missing]
-    for nm in failures(outs): print(f'FAILED {nm}')   # at the end, where all that is kept of a long log may be its end
+    pages,tests = wanted(nbglob(root/'nbs', as_path=True)),wanted((root/'tests').rglob('test_*.py'))
+    outs = run(times*[*pages,*tests])
+    missing = [] if names and outs else [nm for nm,o in (('notebooks',pages), ('tests',tests)) if not o]
+    outs += [(f'no {nm} were run', 'failed') for nm in missing]
+    # at the end, where all that is kept of a long log may be its end
+    for kind in ('skipped','failed'):
+        for nm in (nm for nm,o in outs if o==kind): print(f'{kind.upper()} {nm}')
     counts = Counter(o for _,o in outs)
     print(f'{counts["passed"]} passed, {counts["failed"]} failed' +
         (f', {counts["skipped"]} skipped' if counts['skipped'] else ''))
     return counts['failed']>0
 
+def everywhere(*names):
+    "Run notebooks and tests with each of the `portable` settings"
+    bad = []
+    for nm,env in portable.items():
+        print(f'\n{nm}: {" ".join(f"{k}={v}" for k,v in env.items())}', flush=True)
+        if subprocess.run([sys.executable, __file__, *names], env=os.environ|env).returncode: bad.append(nm)
+    print(f'{len(portable)-len(bad)} passed, {len(bad)} failed' + (f': {", ".join(bad)}' if bad else ''))
+    return len(bad)>0
+
 if __name__=='__main__':
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('names', nargs='*', help='words in the names of notebooks and test files')
     parser.add_argument('--times', type=int, default=1, help='how often to run each')
+    parser.add_argument('--portable', action='store_true', help='as other processors would: each rounds in its own way')
     args = parser.parse_args()
     if args.times<1: parser.error(f'--times {args.times}: give at least 1')
-    sys.exit(main(*args.names, times=args.times))
+    sys.exit(everywhere(*args.names) if args.portable else main(*args.names, times=args.times))

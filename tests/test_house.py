@@ -61,10 +61,6 @@ def test_optional_packages(fn):
 
 scripts = [*modules, *sorted(o for d in ('tools','docs','benchmarks','tests') for o in (root/d).rglob('*.py')),
     *sorted(root.glob('*.py'))]
-todo = {f'tests/{o}.py' for o in ('processes','test_auto','test_bs_find','test_canaries','test_dispatch','test_errors',
-    'test_plan','test_processes','test_recovery','test_site')}   # their lines are still to be wrapped
-scripts = [o for o in scripts if o.relative_to(root).as_posix() not in todo]
-
 @pytest.mark.parametrize('fn', scripts, ids=lambda o: o.relative_to(root).as_posix())
 def test_lines(fn):
     "At most 120 characters, but for what nbdev writes"

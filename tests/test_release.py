@@ -3,6 +3,7 @@ import json, re, shutil, subprocess, sys, tarfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 import pytest
+from fastcore.basics import noop
 
 root = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(root/'tools'))
@@ -21,7 +22,6 @@ def git(*args, cwd):
 @pytest.fixture
 def clone(tmp_path, monkeypatch):
     "A repository of the files that a release is about, with something to tell, where no check is made"
-    if not shutil.which('git'): pytest.skip('there is no git here')
     for nm in (*release.places,'CHANGELOG.md','pyproject.toml','README.md','tools/release.py'):
         (tmp_path/nm).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(root/nm, tmp_path/nm)
@@ -55,35 +55,26 @@ def test_a_release_is_a_commit_and_a_tag(clone):
     assert run(clone, '--agree', 'v0.4.0')[:2]==(0,'### Added\n\n- A door.\n')
     for nm in release.places: assert '0.4.0' in (clone/nm).read_text() and '0.3.0' not in (clone/nm).read_text()
 
-@pytest.mark.parametrize('new,why', [('0.3.0','does not come after'), ('0.2.9','does not come after'),
-    ('0.10','no version'), ('v0.4.0','no version'), ('0.4.0rc1','no version')])
-def test_a_version_that_does_not_grow_is_refused(clone, new, why):
-    code,out,err = make(clone, new)
-    assert code and why in err and git('tag', cwd=clone)==git('status','--porcelain', cwd=clone)==''
+def unclean(clone): (clone/'new.py').touch()
+def tagged(clone): git('tag','v0.4.0', cwd=clone)
+def untold(clone):
+    text = (clone/'CHANGELOG.md').read_text().replace('### Added\n\n- A door.\n\n', '')
+    (clone/'CHANGELOG.md').write_text(text)
+    git('commit','-qam','b', cwd=clone)
+
+@pytest.mark.parametrize('change,new,why', [(noop,'0.3.0','does not come after'), (noop,'0.2.9','does not come after'),
+    (noop,'0.10','no version'), (noop,'v0.4.0','no version'), (noop,'0.4.0rc1','no version'),
+    (unclean,'0.4.0','not committed'), (untold,'0.4.0','Unreleased'), (tagged,'0.4.0','a tag v0.4.0'),
+    (noop,'0.4.0 dist','this failed')])   # there is no package here that could be built
+def test_refused_and_everything_is_as_it_was(clone, change, new, why):
+    change(clone)
+    before = [git(*o, cwd=clone) for o in (('status','--porcelain'),('tag',),('rev-parse','HEAD'))]
+    new,_,checks = new.partition(' ')
+    code,_,err = run(clone, '--checks', checks, new)
+    assert code and why in err and '0.3.0' in (clone/release.lib).read_text()
+    assert before==[git(*o, cwd=clone) for o in (('status','--porcelain'),('tag',),('rev-parse','HEAD'))]
 
 def test_versions_are_numbers_not_words(clone): assert not make(clone, '0.10.0')[0]
-
-def test_a_dirty_tree_is_refused(clone):
-    (clone/'new.py').touch()
-    code,_,err = make(clone, '0.4.0')
-    assert code and 'not committed' in err and 'new.py' in err and git('tag', cwd=clone)==''
-
-def test_an_empty_section_is_refused(clone):
-    assert not make(clone, '0.4.0')[0]
-    code,_,err = make(clone, '0.5.0')
-    assert code and 'Unreleased' in err and git('tag', cwd=clone)=='v0.4.0'
-
-def test_a_tag_that_exists_is_refused(clone):
-    git('tag','v0.4.0', cwd=clone)
-    code,_,err = make(clone, '0.4.0')
-    assert code and 'a tag v0.4.0' in err
-
-def test_a_check_that_fails_leaves_everything_as_it_was(clone):
-    "There is no package here that could be built"
-    code,_,err = run(clone, '--checks', 'dist', '0.4.0')
-    assert code and 'this failed' in err
-    assert git('status','--porcelain', cwd=clone)==git('tag', cwd=clone)==''
-    assert '0.3.0' in (clone/release.lib).read_text()
 
 @pytest.mark.parametrize('tag', ['v0.4.0','0.3.0','v0.3.0-1'])
 def test_a_tag_of_another_version_is_refused(clone, tag):
@@ -189,16 +180,11 @@ def test_a_commit_is_tested_once():
         text = fn.read_text(encoding='utf-8')
         if '\n  pull_request' in text: assert '\n  push:\n    branches: [main]\n' in text, fn.name
 
-def command(nm):
-    "Where one of the commands of `make lint` is, in or out of the environment; not the shims of another"
-    for o in (shutil.which(nm, path=str(Path(sys.executable).parent)),shutil.which(nm)):
-        if o and not subprocess.run([o,'--version'], capture_output=True).returncode: return o
-    pytest.skip(f'{nm} is not installed: make lint')
-
-@pytest.mark.parametrize('cmd', [['ruff','check','--no-cache'],['actionlint'],['zizmor','--offline','--quiet','.']],
-    ids=lambda o: o[0])
-def test_lint(cmd):
-    res = subprocess.run([command(cmd[0]),*cmd[1:]], cwd=root, capture_output=True, text=True)
+def test_lint():
+    "What ruff says; `make lint` has actionlint and zizmor read the workflows, too"
+    ruff = Path(sys.executable).with_name('ruff')
+    if not ruff.exists(): pytest.skip('ruff is not installed: make lint')
+    res = subprocess.run([ruff,'check','--no-cache'], cwd=root, capture_output=True, text=True)
     assert not res.returncode, res.stdout+res.stderr
 
 def scripts(): return [o for d in ('fastaccum','tests','tools','docs','benchmarks') for o in (root/d).rglob('*.py')]

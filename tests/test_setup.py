@@ -1,9 +1,10 @@
-"What make does for those who work on fastaccum: environments, pages, hooks, and what a busy machine must not change."
+"What make does for those who work on fastaccum: environments, pages, hooks, and how a run of the tests ends."
 import json, os, re, shutil, socket, subprocess, sys
 from base64 import b64encode
 from io import BytesIO
 from pathlib import Path
 import pytest
+import run
 
 root = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(root/'tools'))
@@ -50,63 +51,42 @@ class Made:
         return res.returncode!=0,self.log.read_text().splitlines(),res.stdout+res.stderr
 
 @pytest.fixture
-def make(tmp_path):
-    if not shutil.which('make'): pytest.skip('there is no make here')
-    return Made(tmp_path)
+def make(tmp_path): return Made(tmp_path)
 
-first_a,first_b = ['venv python-a','pip python-a -e .[dev]'],['venv python-b','pip python-b -e .[dev]']
+def asks_more(dir):
+    with (dir/'settings.ini').open('a') as f: f.write('more_requirements = more\n')
+def touched(dir):
+    for o in ('pyproject.toml','settings.ini'): os.utime(dir/o, (4e9,4e9))
+def own(dir):
+    (dir/'.venv/bin').mkdir(parents=True)
+    shutil.copy(dir.parent/'python-b', dir/'.venv/bin/python')
 
-def test_touched_files_install_nothing(make):
-    assert make()[:2]==(False,first_a)
-    for o in ('pyproject.toml','settings.ini'): os.utime(make.dir/o, (4e9,4e9))
-    assert make()[:2]==(False,[])
+a,b,pip_a,pip_b = 'python-a','python-b','pip python-a -e .[dev]','pip python-b -e .[dev]'
+docs = dict(target='env-docs')
+# What happens to the files, what make is told, and what it does: whether it fails, the log, and words that it says
+histories = {
+    'touched files install nothing': [((), {}, 0, [f'venv {a}',pip_a], ''), (touched, (), {}, 0, [], '')],
+    'changed files install once': [((), {}, 0, [f'venv {a}',pip_a], ''), (asks_more, (), {}, 0, [pip_a], ''),
+        ((), {}, 0, [], '')],
+    'an update that fails keeps the environment': [((), {}, 0, [f'venv {a}',pip_a], ''),
+        (asks_more, (), dict(fails='offline'), 1, [pip_a], 'failed'), ((), {}, 0, [pip_a], '')],
+    'another Python makes it anew': [((), {}, 0, [f'venv {a}',pip_a], ''),
+        ((f'PYTHON={b}',), {}, 0, [f'venv {b}',pip_b], 'another Python'), ((), {}, 0, [], '')],
+    'a first try that failed is made anew': [((f'PYTHON={b}',), dict(fails='x'), 1, [f'venv {b}',pip_b], 'failed'),
+        ((f'PYTHON={a}',), {}, 0, [f'venv {a}',pip_a], 'was not finished'), ((), dict(fails='x'), 0, [], '')],
+    'the site has an installation of its own': [((), docs, 0, [f'venv {a}',pip_a,f'pip {a} -q -e'], ''),
+        ((), docs, 0, [], ''), ((f'PYTHON={b}',), docs, 0, [f'venv {b}',pip_b,f'pip {b} -q -e'], 'anew')],
+    'one that make did not make is used or refused': [(own, (f'PYTHON={a}',), {}, 1, [], 'make VENV='),
+        ((f'PYTHON={b}',), {}, 0, [pip_b], ''), ((f'PYTHON={b}',), {}, 0, [], '')]}
 
-def test_changed_files_install_once(make):
-    make()
-    with (make.dir/'settings.ini').open('a') as f: f.write('more_requirements = more\n')
-    assert make()[1]==['pip python-a -e .[dev]']
-    assert make()[1]==[]
+@pytest.mark.parametrize('history', histories)
+def test_environments(make, history):
+    for *change,args,kwargs,fails,did,said in histories[history]:
+        for o in change: o(make.dir)
+        failed,log,text = make(*args, **kwargs)
+        assert (failed,log)==(bool(fails),did) and said in text, text
 
-def test_an_update_that_fails_keeps_the_environment(make):
-    make()
-    with (make.dir/'settings.ini').open('a') as f: f.write('more_requirements = more\n')
-    assert make(fails='offline')[0]
-    assert make()[:2]==(False,['pip python-a -e .[dev]'])
-
-def test_another_python_makes_it_anew(make):
-    make()
-    failed,log,said = make('PYTHON=python-b')
-    assert not failed and log==first_b and 'another Python' in said and 'anew' in said
-    assert sorted(o.name for o in (make.dir/'.venv').glob('lib-*'))==['lib-python-b']
-    assert make('PYTHON=python-b')[1]==[]
-
-def test_without_python_the_environment_keeps_its_own(make):
-    make('PYTHON=python-b')
-    assert make()[:2]==(False,[])
-
-def test_a_first_try_that_failed_is_made_anew(make):
-    assert make('PYTHON=python-b', fails='offline')[0]
-    failed,log,said = make('PYTHON=python-a')
-    assert not failed and log==first_a and 'was not finished' in said
-    assert make(fails='offline')[:2]==(False,[])
-
-def test_docs_are_installed_once_and_again_with_a_new_environment(make):
-    assert make(target='env-docs')[1]==first_a+['pip python-a -q -e']
-    assert make(target='env-docs')[1]==[]
-    assert make('PYTHON=python-b', target='env-docs')[1]==first_b+['pip python-b -q -e']
-
-def test_an_environment_of_ones_own_is_not_deleted(make):
-    "It is used, or refused"
-    own = make.dir/'.venv'
-    (own/'bin').mkdir(parents=True)
-    shutil.copy(make.pythons/'python-b', own/'bin/python')
-    (own/'mine').touch()
-    failed,log,said = make('PYTHON=python-a')
-    assert failed and log==[] and 'make VENV=' in said and (own/'mine').exists()
-    assert make('PYTHON=python-b')[:2]==(False,['pip python-b -e .[dev]']) and (own/'mine').exists()
-    assert make('PYTHON=python-b')[1]==[]
-
-def test_the_oldest_versions_are_the_lower_bounds(make, tmp_path):
+def test_the_oldest_versions_are_the_lower_bounds(make):
     failed,log,_ = make(target='env-compat')
     assert not failed and log[0]=='venv python-a' and log[1].startswith('pip python-a -c ')
     bounds = re.search(r'^requirements *= *(.+)', (root/'settings.ini').read_text(encoding='utf-8'), re.M)[1]
@@ -183,7 +163,6 @@ def test_a_page_that_says_the_same_is_not_changed(tmp_path):
 # What git shows
 
 @pytest.mark.nbdev
-@pytest.mark.skipif(not shutil.which('git'), reason='there is no git here')
 @pytest.mark.parametrize('there', [True,False])
 def test_hooks_leave_nothing_behind(tmp_path, there):
     "And git works outside the environment, also where that is gone"
@@ -222,7 +201,7 @@ def test_hooks_leave_nothing_behind(tmp_path, there):
     cells = json.loads((repo/'x.ipynb').read_text())['cells']
     assert [o['source'] for o in cells]==[['new_a'],['b'],['c'],['d'],['new_e']]
 
-# A busy machine, and numbers that cannot be
+# Ports and numbers
 
 def test_a_port_in_use_is_passed_over(capsys):
     with socket.socket() as s:
@@ -234,41 +213,23 @@ def test_a_port_in_use_is_passed_over(capsys):
         with pytest.raises(SystemExit, match='PORT='): serve.serve(port, tries=1)
 
 @pytest.mark.parametrize('n', ['0','-1','many'])
-def test_no_twins_are_no_sweep(n):
+def test_a_sweep_of_no_runs_is_refused(n):
     import sweep
     with pytest.raises(SystemExit, match=f'N={n}'): sweep.number(n)
 
-@pytest.mark.parametrize('module,threads,expected', [('demo',None,1), ('sweep',None,1), ('demo','2',2)])
-def test_small_models_run_in_one_thread(module, threads, expected):
-    "Unless the environment says otherwise; threads of small models wait for each other on a busy machine"
-    env = {k:v for k,v in os.environ.items() if k!='OMP_NUM_THREADS'}
-    if threads: env['OMP_NUM_THREADS'] = threads
-    env['PYTHONPATH'] = os.pathsep.join(map(str, (root,root/'tests')))
-    res = subprocess.run([sys.executable, '-c', f'import {module}, torch; print(torch.get_num_threads())'], env=env,
-        cwd=root, capture_output=True, text=True)
-    assert res.stdout.split()==[str(expected)], res.stderr
+# The run of the tests
 
-@pytest.mark.nbdev
-def test_chosen_tests_run_as_often_as_asked(monkeypatch):
-    import run
-    ran = []
-    monkeypatch.setattr(run, 'run_notebooks', lambda fns: ran.extend(fns) or [(o.stem, 'passed') for o in fns])
-    monkeypatch.setattr(run, 'run_tests', lambda fns: ran.extend(fns) or [(o.stem, 'passed') for o in fns])
-    assert not run.main('sizes', times=3)
-    assert sorted(o.stem.lstrip('0123456789_') for o in ran)==['sizes']*3+['test_sizes']*3
-
-@pytest.mark.nbdev
 def test_a_run_ends_with_what_failed_and_the_count(monkeypatch, capsys):
-    import run
-    monkeypatch.setattr(run, 'run_notebooks', lambda fns: [('a.ipynb','passed'), ('b.ipynb','failed')])
-    monkeypatch.setattr(run, 'run_tests', lambda fns: [('test_c::d','failed'), ('test_c::e','skipped')])
-    assert run.main('sizes')
-    assert capsys.readouterr().out.splitlines()==['FAILED b.ipynb', 'FAILED test_c::d', '1 passed, 2 failed, 1 skipped']
-    monkeypatch.setattr(run, 'run_tests', lambda fns: [])
-    assert run.main()
-    assert capsys.readouterr().out.splitlines()[1:]==['FAILED no tests were run', '1 passed, 2 failed']
+    ran = []
+    outs = [('a.ipynb','passed'), ('test_c::d - why','failed'), ('test_c::e - type this','skipped')]
+    monkeypatch.setattr(run, 'run', lambda fns: ran.extend(fns) or outs)
+    assert run.main('setup', times=3) and [o.stem for o in ran]==['test_setup']*3
+    assert capsys.readouterr().out.splitlines()==['SKIPPED test_c::e - type this', 'FAILED test_c::d - why',
+        '1 passed, 1 failed, 1 skipped']
+    monkeypatch.setattr(run, 'run', lambda fns: [])
+    assert run.main('nowhere') and capsys.readouterr().out.splitlines()[-1]=='0 passed, 2 failed'
 
-outcomes = """
+tests = """
 import os, pytest
 @pytest.fixture
 def bad():
@@ -278,17 +239,16 @@ def test_good(): pass
 def test_wrong(): assert False
 def test_ends_badly(bad): pass
 @pytest.mark.parametrize('o', [1,2])
-def test_skipped(o): pytest.skip()
+def test_skipped(o): pytest.skip('type this')
 """
 def test_outcomes_of_a_file(tmp_path):
     "Each test counts once; a file that dies, or that cannot be read, has failed"
-    import run
     def outs(code, path=tmp_path/'test_it.py'):
         path.write_text(code)
-        return [(nm.rpartition('::')[2], o) for nm,o in run.run_pytest(path)[0]]
-    assert outs(outcomes)==[('test_good','passed'), ('test_wrong - assert False','failed'),
+        return [(nm.rpartition('::')[2], o) for nm,o in run.run_file(path)[0]]
+    assert outs(tests)==[('test_good','passed'), ('test_wrong - assert False','failed'),
         ('test_ends_badly - failed on teardown with "ValueError"','failed'),
-        ('test_skipped[1]','skipped'), ('test_skipped[2]','skipped')]
+        ('test_skipped[1] - type this','skipped'), ('test_skipped[2] - type this','skipped')]
     assert outs('')==[]
     for code in ('def test_dies():\n    import os\n    os._exit(3)', 'def test_('):
         assert [o for _,o in outs(code)]==['failed']

@@ -52,8 +52,8 @@ def links(page): return Links(page)
 
 def test_every_section_has_pages():
     for o in ('tutorials','explanations','guarantees','api','built',*wings): assert f'{o}/index.html' in pages
-    single = ('index','troubleshooting','cheat_sheet','upstream','differences','compatibility','coming_from','changelog',
-        'contributing','search')
+    single = ('index','troubleshooting','cheat_sheet','upstream','differences','compatibility','coming_from',
+        'changelog','contributing','search')
     for o in single: assert f'{o}.html' in pages
 
 @pytest.mark.parametrize('page', pages)
@@ -204,8 +204,8 @@ def test_page_is_described(page):
     assert 'class="repository" href="https://github.com/fastaccum/fastaccum"' in text
 
 def test_no_two_pages_are_described_alike():
-    told = [re.search(r'<meta name="description" content="([^"]+)', (site/o).read_text(encoding='utf-8')) for o in pages]
-    told = [o[1] for o in told if o]
+    texts = [(site/o).read_text(encoding='utf-8') for o in pages]
+    told = [o[1] for o in (re.search('<meta name="description" content="([^"]+)', t) for t in texts) if o]
     assert len(told)>100 and len(set(told))==len(told)
 
 def test_preview_is_the_picture_of_the_home_page():
@@ -217,7 +217,8 @@ def test_every_notebook_is_there_as_markdown():
     assert set(site.rglob('*.html.md'))==set(fns.values())
     for nb,fn in fns.items():
         text = fn.read_text(encoding='utf-8')
-        assert text.startswith(''.join(json.loads(nb.read_text(encoding='utf-8'))['cells'][0]['source'][:1]).strip()), fn
+        title = ''.join(json.loads(nb.read_text(encoding='utf-8'))['cells'][0]['source'][:1])
+        assert text.startswith(title.strip()), fn
         text = re.sub(r'^```.*?^```', '', text, flags=re.M|re.S)
         assert not re.search(r'\]\((?!http)[^)]*\.ipynb', text), fn
         named = re.findall(r'\]\(https://fastaccum\.github\.io/fastaccum/?([^)#\s]*)', text)
@@ -251,7 +252,8 @@ def test_cells_of_a_table_on_a_phone_are_under_its_heads():
     "The style sheet names the columns that a phone has no room for"
     style = (site/'_static/style.css').read_text(encoding='utf-8')
     said = re.findall(r'#what-accumulation-cannot-show td:nth-child\(\d\) > p::before \{ content: "(.+?): "', style)
-    section = (site/'index.html').read_text(encoding='utf-8').partition('<section id="what-accumulation-cannot-show"')[2]
+    text = (site/'index.html').read_text(encoding='utf-8')
+    section = text.partition('<section id="what-accumulation-cannot-show"')[2]
     heads = re.findall(r'<th class="head">(.*?)</th>', section.partition('</thead>')[0], re.S)
     assert said==[re.sub('<.*?>', '', o).strip() for o in heads][1:]!=[]
 
@@ -406,8 +408,8 @@ def test_search_finds_every_public_name(found):
 
 @needs_browser
 def test_search_finds_words(found):
-    words = dict(carried='every_sample_once', overflow='mixed_precision', Lightning='coming_from', FAQ='troubleshooting',
-        BatchNorm='batchnorm', vision_learner='vision', memory='fit_in_memory')
+    words = dict(carried='every_sample_once', overflow='mixed_precision', Lightning='coming_from',
+        FAQ='troubleshooting', BatchNorm='batchnorm', vision_learner='vision', memory='fit_in_memory')
     results = found(words)
     assert [w for w,page in words.items() if not any(page in o for o in results[w])]==[]
 

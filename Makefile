@@ -25,7 +25,7 @@ $$python tools/environment.py $(1) $(2) $$python
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick lint jupyter sweep bench peers docs docs-serve docs-test readme prepare page hooks compat dist release clean env env-docs env-jupyter env-lint env-compat env-peers
+.PHONY: help demo test quick test-all portable faults lint jupyter sweep bench peers docs docs-serve docs-test readme prepare page hooks compat dist release clean env env-docs env-jupyter env-lint env-compat env-peers
 
 help: ## What there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,8 +36,17 @@ demo: env ## See it work
 test: env ## Run the notebooks and the tests
 	$(BIN)/python tests/run.py
 
-quick: env ## A part of that, between edits: some two minutes
+quick: env ## A part of that, between edits: less than a minute
 	$(BIN)/python tests/run.py $(QUICK)
+
+test-all: env ## With whole grids, where `make test` samples them: half an hour
+	TESTS=all $(BIN)/python tests/run.py
+
+portable: env ## The tests as other processors would run them, which round otherwise
+	$(BIN)/python tests/run.py --portable
+
+faults: env ## Plant faults in the package, one at a time: do the tests see each?
+	$(BIN)/python tests/plant.py
 
 lint: env-lint ## Have ruff read the code, actionlint and zizmor the workflows
 	$(LINT)/bin/ruff check

@@ -45,7 +45,7 @@ def test_no_sync_in_a_micro_batch_that_does_not_step(kind, log, monkeypatch):
     kwargs = dict(kinds[kind])
     acc = kwargs.pop('acc', {})
     plain,ours = count([], **kwargs),count([GradientAccumulation(16, log_accum_batch=log, **acc)], **kwargs)
-    steps,probed = [3,7,11,15],0   # in the first micro-batch the loss is probed, and your own size looked at, once in a fit
+    steps,probed = [3,7,11,15],0   # in the first one of a fit the loss is probed, and a size of your own looked at
     assert len(plain)==len(ours)==17
     for i,(a,b) in enumerate(zip(plain, ours)):
         assert b<=a+(2 if i==probed else i in steps), f'micro-batch {i}: {b} syncs, {a} without accumulation'

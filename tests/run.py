@@ -54,17 +54,18 @@ def test_notebook(fn):
     it passed"""
     from nbdev import test
     from nbdev.config import get_config
-    cfg = get_config(root)
+    skip = set(get_config(root).tst_flags.split())-({'slow'} if os.environ.get('TESTS')=='all' else set())
     test.CaptureShell = pasted(test.CaptureShell)
-    return int(not test.test_nb(fn, skip_flags=cfg.tst_flags.split(), basepath=root)[0])
+    return int(not test.test_nb(fn, skip_flags=skip, basepath=root)[0])
 
 def test_file(fn, xml):
     "In its process: run the tests in the file `fn`, and write pytest's report to `xml`"
     import pytest
     return int(pytest.main(['-q', '-ra', '-p', 'no:cacheprovider', f'--junitxml={xml}', str(fn)]))
 
-def in_its_process(f, args, out):
-    "Call `f`; what it writes goes to the file `out`, also what its own processes write"
+def in_its_process(f, args, out, start):
+    "Call `f`; what it writes goes to the file `out`, also what its own processes write, which begin as `start` says"
+    multiprocessing.set_start_method(start, force=True)   # otherwise as this one did, and each imports fastai again
     with open(out, 'wb') as file:
         for o in (1,2): os.dup2(file.fileno(), o)
     res = f(*args)
@@ -75,7 +76,7 @@ def forked(f, *args):
     "How `f` ended in a process of its own, and what was written"
     with TemporaryDirectory() as tmp:
         out = Path(tmp)/'out'
-        p = forks.Process(target=in_its_process, args=(f,args,out))
+        p = forks.Process(target=in_its_process, args=(f,args,out,multiprocessing.get_start_method()))
         p.start()
         p.join()
         return p.exitcode,out.read_text(encoding='utf-8', errors='replace') if out.exists() else ''

@@ -21,7 +21,7 @@ ways = dict(
     one_cycle=lambda l,n,lr,**kw: l.fit_one_cycle(n, lr, **kw),
     flat_cos =lambda l,n,lr,**kw: l.fit_flat_cos(n, lr, **kw),
     sgdr     =lambda l,n,lr,**kw: l.fit_sgdr(n, 1, lr, **kw),
-    fine_tune=lambda l,n,lr,**kw: l.fine_tune(n, lr, **kw),
+    fine_tune=lambda l,n,lr,**kw: l.fine_tune(n, lr, freeze_epochs=n-1, **kw),   # sometimes a fit of no epochs
     resumed  =lambda l,n,lr,**kw: l.fit_one_cycle(n+1, lr, start_epoch=1, **kw),
     two_fits =lambda l,n,lr,**kw: (l.fit_one_cycle(1, lr, **kw), l.fit(n, lr/2, **kw)))
 

@@ -9,6 +9,7 @@ from fastai.callback.tracker import TerminateOnNaNCallback
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
 from fastai.losses import CrossEntropyLossFlat
 from fastai.optimizer import Adam
+from fastai.torch_core import params
 from fastaccum import GradientAccumulation
 from fastaccum.testing import CrossEntropy, assert_twins, deviation, toy, toy_data, twins
 from common import Seen, grads, weights
@@ -16,7 +17,6 @@ from common import Seen, grads, weights
 w = tensor([0.2,1.,5.], dtype=torch.float64)
 gen = torch.Generator().manual_seed(0)
 def rand(*size): return torch.rand(*size, generator=gen, dtype=torch.float64)
-def whole(m): return [list(m.parameters())]
 def small_steps(learn, cbs): learn.fit_one_cycle(2, 1e-3, cbs=cbs)
 
 class Masked(nn.Module):
@@ -37,17 +37,31 @@ losses = dict(plain=CrossEntropy(), weighted=CrossEntropy(weight=w), smoothed=Cr
 of_classes = dict(index=CrossEntropy(ignore_index=2), both=nn.CrossEntropyLoss(ignore_index=0, weight=w),
     functional=F.cross_entropy, partial_index=partial(F.cross_entropy, ignore_index=1),
     partial_weight=partial(F.cross_entropy, weight=w))
-x,mixed,masks = toy_data(70).tensors[0],rand(70, 3)+2*torch.eye(3)[torch.arange(70)%3],torch.randint(150, 160, (70,), generator=gen)
+x,mixed,masks = toy_data(70).tensors[0],rand(70, 3)+torch.eye(3)[torch.arange(70)%3],(150+10*rand(70)).byte()
 cases = {**{f'{k} over tokens':dict(tokens=True, loss_func=f, fit=small_steps) for k,f in losses.items()},
     **{f'{k} over classes':dict(loss_func=f) for k,f in of_classes.items()},
     'replaced':dict(tokens=True, cbs=lambda: [Replace()], fit=small_steps),
-    'log probabilities':dict(loss_func=nn.NLLLoss(weight=w, ignore_index=1), splitter=whole,
+    'log probabilities':dict(loss_func=nn.NLLLoss(weight=w, ignore_index=1), splitter=params,
         model=lambda: nn.Sequential(nn.Linear(5,3), nn.LogSoftmax(-1)).double()),
     # torch divides by samples, also with class weights
-    **{f'probabilities {i}':dict(data=TensorDataset(x, mixed), loss_func=nn.CrossEntropyLoss(weight=o)) for i,o in enumerate((None,w))},
+    'probabilities':dict(data=TensorDataset(x, mixed), loss_func=nn.CrossEntropyLoss()),
+    'weighted probabilities':dict(data=TensorDataset(x, mixed), loss_func=nn.CrossEntropyLoss(w)),
     # as masks have them: in 8 bits the -100 of `ignore_index` would be the class 156
-    **{f'8 bits {i}':dict(data=TensorDataset(x, masks.byte()), model=lambda: nn.Linear(5,160).double(), splitter=whole,
-        loss_func=nn.CrossEntropyLoss(weight=o)) for i,o in enumerate((None,rand(160)))}}
+    **{f'8 bits {i}':dict(data=TensorDataset(x, masks), model=lambda: nn.Linear(5,160).double(), splitter=params,
+        loss_func=nn.CrossEntropyLoss(o)) for i,o in enumerate((None,rand(160)))}}
+
+
+# Nothing but such a class is 0/0 to a micro-batch; the full-batch run knows nothing of it
+rare = toy_data(70)
+rare.tensors[1][4:8] = rare.tensors[1][32:40] = 0
+cases['class without weight'] = dict(data=rare, loss_func=CrossEntropy(weight=tensor([0.,1.,1.], dtype=torch.float64)))
+
+# A size of your own says what a loss is a mean of, and that a micro-batch counts for nothing
+def per_weight(p, y): return (F.mse_loss(p[...,0], y[...,0], reduction='none')*y[...,1]).sum()/y[...,1].sum()
+with_weights = TensorDataset(x, rand(70, 2))
+with_weights.tensors[1][8:12,1] = with_weights.tensors[1][20:24,1] = 0
+for f in (lambda l: l.y[...,1].sum(),lambda l: l.y[...,1].sum().item()):
+    cases[f'own size {len(cases)}'] = dict(data=with_weights, loss_func=per_weight, acc=dict(size=f))
 
 @pytest.mark.parametrize('case', cases)
 def test_means_and_sums(case): assert_twins(*twins(**cases[case]))
@@ -91,25 +105,7 @@ def test_a_step_of_padding_decays_and_coasts_like_the_full_batch_runs():
     a,b = twins(data=ignored(*range(16,32)), opt_func=Adam, fit=small_steps)
     assert deviation(weights(a), weights(b))<1e-7 and any(o.isnan() for o in a.recorder.losses)
 
-def test_classes_with_a_weight_of_zero():
-    "A micro-batch of nothing else has a mean of 0/0; the full-batch run knows nothing of it"
-    ds = toy_data(64)
-    ds.tensors[1][4:8] = ds.tensors[1][32:40] = 0
-    assert_twins(*twins(data=ds, loss_func=CrossEntropy(weight=tensor([0.,1.,1.], dtype=torch.float64))))
-
 # A size of your own
-
-def per_weight(p, y):
-    "A mean over weights that come with the targets"
-    return (F.mse_loss(p[...,0], y[...,0], reduction='none')*y[...,1]).sum()/y[...,1].sum()
-
-@pytest.mark.parametrize('item', [False,True])
-def test_a_size_of_your_own(item):
-    "Says what a loss is a mean of, and that a micro-batch counts for nothing"
-    y = rand(70, 2)
-    y[8:12,1] = y[20:24,1] = 0
-    def size(l): return l.y[...,1].sum().item() if item else l.y[...,1].sum()
-    assert_twins(*twins(data=TensorDataset(x, y), loss_func=per_weight, acc=dict(size=size)))
 
 @pytest.mark.parametrize('size,exc', [(-1,ValueError), (float('inf'),ValueError), (True,TypeError), ('4',TypeError),
     (None,TypeError), (tensor(-1.),ValueError), (tensor(float('nan')),ValueError), (tensor([1,2]),TypeError)], ids=str)
@@ -122,7 +118,7 @@ def test_bad_sizes_fail_before_a_weight_moves(size, exc):
 # Magnitudes
 
 @pytest.mark.parametrize('kwargs', [dict(tokens=True), dict(tokens=True, loss_func=CrossEntropy(weight=w/1000)),
-    dict(data=TensorDataset(x[:64], mixed[:64]), loss_func=nn.CrossEntropyLoss(weight=w))], ids=['tokens','weights','mixed'])
+    dict(data=TensorDataset(x[:64], mixed[:64]), loss_func=nn.CrossEntropyLoss(w))], ids=['tokens','weights','mixed'])
 def test_gradients_stay_as_large_as_those_of_a_mean(kwargs):
     "Sums over tokens would be 384 times as large, or with small class weights nothing: half precision holds neither"
     def run(cbs):

@@ -1,6 +1,6 @@
-"""Random twins: is a run on micro-batches the big batch's run?
+"""Random runs: is a run on micro-batches the full-batch run?
 
-`python tests/sweep.py 10000` draws that many configurations, runs both twins of each and prints the worst deviations.
+`python tests/sweep.py 10000` draws that many configurations, runs each both ways and prints the worst deviations.
 """
 import os, random, sys, warnings
 os.environ.setdefault('OMP_NUM_THREADS', '1')   # the processes are many, and the models tiny
@@ -9,74 +9,75 @@ from functools import partial
 from multiprocessing import get_context
 
 import torch
+from fastai.callback.core import Callback
 from fastai.callback.training import GradientClip
 from fastai.metrics import accuracy
 from fastai.optimizer import Adam, OptimWrapper, RAdam, SGD
-from fastaccum.testing import assert_twins, twins
+from fastaccum.testing import assert_twins, toy, twins
 
 opts = dict(sgd=partial(SGD, mom=0.9), adam=Adam, radam=RAdam, torch_adamw=partial(OptimWrapper, opt=torch.optim.AdamW))
+ways = dict(
+    fit      =lambda l,n,lr,**kw: l.fit(n, slice(lr/10, lr), **kw),
+    one_cycle=lambda l,n,lr,**kw: l.fit_one_cycle(n, lr, **kw),
+    flat_cos =lambda l,n,lr,**kw: l.fit_flat_cos(n, lr, **kw),
+    sgdr     =lambda l,n,lr,**kw: l.fit_sgdr(n, 1, lr, **kw),
+    fine_tune=lambda l,n,lr,**kw: l.fine_tune(n, lr, freeze_epochs=n-1, **kw),   # sometimes a fit of no epochs
+    resumed  =lambda l,n,lr,**kw: l.fit_one_cycle(n+1, lr, start_epoch=1, **kw),
+    two_fits =lambda l,n,lr,**kw: (l.fit_one_cycle(1, lr, **kw), l.fit(n, lr/2, **kw)))
 
-def fit(learn, cbs, how, n_epoch, lr, wd, frozen_first):
+class Penalty(Callback):
+    "Add to the loss, as fastai's `RNNRegularizer` does"
+    def __init__(self, event='after_loss', order=0):
+        self.order = order
+        setattr(self, event, self.add)
+    def add(self):
+        if self.training: self.learn.loss_grad = self.loss_grad+0.1*self.pred.pow(2).mean()
+
+def fit(learn, cbs, how, n_epoch, lr, wd, freeze_first):
     "One of fastai's ways to fit, perhaps after a fit with a frozen body"
-    if frozen_first:
+    if freeze_first:
         learn.freeze()
         learn.fit(1, lr, wd=wd, cbs=cbs)
         learn.unfreeze()
-    if   how=='fit':       learn.fit(n_epoch, slice(lr/10, lr), wd=wd, cbs=cbs)
-    elif how=='one_cycle': learn.fit_one_cycle(n_epoch, lr, wd=wd, cbs=cbs)
-    elif how=='flat_cos':  learn.fit_flat_cos(n_epoch, lr, wd=wd, cbs=cbs)
-    elif how=='sgdr':      learn.fit_sgdr(n_epoch, 1, lr, wd=wd, cbs=cbs)
-    elif how=='fine_tune': learn.fine_tune(n_epoch, lr, wd=wd, cbs=cbs)
-    elif how=='resumed':   learn.fit_one_cycle(n_epoch+1, lr, wd=wd, cbs=cbs, start_epoch=1)
-    elif how=='two_fits':
-        learn.fit_one_cycle(1, lr, wd=wd, cbs=cbs)
-        learn.fit(n_epoch, lr/2, wd=wd, cbs=cbs)
+    ways[how](learn, n_epoch, lr, wd=wd, cbs=cbs)
+
+def metered(bs, train_metrics=True, **kwargs):
+    learn = toy(bs, **kwargs)
+    learn.recorder.train_metrics = train_metrics
+    return learn
 
 def draw(seed):
     "A random configuration: arguments for `twins`"
     r = random.Random(seed)
-    micro = r.randint(1, 9)
-    macro,n = r.randint(1, 40),r.randint(12, 90)
-    drop_last = r.random()<0.25
+    def maybe(p): return r.random()<p
+    micro,macro,n = r.randint(1, 9),r.randint(1, 40),r.randint(12, 90)
+    drop_last,tokens = maybe(.25),maybe(.3)
     if drop_last: n = max(n, -(-macro//micro)*micro)
-    loader_drop_last = r.random()<0.3
-    opt = r.choice(list(opts))
-    lr = r.choice([1e-2,5e-2]) if opt=='sgd' else r.choice([1e-3,1e-2])
-    clip = r.choice([None,None,0.01,0.1])
-    how = r.choice(['fit','one_cycle','one_cycle','flat_cos','sgdr','fine_tune','resumed','two_fits'])
-    return dict(micro=micro, macro=macro, n=n, seed=seed, tokens=r.random()<0.3, shuffle=r.random()<0.5,
-        loader_drop_last=loader_drop_last,
-        acc=dict(drop_last=drop_last), opt_func=opts[opt], metrics=accuracy if r.random()<0.3 else None,
-        fit=partial(fit, how=how, n_epoch=r.randint(1, 3), lr=lr, wd=r.choice([None,0.,0.1]),
-        frozen_first=r.random()<0.2),
-        cbs=list if clip is None else partial(lambda o: [GradientClip(o)], clip))
+    opt,clip,penalty = r.choice(list(opts)),r.choice([None,None,0.01,0.1]),maybe(.3) and not tokens
+    def cbs(): return [GradientClip(clip)]*(clip is not None)+[Penalty()]*penalty
+    return dict(micro=micro, macro=macro, n=n, seed=seed, tokens=tokens, shuffle=maybe(.5), loader_drop_last=maybe(.3),
+        acc=dict(drop_last=drop_last), opt_func=opts[opt], cbs=cbs, make=metered, train_metrics=maybe(.5),
+        metrics=accuracy if maybe(.5) and not tokens else None,
+        fit=partial(fit, how=r.choice(list(ways)), n_epoch=r.randint(1, 3), wd=r.choice([None,0.,0.1]),
+            lr=r.choice([1e-2,5e-2] if opt=='sgd' else [1e-3,1e-2]), freeze_first=maybe(.2)))
 
 def check(seed):
-    "Run the twins of configuration `seed`; return how far they are apart"
+    "Run configuration `seed` both ways; return how far they are apart"
     cfg = draw(seed)
-    if cfg['tokens']: cfg['metrics'] = None
     with warnings.catch_warnings():
         warnings.filterwarnings('ignore', message='micro-batches of')
         try: return assert_twins(*twins(**cfg))
         except Exception as e: raise AssertionError(f"seed {seed}, {cfg}: {e}") from e
 
-def worst(results):
-    "The largest of each deviation"
-    results = list(results)
-    return {k:max(o[k] for o in results) for k in results[0]}
-
 def main(n, workers=os.cpu_count()):
     from fastprogress.fastprogress import progress_bar
-    torch.set_num_threads(1)
-    with ProcessPoolExecutor(workers, mp_context=get_context('spawn'), initializer=torch.set_num_threads,
-            initargs=(1,)) as pool:
+    with ProcessPoolExecutor(workers, get_context('spawn'), torch.set_num_threads, (1,)) as pool:
         res = list(progress_bar(pool.map(check, range(n), chunksize=20), total=n))
-    print(f'\n{len(res)} twins, largest deviations:')
-    for k,v in worst(res).items(): print(f'  {k:10} {v:.1e}')
+    print(f'\n{len(res)} random runs, largest deviations:')
+    for k in res[0]: print(f'  {k:10} {max(o[k] for o in res):.1e}')
 
 def number(s):
-    "How many twins are asked for"
-    if not s.isdecimal() or int(s)<1: sys.exit(f'N={s}: give a number of twins, at least 1')
-    return int(s)
+    "How many runs are asked for"
+    return int(s) if s.isdecimal() and int(s)>0 else sys.exit(f'N={s}: give a number of runs, at least 1')
 
 if __name__=='__main__': main(number(sys.argv[1]) if len(sys.argv)>1 else 1000)

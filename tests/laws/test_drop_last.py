@@ -1,0 +1,110 @@
+"An epoch's incomplete last batch goes where `drop_last` says; by default, where the loader's own last batch goes."
+import pytest, random, warnings
+from contextlib import contextmanager
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader as TorchLoader, SequentialSampler
+from fastai.callback.core import Callback
+from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
+from fastai.torch_core import params
+from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler
+from fastaccum.testing import assert_twins, toy, toy_data, twins
+from common import Seen, some
+
+valid = toy_data(9, seed=1)
+def from_dsets(ds, bs): return DataLoaders.from_dsets(ds, valid, bs=bs, shuffle=False, num_workers=0)
+def keeps(ds, bs): return DataLoaders(DataLoader(ds, bs=bs), DataLoader(valid, bs=bs))
+def in_torch(ds, bs): return DataLoaders(TorchLoader(ds, bs, drop_last=True), TorchLoader(valid, bs))
+def sampler(ds, bs):
+    batches = BatchSampler(SequentialSampler(ds), bs, drop_last=True)
+    return DataLoaders(TorchLoader(ds, batch_sampler=batches), TorchLoader(valid, bs))
+
+def find(learn, cbs):
+    learn.add_cbs(cbs)
+    learn.lr_find(num_it=20, show_plot=False)
+def one_cycle(learn, cbs): learn.fit_one_cycle(2, 0.1, cbs=cbs)
+
+makes = dict(plain=lambda n,micro,**kw: GradientAccumulation(n, **kw),
+    schedule=lambda n,micro,**kw: GradientAccumulationSchedule(n, n, **kw),
+    scheduler=lambda n,micro,**kw: GradientAccumulationScheduler({0:-(-n//micro)}, **kw))
+
+def learner(dls):
+    learn = toy(4)
+    learn.dls = dls
+    return learn
+
+def small(): return learner(from_dsets(toy_data(21), 4))   # too few samples for a step of 32
+
+@pytest.mark.parametrize('loaders,fit,make', some(20, [(l,f,m) for l in (from_dsets,keeps,in_torch,sampler)
+    for f in (one_cycle,find) for m in makes for _ in range(2)]))
+def test_by_default_it_goes_where_the_loaders_last_batch_goes(loaders, fit, make):
+    "Loaders of both sizes, made the same way; all three callbacks"
+    r = random.Random(f'{loaders.__name__} {fit.__name__} {make}')
+    micro = r.randint(1, 8)
+    macro = r.randint(micro, 30)
+    big = -(-macro//micro)*micro
+    n = r.randint(big, 110)
+    a,b,acc = *(learner(loaders(toy_data(n), bs)) for bs in (big,micro)),makes[make](macro, micro)
+    plan = acc.plan(b.dls, 2)
+    fit(a, []); fit(b, [acc])
+    assert_twins(a, b)
+    assert acc.drop_last is None and plan.drop_last==(loaders is not keeps)
+    assert plan.steps==[len(a.dls.train)]*2 and sum(plan.sizes[0])==(n//big*big if plan.drop_last else n)
+
+@pytest.mark.parametrize('make', makes)
+def test_what_it_is_told_comes_before_what_the_loader_does(make):
+    for drop_last,steps in ((None,3),(True,3),(False,4)):
+        learn,acc = learner(from_dsets(toy_data(104), 8)),makes[make](32, 8, drop_last=drop_last)
+        assert acc.plan(learn.dls).steps==[steps]
+        learn.fit(1, 0.1, cbs=acc)
+        assert len(learn.recorder.losses)==steps
+
+@pytest.mark.filterwarnings('ignore:1 BatchNorm layer')
+@pytest.mark.parametrize('n,macro', [(71,10),(70,16),(64,16)])
+def test_dropped_samples_do_not_reach_the_model(n, macro):
+    "BatchNorm never sees them; an `accum_bs` that is no multiple is full where micro-batches fill it"
+    model = lambda: nn.Sequential(nn.Linear(5,6), nn.BatchNorm1d(6), nn.Linear(6,3)).double()
+    trained,full = Seen('after_pred', lambda l: len(l.x)),-(-macro//4)*4
+    learn = toy(4, n=n, model=model, splitter=params)
+    learn.fit(2, 0.05, cbs=[GradientAccumulation(macro, drop_last=True),trained])
+    assert sum(trained.values)==2*(n//full*full) and learn.model[1].num_batches_tracked==2*(n//full*full//4)
+    assert_twins(*twins(macro=macro, n=n, acc=dict(drop_last=True)))
+
+# Epochs that would have no step
+
+@contextmanager
+def warned(*texts):
+    "Exactly these warnings about steps, in this order"
+    with warnings.catch_warnings(record=True) as w:
+        warnings.simplefilter('always')
+        yield
+    ours = [str(o.message) for o in w if 'step' in str(o.message)]
+    assert len(ours)==len(texts) and all(t in o for t,o in zip(texts, ours)), ours
+
+def test_an_epoch_with_nothing_else_steps_on_what_there_is():
+    "Where the loader drops, and an epoch has too few samples for one step; it is said once. Asked for, it is refused"
+    a,b = learner(DataLoaders(DataLoader(toy_data(21), bs=20, n=20), DataLoader(valid, bs=20))),small()
+    one_cycle(a, [])
+    with warned('would hold no step'): one_cycle(b, [GradientAccumulation(32)])
+    assert_twins(a, b)
+    with warned('would hold no step'): find(small(), GradientAccumulation(32))
+    with pytest.raises(ValueError, match='no step'): one_cycle(small(), GradientAccumulation(32, drop_last=True))
+    with warned(): one_cycle(small(), GradientAccumulation(32, drop_last=False))
+
+def test_only_the_epochs_that_would_be_empty_are_kept():
+    learn,acc = learner(from_dsets(toy_data(41), 4)),GradientAccumulationScheduler({0:3, 1:20, 2:4})
+    assert acc.plan(learn.dls, 3).sizes==[[12,12,12],[40],[16,16]]
+    with warned('epoch 1 would hold no step'): learn.fit(3, 0.1, cbs=acc)
+    assert learn.recorder.accum_bs==[12,12,12,80,16,16] and len(learn.recorder.losses)==6
+
+def test_a_loader_that_changes_its_mind_between_epochs():
+    class Keep(Callback):
+        def before_epoch(self): self.learn.dls.train.drop_last = not self.epoch
+    learn = learner(from_dsets(toy_data(72), 8))
+    learn.fit(3, 0.1, cbs=[GradientAccumulation(32),Keep()])
+    assert len(learn.recorder.losses)==2+3+3
+
+@pytest.mark.parametrize('make', makes)
+def test_anything_else_is_refused(make):
+    for o in (0, 1, 'loader', (), 1.):
+        with pytest.raises(TypeError, match='drop_last'): makes[make](8, 4, drop_last=o)

@@ -1,0 +1,20 @@
+"Importing changes nothing but the verbs that a Learner is given, and needs no optional package."
+import subprocess, sys
+
+code = """
+from fastai.basics import *
+from fastai.callback.all import *
+classes = Learner,Callback,Recorder,TrainEvalCallback,ParamScheduler,MixedPrecision
+def look(): return {o.__name__:dict(vars(o)) for o in classes}
+before,cbs = look(),list(defaults.callbacks)
+for nm in ('wandb','tensorboard','torch.utils.tensorboard'): sys.modules[nm] = None
+from fastaccum.all import *
+from fastaccum.testing import assert_twins, twins
+after = look()
+for nm in ('accum_find','bs_find','recalibrate_bn','twin_check'): assert after['Learner'].pop(nm)
+assert after==before and list(defaults.callbacks)==cbs
+assert_twins(*twins())
+assert not [o for o in sys.modules if o.split('.')[0] in ('wandb','tensorboard','accelerate') and sys.modules[o]]
+"""
+
+def test_importing_it(): subprocess.run([sys.executable, '-W', 'ignore', '-c', code], check=True, timeout=300)

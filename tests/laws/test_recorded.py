@@ -1,0 +1,62 @@
+"Losses, learning rates, hyper-parameters and metrics are recorded once a step, with the full-batch run's numbers."
+import pytest
+from fastai.callback.core import Callback
+from fastai.learner import AvgLoss
+from fastai.metrics import Perplexity, accuracy
+from fastaccum import GradientAccumulation
+from fastaccum.testing import CrossEntropy, assert_twins, deviation, toy, twins
+from common import Seen, weights
+from sweep import metered
+
+def mets(): return [accuracy,AvgLoss(),Perplexity()]
+
+@pytest.mark.parametrize('n,macro,kwargs', [(64,16,{}), (71,10,{}), (70,100,{}), (70,16,dict(acc=dict(drop_last=True))),
+    (70,16,dict(loss_func=CrossEntropy(reduction='sum'), metrics=accuracy))])
+def test_what_is_recorded_is_the_full_batch_runs(n, macro, kwargs):
+    "With train metrics: one over predictions, two over the loss"
+    a,b = twins(n=n, macro=macro, make=lambda bs,**kw: metered(bs, **{'metrics':mets(), **kw}),
+        fit=lambda l,cbs: l.fit_one_cycle(3, 0.01, cbs=cbs), **kwargs)
+    assert_twins(a, b)
+    assert list(a.recorder.metric_names)==list(b.recorder.metric_names) and a.recorder.lrs==b.recorder.lrs
+    assert len(b.recorder.losses)==len(b.recorder.lrs)==len(b.recorder.hps['lr'])==b.recorder.iters[-1]
+
+@pytest.mark.parametrize('event', ['before_step','after_step'])
+def test_at_a_step_the_learner_shows_the_full_batch_runs_state(event):
+    "How far training has come, its epoch and learning rates; and once the step is taken, its mean loss"
+    def state(l): return l.pct_train,l.epoch,[o['lr'] for o in l.opt.hypers],l.loss.item()*(event=='after_step')
+    a,b = Seen(event, state),Seen(event, state)
+    toy(16).fit_one_cycle(2, 0.1, cbs=a); toy(4).fit_one_cycle(2, 0.1, cbs=[b,GradientAccumulation(16)])
+    assert len(b.values)==10 and deviation(a.values, b.values)<1e-6
+
+def test_there_is_a_smoothed_loss_whenever_a_batch_ends():
+    "Progress bars and loggers read it; the last step is taken within the last batch"
+    class Read(Callback):
+        order,run_valid = 51,False
+        def after_step(self): seen.append(0)
+        def after_batch(self): seen.append(float(self.learn.smooth_loss))
+    seen,learn = [],toy(4)
+    learn.fit(1, 0.05, cbs=[GradientAccumulation(16),Read()])
+    assert seen.count(0)==5 and all(0<=o<10 for o in seen) and seen[-2:]==[0,float(learn.recorder.losses[-1])]
+
+# `log_accum_batch=False`: every micro-batch is recorded, as fastai does
+
+def test_the_optimization_is_the_same():
+    "And a step's micro-batches have its learning rate"
+    a,b = twins(acc=dict(log_accum_batch=False))
+    rec = b.recorder
+    assert deviation(weights(a), weights(b))<1e-12
+    assert len(rec.losses)==len(rec.lrs)==len(rec.hps['lr'])==36 and list(rec.iters)==[18,36]
+    lrs = [lr for i,lr in enumerate(a.recorder.lrs) for _ in range(2 if i%5==4 else 4)]
+    assert deviation(rec.lrs, lrs)<1e-12
+
+def test_micro_batches_losses_are_their_own():
+    "Where nothing is learned, all that is recorded is a plain run's"
+    def run(cbs):
+        learn = metered(4, metrics=mets())
+        learn.fit(2, 0., wd=0., cbs=cbs)
+        return learn.recorder.losses,learn.recorder.values
+    assert deviation(run([]), run(GradientAccumulation(16, log_accum_batch=False)))<1e-6
+
+def test_micro_batches_that_are_left_out_are_not_recorded():
+    *_,learn = twins(acc=dict(log_accum_batch=False, drop_last=True))
+    assert len(learn.recorder.losses)==2*16

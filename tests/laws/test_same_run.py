@@ -1,0 +1,194 @@
+"A run on micro-batches is the full-batch run, whatever fastai's users do with a fit."
+import pickle, pytest, sweep, torch
+from functools import partial
+from torch import nn
+from torch.utils.data import TensorDataset
+from fastai.callback.core import Callback, CancelBackwardException, CancelBatchException, FetchPredsCallback
+from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback
+from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation, ShortEpochCallback
+from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
+from fastai.learner import load_learner
+from fastai.metrics import accuracy
+from fastai.optimizer import Adam, OptimWrapper, SGD
+from fastai.torch_core import params
+from fastaccum import GradientAccumulation
+from fastaccum.testing import CrossEntropy, assert_twins, deviation, toy, toy_data, twins
+from common import Raise, Seen, grads, some, weights
+
+@pytest.mark.parametrize('seed', some(45, range(400)))
+def test_random_runs(seed): sweep.check(seed)
+
+def test_the_comparison_sees_what_fastais_callback_gets_wrong():
+    a,b = twins(fit=lambda l,cbs: l.fit(1, 0.05, cbs=cbs), acc_cls=FastaiGradientAccumulation)
+    assert deviation(weights(a), weights(b))>1e-3
+
+@pytest.mark.parametrize('args,full', [(dict(),32), (dict(n_acc=16),16), (dict(accum_bs=10),12)], ids=str)
+def test_arguments_of_fastais_callback(args, full):
+    a,b = toy(full),toy(4)
+    a.fit_one_cycle(2, 0.05); b.fit_one_cycle(2, 0.05, cbs=GradientAccumulation(**args))
+    assert_twins(a, b)
+
+# Fit after fit
+
+@pytest.mark.parametrize('opt_func', [SGD,Adam,partial(OptimWrapper, opt=torch.optim.SGD)], ids=['SGD','Adam','torch'])
+def test_several_fits_with_one_callback(opt_func):
+    "With a body that is frozen after it has trained: fastai's own optimizers go on decaying it, here as there"
+    def fit(l, cbs):
+        for freeze,how in ((l.unfreeze,l.fit_one_cycle),(l.freeze,l.fit),(l.unfreeze,l.fit_flat_cos)):
+            freeze()
+            how(1, slice(1e-3, 1e-2), wd=0.1, cbs=cbs)
+    assert_twins(*twins(opt_func=opt_func, fit=fit))
+
+@pytest.mark.parametrize('left_by', [FastaiGradientAccumulation,GradientAccumulation,None])
+@pytest.mark.parametrize('frozen', [False,True])
+def test_no_gradient_of_an_earlier_fit_enters(left_by, frozen):
+    "Which fastai's callback leaves at the end of each, and others after an interrupt"
+    learn,fresh = toy(4, n=60),toy(16, n=60)
+    cbs = [] if left_by is None else [left_by(16)]
+    if left_by is FastaiGradientAccumulation: learn.fit(1, 0.1, cbs=cbs)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            learn.fit(1, 0.1, cbs=[*cbs,Raise('after_backward', KeyboardInterrupt, 5, at=6)])
+    fresh.model.load_state_dict(learn.model.state_dict())
+    for o,cbs in ((fresh,[]),(learn,[GradientAccumulation(16)])):
+        if frozen: o.freeze()
+        o.fit(1, 0.1, reset_opt=True, cbs=cbs)
+    assert deviation((weights(fresh),fresh.recorder.losses), (weights(learn),learn.recorder.losses))<1e-6
+
+@pytest.mark.parametrize('acc', [dict(), dict(drop_last=True), dict(log_accum_batch=False)], ids=str)
+@pytest.mark.parametrize('num_it,lrs', [(12,{}),(30,{}),(60,dict(end_lr=1e5, stop_div=True))])
+def test_lr_find(acc, num_it, lrs):
+    "The finder's points are steps, and a fit after it is the full-batch run's too"
+    def fit(l, cbs):
+        l.add_cbs(cbs)
+        l.found = l.lr_find(num_it=num_it, show_plot=False, **dict(dict(stop_div=False), **lrs)).valley,l.recorder.lrs
+        l.points = list(l.recorder.losses)
+        if 'log_accum_batch' not in acc: l.fit_one_cycle(1, 0.05)
+    a,b = twins(fit=fit, acc=acc)
+    assert (len(b.found[1])==num_it)==(not lrs) and deviation(a.found, b.found)<1e-9
+    assert deviation(a.points, b.points)<1e-6
+    assert_twins(a, b)
+
+# Other callbacks
+
+class Predict(Callback):
+    "Predicts or validates between epochs: both announce a fit, but none begins or ends"
+    order,busy = 70,False
+    def __init__(self, how): self.how = how
+    def after_validate(self):
+        if self.busy: return   # what we do below comes here again
+        self.busy = True
+        self.how(self.learn)
+        self.busy = False
+
+others = dict(validates=lambda: [Predict(lambda l: l.validate())], predicts=lambda: [Predict(lambda l: l.get_preds())],
+    predicts_inside=lambda: [Predict(lambda l: l.get_preds(dl=l.dls.valid, inner=True))],
+    tracks=lambda: [EarlyStoppingCallback(patience=2), SaveModelCallback(), ReduceLROnPlateau(patience=1)],
+    penalizes=lambda: [sweep.Penalty()], late=lambda: [sweep.Penalty('before_backward', GradientAccumulation.order+1)])
+
+@pytest.mark.parametrize('kind', others)
+def test_beside_a_callback_that(kind):
+    a,b = twins(cbs=others[kind], fit=lambda l,cbs: l.fit(8 if kind=='tracks' else 2, 0.6, cbs=cbs))
+    assert a.epoch==b.epoch
+    assert_twins(a, b)
+
+@pytest.mark.filterwarnings('ignore:the loss function sums')
+def test_penalties_that_callbacks_add_to_a_sum():
+    assert_twins(*twins(loss_func=CrossEntropy(reduction='sum'), cbs=others['penalizes'],
+        fit=lambda l,cbs: l.fit(2, 1e-3, cbs=cbs)))
+
+cancels = [(o,CancelBatchException) for o in ('before_batch','after_pred','after_loss','before_backward')]
+cancels.append(('before_backward',CancelBackwardException))
+
+@pytest.mark.parametrize('left_out,cancel,order', some(12, [(o,c,order) for order in (4,8) for c in cancels
+    for o in ((1,),(3,),(0,1,2,3),(15,),(12,13,14,15))]))
+def test_micro_batches_that_callbacks_leave_out(left_out, cancel, order):
+    "The others make up the steps, each with the mean of what it has"
+    a,b,(event,exc) = toy(4, n=64),toy(4, n=64),cancel
+    cbs = [Raise(event, exc, order, at=i-k) for k,i in enumerate(left_out)]   # each hears what those before let through
+    b.fit(1, 0.05, cbs=[GradientAccumulation(16),*cbs])
+    dl,kept = a.dls.train,[j for i in range(16) if i not in left_out for j in range(4*i, 4*i+4)]
+    steps = [kept[i:i+16] for i in range(0, len(kept), 16)]
+    dl.create_batches = lambda idxs: (dl.create_batch([dl.dataset[i] for i in o]) for o in steps)
+    a.fit(1, 0.05)
+    assert all(o.raised for o in cbs) and deviation(weights(a), weights(b))<1e-12
+    assert len(b.recorder.losses)==len(steps) and deviation(a.recorder.losses, b.recorder.losses)<1e-6
+
+@pytest.mark.parametrize('drop_last', [False,True])
+def test_an_epoch_that_is_cut_short(drop_last):
+    "What was seen is stepped on, unless incomplete batches are left out; no gradient stays"
+    def empty(l): return not any(g is not None and g.any() for g in grads(l))
+    learn,note,begin = toy(4, n=64),Seen('after_backward', lambda l: 'b', -50),Seen('before_train', empty, 100)
+    note.before_train,note.after_step = lambda: note.values.append('|'),lambda: note.values.append('s')
+    learn.fit(2, 0.05, cbs=[GradientAccumulation(16, drop_last=drop_last),note,begin,ShortEpochCallback(pct=0.3)])
+    assert begin.values==[True,True] and empty(learn)
+    for epoch in ''.join(note.values)[1:].split('|'):
+        *steps,rest = epoch.split('s')
+        assert 0<len(steps)<4 and ({*steps}=={'bbbb'} if drop_last else not rest)
+
+# Data
+
+@pytest.mark.filterwarnings('ignore:the training loader announced')
+@pytest.mark.parametrize('announced', [12,10,4])
+def test_a_loader_that_announces_the_wrong_length(announced):
+    "10 micro-batches of 4, whatever `len` says: no sample is lost, and none counts twice"
+    a,b = (sweep.metered(bs, n=40, metrics=accuracy) for bs in (16,4))
+    dl = b.dls.train
+    class Loader:
+        bs,device,dataset,after_batch = dl.bs,dl.device,dl.dataset,None
+        def __len__(self): return announced
+        def __iter__(self): return iter(dl)
+    b.dls.loaders[0] = Loader()
+    a.fit(2, 0.05); b.fit(2, 0.05, cbs=GradientAccumulation(16))
+    assert deviation(weights(a), weights(b))<1e-12 and list(b.recorder.iters)==[3,6]
+    assert deviation((a.recorder.losses,a.recorder.values), (b.recorder.losses,b.recorder.values))<1e-6
+
+class Change(Callback):
+    "Take another batch size after the first epoch, and ask for one more epoch"
+    order = 100
+    def __init__(self, bs): self.bs = bs
+    def before_fit(self): self.learn.n_epoch = 3
+    def before_epoch(self):
+        dl = self.dls.train
+        if self.epoch==1: self.learn.dls.loaders[0] = dl.new(bs=self.bs, n=70, get_idxs=dl.get_idxs)
+
+def test_a_loader_that_changes_between_epochs():
+    a,b = toy(16),toy(4)
+    a.fit_one_cycle(2, 0.05, cbs=Change(16)); b.fit_one_cycle(2, 0.05, cbs=[Change(2),GradientAccumulation(16)])
+    assert len(b.recorder.losses)==15
+    assert_twins(a, b)
+
+@pytest.mark.filterwarnings('ignore:the training loader has no batch')
+@pytest.mark.parametrize('kwargs', [dict(data=TensorDataset(toy_data(70).tensors[0])),dict(n=3, whole=4)])
+def test_without_targets_or_without_a_batch_nothing_is_trained(kwargs):
+    learn = toy(4, cbs=GradientAccumulation(16), **kwargs)
+    if 'data' in kwargs: learn.remove_cb(learn.float32_loss)
+    learn.fit(1, 0.1)
+    assert weights(learn).equal(weights(toy(4))) and not learn.recorder.losses
+
+# Outside of a fit
+
+@pytest.mark.parametrize('kwargs', [dict(accum_bs=16), dict(accum_bs=100, drop_last=True)], ids=str)
+def test_validation_and_prediction_before_any_fit(kwargs, capsys):
+    "Also with what would be refused for a fit"
+    a,b = toy(4),toy(4, cbs=GradientAccumulation(**kwargs))
+    assert list(a.validate())==list(b.validate()) and deviation(a.get_preds()[0], b.get_preds()[0])==0
+    b.show_training_loop()
+    assert 'GradientAccumulation' in capsys.readouterr().out
+
+def test_pickling_the_callback():
+    acc,a,b = GradientAccumulation(16, drop_last=True),toy(16, whole=16),toy(4)
+    for _ in range(2):
+        a.fit(1, 0.05); b.fit(1, 0.05, cbs=pickle.loads(pickle.dumps(acc)))
+        toy(4).fit(1, 0.05, cbs=acc)   # the second time it is pickled after a fit
+    assert_twins(a, b)
+
+def test_export_and_load(tmp_path):
+    learn = toy(4, path=tmp_path, cbs=GradientAccumulation(16), splitter=params, loss_func=nn.CrossEntropyLoss())
+    learn.fit(1, 0.05, cbs=FetchPredsCallback())
+    learn.logger,learn.dls.new_empty = print,lambda: DataLoaders(DataLoader([], bs=4), DataLoader([], bs=4))
+    learn.export('acc.pkl')
+    loaded,x = load_learner(tmp_path/'acc.pkl'),toy_data(70).tensors[0]
+    preds = loaded.get_preds(dl=DataLoader([(o,torch.tensor(0)) for o in x], bs=8))[0]
+    assert loaded.gradient_accumulation.accum_bs==16 and deviation(preds, learn.model(x))<1e-12

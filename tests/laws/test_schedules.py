@@ -1,0 +1,170 @@
+"A schedule's run is plain training on the batches of its `plan()`, and the plan is what the schedule says."
+import matplotlib.pyplot as plt, numpy as np, pickle, pytest, random, warnings
+from functools import partial
+from hypothesis import given, strategies as st
+from fastai.callback.schedule import SchedCos, SchedExp, SchedLin, SchedNo, SchedPoly, combine_scheds
+from fastai.callback.training import GradientClip
+from fastai.data.load import DataLoader
+from fastai.optimizer import Adam, SGD
+from fastaccum import (GradientAccumulation, GradientAccumulationSchedule as Schedule,
+    GradientAccumulationScheduler as Scheduler)
+from fastaccum.testing import assert_twins, toy
+from common import Raise, Seen, some, weights
+
+class StepsLoader:
+    "A loader that yields, epoch by epoch, batches of the given sizes"
+    def __init__(self, dl, sizes, epoch=0): self.dl,self.sizes,self.epoch,self.device = dl,sizes,epoch,dl.device
+    def __len__(self): return len(self.sizes[self.epoch%len(self.sizes)])
+    def __iter__(self):
+        idxs,start,sizes = self.dl.get_idxs(),0,self.sizes[self.epoch%len(self.sizes)]
+        self.epoch += 1
+        for size in sizes:
+            yield self.dl.create_batch([self.dl.dataset[i] for i in idxs[start:start+size]])
+            start += size
+
+def compare(make, n_epoch, n, micro, cbs=list, start_epoch=0, **kwargs):
+    "Train on the plan's batches, and on micro-batches; return both Learners and the plan"
+    a,b,acc = toy(1, n=n, **kwargs),toy(micro, n=n, **kwargs),make()
+    plan = acc.plan(b.dls, n_epoch)
+    a.dls.loaders[0] = StepsLoader(a.dls.train, plan.sizes, start_epoch)
+    for o,more in ((a,[]),(b,[acc])): o.fit_one_cycle(n_epoch, 0.05, cbs=cbs()+more, start_epoch=start_epoch)
+    assert_twins(a, b)
+    assert len(b.recorder.losses)==len(b.recorder.accum_bs)==sum(plan.steps[start_epoch:])
+    return a,b,plan
+
+annealers = dict(lin=SchedLin, cos=SchedCos, exp=SchedExp, no=SchedNo, poly=partial(SchedPoly, power=2))
+
+@pytest.mark.parametrize('seed', some(20, range(100)))
+def test_random_schedules(seed):
+    "Ends, windows, annealers, modes, data, optimizers, clipping, resumed fits"
+    r = random.Random(seed)
+    micro,n,n_epoch,drop_last = r.randint(1, 7),r.randint(30, 90),r.randint(1, 4),r.random()<0.3
+    most = n//(2*micro)*micro
+    if r.random()<0.6:
+        draw = r.random if r.random()<0.6 else partial(r.randint, 0, n_epoch)
+        args = r.randint(1, most),r.randint(1, most),*sorted([draw(),draw()]),annealers[r.choice(list(annealers))]
+        make = partial(Schedule, *args, drop_last=drop_last)
+    else:
+        mode = r.choice(['epoch','step'])
+        factors = {r.randint(0, n_epoch if mode=='epoch' else 20):r.randint(1, max(1, most//micro)) for _ in range(3)}
+        make = partial(Scheduler, factors, mode, drop_last=drop_last)
+    cbs = [GradientClip(0.05)]*(r.random()<0.3)
+    compare(make, n_epoch, n, micro, cbs=lambda: cbs, tokens=r.random()<0.3, shuffle=r.random()<0.5, seed=seed,
+        opt_func=r.choice([SGD,Adam]), start_epoch=r.randint(0, n_epoch-1) if r.random()<0.3 else 0)
+
+# The plan
+
+@given(n=st.integers(1, 500), micro=st.integers(1, 40), accum_bs=st.integers(1, 200), n_epoch=st.integers(1, 4),
+    drop_last=st.booleans())
+def test_a_plan_has_every_sample_in_one_step_of_an_epoch(n, micro, accum_bs, n_epoch, drop_last):
+    plan = GradientAccumulation(accum_bs, drop_last=drop_last).plan(DataLoader(range(n), bs=micro), n_epoch)
+    full = -(-accum_bs//micro)*micro
+    assert len(plan.sizes)==len(plan.steps)==n_epoch and plan.drop_last==drop_last
+    for sizes,steps in zip(plan.sizes, plan.steps):
+        assert list(sizes)==[full]*(n//full)+[n%full]*(n%full>0 and not drop_last) and steps==len(sizes)
+
+@given(n=st.integers(20, 300), micro=st.integers(1, 9), a=st.integers(1, 60), b=st.integers(1, 60), s=st.floats(0, 1),
+    f=st.floats(0, 1), annealer=st.sampled_from(list(annealers)), n_epoch=st.integers(1, 4), drop_last=st.booleans())
+def test_sizes_follow_the_annealer(n, micro, a, b, s, f, annealer, n_epoch, drop_last):
+    "Each within half a micro-batch of it, in whole micro-batches, and every sample in one step"
+    s,f = sorted([s,f])
+    first,last = (-(-o//micro)*micro for o in (a,b))
+    acc = Schedule(a, b, start=s, finish=f, schedule=annealers[annealer], drop_last=drop_last)
+    for epoch,sizes in enumerate(acc.plan(DataLoader(range(n), bs=micro), n_epoch).sizes):
+        done = 0
+        for size in [*sizes,None]:
+            pct = (epoch+done/n)/n_epoch
+            ideal = last if pct>=f else first if pct<=s else annealers[annealer](first, last)((pct-s)/(f-s))
+            if size is None: assert done==n or drop_last and ideal+micro/2>n-done-1e-6
+            elif done+size==n and ideal>size: pass   # what is left of an epoch
+            else: assert (size%micro==0 or done+size==n) and 0<size and abs(size-ideal)<=micro/2+1e-6
+            done += size or 0
+
+@pytest.mark.parametrize('start,finish,pcts', [(1,3,(0.25,0.75)), (0.25,3,(0.25,0.75)), (1,0.75,(0.25,0.75)),
+    (0,4,(0.,1.)), (2,2,(0.5,0.5))], ids=str)
+def test_whole_numbers_are_epochs_and_floats_fractions(start, finish, pcts):
+    def sizes(s, f): return Schedule(8, 32, start=s, finish=f).plan(toy(4, n=64).dls, 4).sizes
+    assert sizes(start, finish)==sizes(*pcts)
+
+there_and_back = combine_scheds([.5,.5], [SchedLin(8,32),SchedLin(32,8)])
+
+@pytest.mark.parametrize('make,n_epoch,expected', [
+    (lambda: Scheduler({3:4, 1:2}), 5, [[4]*16,[8]*8,[8]*8,[16]*4,[16]*4]),
+    (lambda: Scheduler({20:2, 24:4}, mode='step'), 3, [[4]*16,[4]*4+[8]*4+[16],[16]*4]),
+    (lambda: Scheduler({0:2, 3:5, 5:3}, mode='step'), 1, [[8,8,8,20,20]]),
+    (lambda: Scheduler({0:np.int8(64)}), 1, [[64]]),   # 4*np.int8(64) is 0
+    (lambda: Schedule(16, 16, finish=1., schedule=lambda a,b: lambda pos: 1), 1, [[16]+[4]*12]),
+    (lambda: Schedule(8, 16, finish=1., schedule=there_and_back), 2, [[8,12,16,20,8],[32,20,12]])], ids=range(6))
+def test_plans_by_example_and_their_runs(make, n_epoch, expected):
+    "Thresholds in any order, steps counted over the whole fit, at least a micro-batch a step, ready-made schedules"
+    for epoch in range(min(2, n_epoch)):   # from the beginning, and resumed
+        assert compare(make, n_epoch, n=64, micro=4, start_epoch=epoch)[2].sizes==expected
+
+def test_plot_sched_draws_the_plan():
+    acc,dls = Schedule(8, 32, finish=2, drop_last=True),toy(4).dls
+    plan = acc.plan(dls, 3).sizes
+    sizes = [o for epoch in plan for o in epoch]
+    starts = [e+sum(o[:i])/70 for e,o in enumerate(plan) for i in range(len(o))]
+    left,right = (o.lines[0] for o in acc.plot_sched(dls, 3))
+    assert list(left.get_ydata())==[*sizes,sizes[-1]] and list(right.get_ydata())==list(range(len(sizes)+1))
+    for o in (left,right): assert np.allclose(o.get_xdata(), [*starts,3])
+    plt.close('all')
+
+# Fit after fit
+
+def test_each_fit_begins_the_schedule_anew():
+    "Resumed at an epoch it goes on; another fit, an interrupt, or pickling leave nothing behind"
+    make = partial(Schedule, 8, 32, start=1, finish=3, schedule=partial(SchedPoly, power=2))
+    _,expected,plan = compare(make, n_epoch=4, n=70, micro=4)
+    _,b,_ = compare(make, n_epoch=4, n=70, micro=4, start_epoch=2)
+    assert b.recorder.accum_bs==expected.recorder.accum_bs[sum(plan.steps[:2]):]
+    acc,learn = make(),toy(4)
+    with pytest.raises(KeyboardInterrupt):
+        learn.fit(4, cbs=[acc,Raise('after_backward', KeyboardInterrupt, 5, at=20)])
+    learn.model.load_state_dict(toy(4).model.state_dict())
+    for l,o in ((learn,acc),(toy(4),pickle.loads(pickle.dumps(acc)))):
+        l.fit_one_cycle(4, 0.05, cbs=o, reset_opt=True)
+        assert l.recorder.accum_bs==expected.recorder.accum_bs
+        assert_twins(expected, l)
+
+def test_lr_find_uses_the_first_size():
+    a,b = toy(8, n=64),toy(4, n=64, cbs=Schedule(8, 32))
+    for o in (a,b): o.lr_find(num_it=30, show_plot=False, stop_div=False)
+    assert b.recorder.accum_bs==[8]*30
+    assert_twins(a, b)
+
+@pytest.mark.parametrize('acc', [Schedule(8, 32),Scheduler({0:2})])
+def test_other_callbacks_find_it_where_they_find_plain_accumulation(acc):
+    "And nothing warns; its size is the schedule's to set"
+    found = Seen('before_fit', lambda l: l.gradient_accumulation is acc)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        toy(4, n=64).fit(2, 0.05, cbs=[acc,found])
+    assert found.values==[True]
+    with pytest.raises(AttributeError, match='schedule'): acc.accum_bs = 8
+
+# What is refused
+
+@pytest.mark.parametrize('start,finish', [(0,1.5),(1.2,2.),(0,4),(3,5)])
+def test_a_finish_after_the_end_warns(start, finish):
+    learn = toy(4, n=64)
+    with pytest.warns(UserWarning, match=f'finish={finish}'): learn.fit(2, 0.05, cbs=Schedule(8, 32, start, finish))
+    assert learn.recorder.accum_bs[-1]<32
+
+def anneal(n): return lambda a,b: lambda pos: 8 if pos<0.5 else n
+bad = {Schedule:[((8,32,.5,.3), ValueError, 'later'), ((8,32,3,2), ValueError, 'later'), ((0,32), ValueError, '_bs=0'),
+        ((8,32,-0.1), ValueError, 'start'), ((8,32,True), TypeError, 'start'), ((8,32,0,'1'), TypeError, 'finish'),
+        ((8,-4), ValueError, '_bs=-4'), ((4.,32), TypeError, '_bs=4.0'), ((8,32,0,1,'cos'), TypeError, 'cos'),
+        ((8,32,0,1,lambda a,b: a), TypeError, 'returned 8'), ((8,32,0,1,anneal(-1)), ValueError, 'above 0')],
+    Scheduler:[(({},), TypeError, 'dict'), (([2,4],), TypeError, 'dict'), (({0.5:2},), TypeError, '0.5'),
+        (({0:2.},), TypeError, '2.0'), (({True:2},), TypeError, 'True'), (({0:0},), ValueError, 'factor 0'),
+        (({-1:2},), IndexError, 'threshold -1'), (({0:2},'batch'), ValueError, 'batch')]}
+
+@pytest.mark.parametrize('cls,args,exc,msg', [(k,*o) for k,v in bad.items() for o in v], ids=str)
+def test_bad_schedules_are_refused_at_once(cls, args, exc, msg):
+    with pytest.raises(exc, match=msg): cls(*args)
+
+def test_an_epoch_that_comes_after_a_fraction_is_refused_before_a_weight_moves():
+    learn = toy(4)
+    with pytest.raises(ValueError, match='`start=1` is later'): learn.fit(2, cbs=Schedule(8, 32, 1))
+    assert weights(learn).equal(weights(toy(4)))

@@ -139,6 +139,28 @@ def test_other_fits_that_end_early_leave_nothing(way):
     with learn.added_cbs(ways[way]()): learn.lr_find(num_it=5, show_plot=False)
     check(learn, before)
 
+@pytest.mark.parametrize('i', range(1, 11, 2))
+def test_a_cancelled_epoch_adds_nothing_to_the_next(i):
+    "Of the unfinished step; the others have been taken"
+    a,b = toy(accum, n=n),toy(micro, n=n)
+    def cancel(at): return Raise('after_loss', CancelEpochException, 7, at)
+    a.fit(2, 0.05, cbs=cancel(i*micro//accum))
+    b.fit(2, 0.05, cbs=[cancel(i), GradientAccumulation(accum)])
+    assert_twins(a, b)
+
+@pytest.mark.parametrize('train_metrics', [False,True])
+def test_an_interrupt_within_the_recorder(train_metrics):
+    learn = learner()
+    learn.recorder.train_metrics = train_metrics
+    before,metric = state(learn),learn.recorder.smooth_loss
+    def interrupt(learn): raise KeyboardInterrupt
+    metric.accumulate = interrupt
+    with pytest.raises(KeyboardInterrupt): learn.fit(1, 0.1, cbs=GradientAccumulation(accum))
+    del metric.accumulate
+    assert state(learn)==before
+    learn.recorder.train_metrics = False
+    same_fits(learn, micro)
+
 @pytest.mark.parametrize('exc', excs, ids=lambda o: o.__name__)
 def test_loggers_are_left_as_they_were(exc, tmp_path):
     for o in ('tensorboard','wandb'): pytest.importorskip(o)

@@ -32,14 +32,12 @@ class Overflow(Callback):
     def before_backward(self):
         if self.epoch==0 and (self.x==self.x0).all(-1).any(): self.learn.loss_grad = self.loss_grad*float('inf')
 
-def fit2(learn, cbs): learn.fit_one_cycle(2, 0.05, cbs=cbs)
-
 @pytest.mark.parametrize('clip', [None,0.05])
 @pytest.mark.parametrize('kwargs', [dict(), dict(n=67, shuffle=True), dict(tokens=True, n=67),
     dict(macro=10, n=71, opt_func=Adam), dict(acc=dict(drop_last=True)), dict(acc=dict(micro_batch_size=2))], ids=str)
 def test_a_scaled_run_is_the_full_batch_run(kwargs, clip):
     cbs = lambda: [Scaled(init_scale=2.**10, growth_interval=3)] + ([GradientClip(clip)] if clip else [])
-    assert_twins(*twins(fit=fit2, cbs=cbs, **kwargs))
+    assert_twins(*twins(cbs=cbs, **kwargs))
 
 @pytest.mark.parametrize('i', [0,21,69])
 def test_an_overflow_skips_its_step_alone(i):
@@ -48,10 +46,10 @@ def test_an_overflow_skips_its_step_alone(i):
     def cbs():
         seen.append(Seen('before_step', lambda l: l.scaler.get_scale(), order=9))
         return [Scaled(init_scale=2.**10),seen[-1],Overflow(x)]
-    a,b = twins(fit=fit2, cbs=cbs, n=70)
+    a,b = twins(cbs=cbs, n=70)
     assert_twins(a, b)
     assert seen[0].values==seen[1].values==[2.**10]*(i//16+1)+[2.**9]*(9-i//16)
-    clean = twins(fit=fit2, cbs=lambda: [Scaled(init_scale=2.**10)], n=70)[1]
+    clean = twins(cbs=lambda: [Scaled(init_scale=2.**10)], n=70)[1]
     assert deviation(weights(clean), weights(b))>1e-5   # it did skip
 
 def test_the_scale_is_constant_within_a_step():
@@ -78,8 +76,8 @@ def test_mixed_precision_differs_by_its_own_rounding(mode):
         learn.dls.train_ds.tensors = x.float(),y
         return learn
     seen = Seen('after_pred', lambda l: l.model[0](l.x).dtype)
-    a,b = twins(make=make, fit=fit2, cbs=lambda: [CpuMixedPrecision(amp_mode=mode), seen], n=70)
-    single,_ = twins(make=make, fit=fit2, n=70)
+    a,b = twins(make=make, cbs=lambda: [CpuMixedPrecision(amp_mode=mode), seen], n=70)
+    single,_ = twins(make=make, n=70)
     assert set(seen.values)=={dict(fp16=torch.float16, bf16=torch.bfloat16)[mode.value]}
     for f in (weights, lambda l: l.recorder.losses, lambda l: l.recorder.values):
         assert deviation(f(a), f(b))<=4*deviation(f(a), f(single))<0.1
@@ -87,7 +85,7 @@ def test_mixed_precision_differs_by_its_own_rounding(mode):
 # Parameters in half precision
 
 class Model(nn.Module):
-    "Parameters of the type `dtype`; `mixed`: what normalises is in single precision; `sparse`: begins with an embedding"
+    "Parameters of the type `dtype`; `mixed`: all but what normalises; `sparse`: begins with an embedding"
     def __init__(self, dtype=torch.bfloat16, mixed=False, sparse=False):
         super().__init__()
         self.emb = nn.Embedding(5, 4, sparse=True) if sparse else None
@@ -156,18 +154,10 @@ def test_gradients_add_up_in_single_precision(kind):
 
 def test_many_small_gradients_are_not_lost_beside_a_large_one():
     "In half precision, 1+2**-9 is 1"
-    class One(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
-        def forward(self, x): return x.to(torch.bfloat16)*self.w
-    x = torch.full((512,1), 2.**-9)
+    x,at = torch.full((512,1), 2.**-9),Seen('before_step', grads, order=8)
     x[0] = 1.
-    ds,at = TensorDataset(x, x),Seen('before_step', grads, order=8)
-    learn = Learner(DataLoaders(TorchLoader(ds, 1), TorchLoader(ds, 64)), One(), lambda p,y: p.float().mean(),
-        opt_func=SGD, cbs=at)
-    learn.remove_cb(learn.progress)
-    learn.logger = noop
+    learn = toy(1, data=TensorDataset(x.bfloat16(), x), model=lambda: nn.Linear(1, 1).bfloat16(),
+        loss_func=lambda p,y: p.mean().float(), splitter=lambda m: [list(m.parameters())], cbs=at)
     learn.fit(1, 0., cbs=GradientAccumulation(512))
     assert abs(at.values[0][0].item()/x.mean().item()-1)<2**-8
 

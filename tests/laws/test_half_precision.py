@@ -1,0 +1,184 @@
+"""In half precision a run on micro-batches is the full-batch run: losses are scaled alike within a step, an overflow
+skips its step alone, clipping acts once on the mean, and gradients add up in single precision."""
+import pytest, torch
+from functools import partial
+from torch import nn
+from torch.amp import autocast
+from torch.nn import functional as F
+from torch.utils.data import DataLoader as TorchLoader, TensorDataset
+from fastai.callback.core import Callback
+from fastai.callback.fp16 import AMPMode
+from fastai.callback.training import GradientClip
+from fastai.data.core import DataLoaders
+from fastai.learner import Learner
+from fastai.optimizer import Adam, OptimWrapper, SGD
+from fastcore.basics import noop
+from fastaccum import GradientAccumulation, GradientCache
+from fastaccum.testing import assert_twins, deviation, toy, twins
+from common import CpuMixedPrecision, InBackward, Raise, Seen, grads, short_of, weights
+
+# Mixed precision
+
+class Scaled(CpuMixedPrecision):
+    "The GradScaler without the half precision, so that runs can be compared to the last digit"
+    def before_fit(self):
+        super().before_fit()
+        self.autocast = autocast('cpu', enabled=False)
+
+class Overflow(Callback):
+    "Makes the gradient of the batch infinite that holds the sample `x0`, in the first epoch"
+    order,run_valid = 9,False   # before the loss is scaled
+    def __init__(self, x0): self.x0 = x0
+    def before_backward(self):
+        if self.epoch==0 and (self.x==self.x0).all(-1).any(): self.learn.loss_grad = self.loss_grad*float('inf')
+
+@pytest.mark.parametrize('clip', [None,0.05])
+@pytest.mark.parametrize('kwargs', [dict(), dict(n=67, shuffle=True), dict(tokens=True, n=67),
+    dict(macro=10, n=71, opt_func=Adam), dict(acc=dict(drop_last=True)), dict(acc=dict(micro_batch_size=2))], ids=str)
+def test_a_scaled_run_is_the_full_batch_run(kwargs, clip):
+    cbs = lambda: [Scaled(init_scale=2.**10, growth_interval=3)] + ([GradientClip(clip)] if clip else [])
+    assert_twins(*twins(cbs=cbs, **kwargs))
+
+@pytest.mark.parametrize('i', [0,21,69])
+def test_an_overflow_skips_its_step_alone(i):
+    "And halves the scale once; the sample `i` is of the step `i//16`"
+    x,seen = toy(4, n=70).dls.train_ds[i][0],[]
+    def cbs():
+        seen.append(Seen('before_step', lambda l: l.scaler.get_scale(), order=9))
+        return [Scaled(init_scale=2.**10),seen[-1],Overflow(x)]
+    a,b = twins(cbs=cbs, n=70)
+    assert_twins(a, b)
+    assert seen[0].values==seen[1].values==[2.**10]*(i//16+1)+[2.**9]*(9-i//16)
+    clean = twins(cbs=lambda: [Scaled(init_scale=2.**10)], n=70)[1]
+    assert deviation(weights(clean), weights(b))>1e-5   # it did skip
+
+def test_the_scale_is_constant_within_a_step():
+    seen = Seen('before_backward', lambda l: l.scaler.get_scale(), order=9)
+    toy(4, n=70).fit(1, 0.05, cbs=[GradientAccumulation(16), Scaled(init_scale=2., growth_interval=1), seen])
+    assert seen.values==[2.**(1+i//4) for i in range(18)]   # it doubles after each step
+
+def test_clipping_acts_once_on_the_unscaled_mean_gradient():
+    raw,clipped = Seen('before_step', grads, order=10.5),Seen('after_step', grads, order=12)
+    def norms(s): return [torch.cat([g.flatten() for g in gs]).norm().item() for gs in s.values]
+    big = Seen('after_step', grads, order=12)
+    toy(16, n=64).fit(1, 0.05, cbs=[Scaled(), GradientClip(0.05), big])
+    toy(4, n=64).fit(1, 0.05, cbs=[GradientAccumulation(16), Scaled(), GradientClip(0.05), raw, clipped])
+    assert min(norms(raw))>0.06 and max(norms(clipped))<0.05+1e-6
+    assert len(raw.values)==4 and deviation(big.values, clipped.values)<1e-9
+
+@pytest.mark.parametrize('mode', list(AMPMode))
+def test_mixed_precision_differs_by_its_own_rounding(mode):
+    "The full-batch run in single precision shows how much that is; logs hold losses that are not scaled"
+    def make(bs, **kwargs):
+        learn = toy(bs, model=lambda: nn.Sequential(nn.Linear(5,16), nn.Tanh(), nn.Linear(16,3)),
+            splitter=lambda m: [list(m.parameters())], **kwargs)
+        x,y = learn.dls.train_ds.tensors
+        learn.dls.train_ds.tensors = x.float(),y
+        return learn
+    seen = Seen('after_pred', lambda l: l.model[0](l.x).dtype)
+    a,b = twins(make=make, cbs=lambda: [CpuMixedPrecision(amp_mode=mode), seen], n=70)
+    single,_ = twins(make=make, n=70)
+    assert set(seen.values)=={dict(fp16=torch.float16, bf16=torch.bfloat16)[mode.value]}
+    for f in (weights, lambda l: l.recorder.losses, lambda l: l.recorder.values):
+        assert deviation(f(a), f(b))<=4*deviation(f(a), f(single))<0.1
+
+# Parameters in half precision
+
+class Model(nn.Module):
+    "Parameters of the type `dtype`; `mixed`: all but what normalises; `sparse`: begins with an embedding"
+    def __init__(self, dtype=torch.bfloat16, mixed=False, sparse=False):
+        super().__init__()
+        self.emb = nn.Embedding(5, 4, sparse=True) if sparse else None
+        self.a,self.norm,self.b = nn.Linear(4, 8),nn.LayerNorm(8),nn.Linear(8, 3)
+        self.to(dtype)
+        self.dtype,self.check = dtype,noop
+        if mixed: self.norm.float()
+    def forward(self, x):
+        x = self.a(x.to(self.dtype) if self.emb is None else self.emb(x[:,0].abs().long().clamp(max=4)))
+        x = self.norm(x.to(self.norm.weight.dtype)).to(self.b.weight.dtype).tanh()
+        return InBackward.apply(self.b(x).float(), self.check)
+
+def learner(n, bs=2, cbs=None, loss_func=F.cross_entropy, ignored=False, **kwargs):
+    torch.manual_seed(0)
+    opt_func,model = kwargs.pop('opt_func', SGD),Model(**kwargs)
+    y = torch.randint(0, 3, (n,))
+    if ignored: y[torch.rand(n)<0.3] = -100
+    ds = TensorDataset(torch.randn(n, 4), y)
+    learn = Learner(DataLoaders(TorchLoader(ds, bs), TorchLoader(ds, 64)), model, loss_func, opt_func=opt_func, cbs=cbs)
+    learn.remove_cb(learn.progress)
+    learn.logger = noop
+    return learn
+
+def exact(learn):
+    "The gradient of the loss of all samples, in double precision"
+    model = Model(torch.float64, sparse=learn.model.emb is not None)
+    model.load_state_dict(learn.model.state_dict())
+    x,y = learn.dls.train.dataset.tensors
+    learn.loss_func(model(x.double()), y).backward()
+    return [p.grad.to_dense().double() for p in model.parameters()]
+
+def by_hand(learn, bs, dtype=None):
+    "The same by a loop over micro-batches of `bs`; `dtype`: of the sums, by default that of the parameters"
+    ps,(x,y) = list(learn.model.parameters()),learn.dls.train.dataset.tensors
+    sums = [torch.zeros(p.shape, dtype=dtype or p.dtype) for p in ps]
+    for xs,ys in zip(x.split(bs), y.split(bs)):
+        share = 1 if getattr(learn.loss_func, 'reduction', '')=='sum' else ((ys>=0).sum()/(y>=0).sum()).item()
+        if share: gs = torch.autograd.grad(learn.loss_func(learn.model(xs), ys), ps)
+        if share: sums = [o+g.to_dense().to(o.dtype)*share for o,g in zip(sums, gs)]
+    return [o.to(p.dtype) for o,p in zip(sums, ps)]
+
+def error(gs, right):
+    "How far are gradients from the right ones, relative to their norms? Of the worst"
+    return max(((g.to_dense().double()-r).norm()/r.norm()).item() for g,r in zip(gs, right))
+
+torch_sgd = partial(OptimWrapper, opt=torch.optim.SGD)
+kinds = dict(bf16=dict(), fp16=dict(dtype=torch.float16), mixed=dict(mixed=True), ragged=dict(bs=3),
+    ignored=dict(ignored=True, loss_func=nn.CrossEntropyLoss()), sparse=dict(sparse=True, opt_func=torch_sgd),
+    sparse_sum=dict(sparse=True, opt_func=torch_sgd, loss_func=nn.CrossEntropyLoss(reduction='sum')),
+    split=dict(bs=8, acc=dict(micro_batch_size=2)), auto=dict(bs=8, acc=dict(micro_batch_size='auto')),
+    cached=dict(bs=8, cached=True))
+
+@pytest.mark.filterwarnings('ignore:.*memory ran out')
+@pytest.mark.parametrize('kind', kinds)
+def test_gradients_add_up_in_single_precision(kind):
+    "A loop with sums in single precision shows the error to expect, one with sums in half precision what is wrong"
+    kwargs,at = dict(bs=2)|kinds[kind],Seen('before_step', grads, order=8)
+    acc,cached = kwargs.pop('acc', {}),kwargs.pop('cached', False)
+    learn = learner(512, cbs=[at], **kwargs)
+    right,bs = exact(learn),min(kwargs['bs'], 3) if kind=='ragged' else 2
+    single,half = (error(by_hand(learn, bs, o), right) for o in (torch.float32,None))
+    if kind=='auto': learn.model.check = short_of(2)
+    learn.fit(1, 0., cbs=[GradientAccumulation(512, **acc), *([GradientCache(2)] if cached else [])])
+    assert len(at.values)==1 and error(at.values[0], right)<2*single<half
+    assert all(g.dtype==p.dtype for g,p in zip(at.values[0], learn.model.parameters()))
+
+def test_many_small_gradients_are_not_lost_beside_a_large_one():
+    "In half precision, 1+2**-9 is 1"
+    x,at = torch.full((512,1), 2.**-9),Seen('before_step', grads, order=8)
+    x[0] = 1.
+    learn = toy(1, data=TensorDataset(x.bfloat16(), x), model=lambda: nn.Linear(1, 1).bfloat16(),
+        loss_func=lambda p,y: p.mean().float(), splitter=lambda m: [list(m.parameters())], cbs=at)
+    learn.fit(1, 0., cbs=GradientAccumulation(512))
+    assert abs(at.values[0][0].item()/x.mean().item()-1)<2**-8
+
+@pytest.mark.parametrize('opt_func', [SGD,Adam,partial(OptimWrapper, opt=torch.optim.AdamW)])
+def test_a_frozen_parameter_is_left_as_in_the_full_batch_run(opt_func):
+    "Without a gradient with torch's optimizers, of zeros with fastai's"
+    def run(bs, *cbs):
+        learn = learner(32, bs, opt_func=opt_func)
+        learn.create_opt()
+        learn.model.norm.requires_grad_(False)
+        learn.fit(2, 0.1, wd=0.1, cbs=cbs)
+        return [g is None for g in grads(learn)],learn.model.norm.weight
+    (a,big),(b,small) = run(8),run(2, GradientAccumulation(8))
+    assert a==b and big.equal(small)
+
+@pytest.mark.parametrize('event,at', [('after_pred',6),('before_backward',6),('after_backward',6),('before_step',1)])
+def test_an_interrupt_leaves_nothing_of_the_sums(event, at):
+    learn,fresh = learner(32),learner(32)
+    with pytest.raises(KeyboardInterrupt):
+        learn.fit(1, 0.1, cbs=[GradientAccumulation(8),Raise(event, KeyboardInterrupt, 0, at)])
+    assert not any(g is not None and g.any() for g in grads(learn))
+    fresh.model.load_state_dict(learn.model.state_dict())
+    for o in (fresh,learn): o.fit(1, 0.1, reset_opt=True, cbs=GradientAccumulation(8))
+    assert weights(fresh).equal(weights(learn))

@@ -1,0 +1,108 @@
+"""Other callbacks hear the events that fastai documents: of a micro-batch as in a fit on micro-batches, of a step, an
+epoch and a fit as in the full-batch run. What they raise and cancel does what it does in fastai."""
+import pytest
+from itertools import product
+from random import Random
+from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException,
+    CancelFitException, CancelStepException, CancelTrainException)
+from torch.utils.data import TensorDataset
+from fastaccum import GradientAccumulation
+from fastaccum.testing import assert_twins, deviation, toy, twins
+from common import Raise, Seen, grads, some, weights
+
+of_micro = ['before_batch','after_pred','after_loss','before_backward','after_backward']
+of_step = ['before_step','after_cancel_step','after_step']
+of_fit = [f'{o}_{nm}' for nm in ('fit','epoch','train','validate') for o in ('before','after','after_cancel')]
+
+class Ear(Callback):
+    "Notes each event that it hears; `nm` says who"
+    def __init__(self, nm, order, heard): self.nm,self.order,self.heard = nm,order,heard
+    def hear(self, event): self.heard.append((self.nm, event, self.learn.training))
+for o in of_micro+of_step+of_fit: setattr(Ear, o, lambda self, o=o: self.hear(o))
+
+class Deaf(Callback): "Hears nothing, until it gets a method"
+
+class At(Callback):
+    "Calls `do` when the `at`th training micro-batch begins"
+    order,run_valid = 3,False
+    def __init__(self, do, at=5): self.do,self.left = do,at
+    def before_batch(self):
+        self.left -= 1
+        if not self.left: self.do(self.learn)
+
+def run(bs, accum, more=lambda learn: []):
+    "What is heard in a fit, and what is raised"
+    learn,heard,err = toy(bs, n=38),[],None
+    learn.heard,learn.ears = heard,[Ear('a', -20, heard),Ear('b', 5.5, heard),Ear('c', 55, heard)]
+    learn.add_cbs([*learn.ears,Deaf()])
+    try: learn.fit_one_cycle(2, 0.1, cbs=[*more(learn), *([GradientAccumulation(accum)] if accum else [])])
+    except BaseException as e: err = type(e),e.args
+    return heard,err
+
+def of(heard, events): return [o for o in heard if o[1] in events]
+
+def test_a_step_is_its_micro_batches_and_then_its_own_events():
+    heard = [o for nm,o,training in of(run(4, 12)[0], of_micro+of_step) if nm=='a' and training]
+    assert heard==2*(3*(3*of_micro+['before_step','after_step'])+of_micro+['before_step','after_step'])
+
+def test_steps_epochs_and_fits_are_heard_as_in_the_full_batch_run():
+    assert of(run(4, 12)[0], of_step+of_fit)==of(run(12, None)[0], of_step+of_fit)
+
+def note(learn, nm): return lambda *_: learn.heard.append((nm, 'after_loss', learn.training))
+
+def added(learn): return At(lambda l: l.add_cb(Ear('new', 7, l.heard)))
+def removed(learn): return At(lambda l: l.remove_cb(l.ears[2]))
+def off(learn): return At(lambda l: setattr(l.ears[1], 'run', False))
+def not_in_training(learn): return At(lambda l: setattr(l.ears[1], 'run_train', False))
+def not_in_validation(learn): return At(lambda l: setattr(l.ears[1], 'run_valid', False))
+def another_order(learn): return At(lambda l: setattr(l.ears[2], 'order', -40))
+def a_method_of_an_instance(learn): return At(lambda l: setattr(l.deaf, 'after_loss', note(l, 'deaf')))
+def a_method_replaced(learn): return At(lambda l: setattr(l.ears[1], 'after_loss', note(l, 'instead')))
+def a_method_as_an_argument(learn): return Callback(after_loss=note(learn, 'argument'))
+
+@pytest.mark.parametrize('more', [added,removed,off,not_in_training,not_in_validation,another_order,
+    a_method_of_an_instance,a_method_replaced,a_method_as_an_argument], ids=lambda o: o.__name__)
+def test_every_micro_batch_is_heard_as_in_a_fit_on_micro_batches(more):
+    "Also by who comes, goes or changes in the middle of an epoch"
+    heard = [of(run(4, accum, lambda learn: [more(learn)])[0], of_micro[:4]) for accum in (12,None)]
+    assert heard[0]==heard[1]!=of(run(4, 12)[0], of_micro[:4])
+
+excs = [RuntimeError,KeyboardInterrupt,CancelFitException,CancelEpochException,CancelTrainException]
+
+raised = [*product(of_micro[:4]+of_step[::2], excs), *((o,CancelBatchException) for o in of_micro[:4]),
+    ('before_backward',CancelBackwardException), ('before_step',CancelStepException)]
+
+@pytest.mark.parametrize('event,exc,order', some(70, [(*o, order) for o in raised for order in (-30,5,7,60)]))
+def test_an_exception_is_heard_of_and_annotated_as_by_fastai(event, exc, order):
+    "The oracle of a micro-batch is the fit on micro-batches, that of a step the full-batch run"
+    bs,events = (12,of_step) if event in of_step else (4,of_micro[:4])
+    (a,err),(b,other) = (run(*o, lambda learn: [Raise(event, exc, order, at=3)]) for o in ((bs,None),(4,12)))
+    assert err==other and of(a, events+of_fit)==of(b, events+of_fit)
+    if exc is RuntimeError: assert f'event `{event}`' in err[1][0]
+
+@pytest.mark.parametrize('seed', some(40, range(300)))
+def test_a_cancelled_micro_batch_is_left_out(seed):
+    "The run is the full-batch run on the samples of the others, with its steps and their events"
+    r = Random(seed)
+    micro,accum,n = r.randint(1, 5),r.randint(5, 24),r.randint(25, 60)
+    gone = {i for i in range(-(-n//micro)) if r.random()<.3}
+    exc = r.choice([CancelBatchException,CancelBackwardException])
+    event = r.choice(of_micro[:4]) if exc is CancelBatchException else 'before_backward'
+    class Cancel(Callback):
+        order,run_valid,i = r.choice([-11,-5,5,7,55,100]),False,-1
+    def cancel(self):
+        self.i += 1
+        if self.i in gone: raise exc
+    setattr(Cancel, event, cancel)
+    learn,steps = toy(micro, n=n),[Seen('after_step', grads, order=100) for _ in range(2)]
+    learn.fit(1, 0.05, cbs=[GradientAccumulation(accum),Cancel(),steps[0]])
+    kept = TensorDataset(*learn.dls.train_ds[[i for i in range(n) if i//micro not in gone]])
+    big = toy(-(-accum//micro)*micro, data=kept)
+    big.fit(1, 0.05, cbs=steps[1])
+    assert deviation(weights(big), weights(learn))<1e-7 and deviation(steps[1].values, steps[0].values)<1e-7
+    assert deviation(big.recorder.losses, learn.recorder.losses)<2e-6
+
+@pytest.mark.parametrize('order', [-11,0,7,55])
+@pytest.mark.parametrize('kwargs', [dict(), dict(n=67, tokens=True), dict(acc=dict(drop_last=True))], ids=str)
+def test_a_cancelled_step_is_the_full_batch_runs(kwargs, order):
+    assert_twins(*twins(cbs=lambda: [Raise('before_step', CancelStepException, order, at=2)], **kwargs))

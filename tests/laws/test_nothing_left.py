@@ -1,0 +1,210 @@
+"""However a fit ends, nothing of accumulation is left: the Learner and all that is on it are as before, a plain fit is
+a plain fit, and the next accumulated one is the full-batch run."""
+import fastaccum, os, pytest, sys, torch
+from contextlib import contextmanager
+from itertools import product
+from random import Random
+from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException,
+    CancelFitException, CancelStepException, CancelTrainException, CancelValidException)
+from fastai.learner import Learner
+from fastcore.basics import noop
+from torch import nn
+from fastaccum import (GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler, GradientCache,
+    NoiseScale, ScaledLR)
+from fastaccum.testing import assert_twins, deviation, toy
+from common import Raise, some
+
+n,micro,accum = 22,2,8   # an epoch has steps of 8, 8 and 6 samples
+
+# an event -> how often it came before something ends the fit
+ats = {nm:at for nms,at in {'before_fit after_fit':(0,), 'after_backward before_step after_step after_batch':(0,1,2,3),
+    'before_epoch before_train after_train before_validate after_validate after_epoch':(0,1),
+    'before_batch after_pred after_loss before_backward':(0,1,3,10,13)}.items() for nm in nms.split()}
+# an event that only comes when a callback cancels something -> where that is
+cancels = dict(after_cancel_backward=('before_backward',CancelBackwardException),
+    after_cancel_step=('before_step',CancelStepException), after_cancel_batch=('after_loss',CancelBatchException),
+    after_cancel_train=('before_step',CancelTrainException), after_cancel_epoch=('after_pred',CancelEpochException),
+    after_cancel_validate=('before_validate',CancelValidException), after_cancel_fit=('before_step',CancelFitException))
+excs = [KeyboardInterrupt,RuntimeError,CancelFitException,CancelEpochException,CancelTrainException]
+orders = [-11,5,7,49,51,59,100]   # around fastai's callbacks, and ours
+ways = dict(plain=lambda: [GradientAccumulation(accum)],
+    dropping=lambda: [GradientAccumulation(accum, drop_last=True)],
+    each=lambda: [GradientAccumulation(accum, log_accum_batch=False)],
+    split=lambda: [GradientAccumulation(accum, micro_batch_size=1)],
+    auto=lambda: [GradientAccumulation(accum, micro_batch_size='auto')],
+    schedule=lambda: [GradientAccumulationSchedule(4, accum)],
+    scheduler=lambda: [GradientAccumulationScheduler({0:2, 1:4})],
+    cached=lambda: [GradientAccumulation(accum), GradientCache(1)],
+    noise=lambda: [GradientAccumulation(accum), NoiseScale(), ScaledLR(base_bs=micro, rule='adascale')])
+
+def state(learn):
+    """What others have: functions and switches of the Learner, its callbacks, model, optimizer, loss function, loaders
+    and their classes, hooks, and torch's modes"""
+    ms,classes = list(learn.model.modules()),[Learner,Callback,nn.Module,*map(type, learn.cbs)]
+    fastais = 'training','cancel_train','cancel_valid'   # its own interrupts leave these
+    own = {(o,nm):v for o in (learn,*learn.cbs,*ms,learn.opt,learn.loss_func,*learn.dls.loaders,*classes)
+        for nm,v in vars(o).items() if callable(v) or type(v) is bool and nm not in fastais}
+    hooks = {(o,nm):len(getattr(o, nm) or ()) for o in (*ms,*learn.model.parameters())
+        for nm in {*vars(o),'_backward_hooks','_post_accumulate_grad_hooks'} if nm[-6:]=='_hooks' and hasattr(o, nm)}
+    return own|hooks|dict(grad=torch.is_grad_enabled(), autocast=torch.is_autocast_enabled('cpu'), cbs=[*learn.cbs],
+        names=vars(learn).keys()-{'lr_finder'}, dls=learn.dls, orders=[o.order for o in learn.cbs])
+
+class Mine(Callback):
+    "A user's own"
+    order = 55
+    def before_fit(self): self.heard = []
+    def after_batch(self): self.heard.append(self.train_iter)
+class Cancel(Raise): "Another `Raise` in the same fit"
+
+def learner():
+    "One that has been used"
+    learn = toy(micro, n=n, cbs=Mine())
+    learn.fit(1, 0.)
+    return learn
+
+def spoilt_fit(learn, fault, cbs, stays=False):
+    "Fit until `fault`; the callbacks of accumulation may stay on the Learner until afterwards"
+    if stays: learn.add_cbs(cbs)
+    try: learn.fit_one_cycle(2, 0.1, cbs=[fault, *([] if stays else cbs)])
+    except BaseException:
+        if not fault.raised: raise   # some faults make fastai's own callbacks raise something else on the way out
+    learn.remove_cbs(cbs if stays else [])
+    learn.logger = noop   # an interrupt leaves that of others, also without accumulation
+    assert fault.raised
+    assert not any(p.grad is not None and p.grad.any() for p in learn.model.parameters()), 'gradients are left'
+
+def same_fits(learn, bs, *cbs):
+    "A fit is that of a fresh Learner with the same weights and batches of `bs`"
+    fresh = toy(bs, n=n)
+    fresh.model.load_state_dict(learn.model.state_dict())
+    fresh.fit_one_cycle(1, 0.01)
+    learn.fit_one_cycle(1, 0.01, reset_opt=True, cbs=cbs)
+    assert len(learn.recorder.losses)==len(learn.recorder.lrs)==-(-n//bs)
+    assert_twins(fresh, learn)
+
+def check(learn, before, order=1):
+    assert state(learn)==before
+    for bs,cbs in ((micro,[]),(accum,[GradientAccumulation(accum)]))[::order]: same_fits(learn, bs, *cbs)
+
+rng = Random(0)
+grid = [(event,*o, rng.choice([*ways]), rng.random()<.5) for event in (*ats,*cancels)
+    for o in product(ats.get(event, (0,)), excs, orders)]
+
+@pytest.mark.parametrize('event,at,exc,order,way,stays', some(90, grid))
+def test_whatever_ends_a_fit_nothing_is_left(event, at, exc, order, way, stays):
+    learn = learner()
+    before = state(learn)
+    if event in cancels: learn.add_cb(Cancel(*cancels[event], 5))
+    spoilt_fit(learn, Raise(event, exc, order, at), ways[way](), stays)
+    learn.remove_cbs(learn.cbs.filter(lambda o: isinstance(o, Cancel)))
+    check(learn, before, 1 if stays else -1)
+
+@pytest.mark.parametrize('event', [*ats,'after_cancel_train'])
+def test_a_callback_that_stays_begins_anew(event):
+    learn,r = learner(),Random(event)
+    learn.add_cb(GradientAccumulation(accum, micro_batch_size=r.choice([None,'auto',1])))
+    if event in cancels: learn.add_cb(Cancel(*cancels[event], 5))
+    try: learn.fit_one_cycle(1, 0.1, cbs=Raise(event, r.choice(excs), r.choice(orders), r.choice((0,1))))
+    except BaseException as e: assert 'planted' in str(e)
+    learn.remove_cbs(learn.cbs.filter(lambda o: isinstance(o, Cancel)))
+    same_fits(learn, accum)
+
+@pytest.mark.parametrize('at', range(5))
+@pytest.mark.parametrize('how', ['run','cbs','remove_cb','stays'])
+def test_after_an_interrupt_validation_and_a_plain_fit_are_fastais(how, at):
+    "However the callback is switched off; validation also if it is not"
+    learn,acc = learner(),GradientAccumulation(accum)
+    learn.add_cb(acc)
+    with pytest.raises(KeyboardInterrupt): learn.fit(1, 0.1, cbs=Raise('after_pred', KeyboardInterrupt, 5, at))
+    if how=='run': acc.run = False
+    elif how=='cbs': learn.cbs = learn.cbs.filter(lambda o: o is not acc)
+    elif how=='remove_cb': learn.remove_cb(acc)
+    fresh = toy(micro, n=n)
+    fresh.model.load_state_dict(learn.model.state_dict())
+    assert list(learn.validate())==list(fresh.validate())
+    assert deviation(learn.get_preds()[0], fresh.get_preds()[0])==0
+    if how=='run': acc.run = False   # each fit of fastai switches it on again at its end
+    learn.opt.zero_grad()
+    same_fits(learn, accum if how=='stays' else micro)
+
+@pytest.mark.parametrize('way', ways)
+def test_other_fits_that_end_early_leave_nothing(way):
+    "The learning rate finder cancels its fit, in an epoch"
+    learn = learner()
+    before = state(learn)
+    with learn.added_cbs(ways[way]()): learn.lr_find(num_it=5, show_plot=False)
+    check(learn, before)
+
+@pytest.mark.parametrize('i', range(1, 11, 2))
+def test_a_cancelled_epoch_adds_nothing_to_the_next(i):
+    a,b = toy(accum, n=n),toy(micro, n=n)
+    def cancel(at): return Raise('after_loss', CancelEpochException, 7, at)
+    a.fit(2, 0.05, cbs=cancel(i*micro//accum))
+    b.fit(2, 0.05, cbs=[cancel(i), GradientAccumulation(accum)])
+    assert_twins(a, b)
+
+@pytest.mark.parametrize('train_metrics', [False,True])
+def test_an_interrupt_within_the_recorder(train_metrics):
+    learn = learner()
+    learn.recorder.train_metrics = train_metrics
+    before,metric = state(learn),learn.recorder.smooth_loss
+    def interrupt(learn): raise KeyboardInterrupt
+    metric.accumulate = interrupt
+    with pytest.raises(KeyboardInterrupt): learn.fit(1, 0.1, cbs=GradientAccumulation(accum))
+    del metric.accumulate
+    assert state(learn)==before
+    learn.recorder.train_metrics = False
+    same_fits(learn, micro)
+
+@pytest.mark.parametrize('exc', excs, ids=lambda o: o.__name__)
+def test_loggers_are_left_as_they_were(exc, tmp_path):
+    for o in ('tensorboard','wandb'): pytest.importorskip(o)
+    import wandb
+    from fastai.callback.tensorboard import TensorBoardCallback
+    from fastaccum.wandb import WandbCallback
+    with wandb.init(mode='disabled'):
+        for event,order in (('after_loss',5),('before_step',52),('after_batch',100)):
+            learn = learner()
+            loggers = [TensorBoardCallback(tmp_path, trace_model=False, log_preds=False),WandbCallback(log_preds=False)]
+            for o in loggers: vars(o).update(after_batch=o.after_batch)   # somebody else's is there already
+            learn.add_cbs(loggers)
+            learn.fit(1, 0.)
+            before = state(learn)
+            spoilt_fit(learn, Raise(event, exc, order, 1), [GradientAccumulation(accum)])
+            assert state(learn)==before
+            learn.remove_cbs(loggers)
+            same_fits(learn, micro)
+
+@contextmanager
+def interrupt(at):
+    "Raises KeyboardInterrupt at the `at`th bytecode of our functions, if there are as many; counts them in the list"
+    n,old = [0],sys.gettrace()
+    def local(frame, event, arg):
+        n[0] += event=='opcode'
+        if event!='opcode' or n[0]-1!=at: return local
+        raise KeyboardInterrupt
+    def trace(frame, event, arg):
+        frame.f_trace_opcodes = frame.f_code.co_filename.startswith(os.path.dirname(fastaccum.__file__))
+        if frame.f_trace_opcodes: return local
+    sys.settrace(trace)
+    try: yield n
+    finally: sys.settrace(old)
+
+def interrupted(at, way, stays):
+    "A Learner whose fit was interrupted at a bytecode of ours, and how many of them ran"
+    learn,cbs = learner(),ways[way]()
+    if stays: learn.add_cbs(cbs)
+    try:
+        with interrupt(at) as ran: learn.fit_one_cycle(1, 0.1, cbs=[] if stays else cbs)
+    except KeyboardInterrupt: pass
+    learn.remove_cbs([o for o in learn.cbs if o in cbs or type(o).__name__=='ParamScheduler'])   # fastai's, interrupted
+    return learn,ran[0]
+
+@pytest.mark.parametrize('stays', [False,True])
+@pytest.mark.parametrize('way', some(5, ways))
+def test_an_interrupt_anywhere_in_our_code_leaves_no_trace_in_later_fits(way, stays):
+    total = interrupted(None, way, stays)[1]
+    for at in some(3, Random(way).sample(range(total), 12)):
+        learn,ran = interrupted(at, way, stays)
+        assert ran==at+1
+        for bs,cbs in ((micro,[]),(accum,[GradientAccumulation(accum)])): same_fits(learn, bs, *cbs)

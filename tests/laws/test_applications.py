@@ -18,7 +18,7 @@ from fastai.text.all import (AWD_LSTM, BaseTokenizer, TextBlock, awd_lstm_clas_c
 from fastai.vision.all import (Adam, BnFreeze, Callback, CategoryBlock, CrossEntropyLossFlat, DataBlock, DataLoader,
     DataLoaders, ImageBlock, Learner, MaskBlock, NormType, ProgressCallback, RandomResizedCrop, SGD, TfmdDL,
     TransformBlock, accuracy, apply, noop, set_seed, unet_learner, vision_learner)
-from fastai.vision.gan import (AdaptiveGANSwitcher, AdaptiveLoss, FixedGANSwitcher, GANDiscriminativeLR, GANLearner,
+from fastai.vision.gan import (AdaptiveGANSwitcher, FixedGANSwitcher, GANDiscriminativeLR, GANLearner,
     basic_critic, basic_generator, generate_noise)
 from fastaccum import GradientAccumulation
 from fastaccum.testing import CrossEntropy, Float32Loss, assert_twins, deviation
@@ -185,9 +185,6 @@ def detection(bs, create_batch, n=38):
 
 class Encoding(UserDict):
     "A mapping which is no `dict`, like transformers' BatchEncoding"
-    def __getattr__(self, k):
-        if k=='data' or k not in self.data: raise AttributeError(k)
-        return self.data[k]
 
 class Tagger(nn.Module):
     "Takes what a tokenizer returns by name, and returns scores; given labels, with their loss, as transformers' models"
@@ -239,21 +236,13 @@ def test_an_application_trains_as_on_full_batches(nm): assert_twins(*both(**apps
 # GANs
 
 critic = partial(basic_critic, 16, 3, n_features=8, norm_type=NormType.Instance)
-no_mom = dict(opt_func=partial(Adam, mom=0.))
 
 def wgan(bs, switcher=noop, n=32, **kwargs):
     dls = loaders(bs, TransformBlock, ImageBlock, get_x=partial(generate_noise, size=6), get_y=pixels.__getitem__)
     dls.train.n,dls.train.drop_last = n,False
     generator = basic_generator(16, 3, in_sz=6, n_features=8, norm_type=NormType.Instance)
-    return GANLearner.wgan(dls, generator, critic(), switcher=switcher(), **no_mom, **kwargs)
-
-def from_learners(bs, switcher=noop, **kwargs):
-    "A generator of pictures from pictures, and a critic, that were Learners before"
-    dls = loaders(bs, ImageBlock, ImageBlock, get_x=lambda i: pixels[i]//2, get_y=pixels.__getitem__)
-    generator = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 3, 3, padding=1))
-    crit_loss = AdaptiveLoss(lambda p,t: F.binary_cross_entropy_with_logits(p, t.double()))
-    return GANLearner.from_learners(Learner(dls, generator, loss_func=nn.MSELoss()),
-        Learner(dls, critic(), loss_func=crit_loss), switcher=switcher(), weights_gen=(1.,50.), **no_mom, **kwargs)
+    return GANLearner.wgan(dls, generator, critic(), switcher=switcher(), opt_func=partial(Adam, mom=0.),
+        **kwargs)
 
 class Short(Callback):
     "Memory that holds no more than 3 samples of a training batch, if there is accumulation"
@@ -266,10 +255,10 @@ def after_lr_find(learn, cbs):
     two_fits(learn, cbs)
 
 few = partial(wgan, switcher=lambda: FixedGANSwitcher(2, 1))
-adaptive = partial(from_learners, switcher=lambda: AdaptiveGANSwitcher(gen_thresh=5.5, critic_thresh=0.65))
+adaptive = partial(wgan, switcher=lambda: AdaptiveGANSwitcher(gen_thresh=-1e-3, critic_thresh=-5e-4))
 gans = dict(wgan=dict(make=wgan), few=dict(make=few, fit=two_fits), lr_find=dict(make=few, fit=after_lr_find),
     calls=dict(make=partial(wgan, switcher=lambda: FixedGANSwitcher(lambda n: 1+n, 1))),
-    gen_first=dict(make=partial(from_learners, gen_first=True)), adaptive=dict(make=adaptive, fit=two_fits),
+    adaptive=dict(make=adaptive, fit=two_fits), gen_first=dict(make=partial(few, gen_first=True)),
     rates=dict(make=lambda bs: few(bs, cbs=GANDiscriminativeLR(3.)), fit=constant),
     rates_in_fit=dict(make=few, fit=constant, cbs=lambda: [GANDiscriminativeLR(3.)]),
     short_end=dict(make=partial(few, n=30), fit=two_fits),
@@ -321,15 +310,14 @@ def test_a_plain_fit_of_a_gan_after_an_interrupt_is_plain(event, at):
 
 def smooth(pretrained=False):
     return nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.Tanh(), nn.Conv2d(4, 8, 3, 2), nn.Tanh(), nn.AdaptiveAvgPool2d(1))
+def smooth_vision(bs, **kwargs): return quiet(vision(bs, smooth, custom_head=linear(8), **kwargs))
 
-own_losses = dict(vision=lambda bs: vision(bs, smooth, custom_head=linear(8)), collab=partial(ratings, loss_func=None))
-
-@pytest.mark.parametrize('nm', own_losses)
-def test_with_fastais_own_losses_runs_differ_by_rounding_only(nm):
+@pytest.mark.parametrize('make', [smooth_vision,partial(ratings, loss_func=None)])
+def test_with_fastais_own_losses_runs_differ_by_rounding_only(make):
     "With SGD, since Adam makes a step of full length of a tiny gradient that is rounding"
     def run(bs, own, change=noop):
         set_seed(0)
-        learn = quiet(own_losses[nm](bs))
+        learn = quiet(make(bs))
         learn.opt_func = SGD
         change(learn.model)
         set_seed(1)

@@ -48,10 +48,10 @@ def pairs(bs):
     return Learner(DataLoaders(*(DataLoader(ds, bs=bs) for _ in range(2))), nn.Linear(6, 8), loss_func=info_nce)
 
 hugging = partial(tagged, with_labels=True)
-bn,norms,drops = {'BatchNormWarning'},['predictions','gradients','buffers'],['predictions','draws','gradients','buffers']
+bn,norms = {'BatchNormWarning'},['predictions','gradients','buffers']
 # What makes it, given a batch size; what the fit warns of; what the check finds different
 real = dict(
-    vision=(vision, bn, drops),
+    vision=(vision, bn, ['predictions','draws','gradients','buffers']),
     vision_frozen_but_for_the_head=(partial(frozen, ps=0.), bn, norms),
     vision_frozen=(lambda bs: frozen(bs, custom_head=linear(128)), set(), []),
     vision_mixup=(lambda bs: grouped(vision(bs, ps=0., cbs=MixUp())), None, ['callbacks','gradients']),

@@ -1,8 +1,9 @@
 """Learners as fastai users build them: trained on micro-batches, they are what full batches make of them.
 
 In double precision, which tells the same run from a similar one. What is no part of the promise is taken out of the
-models: BatchNorm becomes GroupNorm, or its statistics are frozen, and dropout is 0. Loaders make their items in this
-process, in an order that does not depend on the batch size; so augmentation by item is the same, and a GAN's noise.
+models: BatchNorm becomes GroupNorm, and dropout is 0. Loaders make their items in this process, in an order that does
+not depend on the batch size; so augmentation by item is the same, and a GAN's noise. With fastai's own losses, and with
+BatchNorm: `test_warnings_are_true.py`.
 """
 import numpy as np, pandas as pd, pytest, torch
 from collections import UserDict
@@ -15,14 +16,14 @@ from fastai.collab import CollabDataLoaders, collab_learner
 from fastai.tabular.all import Categorify, FillMissing, Normalize, TabularDataLoaders, tabular_config, tabular_learner
 from fastai.text.all import (AWD_LSTM, BaseTokenizer, TextBlock, awd_lstm_clas_config, awd_lstm_lm_config,
     language_model_learner, text_classifier_learner)
-from fastai.vision.all import (Adam, BnFreeze, Callback, CategoryBlock, CrossEntropyLossFlat, DataBlock, DataLoader,
-    DataLoaders, ImageBlock, Learner, MaskBlock, NormType, ProgressCallback, RandomResizedCrop, SGD, TfmdDL,
+from fastai.vision.all import (Adam, Callback, CategoryBlock, CrossEntropyLossFlat, DataBlock, DataLoader,
+    DataLoaders, ImageBlock, Learner, MaskBlock, NormType, ProgressCallback, RandomResizedCrop, TfmdDL,
     TransformBlock, accuracy, apply, noop, set_seed, unet_learner, vision_learner)
 from fastai.vision.gan import (AdaptiveGANSwitcher, FixedGANSwitcher, GANDiscriminativeLR, GANLearner,
     basic_critic, basic_generator, generate_noise)
 from fastaccum import GradientAccumulation
 from fastaccum.testing import CrossEntropy, Float32Loss, assert_twins, deviation
-from common import Raise, shake, weights
+from common import Raise, weights
 
 class Double(Callback):
     "Cast the batch to double precision"
@@ -60,11 +61,11 @@ def two_fits(learn, cbs):
     learn.fit(1, 1e-3, cbs=cbs)
     learn.fit_flat_cos(1, 1e-3, cbs=cbs)
 
-def both(make, fit=one_cycle, micro=4, macro=16, cbs=list, prepare=exact, **kwargs):
+def both(make, fit=one_cycle, micro=4, macro=16, cbs=list, **kwargs):
     "Two Learners from `make`, which is given a batch size: one trained on batches of `macro`, one on micro-batches"
     def run(bs, own):
         set_seed(0)
-        learn = prepare(make(bs))
+        learn = exact(make(bs))
         before = weights(learn)
         set_seed(1)
         fit(learn, own+cbs())
@@ -90,10 +91,6 @@ def vision(bs, arch=half_resnet, **kwargs):
     dls = loaders(bs, ImageBlock, CategoryBlock, get_y=lambda i: 'abc'[i%3],
         item_tfms=RandomResizedCrop(16, min_scale=0.5))
     return vision_learner(dls, arch, pretrained=False, metrics=accuracy, **kwargs)
-
-def frozen(learn, cbs):
-    learn.freeze()
-    learn.fit_one_cycle(2, 1e-2, cbs=[*cbs,BnFreeze()])
 
 def segmenter(bs, loss_func=CrossEntropyLossFlat(axis=1, ignore_index=255)):
     dls = loaders(bs, ImageBlock, MaskBlock(codes=['a','b','c']), get_y=masks.__getitem__)
@@ -191,11 +188,10 @@ class Tagger(nn.Module):
     def __init__(self):
         super().__init__()
         self.emb,self.rnn,self.head = nn.Embedding(20, 8),nn.GRU(8, 8, batch_first=True),nn.Linear(8, 3)
-    def forward(self, batch): return self.named(**batch)
-    def named(self, input_ids, attention_mask, labels=None):
-        logits = self.head(self.rnn(self.emb(input_ids)*attention_mask[...,None])[0])
-        if labels is None: return logits
-        return dict(logits=logits, loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+    def forward(self, batch):
+        logits = self.head(self.rnn(self.emb(batch['input_ids'])*batch['attention_mask'][...,None])[0])
+        if 'labels' not in batch: return logits
+        return dict(logits=logits, loss=F.cross_entropy(logits.flatten(0, 1), batch['labels'].flatten()))
 
 def tagged(bs, kind=Encoding, with_labels=False, n=38):
     "2 to 7 of the tokens of a sample are real, the others' labels are -100"
@@ -213,8 +209,6 @@ def tokens(learn): return (learn.yb[0]!=-100).sum()
 
 apps = dict(
     vision=dict(make=partial(vision, ps=0., loss_func=CrossEntropy()), fit=fine_tune),
-    vision_frozen=dict(make=lambda bs: vision(bs, custom_head=linear(128), train_bn=False, loss_func=CrossEntropy()),
-        fit=frozen, prepare=in_double),
     unet=dict(make=segmenter_in_double, fit=fine_tune),
     text=dict(make=sentiment, fit=fine_tune),
     language=dict(make=language, micro_batch_size=4),
@@ -305,25 +299,3 @@ def test_a_plain_fit_of_a_gan_after_an_interrupt_is_plain(event, at):
         o.fit(1, 1e-3)
     assert_same_gan(fresh, learn)
     assert len(learn.gan_trainer.crit_losses)+len(learn.gan_trainer.gen_losses)==8
-
-# In single precision
-
-def smooth(pretrained=False):
-    return nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.Tanh(), nn.Conv2d(4, 8, 3, 2), nn.Tanh(), nn.AdaptiveAvgPool2d(1))
-def smooth_vision(bs, **kwargs): return quiet(vision(bs, smooth, custom_head=linear(8), **kwargs))
-
-@pytest.mark.parametrize('make', [smooth_vision,partial(ratings, loss_func=None)])
-def test_with_fastais_own_losses_runs_differ_by_rounding_only(make):
-    "With SGD, since Adam makes a step of full length of a tiny gradient that is rounding"
-    def run(bs, own, change=noop):
-        set_seed(0)
-        learn = quiet(make(bs))
-        learn.opt_func = SGD
-        change(learn.model)
-        set_seed(1)
-        learn.fit_one_cycle(2, 1e-2, cbs=own)
-        return learn
-    a,b = run(16, []),run(4, [GradientAccumulation(16)])
-    shaken = [run(16, [], partial(shake, seed=i)) for i in range(3)]
-    assert deviation(weights(a), weights(b))<=10*max(deviation(weights(a), weights(o)) for o in shaken)
-    assert deviation(a.recorder.losses, b.recorder.losses)<2e-6

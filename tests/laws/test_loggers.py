@@ -2,13 +2,14 @@
 import pytest, sys, time
 from itertools import accumulate
 from pathlib import Path
+from torch import nn
 from fastai.callback.core import Callback
 from fastai.callback.progress import CSVLogger, ProgressCallback, ShowGraphCallback
 from fastai.metrics import accuracy
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule
 from fastaccum.testing import deviation, toy
 from common import Raise, weights
-from test_applications import smooth_vision
+from test_applications import linear, quiet, vision
 
 # Each watcher is given a Learner. It returns a function that makes callbacks, and one that reads what was shown: rows
 # by name of a column, or by header of a table
@@ -192,9 +193,12 @@ def test_a_model_goes_to_wandb_only_if_one_is_saved(tmp_path):
     with pytest.raises(ValueError, match='SaveModelCallback'): learn.fit(1, 0.05, cbs=listen())
     assert weights(learn).equal(before)
 
+def net(pretrained): return nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.AdaptiveAvgPool2d(1))
+def pictures(d): return quiet(vision(4, net, custom_head=linear(8), path=d))
+
 @pytest.mark.parametrize('every_epoch,steps', [(False,[3]), (True,[1,3])])
 def test_wandb_shows_predictions_at_steps(every_epoch, steps, tmp_path, monkeypatch):
-    learn,seen = smooth_vision(4, path=tmp_path),[]
+    learn,seen = pictures(tmp_path),[]
     listen,_ = wandb(learn, log_preds=True, log_preds_every_epoch=every_epoch)
     log = sys.modules['wandb'].log   # offline, tables are not in the rows
     monkeypatch.setattr('wandb.log',
@@ -203,7 +207,7 @@ def test_wandb_shows_predictions_at_steps(every_epoch, steps, tmp_path, monkeypa
     assert seen==steps and len(learn.recorder.losses)==4
 
 def test_tensorboard_draws_the_graph_and_predictions(tmp_path):
-    learn = smooth_vision(4, path=tmp_path)
+    learn = pictures(tmp_path)
     listen,read = tensorboard(learn, trace_model=True, log_preds=True)
     learn.fit(2, 0.05, cbs=[GradientAccumulation(16),*listen()])
     assert read()['Sample results']==[(2,),(4,)] and len(learn.recorder.losses)==4

@@ -114,7 +114,7 @@ class Batches:
 
 def watched(watch, d, make_acc, big=False):
     "A fit, `lr_find` and a fit: what was shown, and the sizes of the steps, wanted and real"
-    learn,wanted,real = learner(d, n=125),[],[]
+    learn = learner(d, n=125)
     (listen,read),dls,dl = watch(learn),learn.dls,learn.dls.train
     def run(n_epoch, fit, acc=None):
         acc = acc or make_acc()

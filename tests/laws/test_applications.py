@@ -1,0 +1,301 @@
+"""Learners as fastai users build them: trained on micro-batches, they are what full batches make of them.
+
+In double precision, which tells the same run from a similar one. What is no part of the promise is taken out of the
+models: BatchNorm becomes GroupNorm, and dropout is 0. Loaders make their items in this process, in an order that does
+not depend on the batch size; so augmentation by item is the same, and a GAN's noise. With fastai's own losses, and with
+BatchNorm: `test_warnings_are_true.py`.
+"""
+import numpy as np, pandas as pd, pytest, torch
+from collections import UserDict
+from functools import partial
+from random import Random
+from torch import nn
+from torch.nn import functional as F
+from torchvision.models import resnet18
+from fastai.collab import CollabDataLoaders, collab_learner
+from fastai.tabular.all import Categorify, FillMissing, Normalize, TabularDataLoaders, tabular_config, tabular_learner
+from fastai.text.all import (AWD_LSTM, BaseTokenizer, TextBlock, awd_lstm_clas_config, awd_lstm_lm_config,
+    language_model_learner, text_classifier_learner)
+from fastai.vision.all import (Adam, Callback, CategoryBlock, CrossEntropyLossFlat, DataBlock, DataLoader,
+    DataLoaders, ImageBlock, Learner, MaskBlock, NormType, ProgressCallback, RandomResizedCrop, TfmdDL,
+    TransformBlock, accuracy, apply, noop, set_seed, unet_learner, vision_learner)
+from fastai.vision.gan import (AdaptiveGANSwitcher, FixedGANSwitcher, GANDiscriminativeLR, GANLearner,
+    basic_critic, basic_generator, generate_noise)
+from fastaccum import GradientAccumulation
+from fastaccum.testing import CrossEntropy, Float32Loss, assert_twins, deviation
+from common import Raise, weights
+
+class Double(Callback):
+    "Cast the batch to double precision"
+    order = -50
+    def before_batch(self):
+        def cast(o):
+            if isinstance(o, torch.Tensor) and o.is_floating_point(): return o.double()
+            return o.long() if getattr(o, 'dtype', None)==torch.int8 else o
+        self.learn.xb,self.learn.yb = apply(cast, tuple(self.xb)),apply(cast, tuple(self.yb))
+
+def quiet(learn):
+    learn.remove_cb(ProgressCallback)
+    learn.logger = noop
+    return learn
+
+def in_double(learn):
+    learn.model.double()
+    return quiet(learn.add_cbs([Double(),Float32Loss()]))
+
+def groupnorm(m):
+    "`m` with GroupNorm, which knows only the sample, in place of BatchNorm"
+    for nm,o in m.named_children():
+        if isinstance(o, nn.modules.batchnorm._BatchNorm): setattr(m, nm, nn.GroupNorm(1, o.num_features))
+        else: groupnorm(o)
+    return m
+
+def exact(learn):
+    learn.model = groupnorm(learn.model)
+    return in_double(learn)
+
+def one_cycle(learn, cbs): learn.fit_one_cycle(2, 1e-3, cbs=cbs)
+def constant(learn, cbs): learn.fit(2, 1e-3, cbs=cbs)
+def fine_tune(learn, cbs): learn.fine_tune(1, 1e-3, cbs=cbs)
+def two_fits(learn, cbs):
+    learn.fit(1, 1e-3, cbs=cbs)
+    learn.fit_flat_cos(1, 1e-3, cbs=cbs)
+
+def both(make, fit=one_cycle, micro=4, macro=16, cbs=list, **kwargs):
+    "Two Learners from `make`, which is given a batch size: one trained on batches of `macro`, one on micro-batches"
+    def run(bs, own):
+        set_seed(0)
+        learn = exact(make(bs))
+        before = weights(learn)
+        set_seed(1)
+        fit(learn, own+cbs())
+        assert not weights(learn).allclose(before, atol=1e-4)
+        return learn
+    return run(macro, []),run(micro, [GradientAccumulation(macro, **kwargs)])
+
+# Pictures
+
+rng = np.random.default_rng(0)
+pixels,masks = rng.integers(0, 255, (40,16,16,3), dtype='uint8'),rng.integers(0, 3, (40,16,16), dtype='uint8')
+masks[:,:4] = np.where(rng.random((40,4,16))<0.5, 255, masks[:,:4])   # pixels without a label
+
+def loaders(bs, *blocks, get_x=pixels.__getitem__, **kwargs):
+    "32 items for training, 8 for validation"
+    block = DataBlock(blocks, get_x=get_x, splitter=lambda _: (range(32),range(32, 40)), **kwargs)
+    return block.dataloaders(range(40), bs=bs, val_bs=8, num_workers=0, device='cpu')
+
+def half_resnet(pretrained=False): return nn.Sequential(*list(resnet18().children())[:6], nn.AdaptiveAvgPool2d(1))
+def linear(n): return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(n, 3))
+
+def vision(bs, arch=half_resnet, **kwargs):
+    dls = loaders(bs, ImageBlock, CategoryBlock, get_y=lambda i: 'abc'[i%3],
+        item_tfms=RandomResizedCrop(16, min_scale=0.5))
+    return vision_learner(dls, arch, pretrained=False, metrics=accuracy, **kwargs)
+
+def segmenter(bs, loss_func=CrossEntropyLossFlat(axis=1, ignore_index=255)):
+    dls = loaders(bs, ImageBlock, MaskBlock(codes=['a','b','c']), get_y=masks.__getitem__)
+    return unet_learner(dls, half_resnet, pretrained=False, n_out=3, loss_func=loss_func)
+
+def segmenter_in_double(bs):
+    learn = segmenter(bs, nn.CrossEntropyLoss(ignore_index=255))
+    learn.model.layers = learn.model.layers[:-1]   # `ToTensorBase`, which makes single precision of double
+    return learn
+
+# Text
+
+words = [f'w{i}' for i in rng.integers(0, 30, 40*12)]
+
+def texts(bs, is_lm, sizes=(12,), dl_type=None, seq_len=6):
+    "40 texts, of these numbers of words in turn"
+    df = pd.DataFrame([dict(text=' '.join(words[i*12:][:sizes[i%len(sizes)]]), label='ab'[i%2]) for i in range(40)])
+    text = TextBlock.from_df('text', is_lm=is_lm, seq_len=seq_len, min_freq=1, tok=BaseTokenizer(), rules=[],
+        n_workers=0)
+    block = DataBlock((text,) if is_lm else (text,CategoryBlock), get_x=lambda r: r.text,
+        get_y=None if is_lm else lambda r: r.label, splitter=lambda _: (range(32),range(32, 40)))
+    return block.dataloaders(df, bs=bs, num_workers=0, device='cpu', dl_type=dl_type)
+
+small = dict(emb_sz=8, n_hid=10, n_layers=2)
+# with `weight_p` of 0, fastai 2.8.12 fails on a CPU (`F.dropout` returns the parameter itself)
+no_dropout = dict(small, output_p=0., hidden_p=0., input_p=0., embed_p=0., weight_p=1e-30)
+
+def sentiment(bs):
+    "Texts of one length, in the order of a plain loader: batches of fastai's `SortedDL` depend on the batch size"
+    return text_classifier_learner(texts(bs, False, dl_type=TfmdDL), AWD_LSTM, config=awd_lstm_clas_config|no_dropout,
+        pretrained=False, drop_mult=1., ps=[0.], loss_func=CrossEntropy(), metrics=accuracy)
+
+def language(_):
+    "Streams of text depend on the loader's batch size, so its batches of 16 are split"
+    learn = language_model_learner(texts(16, True), AWD_LSTM, config=awd_lstm_lm_config|no_dropout, pretrained=False)
+    learn.loss_func = CrossEntropy()
+    return learn
+
+# Tables
+
+def table(bs, n=32, drop_last=True, config=tabular_config(use_bn=False, bn_cont=False), loss_func=CrossEntropy()):
+    r = np.random.default_rng(0)
+    df = pd.DataFrame(r.normal(size=(n+16,3)), columns=list('abc')).assign(kind=r.choice(['x','y'], n+16))
+    df = df.assign(y=r.integers(0, 3, n+16).astype(str))
+    df.loc[::7,'a'] = np.nan
+    dls = TabularDataLoaders.from_df(df, procs=[Categorify,FillMissing,Normalize], cat_names=['kind'],
+        cont_names=list('abc'), y_names='y', y_block=CategoryBlock(), valid_idx=list(range(n, n+16)), bs=bs,
+        drop_last=drop_last, num_workers=0, device='cpu')
+    return tabular_learner(dls, layers=[20,10], config=config, loss_func=loss_func, metrics=accuracy)
+
+def rating_loss(p, y): return F.mse_loss(p.flatten(), y.flatten())   # fastai's is in single precision
+
+def ratings(bs, loss_func=rating_loss, **kwargs):
+    r = np.random.default_rng(0)
+    df = pd.DataFrame(dict(user=r.integers(0, 9, 60), item=r.integers(0, 12, 60), rating=r.integers(1, 11, 60)/2))
+    dls = CollabDataLoaders.from_df(df, valid_pct=0.2, seed=0, bs=bs, num_workers=0, device='cpu')
+    return collab_learner(dls, n_factors=5, y_range=(0,5.5), loss_func=loss_func, **kwargs)
+
+# Batches of lists and mappings
+
+def of_items(bs, model, loss_func, create_batch, item, n):
+    gen = torch.Generator().manual_seed(0)
+    ds = [item(i, gen) for i in range(n+8)]
+    dls = [DataLoader(ds[:n], bs=bs, shuffle=True, create_batch=create_batch),
+        DataLoader(ds[n:], bs=8, create_batch=create_batch)]
+    return Learner(DataLoaders(*dls, device='cpu'), model, loss_func=loss_func)
+
+class Detector(nn.Module):
+    "Five boxes for each of the pictures, which may be a batch or a list"
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 6, 3, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
+            nn.Linear(24, 20))
+    def forward(self, xs): return torch.cat([self.body(x[None]) for x in xs]).view(-1, 5, 4)
+
+def box_loss(preds, targs):
+    "The mean over pictures of the mean over their boxes"
+    return torch.stack([torch.cdist(t['boxes'], p, p=1).min(1).values.mean() for p,t in zip(preds, targs)]).mean()
+
+def collated(items): return torch.stack([x for x,_ in items]),[y for _,y in items]
+def listed(items): return [x for x,_ in items],[y for _,y in items]
+
+def detection(bs, create_batch, n=38):
+    "A picture has 1 to 9 boxes, which are no samples. In a list, pictures differ in size, as for torchvision's models"
+    def item(i, gen):
+        x = torch.randn(3, 8, 8+i%3*(create_batch is listed), generator=gen)
+        return x,dict(boxes=torch.rand(1+i%9, 4, generator=gen), labels=torch.ones(1+i%9).long())
+    return of_items(bs, Detector(), box_loss, create_batch, item, n)
+
+class Encoding(UserDict):
+    "A mapping which is no `dict`, like transformers' BatchEncoding"
+
+class Tagger(nn.Module):
+    "Takes what a tokenizer returns by name, and returns scores; given labels, with their loss, as transformers' models"
+    def __init__(self):
+        super().__init__()
+        self.emb,self.rnn,self.head = nn.Embedding(20, 8),nn.GRU(8, 8, batch_first=True),nn.Linear(8, 3)
+    def forward(self, batch):
+        logits = self.head(self.rnn(self.emb(batch['input_ids'])*batch['attention_mask'][...,None])[0])
+        if 'labels' not in batch: return logits
+        return dict(logits=logits, loss=F.cross_entropy(logits.flatten(0, 1), batch['labels'].flatten()))
+
+def tagged(bs, kind=Encoding, with_labels=False, n=38):
+    "2 to 7 of the tokens of a sample are real, the others' labels are -100"
+    def item(i, gen):
+        real = torch.arange(7)<2+i%6
+        labels = torch.randint(0, 3, (7,), generator=gen).masked_fill(~real, -100)
+        x = dict(input_ids=torch.randint(0, 20, (7,), generator=gen), attention_mask=real.long())
+        return (dict(x, labels=labels) if with_labels else x),labels
+    def create_batch(items):
+        return kind({k:torch.stack([x[k] for x,_ in items]) for k in items[0][0]}),torch.stack([y for _,y in items])
+    loss_func = (lambda out,y: out['loss']) if with_labels else CrossEntropy()
+    return of_items(bs, Tagger(), loss_func, create_batch if kind else None, item, n)
+
+def tokens(learn): return (learn.yb[0]!=-100).sum()
+
+apps = dict(
+    vision=dict(make=partial(vision, ps=0., loss_func=CrossEntropy()), fit=fine_tune),
+    unet=dict(make=segmenter_in_double, fit=fine_tune),
+    text=dict(make=sentiment, fit=fine_tune),
+    language=dict(make=language, micro_batch_size=4),
+    table=dict(make=table, macro=8, fit=two_fits),
+    table_with_a_short_end=dict(make=partial(table, n=39, drop_last=False)),
+    table_without_its_end=dict(make=partial(table, n=45), drop_last=True),
+    collab=dict(make=ratings),
+    collab_nn=dict(make=partial(ratings, use_nn=True, layers=[8], config=tabular_config(use_bn=False))),
+    detection=dict(make=partial(detection, create_batch=collated)),
+    detection_in_lists=dict(make=partial(detection, create_batch=listed)),
+    hugging_collated=dict(make=partial(tagged, kind=None)),
+    hugging_dict=dict(make=partial(tagged, kind=dict)),
+    hugging=dict(make=tagged),
+    hugging_loss=dict(make=partial(tagged, with_labels=True), size=tokens))
+
+@pytest.mark.parametrize('nm', apps)
+def test_an_application_trains_as_on_full_batches(nm): assert_twins(*both(**apps[nm]))
+
+# GANs
+
+critic = partial(basic_critic, 16, 3, n_features=8, norm_type=NormType.Instance)
+
+def wgan(bs, switcher=noop, n=32, **kwargs):
+    dls = loaders(bs, TransformBlock, ImageBlock, get_x=partial(generate_noise, size=6), get_y=pixels.__getitem__)
+    dls.train.n,dls.train.drop_last = n,False
+    generator = basic_generator(16, 3, in_sz=6, n_features=8, norm_type=NormType.Instance)
+    return GANLearner.wgan(dls, generator, critic(), switcher=switcher(), opt_func=partial(Adam, mom=0.),
+        **kwargs)
+
+class Short(Callback):
+    "Memory that holds no more than 3 samples of a training batch, if there is accumulation"
+    run_valid = False
+    def after_pred(self):
+        if len(self.pred)>3 and hasattr(self.learn, 'gradient_accumulation'): raise torch.OutOfMemoryError('planted')
+
+def after_lr_find(learn, cbs):
+    with learn.added_cbs(cbs): learn.lr_find(num_it=6, show_plot=False, suggest_funcs=None)
+    two_fits(learn, cbs)
+
+few = partial(wgan, switcher=lambda: FixedGANSwitcher(2, 1))
+adaptive = partial(wgan, switcher=lambda: AdaptiveGANSwitcher(gen_thresh=-1e-3, critic_thresh=-5e-4))
+gans = dict(wgan=dict(make=wgan), few=dict(make=few, fit=two_fits), lr_find=dict(make=few, fit=after_lr_find),
+    calls=dict(make=partial(wgan, switcher=lambda: FixedGANSwitcher(lambda n: 1+n, 1))),
+    adaptive=dict(make=adaptive, fit=two_fits), gen_first=dict(make=partial(few, gen_first=True)),
+    rates=dict(make=lambda bs: few(bs, cbs=GANDiscriminativeLR(3.)), fit=constant),
+    rates_in_fit=dict(make=few, fit=constant, cbs=lambda: [GANDiscriminativeLR(3.)]),
+    short_end=dict(make=partial(few, n=30), fit=two_fits),
+    split=dict(make=lambda bs: few(8), cbs=lambda: [Short()], micro_batch_size='auto'))
+gans = {nm:dict(micro=2, macro=8)|o for nm,o in gans.items()}   # 4 steps in an epoch
+
+def assert_same_gan(a, b):
+    "The same run, in which both critic and generator have trained"
+    assert_twins(a, b)
+    for nm in ('gen_losses','crit_losses'):
+        x,y = (getattr(o.gan_trainer, nm) for o in (a,b))
+        assert len(x)==len(y)>0 and deviation(x, y)<2e-6, nm
+
+@pytest.mark.parametrize('nm', gans)
+def test_each_step_of_a_gan_is_the_critics_or_the_generators(nm):
+    "And the table's columns are means over steps"
+    def make(bs):
+        learn = gans[nm]['make'](bs)
+        learn.recorder.train_metrics = True
+        return learn
+    a,b = both(**gans[nm]|dict(make=make))
+    assert_same_gan(a, b)
+    assert b.recorder.metric_names[2:4]==['train_gen_loss','train_crit_loss']
+
+@pytest.mark.parametrize('nm', ['few','adaptive'])
+def test_what_is_logged_of_a_gan_decides_nothing(nm):
+    a,b = both(**gans[nm], log_accum_batch=False)
+    assert deviation(a.model.state_dict(), b.model.state_dict())<1e-7
+    assert len(b.gan_trainer.crit_losses)==4*len(a.gan_trainer.crit_losses)
+
+@pytest.mark.parametrize('event', ['before_batch','after_backward','after_step'])
+@pytest.mark.parametrize('at', [1,3])
+def test_a_plain_fit_of_a_gan_after_an_interrupt_is_plain(event, at):
+    set_seed(0)
+    fresh,learn = (exact(few(4)) for _ in range(2))
+    cbs = [GradientAccumulation(8),Raise(event, KeyboardInterrupt, order=-20, at=at)]
+    with pytest.raises(KeyboardInterrupt): learn.fit(1, 1e-3, cbs=cbs)
+    learn.opt.clear_state()   # no `reset_opt`, which would leave out those that are not trained at the moment
+    learn.model.zero_grad()   # fastai's leaves zeros, with which its optimizers still move momentum
+    fresh.model.load_state_dict(learn.model.state_dict())
+    for o in (fresh,learn):
+        set_seed(2)
+        o.dls.train.rng = Random(2)
+        o.fit(1, 1e-3)
+    assert_same_gan(fresh, learn)
+    assert len(learn.gan_trainer.crit_losses)+len(learn.gan_trainer.gen_losses)==8

@@ -1,0 +1,213 @@
+"""What people watch is the full-batch run: W&B, TensorBoard, CSV, the progress bar, ShowGraph and fastai's plots."""
+import pytest, sys, time
+from itertools import accumulate
+from pathlib import Path
+from torch import nn
+from fastai.callback.core import Callback
+from fastai.callback.progress import CSVLogger, ProgressCallback, ShowGraphCallback
+from fastai.metrics import accuracy
+from fastaccum import GradientAccumulation, GradientAccumulationSchedule
+from fastaccum.testing import deviation, toy
+from common import Raise, weights
+from test_applications import linear, quiet, vision
+
+# Each watcher is given a Learner. It returns a function that makes callbacks, and one that reads what was shown: rows
+# by name of a column, or by header of a table
+
+def plots(learn):
+    import matplotlib.pyplot as plt
+    def lines(plot, **kwargs):
+        plt.close('all')
+        plot(**kwargs)
+        return [line.get_xydata() for ax in plt.gcf().axes for line in ax.get_lines()]
+    rec = learn.recorder
+    return list,lambda: dict(loss=lines(rec.plot_loss, skip_start=0), sched=lines(rec.plot_sched))
+
+class Table(ProgressCallback):
+    name = 'progress'
+    def __init__(self, shown): self.shown = shown
+    def _write_stats(self, log):
+        if isinstance(log[-1], str): self.rows = self.shown.setdefault(','.join(log), [])
+        else: self.rows.append([*log])
+        super()._write_stats(log)
+    def after_train(self):
+        assert self.pbar.comment==f'{self.smooth_loss.item():.4f}'
+        self.shown.setdefault('bar', []).append(self.smooth_loss.item())
+        super().after_train()
+
+def table(learn):
+    shown,learn.recorder.add_time,learn.logger = {},False,print
+    return lambda: [Table(shown)],lambda: shown
+
+def graph(learn):
+    shown = []
+    class Bar:
+        def update_graph(self, *args): shown.append(args)
+    class Progress(Callback):
+        def before_fit(self): self.mbar = Bar()
+    return lambda: [Progress(),ShowGraphCallback()],lambda: dict(graph=shown)
+
+def csv(learn):
+    learn.recorder.add_time = False
+    def read():
+        header,*lines = (learn.path/'history.csv').read_text().splitlines()
+        return {header:[[float(v) for v in o.split(',')] for o in lines if o!=header]}
+    return lambda: [CSVLogger(append=True)],read
+
+def tensorboard(learn, trace_model=False, log_preds=False):
+    pytest.importorskip('tensorboard')
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from fastai.callback.tensorboard import TensorBoardCallback
+    def read():
+        events = EventAccumulator(str(learn.path)).Reload()
+        shown = {k:[(o.step,o.value) for o in events.Scalars(k)] for k in events.Tags()['scalars']}
+        return shown|{k:[(o.step,) for o in events.Images(k)] for k in events.Tags()['images']}
+    return lambda: [TensorBoardCallback(learn.path, trace_model=trace_model, log_preds=log_preds)],read
+
+def ended():
+    "End the run of W&B, and read its rows and the axis of each of its metrics"
+    import wandb
+    from fastaccum.wandb import offline_records, offline_rows
+    file = Path(wandb.run.settings.sync_file)
+    wandb.run.finish()
+    wandb.teardown()   # after `finish` alone the file is not always complete
+    axes = {o.metric.name:o.metric.step_metric for o in offline_records(file) if o.HasField('metric')}
+    return [o for o in offline_rows(file) if 'raw_loss' in o],axes
+
+@pytest.fixture(autouse=True)
+def none_runs():
+    yield
+    if 'wandb' in sys.modules and sys.modules['wandb'].run: ended()
+
+def wandb(learn, stock=False, log_preds=False, **kwargs):
+    wandb = pytest.importorskip('wandb')
+    from fastai.callback.wandb import WandbCallback as Stock
+    from fastaccum.wandb import WandbCallback
+    settings = wandb.Settings(silent=True, console='off', x_disable_stats=True)
+    wandb.init(mode='offline', dir=str(learn.path), settings=settings)
+    if stock: vars(learn)['gather_args'] = dict   # fastai #4173: 2.8.10 to 2.8.12 raise while they format these
+    def read():
+        rows = ended()[0]
+        names = {k for o in rows for k in o}-{'_timestamp','_runtime','train_samples_per_sec'}
+        return {k:[(o['_step'],o[k]) for o in rows if k in o] for k in names}
+    return lambda: [(Stock if stock else WandbCallback)(log_preds=log_preds, **kwargs)],read
+
+def stock_wandb(learn): return wandb(learn, stock=True)
+
+watchers = [plots,table,graph,csv,tensorboard,wandb,stock_wandb]
+
+def learner(d, n=60):
+    d.mkdir()
+    return toy(8, n=n, metrics=accuracy, path=d)
+
+def assert_shown_alike(a, b):
+    assert a.keys()==b.keys() and a and all(map(len, a.values()))
+    for k in a: assert deviation(a[k], b[k])<2e-6, k
+
+class Batches:
+    "The batches of a loader, but of the given sizes, which are listed by epoch"
+    def __init__(self, dl, sizes): self.dl,self.sizes,self.epoch,self.device = dl,sizes,0,dl.device
+    def __len__(self): return len(self.sizes[min(self.epoch, len(self.sizes)-1)])
+    def __iter__(self):
+        idxs,sizes,self.epoch = iter(self.dl.get_idxs()),self.sizes[min(self.epoch, len(self.sizes)-1)],self.epoch+1
+        for n in sizes: yield self.dl.create_batch([self.dl.dataset[next(idxs)] for _ in range(n)])
+
+def watched(watch, d, make_acc, big=False):
+    "A fit, `lr_find` and a fit: what was shown, and the sizes of the steps, wanted and real"
+    learn = learner(d, n=125)
+    (listen,read),dls,dl = watch(learn),learn.dls,learn.dls.train
+    def run(n_epoch, fit, acc=None):
+        acc = acc or make_acc()
+        dls.loaders[0] = dl
+        sizes = acc.plan(dls, n_epoch).sizes
+        if big: dls.loaders[0] = Batches(dl, sizes)
+        with learn.added_cbs(([] if big else [acc])+listen()): fit()
+        return getattr(learn.recorder, 'accum_bs', []),[n for o in sizes for n in o]
+    two = run(2, lambda: learn.fit_one_cycle(2, 0.05))
+    run(1, lambda: learn.lr_find(num_it=10, show_plot=False), GradientAccumulation(two[1][0]))
+    one = run(1, lambda: learn.fit(1, 0.01))
+    return read(),two[0]+one[0],two[1]+one[1]
+
+@pytest.mark.parametrize('acc', [lambda: GradientAccumulation(32),
+    lambda: GradientAccumulationSchedule(16, 64, finish=0.5)], ids=['constant','scheduled'])
+@pytest.mark.parametrize('watch', watchers)
+def test_what_is_shown_is_the_full_batch_runs(watch, acc, tmp_path):
+    "Besides, W&B and TensorBoard are told sizes that change, and W&B how many samples all fits have seen"
+    (a,*_),(b,wanted,real) = (watched(watch, tmp_path/str(big), acc, big) for big in (True,False))
+    sizes,samples = ([v for _,v in b.pop(k, [])] for k in ('accumulation_batch_size','samples'))
+    changes = len({*wanted})>1 and watch in (tensorboard,wandb,stock_wandb)
+    assert sizes==(wanted if changes else []) and sum(real)==3*125
+    assert samples==([*accumulate(real)] if watch in (wandb,stock_wandb) else [])
+    assert_shown_alike(a, b)
+
+@pytest.mark.parametrize('watch', watchers)
+def test_micro_batches_are_shown_as_fastai_shows_batches(watch, tmp_path):
+    "With `log_accum_batch=False`. No weight moves, so that both runs show the same losses"
+    def shown(nm, cbs):
+        learn = learner(tmp_path/nm)
+        listen,read = watch(learn)
+        learn.fit_one_cycle(2, 0., wd=0., moms=(0.9,)*3, cbs=cbs+listen())
+        return read()
+    assert_shown_alike(shown('a', []), shown('b', [GradientAccumulation(32, log_accum_batch=False)]))
+
+# after an interrupt, fastai's `CSVLogger` calls itself in the next fit
+interrupts = [(o,event) for o in (plots,table,graph,tensorboard,wandb) for event in ('before_batch','after_batch')]
+
+@pytest.mark.parametrize('watch,event', [(o,None) for o in watchers]+interrupts)
+def test_a_plain_fit_afterwards_is_shown_as_ever(watch, event, tmp_path):
+    "After a fit with accumulation, in which no weight moves, and which may be interrupted. W&B counts through all fits"
+    def shown(nm, cbs):
+        learn = learner(tmp_path/nm)
+        listen,read = watch(learn)
+        learn.add_cbs(listen())
+        if cbs:
+            try: learn.fit(1, 0., cbs=cbs+([Raise(event, KeyboardInterrupt, 70, at=2)] if event else []))
+            except KeyboardInterrupt: pass
+        learn.fit_one_cycle(2, 0.05, reset_opt=True)
+        rows = read()
+        if watch not in (wandb,stock_wandb): return rows
+        return {k:[v for _,v in o] for k,o in rows.items() if k not in ('_step','epoch','samples')}
+    a,b = shown('a', []),shown('b', [GradientAccumulation(32)])
+    assert_shown_alike(a, {k:o[-len(a[k]):] for k,o in b.items()})
+
+class Clock(Callback):
+    "Micro-batches take 1, 2, 3, 4 seconds, 1, 2, …"
+    run_valid = False
+    def __init__(self): self.now,self.n = 0.,0
+    def after_backward(self): self.now,self.n = self.now+1+self.n%4,self.n+1
+
+def test_wandb_draws_over_samples_and_times_whole_steps(tmp_path, monkeypatch):
+    learn,clock = learner(tmp_path/'a'),Clock()
+    listen,_ = wandb(learn)
+    with monkeypatch.context() as m:
+        m.setattr(time, 'perf_counter', lambda: clock.now)
+        learn.fit(1, 0.05, cbs=[GradientAccumulation(32),clock]+listen())
+    rows,axes = ended()
+    assert deviation([o['train_samples_per_sec'] for o in rows], [32/10,28/10])<1e-6
+    assert axes=={'samples':'', **dict.fromkeys(['raw_loss','train_loss','valid_loss','accuracy'], 'samples')}
+
+def test_a_model_goes_to_wandb_only_if_one_is_saved(tmp_path):
+    learn = learner(tmp_path/'a')
+    listen,_ = wandb(learn, log_model=True)
+    before = weights(learn)
+    with pytest.raises(ValueError, match='SaveModelCallback'): learn.fit(1, 0.05, cbs=listen())
+    assert weights(learn).equal(before)
+
+def net(pretrained): return nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.AdaptiveAvgPool2d(1))
+def pictures(d): return quiet(vision(4, net, custom_head=linear(8), path=d))
+
+@pytest.mark.parametrize('every_epoch,steps', [(False,[3]), (True,[1,3])])
+def test_wandb_shows_predictions_at_steps(every_epoch, steps, tmp_path, monkeypatch):
+    learn,seen = pictures(tmp_path),[]
+    listen,_ = wandb(learn, log_preds=True, log_preds_every_epoch=every_epoch)
+    log = sys.modules['wandb'].log   # offline, tables are not in the rows
+    monkeypatch.setattr('wandb.log',
+        lambda o, **kw: seen.append(kw['step']) if 'Prediction_Samples' in o else log(o, **kw))
+    learn.fit(2, 0.05, cbs=[GradientAccumulation(16),*listen()])
+    assert seen==steps and len(learn.recorder.losses)==4
+
+def test_tensorboard_draws_the_graph_and_predictions(tmp_path):
+    learn = pictures(tmp_path)
+    listen,read = tensorboard(learn, trace_model=True, log_preds=True)
+    learn.fit(2, 0.05, cbs=[GradientAccumulation(16),*listen()])
+    assert read()['Sample results']==[(2,),(4,)] and len(learn.recorder.losses)==4

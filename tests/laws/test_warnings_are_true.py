@@ -1,0 +1,96 @@
+"""What a fit warns of, and what `twin_check` says, is true of Learners as fastai users build them.
+
+Each is trained on full batches and on micro-batches: whether they arrive at the same weights must agree with what was
+said. In double precision, in which the same run is far from a similar one.
+"""
+import pytest, torch, warnings
+from functools import partial
+from torch import nn
+from torch.nn import functional as F
+from fastai.losses import FocalLossFlat
+from fastai.text.all import (AWD_LSTM, awd_lstm_clas_config, awd_lstm_lm_config, language_model_learner,
+    text_classifier_learner)
+from fastai.vision.all import BnFreeze, DataLoader, DataLoaders, DiceLoss, Learner, MixUp, SGD, set_seed
+from fastaccum import GradientAccumulation, TwinWarning
+from common import weights
+from test_applications import (detection, few, groupnorm, in_double, linear, listed, quiet, ratings, segmenter, small,
+    table, tagged, texts, tokens, vision)
+
+def grouped(learn):
+    learn.model = groupnorm(learn.model)
+    return learn
+
+def frozen(bs, **kwargs):
+    learn = vision(bs, train_bn=False, cbs=BnFreeze(), **kwargs)
+    learn.freeze()
+    return learn
+
+def mixed_loss(pred, targ):
+    "As in fastai's documentation: a mean, and a sum"
+    targ = targ.clamp(max=2)
+    return FocalLossFlat(axis=1)(pred, targ)+DiceLoss(axis=1, smooth=1.)(pred, targ)
+
+def sentiment(bs):
+    "Of the shorter texts, a micro-batch has nothing in the first window of the batch: the encoder runs on no rows"
+    return text_classifier_learner(texts(bs, False, sizes=(60,55,9,7,6), seq_len=12), AWD_LSTM, pretrained=False,
+        config=awd_lstm_clas_config|small, seq_len=12)
+
+def language(bs):
+    return language_model_learner(texts(bs, True), AWD_LSTM, config=awd_lstm_lm_config|small, pretrained=False)
+
+def info_nce(p, y):
+    "Two views of each sample, told from the views of all others"
+    a,b = F.normalize(p, dim=1).chunk(2, 1)
+    return F.cross_entropy(a@b.T/0.1, torch.arange(len(a)))
+
+def pairs(bs):
+    ds = [(o,0) for o in torch.randn(32, 6, generator=torch.Generator().manual_seed(0))]
+    return Learner(DataLoaders(*(DataLoader(ds, bs=bs) for _ in range(2))), nn.Linear(6, 8), loss_func=info_nce)
+
+hugging = partial(tagged, with_labels=True)
+bn,norms = {'BatchNormWarning'},['predictions','gradients','buffers']
+# What makes it, given a batch size; what the fit warns of; what the check finds different
+real = dict(
+    vision=(vision, bn, ['predictions','draws','gradients','buffers']),
+    vision_frozen_but_for_the_head=(partial(frozen, ps=0.), bn, norms),
+    vision_frozen=(lambda bs: frozen(bs, custom_head=linear(128)), set(), []),
+    vision_mixup=(lambda bs: grouped(vision(bs, ps=0., cbs=MixUp())), None, ['callbacks','gradients']),
+    unet=(segmenter, bn, norms),
+    unet_mixed_loss=(lambda bs: grouped(segmenter(bs, mixed_loss)), {'LossWarning'}, ['loss','gradients']),
+    sentiment=(sentiment, bn|{'LoaderWarning'}, ['predictions','draws','loader','gradients','buffers']),
+    language=(language, {'LoaderWarning','StateWarning'}, ['predictions','draws','loader','gradients']),
+    table=(partial(table, config=None, loss_func=None), bn, norms),
+    table_without_batchnorm=(partial(table, loss_func=None), set(), []),
+    collab=(partial(ratings, loss_func=None), set(), []),
+    gan=(few, set(), []),
+    detection=(partial(detection, create_batch=listed, n=32), set(), []),
+    hugging=(tagged, set(), []), hugging_loss=(hugging, set(), ['loss','gradients']), hugging_size=(hugging, set(), []),
+    contrastive=(pairs, {'LossWarning'}, ['loss','gradients']))
+
+def made(nm, bs):
+    set_seed(0)
+    learn = (quiet if nm=='vision_mixup' else in_double)(real[nm][0](bs))   # MixUp draws in single precision
+    if nm!='gan': learn.opt_func = SGD   # Adam makes full steps of gradients that are rounding
+    return learn
+
+def trained(nm, bs, cbs):
+    "Weights before and after, and what was warned of"
+    learn = made(nm, bs)
+    start = weights(learn)
+    set_seed(1)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter('always')
+        learn.fit(1, 1e-3 if nm=='gan' else 1e-2, cbs=cbs)
+    return start,weights(learn),{o.category.__name__ for o in seen if issubclass(o.category, TwinWarning)}
+
+@pytest.mark.parametrize('nm', real)
+def test_what_is_said_is_true(nm):
+    _,said,rows = real[nm]
+    macro = 8 if nm=='sentiment' else 16   # of four batches, sorted and shuffled, two may happen to be the same in both
+    def acc(): return GradientAccumulation(macro, size=tokens if nm=='hugging_size' else None)
+    (start,a,none),(_,b,heard) = trained(nm, macro, []),trained(nm, 4, [acc()])
+    apart = ((a-b).norm()/(a-start).norm()).item()
+    res = made(nm, 4).twin_check(cbs=acc())
+    assert [o.what for o in res.rows if not o.ok]==rows, res
+    assert res.ok==(not rows)==(apart<1e-4), (apart, res)   # right ones are 1e-13 apart, wrong ones 0.1
+    assert not none and (said is None or heard==said), heard

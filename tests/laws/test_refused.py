@@ -1,0 +1,157 @@
+"""What cannot work is refused before a weight moves, with a message that names it and says what to type instead, and
+plain fits go on as ever."""
+import pytest, torch
+import numpy as np
+from functools import partial
+from torch import nn
+from fastai.callback.fp16 import NonNativeMixedPrecision
+from fastai.callback.progress import ProgressCallback
+from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
+from fastai.data.load import DataLoader
+from fastai.learner import Learner
+from fastai.optimizer import Adam
+from fastaccum import (ActivationCheckpoint, FreezeBN, GradientAccumulation, GradientAccumulationSchedule,
+    GradientAccumulationScheduler, GradientCache, NoiseScale, ScaledLR)
+from fastaccum.testing import assert_twins, toy
+from common import Seen, weights
+
+def link(e): return str(e.value).rpartition('\nMore: https://')[2].partition('/troubleshooting.html#')[2]
+
+# Arguments
+
+Schedule,Scheduler = partial(GradientAccumulationSchedule, 8, 32),GradientAccumulationScheduler
+counts = dict(accum_bs=GradientAccumulation, n_acc=GradientAccumulation, start_accum_bs=partial(
+    GradientAccumulationSchedule, final_accum_bs=8), final_accum_bs=partial(GradientAccumulationSchedule, 8),
+    base_bs=ScaledLR, every=NoiseScale)
+sizes = dict(accumulation=GradientAccumulation, schedule=Schedule, scheduler=partial(Scheduler, {0:2}),
+    cache=GradientCache)
+called = [*counts.items(), *[('micro_batch_size',f) for f in sizes.values()]]
+
+@pytest.mark.parametrize('n', [0, -8, 64., 2.5, '64', True, False, [64], torch.tensor(64), float('nan')], ids=repr)
+@pytest.mark.parametrize('nm,f', called, ids=[*counts, *sizes])
+def test_what_is_no_number_of_samples_is_refused_when_it_is_given(nm, f, n):
+    with pytest.raises(ValueError if type(n) is int else TypeError, match='give') as e: f(**{nm:n})
+    assert f'{nm}={n!r}' in str(e.value) and link(e)
+
+@pytest.mark.parametrize('n', [1, 64, np.int64(64), np.uint8(64)])
+@pytest.mark.parametrize('nm', ['accum_bs','n_acc'])
+def test_whole_numbers_of_any_type_are_taken_by_either_name(n, nm):
+    acc = GradientAccumulation(**{nm:n})
+    assert acc.accum_bs==acc.n_acc==GradientAccumulation(n).accum_bs==n and GradientAccumulation().accum_bs==32
+    setattr(acc, nm, 8)
+    assert acc.accum_bs==acc.n_acc==8
+    for bad in (0, -8, '8', 8., True):
+        with pytest.raises((TypeError,ValueError), match=f'`{nm}='): setattr(acc, nm, bad)
+    assert acc.accum_bs==8
+
+two = lambda learn, n: n
+bad = [(GradientAccumulation, dict(micro_batch_size='big'), TypeError, "'auto', or a whole number"),
+    *[(f, {nm:v}, TypeError, f'`{nm}={v!r}.*True') for f in (GradientAccumulation,Schedule)
+        for nm,v in dict(drop_last='no', log_accum_batch=0, sync_each=1).items()],
+    *[(GradientAccumulation, dict(size=o), TypeError, '`size=.*give a function') for o in (4, 'len', two, lambda: 4)],
+    (GradientAccumulation, dict(acum_bs=4), TypeError, 'acum_bs'),
+    (Schedule, dict(start=.5, finish=.2), ValueError, 'start=0.5.*finish=0.2.*give a `finish`'),
+    *[(Schedule, dict(finish=o), TypeError, f'finish={o!r}.*give a fraction') for o in ('1', None, True)],
+    *[(Schedule, dict(start=o), ValueError, f'start={o}.*give a fraction') for o in (-1, float('nan'))],
+    *[(Schedule, dict(schedule=o), TypeError, 'schedule.*give an annealer') for o in (4, dict, print)],
+    *[(Schedule, dict(schedule=lambda p, o=o: o), ValueError, 'at position.*numbers of samples')
+        for o in (float('inf'), float('nan'), -8, None)],
+    (Scheduler, dict(scheduling={}), TypeError, 'scheduling={}.*give a dict'),
+    (Scheduler, dict(scheduling=[2]), TypeError, 'give a dict'),
+    *[(Scheduler, dict(scheduling=o), TypeError, 'thresholds and factors as ints') for o in ({'0':2}, {0:2.})],
+    (Scheduler, dict(scheduling={-1:2}), IndexError, '-1.*from 0 on'),
+    (Scheduler, dict(scheduling={0:0}), ValueError, 'at least 1 micro-batch'),
+    (Scheduler, dict(scheduling={0:2}, mode='batch'), ValueError, "mode='batch'.*'epoch' or 'step'"),
+    (GradientCache, dict(micro_batch_size=4, split=4), TypeError, 'split=4.*give a function'),
+    (ActivationCheckpoint, dict(segments=4), TypeError, 'segments=4.*give a class'),
+    (FreezeBN, dict(part=4), TypeError, 'part=4.*give a function'),
+    (ScaledLR, dict(base_bs=8, rule='cubic'), ValueError, "rule='cubic'.*give 'linear'")]
+
+@pytest.mark.parametrize('f,kwargs,exc,words', bad, ids=[str(list(o[1].items())) for o in bad])
+def test_other_arguments_are_refused_when_they_are_given(f, kwargs, exc, words):
+    with pytest.raises(exc, match=words) as e: f(**kwargs)
+    assert link(e) or 'unexpected keyword' in str(e.value)   # Python's own
+
+@pytest.mark.parametrize('nm', ['accum_bs','n_acc'])
+def test_the_size_of_a_schedule_is_not_set_by_hand(nm):
+    for acc in (Schedule(), Scheduler({0:2})):
+        with pytest.raises(AttributeError, match='=16.*follows the schedule'): setattr(acc, nm, 16)
+
+# Learners
+
+class OwnLoop(Learner):
+    "Steps by itself"
+    def _do_one_batch(self):
+        self.pred = self.model(*self.xb)
+        self.loss_grad = self.loss_func(self.pred, *self.yb)
+        self.loss = self.loss_grad.float()
+        if not self.training: return
+        self.loss_grad.backward()
+        self.opt.step()
+        self.opt.zero_grad()
+
+class Ignores(nn.Module):
+    "Says what it ignores, and takes targets that are no tensor"
+    ignore_index = -100
+    def forward(self, p, y): return nn.functional.cross_entropy(p, y['y'] if isinstance(y, dict) else y)
+
+class Named(torch.utils.data.Dataset):
+    def __init__(self, ds): self.ds = ds
+    def __len__(self): return len(self.ds)
+    def __getitem__(self, i): return self.ds[i][0],dict(y=self.ds[i][1])
+
+def hooked(**kwargs):
+    learn = toy(**kwargs)
+    learn.model[2].weight.register_post_accumulate_grad_hook(lambda p: None)
+    return learn
+
+def own_loop(**kwargs):
+    learn = toy(**kwargs)
+    learn.__class__ = OwnLoop
+    return learn
+
+def ready_made(**kwargs):
+    learn = toy(**kwargs)
+    learn.dls.loaders[0] = DataLoader(list(learn.dls.train), bs=None)
+    return learn
+
+def named(**kwargs): return toy(loss_func=Ignores(), data=Named(toy(4).dls.train.dataset), **kwargs)
+
+acc,fastais = GradientAccumulation,FastaiGradientAccumulation
+refused = dict(
+    two=(toy, lambda: [acc(16),acc(8)], ValueError, '2 callbacks accumulate.*remove_cb'),
+    fastais_too=(toy, lambda: [fastais(16),acc(8)], ValueError, '2 callbacks accumulate.*remove_cb'),
+    added_up_in_half_precision=(toy, lambda: [NonNativeMixedPrecision(),acc(8)], ValueError, r'to_fp16\(\)'),
+    steps_in_backward=(hooked, lambda: [acc(8)], ValueError, "'2.weight' has a hook.*Remove the hook"),
+    steps_by_itself=(own_loop, lambda: [acc(8)], ValueError, 'own `_do_one_batch`.*_do_grad_opt'),
+    no_step=(toy, lambda: [acc(80, drop_last=True)], ValueError, '70 samples do not fill.*80.*drop_last'),
+    larger_than_the_loaders=(toy, lambda: [acc(16, micro_batch_size=8)], ValueError, 'size=8.*of 4.*`bs=8`'),
+    no_batch_size=(ready_made, lambda: [acc(16)], ValueError, 'pass `micro_batch_size=`'),
+    targets_not_counted=(named, lambda: [acc(16)], TypeError, 'is a dict.*pass `size='),
+    start_after_finish=(toy, lambda: [Schedule(start=.5, finish=0)], ValueError, 'give a `finish`'),
+    nothing_to_measure=(toy, lambda: [NoiseScale()], ValueError, r'add fastaccum.s `GradientAccumulation'),
+    no_noise=(toy, lambda: [acc(8),ScaledLR(8, rule='adascale')], ValueError, r'add a `NoiseScale\(\)`'),
+    no_betas=(toy, lambda: [acc(8),ScaledLR(8, betas=True)], ValueError, 'leave `betas` out, or use Adam'),
+    two_rates=(toy, lambda: [acc(8),ScaledLR(8),ScaledLR(8)], ValueError, '2 ScaledLR.*keep one'),
+    two_caches=(toy, lambda: [GradientCache(2),GradientCache(2)], ValueError, 'keep one'),
+    split_and_cached=(toy, lambda: [acc(8, micro_batch_size=2),GradientCache(2)], ValueError, 'leave it out'))
+late = {'steps_by_itself','targets_not_counted'}   # with the first batch
+for nm,f in dict(below=lambda l: -1, infinite=lambda l: float('inf'), text=lambda l: '4', many=lambda l: l.y).items():
+    refused[f'size_{nm}'] = toy,lambda f=f: [acc(8, size=f)],(TypeError,ValueError),'`size` returned.*return a'
+    late.add(f'size_{nm}')
+
+@pytest.mark.parametrize('nm', refused)
+def test_learners_that_cannot_be_trained_are_refused_before_a_weight_moves(nm):
+    make,cbs,exc,words = refused[nm]
+    learn,fresh = make(bs=4, n=70),make(bs=4, n=70)
+    learn.add_cb(ProgressCallback())
+    before,logger,own = weights(learn),learn.logger,cbs()
+    with pytest.raises(exc, match=words) as e: learn.fit(1, 0.1, cbs=own)
+    assert link(e)
+    if nm in late: learn.logger = logger   # fastai leaves the progress bar's where an error ends a fit
+    else:
+        with pytest.raises(exc, match=words), learn.added_cbs(own): learn.lr_find(show_plot=False)
+    assert learn.logger is logger and weights(learn).equal(before)
+    learn.remove_cbs([*own,ProgressCallback])
+    for o in (fresh,learn): o.fit(1, 0.1)
+    assert_twins(fresh, learn)

@@ -1,0 +1,407 @@
+"""Right or loud: a fit that is the full-batch run says nothing; one that differs, or may, says so once, and what the
+warning says to do makes it the same."""
+import random, warnings
+import numpy as np, pytest, torch
+from collections import Counter
+from functools import partial
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader as TorchDL, TensorDataset
+from fastai.callback.core import Callback
+from fastai.callback.mixup import CutMix, MixUp
+from fastai.callback.training import GradientClip
+from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
+from fastai.learner import Learner
+from fastai.losses import (BCEWithLogitsLossFlat, CrossEntropyLossFlat, DiceLoss, FocalLossFlat, L1LossFlat,
+    LabelSmoothingCrossEntropyFlat, MSELossFlat)
+from fastai.optimizer import SGD, Adam
+from fastai.text.data import LMDataLoader, SortedDL
+from fastai.text.learner import language_model_learner
+from fastai.text.models.awdlstm import AWD_LSTM, awd_lstm_lm_config
+from fastaccum import FreezeBN, GradientAccumulation, GradientAccumulationSchedule, GradientCache, TwinWarning
+from fastaccum.testing import CrossEntropy, Float32Loss, assert_twins, deviation, toy, toy_data, twins
+from common import CpuMixedPrecision, Seen, weights
+
+def told(f):
+    "How often each of our warnings comes in `f`: by the category, and the entry that it links to"
+    with warnings.catch_warnings(record=True) as res:
+        warnings.simplefilter('always')
+        f()
+    ours = [(o.category,str(o.message).partition('/troubleshooting.html#')[2]) for o in res]
+    return Counter((c.__name__ if issubclass(c, TwinWarning) else '',key) for c,key in ours if key)
+
+loss,batchnorm,order,state = (('LossWarning','loss-not-a-mean'),('BatchNormWarning','batchnorm'),
+    ('LoaderWarning','loader-order'),('StateWarning','hidden-state'))
+penalised = '','added-to-a-sum'
+
+def fit(l, cbs): l.fit(2, 0.05, cbs=cbs)
+def little(l, cbs): l.fit(2, 1e-3, cbs=cbs)   # a sum's gradients are large
+def one_group(m): return [list(m.parameters())]
+
+def run(**kwargs):
+    "What is said of a fit on micro-batches, the full-batch run, and that fit"
+    res = []
+    return told(lambda: res.extend(twins(**dict(dict(n=70, fit=fit), **kwargs)))),*res
+
+def off(a, b): return deviation(weights(a), weights(b))
+
+# Models, losses and callbacks
+
+def layers(*ms): return nn.Sequential(nn.Linear(5, 6), *ms, nn.Linear(6, 3)).double()
+def normed(): return layers(nn.BatchNorm1d(6), nn.Tanh())
+def sample_norms():
+    return layers(nn.GroupNorm(2, 6), nn.LayerNorm(6), nn.Unflatten(1, (2,3)), nn.InstanceNorm1d(2), nn.Flatten())
+
+class Gated(nn.Linear):
+    "Learns from samples with a positive first feature only"
+    def forward(self, x):
+        if not (x[:,0]>0).any(): return x[:,:3].detach()
+        return torch.where(x[:,:1]>0, super().forward(x), x[:,:3])
+
+gated = toy_data(70)   # the first, a middle and the last micro-batch of steps have nothing to learn from
+for i in (0,20,28): gated.tensors[0][i:i+4,0] = -gated.tensors[0][i:i+4,0].abs()
+
+class Remembers(nn.Linear):
+    "Keeps a part of what it has seen until `reset`"
+    seen = torch.zeros(3).double()
+    def reset(self): self.seen = torch.zeros(3).double()
+    def forward(self, x):
+        res = super().forward(x)+self.seen
+        self.seen = self.seen+0.1*res.detach().mean(0)
+        return res
+
+class Masked(nn.Module):
+    "A mean over what is not ignored, of which nobody knows"
+    def forward(self, p, y):
+        keep = (y!=-100).flatten()
+        return (F.cross_entropy(p.flatten(0, -2), y.flatten().clamp(min=0), reduction='none')*keep).sum()/keep.sum()
+
+def not_ignored(l): return (l.y!=-100).sum()
+def summed(p, y): return F.cross_entropy(p, y, reduction='sum')
+def contrastive(p, y):
+    "Each row and the one half a batch away are a pair"
+    z,k = F.normalize(p),len(p)//2
+    return F.cross_entropy((z@z.T/0.5).fill_diagonal_(-1e9), torch.arange(len(p)).roll(k))
+
+class Mixable(CrossEntropy): y_int = True
+class SumForMean(Mixable):
+    "Says that it is a mean, and with MixUp, which asks for each sample's, returns more than it should"
+    def forward(self, p, y): return super().forward(p, y)*len(y)
+class Doubled(CrossEntropy):
+    def forward(self, p, y): return 2*super().forward(p, y)
+
+class At(Callback):
+    "Calls `f` with itself at an event"
+    def __init__(self, event, f, order=0, run_valid=False):
+        self.order,self.run_valid = order,run_valid
+        setattr(self, event, lambda: f(self))
+
+def penalty(cb): return sum(p.pow(2).sum() for p in cb.model.parameters())
+def adds(cb): cb.learn.loss_grad = cb.loss_grad+penalty(cb)
+def adds_in_place(cb): cb.learn.loss_grad += penalty(cb)
+def adds_of_predictions(cb): cb.learn.loss_grad = cb.loss_grad+cb.pred.pow(2).mean()
+def averages(cb): cb.learn.loss_grad = cb.loss_grad.mean()
+def doubles(cb): cb.learn.loss_grad = cb.loss_grad*2
+def resets(event): return lambda: [At(event, lambda cb: cb.model.reset(), run_valid=True)]
+def changes(nm, o): return lambda: [At('before_epoch', lambda cb: cb.epoch and setattr(cb.loss_func, nm, o), -20)]
+def weighted(*args, **kwargs): return toy(*args, loss_func=CrossEntropy(weight=torch.ones(3).double()), **kwargs)
+
+def mixes(cls):
+    "Mixes each sample with its neighbour, which is in the same micro-batch however large that is"
+    class Mix(cls):
+        def before_batch(self):
+            self.yb1,self.lam = tuple(y.view(-1, 2).flip(1).flatten() for y in self.yb),torch.tensor(0.3).double()
+    return lambda: [Mix()]
+def mixable(*args, loss=Mixable, **kwargs): return toy(*args, loss_func=loss(), **kwargs)
+
+# Exact, and silent
+
+w,sums = torch.tensor([0.2,1.,5.]).double(),dict(loss_func=CrossEntropy(reduction='sum'), fit=little)
+exact = dict(plain=dict(), tokens=dict(tokens=True), class_weights=dict(loss_func=CrossEntropy(weight=w)), sum=sums,
+    ignored=dict(loss_func=CrossEntropy(ignore_index=1, weight=w)), adam=dict(opt_func=Adam), functional=dict(
+    loss_func=F.cross_entropy), counted=dict(tokens=True, loss_func=Masked(), acc=dict(size=not_ignored)),
+    one_cycle=dict(fit=lambda l,cbs: l.fit_one_cycle(1, 0.05, cbs=cbs)), ones=dict(micro=1), threes=dict(micro=3, n=71),
+    no_accumulation=dict(micro=16, loss_func=summed, model=normed, fit=little), split=dict(micro=8,
+    acc=dict(micro_batch_size=2)), frozen_batchnorm=dict(model=normed, cbs=lambda: [FreezeBN()]),
+    norms_of_a_sample=dict(model=sample_norms), clipped=dict(tokens=True, cbs=lambda: [GradientClip(0.1)]),
+    nothing_to_learn=dict(model=lambda: Gated(5, 3).double(), data=gated, splitter=one_group),
+    state_of_a_batch=dict(model=lambda: Remembers(5, 3).double(), splitter=one_group, cbs=resets('before_batch')),
+    mean_by_a_callback=dict(loss_func=CrossEntropy(reduction='none'), cbs=lambda: [At('after_loss', averages, -101)]),
+    doubled=dict(cbs=lambda: [At('after_loss', doubles)]))
+exact |= {f'{f.__name__}_{event}':dict(tokens=True, cbs=lambda event=event,f=f: [At(event, f)])
+    for event in ('after_loss','before_backward') for f in (adds,adds_in_place)}
+exact |= {f'changed_{k}':dict(make=weighted, cbs=changes(k, v), fit=lambda l,cbs: l.fit(3, 1e-2, cbs=cbs))
+    for k,v in dict(weight=w, reduction='sum', ignore_index=1).items()}
+exact |= {f'{cls.__name__}_{r}':dict(n=64, make=partial(mixable, loss=partial(Mixable, reduction=r)), fit=little,
+    cbs=mixes(cls)) for cls in (MixUp,CutMix) for r in ('mean','sum')}
+
+@pytest.mark.parametrize('nm', exact)
+def test_a_fit_that_is_the_full_batch_run_says_nothing(nm):
+    said,a,b = run(**exact[nm])
+    for o in (a,b) if nm=='mean_by_a_callback' else (): o.recorder.values = []   # fastai's own mean in validation
+    assert not said
+    assert_twins(a, b)
+
+def test_a_model_may_have_attributes_of_our_names():
+    learn,acc = toy(4, n=64),GradientAccumulation(16)
+    seen = Seen('after_loss', lambda l: list(vars(acc)))
+    learn.fit(1, 0.1, cbs=[acc,seen])
+    for nm in seen.values[-1]: setattr(learn.model, nm, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', UserWarning)
+        learn.fit(1, 0.1, cbs=acc)
+
+# Losses: fastai's and torch's, and those in which samples meet
+
+gen = torch.Generator().manual_seed(0)
+def r(*shape): return torch.randn(*shape, generator=gen)
+def classes(*shape): return torch.randint(0, 5, shape, generator=gen)
+plain,values,bits = (r(32, 5),classes(32)),(r(32, 3),r(32, 3)),(r(32, 5),classes(32, 5).clamp(max=1).float())
+masks,padded = (r(32, 5, 4, 4),classes(32, 4, 4)),(r(32, 6, 5),classes(32, 6))
+padded[1][:,2:][torch.rand(32, 4, generator=gen)<torch.rand(32, 1, generator=gen)] = -100
+w5 = torch.tensor([0.2,1.,5.,0.5,2.])
+
+class Combined:
+    "As in fastai's documentation: Focal's mean and Dice's sum"
+    def __init__(self, reduction='sum'):
+        self.focal,self.dice = FocalLossFlat(axis=1),DiceLoss(axis=1, reduction=reduction)
+    def __call__(self, p, y): return self.focal(p, y)+self.dice(p, y)
+
+def batch_dice(p, y):
+    p,y = p.softmax(1),F.one_hot(y, 5).movedim(-1, 1)
+    return 1-(2*(p*y).sum((0,2,3))/(p+y).sum((0,2,3))).mean()
+def in_place(p, y):
+    y[y==0] = 1
+    return F.cross_entropy(p.mul_(2), y)
+
+right = dict(
+    cross_entropy=(CrossEntropyLossFlat(), plain), class_weights=(CrossEntropyLossFlat(weight=w5), plain),
+    smoothed=(LabelSmoothingCrossEntropyFlat(), plain), sum=(CrossEntropyLossFlat(reduction='sum'), plain),
+    smoothed_weighted=(nn.CrossEntropyLoss(label_smoothing=.1, weight=w5), plain), in_place=(in_place, plain),
+    padded=(CrossEntropyLossFlat(), padded), focal=(FocalLossFlat(weight=w5), plain), dice=(DiceLoss(), masks),
+    masks=(CrossEntropyLossFlat(axis=1), masks), combined=(Combined('mean'), masks), mse=(MSELossFlat(), values),
+    l1=(L1LossFlat(), values), huber=(nn.HuberLoss(), values), bce=(BCEWithLogitsLossFlat(), bits),
+    pos_weight=(nn.BCEWithLogitsLoss(pos_weight=w5), bits), constant=(lambda p, y: F.cross_entropy(p, y)+9, plain),
+    several=(lambda p, y: F.cross_entropy(p[0], y)+p[1].pow(2).mean(), plain, lambda p: (p,p[:,:3])),
+    named=(lambda p, y: F.cross_entropy(p['logits'], y), plain, lambda p: dict(logits=p)))
+wrong = dict(hidden_mean=(Masked(), padded), combined=(Combined(), masks), sum_for_mean=(summed, plain),
+    root=(lambda p, y: F.mse_loss(p, y).sqrt(), values), contrastive=(contrastive, plain), dice=(batch_dice, masks),
+    smoothed_weighted=(LabelSmoothingCrossEntropyFlat(weight=w5), plain),
+    spread=(lambda p, y: ((p-p.mean(0))**2).mean(), plain))
+def of_16_at_least(p, y):
+    if len(p)<16: raise ValueError('too few')
+    return F.cross_entropy(p, y)
+untried = dict(torch_draws=lambda p, y: F.cross_entropy(p+torch.randn(p.shape), y), numpy_draws=lambda p, y: p.mean()*
+    np.random.rand(), python_draws=lambda p, y: p.mean()*random.random(), raises=of_16_at_least)
+
+class Scale(nn.Module):
+    def __init__(self, x, out):
+        super().__init__()
+        self.w,self.out = nn.Parameter(torch.ones(x.shape[1:])),out
+    def forward(self, x): return self.out(x*self.w)
+
+def step(bs, f, data, out=lambda p: p, cbs=None):
+    "The gradient of 32 samples: the weights after a large step"
+    dls = DataLoaders(DataLoader(TensorDataset(*data), bs=bs), DataLoader(TensorDataset(*data), bs=32))
+    learn = Learner(dls, Scale(data[0], out), f, opt_func=SGD, cbs=Float32Loss())
+    with learn.no_bar(), learn.no_logging(): learn.fit(1, 1e3, cbs=cbs)
+    return weights(learn)
+
+@pytest.mark.parametrize('case', [*right.values(),*wrong.values()], ids=[*right,*(f'not_{o}' for o in wrong)])
+def test_a_loss_is_warned_of_where_the_gradient_is_another(case):
+    big,small = step(32, *case),[]
+    said = told(lambda: small.append(step(16, *case, cbs=GradientAccumulation(32))))
+    diff = deviation(big/big.abs().max(), small[0]/big.abs().max())
+    assert diff>1e-3 and said=={loss:1} if case in wrong.values() else diff<1e-5 and not said
+
+@pytest.mark.parametrize('f', untried.values(), ids=untried)
+def test_a_loss_that_cannot_be_tried_on_parts_trains_and_nothing_is_said(f):
+    assert not told(lambda: step(16, f, plain, cbs=GradientAccumulation(32)))
+
+@pytest.mark.parametrize('dtype', [torch.float16,torch.bfloat16])
+def test_rounding_of_half_precision_is_no_difference(dtype):
+    def half(p, y): return F.cross_entropy(p.to(dtype), y)
+    for i in range(0, 32, 8):
+        data = [o.roll(i, 0) for o in plain]
+        assert not told(lambda: step(16, half, data, cbs=GradientAccumulation(32)))
+
+@pytest.mark.parametrize('amp', ['fp16','bf16'])
+@pytest.mark.parametrize('f,said', [(F.cross_entropy,{}), (summed,{loss:1})])
+def test_the_loss_is_judged_with_mixed_precision_too(f, said, amp):
+    assert told(lambda: step(16, f, plain, cbs=[CpuMixedPrecision(amp),GradientAccumulation(32)]))==said
+
+class Keeps(nn.Module):
+    "Keeps what it draws, with each call, and an average of the predictions"
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('mean', torch.zeros(3).double())
+        self.drawn = []
+    def forward(self, p, y):
+        self.drawn.append((torch.rand(()).item(),random.random(),np.random.rand()))
+        self.mean.mul_(0.9).add_(p.detach().mean(0), alpha=0.1)
+        return F.cross_entropy(p*(1+self.mean), y)
+
+def test_that_a_loss_was_tried_is_not_seen_in_it():
+    "A fit that does not accumulate tries nothing"
+    def run(n):
+        torch.manual_seed(0); random.seed(0); np.random.seed(0)
+        learn = toy(4, n=32, loss_func=Keeps())
+        learn.fit(2, 0., cbs=GradientAccumulation(n))
+        return learn.loss_func.drawn,learn.loss_func.mean
+    assert deviation(run(4), run(16))<1e-12
+
+# Warned, and with the remedy the same
+
+remembers = dict(model=lambda: Remembers(5, 3).double(), splitter=one_group, cbs=resets('before_train'))
+warned = dict(
+    hidden_mean=([loss], dict(tokens=True, loss_func=Masked()), dict(acc=dict(size=not_ignored))),
+    sum_for_mean=([loss], dict(loss_func=summed, fit=little), sums),
+    mixed=([loss], dict(n=64, make=partial(mixable, loss=SumForMean), cbs=mixes(MixUp), fit=little),
+        dict(make=mixable)),
+    batchnorm=([batchnorm], dict(model=normed), dict(cbs=lambda: [FreezeBN()])),
+    untracked=([batchnorm], dict(model=lambda: layers(nn.BatchNorm1d(6, track_running_stats=False)),
+        cbs=lambda: [At('before_train', lambda cb: cb.model[1].eval())]), dict(model=sample_norms)),
+    both=([loss,batchnorm], dict(model=normed, loss_func=summed, fit=little), dict(cbs=lambda: [FreezeBN()], **sums)),
+    state=([state], remembers, dict(cbs=resets('before_batch'))),
+    scaled_sum=([penalised], dict(cbs=lambda: [At('after_loss', doubles)], **sums),
+        dict(cbs=list, loss_func=Doubled(reduction='sum'))))
+
+@pytest.mark.parametrize('nm', warned)
+def test_a_warning_is_true_and_its_remedy_mends_it(nm):
+    keys,kwargs,remedy = warned[nm]
+    said,a,b = run(**kwargs)
+    assert said==dict.fromkeys(keys, 1) and off(a, b)>1e-4
+    said,*fits = run(**dict(kwargs, **remedy))
+    assert not said and assert_twins(*fits)
+
+@pytest.mark.parametrize('model,said', [(layers,{}), (normed,{batchnorm:1})])
+def test_a_loss_of_the_whole_batch_is_mended_by_the_cache_which_tells_of_batchnorm(model, said):
+    def run(cbs):
+        learn = toy(16, n=64, loss_func=contrastive, model=model)
+        fit(learn, cbs)
+        return learn
+    a,b = run([]),[]
+    assert told(lambda: b.append(run(GradientCache(4))))==said and (off(a, b[0])>1e-4)==bool(said)
+
+@pytest.mark.parametrize('f', [adds,adds_in_place,adds_of_predictions])
+def test_a_penalty_on_a_sum_is_told_and_counts_once_a_step(f):
+    said,*fits = run(cbs=lambda: [At('after_loss', f)], **sums)
+    assert said=={penalised:1} and assert_twins(*fits)
+
+words = {loss:('off by 0.', "reduction='mean'", '`size=`', 'GradientCache'), state:('Remembers', 'step to step'),
+    batchnorm:('2 BatchNorm layers', '4 samples', '16 of a step')}
+
+def all_three():
+    def model(): return nn.Sequential(Remembers(5, 3), nn.BatchNorm1d(3), nn.BatchNorm1d(3, affine=False)).double()
+    learn = toy(4, n=64, model=model, loss_func=summed, splitter=one_group)
+    learn.model.reset = learn.model[0].reset
+    return learn
+
+def test_each_is_said_once_a_fit_and_again_in_the_next_with_what_to_do():
+    learn,acc = all_three(),GradientAccumulation(16)
+    for _ in range(2):
+        with pytest.warns(TwinWarning) as said: learn.fit(2, 1e-5, cbs=acc)
+        for k,vs in words.items():
+            text, = [str(o.message) for o in said if o.category.__name__==k[0]]
+            assert all(v in text for v in vs)
+
+def test_each_is_silenced_by_its_category_and_all_by_one():
+    learn,kinds = all_three(),{c.__name__:c for c in TwinWarning.__subclasses__()}
+    def silenced(*cs):
+        def fit():
+            for c in cs: warnings.filterwarnings('ignore', category=c)
+            learn.fit(1, 1e-5, cbs=GradientAccumulation(16))
+        return set(told(fit))
+    assert silenced()==set(words) and not silenced(TwinWarning)
+    for k in words: assert silenced(kinds[k[0]])==words.keys()-{k}
+    before = weights(learn)
+    with pytest.raises(TwinWarning), warnings.catch_warnings():
+        warnings.simplefilter('error', TwinWarning)
+        learn.fit(1, 1e-5, cbs=GradientAccumulation(16))
+    assert weights(learn).equal(before)
+
+# Loaders
+
+class Says:
+    "A loader of one's own, with `batches` of 64 samples, which says how many there are, and of which size"
+    device = after_batch = None
+    bs,dataset = 4,range(64)
+    def __init__(self, batches, n=None): self.batches,self.n = batches,n or len(batches)
+    def __len__(self): return self.n
+    def __iter__(self):
+        x,y = toy_data(64).tensors
+        return ((x[i:j],y[i:j]) for i,j in self.batches)
+
+def cut(k): return [(i,min(i+k, 64)) for i in range(0, 64, k)]
+loaders = dict(right=('', cut(4)), fewer_than_it_says=('', cut(4), 20), smaller=('', cut(2)),
+    empty_batches=('', [(0,0), *cut(4)[:6], (9,9), *cut(4)[6:], (0,0)]),
+    more_than_it_says=('more-batches', cut(4), 10), larger_than_it_says=('larger-batches', cut(6)))
+
+@pytest.mark.parametrize('nm', loaders)
+def test_loaders_that_are_not_as_they_say(nm):
+    (key,*args),a,b = loaders[nm],toy(16, n=64),toy(4, n=64)
+    b.dls.loaders[0] = Says(*args)
+    fit(a, None)
+    assert told(lambda: fit(b, GradientAccumulation(16)))==({('',key):1} if key else {}) and (off(a, b)>1e-4)==bool(key)
+
+def dropping(n=70, bs=4):
+    learn = toy(bs, n=n)
+    learn.dls.loaders[0] = TorchDL(learn.dls.train.dataset, bs, drop_last=True)
+    return learn
+
+@pytest.mark.parametrize('key,make,cbs,big', [
+    ('larger-than-a-step', lambda: toy(16), lambda: GradientAccumulation(8), lambda: toy(16)),
+    ('no-batch', lambda: dropping(3), lambda: GradientAccumulation(16), lambda: dropping(3)),
+    ('no-step', dropping, lambda: GradientAccumulation(80), lambda: dropping(bs=68)),
+    ('schedule-cut-short', lambda: toy(4), lambda: GradientAccumulationSchedule(8, 8, finish=5), lambda: toy(8))])
+def test_what_may_not_be_meant_is_told_and_the_run_is_what_the_warning_says(key, make, cbs, big):
+    a,b = big(),make()
+    fit(a, None)
+    assert told(lambda: fit(b, cbs()))=={('',key):1}
+    assert off(a, b)<1e-7 and len(a.recorder.losses)==len(b.recorder.losses)
+
+texts = [torch.randint(2, 9, (12,), generator=gen) for _ in range(64)]
+
+@pytest.mark.parametrize('shuffle', [False,True])
+def test_a_sorted_loader_is_warned_of_if_it_shuffles_and_only_then_the_run_is_another(shuffle):
+    def run(bs, cbs):
+        for f in (torch.manual_seed,np.random.seed,random.seed): f(0)
+        dl = SortedDL([(o,int(o[0])%2) for o in texts], bs=bs, shuffle=shuffle, res=list(range(64)))
+        learn = Learner(DataLoaders(dl, dl), nn.Sequential(nn.Embedding(9, 3), nn.Flatten(), nn.Linear(36, 2)).double(),
+            CrossEntropy(), opt_func=SGD, cbs=Float32Loss())
+        with learn.no_bar(), learn.no_logging(): learn.fit(1, 0.1, cbs=cbs)
+        return learn
+    a,b = run(16, None),[]
+    assert told(lambda: b.append(run(4, GradientAccumulation(16))))==({order:1} if shuffle else {})
+    assert (off(a, b[0])>1e-7)==shuffle
+
+def test_a_language_models_streams_and_state_are_warned_of():
+    dls = DataLoaders(*[LMDataLoader([(o,) for o in texts], bs=4, seq_len=5) for _ in range(2)])
+    dls.vocab,config = list('abcdefghi'),awd_lstm_lm_config|dict(emb_sz=4, n_hid=4, n_layers=2)
+    learn = language_model_learner(dls, AWD_LSTM, config=config, pretrained=False)
+    with learn.no_bar(), learn.no_logging():
+        assert told(lambda: learn.fit(1, 1e-4, cbs=GradientAccumulation(16))).keys()=={order,state}
+
+# Other sizes, and fits within fits
+
+@pytest.mark.parametrize('epochs', [False,True])
+@pytest.mark.parametrize('nm', ['accum_bs','n_acc'])
+def test_another_size_holds_from_the_next_fit_or_epoch(nm, epochs):
+    def run(learn, of, nm):
+        learn.fit_one_cycle(2, 0.1, cbs=[At('after_epoch', lambda cb: epochs and setattr(of, nm, 8))])
+        setattr(of, nm, 8)
+        learn.fit(1, 0.1)
+        return learn
+    acc,big = GradientAccumulation(16),toy(16, n=64)
+    assert_twins(run(big, big.dls.train, 'bs'), run(toy(4, n=64, cbs=acc), acc, nm))
+
+@pytest.mark.parametrize('event', ['before_epoch','after_epoch'])
+def test_a_fit_and_lr_find_between_the_epochs_of_another(event):
+    def run(learn):
+        inside = []
+        def nest(cb):
+            if not inside: inside.append(1); learn.fit(1, .02); learn.lr_find(num_it=8, show_plot=False); inside.clear()
+        learn.fit(2, 0.05, cbs=At(event, nest, order=70))
+        return weights(learn)
+    assert deviation(run(toy(12, n=72)), run(toy(4, n=72, cbs=GradientAccumulation(12))))<1e-7

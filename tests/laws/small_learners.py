@@ -32,7 +32,7 @@ def quiet(learn):
 # Each takes a probability of dropout, and other arguments of the Learner
 
 def vision(drop, **kwargs):
-    return vision_learner(loaders(gauss(20, 3, 24, 24), whole(3, 20)), resnet18, cut=6, n_out=3, pretrained=False,
+    return vision_learner(loaders(gauss(16, 3, 16, 16), whole(3, 16)), resnet18, cut=6, n_out=3, pretrained=False,
         normalize=False, ps=drop, **kwargs)
 
 def unet(drop, **kwargs):
@@ -64,7 +64,7 @@ def transformer(drop, nm='Bert', **kwargs):
     import transformers as tf
     size = dict(vocab_size=50, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32,
         hidden_dropout_prob=drop, attention_probs_dropout_prob=drop) if nm=='Bert' else dict(vocab_size=50, n_embd=16,
-        n_layer=3, n_head=2, n_positions=16, embd_pdrop=drop, attn_pdrop=drop, resid_pdrop=drop, pad_token_id=0)
+        n_layer=3, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0, embd_pdrop=drop, attn_pdrop=drop, resid_pdrop=drop, pad_token_id=0)
     cls = getattr(tf, f'{nm}ForSequenceClassification')
     return Learner(loaders(whole(49, 20, 9)+1, whole(3, 20)), cls(cls.config_class(**size, num_labels=3)), **kwargs)
 

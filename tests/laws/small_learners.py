@@ -1,5 +1,5 @@
 "Small Learners as fastai's users build them, in double precision, and a count of the samples whose activations are held."
-import torch
+import gc, pytest, torch
 from functools import partial
 from torch import nn
 from torch.nn import functional as F
@@ -18,6 +18,13 @@ from fastai.vision.gan import GANLearner
 from fastai.vision.learner import unet_learner, vision_learner
 from fastcore.basics import noop
 from fastaccum.testing import Float32Loss
+
+@pytest.fixture(scope='module')
+def frozen():
+    "Memory is collected each time it runs out: half a second where fastai's objects are looked at, too"
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 def gauss(*shape): return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).double()
 def whole(high, *shape): return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(1))

@@ -1,5 +1,5 @@
 "`GradientCache`: the model sees micro-batches, the loss and all else the loader's batch, and the run is the full-batch run."
-import gc, os, pytest, random, torch
+import os, pytest, random, torch
 from collections import OrderedDict
 from copy import deepcopy
 from functools import partial
@@ -21,14 +21,9 @@ from fastai.torch_core import TensorImage
 from fastaccum import FreezeBN, GradientAccumulation, GradientCache
 from fastaccum.testing import CrossEntropy, assert_twins, deviation, one_cycle, toy, toy_data
 from common import CpuMixedPrecision, InBackward, Raise, Seen, grads, short_of, some, weights
-from small_learners import Held, Holds, applications, make, replaced, scores
+from small_learners import Held, Holds, applications, frozen, make, replaced, scores
 
-@pytest.fixture(scope='module', autouse=True)
-def frozen():
-    "Memory is collected each time it runs out: half a second where fastai's objects are looked at, too"
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures('frozen')
 
 # Losses in which all samples of a batch see each other
 

@@ -38,9 +38,14 @@ def quiet(learn):
 
 # Each takes a probability of dropout, and other arguments of the Learner
 
+def half_resnet18(**kwargs):
+    m = resnet18()
+    m.layer3 = m.layer4 = nn.Identity()
+    return m
+
 def vision(drop, **kwargs):
-    return vision_learner(loaders(gauss(16, 3, 16, 16), whole(3, 16)), resnet18, cut=6, n_out=3, pretrained=False,
-        normalize=False, ps=drop, **kwargs)
+    return vision_learner(loaders(gauss(20, 3, 16, 16), whole(3, 20)), half_resnet18, n_out=3, pretrained=False,
+        normalize=False, ps=drop, lin_ftrs=[16], **kwargs)
 
 def unet(drop, **kwargs):
     dls = loaders(gauss(20, 3, 16, 16), whole(3, 20, 16, 16))

@@ -43,8 +43,8 @@ def half_resnet18(**kwargs):
     m.layer3 = m.layer4 = nn.Identity()
     return m
 
-def vision(drop, **kwargs):
-    return vision_learner(loaders(gauss(20, 3, 16, 16), whole(3, 20)), half_resnet18, n_out=3, pretrained=False,
+def vision(drop, bs=8, **kwargs):
+    return vision_learner(loaders(gauss(20, 3, 16, 16), whole(3, 20), bs=bs), half_resnet18, n_out=3, pretrained=False,
         normalize=False, ps=drop, lin_ftrs=[16], **kwargs)
 
 def unet(drop, **kwargs):

@@ -1,6 +1,5 @@
-"`GradientCache`: the model sees micro-batches, the loss and all else the loader's batch, and the run is the full-batch run."
+"`GradientCache`: the model sees micro-batches, all else the loader's batch, and the run is the full-batch run."
 import os, pytest, random, torch
-from collections import OrderedDict
 from copy import deepcopy
 from functools import partial
 from hypothesis import given, strategies as st
@@ -9,19 +8,17 @@ from torch import nn
 from torch.distributions import Beta
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
-from torch.utils.data import DataLoader as TorchLoader, TensorDataset
+from torch.utils.data import TensorDataset
 from fastai.callback.core import Callback, CancelBatchException, CancelFitException
-from fastai.callback.fp16 import AMPMode
-from fastai.callback.mixup import CutMix, MixUp
+from fastai.callback.mixup import MixUp
 from fastai.callback.training import GradientClip
-from fastai.learner import trainable_params
 from fastai.metrics import accuracy
 from fastai.optimizer import Adam, OptimWrapper
 from fastai.torch_core import TensorImage
 from fastaccum import FreezeBN, GradientAccumulation, GradientCache
 from fastaccum.testing import CrossEntropy, assert_twins, deviation, one_cycle, toy, toy_data
 from common import CpuMixedPrecision, InBackward, Raise, Seen, grads, short_of, some, weights
-from small_learners import Held, Holds, applications, frozen, make, replaced, scores
+from small_learners import Event, Held, Holds, all_params, applications, frozen, make, replaced, scores
 
 pytestmark = pytest.mark.usefixtures('frozen')
 
@@ -34,30 +31,24 @@ def nt_xent(z, y=None):
     return F.cross_entropy(sim, (torch.arange(len(z))^1)%len(z))
 
 def dice(z, y):
-    "One coefficient for all samples of the batch together; classes in the second dimension"
+    "One coefficient for all samples of the batch together"
     p,t = z.softmax(1),F.one_hot(y, 3).movedim(-1, 1)
     return 1-2*(p*t).sum()/(p+t).sum()
 
-def in_place(z, y):
-    "Writes into the predictions"
-    z[:,0] *= 2
-    return nt_xent(z.sigmoid_())
+def in_place(z, y): return nt_xent(z.mul_(2).sigmoid_())
 
-class Penalty(Callback):
+# What callbacks do with the loss and the model
+
+def penalty(l):
     "On the weights, which the loss's backward pass reaches by itself, and on the predictions"
-    order,run_valid = 2,False
-    def after_pred(self): self.learn.pred = self.pred*1.5
-    def after_loss(self):
-        self.learn.loss_grad = self.loss_grad+0.1*sum(p.pow(2).sum() for p in self.model.parameters())
-        self.learn.loss_grad += 0.1*self.pred.pow(2).mean()
+    l.loss_grad = l.loss_grad+0.1*sum(p.pow(2).sum() for p in l.model.parameters())+0.1*l.pred.pow(2).mean()
+def penalties(): return [Event('after_pred', lambda l: setattr(l, 'pred', l.pred*1.5)),Event('after_loss', penalty)]
 
-class CallsModel(Callback):
-    "An adversarial input, and a second look of the loss at the model: both mean the model itself"
-    order,run_valid = 1,False
-    def before_batch(self):
-        x = self.x.clone().requires_grad_()
-        self.learn.xb = (self.x+0.1*torch.autograd.grad(self.model(x).sum(), x)[0].sign(),)
-    def after_loss(self): self.learn.loss_grad = self.loss_grad+self.model(self.x*2).pow(2).mean()
+def adversary(l):
+    x = l.x.clone().requires_grad_()
+    l.xb = (l.x+0.1*torch.autograd.grad(nt_xent(l.model(x)), x)[0].sign(),)
+def second_look(l): l.loss_grad = l.loss_grad+nt_xent(l.model(l.x*2))
+def calls(): return [Event('before_batch', adversary),Event('after_loss', second_look)]
 
 class Scaled(CpuMixedPrecision):
     "The GradScaler without the half precision; the gradients of the second batch overflow"
@@ -68,93 +59,72 @@ class Scaled(CpuMixedPrecision):
         if self.training and self.iter==1: self.learn.loss_grad = self.loss_grad*float('inf')
         super().before_backward()
 
-def all_params(m): return [list(m.parameters())]
-def net(*more): return nn.Sequential(nn.Linear(5,6), *more, nn.Tanh(), nn.Linear(6,6), nn.Tanh(), nn.Linear(6,3)).double()
+def net(*more):
+    return nn.Sequential(nn.Linear(5,6), *more, nn.Tanh(), nn.Linear(6,6), nn.Tanh(), nn.Linear(6,3)).double()
 
 def fit(cbs, bs=16, fit=one_cycle, seed=0, **kwargs):
-    learn = toy(bs, **dict(dict(seed=seed, n=41, loss_func=nt_xent), **kwargs))
+    learn = toy(bs, **dict(dict(seed=seed, n=41, loss_func=nt_xent, splitter=all_params), **kwargs))
     torch.manual_seed(seed)
     random.seed(seed)
     fit(learn, cbs)
     return learn
 
 same = partial(assert_twins, tol=1e-10)
-def assert_same(size=5, cbs=list, model=None, **kwargs):
-    "The run with a cache is the run without; returns the first"
-    a,b = (fit([*own,*cbs()], model=model, **kwargs) for own in ([],[GradientCache(size)]))
+def assert_same(size=5, cbs=list, **kwargs):
+    "The run with a cache is the run without"
+    a,b = (fit([*own,*cbs()], **kwargs) for own in ([],[GradientCache(size)]))
     same(a, b)
     assert replaced(b)==replaced(a)
-    return b
 
 # The law
 
+def one_epoch(l, cbs): l.fit_one_cycle(1, 0.1, cbs=cbs)
 @given(st.integers(1, 30), st.integers(2, 30), st.integers(30, 60), st.integers(0, 9), st.booleans(),
     st.sampled_from([nt_xent,dice,CrossEntropy()]))
 def test_any_loss_and_any_sizes(size, bs, n, seed, shuffle, loss):
-    assert_same(size, bs=bs, n=n, seed=seed, shuffle=shuffle, loss_func=loss, fit=lambda l,cbs: l.fit_one_cycle(1, 0.1, cbs=cbs))
+    assert_same(size, bs=bs, n=n, seed=seed, shuffle=shuffle, loss_func=loss, fit=one_epoch)
 
-def accumulated(size=32, **kwargs): return GradientAccumulation(size, drop_last=False, **kwargs)
+def accumulated(): return GradientAccumulation(32, drop_last=False)
 def fits(l, cbs):
-    "Fits of several kinds, on a part and on the whole"
     with l.added_cbs(cbs):
-        l.fit(1, 0.05)
-        l.freeze()
+        l.fine_tune(1, 0.05, freeze_epochs=1)
         l.fit_flat_cos(1, 0.05)
-        l.validate()
-        l.unfreeze()
-        l.fit_one_cycle(1, 0.05)
-        l.recorder.values.append(l.get_preds()[0].flatten().tolist())
+        l.recorder.values.append([l.validate(),l.get_preds()[0]])
 def lr_find(l, cbs):
     with l.added_cbs(cbs): l.lr_find(num_it=7, show_plot=False, suggest_funcs=None)
     assert len(l.recorder.lrs)==7
 
-settings = dict(adam=dict(opt_func=Adam, metrics=accuracy), adamw=dict(opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)),
-    clip=dict(cbs=lambda: [GradientClip(0.05)]), scaler=dict(cbs=lambda: [Scaled(init_scale=2.**10, growth_interval=3)]),
-    penalties=dict(cbs=lambda: [Penalty()]), calls=dict(cbs=lambda: [CallsModel()]), in_place=dict(loss_func=in_place),
-    fits=dict(fit=fits), lr_find=dict(fit=lr_find), accumulated=dict(cbs=lambda: [accumulated()], n=75, metrics=accuracy),
-    all=dict(cbs=lambda: [accumulated(),Scaled(init_scale=2.**10),GradientClip(0.05),Penalty()], n=75))
+def two_groups(m): return [[*m[:2].parameters()],[*m[2:].parameters()]]
+settings = dict(adam=dict(opt_func=Adam, metrics=accuracy, cbs=lambda: [GradientClip(0.05)]),
+    adamw=dict(opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)), in_place=dict(loss_func=in_place),
+    scaler=dict(cbs=lambda: [Scaled(init_scale=2.**10, growth_interval=3)]), penalties=dict(cbs=penalties),
+    calls=dict(cbs=calls), fits=dict(fit=fits, splitter=two_groups), lr_find=dict(fit=lr_find),
+    compiled=dict(model=lambda: torch.compile(net(), backend='eager', dynamic=True)),
+    accumulated=dict(cbs=lambda: [accumulated()], n=75, metrics=accuracy),
+    all=dict(cbs=lambda: [accumulated(),Scaled(init_scale=2.**10),GradientClip(0.05),*penalties()], n=75))
 
 @pytest.mark.parametrize('nm', settings)
 def test_with_what_else_there_is(nm): assert_same(**settings[nm])
 
-def test_accumulated_mean_is_the_full_batchs():
-    "Three sizes: the model's micro-batch, the loader's batch and the step; a mean needs none of them"
-    same(fit([], bs=32, n=75, loss_func=CrossEntropy()), fit([accumulated(),GradientCache(5)], n=75, loss_func=CrossEntropy()))
-
-@pytest.mark.parametrize('mix', [MixUp,CutMix])
-def test_mixup_mixes_the_whole_batch(mix, monkeypatch):
+def test_mixup_mixes_the_whole_batch():
     def mixes():
-        cb = mix()
+        cb = MixUp()
         cb.distrib = Beta(*torch.tensor([0.4, 0.4]).double())
         return [cb]
-    class Images(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.m = net()
-        def forward(self, x): return self.m(x.mean((1,2)))
     loss = CrossEntropy()
     loss.y_int,loss.forward = True,lambda z,y: F.cross_entropy(z, y, reduction=loss.reduction)
-    x,y = torch.randn(41, 4, 5, 5, dtype=torch.float64),torch.randint(0, 3, (41,))
     torch.set_default_dtype(torch.float64)   # in which fastai's MixUp draws
-    try: assert_same(3, mixes, Images, loss_func=loss, data=TensorDataset(x, y), splitter=all_params)
+    try: assert_same(3, mixes, loss_func=loss)
     finally: torch.set_default_dtype(torch.float32)
 
 # Who sees what
 
-class Sizes(nn.Module):
-    "How many samples it sees"
-    def __init__(self, seen):
-        super().__init__()
-        self.f = seen.append
-    def forward(self, x):
-        self.f(len(x))
-        return x
-
 def test_the_model_sees_micro_batches_and_the_others_the_batch():
     "Also in validation and prediction; a hook of the model is one of the others"
     seen,hooked,preds = [],[],Seen('after_pred', lambda l: len(l.pred))
-    learn = toy(16, n=32, model=lambda: net(Sizes(seen)), loss_func=nt_xent, cbs=GradientCache(5))
+    learn = toy(16, n=32, loss_func=nt_xent, cbs=GradientCache(5))
     learn.model.register_forward_hook(lambda m,i,o: hooked.append((len(i[0]),len(o))))
+    learn.model[1].register_forward_hook(lambda m,i,o: seen.append(len(o)))
     learn.fit(1, 0.1, cbs=preds)
     learn.validate()
     assert learn.get_preds()[0].shape==(32,3)
@@ -194,10 +164,11 @@ class Own(nn.Module):
         if not self.training: return x
         self.calls += 1
         self.sums += 1
-        return x*torch.rand(x.shape, generator=self.gen, dtype=x.dtype)*(self.sums.log()+self.calls/9+random.random()+torch.rand(1))
+        own = torch.rand(x.shape, generator=self.gen, dtype=x.dtype)
+        return x*own*(self.sums.log()+self.calls/9+random.random()+torch.rand(1))
 
-moving = dict(dropout=lambda: nn.Dropout(0.7), spectral=lambda: spectral_norm(nn.Linear(6, 6), n_power_iterations=2),
-    batchnorm=lambda: nn.BatchNorm1d(6), own=Own)
+moving = dict(dropout=lambda: nn.Dropout(0.7), batchnorm=lambda: nn.BatchNorm1d(6), own=Own,
+    spectral=lambda: spectral_norm(nn.Linear(6, 6), n_power_iterations=2))
 
 @pytest.mark.filterwarnings('ignore:BatchNorm1d normalises')
 @pytest.mark.parametrize('nm,size', list(product(moving, [2,8])))
@@ -206,14 +177,14 @@ def test_forward_passes_are_those_of_one_pass_over_the_parts(nm, size):
     def noisy(z, y): return nt_xent(z+0.1*torch.randn_like(z))
     def run(model, cbs):
         drawn = Seen('after_batch', lambda _: (torch.rand(1).item(), random.random()))
-        learn = fit([*cbs,drawn], n=48, model=model, splitter=all_params, loss_func=noisy)
+        learn = fit([*cbs,drawn], n=48, model=model, loss_func=noisy)
         learn.recorder.values.append(drawn.values)
         return learn
     def model(): return net(moving[nm]())
     a,b = run(lambda: InParts(model(), size), []),run(model, [GradientCache(size)])
     a.model = a.model.m
     same(a, b)
-    if nm=='own': assert a.model[1].calls==b.model[1].calls and deviation(*(o.model[1].gen.get_state() for o in (a,b)))==0
+    if nm=='own': assert a.model[1].calls==b.model[1].calls
 
 def test_what_cannot_be_done_again_is_said():
     class Secret(nn.Module):
@@ -227,84 +198,65 @@ def test_batchnorm_is_told_once_in_a_fit(more):
         with pytest.warns(UserWarning, match='BatchNorm.*micro-batch, 8 at most') as said: learn.fit(2, 0.1)
         assert sum('BatchNorm' in str(o.message) for o in said)==1
 
-# Half precision
-
-@pytest.mark.parametrize('mode,penalty', list(product(AMPMode, [False,True])))
+@pytest.mark.parametrize('mode,penalty', list(product(['fp16','bf16'], [False,True])))
 def test_mixed_precision_is_no_further_off_than_mixed_precision(mode, penalty):
     "The second pass is in the precision of the first. A penalty on weights meets those that autocast has cast"
-    class OnWeights(Callback):
-        order,run_valid = 2,False
-        def after_loss(self): self.learn.loss_grad = self.loss_grad+(torch.eye(6)@self.model[2].weight).float().pow(2).mean()
-    def run(half, cbs):
-        types = Seen('after_pred', lambda l: l.pred.dtype)
-        learn = fit([*([CpuMixedPrecision(mode)] if half else []),types,*([OnWeights()] if penalty else []),*cbs],
-            data=TensorDataset(toy_data(41).tensors[0].float(), toy_data(41).tensors[1]), model=lambda: net().float())
-        assert {o.itemsize for o in types.values}=={2 if half else 4} and None not in grads(learn)
+    def on_weights(l): l.loss_grad = l.loss_grad+(torch.eye(6)@l.model[2].weight).float().pow(2).mean()
+    def run(half, *cbs):
+        seen,x,y = [],*toy_data(41).tensors
+        def model():
+            m = net().float()
+            m[0].register_forward_hook(lambda m,i,o: seen.append(o.dtype.itemsize) if m.training else None)
+            return m
+        more = [CpuMixedPrecision(mode)]*half+[Event('after_loss', on_weights)]*penalty
+        learn = fit([*more,*cbs], data=TensorDataset(x.float(), y), model=model)
+        assert set(seen)=={2 if half else 4} and None not in grads(learn)
         return learn
-    single,a,b = run(False, []),run(True, []),run(True, [GradientCache(5)])
+    single,a,b = run(False),run(True),run(True, GradientCache(5))
     for f in (weights,lambda l: l.recorder.losses): assert deviation(f(a), f(b))<=2*deviation(f(a), f(single))
-
-def test_gradients_of_half_precision_weights_are_added_in_single():
-    "A sum of ones in bfloat16 ends at 256"
-    class Ones(Callback):
-        order = -40
-        def before_batch(self): self.learn.xb = (torch.ones(len(self.y), 5).bfloat16(),)
-    noted = Seen('before_step', grads)
-    fit([GradientCache(1),Ones(),noted], bs=512, n=512, model=lambda: nn.Linear(5, 3).bfloat16(), splitter=trainable_params,
-        loss_func=lambda z,y: z.float().sum(), fit=lambda l,cbs: l.fit(1, 0., cbs=cbs))
-    assert noted.values and all((g==512).all() for g in noted.values[0])
 
 # What the model is given, and what it returns
 
-class Output(OrderedDict):
-    "As transformers' `ModelOutput`"
-    def __setitem__(self, k, v):
-        super().__setitem__(k, v)
-        self.__dict__[k] = v
-
 class Towers(nn.Module):
-    "As CLIP: two towers, one with a dict, and a temperature that is learned. Some outputs have no rows, gradient, or use"
-    def __init__(self, out=dict):
+    "As CLIP, with a temperature that is learned. Some outputs have no rows, no gradient, or no use"
+    def __init__(self, out):
         super().__init__()
         self.a,self.b,self.scale,self.out = net(),net(),nn.Parameter(torch.tensor(0.7).double()),out
     def forward(self, x, text):
         a,b = self.a(x.mul_(0.5)),self.b(text['ids'])   # it may write into its input
         res = a,b,self.scale.exp(),x.argmax(-1),a.detach(),None,'clip',[a*2,(b*3,)]
-        if self.out is tuple: return res
-        return self.out(zip('a b scale i fixed none name list'.split(), res if self.training else res[:5]))   # fewer in evaluation
+        return self.out(enumerate(res if self.training else res[:5])) if self.out is dict else res
+
+def flat(o):
+    o = list(o.values()) if isinstance(o, dict) else o
+    return [x for v in o for x in flat(v)] if isinstance(o, (tuple,list)) else [o]
 
 def clip_loss(out, y):
-    a,b,scale = (out if isinstance(out, tuple) else list(out.values()))[:3]
+    a,b,scale = flat(out)[:3]
     sim,y = scale*F.normalize(a)@F.normalize(b).T,torch.arange(len(a))
     return F.cross_entropy(sim, y)+F.cross_entropy(sim.T, y)
 
 class Pairs(Callback):
-    "The batch with a second input: a dict, with a list of names; the first as one of fastai's tensors"
+    "A second input, a dict with a list of names; the first becomes one of fastai's tensors"
     order = 10
     def before_batch(self):
         x = self.x.as_subclass(TensorImage)
         x.img_size = 7
         self.learn.xb = x,dict(ids=self.x.roll(1, -1), names=['a']*len(x))
 
-def flat(o):
-    o = list(o.values()) if isinstance(o, dict) else o
-    return [x for v in o for x in flat(v)] if isinstance(o, (tuple,list)) else [o]
-
-@pytest.mark.parametrize('out,size', list(product([dict,tuple,Output], [1,5])))
+@pytest.mark.parametrize('out,size', list(product([dict,tuple], [1,5])))
 def test_inputs_and_outputs_of_all_kinds(out, size):
-    def look(l): return type(l.pred),[(type(o),o.shape,o.requires_grad,o.tolist() if o.dtype==torch.int64 else vars(o))
-        if isinstance(o, torch.Tensor) else o for o in flat(l.pred)]
+    def known(o): return type(o),o.shape,o.requires_grad,o.tolist() if o.dtype==torch.int64 else vars(o)
+    def look(l): return type(l.pred),[known(o) if isinstance(o, torch.Tensor) else o for o in flat(l.pred)]
     seen = [Seen('after_pred', look) for _ in range(2)]
     order = iter(seen)
-    assert_same(size, lambda: [Pairs(),next(order)], lambda: Towers(out), loss_func=clip_loss, splitter=all_params)
+    assert_same(size, lambda: [Pairs(),next(order)], model=lambda: Towers(out), loss_func=clip_loss)
     assert seen[0].values==seen[1].values and len(seen[0].values)==6
-
-# Real Learners, with BatchNorm that is frozen
 
 @pytest.mark.filterwarnings('ignore:there is no BatchNorm')
 @pytest.mark.parametrize('nm', applications)
 def test_applications(nm):
-    if nm in ('bert','gpt2'): pytest.importorskip('transformers')
+    "BatchNorm is frozen, and there is no dropout"
     loss = dict(unet=dice, language_model=CrossEntropy()).get(nm, lambda out,*_: nt_xent(scores(out)))
     def run(*cbs):
         learn = make(nm, loss_func=loss)
@@ -315,55 +267,36 @@ def test_applications(nm):
         return learn
     assert_twins(run(), run(GradientCache(3)))
 
-def test_compiled():
-    "By the eager backend, which compiles nothing: what matters is the wrapper"
-    def run(*cbs):
-        learn = toy(16, n=32, loss_func=nt_xent, splitter=trainable_params)
-        learn.model = torch.compile(learn.model, backend='eager', dynamic=True)
-        learn.fit(1, 0.1, cbs=cbs)
-        return learn
-    same(run(), run(GradientCache(5)))
-
 # What cannot be had from micro-batches is refused, and no weight has moved
 
 class Returns(nn.Module):
+    "The model, and something done with its output and more inputs"
     def __init__(self, f):
         super().__init__()
         self.m,self.f = net(),f
-    def forward(self, x): return self.f(self.m(x))
+    def forward(self, x, *more): return self.f(self.m(x), *more)
 
-class Event(Callback):
-    "Call `f` with the Learner at `event`"
-    order = 1
-    def __init__(self, event, f, valid=False):
-        self.run_valid = valid
-        setattr(self, event, lambda: f(self.learn))
-
-def refused(exc, match, *cbs, change=None, still=True, **kwargs):
+def refused(exc, match, *cbs, change=lambda l: None, still=True, **kwargs):
     learn = toy(16, n=32, splitter=all_params, **kwargs)
-    if change: change(learn)
+    change(learn)
     before = weights(learn)
     with pytest.raises(exc, match=match): learn.fit(1, 0.1, cbs=[GradientCache(4),*cbs])
     assert not replaced(learn) and weights(learn).equal(before)==still
     return learn
 
-@pytest.mark.parametrize('f,match', [(lambda z: z@z.T, 'pairs|row for each'), (lambda z: z.pow(2).mean(), r'shape \(\)'),
-    (lambda z: z.T, r'shape \(3, '), (lambda z: (z,object()), 'returned a object')], ids=['pairs','loss','transposed','object'])
+@pytest.mark.parametrize('f,match', [(lambda z: z@z.T, 'pairs|row for each'), (lambda z: z.mean(), r'shape \(\)'),
+    (lambda z: z.T, r'shape \(3, '), (lambda z: (z,object()), 'returned a object')], ids=['pairs','loss','T','object'])
 def test_outputs_without_a_row_for_each_sample_are_refused(f, match):
     def total(z, y): return sum(o.sum() for o in flat(z) if isinstance(o, torch.Tensor))
-    learn = refused(TypeError, match, model=lambda: Returns(f).double(), loss_func=total)
+    learn = refused(TypeError, match, model=lambda: Returns(f), loss_func=total)
     learn.fit(1, 0.1)   # without the callback it trains
 
 def test_inputs_that_cannot_be_split_are_refused_unless_you_say_how():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.m = net()
-        def forward(self, x, scale): return self.m(x)*scale
-    def extra(): return Event('before_batch', lambda l: setattr(l, 'xb', (l.x,torch.tensor([1.,2.,3.]).double())), valid=True)
-    refused(TypeError, r'shape \(3,\).*cannot be split.*split=', extra(), model=Two)
+    def add(l): l.xb = l.x,torch.tensor([1.,2.,3.]).double()
+    def model(): return Returns(lambda z,scale: z*scale)
     def split(o, start, stop, n): return o[0][start:stop],o[1]
-    same(*(fit([*cbs,extra()], model=Two, splitter=all_params) for cbs in ([],[GradientCache(4, split=split)])))
+    refused(TypeError, r'shape \(3,\).*cannot be split.*split=', Event('before_batch', add, True), model=model)
+    same(*(fit([*cbs,Event('before_batch', add, True)], model=model) for cbs in ([],[GradientCache(4, split=split)])))
 
 @pytest.mark.parametrize('event,f,match', [('after_pred', lambda l: l.x.add_(1), 'changed in place'),
     ('before_backward', lambda l: [p.detach().mul_(2) for p in l.model.parameters()], 'changed in place'),
@@ -371,22 +304,21 @@ def test_inputs_that_cannot_be_split_are_refused_unless_you_say_how():
 def test_what_changes_between_the_passes_is_refused(event, f, match):
     refused(RuntimeError, match, Event(event, f), still=event!='before_backward')
 
-def test_learners_that_cannot_be_cached_are_refused():
-    refused(ValueError, 'two GradientCache', GradientCache(8))
-    refused(ValueError, 'whole', GradientAccumulation(32, micro_batch_size=4))
-    refused(ValueError, "'0.weight' has a hook",
-        change=lambda l: l.model[0].weight.register_post_accumulate_grad_hook(lambda p: None))
+def test_an_optimizer_that_steps_in_the_backward_pass_is_refused():
+    def hook(l): l.model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
+    refused(ValueError, "'0.weight' has a hook", change=hook)
 
-@pytest.mark.parametrize('n,exc', [(0,ValueError), (-1,ValueError), (2.,TypeError), ('4',TypeError), (True,TypeError), (None,TypeError)])
-def test_arguments(n, exc):
-    with pytest.raises(exc, match='micro_batch_size'): GradientCache(n)
+@pytest.mark.parametrize('n', [0,-1,2.,'4',True,None])
+def test_arguments(n):
+    with pytest.raises(ValueError if type(n) is int else TypeError, match='micro_batch_size'): GradientCache(n)
     with pytest.raises(TypeError, match='split'): GradientCache(4, split=3)
 
 # Nothing is left
 
 events = 'before_batch after_pred after_loss before_backward after_backward before_step after_batch'.split()
 excs = CancelBatchException,CancelFitException,KeyboardInterrupt,ValueError
-cases = [o for o in product(events, excs, [True,False], [5,'auto']) if o[:2]!=('after_batch',CancelBatchException)]
+cases = product(events, excs, [True,False], [5,'auto'])
+cases = [o for o in cases if o[:2]!=('after_batch',CancelBatchException)]
 
 @pytest.mark.parametrize('event,exc,stays,size', some(16, cases))
 def test_interrupts_leave_nothing(event, exc, stays, size):
@@ -396,54 +328,50 @@ def test_interrupts_leave_nothing(event, exc, stays, size):
         own,fault = () if stays else cbs,Raise(event, exc, 20, at=1)
         try: learn.fit(2, 0.1, cbs=[fault,*own])
         except (KeyboardInterrupt,ValueError): pass
-        assert fault.raised and not (replaced(learn) and not stays)
+        assert fault.raised and (stays or not replaced(learn))
         learn.opt.zero_grad()
         learn.fit(1, 0.1, cbs=own)
         assert not replaced(learn)
         return learn
     same(run(), run(GradientCache(size)))
 
-@pytest.mark.parametrize('event', ['before_batch','after_pred','before_backward','after_batch','before_validate'])
-def test_taken_off_in_the_middle(event):
+@pytest.mark.parametrize('event', ['after_pred','after_batch','after_epoch'])
+def test_taken_off_and_copied_in_the_middle(event):
+    "A copy of the model is a plain model"
     def off(l):
+        copied.append(deepcopy(l.model))
         if l.epoch==1 and hasattr(l, 'gradient_cache'): l.remove_cb(l.gradient_cache)
-    cb = Event(event, off)
-    learn = fit([cb], fit=lambda l,cbs: one_cycle(l.add_cb(GradientCache(5)), cbs))
+    copied,seen = [],[]
+    learn = fit([Event(event, off)], fit=lambda l,cbs: one_cycle(l.add_cb(GradientCache(5)), cbs))
     assert not replaced(learn) and not hasattr(learn, 'gradient_cache')
     same(fit([]), learn)
-
-@pytest.mark.parametrize('event', ['after_pred','after_batch','after_epoch'])
-def test_a_copy_of_the_model_is_a_plain_model(event):
-    learn = fit([GradientCache(5),Event(event, lambda l: setattr(l, 'copied', deepcopy(l.model)))])
-    x,seen = torch.randn(16, 5).double(),[]
-    learn.copied[0].register_forward_hook(lambda m,i,o: seen.append(len(o)))
-    learn.copied(x).sum().backward()
-    assert seen==[16] and 'forward' not in vars(learn.copied)
+    copied[0][0].register_forward_hook(lambda m,i,o: seen.append(len(o)))
+    copied[0](torch.randn(16, 5).double()).sum().backward()
+    assert seen==[16] and 'forward' not in vars(copied[0])
 
 # 'auto': memory runs out
 
 class Short(nn.Module):
-    "Has memory for `cap` samples in a forward pass, and for `back` in a backward pass"
+    "Has memory for `cap` samples in a forward pass, for `back` in a backward pass, and for `valid` in validation"
     def __init__(self, cap=99, back=99, valid=99):
         super().__init__()
-        self.cap,self.back,self.valid = cap,back,valid
+        self.cap,self.check,self.valid = cap,short_of(back),valid
     def forward(self, x):
         if len(x)>(self.cap if self.training else self.valid): raise torch.OutOfMemoryError('planted, forward')
-        return InBackward.apply(x, short_of(self.back)) if self.training else x
+        return InBackward.apply(x, self.check) if self.training else x
 
-@pytest.mark.parametrize('nm,short,size', [('adam',dict(back=5),4), ('penalties',dict(cap=3),2), ('accumulated',dict(back=5),4),
-    ('all',dict(cap=5),4)])
+@pytest.mark.parametrize('nm,short,size', [('adam',dict(back=5),4), ('penalties',dict(cap=3),2),
+    ('accumulated',dict(back=5),4), ('all',dict(cap=5),4)])
 def test_auto_finds_the_size_that_fits(nm, short, size):
     cache,more = GradientCache('auto'),dict(settings[nm])
-    cbs = more.pop('cbs', list)
-    a = fit(cbs(), splitter=all_params, **more)
+    cbs = more.pop('cbs')
+    a = fit(cbs(), **more)
     with pytest.warns(UserWarning, match=f'memory ran out .planted.*micro-batches of {size} ') as said:
-        b = fit([cache,*cbs()], model=lambda: net(Short(**short)), splitter=all_params, **more)
+        b = fit([cache,*cbs()], model=lambda: net(Short(**short)), **more)
     same(a, b)
     assert cache.size==size and sum('memory ran out' in str(o.message) for o in said)==1
 
-@pytest.mark.parametrize('at', [{0},{2},{0,4},{3,9,14}], ids=str)
-@pytest.mark.parametrize('acc', [False,True])
+@pytest.mark.parametrize('at,acc', list(product([{0},{2},{3,9,14}], [False,True])), ids=str)
 @pytest.mark.filterwarnings('ignore:memory ran out')
 def test_auto_in_the_middle_of_a_batch_or_a_step(at, acc):
     "The `at`th backward pass fails, after others have added to the gradients"
@@ -451,36 +379,26 @@ def test_auto_in_the_middle_of_a_batch_or_a_step(at, acc):
     def check(n):
         calls.append(n)
         if len(calls)-1 in at: raise torch.OutOfMemoryError('planted')
-    class Fails(nn.Module):
-        def forward(self, x): return InBackward.apply(x, check if self.training else lambda _: None)
-    cbs = lambda: [accumulated()] if acc else []
-    a,b = (fit([*cbs(),*o], n=75, model=m, splitter=all_params) for o,m in (([],None),([GradientCache('auto')],lambda: net(Fails()))))
-    same(a, b)
+    def model():
+        m = Short()
+        m.check = check
+        return net(m)
+    def cbs(): return [accumulated()] if acc else []
+    same(fit(cbs(), n=75), fit([GradientCache('auto'),*cbs()], n=75, model=model))
     assert len(calls)>max(at)
 
 @pytest.mark.filterwarnings('ignore:memory ran out')
 def test_auto_draws_what_it_would_have_drawn_with_the_size_known():
-    def run(cache, cap=99): return fit([cache], n=48, model=lambda: net(nn.Dropout(), Short(cap)), splitter=all_params)
+    def run(cache, cap=99): return fit([cache], n=48, model=lambda: net(nn.Dropout(), Short(cap)))
     same(run(GradientCache(4)), run(GradientCache('auto'), 5))
 
 def test_auto_splits_validation():
-    learn = toy(16, n=41, model=lambda: net(Short(valid=5)), splitter=all_params, loss_func=nt_xent, cbs=GradientCache('auto'))
-    with pytest.warns(UserWarning, match='memory ran out'): learn.fit(1, 0.1)
-    same(fit([], fit=lambda l,_: l.fit(1, 0.1), splitter=all_params), learn)
+    def run(*cbs, **kwargs): return fit(cbs, fit=lambda l,cbs: l.fit(1, 0.1, cbs=cbs), **kwargs)
+    with pytest.warns(UserWarning, match='memory ran out'):
+        same(run(), run(GradientCache('auto'), model=lambda: net(Short(valid=5))))
 
 def test_auto_gives_up_where_a_sample_does_not_fit():
     learn = toy(16, model=lambda: net(Short(0)), loss_func=nt_xent)
     before = weights(learn)
     with pytest.raises(torch.OutOfMemoryError, match='single sample.*planted'): learn.fit(1, cbs=GradientCache('auto'))
     assert weights(learn).equal(before) and not replaced(learn)
-
-def test_bs_find_counts_the_parts():
-    "How large the loader's batch may be, with a model that has memory for five samples and a loss that has for twenty"
-    def loss(z, y):
-        if len(z)>20: raise torch.OutOfMemoryError('planted')
-        return nt_xent(z)
-    learn = toy(4, n=64, model=lambda: net(Short(5)), loss_func=loss, splitter=all_params)
-    assert int(learn.bs_find(show_plot=False))==4
-    learn.add_cb(GradientCache(5))
-    before = weights(learn)
-    assert int(learn.bs_find(show_plot=False))==16 and weights(learn).equal(before)

@@ -44,11 +44,13 @@ def penalty(l):
     l.loss_grad = l.loss_grad+0.1*sum(p.pow(2).sum() for p in l.model.parameters())+0.1*l.pred.pow(2).mean()
 def penalties(): return [Event('after_pred', lambda l: setattr(l, 'pred', l.pred*1.5)),Event('after_loss', penalty)]
 
-def adversary(l):
+def slope(l, **kwargs):
+    "Of the loss, by the inputs: a callback's own call of the model is one with a graph, and of the whole batch"
     x = l.x.clone().requires_grad_()
-    l.xb = (l.x+0.1*torch.autograd.grad(nt_xent(l.model(x)), x)[0].sign(),)
-def second_look(l): l.loss_grad = l.loss_grad+nt_xent(l.model(l.x*2))
-def calls(): return [Event('before_batch', adversary),Event('after_loss', second_look)]
+    return torch.autograd.grad(nt_xent(l.model(x)), x, **kwargs)[0]
+def adversary(l): l.xb = (l.x+0.1*slope(l).sign(),)
+def on_slope(l): l.loss_grad = l.loss_grad+slope(l, create_graph=True).pow(2).sum()
+def calls(): return [Event('before_batch', adversary),Event('after_loss', on_slope)]
 
 class Scaled(CpuMixedPrecision):
     "The GradScaler without the half precision; the gradients of the second batch overflow"

@@ -1,0 +1,190 @@
+"BatchNorm's statistics: recalibrated, they are the mean over whole batches, and nothing else moves; frozen, they stay."
+import numpy as np, pytest, random, torch, warnings
+from hypothesis import given, strategies as st
+from torch import nn
+from torch.utils.data import DataLoader as TorchLoader
+from fastai.callback.mixup import MixUp
+from fastai.callback.tracker import SaveModelCallback
+from fastai.data.load import DataLoader
+from fastai.learner import Learner
+from fastai.optimizer import SGD
+from fastaccum import (ActivationCheckpoint, FreezeBN, GradientAccumulation, GradientAccumulationScheduler,
+    GradientCache, RecalibrateBN)
+from fastaccum.testing import assert_twins, deviation, toy, toy_data
+from common import Raise, Seen
+from small_learners import Event, all_params, cross_entropy, loaders, make, quiet
+
+def body(*more): return nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), *more, nn.Dropout(), nn.Linear(6, 3)).double()
+def small(bs=4, n=64, **kwargs): return toy(bs, n=n, **dict(dict(model=body, splitter=all_params), **kwargs))
+def stats(learn): return torch.cat([o.flatten().double() for o in learn.model.buffers()])
+
+def is_mean_of(learn, bs, k, x=None):
+    "Are mean and variance of the first layer's outputs means over `k` batches of `bs`?"
+    bn,x = learn.model[1],torch.stack([o for o,_ in learn.dls.train.dataset]) if x is None else x
+    with torch.no_grad(): parts = learn.model[0](x)[:k*bs].split(bs)
+    want = [torch.stack([f(o) for o in parts]).mean(0) for f in (lambda o: o.mean(0),lambda o: o.var(0))]
+    return deviation(want, [bn.running_mean,bn.running_var])<1e-10 and bn.num_batches_tracked==k
+
+# What the statistics are
+
+@given(st.integers(2, 90), st.integers(2, 40), st.integers(2, 8), st.none()|st.integers(1, 90), st.booleans())
+def test_statistics_are_the_mean_over_whole_batches(n, bs, micro, limit, torchs):
+    "As many as there are among the first `limit` samples, and at least one"
+    learn = small(micro, n)
+    if torchs: learn.dls.train = TorchLoader(toy_data(n), micro, drop_last=n%2==0)
+    learn.model[1].running_mean += 1
+    learn.recalibrate_bn(bs, limit)
+    assert is_mean_of(learn, min(bs, n), max(1, min(limit or n, n)//min(bs, n)))
+
+@pytest.mark.parametrize('bs,want,cb', [(4,64,None), (100,100,None), (4,16,lambda: GradientAccumulation(16)),
+    (32,16*2,lambda: GradientAccumulation(16)), (4,200,lambda: GradientAccumulation(1000)),
+    (4,32,lambda: GradientAccumulationScheduler({0:2, 1:8}))])
+@pytest.mark.filterwarnings('ignore')
+def test_batches_are_as_large_as_a_step(bs, want, cb):
+    "As the last steps were; without accumulation as the loader's, and at least 64; never more than there are samples"
+    learn = small(bs, 200, cbs=cb and cb())
+    if want==32 and bs==4: learn.fit(2, 0.1)
+    learn.recalibrate_bn()
+    assert is_mean_of(learn, want, 200//want)
+
+def test_ready_made_batches_are_taken_as_they_come():
+    x,y = toy_data(64).tensors
+    learn = small()
+    learn.dls.train = list(zip(x.split(8), y.split(8)))
+    learn.recalibrate_bn()
+    assert is_mean_of(learn, 8, 8, x)
+    with pytest.raises(ValueError, match='`bs=16`.*ready-made'): learn.recalibrate_bn(16)
+    learn.dls.train = []
+    with pytest.raises(ValueError, match='no batch'): learn.recalibrate_bn()
+    assert is_mean_of(learn, 8, 8, x)
+
+def test_the_inputs_are_those_of_the_loader():
+    "Several; no dropout before the layer, no callbacks; also for layers without weights, or that average by themselves"
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.drop,self.bn,self.lin = nn.Dropout(0.9),nn.BatchNorm1d(5, momentum=None, affine=False),nn.Linear(5, 3)
+            self.more = nn.BatchNorm1d(5, track_running_stats=False)
+        def forward(self, a, b): return self.lin(self.more(self.bn(self.drop(a+b))))
+    x,y = toy_data(32).tensors
+    learn,heard = quiet(Learner(loaders(x, 3*x, y, bs=4), Two(), cross_entropy)),Seen('before_batch', lambda l: 1)
+    with learn.added_cbs([MixUp(),heard]): learn.recalibrate_bn(8)
+    want = torch.stack([o.var(0) for o in (4*x).split(8)]).mean(0)
+    assert deviation([learn.model.bn.running_mean,learn.model.bn.running_var], [4*x.mean(0),want])<1e-10
+    assert learn.model.bn.momentum is None and learn.model.bn.num_batches_tracked==4 and not heard.values
+
+# Nothing else moves
+
+@pytest.mark.parametrize('torchs', [False,True])
+@pytest.mark.parametrize('how', ['call','callback'])
+def test_training_goes_on_as_if_nothing_had_happened(torchs, how):
+    "Loaders that shuffle, with transforms that draw random numbers"
+    def noise(b): return b[0]+torch.randn_like(b[0])+random.random()+np.random.rand(),b[1]
+    def run(recalibrate):
+        learn = small(cbs=GradientAccumulation(16))
+        for seed in (torch.manual_seed,random.seed,np.random.seed): seed(0)
+        gen = torch.Generator().manual_seed(1)
+        if torchs: learn.dls.train = TorchLoader(toy_data(70), 4, shuffle=True, generator=gen)
+        else: learn.dls.train = DataLoader(toy_data(70), bs=4, shuffle=True, after_batch=noise)
+        cbs = [RecalibrateBN()] if recalibrate and how=='callback' else []
+        learn.fit(2, 0.1, cbs=cbs)
+        modes = [m.training for m in learn.model.modules()]
+        if recalibrate and how=='call': learn.recalibrate_bn()
+        assert modes==[m.training for m in learn.model.modules()] and learn.model[1].momentum==0.1
+        learn.fit(2, 0.1, cbs=cbs)
+        return learn
+    a,b = run(False),run(True)
+    assert deviation(*([[*o.model.parameters()],o.recorder.losses] for o in (a,b)))==0 and not stats(a).equal(stats(b))
+
+@pytest.mark.parametrize('exc', [KeyboardInterrupt,torch.OutOfMemoryError])
+@pytest.mark.parametrize('in_fit', [False,True])
+def test_interrupts_leave_the_statistics_as_they_were(in_fit, exc):
+    "The second batch of 24 fails: training batches have 4"
+    learn,noted,seen = small(n=70),Seen('after_train', stats),[]
+    def fail(m, i):
+        seen.append(len(i[0]))
+        if seen.count(24)==2: raise exc('planted')
+    learn.model[2].register_forward_pre_hook(fail)
+    learn.fit(1, 0.1, cbs=noted)
+    rng = torch.get_rng_state()
+    with pytest.raises(exc, match='planted' if exc is KeyboardInterrupt else 'a batch of 24 does not fit.*planted'):
+        if in_fit: learn.fit(1, 0.1, cbs=[noted,RecalibrateBN(24)])
+        else: learn.recalibrate_bn(24)
+    assert stats(learn).equal(noted.values[-1]) and learn.dls.train.bs==4 and learn.model[1].momentum==0.1
+    assert in_fit or torch.get_rng_state().equal(rng) and not learn.model[1].training
+
+# The callback
+
+def test_what_validates_and_saves_has_them(tmp_path):
+    learn = small(path=tmp_path)
+    learn.fit(3, 0.1, cbs=[GradientAccumulation(16),RecalibrateBN(),SaveModelCallback(every_epoch=True)])
+    assert is_mean_of(learn, 16, 4) and deviation(learn.recorder.values[-1][1], learn.validate()[0])<1e-6
+    learn.load('model_0')
+    assert is_mean_of(learn, 16, 4)   # those of its weights
+
+def test_only_where_somebody_trains():
+    learn = small(cbs=RecalibrateBN(16))
+    before = stats(learn)
+    learn.validate(), learn.get_preds()
+    learn.lr_find(num_it=20, show_plot=False, suggest_funcs=None)   # more than an epoch
+    assert stats(learn).equal(before)
+    learn.fit(1, 0.1)
+    assert is_mean_of(learn, 16, 4)
+
+@pytest.mark.parametrize('way', [lambda _: GradientCache(4),lambda m: ActivationCheckpoint([m[1],m[3]])])
+@pytest.mark.filterwarnings('ignore')   # the cache's, of BatchNorm
+def test_in_the_models_own_batches_whatever_the_training(way):
+    learn = small(16)
+    learn.fit(2, 0.1, cbs=[RecalibrateBN(32),way(learn.model)])
+    assert is_mean_of(learn, 32, 2)
+
+def test_nothing_to_do_is_said():
+    with pytest.warns(UserWarning, match='nothing to freeze') as said: toy(4).fit(2, 0.1, cbs=FreezeBN())
+    assert len(said)==1
+    for f in (RecalibrateBN,small().recalibrate_bn):
+        for nm in ('bs','n'):
+            with pytest.raises(ValueError, match=f'`{nm}=0`'): f(**{nm:0})
+            with pytest.raises(TypeError, match=f'`{nm}=True`'): f(**{nm:True})
+    with pytest.raises(TypeError, match='part=3'): FreezeBN(3)
+
+# Frozen layers
+
+def test_frozen_layers_are_left_alone():
+    learn = small(model=lambda: body(nn.Linear(6, 6), nn.BatchNorm1d(6)).double())
+    first,last = learn.model[1],learn.model[3]
+    for p in first.parameters(): p.requires_grad_(False)
+    learn.recalibrate_bn(16)
+    assert (first.num_batches_tracked,last.num_batches_tracked)==(0,4)
+    learn.add_cb(FreezeBN(lambda m: m[2:]))
+    with pytest.raises(ValueError, match='all BatchNorm layers are frozen'): learn.recalibrate_bn(16)
+    with pytest.warns(UserWarning, match='all BatchNorm layers are frozen'): learn.fit(1, 0.1, cbs=RecalibrateBN())
+    assert last.num_batches_tracked==4 and first.num_batches_tracked==16   # a part is frozen, the rest trains
+    learn.freeze_bn.run = False   # then it freezes nothing
+    learn.recalibrate_bn(8)
+    assert last.num_batches_tracked==8
+
+def test_a_frozen_vision_learner_is_that_of_the_whole_batch():
+    "Frozen or not, all of it trains but the statistics"
+    def run(bs, *cbs):
+        learn = make('vision', bs=bs, loss_func=cross_entropy, opt_func=SGD)
+        learn.recalibrate_bn(20)
+        before = stats(learn)
+        first = [p.detach().clone() for p in learn.model.parameters()]
+        learn.fine_tune(1, 1e-2, cbs=[FreezeBN(),*cbs])
+        assert stats(learn).equal(before) and not any(map(torch.equal, first, learn.model.parameters()))
+        return learn
+    assert_twins(run(8), run(4, GradientAccumulation(8)))
+
+def test_frozen_whoever_calls_train():
+    learn = small(cbs=[Event('after_backward', lambda l: l.model.train())])
+    before = stats(learn)
+    learn.fit(1, 0.1, cbs=FreezeBN())
+    assert stats(learn).equal(before)
+    learn.fit(1, 0.1)   # without it, as ever
+    assert not stats(learn).equal(before)
+
+@pytest.mark.parametrize('event', ['after_pred','after_train','after_epoch'])
+def test_flags_after_an_interrupt(event):
+    learn = small()
+    with pytest.raises(KeyboardInterrupt): learn.fit(1, 0.1, cbs=[FreezeBN(),Raise(event, KeyboardInterrupt, 0)])
+    assert learn.model[1].training==learn.model.training==(event!='after_epoch')

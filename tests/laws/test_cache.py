@@ -1,0 +1,406 @@
+"`GradientCache`: the model sees micro-batches, all else the loader's batch, and the run is the full-batch run."
+import os, pytest, random, torch
+from copy import deepcopy
+from functools import partial
+from hypothesis import given, strategies as st
+from itertools import product
+from torch import nn
+from torch.distributions import Beta
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.data import TensorDataset
+from fastai.callback.core import Callback, CancelBatchException, CancelFitException
+from fastai.callback.mixup import MixUp
+from fastai.callback.training import GradientClip
+from fastai.metrics import accuracy
+from fastai.optimizer import Adam, OptimWrapper
+from fastai.torch_core import TensorImage
+from fastaccum import FreezeBN, GradientAccumulation, GradientCache
+from fastaccum.testing import CrossEntropy, assert_twins, deviation, one_cycle, toy, toy_data
+from common import CpuMixedPrecision, InBackward, Raise, Seen, grads, short_of, some, weights
+from small_learners import Event, Held, Holds, all_params, applications, frozen, make, replaced, scores
+
+pytestmark = pytest.mark.usefixtures('frozen')
+
+# Losses in which all samples of a batch see each other
+
+def nt_xent(z, y=None):
+    "Chen et al., 2020: of samples 2i and 2i+1, each has to find the other"
+    z = F.normalize(z.flatten(1))
+    sim = (z@z.T/0.5).masked_fill(torch.eye(len(z), dtype=torch.bool), -1e4)
+    return F.cross_entropy(sim, (torch.arange(len(z))^1)%len(z))
+
+def dice(z, y):
+    "One coefficient for all samples of the batch together"
+    p,t = z.softmax(1),F.one_hot(y, 3).movedim(-1, 1)
+    return 1-2*(p*t).sum()/(p+t).sum()
+
+def in_place(z, y): return nt_xent(z.mul_(2).sigmoid_())
+
+# What callbacks do with the loss and the model
+
+def penalty(l):
+    "On the weights, which the loss's backward pass reaches by itself, and on the predictions"
+    l.loss_grad = l.loss_grad+0.1*sum(p.pow(2).sum() for p in l.model.parameters())+0.1*l.pred.pow(2).mean()
+def penalties(): return [Event('after_pred', lambda l: setattr(l, 'pred', l.pred*1.5)),Event('after_loss', penalty)]
+
+def slope(l, **kwargs):
+    "Of the loss, by the inputs: a callback's own call of the model is one with a graph, and of the whole batch"
+    x = l.x.clone().requires_grad_()
+    return torch.autograd.grad(nt_xent(l.model(x)), x, **kwargs)[0]
+def adversary(l): l.xb = (l.x+0.1*slope(l).sign(),)
+def on_slope(l): l.loss_grad = l.loss_grad+slope(l, create_graph=True).pow(2).sum()
+def calls(): return [Event('before_batch', adversary),Event('after_loss', on_slope)]
+
+class Scaled(CpuMixedPrecision):
+    "The GradScaler without the half precision; the gradients of the second batch overflow"
+    def before_fit(self):
+        super().before_fit()
+        self.autocast = torch.autocast('cpu', enabled=False)
+    def before_backward(self):
+        if self.training and self.iter==1: self.learn.loss_grad = self.loss_grad*float('inf')
+        super().before_backward()
+
+def net(*more):
+    return nn.Sequential(nn.Linear(5,6), *more, nn.Tanh(), nn.Linear(6,6), nn.Tanh(), nn.Linear(6,3)).double()
+
+def fit(cbs, bs=16, fit=one_cycle, seed=0, **kwargs):
+    learn = toy(bs, **dict(dict(seed=seed, n=41, loss_func=nt_xent, splitter=all_params), **kwargs))
+    torch.manual_seed(seed)
+    random.seed(seed)
+    fit(learn, cbs)
+    return learn
+
+same = partial(assert_twins, tol=1e-10)
+def assert_same(size=5, cbs=list, **kwargs):
+    "The run with a cache is the run without"
+    a,b = (fit([*own,*cbs()], **kwargs) for own in ([],[GradientCache(size)]))
+    same(a, b)
+    assert replaced(b)==replaced(a)
+
+# The law
+
+def one_epoch(l, cbs): l.fit_one_cycle(1, 0.1, cbs=cbs)
+@given(st.integers(1, 30), st.integers(2, 30), st.integers(30, 60), st.integers(0, 9), st.booleans(),
+    st.sampled_from([nt_xent,dice,CrossEntropy()]))
+def test_any_loss_and_any_sizes(size, bs, n, seed, shuffle, loss):
+    assert_same(size, bs=bs, n=n, seed=seed, shuffle=shuffle, loss_func=loss, fit=one_epoch)
+
+def accumulated(): return GradientAccumulation(32, drop_last=False)
+def fits(l, cbs):
+    with l.added_cbs(cbs):
+        l.fine_tune(1, 0.05, freeze_epochs=1)
+        l.fit_flat_cos(1, 0.05)
+        l.recorder.values.append([l.validate(),l.get_preds()[0]])
+def lr_find(l, cbs):
+    with l.added_cbs(cbs): l.lr_find(num_it=7, show_plot=False, suggest_funcs=None)
+    assert len(l.recorder.lrs)==7
+
+def two_groups(m): return [[*m[:2].parameters()],[*m[2:].parameters()]]
+settings = dict(adam=dict(opt_func=Adam, metrics=accuracy, cbs=lambda: [GradientClip(0.05)]),
+    adamw=dict(opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)), in_place=dict(loss_func=in_place),
+    scaler=dict(cbs=lambda: [Scaled(init_scale=2.**10, growth_interval=3)]), penalties=dict(cbs=penalties),
+    calls=dict(cbs=calls), fits=dict(fit=fits, splitter=two_groups), lr_find=dict(fit=lr_find),
+    compiled=dict(model=lambda: torch.compile(net(), backend='eager', dynamic=True)),
+    accumulated=dict(cbs=lambda: [accumulated()], n=75, metrics=accuracy),
+    all=dict(cbs=lambda: [accumulated(),Scaled(init_scale=2.**10),GradientClip(0.05),*penalties()], n=75))
+
+@pytest.mark.parametrize('nm', settings)
+def test_with_what_else_there_is(nm): assert_same(**settings[nm])
+
+def test_mixup_mixes_the_whole_batch():
+    def mixes():
+        cb = MixUp()
+        cb.distrib = Beta(*torch.tensor([0.4, 0.4]).double())
+        return [cb]
+    loss = CrossEntropy()
+    loss.y_int,loss.forward = True,lambda z,y: F.cross_entropy(z, y, reduction=loss.reduction)
+    torch.set_default_dtype(torch.float64)   # in which fastai's MixUp draws
+    try: assert_same(3, mixes, loss_func=loss)
+    finally: torch.set_default_dtype(torch.float32)
+
+# Who sees what
+
+def test_the_model_sees_micro_batches_and_the_others_the_batch():
+    "Also in validation and prediction; a hook of the model is one of the others"
+    seen,hooked,preds = [],[],Seen('after_pred', lambda l: len(l.pred))
+    learn = toy(16, n=32, loss_func=nt_xent, cbs=GradientCache(5))
+    learn.model.register_forward_hook(lambda m,i,o: hooked.append((len(i[0]),len(o))))
+    learn.model[1].register_forward_hook(lambda m,i,o: seen.append(len(o)))
+    learn.fit(1, 0.1, cbs=preds)
+    learn.validate()
+    assert learn.get_preds()[0].shape==(32,3)
+    assert preds.values==[16]*2 and hooked==[(16,16)]*2+[(32,32)]*3
+    assert max(seen)<=5 and seen.count(4)>=2*(2*4-1)   # evenly, and all but the last twice
+    learn.gradient_cache.run = False
+    seen.clear()
+    learn.fit(1, 0.1)
+    assert seen==[16,16,32]
+
+def test_activations_of_one_micro_batch_are_held():
+    def most(*cbs):
+        learn = toy(32, n=64, model=lambda: nn.Sequential(nn.Linear(5, 8), *(Holds(8) for _ in range(6))).double(),
+            loss_func=nt_xent, splitter=all_params)
+        Held.reset()
+        learn.fit(1, 0.1, cbs=cbs)
+        assert Held.now==0   # a batch is let go
+        return Held.most
+    assert most()>=6*32 and most(GradientCache(4))<=7*4
+
+# What is random, and what a forward pass moves
+
+class InParts(nn.Module):
+    "The model, applied to the micro-batches in one graph"
+    def __init__(self, m, size):
+        super().__init__()
+        self.m,self.size = m,size
+    def forward(self, x): return torch.cat([self.m(o) for o in x.split(self.size)]) if self.training else self.m(x)
+
+class Own(nn.Module):
+    "Draws from a generator of its own, from Python's and PyTorch's, and counts"
+    def __init__(self):
+        super().__init__()
+        self.gen,self.calls = torch.Generator().manual_seed(0),0
+        self.register_buffer('sums', torch.ones(()).double())
+    def forward(self, x):
+        if not self.training: return x
+        self.calls += 1
+        self.sums += 1
+        own = torch.rand(x.shape, generator=self.gen, dtype=x.dtype)
+        return x*own*(self.sums.log()+self.calls/9+random.random()+torch.rand(1))
+
+moving = dict(dropout=lambda: nn.Dropout(0.7), batchnorm=lambda: nn.BatchNorm1d(6), own=Own,
+    spectral=lambda: spectral_norm(nn.Linear(6, 6), n_power_iterations=2))
+
+@pytest.mark.filterwarnings('ignore:BatchNorm1d normalises')
+@pytest.mark.parametrize('nm,size', list(product(moving, [2,8])))
+def test_forward_passes_are_those_of_one_pass_over_the_parts(nm, size):
+    "What they draw and move, and what the loss and others draw after them; none of it twice"
+    def noisy(z, y): return nt_xent(z+0.1*torch.randn_like(z))
+    def run(model, cbs):
+        drawn = Seen('after_batch', lambda _: (torch.rand(1).item(), random.random()))
+        learn = fit([*cbs,drawn], n=48, model=model, loss_func=noisy)
+        learn.recorder.values.append(drawn.values)
+        return learn
+    def model(): return net(moving[nm]())
+    a,b = run(lambda: InParts(model(), size), []),run(model, [GradientCache(size)])
+    a.model = a.model.m
+    same(a, b)
+    if nm=='own': assert a.model[1].calls==b.model[1].calls
+
+def test_what_cannot_be_done_again_is_said():
+    class Secret(nn.Module):
+        def forward(self, x): return x*torch.tensor([o/255 for o in os.urandom(x.shape[-1])], dtype=x.dtype)
+    with pytest.warns(UserWarning, match='something else when it'): fit([GradientCache(5)], model=lambda: net(Secret()))
+
+@pytest.mark.parametrize('more', [[],[accumulated]])
+def test_batchnorm_is_told_once_in_a_fit(more):
+    learn = toy(16, n=32, model=lambda: net(nn.BatchNorm1d(6)), cbs=[GradientCache(8),*(o() for o in more)])
+    for _ in range(2):
+        with pytest.warns(UserWarning, match='BatchNorm.*micro-batch, 8 at most') as said: learn.fit(2, 0.1)
+        assert sum('BatchNorm' in str(o.message) for o in said)==1
+
+@pytest.mark.parametrize('mode,penalty', list(product(['fp16','bf16'], [False,True])))
+def test_mixed_precision_is_no_further_off_than_mixed_precision(mode, penalty):
+    "The second pass is in the precision of the first. A penalty on weights meets those that autocast has cast"
+    def on_weights(l): l.loss_grad = l.loss_grad+(torch.eye(6)@l.model[2].weight).float().pow(2).mean()
+    def run(half, *cbs):
+        seen,x,y = [],*toy_data(41).tensors
+        def model():
+            m = net().float()
+            m[0].register_forward_hook(lambda m,i,o: seen.append(o.dtype.itemsize) if m.training else None)
+            return m
+        more = [CpuMixedPrecision(mode)]*half+[Event('after_loss', on_weights)]*penalty
+        learn = fit([*more,*cbs], data=TensorDataset(x.float(), y), model=model)
+        assert set(seen)=={2 if half else 4} and None not in grads(learn)
+        return learn
+    single,a,b = run(False),run(True),run(True, GradientCache(5))
+    for f in (weights,lambda l: l.recorder.losses): assert deviation(f(a), f(b))<=2*deviation(f(a), f(single))
+
+# What the model is given, and what it returns
+
+class Towers(nn.Module):
+    "As CLIP, with a temperature that is learned. Some outputs have no rows, no gradient, or no use"
+    def __init__(self, out):
+        super().__init__()
+        self.a,self.b,self.scale,self.out = net(),net(),nn.Parameter(torch.tensor(0.7).double()),out
+    def forward(self, x, text):
+        a,b = self.a(x.mul_(0.5)),self.b(text['ids'])   # it may write into its input
+        res = a,b,self.scale.exp(),x.argmax(-1),a.detach(),None,'clip',[a*2,(b*3,)]
+        return self.out(enumerate(res if self.training else res[:5])) if self.out is dict else res
+
+def flat(o):
+    o = list(o.values()) if isinstance(o, dict) else o
+    return [x for v in o for x in flat(v)] if isinstance(o, (tuple,list)) else [o]
+
+def clip_loss(out, y):
+    a,b,scale = flat(out)[:3]
+    sim,y = scale*F.normalize(a)@F.normalize(b).T,torch.arange(len(a))
+    return F.cross_entropy(sim, y)+F.cross_entropy(sim.T, y)
+
+class Pairs(Callback):
+    "A second input, a dict with a list of names; the first becomes one of fastai's tensors"
+    order = 10
+    def before_batch(self):
+        x = self.x.as_subclass(TensorImage)
+        x.img_size = 7
+        self.learn.xb = x,dict(ids=self.x.roll(1, -1), names=['a']*len(x))
+
+@pytest.mark.parametrize('out,size', list(product([dict,tuple], [1,5])))
+def test_inputs_and_outputs_of_all_kinds(out, size):
+    def known(o): return type(o),o.shape,o.requires_grad,o.tolist() if o.dtype==torch.int64 else vars(o)
+    def look(l): return type(l.pred),[known(o) if isinstance(o, torch.Tensor) else o for o in flat(l.pred)]
+    seen = [Seen('after_pred', look) for _ in range(2)]
+    order = iter(seen)
+    assert_same(size, lambda: [Pairs(),next(order)], model=lambda: Towers(out), loss_func=clip_loss)
+    assert seen[0].values==seen[1].values and len(seen[0].values)==6
+
+@pytest.mark.filterwarnings('ignore:there is no BatchNorm')
+@pytest.mark.parametrize('nm', applications)
+def test_applications(nm):
+    "BatchNorm is frozen, and there is no dropout"
+    loss = dict(unet=dice, language_model=CrossEntropy()).get(nm, lambda out,*_: nt_xent(scores(out)))
+    def run(*cbs):
+        learn = make(nm, loss_func=loss)
+        if nm=='gpt2': learn.model.config.use_cache = False
+        before = weights(learn)
+        learn.fit_one_cycle(1, 1e-3, cbs=[*cbs,FreezeBN()])
+        assert not weights(learn).allclose(before, atol=1e-4) and len(learn.recorder.losses)>1
+        return learn
+    assert_twins(run(), run(GradientCache(3)))
+
+# What cannot be had from micro-batches is refused, and no weight has moved
+
+class Returns(nn.Module):
+    "The model, and something done with its output and more inputs"
+    def __init__(self, f):
+        super().__init__()
+        self.m,self.f = net(),f
+    def forward(self, x, *more): return self.f(self.m(x), *more)
+
+def refused(exc, match, *cbs, change=lambda l: None, still=True, **kwargs):
+    learn = toy(16, n=32, splitter=all_params, **kwargs)
+    change(learn)
+    before = weights(learn)
+    with pytest.raises(exc, match=match): learn.fit(1, 0.1, cbs=[GradientCache(4),*cbs])
+    assert not replaced(learn) and weights(learn).equal(before)==still
+    return learn
+
+@pytest.mark.parametrize('f,match', [(lambda z: z@z.T, 'pairs|row for each'), (lambda z: z.mean(), r'shape \(\)'),
+    (lambda z: z.T, r'shape \(3, '), (lambda z: (z,object()), 'returned a object')], ids=['pairs','loss','T','object'])
+def test_outputs_without_a_row_for_each_sample_are_refused(f, match):
+    def total(z, y): return sum(o.sum() for o in flat(z) if isinstance(o, torch.Tensor))
+    learn = refused(TypeError, match, model=lambda: Returns(f), loss_func=total)
+    learn.fit(1, 0.1)   # without the callback it trains
+
+def test_inputs_that_cannot_be_split_are_refused_unless_you_say_how():
+    def add(l): l.xb = l.x,torch.tensor([1.,2.,3.]).double()
+    def model(): return Returns(lambda z,scale: z*scale)
+    def split(o, start, stop, n): return o[0][start:stop],o[1]
+    refused(TypeError, r'shape \(3,\).*cannot be split.*split=', Event('before_batch', add, True), model=model)
+    same(*(fit([*cbs,Event('before_batch', add, True)], model=model) for cbs in ([],[GradientCache(4, split=split)])))
+
+@pytest.mark.parametrize('event,f,match', [('after_pred', lambda l: l.x.add_(1), 'changed in place'),
+    ('before_backward', lambda l: [p.detach().mul_(2) for p in l.model.parameters()], 'changed in place'),
+    ('after_loss', lambda l: l.loss_grad.backward(retain_graph=True), 'twice')], ids=['batch','weights','twice'])
+def test_what_changes_between_the_passes_is_refused(event, f, match):
+    refused(RuntimeError, match, Event(event, f), still=event!='before_backward')
+
+def test_an_optimizer_that_steps_in_the_backward_pass_is_refused():
+    def hook(l): l.model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
+    refused(ValueError, "'0.weight' has a hook", change=hook)
+
+@pytest.mark.parametrize('n', [0,-1,2.,'4',True,None])
+def test_arguments(n):
+    with pytest.raises(ValueError if type(n) is int else TypeError, match='micro_batch_size'): GradientCache(n)
+    with pytest.raises(TypeError, match='split'): GradientCache(4, split=3)
+
+# Nothing is left
+
+events = 'before_batch after_pred after_loss before_backward after_backward before_step after_batch'.split()
+excs = CancelBatchException,CancelFitException,KeyboardInterrupt,ValueError
+cases = product(events, excs, [True,False], [5,'auto'])
+cases = [o for o in cases if o[:2]!=('after_batch',CancelBatchException)]
+
+@pytest.mark.parametrize('event,exc,stays,size', some(16, cases))
+def test_interrupts_leave_nothing(event, exc, stays, size):
+    "The rest of the run, and the next, are those without a cache"
+    def run(*cbs):
+        learn = toy(16, n=41, loss_func=nt_xent, cbs=cbs if stays else None)
+        own,fault = () if stays else cbs,Raise(event, exc, 20, at=1)
+        try: learn.fit(2, 0.1, cbs=[fault,*own])
+        except (KeyboardInterrupt,ValueError): pass
+        assert fault.raised and (stays or not replaced(learn))
+        learn.opt.zero_grad()
+        learn.fit(1, 0.1, cbs=own)
+        assert not replaced(learn)
+        return learn
+    same(run(), run(GradientCache(size)))
+
+@pytest.mark.parametrize('event', ['after_pred','after_batch','after_epoch'])
+def test_taken_off_and_copied_in_the_middle(event):
+    "A copy of the model is a plain model"
+    def off(l):
+        copied.append(deepcopy(l.model))
+        if l.epoch==1 and hasattr(l, 'gradient_cache'): l.remove_cb(l.gradient_cache)
+    copied,seen = [],[]
+    learn = fit([Event(event, off)], fit=lambda l,cbs: one_cycle(l.add_cb(GradientCache(5)), cbs))
+    assert not replaced(learn) and not hasattr(learn, 'gradient_cache')
+    same(fit([]), learn)
+    copied[0][0].register_forward_hook(lambda m,i,o: seen.append(len(o)))
+    copied[0](torch.randn(16, 5).double()).sum().backward()
+    assert seen==[16] and 'forward' not in vars(copied[0])
+
+# 'auto': memory runs out
+
+class Short(nn.Module):
+    "Has memory for `cap` samples in a forward pass, for `back` in a backward pass, and for `valid` in validation"
+    def __init__(self, cap=99, back=99, valid=99):
+        super().__init__()
+        self.cap,self.check,self.valid = cap,short_of(back),valid
+    def forward(self, x):
+        if len(x)>(self.cap if self.training else self.valid): raise torch.OutOfMemoryError('planted, forward')
+        return InBackward.apply(x, self.check) if self.training else x
+
+@pytest.mark.parametrize('nm,short,size', [('adam',dict(back=5),4), ('penalties',dict(cap=3),2),
+    ('accumulated',dict(back=5),4), ('all',dict(cap=5),4)])
+def test_auto_finds_the_size_that_fits(nm, short, size):
+    cache,more = GradientCache('auto'),dict(settings[nm])
+    cbs = more.pop('cbs')
+    a = fit(cbs(), **more)
+    with pytest.warns(UserWarning, match=f'memory ran out .planted.*micro-batches of {size} ') as said:
+        b = fit([cache,*cbs()], model=lambda: net(Short(**short)), **more)
+    same(a, b)
+    assert cache.size==size and sum('memory ran out' in str(o.message) for o in said)==1
+
+@pytest.mark.parametrize('at,acc', list(product([{0},{2},{3,9,14}], [False,True])), ids=str)
+@pytest.mark.filterwarnings('ignore:memory ran out')
+def test_auto_in_the_middle_of_a_batch_or_a_step(at, acc):
+    "The `at`th backward pass fails, after others have added to the gradients"
+    calls = []
+    def check(n):
+        calls.append(n)
+        if len(calls)-1 in at: raise torch.OutOfMemoryError('planted')
+    def model():
+        m = Short()
+        m.check = check
+        return net(m)
+    def cbs(): return [accumulated()] if acc else []
+    same(fit(cbs(), n=75), fit([GradientCache('auto'),*cbs()], n=75, model=model))
+    assert len(calls)>max(at)
+
+@pytest.mark.filterwarnings('ignore:memory ran out')
+def test_auto_draws_what_it_would_have_drawn_with_the_size_known():
+    def run(cache, cap=99): return fit([cache], n=48, model=lambda: net(nn.Dropout(), Short(cap)))
+    same(run(GradientCache(4)), run(GradientCache('auto'), 5))
+
+def test_auto_splits_validation():
+    def run(*cbs, **kwargs): return fit(cbs, fit=lambda l,cbs: l.fit(1, 0.1, cbs=cbs), **kwargs)
+    with pytest.warns(UserWarning, match='memory ran out'):
+        same(run(), run(GradientCache('auto'), model=lambda: net(Short(valid=5))))
+
+def test_auto_gives_up_where_a_sample_does_not_fit():
+    learn = toy(16, model=lambda: net(Short(0)), loss_func=nt_xent)
+    before = weights(learn)
+    with pytest.raises(torch.OutOfMemoryError, match='single sample.*planted'): learn.fit(1, cbs=GradientCache('auto'))
+    assert weights(learn).equal(before) and not replaced(learn)

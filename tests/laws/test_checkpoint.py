@@ -1,0 +1,324 @@
+"`ActivationCheckpoint`: fewer activations are held, and the run is the one without it to the bit, dropout included."
+import numpy as np, pytest, random, torch, warnings
+from copy import deepcopy
+from functools import partial
+from itertools import product
+from torch import nn
+from torch.nn.utils import parametrizations, spectral_norm
+from torch.utils.data import TensorDataset
+from torchvision.models.resnet import BasicBlock
+from fastai.callback.core import CancelFitException
+from fastai.callback.hook import hook_output
+from fastai.callback.tracker import SaveModelCallback
+from fastai.callback.training import GradientClip
+from fastai.text.models.awdlstm import AWD_LSTM
+from fastai.torch_core import TensorImage
+from fastcore.foundation import L
+from fastaccum import ActivationCheckpoint, GradientAccumulation, GradientCache
+from fastaccum.testing import assert_twins, deviation, toy, toy_data
+from common import CpuMixedPrecision, Raise, Seen, some
+from small_learners import Event, Held, Holds, all_params, applications, cross_entropy, frozen, make, replaced
+
+pytestmark = pytest.mark.usefixtures('frozen')
+
+class Block(nn.Module):
+    "BatchNorm, dropout, something in place, and a skip"
+    def __init__(self, norm=None):
+        super().__init__()
+        self.lin1,self.lin2,self.norm = nn.Linear(8, 8),nn.Linear(8, 8),nn.BatchNorm1d(8) if norm is None else norm
+        self.act,self.drop = nn.ReLU(inplace=True),nn.Dropout()
+    def forward(self, x): return x+self.lin2(self.drop(self.act(self.norm(self.lin1(x)))))
+
+def net(*blocks):
+    return nn.Sequential(nn.Linear(5, 8), *(blocks or [Block() for _ in range(3)]), nn.BatchNorm1d(8), nn.Linear(8, 3))
+def small(model=net, **kwargs):
+    return toy(8, **dict(dict(n=24, model=lambda: model().double(), splitter=all_params), **kwargs))
+
+def one_cycle(learn, cbs): learn.fit_one_cycle(1, 1e-2, cbs=cbs)
+def run(make, cbs, fit=one_cycle):
+    "A Learner that was fitted, and all that this has moved"
+    learn = make()
+    for seed in (torch.manual_seed,random.seed,np.random.seed): seed(1)
+    fit(learn, cbs)
+    rng = torch.get_rng_state(),np.random.get_state()[1].astype(int),random.getstate()
+    recorded = [getattr(learn.recorder, o) for o in ('losses','values','lrs')]
+    return learn,[learn.model.state_dict(),[p.grad for p in learn.model.parameters()],recorded,rng]
+
+def check(make=small, cbs=list, fit=one_cycle, **kwargs):
+    "The run with checkpoints is the one without; returns both Learners, and the callback"
+    cb = ActivationCheckpoint(**kwargs)
+    (a,want),(b,got) = run(make, cbs(), fit),run(make, [cb,*cbs()], fit)
+    assert deviation(want, got)==0 and len(b.recorder.losses)>1
+    assert replaced(b)==replaced(a) and not cb.recomputing and all(o.calls for o in cb.segments)
+    return a,b,cb
+
+# What is computed again is what was there
+
+@pytest.mark.parametrize('nm', [o for o in applications if o!='wgan'])
+def test_applications(nm):
+    kinds = dict(unet={'BasicBlock','UnetBlock','ResBlock'}, vision={'BasicBlock'}, text_classifier={'WeightDropout'},
+        language_model={'WeightDropout'}, bert={'BertLayer'}, gpt2={'GPT2Block'})
+    def learner(): return make(nm, 0.1, loss_func=cross_entropy)
+    a,b,cb = check(learner, offload=nm in ('unet','language_model'))
+    assert {o.kind for o in cb.segments}>=kinds.get(nm, set()) and len(cb.segments)>1
+    if nm=='language_model': assert str(a.model[0].hidden)==str(b.model[0].hidden) and check(learner, segments=AWD_LSTM)
+    if nm=='unet': assert all(x.stored.equal(y.stored) for x,y in zip(a.model.sfs, b.model.sfs))   # by its hooks
+
+class Own(nn.Linear):
+    "Depends on buffers that it moves, one in place, on what it keeps, and on numbers from four generators"
+    def __init__(self):
+        super().__init__(8, 8)
+        self.n,self.seen,self.last,self.gen = 0,[],0,torch.Generator().manual_seed(0)
+        self.register_buffer('mean', None)
+        self.register_buffer('sums', torch.zeros(()))
+    def forward(self, x):
+        self.n += 1
+        self.seen.append(random.random()+np.random.rand()+torch.rand(1).item()+torch.rand(1, generator=self.gen).item())
+        self.mean = x.detach().mean(0) if self.mean is None else .9*self.mean+.1*x.detach().mean(0)
+        self.sums.add_(1)
+        old,self.last = self.last,x.detach().mean()
+        return super().forward(x-self.mean).sin()*self.n/float(self.sums)+self.seen[-1]+len(self.seen)+old
+
+class Late(nn.BatchNorm1d):
+    "Goes by the statistics that it has just moved"
+    def forward(self, x): return super().forward(x)*self.running_var.clone()+self.running_mean
+
+class Thrice(nn.Module):
+    "Runs its block three times"
+    def __init__(self, m):
+        super().__init__()
+        self.m,self.other = m,Block()
+    def forward(self, x): return self.m(self.other(self.m(x))+self.m(x*2))
+
+moving = dict(late=lambda: Block(Late(8)), cumulative=lambda: Block(nn.BatchNorm1d(8, momentum=None)), own=Own,
+    spectral=lambda: Block(parametrizations.spectral_norm(nn.Linear(8, 8))),
+    old_spectral=lambda: Block(spectral_norm(nn.Linear(8, 8))))
+
+@pytest.mark.parametrize('nm,thrice', list(product(moving, [False,True])))
+def test_what_moves_in_a_forward_pass_moves_once(nm, thrice):
+    def model(): return net(*([Thrice(moving[nm]())] if thrice else [moving[nm](), moving[nm]()]))
+    a,b,cb = check(partial(small, model), segments=(Block,Own))
+    kept = [[(o.n,o.seen,o.last,o.gen.get_state()) for o in l.model.modules() if isinstance(o, Own)] for l in (a,b)]
+    assert deviation(*kept)==0
+
+class Takes(Block):
+    def forward(self, x, *, more, outs):
+        assert type(x) is TensorImage and x.img_size==7
+        outs.append(x.detach().mean())
+        return super().forward(x*len(outs)+more[0]['bias']+sum(outs)),len(more)
+
+class Through(nn.Module):
+    "Blocks that are given a `TensorImage`, and things by name, in lists and dicts, to which they add"
+    def __init__(self):
+        super().__init__()
+        self.embed,self.bias,self.head = nn.Linear(5, 8),nn.Parameter(torch.ones(8)),nn.Linear(8, 3)
+        self.blocks = nn.ModuleList(Takes() for _ in range(3))
+    def forward(self, x):
+        x,outs = self.embed(x),[]
+        for m in self.blocks:
+            x = x.as_subclass(TensorImage)
+            x.img_size = 7
+            x,_ = m(x, more=[dict(bias=self.bias)], outs=outs)
+        return self.head(x).as_subclass(torch.Tensor)
+
+def test_inputs_of_all_kinds(): check(partial(small, Through))
+
+# With what else there is
+
+def on_gradient(l):
+    g, = torch.autograd.grad(l.loss_grad, l.x, create_graph=True)
+    l.loss_grad = l.loss_grad+g.pow(2).sum()
+def lr_find(learn, cbs):
+    with learn.added_cbs(cbs):
+        learn.lr_find(num_it=6, show_plot=False, suggest_funcs=None)
+        learn.fit_one_cycle(1, 1e-2)
+def tune(learn, cbs): learn.fine_tune(1, 1e-2, freeze_epochs=2, cbs=cbs)
+def two_groups(m): return [[*m[:3].parameters()],[*m[3:].parameters()]]
+
+def eval_mode(): return [Event('after_pred', lambda l: l.model.eval()),Event('after_batch', lambda l: l.model.train())]
+
+settings = dict(lr_find=dict(fit=lr_find), tune=dict(make=partial(small, splitter=two_groups), fit=tune),
+    accumulated=dict(cbs=lambda: [GradientAccumulation(12, drop_last=False),GradientClip(.1)]),
+    saved=dict(cbs=lambda: [SaveModelCallback()], fit=lambda l,cbs: l.fit(3, 1e-2, cbs=cbs)), modes=dict(cbs=eval_mode),
+    twice=dict(cbs=lambda: [Event('before_backward', lambda l: l.loss_grad.backward(retain_graph=True))]),
+    penalty=dict(cbs=lambda: [Event('before_batch', lambda l: l.x.requires_grad_()),Event('after_loss', on_gradient)]))
+
+@pytest.mark.filterwarnings('ignore:.*BatchNorm')
+@pytest.mark.parametrize('nm', settings)
+def test_with_what_else_there_is(nm): check(**settings[nm])
+
+@pytest.mark.parametrize('mode', ['fp16','bf16'])
+def test_mixed_precision(mode):
+    "Computed again in the precision of the forward pass"
+    seen,x,y = [],*toy_data(24).tensors
+    def learner():
+        learn = toy(8, data=TensorDataset(x.float(), y), model=net, splitter=all_params)
+        learn.model[2].lin1.register_forward_hook(lambda m,i,o: seen.append(o.dtype) if learn.training else None)
+        return learn
+    check(learner, cbs=lambda: [CpuMixedPrecision(mode, init_scale=2.**8),GradientClip(.1)])
+    assert set(seen)=={dict(fp16=torch.float16, bf16=torch.bfloat16)[mode]} and len(seen)==3+2*3
+
+def test_hooks():
+    "A segment's own hear each batch once; those of a module inside hear it twice, may alter it, and can ask"
+    heard = []
+    def learner():
+        learn,mine = small(),[]
+        heard.append(mine)
+        def hear(m, i, o): mine.append((len(type(m).__name__),o[0].sum()))
+        def ask(*args):
+            if not (hasattr(learn, 'activation_checkpoint') and learn.activation_checkpoint.recomputing): hear(*args)
+        learn.model[1].act.register_forward_hook(lambda m,i,o: o*2)
+        learn.model[2].register_forward_hook(hear)
+        learn.model[2].norm.register_forward_hook(ask)
+        for m in (learn.model[1],learn.model[2].drop): m.register_full_backward_hook(hear)
+        learn.model[2].lin2.weight.register_hook(lambda g: mine.append(g.norm()))
+        learn.hook = hook_output(learn.model[3], detach=False)
+        return learn
+    a,b,_ = check(learner)
+    assert deviation(*heard)==0 and len(heard[0])>=3*5 and a.hook.stored.equal(b.hook.stored)
+
+def test_validation_runs_plainly():
+    calls,cb,learn = [],ActivationCheckpoint(),small()
+    learn.model[1].lin1.register_forward_hook(lambda *_: calls.append((learn.training,cb.recomputing)))
+    learn.fit(1, cbs=cb)
+    assert calls==[(True,False),(True,True)]*3+[(False,False)] and [o.calls for o in cb.segments]==[3]*4
+
+# Fewer activations are held
+
+def stack(**kwargs):
+    def model(): return nn.Sequential(nn.Linear(5, 8), *(Holds(8) for _ in range(6)), nn.Linear(8, 3)).double()
+    return toy(16, n=128, model=model, splitter=all_params, **kwargs)
+
+def holds(cap=10**9, cbs=None, f=lambda learn: learn.fit(1, 1e-2)):
+    "What `f` returns of a Learner with memory for the activations of `cap` samples, and the most that were held"
+    Held.reset(cap)
+    try: return f(stack(cbs=cbs)),Held.most
+    finally: Held.reset()
+
+def test_activations_of_one_segment_are_held():
+    assert holds()[1]>=6*16 and holds(cbs=ActivationCheckpoint())[1]<=2*16 and Held.now==0
+
+def test_larger_batches_fit():
+    def find(learn): return int(learn.bs_find(show_plot=False, init_val=4))
+    assert [holds(60, cbs, find)[0] for cbs in (None,ActivationCheckpoint(),GradientCache(4))]==[8,32,128]
+
+@pytest.mark.parametrize('cap', [70,20])
+@pytest.mark.filterwarnings('ignore:memory ran out')
+def test_memory_that_runs_out_while_it_is_computed_again(cap):
+    "The batch is split, and the step is that of the whole batch"
+    def fit(learn): return learn.fit(1, 1e-2) or learn
+    acc = GradientAccumulation(16, micro_batch_size='auto')
+    assert_twins(holds(f=fit)[0], holds(cap, [ActivationCheckpoint(),acc], fit)[0])
+
+# Which segments
+
+def test_segments_are_found_or_given():
+    "The table says where they are, and after a fit how often they ran and what is kept for each"
+    model = net().double()
+    def is_one(m): return isinstance(m, Block) and m is not model[2]
+    for given,names in [(Block,'123'),((Block,nn.BatchNorm1d),'1234'),([model[1],model[3]],'13'),
+        (nn.ModuleList(model[1:3]),'12'),(L(model[3]),'3'),(is_one,'13')]:
+        cb = ActivationCheckpoint(given)
+        small(lambda: model).fit(1, cbs=cb)
+        assert [o.name for o in cb.segments]==[*names] and [o.kept for o in cb.segments]==[8*8*8]*len(names)
+        assert all(o in repr(cb.segments) for o in ('segment','kept MB',*names))
+    found = make('vision', loss_func=cross_entropy, cbs=ActivationCheckpoint()).activation_checkpoint.segments
+    assert [o.kind for o in found].count('BasicBlock')==4 and not any(o.calls for o in found)   # before any fit
+
+@pytest.mark.parametrize('segments', [3,(),[],(1,),[nn.Linear(1, 1),3],[None],{}], ids=str)
+def test_arguments(segments):
+    with pytest.raises(TypeError, match='segments=.*give a class'): ActivationCheckpoint(segments)
+    with pytest.raises(TypeError, match='offload=1'): ActivationCheckpoint(offload=1)
+
+def compiled(m): return torch.compile(m, backend='eager')
+
+@pytest.mark.parametrize('wrap,segments,match', [(net,[lambda m: False],'Block'),
+    (net,[[nn.Linear(1, 1)]],'Linear'), (net,[lambda l: [l[1],l[1].norm]],"'1' and '1.norm'"),
+    (lambda: nn.Linear(5, 3),[None],'no segments'),
+    (lambda: nn.DataParallel(net()),[None],'DataParallel'), (lambda: compiled(net()),[None],'compiled')])
+def test_what_cannot_be_cut_is_refused_before_it_trains(wrap, segments, match):
+    learn = small(wrap)
+    before,own = deepcopy(learn.model.state_dict()),replaced(learn)
+    if 'norm' in match: segments = [segments[0](learn.model)]
+    with pytest.raises(ValueError, match=match): learn.fit(1, cbs=[ActivationCheckpoint(o) for o in segments])
+    assert deviation(before, learn.model.state_dict())==0 and replaced(learn)==own
+
+class Idle(Block):
+    def __init__(self):
+        super().__init__()
+        self.embed,self.used,self.idle = nn.Linear(5, 8),Block(),Block()
+    def forward(self, x): return super().forward(self.used(self.embed(x)))
+
+def test_a_segment_of_yours_that_does_not_run_is_told():
+    with pytest.warns(UserWarning, match="1 of 2 segments did not run.*'idle'"):
+        small(Idle).fit(1, cbs=ActivationCheckpoint(Block))
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        small(Idle).fit(1, cbs=ActivationCheckpoint())   # found, not given: the head of a timm model, for one
+
+class Shift(nn.Module):
+    "Needs no input for its own backward pass"
+    def __init__(self):
+        super().__init__()
+        self.bias,self.lin = nn.Parameter(torch.ones(8)),nn.Linear(8, 8)
+    def forward(self, x): return self.lin(x+self.bias)
+
+class Later(Shift):
+    "Changes the input of its block, which without checkpoints may be done"
+    def __init__(self):
+        super().__init__()
+        self.m = Shift()
+    def forward(self, x):
+        x = super().forward(x)
+        return self.m(x)+x.mul_(2)
+
+def test_an_input_that_is_changed_before_it_is_needed_again_is_refused():
+    def model(): return net(Later(), Block())
+    learn = small(model)
+    with pytest.raises(RuntimeError, match=r"input.* of segment '1\.m'.* changed"):
+        learn.fit(1, cbs=ActivationCheckpoint(lambda m: type(m) is Shift))
+    assert not replaced(learn)
+    small(model).fit(1)   # without checkpoints it trains
+
+# Nothing is left
+
+class Fault(Exception): pass
+cases = product(['before_fit','before_epoch','after_pred','before_backward','after_step','after_fit'],
+    [CancelFitException,Fault,KeyboardInterrupt], [False,True])
+
+@pytest.mark.parametrize('event,exc,stays', some(12, cases))
+def test_interrupts_leave_nothing(event, exc, stays):
+    cb,fault = ActivationCheckpoint(),Raise(event, exc, order=99)
+    learn,plain = small(cbs=[cb] if stays else None),small()
+    try: learn.fit(1, 1e-2, cbs=[fault] if stays else [cb,fault])
+    except exc: pass   # raised in `after_fit`, also what cancels the fit
+    assert fault.raised and not cb.recomputing and (stays or not replaced(learn))
+    learn.validate()
+    plain.model.load_state_dict(learn.model.state_dict())
+    for o in (plain,learn):
+        torch.manual_seed(2)
+        o.opt = None
+        o.fit(1, 1e-2)
+    assert deviation(plain.model.state_dict(), learn.model.state_dict())==0 and not replaced(learn)
+
+@pytest.mark.parametrize('exc', [Fault,KeyboardInterrupt])
+def test_an_interrupt_while_it_is_computed_again(exc):
+    "Buffers, what modules keep, and generators are as before the backward pass"
+    cb,notes,learn = ActivationCheckpoint((Block,Own)),[],small(lambda: net(Own(), Block(), Block()))
+    def fail(*_):
+        if cb.recomputing: raise exc
+    for m in learn.model[1:4].modules(): m.register_forward_hook(fail)
+    def note(l): notes.append(deepcopy([l.model.state_dict(),random.getstate(),torch.get_rng_state(),l.model[1].n]))
+    with pytest.raises(exc): learn.fit(1, cbs=[cb,Event('before_backward', note)])
+    note(learn)
+    assert deviation(*notes)==0 and not cb.recomputing and not replaced(learn)
+
+def test_a_copy_of_the_model_is_a_plain_model():
+    "Such as one of averaged weights"
+    copies,seen = Seen('after_batch', lambda l: deepcopy(l.model)),[]
+    small().fit(1, cbs=[ActivationCheckpoint(),copies])
+    for m in copies.values:
+        m[1].lin1.register_forward_hook(lambda *_: seen.append(1))
+        m(torch.randn(4, 5).double()).sum().backward()
+        assert all(o.forward.__self__ is o for o in m.modules())
+    assert len(seen)==len(copies.values)==3

@@ -71,6 +71,9 @@ class MeanPenalty(Callback):
 class OnceAFit(Callback):
     def before_fit(self): self.by = 1+random.random()
     def after_loss(self): self.learn.loss_grad = self.loss_grad*self.by
+def before_norm():
+    "A bias that normalisation takes out again"
+    return nn.Sequential(nn.Unflatten(1, (1,5)), nn.Conv1d(1, 3, 2), nn.InstanceNorm1d(3), nn.Flatten(), nn.Linear(12, 3)).double()
 class Unused(nn.Sequential):
     def forward(self, x): return self[1](x)
 class Stream(IterableDataset):
@@ -84,7 +87,7 @@ def counted(learn): return (learn.y!=-100).sum()
 data = list(zip(*toy_data(40).tensors))
 exact = dict(plain=lambda: toy(12), tokens=lambda: toy(12, tokens=True), batch_of_one=lambda: toy(1),
     batch_of_two=lambda: toy(2), shuffled=lambda: toy(12, shuffle=True), two_inputs=two_inputs, mappings=mappings,
-    layer_norm=lambda: made(nn.LayerNorm(6)), no_dropout=lambda: made(nn.Dropout(0.)),
+    layer_norm=lambda: made(nn.LayerNorm(6)), no_gradient_but_rounding=lambda: toy(12, model=before_norm, splitter=one_group), no_dropout=lambda: made(nn.Dropout(0.)),
     frozen_statistics=lambda: made(nn.BatchNorm1d(6), cbs=Eval()),
     unused=lambda: toy(12, model=lambda: Unused(nn.Linear(5, 3), nn.Linear(5, 3)).double(), splitter=one_group),
     summed=lambda: toy(12, loss_func=CrossEntropy(reduction='sum')),
@@ -133,12 +136,13 @@ def test_a_cache_does_not_save_batchnorm_and_dropout():
 
 def test_the_batch_may_be_larger_than_the_loaders():
     "Micro-batches are no larger than the loader's, and unequal, since equal ones hide the most common mistake"
-    sizes = []
-    class See(Callback):
-        def before_batch(self): sizes.append(len(self.y))
-    assert check(toy(8, cbs=See()), accum_bs=32).ok
-    parts = {o for o in sizes if o!=32}
-    assert 32 in sizes and max(parts)<=8 and len(parts)>1
+    for bs,accum_bs,most in ((8,32,8),(12,None,8),(6,None,5),(16,None,15)):
+        sizes = []
+        class See(Callback):
+            def before_batch(self): sizes.append(len(self.y))
+        assert check(toy(bs, cbs=See()), accum_bs=accum_bs).ok
+        parts = {o for o in sizes if o!=(accum_bs or bs)}
+        assert len(parts)<len(set(sizes)) and max(parts)<=most and len(parts)>1, sizes
 
 ieee = [('allow_tf32', False, True)]+[('fp32_precision', 'ieee', 'tf32')]*hasattr(torch.backends.cuda.matmul, 'fp32_precision')
 
@@ -202,7 +206,7 @@ def slope(p, y):
 # A Learner; what is off besides gradients and buffers, and where; and whether nothing is off without it
 off = dict(batchnorm=(lambda: made(nn.BatchNorm1d(6)), dict(predictions='BatchNorm1d 1'), True),
     dropout=(lambda: made(nn.Dropout(.2)), dict(draws='Dropout 1'), True),
-    two_dropouts=(lambda: made(nn.Dropout(.2), nn.Tanh(), nn.Dropout(.2)), dict(draws='Dropout 1, 3'), True),
+    dropouts=(lambda: made(nn.Dropout(.2), nn.Tanh(), nn.Dropout(.2)), dict(draws='Dropout 1, 3'), True),
     noise=(lambda: made(Noise()), dict(draws='Noise 1'), True), both=(lambda: made(Both()), dict(draws='Both 1'), True),
     both_inner=(lambda: made(Both()), dict(draws='Dropout 1.drop'), True),
     centre=(lambda: made(Centre()), dict(predictions='Centre 1'), False),
@@ -232,6 +236,7 @@ def test_no_silence(nm):
     assert not res and not res.ok and {*wanted}<=bad(res)<={*wanted,'gradients','buffers'}, res
     for k,where in wanted.items():
         assert where in row(res, k).where and 'Harmless' not in row(res, k).where and row(res, k).remedy, res
+        assert where==row(res, k).where or nm.startswith(('both','two','the_other')) or not alone, res
     if alone and 'gradients' in bad(res): assert 'exact' in row(res, 'gradients').where, res
     assert 'not the same run' in repr(res) and all(res.off[k]>row(res, k).tol for k in bad(res))
     assert ('buffers' in bad(res))==(nm in ('batchnorm','all'))

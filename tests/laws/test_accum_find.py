@@ -122,7 +122,8 @@ def test_everything_is_as_before(fitted, cbs):
     for o in (learn,other): torch.manual_seed(3); o.fit(1)
     assert weights(learn).equal(weights(other)) and learn.recorder.losses==other.recorder.losses
 
-events = 'before_fit before_epoch before_train before_batch after_loss before_step after_step after_train after_fit'.split()
+events = ('before_fit before_epoch before_train before_batch after_loss before_step after_step after_train '
+    'after_fit').split()
 
 @pytest.mark.parametrize('event,exc,fitted', some(12, [(e,x,f) for e in events
     for x in (KeyboardInterrupt,ZeroDivisionError) for f in (False,True)]))

@@ -1,16 +1,18 @@
 "NoiseScale measures the noise of gradients without bias, from micro-batches of any sizes, and changes nothing else."
-import math, warnings
+import math
 from functools import partial
+from multiprocessing import get_context
 import numpy as np, pytest, torch
 from matplotlib import pyplot as plt
-from torch import nn
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelStepException,
     CancelTrainException)
 from fastai.callback.schedule import lr_find
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation, GradientClip
 from fastai.optimizer import Adam, OptimWrapper
-from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientCache, NoiseScale
+from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientCache, NoiseScale, ScaledLR
 from fastaccum.testing import CrossEntropy, deviation, toy, toy_data
 from common import CpuMixedPrecision, InBackward, Raise, Seen, short_of, weights
 
@@ -61,7 +63,8 @@ class Penalty(Callback):
     def after_pred(self):
         if self.training: torch.autograd.grad(self.pred.sum(), list(self.model.parameters()), retain_graph=True)
 
-same = dict(plain=dict, summed=lambda: dict(loss_func=CrossEntropy(reduction='sum')), scaled=lambda: dict(cbs=[scaled()]),
+same = dict(plain=dict, summed=lambda: dict(loss_func=CrossEntropy(reduction='sum')),
+    scaled=lambda: dict(cbs=[scaled()]),
     clipped=lambda: dict(cbs=[GradientClip(1e-3)]), scaled_and_clipped=lambda: dict(cbs=[scaled(),GradientClip(1e-3)]),
     summed_and_scaled=lambda: dict(loss_func=CrossEntropy(reduction='sum'), cbs=[scaled()]),
     adam=lambda: dict(opt_func=Adam), torchs=lambda: dict(opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)),
@@ -76,8 +79,8 @@ def test_what_is_measured_is_what_the_gradients_of_single_samples_say(nm):
 
 @pytest.mark.parametrize('bs,n', [(3,6),(1,9),(8,64),(3,100)])
 def test_any_number_of_micro_batches(bs, n):
-    learn,meter = measure(bs=bs, n=n, accum_bs=n)
-    assert close(told(meter), by_hand(single_gradients(learn.model, clear(n)), [len(o) for o in torch.arange(n).split(bs)]))
+    (learn,meter),sizes = measure(bs=bs, n=n, accum_bs=n),[len(o) for o in torch.arange(n).split(bs)]
+    assert close(told(meter), by_hand(single_gradients(learn.model, clear(n)), sizes))
 
 def test_it_is_unbiased():
     "A hundred draws of ragged micro-batches; the variance and the mean over all samples are known"
@@ -136,7 +139,8 @@ def test_what_ran_out_of_memory_does_not_count():
         learn,meter = measure(model=lambda: Short().double(), splitter=one_group, acc=dict(micro_batch_size='auto'))
     assert close(told(meter), by_hand(single_gradients(learn.model, clear(18)), [2]*9))
 
-@pytest.mark.parametrize('event,exc', [('before_batch',CancelBatchException),('before_backward',CancelBackwardException)])
+@pytest.mark.parametrize('event,exc',
+    [('before_batch',CancelBatchException),('before_backward',CancelBackwardException)])
 def test_micro_batches_that_a_callback_leaves_out(event, exc):
     learn,meter = measure(cbs=[Raise(event, exc, 20, at=1)], acc=dict(drop_last=False))
     gs = single_gradients(learn.model, clear(18))
@@ -279,6 +283,50 @@ def test_loggers_get_it(monkeypatch):
         trace_model=False, log_preds=False)])
     assert [v for nm,v in rows if nm.endswith('noise_scale')][:4]==learn.recorder.noise_scale
 
+# On several processes
+
+def fit_on(rank, learns):
+    "A fit of this process for each of `learns`, on its own part of the data; what each has come to"
+    res = []
+    for kwargs,acc,lr,cbs in learns:
+        data = clear(25, kwargs.pop('tokens', False)).tensors
+        part = TensorDataset(*(o[:18] if rank==0 else o[18:] for o in data))
+        learn,meter = toy(4, data=part, splitter=one_group, **kwargs),NoiseScale(every=1)
+        learn.model = DistributedDataParallel(learn.model)
+        learn.fit(2, lr, wd=0., cbs=[GradientAccumulation(acc), meter, *cbs])
+        res.append((told(meter),learn.recorder.noise_scale,learn.recorder.lrs))
+    return res
+
+measured = dict(plain={}, tokens=dict(tokens=True), summed=dict(loss_func=CrossEntropy(reduction='sum')))
+
+def process(rank, at):
+    "One of two, which have 18 and 7 samples"
+    distributed.init_process_group('gloo', init_method=f'file://{at}/met', rank=rank, world_size=2)
+    learns = [(dict(o),100,0.,()) for o in measured.values()]+[({},16,.01,[ScaledLR(base_bs=8)])]
+    torch.save(fit_on(rank, learns), at/f'{rank}.pth')
+    distributed.destroy_process_group()
+
+@pytest.fixture(scope='module')
+def on_two(tmp_path_factory):
+    ctx,at = get_context('forkserver'),tmp_path_factory.mktemp('two')
+    ctx.set_forkserver_preload(['fastai.vision.all'])
+    both = [ctx.Process(target=process, args=(i,at)) for i in range(2)]
+    for o in both: o.start()
+    for o in both: o.join(300)
+    for o in both: o.kill()
+    return [torch.load(at/f'{i}.pth', weights_only=False) for i in range(2)]
+
+@pytest.mark.parametrize('i,nm', list(enumerate(measured)))
+def test_on_several_processes_the_micro_batches_of_all_are_compared(on_two, i, nm):
+    ds = clear(25, nm=='tokens')
+    gs = single_gradients(toy(4).model, ds)
+    sizes = [int((y>=0).sum()) for o in (ds.tensors[1][:18],ds.tensors[1][18:]) for y in o.split(4)]
+    for res in on_two: assert close(res[i][0], by_hand(gs, sizes)) and len(res[i][1])==2
+
+def test_on_several_processes_rates_follow_the_samples_of_all(on_two):
+    "Steps of 16 samples, eight of each process, for a rate that is meant for 8"
+    for res in on_two: assert close(res[-1][2], [.02]*len(res[-1][2])) and len(res[-1][2])==len(res[-1][1])>=4
+
 # What it says
 
 def test_words_and_picture():
@@ -303,7 +351,8 @@ def test_noise_that_hides_the_gradient_is_told():
 
 def test_one_micro_batch_a_step_is_told_once():
     learn,meter = learner(16, 64),NoiseScale(every=1)
-    with pytest.warns(UserWarning, match='one micro-batch') as w: learn.fit(2, .1, cbs=[GradientAccumulation(16), meter])
+    with pytest.warns(UserWarning, match='one micro-batch') as w:
+        learn.fit(2, .1, cbs=[GradientAccumulation(16), meter])
     assert len([o for o in w if 'NoiseScale' in str(o.message)])==1
     assert math.isnan(meter.noise_scale) and 'nothing was measured' in meter.verdict()
 
@@ -317,7 +366,8 @@ def test_gradients_that_come_in_parts_are_told():
 off = GradientAccumulation(16)
 off.run = False
 
-@pytest.mark.parametrize('cbs', [list,lambda: [FastaiGradientAccumulation(16)],lambda: [off]], ids=['none','fastai','off'])
+@pytest.mark.parametrize('cbs', [list,lambda: [FastaiGradientAccumulation(16)],lambda: [off]],
+    ids=['none','fastai','off'])
 def test_without_accumulation_it_says_what_to_do(cbs):
     learn = learner(4, 16)
     before = weights(learn)

@@ -20,40 +20,37 @@ fits = dict(one_cycle=lambda l,cbs: l.fit_one_cycle(2, slice(1e-3, .1), cbs=cbs)
     sgdr=lambda l,cbs: l.fit_sgdr(2, 1, .1, cbs=cbs))
 factors = dict(linear=4., sqrt=2.)
 
-def hypers(learn): return [dict(h) for h in learn.opt.hypers]
+def hypers(learn, *but): return [{k:v for k,v in h.items() if k not in but} for h in learn.opt.hypers]
 def in_steps(): return Seen('before_step', hypers, order=100)
 def rates(hs): return [h['lr'] for h in hs]
-def rest(hs): return [{k:v for k,v in h.items() if k not in ('lr','eps')} for h in hs]
 def close(a, b): return len(a)==len(b) and all(math.isclose(x, y, rel_tol=1e-12) for x,y in zip(a, b))
+
+def run(opt, fit, *cbs):
+    learn,seen = toy(4, n=70, opt_func=opts[opt]),in_steps()
+    fits[fit](learn, [GradientAccumulation(16), NoiseScale(every=2), seen, *cbs])
+    return learn,seen.values
 
 # Which rate
 
 @pytest.mark.parametrize('opt,fit,rule', some(10, [(o,f,r) for o in opts for f in fits for r in factors]))
 def test_each_step_has_its_rate_times_the_factor(opt, fit, rule):
     "In all groups, and the Recorder has what was used; in the end rates are as they were set"
-    def run(*cbs):
-        learn,seen = toy(4, n=70, opt_func=opts[opt]),in_steps()
-        fits[fit](learn, [GradientAccumulation(16), seen, *cbs])
-        return learn,seen.values
-    (a,base),(b,mine) = run(),run(ScaledLR(base_bs=4, rule=rule))
-    times = factors[rule]
+    (a,base),(b,mine) = run(opt, fit),run(opt, fit, ScaledLR(base_bs=4, rule=rule))
     assert len(base)==len(mine)>=10
-    for o,m in zip(base, mine): assert close(rates(m), [times*h for h in rates(o)]) and rest(o)==rest(m)
-    assert close(b.recorder.lrs, [times*o for o in a.recorder.lrs]) and b.recorder.lrs==[rates(h)[-1] for h in mine]
-    if 'lr' in getattr(a.recorder, 'hps', {}):
-        assert close(b.recorder.hps['lr'], [times*o for o in a.recorder.hps['lr']])
-    assert hypers(a)==hypers(b)
+    for hs,js in zip(base, mine):
+        assert close(rates(js), [factors[rule]*o for o in rates(hs)])
+        assert all(h[k]==j[k] for h,j in zip(hs, js) for k in h if k not in ('lr','eps'))
+    assert close(b.recorder.lrs, [factors[rule]*o for o in a.recorder.lrs])
+    assert b.recorder.lrs==[rates(o)[-1] for o in mine] and hypers(a)==hypers(b)
+    a,b = (getattr(o.recorder, 'hps', {}).get('lr', []) for o in (a,b))
+    assert close(b, [factors[rule]*o for o in a])
 
 @pytest.mark.parametrize('opt,fit,rule',
     some(8, [(o,f,r) for o in opts for f in ('one_cycle','plain') for r in (*factors,'adascale')]))
 def test_steps_of_the_base_size_are_as_without_it(opt, fit, rule):
-    def run(*cbs):
-        learn = toy(4, n=70, opt_func=opts[opt])
-        fits[fit](learn, [GradientAccumulation(16), NoiseScale(every=2), *cbs])
-        return learn
-    a,b = run(),run(ScaledLR(base_bs=16, rule=rule, betas=rule=='sqrt' and opt in ('adam','adamw')))
-    assert torch.equal(weights(a), weights(b)) and a.recorder.lrs==b.recorder.lrs
-    assert getattr(a.recorder, 'hps', 0)==getattr(b.recorder, 'hps', 0) and hypers(a)==hypers(b)
+    betas = rule=='sqrt' and opt in ('adam','adamw')
+    (a,base),(b,mine) = run(opt, fit),run(opt, fit, ScaledLR(base_bs=16, rule=rule, betas=betas))
+    assert torch.equal(weights(a), weights(b)) and base==mine and a.recorder.lrs==b.recorder.lrs
 
 @pytest.mark.parametrize('opt', ['adam','adamw'])
 @pytest.mark.parametrize('betas', [False,True])
@@ -61,33 +58,26 @@ def test_adams_other_numbers_follow_the_root_rule(opt, betas):
     "ε by the root; if asked, β so that it forgets as fast per sample"
     learn,seen = toy(4, n=32, opt_func=opts[opt]),in_steps()
     learn.create_opt()
-    before = hypers(learn)
+    before = hypers(learn, 'lr', 'wd')
     learn.fit(1, .01, wd=.1, cbs=[GradientAccumulation(16), ScaledLR(base_bs=8, rule='sqrt', betas=betas), seen])
     for h,o in zip(seen.values[0], before):
         want = [.01*2**.5,o['eps']/2**.5,*(2*o[k]-1 if betas else o[k] for k in ('mom','sqr_mom'))]
         assert close([h[k] for k in ('lr','eps','mom','sqr_mom')], want)
-    assert [{k:h[k] for k in ('eps','mom','sqr_mom')} for h in learn.opt.hypers]==[
-        {k:h[k] for k in ('eps','mom','sqr_mom')} for h in before]
+    assert hypers(learn, 'lr', 'wd')==before
 
-def test_it_follows_schedules():
-    learn = toy(4, n=64)
-    learn.fit(3, .01, cbs=[GradientAccumulationSchedule(8, 32, start=0, finish=2), ScaledLR(base_bs=8)])
-    assert close(learn.recorder.lrs, [.01*o/8 for o in learn.recorder.accum_bs]) and len(set(learn.recorder.lrs))>2
-    learn.fit(2, .01, cbs=[GradientAccumulationScheduler({0:2, 1:4}), ScaledLR(base_bs=8)])
-    assert close(learn.recorder.lrs, [.01]*8+[.02]*4)
+off = GradientAccumulation(16)
+off.run = False
 
-@pytest.mark.parametrize('n,accum_bs,want', [(70,16,[.02]*5),(70,18,[.025]*4),(20,1000,[.025]),(14,None,[.005]*4)])
-def test_an_epochs_short_last_step_has_the_rate_of_the_others(n, accum_bs, want):
-    "The size of a step is in whole micro-batches, and no larger than an epoch; without accumulation it is a batch"
+@pytest.mark.parametrize('n,cbs,want', [(70,lambda: GradientAccumulation(16),[2]*5),
+    (70,lambda: GradientAccumulation(18),[2.5]*4), (20,lambda: GradientAccumulation(1000),[2.5]), (14,list,[.5]*4),
+    (14,lambda: off,[.5]*4), (64,lambda: GradientAccumulationScheduler({0:2, 1:4}),([1]*8,[2]*4)),
+    (64,lambda: GradientAccumulationSchedule(8, 16, start=1, finish=1),([1]*8,[2]*4))])
+def test_the_size_is_that_of_a_whole_step(n, cbs, want):
+    "In whole micro-batches, not larger than an epoch, also where a step is short; without accumulation that of a batch"
     learn = toy(4, n=n)
-    learn.fit(2, .01, cbs=[*([GradientAccumulation(accum_bs)] if accum_bs else []), ScaledLR(base_bs=8)])
-    assert close(learn.recorder.lrs, want*2) and learn.opt.hypers[-1]['lr']==.01
-
-def test_accumulation_that_is_switched_off_does_not_count():
-    learn,acc = toy(4, n=16),GradientAccumulation(16)
-    acc.run = False
-    learn.fit(1, .01, cbs=[acc, ScaledLR(base_bs=2)])
-    assert close(learn.recorder.lrs, [.02]*4)
+    learn.fit(2, .01, cbs=[ScaledLR(base_bs=8), *([] if cbs is list else [cbs()])])
+    assert close(learn.recorder.lrs, [.01*o for o in (sum(want, []) if isinstance(want, tuple) else want*2)])
+    assert learn.opt.hypers[-1]['lr']==.01
 
 @pytest.mark.parametrize('kwargs', [{},dict(tokens=True),dict(opt_func=Adam)], ids=['sgd','tokens','adam'])
 @pytest.mark.parametrize('cbs', [list,lambda: [GradientClip(.05)]], ids=['plain','clipped'])
@@ -101,12 +91,10 @@ def test_the_run_is_the_full_batchs_with_that_rate(cbs, kwargs):
         b.opt.set_hyper('lr', [4*h['lr'] for h in b.opt.hypers])   # they were put back
         assert_twins(a, b)
 
-# AdaScale
-
-def gain(meter, base, times):
-    "AdaScale's, for steps of `times` the base"
-    noise = meter.trace/base
-    return 1. if not meter.trace>0 else (noise+max(meter.grad_sq, 0.))/(noise/times+max(meter.grad_sq, 0.))
+def gain(meter, base):
+    "AdaScale's, for steps of four times the base"
+    noise,signal = meter.trace/base,max(meter.grad_sq, 0.)
+    return (noise+signal)/(noise/4+signal) if meter.trace>0 else 1.
 
 @pytest.mark.parametrize('tokens', [False,True])
 def test_adascale_follows_the_measured_noise(tokens):
@@ -115,28 +103,25 @@ def test_adascale_follows_the_measured_noise(tokens):
     ds = TensorDataset(x, torch.where(y<0, y, (x[...,0]<-1).long()))   # there is a signal
     learn,meter,seen = toy(4, data=ds),NoiseScale(every=1),in_steps()
     items = [(o>=0).sum().item()/16 for o in ds.tensors[1].split(16)]
-    known = Seen('before_step', lambda l: gain(meter, 4*items[max(0, len(seen.values)-1)], 4), order=8)
+    known = Seen('before_step', lambda l: gain(meter, 4*items[max(0, len(seen.values)-1)]), order=8)
     learn.fit(1, .01, cbs=[GradientAccumulation(16), meter, ScaledLR(base_bs=4, rule='adascale'), known, seen])
     got = [rates(h)[0] for h in seen.values]
     assert close(got, [.01*o for o in known.values]) and got==learn.recorder.lrs
     assert got[0]==.01 and .0105<max(got)<.039
 
-# In company
+# In company, and afterwards
 
-@pytest.mark.parametrize('cbs', [list,lambda: [CpuMixedPrecision(init_scale=2.**10)]], ids=['plain','scaled'])
-def test_a_step_that_is_not_taken_has_an_entry(cbs):
-    class Overflow(Callback):
-        order,run_valid,n = 9,False,0
-        def before_backward(self):
-            self.n += 1
-            if self.n==2: self.learn.loss_grad = self.loss_grad*float('inf')
+def test_a_step_that_overflows_has_an_entry():
     learn = toy(4, n=64)
-    learn.fit(1, .01, cbs=[GradientAccumulation(16), ScaledLR(base_bs=8), *cbs(), Overflow()])
+    class Overflow(Callback):
+        order = 9
+        def before_backward(self):
+            if len(learn.recorder.lrs)==1: self.learn.loss_grad = self.loss_grad*float('inf')
+    learn.fit(1, .01, cbs=[GradientAccumulation(16), ScaledLR(base_bs=8), CpuMixedPrecision(), Overflow()])
     assert close(learn.recorder.lrs, [.02]*4) and learn.opt.hypers[0]['lr']==.01
 
 def test_a_rate_that_others_lower_stays_lower():
-    learn = toy(4, n=64)
-    plateau = ReduceLROnPlateau(patience=0, factor=2, min_delta=1e9)
+    learn,plateau = toy(4, n=64),ReduceLROnPlateau(patience=0, factor=2, min_delta=1e9)
     learn.fit(3, .1, cbs=[GradientAccumulation(16), ScaledLR(base_bs=4), plateau])
     assert close(learn.recorder.lrs, [.4]*8+[.2]*4) and close([learn.opt.hypers[0]['lr']], [.025])
 
@@ -149,31 +134,23 @@ def test_lr_find_suggests_rates_for_the_base():
     mine = run(ScaledLR(base_bs=4), seen)
     assert mine==run() and close([rates(h)[-1] for h in seen.values][:len(mine)], [4*o for o in mine])
 
-# It is put back
-
 @pytest.mark.parametrize('opt,event,order,on_learner,exc', some(16, [(o,e,i,k,x) for o in ('adam','adamw')
     for e in ('before_batch','after_loss','before_step','after_step') for i in (6.5,100) for k in (False,True)
     for x in (KeyboardInterrupt,CancelTrainException)]))
 def test_nothing_is_left_after_an_interrupt(opt, event, order, on_learner, exc):
-    "...of a fit, or in the next one"
+    "...of a fit, or in the next one; and a rate that happens to be what the fit had come to is what was given"
     learn = toy(4, n=64, opt_func=opts[opt])
     learn.create_opt()
-    before,own = rest(hypers(learn)),[GradientAccumulation(16),ScaledLR(base_bs=4, rule='sqrt', betas=True)]
-    eps,raises = [h['eps'] for h in learn.opt.hypers],Raise(event, exc, order, at=1 if event.endswith('step') else 5)
+    before,own = hypers(learn, 'lr', 'wd'),[GradientAccumulation(16),ScaledLR(base_bs=4, rule='sqrt', betas=True)]
+    raises = Raise(event, exc, order, at=1 if event.endswith('step') else 5)
     if on_learner: learn.add_cbs(own)
     try: learn.fit(1, .1, cbs=[*([] if on_learner else own), raises])
     except KeyboardInterrupt: pass
-    assert raises.raised
-    if on_learner or exc is CancelTrainException: learn.fit(1, .1, cbs=[] if on_learner else own)
-    wd = {k:v for k,v in before[0].items() if k=='wd'}   # `fit` may set it
-    assert [o|wd for o in rest(hypers(learn))]==[o|wd for o in before] and [h['eps'] for h in learn.opt.hypers]==eps
-    assert rates(hypers(learn))==[.1]*len(eps)
-
-def test_a_rate_that_an_interrupted_fit_had_come_to_may_be_given():
-    learn = toy(4, n=64, cbs=[GradientAccumulation(16), ScaledLR(base_bs=4)])
-    with pytest.raises(KeyboardInterrupt): learn.fit(1, .1, cbs=Raise('after_step', KeyboardInterrupt, 1))
-    learn.fit(1, .4)
-    assert close(learn.recorder.lrs, [1.6]*4) and learn.opt.hypers[0]['lr']==.4
+    if on_learner:
+        learn.fit(1, .2)
+        assert close(learn.recorder.lrs, [.4]*4)
+    assert raises.raised and hypers(learn, 'lr', 'wd')==before
+    assert rates(learn.opt.hypers)==[.2 if on_learner else .1]*len(before)
 
 # What is refused
 
@@ -184,13 +161,11 @@ def test_bad_arguments(kwargs, exc):
     nm,val = list(kwargs.items())[-1]
     with pytest.raises(exc, match=f'{nm}={val!r}'): ScaledLR(**dict(base_bs=8)|kwargs)
 
-@pytest.mark.parametrize('cbs,match', [(lambda: [ScaledLR(base_bs=8, rule='adascale')],'NoiseScale'),
-    (lambda: [ScaledLR(base_bs=8, rule='sqrt', betas=True)],'for Adam'),
-    (lambda: [ScaledLR(base_bs=8),ScaledLR(base_bs=4)],'keep one')], ids=['no_meter','not_adam','two'])
-def test_what_cannot_work_is_refused_before_a_weight_moves(cbs, match):
+@pytest.mark.parametrize('kwargs,more,match', [(dict(rule='adascale'),[],'NoiseScale'),
+    (dict(rule='sqrt', betas=True),[],'for Adam'), ({},[ScaledLR(base_bs=4)],'keep one')], ids=['meter','adam','two'])
+def test_what_cannot_work_is_refused_before_a_weight_moves(kwargs, more, match):
     learn = toy(4, n=32)
     before = weights(learn)
-    with pytest.raises(ValueError, match=match): learn.fit(1, cbs=[GradientAccumulation(16), *cbs()])
-    assert torch.equal(before, weights(learn))
-    learn.fit(1)
-    assert learn.opt.hypers[0]['lr']==learn.lr
+    with pytest.raises(ValueError, match=match):
+        learn.fit(1, cbs=[GradientAccumulation(16), ScaledLR(base_bs=8, **kwargs), *more])
+    assert torch.equal(before, weights(learn)) and rates(learn.opt.hypers)==[learn.lr]*2

@@ -123,10 +123,9 @@ def test_micro_batches_are_unequal_and_no_larger_than_the_loaders(bs, accum_bs, 
     parts = set(sizes)-{accum_bs or bs}
     assert len(set(sizes))>len(parts)>1 and max(parts)<=most, sizes
 
-newer = hasattr(torch.backends.cuda.matmul, 'fp32_precision')   # PyTorch 2.9
-
-@pytest.mark.parametrize('nm,no,yes', [('allow_tf32', False, True)]+[('fp32_precision', 'ieee', 'tf32')]*newer)
+@pytest.mark.parametrize('nm,no,yes', [('allow_tf32', False, True), ('fp32_precision', 'ieee', 'tf32')])
 def test_products_are_not_rounded_on_gpus_that_would(nm, no, yes):
+    if not hasattr(torch.backends.cudnn, nm): nm,no,yes = 'allow_tf32',False,True   # PyTorch before 2.9
     seen,where = [],[torch.backends.cuda.matmul,torch.backends.cudnn if nm=='allow_tf32' else torch.backends.cudnn.conv]
     def now(): return [getattr(o, nm) for o in where]
     class See(Callback):
@@ -213,7 +212,7 @@ def test_no_silence(nm):
         o,several = row(res, k),nm.startswith(('both','two')) or not alone
         assert o.remedy and (where in o.where if several else where==o.where), res
     assert not alone or 'gradients' not in bad(res) or 'exact' in row(res, 'gradients').where, res
-    assert 'not the same run' in repr(res) and all(row(res, o).off>row(res, o).tol for o in bad(res))
+    assert 'not the same run' in repr(res) and all(res.off[k]>(1e-6 if nm=='tiny_double' else 1e-3) for k in wanted)
     assert ('buffers' in bad(res))==(nm in ('batchnorm','cache','all'))
 
 def test_a_loader_whose_batches_depend_on_their_size():

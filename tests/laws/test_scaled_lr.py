@@ -151,21 +151,3 @@ def test_nothing_is_left_after_an_interrupt(opt, event, order, on_learner, exc):
         assert close(learn.recorder.lrs, [.4]*4)
     assert raises.raised and hypers(learn, 'lr', 'wd')==before
     assert rates(learn.opt.hypers)==[.2 if on_learner else .1]*len(before)
-
-# What is refused
-
-@pytest.mark.parametrize('kwargs,exc', [(dict(base_bs=0),ValueError), (dict(base_bs=-8),ValueError),
-    (dict(base_bs=2.5),TypeError), (dict(base_bs=True),TypeError), (dict(rule='cubic'),ValueError),
-    (dict(rule='sqrt', betas='yes'),ValueError)], ids=str)
-def test_bad_arguments(kwargs, exc):
-    nm,val = list(kwargs.items())[-1]
-    with pytest.raises(exc, match=f'{nm}={val!r}'): ScaledLR(**dict(base_bs=8)|kwargs)
-
-@pytest.mark.parametrize('kwargs,more,match', [(dict(rule='adascale'),[],'NoiseScale'),
-    (dict(rule='sqrt', betas=True),[],'for Adam'), ({},[ScaledLR(base_bs=4)],'keep one')], ids=['meter','adam','two'])
-def test_what_cannot_work_is_refused_before_a_weight_moves(kwargs, more, match):
-    learn = toy(4, n=32)
-    before = weights(learn)
-    with pytest.raises(ValueError, match=match):
-        learn.fit(1, cbs=[GradientAccumulation(16), ScaledLR(base_bs=8, **kwargs), *more])
-    assert torch.equal(before, weights(learn)) and rates(learn.opt.hypers)==[learn.lr]*2

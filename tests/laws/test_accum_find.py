@@ -1,0 +1,119 @@
+"accum_find finds the effective batch size that the noise of gradients asks for, in whole micro-batches."
+import numpy as np, pytest, torch
+from matplotlib import pyplot as plt
+from torch import nn
+from torch.utils.data import DataLoader as TorchDataLoader, TensorDataset
+from fastai.callback.core import Callback, CancelFitException
+from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
+from fastai.optimizer import SGD
+from fastaccum import GradientAccumulation
+from fastaccum.testing import CrossEntropy, toy, toy_data
+from test_dry_runs import assert_same, everything
+
+class Theta(nn.Module):
+    def __init__(self, d): super().__init__(); self.theta = nn.Parameter(torch.full((d,), d**-.5, dtype=torch.float64))
+    def forward(self, x): return self.theta-x
+def half_square(pred, targ): return pred.square().sum(-1).mean()/2
+
+def quadratic(scale, bs=4, n=4096, d=200, **kwargs):
+    "The gradient of a sample is θ-x, of length 1 in the mean, and `scale` is the variance of x: the noise scale"
+    x = torch.randn(n, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)*(scale/d)**.5
+    return toy(bs, data=TensorDataset(x, torch.zeros(n)), model=lambda: Theta(d), loss_func=half_square, shuffle=True,
+        splitter=lambda m: [list(m.parameters())], opt_func=SGD, **kwargs)
+
+def find(learn, **kwargs): return learn.accum_find(**dict(show_plot=False)|kwargs)
+def near(a, b): return b/1.5<float(a)<b*1.5
+
+@pytest.mark.parametrize('scale', [16,64,256])
+@pytest.mark.parametrize('lr', [0.,.002])
+def test_it_finds_a_known_noise_scale(scale, lr):
+    "...within its bounds, at a standstill and in training"
+    found = find(quadratic(scale), steps=40, lr=lr)
+    assert near(int(found), scale) and int(found)%4==0 and near(found.scale, scale)
+    assert found.low<found.scale<found.high<3*found.low and found.low/1.2<scale<found.high*1.2
+    assert list(range(10000))[found]==int(found)   # it may stand for a number
+
+@pytest.mark.parametrize('accum_bs,kwargs', [(40,{}),(None,dict(accum_bs=40))])
+def test_the_steps_that_are_measured_are_as_large_as_they_should_be(accum_bs, kwargs):
+    "Those of the Learner's own accumulation, or of the size that is given; an epoch's short last batch is left out"
+    sizes = []
+    class See(Callback):
+        def after_loss(self): sizes.append(len(self.pred))
+    learn = quadratic(64, n=1003, cbs=GradientAccumulation(accum_bs) if accum_bs else None)
+    found = find(learn, steps=30, lr=0., cbs=See(), **kwargs)
+    assert near(int(found), 64) and sizes==[4]*300 and '30 steps of 40 samples' in repr(found)
+
+@pytest.mark.parametrize('micro', [4,6,'auto'])
+@pytest.mark.filterwarnings('ignore:memory ran out')
+def test_batches_that_the_learner_splits_are_split(micro):
+    "Memory runs out with more than 6 samples"
+    learn = quadratic(16, 24, n=480, d=50, cbs=GradientAccumulation(48, micro_batch_size=micro))
+    def full(m, x):
+        if len(x[0])>6: raise torch.OutOfMemoryError('planted')
+    learn.model.register_forward_pre_hook(full)
+    before = everything(learn)
+    found = find(learn, steps=60, lr=0.)
+    assert near(found.scale, 16) and (micro=='auto' or int(found)%micro==0)
+    assert_same(before, learn)
+
+def test_where_targets_are_counted_the_suggestion_is_in_samples():
+    "With the same number in each sample it is that of a loss that does not count them"
+    x = toy_data(64).tensors[0].unsqueeze(1).repeat(1, 6, 1)
+    ds = TensorDataset(x, (x[...,0]<-1).long())
+    a,b = (find(toy(4, data=ds, loss_func=f), lr=0.) for f in (CrossEntropy(),lambda p,y: CrossEntropy()(p, y)))
+    assert int(a)==int(b) and np.isfinite(a.scale)
+
+def test_noise_that_hides_the_gradient_gives_a_lower_bound():
+    found = find(quadratic(1e9, n=2048), steps=6, lr=0.)
+    assert found.high==found.scale==np.inf and int(found)>100 and 'or more' in repr(found)
+
+def test_no_more_than_an_epoch(): assert int(find(quadratic(1e4, n=300), steps=10, accum_bs=256, lr=0.))==300
+
+def test_callbacks_of_the_planned_fit_take_part():
+    "One that makes the gradient four times as long makes the noise scale a sixteenth"
+    class Pull(Callback):
+        def after_loss(self): self.learn.loss_grad = self.loss_grad+3*(self.learn.model.theta*200**-.5).sum()
+    learn = quadratic(128)
+    assert near(find(learn, lr=0., cbs=Pull()).scale, 8) and near(find(learn, lr=0.).scale, 128)
+
+@pytest.mark.parametrize('shuffle', [False,True])
+def test_pytorchs_loaders(shuffle):
+    learn,gen = quadratic(16),torch.Generator().manual_seed(0)
+    dl = TorchDataLoader(learn.dls.train.dataset, 4, shuffle=shuffle, generator=gen)
+    learn.dls = DataLoaders(dl, learn.dls.valid)
+    before = gen.get_state()
+    assert near(find(learn, lr=0.).scale, 16) and gen.get_state().equal(before)
+
+# What it says, and what it refuses
+
+def test_words_and_picture():
+    find(toy(4), steps=2)
+    assert not plt.get_fignums()
+    found = toy(4).accum_find(steps=3)
+    ax = plt.gcf().axes[-1]
+    assert f'accum_bs={int(found)}' in repr(found) and 'taken for granted' in repr(found)
+    assert any(f'accum_bs={int(found)}'==o.get_text() for o in ax.get_legend().get_texts())
+    assert any(set(o.get_xdata())=={int(found)} for o in ax.lines)
+    plt.close('all')
+
+class Stop(Callback):
+    def after_step(self): raise CancelFitException
+
+def loader(n, **kwargs):
+    learn = toy(4)
+    learn.dls.train = DataLoader(toy_data(n), **kwargs)
+    return learn
+
+@pytest.mark.parametrize('make,kwargs,exc,match', [*((lambda: toy(4),{nm:v},exc,f'{nm}={v}') for nm,v,exc in (
+        ('steps',0,ValueError), ('steps',2.5,TypeError), ('accum_bs',-4,ValueError), ('accum_bs',2.5,TypeError),
+        ('show_plot',1,TypeError))),
+    (lambda: loader(8, bs=None),{},ValueError,'batch size'), (lambda: loader(3, bs=4),{},RuntimeError,'no full batch'),
+    (lambda: loader(3, bs=4, drop_last=True),{},ValueError,'no batch'),
+    (lambda: toy(4, cbs=Stop()),{},RuntimeError,'a callback ends the fit')],
+    ids=lambda o: o if isinstance(o, str) else '')
+def test_what_cannot_be_measured_is_told(make, kwargs, exc, match):
+    learn = make()
+    before = everything(learn)
+    with pytest.raises(exc, match=match): find(learn, **kwargs)
+    assert_same(before, learn)

@@ -1,0 +1,310 @@
+"The check says of a Learner's own fit whether it is the full batch's, and if not, where it differs and what to type."
+import random
+from collections import UserDict
+from functools import partial
+import numpy as np, pytest, torch
+from matplotlib import pyplot as plt
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset, TensorDataset
+from fastai.callback.core import Callback, CancelFitException
+from fastai.callback.mixup import MixUp
+from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation, GradientClip
+from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
+from fastai.losses import CrossEntropyLossFlat
+from fastai.optimizer import OptimWrapper
+from fastai.text.data import LMDataLoader, SortedDL
+from fastaccum import ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule, GradientCache
+from fastaccum.testing import CrossEntropy, deviation, toy, toy_data, twins
+from common import CpuMixedPrecision, weights
+from test_dry_runs import assert_same, everything, verbs
+
+check,whats = verbs['check'],['loss','predictions','draws','callbacks','loader','gradients','buffers']
+
+def bad(res): return {o.what for o in res.rows if not o.ok}
+def row(res, what): return next(o for o in res.rows if o.what==what)
+def net(*layers): return nn.Sequential(nn.Linear(5, 6), *layers, nn.Linear(6, 3))
+def own(model, bs=12, **kwargs): return toy(bs, model=model, splitter=lambda m: [list(m.parameters())], **kwargs)
+def made(*layers, **kwargs): return own(lambda: net(*layers).double(), **kwargs)
+def single(*layers, **kwargs):
+    "In single precision"
+    x,y = toy_data(40).tensors
+    return own(lambda: net(*layers or [nn.Tanh()]), data=TensorDataset(x.float(), y), **kwargs)
+def mixed(*cbs, **kwargs): return single(cbs=[MixUp(),*cbs], loss_func=CrossEntropyLossFlat(**kwargs))
+def loaded(dl, model=None, **kwargs):
+    learn = own(model, **kwargs) if model else toy(12, **kwargs)
+    learn.dls = DataLoaders(dl, dl)
+    return learn
+
+# No false alarm
+
+class Mapped(nn.Linear):
+    "Two inputs, one of them a mapping, and so is what it returns"
+    def forward(self, b, z): return dict(logits=super().forward(b['x'])*z, note='text')
+class Unused(nn.Sequential):
+    def forward(self, x): return self[1](x)
+class Stream(IterableDataset):
+    def __iter__(self): return iter(data)
+    def __len__(self): return 40
+class Eval(Callback):
+    def before_batch(self): self.learn.model[1].eval()
+class MeanPenalty(Callback):
+    def after_loss(self): self.learn.loss_grad = self.loss_grad+self.pred.square().mean()
+class OnceAFit(Callback):
+    def before_fit(self): self.by = 1+random.random()
+    def after_loss(self): self.learn.loss_grad = self.loss_grad*self.by
+
+def mappings():
+    def batch(items):
+        x,y = (torch.stack(o) for o in zip(*items))
+        return UserDict(x=x),x[:,:3],y
+    learn = loaded(DataLoader(data, bs=12, create_batch=batch), lambda: Mapped(5, 3).double(),
+        loss_func=lambda p,y: F.cross_entropy(p['logits'], y))
+    learn.dls.n_inp = 2
+    return learn
+def before_norm():
+    "A bias that normalisation takes out again"
+    conv = nn.Unflatten(1, (1,5)),nn.Conv1d(1, 3, 2),nn.InstanceNorm1d(3),nn.Flatten()
+    return nn.Sequential(*conv, nn.Linear(12, 3)).double()
+
+def hidden(p, y): return F.cross_entropy(p.flatten(0, -2), y.flatten())   # leaves -100 out, and does not tell
+def contrastive(p, y): return F.cross_entropy(F.normalize(p)@F.normalize(p.roll(1, 1)).T, torch.arange(len(p)))
+def counted(learn): return (learn.y!=-100).sum()
+
+data = list(zip(*toy_data(40).tensors))
+exact = dict(plain=lambda: toy(12), tokens=lambda: toy(12, tokens=True), batch_of_one=lambda: toy(1),
+    batch_of_two=lambda: toy(2), shuffled=lambda: toy(12, shuffle=True), mappings=mappings,
+    layer_norm=lambda: made(nn.LayerNorm(6)), no_dropout=lambda: made(nn.Dropout(0.)),
+    rounding_of_zero=lambda: own(before_norm), frozen_statistics=lambda: made(nn.BatchNorm1d(6), cbs=Eval()),
+    unused=lambda: own(lambda: Unused(nn.Linear(5, 3), nn.Linear(5, 3)).double()),
+    summed=lambda: toy(12, loss_func=CrossEntropy(reduction='sum')), clipped=lambda: toy(12, cbs=GradientClip(1e-3)),
+    mean_penalty=lambda: toy(12, cbs=MeanPenalty()), once_a_fit=lambda: toy(12, cbs=OnceAFit()),
+    torchs=lambda: toy(12, opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)),
+    fp16=lambda: single(cbs=CpuMixedPrecision()), bf16=lambda: single(cbs=CpuMixedPrecision(amp_mode='bf16')),
+    overflows=lambda: single(cbs=CpuMixedPrecision(), loss_func=lambda p,t: 1e4*F.cross_entropy(p, t)),
+    relu=lambda: single(nn.Linear(6, 99), nn.ReLU(), nn.Linear(99, 6), nn.ReLU()),
+    scheduled=lambda: toy(4, cbs=GradientAccumulationSchedule(8, 16)),
+    own_sizes=lambda: toy(12, tokens=True, loss_func=hidden, cbs=GradientAccumulation(24, size=counted)),
+    torchs_loader=lambda: loaded(TorchDataLoader(data, 12, shuffle=True)),
+    torchs_stream=lambda: loaded(TorchDataLoader(Stream(), 12)), short=lambda: loaded(DataLoader(data[:7], bs=12)),
+    stream=lambda: loaded(DataLoader(Stream(), bs=12, n=40)),
+    workers=lambda: loaded(DataLoader(data, bs=12, num_workers=2)))
+
+@pytest.mark.parametrize('nm', exact)
+def test_no_false_alarm(nm):
+    res = check(exact[nm]())
+    assert res and res.ok and not bad(res) and [*res.off]==whats and 'the same run' in repr(res), res
+
+def blocks(*layers): return lambda: nn.Sequential(*map(nn.Sequential, layers)).double()
+def pairs(cb): return own(blocks(nn.Linear(5, 3)), loss_func=contrastive, cbs=cb)
+drawing = blocks(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(.2), nn.Linear(6, 3))
+ways = dict(cache=lambda: pairs(GradientCache(micro_batch_size=4)),
+    cache_and_mixup=lambda: mixed(GradientCache(micro_batch_size=4)),
+    checkpoint=lambda: pairs(ActivationCheckpoint(nn.Sequential)),
+    checkpoint_draws=lambda: own(drawing, cbs=ActivationCheckpoint(nn.Sequential)),
+    split=lambda: toy(12, cbs=GradientAccumulation(12, micro_batch_size=4)),
+    split_after_mixup=lambda: mixed(GradientAccumulation(12, micro_batch_size=4)),
+    split_auto=lambda: toy(12, cbs=GradientAccumulation(12, micro_batch_size='auto')))
+
+@pytest.mark.parametrize('nm', ways)
+def test_each_way_is_checked_as_it_works(nm):
+    "With a cache loss and callbacks get the whole batch, with checkpoints the model too, and callbacks before a split"
+    res = check(ways[nm](), steps=2)
+    assert res.ok and not bad(res) and [*res.off]==[*whats,'weights'], res
+
+@pytest.mark.parametrize('bs,accum_bs,most', [(8,32,8),(12,None,8),(6,None,5),(16,None,15)])
+def test_micro_batches_are_unequal_and_no_larger_than_the_loaders(bs, accum_bs, most):
+    "Equal ones would hide the most common mistake"
+    sizes = []
+    class See(Callback):
+        def before_batch(self): sizes.append(len(self.y))
+    assert check(toy(bs, cbs=See()), accum_bs=accum_bs).ok
+    parts = set(sizes)-{accum_bs or bs}
+    assert len(set(sizes))>len(parts)>1 and max(parts)<=most, sizes
+
+@pytest.mark.parametrize('nm,no,yes', [('allow_tf32', False, True), ('fp32_precision', 'ieee', 'tf32')])
+def test_products_are_not_rounded_on_gpus_that_would(nm, no, yes):
+    if not hasattr(torch.backends.cudnn, nm): nm,no,yes = 'allow_tf32',False,True   # PyTorch before 2.9
+    seen,where = [],[torch.backends.cuda.matmul,torch.backends.cudnn if nm=='allow_tf32' else torch.backends.cudnn.conv]
+    def now(): return [getattr(o, nm) for o in where]
+    class See(Callback):
+        def before_batch(self): seen.append(now())
+    before = now()
+    try:
+        for o in where: setattr(o, nm, yes)
+        check(toy(12, cbs=See()))
+        assert seen and all(o==[no]*2 for o in seen) and now()==[yes]*2
+    finally:
+        for o,was in zip(where, before): setattr(o, nm, was)
+
+# No silence
+
+class Noise(nn.Module):
+    "Draws, and is no dropout"
+    def forward(self, x): return x+.1*torch.randn_like(x) if self.training else x
+class Both(nn.Module):
+    "Draws, and holds another that does"
+    def __init__(self): super().__init__(); self.drop = nn.Dropout(.2)
+    def forward(self, x): return self.drop(x)+(.1*torch.randn_like(x) if self.training else 0)
+class Centre(nn.Module):
+    "Looks at the other samples, in evaluation too"
+    def forward(self, x): return x-x.mean(0)
+class Carry(nn.Sequential):
+    "Begins a batch with what the one before has left"
+    h = 0.
+    def reset(self): self.h = 0.
+    def forward(self, x):
+        x = super().forward(x)+self.h
+        self.h = x.mean(0).detach()
+        return x
+class Summed(Callback):
+    def after_loss(self): self.learn.loss_grad = self.loss_grad+.1*self.pred.square().sum()
+class Mixes(Callback):
+    def after_pred(self): self.learn.pred = self.pred-self.pred.mean(0)
+class Harmless(Callback):
+    def before_batch(self): self.learn.xb = tuple(o.clone() for o in self.xb)
+class Off(Callback):
+    "The gradient of a part is wrong by a share"
+    order = -1
+    def __init__(self, by): self.by = by
+    def after_loss(self):
+        if self.training: self.learn.loss_grad = self.loss_grad*(1+self.by*(len(self.x)<12))
+
+def undeclared(p, y): return F.cross_entropy(p, y, reduction='sum')
+def slope(p, y):
+    "The value of a mean, the gradient of a sum"
+    l = F.cross_entropy(p, y)
+    return l+(len(p)-1)*(l-l.detach())
+
+# A Learner; what is off besides gradients and buffers, and where; is it said that nothing is off without that?
+off = dict(batchnorm=(lambda: made(nn.BatchNorm1d(6)), dict(predictions='BatchNorm1d 1'), True),
+    dropouts=(lambda: made(nn.Dropout(.2), nn.Tanh(), nn.Dropout(.2)), dict(draws='Dropout 1, 3'), True),
+    noise=(lambda: made(Noise()), dict(draws='Noise 1'), True), both=(lambda: made(Both()), dict(draws='Both 1'), True),
+    both_inner=(lambda: made(Both()), dict(draws='Dropout 1.drop'), True),
+    centre=(lambda: made(Centre()), dict(predictions='Centre 1'), False),
+    carry=(lambda: own(lambda: Carry(nn.Linear(5, 3)).double()), dict(predictions=''), False),
+    hidden=(lambda: toy(12, tokens=True, loss_func=hidden), dict(loss=''), False),
+    contrastive=(lambda: toy(12, loss_func=contrastive), dict(loss=''), False),
+    undeclared=(lambda: toy(12, loss_func=undeclared), dict(loss=''), False),
+    slope=(lambda: toy(12, loss_func=slope), dict(loss='gradient'), False),
+    clipped=(lambda: toy(12, cbs=[Off(-.5),GradientClip(1e-3)]), dict(callbacks='Off'), True),
+    small=(lambda: single(cbs=Off(5e-3)), dict(callbacks='Off'), True),
+    small_relu=(lambda: single(nn.ReLU(), cbs=Off(5e-3)), dict(callbacks='Off'), True),
+    tiny_double=(lambda: toy(12, cbs=Off(1e-5)), dict(callbacks='Off'), True),
+    mixup=(lambda: mixed(Harmless()), dict(callbacks='MixUp'), True),
+    mixup_summed=(lambda: mixed(reduction='sum'), dict(callbacks='MixUp'), True),
+    penalty=(lambda: toy(12, cbs=[Harmless(),Summed()]), dict(callbacks='Summed'), True),
+    two=(lambda: toy(12, cbs=[Summed(),Mixes()]), dict(callbacks='Mixes'), True),
+    two_others=(lambda: toy(12, cbs=[Summed(),Mixes()]), dict(callbacks='Summed'), True),
+    cache=(lambda: made(nn.BatchNorm1d(6), nn.Dropout(.2), cbs=GradientCache(micro_batch_size=4)),
+        dict(predictions='BatchNorm1d 1', draws='Dropout 2'), True),
+    all=(lambda: made(nn.BatchNorm1d(6), nn.Dropout(), cbs=Mixes()),
+        dict(predictions='BatchNorm1d 1', draws='Dropout 2', callbacks='Mixes'), True))
+
+@pytest.mark.parametrize('nm', off)
+def test_no_silence(nm):
+    "The row that is off says where and what to type; others say nothing"
+    make,wanted,alone = off[nm]
+    res = check(make())
+    assert not res and not res.ok and {*wanted}<=bad(res)<={*wanted,'gradients','buffers'}, res
+    for k,where in wanted.items():
+        o,several = row(res, k),nm.startswith(('both','two')) or not alone
+        assert o.remedy and (where in o.where if several else where==o.where), res
+    assert not alone or 'gradients' not in bad(res) or 'exact' in row(res, 'gradients').where, res
+    assert 'not the same run' in repr(res) and all(res.off[k]>(1e-6 if nm=='tiny_double' else 1e-3) for k in wanted)
+    assert ('buffers' in bad(res))==(nm in ('batchnorm','cache','all'))
+
+def test_a_loader_whose_batches_depend_on_their_size():
+    "Sorted by length; with the remedy that is named the run is the full batch's"
+    texts = [(torch.randn(2+i*7%30, 5).double(),torch.tensor(i%3)) for i in range(40)]
+    def batch(items):
+        return nn.utils.rnn.pad_sequence([x for x,_ in items], batch_first=True),torch.stack([y for _,y in items])
+    class Mean(nn.Linear):
+        def forward(self, x): return super().forward(x.mean(1))
+    dl = SortedDL(texts, sort_func=lambda o: len(o[0]), bs=5, shuffle=True, create_batch=batch)
+    def learn(dl): return loaded(dl, lambda: Mean(5, 3).double())
+    res = check(learn(dl))
+    assert bad(res)=={'loader'} and 0<res.off['loader']<=1 and 'SortedDL' in repr(res)
+    assert 'micro_batch_size' in row(res, 'loader').remedy
+    assert check(learn(dl), cbs=GradientCache(micro_batch_size=2)).ok   # a step is one of its batches
+    assert check(learn(dl.new(bs=20)), cbs=GradientAccumulation(20, micro_batch_size=5)).ok
+    dl = LMDataLoader([torch.randint(0, 9, (60,)) for _ in range(4)], bs=4, seq_len=5)
+    assert bad(check(loaded(dl, lambda: nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 9)).double())))=={'loader'}
+
+layers = nn.Tanh,lambda: nn.BatchNorm1d(6),Centre
+
+@pytest.mark.parametrize('kwargs', [{},dict(loss_func=undeclared),dict(tokens=True),dict(tokens=True, loss_func=hidden),
+    *(dict(model=lambda o=o: net(o()).double(), splitter=lambda m: [list(m.parameters())]) for o in layers),
+    *(dict(cbs=lambda cb=cb: [cb()]) for cb in (MeanPenalty,Summed,Mixes,Harmless))], ids=lambda o: '-'.join(o))
+@pytest.mark.filterwarnings('ignore::fastaccum.TwinWarning')
+def test_what_it_says_is_true_of_a_fit(kwargs):
+    a,b = twins(4, 12, n=48, **kwargs)
+    cbs = kwargs.pop('cbs', list)()
+    assert check(toy(12, **kwargs), cbs=cbs).ok==(deviation(weights(a), weights(b))<1e-7)
+
+def test_some_steps_of_training_are_compared():
+    res = check(toy(12, n=30), steps=3)   # an epoch's ragged end takes no part
+    assert res.ok and res.off['weights']<1e-7 and 'after 2 steps' in row(res, 'weights').where
+    res = check(made(nn.BatchNorm1d(6)), steps=3)
+    assert 'weights' in bad(res) and .01<res.off['weights']<2 and '3 steps' in repr(res)
+
+def test_gradients_that_were_left_take_no_part():
+    learn = toy(12)
+    for p in learn.model.parameters(): p.grad = torch.ones_like(p)
+    assert check(learn).ok
+
+def test_callbacks_of_the_fit():
+    learn = toy(12, tokens=True, loss_func=hidden)
+    before = list(learn.cbs)
+    assert not check(learn).ok and check(learn, cbs=GradientAccumulation(24, size=counted)).ok
+    assert list(learn.cbs)==before and 'callbacks' in bad(check(toy(12), cbs=[Summed()]))
+
+# What it shows, and what it refuses
+
+def test_table_and_picture(recwarn):
+    "It does not warn of what the table says"
+    res = check(made(nn.BatchNorm1d(6), nn.Dropout()))
+    text,mark = repr(res),res._repr_markdown_()
+    for o in ('predictions','off by','BatchNorm1d 1','Dropout 2','ActivationCheckpoint()','recalibrate_bn()','exact'):
+        assert o in text and o in mark, o
+    assert '`' not in text and all(len(l)<250 for l in text.splitlines()) and mark.count('\n| ')==1+len(whats)
+    assert res.off=={o.what:o.off for o in res.rows} and [*res.off]==whats
+    ax = res.plot()
+    assert ax.get_xscale()=='log' and [o.get_text() for o in ax.get_yticklabels()]==[f'{i}.{o}' for i in (0,1,3)
+        for o in ('weight','bias')]
+    before,after,tol = (np.array(o.get_xdata()) for o in ax.lines)
+    assert before.max()>1e-3 and after.max()<tol[0]==row(res, 'gradients').tol
+    learn = toy(12)
+    learn.freeze()
+    ax = check(learn).plot()   # what does not train is not there; nothing was found, so there is no second line
+    assert len(ax.lines)==2 and [o.get_text()[0] for o in ax.get_yticklabels()]==['2','2','4','4'] and not recwarn.list
+    plt.close('all')
+
+class Ends(Callback):
+    def before_batch(self): raise CancelFitException
+class Target:
+    def __init__(self, y): self.y = y
+
+def test_what_cannot_be_compared_is_told():
+    def batch(items): return torch.stack([x for x,_ in items]),Target(torch.stack([y for _,y in items]))
+    res = check(loaded(DataLoader(data, bs=12, create_batch=batch), loss_func=lambda p,t: F.cross_entropy(p, t.y)))
+    assert not res.ok and res.off['gradients'] is None
+    assert 'Target' in repr(res) and 'could not be compared' in repr(res)
+
+@pytest.mark.parametrize('make,kwargs,exc,match', [*((lambda: toy(12),{nm:v},(ValueError,TypeError),f'`{nm}={v!r}`')
+        for nm,v in [*(('accum_bs',o) for o in (1,0,2.5,True,'8',71)),('steps',-1),('steps',1.5),('cbs','x')]),
+    (lambda: loaded(DataLoader([(x,) for x,_ in data], bs=12)),{},RuntimeError,'no step was made.*no targets'),
+    (lambda: toy(12, cbs=Ends()),{},RuntimeError,'no step was made'),
+    (lambda: loaded(DataLoader(data[:7], bs=12, drop_last=True)),{},ValueError,'no batch'),
+    (lambda: toy(12, cbs=FastaiGradientAccumulation(24)),{},ValueError,"fastai's own"),
+    (lambda: toy(12),dict(cbs=FastaiGradientAccumulation(24)),ValueError,"fastai's own"),
+    (lambda: toy(12, cbs=[GradientAccumulation(24),GradientAccumulation(36)]),{},ValueError,'2 callbacks accumulate'),
+    (lambda: toy(12, cbs=[GradientCache(micro_batch_size=4),GradientCache(micro_batch_size=6)]),{},ValueError,'two'),
+    (lambda: toy(12, cbs=[GradientCache(micro_batch_size=4),GradientAccumulation(24, micro_batch_size=6)]),{},
+        ValueError,'whole')], ids=lambda o: o if isinstance(o, str) else '')
+def test_what_cannot_be_checked_is_refused(make, kwargs, exc, match):
+    learn = make()
+    before = everything(learn)
+    with pytest.raises(exc, match=match): check(learn, **kwargs)
+    assert_same(before, learn)

@@ -1,0 +1,163 @@
+"The check and accum_find leave everything as it was, to the bit, wherever they are interrupted."
+import random
+from functools import partial
+import numpy as np, pytest, torch
+from torch import distributed, nn
+from fastai.callback.core import Callback
+from fastai.callback.progress import CSVLogger
+from fastai.callback.tracker import SaveModelCallback, TerminateOnNaNCallback
+from fastai.callback.training import GradientClip, ShortEpochCallback
+from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
+from fastai.learner import Learner, Metric
+from fastai.optimizer import Adam
+from fastaccum import GradientAccumulation, NoiseScale
+from fastaccum.testing import toy
+from common import CpuMixedPrecision, some, weights
+
+verbs = dict(check=lambda learn, **kwargs: learn.twin_check(**kwargs),
+    find=lambda learn, **kwargs: learn.accum_find(show_plot=False, **dict(steps=2)|kwargs))
+
+def plain(o, depth=0):
+    "What can be compared of `o`; the rest by identity"
+    if isinstance(o, torch.Tensor):
+        grad = o.grad.tolist() if o.is_leaf and o.grad is not None else None
+        return id(o),o.requires_grad,repr(o.detach().tolist()),repr(grad)
+    if isinstance(o, torch.Generator): return repr(o.get_state().tolist())
+    if isinstance(o, random.Random): return hash(o.getstate())
+    if isinstance(o, (str,int,float,type(None),np.ndarray)): return repr(o)
+    if isinstance(o, dict): return [(plain(k, depth+1),plain(v, depth+1)) for k,v in o.items()]
+    if isinstance(o, (list,tuple)) or type(o).__name__=='L': return [plain(x, depth+1) for x in o]
+    skip = (type,nn.Module,Learner,DataLoaders,DataLoader)
+    if depth>4 or not hasattr(o, '__dict__') or isinstance(o, skip) or callable(o): return id(o)
+    return plain(vars(o), depth+1)
+
+def everything(learn):
+    "All of a Learner that a dry run may touch"
+    modules,opt = learn.model.named_modules(),learn.opt
+    return dict(modules=[(nm,m.training,plain(m._parameters),plain(m._buffers),len(m._forward_hooks),
+            len(m._forward_pre_hooks),sorted(vars(m))) for nm,m in modules],
+        hooks=[len(p._backward_hooks or ()) for p in learn.model.parameters()],
+        learn={k:plain(v) for k,v in vars(learn).items() if k not in ('opt','recorder')},
+        recorder=plain(vars(learn.recorder)),
+        cbs=[(id(o),plain(vars(o)),o.order,o.run,o.run_train,o.run_valid) for o in learn.cbs],
+        opt=opt and (id(opt),plain([opt.state.get(p) for p in learn.model.parameters()]),plain(list(opt.hypers))),
+        loaders=[(id(o),plain(vars(o)),len(o)) for o in learn.dls.loaders], grad=torch.is_grad_enabled(),
+        rng=(hash(random.getstate()),repr(np.random.get_state()),repr(torch.get_rng_state().tolist())))
+
+def assert_same(before, learn):
+    now = everything(learn)
+    assert before.keys()==now.keys() and [k for k in before if before[k]!=now[k]]==[]
+
+class Ema(Callback):
+    "A moving average of the weights, in memory of its own"
+    order,mean = 11,None
+    def before_fit(self): self.mean = weights(self.learn) if self.mean is None else self.mean
+    def after_step(self): self.mean.mul_(.9).add_(weights(self.learn), alpha=.1)
+
+class Draws(Callback):
+    "Draws from all generators, keeps notes, sets flags, changes the Learner and the model"
+    def __init__(self): self.notes,self.d,self.arr,self.rng = [],{},np.zeros(2),random.Random(3)
+    def before_batch(self):
+        random.random(); np.random.rand(); torch.rand(1); self.rng.random()
+        self.notes.append(len(self.learn.xb[0])); self.d[len(self.d)] = [0]; self.arr += 1; self.run_valid = False
+        self.learn.loss_func = partial(self.learn.loss_func); self.learn.logger = print; self.learn.new = 1
+        self.learn.model[0].register_forward_hook(lambda *o: None)
+        self.learn.model[0].new = torch.zeros(1)
+        self.learn.model[4].bias.requires_grad_(False)
+
+class Count(Metric):
+    def __init__(self): self.calls = []
+    def reset(self): self.calls.append('reset')
+    def accumulate(self, learn): self.calls.append(random.random())
+    @property
+    def value(self): return float(len(self.calls))
+
+class Fails(nn.Module):
+    "Raises in batches of more than `cap` samples"
+    cap,exc = 1000,None
+    def forward(self, x):
+        if len(x)>self.cap: raise self.exc
+        return x
+
+def rich(fitted=False, cbs=(), **kwargs):
+    "A Learner with much to lose"
+    def net():
+        return nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(.2), Fails(), nn.Linear(6, 3)).double()
+    cbs = [Ema(),GradientClip(),GradientAccumulation(12),*cbs]
+    learn = toy(12, n=60, model=net, splitter=lambda m: [list(m.parameters())], shuffle=True, opt_func=Adam,
+        metrics=Count(), cbs=cbs, **kwargs)
+    if fitted:
+        with learn.no_logging(): learn.fit(1, .1)
+        for p in learn.model.parameters(): p.grad = torch.ones_like(p)
+    return learn
+
+@pytest.mark.parametrize('verb', verbs)
+@pytest.mark.parametrize('fitted', [False,True])
+@pytest.mark.parametrize('cap,exc', [(1000,None),(1,torch.OutOfMemoryError('planted')),(7,ValueError('planted')),
+    (5,KeyboardInterrupt())], ids=['success','memory','error','interrupt'])
+def test_everything_is_as_before(verb, cap, exc, fitted):
+    learn = rich(fitted, [Draws(),CSVLogger('log.csv'),NoiseScale(every=1)][:3 if verb=='find' else 2])
+    learn.model[3].cap,learn.model[3].exc = cap,exc
+    before = everything(learn)
+    if exc is None: verbs[verb](learn, steps=2)
+    else:
+        with pytest.raises(type(exc)): verbs[verb](learn, steps=2)
+    assert_same(before, learn)
+
+events = ('before_fit before_epoch before_train before_batch after_pred after_loss before_backward after_backward '
+    'before_step after_batch after_fit').split()
+
+@pytest.mark.parametrize('verb,event,at,exc', some(24, [*(('check',e,i,x) for e in events for i in (1,2,4)
+    for x in (KeyboardInterrupt,ZeroDivisionError)), *(('find',e,1,KeyboardInterrupt) for e in events)]))
+def test_everything_is_as_before_after_an_interrupt(verb, event, at, exc):
+    "At any event, in any of the runs that are made"
+    heard,cb = [],Callback()
+    def interrupt():
+        heard.append(1)
+        if len(heard)==at: raise exc('planted')
+    cb.order = -100
+    setattr(cb, event, interrupt)
+    learn = rich(cbs=[Draws(),cb])
+    before = everything(learn)
+    with pytest.raises(exc): verbs[verb](learn)
+    assert_same(before, learn)
+
+class Within(Callback):
+    "Makes a dry run once, when a fit begins"
+    order,found = 70,None
+    def __init__(self, f): self.f = f
+    def before_fit(self):
+        if self.found is None: self.found = False; self.found = self.f(self.learn)
+
+@pytest.mark.parametrize('verb', verbs)
+@pytest.mark.parametrize('how', ['plain','mixed','within a fit'])
+def test_training_goes_on_as_if_nothing_had_been(verb, how):
+    def run(f):
+        learn,within = rich(cbs=[CpuMixedPrecision()] if how=='mixed' else []),Within(f)
+        random.seed(1)
+        with learn.no_logging():
+            learn.fit_one_cycle(1, .1)
+            if how!='within a fit': f(learn)
+            learn.fit_one_cycle(1, .1, cbs=[within] if how=='within a fit' else [])
+        return learn
+    a,b = run(lambda learn: 0),run(verbs[verb])
+    assert weights(a).equal(weights(b)) and a.ema.mean.equal(b.ema.mean)
+    assert a.recorder.losses==b.recorder.losses and a.metrics[0].calls==b.metrics[0].calls
+
+@pytest.mark.parametrize('verb', verbs)
+def test_nothing_is_logged_saved_validated_or_measured(verb, tmp_path, capsys):
+    heard,validates = [],Callback()
+    validates.before_validate = lambda: heard.append('validated')
+    learn = rich(cbs=[CSVLogger(tmp_path/'log.csv'),SaveModelCallback(fname='best'),TerminateOnNaNCallback(),
+        ShortEpochCallback(.01),validates])
+    learn.logger = lambda *o: heard.append('logged')
+    verbs[verb](learn)
+    assert heard==learn.metrics[0].calls==[] and not list(tmp_path.iterdir()) and not hasattr(learn.recorder, 'lrs')
+    assert capsys.readouterr().out==''
+
+@pytest.mark.parametrize('verb', verbs)
+def test_several_processes_are_refused(verb, monkeypatch):
+    monkeypatch.setattr(distributed, 'is_initialized', lambda: True)
+    monkeypatch.setattr(distributed, 'get_world_size', lambda *a: 2)
+    with pytest.raises(RuntimeError, match='in 2 processes.*in one process'): verbs[verb](toy(12))

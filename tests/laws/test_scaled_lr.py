@@ -1,0 +1,153 @@
+"With ScaledLR each step has the rate that its size asks for, the run is the full batch's with it, and it is put back."
+import math
+from functools import partial
+import pytest, torch
+from fastai.callback.core import Callback, CancelTrainException
+from fastai.callback.schedule import lr_find
+from fastai.callback.tracker import ReduceLROnPlateau
+from fastai.callback.training import GradientClip
+from fastai.optimizer import Adam, OptimWrapper, SGD
+from torch.utils.data import TensorDataset
+from fastaccum import (GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler, NoiseScale,
+    ScaledLR)
+from fastaccum.testing import assert_twins, toy, toy_data
+from common import CpuMixedPrecision, Raise, Seen, some, weights
+
+opts = dict(sgd=partial(SGD, mom=.9), adam=Adam, adamw=partial(OptimWrapper, opt=torch.optim.AdamW),
+    torchs_sgd=partial(OptimWrapper, opt=torch.optim.SGD))
+fits = dict(one_cycle=lambda l,cbs: l.fit_one_cycle(2, slice(1e-3, .1), cbs=cbs),
+    plain=lambda l,cbs: l.fit(2, slice(1e-3, .1), cbs=cbs), flat_cos=lambda l,cbs: l.fit_flat_cos(2, .1, cbs=cbs),
+    sgdr=lambda l,cbs: l.fit_sgdr(2, 1, .1, cbs=cbs))
+factors = dict(linear=4., sqrt=2.)
+
+def hypers(learn, *but): return [{k:v for k,v in h.items() if k not in but} for h in learn.opt.hypers]
+def in_steps(): return Seen('before_step', hypers, order=100)
+def rates(hs): return [h['lr'] for h in hs]
+def close(a, b): return len(a)==len(b) and all(math.isclose(x, y, rel_tol=1e-12) for x,y in zip(a, b))
+
+def run(opt, fit, *cbs):
+    learn,seen = toy(4, n=70, opt_func=opts[opt]),in_steps()
+    fits[fit](learn, [GradientAccumulation(16), NoiseScale(every=2), seen, *cbs])
+    return learn,seen.values
+
+# Which rate
+
+@pytest.mark.parametrize('opt,fit,rule', some(10, [(o,f,r) for o in opts for f in fits for r in factors]))
+def test_each_step_has_its_rate_times_the_factor(opt, fit, rule):
+    "In all groups, and the Recorder has what was used; in the end rates are as they were set"
+    (a,base),(b,mine) = run(opt, fit),run(opt, fit, ScaledLR(base_bs=4, rule=rule))
+    assert len(base)==len(mine)>=10
+    for hs,js in zip(base, mine):
+        assert close(rates(js), [factors[rule]*o for o in rates(hs)])
+        assert all(h[k]==j[k] for h,j in zip(hs, js) for k in h if k not in ('lr','eps'))
+    assert close(b.recorder.lrs, [factors[rule]*o for o in a.recorder.lrs])
+    assert b.recorder.lrs==[rates(o)[-1] for o in mine] and hypers(a)==hypers(b)
+    a,b = (getattr(o.recorder, 'hps', {}).get('lr', []) for o in (a,b))
+    assert close(b, [factors[rule]*o for o in a])
+
+@pytest.mark.parametrize('opt,fit,rule',
+    some(8, [(o,f,r) for o in opts for f in ('one_cycle','plain') for r in (*factors,'adascale')]))
+def test_steps_of_the_base_size_are_as_without_it(opt, fit, rule):
+    betas = rule=='sqrt' and opt in ('adam','adamw')
+    (a,base),(b,mine) = run(opt, fit),run(opt, fit, ScaledLR(base_bs=16, rule=rule, betas=betas))
+    assert torch.equal(weights(a), weights(b)) and base==mine and a.recorder.lrs==b.recorder.lrs
+
+@pytest.mark.parametrize('opt', ['adam','adamw'])
+@pytest.mark.parametrize('betas', [False,True])
+def test_adams_other_numbers_follow_the_root_rule(opt, betas):
+    "ε by the root; if asked, β so that it forgets as fast per sample"
+    learn,seen = toy(4, n=32, opt_func=opts[opt]),in_steps()
+    learn.create_opt()
+    before = hypers(learn, 'lr', 'wd')
+    learn.fit(1, .01, wd=.1, cbs=[GradientAccumulation(16), ScaledLR(base_bs=8, rule='sqrt', betas=betas), seen])
+    for h,o in zip(seen.values[0], before):
+        want = [.01*2**.5,o['eps']/2**.5,*(2*o[k]-1 if betas else o[k] for k in ('mom','sqr_mom'))]
+        assert close([h[k] for k in ('lr','eps','mom','sqr_mom')], want)
+    assert hypers(learn, 'lr', 'wd')==before
+
+off = GradientAccumulation(16)
+off.run = False
+
+@pytest.mark.parametrize('n,cbs,want', [(70,lambda: GradientAccumulation(16),[2]*5),
+    (70,lambda: GradientAccumulation(18),[2.5]*4), (20,lambda: GradientAccumulation(1000),[2.5]), (14,list,[.5]*4),
+    (14,lambda: off,[.5]*4), (64,lambda: GradientAccumulationScheduler({0:2, 1:4}),([1]*8,[2]*4)),
+    (64,lambda: GradientAccumulationSchedule(8, 16, start=1, finish=1),([1]*8,[2]*4))])
+def test_the_size_is_that_of_a_whole_step(n, cbs, want):
+    "In whole micro-batches, not larger than an epoch, also where a step is short; without accumulation that of a batch"
+    learn = toy(4, n=n)
+    learn.fit(2, .01, cbs=[ScaledLR(base_bs=8), *([] if cbs is list else [cbs()])])
+    assert close(learn.recorder.lrs, [.01*o for o in (sum(want, []) if isinstance(want, tuple) else want*2)])
+    assert learn.opt.hypers[-1]['lr']==.01
+
+@pytest.mark.parametrize('kwargs', [{},dict(tokens=True),dict(opt_func=Adam)], ids=['sgd','tokens','adam'])
+@pytest.mark.parametrize('cbs', [list,lambda: [GradientClip(.05)]], ids=['plain','clipped'])
+def test_the_run_is_the_full_batchs_with_that_rate(cbs, kwargs):
+    def run(bs, lr, *own):
+        learn = toy(bs, n=70, **kwargs)
+        learn.fit_one_cycle(2, lr, cbs=[*own, *cbs()])
+        return learn
+    a = run(16, .04)
+    for b in (run(4, .01, GradientAccumulation(16), ScaledLR(base_bs=4)),run(16, .01, ScaledLR(base_bs=4))):
+        b.opt.set_hyper('lr', [4*h['lr'] for h in b.opt.hypers])   # they were put back
+        assert_twins(a, b)
+
+def gain(meter, base):
+    "AdaScale's, for steps of four times the base"
+    noise,signal = meter.trace/base,max(meter.grad_sq, 0.)
+    return (noise+signal)/(noise/4+signal) if meter.trace>0 else 1.
+
+@pytest.mark.parametrize('tokens', [False,True])
+def test_adascale_follows_the_measured_noise(tokens):
+    "...of a batch of the base size; where targets are counted, by those in a sample of the step that was measured"
+    x,y = toy_data(128, tokens).tensors
+    ds = TensorDataset(x, torch.where(y<0, y, (x[...,0]<-1).long()))   # there is a signal
+    learn,meter,seen = toy(4, data=ds),NoiseScale(every=1),in_steps()
+    items = [(o>=0).sum().item()/16 for o in ds.tensors[1].split(16)]
+    known = Seen('before_step', lambda l: gain(meter, 4*items[max(0, len(seen.values)-1)]), order=8)
+    learn.fit(1, .01, cbs=[GradientAccumulation(16), meter, ScaledLR(base_bs=4, rule='adascale'), known, seen])
+    got = [rates(h)[0] for h in seen.values]
+    assert close(got, [.01*o for o in known.values]) and got==learn.recorder.lrs
+    assert got[0]==.01 and .0105<max(got)<.039
+
+# In company, and afterwards
+
+def test_a_step_that_overflows_has_an_entry():
+    learn = toy(4, n=64)
+    class Overflow(Callback):
+        order = 9
+        def before_backward(self):
+            if len(learn.recorder.lrs)==1: self.learn.loss_grad = self.loss_grad*float('inf')
+    learn.fit(1, .01, cbs=[GradientAccumulation(16), ScaledLR(base_bs=8), CpuMixedPrecision(), Overflow()])
+    assert close(learn.recorder.lrs, [.02]*4) and learn.opt.hypers[0]['lr']==.01
+
+def test_a_rate_that_others_lower_stays_lower():
+    learn,plateau = toy(4, n=64),ReduceLROnPlateau(patience=0, factor=2, min_delta=1e9)
+    learn.fit(3, .1, cbs=[GradientAccumulation(16), ScaledLR(base_bs=4), plateau])
+    assert close(learn.recorder.lrs, [.4]*8+[.2]*4) and close([learn.opt.hypers[0]['lr']], [.025])
+
+def test_lr_find_suggests_rates_for_the_base():
+    def run(*cbs):
+        learn = toy(4, n=64, cbs=[GradientAccumulation(16), *cbs])
+        learn.lr_find(num_it=8, show_plot=False)
+        return learn.recorder.lrs
+    seen = in_steps()
+    mine = run(ScaledLR(base_bs=4), seen)
+    assert mine==run() and close([rates(h)[-1] for h in seen.values][:len(mine)], [4*o for o in mine])
+
+@pytest.mark.parametrize('opt,event,order,on_learner,exc', some(16, [(o,e,i,k,x) for o in ('adam','adamw')
+    for e in ('before_batch','after_loss','before_step','after_step') for i in (6.5,100) for k in (False,True)
+    for x in (KeyboardInterrupt,CancelTrainException)]))
+def test_nothing_is_left_after_an_interrupt(opt, event, order, on_learner, exc):
+    "...of a fit, or in the next one; and a rate that happens to be what the fit had come to is what was given"
+    learn = toy(4, n=64, opt_func=opts[opt])
+    learn.create_opt()
+    before,own = hypers(learn, 'lr', 'wd'),[GradientAccumulation(16),ScaledLR(base_bs=4, rule='sqrt', betas=True)]
+    raises = Raise(event, exc, order, at=1 if event.endswith('step') else 5)
+    if on_learner: learn.add_cbs(own)
+    try: learn.fit(1, .1, cbs=[*([] if on_learner else own), raises])
+    except KeyboardInterrupt: pass
+    if on_learner:
+        learn.fit(1, .2)
+        assert close(learn.recorder.lrs, [.4]*4)
+    assert raises.raised and hypers(learn, 'lr', 'wd')==before
+    assert rates(learn.opt.hypers)==[.2 if on_learner else .1]*len(before)

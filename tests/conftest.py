@@ -1,4 +1,4 @@
-import os, sys
+import gc, os, sys
 from pathlib import Path
 
 os.environ.setdefault('OMP_NUM_THREADS', '1')   # the processes that tests start inherit it
@@ -10,6 +10,13 @@ torch.set_num_threads(int(os.environ['OMP_NUM_THREADS']))
 
 @pytest.fixture(autouse=True)
 def in_tmp(tmp_path, monkeypatch): monkeypatch.chdir(tmp_path)   # `lr_find` and `save` write next to the Learner
+
+@pytest.fixture(autouse=True, scope='session')
+def frozen():
+    "Memory is collected each time it runs out: half a second where fastai's objects are looked at, too"
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 @pytest.fixture(autouse=True)
 def seeded():

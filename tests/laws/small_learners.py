@@ -1,5 +1,5 @@
 "Small Learners as users of fastai build them, in double precision; a count of held activations."
-import gc, pytest, torch
+import pytest, torch
 from functools import partial
 from torch import nn
 from torch.nn import functional as F
@@ -105,13 +105,6 @@ class Event(Callback):
 def replaced(learn):
     "Methods of the Learner, and of the modules of its model, that are not their class's"
     return [nm for o in (learn,*learn.model.modules()) for nm in vars(o) if callable(getattr(type(o), nm, None))]
-
-@pytest.fixture(scope='module')
-def frozen():
-    "Memory is collected each time it runs out: half a second where fastai's objects are looked at, too"
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 class Held:
     "Samples whose activations are held, over all `Holds`; memory runs out with more than `cap`"

@@ -18,9 +18,7 @@ from fastai.torch_core import TensorImage
 from fastaccum import FreezeBN, GradientAccumulation, GradientCache
 from fastaccum.testing import CrossEntropy, assert_twins, deviation, one_cycle, toy, toy_data
 from common import CpuMixedPrecision, InBackward, Raise, Seen, grads, short_of, some, weights
-from small_learners import Event, Held, Holds, all_params, applications, frozen, make, replaced, scores
-
-pytestmark = pytest.mark.usefixtures('frozen')
+from small_learners import Event, Held, Holds, all_params, applications, make, replaced, scores
 
 # Losses in which all samples of a batch see each other
 

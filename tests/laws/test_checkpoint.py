@@ -17,9 +17,7 @@ from fastcore.foundation import L
 from fastaccum import ActivationCheckpoint, GradientAccumulation, GradientCache
 from fastaccum.testing import assert_twins, deviation, toy, toy_data
 from common import CpuMixedPrecision, Raise, Seen, some
-from small_learners import Event, Held, Holds, all_params, applications, cross_entropy, frozen, make, replaced
-
-pytestmark = pytest.mark.usefixtures('frozen')
+from small_learners import Event, Held, Holds, all_params, applications, cross_entropy, make, replaced
 
 class Block(nn.Module):
     "BatchNorm, dropout, something in place, and a skip"

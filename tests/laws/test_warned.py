@@ -213,7 +213,7 @@ def test_a_loss_is_warned_of_where_the_gradient_is_another(case):
     big,small = step(32, *case),[]
     said = told(lambda: small.append(step(16, *case, cbs=GradientAccumulation(32))))
     diff = deviation(big/big.abs().max(), small[0]/big.abs().max())
-    assert diff>1e-3 and said=={loss:1} if case in wrong.values() else diff<1e-5 and not said
+    assert diff>1e-3 and said=={loss:1} if case in wrong.values() else diff<1e-4 and not said
 
 @pytest.mark.parametrize('f', untried.values(), ids=untried)
 def test_a_loss_that_cannot_be_tried_on_parts_trains_and_nothing_is_said(f):

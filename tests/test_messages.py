@@ -12,6 +12,7 @@ sys.path.insert(0, str(root/'tools'))
 import messages as tool
 from readme import docs_url
 
+tool.lib = root/'fastaccum'   # of these tests: `plant.py` runs a copy, and links to the tools
 found = tool.messages()
 keyed = {o.key for o in found if o.key}
 

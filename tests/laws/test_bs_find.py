@@ -1,0 +1,381 @@
+"""`learn.bs_find()` finds the largest micro-batch that trains, wherever memory runs out, and leaves everything, to the
+bit, as it was before."""
+import gc, multiprocessing, numpy as np, pytest, random, torch, weakref
+from functools import partial
+from itertools import product
+from types import FunctionType, MethodType, ModuleType
+from torch import distributed as dist, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader as TorchLoader, IterableDataset, TensorDataset
+from fastai.callback.core import Callback, CancelFitException, CancelStepException
+from fastai.callback.data import WeightedDL
+from fastai.callback.progress import CSVLogger, ProgressCallback
+from fastai.callback.schedule import ParamScheduler
+from fastai.callback.tracker import SaveModelCallback, TerminateOnNaNCallback
+from fastai.callback.training import GradientClip, ShortEpochCallback
+from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
+from fastai.learner import Learner, Metric
+from fastai.optimizer import Adam, OptimWrapper
+from fastaccum import GradientAccumulation
+from fastaccum.testing import toy, toy_data
+from common import CpuMixedPrecision, InBackward, some, weights
+
+gc.freeze()   # garbage is collected each time memory runs out: fast without what is there already
+
+def oom(): return torch.OutOfMemoryError('planted')
+
+sizes = []   # of all batches that went through a `Holds`
+
+class Holds(nn.Module):
+    "Raises `exc()` with more than `cap` samples, going forward or backward"
+    def __init__(self, cap, where, exc): super().__init__(); self.cap,self.where,self.exc = cap,where,exc
+    def check(self, where, n):
+        if where==self.where and n>self.cap: raise self.exc()
+    def forward(self, x):
+        sizes.append(len(x))
+        self.check('forward', len(x))
+        return InBackward.apply(x, partial(self.check, 'backward'))   # the layer above has its gradient then
+
+class Needs(Callback):
+    "Memory that is needed at another event: by a callback, the loss or the optimizer"
+    def __init__(self, event): setattr(self, event, lambda: self.model[2].check(event, self.dls.train.bs))
+
+def capped(cap, where='forward', exc=oom, n=120, mid=nn.Tanh, cbs=(), **kwargs):
+    "A Learner that runs out of memory with more than `cap` samples"
+    def model(): return nn.Sequential(nn.Linear(5, 6), mid(), Holds(cap, where, exc), nn.Linear(6, 3)).double()
+    cbs = [*cbs,*[Needs(where)]*(where not in ('forward','backward'))]
+    return toy(4, n=n, model=model, cbs=cbs, **kwargs)
+
+def find(learn, mode='binsearch', **kwargs): return learn.bs_find(mode, show_plot=False, **kwargs)
+
+@pytest.mark.parametrize('mode', ['power','binsearch'])
+def test_every_cap(mode):
+    for cap in some(10, range(1, 101)):
+        res = find(capped(cap), mode, steps_per_trial=2)
+        assert int(res)==res.size==(cap if mode=='binsearch' else 2**(cap.bit_length()-1)), res
+        assert all(o.ok==(o.size<=cap) for o in res.trials)
+
+@pytest.mark.parametrize('where', ['forward','backward','before_batch','after_loss','before_step'])
+@pytest.mark.parametrize('exc', [oom,MemoryError])
+def test_wherever_memory_runs_out(where, exc):
+    for cap in (1,13): assert find(capped(cap, where, exc)).size==cap
+
+texts = ['CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported', 'std::bad_alloc',
+    'MPS backend out of memory (MPS allocated: 17.90 GB)', 'XPU out of memory. Tried to allocate 2.00 GiB',
+    'CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`', 'Invalid buffer size: 24.00 GiB',
+    'cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear',
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to",
+    'Unable to find a valid cuDNN algorithm to run convolution',
+    'unable to mmap 64 bytes from file </torch_1>: Cannot allocate memory (12)']
+def real(): torch.empty(2**58, dtype=torch.uint8)   # more than any machine has
+
+@pytest.mark.parametrize('exc', [real,partial(OSError, 12, 'x'),*(partial(RuntimeError, o) for o in texts)], ids=str)
+def test_kinds_of_out_of_memory(exc): assert find(capped(5, exc=exc)).size==5
+
+@pytest.mark.parametrize('exc', [ValueError('out of memory'),RuntimeError('CUDA error: device-side assert triggered'),
+    IndexError('x'),OSError(28, 'No space left on device'),SystemExit(3)], ids=repr)
+def test_other_errors_are_raised_as_they_are(exc):
+    with pytest.raises(type(exc)) as info: find(capped(5, exc=lambda: exc))
+    assert info.value is exc
+
+def test_nothing_fits():
+    with pytest.raises(torch.OutOfMemoryError, match='8, 4, 2, 1 samples.*planted'): find(capped(0), init_val=8)
+    with pytest.raises(torch.OutOfMemoryError, match='2, 1 samples'):   # BatchNorm cannot train on a single sample
+        find(capped(1, mid=lambda: nn.BatchNorm1d(6)))
+
+def test_no_more_than_there_are_samples_or_trials():
+    for mode in ('power','binsearch'):
+        res = find(capped(1000, n=50), mode)
+        assert [o.size for o in res.trials]==[2,4,8,16,32,50] and res.size==50 and 'no more' in repr(res)
+    assert find(capped(49, n=50), 'power').size==32 and find(capped(49, n=50)).size==49
+    assert [o.size for o in find(capped(1000, n=3), init_val=64).trials]==[3]
+    res = find(capped(1000), max_trials=3)
+    assert (res.size,len(res.trials))==(8,3) and 'max_trials' in repr(res)
+
+units = dict(steps_per_trial='step', init_val='sample', max_trials='trial')
+
+@pytest.mark.parametrize('nm', units)
+def test_counts_are_refused_in_their_units(nm):
+    learn,unit = capped(5),units[nm]
+    for n,exc,text in ((2**62+1,ValueError,f'at most .* {unit}s'),(0,ValueError,f'at least 1 {unit}'),
+            ('2',TypeError,f'a whole number of {unit}s'),(2.5,TypeError,f'a whole number of {unit}s')):
+        with pytest.raises(exc, match=f'`{nm}.*{text}'): find(learn, **{nm:n})
+    assert learn.opt is None and find(learn, **{nm:np.int64(2)}).size>=2
+    for kwargs in (dict(mode='linear'),dict(apply=1)):
+        with pytest.raises((ValueError,TypeError), match='give'): find(learn, **kwargs)
+
+# A trial trains
+
+@pytest.mark.parametrize('n', [1,2,5])
+def test_a_trial_takes_real_steps(n):
+    "Two at least, with gradients and the optimizer's state; forward passes with gradients held"
+    held,steps = [],[]
+    class See(Callback):
+        order = 30
+        def after_pred(self): held.append(self.model[0].weight.grad is not None)
+        def after_step(self): steps.append((len(self.x),bool(self.opt.state),self.model[0].weight.grad.any().item()))
+    find(capped(1000, n=16, opt_func=partial(OptimWrapper, opt=torch.optim.Adam), cbs=[See()]), steps_per_trial=n)
+    assert steps==[(o,True,True) for o in (2,4,8,16) for _ in range(max(n, 2))]
+    assert held==[i>0 for _ in range(4) for i in range(max(n, 2))]
+
+def test_a_step_that_the_scaler_skips_does_not_count():
+    taken = []
+    class Taken(Callback):
+        order = 20
+        def after_step(self): taken.append(not self.learn.mixed_precision.skipped)
+    data = TensorDataset(torch.randn(8, 5)*200, torch.randint(0, 3, (8,)))
+    learn = toy(4, data=data, model=lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)),
+        loss_func=lambda p,t: nn.functional.cross_entropy(p, t)*1e3, cbs=[CpuMixedPrecision(init_scale=2.**16),Taken()])
+    assert find(learn, init_val=8).size==8 and taken.count(True)==3 and taken.count(False)>0
+
+@pytest.mark.parametrize('event,exc', [('before_batch',CancelFitException),('before_epoch',CancelFitException),
+    ('after_batch',CancelFitException),('before_step',CancelStepException)])
+def test_a_trial_without_steps_is_no_success(event, exc):
+    "Who ends the fit, or skips steps, keeps the search from finding anything out"
+    class End(Callback): pass
+    def end(): raise exc
+    setattr(cb := End(), event, end)
+    with pytest.raises(RuntimeError, match='a trial of 3 steps made'): find(capped(5, cbs=[cb]))
+
+class Count(Metric):
+    "Counts in lists, and draws random numbers"
+    def __init__(self): self.calls = []
+    def reset(self): self.calls.append('reset')
+    def accumulate(self, learn): self.calls.append(random.random())
+    value = property(lambda self: float(len(self.calls)))
+
+def test_who_only_listens_does_not_hear_of_it(tmp_path):
+    "Loggers, schedulers, metrics, and who says `run_bs_find = False`; nobody makes a trial longer or shorter"
+    class Log(Callback):
+        run_bs_find = False
+        def before_fit(self): heard.append(1)
+    heard,cbs = [],[CSVLogger(tmp_path/'log.csv'),SaveModelCallback(fname='best'),TerminateOnNaNCallback(),
+        ShortEpochCallback(0.01),GradientAccumulation(16),Log(),ParamScheduler(dict(lr=lambda o: heard.append(o) or 1))]
+    learn = capped(11, cbs=cbs, metrics=Count())
+    learn.logger,stock = (lambda *o: heard.append('logged')),learn.loss_func
+    learn.loss_func = lambda *args: stock(*args)*float('nan')   # takes memory as any other
+    sizes.clear()
+    assert find(learn).size==11 and max(map(sizes.count, sizes))==3
+    assert heard==learn.metrics[0].calls==[] and not list(tmp_path.iterdir()) and not hasattr(learn.recorder, 'lrs')
+
+# All is as before
+
+class Draw(Callback):
+    """Draws from all generators, adds to lists, dicts, arrays and an average, sets flags, replaces loss function and
+    logger, hooks the model"""
+    def __init__(self):
+        self.notes,self.d,self.arr,self.rng,self.mean = [],{},np.zeros(2),random.Random(3),torch.zeros(6)
+    def before_batch(self):
+        random.random(); np.random.rand(); torch.rand(1); self.rng.random()
+        self.notes.append(len(self.learn.xb[0])); self.d[len(self.d)] = [0]; self.arr += 1; self.run_valid = False
+        self.mean.lerp_(self.model[0].bias.detach().float(), 0.1)
+        self.learn.loss_func = partial(self.learn.loss_func); self.learn.logger = print
+        self.learn.model[0].register_forward_hook(lambda *o: None)
+        self.learn.model[0].new = torch.zeros(1)
+        self.learn.new_attribute = 1
+        self.learn.model[3].bias.requires_grad_(False)
+
+def rich(cap, where, exc, fitted):
+    "A Learner with much to lose"
+    learn = capped(1000 if fitted else cap, where, exc, n=40, mid=lambda: nn.BatchNorm1d(6), opt_func=Adam,
+        shuffle=True, metrics=Count(), cbs=[Draw(),GradientClip(),GradientAccumulation(12),CSVLogger('log.csv')])
+    if fitted:
+        with learn.no_logging(): learn.fit(1, 0.1)
+        for p in learn.model.parameters(): p.grad = torch.ones_like(p)   # left over
+        learn.model[2].cap = cap
+    return learn
+
+def noted(o, at, res):
+    "Put into `res` what can be compared of all that `o` refers to, and the identity of what must stay the same object"
+    if isinstance(o, torch.Tensor):
+        res[at] = id(o),o.dtype,o.requires_grad,repr(o.detach().tolist())
+        if o.is_leaf and o.grad is not None: res[f'{at}.grad'] = repr(o.grad.tolist())
+    elif isinstance(o, np.ndarray): res[at] = id(o),repr(o.tolist())
+    elif isinstance(o, random.Random): res[at] = id(o),hash(o.getstate())
+    elif isinstance(o, (str,int,float,bool,type(None))): res[at] = repr(o)
+    elif id(o) not in res:
+        res[at] = None if isinstance(o, tuple) else id(o)
+        res[id(o)] = o   # seen, and alive
+        if isinstance(o, dict): parts = [(k if isinstance(k, str) else id(k),v) for k,v in o.items()]
+        elif isinstance(o, (tuple,list)): parts = enumerate(o)
+        else: parts = vars(o).items() if hasattr(o, '__dict__') and not isinstance(o, code) else ()
+        for k,v in parts: noted(v, f'{at}.{k}', res)
+    return res
+code = type,FunctionType,MethodType,ModuleType
+
+def everything(learn):
+    rng = random.getstate(),np.random.get_state(),torch.get_rng_state()
+    return noted(learn, 'learn', {})|dict(rng=repr([o.tolist() if torch.is_tensor(o) else o for o in rng]),
+        autocast=(torch.is_autocast_enabled('cpu'),torch.get_autocast_dtype('cpu')), grad=torch.is_grad_enabled())
+
+def assert_same(a, b): assert [k for k in a.keys()|b.keys() if isinstance(k, str) and a.get(k)!=b.get(k)]==[]
+
+kinds = dict(success=(9,oom), nothing=(0,oom), error=(9,partial(ValueError, 'planted')),
+    interrupt=(9,KeyboardInterrupt))
+events = ('forward backward before_fit before_epoch before_train before_batch after_pred after_loss before_backward '
+    'after_backward before_step after_step after_batch after_fit').split()
+
+@pytest.mark.parametrize('kind,where,fitted', some(20, product(kinds, events, [False,True])))
+def test_everything_is_as_before(kind, where, fitted):
+    "So a fit goes on as if nothing had been: weights, optimizer, gradients, random numbers, logs, moving averages"
+    cap,exc = kinds[kind]
+    learn = rich(cap, where, exc, fitted)
+    before = everything(learn)
+    if kind=='success': assert find(learn).size==9
+    else: pytest.raises(type(exc()), find, learn)
+    assert_same(before, everything(learn))
+
+@pytest.mark.parametrize('mode,where', [('fp16','backward'),('bf16','forward')])
+def test_mixed_precision(mode, where):
+    "In the Learner's precision; autocast is left as it was"
+    dtypes,dtype = set(),torch.float16 if mode=='fp16' else torch.bfloat16
+    class See(Callback):
+        def after_pred(self): dtypes.add(torch.get_autocast_dtype('cpu') if torch.is_autocast_enabled('cpu') else None)
+    data = TensorDataset(*(o.float() if o.is_floating_point() else o for o in toy_data(40).tensors))
+    learn = capped(9, where, data=data, cbs=[CpuMixedPrecision(amp_mode=mode),GradientClip(),See()])
+    learn.model.float()
+    for around in (torch.autocast('cpu', enabled=False),torch.autocast('cpu', dtype=torch.bfloat16)):
+        with around:
+            before = everything(learn)
+            assert find(learn).size==9
+            assert_same(before, everything(learn))
+    assert dtypes=={dtype}
+
+@pytest.mark.parametrize('cap', [0,9])
+def test_no_memory_is_kept(cap):
+    "A trial begins when all of the one before is freed, cycles too; after the search nothing of it is left"
+    refs,alive = [],[]
+    class Cycle(nn.Module):
+        def forward(self, x):
+            alive.extend(n for n,ref in refs if n!=len(x) and ref() is not None)
+            held = {'x':x.clone()}
+            held['self'] = held
+            refs.append((len(x),weakref.ref(held['x'])))
+            return held['x']
+    learn = capped(cap, mid=Cycle, opt_func=Adam)
+    gc.disable()
+    try: find(learn) if cap else pytest.raises(torch.OutOfMemoryError, find, learn)
+    finally: gc.enable()
+    gc.collect()
+    assert refs and not alive and not any(ref() is not None for _,ref in refs)
+
+# Loaders
+
+class Tokens(nn.Module):
+    "Takes memory by the tokens of a batch"
+    def __init__(self, cap, over): super().__init__(); self.cap,self.over,self.lin = cap,over,nn.Linear(1, 2)
+    def forward(self, x):
+        if x.numel()>self.cap: raise oom()
+        x = self.lin(x[...,None].float())
+        return x.transpose(1, 2) if self.over is None else x.mean(self.over)
+
+def on(dl, cap, valid=None, loss=nn.functional.cross_entropy, over=1):
+    learn = Learner(DataLoaders(dl, valid or dl), Tokens(cap, over), loss)
+    learn.remove_cb(ProgressCallback)
+    return learn
+
+data = [(torch.ones(5),torch.tensor(0)) for _ in range(50)]
+
+def test_text_loaders():
+    "fastai's sorted one begins with the longest texts, so they count; the rows of a language model's run on"
+    from fastai.text.data import LMDataLoader, SortedDL, pad_input
+    texts = [(torch.full((n,), 2),torch.tensor(i%2)) for i,n in enumerate([5]*50+[50]+[6]*50)]
+    for shuffle in (False,True):
+        dl = SortedDL(texts, bs=4, shuffle=shuffle, before_batch=pad_input, num_workers=0)
+        assert find(on(dl, 1000)).size==20
+    dls = [LMDataLoader([torch.arange(1000)]*20, bs=bs, seq_len=50) for bs in (4,64)]
+    learn = on(dls[0], 1500, dls[1], lambda p,t: nn.functional.cross_entropy(p, t%2), over=None)
+    assert find(learn, apply=True).size==30 and [len(o.one_batch()[0]) for o in learn.dls]==[30,30]
+    x = torch.cat([b[0] for b in learn.dls.train], 1)
+    assert ((x[:,1:]-x[:,:-1])%1000==1).all()
+
+def test_other_loaders():
+    "Iterable datasets, whose end is found; what has no batch size, or no batch, is refused; transforms take part"
+    class Stream(IterableDataset):
+        def __iter__(self): return iter(data)
+    class Sized(TorchLoader):
+        def __len__(self): return 13
+    for dl in (DataLoader(Stream(), bs=4, n=50),Sized(Stream(), batch_size=4)):
+        assert [int(find(on(dl, o))) for o in (60,10**6)]==[12,50]
+    batches = [(torch.ones(4, 5),torch.zeros(4).long())]*3
+    for dl in (DataLoader(batches, bs=None),TorchLoader(batches, batch_size=None)):
+        with pytest.raises(ValueError, match='ready-made.*batch size'): find(on(dl, 60))
+    with pytest.raises(ValueError, match='no batch'): find(on(DataLoader([], bs=4), 60))
+    def twice(b): return torch.cat([b[0],b[0]], 1),b[1]
+    assert find(on(DataLoader(data, bs=4, after_batch=twice), 100)).size==10
+
+def test_apply_sets_the_size_and_nothing_else():
+    "In loaders that have a larger one, besides the training loader"
+    learn = capped(20, n=100, shuffle=True)
+    learn.dls.loaders.append(DataLoader(toy_data(10), bs=8))
+    before = everything(learn)
+    assert find(learn, 'power', apply=True).size==16
+    assert [o.bs for o in learn.dls.loaders]==[16,16,8]
+    after = everything(learn)
+    assert {k.split('.')[-1] for k in before if isinstance(k, str) and before[k]!=after.get(k)}=={'bs'}
+    sizes.clear()
+    learn.fit(1, 0.1)
+    assert sizes[:7]==[16]*6+[4]
+
+def test_apply_keeps_what_a_loader_was_given():
+    dl = WeightedDL(data, bs=4, wgts=np.arange(50.), shuffle=True, num_workers=0)
+    learn,wgts = on(dl, 60),dl.wgts.copy()
+    assert find(learn, 'power', apply=True).size==8
+    assert learn.dls.train is dl and (dl.wgts==wgts).all() and dl.one_batch()[0].shape==(8,5)
+    gen = torch.Generator().manual_seed(1)
+    dl,state = TorchLoader(data, batch_size=4, shuffle=True, drop_last=True, generator=gen),gen.get_state()
+    learn = on(dl, 60, TorchLoader(data, batch_size=4))
+    assert find(learn, 'power', apply=True).size==8
+    new = learn.dls.train
+    assert (new.batch_size,new.sampler is dl.sampler,new.drop_last,new.generator is gen,len(new))==(8,True,True,True,6)
+    assert gen.get_state().equal(state) and learn.dls.valid.batch_size==4
+
+# What is shown
+
+def test_the_result_prints_and_plots(capsys):
+    "Progress is shown where there is a bar"
+    from matplotlib import pyplot as plt
+    plt.close('all')
+    res = find(capped(9))
+    assert capsys.readouterr()==('','')
+    find(capped(9, cbs=[ProgressCallback()]))
+    assert '16 do not fit' in capsys.readouterr().out
+    assert not plt.get_fignums() and list(range(res))==list(range(9)) and f'{res:}'==repr(res)==str(res)
+    assert repr(res).startswith("9 samples fit, 10 do not (mode 'binsearch', 7 trials")
+    assert all((o.speed is not None and o.error is None)==o.ok for o in res.trials)
+    assert res.trials[3].error=='OutOfMemoryError: planted' and res.seconds==sum(o.seconds for o in res.trials)>0
+    capped(9).bs_find()
+    assert len(plt.get_fignums())==1
+    for peak in (None,2**30):   # where the device tells no peak, and where it does
+        for o in res.trials: o.peak = peak
+        axs = res.plot()
+        assert list(axs[1].lines[0].get_xdata())==[2,4,8,9] and len(axs[0].lines)==(1 if peak is None else 2)
+    plt.close('all')
+
+# Several processes
+
+def search(rank, url, out):
+    "On one of two processes: the sizes found, and what is raised where one of them fails"
+    dist.init_process_group('gloo', init_method=url, rank=rank, world_size=2)
+    for where in ('forward','backward'):
+        learn = capped([9,50][rank], where, n=40-10*rank, mid=lambda: nn.BatchNorm1d(6), opt_func=Adam)
+        learn.model = model = DistributedDataParallel(learn.model)
+        before = weights(learn)
+        out.put((rank,int(find(learn))))
+        assert learn.model is model and learn.opt is None and weights(learn).equal(before)
+    model.module[2].cap = 50
+    out.put((rank,int(find(learn))))   # no more than the process with the fewest samples has
+    if not rank: model.module[2].exc,model.module[2].cap = partial(ValueError, 'planted'),5
+    try: find(learn)
+    except (RuntimeError,ValueError) as e: out.put((rank,type(e).__name__))
+
+def test_several_processes_agree(tmp_path):
+    "A size fits if it fits on all; an error on one is told to the others"
+    ctx = multiprocessing.get_context('fork')
+    out = ctx.Queue()
+    procs = [ctx.Process(target=search, args=(r,f'file://{tmp_path}/store',out)) for r in (0,1)]
+    for o in procs: o.start()
+    got = [out.get(timeout=300) for _ in range(8)]
+    for o in procs: o.join()
+    assert [[x for r,x in got if r==i] for i in (0,1)]==[[9,9,30,'ValueError'],[9,9,30,'RuntimeError']]

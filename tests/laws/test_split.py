@@ -1,0 +1,299 @@
+"""`micro_batch_size=16` makes micro-batches of a loader's larger batches, whatever they hold, and the run is the
+full-batch run; so it is where `'auto'` has found that no more fit."""
+import gc, pytest, torch, warnings
+from collections import UserDict, namedtuple
+from functools import partial
+from hypothesis import Phase, given, settings, strategies as st
+from itertools import product
+from torch import nn
+from torch.distributions import Beta
+from torch.utils.data import DataLoader as TorchLoader
+from fastai.callback.core import Callback, CancelBatchException
+from fastai.callback.mixup import MixUp
+from fastai.callback.training import GradientClip, ShortEpochCallback
+from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
+from fastai.learner import Learner
+from fastai.metrics import accuracy
+from fastai.optimizer import Adam, OptimWrapper, SGD
+from fastcore.basics import noop
+from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler
+from fastaccum.testing import CrossEntropy, Float32Loss, assert_twins, deviation, one_cycle, toy, toy_data
+from common import Raise, Seen, grads, short_of, some, weights
+
+pytestmark = pytest.mark.filterwarnings('ignore:memory ran out')
+
+gc.freeze()   # garbage is collected each time memory runs out: fast without what is there already
+
+class Short(Callback):
+    "Memory runs out in training with more than `cap` samples"
+    order,run_valid = 30,False
+    def __init__(self, cap): self.cap = cap
+    def after_pred(self): short_of(self.cap, 'forward')(len(self.pred))
+
+def accumulating(accum, micro, cls=GradientAccumulation, **kwargs):
+    "What splits batches: into parts of `micro` samples, or, with `('auto', cap)`, into what fits"
+    if not isinstance(micro, tuple): return [cls(accum, micro_batch_size=micro, **kwargs)]
+    return [cls(accum, micro_batch_size='auto', **kwargs),Short(micro[1])]
+
+def full_and_split(bs, accum, micro, acc=None, cbs=list, fit=one_cycle, make=toy, seed=0, **kwargs):
+    "The run on batches of `accum`, and the one whose batches of `bs` are split"
+    acc = acc or {}
+    def run(bs, whole, own):
+        learn = make(bs, whole=whole, seed=seed, **kwargs)
+        torch.manual_seed(seed)
+        fit(learn, own+cbs())
+        return learn
+    return run(accum, accum if acc.get('drop_last') else 1, []),run(bs, 1, accumulating(accum, micro, **acc))
+
+def gently(learn, cbs): learn.fit_one_cycle(2, 0.02, cbs=cbs)
+
+def metered(*args, **kwargs):
+    learn = toy(*args, metrics=accuracy, **kwargs)
+    learn.recorder.train_metrics = True
+    return learn
+
+no_shrinking = settings(phases=[Phase.generate])   # that takes minutes
+opts = [partial(SGD, mom=0.9),Adam,partial(OptimWrapper, opt=torch.optim.AdamW)]
+
+@no_shrinking
+@given(bs=st.integers(2, 40), accum=st.integers(2, 40), micro=st.integers(1, 20), n=st.integers(60, 100),
+    drop_last=st.sampled_from([None,True,False]), opt_func=st.sampled_from(opts),
+    cbs=st.sampled_from([list,lambda: [GradientClip(0.05)]]), shuffle=st.booleans(), tokens=st.booleans())
+def test_any_batch_split_anyhow_is_the_full_batch_run(bs, accum, micro, n, drop_last, **kwargs):
+    "Any batch size of the loader, any `accum_bs`, whichever is larger"
+    acc = dict(drop_last=drop_last)
+    a,b = full_and_split(bs, accum, min(micro, bs-1), acc, make=metered, fit=gently, n=n, **kwargs)
+    assert_twins(a, b, tol=1e-5)   # Adam divides by what is nearly zero
+
+def even(n, most):
+    k = -(-n//most)
+    return [n//k+(i<n%k) for i in range(k)]
+
+@no_shrinking
+@given(bs=st.integers(2, 30), accum=st.integers(1, 30), micro=st.integers(1, 20), n=st.integers(30, 60))
+def test_micro_batches_are_even_and_within_one_batch_and_one_step(bs, accum, micro, n):
+    "None is larger than said; of 17 samples in parts of 16 come 9 and 8, as BatchNorm cannot do with a single one"
+    micro = min(micro, bs-1)
+    seen = Seen('after_pred', lambda l: len(l.pred))
+    toy(bs, n=n).fit(1, 0.1, cbs=[GradientAccumulation(accum, micro_batch_size=micro, drop_last=False),seen])
+    ends = sorted({*range(0, n, bs),*range(0, n, accum),n})
+    assert seen.values==[o for a,b in zip(ends, ends[1:]) for o in even(b-a, micro)]
+
+def test_dropped_samples_are_not_seen():
+    seen = Seen('after_pred', lambda l: len(l.pred))
+    toy(16, n=70).fit(1, 0.1, cbs=[GradientAccumulation(24, micro_batch_size=8, drop_last=True),seen])
+    assert sum(seen.values)==48
+
+# Batches of all kinds: each writes the same samples down in another way
+
+class Encoding(UserDict):
+    "As Hugging Face's `BatchEncoding`: a mapping that is no dict, and is as long as it has keys"
+class Closed(Encoding):
+    "Cannot be made anew from its contents"
+    def __init__(self, a, b): super().__init__(dict(a=a, b=b))
+Pair = namedtuple('Pair', 'a b')
+
+def boxes(y, k): return [{'y':o[None],'boxes':torch.zeros((i+1)%k, 3)} for i,o in enumerate(y)]
+
+kinds = dict(tensors=lambda x,y: (x,y), dicts=lambda x,y: ({'a':x,'b':x},{'y':y}),
+    mapping=lambda x,y: (Encoding(a=x, b=x),y), lists=lambda x,y: ([x,x],[y,y]),
+    named=lambda x,y: (Pair(x,x),Pair(y,y)), texts=lambda x,y: ((x,None),(y,['name']*len(y))),
+    samples=lambda x,y: ([*x],boxes(y, 4)), boxes=lambda x,y: (x,boxes(y, 3)),
+    tuples=lambda x,y: (tuple(x),tuple(boxes(y, 2))))
+
+def find(o):
+    "The tensor that has all samples"
+    if isinstance(o, torch.Tensor): return o
+    if hasattr(o, 'keys'): return o['y'] if 'y' in o else o['a']
+    if isinstance(o[0], dict): return torch.cat([x['y'] for x in o])
+    return torch.stack(list(o)) if o[0].ndim==1 and o[0].is_floating_point() else o[0]
+
+class Model(nn.Module):
+    def __init__(self): super().__init__(); self.a,self.b = nn.Linear(5, 6),nn.Linear(6, 3)
+    def forward(self, x): return self.b(self.a(find(x)).tanh())
+
+def learner(kind, n, bs):
+    "A Learner on batches of a kind"
+    def collate(items): return kind(*map(torch.stack, zip(*items)))
+    dls = DataLoaders(*(TorchLoader(toy_data(n), o, collate_fn=collate) for o in (bs,8)))
+    dls.n_inp = 1
+    torch.manual_seed(0)
+    learn = Learner(dls, Model().double(), lambda p,*y: nn.functional.cross_entropy(p, find(y[0])),
+        opt_func=partial(SGD, mom=0.9), cbs=Float32Loss())
+    learn.remove_cb(learn.progress)
+    learn.logger,learn._set_device = noop,noop   # (fastai's cannot move a named tuple)
+    return learn
+
+@pytest.mark.parametrize('bs,accum,micro', [(10,10,3),(10,4,3),(5,10,('auto',1)),(3,9,('auto',1)),(4,4,('auto',1))])
+@pytest.mark.parametrize('kind', kinds)
+def test_batches_of_all_kinds(kind, bs, accum, micro):
+    "Also where a batch has as many parts as it has samples"
+    a,b = learner(kinds[kind], 36, accum),learner(kinds[kind], 36, bs)
+    a.fit(1, 0.05)
+    b.fit(1, 0.05, cbs=accumulating(accum, micro, drop_last=False))
+    assert_twins(a, b)
+
+@pytest.mark.parametrize('micro', [5,('auto',100)], ids=str)
+@pytest.mark.parametrize('kind', [lambda x,y: (Closed(x, x),y),lambda x,y: ([x,object()],y)], ids=['closed','object'])
+def test_what_cannot_be_split_is_refused_before_a_weight_moves(kind, micro):
+    learn = learner(kind, 20, 10)
+    learn.model.forward = lambda x: learn.model.b(learn.model.a(x['a'] if isinstance(x, Closed) else x[0]).tanh())
+    before = weights(learn)
+    with pytest.raises(TypeError, match='cannot be split'): learn.fit(1, 0.1, cbs=accumulating(10, micro))
+    assert weights(learn).equal(before)
+
+def test_larger_batches_than_the_loader_says_are_split():
+    "And the step is still a whole batch of the loader"
+    learn,seen = toy(16, n=64),Seen('after_pred', lambda l: len(l.pred))
+    learn.dls.loaders[0] = DataLoader(list(learn.dls.train), bs=None)
+    with pytest.warns(UserWarning, match='a batch has 16 samples'):
+        learn.fit(1, 0.1, cbs=[GradientAccumulation(16, micro_batch_size=4),seen])
+    assert seen.values==[4]*16 and len(learn.recorder.losses)==4
+
+# Fits, schedules, what is recorded
+
+@pytest.mark.parametrize('acc', [partial(GradientAccumulationSchedule, 8, 40),
+    partial(GradientAccumulationScheduler, {1:4,2:1}),
+    partial(GradientAccumulationScheduler, {2:3,9:1,12:7}, mode='step')], ids=['smooth','epochs','steps'])
+def test_schedules(acc):
+    "A schedule is the same with a loader of micro-batches, and with one of large batches that are split"
+    a,b = toy(4, n=90),toy(36, n=90)
+    cbs = [acc(micro_batch_size=o, drop_last=False) for o in (None,4)]
+    for learn,cb in zip((a,b), cbs): learn.fit_one_cycle(3, 0.1, cbs=cb)
+    assert_twins(a, b)
+    assert a.recorder.accum_bs==b.recorder.accum_bs and len(set(b.recorder.accum_bs))>1
+    assert cbs[0].plan(a.dls, 3).sizes==cbs[1].plan(b.dls, 3).sizes
+
+@pytest.mark.parametrize('bs,accum', [(32,8),(16,16),(8,24)])
+def test_lr_find(bs, accum):
+    def fit(learn, cbs):
+        learn.add_cbs(cbs)
+        learn.lr_find(num_it=12, show_plot=False)
+    a,b = full_and_split(bs, accum, 4, fit=fit, n=90)
+    assert len(b.recorder.lrs)==12 and deviation(a.recorder.losses, b.recorder.losses)<2e-6
+    assert deviation(a.recorder.lrs, b.recorder.lrs)<1e-9
+
+def test_every_micro_batch_is_recorded_if_asked_for():
+    a,b = full_and_split(16, 24, 4, dict(log_accum_batch=False), n=70)
+    assert deviation(weights(a), weights(b))<1e-7 and len(b.recorder.losses)==2*(4+2+2+4+4+2)
+
+def test_validation_stays_whole_and_nothing_is_warned_of():
+    "Nor where a step is smaller than the number"
+    class Valid(Callback):
+        run_train = False
+        def after_pred(self): sizes.append(len(self.pred))
+    sizes = []
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', UserWarning)
+        for accum in (16,4): toy(16, n=64).fit(1, 0.1, cbs=[GradientAccumulation(accum, micro_batch_size=8),Valid()])
+    assert sizes==[32,32]*2
+
+# Callbacks that have a `before_batch` see the batch whole there, or as much of it as is for one step
+
+class Mixes(Callback):
+    "Changes the batch, in another way for each sample and for the batch as a whole"
+    run_valid = False
+    def __init__(self, order): self.order = order
+    def before_batch(self):
+        x = self.x+torch.randn_like(self.x)
+        self.learn.xb = ((x-x.mean(0))/x.std(0),)
+
+class Rate(Callback):
+    "Another learning rate for a batch, as fastai's `GANDiscriminativeLR`"
+    order,run_valid = 70,False   # after the scheduler
+    def before_batch(self): self.opt.set_hyper('lr', float(self.opt.hypers[0]['lr']*3))
+    def after_batch(self): self.opt.set_hyper('lr', float(self.opt.hypers[0]['lr']/3))
+
+@pytest.mark.parametrize('cb,bs,micro', [*((*o,5) for o in product([partial(Mixes, 0),Rate], [16,32])),
+    (partial(Mixes, 20),16,('auto',5)),(Rate,16,('auto',5)),
+    (partial(ShortEpochCallback, 0.5),16,4)])
+def test_callbacks_see_what_they_see_in_the_full_batch_run(cb, bs, micro):
+    a,b = full_and_split(bs, 16, micro, dict(drop_last=False), lambda: [cb()], n=96)
+    assert_twins(a, b)
+    assert b.train_iter==a.train_iter
+
+@pytest.mark.parametrize('bs,accum,sizes', [(16,8,[8]*4),(16,32,[16,16]),(40,16,[16,16,8,8,16])])
+def test_events_come_in_pairs(bs, accum, sizes):
+    "What a callback keeps in `before_batch` is its own, and whole, in `after_batch`; for the loss it is cut"
+    class Keep(Callback):
+        run_valid = False
+        def before_batch(self): self.kept = self.same = self.x.clone()
+        def after_pred(self): cut.append(self.kept.equal(self.x))
+        def after_batch(self): ends.append(len(self.kept) if self.kept is self.same else None)
+    cut,ends = [],[]
+    toy(bs, n=max(32, sum(sizes))).fit(1, 0.1, cbs=[GradientAccumulation(accum, micro_batch_size=4),Keep()])
+    assert ends==sizes and all(cut) and len(cut)==sum(sizes)//4
+
+class DoubleMixUp(MixUp):
+    "Draws in double precision"
+    def before_fit(self): self.distrib = Beta(*[torch.tensor(0.4, dtype=torch.float64)]*2)
+    def before_batch(self):
+        super().before_batch()
+        self.lam = self.lam.double()
+
+@pytest.mark.parametrize('bs,micro', [(16,4),(48,5),(16,('auto',5))], ids=str)
+def test_mixup(bs, micro):
+    "The whole batch is mixed, and the mixed targets and shares are cut with it"
+    loss = type('Loss', (nn.CrossEntropyLoss,), dict(y_int=True))()
+    a,b = full_and_split(bs, 16, micro, dict(drop_last=False), lambda: [DoubleMixUp()], n=64, loss_func=loss)
+    assert deviation(weights(a), weights(b))<1e-7 and deviation(a.recorder.losses, b.recorder.losses)<2e-6
+
+@pytest.mark.parametrize('which', [0,1,3])
+@pytest.mark.parametrize('event', ['after_pred','after_loss','before_backward'])
+@pytest.mark.parametrize('micro', [4,('auto',4)], ids=str)
+def test_a_part_that_is_cancelled_is_left_out(event, which, micro):
+    "The step is the mean of all others"
+    data = toy_data(16)
+    first,rest = data[which*4][0],[i for i in range(16) if i//4!=which]
+    class Cancel(Callback):
+        run_valid = False
+        def cancel(self):
+            if len(self.x)==4 and self.x[0].equal(first): raise CancelBatchException
+    setattr(cb := Cancel(), event, cb.cancel)
+    class Without(Callback):
+        run_valid = False
+        def before_batch(self): self.learn.xb,self.learn.yb = (self.x[rest],),(self.y[rest],)
+    a,b = toy(16, data=data),toy(16, data=data)
+    a.fit(2, 0.1, cbs=Without())
+    b.fit(2, 0.1, cbs=[*accumulating(16, micro),cb])
+    assert deviation(weights(a), weights(b))<1e-12
+
+# What is left behind
+
+@pytest.mark.parametrize('micro', [3,('auto',3)], ids=str)
+@pytest.mark.parametrize('event,exc', some(4, product(['before_batch','after_pred','after_loss','before_backward',
+    'after_backward','after_batch'], [KeyboardInterrupt,RuntimeError])))
+def test_an_interrupt_leaves_nothing(event, exc, micro):
+    "The next fit, with or without accumulation, is that of a Learner to which nothing has happened"
+    a,b = toy(16, n=64),toy(16, n=64)
+    with pytest.raises(exc): b.fit(1, 0., cbs=[*accumulating(8, micro),Raise(event, exc, 0, at=2)])
+    assert not any(g is not None and g.any() for g in grads(b))
+    for o in (a,b): o.opt = None
+    for o in (a,b): o.fit(1, 0.1)
+    assert_twins(a, b)
+
+# A model that remembers its samples
+
+@pytest.mark.parametrize('micro', [4,1,('auto',3),('auto',1)], ids=str)
+def test_awd_lstm_keeps_its_state(micro):
+    "fastai's language model begins each batch where the one before has ended, row by row"
+    from fastai.text.data import LMDataLoader
+    from fastai.text.learner import language_model_learner
+    from fastai.text.models.awdlstm import AWD_LSTM, awd_lstm_lm_config
+    texts,learns = [(o,) for o in torch.randint(0, 10, (8, 41))],[]
+    for own in (None,micro):
+        torch.manual_seed(0)
+        dls = DataLoaders(*(LMDataLoader(texts, bs=bs, seq_len=5, shuffle=False) for bs in (6,4)))
+        dls.vocab = list('abcdefghij')
+        config = {**awd_lstm_lm_config, 'emb_sz':8, 'n_hid':6, 'n_layers':2}
+        # (fastai's regularization is in single precision, and a `drop_mult` of 0 fails in newer versions of torch)
+        learn = language_model_learner(dls, AWD_LSTM, config=config, drop_mult=1e-12, pretrained=False, opt_func=SGD,
+            alpha=0., beta=0., cbs=Float32Loss())
+        learn.loss_func,learn.logger = CrossEntropy(),noop
+        learn.model.double()
+        learn.remove_cb(learn.progress)
+        learn.fit_one_cycle(2, 0.05, cbs=accumulating(12, own))
+        learns.append(learn)
+    assert_twins(*learns)
+    assert deviation(*[l.recorder.losses for l in learns])<2e-6

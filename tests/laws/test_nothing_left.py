@@ -51,9 +51,9 @@ def state(learn):
 
 class Mine(Callback):
     "A user's own"
-    order = 55
-    def before_fit(self): self.heard = []
-    def after_batch(self): self.heard.append(self.train_iter)
+    order,heard = 55,()
+    def after_batch(self): self.heard += (self.train_iter,)
+
 class Cancel(Raise): "Another `Raise` in the same fit"
 
 def learner():

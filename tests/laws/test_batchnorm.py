@@ -123,11 +123,12 @@ def test_what_validates_and_saves_has_them(tmp_path):
     assert is_mean_of(learn, 16, 4)   # those of its weights
 
 def test_only_where_somebody_trains():
-    learn = small(cbs=RecalibrateBN(16))
+    learn,seen = small(cbs=RecalibrateBN(16)),[]
+    learn.model[0].register_forward_hook(lambda m,i,o: seen.append(len(o)))
     before = stats(learn)
     learn.validate(), learn.get_preds()
     learn.lr_find(num_it=20, show_plot=False, suggest_funcs=None)   # more than an epoch
-    assert stats(learn).equal(before)
+    assert stats(learn).equal(before) and 16 not in seen
     learn.fit(1, 0.1)
     assert is_mean_of(learn, 16, 4)
 

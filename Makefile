@@ -9,7 +9,7 @@ COMPAT     := .venv-compat
 PEERS      := .venv-peers
 LINT       := .venv-lint
 # Words in the names of the notebooks and test files that `make quick` runs
-QUICK      := 00_accumulation macro_batch layout 16_steps scars errors house repository release fuzz
+QUICK      := 00_accumulation same_run recorded refused drop_last house repository
 MIN_PYTHON := $(shell sed -n 's/^min_python *= *//p' settings.ini)
 
 # PYTHON= chooses the Python; without it an environment keeps the one it was made with

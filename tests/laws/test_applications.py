@@ -249,7 +249,7 @@ def after_lr_find(learn, cbs):
     two_fits(learn, cbs)
 
 few = partial(wgan, switcher=lambda: FixedGANSwitcher(2, 1))
-adaptive = partial(wgan, switcher=lambda: AdaptiveGANSwitcher(gen_thresh=-1e-3, critic_thresh=-5e-4))
+adaptive = partial(wgan, switcher=lambda: AdaptiveGANSwitcher(gen_thresh=-1e-3, critic_thresh=-9.5e-4))
 gans = dict(wgan=dict(make=wgan), few=dict(make=few, fit=two_fits), lr_find=dict(make=few, fit=after_lr_find),
     calls=dict(make=partial(wgan, switcher=lambda: FixedGANSwitcher(lambda n: 1+n, 1))),
     adaptive=dict(make=adaptive, fit=two_fits), gen_first=dict(make=partial(few, gen_first=True)),

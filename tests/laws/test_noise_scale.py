@@ -90,7 +90,8 @@ cases = dict(plain=(dict, ragged), summed=(lambda: summed, ragged), scaled=(lamb
     out_of_memory=(lambda: dict(model=lambda: Short().double(), splitter=one_group, acc=dict(micro_batch_size='auto')),
         [2]*9),
     batch_left_out=(lambda: dict(cbs=[Raise('before_batch', CancelBatchException, 20, at=1)]), [4,4,4,2]),
-    backward_left_out=(lambda: dict(cbs=[Raise('before_backward', CancelBackwardException, 20, at=1)]), [4,4,4,2]))
+    backward_left_out=(lambda: dict(cbs=[Raise('before_backward', CancelBackwardException, 20, at=1)]), [4,4,4,2]),
+    last_left_out=(lambda: dict(cbs=[Raise('before_backward', CancelBackwardException, 20, at=4)]), [4]*4))
 
 @pytest.mark.filterwarnings('ignore:memory ran out')
 @pytest.mark.parametrize('nm', cases)
@@ -98,11 +99,13 @@ def test_what_is_measured_is_what_the_gradients_of_single_samples_say(nm):
     make,sizes = cases[nm]
     learn,meter = measure(**make())
     gs = single_gradients(learn)
-    want = by_hand(torch.cat([gs[:4],gs[8:]]) if 'left' in nm else gs, sizes)
+    if 'left' in nm: gs = gs[:16] if nm=='last_left_out' else torch.cat([gs[:4],gs[8:]])
+    want = by_hand(gs, sizes)
     assert close(told(meter), want, 1e-5 if nm=='tokens_scaled' else 1e-9)   # shares of tokens are in single precision
     assert close(meter.noise_scale, want[0]/want[1], 1e-5) and learn.recorder.noise_scale==[meter.noise_scale]
     unit = 'targets' if 'tokens' in nm else 'samples'
-    assert f'steps of {sum(sizes)} ' in meter.verdict() and f' {unit}:' in meter.verdict()
+    used = 1/(1+sum(sizes)/meter.noise_scale)   # McCandlish et al., 2018
+    for o in (f'steps of {sum(sizes)} ',f' {unit}:',f' {used:.0%} '): assert o in meter.verdict()
 
 def test_it_is_unbiased():
     "A hundred draws of ragged micro-batches; the variance and the mean over all samples are known"

@@ -79,18 +79,12 @@ def on(*ns):
     def several(f):
         def test(n, tmp_path, **kwargs): together(f.__module__, f.__name__, n, tmp_path, kwargs)
         test.body,test.__name__,test.__doc__,test.__module__ = f,f.__name__,f.__doc__,f.__module__
-        more = [Parameter(o, Parameter.KEYWORD_ONLY) for o in ('n','tmp_path')]
-        test.__signature__ = Signature([*(o.replace(kind=Parameter.KEYWORD_ONLY) for o in signature(f).parameters.values()),*more])
+        test.__signature__ = Signature([Parameter(o, Parameter.KEYWORD_ONLY) for o in ('n','tmp_path',*signature(f).parameters)])
         test.pytestmark = getattr(f, 'pytestmark', [])
         return pytest.mark.parametrize('n', ns)(test) if ns else test
     return several
 
 # Data: which samples each process has, and in which order
-
-def even(): return [32]*world
-def ragged(): return [35]*world
-def uneven(): return [40,25,18][:world]   # with 16 of each in a step, the third has samples of the first alone
-def few(): return [40,3,1][:world]
 
 def cut(idxs, n): return [idxs[i:i+n] for i in range(0, len(idxs), n)]
 
@@ -139,6 +133,7 @@ def learner(train, ds, ddp=None, **kwargs):
 
 def own(ns, micro=4, tokens=False, ddp=(), n_epoch=3, **kwargs):
     "A Learner of all processes, of which each has its own samples"
+    ns = ns[:world]
     ds = toy_data(sum(ns), tokens)
     micro = micro[rank] if isinstance(micro, list) else micro
     return learner(loader(ds, [o[rank] for o in orders(ns, n_epoch)], micro), ds, ddp=dict(ddp), **kwargs)
@@ -157,9 +152,8 @@ def both(ns, micro=4, each=16, cb=GradientAccumulation, acc=None, fit=one_cycle,
     """The Learners after a fit of one process, on batches of whole steps, or, unless `full`, on micro-batches as large
     as those of all together; and after one of all processes, each on micro-batches of its own, with `each` samples in
     a step"""
-    ns = ns()
-    acc,micro = acc or {},micro if isinstance(micro, list) else [micro]*world
-    micro,ds,order = micro[:world],toy_data(sum(ns), tokens),orders(ns)
+    ns,micro,acc = ns[:world],micro[:world] if isinstance(micro, list) else [micro]*world,acc or {}
+    ds,order = toy_data(sum(ns), tokens),orders(ns)
     def accumulation(): return cb(each*world, **acc)
     if full:
         size = acc.get('micro_batch_size')   # by a number, batches are cut at steps

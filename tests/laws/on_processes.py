@@ -1,0 +1,185 @@
+"""What test_processes.py has to run on several processes: how they are started, and data and Learners for them.
+
+Processes are forks of one that has imported fastai, so that each test can have its own: one that fails or hangs takes
+no other down. They speak gloo, on the CPU.
+"""
+import faulthandler, math, os, time, torch
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib import import_module
+from inspect import Parameter, Signature, signature
+from multiprocessing import get_context
+from multiprocessing.connection import wait
+from pathlib import Path
+from random import Random
+from torch import distributed as dist, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+import pytest
+from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
+from fastcore.basics import noop
+from fastaccum import GradientAccumulation
+from fastaccum.testing import assert_twins, one_cycle, toy, toy_data
+
+forks = get_context('forkserver')
+limit = 120   # seconds; a process that hangs for longer ends, and writes where it was
+rank,world = 0,1   # of this process
+
+# Starting
+
+def launched(r, n):
+    "What a launcher tells a process, and fastai asks"
+    os.environ.update(RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE=str(n), MASTER_ADDR='127.0.0.1', MASTER_PORT='0')
+
+@contextmanager
+def alone():
+    "This process trains by itself, and its Recorder does not gather the losses of others"
+    launched(0, 1)
+    try: yield
+    finally: launched(rank, world)
+
+def here(module, test, r, n, folder, kwargs):
+    "In one of the processes: run the body of a test"
+    global rank,world
+    with open(Path(folder)/f'{r}.out', 'wb') as file:
+        for o in (1,2): os.dup2(file.fileno(), o)
+    faulthandler.dump_traceback_later(limit, exit=True)
+    os.chdir(folder)
+    launched(r, n)
+    torch.set_num_threads(1)
+    rank,world = r,n
+    dist.init_process_group('gloo', init_method=f'file://{folder}/store', rank=r, world_size=n,
+        timeout=timedelta(seconds=limit))
+    getattr(import_module(module), test).body(**kwargs)
+    dist.destroy_process_group()
+    if 'CPU' in os.environ: o=os.times(); open(os.environ['CPU'],'a').write(f'{test} {kwargs} {n} {o[0]+o[1]}\n')
+
+def together(module, test, n, folder, kwargs):
+    "Run the body of a test on `n` processes; fail with what they have written if one does not end well"
+    # those who import nothing themselves find the package that this process has: the tree of this file
+    os.environ['PYTHONPATH'] = os.pathsep.join(str(o) for o in [*Path(__file__).resolve().parents[:3]])
+    forks.set_forkserver_preload([module,'fastai.distributed','torch._dynamo'])   # DDP imports the last
+    ps = [forks.Process(target=here, args=(module,test,r,n,str(folder),kwargs)) for r in range(n)]
+    for p in ps: p.start()
+    end = time.monotonic()+limit+20
+    while (left:=[p for p in ps if p.is_alive()]) and time.monotonic()<end:
+        wait([p.sentinel for p in left], max(0, end-time.monotonic()))
+        if any(p.exitcode for p in ps): end = min(end, time.monotonic()+5)   # the others wait for it
+    for p in left: p.kill()
+    for p in ps: p.join()
+    said = [f'Process {r} ended with {p.exitcode}:\n{(Path(folder)/f"{r}.out").read_text(errors="replace")[-4000:]}'
+        for r,p in enumerate(ps) if p.exitcode]
+    # the one that was killed is last: it waited for another
+    if said: pytest.fail('\n'.join(sorted(said, key=lambda o: ' ended with -9' in o)), pytrace=False)
+
+def on(*ns):
+    "A test whose body runs on as many processes, at once; with none given, the number is its argument `n`"
+    def several(f):
+        def test(n, tmp_path, **kwargs): together(f.__module__, f.__name__, n, tmp_path, kwargs)
+        test.body,test.__name__,test.__doc__,test.__module__ = f,f.__name__,f.__doc__,f.__module__
+        test.__signature__ = Signature([Parameter(o, Parameter.KEYWORD_ONLY) for o in ('n','tmp_path',*signature(f).parameters)])
+        test.pytestmark = getattr(f, 'pytestmark', [])
+        return pytest.mark.parametrize('n', ns)(test) if ns else test
+    return several
+
+# Data: which samples each process has, and in which order
+
+def cut(idxs, n): return [idxs[i:i+n] for i in range(0, len(idxs), n)]
+
+def orders(ns, n_epoch=3):
+    "For each epoch, the samples of each process, shuffled anew"
+    rng,starts = Random(0),[sum(ns[:r]) for r in range(len(ns))]
+    return [[rng.sample(range(s, s+n), n) for s,n in zip(starts, ns)] for _ in range(n_epoch)]
+
+def steps_of(order, shares, drop_last):
+    "The samples of each step of an epoch, if each process has its share of it"
+    parts = [cut(o, s) for o,s in zip(order, shares)]
+    steps = [[p[i] if i<len(p) else [] for p in parts] for i in range(max(map(len, parts)))]
+    return [sum(o, []) for o in steps if not drop_last or [len(p) for p in o]==shares]
+
+class Epochs:
+    "For each epoch in turn, what it holds"
+    def __init__(self, epochs): self.epochs,self.i = epochs,0
+    def __call__(self):
+        self.i += 1
+        return self.epochs[(self.i-1)%len(self.epochs)]
+
+class Batches:
+    "A loader of given batches, each of its own size"
+    def __init__(self, ds, epochs): self.ds,self.order,self.device = ds,Epochs(epochs),torch.device('cpu')
+    def __len__(self): return len(self.order.epochs[self.order.i%len(self.order.epochs)])
+    def __iter__(self): return iter([self.ds[o] for o in self.order()])
+
+def loader(ds, epochs, bs): return DataLoader(ds, bs=bs, n=len(epochs[0]), get_idxs=Epochs(epochs))
+def rewind(learn, epoch=0):
+    dl = learn.dls.train
+    (dl.order if isinstance(dl, Batches) else dl.get_idxs).i = epoch
+
+# Learners
+
+def splitter(m):
+    ps = list(m.parameters())
+    return [ps[:2],ps[2:]]
+def one_group(m): return [list(m.parameters())]
+
+def learner(train, ds, ddp=None, **kwargs):
+    "Of this process alone, or of all, with these arguments of `DistributedDataParallel`"
+    learn = toy(4, data=ds, **{'splitter':splitter, **kwargs})
+    learn.dls = DataLoaders(train, DataLoader(ds, bs=32))
+    if ddp is not None: learn.model = DDP(learn.model, **ddp)
+    return learn
+
+def own(ns, micro=4, tokens=False, ddp=(), n_epoch=3, **kwargs):
+    "A Learner of all processes, of which each has its own samples"
+    ns = ns[:world]
+    ds = toy_data(sum(ns), tokens)
+    micro = micro[rank] if isinstance(micro, list) else micro
+    return learner(loader(ds, [o[rank] for o in orders(ns, n_epoch)], micro), ds, ddp=dict(ddp), **kwargs)
+
+def state(learn): return torch.cat([o.detach().double().flatten() for o in learn.model.state_dict().values()])
+
+def same_everywhere(t):
+    "Fail if the processes do not hold the same"
+    t = torch.as_tensor(t, dtype=torch.float64)
+    res = [torch.zeros_like(t) for _ in range(world)]
+    dist.all_gather(res, t.contiguous())
+    assert all(torch.equal(o, t) for o in res), 'the processes differ'
+
+def both(ns, micro=4, each=16, cb=GradientAccumulation, acc=None, fit=one_cycle, tokens=False, cbs=list, setup=noop,
+        ddp=(), full=True, **kwargs):
+    """The Learners after a fit of one process, on batches of whole steps, or, unless `full`, on micro-batches as large
+    as those of all together; and after one of all processes, each on micro-batches of its own, with `each` samples in
+    a step"""
+    ns,micro,acc = ns[:world],micro[:world] if isinstance(micro, list) else [micro]*world,acc or {}
+    ds,order = toy_data(sum(ns), tokens),orders(ns)
+    def accumulation(): return cb(each*world, **acc)
+    if full:
+        size = acc.get('micro_batch_size')   # by a number, batches are cut at steps
+        sizes = [1 if isinstance(size, int) and size<m else m for m in micro]
+        shares = [math.ceil(each/m)*m for m in sizes]
+        train = Batches(ds, [steps_of(o, shares, acc.get('drop_last')) for o in order])
+    else:
+        train = loader(ds, [sum((sum(b, []) for b in zip(*(cut(p, m) for p,m in zip(o, micro)))), []) for o in order],
+            sum(micro))
+    a = learner(train, ds, **kwargs)
+    b = own(ns, micro, tokens, ddp, **kwargs)
+    setup(a), setup(b)
+    with alone(): fit(a, cbs() if full else [accumulation(),*cbs()])
+    fit(b, [accumulation(),*cbs()])
+    same_everywhere(state(b))
+    return a,b
+
+def assert_same(*args, **kwargs):
+    a,b = both(*args, **kwargs)
+    assert_twins(a, b)
+    same_everywhere(list(b.recorder.losses))
+    return a,b
+
+class Traffic(TorchDispatchMode):
+    "How many bytes this process adds up with the others"
+    nbytes = 0
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        if 'allreduce' in f.name(): self.nbytes += sum(o.nbytes for o in tree_leaves(args[0]))
+        return f(*args, **(kwargs or {}))

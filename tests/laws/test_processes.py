@@ -1,0 +1,678 @@
+"""On several processes a run is that of one process on the whole effective batch, and gradients are exchanged once a
+step, whatever each has: unequal samples, another micro-batch, less memory."""
+import math, subprocess, sys, warnings
+import pytest, torch
+from collections import Counter
+from copy import deepcopy
+from datetime import timedelta
+from functools import partial
+from itertools import product
+from pathlib import Path
+from random import Random
+from torch import distributed as dist, nn
+from torch.amp import autocast
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from fastai.callback.core import Callback, CancelBatchException, CancelFitException
+from fastai.callback.tracker import SaveModelCallback
+from fastai.callback.training import GradientClip, ShortEpochCallback
+from fastai.data.load import DataLoader
+from fastai.learner import AvgLoss
+from fastai.metrics import accuracy
+from fastai.optimizer import Adam, OptimWrapper, SGD
+from fastcore.basics import noop
+from fastaccum import (ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule,
+    GradientAccumulationScheduler, GradientCache, NoiseScale, RecalibrateBN, ScaledLR)
+from fastaccum.testing import CrossEntropy, assert_twins, deviation, one_cycle, toy, toy_data
+from common import CpuMixedPrecision, InBackward, Raise, Seen, some, weights
+import on_processes as here
+from on_processes import (Batches, Traffic, assert_same, both, cut, learner, loader, on, one_group, orders, own, rewind,
+    same_everywhere, splitter, state, steps_of)
+
+even,ragged,uneven,few = [32]*4,[35]*4,[40,25,18],[40,3,1]   # samples of each process; 16 make its share of a step
+AdamW = partial(OptimWrapper, opt=torch.optim.AdamW)
+
+class Scaled(CpuMixedPrecision):
+    "The GradScaler without the half precision"
+    def before_fit(self):
+        super().before_fit()
+        self.autocast = autocast('cpu', enabled=False)
+def scaled(): return [Scaled(init_scale=2.**10, growth_interval=3),GradientClip(0.05)]
+def clip(to=0.01): return [GradientClip(to)]
+
+def net(*more):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5,6), nn.Tanh(), *more, nn.Linear(6,3)).double()
+def batchnorm(): return net(nn.BatchNorm1d(6))
+class Branches(nn.Sequential):
+    "The first layer is for some samples only: there are micro-batches that do not use it"
+    def forward(self, x):
+        some = x[:,:1]>1
+        if some.any(): x = torch.where(some, self[0](x), x)
+        return self[1](x)
+def branches():
+    m = net()
+    return Branches(nn.Linear(5,5).double(), m)
+def tied():
+    m = net(nn.Linear(6,6), nn.Tanh(), nn.Linear(6,6))
+    m[2].weight = m[4].weight
+    return m
+def unused():
+    m = net()
+    m[1].unused = nn.Linear(2, 2).double()
+    return m
+
+# The run of one process
+
+def fits(l, cbs):
+    "Several in a row, with a callback that stays, a validation between, and one of no epoch"
+    for cb in cbs: l.add_cb(cb)
+    l.fit(0, 0.05)
+    l.fit(1, 0.05)
+    l.validate()
+    l.fit_flat_cos(1, 0.05)
+def from_epoch_1(l, cbs): l.fit_one_cycle(3, 0.1, cbs=cbs, start_epoch=1)
+def constant(l, cbs): l.fit(2, 0.1, cbs=cbs)
+def decayed(l, cbs): l.fit_one_cycle(2, 0.01, wd=0.1, cbs=cbs)
+def train_metrics(l): l.recorder.train_metrics = True
+class LeaveOut(Callback):
+    "The fifth micro-batch of an epoch, on all processes"
+    order,run_valid = 7,False
+    def after_loss(self):
+        if self.iter==4: raise CancelBatchException
+
+equal = dict(
+    even=[dict(ns=even), dict(ns=even, each=1)],   # and a step for each micro-batch
+    ragged=[dict(ns=ragged)],
+    uneven=[dict(ns=uneven), dict(ns=few)],
+    the_default_size=[dict(ns=even, cb=lambda n: GradientAccumulation())],
+    micro_batches_of_different_sizes=[dict(ns=[48]*3, micro=[4,8,16]), dict(ns=[50]*3, micro=[4,8,3])],
+    clipped=[dict(ns=uneven, opt_func=o, cbs=clip, fit=decayed) for o in (Adam,AdamW)],
+    tied=[dict(ns=uneven, model=tied, splitter=one_group, cbs=clip)],
+    scaled=[dict(ns=ragged, cbs=scaled)],
+    fits=[dict(ns=ragged, fit=fits)],
+    from_an_epoch=[dict(ns=o, fit=from_epoch_1) for o in (ragged,uneven)],
+    tokens=[dict(ns=o, tokens=True) for o in (ragged,uneven)],
+    class_weights=[dict(ns=uneven, tokens=True, loss_func=CrossEntropy(weight=torch.tensor([0.2,1.,3.]).double()))],
+    sums=[dict(ns=uneven, loss_func=CrossEntropy(reduction='sum'), fit=lambda l,cbs: l.fit(2, 1e-3, cbs=cbs))],
+    split=[dict(ns=[36]*3, micro=12, each=12, acc=dict(micro_batch_size=4)),
+        dict(ns=[50]*3, micro=[8,12,5], acc=dict(micro_batch_size=5)),
+        dict(ns=uneven, micro=8, each=12, tokens=True, acc=dict(micro_batch_size=3)),
+        dict(ns=even, micro=16, acc=dict(micro_batch_size=4), setup=train_metrics, metrics=[accuracy])],
+    drop_last=[dict(ns=o, acc=dict(drop_last=True)) for o in (ragged,uneven)],
+    train_metrics=[dict(ns=even, setup=train_metrics, metrics=[accuracy,AvgLoss()])],
+    ways_to_wrap=[dict(ns=ragged, ddp=dict(bucket_cap_mb=1e-4)),
+        dict(ns=uneven, ddp=dict(gradient_as_bucket_view=True), opt_func=AdamW),
+        dict(ns=uneven, ddp=dict(find_unused_parameters=True), model=branches),
+        # weight decay does not touch what nobody uses
+        dict(ns=ragged, ddp=dict(find_unused_parameters=True), model=unused, splitter=one_group, fit=decayed)],
+    schedules=[dict(ns=ns, cb=cb, fit=fit, full=False) for cb,fit,ns in some(7, product((
+            lambda n: GradientAccumulationSchedule(n//4, n, finish=0.8),
+            lambda n: GradientAccumulationSchedule(n//4, n, start=1, finish=2, drop_last=True),
+            lambda n: GradientAccumulationScheduler({1:4}),
+            lambda n: GradientAccumulationScheduler({0:2,3:3,9:1}, mode='step')),
+        (one_cycle,from_epoch_1), (ragged,[64]*3)))],
+    short_epochs=[dict(ns=ragged, cbs=partial(lambda pct: [ShortEpochCallback(pct)], pct), fit=constant, full=False,
+        acc=dict(drop_last=drop)) for pct,drop in ((0.2,False),(0.6,False),(0.6,True))],
+    micro_batches_left_out=[dict(ns=ragged, cbs=lambda: [LeaveOut()], fit=constant, full=False)])
+on_three = ['uneven','micro_batches_of_different_sizes','tokens','drop_last','split','from_an_epoch']
+
+@pytest.mark.parametrize('n,case', [*product([2], equal),*product([3], on_three)])
+@on()
+def test_the_run_is_that_of_one_process(case):
+    for kwargs in equal[case]: assert_same(**kwargs)
+
+@on(2)
+def test_only_padding_on_one_process():
+    "It has no say, and nothing is NaN"
+    class Ignore(Callback):
+        "What has a first number above 0; or in the first epoch, all of the last process"
+        run_valid = False
+        def before_batch(self):
+            x = self.x[:,0,0]
+            out = x>0 if theirs is None else torch.isin(x, theirs) & (self.epoch==0)
+            self.learn.yb = (torch.where(out[:,None], -100, self.y),)
+    theirs = None
+    a,b = both([9,9], micro=1, each=2, tokens=True, cbs=lambda: [Ignore()])
+    assert deviation(weights(a), weights(b))<1e-12
+    assert torch.stack(list(b.recorder.losses)).isfinite().all()   # one process's are not, with nothing but padding
+    for ns in ([35,35],[40,25]):
+        theirs = toy_data(sum(ns), True).tensors[0][-ns[-1]:,0,0]
+        assert_same(ns, tokens=True, cbs=lambda: [Ignore()])
+
+@on(2)
+def test_a_schedule_on_unequal_processes():
+    "They change sizes together, and take the same steps; none of fewer samples, if the incomplete last batch is dropped"
+    for ns,drop_last in ((uneven,False), ([40,28],True)):
+        b = own(ns)
+        b.fit_one_cycle(2, 0.1, cbs=GradientAccumulationSchedule(8, 32, finish=0.8, drop_last=drop_last))
+        for o in (state(b),b.recorder.accum_bs,b.recorder.lrs): same_everywhere(o)
+        assert len(b.recorder.losses)==len(b.recorder.accum_bs) and b.recorder.accum_bs[-1]==32
+
+@on(2)
+def test_every_micro_batch_recorded():
+    a,b = both(ragged, acc=dict(log_accum_batch=False))
+    assert deviation(weights(a), weights(b))<1e-12
+    assert len(b.recorder.losses)==2*9
+
+def drawn(seed):
+    "A random run, the same on all processes: loaders of any length, micro-batches and steps of any size"
+    rng = Random(seed)
+    ns = [rng.choice([rng.randint(1, 4),rng.randint(20, 45)]) for _ in range(here.world)]
+    micro,each,drop_last = [rng.choice([1,2,3,5]) for _ in ns],rng.randint(1, 14),rng.random()<.3
+    if not steps_of(orders(ns)[0], [math.ceil(each/m)*m for m in micro], drop_last): return drawn(seed+1000)
+    return dict(ns=ns, micro=micro, each=each, tokens=rng.random()<.4, opt_func=rng.choice([SGD,Adam]),
+        fit=rng.choice([one_cycle,constant]), cbs=rng.choice([list,clip]), acc=dict(drop_last=drop_last))
+
+@on(2,3)
+def test_random_runs():
+    for seed in some(8, range(100)):
+        try: assert_same(**drawn(seed))
+        except Exception as e: raise AssertionError(f'run {seed}') from e
+
+# What is exchanged
+
+happened = Counter()   # not the model's own: what that keeps is undone when memory runs out
+class Memory(nn.Module):
+    "After so many forward passes in training, more than `cap` samples no longer fit"
+    cap,stage,after = None,'backward',0
+    def check(self, stage, n):
+        if self.cap is None or stage!=self.stage or n<=self.cap or happened['passes']<=self.after: return
+        happened['failed'] += 1
+        raise torch.OutOfMemoryError('planted')
+    def forward(self, x):
+        if self.training and self.cap is not None:
+            happened['passes'] += 1
+            self.check('forward', len(x))
+        return InBackward.apply(x, partial(self.check, 'backward'))
+def short(ranks, stage='backward', after=0, cap=2):
+    "To set up a Learner: memory runs out on these processes; not where one process runs full batches"
+    def setup(learn):
+        happened.clear()
+        for m in learn.model.modules():
+            if isinstance(learn.model, DDP) and here.rank in ranks and isinstance(m, Memory):
+                m.cap,m.stage,m.after = cap,stage,after
+    return setup
+def fragile(): return net(Memory())
+
+def nt_xent(z, y):
+    "Chen et al., 2020: of samples 2i and 2i+1, each has to find the other"
+    z = F.normalize(z.flatten(1))
+    sim = (z@z.T/0.5).masked_fill(torch.eye(len(z), dtype=torch.bool), -1e4)
+    return F.cross_entropy(sim, (torch.arange(len(z))^1).clamp(max=len(z)-1))
+
+traffic = dict(
+    accumulated=[dict(), dict(ns=uneven), dict(ns=few), dict(tokens=True), dict(cbs=scaled),
+        dict(micro=12, acc=dict(micro_batch_size=4))],
+    ways_to_wrap=[dict(ddp=o) for o in (dict(bucket_cap_mb=1e-3), dict(find_unused_parameters=True))],
+    recorded_and_measured=[dict(acc=dict(log_accum_batch=False)), dict(cbs=lambda: [NoiseScale(every=1)])],
+    memory_runs_out=[dict(micro=8, acc=dict(micro_batch_size='auto'), setup=short((1,)))],
+    annealed=[dict(cb=lambda n: GradientAccumulationSchedule(n//4, n))],
+    cached=[dict(micro=o, cbs=lambda: [GradientCache(3)], loss_func=nt_xent) for o in (16,8)])
+
+@pytest.mark.parametrize('case', traffic)
+@on(2)
+def test_one_gradient_is_exchanged_a_step(case):
+    def run(ns=ragged, cb=GradientAccumulation, acc=None, cbs=list, setup=None, **kwargs):
+        b = own(ns, model=lambda: nn.Sequential(nn.Linear(5,200), Memory(), nn.Linear(200,3)).double(), **kwargs)
+        if setup: setup(b)
+        steps,seen = Seen('after_step', lambda l: 1, order=60),Traffic()
+        with seen: b.fit(1, 0.01, cbs=[cb(32, **(acc or {})),steps,*cbs()])
+        same_everywhere(state(b))
+        assert not setup or (happened['failed']>0)==(here.rank==1)
+        size,n = sum(p.nbytes for p in b.model.parameters()),len(steps.values)
+        assert n>=3 and n*size<=seen.nbytes<=1.1*n*size, (seen.nbytes/size, n)
+    for kwargs in traffic[case]: run(**kwargs)
+
+@on(2)
+def test_half_precision_gradients_are_rounded_once():
+    "They are added up in single precision over micro-batches and processes"
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a,self.b = nn.Linear(5,6),nn.Linear(6,3)
+            self.bfloat16()
+        def forward(self, x): return self.b(self.a(x.bfloat16()).tanh()).float()
+    loss,ns,ds = nn.CrossEntropyLoss(),[64,64],toy_data(128)
+    for micro,acc in ((2,{}), (8,dict(micro_batch_size=2)), (2,dict(micro_batch_size='auto'))):
+        b,got = own(ns, micro, model=Half, splitter=one_group, loss_func=loss),Seen('before_step', lambda l: [
+            p.grad.clone() for p in l.model.parameters()])
+        b.fit(1, 0., cbs=[GradientAccumulation(128, **acc),got])
+        ps,model = list(b.model.parameters()),b.model.module
+        parts = [torch.autograd.grad(loss(model(x), y), ps) for part in orders(ns)[0] for x,y in map(ds.__getitem__, cut(part, 2))]
+        for g,*each in zip(got.values[0], *parts):
+            same_everywhere(g.float())
+            mean = torch.stack(each).float().mean(0)
+            assert ((g.float()-mean).abs()<=2.**-8*mean.abs()+1e-5).all()   # half of the last of 8 bits
+
+@on(2)
+def test_buffers_are_those_of_the_first_process():
+    "Also where processes have other numbers of micro-batches, and nobody waits for a broadcast that does not come"
+    for ns,micro,acc in (([35,35],4,{}), ([40,24],4,{}), ([40,24],8,dict(micro_batch_size='auto')),
+            ([35,35],8,dict(micro_batch_size='auto')), ([32,32],[16,4],dict(micro_batch_size=4))):
+        b = own(ns, micro, model=batchnorm)
+        b.fit(2, 0.1, cbs=GradientAccumulation(32, **acc))
+        same_everywhere(state(b))
+        assert len(b.recorder.losses)==2*math.ceil(ns[0]/16)
+        if ns[0]==35: b.fit(1, 0.1)   # a plain fit, as ever
+        same_everywhere(state(b))
+
+@on(2)
+def test_an_overflow_on_one_process_skips_the_step_on_all():
+    class Overflow(Callback):
+        order,run_valid = 5,False
+        def after_loss(self):
+            if (here.rank,self.epoch,self.iter)==(1,0,at): self.learn.loss_grad = self.loss_grad*float('inf')
+    for at in (0,3):   # in the first step
+        b = own([36,36], model=lambda: net().float())
+        b.dls.train.dataset.tensors = tuple(o.float() if o.is_floating_point() else o for o in b.dls.train.dataset.tensors)
+        before,seen = weights(b),Seen('after_step', lambda l: (weights(l),l.scaler.get_scale()), order=60)
+        b.fit(2, 0.1, cbs=[GradientAccumulation(32),CpuMixedPrecision(init_scale=1024.),Overflow(),seen])
+        same_everywhere(state(b))
+        ws,scales = zip(*seen.values)
+        assert scales==(512.,)*6 and ws[-1].isfinite().all()
+        assert torch.equal(ws[0], before) and not torch.equal(ws[1], before)
+
+# Memory that runs out
+
+auto = dict(
+    nowhere=[dict(ranks=(), acc=dict(drop_last=o)) for o in (True,False)],
+    on_each_at_each_place=[dict(stage=s, ranks=(r,), after=k)
+        for s,r,k in some(6, product(('forward','backward'), (0,1), (0,1,3,7)))],
+    on_all=[dict(stage=s, ranks=(0,1,2), ns=ns, cap=3) for s,ns in (('forward',ragged),('backward',uneven))],
+    loaders_of_their_own=[dict(ranks=(0,), ns=few), dict(ranks=(0,), ns=[40,33,17], micro=[8,16,4])],
+    tokens=[dict(stage=s, ranks=(r,), ns=uneven, tokens=True) for s,r in (('forward',0),('backward',1))],
+    ways_to_wrap=[dict(ranks=(1,), ddp=dict(bucket_cap_mb=1e-4)), dict(ranks=(0,), ddp=dict(find_unused_parameters=True)),
+        dict(ranks=(1,), ddp=dict(gradient_as_bucket_view=True), opt_func=AdamW)],
+    scaled_and_clipped=[dict(stage=s, ranks=(1,), cbs=scaled) for s in ('forward','backward')],
+    fits=[dict(ranks=(1,), after=3, fit=fits)],
+    schedules=[dict(ns=[48]*3, ranks=(0,), after=2, cb=cb, full=False) for cb in (
+        partial(GradientAccumulationSchedule, 16),lambda n, **kwargs: GradientAccumulationScheduler({1:3}, **kwargs))])
+
+@pytest.mark.parametrize('n,case', [*product([2], auto),(3,'on_all'),(3,'loaders_of_their_own')])
+@on()
+def test_memory_runs_out_on_some(case):
+    "The run is that of one process with memory enough"
+    def run(ranks, stage='backward', after=0, cap=2, ns=ragged, micro=8, acc=None, **kwargs):
+        assert_same(ns, micro, model=fragile, setup=short(ranks, stage, after, cap),
+            acc=dict(micro_batch_size='auto')|(acc or {}), **kwargs)
+        assert (happened['failed']>0)==(here.rank in ranks)
+    for kwargs in auto[case]: run(**kwargs)
+
+@pytest.mark.parametrize('how', ['memory','exception','interrupt'])
+@on(2)
+def test_one_process_fails_for_good(how):
+    "It tells why, at once; no other waits longer than the time limit; and its model exchanges gradients as ever"
+    b = own(ragged, 8, model=fragile)
+    b.model = DDP(b.model.module, process_group=dist.new_group(timeout=timedelta(seconds=6)))
+    exc = dict(exception=RuntimeError, interrupt=KeyboardInterrupt).get(how)
+    if not exc: short((0,), 'forward', 0, 0)(b)
+    cbs = [Raise('after_backward', exc, 5, at=2)] if exc and not here.rank else []
+    with pytest.raises((RuntimeError,KeyboardInterrupt)) as e:
+        b.fit(1, 0.1, cbs=[GradientAccumulation(32, micro_batch_size='auto'),*cbs])
+    assert (('planted' if exc else 'a single sample') in str(e.value))==(not here.rank)
+    assert b.model.require_backward_grad_sync
+
+# A model as it was, searches for learning rates, and what was saved
+
+@on(2)
+def test_a_fit_that_is_cut_short_leaves_nothing():
+    "The next fits, plain or not, are as if it had not been"
+    def fit(acc, event=None, exc=None, **kwargs):
+        b = own(ragged, opt_func=SGD)
+        if event:
+            cb = Raise(event, exc, 7, at=2 if event=='after_batch' else 5)
+            try: b.fit(1, 0., cbs=[GradientAccumulation(32, **kwargs),cb])
+            except (KeyboardInterrupt,RuntimeError): pass
+            assert cb.raised
+            rewind(b)
+        b.fit(1, 0.1, cbs=GradientAccumulation(32) if acc else None)
+        same_everywhere(state(b))
+        return weights(b)
+    want = [fit(o) for o in (False,True)]
+    events = ('before_batch','after_pred','after_loss','before_backward','after_backward','after_batch')
+    cuts = product(events, (KeyboardInterrupt,RuntimeError,CancelFitException), (None,'auto'))
+    for event,exc,size in some(9, cuts):
+        for acc in (False,True): assert deviation(fit(acc, event, exc, micro_batch_size=size), want[acc])<1e-12, (event,exc)
+
+@on(2)
+def test_a_forward_of_its_own_is_kept():
+    "As accelerate gives a model in mixed precision"
+    b,calls = own(ragged),[]
+    stock = b.model.forward
+    b.model.forward = mine = lambda *args: calls.append(b.model.training) or stock(*args)
+    b.fit(1, 0.1, cbs=GradientAccumulation(32))
+    assert vars(b.model)['forward'] is mine and calls.count(True)==9
+
+@on(2)
+def test_lr_find():
+    "A point a step, the same suggestion on all; weights and optimizer are as before"
+    def fit(l, cbs):
+        for cb in cbs: l.add_cb(cb)
+        l.fit(1, 0.05)
+        def now(): return deepcopy((l.model.state_dict(),l.opt.state_dict()['state']))
+        before,l.found = now(),l.lr_find(num_it=30, show_plot=False).valley
+        assert deviation(before, now())==0
+        l.points = list(l.recorder.lrs),list(l.recorder.losses)
+        rewind(l)   # where it stopped depends on the rest of the loader
+        l.fit(1, 0.05)
+    for ns in (ragged,uneven):
+        a,b = assert_same(ns, fit=fit, opt_func=Adam)
+        assert len(a.points[0])>15 and deviation(a.points, b.points)<2e-6
+        same_everywhere(b.found)
+
+@on(2)
+def test_resumed():
+    "From what SaveModelCallback saved in the epoch before the one that failed"
+    for acc in (partial(GradientAccumulation, 32),partial(GradientAccumulationSchedule, 16, 48)):
+        def run(*more, load=False, **kwargs):
+            b = own(ragged, n_epoch=4, opt_func=Adam, path=Path.cwd())
+            if load:
+                b.load('model_1', with_opt=True)
+                rewind(b, 2)
+            cbs = [acc(),SaveModelCallback(every_epoch=True, with_opt=True),*more]
+            try: b.fit_one_cycle(4, 0.1, wd=0.1, cbs=cbs, **kwargs)
+            except RuntimeError as e: assert more and 'planted' in str(e)
+            return b
+        a,_,b = run(),run(Raise('after_backward', RuntimeError, 5, at=9*2+5)),run(load=True, start_epoch=2)
+        same_everywhere(state(b))
+        for f in (weights,lambda l: l.opt.state_dict(),lambda l: list(l.recorder.lrs)[-len(b.recorder.lrs):]):
+            assert deviation(f(a), f(b))<1e-12
+
+@pytest.mark.parametrize('acc', [dict(),dict(drop_last=True),dict(micro_batch_size='auto'),None], ids=str)
+def test_resumed_on_one_process(tmp_path, acc):
+    "The weights of a run that was not interrupted, to the bit; with sizes that are annealed, too (`None`)"
+    def run(*more, load=False, **kwargs):
+        learn = toy(4, n=70, shuffle=True, opt_func=Adam, path=tmp_path)
+        if load:
+            learn.load('model_1', with_opt=True)
+            for _ in range(2): learn.dls.train.get_idxs()   # a loader that shuffles goes on where it was
+        cb = GradientAccumulationSchedule(8, 24) if acc is None else GradientAccumulation(16, **acc)
+        learn.fit_one_cycle(4, 0.05, wd=0.1, cbs=[cb,SaveModelCallback(every_epoch=True, with_opt=True),*more], **kwargs)
+        return learn
+    a = run()
+    with pytest.raises(RuntimeError, match='planted'): run(Raise('after_backward', RuntimeError, 5, at=18*2+5))
+    b = run(load=True, start_epoch=2)
+    assert deviation((a.model.state_dict(),a.opt.state_dict()), (b.model.state_dict(),b.opt.state_dict()))==0
+
+# fastai's own way: accelerate, and `DistributedDL`
+
+def distributed_on_cpu():
+    "fastai's calls .cuda()"
+    pytest.importorskip('accelerate')
+    from fastai.distributed import DistributedDL
+    def broadcast(self, t, r):
+        t = torch.LongTensor(t)
+        dist.broadcast(t, r)
+        return t.tolist()
+    DistributedDL._broadcast = broadcast
+
+@pytest.mark.parametrize('case', range(4))
+@on(2)
+def test_distrib_ctx(case):
+    distributed_on_cpu()
+    n,tokens,drop_last,metrics = [(64,False,False,accuracy), (69,False,False,None), (70,True,False,None),
+        (70,False,True,None)][case]
+    ds,rng,per = toy_data(n, tokens),Random(1),math.ceil(n/2)
+    epochs = [rng.sample(range(n), n) for _ in range(2)]
+    def parts(o):   # padded, that each process has as many; perhaps without the incomplete micro-batch of each
+        return [p[:per//4*4 if drop_last else per] for p in cut(o+o[:1], per)[:2]]
+    a = learner(Batches(ds, [steps_of(parts(o), [16,16], drop_last) for o in epochs]), ds, metrics=metrics)
+    order = iter(epochs)
+    b = learner(DataLoader(ds, bs=4, n=n, drop_last=drop_last, get_idxs=lambda: next(order)), ds, metrics=metrics)
+    for o in (a,b): o.recorder.train_metrics = metrics is not None
+    with here.alone(): one_cycle(a, [])
+    with b.distrib_ctx(sync_bn=False, cpu=True): one_cycle(b, [GradientAccumulation(32, drop_last=drop_last)])
+    same_everywhere(state(b))
+    assert not isinstance(b.model, DDP)
+    for o in (a,b): o.recorder.values = [v[:2 if metrics else 1] for v in o.recorder.values]   # of a part each, in validation
+    assert_twins(a, b)
+
+@on(2)
+def test_searches_in_distrib_ctx():
+    distributed_on_cpu()
+    order = Random(1).sample(range(64), 64)
+    b = learner(DataLoader(toy_data(64), bs=4, n=64, get_idxs=lambda: order), toy_data(64), cbs=GradientAccumulation(32))
+    before = weights(b)
+    with b.distrib_ctx(sync_bn=False, cpu=True): found = b.lr_find(num_it=30, show_plot=False).valley
+    same_everywhere([found,*b.recorder.lrs])
+    assert torch.equal(weights(b), before) and len(b.recorder.lrs)>15
+    b = capped(less(0), wrap=False)
+    with b.distrib_ctx(sync_bn=False, cpu=True): res = b.bs_find('binsearch', show_plot=False)
+    assert int(res)==9 and not isinstance(b.model, DDP)
+
+def test_importing_imports_no_accelerate():
+    code = "import sys, fastaccum.all; assert not {'accelerate','fastai.distributed'}&set(sys.modules)"
+    subprocess.run([sys.executable, '-c', code], check=True, cwd=Path(here.__file__).parents[2], timeout=300)
+
+# Refused
+
+refused = dict(
+    accum_bs=('accum_bs', dict(ns=even, cb=lambda n: GradientAccumulation(16+here.rank))),
+    drop_last=('drop_last', dict(ns=even, cb=lambda n: GradientAccumulation(16, drop_last=here.rank>0))),
+    epochs=('epochs', dict(ns=even, fit=lambda l,cbs: l.fit(1+(here.rank if cbs else 0), 0.1, cbs=cbs))),
+    counts_recorded=('micro-batches', dict(ns=uneven, acc=dict(log_accum_batch=False))),
+    counts_of_metrics=('micro-batches', dict(ns=uneven, setup=train_metrics, metrics=[accuracy])),
+    no_step=('no step', dict(ns=even, each=64, acc=dict(drop_last=True), fit=lambda l,cbs: l.fit(1, cbs=cbs) if cbs else 0)))
+
+@pytest.mark.parametrize('case', refused)
+@on(2)
+def test_refused_on_all(case):
+    said,kwargs = refused[case]
+    with pytest.raises(ValueError, match=said): both(**kwargs)
+
+@on(2)
+def test_refused_without_samples_and_searches_for_one_process():
+    b = learner(loader(toy_data(35), [list(range(0 if here.rank else 35))], 4), toy_data(35), ddp={})
+    with pytest.raises(ValueError, match='35, 0 samples'): b.fit(1, 0.1, cbs=GradientAccumulation(32))
+    with pytest.raises(RuntimeError, match='processes'): own(ragged).accum_find()
+
+@on(2)
+def test_a_size_that_is_rounded_up_is_told_once():
+    with warnings.catch_warnings(record=True) as w:
+        warnings.simplefilter('always')
+        own(even).fit(1, cbs=GradientAccumulation(17))
+    assert any('a step takes 24 samples' in str(o.message) for o in w)==(not here.rank)
+
+@on(2)
+def test_static_graph_is_right_or_refused():
+    for cb,loss in ((GradientAccumulation,CrossEntropy()), (lambda n: GradientCache(3),nt_xent)):
+        try: assert_same(ragged, cb=cb, ddp=dict(static_graph=True), loss_func=loss)
+        except ValueError as e: assert 'static_graph' in str(e)
+
+# The other ways to a large batch, searches and meters
+
+class Penalty(Callback):
+    order,run_valid = 2,False
+    def after_loss(self):
+        self.learn.loss_grad = self.loss_grad+0.1*sum(p.pow(2).sum() for p in self.model.parameters())
+
+cached = dict(
+    sizes=[dict(ns=[n]*2, size=s) for n,s in ((35,3),(32,10),(33,2))], sizes_of_their_own=[dict(size=[2,3,10])],
+    wrapped=[dict(ddp=dict(bucket_cap_mb=1e-4)), dict(ddp=dict(find_unused_parameters=True))],
+    penalties=[dict(cbs=lambda: [Penalty(),*clip(0.05)]), dict(cbs=scaled, opt_func=Adam)],
+    accumulated=[dict(cbs=lambda: [GradientAccumulation(20*here.world, drop_last=False)])],
+    memory_runs_out=[dict(size='auto', short_on=r, stage=s) for r in (0,1) for s in ('forward','backward')])
+
+@pytest.mark.parametrize('n,case', [*product([2], cached),(3,'sizes_of_their_own'),(3,'accumulated')])
+@on()
+def test_cached(case):
+    "`GradientCache`: the run without it, where each process has a loss of its own batch"
+    def run(ns=ragged, size=3, cbs=list, short_on=None, stage=None, **kwargs):
+        a,b = (own(ns, 10, loss_func=nt_xent, model=fragile, **kwargs) for _ in range(2))
+        if short_on is not None: short((short_on,), stage, after=1)(b)
+        one_cycle(a, cbs())
+        one_cycle(b, [*cbs(),GradientCache(size[here.rank] if isinstance(size, list) else size)])
+        assert_twins(a, b)
+        same_everywhere(state(b))
+        assert (happened['failed']>0)==(here.rank==short_on)
+    for kwargs in cached[case]: run(**kwargs)
+
+@on(2)
+def test_checkpointed():
+    "`ActivationCheckpoint`: the run without it, to the bit, with dropout and BatchNorm"
+    for ddp,acc in ((dict(),0), (dict(find_unused_parameters=True),0), (dict(static_graph=True),0), (dict(),32)):
+        a,b = (own(ragged, model=lambda: net(nn.BatchNorm1d(6), nn.Dropout()), ddp=ddp) for _ in range(2))
+        for o,more in ((a,[]), (b,[ActivationCheckpoint(nn.Linear)])):
+            torch.manual_seed(here.rank)
+            one_cycle(o, [GradientAccumulation(acc),*more] if acc else more)
+        same_everywhere(weights(b))
+        assert torch.equal(state(a), state(b)) and list(a.recorder.losses)==list(b.recorder.losses)
+
+@on(2)
+def test_recalibrated():
+    "Statistics are those of all samples, on all processes"
+    ds,order = toy_data(64),[list(range(48)),list(range(48, 64))]   # three batches, and one
+    b = learner(loader(ds, [order[here.rank]], 4), ds, ddp={}, model=batchnorm, splitter=one_group)
+    m = b.model.module
+    b.recalibrate_bn(16)
+    with torch.no_grad(): want = m[:2](ds.tensors[0])
+    torch.testing.assert_close(m[2].running_mean, want.mean(0))
+    torch.testing.assert_close(m[2].running_var, torch.stack([o.var(0) for o in want.split(16)]).mean(0))
+    assert m[2].num_batches_tracked==4
+    b.model.module = nn.SyncBatchNorm.convert_sync_batchnorm(m)   # DDP itself takes it on GPUs only
+    for f in (lambda: b.recalibrate_bn(16),lambda: b.fit(1, cbs=RecalibrateBN()),lambda: b.bs_find(show_plot=False)):
+        with pytest.raises(RuntimeError, match='SyncBatchNorm'): f()
+
+@pytest.mark.parametrize('case', ['even','uneven','sums','scaled'])
+@on(2,3)
+def test_noise_of_all_processes(case):
+    "What is measured is worked out from the gradients of all micro-batches"
+    ns,meter = dict(even=[16,16,16], uneven=[16,9,3]).get(case, [15]*3)[:here.world],NoiseScale(every=1)
+    b,ds = own(ns, loss_func=CrossEntropy(reduction='sum' if case=='sums' else 'mean')),toy_data(sum(ns))
+    b.fit(1, 0., cbs=[GradientAccumulation(16*here.world, drop_last=False),meter,*(scaled() if case=='scaled' else [])])
+    micro,model = [o for p in orders(ns)[0] for o in cut(p, 4)],b.model.module
+    gs = [torch.cat([g.flatten() for g in torch.autograd.grad(CrossEntropy()(model(x), y), list(model.parameters()))])
+        for x,y in map(ds.__getitem__, micro)]
+    mean = sum(len(o)*g for o,g in zip(micro, gs))/sum(ns)
+    trace = (sum(len(o)*g.square().sum() for o,g in zip(micro, gs))-sum(ns)*mean.square().sum())/(len(gs)-1)
+    assert deviation((meter.trace,meter.grad_sq), (trace,mean.square().sum()-trace/sum(ns)))<1e-5
+    assert len(b.recorder.noise_scale)==1
+
+@on(2)
+def test_the_noise_meter_changes_nothing():
+    for kwargs in (dict(ns=ragged),dict(ns=uneven, tokens=True)):
+        runs = [own(**kwargs) for _ in range(2)]
+        for o,more in zip(runs, ([],[NoiseScale(every=1)])): one_cycle(o, [GradientAccumulation(32),*more])
+        assert torch.equal(*map(weights, runs))
+
+@on(2)
+def test_scaled_lr_counts_all_processes():
+    b = own(ragged)
+    b.fit(1, 0.01, cbs=[GradientAccumulation(32),ScaledLR(8)])
+    assert deviation(list(b.recorder.lrs), [.01*4]*3)<1e-12
+
+def capped(caps, stage='backward', wrap=True, n=70):
+    "A Learner for `bs_find`: each process has memory for as many samples"
+    b = toy(4, data=toy_data(n), splitter=one_group, opt_func=Adam, model=lambda: net(nn.BatchNorm1d(6), Memory()))
+    m = b.model[3]
+    m.cap,m.stage = caps[here.rank],stage
+    if wrap: b.model = DDP(b.model)
+    return b
+def less(r, least=9): return [least if i==r else 50 for i in range(here.world)]
+
+@on(2,3)
+def test_bs_find_finds_what_fits_on_all():
+    "And leaves everything as it was"
+    for r,stage in ((0,'forward'),(here.world-1,'backward')):
+        b = capped(less(r), stage)
+        if r: b.fit(1, 0.01)
+        def now(): return deepcopy((b.model.state_dict(),b.opt.state_dict() if b.opt else 0,
+            [p.grad for p in b.model.parameters()],torch.get_rng_state()))
+        before,ddp,res = now(),b.model,b.bs_find('binsearch', show_plot=False)
+        assert int(res)==9 and f'each of {here.world} processes' in repr(res)
+        assert deviation(before, now())==0 and b.model is ddp and (b.opt is None)==(not r)
+
+@on(2)
+def test_bs_find_says_the_same_on_all():
+    "What fits, and then trains; the fewest samples; that nothing fits, that processes differ, that another has failed"
+    b = capped(less(1))
+    assert int(b.bs_find(show_plot=False, apply=True))==8==b.dls.train.bs
+    b.fit(1, 0.01, cbs=GradientAccumulation(64))
+    same_everywhere(state(b))
+    res = capped([50,50], n=40 if here.rank else 30).bs_find(show_plot=False)
+    assert int(res)==30 and 'no more' in repr(res)
+    with pytest.raises(torch.OutOfMemoryError, match='no batch fits'): capped(less(0, 0)).bs_find(show_plot=False)
+    with pytest.raises(ValueError, match='init_val'): capped([50,50]).bs_find(init_val=2+here.rank, show_plot=False)
+    b = capped([50,50])
+    before,(exc,said) = weights(b),[(RuntimeError,'failed on process 1'),(ZeroDivisionError,'zero')][here.rank]
+    if here.rank: b.model.module[0].register_forward_hook(lambda *_: 1/0)
+    with pytest.raises(exc, match=said): b.bs_find(show_plot=False)
+    assert torch.equal(before, weights(b)) and isinstance(b.model, DDP)
+
+# Sharded parameters (FSDP2)
+
+def sharded(replicas=1, make=net):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    shape = (here.world,) if replicas==1 else (replicas,here.world//replicas)
+    mesh,m = init_device_mesh('cpu', shape, mesh_dim_names=('replicas','shards')[-len(shape):]),make()
+    for o in (m[0],m[-1]): fully_shard(o, mesh=mesh)
+    return fully_shard(m, mesh=mesh)
+def parts(m): return [list(m[:1].parameters()),list(m[1:].parameters())]
+def all_sharded(ns, tokens=False, model=sharded, **kwargs):
+    ds = toy_data(sum(ns), tokens)
+    return learner(loader(ds, [o[here.rank] for o in orders(ns)], 4), ds, **{'model':model,'splitter':parts,**kwargs})
+def entire(o):
+    "With each sharded tensor as one"
+    if hasattr(o, 'full_tensor'): return o.full_tensor()
+    if isinstance(o, dict): return {k:entire(v) for k,v in o.items()}
+    return type(o)(map(entire, o)) if isinstance(o, (list,tuple)) else o
+def states(l):
+    for m in l.model.modules():
+        if hasattr(m, 'reshard'): m.reshard()   # a validation leaves them gathered
+    return deepcopy(entire([l.model.state_dict(),l.opt.state_dict()['state'],[p.grad for p in l.model.parameters()]]))
+def frozen_first(l, cbs):
+    l.freeze()
+    l.fit(1, 0.05, cbs=cbs)
+    l.validate()
+    l.unfreeze()
+    l.fit_one_cycle(2, 0.05, cbs=cbs, start_epoch=1)
+
+shards = dict(even=[dict(ns=even)], ragged=[dict(), dict(drop_last=True), dict(ns=[33,36])], tokens=[dict(tokens=True)],
+    clipped=[dict(opt_func=o, fit=decayed, cbs=clip) for o in (Adam,AdamW)],
+    scaled=[dict(cbs=scaled)], fits=[dict(fit=frozen_first)], replicas=[dict(replicas=2)])
+on_cpu = pytest.mark.skipif(not hasattr(torch.cpu.Stream, 'record_event'), reason='PyTorch 2.6 shards on devices only')
+
+@on_cpu
+@pytest.mark.parametrize('n,case', [(4 if o=='replicas' else 2,o) for o in shards])
+@on()
+def test_sharded(case):
+    "The run is that of one process that is not; gradients are exchanged with every micro-batch"
+    def run(ns=ragged, fit=one_cycle, tokens=False, cbs=list, replicas=1, drop_last=None, **kwargs):
+        ns = ns[:here.world]
+        ds,full = toy_data(sum(ns), tokens),[steps_of(o, [16]*here.world, drop_last) for o in orders(ns)]
+        a = learner(Batches(ds, full), ds, model=net, splitter=parts, **kwargs)
+        b = all_sharded(ns, tokens, partial(sharded, replicas), **kwargs)
+        with here.alone(): fit(a, cbs())
+        fit(b, [GradientAccumulation(16*here.world, drop_last=drop_last),*cbs()])
+        assert deviation(states(a), states(b))<1e-9
+        assert deviation(*([list(o.recorder.lrs),list(o.recorder.losses)] for o in (a,b)))<2e-6
+    for kwargs in shards[case]: run(**kwargs)
+
+@on_cpu
+@on(2)
+def test_a_sharded_fit_that_is_cut_short_leaves_nothing():
+    def fit(*fault):
+        b = all_sharded([35,35], opt_func=SGD)
+        try: b.fit(1, 0., cbs=[GradientAccumulation(64),Raise(*fault, 7, at=2)] if fault else [])
+        except (KeyboardInterrupt,RuntimeError): pass
+        rewind(b)
+        b.fit(1, 0.1, cbs=GradientAccumulation(64))
+        return states(b)[0]
+    want = fit()
+    for o in (('after_batch',KeyboardInterrupt), ('after_pred',CancelFitException), ('after_loss',RuntimeError)):
+        assert deviation(want, fit(*o))<1e-12
+
+@on_cpu
+@on(2)
+def test_refused_where_sharded():
+    "Other numbers of micro-batches, half-precision parameters, FSDP1, an optimizer made before"
+    def half(): return sharded(make=lambda: net().bfloat16())
+    def fsdp1(): return type('FullyShardedDataParallel', (nn.Sequential,), {})(net())
+    late = all_sharded([35,35], model=net)
+    late.create_opt()
+    late.model = sharded()
+    for said,b in (('FSDP',all_sharded([35,20])), ('float32',all_sharded([35,35], model=half, splitter=one_group)),
+            ('FSDP',all_sharded([35,35], model=fsdp1, splitter=one_group)), ('optimizer',late)):
+        with pytest.raises(ValueError, match=said): b.fit(1, 0.1, cbs=GradientAccumulation(32))

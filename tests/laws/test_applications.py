@@ -61,8 +61,8 @@ def two_fits(learn, cbs):
     learn.fit(1, 1e-3, cbs=cbs)
     learn.fit_flat_cos(1, 1e-3, cbs=cbs)
 
-def both(make, fit=one_cycle, micro=4, macro=16, cbs=list, **kwargs):
-    "Two Learners from `make`, which is given a batch size: one trained on batches of `macro`, one on micro-batches"
+def both(make, fit=one_cycle, micro=4, full=16, cbs=list, **kwargs):
+    "Two Learners from `make`, which is given a batch size: one trained on batches of `full`, one on micro-batches"
     def run(bs, own):
         set_seed(0)
         learn = exact(make(bs))
@@ -71,7 +71,7 @@ def both(make, fit=one_cycle, micro=4, macro=16, cbs=list, **kwargs):
         fit(learn, own+cbs())
         assert not weights(learn).allclose(before, atol=1e-4)
         return learn
-    return run(macro, []),run(micro, [GradientAccumulation(macro, **kwargs)])
+    return run(full, []),run(micro, [GradientAccumulation(full, **kwargs)])
 
 # Pictures
 
@@ -212,7 +212,7 @@ apps = dict(
     unet=dict(make=segmenter_in_double, fit=fine_tune),
     text=dict(make=sentiment, fit=fine_tune),
     language=dict(make=language, micro_batch_size=4),
-    table=dict(make=table, macro=8, fit=two_fits),
+    table=dict(make=table, full=8, fit=two_fits),
     table_with_a_short_end=dict(make=partial(table, n=39, drop_last=False)),
     table_without_its_end=dict(make=partial(table, n=45), drop_last=True),
     collab=dict(make=ratings),
@@ -257,7 +257,7 @@ gans = dict(wgan=dict(make=wgan), few=dict(make=few, fit=two_fits), lr_find=dict
     rates_in_fit=dict(make=few, fit=constant, cbs=lambda: [GANDiscriminativeLR(3.)]),
     short_end=dict(make=partial(few, n=30), fit=two_fits),
     split=dict(make=lambda bs: few(8), cbs=lambda: [Short()], micro_batch_size='auto'))
-gans = {nm:dict(micro=2, macro=8)|o for nm,o in gans.items()}   # 4 steps in an epoch
+gans = {nm:dict(micro=2, full=8)|o for nm,o in gans.items()}   # 4 steps in an epoch
 
 def assert_same_gan(a, b):
     "The same run, in which both critic and generator have trained"

@@ -86,9 +86,9 @@ def trained(nm, bs, cbs):
 @pytest.mark.parametrize('nm', real)
 def test_what_is_said_is_true(nm):
     _,said,rows = real[nm]
-    macro = 8 if nm=='sentiment' else 16   # of four batches, sorted and shuffled, two may happen to be the same in both
-    def acc(): return GradientAccumulation(macro, size=tokens if nm=='hugging_size' else None)
-    (start,a,none),(_,b,heard) = trained(nm, macro, []),trained(nm, 4, [acc()])
+    full = 8 if nm=='sentiment' else 16   # of four batches, sorted and shuffled, two may happen to be the same in both
+    def acc(): return GradientAccumulation(full, size=tokens if nm=='hugging_size' else None)
+    (start,a,none),(_,b,heard) = trained(nm, full, []),trained(nm, 4, [acc()])
     apart = ((a-b).norm()/(a-start).norm()).item()
     res = made(nm, 4).twin_check(cbs=acc())
     assert [o.what for o in res.rows if not o.ok]==rows, res

@@ -3,6 +3,7 @@ bit, as it was before."""
 import gc, multiprocessing, numpy as np, pytest, random, torch, weakref
 from functools import partial
 from itertools import product
+from matplotlib import pyplot as plt
 from types import FunctionType, MethodType, ModuleType
 from torch import distributed as dist, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -17,11 +18,16 @@ from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import Learner, Metric
 from fastai.optimizer import Adam, OptimWrapper
+from fastai.text.data import LMDataLoader, SortedDL, pad_input
 from fastaccum import GradientAccumulation
 from fastaccum.testing import toy, toy_data
 from common import CpuMixedPrecision, InBackward, some, weights
 
-gc.freeze()   # garbage is collected each time memory runs out: fast without what is there already
+@pytest.fixture(autouse=True)
+def frozen():
+    gc.freeze()   # garbage is collected each time memory runs out: fast without what is there already
+    yield
+    gc.unfreeze()
 
 def oom(): return torch.OutOfMemoryError('planted')
 
@@ -216,7 +222,7 @@ kinds = dict(success=(9,oom), nothing=(0,oom), error=(9,partial(ValueError, 'pla
 events = ('forward backward before_fit before_epoch before_train before_batch after_pred after_loss before_backward '
     'after_backward before_step after_step after_batch after_fit').split()
 
-@pytest.mark.parametrize('kind,where,fitted', some(20, product(kinds, events, [False,True])))
+@pytest.mark.parametrize('kind,where,fitted', some(30, product(kinds, events, [False,True])))
 def test_everything_is_as_before(kind, where, fitted):
     "So a fit goes on as if nothing had been: weights, optimizer, gradients, random numbers, logs, moving averages"
     cap,exc = kinds[kind]
@@ -279,7 +285,6 @@ data = [(torch.ones(5),torch.tensor(0)) for _ in range(50)]
 
 def test_text_loaders():
     "fastai's sorted one begins with the longest texts, so they count; the rows of a language model's run on"
-    from fastai.text.data import LMDataLoader, SortedDL, pad_input
     texts = [(torch.full((n,), 2),torch.tensor(i%2)) for i,n in enumerate([5]*50+[50]+[6]*50)]
     for shuffle in (False,True):
         dl = SortedDL(texts, bs=4, shuffle=shuffle, before_batch=pad_input, num_workers=0)
@@ -335,11 +340,10 @@ def test_apply_keeps_what_a_loader_was_given():
 
 def test_the_result_prints_and_plots(capsys):
     "Progress is shown where there is a bar"
-    from matplotlib import pyplot as plt
     plt.close('all')
     res = find(capped(9))
     assert capsys.readouterr()==('','')
-    find(capped(9, cbs=[ProgressCallback()]))
+    find(capped(9).add_cb(ProgressCallback()))
     assert '16 do not fit' in capsys.readouterr().out
     assert not plt.get_fignums() and list(range(res))==list(range(9)) and f'{res:}'==repr(res)==str(res)
     assert repr(res).startswith("9 samples fit, 10 do not (mode 'binsearch', 7 trials")
@@ -359,7 +363,8 @@ def search(rank, url, out):
     "On one of two processes: the sizes found, and what is raised where one of them fails"
     dist.init_process_group('gloo', init_method=url, rank=rank, world_size=2)
     for where in ('forward','backward'):
-        learn = capped([9,50][rank], where, n=40-10*rank, mid=lambda: nn.BatchNorm1d(6), opt_func=Adam)
+        learn = capped([9,50][rank], where, n=40-10*rank, mid=lambda: nn.BatchNorm1d(6), opt_func=Adam,
+            splitter=lambda m: [list(m.parameters())])
         learn.model = model = DistributedDataParallel(learn.model)
         before = weights(learn)
         out.put((rank,int(find(learn))))
@@ -376,6 +381,7 @@ def test_several_processes_agree(tmp_path):
     out = ctx.Queue()
     procs = [ctx.Process(target=search, args=(r,f'file://{tmp_path}/store',out)) for r in (0,1)]
     for o in procs: o.start()
-    got = [out.get(timeout=300) for _ in range(8)]
-    for o in procs: o.join()
+    for o in procs: o.join(200)
+    for o in procs: o.kill()
+    got = [out.get(timeout=1) for _ in range(8)]
     assert [[x for r,x in got if r==i] for i in (0,1)]==[[9,9,30,'ValueError'],[9,9,30,'RuntimeError']]

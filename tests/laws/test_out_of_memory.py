@@ -14,7 +14,11 @@ from common import CpuMixedPrecision, InBackward, Raise, Seen, short_of, weights
 
 pytestmark = pytest.mark.filterwarnings('ignore:memory ran out', 'ignore:.*are larger than `accum_bs')
 
-gc.freeze()   # garbage is collected each time memory runs out: fast without what is there already
+@pytest.fixture(autouse=True)
+def frozen():
+    gc.freeze()   # garbage is collected each time memory runs out: fast without what is there already
+    yield
+    gc.unfreeze()
 
 class Brittle(nn.Module):
     "Three layers; `short(where, n)` says whether memory runs out there with `n` samples"

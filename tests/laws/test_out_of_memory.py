@@ -100,9 +100,7 @@ def test_the_run_is_the_full_batch_run(where, cap, bs, accum, times, **kwargs):
     a,b = full_and_short(bs, accum, above(cap, where) if times is None else at_times(times, where), **kwargs)
     assert_same_run(a, b, tol=1e-5)   # Adam divides by what is nearly zero
 
-def lr_find(learn, cbs):
-    learn.add_cbs(cbs)
-    learn.lr_find(num_it=8, show_plot=False)
+def lr_find(learn, cbs): learn.add_cbs(cbs).lr_find(num_it=8, show_plot=False)
 
 @pytest.mark.parametrize('fit', [one_cycle,lr_find])
 def test_train_metrics_schedules_and_lr_find(fit):
@@ -136,8 +134,6 @@ def test_the_size_is_logged(tmp_path):
 
 # A failed attempt leaves nothing
 
-draws = dict(python=random.random, numpy=np.random.rand, torch=lambda: torch.rand(1).item())
-
 @pytest.mark.parametrize('where', ['loss','backward'])
 @pytest.mark.parametrize('norm', [lambda: nn.BatchNorm1d(6),lambda: nn.Dropout(0.3)], ids=['batchnorm','dropout'])
 def test_it_is_the_run_with_smaller_micro_batches_to_begin_with(norm, where):
@@ -145,7 +141,7 @@ def test_it_is_the_run_with_smaller_micro_batches_to_begin_with(norm, where):
     learns,drawn = [],[]
     class Draw(Callback):
         order,run_valid = -55,False
-        def after_pred(self): self.now = [f() for f in draws.values()]
+        def after_pred(self): self.now = random.random(),np.random.rand(),torch.rand(1).item()
         def after_backward(self): drawn[-1].append(self.now)
     for bs,short in ((2,None),(16,above(3, where))):
         learn = learner(bs, short, norm, n=64)

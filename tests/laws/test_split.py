@@ -163,12 +163,9 @@ def test_schedules(acc):
 
 @pytest.mark.parametrize('bs,accum', [(32,8),(16,16),(8,24)])
 def test_lr_find(bs, accum):
-    def fit(learn, cbs):
-        learn.add_cbs(cbs)
-        learn.lr_find(num_it=12, show_plot=False)
-    a,b = full_and_split(bs, accum, 4, fit=fit, n=90)
-    assert len(b.recorder.lrs)==12 and deviation(a.recorder.losses, b.recorder.losses)<2e-6
-    assert deviation(a.recorder.lrs, b.recorder.lrs)<1e-9
+    def fit(learn, cbs): learn.add_cbs(cbs).lr_find(num_it=12, show_plot=False)
+    recs = [o.recorder for o in full_and_split(bs, accum, 4, fit=fit, n=90)]
+    assert len(recs[1].lrs)==12 and all(deviation(*(getattr(o, k) for o in recs))<2e-6 for k in ('losses','lrs'))
 
 def test_every_micro_batch_is_recorded_if_asked_for():
     learn = toy(16, n=70)
@@ -185,7 +182,7 @@ def test_validation_stays_whole_and_nothing_is_warned_of():
         for accum in (16,4): toy(16, n=64).fit(1, 0.1, cbs=[GradientAccumulation(accum, micro_batch_size=8),Valid()])
     assert sizes==[32,32]*2
 
-# Callbacks that have a `before_batch` see the batch whole there, or as much of it as is for one step
+# Callbacks that have a `before_batch` see the batch whole there
 
 class Mixes(Callback):
     "Changes the batch, in another way for each sample and for the batch as a whole"
@@ -201,39 +198,36 @@ class Rate(Callback):
     def before_batch(self): self.opt.set_hyper('lr', float(self.opt.hypers[0]['lr']*3))
     def after_batch(self): self.opt.set_hyper('lr', float(self.opt.hypers[0]['lr']/3))
 
-@pytest.mark.parametrize('cb,bs,micro', [*((*o,5) for o in product([partial(Mixes, 0),Rate], [16,32])),
-    (partial(Mixes, 20),16,('auto',5)),(Rate,16,('auto',5)),
-    (partial(ShortEpochCallback, 0.5),16,4)])
-def test_callbacks_see_what_they_see_in_the_full_batch_run(cb, bs, micro):
-    a,b = full_and_split(bs, 16, micro, cbs=lambda: [cb()], n=96)
-    assert_twins(a, b)
-    assert b.train_iter==a.train_iter
-
-@pytest.mark.parametrize('bs,accum,sizes', [(16,8,[8]*4),(16,32,[16,16]),(40,16,[16,16,8,8,16])])
-def test_events_come_in_pairs(bs, accum, sizes):
-    "What a callback keeps in `before_batch` is its own, and whole, in `after_batch`; for the loss it is cut"
-    class Keep(Callback):
-        run_valid = False
-        def before_batch(self): self.kept = self.same = self.x.clone()
-        def after_pred(self): cut.append(self.kept.equal(self.x))
-        def after_batch(self): ends.append(len(self.kept) if self.kept is self.same else None)
-    cut,ends = [],[]
-    toy(bs, n=max(32, sum(sizes))).fit(1, 0.1, cbs=[GradientAccumulation(accum, micro_batch_size=4),Keep()])
-    assert ends==sizes and all(cut) and len(cut)==sum(sizes)//4
-
 class DoubleMixUp(MixUp):
-    "Draws in double precision"
+    "Draws in double precision; the mixed targets and shares are cut with the batch"
     def before_fit(self): self.distrib = Beta(*[torch.tensor(0.4, dtype=torch.float64)]*2)
     def before_batch(self):
         super().before_batch()
         self.lam = self.lam.double()
 
-@pytest.mark.parametrize('bs,micro', [(16,4),(48,5),(16,('auto',5))], ids=str)
-def test_mixup(bs, micro):
-    "The whole batch is mixed, and the mixed targets and shares are cut with it"
-    loss = type('Loss', (nn.CrossEntropyLoss,), dict(y_int=True))()
-    a,b = full_and_split(bs, 16, micro, cbs=lambda: [DoubleMixUp()], n=64, loss_func=loss)
+class Loss(nn.CrossEntropyLoss): y_int = True   # for MixUp
+
+@pytest.mark.parametrize('cb', [partial(Mixes, 0),partial(Mixes, 20),Rate,DoubleMixUp,partial(ShortEpochCallback, 0.5)],
+    ids=['early','late','rate','mixup','short'])
+@pytest.mark.parametrize('accum,micro', [(16,4),(16,('auto',5)),(32,5)], ids=str)
+def test_callbacks_see_what_they_see_where_batches_are_not_split(cb, accum, micro):
+    a,b = (toy(16, n=96, loss_func=Loss()) for _ in range(2))
+    for learn,own in ((a,None),(b,micro)):
+        torch.manual_seed(0)
+        learn.fit_one_cycle(2, 0.02, cbs=[*accumulating(accum, own, drop_last=False),cb()])
     assert deviation(weights(a), weights(b))<1e-7 and deviation(a.recorder.losses, b.recorder.losses)<2e-6
+
+@pytest.mark.parametrize('accum', [16,32])
+def test_events_come_in_pairs(accum):
+    "What a callback keeps in `before_batch` is its own, and whole, in `after_batch`; for the loss it is cut"
+    class Keep(Callback):
+        run_valid = False
+        def before_batch(self): self.kept = self.same = self.x.clone()
+        def after_pred(self): cut.append(self.kept.equal(self.x) and len(self.x))
+        def after_batch(self): ends.append(len(self.kept) if self.kept is self.same else None)
+    cut,ends = [],[]
+    toy(16, n=32).fit(1, 0.1, cbs=[GradientAccumulation(accum, micro_batch_size=4),Keep()])
+    assert ends==[16]*2 and cut==[4]*8
 
 @pytest.mark.parametrize('which', [0,1,3])
 @pytest.mark.parametrize('event', ['after_pred','after_loss','before_backward'])
@@ -255,18 +249,17 @@ def test_a_part_that_is_cancelled_is_left_out(event, which, micro):
     b.fit(2, 0.1, cbs=[*accumulating(16, micro),cb])
     assert deviation(weights(a), weights(b))<1e-12
 
-# What is left behind
-
 @pytest.mark.parametrize('micro', [3,('auto',3)], ids=str)
 @pytest.mark.parametrize('event,exc', some(4, product(['before_batch','after_pred','after_loss','before_backward',
     'after_backward','after_batch'], [KeyboardInterrupt,RuntimeError])))
 def test_an_interrupt_leaves_nothing(event, exc, micro):
-    "The next fit, with or without accumulation, is that of a Learner to which nothing has happened"
+    "The next fit is that of a Learner to which nothing has happened"
     a,b = toy(16, n=64),toy(16, n=64)
     with pytest.raises(exc): b.fit(1, 0., cbs=[*accumulating(8, micro),Raise(event, exc, 0, at=2)])
     assert not any(g is not None and g.any() for g in grads(b))
-    for o in (a,b): o.opt = None
-    for o in (a,b): o.fit(1, 0.1)
+    for o in (a,b):
+        o.opt = None
+        o.fit(1, 0.1)
     assert_twins(a, b)
 
 # A model that remembers its samples

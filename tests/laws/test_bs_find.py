@@ -1,12 +1,11 @@
 """`learn.bs_find()` finds the largest micro-batch that trains, wherever memory runs out, and leaves everything, to the
 bit, as it was before."""
-import gc, multiprocessing, numpy as np, pytest, random, torch, weakref
+import gc, numpy as np, pytest, random, torch, weakref
 from functools import partial
 from itertools import product
 from matplotlib import pyplot as plt
 from types import FunctionType, MethodType, ModuleType
-from torch import distributed as dist, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 from torch.utils.data import DataLoader as TorchLoader, IterableDataset, TensorDataset
 from fastai.callback.core import Callback, CancelFitException, CancelStepException
 from fastai.callback.data import WeightedDL
@@ -16,12 +15,13 @@ from fastai.callback.tracker import SaveModelCallback, TerminateOnNaNCallback
 from fastai.callback.training import GradientClip, ShortEpochCallback
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
-from fastai.learner import Learner, Metric
+from fastai.learner import Learner
+from fastai.metrics import accuracy
 from fastai.optimizer import Adam, OptimWrapper
 from fastai.text.data import LMDataLoader, SortedDL, pad_input
 from fastaccum import GradientAccumulation
 from fastaccum.testing import toy, toy_data
-from common import CpuMixedPrecision, InBackward, some, weights
+from common import CpuMixedPrecision, InBackward, some
 
 @pytest.fixture(autouse=True)
 def frozen():
@@ -144,13 +144,6 @@ def test_a_trial_without_steps_is_no_success(event, exc):
     setattr(cb := End(), event, end)
     with pytest.raises(RuntimeError, match='a trial of 3 steps made'): find(capped(5, cbs=[cb]))
 
-class Count(Metric):
-    "Counts in lists, and draws random numbers"
-    def __init__(self): self.calls = []
-    def reset(self): self.calls.append('reset')
-    def accumulate(self, learn): self.calls.append(random.random())
-    value = property(lambda self: float(len(self.calls)))
-
 def test_who_only_listens_does_not_hear_of_it(tmp_path):
     "Loggers, schedulers, metrics, and who says `run_bs_find = False`; nobody makes a trial longer or shorter"
     class Log(Callback):
@@ -158,12 +151,12 @@ def test_who_only_listens_does_not_hear_of_it(tmp_path):
         def before_fit(self): heard.append(1)
     heard,cbs = [],[CSVLogger(tmp_path/'log.csv'),SaveModelCallback(fname='best'),TerminateOnNaNCallback(),
         ShortEpochCallback(0.01),GradientAccumulation(16),Log(),ParamScheduler(dict(lr=lambda o: heard.append(o) or 1))]
-    learn = capped(11, cbs=cbs, metrics=Count())
+    learn = capped(11, cbs=cbs, metrics=accuracy)
     learn.logger,stock = (lambda *o: heard.append('logged')),learn.loss_func
     learn.loss_func = lambda *args: stock(*args)*float('nan')   # takes memory as any other
     sizes.clear()
     assert find(learn).size==11 and max(map(sizes.count, sizes))==3
-    assert heard==learn.metrics[0].calls==[] and not list(tmp_path.iterdir()) and not hasattr(learn.recorder, 'lrs')
+    assert not heard and not list(tmp_path.iterdir()) and not hasattr(learn.recorder, 'lrs')
 
 # All is as before
 
@@ -185,7 +178,7 @@ class Draw(Callback):
 def rich(cap, where, exc, fitted):
     "A Learner with much to lose"
     learn = capped(1000 if fitted else cap, where, exc, n=40, mid=lambda: nn.BatchNorm1d(6), opt_func=Adam,
-        shuffle=True, metrics=Count(), cbs=[Draw(),GradientClip(),GradientAccumulation(12),CSVLogger('log.csv')])
+        shuffle=True, metrics=accuracy, cbs=[Draw(),GradientClip(),GradientAccumulation(12),CSVLogger('log.csv')])
     if fitted:
         with learn.no_logging(): learn.fit(1, 0.1)
         for p in learn.model.parameters(): p.grad = torch.ones_like(p)   # left over
@@ -356,32 +349,3 @@ def test_the_result_prints_and_plots(capsys):
         axs = res.plot()
         assert list(axs[1].lines[0].get_xdata())==[2,4,8,9] and len(axs[0].lines)==(1 if peak is None else 2)
     plt.close('all')
-
-# Several processes
-
-def search(rank, url, out):
-    "On one of two processes: the sizes found, and what is raised where one of them fails"
-    dist.init_process_group('gloo', init_method=url, rank=rank, world_size=2)
-    for where in ('forward','backward'):
-        learn = capped([9,50][rank], where, n=40-10*rank, mid=lambda: nn.BatchNorm1d(6), opt_func=Adam,
-            splitter=lambda m: [list(m.parameters())])
-        learn.model = model = DistributedDataParallel(learn.model)
-        before = weights(learn)
-        out.put((rank,int(find(learn))))
-        assert learn.model is model and learn.opt is None and weights(learn).equal(before)
-    model.module[2].cap = 50
-    out.put((rank,int(find(learn))))   # no more than the process with the fewest samples has
-    if not rank: model.module[2].exc,model.module[2].cap = partial(ValueError, 'planted'),5
-    try: find(learn)
-    except (RuntimeError,ValueError) as e: out.put((rank,type(e).__name__))
-
-def test_several_processes_agree(tmp_path):
-    "A size fits if it fits on all; an error on one is told to the others"
-    ctx = multiprocessing.get_context('fork')
-    out = ctx.Queue()
-    procs = [ctx.Process(target=search, args=(r,f'file://{tmp_path}/store',out)) for r in (0,1)]
-    for o in procs: o.start()
-    for o in procs: o.join(200)
-    for o in procs: o.kill()
-    got = [out.get(timeout=1) for _ in range(8)]
-    assert [[x for r,x in got if r==i] for i in (0,1)]==[[9,9,30,'ValueError'],[9,9,30,'RuntimeError']]

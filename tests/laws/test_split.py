@@ -38,27 +38,22 @@ class Short(Callback):
     def __init__(self, cap): self.cap = cap
     def after_pred(self): short_of(self.cap, 'forward')(len(self.pred))
 
-def accumulating(accum, micro, cls=GradientAccumulation, **kwargs):
+def accumulating(accum, micro, **kwargs):
     "What splits batches: into parts of `micro` samples, or, with `('auto', cap)`, into what fits"
-    if not isinstance(micro, tuple): return [cls(accum, micro_batch_size=micro, **kwargs)]
-    return [cls(accum, micro_batch_size='auto', **kwargs),Short(micro[1])]
+    micro,*cap = micro if isinstance(micro, tuple) else (micro,)
+    return [GradientAccumulation(accum, micro_batch_size=micro, **kwargs),*map(Short, cap)]
 
-def full_and_split(bs, accum, micro, acc=None, cbs=list, fit=one_cycle, make=toy, seed=0, **kwargs):
+def full_and_split(bs, accum, micro, drop_last=False, cbs=list, fit=one_cycle, **kwargs):
     "The run on batches of `accum`, and the one whose batches of `bs` are split"
-    acc = acc or {}
-    def run(bs, whole, own):
-        learn = make(bs, whole=whole, seed=seed, **kwargs)
-        torch.manual_seed(seed)
+    a,b = toy(accum, whole=accum if drop_last else 1, **kwargs),toy(bs, **kwargs)
+    for learn,own in ((a,[]),(b,accumulating(accum, micro, drop_last=drop_last))):
+        torch.manual_seed(0)
         fit(learn, own+cbs())
-        return learn
-    return run(accum, accum if acc.get('drop_last') else 1, []),run(bs, 1, accumulating(accum, micro, **acc))
+    return a,b
 
-def gently(learn, cbs): learn.fit_one_cycle(2, 0.02, cbs=cbs)
-
-def metered(*args, **kwargs):
-    learn = toy(*args, metrics=accuracy, **kwargs)
+def gently(learn, cbs):
     learn.recorder.train_metrics = True
-    return learn
+    learn.fit_one_cycle(2, 0.02, cbs=cbs)
 
 no_shrinking = settings(phases=[Phase.generate])   # that takes minutes
 opts = [partial(SGD, mom=0.9),Adam,partial(OptimWrapper, opt=torch.optim.AdamW)]
@@ -67,10 +62,9 @@ opts = [partial(SGD, mom=0.9),Adam,partial(OptimWrapper, opt=torch.optim.AdamW)]
 @given(bs=st.integers(2, 40), accum=st.integers(2, 40), micro=st.integers(1, 20), n=st.integers(50, 70),
     drop_last=st.sampled_from([None,True,False]), opt_func=st.sampled_from(opts),
     cbs=st.sampled_from([list,lambda: [GradientClip(0.05)]]), shuffle=st.booleans(), tokens=st.booleans())
-def test_any_batch_split_anyhow_is_the_full_batch_run(bs, accum, micro, n, drop_last, **kwargs):
+def test_any_batch_split_anyhow_is_the_full_batch_run(bs, micro, **kwargs):
     "Any batch size of the loader, any `accum_bs`, whichever is larger"
-    acc = dict(drop_last=drop_last)
-    a,b = full_and_split(bs, accum, min(micro, bs-1), acc, make=metered, fit=gently, n=n, **kwargs)
+    a,b = full_and_split(bs, micro=min(micro, bs-1), fit=gently, metrics=accuracy, **kwargs)
     assert_twins(a, b, tol=1e-5)   # Adam divides by what is nearly zero
 
 def even(n, most):
@@ -86,11 +80,6 @@ def test_micro_batches_are_even_and_within_one_batch_and_one_step(bs, accum, mic
     toy(bs, n=n).fit(1, 0.1, cbs=[GradientAccumulation(accum, micro_batch_size=micro, drop_last=False),seen])
     ends = sorted({*range(0, n, bs),*range(0, n, accum),n})
     assert seen.values==[o for a,b in zip(ends, ends[1:]) for o in even(b-a, micro)]
-
-def test_dropped_samples_are_not_seen():
-    seen = Seen('after_pred', lambda l: len(l.pred))
-    toy(16, n=70).fit(1, 0.1, cbs=[GradientAccumulation(24, micro_batch_size=8, drop_last=True),seen])
-    assert sum(seen.values)==48
 
 # Batches of all kinds: each writes the same samples down in another way
 
@@ -174,29 +163,26 @@ def test_schedules(acc):
 
 @pytest.mark.parametrize('bs,accum', [(32,8),(16,16),(8,24)])
 def test_lr_find(bs, accum):
-    def fit(learn, cbs):
-        learn.add_cbs(cbs)
-        learn.lr_find(num_it=12, show_plot=False)
-    a,b = full_and_split(bs, accum, 4, fit=fit, n=90)
-    assert len(b.recorder.lrs)==12 and deviation(a.recorder.losses, b.recorder.losses)<2e-6
-    assert deviation(a.recorder.lrs, b.recorder.lrs)<1e-9
+    def fit(learn, cbs): learn.add_cbs(cbs).lr_find(num_it=12, show_plot=False)
+    recs = [o.recorder for o in full_and_split(bs, accum, 4, fit=fit, n=90)]
+    assert len(recs[1].lrs)==12 and all(deviation(*(getattr(o, k) for o in recs))<2e-6 for k in ('losses','lrs'))
 
 def test_every_micro_batch_is_recorded_if_asked_for():
-    a,b = full_and_split(16, 24, 4, dict(log_accum_batch=False), n=70)
-    assert deviation(weights(a), weights(b))<1e-7 and len(b.recorder.losses)==2*(4+2+2+4+4+2)
+    learn = toy(16, n=70)
+    learn.fit(2, 0.1, cbs=GradientAccumulation(24, micro_batch_size=4, log_accum_batch=False))
+    assert len(learn.recorder.losses)==2*(4+2+2+4+4+2)
 
 def test_validation_stays_whole_and_nothing_is_warned_of():
     "Nor where a step is smaller than the number"
-    class Valid(Callback):
-        run_train = False
-        def after_pred(self): sizes.append(len(self.pred))
     sizes = []
+    class Valid(Callback):
+        run_train,after_pred = False,lambda self: sizes.append(len(self.pred))
     with warnings.catch_warnings():
         warnings.simplefilter('error', UserWarning)
         for accum in (16,4): toy(16, n=64).fit(1, 0.1, cbs=[GradientAccumulation(accum, micro_batch_size=8),Valid()])
     assert sizes==[32,32]*2
 
-# Callbacks that have a `before_batch` see the batch whole there, or as much of it as is for one step
+# Callbacks that have a `before_batch` see the batch whole there
 
 class Mixes(Callback):
     "Changes the batch, in another way for each sample and for the batch as a whole"
@@ -212,39 +198,36 @@ class Rate(Callback):
     def before_batch(self): self.opt.set_hyper('lr', float(self.opt.hypers[0]['lr']*3))
     def after_batch(self): self.opt.set_hyper('lr', float(self.opt.hypers[0]['lr']/3))
 
-@pytest.mark.parametrize('cb,bs,micro', [*((*o,5) for o in product([partial(Mixes, 0),Rate], [16,32])),
-    (partial(Mixes, 20),16,('auto',5)),(Rate,16,('auto',5)),
-    (partial(ShortEpochCallback, 0.5),16,4)])
-def test_callbacks_see_what_they_see_in_the_full_batch_run(cb, bs, micro):
-    a,b = full_and_split(bs, 16, micro, dict(drop_last=False), lambda: [cb()], n=96)
-    assert_twins(a, b)
-    assert b.train_iter==a.train_iter
-
-@pytest.mark.parametrize('bs,accum,sizes', [(16,8,[8]*4),(16,32,[16,16]),(40,16,[16,16,8,8,16])])
-def test_events_come_in_pairs(bs, accum, sizes):
-    "What a callback keeps in `before_batch` is its own, and whole, in `after_batch`; for the loss it is cut"
-    class Keep(Callback):
-        run_valid = False
-        def before_batch(self): self.kept = self.same = self.x.clone()
-        def after_pred(self): cut.append(self.kept.equal(self.x))
-        def after_batch(self): ends.append(len(self.kept) if self.kept is self.same else None)
-    cut,ends = [],[]
-    toy(bs, n=max(32, sum(sizes))).fit(1, 0.1, cbs=[GradientAccumulation(accum, micro_batch_size=4),Keep()])
-    assert ends==sizes and all(cut) and len(cut)==sum(sizes)//4
-
 class DoubleMixUp(MixUp):
-    "Draws in double precision"
+    "Draws in double precision; the mixed targets and shares are cut with the batch"
     def before_fit(self): self.distrib = Beta(*[torch.tensor(0.4, dtype=torch.float64)]*2)
     def before_batch(self):
         super().before_batch()
         self.lam = self.lam.double()
 
-@pytest.mark.parametrize('bs,micro', [(16,4),(48,5),(16,('auto',5))], ids=str)
-def test_mixup(bs, micro):
-    "The whole batch is mixed, and the mixed targets and shares are cut with it"
-    loss = type('Loss', (nn.CrossEntropyLoss,), dict(y_int=True))()
-    a,b = full_and_split(bs, 16, micro, dict(drop_last=False), lambda: [DoubleMixUp()], n=64, loss_func=loss)
+class Loss(nn.CrossEntropyLoss): y_int = True   # for MixUp
+
+@pytest.mark.parametrize('cb', [partial(Mixes, 0),partial(Mixes, 20),Rate,DoubleMixUp,partial(ShortEpochCallback, 0.5)],
+    ids=['early','late','rate','mixup','short'])
+@pytest.mark.parametrize('accum,micro', [(16,4),(16,('auto',5)),(32,5)], ids=str)
+def test_callbacks_see_what_they_see_where_batches_are_not_split(cb, accum, micro):
+    a,b = (toy(16, n=96, loss_func=Loss()) for _ in range(2))
+    for learn,own in ((a,None),(b,micro)):
+        torch.manual_seed(0)
+        learn.fit_one_cycle(2, 0.02, cbs=[*accumulating(accum, own, drop_last=False),cb()])
     assert deviation(weights(a), weights(b))<1e-7 and deviation(a.recorder.losses, b.recorder.losses)<2e-6
+
+@pytest.mark.parametrize('accum', [16,32])
+def test_events_come_in_pairs(accum):
+    "What a callback keeps in `before_batch` is its own, and whole, in `after_batch`; for the loss it is cut"
+    class Keep(Callback):
+        run_valid = False
+        def before_batch(self): self.kept = self.same = self.x.clone()
+        def after_pred(self): cut.append(self.kept.equal(self.x) and len(self.x))
+        def after_batch(self): ends.append(len(self.kept) if self.kept is self.same else None)
+    cut,ends = [],[]
+    toy(16, n=32).fit(1, 0.1, cbs=[GradientAccumulation(accum, micro_batch_size=4),Keep()])
+    assert ends==[16]*2 and cut==[4]*8
 
 @pytest.mark.parametrize('which', [0,1,3])
 @pytest.mark.parametrize('event', ['after_pred','after_loss','before_backward'])
@@ -266,18 +249,17 @@ def test_a_part_that_is_cancelled_is_left_out(event, which, micro):
     b.fit(2, 0.1, cbs=[*accumulating(16, micro),cb])
     assert deviation(weights(a), weights(b))<1e-12
 
-# What is left behind
-
 @pytest.mark.parametrize('micro', [3,('auto',3)], ids=str)
 @pytest.mark.parametrize('event,exc', some(4, product(['before_batch','after_pred','after_loss','before_backward',
     'after_backward','after_batch'], [KeyboardInterrupt,RuntimeError])))
 def test_an_interrupt_leaves_nothing(event, exc, micro):
-    "The next fit, with or without accumulation, is that of a Learner to which nothing has happened"
+    "The next fit is that of a Learner to which nothing has happened"
     a,b = toy(16, n=64),toy(16, n=64)
     with pytest.raises(exc): b.fit(1, 0., cbs=[*accumulating(8, micro),Raise(event, exc, 0, at=2)])
     assert not any(g is not None and g.any() for g in grads(b))
-    for o in (a,b): o.opt = None
-    for o in (a,b): o.fit(1, 0.1)
+    for o in (a,b):
+        o.opt = None
+        o.fit(1, 0.1)
     assert_twins(a, b)
 
 # A model that remembers its samples

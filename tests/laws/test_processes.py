@@ -142,7 +142,7 @@ def test_only_padding_on_one_process():
 
 @on(2)
 def test_a_schedule_on_unequal_processes():
-    "They change sizes together, and take the same steps; none of fewer samples, if the incomplete last batch is dropped"
+    "They change sizes together, and take the same steps; none of fewer samples, where those are dropped"
     for ns,drop_last in ((uneven,False), ([40,28],True)):
         b = own(ns)
         b.fit_one_cycle(2, 0.1, cbs=GradientAccumulationSchedule(8, 32, finish=0.8, drop_last=drop_last))
@@ -239,7 +239,8 @@ def test_half_precision_gradients_are_rounded_once():
             p.grad.clone() for p in l.model.parameters()])
         b.fit(1, 0., cbs=[GradientAccumulation(128, **acc),got])
         ps,model = list(b.model.parameters()),b.model.module
-        parts = [torch.autograd.grad(loss(model(x), y), ps) for part in orders(ns)[0] for x,y in map(ds.__getitem__, cut(part, 2))]
+        parts = [torch.autograd.grad(loss(model(x), y), ps)
+            for o in orders(ns)[0] for x,y in map(ds.__getitem__, cut(o, 2))]
         for g,*each in zip(got.values[0], *parts):
             same_everywhere(g.float())
             mean = torch.stack(each).float().mean(0)
@@ -265,7 +266,8 @@ def test_an_overflow_on_one_process_skips_the_step_on_all():
             if (here.rank,self.epoch,self.iter)==(1,0,at): self.learn.loss_grad = self.loss_grad*float('inf')
     for at in (0,3):   # in the first step
         b = own([36,36], model=lambda: net().float())
-        b.dls.train.dataset.tensors = tuple(o.float() if o.is_floating_point() else o for o in b.dls.train.dataset.tensors)
+        ds = b.dls.train_ds
+        ds.tensors = ds.tensors[0].float(),ds.tensors[1]
         before,seen = weights(b),Seen('after_step', lambda l: (weights(l),l.scaler.get_scale()), order=60)
         b.fit(2, 0.1, cbs=[GradientAccumulation(32),CpuMixedPrecision(init_scale=1024.),Overflow(),seen])
         same_everywhere(state(b))
@@ -282,7 +284,8 @@ auto = dict(
     on_all=[dict(stage=s, ranks=(0,1,2), ns=ns, cap=3) for s,ns in (('forward',ragged),('backward',uneven))],
     loaders_of_their_own=[dict(ranks=(0,), ns=few), dict(ranks=(0,), ns=[40,33,17], micro=[8,16,4])],
     tokens=[dict(stage=s, ranks=(r,), ns=uneven, tokens=True) for s,r in (('forward',0),('backward',1))],
-    ways_to_wrap=[dict(ranks=(1,), ddp=dict(bucket_cap_mb=1e-4)), dict(ranks=(0,), ddp=dict(find_unused_parameters=True)),
+    ways_to_wrap=[dict(ranks=(1,), ddp=dict(bucket_cap_mb=1e-4)),
+        dict(ranks=(0,), ddp=dict(find_unused_parameters=True)),
         dict(ranks=(1,), ddp=dict(gradient_as_bucket_view=True), opt_func=AdamW)],
     scaled_and_clipped=[dict(stage=s, ranks=(1,), cbs=scaled) for s in ('forward','backward')],
     fits=[dict(ranks=(1,), after=3, fit=fits)],
@@ -321,7 +324,7 @@ def test_a_fit_that_is_cut_short_leaves_nothing():
     def fit(acc, event=None, exc=None, **kwargs):
         b = own(ragged, opt_func=SGD)
         if event:
-            cb = Raise(event, exc, 7, at=2 if event=='after_batch' else 5)
+            cb = Raise(event, exc, 7, at=1 if event in ('after_backward','after_batch') else 5)
             try: b.fit(1, 0., cbs=[GradientAccumulation(32, **kwargs),cb])
             except (KeyboardInterrupt,RuntimeError): pass
             assert cb.raised
@@ -333,7 +336,8 @@ def test_a_fit_that_is_cut_short_leaves_nothing():
     events = ('before_batch','after_pred','after_loss','before_backward','after_backward','after_batch')
     cuts = product(events, (KeyboardInterrupt,RuntimeError,CancelFitException), (None,'auto'))
     for event,exc,size in some(9, cuts):
-        for acc in (False,True): assert deviation(fit(acc, event, exc, micro_batch_size=size), want[acc])<1e-12, (event,exc)
+        for acc in (False,True):
+            assert deviation(fit(acc, event, exc, micro_batch_size=size), want[acc])<1e-12, (event,exc)
 
 @on(2)
 def test_a_forward_of_its_own_is_kept():
@@ -388,7 +392,8 @@ def test_resumed_on_one_process(tmp_path, acc):
             learn.load('model_1', with_opt=True)
             for _ in range(2): learn.dls.train.get_idxs()   # a loader that shuffles goes on where it was
         cb = GradientAccumulationSchedule(8, 24) if acc is None else GradientAccumulation(16, **acc)
-        learn.fit_one_cycle(4, 0.05, wd=0.1, cbs=[cb,SaveModelCallback(every_epoch=True, with_opt=True),*more], **kwargs)
+        save = SaveModelCallback(every_epoch=True, with_opt=True)
+        learn.fit_one_cycle(4, 0.05, wd=0.1, cbs=[cb,save,*more], **kwargs)
         return learn
     a = run()
     with pytest.raises(RuntimeError, match='planted'): run(Raise('after_backward', RuntimeError, 5, at=18*2+5))
@@ -425,14 +430,15 @@ def test_distrib_ctx(case):
     with b.distrib_ctx(sync_bn=False, cpu=True): one_cycle(b, [GradientAccumulation(32, drop_last=drop_last)])
     same_everywhere(state(b))
     assert not isinstance(b.model, DDP)
-    for o in (a,b): o.recorder.values = [v[:2 if metrics else 1] for v in o.recorder.values]   # of a part each, in validation
+    # each validates on a part
+    for o in (a,b): o.recorder.values = [v[:2 if metrics else 1] for v in o.recorder.values]
     assert_twins(a, b)
 
 @on(2)
 def test_searches_in_distrib_ctx():
     distributed_on_cpu()
     order = Random(1).sample(range(64), 64)
-    b = learner(DataLoader(toy_data(64), bs=4, n=64, get_idxs=lambda: order), toy_data(64), cbs=GradientAccumulation(32))
+    b = learner(loader(toy_data(64), [order], 4), toy_data(64), cbs=GradientAccumulation(32))
     before = weights(b)
     with b.distrib_ctx(sync_bn=False, cpu=True): found = b.lr_find(num_it=30, show_plot=False).valley
     same_everywhere([found,*b.recorder.lrs])
@@ -453,7 +459,7 @@ refused = dict(
     epochs=('epochs', dict(ns=even, fit=lambda l,cbs: l.fit(1+(here.rank if cbs else 0), 0.1, cbs=cbs))),
     counts_recorded=('micro-batches', dict(ns=uneven, acc=dict(log_accum_batch=False))),
     counts_of_metrics=('micro-batches', dict(ns=uneven, setup=train_metrics, metrics=[accuracy])),
-    no_step=('no step', dict(ns=even, each=64, acc=dict(drop_last=True), fit=lambda l,cbs: l.fit(1, cbs=cbs) if cbs else 0)))
+    no_step=('no step', dict(ns=even, each=64, acc=dict(drop_last=True), fit=lambda l,cbs: cbs and l.fit(1, cbs=cbs))))
 
 @pytest.mark.parametrize('case', refused)
 @on(2)
@@ -561,6 +567,8 @@ def test_scaled_lr_counts_all_processes():
     b = own(ragged)
     b.fit(1, 0.01, cbs=[GradientAccumulation(32),ScaledLR(8)])
     assert deviation(list(b.recorder.lrs), [.01*4]*3)<1e-12
+    b.fit(1, 0.01, cbs=ScaledLR(4))   # of plain steps
+    assert deviation(list(b.recorder.lrs), [.01*2]*9)<1e-12
 
 def capped(caps, stage='backward', wrap=True, n=70):
     "A Learner for `bs_find`: each process has memory for as many samples"

@@ -3,7 +3,7 @@
 Processes are forks of one that has imported fastai, so that each test can have its own: one that fails or hangs takes
 no other down. They speak gloo, on the CPU.
 """
-import faulthandler, math, os, time, torch
+import faulthandler, gc, math, os, time, torch
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
@@ -45,6 +45,7 @@ def here(module, test, r, n, folder, kwargs):
     global rank,world
     with open(Path(folder)/f'{r}.out', 'wb') as file:
         for o in (1,2): os.dup2(file.fileno(), o)
+    gc.freeze()   # what was imported stays: after memory ran out, garbage is looked for
     faulthandler.dump_traceback_later(limit, exit=True)
     os.chdir(folder)
     launched(r, n)
@@ -79,7 +80,8 @@ def on(*ns):
     def several(f):
         def test(n, tmp_path, **kwargs): together(f.__module__, f.__name__, n, tmp_path, kwargs)
         test.body,test.__name__,test.__doc__,test.__module__ = f,f.__name__,f.__doc__,f.__module__
-        test.__signature__ = Signature([Parameter(o, Parameter.KEYWORD_ONLY) for o in ('n','tmp_path',*signature(f).parameters)])
+        names = 'n','tmp_path',*signature(f).parameters
+        test.__signature__ = Signature([Parameter(o, Parameter.KEYWORD_ONLY) for o in names])
         test.pytestmark = getattr(f, 'pytestmark', [])
         return pytest.mark.parametrize('n', ns)(test) if ns else test
     return several

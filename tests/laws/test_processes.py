@@ -58,7 +58,7 @@ def tied():
     m[2].weight = m[4].weight
     return m
 def unused():
-    m = net()
+    m = net(Memory())
     m[1].unused = nn.Linear(2, 2).double()
     return m
 
@@ -81,6 +81,12 @@ class LeaveOut(Callback):
     def after_loss(self):
         if self.iter==4: raise CancelBatchException
 
+class Trim(Callback):
+    "Each batch is as long as its longest sequence"
+    def before_batch(self):
+        n = int((self.y!=-100).any(0).nonzero().max())+1
+        self.learn.xb,self.learn.yb = (self.x[:,:n],),(self.y[:,:n],)
+
 equal = dict(
     even=[dict(ns=even), dict(ns=even, each=1)],   # and a step for each micro-batch
     ragged=[dict(ns=ragged)],
@@ -92,14 +98,16 @@ equal = dict(
     scaled=[dict(ns=ragged, cbs=scaled)],
     fits=[dict(ns=ragged, fit=fits)],
     from_an_epoch=[dict(ns=o, fit=from_epoch_1) for o in (ragged,uneven)],
-    tokens=[dict(ns=o, tokens=True) for o in (ragged,uneven)],
+    tokens=[*(dict(ns=o, tokens=True) for o in (ragged,uneven)),
+        dict(ns=uneven, micro=2, tokens=True, cbs=lambda: [Trim()])],
     class_weights=[dict(ns=uneven, tokens=True, loss_func=CrossEntropy(weight=torch.tensor([0.2,1.,3.]).double()))],
     sums=[dict(ns=uneven, loss_func=CrossEntropy(reduction='sum'), fit=lambda l,cbs: l.fit(2, 1e-3, cbs=cbs))],
     split=[dict(ns=[36]*3, micro=12, each=12, acc=dict(micro_batch_size=4)),
         dict(ns=[50]*3, micro=[8,12,5], acc=dict(micro_batch_size=5)),
         dict(ns=uneven, micro=8, each=12, tokens=True, acc=dict(micro_batch_size=3)),
         dict(ns=even, micro=16, acc=dict(micro_batch_size=4), setup=train_metrics, metrics=[accuracy])],
-    drop_last=[dict(ns=o, acc=dict(drop_last=True)) for o in (ragged,uneven)],
+    drop_last=[*(dict(ns=o, acc=dict(drop_last=True)) for o in (ragged,uneven)), dict(ns=[40,28,28], full=False,
+        cb=lambda n: GradientAccumulationScheduler({0:1,1:2}, drop_last=True))],   # where one has no more, all end
     train_metrics=[dict(ns=even, setup=train_metrics, metrics=[accuracy,AvgLoss()])],
     ways_to_wrap=[dict(ns=ragged, ddp=dict(bucket_cap_mb=1e-4)),
         dict(ns=uneven, ddp=dict(gradient_as_bucket_view=True), opt_func=AdamW),
@@ -142,12 +150,11 @@ def test_only_padding_on_one_process():
 
 @on(2)
 def test_a_schedule_on_unequal_processes():
-    "They change sizes together, and take the same steps; none of fewer samples, if the incomplete last batch is dropped"
-    for ns,drop_last in ((uneven,False), ([40,28],True)):
-        b = own(ns)
-        b.fit_one_cycle(2, 0.1, cbs=GradientAccumulationSchedule(8, 32, finish=0.8, drop_last=drop_last))
-        for o in (state(b),b.recorder.accum_bs,b.recorder.lrs): same_everywhere(o)
-        assert len(b.recorder.losses)==len(b.recorder.accum_bs) and b.recorder.accum_bs[-1]==32
+    "They change sizes together, and take the same steps"
+    b = own(uneven)
+    b.fit_one_cycle(2, 0.1, cbs=GradientAccumulationSchedule(8, 32, finish=0.8))
+    for o in (state(b),b.recorder.accum_bs,b.recorder.lrs): same_everywhere(o)
+    assert len(b.recorder.losses)==len(b.recorder.accum_bs) and b.recorder.accum_bs[-1]==32
 
 @on(2)
 def test_every_micro_batch_recorded():
@@ -239,7 +246,8 @@ def test_half_precision_gradients_are_rounded_once():
             p.grad.clone() for p in l.model.parameters()])
         b.fit(1, 0., cbs=[GradientAccumulation(128, **acc),got])
         ps,model = list(b.model.parameters()),b.model.module
-        parts = [torch.autograd.grad(loss(model(x), y), ps) for part in orders(ns)[0] for x,y in map(ds.__getitem__, cut(part, 2))]
+        parts = [torch.autograd.grad(loss(model(x), y), ps)
+            for o in orders(ns)[0] for x,y in map(ds.__getitem__, cut(o, 2))]
         for g,*each in zip(got.values[0], *parts):
             same_everywhere(g.float())
             mean = torch.stack(each).float().mean(0)
@@ -265,7 +273,8 @@ def test_an_overflow_on_one_process_skips_the_step_on_all():
             if (here.rank,self.epoch,self.iter)==(1,0,at): self.learn.loss_grad = self.loss_grad*float('inf')
     for at in (0,3):   # in the first step
         b = own([36,36], model=lambda: net().float())
-        b.dls.train.dataset.tensors = tuple(o.float() if o.is_floating_point() else o for o in b.dls.train.dataset.tensors)
+        ds = b.dls.train_ds
+        ds.tensors = ds.tensors[0].float(),ds.tensors[1]
         before,seen = weights(b),Seen('after_step', lambda l: (weights(l),l.scaler.get_scale()), order=60)
         b.fit(2, 0.1, cbs=[GradientAccumulation(32),CpuMixedPrecision(init_scale=1024.),Overflow(),seen])
         same_everywhere(state(b))
@@ -282,8 +291,10 @@ auto = dict(
     on_all=[dict(stage=s, ranks=(0,1,2), ns=ns, cap=3) for s,ns in (('forward',ragged),('backward',uneven))],
     loaders_of_their_own=[dict(ranks=(0,), ns=few), dict(ranks=(0,), ns=[40,33,17], micro=[8,16,4])],
     tokens=[dict(stage=s, ranks=(r,), ns=uneven, tokens=True) for s,r in (('forward',0),('backward',1))],
-    ways_to_wrap=[dict(ranks=(1,), ddp=dict(bucket_cap_mb=1e-4)), dict(ranks=(0,), ddp=dict(find_unused_parameters=True)),
-        dict(ranks=(1,), ddp=dict(gradient_as_bucket_view=True), opt_func=AdamW)],
+    ways_to_wrap=[dict(ranks=(1,), ddp=dict(bucket_cap_mb=1e-4)),
+        dict(ranks=(0,), ddp=dict(find_unused_parameters=True)),
+        dict(ranks=(1,), ddp=dict(gradient_as_bucket_view=True), opt_func=AdamW),
+        dict(ranks=(0,), ddp=dict(find_unused_parameters=True), model=unused, splitter=one_group, fit=decayed)],
     scaled_and_clipped=[dict(stage=s, ranks=(1,), cbs=scaled) for s in ('forward','backward')],
     fits=[dict(ranks=(1,), after=3, fit=fits)],
     schedules=[dict(ns=[48]*3, ranks=(0,), after=2, cb=cb, full=False) for cb in (
@@ -293,8 +304,8 @@ auto = dict(
 @on()
 def test_memory_runs_out_on_some(case):
     "The run is that of one process with memory enough"
-    def run(ranks, stage='backward', after=0, cap=2, ns=ragged, micro=8, acc=None, **kwargs):
-        assert_same(ns, micro, model=fragile, setup=short(ranks, stage, after, cap),
+    def run(ranks, stage='backward', after=0, cap=2, ns=ragged, micro=8, acc=None, model=fragile, **kwargs):
+        assert_same(ns, micro, model=model, setup=short(ranks, stage, after, cap),
             acc=dict(micro_batch_size='auto')|(acc or {}), **kwargs)
         assert (happened['failed']>0)==(here.rank in ranks)
     for kwargs in auto[case]: run(**kwargs)
@@ -321,7 +332,7 @@ def test_a_fit_that_is_cut_short_leaves_nothing():
     def fit(acc, event=None, exc=None, **kwargs):
         b = own(ragged, opt_func=SGD)
         if event:
-            cb = Raise(event, exc, 7, at=2 if event=='after_batch' else 5)
+            cb = Raise(event, exc, 7, at=1 if event in ('after_backward','after_batch') else 5)
             try: b.fit(1, 0., cbs=[GradientAccumulation(32, **kwargs),cb])
             except (KeyboardInterrupt,RuntimeError): pass
             assert cb.raised
@@ -333,7 +344,8 @@ def test_a_fit_that_is_cut_short_leaves_nothing():
     events = ('before_batch','after_pred','after_loss','before_backward','after_backward','after_batch')
     cuts = product(events, (KeyboardInterrupt,RuntimeError,CancelFitException), (None,'auto'))
     for event,exc,size in some(9, cuts):
-        for acc in (False,True): assert deviation(fit(acc, event, exc, micro_batch_size=size), want[acc])<1e-12, (event,exc)
+        for acc in (False,True):
+            assert deviation(fit(acc, event, exc, micro_batch_size=size), want[acc])<1e-12, (event,exc)
 
 @on(2)
 def test_a_forward_of_its_own_is_kept():
@@ -388,7 +400,8 @@ def test_resumed_on_one_process(tmp_path, acc):
             learn.load('model_1', with_opt=True)
             for _ in range(2): learn.dls.train.get_idxs()   # a loader that shuffles goes on where it was
         cb = GradientAccumulationSchedule(8, 24) if acc is None else GradientAccumulation(16, **acc)
-        learn.fit_one_cycle(4, 0.05, wd=0.1, cbs=[cb,SaveModelCallback(every_epoch=True, with_opt=True),*more], **kwargs)
+        save = SaveModelCallback(every_epoch=True, with_opt=True)
+        learn.fit_one_cycle(4, 0.05, wd=0.1, cbs=[cb,save,*more], **kwargs)
         return learn
     a = run()
     with pytest.raises(RuntimeError, match='planted'): run(Raise('after_backward', RuntimeError, 5, at=18*2+5))
@@ -407,32 +420,33 @@ def distributed_on_cpu():
         return t.tolist()
     DistributedDL._broadcast = broadcast
 
-@pytest.mark.parametrize('case', range(4))
+@pytest.mark.parametrize('case', range(5))
 @on(2)
 def test_distrib_ctx(case):
     distributed_on_cpu()
-    n,tokens,drop_last,metrics = [(64,False,False,accuracy), (69,False,False,None), (70,True,False,None),
-        (70,False,True,None)][case]
+    n,tokens,of_loader,drop_last,metrics = [(64,False,False,False,accuracy), (69,False,False,False,None),
+        (70,True,False,False,None), (70,False,True,True,None), (66,False,True,False,None)][case]
     ds,rng,per = toy_data(n, tokens),Random(1),math.ceil(n/2)
     epochs = [rng.sample(range(n), n) for _ in range(2)]
     def parts(o):   # padded, that each process has as many; perhaps without the incomplete micro-batch of each
-        return [p[:per//4*4 if drop_last else per] for p in cut(o+o[:1], per)[:2]]
+        return [p[:per//4*4 if of_loader else per] for p in cut(o+o[:1], per)[:2]]
     a = learner(Batches(ds, [steps_of(parts(o), [16,16], drop_last) for o in epochs]), ds, metrics=metrics)
     order = iter(epochs)
-    b = learner(DataLoader(ds, bs=4, n=n, drop_last=drop_last, get_idxs=lambda: next(order)), ds, metrics=metrics)
+    b = learner(DataLoader(ds, bs=4, n=n, drop_last=of_loader, get_idxs=lambda: next(order)), ds, metrics=metrics)
     for o in (a,b): o.recorder.train_metrics = metrics is not None
     with here.alone(): one_cycle(a, [])
     with b.distrib_ctx(sync_bn=False, cpu=True): one_cycle(b, [GradientAccumulation(32, drop_last=drop_last)])
     same_everywhere(state(b))
     assert not isinstance(b.model, DDP)
-    for o in (a,b): o.recorder.values = [v[:2 if metrics else 1] for v in o.recorder.values]   # of a part each, in validation
+    # each validates on a part
+    for o in (a,b): o.recorder.values = [v[:2 if metrics else 1] for v in o.recorder.values]
     assert_twins(a, b)
 
 @on(2)
 def test_searches_in_distrib_ctx():
     distributed_on_cpu()
     order = Random(1).sample(range(64), 64)
-    b = learner(DataLoader(toy_data(64), bs=4, n=64, get_idxs=lambda: order), toy_data(64), cbs=GradientAccumulation(32))
+    b = learner(loader(toy_data(64), [order], 4), toy_data(64), cbs=GradientAccumulation(32))
     before = weights(b)
     with b.distrib_ctx(sync_bn=False, cpu=True): found = b.lr_find(num_it=30, show_plot=False).valley
     same_everywhere([found,*b.recorder.lrs])
@@ -453,7 +467,7 @@ refused = dict(
     epochs=('epochs', dict(ns=even, fit=lambda l,cbs: l.fit(1+(here.rank if cbs else 0), 0.1, cbs=cbs))),
     counts_recorded=('micro-batches', dict(ns=uneven, acc=dict(log_accum_batch=False))),
     counts_of_metrics=('micro-batches', dict(ns=uneven, setup=train_metrics, metrics=[accuracy])),
-    no_step=('no step', dict(ns=even, each=64, acc=dict(drop_last=True), fit=lambda l,cbs: l.fit(1, cbs=cbs) if cbs else 0)))
+    no_step=('no step', dict(ns=even, each=64, acc=dict(drop_last=True), fit=lambda l,cbs: cbs and l.fit(1, cbs=cbs))))
 
 @pytest.mark.parametrize('case', refused)
 @on(2)
@@ -561,6 +575,8 @@ def test_scaled_lr_counts_all_processes():
     b = own(ragged)
     b.fit(1, 0.01, cbs=[GradientAccumulation(32),ScaledLR(8)])
     assert deviation(list(b.recorder.lrs), [.01*4]*3)<1e-12
+    b.fit(1, 0.01, cbs=ScaledLR(4))   # of plain steps
+    assert deviation(list(b.recorder.lrs), [.01*2]*9)<1e-12
 
 def capped(caps, stage='backward', wrap=True, n=70):
     "A Learner for `bs_find`: each process has memory for as many samples"

@@ -55,12 +55,11 @@ def here(module, test, r, n, folder, kwargs):
         timeout=timedelta(seconds=limit))
     getattr(import_module(module), test).body(**kwargs)
     dist.destroy_process_group()
-    if 'CPU' in os.environ: o=os.times(); open(os.environ['CPU'],'a').write(f'{test} {kwargs} {n} {o[0]+o[1]}\n')
 
 def together(module, test, n, folder, kwargs):
     "Run the body of a test on `n` processes; fail with what they have written if one does not end well"
     # those who import nothing themselves find the package that this process has: the tree of this file
-    os.environ['PYTHONPATH'] = os.pathsep.join(str(o) for o in [*Path(__file__).resolve().parents[:3]])
+    os.environ['PYTHONPATH'] = os.pathsep.join(map(str, Path(__file__).resolve().parents[:3]))
     forks.set_forkserver_preload([module,'fastai.distributed','torch._dynamo'])   # DDP imports the last
     ps = [forks.Process(target=here, args=(module,test,r,n,str(folder),kwargs)) for r in range(n)]
     for p in ps: p.start()

@@ -6,6 +6,7 @@ from collections import Counter
 from copy import deepcopy
 from datetime import timedelta
 from functools import partial
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -20,15 +21,15 @@ from fastai.data.load import DataLoader
 from fastai.learner import AvgLoss
 from fastai.metrics import accuracy
 from fastai.optimizer import Adam, OptimWrapper, SGD
-from fastcore.basics import noop
 from fastaccum import (ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule,
     GradientAccumulationScheduler, GradientCache, NoiseScale, RecalibrateBN, ScaledLR)
 from fastaccum.testing import CrossEntropy, assert_twins, deviation, one_cycle, toy, toy_data
-from common import CpuMixedPrecision, InBackward, Raise, Seen, some, weights
+from common import CpuMixedPrecision, InBackward, Raise, Seen, some, weights, whole
 import on_processes as here
 from on_processes import (Batches, Traffic, assert_same, both, cut, learner, loader, on, one_group, orders, own, rewind,
-    same_everywhere, splitter, state, steps_of)
+    same_everywhere, state, steps_of)
 
+two_or_more = (2,3) if whole else (2,)
 even,ragged,uneven,few = [32]*4,[35]*4,[40,25,18],[40,3,1]   # samples of each process; 16 make its share of a step
 AdamW = partial(OptimWrapper, opt=torch.optim.AdamW)
 
@@ -125,7 +126,7 @@ equal = dict(
     micro_batches_left_out=[dict(ns=ragged, cbs=lambda: [LeaveOut()], fit=constant, full=False)])
 on_three = ['uneven','micro_batches_of_different_sizes','tokens','drop_last','split','from_an_epoch']
 
-@pytest.mark.parametrize('n,case', [*product([2], equal),*product([3], on_three)])
+@pytest.mark.parametrize('n,case', some(15, [*product([2], equal),*product([3], on_three)]))
 @on()
 def test_the_run_is_that_of_one_process(case):
     for kwargs in equal[case]: assert_same(**kwargs)
@@ -173,7 +174,7 @@ def drawn(seed):
 
 @on(2,3)
 def test_random_runs():
-    for seed in some(8, range(100)):
+    for seed in some(4, range(100)):
         try: assert_same(**drawn(seed))
         except Exception as e: raise AssertionError(f'run {seed}') from e
 
@@ -287,7 +288,7 @@ def test_an_overflow_on_one_process_skips_the_step_on_all():
 auto = dict(
     nowhere=[dict(ranks=(), acc=dict(drop_last=o)) for o in (True,False)],
     on_each_at_each_place=[dict(stage=s, ranks=(r,), after=k)
-        for s,r,k in some(6, product(('forward','backward'), (0,1), (0,1,3,7)))],
+        for s,r,k in some(4, product(('forward','backward'), (0,1), (0,1,3,7)))],
     on_all=[dict(stage=s, ranks=(0,1,2), ns=ns, cap=3) for s,ns in (('forward',ragged),('backward',uneven))],
     loaders_of_their_own=[dict(ranks=(0,), ns=few), dict(ranks=(0,), ns=[40,33,17], micro=[8,16,4])],
     tokens=[dict(stage=s, ranks=(r,), ns=uneven, tokens=True) for s,r in (('forward',0),('backward',1))],
@@ -300,7 +301,7 @@ auto = dict(
     schedules=[dict(ns=[48]*3, ranks=(0,), after=2, cb=cb, full=False) for cb in (
         partial(GradientAccumulationSchedule, 16),lambda n, **kwargs: GradientAccumulationScheduler({1:3}, **kwargs))])
 
-@pytest.mark.parametrize('n,case', [*product([2], auto),(3,'on_all'),(3,'loaders_of_their_own')])
+@pytest.mark.parametrize('n,case', some(6, [*product([2], auto),(3,'on_all'),(3,'loaders_of_their_own')]))
 @on()
 def test_memory_runs_out_on_some(case):
     "The run is that of one process with memory enough"
@@ -310,7 +311,7 @@ def test_memory_runs_out_on_some(case):
         assert (happened['failed']>0)==(here.rank in ranks)
     for kwargs in auto[case]: run(**kwargs)
 
-@pytest.mark.parametrize('how', ['memory','exception','interrupt'])
+@pytest.mark.parametrize('how', some(2, ['memory','exception','interrupt']))
 @on(2)
 def test_one_process_fails_for_good(how):
     "It tells why, at once; no other waits longer than the time limit; and its model exchanges gradients as ever"
@@ -343,7 +344,7 @@ def test_a_fit_that_is_cut_short_leaves_nothing():
     want = [fit(o) for o in (False,True)]
     events = ('before_batch','after_pred','after_loss','before_backward','after_backward','after_batch')
     cuts = product(events, (KeyboardInterrupt,RuntimeError,CancelFitException), (None,'auto'))
-    for event,exc,size in some(9, cuts):
+    for event,exc,size in some(5, cuts):
         for acc in (False,True):
             assert deviation(fit(acc, event, exc, micro_batch_size=size), want[acc])<1e-12, (event,exc)
 
@@ -410,9 +411,9 @@ def test_resumed_on_one_process(tmp_path, acc):
 
 # fastai's own way: accelerate, and `DistributedDL`
 
+accelerated = pytest.mark.skipif(find_spec('accelerate') is None, reason='fastai.distributed needs accelerate')
 def distributed_on_cpu():
     "fastai's calls .cuda()"
-    pytest.importorskip('accelerate')
     from fastai.distributed import DistributedDL
     def broadcast(self, t, r):
         t = torch.LongTensor(t)
@@ -420,7 +421,8 @@ def distributed_on_cpu():
         return t.tolist()
     DistributedDL._broadcast = broadcast
 
-@pytest.mark.parametrize('case', range(5))
+@accelerated
+@pytest.mark.parametrize('case', some(3, range(5)))
 @on(2)
 def test_distrib_ctx(case):
     distributed_on_cpu()
@@ -442,6 +444,7 @@ def test_distrib_ctx(case):
     for o in (a,b): o.recorder.values = [v[:2 if metrics else 1] for v in o.recorder.values]
     assert_twins(a, b)
 
+@accelerated
 @on(2)
 def test_searches_in_distrib_ctx():
     distributed_on_cpu()
@@ -508,7 +511,7 @@ cached = dict(
     accumulated=[dict(cbs=lambda: [GradientAccumulation(20*here.world, drop_last=False)])],
     memory_runs_out=[dict(size='auto', short_on=r, stage=s) for r in (0,1) for s in ('forward','backward')])
 
-@pytest.mark.parametrize('n,case', [*product([2], cached),(3,'sizes_of_their_own'),(3,'accumulated')])
+@pytest.mark.parametrize('n,case', some(5, [*product([2], cached),(3,'sizes_of_their_own'),(3,'accumulated')]))
 @on()
 def test_cached(case):
     "`GradientCache`: the run without it, where each process has a loss of its own batch"
@@ -549,7 +552,7 @@ def test_recalibrated():
         with pytest.raises(RuntimeError, match='SyncBatchNorm'): f()
 
 @pytest.mark.parametrize('case', ['even','uneven','sums','scaled'])
-@on(2,3)
+@on(*two_or_more)
 def test_noise_of_all_processes(case):
     "What is measured is worked out from the gradients of all micro-batches"
     ns,meter = dict(even=[16,16,16], uneven=[16,9,3]).get(case, [15]*3)[:here.world],NoiseScale(every=1)
@@ -587,7 +590,7 @@ def capped(caps, stage='backward', wrap=True, n=70):
     return b
 def less(r, least=9): return [least if i==r else 50 for i in range(here.world)]
 
-@on(2,3)
+@on(*two_or_more)
 def test_bs_find_finds_what_fits_on_all():
     "And leaves everything as it was"
     for r,stage in ((0,'forward'),(here.world-1,'backward')):
@@ -651,7 +654,7 @@ shards = dict(even=[dict(ns=even)], ragged=[dict(), dict(drop_last=True), dict(n
 on_cpu = pytest.mark.skipif(not hasattr(torch.cpu.Stream, 'record_event'), reason='PyTorch 2.6 shards on devices only')
 
 @on_cpu
-@pytest.mark.parametrize('n,case', [(4 if o=='replicas' else 2,o) for o in shards])
+@pytest.mark.parametrize('n,case', some(5, [(4 if o=='replicas' else 2,o) for o in shards]))
 @on()
 def test_sharded(case):
     "The run is that of one process that is not; gradients are exchanged with every micro-batch"

@@ -126,7 +126,10 @@ equal = dict(
     micro_batches_left_out=[dict(ns=ragged, cbs=lambda: [LeaveOut()], fit=constant, full=False)])
 on_three = ['uneven','micro_batches_of_different_sizes','tokens','drop_last','split','from_an_epoch']
 
-@pytest.mark.parametrize('n,case', some(15, [*product([2], equal),*product([3], on_three)]))
+def and_always(always, n, cases): return [*always,*some(n, [o for o in cases if o not in always])]
+
+@pytest.mark.parametrize('n,case', and_always([(2,'schedules'),(2,'tokens')], 13, [*product([2], equal),
+    *product([3], on_three)]))
 @on()
 def test_the_run_is_that_of_one_process(case):
     for kwargs in equal[case]: assert_same(**kwargs)
@@ -301,7 +304,8 @@ auto = dict(
     schedules=[dict(ns=[48]*3, ranks=(0,), after=2, cb=cb, full=False) for cb in (
         partial(GradientAccumulationSchedule, 16),lambda n, **kwargs: GradientAccumulationScheduler({1:3}, **kwargs))])
 
-@pytest.mark.parametrize('n,case', some(6, [*product([2], auto),(3,'on_all'),(3,'loaders_of_their_own')]))
+@pytest.mark.parametrize('n,case', and_always([(2,'ways_to_wrap')], 5, [*product([2], auto),(3,'on_all'),
+    (3,'loaders_of_their_own')]))
 @on()
 def test_memory_runs_out_on_some(case):
     "The run is that of one process with memory enough"
@@ -654,7 +658,7 @@ shards = dict(even=[dict(ns=even)], ragged=[dict(), dict(drop_last=True), dict(n
 on_cpu = pytest.mark.skipif(not hasattr(torch.cpu.Stream, 'record_event'), reason='PyTorch 2.6 shards on devices only')
 
 @on_cpu
-@pytest.mark.parametrize('n,case', some(5, [(4 if o=='replicas' else 2,o) for o in shards]))
+@pytest.mark.parametrize('n,case', and_always([(4,'replicas')], 4, [(2,o) for o in shards if o!='replicas']))
 @on()
 def test_sharded(case):
     "The run is that of one process that is not; gradients are exchanged with every micro-batch"

@@ -39,7 +39,7 @@ test: env ## Run the notebooks and the tests
 quick: env ## A part of that, between edits: less than a minute
 	$(BIN)/python tests/run.py $(QUICK)
 
-test-all: env ## With whole grids, where `make test` samples them: half an hour
+test-all: env ## With whole grids, where `make test` samples them
 	TESTS=all $(BIN)/python tests/run.py
 
 portable: env ## The tests as other processors would run them, which round otherwise

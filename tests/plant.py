@@ -48,8 +48,9 @@ def see(fault, tests, root, secs):
         p.join()
         text = out.read_text(errors='replace')
     by = next((l for l in text.splitlines() if l.startswith(('FAILED ','ERROR '))), '')
-    # ended by a signal: the fault makes a test hang, or crashes Python
-    if not by and p.exitcode not in (0,5): by = f'ended with {p.exitcode}: {text[-200:]}' if p.exitcode>0 else 'hangs'
+    # ended by a signal: Python crashed, or the time ran out, which is no verdict: it may be a hang or a busy machine
+    if not by and p.exitcode==-14: by = 'no time'
+    elif not by and p.exitcode not in (0,5): by = f'ended with {p.exitcode}: {text[-200:]}'
     return by.partition(' - ')[0],time.time()-start
 
 def main(names, tests, by, root, secs, jobs):
@@ -61,8 +62,8 @@ def main(names, tests, by, root, secs, jobs):
     seen = 0
     with ThreadPoolExecutor(jobs) as pool:
         for o,nm,took in pool.map(job, faults):
-            seen += bool(nm)
-            is_seen = 'seen    ' if nm else 'NOT SEEN'
+            seen += nm not in ('','no time')
+            is_seen = {'':'NOT SEEN', 'no time':'NO TIME '}.get(nm, 'seen    ')
             print(f"{o['area']:12} {took:4.0f} s  {is_seen}  {o['file']}: {o['what']}  {nm}", flush=True)
     print(f'{seen} of {len(faults)} planted faults were seen')
     return seen<len(faults)

@@ -1,15 +1,17 @@
-"Gradient accumulation for fastai: train on micro-batches, get the big batch's run."
+"Gradient accumulation for fastai: train on micro-batches, get the full-batch run."
 __version__ = "0.1.0"
 
-from fastaccum import accum_find, batchnorm, bs_find, gan, loggers, twin_check
+from fastaccum import accum_find, batchnorm, bs_find, twin_check
 from fastaccum.accumulation import GradientAccumulation
 from fastaccum.batchnorm import FreezeBN, RecalibrateBN
 from fastaccum.cache import GradientCache
 from fastaccum.checkpoint import ActivationCheckpoint
-from fastaccum.core.notices import TwinWarning
+from fastaccum.core.micro_batches import AutoSize
+from fastaccum.core.warnings import AccumulationWarning, BatchNormWarning, LoaderWarning, LossWarning, StateWarning
 from fastaccum.noise_scale import NoiseScale
 from fastaccum.scaled_lr import ScaledLR
 from fastaccum.schedule import GradientAccumulationSchedule, GradientAccumulationScheduler
 
-__all__ = ['ActivationCheckpoint', 'FreezeBN', 'GradientAccumulation', 'GradientAccumulationSchedule',
-           'GradientAccumulationScheduler', 'GradientCache', 'NoiseScale', 'RecalibrateBN', 'ScaledLR', 'TwinWarning']
+__all__ = ['AccumulationWarning', 'ActivationCheckpoint', 'AutoSize', 'BatchNormWarning', 'FreezeBN',
+           'GradientAccumulation', 'GradientAccumulationSchedule', 'GradientAccumulationScheduler', 'GradientCache',
+           'LoaderWarning', 'LossWarning', 'NoiseScale', 'RecalibrateBN', 'ScaledLR', 'StateWarning']

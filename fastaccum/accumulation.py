@@ -9,53 +9,46 @@ __all__ = ['GradientAccumulation']
 
 # %% ../nbs/00_accumulation.ipynb #imports
 from collections.abc import Callable
-from fastai.callback.fp16 import MixedPrecision
+from fastai.callback.schedule import LRFinder
 from fastai.data.core import DataLoaders
-from fastcore.basics import patch
-from .core.checks import check_bool, check_count, check_drop_last, check_learner, check_plan
-from .core.gradients import HeldGrads, empty_grads
-from .core.listeners import listen, to_the_end
-from .core.notices import tell_empty, tell_nested
+from .core.checks import check_bool, check_count, check_learner, check_plan
+from .core.distributed import Processes, check_loaders, check_processes, find_in_memory
+from .core.forward_state import devices_of
+from .core.gradients import WideSums, empty_grads, params_of
+from .core.loader import InPlace, LoaderSizes, StepLoader, drops_last, sizes_of
+from .core.mean import check_size_func
+from .core.micro_batches import AutoSize, as_size
 from .core.plan import Plan
-from .core.stand_ins import stand_in
-from .core.steps import Steps
-from .memory.recovery import AutoSize, micro_batches
-from .processes.alone import alone
-from .processes.engine import find_sync
-from .processes.finder import rehearse
+from .core.step_loop import SplitValidation
+from .core.warnings import Said
+from .loggers import LogRows
 
 # %% ../nbs/00_accumulation.ipynb #cb
-class GradientAccumulation(Steps):
+class GradientAccumulation(SplitValidation):
     """Step once per `accum_bs` samples, as if they had come in one batch
 
     TypeError: an argument has the wrong type
     ValueError: a number is below 1, or, when the fit begins, this Learner cannot accumulate
-    UserWarning: during the fit, when something makes the run differ from the big batch's
+    UserWarning: during the fit, when something makes the run differ from the full-batch run
     """
-    order,run_valid = MixedPrecision.order-4,False   # the loss's share is worked out before fp16 scales it
-    sync = alone
-
     def __init__(self,
         accum_bs:int=None, # Samples per step over all processes, rounded up to whole micro-batches; defaults to `n_acc`
         n_acc:int=32, # `accum_bs` under fastai's name, so that code written for fastai's callback runs unchanged
         log_accum_batch:bool=True, # Record and log once per step (True), or every micro-batch as fastai does (False)
         micro_batch_size:int|str|AutoSize=None, # Split the loader's batches to this size, or to what fits ('auto')
-        drop_last:bool=None, # Drop an epoch's remainder (True), step on it (False), or do as the loader does (None)
-        size:callable=None, # `size(learn)` returns how many items this micro-batch's mean loss covers. See `find_size`
-        sync_each:bool=None # Exchange gradients per micro-batch (True) or per step (False)? None: see `find_sync`
+        drop_last:bool=None, # Drop an epoch's incomplete last step (True), take it (False), or do as the loader (None)
+        size:Callable=None # `size(learn)` returns how many items this micro-batch's mean loss covers. See `find_size`
     ):
         n_acc = check_count('n_acc', n_acc)
         self._accum_bs = n_acc if accum_bs is None else check_count('accum_bs', accum_bs)
         self.log_accum_batch = check_bool('log_accum_batch', log_accum_batch)
-        self.micro,self.micro_batch_size = micro_batches(micro_batch_size)
-        self.drop_last = check_drop_last(drop_last)
-        self.size = size
-        self.sync_each = sync_each if sync_each is None else check_bool('sync_each', sync_each)
-        self.forget()
+        self.auto,self.micro_batch_size = as_size(micro_batch_size)
+        self.drop_last = check_bool('drop_last', drop_last, 'as the training loader does with its last batch')
+        self.size = check_size_func(size)
 
     @property
     def accum_bs(self)->int:
-        "Samples per optimizer step; another value holds from the next macro-batch on"
+        "Samples per optimizer step; another value holds from the next epoch on"
         return self._accum_bs
     @accum_bs.setter
     def accum_bs(self, n): self._accum_bs = check_count('accum_bs', n)
@@ -67,114 +60,77 @@ class GradientAccumulation(Steps):
     @n_acc.setter
     def n_acc(self, n): self._accum_bs = check_count('n_acc', n)
 
-    def __setstate__(self, state):
-        super().__setstate__(state)
-        vars(self)['loaded'] = True   # a Learner that was saved in the middle of a fit is left at the next event
+    def sizes(self,
+        micro_bs:int, # Samples in a micro-batch
+        n_epoch:int # Epochs
+    )->int|Callable:
+        "Samples wanted in a step: a number, or a function of a `Position`"
+        return self.accum_bs
 
-# %% ../nbs/00_accumulation.ipynb #plan
-@patch
-def sizes(self:GradientAccumulation,
-    micro_bs:int, # Samples in a micro-batch
-    n_epoch:int # Epochs
-)->int|Callable:
-    "Samples wanted in a macro-batch: a number, or a function of a `Position`"
-    return self.accum_bs
+    def plan(self,
+        dls:DataLoaders, # The data to train on, or a training loader
+        n_epoch:int=1 # Epochs
+    )->Plan: # Its `sizes` and `steps` have an entry for each epoch
+        """The steps that a fit would have, without training
 
-@patch
-def plan(self:GradientAccumulation,
-    dls:DataLoaders, # The data to train on, or a training loader
-    n_epoch:int=1 # Epochs
-)->Plan: # Its `sizes` and `steps` have an entry for each epoch
-    """The macro-batches that a fit would have, without training
+        ValueError: the loader does not say its batch size
+        """
+        return self._plan(getattr(dls, 'train', dls), n_epoch)
 
-    ValueError: the loader does not say its batch size
-    """
-    return self.sync.plan(self, self.sync.look(self, getattr(dls, 'train', dls)), n_epoch)
+    def _plan(self, dl, n_epoch, finds=None):
+        sizes,drop_last = sizes_of(dl, self.micro_batch_size),drops_last(self.drop_last, dl)
+        told = {'`accum_bs`':self.accum_bs, '`drop_last`':drop_last, '`log_accum_batch`':self.log_accum_batch,
+            "`'auto'`":self.auto is not None, 'the number of epochs':finds or n_epoch}
+        loaders = [LoaderSizes(*o) for o in self.processes.agree({k:int(v) for k,v in told.items()}, list(sizes))]
+        check_loaders(self, loaders)
+        wanted = self.sizes(sum(o.micro_bs for o in loaders), n_epoch)
+        plan = Plan(loaders, wanted, n_epoch, drop_last, self.drop_last is None)
+        return plan if finds is None else Plan(loaders, plan.wanted(0), n_epoch, drop_last, self.drop_last is None)
 
-# %% ../nbs/00_accumulation.ipynb #entry
-@patch
-def before_fit(self:GradientAccumulation):
-    learn = self.learn
-    fits = not learn.lock.locked()   # else it is validation or prediction, perhaps in the middle of a fit
-    if fits or self.loaded: to_the_end(self._leave)
-    if fits and (len(learn.dls.train) or find_sync(learn) is not alone): self._begin()   # an export has no samples
+    def before_fit(self):
+        "Refuse what cannot work, before a weight moves"
+        learn = self.learn
+        if learn.lock.locked(): return   # validation or prediction
+        check_learner(learn, GradientAccumulation)
+        self.said,self.logs,self.processes = Said(),LogRows(self),Processes(learn.model)
+        self.probed = self.noted = self.mean = self.failed = self.planned = None
+        self.can_cut = self.looked = self.watched = False
+        self.log_steps = self.log_accum_batch or self._finder is not None
+        if self._finder is not None and self.processes.n>1: find_in_memory(self._finder)
+        if not len(learn.dls.train) and self.processes.n==1: return   # an export has no samples
+        check_processes(self)
+        self.planned = self._next_plan(learn.dls.train)
+        if self._finder is not None: learn.n_epoch = self._finder.num_it//max(1, len(self.planned.epoch(0)))+1
+        check_plan(self.planned, warns=not self.processes.rank)
 
-@patch
-def _begin(self:GradientAccumulation):
-    "Refuse what cannot work, before a weight moves; start with empty gradients and a plan"
-    learn,finder = self.learn,getattr(self.learn, 'lr_finder', None)
-    check_learner(learn, GradientAccumulation)
-    self.step,self.log_steps,self.sync = None,self.log_accum_batch or finder is not None,find_sync(learn)
-    planned = self.plan(learn.dls, learn.n_epoch)
-    if finder is not None:
-        rehearse(finder)
-        planned = planned.steady(finder.num_it)
-        learn.n_epoch = planned.n_epoch
-    check_plan(planned)
-    empty_grads(learn.opt)
-    self.planned,self.asked = planned,self.accum_bs
+    @property
+    def _finder(self): return next((o for o in self.learn.cbs if isinstance(o, LRFinder)), None)
 
-# %% ../nbs/00_accumulation.ipynb #leave
-@patch
-def _enter(self:GradientAccumulation):
-    "Let others hear steps, and count what is back-propagated"
-    learn = self.learn
-    self.entered = True   # first: whatever is interrupted, `_leave` finds it
-    self.listeners,self.sync = listen(learn.cbs, self),find_sync(learn)   # the model may be wrapped since `before_fit`
-    stand_in(self)
-    for o in (*self.listeners,*self.instead): o.enter()
-    self.sync.enter(self)
-    self.micro.enter(self)
+    def _next_plan(self, dl):
+        "The plan of this fit, anew if something has changed; in a search for learning rates, of steps like the first"
+        finder,n_epoch = self._finder,self.learn.n_epoch
+        plan = self._plan(dl, n_epoch, None if finder is None else finder.num_it)
+        now,asked = (plan.loaders,n_epoch,plan.drop_last),self.accum_bs
+        if self.planned is not None and (now,asked)==self.of: return self.planned
+        self.of = now,asked
+        return plan
 
-@patch
-def _leave(self:GradientAccumulation):
-    "Drop what was accumulated, and give everybody's methods back"
-    if self.entered and self.learn is not None:
-        if self.held: self.held.drop()
-        empty_grads(self.learn.opt)
-    self.sync.leave()
-    if self.dispatch: self.dispatch.leave()
-    self.micro.leave()
-    for o in (*self.listeners,*self.instead): o.leave()
-    if self.sums: self.sums.leave()
-    vars(self).pop('sync', None)
-    self.forget()
+    def before_train(self):
+        "From here on the Learner's batches are steps"
+        learn = self.learn
+        if self.said is None: self.before_fit()   # the callback was added between two epochs
+        if not len(learn.dl) and self.processes.n==1:
+            return self.said.once('no-batch', "the training loader has no batch, so nothing is trained: has its "
+                "dataset samples, and are they enough for one batch if it drops the last?")
+        self.processes = Processes(learn.model)   # it may be wrapped by now
+        self.log_steps = self.log_accum_batch or self._finder is not None   # a fit within this one may have ended
+        plan = self.planned = self._next_plan(learn.dl)
+        empty_grads(learn.opt)
+        self.i,self.wide,self.devices = 0,WideSums(params_of(learn.opt)),devices_of(learn.model.modules())
+        learn.dl = self.loader = StepLoader(learn, learn.dl, self.run_step, plan.epoch(learn.epoch),
+            plan.loaders[self.processes.rank], self.processes, plan.drop_last)
 
-@patch
-def after_cancel_fit(self:GradientAccumulation): self.sync.quit()
-
-@patch
-def after_fit(self:GradientAccumulation):
-    if not self.learn.lock.locked(): to_the_end(self._leave)
-
-# %% ../nbs/00_accumulation.ipynb #batch
-@patch
-def before_train(self:GradientAccumulation):
-    learn = self.learn
-    if not len(learn.dl) and find_sync(learn) is alone: return tell_empty(self)
-    if self.planned is None: self._begin()   # a fit within this one has ended, or the callback is new
-    if self.held: self.held.drop()   # the epoch before may have been cancelled
-    if self.entered: empty_grads(learn.opt)
-    else: self._enter()
-    looked = self.sync.look(self, learn.dl),learn.n_epoch
-    if looked!=(self.planned.loaders,self.planned.n_epoch) or self.asked!=self.accum_bs: self._replan()
-    if learn.epoch>=self.planned.n_epoch and callable(self.planned.accum_bs): tell_nested(self)
-    if self.step is None: self.step = self.planned.before(learn.epoch)   # `start_epoch` may have skipped some
-    self.at,self.left,self.dl = None,False,learn.dl
-    self.held = HeldGrads(learn.opt, learn.model)
-    self.measure.look_at(learn.loss_func)
-    if self.measure.find is None: self.sums.enter()
-    self.dispatch.enter()
-    self._start(0)
-
-@patch
-def _replan(self:GradientAccumulation):
-    self.planned,self.asked = self.plan(self.learn.dl, self.learn.n_epoch),self.accum_bs
-
-@patch
-def _other_loader(self:GradientAccumulation):
-    "A callback has given the epoch another loader in `before_train`"
-    self.dl = self.learn.dl
-    if self.sync.check_loader(self.dl): return   # several processes agreed on it
-    self._replan()
-    self._start(0)
+    def before_validate(self):
+        "With `'auto'`, batches of validation are split, too"
+        learn = self.learn
+        if self.auto and not learn.lock.locked(): learn.dl = InPlace(learn, learn.dl, self.run_valid_batch)

@@ -22,7 +22,7 @@ from fastai.learner import Learner
 from fastai.optimizer import SGD
 from fastcore.basics import noop
 from .accumulation import GradientAccumulation
-from .core.macro_batch import round_up
+from .core.plan import round_up
 
 # %% ../nbs/13_testing.ipynb #twins
 def twins(

@@ -15,7 +15,7 @@ from pathlib import Path
 from fastai.callback import wandb as fastai_wandb
 from fastai.learner import Learner
 from wandb.proto.wandb_internal_pb2 import Record
-from .core.notices import see
+from .core.warnings import see
 
 # %% ../nbs/11_wandb.ipynb #callback
 class WandbCallback(fastai_wandb.WandbCallback):

@@ -17,9 +17,9 @@ from fastai.learner import Learner
 from fastai.losses import BaseLoss
 from fastai.torch_core import find_bs
 from .batch import samples
-from .notices import see
+from .warnings import see
 
-# %% ../../nbs/core/04_sizes.ipynb #targets
+# %% ../../nbs/core/04_sizes.ipynb #plain
 def as_plain(
     t:torch.Tensor # Any
 )->torch.Tensor:
@@ -32,6 +32,7 @@ def on_host(
     "Can it be looked into without waiting for a device?"
     return t.is_cpu
 
+# %% ../../nbs/core/04_sizes.ipynb #targets
 class Targets:
     """Count the targets of the micro-batch that are not ignored, each with the weight of its class
 
@@ -39,22 +40,10 @@ class Targets:
     """
     def __init__(self,
         ignore_index:int, # Targets of this value do not count
-        weight:torch.Tensor=None, # A weight per class, as in `nn.CrossEntropyLoss`
+        weight:torch.Tensor|None=None, # A weight per class, as in `nn.CrossEntropyLoss`
         probs:bool=False, # Are floating point targets class probabilities? Then samples are counted, as torch does
         nan_grad:bool=True # May the gradient be NaN if every target is ignored? That of torch's cross-entropy is 0
-    ):
-        self.ignore_index,self.weight,self.probs,self.nan_grad = ignore_index,weight,probs,nan_grad
-        self.version = None if weight is None else weight._version   # another, once somebody has written to it
-        self.mean_weight = 1.   # of the classes; see `look`
-
-    def __eq__(self, o):   # the weights are the same tensor, and nobody wrote to it
-        if not isinstance(o, Targets) or self.weight is not o.weight or self.version!=o.version: return False
-        return (self.ignore_index,self.probs,self.nan_grad)==(o.ignore_index,o.probs,o.nan_grad)
-
-    def look(self):
-        "Compute the mean of the class weights; the host waits for this"
-        if self.weight is not None: self.mean_weight = self.weight.mean().item()
-        return self
+    ): self.ignore_index,self.weight,self.probs,self.nan_grad = ignore_index,weight,probs,nan_grad
 
     def __call__(self,
         learn:Learner # After its forward pass
@@ -67,8 +56,10 @@ class Targets:
         y = as_plain(y)
         if y.dtype==torch.uint8: y = y.long()   # or -100 would be 156
         if self.of_samples(y): return find_bs(y)
-        if on_host(y): return self._look_into(y)
-        return (y!=self.ignore_index).sum(dtype=torch.float32) if self.weight is None else self._weigh(y)
+        if not on_host(y) and self.weight is None: return (y!=self.ignore_index).sum(dtype=torch.float32)
+        if self.weight is not None: return self._sum(y).item() if on_host(y) else self._sum(y)
+        if y.numel() and y.min().item()>self.ignore_index: return y.numel()
+        return torch.count_nonzero(y!=self.ignore_index).item()
 
     def of_samples(self,
         y:object # A target
@@ -76,17 +67,17 @@ class Targets:
         "Are these class probabilities?"
         return self.probs and isinstance(y, torch.Tensor) and y.is_floating_point()
 
-    def _look_into(self, y):
-        "As a number"
-        if self.weight is not None: return self._weigh(y).item()
-        if y.numel() and y.min().item()>self.ignore_index: return y.numel()
-        return torch.count_nonzero(y!=self.ignore_index).item()
+    def mean_weight(self,
+        device:torch.device # Of the targets
+    )->float|torch.Tensor:
+        "The weight of an average class"
+        return 1. if self.weight is None else self.weight.mean().to(device)
 
-    def _weigh(self, y):
+    def _sum(self, y):
         kept = y!=self.ignore_index
         return (self.weight.to(y.device)[(y*kept).long()]*kept).sum()
 
-# %% ../../nbs/core/04_sizes.ipynb #find-size
+# %% ../../nbs/core/04_sizes.ipynb #find
 def find_size(
     loss_func:callable # The Learner's loss function
 )->callable: # `size(learn)`, which returns a number or a 0-dim tensor; `None` for a loss that is a sum

@@ -17,20 +17,19 @@ from fastai.callback.training import GradientAccumulation as FastaiGradientAccum
 from fastai.learner import Learner
 from fastcore.basics import patch
 from fastcore.foundation import L
-from fastprogress.fastprogress import progress_bar
+from torch.nn.modules.batchnorm import _BatchNorm
 from .accumulation import GradientAccumulation
-from .cache import GradientCache
+from .cache import GradientCache, check_cached
 from .checkpoint import ActivationCheckpoint
-from .check.causes import find
-from .check.rows import Row
-from .check.runs import Runs
-from .check.travel import weights_row
+from .core.batch import split
 from .core.checks import check_count, check_learner
-from .core.notices import see
-from .memory.parts import split
-from .memory.recovery import AutoSize
-from .processes.world import check_search
-from .ways.look import check_cached
+from .core.compare import Compare, grads_apart, rel
+from .core.culprits import Look, Row, blame, candidates, inner_norms, named
+from .core.dry_run import DryRun, size_of
+from .core.warnings import see
+from .core.loader import by_batch_size
+from .core.micro_batches import AutoSize
+from .core.distributed import check_search
 
 # %% ../nbs/02_twin_check.ipynb #twin-check
 @patch
@@ -45,80 +44,63 @@ def twin_check(self:Learner,
     ValueError: `accum_bs` is below 2, `steps` is negative, the training loader has no such batch, or a fit with these
         callbacks is refused, or accumulates with fastai's callback
     RuntimeError: there are several processes, or a callback ends the fit or skips steps
-    torch.OutOfMemoryError: not even two samples fit
+    torch.OutOfMemoryError: the batch does not fit
     """
-    accum_bs,steps = _check(self, accum_bs, steps, cbs)
-    start = time.perf_counter()
+    _check_args(self, accum_bs, steps, cbs)
+    since = time.perf_counter()
     with self.added_cbs(cbs):
-        own,ways = next((o for o in self.cbs if isinstance(o, GradientAccumulation)), None),_ways(self)
-        _check_cbs(self, own, ways)
-        bs = getattr(self.dls.train, 'bs', None) or getattr(self.dls.train, 'batch_size', None)
-        small = 5 if bs and bs<5<=_samples(self.dls.train) else None
-        splits = _splits(own, bs, accum_bs)
-        runs = Runs(self, partial(_make, own, ways, splits), getattr(own and own.micro, 'split', split), ways.values(),
-            cuts=not splits and (own is not None or not ways))
-        try:
-            if hasattr(self, 'progress') and self.create_mbar:
-                runs.bar = progress_bar(range(5+2*(steps>0)), leave=False)
-                runs.bar.update(0)
-            runs.read(max(steps, 1), accum_bs or small)
-            whole_for = ('loss','model')[:0 if runs.cuts or splits else 1 if 'cache' in ways else 2]
-            found = find(runs, own and own.size, bs if bs and bs<runs.n else None, _times(own, bs), whole_for)
-            rows = found.rows+[weights_row(runs, found.rows[1].tol) for _ in range(steps>0)]
-        finally:
-            runs.snap.put_back()
-            if runs.bar: runs.bar.on_iter_end()
-    return TwinCheck(rows, runs.sizes if runs.parts else [runs.n], found.layers, found.still, time.perf_counter()-start)
+        acc,cache,ckpt = (next((o for o in self.cbs if isinstance(o, cls)), None) for cls in
+            (GradientAccumulation,GradientCache,ActivationCheckpoint))
+        _check_cbs(self, acc, cache)
+        bs = size_of(self.dls.train)
+        if accum_bs is None and bs and bs<5<=(getattr(self.dls.train, 'n', None) or 0): accum_bs = 5
+        splits = _splits(acc, bs, accum_bs)
+        cuts = not splits and (acc is not None or not (cache or ckpt))   # else a step is one batch of the loader
+        own = acc.auto.split if acc is not None and acc.auto else split
+        with DryRun(self, [o for o in (acc,cache,ckpt) if o is not None], total=5+2*(steps>0)) as run:
+            compare = Compare(run, partial(_make, acc, cache, ckpt, splits), cuts, own, accum_bs, max(1, steps))
+            whole = '' if cuts or splits else 'loss' if cache else 'model'
+            found = _Found(compare, acc and acc.size, whole, cbs is None)
+            if steps: found.rows.append(_weights_row(compare, found.look.tol))
+    sizes = [compare.n] if compare.why else compare.sizes
+    return TwinCheck(found.rows, sizes, found.first, found.still, time.perf_counter()-since)
 
 # %% ../nbs/02_twin_check.ipynb #args
-def _check(learn, accum_bs, steps, cbs):
+def _check_args(learn, accum_bs, steps, cbs):
     for o in L(cbs):
         if not issubclass(o if isinstance(o, type) else type(o), Callback):
             raise TypeError(f"`cbs={cbs!r}`: {o!r} is no callback. Give those of the fit, such as `cbs=MixUp()`"
                 + see('not-a-callback'))
     if accum_bs is not None and check_count('accum_bs', accum_bs)==1:
         raise ValueError("`accum_bs=1`: one sample cannot be split. Give at least 2 samples" + see('samples-to-check'))
-    zero = steps==0 and not isinstance(steps, bool)
-    steps = 0 if zero else check_count('steps', steps, 'step')
+    if steps!=0 or isinstance(steps, bool): check_count('steps', steps, 'step')
     check_search(learn, 'twin_check', "what a process found the others would not know. Check in one process: several "
         "exchange gradients and do not change them", 'check')
-    return accum_bs and int(accum_bs),steps
 
-def _check_cbs(learn, own, ways):
+def _check_cbs(learn, acc, cache):
     "Others take the place of these callbacks, so what they would refuse is asked of them here"
-    if own is not None: check_learner(learn, GradientAccumulation)
+    if acc is not None: check_learner(learn, GradientAccumulation)
     elif any(isinstance(o, FastaiGradientAccumulation) for o in learn.cbs):
         raise ValueError("fastai's own `GradientAccumulation` is on this Learner, and only fastaccum's can be checked: "
             "import that one after fastai's star imports, or take this one off with `learn.remove_cb`"
             + see('two-callbacks'))
-    if 'cache' in ways: check_cached(learn, GradientCache, ways['cache'].retries)
+    if cache is not None: check_cached(learn, cache.retries)
 
-def _samples(dl): return getattr(dl, 'n', None) or 0
-
-_kinds = dict(cache=GradientCache, checkpoint=ActivationCheckpoint)
-
-def _ways(learn):
-    "The callbacks by which a Learner gets to the big batch without accumulation"
-    return {nm:o for o in learn.cbs for nm,cls in _kinds.items() if isinstance(o, cls)}
-
-def _splits(own, bs, accum_bs):
+def _splits(acc, bs, accum_bs):
     "Is a batch of the loader a step, split by the Learner's own callback after others had it whole?"
-    if own is None or not bs or not own.accum_bs==bs==(accum_bs or bs): return False
-    return isinstance(own.micro, AutoSize) or own.micro.limit is not None and own.micro.limit<bs
+    if acc is None or not bs or not acc.accum_bs==bs==(accum_bs or bs): return False
+    return acc.auto is not None or acc.micro_batch_size is not None and acc.micro_batch_size<bs
 
-def _make(own, ways, splits, n, sizes):
+def _make(acc, cache, ckpt, splits, n, sizes):
     "Callbacks that make one step of `n` samples, with parts of `sizes`"
-    cbs = [o for nm,o in ways.items() if nm!='cache']
-    if 'cache' in ways: cbs.append(type(ways['cache'])(max(sizes), split=ways['cache'].split))
-    if own is None and ways: return cbs
+    cbs = [] if ckpt is None else [ckpt]
+    if cache is not None: cbs.append(type(cache)(max(sizes), split=cache.split))
+    if acc is None and cbs: return cbs
     micro = max(sizes) if splits else None
-    acc = GradientAccumulation(n, drop_last=False, size=own and own.size, micro_batch_size=micro)
-    if splits: acc.micro.split = own.micro.split
-    return [*cbs, acc]
-
-def _times(own, bs):
-    "Micro-batches in a step of the Learner's own callback; four if it has none"
-    return 4 if own is None or not bs else max(2, -(-own.accum_bs//bs))
+    if splits and acc.auto:
+        micro = AutoSize(acc.auto.split)
+        micro.train = max(sizes)
+    return [*cbs,GradientAccumulation(n, drop_last=False, size=acc and acc.size, micro_batch_size=micro)]
 
 # %% ../nbs/02_twin_check.ipynb #result
 class TwinCheck:
@@ -152,12 +134,151 @@ class TwinCheck:
     def __repr__(self):
         rows = [('what','result','where','remedy'),*((o.what,o.state,o.where,o.remedy) for o in self.rows)]
         wide = [max(len(o[i]) for o in rows) for i in range(3)]
-        lines = ['  '.join([*(c.ljust(n) for c,n in zip(o, wide)),o[3].replace('`', '')]).rstrip() for o in rows]
+        lines = ['  '.join([*(c.ljust(n) for c,n in zip(o, wide)),o[3]]).rstrip().replace('`', '') for o in rows]
         return '\n'.join([self._title(),'',*lines])
 
     def _repr_markdown_(self):
         rows = '\n'.join(f"| {o.what} | {o.state} | {o.where} | {o.remedy} |" for o in self.rows)
         return f"{self._title()}\n\n| what | result | where | remedy |\n|---|---|---|---|\n{rows}"
+
+# %% ../nbs/02_twin_check.ipynb #words
+def _checkpoint(learn):
+    "`ActivationCheckpoint()` as a remedy, if it finds segments in this model"
+    o = ActivationCheckpoint()
+    o.learn = learn
+    try: return '`ActivationCheckpoint()`'*(len(o.segments)>0)
+    except ValueError: return ''
+
+def _join(*remedies): return '; '.join(o for o in remedies if o)
+
+# %% ../nbs/02_twin_check.ipynb #find
+class _Found:
+    "What makes the gradients differ; `whole`: who gets the whole batch anyway, the 'loss', or the 'model', too"
+    def __init__(self, compare, size, whole, unseen):
+        self.compare,self.run,self.whole,self.unseen = compare,compare.run,whole,unseen
+        self.learn,self.first,self.still,self.cbs,self.inner = self.run.learn,{},{},[],{}
+        a,b = compare.both()
+        self.look = self._look(size)
+        if b is None: self.off = self.quiet = self.rest = None
+        else: self._search(a, b)
+        self.rows = [self._loss(), self._predictions(), self._draws(), self._callbacks(), self._loader(),
+            self._gradients(), self._buffers(a, b)]
+
+    def _buffers(self, a, b):
+        if b is None: return Row('buffers', None, self.look.tol, self.compare.why)
+        off = max((rel(o, b.buffers[nm]) for nm,o in a.buffers.items() if nm in b.buffers), default=0.)
+        return Row('buffers', off, self.look.tol)
+
+    def _look(self, size, **kwargs):
+        compare = self.compare
+        look = Look(compare.n, compare.sizes, compare.split, size, alone='' if self.whole!='model' else 'loss')
+        compare.fit(False, compare.wholes[:1], [look], **kwargs)
+        self.run.tick()
+        return look
+
+    def _search(self, a, b):
+        look,compare,tol = self.look,self.compare,self.look.tol
+        self.first,held = grads_apart(a.grads, b.grads),dict(hold=look.drawing+look.depending, reset=look.reset)
+        self.off = self.quiet = max(self.first.values(), default=0.)
+        # a way that cuts by itself may let each part go on from what its own rows have left
+        if look.memory and not compare.cuts and compare.worst(hold=held['hold'])<=tol:
+            held['reset'],look.memory,look.predictions = False,[],0.
+        if self.off>tol and any(held.values()): self.quiet = self._hold(**held)
+        if self.quiet>tol:
+            keepers = [self.learn.loss_func,*candidates(self.run)]
+            inner = {o:ms for o in keepers if (ms:=[m for m in inner_norms(o) if m not in held['hold']])}
+            more = held|dict(hold=held['hold']+[m for ms in inner.values() for m in ms])
+            if inner and self._hold(**more)<self.quiet/2: self.inner,held = inner,more
+        self.rest = max(self.still.values(), default=self.off) if self.inner else self.quiet
+        if self.rest>tol:
+            if look.rows!=look.n:
+                self.cbs = [o for o in candidates(self.run) if hasattr(o, 'before_batch')]
+                own = [o for o in self.cbs if self._look(None, without=[o]).rows==look.n]
+                self.cbs = own or self.cbs   # their number of rows is no longer that of samples
+            else: self.cbs = blame(compare, self.rest, tol, **held)
+            if self.cbs and look.rows==look.n: self.rest = self._hold(**held, without=self.cbs)
+
+    def _hold(self, **kwargs):
+        self.still = self.compare.apart(**kwargs)
+        return max(self.still.values(), default=0.)
+
+    @property
+    def cache(self)->str:
+        return f"`GradientCache(micro_batch_size={self.compare.most})` and a loader of whole steps"
+
+    def _loss(self):
+        off,reason,tol = self.look.loss
+        if self.whole: return Row('loss', 0., tol)
+        look = self.look
+        if look.rows!=look.n: off,reason = None,f'the model gets {look.rows} rows for {look.n} samples'
+        inner = self.inner.get(self.learn.loss_func)
+        if inner: return Row('loss', self.quiet, tol, f'{type(inner[0]).__name__} in it', self.cache)
+        if self.rest is not None and self.rest<=look.tol: return Row('loss', self.rest, look.tol)   # it gets more
+        row = Row('loss', off, tol, reason)
+        if off is None or row.ok: return row
+        return row._replace(remedy=f"`reduction='mean'`; `size=`, what it is a mean of; or {self.cache}")
+
+    def _predictions(self):
+        look = self.look
+        row = Row('predictions', look.predictions, look.tol, look.why)
+        if row.off is None or row.ok: return row
+        where = named(self.learn.model, look.depending)
+        if look.memory:
+            who = named(self.learn.model, look.memory) or 'the model'
+            where = _join(f'{who} remembers the batch before', where)
+            return row._replace(where=where, remedy='none, or reset it with each batch')
+        norm = any(isinstance(m, _BatchNorm) for m in look.depending)
+        freeze = '`FreezeBN()`, or `train_bn=False` and `BnFreeze()` in a frozen body; or `learn.recalibrate_bn()`'
+        remedy = _join(_checkpoint(self.learn), freeze*norm)
+        return row._replace(where=where, remedy=remedy or 'none: the model needs the whole batch')
+
+    def _draws(self):
+        look,dl = self.look,self.run.dl
+        row = Row('draws', look.draws, look.tol, look.why)
+        if row.off is None: return row
+        fs = getattr(getattr(dl, 'after_batch', None), 'fs', ())
+        tfms = [type(o).__name__ for o in fs if any(c.__name__=='RandTransform' for c in type(o).__mro__)]
+        where = [named(self.learn.model, look.drawing)]*(not row.ok)
+        if tfms: where.append(f"not seen: {', '.join(tfms)}, which draws for each batch of the loader")
+        remedy = '' if row.ok else _join(_checkpoint(self.learn), 'or none: as far as two seeds')
+        return row._replace(where='; '.join(where), remedy=remedy.removeprefix('or '))
+
+    def _callbacks(self):
+        tol,who = self.look.tol,[type(o).__name__ for o in self.cbs]
+        if self.off is None: return Row('callbacks', None, tol, self.compare.why)
+        inner = [(o,ms[0]) for o,ms in self.inner.items() if isinstance(o, Callback)]
+        who += [f'{type(o).__name__} ({type(m).__name__} in it)' for o,m in inner]
+        if who: return Row('callbacks', self.quiet, tol, ', '.join(who), self.cache)
+        where = 'not seen: those that `fit` gets; give them as `cbs=`'*self.unseen
+        return Row('callbacks', self.quiet if self.quiet<=tol else 0., tol, where)   # what is off is not theirs
+
+    def _loader(self):
+        how = by_batch_size(self.run.dl) if self.compare.cuts else ''
+        remedy = f'a loader of whole steps, `micro_batch_size={self.compare.most}`; or none: other samples meet'
+        return Row('loader', float(bool(how)), 0., how, remedy*bool(how))
+
+    def _gradients(self):
+        tol = self.look.tol
+        row = Row('gradients', self.off, tol, self.compare.why)
+        if row.off is None or row.ok: return row
+        where,remedy = ', '.join(sorted(self.first, key=self.first.get)[:-4:-1]),''
+        if self.still:
+            rest = f'exact ({self.rest:.0e})' if self.rest<=tol else f'off by {self.rest:.1g}'
+            where += f'; with modules held still and callbacks left out {rest}'
+        if self.rest>tol and self.look.agree and not self.cbs and not self.look.loss.wrong:
+            where += '; cause not found: a callback or the loss may keep the whole batch, or draw'
+            remedy = self.cache
+        return row._replace(where=where, remedy=remedy)
+
+# %% ../nbs/02_twin_check.ipynb #weights
+def _weights_row(compare, tol):
+    "Train both ways, and compare the weights"
+    if compare.why: return Row('weights', None, 100*tol, compare.why)
+    off,n,m = compare.travel()
+    if not n+m: return Row('weights', None, 100*tol, 'no step was made: the gradients overflowed')
+    if n!=m:
+        return Row('weights', None, 100*tol, f'{n} steps were made whole and {m} in micro-batches: others overflowed')
+    return Row('weights', off, 100*tol, f'after {n} steps')
 
 # %% ../nbs/02_twin_check.ipynb #plot
 @patch

@@ -5,7 +5,8 @@ from fastai.callback.core import Callback
 from fastai.callback.fp16 import AMPMode, MixedPrecision
 from torch.amp import GradScaler, autocast
 from fastcore.basics import noop
-from fastaccum.testing import deviation
+from torch.utils.data import TensorDataset
+from fastaccum.testing import deviation, toy_data
 
 whole = os.environ.get('TESTS')=='all'   # `make test-all` runs whole grids; `make test` a sample of each
 
@@ -49,6 +50,11 @@ class CpuMixedPrecision(MixedPrecision):
     @property
     def name(self): return 'mixed_precision'
 
+def clear(*args):
+    "Data with a signal: most of it is of one class"
+    x,y = toy_data(*args).tensors
+    return TensorDataset(x, torch.where(y<0, y, (x[...,0]<-1).long()))
+
 class Seen(Callback):
     "Note what `f` returns for the Learner at `event`, in training"
     run_valid = False
@@ -69,6 +75,13 @@ class Raise(Callback):
 
 def grads(learn): return [None if p.grad is None else p.grad.clone() for p in learn.model.parameters()]
 def weights(learn): return torch.cat([p.detach().flatten().clone() for p in learn.model.parameters()])
+
+class Overflow(Callback):
+    "The loss of a step is infinite, `at` steps after the first"
+    order,run_valid = 9,False
+    def __init__(self, at=0): self.at = at
+    def before_backward(self):
+        if len(self.learn.recorder.lrs)==self.at: self.learn.loss_grad = self.learn.loss_grad*float('inf')
 
 class InBackward(torch.autograd.Function):
     "Hands `x` on; in the backward pass `check` is called with the number of samples, and may raise"

@@ -1,4 +1,4 @@
-"The rooms of the package: who may use whom, how long a line is, and what a public name says of itself."
+"The package as a house: who may use whom, how large it may be, and what a public name says of itself."
 import ast, re
 from pathlib import Path
 import pytest
@@ -6,10 +6,10 @@ import pytest
 root = Path(__file__).resolve().parent.parent
 lib = root/'fastaccum'
 
-# A room, and the rooms it may use besides itself. The front doors stand in the package itself
-wings = {'core': set(), 'processes': {'core'}, 'memory': {'core','processes'}}
-wings |= {o: {'core','processes','memory'} for o in ('ways','check','noise')}
-rooms = {'doors': {*wings}, **wings}
+# What users import stands in the package itself; what it is made of in `core`, which uses nothing above it
+may_use = {'doors': {'doors','core'}, 'core': {'core'}}
+most_modules,most_lines,longest_chain = 45,320,9
+longer = {}
 optional = {'wandb': 'wandb.py'}   # a package that need not be installed, and the only module that may import it
 never = {'tensorboard','accelerate','PIL','transformers','timm'}
 
@@ -17,9 +17,7 @@ modules = sorted(o for o in lib.rglob('*.py') if o.name not in ('__init__.py','_
 ids = lambda o: o.relative_to(lib).as_posix() if isinstance(o, Path) else None
 
 def name_of(fn): return '.'.join(fn.relative_to(root).with_suffix('').parts)
-def room_of(module):
-    parts = module.split('.')
-    return parts[1] if len(parts)>2 and parts[1] in rooms else 'doors'
+def room_of(module): return 'core' if module.startswith('fastaccum.core.') else 'doors'
 
 def imports(fn):
     "The modules that a module imports, wherever in it, and whether they are ours"
@@ -30,7 +28,7 @@ def imports(fn):
         elif isinstance(o, ast.ImportFrom):
             base = o.module
             if o.level: base = '.'.join([*here[:len(here)-o.level], *(base or '').split('.')]).rstrip('.')
-            if base in ('fastaccum', *(f'fastaccum.{r}' for r in rooms)):
+            if base in ('fastaccum','fastaccum.core'):
                 for a in o.names: yield f'{base}.{a.name}',True
             else: yield base,base.split('.')[0]=='fastaccum'
 
@@ -39,16 +37,23 @@ def ours(fn): return {nm for nm,own in imports(fn) if own}
 @pytest.mark.parametrize('fn', modules, ids=ids)
 def test_no_import_runs_upwards(fn):
     me = room_of(name_of(fn))
-    wrong = [o for o in ours(fn) if room_of(o)!=me and room_of(o) not in rooms[me]]
-    assert not wrong, f'{me} may use {sorted(rooms[me])}, but imports {wrong}'
+    wrong = [o for o in ours(fn) if room_of(o) not in may_use[me]]
+    assert not wrong, f'{me} may use {sorted(may_use[me])}, but imports {wrong}'
 
-def test_no_circle():
+def test_no_circle_and_no_long_chain():
     graph = {name_of(o): ours(o) & {name_of(p) for p in modules} for o in modules}
-    done = set()
-    while len(done)<len(graph):
-        free = {k for k,v in graph.items() if k not in done and v<=done}
-        assert free, f'these import each other: {sorted(graph.keys()-done)}'
-        done |= free
+    chain = {}   # of each module, the longest way down
+    while len(chain)<len(graph):
+        free = {k for k,v in graph.items() if k not in chain and v<=chain.keys()}
+        assert free, f'these import each other: {sorted(graph.keys()-chain)}'
+        chain |= {k: [k, *max((chain[o] for o in graph[k]), key=len, default=[])] for k in free}
+    longest = max(chain.values(), key=len)
+    assert len(longest)<=longest_chain, ' -> '.join(longest)
+
+def test_the_house_is_small():
+    lines = {ids(o): len(o.read_text(encoding='utf-8').splitlines()) for o in modules}
+    assert len(lines)<=most_modules
+    assert not {k:n for k,n in lines.items() if n>longer.get(k, most_lines)}
 
 def test_nobody_imports_testing():
     assert [o.name for o in modules if 'fastaccum.testing' in ours(o)]==[]
@@ -72,11 +77,6 @@ def test_lines(fn):
 # What a public name says of itself
 
 def is_public(nm): return not nm.startswith('_') or nm=='__init__'
-
-def patched(o):
-    "The class that `@patch` gives the function to, if any"
-    if not any('patch' in ast.unparse(d) for d in o.decorator_list): return None
-    return ast.unparse(o.args.args[0].annotation)
 
 def functions(fn):
     "The public functions and methods of a module, with the docstring of their class"

@@ -52,7 +52,7 @@ def test_table_is_what_the_script_prints():
 def test_first_screen():
     "What it is, how to install it, and lines that run come before the picture, and the picture before make"
     marks = ['Gradient accumulation for fastai', 'pip install', '(https://fastaccum.github.io/fastaccum/explanations/'
-        'which_way.html)', 'colab.research.google.com', 'import GradientAccumulation', 'drop their last ragged batch',
+        'which_way.html)', 'colab.research.google.com', 'import GradientAccumulation', 'drop their incomplete last',
         '## When, and when not', '](images/', '## What goes wrong', 'make demo']
     at = [readme.find(o) for o in marks]
     assert -1 not in at and at==sorted(at)

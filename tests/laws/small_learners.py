@@ -77,6 +77,15 @@ def transformer(drop, nm='Bert', **kwargs):
     cls = getattr(tf, f'{nm}ForSequenceClassification')
     return Learner(loaders(whole(49, 20, 9)+1, whole(3, 20)), cls(cls.config_class(**size, num_labels=3)), **kwargs)
 
+def t5(drop, **kwargs):
+    "Encoder and decoder, with a cache of keys and values that is filled in training, too"
+    import transformers as tf
+    cfg = tf.T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=drop,
+        decoder_start_token_id=0)
+    class Both(tf.T5ForConditionalGeneration):
+        def forward(self, x): return super().forward(input_ids=x, decoder_input_ids=x)
+    return Learner(loaders(whole(49, 20, 9)+1, whole(49, 20, 9)), Both(cfg), **kwargs)
+
 def wgan(drop, loss_func=None, **kwargs):
     "The loss calls generator and critic, besides the Learner"
     generator = nn.Sequential(nn.Flatten(), nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 48), nn.Unflatten(1, (3,4,4)))
@@ -84,11 +93,11 @@ def wgan(drop, loss_func=None, **kwargs):
     return GANLearner.wgan(loaders(gauss(20, 6, 1, 1), gauss(20, 3, 4, 4)), generator, critic, **kwargs)
 
 applications = dict(vision=vision, unet=unet, text_classifier=text_classifier, language_model=language_model,
-    tabular=tabular, bert=transformer, gpt2=partial(transformer, nm='GPT2'), wgan=wgan)
+    tabular=tabular, bert=transformer, gpt2=partial(transformer, nm='GPT2'), t5=t5, wgan=wgan)
 
 def make(nm, drop=0., **kwargs):
     "The application `nm`"
-    if nm in ('bert','gpt2'): pytest.importorskip('transformers')
+    if nm in ('bert','gpt2','t5'): pytest.importorskip('transformers')
     torch.manual_seed(0)
     return quiet(applications[nm](drop, **kwargs))
 

@@ -1,5 +1,5 @@
 "BatchNorm's statistics: recalibrated, they are the mean over whole batches, and nothing else moves; frozen, they stay."
-import numpy as np, pytest, random, torch, warnings
+import numpy as np, pytest, random, torch
 from hypothesis import given, strategies as st
 from torch import nn
 from torch.utils.data import DataLoader as TorchLoader
@@ -121,6 +121,14 @@ def test_what_validates_and_saves_has_them(tmp_path):
     assert is_mean_of(learn, 16, 4) and deviation(learn.recorder.values[-1][1], learn.validate()[0])<1e-6
     learn.load('model_0')
     assert is_mean_of(learn, 16, 4)   # those of its weights
+
+def test_the_callback_does_not_hide_the_method():
+    learn = small(cbs=RecalibrateBN(16))
+    learn.recalibrate_bn(8)
+    assert is_mean_of(learn, 8, 8)
+    learn.remove_cb(RecalibrateBN)
+    learn.recalibrate_bn(32)
+    assert is_mean_of(learn, 32, 2)
 
 def test_only_where_somebody_trains():
     learn,seen = small(cbs=RecalibrateBN(16)),[]

@@ -1,5 +1,5 @@
 "`GradientCache`: the model sees micro-batches, all else the loader's batch, and the run is the full-batch run."
-import os, pytest, random, torch
+import os, pytest, random, torch, warnings
 from copy import deepcopy
 from functools import partial
 from hypothesis import given, strategies as st
@@ -253,6 +253,46 @@ def test_inputs_and_outputs_of_all_kinds(out, size):
     assert_same(size, lambda: [Pairs(),next(order)], model=lambda: Towers(out), loss_func=clip_loss)
     assert seen[0].values==seen[1].values and len(seen[0].values)==6
 
+class Prototypes(nn.Module):
+    "Returns a tensor with as many rows as a micro-batch has samples, which are not samples"
+    def __init__(self):
+        super().__init__()
+        self.m,self.protos = net(),nn.Parameter(torch.randn(4, 3).double())
+    def forward(self, x): return self.m(x),self.protos*2
+
+def test_what_looks_like_samples_and_is_not():
+    def loss(out, y): return F.cross_entropy(out[0]@out[1].T, y)+nt_xent(out[0])
+    assert_same(4, model=Prototypes, loss_func=loss, n=48)
+
+def test_inputs_that_need_a_gradient_get_theirs():
+    "From an encoder that is not in the model, for one"
+    def run(*cbs):
+        encoder,got = nn.Linear(5, 5).double(),[]
+        with torch.no_grad(): encoder.weight.copy_(torch.eye(5))
+        note = Event('after_backward', lambda l: got.append(encoder.weight.grad.clone()))
+        learn = fit([Event('before_batch', lambda l: setattr(l, 'xb', (encoder(l.x),)), True),note,*cbs])
+        learn.recorder.values.append(got)
+        return learn
+    same(run(), run(GradientCache(5)))
+
+def test_a_loss_of_what_is_inside_of_the_model_is_an_error():
+    def loss(z, y): return nt_xent(z)+inner[-1].pow(2).mean()
+    inner,learn = [],toy(16, n=32, loss_func=loss, model=net)
+    learn.model[2].register_forward_hook(lambda m,i,o: inner.append(o))
+    with pytest.raises(RuntimeError, match='second time'): learn.fit(1, 0.1, cbs=GradientCache(4))
+
+def test_texts_whose_chunks_fastai_leaves_out_are_told():
+    def told(pad):
+        learn = make('text_classifier', loss_func=lambda out,*_: nt_xent(scores(out))).add_cb(GradientCache(3))
+        def end(l):
+            for i in pad[:len(l.x)]: l.x[i%len(l.x),8:] = 1   # padding, from the third chunk on
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter('always')
+            learn.fit(1, cbs=Event('before_batch', end))
+        words = 'SentenceEncoder','ActivationCheckpoint'
+        return sum(all(w in str(o.message) for w in words) for o in said)
+    assert [told(o) for o in ((),(6,7),(2,))]==[0,0,1]
+
 @pytest.mark.filterwarnings('ignore:there is no BatchNorm')
 @pytest.mark.parametrize('nm', applications)
 def test_applications(nm):
@@ -260,7 +300,8 @@ def test_applications(nm):
     loss = dict(unet=dice, language_model=CrossEntropy()).get(nm, lambda out,*_: nt_xent(scores(out)))
     def run(*cbs):
         learn = make(nm, loss_func=loss)
-        if nm=='gpt2': learn.model.config.use_cache = False
+        for m in learn.model.modules():
+            if nm in ('gpt2','t5') and hasattr(m, 'config'): m.config.use_cache = False
         before = weights(learn)
         learn.fit_one_cycle(1, 1e-3, cbs=[*cbs,FreezeBN()])
         assert not weights(learn).allclose(before, atol=1e-4) and len(learn.recorder.losses)>1
@@ -389,7 +430,7 @@ def test_auto_in_the_middle_of_a_batch_or_a_step(at, acc):
 
 @pytest.mark.filterwarnings('ignore:memory ran out')
 def test_auto_draws_what_it_would_have_drawn_with_the_size_known():
-    def run(cache, cap=99): return fit([cache], n=48, model=lambda: net(nn.Dropout(), Short(cap)))
+    def run(cache, cap=99): return fit([cache], n=48, model=lambda: net(nn.Dropout(), Own(), Short(cap)))
     same(run(GradientCache(4)), run(GradientCache('auto'), 5))
 
 def test_auto_splits_validation():

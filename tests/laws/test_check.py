@@ -1,5 +1,5 @@
 "The check says of a Learner's own fit whether it is the full batch's, and if not, where it differs and what to type."
-import random
+import random, re
 from collections import UserDict
 from functools import partial
 import numpy as np, pytest, torch
@@ -10,14 +10,16 @@ from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset, Ten
 from fastai.callback.core import Callback, CancelFitException
 from fastai.callback.mixup import MixUp
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation, GradientClip
-from fastai.data.core import DataLoaders
+from fastai.data.core import DataLoaders, TfmdDL
 from fastai.data.load import DataLoader
 from fastai.losses import CrossEntropyLossFlat
 from fastai.optimizer import OptimWrapper
 from fastai.text.data import LMDataLoader, SortedDL
+from fasttransform import Pipeline
 from fastaccum import ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule, GradientCache
 from fastaccum.testing import CrossEntropy, deviation, toy, toy_data, twins
 from common import CpuMixedPrecision, weights
+from small_learners import Event, make
 from test_dry_runs import assert_same, everything, verbs
 
 check,whats = verbs['check'],['loss','predictions','draws','callbacks','loader','gradients','buffers']
@@ -183,6 +185,7 @@ off = dict(batchnorm=(lambda: made(nn.BatchNorm1d(6)), dict(predictions='BatchNo
     noise=(lambda: made(Noise()), dict(draws='Noise 1'), True), both=(lambda: made(Both()), dict(draws='Both 1'), True),
     both_inner=(lambda: made(Both()), dict(draws='Dropout 1.drop'), True),
     centre=(lambda: made(Centre()), dict(predictions='Centre 1'), False),
+    before_batchnorm=(lambda: made(Centre(), nn.BatchNorm1d(6)), dict(predictions='BatchNorm1d 2'), False),
     carry=(lambda: own(lambda: Carry(nn.Linear(5, 3)).double()), dict(predictions=''), False),
     hidden=(lambda: toy(12, tokens=True, loss_func=hidden), dict(loss=''), False),
     contrastive=(lambda: toy(12, loss_func=contrastive), dict(loss=''), False),
@@ -195,7 +198,7 @@ off = dict(batchnorm=(lambda: made(nn.BatchNorm1d(6)), dict(predictions='BatchNo
     mixup=(lambda: mixed(Harmless()), dict(callbacks='MixUp'), True),
     mixup_summed=(lambda: mixed(reduction='sum'), dict(callbacks='MixUp'), True),
     penalty=(lambda: toy(12, cbs=[Harmless(),Summed()]), dict(callbacks='Summed'), True),
-    two=(lambda: toy(12, cbs=[Summed(),Mixes()]), dict(callbacks='Mixes'), True),
+    two=(lambda: toy(12, cbs=[Summed(),Harmless(),Mixes()]), dict(callbacks='Mixes'), True),
     two_others=(lambda: toy(12, cbs=[Summed(),Mixes()]), dict(callbacks='Summed'), True),
     cache=(lambda: made(nn.BatchNorm1d(6), nn.Dropout(.2), cbs=GradientCache(micro_batch_size=4)),
         dict(predictions='BatchNorm1d 1', draws='Dropout 2'), True),
@@ -213,7 +216,8 @@ def test_no_silence(nm):
         assert o.remedy and (where in o.where if several else where==o.where), res
     assert not alone or 'gradients' not in bad(res) or 'exact' in row(res, 'gradients').where, res
     assert 'not the same run' in repr(res) and all(res.off[k]>(1e-6 if nm=='tiny_double' else 1e-3) for k in wanted)
-    assert ('buffers' in bad(res))==(nm in ('batchnorm','cache','all'))
+    assert ('buffers' in bad(res))==(nm in ('batchnorm','before_batchnorm','cache','all'))
+    assert 'Harmless' not in repr(res)
 
 def test_a_loader_whose_batches_depend_on_their_size():
     "Sorted by length; with the remedy that is named the run is the full batch's"
@@ -237,7 +241,7 @@ layers = nn.Tanh,lambda: nn.BatchNorm1d(6),Centre
 @pytest.mark.parametrize('kwargs', [{},dict(loss_func=undeclared),dict(tokens=True),dict(tokens=True, loss_func=hidden),
     *(dict(model=lambda o=o: net(o()).double(), splitter=lambda m: [list(m.parameters())]) for o in layers),
     *(dict(cbs=lambda cb=cb: [cb()]) for cb in (MeanPenalty,Summed,Mixes,Harmless))], ids=lambda o: '-'.join(o))
-@pytest.mark.filterwarnings('ignore::fastaccum.TwinWarning')
+@pytest.mark.filterwarnings('ignore::fastaccum.AccumulationWarning')
 def test_what_it_says_is_true_of_a_fit(kwargs):
     a,b = twins(4, 12, n=48, **kwargs)
     cbs = kwargs.pop('cbs', list)()
@@ -259,6 +263,119 @@ def test_callbacks_of_the_fit():
     before = list(learn.cbs)
     assert not check(learn).ok and check(learn, cbs=GradientAccumulation(24, size=counted)).ok
     assert list(learn.cbs)==before and 'callbacks' in bad(check(toy(12), cbs=[Summed()]))
+
+@pytest.mark.parametrize('way', [lambda: GradientAccumulation(8, micro_batch_size=4),
+    lambda: GradientCache(micro_batch_size=4)])
+def test_rows_that_go_on_in_their_own_micro_batch_are_no_memory(way):
+    "A language model's, where a way splits the loader's batch"
+    learn = make('language_model', loss_func=lambda p,y: F.cross_entropy(p.flatten(0, 1), y.flatten()))
+    assert 'remembers' in row(check(learn), 'predictions').where
+    res = check(learn, cbs=way())
+    assert res.ok and not bad(res), res
+
+# Learners that do not train on just any part, or in which somebody keeps the whole batch
+
+class Queue(Callback):
+    def before_batch(self): assert 32%len(self.y)==0, 'a queue of 32'
+class Fixed(nn.Module):
+    "A state of one batch size"
+    def __init__(self): super().__init__(); self.register_buffer('h', torch.zeros(12, 6).double())
+    def forward(self, x): return x+self.h
+class Views(Callback):
+    "Two views of each sample"
+    order = 1
+    def before_batch(self): self.learn.xb = (torch.cat([self.x,1.1*self.x]),)
+class Online(Callback):
+    "A model of its own, which the loss learns from"
+    def __init__(self): self.other = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double()
+    def after_loss(self): self.learn.loss_grad = self.loss_grad+F.mse_loss(self.pred, self.other(self.x))
+class Keeps(Callback):
+    "Gives the loss more than predictions and targets"
+    def before_batch(self): self.learn.loss_func.x = self.x
+class Judged(nn.Module):
+    "A loss with BatchNorm in it"
+    def __init__(self): super().__init__(); self.judge = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
+    def forward(self, p, y): return self.judge(p).square().mean()+F.cross_entropy(p, y)
+class Kept(nn.Module):
+    def forward(self, p, y): return F.cross_entropy(p+self.x[:,:3], y)
+
+def views(p, y): return contrastive(*p.chunk(2)[:1], y)+F.mse_loss(*p.chunk(2))
+
+@pytest.mark.parametrize('cb', [Queue,lambda: [Queue(),MeanPenalty()]])
+def test_other_parts_are_tried_if_the_first_do_not_go(cb):
+    res = check(toy(16, cbs=cb()))
+    assert res.ok and not bad(res) and all(32%o==0 for o in res.sizes) and len({*res.sizes})>1, res
+
+@pytest.mark.parametrize('make,who', [(lambda: made(Fixed()),'Fixed fails.*size'),
+    (lambda: toy(12, cbs=Event('before_batch', lambda l: 1/(len(l.y)//12))),'Event.*zero')])
+def test_who_fails_with_parts_is_named_in_its_own_words(make, who):
+    "A fit with whole batches runs, so the check does not die of it"
+    res = check(make(), steps=1)
+    assert not res.ok and res.off['gradients'] is None and re.search(who, row(res, 'gradients').where), res
+
+def test_each_part_of_a_gan_is_checked():
+    "Its generator trains after five steps of the critic"
+    def wrong(learn): learn.loss_grad = learn.loss_grad*(1+(learn.gan_trainer.gen_mode and len(learn.x)<8))
+    learn = make('wgan')
+    assert check(learn).ok and 'callbacks' in bad(check(learn, cbs=Event('after_loss', wrong)))
+
+def test_an_error_that_does_not_come_again_is_raised():
+    heard = []
+    def fail(learn):
+        heard.append(len(learn.y))
+        if len(heard)==3: raise ZeroDivisionError('planted')   # in the run on parts
+    with pytest.raises(ZeroDivisionError): check(toy(12, cbs=Event('before_batch', fail)))
+
+@pytest.mark.parametrize('layers', [[nn.Tanh],[lambda: nn.BatchNorm1d(6)]])
+def test_more_rows_than_samples(layers):
+    "Who makes them is named, and the remedy; that BatchNorm looks at all of them, too"
+    res = check(made(*(o() for o in layers), loss_func=views, cbs=[Views(),Harmless()]))
+    o = row(res, 'callbacks')
+    assert not res.ok and o.where=='Views' and 'GradientCache(micro_batch_size=' in o.remedy
+    assert 'AutoSize' not in repr(res)
+    assert ('BatchNorm1d 1' in row(res, 'predictions').where)==(layers[0] is not nn.Tanh)
+
+@pytest.mark.parametrize('make,what,where', [
+    (lambda: toy(12, cbs=Online()),'callbacks','Online (BatchNorm1d in it)'),
+    (lambda: toy(12, loss_func=Judged()),'loss','BatchNorm1d in it'),
+    (lambda: made(nn.BatchNorm1d(6), loss_func=Kept(), cbs=Keeps()),'predictions','BatchNorm1d 1')])
+def test_the_loss_is_blamed_only_if_it_differs_by_itself(make, what, where):
+    res = check(make())
+    assert row(res, what).where==where and bad(res)<={what,'gradients','buffers'}, res
+    assert 'exact' in row(res, 'gradients').where and 'no mean' not in repr(res)
+
+def test_what_the_loss_keeps_is_no_cause(): assert check(toy(12, loss_func=Kept(), cbs=Keeps())).ok
+
+def test_remedies_that_are_named_are_not_refused():
+    "A model without segments is not told to compute them again"
+    class One(nn.Module):
+        def __init__(self): super().__init__(); self.lin = nn.Linear(5, 3)
+        def forward(self, x): return self.lin(x-x.mean(0))
+    o = row(check(own(lambda: One().double())), 'predictions')
+    assert not o.ok and o.remedy and 'ActivationCheckpoint' not in o.remedy
+
+def test_what_it_did_not_see_is_told():
+    "The callbacks of the fit, and random transforms of batches"
+    from fastai.vision.augment import RandTransform
+    class Shift(RandTransform):
+        def encodes(self, x:torch.Tensor): return x
+    learn = loaded(TfmdDL(data, bs=12, after_batch=Pipeline([Shift()])))
+    res = check(learn)
+    assert res.ok and 'cbs=' in row(res, 'callbacks').where and 'Shift' in row(res, 'draws').where
+    assert 'cbs=' not in row(check(learn, cbs=[]), 'callbacks').where
+
+def test_steps_see_what_callbacks_do_after_a_batch():
+    "And a loss that follows progress is no cause"
+    class Shrink(Callback):
+        n = 0
+        def before_batch(self): self.n += 1   # it hears each micro-batch
+        def after_batch(self):
+            if self.n==4: self.learn.model[0].weight.data.mul_(.9)
+    res = check(toy(12, cbs=Shrink()), steps=2)
+    assert bad(res)=={'weights'} and check(toy(12)).ok
+    class Follows(Callback):
+        def after_loss(self): self.learn.loss_grad = self.loss_grad*(1+self.pct_train)
+    for n in (12,13): assert check(toy(n, cbs=Follows()), steps=4).ok, n
 
 # What it shows, and what it refuses
 

@@ -6,6 +6,7 @@ from itertools import product
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
 from torch.utils.data import TensorDataset
+from types import SimpleNamespace
 from torchvision.models.resnet import BasicBlock
 from fastai.callback.core import CancelFitException
 from fastai.callback.hook import hook_output
@@ -55,7 +56,7 @@ def check(make=small, cbs=list, fit=one_cycle, **kwargs):
 @pytest.mark.parametrize('nm', [o for o in applications if o!='wgan'])
 def test_applications(nm):
     kinds = dict(unet={'BasicBlock','UnetBlock','ResBlock'}, vision={'BasicBlock'}, text_classifier={'WeightDropout'},
-        language_model={'WeightDropout'}, bert={'BertLayer'}, gpt2={'GPT2Block'})
+        language_model={'WeightDropout'}, bert={'BertLayer'}, gpt2={'GPT2Block'}, t5={'T5Block'})
     def learner(): return make(nm, 0.1, loss_func=cross_entropy)
     a,b,cb = check(learner, offload=nm in ('unet','language_model'))
     assert {o.kind for o in cb.segments}>=kinds.get(nm, set()) and len(cb.segments)>1
@@ -100,26 +101,53 @@ def test_what_moves_in_a_forward_pass_moves_once(nm, thrice):
     assert deviation(*kept)==0
 
 class Takes(Block):
+    "Is given a `TensorImage`, and by name what is in a dict, and a list to which it adds"
     def forward(self, x, *, more, outs):
         assert type(x) is TensorImage and x.img_size==7
         outs.append(x.detach().mean())
         return super().forward(x*len(outs)+more[0]['bias']+sum(outs)),len(more)
 
-class Through(nn.Module):
-    "Blocks that are given a `TensorImage`, and things by name, in lists and dicts, to which they add"
-    def __init__(self):
-        super().__init__()
-        self.embed,self.bias,self.head = nn.Linear(5, 8),nn.Parameter(torch.ones(8)),nn.Linear(8, 3)
-        self.blocks = nn.ModuleList(Takes() for _ in range(3))
-    def forward(self, x):
-        x,outs = self.embed(x),[]
-        for m in self.blocks:
-            x = x.as_subclass(TensorImage)
-            x.img_size = 7
-            x,_ = m(x, more=[dict(bias=self.bias)], outs=outs)
-        return self.head(x).as_subclass(torch.Tensor)
+class Twice(Block):
+    "Asks whether it is given the same tensor twice, as `nn.MultiheadAttention` does"
+    def forward(self, x, *more): return super().forward(x*3 if more[0] is more[1] is x else x)
 
-def test_inputs_of_all_kinds(): check(partial(small, Through))
+class Remembers(Block):
+    "Adds to a cache of keys, as transformers' models do"
+    def forward(self, x, cache):
+        assert x.tag==1   # an attribute of a plain tensor
+        layer = cache.layers[0]
+        layer.keys = torch.cat([layer.keys,x])
+        return super().forward(x+layer.keys.mean(0))
+
+class Attends(nn.MultiheadAttention):
+    def __init__(self): super().__init__(8, 2)
+    def forward(self, x, *more): return super().forward(x, *more)[0]
+
+def takes(m, x):
+    x = x.as_subclass(TensorImage)
+    x.img_size = 7
+    bias = x.new_ones(8).as_subclass(torch.Tensor)
+    return m(x, more=[dict(bias=bias)], outs=[x.mean().detach()])[0].as_subclass(torch.Tensor)
+def thrice(m, x): return m(x, x, x)
+def cached(m, x):
+    x.tag = 1
+    return m(x, SimpleNamespace(layers=[SimpleNamespace(keys=x[:1])]))
+
+class Calls(nn.Module):
+    "Blocks that are called in their own way"
+    def __init__(self, block, call):
+        super().__init__()
+        self.embed,self.head,self.call = nn.Linear(5, 8),nn.Linear(8, 3),call
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+    def forward(self, x):
+        x = self.embed(x)
+        for m in self.blocks: x = self.call(m, x)
+        return self.head(x)
+
+@pytest.mark.parametrize('block,call', [(Takes,takes),(Twice,thrice),(Attends,thrice),(Remembers,cached)])
+@pytest.mark.parametrize('offload', [False,True])
+def test_inputs_of_all_kinds(block, call, offload):
+    check(partial(small, lambda: Calls(block, call)), segments=block, offload=offload)
 
 # With what else there is
 
@@ -223,7 +251,25 @@ def test_segments_are_found_or_given():
     found = make('vision', loss_func=cross_entropy, cbs=ActivationCheckpoint()).activation_checkpoint.segments
     assert [o.kind for o in found].count('BasicBlock')==4 and not any(o.calls for o in found)   # before any fit
 
-@pytest.mark.parametrize('segments', [3,(),[],(1,),[nn.Linear(1, 1),3],[None],{}], ids=str)
+class Patches(nn.Module):
+    "As PatchTST with a single layer: an encoder in a backbone, and nothing that repeats"
+    def __init__(self):
+        super().__init__()
+        self.embed,self.head = nn.Linear(5, 8),nn.Linear(8, 3)
+        self.backbone = nn.ModuleDict(dict(encoder=nn.Sequential(Block())))
+    def forward(self, x): return self.head(self.backbone['encoder'](self.embed(x)))
+
+class Wrap(nn.Module):
+    def __init__(self, m):
+        super().__init__()
+        self.m = m
+    def forward(self, x): return self.m(x)
+
+def flat(): return nn.Sequential(nn.Linear(5, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 3))
+@pytest.mark.parametrize('model', [flat,Patches,lambda: Wrap(flat()),lambda: Wrap(Patches())])
+def test_small_models_have_segments(model): check(partial(small, model))
+
+@pytest.mark.parametrize('segments', [3,(),[],['1'],(1,),[nn.Linear(1, 1),3],[None],{}], ids=str)
 def test_arguments(segments):
     with pytest.raises(TypeError, match='segments=.*give a class'): ActivationCheckpoint(segments)
     with pytest.raises(TypeError, match='offload=1'): ActivationCheckpoint(offload=1)
@@ -255,26 +301,34 @@ def test_a_segment_of_yours_that_does_not_run_is_told():
         small(Idle).fit(1, cbs=ActivationCheckpoint())   # found, not given: the head of a timm model, for one
 
 class Shift(nn.Module):
-    "Needs no input for its own backward pass"
-    def __init__(self):
+    "Needs no input for its own backward pass, and may change it"
+    def __init__(self, mul=1):
         super().__init__()
-        self.bias,self.lin = nn.Parameter(torch.ones(8)),nn.Linear(8, 8)
-    def forward(self, x): return self.lin(x+self.bias)
+        self.bias,self.lin,self.mul = nn.Parameter(torch.ones(8)),nn.Linear(8, 8),mul
+    def forward(self, x): return self.lin((x if self.mul==1 else x.mul_(self.mul))+self.bias)
 
-class Later(Shift):
+class Later(nn.Module):
     "Changes the input of its block, which without checkpoints may be done"
     def __init__(self):
         super().__init__()
-        self.m = Shift()
+        self.lin,self.m = nn.Linear(8, 8),Shift()
     def forward(self, x):
-        x = super().forward(x)
+        x = self.lin(x)
         return self.m(x)+x.mul_(2)
 
-def test_an_input_that_is_changed_before_it_is_needed_again_is_refused():
-    def model(): return net(Later(), Block())
+class Sums(Shift):
+    def __init__(self):
+        super().__init__()
+        self.total = torch.zeros(8).double()
+    def forward(self, x): return super().forward(x*self.total.add_(x.detach().sum(0)))
+
+@pytest.mark.parametrize('block,match', [(Later,r"input.* of segment '1\.m' was changed"),
+    (lambda: Shift(2),"input.* of segment '1' was changed.*inplace=False"), (Sums,r"register_buffer\('total'")])
+def test_what_is_changed_in_place_is_refused(block, match):
+    def model(): return net(block(), Block())
     learn = small(model)
-    with pytest.raises(RuntimeError, match=r"input.* of segment '1\.m'.* changed"):
-        learn.fit(1, cbs=ActivationCheckpoint(lambda m: type(m) is Shift))
+    with pytest.raises(RuntimeError, match=match):
+        learn.fit(1, cbs=ActivationCheckpoint(lambda m: isinstance(m, Shift)))
     assert not replaced(learn)
     small(model).fit(1)   # without checkpoints it trains
 

@@ -136,7 +136,7 @@ kinds = dict(bf16=dict(), fp16=dict(dtype=torch.float16), mixed=dict(mixed=True)
     ignored=dict(ignored=True, loss_func=nn.CrossEntropyLoss()), sparse=dict(sparse=True, opt_func=torch_sgd),
     sparse_sum=dict(sparse=True, opt_func=torch_sgd, loss_func=nn.CrossEntropyLoss(reduction='sum')),
     split=dict(bs=8, acc=dict(micro_batch_size=2)), auto=dict(bs=8, acc=dict(micro_batch_size='auto')),
-    cached=dict(bs=8, cached=True))
+    cached=dict(bs=128, cached=True))
 
 @pytest.mark.filterwarnings('ignore:.*memory ran out')
 @pytest.mark.parametrize('kind', kinds)

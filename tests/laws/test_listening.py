@@ -11,6 +11,7 @@ from fastaccum.testing import assert_twins, deviation, toy, twins
 from common import Raise, Seen, grads, some, weights
 
 of_micro = ['before_batch','after_pred','after_loss','before_backward','after_backward']
+cancelled = ['after_cancel_batch','after_cancel_backward']
 of_step = ['before_step','after_cancel_step','after_step']
 of_fit = [f'{o}_{nm}' for nm in ('fit','epoch','train','validate') for o in ('before','after','after_cancel')]
 
@@ -18,7 +19,7 @@ class Ear(Callback):
     "Notes each event that it hears; `nm` says who"
     def __init__(self, nm, order, heard): self.nm,self.order,self.heard = nm,order,heard
     def hear(self, event): self.heard.append((self.nm, event, self.learn.training))
-for o in of_micro+of_step+of_fit: setattr(Ear, o, lambda self, o=o: self.hear(o))
+for o in of_micro+cancelled+of_step+of_fit: setattr(Ear, o, lambda self, o=o: self.hear(o))
 
 class Deaf(Callback): "Hears nothing, until it gets a method"
 
@@ -67,6 +68,18 @@ def test_every_micro_batch_is_heard_as_in_a_fit_on_micro_batches(more):
     heard = [of(run(4, accum, lambda learn: [more(learn)])[0], of_micro[:4]) for accum in (12,None)]
     assert heard[0]==heard[1]!=of(run(4, 12)[0], of_micro[:4])
 
+@pytest.mark.parametrize('per_step', [None,True,False])
+@pytest.mark.parametrize('begins', [False,True])
+def test_after_batch_comes_once_a_step_or_with_each_batch(begins, per_step):
+    class Ends(Callback):
+        run_valid,n = False,0
+        def after_batch(self): self.n += 1
+    if begins: Ends.before_batch = lambda self: None
+    if per_step is not None: Ends.per_step = per_step
+    cb = Ends()
+    toy(4, n=48).fit(1, cbs=[GradientAccumulation(12),cb])
+    assert cb.n==(4 if (not begins if per_step is None else per_step) else 12)
+
 excs = [RuntimeError,KeyboardInterrupt,CancelFitException,CancelEpochException,CancelTrainException]
 
 raised = [*product(of_micro[:4]+of_step[::2], excs), *((o,CancelBatchException) for o in of_micro[:4]),
@@ -75,7 +88,7 @@ raised = [*product(of_micro[:4]+of_step[::2], excs), *((o,CancelBatchException) 
 @pytest.mark.parametrize('event,exc,order', some(70, [(*o, order) for o in raised for order in (-30,5,7,60)]))
 def test_an_exception_is_heard_of_and_annotated_as_by_fastai(event, exc, order):
     "The oracle of a micro-batch is the fit on micro-batches, that of a step the full-batch run"
-    bs,events = (12,of_step) if event in of_step else (4,of_micro[:4])
+    bs,events = (12,of_step) if event in of_step else (4,of_micro[:4]+cancelled)
     (a,err),(b,other) = (run(*o, lambda learn: [Raise(event, exc, order, at=3)]) for o in ((bs,None),(4,12)))
     assert err==other and of(a, events+of_fit)==of(b, events+of_fit)
     if exc is RuntimeError: assert f'event `{event}`' in err[1][0]
@@ -95,9 +108,11 @@ def test_a_cancelled_micro_batch_is_left_out(seed):
         if self.i in gone: raise exc
     setattr(Cancel, event, cancel)
     learn,steps = toy(micro, n=n),[Seen('after_step', grads, order=100) for _ in range(2)]
-    learn.fit(1, 0.05, cbs=[GradientAccumulation(accum),Cancel(),steps[0]])
     kept = TensorDataset(*learn.dls.train_ds[[i for i in range(n) if i//micro not in gone]])
-    big = toy(-(-accum//micro)*micro, data=kept)
+    full = -(-accum//micro)*micro
+    drop_last = seed%2==0 and len(kept)>=full
+    learn.fit(1, 0.05, cbs=[GradientAccumulation(accum, drop_last=drop_last),Cancel(),steps[0]])
+    big = toy(full, data=kept, whole=full if drop_last else 1)
     big.fit(1, 0.05, cbs=steps[1])
     assert deviation(weights(big), weights(learn))<1e-7 and deviation(steps[1].values, steps[0].values)<1e-7
     assert deviation(big.recorder.losses, learn.recorder.losses)<2e-6

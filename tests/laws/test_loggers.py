@@ -6,9 +6,9 @@ from torch import nn
 from fastai.callback.core import Callback
 from fastai.callback.progress import CSVLogger, ProgressCallback, ShowGraphCallback
 from fastai.metrics import accuracy
-from fastaccum import GradientAccumulation, GradientAccumulationSchedule
+from fastaccum import GradientAccumulation, GradientAccumulationSchedule, NoiseScale
 from fastaccum.testing import deviation, toy
-from common import Raise, weights
+from common import Raise, clear, weights
 from test_applications import linear, quiet, vision
 
 # Each watcher is given a Learner. It returns a function that makes callbacks, and one that reads what was shown: rows
@@ -212,3 +212,10 @@ def test_tensorboard_draws_the_graph_and_predictions(tmp_path):
     listen,read = tensorboard(learn, trace_model=True, log_preds=True)
     learn.fit(2, 0.05, cbs=[GradientAccumulation(16),*listen()])
     assert read()['Sample results']==[(2,),(4,)] and len(learn.recorder.losses)==4
+
+def test_tensorboard_gets_the_noise_scale_of_each_step(tmp_path):
+    learn = toy(4, data=clear(64), path=tmp_path, cbs=[GradientAccumulation(16), NoiseScale(every=2)])
+    make,read = tensorboard(learn)
+    learn.fit(1, .1, cbs=make())
+    tag, = (k for k in read() if k.endswith('noise_scale'))
+    assert deviation([v for _,v in read()[tag]], learn.recorder.noise_scale)<1e-6

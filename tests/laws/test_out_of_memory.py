@@ -195,7 +195,8 @@ def test_an_error_of_the_allocator():
     assert_same_run(*full_and_short(8, 16, short, n=48))
 
 @pytest.mark.parametrize('event,exc,at', [('after_pred',RuntimeError,1),('after_loss',ValueError,1),
-    ('before_backward',KeyboardInterrupt,1),*((o,torch.OutOfMemoryError,1) for o in ('before_step','after_step')),
+    ('before_backward',KeyboardInterrupt,1),
+    *((o,torch.OutOfMemoryError,1) for o in ('after_backward','before_step','after_step')),
     ('after_batch',torch.OutOfMemoryError,3)])
 def test_other_errors_pass_and_no_step_is_made_twice(event, exc, at):
     "Memory that runs out once the gradient is there, in the step or after it, is the user's to know of"
@@ -205,7 +206,7 @@ def test_other_errors_pass_and_no_step_is_made_twice(event, exc, at):
 
 # A split of one's own
 
-from fastaccum.memory.recovery import AutoSize
+from fastaccum import AutoSize
 
 def test_a_split_of_ones_own_is_used():
     calls = []

@@ -22,7 +22,7 @@ from fastai.learner import AvgLoss
 from fastai.metrics import accuracy
 from fastai.optimizer import Adam, OptimWrapper, SGD
 from fastaccum import (ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule,
-    GradientAccumulationScheduler, GradientCache, NoiseScale, RecalibrateBN, ScaledLR)
+    FreezeBN, GradientAccumulationScheduler, GradientCache, NoiseScale, RecalibrateBN, ScaledLR)
 from fastaccum.testing import CrossEntropy, assert_twins, deviation, one_cycle, toy, toy_data
 from common import CpuMixedPrecision, InBackward, Raise, Seen, some, weights, whole
 import on_processes as here
@@ -689,6 +689,17 @@ def test_a_sharded_fit_that_is_cut_short_leaves_nothing():
 
 @on_cpu
 @on(2)
+def test_batchnorm_where_sharded():
+    "Frozen, it stays; a model that gathers its parameters in each forward pass cannot be recalibrated, and says so"
+    b = all_sharded([35,35], model=partial(sharded, make=batchnorm))
+    before = [o.clone() for o in b.model.buffers()]
+    b.fit(1, 0.1, cbs=[GradientAccumulation(16),FreezeBN()])
+    assert before and all(map(torch.equal, before, b.model.buffers()))
+    for f in (b.recalibrate_bn,lambda: b.fit(1, 0.1, cbs=RecalibrateBN())):
+        with pytest.raises(RuntimeError, match='FSDP.*recalibrate in one process'): f()
+    assert not hasattr(b, 'dl') or b.dl is None
+
+@on(2)
 def test_refused_where_sharded():
     "Other numbers of micro-batches, half-precision parameters, FSDP1, an optimizer made before"
     def half(): return sharded(make=lambda: net().bfloat16())
@@ -696,6 +707,11 @@ def test_refused_where_sharded():
     late = all_sharded([35,35], model=net)
     late.create_opt()
     late.model = sharded()
-    for said,b in (('FSDP',all_sharded([35,20])), ('float32',all_sharded([35,35], model=half, splitter=one_group)),
-            ('FSDP',all_sharded([35,35], model=fsdp1, splitter=one_group)), ('optimizer',late)):
-        with pytest.raises(ValueError, match=said): b.fit(1, 0.1, cbs=GradientAccumulation(32))
+    for said,b,*more in (('FSDP',all_sharded([35,20])),
+            ('float32',all_sharded([35,35], model=half, splitter=one_group)),
+            ('FSDP',all_sharded([35,35], model=fsdp1, splitter=one_group)), ('optimizer',late),
+            ('NoiseScale.*FSDP',all_sharded([35,35]),NoiseScale())):
+        with pytest.raises(ValueError, match=said): b.fit(1, 0.1, cbs=[GradientAccumulation(32),*more])
+    # cut at steps, 22 and 23 samples are other numbers of micro-batches
+    with pytest.raises(ValueError, match='22 samples.*23 samples'):
+        all_sharded([22,23]).fit(1, 0.1, cbs=GradientAccumulation(32, micro_batch_size=3))

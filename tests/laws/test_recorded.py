@@ -1,11 +1,11 @@
 "Losses, learning rates, hyper-parameters and metrics are recorded once a step, with the full-batch run's numbers."
 import pytest
-from fastai.callback.core import Callback
+from fastai.callback.core import Callback, CancelBatchException
 from fastai.learner import AvgLoss
 from fastai.metrics import Perplexity, accuracy
 from fastaccum import GradientAccumulation
 from fastaccum.testing import CrossEntropy, assert_twins, deviation, toy, twins
-from common import Seen, weights
+from common import Raise, Seen, weights
 from sweep import metered
 
 def mets(): return [accuracy,AvgLoss(),Perplexity()]
@@ -60,3 +60,7 @@ def test_micro_batches_losses_are_their_own():
 def test_micro_batches_that_are_left_out_are_not_recorded():
     *_,learn = twins(acc=dict(log_accum_batch=False, drop_last=True))
     assert len(learn.recorder.losses)==2*16
+    learn = toy(4, n=48)
+    cancel = Raise('after_pred', CancelBatchException, 0, 1)
+    learn.fit(1, 0.1, cbs=[GradientAccumulation(16, log_accum_batch=False),cancel])
+    assert len(learn.recorder.losses)==11

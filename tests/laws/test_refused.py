@@ -4,6 +4,7 @@ import pytest, torch
 import numpy as np
 from functools import partial
 from torch import nn
+from fastai.callback.core import Callback
 from fastai.callback.fp16 import NonNativeMixedPrecision
 from fastai.callback.progress import ProgressCallback
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
@@ -47,7 +48,7 @@ def test_whole_numbers_of_any_type_are_taken_by_either_name(n, nm):
 two = lambda learn, n: n
 bad = [(GradientAccumulation, dict(micro_batch_size='big'), TypeError, "'auto', or a whole number"),
     *[(f, {nm:v}, TypeError, f'`{nm}={v!r}.*True') for f in (GradientAccumulation,Schedule)
-        for nm,v in dict(drop_last='no', log_accum_batch=0, sync_each=1).items()],
+        for nm,v in dict(drop_last='no', log_accum_batch=0).items()],
     *[(GradientAccumulation, dict(size=o), TypeError, '`size=.*give a function') for o in (4, 'len', two, lambda: 4)],
     (GradientAccumulation, dict(acum_bs=4), TypeError, 'acum_bs'),
     (Schedule, dict(start=.5, finish=.2), ValueError, 'start=0.5.*finish=0.2.*give a `finish`'),
@@ -65,7 +66,8 @@ bad = [(GradientAccumulation, dict(micro_batch_size='big'), TypeError, "'auto', 
     (GradientCache, dict(micro_batch_size=4, split=4), TypeError, 'split=4.*give a function'),
     (ActivationCheckpoint, dict(segments=4), TypeError, 'segments=4.*give a class'),
     (FreezeBN, dict(part=4), TypeError, 'part=4.*give a function'),
-    (ScaledLR, dict(base_bs=8, rule='cubic'), ValueError, "rule='cubic'.*give 'linear'")]
+    (ScaledLR, dict(base_bs=8, rule='cubic'), ValueError, "rule='cubic'.*give 'linear'"),
+    (ScaledLR, dict(base_bs=8, betas='half_life'), TypeError, 'betas=.*give True or False')]
 
 @pytest.mark.parametrize('f,kwargs,exc,words', bad, ids=[str(list(o[1].items())) for o in bad])
 def test_other_arguments_are_refused_when_they_are_given(f, kwargs, exc, words):
@@ -89,6 +91,10 @@ class OwnLoop(Learner):
         self.loss_grad.backward()
         self.opt.step()
         self.opt.zero_grad()
+
+class HalfGradients(NonNativeMixedPrecision):
+    "On a CPU, fastai's own fails by itself"
+    def before_fit(self): pass
 
 class Ignores(nn.Module):
     "Says what it ignores, and takes targets that are no tensor"
@@ -117,19 +123,25 @@ def ready_made(**kwargs):
 
 def named(**kwargs): return toy(loss_func=Ignores(), data=Named(toy(4).dls.train.dataset), **kwargs)
 
+def off(cb):
+    cb.run = False
+    return cb
+
 acc,fastais = GradientAccumulation,FastaiGradientAccumulation
 refused = dict(
     two=(toy, lambda: [acc(16),acc(8)], ValueError, '2 callbacks accumulate.*remove_cb'),
     fastais_too=(toy, lambda: [fastais(16),acc(8)], ValueError, '2 callbacks accumulate.*remove_cb'),
-    added_up_in_half_precision=(toy, lambda: [NonNativeMixedPrecision(),acc(8)], ValueError, r'to_fp16\(\)'),
+    added_up_in_half_precision=(toy, lambda: [HalfGradients(),acc(8)], ValueError, r'to_fp16\(\)'),
     steps_in_backward=(hooked, lambda: [acc(8)], ValueError, "'2.weight' has a hook.*Remove the hook"),
-    steps_by_itself=(own_loop, lambda: [acc(8)], ValueError, 'own `_do_one_batch`.*_do_grad_opt'),
+    steps_by_itself=(own_loop, lambda: [acc(8)], ValueError, 'own `_do_one_batch`.*into callbacks'),
     no_step=(toy, lambda: [acc(80, drop_last=True)], ValueError, '70 samples do not fill.*80.*drop_last'),
     larger_than_the_loaders=(toy, lambda: [acc(16, micro_batch_size=8)], ValueError, 'size=8.*of 4.*`bs=8`'),
     no_batch_size=(ready_made, lambda: [acc(16)], ValueError, 'pass `micro_batch_size=`'),
     targets_not_counted=(named, lambda: [acc(16)], TypeError, 'is a dict.*pass `size='),
     start_after_finish=(toy, lambda: [Schedule(start=.5, finish=0)], ValueError, 'give a `finish`'),
-    nothing_to_measure=(toy, lambda: [NoiseScale()], ValueError, r'add fastaccum.s `GradientAccumulation'),
+    **{f'nothing_to_measure_{i}':(toy, lambda f=f: [*f(),NoiseScale()], ValueError, 'add fastaccum.s `GradientAcc')
+        for i,f in enumerate((list,lambda: [fastais(16)],lambda: [off(acc(16))]))},
+    two_meters=(toy, lambda: [acc(8),NoiseScale(),NoiseScale()], ValueError, '2 NoiseScale.*keep one'),
     no_noise=(toy, lambda: [acc(8),ScaledLR(8, rule='adascale')], ValueError, r'add a `NoiseScale\(\)`'),
     no_betas=(toy, lambda: [acc(8),ScaledLR(8, betas=True)], ValueError, 'leave `betas` out, or use Adam'),
     two_rates=(toy, lambda: [acc(8),ScaledLR(8),ScaledLR(8)], ValueError, '2 ScaledLR.*keep one'),
@@ -155,3 +167,8 @@ def test_learners_that_cannot_be_trained_are_refused_before_a_weight_moves(nm):
     learn.remove_cbs([*own,ProgressCallback])
     for o in (fresh,learn): o.fit(1, 0.1)
     assert_twins(fresh, learn)
+
+def test_accumulation_is_not_switched_off_in_the_middle_of_an_epoch():
+    class Off(Callback):
+        def after_step(self): self.learn.gradient_accumulation.run = False
+    with pytest.raises(RuntimeError, match='middle of an epoch'): toy(4).fit(1, cbs=[GradientAccumulation(16),Off()])

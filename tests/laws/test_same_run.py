@@ -98,6 +98,14 @@ def test_beside_a_callback_that(kind):
     assert a.epoch==b.epoch
     assert_twins(a, b)
 
+def test_added_between_two_epochs():
+    class Add(Callback):
+        def before_epoch(self):
+            if self.epoch==1: self.learn.add_cb(GradientAccumulation(16))
+    learn = toy(4, n=64)
+    learn.fit(2, 0.1, cbs=Add())
+    assert len(learn.recorder.losses)==16+4
+
 @pytest.mark.filterwarnings('ignore:the loss function sums')
 def test_penalties_that_callbacks_add_to_a_sum():
     assert_twins(*twins(loss_func=CrossEntropy(reduction='sum'), cbs=others['penalizes'],

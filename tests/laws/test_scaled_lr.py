@@ -2,22 +2,17 @@
 import math
 from functools import partial
 import pytest, torch
-from fastai.callback.core import Callback, CancelTrainException
-from fastai.callback.schedule import lr_find
+from fastai.callback.core import CancelTrainException
 from fastai.callback.tracker import ReduceLROnPlateau
 from fastai.callback.training import GradientClip
 from fastai.optimizer import Adam, OptimWrapper, SGD
-from torch.utils.data import TensorDataset
-from fastaccum import (GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler, NoiseScale,
-    ScaledLR)
-from fastaccum.testing import assert_twins, toy, toy_data
-from common import CpuMixedPrecision, Raise, Seen, some, weights
+from fastaccum.all import *
+from fastaccum.testing import assert_twins, toy
+from common import CpuMixedPrecision, Overflow, Raise, Seen, clear, some, weights
 
 opts = dict(sgd=partial(SGD, mom=.9), adam=Adam, adamw=partial(OptimWrapper, opt=torch.optim.AdamW),
     torchs_sgd=partial(OptimWrapper, opt=torch.optim.SGD))
-fits = dict(one_cycle=lambda l,cbs: l.fit_one_cycle(2, slice(1e-3, .1), cbs=cbs),
-    plain=lambda l,cbs: l.fit(2, slice(1e-3, .1), cbs=cbs), flat_cos=lambda l,cbs: l.fit_flat_cos(2, .1, cbs=cbs),
-    sgdr=lambda l,cbs: l.fit_sgdr(2, 1, .1, cbs=cbs))
+fits = dict(fit_one_cycle=(2, slice(1e-3, .1)), fit=(2, slice(1e-3, .1)), fit_flat_cos=(2, .1), fit_sgdr=(2, 1, .1))
 factors = dict(linear=4., sqrt=2.)
 
 def hypers(learn, *but): return [{k:v for k,v in h.items() if k not in but} for h in learn.opt.hypers]
@@ -27,7 +22,7 @@ def close(a, b): return len(a)==len(b) and all(math.isclose(x, y, rel_tol=1e-12)
 
 def run(opt, fit, *cbs):
     learn,seen = toy(4, n=70, opt_func=opts[opt]),in_steps()
-    fits[fit](learn, [GradientAccumulation(16), NoiseScale(every=2), seen, *cbs])
+    getattr(learn, fit)(*fits[fit], cbs=[GradientAccumulation(16), NoiseScale(every=2), seen, *cbs])
     return learn,seen.values
 
 # Which rate
@@ -46,7 +41,7 @@ def test_each_step_has_its_rate_times_the_factor(opt, fit, rule):
     assert close(b, [factors[rule]*o for o in a])
 
 @pytest.mark.parametrize('opt,fit,rule',
-    some(8, [(o,f,r) for o in opts for f in ('one_cycle','plain') for r in (*factors,'adascale')]))
+    some(8, [(o,f,r) for o in opts for f in ('fit_one_cycle','fit') for r in (*factors,'adascale')]))
 def test_steps_of_the_base_size_are_as_without_it(opt, fit, rule):
     betas = rule=='sqrt' and opt in ('adam','adamw')
     (a,base),(b,mine) = run(opt, fit),run(opt, fit, ScaledLR(base_bs=16, rule=rule, betas=betas))
@@ -54,30 +49,35 @@ def test_steps_of_the_base_size_are_as_without_it(opt, fit, rule):
 
 @pytest.mark.parametrize('opt', ['adam','adamw'])
 @pytest.mark.parametrize('betas', [False,True])
-def test_adams_other_numbers_follow_the_root_rule(opt, betas):
-    "ε by the root; if asked, β so that it forgets as fast per sample"
+@pytest.mark.parametrize('kappa', [2,16])
+def test_adams_other_numbers_follow_the_root_rule(opt, betas, kappa):
+    "ε by the root; if asked, β so that it forgets as fast per sample, but no less than 0.5"
     learn,seen = toy(4, n=32, opt_func=opts[opt]),in_steps()
     learn.create_opt()
     before = hypers(learn, 'lr', 'wd')
-    learn.fit(1, .01, wd=.1, cbs=[GradientAccumulation(16), ScaledLR(base_bs=8, rule='sqrt', betas=betas), seen])
+    learn.fit(1, .01, .1, cbs=[GradientAccumulation(16), ScaledLR(base_bs=16//kappa, rule='sqrt', betas=betas), seen])
     for h,o in zip(seen.values[0], before):
-        want = [.01*2**.5,o['eps']/2**.5,*(2*o[k]-1 if betas else o[k] for k in ('mom','sqr_mom'))]
+        moms = [max(1-kappa*(1-o[k]), .5) if betas else o[k] for k in ('mom','sqr_mom')]
+        want = [.01*kappa**.5,o['eps']/kappa**.5,*moms]
         assert close([h[k] for k in ('lr','eps','mom','sqr_mom')], want)
     assert hypers(learn, 'lr', 'wd')==before
 
-off = GradientAccumulation(16)
-off.run = False
+def off():
+    "Switched off"
+    cb = GradientAccumulation(16)
+    cb.run = False
+    return cb
 
-@pytest.mark.parametrize('n,cbs,want', [(70,lambda: GradientAccumulation(16),[2]*5),
-    (70,lambda: GradientAccumulation(18),[2.5]*4), (20,lambda: GradientAccumulation(1000),[2.5]), (14,list,[.5]*4),
-    (14,lambda: off,[.5]*4), (64,lambda: GradientAccumulationScheduler({0:2, 1:4}),([1]*8,[2]*4)),
-    (64,lambda: GradientAccumulationSchedule(8, 16, start=1, finish=1),([1]*8,[2]*4))])
+def acc(*args): return lambda: GradientAccumulation(*args)
+
+@pytest.mark.parametrize('n,cbs,want', [(70,acc(16),[2]*10), (70,acc(18),[2.5]*8), (20,acc(1000),[2.5]*2),
+    (14,list,[.5]*8), (14,off,[.5]*8), (64,lambda: GradientAccumulationScheduler({0:2, 1:4}),[1]*8+[2]*4),
+    (64,lambda: GradientAccumulationSchedule(8, 16, start=1, finish=1),[1]*8+[2]*4)])
 def test_the_size_is_that_of_a_whole_step(n, cbs, want):
     "In whole micro-batches, not larger than an epoch, also where a step is short; without accumulation that of a batch"
-    learn = toy(4, n=n)
-    learn.fit(2, .01, cbs=[ScaledLR(base_bs=8), *([] if cbs is list else [cbs()])])
-    assert close(learn.recorder.lrs, [.01*o for o in (sum(want, []) if isinstance(want, tuple) else want*2)])
-    assert learn.opt.hypers[-1]['lr']==.01
+    learn = toy(4, n=n, cbs=cbs())
+    learn.fit(2, .01, cbs=ScaledLR(base_bs=8))
+    assert close(learn.recorder.lrs, [.01*o for o in want]) and learn.opt.hypers[-1]['lr']==.01
 
 @pytest.mark.parametrize('kwargs', [{},dict(tokens=True),dict(opt_func=Adam)], ids=['sgd','tokens','adam'])
 @pytest.mark.parametrize('cbs', [list,lambda: [GradientClip(.05)]], ids=['plain','clipped'])
@@ -99,8 +99,7 @@ def gain(meter, base):
 @pytest.mark.parametrize('tokens', [False,True])
 def test_adascale_follows_the_measured_noise(tokens):
     "...of a batch of the base size; where targets are counted, by those in a sample of the step that was measured"
-    x,y = toy_data(128, tokens).tensors
-    ds = TensorDataset(x, torch.where(y<0, y, (x[...,0]<-1).long()))   # there is a signal
+    ds = clear(128, tokens)
     learn,meter,seen = toy(4, data=ds),NoiseScale(every=1),in_steps()
     items = [(o>=0).sum().item()/16 for o in ds.tensors[1].split(16)]
     known = Seen('before_step', lambda l: gain(meter, 4*items[max(0, len(seen.values)-1)]), order=8)
@@ -113,36 +112,32 @@ def test_adascale_follows_the_measured_noise(tokens):
 
 def test_a_step_that_overflows_has_an_entry():
     learn = toy(4, n=64)
-    class Overflow(Callback):
-        order = 9
-        def before_backward(self):
-            if len(learn.recorder.lrs)==1: self.learn.loss_grad = self.loss_grad*float('inf')
-    learn.fit(1, .01, cbs=[GradientAccumulation(16), ScaledLR(base_bs=8), CpuMixedPrecision(), Overflow()])
+    learn.fit(1, .01, cbs=[GradientAccumulation(16), ScaledLR(base_bs=8), CpuMixedPrecision(), Overflow(1)])
     assert close(learn.recorder.lrs, [.02]*4) and learn.opt.hypers[0]['lr']==.01
 
-def test_a_rate_that_others_lower_stays_lower():
-    learn,plateau = toy(4, n=64),ReduceLROnPlateau(patience=0, factor=2, min_delta=1e9)
-    learn.fit(3, .1, cbs=[GradientAccumulation(16), ScaledLR(base_bs=4), plateau])
-    assert close(learn.recorder.lrs, [.4]*8+[.2]*4) and close([learn.opt.hypers[0]['lr']], [.025])
+halve = Seen('before_batch', lambda l: l.opt.set_hyper('lr', l.opt.hypers[0]['lr']/2), order=70)
+plateau = ReduceLROnPlateau(patience=0, factor=2, min_delta=1e9)   # after the second epoch, and the third
+
+@pytest.mark.parametrize('cb,want', [(plateau,[.4]*8+[.2]*4), (halve,[.4/2**i for i in range(1, 13)])])
+def test_a_rate_that_others_lower_stays_lower(cb, want):
+    learn = toy(16, n=64)
+    learn.fit(3, .1, cbs=[ScaledLR(base_bs=4), cb])
+    assert close(learn.recorder.lrs, want) and learn.opt.hypers[0]['lr']<want[-1]/4*1.01
 
 @pytest.mark.parametrize('event', ['before_batch','after_step','after_batch'])
 def test_a_rate_that_others_set_holds(event):
-    learn,cb,done = toy(4, n=64),Callback(),[]
-    def once():
-        if len(learn.recorder.lrs)==1 and not done: done.append(learn.opt.set_hyper('lr', .05))
-    cb.order = 70
-    setattr(cb, event, once)
-    learn.fit(1, .1, cbs=[GradientAccumulation(16), ScaledLR(base_bs=4), cb])
+    learn,done = toy(4, n=64),[]
+    def once(l):
+        if len(l.recorder.lrs)==1 and not done: done.append(l.opt.set_hyper('lr', .05))
+    learn.fit(1, .1, cbs=[GradientAccumulation(16), ScaledLR(base_bs=4), Seen(event, once, order=70)])
     assert done and close(learn.recorder.lrs[2:], [.2]*2) and learn.opt.hypers[0]['lr']==.05
 
 def test_lr_find_suggests_rates_for_the_base():
-    def run(*cbs):
-        learn = toy(4, n=64, cbs=[GradientAccumulation(16), *cbs])
-        learn.lr_find(num_it=8, show_plot=False)
-        return learn.recorder.lrs
-    seen = in_steps()
-    mine = run(ScaledLR(base_bs=4), seen)
-    assert mine==run() and close([rates(h)[-1] for h in seen.values][:len(mine)], [4*o for o in mine])
+    a,b,seen = toy(4, n=64),toy(4, n=64, cbs=ScaledLR(base_bs=4)),in_steps()
+    for o in (a,b):
+        with o.added_cbs([GradientAccumulation(16), seen]): o.lr_find(num_it=8, show_plot=False)
+    lrs,used = a.recorder.lrs,[rates(h)[-1] for h in seen.values]
+    assert lrs==b.recorder.lrs and close(used[len(used)//2:][:len(lrs)], [4*o for o in lrs])
 
 @pytest.mark.parametrize('event', ['before_batch','after_loss','before_step','after_step'])
 @pytest.mark.parametrize('order', [6.5,100])
@@ -155,7 +150,7 @@ def test_nothing_is_left_after_an_interrupt(event, order, on_learner, exc):
     before,own = hypers(learn, 'lr', 'wd'),[GradientAccumulation(16),ScaledLR(base_bs=4, rule='sqrt', betas=True)]
     raises = Raise(event, exc, order, at=1 if event.endswith('step') else 5)
     if on_learner: learn.add_cbs(own)
-    try: learn.fit(1, .1, cbs=[*([] if on_learner else own), raises])
+    try: learn.fit(1, .1, cbs=[raises, *([] if on_learner else own)])
     except KeyboardInterrupt: pass
     if on_learner:
         learn.fit(1, .2)

@@ -217,6 +217,13 @@ def test_callbacks_see_what_they_see_where_batches_are_not_split(cb, accum, micr
         learn.fit_one_cycle(2, 0.02, cbs=[*accumulating(accum, own, drop_last=False),cb()])
     assert deviation(weights(a), weights(b))<1e-7 and deviation(a.recorder.losses, b.recorder.losses)<2e-6
 
+@pytest.mark.parametrize('micro', [4,('auto',9)], ids=str)
+def test_rows_that_a_callback_adds_are_trained_on(micro):
+    class Views(Callback):
+        run_valid = False
+        def before_batch(self): self.learn.xb,self.learn.yb = (torch.cat([self.x, -self.x]),),(torch.cat([self.y]*2),)
+    assert_twins(*full_and_split(16, 16, micro, cbs=lambda: [Views()], n=64))
+
 @pytest.mark.parametrize('accum', [16,32])
 def test_events_come_in_pairs(accum):
     "What a callback keeps in `before_batch` is its own, and whole, in `after_batch`; for the loss it is cut"

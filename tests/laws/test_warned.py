@@ -19,7 +19,7 @@ from fastai.optimizer import SGD, Adam
 from fastai.text.data import LMDataLoader, SortedDL
 from fastai.text.learner import language_model_learner
 from fastai.text.models.awdlstm import AWD_LSTM, awd_lstm_lm_config
-from fastaccum import FreezeBN, GradientAccumulation, GradientAccumulationSchedule, GradientCache, TwinWarning
+from fastaccum import FreezeBN, GradientAccumulation, GradientAccumulationSchedule, GradientCache, AccumulationWarning
 from fastaccum.testing import CrossEntropy, Float32Loss, assert_twins, deviation, toy, toy_data, twins
 from common import CpuMixedPrecision, Seen, weights
 
@@ -29,7 +29,7 @@ def told(f):
         warnings.simplefilter('always')
         f()
     ours = [(o.category,str(o.message).partition('/troubleshooting.html#')[2]) for o in res]
-    return Counter((c.__name__ if issubclass(c, TwinWarning) else '',key) for c,key in ours if key)
+    return Counter((c.__name__ if issubclass(c, AccumulationWarning) else '',key) for c,key in ours if key)
 
 loss,batchnorm,order,state = (('LossWarning','loss-not-a-mean'),('BatchNormWarning','batchnorm'),
     ('LoaderWarning','loader-order'),('StateWarning','hidden-state'))
@@ -301,23 +301,23 @@ def all_three():
 def test_each_is_said_once_a_fit_and_again_in_the_next_with_what_to_do():
     learn,acc = all_three(),GradientAccumulation(16)
     for _ in range(2):
-        with pytest.warns(TwinWarning) as said: learn.fit(2, 1e-5, cbs=acc)
+        with pytest.warns(AccumulationWarning) as said: learn.fit(2, 1e-5, cbs=acc)
         for k,vs in words.items():
             text, = [str(o.message) for o in said if o.category.__name__==k[0]]
             assert all(v in text for v in vs)
 
 def test_each_is_silenced_by_its_category_and_all_by_one():
-    learn,kinds = all_three(),{c.__name__:c for c in TwinWarning.__subclasses__()}
+    learn,kinds = all_three(),{c.__name__:c for c in AccumulationWarning.__subclasses__()}
     def silenced(*cs):
         def fit():
             for c in cs: warnings.filterwarnings('ignore', category=c)
             learn.fit(1, 1e-5, cbs=GradientAccumulation(16))
         return set(told(fit))
-    assert silenced()==set(words) and not silenced(TwinWarning)
+    assert silenced()==set(words) and not silenced(AccumulationWarning)
     for k in words: assert silenced(kinds[k[0]])==words.keys()-{k}
     before = weights(learn)
-    with pytest.raises(TwinWarning), warnings.catch_warnings():
-        warnings.simplefilter('error', TwinWarning)
+    with pytest.raises(AccumulationWarning), warnings.catch_warnings():
+        warnings.simplefilter('error', AccumulationWarning)
         learn.fit(1, 1e-5, cbs=GradientAccumulation(16))
     assert weights(learn).equal(before)
 

@@ -11,7 +11,7 @@ from fastai.losses import FocalLossFlat
 from fastai.text.all import (AWD_LSTM, awd_lstm_clas_config, awd_lstm_lm_config, language_model_learner,
     text_classifier_learner)
 from fastai.vision.all import BnFreeze, DataLoader, DataLoaders, DiceLoss, Learner, MixUp, SGD, set_seed
-from fastaccum import GradientAccumulation, TwinWarning
+from fastaccum import GradientAccumulation, AccumulationWarning
 from common import weights
 from test_applications import (detection, few, groupnorm, in_double, linear, listed, quiet, ratings, segmenter, small,
     table, tagged, texts, tokens, vision)
@@ -81,7 +81,7 @@ def trained(nm, bs, cbs):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter('always')
         learn.fit(1, 1e-3 if nm=='gan' else 1e-2, cbs=cbs)
-    return start,weights(learn),{o.category.__name__ for o in seen if issubclass(o.category, TwinWarning)}
+    return start,weights(learn),{o.category.__name__ for o in seen if issubclass(o.category, AccumulationWarning)}
 
 @pytest.mark.parametrize('nm', real)
 def test_what_is_said_is_true(nm):

@@ -1,0 +1,160 @@
+"""Other people's set-ups, which know nothing of accumulation: each is the full-batch run, or the fit says what is
+not."""
+import pytest, torch, warnings
+from torch import nn
+from torch.nn import functional as F
+from fastai.callback.core import Callback, CancelBatchException
+from fastai.learner import Learner
+from fastai.torch_core import to_device
+from fastaccum import GradientAccumulation, GradientCache
+from fastaccum.testing import assert_twins, deviation, toy, twins
+from common import weights
+from test_warned import told
+
+def fit(l, cbs): l.fit(2, 0.05, cbs=cbs)
+
+# Targets and losses that callbacks give
+
+class Give(Callback):
+    "Takes the targets away, and gives them, or their loss, at another event: many Hugging Face models come with a loss"
+    run_valid = False
+    def __init__(self, event, loss=False, order=0):
+        self.order,self.loss = order,loss
+        setattr(self, event, self.give)
+        if event!='before_batch': self.before_batch = self.take
+    def take(self): self.kept,self.learn.yb = self.yb,()
+    def give(self):
+        if not hasattr(self, 'kept'): self.kept = self.yb
+        self.learn.yb = self.kept
+        if self.loss:
+            self.learn.loss_grad = self.learn.loss_func(self.pred, *self.yb)
+            self.learn.loss = self.learn.loss_grad.detach().float()
+        del self.kept
+
+@pytest.mark.parametrize('event,loss,order', [('after_pred',False,0), ('after_loss',True,0), ('after_loss',True,70),
+    ('before_batch',False,-50), ('before_batch',False,90)])
+def test_targets_and_losses_that_come_late_are_counted(event, loss, order):
+    a,b = twins(fit=fit, cbs=lambda: [Give(event, loss, order)])
+    assert_twins(a, b)
+    assert len(b.recorder.losses)==10
+
+# Callbacks that count steps without a word to us
+
+class Average(Callback):
+    "A moving average of weights, with each step"
+    def before_fit(self): self.w = weights(self.learn)
+    def after_batch(self):
+        if self.training: self.w = 0.9*self.w+0.1*weights(self.learn)
+
+class Warm(Callback):
+    "A schedule of its own"
+    order = 55
+    def after_batch(self):
+        if self.training: self.opt.set_hyper('lr', 0.01*(1+self.train_iter))
+
+class Marks(Callback):
+    "Begins something with each batch, and says that it ends with a step"
+    run_valid,begun,ended = False,0,0
+    def __init__(self, per_step): self.per_step = per_step
+    def before_batch(self): self.begun += 1
+    def after_batch(self): self.ended += 1
+
+def test_who_has_no_before_batch_hears_steps():
+    def run(bs, *acc):
+        learn,cb = toy(bs, n=64),Average()
+        learn.fit(2, 0.01, cbs=[Warm(),cb,*acc])
+        return cb.w,weights(learn)
+    assert deviation(run(16), run(4, GradientAccumulation(16)))<1e-12
+
+@pytest.mark.parametrize('per_step,ended', [(None,16),(True,4),(False,16)])
+def test_a_callback_may_say_what_it_hears(per_step, ended):
+    cb = Marks(per_step)
+    toy(4, n=64).fit(1, cbs=[GradientAccumulation(16),cb])
+    assert (cb.begun,cb.ended)==(16,ended)
+
+# Patches of fastai
+
+def test_a_one_batch_that_ends_in_fastais_is_taken_as_it_is(monkeypatch):
+    "tsai has such a one for all Learners"
+    def one_batch(self, i, b):
+        self.iter = i
+        self._split(to_device(b, device=self.dls.device) if self.dls.device is not None else b)
+        self._with_events(self._do_one_batch, 'batch', CancelBatchException)
+    one_batch.__module__ = 'tsai.learner'
+    monkeypatch.setattr(Learner, 'one_batch', one_batch)
+    assert_twins(*twins(fit=fit))
+
+# What is no full-batch run says so
+
+class Views(Callback):
+    "Two views of each sample, which the loss compares: SimCLR, Barlow Twins, SwAV"
+    run_valid = False
+    def before_batch(self): self.learn.xb = (torch.cat([self.x, self.x+0.1]),)
+def pairs(p, y):
+    if len(p)%4: raise ValueError('pairs of parts')   # as where a loss asserts its size
+    a,b = p.chunk(2)
+    return F.cross_entropy(F.normalize(a)@F.normalize(b).T, torch.arange(len(a)))
+
+def test_two_views_of_each_sample_are_told_and_the_cache_is_exact():
+    learn = toy(6, n=48, loss_func=pairs)
+    learn._do_epoch_validate = lambda *args: None
+    said = told(lambda: learn.fit(1, 0.05, cbs=[Views(),GradientAccumulation(24)]))
+    assert {k for _,k in said}<={'more-rows','loss-not-a-mean'} and said
+    a,b = (toy(24, n=48, loss_func=pairs) for _ in range(2))
+    for o,cbs in ((a,[]), (b,[GradientCache(6)])):
+        o._do_epoch_validate = lambda *args: None
+        o.fit(1, 0.05, cbs=[Views(),*cbs])
+    assert deviation(weights(a), weights(b))<1e-12
+
+def test_a_callback_that_makes_more_rows_is_not_taken_for_a_loader_that_lies():
+    class Twice(Callback):
+        "Each sample twice, with its target: still a mean over samples"
+        run_valid = False
+        def before_batch(self): self.learn.xb,self.learn.yb = (self.x.repeat(2, 1),),(self.y.repeat(2),)
+    a,b = toy(16, n=64),toy(4, n=64)
+    a.fit(1, 0.05, cbs=Twice())
+    said = told(lambda: b.fit(1, 0.05, cbs=[Twice(),GradientAccumulation(16)]))
+    assert not said and deviation(weights(a), weights(b))<1e-12
+
+class Empties(Callback):
+    run_valid = False
+    def before_batch(self): self.opt.zero_grad()
+class Clips(Callback):
+    "Adaptive clipping, of what is there after a backward pass"
+    run_valid = False
+    def after_backward(self): nn.utils.clip_grad_norm_(self.model.parameters(), 1e-3)
+class Twofold(Callback):
+    "A second backward pass from a shifted point, as sharpness-aware minimization makes"
+    run_valid = False
+    def after_backward(self):
+        self.opt.zero_grad()
+        self.learn.loss_func(self.model(*self.xb), *self.yb).backward()
+
+@pytest.mark.parametrize('cls', [Empties,Clips,Twofold])
+def test_gradients_that_a_callback_changes_while_they_add_up_are_told(cls):
+    assert told(lambda: toy(4, n=64).fit(1, 0.05, cbs=[GradientAccumulation(16),cls()]))=={
+        ('AccumulationWarning','gradients-changed'):1}
+    class Step(Callback):
+        before_step = lambda self: nn.utils.clip_grad_norm_(self.model.parameters(), 1e-3)
+    assert not told(lambda: toy(4, n=64).fit(1, 0.05, cbs=[GradientAccumulation(16),Step()]))
+
+def test_a_loss_that_is_tried_makes_pytorch_say_nothing():
+    "Of targets that it keeps from the whole batch"
+    class Keeps(Callback):
+        run_valid = False
+        def after_pred(self): self.learn.loss_func.y = self.y
+    class Mse(nn.Module):
+        y = None
+        def forward(self, p, y): return F.mse_loss(p.sum(1), self.y.to(p))
+    learn = toy(4, n=64, loss_func=Mse())
+    learn._do_epoch_validate = lambda *args: None
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', UserWarning)
+        learn.fit(1, 1e-3, cbs=[Keeps(),GradientAccumulation(16)])
+
+def test_memory_that_runs_out_in_the_optimizers_step_is_an_error_with_the_remedy():
+    learn = toy(8, n=32)
+    learn.create_opt()
+    learn.opt.step = lambda *args: (_ for _ in ()).throw(torch.OutOfMemoryError('planted'))
+    with pytest.raises(torch.OutOfMemoryError, match="optimizer's step.*planted"):
+        learn.fit(1, cbs=GradientAccumulation(16, micro_batch_size='auto'))

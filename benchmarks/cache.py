@@ -15,9 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torchvision import models
 from benchmarks.live import peak_of
-from fastaccum.core.batch import split
-from fastaccum.ways import replay   # the second half of `Cached`
-from fastaccum.ways.cached import Cached, InParts, cuts
+from fastaccum.cache import GradientCache, _CachedCall, cuts
 
 def loss_func(z):
     z = F.normalize(z)
@@ -25,14 +23,14 @@ def loss_func(z):
 
 def arms(model, x, size):
     "Steps to compare, each a function without arguments"
-    parts = InParts(model, split)
+    cb = GradientCache(size)
     def step(predict):
         def f():
             for p in model.parameters():
                 if p.grad is not None: p.grad.zero_()   # as fastai's optimizers do
             loss_func(predict()).backward()
         return f
-    def cached(): return Cached(parts, model.forward, (x,), {}, len(x), size).forward()
+    def cached(): return _CachedCall(cb, model, model.forward, (x,), len(x)).forward()
     def one_graph(): return torch.cat([checkpoint(model, x[a:b], use_reentrant=False) for a,b in cuts(len(x), size)])
     return {'whole batch':step(lambda: model(x)), 'GradientCache':step(cached),
         'as one graph of checkpoints':step(one_graph)}

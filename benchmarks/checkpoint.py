@@ -18,8 +18,8 @@ import torch
 from torch.nn import functional as F
 from torchvision.models import resnet18, resnet50
 from fastai.vision.learner import create_vision_model
-from fastaccum.ways.again import Segment, in_place
-from fastaccum.ways.segments import find_segments
+from fastaccum.checkpoint import _Chain, _Recomputed
+from fastaccum.core.segments import Segment, find_segments
 from benchmarks.live import megabytes
 
 bs,px,rounds = 32,128,5
@@ -27,21 +27,27 @@ device = torch.device(sys.argv[1] if len(sys.argv)>1 else 'cpu')
 
 def pairs(body):
     "The blocks of each stage two by two"
-    return [stage[i:i+2] for stage in list(body)[4:] for i in range(0, len(stage), 2)]
+    return [(stage,i,i+2) for stage in list(body)[4:] for i in range(0, len(stage), 2)]
 
 def cuts(model):
-    "How a model is cut, and what is given as `segments`"
+    "How a model is cut: modules, and parts of a Sequential"
     body,head = model
-    return {'not at all':None, 'body, head':[body,head], 'stem, stages, head':[body[:4],*list(body)[4:],head],
-        'stem, pairs of blocks, head':[body[:4],*pairs(body),head],
+    stem = body,0,4
+    return {'not at all':None, 'body, head':[body,head], 'stem, stages, head':[stem,*list(body)[4:],head],
+        'stem, pairs of blocks, head':[stem,*pairs(body),head],
         'blocks only':[b for stage in list(body)[4:] for b in stage], 'stem, blocks, head (found)':'found'}
 
 class placed:
     "The segments in their place"
     def __init__(self, model, given, offload=False):
-        cuts = [] if given is None else find_segments(model, None if given=='found' else given)
-        self.segments = [Segment(o, offload) for o in cuts]
-        self.places = in_place(self.segments)
+        cuts = find_segments(model) if given=='found' else [self.segment(o) for o in given or ()]
+        self.segments = [_Recomputed(o, offload) for o in cuts]
+        chains = [_Chain(seq, self.segments) for seq in {o.seq:0 for o in cuts if o.seq is not None}]
+        self.places = [o.place for o in (*self.segments,*chains) if o.place is not None]
+    def segment(self, o):
+        if not isinstance(o, tuple): return Segment(type(o).__name__, [o])
+        seq,i,j = o
+        return Segment(f'[{i}:{j}]', list(seq)[i:j], seq)
     def __enter__(self):
         for o in self.places: o.enter()
         return self

@@ -27,7 +27,7 @@ from fastai.optimizer import SGD
 from fastcore.basics import noop
 import fastaccum
 from fastaccum import GradientAccumulation
-from fastaccum.memory.recovery import AutoSize
+from fastaccum import AutoSize
 from benchmarks.peers import fast
 from benchmarks.peers.cases import Case
 
@@ -154,7 +154,7 @@ def shortage(size):
         auto = AutoSize()
         a,b = fit(found),fit(4*found, micro_batch_size=auto)
     off = max((p-q).abs().max().item() for p,q in zip(a.model.parameters(), b.model.parameters()))
-    return found,above,auto.size,off
+    return found,above,auto.train,off
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -1,7 +1,7 @@
 """Write the documentation site to `_docs`: `make docs`.
 
 Each notebook in `nbs/` becomes a page, with the outputs saved in it (`make test` runs them). Its folder says in which
-section: modules that users import are the API, the wings (`core`, `memory` and so on) are how it is built.
+section: modules that users import are the API, those in `core` are how it is built.
 What a notebook exports is shown as signature, parameters, errors and a link to the source, with the code folded.
 Sphinx renders the pages; a broken link or directive fails.
 """
@@ -28,10 +28,9 @@ sections = dict(
         'What micro-batches cannot promise is on the [first page](../index.ipynb).'),
     api=('API', 'What you import. Each page begins with the class or function and its parameters; '
         'how it works comes below.'),
-    built=('How it is built', 'The rooms behind the API, for those who want to know how or to change something. '
-        'Each page is the source of its module: prose, code, and examples that are its first tests. '
-        'Read in order they tell the whole story.'))
-wings = [o for o in ('core','memory','processes','ways','check','noise') if (root/'nbs'/o).exists()]
+    built=('How it is built', 'The modules behind the API, for those who want to know how or to change something. '
+        'Each page is the source of its module: prose, code, and examples that are its first tests.'))
+wings = ['core']
 # the order of the pages, where their numbers or their `order` do not say it; those that are not there are passed over
 order = dict(
     tutorials='accumulate vision text language_model tabular segmentation hugging_face choose fit_in_memory twin_check '
@@ -190,7 +189,7 @@ class Linker:
         return ''.join(o if i%2 else '\n'.join(map(line, o.split('\n'))) for i,o in enumerate(parts))
 
 def page(p):
-    "The page of the notebook at `p`, a path within `nbs`: `core/06_listeners.ipynb` is `core/listeners`"
+    "The page of the notebook at `p`, a path within `nbs`: `core/05_mean.ipynb` is `core/mean`"
     *folders,nm = Path(p).with_suffix('').as_posix().lower().split('/')
     return '/'.join([*folders, re.sub(r'^[0-9]+[a-z0-9]*_', '', nm)])
 

@@ -1,7 +1,7 @@
 """Write the messages of the package into nbs/troubleshooting.ipynb, as the code has them; with `--check`, say whether
 they are in step.
 
-Each message of an error or a warning ends with `see('key')`, or is given to `once(acc, 'key', …)`. The page has an
+Each message of an error or a warning ends with `see('key')`, or is given to `said.once('key', …)`. The page has an
 entry for each key: a heading that is the key in words, the messages below it, which are written here, and what
 somebody wrote about cause and remedy. Nothing is imported or run.
 """
@@ -57,8 +57,8 @@ def said(o, cls):
         msg = e.args[0] if isinstance(e, ast.Call) and e.args else ast.Constant('')
         return nm,(keys(msg) or [None])[0],msg
     if name=='once':
-        kind = next((a for a in args[3:4]), ast.Name('UserWarning'))
-        return ast.unparse(kind),getattr(args[1], 'value', None),args[2]
+        kind = next((a for a in args[2:3]), ast.Name('UserWarning'))
+        return ast.unparse(kind),getattr(args[0], 'value', None),args[1]
     if name=='warn':
         kind = next((a for a in args[1:2]), ast.Name('UserWarning'))
         return ast.unparse(kind),(keys(args[0]) or [None])[0],args[0]

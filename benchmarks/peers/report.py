@@ -131,25 +131,3 @@ def fast(res):
         'Growth with the number of parameters: µs per micro-batch, k = 4', growth(res, 'parameters', 'tensors'),
         'Growth with the number of callbacks that do nothing: µs per micro-batch, k = 4',
         growth(res, 'callbacks', 'callbacks')])
-
-def tried(res):
-    "What each saving gives (`overhead.py --tried`): a row for each arm, the ratio to the bare loop"
-    def bold(o, nm): return f'**{o}**' if nm=='fastaccum' else o
-    return table(['',*res['bare_us']], [[bold(o, nm) for o in (nm,*(f'{v:.2f}' for v in vs.values()))]
-        for nm,vs in res['to_bare'].items()])
-
-def plans(res):
-    "What a plan costs in large runs (`python -m benchmarks.scale`)"
-    return table(['run','what','result','s','MB'],
-        [[o['run'],o['what'],o['result'],f"{o['s']:.2g}",f"{o['mb']:.2g}"] for o in res['plans']])
-
-def pieces(res):
-    "What a micro-batch costs with many parameters, and with many callbacks (`python -m benchmarks.scale`)"
-    rows = [[nm,*(f'{v:.0f}' for v in (o['bare'],o['fastaccum'],o['fastaccum']-o['bare']))]
-        for nm,o in res['batch'].items()]
-    return table(['per micro-batch, µs','bare loop','fastaccum','more'], rows)
-
-def scale(res):
-    "All tables of `scale`"
-    return '\n\n'.join([made(res), plans(res), pieces(res),
-        f"Held more after each step, by the Recorder and by fastaccum: {res['held']:.0f} bytes"])

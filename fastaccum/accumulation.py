@@ -12,13 +12,13 @@ from collections.abc import Callable
 from fastai.callback.schedule import LRFinder
 from fastai.data.core import DataLoaders
 from .core.checks import check_bool, check_count, check_learner, check_plan
-from .core.distributed import Processes, check_loaders, check_processes, find_in_memory
+from .core.distributed import Processes, check_loaders, check_processes, check_wrapped, find_in_memory
 from .core.forward_state import devices_of
 from .core.gradients import WideSums, empty_grads, params_of
 from .core.loader import InPlace, LoaderSizes, StepLoader, drops_last, sizes_of
 from .core.mean import check_size_func
 from .core.micro_batches import AutoSize, as_size
-from .core.plan import Plan
+from .core.plan import Plan, Position
 from .core.step_loop import SplitValidation
 from .core.warnings import Said
 from .loggers import LogRows
@@ -84,14 +84,15 @@ class GradientAccumulation(SplitValidation):
         loaders = [LoaderSizes(*o) for o in self.processes.agree({k:int(v) for k,v in told.items()}, list(sizes))]
         check_loaders(self, loaders)
         wanted = self.sizes(sum(o.micro_bs for o in loaders), n_epoch)
-        plan = Plan(loaders, wanted, n_epoch, drop_last, self.drop_last is None)
-        return plan if finds is None else Plan(loaders, plan.wanted(0), n_epoch, drop_last, self.drop_last is None)
+        if finds is not None and callable(wanted): wanted = wanted(Position(0, 0, 0.))   # all are like the first
+        return Plan(loaders, wanted, n_epoch, drop_last, self.drop_last is None)
 
     def before_fit(self):
         "Refuse what cannot work, before a weight moves"
         learn = self.learn
         if learn.lock.locked(): return   # validation or prediction
         check_learner(learn, GradientAccumulation)
+        check_wrapped(learn.model)
         self.said,self.logs,self.processes = Said(),LogRows(self),Processes(learn.model)
         self.probed = self.noted = self.mean = self.failed = self.planned = None
         self.can_cut = self.looked = self.watched = False
@@ -122,7 +123,8 @@ class GradientAccumulation(SplitValidation):
         if not len(learn.dl) and self.processes.n==1:
             return self.said.once('no-batch', "the training loader has no batch, so nothing is trained: has its "
                 "dataset samples, and are they enough for one batch if it drops the last?")
-        self.processes = Processes(learn.model)   # it may be wrapped by now
+        check_wrapped(learn.model)   # it may be by now
+        self.processes = Processes(learn.model)
         self.log_steps = self.log_accum_batch or self._finder is not None   # a fit within this one may have ended
         plan = self.planned = self._next_plan(learn.dl)
         empty_grads(learn.opt)

@@ -26,12 +26,12 @@ from .accumulation import GradientAccumulation
 from .bs_find import with_size
 from .core.batch import n_samples
 from .core.checks import check_count
-from .core.dry_run import Snapshot, is_sharded, loader_state, size_of
+from .core.dry_run import Snapshot, loader_state, size_of
 from .core.forward_state import devices_of, rng_state, set_rng_state
 from .core.guest import Guest, to_the_end
 from .core.warnings import see
 from .core.out_of_memory import is_out_of_memory
-from .core.distributed import world_size
+from .core.distributed import is_sharded, world_size
 
 # %% ../nbs/05_batchnorm.ipynb #recalibrate
 @patch

@@ -21,10 +21,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset
 from .core.checks import check_bool, check_count, check_name
-from .core.dry_run import Batches, DryRun, batches_of, is_sharded
+from .core.dry_run import Batches, DryRun, batches_of
 from .core.warnings import see
 from .core.out_of_memory import free_memory, is_out_of_memory, watch_peak
-from .core.distributed import check_same, gather, world_size
+from .core.distributed import check_same, gather, is_sharded, world_size
 
 # %% ../nbs/06_bs_find.ipynb #bs-find
 @patch

@@ -16,7 +16,7 @@ from fastai.learner import Learner, Recorder
 from torch.nn.parallel import DistributedDataParallel
 from .core.batch import n_samples, split
 from .core.checks import check_count
-from .core.distributed import world_size
+from .core.distributed import is_fsdp, world_size
 from .core.guest import Guest, Instead, to_the_end
 from .core.other_samples import batchnorms, loses_chunks, warn_chunks
 from .core.out_of_memory import is_out_of_memory
@@ -148,7 +148,7 @@ def check_cached(
         if isinstance(m, DistributedDataParallel) and m.static_graph:
             raise ValueError("DistributedDataParallel with `static_graph=True` exchanges gradients in each backward "
                 "pass, and `GradientCache` makes several: make the model without `static_graph`" + see('static-graph'))
-        if hasattr(m, 'set_requires_gradient_sync') or type(m).__name__=='FullyShardedDataParallel':
+        if is_fsdp(m):
             raise ValueError(f"the parameters of {type(m).__name__} are sharded over processes (FSDP), where gradients "
                 "of micro-batches cannot wait for each other: wrap the model in DistributedDataParallel, or train it "
                 "without `GradientCache`" + see('sharded-parameters'))

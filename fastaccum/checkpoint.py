@@ -22,9 +22,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from .core.checks import check_bool
+from .core.distributed import is_fsdp
 from .core.forward_state import ForwardState, devices_of
-from .core.guest import Instead
-from .core.guest import Guest, to_the_end
+from .core.guest import Guest, Instead, to_the_end
 from .core.warnings import see
 from .core.segments import find_segments
 
@@ -120,7 +120,7 @@ def unwrapped(
         if isinstance(m, DataParallel):
             raise ValueError("DataParallel copies the modules to other devices, where their segments would run on the "
                 "first: use `learn.distrib_ctx()`, with a process for each device" + see('data-parallel'))
-        if nm=='FullyShardedDataParallel' or hasattr(m, 'set_requires_gradient_sync'):
+        if is_fsdp(m):
             raise ValueError(f"the parameters of {nm} are sharded over processes (FSDP), which this was not tried "
                 "with: use `apply_activation_checkpointing` of `torch.distributed.algorithms._checkpoint`"
                 + see('sharded-parameters'))

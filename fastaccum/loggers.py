@@ -11,12 +11,10 @@ __all__ = ['LogRows']
 import sys, time
 from math import ceil
 from fastai.callback.core import Callback
+from .core.checks import class_names
 
 # %% ../nbs/10_loggers.ipynb #rows
-def _of(learn, *names):
-    "The callbacks of these classes that log; their modules may not be installed"
-    for cb in learn.cbs:
-        if cb.run and any(f'{o.__module__}.{o.__qualname__}' in names for o in type(cb).__mro__): yield cb
+def _of(learn, name): return [cb for cb in learn.cbs if cb.run and name in class_names(type(cb))]
 
 class LogRows:
     "The columns that only accumulation knows, in the rows of TensorBoard and Weights & Biases"

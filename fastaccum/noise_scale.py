@@ -16,7 +16,7 @@ from fastai.callback.core import Callback
 from fastai.callback.fp16 import MixedPrecision
 from .accumulation import GradientAccumulation
 from .core.checks import check_count, check_single
-from .core.dry_run import is_sharded
+from .core.distributed import is_sharded
 from .core.warnings import see
 
 # %% ../nbs/07_noise_scale.ipynb #noise-scale

@@ -30,6 +30,7 @@ class ScaledLR(Callback):
     run_bs_find = False   # 'adascale' waits for a `NoiseScale`, which takes no part either
     acc = None      # the `GradientAccumulation` that steps, if any
     meter = None    # the `NoiseScale` that measures, if any
+    world = 1       # processes that step together
     kappa = None    # how many times `base_bs` the last step had
     factor = None   # what its learning rate was multiplied by
     opt = None      # the optimizer whose values are scaled
@@ -68,6 +69,7 @@ class ScaledLR(Callback):
     def before_train(self):
         self._leave()
         self._look()   # callbacks may have come since the fit began
+        self.world = Processes(self.learn.model).n
 
     def _factor(self):
         if self.rule!='adascale': return self.kappa if self.rule=='linear' else self.kappa**.5
@@ -78,7 +80,7 @@ class ScaledLR(Callback):
 
     def before_step(self):
         self._leave()
-        self.kappa = _step_size(self.learn, self.acc)/self.base_bs
+        self.kappa = _step_size(self.learn, self.acc, self.world)/self.base_bs
         self.factor,self.opt = self._factor(),self.learn.opt
         rules = dict(lr=lambda o: o*self.factor)
         if self.rule=='sqrt' and 'sqr_mom' in self.opt.hypers[0]: rules['eps'] = lambda o: o/self.kappa**.5
@@ -122,7 +124,7 @@ def scale_beta(
     return beta if kappa==1 else max(1-kappa*(1-beta), min(.5, beta))
 
 # %% ../nbs/08_scaled_lr.ipynb #size
-def _step_size(learn, acc):
+def _step_size(learn, acc, world):
     "Samples in a whole step, over all processes"
-    if acc is None or acc.learn is not learn or acc.step is None: return sizes_of(learn.dl).bs*Processes(learn.model).n
+    if acc is None or acc.learn is not learn or acc.step is None: return sizes_of(learn.dl).bs*world
     return min(acc.step.full, acc.planned.n)

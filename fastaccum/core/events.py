@@ -12,18 +12,17 @@ from operator import attrgetter
 from torch import nn
 from fastai.callback.core import Callback
 from fastai.callback.fp16 import MixedPrecision
-from fastai.callback.schedule import ParamScheduler
 from fastai.callback.training import GradientClip
 from fastai.learner import Recorder
+from .checks import class_names
 from .distributed import Processes
 
 # %% ../../nbs/core/13_events.ipynb #hears
 # They have a `before_batch`, and count steps all the same
-counts_steps = [ParamScheduler,'fastai.callback.wandb.WandbCallback','fastai.vision.gan.GANTrainer']
+counts_steps = {'fastai.callback.schedule.ParamScheduler','fastai.callback.wandb.WandbCallback',
+    'fastai.vision.gan.GANTrainer'}
 
-def _is(cb, kinds):
-    names = [f'{o.__module__}.{o.__qualname__}' for o in type(cb).__mro__]
-    return any(o in names if isinstance(o, str) else isinstance(cb, o) for o in kinds)
+def _counts_steps(cb): return not counts_steps.isdisjoint(class_names(type(cb)))
 
 def _has(cb, event): return hasattr(type(cb), event) or event in vars(cb)
 
@@ -36,13 +35,13 @@ def hears_steps(
     `per_step` of a callback, or of its class, says otherwise.
     """
     per_step = vars(cb).get('per_step', getattr(type(cb), 'per_step', None))
-    return _is(cb, counts_steps) or not _has(cb, 'before_batch') if per_step is None else per_step
+    return _counts_steps(cb) or not _has(cb, 'before_batch') if per_step is None else per_step
 
 def records(
     cb:Callback # A callback
 )->bool:
     "Is `cb` one that records, or shows what is recorded? Then `log_accum_batch=False` is for it"
-    return cb.order>=Recorder.order or _is(cb, counts_steps)
+    return cb.order>=Recorder.order or _counts_steps(cb)
 
 # %% ../../nbs/core/13_events.ipynb #events
 _order = attrgetter('order')

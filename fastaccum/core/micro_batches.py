@@ -15,7 +15,7 @@ from numbers import Integral
 from torch import nn
 from torch.utils._pytree import tree_any, tree_leaves, tree_map
 from fastai.learner import Learner
-from .batch import split
+from .batch import has_rows, split
 from .checks import check_count
 from .forward_state import ForwardState, autocast_state, devices_of, set_autocast_state, set_rng_state
 from .warnings import see
@@ -51,8 +51,6 @@ class HiddenRows:
             m.hidden,m.bs = new if tree_leaves(new)[0].shape[1]==self.n else o,self.n
 
 # %% ../../nbs/core/12_micro_batches.ipynb #parts
-def _has_rows(x, n): return isinstance(x, torch.Tensor) and x.ndim>0 and len(x)==n
-
 class Parts:
     "The Learner's batch after `before_batch`, to be run in parts"
     def __init__(self,
@@ -66,7 +64,7 @@ class Parts:
         self.autocast = autocast_state(devices_of(learn.model.modules()))
         # what callbacks have noted of this batch, such as MixUp's factors
         self.kept = [(d,nm,o) for d,old in before for nm,o in d.items() if o is not old.get(nm)
-            and nm not in ('xb','yb') and tree_any(lambda x: _has_rows(x, n), o)]
+            and nm not in ('xb','yb') and tree_any(lambda x: has_rows(x, n), o)]
         self.rows = HiddenRows(learn.model, n)
 
     def cut(self,
@@ -84,7 +82,7 @@ class Parts:
     ):
         "Give the Learner, its callbacks and its model the samples `start` to `stop`"
         self.learn.xb,self.learn.yb = self.cut(start, stop)
-        for d,nm,o in self.kept: d[nm] = tree_map(lambda x: x[start:stop] if _has_rows(x, self.n) else x, o)
+        for d,nm,o in self.kept: d[nm] = tree_map(lambda x: x[start:stop] if has_rows(x, self.n) else x, o)
         self.rows.use(start, stop)
         set_autocast_state(self.autocast)
 

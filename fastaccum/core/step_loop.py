@@ -107,8 +107,8 @@ class StepLoop(MicroBatches):
             learn.opt.zero_grad()
         except CancelBatchException: self._event('after_cancel_batch')
         if self.log_steps: self.mean.tell(learn)
-        rec,metrics = getattr(learn, 'recorder', None),self.log_steps and 'train_metrics'
-        metrics = metrics and getattr(rec, metrics, False)
+        rec = getattr(learn, 'recorder', None)
+        metrics = self.log_steps and getattr(rec, 'train_metrics', False)
         if metrics: rec.train_metrics = False   # they have seen every micro-batch
         self.logs.before_row()
         def hears(cb):

@@ -578,6 +578,16 @@ def test_the_noise_meter_changes_nothing():
         assert torch.equal(*map(weights, runs))
 
 @on(2)
+def test_scaled_lr_of_plain_ddp():
+    "Where nothing accumulates, what accumulation refuses is none of its business"
+    for ddp in (dict(),dict(static_graph=True)):
+        a,b = (own(ragged, ddp=ddp) for _ in range(2))
+        a.fit(1, 0.2)
+        b.fit(1, 0.1, cbs=ScaledLR(2*here.world))   # batches of 4 on each process
+        torch.testing.assert_close(state(b), state(a))
+        assert list(b.recorder.lrs)==list(a.recorder.lrs)
+
+@on(2)
 def test_scaled_lr_counts_all_processes():
     b = own(ragged)
     b.fit(1, 0.01, cbs=[GradientAccumulation(32),ScaledLR(8)])

@@ -23,7 +23,7 @@ def loss_func(z):
 
 def arms(model, x, size):
     "Steps to compare, each a function without arguments"
-    cb = GradientCache(size)
+    cb = GradientCache(micro_batch_size=size)
     def step(predict):
         def f():
             for p in model.parameters():

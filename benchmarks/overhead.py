@@ -24,7 +24,7 @@ from fastai.optimizer import SGD
 from fastprogress.fastprogress import progress_bar
 from fastaccum import GradientAccumulation
 from fastaccum.core.probe import probe
-from fastaccum.core.sizes import find_size
+from fastaccum.core.sizes import find_n_items
 
 bs,n_batches,rounds = 16,400,9
 bare_loop = 'bare PyTorch loop'
@@ -81,7 +81,7 @@ def probe_cost(loss_func, n=200):
     learn.xb,learn.yb = learn.dls.train[0][:1],learn.dls.train[0][1:]
     with torch.no_grad(): learn.pred = learn.model(*learn.xb)
     def probes():
-        for _ in range(n): probe(learn, bs, find_size(loss_func))
+        for _ in range(n): probe(learn, bs, find_n_items(loss_func))
     def losses():
         for _ in range(n): loss_func(learn.pred, *learn.yb)
     return [min(seconds(f) for _ in range(5))/n*1e6 for f in (probes,losses)]

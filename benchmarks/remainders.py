@@ -11,7 +11,7 @@ from fastai.callback.training import GradientAccumulation as FastaiGradientAccum
 from fastaccum import GradientAccumulation
 from fastaccum.testing import deviation, toy
 
-n,micro,macro,n_epoch = 250,16,64,2
+n,micro,accum_bs,n_epoch = 250,16,64,2
 
 class Steps(Callback):
     "The samples whose gradient each step is made of; what no step was made of; the number of steps in each epoch"
@@ -36,8 +36,8 @@ def weights(a, b): return deviation(a.model.state_dict(), b.model.state_dict())
 
 def column(bs, acc):
     "A column of the table: what a run did, and how far it is from the run on big batches"
-    big,learn = run(macro, [], constant),run(bs, acc(), constant)
-    cyc,cyc_learn = run(macro, [], one_cycle),run(bs, acc(), one_cycle)
+    big,learn = run(accum_bs, [], constant),run(bs, acc(), constant)
+    cyc,cyc_learn = run(accum_bs, [], one_cycle),run(bs, acc(), one_cycle)
     s = learn.steps
     return {'optimizer steps in each epoch':' and '.join(map(str, s.epochs)),
         'samples in each step':', '.join(map(str, s.steps)), 'samples in no step':str(s.pending),
@@ -45,9 +45,9 @@ def column(bs, acc):
         '`fit_one_cycle`: weights off by':f'{weights(cyc, cyc_learn):.0e}'}
 
 def main():
-    cols = {f'batches of {macro}':column(macro, lambda: []),
-            "fastai's callback":column(micro, lambda: FastaiGradientAccumulation(macro)),
-            'fastaccum':column(micro, lambda: GradientAccumulation(macro))}
+    cols = {f'batches of {accum_bs}':column(accum_bs, lambda: []),
+            "fastai's callback":column(micro, lambda: FastaiGradientAccumulation(accum_bs)),
+            'fastaccum':column(micro, lambda: GradientAccumulation(accum_bs))}
     print('| | '+' | '.join(cols)+' |\n|---|'+'---|'*len(cols))
     for row in cols['fastaccum']: print(f'| {row} | '+' | '.join(c[row] for c in cols.values())+' |')
 

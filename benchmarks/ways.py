@@ -65,7 +65,7 @@ def arms(model):
     res = {('plain','whole batch'):(bs,[])}
     for n in (16,8,4):
         res['split',f'{n}'] = n,[GradientAccumulation(bs)]
-        res['cache',f'{n}'] = bs,[GradientCache(n)]
+        res['cache',f'{n}'] = bs,[GradientCache(micro_batch_size=n)]
     res['checkpoint','coarse'] = bs,[ActivationCheckpoint(coarse(model))]
     res['checkpoint','found'] = bs,[ActivationCheckpoint()]
     return res

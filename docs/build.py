@@ -33,8 +33,8 @@ sections = dict(
 wings = ['core']
 # the order of the pages, where their numbers or their `order` do not say it; those that are not there are passed over
 order = dict(
-    tutorials='accumulate vision text language_model tabular segmentation hugging_face choose fit_in_memory twin_check '
-        'how_large grow_the_batch mixed_precision watch launch'.split(),
+    tutorials='accumulate vision text language_model tabular segmentation hugging_face choose fit_in_memory '
+        'accum_check how_large grow_the_batch mixed_precision watch launch'.split(),
     single='tutorials/index cheat_sheet troubleshooting explanations/index guarantees/index api/index built/index '
         'differences upstream compatibility coming_from changelog contributing'.split(),
     explanations=['network'])

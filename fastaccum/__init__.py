@@ -1,7 +1,7 @@
 "Gradient accumulation for fastai: train on micro-batches, get the full-batch run."
 __version__ = "0.1.0"
 
-from fastaccum import accum_find, batchnorm, bs_find, twin_check
+from fastaccum import accum_find, batchnorm, bs_find, accum_check
 from fastaccum.accumulation import GradientAccumulation
 from fastaccum.batchnorm import FreezeBN, RecalibrateBN
 from fastaccum.cache import GradientCache

@@ -16,11 +16,11 @@ from .core.distributed import Processes, check_loaders, check_processes, check_w
 from .core.forward_state import devices_of
 from .core.gradients import WideSums, empty_grads, params_of
 from .core.loader import InPlace, LoaderSizes, StepLoader, drops_last, sizes_of
-from .core.mean import check_size_func
+from .core.mean import check_n_items
 from .core.micro_batches import AutoSize, as_size
 from .core.plan import Plan, Position
 from .core.step_loop import SplitValidation
-from .core.warnings import Said
+from .core.warnings import Said, see
 from .loggers import LogRows
 
 # %% ../nbs/00_accumulation.ipynb #cb
@@ -32,19 +32,22 @@ class GradientAccumulation(SplitValidation):
     UserWarning: during the fit, when something makes the run differ from the full-batch run
     """
     def __init__(self,
-        accum_bs:int=None, # Samples per step over all processes, rounded up to whole micro-batches; defaults to `n_acc`
-        n_acc:int=32, # `accum_bs` under fastai's name, so that code written for fastai's callback runs unchanged
+        accum_bs:int=None, # Samples per step over all processes, rounded up to whole micro-batches; defaults to 32
         log_accum_batch:bool=True, # Record and log once per step (True), or every micro-batch as fastai does (False)
         micro_batch_size:int|str|AutoSize=None, # Split the loader's batches to this size, or to what fits ('auto')
         drop_last:bool=None, # Drop an epoch's incomplete last step (True), take it (False), or do as the loader (None)
-        size:Callable=None # `size(learn)` returns how many items this micro-batch's mean loss covers. See `find_size`
+        n_items:Callable=None, # `n_items(learn)` returns how many items this micro-batch's mean loss covers
+        *, n_acc:int=None # `accum_bs` under fastai's name, so that code written for fastai's callback runs unchanged
     ):
-        n_acc = check_count('n_acc', n_acc)
-        self._accum_bs = n_acc if accum_bs is None else check_count('accum_bs', accum_bs)
+        given = {k:check_count(k, o) for k,o in dict(accum_bs=accum_bs, n_acc=n_acc).items() if o is not None}
+        if len({*given.values()})>1:
+            raise ValueError(f"`accum_bs={accum_bs}` and `n_acc={n_acc}` are two names for the samples of a step: give "
+                "one of them" + see('two-sizes'))
+        self._accum_bs = next(iter(given.values()), 32)
         self.log_accum_batch = check_bool('log_accum_batch', log_accum_batch)
         self.auto,self.micro_batch_size = as_size(micro_batch_size)
         self.drop_last = check_bool('drop_last', drop_last, 'as the training loader does with its last batch')
-        self.size = check_size_func(size)
+        self.n_items = check_n_items(n_items)
 
     @property
     def accum_bs(self)->int:

@@ -39,7 +39,7 @@ class GradientCache(Guest):
     rows = {}            # of training (`True`) and evaluation in this fit: has an output a row for each sample?
     checked = False      # was a micro-batch that was run again compared, in this fit?
     failed = None        # why memory ran out; `None` once that was told
-    def __init__(self,
+    def __init__(self, *,
         micro_batch_size:int|str, # The most samples that the model sees at once; 'auto': as many as memory allows
         split:Callable=split # `f(inputs, start, stop, n)` returns samples `start` to `stop` of the `n` in `inputs`
     ):
@@ -128,7 +128,7 @@ def check_cached(
         if not too and (size is None or bs is None or size>=bs): continue
         given,own = ("'auto'",)*2 if too else (size,'…')
         raise ValueError(f"`GradientAccumulation(micro_batch_size={given})` would split the loader's batches, which "
-            f"the loss is to see whole: leave it out there, and use `GradientCache({own})`"
+            f"the loss is to see whole: leave it out there, and use `GradientCache(micro_batch_size={own})`"
             + see('split-before-the-loss'))
     if auto and world_size()>1 and any(isinstance(m, torch.nn.SyncBatchNorm) for m in learn.model.modules()):
         raise ValueError("`'auto'` on several processes with SyncBatchNorm: each process runs its micro-batches again "

@@ -36,7 +36,7 @@ class ScaledLR(Callback):
     opt = None      # the optimizer whose values are scaled
     scaled = ()     # what was scaled: names, and the values before and while they are scaled, for each group
 
-    def __init__(self,
+    def __init__(self, *,
         base_bs:int, # Samples per step that the learning rate is meant for
         rule:str='linear', # 'linear' or 'adascale' for SGD, 'sqrt' for Adam
         betas:bool=False # Scale Adam's betas, too?

@@ -167,10 +167,10 @@ class GradientAccumulationSchedule(_Scheduled):
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size:int|str|AutoSize|None=None, # As in `GradientAccumulation`, in samples
         drop_last:bool|None=None, # As in `GradientAccumulation`
-        size:callable=None # As in `GradientAccumulation`
+        n_items:callable=None # As in `GradientAccumulation`
     ):
         super().__init__(check_count('start_accum_bs', start_accum_bs), log_accum_batch=log_accum_batch,
-            micro_batch_size=micro_batch_size, drop_last=drop_last, size=size)
+            micro_batch_size=micro_batch_size, drop_last=drop_last, n_items=n_items)
         self.start_accum_bs,self.final_accum_bs = self.accum_bs,check_count('final_accum_bs', final_accum_bs)
         self.start,self.finish,self.schedule = check_moment('start', start),check_moment('finish', finish),schedule
         if isinstance(start, Integral)==isinstance(finish, Integral): self._check_window(start, finish)
@@ -231,10 +231,10 @@ class GradientAccumulationScheduler(_Scheduled):
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size:int|str|AutoSize|None=None, # As in `GradientAccumulation`, in samples
         drop_last:bool|None=None, # As in `GradientAccumulation`
-        size:callable=None # As in `GradientAccumulation`
+        n_items:callable=None # As in `GradientAccumulation`
     ):
         super().__init__(1, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size,
-            drop_last=drop_last, size=size)
+            drop_last=drop_last, n_items=n_items)
         check_name('mode', mode, ('epoch','step'))
         self.scheduling = {int(k):int(v) for k,v in sorted(check_scheduling(scheduling).items())}
         self.mode = mode

@@ -15,7 +15,7 @@ root = Path(__file__).resolve().parent.parent
 # what takes longest comes first, so that none of it is left alone at the end
 slow = ('test_site','launch','test_processes','text','batchnorm','test_applications','test_bs_find',
     'test_out_of_memory','test_cache','test_checkpoint','test_nothing_left','vision','how_large','segmentation',
-    'twin_check')
+    'accum_check')
 # Each processor rounds in its own way, which these settings show on one: the kernels of older ones, and two threads
 portable = {
     'SSE4.1 for oneDNN': dict(ONEDNN_MAX_CPU_ISA='SSE41'),

@@ -13,7 +13,7 @@ from fastai.callback.core import Callback
 from fastai.callback.training import GradientClip
 from fastai.metrics import accuracy
 from fastai.optimizer import Adam, OptimWrapper, RAdam, SGD
-from fastaccum.testing import assert_twins, toy, twins
+from fastaccum.testing import assert_same_run, toy, both_runs
 
 opts = dict(sgd=partial(SGD, mom=0.9), adam=Adam, radam=RAdam, torch_adamw=partial(OptimWrapper, opt=torch.optim.AdamW))
 ways = dict(
@@ -47,15 +47,16 @@ def metered(bs, train_metrics=True, **kwargs):
     return learn
 
 def draw(seed):
-    "A random configuration: arguments for `twins`"
+    "A random configuration: arguments for `both_runs`"
     r = random.Random(seed)
     def maybe(p): return r.random()<p
-    micro,macro,n = r.randint(1, 9),r.randint(1, 40),r.randint(12, 90)
+    micro,accum_bs,n = r.randint(1, 9),r.randint(1, 40),r.randint(12, 90)
     drop_last,tokens = maybe(.25),maybe(.3)
-    if drop_last: n = max(n, -(-macro//micro)*micro)
+    if drop_last: n = max(n, -(-accum_bs//micro)*micro)
     opt,clip,penalty = r.choice(list(opts)),r.choice([None,None,0.01,0.1]),maybe(.3) and not tokens
     def cbs(): return [GradientClip(clip)]*(clip is not None)+[Penalty()]*penalty
-    return dict(micro=micro, macro=macro, n=n, seed=seed, tokens=tokens, shuffle=maybe(.5), loader_drop_last=maybe(.3),
+    return dict(micro=micro, accum_bs=accum_bs, n=n, seed=seed, tokens=tokens, shuffle=maybe(.5),
+        loader_drop_last=maybe(.3),
         acc=dict(drop_last=drop_last), opt_func=opts[opt], cbs=cbs, make=metered, train_metrics=maybe(.5),
         metrics=accuracy if maybe(.5) and not tokens else None,
         fit=partial(fit, how=r.choice(list(ways)), n_epoch=r.randint(1, 3), wd=r.choice([None,0.,0.1]),
@@ -66,7 +67,7 @@ def check(seed):
     cfg = draw(seed)
     with warnings.catch_warnings():
         warnings.filterwarnings('ignore', message='micro-batches of')
-        try: return assert_twins(*twins(**cfg))
+        try: return assert_same_run(*both_runs(**cfg))
         except Exception as e: raise AssertionError(f"seed {seed}, {cfg}: {e}") from e
 
 def main(n, workers=os.cpu_count()):

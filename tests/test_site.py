@@ -232,13 +232,13 @@ questions = {
     'My loss is NaN': 'tutorials/mixed_precision',
     'Fewer steps in W&amp;B': 'tutorials/watch',
     'Which learning rate': 'tutorials/choose',
-    'Does it hold for my model': 'tutorials/twin_check',
+    'Does it hold for my model': 'tutorials/accum_check',
     'MixUp, CutMix and contrastive': 'explanations/which_way',
     'Steps have another size': 'guarantees/drop_last',
     'Training is slow': 'explanations/when_not',
     'Several GPUs': 'tutorials/launch',
     'How do I resume': 'tutorials/launch',
-    'Validation differs': 'tutorials/twin_check'}
+    'Validation differs': 'tutorials/accum_check'}
 
 def test_questions_are_answered_in_two_clicks():
     assert 'troubleshooting.html' in links('index.html').hrefs and len(questions)>=10

@@ -24,7 +24,7 @@ from .forward_state import ForwardState
 from .other_samples import batchnorms
 from .out_of_memory import is_out_of_memory
 from .probe import Part, Probed, probe
-from .sizes import find_size
+from .sizes import find_n_items
 
 # %% ../../nbs/core/28_culprits.ipynb #watch
 def _tensors(o):
@@ -135,10 +135,10 @@ class Look(Callback):
         n:int, # Samples in the batch
         sizes:list[int], # And in its parts
         split:Callable, # As in `Compare`
-        size:Callable|None, # As in `GradientAccumulation`
+        n_items:Callable|None, # As in `GradientAccumulation`
         alone:str='' # 'loss': look at nothing else, because the model will get whole batches
     ):
-        self.n,self.sizes,self.split,self.size,self.alone = n,sizes,split,size,alone
+        self.n,self.sizes,self.split,self.n_items,self.alone = n,sizes,split,n_items,alone
         # what was found; `None` if it was not
         self.draws = self.predictions = self.loss = None   # of the latter a `Probed`
         self.why = ''                         # why one of them was not found
@@ -182,7 +182,7 @@ class Look(Callback):
 
     def after_pred(self):
         learn,n = self.learn,self.n
-        find = self.size or find_size(learn.loss_func)
+        find = self.n_items or find_n_items(learn.loss_func)
         self.loss = probe(learn, n, find)
         if self.loss.off is not None and not self.loss.wrong:
             try:

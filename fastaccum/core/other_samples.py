@@ -70,8 +70,8 @@ def look_around(
     if probed.wrong:
         said.once('loss-not-a-mean', f"the loss of a micro-batch is no {of}: it is off by {probed.off:.2g} of its "
             "value, so the run is not the full-batch run. Give all of the loss function `reduction='mean'`, pass "
-            "`size=`, a function that returns how many items the mean covers, or let the loss see the whole batch with "
-            "`GradientCache`", LossWarning)
+            "`n_items=`, a function that returns how many items the mean covers, or let the loss see the whole batch "
+            "with `GradientCache`", LossWarning)
     elif probed.off is None and rows>n>1:
         said.once('more-rows', f"the loss sees {rows} rows of the {n} samples of a micro-batch, as where a callback "
             "makes two views of each, and it could not be tried on parts: if it compares samples with each other, "

@@ -75,7 +75,7 @@ class Part:
 def probe(
     learn:Learner, # After its forward pass; what has `loss_func`, `pred`, `yb` will do
     n:int, # Samples in its micro-batch
-    find:Callable|None # `size(learn)` as returned by `find_size` or passed as `size=`; `None` for a sum
+    find:Callable|None # `n_items(learn)` as returned by `find_n_items` or passed as `n_items=`; `None` for a sum
 )->Probed:
     """Is the loss of the micro-batch the mean of the losses of two unequal parts, or their sum?
 

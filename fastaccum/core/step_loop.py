@@ -20,7 +20,7 @@ from .mean import StepMean
 from .micro_batches import Parts, next_part
 from .micro_loop import MicroBatches
 from .out_of_memory import is_out_of_memory
-from .sizes import find_size
+from .sizes import find_n_items
 from .warnings import see
 
 # %% ../../nbs/core/15_step_loop.ipynb #loop
@@ -44,7 +44,7 @@ class StepLoop(MicroBatches):
             self.said.once('more-batches', f"the training loader announced {i} steps and yields more: the step at the "
                 "announced end had fewer samples than the others, and learning rates run ahead. Let its `__len__` "
                 "return the number of batches it yields")
-        mean = self.mean = StepMean(step.size, step.total, self.size, self.mean, self.processes)
+        mean = self.mean = StepMean(step.size, step.total, self.n_items, self.mean, self.processes)
         self.step,self.learned,ran = step,False,False
         self.logs.begin()
         autocast = autocast_state(self.devices)
@@ -149,7 +149,7 @@ class SplitValidation(StepLoop):
 
     def _items(self):
         "What the loss of the Learner's predictions is a mean of"
-        find = self.size or find_size(self.learn.loss_func)
+        find = self.n_items or find_n_items(self.learn.loss_func)
         return None if find is None or not len(self.learn.yb) else float(find(self.learn))
 
     def _put_together(self, outs):

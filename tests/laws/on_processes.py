@@ -21,7 +21,7 @@ from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastcore.basics import noop
 from fastaccum import GradientAccumulation
-from fastaccum.testing import assert_twins, one_cycle, toy, toy_data
+from fastaccum.testing import assert_same_run, one_cycle, toy, toy_data
 
 forks = get_context('forkserver')
 limit = 120   # seconds; a process that hangs for longer ends, and writes where it was
@@ -174,7 +174,7 @@ def both(ns, micro=4, each=16, cb=GradientAccumulation, acc=None, fit=one_cycle,
 
 def assert_same(*args, **kwargs):
     a,b = both(*args, **kwargs)
-    assert_twins(a, b)
+    assert_same_run(a, b)
     same_everywhere(list(b.recorder.losses))
     return a,b
 

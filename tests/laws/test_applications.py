@@ -22,7 +22,7 @@ from fastai.vision.all import (Adam, Callback, CategoryBlock, CrossEntropyLossFl
 from fastai.vision.gan import (AdaptiveGANSwitcher, FixedGANSwitcher, GANDiscriminativeLR, GANLearner,
     basic_critic, basic_generator, generate_noise)
 from fastaccum import GradientAccumulation
-from fastaccum.testing import CrossEntropy, Float32Loss, assert_twins, deviation
+from fastaccum.testing import CrossEntropy, Float32Loss, assert_same_run, deviation
 from common import Raise, weights
 
 class Double(Callback):
@@ -222,10 +222,10 @@ apps = dict(
     hugging_collated=dict(make=partial(tagged, kind=None)),
     hugging_dict=dict(make=partial(tagged, kind=dict)),
     hugging=dict(make=tagged),
-    hugging_loss=dict(make=partial(tagged, with_labels=True), size=tokens))
+    hugging_loss=dict(make=partial(tagged, with_labels=True), n_items=tokens))
 
 @pytest.mark.parametrize('nm', apps)
-def test_an_application_trains_as_on_full_batches(nm): assert_twins(*both(**apps[nm]))
+def test_an_application_trains_as_on_full_batches(nm): assert_same_run(*both(**apps[nm]))
 
 # GANs
 
@@ -261,7 +261,7 @@ gans = {nm:dict(micro=2, full=8)|o for nm,o in gans.items()}   # 4 steps in an e
 
 def assert_same_gan(a, b):
     "The same run, in which both critic and generator have trained"
-    assert_twins(a, b)
+    assert_same_run(a, b)
     for nm in ('gen_losses','crit_losses'):
         x,y = (getattr(o.gan_trainer, nm) for o in (a,b))
         assert len(x)==len(y)>0 and deviation(x, y)<2e-6, nm

@@ -10,7 +10,7 @@ from fastai.learner import Learner
 from fastai.optimizer import SGD
 from fastaccum import (ActivationCheckpoint, FreezeBN, GradientAccumulation, GradientAccumulationScheduler,
     GradientCache, RecalibrateBN)
-from fastaccum.testing import assert_twins, deviation, toy, toy_data
+from fastaccum.testing import assert_same_run, deviation, toy, toy_data
 from common import Raise, Seen
 from small_learners import Event, all_params, cross_entropy, loaders, make, quiet
 
@@ -140,7 +140,8 @@ def test_only_where_somebody_trains():
     learn.fit(1, 0.1)
     assert is_mean_of(learn, 16, 4)
 
-@pytest.mark.parametrize('way', [lambda _: GradientCache(4),lambda m: ActivationCheckpoint([m[1],m[3]])])
+@pytest.mark.parametrize('way',
+    [lambda _: GradientCache(micro_batch_size=4), lambda m: ActivationCheckpoint([m[1],m[3]])])
 @pytest.mark.filterwarnings('ignore')   # the cache's, of BatchNorm
 def test_in_the_models_own_batches_whatever_the_training(way):
     learn = small(16)
@@ -182,7 +183,7 @@ def test_a_frozen_vision_learner_is_that_of_the_whole_batch():
         learn.fine_tune(1, 1e-2, cbs=[FreezeBN(),*cbs])
         assert stats(learn).equal(before) and not any(map(torch.equal, first, learn.model.parameters()))
         return learn
-    assert_twins(run(8), run(4, GradientAccumulation(8)))
+    assert_same_run(run(8), run(4, GradientAccumulation(8)))
 
 def test_frozen_whoever_calls_train():
     learn = small(cbs=[Event('after_backward', lambda l: l.model.train())])

@@ -16,9 +16,11 @@ from fastai.metrics import accuracy
 from fastai.optimizer import Adam, OptimWrapper
 from fastai.torch_core import TensorImage
 from fastaccum import FreezeBN, GradientAccumulation, GradientCache
-from fastaccum.testing import CrossEntropy, assert_twins, deviation, one_cycle, toy, toy_data
+from fastaccum.testing import CrossEntropy, assert_same_run, deviation, one_cycle, toy, toy_data
 from common import CpuMixedPrecision, InBackward, Raise, Seen, grads, short_of, some, weights
 from small_learners import Event, Held, Holds, all_params, applications, make, replaced, scores
+
+def Cached(n, **kwargs): return GradientCache(micro_batch_size=n, **kwargs)
 
 # Losses in which all samples of a batch see each other
 
@@ -69,10 +71,10 @@ def fit(cbs, bs=16, fit=one_cycle, seed=0, **kwargs):
     fit(learn, cbs)
     return learn
 
-same = partial(assert_twins, tol=1e-10)
+same = partial(assert_same_run, tol=1e-10)
 def assert_same(size=5, cbs=list, **kwargs):
     "The run with a cache is the run without"
-    a,b = (fit([*own,*cbs()], **kwargs) for own in ([],[GradientCache(size)]))
+    a,b = (fit([*own,*cbs()], **kwargs) for own in ([],[Cached(size)]))
     same(a, b)
     assert replaced(b)==replaced(a)
 
@@ -122,7 +124,7 @@ def test_mixup_mixes_the_whole_batch():
 def test_the_model_sees_micro_batches_and_the_others_the_batch():
     "Also in validation and prediction; a hook of the model is one of the others"
     seen,hooked,preds = [],[],Seen('after_pred', lambda l: len(l.pred))
-    learn = toy(16, n=32, loss_func=nt_xent, cbs=GradientCache(5))
+    learn = toy(16, n=32, loss_func=nt_xent, cbs=Cached(5))
     learn.model.register_forward_hook(lambda m,i,o: hooked.append((len(i[0]),len(o))))
     learn.model[1].register_forward_hook(lambda m,i,o: seen.append(len(o)))
     learn.fit(1, 0.1, cbs=preds)
@@ -143,7 +145,7 @@ def test_activations_of_one_micro_batch_are_held():
         learn.fit(1, 0.1, cbs=cbs)
         assert Held.now==0   # a batch is let go
         return Held.most
-    assert most()>=6*32 and most(GradientCache(4))<=7*4
+    assert most()>=6*32 and most(Cached(4))<=7*4
 
 # What is random, and what a forward pass moves
 
@@ -181,7 +183,7 @@ def test_forward_passes_are_those_of_one_pass_over_the_parts(nm, size):
         learn.recorder.values.append(drawn.values)
         return learn
     def model(): return net(moving[nm]())
-    a,b = run(lambda: InParts(model(), size), []),run(model, [GradientCache(size)])
+    a,b = run(lambda: InParts(model(), size), []),run(model, [Cached(size)])
     a.model = a.model.m
     same(a, b)
     if nm=='own': assert a.model[1].calls==b.model[1].calls
@@ -189,11 +191,11 @@ def test_forward_passes_are_those_of_one_pass_over_the_parts(nm, size):
 def test_what_cannot_be_done_again_is_said():
     class Secret(nn.Module):
         def forward(self, x): return x*torch.tensor([o/255 for o in os.urandom(x.shape[-1])], dtype=x.dtype)
-    with pytest.warns(UserWarning, match='something else when it'): fit([GradientCache(5)], model=lambda: net(Secret()))
+    with pytest.warns(UserWarning, match='something else when it'): fit([Cached(5)], model=lambda: net(Secret()))
 
 @pytest.mark.parametrize('more', [[],[accumulated]])
 def test_batchnorm_is_told_once_in_a_fit(more):
-    learn = toy(16, n=32, model=lambda: net(nn.BatchNorm1d(6)), cbs=[GradientCache(8),*(o() for o in more)])
+    learn = toy(16, n=32, model=lambda: net(nn.BatchNorm1d(6)), cbs=[Cached(8),*(o() for o in more)])
     for _ in range(2):
         with pytest.warns(UserWarning, match='BatchNorm.*micro-batch, 8 at most') as said: learn.fit(2, 0.1)
         assert sum('BatchNorm' in str(o.message) for o in said)==1
@@ -212,7 +214,7 @@ def test_mixed_precision_is_no_further_off_than_mixed_precision(mode, penalty):
         learn = fit([*more,*cbs], data=TensorDataset(x.float(), y), model=model)
         assert set(seen)=={2 if half else 4} and None not in grads(learn)
         return learn
-    single,a,b = run(False),run(True),run(True, GradientCache(5))
+    single,a,b = run(False),run(True),run(True, Cached(5))
     for f in (weights,lambda l: l.recorder.losses): assert deviation(f(a), f(b))<=2*deviation(f(a), f(single))
 
 # What the model is given, and what it returns
@@ -273,17 +275,17 @@ def test_inputs_that_need_a_gradient_get_theirs():
         learn = fit([Event('before_batch', lambda l: setattr(l, 'xb', (encoder(l.x),)), True),note,*cbs])
         learn.recorder.values.append(got)
         return learn
-    same(run(), run(GradientCache(5)))
+    same(run(), run(Cached(5)))
 
 def test_a_loss_of_what_is_inside_of_the_model_is_an_error():
     def loss(z, y): return nt_xent(z)+inner[-1].pow(2).mean()
     inner,learn = [],toy(16, n=32, loss_func=loss, model=net)
     learn.model[2].register_forward_hook(lambda m,i,o: inner.append(o))
-    with pytest.raises(RuntimeError, match='second time'): learn.fit(1, 0.1, cbs=GradientCache(4))
+    with pytest.raises(RuntimeError, match='second time'): learn.fit(1, 0.1, cbs=Cached(4))
 
 def test_texts_whose_chunks_fastai_leaves_out_are_told():
     def told(pad):
-        learn = make('text_classifier', loss_func=lambda out,*_: nt_xent(scores(out))).add_cb(GradientCache(3))
+        learn = make('text_classifier', loss_func=lambda out,*_: nt_xent(scores(out))).add_cb(Cached(3))
         def end(l):
             for i in pad[:len(l.x)]: l.x[i%len(l.x),8:] = 1   # padding, from the third chunk on
         with warnings.catch_warnings(record=True) as said:
@@ -306,7 +308,7 @@ def test_applications(nm):
         learn.fit_one_cycle(1, 1e-3, cbs=[*cbs,FreezeBN()])
         assert not weights(learn).allclose(before, atol=1e-4) and len(learn.recorder.losses)>1
         return learn
-    assert_twins(run(), run(GradientCache(3)))
+    assert_same_run(run(), run(Cached(3)))
 
 # What cannot be had from micro-batches is refused, and no weight has moved
 
@@ -321,7 +323,7 @@ def refused(exc, match, *cbs, change=lambda l: None, still=True, **kwargs):
     learn = toy(16, n=32, splitter=all_params, **kwargs)
     change(learn)
     before = weights(learn)
-    with pytest.raises(exc, match=match): learn.fit(1, 0.1, cbs=[GradientCache(4),*cbs])
+    with pytest.raises(exc, match=match): learn.fit(1, 0.1, cbs=[Cached(4),*cbs])
     assert not replaced(learn) and weights(learn).equal(before)==still
     return learn
 
@@ -337,7 +339,7 @@ def test_inputs_that_cannot_be_split_are_refused_unless_you_say_how():
     def model(): return Returns(lambda z,scale: z*scale)
     def split(o, start, stop, n): return o[0][start:stop],o[1]
     refused(TypeError, r'shape \(3,\).*cannot be split.*split=', Event('before_batch', add, True), model=model)
-    same(*(fit([*cbs,Event('before_batch', add, True)], model=model) for cbs in ([],[GradientCache(4, split=split)])))
+    same(*(fit([*cbs,Event('before_batch', add, True)], model=model) for cbs in ([],[Cached(4, split=split)])))
 
 @pytest.mark.parametrize('event,f,match', [('after_pred', lambda l: l.x.add_(1), 'changed in place'),
     ('before_backward', lambda l: [p.detach().mul_(2) for p in l.model.parameters()], 'changed in place'),
@@ -351,8 +353,8 @@ def test_an_optimizer_that_steps_in_the_backward_pass_is_refused():
 
 @pytest.mark.parametrize('n', [0,-1,2.,'4',True,None])
 def test_arguments(n):
-    with pytest.raises(ValueError if type(n) is int else TypeError, match='micro_batch_size'): GradientCache(n)
-    with pytest.raises(TypeError, match='split'): GradientCache(4, split=3)
+    with pytest.raises(ValueError if type(n) is int else TypeError, match='micro_batch_size'): Cached(n)
+    with pytest.raises(TypeError, match='split'): Cached(4, split=3)
 
 # Nothing is left
 
@@ -374,7 +376,7 @@ def test_interrupts_leave_nothing(event, exc, stays, size):
         learn.fit(1, 0.1, cbs=own)
         assert not replaced(learn)
         return learn
-    same(run(), run(GradientCache(size)))
+    same(run(), run(Cached(size)))
 
 @pytest.mark.parametrize('event', ['after_pred','after_batch','after_epoch'])
 def test_taken_off_and_copied_in_the_middle(event):
@@ -383,7 +385,7 @@ def test_taken_off_and_copied_in_the_middle(event):
         copied.append(deepcopy(l.model))
         if l.epoch==1 and hasattr(l, 'gradient_cache'): l.remove_cb(l.gradient_cache)
     copied,seen = [],[]
-    learn = fit([Event(event, off)], fit=lambda l,cbs: one_cycle(l.add_cb(GradientCache(5)), cbs))
+    learn = fit([Event(event, off)], fit=lambda l,cbs: one_cycle(l.add_cb(Cached(5)), cbs))
     assert not replaced(learn) and not hasattr(learn, 'gradient_cache')
     same(fit([]), learn)
     copied[0][0].register_forward_hook(lambda m,i,o: seen.append(len(o)))
@@ -404,7 +406,7 @@ class Short(nn.Module):
 @pytest.mark.parametrize('nm,short,size', [('adam',dict(back=5),4), ('penalties',dict(cap=3),2),
     ('accumulated',dict(back=5),4), ('all',dict(cap=5),4)])
 def test_auto_finds_the_size_that_fits(nm, short, size):
-    cache,more = GradientCache('auto'),dict(settings[nm])
+    cache,more = Cached('auto'),dict(settings[nm])
     cbs = more.pop('cbs')
     a = fit(cbs(), **more)
     with pytest.warns(UserWarning, match=f'memory ran out .planted.*micro-batches of {size} ') as said:
@@ -425,21 +427,21 @@ def test_auto_in_the_middle_of_a_batch_or_a_step(at, acc):
         m.check = check
         return net(m)
     def cbs(): return [accumulated()] if acc else []
-    same(fit(cbs(), n=75), fit([GradientCache('auto'),*cbs()], n=75, model=model))
+    same(fit(cbs(), n=75), fit([Cached('auto'),*cbs()], n=75, model=model))
     assert len(calls)>max(at)
 
 @pytest.mark.filterwarnings('ignore:memory ran out')
 def test_auto_draws_what_it_would_have_drawn_with_the_size_known():
     def run(cache, cap=99): return fit([cache], n=48, model=lambda: net(nn.Dropout(), Own(), Short(cap)))
-    same(run(GradientCache(4)), run(GradientCache('auto'), 5))
+    same(run(Cached(4)), run(Cached('auto'), 5))
 
 def test_auto_splits_validation():
     def run(*cbs, **kwargs): return fit(cbs, fit=lambda l,cbs: l.fit(1, 0.1, cbs=cbs), **kwargs)
     with pytest.warns(UserWarning, match='memory ran out'):
-        same(run(), run(GradientCache('auto'), model=lambda: net(Short(valid=5))))
+        same(run(), run(Cached('auto'), model=lambda: net(Short(valid=5))))
 
 def test_auto_gives_up_where_a_sample_does_not_fit():
     learn = toy(16, model=lambda: net(Short(0)), loss_func=nt_xent)
     before = weights(learn)
-    with pytest.raises(torch.OutOfMemoryError, match='single sample.*planted'): learn.fit(1, cbs=GradientCache('auto'))
+    with pytest.raises(torch.OutOfMemoryError, match='single sample.*planted'): learn.fit(1, cbs=Cached('auto'))
     assert weights(learn).equal(before) and not replaced(learn)

@@ -17,7 +17,7 @@ from fastai.optimizer import OptimWrapper
 from fastai.text.data import LMDataLoader, SortedDL
 from fasttransform import Pipeline
 from fastaccum import ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule, GradientCache
-from fastaccum.testing import CrossEntropy, deviation, toy, toy_data, twins
+from fastaccum.testing import CrossEntropy, deviation, toy, toy_data, both_runs
 from common import CpuMixedPrecision, weights
 from small_learners import Event, make
 from test_dry_runs import assert_same, everything, verbs
@@ -87,7 +87,7 @@ exact = dict(plain=lambda: toy(12), tokens=lambda: toy(12, tokens=True), batch_o
     overflows=lambda: single(cbs=CpuMixedPrecision(), loss_func=lambda p,t: 1e4*F.cross_entropy(p, t)),
     relu=lambda: single(nn.Linear(6, 99), nn.ReLU(), nn.Linear(99, 6), nn.ReLU()),
     scheduled=lambda: toy(4, cbs=GradientAccumulationSchedule(8, 16)),
-    own_sizes=lambda: toy(12, tokens=True, loss_func=hidden, cbs=GradientAccumulation(24, size=counted)),
+    own_sizes=lambda: toy(12, tokens=True, loss_func=hidden, cbs=GradientAccumulation(24, n_items=counted)),
     torchs_loader=lambda: loaded(TorchDataLoader(data, 12, shuffle=True)),
     torchs_stream=lambda: loaded(TorchDataLoader(Stream(), 12)), short=lambda: loaded(DataLoader(data[:7], bs=12)),
     stream=lambda: loaded(DataLoader(Stream(), bs=12, n=40)),
@@ -243,7 +243,7 @@ layers = nn.Tanh,lambda: nn.BatchNorm1d(6),Centre
     *(dict(cbs=lambda cb=cb: [cb()]) for cb in (MeanPenalty,Summed,Mixes,Harmless))], ids=lambda o: '-'.join(o))
 @pytest.mark.filterwarnings('ignore::fastaccum.AccumulationWarning')
 def test_what_it_says_is_true_of_a_fit(kwargs):
-    a,b = twins(4, 12, n=48, **kwargs)
+    a,b = both_runs(4, 12, n=48, **kwargs)
     cbs = kwargs.pop('cbs', list)()
     assert check(toy(12, **kwargs), cbs=cbs).ok==(deviation(weights(a), weights(b))<1e-7)
 
@@ -261,7 +261,7 @@ def test_gradients_that_were_left_take_no_part():
 def test_callbacks_of_the_fit():
     learn = toy(12, tokens=True, loss_func=hidden)
     before = list(learn.cbs)
-    assert not check(learn).ok and check(learn, cbs=GradientAccumulation(24, size=counted)).ok
+    assert not check(learn).ok and check(learn, cbs=GradientAccumulation(24, n_items=counted)).ok
     assert list(learn.cbs)==before and 'callbacks' in bad(check(toy(12), cbs=[Summed()]))
 
 @pytest.mark.parametrize('way', [lambda: GradientAccumulation(8, micro_batch_size=4),

@@ -16,7 +16,7 @@ from fastai.text.models.awdlstm import AWD_LSTM
 from fastai.torch_core import TensorImage
 from fastcore.foundation import L
 from fastaccum import ActivationCheckpoint, GradientAccumulation, GradientCache
-from fastaccum.testing import assert_twins, deviation, toy, toy_data
+from fastaccum.testing import assert_same_run, deviation, toy, toy_data
 from common import CpuMixedPrecision, Raise, Seen, some
 from small_learners import Event, Held, Holds, all_params, applications, cross_entropy, make, replaced
 
@@ -226,7 +226,8 @@ def test_activations_of_one_segment_are_held():
 
 def test_larger_batches_fit():
     def find(learn): return int(learn.bs_find(show_plot=False, init_val=4))
-    assert [holds(60, cbs, find)[0] for cbs in (None,ActivationCheckpoint(),GradientCache(4))]==[8,32,128]
+    cache = GradientCache(micro_batch_size=4)
+    assert [holds(60, cbs, find)[0] for cbs in (None,ActivationCheckpoint(),cache)]==[8,32,128]
 
 @pytest.mark.parametrize('cap', [70,20])
 @pytest.mark.filterwarnings('ignore:memory ran out')
@@ -234,7 +235,7 @@ def test_memory_that_runs_out_while_it_is_computed_again(cap):
     "The batch is split, and the step is that of the whole batch"
     def fit(learn): return learn.fit(1, 1e-2) or learn
     acc = GradientAccumulation(16, micro_batch_size='auto')
-    assert_twins(holds(f=fit)[0], holds(cap, [ActivationCheckpoint(),acc], fit)[0])
+    assert_same_run(holds(f=fit)[0], holds(cap, [ActivationCheckpoint(),acc], fit)[0])
 
 # Which segments
 

@@ -8,7 +8,7 @@ from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.torch_core import params
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler
-from fastaccum.testing import assert_twins, toy, toy_data, twins
+from fastaccum.testing import assert_same_run, toy, toy_data, both_runs
 from common import Raise, Seen, grads, some
 
 valid = toy_data(9, seed=1)
@@ -41,13 +41,13 @@ def test_by_default_it_goes_where_the_loaders_last_batch_goes(loaders, fit, make
     "Loaders of both sizes, made the same way; all three callbacks"
     r = random.Random(f'{loaders.__name__} {fit.__name__} {make}')
     micro = r.randint(1, 8)
-    macro = r.randint(micro, 30)
-    big = -(-macro//micro)*micro
+    accum_bs = r.randint(micro, 30)
+    big = -(-accum_bs//micro)*micro
     n = r.randint(big, 110)
-    a,b,acc = *(learner(loaders(toy_data(n), bs)) for bs in (big,micro)),makes[make](macro, micro)
+    a,b,acc = *(learner(loaders(toy_data(n), bs)) for bs in (big,micro)),makes[make](accum_bs, micro)
     plan = acc.plan(b.dls, 2)
     fit(a, []); fit(b, [acc])
-    assert_twins(a, b)
+    assert_same_run(a, b)
     assert acc.drop_last is None and plan.drop_last==(loaders is not keeps)
     assert plan.steps==[len(a.dls.train)]*2 and sum(plan.sizes[0])==(n//big*big if plan.drop_last else n)
 
@@ -60,15 +60,15 @@ def test_what_it_is_told_comes_before_what_the_loader_does(make):
         assert len(learn.recorder.losses)==steps
 
 @pytest.mark.filterwarnings('ignore:1 BatchNorm layer')
-@pytest.mark.parametrize('n,macro', [(71,10),(70,16),(64,16)])
-def test_dropped_samples_do_not_reach_the_model(n, macro):
+@pytest.mark.parametrize('n,accum_bs', [(71,10),(70,16),(64,16)])
+def test_dropped_samples_do_not_reach_the_model(n, accum_bs):
     "BatchNorm never sees them; an `accum_bs` that is no multiple is full where micro-batches fill it"
     model = lambda: nn.Sequential(nn.Linear(5,6), nn.BatchNorm1d(6), nn.Linear(6,3)).double()
-    trained,full = Seen('after_pred', lambda l: len(l.x)),-(-macro//4)*4
+    trained,full = Seen('after_pred', lambda l: len(l.x)),-(-accum_bs//4)*4
     learn = toy(4, n=n, model=model, splitter=params)
-    learn.fit(2, 0.05, cbs=[GradientAccumulation(macro, drop_last=True),trained])
+    learn.fit(2, 0.05, cbs=[GradientAccumulation(accum_bs, drop_last=True),trained])
     assert sum(trained.values)==2*(n//full*full) and learn.model[1].num_batches_tracked==2*(n//full*full//4)
-    assert_twins(*twins(macro=macro, n=n, acc=dict(drop_last=True)))
+    assert_same_run(*both_runs(accum_bs=accum_bs, n=n, acc=dict(drop_last=True)))
 
 # Epochs that would have no step
 
@@ -86,7 +86,7 @@ def test_an_epoch_with_nothing_else_steps_on_what_there_is():
     a,b = learner(DataLoaders(DataLoader(toy_data(21), bs=20, n=20), DataLoader(valid, bs=20))),small()
     one_cycle(a, [])
     with warned('would hold no step'): one_cycle(b, [GradientAccumulation(32)])
-    assert_twins(a, b)
+    assert_same_run(a, b)
     with warned('would hold no step'): find(small(), GradientAccumulation(32))
     with pytest.raises(ValueError, match='no step'): one_cycle(small(), GradientAccumulation(32, drop_last=True))
     with warned(): one_cycle(small(), GradientAccumulation(32, drop_last=False))

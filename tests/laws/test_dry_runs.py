@@ -15,7 +15,7 @@ from fastaccum import GradientAccumulation, NoiseScale
 from fastaccum.testing import toy
 from common import CpuMixedPrecision, some, weights
 
-verbs = dict(check=lambda learn, **kwargs: learn.twin_check(**kwargs),
+verbs = dict(check=lambda learn, **kwargs: learn.accum_check(**kwargs),
     find=lambda learn, **kwargs: learn.accum_find(show_plot=False, **dict(steps=2)|kwargs),
     size=lambda learn, steps=3: learn.bs_find('binsearch', show_plot=False, steps_per_trial=steps))
 

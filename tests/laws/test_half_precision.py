@@ -14,7 +14,7 @@ from fastai.learner import Learner
 from fastai.optimizer import Adam, OptimWrapper, SGD
 from fastcore.basics import noop
 from fastaccum import GradientAccumulation, GradientCache
-from fastaccum.testing import assert_twins, deviation, toy, twins
+from fastaccum.testing import assert_same_run, deviation, toy, both_runs
 from common import CpuMixedPrecision, InBackward, Raise, Seen, grads, short_of, weights
 
 # Mixed precision
@@ -34,10 +34,11 @@ class Overflow(Callback):
 
 @pytest.mark.parametrize('clip', [None,0.05])
 @pytest.mark.parametrize('kwargs', [dict(), dict(n=67, shuffle=True), dict(tokens=True, n=67),
-    dict(macro=10, n=71, opt_func=Adam), dict(acc=dict(drop_last=True)), dict(acc=dict(micro_batch_size=2))], ids=str)
+    dict(accum_bs=10, n=71, opt_func=Adam), dict(acc=dict(drop_last=True)),
+    dict(acc=dict(micro_batch_size=2))], ids=str)
 def test_a_scaled_run_is_the_full_batch_run(kwargs, clip):
     cbs = lambda: [Scaled(init_scale=2.**10, growth_interval=3)] + ([GradientClip(clip)] if clip else [])
-    assert_twins(*twins(cbs=cbs, **kwargs))
+    assert_same_run(*both_runs(cbs=cbs, **kwargs))
 
 @pytest.mark.parametrize('i', [0,21,69])
 def test_an_overflow_skips_its_step_alone(i):
@@ -46,10 +47,10 @@ def test_an_overflow_skips_its_step_alone(i):
     def cbs():
         seen.append(Seen('before_step', lambda l: l.scaler.get_scale(), order=9))
         return [Scaled(init_scale=2.**10),seen[-1],Overflow(x)]
-    a,b = twins(cbs=cbs, n=70)
-    assert_twins(a, b)
+    a,b = both_runs(cbs=cbs, n=70)
+    assert_same_run(a, b)
     assert seen[0].values==seen[1].values==[2.**10]*(i//16+1)+[2.**9]*(9-i//16)
-    clean = twins(cbs=lambda: [Scaled(init_scale=2.**10)], n=70)[1]
+    clean = both_runs(cbs=lambda: [Scaled(init_scale=2.**10)], n=70)[1]
     assert deviation(weights(clean), weights(b))>1e-5   # it did skip
 
 def test_the_scale_is_constant_within_a_step():
@@ -76,8 +77,8 @@ def test_mixed_precision_differs_by_its_own_rounding(mode):
         learn.dls.train_ds.tensors = x.float(),y
         return learn
     seen = Seen('after_pred', lambda l: l.model[0](l.x).dtype)
-    a,b = twins(make=make, cbs=lambda: [CpuMixedPrecision(amp_mode=mode), seen], n=70)
-    single,_ = twins(make=make, n=70)
+    a,b = both_runs(make=make, cbs=lambda: [CpuMixedPrecision(amp_mode=mode), seen], n=70)
+    single,_ = both_runs(make=make, n=70)
     assert set(seen.values)=={dict(fp16=torch.float16, bf16=torch.bfloat16)[mode.value]}
     for f in (weights, lambda l: l.recorder.losses, lambda l: l.recorder.values):
         assert deviation(f(a), f(b))<=4*deviation(f(a), f(single))<0.1
@@ -148,7 +149,7 @@ def test_gradients_add_up_in_single_precision(kind):
     right,bs = exact(learn),min(kwargs['bs'], 3) if kind=='ragged' else 2
     single,half = (error(by_hand(learn, bs, o), right) for o in (torch.float32,None))
     if kind=='auto': learn.model.check = short_of(2)
-    learn.fit(1, 0., cbs=[GradientAccumulation(512, **acc), *([GradientCache(2)] if cached else [])])
+    learn.fit(1, 0., cbs=[GradientAccumulation(512, **acc), *([GradientCache(micro_batch_size=2)] if cached else [])])
     assert len(at.values)==1 and error(at.values[0], right)<2*single<half
     assert all(g.dtype==p.dtype for g,p in zip(at.values[0], learn.model.parameters()))
 

@@ -9,11 +9,11 @@ def look(): return {o.__name__:dict(vars(o)) for o in classes}
 before,cbs = look(),list(defaults.callbacks)
 for nm in ('wandb','tensorboard','torch.utils.tensorboard'): sys.modules[nm] = None
 from fastaccum.all import *
-from fastaccum.testing import assert_twins, twins
+from fastaccum.testing import assert_same_run, both_runs
 after = look()
-for nm in ('accum_find','bs_find','recalibrate_bn','twin_check'): assert after['Learner'].pop(nm)
+for nm in ('accum_find','bs_find','recalibrate_bn','accum_check'): assert after['Learner'].pop(nm)
 assert after==before and list(defaults.callbacks)==cbs
-assert_twins(*twins())
+assert_same_run(*both_runs())
 assert not [o for o in sys.modules if o.split('.')[0] in ('wandb','tensorboard','accelerate') and sys.modules[o]]
 """
 

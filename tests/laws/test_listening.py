@@ -7,7 +7,7 @@ from fastai.callback.core import (Callback, CancelBackwardException, CancelBatch
     CancelFitException, CancelStepException, CancelTrainException)
 from torch.utils.data import TensorDataset
 from fastaccum import GradientAccumulation
-from fastaccum.testing import assert_twins, deviation, toy, twins
+from fastaccum.testing import assert_same_run, deviation, toy, both_runs
 from common import Raise, Seen, grads, some, weights
 
 of_micro = ['before_batch','after_pred','after_loss','before_backward','after_backward']
@@ -120,4 +120,4 @@ def test_a_cancelled_micro_batch_is_left_out(seed):
 @pytest.mark.parametrize('order', [-11,0,7,55])
 @pytest.mark.parametrize('kwargs', [dict(), dict(n=67, tokens=True), dict(acc=dict(drop_last=True))], ids=str)
 def test_a_cancelled_step_is_the_full_batch_runs(kwargs, order):
-    assert_twins(*twins(cbs=lambda: [Raise('before_step', CancelStepException, order, at=2)], **kwargs))
+    assert_same_run(*both_runs(cbs=lambda: [Raise('before_step', CancelStepException, order, at=2)], **kwargs))

@@ -112,7 +112,7 @@ def test_it_is_unbiased():
 
 def test_own_sizes():
     "A sample that counts for two holds two things, each with twice the noise"
-    (_,one),(_,two) = measure(),measure(acc=dict(size=lambda l: 2*len(l.y)))
+    (_,one),(_,two) = measure(),measure(acc=dict(n_items=lambda l: 2*len(l.y)))
     assert close(told(two), (2*one.trace,one.grad_sq)) and 'steps of 36' in two.verdict()
 
 @pytest.mark.parametrize('kind', ['fp16','bf16','parameters'])

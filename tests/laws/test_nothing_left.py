@@ -11,7 +11,7 @@ from fastcore.basics import noop
 from torch import nn
 from fastaccum import (GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler, GradientCache,
     NoiseScale, ScaledLR)
-from fastaccum.testing import assert_twins, deviation, toy
+from fastaccum.testing import assert_same_run, deviation, toy
 from common import Raise, some
 
 n,micro,accum = 22,2,8   # an epoch has steps of 8, 8 and 6 samples
@@ -34,7 +34,7 @@ ways = dict(plain=lambda: [GradientAccumulation(accum)],
     auto=lambda: [GradientAccumulation(accum, micro_batch_size='auto')],
     schedule=lambda: [GradientAccumulationSchedule(4, accum)],
     scheduler=lambda: [GradientAccumulationScheduler({0:2, 1:4})],
-    cached=lambda: [GradientAccumulation(accum), GradientCache(1)],
+    cached=lambda: [GradientAccumulation(accum), GradientCache(micro_batch_size=1)],
     noise=lambda: [GradientAccumulation(accum), NoiseScale(), ScaledLR(base_bs=micro, rule='adascale')])
 
 def state(learn):
@@ -80,7 +80,7 @@ def same_fits(learn, bs, *cbs):
     fresh.fit_one_cycle(1, 0.01)
     learn.fit_one_cycle(1, 0.01, reset_opt=True, cbs=cbs)
     assert len(learn.recorder.losses)==len(learn.recorder.lrs)==-(-n//bs)
-    assert_twins(fresh, learn)
+    assert_same_run(fresh, learn)
 
 def check(learn, before, order=1):
     assert state(learn)==before
@@ -141,7 +141,7 @@ def test_a_cancelled_epoch_adds_nothing_to_the_next(i):
     def cancel(at): return Raise('after_loss', CancelEpochException, 7, at)
     a.fit(2, 0.05, cbs=cancel(i*micro//accum))
     b.fit(2, 0.05, cbs=[cancel(i), GradientAccumulation(accum)])
-    assert_twins(a, b)
+    assert_same_run(a, b)
 
 @pytest.mark.parametrize('train_metrics', [False,True])
 def test_an_interrupt_within_the_recorder(train_metrics):

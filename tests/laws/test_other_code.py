@@ -7,7 +7,7 @@ from fastai.callback.core import Callback, CancelBatchException
 from fastai.learner import Learner
 from fastai.torch_core import to_device
 from fastaccum import GradientAccumulation, GradientCache
-from fastaccum.testing import assert_twins, deviation, toy, twins
+from fastaccum.testing import assert_same_run, deviation, toy, both_runs
 from common import weights
 from test_warned import told
 
@@ -34,8 +34,8 @@ class Give(Callback):
 @pytest.mark.parametrize('event,loss,order', [('after_pred',False,0), ('after_loss',True,0), ('after_loss',True,70),
     ('before_batch',False,-50), ('before_batch',False,90)])
 def test_targets_and_losses_that_come_late_are_counted(event, loss, order):
-    a,b = twins(fit=fit, cbs=lambda: [Give(event, loss, order)])
-    assert_twins(a, b)
+    a,b = both_runs(fit=fit, cbs=lambda: [Give(event, loss, order)])
+    assert_same_run(a, b)
     assert len(b.recorder.losses)==10
 
 # Callbacks that count steps without a word to us
@@ -82,7 +82,7 @@ def test_a_one_batch_that_ends_in_fastais_is_taken_as_it_is(monkeypatch):
         self._with_events(self._do_one_batch, 'batch', CancelBatchException)
     one_batch.__module__ = 'tsai.learner'
     monkeypatch.setattr(Learner, 'one_batch', one_batch)
-    assert_twins(*twins(fit=fit))
+    assert_same_run(*both_runs(fit=fit))
 
 # What is no full-batch run says so
 
@@ -101,7 +101,7 @@ def test_two_views_of_each_sample_are_told_and_the_cache_is_exact():
     said = told(lambda: learn.fit(1, 0.05, cbs=[Views(),GradientAccumulation(24)]))
     assert {k for _,k in said}<={'more-rows','loss-not-a-mean'} and said
     a,b = (toy(24, n=48, loss_func=pairs) for _ in range(2))
-    for o,cbs in ((a,[]), (b,[GradientCache(6)])):
+    for o,cbs in ((a,[]), (b,[GradientCache(micro_batch_size=6)])):
         o._do_epoch_validate = lambda *args: None
         o.fit(1, 0.05, cbs=[Views(),*cbs])
     assert deviation(weights(a), weights(b))<1e-12

@@ -9,7 +9,7 @@ from fastai.callback.training import GradientClip
 from fastai.metrics import accuracy
 from fastai.optimizer import Adam, OptimWrapper, SGD
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule
-from fastaccum.testing import CrossEntropy, assert_twins, deviation, toy
+from fastaccum.testing import CrossEntropy, assert_same_run, deviation, toy
 from common import CpuMixedPrecision, InBackward, Raise, Seen, short_of, weights
 
 pytestmark = pytest.mark.filterwarnings('ignore:memory ran out', 'ignore:.*are larger than `accum_bs')
@@ -78,7 +78,7 @@ def full_and_short(bs, accum, short, cbs=list, fit=one_cycle, acc=auto, **kwargs
 def assert_same_run(a, b, tol=1e-7):
     assert b.model.trained==a.model.trained   # no attempt that was undone is counted
     for o in (a,b): o.model.calls,o.model.sizes = 0,[]
-    assert_twins(a, b, tol=tol)
+    assert_same_run(a, b, tol=tol)
 
 class Scaled(CpuMixedPrecision):
     "The loss scaling of mixed precision without the half precision, so that runs can be compared"
@@ -150,7 +150,7 @@ def test_it_is_the_run_with_smaller_micro_batches_to_begin_with(norm, where):
         learn.fit(1, 0.1, cbs=[GradientAccumulation(32, micro_batch_size='auto' if short else None),Draw()])
         learns.append(learn)
     a,b = learns
-    assert_twins(a, b)
+    assert_same_run(a, b)
     assert drawn[0]==drawn[1] and (a.model.calls,a.model.sizes)==(b.model.calls,b.model.sizes)
 
 @pytest.mark.parametrize('where', wheres)

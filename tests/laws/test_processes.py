@@ -23,7 +23,7 @@ from fastai.metrics import accuracy
 from fastai.optimizer import Adam, OptimWrapper, SGD
 from fastaccum import (ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule,
     FreezeBN, GradientAccumulationScheduler, GradientCache, NoiseScale, RecalibrateBN, ScaledLR)
-from fastaccum.testing import CrossEntropy, assert_twins, deviation, one_cycle, toy, toy_data
+from fastaccum.testing import CrossEntropy, assert_same_run, deviation, one_cycle, toy, toy_data
 from common import CpuMixedPrecision, InBackward, Raise, Seen, some, weights, whole
 import on_processes as here
 from on_processes import (Batches, Traffic, assert_same, both, cut, learner, loader, on, one_group, orders, own, rewind,
@@ -219,7 +219,7 @@ traffic = dict(
     recorded_and_measured=[dict(acc=dict(log_accum_batch=False)), dict(cbs=lambda: [NoiseScale(every=1)])],
     memory_runs_out=[dict(micro=8, acc=dict(micro_batch_size='auto'), setup=short((1,)))],
     annealed=[dict(cb=lambda n: GradientAccumulationSchedule(n//4, n))],
-    cached=[dict(micro=o, cbs=lambda: [GradientCache(3)], loss_func=nt_xent) for o in (16,8)])
+    cached=[dict(micro=o, cbs=lambda: [GradientCache(micro_batch_size=3)], loss_func=nt_xent) for o in (16,8)])
 
 @pytest.mark.parametrize('case', traffic)
 @on(2)
@@ -446,7 +446,7 @@ def test_distrib_ctx(case):
     assert not isinstance(b.model, DDP)
     # each validates on a part
     for o in (a,b): o.recorder.values = [v[:2 if metrics else 1] for v in o.recorder.values]
-    assert_twins(a, b)
+    assert_same_run(a, b)
 
 @accelerated
 @on(2)
@@ -497,7 +497,7 @@ def test_a_size_that_is_rounded_up_is_told_once():
 
 @on(2)
 def test_static_graph_is_right_or_refused():
-    for cb,loss in ((GradientAccumulation,CrossEntropy()), (lambda n: GradientCache(3),nt_xent)):
+    for cb,loss in ((GradientAccumulation,CrossEntropy()), (lambda n: GradientCache(micro_batch_size=3),nt_xent)):
         try: assert_same(ragged, cb=cb, ddp=dict(static_graph=True), loss_func=loss)
         except ValueError as e: assert 'static_graph' in str(e)
 
@@ -523,8 +523,8 @@ def test_cached(case):
         a,b = (own(ns, 10, loss_func=nt_xent, model=fragile, **kwargs) for _ in range(2))
         if short_on is not None: short((short_on,), stage, after=1)(b)
         one_cycle(a, cbs())
-        one_cycle(b, [*cbs(),GradientCache(size[here.rank] if isinstance(size, list) else size)])
-        assert_twins(a, b)
+        one_cycle(b, [*cbs(),GradientCache(micro_batch_size=size[here.rank] if isinstance(size, list) else size)])
+        assert_same_run(a, b)
         same_everywhere(state(b))
         assert (happened['failed']>0)==(here.rank==short_on)
     for kwargs in cached[case]: run(**kwargs)
@@ -583,16 +583,16 @@ def test_scaled_lr_of_plain_ddp():
     for ddp in (dict(),dict(static_graph=True)):
         a,b = (own(ragged, ddp=ddp) for _ in range(2))
         a.fit(1, 0.2)
-        b.fit(1, 0.1, cbs=ScaledLR(2*here.world))   # batches of 4 on each process
+        b.fit(1, 0.1, cbs=ScaledLR(base_bs=2*here.world))   # batches of 4 on each process
         torch.testing.assert_close(state(b), state(a))
         assert list(b.recorder.lrs)==list(a.recorder.lrs)
 
 @on(2)
 def test_scaled_lr_counts_all_processes():
     b = own(ragged)
-    b.fit(1, 0.01, cbs=[GradientAccumulation(32),ScaledLR(8)])
+    b.fit(1, 0.01, cbs=[GradientAccumulation(32),ScaledLR(base_bs=8)])
     assert deviation(list(b.recorder.lrs), [.01*4]*3)<1e-12
-    b.fit(1, 0.01, cbs=ScaledLR(4))   # of plain steps
+    b.fit(1, 0.01, cbs=ScaledLR(base_bs=4))   # of plain steps
     assert deviation(list(b.recorder.lrs), [.01*2]*9)<1e-12
 
 def capped(caps, stage='backward', wrap=True, n=70):

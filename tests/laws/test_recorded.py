@@ -4,19 +4,20 @@ from fastai.callback.core import Callback, CancelBatchException
 from fastai.learner import AvgLoss
 from fastai.metrics import Perplexity, accuracy
 from fastaccum import GradientAccumulation
-from fastaccum.testing import CrossEntropy, assert_twins, deviation, toy, twins
+from fastaccum.testing import CrossEntropy, assert_same_run, deviation, toy, both_runs
 from common import Raise, Seen, weights
 from sweep import metered
 
 def mets(): return [accuracy,AvgLoss(),Perplexity()]
 
-@pytest.mark.parametrize('n,macro,kwargs', [(64,16,{}), (71,10,{}), (70,100,{}), (70,16,dict(acc=dict(drop_last=True))),
+@pytest.mark.parametrize('n,accum_bs,kwargs', [
+    (64,16,{}), (71,10,{}), (70,100,{}), (70,16,dict(acc=dict(drop_last=True))),
     (70,16,dict(loss_func=CrossEntropy(reduction='sum'), metrics=accuracy))])
-def test_what_is_recorded_is_the_full_batch_runs(n, macro, kwargs):
+def test_what_is_recorded_is_the_full_batch_runs(n, accum_bs, kwargs):
     "With train metrics: one over predictions, two over the loss"
-    a,b = twins(n=n, macro=macro, make=lambda bs,**kw: metered(bs, **{'metrics':mets(), **kw}),
+    a,b = both_runs(n=n, accum_bs=accum_bs, make=lambda bs,**kw: metered(bs, **{'metrics':mets(), **kw}),
         fit=lambda l,cbs: l.fit_one_cycle(3, 0.01, cbs=cbs), **kwargs)
-    assert_twins(a, b)
+    assert_same_run(a, b)
     assert list(a.recorder.metric_names)==list(b.recorder.metric_names) and a.recorder.lrs==b.recorder.lrs
     assert len(b.recorder.losses)==len(b.recorder.lrs)==len(b.recorder.hps['lr'])==b.recorder.iters[-1]
 
@@ -42,7 +43,7 @@ def test_there_is_a_smoothed_loss_whenever_a_batch_ends():
 
 def test_the_optimization_is_the_same():
     "And a step's micro-batches have its learning rate"
-    a,b = twins(acc=dict(log_accum_batch=False))
+    a,b = both_runs(acc=dict(log_accum_batch=False))
     rec = b.recorder
     assert deviation(weights(a), weights(b))<1e-12
     assert len(rec.losses)==len(rec.lrs)==len(rec.hps['lr'])==36 and list(rec.iters)==[18,36]
@@ -58,7 +59,7 @@ def test_micro_batches_losses_are_their_own():
     assert deviation(run([]), run(GradientAccumulation(16, log_accum_batch=False)))<1e-6
 
 def test_micro_batches_that_are_left_out_are_not_recorded():
-    *_,learn = twins(acc=dict(log_accum_batch=False, drop_last=True))
+    *_,learn = both_runs(acc=dict(log_accum_batch=False, drop_last=True))
     assert len(learn.recorder.losses)==2*16
     learn = toy(4, n=48)
     cancel = Raise('after_pred', CancelBatchException, 0, 1)

@@ -13,7 +13,7 @@ from fastai.learner import Learner
 from fastai.optimizer import Adam
 from fastaccum import (ActivationCheckpoint, FreezeBN, GradientAccumulation, GradientAccumulationSchedule,
     GradientAccumulationScheduler, GradientCache, NoiseScale, ScaledLR)
-from fastaccum.testing import assert_twins, toy
+from fastaccum.testing import assert_same_run, toy
 from common import Seen, weights
 
 def link(e): return str(e.value).rpartition('\nMore: https://')[2].partition('/troubleshooting.html#')[2]
@@ -49,7 +49,9 @@ two = lambda learn, n: n
 bad = [(GradientAccumulation, dict(micro_batch_size='big'), TypeError, "'auto', or a whole number"),
     *[(f, {nm:v}, TypeError, f'`{nm}={v!r}.*True') for f in (GradientAccumulation,Schedule)
         for nm,v in dict(drop_last='no', log_accum_batch=0).items()],
-    *[(GradientAccumulation, dict(size=o), TypeError, '`size=.*give a function') for o in (4, 'len', two, lambda: 4)],
+    *[(GradientAccumulation, dict(n_items=o), TypeError, '`n_items=.*give a function')
+      for o in (4, 'len', two, lambda: 4)],
+    (GradientAccumulation, dict(accum_bs=64, n_acc=128), ValueError, '`accum_bs=64` and `n_acc=128`.*give one'),
     (GradientAccumulation, dict(acum_bs=4), TypeError, 'acum_bs'),
     (Schedule, dict(start=.5, finish=.2), ValueError, 'start=0.5.*finish=0.2.*give a `finish`'),
     *[(Schedule, dict(finish=o), TypeError, f'finish={o!r}.*give a fraction') for o in ('1', None, True)],
@@ -137,19 +139,20 @@ refused = dict(
     no_step=(toy, lambda: [acc(80, drop_last=True)], ValueError, '70 samples do not fill.*80.*drop_last'),
     larger_than_the_loaders=(toy, lambda: [acc(16, micro_batch_size=8)], ValueError, 'size=8.*of 4.*`bs=8`'),
     no_batch_size=(ready_made, lambda: [acc(16)], ValueError, 'pass `micro_batch_size=`'),
-    targets_not_counted=(named, lambda: [acc(16)], TypeError, 'is a dict.*pass `size='),
+    targets_not_counted=(named, lambda: [acc(16)], TypeError, 'is a dict.*pass `n_items='),
     start_after_finish=(toy, lambda: [Schedule(start=.5, finish=0)], ValueError, 'give a `finish`'),
     **{f'nothing_to_measure_{i}':(toy, lambda f=f: [*f(),NoiseScale()], ValueError, 'add fastaccum.s `GradientAcc')
         for i,f in enumerate((list,lambda: [fastais(16)],lambda: [off(acc(16))]))},
     two_meters=(toy, lambda: [acc(8),NoiseScale(),NoiseScale()], ValueError, '2 NoiseScale.*keep one'),
-    no_noise=(toy, lambda: [acc(8),ScaledLR(8, rule='adascale')], ValueError, r'add a `NoiseScale\(\)`'),
-    no_betas=(toy, lambda: [acc(8),ScaledLR(8, betas=True)], ValueError, 'leave `betas` out, or use Adam'),
-    two_rates=(toy, lambda: [acc(8),ScaledLR(8),ScaledLR(8)], ValueError, '2 ScaledLR.*keep one'),
-    two_caches=(toy, lambda: [GradientCache(2),GradientCache(2)], ValueError, 'keep one'),
-    split_and_cached=(toy, lambda: [acc(8, micro_batch_size=2),GradientCache(2)], ValueError, 'leave it out'))
+    no_noise=(toy, lambda: [acc(8),ScaledLR(base_bs=8, rule='adascale')], ValueError, r'add a `NoiseScale\(\)`'),
+    no_betas=(toy, lambda: [acc(8),ScaledLR(base_bs=8, betas=True)], ValueError, 'leave `betas` out, or use Adam'),
+    two_rates=(toy, lambda: [acc(8),ScaledLR(base_bs=8),ScaledLR(base_bs=8)], ValueError, '2 ScaledLR.*keep one'),
+    two_caches=(toy, lambda: [GradientCache(micro_batch_size=o) for o in (2,4)], ValueError, 'keep one'),
+    split_and_cached=(toy, lambda: [acc(8, micro_batch_size=2),GradientCache(micro_batch_size=2)], ValueError,
+        'leave it out'))
 late = {'steps_by_itself','targets_not_counted'}   # with the first batch
 for nm,f in dict(below=lambda l: -1, infinite=lambda l: float('inf'), text=lambda l: '4', many=lambda l: l.y).items():
-    refused[f'size_{nm}'] = toy,lambda f=f: [acc(8, size=f)],(TypeError,ValueError),'`size` returned.*return a'
+    refused[f'size_{nm}'] = toy,lambda f=f: [acc(8, n_items=f)],(TypeError,ValueError),'`n_items` returned.*return a'
     late.add(f'size_{nm}')
 
 @pytest.mark.parametrize('nm', refused)
@@ -166,7 +169,7 @@ def test_learners_that_cannot_be_trained_are_refused_before_a_weight_moves(nm):
     assert learn.logger is logger and weights(learn).equal(before)
     learn.remove_cbs([*own,ProgressCallback])
     for o in (fresh,learn): o.fit(1, 0.1)
-    assert_twins(fresh, learn)
+    assert_same_run(fresh, learn)
 
 def test_accumulation_is_not_switched_off_in_the_middle_of_an_epoch():
     class Off(Callback):

@@ -13,21 +13,21 @@ from fastai.metrics import accuracy
 from fastai.optimizer import Adam, OptimWrapper, SGD
 from fastai.torch_core import params
 from fastaccum import GradientAccumulation
-from fastaccum.testing import CrossEntropy, assert_twins, deviation, toy, toy_data, twins
+from fastaccum.testing import CrossEntropy, assert_same_run, deviation, toy, toy_data, both_runs
 from common import Raise, Seen, grads, some, weights
 
 @pytest.mark.parametrize('seed', some(45, range(400)))
 def test_random_runs(seed): sweep.check(seed)
 
 def test_the_comparison_sees_what_fastais_callback_gets_wrong():
-    a,b = twins(fit=lambda l,cbs: l.fit(1, 0.05, cbs=cbs), acc_cls=FastaiGradientAccumulation)
+    a,b = both_runs(fit=lambda l,cbs: l.fit(1, 0.05, cbs=cbs), acc_cls=FastaiGradientAccumulation)
     assert deviation(weights(a), weights(b))>1e-3
 
 @pytest.mark.parametrize('args,full', [(dict(),32), (dict(n_acc=16),16), (dict(accum_bs=10),12)], ids=str)
 def test_arguments_of_fastais_callback(args, full):
     a,b = toy(full),toy(4)
     a.fit_one_cycle(2, 0.05); b.fit_one_cycle(2, 0.05, cbs=GradientAccumulation(**args))
-    assert_twins(a, b)
+    assert_same_run(a, b)
 
 # Fit after fit
 
@@ -38,7 +38,7 @@ def test_several_fits_with_one_callback(opt_func):
         for freeze,how in ((l.unfreeze,l.fit_one_cycle),(l.freeze,l.fit),(l.unfreeze,l.fit_flat_cos)):
             freeze()
             how(1, slice(1e-3, 1e-2), wd=0.1, cbs=cbs)
-    assert_twins(*twins(opt_func=opt_func, fit=fit))
+    assert_same_run(*both_runs(opt_func=opt_func, fit=fit))
 
 @pytest.mark.parametrize('left_by', [FastaiGradientAccumulation,GradientAccumulation,None])
 def test_no_gradient_of_an_earlier_fit_enters(left_by):
@@ -70,10 +70,10 @@ def test_lr_find(acc, num_it, lrs):
         l.found = l.lr_find(num_it=num_it, show_plot=False, **dict(dict(stop_div=False), **lrs)).valley,l.recorder.lrs
         l.points = list(l.recorder.losses)
         if 'log_accum_batch' not in acc: l.fit_one_cycle(1, 0.05)
-    a,b = twins(fit=fit, acc=acc)
+    a,b = both_runs(fit=fit, acc=acc)
     assert (len(b.found[1])==num_it)==(not lrs) and deviation(a.found, b.found)<1e-9
     assert deviation(a.points, b.points)<1e-6
-    assert_twins(a, b)
+    assert_same_run(a, b)
 
 # Other callbacks
 
@@ -94,9 +94,9 @@ others = dict(validates=lambda: [Predict(lambda l: l.validate())], predicts=lamb
 
 @pytest.mark.parametrize('kind', others)
 def test_beside_a_callback_that(kind):
-    a,b = twins(cbs=others[kind], fit=lambda l,cbs: l.fit(8 if kind=='tracks' else 2, 0.6, cbs=cbs))
+    a,b = both_runs(cbs=others[kind], fit=lambda l,cbs: l.fit(8 if kind=='tracks' else 2, 0.6, cbs=cbs))
     assert a.epoch==b.epoch
-    assert_twins(a, b)
+    assert_same_run(a, b)
 
 def test_added_between_two_epochs():
     class Add(Callback):
@@ -108,7 +108,7 @@ def test_added_between_two_epochs():
 
 @pytest.mark.filterwarnings('ignore:the loss function sums')
 def test_penalties_that_callbacks_add_to_a_sum():
-    assert_twins(*twins(loss_func=CrossEntropy(reduction='sum'), cbs=others['penalizes'],
+    assert_same_run(*both_runs(loss_func=CrossEntropy(reduction='sum'), cbs=others['penalizes'],
         fit=lambda l,cbs: l.fit(2, 1e-3, cbs=cbs)))
 
 cancels = [(o,CancelBatchException) for o in ('before_batch','after_pred','after_loss','before_backward')]
@@ -170,7 +170,7 @@ def test_a_loader_that_changes_between_epochs():
     a,b = toy(16),toy(4)
     a.fit_one_cycle(2, 0.05, cbs=Change(16)); b.fit_one_cycle(2, 0.05, cbs=[Change(2),GradientAccumulation(16)])
     assert len(b.recorder.losses)==15
-    assert_twins(a, b)
+    assert_same_run(a, b)
 
 @pytest.mark.filterwarnings('ignore:the training loader has no batch')
 @pytest.mark.parametrize('kwargs', [dict(data=TensorDataset(toy_data(70).tensors[0])),dict(n=3, whole=4)])
@@ -195,7 +195,7 @@ def test_pickling_the_callback():
     for _ in range(2):
         a.fit(1, 0.05); b.fit(1, 0.05, cbs=pickle.loads(pickle.dumps(acc)))
         toy(4).fit(1, 0.05, cbs=acc)   # the second time it is pickled after a fit
-    assert_twins(a, b)
+    assert_same_run(a, b)
 
 def test_export_and_load(tmp_path):
     learn = toy(4, path=tmp_path, cbs=GradientAccumulation(16), splitter=params, loss_func=nn.CrossEntropyLoss())

@@ -7,7 +7,7 @@ from fastai.callback.tracker import ReduceLROnPlateau
 from fastai.callback.training import GradientClip
 from fastai.optimizer import Adam, OptimWrapper, SGD
 from fastaccum.all import *
-from fastaccum.testing import assert_twins, toy
+from fastaccum.testing import assert_same_run, toy
 from common import CpuMixedPrecision, Overflow, Raise, Seen, clear, some, weights
 
 opts = dict(sgd=partial(SGD, mom=.9), adam=Adam, adamw=partial(OptimWrapper, opt=torch.optim.AdamW),
@@ -89,7 +89,7 @@ def test_the_run_is_the_full_batchs_with_that_rate(cbs, kwargs):
     a = run(16, .04)
     for b in (run(4, .01, GradientAccumulation(16), ScaledLR(base_bs=4)),run(16, .01, ScaledLR(base_bs=4))):
         b.opt.set_hyper('lr', [4*h['lr'] for h in b.opt.hypers])   # they were put back
-        assert_twins(a, b)
+        assert_same_run(a, b)
 
 def gain(meter, base):
     "AdaScale's, for steps of four times the base"

@@ -8,7 +8,7 @@ from fastai.data.load import DataLoader
 from fastai.optimizer import Adam, SGD
 from fastaccum import (GradientAccumulation, GradientAccumulationSchedule as Schedule,
     GradientAccumulationScheduler as Scheduler)
-from fastaccum.testing import assert_twins, toy
+from fastaccum.testing import assert_same_run, toy
 from common import Raise, Seen, some, weights
 
 class StepsLoader:
@@ -28,7 +28,7 @@ def compare(make, n_epoch, n, micro, cbs=list, start_epoch=0, **kwargs):
     plan = acc.plan(b.dls, n_epoch)
     a.dls.loaders[0] = StepsLoader(a.dls.train, plan.sizes, start_epoch)
     for o,more in ((a,[]),(b,[acc])): o.fit_one_cycle(n_epoch, 0.05, cbs=cbs()+more, start_epoch=start_epoch)
-    assert_twins(a, b)
+    assert_same_run(a, b)
     assert len(b.recorder.losses)==len(b.recorder.accum_bs)==sum(plan.steps[start_epoch:])
     return a,b,plan
 
@@ -125,13 +125,13 @@ def test_each_fit_begins_the_schedule_anew():
     for l,o in ((learn,acc),(toy(4),pickle.loads(pickle.dumps(acc)))):
         l.fit_one_cycle(4, 0.05, cbs=o, reset_opt=True)
         assert l.recorder.accum_bs==expected.recorder.accum_bs
-        assert_twins(expected, l)
+        assert_same_run(expected, l)
 
 def test_lr_find_uses_the_first_size():
     a,b = toy(8, n=64),toy(4, n=64, cbs=Schedule(8, 32))
     for o in (a,b): o.lr_find(num_it=30, show_plot=False, stop_div=False)
     assert b.recorder.accum_bs==[8]*30
-    assert_twins(a, b)
+    assert_same_run(a, b)
 
 @pytest.mark.parametrize('acc', [Schedule(8, 32),Scheduler({0:2})])
 def test_other_callbacks_find_it_where_they_find_plain_accumulation(acc):

@@ -21,7 +21,7 @@ from fastai.text.learner import language_model_learner
 from fastai.text.models.awdlstm import AWD_LSTM, awd_lstm_lm_config
 from fastcore.basics import noop
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler
-from fastaccum.testing import CrossEntropy, Float32Loss, assert_twins, deviation, one_cycle, toy, toy_data
+from fastaccum.testing import CrossEntropy, Float32Loss, assert_same_run, deviation, one_cycle, toy, toy_data
 from common import Raise, Seen, grads, short_of, some, weights
 
 pytestmark = pytest.mark.filterwarnings('ignore:memory ran out')
@@ -65,7 +65,7 @@ opts = [partial(SGD, mom=0.9),Adam,partial(OptimWrapper, opt=torch.optim.AdamW)]
 def test_any_batch_split_anyhow_is_the_full_batch_run(bs, micro, **kwargs):
     "Any batch size of the loader, any `accum_bs`, whichever is larger"
     a,b = full_and_split(bs, micro=min(micro, bs-1), fit=gently, metrics=accuracy, **kwargs)
-    assert_twins(a, b, tol=1e-5)   # Adam divides by what is nearly zero
+    assert_same_run(a, b, tol=1e-5)   # Adam divides by what is nearly zero
 
 def even(n, most):
     k = -(-n//most)
@@ -128,7 +128,7 @@ def test_batches_of_all_kinds(kind, bs, accum, micro):
     a,b = learner(kinds[kind], 36, accum),learner(kinds[kind], 36, bs)
     a.fit(1, 0.05)
     b.fit(1, 0.05, cbs=accumulating(accum, micro, drop_last=False))
-    assert_twins(a, b)
+    assert_same_run(a, b)
 
 @pytest.mark.parametrize('micro', [5,('auto',100)], ids=str)
 @pytest.mark.parametrize('kind', [lambda x,y: (Closed(x, x),y),lambda x,y: ([x,object()],y)], ids=['closed','object'])
@@ -157,7 +157,7 @@ def test_schedules(acc):
     a,b = toy(4, n=90),toy(36, n=90)
     cbs = [acc(micro_batch_size=o, drop_last=False) for o in (None,4)]
     for learn,cb in zip((a,b), cbs): learn.fit_one_cycle(3, 0.1, cbs=cb)
-    assert_twins(a, b)
+    assert_same_run(a, b)
     assert a.recorder.accum_bs==b.recorder.accum_bs and len(set(b.recorder.accum_bs))>1
     assert cbs[0].plan(a.dls, 3).sizes==cbs[1].plan(b.dls, 3).sizes
 
@@ -222,7 +222,7 @@ def test_rows_that_a_callback_adds_are_trained_on(micro):
     class Views(Callback):
         run_valid = False
         def before_batch(self): self.learn.xb,self.learn.yb = (torch.cat([self.x, -self.x]),),(torch.cat([self.y]*2),)
-    assert_twins(*full_and_split(16, 16, micro, cbs=lambda: [Views()], n=64))
+    assert_same_run(*full_and_split(16, 16, micro, cbs=lambda: [Views()], n=64))
 
 @pytest.mark.parametrize('accum', [16,32])
 def test_events_come_in_pairs(accum):
@@ -267,7 +267,7 @@ def test_an_interrupt_leaves_nothing(event, exc, micro):
     for o in (a,b):
         o.opt = None
         o.fit(1, 0.1)
-    assert_twins(a, b)
+    assert_same_run(a, b)
 
 # A model that remembers its samples
 
@@ -288,5 +288,5 @@ def test_awd_lstm_keeps_its_state(micro):
         learn.remove_cb(learn.progress)
         learn.fit_one_cycle(2, 0.05, cbs=accumulating(12, own))
         learns.append(learn)
-    assert_twins(*learns)
+    assert_same_run(*learns)
     assert deviation(*[l.recorder.losses for l in learns])<2e-6

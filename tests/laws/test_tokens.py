@@ -11,7 +11,7 @@ from fastai.losses import CrossEntropyLossFlat
 from fastai.optimizer import Adam
 from fastai.torch_core import params
 from fastaccum import GradientAccumulation
-from fastaccum.testing import CrossEntropy, assert_twins, deviation, toy, toy_data, twins
+from fastaccum.testing import CrossEntropy, assert_same_run, deviation, toy, toy_data, both_runs
 from common import Seen, grads, weights
 
 w = tensor([0.2,1.,5.], dtype=torch.float64)
@@ -61,15 +61,15 @@ def per_weight(p, y): return (F.mse_loss(p[...,0], y[...,0], reduction='none')*y
 with_weights = TensorDataset(x, rand(70, 2))
 with_weights.tensors[1][8:12,1] = with_weights.tensors[1][20:24,1] = 0
 for f in (lambda l: l.y[...,1].sum(),lambda l: l.y[...,1].sum().item()):
-    cases[f'own size {len(cases)}'] = dict(data=with_weights, loss_func=per_weight, acc=dict(size=f))
+    cases[f'own size {len(cases)}'] = dict(data=with_weights, loss_func=per_weight, acc=dict(n_items=f))
 
 @pytest.mark.parametrize('case', cases)
-def test_means_and_sums(case): assert_twins(*twins(**cases[case]))
+def test_means_and_sums(case): assert_same_run(*both_runs(**cases[case]))
 
 @pytest.mark.parametrize('kwargs', [dict(), dict(weight=w.float()), dict(ignore_index=1)], ids=str)
 def test_fastais_flat_losses(kwargs):
     "They cast to single precision: what rounding makes is nothing beside the error of a mean of means"
-    runs = [twins(tokens='ignore_index' not in kwargs, loss_func=CrossEntropyLossFlat(**kwargs), acc_cls=o,
+    runs = [both_runs(tokens='ignore_index' not in kwargs, loss_func=CrossEntropyLossFlat(**kwargs), acc_cls=o,
         fit=lambda l,cbs: l.fit(2, 0.1, cbs=cbs)) for o in (GradientAccumulation,FastaiGradientAccumulation)]
     ours,stock = (deviation(weights(a), weights(b)) for a,b in runs)
     assert ours<stock/300
@@ -86,10 +86,10 @@ def ignored(*which, n=64):
 @pytest.mark.parametrize('log', [True,False])
 def test_micro_batches_of_padding_do_nothing(loss, log):
     "The first of an epoch, and one in the middle: neither weights nor losses turn NaN, and nothing ends the fit"
-    a,b = twins(data=ignored(*range(4), *range(24,28)), loss_func=losses[loss], acc=dict(log_accum_batch=log),
+    a,b = both_runs(data=ignored(*range(4), *range(24,28)), loss_func=losses[loss], acc=dict(log_accum_batch=log),
         cbs=lambda: [TerminateOnNaNCallback()], fit=small_steps)
     assert deviation(weights(a), weights(b))<1e-7
-    if log: assert_twins(a, b)
+    if log: assert_same_run(a, b)
     assert len(b.recorder.losses)==(8 if log else 32) and not any(o.isnan() for o in b.recorder.losses)
 
 @pytest.mark.parametrize('loss', ['plain','smoothed','own'])
@@ -102,7 +102,7 @@ def test_a_step_of_padding_has_no_gradient_and_a_loss(loss, step):
     assert len(learn.recorder.losses)==8 and not any(o.isnan() for o in learn.recorder.losses)
 
 def test_a_step_of_padding_decays_and_coasts_like_the_full_batch_runs():
-    a,b = twins(data=ignored(*range(16,32)), opt_func=Adam, fit=small_steps)
+    a,b = both_runs(data=ignored(*range(16,32)), opt_func=Adam, fit=small_steps)
     assert deviation(weights(a), weights(b))<1e-7 and any(o.isnan() for o in a.recorder.losses)
 
 # A size of your own
@@ -111,7 +111,7 @@ def test_a_step_of_padding_decays_and_coasts_like_the_full_batch_runs():
     (None,TypeError), (tensor(-1.),ValueError), (tensor(float('nan')),ValueError), (tensor([1,2]),TypeError)], ids=str)
 def test_bad_sizes_fail_before_a_weight_moves(size, exc):
     learn = toy(4)
-    with pytest.raises(exc, match='size'): learn.fit(1, 0.1, cbs=GradientAccumulation(16, size=lambda l: size))
+    with pytest.raises(exc, match='size'): learn.fit(1, 0.1, cbs=GradientAccumulation(16, n_items=lambda l: size))
     assert weights(learn).equal(weights(toy(4)))
 
 # Magnitudes

@@ -20,7 +20,7 @@ from fastai.text.data import LMDataLoader, SortedDL
 from fastai.text.learner import language_model_learner
 from fastai.text.models.awdlstm import AWD_LSTM, awd_lstm_lm_config
 from fastaccum import FreezeBN, GradientAccumulation, GradientAccumulationSchedule, GradientCache, AccumulationWarning
-from fastaccum.testing import CrossEntropy, Float32Loss, assert_twins, deviation, toy, toy_data, twins
+from fastaccum.testing import CrossEntropy, Float32Loss, assert_same_run, deviation, toy, toy_data, both_runs
 from common import CpuMixedPrecision, Seen, weights
 
 def told(f):
@@ -42,7 +42,7 @@ def one_group(m): return [list(m.parameters())]
 def run(**kwargs):
     "What is said of a fit on micro-batches, the full-batch run, and that fit"
     res = []
-    return told(lambda: res.extend(twins(**dict(dict(n=70, fit=fit), **kwargs)))),*res
+    return told(lambda: res.extend(both_runs(**dict(dict(n=70, fit=fit), **kwargs)))),*res
 
 def off(a, b): return deviation(weights(a), weights(b))
 
@@ -120,7 +120,7 @@ def mixable(*args, loss=Mixable, **kwargs): return toy(*args, loss_func=loss(), 
 w,sums = torch.tensor([0.2,1.,5.]).double(),dict(loss_func=CrossEntropy(reduction='sum'), fit=little)
 exact = dict(plain=dict(), tokens=dict(tokens=True), class_weights=dict(loss_func=CrossEntropy(weight=w)), sum=sums,
     ignored=dict(loss_func=CrossEntropy(ignore_index=1, weight=w)), adam=dict(opt_func=Adam), functional=dict(
-    loss_func=F.cross_entropy), counted=dict(tokens=True, loss_func=Masked(), acc=dict(size=not_ignored)),
+    loss_func=F.cross_entropy), counted=dict(tokens=True, loss_func=Masked(), acc=dict(n_items=not_ignored)),
     one_cycle=dict(fit=lambda l,cbs: l.fit_one_cycle(1, 0.05, cbs=cbs)), ones=dict(micro=1), threes=dict(micro=3, n=71),
     no_accumulation=dict(micro=16, loss_func=summed, model=normed, fit=little), split=dict(micro=8,
     acc=dict(micro_batch_size=2)), frozen_batchnorm=dict(model=normed, cbs=lambda: [FreezeBN()]),
@@ -141,7 +141,7 @@ def test_a_fit_that_is_the_full_batch_run_says_nothing(nm):
     said,a,b = run(**exact[nm])
     for o in (a,b) if nm=='mean_by_a_callback' else (): o.recorder.values = []   # fastai's own mean in validation
     assert not said
-    assert_twins(a, b)
+    assert_same_run(a, b)
 
 def test_a_model_may_have_attributes_of_our_names():
     learn,acc = toy(4, n=64),GradientAccumulation(16)
@@ -255,7 +255,7 @@ def test_that_a_loss_was_tried_is_not_seen_in_it():
 
 remembers = dict(model=lambda: Remembers(5, 3).double(), splitter=one_group, cbs=resets('before_train'))
 warned = dict(
-    hidden_mean=([loss], dict(tokens=True, loss_func=Masked()), dict(acc=dict(size=not_ignored))),
+    hidden_mean=([loss], dict(tokens=True, loss_func=Masked()), dict(acc=dict(n_items=not_ignored))),
     sum_for_mean=([loss], dict(loss_func=summed, fit=little), sums),
     mixed=([loss], dict(n=64, make=partial(mixable, loss=SumForMean), cbs=mixes(MixUp), fit=little),
         dict(make=mixable)),
@@ -273,7 +273,7 @@ def test_a_warning_is_true_and_its_remedy_mends_it(nm):
     said,a,b = run(**kwargs)
     assert said==dict.fromkeys(keys, 1) and off(a, b)>1e-4
     said,*fits = run(**dict(kwargs, **remedy))
-    assert not said and assert_twins(*fits)
+    assert not said and assert_same_run(*fits)
 
 @pytest.mark.parametrize('model,said', [(layers,{}), (normed,{batchnorm:1})])
 def test_a_loss_of_the_whole_batch_is_mended_by_the_cache_which_tells_of_batchnorm(model, said):
@@ -282,14 +282,14 @@ def test_a_loss_of_the_whole_batch_is_mended_by_the_cache_which_tells_of_batchno
         fit(learn, cbs)
         return learn
     a,b = run([]),[]
-    assert told(lambda: b.append(run(GradientCache(4))))==said and (off(a, b[0])>1e-4)==bool(said)
+    assert told(lambda: b.append(run(GradientCache(micro_batch_size=4))))==said and (off(a, b[0])>1e-4)==bool(said)
 
 @pytest.mark.parametrize('f', [adds,adds_in_place,adds_of_predictions])
 def test_a_penalty_on_a_sum_is_told_and_counts_once_a_step(f):
     said,*fits = run(cbs=lambda: [At('after_loss', f)], **sums)
-    assert said=={penalised:1} and assert_twins(*fits)
+    assert said=={penalised:1} and assert_same_run(*fits)
 
-words = {loss:('off by 0.', "reduction='mean'", '`size=`', 'GradientCache'), state:('Remembers', 'step to step'),
+words = {loss:('off by 0.', "reduction='mean'", '`n_items=`', 'GradientCache'), state:('Remembers', 'step to step'),
     batchnorm:('2 BatchNorm layers', '4 samples', '16 of a step')}
 
 def all_three():
@@ -394,7 +394,7 @@ def test_another_size_holds_from_the_next_fit_or_epoch(nm, epochs):
         learn.fit(1, 0.1)
         return learn
     acc,big = GradientAccumulation(16),toy(16, n=64)
-    assert_twins(run(big, big.dls.train, 'bs'), run(toy(4, n=64, cbs=acc), acc, nm))
+    assert_same_run(run(big, big.dls.train, 'bs'), run(toy(4, n=64, cbs=acc), acc, nm))
 
 @pytest.mark.parametrize('event', ['before_epoch','after_epoch'])
 def test_a_fit_and_lr_find_between_the_epochs_of_another(event):

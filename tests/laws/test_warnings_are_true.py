@@ -1,4 +1,4 @@
-"""What a fit warns of, and what `twin_check` says, is true of Learners as fastai users build them.
+"""What a fit warns of, and what `accum_check` says, is true of Learners as fastai users build them.
 
 Each is trained on full batches and on micro-batches: whether they arrive at the same weights must agree with what was
 said. In double precision, in which the same run is far from a similar one.
@@ -87,10 +87,10 @@ def trained(nm, bs, cbs):
 def test_what_is_said_is_true(nm):
     _,said,rows = real[nm]
     full = 8 if nm=='sentiment' else 16   # of four batches, sorted and shuffled, two may happen to be the same in both
-    def acc(): return GradientAccumulation(full, size=tokens if nm=='hugging_size' else None)
+    def acc(): return GradientAccumulation(full, n_items=tokens if nm=='hugging_size' else None)
     (start,a,none),(_,b,heard) = trained(nm, full, []),trained(nm, 4, [acc()])
     apart = ((a-b).norm()/(a-start).norm()).item()
-    res = made(nm, 4).twin_check(cbs=acc())
+    res = made(nm, 4).accum_check(cbs=acc())
     assert [o.what for o in res.rows if not o.ok]==rows, res
     assert res.ok==(not rows)==(apart<1e-4), (apart, res)   # right ones are 1e-13 apart, wrong ones 0.1
     assert not none and (said is None or heard==said), heard

@@ -141,7 +141,7 @@ def shown(page, ids=()):
         if saved: yield c['id'],saved[0],getattr(res, 'data', None)
 
 @pytest.mark.nbdev   # and IPython
-@pytest.mark.parametrize('page,ids', [('explanations/peers',()), ('explanations/network',()),
+@pytest.mark.parametrize('page,ids', [('about/compared',()), ('explanations/network',()),
     ('explanations/which_way',())])
 def test_pages_show_what_the_results_say(page, ids, monkeypatch):
     "After a new measurement: `make page PAGE=…`"
@@ -150,7 +150,7 @@ def test_pages_show_what_the_results_say(page, ids, monkeypatch):
     assert found and [nm for nm,saved,now in found if saved!=now]==[]
 
 def test_figures_of_the_comparison_are_not_written_by_hand():
-    for c in cells('explanations/peers'):
+    for c in cells('about/compared'):
         text = ''.join(c['source'])
         if c['cell_type']!='markdown': continue
         assert not re.search(r'^\|', text, re.M), f'{c["id"]}: a table'

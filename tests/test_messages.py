@@ -1,11 +1,13 @@
-"""Each message ends with a link to its entry on the page Troubleshooting, which shows it as it is, with a cause and
-lines to type that exist; and each entry is some message's."""
+"""Each message ends with a link to its entry on the page Messages, which shows it as it is, with a cause and lines to
+type that exist; and each entry is some message's. The FAQ is short, and what it says to type exists too."""
 import ast, inspect, json, re, sys
 from pathlib import Path
 import pytest
 import fastai.callback.wandb, fastai.text.all, fastai.vision.all, fastaccum.all, fastaccum.wandb
+from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
 from fastai.learner import Learner
 from fastaccum import GradientAccumulation
+from fastaccum.testing import toy
 
 root = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(root/'tools'))
@@ -34,8 +36,12 @@ def test_a_message_ends_with_the_link_to_its_entry():
 
 def read(fn): return json.loads(fn.read_text(encoding='utf-8'))['cells']
 
-page = [''.join(c['source']) for c in read(root/'nbs/reference/messages.ipynb') if c['cell_type']=='markdown']
-headed = [o for o in page[:next(i for i,o in enumerate(page) if o.startswith('## FAQ'))] if o.startswith('### ')]
+def texts(nm):
+    return [''.join(c['source']) for c in read(root/f'nbs/reference/{nm}.ipynb') if c['cell_type']=='markdown']
+def prose(text): return re.sub(r'^```.*?^```|^>$|^> \*\*.*?\*\*|^- keywords:.*?$', '', text, flags=re.M|re.S)
+
+page,faq = texts('messages'),texts('faq')
+headed = [o for o in page if o.startswith('### ')]
 written = {tool.slug(o.split('\n')[0][4:]):o for o in headed}
 
 def test_the_page_has_the_messages_of_the_code(): assert tool.main(check=True)==0
@@ -47,8 +53,18 @@ def test_an_entry_says_why_and_what_to_type(key):
     assert len(' '.join(o for o in lines if not o.startswith('>')))>40 and '```python\n' in written[key]
 
 def test_headings_are_there_once():
-    headings = [h for o in page for h in tool.entries(o)]
-    assert len(headings)==len(set(headings))
+    for o in (page, faq):
+        headings = [h for text in o for h in tool.entries(text)]
+        assert len(headings)==len(set(headings))
+
+def test_pages_are_short():
+    "Words outside of code"
+    assert len(prose('\n'.join(page)).split())<=5500 and len(prose('\n'.join(faq)).split())<=1000
+
+@pytest.mark.parametrize('text', [o for o in faq if o.startswith('### ')], ids=lambda o: o.split('\n')[0][4:])
+def test_an_answer_is_short_and_leads_on(text):
+    answer = prose(text.partition('\n')[2])
+    assert 5<len(answer.split())<=60 and '](' in answer
 
 def begin(o): return o.text.partition(tool.blank)[0][:40]
 def whole(o): return '[^\n]{0,400}?'.join(map(re.escape, o.text.split(tool.blank)))+fr'[^\n]*\nMore: \S+#{o.key}'
@@ -71,7 +87,7 @@ def test_what_was_changed_is_seen():
 # What it says to type
 
 known = {k:v for o in (fastai.text.all,fastai.vision.all,fastaccum.wandb,fastaccum.all) for k,v in vars(o).items()}
-code = [o for c in page for o in re.findall(r'^```python\n(.*?)^```', c, re.M|re.S)]
+code = [o for c in [*page,*faq] for o in re.findall(r'^```python\n(.*?)^```', c, re.M|re.S)]
 
 def callee(f):
     "The Learner's method, or the class"
@@ -86,3 +102,11 @@ def test_what_is_typed_exists_and_takes_these_arguments(text):
             assert all(a.name=='*' or hasattr(mod, a.name) for a in o.names)
         f = callee(ast.unparse(o.func)) if isinstance(o, ast.Call) else None
         if f: inspect.signature(f).bind_partial(*([None]*len(o.args)), **{k.arg:None for k in o.keywords if k.arg})
+
+def test_both_classes_are_taken_off():
+    "What the page says of two callbacks: one is fastai's, one fastaccum's"
+    learn = toy(4)
+    learn.add_cbs([GradientAccumulation(8),FastaiGradientAccumulation(8)])
+    with pytest.raises(ValueError): learn.fit(1)
+    exec(written['two-callbacks'].partition('```python\n')[2].partition('\n')[0], dict(learn=learn))
+    assert not [o for o in learn.cbs if 'Accumulation' in type(o).__name__]

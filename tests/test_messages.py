@@ -28,6 +28,11 @@ def test_each_message_has_an_entry_and_each_entry_a_message():
     assert not [o for o in found if not o.key and o.kind!='NotImplementedError' and not o.text.startswith(reasons)]
     assert len(keyed)>60 and keyed==written.keys()
 
+def test_each_key_in_the_code_is_found():
+    "Else its message has a link that leads nowhere"
+    assert keyed=={k for fn in tool.lib.rglob('*.py') if fn.name!='_modidx.py'
+        for k in re.findall(r"(?:see|once)\(\s*'([a-z-]+)'", fn.read_text(encoding='utf-8'))}
+
 def test_a_message_ends_with_the_link_to_its_entry():
     with pytest.raises(ValueError) as e: GradientAccumulation(0)
     assert str(e.value).endswith(f'\nMore: {docs_url()}/reference/messages.html#whole-number')

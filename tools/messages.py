@@ -50,6 +50,8 @@ def assigned(body):
 def said(o, cls):
     "Kind, key, and expression of the message that a node gives; `None` if it gives none"
     name,args = called(o),getattr(o, 'args', [])
+    if isinstance(o, ast.Assign) and called(o.value).endswith('Error'):   # raised later
+        return called(o.value),(keys(o.value) or [None])[0],o.value.args[0]
     if isinstance(o, ast.Raise):
         e = o.exc
         nm = called(e) or (e.id if isinstance(e, ast.Name) and e.id[0].isupper() else '')

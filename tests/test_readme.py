@@ -60,7 +60,7 @@ def test_table_is_what_the_script_prints():
 
 def test_order():
     "What it is, why not fastai's, how to install it, the code, a picture, when not, where to read on, make"
-    marks = ['Gradient accumulation for fastai', "fastai's own callback of the same name", '## Install', '## Use',
+    marks = ['Gradient accumulation for fastai', 'one of the same name', '## Install', '## Use',
         "replaces fastai's class of the same name", '](images/', '## When not', '## Read on', 'make demo', 'make test']
     at = [readme.find(o) for o in marks]
     assert -1 not in at and at==sorted(at)

@@ -1,5 +1,5 @@
-"""Write the messages of the package into nbs/reference/messages.ipynb, as the code has them; with `--check`, say whether
-they are in step.
+"""Write the messages of the package into nbs/reference/messages.ipynb, as the code has them; with `--check`, say
+whether they are in step.
 
 Each message of an error or a warning ends with `see('key')`, or is given to `said.once('key', …)`. The page has an
 entry for each key: a heading that is the key in words, the messages below it, which are written here, and what

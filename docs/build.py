@@ -333,7 +333,8 @@ class Page:
                 if 'text' in o: o['text'] = readme.shown(''.join(o['text']))
                 if 'text/markdown' in o.get('data', {}):
                     o.data['text/markdown'] = self.linked(''.join(o.data['text/markdown']))
-                if any(k.startswith('image/') for k in o.get('data', {})): meta['image'] = dict(alt=self.alt(c))
+                if any(k.startswith('image/') for k in o.get('data', {})):
+                    meta['image'] = dict(alt=self.alt(c), classes='photo' if 'photo' in opts else 'plot')
             if meta: c.metadata['mystnb'] = meta
             if c.source or c.outputs: yield c
 

@@ -284,7 +284,7 @@ class Page:
         typed = f'\n\n{self.typed()}' if self.mod else ''
         colab = f'\n\n{self.colab()}' if self.colab() else ''
         words = ', '.join(dict.fromkeys(o for k in self.keywords for o in k.lower().split()))
-        meta = f'```{{meta}}\n:keywords: {words}\n```\n\n' if words else ''
+        meta = f'```{{eval-rst}}\n.. meta::\n   :keywords: {words}\n```\n\n' if words else ''
         return mk_cell(f'{meta}# {title}\n\n{{.lede}}\n{link(self.text)}{colab}{typed}', 'markdown')
 
     def api(self, link):

@@ -53,8 +53,8 @@ lint: env-lint ## Have ruff read the code, actionlint and zizmor the workflows
 	$(LINT)/bin/actionlint
 	$(LINT)/bin/zizmor --offline --quiet .
 
-jupyter: env-jupyter ## Open the tutorials in Jupyter
-	$(BIN)/python -m notebook nbs/tutorials
+jupyter: env-jupyter ## Open the guides in Jupyter
+	$(BIN)/python -m notebook nbs/guides
 
 sweep: env ## Run N random twins (make sweep N=10000)
 	$(BIN)/python tests/sweep.py $(N)

@@ -28,13 +28,13 @@ def test_each_message_has_an_entry_and_each_entry_a_message():
 
 def test_a_message_ends_with_the_link_to_its_entry():
     with pytest.raises(ValueError) as e: GradientAccumulation(0)
-    assert str(e.value).endswith(f'\nMore: {docs_url()}/troubleshooting.html#whole-number')
+    assert str(e.value).endswith(f'\nMore: {docs_url()}/reference/messages.html#whole-number')
 
 # The page
 
 def read(fn): return json.loads(fn.read_text(encoding='utf-8'))['cells']
 
-page = [''.join(c['source']) for c in read(root/'nbs/troubleshooting.ipynb') if c['cell_type']=='markdown']
+page = [''.join(c['source']) for c in read(root/'nbs/reference/messages.ipynb') if c['cell_type']=='markdown']
 headed = [o for o in page[:next(i for i,o in enumerate(page) if o.startswith('## FAQ'))] if o.startswith('### ')]
 written = {tool.slug(o.split('\n')[0][4:]):o for o in headed}
 

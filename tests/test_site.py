@@ -241,8 +241,8 @@ questions = {
     'Validation differs': 'tutorials/accum_check'}
 
 def test_questions_are_answered_in_two_clicks():
-    assert 'troubleshooting.html' in links('index.html').hrefs and len(questions)>=10
-    page = (site/'troubleshooting.html').read_text(encoding='utf-8').partition('<article')[2]
+    assert 'reference/messages.html' in links('index.html').hrefs and len(questions)>=10
+    page = (site/'reference/messages.html').read_text(encoding='utf-8').partition('<article')[2]
     sections = page.partition('<section id="faq')[2].split('<section id="')[1:]
     lost = [q for q,page in questions.items()
         if not any(q in o.partition('</h3>')[0] and f'href="{page}.html' in o for o in sections)]

@@ -9,7 +9,7 @@ import fastai, pytest
 root = Path(__file__).resolve().parent.parent
 patches = sorted((root/'upstream').glob('*.patch'))
 cells = {c['id']:''.join(c['source']) for c in
-    json.loads((root/'nbs/upstream.ipynb').read_text(encoding='utf-8'))['cells']}
+    json.loads((root/'nbs/contribute/faults_of_fastai.ipynb').read_text(encoding='utf-8'))['cells']}
 tests = {nm:src.split('\n\nfault(')[0] for nm,src in cells.items() if src.startswith(f'def {nm}():')}
 newest = re.search("^newest = '(.+?)'", cells['fault'], re.M)[1]
 

@@ -1,8 +1,8 @@
-"""Give each tutorial its first cell for Colab, which installs fastaccum there and does nothing elsewhere.
+"""Give each guide its first cell for Colab, which installs fastaccum there and does nothing elsewhere.
 
 `python tools/colab.py` adds the cell where it is lacking; with `--check` it only says where.
 
-Needs nothing but Python. The button that opens a tutorial in Colab is made by docs/build.py, from the file's name.
+Needs nothing but Python. The button that opens a guide in Colab is made by docs/build.py, from the file's name.
 """
 import json, re, sys
 from pathlib import Path
@@ -19,8 +19,9 @@ def lacks(nb):
     return ''.join(nb['cells'][1]['source'])!=source
 
 def main(check=False):
-    fns = {fn: json.loads(fn.read_text(encoding='utf-8')) for fn in sorted((root/'nbs/tutorials').glob('*.ipynb'))}
-    lacking = {fn: nb for fn,nb in fns.items() if fn.stem!='index' and lacks(nb)}
+    fns = [root/'nbs/get_started.ipynb',*sorted((root/'nbs/guides').glob('*.ipynb'))]
+    read = {fn: json.loads(fn.read_text(encoding='utf-8')) for fn in fns}
+    lacking = {fn: nb for fn,nb in read.items() if lacks(nb)}
     if check and lacking:
         return f'without the cell for Colab: {", ".join(o.stem for o in lacking)}; python tools/colab.py adds it'
     for fn,nb in lacking.items():

@@ -1,4 +1,4 @@
-"""Write the messages of the package into nbs/troubleshooting.ipynb, as the code has them; with `--check`, say whether
+"""Write the messages of the package into nbs/reference/messages.ipynb, as the code has them; with `--check`, say whether
 they are in step.
 
 Each message of an error or a warning ends with `see('key')`, or is given to `said.once('key', …)`. The page has an
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 root = Path(__file__).resolve().parent.parent
-lib,nb_path = root/'fastaccum',root/'nbs/troubleshooting.ipynb'
+lib,nb_path = root/'fastaccum',root/'nbs/reference/messages.ipynb'
 blank = '…'   # what is another in each run
 
 class Message(NamedTuple):
@@ -114,7 +114,7 @@ def main(check=False):
         if c['cell_type']=='markdown': c['source'] = filled(''.join(c['source']), found).splitlines(True)
     new = json.dumps(nb, sort_keys=True, indent=1, ensure_ascii=False)+'\n'
     if new==nb_path.read_text(encoding='utf-8'): return 0
-    if check: return 'nbs/troubleshooting.ipynb has not the messages of the code: python tools/messages.py'
+    if check: return 'nbs/reference/messages.ipynb has not the messages of the code: python tools/messages.py'
     nb_path.write_text(new, encoding='utf-8')
 
 if __name__=='__main__': sys.exit(main('--check' in sys.argv[1:]))

@@ -28,7 +28,7 @@ def told(f):
     with warnings.catch_warnings(record=True) as res:
         warnings.simplefilter('always')
         f()
-    ours = [(o.category,str(o.message).partition('/troubleshooting.html#')[2]) for o in res]
+    ours = [(o.category,str(o.message).partition('/reference/messages.html#')[2]) for o in res]
     return Counter((c.__name__ if issubclass(c, AccumulationWarning) else '',key) for c,key in ours if key)
 
 loss,batchnorm,order,state = (('LossWarning','loss-not-a-mean'),('BatchNormWarning','batchnorm'),

@@ -75,7 +75,7 @@ def shown(page):
         if saved: yield c['id'],saved[0],getattr(res, 'data', None)
 
 @pytest.mark.nbdev   # and IPython
-@pytest.mark.parametrize('page', ['about/compared','explanations/network','explanations/which_way'])
+@pytest.mark.parametrize('page', ['about/compared'])
 def test_pages_show_what_the_results_say(page, monkeypatch):
     "After a new measurement: `make page PAGE=…`"
     monkeypatch.chdir((root/f'nbs/{page}').parent)

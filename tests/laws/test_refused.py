@@ -16,7 +16,7 @@ from fastaccum import (ActivationCheckpoint, FreezeBN, GradientAccumulation, Gra
 from fastaccum.testing import assert_same_run, toy
 from common import Seen, weights
 
-def link(e): return str(e.value).rpartition('\nMore: https://')[2].partition('/reference/messages.html#')[2]
+def link(e): return str(e.value).rpartition('\nMore: https://')[2].partition('.html#')[2]
 
 # Arguments
 

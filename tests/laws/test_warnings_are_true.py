@@ -13,8 +13,8 @@ from fastai.text.all import (AWD_LSTM, awd_lstm_clas_config, awd_lstm_lm_config,
 from fastai.vision.all import BnFreeze, DataLoader, DataLoaders, DiceLoss, Learner, MixUp, SGD, set_seed
 from fastaccum import GradientAccumulation, AccumulationWarning
 from common import weights
-from test_applications import (detection, few, groupnorm, in_double, linear, listed, quiet, ratings, segmenter, small,
-    table, tagged, texts, tokens, vision)
+from test_applications import (detection, few, groupnorm, in_double, linear, quiet, ratings, segmenter, small, table,
+    tagged, texts, tokens, vision)
 
 def grouped(learn):
     learn.model = groupnorm(learn.model)
@@ -63,7 +63,7 @@ real = dict(
     table_without_batchnorm=(partial(table, loss_func=None), set(), []),
     collab=(partial(ratings, loss_func=None), set(), []),
     gan=(few, set(), []),
-    detection=(partial(detection, create_batch=listed, n=32), set(), []),
+    detection=(partial(detection, n=32), set(), []),
     hugging=(tagged, set(), []), hugging_loss=(hugging, set(), ['loss','gradients']), hugging_size=(hugging, set(), []),
     contrastive=(pairs, {'LossWarning'}, ['loss','gradients']))
 

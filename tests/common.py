@@ -73,6 +73,17 @@ class Raise(Callback):
             self.raised = True
             raise exc('planted')
 
+class StepsLoader:
+    "A loader that yields, epoch by epoch, batches of the given sizes"
+    def __init__(self, dl, sizes, epoch=0): self.dl,self.sizes,self.epoch,self.device = dl,sizes,epoch,dl.device
+    def __len__(self): return len(self.sizes[self.epoch%len(self.sizes)])
+    def __iter__(self):
+        idxs,start,sizes = self.dl.get_idxs(),0,self.sizes[self.epoch%len(self.sizes)]
+        self.epoch += 1
+        for size in sizes:
+            yield self.dl.create_batch([self.dl.dataset[i] for i in idxs[start:start+size]])
+            start += size
+
 def grads(learn): return [None if p.grad is None else p.grad.clone() for p in learn.model.parameters()]
 def weights(learn): return torch.cat([p.detach().flatten().clone() for p in learn.model.parameters()])
 

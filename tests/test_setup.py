@@ -1,5 +1,5 @@
-"What make does for those who work on fastaccum: environments, pages, hooks, and how a run of the tests ends."
-import json, os, shutil, subprocess, sys
+"What make does for those who work on fastaccum: environments, pages, and how a run of the tests ends."
+import os, shutil, subprocess, sys
 from base64 import b64encode
 from io import BytesIO
 from pathlib import Path
@@ -9,12 +9,6 @@ import run
 root = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(root/'tools'))
 import page
-
-def take(tmp, *names):
-    "Copies of some of the files here"
-    for nm in names:
-        (tmp/nm).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(root/nm, tmp/nm)
 
 # Environments
 
@@ -62,7 +56,9 @@ histories = {
 @pytest.mark.parametrize('history', histories)
 def test_environments(history, tmp_path):
     copy = tmp_path/'copy'
-    take(copy, 'Makefile', 'tools/environment.py', 'settings.ini', 'pyproject.toml', 'setup.py')
+    (copy/'tools').mkdir(parents=True)
+    for nm in ('Makefile','tools/environment.py','settings.ini','pyproject.toml','setup.py'):
+        shutil.copy(root/nm, copy/nm)
     for nm in ('python-a','python-b'):
         (tmp_path/nm).write_text(stub.replace('$NAME', nm).format(base=tmp_path, python=sys.executable))
         (tmp_path/nm).chmod(0o755)
@@ -101,41 +97,6 @@ def test_what_is_not_saved():
     outs = [stream(f'{site}/torch/jit.py:12: FutureWarning: old\n  warnings.warn(\n', name='stderr'),
         stream('a\n', f'{root}/fastaccum/x.py and '), stream(f'{site}/fastai/y.py\n')]
     assert page.joined(outs)==[stream('a\n', 'fastaccum/x.py and fastai/y.py\n')]
-
-# What git shows
-
-@pytest.mark.nbdev
-@pytest.mark.parametrize('there', [True,False])
-def test_hooks_leave_nothing_behind(tmp_path, there):
-    "And git works outside the environment, also where that is gone"
-    repo,bin = tmp_path/'repo',tmp_path/'env/bin'
-    take(repo, '.gitattributes', 'tools/hooks.py')
-    for o in (bin,tmp_path/'home'): o.mkdir(parents=True)
-    (bin/'python').symlink_to(Path(sys.executable).resolve())
-    for nm in ('nbdev-diff-driver','nbdev-merge')*there: (bin/nm).symlink_to(Path(sys.executable).with_name(nm))
-    env = {k:v for k,v in os.environ.items() if not k.startswith('GIT_')}
-    env |= dict(PATH=f"{Path(shutil.which('git')).parent}:/usr/bin:/bin", HOME=str(tmp_path/'home'))
-    def git(*args):
-        return subprocess.run(['git','-c','user.name=a','-c','user.email=a@b',*args], cwd=repo, env=env, check=True,
-            capture_output=True, text=True).stdout
-    def write(*sources):
-        cells = [dict(cell_type='code', execution_count=None, id=f'c{i}', metadata={}, outputs=[], source=[o])
-            for i,o in enumerate(sources)]
-        (repo/'x.ipynb').write_text(json.dumps(dict(cells=cells, metadata={}, nbformat=4, nbformat_minor=5),
-            sort_keys=True, indent=1)+'\n')
-    git('init', '-q', '-b', 'main')
-    write('old_a', 'b', 'c', 'd', 'e')
-    git('add', '.'); git('commit', '-qm', 'one')
-    subprocess.run([bin/'python', 'tools/hooks.py'], cwd=repo, env=env, check=True)
-    assert git('status', '--porcelain')=='' and not list((tmp_path/'home').iterdir())
-    write('new_a', 'b', 'c', 'd', 'e')
-    shown = git('diff')
-    assert 'new_a' in shown and 'old_a' in shown and ('"source"' in shown)!=there   # nbdev's shows cells, not JSON
-    git('commit', '-qam', 'two'); git('checkout', '-qb', 'other', 'HEAD~1')
-    write('old_a', 'b', 'c', 'd', 'new_e')
-    git('commit', '-qam', 'three'); git('merge', '-q', '-m', 'four', 'main')
-    cells = json.loads((repo/'x.ipynb').read_text())['cells']
-    assert [o['source'] for o in cells]==[['new_a'],['b'],['c'],['d'],['new_e']]
 
 # The run of the tests
 

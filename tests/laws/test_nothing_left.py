@@ -3,8 +3,7 @@ a plain fit, and the next accumulated one is the full-batch run."""
 import fastaccum, os, pytest, sys, torch
 from itertools import product
 from random import Random
-from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException,
-    CancelFitException, CancelStepException, CancelTrainException, CancelValidException)
+from fastai.callback.core import Callback, CancelEpochException, CancelFitException, CancelTrainException
 from fastai.learner import Learner
 from fastcore.basics import noop
 from torch import nn
@@ -19,11 +18,6 @@ n,micro,accum = 22,2,8   # an epoch has steps of 8, 8 and 6 samples
 ats = {nm:at for nms,at in {'before_fit after_fit':(0,), 'after_backward before_step after_step after_batch':(0,1,2,3),
     'before_epoch before_train after_train before_validate after_validate after_epoch':(0,1),
     'before_batch after_pred after_loss before_backward':(0,1,3,10,13)}.items() for nm in nms.split()}
-# an event that only comes when a callback cancels something -> where that is
-cancels = dict(after_cancel_backward=('before_backward',CancelBackwardException),
-    after_cancel_step=('before_step',CancelStepException), after_cancel_batch=('after_loss',CancelBatchException),
-    after_cancel_train=('before_step',CancelTrainException), after_cancel_epoch=('after_pred',CancelEpochException),
-    after_cancel_validate=('before_validate',CancelValidException), after_cancel_fit=('before_step',CancelFitException))
 excs = [KeyboardInterrupt,RuntimeError,CancelFitException,CancelEpochException,CancelTrainException]
 orders = [-11,5,7,49,51,59,100]   # around fastai's callbacks, and ours
 ways = dict(plain=lambda: [GradientAccumulation(accum)],
@@ -52,8 +46,6 @@ class Mine(Callback):
     "A user's own"
     order,heard = 55,()
     def after_batch(self): self.heard += (self.train_iter,)
-
-class Cancel(Raise): "Another `Raise` in the same fit"
 
 def learner():
     "One that has been used"
@@ -86,16 +78,14 @@ def check(learn, before, order=1):
     for bs,cbs in ((micro,[]),(accum,[GradientAccumulation(accum)]))[::order]: same_fits(learn, bs, *cbs)
 
 rng = Random(0)
-grid = [(event,*o, rng.choice([*ways]), rng.random()<.5) for event in (*ats,*cancels)
-    for o in product(ats.get(event, (0,)), excs, orders)]
+grid = [(event,*o, rng.choice([*ways]), rng.random()<.5) for event in ats
+    for o in product(ats[event], excs, orders)]
 
 @pytest.mark.parametrize('event,at,exc,order,way,stays', some(90, grid))
 def test_whatever_ends_a_fit_nothing_is_left(event, at, exc, order, way, stays):
     learn = learner()
     before = state(learn)
-    if event in cancels: learn.add_cb(Cancel(*cancels[event], 5))
     spoilt_fit(learn, Raise(event, exc, order, at), ways[way](), stays)
-    learn.remove_cbs(learn.cbs.filter(lambda o: isinstance(o, Cancel)))
     check(learn, before, 1 if stays else -1)
 
 @pytest.mark.parametrize('event', ats)

@@ -57,13 +57,6 @@ def test_how_a_callback_is_called():
     cb('after_fit')
     assert cb.run
 
-def test_an_error_without_a_message_is_lost_behind_an_index_error():
-    "Memory that has run out is looked for behind it"
-    class A(Callback):
-        def before_fit(self): raise MemoryError
-    with pytest.raises(IndexError) as info: A()('before_fit')
-    assert type(info.value.__context__) is MemoryError
-
 def test_the_lock_tells_validation_from_a_fit():
     "Both have a `before_fit`"
     seen = []

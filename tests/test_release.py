@@ -119,10 +119,7 @@ def test_what_the_package_index_shows(built):
     text = built[2]
     for o in pythons(): assert f'Classifier: Programming Language :: Python :: {o}\n' in text
     for nm in ('Repository','Documentation','Changelog','Issues'): assert f'Project-URL: {nm}, https://' in text
-    shown = re.findall(r'!\[[^]]*\]\(([^)]+)\)', text)
-    assert all(o.startswith('https://') for o in shown)   # also the pictures, at the release's tag
-    pictures = [o for o in shown if '/images/' in o]
-    assert pictures and all((root/'images'/Path(o).name).is_file() for o in pictures)
+    assert all(o.startswith('https://') for o in re.findall(r'!\[[^]]*\]\(([^)]+)\)', text))   # pictures, too
 
 # The workflows, and the code
 

@@ -57,21 +57,3 @@ def test_no_paths_of_a_machine():
     found = re.compile(fr'{start}(?:(?:{here})(?![\w.-])|/(?:home|Users)/\w+/).*'.encode())
     paths = [root/o for o in files.stdout.decode().split('\0') if o]
     assert [f'{o}: {m[0].decode()}' for o in paths if o.is_file() for m in found.finditer(o.read_bytes())]==[]
-
-def test_nbdev_docs_runs_nothing_that_a_machine_may_lack():
-    "`nbdev-docs` runs every cell of a module's page that imports, whatever its flags"
-    flags = re.search(r'^tst_flags *= *"(.+)"', (root/'pyproject.toml').read_text(encoding='utf-8'), re.M)[1].split()
-    for fn,text in notebooks(root/'nbs').items():
-        for c in json.loads(text)['cells'] if b'default_exp' in text else ():
-            text = ''.join(c['source'])
-            flagged = any(re.search(fr'^#\| *{o}\b', text, re.M) for o in flags)
-            imports = re.search(r'^\s*(import|from) ', text, re.M)
-            assert not (flagged and imports), f'{fn}, {c["id"]}: import in a cell without flags'
-
-# Colours
-
-def test_orange_is_fastais_callback():
-    "On every page"
-    for fn,text in notebooks(root/'nbs').items():
-        for line in text.decode().split('\n'):
-            if 'tab:orange' in line: assert re.search(r"fastai's callback|'fastai'", line), f'{fn}: {line}'

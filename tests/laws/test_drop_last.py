@@ -3,7 +3,6 @@ import pytest, random, warnings
 from contextlib import contextmanager
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader as TorchLoader, SequentialSampler
-from fastai.callback.core import Callback
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.torch_core import params
@@ -96,10 +95,3 @@ def test_only_the_epochs_that_would_be_empty_are_kept():
     assert acc.plan(learn.dls, 3).sizes==[[12,12,12],[40],[16,16]]
     with warned('epoch 1 would hold no step'): learn.fit(3, 0.1, cbs=acc)
     assert learn.recorder.accum_bs==[12,12,12,80,16,16] and len(learn.recorder.losses)==6
-
-def test_a_loader_that_changes_its_mind_between_epochs():
-    class Keep(Callback):
-        def before_epoch(self): self.learn.dls.train.drop_last = not self.epoch
-    learn = learner(from_dsets(toy_data(72), 8))
-    learn.fit(3, 0.1, cbs=[GradientAccumulation(32),Keep()])
-    assert len(learn.recorder.losses)==2+3+3

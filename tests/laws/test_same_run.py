@@ -124,21 +124,6 @@ def test_a_loader_that_announces_the_wrong_length(announced):
     assert deviation(weights(a), weights(b))<1e-12 and list(b.recorder.iters)==[3,6]
     assert deviation((a.recorder.losses,a.recorder.values), (b.recorder.losses,b.recorder.values))<1e-6
 
-class Change(Callback):
-    "Take another batch size after the first epoch, and ask for one more epoch"
-    order = 100
-    def __init__(self, bs): self.bs = bs
-    def before_fit(self): self.learn.n_epoch = 3
-    def before_epoch(self):
-        dl = self.dls.train
-        if self.epoch==1: self.learn.dls.loaders[0] = dl.new(bs=self.bs, n=70, get_idxs=dl.get_idxs)
-
-def test_a_loader_that_changes_between_epochs():
-    a,b = toy(16),toy(4)
-    a.fit_one_cycle(2, 0.05, cbs=Change(16)); b.fit_one_cycle(2, 0.05, cbs=[Change(2),GradientAccumulation(16)])
-    assert len(b.recorder.losses)==15
-    assert_same_run(a, b)
-
 # Outside of a fit
 
 def test_validation_and_prediction_before_any_fit():

@@ -13,7 +13,7 @@ from fastai.callback.training import GradientClip
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
-from fastai.losses import (BCEWithLogitsLossFlat, CrossEntropyLossFlat, DiceLoss, FocalLossFlat, L1LossFlat,
+from fastai.losses import (BCEWithLogitsLossFlat, CrossEntropyLossFlat, DiceLoss, FocalLossFlat,
     LabelSmoothingCrossEntropyFlat, MSELossFlat)
 from fastai.optimizer import SGD, Adam
 from fastai.text.data import SortedDL
@@ -131,30 +131,20 @@ masks,padded = (r(32, 5, 4, 4),classes(32, 4, 4)),(r(32, 6, 5),classes(32, 6))
 padded[1][:,2:][torch.rand(32, 4, generator=gen)<torch.rand(32, 1, generator=gen)] = -100
 w5 = torch.tensor([0.2,1.,5.,0.5,2.])
 
-class Combined:
-    "As in fastai's documentation: Focal's mean and Dice's sum"
-    def __init__(self, reduction='sum'):
-        self.focal,self.dice = FocalLossFlat(axis=1),DiceLoss(axis=1, reduction=reduction)
-    def __call__(self, p, y): return self.focal(p, y)+self.dice(p, y)
-
 def batch_dice(p, y):
     p,y = p.softmax(1),F.one_hot(y, 5).movedim(-1, 1)
     return 1-(2*(p*y).sum((0,2,3))/(p+y).sum((0,2,3))).mean()
-def in_place(p, y):
-    y[y==0] = 1
-    return F.cross_entropy(p.mul_(2), y)
-
 right = dict(
     cross_entropy=(CrossEntropyLossFlat(), plain), class_weights=(CrossEntropyLossFlat(weight=w5), plain),
     smoothed=(LabelSmoothingCrossEntropyFlat(), plain), sum=(CrossEntropyLossFlat(reduction='sum'), plain),
-    smoothed_weighted=(nn.CrossEntropyLoss(label_smoothing=.1, weight=w5), plain), in_place=(in_place, plain),
+    smoothed_weighted=(nn.CrossEntropyLoss(label_smoothing=.1, weight=w5), plain),
     padded=(CrossEntropyLossFlat(), padded), focal=(FocalLossFlat(weight=w5), plain), dice=(DiceLoss(), masks),
-    masks=(CrossEntropyLossFlat(axis=1), masks), combined=(Combined('mean'), masks), mse=(MSELossFlat(), values),
-    l1=(L1LossFlat(), values), huber=(nn.HuberLoss(), values), bce=(BCEWithLogitsLossFlat(), bits),
+    masks=(CrossEntropyLossFlat(axis=1), masks), mse=(MSELossFlat(), values),
+    huber=(nn.HuberLoss(), values), bce=(BCEWithLogitsLossFlat(), bits),
     pos_weight=(nn.BCEWithLogitsLoss(pos_weight=w5), bits), constant=(lambda p, y: F.cross_entropy(p, y)+9, plain),
     several=(lambda p, y: F.cross_entropy(p[0], y)+p[1].pow(2).mean(), plain, lambda p: (p,p[:,:3])),
     named=(lambda p, y: F.cross_entropy(p['logits'], y), plain, lambda p: dict(logits=p)))
-wrong = dict(hidden_mean=(Masked(), padded), combined=(Combined(), masks), sum_for_mean=(summed, plain),
+wrong = dict(hidden_mean=(Masked(), padded), sum_for_mean=(summed, plain),
     root=(lambda p, y: F.mse_loss(p, y).sqrt(), values), contrastive=(contrastive, plain), dice=(batch_dice, masks),
     smoothed_weighted=(LabelSmoothingCrossEntropyFlat(weight=w5), plain),
     spread=(lambda p, y: ((p-p.mean(0))**2).mean(), plain))
@@ -340,13 +330,3 @@ def test_another_size_holds_from_the_next_fit_or_epoch(nm, epochs):
         return learn
     acc,big = GradientAccumulation(16),toy(16, n=64)
     assert_same_run(run(big, big.dls.train, 'bs'), run(toy(4, n=64, cbs=acc), acc, nm))
-
-@pytest.mark.parametrize('event', ['before_epoch','after_epoch'])
-def test_a_fit_and_lr_find_between_the_epochs_of_another(event):
-    def run(learn):
-        inside = []
-        def nest(cb):
-            if not inside: inside.append(1); learn.fit(1, .02); learn.lr_find(num_it=8, show_plot=False); inside.clear()
-        learn.fit(2, 0.05, cbs=At(event, nest, order=70))
-        return weights(learn)
-    assert deviation(run(toy(12, n=72)), run(toy(4, n=72, cbs=GradientAccumulation(12))))<1e-7

@@ -77,8 +77,4 @@ def main(n, workers=os.cpu_count()):
     print(f'\n{len(res)} random runs, largest deviations:')
     for k in res[0]: print(f'  {k:10} {max(o[k] for o in res):.1e}')
 
-def number(s):
-    "How many runs are asked for"
-    return int(s) if s.isdecimal() and int(s)>0 else sys.exit(f'N={s}: give a number of runs, at least 1')
-
-if __name__=='__main__': main(number(sys.argv[1]) if len(sys.argv)>1 else 1000)
+if __name__=='__main__': main(int(sys.argv[1]) if len(sys.argv)>1 else 1000)

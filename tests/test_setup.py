@@ -1,5 +1,5 @@
-"What make does for those who work on fastaccum: environments, pages, and how a run of the tests ends."
-import os, shutil, subprocess, sys
+"What make does for those who work on fastaccum: pages, and how a run of the tests ends."
+import sys
 from base64 import b64encode
 from io import BytesIO
 from pathlib import Path
@@ -9,64 +9,6 @@ import run
 root = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(root/'tools'))
 import page
-
-# Environments
-
-stub = """#!/bin/sh
-# A Python that makes environments of nothing, and notes what pip is told; it fails where FAILS says so
-case "$1 $2" in
-  '-m venv') echo "venv $NAME" >> "$LOG"; test "$3" = --clear && rm -rf "$4"
-             mkdir -p "$4/bin"; touch "$4/lib-$NAME"; cp "{base}/$NAME" "$4/bin/python";;
-  '-m pip')  echo "pip $NAME $5 $6" >> "$LOG"; test -z "$FAILS";;
-  *) case "$2" in *base_prefix*) echo "3.12 in $NAME"; echo "{base}/$NAME";; *) exec "{python}" "$@";; esac;;
-esac
-"""
-
-def makes(tmp, *args, fails=''):
-    "What is done by one `make env`: whether it fails, what Python is told, and what is said"
-    env = {k:v for k,v in os.environ.items() if k not in ('PYTHON','VENV','MAKEFLAGS','MAKELEVEL')}
-    (tmp/'log').write_text('')
-    res = subprocess.run(['make','-f','tools/default.mk','env',*(f'PYTHON={tmp}/{o}' for o in args)], cwd=tmp/'copy',
-        env=env|dict(LOG=str(tmp/'log'), FAILS=fails), capture_output=True, text=True)
-    assert 'Traceback' not in res.stderr, res.stderr
-    return res.returncode!=0,(tmp/'log').read_text().splitlines(),res.stdout+res.stderr
-
-def asks_more(dir):
-    with (dir/'settings.ini').open('a') as f: f.write('more_requirements = more\n')
-def touched(dir):
-    for o in ('pyproject.toml','settings.ini'): os.utime(dir/o, (4e9,4e9))
-def own(dir):
-    (dir/'.venv/bin').mkdir(parents=True)
-    shutil.copy(dir.parent/'python-b', dir/'.venv/bin/python')
-
-pip_a,pip_b = 'pip python-a -e .[dev]','pip python-b -e .[dev]'
-first = None, (), '', False, ['venv python-a',pip_a], ''
-# What happens to the files, what make is told, and what it does: whether it fails, the log, and words that it says
-histories = {
-    'files that change install once': [first, (touched, (), '', False, [], ''), (asks_more, (), '', False, [pip_a], ''),
-        (None, (), '', False, [], '')],
-    'an update that fails keeps the environment': [first, (asks_more, (), 'offline', True, [pip_a], 'failed'),
-        (None, (), '', False, [pip_a], '')],
-    'another Python, or a first try that failed, makes it anew': [first,
-        (None, ('python-b',), 'x', True, ['venv python-b',pip_b], 'another Python'),
-        (None, ('python-a',), '', False, ['venv python-a',pip_a], 'was not finished')],
-    'one that make did not make is used or refused': [(own, ('python-a',), '', True, [], 'make VENV='),
-        (None, ('python-b',), '', False, [pip_b], ''), (None, ('python-b',), '', False, [], '')]}
-
-@pytest.mark.parametrize('history', histories)
-def test_environments(history, tmp_path):
-    copy = tmp_path/'copy'
-    (copy/'tools').mkdir(parents=True)
-    for nm in ('Makefile','tools/environment.py','settings.ini','pyproject.toml','setup.py'):
-        shutil.copy(root/nm, copy/nm)
-    for nm in ('python-a','python-b'):
-        (tmp_path/nm).write_text(stub.replace('$NAME', nm).format(base=tmp_path, python=sys.executable))
-        (tmp_path/nm).chmod(0o755)
-    (copy/'tools/default.mk').write_text(f'PYTHON ?= {tmp_path}/python-a\ninclude Makefile\n')   # not python3
-    for change,args,fails,failed,log,said in histories[history]:
-        if change: change(copy)
-        *did,text = makes(tmp_path, *args, fails=fails)
-        assert did==[failed,log] and said in text, text
 
 # Pages
 

@@ -88,14 +88,6 @@ def test_whatever_ends_a_fit_nothing_is_left(event, at, exc, order, way, stays):
     spoilt_fit(learn, Raise(event, exc, order, at), ways[way](), stays)
     check(learn, before, 1 if stays else -1)
 
-@pytest.mark.parametrize('event', ats)
-def test_a_callback_that_stays_begins_anew(event):
-    learn,r = learner(),Random(event)
-    learn.add_cb(GradientAccumulation(accum, micro_batch_size=r.choice([None,'auto',1])))
-    try: learn.fit_one_cycle(1, 0.1, cbs=Raise(event, r.choice(excs), r.choice(orders), r.choice((0,1))))
-    except BaseException as e: assert 'planted' in str(e)
-    same_fits(learn, accum)
-
 @pytest.mark.parametrize('at', range(5))
 @pytest.mark.parametrize('how', ['run','remove_cb','stays'])
 def test_after_an_interrupt_validation_and_a_plain_fit_are_fastais(how, at):
@@ -120,13 +112,6 @@ def test_other_fits_that_end_early_leave_nothing(way):
     before = state(learn)
     with learn.added_cbs(ways[way]()): learn.lr_find(num_it=5, show_plot=False)
     check(learn, before)
-
-@pytest.mark.parametrize('i', [1,7])
-def test_a_cancelled_epoch_adds_nothing_to_the_next(i):
-    a,b = toy(accum, n=n),toy(micro, n=n)
-    def cancel(at): return Raise('after_loss', CancelEpochException, 7, at)
-    a.fit(2, 0.05, cbs=cancel(i*micro//accum)); b.fit(2, 0.05, cbs=[cancel(i), GradientAccumulation(accum)])
-    assert_same_run(a, b)
 
 def test_an_interrupt_within_the_recorder():
     learn = learner()

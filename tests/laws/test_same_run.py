@@ -90,11 +90,6 @@ def test_added_between_two_epochs():
     learn.fit(2, 0.1, cbs=Add())
     assert len(learn.recorder.losses)==16+4
 
-@pytest.mark.filterwarnings('ignore:the loss function sums')
-def test_penalties_that_callbacks_add_to_a_sum():
-    assert_same_run(*both_runs(loss_func=CrossEntropy(reduction='sum'), cbs=others['penalizes'],
-        fit=lambda l,cbs: l.fit(2, 1e-3, cbs=cbs)))
-
 @pytest.mark.parametrize('drop_last', [False,True])
 def test_an_epoch_that_is_cut_short(drop_last):
     "What was seen is stepped on, unless incomplete batches are left out; no gradient stays"
@@ -106,23 +101,6 @@ def test_an_epoch_that_is_cut_short(drop_last):
     for epoch in ''.join(note.values)[1:].split('|'):
         *steps,rest = epoch.split('s')
         assert 0<len(steps)<4 and ({*steps}=={'bbbb'} if drop_last else not rest)
-
-# Data
-
-@pytest.mark.filterwarnings('ignore:the training loader announced')
-@pytest.mark.parametrize('announced', [12,10,4])
-def test_a_loader_that_announces_the_wrong_length(announced):
-    "10 micro-batches of 4, whatever `len` says: no sample is lost, and none counts twice"
-    a,b = (sweep.metered(bs, n=40, metrics=accuracy) for bs in (16,4))
-    dl = b.dls.train
-    class Loader:
-        bs,device,dataset,after_batch = dl.bs,dl.device,dl.dataset,None
-        def __len__(self): return announced
-        def __iter__(self): return iter(dl)
-    b.dls.loaders[0] = Loader()
-    a.fit(2, 0.05); b.fit(2, 0.05, cbs=GradientAccumulation(16))
-    assert deviation(weights(a), weights(b))<1e-12 and list(b.recorder.iters)==[3,6]
-    assert deviation((a.recorder.losses,a.recorder.values), (b.recorder.losses,b.recorder.values))<1e-6
 
 # Outside of a fit
 

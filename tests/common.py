@@ -25,6 +25,12 @@ class CpuMixedPrecision(MixedPrecision):
     @property
     def name(self): return 'mixed_precision'
 
+class Scaled(CpuMixedPrecision):
+    "The GradScaler without the half precision, so that runs can be compared to the last digit"
+    def before_fit(self):
+        super().before_fit()
+        self.autocast = autocast('cpu', enabled=False)
+
 def clear(*args):
     "Data with a signal: most of it is of one class"
     x,y = toy_data(*args).tensors

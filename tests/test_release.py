@@ -1,5 +1,5 @@
 "What becomes of a tag: the tool that makes one, what is uploaded, and what the workflows are made of."
-import ast, json, re, shutil, subprocess, sys, tarfile
+import json, re, shutil, subprocess, sys, tarfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 import pytest
@@ -115,7 +115,7 @@ def test_what_the_package_index_shows(built):
     for nm in ('Repository','Documentation','Changelog','Issues'): assert f'Project-URL: {nm}, https://' in text
     assert all(o.startswith('https://') for o in re.findall(r'!\[[^]]*\]\(([^)]+)\)', text))   # pictures, too
 
-# The workflows, and the code
+# The workflows, and what ruff says
 
 def test_each_python_is_tested():
     assert json.loads(re.search(r'python: (\[.+\])', text_of('.github/workflows/test.yml'))[1])==pythons()
@@ -132,7 +132,3 @@ def test_lint():
     if not ruff.exists(): pytest.skip('ruff is not installed: make lint')
     res = subprocess.run([ruff,'check','--no-cache'], cwd=root, capture_output=True, text=True)
     assert not res.returncode, res.stdout+res.stderr
-
-def test_the_oldest_python_can_read_it():
-    for fn in (o for d in ('fastaccum','tests','tools','docs','benchmarks') for o in (root/d).rglob('*.py')):
-        ast.parse(fn.read_text(encoding='utf-8'), str(fn), feature_version=tuple(map(int, pythons()[0].split('.'))))

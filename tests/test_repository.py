@@ -1,5 +1,5 @@
 "What a commit must keep: notebooks, modules and README in step, and nothing of a developer's machine in them."
-import json, re, shutil, subprocess, sys, tempfile
+import re, shutil, subprocess, sys, tempfile
 from pathlib import Path
 import pytest
 

@@ -2,7 +2,6 @@
 import sys
 from contextlib import contextmanager
 import pytest, torch
-from fastai.callback.core import Callback
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
 from fastcore.basics import noop
 from fastaccum import GradientAccumulation, NoiseScale

@@ -77,7 +77,6 @@ def test_nothing_fits():
 def test_no_more_than_there_are_samples_or_trials():
     res = find(capped(1000, n=50))
     assert [o.size for o in res.trials]==[2,4,8,16,32,50] and res.size==50 and 'no more' in repr(res)
-    assert find(capped(49, n=50), 'power').size==32 and find(capped(49, n=50)).size==49
     assert [o.size for o in find(capped(1000, n=3), init_val=64).trials]==[3]
     res = find(capped(1000), max_trials=3)
     assert (res.size,len(res.trials))==(8,3) and 'max_trials' in repr(res)

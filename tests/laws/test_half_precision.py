@@ -3,7 +3,6 @@ skips its step alone, clipping acts once on the mean, and gradients add up in si
 import pytest, torch
 from functools import partial
 from torch import nn
-from torch.amp import autocast
 from torch.nn import functional as F
 from torch.utils.data import DataLoader as TorchLoader, TensorDataset
 from fastai.callback.core import Callback
@@ -15,15 +14,9 @@ from fastai.optimizer import Adam, OptimWrapper, SGD
 from fastcore.basics import noop
 from fastaccum import GradientAccumulation, GradientCache
 from fastaccum.testing import assert_same_run, deviation, toy, both_runs
-from common import CpuMixedPrecision, InBackward, Raise, Seen, grads, short_of, weights
+from common import CpuMixedPrecision, InBackward, Raise, Scaled, Seen, grads, short_of, weights
 
 # Mixed precision
-
-class Scaled(CpuMixedPrecision):
-    "The GradScaler without the half precision, so that runs can be compared to the last digit"
-    def before_fit(self):
-        super().before_fit()
-        self.autocast = autocast('cpu', enabled=False)
 
 class Overflow(Callback):
     "Makes the gradient of the batch infinite that holds the sample `x0`, in the first epoch"

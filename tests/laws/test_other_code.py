@@ -41,21 +41,17 @@ def test_targets_and_losses_that_come_late_are_counted(event, loss, order):
 # Callbacks that count steps without a word to us
 
 class Average(Callback):
-    "A moving average of weights, with each step"
+    "A moving average of weights, and a schedule of its own, with each step"
+    order,run_valid = 55,False
     def before_fit(self): self.w = weights(self.learn)
     def after_batch(self):
-        if self.training: self.w = 0.9*self.w+0.1*weights(self.learn)
-
-class Warm(Callback):
-    "A schedule of its own"
-    order = 55
-    def after_batch(self):
-        if self.training: self.opt.set_hyper('lr', 0.01*(1+self.train_iter))
+        self.w = 0.9*self.w+0.1*weights(self.learn)
+        self.opt.set_hyper('lr', 0.01*(1+self.train_iter))
 
 def test_who_has_no_before_batch_hears_steps():
     def run(bs, *acc):
         learn,cb = toy(bs, n=64),Average()
-        learn.fit(2, 0.01, cbs=[Warm(),cb,*acc])
+        learn.fit(2, 0.01, cbs=[cb,*acc])
         return cb.w,weights(learn)
     assert deviation(run(16), run(4, GradientAccumulation(16)))<1e-12
 

@@ -10,11 +10,10 @@ from fastai.callback.progress import ProgressCallback
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
-from fastai.optimizer import Adam
 from fastaccum import (ActivationCheckpoint, FreezeBN, GradientAccumulation, GradientAccumulationSchedule,
     GradientAccumulationScheduler, GradientCache, NoiseScale, ScaledLR)
 from fastaccum.testing import assert_same_run, toy
-from common import Seen, weights
+from common import weights
 
 def link(e): return str(e.value).rpartition('\nMore: https://')[2].partition('.html#')[2]
 

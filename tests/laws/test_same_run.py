@@ -8,11 +8,10 @@ from fastai.callback.training import GradientAccumulation as FastaiGradientAccum
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import load_learner
-from fastai.metrics import accuracy
 from fastai.optimizer import Adam, OptimWrapper, SGD
 from fastai.torch_core import params
 from fastaccum import GradientAccumulation
-from fastaccum.testing import CrossEntropy, assert_same_run, deviation, toy, toy_data, both_runs
+from fastaccum.testing import assert_same_run, deviation, toy, toy_data, both_runs
 from common import Seen, grads, some, weights
 
 @pytest.mark.parametrize('seed', some(45, range(400)))

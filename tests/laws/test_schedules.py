@@ -1,5 +1,5 @@
 "A schedule's run is plain training on the batches of its `plan()`, and the plan is what the schedule says."
-import matplotlib.pyplot as plt, numpy as np, pickle, pytest, random, warnings
+import matplotlib.pyplot as plt, numpy as np, pickle, pytest, random
 from functools import partial
 from hypothesis import given, strategies as st
 from fastai.callback.schedule import SchedCos, SchedExp, SchedLin, SchedNo, SchedPoly, combine_scheds
@@ -9,7 +9,7 @@ from fastai.optimizer import Adam, SGD
 from fastaccum import (GradientAccumulation, GradientAccumulationSchedule as Schedule,
     GradientAccumulationScheduler as Scheduler)
 from fastaccum.testing import assert_same_run, toy
-from common import Raise, Seen, StepsLoader, some, weights
+from common import Raise, StepsLoader, some, weights
 
 def compare(make, n_epoch, n, micro, cbs=list, start_epoch=0, **kwargs):
     "Train on the plan's batches, and on micro-batches; return both Learners and the plan"

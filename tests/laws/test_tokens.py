@@ -50,7 +50,6 @@ cases = {**{f'{k} over tokens':dict(tokens=True, loss_func=f, fit=small_steps) f
     **{f'8 bits {i}':dict(data=TensorDataset(x, masks), model=lambda: nn.Linear(5,160).double(), splitter=params,
         loss_func=nn.CrossEntropyLoss(o)) for i,o in enumerate((None,rand(160)))}}
 
-
 # Nothing but such a class is 0/0 to a micro-batch; the full-batch run knows nothing of it
 rare = toy_data(70)
 rare.tensors[1][4:8] = rare.tensors[1][32:40] = 0

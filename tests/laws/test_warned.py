@@ -77,8 +77,6 @@ class Mixable(CrossEntropy): y_int = True
 class SumForMean(Mixable):
     "Says that it is a mean, and with MixUp, which asks for each sample's, returns more than it should"
     def forward(self, p, y): return super().forward(p, y)*len(y)
-class Doubled(CrossEntropy):
-    def forward(self, p, y): return 2*super().forward(p, y)
 
 def penalty(l): return sum(p.pow(2).sum() for p in l.model.parameters())
 def adds(l): l.loss_grad = l.loss_grad+penalty(l)
@@ -217,8 +215,7 @@ warned = dict(
         cbs=lambda: [Seen('before_train', lambda l: l.model[1].eval())]), dict(model=sample_norms)),
     both=([loss,batchnorm], dict(model=normed, loss_func=summed, fit=little), dict(cbs=lambda: [FreezeBN()], **sums)),
     state=([state], remembers, dict(cbs=resets('before_batch'))),
-    scaled_sum=([penalised], dict(cbs=lambda: [Seen('after_loss', doubles)], **sums),
-        dict(cbs=list, loss_func=Doubled(reduction='sum'))))
+    state_where_split=([state], dict(remembers, micro=16, acc=dict(micro_batch_size=4)), dict(cbs=list, model=layers)))
 
 @pytest.mark.parametrize('nm', warned)
 def test_a_warning_is_true_and_its_remedy_mends_it(nm):

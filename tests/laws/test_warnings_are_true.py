@@ -3,7 +3,7 @@
 Each is trained on full batches and on micro-batches: whether they arrive at the same weights must agree with what was
 said. In double precision, in which the same run is far from a similar one.
 """
-import pytest, torch, warnings
+import pytest, warnings
 from functools import partial
 from fastai.losses import FocalLossFlat
 from fastai.text.all import (AWD_LSTM, awd_lstm_clas_config, awd_lstm_lm_config, language_model_learner,

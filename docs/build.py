@@ -1,11 +1,13 @@
 """Write the documentation site to `_docs`: `make docs`.
 
-Each notebook in `nbs/` becomes a page, with the outputs saved in it (`make test` runs them). Its folder says in which
-section: modules that users import are the API, those in `core` are how it is built.
-What a notebook exports is shown as signature, parameters, errors and a link to the source, with the code folded.
+Each notebook in `nbs/` becomes a page, with the outputs saved in it (`make test` runs them). Guides and the like are
+for users, what is in `contribute`, and the modules, for contributors, who have a menu of their own. A module that
+users import has two pages: for users its entry (signature, parameters, errors) with the sections of its notebook that
+`user_sections` names, for contributors the whole notebook.
 Sphinx renders the pages; a broken link or directive fails.
 """
 import ast, builtins, hashlib, inspect, json, os, re, shutil, subprocess, sys
+from copy import deepcopy
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -20,24 +22,19 @@ root,site = here.parent,here.parent/'_docs'
 sys.path[:0] = [str(root), str(root/'tools')]
 import readme
 
-sections = dict(
-    tutorials=('Tutorials', 'From the first step to several devices. Each was run on a CPU, and each can be opened '
-        'in Colab.'),
-    explanations=('Explanations', 'Why it is done so, in pictures of what ran.'),
-    guarantees=('Guarantees', 'One promise per page, each proved by running it. '
-        'What micro-batches cannot promise is on the [first page](../index.ipynb).'),
-    api=('API', 'What you import. Each page begins with the class or function and its parameters; '
-        'how it works comes below.'),
-    built=('How it is built', 'The modules behind the API, for those who want to know how or to change something. '
-        'Each page is the source of its module: prose, code, and examples that are its first tests.'))
-wings = ['core']
-# the order of the pages, where their numbers or their `order` do not say it; those that are not there are passed over
-order = dict(
-    tutorials='accumulate vision text language_model tabular segmentation hugging_face choose fit_in_memory '
-        'accum_check how_large grow_the_batch mixed_precision watch launch'.split(),
-    single='tutorials/index cheat_sheet troubleshooting explanations/index guarantees/index api/index built/index '
-        'differences upstream compatibility coming_from changelog contributing'.split(),
-    explanations=['network'])
+# the pages in their order; a notebook that is not named here is an error
+menu = {
+    'Guides': ('guides', 'images segmentation text hugging_face tables out_of_memory learning_rate batchnorm '
+        'whole_batch_losses custom_losses mixed_precision several_gpus logging save_and_resume check_your_run '
+        'growing_batches'),
+    'About': ('about', 'should_i_accumulate how_exact compared switching works_with'),
+    'Reference': ('reference', 'cheat_sheet faq messages'),
+    'Contribute': ('contribute', 'architecture callbacks testing benchmarks faults_of_fastai')}
+order = [f'{folder}/{o}' for folder,names in menu.values() for o in names.split()]
+user_sections = ('One step, event by event','Examples','Caveats')
+api = ('API', 'What you import, a page each: the class or function, its parameters and errors, examples and caveats.')
+modules = ('Modules', 'The source, a page for each module, in the order in which one reads them: prose, code, and '
+    'examples that are its first tests.')
 
 # The names that a notebook exports
 
@@ -100,7 +97,11 @@ def signature(o):
         default = p.default if p.default is empty else Default(p.default)
         return str(p.replace(annotation=empty, default=default))
     if inspect.isclass(o) and issubclass(o, BaseException): return ''   # nobody makes one, but who raises it
-    return '(' + ', '.join(bare(p) for nm,p in inspect.signature(o).parameters.items() if nm!='self') + ')'
+    ps = [p for nm,p in inspect.signature(o).parameters.items() if nm!='self']
+    parts = [bare(p) for p in ps]
+    keyword = [p.kind==p.KEYWORD_ONLY for p in ps]
+    if any(keyword) and not any(p.kind==p.VAR_POSITIONAL for p in ps): parts.insert(keyword.index(True), '*')
+    return f'({", ".join(parts)})'
 
 def row(*cells): return '| ' + ' | '.join(str(c).replace('|', r'\|').replace('\n', ' ') for c in cells) + ' |'
 def code(s): return f'`{s}`' if s else ''
@@ -150,8 +151,8 @@ def errors_table(mod, nm, errors):
         sys.exit(f'{mod.__name__}.{nm}: there is no {o} in this module')
     return grid(('Errors','When'), [(code(o), when) for o,when in errors])
 
-def entry(mod, nm, link):
-    "The reference entry of `nm`: signature, docstring, parameters, errors"
+def entry(mod, nm, link, again=False):
+    "The reference entry of `nm`: signature, docstring, parameters, errors; `again` where another page has it, too"
     o,cls = resolve(mod, nm),'.' in nm
     static = inspect.getattr_static(getattr(mod, nm.split('.')[0]), nm.split('.')[-1]) if cls else None
     sig,docs = '',inspect.getdoc(o) if o.__doc__ else ''
@@ -166,7 +167,8 @@ def entry(mod, nm, link):
     params = table(o, link) if kind in ('function','method') or own or ours or hasattr(o, '_fields') else ''
     parts = [docs, params, errors_table(mod, nm, [(e, link(when)) for e,when in errors])]
     anchor = f'<a id="{nm.lower()}"></a>'   # where other projects' nbdev looks for it
-    return '\n\n'.join([anchor, f'::::{{py:{kind}}} {nm}{sig}\n:module: {mod.__name__}', *filter(None, parts), '::::'])
+    options = f':module: {mod.__name__}' + '\n:no-index:'*again
+    return '\n\n'.join([anchor, f'::::{{py:{kind}}} {nm}{sig}\n{options}', *filter(None, parts), '::::'])
 
 # Prose
 
@@ -193,8 +195,6 @@ def page(p):
     *folders,nm = Path(p).with_suffix('').as_posix().lower().split('/')
     return '/'.join([*folders, re.sub(r'^[0-9]+[a-z0-9]*_', '', nm)])
 
-def link_pages(text): return re.sub(r'\]\((?!\w+:)([^)#\s]+)\.ipynb', lambda m: f']({page(m[1])}.ipynb', text)
-
 def split_title(text):
     "The title, the line below it, and nbdev's settings in a page's first cell"
     lines = [o for o in text.splitlines() if o.strip()]
@@ -208,10 +208,9 @@ class Page:
         self.name = page(path.relative_to(root/'nbs'))
         self.title,self.text,settings = split_title(self.nb.cells[0].source)
         number = re.match('[0-9]+', path.name)
-        self.order = float(number[0] if number else settings.get('order', 50))
-        self.folder,_,stem = self.name.rpartition('/')
-        known = order.get(self.folder, ())
-        if self.folder=='tutorials': self.order = known.index(stem) if stem in known else len(known)
+        self.keywords = [o.strip() for o in settings.get('keywords', '').split(',') if o.strip()]
+        self.more = settings.get('api', '').split()   # names that users meet, though they do not import them
+        self.folder = self.name.rpartition('/')[0]
         self.cells = []
         for c in self.nb.cells[1:]:
             if c.cell_type=='code':
@@ -222,14 +221,40 @@ class Page:
             self.cells.append(c)
         exports = [c.options['default_exp'] for c in self.cells if c.cell_type=='code' and 'default_exp' in c.options]
         self.mod = import_module(f'fastaccum.{exports[0]}') if exports else None
-        self.section = 'built' if self.folder in wings else 'api' if self.mod else self.folder
-        # the wing that it is the first page of
-        self.wing = self.folder if self.section=='built' and self.name.endswith('/index') else None
+        top = self.name in ('index','get_started')
+        if not (self.mod or top or self.name in order):
+            sys.exit(f'{path.relative_to(root)}: give the page a place in `menu`, in docs/build.py')
+        self.order = float(number[0]) if number else 0 if top else order.index(self.name)
+
+    @property
+    def is_api(self):
+        "Do users import something from this module?"
+        return self.mod and not self.folder and any(self.in_section(user_sections))
+    @property
+    def doc(self):
+        "Its page with all of its cells, which is for contributors if it is a module"
+        return f'modules/{self.name}' if self.is_api else self.name
+
+    def in_section(self, names):
+        "Of each cell, whether it is in one of the sections of these names"
+        within = False
+        for c in self.cells:
+            head = re.match('## (.+)', c.source) if c.cell_type=='markdown' else None
+            if head: within = head[1].strip() in names
+            yield within
 
     def __lt__(self, other): return (self.order,self.name)<(other.order,other.name)
 
     def exported(self): return [c for c in self.cells if c.cell_type=='code' and 'export' in c.options]
     def public(self): return {nm:f'{self.mod.__name__}.{nm}' for c in self.exported() for nm in defined(c.source)}
+    def told(self):
+        "The names that its API page has entries for"
+        if not self.is_api: return []
+        ours = {*import_module('fastaccum').__all__, 'Learner', *self.more}
+        return [nm for nm in self.public() if {nm, nm.partition('.')[0]}&ours and not re.search(r'\.(before|after)_', nm)]
+    def typed_names(self):
+        "Those of them that users type: no methods of the others"
+        return [nm.replace('Learner.', 'learn.') for nm in self.told() if '.' not in nm or nm.startswith('Learner.')]
 
     def typed(self):
         "What to type to have what the page is about, where its first text does not say so"
@@ -242,27 +267,49 @@ class Page:
 
     def linked(self, text):
         "Links to notebooks as links to their pages; where there is no such notebook, that is an error"
-        for o in re.findall(r'\]\((?!\w+:)([^)#\s]+\.ipynb)', text):
-            if (self.path.parent/o).is_file(): continue
-            sys.exit(f'{self.path.relative_to(root)} links to {o}, which is not there')
-        return link_pages(text)
+        def link(m):
+            fn = (self.path.parent/f'{m[1]}.ipynb').resolve()
+            if not fn.is_file(): sys.exit(f'{self.path.relative_to(root)} links to {m[1]}.ipynb, which is not there')
+            return f'](/{page(fn.relative_to(root/"nbs"))}.ipynb'
+        return re.sub(r'\]\((?!\w+:)([^)#\s]+)\.ipynb', link, text)
 
     def colab(self):
         "Where a tutorial opens in Colab"
         where = self.path.relative_to(root).as_posix()
-        return f'[Open in Colab]({readme.colab_url(where)})' if self.folder=='tutorials' else ''
+        guide = self.folder=='guides' or self.name=='get_started'
+        return f'[Open in Colab]({readme.colab_url(where)})' if guide else ''
 
-    def shown(self, link):
-        "Its cells for Sphinx"
+    def head(self, link, title):
+        "Its title, the line below it, and what to type"
         typed = f'\n\n{self.typed()}' if self.mod else ''
         colab = f'\n\n{self.colab()}' if self.colab() else ''
-        yield mk_cell(f'# {self.title}\n\n{{.lede}}\n{link(self.text)}{colab}{typed}', 'markdown')
+        words = ', '.join(dict.fromkeys(o for k in self.keywords for o in k.lower().split()))
+        meta = f'```{{meta}}\n:keywords: {words}\n```\n\n' if words else ''
+        return mk_cell(f'{meta}# {title}\n\n{{.lede}}\n{link(self.text)}{colab}{typed}', 'markdown')
+
+    def api(self, link):
+        "The cells of its API page for Sphinx"
+        yield self.head(link, ', '.join(self.typed_names()))
+        for nm in self.told(): yield mk_cell(entry(self.mod, nm, link), 'markdown')
+        cells = [c for c,mine in zip(self.cells, self.in_section(user_sections)) if mine]
+        yield from self.cells_shown(link, cells)
+        where = f'/{self.doc}.ipynb'
+        yield mk_cell(f'How it is built, with all examples: the [module\'s page]({where}), for contributors.', 'markdown')
+
+    def shown(self, link):
+        "All of its cells for Sphinx"
+        yield self.head(link, self.title)
+        yield from self.cells_shown(link, self.cells)
+
+    def cells_shown(self, link, cells):
+        told = self.told()
         above = None   # imports, and what comes before the first entry: shown, folded, above the next code
         begun = not self.mod
-        for c in self.cells:
+        for c in cells:
             if c.cell_type!='code':
                 yield mk_cell(maths(self.linked(link(c.source))), 'markdown')
                 continue
+            c = deepcopy(c)   # a module's cells are on two pages
             opts = c.options
             if hides(opts, c.source): continue
             c.metadata,meta = {},{}
@@ -274,7 +321,7 @@ class Page:
                 else: above = c
                 continue
             begun = begun or bool(public)
-            for nm in public: yield mk_cell(entry(self.mod, nm, link), 'markdown')
+            for nm in public: yield mk_cell(entry(self.mod, nm, link, again=nm in told), 'markdown')
             if above:
                 label = 'Show the imports' if only_imports(above.source) else 'Show code'
                 above.metadata = dict(tags=['hide-input'], mystnb=dict(code_prompt_show=label))
@@ -286,7 +333,8 @@ class Page:
                 if 'text' in o: o['text'] = readme.shown(''.join(o['text']))
                 if 'text/markdown' in o.get('data', {}):
                     o.data['text/markdown'] = self.linked(''.join(o.data['text/markdown']))
-                if any(k.startswith('image/') for k in o.get('data', {})): meta['image'] = dict(alt=self.alt(c))
+                if any(k.startswith('image/') for k in o.get('data', {})):
+                    meta['image'] = dict(alt=self.alt(c), classes='photo' if 'photo' in opts else 'plot')
             if meta: c.metadata['mystnb'] = meta
             if c.source or c.outputs: yield c
 
@@ -347,28 +395,17 @@ def maths(text):
     found = r'\$\$(.+?)\$\$|\$([^$\n]+)\$'
     return ''.join(o if i%2 else re.sub(found, tex, o, flags=re.S) for i,o in enumerate(parts))
 
-def toctree(names): return '\n'.join(['```{toctree}', ':hidden:', ':titlesonly:', '', *names, '```'])
+def toctree(names, caption=''):
+    more = [f':caption: {caption}']*bool(caption)
+    return '\n'.join(['```{toctree}', ':hidden:', ':titlesonly:', *more, '', *names, '```'])
 
-def contents(pages, link):
-    "What is on each of the pages"
-    def names(p):
-        public = p.public() if p.mod else {}
-        own = {nm:full for nm,full in public.items() if nm.rpartition('.')[0] not in public}   # no methods of these
-        return ', '.join(f'{{py:obj}}`{nm} <{full}>`' for nm,full in own.items())
-    return '\n'.join(f'[{p.title}](/{p.name}.ipynb)\n: {link(p.text)}\n\n  {names(p)}\n' for p in pages)
+def contents(pages, names, where):
+    "What is on each of the pages: its title and line, and the names of its entries"
+    return '\n'.join(f'[{p.title}](/{where(p)}.ipynb)\n: {p.text}\n\n  {", ".join(map(code, names(p)))}\n' for p in pages)
 
-def rooms(pages, link):
-    "What is in each of the wings"
-    def room(p):
-        inside = [f'[{o.title}](/{o.name}.ipynb)' for o in pages if o.folder==p.wing and not o.wing]
-        return f'[{p.title}](/{p.name}.ipynb)\n: {link(p.text)}\n\n  {", ".join(inside)}\n'
-    return '\n'.join(room(p) for p in pages if p.wing)
-
-def landing(title, text, pages, link):
+def landing(title, text, pages, names, where):
     "The first page of a section: what there is in it"
-    first = [p for p in pages if p.wing] or pages
-    listed = rooms(pages, link) if first!=pages else contents(pages, link)
-    return f'# {title}\n\n{{.lede}}\n{link_pages(text)}\n\n{listed}\n{toctree(f"/{p.name}" for p in first)}'
+    return f'# {title}\n\n{{.lede}}\n{text}\n\n{contents(pages, names, where)}\n{toctree(f"/{where(p)}" for p in pages)}'
 
 def sources():
     "What the site is made of"
@@ -382,28 +419,56 @@ def fingerprint():
 
 def stage(src, pages):
     "Write what Sphinx reads to `src`"
-    names = {k:v for p in pages if p.mod for k,v in p.public().items()}
+    own = {p: p.public() if p.mod else {} for p in pages}
+    names = {k:v for d in own.values() for k,v in d.items()}
     link = Linker(names)
     def put(nm, text):
         (src/nm).parent.mkdir(parents=True, exist_ok=True)
         (src/nm).write_text(text, encoding='utf-8')
-    for k,(title,text) in sections.items():
-        put(f'{k}/index.md', landing(title, text, [p for p in pages if p.section==k], link))
-    def top(): return [o for o in order['single'] if any((src/f'{o}.{ext}').exists() for ext in ('ipynb','md'))]
-    for nm in ('CHANGELOG','CONTRIBUTING'):
+    def put_nb(nm, cells):
+        (src/nm).parent.mkdir(parents=True, exist_ok=True)
+        meta = dict(language_info=dict(name='python', pygments_lexer='ipython3'))
+        write_nb(new_nb(list(cells), meta=meta), src/f'{nm}.ipynb')
+    for nm,where in dict(CHANGELOG='changelog', CONTRIBUTING='contribute/index').items():
         text = (root/f'{nm}.md').read_text(encoding='utf-8')
-        put(f'{nm.lower()}.md', re.sub(re.escape(readme.docs_url())+r'/([\w/]+)\.html', r'\1.ipynb', text))
+        text = re.sub(re.escape(readme.docs_url())+r'/([\w/]+)\.html', r'/\1.ipynb', text)
+        if where!='changelog':
+            tree = [f'/{o}' for o in order if o.startswith('contribute/') and o in {p.name for p in pages}]
+            text = f'---\norphan: true\n---\n{text}\n\n{toctree([*tree,"/modules/index"])}'
+        put(f'{where}.md', text)
+    users,mods = [p for p in pages if p.is_api],sorted((p for p in pages if p.mod), key=lambda p: (p.folder,p))
+    put('reference/api.md', landing(*api, users, Page.typed_names, lambda p: p.name))
+    put('modules/index.md', landing(*modules, mods, lambda p: [nm for nm in own[p] if '.' not in nm], lambda p: p.doc))
     for p in pages:
         cells = list(p.shown(link))
-        if p.name=='index': cells.append(mk_cell(toctree(top()), 'markdown'))
-        if p.wing:
-            inside = [o for o in pages if o.folder==p.wing and o is not p]
-            listed = f'{contents(inside, link)}\n{toctree(f"/{o.name}" for o in inside)}'
-            cells.append(mk_cell(f'## The pages\n\n{listed}', 'markdown'))
-        (src/p.name).parent.mkdir(parents=True, exist_ok=True)
-        meta = dict(language_info=dict(name='python', pygments_lexer='ipython3'))
-        write_nb(new_nb(cells, meta=meta), src/f'{p.name}.ipynb')
-    (src/'names.json').write_text(json.dumps(names))
+        if p.name=='index':
+            there = {o.name for o in pages}
+            trees = [toctree(['/get_started'])]
+            for caption,(folder,found) in menu.items():
+                listed = [f'/{folder}/{o}' for o in found.split() if f'{folder}/{o}' in there]
+                if caption=='Reference': listed += ['/reference/api','/changelog']
+                if caption!='Contribute': trees.append(toctree(listed, caption))
+            cells.append(mk_cell('\n\n'.join(trees), 'markdown'))
+        put_nb(p.doc, cells)
+        if p.is_api: put_nb(p.name, p.api(link))
+    entries = {nm:p.name if nm in p.told() else p.doc for p in mods for nm in own[p]}
+    (src/'names.json').write_text(json.dumps({nm:[names[nm],entries[nm]] for nm in names}))
+    inner = [('Contribute','contribute/index'), *((p.title,p.name) for p in pages if p.folder=='contribute'),
+        ('Modules','modules/index'), *((p.title,p.doc) for p in mods)]
+    (src/'inner.json').write_text(json.dumps(inner))
+    (src/'scorer.js').write_text(scorer % json.dumps({p.name:p.keywords for p in pages if p.keywords}))
+
+# What people type in the search, and the page that answers; Sphinx asks this for the score of each result
+scorer = """const asked = (new URLSearchParams(location.search).get("q") || "").toLowerCase().trim();
+const keywords = %s;
+var Scorer = {
+  score: ([doc, title, anchor, descr, score, filename, kind]) =>
+    score + (!anchor && (keywords[doc] || []).some(o => o.toLowerCase() === asked) ? 1000 : 0)
+      + (/^(guides|get_started|about)/.test(doc) ? 10 : 0) + (doc === "changelog" ? -20 : 0),
+  objNameMatch: 11, objPartialMatch: 6, objPrio: {0: 15, 1: 5, 2: -5}, objPrioDefault: 0,
+  title: 15, partialTitle: 7, term: 5, partialTerm: 2,
+};
+"""
 
 def main():
     os.environ['IN_TEST'] = '1'   # no cell exports the library
@@ -414,13 +479,15 @@ def main():
         src,out = Path(tmp)/'pages',Path(tmp)/'site'
         stage(src, pages)
         sphinx = [sys.executable, '-W', 'ignore', '-m', 'sphinx', '-qW', '--keep-going']
-        rc = subprocess.call([*sphinx, '-c', here, '-d', Path(tmp)/'doctrees', src, out])
+        rc = subprocess.call([*sphinx, '-c', here, '-d', Path(tmp)/'doctrees', '-D', f'html_search_scorer={src/"scorer.js"}',
+            src, out])
         if rc: return rc
         shutil.rmtree(site, ignore_errors=True)
         shutil.copytree(out, site)
         shutil.copy(src/'names.json', site)
+        n = len(list(out.rglob('*.html')))
     for p in pages: (site/f'{p.name}.html.md').write_text(p.markdown(), encoding='utf-8')
     (site/'.fingerprint').write_text(fingerprint())
-    print(f'{len(pages)+len(sections)+2} pages in {site.name}')
+    print(f'{n} pages in {site.name}')
 
 if __name__=='__main__': sys.exit(main())

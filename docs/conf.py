@@ -1,5 +1,5 @@
 "Settings of Sphinx; build.py prepares the pages."
-import html, inspect, re, subprocess, sys
+import html, inspect, json, re, subprocess, sys
 from importlib import import_module
 from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -31,7 +31,7 @@ def brand(color): return {f'color-brand-{o}':color for o in ('primary','content'
 html_theme = 'furo'
 pygments_style,pygments_dark_style = 'default','github-dark'
 html_static_path,html_css_files,html_favicon = ['style.css','preview.png'],['style.css'],'icon.svg'
-html_copy_source = html_show_sphinx = False
+html_copy_source = html_show_sphinx = html_use_index = html_domain_indices = False
 templates_path = ['templates']
 html_context = dict(repository=repository)
 html_theme_options = dict(top_of_page_buttons=['view'], footer_icons=[],
@@ -49,6 +49,7 @@ def describe(app, name, template, context, doctree):
     if not doctree: return
     ledes = [o for o in doctree.findall() if 'lede' in getattr(o, 'attributes', {}).get('classes', ())]
     lede = ledes[0].astext() if ledes else ''
+    if name.startswith('modules/'): lede = f'The module {name[8:]}, for contributors: {lede}'
     text = html.escape(lede or f'{context["title"]}: {project}, gradient accumulation for fastai', quote=True)
     tags = dict(title=html.escape(context['title']), description=text, type='website',
         image=f'{html_baseurl}_static/preview.png', url=f'{html_baseurl}{name}.html')
@@ -56,7 +57,34 @@ def describe(app, name, template, context, doctree):
         f'<meta property="og:{k}" content="{v}">\n' for k,v in tags.items()
         ) + '<meta name="twitter:card" content="summary_large_image">\n'
 
-def setup(app): app.connect('html-page-context', describe)
+def inner(app): return json.loads((Path(app.srcdir)/'inner.json').read_text(encoding='utf-8'))
+
+def leave_out(app, env):
+    "What is for contributors is not in the search"
+    docs = {name for _,name in inner(app)}
+    for o in docs: env.metadata[o]['nosearch'] = True
+    objects = env.domaindata['py']['objects']
+    for k,o in objects.items():
+        if o.docname in docs: objects[k] = o._replace(aliased=True)   # Sphinx does not search for these
+    return []
+
+def own_menu(app, name, template, context, doctree):
+    "The pages for contributors have a menu of their own"
+    pages = inner(app)
+    if name not in {o for _,o in pages}: return
+    def item(title, o):
+        current = ' current current-page' * (o==name)
+        url = '#' if current else context['pathto'](o)
+        return f'<li class="toctree-l1{current}"><a class="reference internal" href="{url}">{html.escape(title)}</a></li>'
+    at = [o for _,o in pages].index('modules/index')
+    lists = ['<ul>'+''.join(item(*o) for o in part)+'</ul>' for part in (pages[:at], pages[at:])]
+    home = f'<ul><li class="toctree-l1"><a class="reference internal" href="{context["pathto"]("index")}">For users</a></li></ul>'
+    context['furo_navigation_tree'] = home+lists[0]+'<p class="caption"><span class="caption-text">Source</span></p>'+lists[1]
+
+def setup(app):
+    app.connect('env-updated', leave_out)
+    app.connect('html-page-context', describe)
+    app.connect('html-page-context', own_menu, priority=900)   # after the theme's
 
 def linkcode_resolve(domain, info):
     "The lines of a public name on GitHub"

@@ -22,13 +22,18 @@ try: from playwright.sync_api import sync_playwright
 except ImportError: skip('playwright is not installed: make docs')
 sys.path.insert(0, str(root/'docs'))
 from nbdev.doclinks import nbglob
-from build import fingerprint, hides, maths, order, page as page_of, split_errors, wings
+from build import fingerprint, hides, maths, menu, order, page as page_of, split_errors
 if (site/'.fingerprint').read_text()!=fingerprint(): skip('it is older than what it is made of: make docs')
 needs_browser = pytest.mark.skipif(not chromium,
     reason='THE SITE IS NOT TESTED IN A BROWSER: install Chromium (tools/chromium.sh, on Debian and Ubuntu)')
 
 pages = sorted(o.relative_to(site).as_posix() for o in site.rglob('*.html') if '_static' not in o.parts)
-names = json.loads((site/'names.json').read_text())
+entries = json.loads((site/'names.json').read_text())   # name -> its full name, and the page of its entry
+names = {nm:full for nm,(full,_) in entries.items()}
+# Modules that users import have a page of their own beside that of the whole module
+doors = sorted(o.stem for o in (site/'modules').glob('*.html') if o.stem!='index')
+users = [f'{o}.html' for o in ('index','get_started',*order,'reference/api','changelog',*doors)
+    if not o.startswith('contribute/')]
 
 # What can be seen without a browser
 
@@ -50,11 +55,8 @@ class Links(HTMLParser):
 @functools.cache
 def links(page): return Links(page)
 
-def test_every_section_has_pages():
-    for o in ('tutorials','explanations','guarantees','api','built',*wings): assert f'{o}/index.html' in pages
-    single = ('index','troubleshooting','cheat_sheet','upstream','differences','compatibility','coming_from',
-        'changelog','contributing','search')
-    for o in single: assert f'{o}.html' in pages
+def test_every_page_of_the_menu_is_there():
+    assert {f'{o}.html' for o in (*order,'index','get_started','changelog','search','contribute/index')}<=set(pages)
 
 @pytest.mark.parametrize('page', pages)
 def test_links_resolve(page):
@@ -67,35 +69,23 @@ def test_links_resolve(page):
         elif anchor and path.endswith('.html') and unquote(anchor) not in links(path).ids: bad.append(href)
     assert not bad
 
-doors = sorted({o.stem for o in (root/'fastaccum').glob('[a-z]*.py')}-{'all'})
-
-@functools.cache
 def sidebar(page):
-    "The pages that its sidebar leads to, in that order, each with how deep it is below its section"
+    "The pages that its sidebar leads to, in that order"
     text = (site/page).read_text(encoding='utf-8').partition('<div class="sidebar-tree">')[2].partition('</div>')[0]
-    found = re.findall(r'<li class="toctree-l(\d)[^"]*"><a class="[^"]*" href="([^"]+)"', text)
-    return [(urljoin(page, page.rpartition('/')[2] if href=='#' else href), int(depth)) for depth,href in found]
+    found = re.findall(r'<li class="toctree-l\d[^"]*"><a class="[^"]*" href="([^"]+)"', text)
+    return [urljoin(page, page.rpartition('/')[2] if o=='#' else o) for o in found]
 
-def below(page):
-    "The pages directly below one, in the order of the sidebar"
-    tree = sidebar(page)
-    at = [o for o,_ in tree].index(page)
-    depth,inside = tree[at][1],[]
-    for o,d in tree[at+1:]:
-        if d<=depth: break
-        if d==depth+1: inside.append(o)
-    return inside
-
-def numbered(folder):
-    "The modules' pages in a folder, as their numbers say"
-    fns = sorted(folder.glob('[0-9]*_*.ipynb'), key=lambda o: int(o.name.partition('_')[0]))
-    return [f'{o.relative_to(root/"nbs").parent}/{o.stem.partition("_")[2]}.html'.removeprefix('./') for o in fns]
-
-def test_sidebar_has_the_doors_and_the_wings():
-    assert below('api/index.html')==numbered(root/'nbs')
-    assert sorted(below('api/index.html'))==[f'{o}.html' for o in doors]
-    assert below('built/index.html')==[f'{o}/index.html' for o in wings]
-    for o in wings: assert below(f'{o}/index.html')==numbered(root/'nbs'/o)!=[]
+def test_users_see_what_is_for_users():
+    "In the order of the menu; what is for contributors has a menu of its own, with every module"
+    api = [f'{o}.html' for o in doors]
+    listed = [o for o in sidebar('index.html') if o not in api]
+    named = [f'{o}.html' for o in order if not o.startswith('contribute/')]
+    assert listed==['get_started.html',*named,'reference/api.html','changelog.html'] and set(api)<=set(sidebar('index.html'))
+    mods = {page_of(o.relative_to(root/'nbs')) for o in (root/'nbs').rglob('[0-9]*_*.ipynb')}
+    inner = {f'modules/{o}.html' if o in doors else f'{o}.html' for o in mods}
+    own = sidebar('contribute/index.html')
+    assert inner<=set(own) and {f'{o}.html' for o in order if o.startswith('contribute/')}<=set(own)
+    assert sorted(users+own[1:])==sorted(set(pages)-{'search.html'})
 
 def test_errors_are_told_apart_from_the_docstring():
     doc = 'Refuse it\n\nMore: about it\n\nTypeError: it is\n  no number\ntorch.OutOfMemoryError: too large\n'
@@ -107,12 +97,11 @@ def test_errors_are_told_apart_from_the_docstring():
 @pytest.mark.parametrize('name', names)
 def test_errors_have_a_table(name):
     from build import resolve
-    page = module(names[name])
-    o = resolve(import_module(f'fastaccum.{page}'.replace('/', '.')), name)
+    o = resolve(import_module(f'fastaccum.{module(names[name])}'.replace('/', '.')), name)
     if not (inspect.isclass(o) or inspect.isfunction(o)): return
     docs = [o.__doc__] + ([o.__init__.__doc__] if inspect.isclass(o) and '__init__' in vars(o) else [])
     errors = [e for doc in filter(None, docs) for e in split_errors(inspect.cleandoc(doc))[1]]
-    text = (site/f'{page}.html').read_text(encoding='utf-8')
+    text = (site/f'{entries[name][1]}.html').read_text(encoding='utf-8')
     entry = text.partition(f'id="{names[name]}"')[2].partition('</dl>')[0]
     assert ('<p>Errors</p>' in entry)==bool(errors)
     for o,_ in errors: assert f'>{o}</span>' in entry and f'{o}:' not in entry
@@ -138,8 +127,8 @@ def module(full):
 @pytest.mark.parametrize('name', names)
 def test_entry(name):
     "A public name has an anchor, and a link to the lines that define it"
-    full = names[name]
-    page = f'{module(full)}.html'
+    full,page = entries[name]
+    page = f'{page}.html'
     assert {full,name.lower()} <= links(page).ids
     pinned,path,line = re.search(r'/blob/([^/]+)/([^#]+)(?:#L(.+))?$', links(page).sources[full]).groups()
     assert pinned!='main' or not (root/'.git').exists()   # that moves on, and the lines with it
@@ -148,23 +137,16 @@ def test_entry(name):
     if line: assert re.search(fr'(def|class) {short}\b', '\n'.join(text[int(line.split('-')[0])-1:][:3]))
     else: assert re.search(fr'^{short}\b', '\n'.join(text), re.M)
 
-tutorials = [o.removesuffix('.html') for o in below('tutorials/index.html')]
+guides = ['get_started', *(o for o in order if o.startswith('guides/'))]
 
-def test_tutorials_have_one_order():
-    "In the sidebar, and where the home page names them"
-    assert [o for o in order['tutorials'] if f'tutorials/{o}' in tutorials]==[o.partition('/')[2] for o in tutorials]
-    body = (site/'index.html').read_text(encoding='utf-8').partition('id="read-on"')[2].partition('What is promised')[0]
-    named = re.findall(r'href="(tutorials/\w+)\.html', body)
-    assert len(named)>4 and named==[o for o in tutorials if o in named]
-
-@pytest.mark.parametrize('page', tutorials)
-def test_tutorials_open_in_colab(page):
+@pytest.mark.parametrize('page', guides)
+def test_guides_open_in_colab(page):
     colab = f'https://colab.research.google.com/github/fastaccum/fastaccum/blob/main/nbs/{page}.ipynb'
     assert colab in links(f'{page}.html').hrefs
     text = (site/f'{page}.html').read_text(encoding='utf-8')
     assert 'google.colab' not in text   # the cell that installs is not shown
 
-def test_a_tutorial_installs_in_colab_and_nowhere_else(monkeypatch):
+def test_a_guide_installs_in_colab_and_nowhere_else(monkeypatch):
     import colab, subprocess
     assert not colab.main(check=True)
     ran = []
@@ -181,7 +163,7 @@ def test_what_the_site_hides():
     assert hides({'hide':''}, '#| hide\nfrom nbdev.showdoc import *') and hides({'default_exp':'x'}, '')
     assert hides({'hide':''}, 'assert 1') and hides({'hide':''}, '%matplotlib inline')
     assert not hides({'hide':''}, '#| hide\nfrom nbdev.showdoc import *\nimport torch') and not hides({}, 'assert 1')
-    text = (site/'accumulation.html').read_text(encoding='utf-8')
+    text = (site/'modules/accumulation.html').read_text(encoding='utf-8')
     assert 'Show the imports' in text and 'showdoc' not in text and 'nbdev_export' not in text
 
 def test_formulas_are_drawn():
@@ -193,7 +175,7 @@ def test_formulas_are_drawn():
         text = (site/page).read_text(encoding='utf-8').partition('<article')[2].partition('</article>')[0]
         assert '$' not in re.sub(r'<(pre|code|svg)\b.*?</\1>', '', text, flags=re.S), page   # what is code may have one
 
-@pytest.mark.parametrize('page', [o for o in pages if o not in ('search.html','genindex.html','py-modindex.html')])
+@pytest.mark.parametrize('page', [o for o in pages if o!='search.html'])
 def test_page_is_described(page):
     "To search engines and those who share its address; the repository is one click away"
     text = (site/page).read_text(encoding='utf-8')
@@ -206,7 +188,7 @@ def test_page_is_described(page):
 def test_no_two_pages_are_described_alike():
     texts = [(site/o).read_text(encoding='utf-8') for o in pages]
     told = [o[1] for o in (re.search('<meta name="description" content="([^"]+)', t) for t in texts) if o]
-    assert len(told)>70 and len(set(told))==len(told)
+    assert len(told)>60 and len(set(told))==len(told)
 
 def test_preview_is_the_picture_of_the_home_page():
     assert (root/'docs/preview.png').read_bytes()==(root/'images/same-run.png').read_bytes()
@@ -369,7 +351,7 @@ def test_page(tab, url, page):
     shots = os.environ.get('SHOTS')
     tab.set_viewport_size(dict(width=1440, height=900))
     tab.goto(url+page, wait_until='load')
-    if page=='cheat_sheet.html': assert tab.evaluate(ends, 'section#words table')<=900   # one screen
+    if page=='reference/cheat_sheet.html': assert tab.evaluate(ends, 'section#words table')<=900   # one screen
     if page.removesuffix('.html') in doors: begins_with_what_one_imports(tab, page.removesuffix('.html'))
     for device,size in (('wide',(1440,900)), ('narrow',(390,844))):
         tab.set_viewport_size(dict(width=size[0], height=size[1]))
@@ -402,16 +384,11 @@ def found(tab, url):
     assert not tab.wrong
 
 @needs_browser
-def test_search_finds_every_public_name(found):
+def test_search_finds_what_users_import_and_nothing_from_within(found):
     results = found(names)
-    assert [nm for nm,full in names.items() if not any(o.endswith(f'#{full}') for o in results[nm])]==[]
-
-@needs_browser
-def test_search_finds_words(found):
-    words = dict(carried='every_sample_once', overflow='mixed_precision', Lightning='coming_from',
-        FAQ='troubleshooting', BatchNorm='batchnorm', vision_learner='vision', memory='fit_in_memory')
-    results = found(words)
-    assert [w for w,page in words.items() if not any(page in o for o in results[w])]==[]
+    outer = {nm for nm,(_,page) in entries.items() if f'{page}.html' in users}
+    assert outer and [nm for nm in outer if not any(o.endswith(f'#{names[nm]}') for o in results[nm])]==[]
+    assert not [o for nm in names for o in results[nm] if o.partition('#')[0] not in users]
 
 @needs_browser
 def test_copying(tab, url):
@@ -421,3 +398,23 @@ def test_copying(tab, url):
     block.locator('button.copybtn').click()
     assert 'make demo' in tab.evaluate('navigator.clipboard.readText()')
     assert 'make test' in tab.evaluate('navigator.clipboard.readText()')
+
+# What people type, and the page that answers: the first result
+answers = {'GPU':'guides/several_gpus', 'multi gpu':'guides/several_gpus', 'DDP':'guides/several_gpus',
+    'OOM':'guides/out_of_memory', 'CUDA out of memory':'guides/out_of_memory', 'effective batch size':'get_started',
+    'virtual batch size':'get_started', 'custom loss':'guides/custom_losses', 'num_items_in_batch':'guides/custom_losses',
+    'resume':'guides/save_and_resume', 'LSTM':'guides/text', 'padding':'guides/text', 'MixUp':'guides/whole_batch_losses',
+    'contrastive loss':'guides/whole_batch_losses', 'fp16':'guides/mixed_precision', 'bf16':'guides/mixed_precision',
+    'BatchNorm':'guides/batchnorm', 'learning rate':'guides/learning_rate', 'lr_find':'guides/learning_rate',
+    'wandb':'guides/logging', 'TensorBoard':'guides/logging', 'Dice':'guides/segmentation', 'timm':'guides/images',
+    'transformers':'guides/hugging_face', 'Lightning':'about/switching', 'drop_last':'about/how_exact',
+    'noise scale':'guides/growing_batches', 'torchrun':'guides/several_gpus', 'NaN':'guides/mixed_precision',
+    'tabular':'guides/tables'}
+
+@needs_browser
+def test_what_people_type_leads_to_the_page_that_answers(found):
+    results = found(answers)
+    first = {q:(results[q] or ['nothing'])[-1].partition('.html')[0] for q in answers}
+    assert {q:o for q,o in first.items() if o!=answers[q]}=={}
+    inner = ('core/','modules/','contribute/')
+    assert not [o for q in answers for o in results[q] if o.startswith(inner)]   # a part of its own

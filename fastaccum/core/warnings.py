@@ -18,7 +18,7 @@ class LoaderWarning(AccumulationWarning): "Which samples the loader puts togethe
 class StateWarning(AccumulationWarning): "The model remembers something from the batch before"
 
 # %% ../../nbs/core/09_warnings.ipynb #see
-_page = "https://fastaccum.github.io/fastaccum/troubleshooting.html"
+_page = "https://fastaccum.github.io/fastaccum/reference/messages.html"
 
 def see(
     key:str # Of the message: lower-case words with hyphens

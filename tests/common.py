@@ -30,6 +30,7 @@ class Scaled(CpuMixedPrecision):
     def before_fit(self):
         super().before_fit()
         self.autocast = autocast('cpu', enabled=False)
+    def after_pred(self): pass   # fastai's makes single precision
 
 def clear(*args):
     "Data with a signal: most of it is of one class"

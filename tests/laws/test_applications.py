@@ -237,7 +237,8 @@ few = partial(wgan, switcher=lambda: FixedGANSwitcher(2, 1))
 adaptive = partial(wgan, switcher=lambda: AdaptiveGANSwitcher(gen_thresh=-1e-3, critic_thresh=-9.5e-4))
 gans = dict(wgan=dict(make=wgan), few=dict(make=partial(few, n=30), fit=two_fits),
     adaptive=dict(make=adaptive, fit=two_fits), rates=dict(make=lambda bs: few(bs, cbs=GANDiscriminativeLR(3.)),
-    fit=lambda learn,cbs: learn.fit(2, 1e-3, cbs=cbs)), split=dict(make=lambda bs: few(8), cbs=lambda: [Short()], micro_batch_size='auto'))
+    fit=lambda learn,cbs: learn.fit(2, 1e-3, cbs=cbs)),
+    split=dict(make=lambda bs: few(8), cbs=lambda: [Short()], micro_batch_size='auto'))
 gans = {nm:dict(micro=2, full=8)|o for nm,o in gans.items()}   # 4 steps in an epoch
 
 @pytest.mark.parametrize('nm', gans)

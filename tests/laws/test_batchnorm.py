@@ -150,7 +150,7 @@ def test_frozen_whoever_calls_train_and_as_ever_after_an_interrupt():
     learn = small(cbs=[Event('after_backward', lambda l: l.model.train())])
     before = stats(learn)
     learn.fit(1, 0.1, cbs=FreezeBN())
-    with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=[FreezeBN(),Raise('after_pred', KeyboardInterrupt, 0, at=2)])
+    with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=[FreezeBN(),Raise('after_pred', KeyboardInterrupt, 0)])
     assert stats(learn).equal(before) and learn.model[1].training
     learn.fit(1, 0.1)
     assert not stats(learn).equal(before)

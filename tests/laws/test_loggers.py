@@ -11,8 +11,7 @@ from fastaccum.testing import deviation, toy
 from common import StepsLoader, clear, weights
 from test_applications import linear, quiet, vision
 
-# Each watcher is given a Learner. It returns a function that makes callbacks, and one that reads what was shown: rows
-# by name of a column, or by header of a table
+# Each watcher is given a Learner. It returns a function that makes callbacks, and one that reads what was shown
 
 def plots(learn):
     import matplotlib.pyplot as plt

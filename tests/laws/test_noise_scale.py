@@ -63,13 +63,13 @@ padded.tensors[1][8:12] = -100   # a micro-batch with nothing to learn from is n
 targets = [n for n in ((o!=-100).sum().item() for o in padded.tensors[1].split(4)) if n]
 ragged = [4]*4+[2]
 def left_out(event, exc, at): return lambda: dict(cbs=[Raise(event, exc, 20, at=at)])
-cases = dict(plain=(dict, ragged), summed=(lambda: summed, ragged), scaled=(lambda: dict(cbs=[Scaled(init_scale=2.**10)]), ragged),
+cases = dict(plain=(dict, ragged), summed=(lambda: summed, ragged), scaled=(lambda: dict(cbs=[Scaled()]), ragged),
     clipped=(lambda: dict(cbs=[GradientClip(1e-3)]), ragged),
-    all=(lambda: summed|dict(cbs=[Scaled(init_scale=2.**10),GradientClip(1e-3)]), ragged),
+    all=(lambda: summed|dict(cbs=[Scaled(),GradientClip(1e-3)]), ragged),
     torchs=(lambda: dict(opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)), ragged),
     other_backward_passes=(lambda: dict(cbs=[Penalty()]), ragged), two=(lambda: dict(bs=3, n=6), [3,3]),
     ones=(lambda: dict(bs=1, n=9), [1]*9),
-    tokens_scaled=(lambda: dict(data=padded, cbs=[Scaled(init_scale=2.**10)]), targets),
+    tokens_scaled=(lambda: dict(data=padded, cbs=[Scaled()]), targets),
     out_of_memory=(lambda: dict(model=short, acc=dict(micro_batch_size='auto')), [4]+[2]*7),
     frozen=(lambda: dict(freeze=True), ragged),   # what does not train has no noise
     backward_left_out=(left_out('before_backward', CancelBackwardException, 1), [4,4,4,2]),
@@ -128,7 +128,7 @@ def test_an_entry_a_step():
 @pytest.mark.parametrize('order', [None,9])
 def test_a_step_that_is_not_taken_has_an_entry(order):
     "If it overflows, it is not measured; the next one is"
-    cbs = [Raise('before_step', CancelStepException, order, at=2)] if order else [Overflow(2),Scaled(init_scale=2.**10)]
+    cbs = [Raise('before_step', CancelStepException, order, at=2)] if order else [Overflow(2),Scaled()]
     learn = learner(4, 64)
     learn.fit(1, .1, cbs=[GradientAccumulation(16), NoiseScale(every=1), *cbs])
     rec = learn.recorder.noise_scale
@@ -146,7 +146,7 @@ def test_a_batch_that_grows_is_measured_from_where_it_can_be():
 def test_training_is_the_same_to_the_bit():
     def run(*more):
         learn = learner(4, 70, data=clear(70, True), opt_func=Adam)
-        learn.fit_one_cycle(2, .1, cbs=[GradientAccumulation(16), GradientClip(.5), Scaled(init_scale=2.**10), *more])
+        learn.fit_one_cycle(2, .1, cbs=[GradientAccumulation(16), GradientClip(.5), Scaled(), *more])
         return [*learn.model.parameters()],learn.recorder.losses,learn.opt.state_dict()['state']
     assert deviation(run(), run(NoiseScale(every=1)))==0
 

@@ -103,7 +103,7 @@ def again(learn):
     learn.opt.zero_grad()
     learn.loss_func(learn.model(*learn.xb), *learn.yb).backward()
 
-@pytest.mark.parametrize('event,f,n', [('before_batch',lambda learn: learn.opt.zero_grad(),1), ('after_backward',clips,1),
+@pytest.mark.parametrize('event,f,n', [('before_batch',lambda l: l.opt.zero_grad(),1), ('after_backward',clips,1),
     ('after_backward',again,1), ('before_step',clips,0)])
 def test_gradients_that_a_callback_changes_while_they_add_up_are_told(event, f, n):
     said = told(lambda: toy(4, n=64).fit(1, 0.05, cbs=[GradientAccumulation(16),Seen(event, f)]))

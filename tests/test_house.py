@@ -36,8 +36,7 @@ def test_no_circle_and_no_long_chain():
         free = {k for k,v in graph.items() if k not in chain and v<=chain.keys()}
         assert free, f'these import each other: {sorted(graph.keys()-chain)}'
         chain |= {k: [k, *max((chain[o] for o in graph[k]), key=len, default=[])] for k in free}
-    longest = max(chain.values(), key=len)
-    assert len(longest)<=longest_chain, ' -> '.join(longest)
+    assert len(longest := max(chain.values(), key=len))<=longest_chain, ' -> '.join(longest)
 
 def test_the_house_is_small():
     assert len(modules)<=most_modules

@@ -14,11 +14,7 @@ names = ['item','tolist','cpu','numpy','__bool__','__float__','__int__','__index
 def syncs():
     "Note every call by which the host would wait for a tensor of the device"
     seen,old = [],{nm:getattr(torch.Tensor, nm) for nm in names}
-    def hook(nm):
-        def f(self, *args, **kwargs):
-            seen.append(nm)
-            return old[nm](self, *args, **kwargs)
-        return f
+    def hook(nm): return lambda self, *args, **kwargs: (seen.append(nm), old[nm](self, *args, **kwargs))[1]
     for nm in names: setattr(torch.Tensor, nm, hook(nm))
     try: yield seen
     finally:

@@ -45,9 +45,9 @@ def measure(n_epoch=1, *, n=18, accum_bs=100, bs=4, cbs=(), acc={}, freeze=False
 # What is measured
 
 class Penalty(Callback):
-    "Back-propagates in the middle of everything"
-    def after_pred(self):
-        if self.training: torch.autograd.grad(self.pred.sum(), list(self.model.parameters()), retain_graph=True)
+    "Back-propagates once more, before others hear that the backward pass has ended"
+    order,run_valid = -50,False
+    def after_backward(self): torch.autograd.grad(self.model(*self.xb).sum(), list(self.model.parameters()))
 class Do(nn.Module):
     def __init__(self, f): super().__init__(); self.forward = f
 def short():
@@ -153,7 +153,7 @@ def test_training_is_the_same_to_the_bit():
 def left(learn): return sum(len(p._backward_hooks or ()) for p in learn.model.parameters())
 
 @pytest.mark.parametrize('on_learner', [False,True])
-@pytest.mark.parametrize('event,exc', [('after_loss',KeyboardInterrupt), ('before_step',KeyboardInterrupt),
+@pytest.mark.parametrize('event,exc', [('before_backward',KeyboardInterrupt), ('before_step',KeyboardInterrupt),
     ('after_step',CancelTrainException)])
 def test_nothing_is_left_after_an_interrupt(on_learner, event, exc):
     "And the next fit measures what it would have"

@@ -8,7 +8,8 @@ from fastai.data.load import DataLoader
 from fastai.optimizer import SGD
 from fastaccum import GradientAccumulation
 from fastaccum.testing import CrossEntropy, toy, toy_data
-from common import Raise, Seen, short_of
+from common import Raise, short_of
+from small_learners import Event
 from test_dry_runs import assert_same, everything
 
 class Theta(nn.Module):
@@ -27,19 +28,20 @@ def near(a, b): return b/1.5<float(a)<b*1.5
 @pytest.mark.parametrize('scale,lr', [(16,0.), (64,.002), (256,0.)])
 def test_it_finds_a_known_noise_scale(scale, lr):
     "...within its bounds, at a standstill and in training"
-    rates = Seen('before_step', lambda l: l.opt.hypers[-1]['lr'])
-    found = find(quadratic(scale), steps=40, lr=lr, cbs=rates)
-    assert near(int(found), scale) and int(found)%4==0 and near(found.scale, scale) and rates.values==[lr]*40
+    rates = []   # what a callback keeps in lists is put back
+    found = find(quadratic(scale), steps=40, lr=lr,
+        cbs=Event('before_step', lambda l: rates.append(l.opt.hypers[-1]['lr'])))
+    assert near(int(found), scale) and int(found)%4==0 and near(found.scale, scale) and rates==[lr]*40
     assert found.low<found.scale<found.high<3*found.low and found.low/1.2<scale<found.high*1.2
     assert list(range(10000))[found]==int(found)   # it may stand for a number
 
 @pytest.mark.parametrize('accum_bs,kwargs', [(40,{}),(None,dict(accum_bs=40))])
 def test_the_steps_that_are_measured_are_as_large_as_they_should_be(accum_bs, kwargs):
     "Those of the Learner's own accumulation, or of the size that is given; an epoch's short last batch is left out"
-    learn,sizes = quadratic(64, n=1003),Seen('after_loss', lambda l: len(l.pred))
+    learn,sizes = quadratic(64, n=1003),[]
     if accum_bs: learn.add_cb(GradientAccumulation(accum_bs))
-    found = find(learn, steps=30, lr=0., cbs=sizes, **kwargs)
-    assert near(int(found), 64) and sizes.values==[4]*300 and '30 steps of 40 samples' in repr(found)
+    found = find(learn, steps=30, lr=0., cbs=Event('after_loss', lambda l: sizes.append(len(l.pred))), **kwargs)
+    assert near(int(found), 64) and sizes==[4]*300 and '30 steps of 40 samples' in repr(found)
 
 @pytest.mark.parametrize('micro', [4,6,'auto'])
 @pytest.mark.filterwarnings('ignore:memory ran out')

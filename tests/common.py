@@ -4,9 +4,8 @@ from random import Random
 from fastai.callback.core import Callback
 from fastai.callback.fp16 import AMPMode, MixedPrecision
 from torch.amp import GradScaler, autocast
-from fastcore.basics import noop
 from torch.utils.data import TensorDataset
-from fastaccum.testing import deviation, toy_data
+from fastaccum.testing import toy_data
 
 whole = os.environ.get('TESTS')=='all'   # `make test-all` runs whole grids; `make test` a sample of each
 
@@ -15,30 +14,6 @@ def some(n, cases):
     cases = list(cases)
     if whole or n>=len(cases): return cases
     return [cases[i] for i in sorted(Random(n).sample(range(len(cases)), n))]
-
-def shake(model, seed=0):
-    "Make each weight of `model` one unit in its last place larger or smaller"
-    gen = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in model.parameters():
-            to = torch.where(torch.rand(p.shape, generator=gen)<.5, float('inf'), -float('inf')).to(p)
-            p.copy_(torch.nextafter(p, to))
-
-def assert_same_but_for_rounding(big, small, times=3, factor=10):
-    """Fail if the trained Learners that `big(noop)` and `small(noop)` return differ by more than rounding does
-
-    In single and half precision processors round otherwise, so no figure that one has shown holds on another. The
-    limit is measured in the same test: `big(f)` calls `f` with the model before it trains, and `f` shakes each weight
-    by its last digit. A shake rounds once and a run rounds in every operation, hence the `factor`; what is wrong is
-    off by hundreds of times as much. Only for smooth models (no ReLU, no max-pooling): where there are kinks, rounding
-    jumps, and the law is shown in double precision
-    """
-    a,b = big(noop),small(noop)
-    shaken = [big(lambda m,i=i: shake(m, i)) for i in range(times)]
-    for nm,f in dict(weights=weights, losses=lambda l: l.recorder.losses, values=lambda l: l.recorder.values).items():
-        measured = max(1e-7, *(deviation(f(a), f(o)) for o in shaken))   # what is recorded has a last digit, too
-        limit,diff = factor*measured,deviation(f(a), f(b))
-        assert diff<=limit, f'{nm} differ by {diff:.1e}, rounding by {limit/factor:.1e}'
 
 class CpuMixedPrecision(MixedPrecision):
     """fastai's `MixedPrecision` with autocast and a GradScaler that work on the CPU; on a CPU fastai's own disables
@@ -49,6 +24,13 @@ class CpuMixedPrecision(MixedPrecision):
         self.autocast,self.learn.scaler,self.scales = autocast('cpu', dtype=dtype),GradScaler('cpu', **self.kwargs),[]
     @property
     def name(self): return 'mixed_precision'
+
+class Scaled(CpuMixedPrecision):
+    "The GradScaler without the half precision, so that runs can be compared to the last digit"
+    def before_fit(self):
+        super().before_fit()
+        self.autocast = autocast('cpu', enabled=False)
+    def after_pred(self): pass   # fastai's makes single precision
 
 def clear(*args):
     "Data with a signal: most of it is of one class"
@@ -72,6 +54,17 @@ class Raise(Callback):
         if self.left==-1:
             self.raised = True
             raise exc('planted')
+
+class StepsLoader:
+    "A loader that yields, epoch by epoch, batches of the given sizes"
+    def __init__(self, dl, sizes, epoch=0): self.dl,self.sizes,self.epoch,self.device = dl,sizes,epoch,dl.device
+    def __len__(self): return len(self.sizes[self.epoch%len(self.sizes)])
+    def __iter__(self):
+        idxs,start,sizes = self.dl.get_idxs(),0,self.sizes[self.epoch%len(self.sizes)]
+        self.epoch += 1
+        for size in sizes:
+            yield self.dl.create_batch([self.dl.dataset[i] for i in idxs[start:start+size]])
+            start += size
 
 def grads(learn): return [None if p.grad is None else p.grad.clone() for p in learn.model.parameters()]
 def weights(learn): return torch.cat([p.detach().flatten().clone() for p in learn.model.parameters()])

@@ -11,7 +11,7 @@ torch.set_num_threads(int(os.environ['OMP_NUM_THREADS']))
 @pytest.fixture(autouse=True)
 def in_tmp(tmp_path, monkeypatch): monkeypatch.chdir(tmp_path)   # `lr_find` and `save` write next to the Learner
 
-@pytest.fixture(autouse=True, scope='session')
+@pytest.fixture(autouse=True)
 def frozen():
     "Memory is collected each time it runs out: half a second where fastai's objects are looked at, too"
     gc.freeze()

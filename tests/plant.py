@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 root = Path(__file__).resolve().parent.parent
 
-def planted(fault, to, root):
+def planted(fault, to):
     "A copy of the project in `to`, with the fault: what tests read besides is linked"
     for o in root.iterdir():
         if o.name in ('fastaccum','tests'): shutil.copytree(o, to/o.name, ignore=shutil.ignore_patterns('__pycache__'))
@@ -36,13 +36,13 @@ def fails(to, tests, out, secs):
     args = ['-x', '-q', '--no-header', '-p', 'no:cacheprovider']
     os._exit(int(pytest.main([*args, *(str(to/'tests'/o) for o in tests)])))
 
-def see(fault, tests, root, secs):
+def see(fault, tests, secs):
     "Which test sees the fault, if any, and after how many seconds"
     start = time.time()
     with TemporaryDirectory() as tmp:
         to,out = Path(tmp)/'planted',Path(tmp)/'out'
         to.mkdir()
-        planted(fault, to, root)
+        planted(fault, to)
         p = get_context('forkserver').Process(target=fails, args=(to,tests,out,secs))
         p.start()
         p.join()
@@ -53,12 +53,12 @@ def see(fault, tests, root, secs):
     elif not by and p.exitcode not in (0,5): by = f'ended with {p.exitcode}: {text[-200:]}'
     return by.partition(' - ')[0],time.time()-start
 
-def main(names, tests, by, root, secs, jobs):
+def main(names, tests, secs, jobs):
     faults = [dict(o, area=fn.stem) for fn in sorted((Path(__file__).parent/'faults').glob('*.toml'))
         if not names or fn.stem in names for o in tomllib.loads(fn.read_text(encoding='utf-8'))['fault']]
     preload = ['fastai.vision.all','fastai.text.all','fastai.tabular.all','pytest']
     get_context('forkserver').set_forkserver_preload(preload)
-    def job(o): return o,*see(o, tests or o[by].split(), root, secs)
+    def job(o): return o,*see(o, tests or o['tests'].split(), secs)
     seen = 0
     with ThreadPoolExecutor(jobs) as pool:
         for o,nm,took in pool.map(job, faults):
@@ -72,9 +72,7 @@ if __name__=='__main__':
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('names', nargs='*', help='names of the files in tests/faults; all by default')
     parser.add_argument('--tests', nargs='*', help='test files to run for each fault; its own by default')
-    parser.add_argument('--by', default='tests', help='the entry of a fault that names its tests')
-    parser.add_argument('--root', type=Path, default=root, help='the project whose package and tests are run')
     parser.add_argument('--secs', type=int, default=300, help='seconds for each fault')
     parser.add_argument('--jobs', type=int, default=os.cpu_count())
     args = parser.parse_args()
-    sys.exit(main(args.names, args.tests, args.by, args.root.resolve(), args.secs, args.jobs))
+    sys.exit(main(args.names, args.tests, args.secs, args.jobs))

@@ -81,28 +81,21 @@ def forked(f, *args):
         p.join()
         return p.exitcode,out.read_text(encoding='utf-8', errors='replace') if out.exists() else ''
 
-def named(nm, said):
-    "What failed or was skipped, and why, in a line"
-    return f'{nm} - {said[:200]}'
-
 def run_notebook(fn):
     "The outcome of the notebook `fn`, its name and how it ended, and what it wrote"
     status,text = forked(test_notebook, fn)
-    nm = str(fn.relative_to(root))
-    return [(nm, 'passed') if not status else (named(nm, text.strip().rpartition('\n')[2]), 'failed')],text
+    nm,said = str(fn.relative_to(root)),text.strip().rpartition('\n')[2]
+    return [(f'{nm} - {said[:200]}', 'failed') if status else (nm, 'passed')],text
 
 def outcomes(xml):
-    """The outcome of each test in pytest's report: its name, with what it said if it did not pass, and the worst of its
-    ends"""
-    res,said = {},{}
+    "The outcome of each test in pytest's report: its name, with what it said if it did not pass, and its worst end"
+    res,ends = {},dict(failure='failed', error='failed', skipped='skipped')
     for o in ElementTree.parse(xml).iter('testcase'):
-        tags = {c.tag:c for c in o}
         nm = '::'.join(filter(None, (o.get('classname'),o.get('name'))))
-        bad = next((tags[t] for t in ('failure','error','skipped') if t in tags), None)
-        if bad is not None: said.setdefault(nm, named(nm, bad.get('message', '').partition('\n')[0]))
-        end = 'passed' if bad is None else 'skipped' if bad.tag=='skipped' else 'failed'
-        res[nm] = 'failed' if res.get(nm)=='failed' else end
-    return [(said.get(nm, nm), o) for nm,o in res.items()]
+        bad = next((c for c in o if c.tag in ends), None)
+        if bad is not None: res[nm] = f"{nm} - {bad.get('message', '').partition(chr(10))[0][:200]}",ends[bad.tag]
+        else: res.setdefault(nm, (nm,'passed'))
+    return list(res.values())
 
 def run_file(fn):
     """The outcomes of the tests in the file `fn`, and what pytest wrote; one more has failed if it ended badly without

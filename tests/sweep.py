@@ -71,14 +71,9 @@ def check(seed):
         except Exception as e: raise AssertionError(f"seed {seed}, {cfg}: {e}") from e
 
 def main(n, workers=os.cpu_count()):
-    from fastprogress.fastprogress import progress_bar
     with ProcessPoolExecutor(workers, get_context('spawn'), torch.set_num_threads, (1,)) as pool:
-        res = list(progress_bar(pool.map(check, range(n), chunksize=20), total=n))
+        res = list(pool.map(check, range(n), chunksize=20))
     print(f'\n{len(res)} random runs, largest deviations:')
     for k in res[0]: print(f'  {k:10} {max(o[k] for o in res):.1e}')
 
-def number(s):
-    "How many runs are asked for"
-    return int(s) if s.isdecimal() and int(s)>0 else sys.exit(f'N={s}: give a number of runs, at least 1')
-
-if __name__=='__main__': main(number(sys.argv[1]) if len(sys.argv)>1 else 1000)
+if __name__=='__main__': main(int(sys.argv[1]) if len(sys.argv)>1 else 1000)

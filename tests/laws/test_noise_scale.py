@@ -11,12 +11,7 @@ from fastai.optimizer import Adam, OptimWrapper
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientCache, NoiseScale
 from fastaccum.noise_scale import interval
 from fastaccum.testing import CrossEntropy, deviation, toy, toy_data
-from common import CpuMixedPrecision, InBackward, Overflow, Raise, Seen, clear, short_of, weights
-
-class Scaled(CpuMixedPrecision):
-    "The scale of half precision, in double precision"
-    def __init__(self): super().__init__(init_scale=2.**10)
-    def after_pred(self): pass
+from common import CpuMixedPrecision, InBackward, Overflow, Raise, Scaled, Seen, clear, short_of
 
 def learner(bs, n, **kwargs): return toy(bs, **dict(data=clear(n))|kwargs)
 def told(meter): return meter.trace,meter.grad_sq
@@ -29,7 +24,7 @@ def single_gradients(learn):
         ys = [torch.where(torch.arange(len(y))==i, y, -100) for i in range(len(y)) if y[i]!=-100] if y.ndim else [y]
         for o in ys:
             gs = torch.autograd.grad(CrossEntropy()(learn.model(x[None]), o[None]), list(learn.model.parameters()))
-            res.append(torch.cat([(g.to_dense() if g.is_sparse else g).flatten() for g in gs]))
+            res.append(torch.cat([g.flatten() for g in gs]))
     return torch.stack(res)
 
 def by_hand(gs, sizes):
@@ -50,42 +45,33 @@ def measure(n_epoch=1, *, n=18, accum_bs=100, bs=4, cbs=(), acc={}, freeze=False
 # What is measured
 
 class Penalty(Callback):
-    "Back-propagates in the middle of everything"
-    def after_pred(self):
-        if self.training: torch.autograd.grad(self.pred.sum(), list(self.model.parameters()), retain_graph=True)
-class Dense(Callback):
-    "fastai's SGD cannot step on a sparse gradient"
-    order = 12
-    def before_step(self): self.model[0].weight.grad = self.model[0].weight.grad.to_dense()
+    "Back-propagates once more, before others hear that the backward pass has ended"
+    order,run_valid = -50,False
+    def after_backward(self): torch.autograd.grad(self.model(*self.xb).sum(), list(self.model.parameters()))
 class Do(nn.Module):
     def __init__(self, f): super().__init__(); self.forward = f
-def twice(m): return nn.Sequential(m, nn.Tanh(), m)
-def net(a, f): return nn.Sequential(a, Do(f), twice(nn.Linear(5, 5)), nn.Linear(5, 3)).double()
-def sparse(): return net(nn.Embedding(9, 5, sparse=True), lambda x: x.mean(1))
 def short():
     "From the second micro-batch on"
     done = []
     def check(n): done.append(n); short_of(2 if done[1:] else 9)(n)
-    return net(nn.Linear(5, 5), lambda x: InBackward.apply(x, check))
+    lin,both = nn.Linear(5, 5),Do(lambda x: InBackward.apply(x, check))
+    return nn.Sequential(nn.Linear(5, 5), both, lin, nn.Tanh(), lin, nn.Linear(5, 3)).double()   # one is used twice
 
 summed = dict(loss_func=CrossEntropy(reduction='sum'))
-indices = TensorDataset(torch.arange(72).view(18, 4)%9, clear(18).tensors[1])
 padded = clear(18, True)
 padded.tensors[1][8:12] = -100   # a micro-batch with nothing to learn from is none
 targets = [n for n in ((o!=-100).sum().item() for o in padded.tensors[1].split(4)) if n]
 ragged = [4]*4+[2]
 def left_out(event, exc, at): return lambda: dict(cbs=[Raise(event, exc, 20, at=at)])
 cases = dict(plain=(dict, ragged), summed=(lambda: summed, ragged), scaled=(lambda: dict(cbs=[Scaled()]), ragged),
-    clipped=(lambda: dict(cbs=[GradientClip(1e-3)]), ragged), adam=(lambda: dict(opt_func=Adam), ragged),
+    clipped=(lambda: dict(cbs=[GradientClip(1e-3)]), ragged),
     all=(lambda: summed|dict(cbs=[Scaled(),GradientClip(1e-3)]), ragged),
     torchs=(lambda: dict(opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)), ragged),
     other_backward_passes=(lambda: dict(cbs=[Penalty()]), ragged), two=(lambda: dict(bs=3, n=6), [3,3]),
-    ones=(lambda: dict(bs=1, n=9), [1]*9), many=(lambda: dict(bs=3, n=100), [3]*33+[1]),
-    sparse=(lambda: dict(data=indices, model=sparse, cbs=[Dense()]), ragged),
-    tokens=(lambda: dict(data=padded), targets), tokens_scaled=(lambda: dict(data=padded, cbs=[Scaled()]), targets),
+    ones=(lambda: dict(bs=1, n=9), [1]*9),
+    tokens_scaled=(lambda: dict(data=padded, cbs=[Scaled()]), targets),
     out_of_memory=(lambda: dict(model=short, acc=dict(micro_batch_size='auto')), [4]+[2]*7),
     frozen=(lambda: dict(freeze=True), ragged),   # what does not train has no noise
-    batch_left_out=(left_out('before_batch', CancelBatchException, 1), [4,4,4,2]),
     backward_left_out=(left_out('before_backward', CancelBackwardException, 1), [4,4,4,2]),
     last_left_out=(left_out('before_backward', CancelBackwardException, 4), [4]*4))
 
@@ -104,16 +90,6 @@ def test_what_is_measured_is_what_the_gradients_of_single_samples_say(nm):
     unit = 'targets' if 'tokens' in nm else 'samples'
     used = 1/(1+sum(sizes)/meter.noise_scale)   # McCandlish et al., 2018
     for o in (f'steps of {sum(sizes)} ',f' {unit}:',f' {used:.0%} '): assert o in meter.verdict()
-
-def test_it_is_unbiased():
-    "A hundred draws of ragged micro-batches; the variance and the mean over all samples are known"
-    learn,meter = measure(100, n=38, shuffle=True)
-    assert close(told(meter), by_hand(single_gradients(learn), [1]*38), .05)
-
-def test_own_sizes():
-    "A sample that counts for two holds two things, each with twice the noise"
-    (_,one),(_,two) = measure(),measure(acc=dict(n_items=lambda l: 2*len(l.y)))
-    assert close(told(two), (2*one.trace,one.grad_sq)) and 'steps of 36' in two.verdict()
 
 @pytest.mark.parametrize('kind', ['fp16','bf16','parameters'])
 def test_half_precision_tells_the_same_but_for_rounding(kind):
@@ -145,11 +121,11 @@ def test_an_entry_a_step():
         rec,ax = learn.recorder.noise_scale,learn.noise_scale.plot()
         assert len(rec)==len(learn.recorder.losses)==10 and rec[-1]==learn.noise_scale.noise_scale
         assert [a==b for a,b in zip(rec, rec[1:])]==[True,True,False]*3
-        assert [list(o.get_ydata()) for o in ax.lines]==[rec[::3],[16,16,16,6]] and ax.get_yscale()=='log'
-        assert list(ax.lines[0].get_xdata())==[0,3,6,9] and learn.noise_scale.plot(ax=ax) is ax
+        assert [list(o.get_ydata()) for o in ax.lines]==[rec[::3],[16,16,16,6]]
+        assert list(ax.lines[0].get_xdata())==[0,3,6,9]
         plt.close('all')
 
-@pytest.mark.parametrize('order', [None,9,20])
+@pytest.mark.parametrize('order', [None,9])
 def test_a_step_that_is_not_taken_has_an_entry(order):
     "If it overflows, it is not measured; the next one is"
     cbs = [Raise('before_step', CancelStepException, order, at=2)] if order else [Overflow(2),Scaled()]
@@ -167,21 +143,20 @@ def test_a_batch_that_grows_is_measured_from_where_it_can_be():
 
 # Nothing else changes
 
-@pytest.mark.parametrize('kwargs', [{},dict(data=clear(70, True)),dict(opt_func=Adam)], ids=['sgd','tokens','adam'])
-def test_training_is_the_same_to_the_bit(kwargs):
-    a,b = learner(4, 70, **kwargs),learner(4, 70, **kwargs)
-    for o,more in ((a,[]), (b,[NoiseScale(every=1)])):
-        o.fit_one_cycle(2, .1, cbs=[GradientAccumulation(16), GradientClip(.5), Scaled(), *more])
-    assert torch.equal(weights(a), weights(b)) and a.recorder.losses==b.recorder.losses
-    assert deviation(a.opt.state_dict()['state'], b.opt.state_dict()['state'])==0 and list(b.metrics)==[]
+def test_training_is_the_same_to_the_bit():
+    def run(*more):
+        learn = learner(4, 70, data=clear(70, True), opt_func=Adam)
+        learn.fit_one_cycle(2, .1, cbs=[GradientAccumulation(16), GradientClip(.5), Scaled(), *more])
+        return [*learn.model.parameters()],learn.recorder.losses,learn.opt.state_dict()['state']
+    assert deviation(run(), run(NoiseScale(every=1)))==0
 
 def left(learn): return sum(len(p._backward_hooks or ()) for p in learn.model.parameters())
 
 @pytest.mark.parametrize('on_learner', [False,True])
-@pytest.mark.parametrize('event', ['after_loss','before_step','after_step'])
-@pytest.mark.parametrize('exc', [KeyboardInterrupt,CancelTrainException])
+@pytest.mark.parametrize('event,exc', [('before_backward',KeyboardInterrupt), ('before_step',KeyboardInterrupt),
+    ('after_step',CancelTrainException)])
 def test_nothing_is_left_after_an_interrupt(on_learner, event, exc):
-    "And the next fit measures what it would have; validation and lr_find go on, and are not measured"
+    "And the next fit measures what it would have"
     def own(): return [GradientAccumulation(16),NoiseScale(every=1)]
     learn,new,cbs,raises = learner(4, 64),learner(4, 64),own(),Raise(event, exc, 20, at=2)
     if on_learner: cbs = learn.add_cbs(cbs) and []
@@ -190,32 +165,18 @@ def test_nothing_is_left_after_an_interrupt(on_learner, event, exc):
     assert raises.raised and (on_learner or not left(learn))
     new.model.load_state_dict(learn.model.state_dict())
     for o,more in ((learn,cbs), (new,own())): o.fit(1, 0., wd=0., cbs=more)
-    rec = list(learn.recorder.noise_scale)
-    assert not left(learn) and len(rec)==4 and close(rec, new.recorder.noise_scale)
-    learn.validate()
-    assert learn.recorder.noise_scale==rec
-    learn.lr_find(num_it=5, show_plot=False)
-    assert not left(learn)
-
-def test_the_host_waits_once_a_measured_step(monkeypatch):
-    waits = []
-    for nm in ('item','tolist','__bool__','__float__','__int__'):
-        f = getattr(torch.Tensor, nm)
-        monkeypatch.setattr(torch.Tensor, nm, lambda *args, f=f: (waits.append(1), f(*args))[1])
-    def run(*cbs):
-        learn = learner(4, 64, data=clear(64, True))
-        waits.clear()
-        learn.fit(1, .1, cbs=[GradientAccumulation(16), *cbs])
-        return len(waits)
-    assert run(NoiseScale(every=2))-run()==2
+    assert not left(learn) and len(new.recorder.noise_scale)==4
+    assert close(learn.recorder.noise_scale, new.recorder.noise_scale)
 
 # What it says, and what it refuses
+
+class Zeros(nn.Linear):
+    def reset_parameters(self): [nn.init.zeros_(p) for p in self.parameters()]
 
 def test_noise_that_hides_the_gradient_is_told():
     "There is none: for each sample there is its opposite, and the outputs have learned the shares of the classes"
     x,y = toy_data(6).tensors[0],torch.arange(6)%3
-    _,meter = measure(data=TensorDataset(torch.cat([x,-x]), torch.cat([y,y])), model=lambda: nn.utils.skip_init(
-        nn.Linear, 5, 3).double().apply(lambda m: [nn.init.zeros_(p) for p in m.parameters()]))
+    _,meter = measure(data=TensorDataset(torch.cat([x,-x]), torch.cat([y,y])), model=lambda: Zeros(5, 3).double())
     assert meter.grad_sq<0 and meter.noise_scale==math.inf and 'hides' in meter.verdict()
 
 @pytest.mark.parametrize('signal', [-1.,0.,.2,1.])

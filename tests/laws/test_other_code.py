@@ -8,7 +8,7 @@ from fastai.learner import Learner
 from fastai.torch_core import to_device
 from fastaccum import GradientAccumulation, GradientCache
 from fastaccum.testing import assert_same_run, deviation, toy, both_runs
-from common import weights
+from common import Seen, weights
 from test_warned import told
 
 def fit(l, cbs): l.fit(2, 0.05, cbs=cbs)
@@ -41,36 +41,19 @@ def test_targets_and_losses_that_come_late_are_counted(event, loss, order):
 # Callbacks that count steps without a word to us
 
 class Average(Callback):
-    "A moving average of weights, with each step"
+    "A moving average of weights, and a schedule of its own, with each step"
+    order,run_valid = 55,False
     def before_fit(self): self.w = weights(self.learn)
     def after_batch(self):
-        if self.training: self.w = 0.9*self.w+0.1*weights(self.learn)
-
-class Warm(Callback):
-    "A schedule of its own"
-    order = 55
-    def after_batch(self):
-        if self.training: self.opt.set_hyper('lr', 0.01*(1+self.train_iter))
-
-class Marks(Callback):
-    "Begins something with each batch, and says that it ends with a step"
-    run_valid,begun,ended = False,0,0
-    def __init__(self, per_step): self.per_step = per_step
-    def before_batch(self): self.begun += 1
-    def after_batch(self): self.ended += 1
+        self.w = 0.9*self.w+0.1*weights(self.learn)
+        self.opt.set_hyper('lr', 0.01*(1+self.train_iter))
 
 def test_who_has_no_before_batch_hears_steps():
     def run(bs, *acc):
         learn,cb = toy(bs, n=64),Average()
-        learn.fit(2, 0.01, cbs=[Warm(),cb,*acc])
+        learn.fit(2, 0.01, cbs=[cb,*acc])
         return cb.w,weights(learn)
     assert deviation(run(16), run(4, GradientAccumulation(16)))<1e-12
-
-@pytest.mark.parametrize('per_step,ended', [(None,16),(True,4),(False,16)])
-def test_a_callback_may_say_what_it_hears(per_step, ended):
-    cb = Marks(per_step)
-    toy(4, n=64).fit(1, cbs=[GradientAccumulation(16),cb])
-    assert (cb.begun,cb.ended)==(16,ended)
 
 # Patches of fastai
 
@@ -107,36 +90,24 @@ def test_two_views_of_each_sample_are_told_and_the_cache_is_exact():
     assert deviation(weights(a), weights(b))<1e-12
 
 def test_a_callback_that_makes_more_rows_is_not_taken_for_a_loader_that_lies():
-    class Twice(Callback):
-        "Each sample twice, with its target: still a mean over samples"
-        run_valid = False
-        def before_batch(self): self.learn.xb,self.learn.yb = (self.x.repeat(2, 1),),(self.y.repeat(2),)
+    "Each sample twice, with its target: still a mean over samples"
+    def twice(l): l.xb,l.yb = (l.x.repeat(2, 1),),(l.y.repeat(2),)
     a,b = toy(16, n=64),toy(4, n=64)
-    a.fit(1, 0.05, cbs=Twice())
-    said = told(lambda: b.fit(1, 0.05, cbs=[Twice(),GradientAccumulation(16)]))
+    a.fit(1, 0.05, cbs=Seen('before_batch', twice))
+    said = told(lambda: b.fit(1, 0.05, cbs=[Seen('before_batch', twice),GradientAccumulation(16)]))
     assert not said and deviation(weights(a), weights(b))<1e-12
 
-class Empties(Callback):
-    run_valid = False
-    def before_batch(self): self.opt.zero_grad()
-class Clips(Callback):
-    "Adaptive clipping, of what is there after a backward pass"
-    run_valid = False
-    def after_backward(self): nn.utils.clip_grad_norm_(self.model.parameters(), 1e-3)
-class Twofold(Callback):
+def clips(learn): nn.utils.clip_grad_norm_(learn.model.parameters(), 1e-3)
+def again(learn):
     "A second backward pass from a shifted point, as sharpness-aware minimization makes"
-    run_valid = False
-    def after_backward(self):
-        self.opt.zero_grad()
-        self.learn.loss_func(self.model(*self.xb), *self.yb).backward()
+    learn.opt.zero_grad()
+    learn.loss_func(learn.model(*learn.xb), *learn.yb).backward()
 
-@pytest.mark.parametrize('cls', [Empties,Clips,Twofold])
-def test_gradients_that_a_callback_changes_while_they_add_up_are_told(cls):
-    assert told(lambda: toy(4, n=64).fit(1, 0.05, cbs=[GradientAccumulation(16),cls()]))=={
-        ('AccumulationWarning','gradients-changed'):1}
-    class Step(Callback):
-        before_step = lambda self: nn.utils.clip_grad_norm_(self.model.parameters(), 1e-3)
-    assert not told(lambda: toy(4, n=64).fit(1, 0.05, cbs=[GradientAccumulation(16),Step()]))
+@pytest.mark.parametrize('event,f,n', [('before_batch',lambda l: l.opt.zero_grad(),1), ('after_backward',clips,1),
+    ('after_backward',again,1), ('before_step',clips,0)])
+def test_gradients_that_a_callback_changes_while_they_add_up_are_told(event, f, n):
+    said = told(lambda: toy(4, n=64).fit(1, 0.05, cbs=[GradientAccumulation(16),Seen(event, f)]))
+    assert said==({('AccumulationWarning','gradients-changed'):1} if n else {})
 
 def test_a_loss_that_is_tried_makes_pytorch_say_nothing():
     "Of targets that it keeps from the whole batch"

@@ -10,13 +10,12 @@ from fastai.callback.progress import ProgressCallback
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
-from fastai.optimizer import Adam
 from fastaccum import (ActivationCheckpoint, FreezeBN, GradientAccumulation, GradientAccumulationSchedule,
     GradientAccumulationScheduler, GradientCache, NoiseScale, ScaledLR)
 from fastaccum.testing import assert_same_run, toy
-from common import Seen, weights
+from common import weights
 
-def link(e): return str(e.value).rpartition('\nMore: https://')[2].partition('/reference/messages.html#')[2]
+def link(e): return str(e.value).rpartition('\nMore: https://')[2].partition('.html#')[2]
 
 # Arguments
 
@@ -28,22 +27,21 @@ sizes = dict(accumulation=GradientAccumulation, schedule=Schedule, scheduler=par
     cache=GradientCache)
 called = [*counts.items(), *[('micro_batch_size',f) for f in sizes.values()]]
 
-@pytest.mark.parametrize('n', [0, -8, 64., 2.5, '64', True, False, [64], torch.tensor(64), float('nan')], ids=repr)
+@pytest.mark.parametrize('n', [0, -8, 64., '64', True, [64], torch.tensor(64), float('nan')], ids=repr)
 @pytest.mark.parametrize('nm,f', called, ids=[*counts, *sizes])
 def test_what_is_no_number_of_samples_is_refused_when_it_is_given(nm, f, n):
     with pytest.raises(ValueError if type(n) is int else TypeError, match='give') as e: f(**{nm:n})
     assert f'{nm}={n!r}' in str(e.value) and link(e)
 
-@pytest.mark.parametrize('n', [1, 64, np.int64(64), np.uint8(64)])
 @pytest.mark.parametrize('nm', ['accum_bs','n_acc'])
-def test_whole_numbers_of_any_type_are_taken_by_either_name(n, nm):
-    acc = GradientAccumulation(**{nm:n})
-    assert acc.accum_bs==acc.n_acc==GradientAccumulation(n).accum_bs==n and GradientAccumulation().accum_bs==32
+def test_whole_numbers_of_any_type_are_taken_by_either_name(nm):
+    acc = GradientAccumulation(**{nm:np.uint8(64)})
+    assert acc.accum_bs==acc.n_acc==64 and GradientAccumulation().accum_bs==32
     setattr(acc, nm, 8)
-    assert acc.accum_bs==acc.n_acc==8
-    for bad in (0, -8, '8', 8., True):
+    for bad in (0, '8'):
         with pytest.raises((TypeError,ValueError), match=f'`{nm}='): setattr(acc, nm, bad)
-    assert acc.accum_bs==8
+    assert acc.accum_bs==acc.n_acc==8
+    with pytest.raises(AttributeError, match='=16.*follows the schedule'): setattr(Schedule(), nm, 16)
 
 two = lambda learn, n: n
 bad = [(GradientAccumulation, dict(micro_batch_size='big'), TypeError, "'auto', or a whole number"),
@@ -53,15 +51,15 @@ bad = [(GradientAccumulation, dict(micro_batch_size='big'), TypeError, "'auto', 
       for o in (4, 'len', two, lambda: 4)],
     (GradientAccumulation, dict(accum_bs=64, n_acc=128), ValueError, '`accum_bs=64` and `n_acc=128`.*give one'),
     (GradientAccumulation, dict(acum_bs=4), TypeError, 'acum_bs'),
-    (Schedule, dict(start=.5, finish=.2), ValueError, 'start=0.5.*finish=0.2.*give a `finish`'),
-    *[(Schedule, dict(finish=o), TypeError, f'finish={o!r}.*give a fraction') for o in ('1', None, True)],
+    *[(Schedule, o, ValueError, 'start=.*finish=.*give a `finish`') for o in (dict(start=.5, finish=.2),
+        dict(start=3, finish=2))],
+    *[(Schedule, dict(finish=o), TypeError, f'finish={o!r}.*give a fraction') for o in ('1', True)],
     *[(Schedule, dict(start=o), ValueError, f'start={o}.*give a fraction') for o in (-1, float('nan'))],
-    *[(Schedule, dict(schedule=o), TypeError, 'schedule.*give an annealer') for o in (4, dict, print)],
+    *[(Schedule, dict(schedule=o), TypeError, 'schedule.*give an annealer') for o in ('cos', dict)],
     *[(Schedule, dict(schedule=lambda p, o=o: o), ValueError, 'at position.*numbers of samples')
-        for o in (float('inf'), float('nan'), -8, None)],
-    (Scheduler, dict(scheduling={}), TypeError, 'scheduling={}.*give a dict'),
-    (Scheduler, dict(scheduling=[2]), TypeError, 'give a dict'),
-    *[(Scheduler, dict(scheduling=o), TypeError, 'thresholds and factors as ints') for o in ({'0':2}, {0:2.})],
+        for o in (float('inf'), -8, None)],
+    *[(Scheduler, dict(scheduling=o), TypeError, 'give a dict') for o in ({}, [2])],
+    *[(Scheduler, dict(scheduling=o), TypeError, 'thresholds and factors as ints') for o in ({.5:2}, {0:2.}, {True:2})],
     (Scheduler, dict(scheduling={-1:2}), IndexError, '-1.*from 0 on'),
     (Scheduler, dict(scheduling={0:0}), ValueError, 'at least 1 micro-batch'),
     (Scheduler, dict(scheduling={0:2}, mode='batch'), ValueError, "mode='batch'.*'epoch' or 'step'"),
@@ -75,11 +73,6 @@ bad = [(GradientAccumulation, dict(micro_batch_size='big'), TypeError, "'auto', 
 def test_other_arguments_are_refused_when_they_are_given(f, kwargs, exc, words):
     with pytest.raises(exc, match=words) as e: f(**kwargs)
     assert link(e) or 'unexpected keyword' in str(e.value)   # Python's own
-
-@pytest.mark.parametrize('nm', ['accum_bs','n_acc'])
-def test_the_size_of_a_schedule_is_not_set_by_hand(nm):
-    for acc in (Schedule(), Scheduler({0:2})):
-        with pytest.raises(AttributeError, match='=16.*follows the schedule'): setattr(acc, nm, 16)
 
 # Learners
 
@@ -125,10 +118,6 @@ def ready_made(**kwargs):
 
 def named(**kwargs): return toy(loss_func=Ignores(), data=Named(toy(4).dls.train.dataset), **kwargs)
 
-def off(cb):
-    cb.run = False
-    return cb
-
 acc,fastais = GradientAccumulation,FastaiGradientAccumulation
 refused = dict(
     two=(toy, lambda: [acc(16),acc(8)], ValueError, '2 callbacks accumulate.*remove_cb'),
@@ -141,8 +130,7 @@ refused = dict(
     no_batch_size=(ready_made, lambda: [acc(16)], ValueError, 'pass `micro_batch_size=`'),
     targets_not_counted=(named, lambda: [acc(16)], TypeError, 'is a dict.*pass `n_items='),
     start_after_finish=(toy, lambda: [Schedule(start=.5, finish=0)], ValueError, 'give a `finish`'),
-    **{f'nothing_to_measure_{i}':(toy, lambda f=f: [*f(),NoiseScale()], ValueError, 'add fastaccum.s `GradientAcc')
-        for i,f in enumerate((list,lambda: [fastais(16)],lambda: [off(acc(16))]))},
+    nothing_to_measure=(toy, lambda: [NoiseScale()], ValueError, 'add fastaccum.s `GradientAcc'),
     two_meters=(toy, lambda: [acc(8),NoiseScale(),NoiseScale()], ValueError, '2 NoiseScale.*keep one'),
     no_noise=(toy, lambda: [acc(8),ScaledLR(base_bs=8, rule='adascale')], ValueError, r'add a `NoiseScale\(\)`'),
     no_betas=(toy, lambda: [acc(8),ScaledLR(base_bs=8, betas=True)], ValueError, 'leave `betas` out, or use Adam'),

@@ -2,26 +2,20 @@
 import pickle, pytest, sweep, torch
 from functools import partial
 from torch import nn
-from torch.utils.data import TensorDataset
-from fastai.callback.core import Callback, CancelBackwardException, CancelBatchException, FetchPredsCallback
+from fastai.callback.core import Callback, FetchPredsCallback
 from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation, ShortEpochCallback
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import load_learner
-from fastai.metrics import accuracy
 from fastai.optimizer import Adam, OptimWrapper, SGD
 from fastai.torch_core import params
 from fastaccum import GradientAccumulation
-from fastaccum.testing import CrossEntropy, assert_same_run, deviation, toy, toy_data, both_runs
-from common import Raise, Seen, grads, some, weights
+from fastaccum.testing import assert_same_run, deviation, toy, toy_data, both_runs
+from common import Seen, grads, some, weights
 
 @pytest.mark.parametrize('seed', some(45, range(400)))
 def test_random_runs(seed): sweep.check(seed)
-
-def test_the_comparison_sees_what_fastais_callback_gets_wrong():
-    a,b = both_runs(fit=lambda l,cbs: l.fit(1, 0.05, cbs=cbs), acc_cls=FastaiGradientAccumulation)
-    assert deviation(weights(a), weights(b))>1e-3
 
 @pytest.mark.parametrize('args,full', [(dict(),32), (dict(n_acc=16),16), (dict(accum_bs=10),12)], ids=str)
 def test_arguments_of_fastais_callback(args, full):
@@ -31,7 +25,7 @@ def test_arguments_of_fastais_callback(args, full):
 
 # Fit after fit
 
-@pytest.mark.parametrize('opt_func', [SGD,Adam,partial(OptimWrapper, opt=torch.optim.SGD)], ids=['SGD','Adam','torch'])
+@pytest.mark.parametrize('opt_func', [Adam,partial(OptimWrapper, opt=torch.optim.SGD)], ids=['fastai','torch'])
 def test_several_fits_with_one_callback(opt_func):
     "With a body that is frozen after it has trained: fastai's own optimizers go on decaying it, here as there"
     def fit(l, cbs):
@@ -40,29 +34,22 @@ def test_several_fits_with_one_callback(opt_func):
             how(1, slice(1e-3, 1e-2), wd=0.1, cbs=cbs)
     assert_same_run(*both_runs(opt_func=opt_func, fit=fit))
 
-@pytest.mark.parametrize('left_by', [FastaiGradientAccumulation,GradientAccumulation,None])
-def test_no_gradient_of_an_earlier_fit_enters(left_by):
-    "Which fastai's callback leaves at the end of each, and others after an interrupt"
+def test_no_gradient_of_an_earlier_fit_enters():
+    "Which fastai's callback leaves at the end of each; a body that is frozen stays where it is"
     learn,fresh = toy(4, n=60, opt_func=SGD),toy(16, n=60, opt_func=SGD)   # which has no state of its own
-    cbs = [] if left_by is None else [left_by(16)]
-    if left_by is FastaiGradientAccumulation: learn.fit(1, 0.1, cbs=cbs)
-    else:
-        with pytest.raises(KeyboardInterrupt):
-            learn.fit(1, 0.1, cbs=[*cbs,Raise('after_backward', KeyboardInterrupt, 5, at=6)])
+    learn.fit(1, 0.1, cbs=FastaiGradientAccumulation(16))
     fresh.model.load_state_dict(learn.model.state_dict())
     fresh.fit(1, 0.1); learn.fit(1, 0.1, cbs=GradientAccumulation(16))
     assert deviation((weights(fresh),fresh.recorder.losses), (weights(learn),learn.recorder.losses))<1e-6
-
-def test_a_body_that_is_frozen_stays_where_an_earlier_fit_left_gradients():
     learn = toy(4, n=60, opt_func=Adam)
     learn.fit(1, 0.1, cbs=FastaiGradientAccumulation(16))
     learn.freeze()
-    before = [p.detach().clone() for p in learn.model[:2].parameters()]
+    body = learn.model[0].weight.clone()
     learn.fit(1, 0.1, cbs=GradientAccumulation(16))
-    assert deviation(before, list(learn.model[:2].parameters()))==0
+    assert learn.model[0].weight.equal(body)
 
-@pytest.mark.parametrize('acc', [dict(), dict(drop_last=True), dict(log_accum_batch=False)], ids=str)
-@pytest.mark.parametrize('num_it,lrs', [(12,{}),(30,{}),(60,dict(end_lr=1e5, stop_div=True))])
+@pytest.mark.parametrize('acc,num_it,lrs', [(dict(),30,{}), (dict(drop_last=True),12,{}),
+    (dict(log_accum_batch=False),30,{}), (dict(),60,dict(end_lr=1e5, stop_div=True))], ids=str)
 def test_lr_find(acc, num_it, lrs):
     "The finder's points are steps, and a fit after it is the full-batch run's too"
     def fit(l, cbs):
@@ -87,7 +74,7 @@ class Predict(Callback):
         self.how(self.learn)
         self.busy = False
 
-others = dict(validates=lambda: [Predict(lambda l: l.validate())], predicts=lambda: [Predict(lambda l: l.get_preds())],
+others = dict(validates=lambda: [Predict(lambda l: l.validate())],
     predicts_inside=lambda: [Predict(lambda l: l.get_preds(dl=l.dls.valid, inner=True))],
     tracks=lambda: [EarlyStoppingCallback(patience=2), SaveModelCallback(), ReduceLROnPlateau(patience=1)],
     penalizes=lambda: [sweep.Penalty()], late=lambda: [sweep.Penalty('before_backward', GradientAccumulation.order+1)])
@@ -106,28 +93,6 @@ def test_added_between_two_epochs():
     learn.fit(2, 0.1, cbs=Add())
     assert len(learn.recorder.losses)==16+4
 
-@pytest.mark.filterwarnings('ignore:the loss function sums')
-def test_penalties_that_callbacks_add_to_a_sum():
-    assert_same_run(*both_runs(loss_func=CrossEntropy(reduction='sum'), cbs=others['penalizes'],
-        fit=lambda l,cbs: l.fit(2, 1e-3, cbs=cbs)))
-
-cancels = [(o,CancelBatchException) for o in ('before_batch','after_pred','after_loss','before_backward')]
-cancels.append(('before_backward',CancelBackwardException))
-
-@pytest.mark.parametrize('left_out,cancel,order', some(12, [(o,c,order) for order in (4,8) for c in cancels
-    for o in ((1,),(3,),(0,1,2,3),(15,),(12,13,14,15))]))
-def test_micro_batches_that_callbacks_leave_out(left_out, cancel, order):
-    "The others make up the steps, each with the mean of what it has"
-    a,b,(event,exc) = toy(4, n=64),toy(4, n=64),cancel
-    cbs = [Raise(event, exc, order, at=i-k) for k,i in enumerate(left_out)]   # each hears what those before let through
-    b.fit(1, 0.05, cbs=[GradientAccumulation(16),*cbs])
-    dl,kept = a.dls.train,[j for i in range(16) if i not in left_out for j in range(4*i, 4*i+4)]
-    steps = [kept[i:i+16] for i in range(0, len(kept), 16)]
-    dl.create_batches = lambda idxs: (dl.create_batch([dl.dataset[i] for i in o]) for o in steps)
-    a.fit(1, 0.05)
-    assert all(o.raised for o in cbs) and deviation(weights(a), weights(b))<1e-12
-    assert len(b.recorder.losses)==len(steps) and deviation(a.recorder.losses, b.recorder.losses)<1e-6
-
 @pytest.mark.parametrize('drop_last', [False,True])
 def test_an_epoch_that_is_cut_short(drop_last):
     "What was seen is stepped on, unless incomplete batches are left out; no gradient stays"
@@ -140,55 +105,13 @@ def test_an_epoch_that_is_cut_short(drop_last):
         *steps,rest = epoch.split('s')
         assert 0<len(steps)<4 and ({*steps}=={'bbbb'} if drop_last else not rest)
 
-# Data
-
-@pytest.mark.filterwarnings('ignore:the training loader announced')
-@pytest.mark.parametrize('announced', [12,10,4])
-def test_a_loader_that_announces_the_wrong_length(announced):
-    "10 micro-batches of 4, whatever `len` says: no sample is lost, and none counts twice"
-    a,b = (sweep.metered(bs, n=40, metrics=accuracy) for bs in (16,4))
-    dl = b.dls.train
-    class Loader:
-        bs,device,dataset,after_batch = dl.bs,dl.device,dl.dataset,None
-        def __len__(self): return announced
-        def __iter__(self): return iter(dl)
-    b.dls.loaders[0] = Loader()
-    a.fit(2, 0.05); b.fit(2, 0.05, cbs=GradientAccumulation(16))
-    assert deviation(weights(a), weights(b))<1e-12 and list(b.recorder.iters)==[3,6]
-    assert deviation((a.recorder.losses,a.recorder.values), (b.recorder.losses,b.recorder.values))<1e-6
-
-class Change(Callback):
-    "Take another batch size after the first epoch, and ask for one more epoch"
-    order = 100
-    def __init__(self, bs): self.bs = bs
-    def before_fit(self): self.learn.n_epoch = 3
-    def before_epoch(self):
-        dl = self.dls.train
-        if self.epoch==1: self.learn.dls.loaders[0] = dl.new(bs=self.bs, n=70, get_idxs=dl.get_idxs)
-
-def test_a_loader_that_changes_between_epochs():
-    a,b = toy(16),toy(4)
-    a.fit_one_cycle(2, 0.05, cbs=Change(16)); b.fit_one_cycle(2, 0.05, cbs=[Change(2),GradientAccumulation(16)])
-    assert len(b.recorder.losses)==15
-    assert_same_run(a, b)
-
-@pytest.mark.filterwarnings('ignore:the training loader has no batch')
-@pytest.mark.parametrize('kwargs', [dict(data=TensorDataset(toy_data(70).tensors[0])),dict(n=3, whole=4)])
-def test_without_targets_or_without_a_batch_nothing_is_trained(kwargs):
-    learn = toy(4, cbs=GradientAccumulation(16), **kwargs)
-    if 'data' in kwargs: learn.remove_cb(learn.float32_loss)
-    learn.fit(1, 0.1)
-    assert weights(learn).equal(weights(toy(4))) and not learn.recorder.losses
-
 # Outside of a fit
 
-@pytest.mark.parametrize('kwargs', [dict(accum_bs=16), dict(accum_bs=100, drop_last=True)], ids=str)
-def test_validation_and_prediction_before_any_fit(kwargs, capsys):
+def test_validation_and_prediction_before_any_fit():
     "Also with what would be refused for a fit"
-    a,b = toy(4),toy(4, cbs=GradientAccumulation(**kwargs))
+    a,b = toy(4),toy(4, cbs=GradientAccumulation(100, drop_last=True))
     assert list(a.validate())==list(b.validate()) and deviation(a.get_preds()[0], b.get_preds()[0])==0
     b.show_training_loop()
-    assert 'GradientAccumulation' in capsys.readouterr().out
 
 def test_pickling_the_callback():
     acc,a,b = GradientAccumulation(16, drop_last=True),toy(16, whole=16),toy(4)

@@ -1,5 +1,5 @@
 "A schedule's run is plain training on the batches of its `plan()`, and the plan is what the schedule says."
-import matplotlib.pyplot as plt, numpy as np, pickle, pytest, random, warnings
+import matplotlib.pyplot as plt, numpy as np, pickle, pytest, random
 from functools import partial
 from hypothesis import given, strategies as st
 from fastai.callback.schedule import SchedCos, SchedExp, SchedLin, SchedNo, SchedPoly, combine_scheds
@@ -9,18 +9,7 @@ from fastai.optimizer import Adam, SGD
 from fastaccum import (GradientAccumulation, GradientAccumulationSchedule as Schedule,
     GradientAccumulationScheduler as Scheduler)
 from fastaccum.testing import assert_same_run, toy
-from common import Raise, Seen, some, weights
-
-class StepsLoader:
-    "A loader that yields, epoch by epoch, batches of the given sizes"
-    def __init__(self, dl, sizes, epoch=0): self.dl,self.sizes,self.epoch,self.device = dl,sizes,epoch,dl.device
-    def __len__(self): return len(self.sizes[self.epoch%len(self.sizes)])
-    def __iter__(self):
-        idxs,start,sizes = self.dl.get_idxs(),0,self.sizes[self.epoch%len(self.sizes)]
-        self.epoch += 1
-        for size in sizes:
-            yield self.dl.create_batch([self.dl.dataset[i] for i in idxs[start:start+size]])
-            start += size
+from common import Raise, StepsLoader, some, weights
 
 def compare(make, n_epoch, n, micro, cbs=list, start_epoch=0, **kwargs):
     "Train on the plan's batches, and on micro-batches; return both Learners and the plan"
@@ -80,8 +69,7 @@ def test_sizes_follow_the_annealer(n, micro, a, b, s, f, annealer, n_epoch, drop
             else: assert (size%micro==0 or done+size==n) and 0<size and abs(size-ideal)<=micro/2+1e-6
             done += size or 0
 
-@pytest.mark.parametrize('start,finish,pcts', [(1,3,(0.25,0.75)), (0.25,3,(0.25,0.75)), (1,0.75,(0.25,0.75)),
-    (0,4,(0.,1.)), (2,2,(0.5,0.5))], ids=str)
+@pytest.mark.parametrize('start,finish,pcts', [(1,3,(0.25,0.75)), (0.25,3,(0.25,0.75)), (0,4,(0.,1.))], ids=str)
 def test_whole_numbers_are_epochs_and_floats_fractions(start, finish, pcts):
     def sizes(s, f): return Schedule(8, 32, start=s, finish=f).plan(toy(4, n=64).dls, 4).sizes
     assert sizes(start, finish)==sizes(*pcts)
@@ -133,36 +121,13 @@ def test_lr_find_uses_the_first_size():
     assert b.recorder.accum_bs==[8]*30
     assert_same_run(a, b)
 
-@pytest.mark.parametrize('acc', [Schedule(8, 32),Scheduler({0:2})])
-def test_other_callbacks_find_it_where_they_find_plain_accumulation(acc):
-    "And nothing warns; its size is the schedule's to set"
-    found = Seen('before_fit', lambda l: l.gradient_accumulation is acc)
-    with warnings.catch_warnings():
-        warnings.simplefilter('error')
-        toy(4, n=64).fit(2, 0.05, cbs=[acc,found])
-    assert found.values==[True]
-    with pytest.raises(AttributeError, match='schedule'): acc.accum_bs = 8
-
 # What is refused
 
-@pytest.mark.parametrize('start,finish', [(0,1.5),(1.2,2.),(0,4),(3,5)])
+@pytest.mark.parametrize('start,finish', [(1.2,2.),(0,4)])
 def test_a_finish_after_the_end_warns(start, finish):
     learn = toy(4, n=64)
     with pytest.warns(UserWarning, match=f'finish={finish}'): learn.fit(2, 0.05, cbs=Schedule(8, 32, start, finish))
     assert learn.recorder.accum_bs[-1]<32
-
-def anneal(n): return lambda a,b: lambda pos: 8 if pos<0.5 else n
-bad = {Schedule:[((8,32,.5,.3), ValueError, 'later'), ((8,32,3,2), ValueError, 'later'), ((0,32), ValueError, '_bs=0'),
-        ((8,32,-0.1), ValueError, 'start'), ((8,32,True), TypeError, 'start'), ((8,32,0,'1'), TypeError, 'finish'),
-        ((8,-4), ValueError, '_bs=-4'), ((4.,32), TypeError, '_bs=4.0'), ((8,32,0,1,'cos'), TypeError, 'cos'),
-        ((8,32,0,1,lambda a,b: a), TypeError, 'returned 8'), ((8,32,0,1,anneal(-1)), ValueError, 'above 0')],
-    Scheduler:[(({},), TypeError, 'dict'), (([2,4],), TypeError, 'dict'), (({0.5:2},), TypeError, '0.5'),
-        (({0:2.},), TypeError, '2.0'), (({True:2},), TypeError, 'True'), (({0:0},), ValueError, 'factor 0'),
-        (({-1:2},), IndexError, 'threshold -1'), (({0:2},'batch'), ValueError, 'batch')]}
-
-@pytest.mark.parametrize('cls,args,exc,msg', [(k,*o) for k,v in bad.items() for o in v], ids=str)
-def test_bad_schedules_are_refused_at_once(cls, args, exc, msg):
-    with pytest.raises(exc, match=msg): cls(*args)
 
 def test_an_epoch_that_comes_after_a_fraction_is_refused_before_a_weight_moves():
     learn = toy(4)

@@ -124,6 +124,15 @@ def test_results_say_when_and_with_what(nm):
     assert re.fullmatch(r'\d{4}-\d\d-\d\d', a['date']) and re.match(r'\d+ CPU cores', a['machine'])
     assert a['torch'] and a['fastai'] and a['fastaccum'] and a['python']
 
+scripts = sorted((root/'benchmarks').rglob('[a-z]*.py'))
+
+@pytest.mark.parametrize('fn', scripts, ids=lambda o: o.relative_to(root).as_posix())
+def test_scripts_find_what_they_import(fn):
+    "Nobody runs them often, so a name of the package that has moved would go unnoticed"
+    for o in ast.walk(ast.parse(fn.read_text(encoding='utf-8'))):
+        if isinstance(o, ast.ImportFrom) and not o.level and o.module.partition('.')[0] in ('fastaccum','benchmarks'):
+            exec(compile(ast.Module([o], []), fn.name, 'exec'), {})
+
 # Pages that are made from results
 
 def cells(page): return json.loads((root/f'nbs/{page}.ipynb').read_text(encoding='utf-8'))['cells']

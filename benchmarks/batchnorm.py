@@ -1,4 +1,4 @@
-"""What BatchNorm does to runs on micro-batches, and what helps: the table of the page "BatchNorm and the big batch".
+"""What BatchNorm does to runs on micro-batches, and what helps: the table of the guide "BatchNorm".
 
 A resnet18 tells the regions of two photographs, which come with scikit-learn, by crops of 32 pixels. Steps are of 64
 crops, in micro-batches of 64 (the big batch), 16, 8 and 4 from scratch, and of 64, 16 and 8 fine-tuned after it has

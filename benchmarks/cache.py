@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torchvision import models
 from benchmarks.live import peak_of
-from fastaccum.cache import GradientCache, _CachedCall, cuts
+from fastaccum.cache import GradientCache
+from fastaccum.core.replay import CachedCall, cuts
 
 def loss_func(z):
     z = F.normalize(z)
@@ -30,7 +31,7 @@ def arms(model, x, size):
                 if p.grad is not None: p.grad.zero_()   # as fastai's optimizers do
             loss_func(predict()).backward()
         return f
-    def cached(): return _CachedCall(cb, model, model.forward, (x,), len(x)).forward()
+    def cached(): return CachedCall(cb, model, model.forward, (x,), len(x)).forward()
     def one_graph(): return torch.cat([checkpoint(model, x[a:b], use_reentrant=False) for a,b in cuts(len(x), size)])
     return {'whole batch':step(lambda: model(x)), 'GradientCache':step(cached),
         'as one graph of checkpoints':step(one_graph)}

@@ -1,7 +1,8 @@
-"""What the noise meter costs, beside a micro-batch: `python benchmarks/noise.py`
+"""What `NoiseScale` adds to the time of a micro-batch.
 
-First the two ways to the length of a micro-batch's gradient, a hook on each parameter and the difference of copies.
-Then fits with and without `NoiseScale`, alternated in one process, because machines are noisy; medians are printed.
+`python benchmarks/noise.py`: first two methods of measuring the length of a micro-batch's gradient, a hook on each
+parameter and the difference of copies. Then fits with and without `NoiseScale`, alternated in one process, because
+machines are noisy; medians are printed.
 It is processor time of one thread. With `cuda` as argument: on the GPU, on the clock.
 """
 import os

@@ -1,4 +1,4 @@
-"""Which learning rate is best in steps of which size: for the page "Choose `accum_bs` and the learning rate".
+"""Which learning rate is best for which step size: for the guide "Learning rate and batch size".
 
 A small recurrent network learns to say the next word of Python's language reference (`pydoc_data.topics`, what
 `help('for')` prints), by SGD and by Adam, with `fit_one_cycle`, in steps of 16, 64 and 256 samples and four epochs

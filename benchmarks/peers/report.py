@@ -66,12 +66,28 @@ def hows(res):
         for p in res['peers'].values()])
 
 # Each case in a few words, for the head of a column
-names = dict(A='all fits', B250='ragged last micro-batch', B240='last step a micro-batch short',
+names = dict(A='every step full', B250='ragged last micro-batch', B240='last step a micro-batch short',
     B200='last step of 8 samples', B48='epoch shorter than a step', C40='steps of 40', padded='padded tokens',
     ignored='a micro-batch all ignored', clip='clipping', fp16='fp16', cycle='one-cycle', again='second fit',
     interrupt='fit after an interrupt', loss='recorded loss', metrics='training accuracy', lr_find='finder',
     zero='steps of 0', negative='steps of -64')
 ends,others = ['A','B250','B240','B200','B48','C40'],['padded','ignored','clip','fp16','cycle','again','interrupt']
+
+# What a reader wants to know first: columns, and the cases that are behind each
+first = {'every step full':['A'], 'incomplete last step':['B250','B240','B200','B48'], 'any step size':['C40'],
+    'padded targets':['padded','ignored'], 'one-cycle':['cycle'], 'next fit':['again','interrupt']}
+
+def summary(right, fast):
+    "Who is right in what: a row for each peer, fastaccum's first, and what a micro-batch of a tiny model costs"
+    def mark(p, keys):
+        found = [p['cases'][k] for k in keys]
+        if all(o['outcome'] in ('refused','cannot express') for o in found): return '–'
+        return '✓' if all(o['outcome']=='ran' and o['weights']<1e-8 for o in found) else '✗'
+    def cost(nm):
+        return f"{fast['cost']['tiny'][nm]['4']['to_bare']:.1f}" if nm in fast['arms'] else ''
+    peers = sorted(right['peers'].items(), key=lambda o: o[0]!='fastaccum')
+    return table(['',*first,'time'], [[f"**{p['title']}**" if nm=='fastaccum' else p['title'],
+        *(mark(p, keys) for keys in first.values()), cost(nm)] for nm,p in peers])
 
 def right(res):
     "All tables of `right`"
@@ -85,8 +101,8 @@ def right(res):
 # Who has no row in `fast`, and why
 not_fast = """Composer is not here. All the others are given micro-batches that are ready, so that nothing but the work
 around them is measured; Composer takes the big batch from the loader and splits it, and its figure would hold that
-too. Of a peer with several ways, one is here: fastxtend with `drop_last=False`, accelerate with `accumulate()`,
-transformers with `num_items_in_batch`.""".replace('\n', ' ')
+too. Of a peer that is run in several ways, one is here: fastxtend with `drop_last=False`, accelerate with
+`accumulate()`, transformers with `num_items_in_batch`.""".replace('\n', ' ')
 
 def times(res, model, ks, unit, f=lambda v: f'{v:.0f}'):
     "A row for each arm, with the ratio to the bare loop"

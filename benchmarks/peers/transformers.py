@@ -77,9 +77,8 @@ class BertHead(NumItems):
     def loss(self): return None
 
 class BertTold(BertHead):
-    key,title = 'hf-bert-told','transformers, BERT head, told'
-    how = ('as before, and the Trainer told by loss_is_scaled_for_ga=False that the head does not honour '
-        'num_items_in_batch')
+    key,title = 'hf-bert-told','transformers, BERT head, loss scaled'
+    how = 'as before, with loss_is_scaled_for_ga=False, since the head does not use num_items_in_batch'
     trainer_cls = type('Told', (Loader,), dict(loss_is_scaled_for_ga=False))
 
 peers = [NumItems, BertHead, BertTold]

@@ -71,7 +71,7 @@ class Targets:
 
 # %% ../../nbs/core/05_mean.ipynb #find
 def find_n_items(loss_func:Callable)->Callable|None:
-    "Find how many items the mean loss of `loss_func` covers: `n_items(learn)`, which returns a number or a 0-dim tensor; `None` for a sum"
+    "How many items the mean of `loss_func` covers: a function of the Learner, or `None` if the loss is a sum"
     f,kwargs = loss_func,{}
     mixer = f.__self__ if isinstance(f, MethodType) else None   # MixUp or CutMix
     if hasattr(mixer, 'old_lf'): return None if getattr(mixer.old_lf, 'reduction', 'mean')=='sum' else samples

@@ -1,4 +1,4 @@
-"""Cut the Learner's batch into micro-batches, with everything that has a row for each sample, and again where memory runs out.
+"""Cut the Learner's batch into micro-batches, with all that has a row for each sample; again if memory runs out.
 
 Docs: https://fastaccum.github.io/fastaccum/core/micro_batches.html.md"""
 
@@ -198,7 +198,7 @@ class Retries:
             raise torch.OutOfMemoryError("memory ran out in a backward pass that had added to some gradients already, "
                 f"and a callback has cancelled {micro.n} of its samples since, which cannot be taken out of them: "
                 "give the DataLoaders a batch size that fits (`learn.bs_find`)" + see('cannot-be-undone'))
-        while self.held and self.held[-1][0]==micro.stop:   # all of it has run again: its gradients are set as they were
+        while self.held and self.held[-1][0]==micro.stop:   # all of it has run again: its gradients are set back
             for p,g in self.held.pop()[1]: p.grad = g
         if self.failed is None: return True
         (n,reason),self.failed = self.failed,None

@@ -71,10 +71,8 @@ class Plan:
         "Of `wanted` samples over all processes, each takes its part, in whole batches of its own"
         return [round_up(ceil(wanted/len(self.loaders)), o.unit) for o in self.loaders]
 
-    def epoch(self,
-        i:int # The epoch
-    )->list: # A `PlannedStep` for each step
-        "The steps of an epoch"
+    def epoch(self, i:int)->list:
+        "The steps of an epoch: a `PlannedStep` for each"
         if not callable(self.accum_bs): i = 0   # all are alike
         if i not in self._epochs: self._epochs[i] = list(self._walk(i))
         return self._epochs[i]

@@ -11,6 +11,7 @@ __all__ = ['check_moment', 'fraction', 'n_needed', 'as_annealer', 'check_value',
 # %% ../nbs/01_schedule.ipynb #imports
 import inspect, matplotlib.pyplot as plt, numpy as np
 from bisect import bisect_right
+from itertools import accumulate
 from numbers import Integral, Real
 from warnings import warn
 from fastai.callback.schedule import SchedCos
@@ -235,13 +236,8 @@ def plot_sched(self:GradientAccumulation,
 )->np.ndarray: # The two matplotlib axes
     "Draw the size of the steps to come, and the number of steps taken, over epochs"
     plan = self.plan(dls, n_epoch)
-    xs,ys = [],[]
-    for epoch,sizes in enumerate(plan.sizes):
-        start = 0
-        for size in sizes:
-            xs.append(epoch+start/plan.n)
-            ys.append(size)
-            start += size
+    xs,ys = zip(*((epoch+start/plan.n,n) for epoch,sizes in enumerate(plan.sizes)
+        for start,n in zip(accumulate(sizes, initial=0), sizes)))
     _,axs = plt.subplots(1, 2, figsize=figsize)
     axs[0].step([*xs,n_epoch], [*ys,ys[-1]], where='post')
     axs[0].set_ylabel('samples per step')

@@ -163,15 +163,13 @@ class StepMean:
         if loss.dtype in (torch.float16,torch.bfloat16): loss = loss.float()   # it is added up
         size = (n_samples(learn.yb, n) or n) if self.find is samples else self.find(learn)
         if self.n_items: size,self.looked = _checked(size, not self.looked),True
-        if self.ref is None: self.ref = self._planned_size(self._most(learn, size, n)/n)
+        if self.ref is None:
+            each,ps = self._most(learn, size, n)/n,self.processes
+            # what is exchanged with each micro-batch needs the same on all processes
+            self.ref = ps.largest(each)*self.total/ps.n if ps and ps.shards else each*self.planned
         if isinstance(size, torch.Tensor) or not size: size,loss = self._masked(learn, size, loss)
         self.now = n,size,loss
         return size/self.ref
-
-    def _planned_size(self, per_sample):
-        "What is exchanged with each micro-batch needs the same on all processes"
-        ps = self.processes
-        return ps.largest(per_sample)*self.total/ps.n if ps and ps.shards else per_sample*self.planned
 
     def _most(self, learn, size, n):
         "What `size` would be if no target were ignored"

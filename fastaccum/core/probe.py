@@ -102,12 +102,13 @@ def _copied(f, *kept):
 
 @torch.no_grad()   # not in a `with`: an interrupt before its last lines would leave gradients off
 def _probe(learn, f, n, find, devices):
+    def rng(): return [o for _,o in rng_state(devices)]
     def look(pick, m):
         "The loss of `m` samples, and what it is a mean of"
         part = Part(learn, n, pick, f)
-        before = rng_state(devices)
+        before = rng()
         loss = part.loss_func(part.pred, *part.yb).as_subclass(torch.Tensor).detach()
-        if not _same(before, rng_state(devices)): raise ValueError('the loss function draws random numbers')
+        if not _same(before, rng()): raise ValueError('the loss function draws random numbers')
         return (loss.mean() if loss.ndim else loss.clone()),1 if find is None else m if find is samples else find(part)
     k = n//2 if n<5 else max(2, n//3)
     looks = [look(o, m) for o,m in ((lambda o: o[:], n), (lambda o: o[:k], k), (lambda o: o[k:], n-k))]

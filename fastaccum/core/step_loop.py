@@ -20,7 +20,7 @@ from .forward_state import autocast_state, set_autocast_state
 from .gradients import empty_grads, params_of, scale_grads
 from .loader import Step
 from .mean import StepMean, find_n_items
-from .micro_batches import MicroBatch, Parts, Retries, next_part
+from .micro_batches import MicroBatch, Parts, Runs
 from .out_of_memory import is_out_of_memory
 from .warnings import see
 
@@ -103,18 +103,16 @@ class StepLoop(Events):
         "Run the Learner's batch of `n` samples in micro-batches that are no larger than asked for, or that fit"
         training,auto = self.learn.training,self.auto
         parts,start = Parts(self.learn, rows, before, auto.split if auto else split),0
-        retries = Retries(self.learn, auto) if auto else None
+        runs = Runs(self.learn, auto, self.micro_batch_size)
         if auto and training and not self.learn.iter: parts.cut(0, 1)   # refused before a weight moves
         try:
             while start<rows:
-                if auto: stop = next_part(start, retries.stop(rows), retries.most)
-                else: stop = next_part(start, rows, self.micro_batch_size)
+                stop = runs.stop(start, rows)
                 if stop-start<rows:
                     if training: self.watch.parts(parts)
                     parts.use(start, stop)
                 self.micro = MicroBatch(n*stop//rows-n*start//rows, start, stop)
-                if not auto: run()
-                elif not retries.fits(run, self.micro, training and not self.mean.samples): continue
+                if not runs.fits(run, self.micro, training and not self.mean.samples): continue
                 parts.rows.keep()
                 start = stop
                 if start<rows or not training: ended()
@@ -218,8 +216,11 @@ class SplitValidation(StepLoop):
         learn,before = self.learn,self._attributes()
         learn.iter = i
         learn._split(learn._set_device(b))
-        outs = []
-        def keep(): outs.append((self.micro.n,learn.pred,learn.loss,self._items()))
+        outs = []   # of each part: its samples, predictions, loss, and what that is a mean of
+        def keep():
+            find = self.n_items or find_n_items(learn.loss_func)
+            items = None if find is None or not len(learn.yb) else float(find(learn))
+            outs.append((self.micro.n,learn.pred,learn.loss,items))
         try:
             self._event('before_batch')
             n = n_samples((*learn.yb,*learn.xb), getattr(learn.dl, 'bs', None))
@@ -227,11 +228,6 @@ class SplitValidation(StepLoop):
             if len(outs)>1: self._put_together(outs)
         except CancelBatchException: self._event('after_cancel_batch')
         self._event('after_batch')
-
-    def _items(self):
-        "What the loss of the Learner's predictions is a mean of"
-        find = self.n_items or find_n_items(self.learn.loss_func)
-        return None if find is None or not len(self.learn.yb) else float(find(self.learn))
 
     def _put_together(self, outs):
         ns,preds,losses,items = zip(*outs)

@@ -49,12 +49,8 @@ def n_needed(f:callable)->int:
     except ValueError: return 0
     return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY,p.POSITIONAL_OR_KEYWORD) for p in ps)
 
-def as_annealer(
-    schedule:callable, # `f(start, end)`, returning a function of the position in [0,1]; or that function itself
-    start:int, # Samples at position 0
-    end:int # Samples at position 1
-)->callable:
-    """Turn `schedule` into a function of the position
+def as_annealer(schedule:callable, start:int, end:int)->callable:
+    """The function of the position in [0,1] that `schedule(start, end)` returns, or that `schedule` is
 
     TypeError: `schedule` cannot be called with two numbers, or does not return a function
     """
@@ -173,11 +169,8 @@ class GradientAccumulationSchedule(_Scheduled):
             f"`final_accum_bs={self.final_accum_bs}`. Epochs are ints, fractions of training floats: "
             f"this fit has {self.learn.n_epoch} epochs" + see('schedule-cut-short'))
 
-    def sizes(self,
-        micro_bs:int, # Samples in a micro-batch
-        n_epoch:int # Epochs of the fit
-    )->callable: # A function of a `Position`
-        """Samples wanted in a step, as a function of a `Position`
+    def sizes(self, micro_bs:int, n_epoch:int)->callable:
+        """As in `GradientAccumulation`: a function of a `Position`
 
         ValueError: in a fit of `n_epoch` epochs, `start` is later than `finish`
         """
@@ -219,11 +212,8 @@ class GradientAccumulationScheduler(_Scheduled):
         self.scheduling = {int(k):int(v) for k,v in sorted(check_scheduling(scheduling).items())}
         self.mode = mode
 
-    def sizes(self,
-        micro_bs:int, # Samples in a micro-batch
-        n_epoch:int # Epochs of the fit
-    )->callable: # A function of a `Position`
-        "Samples wanted in a step, as a function of a `Position`"
+    def sizes(self, micro_bs:int, n_epoch:int)->callable:
+        "As in `GradientAccumulation`: a function of a `Position`"
         thresholds,factors = list(self.scheduling),[1,*self.scheduling.values()]
         return lambda pos: micro_bs*factors[bisect_right(thresholds, getattr(pos, self.mode))]
 

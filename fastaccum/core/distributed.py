@@ -83,13 +83,10 @@ class Processes:
 
     def __getstate__(self): return vars(self)|dict(ddps=[], shards=[], group=None)   # they cannot be pickled
 
-    def agree(self,
-        told:dict, # What this process was told, by name: whole numbers that must be the same on all
-        mine:list # Other whole numbers
-    )->list: # Those of all processes, by rank
-        """Tell the others, and hear what they tell
+    def agree(self, told:dict, mine:list)->list:
+        """Tell the others the whole numbers `mine`, and hear theirs, by rank
 
-        ValueError: they were told different things
+        ValueError: what they were `told`, whole numbers by name, is not the same on all
         """
         if self.n==1: return [mine]
         each = gather([*told.values(),*mine], self.device, self.group)

@@ -154,13 +154,8 @@ class BatchStream:
 
 # %% ../../nbs/core/01_loader.ipynb #step
 class Step:
-    "The batches of one step"
-    def __init__(self,
-        batches:BatchStream, # Where they come from
-        plan:PlannedStep, # What it should be
-        rank:int=0, # Which of the processes this is
-        planned:bool=True # Did the loader announce it? If not, it is like the last one, and full
-    ):
+    "The batches of one step; one that the loader did not announce is like the last planned one, and full"
+    def __init__(self, batches:BatchStream, plan:PlannedStep, rank:int=0, planned:bool=True):
         self.batches,self.planned,self.full = batches,planned,plan.full
         self.size,self.total = (plan.sizes[rank],sum(plan.sizes)) if planned else (plan.full,plan.full)
         self.enough = min(self.size, plan.wanted)   # samples with which it is complete

@@ -149,11 +149,8 @@ class StepMean:
         "Is the loss a sum?"
         return self.find is None
 
-    def measure(self,
-        learn:Learner, # Has computed the loss
-        n:int # Samples in the micro-batch
-    )->float|torch.Tensor: # What to multiply its loss, or the penalties on a sum, with
-        "The share of a micro-batch in the step"
+    def measure(self, learn:Learner, n:int)->float|torch.Tensor:
+        "The share in the step of a micro-batch of `n` samples, for its loss, or for the penalties on a sum"
         self.find = self.n_items or find_n_items(learn.loss_func)
         loss = _plain(learn.loss).detach()
         if loss.ndim: loss = loss.mean()   # with `reduction='none'`; the Recorder notes the mean, too

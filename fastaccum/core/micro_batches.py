@@ -136,7 +136,7 @@ def next_part(start:int, stop:int, most:int|None)->int:
 
 # %% ../../nbs/core/12_micro_batches.ipynb #runs
 class MicroBatch:
-    "One that runs"
+    "A micro-batch, while it runs"
     def __init__(self, n:int, start:int=0, stop:int=0):
         self.n = n                            # samples in it
         self.start,self.stop = start,stop     # its rows in the batch, if that is cut

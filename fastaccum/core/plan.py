@@ -77,12 +77,8 @@ class Plan:
         if i not in self._epochs: self._epochs[i] = list(self._walk(i))
         return self._epochs[i]
 
-    def wanted(self,
-        epoch:int, # The epoch
-        step:int=0, # Steps taken before, in all epochs
-        done:float=0. # The part of the epoch's samples that came before
-    )->int: # Samples, over all processes
-        "The size wanted for the step that begins there"
+    def wanted(self, epoch:int, step:int=0, done:float=0.)->int:
+        "Samples wanted, over all processes, in the step after `step` others, when the part `done` of its epoch is over"
         if not callable(self.accum_bs): return self.accum_bs
         return self.accum_bs(Position(epoch, step, min((epoch+done)/max(1, self.n_epoch), 1.)))
 
@@ -113,9 +109,7 @@ class Plan:
         "The steps in each epoch"
         return [len(self.epoch(i)) for i in range(self.n_epoch)]
 
-    def check(self,
-        warns:bool=True # Of several processes, one warns
-    ):
+    def check(self, warns:bool=True): # Of several processes, one warns
         """Refuse an epoch without a step
 
         ValueError: with `drop_last=True`, an epoch has too few samples for a step

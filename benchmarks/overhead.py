@@ -24,7 +24,7 @@ from fastai.optimizer import SGD
 from fastprogress.fastprogress import progress_bar
 from fastaccum import GradientAccumulation
 from fastaccum.core.probe import probe
-from fastaccum.core.sizes import find_n_items
+from fastaccum.core.mean import find_n_items
 
 bs,n_batches,rounds = 16,400,9
 bare_loop = 'bare PyTorch loop'

@@ -79,7 +79,7 @@ def _check_args(learn, accum_bs, steps, cbs):
 
 def _check_cbs(learn, acc, cache):
     "Others take the place of these callbacks, so what they would refuse is asked of them here"
-    if acc is not None: check_learner(learn, GradientAccumulation)
+    if acc is not None: check_learner(learn)
     elif any(isinstance(o, FastaiGradientAccumulation) for o in learn.cbs):
         raise ValueError("fastai's own `GradientAccumulation` is on this Learner, and only fastaccum's can be checked: "
             "import that one after fastai's star imports, or take this one off with `learn.remove_cb`"

@@ -11,7 +11,7 @@ __all__ = ['GradientAccumulation']
 from collections.abc import Callable
 from fastai.callback.schedule import LRFinder
 from fastai.data.core import DataLoaders
-from .core.checks import check_bool, check_count, check_learner, check_plan
+from .core.checks import check_bool, check_count, check_learner
 from .core.distributed import Processes, check_loaders, check_processes, check_wrapped, find_in_memory
 from .core.forward_state import devices_of
 from .core.gradients import WideSums, empty_grads, params_of
@@ -19,6 +19,7 @@ from .core.loader import InPlace, LoaderSizes, StepLoader, drops_last, sizes_of
 from .core.mean import check_n_items
 from .core.micro_batches import AutoSize, as_size
 from .core.plan import Plan, Position
+from .core.other_samples import Watch
 from .core.step_loop import SplitValidation
 from .core.warnings import Said, see
 from .loggers import LogRows
@@ -94,18 +95,17 @@ class GradientAccumulation(SplitValidation):
         "Refuse what cannot work, before a weight moves"
         learn = self.learn
         if learn.lock.locked(): return   # validation or prediction
-        check_learner(learn, GradientAccumulation)
+        check_learner(learn)
         check_wrapped(learn.model)
         self.said,self.logs,self.processes = Said(),LogRows(self),Processes(learn.model)
-        self.probed = self.noted = self.mean = self.failed = self.planned = None
-        self.can_cut = self.looked = self.watched = False
+        self.watch,self.mean,self.planned = Watch(self),None,None
         self.log_steps = self.log_accum_batch or self._finder is not None
         if self._finder is not None and self.processes.n>1: find_in_memory(self._finder)
         if not len(learn.dls.train) and self.processes.n==1: return   # an export has no samples
         check_processes(self)
         self.planned = self._next_plan(learn.dls.train)
         if self._finder is not None: learn.n_epoch = self._finder.num_it//max(1, len(self.planned.epoch(0)))+1
-        check_plan(self.planned, warns=not self.processes.rank)
+        self.planned.check(warns=not self.processes.rank)
 
     @property
     def _finder(self): return next((o for o in self.learn.cbs if isinstance(o, LRFinder)), None)
@@ -134,6 +134,30 @@ class GradientAccumulation(SplitValidation):
         self.i,self.wide,self.devices = 0,WideSums(params_of(learn.opt)),devices_of(learn.model.modules())
         learn.dl = self.loader = StepLoader(learn, learn.dl, self.run_step, plan.epoch(learn.epoch),
             plan.loaders[self.processes.rank], self.processes, plan.drop_last)
+
+    def before_backward(self):
+        "Give the loss its share: after callbacks have added penalties, before mixed precision scales it"
+        learn,mean,micro = self.learn,self.mean,self.micro
+        share = mean.measure(learn, micro.n)
+        if mean.is_sum:
+            if micro.made_by is not None and micro.made_by is not learn.loss_grad.grad_fn: self._share_penalty(share)
+        elif self.wide: micro.share = share   # gradients are added up in single precision, and weighed there
+        else: learn.loss_grad = learn.loss_grad*share
+        if self.watch.probed is None and mean.samples+micro.n<self.step.enough: self.watch.loss()
+
+    def _share_penalty(self, share):
+        learn = self.learn
+        learn.loss_grad = learn.loss+(learn.loss_grad-learn.loss)*share
+        self.said.once('added-to-a-sum', "the loss function sums (`reduction='sum'`), and a callback adds to the loss: "
+            "what it adds is taken for a mean over the samples, or for something that does not depend on them, and "
+            "added once per step. If it is a sum over samples too, or scales the loss, do that in the loss function")
+
+    def after_backward(self):
+        "Count what was back-propagated"
+        if not self.micro.ran: return
+        self.mean.add(self.learn)
+        if self.wide: self.wide.add(self.micro.share)
+        elif self.mean.samples<self.step.enough: self.watch.note_grads()
 
     def before_validate(self):
         "With `'auto'`, batches of validation are split, too"

@@ -14,8 +14,7 @@ from typing import NamedTuple
 from warnings import warn
 from fastai.callback.core import Callback
 from fastai.callback.fp16 import MixedPrecision
-from .accumulation import GradientAccumulation
-from .core.checks import check_count, check_single
+from .core.checks import accumulation_of, check_count, check_single
 from .core.distributed import is_sharded
 from .core.warnings import see
 
@@ -70,7 +69,7 @@ class NoiseScale(Callback):
     def _begin(self):
         learn = self.learn
         check_single(learn, NoiseScale)
-        self.acc = next((cb for cb in learn.cbs if isinstance(cb, GradientAccumulation) and cb.run), None)
+        self.acc = next((o for o in accumulation_of(learn) if o.run), None)
         if self.acc is None:
             raise ValueError("NoiseScale compares the micro-batches of a step, and this Learner steps on every batch: "
                 "add fastaccum's `GradientAccumulation(accum_bs)` to its callbacks" + see('nothing-accumulates'))
@@ -114,7 +113,7 @@ class NoiseScale(Callback):
 
     def _hear(self, lengths, i, g):
         mean = self.acc.mean
-        if mean is None or self.acc.ran: return   # another backward pass
+        if mean is None or self.acc.micro.ran: return   # another backward pass
         if not lengths: self._begin_micro_batch(mean, lengths)
         if i in lengths: self._warn('a gradient came in parts, as through GradientCache or reentrant checkpoints')
         lengths[i] = lengths[i]*float('nan') if i in lengths else _length(g)

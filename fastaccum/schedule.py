@@ -11,7 +11,7 @@ __all__ = ['check_moment', 'fraction', 'n_needed', 'as_annealer', 'check_value',
 # %% ../nbs/01_schedule.ipynb #imports
 import inspect, matplotlib.pyplot as plt, numpy as np
 from bisect import bisect_right
-from functools import partial
+from itertools import accumulate
 from numbers import Integral, Real
 from warnings import warn
 from fastai.callback.schedule import SchedCos
@@ -24,11 +24,8 @@ from .core.plan import round_up
 from .core.warnings import see
 
 # %% ../nbs/01_schedule.ipynb #moment
-def check_moment(
-    nm:str, # The argument's name
-    o:int|float # Its value
-)->int|float: # The same
-    """Refuse anything but a fraction of training or an epoch
+def check_moment(nm:str, o:int|float)->int|float:
+    """Refuse anything but a fraction of training or an epoch as the argument `nm`
 
     TypeError: it is not a number
     ValueError: it is negative, infinite or NaN
@@ -41,28 +38,19 @@ def check_moment(
             + see('start-and-finish'))
     return o
 
-def fraction(
-    o:int|float, # A fraction of training (float), or an epoch (int)
-    n_epoch:int # Epochs of the fit
-)->float: # The fraction of training
-    "Convert `o` to a fraction of training"
+def fraction(o:int|float, n_epoch:int)->float:
+    "A fraction of training (float), or an epoch (int), as a fraction of a fit of `n_epoch` epochs"
     return o/max(1, n_epoch) if isinstance(o, Integral) else float(o)
 
 # %% ../nbs/01_schedule.ipynb #annealer
-def n_needed(
-    f:callable # A function, or any object that can be called
-)->int: # Positional arguments without a default; 0 for a function written in C that does not tell
-    "How many arguments does `f` need?"
+def n_needed(f:callable)->int:
+    "How many positional arguments has `f` without a default? 0 for a function written in C that does not tell"
     try: ps = inspect.signature(f).parameters.values()
     except ValueError: return 0
     return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY,p.POSITIONAL_OR_KEYWORD) for p in ps)
 
-def as_annealer(
-    schedule:callable, # `f(start, end)`, returning a function of the position in [0,1]; or that function itself
-    start:int, # Samples at position 0
-    end:int # Samples at position 1
-)->callable: # A function of the position in [0,1], returning samples
-    """Turn `schedule` into a function of the position
+def as_annealer(schedule:callable, start:int, end:int)->callable:
+    """The function of the position in [0,1] that `schedule(start, end)` returns, or that `schedule` is
 
     TypeError: `schedule` cannot be called with two numbers, or does not return a function
     """
@@ -80,11 +68,8 @@ def as_annealer(
     return f
 
 # %% ../nbs/01_schedule.ipynb #value
-def check_value(
-    v:object, # What a schedule returned
-    pos:float # The position, from 0 to 1
-)->float: # The same, in samples
-    """Refuse a value that cannot be a number of samples
+def check_value(v:object, pos:float)->float:
+    """Refuse a value that a schedule returned if it cannot be a number of samples
 
     ValueError: it is not a number, not above 0, or above 2**53
     """
@@ -96,9 +81,7 @@ def check_value(
     return n
 
 # %% ../nbs/01_schedule.ipynb #scheduling
-def check_scheduling(
-    scheduling:dict[int,int] # `{threshold: micro-batches per step}`, from that epoch or step on
-)->dict[int,int]: # The same
+def check_scheduling(scheduling:dict[int,int])->dict[int,int]:
     """Refuse anything but a dict of thresholds and numbers of micro-batches
 
     TypeError: it is not a dict, is empty, or holds something other than `int`s
@@ -174,7 +157,8 @@ class GradientAccumulationSchedule(_Scheduled):
         self.start_accum_bs,self.final_accum_bs = self.accum_bs,check_count('final_accum_bs', final_accum_bs)
         self.start,self.finish,self.schedule = check_moment('start', start),check_moment('finish', finish),schedule
         if isinstance(start, Integral)==isinstance(finish, Integral): self._check_window(start, finish)
-        self._check_values(as_annealer(schedule, self.start_accum_bs, self.final_accum_bs))
+        f = as_annealer(schedule, self.start_accum_bs, self.final_accum_bs)
+        for i in range(101): check_value(f(i/100), i/100)
 
     def before_fit(self):
         super().before_fit()
@@ -185,37 +169,26 @@ class GradientAccumulationSchedule(_Scheduled):
             f"`final_accum_bs={self.final_accum_bs}`. Epochs are ints, fractions of training floats: "
             f"this fit has {self.learn.n_epoch} epochs" + see('schedule-cut-short'))
 
-# %% ../nbs/01_schedule.ipynb #sizes
-@patch
-def sizes(self:GradientAccumulationSchedule,
-    micro_bs:int, # Samples in a micro-batch
-    n_epoch:int # Epochs of the fit
-)->callable: # A function of a `Position`
-    """Samples wanted in a step, as a function of a `Position`
+    def sizes(self, micro_bs:int, n_epoch:int)->callable:
+        """As in `GradientAccumulation`: a function of a `Position`
 
-    ValueError: in a fit of `n_epoch` epochs, `start` is later than `finish`
-    """
-    start,finish = fraction(self.start, n_epoch),fraction(self.finish, n_epoch)
-    self._check_window(start, finish)
-    first,last = round_up(self.start_accum_bs, micro_bs),round_up(self.final_accum_bs, micro_bs)
-    return partial(self._size, micro_bs, start, finish, first, last, as_annealer(self.schedule, first, last))
+        ValueError: in a fit of `n_epoch` epochs, `start` is later than `finish`
+        """
+        start,finish = fraction(self.start, n_epoch),fraction(self.finish, n_epoch)
+        self._check_window(start, finish)
+        first,last = round_up(self.start_accum_bs, micro_bs),round_up(self.final_accum_bs, micro_bs)
+        f = as_annealer(self.schedule, first, last)
+        def size(pos):
+            if pos.pct>=finish: return last
+            if pos.pct<=start: return first
+            at = (pos.pct-start)/(finish-start)
+            return max(1, round(check_value(f(at), at)/micro_bs))*micro_bs
+        return size
 
-@patch
-def _size(self:GradientAccumulationSchedule, micro_bs, start, finish, first, last, f, pos):
-    if pos.pct>=finish: return last
-    if pos.pct<=start: return first
-    at = (pos.pct-start)/(finish-start)
-    return max(1, round(check_value(f(at), at)/micro_bs))*micro_bs
-
-@patch
-def _check_window(self:GradientAccumulationSchedule, start, finish):
-    if start<=finish: return
-    raise ValueError(f"`start={self.start}` is later than `finish={self.finish}`: "
-        "give a `finish` that is not before `start`" + see('start-and-finish'))
-
-@patch
-def _check_values(self:GradientAccumulationSchedule, f):
-    for i in range(101): check_value(f(i/100), i/100)
+    def _check_window(self, start, finish):
+        if start<=finish: return
+        raise ValueError(f"`start={self.start}` is later than `finish={self.finish}`: "
+            "give a `finish` that is not before `start`" + see('start-and-finish'))
 
 # %% ../nbs/01_schedule.ipynb #scheduler
 class GradientAccumulationScheduler(_Scheduled):
@@ -239,15 +212,10 @@ class GradientAccumulationScheduler(_Scheduled):
         self.scheduling = {int(k):int(v) for k,v in sorted(check_scheduling(scheduling).items())}
         self.mode = mode
 
-    def sizes(self,
-        micro_bs:int, # Samples in a micro-batch
-        n_epoch:int # Epochs of the fit
-    )->callable: # A function of a `Position`
-        "Samples wanted in a step, as a function of a `Position`"
-        return partial(self._size, micro_bs, list(self.scheduling), [1,*self.scheduling.values()])
-
-    def _size(self, micro_bs, thresholds, factors, pos):
-        return micro_bs*factors[bisect_right(thresholds, getattr(pos, self.mode))]
+    def sizes(self, micro_bs:int, n_epoch:int)->callable:
+        "As in `GradientAccumulation`: a function of a `Position`"
+        thresholds,factors = list(self.scheduling),[1,*self.scheduling.values()]
+        return lambda pos: micro_bs*factors[bisect_right(thresholds, getattr(pos, self.mode))]
 
 # %% ../nbs/01_schedule.ipynb #plot
 @patch
@@ -258,13 +226,8 @@ def plot_sched(self:GradientAccumulation,
 )->np.ndarray: # The two matplotlib axes
     "Draw the size of the steps to come, and the number of steps taken, over epochs"
     plan = self.plan(dls, n_epoch)
-    xs,ys = [],[]
-    for epoch,sizes in enumerate(plan.sizes):
-        start = 0
-        for size in sizes:
-            xs.append(epoch+start/plan.n)
-            ys.append(size)
-            start += size
+    xs,ys = zip(*((epoch+start/plan.n,n) for epoch,sizes in enumerate(plan.sizes)
+        for start,n in zip(accumulate(sizes, initial=0), sizes)))
     _,axs = plt.subplots(1, 2, figsize=figsize)
     axs[0].step([*xs,n_epoch], [*ys,ys[-1]], where='post')
     axs[0].set_ylabel('samples per step')

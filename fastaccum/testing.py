@@ -74,10 +74,7 @@ class Float32Loss(Callback):
 
 class CrossEntropy(nn.CrossEntropyLoss):
     "Cross-entropy in double precision; fastai's `CrossEntropyLossFlat` casts double predictions to single"
-    def forward(self,
-        pred:torch.Tensor, # Scores; the last dimension is of the classes
-        targ:torch.Tensor # Classes, -100 where there is none
-    )->torch.Tensor: # The mean over targets that are there, 0-dim
+    def forward(self, pred:torch.Tensor, targ:torch.Tensor)->torch.Tensor: # Scores, with classes as the last dimension
         return super().forward(pred.flatten(0, -2), targ.flatten())
 
 def toy_data(
@@ -95,13 +92,8 @@ def toy_data(
 # %% ../nbs/13_testing.ipynb #order
 class Ordered:
     "The order of an epoch's samples, the same for any batch size, shuffled anew each epoch"
-    def __init__(self,
-        n:int, # Samples in the dataset
-        keep:int, # Samples in an epoch: the first ones in the order
-        shuffle:bool, # Shuffle them?
-        seed:int # Seed for the shuffling
-    ):
-        self.n,self.keep,self.shuffle = n,keep,shuffle   # as given; nobody writes them later
+    def __init__(self, n:int, keep:int, shuffle:bool, seed:int):
+        self.n,self.keep,self.shuffle = n,keep,shuffle   # samples in the dataset, and of them in an epoch
         self.rng = Random(seed)                          # draws once per epoch, and never begins anew
 
     def __call__(self)->list[int]:
@@ -139,10 +131,7 @@ def toy(
     return learn.add_cb(Float32Loss())
 
 # %% ../nbs/13_testing.ipynb #one-cycle
-def one_cycle(
-    learn:Learner, # A Learner, such as `toy` makes
-    cbs:list # Callbacks for this fit
-):
+def one_cycle(learn:Learner, cbs:list):
     "Two epochs of one-cycle, to a learning rate of 0.1"
     learn.fit_one_cycle(2, 0.1, cbs=cbs)
 
@@ -157,11 +146,8 @@ def _flat(o):
     if isinstance(o, (int,float)): return [torch.tensor([float(o)], dtype=torch.float64)]
     raise TypeError(f"do not know how to compare {o!r}, a {type(o).__name__}")
 
-def deviation(
-    a:object, # Numbers, or nested tensors, lists and dicts of them
-    b:object # The same from the other run
-)->float: # Infinite if one has more numbers than the other; NaN if a number is NaN
-    """The largest difference, relative to the larger of 1 and the value
+def deviation(a:object, b:object)->float: # Infinite if one has more numbers than the other; NaN if a number is NaN
+    """The largest difference in nested tensors, lists and dicts, relative to the larger of 1 and the value
 
     TypeError: there is something in them that is neither a number nor contains numbers
     """
@@ -169,11 +155,8 @@ def deviation(
     if len(a)!=len(b): return float('inf')
     return ((a-b).abs()/a.abs().clamp(min=1)).max().item() if len(a) else 0.
 
-def deviations(
-    a:Learner, # Trained on big batches
-    b:Learner # Trained on micro-batches
-)->dict[str,float]: # The largest deviation of each thing compared
-    "How much two runs differ"
+def deviations(a:Learner, b:Learner)->dict[str,float]:
+    "How much two runs differ: the largest deviation of each thing compared"
     def both(f): return deviation(f(a), f(b))
     res = dict(weights=both(lambda l: l.model.state_dict()), opt=both(lambda l: l.opt.state_dict()['state']),
         hypers=both(lambda l: l.opt.hypers), grads=both(lambda l: [p.grad for p in l.model.parameters()]))

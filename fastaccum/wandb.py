@@ -33,26 +33,20 @@ class WandbCallback(fastai_wandb.WandbCallback):
         if self.run: wandb.config.update(config(self.learn), allow_val_change=True)
 
 # %% ../nbs/11_wandb.ipynb #config
-def plain(
-    o:object # Anything
-)->object: # A number, string or `None`, or a list of these
-    "`o` as something that can be a value in a configuration"
+def plain(o:object)->object:
+    "`o` as a value in a configuration: a number, string or `None`, or a list of these"
     if o is None or isinstance(o, (Number,str)): return o
     if isinstance(o, (list,tuple)) and len(o)<=100: return [plain(x) for x in o]
     return str(o)[:200]
 
-def arguments(
-    o:object # A Learner or a callback
-)->dict: # Plain values
-    "The arguments of `__init__` that `o` has as attributes, without data, model and callbacks"
+def arguments(o:object)->dict:
+    "The arguments of `__init__` that a Learner or callback has as attributes, without data, model and callbacks"
     def held(k): return k in vars(o) or isinstance(getattr(type(o), k, None), property)
     names = [k for k in inspect.signature(type(o).__init__).parameters if k not in ('dls','model','cbs')]
     return {k:plain(getattr(o, k)) for k in names if held(k)}
 
-def config(
-    learn:Learner # The Learner whose arguments W&B should show
-)->dict: # Plain values, and dicts of them for the Learner and its callbacks
-    "What fastai's `gather_args` returns for `learn`, as plain values"
+def config(learn:Learner)->dict:
+    "What fastai's `gather_args` returns for `learn`, as plain values, and dicts of them for it and its callbacks"
     gathered = {k:plain(v) for k,v in learn.gather_args().items()}
     return {**gathered, 'Learner':arguments(learn), **{f'{o}':arguments(o) or True for o in learn.cbs}}
 

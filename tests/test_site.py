@@ -119,7 +119,7 @@ def test_every_public_name_has_an_entry():
         assert [nm for nm in own if nm not in documented]==[], fn.name
 
 def module(full):
-    "The module within fastaccum in which a public name is, as the name of its page: core/sizes"
+    "The module within fastaccum in which a public name is, as the name of its page: core/mean"
     *folders,nm = full.split('.')[1:]
     while not (root/'fastaccum'/'/'.join([*folders,nm])).with_suffix('.py').is_file(): *folders,nm = folders
     return '/'.join([*folders,nm])

@@ -5,7 +5,7 @@ import pytest, torch
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
 from fastcore.basics import noop
 from fastaccum import GradientAccumulation, NoiseScale
-from fastaccum.core import sizes
+from fastaccum.core import mean
 from fastaccum.testing import CrossEntropy, toy
 
 names = ['item','tolist','cpu','numpy','__bool__','__float__','__int__','__index__','__array__','nonzero']
@@ -36,7 +36,7 @@ kinds = dict(samples=dict(loss_func=lambda p,y: (p.sum(-1)-y).pow(2).mean()), ta
 @pytest.mark.parametrize('kind', kinds)
 @pytest.mark.parametrize('log', [True,False])
 def test_no_sync_in_a_micro_batch_that_does_not_step(kind, log, monkeypatch):
-    monkeypatch.setattr(sizes, 'on_host', lambda t: False)   # as on a device
+    monkeypatch.setattr(mean, 'on_host', lambda t: False)   # as on a device
     kwargs = dict(kinds[kind])
     acc = kwargs.pop('acc', {})
     plain,ours = count([], **kwargs),count([GradientAccumulation(16, log_accum_batch=log, **acc)], **kwargs)

@@ -16,23 +16,17 @@ from fastai.learner import Learner
 from .warnings import see
 
 # %% ../../nbs/core/03_batch.ipynb #parts
-def is_mapping(
-    o:object # A part of a batch
-)->bool:
+def is_mapping(o:object)->bool:
     "Is `o` a dict, or something like it?"
     return isinstance(o, Mapping) or hasattr(o, 'keys') and hasattr(o, '__getitem__')
 
-def values(
-    o:object # A mapping, tuple or list
-)->list: # Its parts
-    "The parts of `o`"
+def values(o:object)->list:
+    "The parts of a mapping, tuple or list"
     return [o[k] for k in o.keys()] if is_mapping(o) else o
 
 def _shape(o): return () if is_mapping(o) else getattr(o, 'shape', ())
 
-def is_list(
-    o:object # A part of a batch
-)->bool:
+def is_list(o:object)->bool:
     "May `o` have an item for each sample? Named tuples, and lists that mix tensors and other items, do not"
     return isinstance(o, (tuple,list)) and not hasattr(o, '_fields') and len({len(_shape(x))>0 for x in o})==1
 
@@ -46,10 +40,7 @@ def _counts(o):
     if not is_list(o): return inside
     return inside+[len(o)] if _doubt(o)==2 else [len(o)]+inside
 
-def fits(
-    o:object, # A part of a batch
-    n:int # Samples
-)->bool:
+def fits(o:object, n:int)->bool:
     "Can `o` be a part of a batch of `n` samples?"
     if o is None or len(_shape(o)): return o is None or o.shape[0]==n
     if is_list(o) and len(o)==n: return True
@@ -68,25 +59,17 @@ def n_samples(
     return expected if expected in ok or not ok else ok[0]
 
 # %% ../../nbs/core/03_batch.ipynb #learn
-def samples(
-    learn:Learner # About to run its forward pass, or after it
-)->int: # Samples in its micro-batch
+def samples(learn:Learner)->int:
     "How many samples the targets of the micro-batch have"
     return n_samples(learn.yb)
 
 # %% ../../nbs/core/03_batch.ipynb #split
-def has_rows(
-    o:object, # Part of a batch
-    n:int # Samples in the batch
-)->bool:
-    "Is `o` a tensor with a row for each sample?"
+def has_rows(o:object, n:int)->bool:
+    "Is `o` a tensor with a row for each of `n` samples?"
     return isinstance(o, torch.Tensor) and o.ndim>0 and len(o)==n
 
-def like(
-    o:object, # A mapping, tuple or list
-    parts:list # The new contents
-)->object: # A container of the same kind
-    "`parts` in a container like `o`"
+def like(o:object, parts:list)->object:
+    "`parts` in a container like `o`, which is a mapping, tuple or list"
     if not is_mapping(o): return type(o)(*parts) if hasattr(o, '_fields') else type(o)(parts)
     data = dict(zip(o.keys(), parts))
     if not isinstance(o, dict): return type(o)(data)
@@ -112,9 +95,9 @@ def _has_lists(b, n):
 
 def pick(
     b:object, # A batch
-    n:int, # Samples in the batch
+    n:int, # Samples in it
     f:callable # Selects some of a tensor's rows, or of a list's items
-)->object: # A batch of the same structure with the samples that `f` selects
+)->object: # A batch of the same structure
     """Some samples of a batch
 
     TypeError: there is something in it that cannot be split
@@ -130,50 +113,34 @@ def pick(
         except Exception as e: _refuse(o, n, f' ({e})')
     return part(b, top=True)
 
-def split(
-    b:object, # A batch
-    start:int, # The first sample
-    stop:int, # The sample after the last
-    n:int # Samples in the batch
-)->object: # A batch of the same structure with samples `start` to `stop`
-    """Some consecutive samples of a batch
+def split(b:object, start:int, stop:int, n:int)->object:
+    """The samples `start` to `stop` of a batch of `n`
 
     TypeError: there is something in it that cannot be split
     """
     return pick(b, n, lambda o: o[start:stop])
 
 # %% ../../nbs/core/03_batch.ipynb #leaves
-def leaves(
-    o:object # Inputs or outputs of a model: nested tuples, lists and mappings
-)->list: # Tensors and other objects
-    "The contents of `o`, in order"
+def leaves(o:object)->list:
+    "The contents of nested tuples, lists and mappings, in order"
     if is_mapping(o) or isinstance(o, (tuple,list)): return [x for v in values(o) for x in leaves(v)]
     return [o]
 
-def rebuilt(
-    o:object, # Nested tuples, lists and mappings
-    xs:Iterator # New contents, as many as `leaves` finds in `o`
-)->object: # The same structure
-    "Build the structure of `o` with `xs` as its contents"
+def rebuilt(o:object, xs:Iterator)->object:
+    "The structure of `o` with new contents, as many as `leaves` finds in it"
     if is_mapping(o) or isinstance(o, (tuple,list)): return like(o, [rebuilt(v, xs) for v in values(o)])
     return next(xs)
 
-def dressed(
-    o:object, # A tensor, or anything
-    x:object # What has the class and the attributes that it should have, such as fastai's `TensorImage`
-)->object: # `o`
-    "Give a tensor the class and the attributes of another"
+def dressed(o:object, x:object)->object:
+    "Give `o`, if it is a tensor, the class and the attributes of `x`, such as fastai's `TensorImage`"
     if not isinstance(o, torch.Tensor) or type(x) in (torch.Tensor,torch.nn.Parameter): return o
     res = o.as_subclass(type(x))
     vars(res).update(vars(x))
     return res
 
 # %% ../../nbs/core/03_batch.ipynb #join
-def join(
-    parts:list, # What a model has returned for parts of a batch, or inputs of one
-    ns:list # Samples in each
-)->object: # The same for the whole batch; what has no rows is the first part's
-    "Put parts of a batch together, tensor by tensor"
+def join(parts:list, ns:list)->object:
+    "Put parts of a batch, of `ns` samples, together, tensor by tensor; what has no rows is the first part's"
     o = parts[0]
     if isinstance(o, torch.Tensor):
         return torch.cat(parts) if all(x.ndim and len(x)==n for x,n in zip(parts, ns)) else o

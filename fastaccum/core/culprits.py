@@ -24,7 +24,7 @@ from .forward_state import ForwardState
 from .other_samples import batchnorms
 from .out_of_memory import is_out_of_memory
 from .probe import Part, Probed, probe
-from .sizes import find_n_items
+from .mean import find_n_items
 
 # %% ../../nbs/core/28_culprits.ipynb #watch
 def _tensors(o):

@@ -10,8 +10,10 @@ __all__ = ['world_size', 'gather', 'check_same', 'check_search', 'is_fsdp', 'is_
 
 # %% ../../nbs/core/08_distributed.ipynb #imports
 import torch
+from bisect import bisect_right
 from copy import deepcopy
 from functools import partial
+from itertools import accumulate
 from math import ceil
 from torch import distributed as dist, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -23,26 +25,19 @@ from .gradients import params_of
 from .warnings import see
 
 # %% ../../nbs/core/08_distributed.ipynb #world
-def world_size()->int: # 1 outside of a launcher
-    "How many processes there are"
+def world_size()->int:
+    "How many processes there are: 1 outside of a launcher"
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
-def gather(
-    mine:list, # Whole numbers, as many on each process
-    device:torch.device, # Where processes exchange
-    group:dist.ProcessGroup|None=None # The processes; `None` for all
-)->list: # The lists of all processes, by rank
-    "Tell the others, and hear what they tell"
+def gather(mine:list, device:torch.device, group:dist.ProcessGroup|None=None)->list:
+    "Tell the other processes whole numbers, and hear theirs: the lists of all, by rank"
     mine = torch.tensor(mine, device=device)
     res = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(res, mine, group=group)
     return [o.tolist() for o in res]
 
-def check_same(
-    told:dict, # What each process was told, by name: whole numbers; below zero for `None`
-    each:list # The same of each process, in that order, by rank
-):
-    """Refuse what differs
+def check_same(told:dict, each:list):
+    """Refuse a number in `told`, by name, that differs in the lists of the processes; one below 0 stands for `None`
 
     ValueError: something does
     """
@@ -52,32 +47,22 @@ def check_same(
             raise ValueError(f"{nm} is {have} on the processes: give all of them the same"
                 + see('told-different-things'))
 
-def check_search(
-    learn:Learner, # On which something is searched
-    nm:str, # The name of the search
-    why:str, # Why several processes cannot, and what to do
-    do:str # What it does with batches
-):
-    """Refuse several processes, and a loader without batches
+def check_search(learn:Learner, nm:str, why:str, do:str):
+    """Refuse several processes for the search `nm`, and say why; and a loader without batches to `do` it with
 
     RuntimeError: there are several processes
     ValueError: there is no batch
     """
-    world = world_size()
-    if world>1: raise RuntimeError(f"`{nm}` in {world} processes: {why}" + see('one-process'))
+    if world_size()>1: raise RuntimeError(f"`{nm}` in {world_size()} processes: {why}" + see('one-process'))
     if not len(learn.dls.train):
         raise ValueError(f"the training loader has no batch: there is nothing to {do}" + see('no-batch'))
 
-def is_fsdp(
-    m:nn.Module # A part of a model
-)->bool:
+def is_fsdp(m:nn.Module)->bool:
     "Was `fully_shard` called on `m` (FSDP2), or is it a `FullyShardedDataParallel` (FSDP1)?"
     return hasattr(m, 'set_requires_gradient_sync') or 'FullyShardedDataParallel' in type(m).__name__
 
-def is_sharded(
-    model:nn.Module # A model
-)->bool:
-    "Are its parameters split over processes, which gather them in each forward pass?"
+def is_sharded(model:nn.Module)->bool:
+    "Are a model's parameters split over processes, which gather them in each forward pass?"
     return any(hasattr(p, 'full_tensor') for p in model.parameters()) or any(map(is_fsdp, model.modules()))
 
 # %% ../../nbs/core/08_distributed.ipynb #processes
@@ -86,9 +71,7 @@ class Processes:
 
     ValueError: parameters are sharded in a way that is not supported
     """
-    def __init__(self,
-        model:nn.Module # The Learner's model
-    ):
+    def __init__(self, model:nn.Module):
         several = world_size()>1
         self.ddps = [m for m in model.modules() if isinstance(m, DistributedDataParallel)] if several else []
         self.shards = [m for m in model.modules() if hasattr(m, 'set_requires_gradient_sync')] if several else []
@@ -100,82 +83,61 @@ class Processes:
 
     def __getstate__(self): return vars(self)|dict(ddps=[], shards=[], group=None)   # they cannot be pickled
 
-    def agree(self,
-        told:dict, # What this process was told, by name: whole numbers that must be the same on all
-        mine:list # Other whole numbers
-    )->list: # Those of all processes, by rank
-        """Tell the others, and hear what they tell
+    def agree(self, told:dict, mine:list)->list:
+        """Tell the others the whole numbers `mine`, and hear theirs, by rank
 
-        ValueError: they were told different things
+        ValueError: what they were `told`, whole numbers by name, is not the same on all
         """
         if self.n==1: return [mine]
         each = gather([*told.values(),*mine], self.device, self.group)
         check_same(told, each)
         return [o[len(told):] for o in each]
 
-    def sum(self,
-        *nums # Numbers, or 0-dim tensors
-    )->list: # 0-dim tensors in double precision; with one process, `nums`
-        "The sum of each over all processes"
+    def sum(self, *nums)->list:
+        "The sum of each number over all processes: 0-dim tensors in double precision; with one process, `nums`"
         if self.n==1: return list(nums)
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         res = torch.stack([zero+o for o in nums])
         dist.all_reduce(res, group=self.group)
         return list(res)
 
-    def largest(self,
-        n:float # A number
-    )->float: # Of all processes; the host waits
-        "The largest of what processes give"
+    def largest(self, n:float)->float:
+        "The largest of what processes give; the host waits"
         res = torch.tensor(float(n), device=self.device)
         dist.all_reduce(res, dist.ReduceOp.MAX, group=self.group)
         return res.item()
 
-    def hold(self,
-        holds:bool # Or let gradients be exchanged in backward passes, as ever?
-    ):
-        "Let no forward or backward pass exchange anything: `sum_grads` does it, once a step"
+    def hold(self, holds:bool):
+        "Let no forward or backward pass exchange anything, for `sum_grads` does it, once a step; or let it, as ever"
         for m in self.ddps: m.require_backward_grad_sync,m.require_forward_param_sync = not holds,not holds
 
-    def sum_grads(self,
-        params:list, # Parameters that train, in the same order on all processes
-        grads:dict, # By parameter; one may have none
-        most:int=2**23 # Numbers to send at once
-    ):
-        "Add up the gradients of all processes in `grads`; sharded ones are already"
+    def sum_grads(self, params:list, grads:dict):
+        "Add up the gradients of all processes in `grads`, by parameter; sharded ones are already"
         if not self.ddps: return
         has = torch.tensor([p in grads for p in params], device=self.device, dtype=torch.uint8)
         dist.all_reduce(has, dist.ReduceOp.MAX, group=self.group)
         todo = [p for p,o in zip(params, has.tolist()) if o]   # what nobody has a gradient of keeps none
         for p in todo: grads[p] = (torch.zeros_like(p) if p not in grads else grads[p])
-        add_up = partial(dist.all_reduce, group=self.group)
-        for some in _buckets([grads[p] for p in todo], most): _each_flat(some, add_up)
+        _each_flat([grads[p] for p in todo], partial(dist.all_reduce, group=self.group))
 
     def share_buffers(self):
         "Give all processes the first one's buffers, such as BatchNorm's statistics"
         for ddp in self.ddps:
             if not ddp.broadcast_buffers: continue
             send = partial(dist.broadcast, src=dist.get_global_rank(self.group, 0), group=self.group)
-            for some in _buckets([o for o in ddp.module.buffers() if o is not None], 2**23): _each_flat(some, send)
-
-def _buckets(tensors, most):
-    "Tensors of the same type together, no more numbers than `most`"
-    for dtype in dict.fromkeys(o.dtype for o in tensors):
-        some,n = [],0
-        for o in (o for o in tensors if o.dtype==dtype):
-            if some and n+o.numel()>most:
-                yield some
-                some,n = [],0
-            some.append(o)
-            n += o.numel()
-        if some: yield some
+            _each_flat([o for o in ddp.module.buffers() if o is not None], send)
 
 @torch.no_grad()
-def _each_flat(tensors, send):
-    "Send them as one, and take what has come"
-    flat = torch.cat([(o.to_dense() if o.is_sparse else o).flatten() for o in tensors])
-    send(flat)
-    for o,new in zip(tensors, flat.split([o.numel() for o in tensors])): o.copy_(new.view_as(o))
+def _each_flat(tensors, send, most=2**23):
+    "Send tensors of a type as one, no more numbers than `most` at once, and take what has come"
+    for dtype in dict.fromkeys(o.dtype for o in tensors):
+        todo = [o for o in tensors if o.dtype==dtype]
+        while todo:
+            k = max(1, bisect_right(list(accumulate(o.numel() for o in todo)), most))
+            some,todo = todo[:k],todo[k:]
+            flat = torch.cat([(o.to_dense() if o.is_sparse else o).flatten() for o in some])
+            send(flat)
+            for o,new in zip(some, flat.split([o.numel() for o in some])): o.copy_(new.view_as(o))
 
 # %% ../../nbs/core/08_distributed.ipynb #shards
 def _shard_group(params):
@@ -190,19 +152,15 @@ def _shard_group(params):
         + see('sharded-parameters'))
 
 # %% ../../nbs/core/08_distributed.ipynb #checks
-def in_each(
-    loop:Callback # The accumulation callback, on its Learner
-)->list: # In words; empty if there is nothing
-    "Everything that communicates with every micro-batch, so that processes need as many of them"
+def in_each(loop:Callback)->list:
+    "Everything that communicates with every micro-batch of the accumulation callback, in words"
     learn,rec = loop.learn,getattr(loop.learn, 'recorder', None)
     found = {'sharded parameters (FSDP)':bool(loop.processes.shards), '`log_accum_batch=False`':not loop.log_steps,
         'SyncBatchNorm':any(isinstance(o, nn.SyncBatchNorm) for o in learn.model.modules()),
         'training metrics':getattr(rec, 'train_metrics', False)}
     return [nm for nm,there in found.items() if there]
 
-def check_wrapped(
-    model:nn.Module # The Learner's model
-):
+def check_wrapped(model:nn.Module):
     """Refuse wrappers with which gradients cannot wait for the end of a step
 
     ValueError: there are several processes, and DDP with `static_graph=True`, or FSDP1
@@ -216,11 +174,8 @@ def check_wrapped(
         "`torch.distributed.fsdp.fully_shard` (FSDP2) instead, or use DistributedDataParallel"
         + see('sharded-parameters'))
 
-def check_loaders(
-    loop:Callback, # The accumulation callback, on its Learner
-    loaders:list # The `LoaderSizes` of all processes
-):
-    """Refuse loaders on which processes could not step together
+def check_loaders(loop:Callback, loaders:list):
+    """Refuse loaders, given by their `LoaderSizes`, on which processes could not step together
 
     ValueError: one has no samples, or they differ where something communicates with every micro-batch
     """
@@ -234,9 +189,7 @@ def check_loaders(
     raise ValueError(f"the processes have {have}, but {', '.join(why)} need the same on each: give them equal loaders, "
         "as fastai's `DistributedDL` does" + see('unequal-loaders'))
 
-def check_processes(
-    loop:Callback # The accumulation callback, whose fit is about to begin
-):
+def check_processes(loop:Callback):
     """Refuse what several processes cannot do
 
     ValueError: `'auto'` beside something that communicates with every micro-batch; sharded parameters in half
@@ -265,9 +218,7 @@ def check_processes(
         "make the Learner after `fully_shard`" + see('sharded-parameters'))
 
 # %% ../../nbs/core/08_distributed.ipynb #finder
-def find_in_memory(
-    finder:LRFinder # The finder, whose fit is about to begin on several processes
-):
+def find_in_memory(finder:LRFinder):
     "Let `finder` keep the model and the optimizer in memory, on each process; fastai saves them on the first one only"
     def before_fit():
         finder.kept = deepcopy((get_model(finder.learn.model).state_dict(),finder.opt.state_dict()))

@@ -9,13 +9,11 @@ __all__ = ['counts_steps', 'hears_steps', 'records', 'Events']
 
 # %% ../../nbs/core/13_events.ipynb #imports
 from operator import attrgetter
-from torch import nn
 from fastai.callback.core import Callback
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.training import GradientClip
 from fastai.learner import Recorder
 from .checks import class_names
-from .distributed import Processes
 
 # %% ../../nbs/core/13_events.ipynb #hears
 # They have a `before_batch`, and count steps all the same
@@ -26,10 +24,8 @@ def _counts_steps(cb): return not counts_steps.isdisjoint(class_names(type(cb)))
 
 def _has(cb, event): return hasattr(type(cb), event) or event in vars(cb)
 
-def hears_steps(
-    cb:Callback # A callback
-)->bool: # Or does it hear each batch of the loader?
-    """Does `after_batch` of `cb` come once a step?
+def hears_steps(cb:Callback)->bool:
+    """Does `after_batch` of `cb` come once a step, and not with each batch of the loader?
 
     Who begins something in `before_batch`, which comes with each micro-batch, ends it in `after_batch`. The attribute
     `per_step` of a callback, or of its class, says otherwise.
@@ -37,9 +33,7 @@ def hears_steps(
     per_step = vars(cb).get('per_step', getattr(type(cb), 'per_step', None))
     return _counts_steps(cb) or not _has(cb, 'before_batch') if per_step is None else per_step
 
-def records(
-    cb:Callback # A callback
-)->bool:
+def records(cb:Callback)->bool:
     "Is `cb` one that records, or shows what is recorded? Then `log_accum_batch=False` is for it"
     return cb.order>=Recorder.order or _counts_steps(cb)
 
@@ -47,25 +41,9 @@ def records(
 _order = attrgetter('order')
 
 class Events(Callback):
-    "A callback that sends fastai's events by itself; it has what a fit is about"
+    "A callback that sends fastai's events by itself"
     order,run_valid = GradientClip.order+1,False   # the loader is wrapped for several processes before
 
-    # What a fit writes, in groups; none of it is pickled
-    # of a fit: its plan and what that was made for, its warnings, rows of loggers, the result of `probe`
-    planned = of = said = logs = probed = None
-    processes,log_steps = Processes(nn.Identity()),True   # those that step together; as `log_accum_batch`
-    can_cut = looked = watched = False   # was it looked at whether batches can be cut, and what the model remembers?
-    noted = None      # gradients after the first micro-batch, and their versions; empty once they were looked at
-    failed = None     # samples and reason of a micro-batch for which memory ran out; `None` once that was said
-    # of an epoch: its `StepLoader`, `WideSums`, micro-batches so far, and devices besides the CPU
-    loader,wide,i,devices = None,(),0,()
-    # of a step: its `Step` and `StepMean`; did a loss need a gradient? the last micro-batch's loss
-    step,mean,learned,last_loss = None,None,False,None
-    # of a micro-batch: its samples; was its backward pass run? does it count? what made its loss; its share
-    n,ran,counted,made_by,share = 0,False,False,None,1.
-    held = ()         # of failed ones, where they end, and the gradients that contain them already
-
-    def __getstate__(self): return {k:v for k,v in vars(self).items() if k not in vars(Events)}
     def __setattr__(self, nm, value): object.__setattr__(self, nm, value)   # fastai's warns of models with such a name
 
     def _event(self, nm, hears=None):
@@ -80,11 +58,3 @@ class Events(Callback):
         cbs.remove(self)
         scaler = next((i for i,o in enumerate(cbs) if isinstance(o, MixedPrecision)), len(cbs))
         cbs.insert(scaler if nm=='before_backward' else 0, self)
-
-    def _with_events(self, f, nm, ex):
-        "As `Learner._with_events`"
-        try:
-            self._event(f'before_{nm}')
-            f()
-        except ex: self._event(f'after_cancel_{nm}')
-        self._event(f'after_{nm}')

@@ -12,26 +12,19 @@ import torch
 from fastai.optimizer import Optimizer, OptimWrapper
 
 # %% ../../nbs/core/06_gradients.ipynb #params
-def params_of(
-    opt:Optimizer|OptimWrapper # A fastai optimizer, or one of PyTorch's in a wrapper
-)->list: # Each once
-    "The parameters that `opt` steps on"
+def params_of(opt:Optimizer|OptimWrapper)->list:
+    "The parameters that `opt` steps on, each once"
     return list({id(p):p for ps in opt.param_lists for p in ps}.values())
 
-def empty_grads(
-    opt:Optimizer|OptimWrapper|None # As in `params_of`; `None` if the Learner never trained
-):
+def empty_grads(opt:Optimizer|OptimWrapper|None): # `None` if the Learner never trained
     "Empty the gradients, so that they are as at the start of a fit on full batches; a frozen parameter has none"
     if opt is None: return
     for p in params_of(opt):
         if not p.requires_grad and p.grad is not None and p.grad.any(): p.grad = None
     opt.zero_grad()
 
-def scale_grads(
-    params:list, # Parameters
-    by:float|torch.Tensor # A number or a 0-dim tensor
-):
-    "Multiply the gradients in place"
+def scale_grads(params:list, by:float|torch.Tensor):
+    "Multiply the gradients in place with a number or a 0-dim tensor"
     if not isinstance(by, torch.Tensor) and by==1: return
     grads = [p.grad for p in params if p.grad is not None]
     if any(hasattr(o, 'device_mesh') for o in grads): by = float(by)   # sharded ones take numbers only
@@ -40,19 +33,15 @@ def scale_grads(
 # %% ../../nbs/core/06_gradients.ipynb #wide
 class WideSums:
     "Gradients of parameters in half precision, added up in float32 and rounded once"
-    def __init__(self,
-        params:list # All that train
-    ):
+    def __init__(self, params:list):
         half = any(p.requires_grad and p.dtype in (torch.float16,torch.bfloat16) for p in params)
         self.params = params if half else []   # all of them, so that a micro-batch has one weight
         self.sums = {}                         # by parameter
 
     def __bool__(self): return bool(self.params)
 
-    def add(self,
-        weight:float|torch.Tensor=1. # Of these gradients; a number or a 0-dim tensor
-    ):
-        "Take the gradients of a micro-batch out of the parameters"
+    def add(self, weight:float|torch.Tensor=1.):
+        "Take the gradients of a micro-batch out of the parameters, and add them with this weight"
         for p in self.params:
             g,p.grad,o = p.grad,None,self.sums.get(p)
             if g is None: continue
@@ -62,24 +51,19 @@ class WideSums:
             g = g.to(torch.promote_types(g.dtype, torch.float32))*weight
             self.sums[p] = g if o is None else g+o
 
-    def pop(self
-    )->dict: # By parameter
-        "Return the sums, and forget them"
+    def pop(self)->dict:
+        "Return the sums by parameter, and forget them"
         res,self.sums = self.sums,{}
         return res
 
 # %% ../../nbs/core/06_gradients.ipynb #undo
 class Undo:
     "The gradients before a backward pass that may fail in its middle"
-    def __init__(self,
-        params:list, # Parameters
-        empty:bool # Is it the first micro-batch of a step, so that there is nothing in them?
-    ):
+    def __init__(self, params:list, empty:bool): # Is there nothing in them, at the start of a step?
         self.grads,self.empty = [(p,p.grad,None if p.grad is None else p.grad._version) for p in params],empty
 
     @torch.no_grad()
-    def __call__(self
-    )->list: # `(parameter, gradient)` for each gradient that contains all of the micro-batch already
+    def __call__(self)->list: # `(parameter, gradient)` for each gradient that contains all of the micro-batch already
         "Put back what was replaced; what was added to in place is emptied, or returned if there was more in it before"
         done = []
         for p,g,version in self.grads:

@@ -55,11 +55,8 @@ def _bs_and_n(dl, micro_batch_size):
     whole = n is None or getattr(dl, 'drop_last', False) or ceil(n/bs)!=len(dl)
     return bs,len(dl)*bs if whole else n
 
-def drops_last(
-    drop_last:bool|None, # As in `GradientAccumulation`
-    dl:object # A training loader, as in `sizes_of`
-)->bool: # Leave out the incomplete last step of an epoch?
-    "Resolve `drop_last`: `None` means to do as `dl` does with its own last batch"
+def drops_last(drop_last:bool|None, dl:object)->bool:
+    "Is an epoch's incomplete last step left out? `None` means to do as `dl` does with its own last batch"
     if drop_last is not None: return drop_last
     dls = dl,getattr(dl, 'dl', None)
     return any(getattr(o, 'drop_last', False) for o in (*dls,*(getattr(o, 'batch_sampler', None) for o in dls)))
@@ -68,11 +65,8 @@ def drops_last(
 class InPlace(GetAttr):
     "A loader for the Learner; while it is iterated, and no longer, the Learner runs batches with another `one_batch`"
     _default = 'dl'
-    def __init__(self,
-        learn:Learner, # The Learner
-        dl:object, # The loader in whose place this is
-        one_batch:Callable # Called with a batch's number and the batch
-    ): self.learn,self.dl,self.one_batch = learn,dl,one_batch
+    def __init__(self, learn:Learner, dl:object, one_batch:Callable):
+        self.learn,self.dl,self.one_batch = learn,dl,one_batch
 
     def __len__(self): return len(self.dl)
     def items(self): return iter(self.dl)
@@ -97,9 +91,9 @@ class StepLoader(InPlace):
     RuntimeError: one of several processes has samples left after the planned steps
     """
     def __init__(self,
-        learn:Learner, # The Learner
-        dl:object, # The training loader
-        one_batch:Callable, # As in `InPlace`
+        learn:Learner, # As in `InPlace`, and so are the next two
+        dl:object,
+        one_batch:Callable,
         steps:list, # The `PlannedStep`s of the epoch
         sizes:LoaderSizes, # Of `dl`
         processes:Processes, # Those that step together; they exchange nothing else meanwhile
@@ -133,10 +127,7 @@ class StepLoader(InPlace):
 # %% ../../nbs/core/01_loader.ipynb #batches
 class BatchStream:
     "The batches of a loader, cut where steps end if batches are split anyway"
-    def __init__(self,
-        dl:object, # The loader
-        sizes:LoaderSizes # What it says of itself
-    ):
+    def __init__(self, dl:object, sizes:LoaderSizes):
         self.sizes,self.batches,self.i = sizes,iter(dl),0
         self.rest = []   # a batch, or what is left of one, and its samples
 
@@ -144,8 +135,7 @@ class BatchStream:
         "Let go of the loader's iterator, and of its workers"
         self.batches,self.rest = iter(()),[]
 
-    def peek(self
-    )->bool:
+    def peek(self)->bool:
         "Is there another sample?"
         while not self.rest:
             got = list(islice(self.batches, 1))
@@ -155,10 +145,8 @@ class BatchStream:
             if n: self.rest = [(got[0],n)]   # a batch may be empty
         return True
 
-    def take(self,
-        most:int # Samples that are needed
-    )->tuple: # A batch, and its samples
-        "The next batch, or its first `most` samples"
+    def take(self, most:int)->tuple:
+        "The next batch, or its first `most` samples where batches are split; and how many these are"
         b,n = self.rest.pop()
         if n<=most or self.sizes.unit>1 or self.sizes.bs==1: return b,n
         self.rest = [(split(b, most, n, n),n-most)]
@@ -166,31 +154,22 @@ class BatchStream:
 
 # %% ../../nbs/core/01_loader.ipynb #step
 class Step:
-    "The batches of one step"
-    def __init__(self,
-        batches:BatchStream, # Where they come from
-        plan:PlannedStep, # What it should be
-        rank:int=0, # Which of the processes this is
-        planned:bool=True # Did the loader announce it? If not, it is like the last one, and full
-    ):
+    "The batches of one step; one that the loader did not announce is like the last planned one, and full"
+    def __init__(self, batches:BatchStream, plan:PlannedStep, rank:int=0, planned:bool=True):
         self.batches,self.planned,self.full = batches,planned,plan.full
         self.size,self.total = (plan.sizes[rank],sum(plan.sizes)) if planned else (plan.full,plan.full)
         self.enough = min(self.size, plan.wanted)   # samples with which it is complete
 
-    def take(self,
-        counted:Callable # Called without arguments, returns the samples that have counted so far
-    ): # Pairs of a batch and its samples
-        "Batches, until enough samples have counted, or there are no more"
+    def take(self, counted:Callable):
+        "Batches and their samples, until `counted()` samples are enough, or there are no more"
         while (left:=self.enough-counted())>0 and self.batches.peek(): yield self.batches.take(left)
 
 # %% ../../nbs/core/01_loader.ipynb #order
 _loaders = {'fastai.text.data.SortedDL': "puts texts of similar length together, within 50 of its batches",
             'fastai.text.data.LMDataLoader': "cuts the text into as many streams as its batch size"}
 
-def by_batch_size(
-    dl:object # A training loader
-)->str: # The name of the loader and a description; empty if they do not depend on it
-    "How the samples of a batch depend on the loader's batch size"
+def by_batch_size(dl:object)->str:
+    "How the samples of a batch depend on the loader's batch size, with its name; empty if they do not"
     while dl is not None:
         for nm in class_names(type(dl)) & _loaders.keys():
             if not nm.endswith('SortedDL') or dl.shuffle: return f'{type(dl).__name__} {_loaders[nm]}'

@@ -11,12 +11,11 @@ __all__ = ['round_up', 'Position', 'LoaderSizes', 'PlannedStep', 'Plan']
 from collections.abc import Callable
 from math import ceil
 from typing import NamedTuple
+from warnings import warn
+from .warnings import see
 
 # %% ../../nbs/core/00_plan.ipynb #round-up
-def round_up(
-    accum_bs:int, # Samples wanted in a step
-    micro_bs:int # Samples in a micro-batch
-)->int: # Samples in a full step
+def round_up(accum_bs:int, micro_bs:int)->int:
     "`accum_bs` rounded up to whole micro-batches of `micro_bs` samples"
     return -(-accum_bs//micro_bs)*micro_bs
 
@@ -68,31 +67,23 @@ class Plan:
         "Full steps are whole multiples of so many samples"
         return sum(o.unit for o in self.loaders)
 
-    def shares(self,
-        wanted:int # Samples wanted in a step, over all processes
-    )->list: # Samples of each process in a full step
-        "Each process has its part of a step, in whole batches of its own"
+    def shares(self, wanted:int)->list:
+        "Of `wanted` samples over all processes, each takes its part, in whole batches of its own"
         return [round_up(ceil(wanted/len(self.loaders)), o.unit) for o in self.loaders]
 
-    def epoch(self,
-        i:int # The epoch
-    )->list: # A `PlannedStep` for each step
-        "The steps of an epoch"
+    def epoch(self, i:int)->list:
+        "The steps of an epoch: a `PlannedStep` for each"
         if not callable(self.accum_bs): i = 0   # all are alike
         if i not in self._epochs: self._epochs[i] = list(self._walk(i))
         return self._epochs[i]
 
-    def wanted(self,
-        epoch:int, # The epoch
-        step:int=0, # Steps taken before, in all epochs
-        done:float=0. # The part of the epoch's samples that came before
-    )->int: # Samples, over all processes
-        "The size wanted for the step that begins there"
+    def wanted(self, epoch:int, step:int=0, done:float=0.)->int:
+        "Samples wanted, over all processes, in the step after `step` others, when the part `done` of its epoch is over"
         if not callable(self.accum_bs): return self.accum_bs
         return self.accum_bs(Position(epoch, step, min((epoch+done)/max(1, self.n_epoch), 1.)))
 
     def _walk(self, i):
-        done,step,keep = [0]*len(self.loaders),self.before(i),not self.drop_last
+        done,step,keep = [0]*len(self.loaders),self._before(i),not self.drop_last
         while sum(done)<self.n:
             wanted = self.wanted(i, step, sum(done)/self.n)
             full = self.shares(wanted)
@@ -103,10 +94,8 @@ class Plan:
             yield PlannedStep(sizes, sum(full), ceil(wanted/len(full)))
             done,step = [d+o for d,o in zip(done, sizes)],step+1
 
-    def before(self,
-        i:int # The epoch
-    )->int: # Steps
-        "Steps in the epochs before it"
+    def _before(self, i):
+        "Steps in the epochs before"
         if not i: return 0
         return sum(len(self.epoch(o)) for o in range(i)) if callable(self.accum_bs) else i*len(self.epoch(0))
 
@@ -120,9 +109,36 @@ class Plan:
         "The steps in each epoch"
         return [len(self.epoch(i)) for i in range(self.n_epoch)]
 
-    def first_unfilled(self
-    )->tuple|None: # The epoch, and how many samples a full step has there
-        "The first epoch that has too few samples for its first step, if there is one"
+    def check(self, warns:bool=True): # Of several processes, one warns
+        """Refuse an epoch without a step
+
+        ValueError: with `drop_last=True`, an epoch has too few samples for a step
+        UserWarning: an epoch has too few samples for a full step, a micro-batch is larger than `accum_bs`, or steps on
+            several processes are larger than that
+        """
+        if self.drop_last: self._check_filled(warns)
+        if callable(self.accum_bs) or not warns: return
+        full,several = sum(self.shares(self.accum_bs)),len(self.loaders)
+        if several>1 and full!=self.accum_bs:
+            warn(f"`accum_bs={self.accum_bs}` on {several} processes with batches of "
+                f"{', '.join(str(o.bs) for o in self.loaders)}: in whole batches on each, a step takes {full} samples"
+                + see('rounded-up'))
+        elif self.unit>self.accum_bs:
+            warn(f"micro-batches of {self.unit} are larger than `accum_bs={self.accum_bs}`: "
+                "each makes a step of its own" + see('larger-than-a-step'))
+
+    def _check_filled(self, warns):
         for i in range(self.n_epoch if callable(self.accum_bs) else min(1, self.n_epoch)):
-            full = self.shares(self.wanted(i, self.before(i)))
-            if any(f>o.n for f,o in zip(full, self.loaders)): return i,sum(full)
+            full = self.shares(self.wanted(i, self._before(i)))
+            if any(f>o.n for f,o in zip(full, self.loaders)): break
+        else: return
+        samples = ', '.join(str(o.n) for o in self.loaders)
+        what = f"its {samples} samples do not fill a step of {sum(full)}"
+        if self.unit>1: what += f" (in whole micro-batches of {self.unit})"
+        if not self.never_empty:
+            raise ValueError(f"epoch {i} would hold no step: {what}, and `drop_last=True`. "
+                "Lower the accumulation batch size, or leave `drop_last` out" + see('no-step'))
+        if warns:
+            warn(f"epoch {i} would hold no step if its remainder were left out, as the training loader does with "
+                f"its last batch: {what}, so it steps on what there is. "
+                "Lower the accumulation batch size, or say `drop_last=False`" + see('no-step'))

@@ -48,8 +48,8 @@ class Part:
     def __init__(self,
         learn:Learner, # After its forward pass; anything with `loss_func`, `pred` and `yb` will do
         n:int, # Samples in its micro-batch
-        f:Callable, # Selects some of a tensor's rows, or of a list's items
-        loss_func:Callable|None=None # A copy of its loss function; defaults to that itself
+        f:Callable, # As in `pick`
+        loss_func:Callable|None=None # A copy of its loss function
     ):
         self.learn,self.n,self.f = learn,n,f
         self.pred,*yb = _fresh(pick((learn.pred,*learn.yb), n, f))
@@ -88,7 +88,7 @@ def probe(
     try:
         with state.again(), catch_warnings():
             simplefilter('ignore')   # of parts of other shapes
-            return _probe(learn, _copied(learn.loss_func, learn, model), n, find)
+            return _probe(learn, _copied(learn.loss_func, learn, model), n, find, state.devices)
     except Exception as e: return Probed(None, f'{type(e).__name__}: {e}')
 
 def _copied(f, *kept):
@@ -101,14 +101,14 @@ def _copied(f, *kept):
     except Exception: return f   # it holds something that cannot be copied
 
 @torch.no_grad()   # not in a `with`: an interrupt before its last lines would leave gradients off
-def _probe(learn, f, n, find):
+def _probe(learn, f, n, find, devices):
+    def rng(): return [o for _,o in rng_state(devices)]
     def look(pick, m):
         "The loss of `m` samples, and what it is a mean of"
         part = Part(learn, n, pick, f)
-        devices = [o for o in (_device(part.pred),) if o.type!='cpu']
-        before = rng_state(devices)
+        before = rng()
         loss = part.loss_func(part.pred, *part.yb).as_subclass(torch.Tensor).detach()
-        if not _same(before, rng_state(devices)): raise ValueError('the loss function draws random numbers')
+        if not _same(before, rng()): raise ValueError('the loss function draws random numbers')
         return (loss.mean() if loss.ndim else loss.clone()),1 if find is None else m if find is samples else find(part)
     k = n//2 if n<5 else max(2, n//3)
     looks = [look(o, m) for o,m in ((lambda o: o[:], n), (lambda o: o[:k], k), (lambda o: o[k:], n-k))]
@@ -124,12 +124,6 @@ def _same(a, b):
     if isinstance(a, torch.Tensor): return a.equal(b)
     if isinstance(a, (tuple,list)): return len(a)==len(b) and all(map(_same, a, b))
     return (a==b) if not hasattr(a, 'tobytes') else a.tobytes()==b.tobytes()
-
-def _device(o):
-    "Where the first tensor in `o` is"
-    if isinstance(o, torch.Tensor): return o.device
-    inside = values(o) if is_mapping(o) or isinstance(o, (tuple,list)) else ()
-    return next((d for d in map(_device, inside) if d is not None), torch.device('cpu'))
 
 def _numbers(looks):
     "Losses and sizes as numbers, for which the host waits once"

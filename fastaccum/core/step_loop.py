@@ -9,31 +9,40 @@ __all__ = ['StepLoop', 'SplitValidation']
 
 # %% ../../nbs/core/15_step_loop.ipynb #imports
 import torch
-from fastai.callback.core import CancelBatchException, CancelStepException
+from contextlib import nullcontext
+from fastai.callback.core import CancelBackwardException, CancelBatchException, CancelStepException
 from fastai.callback.schedule import ParamScheduler
-from .batch import join, n_samples
-from .events import hears_steps, records
+from torch import nn
+from .batch import join, n_samples, split
+from .distributed import Processes
+from .events import Events, hears_steps, records
 from .forward_state import autocast_state, set_autocast_state
 from .gradients import empty_grads, params_of, scale_grads
 from .loader import Step
-from .mean import StepMean
-from .micro_batches import Parts, next_part
-from .micro_loop import MicroBatches
+from .mean import StepMean, find_n_items
+from .micro_batches import MicroBatch, Parts, Runs
 from .out_of_memory import is_out_of_memory
-from .sizes import find_n_items
 from .warnings import see
 
 # %% ../../nbs/core/15_step_loop.ipynb #loop
-class StepLoop(MicroBatches):
+class StepLoop(Events):
     """A callback in whose fits a batch of the Learner is a step
 
     OutOfMemoryError: with `'auto'`, the optimizer's own state does not fit
     RuntimeError: the callback is switched off in the middle of an epoch
+    TypeError: a batch that has to be split cannot be, or targets cannot be counted
     """
-    def run_step(self,
-        i:int, # Its number in the epoch
-        step:Step # The step
-    ):
+    # What a fit writes, by `before_fit`, `before_train` and `run_step`; none of it is pickled
+    # of a fit: its plan and what that was made for, its warnings and what they look at, rows of loggers
+    planned = of = said = watch = logs = None
+    processes,log_steps = Processes(nn.Identity()),True   # those that step together; as `log_accum_batch`
+    # of an epoch: its `StepLoader`, `WideSums`, micro-batches so far, and devices besides the CPU
+    loader,wide,i,devices = None,(),0,()
+    step = mean = micro = None   # the `Step`, its `StepMean`, and its `MicroBatch` that runs
+
+    def __getstate__(self): return {k:v for k,v in vars(self).items() if k not in vars(StepLoop)}
+
+    def run_step(self, i:int, step:Step):
         "The Learner's `one_batch` while it trains"
         learn = self.learn
         if not isinstance(step, Step): return type(learn).one_batch(learn, i, step)   # a validation within the epoch
@@ -45,38 +54,114 @@ class StepLoop(MicroBatches):
                 "announced end had fewer samples than the others, and learning rates run ahead. Let its `__len__` "
                 "return the number of batches it yields")
         mean = self.mean = StepMean(step.size, step.total, self.n_items, self.mean, self.processes)
-        self.step,self.learned,ran = step,False,False
+        self.step,ran = step,False
         self.logs.begin()
         autocast = autocast_state(self.devices)
         try:
             for b,n in step.take(lambda: mean.samples):
-                if ran: self._end_batch()   # the last one ends with the step
+                if ran: self._end_micro_batch()   # the last one ends with the step
                 self._batch(b, n)
                 ran = True
             learn.iter = i
             if self._complete(): self._take_step(ran)
             else:   # nothing counts, or it is too little
                 self._drop()
-                if ran: self._end_batch()
-        except BaseException:
+                if ran: self._end_micro_batch()
+        except BaseException:   # an interrupt, or a callback that ends the epoch, leaves nothing
             set_autocast_state(autocast)   # mixed precision may have been within it
-            self._clean()
+            self._drop()
+            step.batches.end()
+            self.loader.leave()
             raise
-
-    def _clean(self):
-        "An interrupt, or a callback that ends the epoch, leaves nothing"
-        self._drop()
-        self.step.batches.end()
-        self.loader.leave()
 
     def _drop(self):
         empty_grads(self.learn.opt)
         self.wide.pop()
 
+    def _batch(self, b, n):
+        "A batch of the loader, or what belongs to this step of it: callbacks see it whole, and then it may be cut"
+        learn,self.micro = self.learn,MicroBatch(n)
+        learn.iter,self.i = self.i,self.i+1   # it counts micro-batches while they run, and steps in `after_batch`
+        if n>self.loader.sizes.bs:
+            self.said.once('larger-batches', f"a batch has {n} samples, counted along the first dimension of its "
+                f"tensors, where the training loader says {self.loader.sizes.bs}: steps come sooner than planned. If "
+                "samples are not the first dimension, give `accum_bs` in what is; if the loader joins items, make it "
+                "say the samples of a batch")
+        cuts = self.auto or self.micro_batch_size and n>self.micro_batch_size
+        before = self._attributes() if cuts else []
+        learn._split(learn._set_device(b))
+        try: self._event('before_batch')
+        except CancelBatchException: return self._event('after_cancel_batch')
+        with self.watch.state() if self.mean.samples and not self.watch.saw_state else nullcontext():
+            if not cuts: return self._micro_batch()
+            rows = n_samples((*learn.yb,*learn.xb), n) or n   # callbacks may have made more of them
+            self._in_parts(n, rows, before, self._micro_batch, lambda: self._end_micro_batch(ends_batch=False))
+
+    def _attributes(self): return [(vars(o),dict(vars(o))) for o in (self.learn,*self.learn.cbs)]
+
+    def _in_parts(self, n, rows, before, run, ended):
+        "Run the Learner's batch of `n` samples in micro-batches that are no larger than asked for, or that fit"
+        training,auto = self.learn.training,self.auto
+        parts,start = Parts(self.learn, rows, before, auto.split if auto else split),0
+        runs = Runs(self.learn, auto, self.micro_batch_size)
+        if auto and training and not self.learn.iter: parts.cut(0, 1)   # refused before a weight moves
+        try:
+            while start<rows:
+                stop = runs.stop(start, rows)
+                if stop-start<rows:
+                    if training: self.watch.parts(parts)
+                    parts.use(start, stop)
+                self.micro = MicroBatch(n*stop//rows-n*start//rows, start, stop)
+                if not runs.fits(run, self.micro, training and not self.mean.samples): continue
+                parts.rows.keep()
+                start = stop
+                if start<rows or not training: ended()
+        finally: parts.end()
+
+    def _micro_batch(self):
+        "Forward, loss and backward, as in fastai's `_do_one_batch`"
+        try: self._forward()
+        except CancelBatchException: self._event('after_cancel_batch')
+        rec = getattr(self.learn, 'recorder', None)
+        if self.micro.ran and self.log_steps and getattr(rec, 'train_metrics', False):
+            for met in rec.metrics: met.accumulate(self.learn)   # they see every micro-batch
+
+    def _forward(self):
+        learn = self.learn
+        learn.pred = learn.model(*learn.xb)
+        self._event('after_pred')
+        if len(learn.yb):
+            learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
+            learn.loss,self.micro.made_by = learn.loss_grad.clone(),learn.loss_grad.grad_fn
+        self._event('after_loss')
+        if not learn.training or not len(learn.yb): return   # callbacks may have set them
+        try:
+            self._event('before_backward')
+            self._backward()
+        except CancelBackwardException: self._event('after_cancel_backward')
+        self._event('after_backward')
+
+    def _backward(self):
+        learn,mean,micro = self.learn,self.mean,self.micro
+        if self.watch.grads and mean.samples: self.watch.compare_grads()
+        # a micro-batch may have nothing to learn; if it is all of a step, torch tells
+        ends = mean.samples+micro.n>=self.step.enough
+        if learn.loss_grad.requires_grad or ends and not mean.learns: learn._backward()
+        micro.ran = True
+
+    def _end_micro_batch(self, ends_batch=True):
+        "It was not the last of its step"
+        row = not self.log_steps and self.micro.ran   # every micro-batch is recorded; the step will count the last one
+        if row:
+            self.learn.train_iter += 1   # axes count them, too
+            self.logs.before_row()
+        if not (row or ends_batch): return
+        self._event('after_batch', lambda cb: ends_batch and not hears_steps(cb) or row and records(cb))
+
     def _complete(self):
         "Make the gradients those of the step's mean loss, unless nothing counts"
         learn,mean = self.learn,self.mean
-        if self.noted: self.noted = ()   # a step of one micro-batch; they are not kept
+        if self.watch.grads: self.watch.grads = ()   # a step of one micro-batch; they are not kept
         mean.sum_up()
         if not mean.samples or self.planned.drop_last and self.processes.n==1 and mean.samples<self.step.enough: return
         by,ps = mean.correction,[p for p in params_of(learn.opt) if p.requires_grad]
@@ -88,8 +173,32 @@ class StepLoop(MicroBatches):
         self.processes.sum_grads(ps, grads)
         for p,o in grads.items(): p.grad = (o.coalesce() if o.is_sparse else o).to(p.dtype)
         self.processes.share_buffers()
-        self.last_loss,learn.loss = learn.loss,mean.loss
         return True
+
+    def _take_step(self, ran):
+        learn,last = self.learn,self.learn.loss
+        learn.loss = self.mean.loss
+        if not ran: self._event('before_batch', lambda cb: isinstance(cb, ParamScheduler))   # the others have samples
+        try:
+            try:
+                self._event('before_step')
+                self._opt_step()
+            except CancelStepException: self._event('after_cancel_step')
+            self._event('after_step')
+            learn.opt.zero_grad()
+        except CancelBatchException: self._event('after_cancel_batch')
+        if self.log_steps: self.mean.tell(learn)
+        rec = getattr(learn, 'recorder', None)
+        metrics = self.log_steps and getattr(rec, 'train_metrics', False)
+        if metrics: rec.train_metrics = False   # they have seen every micro-batch
+        self.logs.before_row()
+        def hears(cb):
+            if not self.log_steps: learn.loss = last if records(cb) else self.mean.loss
+            return ran or hears_steps(cb)
+        try: self._event('after_batch', hears)
+        finally:
+            if metrics: rec.train_metrics = True
+        self.logs.after_row()
 
     def _opt_step(self):
         try: self.learn._step()
@@ -99,58 +208,26 @@ class StepLoop(MicroBatches):
                 "do not help: its state is made in the first one. Take an optimizer that keeps less (SGD), a smaller "
                 "model, or parameters in half precision" + see('out-of-memory')) from e
 
-    def _take_step(self, ran):
-        learn = self.learn
-        if not ran: self._event('before_batch', lambda cb: isinstance(cb, ParamScheduler))   # the others have samples
-        try:
-            self._with_events(self._opt_step, 'step', CancelStepException)
-            learn.opt.zero_grad()
-        except CancelBatchException: self._event('after_cancel_batch')
-        if self.log_steps: self.mean.tell(learn)
-        rec = getattr(learn, 'recorder', None)
-        metrics = self.log_steps and getattr(rec, 'train_metrics', False)
-        if metrics: rec.train_metrics = False   # they have seen every micro-batch
-        self.logs.before_row()
-        def hears(cb):
-            if not self.log_steps: learn.loss = self.last_loss if records(cb) else self.mean.loss
-            return ran or hears_steps(cb)
-        try: self._event('after_batch', hears)
-        finally:
-            if metrics: rec.train_metrics = True
-        self.logs.after_row()
-
 # %% ../../nbs/core/15_step_loop.ipynb #valid
 class SplitValidation(StepLoop):
     "With `'auto'`, batches of validation run in parts, too"
-    def run_valid_batch(self,
-        i:int, # Its number
-        b:object # The batch
-    ):
+    def run_valid_batch(self, i:int, b:object):
         "The Learner's `one_batch` while it validates, with `'auto'`: predictions are put together again"
         learn,before = self.learn,self._attributes()
         learn.iter = i
         learn._split(learn._set_device(b))
+        outs = []   # of each part: its samples, predictions, loss, and what that is a mean of
+        def keep():
+            find = self.n_items or find_n_items(learn.loss_func)
+            items = None if find is None or not len(learn.yb) else float(find(learn))
+            outs.append((self.micro.n,learn.pred,learn.loss,items))
         try:
             self._event('before_batch')
             n = n_samples((*learn.yb,*learn.xb), getattr(learn.dl, 'bs', None))
-            parts,start,self.held,outs = Parts(learn, n, before, self._split),0,[],[]
-            try:
-                while start<n:
-                    stop = next_part(start, n, self._most)
-                    if stop-start<n: parts.use(start, stop)
-                    if not self._fits(stop-start, start, stop): continue
-                    parts.rows.keep()
-                    outs.append((stop-start,learn.pred,learn.loss,self._items()))
-                    start = stop
-            finally: parts.end()
+            self._in_parts(n, n, before, self._forward, keep)
             if len(outs)>1: self._put_together(outs)
         except CancelBatchException: self._event('after_cancel_batch')
         self._event('after_batch')
-
-    def _items(self):
-        "What the loss of the Learner's predictions is a mean of"
-        find = self.n_items or find_n_items(self.learn.loss_func)
-        return None if find is None or not len(self.learn.yb) else float(find(self.learn))
 
     def _put_together(self, outs):
         ns,preds,losses,items = zip(*outs)

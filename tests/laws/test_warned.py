@@ -4,6 +4,7 @@ import random, warnings
 import numpy as np, pytest, torch
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -17,6 +18,7 @@ from fastai.losses import (BCEWithLogitsLossFlat, CrossEntropyLossFlat, DiceLoss
 from fastai.optimizer import SGD, Adam
 from fastai.text.data import SortedDL
 from fastaccum import AccumulationWarning, FreezeBN, GradientAccumulation, GradientAccumulationSchedule
+from fastaccum.core import forward_state
 from fastaccum.testing import CrossEntropy, Float32Loss, assert_same_run, deviation, toy, toy_data, both_runs
 from common import CpuMixedPrecision, Seen, weights
 from small_learners import Event
@@ -181,6 +183,15 @@ def test_rounding_of_half_precision_is_no_difference(dtype):
 @pytest.mark.parametrize('f,said', [(F.cross_entropy,{}), (summed,{loss:1})])
 def test_the_loss_is_judged_with_mixed_precision_too(f, said, amp):
     assert told(lambda: step(16, f, plain, cbs=[CpuMixedPrecision(amp),GradientAccumulation(32)]))==said
+
+@pytest.mark.parametrize('f,said', [(F.cross_entropy,{}), (summed,{loss:1})])
+def test_the_loss_is_judged_on_a_device_too(f, said, monkeypatch):
+    "A device has random numbers of its own, whose state is compared; here the CPU's stand for them"
+    own = SimpleNamespace(get_rng_state=lambda device: torch.get_rng_state(),
+        set_rng_state=lambda o, device: torch.set_rng_state(o))
+    monkeypatch.setattr(torch, 'get_device_module', lambda o: own)
+    monkeypatch.setattr(forward_state, 'devices_of', lambda modules: [torch.device('cpu')])
+    assert told(lambda: step(16, f, plain, cbs=GradientAccumulation(32)))==said
 
 class Keeps(nn.Module):
     "Keeps what it draws, with each call, and an average of the predictions"

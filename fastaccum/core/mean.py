@@ -171,7 +171,7 @@ class StepMean:
     def _most(self, learn, size, n):
         "What `size` would be if no target were ignored"
         y = learn.yb[0] if learn.yb else None
-        if isinstance(self.find, Targets): return self.find.most(y) or n
+        if isinstance(self.find, Targets): return self.find.most(y)   # `or` would wait for the device
         unknown = self.find is not samples and (isinstance(size, torch.Tensor) or not size)
         return y.numel() if unknown and isinstance(y, torch.Tensor) else size or n
 

@@ -7,7 +7,6 @@ from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
 from torch.utils.data import TensorDataset
 from types import SimpleNamespace
-from torchvision.models.resnet import BasicBlock
 from fastai.callback.core import CancelFitException
 from fastai.callback.hook import hook_output
 from fastai.callback.tracker import SaveModelCallback
@@ -18,7 +17,7 @@ from fastcore.foundation import L
 from fastaccum import ActivationCheckpoint, GradientAccumulation, GradientCache
 from fastaccum.testing import assert_same_run, deviation, toy, toy_data
 from common import CpuMixedPrecision, Raise, Seen, some
-from small_learners import Event, Held, Holds, all_params, applications, cross_entropy, make, replaced
+from small_learners import Event, Held, Holds, Own, all_params, applications, cross_entropy, make, replaced
 
 class Block(nn.Module):
     "BatchNorm, dropout, something in place, and a skip"
@@ -63,21 +62,6 @@ def test_applications(nm):
     if nm=='language_model': assert str(a.model[0].hidden)==str(b.model[0].hidden) and check(learner, segments=AWD_LSTM)
     if nm=='unet': assert all(x.stored.equal(y.stored) for x,y in zip(a.model.sfs, b.model.sfs))   # by its hooks
 
-class Own(nn.Linear):
-    "Depends on buffers that it moves, one in place, on what it keeps, and on numbers from four generators"
-    def __init__(self):
-        super().__init__(8, 8)
-        self.n,self.seen,self.last,self.gen = 0,[],0,torch.Generator().manual_seed(0)
-        self.register_buffer('mean', None)
-        self.register_buffer('sums', torch.zeros(()))
-    def forward(self, x):
-        self.n += 1
-        self.seen.append(random.random()+np.random.rand()+torch.rand(1).item()+torch.rand(1, generator=self.gen).item())
-        self.mean = x.detach().mean(0) if self.mean is None else .9*self.mean+.1*x.detach().mean(0)
-        self.sums.add_(1)
-        old,self.last = self.last,x.detach().mean()
-        return super().forward(x-self.mean).sin()*self.n/float(self.sums)+self.seen[-1]+len(self.seen)+old
-
 class Late(nn.BatchNorm1d):
     "Goes by the statistics that it has just moved"
     def forward(self, x): return super().forward(x)*self.running_var.clone()+self.running_mean
@@ -89,7 +73,8 @@ class Thrice(nn.Module):
         self.m,self.other = m,Block()
     def forward(self, x): return self.m(self.other(self.m(x))+self.m(x*2))
 
-moving = dict(late=lambda: Block(Late(8)), cumulative=lambda: Block(nn.BatchNorm1d(8, momentum=None)), own=Own,
+moving = dict(late=lambda: Block(Late(8)), cumulative=lambda: Block(nn.BatchNorm1d(8, momentum=None)),
+    own=lambda: Own(8),
     spectral=lambda: Block(parametrizations.spectral_norm(nn.Linear(8, 8))),
     old_spectral=lambda: Block(spectral_norm(nn.Linear(8, 8))))
 
@@ -97,7 +82,7 @@ moving = dict(late=lambda: Block(Late(8)), cumulative=lambda: Block(nn.BatchNorm
 def test_what_moves_in_a_forward_pass_moves_once(nm, thrice):
     def model(): return net(*([Thrice(moving[nm]())] if thrice else [moving[nm](), moving[nm]()]))
     a,b,cb = check(partial(small, model), segments=(Block,Own))
-    kept = [[(o.n,o.seen,o.last,o.gen.get_state()) for o in l.model.modules() if isinstance(o, Own)] for l in (a,b)]
+    kept = [[o.kept() for o in l.model.modules() if isinstance(o, Own)] for l in (a,b)]
     assert deviation(*kept)==0
 
 class Takes(Block):
@@ -221,8 +206,9 @@ def holds(cap=10**9, cbs=None, f=lambda learn: learn.fit(1, 1e-2)):
     try: return f(stack(cbs=cbs)),Held.most
     finally: Held.reset()
 
-def test_activations_of_one_segment_are_held():
-    assert holds()[1]>=6*16 and holds(cbs=ActivationCheckpoint())[1]<=2*16 and Held.now==0
+def test_activations_of_one_segment_or_one_micro_batch_are_held():
+    plain,parts,cached = (holds(cbs=o)[1] for o in (None,ActivationCheckpoint(),GradientCache(micro_batch_size=4)))
+    assert plain>=6*16 and parts<=2*16 and cached<=7*4 and Held.now==0   # a batch is let go
 
 def test_larger_batches_fit():
     def find(learn): return int(learn.bs_find(show_plot=False, init_val=4))
@@ -357,7 +343,7 @@ def test_interrupts_leave_nothing(event, exc, stays):
 @pytest.mark.parametrize('exc', [Fault,KeyboardInterrupt])
 def test_an_interrupt_while_it_is_computed_again(exc):
     "Buffers, what modules keep, and generators are as before the backward pass"
-    cb,notes,learn = ActivationCheckpoint((Block,Own)),[],small(lambda: net(Own(), Block(), Block()))
+    cb,notes,learn = ActivationCheckpoint((Block,Own)),[],small(lambda: net(Own(8), Block(), Block()))
     def fail(*_):
         if cb.recomputing: raise exc
     for m in learn.model[1:4].modules(): m.register_forward_hook(fail)

@@ -35,8 +35,8 @@ class Loss(CrossEntropy):
 
 def learner(bs, short=None, norm=nn.Tanh, **kwargs):
     memory = Counts(short)
-    def net(): return nn.Sequential(nn.Linear(5, 6), norm(), memory, nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    return toy(bs, model=net, loss_func=Loss(memory), **kwargs)
+    def net(): return nn.Sequential(nn.Linear(5, 6), norm(), memory, nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    return toy(bs, model=lambda: net().double(), loss_func=Loss(memory), **kwargs)
 
 auto = partial(GradientAccumulation, micro_batch_size='auto', drop_last=False)
 

@@ -13,7 +13,7 @@ from fastai.callback.training import GradientClip
 from fastai.metrics import accuracy
 from fastai.optimizer import Adam, OptimWrapper
 from fastai.torch_core import TensorImage
-from fastaccum import FreezeBN, GradientAccumulation, GradientCache
+from fastaccum import ActivationCheckpoint, FreezeBN, GradientAccumulation, GradientCache
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, one_cycle, toy, toy_data
 from common import (CpuMixedPrecision, Memory, Overflow, Raise, Scaled, Seen, above, at_times, grads, nt_xent, some,
     weights)
@@ -309,41 +309,45 @@ def test_arguments(n):
     with pytest.raises(ValueError if type(n) is int else TypeError, match='micro_batch_size'): Cached(n)
     with pytest.raises(TypeError, match='split'): Cached(4, split=3)
 
-# Nothing is left
+# Nothing is left, neither of a cache nor of checkpoints
 
-events = 'before_batch after_pred after_loss before_backward after_backward before_step after_batch'.split()
+ways = dict(cached=lambda: Cached(5), auto=lambda: Cached('auto'), checkpointed=ActivationCheckpoint)
+events = ('before_fit before_epoch before_batch after_pred after_loss before_backward after_backward before_step '
+    'after_step after_batch after_fit').split()
 excs = CancelBatchException,CancelFitException,KeyboardInterrupt,ValueError
-cases = product(events, excs, [True,False], [5,'auto'])
-cases = [o for o in cases if o[:2]!=('after_batch',CancelBatchException)]
+cases = [o for o in product(events, excs, [True,False], ways) if o[1] is not CancelBatchException
+    or o[0] in events[2:-3]]   # elsewhere it ends nothing
 
-@pytest.mark.parametrize('event,exc,stays,size', some(16, cases))
-def test_interrupts_leave_nothing(event, exc, stays, size):
-    "The rest of the run, and the next, are those without a cache"
+@pytest.mark.parametrize('event,exc,stays,way', some(24, cases))
+def test_interrupts_leave_nothing(event, exc, stays, way):
+    "The rest of the run, and the next, are those without"
     def run(*cbs):
         learn = toy(16, n=41, loss_func=nt_xent, cbs=cbs if stays else None)
-        own,fault = () if stays else cbs,Raise(event, exc, 20, at=1)
+        own,fault = () if stays else cbs,Raise(event, exc, 20, at=event in events[2:-1])
         try: learn.fit(2, 0.1, cbs=[fault,*own])
-        except (KeyboardInterrupt,ValueError): pass
+        except excs: pass
         assert fault.raised and (stays or not replaced(learn))
         learn.opt.zero_grad()
         learn.fit(1, 0.1, cbs=own)
         assert not replaced(learn)
         return learn
-    same(run(), run(Cached(size)))
+    same(run(), run(ways[way]()))
 
+@pytest.mark.parametrize('way', ['cached','checkpointed'])
 @pytest.mark.parametrize('event', ['after_pred','after_batch','after_epoch'])
-def test_taken_off_and_copied_in_the_middle(event):
-    "A copy of the model is a plain model"
+def test_taken_off_and_copied_in_the_middle(event, way):
+    "A copy of the model, such as one of averaged weights, is a plain model"
+    cb,copied,seen = ways[way](),[],[]
     def off(l):
         copied.append(deepcopy(l.model))
-        if l.epoch==1 and hasattr(l, 'gradient_cache'): l.remove_cb(l.gradient_cache)
-    copied,seen = [],[]
-    learn = fit([Event(event, off)], fit=lambda l,cbs: one_cycle(l.add_cb(Cached(5)), cbs))
-    assert not replaced(learn) and not hasattr(learn, 'gradient_cache')
+        if l.epoch==1 and cb in l.cbs: l.remove_cb(cb)
+    learn = fit([Event(event, off)], fit=lambda l,cbs: one_cycle(l.add_cb(cb), cbs))
+    assert not replaced(learn) and cb not in learn.cbs
     same(fit([]), learn)
-    copied[0][0].register_forward_hook(lambda m,i,o: seen.append(len(o)))
-    copied[0](torch.randn(16, 5).double()).sum().backward()
-    assert seen==[16] and 'forward' not in vars(copied[0])
+    m = copied[0]
+    m[0].register_forward_hook(lambda m,i,o: seen.append(len(o)))
+    m(torch.randn(16, 5).double()).sum().backward()
+    assert seen==[16] and all(o.forward.__self__ is o for o in m.modules())
 
 # 'auto': memory runs out
 

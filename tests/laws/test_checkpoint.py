@@ -7,7 +7,6 @@ from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
 from torch.utils.data import TensorDataset
 from types import SimpleNamespace
-from fastai.callback.core import CancelFitException
 from fastai.callback.hook import hook_output
 from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.training import GradientClip
@@ -16,7 +15,7 @@ from fastai.torch_core import TensorImage
 from fastcore.foundation import L
 from fastaccum import ActivationCheckpoint, GradientAccumulation, GradientCache
 from fastaccum.testing import assert_same_run, deviation, toy, toy_data
-from common import CpuMixedPrecision, Raise, Seen, some
+from common import CpuMixedPrecision
 from small_learners import Event, Held, Holds, Own, all_params, applications, cross_entropy, make, replaced
 
 class Block(nn.Module):
@@ -319,45 +318,15 @@ def test_what_is_changed_in_place_is_refused(block, match):
     assert not replaced(learn)
     small(model).fit(1)   # without checkpoints it trains
 
-# Nothing is left
+# Nothing is left: see test_cache.py, too
 
-class Fault(Exception): pass
-cases = product(['before_fit','before_epoch','after_pred','before_backward','after_step','after_fit'],
-    [CancelFitException,Fault,KeyboardInterrupt], [False,True])
-
-@pytest.mark.parametrize('event,exc,stays', some(12, cases))
-def test_interrupts_leave_nothing(event, exc, stays):
-    cb,fault = ActivationCheckpoint(),Raise(event, exc, order=99)
-    learn,plain = small(cbs=[cb] if stays else None),small()
-    try: learn.fit(1, 1e-2, cbs=[fault] if stays else [cb,fault])
-    except exc: pass   # raised in `after_fit`, also what cancels the fit
-    assert fault.raised and not cb.recomputing and (stays or not replaced(learn))
-    learn.validate()
-    plain.model.load_state_dict(learn.model.state_dict())
-    for o in (plain,learn):
-        torch.manual_seed(2)
-        o.opt = None
-        o.fit(1, 1e-2)
-    assert deviation(plain.model.state_dict(), learn.model.state_dict())==0 and not replaced(learn)
-
-@pytest.mark.parametrize('exc', [Fault,KeyboardInterrupt])
-def test_an_interrupt_while_it_is_computed_again(exc):
+def test_an_interrupt_while_it_is_computed_again():
     "Buffers, what modules keep, and generators are as before the backward pass"
     cb,notes,learn = ActivationCheckpoint((Block,Own)),[],small(lambda: net(Own(8), Block(), Block()))
     def fail(*_):
-        if cb.recomputing: raise exc
+        if cb.recomputing: raise KeyboardInterrupt
     for m in learn.model[1:4].modules(): m.register_forward_hook(fail)
     def note(l): notes.append(deepcopy([l.model.state_dict(),random.getstate(),torch.get_rng_state(),l.model[1].n]))
-    with pytest.raises(exc): learn.fit(1, cbs=[cb,Event('before_backward', note)])
+    with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=[cb,Event('before_backward', note)])
     note(learn)
     assert deviation(*notes)==0 and not cb.recomputing and not replaced(learn)
-
-def test_a_copy_of_the_model_is_a_plain_model():
-    "Such as one of averaged weights"
-    copies,seen = Seen('after_batch', lambda l: deepcopy(l.model)),[]
-    small().fit(1, cbs=[ActivationCheckpoint(),copies])
-    for m in copies.values:
-        m[1].lin1.register_forward_hook(lambda *_: seen.append(1))
-        m(torch.randn(4, 5).double()).sum().backward()
-        assert all(o.forward.__self__ is o for o in m.modules())
-    assert len(seen)==len(copies.values)==3

@@ -189,7 +189,8 @@ traffic = dict(
     recorded_and_measured=[dict(acc=dict(log_accum_batch=False)), dict(cbs=lambda: [NoiseScale(every=1)])],
     memory_runs_out=[dict(micro=8, acc=dict(micro_batch_size='auto'), setup=short((1,)))],
     annealed=[dict(cb=lambda n: GradientAccumulationSchedule(n//4, n))],
-    cached=[dict(micro=o, cbs=lambda: [GradientCache(micro_batch_size=3)], loss_func=nt_xent) for o in (16,8)])
+    cached=[dict(micro=16, cb=lambda n: GradientCache(micro_batch_size=3), loss_func=nt_xent),
+        dict(micro=8, cbs=lambda: [GradientCache(micro_batch_size=3)], loss_func=nt_xent)])
 
 @pytest.mark.parametrize('case', traffic)
 @on(2)

@@ -408,6 +408,7 @@ refused = dict(
     drop_last=('drop_last', dict(ns=even, cb=lambda n: GradientAccumulation(16, drop_last=here.rank>0))),
     epochs=('epochs', dict(ns=even, fit=lambda l,cbs: l.fit(1+(here.rank if cbs else 0), 0.1, cbs=cbs))),
     counts_recorded=('micro-batches', dict(ns=uneven, acc=dict(log_accum_batch=False))),
+    auto_recorded=('auto', dict(ns=even, acc=dict(micro_batch_size='auto', log_accum_batch=False))),
     counts_of_metrics=('micro-batches', dict(ns=uneven, setup=train_metrics, metrics=[accuracy])),
     no_step=('no step', dict(ns=even, each=64, acc=dict(drop_last=True), fit=lambda l,cbs: cbs and l.fit(1, cbs=cbs))))
 
@@ -425,11 +426,15 @@ def test_refused_without_samples_and_searches_for_one_process():
         with pytest.raises(RuntimeError, match='in 2 processes.*in one process'): search()
 
 @on(2)
-def test_a_size_that_is_rounded_up_is_told_once():
+def test_what_is_told():
+    "One process tells of a size that is rounded up, each of its communication hook, which is not used"
+    b = own(even)
+    b.model.register_comm_hook(None, lambda state,bucket: 1/0)
     with warnings.catch_warnings(record=True) as w:
         warnings.simplefilter('always')
-        own(even).fit(1, cbs=GradientAccumulation(17))
-    assert any('a step takes 24 samples' in str(o.message) for o in w)==(not here.rank)
+        b.fit(1, cbs=GradientAccumulation(17))
+    told = [any(words in str(o.message) for o in w) for words in ('a step takes 24 samples','communication hook')]
+    assert told==[not here.rank,True]
 
 @on(2)
 def test_static_graph_is_right_or_refused():

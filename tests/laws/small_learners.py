@@ -1,4 +1,4 @@
-"Small Learners as users of fastai build them, in double precision; a count of held activations."
+"Small Learners as users of fastai build them, in double precision; modules and callbacks of several laws."
 import numpy as np, pytest, random, torch
 from functools import partial
 from torch import nn

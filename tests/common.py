@@ -1,6 +1,9 @@
 "Things several tests use."
 import os, torch
+from functools import partial
 from random import Random
+from torch import nn
+from torch.nn import functional as F
 from fastai.callback.core import Callback
 from fastai.callback.fp16 import AMPMode, MixedPrecision
 from torch.amp import GradScaler, autocast
@@ -31,6 +34,12 @@ class Scaled(CpuMixedPrecision):
         super().before_fit()
         self.autocast = autocast('cpu', enabled=False)
     def after_pred(self): pass   # fastai's makes single precision
+
+def nt_xent(z, y=None):
+    "A loss in which all samples of a batch see each other (Chen et al., 2020): of 2i and 2i+1, each finds the other"
+    z = F.normalize(z.flatten(1))
+    sim = (z@z.T/0.5).masked_fill(torch.eye(len(z), dtype=torch.bool), -1e4)
+    return F.cross_entropy(sim, (torch.arange(len(z))^1)%len(z))
 
 def clear(*args):
     "Data with a signal: most of it is of one class"
@@ -92,3 +101,24 @@ def short_of(cap, stage='backward'):
     def check(n):
         if n>cap: raise torch.OutOfMemoryError(f'planted, {stage}')
     return check
+
+class Memory(nn.Module):
+    "Hands its input on; memory runs out where `short(where, n)` says so, for 'forward', 'backward' and 'validation'"
+    def __init__(self, short=None):
+        super().__init__()
+        self.short = short
+    def check(self, where, n):
+        if self.short and self.short(where, n): short_of(0, where)(n)
+    def forward(self, x):
+        self.check('forward' if self.training else 'validation', len(x))
+        return InBackward.apply(x, partial(self.check, 'backward')) if self.training else x
+
+def above(cap, *wheres): return lambda where,n: where in wheres and n>cap
+
+def at_times(times, where, cap=1):
+    "Memory runs out at some of the attempts, counted from 0"
+    tries = [-1]
+    def short(at, n):
+        tries[0] += at==where
+        return at==where and n>cap and tries[0] in times
+    return short

@@ -12,7 +12,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
 from random import Random
-from torch import distributed as dist, nn
+from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -1,11 +1,13 @@
-"Small Learners as users of fastai build them, in double precision; a count of held activations."
-import pytest, torch
+"Small Learners as users of fastai build them, in double precision; modules and callbacks of several laws."
+import numpy as np, pytest, random, torch
 from functools import partial
 from torch import nn
+from torch.distributions import Beta
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 from torchvision.models import resnet18
 from fastai.callback.core import Callback
+from fastai.callback.mixup import MixUp
 from fastai.callback.progress import ProgressCallback
 from fastai.callback.rnn import ModelResetter, RNNCallback, RNNRegularizer
 from fastai.data.core import DataLoaders
@@ -142,3 +144,29 @@ class Holds(nn.Module):
         super().__init__()
         self.lin = nn.Linear(n, n)
     def forward(self, x): return _Hold.apply(self.lin(x).tanh())
+
+class Own(nn.Linear):
+    "In training depends on buffers that it moves, one in place, on what it keeps, and on numbers from four generators"
+    def __init__(self, n):
+        super().__init__(n, n)
+        self.n,self.seen,self.last,self.gen = 0,[],0,torch.Generator().manual_seed(0)
+        self.register_buffer('mean', None)
+        self.register_buffer('sums', torch.zeros(()))
+    def forward(self, x):
+        if not self.training: return super().forward(x)
+        self.n += 1
+        self.seen.append(random.random()+np.random.rand()+torch.rand(1).item()+torch.rand(1, generator=self.gen).item())
+        self.mean = x.detach().mean(0) if self.mean is None else .9*self.mean+.1*x.detach().mean(0)
+        self.sums.add_(1)
+        old,self.last = self.last,x.detach().mean()
+        return super().forward(x-self.mean).sin()*self.n/float(self.sums)+self.seen[-1]+len(self.seen)+old
+    def kept(self): return self.n,self.seen,self.last,self.gen.get_state()
+
+class DoubleMixUp(MixUp):
+    "Draws in double precision"
+    def before_fit(self): self.distrib = Beta(*[torch.tensor(0.4, dtype=torch.float64)]*2)
+    def before_batch(self):
+        super().before_batch()
+        self.lam = self.lam.double()
+
+class MixedLoss(nn.CrossEntropyLoss): y_int = True   # for MixUp

@@ -1,34 +1,27 @@
 "`GradientCache`: the model sees micro-batches, all else the loader's batch, and the run is the full-batch run."
-import os, pytest, random, torch, warnings
+import numpy as np, os, pytest, random, torch, warnings
 from copy import deepcopy
 from functools import partial
 from hypothesis import given, strategies as st
 from itertools import product
 from torch import nn
-from torch.distributions import Beta
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.data import TensorDataset
 from fastai.callback.core import Callback, CancelBatchException, CancelFitException
-from fastai.callback.mixup import MixUp
 from fastai.callback.training import GradientClip
 from fastai.metrics import accuracy
 from fastai.optimizer import Adam, OptimWrapper
 from fastai.torch_core import TensorImage
-from fastaccum import FreezeBN, GradientAccumulation, GradientCache
+from fastaccum import ActivationCheckpoint, FreezeBN, GradientAccumulation, GradientCache
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, one_cycle, toy, toy_data
-from common import CpuMixedPrecision, InBackward, Raise, Seen, grads, short_of, some, weights
-from small_learners import Event, Held, Holds, all_params, applications, make, replaced, scores
+from common import (CpuMixedPrecision, Memory, Overflow, Raise, Scaled, Seen, above, at_times, grads, nt_xent, some,
+    weights)
+from small_learners import DoubleMixUp, Event, MixedLoss, Own, all_params, applications, make, replaced, scores
 
 def Cached(n, **kwargs): return GradientCache(micro_batch_size=n, **kwargs)
 
-# Losses in which all samples of a batch see each other
-
-def nt_xent(z, y=None):
-    "Chen et al., 2020: of samples 2i and 2i+1, each has to find the other"
-    z = F.normalize(z.flatten(1))
-    sim = (z@z.T/0.5).masked_fill(torch.eye(len(z), dtype=torch.bool), -1e4)
-    return F.cross_entropy(sim, (torch.arange(len(z))^1)%len(z))
+# Besides `nt_xent`, losses in which all samples of a batch see each other
 
 def dice(z, y):
     "One coefficient for all samples of the batch together"
@@ -52,14 +45,7 @@ def adversary(l): l.xb = (l.x+0.1*slope(l).sign(),)
 def on_slope(l): l.loss_grad = l.loss_grad+slope(l, create_graph=True).pow(2).sum()
 def calls(): return [Event('before_batch', adversary),Event('after_loss', on_slope)]
 
-class Scaled(CpuMixedPrecision):
-    "The GradScaler without the half precision; the gradients of the second batch overflow"
-    def before_fit(self):
-        super().before_fit()
-        self.autocast = torch.autocast('cpu', enabled=False)
-    def before_backward(self):
-        if self.training and self.iter==1: self.learn.loss_grad = self.loss_grad*float('inf')
-        super().before_backward()
+def scaled(): return [Scaled(init_scale=2.**10, growth_interval=3),Overflow(1)]
 
 def net(*more):
     return nn.Sequential(nn.Linear(5,6), *more, nn.Tanh(), nn.Linear(6,6), nn.Tanh(), nn.Linear(6,3)).double()
@@ -67,7 +53,7 @@ def net(*more):
 def fit(cbs, bs=16, fit=one_cycle, seed=0, **kwargs):
     learn = toy(bs, **dict(dict(seed=seed, n=41, loss_func=nt_xent, splitter=all_params), **kwargs))
     torch.manual_seed(seed)
-    random.seed(seed)
+    random.seed(seed); np.random.seed(seed)
     fit(learn, cbs)
     return learn
 
@@ -99,25 +85,15 @@ def lr_find(l, cbs):
 def two_groups(m): return [[*m[:2].parameters()],[*m[2:].parameters()]]
 settings = dict(adam=dict(opt_func=Adam, metrics=accuracy, cbs=lambda: [GradientClip(0.05)]),
     adamw=dict(opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)), in_place=dict(loss_func=in_place),
-    scaler=dict(cbs=lambda: [Scaled(init_scale=2.**10, growth_interval=3)]), penalties=dict(cbs=penalties),
+    scaler=dict(cbs=scaled), penalties=dict(cbs=penalties),
     calls=dict(cbs=calls), fits=dict(fit=fits, splitter=two_groups), lr_find=dict(fit=lr_find),
     compiled=dict(model=lambda: torch.compile(net(), backend='eager', dynamic=True)),
+    mixup=dict(cbs=lambda: [DoubleMixUp()], loss_func=MixedLoss()),
     accumulated=dict(cbs=lambda: [accumulated()], n=75, metrics=accuracy),
-    all=dict(cbs=lambda: [accumulated(),Scaled(init_scale=2.**10),GradientClip(0.05),*penalties()], n=75))
+    all=dict(cbs=lambda: [accumulated(),*scaled(),GradientClip(0.05),*penalties()], n=75))
 
 @pytest.mark.parametrize('nm', settings)
 def test_with_what_else_there_is(nm): assert_same(**settings[nm])
-
-def test_mixup_mixes_the_whole_batch():
-    def mixes():
-        cb = MixUp()
-        cb.distrib = Beta(*torch.tensor([0.4, 0.4]).double())
-        return [cb]
-    loss = CrossEntropy()
-    loss.y_int,loss.forward = True,lambda z,y: F.cross_entropy(z, y, reduction=loss.reduction)
-    torch.set_default_dtype(torch.float64)   # in which fastai's MixUp draws
-    try: assert_same(3, mixes, loss_func=loss)
-    finally: torch.set_default_dtype(torch.float32)
 
 # Who sees what
 
@@ -137,16 +113,6 @@ def test_the_model_sees_micro_batches_and_the_others_the_batch():
     learn.fit(1, 0.1)
     assert seen==[16,16,32]
 
-def test_activations_of_one_micro_batch_are_held():
-    def most(*cbs):
-        learn = toy(32, n=64, model=lambda: nn.Sequential(nn.Linear(5, 8), *(Holds(8) for _ in range(6))).double(),
-            loss_func=nt_xent, splitter=all_params)
-        Held.reset()
-        learn.fit(1, 0.1, cbs=cbs)
-        assert Held.now==0   # a batch is let go
-        return Held.most
-    assert most()>=6*32 and most(Cached(4))<=7*4
-
 # What is random, and what a forward pass moves
 
 class InParts(nn.Module):
@@ -156,20 +122,7 @@ class InParts(nn.Module):
         self.m,self.size = m,size
     def forward(self, x): return torch.cat([self.m(o) for o in x.split(self.size)]) if self.training else self.m(x)
 
-class Own(nn.Module):
-    "Draws from a generator of its own, from Python's and PyTorch's, and counts"
-    def __init__(self):
-        super().__init__()
-        self.gen,self.calls = torch.Generator().manual_seed(0),0
-        self.register_buffer('sums', torch.ones(()).double())
-    def forward(self, x):
-        if not self.training: return x
-        self.calls += 1
-        self.sums += 1
-        own = torch.rand(x.shape, generator=self.gen, dtype=x.dtype)
-        return x*own*(self.sums.log()+self.calls/9+random.random()+torch.rand(1))
-
-moving = dict(dropout=lambda: nn.Dropout(0.7), batchnorm=lambda: nn.BatchNorm1d(6), own=Own,
+moving = dict(dropout=lambda: nn.Dropout(0.7), batchnorm=lambda: nn.BatchNorm1d(6), own=lambda: Own(6),
     spectral=lambda: spectral_norm(nn.Linear(6, 6), n_power_iterations=2))
 
 @pytest.mark.filterwarnings('ignore:BatchNorm1d normalises')
@@ -186,7 +139,7 @@ def test_forward_passes_are_those_of_one_pass_over_the_parts(nm, size):
     a,b = run(lambda: InParts(model(), size), []),run(model, [Cached(size)])
     a.model = a.model.m
     same(a, b)
-    if nm=='own': assert a.model[1].calls==b.model[1].calls
+    if nm=='own': assert deviation(*(l.model[1].kept() for l in (a,b)))==0
 
 def test_what_cannot_be_done_again_is_said():
     class Secret(nn.Module):
@@ -356,92 +309,80 @@ def test_arguments(n):
     with pytest.raises(ValueError if type(n) is int else TypeError, match='micro_batch_size'): Cached(n)
     with pytest.raises(TypeError, match='split'): Cached(4, split=3)
 
-# Nothing is left
+# Nothing is left, neither of a cache nor of checkpoints
 
-events = 'before_batch after_pred after_loss before_backward after_backward before_step after_batch'.split()
+ways = dict(cached=lambda: Cached(5), auto=lambda: Cached('auto'), checkpointed=ActivationCheckpoint)
+events = ('before_fit before_epoch before_batch after_pred after_loss before_backward after_backward before_step '
+    'after_step after_batch after_fit').split()
 excs = CancelBatchException,CancelFitException,KeyboardInterrupt,ValueError
-cases = product(events, excs, [True,False], [5,'auto'])
-cases = [o for o in cases if o[:2]!=('after_batch',CancelBatchException)]
+cases = [o for o in product(events, excs, [True,False], ways) if o[1] is not CancelBatchException
+    or o[0] in events[2:-3]]   # elsewhere it ends nothing
 
-@pytest.mark.parametrize('event,exc,stays,size', some(16, cases))
-def test_interrupts_leave_nothing(event, exc, stays, size):
-    "The rest of the run, and the next, are those without a cache"
+@pytest.mark.parametrize('event,exc,stays,way', some(24, cases))
+def test_interrupts_leave_nothing(event, exc, stays, way):
+    "The rest of the run, and the next, are those without"
     def run(*cbs):
         learn = toy(16, n=41, loss_func=nt_xent, cbs=cbs if stays else None)
-        own,fault = () if stays else cbs,Raise(event, exc, 20, at=1)
+        own,fault = () if stays else cbs,Raise(event, exc, 20, at=event in events[2:-1])
         try: learn.fit(2, 0.1, cbs=[fault,*own])
-        except (KeyboardInterrupt,ValueError): pass
+        except excs: pass
         assert fault.raised and (stays or not replaced(learn))
         learn.opt.zero_grad()
         learn.fit(1, 0.1, cbs=own)
         assert not replaced(learn)
         return learn
-    same(run(), run(Cached(size)))
+    same(run(), run(ways[way]()))
 
+@pytest.mark.parametrize('way', ['cached','checkpointed'])
 @pytest.mark.parametrize('event', ['after_pred','after_batch','after_epoch'])
-def test_taken_off_and_copied_in_the_middle(event):
-    "A copy of the model is a plain model"
+def test_taken_off_and_copied_in_the_middle(event, way):
+    "A copy of the model, such as one of averaged weights, is a plain model"
+    cb,copied,seen = ways[way](),[],[]
     def off(l):
         copied.append(deepcopy(l.model))
-        if l.epoch==1 and hasattr(l, 'gradient_cache'): l.remove_cb(l.gradient_cache)
-    copied,seen = [],[]
-    learn = fit([Event(event, off)], fit=lambda l,cbs: one_cycle(l.add_cb(Cached(5)), cbs))
-    assert not replaced(learn) and not hasattr(learn, 'gradient_cache')
+        if l.epoch==1 and cb in l.cbs: l.remove_cb(cb)
+    learn = fit([Event(event, off)], fit=lambda l,cbs: one_cycle(l.add_cb(cb), cbs))
+    assert not replaced(learn) and cb not in learn.cbs
     same(fit([]), learn)
-    copied[0][0].register_forward_hook(lambda m,i,o: seen.append(len(o)))
-    copied[0](torch.randn(16, 5).double()).sum().backward()
-    assert seen==[16] and 'forward' not in vars(copied[0])
+    m = copied[0]
+    m[0].register_forward_hook(lambda m,i,o: seen.append(len(o)))
+    m(torch.randn(16, 5).double()).sum().backward()
+    assert seen==[16] and all(o.forward.__self__ is o for o in m.modules())
 
 # 'auto': memory runs out
 
-class Short(nn.Module):
-    "Has memory for `cap` samples in a forward pass, for `back` in a backward pass, and for `valid` in validation"
-    def __init__(self, cap=99, back=99, valid=99):
-        super().__init__()
-        self.cap,self.check,self.valid = cap,short_of(back),valid
-    def forward(self, x):
-        if len(x)>(self.cap if self.training else self.valid): raise torch.OutOfMemoryError('planted, forward')
-        return InBackward.apply(x, self.check) if self.training else x
-
-@pytest.mark.parametrize('nm,short,size', [('adam',dict(back=5),4), ('penalties',dict(cap=3),2),
-    ('accumulated',dict(back=5),4), ('all',dict(cap=5),4)])
+@pytest.mark.parametrize('nm,short,size', [('adam',above(5, 'backward'),4), ('penalties',above(3, 'forward'),2),
+    ('accumulated',above(5, 'backward'),4), ('all',above(5, 'forward'),4)])
 def test_auto_finds_the_size_that_fits(nm, short, size):
     cache,more = Cached('auto'),dict(settings[nm])
     cbs = more.pop('cbs')
     a = fit(cbs(), **more)
     with pytest.warns(UserWarning, match=f'memory ran out .planted.*micro-batches of {size} ') as said:
-        b = fit([cache,*cbs()], model=lambda: net(Short(**short)), **more)
+        b = fit([cache,*cbs()], model=lambda: net(Memory(short)), **more)
     same(a, b)
     assert cache.size==size and sum('memory ran out' in str(o.message) for o in said)==1
 
-@pytest.mark.parametrize('at,acc', list(product([{0},{2},{3,9,14}], [False,True])), ids=str)
+@pytest.mark.parametrize('times,acc', list(product([{0},{2},{3,9,14}], [False,True])), ids=str)
 @pytest.mark.filterwarnings('ignore:memory ran out')
-def test_auto_in_the_middle_of_a_batch_or_a_step(at, acc):
-    "The `at`th backward pass fails, after others have added to the gradients"
-    calls = []
-    def check(n):
-        calls.append(n)
-        if len(calls)-1 in at: raise torch.OutOfMemoryError('planted')
-    def model():
-        m = Short()
-        m.check = check
-        return net(m)
+def test_auto_in_the_middle_of_a_batch_or_a_step(times, acc):
+    "Some backward passes fail, after others have added to the gradients; with no size that would do"
     def cbs(): return [accumulated()] if acc else []
-    same(fit(cbs(), n=75), fit([Cached('auto'),*cbs()], n=75, model=model))
-    assert len(calls)>max(at)
+    model = partial(net, Memory(at_times(times, 'backward', 0)))
+    with pytest.warns(UserWarning, match='memory ran out'): b = fit([Cached('auto'),*cbs()], n=75, model=model)
+    same(fit(cbs(), n=75), b)
 
 @pytest.mark.filterwarnings('ignore:memory ran out')
 def test_auto_draws_what_it_would_have_drawn_with_the_size_known():
-    def run(cache, cap=99): return fit([cache], n=48, model=lambda: net(nn.Dropout(), Own(), Short(cap)))
+    def run(cache, cap=99):
+        return fit([cache], n=48, model=lambda: net(nn.Dropout(), Own(6), Memory(above(cap, 'forward'))))
     same(run(Cached(4)), run(Cached('auto'), 5))
 
 def test_auto_splits_validation():
-    def run(*cbs, **kwargs): return fit(cbs, fit=lambda l,cbs: l.fit(1, 0.1, cbs=cbs), **kwargs)
     with pytest.warns(UserWarning, match='memory ran out'):
-        same(run(), run(Cached('auto'), model=lambda: net(Short(valid=5))))
+        same(fit([]), fit([Cached('auto')], model=lambda: net(Memory(above(5, 'validation')))))
 
 def test_auto_gives_up_where_a_sample_does_not_fit():
-    learn = toy(16, model=lambda: net(Short(0)), loss_func=nt_xent)
+    learn = toy(16, model=lambda: net(Memory(above(0, 'forward'))), loss_func=nt_xent)
     before = weights(learn)
     with pytest.raises(torch.OutOfMemoryError, match='single sample.*planted'): learn.fit(1, cbs=Cached('auto'))
     assert weights(learn).equal(before) and not replaced(learn)

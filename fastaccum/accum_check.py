@@ -10,14 +10,17 @@ __all__ = ['AccumCheck']
 # %% ../nbs/02_accum_check.ipynb #imports
 import time
 from functools import partial
+from itertools import groupby
 from matplotlib.axes import Axes
 from matplotlib import pyplot as plt
 from fastai.callback.core import Callback
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
+from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastcore.basics import patch
 from fastcore.foundation import L
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import DataLoader as TorchDataLoader
 from .accumulation import GradientAccumulation
 from .cache import GradientCache, check_cached
 from .checkpoint import ActivationCheckpoint
@@ -27,24 +30,26 @@ from .core.compare import Compare, grads_apart, rel
 from .core.culprits import Look, Row, blame, candidates, inner_norms, named
 from .core.dry_run import DryRun, size_of
 from .core.warnings import see
-from .core.loader import by_batch_size
+from .core.loader import by_batch_size, sizes_of
 from .core.micro_batches import AutoSize
+from .core.out_of_memory import free_memory, is_out_of_memory
+from .core.plan import round_up
 from .core.distributed import check_search
 
 # %% ../nbs/02_accum_check.ipynb #accum-check
 @patch
 def accum_check(self:Learner,
-    accum_bs:int=None, # Samples in the big batch. Defaults to the loader's batch size, which fits into memory
+    accum_bs:int=None, # Samples in the big batch. Defaults to those of a step of the fit, or of the loader's batch
     steps:int=0, # Optimizer steps to train both ways, to compare the weights as well
     cbs:Callback|list=None # Callbacks of the fit to check, as you would pass them to `fit`
 )->'AccumCheck': # Displays itself as a table
-    """Run a batch whole and in unequal micro-batches, compare the gradients, and find out where they differ and why
+    """Run a batch whole and in micro-batches, compare the gradients, and find out where they differ and why
 
     TypeError: `accum_bs` or `steps` is not a whole number, or one of `cbs` is not a callback
     ValueError: `accum_bs` is below 2, `steps` is negative, the training loader has no such batch, or a fit with these
         callbacks is refused, or accumulates with fastai's callback
     RuntimeError: there are several processes, or a callback ends the fit or skips steps
-    torch.OutOfMemoryError: the batch does not fit
+    torch.OutOfMemoryError: the batch does not fit, though you gave its size, or even a micro-batch does not
     """
     _check_args(self, accum_bs, steps, cbs)
     since = time.perf_counter()
@@ -52,18 +57,30 @@ def accum_check(self:Learner,
         acc,cache,ckpt = (next((o for o in self.cbs if isinstance(o, cls)), None) for cls in
             (GradientAccumulation,GradientCache,ActivationCheckpoint))
         _check_cbs(self, acc, cache)
-        bs = size_of(self.dls.train)
-        if accum_bs is None and bs and bs<5<=(getattr(self.dls.train, 'n', None) or 0): accum_bs = 5
-        splits = _splits(acc, bs, accum_bs)
+        splits = _splits(acc, size_of(self.dls.train))
         cuts = not splits and (acc is not None or not (cache or ckpt))   # else a step is one batch of the loader
         own = acc.auto.split if acc is not None and acc.auto else split
+        whole = '' if cuts or splits else 'loss' if cache else 'model'
+        bs,micro,fits = _trained(self.dls.train, acc, cache, accum_bs)
         with DryRun(self, [o for o in (acc,cache,ckpt) if o is not None], total=5+2*(steps>0)) as run:
-            compare = Compare(run, partial(_make, acc, cache, ckpt, splits), cuts, own, accum_bs, max(1, steps))
-            whole = '' if cuts or splits else 'loss' if cache else 'model'
-            found = _Found(compare, acc and acc.n_items, whole, cbs is None)
-            if steps: found.rows.append(_weights_row(compare, found.look.tol))
-    sizes = [compare.n] if compare.why else compare.sizes
-    return AccumCheck(found.rows, sizes, found.first, found.still, time.perf_counter()-since)
+            def find(bs, micro=None):
+                compare = Compare(run, partial(_make, acc, cache, ckpt, splits), cuts, own, bs, max(1, steps), micro)
+                if accum_bs and compare.n<accum_bs:
+                    raise ValueError(f"`accum_bs={accum_bs}`, but the training loader has no more than {compare.n} "
+                        "samples" + see('samples-to-check'))
+                found = _Found(compare, acc and acc.n_items, whole, cbs is None)
+                if steps: found.rows.append(_weights_row(compare, found.look.tol))
+                return found
+            too_many = None
+            try: found = find(bs, micro)
+            except Exception as e:
+                if accum_bs or not fits or not is_out_of_memory(e): raise
+                too_many = bs
+            if too_many:   # here, where the exception no longer holds the frames of the fit
+                free_memory()
+                found = find(fits)
+    sizes = [found.compare.n] if found.compare.why else found.compare.sizes
+    return AccumCheck(found.rows, sizes, found.first, found.still, time.perf_counter()-since, too_many)
 
 # %% ../nbs/02_accum_check.ipynb #args
 def _check_args(learn, accum_bs, steps, cbs):
@@ -86,15 +103,28 @@ def _check_cbs(learn, acc, cache):
             + see('two-callbacks'))
     if cache is not None: check_cached(learn, cache.retries)
 
-def _splits(acc, bs, accum_bs):
+def _splits(acc, bs):
     "Is a batch of the loader a step, split by the Learner's own callback after others had it whole?"
-    if acc is None or not bs or not acc.accum_bs==bs==(accum_bs or bs): return False
+    if acc is None or not bs or acc.accum_bs!=bs: return False
     return acc.auto is not None or acc.micro_batch_size is not None and acc.micro_batch_size<bs
+
+def _trained(dl, acc, cache, accum_bs):
+    "Samples in a step of the fit, in its parts, and in a batch that fits into memory; `None` where it has one part"
+    bs = size_of(dl) if isinstance(dl, (DataLoader,TorchDataLoader)) else None
+    n,micro,inner = accum_bs or bs,None,cache.size if cache else None
+    if bs and acc is not None:
+        sizes = sizes_of(dl, acc.micro_batch_size)
+        n,micro = accum_bs or min(round_up(acc.accum_bs, sizes.unit), sizes.n),sizes.micro_bs
+    elif bs: micro = inner
+    if micro and micro<n: return n,micro,min(micro, inner or micro)
+    if accum_bs is None and bs and bs<5<=(getattr(dl, 'n', None) or 0): accum_bs = 5
+    return accum_bs,None,None
 
 def _make(acc, cache, ckpt, splits, n, sizes):
     "Callbacks that make one step of `n` samples, with parts of `sizes`"
     cbs = [] if ckpt is None else [ckpt]
-    if cache is not None: cbs.append(type(cache)(micro_batch_size=max(sizes), split=cache.split))
+    if cache is not None:
+        cbs.append(type(cache)(micro_batch_size=min(max(sizes), cache.size or n), split=cache.split))
     if acc is None and cbs: return cbs
     micro = max(sizes) if splits else None
     if splits and acc.auto:
@@ -110,10 +140,12 @@ class AccumCheck:
         sizes:list[int], # Samples in the micro-batches
         layers:dict, # Name of a parameter -> the relative difference of its gradients
         still:dict, # The same with every cause that was found held still or left out; empty if none was found
-        seconds:float # Seconds that the check took
+        seconds:float, # Seconds that the check took
+        too_many:int|None=None # Samples in a step of the fit, if these do not fit into memory at once
     ):
         rows = L(o._replace(where=(o.where or '').partition('\n')[0]) for o in rows)   # a table has a line for each
         self.rows,self.sizes,self.layers,self.still,self.seconds = rows,sizes,layers,still,seconds
+        self.too_many = too_many
 
     @property
     def ok(self)->bool:
@@ -128,8 +160,12 @@ class AccumCheck:
     def _title(self):
         what = 'the same run' if self.ok else 'not the same run'
         if self.off['gradients'] is None: what = 'gradients could not be compared'
-        parts = ', '.join(map(str, self.sizes))
-        return f"{sum(self.sizes)} samples whole, and in micro-batches of {parts}: {what} ({self.seconds:.1f} s)"
+        n,parts = sum(self.sizes),f" of {', '.join(map(str, self.sizes))}"
+        if len(self.sizes)>4: parts = ': '+', '.join(f'{len([*o])} of {size}' for size,o in groupby(self.sizes))
+        start = f'{n} samples'
+        if self.too_many:
+            start = f'{self.too_many} samples do not fit into memory at once, so {n} were compared:'
+        return f"{start} whole, and in micro-batches{parts}: {what} ({self.seconds:.1f} s)"
 
     def __repr__(self):
         rows = [('what','result','where','remedy'),*((o.what,o.state,o.where,o.remedy) for o in self.rows)]
@@ -213,9 +249,10 @@ class _Found:
         if look.rows!=look.n: off,reason = None,f'the model gets {look.rows} rows for {look.n} samples'
         inner = self.inner.get(self.learn.loss_func)
         if inner: return Row('loss', self.quiet, tol, f'{type(inner[0]).__name__} in it', self.cache)
-        if self.rest is not None and self.rest<=look.tol: return Row('loss', self.rest, look.tol)   # it gets more
         row = Row('loss', off, tol, reason)
-        if off is None or row.ok: return row
+        if self.rest is not None and self.rest<=look.tol:   # it gets more, or its parts were alike
+            row = Row('loss', look.hidden or self.rest, look.tol, 'in parts of other sizes'*bool(look.hidden))
+        if row.off is None or row.ok: return row
         return row._replace(remedy=f"`reduction='mean'`; `n_items=`, what it is a mean of; or {self.cache}")
 
     def _predictions(self):

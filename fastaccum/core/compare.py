@@ -32,9 +32,12 @@ def part_sizes(
     if rest>1 or most<3: return [most]*full+[rest]*(rest>0)
     return [most]*(full-1)+part_sizes(most+rest)   # split one once more, for the sake of inequality
 
-def _options(n, most):
-    "`part_sizes`, and what to try if these do not go"
-    res = [part_sizes(n, most),*([[most]*(n//most)] if n%most==0 else [])]
+def _even(n, k): return [n//k+(i<n%k) for i in range(k)]
+
+def _options(n, most, trained=False):
+    "`part_sizes`, and what to try if these do not go; `trained`: first what a fit has, in parts of `most`"
+    own = [[most]*(n//most)+[n%most]*(n%most>0),_even(n, -(-n//most))]
+    res = [*own,part_sizes(n, most)] if trained else [part_sizes(n, most),*own]
     res += [[n//2,n//4,n//4]]*(n%4==0)+[[n//2]*2]*(n%2==0)
     return [o for i,o in enumerate(res) if 1<len(o) and max(o)<=most and o not in res[:i]] or res[:1]
 
@@ -118,23 +121,21 @@ class Compare:
         cuts:bool=True, # Does the loader yield the parts (True), or the whole batch, which the way cuts itself?
         split:Callable=split, # `f(batch, start, stop, n)` returns samples `start` to `stop` of the `n` in `batch`
         bs:int|None=None, # Samples in the whole batch; defaults to those of the loader
-        n:int=1 # Batches to read
+        n:int=1, # Batches to read
+        micro:int|None=None # Samples in a micro-batch of the fit, if its sizes are to be compared
     ):
         """Read batches
 
-        ValueError: there is none of that size
+        ValueError: there is none
         """
         self.run,self.way,self.cuts,self.split,self.tf32 = run,way,cuts,split,_tf32()
         run.snap.puts.append((_put_tf32, self.tf32))
         try: batches,self.n = batches_of(run.learn, bs, n)
         finally: run.snap.put_back()
-        if bs is not None and self.n<bs:
-            raise ValueError(f"`accum_bs={bs}`, but the training loader has no more than {self.n} samples"
-                + see('samples-to-check'))
         self.wholes = [b for b in batches if n_samples(b, self.n)==self.n]   # but for an epoch's ragged end
         own = size_of(run.dl)
-        self.most = own if own and own<self.n else self.n   # samples in a micro-batch
-        self.options = _options(self.n, self.most)
+        self.most = micro or (own if own and own<self.n else self.n)   # samples in a micro-batch
+        self.options = _options(self.n, self.most, micro is not None)
         self.sizes,self.why = self.options[0],''   # of the parts; why they cannot be compared
 
     def _cut(self, b, sizes):
@@ -199,7 +200,7 @@ class Compare:
     def travel(self)->tuple: # The difference relative to how far the weights have moved, and the steps of both runs
         "Train on all batches both ways, and compare the weights"
         k,start = max(2, -(-self.n//self.most)),_weights(self.run.learn)
-        sizes = [self.n//k+(i<self.n%k) for i in range(k)]   # even: then the loader tells how many steps there will be
+        sizes = _even(self.n, k)   # then the loader tells how many steps there will be
         if self.sizes!=self.options[0]: sizes = self.sizes   # not all go
         def train(micro):
             count = _CountSteps()

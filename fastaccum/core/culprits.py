@@ -119,14 +119,22 @@ def culprits(
 tolerances = {torch.float64:1e-7, torch.float32:1e-3, torch.float16:1e-2, torch.bfloat16:5e-2}   # relative
 
 def _loss_grads(learn, n, find, start, stop):
-    "The loss's gradient for the predictions of some samples, times what it is a mean of"
+    "The loss's gradient for the predictions of some samples, and what it is a mean of"
     part = Part(learn, n, lambda o: o[start:stop])
     preds = [t for t in _tensors(part.pred) if t.is_floating_point()]
     for t in preds: t.requires_grad_()
     loss = part.loss_func(part.pred, *part.yb)
     size = 1 if find is None else stop-start if find is samples else find(part)
     grads = torch.autograd.grad(loss.mean(), preds, allow_unused=True)
-    return [torch.zeros(len(t), 2) if g is None else _digest(g)*float(size) for t,g in zip(preds, grads)]
+    return [torch.zeros(len(t), 2) if g is None else _digest(g) for t,g in zip(preds, grads)],float(size)
+
+def _loss_apart(learn, n, find, sizes):
+    "How far the loss's gradient is from that of its parts, with the shares that a step gives them"
+    stops = np.cumsum(sizes).tolist()
+    parts,ns = zip(*(_loss_grads(learn, n, find, b-k, b) for k,b in zip(sizes, stops)))
+    shares = [1. if find is None else o/sum(ns) for o in ns]
+    parts = [[w*g if w else torch.zeros_like(g) for g in gs] for w,gs in zip(shares, parts)]   # g may be 0/0
+    return max(map(rel, _loss_grads(learn, n, find, 0, n)[0], map(torch.cat, zip(*parts))), default=0.)
 
 class Look(Callback):
     "Look at the model and the loss in the first batch, and end the fit"
@@ -142,6 +150,7 @@ class Look(Callback):
         # what was found; `None` if it was not
         self.draws = self.predictions = self.loss = None   # of the latter a `Probed`
         self.why = ''                         # why one of them was not found
+        self.hidden = 0.                      # how far the loss alone is off, in other parts only
         self.tol,self.rows = None,n           # what is rounding; the rows that the model gets
         self.drawing,self.depending = [],[]   # modules that draw random numbers, and that depend on other samples
         self.memory = []                      # that return something else when they get the same once more
@@ -164,11 +173,16 @@ class Look(Callback):
         sizes = self.sizes if self.rows==self.n else part_sizes(self.rows)   # two views of each sample, for one
         stops = np.cumsum(sizes).tolist()
         run = partial(Watched, model, ForwardState(model.modules()))
-        self.draws,_ = culprits(model, lambda o: run([xb], o), lambda o: run([xb], o, seed=1), tol, self.drawing)
+        seen = {}
+        def whole(held, reset=False):
+            key = *held,reset
+            if key not in seen: seen[key] = run([xb], held, reset=reset)
+            return seen[key]
+        self.draws,_ = culprits(model, whole, lambda o: run([xb], o, seed=1), tol, self.drawing)
         parts = [self.split(xb, b-k, b, self.rows) for k,b in zip(sizes, stops)]
-        def both(held, reset): return culprits(model, lambda o: run([xb], o, reset=reset),
-            lambda o: run(parts, o, reset=reset), tol, held)
-        once,again = run([xb], self.drawing),run([xb,xb], self.drawing)
+        def both(held, reset):
+            return culprits(model, partial(whole, reset=reset), lambda o: run(parts, o, reset=reset), tol, held)
+        once,again = whole(self.drawing),run([xb,xb], self.drawing)
         again.calls = again.calls[1:]
         held = [*self.drawing]
         if (_off(once, again, '', 1) or 0.)<=tol: self.predictions,self.agree = both(held, False)
@@ -184,13 +198,13 @@ class Look(Callback):
         learn,n = self.learn,self.n
         find = self.n_items or find_n_items(learn.loss_func)
         self.loss = probe(learn, n, find)
-        if self.loss.off is not None and not self.loss.wrong:
-            try:
-                stops = np.cumsum(self.sizes).tolist()
-                parts = [_loss_grads(learn, n, find, b-k, b) for k,b in zip(self.sizes, stops)]
-                off = max(map(rel, _loss_grads(learn, n, find, 0, n), map(torch.cat, zip(*parts))), default=0.)
-                if off>self.tol: self.loss = Probed(off, 'its gradient', self.tol)
-            except Exception as e: self.loss = Probed(None, f'{type(e).__name__}: {e}')
+        right = self.loss.off is not None and not self.loss.wrong
+        try: off,same = (_loss_apart(learn, n, find, o) for o in (part_sizes(n), self.sizes))
+        except Exception as e: off,same = 0.,None; why = f'{type(e).__name__}: {e}'
+        if right and same is None: self.loss = Probed(None, why)
+        elif off>self.tol:
+            if right: self.loss = Probed(off, 'its gradient', self.tol)
+            if same<=self.tol: self.hidden = off
         raise CancelFitException
 
 # %% ../../nbs/core/28_culprits.ipynb #blame

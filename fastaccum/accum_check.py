@@ -9,18 +9,17 @@ __all__ = ['AccumCheck']
 
 # %% ../nbs/02_accum_check.ipynb #imports
 import time
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from matplotlib.axes import Axes
 from matplotlib import pyplot as plt
 from fastai.callback.core import Callback
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
-from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastcore.basics import patch
 from fastcore.foundation import L
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import DataLoader as TorchDataLoader
 from .accumulation import GradientAccumulation
 from .cache import GradientCache, check_cached
 from .checkpoint import ActivationCheckpoint
@@ -28,7 +27,7 @@ from .core.batch import split
 from .core.checks import check_count, check_learner
 from .core.compare import Compare, grads_apart, rel
 from .core.culprits import Look, Row, blame, candidates, inner_norms, named
-from .core.dry_run import DryRun, size_of
+from .core.dry_run import DryRun, resizable, size_of
 from .core.warnings import see
 from .core.loader import by_batch_size, sizes_of
 from .core.micro_batches import AutoSize
@@ -68,19 +67,17 @@ def accum_check(self:Learner,
                 if accum_bs and compare.n<accum_bs:
                     raise ValueError(f"`accum_bs={accum_bs}`, but the training loader has no more than {compare.n} "
                         "samples" + see('samples-to-check'))
-                found = _Found(compare, acc and acc.n_items, whole, cbs is None)
-                if steps: found.rows.append(_weights_row(compare, found.look.tol))
-                return found
-            too_many = None
+                return _Found(compare, acc and acc.n_items, whole, cbs is None, steps)
+            found = None
             try: found = find(bs, micro)
             except Exception as e:
                 if accum_bs or not fits or not is_out_of_memory(e): raise
-                too_many = bs
-            if too_many:   # here, where the exception no longer holds the frames of the fit
+            if too_many := found is None:   # here, where the exception no longer holds the frames of the fit
                 free_memory()
                 found = find(fits)
-    sizes = [found.compare.n] if found.compare.why else found.compare.sizes
-    return AccumCheck(found.rows, sizes, found.first, found.still, time.perf_counter()-since, too_many)
+    rows = L(o._replace(where=(o.where or '').partition('\n')[0]) for o in found.rows)   # a table has a line for each
+    sizes,secs = [found.compare.n] if found.compare.why else found.compare.sizes,time.perf_counter()-since
+    return AccumCheck(rows, sizes, found.first, found.still, secs, bs if too_many else None)
 
 # %% ../nbs/02_accum_check.ipynb #args
 def _check_args(learn, accum_bs, steps, cbs):
@@ -110,7 +107,7 @@ def _splits(acc, bs):
 
 def _trained(dl, acc, cache, accum_bs):
     "Samples in a step of the fit, in its parts, and in a batch that fits into memory; `None` where it has one part"
-    bs = size_of(dl) if isinstance(dl, (DataLoader,TorchDataLoader)) else None
+    bs = size_of(dl) if resizable(dl) else None
     n,micro,inner = accum_bs or bs,None,cache.size if cache else None
     if bs and acc is not None:
         sizes = sizes_of(dl, acc.micro_batch_size)
@@ -133,19 +130,15 @@ def _make(acc, cache, ckpt, splits, n, sizes):
     return [*cbs,GradientAccumulation(n, drop_last=False, n_items=acc and acc.n_items, micro_batch_size=micro)]
 
 # %% ../nbs/02_accum_check.ipynb #result
+@dataclass(repr=False, eq=False)
 class AccumCheck:
     "Whether the run gives the same result as the big batch, and if not, why"
-    def __init__(self,
-        rows:list[Row], # What was found
-        sizes:list[int], # Samples in the micro-batches
-        layers:dict, # Name of a parameter -> the relative difference of its gradients
-        still:dict, # The same with every cause that was found held still or left out; empty if none was found
-        seconds:float, # Seconds that the check took
-        too_many:int|None=None # Samples in a step of the fit, if these do not fit into memory at once
-    ):
-        rows = L(o._replace(where=(o.where or '').partition('\n')[0]) for o in rows)   # a table has a line for each
-        self.rows,self.sizes,self.layers,self.still,self.seconds = rows,sizes,layers,still,seconds
-        self.too_many = too_many
+    rows:list[Row] # What was found
+    sizes:list[int] # Samples in the micro-batches
+    layers:dict # Name of a parameter -> the relative difference of its gradients
+    still:dict # The same with every cause that was found held still or left out; empty if none was found
+    seconds:float # Seconds that the check took
+    too_many:int|None=None # Samples in a step of the fit, if these do not fit into memory at once
 
     @property
     def ok(self)->bool:
@@ -190,24 +183,19 @@ def _join(*remedies): return '; '.join(o for o in remedies if o)
 # %% ../nbs/02_accum_check.ipynb #find
 class _Found:
     "What makes the gradients differ; `whole`: who gets the whole batch anyway, the 'loss', or the 'model', too"
-    def __init__(self, compare, size, whole, unseen):
+    def __init__(self, compare, n_items, whole, unseen, steps):
         self.compare,self.run,self.whole,self.unseen = compare,compare.run,whole,unseen
         self.learn,self.first,self.still,self.cbs,self.inner = self.run.learn,{},{},[],{}
         a,b = compare.both()
-        self.look = self._look(size)
+        self.look = self._look(n_items)
         if b is None: self.off = self.quiet = self.rest = None
         else: self._search(a, b)
         self.rows = [self._loss(), self._predictions(), self._draws(), self._callbacks(), self._loader(),
-            self._gradients(), self._buffers(a, b)]
+            self._gradients(), self._buffers(a, b), *([self._weights()] if steps else [])]
 
-    def _buffers(self, a, b):
-        if b is None: return Row('buffers', None, self.look.tol, self.compare.why)
-        off = max((rel(o, b.buffers[nm]) for nm,o in a.buffers.items() if nm in b.buffers), default=0.)
-        return Row('buffers', off, self.look.tol)
-
-    def _look(self, size, **kwargs):
+    def _look(self, n_items, **kwargs):
         compare = self.compare
-        look = Look(compare.n, compare.sizes, compare.split, size, alone='' if self.whole!='model' else 'loss')
+        look = Look(compare.n, compare.sizes, compare.split, n_items, alone=self.whole=='model')
         compare.fit(False, compare.wholes[:1], [look], **kwargs)
         self.run.tick()
         return look
@@ -243,9 +231,8 @@ class _Found:
         return f"`GradientCache(micro_batch_size={self.compare.most})` and a loader of whole steps"
 
     def _loss(self):
-        off,reason,tol = self.look.loss
+        look,(off,reason,tol) = self.look,self.look.loss
         if self.whole: return Row('loss', 0., tol)
-        look = self.look
         if look.rows!=look.n: off,reason = None,f'the model gets {look.rows} rows for {look.n} samples'
         inner = self.inner.get(self.learn.loss_func)
         if inner: return Row('loss', self.quiet, tol, f'{type(inner[0]).__name__} in it', self.cache)
@@ -275,10 +262,10 @@ class _Found:
         if row.off is None: return row
         fs = getattr(getattr(dl, 'after_batch', None), 'fs', ())
         tfms = [type(o).__name__ for o in fs if any(c.__name__=='RandTransform' for c in type(o).__mro__)]
-        where = [named(self.learn.model, look.drawing)]*(not row.ok)
-        if tfms: where.append(f"not seen: {', '.join(tfms)}, which draws for each batch of the loader")
-        remedy = '' if row.ok else _join(_checkpoint(self.learn), 'or none: as far as two seeds')
-        return row._replace(where='; '.join(where), remedy=remedy.removeprefix('or '))
+        unseen = tfms and f"not seen: {', '.join(tfms)}, which draws for each batch of the loader"
+        if row.ok: return row._replace(where=unseen or '')
+        remedy = _join(_checkpoint(self.learn), 'or none: as far as two seeds').removeprefix('or ')
+        return row._replace(where=_join(named(self.learn.model, look.drawing), unseen), remedy=remedy)
 
     def _callbacks(self):
         tol,who = self.look.tol,[type(o).__name__ for o in self.cbs]
@@ -307,15 +294,18 @@ class _Found:
             remedy = self.cache
         return row._replace(where=where, remedy=remedy)
 
-# %% ../nbs/02_accum_check.ipynb #weights
-def _weights_row(compare, tol):
-    "Train both ways, and compare the weights"
-    if compare.why: return Row('weights', None, 100*tol, compare.why)
-    off,n,m = compare.travel()
-    if not n+m: return Row('weights', None, 100*tol, 'no step was made: the gradients overflowed')
-    if n!=m:
-        return Row('weights', None, 100*tol, f'{n} steps were made whole and {m} in micro-batches: others overflowed')
-    return Row('weights', off, 100*tol, f'after {n} steps')
+    def _buffers(self, a, b):
+        off = b and max((rel(o, b.buffers[nm]) for nm,o in a.buffers.items() if nm in b.buffers), default=0.)
+        return Row('buffers', off, self.look.tol, self.compare.why)
+
+    def _weights(self):
+        off,why = None,self.compare.why
+        if not why:
+            off,n,m = self.compare.travel()
+            why = f'after {n} steps'
+            if n!=m: off,why = None,f'{n} steps were made whole and {m} in micro-batches: others overflowed'
+            elif not n: off,why = None,'no step was made: the gradients overflowed'
+        return Row('weights', off, 100*self.look.tol, why)
 
 # %% ../nbs/02_accum_check.ipynb #plot
 @patch

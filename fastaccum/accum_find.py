@@ -15,9 +15,8 @@ from fastai.callback.core import Callback, CancelFitException
 from fastai.learner import Learner
 from fastcore.basics import patch
 from .accumulation import GradientAccumulation
-from .core.batch import n_samples
 from .core.checks import check_bool, check_count
-from .core.dry_run import Batches, DryRun
+from .core.dry_run import Batches, CountSteps, DryRun, samples_of
 from .core.plan import round_up
 from .core.warnings import see
 from .noise_scale import NoiseScale, interval, rounded, scale_of, trade_off
@@ -38,8 +37,8 @@ def _measure(learn, acc, size, bs, steps, lr):
         meter,end = NoiseScale(1),_End(steps, run.tick)
         dl = Batches(run.dl, _FullBatches(learn, bs, -(-steps*size//bs)), bs)
         run.fit(dl, [_another(acc, size),meter,end], lr=lr)
-    if end.steps_left<=0: return meter.readings
-    raise RuntimeError(f"{steps-end.steps_left} of {steps} steps were taken: a callback ends the fit (remove it, or "
+    if end.n_steps>=steps: return meter.readings
+    raise RuntimeError(f"{end.n_steps} of {steps} steps were taken: a callback ends the fit (remove it, or "
         f"give its class `run_bs_find = False`), or the training loader has no full batch of {bs} samples"
         + see('no-step-in-a-trial'))
 
@@ -80,35 +79,28 @@ def accum_find(self:Learner,
 class _FullBatches:
     "The next `n` full batches of a loader, which is started again when it ends"
     def __init__(self, learn, bs, n):
-        self.dl,self.n_inp,self.bs,self.n = learn.dls.train,getattr(learn.dls, 'n_inp', None),bs,n
+        self.learn,self.dl,self.bs,self.n = learn,learn.dls.train,bs,n   # `learn.dls.train` will be another
     def __len__(self): return self.n
     def __iter__(self): return islice(self._full(), self.n)
-
-    def _is_full(self, b):
-        if isinstance(b, (tuple,list)):   # targets tell best
-            i = max(1, len(b)-1) if self.n_inp is None else self.n_inp
-            b = (*b[i:],*b[:i])
-        return n_samples(b, self.bs)>=self.bs
 
     def _full(self):
         some = True
         while some:
             some = False   # else it would go on for ever
             for b in self.dl:
-                if not self._is_full(b): continue
+                if samples_of(self.learn, b, self.bs)<self.bs: continue
                 some = True
                 yield b
 
-class _End(Callback):
+class _End(CountSteps):
     "End the fit after so many steps"
-    order,run_valid = 1000,False   # after all others
-    def __init__(self, steps, tick): self.steps_left,self.tick = steps,tick
+    def __init__(self, steps, tick): self.steps,self.tick = steps,tick
+    def after_cancel_step(self): "An overflow ends a step, too"
     def after_step(self):
-        self.steps_left -= 1
+        super().after_step()
         self.tick()
     def after_batch(self):
-        if self.steps_left<=0: raise CancelFitException
-    def after_train(self): raise CancelFitException
+        if self.n_steps>=self.steps: raise CancelFitException
 
 # %% ../nbs/09_accum_find.ipynb #result
 class FoundAccum:

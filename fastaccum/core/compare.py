@@ -14,16 +14,14 @@ from fastai.callback.core import Callback, CancelFitException, CancelStepExcepti
 from fastai.callback.fp16 import MixedPrecision
 from torch import nn
 from .batch import n_samples, split
-from .dry_run import Batches, DryRun, batches_of, size_of
+from .dry_run import Batches, CountSteps, DryRun, batches_of, size_of
+from .guest import Quiet
 from .warnings import see
 from .out_of_memory import is_out_of_memory
 
 # %% ../../nbs/core/27_compare.ipynb #sizes
-def part_sizes(
-    n:int, # Samples in the whole batch
-    most:int|None=None # The most samples in a micro-batch
-)->list[int]: # Sizes whose sum is `n`
-    "Unequal sizes of micro-batches"
+def part_sizes(n:int, most:int|None=None)->list[int]:
+    "Unequal sizes of micro-batches of `n` samples, of `most` samples at most"
     if most is None or most>=n:
         if n>8: return [n//2,n//3,n-n//2-n//3]
         more = n>5 and n%2==0
@@ -44,13 +42,10 @@ def _options(n, most, trained=False):
 # %% ../../nbs/core/27_compare.ipynb #taken
 def _host(t): return (t if t.layout==torch.strided else t.to_dense()).detach().to('cpu', torch.float64, copy=True)
 
-class TakeStep(Callback):
+class TakeStep(Quiet):
     "Note the first gradient that each parameter would step with, but take no step; end the fit when all had their turn"
     order,run_valid = MixedPrecision.order+.5,False
-    def __init__(self,
-        waited:set # The parameters that train
-    ): self.waited,self.grads,self.buffers,self.n = waited,{},{},0
-    def __setattr__(self, nm, value): object.__setattr__(self, nm, value)   # fastai's warns of what the model has, too
+    def __init__(self, waited:set): self.waited,self.grads,self.buffers,self.n = waited,{},{},0   # parameters
     def before_train(self): self.waited &= {p for p,*_ in self.learn.opt.all_params()}
     def before_step(self):
         model = self.learn.model
@@ -66,52 +61,34 @@ class TakeStep(Callback):
         if self.n and not self.waited: raise CancelFitException
     def before_validate(self): raise CancelFitException
 
-def rel(
-    a:torch.Tensor, # Numbers
-    b:torch.Tensor, # Others
-    least:float=0. # The smallest size to compare with
-)->float: # 0 if there is no difference; infinite if one is NaN
-    "How far apart they are, relative to the larger"
+def rel(a:torch.Tensor, b:torch.Tensor, least:float=0.)->float:
+    "How far apart they are, relative to the larger, and at least to `least`; infinite if one is NaN"
     if a.shape!=b.shape: return float('inf')
     off,size = (a-b).norm().item(),max(a.norm().item(), b.norm().item(), least)
     return 0. if off==0 else off/size if off==off and 0<size<float('inf') else float('inf')
 
-def grads_apart(
-    a:dict, # Gradients by name
-    b:dict # The same of another run
-)->dict: # Name of a parameter -> the relative difference
-    "Compare gradients"
+def grads_apart(a:dict, b:dict)->dict:
+    "Compare the gradients of two runs: name of a parameter -> the relative difference"
     least = sum(o.square().sum().item() for o in a.values())**.5/100
     def of(d, nm): return d[nm] if nm in d else torch.zeros_like((a if nm in a else b)[nm])
     return {nm:rel(of(a, nm), of(b, nm), least) for nm in {**a,**b}}
 
 # %% ../../nbs/core/27_compare.ipynb #runs
-class Hold(Callback):
-    "Hold modules in evaluation mode, even if others call `train()`"
+class Hold(Quiet):
+    "Hold modules in evaluation mode, even if others call `train()`, and perhaps reset the model before each batch"
     order,run_valid = 1000,False
-    def __init__(self,
-        modules:list, # Modules
-        reset:bool=False # Reset the model before each batch?
-    ): self.modules,self.reset = modules,reset
-    def __setattr__(self, nm, value): object.__setattr__(self, nm, value)
+    def __init__(self, modules:list, reset:bool=False): self.modules,self.reset = modules,reset
     def before_batch(self):
         for m in self.modules: m.training = False
         if self.reset: self.learn.model.reset()
 
 def _tf32():
-    "What says whether products may be rounded to TF32: object, attribute, value"
+    "What lets products be rounded to TF32: object, attribute, value; and the value that does not"
     b = torch.backends
-    try: return [(o,'allow_tf32',o.allow_tf32) for o in (b.cuda.matmul,b.cudnn)]
+    try: all = [(o,'allow_tf32',o.allow_tf32,False) for o in (b.cuda.matmul,b.cudnn)]
     except RuntimeError:   # it was set in the newer way
-        return [(o,'fp32_precision',o.fp32_precision) for o in (b.cuda.matmul,b.cudnn.conv,b.cudnn.rnn)]
-
-def _off_tf32(state):
-    for o,nm,v in state:
-        if v not in (False,'ieee'): setattr(o, nm, False if nm=='allow_tf32' else 'ieee')
-
-def _put_tf32(state):
-    for o,nm,v in state:
-        if getattr(o, nm)!=v: setattr(o, nm, v)
+        all = [(o,'fp32_precision',o.fp32_precision,'ieee') for o in (b.cuda.matmul,b.cudnn.conv,b.cudnn.rnn)]
+    return [o for o in all if o[2]!=o[3]]
 
 class Compare:
     "Run a batch whole and in micro-batches"
@@ -129,7 +106,7 @@ class Compare:
         ValueError: there is none
         """
         self.run,self.way,self.cuts,self.split,self.tf32 = run,way,cuts,split,_tf32()
-        run.snap.puts.append((_put_tf32, self.tf32))
+        run.snap.puts += [(setattr, o, nm, v) for o,nm,v,_ in self.tf32]
         try: batches,self.n = batches_of(run.learn, bs, n)
         finally: run.snap.put_back()
         self.wholes = [b for b in batches if n_samples(b, self.n)==self.n]   # but for an epoch's ragged end
@@ -141,28 +118,17 @@ class Compare:
     def _cut(self, b, sizes):
         return [self.split(b, stop-k, stop, self.n) for k,stop in zip(sizes, np.cumsum(sizes).tolist())]
 
-    def fit(self,
-        micro:bool, # In parts?
-        wholes:list, # Batches
-        cbs:list, # Callbacks, besides the Learner's own that take part
-        sizes:list|None=None, # Of the parts
-        **kwargs # As in `DryRun.fit`
-    )->object:
-        "Fit on batches, whole or in parts"
+    def fit(self, micro:bool, wholes:list, cbs:list, sizes:list|None=None, **kwargs:object)->object:
+        "Fit on batches, whole or in parts (`micro`), as `DryRun.fit` does"
         sizes,parts,largest = sizes or self.sizes,wholes,self.n
         if micro:
             cbs = [*cbs,*self.way(self.n, sizes)]
             if self.cuts: parts,largest = [o for b in wholes for o in self._cut(b, sizes)],max(sizes)
-        _off_tf32(self.tf32)
+        for o,nm,_,off in self.tf32: setattr(o, nm, off)
         return self.run.fit(Batches(self.run.dl, parts, largest, self.n*len(wholes)), cbs, **kwargs)
 
-    def step(self,
-        micro:bool, # In parts?
-        hold:list=(), # Modules to hold in evaluation mode
-        reset:bool=False, # Reset the model before each batch?
-        without:list=() # Callbacks to leave out
-    )->TakeStep: # With gradients and buffers
-        """The gradients of a step
+    def step(self, micro:bool, hold:list=(), reset:bool=False, without:list=())->TakeStep:
+        """The gradients and buffers of a step, with some modules held and some callbacks left out
 
         RuntimeError: no step was made
         """
@@ -173,8 +139,8 @@ class Compare:
             f"{self.n} samples: a callback ends the fit or skips steps, the gradients overflow, or the batches have no "
             "targets (`n_inp` of the DataLoaders says how many of their parts are inputs)" + see('no-step-in-a-trial'))
 
-    def both(self)->tuple: # Of `TakeStep`s: whole, and in parts, `None` if these cannot be had
-        "Run the batch whole, and in the first of the sizes that go"
+    def both(self)->tuple:
+        "Run a step whole, and in the first of the sizes that go; `None` if there is none"
         whole,why = self.step(False),'the batch has a single sample, which cannot be split'*(self.n<2)
         self.run.tick()
         for sizes in self.options if self.n>1 else ():
@@ -190,32 +156,25 @@ class Compare:
         try: return self.step(True)
         except Exception: return None
 
-    def apart(self, **kwargs)->dict: # As `grads_apart` returns
+    def apart(self, **kwargs:object)->dict:
         "Compare the gradients of a step whole and in parts; arguments are those of `step`"
         res = grads_apart(*(self.step(o, **kwargs).grads for o in (False,True)))
         self.run.tick()
         return res
-    def worst(self, **kwargs)->float: return max(self.apart(**kwargs).values(), default=0.)
+    def worst(self, **kwargs:object)->float: return max(self.apart(**kwargs).values(), default=0.)
 
-    def travel(self)->tuple: # The difference relative to how far the weights have moved, and the steps of both runs
-        "Train on all batches both ways, and compare the weights"
+    def travel(self)->tuple:
+        "Train on all batches whole and in parts: how far the weights differ, by their movement; and the steps of both"
         k,start = max(2, -(-self.n//self.most)),_weights(self.run.learn)
         sizes = _even(self.n, k)   # then the loader tells how many steps there will be
         if self.sizes!=self.options[0]: sizes = self.sizes   # not all go
         def train(micro):
-            count = _CountSteps()
+            count = CountSteps()
             res = self.fit(micro, self.wholes, [count], sizes, lr=None, after=_weights)
             self.run.tick()
-            return res,count.n
+            return res,count.n_steps
         (a,n),(b,m) = train(False),train(True)
         return rel(a-start, b-start),n,m
-
-class _CountSteps(Callback):
-    order,n = 1000,0
-    def __setattr__(self, nm, value): object.__setattr__(self, nm, value)
-    def after_cancel_step(self): self.n -= 1   # `after_step` comes all the same
-    def after_step(self): self.n += 1
-    def before_validate(self): raise CancelFitException
 
 def _weights(learn): return torch.cat([p.detach().to('cpu', torch.float64).flatten() for p in learn.model.parameters()])
 

@@ -13,7 +13,7 @@ import numpy as np, torch
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
-from fastai.callback.core import Callback, CancelFitException, TrainEvalCallback
+from fastai.callback.core import CancelFitException, TrainEvalCallback
 from fastai.callback.fp16 import MixedPrecision
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -21,6 +21,7 @@ from .batch import is_mapping, n_samples, samples, values
 from .compare import Compare, part_sizes, rel
 from .dry_run import DryRun
 from .forward_state import ForwardState
+from .guest import Quiet
 from .other_samples import batchnorms
 from .out_of_memory import is_out_of_memory
 from .probe import Part, Probed, probe
@@ -44,14 +45,7 @@ def _digest(t):
 
 class Watched:
     "What each module gets and returns while a model runs on batches, one after the other, and what the model returns"
-    def __init__(self,
-        model:nn.Module, # The model
-        state:ForwardState, # Where to start from
-        batches:list, # Inputs
-        held:list=(), # Modules to hold in evaluation mode
-        seed:int=0, # Of the random numbers
-        reset:bool=False # Call `model.reset()` before each batch?
-    ):
+    def __init__(self, model:nn.Module, state:ForwardState, batches:list, held:list=(), seed:int=0, reset:bool=False):
         self.calls = []   # for each batch: name of a module -> of each call, digests of what it got and returned
         hooks = []
         def note(nm, m, args, kwargs, out):
@@ -83,14 +77,11 @@ def _off(a, b, nm, i):
     if x is None or y is None or [o.shape for o in x]!=[o.shape for o in y]: return None
     return max(map(rel, x, y), default=0.)
 
-def culprits(
-    model:nn.Module, # The model
-    a:Callable, # `a(held)` watches a run in which the modules in `held` are held in evaluation mode
-    b:Callable, # Watches another
-    tol:float, # The largest relative difference that is rounding
-    held:list # Modules that are held from the start; those that are found are appended
-)->tuple: # How far apart the predictions were at first, and whether they agree at last
+def culprits(model:nn.Module, a:Callable, b:Callable, tol:float, held:list)->tuple:
     """Find the modules that return something else for the same, and hold them until the predictions agree
+
+    `a(held)` and `b(held)` watch two runs in which `held` is held in evaluation mode; what is found is appended.
+    Returns how far apart the predictions were at first, and whether they agree at last.
 
     TypeError: the predictions cannot be compared
     """
@@ -136,16 +127,10 @@ def _loss_apart(learn, n, find, sizes):
     parts = [[w*g if w else torch.zeros_like(g) for g in gs] for w,gs in zip(shares, parts)]   # g may be 0/0
     return max(map(rel, _loss_grads(learn, n, find, 0, n)[0], map(torch.cat, zip(*parts))), default=0.)
 
-class Look(Callback):
-    "Look at the model and the loss in the first batch, and end the fit"
+class Look(Quiet):
+    "Look at the model and the loss in the first batch, and end the fit; `alone`: look at the loss alone"
     order,run_valid = 1000,False   # the batch as the model gets it
-    def __init__(self,
-        n:int, # Samples in the batch
-        sizes:list[int], # And in its parts
-        split:Callable, # As in `Compare`
-        n_items:Callable|None, # As in `GradientAccumulation`
-        alone:str='' # 'loss': look at nothing else, because the model will get whole batches
-    ):
+    def __init__(self, n:int, sizes:list[int], split:Callable, n_items:Callable|None, alone:bool=False):
         self.n,self.sizes,self.split,self.n_items,self.alone = n,sizes,split,n_items,alone
         # what was found; `None` if it was not
         self.draws = self.predictions = self.loss = None   # of the latter a `Probed`
@@ -155,7 +140,6 @@ class Look(Callback):
         self.drawing,self.depending = [],[]   # modules that draw random numbers, and that depend on other samples
         self.memory = []                      # that return something else when they get the same once more
         self.agree = self.reset = False       # do predictions agree with all of these held? Is the model to be reset?
-    def __setattr__(self, nm, value): object.__setattr__(self, nm, value)
 
     def before_batch(self):
         learn = self.learn
@@ -211,28 +195,19 @@ class Look(Callback):
 _acts = ('before_fit','before_epoch','before_train','before_batch','after_pred','after_loss','before_backward',
          'after_backward')
 
-def candidates(
-    run:DryRun # Of a Learner
-)->list: # Callbacks
-    "The callbacks that may affect the gradients"
+def candidates(run:DryRun)->list:
+    "The callbacks of a Learner that may affect the gradients"
     def acts(cb): return any(hasattr(type(cb), o) or o in vars(cb) for o in _acts)
     return [o for o in run.cbs if acts(o) and not isinstance(o, (TrainEvalCallback,MixedPrecision))]
 
-def inner_norms(
-    o:object # A loss function or a callback
-)->list: # Modules
-    "The BatchNorm layers that `o` keeps in its attributes or in a closure"
+def inner_norms(o:object)->list:
+    "The BatchNorm layers that a loss function or a callback keeps in its attributes or in a closure"
     f = getattr(o, '__self__', o)   # of a method
     kept = [f,*getattr(f, '__dict__', {}).values(),*(c.cell_contents for c in getattr(o, '__closure__', None) or ())]
     return [m for v in kept if isinstance(v, nn.Module) for m in v.modules() if isinstance(m, _BatchNorm)]
 
-def blame(
-    compare:Compare, # With a batch
-    off:float, # The difference of the gradients with all callbacks
-    tol:float, # What is rounding
-    **held # As in `Compare.step`
-)->list: # Callbacks
-    "The callbacks that cause the difference"
+def blame(compare:Compare, off:float, tol:float, **held:object)->list:
+    "The callbacks that cause the difference `off` of the gradients, while modules are held as in `Compare.step`"
     def without(*cbs):
         try: return compare.worst(without=cbs, **held)
         except Exception as e:
@@ -263,12 +238,8 @@ class Row(NamedTuple):
         "In words"
         return 'not checked' if self.off is None else 'exact' if self.ok else f'off by {self.off:.1g}'
 
-def named(
-    model:nn.Module, # The model
-    modules:list, # Some of its modules
-    most:int=3 # The most names to write out for each class
-)->str:
-    "A list of the modules by class and name"
+def named(model:nn.Module, modules:list)->str:
+    "Some modules of the model by class and name"
     names,kinds = {m:nm for nm,m in model.named_modules()},{}
     for m in modules: kinds.setdefault(type(m).__name__, []).append(names.get(m, '?') or 'the model')
-    return '; '.join(f"{k} {', '.join(o[:most])}" + f' and {len(o)-most} more'*(len(o)>most) for k,o in kinds.items())
+    return '; '.join(f"{k} {', '.join(o[:3])}" + f' and {len(o)-3} more'*(len(o)>3) for k,o in kinds.items())

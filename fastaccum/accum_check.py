@@ -21,18 +21,20 @@ from fastcore.basics import patch
 from fastcore.foundation import L
 from torch.nn.modules.batchnorm import _BatchNorm
 from .accumulation import GradientAccumulation
-from .cache import GradientCache, check_cached
-from .checkpoint import ActivationCheckpoint
+from .cache import check_cached
+from .checkpoint import unwrapped
 from .core.batch import split
 from .core.checks import check_count, check_learner
 from .core.compare import Compare, grads_apart, rel
 from .core.culprits import Look, Row, blame, candidates, inner_norms, named
 from .core.dry_run import DryRun, resizable, size_of
+from .core.guest import first_of
 from .core.warnings import see
 from .core.loader import by_batch_size, sizes_of
 from .core.micro_batches import AutoSize
 from .core.out_of_memory import free_memory, is_out_of_memory
 from .core.plan import round_up
+from .core.segments import find_segments
 from .core.distributed import check_search
 
 # %% ../nbs/02_accum_check.ipynb #accum-check
@@ -53,8 +55,7 @@ def accum_check(self:Learner,
     _check_args(self, accum_bs, steps, cbs)
     since = time.perf_counter()
     with self.added_cbs(cbs):
-        acc,cache,ckpt = (next((o for o in self.cbs if isinstance(o, cls)), None) for cls in
-            (GradientAccumulation,GradientCache,ActivationCheckpoint))
+        acc,cache,ckpt = (first_of(self, o) for o in ('GradientAccumulation','GradientCache','ActivationCheckpoint'))
         _check_cbs(self, acc, cache)
         splits = _splits(acc, size_of(self.dls.train))
         cuts = not splits and (acc is not None or not (cache or ckpt))   # else a step is one batch of the loader
@@ -171,14 +172,12 @@ class AccumCheck:
         return f"{self._title()}\n\n| what | result | where | remedy |\n|---|---|---|---|\n{rows}"
 
 # %% ../nbs/02_accum_check.ipynb #words
-def _checkpoint(learn):
+def _checkpoint(model):
     "`ActivationCheckpoint()` as a remedy, if it finds segments in this model"
-    o = ActivationCheckpoint()
-    o.learn = learn
-    try: return '`ActivationCheckpoint()`'*(len(o.segments)>0)
+    try: return '`ActivationCheckpoint()`'*bool(find_segments(unwrapped(model)))
     except ValueError: return ''
 
-def _join(*remedies): return '; '.join(o for o in remedies if o)
+def _join(*words): return '; '.join(filter(None, words))
 
 # %% ../nbs/02_accum_check.ipynb #find
 class _Found:
@@ -253,7 +252,7 @@ class _Found:
             return row._replace(where=where, remedy='none, or reset it with each batch')
         norm = any(isinstance(m, _BatchNorm) for m in look.depending)
         freeze = '`FreezeBN()`, or `train_bn=False` and `BnFreeze()` in a frozen body; or `learn.recalibrate_bn()`'
-        remedy = _join(_checkpoint(self.learn), freeze*norm)
+        remedy = _join(_checkpoint(self.learn.model), freeze*norm)
         return row._replace(where=where, remedy=remedy or 'none: the model needs the whole batch')
 
     def _draws(self):
@@ -264,7 +263,7 @@ class _Found:
         tfms = [type(o).__name__ for o in fs if any(c.__name__=='RandTransform' for c in type(o).__mro__)]
         unseen = tfms and f"not seen: {', '.join(tfms)}, which draws for each batch of the loader"
         if row.ok: return row._replace(where=unseen or '')
-        remedy = _join(_checkpoint(self.learn), 'or none: as far as two seeds').removeprefix('or ')
+        remedy = _join(_checkpoint(self.learn.model), 'or none: as far as two seeds').removeprefix('or ')
         return row._replace(where=_join(named(self.learn.model, look.drawing), unseen), remedy=remedy)
 
     def _callbacks(self):
@@ -309,16 +308,14 @@ class _Found:
 
 # %% ../nbs/02_accum_check.ipynb #plot
 @patch
-def plot(self:AccumCheck,
-    tiny:float=1e-17 # Smaller differences, and no difference at all, are drawn here
-)->Axes: # The matplotlib axes
+def plot(self:AccumCheck)->Axes: # The matplotlib axes
     "The difference of the gradients, for each parameter in the order of the model"
     tol = next(o.tol for o in self.rows if o.what=='gradients')
     _,ax = plt.subplots(figsize=(7, 1+0.16*max(4, len(self.layers))))
     both = [('as it trains',self.layers,'tab:red')]
     if self.still: both.append(('without what was found',self.still,'tab:blue'))
     for label,diffs,color in both:
-        xs = [max(min(o, 1e3), tiny) for o in diffs.values()]
+        xs = [max(min(o, 1e3), 1e-17) for o in diffs.values()]   # none at all is drawn at the edge
         ax.plot(xs, range(len(xs)), 'o', ms=4, color=color, label=label)
     ax.axvline(tol, color='gray', linestyle=':', label='rounding, at most')
     ax.set(xscale='log', xlabel='difference of the gradients, relative', yticks=range(len(self.layers)))

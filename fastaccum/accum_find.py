@@ -17,6 +17,7 @@ from fastcore.basics import patch
 from .accumulation import GradientAccumulation
 from .core.checks import check_bool, check_count
 from .core.dry_run import Batches, CountSteps, DryRun, samples_of
+from .core.guest import first_of
 from .core.plan import round_up
 from .core.warnings import see
 from .noise_scale import NoiseScale, interval, rounded, scale_of, trade_off
@@ -63,7 +64,7 @@ def accum_find(self:Learner,
     check_search(self, 'accum_find', "each would find another size. Search in one process: "
         "`accum_bs` counts samples over all processes, so what it finds is right for several, too", 'train on')
     with self.added_cbs(cbs):
-        acc = next((o for o in self.cbs if isinstance(o, GradientAccumulation)), None)
+        acc = first_of(self, 'GradientAccumulation')
         given = acc and acc.micro_batch_size
         sizes = sizes_of(self.dls.train, given)
         bs,n,micro = sizes
@@ -104,12 +105,8 @@ class _End(CountSteps):
 
 # %% ../nbs/09_accum_find.ipynb #result
 class FoundAccum:
-    "How many samples a step should have, and how this was found"
-    def __init__(self,
-        readings:list, # A `Reading` for each step that was measured
-        micro_bs:int, # Samples in a micro-batch
-        n:int # Samples in an epoch
-    ):
+    "How many samples a step should have, and how this was found: from `readings` of steps, for an epoch of `n` samples"
+    def __init__(self, readings:list, micro_bs:int, n:int):
         per_sample = sum(o.size for o in readings)/sum(o.samples for o in readings)   # targets, where these are counted
         traces,grad_sqs = (np.array([getattr(o, k) for o in readings]) for k in ('trace','grad_sq'))
         self.readings = readings

@@ -91,10 +91,8 @@ class ActivationCheckpoint(Guest):
         self.entered = self.parts = ()
 
 # %% ../nbs/04_checkpoint.ipynb #check
-def check_segments(
-    o:object # The argument's value
-)->object: # The same; any list of modules becomes a `list`
-    """Refuse a value of `segments` that cannot choose any
+def check_segments(o:object)->object:
+    """Refuse a value of `segments` that cannot choose any; a list of modules of any kind becomes a `list`
 
     TypeError: it is not a class, a tuple of classes, a list of modules, or a function
     """
@@ -107,10 +105,8 @@ def check_segments(
     raise TypeError(f"`segments={o!r}` is a {type(o).__name__}: give a class or a tuple of classes, a list of modules, "
         "or a function of a module" + see('segments'))
 
-def unwrapped(
-    model:nn.Module # A Learner's model
-)->nn.Module: # The model without its wrapper for several processes
-    """The model to cut into segments
+def unwrapped(model:nn.Module)->nn.Module:
+    """The model to cut into segments: without its wrapper for several processes
 
     ValueError: the model is compiled, or split over devices in a way that is not supported
     """

@@ -18,17 +18,13 @@ from torch import nn
 from .warnings import see
 
 # %% ../../nbs/core/23_forward_state.ipynb #rng
-def devices_of(
-    modules:Iterable # Modules, without those inside of them
-)->list: # Of `torch.device`
-    "The devices that parameters and buffers are on, besides the CPU"
+def devices_of(modules:Iterable)->list:
+    "The devices that parameters and buffers of `modules` are on, besides the CPU; not of those inside of them"
     ts = (t for m in modules for d in (m._parameters,m._buffers) for t in d.values() if t is not None)
     return list({t.device for t in ts if t.device.type not in ('cpu','meta')})
 
-def rng_state(
-    devices:Iterable=() # Devices, besides the CPU
-)->list: # To pass to `set_rng_state`
-    "The states of Python's, NumPy's and PyTorch's random number generators"
+def rng_state(devices:Iterable=())->list:
+    "The states of Python's, NumPy's and PyTorch's random number generators, on the CPU and on `devices`"
     res = [(random.setstate,random.getstate()), (np.random.set_state,np.random.get_state()),
            (torch.set_rng_state,torch.get_rng_state())]
     for o in devices:
@@ -36,27 +32,21 @@ def rng_state(
         res.append((partial(mod.set_rng_state, **at),mod.get_rng_state(**at)))
     return res
 
-def set_rng_state(
-    state:list # Returned by `rng_state`
-):
-    "Go back to `state`"
+def set_rng_state(state:list):
+    "Go back to a `rng_state`"
     for put,o in state: put(o)
 
 # %% ../../nbs/core/23_forward_state.ipynb #autocast
-def autocast_state(
-    devices:Iterable=() # Devices, besides the CPU
-)->tuple: # To pass to `set_autocast_state`
-    "The state of autocast in this thread"
+def autocast_state(devices:Iterable=())->tuple:
+    "The state of autocast in this thread, on the CPU and on `devices`"
     depth = torch.autocast_increment_nesting()-1
     torch.autocast_decrement_nesting()
     kinds = {'cpu',*(o.type for o in devices)}
     return depth,torch.is_autocast_cache_enabled(),[(o,torch.is_autocast_enabled(o),torch.get_autocast_dtype(o))
         for o in kinds]
 
-def set_autocast_state(
-    state:tuple # Returned by `autocast_state`
-):
-    "Leave autocast, or enter it again, until it is as in `state`"
+def set_autocast_state(state:tuple):
+    "Leave autocast, or enter it again, until it is as in an `autocast_state`"
     depth,cache,kinds = state
     while torch.autocast_increment_nesting()<=depth: pass
     while (now:=torch.autocast_decrement_nesting())>depth: pass
@@ -102,13 +92,12 @@ def _put_attrs(d, old):
 
 # %% ../../nbs/core/23_forward_state.ipynb #state
 class ForwardState:
-    "What a forward pass of `modules` starts from: random numbers, autocast, buffers, modes and attributes"
-    def __init__(self,
-        modules:Iterable, # All modules that run, such as `model.modules()`
-        devices:Iterable|None=None, # As of `devices_of`, which is asked if this is `None`
-        given:Iterable=(), # Objects that the pass is given and may change, such as a cache of keys and values
-        copy:bool=True # Copy the values of buffers? Without, `put_back` does not restore them
-    ):
+    """What a forward pass of `modules` starts from: random numbers, autocast, buffers, modes and attributes
+
+    `given` are objects that the pass may change, such as a cache of keys and values. Without `copy`, the values of
+    buffers are not restored.
+    """
+    def __init__(self, modules:Iterable, devices:Iterable|None=None, given:Iterable=(), copy:bool=True):
         self.modules,self.given = list(modules),list(given)
         self.devices = devices_of(self.modules) if devices is None else devices
         self.rng,self.autocast = rng_state(self.devices),autocast_state(self.devices)

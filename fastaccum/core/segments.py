@@ -127,11 +127,8 @@ def _listed(model, ms):
                     "give segments that lie side by side" + see('segments'))
     return res
 
-def find_segments(
-    model:nn.Module, # The model
-    segments:type|tuple|list|Callable|None=None # As in `ActivationCheckpoint`
-)->list: # `Segment`s
-    """Find where to cut `model`
+def find_segments(model:nn.Module, segments:type|tuple|list|Callable|None=None)->list:
+    """The `Segment`s of `model`, which are chosen by `segments` as in `ActivationCheckpoint`
 
     ValueError: nothing was found, or one of the passed segments is not in the model or lies inside another
     """

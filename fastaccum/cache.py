@@ -15,7 +15,7 @@ from fastai.callback.fp16 import NonNativeMixedPrecision
 from fastai.learner import Learner, Recorder
 from torch.nn.parallel import DistributedDataParallel
 from .core.batch import n_samples, split
-from .core.checks import check_count
+from .core.checks import check_count, check_single
 from .core.dry_run import size_of
 from .core.distributed import is_fsdp, world_size
 from .core.guest import Guest, Instead, to_the_end
@@ -115,9 +115,7 @@ def check_cached(learn:Learner, auto:bool=False):
 
     ValueError: the model cannot be run in parts
     """
-    if len([o for o in learn.cbs if isinstance(o, GradientCache)])>1:
-        raise ValueError("two GradientCaches are on this Learner: keep one, and take the other off with "
-            "`learn.remove_cb`" + see('two-callbacks'))
+    check_single(learn, GradientCache)
     bs = size_of(learn.dls.train)
     for o in learn.cbs:
         if not hasattr(o, 'accum_bs'): continue

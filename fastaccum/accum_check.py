@@ -27,7 +27,7 @@ from .core.batch import split
 from .core.checks import check_count, check_learner
 from .core.compare import Compare, grads_apart, rel
 from .core.culprits import Look, Row, blame, candidates, inner_norms, named
-from .core.dry_run import DryRun, resizable, size_of
+from .core.dry_run import DryRun, n_of, resizable, size_of
 from .core.guest import first_of
 from .core.warnings import see
 from .core.loader import by_batch_size, sizes_of
@@ -115,19 +115,18 @@ def _trained(dl, acc, cache, accum_bs):
         n,micro = accum_bs or min(round_up(acc.accum_bs, sizes.unit), sizes.n),sizes.micro_bs
     elif bs: micro = inner
     if micro and micro<n: return n,micro,min(micro, inner or micro)
-    if accum_bs is None and bs and bs<5<=(getattr(dl, 'n', None) or 0): accum_bs = 5
+    if accum_bs is None and bs and bs<5<=(n_of(dl) or 0): accum_bs = 5
     return accum_bs,None,None
 
 def _make(acc, cache, ckpt, splits, n, sizes):
     "Callbacks that make one step of `n` samples, with parts of `sizes`"
-    cbs = [] if ckpt is None else [ckpt]
-    if cache is not None:
-        cbs.append(type(cache)(micro_batch_size=min(max(sizes), cache.size or n), split=cache.split))
+    cbs,most = [] if ckpt is None else [ckpt],max(sizes)
+    if cache is not None: cbs.append(type(cache)(micro_batch_size=min(most, cache.size or n), split=cache.split))
     if acc is None and cbs: return cbs
-    micro = max(sizes) if splits else None
+    micro = most if splits else None
     if splits and acc.auto:
         micro = AutoSize(acc.auto.split)
-        micro.train = max(sizes)
+        micro.train = most
     return [*cbs,GradientAccumulation(n, drop_last=False, n_items=acc and acc.n_items, micro_batch_size=micro)]
 
 # %% ../nbs/02_accum_check.ipynb #result
@@ -156,9 +155,8 @@ class AccumCheck:
         if self.off['gradients'] is None: what = 'gradients could not be compared'
         n,parts = sum(self.sizes),f" of {', '.join(map(str, self.sizes))}"
         if len(self.sizes)>4: parts = ': '+', '.join(f'{len([*o])} of {size}' for size,o in groupby(self.sizes))
-        start = f'{n} samples'
-        if self.too_many:
-            start = f'{self.too_many} samples do not fit into memory at once, so {n} were compared:'
+        told = f'{self.too_many} samples do not fit into memory at once, so {n} were compared:'
+        start = told if self.too_many else f'{n} samples'
         return f"{start} whole, and in micro-batches{parts}: {what} ({self.seconds:.1f} s)"
 
     def __repr__(self):

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .bs_find import with_size
 from .core.batch import n_samples
 from .core.checks import check_count
-from .core.dry_run import Snapshot, loader_state, resizable, size_of
+from .core.dry_run import Snapshot, loader_state, n_of, resizable, size_of
 from .core.forward_state import devices_of, rng_state, set_rng_state
 from .core.guest import Guest, first_of, to_the_end
 from .core.warnings import see
@@ -150,8 +150,7 @@ def _size(learn, bs):
         raise ValueError(f"`bs={bs}`, but the batches of the training {type(dl).__name__} come ready-made: "
             "leave `bs` out" + see('ready-made-batches'))
     if bs is None: bs = max(own, 64 if acc is None else vars(acc).get('current_bs', acc.accum_bs))
-    n = len(dl.sampler) if hasattr(getattr(dl, 'sampler', None), '__len__') else getattr(dl, 'n', None)
-    return min(bs, n) if n else bs
+    return min(bs, n_of(dl) or bs)
 
 # %% ../nbs/05_batchnorm.ipynb #pass
 def _batches(dl, bs, n):

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset
 from .core.checks import check_bool, check_count, check_name
-from .core.dry_run import Batches, CountSteps, DryRun, batches_of, size_of
+from .core.dry_run import Batches, CountSteps, DryRun, batches_of, n_of, size_of
 from .core.warnings import see
 from .core.out_of_memory import free_memory, is_out_of_memory, watch_peak
 from .core.distributed import check_same, gather, is_sharded, world_size
@@ -50,7 +50,7 @@ def bs_find(self:Learner,
         check_count(nm, n, dict(steps_per_trial='step', max_trials='trial').get(nm, 'sample'))
     if not len(self.dls.train):
         raise ValueError("the training loader has no batch: there is nothing to try" + see('no-batch'))
-    n,done = _n_samples(self.dls.train),[]
+    n,done = n_of(self.dls.train),[]
     if world_size()>1:
         n = _check_processes(self, n, mode=mode!='power', apply=apply, steps_per_trial=steps_per_trial,
             init_val=init_val, max_trials=max_trials)
@@ -147,12 +147,6 @@ def _try(run, size, n, done):
     return trial.ok
 
 # %% ../nbs/06_bs_find.ipynb #find
-def _n_samples(dl):
-    "Samples in an epoch, if the loader tells"
-    if not isinstance(dl, TorchDataLoader): return getattr(dl, 'n', None)
-    if isinstance(dl.dataset, IterableDataset): return None
-    return len(dl.sampler) if hasattr(dl.sampler, '__len__') else len(dl.dataset)
-
 def _check_processes(learn, n, **told):
     "Refuse a model that exchanges in its forward pass, and processes that differ; return the fewest samples"
     model,why = get_model(learn.model),None

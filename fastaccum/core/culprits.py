@@ -17,8 +17,8 @@ from fastai.callback.core import CancelFitException, TrainEvalCallback
 from fastai.callback.fp16 import MixedPrecision
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from .batch import is_mapping, n_samples, samples, values
-from .compare import Compare, part_sizes, rel
+from .batch import leaves, n_samples, samples
+from .compare import Compare, bounds, part_sizes, rel
 from .dry_run import DryRun
 from .forward_state import ForwardState
 from .guest import Quiet
@@ -28,17 +28,14 @@ from .probe import Part, Probed, probe
 from .sizes import find_n_items
 
 # %% ../../nbs/core/28_culprits.ipynb #watch
-def _tensors(o):
-    "Those in nested tuples, lists and mappings"
-    if isinstance(o, torch.Tensor): return [o]
-    return [t for x in values(o) for t in _tensors(x)] if is_mapping(o) or isinstance(o, (tuple,list)) else []
+def _tensors(o): return [t for t in leaves(o) if isinstance(t, torch.Tensor)]
 
 def _digests(o, floats=False):
-    "Two numbers for each row"
     ts = [t.detach().as_subclass(torch.Tensor) for t in _tensors(o) if t.ndim and not t.is_complex()]
     return [_digest(t) for t in ts if t.is_floating_point() or not floats]
 
 def _digest(t):
+    "Two numbers for each row"
     t = (t if t.dtype==torch.float64 else t.float()).reshape(len(t), -1) if t.numel() else torch.zeros(len(t), 1)
     line = torch.cos(torch.arange(t.shape[1], device=t.device, dtype=t.dtype)*1.7+.3)
     return torch.stack([t@line,t.norm(dim=1)], 1).cpu().double()
@@ -66,9 +63,7 @@ class Watched:
     def _joined(self, nm, i):
         "What a module got (0) or returned (1), by call and tensor, of all batches; `None` if that does not fit"
         passes = [o.get(nm, []) for o in self.calls]
-        try: calls = [zip(*(c[i] for c in o), strict=True) for o in zip(*passes, strict=True)]
-        except ValueError: return None
-        try: return [torch.cat(ts) for o in calls for ts in o]
+        try: return [torch.cat(ts) for o in zip(*passes, strict=True) for ts in zip(*(c[i] for c in o), strict=True)]
         except ValueError: return None
 
 def _off(a, b, nm, i):
@@ -121,8 +116,7 @@ def _loss_grads(learn, n, find, start, stop):
 
 def _loss_apart(learn, n, find, sizes):
     "How far the loss's gradient is from that of its parts, with the shares that a step gives them"
-    stops = np.cumsum(sizes).tolist()
-    parts,ns = zip(*(_loss_grads(learn, n, find, b-k, b) for k,b in zip(sizes, stops)))
+    parts,ns = zip(*(_loss_grads(learn, n, find, *o) for o in bounds(sizes)))
     shares = [1. if find is None else o/sum(ns) for o in ns]
     parts = [[w*g if w else torch.zeros_like(g) for g in gs] for w,gs in zip(shares, parts)]   # g may be 0/0
     return max(map(rel, _loss_grads(learn, n, find, 0, n)[0], map(torch.cat, zip(*parts))), default=0.)
@@ -155,7 +149,6 @@ class Look(Quiet):
     def _look(self, model, xb):
         self.rows,tol = n_samples(xb, self.n),self.tol
         sizes = self.sizes if self.rows==self.n else part_sizes(self.rows)   # two views of each sample, for one
-        stops = np.cumsum(sizes).tolist()
         run = partial(Watched, model, ForwardState(model.modules()))
         seen = {}
         def whole(held, reset=False):
@@ -163,7 +156,7 @@ class Look(Quiet):
             if key not in seen: seen[key] = run([xb], held, reset=reset)
             return seen[key]
         self.draws,_ = culprits(model, whole, lambda o: run([xb], o, seed=1), tol, self.drawing)
-        parts = [self.split(xb, b-k, b, self.rows) for k,b in zip(sizes, stops)]
+        parts = [self.split(xb, *o, self.rows) for o in bounds(sizes)]
         def both(held, reset):
             return culprits(model, partial(whole, reset=reset), lambda o: run(parts, o, reset=reset), tol, held)
         once,again = whole(self.drawing),run([xb,xb], self.drawing)

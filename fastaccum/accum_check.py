@@ -169,7 +169,6 @@ class AccumCheck:
         rows = '\n'.join(f"| {o.what} | {o.state} | {o.where} | {o.remedy} |" for o in self.rows)
         return f"{self._title()}\n\n| what | result | where | remedy |\n|---|---|---|---|\n{rows}"
 
-# %% ../nbs/02_accum_check.ipynb #words
 def _checkpoint(model):
     "`ActivationCheckpoint()` as a remedy, if it finds segments in this model"
     try: return '`ActivationCheckpoint()`'*bool(find_segments(unwrapped(model)))
@@ -183,6 +182,7 @@ class _Found:
     def __init__(self, compare, n_items, whole, unseen, steps):
         self.compare,self.run,self.whole,self.unseen = compare,compare.run,whole,unseen
         self.learn,self.first,self.still,self.cbs,self.inner = self.run.learn,{},{},[],{}
+        self.cache = f"`GradientCache(micro_batch_size={compare.most})` and a loader of whole steps"
         a,b = compare.both()
         self.look = self._look(n_items)
         if b is None: self.off = self.quiet = self.rest = None
@@ -222,10 +222,6 @@ class _Found:
     def _hold(self, **kwargs):
         self.still = self.compare.apart(**kwargs)
         return max(self.still.values(), default=0.)
-
-    @property
-    def cache(self)->str:
-        return f"`GradientCache(micro_batch_size={self.compare.most})` and a loader of whole steps"
 
     def _loss(self):
         look,(off,reason,tol) = self.look,self.look.loss

@@ -47,7 +47,6 @@ def recalibrate_bn(self:Learner,
     if not layers: raise ValueError(f"{why}: there is nothing to recalibrate" + see('no-batchnorm'))
     _recalibrate(self, layers, bs, n)
 
-# %% ../nbs/05_batchnorm.ipynb #callback
 class RecalibrateBN(Callback):
     """Run `recalibrate_bn` before each validation, so that metrics and saved models use its statistics
 
@@ -80,7 +79,6 @@ def bn_layers(model:nn.Module)->list:
     "The BatchNorm layers that have running statistics"
     return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
 
-# %% ../nbs/05_batchnorm.ipynb #freeze
 class FreezeBN(Guest):
     """Freeze BatchNorm's running statistics and normalise with them, whatever else trains
 

@@ -195,21 +195,19 @@ class FoundSize:
             rows.append(f"{o.size:6}  {'yes' if o.ok else 'no':>4}  {o.seconds:7.2f}  {peak:>7}  {speed:>9}")
         return '\n'.join(rows)
 
-# %% ../nbs/06_bs_find.ipynb #plot
-@patch
-def plot(self:FoundSize)->np.ndarray: # The two axes, of matplotlib
-    "Peak memory and samples per second against the batch size"
-    oks = sorted((o for o in self.trials if o.ok), key=lambda o: o.size)
-    bads = [o.size for o in self.trials if not o.ok]
-    _,axs = plt.subplots(1, 2, figsize=(10,3.5))
-    peaks,speeds = [o.peak and o.peak/2**20 for o in oks],[o.speed for o in oks]
-    for ax,ys,label in zip(axs, (peaks,speeds), ('peak memory, MB','samples per second')):
-        if None not in ys: ax.plot([o.size for o in oks], ys, 'o-')
-        if bads: ax.axvline(min(bads), color='tab:red', linestyle=':', label='does not fit')
-        ax.set(xlabel='batch size, samples', ylabel=label)
-    axs[1].set_ylim(bottom=0)
-    if bads: axs[0].legend(frameon=False)
-    return axs
+    def plot(self)->np.ndarray: # The two axes, of matplotlib
+        "Peak memory and samples per second against the batch size"
+        oks = sorted((o for o in self.trials if o.ok), key=lambda o: o.size)
+        bads = [o.size for o in self.trials if not o.ok]
+        _,axs = plt.subplots(1, 2, figsize=(10,3.5))
+        peaks,speeds = [o.peak and o.peak/2**20 for o in oks],[o.speed for o in oks]
+        for ax,ys,label in zip(axs, (peaks,speeds), ('peak memory, MB','samples per second')):
+            if None not in ys: ax.plot([o.size for o in oks], ys, 'o-')
+            if bads: ax.axvline(min(bads), color='tab:red', linestyle=':', label='does not fit')
+            ax.set(xlabel='batch size, samples', ylabel=label)
+        axs[1].set_ylim(bottom=0)
+        if bads: axs[0].legend(frameon=False)
+        return axs
 
 # %% ../nbs/06_bs_find.ipynb #apply
 def with_size(dl:DataLoader|TorchDataLoader, bs:int)->DataLoader|TorchDataLoader:

@@ -95,10 +95,8 @@ def check_segments(o:object)->object:
     """
     if isinstance(o, (L,nn.ModuleList)): o = list(o)
     elif isinstance(o, nn.Module): o = [o]
-    ok = o is None or isinstance(o, type) or callable(o)
-    if isinstance(o, tuple): ok = len(o)>0 and all(isinstance(x, type) for x in o)
-    if isinstance(o, list): ok = len(o)>0 and all(isinstance(x, nn.Module) for x in o)
-    if ok: return o
+    of = dict(tuple=type, list=nn.Module).get(type(o).__name__)
+    if o is None or callable(o) or of and o and all(isinstance(x, of) for x in o): return o
     raise TypeError(f"`segments={o!r}` is a {type(o).__name__}: give a class or a tuple of classes, a list of modules, "
         "or a function of a module" + see('segments'))
 

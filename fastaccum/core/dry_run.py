@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/core/dry_run.html.md"""
 
 # %% auto #0
 __all__ = ['Snapshot', 'takes_part', 'Batches', 'size_of', 'n_of', 'resizable', 'samples_of', 'batches_of', 'loader_state',
-           'device_of', 'CountSteps', 'DryRun']
+           'CountSteps', 'DryRun']
 
 # %% ../../nbs/core/26_dry_run.ipynb #imports
 import random, sys, warnings
@@ -161,11 +161,6 @@ def loader_state(dl:object)->list:
     own = [vars(dl)[k] for k in getattr(dl, '_methods', ()) if k in vars(dl)]
     return own+[getattr(dl, k, None) for k in ('rng','generator','sampler')]
 
-def device_of(learn:Learner)->torch.device:
-    "The device that fastai would choose"
-    device = learn.dls.device if hasattr(learn.dls, 'device') else default_device()
-    return next(learn.model.parameters()).device if device is None else torch.device(device)
-
 class CountSteps(Quiet):
     "Count the steps that are made, and end the fit after its epoch"
     order,run_valid,n_steps = 1000,False,0   # after all others
@@ -180,7 +175,9 @@ class DryRun:
     """
     def __init__(self, learn:Learner, without:tuple|list=(), total:int=1):
         dls,cbs,model = learn.dls,learn.cbs,learn.model
-        self.learn,self.dl,self.device = learn,dls.train,device_of(learn)
+        device = getattr(dls, 'device', default_device())   # as fastai
+        self.learn,self.dl = learn,dls.train
+        self.device = next(model.parameters()).device if device is None else torch.device(device)
         self.cbs = L(o for o in cbs if takes_part(o) and not any(o is x for x in without))
         loaders,rec = list(dls.loaders),getattr(learn, 'recorder', None)
         self.snap = Snapshot(model, list(model.parameters()), list(model.buffers()), learn.opt, learn.opt_func,

@@ -23,7 +23,6 @@ def to_the_end(f:Callable):
         except KeyboardInterrupt as e: interrupt = e
     if interrupt is not None: raise interrupt
 
-# %% ../../nbs/core/16_guest.ipynb #instead
 class Instead:
     "Replace a method of one object by a function, from `enter` until `leave`"
     def __init__(self, o:object, nm:str, f:Callable):
@@ -44,7 +43,6 @@ class Instead:
         if self.own is None: del d[self.nm]
         else: d[self.nm] = self.own
 
-# %% ../../nbs/core/16_guest.ipynb #guest
 def first_of(learn:Learner, nm:str)->Callback|None:
     "The first callback on a Learner that runs and is of our class `nm`, which nobody needs to import to look for it"
     def fits(o): return o.run and any(c.__name__==nm and c.__module__.startswith('fastaccum.') for c in type(o).__mro__)

@@ -169,7 +169,6 @@ class _Predictions(Function):
     @once_differentiable
     def backward(ctx, *grads): return None,None,None,None,*ctx.replay(iter(grads))
 
-# %% ../../nbs/core/29_replay.ipynb #backward
 class _Replay:
     "The second half of a call: the model's backward pass, micro-batch by micro-batch"
     def __init__(self, call, flat):

@@ -9,7 +9,9 @@ __all__ = ['AccumCheck']
 
 # %% ../nbs/02_accum_check.ipynb #imports
 import time
+from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from matplotlib.axes import Axes
 from matplotlib import pyplot as plt
 from fastai.callback.core import Callback
@@ -19,51 +21,63 @@ from fastcore.basics import patch
 from fastcore.foundation import L
 from torch.nn.modules.batchnorm import _BatchNorm
 from .accumulation import GradientAccumulation
-from .cache import GradientCache, check_cached
-from .checkpoint import ActivationCheckpoint
+from .cache import check_cached
+from .checkpoint import unwrapped
 from .core.batch import split
-from .core.checks import check_count, check_learner
+from .core.checks import check_count, check_learner, first_of
 from .core.compare import Compare, grads_apart, rel
 from .core.culprits import Look, Row, blame, candidates, inner_norms, named
-from .core.dry_run import DryRun, size_of
+from .core.dry_run import DryRun, n_of, resizable, size_of
 from .core.warnings import see
-from .core.loader import by_batch_size
+from .core.loader import by_batch_size, sizes_of
 from .core.micro_batches import AutoSize
+from .core.out_of_memory import free_memory, is_out_of_memory
+from .core.plan import round_up
+from .core.segments import find_segments
 from .core.distributed import check_search
 
 # %% ../nbs/02_accum_check.ipynb #accum-check
 @patch
 def accum_check(self:Learner,
-    accum_bs:int=None, # Samples in the big batch. Defaults to the loader's batch size, which fits into memory
+    accum_bs:int=None, # Samples in the big batch. Defaults to those of a step of the fit, or of the loader's batch
     steps:int=0, # Optimizer steps to train both ways, to compare the weights as well
     cbs:Callback|list=None # Callbacks of the fit to check, as you would pass them to `fit`
 )->'AccumCheck': # Displays itself as a table
-    """Run a batch whole and in unequal micro-batches, compare the gradients, and find out where they differ and why
+    """Run a batch whole and in micro-batches, compare the gradients, and find out where they differ and why
 
     TypeError: `accum_bs` or `steps` is not a whole number, or one of `cbs` is not a callback
     ValueError: `accum_bs` is below 2, `steps` is negative, the training loader has no such batch, or a fit with these
         callbacks is refused, or accumulates with fastai's callback
     RuntimeError: there are several processes, or a callback ends the fit or skips steps
-    torch.OutOfMemoryError: the batch does not fit
+    torch.OutOfMemoryError: the batch does not fit, though you gave its size, or even a micro-batch does not
     """
     _check_args(self, accum_bs, steps, cbs)
     since = time.perf_counter()
     with self.added_cbs(cbs):
-        acc,cache,ckpt = (next((o for o in self.cbs if isinstance(o, cls)), None) for cls in
-            (GradientAccumulation,GradientCache,ActivationCheckpoint))
+        acc,cache,ckpt = (first_of(self, o) for o in ('GradientAccumulation','GradientCache','ActivationCheckpoint'))
         _check_cbs(self, acc, cache)
-        bs = size_of(self.dls.train)
-        if accum_bs is None and bs and bs<5<=(getattr(self.dls.train, 'n', None) or 0): accum_bs = 5
-        splits = _splits(acc, bs, accum_bs)
+        splits = _splits(acc, size_of(self.dls.train))
         cuts = not splits and (acc is not None or not (cache or ckpt))   # else a step is one batch of the loader
         own = acc.auto.split if acc is not None and acc.auto else split
+        whole = '' if cuts or splits else 'loss' if cache else 'model'
+        bs,micro,fits = _trained(self.dls.train, acc, cache, accum_bs)
         with DryRun(self, [o for o in (acc,cache,ckpt) if o is not None], total=5+2*(steps>0)) as run:
-            compare = Compare(run, partial(_make, acc, cache, ckpt, splits), cuts, own, accum_bs, max(1, steps))
-            whole = '' if cuts or splits else 'loss' if cache else 'model'
-            found = _Found(compare, acc and acc.n_items, whole, cbs is None)
-            if steps: found.rows.append(_weights_row(compare, found.look.tol))
-    sizes = [compare.n] if compare.why else compare.sizes
-    return AccumCheck(found.rows, sizes, found.first, found.still, time.perf_counter()-since)
+            def find(bs, micro=None):
+                compare = Compare(run, partial(_make, acc, cache, ckpt, splits), cuts, own, bs, max(1, steps), micro)
+                if accum_bs and compare.n<accum_bs:
+                    raise ValueError(f"`accum_bs={accum_bs}`, but the training loader has no more than {compare.n} "
+                        "samples" + see('samples-to-check'))
+                return _Found(compare, acc and acc.n_items, whole, cbs is None, steps)
+            found = None
+            try: found = find(bs, micro)
+            except Exception as e:
+                if accum_bs or not fits or not is_out_of_memory(e): raise
+            if too_many := found is None:   # here, where the exception no longer holds the frames of the fit
+                free_memory()
+                found = find(fits)
+    rows = L(o._replace(where=(o.where or '').partition('\n')[0]) for o in found.rows)   # a table has a line for each
+    sizes,secs = [found.compare.n] if found.compare.why else found.compare.sizes,time.perf_counter()-since
+    return AccumCheck(rows, sizes, found.first, found.still, secs, bs if too_many else None)
 
 # %% ../nbs/02_accum_check.ipynb #args
 def _check_args(learn, accum_bs, steps, cbs):
@@ -86,34 +100,44 @@ def _check_cbs(learn, acc, cache):
             + see('two-callbacks'))
     if cache is not None: check_cached(learn, cache.retries)
 
-def _splits(acc, bs, accum_bs):
+def _splits(acc, bs):
     "Is a batch of the loader a step, split by the Learner's own callback after others had it whole?"
-    if acc is None or not bs or not acc.accum_bs==bs==(accum_bs or bs): return False
+    if acc is None or not bs or acc.accum_bs!=bs: return False
     return acc.auto is not None or acc.micro_batch_size is not None and acc.micro_batch_size<bs
+
+def _trained(dl, acc, cache, accum_bs):
+    "Samples in a step of the fit, in its parts, and in a batch that fits into memory; `None` where it has one part"
+    bs = size_of(dl) if resizable(dl) else None
+    n,micro,inner = accum_bs or bs,None,cache.size if cache else None
+    if bs and acc is not None:
+        sizes = sizes_of(dl, acc.micro_batch_size)
+        n,micro = accum_bs or min(round_up(acc.accum_bs, sizes.unit), sizes.n),sizes.micro_bs
+    elif bs: micro = inner
+    if micro and micro<n: return n,micro,min(micro, inner or micro)
+    if accum_bs is None and bs and bs<5<=(n_of(dl) or 0): accum_bs = 5
+    return accum_bs,None,None
 
 def _make(acc, cache, ckpt, splits, n, sizes):
     "Callbacks that make one step of `n` samples, with parts of `sizes`"
-    cbs = [] if ckpt is None else [ckpt]
-    if cache is not None: cbs.append(type(cache)(micro_batch_size=max(sizes), split=cache.split))
+    cbs,most = [] if ckpt is None else [ckpt],max(sizes)
+    if cache is not None: cbs.append(type(cache)(micro_batch_size=min(most, cache.size or n), split=cache.split))
     if acc is None and cbs: return cbs
-    micro = max(sizes) if splits else None
+    micro = most if splits else None
     if splits and acc.auto:
         micro = AutoSize(acc.auto.split)
-        micro.train = max(sizes)
+        micro.train = most
     return [*cbs,GradientAccumulation(n, drop_last=False, n_items=acc and acc.n_items, micro_batch_size=micro)]
 
 # %% ../nbs/02_accum_check.ipynb #result
+@dataclass(repr=False, eq=False)
 class AccumCheck:
     "Whether the run gives the same result as the big batch, and if not, why"
-    def __init__(self,
-        rows:list[Row], # What was found
-        sizes:list[int], # Samples in the micro-batches
-        layers:dict, # Name of a parameter -> the relative difference of its gradients
-        still:dict, # The same with every cause that was found held still or left out; empty if none was found
-        seconds:float # Seconds that the check took
-    ):
-        rows = L(o._replace(where=(o.where or '').partition('\n')[0]) for o in rows)   # a table has a line for each
-        self.rows,self.sizes,self.layers,self.still,self.seconds = rows,sizes,layers,still,seconds
+    rows:list[Row] # What was found
+    sizes:list[int] # Samples in the micro-batches
+    layers:dict # Name of a parameter -> the relative difference of its gradients
+    still:dict # The same with every cause that was found held still or left out; empty if none was found
+    seconds:float # Seconds that the check took
+    too_many:int|None=None # Samples in a step of the fit, if these do not fit into memory at once
 
     @property
     def ok(self)->bool:
@@ -128,8 +152,11 @@ class AccumCheck:
     def _title(self):
         what = 'the same run' if self.ok else 'not the same run'
         if self.off['gradients'] is None: what = 'gradients could not be compared'
-        parts = ', '.join(map(str, self.sizes))
-        return f"{sum(self.sizes)} samples whole, and in micro-batches of {parts}: {what} ({self.seconds:.1f} s)"
+        n,parts = sum(self.sizes),f" of {', '.join(map(str, self.sizes))}"
+        if len(self.sizes)>4: parts = ': '+', '.join(f'{len([*o])} of {size}' for size,o in groupby(self.sizes))
+        told = f'{self.too_many} samples do not fit into memory at once, so {n} were compared:'
+        start = told if self.too_many else f'{n} samples'
+        return f"{start} whole, and in micro-batches{parts}: {what} ({self.seconds:.1f} s)"
 
     def __repr__(self):
         rows = [('what','result','where','remedy'),*((o.what,o.state,o.where,o.remedy) for o in self.rows)]
@@ -141,37 +168,30 @@ class AccumCheck:
         rows = '\n'.join(f"| {o.what} | {o.state} | {o.where} | {o.remedy} |" for o in self.rows)
         return f"{self._title()}\n\n| what | result | where | remedy |\n|---|---|---|---|\n{rows}"
 
-# %% ../nbs/02_accum_check.ipynb #words
-def _checkpoint(learn):
+def _checkpoint(model):
     "`ActivationCheckpoint()` as a remedy, if it finds segments in this model"
-    o = ActivationCheckpoint()
-    o.learn = learn
-    try: return '`ActivationCheckpoint()`'*(len(o.segments)>0)
+    try: return '`ActivationCheckpoint()`'*bool(find_segments(unwrapped(model)))
     except ValueError: return ''
 
-def _join(*remedies): return '; '.join(o for o in remedies if o)
+def _join(*words): return '; '.join(filter(None, words))
 
 # %% ../nbs/02_accum_check.ipynb #find
 class _Found:
     "What makes the gradients differ; `whole`: who gets the whole batch anyway, the 'loss', or the 'model', too"
-    def __init__(self, compare, size, whole, unseen):
+    def __init__(self, compare, n_items, whole, unseen, steps):
         self.compare,self.run,self.whole,self.unseen = compare,compare.run,whole,unseen
         self.learn,self.first,self.still,self.cbs,self.inner = self.run.learn,{},{},[],{}
+        self.cache = f"`GradientCache(micro_batch_size={compare.most})` and a loader of whole steps"
         a,b = compare.both()
-        self.look = self._look(size)
+        self.look = self._look(n_items)
         if b is None: self.off = self.quiet = self.rest = None
         else: self._search(a, b)
         self.rows = [self._loss(), self._predictions(), self._draws(), self._callbacks(), self._loader(),
-            self._gradients(), self._buffers(a, b)]
+            self._gradients(), self._buffers(a, b), *([self._weights()] if steps else [])]
 
-    def _buffers(self, a, b):
-        if b is None: return Row('buffers', None, self.look.tol, self.compare.why)
-        off = max((rel(o, b.buffers[nm]) for nm,o in a.buffers.items() if nm in b.buffers), default=0.)
-        return Row('buffers', off, self.look.tol)
-
-    def _look(self, size, **kwargs):
+    def _look(self, n_items, **kwargs):
         compare = self.compare
-        look = Look(compare.n, compare.sizes, compare.split, size, alone='' if self.whole!='model' else 'loss')
+        look = Look(compare.n, compare.sizes, compare.split, n_items, alone=self.whole=='model')
         compare.fit(False, compare.wholes[:1], [look], **kwargs)
         self.run.tick()
         return look
@@ -202,20 +222,16 @@ class _Found:
         self.still = self.compare.apart(**kwargs)
         return max(self.still.values(), default=0.)
 
-    @property
-    def cache(self)->str:
-        return f"`GradientCache(micro_batch_size={self.compare.most})` and a loader of whole steps"
-
     def _loss(self):
-        off,reason,tol = self.look.loss
+        look,(off,reason,tol) = self.look,self.look.loss
         if self.whole: return Row('loss', 0., tol)
-        look = self.look
         if look.rows!=look.n: off,reason = None,f'the model gets {look.rows} rows for {look.n} samples'
         inner = self.inner.get(self.learn.loss_func)
         if inner: return Row('loss', self.quiet, tol, f'{type(inner[0]).__name__} in it', self.cache)
-        if self.rest is not None and self.rest<=look.tol: return Row('loss', self.rest, look.tol)   # it gets more
         row = Row('loss', off, tol, reason)
-        if off is None or row.ok: return row
+        if self.rest is not None and self.rest<=look.tol:   # it gets more, or its parts were alike
+            row = Row('loss', look.hidden or self.rest, look.tol, 'in parts of other sizes'*bool(look.hidden))
+        if row.off is None or row.ok: return row
         return row._replace(remedy=f"`reduction='mean'`; `n_items=`, what it is a mean of; or {self.cache}")
 
     def _predictions(self):
@@ -229,7 +245,7 @@ class _Found:
             return row._replace(where=where, remedy='none, or reset it with each batch')
         norm = any(isinstance(m, _BatchNorm) for m in look.depending)
         freeze = '`FreezeBN()`, or `train_bn=False` and `BnFreeze()` in a frozen body; or `learn.recalibrate_bn()`'
-        remedy = _join(_checkpoint(self.learn), freeze*norm)
+        remedy = _join(_checkpoint(self.learn.model), freeze*norm)
         return row._replace(where=where, remedy=remedy or 'none: the model needs the whole batch')
 
     def _draws(self):
@@ -238,10 +254,10 @@ class _Found:
         if row.off is None: return row
         fs = getattr(getattr(dl, 'after_batch', None), 'fs', ())
         tfms = [type(o).__name__ for o in fs if any(c.__name__=='RandTransform' for c in type(o).__mro__)]
-        where = [named(self.learn.model, look.drawing)]*(not row.ok)
-        if tfms: where.append(f"not seen: {', '.join(tfms)}, which draws for each batch of the loader")
-        remedy = '' if row.ok else _join(_checkpoint(self.learn), 'or none: as far as two seeds')
-        return row._replace(where='; '.join(where), remedy=remedy.removeprefix('or '))
+        unseen = tfms and f"not seen: {', '.join(tfms)}, which draws for each batch of the loader"
+        if row.ok: return row._replace(where=unseen or '')
+        remedy = _join(_checkpoint(self.learn.model), 'or none: as far as two seeds').removeprefix('or ')
+        return row._replace(where=_join(named(self.learn.model, look.drawing), unseen), remedy=remedy)
 
     def _callbacks(self):
         tol,who = self.look.tol,[type(o).__name__ for o in self.cbs]
@@ -270,28 +286,29 @@ class _Found:
             remedy = self.cache
         return row._replace(where=where, remedy=remedy)
 
-# %% ../nbs/02_accum_check.ipynb #weights
-def _weights_row(compare, tol):
-    "Train both ways, and compare the weights"
-    if compare.why: return Row('weights', None, 100*tol, compare.why)
-    off,n,m = compare.travel()
-    if not n+m: return Row('weights', None, 100*tol, 'no step was made: the gradients overflowed')
-    if n!=m:
-        return Row('weights', None, 100*tol, f'{n} steps were made whole and {m} in micro-batches: others overflowed')
-    return Row('weights', off, 100*tol, f'after {n} steps')
+    def _buffers(self, a, b):
+        off = b and max((rel(o, b.buffers[nm]) for nm,o in a.buffers.items() if nm in b.buffers), default=0.)
+        return Row('buffers', off, self.look.tol, self.compare.why)
+
+    def _weights(self):
+        off,why = None,self.compare.why
+        if not why:
+            off,n,m = self.compare.travel()
+            why = f'after {n} steps'
+            if n!=m: off,why = None,f'{n} steps were made whole and {m} in micro-batches: others overflowed'
+            elif not n: off,why = None,'no step was made: the gradients overflowed'
+        return Row('weights', off, 100*self.look.tol, why)
 
 # %% ../nbs/02_accum_check.ipynb #plot
 @patch
-def plot(self:AccumCheck,
-    tiny:float=1e-17 # Smaller differences, and no difference at all, are drawn here
-)->Axes: # The matplotlib axes
+def plot(self:AccumCheck)->Axes: # The matplotlib axes
     "The difference of the gradients, for each parameter in the order of the model"
     tol = next(o.tol for o in self.rows if o.what=='gradients')
     _,ax = plt.subplots(figsize=(7, 1+0.16*max(4, len(self.layers))))
     both = [('as it trains',self.layers,'tab:red')]
     if self.still: both.append(('without what was found',self.still,'tab:blue'))
     for label,diffs,color in both:
-        xs = [max(min(o, 1e3), tiny) for o in diffs.values()]
+        xs = [max(min(o, 1e3), 1e-17) for o in diffs.values()]   # none at all is drawn at the edge
         ax.plot(xs, range(len(xs)), 'o', ms=4, color=color, label=label)
     ax.axvline(tol, color='gray', linestyle=':', label='rounding, at most')
     ax.set(xscale='log', xlabel='difference of the gradients, relative', yticks=range(len(self.layers)))

@@ -15,9 +15,8 @@ from fastai.callback.core import Callback, CancelFitException
 from fastai.learner import Learner
 from fastcore.basics import patch
 from .accumulation import GradientAccumulation
-from .core.batch import n_samples
-from .core.checks import check_bool, check_count
-from .core.dry_run import Batches, DryRun
+from .core.checks import check_bool, check_count, first_of
+from .core.dry_run import Batches, CountSteps, DryRun, samples_of
 from .core.plan import round_up
 from .core.warnings import see
 from .noise_scale import NoiseScale, interval, rounded, scale_of, trade_off
@@ -38,8 +37,8 @@ def _measure(learn, acc, size, bs, steps, lr):
         meter,end = NoiseScale(1),_End(steps, run.tick)
         dl = Batches(run.dl, _FullBatches(learn, bs, -(-steps*size//bs)), bs)
         run.fit(dl, [_another(acc, size),meter,end], lr=lr)
-    if end.steps_left<=0: return meter.readings
-    raise RuntimeError(f"{steps-end.steps_left} of {steps} steps were taken: a callback ends the fit (remove it, or "
+    if end.n_steps>=steps: return meter.readings
+    raise RuntimeError(f"{end.n_steps} of {steps} steps were taken: a callback ends the fit (remove it, or "
         f"give its class `run_bs_find = False`), or the training loader has no full batch of {bs} samples"
         + see('no-step-in-a-trial'))
 
@@ -64,7 +63,7 @@ def accum_find(self:Learner,
     check_search(self, 'accum_find', "each would find another size. Search in one process: "
         "`accum_bs` counts samples over all processes, so what it finds is right for several, too", 'train on')
     with self.added_cbs(cbs):
-        acc = next((o for o in self.cbs if isinstance(o, GradientAccumulation)), None)
+        acc = first_of(self, 'GradientAccumulation')
         given = acc and acc.micro_batch_size
         sizes = sizes_of(self.dls.train, given)
         bs,n,micro = sizes
@@ -80,44 +79,33 @@ def accum_find(self:Learner,
 class _FullBatches:
     "The next `n` full batches of a loader, which is started again when it ends"
     def __init__(self, learn, bs, n):
-        self.dl,self.n_inp,self.bs,self.n = learn.dls.train,getattr(learn.dls, 'n_inp', None),bs,n
+        self.learn,self.dl,self.bs,self.n = learn,learn.dls.train,bs,n   # `learn.dls.train` will be another
     def __len__(self): return self.n
     def __iter__(self): return islice(self._full(), self.n)
-
-    def _is_full(self, b):
-        if isinstance(b, (tuple,list)):   # targets tell best
-            i = max(1, len(b)-1) if self.n_inp is None else self.n_inp
-            b = (*b[i:],*b[:i])
-        return n_samples(b, self.bs)>=self.bs
 
     def _full(self):
         some = True
         while some:
             some = False   # else it would go on for ever
             for b in self.dl:
-                if not self._is_full(b): continue
+                if samples_of(self.learn, b, self.bs)<self.bs: continue
                 some = True
                 yield b
 
-class _End(Callback):
+class _End(CountSteps):
     "End the fit after so many steps"
-    order,run_valid = 1000,False   # after all others
-    def __init__(self, steps, tick): self.steps_left,self.tick = steps,tick
+    def __init__(self, steps, tick): self.steps,self.tick = steps,tick
+    def after_cancel_step(self): "An overflow ends a step, too"
     def after_step(self):
-        self.steps_left -= 1
+        super().after_step()
         self.tick()
     def after_batch(self):
-        if self.steps_left<=0: raise CancelFitException
-    def after_train(self): raise CancelFitException
+        if self.n_steps>=self.steps: raise CancelFitException
 
 # %% ../nbs/09_accum_find.ipynb #result
 class FoundAccum:
-    "How many samples a step should have, and how this was found"
-    def __init__(self,
-        readings:list, # A `Reading` for each step that was measured
-        micro_bs:int, # Samples in a micro-batch
-        n:int # Samples in an epoch
-    ):
+    "How many samples a step should have, and how this was found: from `readings` of steps, for an epoch of `n` samples"
+    def __init__(self, readings:list, micro_bs:int, n:int):
         per_sample = sum(o.size for o in readings)/sum(o.samples for o in readings)   # targets, where these are counted
         traces,grad_sqs = (np.array([getattr(o, k) for o in readings]) for k in ('trace','grad_sq'))
         self.readings = readings

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from warnings import warn
 import torch
 from fastai.callback.core import Callback, TrainEvalCallback
-from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastai.torch_core import get_model
 from fastcore.basics import patch
@@ -21,12 +20,10 @@ from fastprogress.fastprogress import progress_bar
 from torch import distributed as dist, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader as TorchDataLoader
-from .accumulation import GradientAccumulation
 from .bs_find import with_size
 from .core.batch import n_samples
-from .core.checks import check_count
-from .core.dry_run import Snapshot, loader_state, size_of
+from .core.checks import check_count, first_of
+from .core.dry_run import Snapshot, loader_state, n_of, resizable, size_of
 from .core.forward_state import devices_of, rng_state, set_rng_state
 from .core.guest import Guest, to_the_end
 from .core.warnings import see
@@ -50,7 +47,6 @@ def recalibrate_bn(self:Learner,
     if not layers: raise ValueError(f"{why}: there is nothing to recalibrate" + see('no-batchnorm'))
     _recalibrate(self, layers, bs, n)
 
-# %% ../nbs/05_batchnorm.ipynb #callback
 class RecalibrateBN(Callback):
     """Run `recalibrate_bn` before each validation, so that metrics and saved models use its statistics
 
@@ -79,13 +75,10 @@ class RecalibrateBN(Callback):
         if layers: _recalibrate(self.learn, layers, bs, n)
 
 # %% ../nbs/05_batchnorm.ipynb #layers
-def bn_layers(
-    model:nn.Module # The model, or a part of it
-)->list: # Modules
+def bn_layers(model:nn.Module)->list:
     "The BatchNorm layers that have running statistics"
     return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
 
-# %% ../nbs/05_batchnorm.ipynb #freeze
 class FreezeBN(Guest):
     """Freeze BatchNorm's running statistics and normalise with them, whatever else trains
 
@@ -102,9 +95,7 @@ class FreezeBN(Guest):
         self.part = part
         self.held = []   # the layers that are frozen, while a fit trains
 
-    def layers_of(self,
-        model:nn.Module # The model
-    )->list: # Modules
+    def layers_of(self, model:nn.Module)->list:
         "The BatchNorm layers that are frozen"
         part = model if self.part is None else self.part(model)
         return [m for o in (part if isinstance(part, (list,tuple,L)) else [part]) for m in bn_layers(o)]
@@ -150,15 +141,14 @@ def _plan(learn, bs, n):
     return layers,why,_size(learn, None if bs is None else check_count('bs', bs)),n
 
 def _size(learn, bs):
-    acc,dl = next((o for o in learn.cbs if isinstance(o, GradientAccumulation)), None),_inner(learn.dls.train)
+    acc,dl = first_of(learn, 'GradientAccumulation'),_inner(learn.dls.train)
     own = size_of(dl)
-    if own is None or not isinstance(dl, (DataLoader,TorchDataLoader)):
+    if not resizable(dl):
         if bs is None or bs==own: return None
         raise ValueError(f"`bs={bs}`, but the batches of the training {type(dl).__name__} come ready-made: "
             "leave `bs` out" + see('ready-made-batches'))
     if bs is None: bs = max(own, 64 if acc is None else vars(acc).get('current_bs', acc.accum_bs))
-    n = len(dl.sampler) if hasattr(getattr(dl, 'sampler', None), '__len__') else getattr(dl, 'n', None)
-    return min(bs, n) if n else bs
+    return min(bs, n_of(dl) or bs)
 
 # %% ../nbs/05_batchnorm.ipynb #pass
 def _batches(dl, bs, n):

@@ -11,7 +11,7 @@ __all__ = ['search', 'Trial', 'FoundSize', 'with_size']
 import time, numpy as np, torch
 from dataclasses import dataclass
 from inspect import signature
-from fastai.callback.core import Callback, CancelFitException
+from fastai.callback.core import CancelFitException
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastai.torch_core import get_model
@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset
 from .core.checks import check_bool, check_count, check_name
-from .core.dry_run import Batches, DryRun, batches_of
+from .core.dry_run import Batches, CountSteps, DryRun, batches_of, n_of, size_of
 from .core.warnings import see
 from .core.out_of_memory import free_memory, is_out_of_memory, watch_peak
 from .core.distributed import check_same, gather, is_sharded, world_size
@@ -50,7 +50,7 @@ def bs_find(self:Learner,
         check_count(nm, n, dict(steps_per_trial='step', max_trials='trial').get(nm, 'sample'))
     if not len(self.dls.train):
         raise ValueError("the training loader has no batch: there is nothing to try" + see('no-batch'))
-    n,done = _n_samples(self.dls.train),[]
+    n,done = n_of(self.dls.train),[]
     if world_size()>1:
         n = _check_processes(self, n, mode=mode!='power', apply=apply, steps_per_trial=steps_per_trial,
             init_val=init_val, max_trials=max_trials)
@@ -66,14 +66,11 @@ def bs_find(self:Learner,
     return res
 
 # %% ../nbs/06_bs_find.ipynb #search
-def search(
-    fits:callable, # A function of a size, in samples: does it fit?
-    mode:str='power', # 'power' or 'binsearch'
-    init_val:int=2, # Samples in the first trial
-    max_trials:int=25, # Trials at most
-    n:int|None=None # Samples in the dataset, if that is known
-)->tuple[int,int|None]: # The largest size known to fit, or 0; and the smallest known not to fit, or `None`
-    "Find the largest size that fits"
+def search(fits:callable, mode:str='power', init_val:int=2, max_trials:int=25, n:int|None=None)->tuple[int,int|None]:
+    """Find the largest size for which `fits(size)`, of `n` samples in the dataset
+
+    Returns the largest known to fit, or 0, and the smallest known not to fit, or `None`.
+    """
     good,bad,size = 0,None,init_val if n is None else min(init_val, n)
     for _ in range(max_trials):
         if fits(size): good = size
@@ -96,26 +93,21 @@ class Trial:
     speed:float|None=None # Samples per second of training, without reading them
     error:str|None=None # What was said if they did not fit
 
-class _Steps(Callback):
+class _Steps(CountSteps):
     "End the fit after `n` steps, and time all batches but the first"
-    order,run_valid = 1000,False   # after all others
     def __init__(self, n, device):
-        self.n,self.n_steps,self.n_batches,self.secs,self.since = n,0,0,0.,None
+        self.n,self.n_batches,self.secs,self.since = n,0,0.,None
         self.wait = getattr(getattr(torch, device.type), 'synchronize', lambda: None)
-    def __setattr__(self, nm, value): object.__setattr__(self, nm, value)   # fastai's warns of what the model has, too
     def before_batch(self):
         sparse = {m.weight for m in self.learn.model.modules() if getattr(m, 'sparse', False)}
         for p in self.learn.model.parameters():
             if p.requires_grad and p.grad is None and p not in sparse: p.grad = torch.zeros_like(p)
         self.since = time.perf_counter()
-    def after_cancel_step(self): self.n_steps -= 1   # `after_step` comes all the same
-    def after_step(self): self.n_steps += 1
     def after_batch(self):
         self.wait()
         if self.n_batches: self.secs += time.perf_counter()-self.since   # the first is slow
         self.n_batches += 1
         if self.n_steps>=self.n: raise CancelFitException
-    def before_validate(self): raise CancelFitException
 
 def _train(run, trial, n):
     "Train on `trial.size` samples for `n` steps"
@@ -155,12 +147,6 @@ def _try(run, size, n, done):
     return trial.ok
 
 # %% ../nbs/06_bs_find.ipynb #find
-def _n_samples(dl):
-    "Samples in an epoch, if the loader tells"
-    if not isinstance(dl, TorchDataLoader): return getattr(dl, 'n', None)
-    if isinstance(dl.dataset, IterableDataset): return None
-    return len(dl.sampler) if hasattr(dl.sampler, '__len__') else len(dl.dataset)
-
 def _check_processes(learn, n, **told):
     "Refuse a model that exchanges in its forward pass, and processes that differ; return the fewest samples"
     model,why = get_model(learn.model),None
@@ -177,23 +163,23 @@ def _check_processes(learn, n, **told):
     return min((o[0] for o in each if o[0]>=0), default=None)
 
 # %% ../nbs/06_bs_find.ipynb #result
+@dataclass(repr=False)
 class FoundSize:
     "The largest size that fits, and how it was found"
-    def __init__(self,
-        size:int, # The largest size that fits, in samples
-        bad:int|None, # The smallest that is known not to fit, in samples; `None` if none is
-        n:int|None, # Samples in the dataset, if that is known
-        mode:str, # As in `bs_find`
-        trials:list[Trial], # The trials, in order
-        processes:int=1 # How many processes have agreed on it
-    ):
-        # as given; nobody writes them later
-        self.size,self.mode,self.trials,self.processes = size,mode,trials,processes
-        # why it is the largest, in words
-        self.why = f'{bad} do not' if bad else 'there are no more' if size==n else '`max_trials` was reached'
+    size:int # The largest size that fits, in samples
+    bad:int|None # The smallest that is known not to fit, in samples; `None` if none is
+    n:int|None # Samples in the dataset, if that is known
+    mode:str # As in `bs_find`
+    trials:list[Trial] # The trials, in order
+    processes:int=1 # How many processes have agreed on it
 
     def __int__(self): return self.size
     __index__ = __int__
+    @property
+    def why(self)->str:
+        "Why it is the largest"
+        if self.bad: return f'{self.bad} do not'
+        return 'there are no more' if self.size==self.n else '`max_trials` was reached'
     @property
     def seconds(self)->float:
         "Seconds that all trials took together"
@@ -209,28 +195,23 @@ class FoundSize:
             rows.append(f"{o.size:6}  {'yes' if o.ok else 'no':>4}  {o.seconds:7.2f}  {peak:>7}  {speed:>9}")
         return '\n'.join(rows)
 
-# %% ../nbs/06_bs_find.ipynb #plot
-@patch
-def plot(self:FoundSize)->np.ndarray: # The two axes, of matplotlib
-    "Peak memory and samples per second against the batch size"
-    oks = sorted((o for o in self.trials if o.ok), key=lambda o: o.size)
-    bads = [o.size for o in self.trials if not o.ok]
-    _,axs = plt.subplots(1, 2, figsize=(10,3.5))
-    peaks,speeds = [o.peak and o.peak/2**20 for o in oks],[o.speed for o in oks]
-    for ax,ys,label in zip(axs, (peaks,speeds), ('peak memory, MB','samples per second')):
-        if None not in ys: ax.plot([o.size for o in oks], ys, 'o-')
-        if bads: ax.axvline(min(bads), color='tab:red', linestyle=':', label='does not fit')
-        ax.set(xlabel='batch size, samples', ylabel=label)
-    axs[1].set_ylim(bottom=0)
-    if bads: axs[0].legend(frameon=False)
-    return axs
+    def plot(self)->np.ndarray: # The two axes, of matplotlib
+        "Peak memory and samples per second against the batch size"
+        oks = sorted((o for o in self.trials if o.ok), key=lambda o: o.size)
+        bads = [o.size for o in self.trials if not o.ok]
+        _,axs = plt.subplots(1, 2, figsize=(10,3.5))
+        peaks,speeds = [o.peak and o.peak/2**20 for o in oks],[o.speed for o in oks]
+        for ax,ys,label in zip(axs, (peaks,speeds), ('peak memory, MB','samples per second')):
+            if None not in ys: ax.plot([o.size for o in oks], ys, 'o-')
+            if bads: ax.axvline(min(bads), color='tab:red', linestyle=':', label='does not fit')
+            ax.set(xlabel='batch size, samples', ylabel=label)
+        axs[1].set_ylim(bottom=0)
+        if bads: axs[0].legend(frameon=False)
+        return axs
 
 # %% ../nbs/06_bs_find.ipynb #apply
-def with_size(
-    dl:DataLoader|TorchDataLoader, # fastai's, or PyTorch's
-    bs:int # Samples in a batch
-)->DataLoader|TorchDataLoader: # `dl`, or a new one like it if `dl` cannot be changed
-    "Give `dl` another batch size"
+def with_size(dl:DataLoader|TorchDataLoader, bs:int)->DataLoader|TorchDataLoader:
+    "Give `dl` another batch size; returns a new one like it if that cannot be changed"
     if isinstance(dl, TorchDataLoader):
         out = {'dataset','batch_size','shuffle','batch_sampler'}
         if isinstance(dl.dataset, IterableDataset): out.add('sampler')
@@ -243,4 +224,4 @@ def with_size(
 def _apply(dls, bs):
     dls.train = with_size(dls.train, bs)
     for i,dl in enumerate(dls.loaders[1:], 1):
-        if (getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None) or 0)>bs: dls.loaders[i] = with_size(dl, bs)
+        if (size_of(dl) or 0)>bs: dls.loaders[i] = with_size(dl, bs)

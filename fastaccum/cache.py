@@ -15,7 +15,8 @@ from fastai.callback.fp16 import NonNativeMixedPrecision
 from fastai.learner import Learner, Recorder
 from torch.nn.parallel import DistributedDataParallel
 from .core.batch import n_samples, split
-from .core.checks import check_count
+from .core.checks import check_count, check_single
+from .core.dry_run import size_of
 from .core.distributed import is_fsdp, world_size
 from .core.guest import Guest, Instead, to_the_end
 from .core.other_samples import batchnorms, loses_chunks, warn_chunks
@@ -109,19 +110,13 @@ class GradientCache(Guest):
             f"{self.sizes[self.learn.training]} samples" + see('memory-ran-out'))
 
 # %% ../nbs/03_cache.ipynb #check
-def check_cached(
-    learn:Learner, # About to train
-    auto:bool=False # Are sizes found during the fit?
-):
-    """Refuse a Learner whose model cannot be run in parts
+def check_cached(learn:Learner, auto:bool=False):
+    """Refuse a Learner whose model cannot be run in parts, of sizes that are found during the fit if `auto`
 
     ValueError: the model cannot be run in parts
     """
-    if len([o for o in learn.cbs if isinstance(o, GradientCache)])>1:
-        raise ValueError("two GradientCaches are on this Learner: keep one, and take the other off with "
-            "`learn.remove_cb`" + see('two-callbacks'))
-    dl = learn.dls.train
-    bs = getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None)
+    check_single(learn, GradientCache)
+    bs = size_of(learn.dls.train)
     for o in learn.cbs:
         if not hasattr(o, 'accum_bs'): continue
         size,too = getattr(o, 'micro_batch_size', None),vars(o).get('auto') is not None

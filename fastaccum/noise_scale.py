@@ -12,10 +12,10 @@ import matplotlib.pyplot as plt, numpy as np, torch
 from functools import partial
 from typing import NamedTuple
 from warnings import warn
-from fastai.callback.core import Callback
 from fastai.callback.fp16 import MixedPrecision
-from .core.checks import accumulation_of, check_count, check_single
+from .core.checks import check_count, check_single, first_of
 from .core.distributed import is_sharded
+from .core.guest import Guest
 from .core.warnings import see
 
 # %% ../nbs/07_noise_scale.ipynb #noise-scale
@@ -38,7 +38,7 @@ def _length(g):
     g = g.detach().coalesce().values() if g.is_sparse else g.detach()
     return torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32))
 
-class NoiseScale(Callback):
+class NoiseScale(Guest):
     """Measure how much the gradients of micro-batches differ, and from this, how large a batch is worthwhile
 
     TypeError: a number is not a whole number
@@ -69,7 +69,7 @@ class NoiseScale(Callback):
     def _begin(self):
         learn = self.learn
         check_single(learn, NoiseScale)
-        self.acc = next((o for o in accumulation_of(learn) if o.run), None)
+        self.acc = first_of(learn, 'GradientAccumulation')
         if self.acc is None:
             raise ValueError("NoiseScale compares the micro-batches of a step, and this Learner steps on every batch: "
                 "add fastaccum's `GradientAccumulation(accum_bs)` to its callbacks" + see('nothing-accumulates'))
@@ -88,23 +88,18 @@ class NoiseScale(Callback):
         self._leave()   # the epoch before may have been cancelled in the middle of a step
         if self.acc is None or self.acc.learn is not self.learn: self._begin()   # it was added since the fit began
 
-    def __setattr__(self, nm, value):
-        if nm in ('learn','run') and not value: self._leave()   # taken off the Learner, or switched off
-        object.__setattr__(self, nm, value)   # fastai's would warn of models that have such a name
-
-    def _take_off(self):
+    def after_backward(self):
         for o in self.hooks: o.remove()
         self.hooks = ()
     def _leave(self):
-        self._take_off()
+        self.after_backward()
         self.heard = None
-    def after_backward(self): self._take_off()
     def after_fit(self):
         if not self.learn.lock.locked(): self._leave()
 
     def before_backward(self):
         "Hear the gradients of this micro-batch, if its step is measured"
-        self._take_off()
+        self.after_backward()
         if self.left: return
         lengths,self.hooks = {},[]
         for p in self._params(): self.hooks.append(p.register_hook(partial(self._hear, lengths, id(p))))
@@ -129,7 +124,7 @@ class NoiseScale(Callback):
 
     def before_step(self):
         "The gradients are complete: `p.grad` is that of the step's mean"
-        self._take_off()
+        self.after_backward()
         mean,heard,self.heard = self.acc.mean,self.heard or {},None
         self.since += mean.samples
         if self.left: return
@@ -215,32 +210,25 @@ class NoiseScale(Callback):
         return ax
 
 # %% ../nbs/07_noise_scale.ipynb #estimate
-def estimate(
-    squares:float, # Σ n_i |g_i|² over micro-batches, for their mean gradients g_i of n_i samples
-    mean_sq:float, # The squared length of the step's mean gradient, |ḡ|²
-    n:float, # Samples in the step, N = Σ n_i
-    k:int # Micro-batches, over all processes; 2 or more
-)->tuple: # tr Σ, the variance of a sample's gradient, and |G|² of the true gradient
-    "Estimate noise and signal in the gradient of a step, unbiased for micro-batches of any size"
+def estimate(squares:float, mean_sq:float, n:float, k:int)->tuple:
+    """Estimate noise and signal in the gradient of a step, unbiased for `k` micro-batches of any size
+
+    From Σ n_i |g_i|² over micro-batches, for their mean gradients g_i of n_i samples; the squared length |ḡ|² of the
+    step's mean gradient; and its samples, N = Σ n_i. Returns tr Σ, the variance of a sample's gradient, and |G|² of the
+    true gradient.
+    """
     trace = (squares-n*mean_sq)/(k-1)
     return trace,mean_sq-trace/n
 
-def scale_of(
-    trace:float, # tr Σ
-    grad_sq:float # The squared length of the true gradient; 0 or negative if the noise hides it
-)->float: # In samples; infinite if the noise hides the gradient, NaN if nothing was measured
-    "The noise scale: the number of samples at which the noise of their mean gradient is as large as the gradient"
+def scale_of(trace:float, grad_sq:float)->float:
+    "The noise scale tr Σ/|G|², in samples; infinite if the noise hides the gradient, NaN if nothing was measured"
     if trace!=trace or grad_sq!=grad_sq: return float('nan')
     if grad_sq>0: return float(trace/grad_sq)
     return float('inf') if trace>0 else float('nan')
 
 # %% ../nbs/07_noise_scale.ipynb #interval
-def interval(
-    traces:np.ndarray, # Estimates of tr Σ from several steps
-    grad_sqs:np.ndarray, # Those of |G|²
-    z:float=2. # The distance of the bounds in standard errors
-)->tuple: # The lower and the upper one; infinite if there is none
-    "The bounds of a noise scale"
+def interval(traces:np.ndarray, grad_sqs:np.ndarray, z:float=2.)->tuple:
+    "The bounds of a noise scale, from `estimate`s of several steps, `z` standard errors away; infinite without a bound"
     if len(traces)<2: return 0.,float('inf')
     x,y = np.mean(traces),max(np.mean(grad_sqs), 0.)
     (xx,xy),(_,yy) = np.cov(traces, grad_sqs)*z**2/len(traces)
@@ -250,25 +238,19 @@ def interval(
     return low,float(top/a) if a>0 else float('inf')
 
 # %% ../nbs/07_noise_scale.ipynb #verdict
-def trade_off(
-    scale:float, # The noise scale B
-    size:float # Samples in a step
-)->tuple: # Steps, as a multiple of the fewest possible, and how efficiently samples are used, from 0 to 1
-    "The cost of reaching the same loss in steps of `size` (McCandlish et al., 2018)"
+def trade_off(scale:float, size:float)->tuple:
+    """The cost of reaching the same loss in steps of `size`, with the noise scale `scale` (McCandlish et al., 2018)
+
+    Returns steps, as a multiple of the fewest possible, and how efficiently samples are used, from 0 to 1.
+    """
     return 1+scale/size,1/(1+size/scale) if scale else 0.
 
-def rounded(
-    x:float # A number
-)->str: # With two digits, which is more than its accuracy
-    "`x` in words"
+def rounded(x:float)->str:
+    "`x` with two digits, which is more than its accuracy"
     return f'{float(f"{x:.2g}"):,.0f}' if x>=10 else f'{x:.2g}'
 
-def say(
-    scale:float, # The noise scale
-    size:float, # The size of a step, in the same unit
-    unit:str='samples' # The unit of both
-)->str:
-    "A sentence about steps of `size`"
+def say(scale:float, size:float, unit:str='samples')->str:
+    "A sentence about steps of `size`, with the noise scale in the same unit"
     if np.isnan(scale): return "noise scale: nothing was measured"
     if np.isinf(scale):
         return (f"noise scale: larger than can be told. In steps of {size:,.0f} {unit} the noise hides the gradient: "

@@ -8,18 +8,16 @@ Docs: https://fastaccum.github.io/fastaccum/scaled_lr.html.md"""
 __all__ = ['ScaledLR', 'gain', 'scale_beta']
 
 # %% ../nbs/08_scaled_lr.ipynb #imports
-from fastai.callback.core import Callback
 from fastai.callback.fp16 import MixedPrecision
 from fastcore.foundation import L
-from .accumulation import GradientAccumulation
-from .core.checks import check_bool, check_count, check_name, check_single
+from .core.checks import check_bool, check_count, check_name, check_single, first_of
 from .core.distributed import Processes
+from .core.guest import Guest
 from .core.loader import sizes_of
 from .core.warnings import see
-from .noise_scale import NoiseScale
 
 # %% ../nbs/08_scaled_lr.ipynb #scaled-lr
-class ScaledLR(Callback):
+class ScaledLR(Guest):
     """Multiply the learning rate of each step by a factor for its size, relative to steps of `base_bs` samples
 
     TypeError: `base_bs` is not a whole number, or `betas` is neither `True` nor `False`
@@ -45,13 +43,8 @@ class ScaledLR(Callback):
         check_name('rule', rule, ('linear','sqrt','adascale'))
         self.betas = check_bool('betas', betas)
 
-    def __setattr__(self, nm, value):
-        if nm in ('learn','run') and not value: self._leave()   # taken off the Learner, or switched off
-        object.__setattr__(self, nm, value)   # fastai's would warn of models that have such a name
-
     def _look(self):
-        self.acc,self.meter = (next((o for o in self.learn.cbs if isinstance(o, cls) and o.run), None)
-            for cls in (GradientAccumulation,NoiseScale))
+        self.acc,self.meter = (first_of(self.learn, o) for o in ('GradientAccumulation','NoiseScale'))
 
     def before_fit(self):
         learn = self.learn
@@ -105,22 +98,19 @@ class ScaledLR(Callback):
         if not self.learn.lock.locked(): self._leave()
 
 # %% ../nbs/08_scaled_lr.ipynb #gain
-def gain(
-    trace:float, # The variance of the mean gradient of a batch of the base size
-    grad_sq:float, # The squared length of the true gradient; below 0 counts as 0
-    kappa:float # The size of the step, as a multiple of the base size
-)->float: # Between 1 and `kappa`; 1 if nothing was measured
-    "AdaScale's factor for the learning rate"
+def gain(trace:float, grad_sq:float, kappa:float)->float:
+    """AdaScale's factor for the learning rate of a step of `kappa` times the base size; 1 if nothing was measured
+
+    `trace` is the variance of the mean gradient of a batch of the base size, `grad_sq` the squared length of the true
+    gradient.
+    """
     grad_sq = max(grad_sq, 0.)
     if not trace+grad_sq>0: return 1.   # or NaN
     return (trace+grad_sq)/(trace/kappa+grad_sq)
 
 # %% ../nbs/08_scaled_lr.ipynb #beta
-def scale_beta(
-    beta:float, # The β for steps of the base size
-    kappa:float # The size of the step, as a multiple of the base size
-)->float: # 0.5 or more, if `beta` is
-    "The β that forgets at the same rate per sample"
+def scale_beta(beta:float, kappa:float)->float:
+    "The β that forgets at the same rate per sample in steps of `kappa` times the base size; at least 0.5 if it was"
     return beta if kappa==1 else max(1-kappa*(1-beta), min(.5, beta))
 
 # %% ../nbs/08_scaled_lr.ipynb #size

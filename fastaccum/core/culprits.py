@@ -13,45 +13,36 @@ import numpy as np, torch
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
-from fastai.callback.core import Callback, CancelFitException, TrainEvalCallback
+from fastai.callback.core import CancelFitException, TrainEvalCallback
 from fastai.callback.fp16 import MixedPrecision
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from .batch import is_mapping, n_samples, samples, values
-from .compare import Compare, part_sizes, rel
+from .batch import leaves, n_samples, samples
+from .compare import Compare, bounds, part_sizes, rel
 from .dry_run import DryRun
 from .forward_state import ForwardState
+from .guest import Quiet
 from .other_samples import batchnorms
 from .out_of_memory import is_out_of_memory
 from .probe import Part, Probed, probe
 from .mean import find_n_items
 
 # %% ../../nbs/core/28_culprits.ipynb #watch
-def _tensors(o):
-    "Those in nested tuples, lists and mappings"
-    if isinstance(o, torch.Tensor): return [o]
-    return [t for x in values(o) for t in _tensors(x)] if is_mapping(o) or isinstance(o, (tuple,list)) else []
+def _tensors(o): return [t for t in leaves(o) if isinstance(t, torch.Tensor)]
 
 def _digests(o, floats=False):
-    "Two numbers for each row"
     ts = [t.detach().as_subclass(torch.Tensor) for t in _tensors(o) if t.ndim and not t.is_complex()]
     return [_digest(t) for t in ts if t.is_floating_point() or not floats]
 
 def _digest(t):
+    "Two numbers for each row"
     t = (t if t.dtype==torch.float64 else t.float()).reshape(len(t), -1) if t.numel() else torch.zeros(len(t), 1)
     line = torch.cos(torch.arange(t.shape[1], device=t.device, dtype=t.dtype)*1.7+.3)
     return torch.stack([t@line,t.norm(dim=1)], 1).cpu().double()
 
 class Watched:
     "What each module gets and returns while a model runs on batches, one after the other, and what the model returns"
-    def __init__(self,
-        model:nn.Module, # The model
-        state:ForwardState, # Where to start from
-        batches:list, # Inputs
-        held:list=(), # Modules to hold in evaluation mode
-        seed:int=0, # Of the random numbers
-        reset:bool=False # Call `model.reset()` before each batch?
-    ):
+    def __init__(self, model:nn.Module, state:ForwardState, batches:list, held:list=(), seed:int=0, reset:bool=False):
         self.calls = []   # for each batch: name of a module -> of each call, digests of what it got and returned
         hooks = []
         def note(nm, m, args, kwargs, out):
@@ -72,9 +63,7 @@ class Watched:
     def _joined(self, nm, i):
         "What a module got (0) or returned (1), by call and tensor, of all batches; `None` if that does not fit"
         passes = [o.get(nm, []) for o in self.calls]
-        try: calls = [zip(*(c[i] for c in o), strict=True) for o in zip(*passes, strict=True)]
-        except ValueError: return None
-        try: return [torch.cat(ts) for o in calls for ts in o]
+        try: return [torch.cat(ts) for o in zip(*passes, strict=True) for ts in zip(*(c[i] for c in o), strict=True)]
         except ValueError: return None
 
 def _off(a, b, nm, i):
@@ -83,14 +72,11 @@ def _off(a, b, nm, i):
     if x is None or y is None or [o.shape for o in x]!=[o.shape for o in y]: return None
     return max(map(rel, x, y), default=0.)
 
-def culprits(
-    model:nn.Module, # The model
-    a:Callable, # `a(held)` watches a run in which the modules in `held` are held in evaluation mode
-    b:Callable, # Watches another
-    tol:float, # The largest relative difference that is rounding
-    held:list # Modules that are held from the start; those that are found are appended
-)->tuple: # How far apart the predictions were at first, and whether they agree at last
+def culprits(model:nn.Module, a:Callable, b:Callable, tol:float, held:list)->tuple:
     """Find the modules that return something else for the same, and hold them until the predictions agree
+
+    `a(held)` and `b(held)` watch two runs in which `held` is held in evaluation mode; what is found is appended.
+    Returns how far apart the predictions were at first, and whether they agree at last.
 
     TypeError: the predictions cannot be compared
     """
@@ -119,34 +105,35 @@ def culprits(
 tolerances = {torch.float64:1e-7, torch.float32:1e-3, torch.float16:1e-2, torch.bfloat16:5e-2}   # relative
 
 def _loss_grads(learn, n, find, start, stop):
-    "The loss's gradient for the predictions of some samples, times what it is a mean of"
+    "The loss's gradient for the predictions of some samples, and what it is a mean of"
     part = Part(learn, n, lambda o: o[start:stop])
     preds = [t for t in _tensors(part.pred) if t.is_floating_point()]
     for t in preds: t.requires_grad_()
     loss = part.loss_func(part.pred, *part.yb)
     size = 1 if find is None else stop-start if find is samples else find(part)
     grads = torch.autograd.grad(loss.mean(), preds, allow_unused=True)
-    return [torch.zeros(len(t), 2) if g is None else _digest(g)*float(size) for t,g in zip(preds, grads)]
+    return [torch.zeros(len(t), 2) if g is None else _digest(g) for t,g in zip(preds, grads)],float(size)
 
-class Look(Callback):
-    "Look at the model and the loss in the first batch, and end the fit"
+def _loss_apart(learn, n, find, sizes):
+    "How far the loss's gradient is from that of its parts, with the shares that a step gives them"
+    parts,ns = zip(*(_loss_grads(learn, n, find, *o) for o in bounds(sizes)))
+    shares = [1. if find is None else o/sum(ns) for o in ns]
+    parts = [[w*g if w else torch.zeros_like(g) for g in gs] for w,gs in zip(shares, parts)]   # g may be 0/0
+    return max(map(rel, _loss_grads(learn, n, find, 0, n)[0], map(torch.cat, zip(*parts))), default=0.)
+
+class Look(Quiet):
+    "Look at the model and the loss in the first batch, and end the fit; `alone`: look at the loss alone"
     order,run_valid = 1000,False   # the batch as the model gets it
-    def __init__(self,
-        n:int, # Samples in the batch
-        sizes:list[int], # And in its parts
-        split:Callable, # As in `Compare`
-        n_items:Callable|None, # As in `GradientAccumulation`
-        alone:str='' # 'loss': look at nothing else, because the model will get whole batches
-    ):
+    def __init__(self, n:int, sizes:list[int], split:Callable, n_items:Callable|None, alone:bool=False):
         self.n,self.sizes,self.split,self.n_items,self.alone = n,sizes,split,n_items,alone
         # what was found; `None` if it was not
         self.draws = self.predictions = self.loss = None   # of the latter a `Probed`
         self.why = ''                         # why one of them was not found
+        self.hidden = 0.                      # how far the loss alone is off, in other parts only
         self.tol,self.rows = None,n           # what is rounding; the rows that the model gets
         self.drawing,self.depending = [],[]   # modules that draw random numbers, and that depend on other samples
         self.memory = []                      # that return something else when they get the same once more
         self.agree = self.reset = False       # do predictions agree with all of these held? Is the model to be reset?
-    def __setattr__(self, nm, value): object.__setattr__(self, nm, value)
 
     def before_batch(self):
         learn = self.learn
@@ -162,13 +149,17 @@ class Look(Callback):
     def _look(self, model, xb):
         self.rows,tol = n_samples(xb, self.n),self.tol
         sizes = self.sizes if self.rows==self.n else part_sizes(self.rows)   # two views of each sample, for one
-        stops = np.cumsum(sizes).tolist()
         run = partial(Watched, model, ForwardState(model.modules()))
-        self.draws,_ = culprits(model, lambda o: run([xb], o), lambda o: run([xb], o, seed=1), tol, self.drawing)
-        parts = [self.split(xb, b-k, b, self.rows) for k,b in zip(sizes, stops)]
-        def both(held, reset): return culprits(model, lambda o: run([xb], o, reset=reset),
-            lambda o: run(parts, o, reset=reset), tol, held)
-        once,again = run([xb], self.drawing),run([xb,xb], self.drawing)
+        seen = {}
+        def whole(held, reset=False):
+            key = *held,reset
+            if key not in seen: seen[key] = run([xb], held, reset=reset)
+            return seen[key]
+        self.draws,_ = culprits(model, whole, lambda o: run([xb], o, seed=1), tol, self.drawing)
+        parts = [self.split(xb, *o, self.rows) for o in bounds(sizes)]
+        def both(held, reset):
+            return culprits(model, partial(whole, reset=reset), lambda o: run(parts, o, reset=reset), tol, held)
+        once,again = whole(self.drawing),run([xb,xb], self.drawing)
         again.calls = again.calls[1:]
         held = [*self.drawing]
         if (_off(once, again, '', 1) or 0.)<=tol: self.predictions,self.agree = both(held, False)
@@ -184,41 +175,32 @@ class Look(Callback):
         learn,n = self.learn,self.n
         find = self.n_items or find_n_items(learn.loss_func)
         self.loss = probe(learn, n, find)
-        if self.loss.off is not None and not self.loss.wrong:
-            try:
-                stops = np.cumsum(self.sizes).tolist()
-                parts = [_loss_grads(learn, n, find, b-k, b) for k,b in zip(self.sizes, stops)]
-                off = max(map(rel, _loss_grads(learn, n, find, 0, n), map(torch.cat, zip(*parts))), default=0.)
-                if off>self.tol: self.loss = Probed(off, 'its gradient', self.tol)
-            except Exception as e: self.loss = Probed(None, f'{type(e).__name__}: {e}')
+        right = self.loss.off is not None and not self.loss.wrong
+        try: off,same = (_loss_apart(learn, n, find, o) for o in (part_sizes(n), self.sizes))
+        except Exception as e: off,same = 0.,None; why = f'{type(e).__name__}: {e}'
+        if right and same is None: self.loss = Probed(None, why)
+        elif off>self.tol:
+            if right: self.loss = Probed(off, 'its gradient', self.tol)
+            if same<=self.tol: self.hidden = off
         raise CancelFitException
 
 # %% ../../nbs/core/28_culprits.ipynb #blame
 _acts = ('before_fit','before_epoch','before_train','before_batch','after_pred','after_loss','before_backward',
          'after_backward')
 
-def candidates(
-    run:DryRun # Of a Learner
-)->list: # Callbacks
-    "The callbacks that may affect the gradients"
+def candidates(run:DryRun)->list:
+    "The callbacks of a Learner that may affect the gradients"
     def acts(cb): return any(hasattr(type(cb), o) or o in vars(cb) for o in _acts)
     return [o for o in run.cbs if acts(o) and not isinstance(o, (TrainEvalCallback,MixedPrecision))]
 
-def inner_norms(
-    o:object # A loss function or a callback
-)->list: # Modules
-    "The BatchNorm layers that `o` keeps in its attributes or in a closure"
+def inner_norms(o:object)->list:
+    "The BatchNorm layers that a loss function or a callback keeps in its attributes or in a closure"
     f = getattr(o, '__self__', o)   # of a method
     kept = [f,*getattr(f, '__dict__', {}).values(),*(c.cell_contents for c in getattr(o, '__closure__', None) or ())]
     return [m for v in kept if isinstance(v, nn.Module) for m in v.modules() if isinstance(m, _BatchNorm)]
 
-def blame(
-    compare:Compare, # With a batch
-    off:float, # The difference of the gradients with all callbacks
-    tol:float, # What is rounding
-    **held # As in `Compare.step`
-)->list: # Callbacks
-    "The callbacks that cause the difference"
+def blame(compare:Compare, off:float, tol:float, **held:object)->list:
+    "The callbacks that cause the difference `off` of the gradients, while modules are held as in `Compare.step`"
     def without(*cbs):
         try: return compare.worst(without=cbs, **held)
         except Exception as e:
@@ -249,12 +231,8 @@ class Row(NamedTuple):
         "In words"
         return 'not checked' if self.off is None else 'exact' if self.ok else f'off by {self.off:.1g}'
 
-def named(
-    model:nn.Module, # The model
-    modules:list, # Some of its modules
-    most:int=3 # The most names to write out for each class
-)->str:
-    "A list of the modules by class and name"
+def named(model:nn.Module, modules:list)->str:
+    "Some modules of the model by class and name"
     names,kinds = {m:nm for nm,m in model.named_modules()},{}
     for m in modules: kinds.setdefault(type(m).__name__, []).append(names.get(m, '?') or 'the model')
-    return '; '.join(f"{k} {', '.join(o[:most])}" + f' and {len(o)-most} more'*(len(o)>most) for k,o in kinds.items())
+    return '; '.join(f"{k} {', '.join(o[:3])}" + f' and {len(o)-3} more'*(len(o)>3) for k,o in kinds.items())

@@ -18,9 +18,7 @@ _texts = ('out of memory', 'Invalid buffer size', '_ALLOC_FAILED', 'CUDNN_STATUS
           "DefaultCPUAllocator: can't allocate memory", 'DefaultCPUAllocator: not enough memory',
           'bad_alloc', 'Cannot allocate memory')
 
-def is_out_of_memory(
-    exc:BaseException|None # The exception
-)->bool: # `False` for an error with any other cause
+def is_out_of_memory(exc:BaseException|None)->bool:
     "Did memory run out?"
     if isinstance(exc, (torch.OutOfMemoryError,MemoryError)): return True
     if isinstance(exc, OSError): return exc.errno==errno.ENOMEM
@@ -37,10 +35,8 @@ def free_memory():
     if torch.backends.mps.is_available(): torch.mps.empty_cache()
 
 # %% ../../nbs/core/25_out_of_memory.ipynb #peak
-def watch_peak(
-    device:torch.device # The device to watch
-)->callable: # A function without arguments that returns the peak since then, in bytes; `None` if it is not known
-    "Reset the peak memory of `device`, and start watching it"
+def watch_peak(device:torch.device)->callable:
+    "Reset the peak memory of `device`; returns a function that tells it, in bytes, or `None` where it is not known"
     mod = getattr(torch, device.type)
     if not hasattr(mod, 'reset_peak_memory_stats'): return lambda: None
     mod.reset_peak_memory_stats(device)

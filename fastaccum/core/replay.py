@@ -23,11 +23,8 @@ from .out_of_memory import free_memory, is_out_of_memory
 from .warnings import StateWarning, see
 
 # %% ../../nbs/core/29_replay.ipynb #place
-def cuts(
-    n:int, # Samples in a batch
-    size:int # The most samples in a micro-batch
-)->list: # The first sample of each, and the one after its last
-    "Cut a batch into micro-batches that are as even as possible"
+def cuts(n:int, size:int)->list:
+    "Where to cut `n` samples into micro-batches of at most `size`, as evenly as possible"
     k = -(-n//size)
     return [(n*i//k,n*(i+1)//k) for i in range(k)]
 
@@ -64,15 +61,12 @@ def _joined(xs, ns, row):
 class CachedCall:
     """One call of a model in micro-batches: first for their predictions, and later for their gradients
 
+    `cb` is the `GradientCache`, which knows sizes; `stock` the model's own `forward`; `args` what it is given, with `n`
+    samples.
+
     TypeError: inputs or outputs cannot be split
     """
-    def __init__(self,
-        cb:Callback, # The `GradientCache`, which knows sizes
-        model:torch.nn.Module, # The model
-        stock:Callable, # Its own `forward`
-        args:tuple, # What it is given
-        n:int # Samples in that
-    ):
+    def __init__(self, cb:Callback, model:torch.nn.Module, stock:Callable, args:tuple, n:int):
         self.cb,self.model,self.stock,self.n = cb,model,stock,n
         self.learns,self.given = torch.is_grad_enabled(),[o for o in leaves(args) if isinstance(o, torch.Tensor)]
         self.modules = list(model.modules())
@@ -175,7 +169,6 @@ class _Predictions(Function):
     @once_differentiable
     def backward(ctx, *grads): return None,None,None,None,*ctx.replay(iter(grads))
 
-# %% ../../nbs/core/29_replay.ipynb #backward
 class _Replay:
     "The second half of a call: the model's backward pass, micro-batch by micro-batch"
     def __init__(self, call, flat):

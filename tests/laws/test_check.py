@@ -133,6 +133,49 @@ def test_micro_batches_are_unequal_and_no_larger_than_the_loaders(bs, accum_bs, 
     parts = set(sizes)-{accum_bs or bs}
     assert len(set(sizes))>len(parts)>1 and max(parts)<=most, sizes
 
+class Fits(Callback):
+    "More than `most` samples do not fit into memory"
+    def __init__(self, most): self.most = most
+    def before_batch(self):
+        if len(self.y)>self.most: raise torch.OutOfMemoryError('planted')
+
+acc,cached = GradientAccumulation,partial(GradientCache, micro_batch_size=4)
+
+@pytest.mark.parametrize('bs,cbs,kwargs,parts', [
+    (8, lambda: [acc(32)], {}, [8]*4), (8, lambda: [acc(20)], {}, [8]*3), (8, lambda: [acc(1000)], {}, [8]*8+[6]),
+    (8, lambda: [acc(32, micro_batch_size=4)], {}, [4]*8), (8, lambda: [acc(8, micro_batch_size=4)], {}, [4]*2),
+    (8, lambda: [GradientAccumulationSchedule(16, 32)], {}, [8]*2), (8, lambda: [cached()], {}, [4]*2),
+    (8, lambda: [acc(32),cached()], {}, [8]*4), (8, lambda: [acc(32)], dict(accum_bs=16), [8]*2),
+    (12, lambda: [acc(12)], {}, [6,4,2]), (12, list, {}, [6,4,2]), (12, list, dict(accum_bs=20), [12,8])])
+def test_the_sizes_are_those_of_training(bs, cbs, kwargs, parts):
+    "A step of the callback, whole and in its micro-batches; without one, or where it has one part, unequal parts"
+    seen = []
+    res = check(toy(bs, cbs=Event('before_batch', lambda learn: seen.append(len(learn.y)))), cbs=cbs(), **kwargs)
+    assert res.ok and not bad(res) and res.sizes==parts and max(seen)==sum(parts), res
+
+@pytest.mark.parametrize('cbs,whole,parts', [(lambda: [acc(32)],8,'5, 3'),
+    (lambda: [acc(32, micro_batch_size=4)],4,'2, 2'), (lambda: [acc(8, micro_batch_size=4)],4,'2, 2'),
+    (lambda: [acc(32),cached()],4,'2, 2')])
+def test_a_step_that_does_not_fit_into_memory(cbs, whole, parts):
+    "That is why one accumulates: what fits is compared, and the title says so"
+    res = check(toy(8, cbs=[Fits(whole),Summed()]), cbs=cbs())
+    n = next(o for o in cbs() if hasattr(o, 'accum_bs')).accum_bs
+    assert f'{n} samples do not fit into memory at once, so {whole} were compared' in repr(res), res
+    assert f'micro-batches of {parts}: not' in repr(res) and bad(res)=={'callbacks','gradients'}
+    with pytest.raises(torch.OutOfMemoryError): check(toy(8, cbs=Fits(whole)), cbs=cbs(), accum_bs=16)
+    with pytest.raises(torch.OutOfMemoryError): check(toy(8, cbs=Fits(1)), cbs=cbs())
+
+def test_many_parts_are_counted_in_the_title():
+    assert '70 samples whole, and in micro-batches: 8 of 8, 1 of 6: the same' in repr(check(toy(8, cbs=acc(99))))
+
+@pytest.mark.parametrize('kwargs', [dict(n_items=lambda learn: 1),dict(n_items=lambda learn: len(learn.y)**2)])
+def test_equal_parts_hide_no_loss_that_is_a_mean_over_something_else(kwargs):
+    "Their shares are the same whatever they are a mean of, until the last one has fewer samples"
+    res = check(toy(8, n=32, cbs=acc(32, **kwargs)))
+    o = row(res, 'loss')
+    assert bad(res)=={'loss'} and res.off['loss']>1e-3 and 'other sizes' in o.where and o.remedy, res
+    assert 'loss' in bad(check(toy(8, n=30, cbs=acc(32, **kwargs))))
+
 @pytest.mark.parametrize('nm,no,yes', [('allow_tf32', False, True), ('fp32_precision', 'ieee', 'tf32')])
 def test_products_are_not_rounded_on_gpus_that_would(nm, no, yes):
     if not hasattr(torch.backends.cudnn, nm): nm,no,yes = 'allow_tf32',False,True   # PyTorch before 2.9
@@ -291,6 +334,11 @@ def views(p, y): return contrastive(*p.chunk(2)[:1], y)+F.mse_loss(*p.chunk(2))
 def test_other_parts_are_tried_if_the_first_do_not_go(cb):
     res = check(toy(16, cbs=cb()))
     assert res.ok and not bad(res) and all(32%o==0 for o in res.sizes) and len({*res.sizes})>1, res
+
+def test_if_the_parts_of_training_do_not_go_equal_ones_are_tried():
+    def fail(learn): assert len(learn.y) in (30,10), 'a fixed size'
+    res = check(toy(12, n=30, cbs=[acc(30),Event('before_batch', fail)]))
+    assert res.ok and res.sizes==[10]*3, res
 
 @pytest.mark.parametrize('make,who', [(lambda: made(Fixed()),'Fixed fails.*size'),
     (lambda: toy(12, cbs=Event('before_batch', lambda l: 1/(len(l.y)//12))),'Event.*zero')])

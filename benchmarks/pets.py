@@ -136,8 +136,9 @@ def main():
         runs={k:[] for k in arms(micro, step, args.lr)})
     for seed in range(args.seeds):
         for nm,(bs,_,lr,cbs) in arms(micro, step, args.lr).items():
-            res['runs'][nm].append(dict(seed=seed, lr=lr)|train(loaders, arch, pretrained, bs, lr, cbs, seed, args.epochs))
-            print(f'seed {seed}, {nm}:', res['runs'][nm][-1], flush=True)
+            found = train(loaders, arch, pretrained, bs, lr, cbs, seed, args.epochs)
+            res['runs'][nm].append(dict(seed=seed, lr=lr)|found)
+            print(f'seed {seed}, {nm}:', found, flush=True)
             out.write_text(json.dumps(res|dict(table=table(res)), indent=1, ensure_ascii=False)+'\n', encoding='utf-8')
     print(f'\n{table(res)}\n\nWritten to {out.name}')
 

@@ -217,6 +217,7 @@ class Page:
                 c.options = dict(c.directives)
                 fold = re.search(r'^#\| *code-fold: *(\w+)', c.source, re.M)   # nbdev takes `true` for a flag
                 if fold: c.options['code-fold'] = fold[1]
+                c.options['echo'] = not re.search(r'^#\| *echo: *false\b', c.source, re.M)
                 c.remove_directives()
             self.cells.append(c)
         exports = [c.options['default_exp'] for c in self.cells if c.cell_type=='code' and 'default_exp' in c.options]
@@ -329,6 +330,7 @@ class Page:
                 above = None
             fold = 'export' in opts or str(opts.get('code-fold', self.draws(c))).lower()=='true'
             if fold: c.metadata['tags'] = ['hide-input']
+            if not c.options['echo']: c.metadata['tags'] = ['remove-input']
             for o in c.outputs:
                 if 'text' in o: o['text'] = readme.shown(''.join(o['text']))
                 if 'text/markdown' in o.get('data', {}):

@@ -60,7 +60,7 @@ def code(cell, image, link):
     if hidden & set(options): return []
     source = '\n'.join(o for o in lines if not re_directive.match(o)).strip('\n')
     alt = next((o.split(':', 1)[1].strip(' "') for o in options if o.startswith('fig-alt:')), '')
-    shown = bool(source) and 'code-fold: true' not in options
+    shown = bool(source) and not {'code-fold: true','echo: false'}&set(options)
     outputs = [output(o, alt, lambda data: image(cell['id'], data), link) for o in cell['outputs']]
     return [fence(source, 'python')]*shown + outputs
 

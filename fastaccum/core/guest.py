@@ -10,7 +10,6 @@ __all__ = ['to_the_end', 'Instead', 'Quiet', 'Guest']
 # %% ../../nbs/core/16_guest.ipynb #imports
 from collections.abc import Callable
 from fastai.callback.core import Callback
-from fastai.learner import Learner
 
 # %% ../../nbs/core/16_guest.ipynb #end
 def to_the_end(f:Callable):

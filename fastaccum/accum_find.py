@@ -30,7 +30,7 @@ def _another(acc, size):
     "The Learner's accumulation, in steps of `size` samples"
     if acc is None: return GradientAccumulation(size, drop_last=False)
     micro = AutoSize(acc.auto.split) if acc.auto else acc.micro_batch_size
-    return GradientAccumulation(size, drop_last=False, n_items=acc.size, micro_batch_size=micro)
+    return GradientAccumulation(size, drop_last=False, n_items=acc.n_items, micro_batch_size=micro)
 
 def _measure(learn, acc, size, bs, steps, lr):
     "Readings of `steps` steps, which leave nothing behind"

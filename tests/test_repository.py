@@ -94,8 +94,7 @@ def cells():
             yield f'{fn.relative_to(root/"nbs").with_suffix("")}, {c["id"]}',''.join(c['source']),pngs
 
 # Pictures with orange for what has no colour in their own cell
-known_orange = {'get_started, lr':"fastai's own picture",
-    'guides/logging, picture-epoch':'the runs of the cell before'}
+known_orange = {'get_started, lr':"fastai's own picture"}
 
 def is_orange(png):
     "Has it more than a few pixels of matplotlib's `tab:orange`, its second colour?"

@@ -15,7 +15,7 @@ from fastai.torch_core import TensorImage
 from fastcore.foundation import L
 from fastaccum import ActivationCheckpoint, GradientAccumulation, GradientCache
 from fastaccum.testing import assert_same_run, deviation, toy, toy_data
-from common import CpuMixedPrecision
+from common import CpuMixedPrecision, Seen
 from small_learners import Event, Held, Holds, Own, all_params, applications, cross_entropy, make, replaced
 
 class Block(nn.Module):
@@ -310,3 +310,13 @@ def test_an_interrupt_while_it_is_computed_again():
     with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=[cb,Event('before_backward', note)])
     note(learn)
     assert deviation(*notes)==0 and not cb.recomputing and not replaced(learn)
+
+def test_a_copy_of_the_model_is_a_plain_model():
+    "Such as one of averaged weights"
+    copies,seen = Seen('after_batch', lambda l: deepcopy(l.model)),[]
+    small().fit(1, cbs=[ActivationCheckpoint(),copies])
+    for m in copies.values:
+        m[1].lin1.register_forward_hook(lambda *_: seen.append(1))
+        m(torch.randn(4, 5).double()).sum().backward()
+        assert all(o.forward.__self__ is o for o in m.modules())
+    assert len(seen)==len(copies.values)==3

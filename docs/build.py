@@ -31,7 +31,7 @@ menu = {
     'Reference': ('reference', 'cheat_sheet faq messages'),
     'Contribute': ('contribute', 'architecture callbacks testing benchmarks faults_of_fastai')}
 order = [f'{folder}/{o}' for folder,names in menu.values() for o in names.split()]
-user_sections = ('One step, event by event','Examples','Caveats')
+user_sections = ('Why','One step, event by event','Examples','Caveats')
 api = ('API', 'What you import, a page each: the class or function, its parameters and errors, examples and caveats.')
 modules = ('Modules', 'The source, a page for each module, in the order in which one reads them: prose, code, and '
     'examples that are its first tests.')
@@ -230,7 +230,7 @@ class Page:
     @property
     def is_api(self):
         "Do users import something from this module?"
-        return self.mod and not self.folder and any(self.in_section(user_sections))
+        return self.mod and not self.folder and any(self.in_section(('Examples','Caveats')))
     @property
     def doc(self):
         "Its page with all of its cells, which is for contributors if it is a module"
@@ -252,7 +252,8 @@ class Page:
         "The names that its API page has entries for"
         if not self.is_api: return []
         ours = {*import_module('fastaccum').__all__, 'Learner', *self.more}
-        return [nm for nm in self.public() if {nm, nm.partition('.')[0]}&ours and not re.search(r'\.(before|after)_', nm)]
+        names = [nm for nm in self.public() if not re.search(r'\.(before|after)_', nm)]
+        return [nm for nm in names if {nm, nm.partition('.')[0]}&ours]
     def typed_names(self):
         "Those of them that users type: no methods of the others"
         return [nm.replace('Learner.', 'learn.') for nm in self.told() if '.' not in nm or nm.startswith('Learner.')]
@@ -295,7 +296,8 @@ class Page:
         cells = [c for c,mine in zip(self.cells, self.in_section(user_sections)) if mine]
         yield from self.cells_shown(link, cells)
         where = f'/{self.doc}.ipynb'
-        yield mk_cell(f'How it is built, with all examples: the [module\'s page]({where}), for contributors.', 'markdown')
+        text = f"How it is built, with all examples: the [module's page]({where}), for contributors."
+        yield mk_cell(text, 'markdown')
 
     def shown(self, link):
         "All of its cells for Sphinx"
@@ -403,11 +405,13 @@ def toctree(names, caption=''):
 
 def contents(pages, names, where):
     "What is on each of the pages: its title and line, and the names of its entries"
-    return '\n'.join(f'[{p.title}](/{where(p)}.ipynb)\n: {p.text}\n\n  {", ".join(map(code, names(p)))}\n' for p in pages)
+    def item(p): return f'[{p.title}](/{where(p)}.ipynb)\n: {p.text}\n\n  {", ".join(map(code, names(p)))}\n'
+    return '\n'.join(map(item, pages))
 
 def landing(title, text, pages, names, where):
     "The first page of a section: what there is in it"
-    return f'# {title}\n\n{{.lede}}\n{text}\n\n{contents(pages, names, where)}\n{toctree(f"/{where(p)}" for p in pages)}'
+    tree = toctree(f'/{where(p)}' for p in pages)
+    return f'# {title}\n\n{{.lede}}\n{text}\n\n{contents(pages, names, where)}\n{tree}'
 
 def sources():
     "What the site is made of"
@@ -481,8 +485,8 @@ def main():
         src,out = Path(tmp)/'pages',Path(tmp)/'site'
         stage(src, pages)
         sphinx = [sys.executable, '-W', 'ignore', '-m', 'sphinx', '-qW', '--keep-going']
-        rc = subprocess.call([*sphinx, '-c', here, '-d', Path(tmp)/'doctrees', '-D', f'html_search_scorer={src/"scorer.js"}',
-            src, out])
+        settings = ['-c', here, '-d', Path(tmp)/'doctrees', '-D', f'html_search_scorer={src/"scorer.js"}']
+        rc = subprocess.call([*sphinx, *settings, src, out])
         if rc: return rc
         shutil.rmtree(site, ignore_errors=True)
         shutil.copytree(out, site)

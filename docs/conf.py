@@ -75,11 +75,12 @@ def own_menu(app, name, template, context, doctree):
     def item(title, o):
         current = ' current current-page' * (o==name)
         url = '#' if current else context['pathto'](o)
-        return f'<li class="toctree-l1{current}"><a class="reference internal" href="{url}">{html.escape(title)}</a></li>'
+        link = f'<a class="reference internal" href="{url}">{html.escape(title)}</a>'
+        return f'<li class="toctree-l1{current}">{link}</li>'
     at = [o for _,o in pages].index('modules/index')
     lists = ['<ul>'+''.join(item(*o) for o in part)+'</ul>' for part in (pages[:at], pages[at:])]
-    home = f'<ul><li class="toctree-l1"><a class="reference internal" href="{context["pathto"]("index")}">For users</a></li></ul>'
-    context['furo_navigation_tree'] = home+lists[0]+'<p class="caption"><span class="caption-text">Source</span></p>'+lists[1]
+    source = '<p class="caption"><span class="caption-text">Source</span></p>'
+    context['furo_navigation_tree'] = f'<ul>{item("For users", "index")}</ul>{lists[0]}{source}{lists[1]}'
 
 def setup(app):
     app.connect('env-updated', leave_out)

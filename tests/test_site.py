@@ -80,7 +80,8 @@ def test_users_see_what_is_for_users():
     api = [f'{o}.html' for o in doors]
     listed = [o for o in sidebar('index.html') if o not in api]
     named = [f'{o}.html' for o in order if not o.startswith('contribute/')]
-    assert listed==['get_started.html',*named,'reference/api.html','changelog.html'] and set(api)<=set(sidebar('index.html'))
+    assert listed==['get_started.html',*named,'reference/api.html','changelog.html']
+    assert set(api)<=set(sidebar('index.html'))
     mods = {page_of(o.relative_to(root/'nbs')) for o in (root/'nbs').rglob('[0-9]*_*.ipynb')}
     inner = {f'modules/{o}.html' if o in doors else f'{o}.html' for o in mods}
     own = sidebar('contribute/index.html')
@@ -394,9 +395,9 @@ def test_copying(tab, url):
 # What people type, and the page that answers: the first result
 answers = {'GPU':'guides/several_gpus', 'multi gpu':'guides/several_gpus', 'DDP':'guides/several_gpus',
     'OOM':'guides/out_of_memory', 'CUDA out of memory':'guides/out_of_memory', 'effective batch size':'get_started',
-    'virtual batch size':'get_started', 'custom loss':'guides/custom_losses', 'num_items_in_batch':'guides/custom_losses',
-    'resume':'guides/save_and_resume', 'LSTM':'guides/text', 'padding':'guides/text', 'MixUp':'guides/whole_batch_losses',
-    'contrastive loss':'guides/whole_batch_losses', 'fp16':'guides/mixed_precision', 'bf16':'guides/mixed_precision',
+    'virtual batch size':'get_started', 'custom loss':'guides/custom_losses',
+    'num_items_in_batch':'guides/custom_losses', 'resume':'guides/save_and_resume', 'LSTM':'guides/text',
+    'padding':'guides/text', 'MixUp':'guides/whole_batch_losses', 'contrastive loss':'guides/whole_batch_losses', 'fp16':'guides/mixed_precision', 'bf16':'guides/mixed_precision',
     'BatchNorm':'guides/batchnorm', 'learning rate':'guides/learning_rate', 'lr_find':'guides/learning_rate',
     'wandb':'guides/logging', 'TensorBoard':'guides/logging', 'Dice':'guides/segmentation', 'timm':'guides/images',
     'transformers':'guides/hugging_face', 'Lightning':'about/switching', 'drop_last':'about/how_exact',

@@ -55,7 +55,8 @@ def class_names(cls:type)->frozenset:
 # %% ../../nbs/core/07_checks.ipynb #learner
 def ours(learn:Learner, nm:str)->list:
     "The callbacks of our class `nm` on a Learner; by name, so that nobody needs to import the class to look for it"
-    return [o for o in learn.cbs if any(c.startswith('fastaccum.') and c.endswith(f'.{nm}') for c in class_names(type(o)))]
+    def named(cls): return any(o.startswith('fastaccum.') and o.endswith(f'.{nm}') for o in class_names(cls))
+    return [o for o in learn.cbs if named(type(o))]
 
 def first_of(learn:Learner, nm:str)->Callback|None:
     "The first of `ours` that runs"

@@ -195,6 +195,9 @@ class Both(nn.Module):
     "Draws, and is no dropout, and holds another that does"
     def __init__(self): super().__init__(); self.drop = nn.Dropout(.2)
     def forward(self, x): return self.drop(x)+(.1*torch.randn_like(x) if self.training else 0)
+class Skip(nn.ModuleDict):
+    "Draws nothing itself; what it holds does"
+    def forward(self, x): return x+self['drop'](x)
 class Centre(nn.Module):
     "Looks at the other samples, in evaluation too"
     def forward(self, x): return x-x.mean(0)
@@ -228,6 +231,7 @@ def slope(p, y):
 # A Learner; what is off besides gradients and buffers, and where; is it said that nothing is off without that?
 off = dict(batchnorm=(lambda: made(nn.BatchNorm1d(6)), dict(predictions='BatchNorm1d 1'), True),
     dropouts=(lambda: made(nn.Dropout(.2), nn.Tanh(), nn.Dropout(.2)), dict(draws='Dropout 1, 3'), True),
+    skip=(lambda: made(Skip(dict(drop=nn.Dropout(.2)))), dict(draws='Dropout 1.drop'), True),
     both=(lambda: made(Both()), dict(draws='Both 1; Dropout 1.drop'), True),
     centre=(lambda: made(Centre()), dict(predictions='Centre 1'), False),
     before_batchnorm=(lambda: made(Centre(), nn.BatchNorm1d(6)), dict(predictions='Centre 1; BatchNorm1d 2'), False),

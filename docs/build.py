@@ -465,11 +465,12 @@ def stage(src, pages):
     (src/'scorer.js').write_text(scorer % json.dumps({p.name:p.keywords for p in pages if p.keywords}))
 
 # What people type in the search, and the page that answers; Sphinx asks this for the score of each result
-scorer = """const asked = (new URLSearchParams(location.search).get("q") || "").toLowerCase().trim();
+scorer = """const typed = () => window.asked || new URLSearchParams(location.search).get("q") || "";
+const asked = () => typed().toLowerCase().trim();
 const keywords = %s;
 var Scorer = {
   score: ([doc, title, anchor, descr, score, filename, kind]) =>
-    score + (!anchor && (keywords[doc] || []).some(o => o.toLowerCase() === asked) ? 1000 : 0)
+    score + (!anchor && (keywords[doc] || []).some(o => o.toLowerCase() === asked()) ? 1000 : 0)
       + (/^(guides|get_started|about)/.test(doc) ? 10 : 0) + (doc === "changelog" ? -20 : 0),
   objNameMatch: 11, objPartialMatch: 6, objPrio: {0: 15, 1: 5, 2: -5}, objPrioDefault: 0,
   title: 15, partialTitle: 7, term: 5, partialTerm: 2,

@@ -364,7 +364,7 @@ def begins_with_what_one_imports(tab, door):
     assert tab.evaluate(ends, table)<=900
 
 # all words at once, in the page of the search: for each of them, where what it found leads to
-search = """(words) => Object.fromEntries(words.map((o) => [o,
+search = """(words) => Object.fromEntries(words.map((o) => [window.asked = o,
     Search._performSearch(...Search._parseQuery(o)).map(([page,,anchor]) => page + '.html' + anchor)]))"""
 
 @pytest.fixture
@@ -397,7 +397,8 @@ answers = {'GPU':'guides/several_gpus', 'multi gpu':'guides/several_gpus', 'DDP'
     'OOM':'guides/out_of_memory', 'CUDA out of memory':'guides/out_of_memory', 'effective batch size':'get_started',
     'virtual batch size':'get_started', 'custom loss':'guides/custom_losses',
     'num_items_in_batch':'guides/custom_losses', 'resume':'guides/save_and_resume', 'LSTM':'guides/text',
-    'padding':'guides/text', 'MixUp':'guides/whole_batch_losses', 'contrastive loss':'guides/whole_batch_losses', 'fp16':'guides/mixed_precision', 'bf16':'guides/mixed_precision',
+    'padding':'guides/text', 'MixUp':'guides/whole_batch_losses', 'contrastive loss':'guides/whole_batch_losses',
+    'fp16':'guides/mixed_precision', 'bf16':'guides/mixed_precision',
     'BatchNorm':'guides/batchnorm', 'learning rate':'guides/learning_rate', 'lr_find':'guides/learning_rate',
     'wandb':'guides/logging', 'TensorBoard':'guides/logging', 'Dice':'guides/segmentation', 'timm':'guides/images',
     'transformers':'guides/hugging_face', 'Lightning':'about/switching', 'drop_last':'about/how_exact',

@@ -178,7 +178,7 @@ def test_training_is_the_same_to_the_bit(kwargs):
 def left(learn): return sum(len(p._backward_hooks or ()) for p in learn.model.parameters())
 
 @pytest.mark.parametrize('on_learner', [False,True])
-@pytest.mark.parametrize('event', ['after_loss','before_step','after_step'])
+@pytest.mark.parametrize('event', ['after_loss','before_backward','before_step','after_step'])
 @pytest.mark.parametrize('exc', [KeyboardInterrupt,CancelTrainException])
 def test_nothing_is_left_after_an_interrupt(on_learner, event, exc):
     "And the next fit measures what it would have; validation and lr_find go on, and are not measured"

@@ -75,7 +75,7 @@ def full_and_short(bs, accum, short, cbs=list, fit=one_cycle, acc=auto, **kwargs
         fit(learn, own+cbs())
     return a,b
 
-def assert_same_run(a, b, tol=1e-7):
+def assert_same_trained(a, b, tol=1e-7):
     assert b.model.trained==a.model.trained   # no attempt that was undone is counted
     for o in (a,b): o.model.calls,o.model.sizes = 0,[]
     assert_same_run(a, b, tol=tol)
@@ -98,7 +98,7 @@ def test_the_run_is_the_full_batch_run(where, cap, bs, accum, times, **kwargs):
     "With any `cap`, or when memory is short now and then"
     if kwargs['tokens'] and where=='loss': return   # (that counts tokens)
     a,b = full_and_short(bs, accum, above(cap, where) if times is None else at_times(times, where), **kwargs)
-    assert_same_run(a, b, tol=1e-5)   # Adam divides by what is nearly zero
+    assert_same_trained(a, b, tol=1e-5)   # Adam divides by what is nearly zero
 
 def lr_find(learn, cbs): learn.add_cbs(cbs).lr_find(num_it=8, show_plot=False)
 
@@ -150,7 +150,7 @@ def test_it_is_the_run_with_smaller_micro_batches_to_begin_with(norm, where):
         learn.fit(1, 0.1, cbs=[GradientAccumulation(32, micro_batch_size='auto' if short else None),Draw()])
         learns.append(learn)
     a,b = learns
-    assert_same_run(a, b)
+    assert_same_trained(a, b)
     assert drawn[0]==drawn[1] and (a.model.calls,a.model.sizes)==(b.model.calls,b.model.sizes)
 
 @pytest.mark.parametrize('where', wheres)
@@ -176,7 +176,7 @@ def test_validation_is_split_too():
         run_train = False
         def after_loss(self): seen.append(len(self.pred))
     a,b = full_and_short(16, 32, short, cbs=lambda: [Valid()], n=90, metrics=accuracy)
-    assert_same_run(a, b)
+    assert_same_trained(a, b)
     assert max(seen[-12:])<=9   # after those of the full-batch run
 
 def test_a_single_sample_that_does_not_fit():
@@ -192,7 +192,7 @@ def test_a_single_sample_that_does_not_fit():
 
 def test_an_error_of_the_allocator():
     def short(where, n): return where=='forward' and n>4 and torch.empty(2**58)   # more than any machine has
-    assert_same_run(*full_and_short(8, 16, short, n=48))
+    assert_same_trained(*full_and_short(8, 16, short, n=48))
 
 @pytest.mark.parametrize('event,exc,at', [('after_pred',RuntimeError,1),('after_loss',ValueError,1),
     ('before_backward',KeyboardInterrupt,1),
@@ -215,7 +215,7 @@ def test_a_split_of_ones_own_is_used():
             calls.append((start,stop,n))
             return tuple(o[start:stop] for o in b)
     def acc(n): return GradientAccumulation(n, micro_batch_size=AutoSize(split=Splits()), drop_last=False)
-    assert_same_run(*full_and_short(8, 16, above(3, 'loss'), acc=acc, n=48))
+    assert_same_trained(*full_and_short(8, 16, above(3, 'loss'), acc=acc, n=48))
     assert {(0,2,8),(6,8,8)}<=set(calls)
 
 @pytest.mark.parametrize('f', ['auto',None,lambda b: b,lambda b,start,stop: b], ids=['text','none','one','three'])

@@ -42,8 +42,8 @@ class SamplesSeen(Callback):
     order,run_valid = Recorder.order+1,False
     def before_fit(self): self.n_steps,self.n_seen,self.at = 0,0,[]
     def after_step(self): self.n_steps += 1
+    def before_batch(self): self.n_seen += len(self.x)   # of each micro-batch
     def after_batch(self):
-        self.n_seen += len(self.x)
         if len(self.recorder.losses)>len(self.at): self.at.append(self.n_seen)
 
 def train(name, bs, acc):

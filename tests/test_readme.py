@@ -24,6 +24,16 @@ def test_example_runs(tmp_path):
     out = run('example.py', cwd=tmp_path)
     assert 'RAN 30 fastaccum.' in out and len(re.findall(r'^\W*[0-4] +\d\.\d+ .*\d\d:\d\d', out, re.M))==5
 
+def test_demo_shows_the_same_run(monkeypatch):
+    "To the callback's own figures, steps and losses; fastai's callback shows that the figures can differ"
+    monkeypatch.syspath_prepend(root)
+    import demo
+    monkeypatch.setattr(demo, 'n_epoch', 2)
+    full,ours,fastais = (demo.train('', bs, cb)[1] for bs,cb in ((256, None), (32, demo.GradientAccumulation(256)),
+        (32, demo.FastaiGradientAccumulation(256))))
+    assert ours.samples_seen.at==full.samples_seen.at and ours.samples_seen.n_steps==full.samples_seen.n_steps
+    assert 100*demo.gaps(ours, full).max()<demo.gaps(fastais, full).max()
+
 def test_our_import_comes_after_fastais():
     "Else fastai's star import brings its own class of the same name, and nobody notices"
     for o in blocks(readme, 'python'):

@@ -182,7 +182,9 @@ def test_other_loaders():
     "Iterable datasets, whose end is found; what has no batch size, or no batch, is refused; transforms take part"
     class Stream(IterableDataset):
         def __iter__(self): return iter(data)
-    assert [int(find(on(DataLoader(Stream(), bs=4, n=50), o))) for o in (60,10**6)]==[12,50]
+        def __len__(self): return 100   # more than there are
+    for dl in (DataLoader(Stream(), bs=4, n=50),TorchLoader(Stream(), 4)):
+        assert [int(find(on(dl, o))) for o in (60,10**6)]==[12,50]
     with pytest.raises(ValueError, match='ready-made.*batch size'): find(on(DataLoader([data[0]], bs=None), 60))
     with pytest.raises(ValueError, match='no batch'): find(on(DataLoader([], bs=4), 60))
     def twice(b): return torch.cat([b[0],b[0]], 1),b[1]

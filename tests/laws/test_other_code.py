@@ -3,7 +3,7 @@ not."""
 import pytest, torch, warnings
 from torch import nn
 from torch.nn import functional as F
-from fastai.callback.core import Callback, CancelBatchException
+from fastai.callback.core import Callback, CancelBatchException, CancelTrainException
 from fastai.learner import Learner
 from fastai.torch_core import to_device
 from fastaccum import GradientAccumulation, GradientCache
@@ -103,10 +103,13 @@ def again(learn):
     learn.opt.zero_grad()
     learn.loss_func(learn.model(*learn.xb), *learn.yb).backward()
 
+def ends(learn):
+    if (learn.epoch,learn.iter)==(0,1): raise CancelTrainException
+
 @pytest.mark.parametrize('event,f,n', [('before_batch',lambda l: l.opt.zero_grad(),1), ('after_backward',clips,1),
-    ('after_backward',again,1), ('before_step',clips,0)])
+    ('after_backward',again,1), ('before_step',clips,0), ('before_batch',ends,0)])
 def test_gradients_that_a_callback_changes_while_they_add_up_are_told(event, f, n):
-    said = told(lambda: toy(4, n=64).fit(1, 0.05, cbs=[GradientAccumulation(16),Seen(event, f)]))
+    said = told(lambda: toy(4, n=64).fit(2, 0.05, cbs=[GradientAccumulation(16),Seen(event, f)]))
     assert said==({('AccumulationWarning','gradients-changed'):1} if n else {})
 
 def test_a_loss_that_is_tried_makes_pytorch_say_nothing():

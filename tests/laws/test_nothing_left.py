@@ -126,23 +126,6 @@ def test_an_interrupt_within_the_recorder():
     learn.recorder.train_metrics = False
     same_fits(learn, micro)
 
-@pytest.mark.parametrize('exc', excs, ids=lambda o: o.__name__)
-def test_loggers_are_left_as_they_were(exc, tmp_path):
-    for o in ('tensorboard','wandb'): pytest.importorskip(o)
-    import wandb
-    from fastai.callback.tensorboard import TensorBoardCallback
-    from fastaccum.wandb import WandbCallback
-    with wandb.init(mode='disabled'):
-        for event,order in (('after_loss',5),('after_batch',100)):
-            learn = learner()
-            loggers = [TensorBoardCallback(tmp_path, trace_model=False, log_preds=False),WandbCallback(log_preds=False)]
-            for o in loggers: vars(o).update(after_batch=o.after_batch)   # somebody else's is there already
-            learn.add_cbs(loggers)
-            learn.fit(1, 0.)
-            before = state(learn)
-            spoilt_fit(learn, Raise(event, exc, order, 1), [GradientAccumulation(accum)])
-            assert state(learn)==before
-
 def interrupted(at, way, stays):
     "A Learner whose fit was interrupted at the `at`th bytecode of ours, if there are as many, and how many of them ran"
     learn,cbs,ran,old = learner(),ways[way](),0,sys.gettrace()

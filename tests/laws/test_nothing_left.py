@@ -11,6 +11,7 @@ from fastaccum import (GradientAccumulation, GradientAccumulationSchedule, Gradi
     NoiseScale, ScaledLR)
 from fastaccum.testing import assert_same_run, deviation, toy
 from common import Raise, some
+from test_split import accumulating
 
 n,micro,accum = 22,2,8   # an epoch has steps of 8, 8 and 6 samples
 
@@ -24,7 +25,7 @@ ways = dict(plain=lambda: [GradientAccumulation(accum)],
     dropping=lambda: [GradientAccumulation(accum, drop_last=True)],
     each=lambda: [GradientAccumulation(accum, log_accum_batch=False)],
     split=lambda: [GradientAccumulation(accum, micro_batch_size=1)],
-    auto=lambda: [GradientAccumulation(accum, micro_batch_size='auto')],
+    auto=lambda: accumulating(accum, ('auto',1)),   # memory for a single sample
     schedule=lambda: [GradientAccumulationSchedule(4, accum)],
     scheduler=lambda: [GradientAccumulationScheduler({0:2, 1:4})],
     cached=lambda: [GradientAccumulation(accum), GradientCache(micro_batch_size=1)],

@@ -10,7 +10,7 @@ from fastai.callback.progress import ProgressCallback
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
-from fastaccum import (ActivationCheckpoint, FreezeBN, GradientAccumulation, GradientAccumulationSchedule,
+from fastaccum import (ActivationCheckpoint, AutoSize, FreezeBN, GradientAccumulation, GradientAccumulationSchedule,
     GradientAccumulationScheduler, GradientCache, NoiseScale, ScaledLR)
 from fastaccum.testing import assert_same_run, toy
 from common import weights
@@ -64,6 +64,7 @@ bad = [(GradientAccumulation, dict(micro_batch_size='big'), TypeError, "'auto', 
     (Scheduler, dict(scheduling={0:0}), ValueError, 'at least 1 micro-batch'),
     (Scheduler, dict(scheduling={0:2}, mode='batch'), ValueError, "mode='batch'.*'epoch' or 'step'"),
     (GradientCache, dict(micro_batch_size=4, split=4), TypeError, 'split=4.*give a function'),
+    *[(AutoSize, dict(split=o), TypeError, 'split=.*is no function of a batch') for o in ('auto', lambda b,start,stop: b)],
     (ActivationCheckpoint, dict(segments=4), TypeError, 'segments=4.*give a class'),
     (FreezeBN, dict(part=4), TypeError, 'part=4.*give a function'),
     (ScaledLR, dict(base_bs=8, rule='cubic'), ValueError, "rule='cubic'.*give 'linear'"),

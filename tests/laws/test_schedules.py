@@ -120,16 +120,3 @@ def test_lr_find_uses_the_first_size():
     for o in (a,b): o.lr_find(num_it=30, show_plot=False, stop_div=False)
     assert b.recorder.accum_bs==[8]*30
     assert_same_run(a, b)
-
-# What is refused
-
-@pytest.mark.parametrize('start,finish', [(1.2,2.),(0,4)])
-def test_a_finish_after_the_end_warns(start, finish):
-    learn = toy(4, n=64)
-    with pytest.warns(UserWarning, match=f'finish={finish}'): learn.fit(2, 0.05, cbs=Schedule(8, 32, start, finish))
-    assert learn.recorder.accum_bs[-1]<32
-
-def test_an_epoch_that_comes_after_a_fraction_is_refused_before_a_weight_moves():
-    learn = toy(4)
-    with pytest.raises(ValueError, match='`start=1` is later'): learn.fit(2, cbs=Schedule(8, 32, 1))
-    assert weights(learn).equal(weights(toy(4)))

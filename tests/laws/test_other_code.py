@@ -69,10 +69,9 @@ def test_a_one_batch_that_ends_in_fastais_is_taken_as_it_is(monkeypatch):
 
 # What is no full-batch run says so
 
-class Views(Callback):
-    "Two views of each sample, which the loss compares: SimCLR, Barlow Twins, SwAV"
-    run_valid = False
-    def before_batch(self): self.learn.xb = (torch.cat([self.x, self.x+0.1]),)
+def views():
+    "Two of each sample, which the loss compares: SimCLR, Barlow Twins, SwAV"
+    return Seen('before_batch', lambda l: setattr(l, 'xb', (torch.cat([l.x, l.x+0.1]),)))
 def pairs(p, y):
     if len(p)%4: raise ValueError('pairs of parts')   # as where a loss asserts its size
     a,b = p.chunk(2)
@@ -81,12 +80,12 @@ def pairs(p, y):
 def test_two_views_of_each_sample_are_told_and_the_cache_is_exact():
     learn = toy(6, n=48, loss_func=pairs)
     learn._do_epoch_validate = lambda *args: None
-    said = told(lambda: learn.fit(1, 0.05, cbs=[Views(),GradientAccumulation(24)]))
+    said = told(lambda: learn.fit(1, 0.05, cbs=[views(),GradientAccumulation(24)]))
     assert {k for _,k in said}<={'more-rows','loss-not-a-mean'} and said
     a,b = (toy(24, n=48, loss_func=pairs) for _ in range(2))
     for o,cbs in ((a,[]), (b,[GradientCache(micro_batch_size=6)])):
         o._do_epoch_validate = lambda *args: None
-        o.fit(1, 0.05, cbs=[Views(),*cbs])
+        o.fit(1, 0.05, cbs=[views(),*cbs])
     assert deviation(weights(a), weights(b))<1e-12
 
 def test_a_callback_that_makes_more_rows_is_not_taken_for_a_loader_that_lies():
@@ -114,9 +113,7 @@ def test_gradients_that_a_callback_changes_while_they_add_up_are_told(event, f, 
 
 def test_a_loss_that_is_tried_makes_pytorch_say_nothing():
     "Of targets that it keeps from the whole batch"
-    class Keeps(Callback):
-        run_valid = False
-        def after_pred(self): self.learn.loss_func.y = self.y
+    keeps = Seen('after_pred', lambda l: setattr(l.loss_func, 'y', l.y))
     class Mse(nn.Module):
         y = None
         def forward(self, p, y): return F.mse_loss(p.sum(1), self.y.to(p))
@@ -124,7 +121,7 @@ def test_a_loss_that_is_tried_makes_pytorch_say_nothing():
     learn._do_epoch_validate = lambda *args: None
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter('always')   # an error would be taken for the loss's own
-        learn.fit(1, 1e-3, cbs=[Keeps(),GradientAccumulation(16)])
+        learn.fit(1, 1e-3, cbs=[keeps,GradientAccumulation(16)])
     assert not [o for o in said if 'target size' in str(o.message)]
 
 def test_memory_that_runs_out_in_the_optimizers_step_is_an_error_with_the_remedy():

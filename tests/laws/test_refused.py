@@ -4,7 +4,6 @@ import pytest, torch
 import numpy as np
 from functools import partial
 from torch import nn
-from fastai.callback.core import Callback
 from fastai.callback.fp16 import NonNativeMixedPrecision
 from fastai.callback.progress import ProgressCallback
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
@@ -13,7 +12,7 @@ from fastai.learner import Learner
 from fastaccum import (ActivationCheckpoint, AutoSize, FreezeBN, GradientAccumulation, GradientAccumulationSchedule,
     GradientAccumulationScheduler, GradientCache, NoiseScale, ScaledLR)
 from fastaccum.testing import assert_same_run, toy
-from common import weights
+from common import Seen, weights
 
 def link(e): return str(e.value).rpartition('\nMore: https://')[2].partition('.html#')[2]
 
@@ -64,7 +63,8 @@ bad = [(GradientAccumulation, dict(micro_batch_size='big'), TypeError, "'auto', 
     (Scheduler, dict(scheduling={0:0}), ValueError, 'at least 1 micro-batch'),
     (Scheduler, dict(scheduling={0:2}, mode='batch'), ValueError, "mode='batch'.*'epoch' or 'step'"),
     (GradientCache, dict(micro_batch_size=4, split=4), TypeError, 'split=4.*give a function'),
-    *[(AutoSize, dict(split=o), TypeError, 'split=.*is no function of a batch') for o in ('auto', lambda b,start,stop: b)],
+    *[(AutoSize, dict(split=o), TypeError, 'split=.*is no function of a batch')
+        for o in ('auto', lambda b,start,stop: b)],
     (ActivationCheckpoint, dict(segments=4), TypeError, 'segments=4.*give a class'),
     (FreezeBN, dict(part=4), TypeError, 'part=4.*give a function'),
     (ScaledLR, dict(base_bs=8, rule='cubic'), ValueError, "rule='cubic'.*give 'linear'"),
@@ -161,6 +161,5 @@ def test_learners_that_cannot_be_trained_are_refused_before_a_weight_moves(nm):
     assert_same_run(fresh, learn)
 
 def test_accumulation_is_not_switched_off_in_the_middle_of_an_epoch():
-    class Off(Callback):
-        def after_step(self): self.learn.gradient_accumulation.run = False
-    with pytest.raises(RuntimeError, match='middle of an epoch'): toy(4).fit(1, cbs=[GradientAccumulation(16),Off()])
+    off = Seen('after_step', lambda l: setattr(l.gradient_accumulation, 'run', False))
+    with pytest.raises(RuntimeError, match='middle of an epoch'): toy(4).fit(1, cbs=[GradientAccumulation(16),off])

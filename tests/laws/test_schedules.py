@@ -9,7 +9,7 @@ from fastai.optimizer import Adam, SGD
 from fastaccum import (GradientAccumulation, GradientAccumulationSchedule as Schedule,
     GradientAccumulationScheduler as Scheduler)
 from fastaccum.testing import assert_same_run, toy
-from common import Raise, StepsLoader, some, weights
+from common import Raise, StepsLoader, some
 
 def compare(make, n_epoch, n, micro, cbs=list, start_epoch=0, **kwargs):
     "Train on the plan's batches, and on micro-batches; return both Learners and the plan"

@@ -3,14 +3,8 @@ import random
 from functools import partial
 import numpy as np, pytest, torch
 from torch import nn
-from fastai.callback.core import Callback
-from fastai.callback.progress import CSVLogger
-from fastai.callback.tracker import SaveModelCallback, TerminateOnNaNCallback
-from fastai.callback.training import GradientClip, ShortEpochCallback
-from fastai.data.core import DataLoaders
-from fastai.data.load import DataLoader
-from fastai.learner import Learner, Metric
-from fastai.optimizer import Adam
+from fastai.vision.all import (Adam, CSVLogger, Callback, DataLoader, DataLoaders, GradientClip, Learner, Metric,
+    SaveModelCallback, ShortEpochCallback, TerminateOnNaNCallback)
 from fastaccum import GradientAccumulation, NoiseScale
 from fastaccum.testing import toy
 from common import CpuMixedPrecision, Memory, above, some, weights

@@ -4,16 +4,13 @@ import pytest, torch
 from functools import partial
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader as TorchLoader, TensorDataset
-from fastai.callback.fp16 import AMPMode
-from fastai.callback.training import GradientClip
-from fastai.data.core import DataLoaders
-from fastai.learner import Learner
-from fastai.optimizer import Adam, OptimWrapper, SGD
+from torch.utils.data import TensorDataset
+from fastai.vision.all import AMPMode, Adam, DataLoaders, GradientClip, Learner, OptimWrapper, SGD
 from fastcore.basics import noop
 from fastaccum import GradientAccumulation, GradientCache
 from fastaccum.testing import assert_same_run, deviation, toy, both_runs
 from common import CpuMixedPrecision, InBackward, Raise, Scaled, Seen, grads, short_of, weights
+from small_learners import all_params
 
 # Mixed precision
 
@@ -43,7 +40,7 @@ def test_mixed_precision_differs_by_its_own_rounding(mode):
     "The full-batch run in single precision shows how much that is; logs hold losses that are not scaled"
     def make(bs, **kwargs):
         learn = toy(bs, model=lambda: nn.Sequential(nn.Linear(5,16), nn.Tanh(), nn.Linear(16,3)),
-            splitter=lambda m: [list(m.parameters())], **kwargs)
+            splitter=all_params, **kwargs)
         x,y = learn.dls.train_ds.tensors
         learn.dls.train_ds.tensors = x.float(),y
         return learn
@@ -69,16 +66,13 @@ class Model(nn.Module):
         x = self.norm(x.to(self.norm.weight.dtype)).to(self.b.weight.dtype).tanh()
         return InBackward.apply(self.b(x).float(), self.check)
 
-def learner(n, bs=2, cbs=None, loss_func=F.cross_entropy, ignored=False, **kwargs):
+def learner(n, bs=2, cbs=None, loss_func=F.cross_entropy, opt_func=SGD, ignored=False, **kwargs):
     torch.manual_seed(0)
-    opt_func,model = kwargs.pop('opt_func', SGD),Model(**kwargs)
     y = torch.randint(0, 3, (n,))
     if ignored: y[torch.rand(n)<0.3] = -100
     ds = TensorDataset(torch.randn(n, 4), y)
-    learn = Learner(DataLoaders(TorchLoader(ds, bs), TorchLoader(ds, 64)), model, loss_func, opt_func=opt_func, cbs=cbs)
-    learn.remove_cb(learn.progress)
-    learn.logger = noop
-    return learn
+    return toy(bs, data=ds, model=lambda: Model(**kwargs), splitter=all_params, loss_func=loss_func, opt_func=opt_func,
+        cbs=cbs)
 
 def exact(learn):
     "The gradient of the loss of all samples, in double precision"

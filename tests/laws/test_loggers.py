@@ -3,9 +3,7 @@ import pytest, sys, time
 from itertools import accumulate
 from pathlib import Path
 from torch import nn
-from fastai.callback.core import Callback
-from fastai.callback.progress import CSVLogger, ProgressCallback, ShowGraphCallback
-from fastai.metrics import accuracy
+from fastai.vision.all import CSVLogger, Callback, ProgressCallback, ShowGraphCallback, accuracy
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, NoiseScale
 from fastaccum.testing import deviation, toy
 from common import Raise, StepsLoader, clear, weights

@@ -5,9 +5,8 @@ import numpy as np, pytest, torch
 from matplotlib import pyplot as plt
 from torch import nn
 from torch.utils.data import TensorDataset
-from fastai.callback.core import *
-from fastai.callback.training import GradientClip
-from fastai.optimizer import Adam, OptimWrapper
+from fastai.vision.all import (Adam, CancelBackwardException, CancelStepException, CancelTrainException, GradientClip,
+    OptimWrapper)
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientCache, NoiseScale
 from fastaccum.noise_scale import interval
 from fastaccum.testing import CrossEntropy, deviation, toy, toy_data

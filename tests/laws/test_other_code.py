@@ -3,9 +3,7 @@ not."""
 import pytest, torch, warnings
 from torch import nn
 from torch.nn import functional as F
-from fastai.callback.core import Callback, CancelBatchException, CancelTrainException
-from fastai.learner import Learner
-from fastai.torch_core import to_device
+from fastai.vision.all import Callback, CancelBatchException, CancelTrainException, Learner, to_device
 from fastaccum import GradientAccumulation, GradientCache
 from fastaccum.testing import assert_same_run, deviation, toy, both_runs
 from common import Seen, weights

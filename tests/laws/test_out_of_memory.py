@@ -5,9 +5,7 @@ from functools import partial
 from hypothesis import example, given, strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
-from fastai.callback.core import Callback
-from fastai.callback.training import GradientClip
-from fastai.metrics import accuracy
+from fastai.vision.all import Callback, GradientClip, accuracy
 from fastaccum import AutoSize, GradientAccumulation, GradientAccumulationSchedule
 from fastaccum.testing import CrossEntropy, assert_same_run, one_cycle, toy
 from common import CpuMixedPrecision, Memory, Raise, Scaled, Seen, above, at_times, weights

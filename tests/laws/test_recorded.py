@@ -1,8 +1,6 @@
 "Losses, learning rates, hyper-parameters and metrics are recorded once a step, with the full-batch run's numbers."
 import pytest
-from fastai.callback.core import CancelBatchException
-from fastai.learner import AvgLoss
-from fastai.metrics import Perplexity, accuracy
+from fastai.vision.all import AvgLoss, CancelBatchException, Perplexity, accuracy
 from fastaccum import GradientAccumulation
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, toy, both_runs
 from common import Raise, Seen, weights

@@ -4,13 +4,10 @@ import pytest, torch
 import numpy as np
 from functools import partial
 from torch import nn
-from fastai.callback.fp16 import NonNativeMixedPrecision
-from fastai.callback.progress import ProgressCallback
-from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
-from fastai.data.load import DataLoader
-from fastai.learner import Learner
+from fastai.vision.all import (DataLoader, GradientAccumulation as FastaiGradientAccumulation, Learner,
+    NonNativeMixedPrecision, ProgressCallback)
 from fastaccum import (ActivationCheckpoint, AutoSize, FreezeBN, GradientAccumulation, GradientAccumulationSchedule,
-    GradientAccumulationScheduler, GradientCache, NoiseScale, ScaledLR)
+    GradientAccumulationScheduler, GradientCache, NoiseScale, RecalibrateBN, ScaledLR)
 from fastaccum.testing import assert_same_run, toy
 from common import Seen, weights
 
@@ -21,7 +18,9 @@ def link(e): return str(e.value).rpartition('\nMore: https://')[2].partition('.h
 Schedule,Scheduler = partial(GradientAccumulationSchedule, 8, 32),GradientAccumulationScheduler
 counts = dict(accum_bs=GradientAccumulation, n_acc=GradientAccumulation, start_accum_bs=partial(
     GradientAccumulationSchedule, final_accum_bs=8), final_accum_bs=partial(GradientAccumulationSchedule, 8),
-    base_bs=ScaledLR, every=NoiseScale)
+    base_bs=ScaledLR, every=NoiseScale, bs=RecalibrateBN, n=lambda **kw: toy(4).recalibrate_bn(**kw),
+    steps=lambda **kw: toy(4).accum_find(**kw),
+    **dict.fromkeys(('steps_per_trial','init_val','max_trials'), lambda **kw: toy(4).bs_find(**kw)))
 sizes = dict(accumulation=GradientAccumulation, schedule=Schedule, scheduler=partial(Scheduler, {0:2}),
     cache=GradientCache)
 called = [*counts.items(), *[('micro_batch_size',f) for f in sizes.values()]]

@@ -2,14 +2,9 @@
 import pickle, pytest, sweep, torch
 from functools import partial
 from torch import nn
-from fastai.callback.core import FetchPredsCallback
-from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback
-from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation, ShortEpochCallback
-from fastai.data.core import DataLoaders
-from fastai.data.load import DataLoader
-from fastai.learner import load_learner
-from fastai.optimizer import Adam, OptimWrapper, SGD
-from fastai.torch_core import params
+from fastai.vision.all import (Adam, DataLoader, DataLoaders, EarlyStoppingCallback, FetchPredsCallback,
+    GradientAccumulation as FastaiGradientAccumulation, OptimWrapper, ReduceLROnPlateau, SGD, SaveModelCallback,
+    ShortEpochCallback, load_learner, params)
 from fastaccum import GradientAccumulation
 from fastaccum.testing import assert_same_run, deviation, toy, toy_data, both_runs
 from common import Seen, grads, some, weights

@@ -2,10 +2,7 @@
 import math
 from functools import partial
 import pytest, torch
-from fastai.callback.core import CancelTrainException
-from fastai.callback.tracker import ReduceLROnPlateau
-from fastai.callback.training import GradientClip
-from fastai.optimizer import Adam, OptimWrapper, SGD
+from fastai.vision.all import Adam, CancelTrainException, GradientClip, OptimWrapper, ReduceLROnPlateau, SGD
 from fastaccum.all import *
 from fastaccum.testing import assert_same_run, toy
 from common import CpuMixedPrecision, Overflow, Raise, Seen, clear, some, weights

@@ -2,10 +2,8 @@
 import matplotlib.pyplot as plt, numpy as np, pickle, pytest, random
 from functools import partial
 from hypothesis import given, strategies as st
-from fastai.callback.schedule import SchedCos, SchedExp, SchedLin, SchedNo, SchedPoly, combine_scheds
-from fastai.callback.training import GradientClip
-from fastai.data.load import DataLoader
-from fastai.optimizer import Adam, SGD
+from fastai.vision.all import (Adam, DataLoader, GradientClip, SGD, SchedCos, SchedExp, SchedLin, SchedNo, SchedPoly,
+    combine_scheds)
 from fastaccum import (GradientAccumulation, GradientAccumulationSchedule as Schedule,
     GradientAccumulationScheduler as Scheduler)
 from fastaccum.testing import assert_same_run, toy

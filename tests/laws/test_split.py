@@ -7,15 +7,8 @@ from functools import partial
 from hypothesis import Phase, given, settings, strategies as st
 from torch import nn
 from torch.utils.data import DataLoader as TorchLoader, TensorDataset
-from fastai.callback.core import Callback, CancelBatchException
-from fastai.callback.mixup import CutMix
-from fastai.callback.rnn import RNNRegularizer
-from fastai.callback.training import GradientClip, ShortEpochCallback
-from fastai.data.core import DataLoaders
-from fastai.data.load import DataLoader
-from fastai.learner import Learner
-from fastai.metrics import accuracy
-from fastai.optimizer import Adam, OptimWrapper, SGD
+from fastai.vision.all import (Adam, Callback, CancelBatchException, CutMix, DataLoader, DataLoaders, GradientClip,
+    Learner, OptimWrapper, RNNRegularizer, SGD, ShortEpochCallback, accuracy)
 from fastcore.basics import noop
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler
 from fastaccum.testing import CrossEntropy, Float32Loss, assert_same_run, deviation, one_cycle, toy, toy_data

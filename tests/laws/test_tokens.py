@@ -4,12 +4,8 @@ from functools import partial
 from torch import nn, tensor
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
-from fastai.callback.core import Callback
-from fastai.callback.tracker import TerminateOnNaNCallback
-from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
-from fastai.losses import CrossEntropyLossFlat
-from fastai.optimizer import Adam
-from fastai.torch_core import params
+from fastai.vision.all import (Adam, Callback, CrossEntropyLossFlat, GradientAccumulation as FastaiGradientAccumulation,
+    TerminateOnNaNCallback, params)
 from fastaccum import GradientAccumulation
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, toy, toy_data, both_runs
 from common import Seen, grads, weights

@@ -8,15 +8,8 @@ from types import SimpleNamespace
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
-from fastai.callback.mixup import MixUp
-from fastai.callback.training import GradientClip
-from fastai.data.core import DataLoaders
-from fastai.data.load import DataLoader
-from fastai.learner import Learner
-from fastai.losses import (BCEWithLogitsLossFlat, CrossEntropyLossFlat, DiceLoss, FocalLossFlat,
-    LabelSmoothingCrossEntropyFlat, MSELossFlat)
-from fastai.optimizer import SGD, Adam
-from fastai.text.data import SortedDL
+from fastai.text.all import (Adam, BCEWithLogitsLossFlat, CrossEntropyLossFlat, DataLoader, DataLoaders, DiceLoss,
+    FocalLossFlat, GradientClip, LabelSmoothingCrossEntropyFlat, Learner, MSELossFlat, MixUp, SGD, SortedDL)
 from fastaccum import AccumulationWarning, FreezeBN, GradientAccumulation, GradientAccumulationSchedule
 from fastaccum.core import forward_state
 from fastaccum.testing import CrossEntropy, Float32Loss, assert_same_run, deviation, toy, toy_data, both_runs

@@ -2,7 +2,7 @@
 import numpy as np, pytest, torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from fastai.vision.all import Callback, CancelFitException, DataLoader, SGD
+from fastai.vision.all import CancelFitException, DataLoader, SGD
 from fastaccum import GradientAccumulation
 from fastaccum.testing import CrossEntropy, toy, toy_data
 from common import Raise, short_of
@@ -69,10 +69,9 @@ def test_noise_that_hides_the_gradient_gives_a_lower_bound(n, size):
 
 def test_callbacks_of_the_planned_fit_take_part():
     "One that makes the gradient four times as long makes the noise scale a sixteenth"
-    class Pull(Callback):
-        def after_loss(self): self.learn.loss_grad = self.loss_grad+3*(self.learn.model.theta*200**-.5).sum()
+    def pull(l): l.loss_grad = l.loss_grad+3*(l.model.theta*200**-.5).sum()
     learn = quadratic(128)
-    assert near(find(learn, lr=0., cbs=Pull()).scale, 8) and near(find(learn, lr=0.).scale, 128)
+    assert near(find(learn, lr=0., cbs=Event('after_loss', pull)).scale, 8) and near(find(learn, lr=0.).scale, 128)
 
 # What it refuses
 

@@ -8,6 +8,7 @@ from fastaccum import GradientAccumulation, GradientAccumulationSchedule, NoiseS
 from fastaccum.testing import deviation, toy
 from common import Raise, StepsLoader, clear, weights
 from test_applications import linear, quiet, vision
+from test_split import accumulating
 
 # Each watcher is given a Learner. It returns a function that makes callbacks, and one that reads what was shown
 
@@ -177,9 +178,10 @@ def test_wandb_shows_predictions_at_steps(tmp_path, monkeypatch):
     learn.fit(2, 0.05, cbs=[GradientAccumulation(16),*listen()])
     assert seen==[1,3] and len(learn.recorder.losses)==4
 
-def test_tensorboard_gets_the_noise_scale_of_each_step(tmp_path):
-    learn = toy(4, data=clear(64), path=tmp_path, cbs=[GradientAccumulation(16), NoiseScale(every=2)])
+def test_tensorboard_gets_noise_scale_and_micro_batch_size_of_each_step(tmp_path):
+    "With memory for 2 samples"
+    learn = toy(4, data=clear(64), path=tmp_path, cbs=[*accumulating(16, ('auto',2)), NoiseScale(every=2)])
     listen,read = tensorboard(learn)
     learn.fit(1, .1, cbs=listen())
-    tag, = (k for k in read() if k.endswith('noise_scale'))
-    assert deviation([v for _,v in read()[tag]], learn.recorder.noise_scale)<1e-6
+    scales,sizes = ([v for _,v in read()[k]] for k in ('noise_scale','micro_batch_size'))
+    assert deviation(scales, learn.recorder.noise_scale)<1e-6 and sizes==[2.]*4

@@ -84,14 +84,6 @@ def test_the_size_is_halved_kept_and_said_once(where):
     assert len(said)==1 and '16 samples' in said[0] and 'planted' in said[0] and said[0].endswith('of 4')
     assert sizes.values==[4]*24
 
-def test_the_size_is_logged(tmp_path):
-    pytest.importorskip('tensorboard')
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from fastai.callback.tensorboard import TensorBoardCallback
-    board = TensorBoardCallback(tmp_path, trace_model=False, log_preds=False)
-    learner(16, above(5, 'forward'), n=64).fit(1, 0.1, cbs=[auto(32),board])
-    assert [o.value for o in EventAccumulator(str(tmp_path)).Reload().Scalars('micro_batch_size')]==[4.,4.]
-
 # A failed attempt leaves nothing
 
 @pytest.mark.parametrize('where', ['loss','backward'])

@@ -89,11 +89,9 @@ def test_plans_by_example_and_their_runs(make, n_epoch, expected):
 def test_plot_sched_draws_the_plan():
     acc,dls = Schedule(8, 32, finish=2, drop_last=True),toy(4).dls
     plan = acc.plan(dls, 3).sizes
-    sizes = [o for epoch in plan for o in epoch]
-    starts = [e+sum(o[:i])/70 for e,o in enumerate(plan) for i in range(len(o))]
-    left,right = (o.lines[0] for o in acc.plot_sched(dls, 3))
-    assert list(left.get_ydata())==[*sizes,sizes[-1]] and list(right.get_ydata())==list(range(len(sizes)+1))
-    for o in (left,right): assert np.allclose(o.get_xdata(), [*starts,3])
+    sizes,starts = sum(plan, []),[e+sum(o[:i])/70 for e,o in enumerate(plan) for i in range(len(o))]
+    for ax,ys in zip(acc.plot_sched(dls, 3), ([*sizes,sizes[-1]],range(len(sizes)+1))):
+        assert list(ax.lines[0].get_ydata())==[*ys] and np.allclose(ax.lines[0].get_xdata(), [*starts,3])
     plt.close('all')
 
 # Fit after fit

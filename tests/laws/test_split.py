@@ -155,13 +155,10 @@ def test_every_micro_batch_is_recorded_if_asked_for():
 
 # Callbacks that have a `before_batch` see the batch whole there
 
-class Mixes(Callback):
-    "Changes the batch, in another way for each sample and for the batch as a whole"
-    run_valid = False
-    def __init__(self, order): self.order = order
-    def before_batch(self):
-        x = self.x+torch.randn_like(self.x)
-        self.learn.xb = ((x-x.mean(0))/x.std(0),)
+def mixes(l):
+    "Change the batch, in another way for each sample and for the batch as a whole"
+    x = l.x+torch.randn_like(l.x)
+    l.xb = ((x-x.mean(0))/x.std(0),)
 
 class Rate(Callback):
     "Another learning rate for a batch, as fastai's `GANDiscriminativeLR`"
@@ -174,8 +171,8 @@ class DoubleCutMix(CutMix):
         super().before_batch()
         self.lam = self.lam.double()
 
-@pytest.mark.parametrize('cb', [partial(Mixes, 0),partial(Mixes, 20),Rate,DoubleMixUp,DoubleCutMix,
-    partial(ShortEpochCallback, 0.5)], ids=['early','late','rate','mixup','cutmix','short'])
+@pytest.mark.parametrize('cb', [*(partial(Seen, 'before_batch', mixes, order) for order in (0,20)),Rate,DoubleMixUp,
+    DoubleCutMix,partial(ShortEpochCallback, 0.5)], ids=['early','late','rate','mixup','cutmix','short'])
 @pytest.mark.parametrize('accum,micro', [(16,4),(16,('auto',5)),(32,5)], ids=str)
 def test_callbacks_see_what_they_see_where_batches_are_not_split(cb, accum, micro):
     data,model = TensorDataset(gauss(96, 1, 4, 4), whole(3, 96)),nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).double()

@@ -77,6 +77,7 @@ class StepLoop(Events):
     def _drop(self):
         empty_grads(self.learn.opt)
         self.wide.pop()
+        self.watch.grads = None   # these are gone
 
     def _batch(self, b, n):
         "A batch of the loader, or what belongs to this step of it: callbacks see it whole, and then it may be cut"

@@ -6,17 +6,10 @@ from torch.distributions import Beta
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 from torchvision.models import resnet18
-from fastai.callback.core import Callback
-from fastai.callback.mixup import MixUp
-from fastai.callback.progress import ProgressCallback
-from fastai.callback.rnn import ModelResetter, RNNCallback, RNNRegularizer
-from fastai.data.core import DataLoaders
-from fastai.data.load import DataLoader
-from fastai.learner import Learner
+from fastai.text.all import (AWD_LSTM, Callback, DataLoader, DataLoaders, LMDataLoader, Learner, MixUp, ModelResetter,
+    ProgressCallback, RNNCallback, RNNRegularizer, awd_lstm_clas_config, awd_lstm_lm_config, get_language_model,
+    get_text_classifier)
 from fastai.tabular.model import TabularModel
-from fastai.text.data import LMDataLoader
-from fastai.text.models import AWD_LSTM, get_language_model, get_text_classifier
-from fastai.text.models.awdlstm import awd_lstm_clas_config, awd_lstm_lm_config
 from fastai.vision.gan import GANLearner
 from fastai.vision.learner import unet_learner, vision_learner
 from fastcore.basics import noop

@@ -22,7 +22,7 @@ from fastai.vision.gan import (AdaptiveGANSwitcher, FixedGANSwitcher, GANDiscrim
     basic_critic, basic_generator, generate_noise)
 from fastaccum import GradientAccumulation
 from fastaccum.testing import CrossEntropy, Float32Loss, assert_same_run, deviation
-from common import weights
+from common import Seen, short_of, weights
 
 class Double(Callback):
     "Cast the batch to double precision"
@@ -227,18 +227,16 @@ def wgan(bs, switcher=noop, n=32, **kwargs):
     return GANLearner.wgan(dls, generator, critic(), switcher=switcher(), opt_func=partial(Adam, mom=0.),
         **kwargs)
 
-class Short(Callback):
-    "Memory that holds no more than 3 samples of a training batch, if there is accumulation"
-    run_valid = False
-    def after_pred(self):
-        if len(self.pred)>3 and hasattr(self.learn, 'gradient_accumulation'): raise torch.OutOfMemoryError('planted')
+def short(l):
+    "Memory holds no more than 3 samples, if there is accumulation"
+    if hasattr(l, 'gradient_accumulation'): short_of(3)(len(l.pred))
 
 few = partial(wgan, switcher=lambda: FixedGANSwitcher(2, 1))
 adaptive = partial(wgan, switcher=lambda: AdaptiveGANSwitcher(gen_thresh=-1e-3, critic_thresh=-9.5e-4))
 gans = dict(wgan=dict(make=wgan), few=dict(make=partial(few, n=30), fit=two_fits),
     adaptive=dict(make=adaptive, fit=two_fits), rates=dict(make=lambda bs: few(bs, cbs=GANDiscriminativeLR(3.)),
     fit=lambda learn,cbs: learn.fit(2, 1e-3, cbs=cbs)),
-    split=dict(make=lambda bs: few(8), cbs=lambda: [Short()], micro_batch_size='auto'))
+    split=dict(make=lambda bs: few(8), cbs=lambda: [Seen('after_pred', short)], micro_batch_size='auto'))
 gans = {nm:dict(micro=2, full=8)|o for nm,o in gans.items()}   # 4 steps in an epoch
 
 @pytest.mark.parametrize('nm', gans)

@@ -4,26 +4,15 @@ import pytest, torch
 from functools import partial
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader as TorchLoader, TensorDataset
-from fastai.callback.core import Callback
-from fastai.callback.fp16 import AMPMode
-from fastai.callback.training import GradientClip
-from fastai.data.core import DataLoaders
-from fastai.learner import Learner
-from fastai.optimizer import Adam, OptimWrapper, SGD
+from torch.utils.data import TensorDataset
+from fastai.vision.all import AMPMode, Adam, GradientClip, OptimWrapper, SGD
 from fastcore.basics import noop
 from fastaccum import GradientAccumulation, GradientCache
 from fastaccum.testing import assert_same_run, deviation, toy, both_runs
-from common import CpuMixedPrecision, InBackward, Raise, Scaled, Seen, grads, short_of, weights
+from common import CpuMixedPrecision, InBackward, Scaled, Seen, grads, short_of, weights
+from small_learners import all_params
 
 # Mixed precision
-
-class Overflow(Callback):
-    "Makes the gradient of the batch infinite that holds the sample `x0`, in the first epoch"
-    order,run_valid = 9,False   # before the loss is scaled
-    def __init__(self, x0): self.x0 = x0
-    def before_backward(self):
-        if self.epoch==0 and (self.x==self.x0).all(-1).any(): self.learn.loss_grad = self.loss_grad*float('inf')
 
 @pytest.mark.parametrize('clip', [1e9,0.05])
 @pytest.mark.parametrize('kwargs', [dict(), dict(tokens=True, n=67, shuffle=True), dict(accum_bs=10, opt_func=Adam),
@@ -37,9 +26,11 @@ def test_a_scaled_run_is_the_full_batch_run(kwargs, clip):
 def test_an_overflow_skips_its_step_alone(i):
     "And halves the scale once; the sample `i` is of the step `i//16`"
     x,seen = toy(4, n=70).dls.train_ds[i][0],[]
+    def overflow(l):
+        if l.epoch==0 and (l.x==x).all(-1).any(): l.loss_grad = l.loss_grad*float('inf')
     def cbs():
         seen.append(Seen('before_step', lambda l: l.scaler.get_scale(), order=9))
-        return [Scaled(init_scale=2.**10),seen[-1],Overflow(x)]
+        return [Scaled(init_scale=2.**10),seen[-1],Seen('before_backward', overflow, order=9)]   # before it is scaled
     a,b = both_runs(cbs=cbs, n=70)
     assert_same_run(a, b)
     assert seen[0].values==seen[1].values==[2.**10]*(i//16+1)+[2.**9]*(9-i//16)
@@ -49,7 +40,7 @@ def test_mixed_precision_differs_by_its_own_rounding(mode):
     "The full-batch run in single precision shows how much that is; logs hold losses that are not scaled"
     def make(bs, **kwargs):
         learn = toy(bs, model=lambda: nn.Sequential(nn.Linear(5,16), nn.Tanh(), nn.Linear(16,3)),
-            splitter=lambda m: [list(m.parameters())], **kwargs)
+            splitter=all_params, **kwargs)
         x,y = learn.dls.train_ds.tensors
         learn.dls.train_ds.tensors = x.float(),y
         return learn
@@ -75,16 +66,13 @@ class Model(nn.Module):
         x = self.norm(x.to(self.norm.weight.dtype)).to(self.b.weight.dtype).tanh()
         return InBackward.apply(self.b(x).float(), self.check)
 
-def learner(n, bs=2, cbs=None, loss_func=F.cross_entropy, ignored=False, **kwargs):
+def learner(n, bs=2, cbs=None, loss_func=F.cross_entropy, opt_func=SGD, ignored=False, **kwargs):
     torch.manual_seed(0)
-    opt_func,model = kwargs.pop('opt_func', SGD),Model(**kwargs)
     y = torch.randint(0, 3, (n,))
     if ignored: y[torch.rand(n)<0.3] = -100
     ds = TensorDataset(torch.randn(n, 4), y)
-    learn = Learner(DataLoaders(TorchLoader(ds, bs), TorchLoader(ds, 64)), model, loss_func, opt_func=opt_func, cbs=cbs)
-    learn.remove_cb(learn.progress)
-    learn.logger = noop
-    return learn
+    return toy(bs, data=ds, model=lambda: Model(**kwargs), splitter=all_params, loss_func=loss_func, opt_func=opt_func,
+        cbs=cbs)
 
 def exact(learn):
     "The gradient of the loss of all samples, in double precision"
@@ -139,13 +127,3 @@ def test_a_frozen_parameter_is_left_as_in_the_full_batch_run(opt_func):
         return [g is None for g in grads(learn)],learn.model.norm.weight
     (a,big),(b,small) = run(8),run(2, GradientAccumulation(8))
     assert a==b and big.equal(small)
-
-@pytest.mark.parametrize('event,at', [('after_pred',6), ('after_backward',6), ('before_step',1)])
-def test_an_interrupt_leaves_nothing_of_the_sums(event, at):
-    learn,fresh = learner(32),learner(32)
-    with pytest.raises(KeyboardInterrupt):
-        learn.fit(1, 0.1, cbs=[GradientAccumulation(8),Raise(event, KeyboardInterrupt, 0, at)])
-    assert not any(g is not None and g.any() for g in grads(learn))
-    fresh.model.load_state_dict(learn.model.state_dict())
-    for o in (fresh,learn): o.fit(1, 0.1, reset_opt=True, cbs=GradientAccumulation(8))
-    assert weights(fresh).equal(weights(learn))

@@ -1,7 +1,7 @@
 """Other callbacks hear the events that fastai documents: of a micro-batch as in a fit on micro-batches, of a step, an
 epoch and a fit as in the full-batch run. What they raise and cancel does what it does in fastai."""
 import pytest
-from itertools import product
+from itertools import count, product
 from random import Random
 from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException,
     CancelFitException, CancelStepException, CancelTrainException)
@@ -23,14 +23,6 @@ for o in of_micro+cancelled+of_step+of_fit: setattr(Ear, o, lambda self, o=o: se
 
 class Deaf(Callback): "Hears nothing, until it gets a method"
 
-class At(Callback):
-    "Calls `do` when the `at`th training micro-batch begins"
-    order,run_valid = 3,False
-    def __init__(self, do, at=5): self.do,self.left = do,at
-    def before_batch(self):
-        self.left -= 1
-        if not self.left: self.do(self.learn)
-
 def run(bs, accum, more=lambda learn: []):
     "What is heard in a fit, and what is raised"
     learn,heard,err = toy(bs, n=38),[],None
@@ -51,12 +43,14 @@ def test_steps_epochs_and_fits_are_heard_as_in_the_full_batch_run():
 
 def note(learn, nm): return lambda *_: learn.heard.append((nm, 'after_loss', learn.training))
 
-def added(learn): return At(lambda l: l.add_cb(Ear('new', 7, l.heard)))
-def removed(learn): return At(lambda l: l.remove_cb(l.ears[2]))
-def off(learn): return At(lambda l: setattr(l.ears[1], 'run', False))
-def not_in_validation(learn): return At(lambda l: setattr(l.ears[1], 'run_valid', False))
-def another_order(learn): return At(lambda l: setattr(l.ears[2], 'order', -40))
-def a_method_of_an_instance(learn): return At(lambda l: setattr(l.deaf, 'after_loss', note(l, 'deaf')))
+def at_fifth(do): return Seen('before_batch', lambda l: (l.epoch,l.iter)==(0,4) and do(l), order=3)
+
+def added(learn): return at_fifth(lambda l: l.add_cb(Ear('new', 7, l.heard)))
+def removed(learn): return at_fifth(lambda l: l.remove_cb(l.ears[2]))
+def off(learn): return at_fifth(lambda l: setattr(l.ears[1], 'run', False))
+def not_in_validation(learn): return at_fifth(lambda l: setattr(l.ears[1], 'run_valid', False))
+def another_order(learn): return at_fifth(lambda l: setattr(l.ears[2], 'order', -40))
+def a_method_of_an_instance(learn): return at_fifth(lambda l: setattr(l.deaf, 'after_loss', note(l, 'deaf')))
 def a_method_as_an_argument(learn): return Callback(after_loss=note(learn, 'argument'))
 
 @pytest.mark.parametrize('more', [added,removed,off,not_in_validation,another_order,
@@ -99,17 +93,14 @@ def test_a_cancelled_micro_batch_is_left_out(seed):
     gone = {i for i in range(-(-n//micro)) if r.random()<.3}
     exc = r.choice([CancelBatchException,CancelBackwardException])
     event = r.choice(of_micro[:4]) if exc is CancelBatchException else 'before_backward'
-    class Cancel(Callback):
-        order,run_valid,i = r.choice([-11,-5,5,7,55,100]),False,-1
-    def cancel(self):
-        self.i += 1
-        if self.i in gone: raise exc
-    setattr(Cancel, event, cancel)
+    def cancel(l, i=count()):
+        if next(i) in gone: raise exc
+    cancels = Seen(event, cancel, order=r.choice([-11,-5,5,7,55,100]))
     learn,steps = toy(micro, n=n),[Seen('after_step', grads, order=100) for _ in range(2)]
     kept = TensorDataset(*learn.dls.train_ds[[i for i in range(n) if i//micro not in gone]])
     full = -(-accum//micro)*micro
     drop_last = seed%2==0 and len(kept)>=full
-    learn.fit(1, 0.05, cbs=[GradientAccumulation(accum, drop_last=drop_last),Cancel(),steps[0]])
+    learn.fit(1, 0.05, cbs=[GradientAccumulation(accum, drop_last=drop_last),cancels,steps[0]])
     big = toy(full, data=kept, whole=full if drop_last else 1)
     big.fit(1, 0.05, cbs=steps[1])
     assert deviation(weights(big), weights(learn))<1e-7 and deviation(steps[1].values, steps[0].values)<1e-7

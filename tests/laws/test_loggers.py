@@ -3,13 +3,12 @@ import pytest, sys, time
 from itertools import accumulate
 from pathlib import Path
 from torch import nn
-from fastai.callback.core import Callback
-from fastai.callback.progress import CSVLogger, ProgressCallback, ShowGraphCallback
-from fastai.metrics import accuracy
+from fastai.vision.all import CSVLogger, Callback, ProgressCallback, ShowGraphCallback, accuracy
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, NoiseScale
 from fastaccum.testing import deviation, toy
-from common import StepsLoader, clear, weights
+from common import Raise, StepsLoader, clear, weights
 from test_applications import linear, quiet, vision
+from test_split import accumulating
 
 # Each watcher is given a Learner. It returns a function that makes callbacks, and one that reads what was shown
 
@@ -59,7 +58,8 @@ def tensorboard(learn):
     from fastai.callback.tensorboard import TensorBoardCallback
     def read():
         events = EventAccumulator(str(learn.path)).Reload()
-        return {k:[(o.step,o.value) for o in events.Scalars(k)] for k in events.Tags()['scalars']}
+        def of(k): return sorted(events.Scalars(k), key=lambda o: o.wall_time)   # files come by their names
+        return {k:[(o.step,o.value) for o in of(k)] for k in events.Tags()['scalars']}
     return lambda: [TensorBoardCallback(learn.path, trace_model=False, log_preds=False)],read
 
 def ended():
@@ -103,20 +103,24 @@ def assert_shown_alike(a, b):
     for k in a: assert deviation(a[k], b[k])<2e-6, k
 
 def watched(watch, d, make_acc, big=False):
-    "A fit, `lr_find` and a fit: what was shown, and the sizes of the steps, wanted and real"
+    "A fit, `lr_find`, an interrupted fit and a fit: what was shown, and the sizes of the steps, wanted and real"
     learn = learner(d, n=125)
     (listen,read),dls,dl = watch(learn),learn.dls,learn.dls.train
-    def run(n_epoch, fit, acc=None):
+    def run(n_epoch, fit, acc=None, stop=None):
         acc = acc or make_acc()
         dls.loaders[0] = dl
         sizes = acc.plan(dls, n_epoch).sizes
         if big: dls.loaders[0] = StepsLoader(dl, sizes)
         with learn.added_cbs(([] if big else [acc])+listen()): fit()
-        return getattr(learn.recorder, 'accum_bs', []),[n for o in sizes for n in o]
+        return getattr(learn.recorder, 'accum_bs', [])[:stop],[n for o in sizes for n in o][:stop]
+    def interrupted():
+        with pytest.raises(KeyboardInterrupt): learn.fit(1, 0.01, cbs=Raise('before_step', KeyboardInterrupt, 0, at=2))
+        learn.opt.zero_grad()   # which fastai's leaves as they are
     two = run(2, lambda: learn.fit_one_cycle(2, 0.05))
     run(1, lambda: learn.lr_find(num_it=10, show_plot=False), GradientAccumulation(two[1][0]))
-    one = run(1, lambda: learn.fit(1, 0.01))
-    return read(),two[0]+one[0],two[1]+one[1]
+    # (W&B has a row only when the next one comes)
+    fits = [two, run(1, interrupted, stop=2-('wandb' in watch.__name__)), run(1, lambda: learn.fit(1, 0.01))]
+    return read(),*(sum(o, []) for o in zip(*fits))
 
 @pytest.mark.parametrize('acc', [lambda: GradientAccumulation(32),
     lambda: GradientAccumulationSchedule(16, 64, finish=0.5)], ids=['constant','scheduled'])
@@ -126,7 +130,7 @@ def test_what_is_shown_is_the_full_batch_runs(watch, acc, tmp_path):
     (a,*_),(b,wanted,real) = (watched(watch, tmp_path/str(big), acc, big) for big in (True,False))
     sizes,samples = (b.pop(k, []) for k in ('accumulation_batch_size','samples'))
     changes = len({*wanted})>1 and watch in (tensorboard,wandb,stock_wandb)
-    assert [v for _,v in sizes]==(wanted if changes else []) and sum(real)==3*125
+    assert [v for _,v in sizes]==(wanted if changes else [])
     assert [v for _,v in samples]==([*accumulate(real)] if watch in (wandb,stock_wandb) else [])
     for rows in filter(None, (sizes,samples)): assert {x for x,_ in rows}=={x for x,_ in a['lr_0']}
     assert_shown_alike(a, b)
@@ -174,9 +178,10 @@ def test_wandb_shows_predictions_at_steps(tmp_path, monkeypatch):
     learn.fit(2, 0.05, cbs=[GradientAccumulation(16),*listen()])
     assert seen==[1,3] and len(learn.recorder.losses)==4
 
-def test_tensorboard_gets_the_noise_scale_of_each_step(tmp_path):
-    learn = toy(4, data=clear(64), path=tmp_path, cbs=[GradientAccumulation(16), NoiseScale(every=2)])
+def test_tensorboard_gets_noise_scale_and_micro_batch_size_of_each_step(tmp_path):
+    "With memory for 2 samples"
+    learn = toy(4, data=clear(64), path=tmp_path, cbs=[*accumulating(16, ('auto',2)), NoiseScale(every=2)])
     listen,read = tensorboard(learn)
     learn.fit(1, .1, cbs=listen())
-    tag, = (k for k in read() if k.endswith('noise_scale'))
-    assert deviation([v for _,v in read()[tag]], learn.recorder.noise_scale)<1e-6
+    scales,sizes = ([v for _,v in read()[k]] for k in ('noise_scale','micro_batch_size'))
+    assert deviation(scales, learn.recorder.noise_scale)<1e-6 and sizes==[2.]*4

@@ -5,9 +5,8 @@ import numpy as np, pytest, torch
 from matplotlib import pyplot as plt
 from torch import nn
 from torch.utils.data import TensorDataset
-from fastai.callback.core import *
-from fastai.callback.training import GradientClip
-from fastai.optimizer import Adam, OptimWrapper
+from fastai.vision.all import (Adam, CancelBackwardException, CancelStepException, CancelTrainException, GradientClip,
+    OptimWrapper)
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientCache, NoiseScale
 from fastaccum.noise_scale import interval
 from fastaccum.testing import CrossEntropy, deviation, toy, toy_data
@@ -44,10 +43,7 @@ def measure(n_epoch=1, *, n=18, accum_bs=100, bs=4, cbs=(), acc={}, freeze=False
 
 # What is measured
 
-class Penalty(Callback):
-    "Back-propagates once more, before others hear that the backward pass has ended"
-    order,run_valid = -50,False
-    def after_backward(self): torch.autograd.grad(self.model(*self.xb).sum(), list(self.model.parameters()))
+def again(l): torch.autograd.grad(l.model(*l.xb).sum(), list(l.model.parameters()))
 class Do(nn.Module):
     def __init__(self, f): super().__init__(); self.forward = f
 def short():
@@ -67,8 +63,8 @@ cases = dict(plain=(dict, ragged), summed=(lambda: summed, ragged), scaled=(lamb
     clipped=(lambda: dict(cbs=[GradientClip(1e-3)]), ragged),
     all=(lambda: summed|dict(cbs=[Scaled(),GradientClip(1e-3)]), ragged),
     torchs=(lambda: dict(opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)), ragged),
-    other_backward_passes=(lambda: dict(cbs=[Penalty()]), ragged), two=(lambda: dict(bs=3, n=6), [3,3]),
-    ones=(lambda: dict(bs=1, n=9), [1]*9),
+    other_backward_passes=(lambda: dict(cbs=[Seen('after_backward', again, order=-50)]), ragged),
+    two=(lambda: dict(bs=3, n=6), [3,3]), ones=(lambda: dict(bs=1, n=9), [1]*9),
     tokens_scaled=(lambda: dict(data=padded, cbs=[Scaled()]), targets),
     out_of_memory=(lambda: dict(model=short, acc=dict(micro_batch_size='auto')), [4]+[2]*7),
     frozen=(lambda: dict(freeze=True), ragged),   # what does not train has no noise
@@ -189,18 +185,15 @@ def test_bounds_hold_what_is_true_and_none_is_negative(signal):
     if signal==1: assert highs.max()<100 and np.mean((lows<true)&(true<highs))<.99
     if signal<=0: assert lows.min()>100 and np.isinf(highs).mean()>.95
 
-class Longer(Callback):
-    order = 9
-    def before_step(self):
-        for p in self.model.parameters(): p.grad *= 9
-class NoGradient(Callback):
-    "Of the second micro-batch"
-    run_valid = False
-    def after_loss(self):
-        if self.iter==1: self.learn.loss_grad = self.loss_grad.detach()
+def longer(l):
+    for p in l.model.parameters(): p.grad *= 9
+def no_gradient(l):
+    if l.iter==1: l.loss_grad = l.loss_grad.detach()
 
-@pytest.mark.parametrize('kwargs,match', [(dict(accum_bs=4),'one micro-batch'), (dict(cbs=[Longer()]),'longer'),
-    (dict(cbs=[GradientCache(micro_batch_size=2)]),'in parts'), (dict(cbs=[NoGradient()]),'needs no gradient')])
+@pytest.mark.parametrize('kwargs,match', [(dict(accum_bs=4),'one micro-batch'),
+    (dict(cbs=[Seen('before_step', longer, order=9)]),'longer'),
+    (dict(cbs=[GradientCache(micro_batch_size=2)]),'in parts'),
+    (dict(cbs=[Seen('after_loss', no_gradient)]),'needs no gradient')])
 def test_what_cannot_be_measured_is_told_once(kwargs, match):
     with pytest.warns(UserWarning, match=match) as w: _,meter = measure(2, **kwargs)
     assert len([o for o in w if 'NoiseScale' in str(o.message)])==1

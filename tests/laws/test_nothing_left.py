@@ -11,6 +11,7 @@ from fastaccum import (GradientAccumulation, GradientAccumulationSchedule, Gradi
     NoiseScale, ScaledLR)
 from fastaccum.testing import assert_same_run, deviation, toy
 from common import Raise, some
+from test_split import accumulating
 
 n,micro,accum = 22,2,8   # an epoch has steps of 8, 8 and 6 samples
 
@@ -24,7 +25,7 @@ ways = dict(plain=lambda: [GradientAccumulation(accum)],
     dropping=lambda: [GradientAccumulation(accum, drop_last=True)],
     each=lambda: [GradientAccumulation(accum, log_accum_batch=False)],
     split=lambda: [GradientAccumulation(accum, micro_batch_size=1)],
-    auto=lambda: [GradientAccumulation(accum, micro_batch_size='auto')],
+    auto=lambda: accumulating(accum, ('auto',1)),   # memory for a single sample
     schedule=lambda: [GradientAccumulationSchedule(4, accum)],
     scheduler=lambda: [GradientAccumulationScheduler({0:2, 1:4})],
     cached=lambda: [GradientAccumulation(accum), GradientCache(micro_batch_size=1)],
@@ -42,27 +43,12 @@ def state(learn):
     return own|hooks|dict(grad=torch.is_grad_enabled(), autocast=torch.is_autocast_enabled('cpu'), cbs=[*learn.cbs],
         names=vars(learn).keys()-{'lr_finder'}, dls=learn.dls, orders=[o.order for o in learn.cbs])
 
-class Mine(Callback):
-    "A user's own"
-    order,heard = 55,()
-    def after_batch(self): self.heard += (self.train_iter,)
-
 def learner():
-    "One that has been used"
-    learn = toy(micro, n=n, cbs=Mine())
+    "One that has been used, and whose model has a `forward` of its own, as accelerate's and autocast's have"
+    learn = toy(micro, n=n)
+    learn.model.forward = learn.model.forward
     learn.fit(1, 0.)
     return learn
-
-def spoilt_fit(learn, fault, cbs, stays=False):
-    "Fit until `fault`; the callbacks of accumulation may stay on the Learner until afterwards"
-    if stays: learn.add_cbs(cbs)
-    try: learn.fit_one_cycle(2, 0.1, cbs=[fault, *([] if stays else cbs)])
-    except BaseException:
-        if not fault.raised: raise   # some faults make fastai's own callbacks raise something else on the way out
-    learn.remove_cbs(cbs if stays else [])
-    learn.logger = noop   # an interrupt leaves that of others, also without accumulation
-    assert fault.raised
-    assert not any(p.grad is not None and p.grad.any() for p in learn.model.parameters()), 'gradients are left'
 
 def same_fits(learn, bs, *cbs):
     "A fit is that of a fresh Learner with the same weights and batches of `bs`"
@@ -83,9 +69,16 @@ grid = [(event,*o, rng.choice([*ways]), rng.random()<.5) for event in ats
 
 @pytest.mark.parametrize('event,at,exc,order,way,stays', some(90, grid))
 def test_whatever_ends_a_fit_nothing_is_left(event, at, exc, order, way, stays):
-    learn = learner()
+    "The callbacks of accumulation may stay on the Learner until afterwards"
+    learn,fault,cbs = learner(),Raise(event, exc, order, at),ways[way]()
     before = state(learn)
-    spoilt_fit(learn, Raise(event, exc, order, at), ways[way](), stays)
+    if stays: learn.add_cbs(cbs)
+    try: learn.fit_one_cycle(2, 0.1, cbs=[fault, *([] if stays else cbs)])
+    except BaseException:
+        if not fault.raised: raise   # some faults make fastai's own callbacks raise something else on the way out
+    learn.remove_cbs(cbs if stays else [])
+    learn.logger = noop   # an interrupt leaves that of others, also without accumulation
+    assert fault.raised and not any(p.grad is not None and p.grad.any() for p in learn.model.parameters())
     check(learn, before, 1 if stays else -1)
 
 @pytest.mark.parametrize('at', range(5))
@@ -124,23 +117,6 @@ def test_an_interrupt_within_the_recorder():
     assert state(learn)==before
     learn.recorder.train_metrics = False
     same_fits(learn, micro)
-
-@pytest.mark.parametrize('exc', excs, ids=lambda o: o.__name__)
-def test_loggers_are_left_as_they_were(exc, tmp_path):
-    for o in ('tensorboard','wandb'): pytest.importorskip(o)
-    import wandb
-    from fastai.callback.tensorboard import TensorBoardCallback
-    from fastaccum.wandb import WandbCallback
-    with wandb.init(mode='disabled'):
-        for event,order in (('after_loss',5),('after_batch',100)):
-            learn = learner()
-            loggers = [TensorBoardCallback(tmp_path, trace_model=False, log_preds=False),WandbCallback(log_preds=False)]
-            for o in loggers: vars(o).update(after_batch=o.after_batch)   # somebody else's is there already
-            learn.add_cbs(loggers)
-            learn.fit(1, 0.)
-            before = state(learn)
-            spoilt_fit(learn, Raise(event, exc, order, 1), [GradientAccumulation(accum)])
-            assert state(learn)==before
 
 def interrupted(at, way, stays):
     "A Learner whose fit was interrupted at the `at`th bytecode of ours, if there are as many, and how many of them ran"

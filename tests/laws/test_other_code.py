@@ -3,9 +3,7 @@ not."""
 import pytest, torch, warnings
 from torch import nn
 from torch.nn import functional as F
-from fastai.callback.core import Callback, CancelBatchException
-from fastai.learner import Learner
-from fastai.torch_core import to_device
+from fastai.vision.all import Callback, CancelBatchException, CancelTrainException, Learner, to_device
 from fastaccum import GradientAccumulation, GradientCache
 from fastaccum.testing import assert_same_run, deviation, toy, both_runs
 from common import Seen, weights
@@ -69,10 +67,9 @@ def test_a_one_batch_that_ends_in_fastais_is_taken_as_it_is(monkeypatch):
 
 # What is no full-batch run says so
 
-class Views(Callback):
-    "Two views of each sample, which the loss compares: SimCLR, Barlow Twins, SwAV"
-    run_valid = False
-    def before_batch(self): self.learn.xb = (torch.cat([self.x, self.x+0.1]),)
+def views():
+    "Two of each sample, which the loss compares: SimCLR, Barlow Twins, SwAV"
+    return Seen('before_batch', lambda l: setattr(l, 'xb', (torch.cat([l.x, l.x+0.1]),)))
 def pairs(p, y):
     if len(p)%4: raise ValueError('pairs of parts')   # as where a loss asserts its size
     a,b = p.chunk(2)
@@ -81,12 +78,12 @@ def pairs(p, y):
 def test_two_views_of_each_sample_are_told_and_the_cache_is_exact():
     learn = toy(6, n=48, loss_func=pairs)
     learn._do_epoch_validate = lambda *args: None
-    said = told(lambda: learn.fit(1, 0.05, cbs=[Views(),GradientAccumulation(24)]))
+    said = told(lambda: learn.fit(1, 0.05, cbs=[views(),GradientAccumulation(24)]))
     assert {k for _,k in said}<={'more-rows','loss-not-a-mean'} and said
     a,b = (toy(24, n=48, loss_func=pairs) for _ in range(2))
     for o,cbs in ((a,[]), (b,[GradientCache(micro_batch_size=6)])):
         o._do_epoch_validate = lambda *args: None
-        o.fit(1, 0.05, cbs=[Views(),*cbs])
+        o.fit(1, 0.05, cbs=[views(),*cbs])
     assert deviation(weights(a), weights(b))<1e-12
 
 def test_a_callback_that_makes_more_rows_is_not_taken_for_a_loader_that_lies():
@@ -103,17 +100,18 @@ def again(learn):
     learn.opt.zero_grad()
     learn.loss_func(learn.model(*learn.xb), *learn.yb).backward()
 
+def ends(learn):
+    if (learn.epoch,learn.iter)==(0,1): raise CancelTrainException
+
 @pytest.mark.parametrize('event,f,n', [('before_batch',lambda l: l.opt.zero_grad(),1), ('after_backward',clips,1),
-    ('after_backward',again,1), ('before_step',clips,0)])
+    ('after_backward',again,1), ('before_step',clips,0), ('before_batch',ends,0)])
 def test_gradients_that_a_callback_changes_while_they_add_up_are_told(event, f, n):
-    said = told(lambda: toy(4, n=64).fit(1, 0.05, cbs=[GradientAccumulation(16),Seen(event, f)]))
+    said = told(lambda: toy(4, n=64).fit(2, 0.05, cbs=[GradientAccumulation(16),Seen(event, f)]))
     assert said==({('AccumulationWarning','gradients-changed'):1} if n else {})
 
 def test_a_loss_that_is_tried_makes_pytorch_say_nothing():
     "Of targets that it keeps from the whole batch"
-    class Keeps(Callback):
-        run_valid = False
-        def after_pred(self): self.learn.loss_func.y = self.y
+    keeps = Seen('after_pred', lambda l: setattr(l.loss_func, 'y', l.y))
     class Mse(nn.Module):
         y = None
         def forward(self, p, y): return F.mse_loss(p.sum(1), self.y.to(p))
@@ -121,7 +119,7 @@ def test_a_loss_that_is_tried_makes_pytorch_say_nothing():
     learn._do_epoch_validate = lambda *args: None
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter('always')   # an error would be taken for the loss's own
-        learn.fit(1, 1e-3, cbs=[Keeps(),GradientAccumulation(16)])
+        learn.fit(1, 1e-3, cbs=[keeps,GradientAccumulation(16)])
     assert not [o for o in said if 'target size' in str(o.message)]
 
 def test_memory_that_runs_out_in_the_optimizers_step_is_an_error_with_the_remedy():

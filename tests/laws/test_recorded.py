@@ -1,8 +1,6 @@
 "Losses, learning rates, hyper-parameters and metrics are recorded once a step, with the full-batch run's numbers."
 import pytest
-from fastai.callback.core import Callback, CancelBatchException
-from fastai.learner import AvgLoss
-from fastai.metrics import Perplexity, accuracy
+from fastai.vision.all import AvgLoss, CancelBatchException, Perplexity, accuracy
 from fastaccum import GradientAccumulation
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, toy, both_runs
 from common import Raise, Seen, weights
@@ -31,12 +29,10 @@ def test_at_a_step_the_learner_shows_the_full_batch_runs_state(event):
 
 def test_there_is_a_smoothed_loss_whenever_a_batch_ends():
     "Progress bars and loggers read it; the last step is taken within the last batch"
-    class Read(Callback):
-        order,run_valid = 51,False
-        def after_step(self): seen.append(0)
-        def after_batch(self): seen.append(float(self.learn.smooth_loss))
     seen,learn = [],toy(4)
-    learn.fit(1, 0.05, cbs=[GradientAccumulation(16),Read()])
+    steps = Seen('after_step', lambda l: seen.append(0))
+    reads = Seen('after_batch', lambda l: seen.append(float(l.smooth_loss)), order=51)
+    learn.fit(1, 0.05, cbs=[GradientAccumulation(16),steps,reads])
     assert seen.count(0)==5 and all(0<=o<10 for o in seen) and seen[-2:]==[0,float(learn.recorder.losses[-1])]
 
 # `log_accum_batch=False`: every micro-batch is recorded, as fastai does

@@ -4,16 +4,12 @@ import pytest, torch
 import numpy as np
 from functools import partial
 from torch import nn
-from fastai.callback.core import Callback
-from fastai.callback.fp16 import NonNativeMixedPrecision
-from fastai.callback.progress import ProgressCallback
-from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
-from fastai.data.load import DataLoader
-from fastai.learner import Learner
-from fastaccum import (ActivationCheckpoint, FreezeBN, GradientAccumulation, GradientAccumulationSchedule,
-    GradientAccumulationScheduler, GradientCache, NoiseScale, ScaledLR)
+from fastai.vision.all import (DataLoader, GradientAccumulation as FastaiGradientAccumulation, Learner,
+    NonNativeMixedPrecision, ProgressCallback)
+from fastaccum import (ActivationCheckpoint, AutoSize, FreezeBN, GradientAccumulation, GradientAccumulationSchedule,
+    GradientAccumulationScheduler, GradientCache, NoiseScale, RecalibrateBN, ScaledLR)
 from fastaccum.testing import assert_same_run, toy
-from common import weights
+from common import Seen, weights
 
 def link(e): return str(e.value).rpartition('\nMore: https://')[2].partition('.html#')[2]
 
@@ -22,7 +18,9 @@ def link(e): return str(e.value).rpartition('\nMore: https://')[2].partition('.h
 Schedule,Scheduler = partial(GradientAccumulationSchedule, 8, 32),GradientAccumulationScheduler
 counts = dict(accum_bs=GradientAccumulation, n_acc=GradientAccumulation, start_accum_bs=partial(
     GradientAccumulationSchedule, final_accum_bs=8), final_accum_bs=partial(GradientAccumulationSchedule, 8),
-    base_bs=ScaledLR, every=NoiseScale)
+    base_bs=ScaledLR, every=NoiseScale, bs=RecalibrateBN, n=lambda **kw: toy(4).recalibrate_bn(**kw),
+    steps=lambda **kw: toy(4).accum_find(**kw),
+    **dict.fromkeys(('steps_per_trial','init_val','max_trials'), lambda **kw: toy(4).bs_find(**kw)))
 sizes = dict(accumulation=GradientAccumulation, schedule=Schedule, scheduler=partial(Scheduler, {0:2}),
     cache=GradientCache)
 called = [*counts.items(), *[('micro_batch_size',f) for f in sizes.values()]]
@@ -64,6 +62,8 @@ bad = [(GradientAccumulation, dict(micro_batch_size='big'), TypeError, "'auto', 
     (Scheduler, dict(scheduling={0:0}), ValueError, 'at least 1 micro-batch'),
     (Scheduler, dict(scheduling={0:2}, mode='batch'), ValueError, "mode='batch'.*'epoch' or 'step'"),
     (GradientCache, dict(micro_batch_size=4, split=4), TypeError, 'split=4.*give a function'),
+    *[(AutoSize, dict(split=o), TypeError, 'split=.*is no function of a batch')
+        for o in ('auto', lambda b,start,stop: b)],
     (ActivationCheckpoint, dict(segments=4), TypeError, 'segments=4.*give a class'),
     (FreezeBN, dict(part=4), TypeError, 'part=4.*give a function'),
     (ScaledLR, dict(base_bs=8, rule='cubic'), ValueError, "rule='cubic'.*give 'linear'"),
@@ -77,15 +77,8 @@ def test_other_arguments_are_refused_when_they_are_given(f, kwargs, exc, words):
 # Learners
 
 class OwnLoop(Learner):
-    "Steps by itself"
-    def _do_one_batch(self):
-        self.pred = self.model(*self.xb)
-        self.loss_grad = self.loss_func(self.pred, *self.yb)
-        self.loss = self.loss_grad.float()
-        if not self.training: return
-        self.loss_grad.backward()
-        self.opt.step()
-        self.opt.zero_grad()
+    "May step by itself"
+    def _do_one_batch(self): super()._do_one_batch()
 
 class HalfGradients(NonNativeMixedPrecision):
     "On a CPU, fastai's own fails by itself"
@@ -129,7 +122,7 @@ refused = dict(
     larger_than_the_loaders=(toy, lambda: [acc(16, micro_batch_size=8)], ValueError, 'size=8.*of 4.*`bs=8`'),
     no_batch_size=(ready_made, lambda: [acc(16)], ValueError, 'pass `micro_batch_size=`'),
     targets_not_counted=(named, lambda: [acc(16)], TypeError, 'is a dict.*pass `n_items='),
-    start_after_finish=(toy, lambda: [Schedule(start=.5, finish=0)], ValueError, 'give a `finish`'),
+    start_after_finish=(toy, lambda: [Schedule(start=100)], ValueError, '`start=100` is later.*give a `finish`'),
     nothing_to_measure=(toy, lambda: [NoiseScale()], ValueError, 'add fastaccum.s `GradientAcc'),
     two_meters=(toy, lambda: [acc(8),NoiseScale(),NoiseScale()], ValueError, '2 NoiseScale.*keep one'),
     no_noise=(toy, lambda: [acc(8),ScaledLR(base_bs=8, rule='adascale')], ValueError, r'add a `NoiseScale\(\)`'),
@@ -160,6 +153,5 @@ def test_learners_that_cannot_be_trained_are_refused_before_a_weight_moves(nm):
     assert_same_run(fresh, learn)
 
 def test_accumulation_is_not_switched_off_in_the_middle_of_an_epoch():
-    class Off(Callback):
-        def after_step(self): self.learn.gradient_accumulation.run = False
-    with pytest.raises(RuntimeError, match='middle of an epoch'): toy(4).fit(1, cbs=[GradientAccumulation(16),Off()])
+    off = Seen('after_step', lambda l: setattr(l.gradient_accumulation, 'run', False))
+    with pytest.raises(RuntimeError, match='middle of an epoch'): toy(4).fit(1, cbs=[GradientAccumulation(16),off])

@@ -2,14 +2,9 @@
 import pickle, pytest, sweep, torch
 from functools import partial
 from torch import nn
-from fastai.callback.core import Callback, FetchPredsCallback
-from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback
-from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation, ShortEpochCallback
-from fastai.data.core import DataLoaders
-from fastai.data.load import DataLoader
-from fastai.learner import load_learner
-from fastai.optimizer import Adam, OptimWrapper, SGD
-from fastai.torch_core import params
+from fastai.vision.all import (Adam, DataLoader, DataLoaders, EarlyStoppingCallback, FetchPredsCallback,
+    GradientAccumulation as FastaiGradientAccumulation, OptimWrapper, ReduceLROnPlateau, SGD, SaveModelCallback,
+    ShortEpochCallback, load_learner, params)
 from fastaccum import GradientAccumulation
 from fastaccum.testing import assert_same_run, deviation, toy, toy_data, both_runs
 from common import Seen, grads, some, weights
@@ -64,18 +59,15 @@ def test_lr_find(acc, num_it, lrs):
 
 # Other callbacks
 
-class Predict(Callback):
-    "Predicts or validates between epochs: both announce a fit, but none begins or ends"
-    order,busy = 70,False
-    def __init__(self, how): self.how = how
-    def after_validate(self):
-        if self.busy: return   # what we do below comes here again
-        self.busy = True
-        self.how(self.learn)
-        self.busy = False
+def within(f):
+    "After the first epoch, what announces a fit, whether one begins or not"
+    todo = [f]
+    return [Seen('after_epoch', lambda l: todo and todo.pop()(l), order=70)]
+def finds(l): l.lr_find(num_it=6, show_plot=False)
 
-others = dict(validates=lambda: [Predict(lambda l: l.validate())],
-    predicts_inside=lambda: [Predict(lambda l: l.get_preds(dl=l.dls.valid, inner=True))],
+others = dict(validates=lambda: within(lambda l: l.validate()), finds=lambda: within(finds),
+    fits=lambda: within(lambda l: l.fit(1, 0.1)),
+    predicts_inside=lambda: within(lambda l: l.get_preds(dl=l.dls.valid, inner=True)),
     tracks=lambda: [EarlyStoppingCallback(patience=2), SaveModelCallback(), ReduceLROnPlateau(patience=1)],
     penalizes=lambda: [sweep.Penalty()], late=lambda: [sweep.Penalty('before_backward', GradientAccumulation.order+1)])
 
@@ -85,12 +77,14 @@ def test_beside_a_callback_that(kind):
     assert a.epoch==b.epoch
     assert_same_run(a, b)
 
-def test_added_between_two_epochs():
-    class Add(Callback):
-        def before_epoch(self):
-            if self.epoch==1: self.learn.add_cb(GradientAccumulation(16))
+def test_micro_batches_are_recorded_again_after_a_search_for_rates():
     learn = toy(4, n=64)
-    learn.fit(2, 0.1, cbs=Add())
+    learn.fit(2, 0.1, cbs=[GradientAccumulation(16, log_accum_batch=False),*within(finds)])
+    assert len(learn.recorder.losses)==6+16
+
+def test_added_between_two_epochs():
+    learn = toy(4, n=64)
+    learn.fit(2, 0.1, cbs=Seen('before_epoch', lambda l: l.epoch==1 and l.add_cb(GradientAccumulation(16))))
     assert len(learn.recorder.losses)==16+4
 
 @pytest.mark.parametrize('drop_last', [False,True])

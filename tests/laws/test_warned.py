@@ -8,20 +8,13 @@ from types import SimpleNamespace
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
-from fastai.callback.mixup import MixUp
-from fastai.callback.training import GradientClip
-from fastai.data.core import DataLoaders
-from fastai.data.load import DataLoader
-from fastai.learner import Learner
-from fastai.losses import (BCEWithLogitsLossFlat, CrossEntropyLossFlat, DiceLoss, FocalLossFlat,
-    LabelSmoothingCrossEntropyFlat, MSELossFlat)
-from fastai.optimizer import SGD, Adam
-from fastai.text.data import SortedDL
+from fastai.text.all import (Adam, BCEWithLogitsLossFlat, CrossEntropyLossFlat, DataLoader, DataLoaders, DiceLoss,
+    FocalLossFlat, GradientClip, LabelSmoothingCrossEntropyFlat, Learner, MSELossFlat, MixUp, SGD, SortedDL)
 from fastaccum import AccumulationWarning, FreezeBN, GradientAccumulation, GradientAccumulationSchedule
 from fastaccum.core import forward_state
 from fastaccum.testing import CrossEntropy, Float32Loss, assert_same_run, deviation, toy, toy_data, both_runs
-from common import CpuMixedPrecision, Seen, weights
-from small_learners import Event
+from common import CpuMixedPrecision, Seen, nt_xent, weights
+from small_learners import Event, all_params
 
 def told(f):
     "How often each of our warnings comes in `f`: by the category, and the entry that it links to"
@@ -37,7 +30,6 @@ penalised = '','added-to-a-sum'
 
 def fit(l, cbs): l.fit(2, 0.05, cbs=cbs)
 def little(l, cbs): l.fit(2, 1e-3, cbs=cbs)   # a sum's gradients are large
-def one_group(m): return [list(m.parameters())]
 
 def run(**kwargs):
     "What is said of a fit on micro-batches; the full-batch run, and that fit"
@@ -70,10 +62,6 @@ class Masked(nn.Module):
 
 def not_ignored(l): return (l.y!=-100).sum()
 def summed(p, y): return F.cross_entropy(p, y, reduction='sum')
-def contrastive(p, y):
-    "Each row and the one half a batch away are a pair"
-    z,k = F.normalize(p),len(p)//2
-    return F.cross_entropy((z@z.T/0.5).fill_diagonal_(-1e9), torch.arange(len(p)).roll(k))
 
 class Mixable(CrossEntropy): y_int = True
 class SumForMean(Mixable):
@@ -95,15 +83,14 @@ def mixable(*args, loss=Mixable, **kwargs): return toy(*args, loss_func=loss(), 
 
 # Exact, and silent
 
-w,sums = torch.tensor([0.2,1.,5.]).double(),dict(loss_func=CrossEntropy(reduction='sum'), fit=little)
-exact = dict(plain=dict(), tokens=dict(tokens=True), class_weights=dict(loss_func=CrossEntropy(weight=w)), sum=sums,
-    ignored=dict(loss_func=CrossEntropy(ignore_index=1, weight=w)), adam=dict(opt_func=Adam), functional=dict(
-    loss_func=F.cross_entropy), counted=dict(tokens=True, loss_func=Masked(), acc=dict(n_items=not_ignored)),
+sums = dict(loss_func=CrossEntropy(reduction='sum'), fit=little)
+# (more of them: test_tokens.py)
+exact = dict(plain=dict(), adam=dict(opt_func=Adam),
     one_cycle=dict(fit=lambda l,cbs: l.fit_one_cycle(1, 0.05, cbs=cbs)), ones=dict(micro=1), threes=dict(micro=3, n=71),
     no_accumulation=dict(micro=16, loss_func=summed, model=normed, fit=little), split=dict(micro=8,
     acc=dict(micro_batch_size=2)), frozen_batchnorm=dict(model=normed, cbs=lambda: [FreezeBN()]),
     norms_of_a_sample=dict(model=sample_norms), clipped=dict(tokens=True, cbs=lambda: [GradientClip(0.1)]),
-    state_of_a_batch=dict(model=lambda: Remembers(5, 3).double(), splitter=one_group, cbs=resets('before_batch')),
+    state_of_a_batch=dict(model=lambda: Remembers(5, 3).double(), splitter=all_params, cbs=resets('before_batch')),
     doubled=dict(cbs=lambda: [Seen('after_loss', doubles)]))
 exact |= {f'{f.__name__}_{event}':dict(tokens=True, cbs=lambda event=event,f=f: [Seen(event, f)])
     for event,f in (('after_loss',adds),('after_loss',adds_in_place),('before_backward',adds))}
@@ -139,7 +126,7 @@ right = dict(
     several=(lambda p, y: F.cross_entropy(p[0], y)+p[1].pow(2).mean(), plain, lambda p: (p,p[:,:3])),
     named=(lambda p, y: F.cross_entropy(p['logits'], y), plain, lambda p: dict(logits=p)))
 wrong = dict(hidden_mean=(Masked(), padded), sum_for_mean=(summed, plain),
-    root=(lambda p, y: F.mse_loss(p, y).sqrt(), values), contrastive=(contrastive, plain), dice=(batch_dice, masks),
+    root=(lambda p, y: F.mse_loss(p, y).sqrt(), values), contrastive=(nt_xent, plain), dice=(batch_dice, masks),
     smoothed_weighted=(LabelSmoothingCrossEntropyFlat(weight=w5), plain),
     spread=(lambda p, y: ((p-p.mean(0))**2).mean(), plain))
 def of_16_at_least(p, y):
@@ -179,19 +166,17 @@ def test_rounding_of_half_precision_is_no_difference(dtype):
         data = [o.roll(i, 0) for o in plain]
         assert not told(lambda: step(16, half, data, cbs=GradientAccumulation(32)))
 
-@pytest.mark.parametrize('amp', ['fp16','bf16'])
+@pytest.mark.parametrize('where', ['fp16','bf16','device'])
 @pytest.mark.parametrize('f,said', [(F.cross_entropy,{}), (summed,{loss:1})])
-def test_the_loss_is_judged_with_mixed_precision_too(f, said, amp):
-    assert told(lambda: step(16, f, plain, cbs=[CpuMixedPrecision(amp),GradientAccumulation(32)]))==said
-
-@pytest.mark.parametrize('f,said', [(F.cross_entropy,{}), (summed,{loss:1})])
-def test_the_loss_is_judged_on_a_device_too(f, said, monkeypatch):
+def test_the_loss_is_judged_with_mixed_precision_and_on_a_device_too(f, said, where, monkeypatch):
     "A device has random numbers of its own, whose state is compared; here the CPU's stand for them"
-    own = SimpleNamespace(get_rng_state=lambda device: torch.get_rng_state(),
-        set_rng_state=lambda o, device: torch.set_rng_state(o))
-    monkeypatch.setattr(torch, 'get_device_module', lambda o: own)
-    monkeypatch.setattr(forward_state, 'devices_of', lambda modules: [torch.device('cpu')])
-    assert told(lambda: step(16, f, plain, cbs=GradientAccumulation(32)))==said
+    if where=='device':
+        own = SimpleNamespace(get_rng_state=lambda device: torch.get_rng_state(),
+            set_rng_state=lambda o, device: torch.set_rng_state(o))
+        monkeypatch.setattr(torch, 'get_device_module', lambda o: own)
+        monkeypatch.setattr(forward_state, 'devices_of', lambda modules: [torch.device('cpu')])
+    cbs = [GradientAccumulation(32), *([] if where=='device' else [CpuMixedPrecision(where)])]
+    assert told(lambda: step(16, f, plain, cbs=cbs))==said
 
 class Keeps(nn.Module):
     "Keeps what it draws, with each call, and an average of the predictions"
@@ -215,7 +200,7 @@ def test_that_a_loss_was_tried_is_not_seen_in_it():
 
 # Warned, and with the remedy the same
 
-remembers = dict(model=lambda: Remembers(5, 3).double(), splitter=one_group, cbs=resets('before_train'))
+remembers = dict(model=lambda: Remembers(5, 3).double(), splitter=all_params, cbs=resets('before_train'))
 warned = dict(
     hidden_mean=([loss], dict(tokens=True, loss_func=Masked()), dict(acc=dict(n_items=not_ignored))),
     sum_for_mean=([loss], dict(loss_func=summed, fit=little), sums),
@@ -246,7 +231,7 @@ words = {loss:('off by 0.', "reduction='mean'", '`n_items=`', 'GradientCache'), 
 
 def all_three():
     def model(): return nn.Sequential(Remembers(5, 3), nn.BatchNorm1d(3), nn.BatchNorm1d(3, affine=False)).double()
-    learn = toy(4, n=64, model=model, loss_func=summed, splitter=one_group)
+    learn = toy(4, n=64, model=model, loss_func=summed, splitter=all_params)
     learn.model.reset = learn.model[0].reset
     return learn
 

@@ -173,23 +173,25 @@ def test_mixed_precision_is_no_further_off_than_mixed_precision(mode, penalty):
 # What the model is given, and what it returns
 
 class Towers(nn.Module):
-    "As CLIP, with a temperature that is learned. Some outputs have no rows, no gradient, or no use"
+    """As CLIP, with a temperature that is learned. Some outputs have no rows, no gradient, or no use; one has as many rows
+    as a micro-batch has samples, which they are not"""
     def __init__(self, out):
         super().__init__()
         self.a,self.b,self.scale,self.out = net(),net(),nn.Parameter(torch.tensor(0.7).double()),out
+        self.protos = nn.Parameter(torch.randn(4, 3).double())
     def forward(self, x, text):
         a,b = self.a(x.mul_(0.5)),self.b(text['ids'])   # it may write into its input
-        res = a,b,self.scale.exp(),x.argmax(-1),a.detach(),None,'clip',[a*2,(b*3,)]
-        return self.out(enumerate(res if self.training else res[:5])) if self.out is dict else res
+        res = a,b,self.scale.exp(),self.protos*2,x.argmax(-1),a.detach(),None,'clip',[a*2,(b*3,)]
+        return self.out(enumerate(res if self.training else res[:6])) if self.out is dict else res
 
 def flat(o):
     o = list(o.values()) if isinstance(o, dict) else o
     return [x for v in o for x in flat(v)] if isinstance(o, (tuple,list)) else [o]
 
 def clip_loss(out, y):
-    a,b,scale = flat(out)[:3]
+    a,b,scale,protos = flat(out)[:4]
     sim,y = scale*F.normalize(a)@F.normalize(b).T,torch.arange(len(a))
-    return F.cross_entropy(sim, y)+F.cross_entropy(sim.T, y)
+    return F.cross_entropy(sim, y)+F.cross_entropy(sim.T, y)+F.cross_entropy(a@protos.T, y%4)
 
 class Pairs(Callback):
     "A second input, a dict with a list of names; the first becomes one of fastai's tensors"
@@ -207,17 +209,6 @@ def test_inputs_and_outputs_of_all_kinds(out, size):
     order = iter(seen)
     assert_same(size, lambda: [Pairs(),next(order)], model=lambda: Towers(out), loss_func=clip_loss)
     assert seen[0].values==seen[1].values and len(seen[0].values)==6
-
-class Prototypes(nn.Module):
-    "Returns a tensor with as many rows as a micro-batch has samples, which are not samples"
-    def __init__(self):
-        super().__init__()
-        self.m,self.protos = net(),nn.Parameter(torch.randn(4, 3).double())
-    def forward(self, x): return self.m(x),self.protos*2
-
-def test_what_looks_like_samples_and_is_not():
-    def loss(out, y): return F.cross_entropy(out[0]@out[1].T, y)+nt_xent(out[0])
-    assert_same(4, model=Prototypes, loss_func=loss, n=48)
 
 def test_inputs_that_need_a_gradient_get_theirs():
     "From an encoder that is not in the model, for one"
@@ -263,7 +254,7 @@ def test_applications(nm):
         return learn
     assert_same_run(run(), run(Cached(3)))
 
-# What cannot be had from micro-batches is refused, and no weight has moved
+# Refused
 
 class Returns(nn.Module):
     "The model, and something done with its output and more inputs"
@@ -272,37 +263,39 @@ class Returns(nn.Module):
         self.m,self.f = net(),f
     def forward(self, x, *more): return self.f(self.m(x), *more)
 
-def refused(exc, match, *cbs, change=lambda l: None, still=True, **kwargs):
+def total(z, y): return sum(o.sum() for o in flat(z) if isinstance(o, torch.Tensor))
+def returning(f): return dict(model=lambda: Returns(f), loss_func=total)
+def scale(l): l.xb = l.x,torch.tensor([1.,2.,3.]).double()
+def scales(): return Event('before_batch', scale, True)
+def scaling(): return Returns(lambda z,scale: z*scale)
+def doubled(l): [p.detach().mul_(2) for p in l.model.parameters()]
+def hooked():
+    m = net()
+    m[0].weight.register_post_accumulate_grad_hook(lambda p: None)
+    return m
+
+refused = dict(pairs=(TypeError,'pairs|row for each',returning(lambda z: z@z.T)),
+    loss=(TypeError,r'shape \(\)',returning(lambda z: z.mean())), T=(TypeError,r'shape \(3, ',returning(lambda z: z.T)),
+    object=(TypeError,'returned a object',returning(lambda z: (z,object()))),
+    inputs=(TypeError,r'shape \(3,\).*cannot be split.*split=',dict(model=scaling, cbs=scales())),
+    batch=(RuntimeError,'changed in place',dict(cbs=Event('after_pred', lambda l: l.x.add_(1)))),
+    weights=(RuntimeError,'changed in place',dict(cbs=Event('before_backward', doubled))),
+    twice=(RuntimeError,'twice',dict(cbs=Event('after_loss', lambda l: l.loss_grad.backward(retain_graph=True)))),
+    steps_in_the_backward_pass=(ValueError,"'0.weight' has a hook",dict(model=hooked)))
+
+@pytest.mark.parametrize('nm', refused)
+def test_what_cannot_be_had_from_micro_batches_is_refused(nm):
+    "No weight has moved, unless by the one who is refused"
+    exc,match,kwargs = refused[nm]
     learn = toy(16, n=32, splitter=all_params, **kwargs)
-    change(learn)
     before = weights(learn)
-    with pytest.raises(exc, match=match): learn.fit(1, 0.1, cbs=[Cached(4),*cbs])
-    assert not replaced(learn) and weights(learn).equal(before)==still
-    return learn
+    with pytest.raises(exc, match=match): learn.fit(1, 0.1, cbs=Cached(4))
+    assert not replaced(learn) and weights(learn).equal(before)==(nm!='weights')
+    if exc is TypeError: learn.fit(1, 0.1)   # without the callback it trains
 
-@pytest.mark.parametrize('f,match', [(lambda z: z@z.T, 'pairs|row for each'), (lambda z: z.mean(), r'shape \(\)'),
-    (lambda z: z.T, r'shape \(3, '), (lambda z: (z,object()), 'returned a object')], ids=['pairs','loss','T','object'])
-def test_outputs_without_a_row_for_each_sample_are_refused(f, match):
-    def total(z, y): return sum(o.sum() for o in flat(z) if isinstance(o, torch.Tensor))
-    learn = refused(TypeError, match, model=lambda: Returns(f), loss_func=total)
-    learn.fit(1, 0.1)   # without the callback it trains
-
-def test_inputs_that_cannot_be_split_are_refused_unless_you_say_how():
-    def add(l): l.xb = l.x,torch.tensor([1.,2.,3.]).double()
-    def model(): return Returns(lambda z,scale: z*scale)
+def test_inputs_are_split_as_you_say():
     def split(o, start, stop, n): return o[0][start:stop],o[1]
-    refused(TypeError, r'shape \(3,\).*cannot be split.*split=', Event('before_batch', add, True), model=model)
-    same(*(fit([*cbs,Event('before_batch', add, True)], model=model) for cbs in ([],[Cached(4, split=split)])))
-
-@pytest.mark.parametrize('event,f,match', [('after_pred', lambda l: l.x.add_(1), 'changed in place'),
-    ('before_backward', lambda l: [p.detach().mul_(2) for p in l.model.parameters()], 'changed in place'),
-    ('after_loss', lambda l: l.loss_grad.backward(retain_graph=True), 'twice')], ids=['batch','weights','twice'])
-def test_what_changes_between_the_passes_is_refused(event, f, match):
-    refused(RuntimeError, match, Event(event, f), still=event!='before_backward')
-
-def test_an_optimizer_that_steps_in_the_backward_pass_is_refused():
-    def hook(l): l.model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
-    refused(ValueError, "'0.weight' has a hook", change=hook)
+    same(*(fit([*cbs,scales()], model=scaling) for cbs in ([],[Cached(4, split=split)])))
 
 @pytest.mark.parametrize('n', [0,-1,2.,'4',True,None])
 def test_arguments(n):
@@ -362,13 +355,14 @@ def test_auto_finds_the_size_that_fits(nm, short, size):
     same(a, b)
     assert cache.size==size and sum('memory ran out' in str(o.message) for o in said)==1
 
-@pytest.mark.parametrize('times,acc', list(product([{0},{2},{3,9,14}], [False,True])), ids=str)
+@pytest.mark.parametrize('short,acc', list(product([{0},{2},{3,9,14},above(5, 'validation')], [False,True])), ids=str)
 @pytest.mark.filterwarnings('ignore:memory ran out')
-def test_auto_in_the_middle_of_a_batch_or_a_step(times, acc):
-    "Some backward passes fail, after others have added to the gradients; with no size that would do"
+def test_auto_in_the_middle_of_a_batch_or_a_step(short, acc):
+    "Some backward passes fail, after others have added to the gradients, with no size that would do; or validation"
+    if isinstance(short, set): short = at_times(short, 'backward', 0)
     def cbs(): return [accumulated()] if acc else []
-    model = partial(net, Memory(at_times(times, 'backward', 0)))
-    with pytest.warns(UserWarning, match='memory ran out'): b = fit([Cached('auto'),*cbs()], n=75, model=model)
+    with pytest.warns(UserWarning, match='memory ran out'):
+        b = fit([Cached('auto'),*cbs()], n=75, model=partial(net, Memory(short)))
     same(fit(cbs(), n=75), b)
 
 @pytest.mark.filterwarnings('ignore:memory ran out')
@@ -376,10 +370,6 @@ def test_auto_draws_what_it_would_have_drawn_with_the_size_known():
     def run(cache, cap=99):
         return fit([cache], n=48, model=lambda: net(nn.Dropout(), Own(6), Memory(above(cap, 'forward'))))
     same(run(Cached(4)), run(Cached('auto'), 5))
-
-def test_auto_splits_validation():
-    with pytest.warns(UserWarning, match='memory ran out'):
-        same(fit([]), fit([Cached('auto')], model=lambda: net(Memory(above(5, 'validation')))))
 
 def test_auto_gives_up_where_a_sample_does_not_fit():
     learn = toy(16, model=lambda: net(Memory(above(0, 'forward'))), loss_func=nt_xent)

@@ -94,7 +94,7 @@ def orders(ns, n_epoch=3):
     rng,starts = Random(0),[sum(ns[:r]) for r in range(len(ns))]
     return [[rng.sample(range(s, s+n), n) for s,n in zip(starts, ns)] for _ in range(n_epoch)]
 
-def steps_of(order, shares, drop_last):
+def steps_of(order, shares, drop_last=False):
     "The samples of each step of an epoch, if each process has its share of it"
     parts = [cut(o, s) for o,s in zip(order, shares)]
     steps = [[p[i] if i<len(p) else [] for p in parts] for i in range(max(map(len, parts)))]
@@ -137,7 +137,8 @@ def own(ns, micro=4, tokens=False, ddp=(), n_epoch=3, **kwargs):
     ns = ns[:world]
     ds = toy_data(sum(ns), tokens)
     micro = micro[rank] if isinstance(micro, list) else micro
-    return learner(loader(ds, [o[rank] for o in orders(ns, n_epoch)], micro), ds, ddp=dict(ddp), **kwargs)
+    train = loader(ds, [o[rank] for o in orders(ns, n_epoch)], micro)
+    return learner(train, ds, ddp=ddp if ddp is None else dict(ddp), **kwargs)
 
 def state(learn): return torch.cat([o.detach().double().flatten() for o in learn.model.state_dict().values()])
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from random import Random
 from torch import distributed as dist, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils._pytree import tree_map
 from fastai.callback.core import Callback, CancelBatchException, CancelFitException
 from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.training import GradientClip, ShortEpochCallback
@@ -105,7 +106,7 @@ equal = dict(
         dict(ns=uneven, ddp=dict(find_unused_parameters=True), model=branches),
         # weight decay does not touch what nobody uses
         dict(ns=ragged, ddp=dict(find_unused_parameters=True), model=unused, splitter=one_group, fit=decayed)],
-    schedules=[dict(ns=ns, cb=cb, fit=fit, full=False) for cb,fit,ns in some(7, product((
+    schedules=[dict(ns=ns, cb=cb, fit=fit, full=False) for cb,fit,ns in some(4, product((
             lambda n: GradientAccumulationSchedule(n//4, n, finish=0.8),
             lambda n: GradientAccumulationSchedule(n//4, n, start=1, finish=2, drop_last=True),
             lambda n: GradientAccumulationScheduler({1:4}),
@@ -113,7 +114,8 @@ equal = dict(
         (one_cycle,from_epoch_1), (ragged,[64]*3)))],
     short_epochs=[dict(ns=ragged, cbs=partial(lambda pct: [ShortEpochCallback(pct)], pct), fit=constant, full=False,
         acc=dict(drop_last=drop)) for pct,drop in ((0.2,False),(0.6,False),(0.6,True))],
-    micro_batches_left_out=[dict(ns=ragged, cbs=lambda: [LeaveOut()], fit=constant, full=False)])
+    micro_batches_recorded_and_left_out=[dict(ns=ragged, full=False, acc=dict(log_accum_batch=False)),
+        dict(ns=ragged, cbs=lambda: [LeaveOut()], fit=constant, full=False)])
 on_three = ['few','drop_last','split','from_an_epoch']
 
 def and_always(always, n, cases): return [*always,*some(n, [o for o in cases if o not in always])]
@@ -134,20 +136,6 @@ def test_only_padding_on_one_process():
     for ns in ([35,35],[40,25]):
         theirs = toy_data(sum(ns), True).tensors[0][-ns[-1]:,0,0]
         assert_same(ns, tokens=True, cbs=lambda: pads(lambda l: torch.isin(l.x[:,0,0], theirs) & (l.epoch==0)))
-
-@on(2)
-def test_a_schedule_on_unequal_processes():
-    "They change sizes together, and take the same steps"
-    b = own(uneven)
-    b.fit_one_cycle(2, 0.1, cbs=GradientAccumulationSchedule(8, 32, finish=0.8))
-    for o in (state(b),b.recorder.accum_bs,b.recorder.lrs): same_everywhere(o)
-    assert len(b.recorder.losses)==len(b.recorder.accum_bs) and b.recorder.accum_bs[-1]==32
-
-@on(2)
-def test_every_micro_batch_recorded():
-    a,b = both(ragged, acc=dict(log_accum_batch=False))
-    assert deviation(weights(a), weights(b))<1e-12
-    assert len(b.recorder.losses)==2*9
 
 def drawn(seed):
     "A random run, the same on all processes: loaders of any length, micro-batches and steps of any size"
@@ -188,7 +176,7 @@ traffic = dict(
     ways_to_wrap=[dict(ddp=o) for o in (dict(bucket_cap_mb=1e-3), dict(find_unused_parameters=True))],
     recorded_and_measured=[dict(acc=dict(log_accum_batch=False)), dict(cbs=lambda: [NoiseScale(every=1)])],
     memory_runs_out=[dict(micro=8, acc=dict(micro_batch_size='auto'), setup=short((1,)))],
-    annealed=[dict(cb=lambda n: GradientAccumulationSchedule(n//4, n))],
+    annealed=[dict(ns=ns, cb=lambda n: GradientAccumulationSchedule(n//4, n)) for ns in (ragged,uneven)],
     cached=[dict(micro=16, cb=lambda n: GradientCache(micro_batch_size=3), loss_func=nt_xent),
         dict(micro=8, cbs=lambda: [GradientCache(micro_batch_size=3)], loss_func=nt_xent)])
 
@@ -200,7 +188,7 @@ def test_one_gradient_is_exchanged_a_step(case):
         if setup: setup(b)
         steps,seen = Seen('after_step', lambda l: 1, order=60),Traffic()
         with seen: b.fit(1, 0.01, cbs=[cb(32, **(acc or {})),steps,*cbs()])
-        same_everywhere(state(b))
+        for o in (state(b),b.recorder.lrs): same_everywhere(o)
         assert not setup or (happened['failed']>0)==(here.rank==1)
         size,n = sum(p.nbytes for p in b.model.parameters()),len(steps.values)
         assert n>=3 and n*size<=seen.nbytes<=1.1*n*size, (seen.nbytes/size, n)
@@ -369,18 +357,17 @@ def distributed_on_cpu():
 @on(2)
 def test_distrib_ctx(case):
     distributed_on_cpu()
-    n,tokens,of_loader,drop_last,metrics = [(64,False,False,False,accuracy), (69,True,False,False,None),
-        (66,False,True,False,None)][case]
+    n,tokens,of_loader,metrics = [(64,False,False,accuracy), (69,True,False,None), (66,False,True,None)][case]
     ds,rng,per = toy_data(n, tokens),Random(1),math.ceil(n/2)
     epochs = [rng.sample(range(n), n) for _ in range(2)]
     def parts(o):   # padded, that each process has as many; perhaps without the incomplete micro-batch of each
         return [p[:per//4*4 if of_loader else per] for p in cut(o+o[:1], per)[:2]]
-    a = learner(Batches(ds, [steps_of(parts(o), [16,16], drop_last) for o in epochs]), ds, metrics=metrics)
+    a = learner(Batches(ds, [steps_of(parts(o), [16,16]) for o in epochs]), ds, metrics=metrics)
     order = iter(epochs)
     b = learner(DataLoader(ds, bs=4, n=n, drop_last=of_loader, get_idxs=lambda: next(order)), ds, metrics=metrics)
     for o in (a,b): o.recorder.train_metrics = metrics is not None
     with here.alone(): one_cycle(a, [])
-    with b.distrib_ctx(sync_bn=False, cpu=True): one_cycle(b, [GradientAccumulation(32, drop_last=drop_last)])
+    with b.distrib_ctx(sync_bn=False, cpu=True): one_cycle(b, [GradientAccumulation(32)])
     same_everywhere(state(b))
     assert not isinstance(b.model, DDP)
     # each validates on a part
@@ -410,20 +397,17 @@ refused = dict(
     counts_recorded=('micro-batches', dict(ns=uneven, acc=dict(log_accum_batch=False))),
     auto_recorded=('auto', dict(ns=even, acc=dict(micro_batch_size='auto', log_accum_batch=False))),
     counts_of_metrics=('micro-batches', dict(ns=uneven, setup=train_metrics, metrics=[accuracy])),
-    no_step=('no step', dict(ns=even, each=64, acc=dict(drop_last=True), fit=lambda l,cbs: cbs and l.fit(1, cbs=cbs))))
+    no_step=('no step', dict(ns=even, each=64, acc=dict(drop_last=True), fit=lambda l,cbs: cbs and l.fit(1, cbs=cbs))),
+    no_samples=('35, 0 samples', dict(ns=[35,0])),
+    # these need one process
+    find=('in 2 processes.*in one process', dict(ns=ragged, fit=lambda l,cbs: cbs and l.accum_find())),
+    check=('in 2 processes.*in one process', dict(ns=ragged, fit=lambda l,cbs: cbs and l.accum_check())))
 
 @pytest.mark.parametrize('case', refused)
 @on(2)
 def test_refused_on_all(case):
     said,kwargs = refused[case]
-    with pytest.raises(ValueError, match=said): both(**kwargs)
-
-@on(2)
-def test_refused_without_samples_and_searches_for_one_process():
-    b = learner(loader(toy_data(35), [list(range(0 if here.rank else 35))], 4), toy_data(35), ddp={})
-    with pytest.raises(ValueError, match='35, 0 samples'): b.fit(1, 0.1, cbs=GradientAccumulation(32))
-    for search in (own(ragged).accum_find,own(ragged).accum_check):
-        with pytest.raises(RuntimeError, match='in 2 processes.*in one process'): search()
+    with pytest.raises((ValueError,RuntimeError), match=said): both(**kwargs)
 
 @on(2)
 def test_what_is_told():
@@ -574,14 +558,11 @@ def sharded(replicas=1, make=net):
     for o in (m[0],m[-1]): fully_shard(o, mesh=mesh)
     return fully_shard(m, mesh=mesh)
 def parts(m): return [list(m[:1].parameters()),list(m[1:].parameters())]
-def all_sharded(ns, tokens=False, model=sharded, **kwargs):
-    ds = toy_data(sum(ns), tokens)
-    return learner(loader(ds, [o[here.rank] for o in orders(ns)], 4), ds, **{'model':model,'splitter':parts,**kwargs})
+def all_sharded(ns, tokens=False, **kwargs):
+    return own(ns, tokens=tokens, **dict(ddp=None, model=sharded, splitter=parts)|kwargs)
 def entire(o):
     "With each sharded tensor as one"
-    if hasattr(o, 'full_tensor'): return o.full_tensor()
-    if isinstance(o, dict): return {k:entire(v) for k,v in o.items()}
-    return type(o)(map(entire, o)) if isinstance(o, (list,tuple)) else o
+    return tree_map(lambda x: x.full_tensor() if hasattr(x, 'full_tensor') else x, o)
 def states(l):
     for m in l.model.modules():
         if hasattr(m, 'reshard'): m.reshard()   # a validation leaves them gathered
@@ -607,7 +588,7 @@ def test_sharded(case):
         ns = ns[:here.world]
         ds,full = toy_data(sum(ns), tokens),[steps_of(o, [16]*here.world, drop_last) for o in orders(ns)]
         a = learner(Batches(ds, full), ds, model=net, splitter=parts, **kwargs)
-        b = all_sharded(ns, tokens, partial(sharded, replicas), **kwargs)
+        b = all_sharded(ns, tokens, model=partial(sharded, replicas), **kwargs)
         with here.alone(): fit(a, cbs())
         fit(b, [GradientAccumulation(16*here.world, drop_last=drop_last),*cbs()])
         assert deviation(states(a), states(b))<1e-9

@@ -1,6 +1,7 @@
 "Things several tests use."
-import os, torch
+import os, pytest, subprocess, torch
 from functools import partial
+from pathlib import Path
 from random import Random
 from torch import nn
 from torch.nn import functional as F
@@ -17,6 +18,14 @@ def some(n, cases):
     cases = list(cases)
     if whole or n>=len(cases): return cases
     return [cases[i] for i in sorted(Random(n).sample(range(len(cases)), n))]
+
+def files_of_git():
+    "The names of the files that git has, or would have with `git add`"
+    cmd = ['git','ls-files','-z','--cached','--others','--exclude-standard']
+    root = Path(__file__).resolve().parent.parent
+    res = subprocess.run(cmd, cwd=root, capture_output=True, text=True)
+    if res.returncode: pytest.skip('not a git checkout')
+    return [o for o in res.stdout.split('\0') if (root/o).is_file()]
 
 class CpuMixedPrecision(MixedPrecision):
     """fastai's `MixedPrecision` with autocast and a GradScaler that work on the CPU; on a CPU fastai's own disables
@@ -55,7 +64,7 @@ class Seen(Callback):
 
 class Raise(Callback):
     "Raise `exc` at the `at`th time that `event` comes"
-    def __init__(self, event, exc, order, at=0, after=None):
+    def __init__(self, event, exc, order, at=0):
         self.order,self.left,self.raised = order,at,False
         setattr(self, event, lambda: self._raise(exc))
     def _raise(self, exc):

@@ -1,9 +1,9 @@
 "What becomes of a tag: the tool that makes one, what is uploaded, and what the workflows are made of."
 import json, re, shutil, subprocess, sys, tarfile
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 import pytest
 from fastcore.basics import noop
+from common import files_of_git
 
 root = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(root/'tools'))
@@ -83,15 +83,9 @@ def test_the_recipe_asks_for_what_settings_ask_for():
 @pytest.fixture(scope='module')
 def built(tmp_path_factory):
     "The metadata and the names in the sdist, made of the files that git has"
-    files = subprocess.run(['git','ls-files','-z','--cached','--others','--exclude-standard'], cwd=root,
-        capture_output=True, text=True)
-    if files.returncode: pytest.skip('not a git checkout')
-    asked = int(re.search(r'^requires = \["setuptools>=(\d+)"\]', text_of('pyproject.toml'), re.M)[1])
-    try: have = version('setuptools')
-    except PackageNotFoundError: pytest.skip('setuptools is not installed here')
-    if int(have.partition('.')[0])<asked: pytest.skip(f'setuptools {have} came with this Python: {asked} builds')
-    tmp = tmp_path_factory.mktemp('built')
-    names = [o for o in files.stdout.split('\0') if o and (root/o).is_file()]
+    asked = re.search(r'^requires = \["setuptools>=(\d+)"\]', text_of('pyproject.toml'), re.M)[1]
+    pytest.importorskip('setuptools', minversion=asked)   # an older one may have come with this Python
+    tmp,names = tmp_path_factory.mktemp('built'),files_of_git()
     for nm in names:
         (tmp/nm).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(root/nm, tmp/nm)

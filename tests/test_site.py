@@ -4,7 +4,7 @@ Where the site has not been built it is not tested, and without Chromium not in 
 makes a failure of the former. `SHOTS=folder` keeps a picture of each page, wide and narrow, light and dark.
 """
 import functools, inspect, json, os, re, shutil, sys
-from html.parser import HTMLParser
+from html import unescape
 from importlib import import_module
 from pathlib import Path
 from urllib.parse import unquote, urldefrag, urljoin, urlsplit
@@ -35,38 +35,26 @@ users = [f'{o}.html' for o in ('index','get_started',*order,'reference/api','cha
 
 # What can be seen without a browser
 
-class Links(HTMLParser):
-    "The ids and links of a page, and the links to source by the id of their name"
-    def __init__(self, page):
-        super().__init__()
-        self.ids,self.hrefs,self.sources,self.dt = set(),[],{},None
-        self.feed((site/page).read_text(encoding='utf-8'))
-    def handle_starttag(self, tag, attrs):
-        a = dict(attrs)
-        if 'id' in a: self.ids.add(a['id'])
-        if tag=='dt': self.dt = a.get('id')
-        elif tag=='dd': self.dt = None
-        for k in ('href','src'):
-            if a.get(k): self.hrefs.append(a[k])
-        if self.dt and '/blob/' in a.get('href', ''): self.sources[self.dt] = a['href']
-
 @functools.cache
-def links(page): return Links(page)
+def read(page): return (site/page).read_text(encoding='utf-8')
+@functools.cache
+def ids(page): return set(re.findall(r'\sid="([^"]+)"', read(page)))
+def hrefs(page): return {unescape(o) for o in re.findall(r'\s(?:href|src)="([^"]+)"', read(page))}
 
 @pytest.mark.parametrize('page', pages)
 def test_links_resolve(page):
     bad = []
-    for href in links(page).hrefs:
+    for href in hrefs(page):
         url,anchor = urldefrag(urljoin(f'http://site/{page}', href))
         if not url.startswith('http://site/'): continue
         path = unquote(url.removeprefix('http://site/').partition('?')[0]) or 'index.html'
         if not (site/path).is_file(): bad.append(href)
-        elif anchor and path.endswith('.html') and unquote(anchor) not in links(path).ids: bad.append(href)
+        elif anchor and path.endswith('.html') and unquote(anchor) not in ids(path): bad.append(href)
     assert not bad
 
 def sidebar(page):
     "The pages that its sidebar leads to, in that order"
-    text = (site/page).read_text(encoding='utf-8').partition('<div class="sidebar-tree">')[2].partition('</div>')[0]
+    text = read(page).partition('<div class="sidebar-tree">')[2].partition('</div>')[0]
     found = re.findall(r'<li class="toctree-l\d[^"]*"><a class="[^"]*" href="([^"]+)"', text)
     return [urljoin(page, page.rpartition('/')[2] if o=='#' else o) for o in found]
 
@@ -107,8 +95,9 @@ def test_entry(name):
     "A public name has an anchor, a link to the lines that define it, and a table of its errors"
     full,page = entries[name]
     page = f'{page}.html'
-    assert {full,name.lower()} <= links(page).ids
-    pinned,path,line = re.search(r'/blob/([^/]+)/([^#]+)(?:#L(.+))?$', links(page).sources[full]).groups()
+    assert {full,name.lower()} <= ids(page)
+    sign,_,entry = read(page).partition(f'id="{full}"')[2].partition('</dl>')[0].partition('</dt>')
+    pinned,path,line = re.search(r'href="[^"]+/blob/([^/"]+)/([^#"]+)(?:#L([^"]+))?"', sign).groups()
     assert pinned!='main' or not (root/'.git').exists()   # that moves on, and the lines with it
     text = (root/path).read_text(encoding='utf-8').split('\n')
     short = name.split('.')[-1]
@@ -118,7 +107,6 @@ def test_entry(name):
     if not (inspect.isclass(o) or inspect.isfunction(o)): return
     docs = [o.__doc__] + ([o.__init__.__doc__] if inspect.isclass(o) and '__init__' in vars(o) else [])
     errors = [e for doc in filter(None, docs) for e in split_errors(inspect.cleandoc(doc))[1]]
-    entry = (site/page).read_text(encoding='utf-8').partition(f'id="{full}"')[2].partition('</dl>')[0]
     assert ('<p>Errors</p>' in entry)==bool(errors)
     for o,_ in errors: assert f'>{o}</span>' in entry and f'{o}:' not in entry
 
@@ -127,9 +115,8 @@ guides = ['get_started', *(o for o in order if o.startswith('guides/'))]
 @pytest.mark.parametrize('page', guides)
 def test_guides_open_in_colab(page):
     colab = f'https://colab.research.google.com/github/fastaccum/fastaccum/blob/main/nbs/{page}.ipynb'
-    assert colab in links(f'{page}.html').hrefs
-    text = (site/f'{page}.html').read_text(encoding='utf-8')
-    assert 'google.colab' not in text   # the cell that installs is not shown
+    assert colab in hrefs(f'{page}.html')
+    assert 'google.colab' not in read(f'{page}.html')   # the cell that installs is not shown
 
 def test_a_guide_installs_in_colab_and_nowhere_else(monkeypatch):
     import colab, subprocess
@@ -148,7 +135,7 @@ def test_what_the_site_hides():
     assert hides({'hide':''}, '#| hide\nfrom nbdev.showdoc import *') and hides({'default_exp':'x'}, '')
     assert hides({'hide':''}, 'assert 1') and hides({'hide':''}, '%matplotlib inline')
     assert not hides({'hide':''}, '#| hide\nfrom nbdev.showdoc import *\nimport torch') and not hides({}, 'assert 1')
-    text = (site/'modules/accumulation.html').read_text(encoding='utf-8')
+    text = read('modules/accumulation.html')
     assert 'Show the imports' in text and 'showdoc' not in text and 'nbdev_export' not in text
 
 def test_formulas_are_drawn():
@@ -157,15 +144,16 @@ def test_formulas_are_drawn():
     block = '```\n$HOME/$USER\n```'
     assert maths(block)==block
     for page in pages:
-        text = (site/page).read_text(encoding='utf-8').partition('<article')[2].partition('</article>')[0]
-        assert '$' not in re.sub(r'<(pre|code|svg)\b.*?</\1>', '', text, flags=re.S), page   # what is code may have one
+        text = read(page).partition('<article')[2].partition('</article>')[0]
+        text = re.sub(r'<(pre|code|svg)\b.*?</\1>', '', text, flags=re.S)   # what is code may have one
+        assert '$' not in text, page
 
 def test_pages_are_described():
     "To search engines and those who share an address, each in its own words; the repository is one click away"
     told = []
     for page in pages:
         if page=='search.html': continue
-        text = (site/page).read_text(encoding='utf-8')
+        text = read(page)
         told.append(re.search(r'<meta name="description" content="([^"`]{10,})">', text)[1])
         picture = re.search(r'<meta property="og:image" content="https://fastaccum.github.io/fastaccum/([^"]+)">', text)
         assert (site/picture[1]).is_file(), page

@@ -58,9 +58,10 @@ def fit(cbs, bs=16, fit=one_cycle, seed=0, **kwargs):
     return learn
 
 same = partial(assert_same_run, tol=1e-10)
-def assert_same(size=5, cbs=list, **kwargs):
-    "The run with a cache is the run without"
-    a,b = (fit([*own,*cbs()], **kwargs) for own in ([],[Cached(size)]))
+ways = dict(cached=lambda: Cached(5), auto=lambda: Cached('auto'), checkpointed=ActivationCheckpoint)
+def assert_same(way=ways['cached'], cbs=list, **kwargs):
+    "The run with it is the run without"
+    a,b = (fit([*own,*cbs()], **kwargs) for own in ([],[way()]))
     same(a, b)
     assert replaced(b)==replaced(a)
 
@@ -70,7 +71,7 @@ def one_epoch(l, cbs): l.fit_one_cycle(1, 0.1, cbs=cbs)
 @given(st.integers(1, 30), st.integers(2, 30), st.integers(30, 60), st.integers(0, 9), st.booleans(),
     st.sampled_from([nt_xent,dice,CrossEntropy()]))
 def test_any_loss_and_any_sizes(size, bs, n, seed, shuffle, loss):
-    assert_same(size, bs=bs, n=n, seed=seed, shuffle=shuffle, loss_func=loss, fit=one_epoch)
+    assert_same(lambda: Cached(size), bs=bs, n=n, seed=seed, shuffle=shuffle, loss_func=loss, fit=one_epoch)
 
 def accumulated(): return GradientAccumulation(32, drop_last=False)
 def fits(l, cbs):
@@ -94,6 +95,12 @@ settings = dict(adam=dict(opt_func=Adam, metrics=accuracy, cbs=lambda: [Gradient
 
 @pytest.mark.parametrize('nm', settings)
 def test_with_what_else_there_is(nm): assert_same(**settings[nm])
+
+@pytest.mark.parametrize('nm', [o for o in settings if o!='compiled'])   # which has no segments
+def test_checkpoints_with_what_else_there_is(nm):
+    "Here with dropout and BatchNorm, too: see test_checkpoint.py"
+    def model(): return net(nn.BatchNorm1d(6), nn.Dropout())
+    assert_same(ways['checkpointed'], **dict(model=model)|settings[nm])
 
 # Who sees what
 
@@ -207,7 +214,7 @@ def test_inputs_and_outputs_of_all_kinds(out, size):
     def look(l): return type(l.pred),[known(o) if isinstance(o, torch.Tensor) else o for o in flat(l.pred)]
     seen = [Seen('after_pred', look) for _ in range(2)]
     order = iter(seen)
-    assert_same(size, lambda: [Pairs(),next(order)], model=lambda: Towers(out), loss_func=clip_loss)
+    assert_same(lambda: Cached(size), lambda: [Pairs(),next(order)], model=lambda: Towers(out), loss_func=clip_loss)
     assert seen[0].values==seen[1].values and len(seen[0].values)==6
 
 def test_inputs_that_need_a_gradient_get_theirs():
@@ -304,7 +311,6 @@ def test_arguments(n):
 
 # Nothing is left, neither of a cache nor of checkpoints
 
-ways = dict(cached=lambda: Cached(5), auto=lambda: Cached('auto'), checkpointed=ActivationCheckpoint)
 events = ('before_fit before_epoch before_batch after_pred after_loss before_backward after_backward before_step '
     'after_step after_batch after_fit').split()
 excs = CancelBatchException,CancelFitException,KeyboardInterrupt,ValueError

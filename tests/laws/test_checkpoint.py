@@ -127,27 +127,14 @@ class Calls(nn.Module):
 @pytest.mark.parametrize('block,offload', list(product([Takes,Twice,Remembers], [False,True])))
 def test_inputs_of_all_kinds(block, offload): check(partial(small, lambda: Calls(block)), segments=block, offload=offload)
 
-# With what else there is
-
-def on_gradient(l):
-    g, = torch.autograd.grad(l.loss_grad, l.x, create_graph=True)
-    l.loss_grad = l.loss_grad+g.pow(2).sum()
-def lr_find(learn, cbs):
-    with learn.added_cbs(cbs):
-        learn.lr_find(num_it=6, show_plot=False, suggest_funcs=None)
-        learn.fit_one_cycle(1, 1e-2)
-def tune(learn, cbs): learn.fine_tune(1, 1e-2, freeze_epochs=2, cbs=cbs)
-def two_groups(m): return [[*m[:3].parameters()],[*m[3:].parameters()]]
+# With what else there is: see test_cache.py, too
 
 def eval_mode(): return [Event('after_pred', lambda l: l.model.eval()),Event('after_batch', lambda l: l.model.train())]
 
-settings = dict(lr_find=dict(fit=lr_find), tune=dict(make=partial(small, splitter=two_groups), fit=tune),
-    accumulated=dict(cbs=lambda: [GradientAccumulation(12, drop_last=False),GradientClip(.1)]),
-    saved=dict(cbs=lambda: [SaveModelCallback()], fit=lambda l,cbs: l.fit(3, 1e-2, cbs=cbs)), modes=dict(cbs=eval_mode),
-    twice=dict(cbs=lambda: [Event('before_backward', lambda l: l.loss_grad.backward(retain_graph=True))]),
-    penalty=dict(cbs=lambda: [Event('before_batch', lambda l: l.x.requires_grad_()),Event('after_loss', on_gradient)]))
+settings = dict(modes=dict(cbs=eval_mode),
+    saved=dict(cbs=lambda: [SaveModelCallback()], fit=lambda l,cbs: l.fit(3, 1e-2, cbs=cbs)),
+    twice=dict(cbs=lambda: [Event('before_backward', lambda l: l.loss_grad.backward(retain_graph=True))]))
 
-@pytest.mark.filterwarnings('ignore:.*BatchNorm')
 @pytest.mark.parametrize('nm', settings)
 def test_with_what_else_there_is(nm): check(**settings[nm])
 

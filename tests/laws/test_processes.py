@@ -12,7 +12,6 @@ from pathlib import Path
 from random import Random
 from torch import distributed as dist, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils._pytree import tree_map
 from fastai.callback.core import Callback, CancelBatchException, CancelFitException
 from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.training import GradientClip, ShortEpochCallback
@@ -25,8 +24,8 @@ from fastaccum import (ActivationCheckpoint, GradientAccumulation, GradientAccum
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, one_cycle, toy, toy_data
 from common import CpuMixedPrecision, Memory, Raise, Scaled, Seen, above, nt_xent, some, weights, whole
 import on_processes as here
-from on_processes import (Batches, Traffic, assert_same, both, cut, learner, loader, on, one_group, orders, own, rewind,
-    same_everywhere, state, steps_of)
+from on_processes import (Batches, Traffic, assert_same, both, cut, entire, learner, loader, on, one_group, orders, own,
+    rewind, same_everywhere, state, steps_of)
 from small_learners import Event
 
 two_or_more = (2,3) if whole else (2,)
@@ -560,9 +559,6 @@ def sharded(replicas=1, make=net):
 def parts(m): return [list(m[:1].parameters()),list(m[1:].parameters())]
 def all_sharded(ns, tokens=False, **kwargs):
     return own(ns, tokens=tokens, **dict(ddp=None, model=sharded, splitter=parts)|kwargs)
-def entire(o):
-    "With each sharded tensor as one"
-    return tree_map(lambda x: x.full_tensor() if hasattr(x, 'full_tensor') else x, o)
 def states(l):
     for m in l.model.modules():
         if hasattr(m, 'reshard'): m.reshard()   # a validation leaves them gathered
@@ -574,7 +570,7 @@ def frozen_first(l, cbs):
     l.unfreeze()
     l.fit_one_cycle(2, 0.05, cbs=cbs, start_epoch=1)
 
-shards = dict(even=[dict(ns=even)], ragged=[dict(), dict(drop_last=True), dict(ns=[33,36])], tokens=[dict(tokens=True)],
+shards = dict(even=[dict(ns=even)], ragged=[dict(), dict(acc=dict(drop_last=True)), dict(ns=[33,36])], tokens=[dict(tokens=True)],
     clipped=[dict(opt_func=o, fit=decayed, cbs=clip) for o in (Adam,AdamW)],
     scaled=[dict(cbs=scaled)], fits=[dict(fit=frozen_first)], replicas=[dict(replicas=2)])
 on_cpu = pytest.mark.skipif(not hasattr(torch.cpu.Stream, 'record_event'), reason='PyTorch 2.6 shards on devices only')
@@ -584,13 +580,8 @@ on_cpu = pytest.mark.skipif(not hasattr(torch.cpu.Stream, 'record_event'), reaso
 @on()
 def test_sharded(case):
     "The run is that of one process that is not; gradients are exchanged with every micro-batch"
-    def run(ns=ragged, fit=one_cycle, tokens=False, cbs=list, replicas=1, drop_last=None, **kwargs):
-        ns = ns[:here.world]
-        ds,full = toy_data(sum(ns), tokens),[steps_of(o, [16]*here.world, drop_last) for o in orders(ns)]
-        a = learner(Batches(ds, full), ds, model=net, splitter=parts, **kwargs)
-        b = all_sharded(ns, tokens, model=partial(sharded, replicas), **kwargs)
-        with here.alone(): fit(a, cbs())
-        fit(b, [GradientAccumulation(16*here.world, drop_last=drop_last),*cbs()])
+    def run(ns=ragged, replicas=1, **kwargs):
+        a,b = both(ns, model=net, splitter=parts, ddp=None, of_all=dict(model=partial(sharded, replicas)), **kwargs)
         assert deviation(states(a), states(b))<1e-9
         assert deviation(*([list(o.recorder.lrs),list(o.recorder.losses)] for o in (a,b)))<2e-6
     for kwargs in shards[case]: run(**kwargs)

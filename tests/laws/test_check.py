@@ -102,7 +102,8 @@ exact = dict(plain=lambda: toy(12), tokens=lambda: toy(12, tokens=True), batch_o
     own_sizes=lambda: toy(12, tokens=True, loss_func=hidden, cbs=GradientAccumulation(24, n_items=counted)),
     torchs_loader=lambda: loaded(TorchDataLoader(data, 12, shuffle=True)),
     torchs_stream=lambda: loaded(TorchDataLoader(Stream(), 12)),
-    follows_progress=lambda: toy(13, cbs=Follows()), ragged_end=lambda: toy(12, n=30), short=lambda: loaded(DataLoader(data[:7], bs=12)),
+    follows_progress=lambda: toy(12, cbs=Follows()), follows_at_odd_sizes=lambda: toy(13, cbs=Follows()),
+    ragged_end=lambda: toy(12, n=30), short=lambda: loaded(DataLoader(data[:7], bs=12)),
     stream=lambda: loaded(DataLoader(Stream(), bs=12, n=40)),
     workers=lambda: loaded(DataLoader(data, bs=12, num_workers=2)))
 

@@ -5,17 +5,14 @@ from functools import partial
 from itertools import product
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
-from torch.utils.data import TensorDataset
 from types import SimpleNamespace
 from fastai.callback.hook import hook_output
 from fastai.callback.tracker import SaveModelCallback
-from fastai.callback.training import GradientClip
 from fastai.text.models.awdlstm import AWD_LSTM
 from fastai.torch_core import TensorImage
 from fastcore.foundation import L
 from fastaccum import ActivationCheckpoint, GradientAccumulation, GradientCache
-from fastaccum.testing import assert_same_run, deviation, toy, toy_data
-from common import CpuMixedPrecision, Seen
+from fastaccum.testing import assert_same_run, deviation, toy
 from small_learners import Event, Held, Holds, Own, all_params, applications, cross_entropy, make, replaced
 
 class Block(nn.Module):
@@ -137,17 +134,6 @@ settings = dict(modes=dict(cbs=eval_mode),
 
 @pytest.mark.parametrize('nm', settings)
 def test_with_what_else_there_is(nm): check(**settings[nm])
-
-@pytest.mark.parametrize('mode', ['fp16','bf16'])
-def test_mixed_precision(mode):
-    "Computed again in the precision of the forward pass"
-    seen,x,y = [],*toy_data(24).tensors
-    def learner():
-        learn = toy(8, data=TensorDataset(x.float(), y), model=net, splitter=all_params)
-        learn.model[2].lin1.register_forward_hook(lambda m,i,o: seen.append(o.dtype) if learn.training else None)
-        return learn
-    check(learner, cbs=lambda: [CpuMixedPrecision(mode, init_scale=2.**8),GradientClip(.1)])
-    assert set(seen)=={dict(fp16=torch.float16, bf16=torch.bfloat16)[mode]} and len(seen)==3+2*3
 
 def test_hooks():
     "A segment's own hear each batch once; those of a module inside hear it twice, may alter it, and can ask"

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from fastai.callback.core import Callback
 from fastai.callback.fp16 import AMPMode, MixedPrecision
+from fastai.torch_core import Module
 from torch.amp import GradScaler, autocast
 from torch.utils.data import TensorDataset
 from fastaccum.testing import toy_data
@@ -111,10 +112,9 @@ def short_of(cap, stage='backward'):
         if n>cap: raise torch.OutOfMemoryError(f'planted, {stage}')
     return check
 
-class Memory(nn.Module):
+class Memory(Module):
     "Hands its input on; memory runs out where `short(where, n)` says so, for 'forward', 'backward' and 'validation'"
     def __init__(self, short=None):
-        super().__init__()
         self.short = short
     def check(self, where, n):
         if self.short and self.short(where, n): short_of(0, where)(n)

@@ -109,7 +109,7 @@ def test_what_the_package_index_shows(built):
     for nm in ('Repository','Documentation','Changelog','Issues'): assert f'Project-URL: {nm}, https://' in text
     assert all(o.startswith('https://') for o in re.findall(r'!\[[^]]*\]\(([^)]+)\)', text))   # pictures, too
 
-# The workflows, and what ruff says
+# The workflows
 
 def test_each_python_is_tested():
     assert json.loads(re.search(r'python: (\[.+\])', text_of('.github/workflows/test.yml'))[1])==pythons()
@@ -119,10 +119,3 @@ def test_actions_are_pinned_and_each_to_one_commit():
         for m in re.findall(r'uses: ([^.\s@]+)(?:@(\S+))?(?: # (v[\d.]+)$)?', fn.read_text(encoding='utf-8'), re.M)}
     assert used and all(re.fullmatch('[0-9a-f]{40}', sha) and v for nm,sha,v in used), used
     assert len({nm for nm,*_ in used})==len(used), used
-
-def test_lint():
-    "What ruff says; `make lint` has actionlint and zizmor read the workflows, too"
-    ruff = Path(sys.executable).with_name('ruff')
-    if not ruff.exists(): pytest.skip('ruff is not installed: make lint')
-    res = subprocess.run([ruff,'check','--no-cache'], cwd=root, capture_output=True, text=True)
-    assert not res.returncode, res.stdout+res.stderr

@@ -12,7 +12,7 @@ from fastai.callback.core import Callback, CancelBatchException, CancelFitExcept
 from fastai.callback.training import GradientClip
 from fastai.metrics import accuracy
 from fastai.optimizer import Adam, OptimWrapper
-from fastai.torch_core import TensorImage
+from fastai.torch_core import Module, TensorImage
 from fastaccum import ActivationCheckpoint, FreezeBN, GradientAccumulation, GradientCache
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, one_cycle, toy, toy_data
 from common import (CpuMixedPrecision, Memory, Overflow, Raise, Scaled, Seen, above, at_times, grads, nt_xent, some,
@@ -122,10 +122,9 @@ def test_the_model_sees_micro_batches_and_the_others_the_batch():
 
 # What is random, and what a forward pass moves
 
-class InParts(nn.Module):
+class InParts(Module):
     "The model, applied to the micro-batches in one graph"
     def __init__(self, m, size):
-        super().__init__()
         self.m,self.size = m,size
     def forward(self, x): return torch.cat([self.m(o) for o in x.split(self.size)]) if self.training else self.m(x)
 
@@ -180,11 +179,10 @@ def test_mixed_precision_is_no_further_off_than_mixed_precision(mode, penalty, w
 
 # What the model is given, and what it returns
 
-class Towers(nn.Module):
+class Towers(Module):
     """As CLIP, with a temperature that is learned. Some outputs have no rows, no gradient, or no use; one has as many rows
     as a micro-batch has samples, which they are not"""
     def __init__(self, out):
-        super().__init__()
         self.a,self.b,self.scale,self.out = net(),net(),nn.Parameter(torch.tensor(0.7).double()),out
         self.protos = nn.Parameter(torch.randn(4, 3).double())
     def forward(self, x, text):
@@ -264,10 +262,9 @@ def test_applications(nm):
 
 # Refused
 
-class Returns(nn.Module):
+class Returns(Module):
     "The model, and something done with its output and more inputs"
     def __init__(self, f):
-        super().__init__()
         self.m,self.f = net(),f
     def forward(self, x, *more): return self.f(self.m(x), *more)
 

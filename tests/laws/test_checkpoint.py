@@ -9,16 +9,15 @@ from types import SimpleNamespace
 from fastai.callback.hook import hook_output
 from fastai.callback.tracker import SaveModelCallback
 from fastai.text.models.awdlstm import AWD_LSTM
-from fastai.torch_core import TensorImage
+from fastai.torch_core import Module, TensorImage
 from fastcore.foundation import L
 from fastaccum import ActivationCheckpoint, GradientAccumulation, GradientCache
 from fastaccum.testing import assert_same_run, deviation, toy
 from small_learners import Event, Held, Holds, Own, all_params, applications, cross_entropy, make, replaced
 
-class Block(nn.Module):
+class Block(Module):
     "BatchNorm, dropout, something in place, and a skip"
     def __init__(self, norm=None):
-        super().__init__()
         self.lin1,self.lin2,self.norm = nn.Linear(8, 8),nn.Linear(8, 8),nn.BatchNorm1d(8) if norm is None else norm
         self.act,self.drop = nn.ReLU(inplace=True),nn.Dropout()
     def forward(self, x): return x+self.lin2(self.drop(self.act(self.norm(self.lin1(x)))))
@@ -63,10 +62,9 @@ class Late(nn.BatchNorm1d):
     "Goes by the statistics that it has just moved"
     def forward(self, x): return super().forward(x)*self.running_var.clone()+self.running_mean
 
-class Thrice(nn.Module):
+class Thrice(Module):
     "Runs its block three times"
     def __init__(self, m):
-        super().__init__()
         self.m,self.other = m,Block()
     def forward(self, x): return self.m(self.other(self.m(x))+self.m(x*2))
 
@@ -110,10 +108,9 @@ class Remembers(Block):
         layer.keys = torch.cat([layer.keys,x])
         return super().forward(x+layer.keys.mean(0))
 
-class Calls(nn.Module):
+class Calls(Module):
     "Blocks that are called in their own way"
     def __init__(self, block=Block, n=3):
-        super().__init__()
         self.embed,self.head = nn.Linear(5, 8),nn.Linear(8, 3)
         self.blocks = nn.ModuleList(block() for _ in range(n))
     def forward(self, x):
@@ -242,10 +239,9 @@ def test_a_segment_of_yours_that_does_not_run_is_told():
         warnings.simplefilter('error')
         small(Idle).fit(1, cbs=ActivationCheckpoint())   # found, not given: the head of a timm model, for one
 
-class Shift(nn.Module):
+class Shift(Module):
     "Needs no input for its own backward pass, and may change it"
     def __init__(self, mul=1):
-        super().__init__()
         self.bias,self.lin,self.mul,self.total = nn.Parameter(torch.ones(8)),nn.Linear(8, 8),mul,torch.zeros(8).double()
     def forward(self, x): return self.lin((x if self.mul==1 else x.mul_(self.mul))+self.bias)
 

@@ -19,6 +19,7 @@ from fastai.data.load import DataLoader
 from fastai.learner import AvgLoss
 from fastai.metrics import accuracy
 from fastai.optimizer import Adam, OptimWrapper, SGD
+from fastai.torch_core import Module
 from fastaccum import (ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule,
     FreezeBN, GradientAccumulationScheduler, GradientCache, NoiseScale, RecalibrateBN, ScaledLR)
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, one_cycle, toy, toy_data
@@ -39,15 +40,12 @@ def net(*more):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5,6), nn.Tanh(), *more, nn.Linear(6,3)).double()
 def batchnorm(): return net(nn.BatchNorm1d(6))
-class Branches(nn.Sequential):
+class Branches(Module):
     "The first layer is for some samples only: there are micro-batches that do not use it"
+    def __init__(self): self.net,self.first = net(),nn.Linear(5,5).double()
     def forward(self, x):
         some = x[:,:1]>1
-        if some.any(): x = torch.where(some, self[0](x), x)
-        return self[1](x)
-def branches():
-    m = net()
-    return Branches(nn.Linear(5,5).double(), m)
+        return self.net(torch.where(some, self.first(x), x) if some.any() else x)
 def tied():
     m = net(nn.Linear(6,6), nn.Tanh(), nn.Linear(6,6))
     m[2].weight = m[4].weight
@@ -76,11 +74,10 @@ class LeaveOut(Callback):
     def after_loss(self):
         if self.iter==4: raise CancelBatchException
 
-class Trim(Callback):
+def trim(l):
     "Each batch is as long as its longest sequence"
-    def before_batch(self):
-        n = int((self.y!=-100).any(0).nonzero().max())+1
-        self.learn.xb,self.learn.yb = (self.x[:,:n],),(self.y[:,:n],)
+    n = int((l.y!=-100).any(0).nonzero().max())+1
+    l.xb,l.yb = (l.x[:,:n],),(l.y[:,:n],)
 
 equal = dict(
     few=[dict(ns=few)],
@@ -90,7 +87,7 @@ equal = dict(
     scaled=[dict(ns=ragged, cbs=scaled)],
     fits=[dict(ns=ragged, fit=fits)],
     from_an_epoch=[dict(ns=o, fit=from_epoch_1) for o in (ragged,uneven)],
-    trimmed=[dict(ns=uneven, micro=2, tokens=True, cbs=lambda: [Trim()])],
+    trimmed=[dict(ns=uneven, micro=2, tokens=True, cbs=lambda: [Event('before_batch', trim, True)])],
     class_weights=[dict(ns=uneven, tokens=True, loss_func=CrossEntropy(weight=torch.tensor([0.2,1.,3.]).double()))],
     sums=[dict(ns=uneven, loss_func=CrossEntropy(reduction='sum'), fit=lambda l,cbs: l.fit(2, 1e-3, cbs=cbs))],
     split=[dict(ns=[36]*3, micro=12, each=12, acc=dict(micro_batch_size=4)),
@@ -102,7 +99,7 @@ equal = dict(
     train_metrics=[dict(ns=even, setup=train_metrics, metrics=[accuracy,AvgLoss()])],
     ways_to_wrap=[dict(ns=ragged, ddp=dict(bucket_cap_mb=1e-4)),
         dict(ns=uneven, ddp=dict(gradient_as_bucket_view=True), opt_func=AdamW),
-        dict(ns=uneven, ddp=dict(find_unused_parameters=True), model=branches),
+        dict(ns=uneven, ddp=dict(find_unused_parameters=True), model=Branches, splitter=one_group),
         # weight decay does not touch what nobody uses
         dict(ns=ragged, ddp=dict(find_unused_parameters=True), model=unused, splitter=one_group, fit=decayed)],
     schedules=[dict(ns=ns, cb=cb, fit=fit, full=False) for cb,fit,ns in some(4, product((
@@ -226,16 +223,14 @@ def test_buffers_are_those_of_the_first_process():
 
 @on(2)
 def test_an_overflow_on_one_process_skips_the_step_on_all():
-    class Overflow(Callback):
-        order,run_valid = 5,False
-        def after_loss(self):
-            if (here.rank,self.epoch,self.iter)==(1,0,at): self.learn.loss_grad = self.loss_grad*float('inf')
+    def overflow(l):
+        if (here.rank,l.epoch,l.iter)==(1,0,at): l.loss_grad = l.loss_grad*float('inf')
     for at in (0,3):   # in the first step
         b = own([36,36], model=lambda: net().float())
         ds = b.dls.train_ds
         ds.tensors = ds.tensors[0].float(),ds.tensors[1]
         before,seen = weights(b),Seen('after_step', lambda l: (weights(l),l.scaler.get_scale()), order=60)
-        b.fit(2, 0.1, cbs=[GradientAccumulation(32),CpuMixedPrecision(init_scale=1024.),Overflow(),seen])
+        b.fit(2, 0.1, cbs=[GradientAccumulation(32),CpuMixedPrecision(init_scale=1024.),Event('after_loss', overflow),seen])
         same_everywhere(state(b))
         ws,scales = zip(*seen.values)
         assert scales==(512.,)*6 and ws[-1].isfinite().all()

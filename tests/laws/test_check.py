@@ -18,7 +18,7 @@ from fastai.text.data import LMDataLoader, SortedDL
 from fasttransform import Pipeline
 from fastaccum import ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule, GradientCache
 from fastaccum.testing import CrossEntropy, deviation, toy, toy_data, both_runs
-from common import CpuMixedPrecision, weights
+from common import CpuMixedPrecision, short_of, weights
 from small_learners import Event, make
 from test_dry_runs import assert_same, everything, verbs
 
@@ -125,14 +125,9 @@ def test_no_false_alarm(nm):
     assert res and res.ok and 'the same run' in repr(res) and [*res.off]==[*whats,'weights'], res
     assert bad(res)==({'weights'} if nm=='overflows' else set()), res   # there no step was made
 
-class Fits(Callback):
-    "More than `most` samples do not fit into memory"
-    def __init__(self, most): self.most = most
-    def before_batch(self):
-        if len(self.y)>self.most: raise torch.OutOfMemoryError('planted')
-
 class Queue(Callback):
     def before_batch(self): assert 32%len(self.y)==0, 'a queue of 32'
+def fits(most): return Event('before_batch', lambda learn: short_of(most)(len(learn.y)), True)
 def halves(): return Event('before_batch', lambda learn: 1/(len(learn.y) in (70,35)))
 
 acc,cached = GradientAccumulation,partial(GradientCache, micro_batch_size=4)
@@ -157,12 +152,12 @@ def test_the_sizes_are_those_of_training(bs, cbs, kwargs, parts):
     (lambda: [acc(32),cached()],4,'2, 2')])
 def test_a_step_that_does_not_fit_into_memory(cbs, whole, parts):
     "That is why one accumulates: what fits is compared, and the title says so"
-    res = check(toy(8, cbs=[Fits(whole),Summed()]), cbs=cbs())
+    res = check(toy(8, cbs=[fits(whole),Summed()]), cbs=cbs())
     n = next(o for o in cbs() if hasattr(o, 'accum_bs')).accum_bs
     assert f'{n} samples do not fit into memory at once, so {whole} were compared' in repr(res), res
     assert f'micro-batches of {parts}: not' in repr(res) and bad(res)=={'callbacks','gradients'}
-    with pytest.raises(torch.OutOfMemoryError): check(toy(8, cbs=Fits(whole)), cbs=cbs(), accum_bs=16)
-    with pytest.raises(torch.OutOfMemoryError): check(toy(8, cbs=Fits(1)), cbs=cbs())
+    with pytest.raises(torch.OutOfMemoryError): check(toy(8, cbs=fits(whole)), cbs=cbs(), accum_bs=16)
+    with pytest.raises(torch.OutOfMemoryError): check(toy(8, cbs=fits(1)), cbs=cbs())
 
 def test_many_parts_are_counted_in_the_title():
     assert '70 samples whole, and in micro-batches: 8 of 8, 1 of 6: the same' in repr(check(toy(8, cbs=acc(99))))

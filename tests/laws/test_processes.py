@@ -623,11 +623,10 @@ def test_refused_where_sharded():
     late = all_sharded([35,35], model=net)
     late.create_opt()
     late.model = sharded()
-    for said,b,*more in (('FSDP',all_sharded([35,20])),
+    for said,b,*cbs in (('FSDP',all_sharded([35,20])),
             ('float32',all_sharded([35,35], model=half, splitter=one_group)),
             ('FSDP',all_sharded([35,35], model=fsdp1, splitter=one_group)), ('optimizer',late),
-            ('NoiseScale.*FSDP',all_sharded([35,35]),NoiseScale())):
-        with pytest.raises(ValueError, match=said): b.fit(1, 0.1, cbs=[GradientAccumulation(32),*more])
-    # cut at steps, 22 and 23 samples are other numbers of micro-batches
-    with pytest.raises(ValueError, match='22 samples.*23 samples'):
-        all_sharded([22,23]).fit(1, 0.1, cbs=GradientAccumulation(32, micro_batch_size=3))
+            ('NoiseScale.*FSDP',all_sharded([35,35]),GradientAccumulation(32),NoiseScale()),
+            # cut at steps, these are other numbers of micro-batches
+            ('22 samples.*23 samples',all_sharded([22,23]),GradientAccumulation(32, micro_batch_size=3))):
+        with pytest.raises(ValueError, match=said): b.fit(1, 0.1, cbs=cbs or GradientAccumulation(32))

@@ -1,11 +1,13 @@
 "Things several tests use."
-import os, torch
+import os, pytest, subprocess, torch
 from functools import partial
+from pathlib import Path
 from random import Random
 from torch import nn
 from torch.nn import functional as F
 from fastai.callback.core import Callback
 from fastai.callback.fp16 import AMPMode, MixedPrecision
+from fastai.torch_core import Module
 from torch.amp import GradScaler, autocast
 from torch.utils.data import TensorDataset
 from fastaccum.testing import toy_data
@@ -17,6 +19,14 @@ def some(n, cases):
     cases = list(cases)
     if whole or n>=len(cases): return cases
     return [cases[i] for i in sorted(Random(n).sample(range(len(cases)), n))]
+
+def files_of_git():
+    "The names of the files that git has, or would have with `git add`"
+    cmd = ['git','ls-files','-z','--cached','--others','--exclude-standard']
+    root = Path(__file__).resolve().parent.parent
+    res = subprocess.run(cmd, cwd=root, capture_output=True, text=True)
+    if res.returncode: pytest.skip('not a git checkout')
+    return [o for o in res.stdout.split('\0') if (root/o).is_file()]
 
 class CpuMixedPrecision(MixedPrecision):
     """fastai's `MixedPrecision` with autocast and a GradScaler that work on the CPU; on a CPU fastai's own disables
@@ -55,7 +65,7 @@ class Seen(Callback):
 
 class Raise(Callback):
     "Raise `exc` at the `at`th time that `event` comes"
-    def __init__(self, event, exc, order, at=0, after=None):
+    def __init__(self, event, exc, order, at=0):
         self.order,self.left,self.raised = order,at,False
         setattr(self, event, lambda: self._raise(exc))
     def _raise(self, exc):
@@ -102,10 +112,9 @@ def short_of(cap, stage='backward'):
         if n>cap: raise torch.OutOfMemoryError(f'planted, {stage}')
     return check
 
-class Memory(nn.Module):
+class Memory(Module):
     "Hands its input on; memory runs out where `short(where, n)` says so, for 'forward', 'backward' and 'validation'"
     def __init__(self, short=None):
-        super().__init__()
         self.short = short
     def check(self, where, n):
         if self.short and self.short(where, n): short_of(0, where)(n)

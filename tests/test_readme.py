@@ -80,7 +80,3 @@ def test_it_is_short():
     text = re.sub(r'^```.*?^```|<!--.*?-->|!\[.*?\]\(.*?\)', '', readme, flags=re.M|re.S)
     assert len(text.split())<=450
     assert 4<len(re.findall(r'\]\(', readme.partition('## Read on')[2].partition('\n## ')[0]))<=12
-
-def test_code_is_not_cut():
-    "In the narrowest place that it is read in with a wide screen, which is the site's"
-    assert [o for block in blocks(readme, r'\w*') for o in block.split('\n') if len(o)>100]==[]

@@ -1,9 +1,9 @@
 "What becomes of a tag: the tool that makes one, what is uploaded, and what the workflows are made of."
 import json, re, shutil, subprocess, sys, tarfile
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 import pytest
 from fastcore.basics import noop
+from common import files_of_git
 
 root = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(root/'tools'))
@@ -83,15 +83,9 @@ def test_the_recipe_asks_for_what_settings_ask_for():
 @pytest.fixture(scope='module')
 def built(tmp_path_factory):
     "The metadata and the names in the sdist, made of the files that git has"
-    files = subprocess.run(['git','ls-files','-z','--cached','--others','--exclude-standard'], cwd=root,
-        capture_output=True, text=True)
-    if files.returncode: pytest.skip('not a git checkout')
-    asked = int(re.search(r'^requires = \["setuptools>=(\d+)"\]', text_of('pyproject.toml'), re.M)[1])
-    try: have = version('setuptools')
-    except PackageNotFoundError: pytest.skip('setuptools is not installed here')
-    if int(have.partition('.')[0])<asked: pytest.skip(f'setuptools {have} came with this Python: {asked} builds')
-    tmp = tmp_path_factory.mktemp('built')
-    names = [o for o in files.stdout.split('\0') if o and (root/o).is_file()]
+    asked = re.search(r'^requires = \["setuptools>=(\d+)"\]', text_of('pyproject.toml'), re.M)[1]
+    pytest.importorskip('setuptools', minversion=asked)   # an older one may have come with this Python
+    tmp,names = tmp_path_factory.mktemp('built'),files_of_git()
     for nm in names:
         (tmp/nm).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(root/nm, tmp/nm)
@@ -115,7 +109,7 @@ def test_what_the_package_index_shows(built):
     for nm in ('Repository','Documentation','Changelog','Issues'): assert f'Project-URL: {nm}, https://' in text
     assert all(o.startswith('https://') for o in re.findall(r'!\[[^]]*\]\(([^)]+)\)', text))   # pictures, too
 
-# The workflows, and what ruff says
+# The workflows
 
 def test_each_python_is_tested():
     assert json.loads(re.search(r'python: (\[.+\])', text_of('.github/workflows/test.yml'))[1])==pythons()
@@ -125,10 +119,3 @@ def test_actions_are_pinned_and_each_to_one_commit():
         for m in re.findall(r'uses: ([^.\s@]+)(?:@(\S+))?(?: # (v[\d.]+)$)?', fn.read_text(encoding='utf-8'), re.M)}
     assert used and all(re.fullmatch('[0-9a-f]{40}', sha) and v for nm,sha,v in used), used
     assert len({nm for nm,*_ in used})==len(used), used
-
-def test_lint():
-    "What ruff says; `make lint` has actionlint and zizmor read the workflows, too"
-    ruff = Path(sys.executable).with_name('ruff')
-    if not ruff.exists(): pytest.skip('ruff is not installed: make lint')
-    res = subprocess.run([ruff,'check','--no-cache'], cwd=root, capture_output=True, text=True)
-    assert not res.returncode, res.stdout+res.stderr

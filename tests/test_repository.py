@@ -2,6 +2,7 @@
 import re, shutil, subprocess, sys, tempfile
 from pathlib import Path
 import pytest
+from common import files_of_git
 
 root = Path(__file__).resolve().parent.parent
 lib = root/'fastaccum'
@@ -47,13 +48,9 @@ def test_readme_is_the_index():
     assert not res.returncode, res.stderr
 
 def test_no_paths_of_a_machine():
-    cmd = ['git','ls-files','-z','--cached','--others','--exclude-standard']
-    files = subprocess.run(cmd, cwd=root, capture_output=True)
-    if files.returncode: pytest.skip('not a git checkout')
     places = {root, root.parent, Path.home()} - {Path('/'), Path('/tmp'), Path(tempfile.gettempdir())}
     here = '|'.join(re.escape(str(o)) for o in places)
     # not in the middle of a longer path; a notebook's line breaks are a backslash and an n
     start = r'(?:(?<![\w.~-])|(?<=\\[nt]))'
     found = re.compile(fr'{start}(?:(?:{here})(?![\w.-])|/(?:home|Users)/\w+/).*'.encode())
-    paths = [root/o for o in files.stdout.decode().split('\0') if o]
-    assert [f'{o}: {m[0].decode()}' for o in paths if o.is_file() for m in found.finditer(o.read_bytes())]==[]
+    assert [f'{o}: {m[0].decode()}' for o in files_of_git() for m in found.finditer((root/o).read_bytes())]==[]

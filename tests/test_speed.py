@@ -13,12 +13,11 @@ names = ['item','tolist','cpu','numpy','__bool__','__float__','__int__','__index
 @contextmanager
 def syncs():
     "Note every call by which the host would wait for a tensor of the device"
-    seen,old = [],{nm:getattr(torch.Tensor, nm) for nm in names}
-    def hook(nm): return lambda self, *args, **kwargs: (seen.append(nm), old[nm](self, *args, **kwargs))[1]
-    for nm in names: setattr(torch.Tensor, nm, hook(nm))
-    try: yield seen
-    finally:
-        for nm in names: setattr(torch.Tensor, nm, old[nm])
+    seen = []
+    def hook(nm, old): return lambda self, *args, **kwargs: (seen.append(nm), old(self, *args, **kwargs))[1]
+    with pytest.MonkeyPatch.context() as patch:
+        for nm in names: patch.setattr(torch.Tensor, nm, hook(nm, getattr(torch.Tensor, nm)))
+        yield seen
 
 def count(cbs, **kwargs):
     "Syncs from each forward pass to the next in an epoch of 18 micro-batches"

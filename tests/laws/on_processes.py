@@ -15,7 +15,7 @@ from random import Random
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 import pytest
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
@@ -94,7 +94,7 @@ def orders(ns, n_epoch=3):
     rng,starts = Random(0),[sum(ns[:r]) for r in range(len(ns))]
     return [[rng.sample(range(s, s+n), n) for s,n in zip(starts, ns)] for _ in range(n_epoch)]
 
-def steps_of(order, shares, drop_last):
+def steps_of(order, shares, drop_last=False):
     "The samples of each step of an epoch, if each process has its share of it"
     parts = [cut(o, s) for o,s in zip(order, shares)]
     steps = [[p[i] if i<len(p) else [] for p in parts] for i in range(max(map(len, parts)))]
@@ -137,9 +137,14 @@ def own(ns, micro=4, tokens=False, ddp=(), n_epoch=3, **kwargs):
     ns = ns[:world]
     ds = toy_data(sum(ns), tokens)
     micro = micro[rank] if isinstance(micro, list) else micro
-    return learner(loader(ds, [o[rank] for o in orders(ns, n_epoch)], micro), ds, ddp=dict(ddp), **kwargs)
+    train = loader(ds, [o[rank] for o in orders(ns, n_epoch)], micro)
+    return learner(train, ds, ddp=ddp if ddp is None else dict(ddp), **kwargs)
 
-def state(learn): return torch.cat([o.detach().double().flatten() for o in learn.model.state_dict().values()])
+def entire(o):
+    "With each sharded tensor as one"
+    return tree_map(lambda x: x.full_tensor() if hasattr(x, 'full_tensor') else x, o)
+def state(learn):
+    return torch.cat([entire(o).detach().double().flatten() for o in learn.model.state_dict().values()])
 
 def same_everywhere(t):
     "Fail if the processes do not hold the same"
@@ -149,10 +154,10 @@ def same_everywhere(t):
     assert all(torch.equal(o, t) for o in res), 'the processes differ'
 
 def both(ns, micro=4, each=16, cb=GradientAccumulation, acc=None, fit=one_cycle, tokens=False, cbs=list, setup=noop,
-        ddp=(), full=True, **kwargs):
+        ddp=(), full=True, of_all=None, **kwargs):
     """The Learners after a fit of one process, on batches of whole steps, or, unless `full`, on micro-batches as large
     as those of all together; and after one of all processes, each on micro-batches of its own, with `each` samples in
-    a step"""
+    a step, with the arguments `of_all` instead of some"""
     ns,micro,acc = ns[:world],micro[:world] if isinstance(micro, list) else [micro]*world,acc or {}
     ds,order = toy_data(sum(ns), tokens),orders(ns)
     def accumulation(): return cb(each*world, **acc)
@@ -165,7 +170,7 @@ def both(ns, micro=4, each=16, cb=GradientAccumulation, acc=None, fit=one_cycle,
         train = loader(ds, [sum((sum(b, []) for b in zip(*(cut(p, m) for p,m in zip(o, micro)))), []) for o in order],
             sum(micro))
     a = learner(train, ds, **kwargs)
-    b = own(ns, micro, tokens, ddp, **kwargs)
+    b = own(ns, micro, tokens, ddp, **kwargs|(of_all or {}))
     setup(a), setup(b)
     with alone(): fit(a, cbs() if full else [accumulation(),*cbs()])
     fit(b, [accumulation(),*cbs()])

@@ -12,7 +12,7 @@ from fastai.callback.core import Callback, CancelBatchException, CancelFitExcept
 from fastai.callback.training import GradientClip
 from fastai.metrics import accuracy
 from fastai.optimizer import Adam, OptimWrapper
-from fastai.torch_core import TensorImage
+from fastai.torch_core import Module, TensorImage
 from fastaccum import ActivationCheckpoint, FreezeBN, GradientAccumulation, GradientCache
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, one_cycle, toy, toy_data
 from common import (CpuMixedPrecision, Memory, Overflow, Raise, Scaled, Seen, above, at_times, grads, nt_xent, some,
@@ -58,9 +58,10 @@ def fit(cbs, bs=16, fit=one_cycle, seed=0, **kwargs):
     return learn
 
 same = partial(assert_same_run, tol=1e-10)
-def assert_same(size=5, cbs=list, **kwargs):
-    "The run with a cache is the run without"
-    a,b = (fit([*own,*cbs()], **kwargs) for own in ([],[Cached(size)]))
+ways = dict(cached=lambda: Cached(5), auto=lambda: Cached('auto'), checkpointed=ActivationCheckpoint)
+def assert_same(way=ways['cached'], cbs=list, **kwargs):
+    "The run with it is the run without"
+    a,b = (fit([*own,*cbs()], **kwargs) for own in ([],[way()]))
     same(a, b)
     assert replaced(b)==replaced(a)
 
@@ -70,7 +71,7 @@ def one_epoch(l, cbs): l.fit_one_cycle(1, 0.1, cbs=cbs)
 @given(st.integers(1, 30), st.integers(2, 30), st.integers(30, 60), st.integers(0, 9), st.booleans(),
     st.sampled_from([nt_xent,dice,CrossEntropy()]))
 def test_any_loss_and_any_sizes(size, bs, n, seed, shuffle, loss):
-    assert_same(size, bs=bs, n=n, seed=seed, shuffle=shuffle, loss_func=loss, fit=one_epoch)
+    assert_same(lambda: Cached(size), bs=bs, n=n, seed=seed, shuffle=shuffle, loss_func=loss, fit=one_epoch)
 
 def accumulated(): return GradientAccumulation(32, drop_last=False)
 def fits(l, cbs):
@@ -95,6 +96,12 @@ settings = dict(adam=dict(opt_func=Adam, metrics=accuracy, cbs=lambda: [Gradient
 @pytest.mark.parametrize('nm', settings)
 def test_with_what_else_there_is(nm): assert_same(**settings[nm])
 
+@pytest.mark.parametrize('nm', [o for o in settings if o!='compiled'])   # which has no segments
+def test_checkpoints_with_what_else_there_is(nm):
+    "Here with dropout and BatchNorm, too: see test_checkpoint.py"
+    def model(): return net(nn.BatchNorm1d(6), nn.Dropout())
+    assert_same(ways['checkpointed'], **dict(model=model)|settings[nm])
+
 # Who sees what
 
 def test_the_model_sees_micro_batches_and_the_others_the_batch():
@@ -115,10 +122,9 @@ def test_the_model_sees_micro_batches_and_the_others_the_batch():
 
 # What is random, and what a forward pass moves
 
-class InParts(nn.Module):
+class InParts(Module):
     "The model, applied to the micro-batches in one graph"
     def __init__(self, m, size):
-        super().__init__()
         self.m,self.size = m,size
     def forward(self, x): return torch.cat([self.m(o) for o in x.split(self.size)]) if self.training else self.m(x)
 
@@ -153,8 +159,8 @@ def test_batchnorm_is_told_once_in_a_fit(more):
         with pytest.warns(UserWarning, match='BatchNorm.*micro-batch, 8 at most') as said: learn.fit(2, 0.1)
         assert sum('BatchNorm' in str(o.message) for o in said)==1
 
-@pytest.mark.parametrize('mode,penalty', list(product(['fp16','bf16'], [False,True])))
-def test_mixed_precision_is_no_further_off_than_mixed_precision(mode, penalty):
+@pytest.mark.parametrize('mode,penalty,way', list(product(['fp16','bf16'], [False,True], ['cached','checkpointed'])))
+def test_mixed_precision_is_no_further_off_than_mixed_precision(mode, penalty, way):
     "The second pass is in the precision of the first. A penalty on weights meets those that autocast has cast"
     def on_weights(l): l.loss_grad = l.loss_grad+(torch.eye(6)@l.model[2].weight).float().pow(2).mean()
     def run(half, *cbs):
@@ -167,29 +173,31 @@ def test_mixed_precision_is_no_further_off_than_mixed_precision(mode, penalty):
         learn = fit([*more,*cbs], data=TensorDataset(x.float(), y), model=model)
         assert set(seen)=={2 if half else 4} and None not in grads(learn)
         return learn
-    single,a,b = run(False),run(True),run(True, Cached(5))
-    for f in (weights,lambda l: l.recorder.losses): assert deviation(f(a), f(b))<=2*deviation(f(a), f(single))
+    single,a,b = run(False),run(True),run(True, ways[way]())
+    for f in (weights,lambda l: l.recorder.losses):
+        assert deviation(f(a), f(b))<=(2*deviation(f(a), f(single)) if way=='cached' else 0)
 
 # What the model is given, and what it returns
 
-class Towers(nn.Module):
-    "As CLIP, with a temperature that is learned. Some outputs have no rows, no gradient, or no use"
+class Towers(Module):
+    """As CLIP, with a temperature that is learned. Some outputs have no rows, no gradient, or no use; one has as many rows
+    as a micro-batch has samples, which they are not"""
     def __init__(self, out):
-        super().__init__()
         self.a,self.b,self.scale,self.out = net(),net(),nn.Parameter(torch.tensor(0.7).double()),out
+        self.protos = nn.Parameter(torch.randn(4, 3).double())
     def forward(self, x, text):
         a,b = self.a(x.mul_(0.5)),self.b(text['ids'])   # it may write into its input
-        res = a,b,self.scale.exp(),x.argmax(-1),a.detach(),None,'clip',[a*2,(b*3,)]
-        return self.out(enumerate(res if self.training else res[:5])) if self.out is dict else res
+        res = a,b,self.scale.exp(),self.protos*2,x.argmax(-1),a.detach(),None,'clip',[a*2,(b*3,)]
+        return self.out(enumerate(res if self.training else res[:6])) if self.out is dict else res
 
 def flat(o):
     o = list(o.values()) if isinstance(o, dict) else o
     return [x for v in o for x in flat(v)] if isinstance(o, (tuple,list)) else [o]
 
 def clip_loss(out, y):
-    a,b,scale = flat(out)[:3]
+    a,b,scale,protos = flat(out)[:4]
     sim,y = scale*F.normalize(a)@F.normalize(b).T,torch.arange(len(a))
-    return F.cross_entropy(sim, y)+F.cross_entropy(sim.T, y)
+    return F.cross_entropy(sim, y)+F.cross_entropy(sim.T, y)+F.cross_entropy(a@protos.T, y%4)
 
 class Pairs(Callback):
     "A second input, a dict with a list of names; the first becomes one of fastai's tensors"
@@ -205,19 +213,8 @@ def test_inputs_and_outputs_of_all_kinds(out, size):
     def look(l): return type(l.pred),[known(o) if isinstance(o, torch.Tensor) else o for o in flat(l.pred)]
     seen = [Seen('after_pred', look) for _ in range(2)]
     order = iter(seen)
-    assert_same(size, lambda: [Pairs(),next(order)], model=lambda: Towers(out), loss_func=clip_loss)
+    assert_same(lambda: Cached(size), lambda: [Pairs(),next(order)], model=lambda: Towers(out), loss_func=clip_loss)
     assert seen[0].values==seen[1].values and len(seen[0].values)==6
-
-class Prototypes(nn.Module):
-    "Returns a tensor with as many rows as a micro-batch has samples, which are not samples"
-    def __init__(self):
-        super().__init__()
-        self.m,self.protos = net(),nn.Parameter(torch.randn(4, 3).double())
-    def forward(self, x): return self.m(x),self.protos*2
-
-def test_what_looks_like_samples_and_is_not():
-    def loss(out, y): return F.cross_entropy(out[0]@out[1].T, y)+nt_xent(out[0])
-    assert_same(4, model=Prototypes, loss_func=loss, n=48)
 
 def test_inputs_that_need_a_gradient_get_theirs():
     "From an encoder that is not in the model, for one"
@@ -263,46 +260,47 @@ def test_applications(nm):
         return learn
     assert_same_run(run(), run(Cached(3)))
 
-# What cannot be had from micro-batches is refused, and no weight has moved
+# Refused
 
-class Returns(nn.Module):
+class Returns(Module):
     "The model, and something done with its output and more inputs"
     def __init__(self, f):
-        super().__init__()
         self.m,self.f = net(),f
     def forward(self, x, *more): return self.f(self.m(x), *more)
 
-def refused(exc, match, *cbs, change=lambda l: None, still=True, **kwargs):
+def total(z, y): return sum(o.sum() for o in flat(z) if isinstance(o, torch.Tensor))
+def returning(f): return dict(model=lambda: Returns(f), loss_func=total)
+def scale(l): l.xb = l.x,torch.tensor([1.,2.,3.]).double()
+def scales(): return Event('before_batch', scale, True)
+def scaling(): return Returns(lambda z,scale: z*scale)
+def doubled(l): [p.detach().mul_(2) for p in l.model.parameters()]
+def hooked():
+    m = net()
+    m[0].weight.register_post_accumulate_grad_hook(lambda p: None)
+    return m
+
+refused = dict(pairs=(TypeError,'pairs|row for each',returning(lambda z: z@z.T)),
+    loss=(TypeError,r'shape \(\)',returning(lambda z: z.mean())), T=(TypeError,r'shape \(3, ',returning(lambda z: z.T)),
+    object=(TypeError,'returned a object',returning(lambda z: (z,object()))),
+    inputs=(TypeError,r'shape \(3,\).*cannot be split.*split=',dict(model=scaling, cbs=scales())),
+    batch=(RuntimeError,'changed in place',dict(cbs=Event('after_pred', lambda l: l.x.add_(1)))),
+    weights=(RuntimeError,'changed in place',dict(cbs=Event('before_backward', doubled))),
+    twice=(RuntimeError,'twice',dict(cbs=Event('after_loss', lambda l: l.loss_grad.backward(retain_graph=True)))),
+    steps_in_the_backward_pass=(ValueError,"'0.weight' has a hook",dict(model=hooked)))
+
+@pytest.mark.parametrize('nm', refused)
+def test_what_cannot_be_had_from_micro_batches_is_refused(nm):
+    "No weight has moved, unless by the one who is refused"
+    exc,match,kwargs = refused[nm]
     learn = toy(16, n=32, splitter=all_params, **kwargs)
-    change(learn)
     before = weights(learn)
-    with pytest.raises(exc, match=match): learn.fit(1, 0.1, cbs=[Cached(4),*cbs])
-    assert not replaced(learn) and weights(learn).equal(before)==still
-    return learn
+    with pytest.raises(exc, match=match): learn.fit(1, 0.1, cbs=Cached(4))
+    assert not replaced(learn) and weights(learn).equal(before)==(nm!='weights')
+    if exc is TypeError: learn.fit(1, 0.1)   # without the callback it trains
 
-@pytest.mark.parametrize('f,match', [(lambda z: z@z.T, 'pairs|row for each'), (lambda z: z.mean(), r'shape \(\)'),
-    (lambda z: z.T, r'shape \(3, '), (lambda z: (z,object()), 'returned a object')], ids=['pairs','loss','T','object'])
-def test_outputs_without_a_row_for_each_sample_are_refused(f, match):
-    def total(z, y): return sum(o.sum() for o in flat(z) if isinstance(o, torch.Tensor))
-    learn = refused(TypeError, match, model=lambda: Returns(f), loss_func=total)
-    learn.fit(1, 0.1)   # without the callback it trains
-
-def test_inputs_that_cannot_be_split_are_refused_unless_you_say_how():
-    def add(l): l.xb = l.x,torch.tensor([1.,2.,3.]).double()
-    def model(): return Returns(lambda z,scale: z*scale)
+def test_inputs_are_split_as_you_say():
     def split(o, start, stop, n): return o[0][start:stop],o[1]
-    refused(TypeError, r'shape \(3,\).*cannot be split.*split=', Event('before_batch', add, True), model=model)
-    same(*(fit([*cbs,Event('before_batch', add, True)], model=model) for cbs in ([],[Cached(4, split=split)])))
-
-@pytest.mark.parametrize('event,f,match', [('after_pred', lambda l: l.x.add_(1), 'changed in place'),
-    ('before_backward', lambda l: [p.detach().mul_(2) for p in l.model.parameters()], 'changed in place'),
-    ('after_loss', lambda l: l.loss_grad.backward(retain_graph=True), 'twice')], ids=['batch','weights','twice'])
-def test_what_changes_between_the_passes_is_refused(event, f, match):
-    refused(RuntimeError, match, Event(event, f), still=event!='before_backward')
-
-def test_an_optimizer_that_steps_in_the_backward_pass_is_refused():
-    def hook(l): l.model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
-    refused(ValueError, "'0.weight' has a hook", change=hook)
+    same(*(fit([*cbs,scales()], model=scaling) for cbs in ([],[Cached(4, split=split)])))
 
 @pytest.mark.parametrize('n', [0,-1,2.,'4',True,None])
 def test_arguments(n):
@@ -311,7 +309,6 @@ def test_arguments(n):
 
 # Nothing is left, neither of a cache nor of checkpoints
 
-ways = dict(cached=lambda: Cached(5), auto=lambda: Cached('auto'), checkpointed=ActivationCheckpoint)
 events = ('before_fit before_epoch before_batch after_pred after_loss before_backward after_backward before_step '
     'after_step after_batch after_fit').split()
 excs = CancelBatchException,CancelFitException,KeyboardInterrupt,ValueError
@@ -333,11 +330,11 @@ def test_interrupts_leave_nothing(event, exc, stays, way):
         return learn
     same(run(), run(ways[way]()))
 
-@pytest.mark.parametrize('way', ['cached','checkpointed'])
+@pytest.mark.parametrize('way', [*ways.values(),partial(ActivationCheckpoint, nn.Linear)])
 @pytest.mark.parametrize('event', ['after_pred','after_batch','after_epoch'])
 def test_taken_off_and_copied_in_the_middle(event, way):
     "A copy of the model, such as one of averaged weights, is a plain model"
-    cb,copied,seen = ways[way](),[],[]
+    cb,copied,seen = way(),[],[]
     def off(l):
         copied.append(deepcopy(l.model))
         if l.epoch==1 and cb in l.cbs: l.remove_cb(cb)
@@ -362,13 +359,14 @@ def test_auto_finds_the_size_that_fits(nm, short, size):
     same(a, b)
     assert cache.size==size and sum('memory ran out' in str(o.message) for o in said)==1
 
-@pytest.mark.parametrize('times,acc', list(product([{0},{2},{3,9,14}], [False,True])), ids=str)
+@pytest.mark.parametrize('short,acc', list(product([{0},{2},{3,9,14},above(5, 'validation')], [False,True])), ids=str)
 @pytest.mark.filterwarnings('ignore:memory ran out')
-def test_auto_in_the_middle_of_a_batch_or_a_step(times, acc):
-    "Some backward passes fail, after others have added to the gradients; with no size that would do"
+def test_auto_in_the_middle_of_a_batch_or_a_step(short, acc):
+    "Some backward passes fail, after others have added to the gradients, with no size that would do; or validation"
+    if isinstance(short, set): short = at_times(short, 'backward', 0)
     def cbs(): return [accumulated()] if acc else []
-    model = partial(net, Memory(at_times(times, 'backward', 0)))
-    with pytest.warns(UserWarning, match='memory ran out'): b = fit([Cached('auto'),*cbs()], n=75, model=model)
+    with pytest.warns(UserWarning, match='memory ran out'):
+        b = fit([Cached('auto'),*cbs()], n=75, model=partial(net, Memory(short)))
     same(fit(cbs(), n=75), b)
 
 @pytest.mark.filterwarnings('ignore:memory ran out')
@@ -376,10 +374,6 @@ def test_auto_draws_what_it_would_have_drawn_with_the_size_known():
     def run(cache, cap=99):
         return fit([cache], n=48, model=lambda: net(nn.Dropout(), Own(6), Memory(above(cap, 'forward'))))
     same(run(Cached(4)), run(Cached('auto'), 5))
-
-def test_auto_splits_validation():
-    with pytest.warns(UserWarning, match='memory ran out'):
-        same(fit([]), fit([Cached('auto')], model=lambda: net(Memory(above(5, 'validation')))))
 
 def test_auto_gives_up_where_a_sample_does_not_fit():
     learn = toy(16, model=lambda: net(Memory(above(0, 'forward'))), loss_func=nt_xent)

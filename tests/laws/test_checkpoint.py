@@ -5,26 +5,23 @@ from functools import partial
 from itertools import product
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
-from torch.utils.data import TensorDataset
 from types import SimpleNamespace
 from fastai.callback.hook import hook_output
 from fastai.callback.tracker import SaveModelCallback
-from fastai.callback.training import GradientClip
 from fastai.text.models.awdlstm import AWD_LSTM
-from fastai.torch_core import TensorImage
+from fastai.torch_core import Module, TensorImage
 from fastcore.foundation import L
 from fastaccum import ActivationCheckpoint, GradientAccumulation, GradientCache
-from fastaccum.testing import assert_same_run, deviation, toy, toy_data
-from common import CpuMixedPrecision, Seen
+from fastaccum.testing import assert_same_run, deviation, toy
 from small_learners import Event, Held, Holds, Own, all_params, applications, cross_entropy, make, replaced
 
-class Block(nn.Module):
+class Block(Module):
     "BatchNorm, dropout, something in place, and a skip"
     def __init__(self, norm=None):
-        super().__init__()
         self.lin1,self.lin2,self.norm = nn.Linear(8, 8),nn.Linear(8, 8),nn.BatchNorm1d(8) if norm is None else norm
         self.act,self.drop = nn.ReLU(inplace=True),nn.Dropout()
     def forward(self, x): return x+self.lin2(self.drop(self.act(self.norm(self.lin1(x)))))
+    def call(self, x): return self(x)
 
 def net(*blocks):
     return nn.Sequential(nn.Linear(5, 8), *(blocks or [Block() for _ in range(3)]), nn.BatchNorm1d(8), nn.Linear(8, 3))
@@ -65,10 +62,9 @@ class Late(nn.BatchNorm1d):
     "Goes by the statistics that it has just moved"
     def forward(self, x): return super().forward(x)*self.running_var.clone()+self.running_mean
 
-class Thrice(nn.Module):
+class Thrice(Module):
     "Runs its block three times"
     def __init__(self, m):
-        super().__init__()
         self.m,self.other = m,Block()
     def forward(self, x): return self.m(self.other(self.m(x))+self.m(x*2))
 
@@ -86,6 +82,11 @@ def test_what_moves_in_a_forward_pass_moves_once(nm, thrice):
 
 class Takes(Block):
     "Is given a `TensorImage`, and by name what is in a dict, and a list to which it adds"
+    def call(self, x):
+        x = x.as_subclass(TensorImage)
+        x.img_size = 7
+        bias = x.new_ones(8).as_subclass(torch.Tensor)
+        return self(x, more=[dict(bias=bias)], outs=[x.mean().detach()])[0].as_subclass(torch.Tensor)
     def forward(self, x, *, more, outs):
         assert type(x) is TensorImage and x.img_size==7
         outs.append(x.detach().mean())
@@ -93,76 +94,43 @@ class Takes(Block):
 
 class Twice(Block):
     "Asks whether it is given the same tensor twice, as `nn.MultiheadAttention` does"
+    def call(self, x): return self(x, x, x)
     def forward(self, x, *more): return super().forward(x*3 if more[0] is more[1] is x else x)
 
 class Remembers(Block):
     "Adds to a cache of keys, as transformers' models do"
+    def call(self, x):
+        x.tag = 1
+        return self(x, SimpleNamespace(layers=[SimpleNamespace(keys=x[:1])]))
     def forward(self, x, cache):
         assert x.tag==1   # an attribute of a plain tensor
         layer = cache.layers[0]
         layer.keys = torch.cat([layer.keys,x])
         return super().forward(x+layer.keys.mean(0))
 
-def takes(m, x):
-    x = x.as_subclass(TensorImage)
-    x.img_size = 7
-    bias = x.new_ones(8).as_subclass(torch.Tensor)
-    return m(x, more=[dict(bias=bias)], outs=[x.mean().detach()])[0].as_subclass(torch.Tensor)
-def thrice(m, x): return m(x, x, x)
-def cached(m, x):
-    x.tag = 1
-    return m(x, SimpleNamespace(layers=[SimpleNamespace(keys=x[:1])]))
-
-class Calls(nn.Module):
+class Calls(Module):
     "Blocks that are called in their own way"
-    def __init__(self, block=Block, call=lambda m,x: m(x), n=3):
-        super().__init__()
-        self.embed,self.head,self.call = nn.Linear(5, 8),nn.Linear(8, 3),call
+    def __init__(self, block=Block, n=3):
+        self.embed,self.head = nn.Linear(5, 8),nn.Linear(8, 3)
         self.blocks = nn.ModuleList(block() for _ in range(n))
     def forward(self, x):
         x = self.embed(x)
-        for m in self.blocks: x = self.call(m, x)
+        for m in self.blocks: x = m.call(x)
         return self.head(x)
 
-@pytest.mark.parametrize('block,call', [(Takes,takes),(Twice,thrice),(Remembers,cached)])
-@pytest.mark.parametrize('offload', [False,True])
-def test_inputs_of_all_kinds(block, call, offload):
-    check(partial(small, lambda: Calls(block, call)), segments=block, offload=offload)
+@pytest.mark.parametrize('block,offload', list(product([Takes,Twice,Remembers], [False,True])))
+def test_inputs_of_all_kinds(block, offload): check(partial(small, lambda: Calls(block)), segments=block, offload=offload)
 
-# With what else there is
-
-def on_gradient(l):
-    g, = torch.autograd.grad(l.loss_grad, l.x, create_graph=True)
-    l.loss_grad = l.loss_grad+g.pow(2).sum()
-def lr_find(learn, cbs):
-    with learn.added_cbs(cbs):
-        learn.lr_find(num_it=6, show_plot=False, suggest_funcs=None)
-        learn.fit_one_cycle(1, 1e-2)
-def tune(learn, cbs): learn.fine_tune(1, 1e-2, freeze_epochs=2, cbs=cbs)
-def two_groups(m): return [[*m[:3].parameters()],[*m[3:].parameters()]]
+# With what else there is: see test_cache.py, too
 
 def eval_mode(): return [Event('after_pred', lambda l: l.model.eval()),Event('after_batch', lambda l: l.model.train())]
 
-settings = dict(lr_find=dict(fit=lr_find), tune=dict(make=partial(small, splitter=two_groups), fit=tune),
-    accumulated=dict(cbs=lambda: [GradientAccumulation(12, drop_last=False),GradientClip(.1)]),
-    saved=dict(cbs=lambda: [SaveModelCallback()], fit=lambda l,cbs: l.fit(3, 1e-2, cbs=cbs)), modes=dict(cbs=eval_mode),
-    twice=dict(cbs=lambda: [Event('before_backward', lambda l: l.loss_grad.backward(retain_graph=True))]),
-    penalty=dict(cbs=lambda: [Event('before_batch', lambda l: l.x.requires_grad_()),Event('after_loss', on_gradient)]))
+settings = dict(modes=dict(cbs=eval_mode),
+    saved=dict(cbs=lambda: [SaveModelCallback()], fit=lambda l,cbs: l.fit(3, 1e-2, cbs=cbs)),
+    twice=dict(cbs=lambda: [Event('before_backward', lambda l: l.loss_grad.backward(retain_graph=True))]))
 
-@pytest.mark.filterwarnings('ignore:.*BatchNorm')
 @pytest.mark.parametrize('nm', settings)
 def test_with_what_else_there_is(nm): check(**settings[nm])
-
-@pytest.mark.parametrize('mode', ['fp16','bf16'])
-def test_mixed_precision(mode):
-    "Computed again in the precision of the forward pass"
-    seen,x,y = [],*toy_data(24).tensors
-    def learner():
-        learn = toy(8, data=TensorDataset(x.float(), y), model=net, splitter=all_params)
-        learn.model[2].lin1.register_forward_hook(lambda m,i,o: seen.append(o.dtype) if learn.training else None)
-        return learn
-    check(learner, cbs=lambda: [CpuMixedPrecision(mode, init_scale=2.**8),GradientClip(.1)])
-    assert set(seen)=={dict(fp16=torch.float16, bf16=torch.bfloat16)[mode]} and len(seen)==3+2*3
 
 def test_hooks():
     "A segment's own hear each batch once; those of a module inside hear it twice, may alter it, and can ask"
@@ -271,10 +239,9 @@ def test_a_segment_of_yours_that_does_not_run_is_told():
         warnings.simplefilter('error')
         small(Idle).fit(1, cbs=ActivationCheckpoint())   # found, not given: the head of a timm model, for one
 
-class Shift(nn.Module):
+class Shift(Module):
     "Needs no input for its own backward pass, and may change it"
     def __init__(self, mul=1):
-        super().__init__()
         self.bias,self.lin,self.mul,self.total = nn.Parameter(torch.ones(8)),nn.Linear(8, 8),mul,torch.zeros(8).double()
     def forward(self, x): return self.lin((x if self.mul==1 else x.mul_(self.mul))+self.bias)
 
@@ -298,7 +265,7 @@ def test_what_is_changed_in_place_is_refused(block, match):
     assert not replaced(learn)
     small(model).fit(1)   # without checkpoints it trains
 
-# Nothing is left: see test_cache.py, too
+# Nothing is left, and a copy of the model is a plain model: see test_cache.py, too
 
 def test_an_interrupt_while_it_is_computed_again():
     "Buffers, what modules keep, and generators are as before the backward pass"
@@ -310,13 +277,3 @@ def test_an_interrupt_while_it_is_computed_again():
     with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=[cb,Event('before_backward', note)])
     note(learn)
     assert deviation(*notes)==0 and not cb.recomputing and not replaced(learn)
-
-def test_a_copy_of_the_model_is_a_plain_model():
-    "Such as one of averaged weights"
-    copies,seen = Seen('after_batch', lambda l: deepcopy(l.model)),[]
-    small().fit(1, cbs=[ActivationCheckpoint(),copies])
-    for m in copies.values:
-        m[1].lin1.register_forward_hook(lambda *_: seen.append(1))
-        m(torch.randn(4, 5).double()).sum().backward()
-        assert all(o.forward.__self__ is o for o in m.modules())
-    assert len(seen)==len(copies.values)==3

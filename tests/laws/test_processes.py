@@ -19,13 +19,14 @@ from fastai.data.load import DataLoader
 from fastai.learner import AvgLoss
 from fastai.metrics import accuracy
 from fastai.optimizer import Adam, OptimWrapper, SGD
+from fastai.torch_core import Module
 from fastaccum import (ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule,
     FreezeBN, GradientAccumulationScheduler, GradientCache, NoiseScale, RecalibrateBN, ScaledLR)
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, one_cycle, toy, toy_data
 from common import CpuMixedPrecision, Memory, Raise, Scaled, Seen, above, nt_xent, some, weights, whole
 import on_processes as here
-from on_processes import (Batches, Traffic, assert_same, both, cut, learner, loader, on, one_group, orders, own, rewind,
-    same_everywhere, state, steps_of)
+from on_processes import (Batches, Traffic, assert_same, both, cut, entire, learner, loader, on, one_group, orders, own,
+    rewind, same_everywhere, state, steps_of)
 from small_learners import Event
 
 two_or_more = (2,3) if whole else (2,)
@@ -39,15 +40,12 @@ def net(*more):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5,6), nn.Tanh(), *more, nn.Linear(6,3)).double()
 def batchnorm(): return net(nn.BatchNorm1d(6))
-class Branches(nn.Sequential):
+class Branches(Module):
     "The first layer is for some samples only: there are micro-batches that do not use it"
+    def __init__(self): self.net,self.first = net(),nn.Linear(5,5).double()
     def forward(self, x):
         some = x[:,:1]>1
-        if some.any(): x = torch.where(some, self[0](x), x)
-        return self[1](x)
-def branches():
-    m = net()
-    return Branches(nn.Linear(5,5).double(), m)
+        return self.net(torch.where(some, self.first(x), x) if some.any() else x)
 def tied():
     m = net(nn.Linear(6,6), nn.Tanh(), nn.Linear(6,6))
     m[2].weight = m[4].weight
@@ -76,11 +74,10 @@ class LeaveOut(Callback):
     def after_loss(self):
         if self.iter==4: raise CancelBatchException
 
-class Trim(Callback):
+def trim(l):
     "Each batch is as long as its longest sequence"
-    def before_batch(self):
-        n = int((self.y!=-100).any(0).nonzero().max())+1
-        self.learn.xb,self.learn.yb = (self.x[:,:n],),(self.y[:,:n],)
+    n = int((l.y!=-100).any(0).nonzero().max())+1
+    l.xb,l.yb = (l.x[:,:n],),(l.y[:,:n],)
 
 equal = dict(
     few=[dict(ns=few)],
@@ -90,7 +87,7 @@ equal = dict(
     scaled=[dict(ns=ragged, cbs=scaled)],
     fits=[dict(ns=ragged, fit=fits)],
     from_an_epoch=[dict(ns=o, fit=from_epoch_1) for o in (ragged,uneven)],
-    trimmed=[dict(ns=uneven, micro=2, tokens=True, cbs=lambda: [Trim()])],
+    trimmed=[dict(ns=uneven, micro=2, tokens=True, cbs=lambda: [Event('before_batch', trim, True)])],
     class_weights=[dict(ns=uneven, tokens=True, loss_func=CrossEntropy(weight=torch.tensor([0.2,1.,3.]).double()))],
     sums=[dict(ns=uneven, loss_func=CrossEntropy(reduction='sum'), fit=lambda l,cbs: l.fit(2, 1e-3, cbs=cbs))],
     split=[dict(ns=[36]*3, micro=12, each=12, acc=dict(micro_batch_size=4)),
@@ -102,10 +99,10 @@ equal = dict(
     train_metrics=[dict(ns=even, setup=train_metrics, metrics=[accuracy,AvgLoss()])],
     ways_to_wrap=[dict(ns=ragged, ddp=dict(bucket_cap_mb=1e-4)),
         dict(ns=uneven, ddp=dict(gradient_as_bucket_view=True), opt_func=AdamW),
-        dict(ns=uneven, ddp=dict(find_unused_parameters=True), model=branches),
+        dict(ns=uneven, ddp=dict(find_unused_parameters=True), model=Branches, splitter=one_group),
         # weight decay does not touch what nobody uses
         dict(ns=ragged, ddp=dict(find_unused_parameters=True), model=unused, splitter=one_group, fit=decayed)],
-    schedules=[dict(ns=ns, cb=cb, fit=fit, full=False) for cb,fit,ns in some(7, product((
+    schedules=[dict(ns=ns, cb=cb, fit=fit, full=False) for cb,fit,ns in some(4, product((
             lambda n: GradientAccumulationSchedule(n//4, n, finish=0.8),
             lambda n: GradientAccumulationSchedule(n//4, n, start=1, finish=2, drop_last=True),
             lambda n: GradientAccumulationScheduler({1:4}),
@@ -113,7 +110,8 @@ equal = dict(
         (one_cycle,from_epoch_1), (ragged,[64]*3)))],
     short_epochs=[dict(ns=ragged, cbs=partial(lambda pct: [ShortEpochCallback(pct)], pct), fit=constant, full=False,
         acc=dict(drop_last=drop)) for pct,drop in ((0.2,False),(0.6,False),(0.6,True))],
-    micro_batches_left_out=[dict(ns=ragged, cbs=lambda: [LeaveOut()], fit=constant, full=False)])
+    micro_batches_recorded_and_left_out=[dict(ns=ragged, full=False, acc=dict(log_accum_batch=False)),
+        dict(ns=ragged, cbs=lambda: [LeaveOut()], fit=constant, full=False)])
 on_three = ['few','drop_last','split','from_an_epoch']
 
 def and_always(always, n, cases): return [*always,*some(n, [o for o in cases if o not in always])]
@@ -134,20 +132,6 @@ def test_only_padding_on_one_process():
     for ns in ([35,35],[40,25]):
         theirs = toy_data(sum(ns), True).tensors[0][-ns[-1]:,0,0]
         assert_same(ns, tokens=True, cbs=lambda: pads(lambda l: torch.isin(l.x[:,0,0], theirs) & (l.epoch==0)))
-
-@on(2)
-def test_a_schedule_on_unequal_processes():
-    "They change sizes together, and take the same steps"
-    b = own(uneven)
-    b.fit_one_cycle(2, 0.1, cbs=GradientAccumulationSchedule(8, 32, finish=0.8))
-    for o in (state(b),b.recorder.accum_bs,b.recorder.lrs): same_everywhere(o)
-    assert len(b.recorder.losses)==len(b.recorder.accum_bs) and b.recorder.accum_bs[-1]==32
-
-@on(2)
-def test_every_micro_batch_recorded():
-    a,b = both(ragged, acc=dict(log_accum_batch=False))
-    assert deviation(weights(a), weights(b))<1e-12
-    assert len(b.recorder.losses)==2*9
 
 def drawn(seed):
     "A random run, the same on all processes: loaders of any length, micro-batches and steps of any size"
@@ -188,7 +172,7 @@ traffic = dict(
     ways_to_wrap=[dict(ddp=o) for o in (dict(bucket_cap_mb=1e-3), dict(find_unused_parameters=True))],
     recorded_and_measured=[dict(acc=dict(log_accum_batch=False)), dict(cbs=lambda: [NoiseScale(every=1)])],
     memory_runs_out=[dict(micro=8, acc=dict(micro_batch_size='auto'), setup=short((1,)))],
-    annealed=[dict(cb=lambda n: GradientAccumulationSchedule(n//4, n))],
+    annealed=[dict(ns=ns, cb=lambda n: GradientAccumulationSchedule(n//4, n)) for ns in (ragged,uneven)],
     cached=[dict(micro=16, cb=lambda n: GradientCache(micro_batch_size=3), loss_func=nt_xent),
         dict(micro=8, cbs=lambda: [GradientCache(micro_batch_size=3)], loss_func=nt_xent)])
 
@@ -200,7 +184,7 @@ def test_one_gradient_is_exchanged_a_step(case):
         if setup: setup(b)
         steps,seen = Seen('after_step', lambda l: 1, order=60),Traffic()
         with seen: b.fit(1, 0.01, cbs=[cb(32, **(acc or {})),steps,*cbs()])
-        same_everywhere(state(b))
+        for o in (state(b),b.recorder.lrs): same_everywhere(o)
         assert not setup or (happened['failed']>0)==(here.rank==1)
         size,n = sum(p.nbytes for p in b.model.parameters()),len(steps.values)
         assert n>=3 and n*size<=seen.nbytes<=1.1*n*size, (seen.nbytes/size, n)
@@ -239,16 +223,14 @@ def test_buffers_are_those_of_the_first_process():
 
 @on(2)
 def test_an_overflow_on_one_process_skips_the_step_on_all():
-    class Overflow(Callback):
-        order,run_valid = 5,False
-        def after_loss(self):
-            if (here.rank,self.epoch,self.iter)==(1,0,at): self.learn.loss_grad = self.loss_grad*float('inf')
+    def overflow(l):
+        if (here.rank,l.epoch,l.iter)==(1,0,at): l.loss_grad = l.loss_grad*float('inf')
     for at in (0,3):   # in the first step
         b = own([36,36], model=lambda: net().float())
         ds = b.dls.train_ds
         ds.tensors = ds.tensors[0].float(),ds.tensors[1]
         before,seen = weights(b),Seen('after_step', lambda l: (weights(l),l.scaler.get_scale()), order=60)
-        b.fit(2, 0.1, cbs=[GradientAccumulation(32),CpuMixedPrecision(init_scale=1024.),Overflow(),seen])
+        b.fit(2, 0.1, cbs=[GradientAccumulation(32),CpuMixedPrecision(init_scale=1024.),Event('after_loss', overflow),seen])
         same_everywhere(state(b))
         ws,scales = zip(*seen.values)
         assert scales==(512.,)*6 and ws[-1].isfinite().all()
@@ -369,18 +351,17 @@ def distributed_on_cpu():
 @on(2)
 def test_distrib_ctx(case):
     distributed_on_cpu()
-    n,tokens,of_loader,drop_last,metrics = [(64,False,False,False,accuracy), (69,True,False,False,None),
-        (66,False,True,False,None)][case]
+    n,tokens,of_loader,metrics = [(64,False,False,accuracy), (69,True,False,None), (66,False,True,None)][case]
     ds,rng,per = toy_data(n, tokens),Random(1),math.ceil(n/2)
     epochs = [rng.sample(range(n), n) for _ in range(2)]
     def parts(o):   # padded, that each process has as many; perhaps without the incomplete micro-batch of each
         return [p[:per//4*4 if of_loader else per] for p in cut(o+o[:1], per)[:2]]
-    a = learner(Batches(ds, [steps_of(parts(o), [16,16], drop_last) for o in epochs]), ds, metrics=metrics)
+    a = learner(Batches(ds, [steps_of(parts(o), [16,16]) for o in epochs]), ds, metrics=metrics)
     order = iter(epochs)
     b = learner(DataLoader(ds, bs=4, n=n, drop_last=of_loader, get_idxs=lambda: next(order)), ds, metrics=metrics)
     for o in (a,b): o.recorder.train_metrics = metrics is not None
     with here.alone(): one_cycle(a, [])
-    with b.distrib_ctx(sync_bn=False, cpu=True): one_cycle(b, [GradientAccumulation(32, drop_last=drop_last)])
+    with b.distrib_ctx(sync_bn=False, cpu=True): one_cycle(b, [GradientAccumulation(32)])
     same_everywhere(state(b))
     assert not isinstance(b.model, DDP)
     # each validates on a part
@@ -410,20 +391,17 @@ refused = dict(
     counts_recorded=('micro-batches', dict(ns=uneven, acc=dict(log_accum_batch=False))),
     auto_recorded=('auto', dict(ns=even, acc=dict(micro_batch_size='auto', log_accum_batch=False))),
     counts_of_metrics=('micro-batches', dict(ns=uneven, setup=train_metrics, metrics=[accuracy])),
-    no_step=('no step', dict(ns=even, each=64, acc=dict(drop_last=True), fit=lambda l,cbs: cbs and l.fit(1, cbs=cbs))))
+    no_step=('no step', dict(ns=even, each=64, acc=dict(drop_last=True), fit=lambda l,cbs: cbs and l.fit(1, cbs=cbs))),
+    no_samples=('35, 0 samples', dict(ns=[35,0])),
+    # these need one process
+    find=('in 2 processes.*in one process', dict(ns=ragged, fit=lambda l,cbs: cbs and l.accum_find())),
+    check=('in 2 processes.*in one process', dict(ns=ragged, fit=lambda l,cbs: cbs and l.accum_check())))
 
 @pytest.mark.parametrize('case', refused)
 @on(2)
 def test_refused_on_all(case):
     said,kwargs = refused[case]
-    with pytest.raises(ValueError, match=said): both(**kwargs)
-
-@on(2)
-def test_refused_without_samples_and_searches_for_one_process():
-    b = learner(loader(toy_data(35), [list(range(0 if here.rank else 35))], 4), toy_data(35), ddp={})
-    with pytest.raises(ValueError, match='35, 0 samples'): b.fit(1, 0.1, cbs=GradientAccumulation(32))
-    for search in (own(ragged).accum_find,own(ragged).accum_check):
-        with pytest.raises(RuntimeError, match='in 2 processes.*in one process'): search()
+    with pytest.raises((ValueError,RuntimeError), match=said): both(**kwargs)
 
 @on(2)
 def test_what_is_told():
@@ -574,14 +552,8 @@ def sharded(replicas=1, make=net):
     for o in (m[0],m[-1]): fully_shard(o, mesh=mesh)
     return fully_shard(m, mesh=mesh)
 def parts(m): return [list(m[:1].parameters()),list(m[1:].parameters())]
-def all_sharded(ns, tokens=False, model=sharded, **kwargs):
-    ds = toy_data(sum(ns), tokens)
-    return learner(loader(ds, [o[here.rank] for o in orders(ns)], 4), ds, **{'model':model,'splitter':parts,**kwargs})
-def entire(o):
-    "With each sharded tensor as one"
-    if hasattr(o, 'full_tensor'): return o.full_tensor()
-    if isinstance(o, dict): return {k:entire(v) for k,v in o.items()}
-    return type(o)(map(entire, o)) if isinstance(o, (list,tuple)) else o
+def all_sharded(ns, tokens=False, **kwargs):
+    return own(ns, tokens=tokens, **dict(ddp=None, model=sharded, splitter=parts)|kwargs)
 def states(l):
     for m in l.model.modules():
         if hasattr(m, 'reshard'): m.reshard()   # a validation leaves them gathered
@@ -593,7 +565,7 @@ def frozen_first(l, cbs):
     l.unfreeze()
     l.fit_one_cycle(2, 0.05, cbs=cbs, start_epoch=1)
 
-shards = dict(even=[dict(ns=even)], ragged=[dict(), dict(drop_last=True), dict(ns=[33,36])], tokens=[dict(tokens=True)],
+shards = dict(even=[dict(ns=even)], ragged=[dict(), dict(acc=dict(drop_last=True)), dict(ns=[33,36])], tokens=[dict(tokens=True)],
     clipped=[dict(opt_func=o, fit=decayed, cbs=clip) for o in (Adam,AdamW)],
     scaled=[dict(cbs=scaled)], fits=[dict(fit=frozen_first)], replicas=[dict(replicas=2)])
 on_cpu = pytest.mark.skipif(not hasattr(torch.cpu.Stream, 'record_event'), reason='PyTorch 2.6 shards on devices only')
@@ -603,13 +575,8 @@ on_cpu = pytest.mark.skipif(not hasattr(torch.cpu.Stream, 'record_event'), reaso
 @on()
 def test_sharded(case):
     "The run is that of one process that is not; gradients are exchanged with every micro-batch"
-    def run(ns=ragged, fit=one_cycle, tokens=False, cbs=list, replicas=1, drop_last=None, **kwargs):
-        ns = ns[:here.world]
-        ds,full = toy_data(sum(ns), tokens),[steps_of(o, [16]*here.world, drop_last) for o in orders(ns)]
-        a = learner(Batches(ds, full), ds, model=net, splitter=parts, **kwargs)
-        b = all_sharded(ns, tokens, partial(sharded, replicas), **kwargs)
-        with here.alone(): fit(a, cbs())
-        fit(b, [GradientAccumulation(16*here.world, drop_last=drop_last),*cbs()])
+    def run(ns=ragged, replicas=1, **kwargs):
+        a,b = both(ns, model=net, splitter=parts, ddp=None, of_all=dict(model=partial(sharded, replicas)), **kwargs)
         assert deviation(states(a), states(b))<1e-9
         assert deviation(*([list(o.recorder.lrs),list(o.recorder.losses)] for o in (a,b)))<2e-6
     for kwargs in shards[case]: run(**kwargs)
@@ -656,11 +623,10 @@ def test_refused_where_sharded():
     late = all_sharded([35,35], model=net)
     late.create_opt()
     late.model = sharded()
-    for said,b,*more in (('FSDP',all_sharded([35,20])),
+    for said,b,*cbs in (('FSDP',all_sharded([35,20])),
             ('float32',all_sharded([35,35], model=half, splitter=one_group)),
             ('FSDP',all_sharded([35,35], model=fsdp1, splitter=one_group)), ('optimizer',late),
-            ('NoiseScale.*FSDP',all_sharded([35,35]),NoiseScale())):
-        with pytest.raises(ValueError, match=said): b.fit(1, 0.1, cbs=[GradientAccumulation(32),*more])
-    # cut at steps, 22 and 23 samples are other numbers of micro-batches
-    with pytest.raises(ValueError, match='22 samples.*23 samples'):
-        all_sharded([22,23]).fit(1, 0.1, cbs=GradientAccumulation(32, micro_batch_size=3))
+            ('NoiseScale.*FSDP',all_sharded([35,35]),GradientAccumulation(32),NoiseScale()),
+            # cut at steps, these are other numbers of micro-batches
+            ('22 samples.*23 samples',all_sharded([22,23]),GradientAccumulation(32, micro_batch_size=3))):
+        with pytest.raises(ValueError, match=said): b.fit(1, 0.1, cbs=cbs or GradientAccumulation(32))

@@ -28,14 +28,20 @@ from .loggers import LogRows
 class GradientAccumulation(SplitValidation):
     """Step once per `accum_bs` samples, as if they had come in one batch
 
-    TypeError: an argument has the wrong type
-    ValueError: a number is below 1, or, when the fit begins, this Learner cannot accumulate
-    UserWarning: during the fit, when something makes the run differ from the full-batch run
+    TypeError: an argument has the wrong type; in a fit, a batch cannot be split, its targets cannot be counted, or
+        `n_items` does not return a number
+    ValueError: a number is below 1, or `accum_bs` and `n_acc` differ; when a fit begins, this Learner or its loader
+        cannot accumulate, or with `drop_last=True` an epoch has no full step; in a fit, `n_items` returns a number
+        below 0 or not finite
+    RuntimeError: the callback is switched off in the middle of an epoch, or one of several processes gets more
+        samples than its loader announced
+    torch.OutOfMemoryError: with `micro_batch_size='auto'`, one sample or the optimizer's state does not fit
+    UserWarning: in a fit, when the run differs from the full-batch run or may differ; once per fit for each cause
     """
     def __init__(self,
         accum_bs:int=None, # Samples per step over all processes, rounded up to whole micro-batches; defaults to 32
         log_accum_batch:bool=True, # Record and log once per step (True), or every micro-batch as fastai does (False)
-        micro_batch_size:int|str|AutoSize=None, # Split the loader's batches to this size, or to what fits ('auto')
+        micro_batch_size:int|str|AutoSize=None, # Split batches to this many samples, or to what fits in memory ('auto')
         drop_last:bool=None, # Drop an epoch's incomplete last step (True), take it (False), or do as the loader (None)
         n_items:Callable=None, # `n_items(learn)` returns how many items this micro-batch's mean loss covers
         *, n_acc:int=None # `accum_bs` under fastai's name, so that code written for fastai's callback runs unchanged
@@ -52,7 +58,11 @@ class GradientAccumulation(SplitValidation):
 
     @property
     def accum_bs(self)->int:
-        "Samples per optimizer step; another value holds from the next epoch on"
+        """Samples per optimizer step; if you set it during a fit, it takes effect with the next epoch
+
+        TypeError: it is set to something other than a whole number
+        ValueError: it is set to a number below 1
+        """
         return self._accum_bs
     @accum_bs.setter
     def accum_bs(self, n): self._accum_bs = check_count('accum_bs', n)
@@ -74,10 +84,10 @@ class GradientAccumulation(SplitValidation):
     def plan(self,
         dls:DataLoaders, # The data to train on, or a training loader
         n_epoch:int=1 # Epochs
-    )->Plan: # Its `sizes` and `steps` have an entry for each epoch
-        """The steps that a fit would have, without training
+    )->Plan: # `sizes`: for each epoch, the samples of each step; `steps`: for each epoch, the number of steps
+        """The steps that a fit would take, without training
 
-        ValueError: the loader does not say its batch size
+        ValueError: the loader does not say its batch size, or has smaller batches than `micro_batch_size`
         """
         return self._plan(getattr(dls, 'train', dls), n_epoch)
 

@@ -13,7 +13,6 @@ import inspect, matplotlib.pyplot as plt, numpy as np
 from bisect import bisect_right
 from itertools import accumulate
 from numbers import Integral, Real
-from warnings import warn
 from fastai.callback.schedule import SchedCos
 from fastai.data.core import DataLoaders
 from fastcore.basics import patch
@@ -21,7 +20,7 @@ from .accumulation import GradientAccumulation
 from .core.checks import check_count, check_name
 from .core.micro_batches import AutoSize
 from .core.plan import round_up
-from .core.warnings import see
+from .core.warnings import see, warn
 
 # %% ../nbs/01_schedule.ipynb #moment
 def check_moment(nm:str, o:int|float)->int|float:

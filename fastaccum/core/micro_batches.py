@@ -12,7 +12,6 @@ import inspect, torch
 from collections.abc import Callable
 from math import ceil
 from numbers import Integral
-from warnings import warn
 from torch import nn
 from torch.utils._pytree import tree_any, tree_leaves, tree_map
 from fastai.learner import Learner
@@ -21,7 +20,7 @@ from .checks import check_count
 from .forward_state import ForwardState, autocast_state, devices_of, set_autocast_state, set_rng_state
 from .gradients import Undo, params_of
 from .out_of_memory import free_memory, is_out_of_memory
-from .warnings import see
+from .warnings import see, warn
 
 # %% ../../nbs/core/12_micro_batches.ipynb #rows
 class HiddenRows:

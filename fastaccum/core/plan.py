@@ -11,8 +11,7 @@ __all__ = ['round_up', 'Position', 'LoaderSizes', 'PlannedStep', 'Plan']
 from collections.abc import Callable
 from math import ceil
 from typing import NamedTuple
-from warnings import warn
-from .warnings import see
+from .warnings import see, warn
 
 # %% ../../nbs/core/00_plan.ipynb #round-up
 def round_up(accum_bs:int, micro_bs:int)->int:

@@ -48,12 +48,12 @@ class GradientAccumulation(SplitValidation):
     ):
         given = {k:check_count(k, o) for k,o in dict(accum_bs=accum_bs, n_acc=n_acc).items() if o is not None}
         if len({*given.values()})>1:
-            raise ValueError(f"`accum_bs={accum_bs}` and `n_acc={n_acc}` are two names for the samples of a step: give "
-                "one of them" + see('two-sizes'))
+            raise ValueError(f"`accum_bs={accum_bs}` and `n_acc={n_acc}` are two names for one setting, the number of "
+                "samples in a step: give one of them" + see('two-sizes'))
         self._accum_bs = next(iter(given.values()), 32)
         self.log_accum_batch = check_bool('log_accum_batch', log_accum_batch)
         self.auto,self.micro_batch_size = as_size(micro_batch_size)
-        self.drop_last = check_bool('drop_last', drop_last, 'as the training loader does with its last batch')
+        self.drop_last = check_bool('drop_last', drop_last, 'to do as the training loader does with its last batch')
         self.n_items = check_n_items(n_items)
 
     @property
@@ -67,18 +67,11 @@ class GradientAccumulation(SplitValidation):
     @accum_bs.setter
     def accum_bs(self, n): self._accum_bs = check_count('accum_bs', n)
 
-    @property
-    def n_acc(self)->int:
-        "`accum_bs` under fastai's name"
-        return self._accum_bs
-    @n_acc.setter
-    def n_acc(self, n): self._accum_bs = check_count('n_acc', n)
+    n_acc = accum_bs   # fastai's name
 
-    def sizes(self,
-        micro_bs:int, # Samples in a micro-batch
-        n_epoch:int # Epochs
-    )->int|Callable:
-        "Samples wanted in a step: a number, or a function of a `Position`"
+    def sizes(self, micro_bs:int, n_epoch:int)->int|Callable:
+        """Samples wanted in a step, given those of a micro-batch and the epochs of the fit: a number, or a function of
+        a `Position`"""
         return self.accum_bs
 
     def plan(self,
@@ -109,7 +102,6 @@ class GradientAccumulation(SplitValidation):
         check_wrapped(learn.model)
         self.said,self.logs,self.processes = Said(),LogRows(self),Processes(learn.model)
         self.watch,self.mean,self.planned = Watch(self),None,None
-        self.log_steps = self.log_accum_batch or self._finder is not None
         if self._finder is not None and self.processes.n>1: find_in_memory(self._finder)
         if not len(learn.dls.train) and self.processes.n==1: return   # an export has no samples
         check_processes(self)
@@ -117,6 +109,8 @@ class GradientAccumulation(SplitValidation):
         if self._finder is not None: learn.n_epoch = self._finder.num_it//max(1, len(self.planned.epoch(0)))+1
         self.planned.check(warns=not self.processes.rank)
 
+    @property
+    def log_steps(self): return self.log_accum_batch or self._finder is not None
     @property
     def _finder(self): return next((o for o in self.learn.cbs if isinstance(o, LRFinder)), None)
 
@@ -134,11 +128,11 @@ class GradientAccumulation(SplitValidation):
         learn = self.learn
         if self.said is None: self.before_fit()   # the callback was added between two epochs
         if not len(learn.dl) and self.processes.n==1:
-            return self.said.once('no-batch', "the training loader has no batch, so nothing is trained: has its "
-                "dataset samples, and are they enough for one batch if it drops the last?")
+            return self.said.once('no-batch', "the training loader has no batches, so nothing is trained. Check that "
+                "its dataset has samples, and enough for one batch if the loader drops its incomplete last one; if "
+                "not, make it with a smaller `bs` or with `drop_last=False`")
         check_wrapped(learn.model)   # it may be by now
         self.processes = Processes(learn.model)
-        self.log_steps = self.log_accum_batch or self._finder is not None   # a fit within this one may have ended
         plan = self.planned = self._next_plan(learn.dl)
         empty_grads(learn.opt)
         self.i,self.wide,self.devices = 0,WideSums(params_of(learn.opt)),devices_of(learn.model.modules())
@@ -158,9 +152,10 @@ class GradientAccumulation(SplitValidation):
     def _share_penalty(self, share):
         learn = self.learn
         learn.loss_grad = learn.loss+(learn.loss_grad-learn.loss)*share
-        self.said.once('added-to-a-sum', "the loss function sums (`reduction='sum'`), and a callback adds to the loss: "
-            "what it adds is taken for a mean over the samples, or for something that does not depend on them, and "
-            "added once per step. If it is a sum over samples too, or scales the loss, do that in the loss function")
+        self.said.once('added-to-a-sum', "the loss is a sum over samples (`reduction='sum'`), and a callback adds "
+            "something to it, which is counted once per step. That is right for a penalty on the weights and for a "
+            "mean over samples. If the callback adds a sum over samples, or scales the loss, this run differs from the "
+            "full-batch run: do that in the loss function")
 
     def after_backward(self):
         "Count what was back-propagated"

@@ -35,7 +35,7 @@ class StepLoop(Events):
     # What a fit writes, by `before_fit`, `before_train` and `run_step`; none of it is pickled
     # of a fit: its plan and what that was made for, its warnings and what they look at, rows of loggers
     planned = of = said = watch = logs = None
-    processes,log_steps = Processes(nn.Identity()),True   # those that step together; as `log_accum_batch`
+    processes = Processes(nn.Identity())   # those that step together
     # of an epoch: its `StepLoader`, `WideSums`, micro-batches so far, and devices besides the CPU
     loader,wide,i,devices = None,(),0,()
     step = mean = micro = None   # the `Step`, its `StepMean`, and its `MicroBatch` that runs
@@ -47,12 +47,12 @@ class StepLoop(Events):
         learn = self.learn
         if not isinstance(step, Step): return type(learn).one_batch(learn, i, step)   # a validation within the epoch
         if not self.run or self not in learn.cbs:
-            raise RuntimeError(f"{self} was switched off in the middle of an epoch, where a step is half done: do that "
-                "between epochs" + see('middle-of-an-epoch'))
+            raise RuntimeError(f"{self} was switched off or removed in the middle of an epoch, when a step may be half "
+                "done: do that before or after an epoch" + see('middle-of-an-epoch'))
         if not step.planned and 'larger-batches' not in self.said.keys:
-            self.said.once('more-batches', f"the training loader announced {i} steps and yields more: the step at the "
-                "announced end had fewer samples than the others, and learning rates run ahead. Let its `__len__` "
-                "return the number of batches it yields")
+            self.said.once('more-batches', "the training loader yields more batches than its `__len__` says, which is "
+                f"enough for {i} steps. So the last of these may be smaller than the others, and the schedule of "
+                "learning rates ends too early. Let `__len__` return the number of batches")
         mean = self.mean = StepMean(step.size, step.total, self.n_items, self.mean, self.processes)
         self.step,ran = step,False
         self.logs.begin()
@@ -83,10 +83,10 @@ class StepLoop(Events):
         learn,self.micro = self.learn,MicroBatch(n)
         learn.iter,self.i = self.i,self.i+1   # it counts micro-batches while they run, and steps in `after_batch`
         if n>self.loader.sizes.bs:
-            self.said.once('larger-batches', f"a batch has {n} samples, counted along the first dimension of its "
-                f"tensors, where the training loader says {self.loader.sizes.bs}: steps come sooner than planned. If "
-                "samples are not the first dimension, give `accum_bs` in what is; if the loader joins items, make it "
-                "say the samples of a batch")
+            self.said.once('larger-batches', f"a batch has {n} samples (the first dimension of its tensors), and the "
+                f"training loader says that it has {self.loader.sizes.bs}. So a step has fewer batches than planned, "
+                "and an epoch more steps. If the first dimension does not count samples, give `accum_bs` in what it "
+                "counts; if the loader joins items, let its `bs` be the number of samples in a batch")
         cuts = self.auto or self.micro_batch_size and n>self.micro_batch_size
         before = self._attributes() if cuts else []
         learn._split(learn._set_device(b))
@@ -204,9 +204,9 @@ class StepLoop(Events):
         try: self.learn._step()
         except Exception as e:
             if not (self.auto and is_out_of_memory(e)): raise
-            raise torch.OutOfMemoryError(f"memory ran out in the optimizer's step ({e}), where smaller micro-batches "
-                "do not help: its state is made in the first one. Take an optimizer that keeps less (SGD), a smaller "
-                "model, or parameters in half precision" + see('out-of-memory')) from e
+            raise torch.OutOfMemoryError(f"memory ran out in the optimizer's step ({e}). Smaller micro-batches do not "
+                "help there, because the optimizer keeps values for each parameter. Use an optimizer that keeps fewer, "
+                "such as SGD, a smaller model, or parameters in half precision" + see('out-of-memory')) from e
 
 # %% ../../nbs/core/15_step_loop.ipynb #valid
 class SplitValidation(StepLoop):

@@ -21,13 +21,13 @@ class StateWarning(AccumulationWarning): "The model remembers something from the
 # %% ../../nbs/core/09_warnings.ipynb #see
 _page = "https://fastaccum.github.io/fastaccum/reference/messages.html"
 
-def see(
-    key:str # Of the message: lower-case words with hyphens
-)->str: # Its last line
-    "Where to read more about a message"
+def see(key:str)->str:
+    "The last line of a message: a link to its entry, which is found by its `key`, lower-case words with hyphens"
     return f"\nMore: {_page}#{key}"
 
 # %% ../../nbs/core/09_warnings.ipynb #warn
+_libraries = 'fastaccum','fastai','fastcore','torch'
+
 def _package(frame): return frame.f_globals.get('__name__', '').partition('.')[0]
 
 def warn(msg:str, category:type=UserWarning):
@@ -35,7 +35,7 @@ def warn(msg:str, category:type=UserWarning):
     frame,level,shown = sys._getframe(),1,1
     while frame.f_back is not None:
         inner,frame,level = _package(frame),frame.f_back,level+1
-        if inner in ('fastai','fastaccum') and _package(frame) not in ('fastai','fastaccum','fastcore','torch'): shown = level
+        if inner in ('fastai','fastaccum') and _package(frame) not in _libraries: shown = level
     _warn(msg, category, stacklevel=shown)
 
 # %% ../../nbs/core/09_warnings.ipynb #said
@@ -43,15 +43,8 @@ class Said:
     "The warnings of one fit, each of which is given once"
     def __init__(self): self.keys = set()
 
-    def once(self,
-        key:str, # Of the message, as in `see`
-        msg:str, # What it says
-        category:type=UserWarning # Of the warning
-    ):
-        """Warn, unless that was said before
-
-        UserWarning: with that message, of that category
-        """
+    def once(self, key:str, msg:str, category:type=UserWarning):
+        "Warn, with a link as `see` makes it, unless there was a warning with this key"
         if key in self.keys: return
         self.keys.add(key)
         warn(msg + see(key), category)

@@ -83,14 +83,14 @@ def test_an_epoch_with_nothing_else_steps_on_what_there_is():
     "Where the loader drops, and an epoch has too few samples for one step; it is said once. Asked for, it is refused"
     a,b = learner(DataLoaders(DataLoader(toy_data(21), bs=20, n=20), DataLoader(valid, bs=20))),small()
     one_cycle(a, [])
-    with warned('would hold no step'): one_cycle(b, [GradientAccumulation(32)])
+    with warned('too few for a step'): one_cycle(b, [GradientAccumulation(32)])
     assert_same_run(a, b)
-    with warned('would hold no step'): find(small(), GradientAccumulation(32))
-    with pytest.raises(ValueError, match='no step'): one_cycle(small(), GradientAccumulation(32, drop_last=True))
+    with warned('too few for a step'): find(small(), GradientAccumulation(32))
+    with pytest.raises(ValueError, match='too few for a step'): one_cycle(small(), GradientAccumulation(32, drop_last=True))
     with warned(): one_cycle(small(), GradientAccumulation(32, drop_last=False))
 
 def test_only_the_epochs_that_would_be_empty_are_kept():
     learn,acc = learner(from_dsets(toy_data(41), 4)),GradientAccumulationScheduler({0:3, 1:20, 2:4})
     assert acc.plan(learn.dls, 3).sizes==[[12,12,12],[40],[16,16]]
-    with warned('epoch 1 would hold no step'): learn.fit(3, 0.1, cbs=acc)
+    with warned('epoch 1 has 41 samples, too few for a step'): learn.fit(3, 0.1, cbs=acc)
     assert learn.recorder.accum_bs==[12,12,12,80,16,16] and len(learn.recorder.losses)==6

@@ -14,6 +14,7 @@ from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.training import GradientClip
 from fastai.learner import Recorder
 from .checks import class_names
+from .guest import Quiet
 
 # %% ../../nbs/core/13_events.ipynb #hears
 # They have a `before_batch`, and count steps all the same
@@ -40,11 +41,9 @@ def records(cb:Callback)->bool:
 # %% ../../nbs/core/13_events.ipynb #events
 _order = attrgetter('order')
 
-class Events(Callback):
+class Events(Quiet):
     "A callback that sends fastai's events by itself"
     order,run_valid = GradientClip.order+1,False   # the loader is wrapped for several processes before
-
-    def __setattr__(self, nm, value): object.__setattr__(self, nm, value)   # fastai's warns of models with such a name
 
     def _event(self, nm, hears=None):
         "As fastai does, without those that have no method for it"

@@ -86,11 +86,11 @@ def test_an_epoch_with_nothing_else_steps_on_what_there_is():
     with warned('too few for a step'): one_cycle(b, [GradientAccumulation(32)])
     assert_same_run(a, b)
     with warned('too few for a step'): find(small(), GradientAccumulation(32))
-    with pytest.raises(ValueError, match='too few for a step'): one_cycle(small(), GradientAccumulation(32, drop_last=True))
+    with pytest.raises(ValueError, match='too few for'): one_cycle(small(), GradientAccumulation(32, drop_last=True))
     with warned(): one_cycle(small(), GradientAccumulation(32, drop_last=False))
 
 def test_only_the_epochs_that_would_be_empty_are_kept():
     learn,acc = learner(from_dsets(toy_data(41), 4)),GradientAccumulationScheduler({0:3, 1:20, 2:4})
     assert acc.plan(learn.dls, 3).sizes==[[12,12,12],[40],[16,16]]
-    with warned('epoch 1 has 41 samples, too few for a step'): learn.fit(3, 0.1, cbs=acc)
+    with warned('epoch 1 has 40 samples, too few for a step'): learn.fit(3, 0.1, cbs=acc)
     assert learn.recorder.accum_bs==[12,12,12,80,16,16] and len(learn.recorder.losses)==6

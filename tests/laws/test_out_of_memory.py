@@ -174,4 +174,4 @@ def test_a_split_of_ones_own_is_used():
 
 @pytest.mark.parametrize('f', ['auto',lambda b,start,stop: b], ids=['text','three'])
 def test_what_cannot_split_is_refused(f):
-    with pytest.raises(TypeError, match='is no function of a batch'): AutoSize(split=f)
+    with pytest.raises(TypeError, match='cannot be called with four arguments'): AutoSize(split=f)

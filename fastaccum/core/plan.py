@@ -135,8 +135,8 @@ class Plan:
         if self.unit>1: what += f" (in whole micro-batches of {self.unit})"
         if not self.never_empty:
             raise ValueError(f"{what}, and `drop_last=True` leaves out incomplete steps, so nothing would be trained. "
-                "Lower `accum_bs`, or leave `drop_last` out" + see('no-step'))
+                "Take smaller steps, or leave `drop_last` out" + see('no-step'))
         if warns:
             warn(f"{what}. The training loader drops its incomplete last batch, but if the incomplete step were "
-                "dropped too, nothing would be trained, so the epoch is one smaller step. Lower `accum_bs`, or pass "
-                "`drop_last=False` to accept such steps" + see('no-step'))
+                "dropped too, nothing would be trained, so the epoch is one smaller step. Take smaller steps, or pass "
+                "`drop_last=False` to accept this one" + see('no-step'))

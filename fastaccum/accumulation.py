@@ -20,12 +20,12 @@ from .core.mean import check_n_items
 from .core.micro_batches import AutoSize, as_size
 from .core.plan import Plan, Position
 from .core.other_samples import Watch
-from .core.step_loop import SplitValidation
+from .core.step_loop import StepLoop
 from .core.warnings import Said, see
 from .loggers import LogRows
 
 # %% ../nbs/00_accumulation.ipynb #cb
-class GradientAccumulation(SplitValidation):
+class GradientAccumulation(StepLoop):
     """Step once per `accum_bs` samples, as if they had come in one batch
 
     TypeError: an argument has the wrong type; in a fit, a batch cannot be split, its targets cannot be counted, or
@@ -144,18 +144,15 @@ class GradientAccumulation(SplitValidation):
         learn,mean,micro = self.learn,self.mean,self.micro
         share = mean.measure(learn, micro.n)
         if mean.is_sum:
-            if micro.made_by is not None and micro.made_by is not learn.loss_grad.grad_fn: self._share_penalty(share)
+            if micro.made_by is not None and micro.made_by is not learn.loss_grad.grad_fn:   # with a penalty
+                learn.loss_grad = learn.loss+(learn.loss_grad-learn.loss)*share
+                self.said.once('added-to-a-sum', "the loss is a sum over samples (`reduction='sum'`), and a callback "
+                    "adds something to it, which is counted once per step. That is right for a penalty on the weights "
+                    "and for a mean over samples. If the callback adds a sum over samples, or scales the loss, this "
+                    "run differs from the full-batch run: do that in the loss function")
         elif self.wide: micro.share = share   # gradients are added up in single precision, and weighed there
         else: learn.loss_grad = learn.loss_grad*share
         if self.watch.probed is None and mean.samples+micro.n<self.step.enough: self.watch.loss()
-
-    def _share_penalty(self, share):
-        learn = self.learn
-        learn.loss_grad = learn.loss+(learn.loss_grad-learn.loss)*share
-        self.said.once('added-to-a-sum', "the loss is a sum over samples (`reduction='sum'`), and a callback adds "
-            "something to it, which is counted once per step. That is right for a penalty on the weights and for a "
-            "mean over samples. If the callback adds a sum over samples, or scales the loss, this run differs from the "
-            "full-batch run: do that in the loss function")
 
     def after_backward(self):
         "Count what was back-propagated"

@@ -48,15 +48,13 @@ def as_annealer(schedule:callable, start:int, end:int)->callable:
 
     TypeError: `schedule` cannot be called with two numbers, or does not return a function
     """
-    if not callable(schedule):
-        raise TypeError(f"`schedule={schedule!r}` is a {type(schedule).__name__}: give an annealer, such as `SchedCos`"
-            + see('schedule-function'))
     hint = ("give an annealer `f(start, end)` that returns a function of the position, as `SchedCos` does, "
             "or a function of the position alone")
-    with suppress(ValueError):   # written in C, it does not tell its arguments
-        ps = [p for p in inspect.signature(schedule).parameters.values() if p.default is p.empty]
-        if sum(p.kind in (p.POSITIONAL_ONLY,p.POSITIONAL_OR_KEYWORD) for p in ps)==1: return schedule
-    try: f = schedule(start, end)
+    try:
+        with suppress(ValueError):   # written in C, it does not tell its arguments
+            ps = [p for p in inspect.signature(schedule).parameters.values() if p.default is p.empty]
+            if sum(p.kind in (p.POSITIONAL_ONLY,p.POSITIONAL_OR_KEYWORD) for p in ps)==1: return schedule
+        f = schedule(start, end)
     except TypeError as e:
         raise TypeError(f"`schedule={schedule!r}` cannot be called with {start} and {end} ({e}): {hint}"
             + see('schedule-function')) from None

@@ -92,12 +92,9 @@ def check_n_items(f:Callable|None)->Callable|None:
     TypeError: it is not a function, or takes other arguments
     """
     if f is None: return f
-    if not callable(f):
-        raise TypeError(f"`n_items={f!r}` is not a function: give a function of the Learner that returns a number"
-            + see('size-function'))
     try: signature(f).bind(None)
     except ValueError: pass   # a function that does not tell
-    except TypeError as e:
+    except TypeError as e:   # or it is no function
         raise TypeError(f"`n_items={f!r}` cannot be called with the Learner alone ({e}): give a function of one "
             "argument, such as `lambda learn: len(learn.y)`" + see('size-function')) from None
     return f

@@ -59,11 +59,6 @@ class Plan:
         "Samples in an epoch, over all processes"
         return sum(o.n for o in self.loaders)
 
-    @property
-    def unit(self)->int:
-        "Full steps are whole multiples of so many samples"
-        return sum(o.unit for o in self.loaders)
-
     def shares(self, wanted:int)->list:
         "Of `wanted` samples over all processes, each takes its part, in whole batches of its own"
         return [round_up(ceil(wanted/len(self.loaders)), o.unit) for o in self.loaders]
@@ -115,13 +110,13 @@ class Plan:
         """
         if self.drop_last: self._check_filled(warns)
         if callable(self.accum_bs) or not warns: return
-        full,several = sum(self.shares(self.accum_bs)),len(self.loaders)
+        full,several,unit = sum(self.shares(self.accum_bs)),len(self.loaders),self.loaders[0].unit
         if several>1 and full!=self.accum_bs:
             warn(f"a step takes {full} samples, not `accum_bs={self.accum_bs}`, because each of the {several} "
                 f"processes takes whole batches (of {', '.join(str(o.bs) for o in self.loaders)} samples). Choose a "
                 "multiple of the batch size times the number of processes" + see('rounded-up'))
-        elif self.unit>self.accum_bs:
-            warn(f"the loader's batches of {self.unit} samples are larger than `accum_bs={self.accum_bs}`, so each "
+        elif unit>self.accum_bs:
+            warn(f"the loader's batches of {unit} samples are larger than `accum_bs={self.accum_bs}`, so each "
                 "is a step and nothing is accumulated. Raise `accum_bs`, make the DataLoaders with a smaller `bs`, or "
                 "split their batches with `micro_batch_size=`" + see('larger-than-a-step'))
 
@@ -132,7 +127,7 @@ class Plan:
         else: return
         samples = ', '.join(str(o.n) for o in self.loaders)
         what = f"epoch {i} has {samples} samples, too few for a step of {sum(full)}"
-        if self.unit>1: what += f" (in whole micro-batches of {self.unit})"
+        if self.loaders[0].unit>1: what += f" (in whole batches of {', '.join(str(o.unit) for o in self.loaders)})"
         if not self.never_empty:
             raise ValueError(f"{what}, and `drop_last=True` leaves out incomplete steps, so nothing would be trained. "
                 "Take smaller steps, or leave `drop_last` out" + see('no-step'))

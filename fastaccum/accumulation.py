@@ -20,64 +20,67 @@ from .core.mean import check_n_items
 from .core.micro_batches import AutoSize, as_size
 from .core.plan import Plan, Position
 from .core.other_samples import Watch
-from .core.step_loop import SplitValidation
+from .core.step_loop import StepLoop
 from .core.warnings import Said, see
 from .loggers import LogRows
 
 # %% ../nbs/00_accumulation.ipynb #cb
-class GradientAccumulation(SplitValidation):
+class GradientAccumulation(StepLoop):
     """Step once per `accum_bs` samples, as if they had come in one batch
 
-    TypeError: an argument has the wrong type
-    ValueError: a number is below 1, or, when the fit begins, this Learner cannot accumulate
-    UserWarning: during the fit, when something makes the run differ from the full-batch run
+    TypeError: an argument has the wrong type; in a fit, a batch cannot be split, its targets cannot be counted, or
+        `n_items` does not return a number
+    ValueError: a number is below 1, or `accum_bs` and `n_acc` differ; when a fit begins, this Learner or its loader
+        cannot accumulate, or with `drop_last=True` an epoch has no full step; in a fit, `n_items` returns a number
+        below 0 or not finite
+    RuntimeError: the callback is switched off in the middle of an epoch, or one of several processes gets more
+        samples than its loader announced
+    torch.OutOfMemoryError: with `micro_batch_size='auto'`, one sample or the optimizer's state does not fit
+    UserWarning: in a fit, when the run differs from the full-batch run or may differ; once per fit for each cause
     """
     def __init__(self,
         accum_bs:int=None, # Samples per step over all processes, rounded up to whole micro-batches; defaults to 32
         log_accum_batch:bool=True, # Record and log once per step (True), or every micro-batch as fastai does (False)
-        micro_batch_size:int|str|AutoSize=None, # Split the loader's batches to this size, or to what fits ('auto')
+        micro_batch_size:int|str|AutoSize=None, # Split batches to this many samples, or to what fits in memory ('auto')
         drop_last:bool=None, # Drop an epoch's incomplete last step (True), take it (False), or do as the loader (None)
         n_items:Callable=None, # `n_items(learn)` returns how many items this micro-batch's mean loss covers
         *, n_acc:int=None # `accum_bs` under fastai's name, so that code written for fastai's callback runs unchanged
     ):
         given = {k:check_count(k, o) for k,o in dict(accum_bs=accum_bs, n_acc=n_acc).items() if o is not None}
         if len({*given.values()})>1:
-            raise ValueError(f"`accum_bs={accum_bs}` and `n_acc={n_acc}` are two names for the samples of a step: give "
-                "one of them" + see('two-sizes'))
+            raise ValueError(f"`accum_bs={accum_bs}` and `n_acc={n_acc}` are two names for one setting, the number of "
+                "samples in a step: give one of them" + see('two-sizes'))
         self._accum_bs = next(iter(given.values()), 32)
         self.log_accum_batch = check_bool('log_accum_batch', log_accum_batch)
         self.auto,self.micro_batch_size = as_size(micro_batch_size)
-        self.drop_last = check_bool('drop_last', drop_last, 'as the training loader does with its last batch')
+        self.drop_last = check_bool('drop_last', drop_last, 'to do as the training loader does with its last batch')
         self.n_items = check_n_items(n_items)
 
     @property
     def accum_bs(self)->int:
-        "Samples per optimizer step; another value holds from the next epoch on"
+        """Samples per optimizer step; if you set it during a fit, it takes effect with the next epoch
+
+        TypeError: it is set to something other than a whole number
+        ValueError: it is set to a number below 1
+        """
         return self._accum_bs
     @accum_bs.setter
     def accum_bs(self, n): self._accum_bs = check_count('accum_bs', n)
 
-    @property
-    def n_acc(self)->int:
-        "`accum_bs` under fastai's name"
-        return self._accum_bs
-    @n_acc.setter
-    def n_acc(self, n): self._accum_bs = check_count('n_acc', n)
+    n_acc = accum_bs   # fastai's name
 
-    def sizes(self,
-        micro_bs:int, # Samples in a micro-batch
-        n_epoch:int # Epochs
-    )->int|Callable:
-        "Samples wanted in a step: a number, or a function of a `Position`"
+    def sizes(self, micro_bs:int, n_epoch:int)->int|Callable:
+        """Samples wanted in a step, given those of a micro-batch and the epochs of the fit: a number, or a function of
+        a `Position`"""
         return self.accum_bs
 
     def plan(self,
         dls:DataLoaders, # The data to train on, or a training loader
         n_epoch:int=1 # Epochs
-    )->Plan: # Its `sizes` and `steps` have an entry for each epoch
-        """The steps that a fit would have, without training
+    )->Plan: # `sizes`: for each epoch, the samples of each step; `steps`: for each epoch, the number of steps
+        """The steps that a fit would take, without training
 
-        ValueError: the loader does not say its batch size
+        ValueError: the loader does not say its batch size, or has smaller batches than `micro_batch_size`
         """
         return self._plan(getattr(dls, 'train', dls), n_epoch)
 
@@ -99,7 +102,6 @@ class GradientAccumulation(SplitValidation):
         check_wrapped(learn.model)
         self.said,self.logs,self.processes = Said(),LogRows(self),Processes(learn.model)
         self.watch,self.mean,self.planned = Watch(self),None,None
-        self.log_steps = self.log_accum_batch or self._finder is not None
         if self._finder is not None and self.processes.n>1: find_in_memory(self._finder)
         if not len(learn.dls.train) and self.processes.n==1: return   # an export has no samples
         check_processes(self)
@@ -107,6 +109,8 @@ class GradientAccumulation(SplitValidation):
         if self._finder is not None: learn.n_epoch = self._finder.num_it//max(1, len(self.planned.epoch(0)))+1
         self.planned.check(warns=not self.processes.rank)
 
+    @property
+    def log_steps(self): return self.log_accum_batch or self._finder is not None
     @property
     def _finder(self): return next((o for o in self.learn.cbs if isinstance(o, LRFinder)), None)
 
@@ -124,11 +128,11 @@ class GradientAccumulation(SplitValidation):
         learn = self.learn
         if self.said is None: self.before_fit()   # the callback was added between two epochs
         if not len(learn.dl) and self.processes.n==1:
-            return self.said.once('no-batch', "the training loader has no batch, so nothing is trained: has its "
-                "dataset samples, and are they enough for one batch if it drops the last?")
+            return self.said.once('no-batch', "the training loader has no batches, so nothing is trained. Check that "
+                "its dataset has samples, and enough for one batch if the loader drops its incomplete last one; if "
+                "not, make it with a smaller `bs` or with `drop_last=False`")
         check_wrapped(learn.model)   # it may be by now
         self.processes = Processes(learn.model)
-        self.log_steps = self.log_accum_batch or self._finder is not None   # a fit within this one may have ended
         plan = self.planned = self._next_plan(learn.dl)
         empty_grads(learn.opt)
         self.i,self.wide,self.devices = 0,WideSums(params_of(learn.opt)),devices_of(learn.model.modules())
@@ -140,17 +144,15 @@ class GradientAccumulation(SplitValidation):
         learn,mean,micro = self.learn,self.mean,self.micro
         share = mean.measure(learn, micro.n)
         if mean.is_sum:
-            if micro.made_by is not None and micro.made_by is not learn.loss_grad.grad_fn: self._share_penalty(share)
+            if micro.made_by is not None and micro.made_by is not learn.loss_grad.grad_fn:   # with a penalty
+                learn.loss_grad = learn.loss+(learn.loss_grad-learn.loss)*share
+                self.said.once('added-to-a-sum', "the loss is a sum over samples (`reduction='sum'`), and a callback "
+                    "adds something to it, which is counted once per step. That is right for a penalty on the weights "
+                    "and for a mean over samples. If the callback adds a sum over samples, or scales the loss, this "
+                    "run differs from the full-batch run: do that in the loss function")
         elif self.wide: micro.share = share   # gradients are added up in single precision, and weighed there
         else: learn.loss_grad = learn.loss_grad*share
         if self.watch.probed is None and mean.samples+micro.n<self.step.enough: self.watch.loss()
-
-    def _share_penalty(self, share):
-        learn = self.learn
-        learn.loss_grad = learn.loss+(learn.loss_grad-learn.loss)*share
-        self.said.once('added-to-a-sum', "the loss function sums (`reduction='sum'`), and a callback adds to the loss: "
-            "what it adds is taken for a mean over the samples, or for something that does not depend on them, and "
-            "added once per step. If it is a sum over samples too, or scales the loss, do that in the loss function")
 
     def after_backward(self):
         "Count what was back-propagated"

@@ -9,7 +9,6 @@ __all__ = ['RecalibrateBN', 'bn_layers', 'FreezeBN']
 
 # %% ../nbs/05_batchnorm.ipynb #imports
 from collections.abc import Callable
-from warnings import warn
 import torch
 from fastai.callback.core import Callback, TrainEvalCallback
 from fastai.learner import Learner
@@ -26,7 +25,7 @@ from .core.checks import check_count, first_of
 from .core.dry_run import Snapshot, loader_state, n_of, resizable, size_of
 from .core.forward_state import devices_of, rng_state, set_rng_state
 from .core.guest import Guest, to_the_end
-from .core.warnings import see
+from .core.warnings import see, warn
 from .core.out_of_memory import is_out_of_memory
 from .core.distributed import is_sharded, world_size
 

@@ -10,7 +10,6 @@ __all__ = ['GradientCache', 'check_cached']
 # %% ../nbs/03_cache.ipynb #imports
 import torch
 from collections.abc import Callable
-from warnings import warn
 from fastai.callback.fp16 import NonNativeMixedPrecision
 from fastai.learner import Learner, Recorder
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +21,7 @@ from .core.guest import Guest, Instead, to_the_end
 from .core.other_samples import batchnorms, loses_chunks, warn_chunks
 from .core.out_of_memory import is_out_of_memory
 from .core.replay import CachedCall
-from .core.warnings import BatchNormWarning, Said, see
+from .core.warnings import BatchNormWarning, Said, see, warn
 
 # %% ../nbs/03_cache.ipynb #cb
 class GradientCache(Guest):

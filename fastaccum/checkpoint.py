@@ -11,7 +11,6 @@ __all__ = ['ActivationCheckpoint', 'check_segments', 'unwrapped']
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import MethodType
-from warnings import warn
 import torch
 from fastai.callback.fp16 import MixedPrecision
 from fastcore.basics import noop
@@ -24,7 +23,7 @@ from .core.checks import check_bool, check_single
 from .core.distributed import is_fsdp
 from .core.forward_state import ForwardState, devices_of
 from .core.guest import Guest, Instead, to_the_end
-from .core.warnings import see
+from .core.warnings import see, warn
 from .core.segments import Segments, find_segments
 
 # %% ../nbs/04_checkpoint.ipynb #cb

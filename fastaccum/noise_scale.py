@@ -11,12 +11,11 @@ __all__ = ['Reading', 'NoiseScale', 'estimate', 'scale_of', 'interval', 'trade_o
 import matplotlib.pyplot as plt, numpy as np, torch
 from functools import partial
 from typing import NamedTuple
-from warnings import warn
 from fastai.callback.fp16 import MixedPrecision
 from .core.checks import check_count, check_single, first_of
 from .core.distributed import is_sharded
 from .core.guest import Guest
-from .core.warnings import see
+from .core.warnings import see, warn
 
 # %% ../nbs/07_noise_scale.ipynb #noise-scale
 class Reading(NamedTuple):

@@ -87,7 +87,7 @@ def test_what_pages_show_of_messages_is_of_now(fn):
     assert not [o for v in data for o in outdated(''.join(v))]
 
 def test_what_was_changed_is_seen():
-    assert outdated('the training loader has no batch, so nothing is trained.\nMore: https://a#no-batch')
+    assert outdated('the training loader has no batches, so nothing is trained.\nMore: https://a#no-batch')
 
 # What it says to type
 

@@ -47,11 +47,8 @@ def fits(o:object, n:int)->bool:
     return (is_mapping(o) or isinstance(o, (tuple,list))) and all(fits(x, n) for x in values(o))
 
 # %% ../../nbs/core/03_batch.ipynb #count
-def n_samples(
-    b:object, # A batch: tensors with the samples first and lists of samples, nested in tuples, lists and mappings
-    expected:int=None # Samples that it should have according to the loader
-)->int: # The number of samples; `expected` if the batch does not tell
-    "How many samples a batch has"
+def n_samples(b:object, expected:int=None)->int:
+    "How many samples a batch has; `expected`, which the loader says, if it does not tell"
     parts = b if isinstance(b, (tuple,list)) else (b,)
     if parts and isinstance(parts[0], torch.Tensor) and (shape:=parts[0].shape) and shape[0]==expected: return expected
     ns = dict.fromkeys(n for o in sorted(parts, key=_doubt) for n in _counts(o))
@@ -93,12 +90,8 @@ def _has_lists(b, n):
     if not isinstance(b, (tuple,list)): return False
     return any(_listed(o, n) and any(is_mapping(x) or isinstance(x, torch.Tensor) for x in o) for o in b)
 
-def pick(
-    b:object, # A batch
-    n:int, # Samples in it
-    f:callable # Selects some of a tensor's rows, or of a list's items
-)->object: # A batch of the same structure
-    """Some samples of a batch
+def pick(b:object, n:int, f:callable)->object:
+    """Some samples of a batch of `n`, in the same structure: `f` selects rows of its tensors and items of its lists
 
     TypeError: there is something in it that cannot be split
     """

@@ -36,7 +36,7 @@ def check_bool(nm:str, o:object, more:str='')->bool|None:
     """
     if isinstance(o, bool) or more and o is None: return o
     raise TypeError(f"`{nm}={o!r}` is a {type(o).__name__}: "
-        f"give True{', False, or None: '+more if more else ' or False'}" + see('true-or-false'))
+        f"give True{', False, or None '+more if more else ' or False'}" + see('true-or-false'))
 
 def check_name(nm:str, o:object, names:tuple):
     """Refuse anything but one of `names` as the argument `nm`
@@ -70,7 +70,7 @@ def check_learner(learn:Learner):
     """
     cbs = [*ours(learn, 'GradientAccumulation'), *(o for o in learn.cbs if isinstance(o, FastaiGradientAccumulation))]
     if len(cbs)>1:
-        raise ValueError(f"{len(cbs)} callbacks accumulate gradients on this Learner: keep one, take the others off "
+        raise ValueError(f"{len(cbs)} callbacks accumulate gradients on this Learner: keep one and remove the others "
             "with `learn.remove_cb` (they are in `learn.cbs`)" + see('two-callbacks'))
     if any(isinstance(o, NonNativeMixedPrecision) for o in learn.cbs):
         raise ValueError("NonNativeMixedPrecision would add up gradients in half precision, where they overflow "
@@ -78,14 +78,14 @@ def check_learner(learn:Learner):
             + see('half-precision-gradients'))
     hooked = [nm for nm,p in learn.model.named_parameters() if getattr(p, '_post_accumulate_grad_hooks', None)]
     if hooked:
-        raise ValueError(f"{hooked[0]!r} has a hook that runs when its gradient is added "
-            "(`_post_accumulate_grad_hooks`; optimizers that step inside the backward pass set it): it would step on "
-            "every micro-batch. Remove the hook" + see('steps-in-the-backward-pass'))
+        raise ValueError(f"the parameter {hooked[0]!r} has a hook that runs in each backward pass "
+            "(`register_post_accumulate_grad_hook`), as an optimizer sets it that steps there. It would run with every "
+            "micro-batch. Remove the hook" + see('steps-in-the-backward-pass'))
     own = next((nm for nm in ('_do_one_batch','_do_grad_opt','one_batch') if _steps_by_itself(learn, nm)), None)
     if own is not None:
-        raise ValueError(f"the Learner's own `{own}` replaces fastai's, and with it the loop in which micro-batches "
-            "run, so its gradients cannot be accumulated: move what it does into callbacks, or into the model and the "
-            "loss function, or train without accumulation" + see('own-training-loop'))
+        raise ValueError(f"the Learner's own `{own}` replaces fastai's, which runs the micro-batches, so its gradients "
+            "cannot be accumulated: move what it does into callbacks, the model or the loss function, or train without "
+            "accumulation" + see('own-training-loop'))
 
 def _steps_by_itself(learn, nm):
     f = vars(learn).get(nm) or getattr(type(learn), nm)
@@ -103,4 +103,4 @@ def check_single(learn:Learner, cls:type):
     n = sum(isinstance(o, cls) and o.run for o in learn.cbs)
     if n>1:
         raise ValueError(f"{n} {cls.__name__} callbacks are on this Learner, and each would do the same again: "
-            "keep one, take the others off with `learn.remove_cb` (they are in `learn.cbs`)" + see('two-callbacks'))
+            "keep one and remove the others with `learn.remove_cb` (they are in `learn.cbs`)" + see('two-callbacks'))

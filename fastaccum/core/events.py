@@ -1,4 +1,4 @@
-"""Who hears which event, and how the events of a micro-batch and of a step are sent.
+"""Which callbacks get which event, and how the events of a micro-batch and of a step are sent.
 
 Docs: https://fastaccum.github.io/fastaccum/core/events.html.md"""
 
@@ -14,6 +14,7 @@ from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.training import GradientClip
 from fastai.learner import Recorder
 from .checks import class_names
+from .guest import Quiet
 
 # %% ../../nbs/core/13_events.ipynb #hears
 # They have a `before_batch`, and count steps all the same
@@ -25,11 +26,7 @@ def _counts_steps(cb): return not counts_steps.isdisjoint(class_names(type(cb)))
 def _has(cb, event): return hasattr(type(cb), event) or event in vars(cb)
 
 def hears_steps(cb:Callback)->bool:
-    """Does `after_batch` of `cb` come once a step, and not with each batch of the loader?
-
-    Who begins something in `before_batch`, which comes with each micro-batch, ends it in `after_batch`. The attribute
-    `per_step` of a callback, or of its class, says otherwise.
-    """
+    "Does `after_batch` of `cb` come once a step, and not with each batch of the loader?"
     per_step = vars(cb).get('per_step', getattr(type(cb), 'per_step', None))
     return _counts_steps(cb) or not _has(cb, 'before_batch') if per_step is None else per_step
 
@@ -40,11 +37,9 @@ def records(cb:Callback)->bool:
 # %% ../../nbs/core/13_events.ipynb #events
 _order = attrgetter('order')
 
-class Events(Callback):
+class Events(Quiet):
     "A callback that sends fastai's events by itself"
     order,run_valid = GradientClip.order+1,False   # the loader is wrapped for several processes before
-
-    def __setattr__(self, nm, value): object.__setattr__(self, nm, value)   # fastai's warns of models with such a name
 
     def _event(self, nm, hears=None):
         "As fastai does, without those that have no method for it"

@@ -22,13 +22,10 @@ from .plan import LoaderSizes, PlannedStep
 from .warnings import see
 
 # %% ../../nbs/core/01_loader.ipynb #sizes
-def sizes_of(
-    dl:object, # A training loader: fastai's, PyTorch's, or a `DistributedDL`
-    micro_batch_size:int|None=None # The most samples in a micro-batch; for a loader that does not tell, in its batches
-)->LoaderSizes:
-    """What `dl` says of its batches
+def sizes_of(dl:object, micro_batch_size:int|None=None)->LoaderSizes:
+    """The sizes of a training loader: fastai's, PyTorch's, or a `DistributedDL`
 
-    ValueError: it does not tell their size, or they are smaller than `micro_batch_size`
+    ValueError: it does not say its batch size, or has smaller batches than `micro_batch_size`
     """
     of_each = hasattr(dl, 'world_size') and hasattr(dl, 'dl')   # fastai's `DistributedDL`
     bs,n = _bs_and_n(dl.dl if of_each else dl, micro_batch_size)
@@ -42,12 +39,12 @@ def _bs_and_n(dl, micro_batch_size):
     bss = (getattr(o, nm, None) for o in says for nm in ('bs','batch_size'))
     bs = next((o for o in bss if isinstance(o, Integral)), None)
     if bs is None and micro_batch_size is None:
-        raise ValueError(f"the training {type(dl).__name__} does not say its batch size: "
-            "pass `micro_batch_size=`, in samples" + see('batch-size-unknown'))
+        raise ValueError(f"the training {type(dl).__name__} does not say how many samples its batches have, as `bs` or "
+            "`batch_size`: pass `micro_batch_size=` with that number" + see('batch-size-unknown'))
     if None not in (bs,micro_batch_size) and bs<micro_batch_size:
-        raise ValueError(f"`micro_batch_size={micro_batch_size}`, but the training {type(dl).__name__} has "
-            f"batches of {bs}, which can only be split into smaller ones: leave `micro_batch_size` out, or make the "
-            f"DataLoaders with `bs={micro_batch_size}`" + see('micro-batch-size'))
+        raise ValueError(f"`micro_batch_size={micro_batch_size}` is larger than the batches of {bs} samples that the "
+            f"training {type(dl).__name__} has, which can only be split into smaller ones: leave `micro_batch_size` "
+            f"out, or make the DataLoaders with `bs={micro_batch_size}`" + see('micro-batch-size'))
     bs = micro_batch_size if bs is None else bs
     n = getattr(dl, 'n', None)
     if n is None:
@@ -90,17 +87,12 @@ class StepLoader(InPlace):
 
     RuntimeError: one of several processes has samples left after the planned steps
     """
-    def __init__(self,
-        learn:Learner, # As in `InPlace`, and so are the next two
-        dl:object,
-        one_batch:Callable,
-        steps:list, # The `PlannedStep`s of the epoch
-        sizes:LoaderSizes, # Of `dl`
-        processes:Processes, # Those that step together; they exchange nothing else meanwhile
-        drop_last:bool=False # Are samples after the planned steps left out?
-    ):
+    def __init__(self, learn:Learner, dl:object, one_batch:Callable, steps:list, sizes:LoaderSizes, processes:Processes,
+        drop_last:bool=False):
         super().__init__(learn, dl, one_batch)
-        self.steps,self.sizes,self.processes,self.drop_last = steps,sizes,processes,drop_last
+        self.steps,self.sizes = steps,sizes   # the `PlannedStep`s of the epoch, and the sizes of `dl`
+        self.processes = processes            # those that step together; they exchange nothing else meanwhile
+        self.drop_last = drop_last            # are samples after the planned steps left out?
 
     def __len__(self): return len(self.steps)
 
@@ -120,8 +112,9 @@ class StepLoader(InPlace):
             if several or batches.peek(): yield Step(batches, o, rank)
         if self.drop_last or not self.steps or not batches.peek(): return
         if several:
-            raise RuntimeError(f"this process has samples left after the {len(self.steps)} steps that the processes "
-                "agreed on: its `DataLoader` yields more, or larger, batches than it says" + see('more-batches'))
+            raise RuntimeError(f"this process has samples left after the {len(self.steps)} steps of the epoch, because "
+                "its training loader yields more or larger batches than it says. Let its `__len__` and `bs` be what it "
+                "yields" + see('more-batches'))
         while batches.peek(): yield Step(batches, o, rank, planned=False)
 
 # %% ../../nbs/core/01_loader.ipynb #batches

@@ -36,19 +36,17 @@ class Targets:
 
     TypeError: when it is called, if the target is not a tensor
     """
-    def __init__(self,
-        ignore_index:int, # Targets of this value do not count
-        weight:torch.Tensor|None=None, # A weight per class, as in `nn.CrossEntropyLoss`
-        probs:bool=False, # Are floating point targets class probabilities? Then samples are counted, as torch does
-        nan_grad:bool=True # May the gradient be NaN if every target is ignored? That of torch's cross-entropy is 0
-    ): self.ignore_index,self.weight,self.probs,self.nan_grad = ignore_index,weight,probs,nan_grad
+    def __init__(self, ignore_index:int, weight:torch.Tensor|None=None, probs:bool=False, nan_grad:bool=True):
+        self.ignore_index,self.weight = ignore_index,weight   # the target that does not count, and a weight per class
+        self.probs = probs         # are floating point targets class probabilities? Then samples count, as in torch
+        self.nan_grad = nan_grad   # may the gradient be NaN if all is ignored? That of torch's cross-entropy is 0
 
     def __call__(self, learn:Learner)->torch.Tensor|float: # A 0-dim tensor on the targets' device, or a number
         y = learn.yb[0]
         if not isinstance(y, torch.Tensor):
-            raise TypeError("the loss function has an `ignore_index`, but the target is a "
-                f"{type(y).__name__}, so it is not known how many targets count: "
-                "pass `n_items=`, a function of the Learner that returns their number" + see('targets-not-counted'))
+            raise TypeError(f"the loss function has an `ignore_index`, but the target is a {type(y).__name__}, in "
+                "which the targets that are not ignored cannot be counted: pass `n_items=`, a function of the Learner "
+                "that returns their number" + see('targets-not-counted'))
         y = _plain(y)
         if y.dtype==torch.uint8: y = y.long()   # or -100 would be 156
         if self._of_samples(y): return find_bs(y)
@@ -94,14 +92,11 @@ def check_n_items(f:Callable|None)->Callable|None:
     TypeError: it is not a function, or takes other arguments
     """
     if f is None: return f
-    what = f"`n_items={f!r}` is a {type(f).__name__}"
-    if not callable(f):
-        raise TypeError(f"{what}: give a function of the Learner that returns a number" + see('size-function'))
     try: signature(f).bind(None)
     except ValueError: pass   # a function that does not tell
-    except TypeError as e:
-        raise TypeError(f"{what} which cannot be called with the Learner alone ({e}): give a function of one argument, "
-            "such as `lambda learn: len(learn.y)`" + see('size-function')) from None
+    except TypeError as e:   # or it is no function
+        raise TypeError(f"`n_items={f!r}` cannot be called with the Learner alone ({e}): give a function of one "
+            "argument, such as `lambda learn: len(learn.y)`" + see('size-function')) from None
     return f
 
 def _checked(size, look):
@@ -123,14 +118,11 @@ class StepMean:
     TypeError: `n_items` returned something that is no number
     ValueError: it returned a number that is negative or not finite
     """
-    def __init__(self,
-        planned:int, # Samples that this process should have in the step
-        total:int, # Samples that all processes should have
-        n_items:Callable|None=None, # As in `GradientAccumulation`; defaults to what `find_n_items` finds
-        before:'StepMean|None'=None, # That of the step before
-        processes:Processes|None=None # Those that step together
-    ):
-        self.planned,self.total,self.n_items,self.processes = planned,total,n_items,processes
+    def __init__(self, planned:int, total:int, n_items:Callable|None=None, before:'StepMean|None'=None,
+        processes:Processes|None=None):
+        self.planned,self.total = planned,total   # samples that this process, and all, should have in the step
+        self.n_items,self.processes = n_items,processes   # as in `GradientAccumulation`; those that step together
+        # `before` is that of the step before
         self.looked = before is not None   # has the host seen a value of the user's function?
         self.known = 0. if before is None or before.now is None else before.loss   # the last loss that was a number
         # what was counted, by `add`

@@ -12,7 +12,6 @@ import inspect, torch
 from collections.abc import Callable
 from math import ceil
 from numbers import Integral
-from warnings import warn
 from torch import nn
 from torch.utils._pytree import tree_any, tree_leaves, tree_map
 from fastai.learner import Learner
@@ -21,7 +20,7 @@ from .checks import check_count
 from .forward_state import ForwardState, autocast_state, devices_of, set_autocast_state, set_rng_state
 from .gradients import Undo, params_of
 from .out_of_memory import free_memory, is_out_of_memory
-from .warnings import see
+from .warnings import see, warn
 
 # %% ../../nbs/core/12_micro_batches.ipynb #rows
 class HiddenRows:
@@ -50,12 +49,8 @@ class HiddenRows:
 # %% ../../nbs/core/12_micro_batches.ipynb #parts
 class Parts:
     "The Learner's batch after `before_batch`, to be run in parts"
-    def __init__(self,
-        learn:Learner, # With its batch
-        n:int, # Samples in it
-        before:list, # For the Learner and each callback, its attributes and a copy of them from before `before_batch`
-        split:Callable=split # As in `AutoSize`
-    ):
+    def __init__(self, learn:Learner, n:int, before:list, split:Callable=split):
+        # `before`: for the Learner and each callback, its attributes and a copy of them from before `before_batch`
         self.learn,self.n,self.split,self.whole = learn,n,split,(learn.xb,learn.yb)
         # mixed precision enters it in `before_batch`, and leaves it in each part
         self.autocast = autocast_state(devices_of(learn.model.modules()))
@@ -112,9 +107,9 @@ class AutoSize:
         try: inspect.signature(split).bind(None, 0, 1, 1)
         except ValueError: pass   # callable, but built-in: it does not tell
         except TypeError:
-            raise TypeError(f"`split={split!r}` is no function of a batch, the first sample, the one after the last "
-                "and the number of samples: give `AutoSize(split=f)` with a function `f(batch, start, stop, n)`, "
-                "or leave `split` out" + see('split-function')) from None
+            raise TypeError(f"`split={split!r}` cannot be called with four arguments: give a function "
+                "`f(batch, start, stop, n)` that returns the samples `start` to `stop` of a batch of `n`, or leave "
+                "`split` out" + see('split-function')) from None
         self.split = split
         self.train = self.valid = None   # samples that fit as far as is known; kept while the callback lives
 
@@ -149,11 +144,7 @@ class Runs:
 
     OutOfMemoryError: a single sample does not fit, or a callback has cancelled what cannot be undone
     """
-    def __init__(self,
-        learn:Learner, # With its batch
-        auto:AutoSize|None, # The samples that fit, as far as is known, are written here
-        size:int|None # The samples of a micro-batch, without `auto`
-    ):
+    def __init__(self, learn:Learner, auto:AutoSize|None, size:int|None):   # one of the two says how large they are
         self.learn,self.auto,self.size,self.phase = learn,auto,size,'train' if learn.training else 'valid'
         self.held = []       # of those that failed: where they end, and the gradients that contain them already
         self.failed = None   # samples and reason of the first that failed, until that is told
@@ -167,12 +158,8 @@ class Runs:
         "Where the micro-batch from `start` on ends: no later than one that failed, or the batch of `n` samples"
         return next_part(start, self.held[-1][0] if self.held else n, self.most)
 
-    def fits(self,
-        run:Callable, # Called without arguments
-        micro:MicroBatch, # What it runs
-        first:bool # Is it the first of its step, so that gradients are empty?
-    )->bool:
-        "Run a micro-batch; was memory enough?"
+    def fits(self, run:Callable, micro:MicroBatch, first:bool)->bool:
+        "Run a micro-batch, by `run()`; was memory enough? Gradients are empty before the first of a step"
         if not self.auto:
             run()
             return True
@@ -192,16 +179,16 @@ class Runs:
         n = micro.stop-micro.start
         self.failed = self.failed or (n,reason)
         if n==1:
-            raise torch.OutOfMemoryError(f"a micro-batch of a single sample does not fit: {reason}"
-                + see('out-of-memory'))
+            raise torch.OutOfMemoryError(f"memory ran out with a micro-batch of a single sample ({reason}). Use "
+                "smaller inputs, a smaller model, half precision, or `ActivationCheckpoint()`" + see('out-of-memory'))
         setattr(self.auto, self.phase, n//2)
         return False
 
     def _did_fit(self, micro):
         if not micro.ran and any(done for _,done in self.held):
-            raise torch.OutOfMemoryError("memory ran out in a backward pass that had added to some gradients already, "
-                f"and a callback has cancelled {micro.n} of its samples since, which cannot be taken out of them: "
-                "give the DataLoaders a batch size that fits (`learn.bs_find`)" + see('cannot-be-undone'))
+            raise torch.OutOfMemoryError("memory ran out in a backward pass after it had added to some gradients, and "
+                f"a callback has cancelled {micro.n} of its samples since, which are in these gradients: make the "
+                "DataLoaders with a batch size that fits (`learn.bs_find` finds it)" + see('cannot-be-undone'))
         while self.held and self.held[-1][0]==micro.stop:   # all of it has run again: its gradients are set back
             for p,g in self.held.pop()[1]: p.grad = g
         if self.failed is None: return True

@@ -35,9 +35,9 @@ def loses_chunks(model:nn.Module, xb:tuple)->bool: # The host waits for this, if
 
 def warn_chunks(said:Said):
     "Warn that what a text classifier returns depends on the other texts"
-    said.once('text-chunks', "fastai's SentenceEncoder leaves out the last chunk of a text where a text before it in "
-        "the batch has none, so what it returns depends on the other texts of a micro-batch. Use "
-        "`ActivationCheckpoint()` instead", AccumulationWarning)
+    said.once('text-chunks', "fastai's SentenceEncoder leaves out the last chunk of a text if an earlier text of the "
+        "batch is too short to have one, so predictions depend on which texts are in a micro-batch. Use "
+        "`ActivationCheckpoint()` with the full batch instead", AccumulationWarning)
 
 # %% ../../nbs/core/11_other_samples.ipynb #look
 _usual = vars(nn.Module()).keys()
@@ -63,26 +63,30 @@ class Watch:
         self.probed = probed = probe(learn, n_samples(learn.yb, n) or n, mean.find)
         if ps.rank: return
         rows = len(learn.pred) if isinstance(learn.pred, Tensor) and learn.pred.ndim else 0
-        of = "sum of its parts' losses" if mean.is_sum else "mean of its parts' losses"
+        of = 'sum' if mean.is_sum else 'mean'
         if probed.wrong:
-            said.once('loss-not-a-mean', f"the loss of a micro-batch is no {of}: it is off by {probed.off:.2g} of its "
-                "value, so the run is not the full-batch run. Give all of the loss function `reduction='mean'`, pass "
-                "`n_items=`, a function that returns how many items the mean covers, or let the loss see the whole "
-                "batch with `GradientCache`", LossWarning)
+            said.once('loss-not-a-mean', f"the loss of a micro-batch is not the {of} of its parts' losses (it is off "
+                f"by {probed.off:.2g} of its value), so this run differs from the full-batch run. Use "
+                "`reduction='mean'` in all of the loss function, pass `n_items=`, a function that returns how many "
+                "items the mean covers, or let the loss see the whole batch with `GradientCache`", LossWarning)
         elif probed.off is None and rows>n>1:
-            said.once('more-rows', f"the loss sees {rows} rows of the {n} samples of a micro-batch, as where a "
-                "callback makes two views of each, and it could not be tried on parts: if it compares samples with "
-                "each other, let it see the whole batch with `GradientCache`", LossWarning)
+            said.once('more-rows', f"the loss gets {rows} rows for the {n} samples of a micro-batch, as if a callback "
+                "makes several views of each, and it could not be checked on parts of them. If it compares samples "
+                "with each other, this run differs from the full-batch run: let it see the whole batch with "
+                "`GradientCache`", LossWarning)
         if loses_chunks(learn.model, learn.xb): warn_chunks(said)
         bns,how = batchnorms(learn.model),by_batch_size(loop.loader.dl)
         if bns:
             synced = all(isinstance(m, nn.SyncBatchNorm) for m in bns)
             layers = '1 BatchNorm layer normalises' if len(bns)==1 else f'{len(bns)} BatchNorm layers normalise'
             said.once('batchnorm', f"{layers} with the {n*ps.n if synced else n} samples of a micro-batch, not the "
-                f"{step.total} of a step", BatchNormWarning)
+                f"{step.total} of a step, so this run differs from the full-batch run. Freeze the statistics with "
+                "`FreezeBN()`, average them again after training with `learn.recalibrate_bn()`, or use "
+                "`ActivationCheckpoint()` with the full batch", BatchNormWarning)
         if how and self._joins():
-            said.once('loader-order', f"the training loader {how}: with a batch size of {step.size} it would put "
-                "other samples together", LoaderWarning)
+            said.once('loader-order', f"the training loader {how}, so one with batches of {step.size} would put other "
+                "samples together, and this run differs from the full-batch run. Make the DataLoaders with "
+                f"`bs={step.size}`, and split their batches with `micro_batch_size=`", LoaderWarning)
 
     def _joins(self):
         "Does the step consist of several batches of the loader?"
@@ -110,7 +114,8 @@ class Watch:
 
     def _warn_state(self, m=None):
         self.said.once('hidden-state', f"{'the model' if m is None else type(m).__name__} begins each micro-batch with "
-            "what the one before has left: in the full-batch run it keeps that from step to step", StateWarning)
+            "the state that the one before has left, where the full-batch run keeps its state from step to step. If "
+            "the model need not remember, reset it in `before_batch`", StateWarning)
 
     def note_grads(self):
         "A micro-batch was counted that is not all of its step"
@@ -123,7 +128,7 @@ class Watch:
         changed,self.grads = [p for p,g,v in self.grads if p.grad is not g or g._version!=v],()
         auto = self.loop.auto
         if not changed or auto and auto.train: return   # or they were set aside, since memory ran out
-        self.said.once('gradients-changed', f"something has changed or emptied {len(changed)} gradients between two "
-            "micro-batches of a step, which are still being added up: `zero_grad` in `before_batch`, a second backward "
-            "pass, or clipping in `after_backward`, perhaps. Let that happen in `before_step`, where the gradient of "
-            "the step is complete", AccumulationWarning)
+        self.said.once('gradients-changed', f"{len(changed)} gradients were changed or emptied between two "
+            "micro-batches of a step, while they were being added up, so this run differs from the full-batch run. "
+            "Look for a callback that calls `zero_grad` in `before_batch`, runs a second backward pass, or clips in "
+            "`after_backward`, and do that in `before_step`, when the gradient is complete", AccumulationWarning)

@@ -11,8 +11,7 @@ __all__ = ['round_up', 'Position', 'LoaderSizes', 'PlannedStep', 'Plan']
 from collections.abc import Callable
 from math import ceil
 from typing import NamedTuple
-from warnings import warn
-from .warnings import see
+from .warnings import see, warn
 
 # %% ../../nbs/core/00_plan.ipynb #round-up
 def round_up(accum_bs:int, micro_bs:int)->int:
@@ -46,26 +45,19 @@ class PlannedStep(NamedTuple):
 # %% ../../nbs/core/00_plan.ipynb #plan
 class Plan:
     "The steps of a training run"
-    def __init__(self,
-        loaders:list, # The `LoaderSizes` of each process
-        accum_bs:int|Callable, # Samples wanted in a step, over all processes: a number, or a function of a `Position`
-        n_epoch:int=1, # Epochs
-        drop_last:bool=False, # Leave out the incomplete last step of each epoch?
-        never_empty:bool=False # With `drop_last`: keep it if the epoch would otherwise have no step?
-    ):
-        self.loaders,self.accum_bs,self.n_epoch = list(loaders),accum_bs,n_epoch
-        self.drop_last,self.never_empty = drop_last,never_empty
+    def __init__(self, loaders:list, accum_bs:int|Callable, n_epoch:int=1, drop_last:bool=False,
+        never_empty:bool=False):
+        self.loaders = list(loaders)    # the `LoaderSizes` of each process
+        self.accum_bs = accum_bs        # samples wanted in a step, over all processes, or a function of a `Position`
+        self.n_epoch = n_epoch
+        self.drop_last = drop_last      # is the incomplete last step of an epoch left out?
+        self.never_empty = never_empty  # but not if it is the only one?
         self._epochs = {}   # the steps of the epochs that somebody has asked for
 
     @property
     def n(self)->int:
         "Samples in an epoch, over all processes"
         return sum(o.n for o in self.loaders)
-
-    @property
-    def unit(self)->int:
-        "Full steps are whole multiples of so many samples"
-        return sum(o.unit for o in self.loaders)
 
     def shares(self, wanted:int)->list:
         "Of `wanted` samples over all processes, each takes its part, in whole batches of its own"
@@ -118,14 +110,15 @@ class Plan:
         """
         if self.drop_last: self._check_filled(warns)
         if callable(self.accum_bs) or not warns: return
-        full,several = sum(self.shares(self.accum_bs)),len(self.loaders)
+        full,several,unit = sum(self.shares(self.accum_bs)),len(self.loaders),self.loaders[0].unit
         if several>1 and full!=self.accum_bs:
-            warn(f"`accum_bs={self.accum_bs}` on {several} processes with batches of "
-                f"{', '.join(str(o.bs) for o in self.loaders)}: in whole batches on each, a step takes {full} samples"
-                + see('rounded-up'))
-        elif self.unit>self.accum_bs:
-            warn(f"micro-batches of {self.unit} are larger than `accum_bs={self.accum_bs}`: "
-                "each makes a step of its own" + see('larger-than-a-step'))
+            warn(f"a step takes {full} samples, not `accum_bs={self.accum_bs}`, because each of the {several} "
+                f"processes takes whole batches (of {', '.join(str(o.bs) for o in self.loaders)} samples). Choose a "
+                "multiple of the batch size times the number of processes" + see('rounded-up'))
+        elif unit>self.accum_bs:
+            warn(f"the loader's batches of {unit} samples are larger than `accum_bs={self.accum_bs}`, so each "
+                "is a step and nothing is accumulated. Raise `accum_bs`, make the DataLoaders with a smaller `bs`, or "
+                "split their batches with `micro_batch_size=`" + see('larger-than-a-step'))
 
     def _check_filled(self, warns):
         for i in range(self.n_epoch if callable(self.accum_bs) else min(1, self.n_epoch)):
@@ -133,12 +126,12 @@ class Plan:
             if any(f>o.n for f,o in zip(full, self.loaders)): break
         else: return
         samples = ', '.join(str(o.n) for o in self.loaders)
-        what = f"its {samples} samples do not fill a step of {sum(full)}"
-        if self.unit>1: what += f" (in whole micro-batches of {self.unit})"
+        what = f"epoch {i} has {samples} samples, too few for a step of {sum(full)}"
+        if self.loaders[0].unit>1: what += f" (in whole batches of {', '.join(str(o.unit) for o in self.loaders)})"
         if not self.never_empty:
-            raise ValueError(f"epoch {i} would hold no step: {what}, and `drop_last=True`. "
-                "Lower the accumulation batch size, or leave `drop_last` out" + see('no-step'))
+            raise ValueError(f"{what}, and `drop_last=True` leaves out incomplete steps, so nothing would be trained. "
+                "Take smaller steps, or leave `drop_last` out" + see('no-step'))
         if warns:
-            warn(f"epoch {i} would hold no step if its remainder were left out, as the training loader does with "
-                f"its last batch: {what}, so it steps on what there is. "
-                "Lower the accumulation batch size, or say `drop_last=False`" + see('no-step'))
+            warn(f"{what}. The training loader drops its incomplete last batch, but if the incomplete step were "
+                "dropped too, nothing would be trained, so the epoch is one smaller step. Take smaller steps, or pass "
+                "`drop_last=False` to accept this one" + see('no-step'))

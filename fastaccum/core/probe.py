@@ -45,13 +45,8 @@ def _fresh(o):
 
 class Part:
     "In the place of a Learner after its forward pass, with only some of the samples"
-    def __init__(self,
-        learn:Learner, # After its forward pass; anything with `loss_func`, `pred` and `yb` will do
-        n:int, # Samples in its micro-batch
-        f:Callable, # As in `pick`
-        loss_func:Callable|None=None # A copy of its loss function
-    ):
-        self.learn,self.n,self.f = learn,n,f
+    def __init__(self, learn:Learner, n:int, f:Callable, loss_func:Callable|None=None):
+        self.learn,self.n,self.f = learn,n,f   # after the forward pass of `n` samples, of which `f` picks some
         self.pred,*yb = _fresh(pick((learn.pred,*learn.yb), n, f))
         self.yb,self.loss_func = tuple(yb),self._mixed(loss_func or learn.loss_func)
 
@@ -72,15 +67,10 @@ class Part:
         return MethodType(f.__func__, new)
 
 # %% ../../nbs/core/10_probe.ipynb #probe
-def probe(
-    learn:Learner, # After its forward pass; what has `loss_func`, `pred`, `yb` will do
-    n:int, # Samples in its micro-batch
-    find:Callable|None # `n_items(learn)` as returned by `find_n_items` or passed as `n_items=`; `None` for a sum
-)->Probed:
-    """Is the loss of the micro-batch the mean of the losses of two unequal parts, or their sum?
+def probe(learn:Learner, n:int, find:Callable|None)->Probed:
+    """Is the loss of a micro-batch of `n` samples the mean of the losses of two unequal parts, or their sum?
 
-    A loss that is a module is copied first, and random numbers are put back. What a function keeps in a closure or in
-    global variables, it keeps of these calls, too.
+    What it is a mean of is `find(learn)`, as returned by `find_n_items`; `None` is for a sum.
     """
     if n<2: return Probed(None, 'the micro-batch has one sample')
     model = getattr(learn, 'model', nn.Identity())   # the loss may call it

@@ -77,7 +77,7 @@ def test_an_epoch_with_nothing_else_steps_on_what_there_is():
     assert told(lambda: one_cycle(b, [GradientAccumulation(32)]))==no_step
     assert_same_run(a, b)
     assert told(lambda: find(small(), GradientAccumulation(32)))==no_step
-    with pytest.raises(ValueError, match='no step'): one_cycle(small(), GradientAccumulation(32, drop_last=True))
+    with pytest.raises(ValueError, match='too few for'): one_cycle(small(), GradientAccumulation(32, drop_last=True))
     assert not told(lambda: one_cycle(small(), GradientAccumulation(32, drop_last=False)))
 
 def test_only_the_epochs_that_would_be_empty_are_kept():

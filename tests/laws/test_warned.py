@@ -1,6 +1,6 @@
 """Right or loud: a fit that is the full-batch run says nothing; one that differs, or may, says so once, and what the
 warning says to do makes it the same."""
-import random, warnings
+import linecache, random, re, warnings
 import numpy as np, pytest, torch
 from collections import Counter
 from functools import partial
@@ -257,6 +257,46 @@ def test_each_is_silenced_by_its_category_and_all_by_one():
         warnings.simplefilter('error', AccumulationWarning)
         learn.fit(1, 1e-5, cbs=GradientAccumulation(16))
     assert weights(learn).equal(before)
+
+class Within(nn.Module):
+    "Code of the user's between the fit and what is warned of"
+    def __init__(self):
+        super().__init__()
+        self.first = Remembers(5, 3).double()
+    def forward(self, x): return self.first(x)
+    def reset(self): self.first.reset()
+
+class Small(nn.Sequential):
+    "Has no memory for more than 5 samples"
+    def forward(self, x):
+        if self.training and len(x)>5: raise torch.OutOfMemoryError('too large')
+        return super().forward(x)
+
+places = dict(
+    first_step=lambda: toy(4, model=normed).fit(1, cbs=GradientAccumulation(16)),
+    one_cycle=lambda: toy(4, model=normed).fit_one_cycle(1, cbs=GradientAccumulation(16)),
+    before_fit=lambda: toy(16).fit(1, cbs=GradientAccumulation(8)),
+    model=lambda: toy(4, model=Within, splitter=one_group).fit(1, cbs=GradientAccumulation(16)),
+    memory=lambda: toy(16, model=lambda: Small(*layers())).fit(1, cbs=GradientAccumulation(16, True, 'auto')),
+    schedule=lambda: toy(4).fit(1, cbs=GradientAccumulationSchedule(8, 16, finish=5)),
+    nothing_to_freeze=lambda: toy(4).fit(1, cbs=FreezeBN()))
+
+@pytest.mark.parametrize('nm', places)
+def test_a_warning_points_at_the_line_that_fits(nm):
+    "Not at a line of ours, nor of the user's model, from which we are called"
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        places[nm]()
+    o, = [o for o in said if '.html#' in str(o.message)]
+    assert o.filename==__file__ and re.search(r'\.fit\w*\(', linecache.getline(o.filename, o.lineno))
+
+@pytest.mark.parametrize('action', ['default','module','once'])
+def test_one_line_shows_each_of_its_warnings_where_the_same_is_shown_once(action):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter(action)
+        all_three().fit(1, 1e-5, cbs=GradientAccumulation(16))
+    kinds = Counter(o.category.__name__ for o in said if issubclass(o.category, AccumulationWarning))
+    assert kinds==dict.fromkeys([nm for nm,_ in words], 1)
 
 # Loaders
 

@@ -4,7 +4,7 @@ os.environ.setdefault('OMP_NUM_THREADS', '1')
 import sys, time
 import torch
 from .data import set_ups
-from . import images, series, tables, texts, views
+from . import callbacks, gans, images, series, tables, texts, views
 from .run import report, run_all
 
 def main():

@@ -46,7 +46,7 @@ def flat_cos(learn, cbs): learn.fit_flat_cos(2, 4e-3, cbs=cbs)
 
 @set_up('fastai/fastai', 'nbs/examples/train_imagenette.py', 'xresnet, `ranger`, MixUp, label smoothing', flat_cos)
 def xresnet_mixup(bs):
-    net = XResNet(ResBlock, 1, layers=[1,1], n_out=10, sa=True, act_cls=Mish, stem_szs=(8,8,64), widen=0.125)
+    net = XResNet(ResBlock, 1, layers=[1,1], n_out=10, p=0.1, sa=True, act_cls=Mish, stem_szs=(8,8,64), widen=0.125)
     return Learner(imagenette(bs, 16), net, loss_func=LabelSmoothingCrossEntropy(), metrics=accuracy, cbs=MixUp(0.4),
         opt_func=partial(ranger, mom=0.95, sqr_mom=0.99, eps=1e-6, beta=0.))
 

@@ -86,10 +86,12 @@ class TabularAE(TabularModel):
         x = self.decoder(super().forward(self.noise(x_cat), self.noise(x_cont)))
         return self.cats(x),self.conts(x)
 
+def no_noise(learn): learn.model.noise.p = 0.
+
 def ae_fit(learn, cbs): learn.fit_flat_cos(2, 4e-3, cbs=[EarlyStoppingCallback(),*cbs])
 
 @set_up('walkwithfastai/walkwithfastai.github.io', 'nbs/03_tab.ae.ipynb',
-    'autoencoder of a table, noise from other rows of the batch', ae_fit)
+    'autoencoder of a table, noise from other rows of the batch', ae_fit, still=no_noise)
 def autoencoder(bs):
     to = table(full, 'high', y_block=CategoryBlock()).train.dataset
     cats,conts = torch.tensor(to.cats.values).long(),torch.tensor(to.conts.values).float()

@@ -105,7 +105,7 @@ class TeacherForcingCallback(Callback):
 
 @set_up('walkwithfastai/walkwithfastai.github.io',
     'nbs/live_streams/Exploring the fastai Callback System/Callbacks.Seq2Seq.ipynb', 'translation with teacher forcing',
-    still=lambda learn: setattr(learn.teacher_forcing_callback, 'ratio', 1.))
+    still=lambda learn: setattr(learn.teacher_forcing, 'ratio', 1.))
 def teacher_forcing(bs):
     pairs = [(ids[i*5:i*5+5], ids[i*5:i*5+5].flip(0)) for i in range(52)]
     return Learner(loaders(bs, pairs), Seq2Seq(len(vocab)+1), loss_func=CrossEntropyLossFlat(),

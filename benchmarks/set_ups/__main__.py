@@ -1,14 +1,37 @@
-"Run them"
+"Run the set-ups, all or those that are named, and write the results and the table"
 import os
 os.environ.setdefault('OMP_NUM_THREADS', '1')
-import sys, time
-import torch
+import argparse, json, platform, warnings
+from collections import Counter
+from datetime import date
+from pathlib import Path
+import fastai, torch
+import fastaccum
+from . import callbacks, gans, images, series, tables, texts, views   # noqa: F401
 from .data import set_ups
-from . import callbacks, gans, images, series, tables, texts, views
-from .run import report, run_all
+from .report import checked, kind, table, verdict
+from .run import run
+
+out = Path(__file__).resolve().parent.parent/'results'
 
 def main():
+    args = argparse.ArgumentParser()
+    args.add_argument('names', nargs='*', help='of functions; with some, nothing is written')
+    names = args.parse_args().names
+    warnings.filterwarnings('ignore')
     torch.set_num_threads(1)
-    run_all(sys.argv[1:])
+    found = []
+    for nm in names or set_ups:
+        o = run(nm)
+        found.append(o)
+        ways = [f'{k}: {verdict(o[k])}' for k in ('loader','split','cache') if k in o]
+        print(f"{nm} ({o['seconds']} s)", *ways, f"check: {checked(o['check'])}", sep='\n    ', flush=True)
+    print(*(f"{way}: {dict(Counter(kind(o[way]) for o in found))}" for way in ('loader','split')), sep='\n')
+    if names: return
+    made = f"{date.today()}, fastaccum {fastaccum.__version__}, fastai {fastai.__version__}, torch {torch.__version__}, " \
+        f"python {platform.python_version()}"
+    res = dict(made=made, set_ups=found)
+    (out/'set_ups.json').write_text(json.dumps(res, indent=1)+'\n', encoding='utf-8')
+    (out/'set_ups.md').write_text(table(res)+'\n', encoding='utf-8')
 
 if __name__=='__main__': main()

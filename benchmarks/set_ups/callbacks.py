@@ -108,8 +108,9 @@ def own_batch():
 class SAM(Callback):
     "A second gradient, from a point uphill, by a `_do_one_batch` for all Learners"
     def __init__(self, rho=0.05): self.rho = rho
+    def after_fit(self): Learner._do_one_batch = self.stock
     def before_fit(self):
-        self.learn.rho = self.rho
+        self.learn.rho,self.stock = self.rho,Learner._do_one_batch
         @patch_to(Learner)
         def _do_one_batch(self):
             self.pred = self.model(*self.xb)

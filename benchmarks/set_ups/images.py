@@ -24,7 +24,9 @@ from .data import blocks, classes, conv, fine_tune, loaders, pixels, resnet, set
 
 def name_of(i): return 'abcdefghij'[classes[i]]
 
-@set_up('fastai/fastbook', '05_pet_breeds.ipynb', 'presizing, `aug_transforms`, `fine_tune`', fine_tune)
+def no_tfms(learn): learn.dls.train.after_batch.fs = learn.dls.valid.after_batch.fs[:1]   # to numbers from 0 to 1
+
+@set_up('fastai/fastbook', '05_pet_breeds.ipynb', 'presizing, `aug_transforms`, `fine_tune`', fine_tune, still=no_tfms)
 def pets(bs):
     dls = blocks(bs, ImageBlock, CategoryBlock, get_y=name_of, item_tfms=Resize(24),
         batch_tfms=aug_transforms(size=16, min_scale=0.75))
@@ -46,7 +48,8 @@ def flat_cos(learn, cbs): learn.fit_flat_cos(2, 4e-3, cbs=cbs)
 
 @set_up('fastai/fastai', 'nbs/examples/train_imagenette.py', 'xresnet, `ranger`, MixUp, label smoothing', flat_cos)
 def xresnet_mixup(bs):
-    net = XResNet(ResBlock, 1, layers=[1,1], n_out=10, p=0.1, sa=True, act_cls=Mish, stem_szs=(8,8,64), widen=0.125)
+    net = XResNet(ResBlock, 1, layers=[1]*4, n_out=10, sa=True, act_cls=Mish, stem_szs=(8,8,64),
+        widen=0.125)
     return Learner(imagenette(bs, 16), net, loss_func=LabelSmoothingCrossEntropy(), metrics=accuracy, cbs=MixUp(0.4),
         opt_func=partial(ranger, mom=0.95, sqr_mom=0.99, eps=1e-6, beta=0.))
 
@@ -224,7 +227,8 @@ def convnext(pretrained=False):
     net = ConvNeXt([CNBlockConfig(8, 16, 1), CNBlockConfig(16, None, 1)], num_classes=2)
     return nn.Sequential(*net.features, nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(16, 2))
 
-@set_up('fastai/course22', '10-scaling-up-road-to-the-top-part-3.ipynb', 'ConvNeXt as timm has it, `fine_tune`', fine_tune)
+@set_up('fastai/course22', '10-scaling-up-road-to-the-top-part-3.ipynb', 'ConvNeXt as timm has it, `fine_tune`', fine_tune,
+    still=no_tfms)
 def paddy(bs):
     dls = blocks(bs, ImageBlock, CategoryBlock, get_y=name_of, item_tfms=Resize(32, method='squish'),
         batch_tfms=aug_transforms(size=16, min_scale=0.75))

@@ -136,7 +136,7 @@ def weighted_samples(bs):
 
 class BatchLossFilter(Callback):
     "Train on those samples of the batch that have most of its loss"
-    def __init__(self, loss_perc=0.8): self.loss_perc = loss_perc
+    def __init__(self, loss_perc=0.5): self.loss_perc = loss_perc
     def before_batch(self):
         if not self.training: return
         with torch.no_grad():

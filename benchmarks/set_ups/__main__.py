@@ -2,14 +2,13 @@
 import os
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 import argparse, json, platform, warnings
-from collections import Counter
 from datetime import date
 from pathlib import Path
 import fastai, torch
 import fastaccum
-from . import callbacks, gans, images, series, tables, texts, views   # noqa: F401
+from . import images, texts, tables, series, views, gans, callbacks   # noqa: F401
 from .data import set_ups
-from .report import checked, kind, table, verdict
+from .report import checked, counts, table, verdict
 from .run import run
 
 out = Path(__file__).resolve().parent.parent/'results'
@@ -26,10 +25,10 @@ def main():
         found.append(o)
         ways = [f'{k}: {verdict(o[k])}' for k in ('loader','split','cache') if k in o]
         print(f"{nm} ({o['seconds']} s)", *ways, f"check: {checked(o['check'])}", sep='\n    ', flush=True)
-    print(*(f"{way}: {dict(Counter(kind(o[way]) for o in found))}" for way in ('loader','split')), sep='\n')
+    print(*(f'{way}: {counts(found, way)}' for way in ('loader','split')), sep='\n')
     if names: return
-    made = f"{date.today()}, fastaccum {fastaccum.__version__}, fastai {fastai.__version__}, torch {torch.__version__}, " \
-        f"python {platform.python_version()}"
+    versions = {o.__name__:o.__version__ for o in (fastaccum,fastai,torch)} | dict(python=platform.python_version())
+    made = ', '.join([f'{date.today()}', *(f'{k} {v}' for k,v in versions.items())])
     res = dict(made=made, set_ups=found)
     (out/'set_ups.json').write_text(json.dumps(res, indent=1)+'\n', encoding='utf-8')
     (out/'set_ups.md').write_text(table(res)+'\n', encoding='utf-8')

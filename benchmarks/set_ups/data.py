@@ -44,7 +44,7 @@ def fine_tune(learn, cbs): learn.fine_tune(1, 3e-3, cbs=cbs)
 
 @contextmanager
 def in_double_precision():
-    "Everything in double precision, which tells the same run from a similar one: `.float()` gives double precision, too"
+    "Everything in double precision, in which the same run differs from a similar one: `.float()` gives it, too"
     single,dtype = torch.Tensor.float,torch.get_default_dtype()
     torch.Tensor.float = lambda o, **kwargs: o.double(**kwargs)
     torch.set_default_dtype(torch.float64)
@@ -71,8 +71,8 @@ class Still(Callback):
 # Data
 
 digits = load_digits()
-pixels = np.kron(digits.images[:n_train+n_valid]*15, np.ones((1,2,2))).astype('uint8')[...,None].repeat(3, -1)
-classes = digits.target[:n_train+n_valid]
+pixels = np.kron(digits.images[:64]*15, np.ones((1,2,2))).astype('uint8')[...,None].repeat(3, -1)
+classes = digits.target[:64]
 words = [o for k in sorted(topics) for o in topics[k].split()]   # Python's language reference
 
 def blocks(bs, *blocks, get_x=pixels.__getitem__, n_inp=None, n=n_train, **kwargs):

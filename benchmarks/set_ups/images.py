@@ -10,7 +10,7 @@ from fastai.data.block import CategoryBlock, MultiCategoryBlock
 from fastai.data.transforms import Normalize
 from fastai.layers import ConvLayer, Flatten, Mish, ResBlock
 from fastai.learner import Learner
-from fastai.losses import (BCEWithLogitsLossFlat, CrossEntropyLossFlat, DiceLoss, FocalLossFlat,
+from fastai.losses import (CrossEntropyLossFlat, DiceLoss, FocalLossFlat,
     LabelSmoothingCrossEntropy, MSELossFlat)
 from fastai.metrics import LossMetrics, accuracy, accuracy_multi, error_rate
 from fastai.optimizer import ranger
@@ -34,19 +34,21 @@ def pets(bs):
 
 def two_sizes(learn, cbs):
     learn.fit_one_cycle(1, 3e-3, cbs=cbs)
-    learn.dls = imagenette(learn.dls.bs, 16)
+    learn.dls = imagenette(learn.dls.bs, 16, n=50)
     learn.fine_tune(1, 1e-3, cbs=cbs)
 
-def imagenette(bs, size):
-    return blocks(bs, ImageBlock, CategoryBlock, get_y=name_of, item_tfms=RandomResizedCrop(size, min_scale=0.5))
+def imagenette(bs, size, **kwargs):
+    crop = RandomResizedCrop(size, min_scale=0.5)
+    return blocks(bs, ImageBlock, CategoryBlock, get_y=name_of, item_tfms=crop, **kwargs)
 
-@set_up('fastai/fastbook', '07_sizing_and_tta.ipynb', 'progressive resizing, label smoothing', two_sizes)
+@set_up('fastai/fastbook', '07_sizing_and_tta.ipynb', 'progressive resizing, with 2 samples left over', two_sizes)
 def progressive_resizing(bs):
-    return Learner(imagenette(bs, 12), resnet(), loss_func=LabelSmoothingCrossEntropy(), metrics=accuracy)
+    return Learner(imagenette(bs, 12, n=50), resnet(), loss_func=LabelSmoothingCrossEntropy(), metrics=accuracy)
 
 def flat_cos(learn, cbs): learn.fit_flat_cos(2, 4e-3, cbs=cbs)
 
-@set_up('fastai/fastai', 'nbs/examples/train_imagenette.py', 'xresnet, `ranger`, MixUp, label smoothing', flat_cos)
+@set_up('fastai/fastai', 'nbs/examples/train_imagenette.py', 'xresnet, `ranger`, MixUp, label smoothing', flat_cos,
+    still=lambda learn: setattr(learn.mix_up, 'run', False))
 def xresnet_mixup(bs):
     net = XResNet(ResBlock, 1, layers=[1]*4, n_out=10, sa=True, act_cls=Mish, stem_szs=(8,8,64),
         widen=0.125)
@@ -87,7 +89,8 @@ def two_stages(learn, cbs):
 @set_up('walkwithfastai/walkwithfastai.github.io', 'nbs/course2020/vision/04_Segmentation.ipynb',
     'U-Net with self-attention, weighted classes', two_stages)
 def camvid(bs):
-    dls = blocks(bs, ImageBlock, MaskBlock(['a','b','c']), get_y=masks, batch_tfms=Normalize.from_stats(*imagenet_stats))
+    dls = blocks(bs, ImageBlock, MaskBlock(['a','b','c']), get_y=masks,
+        batch_tfms=Normalize.from_stats(*imagenet_stats))
     def acc_camvid(p, y): return (p.argmax(1)==y)[y!=2].float().mean()
     return unet_learner(dls, resnet, pretrained=False, self_attention=True, act_cls=Mish, opt_func=ranger,
         metrics=acc_camvid, loss_func=CrossEntropyLossFlat(weight=torch.tensor([0.9,0.9,1.1]), axis=1))
@@ -227,8 +230,8 @@ def convnext(pretrained=False):
     net = ConvNeXt([CNBlockConfig(8, 16, 1), CNBlockConfig(16, None, 1)], num_classes=2)
     return nn.Sequential(*net.features, nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(16, 2))
 
-@set_up('fastai/course22', '10-scaling-up-road-to-the-top-part-3.ipynb', 'ConvNeXt as timm has it, `fine_tune`', fine_tune,
-    still=no_tfms)
+@set_up('fastai/course22', '10-scaling-up-road-to-the-top-part-3.ipynb', 'ConvNeXt as timm has it, `fine_tune`',
+    fine_tune, still=no_tfms)
 def paddy(bs):
     dls = blocks(bs, ImageBlock, CategoryBlock, get_y=name_of, item_tfms=Resize(32, method='squish'),
         batch_tfms=aug_transforms(size=16, min_scale=0.75))

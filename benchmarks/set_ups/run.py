@@ -4,7 +4,6 @@ In double precision, where rounding is far below any other difference. If the ru
 with dropout and BatchNorm as in evaluation, and without the random numbers of callbacks: is anything else different?
 """
 import contextlib, io, tempfile, time, warnings
-import torch
 from fastcore.xtras import working_directory
 from fastaccum import GradientAccumulation, GradientCache
 from fastaccum.testing import both_runs, deviation, deviations

@@ -1,0 +1,61 @@
+"The table of the page"
+import re
+from collections import Counter
+from .data import full, micro
+
+def links(keys): return ', '.join(f'[{o}](../reference/messages.ipynb#{o})' for o in keys)
+
+kinds = dict(same='the same run', warned='a warning', draws='other random numbers', refused='an error of fastaccum',
+    error="an error of the set-up's own code", silent='another run, and nothing is said')
+
+def kind(o):
+    "One of `kinds`"
+    if 'error' in o: return 'error' if ':' in o['error'] else 'refused'
+    if not o['differs']: return 'same'
+    if o['said']: return 'warned'
+    return 'silent' if o['still'].get('differs', True) else 'draws'
+
+def verdict(o):
+    "The same run, or what is said"
+    k = kind(o)
+    if k=='same': return 'same run' + f", but warns: {links(o['said'])}"*bool(o['said'])
+    if k=='error': return f"**{o['error']}**"
+    if k=='refused': return f"refused: {links([o['error']])}"
+    if k=='silent': return '**another run, and nothing is said**'
+    still = o['still']
+    rest = ', **and differs without a warning, too**' if still.get('differs') and not still['said'] else ''
+    if still.get('differs')=={}: rest = ', else the same run'
+    return (f"warns: {links(o['said'])}" if k=='warned' else 'other random numbers')+rest
+
+def checked(o):
+    "What the check says"
+    if 'error' in o: return verdict(o)
+    if o['ok']: return 'same run'
+    def names(where): return ', '.join(dict.fromkeys(re.findall(r'(?:^|; |not seen: )([A-Z]\w+)', where)))
+    found = {k:names(v) for k,v in o['off'].items() if k not in ('gradients','buffers')}
+    return '; '.join(f'{k}: {v}' if v else k for k,v in found.items()) or 'gradients'
+
+def with_cache(o):
+    "Does it become the same run with `GradientCache`?"
+    if 'cache' not in o: return ''
+    o = o['cache']
+    if kind(o)=='same': return '; with `GradientCache` the same run'
+    return '; with `GradientCache` the same but for BatchNorm'*(kind(o)=='warned' and o['still'].get('differs')=={})
+
+def row(o):
+    source = f"[{o['repo'].split('/')[1]}](https://github.com/{o['repo']}), {o['path'].split('/')[-1]}"
+    cells = o['what'],source,verdict(o['loader'])+with_cache(o),verdict(o['split']),checked(o['check'])
+    return f"| {' | '.join(cells)} |"
+
+def counts(found, way):
+    n = Counter(kind(o[way]) for o in found)
+    return ', '.join(f'{n[k]} {nm}' for k,nm in kinds.items() if n[k])
+
+def table(res):
+    found = res['set_ups']
+    head = ['set-up','from',f'loader of {micro}, `GradientAccumulation({full})`',
+        f'loader of {full}, `micro_batch_size={micro}`','`accum_check`']
+    intro = f"{len(found)} set-ups. On a loader of {micro}: {counts(found, 'loader')}. On a loader of {full}, split: " \
+        f"{counts(found, 'split')}."
+    return '\n'.join([intro, '', f"| {' | '.join(head)} |", '|---'*len(head)+'|', *map(row, found), '',
+        f"Made {res['made']}."])

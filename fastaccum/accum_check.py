@@ -1,4 +1,4 @@
-"""Does accumulation give the big batch's gradient with my own model, data, loss and callbacks? Check it.
+"""Check that accumulation gives the gradient of the whole batch with your own model, data, loss and callbacks, and find out why if it does not.
 
 Docs: https://fastaccum.github.io/fastaccum/accum_check.html.md"""
 
@@ -39,28 +39,34 @@ from .core.distributed import check_search
 # %% ../nbs/02_accum_check.ipynb #accum-check
 @patch
 def accum_check(self:Learner,
-    accum_bs:int=None, # Samples in the big batch. Defaults to those of a step of the fit, or of the loader's batch
+    accum_bs:int=None, # Samples in the whole batch; defaults to a step of the fit, or to a batch of the loader
     steps:int=0, # Optimizer steps to train both ways, to compare the weights as well
-    cbs:Callback|list=None # Callbacks of the fit to check, as you would pass them to `fit`
+    cbs:Callback|list=None # Callbacks that you would pass to `fit`
 )->'AccumCheck': # Displays itself as a table
     """Run a batch whole and in micro-batches, compare the gradients, and find out where they differ and why
 
+    Without `accum_bs`, the sizes are those you train with: the samples of the first step, in its micro-batches. If
+    these do not fit into memory at once, a single micro-batch is compared with its parts, and the title says so. If a
+    step is one batch of the loader, or nothing accumulates, that batch is compared with parts of unequal sizes.
+
     TypeError: `accum_bs` or `steps` is not a whole number, or one of `cbs` is not a callback
-    ValueError: `accum_bs` is below 2, `steps` is negative, the training loader has no such batch, or a fit with these
-        callbacks is refused, or accumulates with fastai's callback
-    RuntimeError: there are several processes, or a callback ends the fit or skips steps
-    torch.OutOfMemoryError: the batch does not fit, though you gave its size, or even a micro-batch does not
+    ValueError: `accum_bs` is below 2, `steps` is negative, the training loader has no batch of this size, two callbacks
+        accumulate, fastai's own callback accumulates, or the fit would refuse these callbacks
+    RuntimeError: there are several processes, or no step could be made, because a callback ends the fit or skips
+        steps, or the gradients overflow
+    torch.OutOfMemoryError: the batch does not fit and you gave its size, or not even a micro-batch fits
     """
     _check_args(self, accum_bs, steps, cbs)
     since = time.perf_counter()
     with self.added_cbs(cbs):
         acc,cache,ckpt = (first_of(self, o) for o in ('GradientAccumulation','GradientCache','ActivationCheckpoint'))
         _check_cbs(self, acc, cache)
-        splits = _splits(acc, size_of(self.dls.train))
+        wanted = acc and acc.plan(self.dls).wanted(0)   # samples in the first step of a fit
+        splits = _splits(acc, wanted, size_of(self.dls.train))
         cuts = not splits and (acc is not None or not (cache or ckpt))   # else a step is one batch of the loader
         own = acc.auto.split if acc is not None and acc.auto else split
         whole = '' if cuts or splits else 'loss' if cache else 'model'
-        bs,micro,fits = _trained(self.dls.train, acc, cache, accum_bs)
+        bs,micro,fits = _trained(self.dls.train, acc, wanted, cache, accum_bs)
         with DryRun(self, [o for o in (acc,cache,ckpt) if o is not None], total=5+2*(steps>0)) as run:
             def find(bs, micro=None):
                 compare = Compare(run, partial(_make, acc, cache, ckpt, splits), cuts, own, bs, max(1, steps), micro)
@@ -100,18 +106,18 @@ def _check_cbs(learn, acc, cache):
             + see('two-callbacks'))
     if cache is not None: check_cached(learn, cache.retries)
 
-def _splits(acc, bs):
+def _splits(acc, wanted, bs):
     "Is a batch of the loader a step, split by the Learner's own callback after others had it whole?"
-    if acc is None or not bs or acc.accum_bs!=bs: return False
+    if acc is None or not bs or wanted!=bs: return False
     return acc.auto is not None or acc.micro_batch_size is not None and acc.micro_batch_size<bs
 
-def _trained(dl, acc, cache, accum_bs):
+def _trained(dl, acc, wanted, cache, accum_bs):
     "Samples in a step of the fit, in its parts, and in a batch that fits into memory; `None` where it has one part"
     bs = size_of(dl) if resizable(dl) else None
     n,micro,inner = accum_bs or bs,None,cache.size if cache else None
     if bs and acc is not None:
         sizes = sizes_of(dl, acc.micro_batch_size)
-        n,micro = accum_bs or min(round_up(acc.accum_bs, sizes.unit), sizes.n),sizes.micro_bs
+        n,micro = accum_bs or min(round_up(wanted, sizes.unit), sizes.n),sizes.micro_bs
     elif bs: micro = inner
     if micro and micro<n: return n,micro,min(micro, inner or micro)
     if accum_bs is None and bs and bs<5<=(n_of(dl) or 0): accum_bs = 5

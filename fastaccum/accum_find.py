@@ -67,7 +67,7 @@ def accum_find(self:Learner,
         given = acc and acc.micro_batch_size
         sizes = sizes_of(self.dls.train, given)
         bs,n,micro = sizes
-        size = accum_bs or max(acc.accum_bs if acc else 8*micro, 4*micro)
+        size = accum_bs or max(acc.plan(self.dls).wanted(0) if acc else 8*micro, 4*micro)
         size = round_up(max(size, 2*micro), sizes.unit)
         readings = _measure(self, acc, size, bs, steps, lr)
     if not readings: raise RuntimeError("no step could be measured: a warning says why" + see('cannot-measure'))

@@ -17,6 +17,7 @@ from fastai.optimizer import OptimWrapper
 from fastai.text.data import LMDataLoader, SortedDL
 from fasttransform import Pipeline
 from fastaccum import ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule, GradientCache
+from fastaccum import GradientAccumulationScheduler
 from fastaccum.testing import CrossEntropy, deviation, toy, toy_data, both_runs
 from common import CpuMixedPrecision, weights
 from small_learners import Event, make
@@ -144,7 +145,8 @@ acc,cached = GradientAccumulation,partial(GradientCache, micro_batch_size=4)
 @pytest.mark.parametrize('bs,cbs,kwargs,parts', [
     (8, lambda: [acc(32)], {}, [8]*4), (8, lambda: [acc(20)], {}, [8]*3), (8, lambda: [acc(1000)], {}, [8]*8+[6]),
     (8, lambda: [acc(32, micro_batch_size=4)], {}, [4]*8), (8, lambda: [acc(8, micro_batch_size=4)], {}, [4]*2),
-    (8, lambda: [GradientAccumulationSchedule(16, 32)], {}, [8]*2), (8, lambda: [cached()], {}, [4]*2),
+    (8, lambda: [GradientAccumulationSchedule(16, 32)], {}, [8]*2),
+    (8, lambda: [GradientAccumulationScheduler({0:4})], {}, [8]*4), (8, lambda: [cached()], {}, [4]*2),
     (8, lambda: [acc(32),cached()], {}, [8]*4), (8, lambda: [acc(32)], dict(accum_bs=16), [8]*2),
     (12, lambda: [acc(12)], {}, [6,4,2]), (12, list, {}, [6,4,2]), (12, list, dict(accum_bs=20), [12,8])])
 def test_the_sizes_are_those_of_training(bs, cbs, kwargs, parts):

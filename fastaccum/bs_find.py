@@ -29,19 +29,24 @@ from .core.distributed import check_same, gather, is_sharded, world_size
 # %% ../nbs/06_bs_find.ipynb #bs-find
 @patch
 def bs_find(self:Learner,
-    mode:str='power', # Find the largest power of two times `init_val` ('power'), or the exact size ('binsearch')
+    mode:str='power', # Double `init_val` until memory runs out ('power'), and then find the exact size ('binsearch')
     steps_per_trial:int=3, # Optimizer steps in a trial; at least 2 are taken
-    init_val:int=2, # Samples in the first trial's batch
+    init_val:int=2, # Samples in the batch of the first trial
     max_trials:int=25, # The most trials
     apply:bool=False, # Set the batch size of the DataLoaders to the size that was found?
     show_plot:bool=True # Draw peak memory and speed over the batch size?
-)->'FoundSize': # `int(…)` of it is the size
+)->'FoundSize': # `int(…)` of it is the size in samples, on each process
     """Find the largest batch size that trains within memory, and leave everything as it was
 
+    A trial takes real training steps on the first batch of its size that the loader makes, with the Learner's loss,
+    optimizer, precision and callbacks, and a learning rate of 0. Several processes search together: a size fits if it
+    fits on all of them.
+
     TypeError: a number is not a whole number, or `apply` is neither `True` nor `False`
-    ValueError: a number is below 1, `mode` is unknown, the training loader has no batch, or processes were told
-        different things
-    RuntimeError: processes exchange something in each forward pass, or a callback ends the fit or skips steps
+    ValueError: a number is below 1, `mode` is unknown, the training loader has no batch or no batch size, or processes
+        were given different arguments
+    RuntimeError: a callback ends the fit or skips steps, the gradients overflow, the search failed on another process,
+        or the model exchanges something between processes in each forward pass
     torch.OutOfMemoryError: not even one sample fits
     """
     check_name('mode', mode, ('power','binsearch'))

@@ -204,11 +204,13 @@ class FoundSize:
         "Peak memory and samples per second against the batch size"
         oks = sorted((o for o in self.trials if o.ok), key=lambda o: o.size)
         bads = [o.size for o in self.trials if not o.ok]
-        _,axs = plt.subplots(1, 2, figsize=(10,3.5))
+        _,axs = plt.subplots(1, 2, figsize=(10,3.5), layout='constrained')
         peaks,speeds = [o.peak and o.peak/2**20 for o in oks],[o.speed for o in oks]
         for ax,ys,label in zip(axs, (peaks,speeds), ('peak memory, MB','samples per second')):
             if None not in ys: ax.plot([o.size for o in oks], ys, 'o-')
+            else: ax.text(.5, .5, 'not reported by this device', ha='center', transform=ax.transAxes)
             if bads: ax.axvline(min(bads), color='tab:red', linestyle=':', label='does not fit')
+            ax.set_xscale('log', base=2)
             ax.set(xlabel='batch size, samples', ylabel=label)
         axs[1].set_ylim(bottom=0)
         if bads: axs[0].legend(frameon=False)

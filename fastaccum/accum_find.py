@@ -1,4 +1,4 @@
-"""Find out how large a step should be.
+"""Measure the noise of the gradient, and suggest how many samples a step should have.
 
 Docs: https://fastaccum.github.io/fastaccum/accum_find.html.md"""
 
@@ -44,18 +44,22 @@ def _measure(learn, acc, size, bs, steps, lr):
 
 @patch
 def accum_find(self:Learner,
-    accum_bs:int|None=None, # Samples per measured step; defaults to the Learner's
+    accum_bs:int|None=None, # Samples in a measured step; defaults to the first step of a fit, or 8 micro-batches
     steps:int=20, # Steps to measure
-    lr:float|slice|None=None, # Learning rate for such steps; defaults to the Learner's
-    cbs:Callback|list|None=None, # Callbacks of the fit you plan, as you would pass them to `fit`
-    show_plot:bool=True # Draw the result?
-)->'FoundAccum': # `int(…)` of it is the suggested size, in whole micro-batches
+    lr:float|slice|None=None, # Learning rate of these steps; defaults to the Learner's
+    cbs:Callback|list|None=None, # Callbacks that you would pass to `fit`
+    show_plot:bool=True # Draw the cost of steps of all sizes?
+)->'FoundAccum': # `int(…)` of it is the suggested size in samples, in whole micro-batches
     """Measure the noise of the gradient in some steps of training, put everything back, and suggest the size of a step
 
-    TypeError: an argument that should be a number is not one, or `show_plot` is neither `True` nor `False`
-    ValueError: a number is too small, or the training loader has no batch or no known batch size
-    RuntimeError: there are several processes, a callback ends the fit, or nothing could be measured
-    UserWarning: a step cannot be measured; the message says why
+    A noise scale of `B` samples means that the noise in the mean gradient of `B` samples is as large as the gradient
+    ([McCandlish et al., 2018](https://arxiv.org/abs/1812.06162)). Steps of that size are suggested.
+
+    TypeError: `accum_bs` or `steps` is not a whole number, or `show_plot` is neither `True` nor `False`
+    ValueError: `accum_bs` or `steps` is below 1, or the training loader has no batch or no batch size
+    RuntimeError: there are several processes, a callback ends the fit, the loader has no full batch, or no step could
+        be measured
+    UserWarning: a step could not be measured; the message says why
     """
     check_bool('show_plot', show_plot)
     check_count('steps', steps, 'step')

@@ -1,4 +1,4 @@
-"""Check that accumulation gives the gradient of the whole batch with your own model, data, loss and callbacks, and find out why if it does not.
+"""Check that accumulation gives the whole batch's gradient with your own model, data, loss and callbacks.
 
 Docs: https://fastaccum.github.io/fastaccum/accum_check.html.md"""
 
@@ -71,8 +71,8 @@ def accum_check(self:Learner,
             def find(bs, micro=None):
                 compare = Compare(run, partial(_make, acc, cache, ckpt, splits), cuts, own, bs, max(1, steps), micro)
                 if accum_bs and compare.n<accum_bs:
-                    raise ValueError(f"`accum_bs={accum_bs}`, but the training loader has no more than {compare.n} "
-                        "samples" + see('samples-to-check'))
+                    raise ValueError(f"`accum_bs={accum_bs}`: the training loader has only {compare.n} samples for a "
+                        "batch. Give at most that many" + see('samples-to-check'))
                 return _Found(compare, acc and acc.n_items, whole, cbs is None, steps)
             found = None
             try: found = find(bs, micro)
@@ -89,20 +89,20 @@ def accum_check(self:Learner,
 def _check_args(learn, accum_bs, steps, cbs):
     for o in L(cbs):
         if not issubclass(o if isinstance(o, type) else type(o), Callback):
-            raise TypeError(f"`cbs={cbs!r}`: {o!r} is no callback. Give those of the fit, such as `cbs=MixUp()`"
-                + see('not-a-callback'))
+            raise TypeError(f"`cbs={cbs!r}`: {o!r} is not a callback. Give the callbacks that you would pass to `fit`, "
+                "such as `cbs=MixUp()`" + see('not-a-callback'))
     if accum_bs is not None and check_count('accum_bs', accum_bs)==1:
-        raise ValueError("`accum_bs=1`: one sample cannot be split. Give at least 2 samples" + see('samples-to-check'))
+        raise ValueError("`accum_bs=1`: one sample cannot be split. Give at least 2" + see('samples-to-check'))
     if steps!=0 or isinstance(steps, bool): check_count('steps', steps, 'step')
-    check_search(learn, 'accum_check', "what a process found the others would not know. Check in one process: several "
-        "exchange gradients and do not change them", 'check')
+    check_search(learn, 'accum_check', "each would check samples of its own. Run it in a single process; what it finds "
+        "holds for several, too", 'check')
 
 def _check_cbs(learn, acc, cache):
     "Others take the place of these callbacks, so what they would refuse is asked of them here"
     if acc is not None: check_learner(learn)
     elif any(isinstance(o, FastaiGradientAccumulation) for o in learn.cbs):
-        raise ValueError("fastai's own `GradientAccumulation` is on this Learner, and only fastaccum's can be checked: "
-            "import that one after fastai's star imports, or take this one off with `learn.remove_cb`"
+        raise ValueError("this Learner has fastai's `GradientAccumulation`, and only fastaccum's can be checked. Import "
+            "fastaccum's after `from fastai.vision.all import *`, or remove fastai's with `learn.remove_cb`"
             + see('two-callbacks'))
     if cache is not None: check_cached(learn, cache.retries)
 
@@ -187,7 +187,7 @@ class _Found:
     def __init__(self, compare, n_items, whole, unseen, steps):
         self.compare,self.run,self.whole,self.unseen = compare,compare.run,whole,unseen
         self.learn,self.first,self.still,self.cbs,self.inner = self.run.learn,{},{},[],{}
-        self.cache = f"`GradientCache(micro_batch_size={compare.most})` and a loader of whole steps"
+        self.cache = f"`GradientCache(micro_batch_size={compare.most})`, in DataLoaders whose batches are whole steps"
         a,b = compare.both()
         self.look = self._look(n_items)
         if b is None: self.off = self.quiet = self.rest = None
@@ -233,12 +233,12 @@ class _Found:
         if self.whole: return Row('loss', 0., tol)
         if look.rows!=look.n: off,reason = None,f'the model gets {look.rows} rows for {look.n} samples'
         inner = self.inner.get(self.learn.loss_func)
-        if inner: return Row('loss', self.quiet, tol, f'{type(inner[0]).__name__} in it', self.cache)
+        if inner: return Row('loss', self.quiet, tol, f'it contains {type(inner[0]).__name__}', self.cache)
         row = Row('loss', off, tol, reason)
         if self.rest is not None and self.rest<=look.tol:   # it gets more, or its parts were alike
-            row = Row('loss', look.hidden or self.rest, look.tol, 'in parts of other sizes'*bool(look.hidden))
+            row = Row('loss', look.hidden or self.rest, look.tol, 'in micro-batches of unequal sizes'*bool(look.hidden))
         if row.off is None or row.ok: return row
-        return row._replace(remedy=f"`reduction='mean'`; `n_items=`, what it is a mean of; or {self.cache}")
+        return row._replace(remedy=f"`reduction='mean'`; `n_items=`, a function that counts what it is a mean of; or {self.cache}")
 
     def _predictions(self):
         look = self.look
@@ -247,10 +247,10 @@ class _Found:
         where = named(self.learn.model, look.depending)
         if look.memory:
             who = named(self.learn.model, look.memory) or 'the model'
-            where = _join(f'{who} remembers the batch before', where)
-            return row._replace(where=where, remedy='none, or reset it with each batch')
+            where = _join(f'{who} keeps something from the batch before', where)
+            return row._replace(where=where, remedy='none; or reset it before each batch')
         norm = any(isinstance(m, _BatchNorm) for m in look.depending)
-        freeze = '`FreezeBN()`, or `train_bn=False` and `BnFreeze()` in a frozen body; or `learn.recalibrate_bn()`'
+        freeze = '`FreezeBN()`; in a frozen body `BnFreeze()` with `train_bn=False`; or `learn.recalibrate_bn()` after training'
         remedy = _join(_checkpoint(self.learn.model), freeze*norm)
         return row._replace(where=where, remedy=remedy or 'none: the model needs the whole batch')
 
@@ -260,23 +260,24 @@ class _Found:
         if row.off is None: return row
         fs = getattr(getattr(dl, 'after_batch', None), 'fs', ())
         tfms = [type(o).__name__ for o in fs if any(c.__name__=='RandTransform' for c in type(o).__mro__)]
-        unseen = tfms and f"not seen: {', '.join(tfms)}, which draws for each batch of the loader"
+        unseen = tfms and f"not checked: {', '.join(tfms)}, which draws anew for each batch of the loader"
         if row.ok: return row._replace(where=unseen or '')
-        remedy = _join(_checkpoint(self.learn.model), 'or none: as far as two seeds').removeprefix('or ')
+        remedy = _join(_checkpoint(self.learn.model), 'or none: two seeds differ as much').removeprefix('or ')
         return row._replace(where=_join(named(self.learn.model, look.drawing), unseen), remedy=remedy)
 
     def _callbacks(self):
         tol,who = self.look.tol,[type(o).__name__ for o in self.cbs]
         if self.off is None: return Row('callbacks', None, tol, self.compare.why)
         inner = [(o,ms[0]) for o,ms in self.inner.items() if isinstance(o, Callback)]
-        who += [f'{type(o).__name__} ({type(m).__name__} in it)' for o,m in inner]
+        who += [f'{type(o).__name__} (contains {type(m).__name__})' for o,m in inner]
         if who: return Row('callbacks', self.quiet, tol, ', '.join(who), self.cache)
-        where = 'not seen: those that `fit` gets; give them as `cbs=`'*self.unseen
+        where = 'not checked: callbacks passed to `fit`; give them as `cbs=`'*self.unseen
         return Row('callbacks', self.quiet if self.quiet<=tol else 0., tol, where)   # what is off is not theirs
 
     def _loader(self):
         how = by_batch_size(self.run.dl) if self.compare.cuts else ''
-        remedy = f'a loader of whole steps, `micro_batch_size={self.compare.most}`; or none: other samples meet'
+        remedy = (f'DataLoaders whose batches are whole steps, and `micro_batch_size={self.compare.most}`; '
+            'or none: a step has as many samples, but others')
         return Row('loader', float(bool(how)), 0., how, remedy*bool(how))
 
     def _gradients(self):
@@ -286,9 +287,9 @@ class _Found:
         where,remedy = ', '.join(sorted(self.first, key=self.first.get)[:-4:-1]),''
         if self.still:
             rest = f'exact ({self.rest:.0e})' if self.rest<=tol else f'off by {self.rest:.1g}'
-            where += f'; with modules held still and callbacks left out {rest}'
+            where += f'; without the causes above: {rest}'
         if self.rest>tol and self.look.agree and not self.cbs and not self.look.loss.wrong:
-            where += '; cause not found: a callback or the loss may keep the whole batch, or draw'
+            where += '; cause not found: a callback or the loss may use the whole batch, or draw random numbers'
             remedy = self.cache
         return row._replace(where=where, remedy=remedy)
 
@@ -301,7 +302,7 @@ class _Found:
         if not why:
             off,n,m = self.compare.travel()
             why = f'after {n} steps'
-            if n!=m: off,why = None,f'{n} steps were made whole and {m} in micro-batches: others overflowed'
+            if n!=m: off,why = None,f'{n} steps on whole batches, {m} on micro-batches: gradients of the others overflowed'
             elif not n: off,why = None,'no step was made: the gradients overflowed'
         return Row('weights', off, 100*self.look.tol, why)
 

@@ -38,8 +38,8 @@ def _measure(learn, acc, size, bs, steps, lr):
         dl = Batches(run.dl, _FullBatches(learn, bs, -(-steps*size//bs)), bs)
         run.fit(dl, [_another(acc, size),meter,end], lr=lr)
     if end.n_steps>=steps: return meter.readings
-    raise RuntimeError(f"{end.n_steps} of {steps} steps were taken: a callback ends the fit (remove it, or "
-        f"give its class `run_bs_find = False`), or the training loader has no full batch of {bs} samples"
+    raise RuntimeError(f"only {end.n_steps} of {steps} steps were taken. Either a callback ends the fit (remove it, or "
+        f"set `run_bs_find = False` in its class), or the training loader has no full batch of {bs} samples"
         + see('no-step-in-a-trial'))
 
 @patch
@@ -64,8 +64,8 @@ def accum_find(self:Learner,
     check_bool('show_plot', show_plot)
     check_count('steps', steps, 'step')
     if accum_bs is not None: check_count('accum_bs', accum_bs)
-    check_search(self, 'accum_find', "each would find another size. Search in one process: "
-        "`accum_bs` counts samples over all processes, so what it finds is right for several, too", 'train on')
+    check_search(self, 'accum_find', "each would find a size of its own. Run it in a single process; "
+        "the size counts samples over all processes, so it holds for several, too", 'train on')
     with self.added_cbs(cbs):
         acc = first_of(self, 'GradientAccumulation')
         given = acc and acc.micro_batch_size
@@ -74,7 +74,7 @@ def accum_find(self:Learner,
         size = accum_bs or max(acc.plan(self.dls).wanted(0) if acc else 8*micro, 4*micro)
         size = round_up(max(size, 2*micro), sizes.unit)
         readings = _measure(self, acc, size, bs, steps, lr)
-    if not readings: raise RuntimeError("no step could be measured: a warning says why" + see('cannot-measure'))
+    if not readings: raise RuntimeError("no step could be measured; a warning above says why" + see('cannot-measure'))
     res = FoundAccum(readings, micro, n)
     if show_plot: res.plot()
     return res
@@ -108,7 +108,10 @@ class _End(CountSteps):
 
 # %% ../nbs/09_accum_find.ipynb #result
 class FoundAccum:
-    "How many samples a step should have, and how this was found: from `readings` of steps, for an epoch of `n` samples"
+    """How many samples a step should have: `accum_bs`, in whole micro-batches and at most an epoch
+
+    `scale` is the noise scale in samples, `low` and `high` are its bounds, and `readings` the steps that were measured.
+    """
     def __init__(self, readings:list, micro_bs:int, n:int):
         per_sample = sum(o.size for o in readings)/sum(o.samples for o in readings)   # targets, where these are counted
         traces,grad_sqs = (np.array([getattr(o, k) for o in readings]) for k in ('trace','grad_sq'))
@@ -133,9 +136,9 @@ class FoundAccum:
         else: so = 'is the least that can be said: noise hides the gradient. Measure more `steps`'
         return (f'`accum_bs={self.accum_bs}` {so}\n'
             f'noise scale {between} ({len(self.readings)} steps of {self.readings[0].samples} samples)\n'
-            'taken for granted: SGD near the best learning rate, and gradients as they are here. The noise scale '
-            'grows\nwhile the loss falls; dropout and augmentation count as noise; early in training it says little'
-            + '\nan epoch has no more samples than these'*self.capped)
+            'This assumes SGD near its best learning rate, and gradients as they are now. The noise scale grows while '
+            '\nthe loss falls, and says little early in training. Dropout and augmentation count as noise.'
+            + '\nIt would be larger, but an epoch has no more samples.'*self.capped)
 
     def plot(self,
         ax:plt.Axes|None=None # Matplotlib axes to draw on; defaults to new ones

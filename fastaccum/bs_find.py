@@ -63,7 +63,8 @@ def bs_find(self:Learner,
         good,bad = search(lambda size: _try(run, size, max(2, steps_per_trial), done), mode, init_val, max_trials, n)
     free_memory()
     if not good:
-        raise torch.OutOfMemoryError(f"no batch fits: {', '.join(str(o.size) for o in done)} samples were tried. "
+        raise torch.OutOfMemoryError(f"no batch fits: {', '.join(str(o.size) for o in done)} samples were tried. Use "
+            "smaller inputs, a smaller model, `learn.to_fp16()` or `ActivationCheckpoint()`. "
             f"The last error was: {done[-1].error}" + see('out-of-memory'))
     res = FoundSize(good, bad, n, mode, done, world_size())
     if apply: _apply(self.dls, good)
@@ -121,8 +122,8 @@ def _train(run, trial, n):
     if found<size: raise MemoryError(f'there are only {found} samples')
     run.fit(Batches(run.dl, batches*(n+20), size), [cb])   # a GradScaler skips some steps
     if cb.n_batches<n or not cb.n_steps:
-        raise RuntimeError(f"a trial of {n} steps made {cb.n_steps}, in {cb.n_batches} batches of {size}: "
-            "a callback ends the fit or skips steps (remove it, or give its class `run_bs_find = False`), "
+        raise RuntimeError(f"a trial of {n} steps made {cb.n_steps}, in {cb.n_batches} batches of {size} samples. "
+            "Either a callback ends the fit or skips steps (remove it, or set `run_bs_find = False` in its class), "
             "or the gradients overflow" + see('no-step-in-a-trial'))
     trial.ok,trial.speed = True,size*(cb.n_batches-1)/max(cb.secs, 1e-9)
 
@@ -142,7 +143,7 @@ def _try(run, size, n, done):
     if world_size()>1:
         went = [o for o, in gather([2 if error else int(not trial.ok)], run.device)]
         if 2 in went and not error:
-            error = RuntimeError(f"the search has failed on process {went.index(2)}, which tells the reason"
+            error = RuntimeError(f"the search failed on process {went.index(2)}; its own error says why"
                 + see('processes-apart'))
         if trial.ok and 1 in went: trial.ok,trial.error = False,f'memory ran out on process {went.index(1)}'
     if error: raise error
@@ -157,12 +158,12 @@ def _check_processes(learn, n, **told):
     model,why = get_model(learn.model),None
     for m in model.modules():
         if isinstance(m, nn.SyncBatchNorm): why = 'SyncBatchNorm'
-        if isinstance(m, DistributedDataParallel): why = 'DistributedDataParallel inside of the model'   # it would stay
+        if isinstance(m, DistributedDataParallel): why = 'a part of the model in DistributedDataParallel'   # it would stay
     if is_sharded(model): why = 'sharded parameters (FSDP)'
     if why:
-        raise RuntimeError(f"`bs_find` on several processes with {why}: each forward pass exchanges something, so the "
-            "others would wait for a process whose memory runs out. Search before the model is made so, on a Learner "
-            "with the plain model, and take less than it finds" + see('exchanges-in-the-forward-pass'))
+        raise RuntimeError(f"`bs_find` cannot search on several processes with {why}: they exchange data in each forward "
+            "pass, so they would wait forever for one whose memory runs out. Search with the plain model, before it is "
+            "converted or wrapped, and take less than it finds" + see('exchanges-in-the-forward-pass'))
     each = gather([-1 if n is None else n, *map(int, told.values())], next(model.parameters()).device)
     check_same({f'`{k}`':v for k,v in told.items()}, [o[1:] for o in each])
     return min((o[0] for o in each if o[0]>=0), default=None)

@@ -137,8 +137,9 @@ class Compare:
         self.fit(micro, self.wholes[:1]*20, [take,Hold(hold, reset)], without=without)
         if take.n: return take
         raise RuntimeError(f"no step was made in {20*(len(self.sizes) if micro and self.cuts else 1)} batches of up to "
-            f"{self.n} samples: a callback ends the fit or skips steps, the gradients overflow, or the batches have no "
-            "targets (`n_inp` of the DataLoaders says how many of their parts are inputs)" + see('no-step-in-a-trial'))
+            f"{self.n} samples. Either a callback ends the fit or skips steps (remove it, or set `run_bs_find = False` in "
+            "its class), or the gradients overflow, or the batches have no targets (set `n_inp` of the DataLoaders to "
+            "the number of inputs)" + see('no-step-in-a-trial'))
 
     def both(self)->tuple:
         "Run a step whole, and in the first of the sizes that go; `None` if there is none"
@@ -188,4 +189,4 @@ def _blamed(e, learn):
         if isinstance(o, nn.Module) and not isinstance(o, nn.Sequential): who = type(o).__name__
         if code is getattr(learn.loss_func, '__code__', None): who = 'the loss function'
         tb = tb.tb_next
-    return f'{who} fails with parts: '*bool(who)+f"{type(e).__name__}: {' '.join(str(e).split())}"
+    return f'{who} fails on a part of the batch: '*bool(who)+f"{type(e).__name__}: {' '.join(str(e).split())}"

@@ -165,6 +165,6 @@ class ForwardState:
         """
         nm = next((nm for nm,o,version in self.tensors if o._version!=version), None)
         if nm is None: return
-        raise RuntimeError(f"a forward pass changes in place the tensor `{nm}`, which is no buffer, so it cannot be "
-            f"run again from its start: keep it with `register_buffer('{nm}', …)`, or, if a cache of keys and values "
-            "has it, set `use_cache=False` in the model's configuration" + see('changed-in-place'))
+        raise RuntimeError(f"a forward pass changes the tensor `{nm}` in place, and it is not a buffer, so the pass cannot be "
+            f"run again from the same start. Keep it with `register_buffer('{nm}', …)`, or, if it belongs to a cache "
+            "of keys and values, set `use_cache=False` in the model's configuration" + see('changed-in-place'))

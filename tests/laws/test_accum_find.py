@@ -84,7 +84,7 @@ def test_callbacks_of_the_planned_fit_take_part():
 def test_words_and_picture():
     found = toy(4).accum_find(steps=3)
     ax = plt.gcf().axes[-1]
-    assert f'accum_bs={int(found)}' in repr(found) and 'taken for granted' in repr(found)
+    assert f'accum_bs={int(found)}' in repr(found) and 'This assumes' in repr(found)
     assert any(set(o.get_xdata())=={int(found)} for o in ax.lines)
     plt.close('all')
 

@@ -19,7 +19,7 @@ from .core.checks import check_bool, check_count, first_of
 from .core.dry_run import Batches, CountSteps, DryRun, samples_of
 from .core.plan import round_up
 from .core.warnings import see
-from .noise_scale import NoiseScale, interval, rounded, scale_of, trade_off
+from .noise_scale import NoiseScale, interval, rounded, say, scale_of, trade_off
 from .core.distributed import check_search
 from .core.loader import sizes_of
 from .core.micro_batches import AutoSize
@@ -85,16 +85,9 @@ class _FullBatches:
     def __init__(self, learn, bs, n):
         self.learn,self.dl,self.bs,self.n = learn,learn.dls.train,bs,n   # `learn.dls.train` will be another
     def __len__(self): return self.n
-    def __iter__(self): return islice(self._full(), self.n)
-
-    def _full(self):
-        some = True
-        while some:
-            some = False   # else it would go on for ever
-            for b in self.dl:
-                if samples_of(self.learn, b, self.bs)<self.bs: continue
-                some = True
-                yield b
+    def __iter__(self):
+        full = (b for _ in range(self.n) for b in self.dl if samples_of(self.learn, b, self.bs)>=self.bs)
+        return islice(full, self.n)
 
 class _End(CountSteps):
     "End the fit after so many steps"
@@ -126,16 +119,9 @@ class FoundAccum:
     __index__ = __int__
     def __repr__(self):
         low,high = rounded(self.low),rounded(self.high)
-        between = f'{low} or more' if np.isinf(self.high) else f'between {low} and {high}'
-        if np.isinf(self.low): between = 'larger than can be told'
-        if np.isnan(self.scale): between = 'not known: all gradients are the same'
-        elif np.isfinite(self.scale): between = f'≈ {rounded(self.scale)} samples, {between}'
-        steps,used = trade_off(self.scale, self.accum_bs)
-        if np.isfinite(self.scale):
-            so = f'takes {steps:.1f} times the fewest steps, and uses samples at {used:.0%} of the best efficiency'
-        else: so = 'is the least that can be said: noise hides the gradient. Measure more `steps`'
-        return (f'`accum_bs={self.accum_bs}` {so}\n'
-            f'noise scale {between} ({len(self.readings)} steps of {self.readings[0].samples} samples)\n'
+        bounds = f'between {low} and {high}' if np.isfinite(self.high) else f'{low} or more'
+        return (f'`accum_bs={self.accum_bs}`: the noise scale is {bounds}, measured in {len(self.readings)} steps of '
+            f'{self.readings[0].samples} samples\n{say(self.scale, self.accum_bs)}\n'
             'This assumes SGD near its best learning rate, and gradients as they are now. The noise scale grows while '
             '\nthe loss falls, and says little early in training. Dropout and augmentation count as noise.'
             + '\nIt would be larger, but an epoch has no more samples.'*self.capped)

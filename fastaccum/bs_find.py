@@ -158,12 +158,12 @@ def _check_processes(learn, n, **told):
     model,why = get_model(learn.model),None
     for m in model.modules():
         if isinstance(m, nn.SyncBatchNorm): why = 'SyncBatchNorm'
-        if isinstance(m, DistributedDataParallel): why = 'a part of the model in DistributedDataParallel'   # it would stay
+        if isinstance(m, DistributedDataParallel): why = 'a part of the model in DistributedDataParallel'
     if is_sharded(model): why = 'sharded parameters (FSDP)'
     if why:
-        raise RuntimeError(f"`bs_find` cannot search on several processes with {why}: they exchange data in each forward "
-            "pass, so they would wait forever for one whose memory runs out. Search with the plain model, before it is "
-            "converted or wrapped, and take less than it finds" + see('exchanges-in-the-forward-pass'))
+        raise RuntimeError(f"`bs_find` cannot search on several processes with {why}: they exchange data in each "
+            "forward pass, and would wait forever for one whose memory runs out. Search with the plain model, before "
+            "it is converted or wrapped, and take less than it finds" + see('exchanges-in-the-forward-pass'))
     each = gather([-1 if n is None else n, *map(int, told.values())], next(model.parameters()).device)
     check_same({f'`{k}`':v for k,v in told.items()}, [o[1:] for o in each])
     return min((o[0] for o in each if o[0]>=0), default=None)
@@ -181,20 +181,11 @@ class FoundSize:
 
     def __int__(self): return self.size
     __index__ = __int__
-    @property
-    def why(self)->str:
-        "Why it is the largest"
-        if self.bad: return f'{self.bad} do not'
-        return 'there are no more' if self.size==self.n else '`max_trials` was reached'
-    @property
-    def seconds(self)->float:
-        "Seconds that all trials took together"
-        return sum(o.seconds for o in self.trials)
-
     def __repr__(self):
-        how = f"mode '{self.mode}', {len(self.trials)} trials, {self.seconds:.1f} s"
+        why = 'there are no more' if self.size==self.n else '`max_trials` was reached'
+        if self.bad: why = f'{self.bad} do not'
         where = f' on each of {self.processes} processes'*(self.processes>1)
-        rows = [f'{self.size} samples fit{where}, {self.why} ({how})',
+        rows = [f"{self.size} samples fit{where}, {why} (mode '{self.mode}', {len(self.trials)} trials)",
                 '  size  fits  seconds  peak MB  samples/s']
         for o in self.trials:
             peak,speed = ('' if v is None else f'{v:,.0f}' for v in (o.peak and o.peak/2**20,o.speed))

@@ -105,10 +105,6 @@ class Compare:
         n:int=1, # Batches to read
         micro:int|None=None # Samples in a micro-batch of the fit, if its sizes are to be compared
     ):
-        """Read batches
-
-        ValueError: there is none
-        """
         self.run,self.way,self.cuts,self.split,self.tf32 = run,way,cuts,split,_tf32()
         run.snap.puts += [(setattr, o, nm, v) for o,nm,v,_ in self.tf32]
         try: batches,self.n = batches_of(run.learn, bs, n)
@@ -137,9 +133,9 @@ class Compare:
         self.fit(micro, self.wholes[:1]*20, [take,Hold(hold, reset)], without=without)
         if take.n: return take
         raise RuntimeError(f"no step was made in {20*(len(self.sizes) if micro and self.cuts else 1)} batches of up to "
-            f"{self.n} samples. Either a callback ends the fit or skips steps (remove it, or set `run_bs_find = False` in "
-            "its class), or the gradients overflow, or the batches have no targets (set `n_inp` of the DataLoaders to "
-            "the number of inputs)" + see('no-step-in-a-trial'))
+            f"{self.n} samples. Either a callback ends the fit or skips steps (remove it, or set `run_bs_find = False` "
+            "in its class), or the gradients overflow, or the batches have no targets (set `n_inp` of the DataLoaders "
+            "to the number of inputs)" + see('no-step-in-a-trial'))
 
     def both(self)->tuple:
         "Run a step whole, and in the first of the sizes that go; `None` if there is none"

@@ -151,9 +151,8 @@ def batches_of(learn:Learner, bs:int|None=None, n:int=1)->tuple:
     elif isinstance(dl, DataLoader): dl = dl.new(num_workers=0, bs=bs)
     res = list(islice(dl, n))
     if not res:
-        raise ValueError(f"the training loader has no batch of {bs or 'any number of'} samples: its dataset has too few, "
-            "or it drops the last batch, which is the only one. Add samples, or make it with `drop_last=False`"
-            + see('no-batch'))
+        raise ValueError(f"the training loader has no batch of {bs or 'any number of'} samples: its dataset has too "
+            "few, or it drops the only batch. Add samples, or make it with `drop_last=False`" + see('no-batch'))
     return res,samples_of(learn, res[0], bs)
 
 # %% ../../nbs/core/26_dry_run.ipynb #run

@@ -168,7 +168,7 @@ def test_a_step_that_does_not_fit_into_memory(cbs, whole, parts):
     with pytest.raises(torch.OutOfMemoryError): check(toy(8, cbs=Fits(1)), cbs=cbs())
 
 def test_many_parts_are_counted_in_the_title():
-    assert '70 samples whole, and in micro-batches: 8 of 8, 1 of 6: the same' in repr(check(toy(8, cbs=acc(99))))
+    assert '70 samples whole, and in 9 micro-batches of up to 8: the same' in repr(check(toy(8, cbs=acc(99))))
 
 @pytest.mark.parametrize('kwargs', [dict(n_items=lambda learn: 1),dict(n_items=lambda learn: len(learn.y)**2)])
 def test_equal_parts_hide_no_loss_that_is_a_mean_over_something_else(kwargs):
@@ -310,7 +310,7 @@ def test_callbacks_of_the_fit():
 def test_rows_that_go_on_in_their_own_micro_batch_are_no_memory():
     "A language model's, where a way splits the loader's batch"
     learn = make('language_model', loss_func=lambda p,y: F.cross_entropy(p.flatten(0, 1), y.flatten()))
-    assert 'remembers' in row(check(learn), 'predictions').where
+    assert 'keeps something' in row(check(learn), 'predictions').where
     assert check(learn, cbs=GradientAccumulation(8, micro_batch_size=4)).ok
     assert check(learn, cbs=GradientCache(micro_batch_size=4)).ok
 
@@ -376,13 +376,13 @@ def test_more_rows_than_samples(layers):
     assert ('BatchNorm1d 1' in row(res, 'predictions').where)==(layers[0] is not nn.Tanh)
 
 @pytest.mark.parametrize('make,what,where', [
-    (lambda: toy(12, cbs=Online()),'callbacks','Online (contains BatchNorm1d)'),
-    (lambda: toy(12, loss_func=Judged()),'loss','it contains BatchNorm1d'),
+    (lambda: toy(12, cbs=Online()),'callbacks','Online'),
+    (lambda: toy(12, loss_func=Judged()),'loss',''),
     (lambda: made(nn.BatchNorm1d(6), loss_func=Kept(), cbs=Keeps()),'predictions','BatchNorm1d 1')])
 def test_the_loss_is_blamed_only_if_it_differs_by_itself(make, what, where):
     res = check(make())
     assert row(res, what).where==where and bad(res)<={what,'gradients','buffers'}, res
-    assert 'exact' in row(res, 'gradients').where and 'no mean' not in repr(res)
+    assert what=='loss' or 'exact' in row(res, 'gradients').where
 
 def test_remedies_that_are_named_are_not_refused():
     "A model without segments is not told to compute them again"

@@ -64,7 +64,7 @@ def accum_check(self:Learner,
         own = acc.auto.split if acc is not None and acc.auto else split
         whole = '' if cuts or splits else 'loss' if cache else 'model'
         bs,micro,fits = _trained(self.dls.train, plan, cache, accum_bs)
-        with DryRun(self, [o for o in (acc,cache,ckpt) if o is not None], total=5+2*(steps>0)) as run:
+        with DryRun(self, [o for o in (acc,cache,ckpt) if o is not None]) as run:
             def find(bs, micro=None):
                 compare = Compare(run, partial(_make, acc, cache, ckpt, splits), cuts, own, bs, max(1, steps), micro)
                 if accum_bs and compare.n<accum_bs:
@@ -187,7 +187,6 @@ class _Found:
         compare = self.compare
         look = Look(compare.n, compare.sizes, compare.split, n_items, alone=self.whole=='model')
         compare.fit(False, compare.wholes[:1], [look], **kwargs)
-        self.run.tick()
         return look
 
     def _search(self, a, b):
@@ -211,12 +210,12 @@ class _Found:
         return max(self.still.values(), default=0.)
 
     def _loss(self):
-        look,(off,reason,tol) = self.look,self.look.loss
+        look,tol,(off,reason) = self.look,self.look.tol,self.look.loss
         if self.whole: return Row('loss', 0., tol)
         if look.rows!=look.n: off,reason = None,f'the model gets {look.rows} rows for {look.n} samples'
         row = Row('loss', off, tol, reason)
         if self.rest is not None and self.rest<=look.tol:   # it gets more, or its parts were alike
-            row = Row('loss', look.hidden or self.rest, look.tol, 'in micro-batches of unequal sizes'*bool(look.hidden))
+            row = Row('loss', look.hidden or self.rest, tol, 'in micro-batches of unequal sizes'*bool(look.hidden))
         if row.off is None or row.ok: return row
         count = '`n_items=`, a function that counts what it is a mean of'
         return row._replace(remedy=f"`reduction='mean'`; {count}; or {self.cache}")
@@ -267,7 +266,7 @@ class _Found:
         if self.still:
             rest = f'exact ({self.rest:.0e})' if self.rest<=tol else f'off by {self.rest:.1g}'
             where += f'; without the causes above: {rest}'
-        if self.rest>tol and self.look.agree and not self.cbs and not self.look.loss.wrong:
+        if self.rest>tol and self.look.agree and not self.cbs and (self.look.loss[0] or 0.)<=tol:
             where += '; cause not found: a callback or the loss may use the whole batch, or draw random numbers'
             remedy = self.cache
         return row._replace(where=where, remedy=remedy)

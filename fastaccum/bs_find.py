@@ -66,7 +66,8 @@ def bs_find(self:Learner,
         raise torch.OutOfMemoryError(f"no batch fits: {', '.join(str(o.size) for o in done)} samples were tried. Use "
             "smaller inputs, a smaller model, `learn.to_fp16()` or `ActivationCheckpoint()`. "
             f"The last error was: {done[-1].error}" + see('out-of-memory'))
-    res = FoundSize(good, bad, n, mode, done, world_size())
+    why = f'{bad} do not' if bad else 'there are no more' if good==n else '`max_trials` was reached'
+    res = FoundSize(good, why, done)
     if apply: _apply(self.dls, good)
     if show_plot: res.plot()
     return res
@@ -173,20 +174,13 @@ def _check_processes(learn, n, **told):
 class FoundSize:
     "The largest size that fits, and how it was found"
     size:int # The largest size that fits, in samples
-    bad:int|None # The smallest that is known not to fit, in samples; `None` if none is
-    n:int|None # Samples in the dataset, if that is known
-    mode:str # As in `bs_find`
+    why:str # Why it is the largest, in words
     trials:list[Trial] # The trials, in order
-    processes:int=1 # How many processes have agreed on it
 
     def __int__(self): return self.size
     __index__ = __int__
     def __repr__(self):
-        why = 'there are no more' if self.size==self.n else '`max_trials` was reached'
-        if self.bad: why = f'{self.bad} do not'
-        where = f' on each of {self.processes} processes'*(self.processes>1)
-        rows = [f"{self.size} samples fit{where}, {why} (mode '{self.mode}', {len(self.trials)} trials)",
-                '  size  fits  seconds  peak MB  samples/s']
+        rows = [f'{self.size} samples fit, {self.why}','  size  fits  seconds  peak MB  samples/s']
         for o in self.trials:
             peak,speed = ('' if v is None else f'{v:,.0f}' for v in (o.peak and o.peak/2**20,o.speed))
             rows.append(f"{o.size:6}  {'yes' if o.ok else 'no':>4}  {o.seconds:7.2f}  {peak:>7}  {speed:>9}")

@@ -140,7 +140,6 @@ class Compare:
     def both(self)->tuple:
         "Run a step whole, and in the first of the sizes that go; `None` if there is none"
         whole,why = self.step(False),'the batch has a single sample, which cannot be split'*(self.n<2)
-        self.run.tick()
         for sizes in self.options if self.n>1 else ():
             self.sizes = sizes
             try: return whole,self.step(True)
@@ -156,9 +155,7 @@ class Compare:
 
     def apart(self, **kwargs:object)->dict:
         "Compare the gradients of a step whole and in parts; arguments are those of `step`"
-        res = grads_apart(*(self.step(o, **kwargs).grads for o in (False,True)))
-        self.run.tick()
-        return res
+        return grads_apart(*(self.step(o, **kwargs).grads for o in (False,True)))
     def worst(self, **kwargs:object)->float: return max(self.apart(**kwargs).values(), default=0.)
 
     def travel(self)->tuple:
@@ -168,9 +165,7 @@ class Compare:
         if self.sizes!=self.options[0]: sizes = self.sizes   # not all go
         def train(micro):
             count = CountSteps()
-            res = self.fit(micro, self.wholes, [count], sizes, lr=None, after=_weights)
-            self.run.tick()
-            return res,count.n_steps
+            return self.fit(micro, self.wholes, [count], sizes, lr=None, after=_weights),count.n_steps
         (a,n),(b,m) = train(False),train(True)
         return rel(a-start, b-start),n,m
 

@@ -23,7 +23,7 @@ from .forward_state import ForwardState
 from .guest import Quiet
 from .other_samples import batchnorms
 from .out_of_memory import is_out_of_memory
-from .probe import Part, Probed, probe
+from .probe import Part
 from .mean import find_n_items
 
 # %% ../../nbs/core/28_culprits.ipynb #watch
@@ -126,8 +126,9 @@ class Look(Quiet):
     def __init__(self, n:int, sizes:list[int], split:Callable, n_items:Callable|None, alone:bool=False):
         self.n,self.sizes,self.split,self.n_items,self.alone = n,sizes,split,n_items,alone
         # what was found; `None` if it was not
-        self.draws = self.predictions = self.loss = None   # of the latter a `Probed`
+        self.draws = self.predictions = None
         self.why = ''                         # why one of them was not found
+        self.loss = None,''                   # the same of the loss
         self.hidden = 0.                      # how far the loss alone is off, in other parts only
         self.tol,self.rows = None,n           # what is rounding; the rows that the model gets
         self.drawing,self.depending = [],[]   # modules that draw random numbers, and that depend on other samples
@@ -173,14 +174,10 @@ class Look(Quiet):
     def after_pred(self):
         learn,n = self.learn,self.n
         find = self.n_items or find_n_items(learn.loss_func)
-        self.loss = probe(learn, n, find)
-        right = self.loss.off is not None and not self.loss.wrong
-        try: off,same = (_loss_apart(learn, n, find, o) for o in (part_sizes(n), self.sizes))
-        except Exception as e: off,same = 0.,None; why = f'{type(e).__name__}: {e}'
-        if right and same is None: self.loss = Probed(None, why)
-        elif off>self.tol:
-            if right: self.loss = Probed(off, 'its gradient', self.tol)
-            if same<=self.tol: self.hidden = off
+        try:
+            off,same = (_loss_apart(learn, n, find, o) for o in (part_sizes(n), self.sizes))
+            self.loss,self.hidden = (off,''),off*(same<=self.tol<off)
+        except Exception as e: self.loss = None,f'{type(e).__name__}: {e}'
         raise CancelFitException
 
 # %% ../../nbs/core/28_culprits.ipynb #blame

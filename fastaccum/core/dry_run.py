@@ -171,9 +171,9 @@ class CountSteps(Quiet):
 class DryRun:
     """Run fits of a Learner, each from its current state, and put everything back; to be used in a `with` statement
 
-    Callbacks in `without` are left out. The progress bar is full when `tick` was called `total` times.
+    Callbacks in `without` are left out. With `total`, a progress bar is full when `tick` was called so many times.
     """
-    def __init__(self, learn:Learner, without:tuple|list=(), total:int=1):
+    def __init__(self, learn:Learner, without:tuple|list=(), total:int=0):
         dls,cbs,model = learn.dls,learn.cbs,learn.model
         device = getattr(dls, 'device', default_device())   # as fastai
         self.learn,self.dl = learn,dls.train
@@ -187,7 +187,7 @@ class DryRun:
                 *(o for o in cbs if not takes_part(o) and o is not rec)])
         devices = [self.device]*(self.device.type!='cpu')
         self.snap.puts += [(set_autocast_state, autocast_state(devices)), (set_rng_state, rng_state(devices))]
-        shown = hasattr(learn, 'progress') and learn.create_mbar
+        shown = total and hasattr(learn, 'progress') and learn.create_mbar
         self.bar,self.ticks = progress_bar(range(total), leave=False) if shown else None,0
         if self.bar: self.bar.update(0)
 

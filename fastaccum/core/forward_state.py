@@ -158,5 +158,5 @@ class ForwardState:
         nm = next((nm for nm,o,version in self.tensors if o._version!=version), None)
         if nm is None: return
         raise RuntimeError(f"a forward pass changes the tensor `{nm}` in place, and it is not a buffer, so the pass "
-            f"cannot be run again from the same start. Keep it with `register_buffer('{nm}', …)`, or, if it belongs to a cache "
-            "of keys and values, set `use_cache=False` in the model's configuration" + see('changed-in-place'))
+            f"cannot be run again from the same start. Keep it with `register_buffer('{nm}', …)`, or, if it belongs to "
+            "a cache of keys and values, set `use_cache=False` in the model's configuration" + see('changed-in-place'))

@@ -241,7 +241,7 @@ off = dict(batchnorm=(lambda: made(nn.BatchNorm1d(6)), dict(predictions='BatchNo
     hidden=(lambda: toy(12, tokens=True, loss_func=hidden), dict(loss=''), False),
     contrastive=(lambda: toy(12, loss_func=contrastive), dict(loss=''), False),
     undeclared=(lambda: toy(12, loss_func=undeclared), dict(loss=''), False),
-    slope=(lambda: toy(12, loss_func=slope), dict(loss='its gradient'), False),
+    slope=(lambda: toy(12, loss_func=slope), dict(loss=''), False),
     clipped=(lambda: toy(12, cbs=[Off(-.5),GradientClip(1e-3)]), dict(callbacks='Off'), True),
     small=(lambda: single(nn.ReLU(), cbs=Off(5e-3)), dict(callbacks='Off'), True),
     tiny_double=(lambda: toy(12, cbs=Off(1e-5)), dict(callbacks='Off'), True),

@@ -68,8 +68,7 @@ def accum_find(self:Learner,
         "the size counts samples over all processes, so it holds for several, too", 'train on')
     with self.added_cbs(cbs):
         acc = first_of(self, 'GradientAccumulation')
-        given = acc and acc.micro_batch_size
-        sizes = sizes_of(self.dls.train, given)
+        sizes = sizes_of(self.dls.train, acc and acc.micro_batch_size)
         bs,n,micro = sizes
         size = accum_bs or max(acc.plan(self.dls).wanted(0) if acc else 8*micro, 4*micro)
         size = round_up(max(size, 2*micro), sizes.unit)

@@ -95,7 +95,6 @@ class Trial:
     "The result of trying one size"
     size:int # Samples
     ok:bool=False # Did they fit?
-    seconds:float=0. # The whole trial, with reading the samples and putting back
     peak:int|None=None # Most memory in use, in bytes, where the device tells
     speed:float|None=None # Samples per second of training, without reading them
     error:str|None=None # What was said if they did not fit
@@ -131,7 +130,7 @@ def _train(run, trial, n):
 def _try(run, size, n, done):
     "Try a size; of several processes, each by itself: it fits if it fits on all"
     free_memory()
-    learn,trial,since,peak,error = run.learn,Trial(size),time.perf_counter(),watch_peak(run.device),None
+    learn,trial,peak,error = run.learn,Trial(size),watch_peak(run.device),None
     try:
         if world_size()>1:
             if learn.opt is None: learn.create_opt()   # of the model as its `splitter` knows it
@@ -148,7 +147,7 @@ def _try(run, size, n, done):
                 + see('processes-apart'))
         if trial.ok and 1 in went: trial.ok,trial.error = False,f'memory ran out on process {went.index(1)}'
     if error: raise error
-    trial.peak,trial.seconds = peak(),time.perf_counter()-since
+    trial.peak = peak()
     done.append(trial)
     run.tick(f"{size} {'fit' if trial.ok else 'do not fit'}")
     return trial.ok
@@ -180,10 +179,10 @@ class FoundSize:
     def __int__(self): return self.size
     __index__ = __int__
     def __repr__(self):
-        rows = [f'{self.size} samples fit, {self.why}','  size  fits  seconds  peak MB  samples/s']
+        rows = [f'{self.size} samples fit, {self.why}','  size  fits  peak MB  samples/s']
         for o in self.trials:
             peak,speed = ('' if v is None else f'{v:,.0f}' for v in (o.peak and o.peak/2**20,o.speed))
-            rows.append(f"{o.size:6}  {'yes' if o.ok else 'no':>4}  {o.seconds:7.2f}  {peak:>7}  {speed:>9}")
+            rows.append(f"{o.size:6}  {'yes' if o.ok else 'no':>4}  {peak:>7}  {speed:>9}")
         return '\n'.join(rows)
 
     def plot(self)->np.ndarray: # The two axes, of matplotlib

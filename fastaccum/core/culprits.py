@@ -83,9 +83,8 @@ def culprits(model:nn.Module, a:Callable, b:Callable, tol:float, held:list)->tup
     for _ in range(8):
         x,y = a(held),b(held)
         off = _off(x, y, '', 1)
-        if off is None: raise TypeError('the predictions of the parts have other shapes than those of the whole batch')
-        if not x._joined('', 1):
-            raise TypeError('the model returns no tensor of floating point numbers with a row for each sample')
+        if off is None or not x._joined('', 1):
+            raise TypeError('the predictions of the parts do not fit together: is there a row for each sample?')
         if first is None: first = off
         if off<=tol: return first,True
         def guilty(nm):
@@ -181,13 +180,9 @@ class Look(Quiet):
         raise CancelFitException
 
 # %% ../../nbs/core/28_culprits.ipynb #blame
-_acts = ('before_fit','before_epoch','before_train','before_batch','after_pred','after_loss','before_backward',
-         'after_backward')
-
 def candidates(run:DryRun)->list:
     "The callbacks of a Learner that may affect the gradients"
-    def acts(cb): return any(hasattr(type(cb), o) or o in vars(cb) for o in _acts)
-    return [o for o in run.cbs if acts(o) and not isinstance(o, (TrainEvalCallback,MixedPrecision))]
+    return [o for o in run.cbs if not isinstance(o, (TrainEvalCallback,MixedPrecision))]
 
 def blame(compare:Compare, off:float, tol:float, **held:object)->list:
     "The callbacks that cause the difference `off` of the gradients, while modules are held as in `Compare.step`"

@@ -183,6 +183,9 @@ def test_other_loaders():
     class Stream(IterableDataset):
         def __iter__(self): return iter(data)
     assert [int(find(on(DataLoader(Stream(), bs=4, n=50), o))) for o in (60,10**6)]==[12,50]
+    class Sized(Stream):
+        def __len__(self): return 50
+    assert int(find(on(TorchLoader(Sized(), 4), 10**6)))==50
     with pytest.raises(ValueError, match='ready-made.*batch size'): find(on(DataLoader([data[0]], bs=None), 60))
     with pytest.raises(ValueError, match='no batch'): find(on(DataLoader([], bs=4), 60))
     def twice(b): return torch.cat([b[0],b[0]], 1),b[1]

@@ -67,6 +67,7 @@ def bs_find(self:Learner,
             "smaller inputs, a smaller model, `learn.to_fp16()` or `ActivationCheckpoint()`. "
             f"The last error was: {done[-1].error}" + see('out-of-memory'))
     why = f'{bad} do not' if bad else 'there are no more' if good==n else '`max_trials` was reached'
+    if world_size()>1: why += f' (on each of {world_size()} processes)'
     res = FoundSize(good, why, done)
     if apply: _apply(self.dls, good)
     if show_plot: res.plot()

@@ -1,4 +1,4 @@
-"""Does accumulation give the big batch's gradient with my own model, data, loss and callbacks? Check it.
+"""Check that accumulation gives the whole batch's gradient with your own model, data, loss and callbacks.
 
 Docs: https://fastaccum.github.io/fastaccum/accum_check.html.md"""
 
@@ -8,10 +8,8 @@ Docs: https://fastaccum.github.io/fastaccum/accum_check.html.md"""
 __all__ = ['AccumCheck']
 
 # %% ../nbs/02_accum_check.ipynb #imports
-import time
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from matplotlib.axes import Axes
 from matplotlib import pyplot as plt
 from fastai.callback.core import Callback
@@ -26,47 +24,52 @@ from .checkpoint import unwrapped
 from .core.batch import split
 from .core.checks import check_count, check_learner, first_of
 from .core.compare import Compare, grads_apart, rel
-from .core.culprits import Look, Row, blame, candidates, inner_norms, named
+from .core.culprits import Look, Row, blame, candidates, named
 from .core.dry_run import DryRun, n_of, resizable, size_of
 from .core.warnings import see
-from .core.loader import by_batch_size, sizes_of
+from .core.loader import by_batch_size
 from .core.micro_batches import AutoSize
 from .core.out_of_memory import free_memory, is_out_of_memory
-from .core.plan import round_up
 from .core.segments import find_segments
 from .core.distributed import check_search
 
 # %% ../nbs/02_accum_check.ipynb #accum-check
 @patch
 def accum_check(self:Learner,
-    accum_bs:int=None, # Samples in the big batch. Defaults to those of a step of the fit, or of the loader's batch
+    accum_bs:int=None, # Samples in the whole batch; defaults to a step of the fit, or to a batch of the loader
     steps:int=0, # Optimizer steps to train both ways, to compare the weights as well
-    cbs:Callback|list=None # Callbacks of the fit to check, as you would pass them to `fit`
+    cbs:Callback|list=None # Callbacks that you would pass to `fit`
 )->'AccumCheck': # Displays itself as a table
     """Run a batch whole and in micro-batches, compare the gradients, and find out where they differ and why
 
+    Without `accum_bs`, the sizes are those you train with: the samples of the first step, in its micro-batches. If
+    these do not fit into memory at once, a single micro-batch is compared with its parts, and the title says so. If a
+    step is one batch of the loader, or nothing accumulates, that batch is compared with parts of unequal sizes.
+
     TypeError: `accum_bs` or `steps` is not a whole number, or one of `cbs` is not a callback
-    ValueError: `accum_bs` is below 2, `steps` is negative, the training loader has no such batch, or a fit with these
-        callbacks is refused, or accumulates with fastai's callback
-    RuntimeError: there are several processes, or a callback ends the fit or skips steps
-    torch.OutOfMemoryError: the batch does not fit, though you gave its size, or even a micro-batch does not
+    ValueError: `accum_bs` is below 2, `steps` is negative, the training loader has no batch of this size, two callbacks
+        accumulate, fastai's own callback accumulates, or the fit would refuse these callbacks
+    RuntimeError: there are several processes, or no step could be made, because a callback ends the fit or skips
+        steps, or the gradients overflow
+    torch.OutOfMemoryError: the batch does not fit and you gave its size, or not even a micro-batch fits
     """
     _check_args(self, accum_bs, steps, cbs)
-    since = time.perf_counter()
     with self.added_cbs(cbs):
         acc,cache,ckpt = (first_of(self, o) for o in ('GradientAccumulation','GradientCache','ActivationCheckpoint'))
         _check_cbs(self, acc, cache)
-        splits = _splits(acc, size_of(self.dls.train))
+        plan = acc and acc.plan(self.dls)
+        # is a batch of the loader a step, which the Learner's own callback splits after others had it whole?
+        splits = plan is not None and plan.wanted(0)==plan.loaders[0].bs and bool(acc.auto or plan.unit==1)
         cuts = not splits and (acc is not None or not (cache or ckpt))   # else a step is one batch of the loader
         own = acc.auto.split if acc is not None and acc.auto else split
         whole = '' if cuts or splits else 'loss' if cache else 'model'
-        bs,micro,fits = _trained(self.dls.train, acc, cache, accum_bs)
-        with DryRun(self, [o for o in (acc,cache,ckpt) if o is not None], total=5+2*(steps>0)) as run:
+        bs,micro,fits = _trained(self.dls.train, plan, cache, accum_bs)
+        with DryRun(self, [o for o in (acc,cache,ckpt) if o is not None]) as run:
             def find(bs, micro=None):
                 compare = Compare(run, partial(_make, acc, cache, ckpt, splits), cuts, own, bs, max(1, steps), micro)
                 if accum_bs and compare.n<accum_bs:
-                    raise ValueError(f"`accum_bs={accum_bs}`, but the training loader has no more than {compare.n} "
-                        "samples" + see('samples-to-check'))
+                    raise ValueError(f"`accum_bs={accum_bs}`: the training loader has only {compare.n} samples for a "
+                        "batch. Give at most that many" + see('samples-to-check'))
                 return _Found(compare, acc and acc.n_items, whole, cbs is None, steps)
             found = None
             try: found = find(bs, micro)
@@ -76,42 +79,35 @@ def accum_check(self:Learner,
                 free_memory()
                 found = find(fits)
     rows = L(o._replace(where=(o.where or '').partition('\n')[0]) for o in found.rows)   # a table has a line for each
-    sizes,secs = [found.compare.n] if found.compare.why else found.compare.sizes,time.perf_counter()-since
-    return AccumCheck(rows, sizes, found.first, found.still, secs, bs if too_many else None)
+    sizes = [found.compare.n] if found.compare.why else found.compare.sizes
+    return AccumCheck(rows, sizes, found.first, found.still, bs if too_many else None)
 
 # %% ../nbs/02_accum_check.ipynb #args
 def _check_args(learn, accum_bs, steps, cbs):
     for o in L(cbs):
         if not issubclass(o if isinstance(o, type) else type(o), Callback):
-            raise TypeError(f"`cbs={cbs!r}`: {o!r} is no callback. Give those of the fit, such as `cbs=MixUp()`"
-                + see('not-a-callback'))
+            raise TypeError(f"`cbs={cbs!r}`: {o!r} is not a callback. Give the callbacks that you would pass to `fit`, "
+                "such as `cbs=MixUp()`" + see('not-a-callback'))
     if accum_bs is not None and check_count('accum_bs', accum_bs)==1:
-        raise ValueError("`accum_bs=1`: one sample cannot be split. Give at least 2 samples" + see('samples-to-check'))
+        raise ValueError("`accum_bs=1`: one sample cannot be split. Give at least 2" + see('samples-to-check'))
     if steps!=0 or isinstance(steps, bool): check_count('steps', steps, 'step')
-    check_search(learn, 'accum_check', "what a process found the others would not know. Check in one process: several "
-        "exchange gradients and do not change them", 'check')
+    check_search(learn, 'accum_check', "each would check samples of its own. Run it in a single process; what it finds "
+        "holds for several, too", 'check')
 
 def _check_cbs(learn, acc, cache):
     "Others take the place of these callbacks, so what they would refuse is asked of them here"
     if acc is not None: check_learner(learn)
     elif any(isinstance(o, FastaiGradientAccumulation) for o in learn.cbs):
-        raise ValueError("fastai's own `GradientAccumulation` is on this Learner, and only fastaccum's can be checked: "
-            "import that one after fastai's star imports, or take this one off with `learn.remove_cb`"
+        raise ValueError("this Learner has fastai's `GradientAccumulation`, and only fastaccum's can be checked. "
+            "Import fastaccum's after `from fastai.vision.all import *`, or remove fastai's with `learn.remove_cb`"
             + see('two-callbacks'))
     if cache is not None: check_cached(learn, cache.retries)
 
-def _splits(acc, bs):
-    "Is a batch of the loader a step, split by the Learner's own callback after others had it whole?"
-    if acc is None or not bs or acc.accum_bs!=bs: return False
-    return acc.auto is not None or acc.micro_batch_size is not None and acc.micro_batch_size<bs
-
-def _trained(dl, acc, cache, accum_bs):
+def _trained(dl, plan, cache, accum_bs):
     "Samples in a step of the fit, in its parts, and in a batch that fits into memory; `None` where it has one part"
     bs = size_of(dl) if resizable(dl) else None
     n,micro,inner = accum_bs or bs,None,cache.size if cache else None
-    if bs and acc is not None:
-        sizes = sizes_of(dl, acc.micro_batch_size)
-        n,micro = accum_bs or min(round_up(acc.accum_bs, sizes.unit), sizes.n),sizes.micro_bs
+    if bs and plan: n,micro = accum_bs or min(*plan.shares(plan.wanted(0)), plan.n),plan.loaders[0].micro_bs
     elif bs: micro = inner
     if micro and micro<n: return n,micro,min(micro, inner or micro)
     if accum_bs is None and bs and bs<5<=(n_of(dl) or 0): accum_bs = 5
@@ -136,7 +132,6 @@ class AccumCheck:
     sizes:list[int] # Samples in the micro-batches
     layers:dict # Name of a parameter -> the relative difference of its gradients
     still:dict # The same with every cause that was found held still or left out; empty if none was found
-    seconds:float # Seconds that the check took
     too_many:int|None=None # Samples in a step of the fit, if these do not fit into memory at once
 
     @property
@@ -152,11 +147,10 @@ class AccumCheck:
     def _title(self):
         what = 'the same run' if self.ok else 'not the same run'
         if self.off['gradients'] is None: what = 'gradients could not be compared'
-        n,parts = sum(self.sizes),f" of {', '.join(map(str, self.sizes))}"
-        if len(self.sizes)>4: parts = ': '+', '.join(f'{len([*o])} of {size}' for size,o in groupby(self.sizes))
-        told = f'{self.too_many} samples do not fit into memory at once, so {n} were compared:'
-        start = told if self.too_many else f'{n} samples'
-        return f"{start} whole, and in micro-batches{parts}: {what} ({self.seconds:.1f} s)"
+        n,parts = sum(self.sizes),f"micro-batches of {', '.join(map(str, self.sizes))}"
+        if len(self.sizes)>4: parts = f'{len(self.sizes)} micro-batches of up to {max(self.sizes)}'
+        start = f'{self.too_many} samples do not fit into memory at once, so {n} were compared: '*bool(self.too_many)
+        return f'{start}{n} samples whole, and in {parts}: {what}'
 
     def __repr__(self):
         rows = [('what','result','where','remedy'),*((o.what,o.state,o.where,o.remedy) for o in self.rows)]
@@ -180,8 +174,8 @@ class _Found:
     "What makes the gradients differ; `whole`: who gets the whole batch anyway, the 'loss', or the 'model', too"
     def __init__(self, compare, n_items, whole, unseen, steps):
         self.compare,self.run,self.whole,self.unseen = compare,compare.run,whole,unseen
-        self.learn,self.first,self.still,self.cbs,self.inner = self.run.learn,{},{},[],{}
-        self.cache = f"`GradientCache(micro_batch_size={compare.most})` and a loader of whole steps"
+        self.learn,self.first,self.still,self.cbs = self.run.learn,{},{},[]
+        self.cache = f"`GradientCache(micro_batch_size={compare.most})`, in DataLoaders whose batches are whole steps"
         a,b = compare.both()
         self.look = self._look(n_items)
         if b is None: self.off = self.quiet = self.rest = None
@@ -193,46 +187,38 @@ class _Found:
         compare = self.compare
         look = Look(compare.n, compare.sizes, compare.split, n_items, alone=self.whole=='model')
         compare.fit(False, compare.wholes[:1], [look], **kwargs)
-        self.run.tick()
         return look
 
     def _search(self, a, b):
         look,compare,tol = self.look,self.compare,self.look.tol
         self.first,held = grads_apart(a.grads, b.grads),dict(hold=look.drawing+look.depending, reset=look.reset)
-        self.off = self.quiet = max(self.first.values(), default=0.)
+        self.off = self.quiet = self.rest = max(self.first.values(), default=0.)
         # a way that cuts by itself may let each part go on from what its own rows have left
         if look.memory and not compare.cuts and compare.worst(hold=held['hold'])<=tol:
             held['reset'],look.memory,look.predictions = False,[],0.
-        if self.off>tol and any(held.values()): self.quiet = self._hold(**held)
-        if self.quiet>tol:
-            keepers = [self.learn.loss_func,*candidates(self.run)]
-            inner = {o:ms for o in keepers if (ms:=[m for m in inner_norms(o) if m not in held['hold']])}
-            more = held|dict(hold=held['hold']+[m for ms in inner.values() for m in ms])
-            if inner and self._hold(**more)<self.quiet/2: self.inner,held = inner,more
-        self.rest = max(self.still.values(), default=self.off) if self.inner else self.quiet
-        if self.rest>tol:
-            if look.rows!=look.n:
-                self.cbs = [o for o in candidates(self.run) if hasattr(o, 'before_batch')]
-                own = [o for o in self.cbs if self._look(None, without=[o]).rows==look.n]
-                self.cbs = own or self.cbs   # their number of rows is no longer that of samples
-            else: self.cbs = blame(compare, self.rest, tol, **held)
-            if self.cbs and look.rows==look.n: self.rest = self._hold(**held, without=self.cbs)
+        if self.off>tol and any(held.values()): self.quiet = self.rest = self._hold(**held)
+        if self.quiet<=tol: return
+        if look.rows==look.n:
+            self.cbs = blame(compare, self.quiet, tol, **held)
+            if self.cbs: self.rest = self._hold(**held, without=self.cbs)
+        else:   # who makes more rows of the samples
+            cbs = [o for o in candidates(self.run) if hasattr(o, 'before_batch')]
+            self.cbs = [o for o in cbs if self._look(None, without=[o]).rows==look.n] or cbs
 
     def _hold(self, **kwargs):
         self.still = self.compare.apart(**kwargs)
         return max(self.still.values(), default=0.)
 
     def _loss(self):
-        look,(off,reason,tol) = self.look,self.look.loss
+        look,tol,(off,reason) = self.look,self.look.tol,self.look.loss
         if self.whole: return Row('loss', 0., tol)
         if look.rows!=look.n: off,reason = None,f'the model gets {look.rows} rows for {look.n} samples'
-        inner = self.inner.get(self.learn.loss_func)
-        if inner: return Row('loss', self.quiet, tol, f'{type(inner[0]).__name__} in it', self.cache)
         row = Row('loss', off, tol, reason)
         if self.rest is not None and self.rest<=look.tol:   # it gets more, or its parts were alike
-            row = Row('loss', look.hidden or self.rest, look.tol, 'in parts of other sizes'*bool(look.hidden))
+            row = Row('loss', look.hidden or self.rest, tol, 'in micro-batches of unequal sizes'*bool(look.hidden))
         if row.off is None or row.ok: return row
-        return row._replace(remedy=f"`reduction='mean'`; `n_items=`, what it is a mean of; or {self.cache}")
+        count = '`n_items=`, a function that counts what it is a mean of'
+        return row._replace(remedy=f"`reduction='mean'`; {count}; or {self.cache}")
 
     def _predictions(self):
         look = self.look
@@ -241,10 +227,10 @@ class _Found:
         where = named(self.learn.model, look.depending)
         if look.memory:
             who = named(self.learn.model, look.memory) or 'the model'
-            where = _join(f'{who} remembers the batch before', where)
-            return row._replace(where=where, remedy='none, or reset it with each batch')
+            where = _join(f'{who} keeps something from the batch before', where)
+            return row._replace(where=where, remedy='none; or reset it before each batch')
         norm = any(isinstance(m, _BatchNorm) for m in look.depending)
-        freeze = '`FreezeBN()`, or `train_bn=False` and `BnFreeze()` in a frozen body; or `learn.recalibrate_bn()`'
+        freeze = '`FreezeBN()`; in a frozen body `BnFreeze()` and `train_bn=False`; or `learn.recalibrate_bn()`'
         remedy = _join(_checkpoint(self.learn.model), freeze*norm)
         return row._replace(where=where, remedy=remedy or 'none: the model needs the whole batch')
 
@@ -254,23 +240,22 @@ class _Found:
         if row.off is None: return row
         fs = getattr(getattr(dl, 'after_batch', None), 'fs', ())
         tfms = [type(o).__name__ for o in fs if any(c.__name__=='RandTransform' for c in type(o).__mro__)]
-        unseen = tfms and f"not seen: {', '.join(tfms)}, which draws for each batch of the loader"
+        unseen = tfms and f"not checked: {', '.join(tfms)}, which draws anew for each batch of the loader"
         if row.ok: return row._replace(where=unseen or '')
-        remedy = _join(_checkpoint(self.learn.model), 'or none: as far as two seeds').removeprefix('or ')
+        remedy = _join(_checkpoint(self.learn.model), 'or none: two seeds differ as much').removeprefix('or ')
         return row._replace(where=_join(named(self.learn.model, look.drawing), unseen), remedy=remedy)
 
     def _callbacks(self):
-        tol,who = self.look.tol,[type(o).__name__ for o in self.cbs]
+        tol = self.look.tol
         if self.off is None: return Row('callbacks', None, tol, self.compare.why)
-        inner = [(o,ms[0]) for o,ms in self.inner.items() if isinstance(o, Callback)]
-        who += [f'{type(o).__name__} ({type(m).__name__} in it)' for o,m in inner]
-        if who: return Row('callbacks', self.quiet, tol, ', '.join(who), self.cache)
-        where = 'not seen: those that `fit` gets; give them as `cbs=`'*self.unseen
+        if self.cbs: return Row('callbacks', self.quiet, tol, ', '.join(type(o).__name__ for o in self.cbs), self.cache)
+        where = 'not checked: callbacks passed to `fit`; give them as `cbs=`'*self.unseen
         return Row('callbacks', self.quiet if self.quiet<=tol else 0., tol, where)   # what is off is not theirs
 
     def _loader(self):
         how = by_batch_size(self.run.dl) if self.compare.cuts else ''
-        remedy = f'a loader of whole steps, `micro_batch_size={self.compare.most}`; or none: other samples meet'
+        remedy = (f'DataLoaders whose batches are whole steps, and `micro_batch_size={self.compare.most}`; '
+            'or none: a step has as many samples, but others')
         return Row('loader', float(bool(how)), 0., how, remedy*bool(how))
 
     def _gradients(self):
@@ -280,9 +265,9 @@ class _Found:
         where,remedy = ', '.join(sorted(self.first, key=self.first.get)[:-4:-1]),''
         if self.still:
             rest = f'exact ({self.rest:.0e})' if self.rest<=tol else f'off by {self.rest:.1g}'
-            where += f'; with modules held still and callbacks left out {rest}'
-        if self.rest>tol and self.look.agree and not self.cbs and not self.look.loss.wrong:
-            where += '; cause not found: a callback or the loss may keep the whole batch, or draw'
+            where += f'; without the causes above: {rest}'
+        if self.rest>tol and self.look.agree and not self.cbs and (self.look.loss[0] or 0.)<=tol:
+            where += '; cause not found: a callback or the loss may use the whole batch, or draw random numbers'
             remedy = self.cache
         return row._replace(where=where, remedy=remedy)
 
@@ -295,7 +280,7 @@ class _Found:
         if not why:
             off,n,m = self.compare.travel()
             why = f'after {n} steps'
-            if n!=m: off,why = None,f'{n} steps were made whole and {m} in micro-batches: others overflowed'
+            if n!=m: off,why = None,f'{n} steps whole, {m} in micro-batches: gradients of the others overflowed'
             elif not n: off,why = None,'no step was made: the gradients overflowed'
         return Row('weights', off, 100*self.look.tol, why)
 

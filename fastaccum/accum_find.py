@@ -1,4 +1,4 @@
-"""Find out how large a step should be.
+"""Measure the noise of the gradient, and suggest how many samples a step should have.
 
 Docs: https://fastaccum.github.io/fastaccum/accum_find.html.md"""
 
@@ -19,7 +19,7 @@ from .core.checks import check_bool, check_count, first_of
 from .core.dry_run import Batches, CountSteps, DryRun, samples_of
 from .core.plan import round_up
 from .core.warnings import see
-from .noise_scale import NoiseScale, interval, rounded, scale_of, trade_off
+from .noise_scale import NoiseScale, interval, rounded, say, scale_of, trade_off
 from .core.distributed import check_search
 from .core.loader import sizes_of
 from .core.micro_batches import AutoSize
@@ -38,39 +38,42 @@ def _measure(learn, acc, size, bs, steps, lr):
         dl = Batches(run.dl, _FullBatches(learn, bs, -(-steps*size//bs)), bs)
         run.fit(dl, [_another(acc, size),meter,end], lr=lr)
     if end.n_steps>=steps: return meter.readings
-    raise RuntimeError(f"{end.n_steps} of {steps} steps were taken: a callback ends the fit (remove it, or "
-        f"give its class `run_bs_find = False`), or the training loader has no full batch of {bs} samples"
+    raise RuntimeError(f"only {end.n_steps} of {steps} steps were taken. Either a callback ends the fit (remove it, or "
+        f"set `run_bs_find = False` in its class), or the training loader has no full batch of {bs} samples"
         + see('no-step-in-a-trial'))
 
 @patch
 def accum_find(self:Learner,
-    accum_bs:int|None=None, # Samples per measured step; defaults to the Learner's
+    accum_bs:int|None=None, # Samples in a measured step; defaults to the first step of a fit, or 8 micro-batches
     steps:int=20, # Steps to measure
-    lr:float|slice|None=None, # Learning rate for such steps; defaults to the Learner's
-    cbs:Callback|list|None=None, # Callbacks of the fit you plan, as you would pass them to `fit`
-    show_plot:bool=True # Draw the result?
-)->'FoundAccum': # `int(…)` of it is the suggested size, in whole micro-batches
+    lr:float|slice|None=None, # Learning rate of these steps; defaults to the Learner's
+    cbs:Callback|list|None=None, # Callbacks that you would pass to `fit`
+    show_plot:bool=True # Draw the cost of steps of all sizes?
+)->'FoundAccum': # `int(…)` of it is the suggested size in samples, in whole micro-batches
     """Measure the noise of the gradient in some steps of training, put everything back, and suggest the size of a step
 
-    TypeError: an argument that should be a number is not one, or `show_plot` is neither `True` nor `False`
-    ValueError: a number is too small, or the training loader has no batch or no known batch size
-    RuntimeError: there are several processes, a callback ends the fit, or nothing could be measured
-    UserWarning: a step cannot be measured; the message says why
+    A noise scale of `B` samples means that the noise in the mean gradient of `B` samples is as large as the gradient
+    ([McCandlish et al., 2018](https://arxiv.org/abs/1812.06162)). Steps of that size are suggested.
+
+    TypeError: `accum_bs` or `steps` is not a whole number, or `show_plot` is neither `True` nor `False`
+    ValueError: `accum_bs` or `steps` is below 1, or the training loader has no batch or no batch size
+    RuntimeError: there are several processes, a callback ends the fit, the loader has no full batch, or no step could
+        be measured
+    UserWarning: a step could not be measured; the message says why
     """
     check_bool('show_plot', show_plot)
     check_count('steps', steps, 'step')
     if accum_bs is not None: check_count('accum_bs', accum_bs)
-    check_search(self, 'accum_find', "each would find another size. Search in one process: "
-        "`accum_bs` counts samples over all processes, so what it finds is right for several, too", 'train on')
+    check_search(self, 'accum_find', "each would find a size of its own. Run it in a single process; "
+        "the size counts samples over all processes, so it holds for several, too", 'train on')
     with self.added_cbs(cbs):
         acc = first_of(self, 'GradientAccumulation')
-        given = acc and acc.micro_batch_size
-        sizes = sizes_of(self.dls.train, given)
+        sizes = sizes_of(self.dls.train, acc and acc.micro_batch_size)
         bs,n,micro = sizes
-        size = accum_bs or max(acc.accum_bs if acc else 8*micro, 4*micro)
+        size = accum_bs or max(acc.plan(self.dls).wanted(0) if acc else 8*micro, 4*micro)
         size = round_up(max(size, 2*micro), sizes.unit)
         readings = _measure(self, acc, size, bs, steps, lr)
-    if not readings: raise RuntimeError("no step could be measured: a warning says why" + see('cannot-measure'))
+    if not readings: raise RuntimeError("no step could be measured; a warning above says why" + see('cannot-measure'))
     res = FoundAccum(readings, micro, n)
     if show_plot: res.plot()
     return res
@@ -81,16 +84,9 @@ class _FullBatches:
     def __init__(self, learn, bs, n):
         self.learn,self.dl,self.bs,self.n = learn,learn.dls.train,bs,n   # `learn.dls.train` will be another
     def __len__(self): return self.n
-    def __iter__(self): return islice(self._full(), self.n)
-
-    def _full(self):
-        some = True
-        while some:
-            some = False   # else it would go on for ever
-            for b in self.dl:
-                if samples_of(self.learn, b, self.bs)<self.bs: continue
-                some = True
-                yield b
+    def __iter__(self):
+        full = (b for _ in range(self.n) for b in self.dl if samples_of(self.learn, b, self.bs)>=self.bs)
+        return islice(full, self.n)
 
 class _End(CountSteps):
     "End the fit after so many steps"
@@ -104,7 +100,10 @@ class _End(CountSteps):
 
 # %% ../nbs/09_accum_find.ipynb #result
 class FoundAccum:
-    "How many samples a step should have, and how this was found: from `readings` of steps, for an epoch of `n` samples"
+    """How many samples a step should have: `accum_bs`, in whole micro-batches and at most an epoch
+
+    `scale` is the noise scale in samples, `low` and `high` are its bounds, and `readings` the steps that were measured.
+    """
     def __init__(self, readings:list, micro_bs:int, n:int):
         per_sample = sum(o.size for o in readings)/sum(o.samples for o in readings)   # targets, where these are counted
         traces,grad_sqs = (np.array([getattr(o, k) for o in readings]) for k in ('trace','grad_sq'))
@@ -119,19 +118,12 @@ class FoundAccum:
     __index__ = __int__
     def __repr__(self):
         low,high = rounded(self.low),rounded(self.high)
-        between = f'{low} or more' if np.isinf(self.high) else f'between {low} and {high}'
-        if np.isinf(self.low): between = 'larger than can be told'
-        if np.isnan(self.scale): between = 'not known: all gradients are the same'
-        elif np.isfinite(self.scale): between = f'≈ {rounded(self.scale)} samples, {between}'
-        steps,used = trade_off(self.scale, self.accum_bs)
-        if np.isfinite(self.scale):
-            so = f'takes {steps:.1f} times the fewest steps, and uses samples at {used:.0%} of the best efficiency'
-        else: so = 'is the least that can be said: noise hides the gradient. Measure more `steps`'
-        return (f'`accum_bs={self.accum_bs}` {so}\n'
-            f'noise scale {between} ({len(self.readings)} steps of {self.readings[0].samples} samples)\n'
-            'taken for granted: SGD near the best learning rate, and gradients as they are here. The noise scale '
-            'grows\nwhile the loss falls; dropout and augmentation count as noise; early in training it says little'
-            + '\nan epoch has no more samples than these'*self.capped)
+        bounds = f'between {low} and {high}' if np.isfinite(self.high) else f'{low} or more'
+        return (f'`accum_bs={self.accum_bs}`: the noise scale is {bounds}, measured in {len(self.readings)} steps of '
+            f'{self.readings[0].samples} samples\n{say(self.scale, self.accum_bs)}\n'
+            'This assumes SGD near its best learning rate, and gradients as they are now. The noise scale grows while '
+            '\nthe loss falls, and says little early in training. Dropout and augmentation count as noise.'
+            + '\nIt would be larger, but an epoch has no more samples.'*self.capped)
 
     def plot(self,
         ax:plt.Axes|None=None # Matplotlib axes to draw on; defaults to new ones

@@ -29,19 +29,24 @@ from .core.distributed import check_same, gather, is_sharded, world_size
 # %% ../nbs/06_bs_find.ipynb #bs-find
 @patch
 def bs_find(self:Learner,
-    mode:str='power', # Find the largest power of two times `init_val` ('power'), or the exact size ('binsearch')
+    mode:str='power', # Double `init_val` until memory runs out ('power'), and then find the exact size ('binsearch')
     steps_per_trial:int=3, # Optimizer steps in a trial; at least 2 are taken
-    init_val:int=2, # Samples in the first trial's batch
+    init_val:int=2, # Samples in the batch of the first trial
     max_trials:int=25, # The most trials
     apply:bool=False, # Set the batch size of the DataLoaders to the size that was found?
     show_plot:bool=True # Draw peak memory and speed over the batch size?
-)->'FoundSize': # `int(…)` of it is the size
+)->'FoundSize': # `int(…)` of it is the size in samples, on each process
     """Find the largest batch size that trains within memory, and leave everything as it was
 
+    A trial takes real training steps on the first batch of its size that the loader makes, with the Learner's loss,
+    optimizer, precision and callbacks, and a learning rate of 0. Several processes search together: a size fits if it
+    fits on all of them.
+
     TypeError: a number is not a whole number, or `apply` is neither `True` nor `False`
-    ValueError: a number is below 1, `mode` is unknown, the training loader has no batch, or processes were told
-        different things
-    RuntimeError: processes exchange something in each forward pass, or a callback ends the fit or skips steps
+    ValueError: a number is below 1, `mode` is unknown, the training loader has no batch or no batch size, or processes
+        were given different arguments
+    RuntimeError: a callback ends the fit or skips steps, the gradients overflow, the search failed on another process,
+        or the model exchanges something between processes in each forward pass
     torch.OutOfMemoryError: not even one sample fits
     """
     check_name('mode', mode, ('power','binsearch'))
@@ -58,9 +63,12 @@ def bs_find(self:Learner,
         good,bad = search(lambda size: _try(run, size, max(2, steps_per_trial), done), mode, init_val, max_trials, n)
     free_memory()
     if not good:
-        raise torch.OutOfMemoryError(f"no batch fits: {', '.join(str(o.size) for o in done)} samples were tried. "
+        raise torch.OutOfMemoryError(f"no batch fits: {', '.join(str(o.size) for o in done)} samples were tried. Use "
+            "smaller inputs, a smaller model, `learn.to_fp16()` or `ActivationCheckpoint()`. "
             f"The last error was: {done[-1].error}" + see('out-of-memory'))
-    res = FoundSize(good, bad, n, mode, done, world_size())
+    why = f'{bad} do not' if bad else 'there are no more' if good==n else '`max_trials` was reached'
+    if world_size()>1: why += f' (on each of {world_size()} processes)'
+    res = FoundSize(good, why, done)
     if apply: _apply(self.dls, good)
     if show_plot: res.plot()
     return res
@@ -88,7 +96,6 @@ class Trial:
     "The result of trying one size"
     size:int # Samples
     ok:bool=False # Did they fit?
-    seconds:float=0. # The whole trial, with reading the samples and putting back
     peak:int|None=None # Most memory in use, in bytes, where the device tells
     speed:float|None=None # Samples per second of training, without reading them
     error:str|None=None # What was said if they did not fit
@@ -116,15 +123,15 @@ def _train(run, trial, n):
     if found<size: raise MemoryError(f'there are only {found} samples')
     run.fit(Batches(run.dl, batches*(n+20), size), [cb])   # a GradScaler skips some steps
     if cb.n_batches<n or not cb.n_steps:
-        raise RuntimeError(f"a trial of {n} steps made {cb.n_steps}, in {cb.n_batches} batches of {size}: "
-            "a callback ends the fit or skips steps (remove it, or give its class `run_bs_find = False`), "
+        raise RuntimeError(f"a trial of {n} steps made {cb.n_steps}, in {cb.n_batches} batches of {size} samples. "
+            "Either a callback ends the fit or skips steps (remove it, or set `run_bs_find = False` in its class), "
             "or the gradients overflow" + see('no-step-in-a-trial'))
     trial.ok,trial.speed = True,size*(cb.n_batches-1)/max(cb.secs, 1e-9)
 
 def _try(run, size, n, done):
     "Try a size; of several processes, each by itself: it fits if it fits on all"
     free_memory()
-    learn,trial,since,peak,error = run.learn,Trial(size),time.perf_counter(),watch_peak(run.device),None
+    learn,trial,peak,error = run.learn,Trial(size),watch_peak(run.device),None
     try:
         if world_size()>1:
             if learn.opt is None: learn.create_opt()   # of the model as its `splitter` knows it
@@ -137,11 +144,11 @@ def _try(run, size, n, done):
     if world_size()>1:
         went = [o for o, in gather([2 if error else int(not trial.ok)], run.device)]
         if 2 in went and not error:
-            error = RuntimeError(f"the search has failed on process {went.index(2)}, which tells the reason"
+            error = RuntimeError(f"the search failed on process {went.index(2)}; its own error says why"
                 + see('processes-apart'))
         if trial.ok and 1 in went: trial.ok,trial.error = False,f'memory ran out on process {went.index(1)}'
     if error: raise error
-    trial.peak,trial.seconds = peak(),time.perf_counter()-since
+    trial.peak = peak()
     done.append(trial)
     run.tick(f"{size} {'fit' if trial.ok else 'do not fit'}")
     return trial.ok
@@ -152,12 +159,12 @@ def _check_processes(learn, n, **told):
     model,why = get_model(learn.model),None
     for m in model.modules():
         if isinstance(m, nn.SyncBatchNorm): why = 'SyncBatchNorm'
-        if isinstance(m, DistributedDataParallel): why = 'DistributedDataParallel inside of the model'   # it would stay
+        if isinstance(m, DistributedDataParallel): why = 'a part of the model in DistributedDataParallel'
     if is_sharded(model): why = 'sharded parameters (FSDP)'
     if why:
-        raise RuntimeError(f"`bs_find` on several processes with {why}: each forward pass exchanges something, so the "
-            "others would wait for a process whose memory runs out. Search before the model is made so, on a Learner "
-            "with the plain model, and take less than it finds" + see('exchanges-in-the-forward-pass'))
+        raise RuntimeError(f"`bs_find` cannot search on several processes with {why}: they exchange data in each "
+            "forward pass, and would wait forever for one whose memory runs out. Search with the plain model, before "
+            "it is converted or wrapped, and take less than it finds" + see('exchanges-in-the-forward-pass'))
     each = gather([-1 if n is None else n, *map(int, told.values())], next(model.parameters()).device)
     check_same({f'`{k}`':v for k,v in told.items()}, [o[1:] for o in each])
     return min((o[0] for o in each if o[0]>=0), default=None)
@@ -167,43 +174,29 @@ def _check_processes(learn, n, **told):
 class FoundSize:
     "The largest size that fits, and how it was found"
     size:int # The largest size that fits, in samples
-    bad:int|None # The smallest that is known not to fit, in samples; `None` if none is
-    n:int|None # Samples in the dataset, if that is known
-    mode:str # As in `bs_find`
+    why:str # Why it is the largest, in words
     trials:list[Trial] # The trials, in order
-    processes:int=1 # How many processes have agreed on it
 
     def __int__(self): return self.size
     __index__ = __int__
-    @property
-    def why(self)->str:
-        "Why it is the largest"
-        if self.bad: return f'{self.bad} do not'
-        return 'there are no more' if self.size==self.n else '`max_trials` was reached'
-    @property
-    def seconds(self)->float:
-        "Seconds that all trials took together"
-        return sum(o.seconds for o in self.trials)
-
     def __repr__(self):
-        how = f"mode '{self.mode}', {len(self.trials)} trials, {self.seconds:.1f} s"
-        where = f' on each of {self.processes} processes'*(self.processes>1)
-        rows = [f'{self.size} samples fit{where}, {self.why} ({how})',
-                '  size  fits  seconds  peak MB  samples/s']
+        rows = [f'{self.size} samples fit, {self.why}','  size  fits  peak MB  samples/s']
         for o in self.trials:
             peak,speed = ('' if v is None else f'{v:,.0f}' for v in (o.peak and o.peak/2**20,o.speed))
-            rows.append(f"{o.size:6}  {'yes' if o.ok else 'no':>4}  {o.seconds:7.2f}  {peak:>7}  {speed:>9}")
+            rows.append(f"{o.size:6}  {'yes' if o.ok else 'no':>4}  {peak:>7}  {speed:>9}")
         return '\n'.join(rows)
 
     def plot(self)->np.ndarray: # The two axes, of matplotlib
         "Peak memory and samples per second against the batch size"
         oks = sorted((o for o in self.trials if o.ok), key=lambda o: o.size)
         bads = [o.size for o in self.trials if not o.ok]
-        _,axs = plt.subplots(1, 2, figsize=(10,3.5))
+        _,axs = plt.subplots(1, 2, figsize=(10,3.5), layout='constrained')
         peaks,speeds = [o.peak and o.peak/2**20 for o in oks],[o.speed for o in oks]
         for ax,ys,label in zip(axs, (peaks,speeds), ('peak memory, MB','samples per second')):
             if None not in ys: ax.plot([o.size for o in oks], ys, 'o-')
+            else: ax.text(.5, .5, 'not reported by this device', ha='center', transform=ax.transAxes)
             if bads: ax.axvline(min(bads), color='tab:red', linestyle=':', label='does not fit')
+            ax.set_xscale('log', base=2)
             ax.set(xlabel='batch size, samples', ylabel=label)
         axs[1].set_ylim(bottom=0)
         if bads: axs[0].legend(frameon=False)

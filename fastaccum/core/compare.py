@@ -105,10 +105,6 @@ class Compare:
         n:int=1, # Batches to read
         micro:int|None=None # Samples in a micro-batch of the fit, if its sizes are to be compared
     ):
-        """Read batches
-
-        ValueError: there is none
-        """
         self.run,self.way,self.cuts,self.split,self.tf32 = run,way,cuts,split,_tf32()
         run.snap.puts += [(setattr, o, nm, v) for o,nm,v,_ in self.tf32]
         try: batches,self.n = batches_of(run.learn, bs, n)
@@ -137,13 +133,13 @@ class Compare:
         self.fit(micro, self.wholes[:1]*20, [take,Hold(hold, reset)], without=without)
         if take.n: return take
         raise RuntimeError(f"no step was made in {20*(len(self.sizes) if micro and self.cuts else 1)} batches of up to "
-            f"{self.n} samples: a callback ends the fit or skips steps, the gradients overflow, or the batches have no "
-            "targets (`n_inp` of the DataLoaders says how many of their parts are inputs)" + see('no-step-in-a-trial'))
+            f"{self.n} samples. Either a callback ends the fit or skips steps (remove it, or set `run_bs_find = False` "
+            "in its class), or the gradients overflow, or the batches have no targets (set `n_inp` of the DataLoaders "
+            "to the number of inputs)" + see('no-step-in-a-trial'))
 
     def both(self)->tuple:
         "Run a step whole, and in the first of the sizes that go; `None` if there is none"
         whole,why = self.step(False),'the batch has a single sample, which cannot be split'*(self.n<2)
-        self.run.tick()
         for sizes in self.options if self.n>1 else ():
             self.sizes = sizes
             try: return whole,self.step(True)
@@ -159,9 +155,7 @@ class Compare:
 
     def apart(self, **kwargs:object)->dict:
         "Compare the gradients of a step whole and in parts; arguments are those of `step`"
-        res = grads_apart(*(self.step(o, **kwargs).grads for o in (False,True)))
-        self.run.tick()
-        return res
+        return grads_apart(*(self.step(o, **kwargs).grads for o in (False,True)))
     def worst(self, **kwargs:object)->float: return max(self.apart(**kwargs).values(), default=0.)
 
     def travel(self)->tuple:
@@ -171,9 +165,7 @@ class Compare:
         if self.sizes!=self.options[0]: sizes = self.sizes   # not all go
         def train(micro):
             count = CountSteps()
-            res = self.fit(micro, self.wholes, [count], sizes, lr=None, after=_weights)
-            self.run.tick()
-            return res,count.n_steps
+            return self.fit(micro, self.wholes, [count], sizes, lr=None, after=_weights),count.n_steps
         (a,n),(b,m) = train(False),train(True)
         return rel(a-start, b-start),n,m
 
@@ -188,4 +180,4 @@ def _blamed(e, learn):
         if isinstance(o, nn.Module) and not isinstance(o, nn.Sequential): who = type(o).__name__
         if code is getattr(learn.loss_func, '__code__', None): who = 'the loss function'
         tb = tb.tb_next
-    return f'{who} fails with parts: '*bool(who)+f"{type(e).__name__}: {' '.join(str(e).split())}"
+    return f'{who} fails on a part of the batch: '*bool(who)+f"{type(e).__name__}: {' '.join(str(e).split())}"

@@ -142,8 +142,8 @@ def batches_of(learn:Learner, bs:int|None=None, n:int=1)->tuple:
     """
     dl = learn.dls.train
     if bs is not None and not resizable(dl):
-        raise ValueError(f"the batches of the training {type(dl).__name__} come ready-made, so there are none of {bs} "
-            "samples: leave the size out, or give the `DataLoader` a batch size" + see('ready-made-batches'))
+        raise ValueError(f"the training {type(dl).__name__} yields ready-made batches, so it cannot make one of {bs} "
+            "samples. Make it with a batch size" + see('ready-made-batches'))
     bs = bs or size_of(dl)
     if isinstance(dl, TorchDataLoader) and dl.batch_size is not None:
         kwargs = {} if isinstance(dl.dataset, IterableDataset) else dict(sampler=dl.sampler)
@@ -151,8 +151,8 @@ def batches_of(learn:Learner, bs:int|None=None, n:int=1)->tuple:
     elif isinstance(dl, DataLoader): dl = dl.new(num_workers=0, bs=bs)
     res = list(islice(dl, n))
     if not res:
-        raise ValueError(f"the training loader has no batch of {bs or 'any number of'} samples: has its dataset as "
-            "many, and are they enough for one batch if it drops the last?" + see('no-batch'))
+        raise ValueError(f"the training loader has no batch of {bs or 'any number of'} samples: its dataset has too "
+            "few, or it drops the only batch. Add samples, or make it with `drop_last=False`" + see('no-batch'))
     return res,samples_of(learn, res[0], bs)
 
 # %% ../../nbs/core/26_dry_run.ipynb #run
@@ -171,9 +171,9 @@ class CountSteps(Quiet):
 class DryRun:
     """Run fits of a Learner, each from its current state, and put everything back; to be used in a `with` statement
 
-    Callbacks in `without` are left out. The progress bar is full when `tick` was called `total` times.
+    Callbacks in `without` are left out. With `total`, a progress bar is full when `tick` was called so many times.
     """
-    def __init__(self, learn:Learner, without:tuple|list=(), total:int=1):
+    def __init__(self, learn:Learner, without:tuple|list=(), total:int=0):
         dls,cbs,model = learn.dls,learn.cbs,learn.model
         device = getattr(dls, 'device', default_device())   # as fastai
         self.learn,self.dl = learn,dls.train
@@ -187,7 +187,7 @@ class DryRun:
                 *(o for o in cbs if not takes_part(o) and o is not rec)])
         devices = [self.device]*(self.device.type!='cpu')
         self.snap.puts += [(set_autocast_state, autocast_state(devices)), (set_rng_state, rng_state(devices))]
-        shown = hasattr(learn, 'progress') and learn.create_mbar
+        shown = total and hasattr(learn, 'progress') and learn.create_mbar
         self.bar,self.ticks = progress_bar(range(total), leave=False) if shown else None,0
         if self.bar: self.bar.update(0)
 

@@ -88,10 +88,6 @@ def put_items(o:dict|list|set|deque, old:list):
     if isinstance(o, (list,deque)): o.extend(old)
     else: o.update(zip(old[::2], old[1::2]) if isinstance(o, dict) else old)
 
-def _put_attrs(d, old):
-    "Give the `vars` or the buffers of a module what was in them; an interrupt never finds them empty"
-    for k in d.keys()-old.keys()-_usual: del d[k]
-    d.update(old)
 
 # %% ../../nbs/core/23_forward_state.ipynb #state
 class ForwardState:
@@ -126,20 +122,14 @@ class ForwardState:
 
     @torch.no_grad()
     def put_back(self):
-        """Go back to this state; can be called any number of times
-
-        RuntimeError: a tensor that is no buffer was changed in place
-        """
+        "Go back to this state, after `check`; can be called any number of times"
         self.check()
         for b,_,c in self.copies.values(): b.copy_(c)
         self._put()
 
     @contextmanager
     def again(self):
-        """A context in which the modules run from this state; afterwards everything is as it was before
-
-        RuntimeError: a tensor that is no buffer was changed in place
-        """
+        "After `check`, a context in which the modules run from this state; afterwards everything is as it was before"
         self.check()
         now = ForwardState(self.modules, self.devices, self.given, copy=False)
         try:
@@ -152,7 +142,9 @@ class ForwardState:
 
     def _put(self):
         "Everything but the values of buffers"
-        for d,old in (*self.buffers,*self.attrs): _put_attrs(d, old)
+        for d,old in (*self.buffers,*self.attrs):   # not `clear`: an interrupt never finds them empty
+            for k in d.keys()-old.keys()-_usual: del d[k]
+            d.update(old)
         for o,old in self.items: put_items(o, old)
         for m,on in self.modes: m.training = on
         set_rng_state(self.rng)
@@ -165,6 +157,6 @@ class ForwardState:
         """
         nm = next((nm for nm,o,version in self.tensors if o._version!=version), None)
         if nm is None: return
-        raise RuntimeError(f"a forward pass changes in place the tensor `{nm}`, which is no buffer, so it cannot be "
-            f"run again from its start: keep it with `register_buffer('{nm}', …)`, or, if a cache of keys and values "
-            "has it, set `use_cache=False` in the model's configuration" + see('changed-in-place'))
+        raise RuntimeError(f"a forward pass changes the tensor `{nm}` in place, and it is not a buffer, so the pass "
+            f"cannot be run again from the same start. Keep it with `register_buffer('{nm}', …)`, or, if it belongs to "
+            "a cache of keys and values, set `use_cache=False` in the model's configuration" + see('changed-in-place'))

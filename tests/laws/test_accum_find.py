@@ -3,7 +3,7 @@ import numpy as np, pytest, torch
 from torch import nn
 from torch.utils.data import TensorDataset
 from fastai.vision.all import CancelFitException, DataLoader, SGD
-from fastaccum import GradientAccumulation
+from fastaccum import GradientAccumulation, GradientAccumulationScheduler
 from fastaccum.testing import CrossEntropy, toy, toy_data
 from common import Raise, short_of
 from small_learners import Event
@@ -32,11 +32,12 @@ def test_it_finds_a_known_noise_scale(scale, lr):
     assert found.low<found.scale<found.high<3*found.low and found.low/1.2<scale<found.high*1.2
     assert list(range(10000))[found]==int(found)   # it may stand for a number
 
-@pytest.mark.parametrize('accum_bs,kwargs', [(40,{}),(None,dict(accum_bs=40))])
-def test_the_steps_that_are_measured_are_as_large_as_they_should_be(accum_bs, kwargs):
+@pytest.mark.parametrize('acc,kwargs', [(partial(GradientAccumulation, 40),{}),
+    (partial(GradientAccumulationScheduler, {0:10}),{}),(None,dict(accum_bs=40))])
+def test_the_steps_that_are_measured_are_as_large_as_they_should_be(acc, kwargs):
     "Those of the Learner's own accumulation, or of the size that is given; an epoch's short last batch is left out"
     learn,sizes = quadratic(64, n=1003),[]
-    if accum_bs: learn.add_cb(GradientAccumulation(accum_bs))
+    if acc: learn.add_cb(acc())
     found = find(learn, steps=30, lr=0., cbs=Event('after_loss', lambda l: sizes.append(len(l.pred))), **kwargs)
     assert near(int(found), 64) and sizes==[4]*300 and '30 steps of 40 samples' in repr(found)
 

@@ -209,8 +209,8 @@ def test_the_result_prints_and_plots(capsys):
     find(capped(9).add_cb(ProgressCallback()))
     assert '16 do not fit' in capsys.readouterr().out
     assert list(range(res))==list(range(9))
-    assert repr(res).startswith("9 samples fit, 10 do not (mode 'binsearch', 7 trials")
-    assert all((o.speed is not None and o.error is None)==o.ok for o in res.trials) and res.seconds>0
+    assert repr(res).startswith("9 samples fit, 10 do not\n")
+    assert all((o.speed is not None and o.error is None)==o.ok for o in res.trials)
     assert res.trials[3].error=='OutOfMemoryError: planted'
     for peak in (None,2**30):   # where the device tells no peak, and where it does
         for o in res.trials: o.peak = peak

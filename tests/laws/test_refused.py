@@ -62,7 +62,7 @@ bad = [(GradientAccumulation, dict(micro_batch_size='big'), TypeError, "'auto', 
     (Scheduler, dict(scheduling={0:0}), ValueError, 'at least 1 micro-batch'),
     (Scheduler, dict(scheduling={0:2}, mode='batch'), ValueError, "mode='batch'.*'epoch' or 'step'"),
     (GradientCache, dict(micro_batch_size=4, split=4), TypeError, 'split=4.*give a function'),
-    *[(AutoSize, dict(split=o), TypeError, 'split=.*is no function of a batch')
+    *[(AutoSize, dict(split=o), TypeError, 'split=.*four arguments')
         for o in ('auto', lambda b,start,stop: b)],
     (ActivationCheckpoint, dict(segments=4), TypeError, 'segments=4.*give a class'),
     (FreezeBN, dict(part=4), TypeError, 'part=4.*give a function'),

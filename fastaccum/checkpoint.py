@@ -87,6 +87,8 @@ class ActivationCheckpoint(Guest):
         for o in self.entered: o.leave()
         self.entered = self.parts = ()
 
+    def __getstate__(self): return vars(self)|dict(entered=(), parts=())   # an export in the middle of a fit
+
 # %% ../nbs/04_checkpoint.ipynb #check
 def check_segments(o:object)->object:
     """Refuse a value of `segments` that cannot choose any; a list of modules of any kind becomes a `list`

@@ -16,7 +16,6 @@ from fastai.learner import Learner
 from fastai.torch_core import get_model
 from fastcore.basics import patch
 from fastcore.foundation import L
-from fastprogress.fastprogress import progress_bar
 from torch import distributed as dist, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -136,8 +135,8 @@ def _plan(learn, bs, n):
     if layers and world_size()>1 and (synced or is_sharded(model)):
         what = "a model with sharded parameters (FSDP) gathers them"
         if synced: what = "SyncBatchNorm exchanges its statistics"
-        raise RuntimeError(f"{what} in each forward pass, for which all processes need as many batches: recalibrate in "
-            "one process, after training" + see('sync-batchnorm'))
+        raise RuntimeError(f"{what} in each forward pass, which hangs where processes have different numbers of "
+            "batches: recalibrate in one process, after training" + see('sync-batchnorm'))
     return layers,why,_size(learn, None if bs is None else check_count('bs', bs)),n
 
 def _size(learn, bs):
@@ -145,8 +144,8 @@ def _size(learn, bs):
     own = size_of(dl)
     if not resizable(dl):
         if bs is None or bs==own: return None
-        raise ValueError(f"`bs={bs}`, but the batches of the training {type(dl).__name__} come ready-made: "
-            "leave `bs` out" + see('ready-made-batches'))
+        raise ValueError(f"`bs={bs}` is not possible: the training {type(dl).__name__} yields ready-made batches. "
+            "Leave `bs` out" + see('ready-made-batches'))
     if bs is None: bs = max(own, 64 if acc is None else vars(acc).get('current_bs', acc.accum_bs))
     return min(bs, n_of(dl) or bs)
 
@@ -167,16 +166,12 @@ def _batches(dl, bs, n):
 def _run(learn, layers, bs, n):
     model,dl = get_model(learn.model),learn.dls.train
     new = dl if bs is None else with_size(_inner(dl), bs)
-    batches = _batches(dl if new is _inner(dl) else new, bs, n)
-    if hasattr(learn, 'progress') and learn.create_mbar:
-        total = min(len(new), max(1, n//bs)) if bs and hasattr(new, '__len__') else 'noinfer'
-        batches = progress_bar(batches, total=total, parent=getattr(learn.progress, 'mbar', None), leave=False)
     model.eval()
     for m in layers:
         m.reset_running_stats()
         m.momentum,m.training = None,True   # a plain mean over the batches
     with torch.no_grad():
-        for b in batches:
+        for b in _batches(dl if new is _inner(dl) else new, bs, n):
             learn._split(learn._set_device(b))
             model(*learn.xb)
 
@@ -200,6 +195,6 @@ def _recalibrate(learn, layers, bs, n):
     except BaseException as e:
         to_the_end(stats.put_back)
         if not is_out_of_memory(e): raise
-        raise torch.OutOfMemoryError(f"a batch of {bs or 'the loader'} does not fit, though no gradients are kept: "
-            f"give a smaller `bs` to recalibrate with ({e})" + see('out-of-memory')) from e
+        raise torch.OutOfMemoryError(f"memory ran out with a batch of {f'{bs} samples' if bs else 'the loader'}, "
+            f"though no gradients are kept: recalibrate with a smaller `bs` ({e})" + see('out-of-memory')) from e
     finally: to_the_end(rest.put_back)

@@ -421,7 +421,7 @@ def test_refused_on_all(case):
 @on(2)
 def test_refused_without_samples_and_searches_for_one_process():
     b = learner(loader(toy_data(35), [list(range(0 if here.rank else 35))], 4), toy_data(35), ddp={})
-    with pytest.raises(ValueError, match='35, 0 samples'): b.fit(1, 0.1, cbs=GradientAccumulation(32))
+    with pytest.raises(ValueError, match='no samples.*35, 0'): b.fit(1, 0.1, cbs=GradientAccumulation(32))
     for search in (own(ragged).accum_find,own(ragged).accum_check):
         with pytest.raises(RuntimeError, match='in 2 processes.*in one process'): search()
 

@@ -42,6 +42,9 @@ class GradientCache(Guest):
         micro_batch_size:int|str, # The most samples that the model sees at once; 'auto': as many as memory allows
         split:Callable=split # `f(inputs, start, stop, n)` returns samples `start` to `stop` of the `n` in `inputs`
     ):
+        if not callable(split):
+            raise TypeError(f"`split={split!r}` is a {type(split).__name__}: "
+                "give a function `f(inputs, start, stop, n)`" + see('split-function'))
         self.retries,self.split = isinstance(micro_batch_size, str) and micro_batch_size=='auto',split
         self.micro_batch_size = micro_batch_size if self.retries else check_count('micro_batch_size', micro_batch_size)
         # samples that fit: in batches that train (`True`), and in others; with 'auto', `None` before memory has run out
@@ -118,7 +121,7 @@ def check_cached(learn:Learner, auto:bool=False):
     if acc is not None and (acc.auto or acc.micro_batch_size and bs and acc.micro_batch_size<bs):
         raise ValueError(f"`GradientAccumulation(micro_batch_size={acc.micro_batch_size or 'auto'!r})` would split the "
             "loader's batches before the loss, and `GradientCache` is there to give the loss whole batches: leave "
-            "`micro_batch_size` out there" + see('split-before-the-loss'))
+            "it out there, and give the size to `GradientCache`" + see('split-before-the-loss'))
     if auto and world_size()>1 and any(isinstance(m, torch.nn.SyncBatchNorm) for m in learn.model.modules()):
         raise ValueError("`micro_batch_size='auto'` does not work with SyncBatchNorm on several processes: where "
             "memory runs out, a process repeats a micro-batch, and its SyncBatchNorm would wait for the others "

@@ -122,7 +122,6 @@ class NoiseScale(Guest):
 
     def before_step(self):
         "The gradients are complete: `p.grad` is that of the step's mean"
-        self.after_backward()
         mean,heard,self.heard = self.acc.mean,self.heard or {},None
         self.since += mean.samples
         if self.left: return

@@ -135,8 +135,8 @@ def _plan(learn, bs, n):
     if layers and world_size()>1 and (synced or is_sharded(model)):
         what = "a model with sharded parameters (FSDP) gathers them"
         if synced: what = "SyncBatchNorm exchanges its statistics"
-        raise RuntimeError(f"{what} in each forward pass, for which all processes need as many batches: recalibrate in "
-            "one process, after training" + see('sync-batchnorm'))
+        raise RuntimeError(f"{what} in each forward pass, which hangs where processes have different numbers of "
+            "batches: recalibrate in one process, after training" + see('sync-batchnorm'))
     return layers,why,_size(learn, None if bs is None else check_count('bs', bs)),n
 
 def _size(learn, bs):
@@ -144,8 +144,8 @@ def _size(learn, bs):
     own = size_of(dl)
     if not resizable(dl):
         if bs is None or bs==own: return None
-        raise ValueError(f"`bs={bs}`, but the batches of the training {type(dl).__name__} come ready-made: "
-            "leave `bs` out" + see('ready-made-batches'))
+        raise ValueError(f"`bs={bs}` is not possible: the training {type(dl).__name__} yields ready-made batches. "
+            "Leave `bs` out" + see('ready-made-batches'))
     if bs is None: bs = max(own, 64 if acc is None else vars(acc).get('current_bs', acc.accum_bs))
     return min(bs, n_of(dl) or bs)
 
@@ -199,6 +199,6 @@ def _recalibrate(learn, layers, bs, n):
     except BaseException as e:
         to_the_end(stats.put_back)
         if not is_out_of_memory(e): raise
-        raise torch.OutOfMemoryError(f"a batch of {bs or 'the loader'} does not fit, though no gradients are kept: "
-            f"give a smaller `bs` to recalibrate with ({e})" + see('out-of-memory')) from e
+        raise torch.OutOfMemoryError(f"memory ran out with a batch of {f'{bs} samples' if bs else 'the loader'}, "
+            f"though no gradients are kept: recalibrate with a smaller `bs` ({e})" + see('out-of-memory')) from e
     finally: to_the_end(rest.put_back)

@@ -10,13 +10,11 @@ __all__ = ['GradientCache', 'check_cached']
 # %% ../nbs/03_cache.ipynb #imports
 import torch
 from collections.abc import Callable
-from fastai.callback.fp16 import NonNativeMixedPrecision
 from fastai.learner import Learner, Recorder
-from torch.nn.parallel import DistributedDataParallel
 from .core.batch import n_samples, split
-from .core.checks import check_count, check_single
+from .core.checks import check_count, check_learner, check_single, first_of
 from .core.dry_run import size_of
-from .core.distributed import is_fsdp, world_size
+from .core.distributed import check_wrapped, is_fsdp, world_size
 from .core.guest import Guest, Instead, to_the_end
 from .core.other_samples import batchnorms, loses_chunks, warn_chunks
 from .core.out_of_memory import is_out_of_memory
@@ -89,8 +87,9 @@ class GradientCache(Guest):
         acc = getattr(learn, 'gradient_accumulation', None)   # it would tell another number of samples
         said = self.said if acc is None or getattr(acc, 'said', None) is None else acc.said
         if bns: said.once('batchnorm', f"{type(bns[0]).__name__} normalises with the "
-            f"samples of a micro-batch, {self.sizes[learn.training]} at most, so the run is not the whole batch's "
-            "(with `ActivationCheckpoint` it is)", BatchNormWarning)
+            f"samples of a micro-batch, at most {self.sizes[learn.training]}, so the result differs from that of the "
+            "whole batch. `ActivationCheckpoint()` instead of `GradientCache` gives it the whole batch",
+            BatchNormWarning)
         if loses_chunks(learn.model, args): warn_chunks(said)
 
     def _shrink(self, n, exc):
@@ -115,34 +114,19 @@ def check_cached(learn:Learner, auto:bool=False):
     ValueError: the model cannot be run in parts
     """
     check_single(learn, GradientCache)
-    bs = size_of(learn.dls.train)
-    for o in learn.cbs:
-        if not hasattr(o, 'accum_bs'): continue
-        size,too = getattr(o, 'micro_batch_size', None),vars(o).get('auto') is not None
-        if not too and (size is None or bs is None or size>=bs): continue
-        given,own = ("'auto'",)*2 if too else (size,'…')
-        raise ValueError(f"`GradientAccumulation(micro_batch_size={given})` would split the loader's batches, which "
-            f"the loss is to see whole: leave it out there, and use `GradientCache(micro_batch_size={own})`"
-            + see('split-before-the-loss'))
+    check_wrapped(learn.model)
+    check_learner(learn)
+    acc,bs = first_of(learn, 'GradientAccumulation'),size_of(learn.dls.train)
+    if acc is not None and (acc.auto or acc.micro_batch_size and bs and acc.micro_batch_size<bs):
+        raise ValueError(f"`GradientAccumulation(micro_batch_size={acc.micro_batch_size or 'auto'!r})` would split the "
+            "loader's batches before the loss, and `GradientCache` is there to give the loss whole batches: leave "
+            "it out there, and give the size to `GradientCache`" + see('split-before-the-loss'))
     if auto and world_size()>1 and any(isinstance(m, torch.nn.SyncBatchNorm) for m in learn.model.modules()):
-        raise ValueError("`'auto'` on several processes with SyncBatchNorm: each process runs its micro-batches again "
-            "by itself when its memory runs out, and the others would wait for what is exchanged with every "
-            "micro-batch. Give a number, `micro_batch_size=` (`learn.bs_find()` finds one that fits on all processes)"
+        raise ValueError("`micro_batch_size='auto'` does not work with SyncBatchNorm on several processes: where "
+            "memory runs out, a process repeats a micro-batch, and its SyncBatchNorm would wait for the others "
+            "forever. Give a number (`learn.bs_find()` finds one that fits on all processes)"
             + see('exchanges-in-the-forward-pass'))
-    if any(isinstance(o, NonNativeMixedPrecision) for o in learn.cbs):
-        raise ValueError("NonNativeMixedPrecision would add up the gradients of micro-batches in half precision: use "
-            "`learn.to_fp16()` or `learn.to_bf16()` instead of `learn.to_non_native_fp16()`"
-            + see('half-precision-gradients'))
-    for nm,p in learn.model.named_parameters():
-        if getattr(p, '_post_accumulate_grad_hooks', None):
-            raise ValueError(f"{nm!r} has a hook that runs when its gradient is added (`_post_accumulate_grad_hooks`; "
-                "optimizers that step inside the backward pass set it): with `GradientCache` it would step on every "
-                "micro-batch. Remove the hook" + see('steps-in-the-backward-pass'))
-    for m in learn.model.modules():
-        if isinstance(m, DistributedDataParallel) and m.static_graph:
-            raise ValueError("DistributedDataParallel with `static_graph=True` exchanges gradients in each backward "
-                "pass, and `GradientCache` makes several: make the model without `static_graph`" + see('static-graph'))
-        if is_fsdp(m):
-            raise ValueError(f"the parameters of {type(m).__name__} are sharded over processes (FSDP), where gradients "
-                "of micro-batches cannot wait for each other: wrap the model in DistributedDataParallel, or train it "
-                "without `GradientCache`" + see('sharded-parameters'))
+    sharded = next((type(m).__name__ for m in learn.model.modules() if is_fsdp(m)), None)
+    if sharded is not None:
+        raise ValueError(f"the parameters of {sharded} are sharded over processes (FSDP), which `GradientCache` does "
+            "not support: use DistributedDataParallel, or train without `GradientCache`" + see('sharded-parameters'))

@@ -9,7 +9,6 @@ __all__ = ['ActivationCheckpoint', 'check_segments', 'unwrapped']
 
 # %% ../nbs/04_checkpoint.ipynb #imports
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import MethodType
 import torch
 from fastai.callback.fp16 import MixedPrecision
@@ -70,8 +69,9 @@ class ActivationCheckpoint(Guest):
         to_the_end(self._leave)
         if self.given is None and len(idle)<len(self.rows): idle = []   # such as a timm model's own head
         if not idle or not self.learn.train_iter: return
-        warn(f"{len(idle)} of {len(self.rows)} segments did not run in this fit, {idle[0]!r} is the first: the model "
-            "does not call their `forward`, so they save nothing. Give others with `segments=`" + see('idle-segments'))
+        warn(f"{len(idle)} of {len(self.rows)} segments did not run in this fit, the first of them is {idle[0]!r}: the "
+            "model does not call their `forward`, so they save no memory. Choose others with `segments=`"
+            + see('idle-segments'))
 
     def _enter(self):
         check_single(self.learn, ActivationCheckpoint)
@@ -85,6 +85,8 @@ class ActivationCheckpoint(Guest):
     def _leave(self):
         for o in self.entered: o.leave()
         self.entered = self.parts = ()
+
+    def __getstate__(self): return vars(self)|dict(entered=(), parts=())   # an export in the middle of a fit
 
 # %% ../nbs/04_checkpoint.ipynb #check
 def check_segments(o:object)->object:
@@ -108,15 +110,16 @@ def unwrapped(model:nn.Module)->nn.Module:
     for m in model.modules():
         nm = type(m).__name__
         if isinstance(m, DataParallel):
-            raise ValueError("DataParallel copies the modules to other devices, where their segments would run on the "
-                "first: use `learn.distrib_ctx()`, with a process for each device" + see('data-parallel'))
+            raise ValueError("DataParallel copies the model to other devices, but its segments would all run on the "
+                "first one: use `learn.distrib_ctx()` instead, with a process for each device" + see('data-parallel'))
         if is_fsdp(m):
-            raise ValueError(f"the parameters of {nm} are sharded over processes (FSDP), which this was not tried "
-                "with: use `apply_activation_checkpointing` of `torch.distributed.algorithms._checkpoint`"
+            raise ValueError(f"the parameters of {nm} are sharded over processes (FSDP), with which "
+                "`ActivationCheckpoint` has not been tried: use PyTorch's `apply_activation_checkpointing`, from "
+                "`torch.distributed.algorithms._checkpoint.checkpoint_wrapper`"
                 + see('sharded-parameters'))
         if nm=='OptimizedModule' or getattr(m, '_compiled_call_impl', None) is not None:
-            raise ValueError(f"{nm} is compiled, and decides by itself what to compute again: set "
-                "`torch._functorch.config.activation_memory_budget`, or train the model before it is compiled"
+            raise ValueError(f"{nm} is compiled, and the compiler decides what is computed again: set "
+                "`torch._functorch.config.activation_memory_budget`, or train the model before you compile it"
                 + see('compiled-model'))
     return model
 
@@ -148,14 +151,16 @@ class _Recomputed:
         fixed = [(o,o._version) for o in (*params,*kept.values())]   # these share their versions
         state = ForwardState(self.inside, self.devices, [o for o in leaves if id(o) not in tensors])
         def compute():
-            if not self.again: return self.run(*args, **kwargs)
+            if args is not None: return self.run(*args, **kwargs)
             self._check(fixed)
             back = {}
             if self.offload: back = {id(o):_like(o.to(homes[id(o)], non_blocking=True), o) for o in kept.values()}
             again,kw = tree_unflatten([back.get(id(o), o) for o in given], spec)
-            return self.run(*again, **kw)
-        res = checkpoint(compute, use_reentrant=False, preserve_rng_state=False,
-            context_fn=lambda: (nullcontext(),_Again(self, state)))
+            self.again = True
+            try:
+                with state.again(): return self.run(*again, **kw)
+            finally: self.again = False
+        res = checkpoint(compute, use_reentrant=False, preserve_rng_state=False)
         self._check(fixed)
         state.settle()
         args = kwargs = leaves = tensors = None   # else `compute` keeps the graph, and what was copied to the host
@@ -163,9 +168,9 @@ class _Recomputed:
 
     def _check(self, fixed):
         if all(o._version==v for o,v in fixed): return
-        raise RuntimeError(f"an input or a parameter of segment {self.segment.name!r} was changed in place, and is "
-            "needed as it was to compute the segment again: do that not in place (`inplace=False`), step after the "
-            "backward pass, or leave the segment out of `segments`" + see('changed-in-place'))
+        raise RuntimeError(f"an input or a parameter of segment {self.segment.name!r} was changed in place, so the "
+            "segment cannot be computed again: use `inplace=False`, take the optimizer's step after the backward pass, "
+            "or choose `segments` without this one" + see('changed-in-place'))
 
     def __reduce__(self): return _plain_forward(self.place)   # a copy of the model is a plain model
 
@@ -179,17 +184,6 @@ def _like(o, x):
     "Give `o` the attributes of `x`, and let it need a gradient if `x` does"
     vars(o).update(vars(x))
     return o.requires_grad_(x.requires_grad)
-
-class _Again:
-    "The context to compute a segment again in; may be entered several times, by several backward passes"
-    def __init__(self, part, state): self.part,self.state,self.open = part,state,[]
-    def __enter__(self):
-        self.open.append(self.state.again())
-        self.open[-1].__enter__()
-        self.part.again = True
-    def __exit__(self, *exc):
-        self.part.again = False
-        self.open.pop().__exit__(*exc)
 
 def _own_forward(m): return MethodType(type(m).forward, m)
 def _plain_forward(place): return (noop,(place.own,)) if place.own else (_own_forward,(place.o,))

@@ -15,7 +15,7 @@ from fastai.callback.fp16 import MixedPrecision
 from .core.checks import check_count, check_single, first_of
 from .core.distributed import is_sharded
 from .core.guest import Guest
-from .core.warnings import see, warn
+from .core.warnings import Said, see
 
 # %% ../nbs/07_noise_scale.ipynb #noise-scale
 class Reading(NamedTuple):
@@ -51,7 +51,6 @@ class NoiseScale(Guest):
     readings = ()         # a `Reading` for each step that was measured in the last fit
     heard = None          # where a micro-batch of this step begins -> lengths, samples, size, and size per share
     hooks = ()            # on the parameters, in a backward pass
-    warned = frozenset()  # of what, in this fit
 
     def __init__(self,
         every:int=10, # Measure one in so many steps
@@ -73,10 +72,10 @@ class NoiseScale(Guest):
             raise ValueError("NoiseScale compares the micro-batches of a step, and this Learner steps on every batch: "
                 "add fastaccum's `GradientAccumulation(accum_bs)` to its callbacks" + see('nothing-accumulates'))
         if is_sharded(learn.model):
-            raise ValueError("NoiseScale hears the gradients of single micro-batches, and those of sharded parameters "
-                "(FSDP) are added up over processes in the backward pass: measure in one process, or with "
+            raise ValueError("NoiseScale measures the gradients of single micro-batches, but those of sharded "
+                "parameters (FSDP) are added up over processes in the backward pass: measure in one process, or with "
                 "DistributedDataParallel" + see('sharded-parameters'))
-        self.readings,self.warned = [],frozenset()
+        self.readings,self.said = [],Said()
         self.steps = 0                       # steps of this fit
         self.left = 0                        # steps until the next that is measured
         self.since = 0                       # samples since the last that was
@@ -123,7 +122,6 @@ class NoiseScale(Guest):
 
     def before_step(self):
         "The gradients are complete: `p.grad` is that of the step's mean"
-        self.after_backward()
         mean,heard,self.heard = self.acc.mean,self.heard or {},None
         self.since += mean.samples
         if self.left: return
@@ -143,15 +141,15 @@ class NoiseScale(Guest):
         if not np.isfinite([squares,mean_sq]).all(): return
         self.left = self.every   # the step that comes is one of them
         if round(n)<mean.samples:
-            return self._warn("the loss of a micro-batch needs no gradient, or nobody was there to hear it")
-        if k==1: return self._warn("it has one micro-batch, so there is nothing to compare. Let `accum_bs` hold two or "
-            "more")
+            return self._warn("the loss of a micro-batch needs no gradient, or NoiseScale came to the Learner after it")
+        if k==1: return self._warn("it has one micro-batch, so there is nothing to compare. Give an `accum_bs` of "
+            "at least two micro-batches")
         if not k: return   # all of its targets are ignored
         if mean.is_sum: mean_sq /= size**2   # the gradient of a sum
         trace,grad_sq = estimate(squares, mean_sq, size, k)
         if trace*(k-1)<-.1*squares:   # more than bfloat16 rounds
-            return self._warn("its gradient is longer than its micro-batches' add up to. A callback changes it: let "
-                "that happen in `before_step`, with an order above NoiseScale's")
+            return self._warn("its gradient is longer than those of its micro-batches can add up to, so a "
+                f"callback has changed it. Let that happen in `before_step`, with an order above {self.order}")
         first = self.readings[0].samples if self.readings else mean.samples
         keep = .5**(self.since/(self.half_life or 20*self.every*first))
         self.sums = keep*self.sums+(1-keep)*np.array([max(trace, 0.),grad_sq])   # below 0 by rounding
@@ -159,9 +157,7 @@ class NoiseScale(Guest):
         self.readings.append(Reading(self.steps, mean.samples, size, trace, grad_sq, tuple(self.sums/self.weight)))
 
     def _warn(self, why):
-        if why in self.warned: return
-        self.warned |= {why}
-        warn(f"NoiseScale cannot measure this step, and perhaps others: {why}" + see('cannot-measure'))
+        self.said.once('cannot-measure', f"NoiseScale cannot measure this step, and perhaps others: {why}")
 
     def after_step(self):
         self._leave()   # it may have been cancelled before it was heard
@@ -210,12 +206,7 @@ class NoiseScale(Guest):
 
 # %% ../nbs/07_noise_scale.ipynb #estimate
 def estimate(squares:float, mean_sq:float, n:float, k:int)->tuple:
-    """Estimate noise and signal in the gradient of a step, unbiased for `k` micro-batches of any size
-
-    From Σ n_i |g_i|² over micro-batches, for their mean gradients g_i of n_i samples; the squared length |ḡ|² of the
-    step's mean gradient; and its samples, N = Σ n_i. Returns tr Σ, the variance of a sample's gradient, and |G|² of the
-    true gradient.
-    """
+    "Unbiased estimates of tr Σ and |G|² from a step: from Σ n_i |g_i|² over its `k` micro-batches, |ḡ|² and N"
     trace = (squares-n*mean_sq)/(k-1)
     return trace,mean_sq-trace/n
 
@@ -238,10 +229,7 @@ def interval(traces:np.ndarray, grad_sqs:np.ndarray, z:float=2.)->tuple:
 
 # %% ../nbs/07_noise_scale.ipynb #verdict
 def trade_off(scale:float, size:float)->tuple:
-    """The cost of reaching the same loss in steps of `size`, with the noise scale `scale` (McCandlish et al., 2018)
-
-    Returns steps, as a multiple of the fewest possible, and how efficiently samples are used, from 0 to 1.
-    """
+    "What steps of `size` cost: steps, as a multiple of the fewest, and how efficiently samples are used, from 0 to 1"
     return 1+scale/size,1/(1+size/scale) if scale else 0.
 
 def rounded(x:float)->str:
@@ -252,8 +240,8 @@ def say(scale:float, size:float, unit:str='samples')->str:
     "A sentence about steps of `size`, with the noise scale in the same unit"
     if np.isnan(scale): return "noise scale: nothing was measured"
     if np.isinf(scale):
-        return (f"noise scale: larger than can be told. In steps of {size:,.0f} {unit} the noise hides the gradient: "
-            "larger steps would lose little, and a longer measurement would say more")
+        return (f"noise scale: too large to measure. In steps of {size:,.0f} {unit} the noise hides the gradient, so "
+            "larger steps would waste little. Measure for longer to know more")
     steps,used = trade_off(scale, size)
     return (f"noise scale ≈ {rounded(scale)} {unit}: steps of {size:,.0f} use each of them at {used:.0%} of the best "
         f"efficiency, and take {steps:.1f} times the fewest steps")

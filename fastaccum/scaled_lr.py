@@ -53,7 +53,7 @@ class ScaledLR(Guest):
         check_single(learn, ScaledLR)
         self._look()
         if self.rule=='adascale' and self.meter is None:
-            raise ValueError("`rule='adascale'` follows the noise that is measured: add a `NoiseScale()` to the "
+            raise ValueError("`rule='adascale'` needs the measurements of a NoiseScale: add a `NoiseScale()` to the "
                 "callbacks" + see('no-noise-scale'))
         if self.betas and 'sqr_mom' not in learn.opt.hypers[0]:
             raise ValueError(f"`betas={self.betas!r}` is for Adam, and this optimizer keeps no average of squares: "
@@ -71,9 +71,15 @@ class ScaledLR(Guest):
         base = self.base_bs*last.size/last.samples   # in targets, where these are counted
         return gain(self.meter.trace/base, self.meter.grad_sq, self.kappa)
 
+    def _step_size(self):
+        "Samples in a whole step, over all processes"
+        acc,learn = self.acc,self.learn
+        if acc is None or acc.learn is not learn or acc.step is None: return sizes_of(learn.dl).bs*self.world
+        return min(acc.step.full, acc.planned.n)
+
     def before_step(self):
         self._leave()
-        self.kappa = _step_size(self.learn, self.acc, self.world)/self.base_bs
+        self.kappa = self._step_size()/self.base_bs
         self.factor,self.opt = self._factor(),self.learn.opt
         rules = dict(lr=lambda o: o*self.factor)
         if self.rule=='sqrt' and 'sqr_mom' in self.opt.hypers[0]: rules['eps'] = lambda o: o/self.kappa**.5
@@ -99,11 +105,7 @@ class ScaledLR(Guest):
 
 # %% ../nbs/08_scaled_lr.ipynb #gain
 def gain(trace:float, grad_sq:float, kappa:float)->float:
-    """AdaScale's factor for the learning rate of a step of `kappa` times the base size; 1 if nothing was measured
-
-    `trace` is the variance of the mean gradient of a batch of the base size, `grad_sq` the squared length of the true
-    gradient.
-    """
+    "AdaScale's factor, t and g of the table being `trace` and `grad_sq`; 1 if nothing was measured"
     grad_sq = max(grad_sq, 0.)
     if not trace+grad_sq>0: return 1.   # or NaN
     return (trace+grad_sq)/(trace/kappa+grad_sq)
@@ -112,9 +114,3 @@ def gain(trace:float, grad_sq:float, kappa:float)->float:
 def scale_beta(beta:float, kappa:float)->float:
     "The β that forgets at the same rate per sample in steps of `kappa` times the base size; at least 0.5 if it was"
     return beta if kappa==1 else max(1-kappa*(1-beta), min(.5, beta))
-
-# %% ../nbs/08_scaled_lr.ipynb #size
-def _step_size(learn, acc, world):
-    "Samples in a whole step, over all processes"
-    if acc is None or acc.learn is not learn or acc.step is None: return sizes_of(learn.dl).bs*world
-    return min(acc.step.full, acc.planned.n)

@@ -89,7 +89,7 @@ def toy_data(
     if tokens: y[:,1:][torch.rand(n, 5, generator=gen)<torch.rand(n, 1, generator=gen)] = -100
     return TensorDataset(x, y)
 
-# %% ../nbs/13_testing.ipynb #order
+# %% ../nbs/13_testing.ipynb #small
 class Ordered:
     "The order of an epoch's samples, the same for any batch size, shuffled anew each epoch"
     def __init__(self, n:int, keep:int, shuffle:bool, seed:int):
@@ -101,10 +101,9 @@ class Ordered:
         if self.shuffle: self.rng.shuffle(idxs)
         return idxs[:self.keep]
 
-# %% ../nbs/13_testing.ipynb #small
 def toy(
     bs:int, # Samples in a batch
-    whole:int=1, # Leave out the samples at the end of an epoch that do not fill a batch of this size
+    whole:int=1, # Leave out the samples at the end of an epoch that do not fill a batch of so many
     n:int=70, # Samples in an epoch
     tokens:bool=False, # See `toy_data`
     shuffle:bool=False, # Shuffle, the same for any batch size?
@@ -130,7 +129,6 @@ def toy(
     learn.logger = noop
     return learn.add_cb(Float32Loss())
 
-# %% ../nbs/13_testing.ipynb #one-cycle
 def one_cycle(learn:Learner, cbs:list):
     "Two epochs of one-cycle, to a learning rate of 0.1"
     learn.fit_one_cycle(2, 0.1, cbs=cbs)

@@ -25,8 +25,8 @@ class WandbCallback(fastai_wandb.WandbCallback):
     """
     def before_fit(self):
         if self.log_model and not hasattr(self, 'save_model'):
-            raise ValueError("`log_model=True` uploads what SaveModelCallback saves, and there is none: "
-                "add one to `cbs=`" + see('log-model'))
+            raise ValueError("`log_model=True` uploads the model that a SaveModelCallback saves, but this Learner "
+                "has none: add one to `cbs=`" + see('log-model'))
         vars(self.learn)['gather_args'] = dict   # so that fastai has nothing to format
         try: super().before_fit()
         finally: del vars(self.learn)['gather_args']

@@ -33,6 +33,7 @@ def test_what_is_not_saved():
 
 # The run of the tests
 
+@pytest.mark.nbdev
 def test_a_run_ends_with_what_failed_and_the_count(monkeypatch, capsys):
     ran,outs = [],[('a.ipynb','passed'), ('test_c::d - why','failed'), ('test_c::e - type this','skipped')]
     monkeypatch.setattr(run, 'run', lambda fns: ran.extend(fns) or outs)

@@ -11,12 +11,11 @@ __all__ = ['cuts', 'CachedCall']
 import torch
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from itertools import accumulate
 from fastai.callback.core import Callback
-from torch import distributed as dist
 from torch.autograd.function import Function, once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 from .batch import dressed, leaves, rebuilt
+from .distributed import add_up
 from .forward_state import ForwardState, devices_of
 from .micro_batches import HiddenRows
 from .out_of_memory import free_memory, is_out_of_memory
@@ -30,9 +29,10 @@ def cuts(n:int, size:int)->list:
 
 def _refuse(x, n):
     what = f'tensor of shape {tuple(x.shape)}' if isinstance(x, torch.Tensor) else type(x).__name__
-    raise TypeError(f"the model returned a {what} for a micro-batch of {n} samples. `GradientCache` needs a row for "
-        "each sample in each tensor, or what is the same for all. Let the model return what belongs to single "
-        "samples, such as embeddings, and compute the rest (a loss, similarities of pairs) in the loss function"
+    raise TypeError(f"the model returned a {what} for a micro-batch of {n} samples, which `GradientCache` cannot put "
+        "together: each tensor needs a row for each sample, or has to be the same for all micro-batches. Let the model "
+        "return what belongs to single samples, such as embeddings, and compute the rest (a loss, similarities of "
+        "pairs) in the loss function"
         + see('no-rows'))
 
 def _has_rows(x, y, nx, ny):
@@ -59,10 +59,7 @@ def _joined(xs, ns, row):
 
 # %% ../../nbs/core/29_replay.ipynb #notices
 class CachedCall:
-    """One call of a model in micro-batches: first for their predictions, and later for their gradients
-
-    `cb` is the `GradientCache`, which knows sizes; `stock` the model's own `forward`; `args` what it is given, with `n`
-    samples.
+    """One call of a model's own `forward`, `stock`, in micro-batches of the sizes that the GradientCache `cb` knows
 
     TypeError: inputs or outputs cannot be split
     """
@@ -81,7 +78,7 @@ class CachedCall:
         "The model's outputs for some samples; it may write into a copy of them"
         try: xs = self.cb.split(self.args, start, stop, self.n)
         except TypeError as e:
-            raise TypeError(f"what the model is given cannot be split into micro-batches ({str(e).split(':')[0]}): "
+            raise TypeError(f"the model's inputs cannot be split into micro-batches ({str(e).split(':')[0]}): "
                 "give `GradientCache(…, split=f)` with a function `f(inputs, start, stop, n)`"
                 + see('cannot-be-split')) from e
         new = (dressed(o.clone(), o) if isinstance(o, torch.Tensor) else o for o in leaves(xs))
@@ -109,6 +106,7 @@ class CachedCall:
             free_memory()
         flat = [leaves(o) for o in outs]
         rows = self.find_rows(flat[0], self.cuts[0][1])
+        torch.clear_autocast_cache()   # it may have weights that were cast without a graph
         if {*map(len, flat)}!={len(rows)}: _refuse(outs[0], self.cuts[0][1])
         res = [_joined(xs, [b-a for a,b in self.cuts], row) for xs,row in zip(zip(*flat), rows)]
         if not self.learns: self.cb._did_fit()
@@ -122,12 +120,11 @@ class CachedCall:
                 rows.use(a, b)
                 keeps = self.learns and b==self.n
                 self.states.append(ForwardState(self.modules, self.devices))
-                if keeps: torch.clear_autocast_cache()   # it may have weights that were cast without a graph
+                if keeps: torch.clear_autocast_cache()   # as below
                 with nullcontext() if keeps else torch.no_grad(), self.alone(): outs.append(self.run(a, b))
                 self.states[-1].settle()
                 rows.keep()
         finally: rows.end()
-        torch.clear_autocast_cache()
         return outs
 
     def find_rows(self, outs:list, n:int):
@@ -198,12 +195,12 @@ class _Replay:
 
     def _check(self):
         if self.kept is None:
-            raise RuntimeError("the predictions were back-propagated twice: with `GradientCache` the model is run "
-                "again for it, once. Add up the losses first, or train without it" + see('back-propagated-twice'))
+            raise RuntimeError("the predictions were back-propagated twice, which `GradientCache` cannot do: add up "
+                "the losses before the backward pass, or train without it" + see('back-propagated-twice'))
         if any(x._version!=v for x,v in self.fixed):
-            raise RuntimeError("the batch, or a parameter, was changed in place after the model had seen the batch, so "
-                "it cannot be run again as `GradientCache` does: let the callback (or the loss) change a copy of the "
-                "batch, and parameters after the backward pass" + see('changed-in-place'))
+            raise RuntimeError("the batch or a parameter was changed in place after the forward pass, so "
+                "`GradientCache` cannot run the model on it again: change a copy of the batch, and parameters only "
+                "after the backward pass" + see('changed-in-place'))
 
     def _run(self, i, start, stop, grads, outs=None):
         "Samples `start` to `stop`, of the `i`th micro-batch; without `outs`, it is run again from where it started"
@@ -228,8 +225,8 @@ class _Replay:
         for x,g,row,needs in zip(outs, grads, self.call.find_rows(outs, stop-start), self.needs):
             if not isinstance(x, torch.Tensor) or not x.requires_grad: continue
             if not needs:
-                raise RuntimeError("an output of the model needs a gradient in one micro-batch and not in the last, so "
-                    "its gradient was not computed: let the model return it attached to its parameters always, or never"
+                raise RuntimeError("an output of the model needs a gradient for one micro-batch and not for the last, "
+                    "so part of its gradient would be lost: let the model detach it always, or never"
                     + see('gradient-comes-and-goes'))
             if g is not None and row: pairs.append((x, g[start:stop]))
             elif g is not None and stop==n: pairs.append((x, g))   # of what is the same for all, once
@@ -246,19 +243,11 @@ class _Replay:
             else: o.add_(g)
 
     def _exchange(self, ddp):
-        "Average gradients over the processes; what none of them has a gradient of keeps none"
-        ps,group = [p for p in ddp.parameters() if p.requires_grad],ddp.process_group
-        has = torch.tensor([p in self.sums for p in ps], dtype=torch.uint8, device=ps[0].device)
-        dist.all_reduce(has, dist.ReduceOp.MAX, group=group)
-        ps = [p for p,o in zip(ps, has.tolist()) if o]
-        while ps:
-            n = max(1, sum(o<2**23 for o in accumulate(p.numel() for p in ps)))
-            some,ps = ps[:n],ps[n:]
-            gs = [self.sums.get(p, torch.zeros((), dtype=torch.float32).expand_as(p)) for p in some]
-            flat = torch.cat([g.to_dense().flatten().to(p.device) for p,g in zip(some, gs)])
-            dist.all_reduce(flat, group=group)
-            parts = flat.div_(group.size()).split([p.numel() for p in some])
-            self.sums |= {p:o.view_as(p).clone() for p,o in zip(some, parts)}   # optimizers refuse views
+        "Average gradients over the processes"
+        ps = [p for p in ddp.parameters() if p.requires_grad]
+        add_up(ps, self.sums, ddp.process_group, ps[0].device)
+        for p in ps:
+            if p in self.sums: self.sums[p].div_(ddp.process_group.size())
         ddp.require_forward_param_sync = True   # of buffers, with the next forward pass that is none of ours
 
     def _compare(self, outs):
@@ -269,7 +258,7 @@ class _Replay:
             a,b = (o.detach().as_subclass(torch.Tensor).float() for o in (x,y))
             tol = 1e-2 if first[0].dtype.itemsize<4 else 1e-3   # kernels need not add in the same order
             if (a-b).abs().max()<=tol*a.abs().max(): continue
-            return self.call.cb.said.once('runs-differ', "the model has returned something else when it was run again "
-                "on the same samples, from the same random numbers and buffers: its gradients are not those of its "
-                "predictions. Does it draw random numbers that PyTorch, NumPy and Python do not know, or keep "
-                "something outside of itself?", StateWarning)
+            return self.call.cb.said.once('runs-differ', "the model returned something else when it was run again "
+                "on the same samples, with the same random numbers and buffers, so its gradients are not those of its "
+                "predictions. It may draw random numbers from a source other than PyTorch, NumPy and Python, or use "
+                "something that changes outside of it: take that out, or train without `GradientCache`", StateWarning)

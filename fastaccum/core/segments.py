@@ -127,14 +127,14 @@ def _listed(model, ms):
     names,res = {m:nm for nm,m in model.named_modules() if nm},[]
     for m in dict.fromkeys(ms):
         if m not in names:
-            raise ValueError(f"the {type(m).__name__} given is no module of this {type(model).__name__}: give modules "
-                "of `learn.model`" + see('segments'))
+            raise ValueError(f"a {type(m).__name__} in `segments` is not a module of this {type(model).__name__}: give "
+                "modules of `learn.model`" + see('segments'))
         res.append(Segment(names[m], [m]))
     for a in res:
         for b in res:
             if a is not b and b.modules[0] in a.inside:
-                raise ValueError(f"segments {a.name!r} and {b.name!r} have {type(b.modules[0]).__name__} in common: "
-                    "give segments that lie side by side" + see('segments'))
+                raise ValueError(f"segment {b.name!r} lies inside segment {a.name!r}: give only one of them"
+                     + see('segments'))
     return res
 
 def find_segments(model:nn.Module, segments:type|tuple|list|Callable|None=None)->Segments:
@@ -148,6 +148,6 @@ def find_segments(model:nn.Module, segments:type|tuple|list|Callable|None=None)-
     if res: return Segments(res)
     how = 'no segments were found in' if segments is None else f'`segments={segments}` chooses no module of'
     names = sorted({type(o).__name__ for o in model.modules() if o is not model and _computes(o)})
-    raise ValueError(f"{how} this {type(model).__name__}: give the class of its blocks, a list of modules, or a "
-        f"function that says of a module whether it is one. Classes that hold layers: {', '.join(names) or 'none'}"
-        + see('segments'))
+    raise ValueError(f"{how} this {type(model).__name__}: give `segments=` the class of its blocks, a list of "
+        "modules, or a function that says of a module whether it is one. Classes that hold layers: "
+        f"{', '.join(names) or 'none'}" + see('segments'))

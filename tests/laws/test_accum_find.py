@@ -1,5 +1,6 @@
 "accum_find finds the effective batch size that the noise of gradients asks for, in whole micro-batches."
 import numpy as np, pytest, torch
+from functools import partial
 from torch import nn
 from torch.utils.data import TensorDataset
 from fastai.vision.all import CancelFitException, DataLoader, SGD

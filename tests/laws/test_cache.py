@@ -156,7 +156,7 @@ def test_what_cannot_be_done_again_is_said():
 def test_batchnorm_is_told_once_in_a_fit(more):
     learn = toy(16, n=32, model=lambda: net(nn.BatchNorm1d(6)), cbs=[Cached(8),*(o() for o in more)])
     for _ in range(2):
-        with pytest.warns(UserWarning, match='BatchNorm.*micro-batch, 8 at most') as said: learn.fit(2, 0.1)
+        with pytest.warns(UserWarning, match='BatchNorm.*micro-batch, at most 8') as said: learn.fit(2, 0.1)
         assert sum('BatchNorm' in str(o.message) for o in said)==1
 
 @pytest.mark.parametrize('mode,penalty,way', list(product(['fp16','bf16'], [False,True], ['cached','checkpointed'])))

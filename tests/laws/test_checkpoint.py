@@ -216,7 +216,7 @@ def test_arguments(segments):
 def compiled(m): return torch.compile(m, backend='eager')
 
 @pytest.mark.parametrize('wrap,segments,match', [(net,[lambda m: False],'Block'),
-    (net,[[nn.Linear(1, 1)]],'Linear'), (net,[lambda l: [l[1],l[1].norm]],"'1' and '1.norm'"),
+    (net,[[nn.Linear(1, 1)]],'Linear'), (net,[lambda l: [l[1],l[1].norm]],"'1.norm' lies inside segment '1'"),
     (lambda: nn.Linear(5, 3),[None],'no segments'),
     (lambda: nn.DataParallel(net()),[None],'DataParallel'), (lambda: compiled(net()),[None],'compiled')])
 def test_what_cannot_be_cut_is_refused_before_it_trains(wrap, segments, match):

@@ -276,7 +276,7 @@ places = dict(
     first_step=lambda: toy(4, model=normed).fit(1, cbs=GradientAccumulation(16)),
     one_cycle=lambda: toy(4, model=normed).fit_one_cycle(1, cbs=GradientAccumulation(16)),
     before_fit=lambda: toy(16).fit(1, cbs=GradientAccumulation(8)),
-    model=lambda: toy(4, model=Within, splitter=one_group).fit(1, cbs=GradientAccumulation(16)),
+    model=lambda: toy(4, model=Within, splitter=all_params).fit(1, cbs=GradientAccumulation(16)),
     memory=lambda: toy(16, model=lambda: Small(*layers())).fit(1, cbs=GradientAccumulation(16, True, 'auto')),
     schedule=lambda: toy(4).fit(1, cbs=GradientAccumulationSchedule(8, 16, finish=5)),
     nothing_to_freeze=lambda: toy(4).fit(1, cbs=FreezeBN()))

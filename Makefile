@@ -77,12 +77,13 @@ docs-test: docs ## Build the site and test it in a browser
 readme: ## Write README.md from nbs/index.ipynb
 	$(PYTHON) tools/readme.py
 
-prepare: env ## After editing notebooks: export, clean, README
+prepare: env ## After editing notebooks: export, clean, messages, README
 	$(BIN)/nbdev-export
 	$(BIN)/nbdev-clean
+	$(BIN)/python tools/messages.py
 	$(BIN)/python tools/readme.py
 
-page: env ## Run pages and save what they show (make page PAGE=sizes)
+page: env ## Run pages and save what they show (make page PAGE=images)
 	$(BIN)/python tools/page.py $(PAGE)
 
 hooks: env ## Once: git shows and merges notebooks cell by cell

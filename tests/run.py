@@ -1,7 +1,7 @@
 """Run the notebooks and the tests, and count them: what `make test` does.
 
-`python tests/run.py sizes canaries` runs only the notebooks and the test files with one of these words in their names;
-`python tests/run.py fit_in_memory --times 50` runs them that many times, to find what fails now and then.
+`python tests/run.py split canaries` runs only the notebooks and the test files with one of these words in their names;
+`python tests/run.py out_of_memory --times 50` runs them that many times, to find what fails now and then.
 `python tests/run.py --portable` runs them as other processors would.
 """
 import argparse, multiprocessing, os, subprocess, sys, time
@@ -13,8 +13,8 @@ from xml.etree import ElementTree
 
 root = Path(__file__).resolve().parent.parent
 # what takes longest comes first, so that none of it is left alone at the end
-slow = ('test_site','launch','test_processes','text','batchnorm','test_applications','test_bs_find',
-    'test_out_of_memory','test_cache','test_checkpoint','test_nothing_left','vision','how_large','segmentation',
+slow = ('test_site','test_processes','text','batchnorm','test_applications','test_bs_find',
+    'test_out_of_memory','test_cache','test_checkpoint','test_nothing_left','images','growing','segmentation',
     'accum_check')
 # Each processor rounds in its own way, which these settings show on one: the kernels of older ones, and two threads
 portable = {

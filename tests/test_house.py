@@ -1,5 +1,5 @@
 "The package as a house: who may import whom, how large it may be, and what a public name says of itself."
-import ast, re
+import ast, pytest, re
 from pathlib import Path
 
 root = Path(__file__).resolve().parent.parent
@@ -83,3 +83,15 @@ def test_what_is_raised_is_documented():
     "`ValueError: when`, in the docstring of the function or of its class"
     assert not [f'{nm}: {e}' for nm,o,doc in functions() for e in raised(o)
         if not e.startswith('Cancel') and f'{e}:' not in (ast.get_docstring(o) or '')+doc]
+
+# The planted faults
+
+def test_each_fault_can_be_planted():
+    "Its text stands once in the package, and there are the tests that are to see it"
+    tomllib = pytest.importorskip('tomllib', reason='Python 3.11 reads the faults')
+    for fn in sorted((root/'tests/faults').glob('*.toml')):
+        for o in tomllib.loads(fn.read_text(encoding='utf-8'))['fault']:
+            assert texts[lib/o['file']].count(o['was'])==1, o
+            for test in o['tests'].split():
+                file,_,nm = test.partition('::')
+                assert f"def {nm.partition('[')[0]}" in (root/'tests'/file).read_text(encoding='utf-8'), o

@@ -1,6 +1,6 @@
 """The patches for fastai: each applies to the installed one, and with all of them what the page promises is so.
 
-The page `upstream` shows that without them it is not."""
+The page `faults_of_fastai` shows that without them it is not."""
 import json, os, re, shutil, subprocess, sys, textwrap
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Run pages and save their outputs: `make page PAGE=sizes`, or `python tools/page.py sizes watch`; without a name,
+"""Run pages and save their outputs: `make page PAGE=images`, or `python tools/page.py images tables`; without a name,
 all of them.
 
 A page is run as `nbdev-test` runs it, in a process of its own. An output is saved, cleaned, where it says something

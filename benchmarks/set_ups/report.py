@@ -31,7 +31,7 @@ def checked(o):
     "What the check says"
     if 'error' in o: return verdict(o)
     if o['ok']: return 'same run'
-    def names(where): return ', '.join(dict.fromkeys(re.findall(r'(?:^|; |not seen: )([A-Z]\w+)', where)))
+    def names(where): return ', '.join(dict.fromkeys(re.findall(r'(?:^|; |not (?:seen|checked): )([A-Z]\w+)', where)))
     found = {k:names(v) for k,v in o['off'].items() if k not in ('gradients','buffers')}
     return '; '.join(f'{k}: {v}' if v else k for k,v in found.items()) or 'gradients'
 
@@ -43,8 +43,8 @@ def with_cache(o):
     return '; with `GradientCache` the same but for BatchNorm'*(kind(o)=='warned' and o['still'].get('differs')=={})
 
 def row(o):
-    source = f"[{o['repo'].split('/')[1]}](https://github.com/{o['repo']}), {o['path'].split('/')[-1]}"
-    cells = o['what'],source,verdict(o['loader'])+with_cache(o),verdict(o['split']),checked(o['check'])
+    source = f"{o['what']} ([{o['repo'].split('/')[1]}](https://github.com/{o['repo']}), {o['path'].split('/')[-1]})"
+    cells = source,verdict(o['loader'])+with_cache(o),verdict(o['split']),checked(o['check'])
     return f"| {' | '.join(cells)} |"
 
 def counts(found, way):
@@ -53,7 +53,7 @@ def counts(found, way):
 
 def table(res):
     found = res['set_ups']
-    head = ['set-up','from',f'loader of {micro}, `GradientAccumulation({full})`',
+    head = ['set-up',f'loader of {micro}, `GradientAccumulation({full})`',
         f'loader of {full}, `micro_batch_size={micro}`','`accum_check`']
     intro = f"{len(found)} set-ups. On a loader of {micro}: {counts(found, 'loader')}. On a loader of {full}, split: " \
         f"{counts(found, 'split')}."

@@ -335,6 +335,7 @@ class Page:
             if not c.options['echo']: c.metadata['tags'] = ['remove-input']
             for o in c.outputs:
                 if 'text' in o: o['text'] = readme.shown(''.join(o['text']))
+                if max(map(len, o.get('text', '').splitlines()), default=0)>200: o['name'] = 'stderr'   # prose, to wrap
                 if 'text/markdown' in o.get('data', {}):
                     o.data['text/markdown'] = self.linked(''.join(o.data['text/markdown']))
                 if any(k.startswith('image/') for k in o.get('data', {})):

@@ -53,8 +53,7 @@ def counts(found, way):
 
 def table(res):
     found = res['set_ups']
-    head = ['set-up',f'loader of {micro}, `GradientAccumulation({full})`',
-        f'loader of {full}, `micro_batch_size={micro}`','`accum_check`']
+    head = ['set-up',f'loader of {micro}',f'loader of {full}, split','check']
     intro = f"{len(found)} set-ups. On a loader of {micro}: {counts(found, 'loader')}. On a loader of {full}, split: " \
         f"{counts(found, 'split')}."
     return '\n'.join([intro, '', f"| {' | '.join(head)} |", '|---'*len(head)+'|', *map(row, found), '',

@@ -59,7 +59,7 @@ def accum_check(self:Learner,
         _check_cbs(self, acc, cache)
         plan = acc and acc.plan(self.dls)
         # is a batch of the loader a step, which the Learner's own callback splits after others had it whole?
-        splits = plan is not None and plan.wanted(0)==plan.loaders[0].bs and bool(acc.auto or plan.unit==1)
+        splits = plan is not None and plan.wanted(0)==plan.loaders[0].bs and bool(acc.auto or plan.loaders[0].unit==1)
         cuts = not splits and (acc is not None or not (cache or ckpt))   # else a step is one batch of the loader
         own = acc.auto.split if acc is not None and acc.auto else split
         whole = '' if cuts or splits else 'loss' if cache else 'model'

@@ -84,7 +84,7 @@ def loader(n, **kwargs):
 
 @pytest.mark.parametrize('make,kwargs,exc,match', [*((lambda: toy(4),{nm:v},exc,f'{nm}={v}') for nm,v,exc in (
         ('accum_bs',-4,ValueError), ('accum_bs',2.5,TypeError), ('show_plot',1,TypeError))),
-    (lambda: loader(8, bs=None),{},ValueError,'batch size'), (lambda: loader(3, bs=4),{},RuntimeError,'no full batch'),
+    (lambda: loader(8, bs=None),{},ValueError,'many samples'), (lambda: loader(3, bs=4),{},RuntimeError,'no full batch'),
     (lambda: toy(4, cbs=Raise('after_step', CancelFitException, 0)),{},RuntimeError,'a callback ends the fit')],
     ids=lambda o: o if isinstance(o, str) else '')
 def test_what_cannot_be_measured_is_told(make, kwargs, exc, match):

@@ -180,7 +180,7 @@ def test_mixed_precision_is_no_further_off_than_mixed_precision(mode, penalty, w
 # What the model is given, and what it returns
 
 class Towers(Module):
-    """As CLIP, with a temperature that is learned. Some outputs have no rows, no gradient, or no use; one has as many rows
+    """As CLIP, with a temperature that is learned. Some outputs have no rows, no gradient or no use; one has as many
     as a micro-batch has samples, which they are not"""
     def __init__(self, out):
         self.a,self.b,self.scale,self.out = net(),net(),nn.Parameter(torch.tensor(0.7).double()),out

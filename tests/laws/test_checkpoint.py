@@ -119,7 +119,8 @@ class Calls(Module):
         return self.head(x)
 
 @pytest.mark.parametrize('block,offload', list(product([Takes,Twice,Remembers], [False,True])))
-def test_inputs_of_all_kinds(block, offload): check(partial(small, lambda: Calls(block)), segments=block, offload=offload)
+def test_inputs_of_all_kinds(block, offload):
+    check(partial(small, lambda: Calls(block)), segments=block, offload=offload)
 
 # With what else there is: see test_cache.py, too
 

@@ -230,7 +230,8 @@ def test_an_overflow_on_one_process_skips_the_step_on_all():
         ds = b.dls.train_ds
         ds.tensors = ds.tensors[0].float(),ds.tensors[1]
         before,seen = weights(b),Seen('after_step', lambda l: (weights(l),l.scaler.get_scale()), order=60)
-        b.fit(2, 0.1, cbs=[GradientAccumulation(32),CpuMixedPrecision(init_scale=1024.),Event('after_loss', overflow),seen])
+        half = CpuMixedPrecision(init_scale=1024.)
+        b.fit(2, 0.1, cbs=[GradientAccumulation(32),half,Event('after_loss', overflow),seen])
         same_everywhere(state(b))
         ws,scales = zip(*seen.values)
         assert scales==(512.,)*6 and ws[-1].isfinite().all()
@@ -394,8 +395,8 @@ refused = dict(
     no_step=('too few', dict(ns=even, each=64, acc=dict(drop_last=True), fit=lambda l,cbs: cbs and l.fit(1, cbs=cbs))),
     no_samples=('no samples.*35, 0', dict(ns=[35,0])),
     # these need one process
-    find=('in 2 processes.*in one process', dict(ns=ragged, fit=lambda l,cbs: cbs and l.accum_find())),
-    check=('in 2 processes.*in one process', dict(ns=ragged, fit=lambda l,cbs: cbs and l.accum_check())))
+    find=('in 2 processes.*in a single process', dict(ns=ragged, fit=lambda l,cbs: cbs and l.accum_find())),
+    check=('in 2 processes.*in a single process', dict(ns=ragged, fit=lambda l,cbs: cbs and l.accum_check())))
 
 @pytest.mark.parametrize('case', refused)
 @on(2)
@@ -565,7 +566,8 @@ def frozen_first(l, cbs):
     l.unfreeze()
     l.fit_one_cycle(2, 0.05, cbs=cbs, start_epoch=1)
 
-shards = dict(even=[dict(ns=even)], ragged=[dict(), dict(acc=dict(drop_last=True)), dict(ns=[33,36])], tokens=[dict(tokens=True)],
+shards = dict(even=[dict(ns=even)], ragged=[dict(), dict(acc=dict(drop_last=True)), dict(ns=[33,36])],
+    tokens=[dict(tokens=True)],
     clipped=[dict(opt_func=o, fit=decayed, cbs=clip) for o in (Adam,AdamW)],
     scaled=[dict(cbs=scaled)], fits=[dict(fit=frozen_first)], replicas=[dict(replicas=2)])
 on_cpu = pytest.mark.skipif(not hasattr(torch.cpu.Stream, 'record_event'), reason='PyTorch 2.6 shards on devices only')

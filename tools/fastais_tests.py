@@ -1,4 +1,4 @@
-"""Run fastai's own tests with and without the patches: `python upstream/fastais_tests.py CLONE_OF_FASTAI`.
+"""Run fastai's own tests with and without the patches: `python tools/fastais_tests.py CLONE_OF_FASTAI`.
 
 fastai's tests are the cells of its notebooks. Cells that are exported are left out: what they define comes from the
 installed fastai, as it is or patched. Cells marked as slow or for a GPU do not run. Prints how many cells pass, and
@@ -9,14 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
-root = Path(__file__).resolve().parent
-unexported = re.compile(r'^#\s*\|?\s*(export\w*|eval:\s*false|slow|cuda|distributed|skip|multicuda|cpp|hide_input_slow)\b|nbdev_export', re.M)
+root = Path(__file__).resolve().parent.parent
+# Cells that do not run: code that is exported, what needs a GPU or minutes, and what exports the notebook
+left_out = re.compile(r'^#\s*\|?\s*(export\w*|eval:\s*false|slow|cuda|distributed|skip|multicuda)\b|nbdev_export', re.M)
 
 def cells(nb):
     "The code that a notebook tests with, cell by cell, and its module"
-    sources = [''.join(o['source']) for o in json.loads(nb.read_text(encoding='utf-8'))['cells'] if o['cell_type']=='code']
+    found = json.loads(nb.read_text(encoding='utf-8'))['cells']
+    sources = [''.join(o['source']) for o in found if o['cell_type']=='code']
     module = next((m[1] for o in sources if (m := re.search(r'^#\s*\|?\s*default_exp\s+(\S+)', o, re.M))), None)
-    return [o for o in sources if o.strip() and not unexported.search(o)],module
+    return [o for o in sources if o.strip() and not left_out.search(o)],module
 
 def run_here(nb):
     "Run the cells of a notebook in this process; print what each that fails says"
@@ -47,7 +49,8 @@ def main(clone):
         libs = [Path(tmp)/o for o in ('stock','patched')]
         for o in libs: shutil.copytree(Path(find_spec('fastai').origin).parent, o/'fastai')
         env = os.environ | dict(GIT_CEILING_DIRECTORIES=tmp)
-        for o in sorted(root.glob('*.patch')): subprocess.run(['git','apply',o], cwd=libs[1], env=env, check=True)
+        for o in sorted(root.glob('upstream/*.patch')):
+            subprocess.run(['git','apply',o], cwd=libs[1], env=env, check=True)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             results = [list(pool.map(run, notebooks, [lib]*len(notebooks))) for lib in libs]
     n_pass = [sum(not bad for o in res for bad,*_ in o.values()) for res in results]
@@ -60,8 +63,8 @@ def main(clone):
                 changed += 1
                 print('   ', i, *(f'{nm}: {o[2] if o[0] else "passes"}' if o else f'{nm}: not run' for nm,o in
                     (('stock',a.get(i)),('patched',b.get(i)))), (a.get(i) or b.get(i))[1], sep='\n      ')
-    print(f'{n} cells of {len(notebooks)} notebooks: {n_pass[0]} pass with fastai as it is, {n_pass[1]} with the patches; '
-        f'{changed} differ')
+    print(f'{n} cells of {len(notebooks)} notebooks: {n_pass[0]} pass with fastai as it is, {n_pass[1]} with the '
+        f'patches; {changed} differ')
 
 if __name__=='__main__':
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

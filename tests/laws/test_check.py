@@ -207,6 +207,7 @@ class Carry(nn.Sequential):
         return x
 class Summed(Callback):
     def after_loss(self): self.learn.loss_grad = self.loss_grad+.1*self.pred.square().sum()
+class Late(Summed): order = 60
 class Mixes(Callback):
     def after_pred(self): self.learn.pred = self.pred-self.pred.mean(0)
 class Harmless(Callback):
@@ -251,6 +252,7 @@ off = dict(batchnorm=(lambda: made(nn.BatchNorm1d(6)), dict(predictions='BatchNo
     mixup=(lambda: mixed(Harmless()), dict(callbacks='MixUp'), True),
     mixup_summed=(lambda: mixed(reduction='sum'), dict(callbacks='MixUp'), True),
     penalty=(lambda: toy(12, cbs=[Harmless(),Summed()]), dict(callbacks='Summed'), True),
+    late=(lambda: toy(12, cbs=[Harmless(),Late()]), dict(callbacks='Late'), True),
     two=(lambda: toy(12, cbs=[Summed(),Harmless(),Mixes()]), dict(callbacks='Summed, Mixes'), True),
     cache=(lambda: made(nn.BatchNorm1d(6), nn.Dropout(.2), cbs=GradientCache(micro_batch_size=4)),
         dict(predictions='BatchNorm1d 1', draws='Dropout 2'), True),

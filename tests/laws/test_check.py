@@ -346,9 +346,10 @@ def views(p, y): return contrastive(*p.chunk(2)[:1], y)+F.mse_loss(*p.chunk(2))
 @pytest.mark.parametrize('make,who', [(lambda: made(Fixed()),'Fixed fails.*size'),
     (lambda: toy(12, cbs=Event('before_batch', lambda l: 1/(len(l.y)//12))),'Event.*zero'),
     (lambda: loaded(DataLoader(data, bs=12, create_batch=boxed), loss_func=lambda p,t: F.cross_entropy(p, t.y)),
-        'Target')])
+        'Target'), (lambda: toy(4, cbs=[acc(12),Event('before_batch', lambda l: 1/(len(l.y)<9), True)]),
+        'Event fails on the whole batch.*zero')])
 def test_who_fails_with_parts_is_named_in_its_own_words(make, who):
-    "A fit with whole batches runs, so the check does not die of it"
+    "A fit with whole batches, or with parts only, runs, so the check does not die of it"
     res = check(make(), steps=1)
     assert not res.ok and res.off['gradients'] is None and re.search(who, row(res, 'gradients').where), res
     assert 'could not be compared' in repr(res)

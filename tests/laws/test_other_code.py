@@ -94,6 +94,22 @@ def test_a_callback_that_makes_more_rows_is_not_taken_for_a_loader_that_lies():
     said = told(lambda: b.fit(1, 0.05, cbs=[Seen('before_batch', twice),GradientAccumulation(16)]))
     assert not said and deviation(weights(a), weights(b))<1e-12
 
+class PerSample(nn.Module):
+    "Weights of samples, which a callback gives it"
+    def forward(self, p, y): return (F.cross_entropy(p, y, reduction='none')*self.w).mean()
+
+def test_what_fails_since_it_keeps_the_whole_batch_says_what_to_do():
+    "And with that it trains; where nothing is split, an error is as it was"
+    def train(acc, fails=0):
+        weighs = Seen('before_batch', lambda l: setattr(l.loss_func, 'w', torch.linspace(0, 1, len(l.y)+fails)))
+        learn = toy(16, n=48, loss_func=PerSample())
+        learn._do_epoch_validate = lambda *args: None
+        learn.fit(1, 0.05, cbs=[weighs,acc])
+    with pytest.raises(RuntimeError, match=r'(?s)a \(4\) must.*batch of 16 .*of 4\..*size=4.*#keeps-the-whole-batch$'):
+        train(GradientAccumulation(16, micro_batch_size=4))
+    train(GradientCache(micro_batch_size=4))
+    with pytest.raises(RuntimeError, match=r'dimension 0$'): train(GradientAccumulation(16, micro_batch_size='auto'), 1)
+
 def clips(learn): nn.utils.clip_grad_norm_(learn.model.parameters(), 1e-3)
 def again(learn):
     "A second backward pass from a shifted point, as sharpness-aware minimization makes"

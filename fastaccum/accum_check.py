@@ -186,7 +186,9 @@ class _Found:
     def _look(self, n_items, **kwargs):
         compare = self.compare
         look = Look(compare.n, compare.sizes, compare.split, n_items, alone=self.whole=='model')
-        compare.fit(False, compare.wholes[:1], [look], **kwargs)
+        try: compare.fit(False, compare.wholes[:1], [look], **kwargs)
+        except Exception:
+            if not compare.why: raise   # else it is known who fails
         return look
 
     def _search(self, a, b):

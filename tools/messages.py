@@ -58,6 +58,7 @@ def said(o, cls):
         if not nm or nm.startswith('Cancel'): return None   # raised again, or fastai's signals
         msg = e.args[0] if isinstance(e, ast.Call) and e.args else ast.Constant('')
         return nm,(keys(msg) or [None])[0],msg
+    if name=='added': return 'Exception',keys(args[1])[0],args[1]   # to an error of other code
     if name=='once':
         kind = next((a for a in args[2:3]), ast.Name('UserWarning'))
         return ast.unparse(kind),getattr(args[0], 'value', None),args[1]

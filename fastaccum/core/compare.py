@@ -138,20 +138,22 @@ class Compare:
             "to the number of inputs)" + see('no-step-in-a-trial'))
 
     def both(self)->tuple:
-        "Run a step whole, and in the first of the sizes that go; `None` if there is none"
-        whole,why = self.step(False),'the batch has a single sample, which cannot be split'*(self.n<2)
-        for sizes in self.options if self.n>1 else ():
+        "Run a step whole, and in the first of the sizes that go; `None` for what does not go, and `why` says who fails"
+        whole,self.why = self._try(False),self.why or 'the batch has a single sample, which cannot be split'*(self.n<2)
+        for sizes in self.options if whole and self.n>1 else ():
             self.sizes = sizes
-            try: return whole,self.step(True)
-            except Exception as e:
-                if is_out_of_memory(e) or self._goes(): raise   # an error that does not come again is raised
-                why = why or _blamed(e, self.run.learn)
-        self.sizes,self.why = self.options[0],why
+            if part:=self._try(True):
+                self.why = ''
+                return whole,part
+        self.sizes = self.options[0]
         return whole,None
 
-    def _goes(self):
-        try: return self.step(True)
-        except Exception: return None
+    def _try(self, micro, again=False):
+        try: return self.step(micro)
+        except Exception as e:   # one of ours about the whole batch, or one that does not come again, is raised
+            if again: return None
+            if is_out_of_memory(e) or not micro and see('') in str(e) or self._try(micro, again=True): raise
+            self.why = self.why or _blamed(e, self.run.learn, 'a part of the batch' if micro else 'the whole batch')
 
     def apart(self, **kwargs:object)->dict:
         "Compare the gradients of a step whole and in parts; arguments are those of `step`"
@@ -171,8 +173,8 @@ class Compare:
 
 def _weights(learn): return torch.cat([p.detach().to('cpu', torch.float64).flatten() for p in learn.model.parameters()])
 
-def _blamed(e, learn):
-    "Who has failed, and with what words"
+def _blamed(e, learn, on):
+    "Who has failed on what, and with what words"
     who,tb = '',e.__traceback__
     while tb is not None:
         o,code = tb.tb_frame.f_locals.get('self'),tb.tb_frame.f_code
@@ -180,4 +182,5 @@ def _blamed(e, learn):
         if isinstance(o, nn.Module) and not isinstance(o, nn.Sequential): who = type(o).__name__
         if code is getattr(learn.loss_func, '__code__', None): who = 'the loss function'
         tb = tb.tb_next
-    return f'{who} fails on a part of the batch: '*bool(who)+f"{type(e).__name__}: {' '.join(str(e).split())}"
+    words = ' '.join(str(e).partition(see(''))[0].split())
+    return f'{who} fails on {on}: '*bool(who)+f"{type(e).__name__}: {words}"

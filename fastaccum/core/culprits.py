@@ -129,7 +129,7 @@ class Look(Quiet):
         self.why = ''                         # why one of them was not found
         self.loss = None,''                   # the same of the loss
         self.hidden = 0.                      # how far the loss alone is off, in other parts only
-        self.tol,self.rows = None,n           # what is rounding; the rows that the model gets
+        self.tol,self.rows = 0.,n             # what is rounding; the rows that the model gets
         self.drawing,self.depending = [],[]   # modules that draw random numbers, and that depend on other samples
         self.memory = []                      # that return something else when they get the same once more
         self.agree = self.reset = False       # do predictions agree with all of these held? Is the model to be reset?

@@ -99,11 +99,14 @@ def _put_tensor(t, value, device, requires_grad, grad):
 # %% ../../nbs/core/26_dry_run.ipynb #who
 _out = {'fastaccum.accumulation.GradientAccumulation', 'fastai.callback.training.GradientAccumulation',
         'fastai.callback.training.ShortEpochCallback', 'fastai.callback.tracker.TerminateOnNaNCallback',
-        'fastai.distributed.DistributedTrainer'}
+        'fastai.distributed.DistributedTrainer', 'fastai.callback.schedule.ParamScheduler',
+        'fastai.callback.wandb.WandbCallback', 'fastai.callback.tensorboard.TensorBoardBaseCallback'}
+_touch = 'before_batch','after_pred','after_loss','before_backward'   # events for those that change the batch or the loss
 
 def takes_part(cb:Callback)->bool:
     "Does a callback take part in a dry run? Those that only log, and those that would disturb, do not"
-    return cb.order<Recorder.order and not class_names(type(cb))&_out and getattr(type(cb), 'run_bs_find', True)
+    if cb.order>=Recorder.order and not any(hasattr(cb, o) for o in _touch): return False
+    return not class_names(type(cb))&_out and getattr(type(cb), 'run_bs_find', True)
 
 # %% ../../nbs/core/26_dry_run.ipynb #batches
 class Batches(GetAttr):

@@ -13,6 +13,7 @@ from contextlib import suppress
 from itertools import islice
 from math import ceil
 from numbers import Integral
+from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastcore.basics import GetAttr
 from .batch import n_samples, split
@@ -110,12 +111,15 @@ class StepLoader(InPlace):
         # with several processes, one that has run out of samples has empty steps, since the others wait for it
         for o in self.steps:
             if several or batches.peek(): yield Step(batches, o, rank)
-        if self.drop_last or not self.steps or not batches.peek(): return
-        if several:
+        if self.drop_last:   # fastai's loader fetches items that it drops, too, and their transforms draw
+            for _ in batches.batches if isinstance(self.dl, DataLoader) else (): pass
+        elif not self.steps or not batches.peek(): return
+        elif several:
             raise RuntimeError(f"this process has samples left after the {len(self.steps)} steps of the epoch, because "
                 "its training loader yields more or larger batches than it says. Let its `__len__` and `bs` be what it "
                 "yields" + see('more-batches'))
-        while batches.peek(): yield Step(batches, o, rank, planned=False)
+        else:
+            while batches.peek(): yield Step(batches, o, rank, planned=False)
 
 # %% ../../nbs/core/01_loader.ipynb #batches
 class BatchStream:

@@ -9,9 +9,10 @@ __all__ = ['batchnorms', 'loses_chunks', 'warn_chunks', 'Watch']
 
 # %% ../../nbs/core/11_other_samples.ipynb #imports
 from contextlib import contextmanager
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.nn.modules.batchnorm import _BatchNorm
 from fastai.callback.core import Callback
+from fastai.optimizer import OptimWrapper, Optimizer
 from .batch import n_samples
 from .gradients import params_of
 from .loader import by_batch_size
@@ -47,6 +48,11 @@ def _holds(o):
     if isinstance(o, Tensor): return not isinstance(o, nn.Parameter) and bool(o.detach().any())
     return isinstance(o, (tuple,list)) and any(map(_holds, o))
 
+def _has_optimizer(cb, opt):
+    "Has a callback an optimizer besides the Learner's, and no `per_step` that says when it steps?"
+    own = [o for o in vars(cb).values() if isinstance(o, (Optimizer,OptimWrapper,optim.Optimizer))]
+    return not hasattr(cb, 'per_step') and any(o is not opt and o is not getattr(opt, 'opt', None) for o in own)
+
 class Watch:
     "Looks, once a fit, for what makes it differ from the full-batch run, and warns of it"
     def __init__(self, loop:Callback):
@@ -74,6 +80,16 @@ class Watch:
                 "makes several views of each, and it could not be checked on parts of them. If it compares samples "
                 "with each other, this run differs from the full-batch run: let it see the whole batch with "
                 "`GradientCache`", LossWarning)
+        elif probed.raised and loop.micro.made_by is not None:   # else the fit does not call it
+            said.once('loss-not-tried', f"it could not be checked that the loss is the {of} of its parts' losses, since "
+                f"it fails on a part ({probed.reason}). If it uses more than predictions and targets, this run may "
+                "differ from the full-batch run: `learn.accum_check()` tells", LossWarning)
+        for o in learn.cbs:
+            if _has_optimizer(o, learn.opt):
+                said.once('second-optimizer', f"{type(o).__name__} has an optimizer of its own, which may step with "
+                    "each micro-batch, or with the gradient of the last one. Give it whole batches with "
+                    "`GradientCache`; or, if it adds up gradients and steps in `after_batch`, set `per_step = True` in "
+                    "its class", AccumulationWarning)
         if loses_chunks(learn.model, learn.xb): warn_chunks(said)
         bns,how = batchnorms(learn.model),by_batch_size(loop.loader.dl)
         if bns:

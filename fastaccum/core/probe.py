@@ -27,6 +27,7 @@ class Probed(NamedTuple):
     off:float|None # Relative difference of the loss to the mean of its parts' losses; `None` if unknown
     reason:str='' # Why it could not be computed
     tol:float=2e-5 # The largest difference that counts as rounding
+    raised:bool=False # Did the loss function raise an error, which is the reason?
 
     @property
     def wrong(self)->bool:
@@ -79,7 +80,7 @@ def probe(learn:Learner, n:int, find:Callable|None)->Probed:
         with state.again(), catch_warnings():
             simplefilter('ignore')   # of parts of other shapes
             return _probe(learn, _copied(learn.loss_func, learn, model), n, find, state.devices)
-    except Exception as e: return Probed(None, f'{type(e).__name__}: {e}')
+    except Exception as e: return Probed(None, f'{type(e).__name__}: {e}', raised=hasattr(e, 'of_loss'))
 
 def _copied(f, *kept):
     "A copy of a loss that is a module, but for what it refers to of the Learner"
@@ -97,7 +98,10 @@ def _probe(learn, f, n, find, devices):
         "The loss of `m` samples, and what it is a mean of"
         part = Part(learn, n, pick, f)
         before = rng()
-        loss = part.loss_func(part.pred, *part.yb).as_subclass(torch.Tensor).detach()
+        try: loss = part.loss_func(part.pred, *part.yb).as_subclass(torch.Tensor).detach()
+        except Exception as e:
+            e.of_loss = True
+            raise
         if not _same(before, rng()): raise ValueError('the loss function draws random numbers')
         return (loss.mean() if loss.ndim else loss.clone()),1 if find is None else m if find is samples else find(part)
     k = n//2 if n<5 else max(2, n//3)

@@ -22,7 +22,7 @@ from .loader import Step
 from .mean import StepMean, find_n_items
 from .micro_batches import MicroBatch, Parts, Runs
 from .out_of_memory import is_out_of_memory
-from .warnings import see
+from .warnings import added, see
 
 # %% ../../nbs/core/15_step_loop.ipynb #loop
 class StepLoop(Events):
@@ -111,7 +111,15 @@ class StepLoop(Events):
                     if training: self.watch.parts(parts)
                     parts.use(start, stop)
                 self.micro = MicroBatch(n*stop//rows-n*start//rows, start, stop)
-                if not runs.fits(run, self.micro, training and not self.mean.samples): continue
+                try: fits = runs.fits(run, self.micro, training and not self.mean.samples)
+                except Exception as e:
+                    if stop-start<rows and not is_out_of_memory(e):
+                        added(e, f"The batch of {rows} samples was split into micro-batches of {stop-start}. If "
+                            "something keeps the whole batch, take instead "
+                            f"`GradientCache(micro_batch_size={stop-start})`, or make the DataLoaders with "
+                            f"`bs={stop-start}`" + see('keeps-the-whole-batch'))
+                    raise
+                if not fits: continue
                 parts.rows.keep()
                 start = stop
                 if start<rows or not training: ended()

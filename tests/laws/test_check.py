@@ -207,6 +207,7 @@ class Carry(nn.Sequential):
         return x
 class Summed(Callback):
     def after_loss(self): self.learn.loss_grad = self.loss_grad+.1*self.pred.square().sum()
+class Late(Summed): order = 60
 class Mixes(Callback):
     def after_pred(self): self.learn.pred = self.pred-self.pred.mean(0)
 class Harmless(Callback):
@@ -251,6 +252,7 @@ off = dict(batchnorm=(lambda: made(nn.BatchNorm1d(6)), dict(predictions='BatchNo
     mixup=(lambda: mixed(Harmless()), dict(callbacks='MixUp'), True),
     mixup_summed=(lambda: mixed(reduction='sum'), dict(callbacks='MixUp'), True),
     penalty=(lambda: toy(12, cbs=[Harmless(),Summed()]), dict(callbacks='Summed'), True),
+    late=(lambda: toy(12, cbs=[Harmless(),Late()]), dict(callbacks='Late'), True),
     two=(lambda: toy(12, cbs=[Summed(),Harmless(),Mixes()]), dict(callbacks='Summed, Mixes'), True),
     cache=(lambda: made(nn.BatchNorm1d(6), nn.Dropout(.2), cbs=GradientCache(micro_batch_size=4)),
         dict(predictions='BatchNorm1d 1', draws='Dropout 2'), True),
@@ -344,9 +346,10 @@ def views(p, y): return contrastive(*p.chunk(2)[:1], y)+F.mse_loss(*p.chunk(2))
 @pytest.mark.parametrize('make,who', [(lambda: made(Fixed()),'Fixed fails.*size'),
     (lambda: toy(12, cbs=Event('before_batch', lambda l: 1/(len(l.y)//12))),'Event.*zero'),
     (lambda: loaded(DataLoader(data, bs=12, create_batch=boxed), loss_func=lambda p,t: F.cross_entropy(p, t.y)),
-        'Target')])
+        'Target'), (lambda: toy(4, cbs=[acc(12),Event('before_batch', lambda l: 1/(len(l.y)<9), True)]),
+        'Event fails on the whole batch.*zero')])
 def test_who_fails_with_parts_is_named_in_its_own_words(make, who):
-    "A fit with whole batches runs, so the check does not die of it"
+    "A fit with whole batches, or with parts only, runs, so the check does not die of it"
     res = check(make(), steps=1)
     assert not res.ok and res.off['gradients'] is None and re.search(who, row(res, 'gradients').where), res
     assert 'could not be compared' in repr(res)

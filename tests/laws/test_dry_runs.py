@@ -4,7 +4,7 @@ from functools import partial
 import numpy as np, pytest, torch
 from torch import nn
 from fastai.vision.all import (Adam, CSVLogger, Callback, DataLoader, DataLoaders, GradientClip, Learner, Metric,
-    SaveModelCallback, ShortEpochCallback, TerminateOnNaNCallback)
+    ParamScheduler, SaveModelCallback, ShortEpochCallback, TerminateOnNaNCallback)
 from fastaccum import GradientAccumulation, NoiseScale
 from fastaccum.testing import toy
 from common import CpuMixedPrecision, Memory, Seen, above, some, weights
@@ -134,8 +134,9 @@ def test_training_goes_on_as_if_nothing_had_been(verb, how):
 def test_nothing_is_logged_saved_validated_or_measured(verb, tmp_path, capsys):
     heard,validates = [],Callback()
     validates.before_validate = lambda: heard.append('validated')
+    schedule = ParamScheduler(dict(lr=lambda pct: heard.append('scheduled') or .1))
     learn = rich(cbs=[CSVLogger(tmp_path/'log.csv'),SaveModelCallback(fname='best'),TerminateOnNaNCallback(),
-        ShortEpochCallback(.01),validates])
+        ShortEpochCallback(.01),validates,schedule])
     learn.logger = lambda *o: heard.append('logged')
     verbs[verb](learn)
     assert heard==learn.metrics[0].calls==[] and not list(tmp_path.iterdir()) and not hasattr(learn.recorder, 'lrs')

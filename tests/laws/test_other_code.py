@@ -1,9 +1,11 @@
 """Other people's set-ups, which know nothing of accumulation: each is the full-batch run, or the fit says what is
 not."""
 import pytest, torch, warnings
+from functools import partial
 from torch import nn
 from torch.nn import functional as F
-from fastai.vision.all import Callback, CancelBatchException, CancelTrainException, Learner, to_device
+from fastai.vision.all import (Callback, CancelBatchException, CancelTrainException, Learner, OptimWrapper, SGD,
+    to_device)
 from fastaccum import GradientAccumulation, GradientCache
 from fastaccum.testing import assert_same_run, deviation, toy, both_runs
 from common import Seen, weights
@@ -93,6 +95,45 @@ def test_a_callback_that_makes_more_rows_is_not_taken_for_a_loader_that_lies():
     a.fit(1, 0.05, cbs=Seen('before_batch', twice))
     said = told(lambda: b.fit(1, 0.05, cbs=[Seen('before_batch', twice),GradientAccumulation(16)]))
     assert not said and deviation(weights(a), weights(b))<1e-12
+
+class Critic(Callback):
+    "Has a model and an optimizer of its own, as trainers of GANs have"
+    run_valid = False
+    def __init__(self, opt_func):
+        self.critic = nn.Linear(5, 1).double()
+        self.opt_d = opt_func(list(self.critic.parameters()), lr=0.1)
+    def after_pred(self):
+        if self.opt_d is None: return
+        self.critic(self.x).mean().backward()
+        self.opt_d.step()
+        self.opt_d.zero_grad()
+class PerStep(Critic): per_step = True
+class NoCritic(Critic):
+    "Keeps the Learner's optimizer"
+    def before_fit(self): self.opt_d,self.opt_a,self.opt_b = None,self.learn.opt,self.learn.opt.opt
+
+@pytest.mark.parametrize('cb,micro,n', [(Critic,4,1), (Critic,16,0), (PerStep,4,0), (NoCritic,4,0)])
+@pytest.mark.parametrize('opt_func', [SGD,torch.optim.SGD])
+def test_an_optimizer_that_only_a_callback_knows_is_told(opt_func, cb, micro, n):
+    learn = toy(micro, n=64, cbs=cb(opt_func), opt_func=partial(OptimWrapper, opt=torch.optim.SGD))
+    said = told(lambda: learn.fit(1, 0.05, cbs=GradientAccumulation(16)))
+    assert said==({('AccumulationWarning','second-optimizer'):1} if n else {})
+
+class PerSample(nn.Module):
+    "Weights of samples, which a callback gives it"
+    def forward(self, p, y): return (F.cross_entropy(p, y, reduction='none')*self.w).mean()
+
+def test_what_fails_since_it_keeps_the_whole_batch_says_what_to_do():
+    "And with that it trains; where nothing is split, an error is as it was"
+    def train(acc, fails=0):
+        weighs = Seen('before_batch', lambda l: setattr(l.loss_func, 'w', torch.linspace(0, 1, len(l.y)+fails)))
+        learn = toy(16, n=48, loss_func=PerSample())
+        learn._do_epoch_validate = lambda *args: None
+        learn.fit(1, 0.05, cbs=[weighs,acc])
+    with pytest.raises(RuntimeError, match=r'(?s)a \(4\) must.*batch of 16 .*of 4\..*size=4.*#keeps-the-whole-batch$'):
+        train(GradientAccumulation(16, micro_batch_size=4))
+    train(GradientCache(micro_batch_size=4))
+    with pytest.raises(RuntimeError, match=r'dimension 0$'): train(GradientAccumulation(16, micro_batch_size='auto'), 1)
 
 def clips(learn): nn.utils.clip_grad_norm_(learn.model.parameters(), 1e-3)
 def again(learn):

@@ -16,13 +16,14 @@ from fastai.tabular.all import Categorify, FillMissing, Normalize, TabularDataLo
 from fastai.text.all import (AWD_LSTM, BaseTokenizer, TextBlock, awd_lstm_clas_config, awd_lstm_lm_config,
     language_model_learner, text_classifier_learner)
 from fastai.vision.all import (Adam, Callback, CategoryBlock, CrossEntropyLossFlat, DataBlock, DataLoader,
-    DataLoaders, ImageBlock, Learner, MaskBlock, NormType, ProgressCallback, RandomResizedCrop, TfmdDL,
+    DataLoaders, ImageBlock, Learner, MaskBlock, NormType, RandomResizedCrop, TfmdDL,
     TransformBlock, accuracy, apply, noop, set_seed, unet_learner, vision_learner)
 from fastai.vision.gan import (AdaptiveGANSwitcher, FixedGANSwitcher, GANDiscriminativeLR, GANLearner,
     basic_critic, basic_generator, generate_noise)
 from fastaccum import GradientAccumulation
-from fastaccum.testing import CrossEntropy, Float32Loss, assert_same_run, deviation
+from fastaccum.testing import CrossEntropy, assert_same_run, deviation
 from common import Seen, short_of, weights
+from small_learners import quiet
 
 class Double(Callback):
     "Cast the batch to double precision"
@@ -33,14 +34,7 @@ class Double(Callback):
             return o.long() if getattr(o, 'dtype', None)==torch.int8 else o
         self.learn.xb,self.learn.yb = apply(cast, tuple(self.xb)),apply(cast, tuple(self.yb))
 
-def quiet(learn):
-    learn.remove_cb(ProgressCallback)
-    learn.logger = noop
-    return learn
-
-def in_double(learn):
-    learn.model.double()
-    return quiet(learn.add_cbs([Double(),Float32Loss()]))
+def in_double(learn): return quiet(learn.add_cb(Double()))
 
 def groupnorm(m):
     "`m` with GroupNorm, which knows only the sample, in place of BatchNorm"

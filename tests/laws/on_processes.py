@@ -3,16 +3,16 @@
 Processes are forks of one that has imported fastai, so that each test can have its own: one that fails or hangs takes
 no other down. They speak gloo, on the CPU.
 """
-import faulthandler, gc, math, os, time, torch
+import faulthandler, gc, math, os, torch
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
 from inspect import Parameter, Signature, signature
 from multiprocessing import get_context
-from multiprocessing.connection import wait
 from pathlib import Path
 from random import Random
 from torch import distributed as dist
+from torch.multiprocessing.spawn import ProcessException, start_processes
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -23,7 +23,6 @@ from fastcore.basics import noop
 from fastaccum import GradientAccumulation
 from fastaccum.testing import assert_same_run, one_cycle, toy, toy_data
 
-forks = get_context('forkserver')
 limit = 120   # seconds; a process that hangs for longer ends, and writes where it was
 rank,world = 0,1   # of this process
 
@@ -40,11 +39,9 @@ def alone():
     try: yield
     finally: launched(rank, world)
 
-def here(module, test, r, n, folder, kwargs):
+def here(r, module, test, n, folder, kwargs):
     "In one of the processes: run the body of a test"
     global rank,world
-    with open(Path(folder)/f'{r}.out', 'wb') as file:
-        for o in (1,2): os.dup2(file.fileno(), o)
     gc.freeze()   # what was imported stays: after memory ran out, garbage is looked for
     faulthandler.dump_traceback_later(limit, exit=True)
     os.chdir(folder)
@@ -57,22 +54,13 @@ def here(module, test, r, n, folder, kwargs):
     dist.destroy_process_group()
 
 def together(module, test, n, folder, kwargs):
-    "Run the body of a test on `n` processes; fail with what they have written if one does not end well"
+    "Run the body of a test on `n` processes; the first one that fails ends the others, and says why"
     # those who import nothing themselves find the package that this process has: the tree of this file
     os.environ['PYTHONPATH'] = os.pathsep.join(map(str, Path(__file__).resolve().parents[:3]))
-    forks.set_forkserver_preload([module,'fastai.distributed','torch._dynamo'])   # DDP imports the last
-    ps = [forks.Process(target=here, args=(module,test,r,n,str(folder),kwargs)) for r in range(n)]
-    for p in ps: p.start()
-    end = time.monotonic()+limit+20
-    while (left:=[p for p in ps if p.is_alive()]) and time.monotonic()<end:
-        wait([p.sentinel for p in left], max(0, end-time.monotonic()))
-        if any(p.exitcode for p in ps): end = min(end, time.monotonic()+5)   # the others wait for it
-    for p in left: p.kill()
-    for p in ps: p.join()
-    said = [f'Process {r} ended with {p.exitcode}:\n{(Path(folder)/f"{r}.out").read_text(errors="replace")[-4000:]}'
-        for r,p in enumerate(ps) if p.exitcode]
-    # the one that was killed is last: it waited for another
-    if said: pytest.fail('\n'.join(sorted(said, key=lambda o: ' ended with -9' in o)), pytrace=False)
+    preload = [module,'fastai.distributed','torch._dynamo']   # DDP imports the last
+    get_context('forkserver').set_forkserver_preload(preload)
+    try: start_processes(here, (module,test,n,str(folder),kwargs), n, start_method='forkserver')
+    except ProcessException as e: raise AssertionError(str(e).strip()) from None
 
 def on(*ns):
     "A test whose body runs on as many processes, at once; with none given, the number is its argument `n`"

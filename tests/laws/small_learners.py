@@ -10,6 +10,7 @@ from fastai.text.all import (AWD_LSTM, Callback, DataLoader, DataLoaders, LMData
     ProgressCallback, RNNCallback, RNNRegularizer, awd_lstm_clas_config, awd_lstm_lm_config, get_language_model,
     get_text_classifier)
 from fastai.tabular.model import TabularModel
+from fastai.torch_core import Module
 from fastai.vision.gan import GANLearner
 from fastai.vision.learner import unet_learner, vision_learner
 from fastcore.basics import noop
@@ -131,11 +132,9 @@ class _Hold(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g): return ctx.saved_tensors and g
 
-class Holds(nn.Module):
+class Holds(Module):
     "A layer whose activations are counted by `Held`"
-    def __init__(self, n):
-        super().__init__()
-        self.lin = nn.Linear(n, n)
+    def __init__(self, n): self.lin = nn.Linear(n, n)
     def forward(self, x): return _Hold.apply(self.lin(x).tanh())
 
 class Own(nn.Linear):

@@ -16,13 +16,14 @@ from fastai.tabular.all import Categorify, FillMissing, Normalize, TabularDataLo
 from fastai.text.all import (AWD_LSTM, BaseTokenizer, TextBlock, awd_lstm_clas_config, awd_lstm_lm_config,
     language_model_learner, text_classifier_learner)
 from fastai.vision.all import (Adam, Callback, CategoryBlock, CrossEntropyLossFlat, DataBlock, DataLoader,
-    DataLoaders, ImageBlock, Learner, MaskBlock, NormType, ProgressCallback, RandomResizedCrop, TfmdDL,
+    DataLoaders, ImageBlock, Learner, MaskBlock, Module, NormType, RandomResizedCrop, TfmdDL,
     TransformBlock, accuracy, apply, noop, set_seed, unet_learner, vision_learner)
 from fastai.vision.gan import (AdaptiveGANSwitcher, FixedGANSwitcher, GANDiscriminativeLR, GANLearner,
     basic_critic, basic_generator, generate_noise)
 from fastaccum import GradientAccumulation
-from fastaccum.testing import CrossEntropy, Float32Loss, assert_same_run, deviation
+from fastaccum.testing import CrossEntropy, assert_same_run, deviation
 from common import Seen, short_of, weights
+from small_learners import quiet
 
 class Double(Callback):
     "Cast the batch to double precision"
@@ -33,14 +34,7 @@ class Double(Callback):
             return o.long() if getattr(o, 'dtype', None)==torch.int8 else o
         self.learn.xb,self.learn.yb = apply(cast, tuple(self.xb)),apply(cast, tuple(self.yb))
 
-def quiet(learn):
-    learn.remove_cb(ProgressCallback)
-    learn.logger = noop
-    return learn
-
-def in_double(learn):
-    learn.model.double()
-    return quiet(learn.add_cbs([Double(),Float32Loss()]))
+def in_double(learn): return quiet(learn.add_cb(Double()))
 
 def groupnorm(m):
     "`m` with GroupNorm, which knows only the sample, in place of BatchNorm"
@@ -156,10 +150,9 @@ def of_items(bs, model, loss_func, create_batch, item, n):
         DataLoader(ds[n:], bs=8, create_batch=create_batch)]
     return Learner(DataLoaders(*dls, device='cpu'), model, loss_func=loss_func)
 
-class Detector(nn.Module):
+class Detector(Module):
     "Five boxes for each of the pictures in a list"
     def __init__(self):
-        super().__init__()
         self.body = nn.Sequential(nn.Conv2d(3, 6, 3, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
             nn.Linear(24, 20))
     def forward(self, xs): return torch.cat([self.body(x[None]) for x in xs]).view(-1, 5, 4)
@@ -177,10 +170,9 @@ def detection(bs, n=38):
 class Encoding(UserDict):
     "A mapping which is no `dict`, like transformers' BatchEncoding"
 
-class Tagger(nn.Module):
+class Tagger(Module):
     "Takes what a tokenizer returns by name, and returns scores; given labels, with their loss, as transformers' models"
     def __init__(self):
-        super().__init__()
         self.emb,self.rnn,self.head = nn.Embedding(20, 8),nn.GRU(8, 8, batch_first=True),nn.Linear(8, 3)
     def forward(self, batch):
         logits = self.head(self.rnn(self.emb(batch['input_ids'])*batch['attention_mask'][...,None])[0])

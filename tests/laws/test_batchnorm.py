@@ -3,7 +3,7 @@ import numpy as np, pytest, random, torch
 from hypothesis import given, strategies as st
 from torch import nn
 from torch.utils.data import DataLoader as TorchLoader
-from fastai.vision.all import DataLoader, Learner, MixUp, SaveModelCallback
+from fastai.vision.all import DataLoader, Learner, MixUp, Module, SaveModelCallback
 from fastaccum import FreezeBN, GradientAccumulation, GradientAccumulationScheduler, RecalibrateBN
 from fastaccum.testing import deviation, toy, toy_data
 from common import Raise, Seen
@@ -53,9 +53,8 @@ def test_ready_made_batches_are_taken_as_they_come():
 
 def test_the_inputs_are_those_of_the_loader():
     "Several; no dropout before the layer, no callbacks; also for layers without weights, or that average by themselves"
-    class Two(nn.Module):
+    class Two(Module):
         def __init__(self):
-            super().__init__()
             self.drop,self.bn,self.lin = nn.Dropout(0.9),nn.BatchNorm1d(5, momentum=None, affine=False),nn.Linear(5, 3)
             self.more = nn.BatchNorm1d(5, track_running_stats=False)
         def forward(self, a, b): return self.lin(self.more(self.bn(self.drop(a+b))))

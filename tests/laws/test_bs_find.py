@@ -8,19 +8,10 @@ from torch.utils.data import DataLoader as TorchLoader, IterableDataset, TensorD
 from fastai.text.all import (Adam, Callback, CancelFitException, CancelStepException, DataLoader, DataLoaders,
     GradientClip, LMDataLoader, Learner, OptimWrapper, ProgressCallback, SortedDL, WeightedDL, pad_input)
 from fastaccum.testing import toy, toy_data
-from common import CpuMixedPrecision, InBackward, Seen, some
+from common import CpuMixedPrecision, Memory, Seen, some
 from test_dry_runs import assert_same, everything
 
 def oom(): return torch.OutOfMemoryError('planted')
-
-class Holds(nn.Module):
-    "Raises `exc()` with more than `cap` samples, going forward or backward"
-    def __init__(self, cap, where, exc): super().__init__(); self.cap,self.where,self.exc = cap,where,exc
-    def check(self, where, n):
-        if where==self.where and n>self.cap: raise self.exc()
-    def forward(self, x):
-        self.check('forward', len(x))
-        return InBackward.apply(x, partial(self.check, 'backward'))   # the layer above has its gradient then
 
 class Needs(Callback):
     "Memory that is needed at another event: by a callback, the loss or the optimizer"
@@ -28,7 +19,9 @@ class Needs(Callback):
 
 def capped(cap, where='forward', exc=oom, n=120, mid=nn.Tanh, cbs=(), **kwargs):
     "A Learner that runs out of memory with more than `cap` samples"
-    def model(): return nn.Sequential(nn.Linear(5, 6), mid(), Holds(cap, where, exc), nn.Linear(6, 3)).double()
+    def short(at, n):
+        if at==where and n>cap: raise exc()
+    def model(): return nn.Sequential(nn.Linear(5, 6), mid(), Memory(short), nn.Linear(6, 3)).double()
     cbs = [*cbs,*[Needs(where)]*(where not in ('forward','backward'))]
     return toy(4, n=n, model=model, cbs=cbs, **kwargs)
 
@@ -73,10 +66,6 @@ def test_no_more_than_there_are_samples_or_trials():
     assert [o.size for o in find(capped(1000, n=3), init_val=64).trials]==[3]
     res = find(capped(1000), max_trials=3)
     assert (res.size,len(res.trials))==(8,3) and 'max_trials' in repr(res)
-
-@pytest.mark.parametrize('kwargs,exc', [(dict(mode='linear'),ValueError), (dict(apply=1),TypeError)], ids=str)
-def test_other_arguments_are_refused(kwargs, exc):
-    with pytest.raises(exc, match='give'): capped(5).bs_find(**kwargs)
 
 # A trial trains
 

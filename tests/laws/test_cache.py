@@ -8,15 +8,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.data import TensorDataset
-from fastai.callback.core import Callback, CancelBatchException, CancelFitException
+from fastai.callback.core import Callback, CancelBatchException
 from fastai.callback.training import GradientClip
 from fastai.metrics import accuracy
 from fastai.optimizer import Adam, OptimWrapper
 from fastai.torch_core import Module, TensorImage
 from fastaccum import ActivationCheckpoint, FreezeBN, GradientAccumulation, GradientCache
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, one_cycle, toy, toy_data
-from common import (CpuMixedPrecision, Memory, Overflow, Raise, Scaled, Seen, above, at_times, grads, nt_xent, some,
-    weights)
+from common import (CpuMixedPrecision, Memory, Overflow, Raise, Scaled, Seen, above, at_times, grads, nt_xent, weights)
 from small_learners import DoubleMixUp, Event, MixedLoss, Own, all_params, applications, make, replaced, scores
 
 def Cached(n, **kwargs): return GradientCache(micro_batch_size=n, **kwargs)
@@ -302,33 +301,13 @@ def test_inputs_are_split_as_you_say():
     def split(o, start, stop, n): return o[0][start:stop],o[1]
     same(*(fit([*cbs,scales()], model=scaling) for cbs in ([],[Cached(4, split=split)])))
 
-@pytest.mark.parametrize('n', [0,-1,2.,'4',True,None])
-def test_arguments(n):
-    with pytest.raises(ValueError if type(n) is int else TypeError, match='micro_batch_size'): Cached(n)
-    with pytest.raises(TypeError, match='split'): Cached(4, split=3)
+# Nothing is left, neither of a cache nor of checkpoints: see test_nothing_left.py, too
 
-# Nothing is left, neither of a cache nor of checkpoints
-
-events = ('before_fit before_epoch before_batch after_pred after_loss before_backward after_backward before_step '
-    'after_step after_batch after_fit').split()
-excs = CancelBatchException,CancelFitException,KeyboardInterrupt,ValueError
-cases = [o for o in product(events, excs, [True,False], ways) if o[1] is not CancelBatchException
-    or o[0] in events[2:-3]]   # elsewhere it ends nothing
-
-@pytest.mark.parametrize('event,exc,stays,way', some(24, cases))
-def test_interrupts_leave_nothing(event, exc, stays, way):
-    "The rest of the run, and the next, are those without"
-    def run(*cbs):
-        learn = toy(16, n=41, loss_func=nt_xent, cbs=cbs if stays else None)
-        own,fault = () if stays else cbs,Raise(event, exc, 20, at=event in events[2:-1])
-        try: learn.fit(2, 0.1, cbs=[fault,*own])
-        except excs: pass
-        assert fault.raised and (stays or not replaced(learn))
-        learn.opt.zero_grad()
-        learn.fit(1, 0.1, cbs=own)
-        assert not replaced(learn)
-        return learn
-    same(run(), run(ways[way]()))
+@pytest.mark.parametrize('way', ways)
+@pytest.mark.parametrize('event', ['before_batch','after_pred','after_loss','after_backward','before_step'])
+def test_a_batch_that_is_cancelled(event, way):
+    "The rest of the run is that without"
+    assert_same(ways[way], lambda: [Raise(event, CancelBatchException, 20, at=1)])
 
 @pytest.mark.parametrize('way', [*ways.values(),partial(ActivationCheckpoint, nn.Linear)])
 @pytest.mark.parametrize('event', ['after_pred','after_batch','after_epoch'])

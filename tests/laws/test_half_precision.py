@@ -5,7 +5,7 @@ from functools import partial
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
-from fastai.vision.all import AMPMode, Adam, GradientClip, OptimWrapper, SGD
+from fastai.vision.all import AMPMode, Adam, GradientClip, Module, OptimWrapper, SGD
 from fastcore.basics import noop
 from fastaccum import GradientAccumulation, GradientCache
 from fastaccum.testing import assert_same_run, deviation, toy, both_runs
@@ -53,10 +53,9 @@ def test_mixed_precision_differs_by_its_own_rounding(mode):
 
 # Parameters in half precision
 
-class Model(nn.Module):
+class Model(Module):
     "Parameters of the type `dtype`; `mixed`: all but what normalises"
     def __init__(self, dtype=torch.bfloat16, mixed=False):
-        super().__init__()
         self.a,self.norm,self.b = nn.Linear(4, 8),nn.LayerNorm(8),nn.Linear(8, 3)
         self.to(dtype)
         self.dtype,self.check = dtype,noop

@@ -7,7 +7,7 @@ from fastai.vision.all import CSVLogger, Callback, ProgressCallback, ShowGraphCa
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, NoiseScale
 from fastaccum.testing import deviation, toy
 from common import Raise, StepsLoader, clear, weights
-from test_applications import linear, quiet, vision
+from test_applications import in_double, linear, vision
 from test_split import accumulating
 
 # Each watcher is given a Learner. It returns a function that makes callbacks, and one that reads what was shown
@@ -170,7 +170,7 @@ def test_a_model_goes_to_wandb_only_if_one_is_saved(tmp_path):
 
 def test_wandb_shows_predictions_at_steps(tmp_path, monkeypatch):
     def net(pretrained): return nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.AdaptiveAvgPool2d(1))
-    learn,seen = quiet(vision(4, net, custom_head=linear(8), path=tmp_path)),[]
+    learn,seen = in_double(vision(4, net, custom_head=linear(8), path=tmp_path)),[]
     listen,_ = wandb(learn, log_preds=True, log_preds_every_epoch=True)
     log = sys.modules['wandb'].log   # offline, tables are not in the rows
     monkeypatch.setattr('wandb.log',

@@ -7,8 +7,8 @@ from fastai.callback.core import Callback, CancelEpochException, CancelFitExcept
 from fastai.learner import Learner
 from fastcore.basics import noop
 from torch import nn
-from fastaccum import (GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler, GradientCache,
-    NoiseScale, ScaledLR)
+from fastaccum import (ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule,
+    GradientAccumulationScheduler, GradientCache, NoiseScale, ScaledLR)
 from fastaccum.testing import assert_same_run, deviation, toy
 from common import Raise, some
 from test_split import accumulating
@@ -29,7 +29,9 @@ ways = dict(plain=lambda: [GradientAccumulation(accum)],
     schedule=lambda: [GradientAccumulationSchedule(4, accum)],
     scheduler=lambda: [GradientAccumulationScheduler({0:2, 1:4})],
     cached=lambda: [GradientAccumulation(accum), GradientCache(micro_batch_size=1)],
-    noise=lambda: [GradientAccumulation(accum), NoiseScale(), ScaledLR(base_bs=micro, rule='adascale')])
+    cached_alone=lambda: [GradientCache(micro_batch_size='auto')],
+    checkpointed_alone=lambda: [ActivationCheckpoint(nn.Linear)],
+    noise=lambda: [GradientAccumulation(accum), NoiseScale(every=1), ScaledLR(base_bs=micro, rule='adascale')])
 
 def state(learn):
     """What others have: functions and switches of the Learner, its callbacks, model, optimizer, loss function, loaders
@@ -78,6 +80,7 @@ def test_whatever_ends_a_fit_nothing_is_left(event, at, exc, order, way, stays):
         if not fault.raised: raise   # some faults make fastai's own callbacks raise something else on the way out
     learn.remove_cbs(cbs if stays else [])
     learn.logger = noop   # an interrupt leaves that of others, also without accumulation
+    if 'alone' in way: learn.opt.zero_grad()   # which fastai's leave where nothing accumulates
     assert fault.raised and not any(p.grad is not None and p.grad.any() for p in learn.model.parameters())
     check(learn, before, 1 if stays else -1)
 

@@ -6,8 +6,8 @@ from hypothesis import example, given, strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
 from fastai.vision.all import Callback, GradientClip, accuracy
-from fastaccum import AutoSize, GradientAccumulation, GradientAccumulationSchedule
-from fastaccum.testing import CrossEntropy, assert_same_run, one_cycle, toy
+from fastaccum import AutoSize, GradientAccumulation
+from fastaccum.testing import CrossEntropy, assert_same_run, toy
 from common import CpuMixedPrecision, Memory, Raise, Scaled, Seen, above, at_times, weights
 from test_split import gently, no_shrinking, opts
 
@@ -61,17 +61,6 @@ def test_the_run_is_the_full_batch_run(where, cap, bs, accum, times, **kwargs):
     short = above(cap, where) if times is None else at_times(times, where)
     a,b = full_and_short(bs, accum, short, metrics=accuracy, **kwargs)
     assert_same_run(a, b, tol=1e-5)   # Adam divides by what is nearly zero
-
-def lr_find(learn, cbs): learn.add_cbs(cbs).lr_find(num_it=8, show_plot=False)
-
-@pytest.mark.parametrize('fit,acc', [(one_cycle,partial(GradientAccumulationSchedule, 8, 32, finish=0.5)),
-    (lr_find,partial(GradientAccumulation, 16))], ids=['schedule','lr_find'])
-def test_schedules_and_lr_find(fit, acc):
-    "The run where memory is short is the one where it is not"
-    a,b = (learner(8, short, n=90) for short in (None,above(3, 'loss')))
-    for learn,micro in ((a,None),(b,'auto')): fit(learn, [acc(micro_batch_size=micro)])
-    assert_same_run(a, b)
-    assert getattr(a.recorder, 'accum_bs', [])==getattr(b.recorder, 'accum_bs', [])
 
 @pytest.mark.parametrize('where', wheres)
 def test_the_size_is_halved_kept_and_said_once(where):

@@ -17,11 +17,11 @@ from small_learners import DoubleMixUp, Event, MixedLoss, all_params, gauss, mak
 
 pytestmark = pytest.mark.filterwarnings('ignore:memory ran out')
 
-def accumulating(accum, micro, **kwargs):
+def accumulating(accum, micro, acc=GradientAccumulation, **kwargs):
     "What splits batches: into parts of `micro` samples, or, with `('auto', cap)`, into what fits"
     micro,*cap = micro if isinstance(micro, tuple) else (micro,)
     short = [Seen('after_pred', lambda l: short_of(o, 'forward')(len(l.pred)), order=30) for o in cap]
-    return [GradientAccumulation(accum, micro_batch_size=micro, **kwargs),*short]
+    return [acc(accum, micro_batch_size=micro, **kwargs),*short]
 
 def full_and_split(bs, accum, micro, drop_last=False, cbs=list, fit=one_cycle, **kwargs):
     "The run on batches of `accum`, and the one whose batches of `bs` are split"
@@ -130,22 +130,23 @@ def test_larger_batches_than_the_loader_says_are_split():
 
 # Fits, schedules, what is recorded
 
-@pytest.mark.parametrize('acc', [partial(GradientAccumulationSchedule, 8, 40),
-    partial(GradientAccumulationScheduler, {1:4,2:1}),
-    partial(GradientAccumulationScheduler, {2:3,9:1,12:7}, mode='step')], ids=['smooth','epochs','steps'])
-def test_schedules(acc):
+@pytest.mark.parametrize('bs,micro', [(36,4),(4,('auto',3))], ids=str)
+@pytest.mark.parametrize('acc,arg', [(partial(GradientAccumulationSchedule, final_accum_bs=40),8),
+    (GradientAccumulationScheduler,{1:4,2:1}),
+    (partial(GradientAccumulationScheduler, mode='step'),{2:3,9:1,12:7})], ids=['smooth','epochs','steps'])
+def test_schedules(acc, arg, bs, micro):
     "A schedule is the same with a loader of micro-batches, and with one of large batches that are split"
-    a,b = toy(4, n=90),toy(36, n=90)
-    cbs = [acc(micro_batch_size=o, drop_last=False) for o in (None,4)]
-    for learn,cb in zip((a,b), cbs): learn.fit_one_cycle(3, 0.1, cbs=cb)
+    a,b = toy(4, n=90),toy(bs, n=90)
+    cbs = [accumulating(arg, o, acc, drop_last=False) for o in (None,micro)]
+    for learn,own in zip((a,b), cbs): learn.fit_one_cycle(3, 0.1, cbs=own)
     assert_same_run(a, b)
     assert a.recorder.accum_bs==b.recorder.accum_bs and len(set(b.recorder.accum_bs))>1
-    assert cbs[0].plan(a.dls, 3).sizes==cbs[1].plan(b.dls, 3).sizes
+    assert cbs[0][0].plan(a.dls, 3).sizes==cbs[1][0].plan(b.dls, 3).sizes
 
-@pytest.mark.parametrize('bs,accum', [(32,8),(16,16),(8,24)])
-def test_lr_find(bs, accum):
+@pytest.mark.parametrize('bs,accum,micro', [(32,8,4),(16,16,4),(8,24,4),(8,16,('auto',3))], ids=str)
+def test_lr_find(bs, accum, micro):
     def fit(learn, cbs): learn.add_cbs(cbs).lr_find(num_it=12, show_plot=False)
-    recs = [o.recorder for o in full_and_split(bs, accum, 4, fit=fit, n=90)]
+    recs = [o.recorder for o in full_and_split(bs, accum, micro, fit=fit, n=90)]
     assert len(recs[1].lrs)==12 and all(deviation(*(getattr(o, k) for o in recs))<2e-6 for k in ('losses','lrs'))
 
 def test_every_micro_batch_is_recorded_if_asked_for():

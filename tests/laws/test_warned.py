@@ -10,10 +10,11 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 from fastai.text.all import (Adam, BCEWithLogitsLossFlat, CrossEntropyLossFlat, DataLoader, DataLoaders, DiceLoss,
     FocalLossFlat, GradientClip, LabelSmoothingCrossEntropyFlat, Learner, MSELossFlat, MixUp, SGD, SortedDL)
+from fastai.torch_core import Module
 from fastaccum import AccumulationWarning, FreezeBN, GradientAccumulation, GradientAccumulationSchedule
 from fastaccum.core import forward_state
 from fastaccum.testing import CrossEntropy, Float32Loss, assert_same_run, deviation, toy, toy_data, both_runs
-from common import CpuMixedPrecision, Seen, nt_xent, weights
+from common import CpuMixedPrecision, Memory, Seen, above, nt_xent, weights
 from small_learners import Event, all_params
 
 def told(f):
@@ -135,9 +136,8 @@ def of_16_at_least(p, y):
 untried = dict(torch_draws=lambda p, y: F.cross_entropy(p+torch.randn(p.shape), y), numpy_draws=lambda p, y: p.mean()*
     np.random.rand(), python_draws=lambda p, y: p.mean()*random.random(), raises=of_16_at_least)
 
-class Scale(nn.Module):
+class Scale(Module):
     def __init__(self, x, out):
-        super().__init__()
         self.w,self.out = nn.Parameter(torch.ones(x.shape[1:])),out
     def forward(self, x): return self.out(x*self.w)
 
@@ -179,10 +179,9 @@ def test_the_loss_is_judged_with_mixed_precision_and_on_a_device_too(f, said, wh
     cbs = [GradientAccumulation(32), *([] if where=='device' else [CpuMixedPrecision(where)])]
     assert told(lambda: step(16, f, plain, cbs=cbs))==said
 
-class Keeps(nn.Module):
+class Keeps(Module):
     "Keeps what it draws, with each call, and an average of the predictions"
     def __init__(self):
-        super().__init__()
         self.register_buffer('mean', torch.zeros(3).double())
         self.drawn = []
     def forward(self, p, y):
@@ -259,26 +258,20 @@ def test_each_is_silenced_by_its_category_and_all_by_one():
         learn.fit(1, 1e-5, cbs=GradientAccumulation(16))
     assert weights(learn).equal(before)
 
-class Within(nn.Module):
+class Within(Module):
     "Code of the user's between the fit and what is warned of"
-    def __init__(self):
-        super().__init__()
-        self.first = Remembers(5, 3).double()
+    def __init__(self): self.first = Remembers(5, 3).double()
     def forward(self, x): return self.first(x)
     def reset(self): self.first.reset()
 
-class Small(nn.Sequential):
-    "Has no memory for more than 5 samples"
-    def forward(self, x):
-        if self.training and len(x)>5: raise torch.OutOfMemoryError('too large')
-        return super().forward(x)
+def short(): return layers(Memory(above(5, 'forward')))
 
 places = dict(
     first_step=lambda: toy(4, model=normed).fit(1, cbs=GradientAccumulation(16)),
     one_cycle=lambda: toy(4, model=normed).fit_one_cycle(1, cbs=GradientAccumulation(16)),
     before_fit=lambda: toy(16).fit(1, cbs=GradientAccumulation(8)),
     model=lambda: toy(4, model=Within, splitter=all_params).fit(1, cbs=GradientAccumulation(16)),
-    memory=lambda: toy(16, model=lambda: Small(*layers())).fit(1, cbs=GradientAccumulation(16, True, 'auto')),
+    memory=lambda: toy(16, model=short).fit(1, cbs=GradientAccumulation(16, True, 'auto')),
     schedule=lambda: toy(4).fit(1, cbs=GradientAccumulationSchedule(8, 16, finish=5)),
     nothing_to_freeze=lambda: toy(4).fit(1, cbs=FreezeBN()))
 

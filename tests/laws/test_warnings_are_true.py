@@ -8,11 +8,12 @@ from functools import partial
 from fastai.losses import FocalLossFlat
 from fastai.text.all import (AWD_LSTM, awd_lstm_clas_config, awd_lstm_lm_config, language_model_learner,
     text_classifier_learner)
-from fastai.vision.all import BnFreeze, DiceLoss, MixUp, SGD, set_seed
+from fastai.vision.all import BnFreeze, DiceLoss, SGD, set_seed
 from fastaccum import GradientAccumulation, AccumulationWarning
 from common import weights
-from test_applications import (detection, few, groupnorm, in_double, linear, quiet, ratings, segmenter, small, table,
-    tagged, texts, tokens, vision)
+from small_learners import DoubleMixUp, MixedLoss
+from test_applications import (detection, few, groupnorm, in_double, linear, ratings, segmenter, small, table, tagged,
+    texts, tokens, vision)
 
 def grouped(learn):
     learn.model = groupnorm(learn.model)
@@ -42,7 +43,8 @@ bn,norms = {'BatchNormWarning'},['predictions','gradients','buffers']
 real = dict(
     vision=(vision, bn, ['predictions','draws','gradients','buffers']),
     vision_frozen=(frozen, set(), []),
-    vision_mixup=(lambda bs: grouped(vision(bs, ps=0., cbs=MixUp())), None, ['callbacks','gradients']),
+    vision_mixup=(lambda bs: grouped(vision(bs, ps=0., cbs=DoubleMixUp(), loss_func=MixedLoss())), None,
+        ['callbacks','gradients']),
     unet=(segmenter, bn, norms),
     unet_mixed_loss=(lambda bs: grouped(segmenter(bs, mixed_loss)), {'LossWarning'}, ['loss','gradients']),
     sentiment=(sentiment, bn|{'LoaderWarning'}, ['predictions','draws','loader','gradients','buffers']),
@@ -55,7 +57,7 @@ real = dict(
 
 def made(nm, bs):
     set_seed(0)
-    learn = (quiet if nm=='vision_mixup' else in_double)(real[nm][0](bs))   # MixUp draws in single precision
+    learn = in_double(real[nm][0](bs))
     if nm!='gan': learn.opt_func = SGD   # Adam makes full steps of gradients that are rounding
     return learn
 

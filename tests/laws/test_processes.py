@@ -305,7 +305,8 @@ def test_resumed():
         c.load('model_1', with_opt=True)
         rewind(c, epoch=2)
         fit(c, start_epoch=2)
-        assert deviation(*((state(l),l.opt.state_dict(),list(l.recorder.lrs)[-len(c.recorder.lrs):]) for l in (a,c)))<1e-12
+        n = len(c.recorder.lrs)
+        assert deviation(*((state(l),l.opt.state_dict(),list(l.recorder.lrs)[-n:]) for l in (a,c)))<1e-12
 
 # fastai's own way: accelerate, and `DistributedDL`
 

@@ -5,8 +5,9 @@ from .data import full, micro
 
 def links(keys): return ', '.join(f'[{o}](../reference/messages.ipynb#{o})' for o in keys)
 
-kinds = dict(same='the same run', warned='a warning', draws='other random numbers', refused='an error that says what to do',
-    error="an error of the set-up's own code", silent='another run, and nothing is said')
+kinds = dict(same='the same run', warned='a warning', draws='other random numbers',
+    refused='an error that says what to do', error="an error of the set-up's own code",
+    silent='another run, and nothing is said')
 
 def kind(o):
     "One of `kinds`"

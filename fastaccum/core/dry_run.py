@@ -101,7 +101,7 @@ _out = {'fastaccum.accumulation.GradientAccumulation', 'fastai.callback.training
         'fastai.callback.training.ShortEpochCallback', 'fastai.callback.tracker.TerminateOnNaNCallback',
         'fastai.distributed.DistributedTrainer', 'fastai.callback.schedule.ParamScheduler',
         'fastai.callback.wandb.WandbCallback', 'fastai.callback.tensorboard.TensorBoardBaseCallback'}
-_touch = 'before_batch','after_pred','after_loss','before_backward'   # of those that change the batch or the loss
+_touch = 'before_batch','after_pred','after_loss','before_backward'   # to change the batch or the loss
 
 def takes_part(cb:Callback)->bool:
     "Does a callback take part in a dry run? Those that only log, and those that would disturb, do not"

@@ -81,9 +81,9 @@ class Watch:
                 "with each other, this run differs from the full-batch run: let it see the whole batch with "
                 "`GradientCache`", LossWarning)
         elif probed.raised and loop.micro.made_by is not None:   # else the fit does not call it
-            said.once('loss-not-tried', f"it could not be checked that the loss is the {of} of its parts' losses, since "
-                f"it fails on a part ({probed.reason}). If it uses more than predictions and targets, this run may "
-                "differ from the full-batch run: `learn.accum_check()` tells", LossWarning)
+            said.once('loss-not-tried', f"it could not be checked that the loss is the {of} of its parts' losses, "
+                f"since it fails on a part ({probed.reason}). If it uses more than predictions and targets, this run "
+                "may differ from the full-batch run: `learn.accum_check()` tells", LossWarning)
         for o in learn.cbs:
             if _has_optimizer(o, learn.opt):
                 said.once('second-optimizer', f"{type(o).__name__} has an optimizer of its own, which may step with "

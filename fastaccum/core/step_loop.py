@@ -114,10 +114,10 @@ class StepLoop(Events):
                 try: fits = runs.fits(run, self.micro, training and not self.mean.samples)
                 except Exception as e:
                     if stop-start<rows and not is_out_of_memory(e):
-                        added(e, f"The batch of {rows} samples was split into micro-batches of {stop-start}. If "
-                            "something keeps the whole batch, take instead "
-                            f"`GradientCache(micro_batch_size={stop-start})`, or make the DataLoaders with "
-                            f"`bs={stop-start}`" + see('keeps-the-whole-batch'))
+                        k = stop-start
+                        added(e, f"The batch of {rows} samples was split into micro-batches of {k}. If something keeps "
+                            f"the whole batch, take instead `GradientCache(micro_batch_size={k})`, or make the "
+                            f"DataLoaders with `bs={k}`" + see('keeps-the-whole-batch'))
                     raise
                 if not fits: continue
                 parts.rows.keep()

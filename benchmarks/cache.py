@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from torchvision import models
 from benchmarks.live import peak_of
 from fastaccum.cache import GradientCache
-from fastaccum.core.replay import CachedCall, cuts
+from fastaccum.core.batch import bounds, evenly
+from fastaccum.core.replay import CachedCall
 
 def loss_func(z):
     z = F.normalize(z)
@@ -32,7 +33,9 @@ def arms(model, x, size):
             loss_func(predict()).backward()
         return f
     def cached(): return CachedCall(cb, model, model.forward, (x,), len(x)).forward()
-    def one_graph(): return torch.cat([checkpoint(model, x[a:b], use_reentrant=False) for a,b in cuts(len(x), size)])
+    def one_graph():
+        cuts = bounds(evenly(len(x), size))
+        return torch.cat([checkpoint(model, x[a:b], use_reentrant=False) for a,b in cuts])
     return {'whole batch':step(lambda: model(x)), 'GradientCache':step(cached),
         'as one graph of checkpoints':step(one_graph)}
 

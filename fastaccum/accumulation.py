@@ -11,12 +11,11 @@ __all__ = ['GradientAccumulation']
 from collections.abc import Callable
 from fastai.callback.schedule import LRFinder
 from fastai.data.core import DataLoaders
-from .core.checks import check_bool, check_count, check_learner
+from .core.checks import check_bool, check_count, check_function, check_learner
 from .core.distributed import Processes, check_loaders, check_processes, check_wrapped, find_in_memory
 from .core.forward_state import devices_of
 from .core.gradients import WideSums, empty_grads, params_of
 from .core.loader import InPlace, LoaderSizes, StepLoader, drops_last, sizes_of
-from .core.mean import check_n_items
 from .core.micro_batches import AutoSize, as_size
 from .core.plan import Plan, Position
 from .core.other_samples import Watch
@@ -54,7 +53,7 @@ class GradientAccumulation(StepLoop):
         self.log_accum_batch = check_bool('log_accum_batch', log_accum_batch)
         self.auto,self.micro_batch_size = as_size(micro_batch_size)
         self.drop_last = check_bool('drop_last', drop_last, 'to do as the training loader does with its last batch')
-        self.n_items = check_n_items(n_items)
+        self.n_items = check_function('n_items', n_items, 1, 'lambda learn: len(learn.y)')
 
     @property
     def accum_bs(self)->int:
@@ -97,7 +96,7 @@ class GradientAccumulation(StepLoop):
     def before_fit(self):
         "Refuse what cannot work, before a weight moves"
         learn = self.learn
-        if learn.lock.locked(): return   # validation or prediction
+        if self.validates: return
         check_learner(learn)
         check_wrapped(learn.model)
         self.said,self.logs,self.processes = Said(),LogRows(self),Processes(learn.model)
@@ -163,5 +162,4 @@ class GradientAccumulation(StepLoop):
 
     def before_validate(self):
         "With `'auto'`, batches of validation are split, too"
-        learn = self.learn
-        if self.auto and not learn.lock.locked(): learn.dl = InPlace(learn, learn.dl, self.run_valid_batch)
+        if self.auto and not self.validates: self.learn.dl = InPlace(self.learn, self.dl, self.run_valid_batch)

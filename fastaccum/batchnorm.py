@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from .bs_find import with_size
 from .core.batch import n_samples
-from .core.checks import check_count, first_of
+from .core.checks import check_count, check_function, first_of
 from .core.dry_run import Snapshot, loader_state, n_of, resizable, size_of
 from .core.forward_state import devices_of, rng_state, set_rng_state
 from .core.guest import Guest, to_the_end
@@ -88,10 +88,7 @@ class FreezeBN(Guest):
     def __init__(self,
         part:Callable=None # `part(model)` returns the module(s) whose BatchNorm to freeze. Defaults to all
     ):
-        if not (part is None or callable(part)):
-            raise TypeError(f"`part={part!r}` is a {type(part).__name__}: give a function of the model, such as "
-                "`lambda m: m[0]`, or leave it out" + see('model-part'))
-        self.part = part
+        self.part = check_function('part', part, 1, 'lambda model: model[0]')
         self.held = []   # the layers that are frozen, while a fit trains
 
     def layers_of(self, model:nn.Module)->list:
@@ -100,7 +97,7 @@ class FreezeBN(Guest):
         return [m for o in (part if isinstance(part, (list,tuple,L)) else [part]) for m in bn_layers(o)]
 
     def before_fit(self):
-        if not (self.learn.lock.locked() or self.layers_of(get_model(self.learn.model))):
+        if not (self.validates or self.layers_of(get_model(self.learn.model))):
             warn("there is no BatchNorm layer with running statistics: `FreezeBN` has nothing to freeze"
                 + see('no-batchnorm'))
 
@@ -115,8 +112,6 @@ class FreezeBN(Guest):
         for m in self.held: m.training = self.learn.model.training
         self.held = []
 
-    def after_fit(self):
-        if not self.learn.lock.locked(): self._leave()
 
 # %% ../nbs/05_batchnorm.ipynb #plan
 def _inner(dl): return getattr(dl, 'dl', dl)   # fastai's `DistributedDL` shares out the batches of another

@@ -16,10 +16,11 @@ from .core.checks import check_count, check_learner, check_single, first_of
 from .core.dry_run import size_of
 from .core.distributed import check_wrapped, is_fsdp, world_size
 from .core.guest import Guest, Instead, to_the_end
-from .core.other_samples import batchnorms, loses_chunks, warn_chunks
+from .core.micro_batches import AutoSize
+from .core.other_samples import batchnorms, warn_chunks
 from .core.out_of_memory import is_out_of_memory
 from .core.replay import CachedCall
-from .core.warnings import BatchNormWarning, Said, see, warn
+from .core.warnings import BatchNormWarning, Said, see
 
 # %% ../nbs/03_cache.ipynb #cb
 class GradientCache(Guest):
@@ -36,28 +37,23 @@ class GradientCache(Guest):
     place = None         # an `Instead`, of the model's `forward`, from `before_batch` to the Learner's call
     rows = {}            # of training (`True`) and evaluation in this fit: has an output a row for each sample?
     checked = False      # was a micro-batch that was run again compared, in this fit?
-    failed = None        # why memory ran out; `None` once that was told
     def __init__(self, *,
         micro_batch_size:int|str, # The most samples that the model sees at once; 'auto': as many as memory allows
         split:Callable=split # `f(inputs, start, stop, n)` returns samples `start` to `stop` of the `n` in `inputs`
     ):
-        if not callable(split):
-            raise TypeError(f"`split={split!r}` is a {type(split).__name__}: "
-                "give a function `f(inputs, start, stop, n)`" + see('split-function'))
-        self.retries,self.split = isinstance(micro_batch_size, str) and micro_batch_size=='auto',split
-        self.micro_batch_size = micro_batch_size if self.retries else check_count('micro_batch_size', micro_batch_size)
-        # samples that fit: in batches that train (`True`), and in others; with 'auto', `None` before memory has run out
-        self.sizes = dict.fromkeys((True,False), None if self.retries else self.micro_batch_size)
+        self.retries,self.fits = isinstance(micro_batch_size, str) and micro_batch_size=='auto',AutoSize(split)
+        if not self.retries: self.fits.train = self.fits.valid = check_count('micro_batch_size', micro_batch_size)
+        self.micro_batch_size,self.split = micro_batch_size,split
 
     @property
     def size(self)->int:
         "The most samples in a micro-batch; `None` if that is not known yet"
-        return self.sizes[True]
+        return self.fits.train
 
     def before_fit(self):
-        if self.learn.lock.locked(): return   # validation, perhaps in the middle of a fit
+        if self.validates: return
         to_the_end(self._leave)
-        self.said,self.rows,self.checked,self.failed = Said(),{},False,None
+        self.said,self.rows,self.checked,self.fits.failed = Said(),{},False,None
         check_cached(self.learn, self.retries)
 
     def before_batch(self):
@@ -86,26 +82,16 @@ class GradientCache(Guest):
         learn,bns = self.learn,batchnorms(self.learn.model)
         acc = getattr(learn, 'gradient_accumulation', None)   # it would tell another number of samples
         said = self.said if acc is None or getattr(acc, 'said', None) is None else acc.said
-        if bns: said.once('batchnorm', f"{type(bns[0]).__name__} normalises with the "
-            f"samples of a micro-batch, at most {self.sizes[learn.training]}, so the result differs from that of the "
-            "whole batch. `ActivationCheckpoint()` instead of `GradientCache` gives it the whole batch",
-            BatchNormWarning)
-        if loses_chunks(learn.model, args): warn_chunks(said)
+        if bns:
+            said.once('batchnorm', f"{type(bns[0]).__name__} normalises with the samples of a micro-batch, at most "
+                f"{self.fits.most(learn.training)}, so the result differs from that of the whole batch. "
+                "`ActivationCheckpoint()` instead of `GradientCache` gives it the whole batch", BatchNormWarning)
+        warn_chunks(learn.model, args, said)
 
     def _shrink(self, n, exc):
         "Memory ran out with `n` samples: half as many from now on"
         if not (self.retries and is_out_of_memory(exc)): raise exc
-        self.failed = str(exc).strip().split('\n')[0] or type(exc).__name__
-        if n==1:
-            raise torch.OutOfMemoryError(f"a micro-batch of a single sample does not fit: {self.failed}"
-                + see('out-of-memory'))
-        self.sizes[self.learn.training] = n//2
-
-    def _did_fit(self):
-        if self.failed is None: return
-        reason,self.failed = self.failed,None
-        warn(f"memory ran out ({reason}). What had failed was undone, and the fit goes on in micro-batches of "
-            f"{self.sizes[self.learn.training]} samples" + see('memory-ran-out'))
+        self.fits.halve(n, str(exc).strip().split('\n')[0] or type(exc).__name__, self.learn.training)
 
 # %% ../nbs/03_cache.ipynb #check
 def check_cached(learn:Learner, auto:bool=False):

@@ -56,7 +56,7 @@ class ActivationCheckpoint(Guest):
         return any(o.again for o in self.parts)
 
     def before_fit(self):
-        if self.learn.lock.locked(): return   # it is validation or prediction
+        if self.validates: return
         to_the_end(self._leave)
         self._enter()
 
@@ -64,7 +64,7 @@ class ActivationCheckpoint(Guest):
         if not self.entered: self._enter()   # a fit within this one has ended, or the callback is new
 
     def after_fit(self):
-        if self.learn.lock.locked() or not self.entered: return
+        if self.validates or not self.entered: return
         idle = [o.name for o in self.rows if not o.calls]
         to_the_end(self._leave)
         if self.given is None and len(idle)<len(self.rows): idle = []   # such as a timm model's own head

@@ -60,7 +60,7 @@ class NoiseScale(Guest):
         self.half_life = None if half_life is None else check_count('half_life', half_life)
 
     def before_fit(self):
-        if self.learn.lock.locked(): return   # validation or prediction, perhaps in the middle of a fit
+        if self.validates: return
         self._leave()
         self._begin()
 
@@ -92,8 +92,6 @@ class NoiseScale(Guest):
     def _leave(self):
         self.after_backward()
         self.heard = None
-    def after_fit(self):
-        if not self.learn.lock.locked(): self._leave()
 
     def before_backward(self):
         "Hear the gradients of this micro-batch, if its step is measured"

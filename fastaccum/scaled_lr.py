@@ -48,7 +48,7 @@ class ScaledLR(Guest):
 
     def before_fit(self):
         learn = self.learn
-        if learn.lock.locked(): return   # validation or prediction, perhaps in the middle of a fit
+        if self.validates: return
         self._leave(but='lr')
         check_single(learn, ScaledLR)
         self._look()
@@ -100,8 +100,6 @@ class ScaledLR(Guest):
         if getattr(self.learn, 'lr_finder', None) is not None: self._leave()   # it records the rate for the base
     def before_batch(self): self._leave()
     def after_train(self): self._leave()
-    def after_fit(self):
-        if not self.learn.lock.locked(): self._leave()
 
 # %% ../nbs/08_scaled_lr.ipynb #gain
 def gain(trace:float, grad_sq:float, kappa:float)->float:

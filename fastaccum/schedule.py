@@ -156,7 +156,7 @@ class GradientAccumulationSchedule(_Scheduled):
 
     def before_fit(self):
         super().before_fit()
-        if self.learn.lock.locked() or self.planned is None or self._finder is not None: return
+        if self.validates or self.planned is None or self._finder is not None: return
         if fraction(self.finish, self.learn.n_epoch)<=1: return
         reached = self.planned.wanted(self.learn.n_epoch)
         warn(f"`finish={self.finish}` is after the end of this fit of {self.learn.n_epoch} epochs, so the schedule "

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from fastai.callback.core import CancelFitException, TrainEvalCallback
 from fastai.callback.fp16 import MixedPrecision
 from torch import nn
-from .batch import leaves, n_samples, samples
-from .compare import Compare, bounds, part_sizes, rel
+from .batch import bounds, leaves, n_samples, samples
+from .compare import Compare, part_sizes, rel
 from .dry_run import DryRun
 from .forward_state import ForwardState
 from .guest import Quiet

@@ -46,9 +46,17 @@ class Quiet(Callback):
     "A callback of which fastai does not warn when the Learner or its model has an attribute of the same name"
     def __setattr__(self, nm, value): object.__setattr__(self, nm, value)
 
+    @property
+    def validates(self)->bool:
+        "Is the Learner in `validate` or `get_preds`, on its own or in the middle of a fit?"
+        return self.learn.lock.locked()
+
 class Guest(Quiet):
     "A callback that cleans up when it is taken off the Learner or switched off, in whatever way"
     def _leave(self): "Put everything back; called more than once"
+
+    def after_fit(self):
+        if not self.validates: self._leave()
 
     def __setattr__(self, nm, value):
         if nm=='learn' and value is not self.learn or nm=='run' and not value: to_the_end(self._leave)

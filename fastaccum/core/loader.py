@@ -119,7 +119,7 @@ class StepLoader(InPlace):
                 "its training loader yields more or larger batches than it says. Let its `__len__` and `bs` be what it "
                 "yields" + see('more-batches'))
         else:
-            while batches.peek(): yield Step(batches, o, rank, planned=False)
+            while batches.peek(): yield Step(batches, o, rank, announced=False)
 
 # %% ../../nbs/core/01_loader.ipynb #batches
 class BatchStream:
@@ -152,9 +152,9 @@ class BatchStream:
 # %% ../../nbs/core/01_loader.ipynb #step
 class Step:
     "The batches of one step; one that the loader did not announce is like the last planned one, and full"
-    def __init__(self, batches:BatchStream, plan:PlannedStep, rank:int=0, planned:bool=True):
-        self.batches,self.planned,self.full = batches,planned,plan.full
-        self.size,self.total = (plan.sizes[rank],sum(plan.sizes)) if planned else (plan.full,plan.full)
+    def __init__(self, batches:BatchStream, plan:PlannedStep, rank:int=0, announced:bool=True):
+        self.batches,self.announced,self.full = batches,announced,plan.full
+        self.size,self.total = (plan.sizes[rank],sum(plan.sizes)) if announced else (plan.full,plan.full)
         self.enough = min(self.size, plan.wanted)   # samples with which it is complete
 
     def take(self, counted:Callable):

@@ -47,7 +47,7 @@ class StepLoop(Events):
         if not self.run or self not in learn.cbs:
             raise RuntimeError(f"{self} was switched off or removed in the middle of an epoch, when a step may be half "
                 "done: do that before or after an epoch" + see('middle-of-an-epoch'))
-        if not step.planned and 'larger-batches' not in self.said.keys:
+        if not step.announced and 'larger-batches' not in self.said.keys:
             self.said.once('more-batches', "the training loader yields more batches than its `__len__` says, which is "
                 f"enough for {i} steps. So the last of these may be smaller than the others, and the schedule of "
                 "learning rates ends too early. Let `__len__` return the number of batches")

@@ -62,7 +62,7 @@ bad = [(GradientAccumulation, dict(micro_batch_size='big'), TypeError, "'auto', 
     (Scheduler, dict(scheduling={0:0}), ValueError, 'at least 1 micro-batch'),
     (Scheduler, dict(scheduling={0:2}, mode='batch'), ValueError, "mode='batch'.*'epoch' or 'step'"),
     (GradientCache, dict(micro_batch_size=4, split=4), TypeError, 'split=4.*give a function'),
-    *[(AutoSize, dict(split=o), TypeError, 'split=.*four arguments')
+    *[(AutoSize, dict(split=o), TypeError, 'split=.*4 arguments')
         for o in ('auto', lambda b,start,stop: b)],
     *[(ActivationCheckpoint, dict(segments=o), TypeError, 'segments=.*give a class')
         for o in (4, [], ['1'], [nn.Linear(1, 1),3], [None], {})],

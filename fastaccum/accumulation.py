@@ -14,7 +14,7 @@ from fastai.data.core import DataLoaders
 from .core.checks import check_bool, check_count, check_function, check_learner
 from .core.distributed import Processes, check_loaders, check_processes, check_wrapped, find_in_memory
 from .core.forward_state import devices_of
-from .core.gradients import WideSums, empty_grads, params_of
+from .core.gradients import GradSums, empty_grads, in_half, params_of
 from .core.loader import InPlace, LoaderSizes, StepLoader, drops_last, sizes_of
 from .core.micro_batches import AutoSize, as_size
 from .core.plan import Plan, Position
@@ -134,7 +134,9 @@ class GradientAccumulation(StepLoop):
         self.processes = Processes(learn.model)
         plan = self.planned = self._next_plan(learn.dl)
         empty_grads(learn.opt)
-        self.i,self.wide,self.devices = 0,WideSums(params_of(learn.opt)),devices_of(learn.model.modules())
+        ps = params_of(learn.opt)
+        self.wide = GradSums(ps if in_half(ps) else [])   # all of them, so that a micro-batch has one share
+        self.i,self.devices = 0,devices_of(learn.model.modules())
         learn.dl = self.loader = StepLoader(learn, learn.dl, self.run_step, plan.epoch(learn.epoch),
             plan.loaders[self.processes.rank], self.processes, plan.drop_last)
 

@@ -112,7 +112,6 @@ class FreezeBN(Guest):
         for m in self.held: m.training = self.learn.model.training
         self.held = []
 
-
 # %% ../nbs/05_batchnorm.ipynb #plan
 def _inner(dl): return getattr(dl, 'dl', dl)   # fastai's `DistributedDL` shares out the batches of another
 

@@ -140,8 +140,7 @@ class NoiseScale(Guest):
         self.left = self.every   # the step that comes is one of them
         if round(n)<mean.samples:
             return self._warn("the loss of a micro-batch needs no gradient, or NoiseScale came to the Learner after it")
-        if k==1: return self._warn("it has one micro-batch, so there is nothing to compare. Give an `accum_bs` of "
-            "at least two micro-batches")
+        if k==1: return self._warn("it has one micro-batch, so there is nothing to compare: raise `accum_bs`")
         if not k: return   # all of its targets are ignored
         if mean.is_sum: mean_sq /= size**2   # the gradient of a sum
         trace,grad_sq = estimate(squares, mean_sq, size, k)

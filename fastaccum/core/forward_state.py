@@ -88,7 +88,6 @@ def put_items(o:dict|list|set|deque, old:list):
     if isinstance(o, (list,deque)): o.extend(old)
     else: o.update(zip(old[::2], old[1::2]) if isinstance(o, dict) else old)
 
-
 # %% ../../nbs/core/23_forward_state.ipynb #state
 class ForwardState:
     """What a forward pass of `modules` starts from: random numbers, autocast, buffers, modes and attributes

@@ -128,7 +128,7 @@ class AutoSize:
         if self.failed is None: return
         (n,reason),self.failed = self.failed,None
         warn(f"memory ran out with a micro-batch of {n} samples ({reason}). It was undone, and the fit goes on in "
-             f"micro-batches of {self.most(training)}" + see('memory-ran-out'))
+             f"micro-batches of {self.most(training)} samples" + see('memory-ran-out'))
 
 def as_size(o:int|str|AutoSize|None)->tuple:
     """The `micro_batch_size` of `GradientAccumulation` as an `AutoSize` or `None`, and as a number if that is known
@@ -141,7 +141,6 @@ def as_size(o:int|str|AutoSize|None)->tuple:
         raise TypeError(f"`micro_batch_size={o!r}` is a {type(o).__name__}: "
             "give 'auto', or a whole number of samples" + see('whole-number'))
     return None,check_count('micro_batch_size', o)
-
 
 # %% ../../nbs/core/12_micro_batches.ipynb #runs
 class MicroBatch:

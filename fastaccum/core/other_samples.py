@@ -68,10 +68,10 @@ class Watch:
         rows = len(learn.pred) if isinstance(learn.pred, Tensor) and learn.pred.ndim else 0
         of = 'sum' if mean.is_sum else 'mean'
         if probed.wrong:
-            said.once('loss-not-a-mean', f"the loss of a micro-batch is not the {of} of its parts' losses (it is off "
-                f"by {probed.off:.2g} of its value), so this run differs from the full-batch run. Use "
-                "`reduction='mean'` in all of the loss function, pass `n_items=`, a function that returns how many "
-                "items the mean covers, or let the loss see the whole batch with `GradientCache`", LossWarning)
+            said.once('loss-not-a-mean', f"the loss of a micro-batch is not the {of} of its parts' losses (off by "
+                f"{probed.off:.2g} of its value), so this run differs from the full-batch run. Use `reduction='mean'` "
+                "throughout, pass `n_items=`, a function that returns how many items the mean covers, or let the loss "
+                "see the whole batch with `GradientCache`", LossWarning)
         elif probed.off is None and rows>n>1:
             said.once('more-rows', f"the loss gets {rows} rows for the {n} samples of a micro-batch, as if a callback "
                 "makes several views of each, and it could not be checked on parts of them. If it compares samples "
@@ -84,9 +84,8 @@ class Watch:
         for o in learn.cbs:
             if _has_optimizer(o, learn.opt):
                 said.once('second-optimizer', f"{type(o).__name__} has an optimizer of its own, which may step with "
-                    "each micro-batch, or with the gradient of the last one. Give it whole batches with "
-                    "`GradientCache`; or, if it adds up gradients and steps in `after_batch`, set `per_step = True` in "
-                    "its class", AccumulationWarning)
+                    "each micro-batch. Give it whole batches with `GradientCache`, or `per_step = True` in its class "
+                    "if it adds up gradients and steps in `after_batch`", AccumulationWarning)
         warn_chunks(learn.model, learn.xb, said)
         bns,how = batchnorms(learn.model),by_batch_size(loop.loader.dl)
         if bns:
@@ -142,6 +141,6 @@ class Watch:
         auto = self.loop.auto
         if not changed or auto and auto.train: return   # or they were set aside, since memory ran out
         self.said.once('gradients-changed', f"{len(changed)} gradients were changed or emptied between two "
-            "micro-batches of a step, while they were being added up, so this run differs from the full-batch run. "
-            "Look for a callback that calls `zero_grad` in `before_batch`, runs a second backward pass, or clips in "
-            "`after_backward`, and do that in `before_step`, when the gradient is complete", AccumulationWarning)
+            "micro-batches of a step, so this run differs from the full-batch run. Look for a callback that calls "
+            "`zero_grad` in `before_batch`, runs a second backward pass, or clips in `after_backward`, and do that in "
+            "`before_step`, when the gradient is complete", AccumulationWarning)

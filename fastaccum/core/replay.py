@@ -16,6 +16,7 @@ from torch.autograd.function import Function, once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 from .batch import bounds, dressed, evenly, leaves, rebuilt
 from .distributed import add_up
+from .gradients import GradSums, in_half
 from .forward_state import ForwardState, devices_of
 from .micro_batches import HiddenRows
 from .out_of_memory import free_memory, is_out_of_memory
@@ -167,24 +168,22 @@ class _Replay:
         self.first = flat[0] if len(flat)>1 and not call.cb.checked else None   # to compare with, once in a fit
         self.needs = [isinstance(x, torch.Tensor) and x.requires_grad for x in self.kept]
         self.fixed = [(o,o._version) for o in (*call.given,*call.model.parameters())]
-        ps,half = [*call.model.parameters(),*(o for _,o in call.inputs.values())],(torch.float16,torch.bfloat16)
-        waits = call.cb.retries or call.exchanges
-        self.params = ps if waits else [p for p in ps if p.requires_grad and p.dtype in half]
-        self.sums = {}   # by parameter: gradients that wait
+        ps = [*call.model.parameters(),*(o for _,o in call.inputs.values())]
+        self.sums = GradSums(ps if call.cb.retries or call.exchanges else in_half(ps))   # gradients that wait
 
     def __call__(self, grads):
         "Back-propagate the predictions' gradients through the model; returns those of the inputs that need one"
         self._check()
         call,kept,self.kept = self.call,self.kept,None
         grads,last = [next(grads) if isinstance(x, torch.Tensor) else None for x in kept],len(call.cuts)-1
-        self._take()
+        self.sums.add()
         self._run(last, *call.cuts[last], grads, kept)
         for i in range(last): self._run(i, *call.cuts[i], grads)
         for m in call.exchanges: self._exchange(m)
-        for p,g in self.sums.items(): p.grad = g.to(p.dtype)
+        for p,g in self.sums.sums.items(): p.grad = g.to(p.dtype)
         call.cb.fits.tell(True)
         res = [o.grad for _,o in call.inputs.values()]
-        self.call,self.fixed,self.sums = None,(),{}   # the predictions live on
+        self.call = self.fixed = self.sums = None   # the predictions live on
         return res
 
     def _check(self):
@@ -192,9 +191,8 @@ class _Replay:
             raise RuntimeError("the predictions were back-propagated twice, which `GradientCache` cannot do: add up "
                 "the losses before the backward pass, or train without it" + see('back-propagated-twice'))
         if any(x._version!=v for x,v in self.fixed):
-            raise RuntimeError("the batch or a parameter was changed in place after the forward pass, so "
-                "`GradientCache` cannot run the model on it again: change a copy of the batch, and parameters only "
-                "after the backward pass" + see('changed-in-place'))
+            raise RuntimeError("the batch or a parameter was changed in place after the forward pass, and "
+                "is needed again: change a copy, and parameters after the backward pass" + see('changed-in-place'))
 
     def _run(self, i, start, stop, grads, outs=None):
         "Samples `start` to `stop`, of the `i`th micro-batch; without `outs`, it is run again from where it started"
@@ -209,8 +207,8 @@ class _Replay:
                 if i==0 and self.first is not None: self._compare(outs)
             self._back(outs, grads, start, stop)
         except Exception as e: cb._shrink(n, e)
-        else: return self._take()
-        for p in self.params: p.grad = None   # here, where the exception no longer holds the frames of the passes
+        else: return self.sums.add()
+        for p in self.sums.params: p.grad = None   # here, where the exception no longer holds the frames of the passes
         free_memory()
         self._run(i, start, stop, grads)
 
@@ -227,21 +225,12 @@ class _Replay:
         outs.clear()
         if pairs: torch.autograd.backward(*zip(*pairs))
 
-    def _take(self):
-        "Take out of the parameters the gradients that wait"
-        for p in self.params:
-            g,p.grad,o = p.grad,None,self.sums.get(p)
-            if g is None: continue
-            if o is None: self.sums[p] = g.to(torch.promote_types(g.dtype, torch.float32))
-            elif o.is_sparse: self.sums[p] = g+o
-            else: o.add_(g)
-
     def _exchange(self, ddp):
         "Average gradients over the processes"
         ps = [p for p in ddp.parameters() if p.requires_grad]
-        add_up(ps, self.sums, ddp.process_group, ps[0].device)
+        add_up(ps, self.sums.sums, ddp.process_group, ps[0].device)
         for p in ps:
-            if p in self.sums: self.sums[p].div_(ddp.process_group.size())
+            if p in self.sums.sums: self.sums.sums[p].div_(ddp.process_group.size())
         ddp.require_forward_param_sync = True   # of buffers, with the next forward pass that is none of ours
 
     def _compare(self, outs):

@@ -149,5 +149,4 @@ def find_segments(model:nn.Module, segments:type|tuple|list|Callable|None=None)-
     how = 'no segments were found in' if segments is None else f'`segments={segments}` chooses no module of'
     names = sorted({type(o).__name__ for o in model.modules() if o is not model and _computes(o)})
     raise ValueError(f"{how} this {type(model).__name__}: give `segments=` the class of its blocks, a list of "
-        "modules, or a function that says of a module whether it is one. Classes that hold layers: "
-        f"{', '.join(names) or 'none'}" + see('segments'))
+        f"modules, or a function of a module. Classes that hold layers: {', '.join(names) or 'none'}" + see('segments'))

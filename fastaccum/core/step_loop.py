@@ -34,7 +34,7 @@ class StepLoop(Events):
     # of a fit: its plan and what that was made for, its warnings and what they look at, rows of loggers
     planned = of = said = watch = logs = None
     processes = Processes(nn.Identity())   # those that step together
-    # of an epoch: its `StepLoader`, `WideSums`, micro-batches so far, and devices besides the CPU
+    # of an epoch: its `StepLoader`, `GradSums`, micro-batches so far, and devices besides the CPU
     loader,wide,i,devices = None,(),0,()
     step = mean = micro = None   # the `Step`, its `StepMean`, and its `MicroBatch` that runs
 
@@ -82,10 +82,10 @@ class StepLoop(Events):
         learn,self.micro = self.learn,MicroBatch(n)
         learn.iter,self.i = self.i,self.i+1   # it counts micro-batches while they run, and steps in `after_batch`
         if n>self.loader.sizes.bs:
-            self.said.once('larger-batches', f"a batch has {n} samples (the first dimension of its tensors), and the "
-                f"training loader says that it has {self.loader.sizes.bs}. So a step has fewer batches than planned, "
-                "and an epoch more steps. If the first dimension does not count samples, give `accum_bs` in what it "
-                "counts; if the loader joins items, let its `bs` be the number of samples in a batch")
+            self.said.once('larger-batches', f"a batch has {n} samples (the first dimension of its tensors) where the "
+                f"training loader says {self.loader.sizes.bs}, so a step has fewer batches than planned, and an epoch "
+                "more steps. If the first dimension does not count samples, give `accum_bs` in what it counts; if the "
+                "loader joins items, let its `bs` count samples")
         cuts = self.auto or self.micro_batch_size and n>self.micro_batch_size
         before = self._attributes() if cuts else []
         learn._split(learn._set_device(b))

@@ -115,8 +115,8 @@ class StepLoader(InPlace):
             for _ in batches.batches if isinstance(self.dl, DataLoader) else (): pass
         elif not self.steps or not batches.peek(): return
         elif several:
-            raise RuntimeError(f"this process has samples left after {len(self.steps)} steps: its training loader yields "
-                "more or larger batches than its `__len__` and `bs` say. Correct these" + see('more-batches'))
+            raise RuntimeError(f"this process has samples left after {len(self.steps)} steps: its loader yields more "
+                "or larger batches than its `__len__` and `bs` say. Correct these" + see('more-batches'))
         else:
             while batches.peek(): yield Step(batches, o, rank, announced=False)
 

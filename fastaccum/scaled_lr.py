@@ -53,7 +53,7 @@ class ScaledLR(Guest):
         check_single(learn, ScaledLR)
         self._look()
         if self.rule=='adascale' and self.meter is None:
-            raise ValueError("`rule='adascale'` is measured: add a `NoiseScale()` to the callbacks" + see('no-noise-scale'))
+            raise ValueError("`rule='adascale'` needs a meter: add a `NoiseScale()` to `cbs`" + see('no-noise-scale'))
         if self.betas and 'sqr_mom' not in learn.opt.hypers[0]:
             raise ValueError(f"`betas={self.betas!r}` is for Adam, and this optimizer keeps no average of squares: "
                 "leave `betas` out, or use Adam" + see('betas-of-adam'))

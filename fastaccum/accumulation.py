@@ -12,7 +12,7 @@ from collections.abc import Callable
 from fastai.callback.schedule import LRFinder
 from fastai.data.core import DataLoaders
 from .core.checks import check_bool, check_count, check_function, check_learner
-from .core.distributed import Processes, check_loaders, check_processes, check_wrapped, find_in_memory
+from .core.distributed import Processes, check_loaders, check_processes, check_wrapped, keep_in_memory
 from .core.forward_state import devices_of
 from .core.gradients import GradSums, empty_grads, in_half, params_of
 from .core.loader import InPlace, LoaderSizes, StepLoader, drops_last, sizes_of
@@ -101,7 +101,7 @@ class GradientAccumulation(StepLoop):
         check_wrapped(learn.model)
         self.said,self.logs,self.processes = Said(),LogRows(self),Processes(learn.model)
         self.watch,self.mean,self.planned = Watch(self),None,None
-        if self._finder is not None and self.processes.n>1: find_in_memory(self._finder)
+        if self._finder is not None and self.processes.n>1: keep_in_memory(self._finder)
         if not len(learn.dls.train) and self.processes.n==1: return   # an export has no samples
         check_processes(self)
         self.planned = self._next_plan(learn.dls.train)
@@ -118,8 +118,8 @@ class GradientAccumulation(StepLoop):
         finder,n_epoch = self._finder,self.learn.n_epoch
         plan = self._plan(dl, n_epoch, None if finder is None else finder.num_it)
         now,asked = (plan.loaders,n_epoch,plan.drop_last),self.accum_bs
-        if self.planned is not None and (now,asked)==self.of: return self.planned
-        self.of = now,asked
+        if self.planned is not None and (now,asked)==self.planned_for: return self.planned
+        self.planned_for = now,asked
         return plan
 
     def before_train(self):
@@ -135,7 +135,7 @@ class GradientAccumulation(StepLoop):
         plan = self.planned = self._next_plan(learn.dl)
         empty_grads(learn.opt)
         ps = params_of(learn.opt)
-        self.wide = GradSums(ps if in_half(ps) else [])   # all of them, so that a micro-batch has one share
+        self.grad_sums = GradSums(ps if in_half(ps) else [])   # all of them, so that a micro-batch has one share
         self.i,self.devices = 0,devices_of(learn.model.modules())
         learn.dl = self.loader = StepLoader(learn, learn.dl, self.run_step, plan.epoch(learn.epoch),
             plan.loaders[self.processes.rank], self.processes, plan.drop_last)
@@ -151,7 +151,7 @@ class GradientAccumulation(StepLoop):
                     "adds something to it, which is counted once per step. That is right for a penalty on the weights "
                     "and for a mean over samples. If the callback adds a sum over samples, or scales the loss, this "
                     "run differs from the full-batch run: do that in the loss function")
-        elif self.wide: micro.share = share   # gradients are added up in single precision, and weighed there
+        elif self.grad_sums: micro.share = share   # gradients are added up in single precision, and weighed there
         else: learn.loss_grad = learn.loss_grad*share
         if self.watch.probed is None and mean.samples+micro.n<self.step.enough: self.watch.loss()
 
@@ -159,7 +159,7 @@ class GradientAccumulation(StepLoop):
         "Count what was back-propagated"
         if not self.micro.ran: return
         self.mean.add(self.learn)
-        if self.wide: self.wide.add(self.micro.share)
+        if self.grad_sums: self.grad_sums.add(self.micro.share)
         elif self.mean.samples<self.step.enough: self.watch.note_grads()
 
     def before_validate(self):

@@ -10,7 +10,7 @@ __all__ = ['RecalibrateBN', 'bn_layers', 'FreezeBN']
 # %% ../nbs/05_batchnorm.ipynb #imports
 from collections.abc import Callable
 import torch
-from fastai.callback.core import Callback, TrainEvalCallback
+from fastai.callback.core import TrainEvalCallback
 from fastai.learner import Learner
 from fastai.torch_core import get_model
 from fastcore.basics import patch
@@ -24,7 +24,7 @@ from .core.batch import n_samples
 from .core.checks import check_count, check_function, first_of
 from .core.dry_run import Snapshot, loader_state, n_of, resizable, size_of
 from .core.forward_state import devices_of, rng_state, set_rng_state
-from .core.guest import Guest, to_the_end
+from .core.guest import Guest, Quiet, to_the_end
 from .core.warnings import see, warn
 from .core.out_of_memory import is_out_of_memory
 from .core.distributed import is_sharded, world_size
@@ -46,7 +46,7 @@ def recalibrate_bn(self:Learner,
     if not layers: raise ValueError(f"{why}: there is nothing to recalibrate" + see('no-batchnorm'))
     _recalibrate(self, layers, bs, n)
 
-class RecalibrateBN(Callback):
+class RecalibrateBN(Quiet):
     """Run `recalibrate_bn` before each validation, so that metrics and saved models use its statistics
 
     TypeError: an argument is not a whole number
@@ -62,7 +62,7 @@ class RecalibrateBN(Callback):
     ): self.bs,self.n = (o if o is None else check_count(nm, o) for nm,o in (('bs',bs),('n',n)))
 
     @property
-    def _trains(self): return not (self.learn.lock.locked() or hasattr(self.learn, 'lr_finder'))
+    def _trains(self): return not (self.validates or hasattr(self.learn, 'lr_finder'))
 
     def before_fit(self):
         if not self._trains: return

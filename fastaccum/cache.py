@@ -41,19 +41,19 @@ class GradientCache(Guest):
         micro_batch_size:int|str, # The most samples that the model sees at once; 'auto': as many as memory allows
         split:Callable=split # `f(inputs, start, stop, n)` returns samples `start` to `stop` of the `n` in `inputs`
     ):
-        self.retries,self.fits = isinstance(micro_batch_size, str) and micro_batch_size=='auto',AutoSize(split)
-        if not self.retries: self.fits.train = self.fits.valid = check_count('micro_batch_size', micro_batch_size)
+        self.retries,self.limit = isinstance(micro_batch_size, str) and micro_batch_size=='auto',AutoSize(split)
+        if not self.retries: self.limit.train = self.limit.valid = check_count('micro_batch_size', micro_batch_size)
         self.micro_batch_size,self.split = micro_batch_size,split
 
     @property
     def size(self)->int:
         "The most samples in a micro-batch; `None` if that is not known yet"
-        return self.fits.train
+        return self.limit.train
 
     def before_fit(self):
         if self.validates: return
         to_the_end(self._leave)
-        self.said,self.rows,self.checked,self.fits.failed = Said(),{},False,None
+        self.said,self.rows,self.checked,self.limit.failed = Said(),{},False,None
         check_cached(self.learn, self.retries)
 
     def before_batch(self):
@@ -84,14 +84,14 @@ class GradientCache(Guest):
         said = self.said if acc is None or getattr(acc, 'said', None) is None else acc.said
         if bns:
             said.once('batchnorm', f"{type(bns[0]).__name__} normalises with the samples of a micro-batch, at most "
-                f"{self.fits.most(learn.training)}, so the result differs from that of the whole batch. "
+                f"{self.limit.most(learn.training)}, so the result differs from that of the whole batch. "
                 "`ActivationCheckpoint()` instead of `GradientCache` gives it the whole batch", BatchNormWarning)
         warn_chunks(learn.model, args, said)
 
     def _shrink(self, n, exc):
         "Memory ran out with `n` samples: half as many from now on"
         if not (self.retries and is_out_of_memory(exc)): raise exc
-        self.fits.halve(n, str(exc).strip().split('\n')[0] or type(exc).__name__, self.learn.training)
+        self.limit.halve(n, str(exc).strip().split('\n')[0] or type(exc).__name__, self.learn.training)
 
 # %% ../nbs/03_cache.ipynb #check
 def check_cached(learn:Learner, auto:bool=False):

@@ -114,7 +114,7 @@ class NoiseScale(Guest):
         (n,size,_),learn = mean.now,self.learn
         scaler = vars(learn).get('scaler')
         scale = 1. if scaler is None else scaler.scale(torch.ones((), device=learn.loss_grad.device))
-        size,ref = (n,1.) if mean.is_sum else (size,size if self.acc.wide else mean.ref)   # `wide` ones have no share
+        size,ref = (n,1.) if mean.is_sum else (size,size if self.acc.grad_sums else mean.ref)   # these have no share
         if not mean.samples or self.heard is None: self.heard = {}
         self.heard[mean.samples] = lengths,n,size,ref/scale
 

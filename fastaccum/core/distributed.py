@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/core/distributed.html.md"""
 
 # %% auto #0
 __all__ = ['world_size', 'gather', 'check_same', 'check_search', 'is_fsdp', 'is_sharded', 'Processes', 'add_up', 'in_each',
-           'check_wrapped', 'check_loaders', 'check_processes', 'find_in_memory']
+           'check_wrapped', 'check_loaders', 'check_processes', 'keep_in_memory']
 
 # %% ../../nbs/core/08_distributed.ipynb #imports
 import torch
@@ -223,7 +223,7 @@ def check_processes(loop:Callback):
         "make the Learner after `fully_shard`" + see('sharded-parameters'))
 
 # %% ../../nbs/core/08_distributed.ipynb #finder
-def find_in_memory(finder:LRFinder):
+def keep_in_memory(finder:LRFinder):
     "Let `finder` keep the model and the optimizer in memory, on each process; fastai saves them on the first one only"
     def before_fit():
         finder.kept = deepcopy((get_model(finder.learn.model).state_dict(),finder.opt.state_dict()))

@@ -19,6 +19,7 @@ from fastcore.basics import GetAttr
 from .batch import n_samples, split
 from .checks import class_names
 from .distributed import Processes
+from .guest import Instead
 from .plan import LoaderSizes, PlannedStep
 from .warnings import see
 
@@ -64,23 +65,19 @@ class InPlace(GetAttr):
     "A loader for the Learner; while it is iterated, and no longer, the Learner runs batches with another `one_batch`"
     _default = 'dl'
     def __init__(self, learn:Learner, dl:object, one_batch:Callable):
-        self.learn,self.dl,self.one_batch = learn,dl,one_batch
+        self.dl,self.place = dl,Instead(learn, 'one_batch', one_batch)
 
     def __len__(self): return len(self.dl)
     def items(self): return iter(self.dl)
 
     def __iter__(self):
-        d = vars(self.learn)
-        own = d.get('one_batch')   # there is one in a validation within an epoch
-        self.before = own if own!=self.one_batch else None
-        d['one_batch'] = self.one_batch
+        self.place.enter()
         try: yield from self.items()
         finally: self.leave()
 
     def leave(self):
-        "Give the Learner its own `one_batch` back; may be called again"
-        vars(self.learn).pop('one_batch', None)
-        if self.before is not None: vars(self.learn)['one_batch'] = self.before
+        "Give the Learner its `one_batch` back; may be called again"
+        self.place.leave()
 
 # %% ../../nbs/core/01_loader.ipynb #steps
 class StepLoader(InPlace):
@@ -97,15 +94,12 @@ class StepLoader(InPlace):
 
     def __len__(self): return len(self.steps)
 
-    def __iter__(self):
-        self.processes.hold(True)
-        return super().__iter__()
-
     def leave(self):
         super().leave()
         self.processes.hold(False)
 
     def items(self):
+        self.processes.hold(True)
         batches = BatchStream(self.dl, self.sizes)
         several,rank = self.processes.n>1,self.processes.rank
         # with several processes, one that has run out of samples has empty steps, since the others wait for it

@@ -112,6 +112,7 @@ class StepMean:
         self.looked = before is not None   # has the host seen a value of the user's function?
         self.known = 0. if before is None or before.now is None else before.loss   # the last loss that was a number
         # what was counted, by `add`
+        self.count = 0      # micro-batches
         self.samples = 0    # samples
         self.losses = 0.    # losses, each times its size; of a sum, their sum
         self.size = 0       # things that the mean is over; 0 for a sum
@@ -139,7 +140,7 @@ class StepMean:
         size = (n_samples(learn.yb, n) or n) if self.find is samples else self.find(learn)
         if self.n_items: size,self.looked = _checked(size, not self.looked),True
         if self.ref is None:
-            each,ps = self._most(learn, size, n)/n,self.processes
+            each,ps = self._most(learn, size, n)/max(n, 1),self.processes   # a callback may make rows of no sample
             # what is exchanged with each micro-batch needs the same on all processes
             self.ref = ps.largest(each)*self.total/ps.n if ps and ps.shards else each*self.own
         if isinstance(size, torch.Tensor) or not size: size,loss = self._masked(learn, size, loss)
@@ -168,7 +169,7 @@ class StepMean:
     def add(self, learn:Learner):
         "Count the micro-batch, which was measured and back-propagated"
         n,size,loss = self.now
-        self.samples += n
+        self.count,self.samples = self.count+1,self.samples+n
         self.learns |= learn.loss_grad.requires_grad
         self.size = self.size+size
         self.losses = self.losses+(loss if self.is_sum else size*loss)

@@ -63,7 +63,7 @@ class CachedCall:
         self.learns,self.given = torch.is_grad_enabled(),[o for o in leaves(args) if isinstance(o, torch.Tensor)]
         self.modules = list(model.modules())
         self.ddps = [m for m in self.modules if isinstance(m, DistributedDataParallel)]
-        self.devices,self.size = devices_of(self.modules), cb.fits.most(model.training) or n
+        self.devices,self.size = devices_of(self.modules), cb.limit.most(model.training) or n
         # inputs that need a gradient, and leaves of the graph in their place
         self.inputs = {id(x):(x,x.detach().requires_grad_()) for x in self.given if x.requires_grad and self.learns}
         own = (dressed(self.inputs[id(x)][1], x) if id(x) in self.inputs else x for x in leaves(args))
@@ -93,7 +93,7 @@ class CachedCall:
             if m.will_sync_module_buffers(): m._sync_buffers()
             m.require_forward_param_sync = False
         while True:
-            self.cuts,self.states = bounds(evenly(self.n, self.cb.fits.most(self.model.training))),[]
+            self.cuts,self.states = bounds(evenly(self.n, self.cb.limit.most(self.model.training))),[]
             try: outs = self._pass()
             except Exception as e: self.cb._shrink(max(b-a for a,b in self.cuts), e)
             else: break
@@ -104,7 +104,7 @@ class CachedCall:
         torch.clear_autocast_cache()   # it may have weights that were cast without a graph
         if {*map(len, flat)}!={len(rows)}: _refuse(outs[0], self.cuts[0][1])
         res = [_joined(xs, [b-a for a,b in self.cuts], row) for xs,row in zip(zip(*flat), rows)]
-        if not self.learns: self.cb.fits.tell(self.model.training)
+        if not self.learns: self.cb.limit.tell(self.model.training)
         else: res = self._with_node(res, flat)
         return rebuilt(outs[-1], map(dressed, res, flat[-1]))
 
@@ -181,7 +181,7 @@ class _Replay:
         for i in range(last): self._run(i, *call.cuts[i], grads)
         for m in call.exchanges: self._exchange(m)
         for p,g in self.sums.sums.items(): p.grad = g.to(p.dtype)
-        call.cb.fits.tell(True)
+        call.cb.limit.tell(True)
         res = [o.grad for _,o in call.inputs.values()]
         self.call = self.fixed = self.sums = None   # the predictions live on
         return res
@@ -197,7 +197,7 @@ class _Replay:
     def _run(self, i, start, stop, grads, outs=None):
         "Samples `start` to `stop`, of the `i`th micro-batch; without `outs`, it is run again from where it started"
         call,cb,n = self.call,self.call.cb,stop-start
-        size = cb.fits.train or n
+        size = cb.limit.train or n
         if outs is None and n>size:   # memory ran out since
             for a,b in bounds(evenly(n, size)): self._run(i, start+a, start+b, grads)
             return
@@ -239,7 +239,7 @@ class _Replay:
         for x,y in zip(first, outs):
             if not isinstance(x, torch.Tensor) or not x.is_floating_point() or not x.numel(): continue
             a,b = (o.detach().as_subclass(torch.Tensor).float() for o in (x,y))
-            tol = 1e-2 if first[0].dtype.itemsize<4 else 1e-3   # kernels need not add in the same order
+            tol = 1e-2 if x.dtype.itemsize<4 else 1e-3   # kernels need not add in the same order
             if (a-b).abs().max()<=tol*a.abs().max(): continue
             return self.call.cb.said.once('runs-differ', "the model returned something else when it was run again "
                 "on the same samples, with the same random numbers and buffers, so its gradients are not those of its "

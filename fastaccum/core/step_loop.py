@@ -32,10 +32,10 @@ class StepLoop(Events):
     """
     # What a fit writes, by `before_fit`, `before_train` and `run_step`; none of it is pickled
     # of a fit: its plan and what that was made for, its warnings and what they look at, rows of loggers
-    planned = of = said = watch = logs = None
+    planned = planned_for = said = watch = logs = None
     processes = Processes(nn.Identity())   # those that step together
     # of an epoch: its `StepLoader`, `GradSums`, micro-batches so far, and devices besides the CPU
-    loader,wide,i,devices = None,(),0,()
+    loader,grad_sums,i,devices = None,(),0,()
     step = mean = micro = None   # the `Step`, its `StepMean`, and its `MicroBatch` that runs
 
     def __getstate__(self): return {k:v for k,v in vars(self).items() if k not in vars(StepLoop)}
@@ -74,7 +74,7 @@ class StepLoop(Events):
 
     def _drop(self):
         empty_grads(self.learn.opt)
-        self.wide.pop()
+        self.grad_sums.pop()
         self.watch.grads = None   # these are gone
 
     def _batch(self, b, n):
@@ -91,7 +91,7 @@ class StepLoop(Events):
         learn._split(learn._set_device(b))
         try: self._event('before_batch')
         except CancelBatchException: return self._event('after_cancel_batch')
-        with self.watch.state() if self.mean.samples and not self.watch.saw_state else nullcontext():
+        with self.watch.state() if self.mean.count and not self.watch.saw_state else nullcontext():
             if not cuts: return self._micro_batch()
             rows = n_samples((*learn.yb,*learn.xb), n) or n   # callbacks may have made more of them
             self._in_parts(n, rows, before, self._micro_batch, lambda: self._end_micro_batch(ends_batch=False))
@@ -111,7 +111,7 @@ class StepLoop(Events):
                     if training: self.watch.parts(parts)
                     parts.use(start, stop)
                 self.micro = MicroBatch(n*stop//rows-n*start//rows, start, stop)
-                try: fits = runs.fits(run, self.micro, training and not self.mean.samples)
+                try: fits = runs.fits(run, self.micro, training and not self.mean.count)
                 except Exception as e:
                     if stop-start<rows and not is_out_of_memory(e):
                         k = stop-start
@@ -150,7 +150,7 @@ class StepLoop(Events):
 
     def _backward(self):
         learn,mean,micro = self.learn,self.mean,self.micro
-        if self.watch.grads and mean.samples: self.watch.compare_grads()
+        if self.watch.grads and mean.count: self.watch.compare_grads()
         # a micro-batch may have nothing to learn; if it is all of a step, torch tells
         ends = mean.samples+micro.n>=self.step.enough
         if learn.loss_grad.requires_grad or ends and not mean.learns: learn._backward()
@@ -173,7 +173,7 @@ class StepLoop(Events):
         if not mean.samples or self.planned.drop_last and self.processes.n==1 and mean.samples<self.step.enough: return
         by,ps = mean.correction,[p for p in params_of(learn.opt) if p.requires_grad]
         if self.processes.shards and not mean.is_sum: by = by*self.processes.n   # PyTorch averages over processes
-        if self.wide: grads = {p:o*by for p,o in self.wide.pop().items()}
+        if self.grad_sums: grads = {p:o*by for p,o in self.grad_sums.pop().items()}
         else:
             scale_grads(ps, by)
             grads = {p:p.grad for p in ps if p.grad is not None}
@@ -239,5 +239,5 @@ class StepLoop(Events):
         learn.pred = join(preds, ns)
         if not len(learn.yb): return
         if items[0] is None: learn.loss = sum(losses)
-        else: learn.loss = sum(o*n for o,n in zip(losses, items) if n)/max(sum(items), 1)
+        else: learn.loss = sum(o*n for o,n in zip(losses, items) if n)/(sum(items) or 1)
         learn.loss_grad = learn.loss

@@ -186,15 +186,15 @@ class Towers(Module):
         self.protos = nn.Parameter(torch.randn(4, 3).double())
     def forward(self, x, text):
         a,b = self.a(x.mul_(0.5)),self.b(text['ids'])   # it may write into its input
-        res = a,b,self.scale.exp(),self.protos*2,x.argmax(-1),a.detach(),None,'clip',[a*2,(b*3,)]
-        return self.out(enumerate(res if self.training else res[:6])) if self.out is dict else res
+        res = None,a,b,self.scale.exp(),self.protos*2,x.argmax(-1),a.detach(),'clip',[a*2,(b*3,)]
+        return self.out(enumerate(res if self.training else res[:7])) if self.out is dict else res
 
 def flat(o):
     o = list(o.values()) if isinstance(o, dict) else o
     return [x for v in o for x in flat(v)] if isinstance(o, (tuple,list)) else [o]
 
 def clip_loss(out, y):
-    a,b,scale,protos = flat(out)[:4]
+    _,a,b,scale,protos = flat(out)[:5]
     sim,y = scale*F.normalize(a)@F.normalize(b).T,torch.arange(len(a))
     return F.cross_entropy(sim, y)+F.cross_entropy(sim.T, y)+F.cross_entropy(a@protos.T, y%4)
 

@@ -26,15 +26,15 @@ class Counts(Memory):
         return super().forward(x)
 
 class Loss(CrossEntropy):
-    def __init__(self, memory): super().__init__(); self.memory = [memory]   # no part of this module
+    def __init__(self, memory, weight): super().__init__(weight); self.memory = [memory]   # no part of this module
     def forward(self, pred, targ):
         if torch.is_grad_enabled(): self.memory[0].check('loss', len(pred))
         return super().forward(pred, targ)
 
-def learner(bs, short=None, norm=nn.Tanh, **kwargs):
+def learner(bs, short=None, norm=nn.Tanh, weight=None, **kwargs):
     memory = Counts(short)
     def net(): return nn.Sequential(nn.Linear(5, 6), norm(), memory, nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
-    return toy(bs, model=lambda: net().double(), loss_func=Loss(memory), **kwargs)
+    return toy(bs, model=lambda: net().double(), loss_func=Loss(memory, weight), **kwargs)
 
 auto = partial(GradientAccumulation, micro_batch_size='auto', drop_last=False)
 
@@ -108,12 +108,13 @@ def test_autocast_is_left(where):
 
 # Validation, and what cannot be helped
 
-def test_validation_is_split_too():
+@pytest.mark.parametrize('weight', [None,torch.tensor([.01,.02,.03], dtype=torch.float64)], ids=['mean','weights'])
+def test_validation_is_split_too(weight):
     "Its losses and metrics are those of whole batches; it finds a size of its own"
     def short(where, n): return where=='validation' and n>9 or where=='loss' and n>4
     sizes = Seen('after_loss', lambda l: len(l.pred))
     sizes.run_valid,sizes.run_train = True,False
-    assert_same_run(*full_and_short(16, 32, short, cbs=lambda: [sizes], n=90, metrics=accuracy))
+    assert_same_run(*full_and_short(16, 32, short, cbs=lambda: [sizes], n=90, metrics=accuracy, weight=weight))
     assert max(sizes.values[-12:])<=9   # after those of the full-batch run
 
 def test_a_single_sample_that_does_not_fit():

@@ -184,7 +184,7 @@ def test_callbacks_see_what_they_see_where_batches_are_not_split(cb, accum, micr
         learn.fit_one_cycle(2, 0.02, cbs=[*accumulating(accum, own, drop_last=False),cb()])
     assert deviation(weights(a), weights(b))<1e-7 and deviation(a.recorder.losses, b.recorder.losses)<2e-6
 
-@pytest.mark.parametrize('micro', [4,('auto',9)], ids=str)
+@pytest.mark.parametrize('micro', [1,4,('auto',1),('auto',9)], ids=str)
 def test_rows_that_a_callback_adds_are_trained_on(micro):
     def views(l): l.xb,l.yb = (torch.cat([l.x,-l.x]),),(torch.cat([l.y]*2),)
     assert_same_run(*full_and_split(16, 16, micro, cbs=lambda: [Event('before_batch', views)], n=64))

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from fastai.callback.fp16 import MixedPrecision
 from .core.checks import check_count, check_single, first_of
 from .core.distributed import is_sharded
+from .core.gradients import params_of
 from .core.guest import Guest
 from .core.warnings import Said, see
 
@@ -100,7 +101,7 @@ class NoiseScale(Guest):
         lengths,self.hooks = {},[]
         for p in self._params(): self.hooks.append(p.register_hook(partial(self._hear, lengths, id(p))))
 
-    def _params(self): return [p for ps in self.learn.opt.param_lists for p in ps if p.requires_grad]
+    def _params(self): return [p for p in params_of(self.learn.opt) if p.requires_grad]
 
     def _hear(self, lengths, i, g):
         mean = self.acc.mean

@@ -102,14 +102,14 @@ def check_scheduling(scheduling:dict[int,int])->dict[int,int]:
 class _Scheduled(GradientAccumulation):
     "A `GradientAccumulation` whose `sizes` are a function of the position in training"
     name = 'gradient_accumulation'
-    current_bs = None   # samples in a full step as the schedule wants it; `_complete` writes it with each step
+    current_bs = None   # samples in a full step as the schedule wants it; `_complete_grads` writes it with each step
 
     def before_fit(self):
         super().before_fit()
         if hasattr(self.learn, 'recorder'): self.learn.recorder.accum_bs = []
 
-    def _complete(self):
-        if not super()._complete(): return
+    def _complete_grads(self):
+        if not super()._complete_grads(): return
         self.current_bs = self.step.full
         if hasattr(self.learn, 'recorder'): self.learn.recorder.accum_bs.append(self.current_bs)
         return True

@@ -69,6 +69,8 @@ class Undo:
         "Put back what was replaced; what was added to in place is emptied, or returned if there was more in it before"
         done = []
         for p,g,version in self.grads:
-            if p.grad is g and g is not None and g._version!=version: g.zero_() if self.empty else done.append((p,g))
+            added = p.grad is g and g is not None and g._version!=version
+            if added and self.empty: g.zero_()
+            elif added: done.append((p,g))
             p.grad = g
         return done

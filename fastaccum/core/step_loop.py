@@ -61,7 +61,7 @@ class StepLoop(Events):
                 self._batch(b, n)
                 ran = True
             learn.iter = i
-            if self._complete(): self._take_step(ran)
+            if self._complete_grads(): self._take_step(ran)
             else:   # nothing counts, or it is too little
                 self._drop()
                 if ran: self._end_micro_batch()
@@ -165,7 +165,7 @@ class StepLoop(Events):
         if not (row or ends_batch): return
         self._event('after_batch', lambda cb: ends_batch and not hears_steps(cb) or row and records(cb))
 
-    def _complete(self):
+    def _complete_grads(self):
         "Make the gradients those of the step's mean loss, unless nothing counts"
         learn,mean = self.learn,self.mean
         if self.watch.grads: self.watch.grads = ()   # a step of one micro-batch; they are not kept

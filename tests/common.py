@@ -1,13 +1,12 @@
 "Things several tests use."
-import os, pytest, subprocess, torch
+import os, pytest, subprocess, torch, warnings
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from random import Random
 from torch import nn
 from torch.nn import functional as F
-from fastai.callback.core import Callback
-from fastai.callback.fp16 import AMPMode, MixedPrecision
-from fastai.torch_core import Module
+from fastai.vision.all import AMPMode, Callback, MixedPrecision, Module
 from torch.amp import GradScaler, autocast
 from torch.utils.data import TensorDataset
 from fastaccum.testing import toy_data
@@ -87,6 +86,24 @@ class StepsLoader:
 
 def grads(learn): return [None if p.grad is None else p.grad.clone() for p in learn.model.parameters()]
 def weights(learn): return torch.cat([p.detach().flatten().clone() for p in learn.model.parameters()])
+
+@contextmanager
+def unmoved(learn):
+    "No weight moves"
+    before = weights(learn)
+    yield
+    assert weights(learn).equal(before)
+
+@contextmanager
+def noted_warnings(action='always'):
+    "A list of the warnings that come, with this filter"
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter(action)
+        yield said
+
+def in_single(ds):
+    "The same data with inputs in single precision"
+    return TensorDataset(ds.tensors[0].float(), *ds.tensors[1:])
 
 class Overflow(Callback):
     "The loss of a step is infinite, `at` steps after the first"

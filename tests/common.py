@@ -4,7 +4,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from random import Random
-from torch import nn
 from torch.nn import functional as F
 from fastai.vision.all import AMPMode, Callback, MixedPrecision, Module
 from torch.amp import GradScaler, autocast
@@ -131,8 +130,7 @@ def short_of(cap, stage='backward'):
 
 class Memory(Module):
     "Hands its input on; memory runs out where `short(where, n)` says so, for 'forward', 'backward' and 'validation'"
-    def __init__(self, short=None):
-        self.short = short
+    def __init__(self, short=None): self.short = short
     def check(self, where, n):
         if self.short and self.short(where, n): short_of(0, where)(n)
     def forward(self, x):

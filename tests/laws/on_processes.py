@@ -17,9 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 import pytest
-from fastai.data.core import DataLoaders
-from fastai.data.load import DataLoader
-from fastcore.basics import noop
+from fastai.vision.all import DataLoader, DataLoaders, noop
 from fastaccum import GradientAccumulation
 from fastaccum.testing import assert_same_run, one_cycle, toy, toy_data
 
@@ -131,8 +129,7 @@ def own(ns, micro=4, tokens=False, ddp=(), n_epoch=3, **kwargs):
 def entire(o):
     "With each sharded tensor as one"
     return tree_map(lambda x: x.full_tensor() if hasattr(x, 'full_tensor') else x, o)
-def state(learn):
-    return torch.cat([entire(o).detach().double().flatten() for o in learn.model.state_dict().values()])
+def state(learn): return torch.cat([entire(o).detach().double().flatten() for o in learn.model.state_dict().values()])
 
 def same_everywhere(t):
     "Fail if the processes do not hold the same"

@@ -260,8 +260,7 @@ def test_no_silence(nm):
     make,wanted,alone = off[nm]
     res = check(make())
     assert not res and not res.ok and {*wanted}<=bad(res)<={*wanted,'gradients','buffers'}, res
-    for k,where in wanted.items():
-        assert row(res, k).remedy and row(res, k).where==where, res
+    for k,where in wanted.items(): assert row(res, k).remedy and row(res, k).where==where, res
     assert not alone or 'gradients' not in bad(res) or 'exact' in row(res, 'gradients').where, res
     assert 'not the same run' in repr(res) and all(res.off[k]>(1e-6 if nm=='tiny_double' else 1e-3) for k in wanted)
     assert ('buffers' in bad(res))==(nm in ('batchnorm','before_batchnorm','cache','all','kept'))

@@ -66,8 +66,7 @@ def check(learn, before, order=1):
     for bs,cbs in ((micro,[]),(accum,[GradientAccumulation(accum)]))[::order]: same_fits(learn, bs, *cbs)
 
 rng = Random(0)
-grid = [(event,*o, rng.choice([*ways]), rng.random()<.5) for event in ats
-    for o in product(ats[event], excs, orders)]
+grid = [(event,*o, rng.choice([*ways]), rng.random()<.5) for event in ats for o in product(ats[event], excs, orders)]
 
 @pytest.mark.parametrize('event,at,exc,order,way,stays', some(90, grid))
 def test_whatever_ends_a_fit_nothing_is_left(event, at, exc, order, way, stays):

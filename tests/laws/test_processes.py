@@ -1,7 +1,6 @@
 """On several processes a run is that of one process on the whole effective batch, and gradients are exchanged once a
 step, whatever each has: unequal samples, another micro-batch, less memory."""
-import math, warnings
-import pytest, torch
+import math, pytest, torch
 from collections import Counter
 from copy import deepcopy
 from datetime import timedelta
@@ -12,18 +11,12 @@ from pathlib import Path
 from random import Random
 from torch import distributed as dist, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from fastai.callback.core import Callback, CancelBatchException, CancelFitException
-from fastai.callback.tracker import SaveModelCallback
-from fastai.callback.training import GradientClip, ShortEpochCallback
-from fastai.data.load import DataLoader
-from fastai.learner import AvgLoss
-from fastai.metrics import accuracy
-from fastai.optimizer import Adam, OptimWrapper, SGD
-from fastai.torch_core import Module
+from fastai.vision.all import (Adam, AvgLoss, CancelBatchException, CancelFitException, DataLoader, GradientClip,
+    Module, OptimWrapper, SGD, SaveModelCallback, ShortEpochCallback, accuracy)
 from fastaccum import (ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule,
     FreezeBN, GradientAccumulationScheduler, GradientCache, NoiseScale, RecalibrateBN, ScaledLR)
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, one_cycle, toy, toy_data
-from common import CpuMixedPrecision, Memory, Raise, Scaled, Seen, above, nt_xent, some, weights, whole
+from common import (Memory, Raise, Scaled, Seen, above, noted_warnings, nt_xent, some, unmoved, weights, whole)
 import on_processes as here
 from on_processes import (Batches, Traffic, assert_same, both, cut, entire, learner, loader, on, one_group, orders, own,
     rewind, same_everywhere, state, steps_of)
@@ -209,8 +202,9 @@ def test_half_precision_gradients_are_rounded_once():
             for o in orders(ns)[0] for x,y in map(ds.__getitem__, cut(o, 2))]
         for g,*each in zip(got.values[0], *parts):
             same_everywhere(g.float())
-            mean = torch.stack(each).float().mean(0)
-            assert ((g.float()-mean).abs()<=2.**-8*mean.abs()+1e-5).all()   # half of the last of 8 bits
+            mean,size = torch.stack(each).float().mean(0),torch.stack(each).float().abs().mean(0)
+            # half of the last of 8 bits, and what 64 sums in single precision may be off by
+            assert ((g.float()-mean).abs()<=2.**-8*mean.abs()+2.**-18*size).all()
 
 @on(2)
 def test_buffers_are_those_of_the_first_process():
@@ -348,10 +342,9 @@ def test_searches_in_distrib_ctx():
     distributed_on_cpu()
     order = Random(1).sample(range(64), 64)
     b = learner(loader(toy_data(64), [order], 4), toy_data(64), cbs=GradientAccumulation(32))
-    before = weights(b)
-    with b.distrib_ctx(sync_bn=False, cpu=True): found = b.lr_find(num_it=30, show_plot=False).valley
+    with unmoved(b), b.distrib_ctx(sync_bn=False, cpu=True): found = b.lr_find(num_it=30, show_plot=False).valley
     same_everywhere([found,*b.recorder.lrs])
-    assert torch.equal(weights(b), before) and len(b.recorder.lrs)>15
+    assert len(b.recorder.lrs)>15
     b = capped(less(0), wrap=False)
     with b.distrib_ctx(sync_bn=False, cpu=True): res = b.bs_find('binsearch', show_plot=False)
     assert int(res)==9 and not isinstance(b.model, DDP)
@@ -382,9 +375,7 @@ def test_what_is_told():
     "One process tells of a size that is rounded up, each of its communication hook, which is not used"
     b = own(even)
     b.model.register_comm_hook(None, lambda state,bucket: 1/0)
-    with warnings.catch_warnings(record=True) as w:
-        warnings.simplefilter('always')
-        b.fit(1, cbs=GradientAccumulation(17))
+    with noted_warnings() as w: b.fit(1, cbs=GradientAccumulation(17))
     told = [any(words in str(o.message) for o in w) for words in ('a step takes 24 samples','communication hook')]
     assert told==[not here.rank,True]
 
@@ -511,10 +502,10 @@ def test_bs_find_says_the_same_on_all():
     with pytest.raises(torch.OutOfMemoryError, match='no batch fits'): capped(less(0, 0)).bs_find(show_plot=False)
     with pytest.raises(ValueError, match='init_val'): capped([50,50]).bs_find(init_val=2+here.rank, show_plot=False)
     b = capped([50,50])
-    before,(exc,said) = weights(b),[(RuntimeError,'failed on process 1'),(ZeroDivisionError,'zero')][here.rank]
+    exc,said = [(RuntimeError,'failed on process 1'),(ZeroDivisionError,'zero')][here.rank]
     if here.rank: b.model.module[0].register_forward_hook(lambda *_: 1/0)
-    with pytest.raises(exc, match=said): b.bs_find(show_plot=False)
-    assert torch.equal(before, weights(b)) and isinstance(b.model, DDP)
+    with unmoved(b), pytest.raises(exc, match=said): b.bs_find(show_plot=False)
+    assert isinstance(b.model, DDP)
 
 # Sharded parameters (FSDP2)
 

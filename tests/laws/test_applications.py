@@ -6,7 +6,6 @@ not depend on the batch size; so augmentation by item is the same, and a GAN's n
 BatchNorm: `test_warnings_are_true.py`.
 """
 import numpy as np, pandas as pd, pytest, torch
-from collections import UserDict
 from functools import partial
 from torch import nn
 from torch.nn import functional as F
@@ -23,7 +22,7 @@ from fastai.vision.gan import (AdaptiveGANSwitcher, FixedGANSwitcher, GANDiscrim
 from fastaccum import GradientAccumulation
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation
 from common import Seen, short_of, weights
-from small_learners import quiet
+from small_learners import Encoding, quiet
 
 class Double(Callback):
     "Cast the batch to double precision"
@@ -162,9 +161,6 @@ def detection(bs, n=38):
     def item(i, gen): return torch.randn(3, 8, 8+i%3, generator=gen),dict(boxes=torch.rand(1+i%9, 4, generator=gen))
     return of_items(bs, Detector(), box_loss, lambda items: tuple(map(list, zip(*items))), item, n)
 
-class Encoding(UserDict):
-    "A mapping which is no `dict`, like transformers' BatchEncoding"
-
 class Tagger(Module):
     "Takes what a tokenizer returns by name, and returns scores; given labels, with their loss, as transformers' models"
     def __init__(self): self.emb,self.rnn,self.head = nn.Embedding(20, 8),nn.GRU(8, 8, batch_first=True),nn.Linear(8, 3)
@@ -197,6 +193,7 @@ apps = dict(
     collab=dict(make=ratings),
     detection=dict(make=detection),
     hugging=dict(make=tagged),
+    hugging_split=dict(make=tagged, micro=12, micro_batch_size=4),
     hugging_loss=dict(make=partial(tagged, with_labels=True), n_items=tokens))
 
 @pytest.mark.parametrize('nm', apps)

@@ -122,10 +122,6 @@ def test_only_where_somebody_trains():
     learn.recalibrate_bn(8)
     assert is_mean_of(learn, 8, 8)
 
-def test_nothing_to_do_is_said():
-    with pytest.warns(UserWarning, match='nothing to freeze') as said: toy(4).fit(2, 0.1, cbs=FreezeBN())
-    assert len(said)==1
-
 # Frozen layers
 
 def test_frozen_layers_are_left_alone():

@@ -88,14 +88,12 @@ settings = dict(adam=dict(opt_func=Adam, metrics=accuracy, cbs=lambda: [Gradient
     accumulated=dict(cbs=lambda: [accumulated()], n=75, metrics=accuracy),
     all=dict(cbs=lambda: [accumulated(),*scaled(),GradientClip(0.05),*penalties()], n=75))
 
-@pytest.mark.parametrize('nm', settings)
-def test_with_what_else_there_is(nm): assert_same(**settings[nm])
-
-@pytest.mark.parametrize('nm', [o for o in settings if o!='compiled'])   # which has no segments
-def test_checkpoints_with_what_else_there_is(nm):
-    "Here with dropout and BatchNorm, too: see test_checkpoint.py"
-    def model(): return net(nn.BatchNorm1d(6), nn.Dropout())
-    assert_same(ways['checkpointed'], **dict(model=model)|settings[nm])
+@pytest.mark.parametrize('way,nm', [(way,nm) for way in ('cached','checkpointed') for nm in settings
+    if (way,nm)!=('checkpointed','compiled')])   # which has no segments
+def test_with_what_else_there_is(way, nm):
+    "Checkpoints with dropout and BatchNorm, too: see test_checkpoint.py"
+    model = dict(model=lambda: net(nn.BatchNorm1d(6), nn.Dropout())) if way=='checkpointed' else {}
+    assert_same(ways[way], **model|settings[nm])
 
 # Who sees what
 

@@ -3,10 +3,9 @@ a plain fit, and the next accumulated one is the full-batch run."""
 import fastaccum, os, pytest, sys, torch
 from itertools import product
 from random import Random
-from fastai.callback.core import Callback, CancelEpochException, CancelFitException, CancelTrainException
-from fastai.learner import Learner
-from fastcore.basics import noop
 from torch import nn
+from fastai.vision.all import Callback, CancelEpochException, CancelFitException, CancelTrainException, Learner
+from fastcore.basics import noop
 from fastaccum import (ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule,
     GradientAccumulationScheduler, GradientCache, NoiseScale, ScaledLR)
 from fastaccum.testing import assert_same_run, deviation, toy

@@ -9,9 +9,7 @@ from fastai.vision.all import (Callback, CancelBatchException, CancelTrainExcept
 from fastaccum import GradientAccumulation, GradientCache
 from fastaccum.testing import assert_same_run, deviation, toy, both_runs
 from common import Seen, noted_warnings, weights
-from test_warned import told
-
-def fit(l, cbs): l.fit(2, 0.05, cbs=cbs)
+from test_warned import fit, told
 
 # Targets and losses that callbacks give
 

@@ -49,6 +49,11 @@ def nt_xent(z, y=None):
     sim = (z@z.T/0.5).masked_fill(torch.eye(len(z), dtype=torch.bool), -1e4)
     return F.cross_entropy(sim, (torch.arange(len(z))^1)%len(z))
 
+def dice(p, y):
+    "One coefficient for all samples of a batch together"
+    p,y = p.softmax(1),F.one_hot(y, p.shape[1]).movedim(-1, 1)
+    return 1-2*(p*y).sum()/(p+y).sum()
+
 def clear(*args):
     "Data with a signal: most of it is of one class"
     x,y = toy_data(*args).tensors

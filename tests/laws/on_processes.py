@@ -60,12 +60,14 @@ def together(module, test, n, folder, kwargs):
     try: start_processes(here, (module,test,n,str(folder),kwargs), n, start_method='forkserver')
     except ProcessException as e: raise AssertionError(str(e).strip()) from None
 
-def on(*ns):
-    "A test whose body runs on as many processes, at once; with none given, the number is its argument `n`"
+def on(*ns, each_of=None):
+    """A test whose body runs on as many processes, at once; with none given, the number is its argument `n`. `each_of`:
+    for each `case`, the arguments with which the body runs, one after the other"""
     def several(f):
         def test(n, tmp_path, **kwargs): together(f.__module__, f.__name__, n, tmp_path, kwargs)
         test.body,test.__name__,test.__doc__,test.__module__ = f,f.__name__,f.__doc__,f.__module__
-        names = 'n','tmp_path',*signature(f).parameters
+        if each_of: test.body = lambda case: [f(**kwargs) for kwargs in each_of[case]]
+        names = 'n','tmp_path',*(['case'] if each_of else signature(f).parameters)
         test.__signature__ = Signature([Parameter(o, Parameter.KEYWORD_ONLY) for o in names])
         test.pytestmark = getattr(f, 'pytestmark', [])
         return pytest.mark.parametrize('n', ns)(test) if ns else test
@@ -109,7 +111,6 @@ def rewind(learn, epoch=0):
 def splitter(m):
     ps = list(m.parameters())
     return [ps[:2],ps[2:]]
-def one_group(m): return [list(m.parameters())]
 
 def learner(train, ds, ddp=None, **kwargs):
     "Of this process alone, or of all, with these arguments of `DistributedDataParallel`"

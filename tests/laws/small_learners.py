@@ -20,6 +20,10 @@ def whole(high, *shape): return torch.randint(0, high, shape, generator=torch.Ge
 def loaders(*ts, bs=8): return DataLoaders(*(DataLoader(TensorDataset(*ts), bs=bs) for _ in range(2)))
 def all_params(m): return [list(m.parameters())]
 
+def with_loader(dl, learn, valid=None):
+    learn.dls = DataLoaders(dl, valid or dl)
+    return learn
+
 def quiet(learn):
     "In double precision, without bar and table"
     learn.remove_cb(ProgressCallback)

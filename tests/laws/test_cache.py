@@ -11,18 +11,11 @@ from fastai.vision.all import (Adam, Callback, CancelBatchException, GradientCli
     accuracy, set_seed)
 from fastaccum import ActivationCheckpoint, FreezeBN, GradientAccumulation, GradientCache
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, one_cycle, toy, toy_data
-from common import (CpuMixedPrecision, Memory, Overflow, Raise, Scaled, Seen, above, at_times, grads, in_single,
-    noted_warnings, nt_xent, unmoved, weights)
+from common import (CpuMixedPrecision, Memory, Overflow, Raise, Scaled, Seen, above, at_times, dice, grads,
+    in_single, noted_warnings, nt_xent, weights)
 from small_learners import DoubleMixUp, Event, MixedLoss, Own, all_params, applications, make, replaced, scores
 
 def Cached(n, **kwargs): return GradientCache(micro_batch_size=n, **kwargs)
-
-# Besides `nt_xent`, losses in which all samples of a batch see each other
-
-def dice(z, y):
-    "One coefficient for all samples of the batch together"
-    p,t = z.softmax(1),F.one_hot(y, 3).movedim(-1, 1)
-    return 1-2*(p*t).sum()/(p+t).sum()
 
 def in_place(z, y): return nt_xent(z.mul_(2).sigmoid_())
 
@@ -343,9 +336,3 @@ def test_auto_draws_what_it_would_have_drawn_with_the_size_known():
     def run(cache, cap=99):
         return fit([cache], n=48, model=lambda: net(nn.Dropout(), Own(6), Memory(above(cap, 'forward'))))
     same(run(Cached(4)), run(Cached('auto'), 5))
-
-def test_auto_gives_up_where_a_sample_does_not_fit():
-    learn = toy(16, model=lambda: net(Memory(above(0, 'forward'))), loss_func=nt_xent)
-    with unmoved(learn), pytest.raises(torch.OutOfMemoryError, match='single sample.*planted'):
-        learn.fit(1, cbs=Cached('auto'))
-    assert not replaced(learn)

@@ -7,14 +7,15 @@ from matplotlib import pyplot as plt
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset
-from fastai.text.all import (Callback, CancelFitException, CrossEntropyLossFlat, DataLoader, DataLoaders,
+from fastai.text.all import (Callback, CancelFitException, CrossEntropyLossFlat, DataLoader,
     GradientAccumulation as FastaiGradientAccumulation, GradientClip, LMDataLoader, MixUp, OptimWrapper, Pipeline,
     SortedDL, TfmdDL)
 from fastaccum import (ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule,
     GradientAccumulationScheduler, GradientCache)
 from fastaccum.testing import CrossEntropy, deviation, toy, toy_data, both_runs
 from common import CpuMixedPrecision, in_single, short_of, weights
-from small_learners import Event, all_params, make
+from small_learners import Event, all_params, make, with_loader
+from test_warned import summed
 from test_dry_runs import unchanged, verbs
 
 check,whats = verbs['check'],['loss','predictions','draws','callbacks','loader','gradients','buffers']
@@ -26,10 +27,7 @@ def own(model, bs=12, **kwargs): return toy(bs, model=model, splitter=all_params
 def made(*layers, **kwargs): return own(lambda: net(*layers).double(), **kwargs)
 def single(*layers, **kwargs): return own(lambda: net(*layers or [nn.Tanh()]), data=in_single(toy_data(40)), **kwargs)
 def mixed(*cbs, **kwargs): return single(cbs=[MixUp(),*cbs], loss_func=CrossEntropyLossFlat(**kwargs))
-def loaded(dl, model=None, **kwargs):
-    learn = own(model, **kwargs) if model else toy(12, **kwargs)
-    learn.dls = DataLoaders(dl, dl)
-    return learn
+def loaded(dl, model=None, **kwargs): return with_loader(dl, own(model, **kwargs) if model else toy(12, **kwargs))
 
 # No false alarm
 
@@ -210,7 +208,6 @@ class Off(Callback):
     def after_loss(self):
         if self.training: self.learn.loss_grad = self.loss_grad*(1+self.by*(len(self.x)<12))
 
-def undeclared(p, y): return F.cross_entropy(p, y, reduction='sum')
 def slope(p, y):
     "The value of a mean, the gradient of a sum"
     l = F.cross_entropy(p, y)
@@ -235,7 +232,7 @@ off = dict(batchnorm=(lambda: made(nn.BatchNorm1d(6)), dict(predictions='BatchNo
     carry=(lambda: own(lambda: Carry(nn.Linear(5, 3)).double()), dict(predictions=''), False),
     hidden=(lambda: toy(12, tokens=True, loss_func=hidden), dict(loss=''), False),
     contrastive=(lambda: toy(12, loss_func=contrastive), dict(loss=''), False),
-    undeclared=(lambda: toy(12, loss_func=undeclared), dict(loss=''), False),
+    undeclared=(lambda: toy(12, loss_func=summed), dict(loss=''), False),
     slope=(lambda: toy(12, loss_func=slope), dict(loss=''), False),
     clipped=(lambda: toy(12, cbs=[Off(-.5),GradientClip(1e-3)]), dict(callbacks='Off'), True),
     small=(lambda: single(nn.ReLU(), cbs=Off(5e-3)), dict(callbacks='Off'), True),
@@ -285,7 +282,7 @@ def test_a_loader_whose_batches_depend_on_their_size():
 
 layers = nn.Tanh,lambda: nn.BatchNorm1d(6),Centre
 
-@pytest.mark.parametrize('kwargs', [{},dict(loss_func=undeclared),dict(tokens=True),dict(tokens=True, loss_func=hidden),
+@pytest.mark.parametrize('kwargs', [{},dict(loss_func=summed),dict(tokens=True),dict(tokens=True, loss_func=hidden),
     *(dict(model=lambda o=o: net(o()).double(), splitter=all_params) for o in layers),
     *(dict(cbs=lambda cb=cb: [cb()]) for cb in (mean_penalty,Summed,Mixes,Harmless))], ids='-'.join)
 @pytest.mark.filterwarnings('ignore::fastaccum.AccumulationWarning')

@@ -6,9 +6,10 @@ from hypothesis import example, given, strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
 from fastai.vision.all import Callback, GradientClip, accuracy, set_seed
-from fastaccum import AutoSize, GradientAccumulation
+from fastaccum import AutoSize, GradientAccumulation, GradientCache
 from fastaccum.testing import CrossEntropy, assert_same_run, toy
 from common import CpuMixedPrecision, Memory, Raise, Scaled, Seen, above, at_times, noted_warnings, unmoved
+from small_learners import replaced
 from test_split import gently, no_shrinking, opts
 
 pytestmark = pytest.mark.filterwarnings('ignore:memory ran out', 'ignore:.*are larger than `accum_bs')
@@ -116,11 +117,13 @@ def test_validation_is_split_too():
     assert_same_run(*full_and_short(16, 32, short, cbs=lambda: [sizes], n=90, metrics=accuracy))
     assert max(sizes.values[-12:])<=9   # after those of the full-batch run
 
-def test_a_single_sample_that_does_not_fit():
+@pytest.mark.parametrize('acc', [auto(32),GradientCache(micro_batch_size='auto')])
+def test_a_single_sample_that_does_not_fit(acc):
     "No weight moves; and the next fit says nothing of it"
-    learn,acc = learner(16, above(0, 'forward'), n=64),auto(32)
+    learn = learner(16, above(0, 'forward'), n=64)
     with unmoved(learn), pytest.raises(torch.OutOfMemoryError, match='single sample.*planted'):
         learn.fit(1, 0.1, cbs=acc)
+    assert not replaced(learn)
     learn.model[2].short = None
     with noted_warnings('error'): learn.fit(1, 0.1, cbs=acc)
 

@@ -14,7 +14,7 @@ from fastai.text.all import (Adam, BCEWithLogitsLossFlat, CrossEntropyLossFlat, 
 from fastaccum import AccumulationWarning, FreezeBN, GradientAccumulation, GradientAccumulationSchedule
 from fastaccum.core import forward_state
 from fastaccum.testing import CrossEntropy, Float32Loss, assert_same_run, deviation, toy, toy_data, both_runs
-from common import CpuMixedPrecision, Memory, Seen, above, noted_warnings, nt_xent, unmoved, weights
+from common import CpuMixedPrecision, Memory, Seen, above, dice, noted_warnings, nt_xent, unmoved, weights
 from small_learners import Event, all_params
 
 def told(f):
@@ -111,9 +111,6 @@ masks,padded = (r(32, 5, 4, 4),classes(32, 4, 4)),(r(32, 6, 5),classes(32, 6))
 padded[1][:,2:][torch.rand(32, 4, generator=gen)<torch.rand(32, 1, generator=gen)] = -100
 w5 = torch.tensor([0.2,1.,5.,0.5,2.])
 
-def batch_dice(p, y):
-    p,y = p.softmax(1),F.one_hot(y, 5).movedim(-1, 1)
-    return 1-(2*(p*y).sum((0,2,3))/(p+y).sum((0,2,3))).mean()
 right = dict(
     cross_entropy=(CrossEntropyLossFlat(), plain), class_weights=(CrossEntropyLossFlat(weight=w5), plain),
     smoothed=(LabelSmoothingCrossEntropyFlat(), plain), sum=(CrossEntropyLossFlat(reduction='sum'), plain),
@@ -125,7 +122,7 @@ right = dict(
     several=(lambda p, y: F.cross_entropy(p[0], y)+p[1].pow(2).mean(), plain, lambda p: (p,p[:,:3])),
     named=(lambda p, y: F.cross_entropy(p['logits'], y), plain, lambda p: dict(logits=p)))
 wrong = dict(hidden_mean=(Masked(), padded), sum_for_mean=(summed, plain),
-    root=(lambda p, y: F.mse_loss(p, y).sqrt(), values), contrastive=(nt_xent, plain), dice=(batch_dice, masks),
+    root=(lambda p, y: F.mse_loss(p, y).sqrt(), values), contrastive=(nt_xent, plain), dice=(dice, masks),
     smoothed_weighted=(LabelSmoothingCrossEntropyFlat(weight=w5), plain),
     spread=(lambda p, y: ((p-p.mean(0))**2).mean(), plain))
 def of_16_at_least(p, y):

@@ -50,9 +50,10 @@ def nt_xent(z, y=None):
     return F.cross_entropy(sim, (torch.arange(len(z))^1)%len(z))
 
 def dice(p, y):
-    "One coefficient for all samples of a batch together"
+    "The mean over classes, with one coefficient for all samples of a batch together"
     p,y = p.softmax(1),F.one_hot(y, p.shape[1]).movedim(-1, 1)
-    return 1-2*(p*y).sum()/(p+y).sum()
+    dims = [0,*range(2, p.ndim)]
+    return 1-(2*(p*y).sum(dims)/(p+y).sum(dims)).mean()
 
 def clear(*args):
     "Data with a signal: most of it is of one class"

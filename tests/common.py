@@ -1,13 +1,11 @@
 "Things several tests use."
-import os, pytest, subprocess, torch
+import os, pytest, subprocess, torch, warnings
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from random import Random
-from torch import nn
 from torch.nn import functional as F
-from fastai.callback.core import Callback
-from fastai.callback.fp16 import AMPMode, MixedPrecision
-from fastai.torch_core import Module
+from fastai.vision.all import AMPMode, Callback, MixedPrecision, Module
 from torch.amp import GradScaler, autocast
 from torch.utils.data import TensorDataset
 from fastaccum.testing import toy_data
@@ -51,6 +49,12 @@ def nt_xent(z, y=None):
     sim = (z@z.T/0.5).masked_fill(torch.eye(len(z), dtype=torch.bool), -1e4)
     return F.cross_entropy(sim, (torch.arange(len(z))^1)%len(z))
 
+def dice(p, y):
+    "The mean over classes, with one coefficient for all samples of a batch together"
+    p,y = p.softmax(1),F.one_hot(y, p.shape[1]).movedim(-1, 1)
+    dims = [0,*range(2, p.ndim)]
+    return 1-(2*(p*y).sum(dims)/(p+y).sum(dims)).mean()
+
 def clear(*args):
     "Data with a signal: most of it is of one class"
     x,y = toy_data(*args).tensors
@@ -88,6 +92,24 @@ class StepsLoader:
 def grads(learn): return [None if p.grad is None else p.grad.clone() for p in learn.model.parameters()]
 def weights(learn): return torch.cat([p.detach().flatten().clone() for p in learn.model.parameters()])
 
+@contextmanager
+def unmoved(learn):
+    "No weight moves"
+    before = weights(learn)
+    yield
+    assert weights(learn).equal(before)
+
+@contextmanager
+def noted_warnings(action='always'):
+    "A list of the warnings that come, with this filter"
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter(action)
+        yield said
+
+def in_single(ds):
+    "The same data with inputs in single precision"
+    return TensorDataset(ds.tensors[0].float(), *ds.tensors[1:])
+
 class Overflow(Callback):
     "The loss of a step is infinite, `at` steps after the first"
     order,run_valid = 9,False
@@ -114,8 +136,7 @@ def short_of(cap, stage='backward'):
 
 class Memory(Module):
     "Hands its input on; memory runs out where `short(where, n)` says so, for 'forward', 'backward' and 'validation'"
-    def __init__(self, short=None):
-        self.short = short
+    def __init__(self, short=None): self.short = short
     def check(self, where, n):
         if self.short and self.short(where, n): short_of(0, where)(n)
     def forward(self, x):

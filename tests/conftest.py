@@ -3,7 +3,8 @@ from pathlib import Path
 
 os.environ.setdefault('OMP_NUM_THREADS', '1')   # the processes that tests start inherit it
 os.environ.setdefault('MPLBACKEND', 'agg')
-sys.path.insert(0, str(Path(__file__).parent))
+tests = Path(__file__).resolve().parent
+sys.path[:0] = [str(tests),str(tests.parent/'tools')]
 
 import numpy as np, pytest, random, torch
 torch.set_num_threads(int(os.environ['OMP_NUM_THREADS']))

@@ -6,9 +6,9 @@ what a user would meet, and which tests are to see it. Needs Python 3.11.
 """
 import argparse, os, shutil, sys, time, tomllib
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
+import run
 
 root = Path(__file__).resolve().parent.parent
 
@@ -23,41 +23,33 @@ def planted(fault, to):
     if n!=1: raise ValueError(f"{fault['file']} has {fault['was']!r} {n} times")
     fn.write_text(text.replace(fault['was'], fault['now']), encoding='utf-8')
 
-def fails(to, tests, out, secs):
-    "In a process of its own: whether one of the tests fails, and which; exits with pytest's status"
+def fails(to, tests, secs):
+    "In a process of its own: whether one of the tests fails, and which; returns pytest's status"
     import pytest, signal
-    with open(out, 'wb') as file:
-        for o in (1,2): os.dup2(file.fileno(), o)
     os.chdir(to)
     os.setsid()
     signal.alarm(secs)
     sys.path[:0] = [str(to)]
     os.environ['PYTHONPATH'] = str(to)
     args = ['-x', '-q', '--no-header', '-p', 'no:cacheprovider']
-    os._exit(int(pytest.main([*args, *(str(to/'tests'/o) for o in tests)])))
+    return int(pytest.main([*args, *(str(to/'tests'/o) for o in tests)]))
 
 def see(fault, tests, secs):
     "Which test sees the fault, if any, and after how many seconds"
     start = time.time()
     with TemporaryDirectory() as tmp:
-        to,out = Path(tmp)/'planted',Path(tmp)/'out'
-        to.mkdir()
-        planted(fault, to)
-        p = get_context('forkserver').Process(target=fails, args=(to,tests,out,secs))
-        p.start()
-        p.join()
-        text = out.read_text(errors='replace')
+        planted(fault, Path(tmp))
+        status,text = run.forked(fails, Path(tmp), tests, secs)
     by = next((l for l in text.splitlines() if l.startswith(('FAILED ','ERROR '))), '')
     # ended by a signal: Python crashed, or the time ran out, which is no verdict: it may be a hang or a busy machine
-    if not by and p.exitcode==-14: by = 'no time'
-    elif not by and p.exitcode not in (0,5): by = f'ended with {p.exitcode}: {text[-200:]}'
+    if not by and status==-14: by = 'no time'
+    elif not by and status not in (0,5): by = f'ended with {status}: {text[-200:]}'
     return by.partition(' - ')[0],time.time()-start
 
 def main(names, tests, secs, jobs):
     faults = [dict(o, area=fn.stem) for fn in sorted((Path(__file__).parent/'faults').glob('*.toml'))
         if not names or fn.stem in names for o in tomllib.loads(fn.read_text(encoding='utf-8'))['fault']]
-    preload = ['fastai.vision.all','fastai.text.all','fastai.tabular.all','pytest']
-    get_context('forkserver').set_forkserver_preload(preload)
+    run.forks.set_forkserver_preload(run.preload)
     def job(o): return o,*see(o, tests or o['tests'].split(), secs)
     seen = 0
     with ThreadPoolExecutor(jobs) as pool:

@@ -9,10 +9,7 @@ from functools import partial
 from multiprocessing import get_context
 
 import torch
-from fastai.callback.core import Callback
-from fastai.callback.training import GradientClip
-from fastai.metrics import accuracy
-from fastai.optimizer import Adam, OptimWrapper, RAdam, SGD
+from fastai.vision.all import Adam, Callback, GradientClip, OptimWrapper, RAdam, SGD, accuracy
 from fastaccum.testing import assert_same_run, toy, both_runs
 
 opts = dict(sgd=partial(SGD, mom=0.9), adam=Adam, radam=RAdam, torch_adamw=partial(OptimWrapper, opt=torch.optim.AdamW))

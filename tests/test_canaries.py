@@ -3,14 +3,9 @@ import inspect, torch
 from functools import partial
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from fastai.callback.core import Callback, TrainEvalCallback, _inner_loop
-from fastai.callback.fp16 import MixedPrecision
-from fastai.callback.schedule import LRFinder, ParamScheduler
-from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation, GradientClip
-from fastai.data.load import DataLoader
-from fastai.learner import Learner, Recorder
-from fastai.optimizer import OptimWrapper
-from fastai.text.data import LMDataLoader
+from fastai.callback.core import _inner_loop
+from fastai.text.all import (Callback, DataLoader, GradientAccumulation as FastaiGradientAccumulation, GradientClip,
+    LMDataLoader, LRFinder, Learner, MixedPrecision, OptimWrapper, ParamScheduler, Recorder, TrainEvalCallback)
 from fastaccum.testing import toy
 from common import Seen, grads
 

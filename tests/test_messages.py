@@ -1,6 +1,6 @@
 """Each message ends with a link to its entry on the page Messages, which shows it as it is, with a cause and lines to
 type that exist; and each entry is some message's. The FAQ is short, and what it says to type exists too."""
-import ast, inspect, json, re, sys
+import ast, inspect, json, re
 from pathlib import Path
 import pytest
 import fastai.callback.wandb, fastai.text.all, fastai.vision.all, fastaccum.all, fastaccum.wandb
@@ -10,7 +10,6 @@ from fastaccum import GradientAccumulation
 from fastaccum.testing import toy
 
 root = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(root/'tools'))
 import messages as tool
 from readme import docs_url
 

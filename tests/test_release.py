@@ -6,7 +6,6 @@ from fastcore.basics import noop
 from common import files_of_git
 
 root = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(root/'tools'))
 import release
 
 def text_of(nm): return (root/nm).read_text(encoding='utf-8')

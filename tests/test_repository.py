@@ -8,8 +8,7 @@ root = Path(__file__).resolve().parent.parent
 lib = root/'fastaccum'
 by_hand = {'__init__.py', 'all.py'}   # every other module is written by nbdev-export
 
-def modules(path): return {o.relative_to(path).as_posix(): o.read_bytes() for o in sorted(path.rglob('*.py'))}
-def notebooks(path): return {o.relative_to(path).as_posix(): o.read_bytes() for o in sorted(path.rglob('*.ipynb'))}
+def files(path, ext): return {o.relative_to(path).as_posix(): o.read_bytes() for o in sorted(path.rglob(f'*.{ext}'))}
 def run(cmd, cwd):
     "Run one of the commands that came with the packages"
     res = subprocess.run([Path(sys.executable).with_name(cmd)], cwd=cwd, capture_output=True, text=True)
@@ -31,16 +30,16 @@ def copy(tmp_path):
 def test_modules_are_the_notebooks_exports(copy, monkeypatch):
     monkeypatch.delenv('IN_TEST', raising=False)   # with it nbdev exports nothing
     run('nbdev-export', copy)
-    exported,committed = modules(copy/'fastaccum'),modules(lib)
+    exported,committed = files(copy/'fastaccum', 'py'),files(lib, 'py')
     assert exported.keys()==committed.keys()
     assert [k for k in committed if exported[k]!=committed[k]]==[], 'run nbdev-export'
 
 @pytest.mark.nbdev
 def test_notebooks_are_clean(copy):
-    before = notebooks(copy/'nbs')
+    before = files(copy/'nbs', 'ipynb')
     assert before
     run('nbdev-clean', copy)
-    after = notebooks(copy/'nbs')
+    after = files(copy/'nbs', 'ipynb')
     assert [k for k in before if after[k]!=before[k]]==[], 'run nbdev-clean'
 
 def test_readme_is_the_index():

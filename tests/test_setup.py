@@ -1,11 +1,9 @@
 "What make does for those who work on fastaccum: pages, and how a run of the tests ends."
-import sys
 from pathlib import Path
 import pytest
 import run
 
 root = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(root/'tools'))
 import page
 
 # Pages

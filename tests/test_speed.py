@@ -2,8 +2,7 @@
 import sys
 from contextlib import contextmanager
 import pytest, torch
-from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
-from fastcore.basics import noop
+from fastai.vision.all import GradientAccumulation as FastaiGradientAccumulation, noop
 from fastaccum import GradientAccumulation, NoiseScale
 from fastaccum.core import mean
 from fastaccum.testing import CrossEntropy, toy

@@ -17,9 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 import pytest
-from fastai.data.core import DataLoaders
-from fastai.data.load import DataLoader
-from fastcore.basics import noop
+from fastai.vision.all import DataLoader, DataLoaders, noop
 from fastaccum import GradientAccumulation
 from fastaccum.testing import assert_same_run, one_cycle, toy, toy_data
 
@@ -62,12 +60,14 @@ def together(module, test, n, folder, kwargs):
     try: start_processes(here, (module,test,n,str(folder),kwargs), n, start_method='forkserver')
     except ProcessException as e: raise AssertionError(str(e).strip()) from None
 
-def on(*ns):
-    "A test whose body runs on as many processes, at once; with none given, the number is its argument `n`"
+def on(*ns, each_of=None):
+    """A test whose body runs on as many processes, at once; with none given, the number is its argument `n`. `each_of`:
+    for each `case`, the arguments with which the body runs, one after the other"""
     def several(f):
         def test(n, tmp_path, **kwargs): together(f.__module__, f.__name__, n, tmp_path, kwargs)
         test.body,test.__name__,test.__doc__,test.__module__ = f,f.__name__,f.__doc__,f.__module__
-        names = 'n','tmp_path',*signature(f).parameters
+        if each_of: test.body = lambda case: [f(**kwargs) for kwargs in each_of[case]]
+        names = 'n','tmp_path',*(['case'] if each_of else signature(f).parameters)
         test.__signature__ = Signature([Parameter(o, Parameter.KEYWORD_ONLY) for o in names])
         test.pytestmark = getattr(f, 'pytestmark', [])
         return pytest.mark.parametrize('n', ns)(test) if ns else test
@@ -111,7 +111,6 @@ def rewind(learn, epoch=0):
 def splitter(m):
     ps = list(m.parameters())
     return [ps[:2],ps[2:]]
-def one_group(m): return [list(m.parameters())]
 
 def learner(train, ds, ddp=None, **kwargs):
     "Of this process alone, or of all, with these arguments of `DistributedDataParallel`"
@@ -131,8 +130,7 @@ def own(ns, micro=4, tokens=False, ddp=(), n_epoch=3, **kwargs):
 def entire(o):
     "With each sharded tensor as one"
     return tree_map(lambda x: x.full_tensor() if hasattr(x, 'full_tensor') else x, o)
-def state(learn):
-    return torch.cat([entire(o).detach().double().flatten() for o in learn.model.state_dict().values()])
+def state(learn): return torch.cat([entire(o).detach().double().flatten() for o in learn.model.state_dict().values()])
 
 def same_everywhere(t):
     "Fail if the processes do not hold the same"

@@ -1,5 +1,6 @@
 "Small Learners as users of fastai build them, in double precision; modules and callbacks of several laws."
 import numpy as np, pytest, random, torch
+from collections import UserDict
 from functools import partial
 from torch import nn
 from torch.distributions import Beta
@@ -7,19 +8,21 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 from torchvision.models import resnet18
 from fastai.text.all import (AWD_LSTM, Callback, DataLoader, DataLoaders, LMDataLoader, Learner, MixUp, ModelResetter,
-    ProgressCallback, RNNCallback, RNNRegularizer, awd_lstm_clas_config, awd_lstm_lm_config, get_language_model,
-    get_text_classifier)
+    Module, ProgressCallback, RNNCallback, RNNRegularizer, awd_lstm_clas_config, awd_lstm_lm_config,
+    get_language_model, get_text_classifier, noop)
 from fastai.tabular.model import TabularModel
-from fastai.torch_core import Module
 from fastai.vision.gan import GANLearner
 from fastai.vision.learner import unet_learner, vision_learner
-from fastcore.basics import noop
 from fastaccum.testing import Float32Loss
 
 def gauss(*shape): return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).double()
 def whole(high, *shape): return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(1))
 def loaders(*ts, bs=8): return DataLoaders(*(DataLoader(TensorDataset(*ts), bs=bs) for _ in range(2)))
 def all_params(m): return [list(m.parameters())]
+
+def with_loader(dl, learn, valid=None):
+    learn.dls = DataLoaders(dl, valid or dl)
+    return learn
 
 def quiet(learn):
     "In double precision, without bar and table"
@@ -162,3 +165,6 @@ class DoubleMixUp(MixUp):
         self.lam = self.lam.double()
 
 class MixedLoss(nn.CrossEntropyLoss): y_int = True   # for MixUp
+
+class Encoding(UserDict):
+    "As Hugging Face's `BatchEncoding`: a mapping that is no dict, and is as long as it has keys"

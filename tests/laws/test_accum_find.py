@@ -7,8 +7,8 @@ from fastai.vision.all import CancelFitException, DataLoader, SGD
 from fastaccum import GradientAccumulation, GradientAccumulationScheduler
 from fastaccum.testing import CrossEntropy, toy, toy_data
 from common import Raise, short_of
-from small_learners import Event
-from test_dry_runs import assert_same, everything
+from small_learners import Event, all_params, with_loader
+from test_dry_runs import unchanged
 
 class Theta(nn.Module):
     def __init__(self, d): super().__init__(); self.theta = nn.Parameter(torch.full((d,), d**-.5).double())
@@ -18,7 +18,7 @@ def quadratic(scale, bs=4, n=4096, d=200, **kwargs):
     "The gradient of a sample is θ-x, of length 1 in the mean, and `scale` is the variance of x: the noise scale"
     x = torch.randn(n, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)*(scale/d)**.5
     return toy(bs, data=TensorDataset(x, torch.zeros(n)), model=lambda: Theta(d), shuffle=True, opt_func=SGD,
-        loss_func=lambda pred,targ: pred.square().sum(-1).mean()/2, splitter=lambda m: [list(m.parameters())], **kwargs)
+        loss_func=lambda pred,targ: pred.square().sum(-1).mean()/2, splitter=all_params, **kwargs)
 
 def find(learn, **kwargs): return learn.accum_find(**dict(show_plot=False)|kwargs)
 def near(a, b): return b/1.5<float(a)<b*1.5
@@ -48,10 +48,8 @@ def test_batches_that_the_learner_splits_are_split(micro):
     "Memory runs out with more than 6 samples"
     learn = quadratic(16, 24, n=480, d=50, cbs=GradientAccumulation(48, micro_batch_size=micro))
     learn.model.register_forward_pre_hook(lambda m,x: short_of(6)(len(x[0])))
-    before = everything(learn)
-    found = find(learn, steps=60, lr=0.)
+    with unchanged(learn): found = find(learn, steps=60, lr=0.)
     assert near(found.scale, 16) and (micro=='auto' or int(found)%micro==0)
-    assert_same(before, learn)
 
 def test_where_targets_are_counted_the_suggestion_is_in_samples():
     "With the same number in each sample it is that of a loss that does not count them"
@@ -77,19 +75,12 @@ def test_callbacks_of_the_planned_fit_take_part():
 
 # What it refuses
 
-def loader(n, **kwargs):
-    learn = toy(4)
-    learn.dls.train = DataLoader(toy_data(n), **kwargs)
-    return learn
-
 @pytest.mark.parametrize('make,kwargs,exc,match', [*((lambda: toy(4),{nm:v},exc,f'{nm}={v}') for nm,v,exc in (
         ('accum_bs',-4,ValueError), ('accum_bs',2.5,TypeError), ('show_plot',1,TypeError))),
-    (lambda: loader(8, bs=None),{},ValueError,'many samples'),
-    (lambda: loader(3, bs=4),{},RuntimeError,'no full batch'),
+    (lambda: with_loader(DataLoader(toy_data(8), bs=None), toy(4)),{},ValueError,'many samples'),
+    (lambda: with_loader(DataLoader(toy_data(3), bs=4), toy(4)),{},RuntimeError,'no full batch'),
     (lambda: toy(4, cbs=Raise('after_step', CancelFitException, 0)),{},RuntimeError,'a callback ends the fit')],
     ids=lambda o: o if isinstance(o, str) else '')
 def test_what_cannot_be_measured_is_told(make, kwargs, exc, match):
     learn = make()
-    before = everything(learn)
-    with pytest.raises(exc, match=match): find(learn, **kwargs)
-    assert_same(before, learn)
+    with unchanged(learn), pytest.raises(exc, match=match): find(learn, **kwargs)

@@ -6,7 +6,6 @@ not depend on the batch size; so augmentation by item is the same, and a GAN's n
 BatchNorm: `test_warnings_are_true.py`.
 """
 import numpy as np, pandas as pd, pytest, torch
-from collections import UserDict
 from functools import partial
 from torch import nn
 from torch.nn import functional as F
@@ -23,7 +22,7 @@ from fastai.vision.gan import (AdaptiveGANSwitcher, FixedGANSwitcher, GANDiscrim
 from fastaccum import GradientAccumulation
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation
 from common import Seen, short_of, weights
-from small_learners import quiet
+from small_learners import Encoding, quiet
 
 class Double(Callback):
     "Cast the batch to double precision"
@@ -36,16 +35,12 @@ class Double(Callback):
 
 def in_double(learn): return quiet(learn.add_cb(Double()))
 
-def groupnorm(m):
-    "`m` with GroupNorm, which knows only the sample, in place of BatchNorm"
-    for nm,o in m.named_children():
-        if isinstance(o, nn.modules.batchnorm._BatchNorm): setattr(m, nm, nn.GroupNorm(1, o.num_features))
-        else: groupnorm(o)
-    return m
-
-def exact(learn):
-    learn.model = groupnorm(learn.model)
-    return in_double(learn)
+def groupnorm_in(learn):
+    "The Learner with GroupNorm, which knows only the sample, in place of BatchNorm"
+    for m in list(learn.model.modules()):
+        for nm,o in m.named_children():
+            if isinstance(o, nn.modules.batchnorm._BatchNorm): setattr(m, nm, nn.GroupNorm(1, o.num_features))
+    return learn
 
 def one_cycle(learn, cbs): learn.fit_one_cycle(2, 1e-3, cbs=cbs)
 def fine_tune(learn, cbs): learn.fine_tune(1, 1e-3, cbs=cbs)
@@ -57,7 +52,7 @@ def both(make, fit=one_cycle, micro=4, full=16, cbs=list, **kwargs):
     "Two Learners from `make`, which is given a batch size: one trained on batches of `full`, one on micro-batches"
     def run(bs, own):
         set_seed(0)
-        learn = exact(make(bs))
+        learn = in_double(groupnorm_in(make(bs)))
         before = weights(learn)
         set_seed(1)
         fit(learn, own+cbs())
@@ -163,17 +158,12 @@ def box_loss(preds, targs):
 
 def detection(bs, n=38):
     "A picture has 1 to 9 boxes, which are no samples; pictures differ in size, as for torchvision's models"
-    def item(i, gen):
-        return torch.randn(3, 8, 8+i%3, generator=gen),dict(boxes=torch.rand(1+i%9, 4, generator=gen))
+    def item(i, gen): return torch.randn(3, 8, 8+i%3, generator=gen),dict(boxes=torch.rand(1+i%9, 4, generator=gen))
     return of_items(bs, Detector(), box_loss, lambda items: tuple(map(list, zip(*items))), item, n)
-
-class Encoding(UserDict):
-    "A mapping which is no `dict`, like transformers' BatchEncoding"
 
 class Tagger(Module):
     "Takes what a tokenizer returns by name, and returns scores; given labels, with their loss, as transformers' models"
-    def __init__(self):
-        self.emb,self.rnn,self.head = nn.Embedding(20, 8),nn.GRU(8, 8, batch_first=True),nn.Linear(8, 3)
+    def __init__(self): self.emb,self.rnn,self.head = nn.Embedding(20, 8),nn.GRU(8, 8, batch_first=True),nn.Linear(8, 3)
     def forward(self, batch):
         logits = self.head(self.rnn(self.emb(batch['input_ids'])*batch['attention_mask'][...,None])[0])
         if 'labels' not in batch: return logits
@@ -203,6 +193,7 @@ apps = dict(
     collab=dict(make=ratings),
     detection=dict(make=detection),
     hugging=dict(make=tagged),
+    hugging_split=dict(make=tagged, micro=12, micro_batch_size=4),
     hugging_loss=dict(make=partial(tagged, with_labels=True), n_items=tokens))
 
 @pytest.mark.parametrize('nm', apps)
@@ -216,8 +207,7 @@ def wgan(bs, switcher=noop, n=32, **kwargs):
     dls = loaders(bs, TransformBlock, ImageBlock, get_x=partial(generate_noise, size=6), get_y=pixels.__getitem__)
     dls.train.n,dls.train.drop_last = n,False
     generator = basic_generator(16, 3, in_sz=6, n_features=8, norm_type=NormType.Instance)
-    return GANLearner.wgan(dls, generator, critic(), switcher=switcher(), opt_func=partial(Adam, mom=0.),
-        **kwargs)
+    return GANLearner.wgan(dls, generator, critic(), switcher=switcher(), opt_func=partial(Adam, mom=0.), **kwargs)
 
 def short(l):
     "Memory holds no more than 3 samples, if there is accumulation"

@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader as TorchLoader, IterableDataset, TensorD
 from fastai.text.all import (Adam, Callback, CancelFitException, CancelStepException, DataLoader, DataLoaders,
     GradientClip, LMDataLoader, Learner, OptimWrapper, ProgressCallback, SortedDL, WeightedDL, pad_input)
 from fastaccum.testing import toy, toy_data
-from common import CpuMixedPrecision, Memory, Seen, some
-from test_dry_runs import assert_same, everything
+from common import CpuMixedPrecision, Memory, Seen, in_single, some
+from test_dry_runs import unchanged
 
 def oom(): return torch.OutOfMemoryError('planted')
 
@@ -102,12 +102,11 @@ def test_mixed_precision(mode, where):
     "In the Learner's precision; autocast is left as it was"
     dtypes,dtype = set(),torch.float16 if mode=='fp16' else torch.bfloat16
     def see(l): dtypes.add(torch.get_autocast_dtype('cpu') if torch.is_autocast_enabled('cpu') else None)
-    data = TensorDataset(*(o.float() if o.is_floating_point() else o for o in toy_data(40).tensors))
-    learn = capped(9, where, data=data, cbs=[CpuMixedPrecision(amp_mode=mode),GradientClip(),Seen('after_pred', see)])
+    cbs = [CpuMixedPrecision(amp_mode=mode),GradientClip(),Seen('after_pred', see)]
+    learn = capped(9, where, data=in_single(toy_data(40)), cbs=cbs)
     learn.model.float()
-    before = everything(learn)
-    assert find(learn).size==9 and dtypes=={dtype} and not torch.is_autocast_enabled('cpu')
-    assert_same(before, learn)
+    with unchanged(learn): assert find(learn).size==9
+    assert dtypes=={dtype} and not torch.is_autocast_enabled('cpu')
 
 @pytest.mark.parametrize('cap', [0,9])
 def test_no_memory_is_kept(cap):
@@ -170,11 +169,10 @@ def test_apply_sets_the_size_and_nothing_else():
     "In loaders that have a larger one, besides the training loader"
     learn = capped(20, n=100, shuffle=True)
     learn.dls.loaders.append(DataLoader(toy_data(10), bs=8))
-    loaders,before = list(learn.dls.loaders),everything(learn)
-    assert find(learn, 'power', apply=True).size==16
-    assert [o.bs for o in learn.dls.loaders]==[16,16,8] and all(map(lambda a,b: a is b, loaders, learn.dls.loaders))
-    for o,bs in zip(loaders, (4,32,8)): o.bs = bs
-    assert_same(before, learn)
+    loaders = list(learn.dls.loaders)
+    with unchanged(learn):
+        assert find(learn, 'power', apply=True).size==16 and [o.bs for o in learn.dls.loaders]==[16,16,8]
+        for o,bs in zip(loaders, (4,32,8)): o.bs = bs
 
 def test_apply_keeps_what_a_loader_was_given():
     dl = WeightedDL(data, bs=4, wgts=np.arange(50.), shuffle=True, num_workers=0)

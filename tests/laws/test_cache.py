@@ -1,5 +1,5 @@
 "`GradientCache`: the model sees micro-batches, all else the loader's batch, and the run is the full-batch run."
-import numpy as np, os, pytest, random, torch, warnings
+import os, pytest, random, torch
 from copy import deepcopy
 from functools import partial
 from hypothesis import given, strategies as st
@@ -7,25 +7,15 @@ from itertools import product
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
-from torch.utils.data import TensorDataset
-from fastai.callback.core import Callback, CancelBatchException
-from fastai.callback.training import GradientClip
-from fastai.metrics import accuracy
-from fastai.optimizer import Adam, OptimWrapper
-from fastai.torch_core import Module, TensorImage
+from fastai.vision.all import (Adam, Callback, CancelBatchException, GradientClip, Module, OptimWrapper, TensorImage,
+    accuracy, set_seed)
 from fastaccum import ActivationCheckpoint, FreezeBN, GradientAccumulation, GradientCache
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, one_cycle, toy, toy_data
-from common import (CpuMixedPrecision, Memory, Overflow, Raise, Scaled, Seen, above, at_times, grads, nt_xent, weights)
+from common import (CpuMixedPrecision, Memory, Overflow, Raise, Scaled, Seen, above, at_times, dice, grads,
+    in_single, noted_warnings, nt_xent, weights)
 from small_learners import DoubleMixUp, Event, MixedLoss, Own, all_params, applications, make, replaced, scores
 
 def Cached(n, **kwargs): return GradientCache(micro_batch_size=n, **kwargs)
-
-# Besides `nt_xent`, losses in which all samples of a batch see each other
-
-def dice(z, y):
-    "One coefficient for all samples of the batch together"
-    p,t = z.softmax(1),F.one_hot(y, 3).movedim(-1, 1)
-    return 1-2*(p*t).sum()/(p+t).sum()
 
 def in_place(z, y): return nt_xent(z.mul_(2).sigmoid_())
 
@@ -51,8 +41,7 @@ def net(*more):
 
 def fit(cbs, bs=16, fit=one_cycle, seed=0, **kwargs):
     learn = toy(bs, **dict(dict(seed=seed, n=41, loss_func=nt_xent, splitter=all_params), **kwargs))
-    torch.manual_seed(seed)
-    random.seed(seed); np.random.seed(seed)
+    set_seed(seed)
     fit(learn, cbs)
     return learn
 
@@ -92,14 +81,12 @@ settings = dict(adam=dict(opt_func=Adam, metrics=accuracy, cbs=lambda: [Gradient
     accumulated=dict(cbs=lambda: [accumulated()], n=75, metrics=accuracy),
     all=dict(cbs=lambda: [accumulated(),*scaled(),GradientClip(0.05),*penalties()], n=75))
 
-@pytest.mark.parametrize('nm', settings)
-def test_with_what_else_there_is(nm): assert_same(**settings[nm])
-
-@pytest.mark.parametrize('nm', [o for o in settings if o!='compiled'])   # which has no segments
-def test_checkpoints_with_what_else_there_is(nm):
-    "Here with dropout and BatchNorm, too: see test_checkpoint.py"
-    def model(): return net(nn.BatchNorm1d(6), nn.Dropout())
-    assert_same(ways['checkpointed'], **dict(model=model)|settings[nm])
+@pytest.mark.parametrize('way,nm', [(way,nm) for way in ('cached','checkpointed') for nm in settings
+    if (way,nm)!=('checkpointed','compiled')])   # which has no segments
+def test_with_what_else_there_is(way, nm):
+    "Checkpoints with dropout and BatchNorm, too: see test_checkpoint.py"
+    model = dict(model=lambda: net(nn.BatchNorm1d(6), nn.Dropout())) if way=='checkpointed' else {}
+    assert_same(ways[way], **model|settings[nm])
 
 # Who sees what
 
@@ -123,8 +110,7 @@ def test_the_model_sees_micro_batches_and_the_others_the_batch():
 
 class InParts(Module):
     "The model, applied to the micro-batches in one graph"
-    def __init__(self, m, size):
-        self.m,self.size = m,size
+    def __init__(self, m, size): self.m,self.size = m,size
     def forward(self, x): return torch.cat([self.m(o) for o in x.split(self.size)]) if self.training else self.m(x)
 
 moving = dict(dropout=lambda: nn.Dropout(0.7), batchnorm=lambda: nn.BatchNorm1d(6), own=lambda: Own(6),
@@ -163,13 +149,13 @@ def test_mixed_precision_is_no_further_off_than_mixed_precision(mode, penalty, w
     "The second pass is in the precision of the first. A penalty on weights meets those that autocast has cast"
     def on_weights(l): l.loss_grad = l.loss_grad+(torch.eye(6)@l.model[2].weight).float().pow(2).mean()
     def run(half, *cbs):
-        seen,x,y = [],*toy_data(41).tensors
+        seen = []
         def model():
             m = net().float()
             m[0].register_forward_hook(lambda m,i,o: seen.append(o.dtype.itemsize) if m.training else None)
             return m
         more = [CpuMixedPrecision(mode)]*half+[Event('after_loss', on_weights)]*penalty
-        learn = fit([*more,*cbs], data=TensorDataset(x.float(), y), model=model)
+        learn = fit([*more,*cbs], data=in_single(toy_data(41)), model=model)
         assert set(seen)=={2 if half else 4} and None not in grads(learn)
         return learn
     single,a,b = run(False),run(True),run(True, ways[way]())
@@ -237,9 +223,7 @@ def test_texts_whose_chunks_fastai_leaves_out_are_told():
         learn = make('text_classifier', loss_func=lambda out,*_: nt_xent(scores(out))).add_cb(Cached(3))
         def end(l):
             for i in pad[:len(l.x)]: l.x[i%len(l.x),8:] = 1   # padding, from the third chunk on
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter('always')
-            learn.fit(1, cbs=Event('before_batch', end))
+        with noted_warnings() as said: learn.fit(1, cbs=Event('before_batch', end))
         words = 'SentenceEncoder','ActivationCheckpoint'
         return sum(all(w in str(o.message) for w in words) for o in said)
     assert [told(o) for o in ((),(6,7),(2,))]==[0,0,1]
@@ -263,8 +247,7 @@ def test_applications(nm):
 
 class Returns(Module):
     "The model, and something done with its output and more inputs"
-    def __init__(self, f):
-        self.m,self.f = net(),f
+    def __init__(self, f): self.m,self.f = net(),f
     def forward(self, x, *more): return self.f(self.m(x), *more)
 
 def total(z, y): return sum(o.sum() for o in flat(z) if isinstance(o, torch.Tensor))
@@ -353,9 +336,3 @@ def test_auto_draws_what_it_would_have_drawn_with_the_size_known():
     def run(cache, cap=99):
         return fit([cache], n=48, model=lambda: net(nn.Dropout(), Own(6), Memory(above(cap, 'forward'))))
     same(run(Cached(4)), run(Cached('auto'), 5))
-
-def test_auto_gives_up_where_a_sample_does_not_fit():
-    learn = toy(16, model=lambda: net(Memory(above(0, 'forward'))), loss_func=nt_xent)
-    before = weights(learn)
-    with pytest.raises(torch.OutOfMemoryError, match='single sample.*planted'): learn.fit(1, cbs=Cached('auto'))
-    assert weights(learn).equal(before) and not replaced(learn)

@@ -6,39 +6,28 @@ import numpy as np, pytest, torch
 from matplotlib import pyplot as plt
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset, TensorDataset
-from fastai.callback.core import Callback, CancelFitException
-from fastai.callback.mixup import MixUp
-from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation, GradientClip
-from fastai.data.core import DataLoaders, TfmdDL
-from fastai.data.load import DataLoader
-from fastai.losses import CrossEntropyLossFlat
-from fastai.optimizer import OptimWrapper
-from fastai.text.data import LMDataLoader, SortedDL
-from fasttransform import Pipeline
-from fastaccum import ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule, GradientCache
-from fastaccum import GradientAccumulationScheduler
+from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset
+from fastai.text.all import (Callback, CancelFitException, CrossEntropyLossFlat, DataLoader,
+    GradientAccumulation as FastaiGradientAccumulation, GradientClip, LMDataLoader, MixUp, OptimWrapper, Pipeline,
+    SortedDL, TfmdDL)
+from fastaccum import (ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule,
+    GradientAccumulationScheduler, GradientCache)
 from fastaccum.testing import CrossEntropy, deviation, toy, toy_data, both_runs
-from common import CpuMixedPrecision, short_of, weights
-from small_learners import Event, make
-from test_dry_runs import assert_same, everything, verbs
+from common import CpuMixedPrecision, in_single, short_of, weights
+from small_learners import Event, all_params, make, with_loader
+from test_warned import summed
+from test_dry_runs import unchanged, verbs
 
 check,whats = verbs['check'],['loss','predictions','draws','callbacks','loader','gradients','buffers']
 
 def bad(res): return {o.what for o in res.rows if not o.ok}
 def row(res, what): return next(o for o in res.rows if o.what==what)
 def net(*layers): return nn.Sequential(nn.Linear(5, 6), *layers, nn.Linear(6, 3))
-def own(model, bs=12, **kwargs): return toy(bs, model=model, splitter=lambda m: [list(m.parameters())], **kwargs)
+def own(model, bs=12, **kwargs): return toy(bs, model=model, splitter=all_params, **kwargs)
 def made(*layers, **kwargs): return own(lambda: net(*layers).double(), **kwargs)
-def single(*layers, **kwargs):
-    "In single precision"
-    x,y = toy_data(40).tensors
-    return own(lambda: net(*layers or [nn.Tanh()]), data=TensorDataset(x.float(), y), **kwargs)
+def single(*layers, **kwargs): return own(lambda: net(*layers or [nn.Tanh()]), data=in_single(toy_data(40)), **kwargs)
 def mixed(*cbs, **kwargs): return single(cbs=[MixUp(),*cbs], loss_func=CrossEntropyLossFlat(**kwargs))
-def loaded(dl, model=None, **kwargs):
-    learn = own(model, **kwargs) if model else toy(12, **kwargs)
-    learn.dls = DataLoaders(dl, dl)
-    return learn
+def loaded(dl, model=None, **kwargs): return with_loader(dl, own(model, **kwargs) if model else toy(12, **kwargs))
 
 # No false alarm
 
@@ -219,7 +208,6 @@ class Off(Callback):
     def after_loss(self):
         if self.training: self.learn.loss_grad = self.loss_grad*(1+self.by*(len(self.x)<12))
 
-def undeclared(p, y): return F.cross_entropy(p, y, reduction='sum')
 def slope(p, y):
     "The value of a mean, the gradient of a sum"
     l = F.cross_entropy(p, y)
@@ -244,7 +232,7 @@ off = dict(batchnorm=(lambda: made(nn.BatchNorm1d(6)), dict(predictions='BatchNo
     carry=(lambda: own(lambda: Carry(nn.Linear(5, 3)).double()), dict(predictions=''), False),
     hidden=(lambda: toy(12, tokens=True, loss_func=hidden), dict(loss=''), False),
     contrastive=(lambda: toy(12, loss_func=contrastive), dict(loss=''), False),
-    undeclared=(lambda: toy(12, loss_func=undeclared), dict(loss=''), False),
+    undeclared=(lambda: toy(12, loss_func=summed), dict(loss=''), False),
     slope=(lambda: toy(12, loss_func=slope), dict(loss=''), False),
     clipped=(lambda: toy(12, cbs=[Off(-.5),GradientClip(1e-3)]), dict(callbacks='Off'), True),
     small=(lambda: single(nn.ReLU(), cbs=Off(5e-3)), dict(callbacks='Off'), True),
@@ -269,8 +257,7 @@ def test_no_silence(nm):
     make,wanted,alone = off[nm]
     res = check(make())
     assert not res and not res.ok and {*wanted}<=bad(res)<={*wanted,'gradients','buffers'}, res
-    for k,where in wanted.items():
-        assert row(res, k).remedy and row(res, k).where==where, res
+    for k,where in wanted.items(): assert row(res, k).remedy and row(res, k).where==where, res
     assert not alone or 'gradients' not in bad(res) or 'exact' in row(res, 'gradients').where, res
     assert 'not the same run' in repr(res) and all(res.off[k]>(1e-6 if nm=='tiny_double' else 1e-3) for k in wanted)
     assert ('buffers' in bad(res))==(nm in ('batchnorm','before_batchnorm','cache','all','kept'))
@@ -295,9 +282,9 @@ def test_a_loader_whose_batches_depend_on_their_size():
 
 layers = nn.Tanh,lambda: nn.BatchNorm1d(6),Centre
 
-@pytest.mark.parametrize('kwargs', [{},dict(loss_func=undeclared),dict(tokens=True),dict(tokens=True, loss_func=hidden),
-    *(dict(model=lambda o=o: net(o()).double(), splitter=lambda m: [list(m.parameters())]) for o in layers),
-    *(dict(cbs=lambda cb=cb: [cb()]) for cb in (mean_penalty,Summed,Mixes,Harmless))], ids=lambda o: '-'.join(o))
+@pytest.mark.parametrize('kwargs', [{},dict(loss_func=summed),dict(tokens=True),dict(tokens=True, loss_func=hidden),
+    *(dict(model=lambda o=o: net(o()).double(), splitter=all_params) for o in layers),
+    *(dict(cbs=lambda cb=cb: [cb()]) for cb in (mean_penalty,Summed,Mixes,Harmless))], ids='-'.join)
 @pytest.mark.filterwarnings('ignore::fastaccum.AccumulationWarning')
 def test_what_it_says_is_true_of_a_fit(kwargs):
     a,b = both_runs(4, 12, n=48, **kwargs)
@@ -430,6 +417,4 @@ class Ends(Callback):
         ValueError,'whole')], ids=lambda o: o if isinstance(o, str) else '')
 def test_what_cannot_be_checked_is_refused(make, kwargs, exc, match):
     learn = make()
-    before = everything(learn)
-    with pytest.raises(exc, match=match): check(learn, **kwargs)
-    assert_same(before, learn)
+    with unchanged(learn), pytest.raises(exc, match=match): check(learn, **kwargs)

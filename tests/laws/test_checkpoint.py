@@ -1,18 +1,16 @@
 "`ActivationCheckpoint`: fewer activations are held, and the run is the one without it to the bit, dropout included."
-import numpy as np, pytest, random, torch, warnings
+import numpy as np, pytest, random, torch
 from copy import deepcopy
 from functools import partial
 from itertools import product
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
 from types import SimpleNamespace
-from fastai.callback.hook import hook_output
-from fastai.callback.tracker import SaveModelCallback
+from fastai.vision.all import L, Module, SaveModelCallback, TensorImage, hook_output, set_seed
 from fastai.text.models.awdlstm import AWD_LSTM
-from fastai.torch_core import Module, TensorImage
-from fastcore.foundation import L
 from fastaccum import ActivationCheckpoint, GradientAccumulation, GradientCache
 from fastaccum.testing import assert_same_run, deviation, toy
+from common import noted_warnings
 from small_learners import Event, Held, Holds, Own, all_params, applications, cross_entropy, make, replaced
 
 class Block(Module):
@@ -32,7 +30,7 @@ def one_cycle(learn, cbs): learn.fit_one_cycle(1, 1e-2, cbs=cbs)
 def run(make, cbs, fit=one_cycle):
     "A Learner that was fitted, and all that this has moved"
     learn = make()
-    for seed in (torch.manual_seed,random.seed,np.random.seed): seed(1)
+    set_seed(1)
     fit(learn, cbs)
     rng = torch.get_rng_state(),np.random.get_state()[1].astype(int),random.getstate()
     recorded = [getattr(learn.recorder, o) for o in ('losses','values','lrs')]
@@ -64,8 +62,7 @@ class Late(nn.BatchNorm1d):
 
 class Thrice(Module):
     "Runs its block three times"
-    def __init__(self, m):
-        self.m,self.other = m,Block()
+    def __init__(self, m): self.m,self.other = m,Block()
     def forward(self, x): return self.m(self.other(self.m(x))+self.m(x*2))
 
 moving = dict(late=lambda: Block(Late(8)), cumulative=lambda: Block(nn.BatchNorm1d(8, momentum=None)),
@@ -231,8 +228,7 @@ class Idle(Block):
 def test_a_segment_of_yours_that_does_not_run_is_told():
     with pytest.warns(UserWarning, match="1 of 2 segments did not run.*'idle'"):
         small(Idle).fit(1, cbs=ActivationCheckpoint(Block))
-    with warnings.catch_warnings():
-        warnings.simplefilter('error')
+    with noted_warnings('error'):
         small(Idle).fit(1, cbs=ActivationCheckpoint())   # found, not given: the head of a timm model, for one
 
 class Shift(Module):

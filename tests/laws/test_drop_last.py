@@ -4,7 +4,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader as TorchLoader, SequentialSampler
 from fastai.vision.all import DataLoader, DataLoaders, params
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler
-from fastaccum.testing import assert_same_run, toy, toy_data
+from fastaccum.testing import assert_same_run, one_cycle, toy, toy_data
 from common import Seen, some
 from test_warned import told
 
@@ -19,7 +19,6 @@ def sampler(ds, bs):
 def find(learn, cbs):
     learn.add_cbs(cbs)
     learn.lr_find(num_it=20, show_plot=False)
-def one_cycle(learn, cbs): learn.fit_one_cycle(2, 0.1, cbs=cbs)
 
 makes = dict(plain=lambda n,micro,**kw: GradientAccumulation(n, **kw),
     schedule=lambda n,micro,**kw: GradientAccumulationSchedule(n, n, **kw),

@@ -5,11 +5,10 @@ from functools import partial
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
-from fastai.vision.all import AMPMode, Adam, GradientClip, Module, OptimWrapper, SGD
-from fastcore.basics import noop
+from fastai.vision.all import AMPMode, Adam, GradientClip, Module, OptimWrapper, SGD, noop
 from fastaccum import GradientAccumulation, GradientCache
-from fastaccum.testing import assert_same_run, deviation, toy, both_runs
-from common import CpuMixedPrecision, InBackward, Scaled, Seen, grads, short_of, weights
+from fastaccum.testing import assert_same_run, deviation, toy, toy_data, both_runs
+from common import CpuMixedPrecision, InBackward, Scaled, Seen, grads, in_single, short_of, weights
 from small_learners import all_params
 
 # Mixed precision
@@ -38,15 +37,11 @@ def test_an_overflow_skips_its_step_alone(i):
 @pytest.mark.parametrize('mode', list(AMPMode))
 def test_mixed_precision_differs_by_its_own_rounding(mode):
     "The full-batch run in single precision shows how much that is; logs hold losses that are not scaled"
-    def make(bs, **kwargs):
-        learn = toy(bs, model=lambda: nn.Sequential(nn.Linear(5,16), nn.Tanh(), nn.Linear(16,3)),
-            splitter=all_params, **kwargs)
-        x,y = learn.dls.train_ds.tensors
-        learn.dls.train_ds.tensors = x.float(),y
-        return learn
+    runs = partial(both_runs, data=in_single(toy_data(70)), splitter=all_params,
+        model=lambda: nn.Sequential(nn.Linear(5,16), nn.Tanh(), nn.Linear(16,3)))
     seen = Seen('after_pred', lambda l: l.model[0](l.x).dtype)
-    a,b = both_runs(make=make, cbs=lambda: [CpuMixedPrecision(amp_mode=mode), seen], n=70)
-    single,_ = both_runs(make=make, n=70)
+    a,b = runs(cbs=lambda: [CpuMixedPrecision(amp_mode=mode), seen])
+    single,_ = runs()
     assert set(seen.values)=={dict(fp16=torch.float16, bf16=torch.bfloat16)[mode.value]}
     for f in (weights, lambda l: l.recorder.losses, lambda l: l.recorder.values):
         assert deviation(f(a), f(b))<=4*deviation(f(a), f(single))<0.1

@@ -3,10 +3,9 @@ a plain fit, and the next accumulated one is the full-batch run."""
 import fastaccum, os, pytest, sys, torch
 from itertools import product
 from random import Random
-from fastai.callback.core import Callback, CancelEpochException, CancelFitException, CancelTrainException
-from fastai.learner import Learner
-from fastcore.basics import noop
 from torch import nn
+from fastai.vision.all import Callback, CancelEpochException, CancelFitException, CancelTrainException, Learner
+from fastcore.basics import noop
 from fastaccum import (ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule,
     GradientAccumulationScheduler, GradientCache, NoiseScale, ScaledLR)
 from fastaccum.testing import assert_same_run, deviation, toy
@@ -66,8 +65,7 @@ def check(learn, before, order=1):
     for bs,cbs in ((micro,[]),(accum,[GradientAccumulation(accum)]))[::order]: same_fits(learn, bs, *cbs)
 
 rng = Random(0)
-grid = [(event,*o, rng.choice([*ways]), rng.random()<.5) for event in ats
-    for o in product(ats[event], excs, orders)]
+grid = [(event,*o, rng.choice([*ways]), rng.random()<.5) for event in ats for o in product(ats[event], excs, orders)]
 
 @pytest.mark.parametrize('event,at,exc,order,way,stays', some(90, grid))
 def test_whatever_ends_a_fit_nothing_is_left(event, at, exc, order, way, stays):

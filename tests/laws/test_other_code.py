@@ -1,6 +1,6 @@
 """Other people's set-ups, which know nothing of accumulation: each is the full-batch run, or the fit says what is
 not."""
-import pytest, torch, warnings
+import pytest, torch
 from functools import partial
 from torch import nn
 from torch.nn import functional as F
@@ -8,10 +8,8 @@ from fastai.vision.all import (Callback, CancelBatchException, CancelTrainExcept
     to_device)
 from fastaccum import GradientAccumulation, GradientCache
 from fastaccum.testing import assert_same_run, deviation, toy, both_runs
-from common import Seen, weights
-from test_warned import told
-
-def fit(l, cbs): l.fit(2, 0.05, cbs=cbs)
+from common import Seen, noted_warnings, weights
+from test_warned import fit, told
 
 # Targets and losses that callbacks give
 
@@ -158,8 +156,7 @@ def test_a_loss_that_is_tried_makes_pytorch_say_nothing():
         def forward(self, p, y): return F.mse_loss(p.sum(1), self.y.to(p))
     learn = toy(4, n=64, loss_func=Mse())
     learn._do_epoch_validate = lambda *args: None
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter('always')   # an error would be taken for the loss's own
+    with noted_warnings() as said:   # an error would be taken for the loss's own
         learn.fit(1, 1e-3, cbs=[keeps,GradientAccumulation(16)])
     assert not [o for o in said if 'target size' in str(o.message)]
 

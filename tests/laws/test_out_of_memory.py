@@ -1,14 +1,15 @@
 """`micro_batch_size='auto'`: wherever memory runs out in a fit, it is undone and the fit goes on in smaller
 micro-batches, with the full-batch run for a result."""
-import numpy as np, pytest, random, torch, warnings
+import numpy as np, pytest, random, torch
 from functools import partial
 from hypothesis import example, given, strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
-from fastai.vision.all import Callback, GradientClip, accuracy
-from fastaccum import AutoSize, GradientAccumulation
+from fastai.vision.all import Callback, GradientClip, accuracy, set_seed
+from fastaccum import AutoSize, GradientAccumulation, GradientCache
 from fastaccum.testing import CrossEntropy, assert_same_run, toy
-from common import CpuMixedPrecision, Memory, Raise, Scaled, Seen, above, at_times, weights
+from common import CpuMixedPrecision, Memory, Raise, Scaled, Seen, above, at_times, noted_warnings, unmoved
+from small_learners import replaced
 from test_split import gently, no_shrinking, opts
 
 pytestmark = pytest.mark.filterwarnings('ignore:memory ran out', 'ignore:.*are larger than `accum_bs')
@@ -86,7 +87,7 @@ def test_it_is_the_run_with_smaller_micro_batches_to_begin_with(norm, where):
     def run(bs, short, micro):
         learn = learner(bs, short, norm, n=64)
         learn.recorder.drawn = []
-        random.seed(0); np.random.seed(0); torch.manual_seed(0)
+        set_seed(0)
         learn.fit(1, 0.1, cbs=[GradientAccumulation(32, micro_batch_size=micro),Draw()])
         return learn
     a,b = run(2, None, None),run(16, above(3, where), 'auto')
@@ -117,16 +118,15 @@ def test_validation_is_split_too(weight):
     assert_same_run(*full_and_short(16, 32, short, cbs=lambda: [sizes], n=90, metrics=accuracy, weight=weight))
     assert max(sizes.values[-12:])<=9   # after those of the full-batch run
 
-def test_a_single_sample_that_does_not_fit():
+@pytest.mark.parametrize('acc', [auto(32),GradientCache(micro_batch_size='auto')])
+def test_a_single_sample_that_does_not_fit(acc):
     "No weight moves; and the next fit says nothing of it"
-    learn,acc = learner(16, above(0, 'forward'), n=64),auto(32)
-    before = weights(learn)
-    with pytest.raises(torch.OutOfMemoryError, match='single sample.*planted'): learn.fit(1, 0.1, cbs=acc)
-    assert weights(learn).equal(before)
-    learn.model[2].short = None
-    with warnings.catch_warnings():
-        warnings.simplefilter('error', UserWarning)
+    learn = learner(16, above(0, 'forward'), n=64)
+    with unmoved(learn), pytest.raises(torch.OutOfMemoryError, match='single sample.*planted'):
         learn.fit(1, 0.1, cbs=acc)
+    assert not replaced(learn)
+    learn.model[2].short = None
+    with noted_warnings('error'): learn.fit(1, 0.1, cbs=acc)
 
 @pytest.mark.parametrize('event,exc,at', [('after_pred',RuntimeError,1),('before_backward',KeyboardInterrupt,1),
     *((o,torch.OutOfMemoryError,1) for o in ('after_backward','before_step','after_step')),

@@ -1,33 +1,25 @@
 """On several processes a run is that of one process on the whole effective batch, and gradients are exchanged once a
 step, whatever each has: unequal samples, another micro-batch, less memory."""
-import math, warnings
-import pytest, torch
+import math, pytest, torch
 from collections import Counter
 from copy import deepcopy
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
-from pathlib import Path
 from random import Random
 from torch import distributed as dist, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from fastai.callback.core import Callback, CancelBatchException, CancelFitException
-from fastai.callback.tracker import SaveModelCallback
-from fastai.callback.training import GradientClip, ShortEpochCallback
-from fastai.data.load import DataLoader
-from fastai.learner import AvgLoss
-from fastai.metrics import accuracy
-from fastai.optimizer import Adam, OptimWrapper, SGD
-from fastai.torch_core import Module
+from fastai.vision.all import (Adam, AvgLoss, CancelBatchException, CancelFitException, DataLoader, GradientClip,
+    Module, OptimWrapper, SGD, SaveModelCallback, ShortEpochCallback, accuracy)
 from fastaccum import (ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule,
     FreezeBN, GradientAccumulationScheduler, GradientCache, NoiseScale, RecalibrateBN, ScaledLR)
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, one_cycle, toy, toy_data
-from common import CpuMixedPrecision, Memory, Raise, Scaled, Seen, above, nt_xent, some, weights, whole
+from common import (Memory, Raise, Scaled, Seen, above, noted_warnings, nt_xent, some, unmoved, weights, whole)
 import on_processes as here
-from on_processes import (Batches, Traffic, assert_same, both, cut, entire, learner, loader, on, one_group, orders, own,
-    rewind, same_everywhere, state, steps_of)
-from small_learners import Event
+from on_processes import (Batches, Traffic, assert_same, both, cut, entire, learner, loader, on, orders, own, rewind,
+    same_everywhere, state, steps_of)
+from small_learners import Event, all_params
 
 two_or_more = (2,3) if whole else (2,)
 even,ragged,uneven,few = [32]*4,[35]*4,[40,25,18],[40,3,1]   # samples of each process; 16 make its share of a step
@@ -86,7 +78,7 @@ equal = dict(
     few=[dict(ns=few)],
     the_default_size=[dict(ns=even, cb=lambda n: GradientAccumulation())],
     clipped=[dict(ns=uneven, opt_func=AdamW, cbs=clip, fit=decayed)],
-    tied=[dict(ns=uneven, model=tied, splitter=one_group, cbs=clip)],
+    tied=[dict(ns=uneven, model=tied, splitter=all_params, cbs=clip)],
     scaled=[dict(ns=ragged, cbs=o) for o in (scaled,overflows)],
     fits=[dict(ns=ragged, fit=fits)],
     from_an_epoch=[dict(ns=o, fit=from_epoch_1) for o in (ragged,uneven)],
@@ -102,9 +94,9 @@ equal = dict(
     train_metrics=[dict(ns=even, setup=train_metrics, metrics=[accuracy,AvgLoss()])],
     ways_to_wrap=[dict(ns=ragged, ddp=dict(bucket_cap_mb=1e-4)),
         dict(ns=uneven, ddp=dict(gradient_as_bucket_view=True), opt_func=AdamW),
-        dict(ns=uneven, ddp=dict(find_unused_parameters=True), model=Branches, splitter=one_group),
+        dict(ns=uneven, ddp=dict(find_unused_parameters=True), model=Branches, splitter=all_params),
         # weight decay does not touch what nobody uses
-        dict(ns=ragged, ddp=dict(find_unused_parameters=True), model=unused, splitter=one_group, fit=decayed)],
+        dict(ns=ragged, ddp=dict(find_unused_parameters=True), model=unused, splitter=all_params, fit=decayed)],
     schedules=[dict(ns=ns, cb=cb, fit=fit, full=False) for cb,fit,ns in some(4, product((
             lambda n: GradientAccumulationSchedule(n//4, n, finish=0.8),
             lambda n: GradientAccumulationSchedule(n//4, n, start=1, finish=2, drop_last=True),
@@ -121,9 +113,8 @@ def and_always(always, n, cases): return [*always,*some(n, [o for o in cases if 
 
 always = [(2,o) for o in ('schedules','class_weights','scaled','trimmed','short_epochs')]
 @pytest.mark.parametrize('n,case', and_always(always, 9, [*product([2], equal), *product([3], on_three)]))
-@on()
-def test_the_run_is_that_of_one_process(case):
-    for kwargs in equal[case]: assert_same(**kwargs)
+@on(each_of=equal)
+def test_the_run_is_that_of_one_process(**kwargs): assert_same(**kwargs)
 
 @on(2)
 def test_only_padding_on_one_process():
@@ -180,18 +171,16 @@ traffic = dict(
         dict(micro=8, cbs=lambda: [GradientCache(micro_batch_size=3)], loss_func=nt_xent)])
 
 @pytest.mark.parametrize('case', traffic)
-@on(2)
-def test_one_gradient_is_exchanged_a_step(case):
-    def run(ns=ragged, cb=GradientAccumulation, acc=None, cbs=list, setup=None, **kwargs):
-        b = own(ns, model=lambda: nn.Sequential(nn.Linear(5,200), Memory(), nn.Linear(200,3)).double(), **kwargs)
-        if setup: setup(b)
-        steps,seen = Seen('after_step', lambda l: 1, order=60),Traffic()
-        with seen: b.fit(1, 0.01, cbs=[cb(32, **(acc or {})),steps,*cbs()])
-        for o in (state(b),b.recorder.lrs): same_everywhere(o)
-        assert not setup or (happened['failed']>0)==(here.rank==1)
-        size,n = sum(p.nbytes for p in b.model.parameters()),len(steps.values)
-        assert n>=3 and n*size<=seen.nbytes<=1.1*n*size, (seen.nbytes/size, n)
-    for kwargs in traffic[case]: run(**kwargs)
+@on(2, each_of=traffic)
+def test_one_gradient_is_exchanged_a_step(ns=ragged, cb=GradientAccumulation, acc=None, cbs=list, setup=None, **kwargs):
+    b = own(ns, model=lambda: nn.Sequential(nn.Linear(5,200), Memory(), nn.Linear(200,3)).double(), **kwargs)
+    if setup: setup(b)
+    steps,seen = Seen('after_step', lambda l: 1, order=60),Traffic()
+    with seen: b.fit(1, 0.01, cbs=[cb(32, **(acc or {})),steps,*cbs()])
+    for o in (state(b),b.recorder.lrs): same_everywhere(o)
+    assert not setup or (happened['failed']>0)==(here.rank==1)
+    size,n = sum(p.nbytes for p in b.model.parameters()),len(steps.values)
+    assert n>=3 and n*size<=seen.nbytes<=1.1*n*size, (seen.nbytes/size, n)
 
 @on(2)
 def test_half_precision_gradients_are_rounded_once():
@@ -201,7 +190,7 @@ def test_half_precision_gradients_are_rounded_once():
     def half(): return Half(nn.Linear(5,6), nn.Tanh(), nn.Linear(6,3)).bfloat16()
     loss,ns,ds = nn.CrossEntropyLoss(),[64,64],toy_data(128)
     for micro,acc in ((2,{}), (8,dict(micro_batch_size=2)), (2,dict(micro_batch_size='auto'))):
-        b,got = own(ns, micro, model=half, splitter=one_group, loss_func=loss),Seen('before_step', lambda l: [
+        b,got = own(ns, micro, model=half, splitter=all_params, loss_func=loss),Seen('before_step', lambda l: [
             p.grad.clone() for p in l.model.parameters()])
         b.fit(1, 0., cbs=[GradientAccumulation(128, **acc),got])
         ps,model = list(b.model.parameters()),b.model.module
@@ -209,8 +198,9 @@ def test_half_precision_gradients_are_rounded_once():
             for o in orders(ns)[0] for x,y in map(ds.__getitem__, cut(o, 2))]
         for g,*each in zip(got.values[0], *parts):
             same_everywhere(g.float())
-            mean = torch.stack(each).float().mean(0)
-            assert ((g.float()-mean).abs()<=2.**-8*mean.abs()+1e-5).all()   # half of the last of 8 bits
+            mean,size = torch.stack(each).float().mean(0),torch.stack(each).float().abs().mean(0)
+            # half of the last of 8 bits, and what 64 sums in single precision may be off by
+            assert ((g.float()-mean).abs()<=2.**-8*mean.abs()+2.**-18*size).all()
 
 @on(2)
 def test_buffers_are_those_of_the_first_process():
@@ -233,7 +223,7 @@ auto = dict(
     on_all=[dict(stage='forward', ranks=(0,1,2), cap=3), dict(ranks=(0,1,2), ns=uneven, cap=3)],
     loaders_of_their_own=[dict(ranks=(0,), ns=few), dict(ranks=(0,), ns=[40,33,17], micro=[8,16,4], tokens=True)],
     ways_to_wrap=[dict(ranks=(1,), ddp=dict(gradient_as_bucket_view=True, bucket_cap_mb=1e-4), opt_func=AdamW),
-        dict(ranks=(0,), ddp=dict(find_unused_parameters=True), model=unused, splitter=one_group, fit=decayed)],
+        dict(ranks=(0,), ddp=dict(find_unused_parameters=True), model=unused, splitter=all_params, fit=decayed)],
     scaled_and_clipped=[dict(ranks=(1,), cbs=scaled)],
     fits=[dict(ranks=(1,), after=3, fit=fits)],
     schedules=[dict(ns=[48]*3, ranks=(0,), after=2, cb=cb, full=False) for cb in (
@@ -241,14 +231,13 @@ auto = dict(
 
 @pytest.mark.parametrize('n,case', and_always([(2,'ways_to_wrap')], 5, [*product([2], auto),(3,'on_all'),
     (3,'loaders_of_their_own')]))
-@on()
-def test_memory_runs_out_on_some(case):
+@on(each_of=auto)
+def test_memory_runs_out_on_some(ranks, stage='backward', after=0, cap=2, ns=ragged, micro=8, acc=None, model=fragile,
+        **kwargs):
     "The run is that of one process with memory enough"
-    def run(ranks, stage='backward', after=0, cap=2, ns=ragged, micro=8, acc=None, model=fragile, **kwargs):
-        assert_same(ns, micro, model=model, setup=short(ranks, stage, after, cap),
-            acc=dict(micro_batch_size='auto')|(acc or {}), **kwargs)
-        assert (happened['failed']>0)==(here.rank in ranks)
-    for kwargs in auto[case]: run(**kwargs)
+    acc = dict(micro_batch_size='auto')|(acc or {})
+    assert_same(ns, micro, model=model, setup=short(ranks, stage, after, cap), acc=acc, **kwargs)
+    assert (happened['failed']>0)==(here.rank in ranks)
 
 @pytest.mark.parametrize('how', some(2, ['memory','exception','interrupt']))
 @on(2)
@@ -299,7 +288,7 @@ def test_resumed():
         def fit(learn, *more, **kwargs):
             cbs = [acc(),SaveModelCallback(every_epoch=True, with_opt=True),*more]
             learn.fit_one_cycle(4, 0.1, wd=0.1, cbs=cbs, **kwargs)
-        a,b,c = (own(ragged, n_epoch=4, opt_func=Adam, path=Path.cwd()) for _ in range(3))
+        a,b,c = (own(ragged, n_epoch=4, opt_func=Adam) for _ in range(3))
         fit(a)
         with pytest.raises(RuntimeError, match='planted'): fit(b, Raise('after_backward', RuntimeError, 5, at=9*2+5))
         c.load('model_1', with_opt=True)
@@ -348,10 +337,9 @@ def test_searches_in_distrib_ctx():
     distributed_on_cpu()
     order = Random(1).sample(range(64), 64)
     b = learner(loader(toy_data(64), [order], 4), toy_data(64), cbs=GradientAccumulation(32))
-    before = weights(b)
-    with b.distrib_ctx(sync_bn=False, cpu=True): found = b.lr_find(num_it=30, show_plot=False).valley
+    with unmoved(b), b.distrib_ctx(sync_bn=False, cpu=True): found = b.lr_find(num_it=30, show_plot=False).valley
     same_everywhere([found,*b.recorder.lrs])
-    assert torch.equal(weights(b), before) and len(b.recorder.lrs)>15
+    assert len(b.recorder.lrs)>15
     b = capped(less(0), wrap=False)
     with b.distrib_ctx(sync_bn=False, cpu=True): res = b.bs_find('binsearch', show_plot=False)
     assert int(res)==9 and not isinstance(b.model, DDP)
@@ -382,9 +370,7 @@ def test_what_is_told():
     "One process tells of a size that is rounded up, each of its communication hook, which is not used"
     b = own(even)
     b.model.register_comm_hook(None, lambda state,bucket: 1/0)
-    with warnings.catch_warnings(record=True) as w:
-        warnings.simplefilter('always')
-        b.fit(1, cbs=GradientAccumulation(17))
+    with noted_warnings() as w: b.fit(1, cbs=GradientAccumulation(17))
     told = [any(words in str(o.message) for o in w) for words in ('a step takes 24 samples','communication hook')]
     assert told==[not here.rank,True]
 
@@ -406,18 +392,16 @@ cached = dict(
     memory_runs_out=[dict(size='auto', short_on=r, stage=s) for r in (0,1) for s in ('forward','backward')])
 
 @pytest.mark.parametrize('n,case', some(5, [*product([2], cached),(3,'sizes_of_their_own'),(3,'accumulated')]))
-@on()
-def test_cached(case):
+@on(each_of=cached)
+def test_cached(ns=ragged, size=3, cbs=list, short_on=None, stage=None, **kwargs):
     "`GradientCache`: the run without it, where each process has a loss of its own batch"
-    def run(ns=ragged, size=3, cbs=list, short_on=None, stage=None, **kwargs):
-        a,b = (own(ns, 10, loss_func=nt_xent, model=fragile, **kwargs) for _ in range(2))
-        if short_on is not None: short((short_on,), stage, after=1)(b)
-        one_cycle(a, cbs())
-        one_cycle(b, [*cbs(),GradientCache(micro_batch_size=size[here.rank] if isinstance(size, list) else size)])
-        assert_same_run(a, b)
-        same_everywhere(state(b))
-        assert (happened['failed']>0)==(here.rank==short_on)
-    for kwargs in cached[case]: run(**kwargs)
+    a,b = (own(ns, 10, loss_func=nt_xent, model=fragile, **kwargs) for _ in range(2))
+    if short_on is not None: short((short_on,), stage, after=1)(b)
+    one_cycle(a, cbs())
+    one_cycle(b, [*cbs(),GradientCache(micro_batch_size=size[here.rank] if isinstance(size, list) else size)])
+    assert_same_run(a, b)
+    same_everywhere(state(b))
+    assert (happened['failed']>0)==(here.rank==short_on)
 
 @on(2)
 def test_what_changes_nothing_to_the_bit():
@@ -440,7 +424,7 @@ def test_what_changes_nothing_to_the_bit():
 def test_recalibrated():
     "Statistics are those of all samples, on all processes"
     ds,order = toy_data(64),[list(range(48)),list(range(48, 64))]   # three batches, and one
-    b = learner(loader(ds, [order[here.rank]], 4), ds, ddp={}, model=batchnorm, splitter=one_group)
+    b = learner(loader(ds, [order[here.rank]], 4), ds, ddp={}, model=batchnorm, splitter=all_params)
     m = b.model.module
     b.recalibrate_bn(16)
     with torch.no_grad(): want = m[:2](ds.tensors[0])
@@ -482,7 +466,7 @@ def test_scaled_lr_counts_all_processes():
 def capped(caps, stage='backward', wrap=True, n=70):
     "A Learner for `bs_find`: each process has memory for as many samples"
     def model(): return net(nn.BatchNorm1d(6), Memory(above(caps[here.rank], stage)))
-    b = toy(4, data=toy_data(n), splitter=one_group, opt_func=Adam, model=model)
+    b = toy(4, data=toy_data(n), splitter=all_params, opt_func=Adam, model=model)
     if wrap: b.model = DDP(b.model)
     return b
 def less(r, least=9): return [least if i==r else 50 for i in range(here.world)]
@@ -511,10 +495,10 @@ def test_bs_find_says_the_same_on_all():
     with pytest.raises(torch.OutOfMemoryError, match='no batch fits'): capped(less(0, 0)).bs_find(show_plot=False)
     with pytest.raises(ValueError, match='init_val'): capped([50,50]).bs_find(init_val=2+here.rank, show_plot=False)
     b = capped([50,50])
-    before,(exc,said) = weights(b),[(RuntimeError,'failed on process 1'),(ZeroDivisionError,'zero')][here.rank]
+    exc,said = [(RuntimeError,'failed on process 1'),(ZeroDivisionError,'zero')][here.rank]
     if here.rank: b.model.module[0].register_forward_hook(lambda *_: 1/0)
-    with pytest.raises(exc, match=said): b.bs_find(show_plot=False)
-    assert torch.equal(before, weights(b)) and isinstance(b.model, DDP)
+    with unmoved(b), pytest.raises(exc, match=said): b.bs_find(show_plot=False)
+    assert isinstance(b.model, DDP)
 
 # Sharded parameters (FSDP2)
 
@@ -547,14 +531,12 @@ on_cpu = pytest.mark.skipif(not hasattr(torch.cpu.Stream, 'record_event'), reaso
 
 @on_cpu
 @pytest.mark.parametrize('n,case', and_always([(4,'replicas')], 4, [(2,o) for o in shards if o!='replicas']))
-@on()
-def test_sharded(case):
+@on(each_of=shards)
+def test_sharded(ns=ragged, replicas=1, **kwargs):
     "The run is that of one process that is not; gradients are exchanged with every micro-batch"
-    def run(ns=ragged, replicas=1, **kwargs):
-        a,b = both(ns, model=net, splitter=parts, ddp=None, of_all=dict(model=partial(sharded, replicas)), **kwargs)
-        assert deviation(states(a), states(b))<1e-9
-        assert deviation(*([list(o.recorder.lrs),list(o.recorder.losses)] for o in (a,b)))<2e-6
-    for kwargs in shards[case]: run(**kwargs)
+    a,b = both(ns, model=net, splitter=parts, ddp=None, of_all=dict(model=partial(sharded, replicas)), **kwargs)
+    assert deviation(states(a), states(b))<1e-9
+    assert deviation(*([list(o.recorder.lrs),list(o.recorder.losses)] for o in (a,b)))<2e-6
 
 @pytest.mark.parametrize('kind', ['plain',pytest.param('sharded', marks=on_cpu)])
 @on(2)
@@ -599,8 +581,8 @@ def test_refused_where_sharded():
     late.create_opt()
     late.model = sharded()
     for said,b,*cbs in (('FSDP',all_sharded([35,20])),
-            ('float32',all_sharded([35,35], model=half, splitter=one_group)),
-            ('FSDP',all_sharded([35,35], model=fsdp1, splitter=one_group)), ('optimizer',late),
+            ('float32',all_sharded([35,35], model=half, splitter=all_params)),
+            ('FSDP',all_sharded([35,35], model=fsdp1, splitter=all_params)), ('optimizer',late),
             ('NoiseScale.*FSDP',all_sharded([35,35]),GradientAccumulation(32),NoiseScale()),
             # cut at steps, these are other numbers of micro-batches
             ('22 samples.*23 samples',all_sharded([22,23]),GradientAccumulation(32, micro_batch_size=3))):

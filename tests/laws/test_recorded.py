@@ -5,6 +5,7 @@ from fastaccum import GradientAccumulation
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, toy, both_runs
 from common import Raise, Seen, weights
 from sweep import metered
+from test_same_run import finds, within
 
 def mets(): return [accuracy,AvgLoss(),Perplexity()]
 
@@ -54,10 +55,16 @@ def test_micro_batches_losses_are_their_own():
         return learn.recorder.losses,learn.recorder.values
     assert deviation(run([]), run(GradientAccumulation(16, log_accum_batch=False)))<1e-6
 
-def test_micro_batches_that_are_left_out_are_not_recorded():
-    *_,learn = both_runs(acc=dict(log_accum_batch=False, drop_last=True))
-    assert len(learn.recorder.losses)==2*16
-    learn = toy(4, n=48)
-    cancel = Raise('after_pred', CancelBatchException, 0, 1)
-    learn.fit(1, 0.1, cbs=[GradientAccumulation(16, log_accum_batch=False),cancel])
-    assert len(learn.recorder.losses)==11
+def each(n, **kwargs): return GradientAccumulation(n, log_accum_batch=False, **kwargs)
+
+@pytest.mark.parametrize('bs,n,cbs,want', [
+    (16, 70, lambda: [each(24, micro_batch_size=4)], 2*(4+2+2+4+4+2)),
+    (4, 70, lambda: [each(16, drop_last=True)], 2*16),
+    (4, 48, lambda: [each(16),Raise('after_pred', CancelBatchException, 0, at=1)], 2*12-1),
+    (4, 64, lambda: [each(16),*within(finds)], 6+16),   # the search begins the records anew, after an epoch
+    (4, 64, lambda: [Seen('before_epoch', lambda l: l.epoch==1 and l.add_cb(GradientAccumulation(16)))], 16+4)],
+    ids=['split','dropped','cancelled','after a search','from the second epoch'])
+def test_as_many_are_recorded_as_were_trained_on(bs, n, cbs, want):
+    learn = toy(bs, n=n)
+    learn.fit(2, 0.1, cbs=cbs())
+    assert len(learn.recorder.losses)==want

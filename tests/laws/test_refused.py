@@ -1,14 +1,13 @@
 """What cannot work is refused before a weight moves, with a message that names it and says what to type instead, and
 plain fits go on as ever."""
-import pytest, torch
-import numpy as np
+import numpy as np, pytest, torch
 from functools import partial
 from torch import nn
 from fastai.vision.all import (DataLoader, GradientAccumulation as FastaiGradientAccumulation, Learner,
     NonNativeMixedPrecision, ProgressCallback)
 from fastaccum import (ActivationCheckpoint, AutoSize, FreezeBN, GradientAccumulation, GradientAccumulationSchedule,
     GradientAccumulationScheduler, GradientCache, NoiseScale, RecalibrateBN, ScaledLR)
-from fastaccum.testing import assert_same_run, toy
+from fastaccum.testing import assert_same_run, toy, toy_data
 from common import Seen, weights
 
 def link(e): return str(e.value).rpartition('\nMore: https://')[2].partition('.html#')[2]
@@ -93,27 +92,16 @@ class Ignores(nn.Module):
     ignore_index = -100
     def forward(self, p, y): return nn.functional.cross_entropy(p, y['y'] if isinstance(y, dict) else y)
 
-class Named(torch.utils.data.Dataset):
-    def __init__(self, ds): self.ds = ds
-    def __len__(self): return len(self.ds)
-    def __getitem__(self, i): return self.ds[i][0],dict(y=self.ds[i][1])
-
-def hooked(**kwargs):
-    learn = toy(**kwargs)
-    learn.model[2].weight.register_post_accumulate_grad_hook(lambda p: None)
-    return learn
-
-def own_loop(**kwargs):
-    learn = toy(**kwargs)
-    learn.__class__ = OwnLoop
-    return learn
-
-def ready_made(**kwargs):
-    learn = toy(**kwargs)
-    learn.dls.loaders[0] = DataLoader(list(learn.dls.train), bs=None)
-    return learn
-
-def named(**kwargs): return toy(loss_func=Ignores(), data=Named(toy(4).dls.train.dataset), **kwargs)
+def changed(f):
+    def make(**kwargs):
+        learn = toy(**kwargs)
+        f(learn)
+        return learn
+    return make
+hooked = changed(lambda l: l.model[2].weight.register_post_accumulate_grad_hook(lambda p: None))
+own_loop = changed(lambda l: setattr(l, '__class__', OwnLoop))
+ready_made = changed(lambda l: l.dls.loaders.__setitem__(0, DataLoader(list(l.dls.train), bs=None)))
+named = partial(toy, loss_func=Ignores(), data=[(x,dict(y=y)) for x,y in toy_data(70)])
 
 acc,fastais = GradientAccumulation,FastaiGradientAccumulation
 refused = dict(

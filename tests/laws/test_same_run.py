@@ -2,12 +2,14 @@
 import pickle, pytest, sweep, torch
 from functools import partial
 from torch import nn
+from torch.utils.data import TensorDataset
 from fastai.vision.all import (Adam, DataLoader, DataLoaders, EarlyStoppingCallback, FetchPredsCallback,
     GradientAccumulation as FastaiGradientAccumulation, OptimWrapper, ReduceLROnPlateau, SGD, SaveModelCallback,
     ShortEpochCallback, load_learner, params)
 from fastaccum import GradientAccumulation
 from fastaccum.testing import assert_same_run, deviation, toy, toy_data, both_runs
 from common import Seen, grads, some, weights
+from small_learners import all_params, whole
 
 @pytest.mark.parametrize('seed', some(45, range(400)))
 def test_random_runs(seed): sweep.check(seed)
@@ -17,6 +19,17 @@ def test_arguments_of_fastais_callback(args, full):
     a,b = toy(full),toy(4)
     a.fit_one_cycle(2, 0.05); b.fit_one_cycle(2, 0.05, cbs=GradientAccumulation(**args))
     assert_same_run(a, b)
+
+class Mean(nn.Embedding):
+    def forward(self, x): return super().forward(x).mean(1)
+
+@pytest.mark.parametrize('acc', [dict(),dict(micro_batch_size=2)], ids=str)
+@pytest.mark.parametrize('opt', [torch.optim.SparseAdam,torch.optim.SGD])
+def test_sparse_gradients(opt, acc):
+    "Of an embedding, where a row that no sample of a step has used stays as it is"
+    data = TensorDataset(whole(200, 70, 4), whole(3, 70))
+    assert_same_run(*both_runs(data=data, model=lambda: Mean(200, 3, sparse=True).double(), splitter=all_params,
+        opt_func=partial(OptimWrapper, opt=opt), acc=acc))
 
 # Fit after fit
 
@@ -76,16 +89,6 @@ def test_beside_a_callback_that(kind):
     a,b = both_runs(cbs=others[kind], fit=lambda l,cbs: l.fit(8 if kind=='tracks' else 2, 0.6, cbs=cbs))
     assert a.epoch==b.epoch
     assert_same_run(a, b)
-
-def test_micro_batches_are_recorded_again_after_a_search_for_rates():
-    learn = toy(4, n=64)
-    learn.fit(2, 0.1, cbs=[GradientAccumulation(16, log_accum_batch=False),*within(finds)])
-    assert len(learn.recorder.losses)==6+16
-
-def test_added_between_two_epochs():
-    learn = toy(4, n=64)
-    learn.fit(2, 0.1, cbs=Seen('before_epoch', lambda l: l.epoch==1 and l.add_cb(GradientAccumulation(16))))
-    assert len(learn.recorder.losses)==16+4
 
 @pytest.mark.parametrize('drop_last', [False,True])
 def test_an_epoch_that_is_cut_short(drop_last):

@@ -103,8 +103,7 @@ def test_each_fit_begins_the_schedule_anew():
     _,b,_ = compare(make, n_epoch=4, n=70, micro=4, start_epoch=2)
     assert b.recorder.accum_bs==expected.recorder.accum_bs[sum(plan.steps[:2]):]
     acc,learn = make(),toy(4)
-    with pytest.raises(KeyboardInterrupt):
-        learn.fit(4, cbs=[acc,Raise('after_backward', KeyboardInterrupt, 5, at=20)])
+    with pytest.raises(KeyboardInterrupt): learn.fit(4, cbs=[acc,Raise('after_backward', KeyboardInterrupt, 5, at=20)])
     learn.model.load_state_dict(toy(4).model.state_dict())
     for l,o in ((learn,acc),(toy(4),pickle.loads(pickle.dumps(acc)))):
         l.fit_one_cycle(4, 0.05, cbs=o, reset_opt=True)

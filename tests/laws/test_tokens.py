@@ -9,12 +9,11 @@ from fastai.vision.all import (Adam, Callback, CrossEntropyLossFlat, GradientAcc
 from fastaccum import GradientAccumulation
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, one_cycle, toy, toy_data, both_runs
 from common import Seen, grads, weights
-from test_warned import Masked, run
+from test_warned import Masked, little, run
 
 w = tensor([0.2,1.,5.], dtype=torch.float64)
 gen = torch.Generator().manual_seed(0)
 def rand(*size): return torch.rand(*size, generator=gen, dtype=torch.float64)
-def small_steps(learn, cbs): learn.fit_one_cycle(2, 1e-3, cbs=cbs)
 
 class Known(Masked):
     "A loss of one's own with an `ignore_index`: 0/0, and NaN gradients, where everything is ignored"
@@ -32,9 +31,9 @@ of_classes = dict(index=CrossEntropy(ignore_index=2), both=nn.CrossEntropyLoss(i
     functional=F.cross_entropy, partial_index=partial(F.cross_entropy, ignore_index=1),
     partial_weight=partial(F.cross_entropy, weight=w))
 x,mixed,masks = toy_data(70).tensors[0],rand(70, 3)+torch.eye(3)[torch.arange(70)%3],(150+10*rand(70)).byte()
-cases = {**{f'{k} over tokens':dict(tokens=True, loss_func=f, fit=small_steps) for k,f in losses.items()},
+cases = {**{f'{k} over tokens':dict(tokens=True, loss_func=f, fit=little) for k,f in losses.items()},
     **{f'{k} over classes':dict(loss_func=f) for k,f in of_classes.items()},
-    'replaced':dict(tokens=True, cbs=lambda: [Replace()], fit=small_steps),
+    'replaced':dict(tokens=True, cbs=lambda: [Replace()], fit=little),
     'log probabilities':dict(loss_func=nn.NLLLoss(weight=w, ignore_index=1), splitter=params,
         model=lambda: nn.Sequential(nn.Linear(5,3), nn.LogSoftmax(-1)).double()),
     # torch divides by samples, also with class weights
@@ -82,7 +81,7 @@ def ignored(*which, n=64):
 def test_micro_batches_of_padding_do_nothing(loss, log):
     "The first of an epoch, and one in the middle: neither weights nor losses turn NaN, and nothing ends the fit"
     a,b = both_runs(data=ignored(*range(4), *range(24,28)), loss_func=losses[loss], acc=dict(log_accum_batch=log),
-        cbs=lambda: [TerminateOnNaNCallback()], fit=small_steps)
+        cbs=lambda: [TerminateOnNaNCallback()], fit=little)
     assert deviation(weights(a), weights(b))<1e-7
     if log: assert_same_run(a, b)
     assert len(b.recorder.losses)==(8 if log else 32) and not any(o.isnan() for o in b.recorder.losses)
@@ -96,7 +95,7 @@ def test_a_step_of_padding_has_no_gradient_and_a_loss(loss, step):
     assert len(learn.recorder.losses)==8 and not any(o.isnan() for o in learn.recorder.losses)
 
 def test_a_step_of_padding_decays_and_coasts_like_the_full_batch_runs():
-    a,b = both_runs(data=ignored(*range(16,32)), opt_func=Adam, fit=small_steps)
+    a,b = both_runs(data=ignored(*range(16,32)), opt_func=Adam, fit=little)
     assert deviation(weights(a), weights(b))<1e-7 and any(o.isnan() for o in a.recorder.losses)
 
 # Magnitudes

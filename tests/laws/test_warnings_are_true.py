@@ -3,21 +3,17 @@
 Each is trained on full batches and on micro-batches: whether they arrive at the same weights must agree with what was
 said. In double precision, in which the same run is far from a similar one.
 """
-import pytest, warnings
+import pytest
 from functools import partial
 from fastai.losses import FocalLossFlat
 from fastai.text.all import (AWD_LSTM, awd_lstm_clas_config, awd_lstm_lm_config, language_model_learner,
     text_classifier_learner)
 from fastai.vision.all import BnFreeze, DiceLoss, SGD, set_seed
 from fastaccum import GradientAccumulation, AccumulationWarning
-from common import weights
+from common import noted_warnings, weights
 from small_learners import DoubleMixUp, MixedLoss
-from test_applications import (detection, few, groupnorm, in_double, linear, ratings, segmenter, small, table, tagged,
-    texts, tokens, vision)
-
-def grouped(learn):
-    learn.model = groupnorm(learn.model)
-    return learn
+from test_applications import (detection, few, groupnorm_in, in_double, linear, ratings, segmenter, small, table,
+    tagged, texts, tokens, vision)
 
 def frozen(bs):
     learn = vision(bs, train_bn=False, cbs=BnFreeze(), custom_head=linear(128))
@@ -43,10 +39,10 @@ bn,norms = {'BatchNormWarning'},['predictions','gradients','buffers']
 real = dict(
     vision=(vision, bn, ['predictions','draws','gradients','buffers']),
     vision_frozen=(frozen, set(), []),
-    vision_mixup=(lambda bs: grouped(vision(bs, ps=0., cbs=DoubleMixUp(), loss_func=MixedLoss())), None,
+    vision_mixup=(lambda bs: groupnorm_in(vision(bs, ps=0., cbs=DoubleMixUp(), loss_func=MixedLoss())), None,
         ['callbacks','gradients']),
     unet=(segmenter, bn, norms),
-    unet_mixed_loss=(lambda bs: grouped(segmenter(bs, mixed_loss)), {'LossWarning'}, ['loss','gradients']),
+    unet_mixed_loss=(lambda bs: groupnorm_in(segmenter(bs, mixed_loss)), {'LossWarning'}, ['loss','gradients']),
     sentiment=(sentiment, bn|{'LoaderWarning'}, ['predictions','draws','loader','gradients','buffers']),
     language=(language, {'LoaderWarning','StateWarning'}, ['predictions','draws','loader','gradients']),
     table=(partial(table, config=None, loss_func=None), bn, norms),
@@ -66,9 +62,7 @@ def trained(nm, bs, cbs):
     learn = made(nm, bs)
     start = weights(learn)
     set_seed(1)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter('always')
-        learn.fit(1, 1e-3 if nm=='gan' else 1e-2, cbs=cbs)
+    with noted_warnings() as seen: learn.fit(1, 1e-3 if nm=='gan' else 1e-2, cbs=cbs)
     return start,weights(learn),{o.category.__name__ for o in seen if issubclass(o.category, AccumulationWarning)}
 
 @pytest.mark.parametrize('nm', real)

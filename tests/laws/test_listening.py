@@ -34,7 +34,7 @@ def run(bs, accum, more=lambda learn: []):
 
 def of(heard, events): return [o for o in heard if o[1] in events]
 
-def test_a_step_is_its_micro_batches_and_steps_epochs_and_fits_are_heard_as_in_the_full_batch_run():
+def test_a_step_is_its_micro_batches_and_all_else_is_heard_as_in_the_full_batch_run():
     heard,step = run(4, 12)[0],['before_step','after_step']
     by_a = [o for nm,o,training in of(heard, of_micro+of_step) if nm=='a' and training]
     assert by_a==2*(3*(3*of_micro+step)+of_micro+step)

@@ -117,6 +117,11 @@ class Overflow(Callback):
     def before_backward(self):
         if len(self.learn.recorder.lrs)==self.at: self.learn.loss_grad = self.learn.loss_grad*float('inf')
 
+def overflows(i, learn):
+    "The loss of the batch with sample `i` is infinite, in the first epoch"
+    if learn.epoch==0 and (learn.x==learn.dls.valid_ds[i][0]).all(-1).any():
+        learn.loss_grad = learn.loss_grad*float('inf')
+
 class InBackward(torch.autograd.Function):
     "Hands `x` on; in the backward pass `check` is called with the number of samples, and may raise"
     @staticmethod

@@ -9,8 +9,9 @@ from functools import partial
 from multiprocessing import get_context
 
 import torch
-from fastai.vision.all import Adam, Callback, GradientClip, OptimWrapper, RAdam, SGD, accuracy
+from fastai.vision.all import Adam, GradientClip, OptimWrapper, RAdam, SGD, accuracy
 from fastaccum.testing import assert_same_run, toy, both_runs
+from common import Seen
 
 opts = dict(sgd=partial(SGD, mom=0.9), adam=Adam, radam=RAdam, torch_adamw=partial(OptimWrapper, opt=torch.optim.AdamW))
 ways = dict(
@@ -22,13 +23,9 @@ ways = dict(
     resumed  =lambda l,n,lr,**kw: l.fit_one_cycle(n+1, lr, start_epoch=1, **kw),
     two_fits =lambda l,n,lr,**kw: (l.fit_one_cycle(1, lr, **kw), l.fit(n, lr/2, **kw)))
 
-class Penalty(Callback):
+def penalty(event='after_loss', order=0):
     "Add to the loss, as fastai's `RNNRegularizer` does"
-    def __init__(self, event='after_loss', order=0):
-        self.order = order
-        setattr(self, event, self.add)
-    def add(self):
-        if self.training: self.learn.loss_grad = self.loss_grad+0.1*self.pred.pow(2).mean()
+    return Seen(event, lambda l: setattr(l, 'loss_grad', l.loss_grad+0.1*l.pred.pow(2).mean()), order)
 
 def fit(learn, cbs, how, n_epoch, lr, wd, freeze_first):
     "One of fastai's ways to fit, perhaps after a fit with a frozen body"
@@ -50,8 +47,8 @@ def draw(seed):
     micro,accum_bs,n = r.randint(1, 9),r.randint(1, 40),r.randint(12, 90)
     drop_last,tokens = maybe(.25),maybe(.3)
     if drop_last: n = max(n, -(-accum_bs//micro)*micro)
-    opt,clip,penalty = r.choice(list(opts)),r.choice([None,None,0.01,0.1]),maybe(.3) and not tokens
-    def cbs(): return [GradientClip(clip)]*(clip is not None)+[Penalty()]*penalty
+    opt,clip,penalized = r.choice(list(opts)),r.choice([None,None,0.01,0.1]),maybe(.3) and not tokens
+    def cbs(): return [GradientClip(clip)]*(clip is not None)+[penalty()]*penalized
     return dict(micro=micro, accum_bs=accum_bs, n=n, seed=seed, tokens=tokens, shuffle=maybe(.5),
         loader_drop_last=maybe(.3),
         acc=dict(drop_last=drop_last), opt_func=opts[opt], cbs=cbs, make=metered, train_metrics=maybe(.5),

@@ -20,8 +20,8 @@ def whole(high, *shape): return torch.randint(0, high, shape, generator=torch.Ge
 def loaders(*ts, bs=8): return DataLoaders(*(DataLoader(TensorDataset(*ts), bs=bs) for _ in range(2)))
 def all_params(m): return [list(m.parameters())]
 
-def with_loader(dl, learn, valid=None):
-    learn.dls = DataLoaders(dl, valid or dl)
+def with_loaders(learn, *dls):
+    learn.dls = DataLoaders(*dls, *learn.dls.loaders[len(dls):])
     return learn
 
 def quiet(learn):

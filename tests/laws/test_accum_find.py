@@ -7,7 +7,7 @@ from fastai.vision.all import CancelFitException, DataLoader, SGD
 from fastaccum import GradientAccumulation, GradientAccumulationScheduler
 from fastaccum.testing import CrossEntropy, toy, toy_data
 from common import Raise, short_of
-from small_learners import Event, all_params, with_loader
+from small_learners import Event, all_params, with_loaders
 from test_dry_runs import unchanged
 
 class Theta(nn.Module):
@@ -77,8 +77,8 @@ def test_callbacks_of_the_planned_fit_take_part():
 
 @pytest.mark.parametrize('make,kwargs,exc,match', [*((lambda: toy(4),{nm:v},exc,f'{nm}={v}') for nm,v,exc in (
         ('accum_bs',-4,ValueError), ('accum_bs',2.5,TypeError), ('show_plot',1,TypeError))),
-    (lambda: with_loader(DataLoader(toy_data(8), bs=None), toy(4)),{},ValueError,'many samples'),
-    (lambda: with_loader(DataLoader(toy_data(3), bs=4), toy(4)),{},RuntimeError,'no full batch'),
+    (lambda: with_loaders(toy(4), DataLoader(toy_data(8), bs=None)),{},ValueError,'many samples'),
+    (lambda: with_loaders(toy(4), DataLoader(toy_data(3), bs=4)),{},RuntimeError,'no full batch'),
     (lambda: toy(4, cbs=Raise('after_step', CancelFitException, 0)),{},RuntimeError,'a callback ends the fit')],
     ids=lambda o: o if isinstance(o, str) else '')
 def test_what_cannot_be_measured_is_told(make, kwargs, exc, match):

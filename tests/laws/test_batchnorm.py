@@ -32,8 +32,7 @@ def test_statistics_are_the_mean_over_whole_batches(n, bs, micro, limit, torchs)
     assert is_mean_of(learn, min(bs, n), max(1, min(limit or n, n)//min(bs, n)))
 
 @pytest.mark.parametrize('bs,want,cb', [(4,64,None), (100,100,None), (4,16,lambda: GradientAccumulation(16)),
-    (4,200,lambda: GradientAccumulation(1000)),
-    (4,32,lambda: GradientAccumulationScheduler({0:2, 1:8}))])
+    (4,200,lambda: GradientAccumulation(1000)), (4,32,lambda: GradientAccumulationScheduler({0:2, 1:8}))])
 @pytest.mark.filterwarnings('ignore')
 def test_batches_are_as_large_as_a_step(bs, want, cb):
     "As the last steps were; without accumulation as the loader's, and at least 64; never more than there are samples"

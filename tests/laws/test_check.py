@@ -14,7 +14,7 @@ from fastaccum import (ActivationCheckpoint, GradientAccumulation, GradientAccum
     GradientAccumulationScheduler, GradientCache)
 from fastaccum.testing import CrossEntropy, deviation, toy, toy_data, both_runs
 from common import CpuMixedPrecision, in_single, short_of, weights
-from small_learners import Event, all_params, make, with_loader
+from small_learners import Event, all_params, make, with_loaders
 from test_warned import summed
 from test_dry_runs import unchanged, verbs
 
@@ -27,7 +27,8 @@ def own(model, bs=12, **kwargs): return toy(bs, model=model, splitter=all_params
 def made(*layers, **kwargs): return own(lambda: net(*layers).double(), **kwargs)
 def single(*layers, **kwargs): return own(lambda: net(*layers or [nn.Tanh()]), data=in_single(toy_data(40)), **kwargs)
 def mixed(*cbs, **kwargs): return single(cbs=[MixUp(),*cbs], loss_func=CrossEntropyLossFlat(**kwargs))
-def loaded(dl, model=None, **kwargs): return with_loader(dl, own(model, **kwargs) if model else toy(12, **kwargs))
+def loaded(dl, model=None, **kwargs):
+    return with_loaders(own(model, **kwargs) if model else toy(12, **kwargs), dl, dl)
 
 # No false alarm
 
@@ -76,10 +77,9 @@ def counted(learn): return (learn.y!=-100).sum()
 
 data = list(zip(*toy_data(40).tensors))
 exact = dict(plain=lambda: toy(12), tokens=lambda: toy(12, tokens=True), batch_of_one=lambda: toy(1),
-    shuffled=lambda: toy(12, shuffle=True), mappings=mappings,
-    layer_norm=lambda: made(nn.LayerNorm(6)), no_dropout=lambda: made(nn.Dropout(0.)),
-    rounding_of_zero=lambda: own(before_norm), frozen_statistics=lambda: made(nn.BatchNorm1d(6),
-        cbs=Event('before_batch', lambda l: l.model[1].eval())),
+    shuffled=lambda: toy(12, shuffle=True), mappings=mappings, layer_norm=lambda: made(nn.LayerNorm(6)),
+    no_dropout=lambda: made(nn.Dropout(0.)), rounding_of_zero=lambda: own(before_norm),
+    frozen_statistics=lambda: made(nn.BatchNorm1d(6), cbs=Event('before_batch', lambda l: l.model[1].eval())),
     unused=lambda: own(lambda: Unused(nn.Linear(5, 3), nn.Linear(5, 3)).double()),
     summed=lambda: toy(12, loss_func=CrossEntropy(reduction='sum')), clipped=lambda: toy(12, cbs=GradientClip(1e-3)),
     mean_penalty=lambda: toy(12, cbs=mean_penalty()), left_over=left_over, once_a_fit=lambda: toy(12, cbs=OnceAFit()),
@@ -91,10 +91,9 @@ exact = dict(plain=lambda: toy(12), tokens=lambda: toy(12, tokens=True), batch_o
     scheduled=lambda: toy(4, cbs=GradientAccumulationSchedule(8, 16)),
     own_sizes=lambda: toy(12, tokens=True, loss_func=hidden, cbs=GradientAccumulation(24, n_items=counted)),
     torchs_loader=lambda: loaded(TorchDataLoader(data, 12, shuffle=True)),
-    torchs_stream=lambda: loaded(TorchDataLoader(Stream(), 12)),
-    follows_progress=lambda: toy(12, cbs=Follows()), follows_at_odd_sizes=lambda: toy(13, cbs=Follows()),
-    ragged_end=lambda: toy(12, n=30), short=lambda: loaded(DataLoader(data[:7], bs=12)),
-    stream=lambda: loaded(DataLoader(Stream(), bs=12, n=40)),
+    torchs_stream=lambda: loaded(TorchDataLoader(Stream(), 12)), follows_progress=lambda: toy(12, cbs=Follows()),
+    follows_at_odd_sizes=lambda: toy(13, cbs=Follows()), ragged_end=lambda: toy(12, n=30),
+    short=lambda: loaded(DataLoader(data[:7], bs=12)), stream=lambda: loaded(DataLoader(Stream(), bs=12, n=40)),
     workers=lambda: loaded(DataLoader(data, bs=12, num_workers=2)))
 
 def blocks(*layers): return lambda: nn.Sequential(*map(nn.Sequential, layers)).double()

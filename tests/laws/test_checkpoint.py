@@ -66,8 +66,7 @@ class Thrice(Module):
     def forward(self, x): return self.m(self.other(self.m(x))+self.m(x*2))
 
 moving = dict(late=lambda: Block(Late(8)), cumulative=lambda: Block(nn.BatchNorm1d(8, momentum=None)),
-    own=lambda: Own(8),
-    spectral=lambda: Block(parametrizations.spectral_norm(nn.Linear(8, 8))),
+    own=lambda: Own(8), spectral=lambda: Block(parametrizations.spectral_norm(nn.Linear(8, 8))),
     old_spectral=lambda: Block(spectral_norm(nn.Linear(8, 8))))
 
 @pytest.mark.parametrize('nm,thrice', list(product(moving, [False,True])))

@@ -6,6 +6,7 @@ from fastai.vision.all import DataLoader, DataLoaders, params
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler
 from fastaccum.testing import assert_same_run, one_cycle, toy, toy_data
 from common import Seen, some
+from small_learners import with_loaders
 from test_warned import told
 
 valid = toy_data(9, seed=1)
@@ -16,9 +17,7 @@ def sampler(ds, bs):
     batches = BatchSampler(SequentialSampler(ds), bs, drop_last=True)
     return DataLoaders(TorchLoader(ds, batch_sampler=batches), TorchLoader(valid, bs))
 
-def find(learn, cbs):
-    learn.add_cbs(cbs)
-    learn.lr_find(num_it=20, show_plot=False)
+def find(learn, cbs): learn.add_cbs(cbs).lr_find(num_it=20, show_plot=False)
 
 makes = dict(plain=lambda n,micro,**kw: GradientAccumulation(n, **kw),
     schedule=lambda n,micro,**kw: GradientAccumulationSchedule(n, n, **kw),
@@ -31,10 +30,7 @@ class Drawn:
     def __len__(self): return len(self.items)
     def __getitem__(self, i): return self.items[i][0]+random.random(),self.items[i][1]
 
-def learner(dls):
-    learn = toy(4)
-    learn.dls = dls
-    return learn
+def learner(dls): return with_loaders(toy(4), *dls.loaders)
 
 def small(): return learner(from_dsets(toy_data(21), 4))   # too few samples for a step of 32
 

@@ -88,12 +88,12 @@ def test_what_is_measured_is_what_the_gradients_of_single_samples_say(nm):
 
 @pytest.mark.parametrize('kind', ['fp16','bf16','parameters'])
 def test_half_precision_tells_the_same_but_for_rounding(kind):
+    x,y = clear(18).tensors
     def run(dtype, *cbs):
         def net(): return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
-        x,y = clear(18).tensors
         return told(measure(data=TensorDataset(x.to(dtype), y), model=net, cbs=cbs)[1])
     half = run(torch.bfloat16) if kind=='parameters' else run(torch.float32, CpuMixedPrecision(amp_mode=kind))
-    assert close(half, run(torch.float64), .1)
+    assert close(half, run(torch.float64), 8*torch.finfo(torch.float16 if kind=='fp16' else torch.bfloat16).eps)
 
 # Over the steps of a fit
 

@@ -9,9 +9,8 @@ from test_same_run import finds, within
 
 def mets(): return [accuracy,AvgLoss(),Perplexity()]
 
-@pytest.mark.parametrize('n,accum_bs,kwargs', [
-    (64,16,{}), (71,10,{}), (70,100,{}), (70,16,dict(acc=dict(drop_last=True))),
-    (70,16,dict(loss_func=CrossEntropy(reduction='sum'), metrics=accuracy))])
+@pytest.mark.parametrize('n,accum_bs,kwargs', [(64,16,{}), (71,10,{}), (70,100,{}),
+    (70,16,dict(acc=dict(drop_last=True))), (70,16,dict(loss_func=CrossEntropy(reduction='sum'), metrics=accuracy))])
 def test_what_is_recorded_is_the_full_batch_runs(n, accum_bs, kwargs):
     "With train metrics: one over predictions, two over the loss"
     a,b = both_runs(n=n, accum_bs=accum_bs, make=lambda bs,**kw: metered(bs, **{'metrics':mets(), **kw}),

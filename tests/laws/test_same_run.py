@@ -82,7 +82,7 @@ others = dict(validates=lambda: within(lambda l: l.validate()), finds=lambda: wi
     fits=lambda: within(lambda l: l.fit(1, 0.1)),
     predicts_inside=lambda: within(lambda l: l.get_preds(dl=l.dls.valid, inner=True)),
     tracks=lambda: [EarlyStoppingCallback(patience=2), SaveModelCallback(), ReduceLROnPlateau(patience=1)],
-    penalizes=lambda: [sweep.Penalty()], late=lambda: [sweep.Penalty('before_backward', GradientAccumulation.order+1)])
+    penalizes=lambda: [sweep.penalty()], late=lambda: [sweep.penalty('before_backward', GradientAccumulation.order+1)])
 
 @pytest.mark.parametrize('kind', others)
 def test_beside_a_callback_that(kind):

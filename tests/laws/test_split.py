@@ -73,10 +73,9 @@ def boxes(y, k): return [{'y':o[None],'boxes':torch.zeros((i+1)%k, 3)} for i,o i
 kinds = dict(tensors=lambda x,y: (x,y), dicts=lambda x,y: ({'a':x,'b':x},{'y':y}),
     mapping=lambda x,y: (Encoding(a=x, b=x),y),
     hugging=lambda x,y: (pytest.importorskip('transformers').BatchEncoding(dict(a=x, b=x)),y),
-    lists=lambda x,y: ([x,x],[y,y]),
-    named=lambda x,y: (Pair(x,x),Pair(y,y)), texts=lambda x,y: ((x,None),(y,['name']*len(y))),
-    samples=lambda x,y: ([*x],boxes(y, 4)), boxes=lambda x,y: (x,boxes(y, 3)),
-    tuples=lambda x,y: (tuple(x),tuple(boxes(y, 2))))
+    lists=lambda x,y: ([x,x],[y,y]), named=lambda x,y: (Pair(x,x),Pair(y,y)),
+    texts=lambda x,y: ((x,None),(y,['name']*len(y))), samples=lambda x,y: ([*x],boxes(y, 4)),
+    boxes=lambda x,y: (x,boxes(y, 3)), tuples=lambda x,y: (tuple(x),tuple(boxes(y, 2))))
 
 def find(o):
     "The tensor that has all samples"

@@ -111,14 +111,13 @@ masks,padded = (r(32, 5, 4, 4),classes(32, 4, 4)),(r(32, 6, 5),classes(32, 6))
 padded[1][:,2:][torch.rand(32, 4, generator=gen)<torch.rand(32, 1, generator=gen)] = -100
 w5 = torch.tensor([0.2,1.,5.,0.5,2.])
 
-right = dict(
-    cross_entropy=(CrossEntropyLossFlat(), plain), class_weights=(CrossEntropyLossFlat(weight=w5), plain),
+right = dict(cross_entropy=(CrossEntropyLossFlat(), plain), class_weights=(CrossEntropyLossFlat(weight=w5), plain),
     smoothed=(LabelSmoothingCrossEntropyFlat(), plain), sum=(CrossEntropyLossFlat(reduction='sum'), plain),
     smoothed_weighted=(nn.CrossEntropyLoss(label_smoothing=.1, weight=w5), plain),
     padded=(CrossEntropyLossFlat(), padded), focal=(FocalLossFlat(weight=w5), plain), dice=(DiceLoss(), masks),
-    masks=(CrossEntropyLossFlat(axis=1), masks), mse=(MSELossFlat(), values),
-    huber=(nn.HuberLoss(), values), bce=(BCEWithLogitsLossFlat(), bits),
-    pos_weight=(nn.BCEWithLogitsLoss(pos_weight=w5), bits), constant=(lambda p, y: F.cross_entropy(p, y)+9, plain),
+    masks=(CrossEntropyLossFlat(axis=1), masks), mse=(MSELossFlat(), values), huber=(nn.HuberLoss(), values),
+    bce=(BCEWithLogitsLossFlat(), bits), pos_weight=(nn.BCEWithLogitsLoss(pos_weight=w5), bits),
+    constant=(lambda p, y: F.cross_entropy(p, y)+9, plain),
     several=(lambda p, y: F.cross_entropy(p[0], y)+p[1].pow(2).mean(), plain, lambda p: (p,p[:,:3])),
     named=(lambda p, y: F.cross_entropy(p['logits'], y), plain, lambda p: dict(logits=p)))
 wrong = dict(hidden_mean=(Masked(), padded), sum_for_mean=(summed, plain),

@@ -5,7 +5,7 @@ installed fastai, as it is or patched. Cells marked as slow or for a GPU do not 
 in one of the two only runs a second time; chance is no difference. Cells that need a download fail in both, where there
 is no network. The result goes to benchmarks/results/fastais_tests.md, unless `--no-save` is given.
 """
-import argparse, datetime, json, os, platform, random, re, shutil, subprocess, sys, tempfile
+import argparse, datetime, json, os, platform, random, re, shutil, signal, subprocess, sys, tempfile, time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -28,7 +28,7 @@ def run_here(nb):
     "Run the cells of a notebook in this process; print what each that fails says"
     import numpy as np, torch
     from execnb.shell import CaptureShell
-    todo,module = cells(Path(nb))
+    todo,module = cells(nb)
     shell = CaptureShell()
     star = f'import fastai.{module} as _m; globals().update({{k:v for k,v in vars(_m).items() if k[:2]!="__"}})'
     shell.run(star)
@@ -40,18 +40,41 @@ def run_here(nb):
         if i==0: shell.run(star)
         print('CELL', json.dumps([i, bool(bad), o.strip()[:100], repr(bad)[:160]]), flush=True)
 
-def run(nb, lib):
-    "What became of each cell, with the fastai in the folder `lib`"
+def forked(nb, here, out):
+    "Run a notebook in a fork of this process, from the folder `here`; what it prints goes to the file `out`"
+    pid = os.fork()
+    if not pid:
+        os.setsid()
+        os.chdir(here)
+        for name,fds in ((os.devnull,(0,2)), (out,(1,))):
+            fd = os.open(name, os.O_RDWR|os.O_CREAT)
+            for o in fds: os.dup2(fd, o)
+        try: run_here(nb)
+        finally: os._exit(0)
+    end = time.time()+seconds
+    while not os.waitpid(pid, os.WNOHANG)[0]:
+        if time.time()>end: os.killpg(pid, signal.SIGKILL)
+        time.sleep(0.1)
+
+def run_all(notebooks):
+    "Run each notebook, with the fastai that this process imports; print what became of its cells, line by line"
+    import fastai.vision.all, fastai.text.all, fastai.tabular.all   # once, for all: takes longer than most notebooks
+    for nb in map(Path, notebooks):
+        with tempfile.TemporaryDirectory() as tmp:
+            here,out = Path(tmp)/'nbs',Path(tmp)/'out'   # with the pictures and files that stand beside the notebooks
+            shutil.copytree(nb.parent, here, ignore=shutil.ignore_patterns('*.ipynb'))
+            forked(nb.resolve(), here, out)
+            said = out.read_text(encoding='utf-8', errors='replace').splitlines()
+        print('BOOK', json.dumps([json.loads(o[5:]) for o in said if o.startswith('CELL ')]), flush=True)
+        print(nb.stem, file=sys.stderr, flush=True)
+
+def run(notebooks, lib):
+    "What became of the cells of each notebook, with the fastai in the folder `lib`"
     env = os.environ | dict(PYTHONPATH=str(lib), OMP_NUM_THREADS='1', MPLBACKEND='agg')
-    with tempfile.TemporaryDirectory() as tmp:
-        here = Path(tmp)/'nbs'   # with the pictures and files that stand beside the notebooks
-        shutil.copytree(nb.parent, here, ignore=shutil.ignore_patterns('*.ipynb'))
-        try:
-            out = subprocess.run([sys.executable,'-W','ignore',__file__,'--nb',str(nb)], env=env, cwd=here,
-                timeout=seconds, stdin=subprocess.DEVNULL, capture_output=True, text=True).stdout
-        except subprocess.TimeoutExpired as e: out = (e.stdout or b'').decode()
-    print(nb.stem, lib.name, file=sys.stderr, flush=True)
-    return {i:(bad,src,why) for i,bad,src,why in (json.loads(l[5:]) for l in out.splitlines() if l.startswith('CELL '))}
+    out = subprocess.run([sys.executable,'-W','ignore',__file__,'--run',*map(str, notebooks)], env=env, check=True,
+        cwd=lib, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True).stdout
+    books = [json.loads(o[5:]) for o in out.splitlines() if o.startswith('BOOK ')]
+    return [{i:(bad,src,why) for i,bad,src,why in o} for o in books]
 
 def differing(a, b):
     "The cells that do not end alike"
@@ -60,9 +83,7 @@ def differing(a, b):
 
 def both(notebooks, libs):
     "The outcomes of each notebook, with each of `libs`"
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = [[pool.submit(run, nb, lib) for lib in libs] for nb in notebooks]
-        return [[o.result() for o in pair] for pair in jobs]
+    with ThreadPoolExecutor(2) as pool: return list(zip(*pool.map(run, [list(notebooks)]*2, libs)))
 
 def cell(text): return ' '.join(text.split()).replace('|', r'\|').replace('`', "'")
 
@@ -103,7 +124,7 @@ def report(clone, notebooks, results, changed, n_patches):
     if absent: yield f'\nNotebooks that the clone lacks: {", ".join(absent)}.'
 
 def main(clone, save=True):
-    notebooks = [o for o in sorted(Path(clone).glob('nbs/*.ipynb')) if cells(o)[1]]
+    notebooks = [o for o in sorted(Path(clone).resolve().glob('nbs/*.ipynb')) if cells(o)[1]]
     patches = sorted(root.glob('upstream/*.patch'))
     with tempfile.TemporaryDirectory() as tmp:
         libs = [Path(tmp)/o for o in ('stock','patched')]
@@ -112,7 +133,8 @@ def main(clone, save=True):
         for o in patches: subprocess.run(['git','apply',o], cwd=libs[1], env=env, check=True)
         results = both(notebooks, libs)
         changed = {nb:found for nb,pair in zip(notebooks, results) if (found:=differing(*pair))}
-        for nb,pair in zip(changed, both(changed, libs)): changed[nb] &= differing(*pair)
+        if changed:
+            for nb,pair in zip(changed, both(changed, libs)): changed[nb] &= differing(*pair)
     text = '\n'.join(report(clone, notebooks, results, changed, len(patches)))
     print(text)
     if save: saved.write_text(text+'\n', encoding='utf-8')
@@ -121,6 +143,6 @@ if __name__=='__main__':
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('clone', nargs='?')
     parser.add_argument('--no-save', action='store_true')
-    parser.add_argument('--nb', help=argparse.SUPPRESS)
+    parser.add_argument('--run', nargs='+', help=argparse.SUPPRESS)
     args = parser.parse_args()
-    run_here(args.nb) if args.nb else main(args.clone, not args.no_save)
+    run_all(args.run) if args.run else main(args.clone, not args.no_save)

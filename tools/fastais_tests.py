@@ -7,6 +7,7 @@ is no network. The result goes to benchmarks/results/fastais_tests.md, unless `-
 """
 import argparse, datetime, json, os, platform, random, re, shutil, signal, subprocess, sys, tempfile, time
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -58,7 +59,8 @@ def forked(nb, here, out):
 
 def run_all(notebooks):
     "Run each notebook, with the fastai that this process imports; print what became of its cells, line by line"
-    import fastai.vision.all, fastai.text.all, fastai.tabular.all   # once, for all: takes longer than most notebooks
+    # once, for all: this takes longer than most notebooks
+    for o in ('vision','text','tabular'): import_module(f'fastai.{o}.all')
     for nb in map(Path, notebooks):
         with tempfile.TemporaryDirectory() as tmp:
             here,out = Path(tmp)/'nbs',Path(tmp)/'out'   # with the pictures and files that stand beside the notebooks

@@ -87,7 +87,11 @@ def both(notebooks, libs):
     "The outcomes of each notebook, with each of `libs`"
     with ThreadPoolExecutor(2) as pool: return list(zip(*pool.map(run, [list(notebooks)]*2, libs)))
 
-def cell(text): return ' '.join(text.split()).replace('|', r'\|').replace('`', "'")
+def cell(text):
+    "A message or a line of code for a table, without where things lie on this machine"
+    text = re.sub(r'\\[nrt]|█', ' ', text)   # in the repr of an error
+    text = re.sub(r'(?<![\w:/.])/[\w./-]+', '…', text)
+    return ' '.join(text.split()).replace('|', r'\|').replace('`', "'")
 
 def reasons(outs):
     "What the cells said that failed; a name that a failed cell was to define is no reason of its own"
@@ -110,7 +114,7 @@ def report(clone, notebooks, results, changed, n_patches):
     yield f'| cells that pass | {n_pass[0]} | {n_pass[1]} |'
     yield f'| notebooks of which every cell passes | {whole[0]} | {whole[1]} |\n'
     n = sum(map(len, changed.values()))
-    yield f'{n or "No"} cell{"" if n==1 else "s"} passed with one of the two only, twice.\n'
+    yield f'{n or "No"} cell{"" if n<2 else "s"} passed with one of the two only{", in each of two runs" if n else ""}.\n'
     if n: yield '| notebook | cell | as it is | with the patches |\n|---|---|---|---|'
     for nb,(a,b) in zip(notebooks, results):
         for i in sorted(changed.get(nb, ())):

@@ -114,7 +114,8 @@ def report(clone, notebooks, results, changed, n_patches):
     yield f'| cells that pass | {n_pass[0]} | {n_pass[1]} |'
     yield f'| notebooks of which every cell passes | {whole[0]} | {whole[1]} |\n'
     n = sum(map(len, changed.values()))
-    yield f'{n or "No"} cell{"" if n<2 else "s"} passed with one of the two only{", in each of two runs" if n else ""}.\n'
+    plural,again = "s"*(n>1),", in each of two runs"*(n>0)
+    yield f"{n or 'No'} cell{plural} passed with one of the two only{again}.\n"
     if n: yield '| notebook | cell | as it is | with the patches |\n|---|---|---|---|'
     for nb,(a,b) in zip(notebooks, results):
         for i in sorted(changed.get(nb, ())):

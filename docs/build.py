@@ -24,9 +24,10 @@ import readme
 
 # the pages in their order; a notebook that is not named here is an error
 menu = {
-    'Guides': ('guides', 'images segmentation text hugging_face tables out_of_memory learning_rate batchnorm '
-        'whole_batch_losses custom_losses mixed_precision several_gpus logging save_and_resume check_your_run '
-        'growing_batches'),
+    'Data and models': ('guides', 'images segmentation text hugging_face tables'),
+    'Memory and speed': ('guides', 'out_of_memory mixed_precision several_gpus'),
+    'The same result': ('guides', 'check_your_run batchnorm whole_batch_losses custom_losses'),
+    'Training': ('guides', 'learning_rate growing_batches logging save_and_resume'),
     'About': ('about', 'should_i_accumulate how_exact compared switching works_with'),
     'Reference': ('reference', 'cheat_sheet faq messages'),
     'Contribute': ('contribute', 'architecture callbacks testing benchmarks faults_of_fastai')}

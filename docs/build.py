@@ -32,6 +32,9 @@ menu = {
     'Reference': ('reference', 'cheat_sheet faq messages'),
     'Contribute': ('contribute', 'architecture callbacks testing benchmarks faults_of_fastai')}
 order = [f'{folder}/{o}' for folder,names in menu.values() for o in names.split()]
+# titles that are too long for the menu
+short = {'guides/whole_batch_losses':'Whole-batch losses', 'guides/growing_batches':'Growing batches',
+    'guides/learning_rate':'Learning rate'}
 user_sections = ('Why','One step, event by event','Examples','Caveats')
 api = ('API', 'What you import, a page each: the class or function, its parameters and errors, examples and caveats.')
 modules = ('Modules', 'The source, a page for each module, in the order in which one reads them: prose, code, and '
@@ -403,7 +406,8 @@ def maths(text):
 
 def toctree(names, caption=''):
     more = [f':caption: {caption}']*bool(caption)
-    return '\n'.join(['```{toctree}', ':hidden:', ':titlesonly:', *more, '', *names, '```'])
+    def entry(o): return f'{short[o[1:]]} <{o}>' if o[1:] in short else o
+    return '\n'.join(['```{toctree}', ':hidden:', ':titlesonly:', *more, '', *map(entry, names), '```'])
 
 def contents(pages, names, where):
     "What is on each of the pages: its title and line, and the names of its entries"

@@ -2,6 +2,7 @@
 import os, re, shutil, subprocess, sys
 from pathlib import Path
 import pytest
+import fastaccum
 
 root = Path(__file__).resolve().parent.parent
 readme = (root/'README.md').read_text(encoding='utf-8')
@@ -57,6 +58,11 @@ def test_install():
     oldest = dict(re.findall(r'(torch|fastai)>=([\d.]+)', ini))
     assert f'Python {python}, fastai {oldest["fastai"]} and torch {oldest["torch"]}, or newer' in readme
 
+def test_the_line_that_checks_the_installation(tmp_path):
+    "It prints the version and nothing else"
+    command, = re.findall(r'^python -c "(.+)"', readme, re.M)
+    assert run('-c', command, cwd=tmp_path)==f'{fastaccum.__version__}\n'
+
 def test_scripts_and_pictures_exist():
     for o in re.findall(r'`python ([\w/]+\.py)', readme)+re.findall(r'!\[[^]]*\]\((?!https:)([^)]+)\)', readme):
         assert (root/o).is_file(), o
@@ -69,9 +75,10 @@ def test_table_is_what_the_script_prints():
     assert len(shown)==4 and {row(o) for o in shown} <= printed
 
 def test_order():
-    "What it is, why not fastai's, how to install it, the code, a picture, when not, where to read on, make"
-    marks = ['Gradient accumulation for fastai', 'one of the same name', '## Install', '## Use',
-        "replaces fastai's class of the same name", '](images/', '## When not', '## Read on', 'make demo', 'make test']
+    "What it is and where it differs, why not fastai's, the code, how to install it, a picture, when not, and make"
+    marks = ['Gradient accumulation for fastai', 'Two things differ: BatchNorm', 'a callback of the same name',
+        'cbs=GradientAccumulation(256)', "replaces fastai's class of the same name", '## Install',
+        "## Why not fastai's own", '](images/', '## When not', '## Read on', 'make demo', 'make test']
     at = [readme.find(o) for o in marks]
     assert -1 not in at and at==sorted(at)
 

@@ -23,7 +23,7 @@ def test_example_runs(tmp_path):
     (tmp_path/'example.py').write_text(
         example+"print('RAN', len(learn.recorder.losses), GradientAccumulation.__module__)", encoding='utf-8')
     out = run('example.py', cwd=tmp_path)
-    assert 'RAN 30 fastaccum.' in out and len(re.findall(r'^\W*[0-4] +\d\.\d+ .*\d\d:\d\d', out, re.M))==5
+    assert 'RAN 18 fastaccum.' in out and len(re.findall(r'^\W*[0-2] +\d\.\d+ .*\d\d:\d\d', out, re.M))==3
 
 def test_demo_shows_the_same_run(monkeypatch):
     "To the callback's own figures, steps and losses; fastai's callback shows that the figures can differ"

@@ -472,11 +472,13 @@ def stage(src, pages):
 
 # What people type in the search, and the page that answers; Sphinx asks this for the score of each result
 scorer = """const typed = () => window.asked || new URLSearchParams(location.search).get("q") || "";
-const asked = () => typed().toLowerCase().trim();
+const lower = (o) => o.toLowerCase().trim();
 const keywords = %s;
+// CLIP is a model, and what clips are gradients: as it is written comes first
+const named = (o) => o === typed().trim() ? 1000 : lower(o) === lower(typed()) ? 900 : 0;
 var Scorer = {
   score: ([doc, title, anchor, descr, score, filename, kind]) =>
-    score + (!anchor && (keywords[doc] || []).some(o => o.toLowerCase() === asked()) ? 1000 : 0)
+    score + (anchor ? 0 : Math.max(0, ...(keywords[doc] || []).map(named)))
       + (/^(guides|get_started|about)/.test(doc) ? 10 : 0) + (doc === "changelog" ? -20 : 0),
   objNameMatch: 11, objPartialMatch: 6, objPrio: {0: 15, 1: 5, 2: -5}, objPrioDefault: 0,
   title: 15, partialTitle: 7, term: 5, partialTerm: 2,

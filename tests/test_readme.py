@@ -56,7 +56,8 @@ def test_install():
     ini = (root/'settings.ini').read_text(encoding='utf-8')
     python = re.search(r'^min_python *= *(\S+)', ini, re.M)[1]
     oldest = dict(re.findall(r'(torch|fastai)>=([\d.]+)', ini))
-    assert f'Python {python}, fastai {oldest["fastai"]} and torch {oldest["torch"]}, or newer' in readme
+    for o in (readme, (root/'nbs/get_started.ipynb').read_text(encoding='utf-8')):
+        assert f'Python {python}, fastai {oldest["fastai"]} and torch {oldest["torch"]}, or newer' in o
 
 def test_the_line_that_checks_the_installation(tmp_path):
     "It prints the version and nothing else"

@@ -328,7 +328,8 @@ answers = {'GPU':'guides/several_gpus', 'multi gpu':'guides/several_gpus', 'DDP'
     'wandb':'guides/logging', 'TensorBoard':'guides/logging', 'Dice':'guides/segmentation', 'timm':'guides/images',
     'transformers':'guides/hugging_face', 'Lightning':'about/switching', 'drop_last':'about/how_exact',
     'noise scale':'guides/growing_batches', 'torchrun':'guides/several_gpus', 'NaN':'guides/mixed_precision',
-    'tabular':'guides/tables'}
+    'tabular':'guides/tables', 'clip':'reference/faq', 'gradient clipping':'reference/faq',
+    'CLIP':'guides/whole_batch_losses', 'install':'get_started'}
 
 def test_what_people_type_leads_to_the_page_that_answers(found):
     results = found(answers)

@@ -26,8 +26,7 @@ add_module_names = False
 toc_object_entries_show_parents = 'hide'
 nitpicky = False
 
-def brand(color): return {'sidebar-item-spacing-vertical':'.3rem', 'sidebar-caption-space-above':'.7em',
-    **{f'color-brand-{o}':color for o in ('primary','content','visited')}}
+def brand(color): return {f'color-brand-{o}':color for o in ('primary','content','visited')}
 
 html_theme = 'furo'
 pygments_style,pygments_dark_style = 'default','github-dark'

@@ -419,8 +419,11 @@ def toctree(names, caption=''):
     return '\n'.join(['```{toctree}', ':hidden:', ':titlesonly:', *more, '', *map(entry, names), '```'])
 
 def contents(pages, names, where):
-    "What is on each of the pages: its title and line, and the names of its entries"
-    def item(p): return f'[{p.title}](/{where(p)}.ipynb)\n: {p.text}\n\n  {", ".join(map(code, names(p)))}\n'
+    "What is on each of the pages: the names of its entries, below the module's where that is what it is about"
+    def item(p):
+        listed = ', '.join(map(code, names(p)))
+        if not where(p)==p.doc: return f'[{listed}](/{where(p)}.ipynb)\n: {p.text}\n'
+        return f'[{p.title}](/{where(p)}.ipynb)\n: {p.text}\n\n  {listed}\n'
     return '\n'.join(map(item, pages))
 
 def landing(title, text, pages, names, where):

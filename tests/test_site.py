@@ -329,8 +329,9 @@ answers = {'GPU':'guides/several_gpus', 'multi gpu':'guides/several_gpus', 'DDP'
     'transformers':'guides/hugging_face', 'Lightning':'about/switching', 'drop_last':'about/how_exact',
     'noise scale':'guides/growing_batches', 'torchrun':'guides/several_gpus', 'NaN':'guides/mixed_precision',
     'tabular':'guides/tables', 'clip':'reference/faq', 'gradient clipping':'reference/faq',
-    'CLIP':'guides/whole_batch_losses', 'install':'get_started', 'memory':'guides/out_of_memory', 'slow':'reference/faq',
-    'FSDP':'guides/several_gpus', 'early stopping':'about/works_with', 'dropout':'about/how_exact'}
+    'CLIP':'guides/whole_batch_losses', 'install':'get_started', 'memory':'guides/out_of_memory',
+    'slow':'reference/faq', 'FSDP':'guides/several_gpus', 'early stopping':'about/works_with',
+    'dropout':'about/how_exact'}
 
 sections = {'clip':'how-do-i-clip-gradients', 'drop_last':'the-incomplete-last-batch'}
 

@@ -24,13 +24,17 @@ import readme
 
 # the pages in their order; a notebook that is not named here is an error
 menu = {
-    'Guides': ('guides', 'images segmentation text hugging_face tables out_of_memory learning_rate batchnorm '
-        'whole_batch_losses custom_losses mixed_precision several_gpus logging save_and_resume check_your_run '
-        'growing_batches'),
+    'Data and models': ('guides', 'images segmentation text hugging_face tables'),
+    'Memory and speed': ('guides', 'out_of_memory mixed_precision several_gpus'),
+    'The same result': ('guides', 'check_your_run batchnorm whole_batch_losses custom_losses'),
+    'Training': ('guides', 'learning_rate growing_batches logging save_and_resume'),
     'About': ('about', 'should_i_accumulate how_exact compared switching works_with'),
     'Reference': ('reference', 'cheat_sheet faq messages'),
     'Contribute': ('contribute', 'architecture callbacks testing benchmarks faults_of_fastai')}
 order = [f'{folder}/{o}' for folder,names in menu.values() for o in names.split()]
+# titles that are too long for the menu
+short = {'guides/whole_batch_losses':'Whole-batch losses', 'guides/growing_batches':'Growing batches',
+    'guides/learning_rate':'Learning rate'}
 user_sections = ('Why','One step, event by event','Examples','Caveats')
 api = ('API', 'What you import, a page each: the class or function, its parameters and errors, examples and caveats.')
 modules = ('Modules', 'The source, a page for each module, in the order in which one reads them: prose, code, and '
@@ -208,7 +212,8 @@ class Page:
         self.name = page(path.relative_to(root/'nbs'))
         self.title,self.text,settings = split_title(self.nb.cells[0].source)
         number = re.match('[0-9]+', path.name)
-        self.keywords = [o.strip() for o in settings.get('keywords', '').split(',') if o.strip()]
+        keywords = [o.strip().partition('#') for o in settings.get('keywords', '').split(',') if o.strip()]
+        self.keywords = {o: anchor for o,_,anchor in keywords}   # with the section that answers, or ''
         self.more = settings.get('api', '').split()   # names that users meet, though they do not import them
         self.folder = self.name.rpartition('/')[0]
         self.cells = []
@@ -226,6 +231,14 @@ class Page:
         if not (self.mod or top or self.name in order):
             sys.exit(f'{path.relative_to(root)}: give the page a place in `menu`, in docs/build.py')
         self.order = float(number[0]) if number else 0 if top else order.index(self.name)
+
+    def answers(self):
+        "Its keywords, each with the anchor and the heading of the section that answers, or with two empty texts"
+        text = '\n'.join(c.source for c in self.cells if c.cell_type=='markdown')
+        heads = {re.sub(r'[^\w -]', '', o).lower().replace(' ', '-'): o for o in re.findall('^##+ (.+)$', text, re.M)}
+        for o,anchor in self.keywords.items():
+            if anchor and anchor not in heads: sys.exit(f'{self.path.relative_to(root)}: there is no section #{anchor}')
+        return [[o,f'#{anchor}'*bool(anchor),heads.get(anchor, '')] for o,anchor in self.keywords.items()]
 
     @property
     def is_api(self):
@@ -402,11 +415,15 @@ def maths(text):
 
 def toctree(names, caption=''):
     more = [f':caption: {caption}']*bool(caption)
-    return '\n'.join(['```{toctree}', ':hidden:', ':titlesonly:', *more, '', *names, '```'])
+    def entry(o): return f'{short[o[1:]]} <{o}>' if o[1:] in short else o
+    return '\n'.join(['```{toctree}', ':hidden:', ':titlesonly:', *more, '', *map(entry, names), '```'])
 
 def contents(pages, names, where):
-    "What is on each of the pages: its title and line, and the names of its entries"
-    def item(p): return f'[{p.title}](/{where(p)}.ipynb)\n: {p.text}\n\n  {", ".join(map(code, names(p)))}\n'
+    "What is on each of the pages: the names of its entries, below the module's where that is what it is about"
+    def item(p):
+        listed = ', '.join(map(code, names(p)))
+        if not where(p)==p.doc: return f'[{listed}](/{where(p)}.ipynb)\n: {p.text}\n'
+        return f'[{p.title}](/{where(p)}.ipynb)\n: {p.text}\n\n  {listed}\n'
     return '\n'.join(map(item, pages))
 
 def landing(title, text, pages, names, where):
@@ -463,16 +480,22 @@ def stage(src, pages):
     inner = [('Contribute','contribute/index'), *((p.title,p.name) for p in pages if p.folder=='contribute'),
         ('Modules','modules/index'), *((p.title,p.doc) for p in mods)]
     (src/'inner.json').write_text(json.dumps(inner))
-    (src/'scorer.js').write_text(scorer % json.dumps({p.name:p.keywords for p in pages if p.keywords}))
+    (src/'scorer.js').write_text(scorer % json.dumps({p.name:p.answers() for p in pages if p.keywords}))
 
 # What people type in the search, and the page that answers; Sphinx asks this for the score of each result
 scorer = """const typed = () => window.asked || new URLSearchParams(location.search).get("q") || "";
-const asked = () => typed().toLowerCase().trim();
+const lower = (o) => o.toLowerCase().trim();
 const keywords = %s;
+// CLIP is a model, and what clips are gradients: as it is written comes first
+const named = ([o]) => o === typed().trim() ? 1000 : lower(o) === lower(typed()) ? 900 : 0;
 var Scorer = {
-  score: ([doc, title, anchor, descr, score, filename, kind]) =>
-    score + (!anchor && (keywords[doc] || []).some(o => o.toLowerCase() === asked()) ? 1000 : 0)
-      + (/^(guides|get_started|about)/.test(doc) ? 10 : 0) + (doc === "changelog" ? -20 : 0),
+  score: (result) => {
+    const [doc, title, anchor, descr, score] = result;
+    const found = anchor ? null : (keywords[doc] || []).find(named);
+    if (found && found[1]) { result[1] = `${title} > ${found[2]}`; result[2] = found[1]; }   // to the section
+    return score + (found ? named(found) : 0) + (/^(guides|get_started|about)/.test(doc) ? 10 : 0)
+      + (doc === "changelog" ? -20 : 0);
+  },
   objNameMatch: 11, objPartialMatch: 6, objPrio: {0: 15, 1: 5, 2: -5}, objPrioDefault: 0,
   title: 15, partialTitle: 7, term: 5, partialTerm: 2,
 };

@@ -1,5 +1,5 @@
 "Gradient accumulation for fastai: train on micro-batches, get the full-batch run."
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 from fastaccum import accum_find, batchnorm, bs_find, accum_check
 from fastaccum.accumulation import GradientAccumulation

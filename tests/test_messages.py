@@ -1,11 +1,11 @@
 """Each message ends with a link to its entry on the page Messages, which shows it as it is, with a cause and lines to
 type that exist; and each entry is some message's. The FAQ is short, and what it says to type exists too."""
-import ast, inspect, json, re
+import ast, inspect, json, re, sys, warnings
 from pathlib import Path
 import pytest
 import fastai.callback.wandb, fastai.text.all, fastai.vision.all, fastaccum.all, fastaccum.wandb
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
-from fastai.learner import Learner
+from fastai.basics import CrossEntropyLossFlat, DataLoader, DataLoaders, Learner, nn, torch
 from fastaccum import GradientAccumulation
 from fastaccum.testing import toy
 
@@ -105,6 +105,25 @@ def test_what_is_typed_exists_and_takes_these_arguments(text):
             assert all(a.name=='*' or hasattr(mod, a.name) for a in o.names)
         f = callee(ast.unparse(o.func)) if isinstance(o, ast.Call) else None
         if f: inspect.signature(f).bind_partial(*([None]*len(o.args)), **{k.arg:None for k in o.keywords if k.arg})
+
+answers = {o.split('\n')[0][4:]: re.search(r'^```python\n(.*?)^```', o, re.M|re.S)[1] for o in faq if o[:4]=='### '}
+elsewhere = 'distrib_ctx', 'wandb'   # what needs a launcher or an account has tests of its own
+
+@pytest.mark.parametrize('name', [k for k,v in answers.items() if not any(o in v for o in elsewhere)])
+def test_the_code_of_an_answer_runs(name, tmp_path, monkeypatch):
+    "Pasted below the imports that the page begins with, with a Learner"
+    space = {}
+    exec(re.search(r'^```python\n(.*?)^```', faq[1], re.M|re.S)[1], space)
+    x = torch.randn(512, 5)
+    data = list(zip(x, (x[:,0]>0).long()))
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    dls = DataLoaders(DataLoader(data, bs=256), DataLoader(data[:16], bs=16))
+    learn = Learner(dls, model, CrossEntropyLossFlat(), path=tmp_path)
+    monkeypatch.setattr(type(learn), 'bs_find', lambda self, apply=False: None)   # searches the memory of this machine
+    with learn.no_bar(), learn.no_logging(), warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        learn.fit(1)
+        exec(answers[name], space|dict(learn=learn))
 
 def test_both_classes_are_taken_off():
     "What the page says of two callbacks: one is fastai's, one fastaccum's"

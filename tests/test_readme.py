@@ -2,6 +2,7 @@
 import os, re, shutil, subprocess, sys
 from pathlib import Path
 import pytest
+import fastaccum
 
 root = Path(__file__).resolve().parent.parent
 readme = (root/'README.md').read_text(encoding='utf-8')
@@ -22,7 +23,7 @@ def test_example_runs(tmp_path):
     (tmp_path/'example.py').write_text(
         example+"print('RAN', len(learn.recorder.losses), GradientAccumulation.__module__)", encoding='utf-8')
     out = run('example.py', cwd=tmp_path)
-    assert 'RAN 30 fastaccum.' in out and len(re.findall(r'^\W*[0-4] +\d\.\d+ .*\d\d:\d\d', out, re.M))==5
+    assert 'RAN 18 fastaccum.' in out and len(re.findall(r'^\W*[0-2] +\d\.\d+ .*\d\d:\d\d', out, re.M))==3
 
 def test_demo_shows_the_same_run(monkeypatch):
     "To the callback's own figures, steps and losses; fastai's callback shows that the figures can differ"
@@ -55,7 +56,13 @@ def test_install():
     ini = (root/'settings.ini').read_text(encoding='utf-8')
     python = re.search(r'^min_python *= *(\S+)', ini, re.M)[1]
     oldest = dict(re.findall(r'(torch|fastai)>=([\d.]+)', ini))
-    assert f'Python {python}, fastai {oldest["fastai"]} and torch {oldest["torch"]}, or newer' in readme
+    for o in (readme, (root/'nbs/get_started.ipynb').read_text(encoding='utf-8')):
+        assert f'Python {python}, fastai {oldest["fastai"]} and torch {oldest["torch"]}, or newer' in o
+
+def test_the_line_that_checks_the_installation(tmp_path):
+    "It prints the version and nothing else"
+    command, = re.findall(r'^python -c "(.+)"', readme, re.M)
+    assert run('-c', command, cwd=tmp_path)==f'{fastaccum.__version__}\n'
 
 def test_scripts_and_pictures_exist():
     for o in re.findall(r'`python ([\w/]+\.py)', readme)+re.findall(r'!\[[^]]*\]\((?!https:)([^)]+)\)', readme):
@@ -69,9 +76,10 @@ def test_table_is_what_the_script_prints():
     assert len(shown)==4 and {row(o) for o in shown} <= printed
 
 def test_order():
-    "What it is, why not fastai's, how to install it, the code, a picture, when not, where to read on, make"
-    marks = ['Gradient accumulation for fastai', 'one of the same name', '## Install', '## Use',
-        "replaces fastai's class of the same name", '](images/', '## When not', '## Read on', 'make demo', 'make test']
+    "What it is and where it differs, why not fastai's, the code, how to install it, a picture, when not, and make"
+    marks = ['Gradient accumulation for fastai', 'Two things differ: BatchNorm', 'a callback of the same name',
+        'cbs=GradientAccumulation(256)', "replaces fastai's class of the same name", '## Install',
+        "## Why not fastai's own", '](images/', '## When not', '## Read on', 'make demo', 'make test']
     at = [readme.find(o) for o in marks]
     assert -1 not in at and at==sorted(at)
 

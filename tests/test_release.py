@@ -53,6 +53,19 @@ def test_a_release_is_a_commit_and_a_tag(clone, new):
     assert run(clone, '--agree', f'v{new}')[:2]==(0,added) and run(clone, '--agree', 'v0.3.0')[0]
     for nm in release.places: assert new in (clone/nm).read_text() and '0.3.0' not in (clone/nm).read_text()
 
+def test_a_version_that_the_files_have_is_tagged_where_it_is(clone):
+    "As 0.2.0 was, which came with its section of the changelog; a second time there is a tag already"
+    before = git('rev-parse','HEAD', cwd=clone)
+    assert not run(clone, '--checks', '', '0.3.0')[0]
+    assert git('rev-list','-1','v0.3.0', cwd=clone)==before==git('rev-parse','HEAD', cwd=clone)
+    assert 'a tag v0.3.0' in run(clone, '--checks', '', '0.3.0')[2] and git('status','--porcelain', cwd=clone)==''
+
+def test_the_version_has_a_dated_section():
+    "In the tree as it is, and the same day in the citation"
+    day = re.search(fr'^## \[{release.version()}\] - (\d{{4}}-\d\d-\d\d)$', text_of('CHANGELOG.md'), re.M)[1]
+    assert f'date-released: {day}\n' in text_of('CITATION.cff')
+    assert all(release.version() in text_of(nm) for nm in release.places)
+
 def unclean(clone): (clone/'new.py').touch()
 def tagged(clone): git('tag','v0.4.0', cwd=clone)
 def untold(clone):

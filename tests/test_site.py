@@ -328,11 +328,17 @@ answers = {'GPU':'guides/several_gpus', 'multi gpu':'guides/several_gpus', 'DDP'
     'wandb':'guides/logging', 'TensorBoard':'guides/logging', 'Dice':'guides/segmentation', 'timm':'guides/images',
     'transformers':'guides/hugging_face', 'Lightning':'about/switching', 'drop_last':'about/how_exact',
     'noise scale':'guides/growing_batches', 'torchrun':'guides/several_gpus', 'NaN':'guides/mixed_precision',
-    'tabular':'guides/tables'}
+    'tabular':'guides/tables', 'clip':'reference/faq', 'gradient clipping':'reference/faq',
+    'CLIP':'guides/whole_batch_losses', 'install':'get_started', 'memory':'guides/out_of_memory',
+    'slow':'reference/faq', 'FSDP':'guides/several_gpus', 'early stopping':'about/works_with',
+    'dropout':'about/how_exact'}
+
+sections = {'clip':'how-do-i-clip-gradients', 'drop_last':'the-incomplete-last-batch'}
 
 def test_what_people_type_leads_to_the_page_that_answers(found):
     results = found(answers)
     first = {q:(results[q] or ['nothing'])[-1].partition('.html')[0] for q in answers}
     assert {q:o for q,o in first.items() if o!=answers[q]}=={}
+    for q,o in sections.items(): assert results[q][-1].endswith(f'#{o}') and o in ids(f'{answers[q]}.html')
     inner = ('core/','modules/','contribute/')
     assert not [o for q in answers for o in results[q] if o.startswith(inner)]   # a part of its own

@@ -2,7 +2,8 @@
 
 The version, and the date of its section in the changelog, are written to the files that have them, then everything is
 checked: tests, site, what is uploaded, and the wheel alone. If that passes there is a commit and a tag, else the files
-are as before. What pushing the tag starts, .github/workflows/release.yml, uses this file too:
+are as before. If the files have that version already, and no tag does, it is checked and tagged, and there is nothing
+to commit. What pushing the tag starts, .github/workflows/release.yml, uses this file too:
 
 `--agree v0.2.0`  tag, version and changelog agree; writes the section of the changelog
 `--example`       writes the example of README.md, a program
@@ -62,7 +63,8 @@ def put(text, pattern, value):
     return text[:m.start(1)]+value+text[m.end(1):]
 
 def written(new, day):
-    "The files of the version `new`, by name"
+    "The files of the version `new`, by name; none if they have that version already"
+    if new==version(): return {}
     files = {'CHANGELOG.md': dated(read('CHANGELOG.md'), new, day)}
     for nm,patterns in places.items():
         text = read(nm)
@@ -75,9 +77,9 @@ def written(new, day):
 def refusals(new):
     "Why there can be no release `new`, before anything is written"
     old,tag = version(),f'v{new}'
-    if numbers(new)<=numbers(old): stop(f'{new} does not come after {old}, the version in {lib}')
+    if numbers(new)<numbers(old): stop(f'{new} does not come after {old}, the version in {lib}')
     if git('tag','--list',tag): stop(f'there is a tag {tag} already')
-    if not says_something(section('Unreleased', read('CHANGELOG.md'))):
+    if new!=old and not says_something(section('Unreleased', read('CHANGELOG.md'))):
         stop('CHANGELOG.md has nothing under "## [Unreleased]"')
     if dirty:=git('status','--porcelain'): stop(f'there are changes that are not committed:\n{dirty}')
 
@@ -132,9 +134,9 @@ def release(new, what):
         for nm,text in files.items(): (root/nm).write_text(text, encoding='utf-8')
         agree(f'v{new}')
         check(what)
-        git('commit','-q','-m',f'Version {new}','--',*files)
+        if files: git('commit','-q','-m',f'Version {new}','--',*files)
     except BaseException:
-        git('checkout','-q','HEAD','--',*files)
+        if files: git('checkout','-q','HEAD','--',*files)
         raise
     git('tag','-a',f'v{new}','-m',f'fastaccum {new}')
     print(f'v{new} is tagged, and nothing was pushed. To release it: git push --atomic origin HEAD v{new}')

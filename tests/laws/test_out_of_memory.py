@@ -71,7 +71,7 @@ def test_the_size_is_halved_kept_and_said_once(where):
     with pytest.warns(UserWarning) as told:
         for _ in range(2): learn.fit(1, 0.1, cbs=[acc,sizes])
     said = [str(o.message).split('\n')[0] for o in told if 'memory ran out' in str(o.message)]
-    assert len(said)==1 and '16 samples' in said[0] and 'planted' in said[0] and said[0].endswith('of 4')
+    assert len(said)==1 and '16 samples' in said[0] and 'planted' in said[0] and said[0].endswith('of 4 samples')
     assert sizes.values==[4]*24
 
 # A failed attempt leaves nothing

@@ -56,7 +56,7 @@ lint: env-lint ## Have ruff read the code, actionlint and zizmor the workflows
 jupyter: env-jupyter ## Open the guides in Jupyter
 	$(BIN)/python -m notebook nbs/guides
 
-sweep: env ## Run N random twins (make sweep N=10000)
+sweep: env ## Compare N random runs with the full batch (make sweep N=10000)
 	$(BIN)/python tests/sweep.py $(N)
 
 bench: env ## Measure what a micro-batch costs

@@ -91,8 +91,7 @@ def _check_args(learn, accum_bs, steps, cbs):
     if accum_bs is not None and check_count('accum_bs', accum_bs)==1:
         raise ValueError("`accum_bs=1`: one sample cannot be split. Give at least 2" + see('samples-to-check'))
     if steps!=0 or isinstance(steps, bool): check_count('steps', steps, 'step')
-    check_search(learn, 'accum_check', "each would check samples of its own. Run it in a single process; what it finds "
-        "holds for several, too", 'check')
+    check_search(learn, 'accum_check', "each would check other samples. Run it in a single process", 'check')
 
 def _check_cbs(learn, acc, cache):
     "Others take the place of these callbacks, so what they would refuse is asked of them here"

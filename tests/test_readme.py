@@ -1,8 +1,7 @@
 "README.md is short and true: its example runs, its commands exist, its table is what the script prints."
 import os, re, shutil, subprocess, sys
 from pathlib import Path
-import pytest
-import fastaccum
+import fastaccum, pytest
 
 root = Path(__file__).resolve().parent.parent
 readme = (root/'README.md').read_text(encoding='utf-8')
@@ -76,10 +75,11 @@ def test_table_is_what_the_script_prints():
     assert len(shown)==4 and {row(o) for o in shown} <= printed
 
 def test_order():
-    "What it is and where it differs, why not fastai's, the code, how to install it, a picture, when not, and make"
-    marks = ['Gradient accumulation for fastai', 'Two things differ: BatchNorm', 'a callback of the same name',
-        'cbs=GradientAccumulation(256)', "replaces fastai's class of the same name", '## Install',
-        "## Why not fastai's own", '](images/', '## When not', '## Read on', 'make demo', 'make test']
+    "What it is and where it differs, why not fastai's, the code, how to install it, a picture, when not, make, license"
+    marks = ['Gradient accumulation for fastai', 'What looks at a whole batch differs: BatchNorm',
+        'a callback of the same name', 'cbs=GradientAccumulation(256)', "replaces fastai's class of the same name",
+        '## Install', "## Why not fastai's own", '](images/', '## When not', '## Read on', 'make demo', 'make test',
+        'License:']
     at = [readme.find(o) for o in marks]
     assert -1 not in at and at==sorted(at)
 

@@ -32,8 +32,7 @@ def clone(tmp_path, monkeypatch):
     (tmp_path/'CHANGELOG.md').write_text(f'# Changelog\n\n## [Unreleased]\n\n{added}\n## [0.3.0] - 2026-01-01\n\n'
         f'- It began.\n\n[Unreleased]: {release.repository()}/compare/v0.3.0...HEAD\n')
     git('init','-q', cwd=tmp_path); git('add','-A', cwd=tmp_path); git('commit','-qm','a', cwd=tmp_path)
-    for k in ('AUTHOR','COMMITTER'):
-        for o in ('NAME','EMAIL'): monkeypatch.setenv(f'GIT_{k}_{o}', 'a')
+    for o in ('AUTHOR_NAME','AUTHOR_EMAIL','COMMITTER_NAME','COMMITTER_EMAIL'): monkeypatch.setenv(f'GIT_{o}', 'a')
     return tmp_path
 
 def run(clone, *args):

@@ -5,8 +5,7 @@ import pytest
 from common import files_of_git
 
 root = Path(__file__).resolve().parent.parent
-lib = root/'fastaccum'
-by_hand = {'__init__.py', 'all.py'}   # every other module is written by nbdev-export
+lib,by_hand = root/'fastaccum',{'__init__.py','all.py'}   # every other module is written by nbdev-export
 
 def files(path, ext): return {o.relative_to(path).as_posix(): o.read_bytes() for o in sorted(path.rglob(f'*.{ext}'))}
 def run(cmd, cwd):
@@ -19,11 +18,8 @@ def copy(tmp_path):
     "A copy of the notebooks and of what was written by hand"
     shutil.copytree(root/'nbs', tmp_path/'nbs', ignore=shutil.ignore_patterns('.*', '_*'))
     shutil.copy(root/'pyproject.toml', tmp_path)
-    for o in lib.rglob('*.py'):
-        if o.name not in by_hand: continue
-        to = tmp_path/o.relative_to(root)
-        to.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(o, to)
+    def written(_, names): return [o for o in names if o.endswith(('.py','__')) and o not in by_hand]
+    shutil.copytree(lib, tmp_path/'fastaccum', ignore=written)
     return tmp_path
 
 @pytest.mark.nbdev
@@ -37,10 +33,9 @@ def test_modules_are_the_notebooks_exports(copy, monkeypatch):
 @pytest.mark.nbdev
 def test_notebooks_are_clean(copy):
     before = files(copy/'nbs', 'ipynb')
-    assert before
     run('nbdev-clean', copy)
     after = files(copy/'nbs', 'ipynb')
-    assert [k for k in before if after[k]!=before[k]]==[], 'run nbdev-clean'
+    assert before and [k for k in before if after[k]!=before[k]]==[], 'run nbdev-clean'
 
 def test_readme_is_the_index():
     res = subprocess.run([sys.executable, root/'tools/readme.py', '--check'], capture_output=True, text=True)

@@ -1,7 +1,6 @@
 "What make does for those who work on fastaccum: pages, and how a run of the tests ends."
 from pathlib import Path
-import pytest
-import run
+import pytest, run
 
 root = Path(__file__).resolve().parent.parent
 import page

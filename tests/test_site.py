@@ -63,7 +63,8 @@ def test_users_see_what_is_for_users():
     api = [f'{o}.html' for o in doors]
     listed = [o for o in sidebar('index.html') if o not in api]
     named = [f'{o}.html' for o in order if not o.startswith('contribute/')]
-    assert listed==['get_started.html',*named,'reference/api.html','changelog.html']
+    at = max(i for i,o in enumerate(named) if o.startswith('reference/'))+1
+    assert listed==['get_started.html',*named[:at],'reference/api.html',*named[at:],'changelog.html']
     assert set(api)<=set(sidebar('index.html'))
     mods = {page_of(o.relative_to(root/'nbs')) for o in (root/'nbs').rglob('[0-9]*_*.ipynb')}
     inner = {f'modules/{o}.html' if o in doors else f'{o}.html' for o in mods}
@@ -112,6 +113,14 @@ def test_entry(name):
 
 guides = ['get_started', *(o for o in order if o.startswith('guides/'))]
 
+@pytest.mark.parametrize('page', doors)
+def test_an_api_page_begins_with_what_to_type(page):
+    code = re.search(r'<pre>(.*?)</pre>', read(f'{page}.html').partition('<article')[2], re.S)[1]
+    assert re.search(r'(?:from|import) .*fastaccum', re.sub('<.*?>', '', code).partition('\n\n')[0])
+
+def test_cells_say_what_stands_above_their_column():
+    assert 'data-label="Default"' in read('accumulation.html')
+
 @pytest.mark.parametrize('page', guides)
 def test_guides_open_in_colab(page):
     colab = f'https://colab.research.google.com/github/fastaccum/fastaccum/blob/main/nbs/{page}.ipynb'
@@ -120,14 +129,12 @@ def test_guides_open_in_colab(page):
 
 def test_a_guide_installs_in_colab_and_nowhere_else(monkeypatch):
     import colab, subprocess
-    assert not colab.main(check=True)
     ran = []
-    monkeypatch.setattr(subprocess, 'run', lambda *args, **kwargs: ran.append(args[0]))
-    exec(colab.source, {})
-    assert ran==[]
-    monkeypatch.setitem(sys.modules, 'google.colab', colab)
-    exec(colab.source, {})
-    assert ran and ran[0][-1].startswith('git+https://github.com/')
+    monkeypatch.setattr(subprocess, 'run', lambda *args, **kwargs: ran.append(args[0][-1]))
+    for place in ('elsewhere','google.colab'):
+        monkeypatch.setitem(sys.modules, place, colab)
+        exec(colab.source, {})
+    assert not colab.main(check=True) and len(ran)==1 and ran[0].startswith('git+https://github.com/')
 
 def test_what_the_site_hides():
     "Plumbing, and never an import that the cells below need"
@@ -151,16 +158,13 @@ def test_formulas_are_drawn():
 def test_pages_are_described():
     "To search engines and those who share an address, each in its own words; the repository is one click away"
     told = []
-    for page in pages:
-        if page=='search.html': continue
+    for page in {*pages}-{'search.html'}:
         text = read(page)
         told.append(re.search(r'<meta name="description" content="([^"`]{10,})">', text)[1])
         picture = re.search(r'<meta property="og:image" content="https://fastaccum.github.io/fastaccum/([^"]+)">', text)
         assert (site/picture[1]).is_file(), page
         assert 'class="repository" href="https://github.com/fastaccum/fastaccum"' in text, page
     assert len(told)>60 and len(set(told))==len(told)
-
-def test_preview_is_the_picture_of_the_home_page():
     assert (root/'docs/preview.png').read_bytes()==(root/'images/same-run.png').read_bytes()
 
 def test_every_notebook_is_there_as_markdown():
@@ -331,9 +335,16 @@ answers = {'GPU':'guides/several_gpus', 'multi gpu':'guides/several_gpus', 'DDP'
     'tabular':'guides/tables', 'clip':'reference/faq', 'gradient clipping':'reference/faq',
     'CLIP':'guides/whole_batch_losses', 'install':'get_started', 'memory':'guides/out_of_memory',
     'slow':'reference/faq', 'FSDP':'guides/several_gpus', 'early stopping':'about/works_with',
-    'dropout':'about/how_exact'}
+    'dropout':'about/how_exact', 'largest batch':'guides/out_of_memory',
+    'how many samples fit':'guides/out_of_memory', 'loss not a mean':'reference/messages',
+    'two callbacks':'reference/messages', '2 callbacks accumulate':'reference/messages',
+    'memory ran out with a micro-batch of a single sample':'reference/messages',
+    'the loss of a micro-batch is not the mean':'reference/messages',
+    'BatchNorm layers normalise with the 32 samples of a micro-batch':'reference/messages'}
 
-sections = {'clip':'how-do-i-clip-gradients', 'drop_last':'the-incomplete-last-batch'}
+sections = {'clip':'how-do-i-clip-gradients', 'drop_last':'the-incomplete-last-batch',
+    'loss not a mean':'loss-not-a-mean', '2 callbacks accumulate':'two-callbacks',
+    'memory ran out with a micro-batch of a single sample':'out-of-memory'}
 
 def test_what_people_type_leads_to_the_page_that_answers(found):
     results = found(answers)

@@ -28,14 +28,15 @@ class SetUp:
     keeps:Callable  # what callbacks keep of the run, given the Learner
     still:Callable  # takes the random numbers of callbacks away, given the Learner
     around:Callable # a context in which all this happens
+    alone:str       # what differs without a warning, in a few words
 
 set_ups = {}
 
-def set_up(repo, path, what, fit=None, keeps=None, still=noop, around=nullcontext):
+def set_up(repo, path, what, fit=None, keeps=None, still=noop, around=nullcontext, alone=''):
     "Register a function that makes a Learner"
     def keep(make):
         set_ups[make.__name__] = SetUp(make, repo, path, what, fit or two_epochs, keeps or (lambda learn: []), still,
-            around)
+            around, alone)
         return make
     return keep
 

@@ -48,7 +48,7 @@ def progressive_resizing(bs):
 def flat_cos(learn, cbs): learn.fit_flat_cos(2, 4e-3, cbs=cbs)
 
 @set_up('fastai/fastai', 'nbs/examples/train_imagenette.py', 'xresnet, `ranger`, MixUp, label smoothing', flat_cos,
-    still=lambda learn: setattr(learn.mix_up, 'run', False))
+    still=lambda learn: setattr(learn.mix_up, 'run', False), alone='the `spectral_norm` of `sa=True`')
 def xresnet_mixup(bs):
     net = XResNet(ResBlock, 1, layers=[1]*4, n_out=10, sa=True, act_cls=Mish, stem_szs=(8,8,64),
         widen=0.125)
@@ -87,7 +87,7 @@ def two_stages(learn, cbs):
     learn.fit_flat_cos(1, slice(1e-3/400, 1e-3/4), cbs=cbs)
 
 @set_up('walkwithfastai/walkwithfastai.github.io', 'nbs/course2020/vision/04_Segmentation.ipynb',
-    'U-Net with self-attention, weighted classes', two_stages)
+    'U-Net, weighted classes', two_stages)
 def camvid(bs):
     dls = blocks(bs, ImageBlock, MaskBlock(['a','b','c']), get_y=masks,
         batch_tfms=Normalize.from_stats(*imagenet_stats))

@@ -1,32 +1,33 @@
 "The table of the page"
 import re
 from collections import Counter
-from .data import full, micro
+from .data import full, micro, set_ups
 
 def links(keys): return ', '.join(f'[{o}](../reference/messages.ipynb#{o})' for o in keys)
 
 kinds = dict(same='the same run', warned='a warning', draws='other random numbers',
     refused='an error that says what to do', error="an error of the set-up's own code",
-    silent='another run, and nothing is said')
+    more='a warning and a further difference without one', silent='a different run without a warning')
 
 def kind(o):
     "One of `kinds`"
     if 'error' in o: return 'error' if ':' in o['error'] else 'refused'
     if not o['differs']: return 'same'
-    if o['said']: return 'warned'
+    still = o.get('still', {})
+    if o['said']: return 'more' if still.get('differs') and not still['said'] else 'warned'
     return 'silent' if o['still'].get('differs', True) else 'draws'
 
-def verdict(o):
-    "The same run, or what is said"
+def verdict(o, alone=''):
+    "The same run, or what is said; `alone` differs without a warning"
     k = kind(o)
     if k=='same': return 'same run' + f", but warns: {links(o['said'])}"*bool(o['said'])
     if k=='error': return f"**{o['error']}**"
     if k=='refused': return f"refused: {links([o['error']])}"
-    if k=='silent': return '**another run, and nothing is said**'
-    still = o['still']
-    rest = ', **and differs without a warning, too**' if still.get('differs') and not still['said'] else ''
-    if still.get('differs')=={}: rest = ', else the same run'
-    return (f"warns: {links(o['said'])}" if k=='warned' else 'other random numbers')+rest
+    if k=='silent': return '**a different run without a warning**'
+    rest = ', else the same run' if o['still'].get('differs')=={} else ''
+    if k=='draws': return 'other random numbers'+rest
+    if k=='more': rest = f", **and {alone or 'something'} differs without a warning**"
+    return f"warns: {links(o['said'])}"+rest
 
 def checked(o):
     "What the check says"
@@ -45,7 +46,8 @@ def with_cache(o):
 
 def row(o):
     source = f"{o['what']} ([{o['repo'].split('/')[1]}](https://github.com/{o['repo']}), {o['path'].split('/')[-1]})"
-    cells = source,verdict(o['loader'])+with_cache(o),verdict(o['split']),checked(o['check'])
+    alone = set_ups[o['name']].alone
+    cells = source,verdict(o['loader'], alone)+with_cache(o),verdict(o['split'], alone),checked(o['check'])
     return f"| {' | '.join(cells)} |"
 
 def counts(found, way):

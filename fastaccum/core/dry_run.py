@@ -28,8 +28,8 @@ from torch.amp import GradScaler
 from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset
 from .batch import n_samples
 from .checks import class_names
-from fastaccum.core.forward_state import (autocast_state, items_of, put_items, rng_state, set_autocast_state,
-    set_rng_state)
+from .forward_state import autocast_state, items_of, put_items, rng_state
+from .forward_state import set_autocast_state, set_rng_state
 from .guest import Quiet, to_the_end
 from .warnings import AccumulationWarning, see
 

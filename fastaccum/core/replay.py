@@ -63,7 +63,8 @@ class CachedCall:
         self.learns,self.given = torch.is_grad_enabled(),[o for o in leaves(args) if isinstance(o, torch.Tensor)]
         self.modules = list(model.modules())
         self.ddps = [m for m in self.modules if isinstance(m, DistributedDataParallel)]
-        self.devices,self.size = devices_of(self.modules), cb.limit.most(model.training) or n
+        self.training = cb.learn.training   # the model need not be in training mode
+        self.devices,self.size = devices_of(self.modules),cb.limit.most(self.training) or n
         # inputs that need a gradient, and leaves of the graph in their place
         self.inputs = {id(x):(x,x.detach().requires_grad_()) for x in self.given if x.requires_grad and self.learns}
         own = (dressed(self.inputs[id(x)][1], x) if id(x) in self.inputs else x for x in leaves(args))
@@ -93,7 +94,7 @@ class CachedCall:
             if m.will_sync_module_buffers(): m._sync_buffers()
             m.require_forward_param_sync = False
         while True:
-            self.cuts,self.states = bounds(evenly(self.n, self.cb.limit.most(self.model.training))),[]
+            self.cuts,self.states = bounds(evenly(self.n, self.cb.limit.most(self.training))),[]
             try: outs = self._pass()
             except Exception as e: self.cb._shrink(max(b-a for a,b in self.cuts), e)
             else: break
@@ -104,7 +105,7 @@ class CachedCall:
         torch.clear_autocast_cache()   # it may have weights that were cast without a graph
         if {*map(len, flat)}!={len(rows)}: _refuse(outs[0], self.cuts[0][1])
         res = [_joined(xs, [b-a for a,b in self.cuts], row) for xs,row in zip(zip(*flat), rows)]
-        if not self.learns: self.cb.limit.tell(self.model.training)
+        if not self.learns: self.cb.limit.tell(self.training)
         else: res = self._with_node(res, flat)
         return rebuilt(outs[-1], map(dressed, res, flat[-1]))
 
@@ -181,7 +182,7 @@ class _Replay:
         for i in range(last): self._run(i, *call.cuts[i], grads)
         for m in call.exchanges: self._exchange(m)
         for p,g in self.sums.sums.items(): p.grad = g.to(p.dtype)
-        call.cb.limit.tell(True)
+        call.cb.limit.tell(call.training)
         res = [o.grad for _,o in call.inputs.values()]
         self.call = self.fixed = self.sums = None   # the predictions live on
         return res
@@ -197,7 +198,7 @@ class _Replay:
     def _run(self, i, start, stop, grads, outs=None):
         "Samples `start` to `stop`, of the `i`th micro-batch; without `outs`, it is run again from where it started"
         call,cb,n = self.call,self.call.cb,stop-start
-        size = cb.limit.train or n
+        size = cb.limit.most(call.training) or n
         if outs is None and n>size:   # memory ran out since
             for a,b in bounds(evenly(n, size)): self._run(i, start+a, start+b, grads)
             return

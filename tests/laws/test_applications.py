@@ -185,14 +185,10 @@ def tokens(learn): return (learn.yb[0]!=-100).sum()
 
 apps = dict(
     vision=dict(make=partial(vision, ps=0., loss_func=CrossEntropy()), fit=fine_tune),
-    unet=dict(make=segmenter_in_double, fit=fine_tune),
-    text=dict(make=sentiment, fit=fine_tune),
-    language=dict(make=language, micro_batch_size=4),
-    table=dict(make=table, full=8, fit=two_fits),
-    table_with_a_short_end=dict(make=partial(table, n=39, drop_last=False)),
-    collab=dict(make=ratings),
-    detection=dict(make=detection),
-    hugging=dict(make=tagged),
+    unet=dict(make=segmenter_in_double, fit=fine_tune), text=dict(make=sentiment, fit=fine_tune),
+    language=dict(make=language, micro_batch_size=4), table=dict(make=table, full=8, fit=two_fits),
+    table_with_a_short_end=dict(make=partial(table, n=39, drop_last=False)), collab=dict(make=ratings),
+    detection=dict(make=detection), hugging=dict(make=tagged),
     hugging_split=dict(make=tagged, micro=12, micro_batch_size=4),
     hugging_loss=dict(make=partial(tagged, with_labels=True), n_items=tokens))
 

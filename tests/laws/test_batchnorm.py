@@ -42,8 +42,7 @@ def test_batches_are_as_large_as_a_step(bs, want, cb):
     assert is_mean_of(learn, want, 200//want)
 
 def test_ready_made_batches_are_taken_as_they_come():
-    x,y = toy_data(64).tensors
-    learn = small()
+    (x,y),learn = toy_data(64).tensors,small()
     for batches,args,match in ((list(zip(x.split(8), y.split(8))),[16],'`bs=16`.*ready-made'), ([],[],'no batch')):
         learn.dls.train = batches
         if batches: learn.recalibrate_bn()

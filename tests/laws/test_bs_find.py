@@ -80,8 +80,7 @@ def test_a_trial_takes_real_steps(n):
     assert all(o for i,o in enumerate(held) if i%max(n, 2))
 
 def test_a_step_that_the_scaler_skips_does_not_count():
-    taken = []
-    cbs = [CpuMixedPrecision(init_scale=2.**16),
+    taken,cbs = [],[CpuMixedPrecision(init_scale=2.**16),
         Seen('after_step', lambda l: taken.append(not l.mixed_precision.skipped), order=20)]
     data = TensorDataset(torch.randn(8, 5)*200, torch.randint(0, 3, (8,)))
     learn = toy(4, data=data, model=lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)),

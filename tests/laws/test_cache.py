@@ -332,6 +332,11 @@ def test_auto_in_the_middle_of_a_batch_or_a_step(short, acc):
     same(fit(cbs(), n=75), b)
 
 @pytest.mark.filterwarnings('ignore:memory ran out')
+def test_auto_where_a_model_trains_in_evaluation_mode():
+    def cbs(): return [Event('before_batch', lambda l: l.model.eval())]
+    same(fit(cbs()), fit([Cached('auto'),*cbs()], model=lambda: net(Memory(above(5, 'validation')))))
+
+@pytest.mark.filterwarnings('ignore:memory ran out')
 def test_auto_draws_what_it_would_have_drawn_with_the_size_known():
     def run(cache, cap=99):
         return fit([cache], n=48, model=lambda: net(nn.Dropout(), Own(6), Memory(above(cap, 'forward'))))

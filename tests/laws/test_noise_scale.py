@@ -52,8 +52,7 @@ def short():
     lin,both = nn.Linear(5, 5),Do(lambda x: InBackward.apply(x, check))
     return nn.Sequential(nn.Linear(5, 5), both, lin, nn.Tanh(), lin, nn.Linear(5, 3)).double()   # one is used twice
 
-summed = dict(loss_func=CrossEntropy(reduction='sum'))
-padded = clear(18, True)
+summed,padded = dict(loss_func=CrossEntropy(reduction='sum')),clear(18, True)
 padded.tensors[1][8:12] = -100   # a micro-batch with nothing to learn from is none
 targets = [n for n in ((o!=-100).sum().item() for o in padded.tensors[1].split(4)) if n]
 ragged = [4]*4+[2]

@@ -40,7 +40,10 @@ def off(a, b): return deviation(weights(a), weights(b))
 # Models, losses and callbacks
 
 def layers(*ms): return nn.Sequential(nn.Linear(5, 6), *ms, nn.Linear(6, 3)).double()
-def normed(): return layers(nn.BatchNorm1d(6), nn.Tanh())
+def normed(mean=.1):
+    bn = nn.BatchNorm1d(6)
+    bn.running_mean.fill_(mean)   # as if it was pretrained
+    return layers(bn, nn.Tanh())
 def sample_norms():
     return layers(nn.GroupNorm(2, 6), nn.LayerNorm(6), nn.Unflatten(1, (2,3)), nn.InstanceNorm1d(2), nn.Flatten())
 
@@ -266,7 +269,8 @@ places = dict(
     model=lambda: toy(4, model=Within, splitter=all_params).fit(1, cbs=GradientAccumulation(16)),
     memory=lambda: toy(16, model=short).fit(1, cbs=GradientAccumulation(16, True, 'auto')),
     schedule=lambda: toy(4).fit(1, cbs=GradientAccumulationSchedule(8, 16, finish=5)),
-    nothing_to_freeze=lambda: toy(4).fit(2, cbs=FreezeBN()))
+    nothing_to_freeze=lambda: toy(4).fit(2, cbs=FreezeBN()),
+    fresh=lambda: toy(4, model=partial(normed, 0.)).fit(2, cbs=FreezeBN()))
 
 @pytest.mark.parametrize('nm', places)
 def test_a_warning_comes_once_and_points_at_the_line_that_fits(nm):
@@ -285,8 +289,7 @@ def test_one_line_shows_each_of_its_warnings_where_the_same_is_shown_once(action
 
 class Says:
     "A loader of one's own, with `batches` of 64 samples, which says how many there are, and of which size"
-    device = after_batch = None
-    bs,dataset = 4,range(64)
+    device,after_batch,bs,dataset = None,None,4,range(64)
     def __init__(self, batches, n=None): self.batches,self.n = batches,n or len(batches)
     def __len__(self): return self.n
     def __iter__(self):

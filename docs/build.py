@@ -20,21 +20,23 @@ from nbdev.doclinks import NbdevLookup, nbglob
 here = Path(__file__).resolve().parent
 root,site = here.parent,here.parent/'_docs'
 sys.path[:0] = [str(root), str(root/'tools')]
-import readme
+import messages, readme
 
 # the pages in their order; a notebook that is not named here is an error
 menu = {
     'Data and models': ('guides', 'images segmentation text hugging_face tables'),
     'Memory and speed': ('guides', 'out_of_memory mixed_precision several_gpus'),
-    'The same result': ('guides', 'check_your_run batchnorm whole_batch_losses custom_losses'),
+    'Matching the full batch': ('guides', 'check_your_run batchnorm whole_batch_losses custom_losses'),
     'Training': ('guides', 'learning_rate growing_batches logging save_and_resume'),
-    'About': ('about', 'should_i_accumulate how_exact compared switching works_with'),
     'Reference': ('reference', 'cheat_sheet faq messages'),
+    'About': ('about', 'should_i_accumulate how_exact compared switching works_with'),
     'Contribute': ('contribute', 'architecture callbacks testing benchmarks faults_of_fastai')}
 order = [f'{folder}/{o}' for folder,names in menu.values() for o in names.split()]
 # titles that are too long for the menu
-short = {'guides/whole_batch_losses':'Whole-batch losses', 'guides/growing_batches':'Growing batches',
+short = {'guides/whole_batch_losses':'MixUp, whole-batch losses', 'guides/growing_batches':'Growing batches',
     'guides/learning_rate':'Learning rate'}
+# messages whose title is the subject of a guide, which the search finds first
+guided = {'batchnorm':'BatchNorm', 'out-of-memory':'Out of memory'}
 user_sections = ('Why','One step, event by event','Examples','Caveats')
 api = ('API', 'What you import, a page each: the class or function, its parameters and errors, examples and caveats.')
 modules = ('Modules', 'The source, a page for each module, in the order in which one reads them: prose, code, and '
@@ -238,7 +240,10 @@ class Page:
         heads = {re.sub(r'[^\w -]', '', o).lower().replace(' ', '-'): o for o in re.findall('^##+ (.+)$', text, re.M)}
         for o,anchor in self.keywords.items():
             if anchor and anchor not in heads: sys.exit(f'{self.path.relative_to(root)}: there is no section #{anchor}')
-        return [[o,f'#{anchor}'*bool(anchor),heads.get(anchor, '')] for o,anchor in self.keywords.items()]
+        words = dict(self.keywords)
+        if self.name=='reference/messages':   # each is found by its title, unless that is the subject of a guide
+            words |= {o.lower(): a for a,o in heads.items() if f'### {o}\n' in text and a not in guided}
+        return [[o,f'#{anchor}'*bool(anchor),heads.get(anchor, '')] for o,anchor in words.items()]
 
     @property
     def is_api(self):
@@ -280,6 +285,13 @@ class Page:
         where,names = ('fastaccum',top) if top else (self.mod.__name__,names)
         return f'```python\nfrom {where} import {", ".join(names)}\n```' if names else ''
 
+    def usage(self):
+        "What the first text of a module says to type, below the import"
+        first = next((c.source for c in self.cells if c.cell_type=='markdown'), '')
+        block,typed = re.search(r'^```python\n(.*?)^```', first, re.M|re.S),self.typed()
+        above = typed.removesuffix('```')+'\n' if typed else '```python\n'
+        return f'{above}{block[1]}```' if block else typed
+
     def linked(self, text):
         "Links to notebooks as links to their pages; where there is no such notebook, that is an error"
         def link(m):
@@ -294,9 +306,9 @@ class Page:
         guide = self.folder=='guides' or self.name=='get_started'
         return f'[Open in Colab]({readme.colab_url(where)})' if guide else ''
 
-    def head(self, link, title):
+    def head(self, link, title, typed=''):
         "Its title, the line below it, and what to type"
-        typed = f'\n\n{self.typed()}' if self.mod else ''
+        typed = f'\n\n{typed}' if typed else ''
         colab = f'\n\n{self.colab()}' if self.colab() else ''
         words = ', '.join(dict.fromkeys(o for k in self.keywords for o in k.lower().split()))
         meta = f'```{{eval-rst}}\n.. meta::\n   :keywords: {words}\n```\n\n' if words else ''
@@ -304,7 +316,7 @@ class Page:
 
     def api(self, link):
         "The cells of its API page for Sphinx"
-        yield self.head(link, ', '.join(self.typed_names()))
+        yield self.head(link, ', '.join(self.typed_names()), self.usage())
         for nm in self.told(): yield mk_cell(entry(self.mod, nm, link), 'markdown')
         cells = [c for c,mine in zip(self.cells, self.in_section(user_sections)) if mine]
         yield from self.cells_shown(link, cells)
@@ -314,7 +326,7 @@ class Page:
 
     def shown(self, link):
         "All of its cells for Sphinx"
-        yield self.head(link, self.title)
+        yield self.head(link, self.title, self.typed() if self.mod else '')
         yield from self.cells_shown(link, self.cells)
 
     def cells_shown(self, link, cells):
@@ -431,6 +443,16 @@ def landing(title, text, pages, names, where):
     tree = toctree(f'/{where(p)}' for p in pages)
     return f'# {title}\n\n{{.lede}}\n{text}\n\n{contents(pages, names, where)}\n{tree}'
 
+def labelled(html):
+    "With what stands above its column in each cell of a table: on a phone the rows are stacked"
+    def put(m):
+        heads = [re.sub('<.*?>', '', o).strip() for o in re.findall(r'<th\b[^>]*>(.*?)</th>', m[0], re.S)]
+        def cells(row):
+            at = iter(heads)
+            return re.sub('<td(?=[ >])', lambda _: f'<td data-label="{next(at, "")}"', row[0])
+        return re.sub(r'<tr\b.*?</tr>', cells, m[0], flags=re.S)
+    return re.sub(r'<table class="docutils.*?</table>', put, html, flags=re.S)
+
 def sources():
     "What the site is made of"
     cmd = ['git','ls-files','-co','--exclude-standard','nbs','fastaccum','docs','tools','*.md','*.toml','*.ini']
@@ -470,7 +492,7 @@ def stage(src, pages):
             trees = [toctree(['/get_started'])]
             for caption,(folder,found) in menu.items():
                 listed = [f'/{folder}/{o}' for o in found.split() if f'{folder}/{o}' in there]
-                if caption=='Reference': listed += ['/reference/api','/changelog']
+                listed += dict(Reference=['/reference/api'], About=['/changelog']).get(caption, [])
                 if caption!='Contribute': trees.append(toctree(listed, caption))
             cells.append(mk_cell('\n\n'.join(trees), 'markdown'))
         put_nb(p.doc, cells)
@@ -480,20 +502,28 @@ def stage(src, pages):
     inner = [('Contribute','contribute/index'), *((p.title,p.name) for p in pages if p.folder=='contribute'),
         ('Modules','modules/index'), *((p.title,p.doc) for p in mods)]
     (src/'inner.json').write_text(json.dumps(inner))
-    (src/'scorer.js').write_text(scorer % json.dumps({p.name:p.answers() for p in pages if p.keywords}))
+    answers = {p.name:p.answers() for p in pages if p.keywords}
+    heads = {a[1:]: o for _,a,o in answers['reference/messages'] if a} | guided
+    said = [[o.text, f'#{o.key}', heads[o.key]] for o in messages.messages() if o.key]
+    (src/'scorer.js').write_text(scorer % (json.dumps(answers), json.dumps(said)))
 
 # What people type in the search, and the page that answers; Sphinx asks this for the score of each result
 scorer = """const typed = () => window.asked || new URLSearchParams(location.search).get("q") || "";
 const lower = (o) => o.toLowerCase().trim();
 const keywords = %s;
+// what the package says, without what is of a run: a few words of it lead to its entry
+const bare = (o) => ` ${lower(o).replace(/[^a-z_]+/g, " ").trim()} `;
+const said = %s.map(([o, ...to]) => [bare(o), ...to]);
+const quoted = () => bare(typed()).split(" ").length > 3 && said.find(([o]) => o.includes(bare(typed())));
 // CLIP is a model, and what clips are gradients: as it is written comes first
 const named = ([o]) => o === typed().trim() ? 1000 : lower(o) === lower(typed()) ? 900 : 0;
 var Scorer = {
   score: (result) => {
     const [doc, title, anchor, descr, score] = result;
-    const found = anchor ? null : (keywords[doc] || []).find(named);
+    const exact = anchor ? null : (keywords[doc] || []).find(named);
+    const found = exact || (!anchor && doc === "reference/messages" && quoted());
     if (found && found[1]) { result[1] = `${title} > ${found[2]}`; result[2] = found[1]; }   // to the section
-    return score + (found ? named(found) : 0) + (/^(guides|get_started|about)/.test(doc) ? 10 : 0)
+    return score + (exact ? named(exact) : found ? 800 : 0) + (/^(guides|get_started|about)/.test(doc) ? 10 : 0)
       + (doc === "changelog" ? -20 : 0);
   },
   objNameMatch: 11, objPartialMatch: 6, objPrio: {0: 15, 1: 5, 2: -5}, objPrioDefault: 0,
@@ -513,12 +543,13 @@ def main():
         settings = ['-c', here, '-d', Path(tmp)/'doctrees', '-D', f'html_search_scorer={src/"scorer.js"}']
         rc = subprocess.call([*sphinx, *settings, src, out])
         if rc: return rc
+        made = list(out.rglob('*.html'))
+        for fn in made: fn.write_text(labelled(fn.read_text(encoding='utf-8')), encoding='utf-8')
         shutil.rmtree(site, ignore_errors=True)
         shutil.copytree(out, site)
         shutil.copy(src/'names.json', site)
-        n = len(list(out.rglob('*.html')))
     for p in pages: (site/f'{p.name}.html.md').write_text(p.markdown(), encoding='utf-8')
     (site/'.fingerprint').write_text(fingerprint())
-    print(f'{n} pages in {site.name}')
+    print(f'{len(made)} pages in {site.name}')
 
 if __name__=='__main__': sys.exit(main())

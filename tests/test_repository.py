@@ -27,7 +27,7 @@ def test_modules_are_the_notebooks_exports(copy, monkeypatch):
     monkeypatch.delenv('IN_TEST', raising=False)   # with it nbdev exports nothing
     run('nbdev-export', copy)
     exported,committed = files(copy/'fastaccum', 'py'),files(lib, 'py')
-    assert exported.keys()==committed.keys() and [k for k in committed if exported[k]!=committed[k]]==[], 'run nbdev-export'
+    assert exported.keys()==committed.keys() and [k for k in committed if exported[k]!=committed[k]]==[], 'nbdev-export'
 
 @pytest.mark.nbdev
 def test_notebooks_are_clean(copy):

@@ -5,7 +5,6 @@ os.environ.setdefault('OMP_NUM_THREADS', '1')   # the processes that tests start
 os.environ.setdefault('MPLBACKEND', 'agg')
 tests = Path(__file__).resolve().parent
 sys.path[:0] = [str(tests),str(tests.parent/'tools')]
-
 import numpy as np, pytest, random, torch
 torch.set_num_threads(int(os.environ['OMP_NUM_THREADS']))
 

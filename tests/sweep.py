@@ -7,7 +7,6 @@ os.environ.setdefault('OMP_NUM_THREADS', '1')   # the processes are many, and th
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
-
 import torch
 from fastai.vision.all import Adam, GradientClip, OptimWrapper, RAdam, SGD, accuracy
 from fastaccum.testing import assert_same_run, toy, both_runs

@@ -333,8 +333,10 @@ def test_auto_in_the_middle_of_a_batch_or_a_step(short, acc):
 
 @pytest.mark.filterwarnings('ignore:memory ran out')
 def test_auto_where_a_model_trains_in_evaluation_mode():
+    tries = iter(range(200))   # where one size is read and another halved, this does not end
+    def short(where, n): return next(tries)>=0 and where=='validation' and n>5
     def cbs(): return [Event('before_batch', lambda l: l.model.eval())]
-    same(fit(cbs()), fit([Cached('auto'),*cbs()], model=lambda: net(Memory(above(5, 'validation')))))
+    same(fit(cbs()), fit([Cached('auto'),*cbs()], model=lambda: net(Memory(short))))
 
 @pytest.mark.filterwarnings('ignore:memory ran out')
 def test_auto_draws_what_it_would_have_drawn_with_the_size_known():

@@ -192,8 +192,8 @@ class _Replay:
             raise RuntimeError("the predictions were back-propagated twice, which `GradientCache` cannot do: add up "
                 "the losses before the backward pass, or train without it" + see('back-propagated-twice'))
         if any(x._version!=v for x,v in self.fixed):
-            raise RuntimeError("the batch or a parameter was changed in place after the forward pass, and "
-                "is needed again: change a copy, and parameters after the backward pass" + see('changed-in-place'))
+            raise RuntimeError("a batch or parameter was changed in place after the forward pass, but `GradientCache` "
+                "needs it again: change a copy, and parameters after the backward pass" + see('changed-in-place'))
 
     def _run(self, i, start, stop, grads, outs=None):
         "Samples `start` to `stop`, of the `i`th micro-batch; without `outs`, it is run again from where it started"

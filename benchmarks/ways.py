@@ -49,7 +49,10 @@ class Transformer(nn.Module):
         self.out = nn.Linear(d, 10)
     def forward(self, x): return self.out(self.pairs(self.emb(x)).mean(1))
 
-def vision(): return create_vision_model(resnet50, 10, pretrained=False),torch.randn(bs, 3, 128, 128)
+def vision():
+    "A `vision_learner`'s model, whose stem is one module as the stages are"
+    body,head = create_vision_model(resnet50, 10, pretrained=False)
+    return nn.Sequential(nn.Sequential(body[:4], *body[4:]), head),torch.randn(bs, 3, 128, 128)
 def transformer(): return Transformer(),torch.randint(0, 1000, (bs,64))
 models = {'resnet50 with fastai\'s head, 32 images of 128 pixels':vision,
     'transformer of 6 layers of 256, 32 texts of 64 tokens':transformer}
@@ -58,7 +61,7 @@ def coarse(model):
     "Half as many segments as are found, or fewer"
     if isinstance(model, Transformer): return list(model.pairs)
     body,head = model
-    return [*list(body)[4:],head]
+    return [*body,head]
 
 def arms(model):
     "Of each way and variant: samples in the loader's batch, and the callbacks"

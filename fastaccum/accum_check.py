@@ -25,9 +25,9 @@ from .core.batch import split
 from .core.checks import check_count, check_learner, first_of
 from .core.compare import Compare, grads_apart, rel
 from .core.culprits import Look, Row, blame, candidates, named
-from .core.dry_run import DryRun, n_of, resizable, size_of
+from .core.dry_run import DryRun
 from .core.warnings import see
-from .core.loader import by_batch_size
+from .core.loader import by_batch_size, n_of, resizable, size_of
 from .core.micro_batches import AutoSize
 from .core.out_of_memory import free_memory, is_out_of_memory
 from .core.segments import find_segments

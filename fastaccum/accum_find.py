@@ -16,12 +16,12 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 from .accumulation import GradientAccumulation
 from .core.checks import check_bool, check_count, first_of
-from .core.dry_run import Batches, CountSteps, DryRun, samples_of
+from .core.dry_run import Batches, CountSteps, DryRun
 from .core.plan import round_up
 from .core.warnings import see
 from .noise_scale import NoiseScale, interval, rounded, say, scale_of, trade_off
 from .core.distributed import check_search
-from .core.loader import sizes_of
+from .core.loader import samples_of, sizes_of
 from .core.micro_batches import AutoSize
 
 # %% ../nbs/09_accum_find.ipynb #accum-find

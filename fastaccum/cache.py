@@ -13,7 +13,7 @@ from collections.abc import Callable
 from fastai.learner import Learner, Recorder
 from .core.batch import n_samples, split
 from .core.checks import check_count, check_learner, check_single, first_of
-from .core.dry_run import size_of
+from .core.loader import size_of
 from .core.distributed import check_wrapped, is_fsdp, world_size
 from .core.guest import Guest, Instead, to_the_end
 from .core.micro_batches import AutoSize

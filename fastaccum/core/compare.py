@@ -14,7 +14,8 @@ from fastai.callback.core import Callback, CancelFitException, CancelStepExcepti
 from fastai.callback.fp16 import MixedPrecision
 from torch import nn
 from .batch import bounds, evenly, n_samples, split
-from .dry_run import Batches, CountSteps, DryRun, batches_of, size_of
+from .dry_run import Batches, CountSteps, DryRun
+from .loader import batches_of, size_of
 from .guest import Quiet
 from .warnings import see
 from .out_of_memory import is_out_of_memory

@@ -11,7 +11,7 @@ __all__ = ['FoundAccum']
 import numpy as np
 from itertools import islice
 from matplotlib import pyplot as plt
-from fastai.callback.core import Callback, CancelFitException
+from fastai.callback.core import Callback
 from fastai.learner import Learner
 from fastcore.basics import patch
 from .accumulation import GradientAccumulation
@@ -34,8 +34,8 @@ def _another(acc, size):
 def _measure(learn, acc, size, bs, steps, lr):
     "Readings of `steps` steps, which leave nothing behind"
     with DryRun(learn, total=steps) as run:
-        meter,end = NoiseScale(1),_End(steps, run.tick)
-        dl = Batches(run.dl, _FullBatches(learn, bs, -(-steps*size//bs)), bs)
+        meter,end = NoiseScale(1),CountSteps(steps, run.tick)
+        dl = Batches(run.dl, _FullBatches(learn, bs, -(-(steps+20)*size//bs)), bs)   # a GradScaler skips some steps
         run.fit(dl, [_another(acc, size),meter,end], lr=lr)
     if end.n_steps>=steps: return meter.readings
     raise RuntimeError(f"only {end.n_steps} of {steps} steps were taken. Either a callback ends the fit (remove it, or "
@@ -87,16 +87,6 @@ class _FullBatches:
     def __iter__(self):
         full = (b for _ in range(self.n) for b in self.dl if samples_of(self.learn, b, self.bs)>=self.bs)
         return islice(full, self.n)
-
-class _End(CountSteps):
-    "End the fit after so many steps"
-    def __init__(self, steps, tick): self.steps,self.tick = steps,tick
-    def after_cancel_step(self): "An overflow ends a step, too"
-    def after_step(self):
-        super().after_step()
-        self.tick()
-    def after_batch(self):
-        if self.n_steps>=self.steps: raise CancelFitException
 
 # %% ../nbs/09_accum_find.ipynb #result
 class FoundAccum:

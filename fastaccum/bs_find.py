@@ -10,7 +10,6 @@ __all__ = ['search', 'Trial', 'FoundSize']
 # %% ../nbs/06_bs_find.ipynb #imports
 import time, numpy as np, torch
 from dataclasses import dataclass
-from fastai.callback.core import CancelFitException
 from fastai.learner import Learner
 from fastai.torch_core import get_model
 from fastcore.basics import patch
@@ -101,7 +100,8 @@ class Trial:
 class _Steps(CountSteps):
     "End the fit after `n` steps, and time all batches but the first"
     def __init__(self, n, device):
-        self.n,self.n_batches,self.secs,self.since = n,0,0.,None
+        super().__init__(n)
+        self.n_batches,self.secs,self.since = 0,0.,None
         self.wait = getattr(getattr(torch, device.type), 'synchronize', lambda: None)
     def before_batch(self):
         sparse = {m.weight for m in self.learn.model.modules() if getattr(m, 'sparse', False)}
@@ -112,7 +112,7 @@ class _Steps(CountSteps):
         self.wait()
         if self.n_batches: self.secs += time.perf_counter()-self.since   # the first is slow
         self.n_batches += 1
-        if self.n_steps>=self.n: raise CancelFitException
+        super().after_batch()
 
 def _train(run, trial, n):
     "Train on `trial.size` samples for `n` steps"

@@ -18,7 +18,6 @@ from .core.distributed import check_wrapped, is_fsdp, world_size
 from .core.guest import Guest, Instead, to_the_end
 from .core.micro_batches import AutoSize
 from .core.other_samples import batchnorms, warn_chunks
-from .core.out_of_memory import is_out_of_memory
 from .core.replay import CachedCall
 from .core.warnings import BatchNormWarning, Said, see
 
@@ -42,7 +41,8 @@ class GradientCache(Guest):
         split:Callable=split # `f(inputs, start, stop, n)` returns samples `start` to `stop` of the `n` in `inputs`
     ):
         self.retries,self.limit = isinstance(micro_batch_size, str) and micro_batch_size=='auto',AutoSize(split)
-        if not self.retries: self.limit.train = self.limit.valid = check_count('micro_batch_size', micro_batch_size)
+        n = None if self.retries else check_count('micro_batch_size', micro_batch_size)
+        self.limit.train = self.limit.valid = self.limit.fixed = n
         self.micro_batch_size,self.split = micro_batch_size,split
 
     @property
@@ -73,9 +73,10 @@ class GradientCache(Guest):
         if kwargs or [*map(id, args)]!=[*map(id, learn.xb)]: return stock(*args, **kwargs)   # not the Learner's call
         self._leave()   # others who call the model mean the model
         n = n_samples(args, getattr(learn.dl, 'bs', None))
-        call = None if n is None else CachedCall(self, learn.model, stock, args, n)
-        if call is None or n<=call.size and not (self.retries or call.learns and call.ddps): return stock(*args)
-        if n>call.size: self._tell(args)
+        if n is None: return stock(*args)
+        call = CachedCall(self, learn.model, stock, args, n)
+        if n>call.most: self._tell(args)
+        elif not (self.retries or call.learns and call.ddps): return stock(*args)
         return call.forward()
 
     def _tell(self, args):
@@ -87,11 +88,6 @@ class GradientCache(Guest):
                 f"{self.limit.most(learn.training)}, so the result differs from that of the whole batch. "
                 "`ActivationCheckpoint()` instead of `GradientCache` gives it the whole batch", BatchNormWarning)
         warn_chunks(learn.model, args, said)
-
-    def _shrink(self, n, exc):
-        "Memory ran out with `n` samples: half as many from now on"
-        if not (self.retries and is_out_of_memory(exc)): raise exc
-        self.limit.halve(n, str(exc).strip().split('\n')[0] or type(exc).__name__, self.learn.training)
 
 # %% ../nbs/03_cache.ipynb #check
 def check_cached(learn:Learner, auto:bool=False):

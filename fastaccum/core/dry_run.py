@@ -116,10 +116,15 @@ class Batches(GetAttr):
 
 # %% ../../nbs/core/26_dry_run.ipynb #run
 class CountSteps(Quiet):
-    "Count the steps that are made, and end the fit after its epoch"
+    "Count the steps that are made, and end the fit after `most` of them, or after its epoch"
     order,run_valid,n_steps = 1000,False,0   # after all others
+    def __init__(self, most:float=float('inf'), tick:Callable=noop): self.most,self.tick = most,tick
     def after_cancel_step(self): self.n_steps -= 1   # `after_step` comes all the same
-    def after_step(self): self.n_steps += 1
+    def after_step(self):
+        self.n_steps += 1
+        self.tick()
+    def after_batch(self):
+        if self.n_steps>=self.most: raise CancelFitException
     def before_validate(self): raise CancelFitException
 
 class DryRun:

@@ -106,19 +106,26 @@ class AutoSize:
         like = 'lambda batch, start, stop, n: [o[start:stop] for o in batch]'
         self.split = check_function('split', split, 4, like)
         self.train = self.valid = None   # samples that fit as far as is known; kept while the callback lives
+        self.fixed = None                # as many were given: it is an error if these do not fit
         self.failed = None               # samples and reason of the first that failed, until that is told
 
     def most(self, training:bool)->int|None:
         "The most samples of a micro-batch in training, or in validation; `None` as long as all fit"
         return self.train if training else self.valid
 
-    def halve(self, n:int, reason:str, training:bool):
-        """Memory ran out with `n` samples, so from now on at most half as many
+    def note(self, n:int, exc:Exception):
+        "Note why `n` samples have failed; raises `exc` again if half as many are not to be tried"
+        if self.fixed or not is_out_of_memory(exc): raise exc
+        self.failed = self.failed or (n,str(exc).strip().split('\n')[0] or type(exc).__name__)
+
+    def halve(self, n:int, training:bool):
+        """After `note`, when the exception no longer holds what takes the memory: at most half of `n` from now on
 
         OutOfMemoryError: it was a single sample
         """
-        self.failed = self.failed or (n,reason)
+        free_memory()
         if n==1:
+            reason = self.failed[1]
             raise torch.OutOfMemoryError(f"memory ran out with a micro-batch of a single sample ({reason}). Use "
                 "smaller inputs, a smaller model, half precision, or `ActivationCheckpoint()`" + see('out-of-memory'))
         setattr(self, 'train' if training else 'valid', n//2)
@@ -181,15 +188,13 @@ class Runs:
         undo = Undo(params_of(learn.opt) if learn.training else [], first)
         try: run()
         except Exception as e:
-            if micro.ran or not is_out_of_memory(e): raise
-            reason = str(e).strip().split('\n')[0] or type(e).__name__
+            if micro.ran: raise
+            self.auto.note(micro.stop-micro.start, e)
         else: return self._did_fit(micro)
-        # here, where the exception no longer holds the frames of the passes
         state.put_back()
         learn.pred = learn.loss = learn.loss_grad = None
         self.held.append((micro.stop,undo()))
-        free_memory()
-        self.auto.halve(micro.stop-micro.start, reason, self.training)
+        self.auto.halve(micro.stop-micro.start, self.training)
         return False
 
     def _did_fit(self, micro):

@@ -9,7 +9,7 @@ __all__ = ['CachedCall']
 
 # %% ../../nbs/core/29_replay.ipynb #imports
 import torch
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from fastai.callback.core import Callback
 from torch.autograd.function import Function, once_differentiable
@@ -19,7 +19,7 @@ from .distributed import add_up
 from .gradients import GradSums, in_half
 from .forward_state import ForwardState, devices_of
 from .micro_batches import HiddenRows
-from .out_of_memory import free_memory, is_out_of_memory
+from .out_of_memory import is_out_of_memory
 from .warnings import StateWarning, see
 
 # %% ../../nbs/core/29_replay.ipynb #place
@@ -56,19 +56,26 @@ def _joined(xs, ns, row):
 class CachedCall:
     """One call of a model's own `forward`, `stock`, in micro-batches of the sizes that the GradientCache `cb` knows
 
+    What is found out once in a fit is noted in `cb.rows` and `cb.checked`.
+
     TypeError: inputs or outputs cannot be split
     """
+    kept = None   # outputs of the last micro-batch, with their graph, until they are back-propagated
     def __init__(self, cb:Callback, model:torch.nn.Module, stock:Callable, args:tuple, n:int):
         self.cb,self.model,self.stock,self.n = cb,model,stock,n
         self.learns,self.given = torch.is_grad_enabled(),[o for o in leaves(args) if isinstance(o, torch.Tensor)]
         self.modules = list(model.modules())
         self.ddps = [m for m in self.modules if isinstance(m, DistributedDataParallel)]
-        self.training = cb.learn.training   # the model need not be in training mode
-        self.devices,self.size = devices_of(self.modules),cb.limit.most(self.training) or n
+        self.devices,self.training = devices_of(self.modules),cb.learn.training   # the model's own mode may differ
         # inputs that need a gradient, and leaves of the graph in their place
         self.inputs = {id(x):(x,x.detach().requires_grad_()) for x in self.given if x.requires_grad and self.learns}
         own = (dressed(self.inputs[id(x)][1], x) if id(x) in self.inputs else x for x in leaves(args))
         self.args = rebuilt(args, own) if self.inputs else args
+
+    @property
+    def most(self)->int:
+        "The most samples of a micro-batch, as far as is known"
+        return self.cb.limit.most(self.training) or self.n
 
     def run(self, start:int, stop:int):
         "The model's outputs for some samples; it may write into a copy of them"
@@ -93,23 +100,21 @@ class CachedCall:
         for m in self.exchanges:   # before states are noted, and not with each micro-batch
             if m.will_sync_module_buffers(): m._sync_buffers()
             m.require_forward_param_sync = False
-        while True:
-            self.cuts,self.states = bounds(evenly(self.n, self.cb.limit.most(self.training))),[]
-            try: outs = self._pass()
-            except Exception as e: self.cb._shrink(max(b-a for a,b in self.cuts), e)
-            else: break
-            self.states[0].put_back()   # here, where the exception no longer holds the frames of the pass
-            free_memory()
+        while (outs:=self._tried()) is None:
+            self.states[0].put_back()
+            self.cb.limit.halve(self.cuts[0][1], self.training)
         flat = [leaves(o) for o in outs]
         rows = self.find_rows(flat[0], self.cuts[0][1])
         torch.clear_autocast_cache()   # it may have weights that were cast without a graph
         if {*map(len, flat)}!={len(rows)}: _refuse(outs[0], self.cuts[0][1])
         res = [_joined(xs, [b-a for a,b in self.cuts], row) for xs,row in zip(zip(*flat), rows)]
-        if not self.learns: self.cb.limit.tell(self.training)
-        else: res = self._with_node(res, flat)
+        if self.learns: res = self._with_node(res, flat)
+        else: self.cb.limit.tell(self.training)
         return rebuilt(outs[-1], map(dressed, res, flat[-1]))
 
-    def _pass(self):
+    def _tried(self):
+        "The outputs of each micro-batch, or `None` if memory ran out"
+        self.cuts,self.states = bounds(evenly(self.n, self.most)),[]   # the first is the largest
         rows,outs = HiddenRows(self.model, self.n),[]
         try:
             for a,b in self.cuts:
@@ -120,6 +125,7 @@ class CachedCall:
                 with nullcontext() if keeps else torch.no_grad(), self.alone(): outs.append(self.run(a, b))
                 self.states[-1].settle()
                 rows.keep()
+        except Exception as e: outs = self.cb.limit.note(self.cuts[0][1], e)
         finally: rows.end()
         return outs
 
@@ -139,90 +145,73 @@ class CachedCall:
         return self.cb.rows[training]
 
     def _with_node(self, res, flat):
-        replay = _Replay(self, flat)
-        if not any(replay.needs): return res
+        self.needs = [isinstance(x, torch.Tensor) and x.requires_grad for x in flat[-1]]
+        if not any(self.needs): return res
+        self.kept = flat[-1]
+        self.first = flat[0] if len(flat)>1 and not self.cb.checked else None   # to compare with
+        self.fixed = [(o,o._version) for o in (*self.given,*self.model.parameters())]
+        ps = [*self.model.parameters(),*(o for _,o in self.inputs.values())]
+        self.sums = GradSums(ps if self.cb.retries or self.exchanges else in_half(ps))   # gradients that wait
         at = [i for i,x in enumerate(res) if isinstance(x, torch.Tensor)]
         anchor = torch.empty(0, requires_grad=True)   # a node needs an input
-        new = _Predictions.apply(anchor, replay, [res[i] for i in at], [replay.needs[i] for i in at],
+        new = _Predictions.apply(anchor, self, [res[i] for i in at], [self.needs[i] for i in at],
             *(x for x,_ in self.inputs.values()))
         for i,o in zip(at, new): res[i] = o
         return res
 
-# %% ../../nbs/core/29_replay.ipynb #node
-class _Predictions(Function):
-    "The joined predictions; their backward pass is the model's, micro-batch by micro-batch"
-    @staticmethod
-    def forward(ctx, anchor, replay, outs, needs, *inputs):
-        ctx.replay = replay
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*[o for o,on in zip(outs, needs) if not on])
-        return tuple(outs)
+    def backward(self, grads:Iterator)->list:
+        """Back-propagate the predictions' gradients through the model; returns those of the inputs that need one
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads): return None,None,None,None,*ctx.replay(iter(grads))
-
-class _Replay:
-    "The second half of a call: the model's backward pass, micro-batch by micro-batch"
-    def __init__(self, call, flat):
-        self.call,self.kept = call,flat[-1]   # outputs of the last micro-batch, with their graph
-        self.first = flat[0] if len(flat)>1 and not call.cb.checked else None   # to compare with, once in a fit
-        self.needs = [isinstance(x, torch.Tensor) and x.requires_grad for x in self.kept]
-        self.fixed = [(o,o._version) for o in (*call.given,*call.model.parameters())]
-        ps = [*call.model.parameters(),*(o for _,o in call.inputs.values())]
-        self.sums = GradSums(ps if call.cb.retries or call.exchanges else in_half(ps))   # gradients that wait
-
-    def __call__(self, grads):
-        "Back-propagate the predictions' gradients through the model; returns those of the inputs that need one"
-        self._check()
-        call,kept,self.kept = self.call,self.kept,None
-        grads,last = [next(grads) if isinstance(x, torch.Tensor) else None for x in kept],len(call.cuts)-1
-        self.sums.add()
-        self._run(last, *call.cuts[last], grads, kept)
-        for i in range(last): self._run(i, *call.cuts[i], grads)
-        for m in call.exchanges: self._exchange(m)
-        for p,g in self.sums.sums.items(): p.grad = g.to(p.dtype)
-        call.cb.limit.tell(call.training)
-        res = [o.grad for _,o in call.inputs.values()]
-        self.call = self.fixed = self.sums = None   # the predictions live on
-        return res
-
-    def _check(self):
+        RuntimeError: it was done before, or something was changed in place since the first half
+        """
         if self.kept is None:
             raise RuntimeError("the predictions were back-propagated twice, which `GradientCache` cannot do: add up "
                 "the losses before the backward pass, or train without it" + see('back-propagated-twice'))
         if any(x._version!=v for x,v in self.fixed):
             raise RuntimeError("a batch or parameter was changed in place after the forward pass, but `GradientCache` "
                 "needs it again: change a copy, and parameters after the backward pass" + see('changed-in-place'))
+        grads = [next(grads) if isinstance(x, torch.Tensor) else None for x in self.kept]
+        *others,last = [(i,*o) for i,o in enumerate(self.cuts)]
+        todo = [*others[::-1],last]   # a stack, so the last comes first, since its graph is there
+        self.sums.add()
+        while todo:
+            i,start,stop = todo.pop()
+            if self.kept is None and stop-start>self.most:   # memory ran out since
+                todo += [(i,start+a,start+b) for a,b in bounds(evenly(stop-start, self.most))][::-1]
+            elif self._fits(i, start, stop, grads): self.sums.add()
+            else:
+                todo.append((i,start,stop))
+                for p in self.sums.params: p.grad = None
+                self.cb.limit.halve(stop-start, self.training)
+        for m in self.exchanges: self._exchange(m)
+        for p,g in self.sums.sums.items(): p.grad = g.to(p.dtype)
+        self.cb.limit.tell(self.training)
+        res = [o.grad for _,o in self.inputs.values()]
+        vars(self).clear()   # the predictions live on, and this with them
+        return res
 
-    def _run(self, i, start, stop, grads, outs=None):
-        "Samples `start` to `stop`, of the `i`th micro-batch; without `outs`, it is run again from where it started"
-        call,cb,n = self.call,self.call.cb,stop-start
-        size = cb.limit.most(call.training) or n
-        if outs is None and n>size:   # memory ran out since
-            for a,b in bounds(evenly(n, size)): self._run(i, start+a, start+b, grads)
-            return
+    def _fits(self, i, start, stop, grads):
+        "Back-propagate samples `start` to `stop`, of the `i`th micro-batch; was memory enough?"
+        outs,self.kept = self.kept,None
         try:
             if outs is None:
-                with call.alone(), call.states[i].again(), torch.enable_grad(): outs = leaves(call.run(start, stop))
+                with self.alone(), self.states[i].again(), torch.enable_grad(): outs = leaves(self.run(start, stop))
                 if i==0 and self.first is not None: self._compare(outs)
             self._back(outs, grads, start, stop)
-        except Exception as e: cb._shrink(n, e)
-        else: return self.sums.add()
-        for p in self.sums.params: p.grad = None   # here, where the exception no longer holds the frames of the passes
-        free_memory()
-        self._run(i, start, stop, grads)
+        except Exception as e: self.cb.limit.note(stop-start, e)
+        else: return True
+        return False
 
     def _back(self, outs, grads, start, stop):
-        pairs,n = [],self.call.n
-        for x,g,row,needs in zip(outs, grads, self.call.find_rows(outs, stop-start), self.needs):
+        pairs = []
+        for x,g,row,needs in zip(outs, grads, self.find_rows(outs, stop-start), self.needs):
             if not isinstance(x, torch.Tensor) or not x.requires_grad: continue
             if not needs:
                 raise RuntimeError("an output of the model needs a gradient for one micro-batch and not for the last, "
                     "so part of its gradient would be lost: let the model detach it always, or never"
                     + see('gradient-comes-and-goes'))
             if g is not None and row: pairs.append((x, g[start:stop]))
-            elif g is not None and stop==n: pairs.append((x, g))   # of what is the same for all, once
+            elif g is not None and stop==self.n: pairs.append((x, g))   # of what is the same for all, once
         outs.clear()
         if pairs: torch.autograd.backward(*zip(*pairs))
 
@@ -236,13 +225,27 @@ class _Replay:
 
     def _compare(self, outs):
         "Are the outputs what they were? Once in a fit"
-        first,self.first,self.call.cb.checked = self.first,None,True
+        first,self.first,self.cb.checked = self.first,None,True
         for x,y in zip(first, outs):
             if not isinstance(x, torch.Tensor) or not x.is_floating_point() or not x.numel(): continue
             a,b = (o.detach().as_subclass(torch.Tensor).float() for o in (x,y))
             tol = 1e-2 if x.dtype.itemsize<4 else 1e-3   # kernels need not add in the same order
             if (a-b).abs().max()<=tol*a.abs().max(): continue
-            return self.call.cb.said.once('runs-differ', "the model returned something else when it was run again "
+            return self.cb.said.once('runs-differ', "the model returned something else when it was run again "
                 "on the same samples, with the same random numbers and buffers, so its gradients are not those of its "
                 "predictions. It may draw random numbers from a source other than PyTorch, NumPy and Python, or use "
                 "something that changes outside of it: take that out, or train without `GradientCache`", StateWarning)
+
+# %% ../../nbs/core/29_replay.ipynb #node
+class _Predictions(Function):
+    "The joined predictions; their backward pass is the model's, micro-batch by micro-batch"
+    @staticmethod
+    def forward(ctx, anchor, call, outs, needs, *inputs):
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*[o for o,on in zip(outs, needs) if not on])
+        return tuple(outs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads): return None,None,None,None,*ctx.call.backward(iter(grads))

@@ -314,8 +314,8 @@ def test_taken_off_and_copied_in_the_middle(event, way):
     ('accumulated',above(5, 'backward'),4), ('all',above(5, 'forward'),4)])
 def test_auto_finds_the_size_that_fits(nm, short, size):
     cache,more = Cached('auto'),dict(settings[nm])
-    cbs = more.pop('cbs')
-    a = fit(cbs(), **more)
+    a = fit((cbs:=more.pop('cbs'))(), **more)
+    with pytest.raises(RuntimeError, match='planted'): fit([Cached(8),*cbs()], model=lambda: net(Memory(short)), **more)
     with pytest.warns(UserWarning, match=f'ran out .*planted.*micro-batches of {size} samples') as said:
         b = fit([cache,*cbs()], model=lambda: net(Memory(short)), **more)
     same(a, b)

@@ -46,14 +46,14 @@ def accum_check(self:Learner,
     these do not fit into memory at once, a single micro-batch is compared with its parts, and the title says so. If a
     step is one batch of the loader, or nothing accumulates, that batch is compared with parts of unequal sizes.
 
-    TypeError: `accum_bs` or `steps` is not a whole number, or one of `cbs` is not a callback
+    TypeError: `accum_bs` or `steps` is not a whole number
     ValueError: `accum_bs` is below 2, `steps` is negative, the training loader has no batch of this size, two callbacks
         accumulate, fastai's own callback accumulates, or the fit would refuse these callbacks
     RuntimeError: there are several processes, or no step could be made, because a callback ends the fit or skips
         steps, or the gradients overflow
     torch.OutOfMemoryError: the batch does not fit and you gave its size, or not even a micro-batch fits
     """
-    _check_args(self, accum_bs, steps, cbs)
+    _check_args(self, accum_bs, steps)
     with self.added_cbs(cbs):
         acc,cache,ckpt = (first_of(self, o) for o in ('GradientAccumulation','GradientCache','ActivationCheckpoint'))
         _check_cbs(self, acc, cache)
@@ -83,11 +83,7 @@ def accum_check(self:Learner,
     return AccumCheck(rows, sizes, found.first, found.still, bs if too_many else None)
 
 # %% ../nbs/02_accum_check.ipynb #args
-def _check_args(learn, accum_bs, steps, cbs):
-    for o in L(cbs):
-        if not issubclass(o if isinstance(o, type) else type(o), Callback):
-            raise TypeError(f"`cbs={cbs!r}`: {o!r} is not a callback. Give the callbacks that you would pass to `fit`, "
-                "such as `cbs=MixUp()`" + see('not-a-callback'))
+def _check_args(learn, accum_bs, steps):
     if accum_bs is not None and check_count('accum_bs', accum_bs)==1:
         raise ValueError("`accum_bs=1`: one sample cannot be split. Give at least 2" + see('samples-to-check'))
     if steps!=0 or isinstance(steps, bool): check_count('steps', steps, 'step')
@@ -175,6 +171,7 @@ class _Found:
         self.compare,self.run,self.whole,self.unseen = compare,compare.run,whole,unseen
         self.learn,self.first,self.still,self.cbs = self.run.learn,{},{},[]
         self.cache = f"`GradientCache(micro_batch_size={compare.most})`, in DataLoaders whose batches are whole steps"
+        self.whole_steps = f'DataLoaders whose batches are whole steps, and `micro_batch_size={compare.most}`'
         a,b = compare.both()
         self.look = self._look(n_items)
         if b is None: self.off = self.quiet = self.rest = None
@@ -249,14 +246,14 @@ class _Found:
     def _callbacks(self):
         tol = self.look.tol
         if self.off is None: return Row('callbacks', None, tol, self.compare.why)
-        if self.cbs: return Row('callbacks', self.quiet, tol, ', '.join(type(o).__name__ for o in self.cbs), self.cache)
+        names,remedy = ', '.join(type(o).__name__ for o in self.cbs),f'{self.whole_steps}, if only batches are changed'
+        if self.cbs: return Row('callbacks', self.quiet, tol, names, f'{remedy}, as by MixUp; or {self.cache}')
         where = 'not checked: callbacks passed to `fit`; give them as `cbs=`'*self.unseen
         return Row('callbacks', self.quiet if self.quiet<=tol else 0., tol, where)   # what is off is not theirs
 
     def _loader(self):
         how = by_batch_size(self.run.dl) if self.compare.cuts else ''
-        remedy = (f'DataLoaders whose batches are whole steps, and `micro_batch_size={self.compare.most}`; '
-            'or none: a step has as many samples, but others')
+        remedy = f'{self.whole_steps}; or none: a step has as many samples, but others'
         return Row('loader', float(bool(how)), 0., how, remedy*bool(how))
 
     def _gradients(self):

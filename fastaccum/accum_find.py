@@ -34,9 +34,9 @@ def _another(acc, size):
 def _measure(learn, acc, size, bs, steps, lr):
     "Readings of `steps` steps, which leave nothing behind"
     with DryRun(learn, total=steps) as run:
-        meter,end = NoiseScale(1),CountSteps(steps, run.tick)
-        dl = Batches(run.dl, _FullBatches(learn, bs, -(-(steps+20)*size//bs)), bs)   # a GradScaler skips some steps
-        run.fit(dl, [_another(acc, size),meter,end], lr=lr)
+        meter,end,n = NoiseScale(1),CountSteps(steps, run.tick),-(-(steps+20)*size//bs)   # a GradScaler skips some
+        full = (b for _ in range(n) for b in run.dl if samples_of(learn, b, bs)>=bs)   # again when the loader ends
+        run.fit(Batches(run.dl, islice(full, n), bs, n*bs), [_another(acc, size),meter,end], lr=lr)
     if end.n_steps>=steps: return meter.readings
     raise RuntimeError(f"only {end.n_steps} of {steps} steps were taken. Either a callback ends the fit (remove it, or "
         f"set `run_bs_find = False` in its class), or the training loader has no full batch of {bs} samples"
@@ -77,16 +77,6 @@ def accum_find(self:Learner,
     res = FoundAccum(readings, micro, n)
     if show_plot: res.plot()
     return res
-
-# %% ../nbs/09_accum_find.ipynb #batches
-class _FullBatches:
-    "The next `n` full batches of a loader, which is started again when it ends"
-    def __init__(self, learn, bs, n):
-        self.learn,self.dl,self.bs,self.n = learn,learn.dls.train,bs,n   # `learn.dls.train` will be another
-    def __len__(self): return self.n
-    def __iter__(self):
-        full = (b for _ in range(self.n) for b in self.dl if samples_of(self.learn, b, self.bs)>=self.bs)
-        return islice(full, self.n)
 
 # %% ../nbs/09_accum_find.ipynb #result
 class FoundAccum:

@@ -21,8 +21,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from .core.batch import n_samples
 from .core.checks import check_count, check_function, first_of
-from .core.dry_run import Snapshot
-from .core.loader import loader_state, n_of, resizable, size_of, with_size
+from .core.dry_run import Snapshot, loader_state
+from .core.loader import n_of, resizable, size_of, with_size
 from .core.forward_state import devices_of, rng_state, set_rng_state
 from .core.guest import Guest, Quiet, to_the_end
 from .core.warnings import see, warn

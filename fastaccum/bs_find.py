@@ -50,8 +50,6 @@ def bs_find(self:Learner,
     check_bool('apply', apply)
     for nm,n in dict(steps_per_trial=steps_per_trial, init_val=init_val, max_trials=max_trials).items():
         check_count(nm, n, dict(steps_per_trial='step', max_trials='trial').get(nm, 'sample'))
-    if not len(self.dls.train):
-        raise ValueError("the training loader has no batch: there is nothing to try" + see('no-batch'))
     n,done = n_of(self.dls.train),[]
     if world_size()>1:
         n = _check_processes(self, n, mode=mode!='power', apply=apply, steps_per_trial=steps_per_trial,

@@ -41,7 +41,7 @@ class GradientCache(Guest):
         split:Callable=split # `f(inputs, start, stop, n)` returns samples `start` to `stop` of the `n` in `inputs`
     ):
         self.retries,self.limit = isinstance(micro_batch_size, str) and micro_batch_size=='auto',AutoSize(split)
-        n = None if self.retries else check_count('micro_batch_size', micro_batch_size)
+        n = None if self.retries else check_count('micro_batch_size', micro_batch_size, or_else="'auto', or ")
         self.limit.train = self.limit.valid = self.limit.fixed = n
         self.micro_batch_size,self.split = micro_batch_size,split
 

@@ -50,11 +50,6 @@ class ActivationCheckpoint(Guest):
         if self.rows is not None or self.learn is None: return self.rows or Segments()
         return find_segments(unwrapped(self.learn.model), self.given)
 
-    @property
-    def recomputing(self)->bool:
-        "Is a segment being computed again right now? Hooks that count can ask this"
-        return any(o.again for o in self.parts)
-
     def before_fit(self):
         if self.validates: return
         to_the_end(self._leave)
@@ -128,7 +123,7 @@ class _Recomputed:
     "In the place of a segment's `forward`: keeps its inputs, and computes the rest again in the backward pass"
     def __init__(self, segment, offload):
         self.segment,self.offload = segment,offload
-        self.inside,self.again = segment.inside,False
+        self.inside = segment.inside
         self.devices = devices_of(self.inside)
         self.place = Instead(segment.modules[0], 'forward', self) if segment.seq is None else None
 
@@ -156,10 +151,7 @@ class _Recomputed:
             back = {}
             if self.offload: back = {id(o):_like(o.to(homes[id(o)], non_blocking=True), o) for o in kept.values()}
             again,kw = tree_unflatten([back.get(id(o), o) for o in given], spec)
-            self.again = True
-            try:
-                with state.again(): return self.run(*again, **kw)
-            finally: self.again = False
+            with state.again(): return self.run(*again, **kw)
         res = checkpoint(compute, use_reentrant=False, preserve_rng_state=False)
         self._check(fixed)
         state.settle()

@@ -36,11 +36,11 @@ class ScaledLR(Guest):
 
     def __init__(self, *,
         base_bs:int, # Samples per step that the learning rate is meant for
-        rule:str='linear', # 'linear' or 'adascale' for SGD, 'sqrt' for Adam
+        rule:str=None, # 'linear', 'sqrt' or 'adascale'; defaults to 'sqrt' for optimizers like Adam, or else 'linear'
         betas:bool=False # Scale Adam's betas, too?
     ):
         self.base_bs,self.rule = check_count('base_bs', base_bs),rule
-        check_name('rule', rule, ('linear','sqrt','adascale'))
+        if rule is not None: check_name('rule', rule, ('linear','sqrt','adascale'))
         self.betas = check_bool('betas', betas)
 
     def _look(self):
@@ -54,7 +54,7 @@ class ScaledLR(Guest):
         self._look()
         if self.rule=='adascale' and self.meter is None:
             raise ValueError("`rule='adascale'` needs a meter: add a `NoiseScale()` to `cbs`" + see('no-noise-scale'))
-        if self.betas and 'sqr_mom' not in learn.opt.hypers[0]:
+        if self.betas and not self._averages_squares():
             raise ValueError(f"`betas={self.betas!r}` is for Adam, and this optimizer keeps no average of squares: "
                 "leave `betas` out, or use Adam" + see('betas-of-adam'))
 
@@ -63,8 +63,10 @@ class ScaledLR(Guest):
         self._look()   # callbacks may have come since the fit began
         self.world = Processes(self.learn.model).n
 
-    def _factor(self):
-        if self.rule!='adascale': return self.kappa if self.rule=='linear' else self.kappa**.5
+    def _averages_squares(self): return 'sqr_mom' in self.learn.opt.hypers[0]   # as Adam does
+
+    def _factor(self, rule):
+        if rule!='adascale': return self.kappa if rule=='linear' else self.kappa**.5
         if not self.meter.readings: return 1.
         last = self.meter.readings[-1]
         base = self.base_bs*last.size/last.samples   # in targets, where these are counted
@@ -78,10 +80,11 @@ class ScaledLR(Guest):
 
     def before_step(self):
         self._leave()
+        rule = self.rule or ('sqrt' if self._averages_squares() else 'linear')
         self.kappa = self._step_size()/self.base_bs
-        self.factor,self.opt = self._factor(),self.learn.opt
+        self.factor,self.opt = self._factor(rule),self.learn.opt
         rules = dict(lr=lambda o: o*self.factor)
-        if self.rule=='sqrt' and 'sqr_mom' in self.opt.hypers[0]: rules['eps'] = lambda o: o/self.kappa**.5
+        if rule=='sqrt' and self._averages_squares(): rules['eps'] = lambda o: o/self.kappa**.5
         if self.betas: rules['mom'] = rules['sqr_mom'] = lambda o: scale_beta(o, self.kappa)
         old = {k:[h[k] for h in self.opt.hypers] for k in rules}
         self.scaled = tuple((k,vs,[rules[k](o) for o in vs]) for k,vs in old.items())

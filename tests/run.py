@@ -21,7 +21,7 @@ portable = {
     'SSE4.1 for oneDNN': dict(ONEDNN_MAX_CPU_ISA='SSE41'),
     'AVX2 for oneDNN and PyTorch': dict(ONEDNN_MAX_CPU_ISA='AVX2', ATEN_CPU_CAPABILITY='avx2'),
     "PyTorch's plain kernels": dict(ATEN_CPU_CAPABILITY='default'),
-    "AVX2 for MKL, two threads": dict(MKL_ENABLE_INSTRUCTIONS='AVX2', OMP_NUM_THREADS='2')}
+    "AVX2 for MKL, two threads": dict(MKL_ENABLE_INSTRUCTIONS='AVX2', OMP_NUM_THREADS='2', OMP_WAIT_POLICY='passive')}
 os.environ.setdefault('OMP_NUM_THREADS', '1')   # the models are tiny: threads only cost
 os.environ.setdefault('MPLBACKEND', 'agg')
 
@@ -115,7 +115,8 @@ def run(fns):
         return (run_notebook if fn.suffix=='.ipynb' else run_file)(fn),time.time()-start
     def first(fn): return next((i for i,o in enumerate(slow) if o in fn.stem), len(slow))
     res = []
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
+    n = min((os.cpu_count() or 1)//int(os.environ['OMP_NUM_THREADS']), 8)   # their threads would wait for each other
+    with ThreadPoolExecutor(max(1, n)) as pool:
         jobs = {pool.submit(job, fn): fn for fn in sorted(fns, key=first)}
         for o in as_completed(jobs):
             (outs,text),secs = o.result()

@@ -19,14 +19,15 @@ from fastai.learner import Learner
 from .warnings import see
 
 # %% ../../nbs/core/07_checks.ipynb #values
-def check_count(nm:str, n:object, unit:str='sample')->int:
-    """Refuse anything but a positive whole number of `unit`s as the argument `nm`
+def check_count(nm:str, n:object, unit:str='sample', or_else:str='')->int:
+    """Refuse anything but a positive whole number of `unit`s as the argument `nm`; `or_else` is named beside it
 
     TypeError: it is not a whole number
     ValueError: it is below 1
     """
     if isinstance(n, bool) or not isinstance(n, Integral):
-        raise TypeError(f"`{nm}={n!r}` is a {type(n).__name__}: give a whole number of {unit}s, such as `{nm}=64`"
+        raise TypeError(f"`{nm}={n!r}` is a {type(n).__name__}: give {or_else}a whole number of {unit}s, such as "
+            f"`{nm}=64`"
             + see('whole-number'))
     if n<1: raise ValueError(f"`{nm}={int(n)}`: give at least 1 {unit}" + see('whole-number'))
     return int(n)

@@ -10,7 +10,6 @@ __all__ = ['HiddenRows', 'Parts', 'AutoSize', 'as_size', 'MicroBatch', 'Runs']
 # %% ../../nbs/core/12_micro_batches.ipynb #imports
 import torch
 from collections.abc import Callable
-from numbers import Integral
 from torch import nn
 from torch.utils._pytree import tree_any, tree_leaves, tree_map
 from fastai.learner import Learner
@@ -144,10 +143,7 @@ def as_size(o:int|str|AutoSize|None)->tuple:
     """
     if isinstance(o, str) and o=='auto': o = AutoSize()
     if o is None or isinstance(o, AutoSize): return o,None
-    if not isinstance(o, Integral):
-        raise TypeError(f"`micro_batch_size={o!r}` is a {type(o).__name__}: "
-            "give 'auto', or a whole number of samples" + see('whole-number'))
-    return None,check_count('micro_batch_size', o)
+    return None,check_count('micro_batch_size', o, or_else="'auto', or ")
 
 # %% ../../nbs/core/12_micro_batches.ipynb #runs
 class MicroBatch:

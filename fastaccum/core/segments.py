@@ -39,8 +39,7 @@ class Segment:
 class Segments(list):
     "The segments of a model; displays itself as a table"
     def __repr__(self):
-        rows = [(o.name,o.kind,f'{o.kept/2**20:,.1f}' if o.calls else '') for o in self]
-        rows = [('segment','made of','kept MB'),*rows]
+        rows = [('segment','made of','kept MB'),*((o.name,o.kind,f'{o.kept/2**20:,.1f}'*bool(o.calls)) for o in self)]
         w,k = (max(len(o[i]) for o in rows) for i in (0,1))
         return '\n'.join(f'{nm:{w}}  {kind:{k}}  {kept:>7}'.rstrip() for nm,kind,kept in rows)
 

@@ -404,7 +404,7 @@ def test_table_and_picture(recwarn):
 class Ends(Callback):
     def before_batch(self): raise CancelFitException
 @pytest.mark.parametrize('make,kwargs,exc,match', [*((lambda: toy(12),{nm:v},(ValueError,TypeError),f'`{nm}={v!r}`')
-        for nm,v in [*(('accum_bs',o) for o in (1,0,2.5,True,'8',71)),('steps',-1),('steps',1.5),('cbs','x')]),
+        for nm,v in [*(('accum_bs',o) for o in (1,0,2.5,True,'8',71)),('steps',-1),('steps',1.5)]),
     (lambda: loaded(DataLoader([(x,) for x,_ in data], bs=12)),{},RuntimeError,'no step was made.*no targets'),
     (lambda: toy(12, cbs=Ends()),{},RuntimeError,'no step was made'),
     (lambda: loaded(DataLoader(data[:7], bs=12, drop_last=True)),{},ValueError,'no batch'),

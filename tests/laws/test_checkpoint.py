@@ -41,7 +41,7 @@ def check(make=small, cbs=list, fit=one_cycle, **kwargs):
     cb = ActivationCheckpoint(**kwargs)
     (a,want),(b,got) = run(make, cbs(), fit),run(make, [cb,*cbs()], fit)
     assert deviation(want, got)==0 and len(b.recorder.losses)>1
-    assert replaced(b)==replaced(a) and not cb.recomputing and all(o.calls for o in cb.segments)
+    assert replaced(b)==replaced(a) and all(o.calls for o in cb.segments)
     return a,b,cb
 
 # What is computed again is what was there
@@ -129,18 +129,20 @@ settings = dict(modes=dict(cbs=eval_mode),
 @pytest.mark.parametrize('nm', settings)
 def test_with_what_else_there_is(nm): check(**settings[nm])
 
+def in_backward(): return torch._C._current_graph_task_id()!=-1
+
 def test_hooks():
-    "A segment's own hear each batch once; those of a module inside hear it twice, may alter it, and can ask"
+    "A segment's own hear each batch once; those of a module inside hear it twice, and may alter it"
     heard = []
     def learner():
         learn,mine = small(),[]
         heard.append(mine)
         def hear(m, i, o): mine.append((len(type(m).__name__),o[0].sum()))
-        def ask(*args):
-            if not (hasattr(learn, 'activation_checkpoint') and learn.activation_checkpoint.recomputing): hear(*args)
+        def once(*args):
+            if not in_backward(): hear(*args)
         learn.model[1].act.register_forward_hook(lambda m,i,o: o*2)
         learn.model[2].register_forward_hook(hear)
-        learn.model[2].norm.register_forward_hook(ask)
+        learn.model[2].norm.register_forward_hook(once)
         for m in (learn.model[1],learn.model[2].drop): m.register_full_backward_hook(hear)
         learn.model[2].lin2.weight.register_hook(lambda g: mine.append(g.norm()))
         learn.hook = hook_output(learn.model[3], detach=False)
@@ -150,7 +152,7 @@ def test_hooks():
 
 def test_validation_runs_plainly():
     calls,cb,learn = [],ActivationCheckpoint(),small()
-    learn.model[1].lin1.register_forward_hook(lambda *_: calls.append((learn.training,cb.recomputing)))
+    learn.model[1].lin1.register_forward_hook(lambda *_: calls.append((learn.training,in_backward())))
     learn.fit(1, cbs=cb)
     assert calls==[(True,False),(True,True)]*3+[(False,False)] and [o.calls for o in cb.segments]==[3]*4
 
@@ -262,9 +264,9 @@ def test_an_interrupt_while_it_is_computed_again():
     "Buffers, what modules keep, and generators are as before the backward pass"
     cb,notes,learn = ActivationCheckpoint((Block,Own)),[],small(lambda: net(Own(8), Block(), Block()))
     def fail(*_):
-        if cb.recomputing: raise KeyboardInterrupt
+        if in_backward(): raise KeyboardInterrupt
     for m in learn.model[1:4].modules(): m.register_forward_hook(fail)
     def note(l): notes.append(deepcopy([l.model.state_dict(),random.getstate(),torch.get_rng_state(),l.model[1].n]))
     with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=[cb,Event('before_backward', note)])
     note(learn)
-    assert deviation(*notes)==0 and not cb.recomputing and not replaced(learn)
+    assert deviation(*notes)==0 and not replaced(learn)

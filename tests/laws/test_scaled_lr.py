@@ -24,10 +24,11 @@ def run(opt, fit, *cbs):
 
 # Which rate
 
-@pytest.mark.parametrize('opt,fit,rule', some(10, [(o,f,r) for o in opts for f in fits for r in factors]))
+@pytest.mark.parametrize('opt,fit,rule', some(10, [(o,f,r) for o in opts for f in fits for r in (*factors,None)]))
 def test_each_step_has_its_rate_times_the_factor(opt, fit, rule):
     "In all groups, and the Recorder has what was used; in the end rates are as they were set"
     (a,base),(b,mine) = run(opt, fit),run(opt, fit, ScaledLR(base_bs=4, rule=rule))
+    rule = rule or ('sqrt' if 'adam' in opt else 'linear')
     assert len(base)==len(mine)>=10
     for hs,js in zip(base, mine):
         assert close(rates(js), [factors[rule]*o for o in rates(hs)])
@@ -78,7 +79,8 @@ def test_the_run_is_the_full_batchs_with_that_rate(kwargs):
         learn.fit_one_cycle(2, lr, cbs=[*own, GradientClip(.05)])
         return learn
     a = run(16, .04)
-    for b in (run(4, .01, GradientAccumulation(16), ScaledLR(base_bs=4)),run(16, .01, ScaledLR(base_bs=4))):
+    own = partial(ScaledLR, base_bs=4, rule='linear')
+    for b in (run(4, .01, GradientAccumulation(16), own()),run(16, .01, own())):
         b.opt.set_hyper('lr', [4*h['lr'] for h in b.opt.hypers])   # they were put back
         assert_same_run(a, b)
 

@@ -35,7 +35,7 @@ def recalibrate_bn(self:Learner,
     bs:int=None, # Samples in a batch, by default as in a step; without accumulation the loader's batch, at least 64
     n:int=None # The most samples to look at, by default 10,000; at least one batch is used
 ):
-    """Estimate the running statistics of BatchNorm layers anew, as a mean over training batches of `bs` samples
+    """Estimate the running statistics of BatchNorm layers again, as a mean over training batches of `bs` samples
 
     TypeError: an argument is not a whole number
     ValueError: a number is below 1, no layer learns statistics, or the training loader cannot give such batches

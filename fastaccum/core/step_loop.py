@@ -199,7 +199,7 @@ class StepLoop(Events):
         metrics = self.log_steps and getattr(rec, 'train_metrics', False)
         if metrics: rec.train_metrics = False   # they have seen every micro-batch
         self.logs.before_row()
-        def hears(cb):
+        def hears(cb):   # and with which loss
             if not self.log_steps: learn.loss = last if records(cb) else self.mean.loss
             return ran or hears_steps(cb)
         try: self._event('after_batch', hears)

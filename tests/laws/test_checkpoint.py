@@ -138,11 +138,9 @@ def test_hooks():
         learn,mine = small(),[]
         heard.append(mine)
         def hear(m, i, o): mine.append((len(type(m).__name__),o[0].sum()))
-        def once(*args):
-            if not in_backward(): hear(*args)
         learn.model[1].act.register_forward_hook(lambda m,i,o: o*2)
         learn.model[2].register_forward_hook(hear)
-        learn.model[2].norm.register_forward_hook(once)
+        learn.model[2].norm.register_forward_hook(lambda *args: None if in_backward() else hear(*args))
         for m in (learn.model[1],learn.model[2].drop): m.register_full_backward_hook(hear)
         learn.model[2].lin2.weight.register_hook(lambda g: mine.append(g.norm()))
         learn.hook = hook_output(learn.model[3], detach=False)

@@ -13,7 +13,7 @@ from fastaccum.testing import deviation, toy
 n,micro,accum_bs,n_epoch = 250,16,64,2
 
 class Steps(Callback):
-    "The samples whose gradient each step is made of; what no step was made of; the number of steps in each epoch"
+    "The samples whose gradient each step is made of; what is left unused; the number of steps in each epoch"
     order,run_valid = 5,False   # before those who accumulate
     def before_fit(self): self.pending,self.steps,self.epochs = 0,[],[]
     def before_epoch(self): self.epochs.append(0)
@@ -39,7 +39,7 @@ def column(bs, acc):
     cyc,cyc_learn = run(accum_bs, [], one_cycle),run(bs, acc(), one_cycle)
     s = learn.steps
     return {'optimizer steps in each epoch':' and '.join(map(str, s.epochs)),
-        'samples in each step':', '.join(map(str, s.steps)), 'samples in no step':str(s.pending),
+        'samples in each step':', '.join(map(str, s.steps)), 'samples left unused':str(s.pending),
         'recorded losses':str(len(learn.recorder.losses)),
         'largest difference of a weight (`fit`)':far(big, learn),
         'largest difference of a weight (`fit_one_cycle`)':far(cyc, cyc_learn)}

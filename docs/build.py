@@ -34,7 +34,7 @@ menu = {
 order = [f'{folder}/{o}' for folder,names in menu.values() for o in names.split()]
 # titles that are too long for the menu
 short = {'guides/whole_batch_losses':'MixUp, whole-batch losses', 'guides/growing_batches':'Growing batches',
-    'guides/learning_rate':'Learning rate'}
+    'guides/learning_rate':'Learning rate', 'schedule':'Schedules'}
 # messages whose title is the subject of a guide, which the search finds first
 guided = {'batchnorm':'BatchNorm', 'out-of-memory':'Out of memory'}
 user_sections = ('Why','One step, event by event','Examples','Caveats')
@@ -301,18 +301,17 @@ class Page:
         return re.sub(r'\]\((?!\w+:)([^)#\s]+)\.ipynb', link, text)
 
     def colab(self):
-        "Where a tutorial opens in Colab"
+        "The address where a tutorial opens in Colab"
         where = self.path.relative_to(root).as_posix()
         guide = self.folder=='guides' or self.name=='get_started'
-        return f'[Open in Colab]({readme.colab_url(where)})' if guide else ''
+        return readme.colab_url(where) if guide else ''
 
     def head(self, link, title, typed=''):
         "Its title, the line below it, and what to type"
         typed = f'\n\n{typed}' if typed else ''
-        colab = f'\n\n{self.colab()}' if self.colab() else ''
         words = ', '.join(dict.fromkeys(o for k in self.keywords for o in k.lower().split()))
         meta = f'```{{eval-rst}}\n.. meta::\n   :keywords: {words}\n```\n\n' if words else ''
-        return mk_cell(f'{meta}# {title}\n\n{{.lede}}\n{link(self.text)}{colab}{typed}', 'markdown')
+        return mk_cell(f'{meta}# {title}\n\n{{.lede}}\n{link(self.text)}{typed}', 'markdown')
 
     def api(self, link):
         "The cells of its API page for Sphinx"
@@ -453,6 +452,11 @@ def labelled(html):
         return re.sub(r'<tr\b.*?</tr>', cells, m[0], flags=re.S)
     return re.sub(r'<table class="docutils.*?</table>', put, html, flags=re.S)
 
+def with_colab(html, url):
+    "With a link to Colab below its first line. Not in the text: the search would find each page that has the link"
+    to = f'\\1\n<p><a class="reference external" href="{url}">Open in Colab</a></p>'
+    return re.sub(r'(<p class="lede">.*?</p>)', to, html, count=1, flags=re.S)
+
 def sources():
     "What the site is made of"
     cmd = ['git','ls-files','-co','--exclude-standard','nbs','fastaccum','docs','tools','*.md','*.toml','*.ini']
@@ -524,7 +528,7 @@ var Scorer = {
     const found = exact || (!anchor && doc === "reference/messages" && quoted());
     if (found && found[1]) { result[1] = `${title} > ${found[2]}`; result[2] = found[1]; }   // to the section
     return score + (exact ? named(exact) : found ? 800 : 0) + (/^(guides|get_started|about)/.test(doc) ? 10 : 0)
-      + (doc === "changelog" ? -20 : 0);
+      + (doc === "changelog" ? -20 : /^(reference\\/messages|about\\/compared)$/.test(doc) ? -20 : 0);
   },
   objNameMatch: 11, objPartialMatch: 6, objPrio: {0: 15, 1: 5, 2: -5}, objPrioDefault: 0,
   title: 15, partialTitle: 7, term: 5, partialTerm: 2,
@@ -544,7 +548,10 @@ def main():
         rc = subprocess.call([*sphinx, *settings, src, out])
         if rc: return rc
         made = list(out.rglob('*.html'))
-        for fn in made: fn.write_text(labelled(fn.read_text(encoding='utf-8')), encoding='utf-8')
+        urls = {out/f'{p.name}.html': p.colab() for p in pages if p.colab()}
+        for fn in made:
+            html = labelled(fn.read_text(encoding='utf-8'))
+            fn.write_text(with_colab(html, urls[fn]) if fn in urls else html, encoding='utf-8')
         shutil.rmtree(site, ignore_errors=True)
         shutil.copytree(out, site)
         shutil.copy(src/'names.json', site)

@@ -16,13 +16,14 @@ def run(*args, cwd=None):
     assert not res.returncode, res.stderr
     return res.stdout
 
-def test_example_runs(tmp_path):
-    "In a process of its own, with our class and not fastai's"
-    example, = blocks(readme, 'python')
-    (tmp_path/'example.py').write_text(
-        example+"print('RAN', len(learn.recorder.losses), GradientAccumulation.__module__)", encoding='utf-8')
+def test_examples_run(tmp_path):
+    "In a process of its own, with our class and not fastai's; the first one takes a Learner that the reader has"
+    typed,example = blocks(readme, 'python')
+    said = "print('RAN', len(learn.recorder.losses), GradientAccumulation.__module__)\n"
+    (tmp_path/'example.py').write_text(example+said+typed+said, encoding='utf-8')
     out = run('example.py', cwd=tmp_path)
-    assert 'RAN 18 fastaccum.' in out and len(re.findall(r'^\W*[0-2] +\d\.\d+ .*\d\d:\d\d', out, re.M))==3
+    assert 'RAN 18 fastaccum.' in out and 'RAN 30 fastaccum.' in out
+    assert len(re.findall(r'^\W*[0-5] +\d\.\d+ .*\d\d:\d\d', out, re.M))==3+1+5
 
 def test_demo_shows_the_same_run(monkeypatch):
     "To the callback's own figures, steps and losses; fastai's callback shows that the figures can differ"
@@ -75,11 +76,10 @@ def test_table_is_what_the_script_prints():
     assert len(shown)==4 and {row(o) for o in shown} <= printed
 
 def test_order():
-    "What it is and where it differs, why not fastai's, the code, how to install it, a picture, when not, make, license"
-    marks = ['Gradient accumulation for fastai', 'What looks at a whole batch differs: BatchNorm',
-        'a callback of the same name', 'cbs=GradientAccumulation(256)', "replaces fastai's class of the same name",
-        '## Install', "## Why not fastai's own", '](images/', '## When not', '## Read on', 'make demo', 'make test',
-        'License:']
+    "What it is, what to type, where it differs, an example, how to install it, a picture, when not, make, license"
+    marks = ['Gradient accumulation for fastai', 'cbs=GradientAccumulation(256)', 'looks at the whole batch',
+        'a callback of the same name', '## Try it now', 'load_digits', '## Install', 'Status: alpha',
+        "## Why not fastai's own", '](images/', '## When not', '## Read on', 'make demo', 'make test', 'License:']
     at = [readme.find(o) for o in marks]
     assert -1 not in at and at==sorted(at)
 

@@ -323,8 +323,11 @@ def test_copying(tab):
 
 # What people type, and the page that answers: the first result
 answers = {'GPU':'guides/several_gpus', 'multi gpu':'guides/several_gpus', 'DDP':'guides/several_gpus',
-    'OOM':'guides/out_of_memory', 'CUDA out of memory':'guides/out_of_memory', 'effective batch size':'get_started',
-    'virtual batch size':'get_started', 'custom loss':'guides/custom_losses',
+    'OOM':'guides/out_of_memory', 'CUDA out of memory':'guides/out_of_memory',
+    'effective batch size':'reference/cheat_sheet', 'virtual batch size':'reference/cheat_sheet',
+    'batch size 256':'get_started', 'colab':'get_started', 'n_acc':'about/switching', 'clip gradients':'reference/faq',
+    'W&B steps':'reference/faq', 'mps':'reference/faq', 'mac mps':'reference/faq', 'Apple':'reference/faq',
+    'custom loss':'guides/custom_losses',
     'num_items_in_batch':'guides/custom_losses', 'resume':'guides/save_and_resume', 'LSTM':'guides/text',
     'padding':'guides/text', 'MixUp':'guides/whole_batch_losses', 'contrastive loss':'guides/whole_batch_losses',
     'fp16':'guides/mixed_precision', 'bf16':'guides/mixed_precision',
@@ -342,7 +345,9 @@ answers = {'GPU':'guides/several_gpus', 'multi gpu':'guides/several_gpus', 'DDP'
     'the loss of a micro-batch is not the mean':'reference/messages',
     'BatchNorm layers normalise with the 32 samples of a micro-batch':'reference/messages'}
 
-sections = {'clip':'how-do-i-clip-gradients', 'drop_last':'the-incomplete-last-batch',
+sections = {'clip':'how-do-i-clip-gradients', 'clip gradients':'how-do-i-clip-gradients',
+    'drop_last':'the-incomplete-last-batch', 'n_acc':'fastai', 'effective batch size':'words', 'mps':'devices',
+    'Apple':'devices', 'W&B steps':'why-do-wb-and-tensorboard-show-fewer-steps',
     'loss not a mean':'loss-not-a-mean', '2 callbacks accumulate':'two-callbacks',
     'memory ran out with a micro-batch of a single sample':'out-of-memory'}
 

@@ -82,7 +82,8 @@ def summary(right, fast):
     def mark(p, keys):
         found = [p['cases'][k] for k in keys]
         if all(o['outcome'] in ('refused','cannot express') for o in found): return '–'
-        return '✓' if all(o['outcome']=='ran' and o['weights']<1e-8 for o in found) else '✗'
+        rounded = '\\*'*('C40' in keys and p['cases']['C40'].get('step_of')!=40)   # it takes whole micro-batches
+        return f'✓{rounded}' if all(o['outcome']=='ran' and o['weights']<1e-8 for o in found) else '✗'
     def cost(nm):
         return f"{fast['cost']['tiny'][nm]['4']['to_bare']:.1f}" if nm in fast['arms'] else ''
     peers = sorted(right['peers'].items(), key=lambda o: o[0]!='fastaccum')

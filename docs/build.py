@@ -242,7 +242,9 @@ class Page:
             if anchor and anchor not in heads: sys.exit(f'{self.path.relative_to(root)}: there is no section #{anchor}')
         words = dict(self.keywords)
         if self.name=='reference/messages':   # each is found by its title, unless that is the subject of a guide
-            words |= {o.lower(): a for a,o in heads.items() if f'### {o}\n' in text and a not in guided}
+            mine = messages.anchors(text)
+            heads |= mine
+            words |= {k.replace('-', ' '): k for k in mine if k not in guided}
         return [[o,f'#{anchor}'*bool(anchor),heads.get(anchor, '')] for o,anchor in words.items()]
 
     @property
@@ -310,7 +312,10 @@ class Page:
         "Its title, the line below it, and what to type"
         typed = f'\n\n{typed}' if typed else ''
         colab = f'\n\n{self.colab()}' if self.colab() else ''
-        words = ', '.join(dict.fromkeys(o for k in self.keywords for o in k.lower().split()))
+        words = [o for k in self.keywords for o in k.lower().split()]
+        if self.name=='reference/messages':   # it shows their beginnings, and the search knows all of their words
+            words += re.findall(r'\w+', ' '.join(o.text for o in messages.messages() if o.key).lower())
+        words = ', '.join(dict.fromkeys(words))
         meta = f'```{{eval-rst}}\n.. meta::\n   :keywords: {words}\n```\n\n' if words else ''
         return mk_cell(f'{meta}# {title}\n\n{{.lede}}\n{link(self.text)}{colab}{typed}', 'markdown')
 

@@ -103,7 +103,7 @@ class FreezeBN(Guest):
         if not layers: warn("there is no BatchNorm layer to freeze with `FreezeBN`" + see('no-batchnorm'))
         if fresh:
             warn(f"{fresh} of the {len(layers)} BatchNorm layers that `FreezeBN` freezes have seen no data, and do not "
-                "normalise. Freeze pretrained ones only: `FreezeBN(lambda model: model[0])`" + see('fresh-batchnorm'))
+                "normalise. Freeze pretrained ones only: `FreezeBN(lambda m: m[0])`" + see('fresh-batchnorm'))
 
     def before_train(self):
         self.held = self.layers_of(get_model(self.learn.model))

@@ -52,7 +52,7 @@ class ActivationCheckpoint(Guest):
 
     @property
     def recomputing(self)->bool:
-        "Is a segment being computed again right now? Hooks that count can ask this"
+        "Is a segment being computed again right now? Useful in hooks that count calls"
         return any(o.again for o in self.parts)
 
     def before_fit(self):

@@ -34,7 +34,7 @@ menu = {
 order = [f'{folder}/{o}' for folder,names in menu.values() for o in names.split()]
 # titles that are too long for the menu
 short = {'guides/whole_batch_losses':'MixUp, whole-batch losses', 'guides/growing_batches':'Growing batches',
-    'guides/learning_rate':'Learning rate'}
+    'guides/learning_rate':'Learning rate', 'schedule':'Schedules'}
 # messages whose title is the subject of a guide, which the search finds first
 guided = {'batchnorm':'BatchNorm', 'out-of-memory':'Out of memory'}
 user_sections = ('Why','One step, event by event','Examples','Caveats')
@@ -217,6 +217,7 @@ class Page:
         keywords = [o.strip().partition('#') for o in settings.get('keywords', '').split(',') if o.strip()]
         self.keywords = {o: anchor for o,_,anchor in keywords}   # with the section that answers, or ''
         self.more = settings.get('api', '').split()   # names that users meet, though they do not import them
+        self.inner = {*settings.get('inner', '').split()}   # methods that are public, and no users'
         self.folder = self.name.rpartition('/')[0]
         self.cells = []
         for c in self.nb.cells[1:]:
@@ -273,6 +274,7 @@ class Page:
         if not self.is_api: return []
         ours = {*import_module('fastaccum').__all__, 'Learner', *self.more}
         names = [nm for nm in self.public() if not re.search(r'\.(before|after)_', nm)]
+        names = [nm for nm in names if '.' not in nm or nm.rpartition('.')[2] not in self.inner]
         return [nm for nm in names if {nm, nm.partition('.')[0]}&ours]
     def typed_names(self):
         "Those of them that users type: no methods of the others"

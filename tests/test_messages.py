@@ -54,7 +54,8 @@ def test_the_page_has_the_messages_of_the_code(): assert tool.main(check=True)==
 
 @pytest.mark.parametrize('key', rows)
 def test_a_row_says_what_to_do_and_what_to_type(key):
-    message,remedy,example = rows[key].strip('| ').split(' | ')
+    message,_,rest = rows[key].strip('| ').partition(' | ')
+    remedy,_,example = rest.rpartition('<br>')
     assert '**' in message and len(remedy)>25 and re.fullmatch('`[^`]+`', example)
 
 @pytest.mark.parametrize('key', written.keys()-rows)

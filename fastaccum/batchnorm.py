@@ -88,7 +88,7 @@ class FreezeBN(Guest):
     def __init__(self,
         part:Callable=None # `part(model)` returns the module(s) whose BatchNorm to freeze. Defaults to all
     ):
-        self.part = check_function('part', part, 1, 'lambda model: model[0]')
+        self.part = check_function('part', part, 1, 'lambda m: m[0]')
         self.held = []   # the layers that are frozen, while a fit trains
 
     def layers_of(self, model:nn.Module)->list:

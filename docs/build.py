@@ -217,6 +217,7 @@ class Page:
         keywords = [o.strip().partition('#') for o in settings.get('keywords', '').split(',') if o.strip()]
         self.keywords = {o: anchor for o,_,anchor in keywords}   # with the section that answers, or ''
         self.more = settings.get('api', '').split()   # names that users meet, though they do not import them
+        self.inner = {*settings.get('inner', '').split()}   # methods that are public, and no users'
         self.folder = self.name.rpartition('/')[0]
         self.cells = []
         for c in self.nb.cells[1:]:
@@ -242,7 +243,9 @@ class Page:
             if anchor and anchor not in heads: sys.exit(f'{self.path.relative_to(root)}: there is no section #{anchor}')
         words = dict(self.keywords)
         if self.name=='reference/messages':   # each is found by its title, unless that is the subject of a guide
-            words |= {o.lower(): a for a,o in heads.items() if f'### {o}\n' in text and a not in guided}
+            mine = messages.anchors(text)
+            heads |= mine
+            words |= {k.replace('-', ' '): k for k in mine if k not in guided}
         return [[o,f'#{anchor}'*bool(anchor),heads.get(anchor, '')] for o,anchor in words.items()]
 
     @property
@@ -271,6 +274,7 @@ class Page:
         if not self.is_api: return []
         ours = {*import_module('fastaccum').__all__, 'Learner', *self.more}
         names = [nm for nm in self.public() if not re.search(r'\.(before|after)_', nm)]
+        names = [nm for nm in names if '.' not in nm or nm.rpartition('.')[2] not in self.inner]
         return [nm for nm in names if {nm, nm.partition('.')[0]}&ours]
     def typed_names(self):
         "Those of them that users type: no methods of the others"
@@ -309,7 +313,10 @@ class Page:
     def head(self, link, title, typed=''):
         "Its title, the line below it, and what to type"
         typed = f'\n\n{typed}' if typed else ''
-        words = ', '.join(dict.fromkeys(o for k in self.keywords for o in k.lower().split()))
+        words = [o for k in self.keywords for o in k.lower().split()]
+        if self.name=='reference/messages':   # it shows their beginnings, and the search knows all of their words
+            words += re.findall(r'\w+', ' '.join(o.text for o in messages.messages() if o.key).lower())
+        words = ', '.join(dict.fromkeys(words))
         meta = f'```{{eval-rst}}\n.. meta::\n   :keywords: {words}\n```\n\n' if words else ''
         return mk_cell(f'{meta}# {title}\n\n{{.lede}}\n{link(self.text)}{typed}', 'markdown')
 

@@ -131,7 +131,7 @@ class AccumCheck:
 
     @property
     def ok(self)->bool:
-        "Were the gradients compared, and is nothing off?"
+        "True if gradients were compared and every row is exact"
         return self.off['gradients'] is not None and all(o.ok for o in self.rows if o.off is not None)
     @property
     def off(self)->dict:

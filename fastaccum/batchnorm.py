@@ -88,7 +88,7 @@ class FreezeBN(Guest):
     def __init__(self,
         part:Callable=None # `part(model)` returns the module(s) whose BatchNorm to freeze. Defaults to all
     ):
-        self.part = check_function('part', part, 1, 'lambda model: model[0]')
+        self.part = check_function('part', part, 1, 'lambda m: m[0]')
         self.held = []   # the layers that are frozen, while a fit trains
 
     def layers_of(self, model:nn.Module)->list:
@@ -103,7 +103,7 @@ class FreezeBN(Guest):
         if not layers: warn("there is no BatchNorm layer to freeze with `FreezeBN`" + see('no-batchnorm'))
         if fresh:
             warn(f"{fresh} of the {len(layers)} BatchNorm layers that `FreezeBN` freezes have seen no data, and do not "
-                "normalise. Freeze pretrained ones only: `FreezeBN(lambda model: model[0])`" + see('fresh-batchnorm'))
+                "normalise. Freeze pretrained ones only: `FreezeBN(lambda m: m[0])`" + see('fresh-batchnorm'))
 
     def before_train(self):
         self.held = self.layers_of(get_model(self.learn.model))

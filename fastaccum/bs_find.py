@@ -93,7 +93,7 @@ class Trial:
     ok:bool=False # Did they fit?
     peak:int|None=None # Most memory in use, in bytes, where the device tells
     speed:float|None=None # Samples per second of training, without reading them
-    error:str|None=None # What was said if they did not fit
+    error:str|None=None # The error message, if it did not fit
 
 class _Steps(CountSteps):
     "End the fit after `n` steps, and time all batches but the first"

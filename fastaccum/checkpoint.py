@@ -1,4 +1,4 @@
-"""Train on the whole batch in less memory: activations are computed again, and the result is the same to the bit.
+"""Train on the whole batch in less memory: activations are computed again, and the result is bit-identical.
 
 Docs: https://fastaccum.github.io/fastaccum/checkpoint.html.md"""
 

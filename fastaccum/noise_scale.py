@@ -241,5 +241,6 @@ def say(scale:float, size:float, unit:str='samples')->str:
         return (f"noise scale: too large to measure. In steps of {size:,.0f} {unit} the noise hides the gradient, so "
             "larger steps would waste little. Measure for longer to know more")
     steps,used = trade_off(scale, size)
-    return (f"noise scale ≈ {rounded(scale)} {unit}: steps of {size:,.0f} use each of them at {used:.0%} of the best "
-        f"efficiency, and take {steps:.1f} times the fewest steps")
+    more = 1/used if used else np.inf
+    return (f"noise scale ≈ {rounded(scale)} {unit}: with steps of {size:,.0f} you need {more:.1f}x the minimum number "
+        f"of {unit} and {steps:.1f}x the minimum number of steps")

@@ -1,4 +1,4 @@
-"""Each message ends with a link to its entry on the page Messages, which shows it as it is, with a cause and lines to
+"""Each message ends with a link to its entry on the page Messages, which shows its beginning, a cause, and lines to
 type that exist; and each entry is some message's. The FAQ is short, and what it says to type exists too."""
 import ast, inspect, json, re, sys, warnings
 from pathlib import Path
@@ -45,15 +45,31 @@ def prose(text): return re.sub(r'^```.*?^```|^>$|^> \*\*.*?\*\*|^- keywords:.*?$
 
 page,faq = texts('messages'),texts('faq')
 headed = [o for o in page if o.startswith('### ')]
-written = {tool.slug(o.split('\n')[0][4:]):o for o in headed}
+rows = {m[1]:m[0] for o in page for m in re.finditer(fr'^\| {tool.re_span}.*$', o, re.M)}   # entries of a table
+written = {k:o for o in headed for k in tool.anchors(o)} | rows
+unkeyed = {'waiting-processes'}   # a heading for several keys
+written = {k:o for k,o in written.items() if k not in unkeyed}
 
 def test_the_page_has_the_messages_of_the_code(): assert tool.main(check=True)==0
 
-@pytest.mark.parametrize('key', written)
+@pytest.mark.parametrize('key', rows)
+def test_a_row_says_what_to_do_and_what_to_type(key):
+    message,_,rest = rows[key].strip('| ').partition(' | ')
+    remedy,_,example = rest.rpartition('<br>')
+    assert '**' in message and len(remedy)>25 and re.fullmatch('`[^`]+`', example)
+
+@pytest.mark.parametrize('key', written.keys()-rows)
 def test_an_entry_says_why_and_what_to_type(key):
     title,*lines = written[key].partition('```python\n')[0].split('\n')
     assert re.fullmatch('### [A-Za-z -]+', title)   # of other characters Sphinx may make another link
-    assert len(' '.join(o for o in lines if not o.startswith('>')))>40 and '```python\n' in written[key]
+    assert len(' '.join(o for o in lines if not o.startswith(('>','<'))))>40 and '```python\n' in written[key]
+
+def test_the_beginning_of_a_message_is_short_and_whole_code():
+    assert tool.short('one two three four')=='one two three four'
+    assert tool.short('no `a b` here, so it ends. Then it goes on', n=5, more=1)=='no `a b` here, so it …'
+    assert tool.short('it was too large (of 4 or 5 samples in each of them)', n=6)=='it was too large …'
+    for o in found:
+        assert tool.short(o.text).count('`')%2==0 and o.text.startswith(tool.short(o.text).rstrip(f' {tool.blank}'))
 
 def test_headings_are_there_once():
     for o in (page, faq):
@@ -62,7 +78,7 @@ def test_headings_are_there_once():
 
 def test_pages_are_short():
     "Words outside of code"
-    assert len(prose('\n'.join(page)).split())<=5600 and len(prose('\n'.join(faq)).split())<=1000
+    assert len(prose('\n'.join(page)).split())<=3700 and len(prose('\n'.join(faq)).split())<=1000
 
 @pytest.mark.parametrize('text', [o for o in faq if o.startswith('### ')], ids=lambda o: o.split('\n')[0][4:])
 def test_an_answer_is_short_and_leads_on(text):
@@ -91,6 +107,7 @@ def test_what_was_changed_is_seen():
 
 known = {k:v for o in (fastai.text.all,fastai.vision.all,fastaccum.wandb,fastaccum.all) for k,v in vars(o).items()}
 code = [o for c in [*page,*faq] for o in re.findall(r'^```python\n(.*?)^```', c, re.M|re.S)]
+code += [o.split('`')[-2] for o in rows.values()]
 
 def callee(f):
     "The Learner's method, or the class"

@@ -2,8 +2,9 @@
 whether they are in step.
 
 Each message of an error or a warning ends with `see('key')`, or is given to `said.once('key', …)`. The page has an
-entry for each key: a heading that is the key in words, the messages below it, which are written here, and what
-somebody wrote about cause and remedy. Nothing is imported or run.
+entry for each key: a heading that is the key in words, the beginnings of the messages below it, which are written here,
+and what somebody wrote about cause and remedy. An entry can be for several keys, and a row of a table can be an entry:
+each key is then a `<span id="key"></span>`, below the heading or at the beginning of the row. Nothing is imported.
 """
 import ast, json, re, sys
 from pathlib import Path
@@ -91,25 +92,48 @@ def messages():
 
 def slug(heading): return re.sub(r'[^a-z0-9]+', '-', heading.lower()).strip('-')
 
-def quote(found):
-    "The messages of a key as they stand on the page"
-    lines = {}
-    for o in found: lines.setdefault(o.text, set()).add(o.kind)
-    def line(text, kinds):
-        text = re.sub(r'(`[^`]*`)|([*<])', lambda m: m[1] or f'\\{m[2]}', text)
-        return f"> **{', '.join(sorted(kinds))}:** {text}"
-    return '\n>\n'.join(sorted(line(*o) for o in lines.items()))
+def short(text, n=12, more=3):
+    "The beginning of a message: `n` words, or all of them if only a few `more` follow. Code stays whole"
+    found = [*re.finditer(r'(?:`[^`]*`|[^\s`])+', text)]
+    if len(found)<=n+more: return text
+    text = text[:found[n-1].end()].rstrip(f',;:. {blank}')
+    text = re.sub(r'[.:;] (\S+ ?){1,3}$', '', text)   # no beginning of another sentence
+    if text.count('(')>text.count(')'): text = text.rpartition('(')[0].rstrip(',;: ')
+    return f'{text} {blank}'
 
-re_entry = re.compile(r'^### (.+)\n\n(?:(?:>.*\n)+\n)?', re.M)
+def quoted(found):
+    "The beginnings of messages, as they stand on the page"
+    lines = {}
+    for o in found: lines.setdefault(short(o.text), set()).add(o.kind)
+    def line(text, kinds):
+        text = re.sub(r'(`[^`]*`)|([*<|])', lambda m: m[1] or f'\\{m[2]}', text)
+        return f"**{', '.join(sorted(kinds))}:** {text}"
+    return sorted(line(*o) for o in lines.items())
+
+re_span = r'<span id="([a-z-]+)"></span>'
+re_entry = re.compile(fr'^### (.+)\n\n((?:{re_span})*)\n*(?:(?:>.*\n)+\n)?', re.M)
+re_row = re.compile(fr'^\| {re_span}.*?(?= \| )', re.M)
 
 def entries(text): return [slug(h) for h in re.findall(r'^### (.+)$', text, re.M)]
 
+def anchors(text):
+    "The keys that have an entry on the page, each with the heading that it stands below"
+    res,head = {},''
+    for line in text.split('\n'):
+        if line.startswith('### '): res[slug(line[4:])] = line[4:]
+        if line.startswith('##'): head = line.lstrip('# ')
+        res |= {k:head for k in re.findall(re_span, line)}
+    return res
+
 def filled(text, found):
-    "A cell's text with the messages below the headings that are keys"
+    "A cell's text with the messages below the headings that are keys, and in the rows that are"
+    def of(*keys): return quoted(o for o in found if o.key in keys)
     def put(m):
-        mine = [o for o in found if o.key==slug(m[1])]
-        return f'### {m[1]}\n\n{quote(mine)}\n\n' if mine else m[0]
-    return re_entry.sub(put, text)
+        mine = of(slug(m[1]), *re.findall(re_span, m[2]))
+        above = f'{m[2]}\n\n' if m[2] else ''
+        return f'### {m[1]}\n\n{above}' + ('\n>\n'.join(f'> {o}' for o in mine)+'\n\n' if mine else '')
+    text = re_entry.sub(put, text)
+    return re_row.sub(lambda m: f'| <span id="{m[1]}"></span>{"<br>".join(of(m[1]))}', text)
 
 def main(check=False):
     nb,found = json.loads(nb_path.read_text(encoding='utf-8')),messages()

@@ -80,7 +80,7 @@ class Watch:
         elif probed.raised and loop.micro.made_by is not None:   # else the fit does not call it
             said.once('loss-not-tried', f"it could not be checked that the loss is the {of} of its parts' losses, "
                 f"since it fails on a part ({probed.reason}). If it uses more than predictions and targets, this run "
-                "may differ from the full-batch run: `learn.accum_check()` tells", LossWarning)
+                "may differ from the full-batch run: run `learn.accum_check()` to find out", LossWarning)
         for o in learn.cbs:
             if _has_optimizer(o, learn.opt):
                 said.once('second-optimizer', f"{type(o).__name__} has an optimizer of its own, which may step with "
@@ -92,8 +92,9 @@ class Watch:
             synced = all(isinstance(m, nn.SyncBatchNorm) for m in bns)
             layers = '1 BatchNorm layer normalises' if len(bns)==1 else f'{len(bns)} BatchNorm layers normalise'
             said.once('batchnorm', f"{layers} with the {n*ps.n if synced else n} samples of a micro-batch, not the "
-                f"{step.total} of a step, so this run differs from the full-batch run. Freeze the statistics with "
-                "`FreezeBN()`, average them again after training with `learn.recalibrate_bn()`, or use "
+                f"{step.total} of a step, so this run differs from the full-batch run. Freeze the statistics of "
+                "pretrained layers with `FreezeBN(lambda m: m[0])`, average the statistics again after training with "
+                "`learn.recalibrate_bn()`, or use "
                 "`ActivationCheckpoint()` with the full batch", BatchNormWarning)
         if how and self._joins():
             said.once('loader-order', f"the training loader {how}, so one with batches of {step.size} would put other "

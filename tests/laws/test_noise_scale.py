@@ -82,8 +82,10 @@ def test_what_is_measured_is_what_the_gradients_of_single_samples_say(nm):
     assert close(told(meter), want, 1e-5 if nm=='tokens_scaled' else 1e-9)   # shares of tokens are in single precision
     assert close(meter.noise_scale, want[0]/want[1], 1e-5) and learn.recorder.noise_scale==[meter.noise_scale]
     unit = 'targets' if 'tokens' in nm else 'samples'
-    used = 1/(1+sum(sizes)/meter.noise_scale)   # McCandlish et al., 2018
-    for o in (f'steps of {sum(sizes)} ',f' {unit}:',f' {used:.0%} '): assert o in meter.verdict()
+    n,scale = sum(sizes),meter.noise_scale
+    more,steps = 1+n/scale,1+scale/n   # McCandlish et al., 2018
+    said = f'steps of {n} ',f' {unit}:',f' {more:.1f}x the minimum number of {unit} ',f' {steps:.1f}x the minimum'
+    for o in said: assert o in meter.verdict()
 
 @pytest.mark.parametrize('kind', ['fp16','bf16','parameters'])
 def test_half_precision_tells_the_same_but_for_rounding(kind):

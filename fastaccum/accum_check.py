@@ -145,7 +145,7 @@ class AccumCheck:
         n,parts = sum(self.sizes),f"micro-batches of {', '.join(map(str, self.sizes))}"
         if len(self.sizes)>4: parts = f'{len(self.sizes)} micro-batches of up to {max(self.sizes)}'
         start = f'{self.too_many} samples do not fit into memory at once, so {n} were compared: '*bool(self.too_many)
-        return f'{start}{n} samples whole, and in {parts}: {what}'
+        return f'{start}{n} samples at once, and in {parts}: {what}'
 
     def __repr__(self):
         rows = [('what','result','where','remedy'),*((o.what,o.state,o.where,o.remedy) for o in self.rows)]

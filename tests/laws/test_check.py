@@ -150,7 +150,7 @@ def test_a_step_that_does_not_fit_into_memory(cbs, whole, parts):
     with pytest.raises(torch.OutOfMemoryError): check(toy(8, cbs=fits(1)), cbs=cbs())
 
 def test_many_parts_are_counted_in_the_title():
-    assert '70 samples whole, and in 9 micro-batches of up to 8: the same' in repr(check(toy(8, cbs=acc(99))))
+    assert '70 samples at once, and in 9 micro-batches of up to 8: the same' in repr(check(toy(8, cbs=acc(99))))
 
 @pytest.mark.parametrize('kwargs', [dict(n_items=lambda learn: 1),dict(n_items=lambda learn: len(learn.y)**2)])
 def test_equal_parts_hide_no_loss_that_is_a_mean_over_something_else(kwargs):

@@ -83,9 +83,8 @@ def test_what_is_measured_is_what_the_gradients_of_single_samples_say(nm):
     assert close(meter.noise_scale, want[0]/want[1], 1e-5) and learn.recorder.noise_scale==[meter.noise_scale]
     unit = 'targets' if 'tokens' in nm else 'samples'
     n,scale = sum(sizes),meter.noise_scale
-    more,steps = 1+n/scale,1+scale/n   # McCandlish et al., 2018
-    said = f'steps of {n} ',f' {unit}:',f' {more:.1f}x the minimum number of {unit} ',f' {steps:.1f}x the minimum'
-    for o in said: assert o in meter.verdict()
+    costs = f' {1+n/scale:.1f}x the minimum number of {unit} ',f' {1+scale/n:.1f}x the minimum'   # McCandlish et al.
+    for o in (f'steps of {n} ',f' {unit}:',*costs): assert o in meter.verdict()
 
 @pytest.mark.parametrize('kind', ['fp16','bf16','parameters'])
 def test_half_precision_tells_the_same_but_for_rounding(kind):

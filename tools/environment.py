@@ -31,8 +31,9 @@ kinds = dict(
     jupyter=('Jupyter', '0.2 GB', metadata, lambda venv: [['-q', '-e', '.[jupyter]']]),
     lint=('what reads the code and the workflows', '0.1 GB', metadata,   # without the package, and so without torch
         lambda venv: [['-q', *setting('lint_requirements').split()]]),
-    compat=('the oldest versions supported', '6 GB', metadata,
-        lambda venv: [['-c', oldest(venv), '-e', '.', 'pytest', 'hypothesis', 'wandb', 'tensorboard', 'accelerate']]),
+    compat=('the oldest versions supported', '6 GB', metadata,   # that fastai fills no gaps in tables of pandas 3
+        lambda venv: [['-c', oldest(venv), '-e', '.', 'pandas<3', 'pytest', 'hypothesis', 'wandb', 'tensorboard',
+            'accelerate']]),
     # fastxtend and Composer ask for packages older than they need: they are installed without what they ask for
     peers=('Lightning, accelerate, transformers, Composer and fastxtend', '7 GB', metadata+peers,
         lambda venv: [['-r', peers[0], '-e', '.'], ['--no-deps', '-r', peers[1]]]))

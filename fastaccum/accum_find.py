@@ -112,9 +112,9 @@ class FoundAccum:
         if ax is None: ax = plt.subplots(figsize=(6,3.5))[1]
         scale = self.scale if np.isfinite(self.scale) else max(self.accum_bs, 1)
         sizes = np.geomspace(max(1, scale/30), max(2, scale*30), 100)
-        steps,used = trade_off(max(scale, 1e-9), sizes)
+        steps,samples = trade_off(max(scale, 1e-9), sizes)
         ax.plot(sizes, steps, color='tab:blue', label='steps')
-        ax.plot(sizes, 1/used, color='tab:green', label='samples')
+        ax.plot(sizes, samples, color='tab:green', label='samples')
         low,high = (min(o, sizes[-1]) for o in (self.low,self.high))
         ax.axvspan(low, high, color='grey', alpha=.15, label='noise scale')
         ax.axvline(self.accum_bs, color='black', linestyle=':', label=f'accum_bs={self.accum_bs}')

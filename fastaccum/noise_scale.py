@@ -227,8 +227,8 @@ def interval(traces:np.ndarray, grad_sqs:np.ndarray, z:float=2.)->tuple:
 
 # %% ../nbs/07_noise_scale.ipynb #verdict
 def trade_off(scale:float, size:float)->tuple:
-    "What steps of `size` cost: steps, as a multiple of the fewest, and how efficiently samples are used, from 0 to 1"
-    return 1+scale/size,1/(1+size/scale) if scale else 0.
+    "What steps of `size` cost: steps and samples, as multiples of the fewest"
+    return 1+scale/size,1+size/scale if scale else float('inf')
 
 def rounded(x:float)->str:
     "`x` with two digits, which is more than its accuracy"
@@ -240,7 +240,6 @@ def say(scale:float, size:float, unit:str='samples')->str:
     if np.isinf(scale):
         return (f"noise scale: too large to measure. In steps of {size:,.0f} {unit} the noise hides the gradient, so "
             "larger steps would waste little. Measure for longer to know more")
-    steps,used = trade_off(scale, size)
-    more = 1/used if used else np.inf
+    steps,more = trade_off(scale, size)
     return (f"noise scale ≈ {rounded(scale)} {unit}: with steps of {size:,.0f} you need {more:.1f}x the minimum number "
         f"of {unit} and {steps:.1f}x the minimum number of steps")

@@ -56,13 +56,11 @@ def _joined(xs, ns, row):
 class CachedCall:
     """One call of a model's own `forward`, `stock`, in micro-batches of the sizes that the GradientCache `cb` knows
 
-    What is found out once in a fit is noted in `cb.rows` and `cb.checked`.
-
     TypeError: inputs or outputs cannot be split
     """
     kept = None   # outputs of the last micro-batch, with their graph, until they are back-propagated
     def __init__(self, cb:Callback, model:torch.nn.Module, stock:Callable, args:tuple, n:int):
-        self.cb,self.model,self.stock,self.n = cb,model,stock,n
+        self.cb,self.model,self.stock,self.n = cb,model,stock,n   # `cb` keeps what is found out once in a fit
         self.learns,self.given = torch.is_grad_enabled(),[o for o in leaves(args) if isinstance(o, torch.Tensor)]
         self.modules = list(model.modules())
         self.ddps = [m for m in self.modules if isinstance(m, DistributedDataParallel)]

@@ -343,7 +343,11 @@ answers = {'GPU':'guides/several_gpus', 'multi gpu':'guides/several_gpus', 'DDP'
     'two callbacks':'reference/messages', '2 callbacks accumulate':'reference/messages',
     'memory ran out with a micro-batch of a single sample':'reference/messages',
     'the loss of a micro-batch is not the mean':'reference/messages',
-    'BatchNorm layers normalise with the 32 samples of a micro-batch':'reference/messages'}
+    'BatchNorm layers normalise with the 32 samples of a micro-batch':'reference/messages',
+    **dict.fromkeys(('AccumulationWarning','BatchNormWarning','LossWarning','LoaderWarning','StateWarning'),
+        'reference/messages'), 'weights per sample':'guides/custom_losses', 'AutoSize':'reference/warnings',
+    'loss weights per sample':'guides/custom_losses', 'object detection':'about/works_with',
+    'effective batch size 256':'get_started'}
 
 sections = {'clip':'how-do-i-clip-gradients', 'clip gradients':'how-do-i-clip-gradients',
     'drop_last':'the-incomplete-last-batch', 'n_acc':'fastai', 'effective batch size':'words', 'mps':'devices',
@@ -355,6 +359,7 @@ def test_what_people_type_leads_to_the_page_that_answers(found):
     results = found(answers)
     first = {q:(results[q] or ['nothing'])[-1].partition('.html')[0] for q in answers}
     assert {q:o for q,o in first.items() if o!=answers[q]}=={}
+    assert not found(['ayes'])['ayes']   # of "Bayes": words are found by how they begin
     for q,o in sections.items(): assert results[q][-1].endswith(f'#{o}') and o in ids(f'{answers[q]}.html')
     inner = ('core/','modules/','contribute/')
     assert not [o for q in answers for o in results[q] if o.startswith(inner)]   # a part of its own

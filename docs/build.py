@@ -9,7 +9,9 @@ Sphinx renders the pages; a broken link or directive fails.
 import ast, builtins, hashlib, inspect, json, os, re, shutil, subprocess, sys
 from copy import deepcopy
 from functools import partial
+from html import unescape
 from importlib import import_module
+from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -455,15 +457,30 @@ def landing(title, text, pages, names, where):
     tree = toctree(f'/{where(p)}' for p in pages if p.mod)   # the others are in the menu
     return f'# {title}\n\n{{.lede}}\n{text}\n\n{contents(pages, names, where)}\n{tree}'
 
+def least_width(cells):
+    "How narrow a column can be, about, in pixels on a phone: words are not broken"
+    def width(cell):
+        code = ' '.join(re.findall(r'<code.*?</code>', cell, re.S))
+        words = [re.split(r'\s+|(?<=-)', unescape(re.sub('<.*?>', '', o))) for o in (cell, code)]
+        return max(max(map(len, o))*px for o,px in zip(words, (7.2,8)))
+    return max(64, 12+max(map(width, cells)))
+
 def labelled(html):
-    "With what stands above its column in each cell of a table: on a phone the rows are stacked"
+    """With what stands above its column in each cell of a table. On a phone the rows of one that is too wide are
+    stacked"""
     def put(m):
-        heads = [re.sub('<.*?>', '', o).strip() for o in re.findall(r'<th\b[^>]*>(.*?)</th>', m[0], re.S)]
+        head,_,body = m[0].partition('</thead>')
+        rows = re.findall(r'<tr\b.*?</tr>', m[0], re.S)
+        columns = [*zip_longest(*(re.findall(r'<t[hd]\b[^>]*>(.*?)</t[hd]>', o, re.S) for o in rows), fillvalue='')]
+        heads = [re.sub('<.*?>', '', o[0]).strip() for o in columns]
         def cells(row):
             at = iter(heads)
-            return re.sub('<td(?=[ >])', lambda _: f'<td data-label="{next(at, "")}"', row[0])
-        return re.sub(r'<tr\b.*?</tr>', cells, m[0], flags=re.S)
-    return re.sub(r'<table class="docutils.*?</table>', put, html, flags=re.S)
+            def label(m): return f'<{m[1]} data-label="{next(at, "")}"'
+            return re.sub('<(t[hd])(?=[ >])', label, row[0])
+        body = re.sub(r'<tr\b.*?</tr>', cells, body, flags=re.S)
+        if sum(map(least_width, columns))>350: head = head.replace('class="', 'class="stacked ', 1)
+        return f'{head}</thead>{body}'
+    return re.sub(r'<table [^>]*class="(?:docutils|dataframe).*?</table>', put, html, flags=re.S)
 
 def with_colab(html, url):
     "With a link to Colab below its first line. Not in the text: the search would find each page that has the link"

@@ -70,9 +70,9 @@ def leave_out(app, env):
     return []
 
 def leave_out_outputs(app, doctree, name):
-    "Nor is what cells print, where a page is about something else"
+    "Nor is what cells print, where a page is about something else; if it has columns, its lines are not wrapped"
     for o in doctree.findall(nodes.literal_block):
-        if 'output' in o['classes']: o['classes'].append('no-search')
+        if 'output' in o['classes']: o['classes'] += ['no-search','columns'] if '   ' in o.astext() else ['no-search']
 
 def own_menu(app, name, template, context, doctree):
     "The pages for contributors have a menu of their own"

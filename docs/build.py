@@ -463,7 +463,7 @@ def least_width(cells):
         code = ' '.join(re.findall(r'<code.*?</code>', cell, re.S))
         words = [re.split(r'\s+|(?<=-)', unescape(re.sub('<.*?>', '', o))) for o in (cell, code)]
         return max(max(map(len, o))*px for o,px in zip(words, (7.2,8)))
-    return max(64, 12+max(map(width, cells)))
+    return max(64, 14+max(map(width, cells)))
 
 def labelled(html):
     """With what stands above its column in each cell of a table. On a phone the rows of one that is too wide are
@@ -475,8 +475,10 @@ def labelled(html):
         heads = [re.sub('<.*?>', '', o[0]).strip() for o in columns]
         def cells(row):
             at = iter(heads)
-            def label(m): return f'<{m[1]} data-label="{next(at, "")}"'
-            return re.sub('<(t[hd])(?=[ >])', label, row[0])
+            def label(m):
+                empty = '' if re.sub('<.*?>', '', m[3]).strip() else ' data-empty'
+                return f'<{m[1]} data-label="{next(at, "")}"{empty}{m[2]}>{m[3]}</{m[1]}>'
+            return re.sub(r'<(t[hd])\b([^>]*)>(.*?)</\1>', label, row[0], flags=re.S)
         body = re.sub(r'<tr\b.*?</tr>', cells, body, flags=re.S)
         if sum(map(least_width, columns))>350: head = head.replace('class="', 'class="stacked ', 1)
         return f'{head}</thead>{body}'

@@ -463,7 +463,7 @@ def least_width(cells):
         code = ' '.join(re.findall(r'<code.*?</code>', cell, re.S))
         words = [re.split(r'\s+|(?<=-)', unescape(re.sub('<.*?>', '', o))) for o in (cell, code)]
         return max(max(map(len, o))*px for o,px in zip(words, (7.2,8)))
-    return max(64, 14+max(map(width, cells)))
+    return max(60, 14+max(map(width, cells)))
 
 def labelled(html):
     """With what stands above its column in each cell of a table. On a phone the rows of one that is too wide are

@@ -480,7 +480,7 @@ def labelled(html):
                 return f'<{m[1]} data-label="{next(at, "")}"{empty}{m[2]}>{m[3]}</{m[1]}>'
             return re.sub(r'<(t[hd])\b([^>]*)>(.*?)</\1>', label, row[0], flags=re.S)
         body = re.sub(r'<tr\b.*?</tr>', cells, body, flags=re.S)
-        if sum(map(least_width, columns))>350: head = head.replace('class="', 'class="stacked ', 1)
+        if sum(map(least_width, columns))>340: head = head.replace('class="', 'class="stacked ', 1)
         return f'{head}</thead>{body}'
     return re.sub(r'<table [^>]*class="(?:docutils|dataframe).*?</table>', put, html, flags=re.S)
 

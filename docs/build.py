@@ -219,7 +219,8 @@ class Page:
         number = re.match('[0-9]+', path.name)
         keywords = [o.strip().partition('#') for o in settings.get('keywords', '').split(',') if o.strip()]
         self.keywords = {o: anchor for o,_,anchor in keywords}   # with the section that answers, or ''
-        self.more = settings.get('api', '').split()   # names that users meet, though they do not import them
+     ; or whose entries a page without a module has
+        self.more = settings.get('api', '').split()
         self.inner = {*settings.get('inner', '').split()}   # methods that are public, and no users'
         self.folder = self.name.rpartition('/')[0]
         self.cells = []
@@ -519,7 +520,8 @@ def stage(src, pages):
             text = f'---\norphan: true\n---\n{text}\n\n{toctree([*tree,"/modules/index"])}'
         put(f'{where}.md', text)
     Page.elsewhere = {nm:p.name for p in pages if not p.mod for nm in p.more}
-    users,mods = [p for p in pages if p.is_api or not p.mod and p.more],sorted((p for p in pages if p.mod), key=lambda p: (p.folder,p))
+    users = [p for p in pages if p.is_api or not p.mod and p.more]
+    mods = sorted((p for p in pages if p.mod), key=lambda p: (p.folder,p))
     put('reference/api.md', landing(*api, users, Page.typed_names, lambda p: p.name))
     put('modules/index.md', landing(*modules, mods, lambda p: [nm for nm in own[p] if '.' not in nm], lambda p: p.doc))
     for p in pages:

@@ -219,7 +219,7 @@ class Page:
         number = re.match('[0-9]+', path.name)
         keywords = [o.strip().partition('#') for o in settings.get('keywords', '').split(',') if o.strip()]
         self.keywords = {o: anchor for o,_,anchor in keywords}   # with the section that answers, or ''
-     ; or whose entries a page without a module has
+        # names that users meet, though they do not import them; or whose entries a page without a module has
         self.more = settings.get('api', '').split()
         self.inner = {*settings.get('inner', '').split()}   # methods that are public, and no users'
         self.folder = self.name.rpartition('/')[0]

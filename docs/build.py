@@ -9,7 +9,9 @@ Sphinx renders the pages; a broken link or directive fails.
 import ast, builtins, hashlib, inspect, json, os, re, shutil, subprocess, sys
 from copy import deepcopy
 from functools import partial
+from html import unescape
 from importlib import import_module
+from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,7 +22,7 @@ from nbdev.doclinks import NbdevLookup, nbglob
 here = Path(__file__).resolve().parent
 root,site = here.parent,here.parent/'_docs'
 sys.path[:0] = [str(root), str(root/'tools')]
-import messages, readme
+import fastaccum, messages, readme
 
 # the pages in their order; a notebook that is not named here is an error
 menu = {
@@ -28,17 +30,17 @@ menu = {
     'Memory and speed': ('guides', 'out_of_memory mixed_precision several_gpus'),
     'Matching the full batch': ('guides', 'check_your_run batchnorm whole_batch_losses custom_losses'),
     'Training': ('guides', 'learning_rate growing_batches logging save_and_resume'),
-    'Reference': ('reference', 'cheat_sheet faq messages'),
+    'Reference': ('reference', 'cheat_sheet faq messages warnings'),
     'About': ('about', 'should_i_accumulate how_exact compared switching works_with'),
     'Contribute': ('contribute', 'architecture callbacks testing benchmarks faults_of_fastai')}
 order = [f'{folder}/{o}' for folder,names in menu.values() for o in names.split()]
 # titles that are too long for the menu
 short = {'guides/whole_batch_losses':'MixUp, whole-batch losses', 'guides/growing_batches':'Growing batches',
-    'guides/learning_rate':'Learning rate', 'schedule':'Schedules'}
+    'guides/learning_rate':'Learning rate', 'schedule':'Schedules', 'wandb':'WandbCallback'}
 # messages whose title is the subject of a guide, which the search finds first
 guided = {'batchnorm':'BatchNorm', 'out-of-memory':'Out of memory'}
 user_sections = ('Why','One step, event by event','Examples','Caveats')
-api = ('API', 'What you import, a page each: the class or function, its parameters and errors, examples and caveats.')
+api = ('API', 'One page for each thing you import: parameters, errors, examples, caveats.')
 modules = ('Modules', 'The source, a page for each module, in the order in which one reads them: prose, code, and '
     'examples that are its first tests.')
 
@@ -209,6 +211,7 @@ def split_title(text):
 
 class Page:
     "A notebook, as a page"
+    elsewhere = {}   # names of modules for contributors that have their entry on a page for users: name -> page
     def __init__(self, path):
         self.path,self.nb = path,read_nb(path)
         self.name = page(path.relative_to(root/'nbs'))
@@ -216,7 +219,8 @@ class Page:
         number = re.match('[0-9]+', path.name)
         keywords = [o.strip().partition('#') for o in settings.get('keywords', '').split(',') if o.strip()]
         self.keywords = {o: anchor for o,_,anchor in keywords}   # with the section that answers, or ''
-        self.more = settings.get('api', '').split()   # names that users meet, though they do not import them
+        # names that users meet, though they do not import them; or whose entries a page without a module has
+        self.more = settings.get('api', '').split()
         self.inner = {*settings.get('inner', '').split()}   # methods that are public, and no users'
         self.folder = self.name.rpartition('/')[0]
         self.cells = []
@@ -271,8 +275,9 @@ class Page:
     def public(self): return {nm:f'{self.mod.__name__}.{nm}' for c in self.exported() for nm in defined(c.source)}
     def told(self):
         "The names that its API page has entries for"
+        if not self.mod: return self.more
         if not self.is_api: return []
-        ours = {*import_module('fastaccum').__all__, 'Learner', *self.more}
+        ours = {*fastaccum.__all__, 'Learner', *self.more}
         names = [nm for nm in self.public() if not re.search(r'\.(before|after)_', nm)]
         names = [nm for nm in names if '.' not in nm or nm.rpartition('.')[2] not in self.inner]
         return [nm for nm in names if {nm, nm.partition('.')[0]}&ours]
@@ -284,10 +289,11 @@ class Page:
         "What to type to have what the page is about, where its first text does not say so"
         first = next((c.source for c in self.cells if c.cell_type=='markdown'), '')
         if re.search(r'^```python\n(?:.*\n)*?(?:import|from) ', first, re.M): return ''
-        names = [nm for nm in self.public() if '.' not in nm]
-        top = [nm for nm in names if nm in import_module('fastaccum').__all__]
+        names = [nm for nm in self.public() if '.' not in nm] if self.mod else self.more
+        if not names: return ''
+        top = [nm for nm in names if nm in fastaccum.__all__]
         where,names = ('fastaccum',top) if top else (self.mod.__name__,names)
-        return f'```python\nfrom {where} import {", ".join(names)}\n```' if names else ''
+        return f'```python\nfrom {where} import {", ".join(names)}\n```'
 
     def usage(self):
         "What the first text of a module says to type, below the import"
@@ -332,16 +338,19 @@ class Page:
 
     def shown(self, link):
         "All of its cells for Sphinx"
-        yield self.head(link, self.title, self.typed() if self.mod else '')
+        yield self.head(link, self.title, self.typed())
         yield from self.cells_shown(link, self.cells)
 
     def cells_shown(self, link, cells):
-        told = self.told()
+        told,todo = {*self.told(), *self.elsewhere},[] if self.mod else [*self.more]
         above = None   # imports, and what comes before the first entry: shown, folded, above the next code
         begun = not self.mod
         for c in cells:
             if c.cell_type!='code':
                 yield mk_cell(maths(self.linked(link(c.source))), 'markdown')
+                for nm in [o for o in todo if f'`{o}`' in c.source]:   # below the text that names it first
+                    todo.remove(nm)
+                    yield mk_cell(entry(import_module(getattr(fastaccum, nm).__module__), nm, link), 'markdown')
                 continue
             c = deepcopy(c)   # a module's cells are on two pages
             opts = c.options
@@ -446,18 +455,35 @@ def contents(pages, names, where):
 
 def landing(title, text, pages, names, where):
     "The first page of a section: what there is in it"
-    tree = toctree(f'/{where(p)}' for p in pages)
+    tree = toctree(f'/{where(p)}' for p in pages if p.mod)   # the others are in the menu
     return f'# {title}\n\n{{.lede}}\n{text}\n\n{contents(pages, names, where)}\n{tree}'
 
+def least_width(cells):
+    "How narrow a column can be, about, in pixels on a phone: words are not broken"
+    def width(cell):
+        code = ' '.join(re.findall(r'<code.*?</code>', cell, re.S))
+        words = [re.split(r'\s+|(?<=-)', unescape(re.sub('<.*?>', '', o))) for o in (cell, code)]
+        return max(max(map(len, o))*px for o,px in zip(words, (7.2,8)))
+    return max(60, 14+max(map(width, cells)))
+
 def labelled(html):
-    "With what stands above its column in each cell of a table: on a phone the rows are stacked"
+    """With what stands above its column in each cell of a table. On a phone the rows of one that is too wide are
+    stacked"""
     def put(m):
-        heads = [re.sub('<.*?>', '', o).strip() for o in re.findall(r'<th\b[^>]*>(.*?)</th>', m[0], re.S)]
+        head,_,body = m[0].partition('</thead>')
+        rows = re.findall(r'<tr\b.*?</tr>', m[0], re.S)
+        columns = [*zip_longest(*(re.findall(r'<t[hd]\b[^>]*>(.*?)</t[hd]>', o, re.S) for o in rows), fillvalue='')]
+        heads = [re.sub('<.*?>', '', o[0]).strip() for o in columns]
         def cells(row):
             at = iter(heads)
-            return re.sub('<td(?=[ >])', lambda _: f'<td data-label="{next(at, "")}"', row[0])
-        return re.sub(r'<tr\b.*?</tr>', cells, m[0], flags=re.S)
-    return re.sub(r'<table class="docutils.*?</table>', put, html, flags=re.S)
+            def label(m):
+                empty = '' if re.sub('<.*?>', '', m[3]).strip() else ' data-empty'
+                return f'<{m[1]} data-label="{next(at, "")}"{empty}{m[2]}>{m[3]}</{m[1]}>'
+            return re.sub(r'<(t[hd])\b([^>]*)>(.*?)</\1>', label, row[0], flags=re.S)
+        body = re.sub(r'<tr\b.*?</tr>', cells, body, flags=re.S)
+        if sum(map(least_width, columns))>340: head = head.replace('class="', 'class="stacked ', 1)
+        return f'{head}</thead>{body}'
+    return re.sub(r'<table [^>]*class="(?:docutils|dataframe).*?</table>', put, html, flags=re.S)
 
 def with_colab(html, url):
     "With a link to Colab below its first line. Not in the text: the search would find each page that has the link"
@@ -493,7 +519,9 @@ def stage(src, pages):
             tree = [f'/{o}' for o in order if o.startswith('contribute/') and o in {p.name for p in pages}]
             text = f'---\norphan: true\n---\n{text}\n\n{toctree([*tree,"/modules/index"])}'
         put(f'{where}.md', text)
-    users,mods = [p for p in pages if p.is_api],sorted((p for p in pages if p.mod), key=lambda p: (p.folder,p))
+    Page.elsewhere = {nm:p.name for p in pages if not p.mod for nm in p.more}
+    users = [p for p in pages if p.is_api or not p.mod and p.more]
+    mods = sorted((p for p in pages if p.mod), key=lambda p: (p.folder,p))
     put('reference/api.md', landing(*api, users, Page.typed_names, lambda p: p.name))
     put('modules/index.md', landing(*modules, mods, lambda p: [nm for nm in own[p] if '.' not in nm], lambda p: p.doc))
     for p in pages:
@@ -508,7 +536,7 @@ def stage(src, pages):
             cells.append(mk_cell('\n\n'.join(trees), 'markdown'))
         put_nb(p.doc, cells)
         if p.is_api: put_nb(p.name, p.api(link))
-    entries = {nm:p.name if nm in p.told() else p.doc for p in mods for nm in own[p]}
+    entries = {nm:p.name if nm in p.told() else p.doc for p in mods for nm in own[p]} | Page.elsewhere
     (src/'names.json').write_text(json.dumps({nm:[names[nm],entries[nm]] for nm in names}))
     inner = [('Contribute','contribute/index'), *((p.title,p.name) for p in pages if p.folder=='contribute'),
         ('Modules','modules/index'), *((p.title,p.doc) for p in mods)]
@@ -542,6 +570,16 @@ var Scorer = {
 };
 """
 
+# A word that is searched for is a whole word or its beginning: what Sphinx's scripts say, and instead of it.
+# Where no word stands in the text, because it is a keyword, the page's beginning is shown
+escape = r'.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")'
+from_the_beginning = {
+    'searchtools.js': {'const escapedWord = _escapeRegExp(word)': 'const escapedWord = "^" + _escapeRegExp(word)',
+        'textLower.indexOf(k.toLowerCase())': f'textLower.search("(?<!\\\\w)" + k.toLowerCase(){escape})',
+        '.slice(-1)[0];\n    const startWithContext': '.slice(-1)[0] || 0;\n    const startWithContext'},
+    'sphinx_highlight.js': {'val.toLowerCase().indexOf(text)':
+        f'val.toLowerCase().search("(?<!\\\\w)" + text{escape})'}}
+
 def main():
     os.environ['IN_TEST'] = '1'   # no cell exports the library
     os.chdir(root)
@@ -563,6 +601,12 @@ def main():
         shutil.copytree(out, site)
         shutil.copy(src/'names.json', site)
     for p in pages: (site/f'{p.name}.html.md').write_text(p.markdown(), encoding='utf-8')
+    for nm,changes in from_the_beginning.items():
+        text = (site/'_static'/nm).read_text(encoding='utf-8')
+        for old,new in changes.items():
+            if text.count(old)!=1: sys.exit(f'{nm} of this Sphinx has not the line {old}')
+            text = text.replace(old, new)
+        (site/'_static'/nm).write_text(text, encoding='utf-8')
     (site/'.fingerprint').write_text(fingerprint())
     print(f'{len(made)} pages in {site.name}')
 

@@ -3,6 +3,7 @@ import html, inspect, json, re, subprocess, sys
 from importlib import import_module
 from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from docutils import nodes
 from build import resolve, root
 
 ini,toml = ((root/o).read_text(encoding='utf-8') for o in ('settings.ini','pyproject.toml'))
@@ -68,6 +69,11 @@ def leave_out(app, env):
         if o.docname in docs: objects[k] = o._replace(aliased=True)   # Sphinx does not search for these
     return []
 
+def leave_out_outputs(app, doctree, name):
+    "Nor is what cells print, where a page is about something else; if it has columns, its lines are not wrapped"
+    for o in doctree.findall(nodes.literal_block):
+        if 'output' in o['classes']: o['classes'] += ['no-search','columns'] if '   ' in o.astext() else ['no-search']
+
 def own_menu(app, name, template, context, doctree):
     "The pages for contributors have a menu of their own"
     pages = inner(app)
@@ -84,6 +90,7 @@ def own_menu(app, name, template, context, doctree):
 
 def setup(app):
     app.connect('env-updated', leave_out)
+    app.connect('doctree-resolved', leave_out_outputs)
     app.connect('html-page-context', describe)
     app.connect('html-page-context', own_menu, priority=900)   # after the theme's
 

@@ -22,11 +22,12 @@ def test_outputs_that_say_the_same_are_not_saved_anew(a, b, same):
     assert page.same(merged['cells'][0]['outputs'], a if same else b)
 
 def test_what_is_not_saved():
-    "Warnings of other packages, and where things lie on this machine"
+    "Warnings of other packages, where things lie on this machine, and which line of a cell warned"
     site = '/opt/x/lib/python3.12/site-packages'
     outs = [stream(f'{site}/torch/jit.py:12: FutureWarning: old\n  warnings.warn(\n', name='stderr'),
-        stream('a\n', f'{root}/fastaccum/x.py and '), stream(f'{site}/fastai/y.py\n')]
-    assert page.joined(outs)==[stream('a\n', 'fastaccum/x.py and fastai/y.py\n')]
+        stream('a\n', f'{root}/fastaccum/x.py and '), stream(f'{site}/fastai/y.py\n'),
+        stream(*['<ipython-input-5-1e6c>:16: MyWarning: b\nMore: c\n  fit(1)\n']*2)]
+    assert page.joined(outs)==[stream('a\n', 'fastaccum/x.py and fastai/y.py\n', 'MyWarning: b\n', 'More: c\n')]
 
 # The run of the tests
 

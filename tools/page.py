@@ -17,8 +17,10 @@ from pathlib import Path
 root = Path(__file__).resolve().parent.parent
 
 def here(text):
-    "The text without other packages' warnings, and without where things lie on this machine"
-    text = re.sub(r'^\S*/(?:site|dist)-packages/\S+:\d+: \w*Warning: .*\n(?:  .*\n)?', '', text, flags=re.M)
+    "The text without other packages' warnings, where things lie on this machine, and which line of a cell warned"
+    text = re.sub(r'^\S*/(?:site|dist)-packages/\S+:\d+: \w*Warning: .*\n(?:(?:\S.*\n)??  .*\n)?', '', text, flags=re.M)
+    text = re.sub(r'^<ipython-input-\S+>:\d+: (\w*Warning: .*\n(?:(?!<)\S.*\n)*)(?:  .*\n)?', r'\1', text, flags=re.M)
+    text = re.sub(r'^(\w*Warning: .*\n(?:More: .*\n)?)\1+', r'\1', text, flags=re.M)   # of several fits
     text = re.sub(r'''[^\s'"(<=]*/(?:site|dist)-packages/''', '', text)
     for path,name in ((root,''), (Path.home(),'~/')):
         if path!=Path('/'): text = text.replace(f'{path}/', name)

@@ -126,7 +126,7 @@ class AccumCheck:
     rows:list[Row] # What was found
     sizes:list[int] # Samples in the micro-batches
     layers:dict # Name of a parameter -> the relative difference of its gradients
-    still:dict # The same with every cause that was found held still or left out; empty if none was found
+    still:dict # The same after all causes that were found are switched off; empty if none was found
     too_many:int|None=None # Samples in a step of the fit, if these do not fit into memory at once
 
     @property

@@ -140,8 +140,8 @@ class AccumCheck:
 
     def __bool__(self): return self.ok
     def _title(self):
-        left = any(o.where.startswith('without') for o in self.rows)*', but for what was left out'
-        what = f"{'not '*(not self.ok)}the same run{left}"
+        left = any(o.where.startswith('not checked') for o in self.rows)*', as far as it was checked (see where)'
+        what = f'the same run{left}' if self.ok else 'not the same run'
         if self.off['gradients'] is None: what = 'gradients could not be compared'
         n,parts = sum(self.sizes),f"micro-batches of {', '.join(map(str, self.sizes))}"
         if len(self.sizes)>4: parts = f'{len(self.sizes)} micro-batches of up to {max(self.sizes)}'
@@ -239,7 +239,7 @@ class _Found:
         if row.off is None: return row
         fs = getattr(getattr(dl, 'after_batch', None), 'fs', ())
         tfms = [type(o).__name__ for o in fs if any(c.__name__=='RandTransform' for c in type(o).__mro__)]
-        unseen = tfms and f"without {', '.join(tfms)}, which draws new numbers for each batch of the loader"
+        unseen = tfms and f"not checked: {', '.join(tfms)}, which draws new numbers for each batch"
         if row.ok: return row._replace(where=unseen or '')
         remedy = _join(_checkpoint(self.learn.model), 'or none: two seeds differ as much').removeprefix('or ')
         return row._replace(where=_join(named(self.learn.model, look.drawing), unseen), remedy=remedy)
@@ -249,7 +249,7 @@ class _Found:
         if self.off is None: return Row('callbacks', None, tol, self.compare.why)
         names,remedy = ', '.join(type(o).__name__ for o in self.cbs),f'{self.whole_steps}, if only batches are changed'
         if self.cbs: return Row('callbacks', self.quiet, tol, names, f'{remedy}, as by MixUp; or {self.cache}')
-        where = 'without callbacks that are passed to `fit`: give them as `cbs=`'*self.unseen
+        where = 'not checked: callbacks that are passed to `fit`; give them as `cbs=`'*self.unseen
         return Row('callbacks', self.quiet if self.quiet<=tol else 0., tol, where)   # what is off is not theirs
 
     def _loader(self):

@@ -214,7 +214,8 @@ class Row(NamedTuple):
     @property
     def state(self)->str:
         "In words"
-        return 'not checked' if self.off is None else 'exact' if self.ok else f'off by {self.off:.1g}'
+        if self.ok: return 'exact'+' so far'*self.where.startswith('not checked')
+        return 'not checked' if self.off is None else f'off by {self.off:.1g}'
 
 def named(model:nn.Module, modules:list)->str:
     "Some modules of the model by class and name"

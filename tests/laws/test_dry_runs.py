@@ -99,7 +99,7 @@ def test_everything_is_as_before(verb, cap, fitted):
 events = ('before_fit before_epoch before_train before_batch after_pred after_loss before_backward after_backward '
     'before_step after_batch after_fit').split()
 
-@pytest.mark.parametrize('verb,event,at,exc', some(40, [*(('check',e,i,x) for e in events for i in (1,2,4)
+@pytest.mark.parametrize('verb,event,at,exc', some(30, [*(('check',e,i,x) for e in events for i in (1,2,4)
     for x in (KeyboardInterrupt,ZeroDivisionError)), *(('find',e,1,KeyboardInterrupt) for e in events),
     *(('size',e,i,x) for e in events for i in (1,4) for x in (KeyboardInterrupt,ZeroDivisionError))]))
 def test_everything_is_as_before_after_an_interrupt(verb, event, at, exc):

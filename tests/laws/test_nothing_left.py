@@ -67,7 +67,7 @@ def check(learn, before, order=1):
 rng = Random(0)
 grid = [(event,*o, rng.choice([*ways]), rng.random()<.5) for event in ats for o in product(ats[event], excs, orders)]
 
-@pytest.mark.parametrize('event,at,exc,order,way,stays', some(90, grid))
+@pytest.mark.parametrize('event,at,exc,order,way,stays', some(60, grid))
 def test_whatever_ends_a_fit_nothing_is_left(event, at, exc, order, way, stays):
     "The callbacks of accumulation may stay on the Learner until afterwards"
     learn,fault,cbs = learner(),Raise(event, exc, order, at),ways[way]()

@@ -135,7 +135,7 @@ def drawn(seed):
 
 @on(2,3)
 def test_random_runs():
-    for seed in some(6, range(100)):
+    for seed in some(4, range(100)):
         try: assert_same(**drawn(seed))
         except Exception as e: raise AssertionError(f'run {seed}') from e
 

@@ -11,7 +11,7 @@ from fastaccum.testing import assert_same_run, deviation, toy, toy_data, both_ru
 from common import Seen, grads, some, weights
 from small_learners import all_params, whole
 
-@pytest.mark.parametrize('seed', some(45, range(400)))
+@pytest.mark.parametrize('seed', some(35, range(400)))
 def test_random_runs(seed): sweep.check(seed)
 
 @pytest.mark.parametrize('args,full', [(dict(),32), (dict(n_acc=16),16), (dict(accum_bs=10),12)], ids=str)

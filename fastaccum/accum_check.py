@@ -96,7 +96,7 @@ def _check_cbs(learn, acc, cache):
         raise ValueError("this Learner has fastai's `GradientAccumulation`, and only fastaccum's can be checked. "
             "Import fastaccum's after `from fastai.vision.all import *`, or remove fastai's with `learn.remove_cb`"
             + see('two-callbacks'))
-    if cache is not None: check_cached(learn, cache.retries)
+    if cache is not None: check_cached(learn, not cache.limit.fixed)
 
 def _trained(dl, plan, cache, accum_bs):
     "Samples in a step of the fit, in its parts, and in a batch that fits into memory; `None` where it has one part"

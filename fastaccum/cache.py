@@ -40,10 +40,10 @@ class GradientCache(Guest):
         micro_batch_size:int|str, # The most samples that the model sees at once; 'auto': as many as memory allows
         split:Callable=split # `f(inputs, start, stop, n)` returns samples `start` to `stop` of the `n` in `inputs`
     ):
-        self.retries,self.limit = isinstance(micro_batch_size, str) and micro_batch_size=='auto',AutoSize(split)
-        n = None if self.retries else check_count('micro_batch_size', micro_batch_size, or_else="'auto', or ")
+        auto = isinstance(micro_batch_size, str) and micro_batch_size=='auto'
+        n = None if auto else check_count('micro_batch_size', micro_batch_size, or_else="'auto', or ")
+        self.micro_batch_size,self.split,self.limit = micro_batch_size,split,AutoSize(split)
         self.limit.train = self.limit.valid = self.limit.fixed = n
-        self.micro_batch_size,self.split = micro_batch_size,split
 
     @property
     def size(self)->int:
@@ -54,7 +54,7 @@ class GradientCache(Guest):
         if self.validates: return
         to_the_end(self._leave)
         self.said,self.rows,self.checked,self.limit.failed = Said(),{},False,None
-        check_cached(self.learn, self.retries)
+        check_cached(self.learn, not self.limit.fixed)
 
     def before_batch(self):
         self._leave()
@@ -76,7 +76,7 @@ class GradientCache(Guest):
         if n is None: return stock(*args)
         call = CachedCall(self, learn.model, stock, args, n)
         if n>call.most: self._tell(args)
-        elif not (self.retries or call.learns and call.ddps): return stock(*args)
+        elif self.limit.fixed and not (call.learns and call.ddps): return stock(*args)
         return call.forward()
 
     def _tell(self, args):

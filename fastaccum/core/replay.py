@@ -136,7 +136,7 @@ class CachedCall:
             try:
                 with torch.no_grad(), self.alone(), self.states[0].again(): others = leaves(self.run(0, k))
             except Exception as e:
-                if k<n or not (self.cb.retries and is_out_of_memory(e)): raise
+                if k<n or self.cb.limit.fixed or not is_out_of_memory(e): raise
                 others,k = outs,n   # one more does not fit: what has as many rows is taken for rows
             if len(others)!=len(outs): _refuse(outs, n)
             self.cb.rows[training] = [_has_rows(x, y, n, k) for x,y in zip(outs, others)]
@@ -149,7 +149,7 @@ class CachedCall:
         self.first = flat[0] if len(flat)>1 and not self.cb.checked else None   # to compare with
         self.fixed = [(o,o._version) for o in (*self.given,*self.model.parameters())]
         ps = [*self.model.parameters(),*(o for _,o in self.inputs.values())]
-        self.sums = GradSums(ps if self.cb.retries or self.exchanges else in_half(ps))   # gradients that wait
+        self.sums = GradSums(in_half(ps) if self.cb.limit.fixed and not self.exchanges else ps)   # gradients that wait
         at = [i for i,x in enumerate(res) if isinstance(x, torch.Tensor)]
         anchor = torch.empty(0, requires_grad=True)   # a node needs an input
         new = _Predictions.apply(anchor, self, [res[i] for i in at], [self.needs[i] for i in at],

@@ -141,10 +141,10 @@ class Holds(Module):
     def forward(self, x): return _Hold.apply(self.lin(x).tanh())
 
 class Own(nn.Linear):
-    "In training depends on buffers that it moves, one in place, on what it keeps, and on numbers from four generators"
+    "In training depends on buffers that it moves, one in place, on what it keeps, and on numbers from five generators"
     def __init__(self, n):
         super().__init__(n, n)
-        self.n,self.seen,self.last,self.gen = 0,[],0,torch.Generator().manual_seed(0)
+        self.n,self.seen,self.last,self.gen,self.dice = 0,[],0,torch.Generator().manual_seed(0),random.Random(0)
         self.register_buffer('mean', None)
         self.register_buffer('sums', torch.zeros(()))
     def forward(self, x):
@@ -153,9 +153,9 @@ class Own(nn.Linear):
         self.seen.append(random.random()+np.random.rand()+torch.rand(1).item()+torch.rand(1, generator=self.gen).item())
         self.mean = x.detach().mean(0) if self.mean is None else .9*self.mean+.1*x.detach().mean(0)
         self.sums.add_(1)
-        old,self.last = self.last,x.detach().mean()
+        old,self.last = self.last+self.dice.random(),x.detach().mean()
         return super().forward(x-self.mean).sin()*self.n/float(self.sums)+self.seen[-1]+len(self.seen)+old
-    def kept(self): return self.n,self.seen,self.last,self.gen.get_state()
+    def kept(self): return self.n,self.seen,self.last,self.gen.get_state(),self.dice.getstate()
 
 class DoubleMixUp(MixUp):
     "Draws in double precision"

@@ -6,7 +6,7 @@ from torch.utils.data import TensorDataset
 from fastai.vision.all import CancelFitException, DataLoader, SGD
 from fastaccum import GradientAccumulation, GradientAccumulationScheduler
 from fastaccum.testing import CrossEntropy, toy, toy_data
-from common import Raise, short_of
+from common import Raise, Scaled, short_of
 from small_learners import Event, all_params, with_loaders
 from test_dry_runs import unchanged
 
@@ -41,6 +41,12 @@ def test_the_steps_that_are_measured_are_as_large_as_they_should_be(acc, kwargs)
     if acc: learn.add_cb(acc())
     found = find(learn, steps=30, lr=0., cbs=Event('after_loss', lambda l: sizes.append(len(l.pred))), **kwargs)
     assert near(int(found), 64) and sizes==[4]*300 and '30 steps of 40 samples' in repr(found)
+
+def test_a_step_that_overflows_is_not_measured_and_another_is():
+    over = iter([float('inf')]*20)   # two steps of ten micro-batches
+    overflow = Event('before_backward', lambda l: setattr(l, 'loss_grad', l.loss_grad*next(over, 1.)))
+    found = find(quadratic(64), accum_bs=40, steps=30, lr=0., cbs=[Scaled(),overflow])
+    assert near(found.scale, 64) and len(found.readings)==30
 
 @pytest.mark.parametrize('micro', [4,6,'auto'])
 @pytest.mark.filterwarnings('ignore:memory ran out')

@@ -64,6 +64,9 @@ def test_an_entry_says_why_and_what_to_type(key):
     assert len(' '.join(o for o in lines if not o.startswith(('>','<'))))>40 and '```python\n' in written[key]
 
 def test_the_beginning_of_a_message_is_short_and_whole_code():
+    assert tool.short('one two three four')=='one two three four'
+    assert tool.short('no `a b` here, so it ends. Then it goes on', n=5, more=1)=='no `a b` here, so it …'
+    assert tool.short('it was too large (of 4 or 5 samples in each of them)', n=6)=='it was too large …'
     for o in found:
         assert tool.short(o.text).count('`')%2==0 and o.text.startswith(tool.short(o.text).rstrip(f' {tool.blank}'))
 

@@ -328,7 +328,9 @@ class Page:
 
     def api(self, link):
         "The cells of its API page for Sphinx"
-        yield self.head(link, ', '.join(self.typed_names()), self.usage())
+        names = self.typed_names()
+        main = [o for o in names if o not in self.more] or names   # what these return has its entry, not the title
+        yield self.head(link, ', '.join(main), self.usage())
         for nm in self.told(): yield mk_cell(entry(self.mod, nm, link), 'markdown')
         cells = [c for c,mine in zip(self.cells, self.in_section(user_sections)) if mine]
         yield from self.cells_shown(link, cells)

@@ -5,6 +5,7 @@
 `python tests/run.py --portable` runs them as other processors would.
 """
 import argparse, multiprocessing, os, subprocess, sys, time
+from ast import literal_eval
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -93,8 +94,12 @@ def outcomes(xml):
     for o in ElementTree.parse(xml).iter('testcase'):
         nm = '::'.join(filter(None, (o.get('classname'),o.get('name'))))
         bad = next((c for c in o if c.tag in ends), None)
-        if bad is not None: res[nm] = f"{nm} - {bad.get('message', '').partition(chr(10))[0][:200]}",ends[bad.tag]
-        else: res.setdefault(nm, (nm,'passed'))
+        if bad is None:
+            res.setdefault(nm, (nm,'passed'))
+            continue
+        said = bad.get('message', '')
+        if said=='collection skipped': said = literal_eval(bad.text)[2]   # of a file, with the place of the `skip`
+        res[nm] = f'{nm} - {said.partition(chr(10))[0][:200]}',ends[bad.tag]
     return list(res.values())
 
 def run_file(fn):

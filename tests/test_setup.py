@@ -53,8 +53,10 @@ def test_ends_badly(bad): pass
 def test_skipped(): pytest.skip('type this')
 """
 @pytest.mark.parametrize('code,ends', [(tests,['passed','failed','failed','skipped']), ('',[]),
-    ('def test_(',['failed']), ('def test_dies():\n    import os\n    os._exit(3)',['failed'])])
+    ("import pytest\npytest.skip('type this', allow_module_level=True)",['skipped']), ('def test_(',['failed']),
+    ('def test_dies():\n    import os\n    os._exit(3)',['failed'])])
 def test_outcomes_of_a_file(code, ends, tmp_path):
-    "Each test counts once; a file that dies, or that cannot be read, has failed"
+    "Each test counts once; a file that dies, or that cannot be read, has failed; what is skipped says why"
     (tmp_path/'test_it.py').write_text(code)
-    assert [o for _,o in run.run_file(tmp_path/'test_it.py')[0]]==ends
+    outs = run.run_file(tmp_path/'test_it.py')[0]
+    assert [o for _,o in outs]==ends and all('type this' in nm for nm,o in outs if o=='skipped')

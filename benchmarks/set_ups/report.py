@@ -5,9 +5,10 @@ from .data import full, micro, set_ups
 
 def links(keys): return ', '.join(f'[{o}](../reference/messages.ipynb#{o})' for o in keys)
 
-kinds = dict(same='the same run', warned='a warning', draws='other random numbers',
-    refused='an error that says what to do', error="an error of the set-up's own code",
-    more='a warning and a further difference without one', silent='a different run without a warning')
+kinds = dict(same='gave the same run', warned='differed and said so in a warning',
+    draws='differed only in random numbers', refused='stopped before training with an error that says what to do',
+    error="failed in the set-up's own code", more='differed in one way with a warning and in another without',
+    silent='differed without a warning')
 
 def kind(o):
     "One of `kinds`"

@@ -141,7 +141,7 @@ def _try(run, size, n, done):
         went = [o for o, in gather([2 if error else int(not trial.ok)], run.device)]
         if 2 in went and not error:
             error = RuntimeError(f"the search failed on process {went.index(2)}; its own error says why"
-                + see('processes-apart'))
+                + see('search-failed-on-another-process'))
         if trial.ok and 1 in went: trial.ok,trial.error = False,f'memory ran out on process {went.index(1)}'
     if error: raise error
     trial.peak = peak()

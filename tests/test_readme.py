@@ -76,10 +76,10 @@ def test_table_is_what_the_script_prints():
     assert len(shown)==4 and {row(o) for o in shown} <= printed
 
 def test_order():
-    "What it is, what to type, where it differs, how to install it, an example, a picture, when not, make, license"
-    marks = ['Gradient accumulation for fastai', 'Status: alpha', 'cbs=GradientAccumulation(256)',
-        'needs the whole batch', 'a callback of the same name', '## Install', '## Try it now', 'load_digits',
-        "## Why not fastai's own", '](images/', '## When not', '## Read on', 'make demo', 'make test', 'License:']
+    "What it is, what to type, what differs and why not fastai's, a picture, installation, an example, when not, make"
+    marks = ['Gradient accumulation for fastai', 'Status: alpha', 'cbs=GradientAccumulation(256)', 'need the whole batch',
+        "## Why not fastai's own", 'a callback of the same name', '](images/', '## Install', '## Try it now',
+        'load_digits', '## When not', '## Read on', 'make demo', 'make test', 'License:']
     at = [readme.find(o) for o in marks]
     assert -1 not in at and at==sorted(at)
 

@@ -343,7 +343,9 @@ answers = {'GPU':'guides/several_gpus', 'multi gpu':'guides/several_gpus', 'DDP'
     **dict.fromkeys(('AccumulationWarning','BatchNormWarning','LossWarning','LoaderWarning','StateWarning'),
         'reference/messages'), 'weights per sample':'guides/custom_losses', 'AutoSize':'reference/warnings',
     'loss weights per sample':'guides/custom_losses', 'object detection':'about/works_with',
-    'effective batch size 256':'get_started'}
+    'effective batch size 256':'get_started', 'resnet34 batch size 256':'guides/images',
+    'scale learning rate':'guides/learning_rate', 'out of memory epoch 3':'guides/out_of_memory',
+    'epoch 3 out of memory':'guides/out_of_memory'}
 
 sections = {'clip':'how-do-i-clip-gradients', 'clip gradients':'how-do-i-clip-gradients',
     'drop_last':'the-incomplete-last-batch', 'n_acc':'fastai', 'effective batch size':'words', 'mps':'devices',

@@ -102,7 +102,7 @@ def right(res):
 # Who has no row in `fast`, and why
 not_fast = """Composer is not here. All the others are given micro-batches that are ready, so that nothing but the work
 around them is measured; Composer takes the big batch from the loader and splits it, and its figure would include
-that. Of a peer that is run in several ways, one is here: fastxtend with `drop_last=False`, accelerate with
+that. Where a library ran in several configurations, one was timed: fastxtend with `drop_last=False`, accelerate with
 `accumulate()`, transformers with `num_items_in_batch`.""".replace('\n', ' ')
 
 def times(res, model, ks, unit, f=lambda v: f'{v:.0f}'):

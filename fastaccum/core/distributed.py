@@ -45,7 +45,7 @@ def check_same(told:dict, each:list):
         if len(set(vals))>1:
             have = ', '.join('None' if o<0 else str(o) for o in vals)
             raise ValueError(f"the processes have different values of {nm} ({have}): give all of them the same"
-                + see('told-different-things'))
+                + see('processes-with-different-settings'))
 
 def check_search(learn:Learner, nm:str, why:str, do:str):
     """Refuse several processes for the search `nm`, and say why; and a loader without batches to `do` it with

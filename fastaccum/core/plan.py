@@ -9,6 +9,7 @@ __all__ = ['round_up', 'Position', 'LoaderSizes', 'PlannedStep', 'Plan']
 
 # %% ../../nbs/core/00_plan.ipynb #imports
 from collections.abc import Callable
+from itertools import groupby
 from math import ceil
 from typing import NamedTuple
 from .warnings import see, warn
@@ -100,6 +101,20 @@ class Plan:
     def steps(self)->list:
         "The steps in each epoch"
         return [len(self.epoch(i)) for i in range(self.n_epoch)]
+
+    def __repr__(self):
+        "The steps and their samples; epochs that are alike share a line"
+        def listed(sizes):
+            runs = [(len([*o]),size) for size,o in groupby(sizes)]
+            if len(runs)>3: runs = [(len(sizes),f'{min(sizes)} to {max(sizes)}')]
+            return ', '.join(f"{n} step{'s'*(n>1)} of {size}" for n,size in runs)+' samples' if runs else 'no step'
+        res,first = [],0
+        for sizes,alike in groupby(self.sizes):
+            n = len([*alike])
+            epochs = f'epoch {first}' if n==1 else f'epochs {first} to {first+n-1}'
+            res.append(f'{epochs}: {listed(sizes)}')
+            first += n
+        return '\n'.join(res)
 
     def check(self, warns:bool=True): # Of several processes, one warns
         """Refuse an epoch without a step

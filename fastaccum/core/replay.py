@@ -207,7 +207,7 @@ class CachedCall:
             if not needs:
                 raise RuntimeError("an output of the model needs a gradient for one micro-batch and not for the last, "
                     "so part of its gradient would be lost: let the model detach it always, or never"
-                    + see('gradient-comes-and-goes'))
+                    + see('output-sometimes-detached'))
             if g is not None and row: pairs.append((x, g[start:stop]))
             elif g is not None and stop==self.n: pairs.append((x, g))   # of what is the same for all, once
         outs.clear()

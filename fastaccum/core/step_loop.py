@@ -117,7 +117,7 @@ class StepLoop(Events):
                         k = stop-start
                         added(e, f"The batch of {rows} samples was split into micro-batches of {k}. If something keeps "
                             f"the whole batch, take instead `GradientCache(micro_batch_size={k})`, or make the "
-                            f"DataLoaders with `bs={k}`" + see('keeps-the-whole-batch'))
+                            f"DataLoaders with `bs={k}`" + see('code-that-stores-a-whole-batch'))
                     raise
                 if not fits: continue
                 parts.rows.keep()

@@ -3,7 +3,7 @@
 Processes are forks of one that has imported fastai, so that each test can have its own: one that fails or hangs takes
 no other down. They speak gloo, on the CPU.
 """
-import faulthandler, gc, math, os, torch
+import faulthandler, gc, math, os, sys, torch
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
@@ -49,7 +49,9 @@ def here(r, module, test, n, folder, kwargs):
     dist.init_process_group('gloo', init_method=f'file://{folder}/store', rank=r, world_size=n,
         timeout=timedelta(seconds=limit))
     getattr(import_module(module), test).body(**kwargs)
-    dist.destroy_process_group()
+    dist.barrier()
+    for o in (sys.stdout,sys.stderr): o.flush()
+    os._exit(0)   # `destroy_process_group` sometimes waits for ever with PyTorch 2.6
 
 def together(module, test, n, folder, kwargs):
     "Run the body of a test on `n` processes; the first one that fails ends the others, and says why"

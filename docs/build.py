@@ -571,7 +571,8 @@ var Scorer = {
     const found = exact || (!anchor && doc === "reference/messages" && quoted());
     if (found && found[1]) { result[1] = `${title} > ${found[2]}`; result[2] = found[1]; }   // to the section
     return score + (exact ? named(exact) : found ? 800 : !anchor && covered(doc) ? 400 : 0)
-      + (/^(guides|get_started|about)/.test(doc) ? 10 : 0) + (doc === "changelog" ? -20 : /^(reference\\/messages|about\\/compared)$/.test(doc) ? -20 : 0);
+      + (/^(guides|get_started|about)/.test(doc) ? 10 : 0)
+      + (doc === "changelog" ? -20 : /^(reference\\/messages|about\\/compared)$/.test(doc) ? -20 : 0);
   },
   objNameMatch: 11, objPartialMatch: 6, objPrio: {0: 15, 1: 5, 2: -5}, objPrioDefault: 0,
   title: 15, partialTitle: 7, term: 5, partialTerm: 2,

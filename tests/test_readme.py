@@ -77,9 +77,9 @@ def test_table_is_what_the_script_prints():
 
 def test_order():
     "What it is, what to type, what differs and why not fastai's, a picture, installation, an example, when not, make"
-    marks = ['Gradient accumulation for fastai', 'Status: alpha', 'cbs=GradientAccumulation(256)', 'need the whole batch',
-        "## Why not fastai's own", 'a callback of the same name', '](images/', '## Install', '## Try it now',
-        'load_digits', '## When not', '## Read on', 'make demo', 'make test', 'License:']
+    marks = ['Gradient accumulation for fastai', 'Status: alpha', 'cbs=GradientAccumulation(256)',
+        'need the whole batch', "## Why not fastai's own", 'a callback of the same name', '](images/', '## Install',
+        '## Try it now', 'load_digits', '## When not', '## Read on', 'make demo', 'make test', 'License:']
     at = [readme.find(o) for o in marks]
     assert -1 not in at and at==sorted(at)
 

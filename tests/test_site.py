@@ -330,7 +330,7 @@ answers = {'GPU':'guides/several_gpus', 'multi gpu':'guides/several_gpus', 'DDP'
     'BatchNorm':'guides/batchnorm', 'learning rate':'guides/learning_rate', 'lr_find':'guides/learning_rate',
     'wandb':'guides/logging', 'TensorBoard':'guides/logging', 'Dice':'guides/segmentation', 'timm':'guides/images',
     'transformers':'guides/hugging_face', 'Lightning':'about/switching', 'drop_last':'about/how_exact',
-    'noise scale':'guides/growing_batches', 'torchrun':'guides/several_gpus', 'NaN':'guides/mixed_precision',
+    'noise scale':'guides/growing_batches', 'torchrun':'guides/several_gpus', 'NaN':'reference/faq',
     'tabular':'guides/tables', 'clip':'reference/faq', 'gradient clipping':'reference/faq',
     'CLIP':'guides/whole_batch_losses', 'install':'get_started', 'memory':'guides/out_of_memory',
     'slow':'reference/faq', 'FSDP':'guides/several_gpus', 'early stopping':'about/works_with',
@@ -345,9 +345,12 @@ answers = {'GPU':'guides/several_gpus', 'multi gpu':'guides/several_gpus', 'DDP'
     'loss weights per sample':'guides/custom_losses', 'object detection':'about/works_with',
     'effective batch size 256':'get_started', 'resnet34 batch size 256':'guides/images',
     'scale learning rate':'guides/learning_rate', 'out of memory epoch 3':'guides/out_of_memory',
-    'epoch 3 out of memory':'guides/out_of_memory'}
+    'epoch 3 out of memory':'guides/out_of_memory', 'hugging face':'guides/hugging_face',
+    'lr scaling':'guides/learning_rate', 'last batch':'about/how_exact', 'sync batchnorm':'guides/several_gpus',
+    'gradient checkpointing':'checkpoint', 'focal loss':'guides/custom_losses', 'faster':'reference/faq',
+    'micro_batch_size':'get_started', 'lookahead':'about/works_with', 'spectral norm':'about/works_with'}
 
-sections = {'clip':'how-do-i-clip-gradients', 'clip gradients':'how-do-i-clip-gradients',
+sections = {'NaN':'why-is-my-loss-nan', 'clip':'how-do-i-clip-gradients', 'clip gradients':'how-do-i-clip-gradients',
     'drop_last':'the-incomplete-last-batch', 'n_acc':'fastai', 'effective batch size':'words', 'mps':'devices',
     'Apple':'devices', 'W&B steps':'why-do-wb-and-tensorboard-show-fewer-steps',
     'loss not a mean':'loss-not-a-mean', '2 callbacks accumulate':'two-callbacks',

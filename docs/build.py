@@ -585,6 +585,8 @@ escape = r'.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")'
 from_the_beginning = {
     'searchtools.js': {'const escapedWord = _escapeRegExp(word)': 'const escapedWord = "^" + _escapeRegExp(word)',
         'textLower.indexOf(k.toLowerCase())': f'textLower.search("(?<!\\\\w)" + k.toLowerCase(){escape})',
+        "match any documents. Please make sure that all words are spelled correctly and that you've selected enough "
+            'categories.': 'match any page. Try other words, or the FAQ, Messages or the cheat sheet.',
         '.slice(-1)[0];\n    const startWithContext': '.slice(-1)[0] || 0;\n    const startWithContext'},
     'sphinx_highlight.js': {'val.toLowerCase().indexOf(text)':
         f'val.toLowerCase().search("(?<!\\\\w)" + text{escape})'}}

@@ -37,7 +37,7 @@ class ScaledLR(Guest):
     def __init__(self, *,
         base_bs:int, # Samples per step that the learning rate is meant for
         rule:str=None, # 'linear', 'sqrt' or 'adascale'; defaults to 'sqrt' for optimizers like Adam, or else 'linear'
-        betas:bool=False # Scale Adam's betas, too?
+        betas:bool=False # Whether to scale Adam's betas, too
     ):
         self.base_bs,self.rule = check_count('base_bs', base_bs),rule
         if rule is not None: check_name('rule', rule, ('linear','sqrt','adascale'))

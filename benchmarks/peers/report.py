@@ -87,7 +87,7 @@ def summary(right, fast):
     def cost(nm):
         return f"{fast['cost']['tiny'][nm]['4']['to_bare']:.1f}" if nm in fast['arms'] else ''
     peers = sorted(right['peers'].items(), key=lambda o: o[0]!='fastaccum')
-    return table(['',*first,'time'], [[f"**{p['title']}**" if nm=='fastaccum' else p['title'],
+    return table(['',*first,'time (loop = 1)'], [[f"**{p['title']}**" if nm=='fastaccum' else p['title'],
         *(mark(p, keys) for keys in first.values()), cost(nm)] for nm,p in peers])
 
 def right(res):

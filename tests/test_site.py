@@ -348,7 +348,11 @@ answers = {'GPU':'guides/several_gpus', 'multi gpu':'guides/several_gpus', 'DDP'
     'epoch 3 out of memory':'guides/out_of_memory', 'hugging face':'guides/hugging_face',
     'lr scaling':'guides/learning_rate', 'last batch':'about/how_exact', 'sync batchnorm':'guides/several_gpus',
     'gradient checkpointing':'checkpoint', 'focal loss':'guides/custom_losses', 'faster':'reference/faq',
-    'micro_batch_size':'get_started', 'lookahead':'about/works_with', 'spectral norm':'about/works_with'}
+    'micro_batch_size':'accumulation', 'gradient accumulation':'accumulation', 'scheduler':'schedule',
+    'huggingface':'guides/hugging_face', 'fastai callback':'about/compared', 'load model':'guides/save_and_resume',
+    'batch size':'guides/learning_rate', 'lr':'guides/learning_rate', 'loss_func':'guides/custom_losses',
+    'arcface':'guides/whole_batch_losses', 'ModuleNotFoundError':'get_started',
+    'lookahead':'about/works_with', 'spectral norm':'about/works_with'}
 
 sections = {'NaN':'why-is-my-loss-nan', 'clip':'how-do-i-clip-gradients', 'clip gradients':'how-do-i-clip-gradients',
     'drop_last':'the-incomplete-last-batch', 'n_acc':'fastai', 'effective batch size':'words', 'mps':'devices',

@@ -317,42 +317,9 @@ def test_copying(tab):
     assert 'make demo' in tab.evaluate('navigator.clipboard.readText()')
     assert 'make test' in tab.evaluate('navigator.clipboard.readText()')
 
-# What people type, and the page that answers: the first result
-answers = {'GPU':'guides/several_gpus', 'multi gpu':'guides/several_gpus', 'DDP':'guides/several_gpus',
-    'OOM':'guides/out_of_memory', 'CUDA out of memory':'guides/out_of_memory',
-    'effective batch size':'reference/cheat_sheet', 'virtual batch size':'reference/cheat_sheet',
-    'batch size 256':'get_started', 'colab':'get_started', 'n_acc':'about/switching', 'clip gradients':'reference/faq',
-    'W&B steps':'reference/faq', 'mps':'reference/faq', 'mac mps':'reference/faq', 'Apple':'reference/faq',
-    'custom loss':'guides/custom_losses',
-    'num_items_in_batch':'guides/custom_losses', 'resume':'guides/save_and_resume', 'LSTM':'guides/text',
-    'padding':'guides/text', 'MixUp':'guides/whole_batch_losses', 'contrastive loss':'guides/whole_batch_losses',
-    'fp16':'guides/mixed_precision', 'bf16':'guides/mixed_precision',
-    'BatchNorm':'guides/batchnorm', 'learning rate':'guides/learning_rate', 'lr_find':'guides/learning_rate',
-    'wandb':'guides/logging', 'TensorBoard':'guides/logging', 'Dice':'guides/segmentation', 'timm':'guides/images',
-    'transformers':'guides/hugging_face', 'Lightning':'about/switching', 'drop_last':'about/how_exact',
-    'noise scale':'guides/growing_batches', 'torchrun':'guides/several_gpus', 'NaN':'reference/faq',
-    'tabular':'guides/tables', 'clip':'reference/faq', 'gradient clipping':'reference/faq',
-    'CLIP':'guides/whole_batch_losses', 'install':'get_started', 'memory':'guides/out_of_memory',
-    'slow':'reference/faq', 'FSDP':'guides/several_gpus', 'early stopping':'about/works_with',
-    'dropout':'about/how_exact', 'largest batch':'guides/out_of_memory',
-    'how many samples fit':'guides/out_of_memory', 'loss not a mean':'reference/messages',
-    'two callbacks':'reference/messages', '2 callbacks accumulate':'reference/messages',
-    'memory ran out with a micro-batch of a single sample':'reference/messages',
-    'the loss of a micro-batch is not the mean':'reference/messages',
-    'BatchNorm layers normalise with the 32 samples of a micro-batch':'reference/messages',
-    **dict.fromkeys(('AccumulationWarning','BatchNormWarning','LossWarning','LoaderWarning','StateWarning'),
-        'reference/messages'), 'weights per sample':'guides/custom_losses', 'AutoSize':'reference/warnings',
-    'loss weights per sample':'guides/custom_losses', 'object detection':'about/works_with',
-    'effective batch size 256':'get_started', 'resnet34 batch size 256':'guides/images',
-    'scale learning rate':'guides/learning_rate', 'out of memory epoch 3':'guides/out_of_memory',
-    'epoch 3 out of memory':'guides/out_of_memory', 'hugging face':'guides/hugging_face',
-    'lr scaling':'guides/learning_rate', 'last batch':'about/how_exact', 'sync batchnorm':'guides/several_gpus',
-    'gradient checkpointing':'checkpoint', 'focal loss':'guides/custom_losses', 'faster':'reference/faq',
-    'micro_batch_size':'accumulation', 'gradient accumulation':'accumulation', 'scheduler':'schedule',
-    'huggingface':'guides/hugging_face', 'fastai callback':'about/compared', 'load model':'guides/save_and_resume',
-    'batch size':'guides/learning_rate', 'lr':'guides/learning_rate', 'loss_func':'guides/custom_losses',
-    'arcface':'guides/whole_batch_losses', 'ModuleNotFoundError':'get_started',
-    'lookahead':'about/works_with', 'spectral norm':'about/works_with'}
+# For each page, what people type who should find it: it is the first result
+searches = json.loads((root/'tests/searches.json').read_text(encoding='utf-8'))
+answers = {q:page for page,qs in searches.items() for q in qs}
 
 sections = {'NaN':'why-is-my-loss-nan', 'clip':'how-do-i-clip-gradients', 'clip gradients':'how-do-i-clip-gradients',
     'drop_last':'the-incomplete-last-batch', 'n_acc':'fastai', 'effective batch size':'words', 'mps':'devices',

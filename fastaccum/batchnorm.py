@@ -32,7 +32,7 @@ from .core.distributed import is_sharded, world_size
 # %% ../nbs/05_batchnorm.ipynb #recalibrate
 @patch
 def recalibrate_bn(self:Learner,
-    bs:int=None, # Samples in a batch; by default as in a step, or without a callback the loader's `bs`, at least 64
+    bs:int=None, # Samples in a batch; by default as in a step, or, without a callback, the loader's (at least 64)
     n:int=None # The most samples to look at, by default 10,000; at least one batch is used
 ):
     """Estimate the running statistics of BatchNorm layers again, as a mean over training batches of `bs` samples

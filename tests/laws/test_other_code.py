@@ -128,7 +128,8 @@ def test_what_fails_since_it_keeps_the_whole_batch_says_what_to_do():
         learn = toy(16, n=48, loss_func=PerSample())
         learn._do_epoch_validate = lambda *args: None
         learn.fit(1, 0.05, cbs=[weighs,acc])
-    with pytest.raises(RuntimeError, match=r'(?s)a \(4\) must.*batch of 16 .*of 4\..*size=4.*#code-that-stores-a'):
+    with pytest.raises(RuntimeError, match=
+            r'(?s)a \(4\) must.*batch of 16 .*of 4\..*size=4.*#code-that-stores-a-whole-batch$'):
         train(GradientAccumulation(16, micro_batch_size=4))
     train(GradientCache(micro_batch_size=4))
     with pytest.raises(RuntimeError, match=r'dimension 0$'): train(GradientAccumulation(16, micro_batch_size='auto'), 1)

@@ -556,12 +556,6 @@ const keywords = %s;
 const bare = (o) => ` ${lower(o).replace(/[^a-z_]+/g, " ").trim()} `;
 const said = %s.map(([o, ...to]) => [bare(o), ...to]);
 const quoted = () => bare(typed()).split(" ").length > 3 && said.find(([o]) => o.includes(bare(typed())));
-// several words that are all among a page's keywords
-const words = (o) => lower(o).match(/[\\w&]+/g) || [];
-const covered = (doc) => {
-  const known = new Set((keywords[doc] || []).filter(([, anchor]) => !anchor).flatMap(([o]) => words(o)));
-  return words(typed()).length > 1 && words(typed()).every((o) => known.has(o));
-};
 // CLIP is a model, and what clips are gradients: as it is written comes first
 const named = ([o]) => o === typed().trim() ? 1000 : lower(o) === lower(typed()) ? 900 : 0;
 var Scorer = {
@@ -570,8 +564,7 @@ var Scorer = {
     const exact = anchor ? null : (keywords[doc] || []).find(named);
     const found = exact || (!anchor && doc === "reference/messages" && quoted());
     if (found && found[1]) { result[1] = `${title} > ${found[2]}`; result[2] = found[1]; }   // to the section
-    return score + (exact ? named(exact) : found ? 800 : !anchor && covered(doc) ? 400 : 0)
-      + (/^(guides|get_started|about)/.test(doc) ? 10 : 0)
+    return score + (exact ? named(exact) : found ? 800 : 0) + (/^(guides|get_started|about)/.test(doc) ? 10 : 0)
       + (doc === "changelog" ? -20 : /^(reference\\/messages|about\\/compared)$/.test(doc) ? -20 : 0);
   },
   objNameMatch: 11, objPartialMatch: 6, objPrio: {0: 15, 1: 5, 2: -5}, objPrioDefault: 0,

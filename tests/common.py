@@ -60,23 +60,27 @@ def clear(*args):
     x,y = toy_data(*args).tensors
     return TensorDataset(x, torch.where(y<0, y, (x[...,0]<-1).long()))
 
-class Seen(Callback):
+class Event(Callback):
+    "Call `f` with the Learner at `event`"
+    def __init__(self, event, f, valid=False, order=1):
+        self.run_valid,self.order = valid,order
+        setattr(self, event, lambda: f(self.learn))
+
+class Seen(Event):
     "Note what `f` returns for the Learner at `event`, in training"
-    run_valid = False
     def __init__(self, event, f, order=0):
-        self.values,self.order = [],order
-        setattr(self, event, lambda: self.values.append(f(self.learn)))
+        self.values = []
+        super().__init__(event, lambda learn: self.values.append(f(learn)), order=order)
 
 class Raise(Callback):
     "Raise `exc` at the `at`th time that `event` comes"
     def __init__(self, event, exc, order, at=0):
-        self.order,self.left,self.raised = order,at,False
+        self.order,self.left = order,at
         setattr(self, event, lambda: self._raise(exc))
     def _raise(self, exc):
         self.left -= 1
-        if self.left==-1:
-            self.raised = True
-            raise exc('planted')
+        if self.left==-1: raise exc('planted')
+    raised = property(lambda self: self.left<0)
 
 class StepsLoader:
     "A loader that yields, epoch by epoch, batches of the given sizes"
@@ -110,17 +114,13 @@ def in_single(ds):
     "The same data with inputs in single precision"
     return TensorDataset(ds.tensors[0].float(), *ds.tensors[1:])
 
-class Overflow(Callback):
+def to_infinity(learn): learn.loss_grad = learn.loss_grad*float('inf')
+def overflow(at):
     "The loss of a step is infinite, `at` steps after the first"
-    order,run_valid = 9,False
-    def __init__(self, at=0): self.at = at
-    def before_backward(self):
-        if len(self.learn.recorder.lrs)==self.at: self.learn.loss_grad = self.learn.loss_grad*float('inf')
-
+    return Event('before_backward', lambda learn: len(learn.recorder.lrs)==at and to_infinity(learn), order=9)
 def overflows(i, learn):
     "The loss of the batch with sample `i` is infinite, in the first epoch"
-    if learn.epoch==0 and (learn.x==learn.dls.valid_ds[i][0]).all(-1).any():
-        learn.loss_grad = learn.loss_grad*float('inf')
+    if learn.epoch==0 and (learn.x==learn.dls.valid_ds[i][0]).all(-1).any(): to_infinity(learn)
 
 class InBackward(torch.autograd.Function):
     "Hands `x` on; in the backward pass `check` is called with the number of samples, and may raise"

@@ -7,7 +7,7 @@ from torch.distributions import Beta
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 from torchvision.models import resnet18
-from fastai.text.all import (AWD_LSTM, Callback, DataLoader, DataLoaders, LMDataLoader, Learner, MixUp, ModelResetter,
+from fastai.text.all import (AWD_LSTM, DataLoader, DataLoaders, LMDataLoader, Learner, MixUp, ModelResetter,
     Module, ProgressCallback, RNNCallback, RNNRegularizer, awd_lstm_clas_config, awd_lstm_lm_config,
     get_language_model, get_text_classifier, noop)
 from fastai.tabular.model import TabularModel
@@ -102,13 +102,6 @@ def make(nm, drop=0., **kwargs):
 
 def scores(out): return out if isinstance(out, torch.Tensor) else out['logits']
 def cross_entropy(out, y): return F.cross_entropy(scores(out).transpose(1, -1) if y.ndim==2 else scores(out), y)
-
-class Event(Callback):
-    "Call `f` with the Learner at `event`"
-    order = 1
-    def __init__(self, event, f, valid=False):
-        self.run_valid = valid
-        setattr(self, event, lambda: f(self.learn))
 
 def replaced(learn):
     "Methods of the Learner, and of the modules of its model, that are not their class's"

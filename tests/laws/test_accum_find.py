@@ -6,8 +6,8 @@ from torch.utils.data import TensorDataset
 from fastai.vision.all import CancelFitException, DataLoader, SGD
 from fastaccum import GradientAccumulation, GradientAccumulationScheduler
 from fastaccum.testing import CrossEntropy, toy, toy_data
-from common import Raise, Scaled, short_of
-from small_learners import Event, all_params, with_loaders
+from common import Event, Raise, Scaled, short_of
+from small_learners import all_params, with_loaders
 from test_dry_runs import unchanged
 
 class Theta(nn.Module):

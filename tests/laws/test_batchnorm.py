@@ -6,8 +6,8 @@ from torch.utils.data import DataLoader as TorchLoader
 from fastai.vision.all import DataLoader, Learner, MixUp, Module, SaveModelCallback, set_seed
 from fastaccum import FreezeBN, GradientAccumulation, GradientAccumulationScheduler, RecalibrateBN
 from fastaccum.testing import deviation, toy, toy_data
-from common import Raise, Seen
-from small_learners import Event, all_params, cross_entropy, loaders, quiet
+from common import Event, Raise, Seen
+from small_learners import all_params, cross_entropy, loaders, quiet
 
 def body(*more): return nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), *more, nn.Dropout(), nn.Linear(6, 3)).double()
 def small(bs=4, n=64, **kwargs): return toy(bs, n=n, **dict(dict(model=body, splitter=all_params), **kwargs))

@@ -11,9 +11,9 @@ from fastai.vision.all import (Adam, Callback, CancelBatchException, GradientCli
     accuracy, set_seed)
 from fastaccum import ActivationCheckpoint, FreezeBN, GradientAccumulation, GradientCache
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, one_cycle, toy, toy_data
-from common import (CpuMixedPrecision, Memory, Overflow, Raise, Scaled, Seen, above, at_times, dice, grads,
-    in_single, noted_warnings, nt_xent, weights)
-from small_learners import DoubleMixUp, Event, MixedLoss, Own, all_params, applications, make, replaced, scores
+from common import (CpuMixedPrecision, Event, Memory, Raise, Scaled, Seen, above, at_times, dice, grads,
+    in_single, noted_warnings, nt_xent, overflow, weights)
+from small_learners import DoubleMixUp, MixedLoss, Own, all_params, applications, make, replaced, scores
 
 def Cached(n, **kwargs): return GradientCache(micro_batch_size=n, **kwargs)
 
@@ -34,7 +34,7 @@ def adversary(l): l.xb = (l.x+0.1*slope(l).sign(),)
 def on_slope(l): l.loss_grad = l.loss_grad+slope(l, create_graph=True).pow(2).sum()
 def calls(): return [Event('before_batch', adversary),Event('after_loss', on_slope)]
 
-def scaled(): return [Scaled(init_scale=2.**10, growth_interval=3),Overflow(1)]
+def scaled(): return [Scaled(init_scale=2.**10, growth_interval=3),overflow(1)]
 
 def net(*more):
     return nn.Sequential(nn.Linear(5,6), *more, nn.Tanh(), nn.Linear(6,6), nn.Tanh(), nn.Linear(6,3)).double()

@@ -13,8 +13,8 @@ from fastai.text.all import (Callback, CancelFitException, CrossEntropyLossFlat,
 from fastaccum import (ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule,
     GradientAccumulationScheduler, GradientCache)
 from fastaccum.testing import CrossEntropy, deviation, toy, toy_data, both_runs
-from common import CpuMixedPrecision, in_single, short_of, weights
-from small_learners import Event, all_params, make, with_loaders
+from common import CpuMixedPrecision, Event, in_single, short_of, weights
+from small_learners import all_params, make, with_loaders
 from test_warned import summed
 from test_dry_runs import unchanged, verbs
 

@@ -10,8 +10,8 @@ from fastai.vision.all import L, Module, SaveModelCallback, TensorImage, hook_ou
 from fastai.text.models.awdlstm import AWD_LSTM
 from fastaccum import ActivationCheckpoint, GradientAccumulation, GradientCache
 from fastaccum.testing import assert_same_run, deviation, toy
-from common import noted_warnings
-from small_learners import Event, Held, Holds, Own, all_params, applications, cross_entropy, make, replaced
+from common import Event, noted_warnings
+from small_learners import Held, Holds, Own, all_params, applications, cross_entropy, make, replaced
 
 class Block(Module):
     "BatchNorm, dropout, something in place, and a skip"

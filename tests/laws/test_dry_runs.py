@@ -7,8 +7,8 @@ from fastai.vision.all import (Adam, CSVLogger, Callback, DataLoader, DataLoader
     ParamScheduler, SaveModelCallback, ShortEpochCallback, TerminateOnNaNCallback)
 from fastaccum import GradientAccumulation, NoiseScale
 from fastaccum.testing import toy
-from common import CpuMixedPrecision, Memory, Seen, above, some, weights
-from small_learners import Event, all_params
+from common import CpuMixedPrecision, Event, Memory, Seen, above, some, weights
+from small_learners import all_params
 
 verbs = dict(check=lambda learn, **kwargs: learn.accum_check(**kwargs),
     find=lambda learn, **kwargs: learn.accum_find(show_plot=False, **dict(steps=2)|kwargs),

@@ -9,7 +9,7 @@ from fastai.vision.all import Adam, CancelBackwardException, CancelStepException
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientCache, NoiseScale
 from fastaccum.noise_scale import interval
 from fastaccum.testing import CrossEntropy, deviation, toy, toy_data
-from common import CpuMixedPrecision, InBackward, Overflow, Raise, Scaled, Seen, clear, short_of
+from common import CpuMixedPrecision, InBackward, Raise, Scaled, Seen, clear, overflow, short_of
 
 def learner(bs, n, **kwargs): return toy(bs, **dict(data=clear(n))|kwargs)
 def told(meter): return meter.trace,meter.grad_sq
@@ -123,7 +123,7 @@ def test_an_entry_a_step():
 @pytest.mark.parametrize('order', [None,9])
 def test_a_step_that_is_not_taken_has_an_entry(order):
     "If it overflows, it is not measured; the next one is"
-    cbs = [Raise('before_step', CancelStepException, order, at=2)] if order else [Overflow(2),Scaled()]
+    cbs = [Raise('before_step', CancelStepException, order, at=2)] if order else [overflow(2),Scaled()]
     learn = learner(4, 64)
     learn.fit(1, .1, cbs=[GradientAccumulation(16), NoiseScale(every=1), *cbs])
     rec = learn.recorder.noise_scale

@@ -15,11 +15,12 @@ from fastai.vision.all import (Adam, AvgLoss, CancelBatchException, CancelFitExc
 from fastaccum import (ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule,
     FreezeBN, GradientAccumulationScheduler, GradientCache, NoiseScale, RecalibrateBN, ScaledLR)
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, one_cycle, toy, toy_data
-from common import Memory, Raise, Scaled, Seen, above, noted_warnings, nt_xent, overflows, some, unmoved, weights, whole
+from common import (Event, Memory, Raise, Scaled, Seen, above, noted_warnings, nt_xent, overflows, some, unmoved,
+    weights, whole)
 import on_processes as here
 from on_processes import (Batches, Traffic, assert_same, both, cut, entire, learner, loader, on, orders, own, rewind,
     same_everywhere, state, steps_of)
-from small_learners import Event, all_params
+from small_learners import all_params
 
 two_or_more = (2,3) if whole else (2,)
 even,ragged,uneven,few = [32]*4,[35]*4,[40,25,18],[40,3,1]   # samples of each process; 16 make its share of a step

@@ -5,7 +5,7 @@ import pytest, torch
 from fastai.vision.all import Adam, CancelTrainException, GradientClip, OptimWrapper, ReduceLROnPlateau, SGD
 from fastaccum.all import *
 from fastaccum.testing import assert_same_run, toy
-from common import CpuMixedPrecision, Overflow, Raise, Seen, clear, some, weights
+from common import CpuMixedPrecision, Raise, Seen, clear, overflow, some, weights
 
 opts = dict(sgd=partial(SGD, mom=.9), adam=Adam, adamw=partial(OptimWrapper, opt=torch.optim.AdamW),
     torchs_sgd=partial(OptimWrapper, opt=torch.optim.SGD))
@@ -64,7 +64,7 @@ def acc(*args): return lambda: GradientAccumulation(*args)
 
 @pytest.mark.parametrize('n,cbs,want', [(70,acc(16),[2]*10), (70,acc(18),[2.5]*8), (20,acc(1000),[2.5]*2),
     (14,list,[.5]*8), (64,lambda: GradientAccumulationScheduler({0:2, 1:4}),[1]*8+[2]*4),
-    (64,lambda: [GradientAccumulation(16), CpuMixedPrecision(), Overflow(1)],[2]*8)])
+    (64,lambda: [GradientAccumulation(16), CpuMixedPrecision(), overflow(1)],[2]*8)])
 def test_the_size_is_that_of_a_whole_step(n, cbs, want):
     """In whole micro-batches, not larger than an epoch, also where a step is short or overflows; without accumulation
     that of a batch"""

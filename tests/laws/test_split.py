@@ -11,8 +11,8 @@ from fastai.vision.all import (Adam, Callback, CancelBatchException, CutMix, Dat
     Learner, OptimWrapper, RNNRegularizer, SGD, ShortEpochCallback, accuracy, noop)
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler
 from fastaccum.testing import CrossEntropy, Float32Loss, assert_same_run, deviation, one_cycle, toy, toy_data
-from common import Seen, short_of, unmoved, weights
-from small_learners import DoubleMixUp, Encoding, Event, MixedLoss, all_params, gauss, make, whole
+from common import Event, Seen, short_of, unmoved, weights
+from small_learners import DoubleMixUp, Encoding, MixedLoss, all_params, gauss, make, whole
 
 pytestmark = pytest.mark.filterwarnings('ignore:memory ran out')
 

@@ -14,8 +14,8 @@ from fastai.text.all import (Adam, BCEWithLogitsLossFlat, CrossEntropyLossFlat, 
 from fastaccum import AccumulationWarning, FreezeBN, GradientAccumulation, GradientAccumulationSchedule
 from fastaccum.core import forward_state
 from fastaccum.testing import CrossEntropy, Float32Loss, assert_same_run, deviation, toy, toy_data, both_runs
-from common import CpuMixedPrecision, Memory, Seen, above, dice, noted_warnings, nt_xent, unmoved, weights
-from small_learners import Event, all_params
+from common import CpuMixedPrecision, Event, Memory, Seen, above, dice, noted_warnings, nt_xent, unmoved, weights
+from small_learners import all_params
 
 def told(f):
     "How often each of our warnings comes in `f`: by the category, and the entry that it links to"

@@ -558,13 +558,16 @@ const said = %s.map(([o, ...to]) => [bare(o), ...to]);
 const quoted = () => bare(typed()).split(" ").length > 3 && said.find(([o]) => o.includes(bare(typed())));
 // CLIP is a model, and what clips are gradients: as it is written comes first
 const named = ([o]) => o === typed().trim() ? 1000 : lower(o) === lower(typed()) ? 900 : 0;
+// two words or more, in any order, of one keyword
+const words = (o) => lower(o).split(/\\s+/);
+const within = ([o]) => words(typed()).length > 1 && words(typed()).every((w) => words(o).includes(w));
 var Scorer = {
   score: (result) => {
     const [doc, title, anchor, descr, score] = result;
-    const exact = anchor ? null : (keywords[doc] || []).find(named);
+    const exact = anchor ? null : (keywords[doc] || []).find(named) || (keywords[doc] || []).find(within);
     const found = exact || (!anchor && doc === "reference/messages" && quoted());
     if (found && found[1]) { result[1] = `${title} > ${found[2]}`; result[2] = found[1]; }   // to the section
-    return score + (exact ? named(exact) : found ? 800 : 0) + (/^(guides|get_started|about)/.test(doc) ? 10 : 0)
+    return score + (exact ? named(exact) || 850 : found ? 800 : 0) + (/^(guides|get_started|about)/.test(doc) ? 10 : 0)
       + (doc === "changelog" ? -20 : /^(reference\\/messages|about\\/compared)$/.test(doc) ? -20 : 0);
   },
   objNameMatch: 11, objPartialMatch: 6, objPrio: {0: 15, 1: 5, 2: -5}, objPrioDefault: 0,

@@ -68,7 +68,7 @@ def offline_records(
             buf = b''
 
 def offline_rows(
-    path:str|Path # As in `offline_records`
+    path:str|Path # The file of an offline run, `run.settings.sync_file`
 )->list[dict]: # For each row, the logged values by name
     "The rows that an offline run logged"
     rows = [o.history.item for o in offline_records(path) if o.HasField('history')]

@@ -57,7 +57,7 @@ def shown(page, ids):
 
 @pytest.mark.nbdev   # and IPython
 @pytest.mark.parametrize('page,ids', [
-    ('about/compared','imports summary tiny real'.split()),
+    ('about/compared','summary tiny real'.split()),
     ('contribute/benchmarks','setup where ways batchnorm rates exchange'.split()),
     ('guides/out_of_memory',('measured',)), ('about/works_with',('outcome','set-ups'))])
 def test_pages_show_what_the_results_say(page, ids, monkeypatch):

@@ -74,8 +74,8 @@ names = dict(A='every step full', B250='ragged last micro-batch', B240='last ste
 ends,others = ['A','B250','B240','B200','B48','C40'],['padded','ignored','clip','fp16','cycle','again','interrupt']
 
 # What a reader wants to know first: columns, and the cases that are behind each
-first = {'every step full':['A'], 'incomplete last step':['B250','B240','B200','B48'], 'any step size':['C40'],
-    'padded targets':['padded','ignored'], 'one-cycle':['cycle'], 'next fit':['again','interrupt']}
+first = {'only full steps':['A'], 'incomplete last step':['B250','B240','B200','B48'], 'any step size':['C40'],
+    'padded targets':['padded','ignored'], 'one-cycle':['cycle'], 'second fit':['again','interrupt']}
 
 def summary(right, fast):
     "Who is right in what: a row for each peer, fastaccum's first, and what a micro-batch of a tiny model costs"

@@ -94,7 +94,8 @@ class Watch:
             said.once('batchnorm', f"{layers} with the {n*ps.n if synced else n} samples of a micro-batch, not the "
                 f"{step.total} of a step, so this run differs from the full-batch run. Freeze the statistics of "
                 "pretrained layers with `FreezeBN(lambda m: m[0])`, average the statistics again after training with "
-                "`learn.recalibrate_bn()`, or use `ActivationCheckpoint()` with the full batch", BatchNormWarning)
+                f"`learn.recalibrate_bn({step.size})`, or use `ActivationCheckpoint()` with the full batch",
+                BatchNormWarning)
         if how and self._joins():
             said.once('loader-order', f"the training loader {how}, so one with batches of {step.size} would put other "
                 "samples together, and this run differs from the full-batch run. Make the DataLoaders with "

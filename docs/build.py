@@ -576,13 +576,14 @@ var Scorer = {
 """
 
 # A word that is searched for is a whole word or its beginning: what Sphinx's scripts say, and instead of it.
-# Where no word stands in the text, because it is a keyword, the page's beginning is shown
+# Where no word stands in the text, because it is a keyword, the page's beginning is shown; title and button never are
 escape = r'.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")'
 from_the_beginning = {
     'searchtools.js': {'const escapedWord = _escapeRegExp(word)': 'const escapedWord = "^" + _escapeRegExp(word)',
         'textLower.indexOf(k.toLowerCase())': f'textLower.search("(?<!\\\\w)" + k.toLowerCase(){escape})',
         "match any documents. Please make sure that all words are spelled correctly and that you've selected enough "
             'categories.': 'match any page. Try other words, or the FAQ, Messages or the cheat sheet.',
+        '".headerlink", "script"': '".headerlink", "article h1", "p:has(> a[href*=colab])", "script"',
         '.slice(-1)[0];\n    const startWithContext': '.slice(-1)[0] || 0;\n    const startWithContext'},
     'sphinx_highlight.js': {'val.toLowerCase().indexOf(text)':
         f'val.toLowerCase().search("(?<!\\\\w)" + text{escape})'}}

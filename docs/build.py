@@ -35,7 +35,7 @@ menu = {
     'Contribute': ('contribute', 'architecture callbacks testing benchmarks faults_of_fastai')}
 order = [f'{folder}/{o}' for folder,names in menu.values() for o in names.split()]
 # titles that are too long for the menu
-short = {'guides/whole_batch_losses':'MixUp, whole-batch losses', 'guides/growing_batches':'Growing batches',
+short = {'guides/growing_batches':'Growing batches',
     'guides/learning_rate':'Learning rate', 'schedule':'Schedules', 'wandb':'WandbCallback'}
 # messages whose title is the subject of a guide, which the search finds first
 guided = {'batchnorm':'BatchNorm', 'out-of-memory':'Out of memory'}

@@ -1,4 +1,4 @@
-"""Train on micro-batches and get the same run as with big batches.
+"""Train on micro-batches, in steps of a large batch.
 
 Docs: https://fastaccum.github.io/fastaccum/accumulation.html.md"""
 
@@ -41,7 +41,7 @@ class GradientAccumulation(StepLoop):
         accum_bs:int=None, # Samples per step over all processes, rounded up to whole micro-batches; None is 32
         log_accum_batch:bool=True, # Record and log once per step (True), or every micro-batch as fastai does (False)
         micro_batch_size:int|str|AutoSize=None, # Split batches to this many samples, or to what fits in memory ('auto')
-        drop_last:bool=None, # Drop an epoch's incomplete last step (True), keep it (False), or do as the loader (None)
+        drop_last:bool|None=None, # Drop an epoch's incomplete step (True), keep it (False), or do as the loader (None)
         n_items:Callable=None, # `n_items(learn)` returns how many items this micro-batch's mean loss covers
         *, n_acc:int=None # `accum_bs` under fastai's name, so that code written for fastai's callback runs unchanged
     ):

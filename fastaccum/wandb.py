@@ -19,7 +19,7 @@ from .core.warnings import see
 
 # %% ../nbs/11_wandb.ipynb #callback
 class WandbCallback(fastai_wandb.WandbCallback):
-    """fastai's callback for Weights & Biases. [See fastai](https://docs.fast.ai/callback.wandb.html) for its arguments
+    """[fastai's callback](https://docs.fast.ai/callback.wandb.html) for Weights & Biases, with its arguments
 
     ValueError: when a fit begins, if `log_model=True` and there is no `SaveModelCallback`
     """

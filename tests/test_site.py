@@ -271,7 +271,7 @@ def test_page(tab, page):
     if page=='reference/cheat_sheet.html': assert tab.evaluate(ends, 'section#words table')<=900   # one screen
     if page.removesuffix('.html') in doors:   # signature and parameters are in the first screen, but for the longest
         assert tab.evaluate(ends, 'article dl.py > dt')<500
-        rows = ' tr' if page in ('accumulation.html','accum_find.html') else ''
+        rows = ' tr' if page in ('accumulation.html','accum_find.html','wandb.html') else ''
         assert tab.evaluate(ends, f'article dl.py table{rows}')<=900
     for device,size in (('wide',(1440,900)), ('narrow',(390,844))):
         tab.set_viewport_size(dict(width=size[0], height=size[1]))

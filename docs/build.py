@@ -170,10 +170,8 @@ def entry(mod, nm, link, again=False):
     else: kind,sig = 'method' if cls else 'class' if inspect.isclass(o) else 'function',signature(o)
     docs,errors = split_errors(docs)
     own = kind=='class' and '__init__' in vars(o)
-    ours = kind=='class' and getattr(o.__init__, '__module__', '').startswith(
-        ('fastaccum.','fastai.callback.wandb'))   # perhaps inherited, from what says what it takes
     if own: errors += split_errors(inspect.getdoc(o.__init__))[1]
-    params = table(o, link) if kind in ('function','method') or own or ours or hasattr(o, '_fields') else ''
+    params = table(o, link) if kind in ('function','method','class') else ''
     parts = [docs, params, errors_table(mod, nm, [(e, link(when)) for e,when in errors])]
     anchor = f'<a id="{nm.lower()}"></a>'   # where other projects' nbdev looks for it
     options = f':module: {mod.__name__}' + '\n:no-index:'*again

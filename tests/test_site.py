@@ -238,6 +238,10 @@ look = """() => {
     if (width < 500 && link && title && link.getBoundingClientRect().bottom >
         title.getBoundingClientRect().top + parseFloat(getComputedStyle(title).paddingTop))
         wrong.push('the link to GitHub touches the title');
+    const lone = (e) => e && !document.querySelector('article dl.py') &&   // pages of modules have many
+        e.matches('div.cell:has(> details.hide):not(:has(> .cell_output))');
+    for (const e of all('article div.cell'))
+        if (lone(e) && lone(e.nextElementSibling)) wrong.push(`folded twice: ${e.textContent.trim().slice(0, 40)}`);
     for (const e of all('article pre').filter(seen)) {
         const style = getComputedStyle(e);
         if (width < 500 && e.closest('.columns') && style.whiteSpace != 'pre')

@@ -4,7 +4,7 @@
 `python tests/run.py out_of_memory --times 50` runs them that many times, to find what fails now and then.
 `python tests/run.py --portable` runs them as other processors would.
 """
-import argparse, multiprocessing, os, subprocess, sys, time
+import argparse, gc, multiprocessing, os, subprocess, sys, time
 from ast import literal_eval
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -67,6 +67,7 @@ def test_file(fn, xml):
 def in_its_process(f, args, out, start):
     "Call `f`; what it writes goes to the file `out`, also what its own processes write, which begin as `start` says"
     multiprocessing.set_start_method(start, force=True)   # otherwise as this one did, and each imports fastai again
+    gc.freeze()   # what was imported stays, and need not be looked at
     with open(out, 'wb') as file:
         for o in (1,2): os.dup2(file.fileno(), o)
     res = f(*args)

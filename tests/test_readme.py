@@ -1,5 +1,6 @@
 "README.md is short and true: its example runs, its commands exist, its table is what the script prints."
-import os, re, runpy, shutil, subprocess, sys
+import re, runpy, shutil, subprocess
+from multiprocessing import get_context
 from pathlib import Path
 import fastaccum, pytest
 
@@ -8,18 +9,19 @@ readme = (root/'README.md').read_text(encoding='utf-8')
 
 def blocks(text, lang): return re.findall(fr'^```{lang}\n(.*?)^```$', text, re.M|re.S)
 
-def test_examples_run(tmp_path):
+def test_examples_run(tmp_path, capfd):
     "In a process of its own, with our class and not fastai's; the first one takes a Learner that the reader has"
     typed,example = blocks(readme, 'python')
     said = "print('RAN', len(learn.recorder.losses), GradientAccumulation.__module__)\n"
-    (tmp_path/'example.py').write_text(example+said+typed+said, encoding='utf-8')
-    env = os.environ | dict(PYTHONPATH=os.pathsep.join(o for o in (str(root), os.environ.get('PYTHONPATH')) if o),
-        OMP_NUM_THREADS='1', MPLBACKEND='agg')
-    res = subprocess.run([sys.executable, 'example.py'], cwd=tmp_path, env=env, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=1200)
-    assert not res.returncode, res.stderr
-    assert 'RAN 18 fastaccum.' in res.stdout and 'RAN 30 fastaccum.' in res.stdout
-    assert len(re.findall(r'^\W*[0-5] +\d\.\d+ .*\d\d:\d\d', res.stdout, re.M))==3+1+5
+    file = tmp_path/'example.py'
+    file.write_text(example+said+typed+said, encoding='utf-8')
+    p = get_context('fork').Process(target=runpy.run_path, args=(file,), kwargs=dict(run_name='__main__'))
+    p.start()
+    p.join()
+    out = capfd.readouterr().out.replace('\r', '\n')   # the bar goes back to the beginning of its line
+    assert not p.exitcode
+    assert 'RAN 18 fastaccum.' in out and 'RAN 30 fastaccum.' in out
+    assert len(re.findall(r'^\W*[0-5] +\d\.\d+ .*\d\d:\d\d', out, re.M))==3+1+5
 
 def test_demo_shows_the_same_run(monkeypatch):
     "To the callback's own figures, steps and losses; fastai's callback shows that the figures can differ"

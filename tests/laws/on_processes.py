@@ -1,15 +1,13 @@
 """What test_processes.py has to run on several processes: how they are started, and data and Learners for them.
 
-Processes are forks of one that has imported fastai, so that each test can have its own: one that fails or hangs takes
-no other down. They speak gloo, on the CPU.
+Processes are forks of this one, which has imported fastai, so that each test can have its own: one that fails or hangs
+takes no other down. They speak gloo, on the CPU.
 """
-import faulthandler, gc, math, os, sys, torch
+import faulthandler, math, os, sys, torch
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
 from inspect import Parameter, Signature, signature
-from multiprocessing import get_context
-from pathlib import Path
 from random import Random
 from torch import distributed as dist
 from torch.multiprocessing.spawn import ProcessException, start_processes
@@ -40,7 +38,6 @@ def alone():
 def here(r, module, test, n, folder, kwargs):
     "In one of the processes: run the body of a test"
     global rank,world
-    gc.freeze()   # what was imported stays: after memory ran out, garbage is looked for
     faulthandler.dump_traceback_later(limit, exit=True)
     os.chdir(folder)
     launched(r, n)
@@ -55,11 +52,7 @@ def here(r, module, test, n, folder, kwargs):
 
 def together(module, test, n, folder, kwargs):
     "Run the body of a test on `n` processes; the first one that fails ends the others, and says why"
-    # those who import nothing themselves find the package that this process has: the tree of this file
-    os.environ['PYTHONPATH'] = os.pathsep.join(map(str, Path(__file__).resolve().parents[:3]))
-    preload = [module,'fastai.distributed','torch._dynamo']   # DDP imports the last
-    get_context('forkserver').set_forkserver_preload(preload)
-    try: start_processes(here, (module,test,n,str(folder),kwargs), n, start_method='forkserver')
+    try: start_processes(here, (module,test,n,str(folder),kwargs), n, start_method='fork')
     except ProcessException as e: raise AssertionError(str(e).strip()) from None
 
 def on(*ns, each_of=None):

@@ -71,7 +71,7 @@ def loaders(bs, *blocks, get_x=pixels.__getitem__, **kwargs):
     block = DataBlock(blocks, get_x=get_x, splitter=lambda _: (range(32),range(32, 40)), **kwargs)
     return block.dataloaders(range(40), bs=bs, val_bs=8, num_workers=0, device='cpu')
 
-def half_resnet(pretrained=False): return nn.Sequential(*list(resnet18().children())[:6], nn.AdaptiveAvgPool2d(1))
+def half_resnet(pretrained=False, n=6): return nn.Sequential(*list(resnet18().children())[:n], nn.AdaptiveAvgPool2d(1))
 def linear(n): return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(n, 3))
 
 def vision(bs, arch=half_resnet, **kwargs):
@@ -81,7 +81,7 @@ def vision(bs, arch=half_resnet, **kwargs):
 
 def segmenter(bs, loss_func=CrossEntropyLossFlat(axis=1, ignore_index=255)):
     dls = loaders(bs, ImageBlock, MaskBlock(codes=['a','b','c']), get_y=masks.__getitem__)
-    return unet_learner(dls, half_resnet, pretrained=False, n_out=3, loss_func=loss_func)
+    return unet_learner(dls, partial(half_resnet, n=5), pretrained=False, n_out=3, loss_func=loss_func)
 
 def segmenter_in_double(bs):
     learn = segmenter(bs, nn.CrossEntropyLoss(ignore_index=255))

@@ -242,7 +242,7 @@ def test_memory_runs_out_on_some(ranks, stage='backward', after=0, cap=2, ns=rag
 def test_one_process_fails_for_good(how):
     "It tells why, at once; no other waits longer than the time limit; and its model exchanges gradients as ever"
     b = own(ragged, 8, model=fragile)
-    b.model = DDP(b.model.module, process_group=dist.new_group(timeout=timedelta(seconds=6)))
+    b.model = DDP(b.model.module, process_group=dist.new_group(timeout=timedelta(seconds=4)))
     exc = dict(exception=RuntimeError, interrupt=KeyboardInterrupt).get(how)
     if not exc: short((0,), 'forward', 0, 0)(b)
     cbs = [Raise('after_backward', exc, 5, at=2)] if exc and not here.rank else []

@@ -478,8 +478,9 @@ def labelled(html):
         def cells(row):
             at = iter(heads)
             def label(m):
-                empty = '' if re.sub('<.*?>', '', m[3]).strip() else ' data-empty'
-                return f'<{m[1]} data-label="{next(at, "")}"{empty}{m[2]}>{m[3]}</{m[1]}>'
+                said = re.sub('<.*?>', '', m[3]).strip()
+                mark = {'':' data-empty', '✓':' data-mark="yes"', '✗':' data-mark="no"'}.get(said[:1], '')
+                return f'<{m[1]} data-label="{next(at, "")}"{mark}{m[2]}>{m[3]}</{m[1]}>'
             return re.sub(r'<(t[hd])\b([^>]*)>(.*?)</\1>', label, row[0], flags=re.S)
         body = re.sub(r'<tr\b.*?</tr>', cells, body, flags=re.S)
         if sum(map(least_width, columns))>340: head = head.replace('class="', 'class="stacked ', 1)

@@ -27,7 +27,9 @@ add_module_names = False
 toc_object_entries_show_parents = 'hide'
 nitpicky = False
 
-def brand(color): return {f'color-brand-{o}':color for o in ('primary','content','visited')}
+def colors(brand, yes, no):
+    "Of one theme: links and what else has the project's colour, and the marks ✓ and ✗ in tables"
+    return {f'color-brand-{o}':brand for o in ('primary','content','visited')}|{'color-yes':yes, 'color-no':no}
 
 html_theme = 'furo'
 pygments_style,pygments_dark_style = 'default','github-dark'
@@ -36,7 +38,8 @@ html_copy_source = html_show_sphinx = html_use_index = html_domain_indices = Fal
 templates_path = ['templates']
 html_context = dict(repository=repository)
 html_theme_options = dict(top_of_page_buttons=['view'], footer_icons=[],
-    light_css_variables=brand('#1d5fa8'), dark_css_variables=brand('#7fb8f5'))
+    light_css_variables=colors('#1d5fa8', '#1a7431', '#b42333'),
+    dark_css_variables=colors('#7fb8f5', '#5fcf80', '#ff8b94'))
 copybutton_selector = '.cell_input div.highlight pre, div[class^="highlight-"]:not(.output) > div.highlight > pre'
 
 def pin():

@@ -314,7 +314,7 @@ sections = {'NaN':'why-is-my-loss-nan', 'clip':'how-do-i-clip-gradients', 'clip 
     'drop_last':'the-incomplete-last-batch', 'n_acc':'fastai', 'effective batch size':'words', 'mps':'devices',
     'Apple':'devices', 'W&B steps':'why-do-wb-and-tensorboard-show-fewer-steps',
     'loss not a mean':'loss-not-a-mean', '2 callbacks accumulate':'two-callbacks',
-    'memory ran out with a micro-batch of a single sample':'out-of-memory'}
+    'memory ran out with a single sample':'out-of-memory', 'memory ran out with a micro-batch':'memory-ran-out'}
 
 def test_what_people_type_leads_to_the_page_that_answers(found):
     results = found(answers)

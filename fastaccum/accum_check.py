@@ -94,12 +94,12 @@ def _check_cbs(learn, acc, cache):
     if acc is not None: check_learner(learn)
     elif any(isinstance(o, FastaiGradientAccumulation) for o in learn.cbs):
         raise ValueError("this Learner has fastai's `GradientAccumulation`, and only fastaccum's can be checked. "
-            "Import fastaccum's after `from fastai.vision.all import *`, or remove fastai's with `learn.remove_cb`"
-            + see('two-callbacks'))
+            "Remove it with `learn.remove_cb(learn.gradient_accumulation)`, and import fastaccum's after "
+            "`from fastai.vision.all import *`" + see('two-callbacks'))
     if cache is not None: check_cached(learn, not cache.limit.fixed)
 
 def _trained(dl, plan, cache, accum_bs):
-    "Samples in a step of the fit, in its parts, and in a batch that fits into memory; `None` where it has one part"
+    "Samples in a step of the fit, in its micro-batches, and in what fits into memory; `None` twice if it has one part"
     bs = size_of(dl) if resizable(dl) else None
     n,micro,inner = accum_bs or bs,None,cache.size if cache else None
     if bs and plan: n,micro = accum_bs or min(*plan.shares(plan.wanted(0)), plan.n),plan.loaders[0].micro_bs
@@ -110,7 +110,7 @@ def _trained(dl, plan, cache, accum_bs):
 
 def _make(acc, cache, ckpt, splits, n, sizes):
     "Callbacks that make one step of `n` samples, with parts of `sizes`"
-    cbs,most = [] if ckpt is None else [ckpt],max(sizes)
+    cbs,most = [] if ckpt is None else [type(ckpt)(ckpt.given, ckpt.offload)],max(sizes)
     if cache is not None: cbs.append(type(cache)(micro_batch_size=min(most, cache.size or n), split=cache.split))
     if acc is None and cbs: return cbs
     micro = most if splits else None
@@ -239,7 +239,7 @@ class _Found:
         if row.off is None: return row
         fs = getattr(getattr(dl, 'after_batch', None), 'fs', ())
         tfms = [type(o).__name__ for o in fs if any(c.__name__=='RandTransform' for c in type(o).__mro__)]
-        unseen = tfms and f"not checked: {', '.join(tfms)}, which draws new numbers for each batch"
+        unseen = tfms and f"not checked: {', '.join(tfms)} (new random numbers for each batch)"
         if row.ok: return row._replace(where=unseen or '')
         remedy = _join(_checkpoint(self.learn.model), 'or none: two seeds differ as much').removeprefix('or ')
         return row._replace(where=_join(named(self.learn.model, look.drawing), unseen), remedy=remedy)

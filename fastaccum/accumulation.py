@@ -38,9 +38,9 @@ class GradientAccumulation(StepLoop):
     UserWarning: in a fit, when the run differs from the full-batch run or may differ; once per fit for each cause
     """
     def __init__(self,
-        accum_bs:int=None, # Samples per step over all processes, rounded up to whole micro-batches; None is 32
+        accum_bs:int=None, # Samples per step over all processes, rounded up to whole micro-batches; 32 if omitted
         log_accum_batch:bool=True, # Record and log once per step (True), or every micro-batch as fastai does (False)
-        micro_batch_size:int|str|AutoSize=None, # Split batches to this many samples, or to what fits in memory ('auto')
+        micro_batch_size:int|str|AutoSize=None, # Split loader batches to this many samples, or to what fits ('auto')
         drop_last:bool|None=None, # Drop an epoch's incomplete step (True), keep it (False), or do as the loader (None)
         n_items:Callable=None, # `n_items(learn)` returns how many items this micro-batch's mean loss covers
         *, n_acc:int=None # `accum_bs` under fastai's name, so that code written for fastai's callback runs unchanged
@@ -103,7 +103,7 @@ class GradientAccumulation(StepLoop):
         if self._finder is not None and self.processes.n>1: keep_in_memory(self._finder)
         if not len(learn.dls.train) and self.processes.n==1: return   # an export has no samples
         check_processes(self)
-        self.planned = self._next_plan(learn.dls.train)
+        self._next_plan(learn.dls.train)
         if self._finder is not None: learn.n_epoch = self._finder.num_it//max(1, len(self.planned.epoch(0)))+1
         self.planned.check(warns=not self.processes.rank)
 
@@ -116,10 +116,9 @@ class GradientAccumulation(StepLoop):
         "The plan of this fit, anew if something has changed; in a search for learning rates, of steps like the first"
         finder,n_epoch = self._finder,self.learn.n_epoch
         plan = self._plan(dl, n_epoch, None if finder is None else finder.num_it)
-        now,asked = (plan.loaders,n_epoch,plan.drop_last),self.accum_bs
-        if self.planned is not None and (now,asked)==self.planned_for: return self.planned
-        self.planned_for = now,asked
-        return plan
+        made_for = plan.loaders,n_epoch,plan.drop_last,self.accum_bs
+        if self.planned is None or made_for!=self.planned_for: self.planned,self.planned_for = plan,made_for
+        return self.planned   # one with a schedule remembers its epochs
 
     def before_train(self):
         "From here on the Learner's batches are steps"
@@ -131,11 +130,12 @@ class GradientAccumulation(StepLoop):
                 "not, make it with a smaller `bs` or with `drop_last=False`")
         check_wrapped(learn.model)   # it may be by now
         self.processes = Processes(learn.model)
-        plan = self.planned = self._next_plan(learn.dl)
+        plan = self._next_plan(learn.dl)
         empty_grads(learn.opt)
         ps = params_of(learn.opt)
         self.grad_sums = GradSums(ps if in_half(ps) else [])   # all of them, so that a micro-batch has one share
         self.i,self.devices = 0,devices_of(learn.model.modules())
+        self.watch.epoch()
         learn.dl = self.loader = StepLoader(learn, learn.dl, self.run_step, plan.epoch(learn.epoch),
             plan.loaders[self.processes.rank], self.processes, plan.drop_last)
 
@@ -152,7 +152,7 @@ class GradientAccumulation(StepLoop):
                     "run differs from the full-batch run: do that in the loss function")
         elif self.grad_sums: micro.share = share   # gradients are added up in single precision, and weighed there
         else: learn.loss_grad = learn.loss_grad*share
-        if self.watch.probed is None and mean.samples+micro.n<self.step.enough: self.watch.loss()
+        if mean.samples+micro.n<self.step.enough: self.watch.micro_batch()
 
     def after_backward(self):
         "Count what was back-propagated"

@@ -108,7 +108,7 @@ class _Scheduled(GradientAccumulation):
         super().before_fit()
         if hasattr(self.learn, 'recorder'): self.learn.recorder.accum_bs = []
 
-    def _complete_grads(self):
+    def _complete_grads(self):   # it runs once for each step that counts, before callbacks see it
         if not super()._complete_grads(): return
         self.current_bs = self.step.full
         if hasattr(self.learn, 'recorder'): self.learn.recorder.accum_bs.append(self.current_bs)

@@ -38,10 +38,10 @@ def test_no_sync_in_a_micro_batch_that_does_not_step(kind, log, monkeypatch):
     kwargs = dict(kinds[kind])
     acc = kwargs.pop('acc', {})
     plain,ours = count([], **kwargs),count([GradientAccumulation(16, log_accum_batch=log, **acc)], **kwargs)
-    steps,probed = [3,7,11,15],0   # in the first one of a fit the loss is probed, and a size of your own looked at
+    steps,tried = [3,7,11,15],[0,1,2,4]   # the loss is tried; in the first one a size of your own is looked at, too
     assert len(plain)==len(ours)==17 and any(plain)
     for i,(a,b) in enumerate(zip(plain, ours)):
-        assert b<=a+(2 if i==probed else i in steps), f'micro-batch {i}: {b} syncs, {a} without accumulation'
+        assert b<=a+(2 if not i else i in steps+tried), f'micro-batch {i}: {b} syncs, {a} without accumulation'
 
 @pytest.mark.parametrize('every', [1,2])
 def test_the_noise_scale_waits_once_a_measured_step(every):

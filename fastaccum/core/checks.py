@@ -85,8 +85,9 @@ def check_learner(learn:Learner):
     """
     cbs = [*ours(learn, 'GradientAccumulation'), *(o for o in learn.cbs if isinstance(o, FastaiGradientAccumulation))]
     if len(cbs)>1:
-        raise ValueError(f"{len(cbs)} callbacks accumulate gradients on this Learner: keep one of them "
-            "(`learn.remove_cb` takes one off that is in `learn.cbs`)" + see('two-callbacks'))
+        raise ValueError(f"{len(cbs)} callbacks accumulate gradients on this Learner: keep one of them. Those of the "
+            "Learner go with `learn.remove_cbs([o for o in learn.cbs if o.name=='gradient_accumulation'])`"
+            + see('two-callbacks'))
     if any(isinstance(o, NonNativeMixedPrecision) for o in learn.cbs):
         raise ValueError("NonNativeMixedPrecision would add up gradients in half precision, where they overflow "
             "and are rounded: use `learn.to_fp16()` or `learn.to_bf16()` instead of `learn.to_non_native_fp16()`"

@@ -158,8 +158,8 @@ class Compare:
     def travel(self)->tuple:
         "Train on all batches whole and in parts: how far the weights differ, by their movement; and the steps of both"
         k,start = max(2, -(-self.n//self.most)),_weights(self.run.learn)
-        sizes = evenly(self.n, -(-self.n//k))   # then the loader tells how many steps there will be
-        if self.sizes!=self.options[0]: sizes = self.sizes   # not all go
+        sizes = evenly(self.n, -(-self.n//k))   # equal sizes, so that the number of batches is known
+        if self.sizes!=self.options[0]: sizes = self.sizes   # the first sizes failed: use those that worked
         def train(micro):
             count = CountSteps()
             return self.fit(micro, self.wholes, [count], sizes, lr=None, after=_weights),count.n_steps

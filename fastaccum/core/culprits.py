@@ -89,7 +89,7 @@ def culprits(model:nn.Module, a:Callable, b:Callable, tol:float, held:list)->tup
         if off<=tol: return first,True
         def guilty(nm):
             m,same = named.get(nm),_off(x, y, nm, 0)
-            if m is model or m in held or isinstance(m, nn.Sequential): return False   # what is in it was held
+            if m is model or m in held or isinstance(m, nn.Sequential): return False   # its children were held
             return (_off(x, y, nm, 1) or 0.)>tol>=(1. if same is None else same)
         nm = next(filter(guilty, x.calls[0]), None)   # inner modules return first
         if nm is None: break

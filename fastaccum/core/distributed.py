@@ -158,10 +158,9 @@ def _shard_group(params):
 # %% ../../nbs/core/08_distributed.ipynb #checks
 def in_each(loop:Callback)->list:
     "Everything that communicates with every micro-batch of the accumulation callback, in words"
-    learn,rec = loop.learn,getattr(loop.learn, 'recorder', None)
     found = {'sharded parameters (FSDP)':bool(loop.processes.shards), '`log_accum_batch=False`':not loop.log_steps,
-        'SyncBatchNorm':any(isinstance(o, nn.SyncBatchNorm) for o in learn.model.modules()),
-        'training metrics':getattr(rec, 'train_metrics', False)}
+        'SyncBatchNorm':any(isinstance(o, nn.SyncBatchNorm) for o in loop.learn.model.modules()),
+        'training metrics':loop.measures}
     return [nm for nm,there in found.items() if there]
 
 def check_wrapped(model:nn.Module):

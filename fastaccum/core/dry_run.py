@@ -104,7 +104,7 @@ def takes_part(cb:Callback)->bool:
 class Batches(GetAttr):
     "A training loader of given batches, `bs` samples in the largest and `n` in all; for the rest, the Learner's `dl`"
     _default = 'dl'
-    def __init__(self, dl:object, batches:Iterable, bs:int, n:int|None=None):   # an iterator's all have `bs` samples
+    def __init__(self, dl:object, batches:Iterable, bs:int, n:int|None=None):   # of an iterator, each has `bs`
         self.dl,self.batches,self.bs,self.batch_size,self.n = dl,batches,bs,bs,n or bs*len(batches)
         self.drop_last,self.batch_sampler = False,None
     def __len__(self): return len(self.batches) if hasattr(self.batches, '__len__') else self.n//self.bs

@@ -45,7 +45,7 @@ def sizes_of(dl:object, micro_batch_size:int|None=None)->LoaderSizes:
     of_each = hasattr(dl, 'world_size') and hasattr(dl, 'dl')   # fastai's `DistributedDL`
     bs,n = _bs_and_n(dl.dl if of_each else dl, micro_batch_size)
     if of_each:
-        n = ceil((n_of(dl.dl) or n)/dl.world_size)   # with what `drop_last` takes from the whole
+        n = ceil((n_of(dl.dl) or n)/dl.world_size)   # what the inner loader drops is shared out, too
         if dl.drop_last: n = n//bs*bs
     return LoaderSizes(bs, n, bs if micro_batch_size is None else min(bs, micro_batch_size))
 
@@ -197,9 +197,11 @@ class BatchStream:
 class Step:
     "The batches of one step; one that the loader did not announce is like the last planned one, and full"
     def __init__(self, batches:BatchStream, plan:PlannedStep, rank:int=0, announced:bool=True):
-        self.batches,self.announced,self.full = batches,announced,plan.full
+        self.batches,self.announced = batches,announced
+        self.full = plan.full   # samples of a complete step of this process, rounded up to whole batches
+        # samples of this one, and of all processes
         self.size,self.total = (plan.sizes[rank],sum(plan.sizes)) if announced else (plan.full,plan.full)
-        self.enough = min(self.size, plan.wanted)   # samples with which it is complete
+        self.enough = min(self.size, plan.wanted)   # with these it is complete; what was rounded up need not come
 
     def take(self, counted:Callable):
         "Batches and their samples, until `counted()` samples are enough, or there are no more"

@@ -173,6 +173,10 @@ class StepMean:
         self.learns |= learn.loss_grad.requires_grad
         self.size = self.size+size
         self.losses = self.losses+(loss if self.is_sum else size*loss)
+        self.note(learn, n)
+
+    def note(self, learn:Learner, n:int):
+        "Note the numbers that the loss function keeps for `LossMetric`, of a micro-batch of `n` samples"
         for nm in {o.attr for o in learn.metrics if isinstance(o, LossMetric)}:
             o,(total,count) = getattr(learn.loss_func, nm, None),self.parts.get(nm, (0,0))
             if isinstance(o, torch.Tensor) and not hasattr(o, 'of_step'): self.parts[nm] = total+n*o.detach(),count+n

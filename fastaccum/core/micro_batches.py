@@ -84,7 +84,7 @@ class Parts:
         def run(cuts):
             with state.again():
                 for o in cuts:
-                    set_rng_state(state.rng)
+                    set_rng_state(state.rng)   # each part draws the same numbers in both runs
                     self.rows.use(*o)
                     out = model(*self.cut(*o)[0])
             return [o for o in tree_leaves(out) if isinstance(o, torch.Tensor)]
@@ -133,8 +133,8 @@ class AutoSize:
         "What failed has run in smaller micro-batches: warn of that"
         if self.failed is None: return
         (n,reason),self.failed = self.failed,None
-        warn(f"memory ran out with a micro-batch of {n} samples ({reason}). It was undone, and the fit goes on in "
-             f"micro-batches of {self.most(training)} samples" + see('memory-ran-out'))
+        warn(f"memory ran out with a micro-batch of {n} samples ({reason}). It was rolled back, and training goes on "
+             f"in micro-batches of {self.most(training)} samples" + see('memory-ran-out'))
 
 def as_size(o:int|str|AutoSize|None)->tuple:
     """The `micro_batch_size` of `GradientAccumulation` as an `AutoSize` or `None`, and as a number if that is known

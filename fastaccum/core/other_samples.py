@@ -1,4 +1,4 @@
-"""What in a micro-batch depends on other samples: looked for once a fit, and warned of.
+"""What in a micro-batch depends on other samples: looked for in the first micro-batches, and warned of.
 
 Docs: https://fastaccum.github.io/fastaccum/core/other_samples.html.md"""
 
@@ -17,7 +17,7 @@ from .batch import n_samples
 from .checks import class_names
 from .gradients import params_of
 from .loader import by_batch_size
-from .probe import probe
+from .probe import pair, probe
 from .warnings import AccumulationWarning, BatchNormWarning, LoaderWarning, LossWarning, Said, StateWarning
 
 # %% ../../nbs/core/11_other_samples.ipynb #layers
@@ -51,20 +51,37 @@ def _has_optimizer(cb, opt):
     return not hasattr(cb, 'per_step') and any(o is not opt and o is not getattr(opt, 'opt', None) for o in own)
 
 class Watch:
-    "Looks, once a fit, for what makes it differ from the full-batch run, and warns of it"
+    "Looks for what makes a fit differ from the full-batch run, and warns of it"
+    each_epoch = 4   # trials of the loss
+
     def __init__(self, loop:Callback):
         self.loop,self.said = loop,loop.said
-        self.probed = None       # the result of `probe`
+        self.looked = False      # was there a micro-batch that is not all of its step?
+        self.trials = 0          # of the loss, that are left in this epoch
+        self.single = None       # the micro-batch before, if it had one sample, which is too few for a trial
         self.saw_state = False   # were modules with a `reset` looked at?
         self.saw_parts = False   # was it tried out whether the model remembers the part before?
         self.grads = None        # those after a step's first micro-batch, and their versions; empty once compared
 
-    def loss(self):
-        "The first micro-batch of a longer step has its loss; of several processes the first warns"
-        loop,said,ps = self.loop,self.said,self.loop.processes
-        learn,mean,step,n = loop.learn,loop.mean,loop.step,loop.micro.n
-        self.probed = probed = probe(learn, n_samples(learn.yb, n) or n, mean.find)
-        if ps.rank: return
+    def epoch(self):
+        "An epoch begins"
+        self.trials,self.single = self.each_epoch,None
+
+    def micro_batch(self):
+        "A micro-batch that is not all of its step has its loss; of several processes the first warns"
+        if self.trials: self._try_loss()
+        if not self.looked and not self.loop.processes.rank: self._look()
+        self.looked = True
+
+    def _try_loss(self):
+        loop,said,mean = self.loop,self.said,self.loop.mean
+        learn,n = loop.learn,loop.micro.n
+        m,batch = n_samples(learn.yb, n) or n,learn
+        if m==1: batch,self.single = pair(self.single, learn)
+        if batch is None: return
+        self.trials -= 1
+        probed = probe(batch, max(m, 2), mean.find)
+        if loop.processes.rank: return
         rows = len(learn.pred) if isinstance(learn.pred, Tensor) and learn.pred.ndim else 0
         of = 'sum' if mean.is_sum else 'mean'
         if probed.wrong:
@@ -77,10 +94,15 @@ class Watch:
                 "makes several views of each, and it could not be checked on parts of them. If it compares samples "
                 "with each other, this run differs from the full-batch run: let it see the whole batch with "
                 "`GradientCache`", LossWarning)
-        elif probed.raised and loop.micro.made_by is not None:   # else the fit does not call it
+        elif probed.raised and m>1 and loop.micro.made_by is not None:   # else the fit does not call it
             said.once('loss-not-tried', f"it could not be checked that the loss is the {of} of its parts' losses, "
                 f"since it fails on a part ({probed.reason}). If it uses more than predictions and targets, this run "
                 "may differ from the full-batch run: run `learn.accum_check()` to find out", LossWarning)
+
+    def _look(self):
+        "For all the rest, once a fit"
+        loop,said = self.loop,self.said
+        learn,step,ps,n = loop.learn,loop.step,loop.processes,loop.micro.n
         for o in learn.cbs:
             if _has_optimizer(o, learn.opt):
                 said.once('second-optimizer', f"{type(o).__name__} has an optimizer of its own, which may step with "

@@ -51,8 +51,8 @@ class Plan:
         self.loaders = list(loaders)    # the `LoaderSizes` of each process
         self.accum_bs = accum_bs        # samples wanted in a step, over all processes, or a function of a `Position`
         self.n_epoch = n_epoch
-        self.drop_last = drop_last      # is the incomplete last step of an epoch left out?
-        self.never_empty = never_empty  # but not if it is the only one?
+        self.drop_last = drop_last      # leave out an epoch's incomplete last step
+        self.never_empty = never_empty  # keep it if it is the epoch's only one
         self._epochs = {}   # the steps of the epochs that somebody has asked for
 
     @property

@@ -119,7 +119,7 @@ class CachedCall:
                 rows.use(a, b)
                 keeps = self.learns and b==self.n
                 self.states.append(ForwardState(self.modules, self.devices))
-                if keeps: torch.clear_autocast_cache()   # as below
+                if keeps: torch.clear_autocast_cache()   # weights may have been cast without a graph
                 with nullcontext() if keeps else torch.no_grad(), self.alone(): outs.append(self.run(a, b))
                 self.states[-1].settle()
                 rows.keep()

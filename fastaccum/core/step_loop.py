@@ -22,7 +22,7 @@ from .loader import Step
 from .mean import StepMean, find_n_items
 from .micro_batches import MicroBatch, Parts, Runs
 from .out_of_memory import is_out_of_memory
-from .warnings import added, see
+from .warnings import AccumulationWarning, added, see
 
 # %% ../../nbs/core/15_step_loop.ipynb #loop
 class StepLoop(Events):
@@ -65,6 +65,11 @@ class StepLoop(Events):
             else:   # nothing counts, or it is too little
                 self._drop()
                 if ran: self._end_micro_batch()
+                if ran and not mean.samples:
+                    self.said.once('cancelled', "callbacks have cancelled all micro-batches that were left in an epoch "
+                        "(`CancelBatchException`), so no step was made of them. If they decide by `train_iter`, which "
+                        "counts steps, they cancel all that follows, too: let them decide by `learn.iter`, which "
+                        "counts micro-batches, or by the samples", AccumulationWarning)
         except BaseException:   # an interrupt, or a callback that ends the epoch, leaves nothing
             set_autocast_state(autocast)   # mixed precision may have been within it
             self._drop()
@@ -129,9 +134,14 @@ class StepLoop(Events):
         "Forward, loss and backward, as in fastai's `_do_one_batch`"
         try: self._forward()
         except CancelBatchException: self._event('after_cancel_batch')
+        if self.micro.ran and self.measures:
+            for met in self.learn.metrics: met.accumulate(self.learn)   # they see every micro-batch
+
+    @property
+    def measures(self)->bool:
+        "Are there metrics of training, which see steps as a whole?"
         rec = getattr(self.learn, 'recorder', None)
-        if self.micro.ran and self.log_steps and getattr(rec, 'train_metrics', False):
-            for met in rec.metrics: met.accumulate(self.learn)   # they see every micro-batch
+        return self.log_steps and rec in self.learn.cbs and rec.train_metrics
 
     def _forward(self):
         learn = self.learn
@@ -168,7 +178,7 @@ class StepLoop(Events):
     def _complete_grads(self):
         "Make the gradients those of the step's mean loss, unless nothing counts"
         learn,mean = self.learn,self.mean
-        if self.watch.grads: self.watch.grads = ()   # a step of one micro-batch; they are not kept
+        if self.watch.grads: self.watch.grads = ()   # a step of one micro-batch: let go of them
         mean.sum_up()
         if not mean.samples or self.planned.drop_last and self.processes.n==1 and mean.samples<self.step.enough: return
         by,ps = mean.correction,[p for p in params_of(learn.opt) if p.requires_grad]
@@ -185,7 +195,7 @@ class StepLoop(Events):
     def _take_step(self, ran):
         learn,last = self.learn,self.learn.loss
         learn.loss = self.mean.loss
-        if not ran: self._event('before_batch', lambda cb: isinstance(cb, ParamScheduler))   # the others have samples
+        if not ran: self._event('before_batch', lambda cb: isinstance(cb, ParamScheduler))   # all set the rate
         try:
             try:
                 self._event('before_step')
@@ -195,16 +205,15 @@ class StepLoop(Events):
             learn.opt.zero_grad()
         except CancelBatchException: self._event('after_cancel_batch')
         if self.log_steps: self.mean.tell(learn)
-        rec = getattr(learn, 'recorder', None)
-        metrics = self.log_steps and getattr(rec, 'train_metrics', False)
-        if metrics: rec.train_metrics = False   # they have seen every micro-batch
+        measures = self.measures
+        if measures: learn.recorder.train_metrics = False   # metrics have seen every micro-batch
         self.logs.before_row()
         def hears(cb):   # and with which loss
             if not self.log_steps: learn.loss = last if records(cb) else self.mean.loss
             return ran or hears_steps(cb)
         try: self._event('after_batch', hears)
         finally:
-            if metrics: rec.train_metrics = True
+            if measures: learn.recorder.train_metrics = True
         self.logs.after_row()
 
     def _opt_step(self):
@@ -220,16 +229,19 @@ class StepLoop(Events):
         learn,before = self.learn,self._attributes()
         learn.iter = i
         learn._split(learn._set_device(b))
-        outs = []   # of each part: its samples, predictions, loss, and what that is a mean of
+        outs,means = [],StepMean(0, 0)   # of each part: its samples, predictions, loss, and what that is a mean of
         def keep():
             find = self.n_items or find_n_items(learn.loss_func)
             items = None if find is None or not len(learn.yb) else float(find(learn))
             outs.append((self.micro.n,learn.pred,learn.loss,items))
+            means.note(learn, self.micro.n)
         try:
             self._event('before_batch')
             n = n_samples((*learn.yb,*learn.xb), getattr(learn.dl, 'bs', None))
             self._in_parts(n, n, before, self._forward, keep)
-            if len(outs)>1: self._put_together(outs)
+            if len(outs)>1:
+                self._put_together(outs)
+                means.tell(learn)
         except CancelBatchException: self._event('after_cancel_batch')
         self._event('after_batch')
 

@@ -5,7 +5,7 @@ from functools import partial
 from torch import nn
 from fastai.vision.all import (Adam, CSVLogger, Callback, DataLoader, DataLoaders, GradientClip, Learner, Metric,
     ParamScheduler, SaveModelCallback, ShortEpochCallback, TerminateOnNaNCallback)
-from fastaccum import GradientAccumulation, NoiseScale
+from fastaccum import ActivationCheckpoint, GradientAccumulation, NoiseScale
 from fastaccum.testing import toy
 from common import CpuMixedPrecision, Event, Memory, Seen, above, some, weights
 from small_learners import all_params
@@ -114,13 +114,17 @@ def test_everything_is_as_before_after_an_interrupt(verb, event, at, exc):
     with unchanged(learn), pytest.raises(exc): verbs[verb](learn)
 
 @pytest.mark.parametrize('verb', verbs)
-@pytest.mark.parametrize('how', ['plain','mixed','within a fit'])
+@pytest.mark.parametrize('how', ['plain','mixed','within a fit','training metrics','checkpoint'])
 def test_training_goes_on_as_if_nothing_had_been(verb, how):
     def run(f):
-        learn,todo = rich(cbs=[CpuMixedPrecision()] if how=='mixed' else []),[f]
+        cbs = dict(mixed=[CpuMixedPrecision()], checkpoint=[ActivationCheckpoint(nn.Linear)])
+        learn,todo = rich(cbs=cbs.get(how, [])),[f]
         within = Seen('before_fit', lambda l: todo and todo.pop()(l), order=70)   # a dry run begins a fit, too
         random.seed(1)
         with learn.no_logging():
+            if how=='training metrics':
+                learn.recorder.train_metrics = True
+                f(learn)   # they were never reset
             learn.fit_one_cycle(1, .1)
             if how!='within a fit': f(learn)
             learn.fit_one_cycle(1, .1, cbs=[within] if how=='within a fit' else [])

@@ -5,7 +5,7 @@ from functools import partial
 from hypothesis import example, given, strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
-from fastai.vision.all import Callback, GradientClip, accuracy, set_seed
+from fastai.vision.all import Callback, GradientClip, LossMetrics, accuracy, set_seed
 from fastaccum import AutoSize, GradientAccumulation, GradientCache
 from fastaccum.testing import CrossEntropy, assert_same_run, toy
 from common import CpuMixedPrecision, Memory, Raise, Scaled, Seen, above, at_times, noted_warnings, unmoved
@@ -30,6 +30,7 @@ class Loss(CrossEntropy):
     def __init__(self, memory, weight): super().__init__(weight); self.memory = [memory]   # no part of this module
     def forward(self, pred, targ):
         if torch.is_grad_enabled(): self.memory[0].check('loss', len(pred))
+        self.own = pred.pow(2).mean()   # for a metric
         return super().forward(pred, targ)
 
 def learner(bs, short=None, norm=nn.Tanh, weight=None, **kwargs):
@@ -115,7 +116,8 @@ def test_validation_is_split_too(weight):
     def short(where, n): return where=='validation' and n>9 or where=='loss' and n>4
     sizes = Seen('after_loss', lambda l: len(l.pred))
     sizes.run_valid,sizes.run_train = True,False
-    assert_same_run(*full_and_short(16, 32, short, cbs=lambda: [sizes], n=90, metrics=accuracy, weight=weight))
+    metrics = [accuracy,*LossMetrics('own')]
+    assert_same_run(*full_and_short(16, 32, short, cbs=lambda: [sizes], n=90, metrics=metrics, weight=weight))
     assert max(sizes.values[-12:])<=9   # after those of the full-batch run
 
 @pytest.mark.parametrize('acc', [auto(32),GradientCache(micro_batch_size='auto')])

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
-from fastai.text.all import (Adam, BCEWithLogitsLossFlat, CrossEntropyLossFlat, DataLoader, DataLoaders, DiceLoss,
-    FocalLossFlat, GradientClip, LabelSmoothingCrossEntropyFlat, Learner, MSELossFlat, MixUp, Module, SGD, SortedDL,
-    set_seed)
+from fastai.text.all import (Adam, BCEWithLogitsLossFlat, CancelBatchException, CrossEntropyLossFlat, DataLoader,
+    DataLoaders, DiceLoss, FocalLossFlat, GradientClip, LabelSmoothingCrossEntropyFlat, Learner, MSELossFlat, MixUp,
+    Module, SGD, SortedDL, set_seed)
 from fastaccum import AccumulationWarning, FreezeBN, GradientAccumulation, GradientAccumulationSchedule
 from fastaccum.core import forward_state
 from fastaccum.testing import CrossEntropy, Float32Loss, assert_same_run, deviation, toy, toy_data, both_runs
@@ -28,6 +28,7 @@ loss,batchnorm,order,state = (('LossWarning','loss-not-a-mean'),('BatchNormWarni
 penalised = '','added-to-a-sum'
 
 def fit(l, cbs): l.fit(2, 0.05, cbs=cbs)
+def cancel(): raise CancelBatchException
 def little(l, cbs): l.fit(2, 1e-3, cbs=cbs)   # a sum's gradients are large
 
 def run(**kwargs):
@@ -153,6 +154,21 @@ def test_a_loss_is_warned_of_where_the_gradient_is_another(case):
     diff,rounding = (((o-big).abs().max()/big.abs().max()).item() for o in (small[0],turned))
     limit = 50*max(rounding, torch.finfo(big.dtype).eps)
     assert diff>50*limit and said=={loss:1} if case in wrong.values() else diff<limit and not said
+
+def ignoring(p, y): return F.cross_entropy(p.flatten(0, 1), y.flatten())   # targets of -100, and nobody knows
+@pytest.mark.parametrize('micro,f,said', [(1,ignoring,{loss:1}), (4,ignoring,{loss:1}), (1,None,{})])
+def test_a_loss_is_tried_on_single_samples_and_on_more_than_the_first_micro_batch(micro, f, said):
+    data = toy_data(70, True)
+    data.tensors[1][:4].clamp_(min=0)   # no padding in the first
+    warned,a,b = run(micro=micro, accum_bs=16, tokens=True, data=data, loss_func=f or CrossEntropy())
+    assert warned==said and (off(a, b)>1e-3)==bool(said)
+
+def test_a_callback_that_cancels_all_that_is_left_of_an_epoch_is_told():
+    skip = Event('before_batch', lambda l: cancel() if l.train_iter==1 else None)
+    assert told(lambda: toy(4, n=70).fit(2, .1, cbs=[GradientAccumulation(16),skip]))=={
+        ('AccumulationWarning','cancelled'):1}
+    skip = Event('before_batch', lambda l: cancel() if l.iter<9 else None)
+    assert not told(lambda: toy(4, n=70).fit(2, .1, cbs=[GradientAccumulation(16),skip]))
 
 @pytest.mark.parametrize('nm', untried)
 def test_a_loss_that_cannot_be_tried_on_parts_trains_and_only_an_error_is_told(nm):

@@ -16,7 +16,7 @@ from .core.distributed import Processes, check_loaders, check_processes, check_w
 from .core.forward_state import devices_of
 from .core.gradients import GradSums, empty_grads, in_half, params_of
 from .core.loader import InPlace, LoaderSizes, StepLoader, drops_last, sizes_of
-from .core.mean import plain
+from .core.mean import plain_tensor
 from .core.micro_batches import AutoSize, as_size
 from .core.plan import Plan, Position
 from .core.other_samples import Watch
@@ -152,7 +152,7 @@ class GradientAccumulation(StepLoop):
                     "and for a mean over samples. If the callback adds a sum over samples, or scales the loss, this "
                     "run differs from the full-batch run: do that in the loss function")
         elif self.grad_sums: micro.share = share   # gradients are added up in single precision, and weighed there
-        else: learn.loss_grad = plain(learn.loss_grad)*share
+        else: learn.loss_grad = plain_tensor(learn.loss_grad)*share
         if mean.samples+micro.n<self.step.enough: self.watch.micro_batch()
 
     def after_backward(self):

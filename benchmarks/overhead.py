@@ -1,4 +1,4 @@
-"""What a micro-batch costs: microseconds with a tiny model, where everything but the host's work vanishes, and with a
+"""What a micro-batch costs: microseconds with a tiny model, where almost all time is Python overhead, and with a
 convolutional network and a transformer of usual sizes.
 
 The arms are alternated in one process, because machines are noisy; medians and ratios are printed. It is processor

@@ -373,6 +373,7 @@ class Page:
                 above = None
             fold = 'export' in opts or str(opts.get('code-fold', self.draws(c))).lower()=='true'
             if fold: c.metadata['tags'] = ['hide-input']
+            if fold and not c.outputs: meta['code_prompt_show'] = 'Show the code that is used below'
             if not c.options['echo']: c.metadata['tags'] = ['remove-input']
             for o in c.outputs:
                 if 'text' in o: o['text'] = readme.shown(''.join(o['text']))
@@ -589,6 +590,22 @@ from_the_beginning = {
     'sphinx_highlight.js': {'val.toLowerCase().indexOf(text)':
         f'val.toLowerCase().search("(?<!\\\\w)" + text{escape})'}}
 
+# Sphinx finds pages that have all words, so an error that somebody pastes finds none: then those that have most of them
+with_most_words = """
+const strict = Search._performSearch;
+Search._performSearch = (query, terms, excluded, ...rest) => {
+  const found = strict(query, terms, excluded, ...rest);
+  if (found.length || terms.size < 2) return found;
+  const pages = new Map();   // a result, and how many of the words it has
+  for (const term of terms)
+    for (const result of strict(term, new Set([term]), excluded, new Set([term]), new Set([term]))) {
+      const [best, n] = pages.get(result[0]) || [result, 0];
+      pages.set(result[0], [result[4] > best[4] ? result : best, n + 1]);
+    }
+  return [...pages.values()].sort(([a, n], [b, m]) => n - m || a[4] - b[4]).map(([result]) => result);   // best last
+};
+"""
+
 def main():
     os.environ['IN_TEST'] = '1'   # no cell exports the library
     os.chdir(root)
@@ -615,6 +632,7 @@ def main():
         for old,new in changes.items():
             if text.count(old)!=1: sys.exit(f'{nm} of this Sphinx has not the line {old}')
             text = text.replace(old, new)
+        if nm=='searchtools.js': text += with_most_words
         (site/'_static'/nm).write_text(text, encoding='utf-8')
     (site/'.fingerprint').write_text(fingerprint())
     print(f'{len(made)} pages in {site.name}')

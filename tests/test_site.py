@@ -249,8 +249,8 @@ look = """() => {
         if (width < 500 && e.closest('.columns') && style.whiteSpace != 'pre')
             wrong.push(`columns wrap: ${e.textContent.slice(0, 40)}`);
         if (e.scrollWidth <= e.clientWidth+1) continue;
-        if (!e.closest('.cell_output')) wrong.push(`code cut: ${e.textContent.slice(0, 40)}`);
-        else if (!['auto','scroll'].includes(style.overflowX)) wrong.push(`output cut: ${e.textContent.slice(0, 40)}`);
+        if (width > 500 && !e.closest('.cell_output')) wrong.push(`code scrolls: ${e.textContent.slice(0, 40)}`);
+        if (!['auto','scroll'].includes(style.overflowX)) wrong.push(`cut: ${e.textContent.slice(0, 40)}`);
     }
     for (const e of all('article p'))
         if (/^\\||\\]\\(|^#+ |```/.test(e.textContent)) wrong.push(`Markdown left over: ${e.textContent.slice(0, 40)}`);

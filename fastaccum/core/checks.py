@@ -85,8 +85,8 @@ def check_learner(learn:Learner):
     """
     cbs = [*ours(learn, 'GradientAccumulation'), *(o for o in learn.cbs if isinstance(o, FastaiGradientAccumulation))]
     if len(cbs)>1:
-        raise ValueError(f"{len(cbs)} callbacks accumulate gradients on this Learner: keep one of them. Those of the "
-            "Learner go with `learn.remove_cbs([o for o in learn.cbs if o.name=='gradient_accumulation'])`"
+        raise ValueError(f"{len(cbs)} callbacks accumulate gradients on this Learner: keep one of them. Remove those "
+            "on the Learner with `learn.remove_cbs([o for o in learn.cbs if o.name=='gradient_accumulation'])`"
             + see('two-callbacks'))
     if any(isinstance(o, NonNativeMixedPrecision) for o in learn.cbs):
         raise ValueError("NonNativeMixedPrecision would add up gradients in half precision, where they overflow "

@@ -133,8 +133,9 @@ class AutoSize:
         "What failed has run in smaller micro-batches: warn of that"
         if self.failed is None: return
         (n,reason),self.failed = self.failed,None
-        warn(f"memory ran out with a micro-batch of {n} samples ({reason}). It was rolled back, and training goes on "
-             f"in micro-batches of {self.most(training)} samples" + see('memory-ran-out'))
+        warn(f"memory ran out with a micro-batch of {n} samples ({reason}). It was rolled back, and "
+             f"{('validation','training')[training]} goes on in micro-batches of {self.most(training)} samples"
+             + see('memory-ran-out'))
 
 def as_size(o:int|str|AutoSize|None)->tuple:
     """The `micro_batch_size` of `GradientAccumulation` as an `AutoSize` or `None`, and as a number if that is known

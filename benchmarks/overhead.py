@@ -114,7 +114,7 @@ def main():
     for loss_func,nm in ((mse,'mean over samples'),(CrossEntropyLossFlat(),'mean over targets')):
         for k in (1,4,16): show(f'loss a {nm}, {k} micro-batches a step', measure(loss_func, k))
         once,loss = probe_cost(loss_func)
-        print(f'\nthe probe of that loss, once in a fit: {once:.0f} µs; the loss itself {loss:.0f} µs')
+        print(f'\na trial of that loss, four times an epoch: {once:.0f} µs; the loss itself {loss:.0f} µs')
     for nm,case in usual.items(): show(f'{nm}, 4 micro-batches a step', measure(CrossEntropyLossFlat(), 4, case))
 
 if __name__=='__main__': main()

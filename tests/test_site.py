@@ -312,17 +312,20 @@ def test_search_finds_what_users_import_and_nothing_from_within(found):
 searches = json.loads((root/'tests/searches.json').read_text(encoding='utf-8'))
 answers = {q:page for page,qs in searches.items() for q in qs}
 
-sections = {'NaN':'why-is-my-loss-nan', 'clip':'how-do-i-clip-gradients', 'clip gradients':'how-do-i-clip-gradients',
-    'drop_last':'the-incomplete-last-batch', 'n_acc':'fastai', 'effective batch size':'words', 'mps':'devices',
-    'Apple':'devices', 'W&B steps':'why-do-wb-and-tensorboard-show-fewer-steps',
-    'loss not a mean':'loss-not-a-mean', '2 callbacks accumulate':'two-callbacks',
+# Keywords that a page gives one of its sections; what a message says leads to its entry
+keywords = json.loads(re.search('^const keywords = (.*);$', read('_static/language_data.js'), re.M)[1])
+said = {'loss not a mean':'loss-not-a-mean', '2 callbacks accumulate':'two-callbacks',
     'memory ran out with a single sample':'out-of-memory', 'memory ran out with a micro-batch':'memory-ran-out'}
+sections = {q:f'{page}.html{at}' for page,qs in keywords.items() for q,at,_ in qs if at and 'messages' not in page} | {
+    q:f'reference/messages.html#{o}' for q,o in said.items()}
 
 def test_what_people_type_leads_to_the_page_that_answers(found):
     results = found(answers)
     first = {q:(results[q] or ['nothing'])[-1].partition('.html')[0] for q in answers}
     assert {q:o for q,o in first.items() if o!=answers[q]}=={}
     assert not found(['ormalis'])['ormalis']   # words are found by how they begin
-    for q,o in sections.items(): assert results[q][-1].endswith(f'#{o}') and o in ids(f'{answers[q]}.html')
+    led = found(sections)
+    assert {q:led[q][-1:] for q,o in sections.items() if led[q][-1:]!=[o]}=={}
+    for o in sections.values(): assert o.partition('#')[2] in ids(o.partition('#')[0])
     inner = ('core/','modules/','contribute/')
     assert not [o for q in answers for o in results[q] if o.startswith(inner)]   # a part of its own

@@ -41,7 +41,7 @@ class GradientAccumulation(StepLoop):
     def __init__(self,
         accum_bs:int=None, # Samples per step over all processes, rounded up to whole micro-batches; 32 if omitted
         log_accum_batch:bool=True, # Record and log once per step (True), or every micro-batch as fastai does (False)
-        micro_batch_size:int|str|AutoSize=None, # Split training batches to this size; 'auto': all batches, to what fits
+        micro_batch_size:int|str|AutoSize=None, # Split training batches to this size; 'auto': any batch, until it fits
         drop_last:bool|None=None, # Drop an epoch's incomplete step (True), keep it (False), or do as the loader (None)
         n_items:Callable=None, # `n_items(learn)` returns how many items this micro-batch's mean loss covers
         *, n_acc:int=None # `accum_bs` under fastai's name, so that code written for fastai's callback runs unchanged

@@ -54,7 +54,7 @@ class NoiseScale(Guest):
     hooks = ()            # on the parameters, in a backward pass
 
     def __init__(self,
-        every:int=10, # Measure one in so many steps
+        every:int=10, # Measure every n-th step
         half_life:int|None=None # Samples after which a measurement counts half; defaults to those of 20 measurements
     ):
         self.every = check_count('every', every)

@@ -140,7 +140,7 @@ class GradientAccumulationSchedule(_Scheduled):
         final_accum_bs:int, # Samples per optimizer step after `finish`; larger or smaller
         start:int|float=0, # When to start annealing: a fraction of training (float) or an epoch (int, from 0)
         finish:int|float=0.3, # When the final size is reached: a fraction of training (float) or an epoch (int, from 0)
-        schedule:callable=SchedCos, # A fastai annealer, `f(start, end)`, or a function of the position between the two
+        schedule:callable=SchedCos, # A fastai annealer, `f(start, end)`, or a function from progress (0 to 1) to a size
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size:int|str|AutoSize|None=None, # As in `GradientAccumulation`, in samples
         drop_last:bool|None=None, # As in `GradientAccumulation`
@@ -159,7 +159,7 @@ class GradientAccumulationSchedule(_Scheduled):
         if self.validates or self.planned is None or self._finder is not None: return
         if fraction(self.finish, self.learn.n_epoch)<=1: return
         reached = self.planned.wanted(self.learn.n_epoch)
-        warn(f"`finish={self.finish}` is after the end of this fit of {self.learn.n_epoch} epochs, so the schedule "
+        warn(f"`finish={self.finish}` is after the end of this fit (epochs: {self.learn.n_epoch}), so the schedule "
             f"ends at {reached} samples instead of `final_accum_bs={self.final_accum_bs}`. An int is an epoch, a float "
             "a fraction of training: for the end of training, give `finish=1.`" + see('schedule-cut-short'))
 

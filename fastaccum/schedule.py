@@ -132,7 +132,7 @@ class GradientAccumulationSchedule(_Scheduled):
     """Anneal the size of the steps while training
 
     TypeError: a size is not a whole number, `start` or `finish` not a number, or `schedule` not an annealer
-    ValueError: a number is too small, `start` is later than `finish`, or `schedule` returns something that is no size
+    ValueError: a number is too small, `start` is later than `finish`, or `schedule` returns what is not a size
     UserWarning: when a fit begins, if `finish` comes after its end, so that the final size is not reached
     """
     def __init__(self,

@@ -67,8 +67,8 @@ class StepLoop(Events):
                 if ran: self._end_micro_batch()
                 if ran and not mean.samples:
                     self.said.once('cancelled', "callbacks have cancelled all micro-batches that were left in an epoch "
-                        "(`CancelBatchException`), so no step was taken with them. If they decide by `train_iter`, which "
-                        "counts steps, they cancel all that follows, too: let them decide by `learn.iter`, which "
+                        "(`CancelBatchException`), so no step was taken with them. If they decide by `train_iter`, "
+                        "which counts steps, they cancel all that follows, too: let them decide by `learn.iter`, which "
                         "counts micro-batches, or by the samples", AccumulationWarning)
         except BaseException:   # an interrupt, or a callback that ends the epoch, leaves nothing
             set_autocast_state(autocast)   # mixed precision may have been within it

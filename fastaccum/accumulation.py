@@ -81,7 +81,7 @@ class GradientAccumulation(StepLoop):
 
         ValueError: the loader does not say its batch size, or has smaller batches than `micro_batch_size`
         """
-        return self._plan(getattr(dls, 'train', dls), n_epoch)
+        return self._plan(dls.train if isinstance(dls, DataLoaders) else dls, n_epoch)
 
     def _plan(self, dl, n_epoch, finds=None):
         sizes,drop_last = sizes_of(dl, self.micro_batch_size),drops_last(self.drop_last, dl)

@@ -2,6 +2,7 @@
 import os, pytest, subprocess, torch, warnings
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from random import Random
 from torch.nn import functional as F
@@ -82,16 +83,28 @@ class Raise(Callback):
         if self.left==-1: raise exc('planted')
     raised = property(lambda self: self.left<0)
 
-class StepsLoader:
-    "A loader that yields, epoch by epoch, batches of the given sizes"
-    def __init__(self, dl, sizes, epoch=0): self.dl,self.sizes,self.epoch,self.device = dl,sizes,epoch,dl.device
-    def __len__(self): return len(self.sizes[self.epoch%len(self.sizes)])
+def cut(idxs, n): return [idxs[i:i+n] for i in range(0, len(idxs), n)]
+
+class Epochs:
+    "For each epoch in turn, what it holds"
+    def __init__(self, epochs): self.epochs,self.i = epochs,0
+    def __call__(self):
+        self.i += 1
+        return self.epochs[(self.i-1)%len(self.epochs)]
+
+class Batches:
+    "A loader of given batches, each of its own size"
+    device = torch.device('cpu')
+    def __init__(self, dataset, epochs): self.dataset,self.order = dataset,Epochs(epochs)
+    def __len__(self): return len(self.order.epochs[self.order.i%len(self.order.epochs)])
+    def __iter__(self): return iter([self.dataset[o] for o in self.order()])
+
+class StepsLoader(Batches):
+    "A loader that yields the samples of `dl` in batches of the given sizes, epoch by epoch"
+    def __init__(self, dl, sizes, epoch=0): super().__init__(dl.dataset, sizes); self.dl,self.order.i = dl,epoch
     def __iter__(self):
-        idxs,start,sizes = self.dl.get_idxs(),0,self.sizes[self.epoch%len(self.sizes)]
-        self.epoch += 1
-        for size in sizes:
-            yield self.dl.create_batch([self.dl.dataset[i] for i in idxs[start:start+size]])
-            start += size
+        idxs,ends = self.dl.get_idxs(),[0,*accumulate(self.order())]
+        return iter([self.dataset[idxs[i:j]] for i,j in zip(ends, ends[1:])])
 
 def grads(learn): return [None if p.grad is None else p.grad.clone() for p in learn.model.parameters()]
 def weights(learn): return torch.cat([p.detach().flatten().clone() for p in learn.model.parameters()])

@@ -4,7 +4,6 @@ Processes are forks of this one, which has imported fastai, so that each test ca
 takes no other down. They speak gloo, on the CPU.
 """
 import faulthandler, math, os, sys, torch
-from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
 from inspect import Parameter, Signature, signature
@@ -14,10 +13,12 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from unittest.mock import patch
 import pytest
 from fastai.vision.all import DataLoader, DataLoaders, noop
 from fastaccum import GradientAccumulation
 from fastaccum.testing import assert_same_run, one_cycle, toy, toy_data
+from common import Batches, Epochs, cut
 
 limit = 120   # seconds; a process that hangs for longer ends, and writes where it was
 rank,world = 0,1   # of this process
@@ -28,12 +29,9 @@ def launched(r, n):
     "What a launcher tells a process, and fastai asks"
     os.environ.update(RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE=str(n), MASTER_ADDR='127.0.0.1', MASTER_PORT='0')
 
-@contextmanager
 def alone():
-    "This process trains by itself, and its Recorder does not gather the losses of others"
-    launched(0, 1)
-    try: yield
-    finally: launched(rank, world)
+    "A context in which this process trains by itself, and its Recorder does not gather the losses of others"
+    return patch.dict(os.environ, RANK='0', LOCAL_RANK='0', WORLD_SIZE='1')
 
 def here(r, module, test, n, folder, kwargs):
     "In one of the processes: run the body of a test"
@@ -70,8 +68,6 @@ def on(*ns, each_of=None):
 
 # Data: which samples each process has, and in which order
 
-def cut(idxs, n): return [idxs[i:i+n] for i in range(0, len(idxs), n)]
-
 def orders(ns, n_epoch=3):
     "For each epoch, the samples of each process, shuffled anew"
     rng,starts = Random(0),[sum(ns[:r]) for r in range(len(ns))]
@@ -82,19 +78,6 @@ def steps_of(order, shares, drop_last=False):
     parts = [cut(o, s) for o,s in zip(order, shares)]
     steps = [[p[i] if i<len(p) else [] for p in parts] for i in range(max(map(len, parts)))]
     return [sum(o, []) for o in steps if not drop_last or [len(p) for p in o]==shares]
-
-class Epochs:
-    "For each epoch in turn, what it holds"
-    def __init__(self, epochs): self.epochs,self.i = epochs,0
-    def __call__(self):
-        self.i += 1
-        return self.epochs[(self.i-1)%len(self.epochs)]
-
-class Batches:
-    "A loader of given batches, each of its own size"
-    def __init__(self, ds, epochs): self.ds,self.order,self.device = ds,Epochs(epochs),torch.device('cpu')
-    def __len__(self): return len(self.order.epochs[self.order.i%len(self.order.epochs)])
-    def __iter__(self): return iter([self.ds[o] for o in self.order()])
 
 def loader(ds, epochs, bs): return DataLoader(ds, bs=bs, n=len(epochs[0]), get_idxs=Epochs(epochs))
 def rewind(learn, epoch=0):

@@ -5,25 +5,21 @@ from functools import partial
 from matplotlib import pyplot as plt
 from torch import nn
 from torch.utils.data import DataLoader as TorchLoader, IterableDataset, TensorDataset
-from fastai.text.all import (Adam, Callback, CancelFitException, CancelStepException, DataLoader, DataLoaders,
+from fastai.text.all import (Adam, CancelFitException, CancelStepException, DataLoader, DataLoaders,
     GradientClip, LMDataLoader, Learner, OptimWrapper, ProgressCallback, SortedDL, WeightedDL, pad_input)
 from fastaccum.testing import toy, toy_data
-from common import CpuMixedPrecision, Memory, Seen, in_single, some
+from common import CpuMixedPrecision, Event, Memory, Seen, in_single, some
 from test_dry_runs import unchanged
 
 def oom(): return torch.OutOfMemoryError('planted')
-
-class Needs(Callback):
-    "Memory that is needed at another event: by a callback, the loss or the optimizer"
-    def __init__(self, event): setattr(self, event, lambda: self.model[2].check(event, self.dls.train.bs))
 
 def capped(cap, where='forward', exc=oom, n=120, mid=nn.Tanh, cbs=(), **kwargs):
     "A Learner that runs out of memory with more than `cap` samples"
     def short(at, n):
         if at==where and n>cap: raise exc()
     def model(): return nn.Sequential(nn.Linear(5, 6), mid(), Memory(short), nn.Linear(6, 3)).double()
-    cbs = [*cbs,*[Needs(where)]*(where not in ('forward','backward'))]
-    return toy(4, n=n, model=model, cbs=cbs, **kwargs)
+    needs = Event(where, lambda l: l.model[2].check(where, l.dls.train.bs), order=0)   # of a callback, loss, optimizer
+    return toy(4, n=n, model=model, cbs=[*cbs,*[needs]*(where not in ('forward','backward'))], **kwargs)
 
 def find(learn, mode='binsearch', **kwargs): return learn.bs_find(mode, show_plot=False, **kwargs)
 

@@ -7,6 +7,7 @@ from itertools import product
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils._pytree import tree_leaves
 from fastai.vision.all import (Adam, Callback, CancelBatchException, GradientClip, Module, OptimWrapper, TensorImage,
     accuracy, set_seed)
 from fastaccum import ActivationCheckpoint, FreezeBN, GradientAccumulation, GradientCache
@@ -175,12 +176,8 @@ class Towers(Module):
         res = None,a,b,self.scale.exp(),self.protos*2,x.argmax(-1),a.detach(),'clip',[a*2,(b*3,)]
         return self.out(enumerate(res if self.training else res[:7])) if self.out is dict else res
 
-def flat(o):
-    o = list(o.values()) if isinstance(o, dict) else o
-    return [x for v in o for x in flat(v)] if isinstance(o, (tuple,list)) else [o]
-
 def clip_loss(out, y):
-    _,a,b,scale,protos = flat(out)[:5]
+    _,a,b,scale,protos = tree_leaves(out)[:5]
     sim,y = scale*F.normalize(a)@F.normalize(b).T,torch.arange(len(a))
     return F.cross_entropy(sim, y)+F.cross_entropy(sim.T, y)+F.cross_entropy(a@protos.T, y%4)
 
@@ -195,7 +192,7 @@ class Pairs(Callback):
 @pytest.mark.parametrize('out,size', list(product([dict,tuple], [1,5])))
 def test_inputs_and_outputs_of_all_kinds(out, size):
     def known(o): return type(o),o.shape,o.requires_grad,o.tolist() if o.dtype==torch.int64 else vars(o)
-    def look(l): return type(l.pred),[known(o) if isinstance(o, torch.Tensor) else o for o in flat(l.pred)]
+    def look(l): return type(l.pred),[known(o) if isinstance(o, torch.Tensor) else o for o in tree_leaves(l.pred)]
     seen = [Seen('after_pred', look) for _ in range(2)]
     order = iter(seen)
     assert_same(lambda: Cached(size), lambda: [Pairs(),next(order)], model=lambda: Towers(out), loss_func=clip_loss)
@@ -250,7 +247,7 @@ class Returns(Module):
     def __init__(self, f): self.m,self.f = net(),f
     def forward(self, x, *more): return self.f(self.m(x), *more)
 
-def total(z, y): return sum(o.sum() for o in flat(z) if isinstance(o, torch.Tensor))
+def total(z, y): return sum(o.sum() for o in tree_leaves(z) if isinstance(o, torch.Tensor))
 def returning(f): return dict(model=lambda: Returns(f), loss_func=total)
 def scale(l): l.xb = l.x,torch.tensor([1.,2.,3.]).double()
 def scales(): return Event('before_batch', scale, True)

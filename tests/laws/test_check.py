@@ -15,7 +15,7 @@ from fastaccum import (ActivationCheckpoint, GradientAccumulation, GradientAccum
 from fastaccum.testing import CrossEntropy, deviation, toy, toy_data, both_runs
 from common import CpuMixedPrecision, Event, in_single, short_of, weights
 from small_learners import all_params, make, with_loaders
-from test_warned import summed
+from test_warned import ignoring, not_ignored, summed
 from test_dry_runs import unchanged, verbs
 
 check,whats = verbs['check'],['loss','predictions','draws','callbacks','loader','gradients','buffers']
@@ -71,9 +71,7 @@ def left_over():
     for p in learn.model.parameters(): p.grad = torch.ones_like(p)
     return learn
 
-def hidden(p, y): return F.cross_entropy(p.flatten(0, -2), y.flatten())   # leaves -100 out, and does not tell
 def contrastive(p, y): return F.cross_entropy(F.normalize(p)@F.normalize(p.roll(1, 1)).T, torch.arange(len(p)))
-def counted(learn): return (learn.y!=-100).sum()
 
 data = list(zip(*toy_data(40).tensors))
 exact = dict(plain=lambda: toy(12), tokens=lambda: toy(12, tokens=True), batch_of_one=lambda: toy(1),
@@ -89,7 +87,7 @@ exact = dict(plain=lambda: toy(12), tokens=lambda: toy(12, tokens=True), batch_o
     overflows=lambda: single(cbs=CpuMixedPrecision(), loss_func=lambda p,t: 1e4*F.cross_entropy(p, t)),
     relu=lambda: single(nn.Linear(6, 99), nn.ReLU(), nn.Linear(99, 6), nn.ReLU()),
     scheduled=lambda: toy(4, cbs=GradientAccumulationSchedule(8, 16)),
-    own_sizes=lambda: toy(12, tokens=True, loss_func=hidden, cbs=GradientAccumulation(24, n_items=counted)),
+    own_sizes=lambda: toy(12, tokens=True, loss_func=ignoring, cbs=GradientAccumulation(24, n_items=not_ignored)),
     torchs_loader=lambda: loaded(TorchDataLoader(data, 12, shuffle=True)),
     torchs_stream=lambda: loaded(TorchDataLoader(Stream(), 12)), follows_progress=lambda: toy(12, cbs=Follows()),
     follows_at_odd_sizes=lambda: toy(13, cbs=Follows()), ragged_end=lambda: toy(12, n=30),
@@ -100,13 +98,13 @@ def blocks(*layers): return lambda: nn.Sequential(*map(nn.Sequential, layers)).d
 def pairs(cb): return own(blocks(nn.Linear(5, 3)), loss_func=contrastive, cbs=cb)
 drawing = blocks(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(.2), nn.Linear(6, 3))
 # With a cache loss and callbacks get the whole batch, with checkpoints the model too, and callbacks before a split
-ways = dict(cache=lambda: pairs(GradientCache(micro_batch_size=4)),
-    cache_and_mixup=lambda: mixed(GradientCache(micro_batch_size=4)),
+acc,cached = GradientAccumulation,partial(GradientCache, micro_batch_size=4)
+ways = dict(cache=lambda: pairs(cached()), cache_and_mixup=lambda: mixed(cached()),
     checkpoint=lambda: pairs(ActivationCheckpoint(nn.Sequential)),
     checkpoint_draws=lambda: own(drawing, cbs=ActivationCheckpoint(nn.Sequential)),
-    split=lambda: toy(12, cbs=GradientAccumulation(12, micro_batch_size=4)),
-    split_after_mixup=lambda: mixed(GradientAccumulation(12, micro_batch_size=4)),
-    split_auto=lambda: toy(12, cbs=GradientAccumulation(12, micro_batch_size='auto')))
+    split=lambda: toy(12, cbs=acc(12, micro_batch_size=4)),
+    split_after_mixup=lambda: mixed(acc(12, micro_batch_size=4)),
+    split_auto=lambda: toy(12, cbs=acc(12, micro_batch_size='auto')))
 
 @pytest.mark.parametrize('nm', exact|ways)
 def test_no_false_alarm(nm):
@@ -118,8 +116,6 @@ class Queue(Callback):
     def before_batch(self): assert 32%len(self.y)==0, 'a queue of 32'
 def fits(most): return Event('before_batch', lambda learn: short_of(most)(len(learn.y)), True)
 def halves(): return Event('before_batch', lambda learn: 1/(len(learn.y) in (70,35)))
-
-acc,cached = GradientAccumulation,partial(GradientCache, micro_batch_size=4)
 
 @pytest.mark.parametrize('bs,cbs,kwargs,parts', [
     (8, lambda: [acc(32)], {}, [8]*4), (8, lambda: [acc(20)], {}, [8]*3), (8, lambda: [acc(1000)], {}, [8]*8+[6]),
@@ -229,7 +225,7 @@ off = dict(batchnorm=(lambda: made(nn.BatchNorm1d(6)), dict(predictions='BatchNo
     centre=(lambda: made(Centre()), dict(predictions='Centre 1'), False),
     before_batchnorm=(lambda: made(Centre(), nn.BatchNorm1d(6)), dict(predictions='Centre 1; BatchNorm1d 2'), False),
     carry=(lambda: own(lambda: Carry(nn.Linear(5, 3)).double()), dict(predictions=''), False),
-    hidden=(lambda: toy(12, tokens=True, loss_func=hidden), dict(loss=''), False),
+    hidden=(lambda: toy(12, tokens=True, loss_func=ignoring), dict(loss=''), False),
     contrastive=(lambda: toy(12, loss_func=contrastive), dict(loss=''), False),
     undeclared=(lambda: toy(12, loss_func=summed), dict(loss=''), False),
     slope=(lambda: toy(12, loss_func=slope), dict(loss=''), False),
@@ -281,7 +277,7 @@ def test_a_loader_whose_batches_depend_on_their_size():
 
 layers = nn.Tanh,lambda: nn.BatchNorm1d(6),Centre
 
-@pytest.mark.parametrize('kwargs', [{},dict(loss_func=summed),dict(tokens=True),dict(tokens=True, loss_func=hidden),
+@pytest.mark.parametrize('kwargs', [{},dict(loss_func=summed),dict(tokens=True),dict(tokens=True, loss_func=ignoring),
     *(dict(model=lambda o=o: net(o()).double(), splitter=all_params) for o in layers),
     *(dict(cbs=lambda cb=cb: [cb()]) for cb in (mean_penalty,Summed,Mixes,Harmless))], ids='-'.join)
 @pytest.mark.filterwarnings('ignore::fastaccum.AccumulationWarning')
@@ -302,9 +298,9 @@ def test_some_steps_of_training_are_compared():
     assert 'weights' in bad(res) and .01<res.off['weights']<2 and '3 steps' in repr(res)
 
 def test_callbacks_of_the_fit():
-    learn = toy(12, tokens=True, loss_func=hidden)
+    learn = toy(12, tokens=True, loss_func=ignoring)
     before = list(learn.cbs)
-    assert not check(learn).ok and check(learn, cbs=GradientAccumulation(24, n_items=counted)).ok
+    assert not check(learn).ok and check(learn, cbs=GradientAccumulation(24, n_items=not_ignored)).ok
     assert list(learn.cbs)==before and 'callbacks' in bad(check(toy(12), cbs=[Summed()]))
 
 def test_rows_that_go_on_in_their_own_micro_batch_are_no_memory():

@@ -19,8 +19,8 @@ def sampler(ds, bs):
 
 def find(learn, cbs): learn.add_cbs(cbs).lr_find(num_it=20, show_plot=False)
 
-makes = dict(plain=lambda n,micro,**kw: GradientAccumulation(n, **kw),
-    schedule=lambda n,micro,**kw: GradientAccumulationSchedule(n, n, **kw),
+makes = dict(plain=lambda n,_,**kw: GradientAccumulation(n, **kw),
+    schedule=lambda n,_,**kw: GradientAccumulationSchedule(n, n, **kw),
     scheduler=lambda n,micro,**kw: GradientAccumulationScheduler({0:-(-n//micro)}, **kw))
 
 class Drawn:

@@ -9,7 +9,7 @@ from fastai.vision.all import Adam, CancelBackwardException, CancelStepException
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientCache, NoiseScale
 from fastaccum.noise_scale import interval
 from fastaccum.testing import CrossEntropy, deviation, toy, toy_data
-from common import CpuMixedPrecision, InBackward, Raise, Scaled, Seen, clear, overflow, short_of
+from common import CpuMixedPrecision, Memory, Raise, Scaled, Seen, at_times, clear, overflow
 
 def learner(bs, n, **kwargs): return toy(bs, **dict(data=clear(n))|kwargs)
 def told(meter): return meter.trace,meter.grad_sq
@@ -43,14 +43,10 @@ def measure(n_epoch=1, *, n=18, accum_bs=100, bs=4, cbs=(), acc={}, freeze=False
 # What is measured
 
 def again(l): torch.autograd.grad(l.model(*l.xb).sum(), list(l.model.parameters()))
-class Do(nn.Module):
-    def __init__(self, f): super().__init__(); self.forward = f
 def short():
     "From the second micro-batch on"
-    done = []
-    def check(n): done.append(n); short_of(2 if done[1:] else 9)(n)
-    lin,both = nn.Linear(5, 5),Do(lambda x: InBackward.apply(x, check))
-    return nn.Sequential(nn.Linear(5, 5), both, lin, nn.Tanh(), lin, nn.Linear(5, 3)).double()   # one is used twice
+    lin,memory = nn.Linear(5, 5),Memory(at_times(range(1, 99), 'backward', 2))
+    return nn.Sequential(nn.Linear(5, 5), memory, lin, nn.Tanh(), lin, nn.Linear(5, 3)).double()   # one is used twice
 
 summed,padded = dict(loss_func=CrossEntropy(reduction='sum')),clear(18, True)
 padded.tensors[1][8:12] = -100   # a micro-batch with nothing to learn from is none

@@ -4,11 +4,11 @@ import pytest, torch
 from functools import partial
 from torch import nn
 from torch.nn import functional as F
-from fastai.vision.all import (Callback, CancelBatchException, CancelTrainException, Learner, OptimWrapper, SGD,
-    to_device)
+from fastai.vision.all import (Callback, CancelBatchException, CancelTrainException, CancelValidException, Learner,
+    OptimWrapper, SGD, to_device)
 from fastaccum import GradientAccumulation, GradientCache
 from fastaccum.testing import assert_same_run, deviation, toy, both_runs
-from common import Seen, noted_warnings, weights
+from common import Event, Seen, noted_warnings, weights
 from test_warned import fit, told
 
 # Targets and losses that callbacks give
@@ -67,6 +67,8 @@ def test_a_one_batch_that_ends_in_fastais_is_taken_as_it_is(monkeypatch):
 
 # What is no full-batch run says so
 
+def no_validation(l): raise CancelValidException
+def unvalidated(): return Event('before_validate', no_validation, valid=True)   # there the loss would fail
 def views():
     "Two of each sample, which the loss compares: SimCLR, Barlow Twins, SwAV"
     return Seen('before_batch', lambda l: setattr(l, 'xb', (torch.cat([l.x, l.x+0.1]),)))
@@ -76,14 +78,11 @@ def pairs(p, y):
     return F.cross_entropy(F.normalize(a)@F.normalize(b).T, torch.arange(len(a)))
 
 def test_two_views_of_each_sample_are_told_and_the_cache_is_exact():
-    learn = toy(6, n=48, loss_func=pairs)
-    learn._do_epoch_validate = lambda *args: None
+    learn = toy(6, n=48, loss_func=pairs, cbs=unvalidated())
     said = told(lambda: learn.fit(1, 0.05, cbs=[views(),GradientAccumulation(24)]))
     assert {k for _,k in said}<={'more-rows','loss-not-a-mean'} and said
-    a,b = (toy(24, n=48, loss_func=pairs) for _ in range(2))
-    for o,cbs in ((a,[]), (b,[GradientCache(micro_batch_size=6)])):
-        o._do_epoch_validate = lambda *args: None
-        o.fit(1, 0.05, cbs=[views(),*cbs])
+    a,b = (toy(24, n=48, loss_func=pairs, cbs=unvalidated()) for _ in range(2))
+    for o,cbs in ((a,[]), (b,[GradientCache(micro_batch_size=6)])): o.fit(1, 0.05, cbs=[views(),*cbs])
     assert deviation(weights(a), weights(b))<1e-12
 
 def test_a_callback_that_makes_more_rows_is_not_taken_for_a_loader_that_lies():
@@ -125,9 +124,7 @@ def test_what_fails_since_it_keeps_the_whole_batch_says_what_to_do():
     "And with that it trains; where nothing is split, an error is as it was"
     def train(acc, fails=0):
         weighs = Seen('before_batch', lambda l: setattr(l.loss_func, 'w', torch.linspace(0, 1, len(l.y)+fails)))
-        learn = toy(16, n=48, loss_func=PerSample())
-        learn._do_epoch_validate = lambda *args: None
-        learn.fit(1, 0.05, cbs=[weighs,acc])
+        toy(16, n=48, loss_func=PerSample(), cbs=unvalidated()).fit(1, 0.05, cbs=[weighs,acc])
     with pytest.raises(RuntimeError, match=
             r'(?s)a \(4\) must.*batch of 16 .*of 4\..*size=4.*#code-that-stores-a-whole-batch$'):
         train(GradientAccumulation(16, micro_batch_size=4))
@@ -155,8 +152,7 @@ def test_a_loss_that_is_tried_makes_pytorch_say_nothing():
     class Mse(nn.Module):
         y = None
         def forward(self, p, y): return F.mse_loss(p.sum(1), self.y.to(p))
-    learn = toy(4, n=64, loss_func=Mse())
-    learn._do_epoch_validate = lambda *args: None
+    learn = toy(4, n=64, loss_func=Mse(), cbs=unvalidated())
     with noted_warnings() as said:   # an error would be taken for the loss's own
         learn.fit(1, 1e-3, cbs=[keeps,GradientAccumulation(16)])
     assert not [o for o in said if 'target size' in str(o.message)]

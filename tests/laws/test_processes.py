@@ -15,12 +15,13 @@ from fastai.vision.all import (Adam, AvgLoss, CancelBatchException, CancelFitExc
 from fastaccum import (ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule,
     FreezeBN, GradientAccumulationScheduler, GradientCache, NoiseScale, RecalibrateBN, ScaledLR)
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, one_cycle, toy, toy_data
-from common import (Event, Memory, Raise, Scaled, Seen, above, noted_warnings, nt_xent, overflows, some, unmoved,
-    weights, whole)
+from common import (Batches, Event, Memory, Raise, Scaled, Seen, above, cut, noted_warnings, nt_xent, overflows, some,
+    unmoved, weights, whole)
 import on_processes as here
-from on_processes import (Batches, Traffic, assert_same, both, cut, entire, learner, loader, on, orders, own, rewind,
-    same_everywhere, state, steps_of)
+from on_processes import (Traffic, assert_same, both, entire, learner, loader, on, orders, own, rewind, same_everywhere,
+    state, steps_of)
 from small_learners import all_params
+from test_noise_scale import by_hand, single_gradients
 
 two_or_more = (2,3) if whole else (2,)
 even,ragged,uneven,few = [32]*4,[35]*4,[40,25,18],[40,3,1]   # samples of each process; 16 make its share of a step
@@ -438,14 +439,11 @@ def test_recalibrated():
 def test_noise_of_all_processes(case):
     "What is measured is worked out from the gradients of all micro-batches"
     ns,meter = dict(even=[16,16,16], uneven=[16,9,3]).get(case, [15]*3)[:here.world],NoiseScale(every=1)
-    b,ds = own(ns, loss_func=CrossEntropy(reduction='sum' if case=='sums' else 'mean')),toy_data(sum(ns))
+    b = own(ns, loss_func=CrossEntropy(reduction='sum' if case=='sums' else 'mean'))
     b.fit(1, 0., cbs=[GradientAccumulation(16*here.world, drop_last=False),meter,*(scaled() if case=='scaled' else [])])
-    micro,model = [o for p in orders(ns)[0] for o in cut(p, 4)],b.model.module
-    gs = [torch.cat([g.flatten() for g in torch.autograd.grad(CrossEntropy()(model(x), y), list(model.parameters()))])
-        for x,y in map(ds.__getitem__, micro)]
-    mean = sum(len(o)*g for o,g in zip(micro, gs))/sum(ns)
-    trace = (sum(len(o)*g.square().sum() for o,g in zip(micro, gs))-sum(ns)*mean.square().sum())/(len(gs)-1)
-    assert deviation((meter.trace,meter.grad_sq), (trace,mean.square().sum()-trace/sum(ns)))<1e-5
+    micro,b.model = [o for p in orders(ns)[0] for o in cut(p, 4)],b.model.module
+    want = by_hand(single_gradients(b)[sum(micro, [])], [len(o) for o in micro])
+    assert deviation((meter.trace,meter.grad_sq), want)<1e-5
     assert len(b.recorder.noise_scale)==1
 
 @on(2)

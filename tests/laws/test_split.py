@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader as TorchLoader, TensorDataset
 from fastai.vision.all import (Adam, Callback, CancelBatchException, CutMix, DataLoader, DataLoaders, GradientClip,
     Learner, OptimWrapper, RNNRegularizer, SGD, ShortEpochCallback, accuracy, noop)
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler
-from fastaccum.testing import CrossEntropy, Float32Loss, assert_same_run, deviation, one_cycle, toy, toy_data
+from fastaccum.testing import CrossEntropy, assert_same_run, deviation, one_cycle, toy, toy_data
 from common import Event, Seen, short_of, unmoved, weights
-from small_learners import DoubleMixUp, Encoding, MixedLoss, all_params, gauss, make, whole
+from small_learners import DoubleMixUp, Encoding, MixedLoss, all_params, gauss, make, quiet, whole
 
 pytestmark = pytest.mark.filterwarnings('ignore:memory ran out')
 
@@ -94,10 +94,9 @@ def learner(kind, n, bs):
     dls = DataLoaders(*(TorchLoader(toy_data(n), o, collate_fn=collate) for o in (bs,8)))
     dls.n_inp = 1
     torch.manual_seed(0)
-    learn = Learner(dls, Model().double(), lambda p,*y: nn.functional.cross_entropy(p, find(y[0])),
-        opt_func=partial(SGD, mom=0.9), cbs=Float32Loss())
-    learn.remove_cb(learn.progress)
-    learn.logger,learn._set_device = noop,noop   # (fastai's cannot move a named tuple)
+    learn = quiet(Learner(dls, Model(), lambda p,*y: nn.functional.cross_entropy(p, find(y[0])),
+        opt_func=partial(SGD, mom=0.9)))
+    learn._set_device = noop   # (fastai's cannot move a named tuple)
     return learn
 
 @pytest.mark.parametrize('kind', kinds)

@@ -14,7 +14,8 @@ from fastai.text.all import (Adam, BCEWithLogitsLossFlat, CancelBatchException, 
 from fastaccum import AccumulationWarning, FreezeBN, GradientAccumulation, GradientAccumulationSchedule
 from fastaccum.core import forward_state
 from fastaccum.testing import CrossEntropy, Float32Loss, assert_same_run, deviation, toy, toy_data, both_runs
-from common import CpuMixedPrecision, Event, Memory, Seen, above, dice, noted_warnings, nt_xent, unmoved, weights
+from common import (Batches, CpuMixedPrecision, Event, Memory, Seen, above, cut, dice, noted_warnings, nt_xent, unmoved,
+    weights)
 from small_learners import all_params
 
 def told(f):
@@ -64,6 +65,7 @@ class Masked(nn.Module):
         return (F.cross_entropy(p.flatten(0, -2), y.flatten().clamp(min=0), reduction='none')*keep).sum()/keep.sum()
 
 def not_ignored(l): return (l.y!=-100).sum()
+def ignoring(p, y): return F.cross_entropy(p.flatten(0, -2), y.flatten())   # targets of -100, and does not tell
 def summed(p, y): return F.cross_entropy(p, y, reduction='sum')
 
 class Mixable(CrossEntropy): y_int = True
@@ -155,7 +157,6 @@ def test_a_loss_is_warned_of_where_the_gradient_is_another(case):
     limit = 50*max(rounding, torch.finfo(big.dtype).eps)
     assert diff>50*limit and said=={loss:1} if case in wrong.values() else diff<limit and not said
 
-def ignoring(p, y): return F.cross_entropy(p.flatten(0, 1), y.flatten())   # targets of -100, and nobody knows
 @pytest.mark.parametrize('micro,f,said', [(1,ignoring,{loss:1}), (4,ignoring,{loss:1}), (1,None,{})])
 def test_a_loss_is_tried_on_single_samples_and_on_more_than_the_first_micro_batch(micro, f, said):
     data = toy_data(70, True)
@@ -302,20 +303,17 @@ def test_one_line_shows_each_of_its_warnings_where_the_same_is_shown_once(action
 
 # Loaders
 
-class Says:
-    "A loader of one's own, with `batches` of 64 samples, which says how many there are, and of which size"
-    device,after_batch,bs,dataset = None,None,4,range(64)
-    def __init__(self, batches, n=None): self.batches,self.n = batches,n or len(batches)
+class Says(Batches):
+    "A loader of one's own, which says that it has `n` batches, of 4 samples"
+    after_batch,bs = None,4
+    def __init__(self, batches, n=None): super().__init__(toy_data(64), [batches]); self.n = n or len(batches)
     def __len__(self): return self.n
-    def __iter__(self):
-        x,y = toy_data(64).tensors
-        return ((x[i:j],y[i:j]) for i,j in self.batches)
 
-def cut(k): return [(i,min(i+k, 64)) for i in range(0, 64, k)]
-loaders = dict(right=('', True, cut(4)), fewer_than_it_says=('', True, cut(4), 20), smaller=('', True, cut(2)),
-    empty_batches=('', True, [(0,0), *cut(4)[:6], (9,9), *cut(4)[6:], (0,0)]),
-    more_than_it_says=('more-batches', False, cut(4), 10), more_whole_steps=('more-batches', True, cut(4), 8),
-    larger_than_it_says=('larger-batches', False, cut(6)))
+fours,twos,sixes = (cut(list(range(64)), n) for n in (4,2,6))
+loaders = dict(right=('', True, fours), fewer_than_it_says=('', True, fours, 20), smaller=('', True, twos),
+    empty_batches=('', True, [[], *fours[:6], [], *fours[6:], []]),
+    more_than_it_says=('more-batches', False, fours, 10), more_whole_steps=('more-batches', True, fours, 8),
+    larger_than_it_says=('larger-batches', False, sixes))
 
 @pytest.mark.parametrize('nm', loaders)
 def test_loaders_that_are_not_as_they_say(nm):

@@ -93,8 +93,8 @@ def check_segments(o:object)->object:
     elif isinstance(o, nn.Module): o = [o]
     of = dict(tuple=type, list=nn.Module).get(type(o).__name__)
     if o is None or callable(o) or of and o and all(isinstance(x, of) for x in o): return o
-    raise TypeError(f"`segments={o!r}` is a {type(o).__name__}: give a class or a tuple of classes, a list of modules, "
-        "or a function of a module" + see('segments'))
+    raise TypeError(f"`segments={o!r}` is of type {type(o).__name__}: give a class or a tuple of classes, a list of "
+        "modules, or a function of a module" + see('segments'))
 
 def unwrapped(model:nn.Module)->nn.Module:
     """The model to cut into segments: without its wrapper for several processes

@@ -31,7 +31,7 @@ def check_moment(nm:str, o:int|float)->int|float:
     ValueError: it is negative, infinite or NaN
     """
     if isinstance(o, bool) or not isinstance(o, Real):
-        raise TypeError(f"`{nm}={o!r}` is a {type(o).__name__}: "
+        raise TypeError(f"`{nm}={o!r}` is of type {type(o).__name__}: "
             "give a fraction of training as a float, or an epoch as an int" + see('start-and-finish'))
     if not 0<=o<=2**53:
         raise ValueError(f"`{nm}={o}`: give a fraction of training from 0. to 1., or an epoch, 0 or later"
@@ -87,8 +87,8 @@ def check_scheduling(scheduling:dict[int,int])->dict[int,int]:
             "as {0:2, 4:8}" + see('scheduling-dict'))
     for o in (*scheduling,*scheduling.values()):
         if isinstance(o, bool) or not isinstance(o, Integral):
-            raise TypeError(f"{o!r} in `scheduling={scheduling}` is a {type(o).__name__}: give all numbers as ints"
-                + see('scheduling-dict'))
+            raise TypeError(f"{o!r} in `scheduling={scheduling}` is of type {type(o).__name__}: give all numbers as "
+                "ints" + see('scheduling-dict'))
     if min(scheduling)<0:
         raise IndexError(f"the key {min(scheduling)} in `scheduling={scheduling}` is negative: give epochs or steps "
             "counted from 0" + see('scheduling-dict'))

@@ -127,6 +127,11 @@ def in_single(ds):
     "The same data with inputs in single precision"
     return TensorDataset(ds.tensors[0].float(), *ds.tensors[1:])
 
+def trim(learn):
+    "The batch is as long as its longest sequence"
+    n = int((learn.y!=-100).any(0).nonzero().max())+1
+    learn.xb,learn.yb = (learn.x[:,:n],),(learn.y[:,:n],)
+
 def to_infinity(learn): learn.loss_grad = learn.loss_grad*float('inf')
 def overflow(at):
     "The loss of a step is infinite, `at` steps after the first"

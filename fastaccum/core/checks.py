@@ -26,7 +26,7 @@ def check_count(nm:str, n:object, unit:str='sample', or_else:str='')->int:
     ValueError: it is below 1
     """
     if isinstance(n, bool) or not isinstance(n, Integral):
-        raise TypeError(f"`{nm}={n!r}` is a {type(n).__name__}: give {or_else}a whole number of {unit}s, such as "
+        raise TypeError(f"`{nm}={n!r}` is of type {type(n).__name__}: give {or_else}a whole number of {unit}s, such as "
             f"`{nm}=64`"
             + see('whole-number'))
     if n<1: raise ValueError(f"`{nm}={int(n)}`: give at least 1 {unit}" + see('whole-number'))
@@ -38,7 +38,7 @@ def check_bool(nm:str, o:object, more:str='')->bool|None:
     TypeError: it is neither
     """
     if isinstance(o, bool) or more and o is None: return o
-    raise TypeError(f"`{nm}={o!r}` is a {type(o).__name__}: "
+    raise TypeError(f"`{nm}={o!r}` is of type {type(o).__name__}: "
         f"give True{', False, or None '+more if more else ' or False'}" + see('true-or-false'))
 
 def check_name(nm:str, o:object, names:tuple):

@@ -45,9 +45,9 @@ class Targets:
     def __call__(self, learn:Learner)->torch.Tensor|float: # A 0-dim tensor on the targets' device, or a number
         y = learn.yb[0]
         if not isinstance(y, torch.Tensor):
-            raise TypeError(f"the loss function has an `ignore_index`, but the target is a {type(y).__name__}, in "
-                "which the targets that are not ignored cannot be counted: pass `n_items=`, a function of the Learner "
-                "that returns their number" + see('targets-not-counted'))
+            raise TypeError(f"the loss function has an `ignore_index`, but the target is of type {type(y).__name__}, "
+                "in which the targets that are not ignored cannot be counted: pass `n_items=`, a function of the "
+                "Learner that returns their number" + see('targets-not-counted'))
         y = plain_tensor(y)
         if y.dtype==torch.uint8: y = y.long()   # or -100 would be 156
         if self._of_samples(y): return find_bs(y)
@@ -93,7 +93,7 @@ def _checked(size, look):
         if look: _checked(size.item(), look)
         return size
     if isinstance(size, bool) or not isinstance(size, Real):
-        raise TypeError(f"`n_items` returned {size!r}, a {type(size).__name__}: "
+        raise TypeError(f"`n_items` returned {size!r}, of type {type(size).__name__}: "
             "return a number or a tensor with one element" + see('size-function'))
     if not 0<=size<float('inf'):
         raise ValueError(f"`n_items` returned {size!r}: return a finite number, zero or more" + see('size-function'))

@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 from torch.nn.modules.batchnorm import _BatchNorm
 from fastai.callback.core import Callback
 from fastai.optimizer import OptimWrapper, Optimizer
-from .batch import n_samples
+from .batch import has_rows, n_samples, samples
 from .checks import class_names
 from .gradients import params_of
 from .loader import by_batch_size
@@ -59,6 +59,7 @@ class Watch:
         self.looked = False      # was there a micro-batch that is not all of its step?
         self.trials = 0          # of the loss, that are left in this epoch
         self.single = None       # the micro-batch before, if it had one sample, which is too few for a trial
+        self.counts = set()      # of samples whose loss could not be tried: how many of their targets are not -100
         self.saw_state = False   # were modules with a `reset` looked at?
         self.saw_parts = False   # was it tried out whether the model remembers the part before?
         self.grads = None        # those after a step's first micro-batch, and their versions; empty once compared
@@ -76,11 +77,11 @@ class Watch:
     def _try_loss(self):
         loop,said,mean = self.loop,self.said,self.loop.mean
         learn,n = loop.learn,loop.micro.n
-        m,batch = n_samples(learn.yb, n) or n,learn
+        m,batch,first = n_samples(learn.yb, n) or n,learn,self.single is None
         if m==1: batch,self.single = pair(self.single, learn)
-        if batch is None: return
-        self.trials -= 1
-        probed = probe(batch, max(m, 2), mean.find)
+        if batch is None and first and self.single: return   # it waits for the next one
+        self.trials -= batch is not None or self.single is None   # two of other shapes are no trial
+        probed = probe(batch or learn, m if batch is None else max(m, 2), mean.find)
         if loop.processes.rank: return
         rows = len(learn.pred) if isinstance(learn.pred, Tensor) and learn.pred.ndim else 0
         of = 'sum' if mean.is_sum else 'mean'
@@ -98,6 +99,17 @@ class Watch:
             said.once('loss-not-tried', f"it could not be checked that the loss is the {of} of its parts' losses, "
                 f"since it fails on a part ({probed.reason}). If it uses more than predictions and targets, this run "
                 "may differ from the full-batch run: run `learn.accum_check()` to find out", LossWarning)
+        elif probed.off is None and mean.find is samples and 'loss-not-tried' not in said.keys and self._uneven(m):
+            said.once('loss-not-tried', f"it could not be checked that the loss is the {of} of its parts' losses, and "
+                "samples have different numbers of labels other than -100. If the loss is a mean over these labels, "
+                "as one that the model computes usually is, this run differs from the full-batch run: pass "
+                "`n_items=lambda learn: (learn.y!=-100).sum()`. To find out, run `learn.accum_check()`", LossWarning)
+
+    def _uneven(self, m):
+        "Have the samples so far had different numbers of integer targets other than -100? The host waits for this"
+        y = self.loop.learn.yb[0] if self.loop.learn.yb else None
+        if has_rows(y, m) and not y.is_floating_point(): self.counts |= {*(y!=-100).reshape(m, -1).sum(1).tolist()}
+        return len(self.counts)>1
 
     def _look(self):
         "For all the rest, once a fit"
@@ -119,8 +131,8 @@ class Watch:
                 f"`learn.recalibrate_bn({step.size})`, or use `ActivationCheckpoint()` with the full batch",
                 BatchNormWarning)
         if how and self._joins():
-            said.once('loader-order', f"the training loader {how}, so one with batches of {step.size} would put other "
-                "samples together, and this run differs from the full-batch run. Make the DataLoaders with "
+            said.once('loader-order', f"the training loader {how}, so one with batches of {step.size} would group "
+                "the samples differently, and this run differs from the full-batch run. Make the DataLoaders with "
                 f"`bs={step.size}`, and split their batches with `micro_batch_size=`", LoaderWarning)
 
     def _joins(self):
@@ -149,8 +161,8 @@ class Watch:
 
     def _warn_state(self, m=None):
         self.said.once('hidden-state', f"{'the model' if m is None else type(m).__name__} begins each micro-batch with "
-            "the state that the one before has left, where the full-batch run keeps its state from step to step. If "
-            "the model need not remember, reset it in `before_batch`", StateWarning)
+            "the state left by the previous one, where the full-batch run keeps its state from step to step. If the "
+            "model need not remember, reset it in `before_batch`", StateWarning)
 
     def note_grads(self):
         "A micro-batch was counted that is not all of its step"

@@ -153,9 +153,6 @@ class Own(nn.Linear):
 class DoubleMixUp(MixUp):
     "Draws in double precision"
     def before_fit(self): self.distrib = Beta(*[torch.tensor(0.4, dtype=torch.float64)]*2)
-    def before_batch(self):
-        super().before_batch()
-        self.lam = self.lam.double()
 
 class MixedLoss(nn.CrossEntropyLoss): y_int = True   # for MixUp
 

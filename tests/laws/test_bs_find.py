@@ -9,6 +9,7 @@ from fastai.text.all import (Adam, CancelFitException, CancelStepException, Data
     GradientClip, LMDataLoader, Learner, OptimWrapper, ProgressCallback, SortedDL, WeightedDL, pad_input)
 from fastaccum.testing import toy, toy_data
 from common import CpuMixedPrecision, Event, Memory, Seen, in_single, some
+from small_learners import quiet
 from test_dry_runs import unchanged
 
 def oom(): return torch.OutOfMemoryError('planted')
@@ -128,13 +129,11 @@ class Tokens(nn.Module):
     def __init__(self, cap, over): super().__init__(); self.cap,self.over,self.lin = cap,over,nn.Linear(1, 2)
     def forward(self, x):
         if x.numel()>self.cap: raise oom()
-        x = self.lin(x[...,None].float())
+        x = self.lin(x[...,None].double())
         return x.transpose(1, 2) if self.over is None else x.mean(self.over)
 
 def on(dl, cap, valid=None, loss=nn.functional.cross_entropy, over=1):
-    learn = Learner(DataLoaders(dl, valid or dl), Tokens(cap, over), loss)
-    learn.remove_cb(ProgressCallback)
-    return learn
+    return quiet(Learner(DataLoaders(dl, valid or dl), Tokens(cap, over), loss))
 
 data = [(torch.ones(5),torch.tensor(0)) for _ in range(50)]
 

@@ -13,7 +13,7 @@ from fastai.text.all import (Callback, CancelFitException, CrossEntropyLossFlat,
 from fastaccum import (ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule,
     GradientAccumulationScheduler, GradientCache)
 from fastaccum.testing import CrossEntropy, deviation, toy, toy_data, both_runs
-from common import CpuMixedPrecision, Event, in_single, short_of, weights
+from common import CpuMixedPrecision, Event, Raise, in_single, short_of, weights
 from small_learners import all_params, make, with_loaders
 from test_warned import ignoring, not_ignored, summed
 from test_dry_runs import unchanged, verbs
@@ -98,12 +98,12 @@ def blocks(*layers): return lambda: nn.Sequential(*map(nn.Sequential, layers)).d
 def pairs(cb): return own(blocks(nn.Linear(5, 3)), loss_func=contrastive, cbs=cb)
 drawing = blocks(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(.2), nn.Linear(6, 3))
 # With a cache loss and callbacks get the whole batch, with checkpoints the model too, and callbacks before a split
-acc,cached = GradientAccumulation,partial(GradientCache, micro_batch_size=4)
+acc,fours = GradientAccumulation,dict(micro_batch_size=4)
+cached,split = partial(GradientCache, **fours),partial(acc, 12, **fours)
 ways = dict(cache=lambda: pairs(cached()), cache_and_mixup=lambda: mixed(cached()),
     checkpoint=lambda: pairs(ActivationCheckpoint(nn.Sequential)),
     checkpoint_draws=lambda: own(drawing, cbs=ActivationCheckpoint(nn.Sequential)),
-    split=lambda: toy(12, cbs=acc(12, micro_batch_size=4)),
-    split_after_mixup=lambda: mixed(acc(12, micro_batch_size=4)),
+    split=lambda: toy(12, cbs=split()), split_after_mixup=lambda: mixed(split()),
     split_auto=lambda: toy(12, cbs=acc(12, micro_batch_size='auto')))
 
 @pytest.mark.parametrize('nm', exact|ways)
@@ -397,12 +397,10 @@ def test_table_and_picture(recwarn):
     assert len(ax.lines)==2 and [o.get_text()[0] for o in ax.get_yticklabels()]==['2','2','4','4'] and not recwarn.list
     plt.close('all')
 
-class Ends(Callback):
-    def before_batch(self): raise CancelFitException
 @pytest.mark.parametrize('make,kwargs,exc,match', [*((lambda: toy(12),{nm:v},(ValueError,TypeError),f'`{nm}={v!r}`')
         for nm,v in [*(('accum_bs',o) for o in (1,0,2.5,True,'8',71)),('steps',-1),('steps',1.5)]),
     (lambda: loaded(DataLoader([(x,) for x,_ in data], bs=12)),{},RuntimeError,'no step was made.*no targets'),
-    (lambda: toy(12, cbs=Ends()),{},RuntimeError,'no step was made'),
+    (lambda: toy(12, cbs=Raise('before_batch', CancelFitException, 0)),{},RuntimeError,'no step was made'),
     (lambda: loaded(DataLoader(data[:7], bs=12, drop_last=True)),{},ValueError,'no batch'),
     (lambda: toy(12, cbs=FastaiGradientAccumulation(24)),{},ValueError,"has fastai's"),
     (lambda: toy(12),dict(cbs=FastaiGradientAccumulation(24)),ValueError,"has fastai's"),

@@ -4,6 +4,7 @@ import fastaccum, os, pytest, sys, torch
 from itertools import product
 from random import Random
 from torch import nn
+from unittest.mock import patch
 from fastai.vision.all import Callback, CancelEpochException, CancelFitException, CancelTrainException, Learner
 from fastcore.basics import noop
 from fastaccum import (ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule,
@@ -110,11 +111,9 @@ def test_other_fits_that_end_early_leave_nothing(way):
 def test_an_interrupt_within_the_recorder():
     learn = learner()
     learn.recorder.train_metrics = True
-    before,metric = state(learn),learn.recorder.smooth_loss
-    def interrupt(learn): raise KeyboardInterrupt
-    metric.accumulate = interrupt
-    with pytest.raises(KeyboardInterrupt): learn.fit(1, 0.1, cbs=GradientAccumulation(accum))
-    del metric.accumulate
+    interrupt = patch.object(learn.recorder.smooth_loss, 'accumulate', side_effect=KeyboardInterrupt)
+    before = state(learn)
+    with interrupt, pytest.raises(KeyboardInterrupt): learn.fit(1, 0.1, cbs=GradientAccumulation(accum))
     assert state(learn)==before
     learn.recorder.train_metrics = False
     same_fits(learn, micro)

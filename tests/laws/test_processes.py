@@ -16,7 +16,7 @@ from fastaccum import (ActivationCheckpoint, GradientAccumulation, GradientAccum
     FreezeBN, GradientAccumulationScheduler, GradientCache, NoiseScale, RecalibrateBN, ScaledLR)
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, one_cycle, toy, toy_data
 from common import (Batches, Event, Memory, Raise, Scaled, Seen, above, cut, noted_warnings, nt_xent, overflows, some,
-    unmoved, weights, whole)
+    trim, unmoved, weights, whole)
 import on_processes as here
 from on_processes import (Traffic, assert_same, both, entire, learner, loader, on, orders, own, rewind, same_everywhere,
     state, steps_of)
@@ -67,11 +67,6 @@ def leave_out(l):
     if l.iter==4: raise CancelBatchException
 
 def overflow(): return [Scaled(init_scale=2.**10),Event('after_loss', partial(overflows, 40))]   # on the second process
-
-def trim(l):
-    "Each batch is as long as its longest sequence"
-    n = int((l.y!=-100).any(0).nonzero().max())+1
-    l.xb,l.yb = (l.x[:,:n],),(l.y[:,:n],)
 
 equal = dict(
     few=[dict(ns=few)],
@@ -406,8 +401,7 @@ def test_cached(ns=ragged, size=3, cbs=list, short_on=None, stage=None, **kwargs
 def test_what_changes_nothing_to_the_bit():
     "`ActivationCheckpoint`, with dropout and BatchNorm, and `NoiseScale`"
     def drops(): return net(nn.BatchNorm1d(6), nn.Dropout())
-    def checkpoint(): return ActivationCheckpoint(nn.Linear)
-    def meter(): return NoiseScale(every=1)
+    checkpoint,meter = partial(ActivationCheckpoint, nn.Linear),partial(NoiseScale, every=1)
     for cb,acc,kwargs in [(checkpoint,[],dict(model=drops)), (checkpoint,[32],dict(model=drops)),
             (checkpoint,[],dict(model=drops, ddp=dict(find_unused_parameters=True))),
             (checkpoint,[],dict(model=drops, ddp=dict(static_graph=True))),

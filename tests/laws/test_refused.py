@@ -113,7 +113,7 @@ refused = dict(
     no_step=(toy, lambda: [acc(80, drop_last=True)], ValueError, '70 samples, too few.*80.*drop_last'),
     larger_than_the_loaders=(toy, lambda: [acc(16, micro_batch_size=8)], ValueError, 'size=8.*of 4 .*`bs=8`'),
     no_batch_size=(ready_made, lambda: [acc(16)], ValueError, 'pass `micro_batch_size=`'),
-    targets_not_counted=(named, lambda: [acc(16)], TypeError, 'is a dict.*pass `n_items='),
+    targets_not_counted=(named, lambda: [acc(16)], TypeError, 'of type dict.*pass `n_items='),
     start_after_finish=(toy, lambda: [Schedule(start=100)], ValueError, '`start=100` is later.*give a `finish`'),
     nothing_to_measure=(toy, lambda: [NoiseScale()], ValueError, 'add fastaccum.s `GradientAcc'),
     two_meters=(toy, lambda: [acc(8),NoiseScale(),NoiseScale()], ValueError, '2 NoiseScale.*keep one'),

@@ -70,10 +70,9 @@ Pair = namedtuple('Pair', 'a b')
 
 def boxes(y, k): return [{'y':o[None],'boxes':torch.zeros((i+1)%k, 3)} for i,o in enumerate(y)]
 
-kinds = dict(tensors=lambda x,y: (x,y), dicts=lambda x,y: ({'a':x,'b':x},{'y':y}),
-    mapping=lambda x,y: (Encoding(a=x, b=x),y),
+kinds = dict(tensors=lambda x,y: (x,y), dicts=lambda x,y: ({'a':x,'b':x},{'y':y}), lists=lambda x,y: ([x,x],[y,y]),
     hugging=lambda x,y: (pytest.importorskip('transformers').BatchEncoding(dict(a=x, b=x)),y),
-    lists=lambda x,y: ([x,x],[y,y]), named=lambda x,y: (Pair(x,x),Pair(y,y)),
+    mapping=lambda x,y: (Encoding(a=x, b=x),y), named=lambda x,y: (Pair(x,x),Pair(y,y)),
     texts=lambda x,y: ((x,None),(y,['name']*len(y))), samples=lambda x,y: ([*x],boxes(y, 4)),
     boxes=lambda x,y: (x,boxes(y, 3)), tuples=lambda x,y: (tuple(x),tuple(boxes(y, 2))))
 

@@ -38,6 +38,7 @@ class GradientAccumulation(StepLoop):
     torch.OutOfMemoryError: with `micro_batch_size='auto'`, one sample or the optimizer's state does not fit
     UserWarning: in a fit, when the run differs from the full-batch run or may differ; once per fit for each cause
     """
+    current_bs = None   # samples in a full step, where a schedule writes it with each step
     def __init__(self,
         accum_bs:int=None, # Samples per step over all processes, rounded up to whole micro-batches; 32 if omitted
         log_accum_batch:bool=True, # Record and log once per step (True), or every micro-batch as fastai does (False)
@@ -77,17 +78,17 @@ class GradientAccumulation(StepLoop):
         dls:DataLoaders, # The data to train on, or a training loader
         n_epoch:int=1 # Epochs
     )->Plan: # `sizes`: for each epoch, the samples of each step; `steps`: for each epoch, the number of steps
-        """The steps that a fit would take, without training
+        """The steps that a fit would take, without training; of several processes, as if this one trained alone
 
         ValueError: the loader does not say its batch size, or has smaller batches than `micro_batch_size`
         """
-        return self._plan(dls.train if isinstance(dls, DataLoaders) else dls, n_epoch)
+        return self._plan(dls.train if isinstance(dls, DataLoaders) else dls, n_epoch, StepLoop.processes)
 
-    def _plan(self, dl, n_epoch, finds=None):
+    def _plan(self, dl, n_epoch, processes, finds=None):
         sizes,drop_last = sizes_of(dl, self.micro_batch_size),drops_last(self.drop_last, dl)
         told = {'`accum_bs`':self.accum_bs, '`drop_last`':drop_last, '`log_accum_batch`':self.log_accum_batch,
             "`'auto'`":self.auto is not None, 'the number of epochs':finds or n_epoch}
-        loaders = [LoaderSizes(*o) for o in self.processes.agree({k:int(v) for k,v in told.items()}, list(sizes))]
+        loaders = [LoaderSizes(*o) for o in processes.agree({k:int(v) for k,v in told.items()}, list(sizes))]
         check_loaders(self, loaders)
         wanted = self.sizes(sum(o.micro_bs for o in loaders), n_epoch)
         if finds is not None and callable(wanted): wanted = wanted(Position(0, 0, 0.))   # all are like the first
@@ -98,7 +99,6 @@ class GradientAccumulation(StepLoop):
         learn = self.learn
         if self.validates: return
         check_learner(learn)
-        check_wrapped(learn.model)
         self.said,self.logs,self.processes = Said(),LogRows(self),Processes(learn.model)
         self.watch,self.mean,self.planned = Watch(self),None,None
         if self._finder is not None and self.processes.n>1: keep_in_memory(self._finder)
@@ -116,7 +116,7 @@ class GradientAccumulation(StepLoop):
     def _next_plan(self, dl):
         "The plan of this fit, anew if something has changed; in a search for learning rates, of steps like the first"
         finder,n_epoch = self._finder,self.learn.n_epoch
-        plan = self._plan(dl, n_epoch, None if finder is None else finder.num_it)
+        plan = self._plan(dl, n_epoch, self.processes, None if finder is None else finder.num_it)
         made_for = plan.loaders,n_epoch,plan.drop_last,self.accum_bs
         if self.planned is None or made_for!=self.planned_for: self.planned,self.planned_for = plan,made_for
         return self.planned   # one with a schedule remembers its epochs
@@ -147,10 +147,11 @@ class GradientAccumulation(StepLoop):
         if mean.is_sum:
             if micro.made_by is not None and micro.made_by is not learn.loss_grad.grad_fn:   # with a penalty
                 learn.loss_grad = learn.loss+(learn.loss_grad-learn.loss)*share
-                self.said.once('added-to-a-sum', "the loss is a sum over samples (`reduction='sum'`), and a callback "
-                    "adds something to it, which is counted once per step. That is right for a penalty on the weights "
-                    "and for a mean over samples. If the callback adds a sum over samples, or scales the loss, this "
-                    "run differs from the full-batch run: do that in the loss function")
+                if share<1:
+                    self.said.once('added-to-a-sum', "the loss is a sum over samples (`reduction='sum'`), and a "
+                        "callback adds something to it, which is counted once per step. That is right for a penalty "
+                        "on the weights and for a mean over samples. If the callback adds a sum over samples, or "
+                        "scales the loss, this run differs from the full-batch run: do that in the loss function")
         elif self.grad_sums: micro.share = share   # gradients are added up in single precision, and weighed there
         else: learn.loss_grad = plain_tensor(learn.loss_grad)*share
         if mean.samples+micro.n<self.step.enough: self.watch.micro_batch()

@@ -144,7 +144,7 @@ def _size(learn, bs):
         if bs is None or bs==own: return None
         raise ValueError(f"`bs={bs}` is not possible: the training {type(dl).__name__} yields ready-made batches. "
             "Leave `bs` out" + see('ready-made-batches'))
-    if bs is None: bs = max(own, 64 if acc is None else vars(acc).get('current_bs', acc.accum_bs))
+    if bs is None: bs = max(own, 64 if acc is None else acc.current_bs or acc.accum_bs)
     return min(bs, n_of(dl) or bs)
 
 # %% ../nbs/05_batchnorm.ipynb #pass

@@ -34,7 +34,7 @@ class GradientCache(Guest):
     order,run_valid = Recorder.order-1,True   # after all that changes the batch, or calls the model before it
     said = None          # the warnings of this fit
     place = None         # an `Instead`, of the model's `forward`, from `before_batch` to the Learner's call
-    rows = {}            # of training (`True`) and evaluation in this fit: has an output a row for each sample?
+    rows = None          # of training (`True`) and evaluation in this fit: has an output a row for each sample?
     checked = False      # was a micro-batch that was run again compared, in this fit?
     def __init__(self, *,
         micro_batch_size:int|str, # The most samples that the model sees at once; 'auto': as many as memory allows
@@ -51,10 +51,10 @@ class GradientCache(Guest):
         return self.limit.train
 
     def before_fit(self):
-        if self.validates: return
+        if self.validates and self.said is not None: return   # what the fit before it has found holds
         to_the_end(self._leave)
         self.said,self.rows,self.checked,self.limit.failed = Said(),{},False,None
-        check_cached(self.learn, not self.limit.fixed)
+        if not self.validates: check_cached(self.learn, not self.limit.fixed)
 
     def before_batch(self):
         self._leave()

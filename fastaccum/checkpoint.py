@@ -91,7 +91,7 @@ def check_segments(o:object)->object:
     """
     if isinstance(o, (L,nn.ModuleList)): o = list(o)
     elif isinstance(o, nn.Module): o = [o]
-    of = dict(tuple=type, list=nn.Module).get(type(o).__name__)
+    of = {tuple:type, list:nn.Module}.get(type(o))
     if o is None or callable(o) or of and o and all(isinstance(x, of) for x in o): return o
     raise TypeError(f"`segments={o!r}` is of type {type(o).__name__}: give a class or a tuple of classes, a list of "
         "modules, or a function of a module" + see('segments'))

@@ -52,7 +52,7 @@ class LogRows:
         "A step was logged"
         acc,learn = self.acc,self.acc.learn
         if not acc.log_steps: return
-        row = dict(accumulation_batch_size=vars(acc).get('current_bs'), micro_batch_size=acc.auto and acc.auto.train)
+        row = dict(accumulation_batch_size=acc.current_bs, micro_batch_size=acc.auto and acc.auto.train)
         for cb in learn.cbs:
             if hasattr(type(cb), 'to_log'): row |= cb.to_log()
         row = {k:v for k,v in row.items() if v is not None}

@@ -74,9 +74,8 @@ class ScaledLR(Guest):
 
     def _step_size(self):
         "Samples in a whole step, over all processes"
-        acc,learn = self.acc,self.learn
-        if acc is None or acc.learn is not learn or acc.step is None: return sizes_of(learn.dl).bs*self.world
-        return min(acc.step.full, acc.planned.n)
+        if self.acc is None: return sizes_of(self.learn.dl).bs*self.world
+        return min(self.acc.step.full, self.acc.planned.n)
 
     def before_step(self):
         self._leave()

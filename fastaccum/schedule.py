@@ -102,7 +102,6 @@ def check_scheduling(scheduling:dict[int,int])->dict[int,int]:
 class _Scheduled(GradientAccumulation):
     "A `GradientAccumulation` whose `sizes` are a function of the position in training"
     name = 'gradient_accumulation'
-    current_bs = None   # samples in a full step as the schedule wants it; `_complete_grads` writes it with each step
 
     def before_fit(self):
         super().before_fit()

@@ -30,12 +30,11 @@ def files_of_git():
 class CpuMixedPrecision(MixedPrecision):
     """fastai's `MixedPrecision` with autocast and a GradScaler that work on the CPU; on a CPU fastai's own disables
     itself"""
+    name = 'mixed_precision'
     def before_fit(self):
         dtype = torch.float16 if self.amp_mode==AMPMode.FP16 else torch.bfloat16
         self.kwargs['enabled'] = dtype==torch.float16
         self.autocast,self.learn.scaler,self.scales = autocast('cpu', dtype=dtype),GradScaler('cpu', **self.kwargs),[]
-    @property
-    def name(self): return 'mixed_precision'
 
 class Scaled(CpuMixedPrecision):
     "The GradScaler without the half precision, so that runs can be compared to the last digit"

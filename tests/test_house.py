@@ -71,12 +71,10 @@ def test_parameters_have_types():
 
 def raised(o):
     "The exceptions that a function raises in its own body"
-    todo = list(o.body)
-    while todo:
-        s = todo.pop()
+    for s in ast.iter_child_nodes(o):
         if isinstance(s, (ast.FunctionDef,ast.Lambda,ast.ClassDef)): continue
         if isinstance(s, ast.Raise) and isinstance(s.exc, ast.Call): yield ast.unparse(s.exc.func).split('.')[-1]
-        todo += list(ast.iter_child_nodes(s))
+        yield from raised(s)
 
 def test_what_is_raised_is_documented():
     "`ValueError: when`, in the docstring of the function or of its class"

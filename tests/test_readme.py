@@ -15,8 +15,7 @@ def test_examples_run(tmp_path, capfd):
     said = "print('RAN', len(learn.recorder.losses), GradientAccumulation.__module__)\n"
     file = tmp_path/'example.py'
     file.write_text(example+said+typed+said, encoding='utf-8')
-    p = get_context('fork').Process(target=runpy.run_path, args=(file,), kwargs=dict(run_name='__main__'),
-        daemon=True)
+    p = get_context('fork').Process(target=runpy.run_path, args=(file,), kwargs=dict(run_name='__main__'), daemon=True)
     p.start()
     p.join(1200)
     out,err = capfd.readouterr()

@@ -10,12 +10,11 @@ __all__ = ['world_size', 'gather', 'check_same', 'check_search', 'is_fsdp', 'is_
 
 # %% ../../nbs/core/08_distributed.ipynb #imports
 import torch
-from bisect import bisect_right
 from copy import deepcopy
 from functools import partial
-from itertools import accumulate
 from math import ceil
 from torch import distributed as dist, nn
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 from fastai.callback.core import Callback
 from fastai.callback.schedule import LRFinder, ParamScheduler
@@ -133,16 +132,12 @@ def add_up(params:list, grads:dict, group:dist.ProcessGroup, device:torch.device
     _each_flat([grads[p] for p in params], partial(dist.all_reduce, group=group))
 
 @torch.no_grad()
-def _each_flat(tensors, send, most=2**23):
-    "Send tensors of a type as one, no more numbers than `most` at once, and take what has come"
-    for dtype in dict.fromkeys(o.dtype for o in tensors):
-        todo = [o for o in tensors if o.dtype==dtype]
-        while todo:
-            k = max(1, bisect_right(list(accumulate(o.numel() for o in todo)), most))
-            some,todo = todo[:k],todo[k:]
-            flat = torch.cat([o.flatten() for o in some])
-            send(flat)
-            for o,new in zip(some, flat.split([o.numel() for o in some])): o.copy_(new.view_as(o))
+def _each_flat(tensors, send):
+    "Send tensors of a type as one, at most 32 MiB at once, and take what has come"
+    for some in _take_tensors(tensors, 2**25):
+        flat = _flatten_dense_tensors(some)
+        send(flat)
+        for o,new in zip(some, _unflatten_dense_tensors(flat, some)): o.copy_(new)
 
 def _shard_group(params):
     "The processes over which `fully_shard` has split the parameters"
@@ -215,8 +210,8 @@ def check_processes(loop:Callback):
         raise ValueError(f"the sharded parameters (FSDP) are in {half}, and gradients would be added up in that "
             "precision: keep the parameters in float32, and let `fully_shard` compute in half precision, with "
             f"`mp_policy=MixedPrecisionPolicy(param_dtype={half})`" + see('sharded-parameters'))
-    own = None if opt is None else {id(p) for p in params_of(opt)}
-    if own is None or any(id(p) in own for p in model.parameters()): return
+    own = {id(p) for p in params_of(opt)}
+    if any(id(p) in own for p in model.parameters()): return
     raise ValueError("the optimizer has none of the sharded parameters: it was made before `fully_shard`, which "
         "replaces them, or after a validation, which leaves them unsharded. Set `learn.opt = None` before the fit, and "
         "make the Learner after `fully_shard`" + see('sharded-parameters'))

@@ -61,7 +61,8 @@ class Snapshot:
         if isinstance(o, (dict,list,set,deque)):
             self.puts.append((put_items, o, items_of(o)))
             refs = [*o.keys(),*o.values()] if isinstance(o, dict) else list(o)
-        else: self.puts += _values(o)
+        elif isinstance(o, np.ndarray) and o.flags.writeable: self.puts.append((np.copyto, o, o.copy()))
+        else: self.puts += generator_state(o)
         attrs = getattr(o, '__dict__', None)
         if attrs is None or type(o).__module__.split('.')[0] in _foreign and not isinstance(o, _owned): return refs
         self.puts.append((put_items, attrs, items_of(attrs)))
@@ -74,11 +75,6 @@ class Snapshot:
         return list(vars(t).values())
 
 # %% ../../nbs/core/26_dry_run.ipynb #snapshot-values
-def _values(o):
-    "How to put back an array or a random number generator"
-    if isinstance(o, np.ndarray) and o.flags.writeable: return [(np.copyto, o, o.copy())]
-    return generator_state(o)
-
 def _put_tensor(t, value, device, requires_grad, grad):
     if t.is_leaf and t.requires_grad!=requires_grad: t.requires_grad_(requires_grad)
     same = (t.device,t.dtype,t.shape,t.stride())==(device,value.dtype,value.shape,value.stride())

@@ -16,9 +16,8 @@ def params_of(opt:Optimizer|OptimWrapper)->list:
     "The parameters that `opt` steps on, each once"
     return list({id(p):p for ps in opt.param_lists for p in ps}.values())
 
-def empty_grads(opt:Optimizer|OptimWrapper|None): # `None` if the Learner never trained
+def empty_grads(opt:Optimizer|OptimWrapper):
     "Empty the gradients, so that they are as at the start of a fit on full batches; a frozen parameter has none"
-    if opt is None: return
     for p in params_of(opt):
         if not p.requires_grad and p.grad is not None and p.grad.any(): p.grad = None
     opt.zero_grad()

@@ -156,14 +156,15 @@ class StepLoader(InPlace):
         # with several processes, one that has run out of samples has empty steps, since the others wait for it
         for o in self.steps:
             if several or batches.peek(): yield Step(batches, o, rank)
-        if self.drop_last:   # fastai's loader fetches items that it drops, too, and their transforms draw
-            for _ in batches.batches if isinstance(self.dl, DataLoader) else (): pass
+        if self.drop_last:   # fastai's loader fetches what it drops, and transforms draw; torch's sampler draws, too
+            it = batches.batches
+            for _ in it if isinstance(self.dl, DataLoader) else getattr(it, '_sampler_iter', ()): pass
         elif not self.steps or not batches.peek(): return
         elif several:
             raise RuntimeError(f"this process has samples left after {len(self.steps)} steps: its loader yields more "
                 "or larger batches than its `__len__` and `bs` say. Correct these" + see('more-batches'))
         else:
-            while batches.peek(): yield Step(batches, o, rank, announced=False)
+            while batches.peek(): yield Step(batches, o._replace(sizes=(o.full,)), announced=False)
 
 # %% ../../nbs/core/01_loader.ipynb #batches
 class BatchStream:
@@ -189,7 +190,7 @@ class BatchStream:
     def take(self, most:int)->tuple:
         "The next batch, or its first `most` samples where batches are split; and how many these are"
         b,n = self.rest.pop()
-        if n<=most or self.sizes.unit>1 or self.sizes.bs==1: return b,n
+        if n<=most or self.sizes.micro_bs==self.sizes.bs: return b,n
         self.rest = [(split(b, most, n, n),n-most)]
         return split(b, 0, most, n),most
 
@@ -198,9 +199,9 @@ class Step:
     "The batches of one step; one that the loader did not announce is like the last planned one, and full"
     def __init__(self, batches:BatchStream, plan:PlannedStep, rank:int=0, announced:bool=True):
         self.batches,self.announced = batches,announced
-        self.full = plan.full   # samples of a complete step of this process, rounded up to whole batches
+        self.full = plan.full   # samples of a complete step of all processes, rounded up to whole batches
         # samples of this one, and of all processes
-        self.size,self.total = (plan.sizes[rank],sum(plan.sizes)) if announced else (plan.full,plan.full)
+        self.size,self.total = plan.sizes[rank],sum(plan.sizes)
         self.enough = min(self.size, plan.wanted)   # with these it is complete; what was rounded up need not come
 
     def take(self, counted:Callable):

@@ -155,6 +155,7 @@ class MicroBatch:
         self.made_by = None                   # what made its loss: with a penalty, that is something else
         self.share = 1.                       # of its loss in the mean of the step
         self.ran = False                      # was it back-propagated? Then it counts
+        self.batch = None                     # its inputs and targets, if it is a part of the Learner's batch
 
 class Runs:
     """Runs the micro-batches of one batch; with `'auto'`, one that does not fit is undone, and run again in halves
@@ -166,14 +167,10 @@ class Runs:
         self.held = []   # of those that failed: where they end, and the gradients that contain them already
         if auto: auto.failed = None   # an interrupt may have left it
 
-    @property
-    def most(self)->int|None:
-        "The most samples of a micro-batch; `None` with `'auto'` as long as all fit"
-        return self.auto.most(self.training) if self.auto else self.size
-
     def stop(self, start:int, n:int)->int:
         "Where the micro-batch from `start` on ends: no later than one that failed, or the batch of `n` samples"
-        return start+evenly((self.held[-1][0] if self.held else n)-start, self.most)[0]
+        most = self.auto.most(self.training) if self.auto else self.size
+        return start+evenly((self.held[-1][0] if self.held else n)-start, most)[0]
 
     def fits(self, run:Callable, micro:MicroBatch, first:bool)->bool:
         "Run a micro-batch, by `run()`; was memory enough? Gradients are empty before the first of a step"

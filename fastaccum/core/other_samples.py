@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 from torch.nn.modules.batchnorm import _BatchNorm
 from fastai.callback.core import Callback
 from fastai.optimizer import OptimWrapper, Optimizer
-from .batch import has_rows, n_samples, samples
+from .batch import has_rows, leaves, n_samples, samples
 from .checks import class_names
 from .gradients import params_of
 from .loader import by_batch_size
@@ -59,7 +59,7 @@ class Watch:
         self.looked = False      # was there a micro-batch that is not all of its step?
         self.trials = 0          # of the loss, that are left in this epoch
         self.single = None       # the micro-batch before, if it had one sample, which is too few for a trial
-        self.counts = set()      # of samples whose loss could not be tried: how many of their targets are not -100
+        self.counts = {}         # of samples whose loss could not be tried: how many of their labels are not -100
         self.saw_state = False   # were modules with a `reset` looked at?
         self.saw_parts = False   # was it tried out whether the model remembers the part before?
         self.grads = None        # those after a step's first micro-batch, and their versions; empty once compared
@@ -90,7 +90,7 @@ class Watch:
                 f"{probed.off:.2g} of its value), so this run differs from the full-batch run. Use `reduction='mean'` "
                 "throughout, pass `n_items=`, a function that returns how many items the mean covers, or let the loss "
                 "see the whole batch with `GradientCache`", LossWarning)
-        elif probed.off is None and rows>n>1:
+        elif probed.off is None and rows>n>1 and n not in learn.pred.shape[1:2]:   # as for CTC, where time comes first
             said.once('more-rows', f"the loss gets {rows} rows for the {n} samples of a micro-batch, as if a callback "
                 "makes several views of each, and it could not be checked on parts of them. If it compares samples "
                 "with each other, this run differs from the full-batch run: let it see the whole batch with "
@@ -103,13 +103,19 @@ class Watch:
             said.once('loss-not-tried', f"it could not be checked that the loss is the {of} of its parts' losses, and "
                 "samples have different numbers of labels other than -100. If the loss is a mean over these labels, "
                 "as one that the model computes usually is, this run differs from the full-batch run: pass "
-                "`n_items=lambda learn: (learn.y!=-100).sum()`. To find out, run `learn.accum_check()`", LossWarning)
+                "`n_items=lambda learn: (learn.y!=-100).sum()`, or count what the model counts (a causal language "
+                "model leaves out the first label of each sequence). `learn.accum_check()` finds out", LossWarning)
 
     def _uneven(self, m):
-        "Have the samples so far had different numbers of integer targets other than -100? The host waits for this"
-        y = self.loop.learn.yb[0] if self.loop.learn.yb else None
-        if has_rows(y, m) and not y.is_floating_point(): self.counts |= {*(y!=-100).reshape(m, -1).sum(1).tolist()}
-        return len(self.counts)>1
+        "Have the samples so far had different numbers of integer labels other than -100? The host waits for this"
+        learn = self.loop.learn
+        n_targets = len(leaves(tuple(learn.yb)))
+        for i,o in enumerate(leaves((*learn.yb,*learn.xb))):
+            if not has_rows(o, m) or o.is_floating_point(): continue
+            ns = (o.long()!=-100).reshape(m, -1).sum(1).tolist()
+            if i<n_targets or min(ns)<o[0].numel():   # inputs may have labels, too
+                self.counts.setdefault(i, set()).update(ns)
+        return any(len(o)>1 for o in self.counts.values())
 
     def _look(self):
         "For all the rest, once a fit"

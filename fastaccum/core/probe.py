@@ -11,13 +11,12 @@ __all__ = ['Probed', 'Part', 'pair', 'probe']
 import torch
 from collections.abc import Callable
 from copy import deepcopy
-from math import isfinite
+from math import inf, isfinite
 from types import MethodType, SimpleNamespace
 from typing import NamedTuple
 from warnings import catch_warnings, simplefilter
 from torch import nn
 from fastai.learner import Learner
-from fastai.losses import BaseLoss
 from .batch import has_rows, is_mapping, join, like, pick, samples, values
 from .forward_state import ForwardState, rng_state
 
@@ -69,7 +68,8 @@ class Part:
 
 def pair(before:tuple|None, learn:Learner)->tuple: # The two as one, if they can be; and the `before` of the next
     "In the place of a Learner after its forward pass: its micro-batch of one sample, with that of the one before"
-    preds = learn.pred if isinstance(learn.pred, tuple) else (learn.pred,)
+    o = learn.pred
+    preds = values(o) if isinstance(o, tuple) or is_mapping(o) else (o,)
     if not all(has_rows(o, 1) for o in (*preds,*learn.yb)): return None,None   # it is not known what a sample is
     now = _fresh((learn.pred,tuple(learn.yb),tuple(learn.xb)))
     try: pred,yb,xb = join([before,now], [1,1])
@@ -92,8 +92,8 @@ def probe(learn:Learner, n:int, find:Callable|None)->Probed:
     except Exception as e: return Probed(None, f'{type(e).__name__}: {e}', raised=hasattr(e, 'of_loss'))
 
 def _copied(f, *kept):
-    "A copy of a loss that is a module, but for what it refers to of the Learner"
-    if not isinstance(f, (nn.Module,BaseLoss)): return f
+    "A copy of a loss that is an object, but for what it refers to of the Learner"
+    if isinstance(f, MethodType): return f   # of a callback, such as MixUp
     memo = {id(o):o for o in kept}
     for m in f.modules() if isinstance(f, nn.Module) else ():   # such as the last losses, with their graph
         memo |= {id(o):o.detach() for o in vars(m).values() if isinstance(o, torch.Tensor) and o.grad_fn is not None}
@@ -146,5 +146,6 @@ def _gap(losses, sizes, is_sum):
     elif not abs(sum(ns)-n)<=1e-4*n: raise ValueError('the sizes of the parts do not add up to that of the whole')
     else: ws = [o/sum(ns) for o in ns]   # none, if nothing counts: that is an error
     parts = [w*o for w,o in zip(ws, parts) if w]   # what does not count may be 0/0
-    if not all(map(isfinite, (whole,*parts))): raise ValueError('the loss is not finite')
+    if not isfinite(whole): raise ValueError('the loss is not finite')
+    if not all(map(isfinite, parts)): return inf,1.   # a mean over what a part has nothing of
     return abs(whole-sum(parts)),max(abs(whole), sum(map(abs, parts)))

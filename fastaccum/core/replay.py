@@ -132,7 +132,7 @@ class CachedCall:
         if n==self.n: return [False]*len(outs)   # it is not known, and needs not be
         training = self.model.training
         if training not in self.cb.rows:
-            k = n-1 if n>2 else n+1 if self.n>n else n-1
+            k = n-1 if n>2 else n+1
             try:
                 with torch.no_grad(), self.alone(), self.states[0].again(): others = leaves(self.run(0, k))
             except Exception as e:

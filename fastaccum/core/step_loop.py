@@ -52,7 +52,7 @@ class StepLoop(Events):
                 f"enough for {i} steps. So the last of these may be smaller than the others, and the schedule of "
                 "learning rates ends too early. Let `__len__` return the number of batches")
         mean = self.mean = StepMean(step.size, step.total, self.n_items, self.mean, self.processes)
-        self.step,ran = step,False
+        self.step,self.micro,ran = step,None,False
         self.logs.begin()
         autocast = autocast_state(self.devices)
         try:
@@ -65,7 +65,7 @@ class StepLoop(Events):
             else:   # nothing counts, or it is too little
                 self._drop()
                 if ran: self._end_micro_batch()
-                if ran and not mean.samples:
+                if ran and not mean.samples and len(learn.yb):   # without targets, fastai trains nothing either
                     self.said.once('cancelled', "callbacks have cancelled all micro-batches that were left in an epoch "
                         "(`CancelBatchException`), so no step was taken with them. If they decide by `train_iter`, "
                         "which counts steps, they cancel all that follows, too: let them decide by `learn.iter`, which "
@@ -116,6 +116,7 @@ class StepLoop(Events):
                     if training: self.watch.parts(parts)
                     parts.use(start, stop)
                 self.micro = MicroBatch(n*stop//rows-n*start//rows, start, stop)
+                if stop-start<rows: self.micro.batch = self.learn.xb,self.learn.yb
                 try: fits = runs.fits(run, self.micro, training and not self.mean.count)
                 except Exception as e:
                     if stop-start<rows and not is_out_of_memory(e):
@@ -173,7 +174,12 @@ class StepLoop(Events):
             self.learn.train_iter += 1   # axes count them, too
             self.logs.before_row()
         if not (row or ends_batch): return
-        self._event('after_batch', lambda cb: ends_batch and not hears_steps(cb) or row and records(cb))
+        self._after_batch(lambda cb: ends_batch and not hears_steps(cb) or row and records(cb))
+
+    def _after_batch(self, hears):
+        "Inputs and targets are those of the predictions: the last micro-batch's"
+        if self.micro and self.micro.batch: self.learn.xb,self.learn.yb = self.micro.batch
+        self._event('after_batch', hears)
 
     def _complete_grads(self):
         "Make the gradients those of the step's mean loss, unless nothing counts"
@@ -182,7 +188,7 @@ class StepLoop(Events):
         mean.sum_up()
         if not mean.samples or self.planned.drop_last and self.processes.n==1 and mean.samples<self.step.enough: return
         by,ps = mean.correction,[p for p in params_of(learn.opt) if p.requires_grad]
-        if self.processes.shards and not mean.is_sum: by = by*self.processes.n   # PyTorch averages over processes
+        if self.processes.shards: by = by*self.processes.n   # PyTorch averages over processes
         if self.grad_sums: grads = {p:o*by for p,o in self.grad_sums.pop().items()}
         else:
             scale_grads(ps, by)
@@ -211,7 +217,7 @@ class StepLoop(Events):
         def hears(cb):   # and with which loss
             if not self.log_steps: learn.loss = last if records(cb) else self.mean.loss
             return ran or hears_steps(cb)
-        try: self._event('after_batch', hears)
+        try: self._after_batch(hears)
         finally:
             if measures: learn.recorder.train_metrics = True
         self.logs.after_row()

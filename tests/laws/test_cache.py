@@ -42,6 +42,7 @@ def net(*more):
 
 def fit(cbs, bs=16, fit=one_cycle, seed=0, **kwargs):
     learn = toy(bs, **dict(dict(seed=seed, n=41, loss_func=nt_xent, splitter=all_params), **kwargs))
+    with learn.added_cbs(cbs): learn.validate()   # before any fit
     set_seed(seed)
     fit(learn, cbs)
     return learn

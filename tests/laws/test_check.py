@@ -7,9 +7,8 @@ from matplotlib import pyplot as plt
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset
-from fastai.text.all import (Callback, CancelFitException, CrossEntropyLossFlat, DataLoader,
-    GradientAccumulation as FastaiGradientAccumulation, GradientClip, LMDataLoader, MixUp, OptimWrapper, Pipeline,
-    SortedDL, TfmdDL)
+from fastai.text.all import (Callback, CancelFitException, CrossEntropyLossFlat, DataLoader, GradientClip, LMDataLoader,
+    MixUp, OptimWrapper, Pipeline, SortedDL, TfmdDL, GradientAccumulation as FastaiGradientAccumulation)
 from fastaccum import (ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule,
     GradientAccumulationScheduler, GradientCache)
 from fastaccum.testing import CrossEntropy, deviation, toy, toy_data, both_runs
@@ -144,9 +143,6 @@ def test_a_step_that_does_not_fit_into_memory(cbs, whole, parts):
     assert f'micro-batches of {parts}: not' in repr(res) and bad(res)=={'callbacks','gradients'}
     with pytest.raises(torch.OutOfMemoryError): check(toy(8, cbs=fits(whole)), cbs=cbs(), accum_bs=16)
     with pytest.raises(torch.OutOfMemoryError): check(toy(8, cbs=fits(1)), cbs=cbs())
-
-def test_many_parts_are_counted_in_the_title():
-    assert '70 samples at once, and in 9 micro-batches of up to 8: the same' in repr(check(toy(8, cbs=acc(99))))
 
 @pytest.mark.parametrize('kwargs', [dict(n_items=lambda learn: 1),dict(n_items=lambda learn: len(learn.y)**2)])
 def test_equal_parts_hide_no_loss_that_is_a_mean_over_something_else(kwargs):
@@ -386,6 +382,7 @@ def test_table_and_picture(recwarn):
         assert o in text and o in mark, o
     assert '`' not in text and all(len(l)<250 for l in text.splitlines()) and mark.count('\n| ')==1+len(whats)
     assert res.off=={o.what:o.off for o in res.rows} and [*res.off]==whats
+    assert '70 samples at once, and in 9 micro-batches of up to 8: the same' in repr(check(toy(8, cbs=acc(99))))
     ax = res.plot()
     assert ax.get_xscale()=='log' and [o.get_text() for o in ax.get_yticklabels()]==[f'{i}.{o}' for i in (0,1,3)
         for o in ('weight','bias')]

@@ -1,5 +1,5 @@
 "An epoch's incomplete last batch goes where `drop_last` says; by default, where the loader's own last batch goes."
-import pytest, random
+import pytest, random, torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader as TorchLoader, SequentialSampler
 from fastai.vision.all import DataLoader, DataLoaders, params
@@ -12,7 +12,9 @@ from test_warned import told
 valid = toy_data(9, seed=1)
 def from_dsets(ds, bs): return DataLoaders.from_dsets(ds, valid, bs=bs, shuffle=False, num_workers=0)
 def keeps(ds, bs): return DataLoaders(DataLoader(ds, bs=bs), DataLoader(valid, bs=bs))
-def in_torch(ds, bs): return DataLoaders(TorchLoader(ds, bs, drop_last=True), TorchLoader(valid, bs))
+def in_torch(ds, bs):   # its sampler draws once more at its end
+    train = TorchLoader(ds, bs, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(0))
+    return DataLoaders(train, TorchLoader(valid, bs))
 def sampler(ds, bs):
     batches = BatchSampler(SequentialSampler(ds), bs, drop_last=True)
     return DataLoaders(TorchLoader(ds, batch_sampler=batches), TorchLoader(valid, bs))

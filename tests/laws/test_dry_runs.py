@@ -70,8 +70,7 @@ class Count(Metric):
     def __init__(self): self.calls = []
     def reset(self): self.calls.append('reset')
     def accumulate(self, learn): self.calls.append(random.random())
-    @property
-    def value(self): return float(len(self.calls))
+    value = property(lambda self: float(len(self.calls)))
 
 def rich(fitted=False, cbs=(), **kwargs):
     "A Learner with much to lose"

@@ -145,8 +145,7 @@ def test_micro_batches_are_shown_as_fastai_shows_batches(watch, tmp_path):
 
 class Clock(Callback):
     "Micro-batches take 1, 2, 3, 4 seconds, 1, 2, …"
-    run_valid = False
-    def __init__(self): self.now,self.n = 0.,0
+    run_valid,now,n = False,0.,0
     def after_backward(self): self.now,self.n = self.now+1+self.n%4,self.n+1
 
 def test_wandb_draws_over_samples_and_times_whole_steps(tmp_path, monkeypatch):

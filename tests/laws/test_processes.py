@@ -514,12 +514,13 @@ def frozen_first(l, cbs):
     l.fit_one_cycle(2, 0.05, cbs=cbs, start_epoch=1)
 
 shards = dict(even=[dict(ns=even)], ragged=[dict(), dict(acc=dict(drop_last=True)), dict(ns=[33,36])],
-    tokens=[dict(tokens=True)], clipped=[dict(opt_func=o, fit=decayed, cbs=clip) for o in (Adam,AdamW)],
+    tokens=[dict(tokens=True)], sums=[equal['sums'][0]|dict(ns=ragged)],
+    clipped=[dict(opt_func=o, fit=decayed, cbs=clip) for o in (Adam,AdamW)],
     scaled=[dict(cbs=scaled)], fits=[dict(fit=frozen_first)], replicas=[dict(replicas=2)])
 on_cpu = pytest.mark.skipif(not hasattr(torch.cpu.Stream, 'record_event'), reason='PyTorch 2.6 shards on devices only')
 
 @on_cpu
-@pytest.mark.parametrize('n,case', and_always([(4,'replicas')], 4, [(2,o) for o in shards if o!='replicas']))
+@pytest.mark.parametrize('n,case', and_always([(4,'replicas'),(2,'sums')], 4, [(2,o) for o in shards if o!='replicas']))
 @on(each_of=shards)
 def test_sharded(ns=ragged, replicas=1, **kwargs):
     "The run is that of one process that is not; gradients are exchanged with every micro-batch"

@@ -48,11 +48,11 @@ def test_the_optimization_is_the_same():
 
 def test_micro_batches_losses_are_their_own():
     "Where nothing is learned, all that is recorded is a plain run's"
-    def run(cbs):
-        learn = metered(4, metrics=mets())
+    def run(cbs, bs=4):
+        learn = metered(bs, metrics=mets(), n=64)
         learn.fit(2, 0., wd=0., cbs=cbs)
         return learn.recorder.losses,learn.recorder.values
-    assert deviation(run([]), run(GradientAccumulation(16, log_accum_batch=False)))<1e-6
+    assert deviation(run([]), run(each(16)))<1e-6>deviation(run([]), run(each(16, micro_batch_size=4), 16))
 
 def each(n, **kwargs): return GradientAccumulation(n, log_accum_batch=False, **kwargs)
 

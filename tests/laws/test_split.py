@@ -181,15 +181,15 @@ def test_rows_that_a_callback_adds_are_trained_on(micro):
 
 @pytest.mark.parametrize('accum', [16,32])
 def test_events_come_in_pairs(accum):
-    "What a callback keeps in `before_batch` is its own, and whole, in `after_batch`; for the loss it is cut"
+    "What a callback keeps in `before_batch` is its own, and whole, in `after_batch`, and x is that of pred"
     class Keep(Callback):
         run_valid = False
         def before_batch(self): self.kept = self.same = self.x.clone()
         def after_pred(self): cut.append(self.kept.equal(self.x) and len(self.x))
-        def after_batch(self): ends.append(len(self.kept) if self.kept is self.same else None)
+        def after_batch(self): ends.append((self.kept is self.same and len(self.kept), len(self.x), len(self.pred)))
     cut,ends = [],[]
     toy(16, n=32).fit(1, 0.1, cbs=[GradientAccumulation(accum, micro_batch_size=4),Keep()])
-    assert ends==[16]*2 and cut==[4]*8
+    assert ends==[(16,4,4)]*2 and cut==[4]*8
 
 @pytest.mark.parametrize('which', [0,1,3])
 @pytest.mark.parametrize('event', ['after_pred','after_loss','before_backward'])

@@ -16,7 +16,7 @@ from fastaccum.core import forward_state
 from fastaccum.testing import CrossEntropy, Float32Loss, assert_same_run, deviation, toy, toy_data, both_runs
 from common import (Batches, CpuMixedPrecision, Event, Memory, Seen, above, cut, dice, noted_warnings, nt_xent, trim,
     unmoved, weights)
-from small_learners import all_params
+from small_learners import MixedLoss, all_params
 
 def told(f):
     "How often each of our warnings comes in `f`: by the category, and the entry that it links to"
@@ -68,8 +68,7 @@ def not_ignored(l): return (l.y!=-100).sum()
 def ignoring(p, y): return F.cross_entropy(p.flatten(0, -2), y.flatten())   # targets of -100, and does not tell
 def summed(p, y): return F.cross_entropy(p, y, reduction='sum')
 
-class Mixable(CrossEntropy): y_int = True
-class SumForMean(Mixable):
+class SumForMean(MixedLoss):
     "Says that it is a mean, and with MixUp, which asks for each sample's, returns more than it should"
     def forward(self, p, y): return super().forward(p, y)*len(y)
 
@@ -84,7 +83,7 @@ class Mix(MixUp):
     "Mixes each sample with its neighbour, which is in the same micro-batch however large that is"
     def before_batch(self):
         self.yb1,self.lam = tuple(y.view(-1, 2).flip(1).flatten() for y in self.yb),torch.tensor(0.3).double()
-def mixable(*args, loss=Mixable, **kwargs): return toy(*args, loss_func=loss(), **kwargs)
+def mixable(*args, loss=MixedLoss, **kwargs): return toy(*args, loss_func=loss(), **kwargs)
 
 # Exact, and silent
 
@@ -96,10 +95,11 @@ exact = dict(plain=dict(), adam=dict(opt_func=Adam),
     acc=dict(micro_batch_size=2)), frozen_batchnorm=dict(model=normed, cbs=lambda: [FreezeBN()]),
     norms_of_a_sample=dict(model=sample_norms), clipped=dict(tokens=True, cbs=lambda: [GradientClip(0.1)]),
     state_of_a_batch=dict(model=lambda: Remembers(5, 3).double(), splitter=all_params, cbs=resets('before_batch')),
-    doubled=dict(cbs=lambda: [Seen('after_loss', doubles)]))
+    doubled=dict(cbs=lambda: [Seen('after_loss', doubles)]), penalised_sum_of_a_step=dict(micro=16,
+    acc=dict(micro_batch_size='auto'), cbs=lambda: [Seen('after_loss', adds)], **sums))
 exact |= {f'{f.__name__}_{event}':dict(tokens=True, cbs=lambda event=event,f=f: [Seen(event, f)])
     for event,f in (('after_loss',adds),('after_loss',adds_in_place),('before_backward',adds))}
-exact |= {f'mixed_{r}':dict(n=64, make=partial(mixable, loss=partial(Mixable, reduction=r)), fit=little,
+exact |= {f'mixed_{r}':dict(n=64, make=partial(mixable, loss=partial(MixedLoss, reduction=r)), fit=little,
     cbs=lambda: [Mix()]) for r in ('mean','sum')}
 
 @pytest.mark.parametrize('nm', exact)
@@ -115,6 +115,7 @@ def classes(*shape): return torch.randint(0, 5, shape, generator=gen)
 plain,values,bits = (r(32, 5),classes(32)),(r(32, 3),r(32, 3)),(r(32, 5),classes(32, 5).clamp(max=1).float())
 masks,padded = (r(32, 5, 4, 4),classes(32, 4, 4)),(r(32, 6, 5),classes(32, 6))
 padded[1][:,2:][torch.rand(32, 4, generator=gen)<torch.rand(32, 1, generator=gen)] = -100
+few = plain[0],torch.where((torch.arange(32)-17).abs()>12, plain[1], -100)   # a part may have none
 w5 = torch.tensor([0.2,1.,5.,0.5,2.])
 
 right = dict(cross_entropy=(CrossEntropyLossFlat(), plain), class_weights=(CrossEntropyLossFlat(weight=w5), plain),
@@ -129,7 +130,7 @@ right = dict(cross_entropy=(CrossEntropyLossFlat(), plain), class_weights=(Cross
 wrong = dict(hidden_mean=(Masked(), padded), sum_for_mean=(summed, plain),
     root=(lambda p, y: F.mse_loss(p, y).sqrt(), values), contrastive=(nt_xent, plain), dice=(dice, masks),
     smoothed_weighted=(LabelSmoothingCrossEntropyFlat(weight=w5), plain),
-    spread=(lambda p, y: ((p-p.mean(0))**2).mean(), plain))
+    spread=(lambda p, y: ((p-p.mean(0))**2).mean(), plain), few_labels=(lambda p, y: F.cross_entropy(p, y), few))
 def of_16_at_least(p, y):
     if len(p)<16: raise ValueError('too few')
     return F.cross_entropy(p, y)
@@ -161,13 +162,17 @@ some_padded,late,full = (toy_data(70, True) for _ in range(3))
 late.tensors[1][:4].clamp_(min=0)   # no padding in the first micro-batch
 full.tensors[1].clamp_(min=0)       # and nowhere
 def computes(l): l.pred = dict(logits=l.pred, loss=ignoring(l.pred if l.y.ndim>1 else l.pred[:,None], l.y))
-own = dict(loss_func=lambda out,_: out['loss'], cbs=lambda: [Event('after_pred', computes, valid=True)])
+def hides(l): computes(l); l.yb = dict(labels=l.y),
+def names(l): l.pred = dict(logits=l.pred)
+def after(f, loss=lambda out,_: out['loss']):
+    return dict(loss_func=loss, cbs=lambda: [Event('after_pred', f, valid=True)])
 @pytest.mark.parametrize('micro', [1,4])
 @pytest.mark.parametrize('data,kwargs,said', [(late,dict(loss_func=ignoring),loss), (late,{},None),
-    (some_padded,own,not_tried), (some_padded,own|dict(acc=dict(n_items=not_ignored)),None),
-    (full,own,None), (toy_data(70),own,None)], ids=['hidden','known','by_model','counted','equal','classes'])
+    (late,after(names, lambda out,y: ignoring(out['logits'], y)),loss), (some_padded,after(computes),not_tried),
+    (some_padded,after(hides),not_tried), (some_padded,after(computes)|dict(acc=dict(n_items=not_ignored)),None),
+    (full,after(computes),None), (toy_data(70),after(computes),None)])
 def test_a_loss_is_tried_on_single_samples_and_on_more_than_the_first_micro_batch(micro, data, kwargs, said):
-    "One that the model computes, as transformers' do, cannot be tried: it is told if samples have unequal labels"
+    "One that the model computes cannot be tried: it is told if samples have unequal labels"
     warned,a,b = run(micro=micro, accum_bs=16, tokens=data.tensors[1].ndim>1, data=data, **kwargs)
     assert warned==({said:1} if said else {}) and (off(a, b)>1e-3)==bool(said)
 
@@ -209,12 +214,10 @@ def test_the_loss_is_judged_with_mixed_precision_and_on_a_device_too(f, said, wh
     cbs = [GradientAccumulation(32), *([] if where=='device' else [CpuMixedPrecision(where)])]
     assert told(lambda: step(16, f, plain, cbs=cbs))==said
 
-class Keeps(Module):
+class Keeps:
     "Keeps what it draws, with each call, and an average of the predictions"
-    def __init__(self):
-        self.register_buffer('mean', torch.zeros(3).double())
-        self.drawn = []
-    def forward(self, p, y):
+    def __init__(self): self.mean,self.drawn = torch.zeros(3).double(),[]
+    def __call__(self, p, y):
         self.drawn.append((torch.rand(()).item(),random.random(),np.random.rand()))
         self.mean.mul_(0.9).add_(p.detach().mean(0), alpha=0.1)
         return F.cross_entropy(p*(1+self.mean), y)
@@ -285,11 +288,10 @@ def test_each_is_silenced_by_its_category_and_all_by_one():
     with unmoved(learn), pytest.raises(AccumulationWarning), noted_warnings('error'):
         learn.fit(1, 1e-5, cbs=GradientAccumulation(16))
 
-class Within(Module):
+class Within(nn.Sequential):
     "Code of the user's between the fit and what is warned of"
-    def __init__(self): self.first = Remembers(5, 3).double()
-    def forward(self, x): return self.first(x)
-    def reset(self): self.first.reset()
+    def __init__(self): super().__init__(Remembers(5, 3).double()); self.reset = self[0].reset
+    def forward(self, x): return super().forward(x)
 
 def short(): return layers(Memory(above(5, 'forward')))
 

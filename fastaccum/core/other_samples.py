@@ -9,6 +9,7 @@ __all__ = ['batchnorms', 'warn_chunks', 'Watch']
 
 # %% ../../nbs/core/11_other_samples.ipynb #imports
 from contextlib import contextmanager
+from math import isinf
 from torch import Tensor, nn, optim
 from torch.nn.modules.batchnorm import _BatchNorm
 from fastai.callback.core import Callback
@@ -86,10 +87,11 @@ class Watch:
         rows = len(learn.pred) if isinstance(learn.pred, Tensor) and learn.pred.ndim else 0
         of = 'sum' if mean.is_sum else 'mean'
         if probed.wrong:
-            said.once('loss-not-a-mean', f"the loss of a micro-batch is not the {of} of its parts' losses (off by "
-                f"{probed.off:.2g} of its value), so this run differs from the full-batch run. Use `reduction='mean'` "
-                "throughout, pass `n_items=`, a function that returns how many items the mean covers, or let the loss "
-                "see the whole batch with `GradientCache`", LossWarning)
+            how = 'one of these is not finite' if isinf(probed.off) else f'off by {probed.off:.2g} of its value'
+            said.once('loss-not-a-mean', f"the loss of a micro-batch is not the {of} of its parts' losses ({how}), so "
+                "this run differs from the full-batch run. Use `reduction='mean'` throughout, pass `n_items=`, a "
+                "function that returns how many items the mean covers, or let the loss see the whole batch with "
+                "`GradientCache`", LossWarning)
         elif probed.off is None and rows>n>1 and n not in learn.pred.shape[1:2]:   # as for CTC, where time comes first
             said.once('more-rows', f"the loss gets {rows} rows for the {n} samples of a micro-batch, as if a callback "
                 "makes several views of each, and it could not be checked on parts of them. If it compares samples "

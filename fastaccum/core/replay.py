@@ -123,7 +123,9 @@ class CachedCall:
                 with nullcontext() if keeps else torch.no_grad(), self.alone(): outs.append(self.run(a, b))
                 self.states[-1].settle()
                 rows.keep()
-        except Exception as e: outs = self.cb.limit.note(self.cuts[0][1], e)
+        except Exception as e:
+            self.cb.limit.note(self.cuts[0][1], e)   # raises it again, unless half as many samples are to be tried
+            outs = None
         finally: rows.end()
         return outs
 

@@ -78,7 +78,7 @@ class GradientAccumulation(StepLoop):
         dls:DataLoaders, # The data to train on, or a training loader
         n_epoch:int=1 # Epochs
     )->Plan: # `sizes`: for each epoch, the samples of each step; `steps`: for each epoch, the number of steps
-        """The steps that a fit would take, without training; of several processes, as if this one trained alone
+        """The steps that a fit would take, without training; with several processes, as if this one trained alone
 
         ValueError: the loader does not say its batch size, or has smaller batches than `micro_batch_size`
         """

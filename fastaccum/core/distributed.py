@@ -133,7 +133,7 @@ def add_up(params:list, grads:dict, group:dist.ProcessGroup, device:torch.device
 
 @torch.no_grad()
 def _each_flat(tensors, send):
-    "Send tensors of a type as one, at most 32 MiB at once, and take what has come"
+    "Send tensors of a type together, some 32 MiB at once, and take what has come"
     for some in _take_tensors(tensors, 2**25):
         flat = _flatten_dense_tensors(some)
         send(flat)

@@ -157,8 +157,9 @@ class StepLoader(InPlace):
         for o in self.steps:
             if several or batches.peek(): yield Step(batches, o, rank)
         if self.drop_last:   # fastai's loader fetches what it drops, and transforms draw; torch's sampler draws, too
-            it = batches.batches
-            for _ in it if isinstance(self.dl, DataLoader) else getattr(it, '_sampler_iter', ()): pass
+            it,stream = batches.batches,isinstance(getattr(self.dl, 'dataset', None), IterableDataset)
+            if not isinstance(self.dl, DataLoader): it = () if stream else getattr(it, '_sampler_iter', ())
+            for _ in it: pass
         elif not self.steps or not batches.peek(): return
         elif several:
             raise RuntimeError(f"this process has samples left after {len(self.steps)} steps: its loader yields more "

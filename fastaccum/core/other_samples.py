@@ -10,6 +10,7 @@ __all__ = ['batchnorms', 'warn_chunks', 'Watch']
 # %% ../../nbs/core/11_other_samples.ipynb #imports
 from contextlib import contextmanager
 from math import isinf
+import torch
 from torch import Tensor, nn, optim
 from torch.nn.modules.batchnorm import _BatchNorm
 from fastai.callback.core import Callback
@@ -87,12 +88,12 @@ class Watch:
         rows = len(learn.pred) if isinstance(learn.pred, Tensor) and learn.pred.ndim else 0
         of = 'sum' if mean.is_sum else 'mean'
         if probed.wrong:
-            how = 'one of these is not finite' if isinf(probed.off) else f'off by {probed.off:.2g} of its value'
+            how = 'one of them is not finite' if isinf(probed.off) else f'off by {probed.off:.2g} of its value'
             said.once('loss-not-a-mean', f"the loss of a micro-batch is not the {of} of its parts' losses ({how}), so "
                 "this run differs from the full-batch run. Use `reduction='mean'` throughout, pass `n_items=`, a "
                 "function that returns how many items the mean covers, or let the loss see the whole batch with "
                 "`GradientCache`", LossWarning)
-        elif probed.off is None and rows>n>1 and n not in learn.pred.shape[1:2]:   # as for CTC, where time comes first
+        elif probed.off is None and rows>n>1 and learn.pred.shape[1:-1]!=(n,):   # as for CTC, time may come first
             said.once('more-rows', f"the loss gets {rows} rows for the {n} samples of a micro-batch, as if a callback "
                 "makes several views of each, and it could not be checked on parts of them. If it compares samples "
                 "with each other, this run differs from the full-batch run: let it see the whole batch with "
@@ -105,16 +106,18 @@ class Watch:
             said.once('loss-not-tried', f"it could not be checked that the loss is the {of} of its parts' losses, and "
                 "samples have different numbers of labels other than -100. If the loss is a mean over these labels, "
                 "as one that the model computes usually is, this run differs from the full-batch run: pass "
-                "`n_items=lambda learn: (learn.y!=-100).sum()`, or count what the model counts (a causal language "
-                "model leaves out the first label of each sequence). `learn.accum_check()` finds out", LossWarning)
+                "`n_items=`, a function that counts the labels that the model counts, such as `lambda learn: "
+                "(learn.y!=-100).sum()` where `learn.y` has them (a causal language model leaves out the first one "
+                "of each sequence). `learn.accum_check()` will tell whether it is right", LossWarning)
 
     def _uneven(self, m):
         "Have the samples so far had different numbers of integer labels other than -100? The host waits for this"
         learn = self.loop.learn
-        n_targets = len(leaves(tuple(learn.yb)))
-        for i,o in enumerate(leaves((*learn.yb,*learn.xb))):
-            if not has_rows(o, m) or o.is_floating_point(): continue
-            ns = (o.long()!=-100).reshape(m, -1).sum(1).tolist()
+        n_targets,every = len(leaves(tuple(learn.yb))),leaves((*learn.yb,*learn.xb))
+        labels = [(i,o) for i,o in enumerate(every) if has_rows(o, m) and o.dtype in (torch.int32,torch.int64)]
+        self.trials -= len(labels)>0 and self.single is not None   # or it would wait with each pair of other shapes
+        for i,o in labels:
+            ns = (o!=-100).reshape(m, -1).sum(1).tolist()
             if i<n_targets or min(ns)<o[0].numel():   # inputs may have labels, too
                 self.counts.setdefault(i, set()).update(ns)
         return any(len(o)>1 for o in self.counts.values())

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from warnings import catch_warnings, simplefilter
 from torch import nn
 from fastai.learner import Learner
+from fastai.losses import BaseLoss
 from .batch import has_rows, is_mapping, join, like, pick, samples, values
 from .forward_state import ForwardState, rng_state
 
@@ -92,8 +93,8 @@ def probe(learn:Learner, n:int, find:Callable|None)->Probed:
     except Exception as e: return Probed(None, f'{type(e).__name__}: {e}', raised=hasattr(e, 'of_loss'))
 
 def _copied(f, *kept):
-    "A copy of a loss that is an object, but for what it refers to of the Learner"
-    if isinstance(f, MethodType): return f   # of a callback, such as MixUp
+    "A copy of a loss that is a module, but for what it refers to of the Learner"
+    if not isinstance(f, (nn.Module,BaseLoss)): return f
     memo = {id(o):o for o in kept}
     for m in f.modules() if isinstance(f, nn.Module) else ():   # such as the last losses, with their graph
         memo |= {id(o):o.detach() for o in vars(m).values() if isinstance(o, torch.Tensor) and o.grad_fn is not None}
@@ -147,5 +148,5 @@ def _gap(losses, sizes, is_sum):
     else: ws = [o/sum(ns) for o in ns]   # none, if nothing counts: that is an error
     parts = [w*o for w,o in zip(ws, parts) if w]   # what does not count may be 0/0
     if not isfinite(whole): raise ValueError('the loss is not finite')
-    if not all(map(isfinite, parts)): return inf,1.   # a mean over what a part has nothing of
+    if not all(map(isfinite, parts)): return inf,abs(whole) or 1.   # a mean over what a part has nothing of
     return abs(whole-sum(parts)),max(abs(whole), sum(map(abs, parts)))

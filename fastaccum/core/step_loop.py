@@ -116,7 +116,6 @@ class StepLoop(Events):
                     if training: self.watch.parts(parts)
                     parts.use(start, stop)
                 self.micro = MicroBatch(n*stop//rows-n*start//rows, start, stop)
-                if stop-start<rows: self.micro.batch = self.learn.xb,self.learn.yb
                 try: fits = runs.fits(run, self.micro, training and not self.mean.count)
                 except Exception as e:
                     if stop-start<rows and not is_out_of_memory(e):
@@ -126,6 +125,7 @@ class StepLoop(Events):
                             f"DataLoaders with `bs={k}`" + see('code-that-stores-a-whole-batch'))
                     raise
                 if not fits: continue
+                if stop-start<rows: self.micro.batch = self.learn.xb,self.learn.yb
                 parts.rows.keep()
                 start = stop
                 if start<rows or not training: ended()

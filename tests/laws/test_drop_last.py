@@ -2,6 +2,7 @@
 import pytest, random, torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader as TorchLoader, SequentialSampler
+from torch.utils.data.datapipes.iter import IterableWrapper
 from fastai.vision.all import DataLoader, DataLoaders, params
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler
 from fastaccum.testing import assert_same_run, one_cycle, toy, toy_data
@@ -15,6 +16,8 @@ def keeps(ds, bs): return DataLoaders(DataLoader(ds, bs=bs), DataLoader(valid, b
 def in_torch(ds, bs):   # its sampler draws once more at its end
     train = TorchLoader(ds, bs, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(0))
     return DataLoaders(train, TorchLoader(valid, bs))
+def stream(ds, bs):   # of items that are not drawn for, since torch's loader fetches what it drops
+    return DataLoaders(TorchLoader(IterableWrapper(ds.items), bs, drop_last=True), TorchLoader(valid, bs))
 def sampler(ds, bs):
     batches = BatchSampler(SequentialSampler(ds), bs, drop_last=True)
     return DataLoaders(TorchLoader(ds, batch_sampler=batches), TorchLoader(valid, bs))
@@ -33,10 +36,9 @@ class Drawn:
     def __getitem__(self, i): return self.items[i][0]+random.random(),self.items[i][1]
 
 def learner(dls): return with_loaders(toy(4), *dls.loaders)
-
 def small(): return learner(from_dsets(toy_data(21), 4))   # too few samples for a step of 32
 
-@pytest.mark.parametrize('loaders,fit,make', some(20, [(l,f,m) for l in (from_dsets,keeps,in_torch,sampler)
+@pytest.mark.parametrize('loaders,fit,make', some(25, [(l,f,m) for l in (from_dsets,keeps,in_torch,stream,sampler)
     for f in (one_cycle,find) for m in makes for _ in range(2)]))
 def test_by_default_it_goes_where_the_loaders_last_batch_goes(loaders, fit, make):
     "Loaders of both sizes, made the same way; all three callbacks. Transforms draw for the items that fastai's drops"

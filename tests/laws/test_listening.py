@@ -72,7 +72,6 @@ def test_after_batch_comes_once_a_step_or_with_each_batch(begins, per_step):
     assert cb.n==(4 if (not begins if per_step is None else per_step) else 12)
 
 excs = [RuntimeError,KeyboardInterrupt,CancelFitException,CancelEpochException,CancelTrainException]
-
 raised = [*product(of_micro[:4]+of_step[::2], excs), *((o,CancelBatchException) for o in of_micro[:4]),
     ('before_backward',CancelBackwardException), ('before_step',CancelStepException)]
 

@@ -214,10 +214,12 @@ def test_the_loss_is_judged_with_mixed_precision_and_on_a_device_too(f, said, wh
     cbs = [GradientAccumulation(32), *([] if where=='device' else [CpuMixedPrecision(where)])]
     assert told(lambda: step(16, f, plain, cbs=cbs))==said
 
-class Keeps:
+class Keeps(Module):
     "Keeps what it draws, with each call, and an average of the predictions"
-    def __init__(self): self.mean,self.drawn = torch.zeros(3).double(),[]
-    def __call__(self, p, y):
+    def __init__(self):
+        self.register_buffer('mean', torch.zeros(3).double())
+        self.drawn = []
+    def forward(self, p, y):
         self.drawn.append((torch.rand(()).item(),random.random(),np.random.rand()))
         self.mean.mul_(0.9).add_(p.detach().mean(0), alpha=0.1)
         return F.cross_entropy(p*(1+self.mean), y)

@@ -29,7 +29,7 @@ def count(cbs, **kwargs):
 kinds = dict(samples=dict(loss_func=lambda p,y: (p.sum(-1)-y).pow(2).mean()), targets={}, tokens=dict(tokens=True),
     weighted=dict(loss_func=CrossEntropy(weight=torch.tensor([1.,2.,.5], dtype=torch.float64))),
     smoothed=dict(loss_func=CrossEntropy(label_smoothing=0.1)), summed=dict(loss_func=CrossEntropy(reduction='sum')),
-    own=dict(acc=dict(n_items=lambda l: (l.y>=0).sum())))
+    own=dict(acc=dict(n_items=lambda l: (l.y>=0).sum())), untried=dict(loss_func=lambda p,y: (p*torch.rand(1)).mean()))
 
 @pytest.mark.parametrize('kind', kinds)
 @pytest.mark.parametrize('log', [True,False])

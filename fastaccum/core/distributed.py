@@ -177,7 +177,7 @@ def check_loaders(loop:Callback, loaders:list):
 
     ValueError: one has no samples, or they differ where something communicates with every micro-batch
     """
-    if loop.processes.n==1: return
+    if len(loaders)==1: return
     if min(o.n for o in loaders)<1:
         raise ValueError(f"a process has no samples to train on (they have {', '.join(str(o.n) for o in loaders)}): "
             "give each at least one micro-batch" + see('unequal-loaders'))

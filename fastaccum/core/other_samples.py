@@ -72,7 +72,7 @@ class Watch:
 
     def micro_batch(self):
         "A micro-batch that is not all of its step has its loss; of several processes the first warns"
-        if self.trials: self._try_loss()
+        if self.trials>0: self._try_loss()
         if not self.looked and not self.loop.processes.rank: self._look()
         self.looked = True
 

@@ -8,7 +8,7 @@ from fastai.vision.all import (Callback, CancelBatchException, CancelTrainExcept
     OptimWrapper, SGD, to_device)
 from fastaccum import GradientAccumulation, GradientCache
 from fastaccum.testing import assert_same_run, deviation, toy, both_runs
-from common import Event, Seen, noted_warnings, weights
+from common import Raise, Seen, noted_warnings, weights
 from test_warned import fit, told
 
 # Targets and losses that callbacks give
@@ -67,8 +67,7 @@ def test_a_one_batch_that_ends_in_fastais_is_taken_as_it_is(monkeypatch):
 
 # What is no full-batch run says so
 
-def no_validation(l): raise CancelValidException
-def unvalidated(): return Event('before_validate', no_validation, valid=True)   # there the loss would fail
+unvalidated = partial(Raise, 'before_validate', CancelValidException, 0)   # there the loss would fail
 def views():
     "Two of each sample, which the loss compares: SimCLR, Barlow Twins, SwAV"
     return Seen('before_batch', lambda l: setattr(l, 'xb', (torch.cat([l.x, l.x+0.1]),)))

@@ -251,12 +251,12 @@ def test_one_process_fails_for_good(how):
 
 @on(2)
 def test_a_forward_of_its_own_is_kept():
-    "As accelerate gives a model in mixed precision"
+    "As accelerate gives a model in mixed precision. And a plan of one process waits for no other"
     b,calls = own(ragged),[]
     stock = b.model.forward
     b.model.forward = mine = lambda *args: calls.append(b.model.training) or stock(*args)
-    b.fit(1, 0.1, cbs=GradientAccumulation(32))
-    assert vars(b.model)['forward'] is mine and calls.count(True)==9
+    b.fit(1, 0.1, cbs=(acc:=GradientAccumulation(32)))
+    assert vars(b.model)['forward'] is mine and calls.count(True)==9 and (here.rank or acc.plan(b.dls).steps==[2])
 
 @on(2)
 def test_lr_find():

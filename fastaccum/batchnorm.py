@@ -27,7 +27,7 @@ from .core.forward_state import devices_of, rng_state, set_rng_state
 from .core.guest import Guest, Quiet, to_the_end
 from .core.warnings import see, warn
 from .core.out_of_memory import is_out_of_memory
-from .core.distributed import is_sharded, world_size
+from .core.distributed import check_not_sharded, world_size
 
 # %% ../nbs/05_batchnorm.ipynb #recalibrate
 @patch
@@ -38,8 +38,9 @@ def recalibrate_bn(self:Learner,
     """Estimate the running statistics of BatchNorm layers again, as a mean over training batches of `bs` samples
 
     TypeError: an argument is not a whole number
-    ValueError: a number is below 1, no layer learns statistics, or the training loader cannot give such batches
-    RuntimeError: there are several processes, and SyncBatchNorm or sharded parameters
+    ValueError: a number is below 1, no layer learns statistics, the training loader cannot give such batches, or
+        several processes share the parameters of a sharded model
+    RuntimeError: there are several processes, and SyncBatchNorm
     torch.OutOfMemoryError: a batch does not fit
     """
     layers,why,bs,n = _plan(self, bs, n)
@@ -50,8 +51,9 @@ class RecalibrateBN(Quiet):
     """Run `recalibrate_bn` before each validation, so that metrics and saved models use its statistics
 
     TypeError: an argument is not a whole number
-    ValueError: a number is below 1, or, when the fit begins, the training loader cannot give batches of that size
-    RuntimeError: when the fit begins, if there are several processes, and SyncBatchNorm or sharded parameters
+    ValueError: a number is below 1, or, when the fit begins, the training loader cannot give batches of that size,
+        or several processes share the parameters of a sharded model
+    RuntimeError: when the fit begins, if there are several processes, and SyncBatchNorm
     UserWarning: when the fit begins, if no BatchNorm layer learns statistics
     """
     order,run_bs_find = TrainEvalCallback.order+1,False   # before all that validates
@@ -130,11 +132,12 @@ def _plan(learn, bs, n):
         why = f"the {type(model).__name__} has no BatchNorm layer with running statistics"
         if bn_layers(model): why = "all BatchNorm layers are frozen, so their statistics are left alone"
     synced = any(isinstance(m, nn.SyncBatchNorm) for m in layers)
-    if layers and world_size()>1 and (synced or is_sharded(model)):
-        what = "a model with sharded parameters (FSDP) gathers them"
-        if synced: what = "SyncBatchNorm exchanges its statistics"
-        raise RuntimeError(f"{what} in each forward pass, which hangs where processes have different numbers of "
-            "batches: recalibrate in one process, after training" + see('sync-batchnorm'))
+    if layers and world_size()>1:
+        check_not_sharded(model)
+        if synced:
+            raise RuntimeError("SyncBatchNorm exchanges its statistics in each forward pass, which hangs where "
+                "processes have different numbers of batches: recalibrate in one process, after training"
+                + see('sync-batchnorm'))
     return layers,why,_size(learn, None if bs is None else check_count('bs', bs)),n
 
 def _size(learn, bs):

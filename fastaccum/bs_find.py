@@ -21,7 +21,7 @@ from .core.dry_run import Batches, CountSteps, DryRun
 from .core.loader import batches_of, n_of, resizable, size_of, with_size
 from .core.warnings import see
 from .core.out_of_memory import free_memory, is_out_of_memory, watch_peak
-from .core.distributed import check_same, gather, is_sharded, world_size
+from .core.distributed import check_not_sharded, check_same, gather, world_size
 
 # %% ../nbs/06_bs_find.ipynb #bs-find
 @patch
@@ -153,10 +153,10 @@ def _try(run, size, n, done):
 def _check_processes(learn, n, **told):
     "Refuse a model that exchanges in its forward pass, and processes that differ; return the fewest samples"
     model,why = get_model(learn.model),None
+    check_not_sharded(model)
     for m in model.modules():
         if isinstance(m, nn.SyncBatchNorm): why = 'SyncBatchNorm'
         if isinstance(m, DistributedDataParallel): why = 'a part of the model in DistributedDataParallel'
-    if is_sharded(model): why = 'sharded parameters (FSDP)'
     if why:
         raise RuntimeError(f"`bs_find` cannot search on several processes with {why}: they exchange data in each "
             "forward pass, and would wait forever for one whose memory runs out. Search with the plain model, before "

@@ -14,7 +14,7 @@ from fastai.learner import Learner, Recorder
 from .core.batch import n_samples, split
 from .core.checks import check_count, check_learner, check_single, first_of
 from .core.loader import size_of
-from .core.distributed import check_wrapped, is_fsdp, world_size
+from .core.distributed import check_not_sharded, check_wrapped, world_size
 from .core.guest import Guest, Instead, to_the_end
 from .core.micro_batches import AutoSize
 from .core.other_samples import batchnorms, warn_chunks
@@ -96,6 +96,7 @@ def check_cached(learn:Learner, auto:bool=False):
     ValueError: the model cannot be run in parts
     """
     check_single(learn, GradientCache)
+    check_not_sharded(learn.model)
     check_wrapped(learn.model)
     check_learner(learn)
     acc,bs = first_of(learn, 'GradientAccumulation'),size_of(learn.dls.train)
@@ -108,7 +109,3 @@ def check_cached(learn:Learner, auto:bool=False):
             "memory runs out, a process repeats a micro-batch, and its SyncBatchNorm would wait for the others "
             "forever. Give a number (`learn.bs_find()` finds one that fits on all processes)"
             + see('exchanges-in-the-forward-pass'))
-    sharded = next((type(m).__name__ for m in learn.model.modules() if is_fsdp(m)), None)
-    if sharded is not None:
-        raise ValueError(f"the parameters of {sharded} are sharded over processes (FSDP), which `GradientCache` does "
-            "not support: use DistributedDataParallel, or train without `GradientCache`" + see('sharded-parameters'))

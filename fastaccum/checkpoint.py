@@ -19,7 +19,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from .core.checks import check_bool, check_single
-from .core.distributed import is_fsdp
+from .core.distributed import check_not_sharded
 from .core.forward_state import ForwardState, devices_of
 from .core.guest import Guest, Instead, to_the_end
 from .core.warnings import see, warn
@@ -99,19 +99,15 @@ def check_segments(o:object)->object:
 def unwrapped(model:nn.Module)->nn.Module:
     """The model to cut into segments: without its wrapper for several processes
 
-    ValueError: the model is compiled, or split over devices in a way that is not supported
+    ValueError: the model is compiled, sharded over processes, or split over devices by DataParallel
     """
+    check_not_sharded(model)
     if isinstance(model, DistributedDataParallel): model = model.module
     for m in model.modules():
         nm = type(m).__name__
         if isinstance(m, DataParallel):
             raise ValueError("DataParallel copies the model to other devices, but its segments would all run on the "
                 "first one: use `learn.distrib_ctx()` instead, with a process for each device" + see('data-parallel'))
-        if is_fsdp(m):
-            raise ValueError(f"the parameters of {nm} are sharded over processes (FSDP), with which "
-                "`ActivationCheckpoint` has not been tried: use PyTorch's `apply_activation_checkpointing`, from "
-                "`torch.distributed.algorithms._checkpoint.checkpoint_wrapper`"
-                + see('sharded-parameters'))
         if nm=='OptimizedModule' or getattr(m, '_compiled_call_impl', None) is not None:
             raise ValueError(f"{nm} is compiled, and the compiler decides what is computed again: set "
                 "`torch._functorch.config.activation_memory_budget`, or train the model before you compile it"

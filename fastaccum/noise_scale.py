@@ -13,7 +13,6 @@ from functools import partial
 from typing import NamedTuple
 from fastai.callback.fp16 import MixedPrecision
 from .core.checks import check_count, check_single, first_of
-from .core.distributed import is_sharded
 from .core.gradients import params_of
 from .core.guest import Guest
 from .core.warnings import Said, see
@@ -42,8 +41,8 @@ class NoiseScale(Guest):
     """Measure how much the gradients of micro-batches differ, and from this, how large a batch is worthwhile
 
     TypeError: a number is not a whole number
-    ValueError: a number is below 1, or, when a fit begins, nothing accumulates on the Learner, its parameters are
-        sharded, or there are two of these callbacks
+    ValueError: a number is below 1, or, when a fit begins, nothing accumulates on the Learner, or there are
+        two of these callbacks
     UserWarning: a step cannot be measured; the message says why
     """
     order,run_valid = MixedPrecision.order+.5,False   # gradients without their scale, and not clipped yet
@@ -72,10 +71,6 @@ class NoiseScale(Guest):
         if self.acc is None:
             raise ValueError("NoiseScale compares the micro-batches of a step, and this Learner steps on every batch: "
                 "add fastaccum's `GradientAccumulation(accum_bs)` to its callbacks" + see('nothing-accumulates'))
-        if is_sharded(learn.model):
-            raise ValueError("NoiseScale measures the gradients of single micro-batches, but those of sharded "
-                "parameters (FSDP) are added up over processes in the backward pass: measure in one process, or with "
-                "DistributedDataParallel" + see('sharded-parameters'))
         self.readings,self.said = [],Said()
         self.steps = 0                       # steps of this fit
         self.left = 0                        # steps until the next that is measured

@@ -26,7 +26,6 @@ def scale_grads(params:list, by:float|torch.Tensor):
     "Multiply the gradients in place with a number or a 0-dim tensor"
     if not isinstance(by, torch.Tensor) and by==1: return
     grads = [p.grad for p in params if p.grad is not None]
-    if any(hasattr(o, 'device_mesh') for o in grads): by = float(by)   # sharded ones take numbers only
     if grads: torch._foreach_mul_(grads, by)
 
 # %% ../../nbs/core/06_gradients.ipynb #wide

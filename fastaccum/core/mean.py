@@ -142,9 +142,8 @@ class StepMean:
         size = (n_samples(learn.yb, n) or n) if self.find is samples else self.find(learn)
         if self.n_items: size,self.looked = _checked(size, not self.looked),True
         if self.ref is None:
-            each,ps = self._most(learn, size, n)/max(n, 1),self.processes   # a callback may make rows of no sample
-            # what is exchanged with each micro-batch needs the same on all processes
-            self.ref = ps.largest(each)*self.total/ps.n if ps and ps.shards else each*self.own
+            each = self._most(learn, size, n)/max(n, 1)   # a callback may make rows of no sample
+            self.ref = each*self.own
         if isinstance(size, torch.Tensor) or not size: size,loss = self._masked(learn, size, loss)
         self.now = n,size,loss
         return size/self.ref

@@ -188,7 +188,6 @@ class StepLoop(Events):
         mean.sum_up()
         if not mean.samples or self.planned.drop_last and self.processes.n==1 and mean.samples<self.step.enough: return
         by,ps = mean.correction,[p for p in params_of(learn.opt) if p.requires_grad]
-        if self.processes.shards: by = by*self.processes.n   # PyTorch averages over processes
         if self.grad_sums: grads = {p:o*by for p,o in self.grad_sums.pop().items()}
         else:
             scale_grads(ps, by)

@@ -12,7 +12,7 @@ from torch import distributed as dist
 from torch.multiprocessing.spawn import ProcessException, start_processes
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from unittest.mock import patch
 import pytest
 from fastai.vision.all import DataLoader, DataLoaders, noop
@@ -105,10 +105,7 @@ def own(ns, micro=4, tokens=False, ddp=(), n_epoch=3, **kwargs):
     train = loader(ds, [o[rank] for o in orders(ns, n_epoch)], micro)
     return learner(train, ds, ddp=ddp if ddp is None else dict(ddp), **kwargs)
 
-def entire(o):
-    "With each sharded tensor as one"
-    return tree_map(lambda x: x.full_tensor() if hasattr(x, 'full_tensor') else x, o)
-def state(learn): return torch.cat([entire(o).detach().double().flatten() for o in learn.model.state_dict().values()])
+def state(learn): return torch.cat([o.detach().double().flatten() for o in learn.model.state_dict().values()])
 
 def same_everywhere(t):
     "Fail if the processes do not hold the same"
@@ -118,10 +115,10 @@ def same_everywhere(t):
     assert all(torch.equal(o, t) for o in res), 'the processes differ'
 
 def both(ns, micro=4, each=16, cb=GradientAccumulation, acc=None, fit=one_cycle, tokens=False, cbs=list, setup=noop,
-        ddp=(), full=True, of_all=None, **kwargs):
+        ddp=(), full=True, **kwargs):
     """The Learners after a fit of one process, on batches of whole steps, or, unless `full`, on micro-batches as large
     as those of all together; and after one of all processes, each on micro-batches of its own, with `each` samples in
-    a step, with the arguments `of_all` instead of some"""
+    a step"""
     ns,micro,acc = ns[:world],micro[:world] if isinstance(micro, list) else [micro]*world,acc or {}
     ds,order = toy_data(sum(ns), tokens),orders(ns)
     def accumulation(): return cb(each*world, **acc)
@@ -134,7 +131,7 @@ def both(ns, micro=4, each=16, cb=GradientAccumulation, acc=None, fit=one_cycle,
         train = loader(ds, [sum((sum(b, []) for b in zip(*(cut(p, m) for p,m in zip(o, micro)))), []) for o in order],
             sum(micro))
     a = learner(train, ds, **kwargs)
-    b = own(ns, micro, tokens, ddp, **kwargs|(of_all or {}))
+    b = own(ns, micro, tokens, ddp, **kwargs)
     setup(a), setup(b)
     with alone(): fit(a, cbs() if full else [accumulation(),*cbs()])
     fit(b, [accumulation(),*cbs()])

@@ -9,6 +9,9 @@ from importlib.util import find_spec
 from itertools import product
 from random import Random
 from torch import distributed as dist, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
 from fastai.vision.all import (Adam, AvgLoss, CancelBatchException, CancelFitException, DataLoader, GradientClip,
     Module, OptimWrapper, SGD, SaveModelCallback, ShortEpochCallback, accuracy)
@@ -18,8 +21,8 @@ from fastaccum.testing import CrossEntropy, assert_same_run, deviation, one_cycl
 from common import (Batches, Event, Memory, Raise, Scaled, Seen, above, cut, noted_warnings, nt_xent, overflows, some,
     trim, unmoved, weights, whole)
 import on_processes as here
-from on_processes import (Traffic, assert_same, both, entire, learner, loader, on, orders, own, rewind, same_everywhere,
-    state, steps_of)
+from on_processes import (Traffic, assert_same, both, learner, loader, on, orders, own, rewind, same_everywhere, state,
+    steps_of)
 from small_learners import all_params
 from test_noise_scale import by_hand, single_gradients
 
@@ -344,6 +347,9 @@ refused = dict(
     accum_bs=('accum_bs', dict(ns=even, cb=lambda n: GradientAccumulation(16+here.rank))),
     drop_last=('drop_last', dict(ns=even, cb=lambda n: GradientAccumulation(16, drop_last=here.rank>0))),
     epochs=('epochs', dict(ns=even, fit=lambda l,cbs: l.fit(1+(here.rank if cbs else 0), 0.1, cbs=cbs))),
+    # batches are cut at the ends of steps: 22 samples are 8 micro-batches, and 23 are 9
+    counts_split_and_recorded=('22 samples.*23 samples', dict(ns=[22,23],
+        acc=dict(micro_batch_size=3, log_accum_batch=False))),
     counts_recorded=('micro-batches', dict(ns=uneven, acc=dict(log_accum_batch=False))),
     auto_recorded=('auto', dict(ns=even, acc=dict(micro_batch_size='auto', log_accum_batch=False))),
     counts_of_metrics=('micro-batches', dict(ns=uneven, setup=train_metrics, metrics=[accuracy])),
@@ -490,50 +496,11 @@ def test_bs_find_says_the_same_on_all():
     with unmoved(b), pytest.raises(exc, match=said): b.bs_find(show_plot=False)
     assert isinstance(b.model, DDP)
 
-# Sharded parameters (FSDP2)
-
-def sharded(replicas=1, make=net):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    shape = (here.world,) if replicas==1 else (replicas,here.world//replicas)
-    mesh,m = init_device_mesh('cpu', shape, mesh_dim_names=('replicas','shards')[-len(shape):]),make()
-    for o in (m[0],m[-1]): fully_shard(o, mesh=mesh)
-    return fully_shard(m, mesh=mesh)
-def parts(m): return [list(m[:1].parameters()),list(m[1:].parameters())]
-def all_sharded(ns, tokens=False, **kwargs):
-    return own(ns, tokens=tokens, **dict(ddp=None, model=sharded, splitter=parts)|kwargs)
-def states(l):
-    for m in l.model.modules():
-        if hasattr(m, 'reshard'): m.reshard()   # a validation leaves them gathered
-    return deepcopy(entire([l.model.state_dict(),l.opt.state_dict()['state'],[p.grad for p in l.model.parameters()]]))
-def frozen_first(l, cbs):
-    l.freeze()
-    l.fit(1, 0.05, cbs=cbs)
-    l.validate()
-    l.unfreeze()
-    l.fit_one_cycle(2, 0.05, cbs=cbs, start_epoch=1)
-
-shards = dict(even=[dict(ns=even)], ragged=[dict(), dict(acc=dict(drop_last=True)), dict(ns=[33,36])],
-    tokens=[dict(tokens=True)], sums=[equal['sums'][0]|dict(ns=ragged)],
-    clipped=[dict(opt_func=o, fit=decayed, cbs=clip) for o in (Adam,AdamW)],
-    scaled=[dict(cbs=scaled)], fits=[dict(fit=frozen_first)], replicas=[dict(replicas=2)])
-on_cpu = pytest.mark.skipif(not hasattr(torch.cpu.Stream, 'record_event'), reason='PyTorch 2.6 shards on devices only')
-
-@on_cpu
-@pytest.mark.parametrize('n,case', and_always([(4,'replicas'),(2,'sums')], 4, [(2,o) for o in shards if o!='replicas']))
-@on(each_of=shards)
-def test_sharded(ns=ragged, replicas=1, **kwargs):
-    "The run is that of one process that is not; gradients are exchanged with every micro-batch"
-    a,b = both(ns, model=net, splitter=parts, ddp=None, of_all=dict(model=partial(sharded, replicas)), **kwargs)
-    assert deviation(states(a), states(b))<1e-9
-    assert deviation(*([list(o.recorder.lrs),list(o.recorder.losses)] for o in (a,b)))<2e-6
-
-@pytest.mark.parametrize('kind', ['plain',pytest.param('sharded', marks=on_cpu)])
 @on(2)
-def test_a_fit_that_is_cut_short_leaves_nothing(kind):
+def test_a_fit_that_is_cut_short_leaves_nothing():
     "The next fits, plain or not, are as if it had not been"
     def fit(acc, event=None, exc=None, **kwargs):
-        b = own(ragged, opt_func=SGD) if kind=='plain' else all_sharded(ragged, opt_func=SGD)
+        b = own(ragged, opt_func=SGD)
         if event:
             cb = Raise(event, exc, 7, at=1 if event in ('after_backward','after_batch') else 5)
             try: b.fit(1, 0., cbs=[GradientAccumulation(32, **kwargs),cb])
@@ -541,39 +508,40 @@ def test_a_fit_that_is_cut_short_leaves_nothing(kind):
             assert cb.raised
             rewind(b)
         b.fit(1, 0.1, cbs=GradientAccumulation(32) if acc else None)
-        return states(b)[0]
+        return state(b)
     want = [fit(o) for o in (False,True)]
     events = ('before_batch','after_pred','after_loss','before_backward','after_backward','after_batch')
-    sizes = (None,'auto') if kind=='plain' else (None,)   # where parameters are sharded, 'auto' is refused
-    cuts = product(events, (KeyboardInterrupt,RuntimeError,CancelFitException), sizes)
+    cuts = product(events, (KeyboardInterrupt,RuntimeError,CancelFitException), (None,'auto'))
     for event,exc,size in some(5, cuts):
         for acc in (False,True):
             assert deviation(fit(acc, event, exc, micro_batch_size=size), want[acc])<1e-12, (event,exc)
 
-@on_cpu
-@on(2)
-def test_batchnorm_where_sharded():
-    "Frozen, it stays; a model that gathers its parameters in each forward pass cannot be recalibrated, and says so"
-    b = all_sharded([35,35], model=partial(sharded, make=batchnorm))
-    before = [o.clone() for o in b.model.buffers()]
-    b.fit(1, 0.1, cbs=[GradientAccumulation(16),FreezeBN()])
-    assert before and all(map(torch.equal, before, b.model.buffers()))
-    for f in (b.recalibrate_bn,lambda: b.fit(1, 0.1, cbs=RecalibrateBN())):
-        with pytest.raises(RuntimeError, match='FSDP.*recalibrate in one process'): f()
-    assert not hasattr(b, 'dl') or b.dl is None
+# Sharded models
 
+def fsdp2(): return fully_shard(batchnorm(), mesh=init_device_mesh('cpu', (here.world,)))
+def fsdp2_after_validation():
+    model = fsdp2()
+    model.unshard()   # as a forward pass leaves it: until it is sharded again, its parameters are plain tensors
+    return model
+def fsdp1(): return type('FullyShardedDataParallel', (nn.Sequential,), {})(batchnorm())
+def one_dtensor():
+    model = batchnorm()
+    parallelize_module(model[0], init_device_mesh('cpu', (here.world,)), ColwiseParallel())
+    return model
+
+gathers_on_cpu = pytest.mark.skipif(not hasattr(torch.cpu.Stream, 'record_event'), reason='PyTorch 2.6 gathers on GPUs')
+
+@pytest.mark.parametrize('model', [fsdp2,pytest.param(fsdp2_after_validation, marks=gathers_on_cpu),fsdp1,one_dtensor])
 @on(2)
-def test_refused_where_sharded():
-    "Other numbers of micro-batches, half-precision parameters, FSDP1, an optimizer made before"
-    def half(): return sharded(make=lambda: net().bfloat16())
-    def fsdp1(): return type('FullyShardedDataParallel', (nn.Sequential,), {})(net())
-    late = all_sharded([35,35], model=net)
-    late.create_opt()
-    late.model = sharded()
-    for said,b,*cbs in (('FSDP',all_sharded([35,20])),
-            ('float32',all_sharded([35,35], model=half, splitter=all_params)),
-            ('FSDP',all_sharded([35,35], model=fsdp1, splitter=all_params)), ('optimizer',late),
-            ('NoiseScale.*FSDP',all_sharded([35,35]),GradientAccumulation(32),NoiseScale()),
-            # cut at steps, these are other numbers of micro-batches
-            ('22 samples.*23 samples',all_sharded([22,23]),GradientAccumulation(32, micro_batch_size=3))):
-        with pytest.raises(ValueError, match=said): b.fit(1, 0.1, cbs=cbs or GradientAccumulation(32))
+def test_sharded_models_are_refused(model):
+    "Before a weight moves, by whatever would step with a part of each gradient, or wait for other processes forever"
+    b = own(ragged, ddp=None, model=model, splitter=all_params)
+    def fit(*cbs): return partial(b.fit, 1, 0.1, cbs=cbs)
+    def whole_weights():
+        return [(p.full_tensor() if hasattr(p, 'full_tensor') else p).detach().clone() for p in b.model.parameters()]
+    before = whole_weights()
+    for f in (b.recalibrate_bn, b.bs_find, fit(GradientAccumulation(32)), fit(GradientAccumulation(32),NoiseScale()),
+            fit(GradientCache(micro_batch_size=2)), fit(ActivationCheckpoint()), fit(ScaledLR(base_bs=8)),
+            fit(RecalibrateBN())):
+        with pytest.raises(ValueError, match='sharded over processes.*use DistributedDataParallel'): f()
+    assert all(map(torch.equal, before, whole_weights()))

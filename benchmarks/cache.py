@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torchvision import models
 from benchmarks.live import peak_of
 from fastaccum.cache import GradientCache
-from fastaccum.core.batch import bounds, evenly
+from fastaccum.core.batch import bounds, even_sizes
 from fastaccum.core.replay import CachedCall
 
 def loss_func(z):

@@ -22,16 +22,16 @@ from .accumulation import GradientAccumulation
 from .cache import check_cached
 from .checkpoint import unwrapped
 from .core.batch import split
-from .core.checks import check_count, check_learner, first_of
-from .core.compare import Compare, grads_apart, rel
-from .core.culprits import Look, Row, blame, candidates, named
+from .core.checks import check_count, check_learner, our_callback
+from .core.compare import Compare, grad_differences, relative_diff
+from .core.diagnose import FirstBatchProbe, Row, blame, candidates, named
 from .core.dry_run import DryRun
-from .core.warnings import see
-from .core.loader import by_batch_size, n_of, resizable, size_of
+from .core.warnings import more_link
+from .core.loader_info import by_batch_size, n_of, resizable, size_of
 from .core.micro_batches import AutoSize
 from .core.out_of_memory import free_memory, is_out_of_memory
 from .core.segments import find_segments
-from .core.distributed import check_search
+from .core.process_checks import check_search
 
 # %% ../nbs/02_accum_check.ipynb #accum-check
 @patch
@@ -55,7 +55,7 @@ def accum_check(self:Learner,
     """
     _check_args(self, accum_bs, steps)
     with self.added_cbs(cbs):
-        acc,cache,ckpt = (first_of(self, o) for o in ('GradientAccumulation','GradientCache','ActivationCheckpoint'))
+        acc,cache,ckpt = (our_callback(self, o) for o in ('GradientAccumulation','GradientCache','ActivationCheckpoint'))
         _check_cbs(self, acc, cache)
         plan = acc and acc.plan(self.dls)
         # is a batch of the loader a step, which the Learner's own callback splits after others had it whole?
@@ -69,7 +69,7 @@ def accum_check(self:Learner,
                 compare = Compare(run, partial(_make, acc, cache, ckpt, splits), cuts, own, bs, max(1, steps), micro)
                 if accum_bs and compare.n<accum_bs:
                     raise ValueError(f"`accum_bs={accum_bs}`: the training loader has only {compare.n} samples for a "
-                        "batch. Give at most that many" + see('samples-to-check'))
+                        "batch. Give at most that many" + more_link('samples-to-check'))
                 return _Found(compare, acc and acc.n_items, whole, cbs is None, steps)
             found = None
             try: found = find(bs, micro)
@@ -85,7 +85,7 @@ def accum_check(self:Learner,
 # %% ../nbs/02_accum_check.ipynb #args
 def _check_args(learn, accum_bs, steps):
     if accum_bs is not None and check_count('accum_bs', accum_bs)==1:
-        raise ValueError("`accum_bs=1`: one sample cannot be split. Give at least 2" + see('samples-to-check'))
+        raise ValueError("`accum_bs=1`: one sample cannot be split. Give at least 2" + more_link('samples-to-check'))
     if steps!=0 or isinstance(steps, bool): check_count('steps', steps, 'step')
     check_search(learn, 'accum_check', "each would check other samples. Run it in a single process", 'check')
 
@@ -95,7 +95,7 @@ def _check_cbs(learn, acc, cache):
     elif any(isinstance(o, FastaiGradientAccumulation) for o in learn.cbs):
         raise ValueError("this Learner has fastai's `GradientAccumulation`, and only fastaccum's can be checked. "
             "Remove it with `learn.remove_cb(learn.gradient_accumulation)`, and import fastaccum's after "
-            "`from fastai.vision.all import *`" + see('two-callbacks'))
+            "`from fastai.vision.all import *`" + more_link('two-callbacks'))
     if cache is not None: check_cached(learn, not cache.limit.fixed)
 
 def _trained(dl, plan, cache, accum_bs):
@@ -182,7 +182,7 @@ class _Found:
 
     def _look(self, n_items, **kwargs):
         compare = self.compare
-        look = Look(compare.n, compare.sizes, compare.split, n_items, alone=self.whole=='model')
+        look = FirstBatchProbe(compare.n, compare.sizes, compare.split, n_items, alone=self.whole=='model')
         try: compare.fit(False, compare.wholes[:1], [look], **kwargs)
         except Exception:
             if not compare.why: raise   # else it is known who fails
@@ -190,7 +190,7 @@ class _Found:
 
     def _search(self, a, b):
         look,compare,tol = self.look,self.compare,self.look.tol
-        self.first,held = grads_apart(a.grads, b.grads),dict(hold=look.drawing+look.depending, reset=look.reset)
+        self.first,held = grad_differences(a.grads, b.grads),dict(hold=look.drawing+look.depending, reset=look.reset)
         self.off = self.quiet = self.rest = max(self.first.values(), default=0.)
         # a way that cuts by itself may let each part go on from what its own rows have left
         if look.memory and not compare.cuts and compare.worst(hold=held['hold'])<=tol:
@@ -271,7 +271,7 @@ class _Found:
         return row._replace(where=where, remedy=remedy)
 
     def _buffers(self, a, b):
-        off = b and max((rel(o, b.buffers[nm]) for nm,o in a.buffers.items() if nm in b.buffers), default=0.)
+        off = b and max((relative_diff(o, b.buffers[nm]) for nm,o in a.buffers.items() if nm in b.buffers), default=0.)
         return Row('buffers', off, self.look.tol, self.compare.why)
 
     def _weights(self):

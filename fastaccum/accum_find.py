@@ -15,13 +15,13 @@ from fastai.callback.core import Callback
 from fastai.learner import Learner
 from fastcore.basics import patch
 from .accumulation import GradientAccumulation
-from .core.checks import check_bool, check_count, first_of
+from .core.checks import check_bool, check_count, our_callback
 from .core.dry_run import Batches, CountSteps, DryRun
 from .core.plan import round_up
-from .core.warnings import see
+from .core.warnings import more_link
 from .noise_scale import NoiseScale, interval, rounded, say, scale_of, trade_off
-from .core.distributed import check_search
-from .core.loader import samples_of, sizes_of
+from .core.process_checks import check_search
+from .core.loader_info import samples_of, sizes_of
 from .core.micro_batches import AutoSize
 
 # %% ../nbs/09_accum_find.ipynb #accum-find
@@ -40,7 +40,7 @@ def _measure(learn, acc, size, bs, steps, lr):
     if end.n_steps>=steps: return meter.readings
     raise RuntimeError(f"only {end.n_steps} of {steps} steps were taken. Either a callback ends the fit (remove it, or "
         f"set `run_bs_find = False` in its class), or the training loader has no full batch of {bs} samples"
-        + see('no-step-in-a-trial'))
+        + more_link('no-step-in-a-trial'))
 
 @patch
 def accum_find(self:Learner,
@@ -67,13 +67,13 @@ def accum_find(self:Learner,
     check_search(self, 'accum_find', "each would find a size of its own. Run it in a single process; "
         "the size counts samples over all processes, so it holds for several, too", 'train on')
     with self.added_cbs(cbs):
-        acc = first_of(self, 'GradientAccumulation')
+        acc = our_callback(self, 'GradientAccumulation')
         sizes = sizes_of(self.dls.train, acc and acc.micro_batch_size)
         bs,n,micro = sizes
         size = accum_bs or max(acc.plan(self.dls).wanted(0) if acc else 8*micro, 4*micro)
         size = round_up(max(size, 2*micro), sizes.unit)
         readings = _measure(self, acc, size, bs, steps, lr)
-    if not readings: raise RuntimeError("no step could be measured; a warning above says why" + see('cannot-measure'))
+    if not readings: raise RuntimeError("no step could be measured; a warning above says why" + more_link('cannot-measure'))
     res = FoundAccum(readings, micro, n)
     if show_plot: res.plot()
     return res

@@ -9,24 +9,25 @@ __all__ = ['GradientAccumulation']
 
 # %% ../nbs/00_accumulation.ipynb #imports
 from collections.abc import Callable
-from fastai.callback.schedule import LRFinder
+from fastai.callback.training import GradientClip
 from fastai.data.core import DataLoaders
+from fastcore.basics import patch
+from torch import nn
 from .core.checks import check_bool, check_count, check_function, check_learner
-from .core.distributed import Processes, check_loaders, check_processes, check_wrapped, keep_in_memory
-from .core.forward_state import devices_of
-from .core.gradients import GradSums, empty_grads, in_half, params_of
-from .core.loader import InPlace, LoaderSizes, StepLoader, drops_last, sizes_of
+from .core.distributed import Processes, keep_in_memory
+from .core.loader_info import drops_last, sizes_of
 from .core.mean import plain_tensor
 from .core.micro_batches import AutoSize, as_size
-from .core.plan import Plan, Position
-from .core.other_samples import Watch
-from .core.step_loop import StepLoop
-from .core.warnings import Said, see
-from .loggers import LogRows
+from .core.patching import QuietCallback
+from .core.plan import LoaderSizes, Plan, Position
+from .core.process_checks import check_loaders, check_processes, check_wrapped, per_micro_batch_comms
+from .core.step_loader import OneBatchLoader, Step
+from .core.step_loop import CurrentStep, StepLoop
+from .core.warnings import more_link
 
 # %% ../nbs/00_accumulation.ipynb #cb
-class GradientAccumulation(StepLoop):
-    """Step once per `accum_bs` samples, as if they had come in one batch
+class GradientAccumulation(QuietCallback):
+    """Accumulate gradients and take one optimizer step every `accum_bs` samples
 
     TypeError: an argument has the wrong type; in a fit, a batch cannot be split, its targets cannot be counted, or
         `n_items` does not return a number
@@ -38,7 +39,9 @@ class GradientAccumulation(StepLoop):
     torch.OutOfMemoryError: with `micro_batch_size='auto'`, one sample or the optimizer's state does not fit
     UserWarning: in a fit, when the run differs from the full-batch run or may differ; once per fit for each cause
     """
-    current_bs = None   # samples in a full step, where a schedule writes it with each step
+    order,run_valid = GradientClip.order+1,False   # after `DistributedTrainer` (11) has wrapped the loader
+    loop = None         # the `StepLoop` of the last fit
+    current_bs = None   # samples in a full step; written by schedules with each step
     def __init__(self,
         accum_bs:int=None, # Samples per step over all processes, rounded up to whole micro-batches; 32 if omitted
         log_accum_batch:bool=True, # Record and log once per step (True), or every micro-batch as fastai does (False)
@@ -50,12 +53,14 @@ class GradientAccumulation(StepLoop):
         given = {k:check_count(k, o) for k,o in dict(accum_bs=accum_bs, n_acc=n_acc).items() if o is not None}
         if len({*given.values()})>1:
             raise ValueError(f"`accum_bs={accum_bs}` and `n_acc={n_acc}` are two names for one setting, the number of "
-                "samples in a step: give one of them" + see('two-sizes'))
+                "samples in a step: give one of them" + more_link('two-sizes'))
         self._accum_bs = next(iter(given.values()), 32)
         self.log_accum_batch = check_bool('log_accum_batch', log_accum_batch)
         self.auto,self.micro_batch_size = as_size(micro_batch_size)
         self.drop_last = check_bool('drop_last', drop_last, 'to do as the training loader does with its last batch')
         self.n_items = check_function('n_items', n_items, 1, 'lambda learn: len(learn.y)')
+
+    def __getstate__(self): return vars(self)|dict(loop=None)   # the state of a fit is not pickled
 
     @property
     def accum_bs(self)->int:
@@ -70,99 +75,122 @@ class GradientAccumulation(StepLoop):
 
     n_acc = accum_bs   # fastai's name
 
-    def sizes(self, micro_bs:int, n_epoch:int)->int|Callable:
-        "Samples wanted in a step, given those of a micro-batch and the epochs: a number, or a function of a `Position`"
-        return self.accum_bs
+# %% ../nbs/00_accumulation.ipynb #events
+@patch
+def before_fit(self:GradientAccumulation):
+    "Refuse what cannot work, before a weight changes"
+    learn = self.learn
+    if self.validates: return
+    check_learner(learn)
+    loop = self.loop = StepLoop(self, learn)
+    if loop.finder is not None and loop.processes.n>1: keep_in_memory(loop.finder)
+    if not len(learn.dls.train) and loop.processes.n==1: return   # `learn.export()` empties the loader
+    check_processes(loop.processes, self._comms(), self.auto is not None, loop.warn_once)
+    plan = self._plan_fit(learn.dls.train)
+    if loop.finder is not None: learn.n_epoch = loop.finder.num_it//max(1, len(plan.epoch(0)))+1
+    plan.check(warns=not loop.processes.rank)
 
-    def plan(self,
-        dls:DataLoaders, # The data to train on, or a training loader
-        n_epoch:int=1 # Epochs
-    )->Plan: # `sizes`: for each epoch, the samples of each step; `steps`: for each epoch, the number of steps
-        """The steps that a fit would take, without training; with several processes, as if this one trained alone
+@patch
+def before_train(self:GradientAccumulation):
+    "From here on, the Learner's batches are steps"
+    learn = self.learn
+    if self.loop is None or self.loop.learn is not learn: self.before_fit()   # this was added between two epochs
+    if not len(learn.dl) and self.loop.processes.n==1:
+        return self.loop.warn_once('no-batch', "the training loader has no batches, so nothing is trained. Check that "
+            "its dataset has samples, and enough for one batch if the loader drops its incomplete last one; if "
+            "not, make it with a smaller `bs` or with `drop_last=False`")
+    check_wrapped(learn.model)   # the model may have been wrapped since the fit began
+    self.loop.begin_epoch(self._plan_fit(learn.dl))
 
-        ValueError: the loader does not say its batch size, or has smaller batches than `micro_batch_size`
-        """
-        return self._plan(dls.train if isinstance(dls, DataLoaders) else dls, n_epoch, StepLoop.processes)
+@patch
+def before_backward(self:GradientAccumulation):
+    "Multiply the loss by the share of the micro-batch in its step; penalties were added, and nothing is scaled yet"
+    learn,loop = self.learn,self.loop
+    share = loop.mean.measure(learn, loop.micro.n)
+    if loop.mean.is_sum: self._share_penalty(share)
+    elif loop.grad_sums: loop.micro.share = share   # gradients are summed in float32, and multiplied there
+    else: learn.loss_grad = plain_tensor(learn.loss_grad)*share
+    is_part_of_step = loop.mean.samples+loop.micro.n<loop.step.target
+    if is_part_of_step: loop.differences.micro_batch(learn, loop.step, loop.micro, loop.mean)
 
-    def _plan(self, dl, n_epoch, processes, finds=None):
-        sizes,drop_last = sizes_of(dl, self.micro_batch_size),drops_last(self.drop_last, dl)
-        told = {'`accum_bs`':self.accum_bs, '`drop_last`':drop_last, '`log_accum_batch`':self.log_accum_batch,
-            "`'auto'`":self.auto is not None, 'the number of epochs':finds or n_epoch}
-        loaders = [LoaderSizes(*o) for o in processes.agree({k:int(v) for k,v in told.items()}, list(sizes))]
-        check_loaders(self, loaders)
-        wanted = self.sizes(sum(o.micro_bs for o in loaders), n_epoch)
-        if finds is not None and callable(wanted): wanted = wanted(Position(0, 0, 0.))   # all are like the first
-        return Plan(loaders, wanted, n_epoch, drop_last, self.drop_last is None)
+@patch
+def after_backward(self:GradientAccumulation):
+    "Count the micro-batch that was back-propagated"
+    learn,loop = self.learn,self.loop
+    loop.mean.add(learn)
+    loop.kept_losses.note(learn, loop.micro.n)
+    if loop.grad_sums: loop.grad_sums.add(loop.micro.share)
+    elif loop.mean.samples<loop.step.target: loop.grad_check.note(learn.opt)
 
-    def before_fit(self):
-        "Refuse what cannot work, before a weight moves"
-        learn = self.learn
-        if self.validates: return
-        check_learner(learn)
-        self.said,self.logs,self.processes = Said(),LogRows(self),Processes(learn.model)
-        self.watch,self.mean,self.planned = Watch(self),None,None
-        if self._finder is not None and self.processes.n>1: keep_in_memory(self._finder)
-        if not len(learn.dls.train) and self.processes.n==1: return   # an export has no samples
-        check_processes(self)
-        self._next_plan(learn.dls.train)
-        if self._finder is not None: learn.n_epoch = self._finder.num_it//max(1, len(self.planned.epoch(0)))+1
-        self.planned.check(warns=not self.processes.rank)
+@patch
+def _share_penalty(self:GradientAccumulation, share):
+    "The loss is a sum, which needs no share; a penalty that a callback has added to it does"
+    learn,micro = self.learn,self.loop.micro
+    has_penalty = micro.loss_grad_fn is not None and micro.loss_grad_fn is not learn.loss_grad.grad_fn
+    if not has_penalty: return
+    learn.loss_grad = learn.loss+(learn.loss_grad-learn.loss)*share
+    if share<1:
+        self.loop.warn_once('added-to-a-sum', "the loss is a sum over samples (`reduction='sum'`), and a "
+            "callback adds something to it, which is counted once per step. That is right for a penalty "
+            "on the weights and for a mean over samples. If the callback adds a sum over samples, or "
+            "scales the loss, this run differs from the full-batch run: do that in the loss function")
 
-    @property
-    def log_steps(self): return self.log_accum_batch or self._finder is not None
-    @property
-    def _finder(self): return next((o for o in self.learn.cbs if isinstance(o, LRFinder)), None)
+@patch
+def before_validate(self:GradientAccumulation):
+    "With `'auto'`, batches of validation are split, too"
+    if not self.auto or self.validates: return
+    loop = self.loop or StepLoop(self, self.learn)
+    self.learn.dl = OneBatchLoader(self.learn, self.dl, loop.run_valid_batch)
 
-    def _next_plan(self, dl):
-        "The plan of this fit, anew if something has changed; in a search for learning rates, of steps like the first"
-        finder,n_epoch = self._finder,self.learn.n_epoch
-        plan = self._plan(dl, n_epoch, self.processes, None if finder is None else finder.num_it)
-        made_for = plan.loaders,n_epoch,plan.drop_last,self.accum_bs
-        if self.planned is None or made_for!=self.planned_for: self.planned,self.planned_for = plan,made_for
-        return self.planned   # one with a schedule remembers its epochs
+@patch
+def stepped(self:GradientAccumulation, step:Step):
+    "The gradients of `step` are complete, and callbacks have not seen them yet; schedules note its size"
 
-    def before_train(self):
-        "From here on the Learner's batches are steps"
-        learn = self.learn
-        if self.said is None: self.before_fit()   # the callback was added between two epochs
-        if not len(learn.dl) and self.processes.n==1:
-            return self.said.once('no-batch', "the training loader has no batches, so nothing is trained. Check that "
-                "its dataset has samples, and enough for one batch if the loader drops its incomplete last one; if "
-                "not, make it with a smaller `bs` or with `drop_last=False`")
-        check_wrapped(learn.model)   # it may be by now
-        self.processes = Processes(learn.model)
-        plan = self._next_plan(learn.dl)
-        empty_grads(learn.opt)
-        ps = params_of(learn.opt)
-        self.grad_sums = GradSums(ps if in_half(ps) else [])   # all of them, so that a micro-batch has one share
-        self.i,self.devices = 0,devices_of(learn.model.modules())
-        self.watch.epoch()
-        learn.dl = self.loader = StepLoader(learn, learn.dl, self.run_step, plan.epoch(learn.epoch),
-            plan.loaders[self.processes.rank], self.processes, plan.drop_last)
+# %% ../nbs/00_accumulation.ipynb #plan
+@patch
+def sizes(self:GradientAccumulation, micro_bs:int, n_epoch:int)->int|Callable:
+    "Samples wanted in a step, given those of a micro-batch and the epochs: a number, or a function of a `Position`"
+    return self.accum_bs
 
-    def before_backward(self):
-        "Give the loss its share: after callbacks have added penalties, before mixed precision scales it"
-        learn,mean,micro = self.learn,self.mean,self.micro
-        share = mean.measure(learn, micro.n)
-        if mean.is_sum:
-            if micro.made_by is not None and micro.made_by is not learn.loss_grad.grad_fn:   # with a penalty
-                learn.loss_grad = learn.loss+(learn.loss_grad-learn.loss)*share
-                if share<1:
-                    self.said.once('added-to-a-sum', "the loss is a sum over samples (`reduction='sum'`), and a "
-                        "callback adds something to it, which is counted once per step. That is right for a penalty "
-                        "on the weights and for a mean over samples. If the callback adds a sum over samples, or "
-                        "scales the loss, this run differs from the full-batch run: do that in the loss function")
-        elif self.grad_sums: micro.share = share   # gradients are added up in single precision, and weighed there
-        else: learn.loss_grad = plain_tensor(learn.loss_grad)*share
-        if mean.samples+micro.n<self.step.enough: self.watch.micro_batch()
+@patch
+def plan(self:GradientAccumulation,
+    dls:DataLoaders, # The data to train on, or a training loader
+    n_epoch:int=1 # Epochs
+)->Plan: # `sizes`: for each epoch, the samples of each step; `steps`: for each epoch, the number of steps
+    """The steps that a fit would take, without training; with several processes, ignoring the other processes
 
-    def after_backward(self):
-        "Count what was back-propagated"
-        if not self.micro.ran: return
-        self.mean.add(self.learn)
-        if self.grad_sums: self.grad_sums.add(self.micro.share)
-        elif self.mean.samples<self.step.enough: self.watch.note_grads()
+    ValueError: the loader does not say its batch size, or has smaller batches than `micro_batch_size`
+    """
+    return self._plan(dls.train if isinstance(dls, DataLoaders) else dls, n_epoch, Processes(nn.Identity()), [])
 
-    def before_validate(self):
-        "With `'auto'`, batches of validation are split, too"
-        if self.auto and not self.validates: self.learn.dl = InPlace(self.learn, self.dl, self.run_valid_batch)
+@patch(as_prop=True)
+def current_step(self:GradientAccumulation)->CurrentStep|None:
+    "What other callbacks may know of the step that runs; `None` before the first step of a fit"
+    return self.loop and self.loop.current_step
+
+@patch
+def _comms(self:GradientAccumulation):
+    return per_micro_batch_comms(self.learn.model, self.loop.log_steps, self.loop.train_metrics)
+
+@patch
+def _plan(self:GradientAccumulation, dl, n_epoch, processes, comms, n_finds=None):
+    "The plan of the processes for a loader; `n_finds`: the steps of an `lr_find`"
+    sizes,drop_last = sizes_of(dl, self.micro_batch_size),drops_last(self.drop_last, dl)
+    must_match = {'`accum_bs`':self.accum_bs, '`drop_last`':drop_last, '`log_accum_batch`':self.log_accum_batch,
+        "`'auto'`":self.auto is not None, 'the number of epochs':n_finds or n_epoch}
+    each = processes.agree({k:int(v) for k,v in must_match.items()}, list(sizes))
+    loaders = [LoaderSizes(*o) for o in each]
+    check_loaders(loaders, comms)
+    wanted = self.sizes(sum(o.micro_bs for o in loaders), n_epoch)
+    if n_finds is not None and callable(wanted): wanted = wanted(Position(0, 0, 0.))   # `lr_find`: all like the first
+    return Plan(loaders, wanted, n_epoch, drop_last, self.drop_last is None)
+
+@patch
+def _plan_fit(self:GradientAccumulation, dl):
+    "The plan of the fit; the old one if nothing has changed, because a schedule remembers its epochs"
+    loop,n_epoch = self.loop,self.learn.n_epoch
+    n_finds = None if loop.finder is None else loop.finder.num_it
+    plan = self._plan(dl, n_epoch, Processes(self.learn.model), self._comms(), n_finds)
+    made_for = plan.loaders,n_epoch,plan.drop_last,self.accum_bs
+    if made_for!=loop.planned_for: loop.plan,loop.planned_for = plan,made_for
+    return loop.plan

@@ -20,12 +20,12 @@ from torch import distributed as dist, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from .core.batch import n_samples
-from .core.checks import check_count, check_function, first_of
+from .core.checks import check_count, check_function, our_callback
 from .core.dry_run import Snapshot, loader_state
-from .core.loader import n_of, resizable, size_of, with_size
+from .core.loader_info import n_of, resizable, size_of, with_size
 from .core.forward_state import devices_of, rng_state, set_rng_state
-from .core.guest import Guest, Quiet, to_the_end
-from .core.warnings import see, warn
+from .core.patching import PatchingCallback, QuietCallback, uninterrupted
+from .core.warnings import more_link, warn
 from .core.out_of_memory import is_out_of_memory
 from .core.distributed import check_not_sharded, world_size
 
@@ -44,10 +44,10 @@ def recalibrate_bn(self:Learner,
     torch.OutOfMemoryError: a batch does not fit
     """
     layers,why,bs,n = _plan(self, bs, n)
-    if not layers: raise ValueError(f"{why}: there is nothing to recalibrate" + see('no-batchnorm'))
+    if not layers: raise ValueError(f"{why}: there is nothing to recalibrate" + more_link('no-batchnorm'))
     _recalibrate(self, layers, bs, n)
 
-class RecalibrateBN(Quiet):
+class RecalibrateBN(QuietCallback):
     """Run `recalibrate_bn` before each validation, so that metrics and saved models use its statistics
 
     TypeError: an argument is not a whole number
@@ -69,7 +69,7 @@ class RecalibrateBN(Quiet):
     def before_fit(self):
         if not self._trains: return
         layers,why,*_ = _plan(self.learn, self.bs, self.n)
-        if not layers: warn(f"{why}: `RecalibrateBN` has nothing to do" + see('no-batchnorm'))
+        if not layers: warn(f"{why}: `RecalibrateBN` has nothing to do" + more_link('no-batchnorm'))
 
     def before_validate(self):
         layers,_,bs,n = _plan(self.learn, self.bs, self.n) if self._trains else [None]*4
@@ -80,7 +80,7 @@ def bn_layers(model:nn.Module)->list:
     "The BatchNorm layers that have running statistics"
     return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
 
-class FreezeBN(Guest):
+class FreezeBN(PatchingCallback):
     """Freeze BatchNorm's running statistics and normalise with them, whatever else trains
 
     TypeError: `part` is not a function
@@ -102,10 +102,10 @@ class FreezeBN(Guest):
         if self.validates: return
         layers = self.layers_of(get_model(self.learn.model))
         fresh = sum(not m.running_mean.any() and bool((m.running_var==1).all()) for m in layers)
-        if not layers: warn("there is no BatchNorm layer to freeze with `FreezeBN`" + see('no-batchnorm'))
+        if not layers: warn("there is no BatchNorm layer to freeze with `FreezeBN`" + more_link('no-batchnorm'))
         if fresh:
             warn(f"{fresh} of the {len(layers)} BatchNorm layers that `FreezeBN` freezes have seen no data, and do not "
-                "normalise. Freeze pretrained ones only: `FreezeBN(lambda m: m[0])`" + see('fresh-batchnorm'))
+                "normalise. Freeze pretrained ones only: `FreezeBN(lambda m: m[0])`" + more_link('fresh-batchnorm'))
 
     def before_train(self):
         self.held = self.layers_of(get_model(self.learn.model))
@@ -114,7 +114,7 @@ class FreezeBN(Guest):
     def before_batch(self):   # others may have called `model.train()` since
         for m in self.held: m.training = False
 
-    def _leave(self):
+    def undo_patches(self):
         for m in self.held: m.training = self.learn.model.training
         self.held = []
 
@@ -137,16 +137,16 @@ def _plan(learn, bs, n):
         if synced:
             raise RuntimeError("SyncBatchNorm exchanges its statistics in each forward pass, which hangs where "
                 "processes have different numbers of batches: recalibrate in one process, after training"
-                + see('sync-batchnorm'))
+                + more_link('sync-batchnorm'))
     return layers,why,_size(learn, None if bs is None else check_count('bs', bs)),n
 
 def _size(learn, bs):
-    acc,dl = first_of(learn, 'GradientAccumulation'),_inner(learn.dls.train)
+    acc,dl = our_callback(learn, 'GradientAccumulation'),_inner(learn.dls.train)
     own = size_of(dl)
     if not resizable(dl):
         if bs is None or bs==own: return None
         raise ValueError(f"`bs={bs}` is not possible: the training {type(dl).__name__} yields ready-made batches. "
-            "Leave `bs` out" + see('ready-made-batches'))
+            "Leave `bs` out" + more_link('ready-made-batches'))
     if bs is None: bs = max(own, 64 if acc is None else acc.current_bs or acc.accum_bs)
     return min(bs, n_of(dl) or bs)
 
@@ -162,7 +162,7 @@ def _batches(dl, bs, n):
         yield b
     if not seen:
         raise ValueError("the training loader has no batch, so there is nothing to estimate statistics from"
-            + see('no-batch'))
+            + more_link('no-batch'))
 
 def _run(learn, layers, bs, n):
     model,dl = get_model(learn.model),learn.dls.train
@@ -198,8 +198,8 @@ def _recalibrate(learn, layers, bs, n):
         _run(learn, layers, bs, n)
         if isinstance(learn.model, DistributedDataParallel): _share(layers, learn.model.process_group)
     except BaseException as e:
-        to_the_end(stats.put_back)
+        uninterrupted(stats.put_back)
         if not is_out_of_memory(e): raise
         raise torch.OutOfMemoryError(f"memory ran out with a batch of {f'{bs} samples' if bs else 'the loader'}, "
-            f"though no gradients are kept: recalibrate with a smaller `bs` ({e})" + see('out-of-memory')) from e
-    finally: to_the_end(rest.put_back)
+            f"though no gradients are kept: recalibrate with a smaller `bs` ({e})" + more_link('out-of-memory')) from e
+    finally: uninterrupted(rest.put_back)

@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from .core.checks import check_bool, check_count, check_name
 from .core.dry_run import Batches, CountSteps, DryRun
-from .core.loader import batches_of, n_of, resizable, size_of, with_size
-from .core.warnings import see
+from .core.loader_info import batches_of, n_of, resizable, size_of, with_size
+from .core.warnings import more_link
 from .core.out_of_memory import free_memory, is_out_of_memory, watch_peak
 from .core.distributed import check_not_sharded, check_same, gather, world_size
 
@@ -60,7 +60,7 @@ def bs_find(self:Learner,
     if not good:
         raise torch.OutOfMemoryError(f"no batch fits: {', '.join(str(o.size) for o in done)} samples were tried. Use "
             "smaller inputs, a smaller model, `learn.to_fp16()` or `ActivationCheckpoint()`. "
-            f"The last error was: {done[-1].error}" + see('out-of-memory'))
+            f"The last error was: {done[-1].error}" + more_link('out-of-memory'))
     why = f'{bad} do not' if bad else 'there are no more' if good==n else '`max_trials` was reached'
     if world_size()>1: why += f' (on each of {world_size()} processes)'
     res = FoundSize(good, why, done)
@@ -121,7 +121,7 @@ def _train(run, trial, n):
     if cb.n_batches<n or not cb.n_steps:
         raise RuntimeError(f"a trial of {n} steps made {cb.n_steps}, in {cb.n_batches} batches of {size} samples. "
             "Either a callback ends the fit or skips steps (remove it, or set `run_bs_find = False` in its class), "
-            "or the gradients overflow" + see('no-step-in-a-trial'))
+            "or the gradients overflow" + more_link('no-step-in-a-trial'))
     trial.ok,trial.speed = True,size*(cb.n_batches-1)/max(cb.secs, 1e-9)
 
 def _try(run, size, n, done):
@@ -141,7 +141,7 @@ def _try(run, size, n, done):
         went = [o for o, in gather([2 if error else int(not trial.ok)], run.device)]
         if 2 in went and not error:
             error = RuntimeError(f"the search failed on process {went.index(2)}; its own error says why"
-                + see('search-failed-on-another-process'))
+                + more_link('search-failed-on-another-process'))
         if trial.ok and 1 in went: trial.ok,trial.error = False,f'memory ran out on process {went.index(1)}'
     if error: raise error
     trial.peak = peak()
@@ -160,7 +160,7 @@ def _check_processes(learn, n, **told):
     if why:
         raise RuntimeError(f"`bs_find` cannot search on several processes with {why}: they exchange data in each "
             "forward pass, and would wait forever for one whose memory runs out. Search with the plain model, before "
-            "it is converted or wrapped, and take less than it finds" + see('exchanges-in-the-forward-pass'))
+            "it is converted or wrapped, and take less than it finds" + more_link('exchanges-in-the-forward-pass'))
     each = gather([-1 if n is None else n, *map(int, told.values())], next(model.parameters()).device)
     check_same({f'`{k}`':v for k,v in told.items()}, [o[1:] for o in each])
     return min((o[0] for o in each if o[0]>=0), default=None)

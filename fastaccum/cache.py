@@ -11,18 +11,20 @@ __all__ = ['GradientCache', 'check_cached']
 import torch
 from collections.abc import Callable
 from fastai.learner import Learner, Recorder
+from fastcore.basics import patch
 from .core.batch import n_samples, split
-from .core.checks import check_count, check_learner, check_single, first_of
-from .core.loader import size_of
-from .core.distributed import check_not_sharded, check_wrapped, world_size
-from .core.guest import Guest, Instead, to_the_end
+from .core.checks import check_count, check_learner, check_single, our_callback
+from .core.loader_info import size_of
+from .core.distributed import check_not_sharded, world_size
+from .core.process_checks import check_wrapped
+from .core.patching import PatchingCallback, Patch, uninterrupted
 from .core.micro_batches import AutoSize
-from .core.other_samples import batchnorms, warn_chunks
-from .core.replay import CachedCall
-from .core.warnings import BatchNormWarning, Said, see
+from .core.differences import batchnorms, warn_chunks
+from .core.replay import ReplayedForward
+from .core.warnings import BatchNormWarning, WarnOnce, more_link
 
 # %% ../nbs/03_cache.ipynb #cb
-class GradientCache(Guest):
+class GradientCache(PatchingCallback):
     """Run the model on micro-batches, and everything else on the loader's whole batch
 
     TypeError: an argument has the wrong type, or the model's inputs or outputs cannot be split
@@ -31,19 +33,18 @@ class GradientCache(Guest):
     OutOfMemoryError: a single sample does not fit
     UserWarning: during the fit, when something makes the run differ from the full-batch run
     """
-    order,run_valid = Recorder.order-1,True   # after all that changes the batch, or calls the model before it
-    said = None          # the warnings of this fit
-    place = None         # an `Instead`, of the model's `forward`, from `before_batch` to the Learner's call
-    rows = None          # of training (`True`) and evaluation in this fit: has an output a row for each sample?
-    checked = False      # was a micro-batch that was run again compared, in this fit?
+    order,run_valid = Recorder.order-1,True   # after all callbacks that change the batch, or call the model before it
+    warn_once = None     # gives each warning of the fit once
+    patch = None         # the `Patch` of the model's `forward`, from `before_batch` to the Learner's call
+    rows = None          # for training (`True`) and evaluation (`False`): which outputs have a row for each sample?
+    checked = False      # were the outputs of a micro-batch that was run again compared, in this fit?
     def __init__(self, *,
         micro_batch_size:int|str, # The most samples that the model sees at once; 'auto': as many as memory allows
         split:Callable=split # `f(inputs, start, stop, n)` returns samples `start` to `stop` of the `n` in `inputs`
     ):
-        auto = isinstance(micro_batch_size, str) and micro_batch_size=='auto'
-        n = None if auto else check_count('micro_batch_size', micro_batch_size, or_else="'auto', or ")
-        self.micro_batch_size,self.split,self.limit = micro_batch_size,split,AutoSize(split)
-        self.limit.train = self.limit.valid = self.limit.fixed = n
+        self.micro_batch_size,self.split = micro_batch_size,split
+        if isinstance(micro_batch_size, str) and micro_batch_size=='auto': self.limit = AutoSize(split)
+        else: self.limit = AutoSize.of_size(check_count('micro_batch_size', micro_batch_size, or_else="'auto', or "), split)
 
     @property
     def size(self)->int:
@@ -51,43 +52,48 @@ class GradientCache(Guest):
         return self.limit.train
 
     def before_fit(self):
-        if self.validates and self.said is not None: return   # what the fit before it has found holds
-        to_the_end(self._leave)
-        self.said,self.rows,self.checked,self.limit.failed = Said(),{},False,None
+        if self.validates and self.warn_once is not None: return   # keep what the fit before has found out
+        uninterrupted(self.undo_patches)
+        self.warn_once,self.rows,self.checked,self.limit.failed = WarnOnce(),{},False,None
         if not self.validates: check_cached(self.learn, not self.limit.fixed)
 
     def before_batch(self):
-        self._leave()
-        compiled = getattr(self.learn.model, '_compiled_call_impl', None) is not None
-        self.place = Instead(self.learn.model, '_compiled_call_impl' if compiled else 'forward', self._forward)
-        self.place.enter()
-    def after_batch(self): self._leave()
+        self.undo_patches()
+        is_compiled = getattr(self.learn.model, '_compiled_call_impl', None) is not None
+        self.patch = Patch(self.learn.model, '_compiled_call_impl' if is_compiled else 'forward', self._forward)
+        self.patch.apply()
+    def after_batch(self): self.undo_patches()
 
-    def _leave(self):
-        if self.place is not None: self.place.leave()
-        self.place = None
+    def undo_patches(self):
+        if self.patch is not None: self.patch.undo()
+        self.patch = None
 
-    def _forward(self, *args, **kwargs):
-        "In the place of the model's `forward`, once"
-        learn,stock = self.learn,self.place.stock
-        if kwargs or [*map(id, args)]!=[*map(id, learn.xb)]: return stock(*args, **kwargs)   # not the Learner's call
-        self._leave()   # others who call the model mean the model
-        n = n_samples(args, getattr(learn.dl, 'bs', None))
-        if n is None: return stock(*args)
-        call = CachedCall(self, learn.model, stock, args, n)
-        if n>call.most: self._tell(args)
-        elif self.limit.fixed and not (call.learns and call.ddps): return stock(*args)
-        return call.forward()
+# %% ../nbs/03_cache.ipynb #forward
+@patch
+def _forward(self:GradientCache, *args, **kwargs):
+    "Replaces the model's `forward` for one call, that of the Learner"
+    learn,stock = self.learn,self.patch.stock
+    is_learners_call = not kwargs and [*map(id, args)]==[*map(id, learn.xb)]
+    if not is_learners_call: return stock(*args, **kwargs)
+    self.undo_patches()   # if anything else calls the model from here on, it gets the model's own `forward`
+    n = n_samples(args, getattr(learn.dl, 'bs', None))
+    if n is None: return stock(*args)
+    call = ReplayedForward(self, learn.model, stock, args, n)
+    if n>call.most: self._warn_differences(args)
+    elif self.limit.fixed and not (call.learns and call.ddps): return stock(*args)
+    return call.forward()
 
-    def _tell(self, args):
-        learn,bns = self.learn,batchnorms(self.learn.model)
-        acc = getattr(learn, 'gradient_accumulation', None)   # it would tell another number of samples
-        said = self.said if acc is None or getattr(acc, 'said', None) is None else acc.said
-        if bns:
-            said.once('batchnorm', f"{type(bns[0]).__name__} normalises with the samples of a micro-batch, at most "
-                f"{self.limit.most(learn.training)}, so the result differs from that of the whole batch. "
-                "`ActivationCheckpoint()` instead of `GradientCache` gives it the whole batch", BatchNormWarning)
-        warn_chunks(learn.model, args, said)
+@patch
+def _warn_differences(self:GradientCache, args):
+    learn,bns = self.learn,batchnorms(self.learn.model)
+    loop = getattr(getattr(learn, 'gradient_accumulation', None), 'loop', None)
+    # share GradientAccumulation's warnings, or both would warn of BatchNorm, with different numbers of samples
+    warn_once = self.warn_once if loop is None else loop.warn_once
+    if bns:
+        warn_once('batchnorm', f"{type(bns[0]).__name__} normalises with the samples of a micro-batch, at most "
+            f"{self.limit.most(learn.training)}, so the result differs from that of the whole batch. "
+            "`ActivationCheckpoint()` instead of `GradientCache` gives it the whole batch", BatchNormWarning)
+    warn_chunks(learn.model, args, warn_once)
 
 # %% ../nbs/03_cache.ipynb #check
 def check_cached(learn:Learner, auto:bool=False):
@@ -99,13 +105,13 @@ def check_cached(learn:Learner, auto:bool=False):
     check_not_sharded(learn.model)
     check_wrapped(learn.model)
     check_learner(learn)
-    acc,bs = first_of(learn, 'GradientAccumulation'),size_of(learn.dls.train)
+    acc,bs = our_callback(learn, 'GradientAccumulation'),size_of(learn.dls.train)
     if acc is not None and (acc.auto or acc.micro_batch_size and bs and acc.micro_batch_size<bs):
         raise ValueError(f"`GradientAccumulation(micro_batch_size={acc.micro_batch_size or 'auto'!r})` would split the "
             "loader's batches before the loss, and `GradientCache` is there to give the loss whole batches: leave "
-            "it out there, and give the size to `GradientCache`" + see('split-before-the-loss'))
+            "it out there, and give the size to `GradientCache`" + more_link('split-before-the-loss'))
     if auto and world_size()>1 and any(isinstance(m, torch.nn.SyncBatchNorm) for m in learn.model.modules()):
         raise ValueError("`micro_batch_size='auto'` does not work with SyncBatchNorm on several processes: where "
             "memory runs out, a process repeats a micro-batch, and its SyncBatchNorm would wait for the others "
             "forever. Give a number (`learn.bs_find()` finds one that fits on all processes)"
-            + see('exchanges-in-the-forward-pass'))
+            + more_link('exchanges-in-the-forward-pass'))

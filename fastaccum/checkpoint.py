@@ -21,12 +21,12 @@ from torch.utils.checkpoint import checkpoint
 from .core.checks import check_bool, check_single
 from .core.distributed import check_not_sharded
 from .core.forward_state import ForwardState, devices_of
-from .core.guest import Guest, Instead, to_the_end
-from .core.warnings import see, warn
+from .core.patching import PatchingCallback, Patch, uninterrupted
+from .core.warnings import more_link, warn
 from .core.segments import Segments, find_segments
 
 # %% ../nbs/04_checkpoint.ipynb #cb
-class ActivationCheckpoint(Guest):
+class ActivationCheckpoint(PatchingCallback):
     """Keep only the inputs of the model's segments, and compute their activations again in the backward pass
 
     TypeError: an argument has the wrong type
@@ -35,7 +35,7 @@ class ActivationCheckpoint(Guest):
     UserWarning: after the fit, if one of your segments did not run, or none did
     """
     order,run_valid = MixedPrecision.order+3,False   # the model may be wrapped for several processes before
-    entered = ()   # the `Instead`s of this fit; empty outside of one
+    entered = ()   # the `Patch`s of this fit; empty outside of one
     parts = ()     # its `_Recomputed`s
     rows = None    # a `Segments`, of the last fit
     def __init__(self,
@@ -52,7 +52,7 @@ class ActivationCheckpoint(Guest):
 
     def before_fit(self):
         if self.validates: return
-        to_the_end(self._leave)
+        uninterrupted(self.undo_patches)
         self._enter()
 
     def before_train(self):
@@ -61,12 +61,12 @@ class ActivationCheckpoint(Guest):
     def after_fit(self):
         if self.validates or not self.entered: return
         idle = [o.name for o in self.rows if not o.calls]
-        to_the_end(self._leave)
+        uninterrupted(self.undo_patches)
         if self.given is None and len(idle)<len(self.rows): idle = []   # such as a timm model's own head
         if not idle or not self.learn.train_iter: return
         warn(f"{len(idle)} of {len(self.rows)} segments did not run in this fit, the first of them is {idle[0]!r}: the "
             "model does not call their `forward`, so they save no memory. Choose others with `segments=`"
-            + see('idle-segments'))
+            + more_link('idle-segments'))
 
     def _enter(self):
         check_single(self.learn, ActivationCheckpoint)
@@ -74,11 +74,12 @@ class ActivationCheckpoint(Guest):
         parts = [_Recomputed(o, self.offload) for o in rows]
         chains = [_Chain(seq, parts) for seq in {o.seq:0 for o in rows if o.seq is not None}]
         self.parts,self.rows = parts,rows
-        self.entered = [o.place for o in (*parts,*chains) if o.place is not None]   # first: `_leave` finds all of them
-        for o in self.entered: o.enter()
+        # assign before applying: an interrupt in the next line then leaves nothing patched
+        self.entered = [o.patch for o in (*parts,*chains) if o.patch is not None]
+        for o in self.entered: o.apply()
 
-    def _leave(self):
-        for o in self.entered: o.leave()
+    def undo_patches(self):
+        for o in self.entered: o.undo()
         self.entered = self.parts = ()
 
     def __getstate__(self): return vars(self)|dict(entered=(), parts=())   # an export in the middle of a fit
@@ -94,7 +95,7 @@ def check_segments(o:object)->object:
     of = {tuple:type, list:nn.Module}.get(type(o))
     if o is None or callable(o) or of and o and all(isinstance(x, of) for x in o): return o
     raise TypeError(f"`segments={o!r}` is of type {type(o).__name__}: give a class or a tuple of classes, a list of "
-        "modules, or a function of a module" + see('segments'))
+        "modules, or a function of a module" + more_link('segments'))
 
 def unwrapped(model:nn.Module)->nn.Module:
     """The model to cut into segments: without its wrapper for several processes
@@ -107,11 +108,11 @@ def unwrapped(model:nn.Module)->nn.Module:
         nm = type(m).__name__
         if isinstance(m, DataParallel):
             raise ValueError("DataParallel copies the model to other devices, but its segments would all run on the "
-                "first one: use `learn.distrib_ctx()` instead, with a process for each device" + see('data-parallel'))
+                "first one: use `learn.distrib_ctx()` instead, with a process for each device" + more_link('data-parallel'))
         if nm=='OptimizedModule' or getattr(m, '_compiled_call_impl', None) is not None:
             raise ValueError(f"{nm} is compiled, and the compiler decides what is computed again: set "
                 "`torch._functorch.config.activation_memory_budget`, or train the model before you compile it"
-                + see('compiled-model'))
+                + more_link('compiled-model'))
     return model
 
 # %% ../nbs/04_checkpoint.ipynb #recomputed
@@ -121,10 +122,10 @@ class _Recomputed:
         self.segment,self.offload = segment,offload
         self.inside = segment.inside
         self.devices = devices_of(self.inside)
-        self.place = Instead(segment.modules[0], 'forward', self) if segment.seq is None else None
+        self.patch = Patch(segment.modules[0], 'forward', self) if segment.seq is None else None
 
     def run(self, *args, **kwargs):
-        if self.place is not None: return self.place.stock(*args, **kwargs)
+        if self.patch is not None: return self.patch.stock(*args, **kwargs)
         x, = args
         for m in self.segment.modules: x = m(x)
         return x
@@ -158,9 +159,9 @@ class _Recomputed:
         if all(o._version==v for o,v in fixed): return
         raise RuntimeError(f"an input or a parameter of segment {self.segment.name!r} was changed in place, so the "
             "segment cannot be computed again: use `inplace=False`, take the optimizer's step after the backward pass, "
-            "or choose `segments` without this one" + see('changed-in-place'))
+            "or choose `segments` without this one" + more_link('changed-in-place'))
 
-    def __reduce__(self): return _plain_forward(self.place)   # a copy of the model is a plain model
+    def __reduce__(self): return _plain_forward(self.patch)   # a copy of the model is a plain model
 
 def _kept(x, offload):
     "A tensor without its graph, or a copy of it on the host"
@@ -174,7 +175,7 @@ def _like(o, x):
     return o.requires_grad_(x.requires_grad)
 
 def _own_forward(m): return MethodType(type(m).forward, m)
-def _plain_forward(place): return (noop,(place.own,)) if place.own else (_own_forward,(place.o,))
+def _plain_forward(patch): return (noop,(patch.own,)) if patch.own else (_own_forward,(patch.o,))
 
 # %% ../nbs/04_checkpoint.ipynb #chain
 class _Chain:
@@ -183,10 +184,11 @@ class _Chain:
         mine = [o for o in parts if o.segment.seq is seq]
         first = {o.segment.modules[0]:o for o in mine}
         inner = {m for o in mine for m in o.segment.modules[1:]}
-        self.parts,self.place = [first.get(m, m) for m in seq if m not in inner],Instead(seq, 'forward', self)
+        self.parts = [first.get(m, m) for m in seq if m not in inner]
+        self.patch = Patch(seq, 'forward', self)
 
     def __call__(self, input):
         for o in self.parts: input = o(input)
         return input
 
-    def __reduce__(self): return _plain_forward(self.place)
+    def __reduce__(self): return _plain_forward(self.patch)

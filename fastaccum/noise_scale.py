@@ -12,10 +12,10 @@ import matplotlib.pyplot as plt, numpy as np, torch
 from functools import partial
 from typing import NamedTuple
 from fastai.callback.fp16 import MixedPrecision
-from .core.checks import check_count, check_single, first_of
+from .core.checks import check_count, check_single, our_callback
 from .core.gradients import params_of
-from .core.guest import Guest
-from .core.warnings import Said, see
+from .core.patching import PatchingCallback
+from .core.warnings import WarnOnce, more_link
 
 # %% ../nbs/07_noise_scale.ipynb #noise-scale
 class Reading(NamedTuple):
@@ -37,7 +37,7 @@ def _length(g):
     g = g.detach().coalesce().values() if g.is_sparse else g.detach()
     return torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32))
 
-class NoiseScale(Guest):
+class NoiseScale(PatchingCallback):
     """Measure how much the gradients of micro-batches differ, and from this, how large a batch is worthwhile
 
     TypeError: a number is not a whole number
@@ -61,17 +61,17 @@ class NoiseScale(Guest):
 
     def before_fit(self):
         if self.validates: return
-        self._leave()
+        self.undo_patches()
         self._begin()
 
     def _begin(self):
         learn = self.learn
         check_single(learn, NoiseScale)
-        self.acc = first_of(learn, 'GradientAccumulation')
+        self.acc = our_callback(learn, 'GradientAccumulation')
         if self.acc is None:
             raise ValueError("NoiseScale compares the micro-batches of a step, and this Learner steps on every batch: "
-                "add fastaccum's `GradientAccumulation(accum_bs)` to its callbacks" + see('nothing-accumulates'))
-        self.readings,self.said = [],Said()
+                "add fastaccum's `GradientAccumulation(accum_bs)` to its callbacks" + more_link('nothing-accumulates'))
+        self.readings,self.warn_once = [],WarnOnce()
         self.steps = 0                       # steps of this fit
         self.left = 0                        # steps until the next that is measured
         self.since = 0                       # samples since the last that was
@@ -79,13 +79,13 @@ class NoiseScale(Guest):
         if hasattr(learn, 'recorder'): vars(learn.recorder)['noise_scale'] = []   # set, fastai would warn
 
     def before_train(self):
-        self._leave()   # the epoch before may have been cancelled in the middle of a step
+        self.undo_patches()   # the epoch before may have been cancelled in the middle of a step
         if self.acc is None or self.acc.learn is not self.learn: self._begin()   # it was added since the fit began
 
     def after_backward(self):
         for o in self.hooks: o.remove()
         self.hooks = ()
-    def _leave(self):
+    def undo_patches(self):
         self.after_backward()
         self.heard = None
 
@@ -99,24 +99,27 @@ class NoiseScale(Guest):
     def _params(self): return [p for p in params_of(self.learn.opt) if p.requires_grad]
 
     def _hear(self, lengths, i, g):
-        mean = self.acc.mean
-        if mean is None or self.acc.micro.ran: return   # another backward pass
-        if not lengths: self._begin_micro_batch(mean, lengths)
+        step = self.acc.current_step
+        if step is None or step.micro.ran: return   # another backward pass than that of the step
+        if not lengths: self._begin_micro_batch(step, lengths)
         if i in lengths: self._warn('a gradient came in parts, as through GradientCache or reentrant checkpoints')
         lengths[i] = lengths[i]*float('nan') if i in lengths else _length(g)
 
-    def _begin_micro_batch(self, mean, lengths):
-        "Its first gradient has come, so its loss has its share, whoever gave it last"
-        (n,size,_),learn = mean.now,self.learn
+    def _begin_micro_batch(self, step, lengths):
+        "The first gradient of the micro-batch has come, so its loss has its share by now"
+        mean,learn = step.mean,self.learn
+        n,size,_ = mean.current
         scaler = vars(learn).get('scaler')
         scale = 1. if scaler is None else scaler.scale(torch.ones((), device=learn.loss_grad.device))
-        size,ref = (n,1.) if mean.is_sum else (size,size if self.acc.grad_sums else mean.ref)   # these have no share
+        if mean.is_sum: size,per_share = n,1.
+        else: per_share = size if step.weighs_grads else mean.expected   # weighed later, this gradient has no share yet
         if not mean.samples or self.heard is None: self.heard = {}
-        self.heard[mean.samples] = lengths,n,size,ref/scale
+        self.heard[mean.samples] = lengths,n,size,per_share/scale
 
     def before_step(self):
         "The gradients are complete: `p.grad` is that of the step's mean"
-        mean,heard,self.heard = self.acc.mean,self.heard or {},None
+        step,heard,self.heard = self.acc.current_step,self.heard or {},None
+        mean = step.mean
         self.since += mean.samples
         if self.left: return
         params = self._params()
@@ -127,7 +130,7 @@ class NoiseScale(Guest):
         some = [(square(lengths.values()),*told) for lengths,*told in heard.values()]
         lens,n,size,ref = map(column, zip(*some)) if some else torch.zeros(4, 1, dtype=wide, device=device)
         squares = torch.where(size>0, lens*ref**2/size, 0.)   # n_i |g_i|²
-        sums = self.acc.processes.sum(squares.sum(), size.sum(), (size>0).sum().to(wide), n.sum())
+        sums = step.processes.sum(squares.sum(), size.sum(), (size>0).sum().to(wide), n.sum())
         mean_sq = square([_length(p.grad) for p in params if p.grad is not None])
         self._read(mean, *torch.stack([*sums,mean_sq]).tolist())   # here the host waits
 
@@ -150,10 +153,10 @@ class NoiseScale(Guest):
         self.readings.append(Reading(self.steps, mean.samples, size, trace, grad_sq, tuple(self.sums/self.weight)))
 
     def _warn(self, why):
-        self.said.once('cannot-measure', f"NoiseScale cannot measure this step, and perhaps others: {why}")
+        self.warn_once('cannot-measure', f"NoiseScale cannot measure this step, and perhaps others: {why}")
 
     def after_step(self):
-        self._leave()   # it may have been cancelled before it was heard
+        self.undo_patches()   # it may have been cancelled before it was heard
         self.steps,self.left = self.steps+1,max(0, self.left-1)
         if hasattr(self.learn, 'recorder'): self.learn.recorder.noise_scale.append(self.noise_scale)
 

@@ -10,14 +10,14 @@ __all__ = ['ScaledLR', 'gain', 'scale_beta']
 # %% ../nbs/08_scaled_lr.ipynb #imports
 from fastai.callback.fp16 import MixedPrecision
 from fastcore.foundation import L
-from .core.checks import check_bool, check_count, check_name, check_single, first_of
+from .core.checks import check_bool, check_count, check_name, check_single, our_callback
 from .core.distributed import Processes
-from .core.guest import Guest
-from .core.loader import sizes_of
-from .core.warnings import see
+from .core.patching import PatchingCallback
+from .core.loader_info import sizes_of
+from .core.warnings import more_link
 
 # %% ../nbs/08_scaled_lr.ipynb #scaled-lr
-class ScaledLR(Guest):
+class ScaledLR(PatchingCallback):
     """Multiply the learning rate of each step by a factor for its size, relative to steps of `base_bs` samples
 
     TypeError: `base_bs` is not a whole number, or `betas` is neither `True` nor `False`
@@ -44,22 +44,22 @@ class ScaledLR(Guest):
         self.betas = check_bool('betas', betas)
 
     def _look(self):
-        self.acc,self.meter = (first_of(self.learn, o) for o in ('GradientAccumulation','NoiseScale'))
+        self.acc,self.meter = (our_callback(self.learn, o) for o in ('GradientAccumulation','NoiseScale'))
 
     def before_fit(self):
         learn = self.learn
         if self.validates: return
-        self._leave(but='lr')
+        self.undo_patches(but='lr')
         check_single(learn, ScaledLR)
         self._look()
         if self.rule=='adascale' and self.meter is None:
-            raise ValueError("`rule='adascale'` needs a meter: add a `NoiseScale()` to `cbs`" + see('no-noise-scale'))
+            raise ValueError("`rule='adascale'` needs a meter: add a `NoiseScale()` to `cbs`" + more_link('no-noise-scale'))
         if self.betas and not self._averages_squares():
             raise ValueError(f"`betas={self.betas!r}` is for Adam, and this optimizer keeps no average of squares: "
-                "leave `betas` out, or use Adam" + see('betas-of-adam'))
+                "leave `betas` out, or use Adam" + more_link('betas-of-adam'))
 
     def before_train(self):
-        self._leave()
+        self.undo_patches()
         self._look()   # callbacks may have come since the fit began
         self.world = Processes(self.learn.model).n
 
@@ -75,10 +75,11 @@ class ScaledLR(Guest):
     def _step_size(self):
         "Samples in a whole step, over all processes"
         if self.acc is None: return sizes_of(self.learn.dl).bs*self.world
-        return min(self.acc.step.full, self.acc.planned.n)
+        step = self.acc.current_step
+        return min(step.full, step.per_epoch)
 
     def before_step(self):
-        self._leave()
+        self.undo_patches()
         rule = self.rule or ('sqrt' if self._averages_squares() else 'linear')
         self.kappa = self._step_size()/self.base_bs
         self.factor,self.opt = self._factor(rule),self.learn.opt
@@ -89,7 +90,7 @@ class ScaledLR(Guest):
         self.scaled = tuple((k,vs,[rules[k](o) for o in vs]) for k,vs in old.items())
         for k,_,new in self.scaled: self.opt.set_hyper(k, L(new))
 
-    def _leave(self, but=''):
+    def undo_patches(self, but=''):
         "Put back values that nobody else has changed; called more than once"
         while self.scaled:
             k,old,new = self.scaled[0]
@@ -98,9 +99,9 @@ class ScaledLR(Guest):
             self.scaled = self.scaled[1:]
 
     def after_step(self):
-        if getattr(self.learn, 'lr_finder', None) is not None: self._leave()   # it records the rate for the base
-    def before_batch(self): self._leave()
-    def after_train(self): self._leave()
+        if getattr(self.learn, 'lr_finder', None) is not None: self.undo_patches()   # it records the rate for the base
+    def before_batch(self): self.undo_patches()
+    def after_train(self): self.undo_patches()
 
 # %% ../nbs/08_scaled_lr.ipynb #gain
 def gain(trace:float, grad_sq:float, kappa:float)->float:

@@ -21,7 +21,8 @@ from .accumulation import GradientAccumulation
 from .core.checks import check_count, check_name
 from .core.micro_batches import AutoSize
 from .core.plan import round_up
-from .core.warnings import see, warn
+from .core.step_loader import Step
+from .core.warnings import more_link, warn
 
 # %% ../nbs/01_schedule.ipynb #moment
 def check_moment(nm:str, o:int|float)->int|float:
@@ -32,10 +33,10 @@ def check_moment(nm:str, o:int|float)->int|float:
     """
     if isinstance(o, bool) or not isinstance(o, Real):
         raise TypeError(f"`{nm}={o!r}` is of type {type(o).__name__}: "
-            "give a fraction of training as a float, or an epoch as an int" + see('start-and-finish'))
+            "give a fraction of training as a float, or an epoch as an int" + more_link('start-and-finish'))
     if not 0<=o<=2**53:
         raise ValueError(f"`{nm}={o}`: give a fraction of training from 0. to 1., or an epoch, 0 or later"
-            + see('start-and-finish'))
+            + more_link('start-and-finish'))
     return o
 
 def fraction(o:int|float, n_epoch:int)->float:
@@ -57,8 +58,8 @@ def as_annealer(schedule:callable, start:int, end:int)->callable:
         f = schedule(start, end)
     except TypeError as e:
         raise TypeError(f"`schedule={schedule!r}` cannot be called with {start} and {end} ({e}): {hint}"
-            + see('schedule-function')) from None
-    if not callable(f): raise TypeError(f"`schedule({start}, {end})` returned {f!r}: {hint}" + see('schedule-function'))
+            + more_link('schedule-function')) from None
+    if not callable(f): raise TypeError(f"`schedule({start}, {end})` returned {f!r}: {hint}" + more_link('schedule-function'))
     return f
 
 # %% ../nbs/01_schedule.ipynb #value
@@ -71,7 +72,7 @@ def check_value(v:object, pos:float)->float:
     except (TypeError,ValueError,OverflowError): n = float('nan')
     if not 0<n<=2**53:
         raise ValueError(f"`schedule` returned {v!r} at position {pos:.3g} between `start` (0) and `finish` (1): give "
-            "one that returns numbers of samples, which are finite and above 0" + see('schedule-function'))
+            "one that returns numbers of samples, which are finite and above 0" + more_link('schedule-function'))
     return n
 
 # %% ../nbs/01_schedule.ipynb #scheduling
@@ -84,18 +85,18 @@ def check_scheduling(scheduling:dict[int,int])->dict[int,int]:
     """
     if not isinstance(scheduling, dict) or not scheduling:
         raise TypeError(f"`scheduling={scheduling!r}`: give a dict of epochs or steps and micro-batches per step, such "
-            "as {0:2, 4:8}" + see('scheduling-dict'))
+            "as {0:2, 4:8}" + more_link('scheduling-dict'))
     for o in (*scheduling,*scheduling.values()):
         if isinstance(o, bool) or not isinstance(o, Integral):
             raise TypeError(f"{o!r} in `scheduling={scheduling}` is of type {type(o).__name__}: give all numbers as "
-                "ints" + see('scheduling-dict'))
+                "ints" + more_link('scheduling-dict'))
     if min(scheduling)<0:
         raise IndexError(f"the key {min(scheduling)} in `scheduling={scheduling}` is negative: give epochs or steps "
-            "counted from 0" + see('scheduling-dict'))
+            "counted from 0" + more_link('scheduling-dict'))
     least = min(scheduling.values())
     if least<1:
         raise ValueError(f"the value {least} in `scheduling={scheduling}` is too small: give at least 1 micro-batch "
-            "per step" + see('scheduling-dict'))
+            "per step" + more_link('scheduling-dict'))
     return scheduling
 
 # %% ../nbs/01_schedule.ipynb #base
@@ -107,11 +108,9 @@ class _Scheduled(GradientAccumulation):
         super().before_fit()
         if hasattr(self.learn, 'recorder'): self.learn.recorder.accum_bs = []
 
-    def _complete_grads(self):   # it runs once for each step that counts, before callbacks see it
-        if not super()._complete_grads(): return
-        self.current_bs = self.step.full
+    def stepped(self, step:Step):
+        self.current_bs = step.full
         if hasattr(self.learn, 'recorder'): self.learn.recorder.accum_bs.append(self.current_bs)
-        return True
 
     @property
     def accum_bs(self):
@@ -123,7 +122,7 @@ class _Scheduled(GradientAccumulation):
     @accum_bs.setter
     def accum_bs(self, n):
         raise AttributeError(f"`accum_bs={n!r}` cannot be set, because the size follows the schedule of this "
-            f"{type(self).__name__}. Make a new one, or use `GradientAccumulation`" + see('set-by-the-schedule'))
+            f"{type(self).__name__}. Make a new one, or use `GradientAccumulation`" + more_link('set-by-the-schedule'))
     n_acc = accum_bs
 
 # %% ../nbs/01_schedule.ipynb #schedule
@@ -155,12 +154,12 @@ class GradientAccumulationSchedule(_Scheduled):
 
     def before_fit(self):
         super().before_fit()
-        if self.validates or self.planned is None or self._finder is not None: return
+        if self.validates or self.loop.plan is None or self.loop.finder is not None: return
         if fraction(self.finish, self.learn.n_epoch)<=1: return
-        reached = self.planned.wanted(self.learn.n_epoch)
+        reached = self.loop.plan.wanted(self.learn.n_epoch)
         warn(f"`finish={self.finish}` is after the end of this fit (epochs: {self.learn.n_epoch}), so the schedule "
             f"ends at {reached} samples instead of `final_accum_bs={self.final_accum_bs}`. An int is an epoch, a float "
-            "a fraction of training: for the end of training, give `finish=1.`" + see('schedule-cut-short'))
+            "a fraction of training: for the end of training, give `finish=1.`" + more_link('schedule-cut-short'))
 
     def sizes(self, micro_bs:int, n_epoch:int)->callable:
         """As in `GradientAccumulation`: a function of a `Position`
@@ -181,7 +180,7 @@ class GradientAccumulationSchedule(_Scheduled):
     def _check_window(self, start, finish):
         if start<=finish: return
         raise ValueError(f"`start={self.start}` is later than `finish={self.finish}`: "
-            "give a `finish` that is not before `start`" + see('start-and-finish'))
+            "give a `finish` that is not before `start`" + more_link('start-and-finish'))
 
 # %% ../nbs/01_schedule.ipynb #scheduler
 class GradientAccumulationScheduler(_Scheduled):

@@ -15,7 +15,7 @@ from pathlib import Path
 from fastai.callback import wandb as fastai_wandb
 from fastai.learner import Learner
 from wandb.proto.wandb_internal_pb2 import Record
-from .core.warnings import see
+from .core.warnings import more_link
 
 # %% ../nbs/11_wandb.ipynb #callback
 class WandbCallback(fastai_wandb.WandbCallback):
@@ -26,7 +26,7 @@ class WandbCallback(fastai_wandb.WandbCallback):
     def before_fit(self):
         if self.log_model and not hasattr(self, 'save_model'):
             raise ValueError("`log_model=True` uploads the model that a SaveModelCallback saves, but this Learner "
-                "has none: add one to `cbs=`" + see('log-model'))
+                "has none: add one to `cbs=`" + more_link('log-model'))
         vars(self.learn)['gather_args'] = dict   # so that fastai has nothing to format
         try: super().before_fit()
         finally: del vars(self.learn)['gather_args']

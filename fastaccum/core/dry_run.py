@@ -25,7 +25,7 @@ from torch.amp import GradScaler
 from .checks import class_names
 from .forward_state import autocast_state, generator_state, items_of, put_items, rng_state
 from .forward_state import set_autocast_state, set_rng_state
-from .guest import Quiet, to_the_end
+from .patching import QuietCallback, uninterrupted
 from .warnings import AccumulationWarning
 
 # %% ../../nbs/core/26_dry_run.ipynb #snapshot
@@ -48,7 +48,7 @@ class Snapshot:
         "Put everything back; can be called any number of times, and an interrupt waits until all is back"
         def put():
             for f,*args in self.puts: f(*args)
-        to_the_end(put)
+        uninterrupted(put)
 
     def _note(self, o, seen):
         "Note `o`; return what it refers to"
@@ -112,7 +112,7 @@ def loader_state(dl:object)->list:
     own = [vars(dl)[k] for k in getattr(dl, '_methods', ()) if k in vars(dl)]
     return own+[getattr(dl, k, None) for k in ('rng','generator','sampler')]
 
-class CountSteps(Quiet):
+class CountSteps(QuietCallback):
     "Count the steps that are made, and end the fit after `most` of them, or after its epoch"
     order,run_valid,n_steps = 1000,False,0   # after all others
     def __init__(self, most:float=float('inf'), tick:Callable=noop): self.most,self.tick = most,tick

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 import numpy as np, torch
 from torch import nn
-from .warnings import see
+from .warnings import more_link
 
 # %% ../../nbs/core/23_forward_state.ipynb #rng
 def devices_of(modules:Iterable)->list:
@@ -163,4 +163,4 @@ class ForwardState:
         if nm is None: return
         raise RuntimeError(f"a forward pass changes the tensor `{nm}` in place, and it is not a buffer, so the pass "
             f"cannot be run again from the same start. Keep it with `register_buffer('{nm}', …)`, or, if it belongs to "
-            "a cache of keys and values, set `use_cache=False` in the model's configuration" + see('changed-in-place'))
+            "a cache of keys and values, set `use_cache=False` in the model's configuration" + more_link('changed-in-place'))

@@ -18,7 +18,7 @@ from warnings import catch_warnings, simplefilter
 from torch import nn
 from fastai.learner import Learner
 from fastai.losses import BaseLoss
-from .batch import has_rows, is_mapping, join, like, pick, samples, values
+from .batch import has_rows, is_mapping, join, container_like, pick, samples, values
 from .forward_state import ForwardState, rng_state
 
 # %% ../../nbs/core/10_probe.ipynb #probed
@@ -42,7 +42,7 @@ def _fresh(o):
     if isinstance(o, torch.Tensor):
         half = o.is_floating_point() and o.element_size()<4
         return o.detach().to(torch.float32 if half else o.dtype, copy=True)
-    return like(o, [_fresh(x) for x in values(o)]) if is_mapping(o) or isinstance(o, (tuple,list)) else o
+    return container_like(o, [_fresh(x) for x in values(o)]) if is_mapping(o) or isinstance(o, (tuple,list)) else o
 
 class Part:
     "In the place of a Learner after its forward pass, with only some of the samples"

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from torch import nn
-from .warnings import see
+from .warnings import more_link
 
 # %% ../../nbs/core/24_segments.ipynb #segment
 @dataclass
@@ -127,13 +127,13 @@ def _listed(model, ms):
     for m in dict.fromkeys(ms):
         if m not in names:
             raise ValueError(f"a {type(m).__name__} in `segments` is not a module of this {type(model).__name__}: give "
-                "modules of `learn.model`" + see('segments'))
+                "modules of `learn.model`" + more_link('segments'))
         res.append(Segment(names[m], [m]))
     for a in res:
         for b in res:
             if a is not b and b.modules[0] in a.inside:
                 raise ValueError(f"segment {b.name!r} lies inside segment {a.name!r}: give only one of them"
-                     + see('segments'))
+                     + more_link('segments'))
     return res
 
 def find_segments(model:nn.Module, segments:type|tuple|list|Callable|None=None)->Segments:
@@ -148,4 +148,4 @@ def find_segments(model:nn.Module, segments:type|tuple|list|Callable|None=None)-
     how = 'no segments were found in' if segments is None else f'`segments={segments}` chooses no module of'
     names = sorted({type(o).__name__ for o in model.modules() if o is not model and _computes(o)})
     raise ValueError(f"{how} this {type(model).__name__}: give `segments=` the class of its blocks, a list of "
-        f"modules, or a function of a module. Classes that hold layers: {', '.join(names) or 'none'}" + see('segments'))
+        f"modules, or a function of a module. Classes that hold layers: {', '.join(names) or 'none'}" + more_link('segments'))

@@ -15,20 +15,27 @@ from .checks import class_names
 # %% ../../nbs/core/14_log_rows.ipynb #rows
 _wandb,_tensorboard = 'fastai.callback.wandb.WandbCallback','fastai.callback.tensorboard.TensorBoardCallback'
 
-def _loggers(learn, name): return [cb for cb in learn.cbs if cb.run and name in class_names(type(cb))]
+def _of_class(learn, name): return [cb for cb in learn.cbs if name in class_names(type(cb))]
 
 class LogRows:
     "Adds what only accumulation knows to the rows that TensorBoard and Weights & Biases log"
     def __init__(self):
-        self.began = 0.      # when the step began, in seconds of `perf_counter`
-        self.n_seen = None   # samples so far, in all fits of the W&B run; `None` before the first step of a fit
+        self.n_seen = None      # samples so far, in all fits of the W&B run; `None` before the first step of a fit
+        self.wandb = []         # callbacks for W&B, for TensorBoard, and with a method `to_log`; found once an epoch
+        self.tensorboard = []
+        self.to_log = []
+        self.began = 0.         # when the step began, in seconds of `perf_counter`
+
+    def begin_epoch(self, learn:Learner):
+        self.wandb,self.tensorboard = _of_class(learn, _wandb),_of_class(learn, _tensorboard)
+        self.to_log = [cb for cb in learn.cbs if hasattr(type(cb), 'to_log')]
 
     def begin_step(self): self.began = time.perf_counter()
 
     def before_step_row(self, learn:Learner, n:int):
         "A step of `n` samples is about to be logged: make W&B's samples per second those of the step"
-        for cb in _loggers(learn, _wandb):
-            if not learn.xb: continue
+        for cb in self.wandb:
+            if not cb.run or not learn.xb: continue
             now = time.perf_counter()   # fastai divides the samples of the last micro-batch by the time since it began
             cb.ti_batch = now-(now-self.began)*len(learn.xb[0])/n
             if self.n_seen is None: self._begin_axis(learn.recorder)
@@ -36,16 +43,19 @@ class LogRows:
 
     def before_micro_batch_row(self, learn:Learner, n_rows:int):
         "A micro-batch is about to be logged, one of `n_rows` in the epoch: fastai moves W&B's epoch on by a whole step"
-        for cb in _loggers(learn, _wandb): cb._wandb_epoch += 1/n_rows-1/learn.n_iter
+        for cb in self.wandb:
+            if cb.run: cb._wandb_epoch += 1/n_rows-1/learn.n_iter
 
     def after_step_row(self, learn:Learner, row:dict):
         "A step was logged: add `row`, values by name, and what callbacks with a method `to_log` return"
-        for cb in learn.cbs:
-            if hasattr(type(cb), 'to_log'): row = row|cb.to_log()
+        if not (self.wandb or self.tensorboard): return
+        for cb in self.to_log: row = row|cb.to_log()
         row = {k:v for k,v in row.items() if v is not None}
-        for cb in _loggers(learn, _tensorboard):
+        for cb in self.tensorboard:
+            if not cb.run: continue
             for k,v in row.items(): cb.writer.add_scalar(k, v, learn.train_iter)
-        for cb in _loggers(learn, _wandb): sys.modules['wandb'].log({**row, 'samples':self.n_seen}, step=cb._wandb_step)
+        for cb in self.wandb:
+            if cb.run: sys.modules['wandb'].log({**row, 'samples':self.n_seen}, step=cb._wandb_step)
 
     def _begin_axis(self, recorder):
         "Draw W&B's losses and metrics over the samples that were seen"

@@ -82,6 +82,7 @@ class StepLoop:
         self.differences = DifferenceWarnings(self.warn_once)
         self.grad_check = GradCheck()              # did anything change the gradients between micro-batches?
         self.log_rows = LogRows()
+        self.last_loss = 0.                        # mean loss of the last step: shown where a step ignores all targets
         # of the epoch, set by `begin_epoch`
         self.loader = None                         # the `StepLoader` that the Learner iterates over
         self.events = None                         # sends events to callbacks
@@ -149,6 +150,7 @@ def begin_epoch(self:StepLoop, plan:Plan):
     sizes = plan.loaders[self.processes.rank]
     self.loader = StepLoader(learn, learn.dl, self.run_step, plan.epoch(learn.epoch), sizes, self.processes, plan.drop_last)
     self.differences.begin_epoch(self.processes, self.loader)
+    self.log_rows.begin_epoch(learn)
     learn.dl = self.loader
 
 @patch
@@ -190,9 +192,8 @@ def _begin_step(self:StepLoop, i, step):
         self.warn_once('more-batches', "the training loader yields more batches than its `__len__` says, which is "
             f"enough for {i} steps. So the last of these may be smaller than the others, and the schedule of "
             "learning rates ends too early. Let `__len__` return the number of batches")
-    before,self.step,self.micro = self.mean,step,None
-    self.mean = StepMean(step.size, step.total, self.acc.n_items, self.processes,
-        last_loss=before.loss if before is not None and before.current is not None else 0., trusted=before is not None)
+    is_first,self.step,self.micro = self.mean is None,step,None
+    self.mean = StepMean(step.size, step.total, self.acc.n_items, self.processes, self.last_loss, trusted=not is_first)
     self.kept_losses = KeptLosses(self.learn)
     self.log_rows.begin_step()
 
@@ -336,8 +337,8 @@ def _complete_grads(self:StepLoop)->bool:
 @patch
 def _take_step(self:StepLoop):
     learn,ran = self.learn,self.micro is not None
-    last_loss,step_loss = learn.loss,self.mean.loss
-    learn.loss = step_loss
+    micro_loss,step_loss = learn.loss,self.mean.loss
+    learn.loss = self.last_loss = step_loss
     if not ran:   # without samples there is no `before_batch`, but this process must set the same learning rate as others
         for cb in self.events.listeners('before_batch'):
             if isinstance(cb, ParamScheduler): cb('before_batch')
@@ -353,10 +354,10 @@ def _take_step(self:StepLoop):
         self.kept_losses.put_means(learn)
         self.log_rows.before_step_row(learn, self.mean.samples)
     else: self.log_rows.before_micro_batch_row(learn, self._rows_per_epoch())
-    self._end_step(ran, last_loss, step_loss)
+    self._end_step(ran, micro_loss, step_loss)
 
 @patch
-def _end_step(self:StepLoop, ran, last_loss, step_loss):
+def _end_step(self:StepLoop, ran, micro_loss, step_loss):
     "`after_batch` of a step"
     learn,train_metrics = self.learn,self.train_metrics
     if train_metrics: learn.recorder.train_metrics = False   # the metrics have seen every micro-batch
@@ -364,7 +365,7 @@ def _end_step(self:StepLoop, ran, last_loss, step_loss):
     try:
         for cb in self.events.listeners('after_batch'):
             if not (ran or hears_steps(cb)): continue
-            if not self.log_steps: learn.loss = last_loss if records(cb) else step_loss   # one row per micro-batch
+            if not self.log_steps: learn.loss = micro_loss if records(cb) else step_loss   # a row for the micro-batch
             cb('after_batch')
     finally:
         if train_metrics: learn.recorder.train_metrics = True

@@ -15,7 +15,7 @@ from fastcore.basics import GetAttr
 from torch.utils.data import IterableDataset
 from .batch import n_samples, split
 from .distributed import Processes
-from .patching import Patch, uninterrupted
+from .patching import Patch
 from .plan import LoaderSizes, PlannedStep
 from .warnings import more_link
 
@@ -78,9 +78,12 @@ class OneBatchLoader(GetAttr):
     def items(self): return iter(self.dl)
 
     def __iter__(self):
-        self.patch.apply()
-        try: yield from self.items()
-        finally: uninterrupted(self.end)
+        try:
+            try:
+                self.patch.apply()
+                yield from self.items()
+            finally: self.end()
+        finally: self.end()   # once more, in case an interrupt has stopped the first call anywhere
 
     def end(self):
         "Give the Learner its own `one_batch` back; may be called more than once"

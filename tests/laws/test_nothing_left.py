@@ -146,3 +146,30 @@ def test_an_interrupt_anywhere_in_our_code_leaves_no_trace_in_later_fits(way, st
         assert ran==at+1
         if 'alone' in way: learn.opt.zero_grad()   # as above
         for bs,cbs in ((micro,[]),(accum,[GradientAccumulation(accum)])): same_fits(learn, bs, *cbs)
+
+def fit_interrupted(at):
+    "A Learner whose fit was interrupted at the `at`th bytecode of the end of the loader of steps, and how many there are"
+    learn,ran,functions = learner(),0,('__iter__','end','undo','pause_sync')
+    def local(frame, event, arg):
+        nonlocal ran
+        if event!='opcode' or not learn.recorder.losses: return local
+        ran += 1
+        if ran-1==at: raise KeyboardInterrupt
+        return local
+    def trace(frame, event, arg):
+        is_loaders_end = frame.f_code.co_name in functions and 'fastaccum' in frame.f_code.co_filename
+        frame.f_trace_opcodes = is_loaders_end
+        return local if is_loaders_end else None
+    old = sys.gettrace()
+    sys.settrace(trace)
+    try: learn.fit(1, 0.1, cbs=GradientAccumulation(accum))
+    except KeyboardInterrupt: pass
+    finally: sys.settrace(old)
+    return learn,ran
+
+def test_an_interrupt_at_the_normal_end_of_an_epoch_puts_one_batch_back():
+    total = fit_interrupted(None)[1]
+    assert total>20
+    for at in some(40, range(total)):
+        learn,_ = fit_interrupted(at)
+        assert 'one_batch' not in vars(learn), f'left behind by an interrupt at bytecode {at} of {total}'

@@ -220,7 +220,7 @@ def say(scale:float, size:float, unit:str='samples')->str:
     if np.isinf(scale):
         return (f"noise scale: too large to measure. In steps of {size:,.0f} {unit} the noise hides the gradient, so "
             "larger steps would waste little. Measure for longer to know more")
-    steps = 1+scale/size                                   # as multiples of the fewest steps
-    items = 1+size/scale if scale else float('inf')        # and of the fewest samples or targets
-    return (f"noise scale ≈ {rounded(scale)} {unit}: with steps of {size:,.0f} you need {items:.1f}x the minimum number "
-        f"of {unit} and {steps:.1f}x the minimum number of steps")
+    steps = 1+scale/size                              # as a multiple of the minimum number of steps
+    items = 1+size/scale if scale else float('inf')   # as a multiple of the minimum number of samples or targets
+    return (f"noise scale ≈ {rounded(scale)} {unit}: with steps of {size:,.0f} you need {items:.1f}x the minimum "
+        f"number of {unit} and {steps:.1f}x the minimum number of steps")

@@ -65,7 +65,6 @@ bad = [(GradientAccumulation, dict(micro_batch_size='big'), TypeError, "'auto', 
         for o in ('auto', lambda b,start,stop: b)],
     *[(ActivationCheckpoint, dict(segments=o), TypeError, 'segments=.*give a class')
         for o in (4, [], ['1'], [nn.Linear(1, 1),3], [None], {})],
-    (ActivationCheckpoint, dict(offload=1), TypeError, 'offload=1.*True'),
     (toy(4).bs_find, dict(mode='linear'), ValueError, "mode='linear'.*give"),
     (toy(4).bs_find, dict(apply=1), TypeError, 'apply=1.*give'),
     (FreezeBN, dict(part=4), TypeError, 'part=4.*give a function'),

@@ -110,7 +110,7 @@ def _trained(dl, plan, cache, accum_bs):
 
 def _make(acc, cache, ckpt, splits, n, sizes):
     "Callbacks that make one step of `n` samples, with parts of `sizes`"
-    cbs,most = [] if ckpt is None else [type(ckpt)(ckpt.given, ckpt.offload)],max(sizes)
+    cbs,most = [] if ckpt is None else [type(ckpt)(ckpt.given)],max(sizes)
     if cache is not None: cbs.append(type(cache)(micro_batch_size=min(most, cache.size or n), split=cache.split))
     if acc is None and cbs: return cbs
     micro = most if splits else None

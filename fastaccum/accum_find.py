@@ -19,7 +19,7 @@ from .core.checks import check_bool, check_count, our_callback
 from .core.dry_run import Batches, CountSteps, DryRun
 from .core.plan import round_up
 from .core.warnings import more_link
-from .noise_scale import NoiseScale, interval, rounded, say, scale_of, trade_off
+from .noise_scale import NoiseScale, say
 from .core.process_checks import check_search
 from .core.loader_info import samples_of, sizes_of
 from .core.micro_batches import AutoSize
@@ -48,7 +48,7 @@ def accum_find(self:Learner,
     steps:int=20, # Steps to measure
     lr:float|slice|None=None, # Learning rate of these steps; defaults to the Learner's
     cbs:Callback|list|None=None, # Callbacks that you would pass to `fit`
-    show_plot:bool=True # Draw the cost of steps of all sizes?
+    show_plot:bool=True # Draw the noise scale over the steps that were measured?
 )->'FoundAccum': # `int(…)` of it is the suggested size in samples, in whole micro-batches
     """Measure the noise of the gradient in some steps of training, put everything back, and suggest the size of a step
 
@@ -82,25 +82,25 @@ def accum_find(self:Learner,
 class FoundAccum:
     """How many samples a step should have: `accum_bs`, in whole micro-batches and at most an epoch
 
-    `scale` is the noise scale in samples, `low` and `high` are its bounds, and `readings` the steps that were measured.
+    `scale` is the noise scale in samples, and `readings` are the steps that were measured. `scales` is the noise scale
+    after each of these steps, averaged over the steps so far.
     """
     def __init__(self, readings:list, micro_bs:int, n:int):
         per_sample = sum(o.size for o in readings)/sum(o.samples for o in readings)   # targets, where these are counted
-        traces,grad_sqs = (np.array([getattr(o, k) for o in readings]) for k in ('trace','grad_sq'))
         self.readings = readings
-        self.scale = scale_of(max(traces.mean(), 0.), grad_sqs.mean())/per_sample   # the noise scale, in samples
-        self.low,self.high = (o/per_sample for o in interval(traces, grad_sqs))     # its bounds
-        best,most = self.scale if np.isfinite(self.scale) else self.low,max(1, n//micro_bs)
+        self.scales = [o.scale/per_sample for o in readings]
+        self.scale = self.scales[-1]
+        noise_hides_gradient = not np.isfinite(self.scale)
+        best = readings[0].samples if noise_hides_gradient else self.scale
+        most = max(1, n//micro_bs)         # micro-batches in an epoch
         self.capped = best>most*micro_bs   # would it be larger than an epoch?
         self.accum_bs = most*micro_bs if self.capped else max(1, round(best/micro_bs))*micro_bs
 
     def __int__(self): return self.accum_bs
     __index__ = __int__
     def __repr__(self):
-        low,high = rounded(self.low),rounded(self.high)
-        bounds = f'between {low} and {high}' if np.isfinite(self.high) else f'{low} or more'
-        return (f'`accum_bs={self.accum_bs}`: the noise scale is {bounds}, measured in {len(self.readings)} steps of '
-            f'{self.readings[0].samples} samples\n{say(self.scale, self.accum_bs)}\n'
+        return (f'`accum_bs={self.accum_bs}`, measured in {len(self.readings)} steps of {self.readings[0].samples} '
+            f'samples\n{say(self.scale, self.accum_bs)}\n'
             'This assumes SGD near its best learning rate, and gradients as they are now. The noise scale grows while '
             '\nthe loss falls, and says little early in training. Dropout and augmentation count as noise.'
             + '\nIt would be larger, but an epoch has no more samples.'*self.capped)
@@ -108,16 +108,12 @@ class FoundAccum:
     def plot(self,
         ax:plt.Axes|None=None # Matplotlib axes to draw on; defaults to new ones
     )->plt.Axes: # The axes
-        "Draw the cost of steps of all sizes, in steps and in samples, and the suggested size"
+        "Draw the noise scale over the steps that were measured, and the suggested size"
         if ax is None: ax = plt.subplots(figsize=(6,3.5))[1]
-        scale = self.scale if np.isfinite(self.scale) else max(self.accum_bs, 1)
-        sizes = np.geomspace(max(1, scale/30), max(2, scale*30), 100)
-        steps,samples = trade_off(max(scale, 1e-9), sizes)
-        ax.plot(sizes, steps, color='tab:blue', label='steps')
-        ax.plot(sizes, samples, color='tab:green', label='samples')
-        low,high = (min(o, sizes[-1]) for o in (self.low,self.high))
-        ax.axvspan(low, high, color='grey', alpha=.15, label='noise scale')
-        ax.axvline(self.accum_bs, color='black', linestyle=':', label=f'accum_bs={self.accum_bs}')
-        ax.set(xscale='log', yscale='log', xlabel='samples in a step', ylabel='times the fewest', xlim=sizes[[0,-1]])
-        ax.legend(frameon=False, loc='upper left', bbox_to_anchor=(1,1))   # lines are wherever it might stand
+        ax.plot(range(1, len(self.scales)+1), self.scales, 'o-', label='noise scale')
+        ax.axhline(self.accum_bs, color='black', linestyle=':', label=f'accum_bs={self.accum_bs}')
+        # the estimates of the first steps may be far too large, so they may leave the picture
+        ax.set(ylim=(0,3*self.accum_bs), xlabel='measured steps', ylabel='samples')
+        ax.xaxis.get_major_locator().set_params(integer=True)
+        ax.legend(frameon=False)
         return ax

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
-from .core.checks import check_bool, check_single
+from .core.checks import check_single
 from .core.distributed import check_not_sharded
 from .core.forward_state import ForwardState, devices_of
 from .core.patching import PatchingCallback, Patch, uninterrupted
@@ -29,7 +29,7 @@ from .core.segments import Segments, find_segments
 class ActivationCheckpoint(PatchingCallback):
     """Keep only the inputs of the model's segments, and compute their activations again in the backward pass
 
-    TypeError: an argument has the wrong type
+    TypeError: `segments` has the wrong type
     ValueError: when the fit begins, if no segments are found, yours are not in the model, or the model cannot be cut
     RuntimeError: a segment cannot be computed again as it was
     UserWarning: after the fit, if one of your segments did not run, or none did
@@ -39,10 +39,9 @@ class ActivationCheckpoint(PatchingCallback):
     parts = ()     # its `_Recomputed`s
     rows = None    # a `Segments`, of the last fit
     def __init__(self,
-        segments:type|tuple|list|Callable=None, # A class or several, a list of modules, or a function of a module
-        offload:bool=False # Keep the inputs of the segments in the host's memory?
+        segments:type|tuple|list|Callable=None # A class or several, a list of modules, or a function of a module
     ):
-        self.given,self.offload = check_segments(segments),check_bool('offload', offload)
+        self.given = check_segments(segments)
 
     @property
     def segments(self)->Segments:
@@ -71,7 +70,7 @@ class ActivationCheckpoint(PatchingCallback):
     def _enter(self):
         check_single(self.learn, ActivationCheckpoint)
         rows = find_segments(unwrapped(self.learn.model), self.given)
-        parts = [_Recomputed(o, self.offload) for o in rows]
+        parts = [_Recomputed(o) for o in rows]
         chains = [_Chain(seq, parts) for seq in {o.seq:0 for o in rows if o.seq is not None}]
         self.parts,self.rows = parts,rows
         # assign before applying: an interrupt in the next line then leaves nothing patched
@@ -118,8 +117,8 @@ def unwrapped(model:nn.Module)->nn.Module:
 # %% ../nbs/04_checkpoint.ipynb #recomputed
 class _Recomputed:
     "In the place of a segment's `forward`: keeps its inputs, and computes the rest again in the backward pass"
-    def __init__(self, segment, offload):
-        self.segment,self.offload = segment,offload
+    def __init__(self, segment):
+        self.segment = segment
         self.inside = segment.inside
         self.devices = devices_of(self.inside)
         self.patch = Patch(segment.modules[0], 'forward', self) if segment.seq is None else None
@@ -137,22 +136,20 @@ class _Recomputed:
         if not torch.is_grad_enabled(): return self.run(*args, **kwargs)
         self.segment.calls += 1
         if not any(o.requires_grad for o in (*tensors.values(),*params)): return self.run(*args, **kwargs)
-        kept = {i:_kept(o, self.offload) for i,o in tensors.items()}
+        kept = {i:_kept(o) for i,o in tensors.items()}
         self.segment.kept = sum(o.nbytes for o in kept.values())
-        given,homes = [kept.get(id(o), o) for o in leaves],{id(kept[i]):o.device for i,o in tensors.items()}
+        given = [kept.get(id(o), o) for o in leaves]
         fixed = [(o,o._version) for o in (*params,*kept.values())]   # these share their versions
         state = ForwardState(self.inside, self.devices, [o for o in leaves if id(o) not in tensors])
         def compute():
             if args is not None: return self.run(*args, **kwargs)
             self._check(fixed)
-            back = {}
-            if self.offload: back = {id(o):_like(o.to(homes[id(o)], non_blocking=True), o) for o in kept.values()}
-            again,kw = tree_unflatten([back.get(id(o), o) for o in given], spec)
+            again,kw = tree_unflatten(given, spec)
             with state.again(): return self.run(*again, **kw)
         res = checkpoint(compute, use_reentrant=False, preserve_rng_state=False)
         self._check(fixed)
         state.settle()
-        args = kwargs = leaves = tensors = None   # else `compute` keeps the graph, and what was copied to the host
+        args = kwargs = leaves = tensors = None   # otherwise `compute` would keep the graph
         return res
 
     def _check(self, fixed):
@@ -163,16 +160,12 @@ class _Recomputed:
 
     def __reduce__(self): return _plain_forward(self.patch)   # a copy of the model is a plain model
 
-def _kept(x, offload):
-    "A tensor without its graph, or a copy of it on the host"
+def _kept(x):
+    "A tensor without its graph, which has the attributes of `x`, and needs a gradient if `x` does"
     if isinstance(x, nn.Parameter): return x
-    if not offload: return _like(x.detach(), x)
-    return _like(torch.empty_like(x, device='cpu', pin_memory=x.device.type=='cuda').copy_(x).detach(), x)
-
-def _like(o, x):
-    "Give `o` the attributes of `x`, and let it need a gradient if `x` does"
-    vars(o).update(vars(x))
-    return o.requires_grad_(x.requires_grad)
+    res = x.detach()
+    vars(res).update(vars(x))
+    return res.requires_grad_(x.requires_grad)
 
 def _own_forward(m): return MethodType(type(m).forward, m)
 def _plain_forward(patch): return (noop,(patch.own,)) if patch.own else (_own_forward,(patch.o,))

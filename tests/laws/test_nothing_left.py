@@ -31,7 +31,7 @@ ways = dict(plain=lambda: [GradientAccumulation(accum)],
     cached=lambda: [GradientAccumulation(accum), GradientCache(micro_batch_size=1)],
     cached_alone=lambda: [GradientCache(micro_batch_size='auto')],
     checkpointed_alone=lambda: [ActivationCheckpoint(nn.Linear)],
-    noise=lambda: [GradientAccumulation(accum), NoiseScale(every=1), ScaledLR(base_bs=micro, rule='adascale')])
+    noise=lambda: [GradientAccumulation(accum), NoiseScale(every=1), ScaledLR(base_bs=micro, rule='sqrt')])
 
 def state(learn):
     """What others have: functions and switches of the Learner, its callbacks, model, optimizer, loss function, loaders

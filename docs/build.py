@@ -3,12 +3,9 @@
 Each notebook in `nbs/` becomes a page, with the outputs that are saved in it. A module that users import has two
 pages: one for users, with the reference entries of its names and the sections of its notebook that `user_sections`
 lists, and one for contributors in `modules/`, with the whole notebook. Contributors have a menu of their own, and the
-search leaves their pages out.
-This script turns the notebooks into those that Sphinx reads. With the settings in conf.py, Sphinx links, renders and
-indexes them; a broken link or directive fails the build. search.js says what the search does besides.
+search leaves their pages out. Sphinx links, renders and indexes the pages; a broken link or directive fails.
 """
 import ast, inspect, json, os, re, shutil, sys
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,17 +21,17 @@ site = root/'_docs'
 sys.path[:0] = [str(root), str(root/'tools')]
 import fastaccum, messages, readme
 
-# the pages of each part of the menu in their order; a notebook that is not named here is an error
+# the menu: the pages of each part in their order. Sphinx fails if a page for users is in no part
 menu = {
-    'Data and models': ('guides', 'images segmentation text hugging_face tables'),
-    'Memory and speed': ('guides', 'out_of_memory mixed_precision several_gpus'),
-    'Matching the full batch': ('guides', 'check_your_run batchnorm whole_batch_losses custom_losses'),
-    'Training': ('guides', 'learning_rate growing_batches logging save_and_resume'),
-    'Reference': ('reference', 'cheat_sheet faq messages warnings'),
-    'About': ('about', 'should_i_accumulate how_exact compared switching works_with'),
-    'Contribute': ('contribute', 'architecture callbacks testing benchmarks faults_of_fastai')}
-order = [f'{folder}/{name}' for folder,names in menu.values() for name in names.split()]
-first_pages = ['get_started', 'about/should_i_accumulate']   # above the first part
+    '': 'get_started about/should_i_accumulate',
+    'Data and models': 'guides/images guides/segmentation guides/text guides/hugging_face guides/tables',
+    'Memory and speed': 'guides/out_of_memory guides/mixed_precision guides/several_gpus',
+    'Matching the full batch': 'guides/check_your_run guides/batchnorm guides/whole_batch_losses guides/custom_losses',
+    'Training': 'guides/learning_rate guides/growing_batches guides/logging guides/save_and_resume',
+    'Reference': 'reference/cheat_sheet reference/faq reference/messages reference/api',
+    'About': 'about/how_exact about/compared about/switching about/works_with changelog'}
+contribute = ('architecture', 'callbacks', 'testing', 'benchmarks', 'faults_of_fastai')
+order = [*' '.join(menu.values()).split(), *(f'contribute/{nm}' for nm in contribute)]
 # titles that are too long for the menu
 short_titles = {'guides/growing_batches':'Growing batches', 'guides/learning_rate':'Learning rate',
     'schedule':'Schedules', 'wandb':'WandbCallback'}
@@ -68,20 +65,17 @@ def defined(source):
             names += [o.name, *(f'{o.name}.{m.name}' for m in methods)]
     return [nm for nm in names if not re.search(r'(^|\.)_', nm)]
 
-def default_text(o):
-    "A default as one writes it in code"
-    if isinstance(o, partial): return f'partial({default_text(o.func)}, {", ".join(f"{k}={v}" for k,v in o.keywords.items())})'
-    return getattr(o, '__name__', None) or repr(o)
-
-def type_text(o):
-    "A type as one writes it in code, without the modules it comes from"
-    text = o if isinstance(o, str) else inspect.formatannotation(o)
+def written(o):
+    "A type or a default as one writes it in code, without the modules it comes from"
+    has_name = hasattr(o, '__name__') and not getattr(o, '__args__', None)   # `list[int]` has both
+    text = o if isinstance(o, str) else o.__name__ if has_name else repr(o)
+    text = re.sub(r'<function (\w+) at \w+>', r'\1', text)
     return re.sub(r'\b[a-z_]\w*\.', '', text).replace(' | ', '|').replace('NoneType', 'None')
 
 class Default:
-    "A default in a signature"
+    "Has the default as its `repr`, which is what a signature shows"
     def __init__(self, o): self.o = o
-    def __repr__(self): return default_text(self.o)
+    def __repr__(self): return repr(self.o) if isinstance(self.o, str) else written(self.o)
 
 def signature(o):
     "The parameters of `o` with their defaults, in parentheses; nobody calls the class of an error"
@@ -105,30 +99,25 @@ def parameter_table(o):
     if not any(comments.values()): return ''
     def types(annotation):
         if annotation is empty: return ''
-        text = type_text(annotation)
+        text = written(annotation)
         return code(text) if '[' in text else ' | '.join(map(code, text.split('|')))
     sig = inspect.signature(o)
     rows = []
     for nm,p in sig.parameters.items():
-        default = '' if p.default is empty else code(default_text(p.default))
+        default = '' if p.default is empty else code(repr(Default(p.default)))
         if nm!='self': rows.append((code(nm), types(p.annotation), default, comments.get(nm) or ''))
     if comments.get('return'): rows.append(('*returns*', types(sig.return_annotation), '', comments['return']))
     return table(('Name','Type','Default','Details'), rows)
 
-re_error = re.compile(r'([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Warning)): +(\S.*)')
+error = r'^([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Warning)): +'
+re_errors = re.compile(fr'{error}(.+(?:\n(?!{error[1:]}).+)*)', re.M)
 
 def split_errors(doc):
     "The paragraphs of a docstring without those on errors, such as `TypeError: it is no number`, and these as pairs"
-    text,errors = [],[]
-    for paragraph in re.split(r'\n\s*\n', doc):
-        if not (text and re_error.match(paragraph)):
-            text.append(paragraph)
-            continue
-        for line in paragraph.split('\n'):
-            match = re_error.match(line.strip())
-            if match: errors.append([*match.groups()])
-            else: errors[-1][1] += f' {line.strip()}'
-    return '\n\n'.join(text),errors
+    text,*more = re.split(r'\n\s*\n', doc)
+    others = [o for o in more if not re_errors.match(o)]
+    found = [match for o in more if o not in others for match in re_errors.findall(o)]
+    return '\n\n'.join([text, *others]),[[nm, ' '.join(when.split())] for nm,when,_ in found]
 
 def entry(mod, nm, again=False):
     "The entry of `nm`: signature, docstring, parameters, errors. With `again`, another page has the entry to link to"
@@ -186,12 +175,19 @@ class Page:
         self.keywords = {word: anchor for word,_,anchor in keywords}   # with the section that answers, or ''
         self.extra_names = settings.get('api', '').split()   # names that users meet without importing them
         self.inner_methods = settings.get('inner', '').split()   # public methods that are not for users
-        for c in self.cells: self.prepare(c)
+        section = ''
+        for c in self.cells:
+            head = re.match('## (.+)', c.source) if c.cell_type=='markdown' else None
+            section = head[1].strip() if head else section
+            c.section = section
+            self.prepare(c)
         exports = [c.options['default_exp'] for c in self.cells if 'default_exp' in c.options]
         self.mod = import_module(f'fastaccum.{exports[0]}') if exports else None
-        if not (self.mod or self.name in ('index', 'get_started', *order)): self.fail('give it a place in `menu`, in docs/build.py')
+        # do users import something from this module? Then the page with all of its cells is another one
+        self.is_api = self.mod and not self.folder and any(c.section in ('Examples','Caveats') for c in self.cells)
+        self.whole = f'modules/{self.name}' if self.is_api else self.name
         number = re.match('[0-9]+', path.name)
-        self.position = int(number[0]) if number else order.index(self.name) if self.name in order else -1
+        self.position = int(number[0]) if number else [*order, self.name].index(self.name)
 
     def fail(self, why): sys.exit(f'{self.path.relative_to(root)}: {why}')
 
@@ -226,28 +222,11 @@ class Page:
             return f'](/{page(notebook.relative_to(root/"nbs"))}.ipynb'
         return re.sub(r'\]\((?!\w+:)([^)#\s]+)\.ipynb', link, text)
 
-    @property
-    def is_api(self):
-        "Do users import something from this module?"
-        return bool(self.mod and not self.folder and self.sections('Examples', 'Caveats'))
-
-    @property
-    def whole(self):
-        "The name of the page with all of the cells"
-        return f'modules/{self.name}' if self.is_api else self.name
-
-    def sections(self, *names):
-        "The cells in the sections of these names"
-        cells,within = [],False
-        for c in self.cells:
-            head = re.match('## (.+)', c.source) if c.cell_type=='markdown' else None
-            if head: within = head[1].strip() in names
-            if within: cells.append(c)
-        return cells
-
     def public(self):
         "The public names of the module, in their order"
         return [nm for c in self.cells if self.mod and 'export' in c.options for nm in defined(c.source)]
+
+    def functions(self): return [nm for nm in self.public() if '.' not in nm]
 
     def described(self):
         "The names that have their entry on the page for users"
@@ -267,7 +246,7 @@ class Page:
         first = next((c.source for c in self.cells if c.cell_type=='markdown'), '')
         example = re.search(r'^```python\n(.*?)^```', first, re.M|re.S)
         if example and re.search('^(?:import|from) ', example[1], re.M): return example[0] if with_example else ''
-        names = [nm for nm in self.public() if '.' not in nm] if self.mod else self.extra_names
+        names = self.functions() or self.extra_names
         top = [nm for nm in names if nm in fastaccum.__all__]
         lines = f'from {"fastaccum" if top else self.mod.__name__} import {", ".join(top or names)}\n' if names else ''
         if with_example and example: lines += example[1]
@@ -277,7 +256,7 @@ class Page:
         "The cells of the page for users of a module"
         yield markdown(self.imports(with_example=True))
         for nm in self.described(): yield markdown(entry(self.mod, nm))
-        yield from self.shown(self.sections(*user_sections))
+        yield from self.shown([c for c in self.cells if c.section in user_sections])
         yield markdown(f"How it is built, with all examples: the [module's page](/{self.whole}.ipynb), for contributors.")
 
     def shown(self, cells):
@@ -340,27 +319,14 @@ def toctree(pages, caption=''):
     options = [':hidden:', ':titlesonly:', *([f':caption: {caption}'] if caption else [])]
     return '\n'.join(['```{toctree}', *options, '', *items, '```'])
 
-def contents(pages):
-    "What is on each of the pages for users: the names that one types"
-    items = [f'[{", ".join(map(code, p.typed_names()))}](/{p.name}.ipynb)\n: {p.lede}\n' for p in pages]
-    return '\n'.join([*items, toctree(p.name for p in pages)])
-
-def module_contents(pages):
-    "What is in each of the modules"
-    def item(p):
-        names = ', '.join(code(nm) for nm in p.public() if '.' not in nm)
-        return f'[{p.title}](/{p.whole}.ipynb)\n: {p.lede}\n\n  {names}\n'
-    return '\n'.join(map(item, pages))
-
-def menu_of(pages):
-    "The menu for users, as it stands on the first page"
-    listed = {p.name for p in pages if p.name not in first_pages and not p.extra_names}
-    more = {'Reference': ['reference/api'], 'About': ['changelog']}
-    parts = [toctree(first_pages)]
-    for caption,(folder,names) in menu.items():
-        part = [f'{folder}/{nm}' for nm in names.split() if f'{folder}/{nm}' in listed] + more.get(caption, [])
-        if caption!='Contribute': parts.append(toctree(part, caption))
-    return '\n\n'.join(parts)
+def contents(pages, names_of, address):
+    "What is on each of the pages: the names that `names_of` finds, and the line below its title"
+    items = []
+    for p in pages:
+        names = ', '.join(map(code, names_of(p)))
+        link = f'](/{address(p)}.ipynb)\n: {p.lede}\n'
+        items.append(f'[{p.title}{link}\n  {names}\n' if address(p)==p.whole else f'[{names}{link}')
+    return markdown('\n'.join(items))
 
 def write_page(src, name, title, lede, cells, keywords=(), inner=False):
     "Write a page for Sphinx; the search leaves it out if it is `inner`"
@@ -385,11 +351,13 @@ def write_pages(src, pages):
         title,_,text = (root/f'{file}.md').read_text(encoding='utf-8').partition('\n')
         text = re.sub(re.escape(readme.docs_url())+r'/([\w/]+)\.html', r'/\1.ipynb', text)
         write_page(src, name, title[2:], '', [markdown(text)], inner=name!='changelog')
-    write_page(src, 'reference/api', 'API', api_lede, [markdown(contents(users))])
-    write_page(src, 'modules/index', 'Modules', modules_lede, [markdown(module_contents(mods))], inner=True)
+    write_page(src, 'reference/api', 'API', api_lede, [contents(users, Page.typed_names, lambda p: p.name),
+        markdown(toctree(p.name for p in users))])
+    write_page(src, 'modules/index', 'Modules', modules_lede, [contents(mods, Page.functions, lambda p: p.whole)],
+        inner=True)
     for p in pages:
         cells = [markdown(p.imports()), *p.shown(p.cells)]
-        if p.name=='index': cells.append(markdown(menu_of(pages)))
+        if p.name=='index': cells += [markdown(toctree(names.split(), caption)) for caption,names in menu.items()]
         words = dict.fromkeys(o for word in p.keywords for o in word.lower().split())
         if p.name=='reference/messages':   # the page shows how messages begin; all of their words are found
             words |= dict.fromkeys(re.findall(r'\w+', ' '.join(o.text for o in messages.messages() if o.key).lower()))
@@ -410,27 +378,15 @@ def search_script(pages):
     text = (here/'search.js').read_text(encoding='utf-8')
     return f'const keywords = {json.dumps(answers)};\nconst said = {json.dumps(said)};\n{text}'
 
-# Changes to Sphinx's scripts. A word that is searched for is the beginning of a word, not a part of it; a page that is
-# found by a keyword, which is not in its text, is shown with its first words, without title and button
-beginning = r'.search("(?<!\\w)" + TEXT.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"))'
-changes = {
-    'searchtools.js': {
-        'const escapedWord = _escapeRegExp(word)': 'const escapedWord = "^" + _escapeRegExp(word)',
-        '.indexOf(k.toLowerCase())': beginning.replace('TEXT', 'k.toLowerCase()'),
-        '".headerlink", "script"': '".headerlink", "article h1", "article .no-search", "script"',
-        '.slice(-1)[0];\n    const startWithContext': '.slice(-1)[0] || 0;\n    const startWithContext'},
-    'sphinx_highlight.js': {'val.toLowerCase().indexOf(text)': 'val.toLowerCase()'+beginning.replace('TEXT', 'text')}}
-
-def change_scripts(static):
-    for name,replacements in changes.items():
-        text = (static/name).read_text(encoding='utf-8')
-        for old,new in replacements.items():
-            if text.count(old)!=1: sys.exit(f'{name} of this version of Sphinx does not contain the line {old}')
-            text = text.replace(old, new)
-        (static/name).write_text(text, encoding='utf-8')
+def mark_beginnings(script):
+    "Have Sphinx mark the words that were searched for where words begin, not within words"
+    old = 'val.toLowerCase().indexOf(text)'
+    new = r'val.toLowerCase().search("(?<!\w)" + text.replace(/[^\w ]/g, "\\$&"))'
+    text = script.read_text(encoding='utf-8')
+    if text.count(old)!=1: sys.exit(f'{script.name} of this version of Sphinx does not contain {old}')
+    script.write_text(text.replace(old, new), encoding='utf-8')
 
 def main():
-    os.environ['IN_TEST'] = '1'   # no cell exports the library
     os.chdir(root)
     pages = sorted(map(Page, nbglob(root/'nbs', as_path=True)), key=lambda p: (p.position, p.name))
     names = {nm: f'{p.mod.__name__}.{nm}' for p in pages if p.mod for nm in p.public()}
@@ -442,13 +398,10 @@ def main():
         app = Sphinx(src, here, out, Path(tmp)/'doctrees', 'html', settings, status=None, warningiserror=True)
         app.build()
         if app.statuscode: return app.statuscode
-        change_scripts(out/'_static')
+        mark_beginnings(out/'_static/sphinx_highlight.js')
         shutil.rmtree(site, ignore_errors=True)
         shutil.copytree(out, site)
     for p in pages: p.write_copy()
-    entry_pages = {nm: p.name if nm in p.described() else p.whole for p in pages for nm in p.public()}
-    entry_pages |= {nm: p.name for p in pages if not p.mod for nm in p.extra_names}
-    (site/'names.json').write_text(json.dumps({nm: [full, entry_pages[nm]] for nm,full in names.items()}))
     print(f'{len(list(site.rglob("*.html")))} pages in {site.name}')
 
 if __name__=='__main__': sys.exit(main())

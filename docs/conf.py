@@ -1,27 +1,21 @@
 "Settings of Sphinx, and what it should do with the pages that build.py has written"
 import inspect, re, subprocess, sys
-from configparser import ConfigParser
 from importlib import import_module
 from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from docutils import nodes
-from docutils.utils.math import MathError
 from docutils.utils.math.latex2mathml import tex2mathml
+from nbdev.config import get_config
 from nbdev.doclinks import NbdevLookup
 from sphinx.addnodes import desc, pending_xref
-from sphinx.util.logging import getLogger
 from build import resolve, root
 
-def fact(name, file):
-    "The value of `name` in a file of settings"
-    text = (root/file).read_text(encoding='utf-8')
-    return re.search(fr'^{name} *= *"?([^"\n]+)"?', text, re.M)[1]
-
-project = fact('name', 'pyproject.toml')
-author = copyright = fact('author', 'settings.ini')
-release = fact('__version__', f'{project}/__init__.py')
-repository = fact('Repository', 'pyproject.toml')
-html_baseurl = fact('Documentation', 'pyproject.toml')
+cfg = get_config(root)
+project = cfg.title
+author = copyright = re.search('^author *= *(.+)', (root/'settings.ini').read_text(encoding='utf-8'), re.M)[1]
+release = cfg.version
+repository = cfg.git_url
+html_baseurl = cfg.doc_url
 html_title = f'{project} {release}'
 
 extensions = ['myst_nb', 'sphinx_copybutton', 'sphinx.ext.githubpages', 'sphinx.ext.linkcode']
@@ -108,8 +102,7 @@ def leave_out_outputs(app, doctree, name):
 def mathml(as_block):
     "A function that writes a formula as MathML, which browsers draw without a script"
     def visit(self, node):
-        try: self.body.append(tex2mathml(node.astext(), as_block=as_block))
-        except MathError as e: getLogger(__name__).warning('this formula was not understood: %s', e, location=node)
+        self.body.append(tex2mathml(node.astext(), as_block))
         raise nodes.SkipNode
     return visit
 

@@ -56,5 +56,32 @@ Search._performSearch = (query, terms, excluded, ...rest) => {
   return ordered.map(([result]) => result);
 };
 
+// A word is found where it begins a word of a page, not within words: Sphinx is shown the words that begin with it
+const findTerms = Search.performTermsSearch;
+Search.performTermsSearch = (terms, excluded) => {
+  const index = Search._index;
+  const wanted = [...terms, ...excluded];
+  const matching = (table) => Object.fromEntries(
+    Object.entries(table).filter(([word]) => wanted.some((term) => word.startsWith(term))));
+  Search._index = { ...index, terms: matching(index.terms), titleterms: matching(index.titleterms) };
+  const found = findTerms(terms, excluded);
+  Search._index = index;
+  return found;
+};
+
+// What is shown of a page: its text around the first word that was found, or its beginning if it was found by a
+// keyword, without its title and the parts that are not searched
+Search.makeSearchSummary = (html, terms) => {
+  const page = new DOMParser().parseFromString(html, "text/html").querySelector("[role=main]");
+  page.querySelectorAll("h1, .headerlink, .no-search, script").forEach((element) => element.remove());
+  const text = page.textContent.trim();
+  const escaped = [...terms].map((term) => term.replace(/[^\w ]/g, "\\$&"));
+  const start = Math.max(text.search(new RegExp(`(?<!\\w)(${escaped.join("|")})`, "i")) - 120, 0);
+  const summary = document.createElement("p");
+  summary.classList.add("context");
+  summary.textContent = (start ? "…" : "") + text.slice(start, start + 240) + (start + 240 < text.length ? "…" : "");
+  return summary;
+};
+
 Documentation.TRANSLATIONS["Your search did not match any documents. Please make sure that all words are spelled correctly and that you've selected enough categories."] =
   "Your search did not match any page. Try other words, or the FAQ, Messages or the cheat sheet.";

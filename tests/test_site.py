@@ -17,23 +17,26 @@ chromium = shutil.which('chromium') or shutil.which('chromium-browser') or shuti
 def skip(why):
     if os.environ.get('SITE')=='built': pytest.fail(f'the site should have been built, but {why}')
     pytest.skip(f'THE SITE IS NOT TESTED: {why}', allow_module_level=True)
-if not (site/'names.json').exists(): skip('it has not been built: make docs')
+if not (site/'objects.inv').exists(): skip('it has not been built: make docs')
 try: from playwright.sync_api import sync_playwright
 except ImportError: skip('playwright is not installed: make docs')
 sys.path.insert(0, str(root/'docs'))
 from nbdev.doclinks import nbglob
+from sphinx.util.inventory import InventoryFile
 from build import hides, order, page as page_of, resolve, split_errors
 sources = [fn for folder in ('docs','fastaccum','nbs') for fn in (root/folder).rglob('*.*') if '__pycache__' not in fn.parts]
-if any(fn.stat().st_mtime>(site/'names.json').stat().st_mtime for fn in sources):
+if any(fn.stat().st_mtime>(site/'objects.inv').stat().st_mtime for fn in sources):
     skip('it is older than what it is made of: make docs')
 
 pages = sorted(o.relative_to(site).as_posix() for o in site.rglob('*.html') if '_static' not in o.parts)
-entries = json.loads((site/'names.json').read_text())   # name -> its full name, and the page of its entry
+# name -> its full name, and the page of its entry, as the inventory for other projects has them
+inventory = InventoryFile.loads((site/'objects.inv').read_bytes(), uri='')
+entries = {re.sub(r'^fastaccum\.(core\.)?\w+\.', '', full): (full, item.uri.partition('.html')[0])
+    for kind,items in inventory.data.items() if kind.startswith('py:') for full,item in items.items()}
 names = {nm:full for nm,(full,_) in entries.items()}
 # Modules that users import have a page of their own beside that of the whole module
 doors = sorted(o.stem for o in (site/'modules').glob('*.html') if o.stem!='index')
-users = [f'{o}.html' for o in ('index','get_started',*order,'reference/api','changelog',*doors)
-    if not o.startswith('contribute/')]
+users = [f'{o}.html' for o in ('index',*order,'reference/warnings',*doors) if not o.startswith('contribute/')]
 
 # What can be seen without a browser
 
@@ -62,13 +65,9 @@ def sidebar(page):
 
 def test_users_see_what_is_for_users():
     "In the order of the menu; what is for contributors has a menu of its own, with every module"
-    api = [f'{o}.html' for o in doors]
+    api = [f'{o}.html' for o in (*doors,'reference/warnings')]   # listed below the API
     listed = [o for o in sidebar('index.html') if o not in api]
-    need,entries = 'about/should_i_accumulate','reference/warnings'   # above the guides, and below the API
-    named = [f'{o}.html' for o in order if not o.startswith('contribute/') and o not in (need,entries)]
-    at = max(i for i,o in enumerate(named) if o.startswith('reference/'))+1
-    api = ['reference/api.html',f'{entries}.html']
-    assert listed==['get_started.html',f'{need}.html',*named[:at],*api,*named[at:],'changelog.html']
+    assert listed==[f'{o}.html' for o in order if not o.startswith('contribute/')]
     assert {f'{o}.html' for o in doors}<=set(sidebar('index.html'))
     mods = {page_of(o.relative_to(root/'nbs')) for o in (root/'nbs').rglob('[0-9]*_*.ipynb')}
     inner = {f'modules/{o}.html' if o in doors else f'{o}.html' for o in mods}
@@ -115,7 +114,7 @@ def test_entry(name):
     assert ('<p>Errors</p>' in entry)==bool(errors)
     for o,_ in errors: assert f'>{o}</span>' in entry and f'{o}:' not in entry
 
-guides = ['get_started', *(o for o in order if o.startswith('guides/'))]
+guides = [o for o in order if o.startswith(('get_started','guides/'))]
 
 @pytest.mark.parametrize('page', doors)
 def test_an_api_page_begins_with_what_to_type(page):
@@ -147,8 +146,8 @@ def test_what_the_site_hides():
     assert 'Show the imports' in text and 'showdoc' not in text and 'nbdev_export' not in text
 
 def test_formulas_are_drawn():
-    text = read('noise_scale.html')
-    assert '<math xmlns' in text and '<mfrac>' in text and '<mi>Σ</mi>' in text
+    text = read('modules/noise_scale.html')
+    assert '<math ' in text and '<mfrac>' in text and '<mi>Σ</mi>' in text
     for page in pages:
         text = read(page).partition('<article')[2].partition('</article>')[0]
         text = re.sub(r'<(pre|code)\b.*?</\1>', '', text, flags=re.S)   # what is code may have one

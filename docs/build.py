@@ -1,11 +1,11 @@
 """Write the documentation site to `_docs`: `make docs`.
 
-Each notebook in `nbs/` becomes a page, with the outputs that are saved in it. A module that users import has two
-pages: one for users, with the reference entries of its names and the sections of its notebook that `user_sections`
-lists, and one for contributors in `modules/`, with the whole notebook. Contributors have a menu of their own, and the
-search leaves their pages out. Sphinx links, renders and indexes the pages; a broken link or directive fails.
+Each notebook in `nbs/` becomes a page, with the outputs that are saved in it. A module that users import has two pages:
+for users its reference entries and the sections of its notebook in `user_sections`, for contributors the whole notebook.
+Contributors have a menu of their own, and the search leaves their pages out. A broken link or directive fails.
 """
-import ast, inspect, json, os, re, shutil, sys
+import ast, inspect, json, re, shutil, sys
+from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 from fastcore.docments import docments
 from fastcore.nbio import mk_cell, new_nb, read_nb, write_nb
 from nbdev.doclinks import nbglob, patch_name
-from sphinx.application import Sphinx
 
 here = Path(__file__).resolve().parent
 root = here.parent
@@ -35,16 +34,9 @@ order = [*' '.join(menu.values()).split(), *(f'contribute/{nm}' for nm in contri
 # titles that are too long for the menu
 short_titles = {'guides/growing_batches':'Growing batches', 'guides/learning_rate':'Learning rate',
     'schedule':'Schedules', 'wandb':'WandbCallback'}
-# messages whose title is the subject of a guide, which the search finds first
-guided = {'batchnorm':'BatchNorm', 'out-of-memory':'Out of memory'}
 user_sections = ('Why', 'One step, event by event', 'Examples', 'Caveats')
-api_lede = 'One page for each thing you import: parameters, errors, examples, caveats.'
-modules_lede = ('The source, a page for each module, in the order in which one reads them: prose, code, and '
-    'examples that are its first tests.')
 
 # The reference entry of a name
-
-empty = inspect.Parameter.empty
 
 def resolve(mod, nm):
     "The object `nm` of `mod`, without its wrappers: `Learner.bs_find` is a function"
@@ -82,8 +74,8 @@ def signature(o):
     if inspect.isclass(o) and issubclass(o, BaseException): return ''
     params = []
     for p in inspect.signature(o).parameters.values():
-        default = empty if p.default is empty else Default(p.default)
-        if p.name!='self': params.append(p.replace(annotation=empty, default=default))
+        default = p.empty if p.default is p.empty else Default(p.default)
+        if p.name!='self': params.append(p.replace(annotation=p.empty, default=default))
     return str(inspect.Signature(params))
 
 def code(text): return f'`{text}`' if text else ''
@@ -98,26 +90,26 @@ def parameter_table(o):
     comments = docments(o, args_kwargs=True)
     if not any(comments.values()): return ''
     def types(annotation):
-        if annotation is empty: return ''
+        if annotation is inspect.Parameter.empty: return ''
         text = written(annotation)
         return code(text) if '[' in text else ' | '.join(map(code, text.split('|')))
     sig = inspect.signature(o)
     rows = []
     for nm,p in sig.parameters.items():
-        default = '' if p.default is empty else code(repr(Default(p.default)))
+        default = '' if p.default is p.empty else code(repr(Default(p.default)))
         if nm!='self': rows.append((code(nm), types(p.annotation), default, comments.get(nm) or ''))
     if comments.get('return'): rows.append(('*returns*', types(sig.return_annotation), '', comments['return']))
     return table(('Name','Type','Default','Details'), rows)
 
-error = r'^([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Warning)): +'
-re_errors = re.compile(fr'{error}(.+(?:\n(?!{error[1:]}).+)*)', re.M)
+raised = r'[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Warning)'
+re_errors = re.compile(fr'^({raised}): +(.+(?:\n(?!{raised}: ).+)*)', re.M)
 
 def split_errors(doc):
     "The paragraphs of a docstring without those on errors, such as `TypeError: it is no number`, and these as pairs"
     text,*more = re.split(r'\n\s*\n', doc)
     others = [o for o in more if not re_errors.match(o)]
     found = [match for o in more if o not in others for match in re_errors.findall(o)]
-    return '\n\n'.join([text, *others]),[[nm, ' '.join(when.split())] for nm,when,_ in found]
+    return '\n\n'.join([text, *others]),[[nm, ' '.join(when.split())] for nm,when in found]
 
 def entry(mod, nm, again=False):
     "The entry of `nm`: signature, docstring, parameters, errors. With `again`, another page has the entry to link to"
@@ -161,7 +153,6 @@ def hides(options, source):
 
 class Page:
     "A notebook, and the one or two pages of the site that show it"
-    entries_elsewhere = set()   # names whose entries are on a page without a module
     def __init__(self, path):
         self.path = path
         self.name = page(path.relative_to(root/'nbs'))
@@ -171,32 +162,28 @@ class Page:
         settings = dict(o[2:].split(': ', 1) for o in lines if o.startswith('- '))
         self.title = lines[0].lstrip('# ')
         self.lede = ' '.join(o[2:] for o in lines if o.startswith('> '))
-        keywords = [o.strip().partition('#') for o in settings.get('keywords', '').split(',') if o.strip()]
-        self.keywords = {word: anchor for word,_,anchor in keywords}   # with the section that answers, or ''
+        # with the anchor of the section that answers, or ''
+        self.keywords = dict(re.findall(r'([^,#\s][^,#]*)#?([^,]*)', settings.get('keywords', '')))
         self.extra_names = settings.get('api', '').split()   # names that users meet without importing them
         self.inner_methods = settings.get('inner', '').split()   # public methods that are not for users
         section = ''
         for c in self.cells:
-            head = re.match('## (.+)', c.source) if c.cell_type=='markdown' else None
-            section = head[1].strip() if head else section
+            c.options = {}
+            if c.cell_type=='code': self.prepare(c)
+            else:
+                c.source = self.linked(c.source)
+                head = re.match('## (.+)', c.source)
+                if head: section = head[1].strip()
             c.section = section
-            self.prepare(c)
         exports = [c.options['default_exp'] for c in self.cells if 'default_exp' in c.options]
         self.mod = import_module(f'fastaccum.{exports[0]}') if exports else None
         # do users import something from this module? Then the page with all of its cells is another one
         self.is_api = self.mod and not self.folder and any(c.section in ('Examples','Caveats') for c in self.cells)
         self.whole = f'modules/{self.name}' if self.is_api else self.name
-        number = re.match('[0-9]+', path.name)
-        self.position = int(number[0]) if number else [*order, self.name].index(self.name)
-
-    def fail(self, why): sys.exit(f'{self.path.relative_to(root)}: {why}')
 
     def prepare(self, c):
-        "Note the options of a cell, and tell myst-nb how to show it"
-        c.options = dict(re_option.findall(c.source)) if c.cell_type=='code' else {}
-        if c.cell_type!='code':
-            c.source = self.linked(c.source)
-            return
+        "Note the options of a code cell, and tell myst-nb how to show it"
+        c.options = dict(re_option.findall(c.source))
         c.source = re_option.sub('', c.source).strip('\n')
         kinds = {kind for o in c.outputs for kind in o.get('data', {})}
         draws = 'text/markdown' in kinds or 'image/png' in kinds and c.source.count('\n')>3
@@ -205,20 +192,20 @@ class Page:
         about = {}
         if fold and not c.outputs: about['code_prompt_show'] = 'Show the code that is used below'
         if 'image/png' in kinds:
-            alt = c.options.get('fig-alt', '').strip('"') or self.fail(
-                f'the picture of cell {c.id} needs a text for those who do not see it: #| fig-alt: ...')
+            alt = c.options.get('fig-alt', '').strip('"')
+            if not alt: sys.exit(f'{self.path}: the picture of cell {c.id} needs a text: #| fig-alt: "..."')
             about['image'] = dict(alt=alt, classes='photo' if 'photo' in c.options else 'plot')
         c.metadata = dict(tags=[tag], mystnb=about)
         for o in c.outputs:
             if 'text' in o: o['text'] = readme.shown(''.join(o['text']))
             if max(map(len, o.get('text', '').splitlines()), default=0)>200: o['name'] = 'stderr'   # prose: it wraps
-            if 'text/markdown' in o.get('data', {}): o.data['text/markdown'] = self.linked(''.join(o.data['text/markdown']))
+            data = o.get('data', {})
+            if 'text/markdown' in data: data['text/markdown'] = self.linked(''.join(data['text/markdown']))
 
     def linked(self, text):
         "The text with links to pages instead of notebooks"
         def link(m):
             notebook = (self.path.parent/f'{m[1]}.ipynb').resolve()
-            if not notebook.is_file(): self.fail(f'it links to {m[1]}.ipynb, which does not exist')
             return f'](/{page(notebook.relative_to(root/"nbs"))}.ipynb'
         return re.sub(r'\]\((?!\w+:)([^)#\s]+)\.ipynb', link, text)
 
@@ -239,7 +226,8 @@ class Page:
 
     def typed_names(self):
         "The described names without methods, except for those of the Learner"
-        return [nm.replace('Learner.', 'learn.') for nm in self.described() if '.' not in nm or nm.startswith('Learner.')]
+        names = [nm.replace('Learner.', 'learn.') for nm in self.described()]
+        return [nm for nm in names if '.' not in nm or nm.startswith('learn.')]
 
     def imports(self, with_example=False):
         "The import that the page is about, and below it the example of the first text, if that does not import"
@@ -257,11 +245,12 @@ class Page:
         yield markdown(self.imports(with_example=True))
         for nm in self.described(): yield markdown(entry(self.mod, nm))
         yield from self.shown([c for c in self.cells if c.section in user_sections])
-        yield markdown(f"How it is built, with all examples: the [module's page](/{self.whole}.ipynb), for contributors.")
+        link = f"[module's page](/{self.whole}.ipynb)"
+        yield markdown(f'How it is built, with all examples: the {link}, for contributors.')
 
     def shown(self, cells):
         "The cells without plumbing, imports folded, and an entry above the code of each public name"
-        described = {*self.described(), *self.entries_elsewhere}
+        described = {*self.described(), *fastaccum.__all__}   # another page has the entries to link to
         waiting = [] if self.mod else [*self.extra_names]   # they get their entry below the text that names them first
         folded = []   # imports, and code before the first entry: shown above the next code
         begun = not self.mod
@@ -288,27 +277,18 @@ class Page:
             if c.source or c.outputs: yield c
 
     def answers(self):
-        "The keywords, each with the anchor and the heading of the section that answers, or with two empty texts"
-        text = '\n'.join(c.source for c in self.cells if c.cell_type=='markdown')
-        heads = {re.sub(r'[^\w -]', '', o).lower().replace(' ', '-'): o for o in re.findall('^##+ (.+)$', text, re.M)}
-        keywords = dict(self.keywords)
-        if self.name=='reference/messages':   # the title of each entry is a keyword
-            entries = messages.anchors(text)
-            heads |= entries
-            keywords |= {key.replace('-', ' '): key for key in entries if key not in guided}
-        for anchor in keywords.values():
-            if anchor and anchor not in heads: self.fail(f'a keyword names the section #{anchor}, which does not exist')
-        return [[word, f'#{anchor}' if anchor else '', heads.get(anchor, '')] for word,anchor in keywords.items()]
+        "What the page answers: its title and keywords, each with the anchor of the section that does, or ''"
+        keywords = {self.title: '', **self.keywords}
+        if self.name=='reference/messages':
+            text = '\n'.join(c.source for c in self.cells)
+            keywords |= {key.replace('-', ' ').capitalize(): key for key in messages.anchors(text)}
+        return [*keywords.items()]
 
     def write_copy(self):
-        "Write the page as Markdown, with its pictures in a folder beside it"
-        def image(id, data):
-            file = site/f'{self.name}_files/{id}.png'
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(data)
-            return f'{readme.docs_url()}/{self.name}_files/{id}.png'
-        notebook = json.loads(self.path.read_text(encoding='utf-8'))
-        text = readme.markdown(notebook, readme.docs_url(), image, folder=self.folder)
+        "Write the page as Markdown beside it, with the pictures that myst-nb has named after their content"
+        url = readme.docs_url()
+        def image(id, data): return f'{url}/_images/{sha256(data).hexdigest()}.png'
+        text = readme.markdown(json.loads(self.path.read_text(encoding='utf-8')), url, image, folder=self.folder)
         (site/f'{self.name}.html.md').write_text(text, encoding='utf-8')
 
 # The site
@@ -336,7 +316,7 @@ def write_page(src, name, title, lede, cells, keywords=(), inner=False):
     if keywords: meta['myst'] = dict(html_meta=dict(keywords=', '.join(keywords)))
     if inner: meta |= dict(nosearch=True, orphan=True)
     head = [f'# {title}', f'{{.lede}}\n{lede}' if lede else '']
-    if name.startswith('guides/') or name=='get_started': 
+    if name.startswith(('guides/','get_started')):
         head.append(f'{{.no-search}}\n[Open in Colab]({readme.colab_url(f"nbs/{name}.ipynb")})')
     file = src/f'{name}.ipynb'
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -344,63 +324,60 @@ def write_page(src, name, title, lede, cells, keywords=(), inner=False):
 
 def write_pages(src, pages):
     "Write all pages for Sphinx to the folder `src`, and return the pages of the contributors' menu"
-    Page.entries_elsewhere = {nm for p in pages if not p.mod for nm in p.extra_names}
     users = [p for p in pages if p.is_api or not p.mod and p.extra_names]
-    mods = sorted((p for p in pages if p.mod), key=lambda p: (p.folder, p.position))
+    mods = sorted((p for p in pages if p.mod), key=lambda p: p.folder)
+    contributing = sorted((p for p in pages if p.folder=='contribute'), key=lambda p: [*order, p.name].index(p.name))
     for file,name in ('CHANGELOG','changelog'), ('CONTRIBUTING','contribute/index'):
         title,_,text = (root/f'{file}.md').read_text(encoding='utf-8').partition('\n')
         text = re.sub(re.escape(readme.docs_url())+r'/([\w/]+)\.html', r'/\1.ipynb', text)
         write_page(src, name, title[2:], '', [markdown(text)], inner=name!='changelog')
-    write_page(src, 'reference/api', 'API', api_lede, [contents(users, Page.typed_names, lambda p: p.name),
-        markdown(toctree(p.name for p in users))])
-    write_page(src, 'modules/index', 'Modules', modules_lede, [contents(mods, Page.functions, lambda p: p.whole)],
-        inner=True)
+    lede = 'One page for each thing you import: parameters, errors, examples, caveats.'
+    below = markdown(toctree(p.name for p in users))
+    write_page(src, 'reference/api', 'API', lede, [contents(users, Page.typed_names, lambda p: p.name), below])
+    lede = ('The source, a page for each module, in the order in which one reads them: prose, code, and examples that '
+        'are its first tests.')
+    write_page(src, 'modules/index', 'Modules', lede, [contents(mods, Page.functions, lambda p: p.whole)], inner=True)
     for p in pages:
         cells = [markdown(p.imports()), *p.shown(p.cells)]
         if p.name=='index': cells += [markdown(toctree(names.split(), caption)) for caption,names in menu.items()]
         words = dict.fromkeys(o for word in p.keywords for o in word.lower().split())
         if p.name=='reference/messages':   # the page shows how messages begin; all of their words are found
             words |= dict.fromkeys(re.findall(r'\w+', ' '.join(o.text for o in messages.messages() if o.key).lower()))
-        inner = bool(p.mod) or p.folder=='contribute'
-        write_page(src, p.whole, p.title, p.lede, cells, words, inner)
+        write_page(src, p.whole, p.title, p.lede, cells, words, inner=bool(p.mod or p in contributing))
         if p.is_api:
             names = [nm for nm in p.typed_names() if nm not in p.extra_names] or p.typed_names()
             write_page(src, p.name, ', '.join(names), p.lede, p.api_cells(), words)
-    about = [('Contribute','contribute/index'), *((p.title, p.name) for p in pages if p.folder=='contribute')]
+    about = [('Contribute','contribute/index'), *((p.title, p.name) for p in contributing)]
     source = [('Modules','modules/index'), *((p.title, p.whole) for p in mods)]
     return [('', [('For users','index')]), ('', about), ('Source', source)]
-
-def search_script(pages):
-    "What the search does besides: search.js, with the keywords and messages that it knows"
-    answers = {p.name: p.answers() for p in pages if p.keywords}
-    heads = {anchor[1:]: head for _,anchor,head in answers['reference/messages'] if anchor} | guided
-    said = [[o.text, f'#{o.key}', heads[o.key]] for o in messages.messages() if o.key]
-    text = (here/'search.js').read_text(encoding='utf-8')
-    return f'const keywords = {json.dumps(answers)};\nconst said = {json.dumps(said)};\n{text}'
 
 def mark_beginnings(script):
     "Have Sphinx mark the words that were searched for where words begin, not within words"
     old = 'val.toLowerCase().indexOf(text)'
-    new = r'val.toLowerCase().search("(?<!\w)" + text.replace(/[^\w ]/g, "\\$&"))'
+    new = r'val.toLowerCase().search("(?<!\\w)" + text.replace(/[^\w ]/g, "\\$&"))'
     text = script.read_text(encoding='utf-8')
     if text.count(old)!=1: sys.exit(f'{script.name} of this version of Sphinx does not contain {old}')
     script.write_text(text.replace(old, new), encoding='utf-8')
 
 def main():
-    os.chdir(root)
-    pages = sorted(map(Page, nbglob(root/'nbs', as_path=True)), key=lambda p: (p.position, p.name))
+    from sphinx.application import Sphinx   # here, because the tests of the notebooks import `hides` without Sphinx
+    pages = [*map(Page, sorted(nbglob(root/'nbs', as_path=True)))]
     names = {nm: f'{p.mod.__name__}.{nm}' for p in pages if p.mod for nm in p.public()}
     with TemporaryDirectory() as tmp:
-        src,out = Path(tmp)/'pages',Path(tmp)/'site'
+        src = Path(tmp)/'pages'
         contributor_menu = write_pages(src, pages)
-        (src/'search.js').write_text(search_script(pages), encoding='utf-8')
-        settings = {'names':names, 'html_context.contributor_menu':contributor_menu, 'html_search_scorer':str(src/'search.js')}
-        app = Sphinx(src, here, out, Path(tmp)/'doctrees', 'html', settings, status=None, warningiserror=True)
+        answers = json.dumps({p.name: p.answers() for p in pages if p.keywords})
+        said = json.dumps([(o.text, o.key) for o in messages.messages() if o.key])
+        script = (here/'search.js').read_text(encoding='utf-8')
+        script = f'const keywords = {answers};\nconst said = {said};\n{script}'
+        (src/'search.js').write_text(script, encoding='utf-8')
+        settings = {'names':names, 'html_context.contributor_menu':contributor_menu,
+            'html_search_scorer':str(src/'search.js')}
+        shutil.rmtree(site, ignore_errors=True)
+        app = Sphinx(src, here, site, Path(tmp)/'doctrees', 'html', settings, status=None, warningiserror=True)
         app.build()
         if app.statuscode: return app.statuscode
-        mark_beginnings(out/'_static/sphinx_highlight.js')
-        shutil.rmtree(site, ignore_errors=True)
-        shutil.copytree(out, site)
+    mark_beginnings(site/'_static/sphinx_highlight.js')
     for p in pages: p.write_copy()
     print(f'{len(list(site.rglob("*.html")))} pages in {site.name}')
 

@@ -26,7 +26,8 @@ nb_code_prompt_hide = 'Hide code'
 myst_enable_extensions = ['attrs_block', 'colon_fence', 'deflist', 'dollarmath']
 myst_dmath_allow_digits = False   # `$5 and $6` is no formula
 myst_heading_anchors = 4
-suppress_warnings = ['myst.header', 'misc.highlighting_failure']   # a changelog skips a level; a default may be no Python
+# the changelog skips a level of headings; a default in a signature may be no Python
+suppress_warnings = ['myst.header', 'misc.highlighting_failure']
 add_module_names = False
 toc_object_entries_show_parents = 'hide'
 

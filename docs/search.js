@@ -1,15 +1,14 @@
 // The site's changes to the search of Sphinx. build.py writes `keywords` and `said` above this text:
-// keywords: {page: [[keyword, anchor of the section that answers or "", heading of that section], …]}
-// said: [[text of a message of the package, anchor of its entry, heading of that entry], …]
+// keywords: {page: [[keyword, anchor of the section that answers, or ""], …], …}
+// said: [[text of a message of the package, anchor of its entry on the page Messages], …]
 
 const typed = () => (window.asked || new URLSearchParams(location.search).get("q") || "").trim();
 const lower = (text) => text.toLowerCase();
 const letters = (text) => ` ${lower(text).replace(/[^a-z_]+/g, " ").trim()} `;   // no numbers, names end at a blank
-const knownMessages = said.map(([text, ...entry]) => [letters(text), ...entry]);
 
 // How well a keyword answers: as it was typed (CLIP is a model, to clip is a verb), in another case, or, if at least
 // two words were typed, by containing all of them in any order
-const answer = ([keyword]) => {
+const answers = (keyword) => {
   const words = lower(typed()).split(/\s+/);
   const known = lower(keyword).split(/\s+/);
   if (keyword === typed()) return 1000;
@@ -17,10 +16,11 @@ const answer = ([keyword]) => {
   return words.length > 1 && words.every((word) => known.includes(word)) ? 850 : 0;
 };
 
-// The entry of the message from which at least two words were typed
-const quoted = () => {
-  const text = letters(typed());
-  return text.split(" ").length > 3 && knownMessages.find(([message]) => message.includes(text));
+// The heading of the section of a page with this anchor
+const headingOf = (page, anchor) => {
+  const file = Search._index.docnames.indexOf(page);
+  const headings = Object.entries(Search._index.alltitles).filter(([, places]) => places.some(([n]) => n === file));
+  return headings.map(([heading]) => heading).find((o) => lower(o).replace(/[^\w -]/g, "").replaceAll(" ", "-") === anchor);
 };
 
 Scorer.score = (result) => {
@@ -28,14 +28,20 @@ Scorer.score = (result) => {
   let bonus = /^(guides|get_started|about)/.test(page) ? 10 : 0;
   if (/^(changelog|reference\/messages|about\/compared)$/.test(page)) bonus -= 20;
   if (anchor) return score + bonus;
-  const best = (keywords[page] || []).reduce((a, b) => (answer(b) > answer(a) ? b : a), [""]);
-  const message = page === "reference/messages" && quoted();
-  const found = answer(best) ? best : message;
-  if (found && found[1]) {   // the result leads to the section
-    result[1] = `${title} > ${found[2]}`;
-    result[2] = found[1];
+
+  let [best, section] = [0, ""];
+  for (const [keyword, to] of keywords[page] || [])
+    if (answers(keyword) > best) [best, section] = [answers(keyword), to];
+  const text = letters(typed());
+  if (!best && page === "reference/messages" && text.split(" ").length > 3) {   // at least two words of a message
+    const message = said.find(([message]) => letters(message).includes(text));
+    if (message) [best, section] = [800, message[1]];
   }
-  return score + bonus + (answer(best) || (message ? 800 : 0));
+  if (section) {
+    result[1] = [title, headingOf(page, section)].filter((o) => o).join(" > ");
+    result[2] = `#${section}`;
+  }
+  return score + bonus + best;
 };
 
 // Sphinx finds pages that have all of the words. If there are none, the pages with most of the words are found, so
@@ -69,12 +75,13 @@ Search.performTermsSearch = (terms, excluded) => {
   return found;
 };
 
-// What is shown of a page: its text around the first word that was found, or its beginning if it was found by a
-// keyword, without its title and the parts that are not searched
-Search.makeSearchSummary = (html, terms) => {
-  const page = new DOMParser().parseFromString(html, "text/html").querySelector("[role=main]");
+// What is shown of a page or of its section: the text around the first word that was found, or the beginning if it was
+// found by a keyword, without the title of the page and the parts that are not searched
+Search.makeSearchSummary = (html, terms, anchor) => {
+  const page = new DOMParser().parseFromString(html, "text/html");
   page.querySelectorAll("h1, .headerlink, .no-search, script").forEach((element) => element.remove());
-  const text = page.textContent.trim();
+  const section = anchor && page.getElementById(anchor.slice(1));
+  const text = (section || page.querySelector("[role=main]")).textContent.trim();
   const escaped = [...terms].map((term) => term.replace(/[^\w ]/g, "\\$&"));
   const start = Math.max(text.search(new RegExp(`(?<!\\w)(${escaped.join("|")})`, "i")) - 120, 0);
   const summary = document.createElement("p");

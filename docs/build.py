@@ -1,8 +1,8 @@
 """Write the documentation site to `_docs`: `make docs`.
 
-Each notebook in `nbs/` becomes a page, with the outputs that are saved in it. A module that users import has two pages:
-for users its reference entries and the sections of its notebook in `user_sections`, for contributors the whole notebook.
-Contributors have a menu of their own, and the search leaves their pages out. A broken link or directive fails.
+Each notebook in `nbs/` becomes a page, with the outputs that are saved in it. A module that users import has two
+pages: one for users, with reference entries and the sections in `user_sections`, and one for contributors, with the
+whole notebook. Contributors have a menu of their own, and the search leaves their pages out. A broken link fails.
 """
 import ast, inspect, json, re, shutil, sys
 from hashlib import sha256

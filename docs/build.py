@@ -364,7 +364,7 @@ def main():
     pages = [*map(Page, sorted(nbglob(root/'nbs', as_path=True)))]
     names = {nm: f'{p.mod.__name__}.{nm}' for p in pages if p.mod for nm in p.public()}
     with TemporaryDirectory() as tmp:
-        src = Path(tmp)/'pages'
+        src,out = Path(tmp)/'pages',Path(tmp)/'site'
         contributor_menu = write_pages(src, pages)
         answers = json.dumps({p.name: p.answers() for p in pages if p.keywords})
         said = json.dumps([(o.text, o.key) for o in messages.messages() if o.key])
@@ -373,10 +373,11 @@ def main():
         (src/'search.js').write_text(script, encoding='utf-8')
         settings = {'names':names, 'html_context.contributor_menu':contributor_menu,
             'html_search_scorer':str(src/'search.js')}
-        shutil.rmtree(site, ignore_errors=True)
-        app = Sphinx(src, here, site, Path(tmp)/'doctrees', 'html', settings, status=None, warningiserror=True)
+        app = Sphinx(src, here, out, Path(tmp)/'doctrees', 'html', settings, status=None, warningiserror=True)
         app.build()
         if app.statuscode: return app.statuscode
+        shutil.rmtree(site, ignore_errors=True)
+        shutil.copytree(out, site)
     mark_beginnings(site/'_static/sphinx_highlight.js')
     for p in pages: p.write_copy()
     print(f'{len(list(site.rglob("*.html")))} pages in {site.name}')

@@ -24,8 +24,9 @@ sys.path.insert(0, str(root/'docs'))
 from nbdev.doclinks import nbglob
 from sphinx.util.inventory import InventoryFile
 from build import hides, order, page as page_of, resolve, split_errors
-sources = [fn for folder in ('docs','fastaccum','nbs') for fn in (root/folder).rglob('*.*') if '__pycache__' not in fn.parts]
-if any(fn.stat().st_mtime>(site/'objects.inv').stat().st_mtime for fn in sources):
+sources = [fn for folder in ('docs','fastaccum','nbs') for fn in (root/folder).rglob('*.*')]
+built = (site/'searchindex.js').stat().st_mtime
+if any(fn.stat().st_mtime>built for fn in sources if '__pycache__' not in fn.parts):
     skip('it is older than what it is made of: make docs')
 
 pages = sorted(o.relative_to(site).as_posix() for o in site.rglob('*.html') if '_static' not in o.parts)

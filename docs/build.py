@@ -23,6 +23,7 @@ here = Path(__file__).resolve().parent
 root,site = here.parent,here.parent/'_docs'
 sys.path[:0] = [str(root), str(root/'tools')]
 import fastaccum, messages, readme
+from pasted import hides, nbdev_lines, only_imports
 
 # the pages in their order; a notebook that is not named here is an error
 menu = {
@@ -81,19 +82,6 @@ def type_name(o):
     if o is None: return 'None'
     name = None if getattr(o, '__args__', None) else getattr(o, '__name__', None)   # not of `int|None` or `list[int]`
     return name or re.sub(r'\b[a-z_]\w*\.', '', repr(o)).replace(' | ', '|').replace('NoneType', 'None')
-
-re_nbdev = re.compile(r'^(?:from nbdev\.showdoc import \*|import nbdev; nbdev\.nbdev_export\(\))\n?', re.M)
-
-def only_imports(source):
-    "Is there nothing in it but imports? Magics are no Python"
-    try: return all(isinstance(o, (ast.Import,ast.ImportFrom)) for o in ast.parse(source).body)
-    except SyntaxError: return False
-
-def hides(options, source):
-    """Does the site leave the cell out? Imports are folded, whatever the notebook says: what one pastes needs them.
-    tests/run.py runs the pages by the same rule"""
-    if 'default_exp' in options: return True
-    return 'hide' in options and not (only_imports(source) and ast.parse(re_nbdev.sub('', source)).body)
 
 class Default:
     def __init__(self, o): self.o = o
@@ -360,7 +348,7 @@ class Page:
             public = [*defined(c.source)] if 'export' in opts else []
             plumbing = 'export' in opts and not public and not begun
             if plumbing or {'hide','export'} & opts.keys() and only_imports(c.source):
-                c.source = re_nbdev.sub('', c.source).strip('\n')
+                c.source = nbdev_lines.sub('', c.source).strip('\n')
                 if above: above.source += f'\n\n{c.source}' if plumbing else f'\n{c.source}'
                 else: above = c
                 continue

@@ -26,7 +26,6 @@ def test_examples_run(tmp_path, capfd):
 
 def test_demo_shows_the_same_run(monkeypatch):
     "To the callback's own figures, steps and losses; fastai's callback shows that the figures can differ"
-    monkeypatch.syspath_prepend(root)
     import demo
     monkeypatch.setattr(demo, 'n_epoch', 2)
     full,ours,fastais = (demo.train('', bs, cb)[1] for bs,cb in ((256, None), (32, demo.GradientAccumulation(256)),

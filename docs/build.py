@@ -23,7 +23,7 @@ here = Path(__file__).resolve().parent
 root,site = here.parent,here.parent/'_docs'
 sys.path[:0] = [str(root), str(root/'tools')]
 import fastaccum, messages, readme
-from pasted import hides, nbdev_lines, only_imports
+from pasted import hides, only_imports, re_nbdev
 
 # the pages in their order; a notebook that is not named here is an error
 menu = {
@@ -348,7 +348,7 @@ class Page:
             public = [*defined(c.source)] if 'export' in opts else []
             plumbing = 'export' in opts and not public and not begun
             if plumbing or {'hide','export'} & opts.keys() and only_imports(c.source):
-                c.source = nbdev_lines.sub('', c.source).strip('\n')
+                c.source = re_nbdev.sub('', c.source).strip('\n')
                 if above: above.source += f'\n\n{c.source}' if plumbing else f'\n{c.source}'
                 else: above = c
                 continue

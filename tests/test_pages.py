@@ -24,13 +24,6 @@ def test_a_page_fails_if_a_cell_fails_or_if_it_cannot_be_pasted(sources, why, tm
     found = pasted.failure(notebook(tmp_path/'a.ipynb', *sources))
     assert (why in found.partition('\n')[0]) if why else not found, found
 
-def test_imports_are_shown_and_plumbing_is_hidden():
-    def hides(source, **options): return pasted.hides(options, source)
-    assert hides('#| hide\nimport nbdev; nbdev.nbdev_export()', hide='') and hides('assert 1', hide='')
-    assert hides('#| hide\nfrom nbdev.showdoc import *', hide='') and hides('', default_exp='x')
-    assert hides('%matplotlib inline', hide='') and not hides('assert 1')
-    assert not hides('#| hide\nfrom nbdev.showdoc import *\nimport torch', hide='')
-
 def test_a_guide_installs_fastaccum_in_colab_and_nowhere_else(monkeypatch):
     "The second cell of each guide; copy it from another guide into a new one"
     guides = [root/'nbs/get_started.ipynb', *(root/'nbs/guides').glob('*.ipynb')]

@@ -22,7 +22,7 @@ try: from playwright.sync_api import sync_playwright
 except ImportError: skip('playwright is not installed: make docs')
 sys.path.insert(0, str(root/'docs'))
 from nbdev.doclinks import nbglob
-from build import fingerprint, maths, order, page as page_of, resolve, split_errors
+from build import fingerprint, hides, maths, order, page as page_of, resolve, split_errors
 if (site/'.fingerprint').read_text()!=fingerprint(): skip('it is older than what it is made of: make docs')
 
 pages = sorted(o.relative_to(site).as_posix() for o in site.rglob('*.html') if '_static' not in o.parts)
@@ -129,7 +129,12 @@ def test_guides_open_in_colab(page):
     assert colab in hrefs(f'{page}.html')
     assert 'google.colab' not in read(f'{page}.html')   # the cell that installs is not shown
 
-def test_imports_are_folded_and_plumbing_is_left_out():
+def test_what_the_site_hides():
+    "Plumbing, and never an import that the cells below need"
+    assert hides({'hide':''}, '#| hide\nimport nbdev; nbdev.nbdev_export()')
+    assert hides({'hide':''}, '#| hide\nfrom nbdev.showdoc import *') and hides({'default_exp':'x'}, '')
+    assert hides({'hide':''}, 'assert 1') and hides({'hide':''}, '%matplotlib inline')
+    assert not hides({'hide':''}, '#| hide\nfrom nbdev.showdoc import *\nimport torch') and not hides({}, 'assert 1')
     text = read('modules/accumulation.html')
     assert 'Show the imports' in text and 'showdoc' not in text and 'nbdev_export' not in text
 

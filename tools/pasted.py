@@ -16,7 +16,7 @@ processes = multiprocessing.get_context('forkserver' if sys.platform=='linux' el
 processes.set_forkserver_preload(['fastai.vision.all', 'fastai.text.all', 'fastai.tabular.all', 'nbdev.showdoc',
     'nbdev.test', 'IPython'])
 
-nbdev_lines = re.compile(
+re_nbdev = re.compile(
     r'^(?:from nbdev\.showdoc import \*|import nbdev; nbdev\.nbdev_export\(\))\n?', re.MULTILINE)
 
 def only_imports(source):
@@ -28,7 +28,7 @@ def hides(options, source):
     "Whether the site leaves out a cell with these nbdev directives; it folds imports, because readers paste them"
     if 'default_exp' in options: return True
     if 'hide' not in options: return False
-    imports_something = only_imports(source) and ast.parse(nbdev_lines.sub('', source)).body
+    imports_something = only_imports(source) and ast.parse(re_nbdev.sub('', source)).body
     return not imports_something
 
 def without_hidden_names(Shell):

@@ -17,7 +17,8 @@ class Notebook(pytest.File):
 
 class Page(pytest.Item):
     def runtest(self):
-        why = pasted.failure(self.path)
+        try: why = pasted.failure(self.path)
+        except pytest.fail.Exception as e: why = str(e)   # from pytest-timeout, with a traceback of multiprocessing
         if why: pytest.fail(why, pytrace=False)
 
     def reportinfo(self): return self.path, None, self.nodeid

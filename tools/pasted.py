@@ -62,7 +62,7 @@ def run(fn, output):
     skip_flags = set(get_config(root).tst_flags.split())
     if os.environ.get('TESTS')=='all': skip_flags.discard('slow')
     test.CaptureShell = without_hidden_names(test.CaptureShell)
-    passed,_ = test.test_nb(fn, skip_flags=skip_flags, basepath=root)
+    passed,_ = test.test_nb(fn, skip_flags=skip_flags, basepath=root, cell_timeout=300)   # seconds
     for stream in (sys.stdout,sys.stderr): stream.flush()
     os._exit(0 if passed else 1)                           # do not wait for threads that the page has left running
 
@@ -80,6 +80,7 @@ def failure(fn):
                 with suppress(OSError): os.killpg(process.pid, signal.SIGKILL)   # what the page has left running
         printed = output.read_text(encoding='utf-8', errors='replace').strip() if output.exists() else ''
     if process.exitcode==0: return ''
-    if process.exitcode!=1: printed += f'\nthe process of the notebook ended with exit code {process.exitcode}'
-    last_line = printed.splitlines()[-1] if printed else 'a cell failed'
-    return f'{last_line}\n\n{printed}'
+    why = 'a cell failed' if process.exitcode==1 else f'its process ended with exit code {process.exitcode}'
+    errors = re.findall(r'^[\w.]+(?:Error|Exception): .*', printed, re.MULTILINE)
+    if errors and process.exitcode==1: why = errors[-1]
+    return f'{why}\n\n{printed}'

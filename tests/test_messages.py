@@ -1,5 +1,5 @@
-"""Each message ends with a link to its entry on the page Messages. The entry shows how the message begins, names a cause,
-and has lines to type that exist. Each entry belongs to a message. The FAQ is short, and its lines exist, too."""
+"""Each message ends with a link to its entry on the page Messages. The entry shows how the message begins, has a cause,
+and lines to type that exist. Each entry belongs to a message. The FAQ is short, and its lines exist, too."""
 import ast, inspect, json, re, warnings
 from pathlib import Path
 import pytest

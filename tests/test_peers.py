@@ -1,14 +1,14 @@
 "The comparison with others (`make peers`): fastaccum is the plain loop, what is wrong is seen, pages show the results."
-import ast, json
+import ast, json, sys
 from pathlib import Path
 import pytest
+root = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(root))
 from benchmarks.peers import report, right
 from benchmarks.peers.bare import Bare
 from benchmarks.peers.cases import by_key, cases
 from benchmarks.peers.fastaccum import Fastaccum
 from benchmarks.peers.fastai import Fastai
-
-root = Path(__file__).resolve().parent.parent
 
 def run(peer, key): return right.run(peer, by_key[key])
 

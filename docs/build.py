@@ -19,6 +19,7 @@ root = here.parent
 site = root/'_docs'
 sys.path[:0] = [str(root), str(root/'tools')]
 import fastaccum, messages, readme
+from pasted import hides, only_imports, re_nbdev
 
 # the menu: the pages of each part in their order. Sphinx fails if a page for users is in no part
 menu = {
@@ -138,19 +139,6 @@ def page(path):
     return '/'.join([*folders, re.sub(r'^[0-9]+[a-z0-9]*_', '', nm)])
 
 re_option = re.compile(r'^#\| *([\w-]+):? *(.*)\n?', re.M)
-re_nbdev = re.compile(r'^(?:from nbdev\.showdoc import \*|import nbdev; nbdev\.nbdev_export\(\))\n?', re.M)
-
-def only_imports(source):
-    "Does the source contain nothing but imports? Magics of Jupyter are no Python"
-    try: return all(isinstance(o, (ast.Import, ast.ImportFrom)) for o in ast.parse(source).body)
-    except SyntaxError: return False
-
-def hides(options, source):
-    """Does the site leave out the cell? Imports are folded even if the notebook hides them, because readers who paste
-    the page need them. The tests run the pages without the cells that are left out."""
-    if 'default_exp' in options: return True
-    return 'hide' in options and not (only_imports(source) and ast.parse(re_nbdev.sub('', source)).body)
-
 class Page:
     "A notebook, and the one or two pages of the site that show it"
     def __init__(self, path):
@@ -360,7 +348,7 @@ def mark_beginnings(script):
     script.write_text(text.replace(old, new), encoding='utf-8')
 
 def main():
-    from sphinx.application import Sphinx   # here, because the tests of the notebooks import `hides` without Sphinx
+    from sphinx.application import Sphinx
     pages = [*map(Page, sorted(nbglob(root/'nbs', as_path=True)))]
     names = {nm: f'{p.mod.__name__}.{nm}' for p in pages if p.mod for nm in p.public()}
     with TemporaryDirectory() as tmp:

@@ -319,7 +319,7 @@ def test_auto_finds_the_size_that_fits(nm, short, size):
     same(a, b)
     assert cache.size==size and sum('memory ran out' in str(o.message) for o in said)==1
 
-@pytest.mark.parametrize('short,acc', list(product([{0},{2},{3,9,14},above(5, 'validation')], [False,True])), ids=str)
+@pytest.mark.parametrize('short,acc', list(product([{0},{2},{3,9,14},above(5, 'validation')], [False,True])))
 @pytest.mark.filterwarnings('ignore:memory ran out')
 def test_auto_in_the_middle_of_a_batch_or_a_step(short, acc):
     "Some backward passes fail, after others have added to the gradients, with no size that would do; or validation"

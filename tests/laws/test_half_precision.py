@@ -15,7 +15,7 @@ from small_learners import all_params
 
 @pytest.mark.parametrize('clip', [1e9,0.05])
 @pytest.mark.parametrize('kwargs', [dict(), dict(tokens=True, n=67, shuffle=True), dict(accum_bs=10, opt_func=Adam),
-    dict(acc=dict(drop_last=True)), dict(acc=dict(micro_batch_size=2))], ids=str)
+    dict(acc=dict(drop_last=True)), dict(acc=dict(micro_batch_size=2))])
 def test_a_scaled_run_is_the_full_batch_run(kwargs, clip):
     "Also clipped: the gradient that is clipped is the mean, and not scaled"
     def cbs(): return [Scaled(init_scale=2.**10, growth_interval=3),GradientClip(clip)]

@@ -71,7 +71,7 @@ bad = [(GradientAccumulation, dict(micro_batch_size='big'), TypeError, "'auto', 
     (ScaledLR, dict(base_bs=8, rule='cubic'), ValueError, "rule='cubic'.*give 'linear' or 'sqrt'"),
     (ScaledLR, dict(base_bs=8, rule='adascale'), ValueError, "rule='adascale'.*was removed.*'linear'.*'sqrt'")]
 
-@pytest.mark.parametrize('f,kwargs,exc,words', bad, ids=[str(list(o[1].items())) for o in bad])
+@pytest.mark.parametrize('f,kwargs,exc,words', bad, ids=[', '.join(o[1]) for o in bad])
 def test_other_arguments_are_refused_when_they_are_given(f, kwargs, exc, words):
     with pytest.raises(exc, match=words) as e: f(**kwargs)
     assert link(e) or 'unexpected keyword' in str(e.value)   # Python's own

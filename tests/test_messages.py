@@ -20,15 +20,15 @@ inner = ('the predictions of', 'the loss function draws', 'the sizes of the part
     'there are only', 'do not know how to compare')
 
 def test_each_error_and_warning_has_a_key():
-    "Append `+ see('key')` to a message that is listed here, and write an entry"
+    "Append `+ more_link('key')` to a message that is listed here, and write an entry"
     calls = [o for text in sources for o in ast.walk(ast.parse(text)) if isinstance(o, ast.Call) and o.args]
     own = {o.name for text in sources for o in ast.walk(ast.parse(text)) if isinstance(o, ast.ClassDef)}
     messages = [o for o in calls if re.fullmatch('warn|.*Error', tool.called(o)) and tool.called(o) not in own]
-    without_key = {ast.unparse(o): tool.words(o.args[0], {}) for o in messages if 'see(' not in ast.unparse(o)}
+    without_key = {ast.unparse(o): tool.words(o.args[0], {}) for o in messages if 'more_link(' not in ast.unparse(o)}
     assert len(messages)>80 and not [o for o,text in without_key.items() if not text.startswith(inner)]
 
 def test_each_key_has_an_entry_and_each_entry_a_key():
-    keys = {k for text in sources for k in re.findall(r"(?:see|once)\(\s*'([a-z-]+)'", text)}
+    keys = {k for text in sources for k in re.findall(r"(?:more_link|warn_once)\(\s*'([a-z-]+)'", text)}
     assert keys=={o.key for o in found}==written.keys() and len(keys)>60
 
 def test_a_message_ends_with_the_link_to_its_entry():

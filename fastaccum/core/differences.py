@@ -83,7 +83,7 @@ def _not_a_mean(self:LossTrials, probed:Probed, learn, micro, mean)->bool: # Was
     "Warn of a loss that is not the mean of its parts' losses"
     if not probed.wrong: return False
     how = 'one of them is not finite' if isinf(probed.off) else f'off by {probed.off:.2g} of its value'
-    self.warn_once('loss-not-a-mean', f"the loss of a micro-batch is not the {_kind(mean)} of its parts' losses ({how}), "
+    self.warn_once('loss-not-a-mean', f"the loss of a micro-batch is not the {mean.kind} of its parts' losses ({how}), "
         "so this run differs from the full-batch run. Use `reduction='mean'` throughout, pass `n_items=`, a "
         "function that returns how many items the mean covers, or let the loss see the whole batch with "
         "`GradientCache`", LossWarning)
@@ -107,7 +107,7 @@ def _fails_on_a_part(self:LossTrials, probed, learn, micro, mean)->bool:
     computed_by_loss_func = micro.loss_grad_fn is not None   # else a callback or the model computes the loss
     is_single = (n_samples(learn.yb, micro.n) or micro.n)==1
     if not probed.raised or is_single or not computed_by_loss_func: return False
-    self.warn_once('loss-not-tried', f"it could not be checked that the loss is the {_kind(mean)} of its parts' losses, "
+    self.warn_once('loss-not-tried', f"it could not be checked that the loss is the {mean.kind} of its parts' losses, "
         f"since it fails on a part ({probed.reason}). If it uses more than predictions and targets, this run "
         "may differ from the full-batch run: run `learn.accum_check()` to find out", LossWarning)
     return True
@@ -117,7 +117,7 @@ def _uneven_labels(self:LossTrials, probed, learn, micro, mean)->bool:
     "Warn of a loss that could not be tried if samples have different numbers of labels"
     may_warn = probed.off is None and mean.find is samples and 'loss-not-tried' not in self.warn_once.given
     if not (may_warn and self._has_uneven_labels(learn, n_samples(learn.yb, micro.n) or micro.n)): return False
-    self.warn_once('loss-not-tried', f"it could not be checked that the loss is the {_kind(mean)} of its parts' losses, "
+    self.warn_once('loss-not-tried', f"it could not be checked that the loss is the {mean.kind} of its parts' losses, "
         "and samples have different numbers of labels other than -100. If the loss is a mean over these labels, "
         "as one that the model computes usually is, this run differs from the full-batch run: pass "
         "`n_items=`, a function that counts the labels that the model counts, such as `lambda learn: "
@@ -126,8 +126,6 @@ def _uneven_labels(self:LossTrials, probed, learn, micro, mean)->bool:
     return True
 
 # %% ../../nbs/core/11_differences.ipynb #loss-labels
-def _kind(mean): return 'sum' if mean.is_sum else 'mean'
-
 @patch
 def _has_uneven_labels(self:LossTrials, learn, m):
     "Have samples so far had different numbers of integer labels other than -100? Synchronises the GPU"

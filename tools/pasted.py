@@ -81,6 +81,6 @@ def failure(fn):
         printed = output.read_text(encoding='utf-8', errors='replace').strip() if output.exists() else ''
     if process.exitcode==0: return ''
     why = 'a cell failed' if process.exitcode==1 else f'its process ended with exit code {process.exitcode}'
-    errors = re.findall(r'^[\w.]+(?:Error|Exception): .*', printed, re.MULTILINE)
+    errors = re.findall(r'^[\w.]+(?:Error|Exception)(?:: .*)?$', printed, re.MULTILINE)
     if errors and process.exitcode==1: why = errors[-1]
     return f'{why}\n\n{printed}'

@@ -26,8 +26,8 @@ def seeded():
 
 # `make test` tries the same few examples every time, on machines of any speed; HYPOTHESIS=random looks for others, and
 # `make test-all` for more
-from common import whole
+from common import run_all_cases
 from hypothesis import settings
-settings.register_profile('same', deadline=None, derandomize=True, max_examples=100 if whole else 20)
-settings.register_profile('random', deadline=None, max_examples=100 if whole else 20)
+settings.register_profile('same', deadline=None, derandomize=True, max_examples=100 if run_all_cases else 20)
+settings.register_profile('random', deadline=None, max_examples=100 if run_all_cases else 20)
 settings.load_profile(os.environ.get('HYPOTHESIS', 'same'))

@@ -21,8 +21,8 @@ from fastai.vision.gan import (AdaptiveGANSwitcher, FixedGANSwitcher, GANDiscrim
     basic_critic, basic_generator, generate_noise)
 from fastaccum import GradientAccumulation
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation
-from common import Seen, short_of, weights
-from small_learners import Encoding, quiet
+from common import RecordAt, raise_oom_above, weights
+from small_learners import MappingBatch, silence_in_double
 
 class Double(Callback):
     "Cast the batch to double precision"
@@ -33,7 +33,7 @@ class Double(Callback):
             return o.long() if getattr(o, 'dtype', None)==torch.int8 else o
         self.learn.xb,self.learn.yb = apply(cast, tuple(self.xb)),apply(cast, tuple(self.yb))
 
-def in_double(learn): return quiet(learn.add_cb(Double()))
+def in_double(learn): return silence_in_double(learn.add_cb(Double()))
 
 def groupnorm_in(learn):
     "The Learner with GroupNorm, which knows only the sample, in place of BatchNorm"
@@ -177,7 +177,8 @@ def tagged(bs, with_labels=False, n=38):
         x = dict(input_ids=torch.randint(0, 20, (7,), generator=gen), attention_mask=real.long())
         return (dict(x, labels=labels) if with_labels else x),labels
     def create_batch(items):
-        return Encoding({k:torch.stack([x[k] for x,_ in items]) for k in items[0][0]}),torch.stack([y for _,y in items])
+        xs,ys = zip(*items)
+        return MappingBatch({k:torch.stack([x[k] for x in xs]) for k in xs[0]}),torch.stack(ys)
     loss_func = (lambda out,y: out['loss']) if with_labels else CrossEntropy()
     return of_items(bs, Tagger(), loss_func, create_batch, item, n)
 
@@ -207,14 +208,14 @@ def wgan(bs, switcher=noop, n=32, **kwargs):
 
 def short(l):
     "Memory holds no more than 3 samples, if there is accumulation"
-    if hasattr(l, 'gradient_accumulation'): short_of(3)(len(l.pred))
+    if hasattr(l, 'gradient_accumulation'): raise_oom_above(3)(len(l.pred))
 
 few = partial(wgan, switcher=lambda: FixedGANSwitcher(2, 1))
 adaptive = partial(wgan, switcher=lambda: AdaptiveGANSwitcher(gen_thresh=-1e-3, critic_thresh=-9.5e-4))
 gans = dict(wgan=dict(make=wgan), few=dict(make=partial(few, n=30), fit=two_fits),
     adaptive=dict(make=adaptive, fit=two_fits), rates=dict(make=lambda bs: few(bs, cbs=GANDiscriminativeLR(3.)),
     fit=lambda learn,cbs: learn.fit(2, 1e-3, cbs=cbs)),
-    split=dict(make=lambda bs: few(8), cbs=lambda: [Seen('after_pred', short)], micro_batch_size='auto'))
+    split=dict(make=lambda bs: few(8), cbs=lambda: [RecordAt('after_pred', short)], micro_batch_size='auto'))
 gans = {nm:dict(micro=2, full=8)|o for nm,o in gans.items()}   # 4 steps in an epoch
 
 @pytest.mark.parametrize('nm', gans)

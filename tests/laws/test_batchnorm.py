@@ -6,8 +6,8 @@ from torch.utils.data import DataLoader as TorchLoader
 from fastai.vision.all import DataLoader, Learner, MixUp, Module, SaveModelCallback, set_seed
 from fastaccum import FreezeBN, GradientAccumulation, GradientAccumulationScheduler, RecalibrateBN
 from fastaccum.testing import deviation, toy, toy_data
-from common import Event, Raise, Seen
-from small_learners import all_params, cross_entropy, loaders, quiet
+from common import CallAt, RaiseAt, RecordAt
+from small_learners import all_params, cross_entropy, silence_in_double, tensor_loaders
 
 def body(*more): return nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), *more, nn.Dropout(), nn.Linear(6, 3)).double()
 def small(bs=4, n=64, **kwargs): return toy(bs, n=n, **dict(dict(model=body, splitter=all_params), **kwargs))
@@ -57,7 +57,8 @@ def test_the_inputs_are_those_of_the_loader():
             self.more = nn.BatchNorm1d(5, track_running_stats=False)
         def forward(self, a, b): return self.lin(self.more(self.bn(self.drop(a+b))))
     x,y = toy_data(32).tensors
-    learn,heard = quiet(Learner(loaders(x, 3*x, y, bs=4), Two(), cross_entropy)),Seen('before_batch', lambda l: 1)
+    learn = silence_in_double(Learner(tensor_loaders(x, 3*x, y, bs=4), Two(), cross_entropy))
+    heard = RecordAt('before_batch', lambda l: 1)
     with learn.added_cbs([MixUp(),heard]): learn.recalibrate_bn(8)
     want = torch.stack([o.var(0) for o in (4*x).split(8)]).mean(0)
     assert deviation([learn.model.bn.running_mean,learn.model.bn.running_var], [4*x.mean(0),want])<1e-10
@@ -85,7 +86,7 @@ def test_training_goes_on_as_if_nothing_had_happened(torchs, how):
 @pytest.mark.parametrize('exc,in_fit', [(KeyboardInterrupt,True), (torch.OutOfMemoryError,False)])
 def test_interrupts_leave_the_statistics_as_they_were(exc, in_fit):
     "The second batch of 24 fails: training batches have 4"
-    learn,noted,seen = small(n=70),Seen('after_train', stats),[]
+    learn,noted,seen = small(n=70),RecordAt('after_train', stats),[]
     def fail(m, i):
         seen.append(len(i[0]))
         if seen.count(24)==2: raise exc('planted')
@@ -134,10 +135,10 @@ def test_frozen_layers_are_left_alone():
     assert last.num_batches_tracked==4 and first.num_batches_tracked==16   # a part is frozen, the rest trains
 
 def test_frozen_whoever_calls_train_and_as_ever_after_an_interrupt():
-    learn = small(cbs=[Event('after_backward', lambda l: l.model.train())])
+    learn = small(cbs=[CallAt('after_backward', lambda l: l.model.train())])
     before = stats(learn)
     learn.fit(1, 0.1, cbs=FreezeBN())
-    with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=[FreezeBN(),Raise('after_pred', KeyboardInterrupt, 0)])
+    with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=[FreezeBN(),RaiseAt('after_pred', KeyboardInterrupt, 0)])
     assert stats(learn).equal(before) and learn.model[1].training
     learn.fit(1, 0.1)
     assert not stats(learn).equal(before)

@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader as TorchLoader, IterableDataset, TensorD
 from fastai.text.all import (Adam, CancelFitException, CancelStepException, DataLoader, DataLoaders,
     GradientClip, LMDataLoader, Learner, OptimWrapper, ProgressCallback, SortedDL, WeightedDL, pad_input)
 from fastaccum.testing import toy, toy_data
-from common import CpuMixedPrecision, Event, Memory, Seen, in_single, some
-from small_learners import quiet
+from common import CallAt, CpuMixedPrecision, LimitedMemory, RecordAt, pick_cases, with_float32_inputs
+from small_learners import silence_in_double
 from test_dry_runs import unchanged
 
 def oom(): return torch.OutOfMemoryError('planted')
@@ -18,13 +18,13 @@ def capped(cap, where='forward', exc=oom, n=120, mid=nn.Tanh, cbs=(), **kwargs):
     "A Learner that runs out of memory with more than `cap` samples"
     def short(at, n):
         if at==where and n>cap: raise exc()
-    def model(): return nn.Sequential(nn.Linear(5, 6), mid(), Memory(short), nn.Linear(6, 3)).double()
-    needs = Event(where, lambda l: l.model[2].check(where, l.dls.train.bs), order=0)   # of a callback, loss, optimizer
+    def model(): return nn.Sequential(nn.Linear(5, 6), mid(), LimitedMemory(short), nn.Linear(6, 3)).double()
+    needs = CallAt(where, lambda l: l.model[2].check(where, l.dls.train.bs), order=0)   # of a callback, loss, optimizer
     return toy(4, n=n, model=model, cbs=[*cbs,*[needs]*(where not in ('forward','backward'))], **kwargs)
 
 def find(learn, mode='binsearch', **kwargs): return learn.bs_find(mode, show_plot=False, **kwargs)
 
-@pytest.mark.parametrize('cap,mode', [(o,mode) for mode in ('power','binsearch') for o in some(8, range(1, 101))])
+@pytest.mark.parametrize('cap,mode', [(o,mode) for mode in ('power','binsearch') for o in pick_cases(8, range(1, 101))])
 def test_every_cap(cap, mode):
     res = find(capped(cap), mode, steps_per_trial=2)
     assert int(res)==res.size==(cap if mode=='binsearch' else 2**(cap.bit_length()-1)), res
@@ -70,15 +70,16 @@ def test_no_more_than_there_are_samples_or_trials():
 def test_a_trial_takes_real_steps(n):
     "Two at least, with gradients and the optimizer's state; forward passes with gradients held"
     held,steps = [],[]   # what a callback keeps is put back
-    cbs = [Seen('after_pred', lambda l: held.append(l.model[0].weight.grad is not None)),
-        Seen('after_step', lambda l: steps.append((len(l.x),bool(l.opt.state),l.model[0].weight.grad.any().item())))]
+    def has_grad(l): held.append(l.model[0].weight.grad is not None)
+    def step(l): steps.append((len(l.x),bool(l.opt.state),l.model[0].weight.grad.any().item()))
+    cbs = [CallAt('after_pred', has_grad),CallAt('after_step', step)]
     find(capped(1000, n=16, opt_func=partial(OptimWrapper, opt=torch.optim.Adam), cbs=cbs), steps_per_trial=n)
     assert steps==[(o,True,True) for o in (2,4,8,16) for _ in range(max(n, 2))]
     assert all(o for i,o in enumerate(held) if i%max(n, 2))
 
 def test_a_step_that_the_scaler_skips_does_not_count():
     taken,cbs = [],[CpuMixedPrecision(init_scale=2.**16),
-        Seen('after_step', lambda l: taken.append(not l.mixed_precision.skipped), order=20)]
+        RecordAt('after_step', lambda l: taken.append(not l.mixed_precision.skipped), order=20)]
     data = TensorDataset(torch.randn(8, 5)*200, torch.randint(0, 3, (8,)))
     learn = toy(4, data=data, model=lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)),
         loss_func=lambda p,t: nn.functional.cross_entropy(p, t)*1e3, cbs=cbs)
@@ -89,7 +90,7 @@ def test_a_step_that_the_scaler_skips_does_not_count():
 def test_a_trial_without_steps_is_no_success(event, exc):
     "Who ends the fit, or skips steps, keeps the search from finding anything out"
     def end(learn): raise exc
-    with pytest.raises(RuntimeError, match='a trial of 3 steps made'): find(capped(5, cbs=[Seen(event, end)]))
+    with pytest.raises(RuntimeError, match='a trial of 3 steps made'): find(capped(5, cbs=[RecordAt(event, end)]))
 
 # Nothing is kept (that all is as before: test_dry_runs.py)
 
@@ -98,8 +99,8 @@ def test_mixed_precision(mode, where):
     "In the Learner's precision; autocast is left as it was"
     dtypes,dtype = set(),torch.float16 if mode=='fp16' else torch.bfloat16
     def see(l): dtypes.add(torch.get_autocast_dtype('cpu') if torch.is_autocast_enabled('cpu') else None)
-    cbs = [CpuMixedPrecision(amp_mode=mode),GradientClip(),Seen('after_pred', see)]
-    learn = capped(9, where, data=in_single(toy_data(40)), cbs=cbs)
+    cbs = [CpuMixedPrecision(amp_mode=mode),GradientClip(),RecordAt('after_pred', see)]
+    learn = capped(9, where, data=with_float32_inputs(toy_data(40)), cbs=cbs)
     learn.model.float()
     with unchanged(learn): assert find(learn).size==9
     assert dtypes=={dtype} and not torch.is_autocast_enabled('cpu')
@@ -133,7 +134,7 @@ class Tokens(nn.Module):
         return x.transpose(1, 2) if self.over is None else x.mean(self.over)
 
 def on(dl, cap, valid=None, loss=nn.functional.cross_entropy, over=1):
-    return quiet(Learner(DataLoaders(dl, valid or dl), Tokens(cap, over), loss))
+    return silence_in_double(Learner(DataLoaders(dl, valid or dl), Tokens(cap, over), loss))
 
 data = [(torch.ones(5),torch.tensor(0)) for _ in range(50)]
 

@@ -12,8 +12,8 @@ from fastai.text.all import (Callback, CancelFitException, CrossEntropyLossFlat,
 from fastaccum import (ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule,
     GradientAccumulationScheduler, GradientCache)
 from fastaccum.testing import CrossEntropy, deviation, toy, toy_data, both_runs
-from common import CpuMixedPrecision, Event, Raise, in_single, short_of, weights
-from small_learners import all_params, make, with_loaders
+from common import CallAt, CpuMixedPrecision, RaiseAt, raise_oom_above, weights, with_float32_inputs
+from small_learners import all_params, make_application, with_loaders
 from test_warned import ignoring, not_ignored, summed
 from test_dry_runs import unchanged, verbs
 
@@ -24,7 +24,8 @@ def row(res, what): return next(o for o in res.rows if o.what==what)
 def net(*layers): return nn.Sequential(nn.Linear(5, 6), *layers, nn.Linear(6, 3))
 def own(model, bs=12, **kwargs): return toy(bs, model=model, splitter=all_params, **kwargs)
 def made(*layers, **kwargs): return own(lambda: net(*layers).double(), **kwargs)
-def single(*layers, **kwargs): return own(lambda: net(*layers or [nn.Tanh()]), data=in_single(toy_data(40)), **kwargs)
+def single(*layers, **kwargs):
+    return own(lambda: net(*layers or [nn.Tanh()]), data=with_float32_inputs(toy_data(40)), **kwargs)
 def mixed(*cbs, **kwargs): return single(cbs=[MixUp(),*cbs], loss_func=CrossEntropyLossFlat(**kwargs))
 def loaded(dl, model=None, **kwargs):
     return with_loaders(own(model, **kwargs) if model else toy(12, **kwargs), dl, dl)
@@ -39,7 +40,7 @@ class Unused(nn.Sequential):
 class Stream(IterableDataset):
     def __iter__(self): return iter(data)
     def __len__(self): return 40
-def mean_penalty(): return Event('after_loss', lambda l: setattr(l, 'loss_grad', l.loss_grad+l.pred.square().mean()))
+def mean_penalty(): return CallAt('after_loss', lambda l: setattr(l, 'loss_grad', l.loss_grad+l.pred.square().mean()))
 class OnceAFit(Callback):
     def before_fit(self): self.by = 1+random.random()
     def after_loss(self): self.learn.loss_grad = self.loss_grad*self.by
@@ -76,7 +77,7 @@ data = list(zip(*toy_data(40).tensors))
 exact = dict(plain=lambda: toy(12), tokens=lambda: toy(12, tokens=True), batch_of_one=lambda: toy(1),
     shuffled=lambda: toy(12, shuffle=True), mappings=mappings, layer_norm=lambda: made(nn.LayerNorm(6)),
     no_dropout=lambda: made(nn.Dropout(0.)), rounding_of_zero=lambda: own(before_norm),
-    frozen_statistics=lambda: made(nn.BatchNorm1d(6), cbs=Event('before_batch', lambda l: l.model[1].eval())),
+    frozen_statistics=lambda: made(nn.BatchNorm1d(6), cbs=CallAt('before_batch', lambda l: l.model[1].eval())),
     unused=lambda: own(lambda: Unused(nn.Linear(5, 3), nn.Linear(5, 3)).double()),
     summed=lambda: toy(12, loss_func=CrossEntropy(reduction='sum')), clipped=lambda: toy(12, cbs=GradientClip(1e-3)),
     mean_penalty=lambda: toy(12, cbs=mean_penalty()), left_over=left_over, once_a_fit=lambda: toy(12, cbs=OnceAFit()),
@@ -113,8 +114,8 @@ def test_no_false_alarm(nm):
 
 class Queue(Callback):
     def before_batch(self): assert 32%len(self.y)==0, 'a queue of 32'
-def fits(most): return Event('before_batch', lambda learn: short_of(most)(len(learn.y)), True)
-def halves(): return Event('before_batch', lambda learn: 1/(len(learn.y) in (70,35)))
+def fits(most): return CallAt('before_batch', lambda learn: raise_oom_above(most)(len(learn.y)), run_valid=True)
+def halves(): return CallAt('before_batch', lambda learn: 1/(len(learn.y) in (70,35)))
 
 @pytest.mark.parametrize('bs,cbs,kwargs,parts', [
     (8, lambda: [acc(32)], {}, [8]*4), (8, lambda: [acc(20)], {}, [8]*3), (8, lambda: [acc(1000)], {}, [8]*8+[6]),
@@ -129,7 +130,7 @@ def test_the_sizes_are_those_of_training(bs, cbs, kwargs, parts):
     """A step of the callback, whole and in its micro-batches; without one, or with one part, unequal parts, since
     equal ones hide the most common mistake. If these fail, others are tried"""
     seen = []
-    res = check(toy(bs, cbs=Event('before_batch', lambda learn: seen.append(len(learn.y)))), cbs=cbs(), **kwargs)
+    res = check(toy(bs, cbs=CallAt('before_batch', lambda learn: seen.append(len(learn.y)))), cbs=cbs(), **kwargs)
     assert res.ok and not bad(res) and res.sizes==parts and max(seen)==sum(parts), res
 
 @pytest.mark.parametrize('cbs,whole,parts', [(lambda: [acc(32)],8,'5, 3'),
@@ -160,7 +161,7 @@ def test_products_are_not_rounded_on_gpus_that_would(nm, no, yes):
     before = now()
     try:
         for o in where: setattr(o, nm, yes)
-        check(toy(12, cbs=Event('before_batch', lambda l: seen.append(now()))))
+        check(toy(12, cbs=CallAt('before_batch', lambda l: seen.append(now()))))
         assert seen and all(o==[no]*2 for o in seen) and now()==[yes]*2
     finally:
         for o,was in zip(where, before): setattr(o, nm, was)
@@ -301,7 +302,7 @@ def test_callbacks_of_the_fit():
 
 def test_rows_that_go_on_in_their_own_micro_batch_are_no_memory():
     "A language model's, where a way splits the loader's batch"
-    learn = make('language_model', loss_func=lambda p,y: F.cross_entropy(p.flatten(0, 1), y.flatten()))
+    learn = make_application('language_model', loss_func=lambda p,y: F.cross_entropy(p.flatten(0, 1), y.flatten()))
     assert 'keeps something' in row(check(learn), 'predictions').where
     assert check(learn, cbs=GradientAccumulation(8, micro_batch_size=4)).ok
     assert check(learn, cbs=GradientCache(micro_batch_size=4)).ok
@@ -322,10 +323,10 @@ class Views(Callback):
 def views(p, y): return contrastive(*p.chunk(2)[:1], y)+F.mse_loss(*p.chunk(2))
 
 @pytest.mark.parametrize('make,who', [(lambda: made(Fixed()),'Fixed fails.*size'),
-    (lambda: toy(12, cbs=Event('before_batch', lambda l: 1/(len(l.y)//12))),'Event.*zero'),
+    (lambda: toy(12, cbs=CallAt('before_batch', lambda l: 1/(len(l.y)//12))),'CallAt.*zero'),
     (lambda: loaded(DataLoader(data, bs=12, create_batch=boxed), loss_func=lambda p,t: F.cross_entropy(p, t.y)),
-        'Target'), (lambda: toy(4, cbs=[acc(12),Event('before_batch', lambda l: 1/(len(l.y)<9), True)]),
-        'Event fails on the whole batch.*zero')])
+        'Target'), (lambda: toy(4, cbs=[acc(12),CallAt('before_batch', lambda l: 1/(len(l.y)<9), run_valid=True)]),
+        'CallAt fails on the whole batch.*zero')])
 def test_who_fails_with_parts_is_named_in_its_own_words(make, who):
     "A fit with whole batches, or with parts only, runs, so the check does not die of it"
     res = check(make(), steps=1)
@@ -335,15 +336,15 @@ def test_who_fails_with_parts_is_named_in_its_own_words(make, who):
 def test_each_part_of_a_gan_is_checked():
     "Its generator trains after five steps of the critic"
     def wrong(learn): learn.loss_grad = learn.loss_grad*(1+(learn.gan_trainer.gen_mode and len(learn.x)<8))
-    learn = make('wgan')
-    assert check(learn).ok and 'callbacks' in bad(check(learn, cbs=Event('after_loss', wrong)))
+    learn = make_application('wgan')
+    assert check(learn).ok and 'callbacks' in bad(check(learn, cbs=CallAt('after_loss', wrong)))
 
 def test_an_error_that_does_not_come_again_is_raised():
     heard = []
     def fail(learn):
         heard.append(len(learn.y))
         if len(heard)==3: raise ZeroDivisionError('planted')   # in the run on parts
-    with pytest.raises(ZeroDivisionError): check(toy(12, cbs=Event('before_batch', fail)))
+    with pytest.raises(ZeroDivisionError): check(toy(12, cbs=CallAt('before_batch', fail)))
 
 @pytest.mark.parametrize('layers', [[nn.Tanh],[lambda: nn.BatchNorm1d(6)]])
 def test_more_rows_than_samples(layers):
@@ -397,7 +398,7 @@ def test_table_and_picture(recwarn):
 @pytest.mark.parametrize('make,kwargs,exc,match', [*((lambda: toy(12),{nm:v},(ValueError,TypeError),f'`{nm}={v!r}`')
         for nm,v in [*(('accum_bs',o) for o in (1,0,2.5,True,'8',71)),('steps',-1),('steps',1.5)]),
     (lambda: loaded(DataLoader([(x,) for x,_ in data], bs=12)),{},RuntimeError,'no step was made.*no targets'),
-    (lambda: toy(12, cbs=Raise('before_batch', CancelFitException, 0)),{},RuntimeError,'no step was made'),
+    (lambda: toy(12, cbs=RaiseAt('before_batch', CancelFitException, 0)),{},RuntimeError,'no step was made'),
     (lambda: loaded(DataLoader(data[:7], bs=12, drop_last=True)),{},ValueError,'no batch'),
     (lambda: toy(12, cbs=FastaiGradientAccumulation(24)),{},ValueError,"has fastai's"),
     (lambda: toy(12),dict(cbs=FastaiGradientAccumulation(24)),ValueError,"has fastai's"),

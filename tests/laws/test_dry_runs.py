@@ -7,7 +7,7 @@ from fastai.vision.all import (Adam, CSVLogger, Callback, DataLoader, DataLoader
     ParamScheduler, SaveModelCallback, ShortEpochCallback, TerminateOnNaNCallback)
 from fastaccum import ActivationCheckpoint, GradientAccumulation, NoiseScale
 from fastaccum.testing import toy
-from common import CpuMixedPrecision, Event, Memory, Seen, above, some, weights
+from common import CallAt, CpuMixedPrecision, LimitedMemory, RecordAt, pick_cases, runs_out_above, weights
 from small_learners import all_params
 
 verbs = dict(check=lambda learn, **kwargs: learn.accum_check(**kwargs),
@@ -75,7 +75,8 @@ class Count(Metric):
 def rich(fitted=False, cbs=(), **kwargs):
     "A Learner with much to lose"
     def net():
-        return nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(.2), Memory(), nn.Linear(6, 3)).double()
+        layers = nn.Linear(5, 6),nn.BatchNorm1d(6),nn.Dropout(.2),LimitedMemory(),nn.Linear(6, 3)
+        return nn.Sequential(*layers).double()
     cbs = [Ema(),GradientClip(),GradientAccumulation(12),*cbs]
     learn = toy(12, n=60, model=net, splitter=all_params, shuffle=True, opt_func=Adam, metrics=Count(), cbs=cbs,
         **kwargs)
@@ -91,14 +92,14 @@ def test_everything_is_as_before(verb, cap, fitted):
     "Also where memory runs out, of which a search makes nothing as long as one sample fits"
     more = [Draws(),CSVLogger('log.csv'),NoiseScale(every=1)][:3 if verb=='find' else 2]
     learn = rich(fitted, more)
-    learn.model[3].short = above(cap, 'forward')
+    learn.model[3].runs_out = runs_out_above(cap, 'forward')
     fits = cap==1000 or (verb,cap)==('size',5)
     with unchanged(learn), nullcontext() if fits else pytest.raises(torch.OutOfMemoryError): verbs[verb](learn, steps=2)
 
 events = ('before_fit before_epoch before_train before_batch after_pred after_loss before_backward after_backward '
     'before_step after_batch after_fit').split()
 
-@pytest.mark.parametrize('verb,event,at,exc', some(30, [*(('check',e,i,x) for e in events for i in (1,2,4)
+@pytest.mark.parametrize('verb,event,at,exc', pick_cases(30, [*(('check',e,i,x) for e in events for i in (1,2,4)
     for x in (KeyboardInterrupt,ZeroDivisionError)), *(('find',e,1,KeyboardInterrupt) for e in events),
     *(('size',e,i,x) for e in events for i in (1,4) for x in (KeyboardInterrupt,ZeroDivisionError))]))
 def test_everything_is_as_before_after_an_interrupt(verb, event, at, exc):
@@ -107,7 +108,7 @@ def test_everything_is_as_before_after_an_interrupt(verb, event, at, exc):
     def interrupt(learn):
         heard.append(1)   # not in the callback: what that keeps is put back between two runs
         if len(heard)==at: raise exc('planted')
-    cb = Event(event, interrupt, valid=True)
+    cb = CallAt(event, interrupt, run_valid=True)
     cb.order = -100
     learn = rich(cbs=[Draws(),cb])
     with unchanged(learn), pytest.raises(exc): verbs[verb](learn)
@@ -118,7 +119,7 @@ def test_training_goes_on_as_if_nothing_had_been(verb, how):
     def run(f):
         cbs = dict(mixed=[CpuMixedPrecision()], checkpoint=[ActivationCheckpoint(nn.Linear)])
         learn,todo = rich(cbs=cbs.get(how, [])),[f]
-        within = Seen('before_fit', lambda l: todo and todo.pop()(l), order=70)   # a dry run begins a fit, too
+        within = RecordAt('before_fit', lambda l: todo and todo.pop()(l), order=70)   # a dry run begins a fit, too
         random.seed(1)
         with learn.no_logging():
             if how=='training metrics':

@@ -8,7 +8,7 @@ from fastai.callback.core import (Callback, CancelBackwardException, CancelBatch
 from torch.utils.data import TensorDataset
 from fastaccum import GradientAccumulation
 from fastaccum.testing import assert_same_run, deviation, toy, both_runs
-from common import Raise, Seen, grads, some, weights
+from common import RaiseAt, RecordAt, grads, pick_cases, weights
 
 of_micro = ['before_batch','after_pred','after_loss','before_backward','after_backward']
 cancelled = ['after_cancel_batch','after_cancel_backward']
@@ -42,7 +42,7 @@ def test_a_step_is_its_micro_batches_and_all_else_is_heard_as_in_the_full_batch_
 
 def note(learn, nm): return lambda *_: learn.heard.append((nm, 'after_loss', learn.training))
 
-def at_fifth(do): return Seen('before_batch', lambda l: (l.epoch,l.iter)==(0,4) and do(l), order=3)
+def at_fifth(do): return RecordAt('before_batch', lambda l: (l.epoch,l.iter)==(0,4) and do(l), order=3)
 
 def added(learn): return at_fifth(lambda l: l.add_cb(Ear('new', 7, l.heard)))
 def removed(learn): return at_fifth(lambda l: l.remove_cb(l.ears[2]))
@@ -76,15 +76,15 @@ raised = [*product(of_micro[:4]+of_step[::2], excs), *((o,CancelBatchException) 
     ('before_backward',CancelBackwardException), ('before_step',CancelStepException)]
 
 @pytest.mark.parametrize('event,exc,order', dict.fromkeys([*((*o, 7) for o in raised[-6:]),   # what cancels a part
-    *some(44, [(*o, order) for o in raised for order in (-30,5,7,60)])]))
+    *pick_cases(44, [(*o, order) for o in raised for order in (-30,5,7,60)])]))
 def test_an_exception_is_heard_of_and_annotated_as_by_fastai(event, exc, order):
     "The oracle of a micro-batch is the fit on micro-batches, that of a step the full-batch run"
     bs,events = (12,of_step) if event in of_step else (4,of_micro[:4]+cancelled)
-    (a,err),(b,other) = (run(*o, lambda learn: [Raise(event, exc, order, at=3)]) for o in ((bs,None),(4,12)))
+    (a,err),(b,other) = (run(*o, lambda learn: [RaiseAt(event, exc, order, skip=3)]) for o in ((bs,None),(4,12)))
     assert err==other and of(a, events+of_fit)==of(b, events+of_fit)
     if exc is RuntimeError: assert f'event `{event}`' in err[1][0]
 
-@pytest.mark.parametrize('seed', some(40, range(300)))
+@pytest.mark.parametrize('seed', pick_cases(40, range(300)))
 def test_a_cancelled_micro_batch_is_left_out(seed):
     "The run is the full-batch run on the samples of the others, with its steps and their events"
     r = Random(seed)
@@ -94,8 +94,8 @@ def test_a_cancelled_micro_batch_is_left_out(seed):
     event = r.choice(of_micro[:4]) if exc is CancelBatchException else 'before_backward'
     def cancel(l, i=count()):
         if next(i) in gone: raise exc
-    cancels = Seen(event, cancel, order=r.choice([-11,-5,5,7,55,100]))
-    learn,steps = toy(micro, n=n),[Seen('after_step', grads, order=100) for _ in range(2)]
+    cancels = RecordAt(event, cancel, order=r.choice([-11,-5,5,7,55,100]))
+    learn,steps = toy(micro, n=n),[RecordAt('after_step', grads, order=100) for _ in range(2)]
     kept = TensorDataset(*learn.dls.train_ds[[i for i in range(n) if i//micro not in gone]])
     full = -(-accum//micro)*micro
     drop_last = seed%2==0 and len(kept)>=full
@@ -108,4 +108,4 @@ def test_a_cancelled_micro_batch_is_left_out(seed):
 @pytest.mark.parametrize('order', [-11,0,7,55])
 @pytest.mark.parametrize('kwargs', [dict(), dict(n=67, tokens=True), dict(acc=dict(drop_last=True))], ids=str)
 def test_a_cancelled_step_is_the_full_batch_runs(kwargs, order):
-    assert_same_run(*both_runs(cbs=lambda: [Raise('before_step', CancelStepException, order, at=2)], **kwargs))
+    assert_same_run(*both_runs(cbs=lambda: [RaiseAt('before_step', CancelStepException, order, skip=2)], **kwargs))

@@ -7,7 +7,7 @@ from torch import nn
 from fastai.vision.all import CSVLogger, Callback, ProgressCallback, ShowGraphCallback, accuracy
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, NoiseScale
 from fastaccum.testing import deviation, toy
-from common import Raise, StepsLoader, clear, unmoved
+from common import BatchSizesLoader, RaiseAt, learnable_data, weights_unchanged
 from test_applications import in_double, linear, vision
 from test_split import accumulating
 
@@ -108,11 +108,12 @@ def watched(watch, d, make_acc, big=False):
         acc = acc or make_acc()
         dls.loaders[0] = dl
         sizes = acc.plan(dls, n_epoch).sizes
-        if big: dls.loaders[0] = StepsLoader(dl, sizes)
+        if big: dls.loaders[0] = BatchSizesLoader(dl, sizes)
         with learn.added_cbs(([] if big else [acc])+listen()): fit()
         return getattr(learn.recorder, 'accum_bs', [])[:stop],[n for o in sizes for n in o][:stop]
     def interrupted():
-        with pytest.raises(KeyboardInterrupt): learn.fit(1, 0.01, cbs=Raise('before_step', KeyboardInterrupt, 0, at=2))
+        interrupt = RaiseAt('before_step', KeyboardInterrupt, 0, skip=2)
+        with pytest.raises(KeyboardInterrupt): learn.fit(1, 0.01, cbs=interrupt)
         learn.opt.zero_grad()   # which fastai's leaves as they are
     two = run(2, lambda: learn.fit_one_cycle(2, 0.05))
     run(1, lambda: learn.lr_find(num_it=10, show_plot=False), GradientAccumulation(two[1][0]))
@@ -161,7 +162,8 @@ def test_wandb_draws_over_samples_and_times_whole_steps(tmp_path, monkeypatch):
 def test_a_model_goes_to_wandb_only_if_one_is_saved(tmp_path):
     learn = learner(tmp_path/'a')
     listen,_ = wandb(learn, log_model=True)
-    with unmoved(learn), pytest.raises(ValueError, match='SaveModelCallback'): learn.fit(1, 0.05, cbs=listen())
+    with weights_unchanged(learn), pytest.raises(ValueError, match='SaveModelCallback'):
+        learn.fit(1, 0.05, cbs=listen())
 
 def test_wandb_shows_predictions_at_steps(tmp_path, monkeypatch):
     def net(pretrained): return nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.AdaptiveAvgPool2d(1))
@@ -175,7 +177,7 @@ def test_wandb_shows_predictions_at_steps(tmp_path, monkeypatch):
 
 def test_tensorboard_gets_noise_scale_and_micro_batch_size_of_each_step(tmp_path):
     "With memory for 2 samples"
-    learn = toy(4, data=clear(64), path=tmp_path, cbs=[*accumulating(16, ('auto',2)), NoiseScale(every=2)])
+    learn = toy(4, data=learnable_data(64), path=tmp_path, cbs=[*accumulating(16, ('auto',2)), NoiseScale(every=2)])
     listen,read = tensorboard(learn)
     learn.fit(1, .1, cbs=listen())
     scales,sizes = ([v for _,v in read()[k]] for k in ('noise_scale','micro_batch_size'))

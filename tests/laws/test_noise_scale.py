@@ -9,9 +9,10 @@ from fastai.vision.all import Adam, CancelBackwardException, CancelStepException
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientCache, NoiseScale
 from fastaccum.noise_scale import interval
 from fastaccum.testing import CrossEntropy, deviation, toy, toy_data
-from common import CpuMixedPrecision, Memory, Raise, Scaled, Seen, at_times, clear, overflow
+from common import (CpuLossScaling, CpuMixedPrecision, LimitedMemory, RaiseAt, RecordAt, learnable_data,
+    overflow_at_step, runs_out_on_attempts)
 
-def learner(bs, n, **kwargs): return toy(bs, **dict(data=clear(n))|kwargs)
+def learner(bs, n, **kwargs): return toy(bs, **dict(data=learnable_data(n))|kwargs)
 def told(meter): return meter.trace,meter.grad_sq
 def close(a, b, rtol=1e-9): return np.allclose(a, b, rtol=rtol, atol=0)
 
@@ -45,21 +46,22 @@ def measure(n_epoch=1, *, n=18, accum_bs=100, bs=4, cbs=(), acc={}, freeze=False
 def again(l): torch.autograd.grad(l.model(*l.xb).sum(), list(l.model.parameters()))
 def short():
     "From the second micro-batch on"
-    lin,memory = nn.Linear(5, 5),Memory(at_times(range(1, 99), 'backward', 2))
+    lin,memory = nn.Linear(5, 5),LimitedMemory(runs_out_on_attempts(range(1, 99), 'backward', 2))
     return nn.Sequential(nn.Linear(5, 5), memory, lin, nn.Tanh(), lin, nn.Linear(5, 3)).double()   # one is used twice
 
-summed,padded = dict(loss_func=CrossEntropy(reduction='sum')),clear(18, True)
+summed,padded = dict(loss_func=CrossEntropy(reduction='sum')),learnable_data(18, True)
 padded.tensors[1][8:12] = -100   # a micro-batch with nothing to learn from is none
 targets = [n for n in ((o!=-100).sum().item() for o in padded.tensors[1].split(4)) if n]
 ragged = [4]*4+[2]
-def left_out(event, exc, at): return lambda: dict(cbs=[Raise(event, exc, 20, at=at)])
-cases = dict(plain=(dict, ragged), summed=(lambda: summed, ragged), scaled=(lambda: dict(cbs=[Scaled()]), ragged),
+def left_out(event, exc, skip): return lambda: dict(cbs=[RaiseAt(event, exc, 20, skip=skip)])
+cases = dict(plain=(dict, ragged), summed=(lambda: summed, ragged),
+    scaled=(lambda: dict(cbs=[CpuLossScaling()]), ragged),
     clipped=(lambda: dict(cbs=[GradientClip(1e-3)]), ragged),
-    all=(lambda: summed|dict(cbs=[Scaled(),GradientClip(1e-3)]), ragged),
+    all=(lambda: summed|dict(cbs=[CpuLossScaling(),GradientClip(1e-3)]), ragged),
     torchs=(lambda: dict(opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)), ragged),
-    other_backward_passes=(lambda: dict(cbs=[Seen('after_backward', again, order=-50)]), ragged),
+    other_backward_passes=(lambda: dict(cbs=[RecordAt('after_backward', again, order=-50)]), ragged),
     two=(lambda: dict(bs=3, n=6), [3,3]), ones=(lambda: dict(bs=1, n=9), [1]*9),
-    tokens_scaled=(lambda: dict(data=padded, cbs=[Scaled()]), targets),
+    tokens_scaled=(lambda: dict(data=padded, cbs=[CpuLossScaling()]), targets),
     out_of_memory=(lambda: dict(model=short, acc=dict(micro_batch_size='auto')), [4]+[2]*7),
     frozen=(lambda: dict(freeze=True), ragged),   # what does not train has no noise
     backward_left_out=(left_out('before_backward', CancelBackwardException, 1), [4,4,4,2]),
@@ -84,7 +86,7 @@ def test_what_is_measured_is_what_the_gradients_of_single_samples_say(nm):
 
 @pytest.mark.parametrize('kind', ['fp16','bf16','parameters'])
 def test_half_precision_tells_the_same_but_for_rounding(kind):
-    x,y = clear(18).tensors
+    x,y = learnable_data(18).tensors
     def run(dtype, *cbs):
         def net(): return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
         return told(measure(data=TensorDataset(x.to(dtype), y), model=net, cbs=cbs)[1])
@@ -96,7 +98,7 @@ def test_half_precision_tells_the_same_but_for_rounding(kind):
 def test_older_measurements_count_less():
     "Half as much after 20 of them"
     learn,meter = learner(4, 70),NoiseScale(every=1)
-    seen = Seen('after_step', lambda l: told(meter), order=100)
+    seen = RecordAt('after_step', lambda l: told(meter), order=100)
     learn.fit(1, 0., wd=0., cbs=[GradientAccumulation(16), meter, seen])
     sums,weight = 0,0
     for part,now in zip(single_gradients(learn).split(16), seen.values, strict=True):
@@ -119,7 +121,8 @@ def test_an_entry_a_step():
 @pytest.mark.parametrize('order', [None,9])
 def test_a_step_that_is_not_taken_has_an_entry(order):
     "If it overflows, it is not measured; the next one is"
-    cbs = [Raise('before_step', CancelStepException, order, at=2)] if order else [overflow(2),Scaled()]
+    cancel = RaiseAt('before_step', CancelStepException, order, skip=2)
+    cbs = [cancel] if order else [overflow_at_step(2),CpuLossScaling()]
     learn = learner(4, 64)
     learn.fit(1, .1, cbs=[GradientAccumulation(16), NoiseScale(every=1), *cbs])
     rec = learn.recorder.noise_scale
@@ -136,8 +139,8 @@ def test_a_batch_that_grows_is_measured_from_where_it_can_be():
 
 def test_training_is_the_same_to_the_bit():
     def run(*more):
-        learn = learner(4, 70, data=clear(70, True), opt_func=Adam)
-        learn.fit_one_cycle(2, .1, cbs=[GradientAccumulation(16), GradientClip(.5), Scaled(), *more])
+        learn = learner(4, 70, data=learnable_data(70, True), opt_func=Adam)
+        learn.fit_one_cycle(2, .1, cbs=[GradientAccumulation(16), GradientClip(.5), CpuLossScaling(), *more])
         return [*learn.model.parameters()],learn.recorder.losses,learn.opt.state_dict()['state']
     assert deviation(run(), run(NoiseScale(every=1)))==0
 
@@ -168,9 +171,9 @@ def no_gradient(l):
     if l.iter==1: l.loss_grad = l.loss_grad.detach()
 
 @pytest.mark.parametrize('kwargs,match', [(dict(accum_bs=4),'one micro-batch'),
-    (dict(cbs=[Seen('before_step', longer, order=9)]),'longer'),
+    (dict(cbs=[RecordAt('before_step', longer, order=9)]),'longer'),
     (dict(cbs=[GradientCache(micro_batch_size=2)]),'in parts'),
-    (dict(cbs=[Seen('after_loss', no_gradient)]),'needs no gradient')])
+    (dict(cbs=[RecordAt('after_loss', no_gradient)]),'needs no gradient')])
 def test_what_cannot_be_measured_is_told_once(kwargs, match):
     with pytest.warns(UserWarning, match=match) as w: _,meter = measure(2, **kwargs)
     assert len([o for o in w if 'NoiseScale' in str(o.message)])==1

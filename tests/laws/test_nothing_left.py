@@ -10,7 +10,7 @@ from fastcore.basics import noop
 from fastaccum import (ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule,
     GradientAccumulationScheduler, GradientCache, NoiseScale, ScaledLR)
 from fastaccum.testing import assert_same_run, deviation, toy
-from common import Raise, some
+from common import RaiseAt, pick_cases
 from test_split import accumulating
 
 n,micro,accum = 22,2,8   # an epoch has steps of 8, 8 and 6 samples
@@ -68,10 +68,10 @@ def check(learn, before, order=1):
 rng = Random(0)
 grid = [(event,*o, rng.choice([*ways]), rng.random()<.5) for event in ats for o in product(ats[event], excs, orders)]
 
-@pytest.mark.parametrize('event,at,exc,order,way,stays', some(60, grid))
+@pytest.mark.parametrize('event,at,exc,order,way,stays', pick_cases(60, grid))
 def test_whatever_ends_a_fit_nothing_is_left(event, at, exc, order, way, stays):
     "The callbacks of accumulation may stay on the Learner until afterwards"
-    learn,fault,cbs = learner(),Raise(event, exc, order, at),ways[way]()
+    learn,fault,cbs = learner(),RaiseAt(event, exc, order, at),ways[way]()
     before = state(learn)
     if stays: learn.add_cbs(cbs)
     try: learn.fit_one_cycle(2, 0.1, cbs=[fault, *([] if stays else cbs)])
@@ -89,7 +89,7 @@ def test_after_an_interrupt_validation_and_a_plain_fit_are_fastais(how, at):
     "However the callback is switched off; validation also if it is not"
     learn,acc = learner(),GradientAccumulation(accum)
     learn.add_cb(acc)
-    with pytest.raises(KeyboardInterrupt): learn.fit(1, 0.1, cbs=Raise('after_pred', KeyboardInterrupt, 5, at))
+    with pytest.raises(KeyboardInterrupt): learn.fit(1, 0.1, cbs=RaiseAt('after_pred', KeyboardInterrupt, 5, at))
     if how=='run': acc.run = False
     elif how=='remove_cb': learn.remove_cb(acc)
     fresh = toy(micro, n=n)
@@ -138,10 +138,10 @@ def interrupted(at, way, stays):
     return learn,ran
 
 @pytest.mark.parametrize('stays', [False,True])
-@pytest.mark.parametrize('way', some(5, ways))
+@pytest.mark.parametrize('way', pick_cases(5, ways))
 def test_an_interrupt_anywhere_in_our_code_leaves_no_trace_in_later_fits(way, stays):
     total = interrupted(None, way, stays)[1]
-    for at in some(3, Random(way).sample(range(total), 12)):
+    for at in pick_cases(3, Random(way).sample(range(total), 12)):
         learn,ran = interrupted(at, way, stays)
         assert ran==at+1
         if 'alone' in way: learn.opt.zero_grad()   # as above

@@ -8,8 +8,8 @@ from fastai.vision.all import (Callback, CancelBatchException, CancelTrainExcept
     OptimWrapper, SGD, to_device)
 from fastaccum import GradientAccumulation, GradientCache
 from fastaccum.testing import assert_same_run, deviation, toy, both_runs
-from common import Raise, Seen, noted_warnings, weights
-from test_warned import fit, told
+from common import RaiseAt, RecordAt, collect_warnings, weights
+from test_warned import count_warnings, fit
 
 # Targets and losses that callbacks give
 
@@ -67,10 +67,10 @@ def test_a_one_batch_that_ends_in_fastais_is_taken_as_it_is(monkeypatch):
 
 # What is no full-batch run says so
 
-unvalidated = partial(Raise, 'before_validate', CancelValidException, 0)   # there the loss would fail
+unvalidated = partial(RaiseAt, 'before_validate', CancelValidException, 0)   # there the loss would fail
 def views():
     "Two of each sample, which the loss compares: SimCLR, Barlow Twins, SwAV"
-    return Seen('before_batch', lambda l: setattr(l, 'xb', (torch.cat([l.x, l.x+0.1]),)))
+    return RecordAt('before_batch', lambda l: setattr(l, 'xb', (torch.cat([l.x, l.x+0.1]),)))
 def pairs(p, y):
     if len(p)%4: raise ValueError('pairs of parts')   # as where a loss asserts its size
     a,b = p.chunk(2)
@@ -78,7 +78,7 @@ def pairs(p, y):
 
 def test_two_views_of_each_sample_are_told_and_the_cache_is_exact():
     learn = toy(6, n=48, loss_func=pairs, cbs=unvalidated())
-    said = told(lambda: learn.fit(1, 0.05, cbs=[views(),GradientAccumulation(24)]))
+    said = count_warnings(lambda: learn.fit(1, 0.05, cbs=[views(),GradientAccumulation(24)]))
     assert {k for _,k in said}<={'more-rows','loss-not-a-mean'} and said
     a,b = (toy(24, n=48, loss_func=pairs, cbs=unvalidated()) for _ in range(2))
     for o,cbs in ((a,[]), (b,[GradientCache(micro_batch_size=6)])): o.fit(1, 0.05, cbs=[views(),*cbs])
@@ -88,8 +88,8 @@ def test_a_callback_that_makes_more_rows_is_not_taken_for_a_loader_that_lies():
     "Each sample twice, with its target: still a mean over samples"
     def twice(l): l.xb,l.yb = (l.x.repeat(2, 1),),(l.y.repeat(2),)
     a,b = toy(16, n=64),toy(4, n=64)
-    a.fit(1, 0.05, cbs=Seen('before_batch', twice))
-    said = told(lambda: b.fit(1, 0.05, cbs=[Seen('before_batch', twice),GradientAccumulation(16)]))
+    a.fit(1, 0.05, cbs=RecordAt('before_batch', twice))
+    said = count_warnings(lambda: b.fit(1, 0.05, cbs=[RecordAt('before_batch', twice),GradientAccumulation(16)]))
     assert not said and deviation(weights(a), weights(b))<1e-12
 
 class Critic(Callback):
@@ -112,7 +112,7 @@ class NoCritic(Critic):
 @pytest.mark.parametrize('opt_func', [SGD,torch.optim.SGD])
 def test_an_optimizer_that_only_a_callback_knows_is_told(opt_func, cb, micro, n):
     learn = toy(micro, n=64, cbs=cb(opt_func), opt_func=partial(OptimWrapper, opt=torch.optim.SGD))
-    said = told(lambda: learn.fit(1, 0.05, cbs=GradientAccumulation(16)))
+    said = count_warnings(lambda: learn.fit(1, 0.05, cbs=GradientAccumulation(16)))
     assert said==({('AccumulationWarning','second-optimizer'):1} if n else {})
 
 class PerSample(nn.Module):
@@ -122,7 +122,7 @@ class PerSample(nn.Module):
 def test_what_fails_since_it_keeps_the_whole_batch_says_what_to_do():
     "And with that it trains; where nothing is split, an error is as it was"
     def train(acc, fails=0):
-        weighs = Seen('before_batch', lambda l: setattr(l.loss_func, 'w', torch.linspace(0, 1, len(l.y)+fails)))
+        weighs = RecordAt('before_batch', lambda l: setattr(l.loss_func, 'w', torch.linspace(0, 1, len(l.y)+fails)))
         toy(16, n=48, loss_func=PerSample(), cbs=unvalidated()).fit(1, 0.05, cbs=[weighs,acc])
     with pytest.raises(RuntimeError, match=
             r'(?s)a \(4\) must.*batch of 16 .*of 4\..*size=4.*#code-that-stores-a-whole-batch$'):
@@ -142,17 +142,17 @@ def ends(learn):
 @pytest.mark.parametrize('event,f,n', [('before_batch',lambda l: l.opt.zero_grad(),1), ('after_backward',clips,1),
     ('after_backward',again,1), ('before_step',clips,0), ('before_batch',ends,0)])
 def test_gradients_that_a_callback_changes_while_they_add_up_are_told(event, f, n):
-    said = told(lambda: toy(4, n=64).fit(2, 0.05, cbs=[GradientAccumulation(16),Seen(event, f)]))
+    said = count_warnings(lambda: toy(4, n=64).fit(2, 0.05, cbs=[GradientAccumulation(16),RecordAt(event, f)]))
     assert said==({('AccumulationWarning','gradients-changed'):1} if n else {})
 
 def test_a_loss_that_is_tried_makes_pytorch_say_nothing():
     "Of targets that it keeps from the whole batch"
-    keeps = Seen('after_pred', lambda l: setattr(l.loss_func, 'y', l.y))
+    keeps = RecordAt('after_pred', lambda l: setattr(l.loss_func, 'y', l.y))
     class Mse(nn.Module):
         y = None
         def forward(self, p, y): return F.mse_loss(p.sum(1), self.y.to(p))
     learn = toy(4, n=64, loss_func=Mse(), cbs=unvalidated())
-    with noted_warnings() as said:   # an error would be taken for the loss's own
+    with collect_warnings() as said:   # an error would be taken for the loss's own
         learn.fit(1, 1e-3, cbs=[keeps,GradientAccumulation(16)])
     assert not [o for o in said if 'target size' in str(o.message)]
 

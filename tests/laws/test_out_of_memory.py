@@ -8,13 +8,14 @@ from torch.utils.data import TensorDataset
 from fastai.vision.all import Callback, GradientClip, LossMetrics, accuracy, set_seed
 from fastaccum import AutoSize, GradientAccumulation, GradientCache
 from fastaccum.testing import CrossEntropy, assert_same_run, toy
-from common import CpuMixedPrecision, Memory, Raise, Scaled, Seen, above, at_times, noted_warnings, unmoved
-from small_learners import replaced
+from common import (CpuLossScaling, CpuMixedPrecision, LimitedMemory, RaiseAt, RecordAt, collect_warnings,
+    runs_out_above, runs_out_on_attempts, weights_unchanged)
+from small_learners import replaced_methods
 from test_split import gently, no_shrinking, opts
 
 pytestmark = pytest.mark.filterwarnings('ignore:memory ran out', 'ignore:.*are larger than `accum_bs')
 
-class Counts(Memory):
+class Counts(LimitedMemory):
     "In the middle of a model; what was tried in vain is not counted"
     def __init__(self, short):
         super().__init__(short)
@@ -48,7 +49,7 @@ def full_and_short(bs, accum, short, cbs=list, acc=auto, **kwargs):
         gently(learn, own+cbs())
     return a,b
 
-extras = [list,lambda: [GradientClip(0.05)],lambda: [Scaled(init_scale=2.**10, growth_interval=3)]]
+extras = [list,lambda: [GradientClip(0.05)],lambda: [CpuLossScaling(init_scale=2.**10, growth_interval=3)]]
 wheres = ['forward','loss','backward']
 
 @no_shrinking
@@ -60,15 +61,15 @@ wheres = ['forward','loss','backward']
 def test_the_run_is_the_full_batch_run(where, cap, bs, accum, times, **kwargs):
     "With any `cap`, or when memory is short now and then"
     if kwargs['tokens'] and where=='loss': return   # (that counts tokens)
-    short = above(cap, where) if times is None else at_times(times, where)
+    short = runs_out_above(cap, where) if times is None else runs_out_on_attempts(times, where)
     a,b = full_and_short(bs, accum, short, metrics=accuracy, **kwargs)
     assert_same_run(a, b, tol=1e-5)   # Adam divides by what is nearly zero
 
 @pytest.mark.parametrize('where', wheres)
 def test_the_size_is_halved_kept_and_said_once(where):
     "Also in the next fit with the same callback"
-    acc,sizes = auto(32),Seen('after_backward', lambda l: len(l.x))
-    learn = learner(16, above(5, where), n=48)
+    acc,sizes = auto(32),RecordAt('after_backward', lambda l: len(l.x))
+    learn = learner(16, runs_out_above(5, where), n=48)
     with pytest.warns(UserWarning) as told:
         for _ in range(2): learn.fit(1, 0.1, cbs=[acc,sizes])
     said = [str(o.message).split('\n')[0] for o in told if 'memory ran out' in str(o.message)]
@@ -91,7 +92,7 @@ def test_it_is_the_run_with_smaller_micro_batches_to_begin_with(norm, where):
         set_seed(0)
         learn.fit(1, 0.1, cbs=[GradientAccumulation(32, micro_batch_size=micro),Draw()])
         return learn
-    a,b = run(2, None, None),run(16, above(3, where), 'auto')
+    a,b = run(2, None, None),run(16, runs_out_above(3, where), 'auto')
     assert_same_run(a, b)
     assert a.recorder.drawn==b.recorder.drawn
     assert (a.model[2].calls,a.model[2].sizes)==(b.model[2].calls,b.model[2].sizes)
@@ -99,12 +100,12 @@ def test_it_is_the_run_with_smaller_micro_batches_to_begin_with(norm, where):
 @pytest.mark.parametrize('where', wheres)
 def test_autocast_is_left(where):
     def state(l): return torch.is_autocast_enabled('cpu')
-    learn = learner(16, above(3, where), data=TensorDataset(torch.randn(64, 5), torch.randint(0, 3, (64,))))
+    learn = learner(16, runs_out_above(3, where), data=TensorDataset(torch.randn(64, 5), torch.randint(0, 3, (64,))))
     learn.model.float()
-    before,during = Seen('before_batch', state, order=5),Seen('after_pred', state, order=20)
+    before,during = RecordAt('before_batch', state, order=5),RecordAt('after_pred', state, order=20)
     learn.fit(1, 0.1, cbs=[auto(32),CpuMixedPrecision('bf16'),before,during])
     assert set(before.values)=={False} and set(during.values)=={True} and not state(None)
-    learn.model[2].short = above(0, where)
+    learn.model[2].runs_out = runs_out_above(0, where)
     with pytest.raises(torch.OutOfMemoryError): learn.fit(1, 0.1, cbs=[auto(32),CpuMixedPrecision('bf16')])
     assert not state(None)
 
@@ -114,7 +115,7 @@ def test_autocast_is_left(where):
 def test_validation_is_split_too(weight):
     "Its losses and metrics are those of whole batches; it finds a size of its own"
     def short(where, n): return where=='validation' and n>9 or where=='loss' and n>4
-    sizes = Seen('after_loss', lambda l: len(l.pred))
+    sizes = RecordAt('after_loss', lambda l: len(l.pred))
     sizes.run_valid,sizes.run_train = True,False
     metrics = [accuracy,*LossMetrics('own')]
     assert_same_run(*full_and_short(16, 32, short, cbs=lambda: [sizes], n=90, metrics=metrics, weight=weight))
@@ -123,21 +124,21 @@ def test_validation_is_split_too(weight):
 @pytest.mark.parametrize('acc', [auto(32),GradientCache(micro_batch_size='auto')])
 def test_a_single_sample_that_does_not_fit(acc):
     "No weight moves; and the next fit says nothing of it"
-    learn = learner(16, above(0, 'forward'), n=64)
-    with unmoved(learn), pytest.raises(torch.OutOfMemoryError, match='single sample.*planted'):
+    learn = learner(16, runs_out_above(0, 'forward'), n=64)
+    with weights_unchanged(learn), pytest.raises(torch.OutOfMemoryError, match='single sample.*planted'):
         learn.fit(1, 0.1, cbs=acc)
-    assert not replaced(learn)
-    learn.model[2].short = None
-    with noted_warnings('error'): learn.fit(1, 0.1, cbs=acc)
+    assert not replaced_methods(learn)
+    learn.model[2].runs_out = None
+    with collect_warnings('error'): learn.fit(1, 0.1, cbs=acc)
 
-@pytest.mark.parametrize('event,exc,at', [('after_pred',RuntimeError,1),('before_backward',KeyboardInterrupt,1),
+@pytest.mark.parametrize('event,exc,skip', [('after_pred',RuntimeError,1),('before_backward',KeyboardInterrupt,1),
     *((o,torch.OutOfMemoryError,1) for o in ('after_backward','before_step','after_step')),
     ('after_batch',torch.OutOfMemoryError,3)])
-def test_other_errors_pass_and_no_step_is_made_twice(event, exc, at):
+def test_other_errors_pass_and_no_step_is_made_twice(event, exc, skip):
     "Memory that runs out once the gradient is there, in the step or after it, is the user's to know of"
-    learn,cb = learner(16, n=64),Raise(event, exc, 70, at=at)
+    learn,cb = learner(16, n=64),RaiseAt(event, exc, 70, skip=skip)
     with pytest.raises(exc, match='planted'): learn.fit(1, 0.1, cbs=[auto(32),cb])
-    assert cb.left==-1
+    assert cb.n_heard==skip+1
 
 # A split of one's own
 
@@ -147,5 +148,5 @@ def test_a_split_of_ones_own_is_used():
         calls.append((start,stop,n))
         return tuple(o[start:stop] for o in b)
     def acc(n): return GradientAccumulation(n, micro_batch_size=AutoSize(split=split), drop_last=False)
-    assert_same_run(*full_and_short(8, 16, above(3, 'loss'), acc=acc, n=48))
+    assert_same_run(*full_and_short(8, 16, runs_out_above(3, 'loss'), acc=acc, n=48))
     assert {(0,2,8),(6,8,8)}<=set(calls)

@@ -3,7 +3,7 @@ import pytest
 from fastai.vision.all import AvgLoss, CancelBatchException, Perplexity, accuracy
 from fastaccum import GradientAccumulation
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, toy, both_runs
-from common import Raise, Seen, weights
+from common import RaiseAt, RecordAt, weights
 from sweep import metered
 from test_same_run import finds, within
 
@@ -23,15 +23,15 @@ def test_what_is_recorded_is_the_full_batch_runs(n, accum_bs, kwargs):
 def test_at_a_step_the_learner_shows_the_full_batch_runs_state(event):
     "How far training has come, its epoch and learning rates; and once the step is taken, its mean loss"
     def state(l): return l.pct_train,l.epoch,[o['lr'] for o in l.opt.hypers],l.loss.item()*(event=='after_step')
-    a,b = Seen(event, state),Seen(event, state)
+    a,b = RecordAt(event, state),RecordAt(event, state)
     toy(16).fit_one_cycle(2, 0.1, cbs=a); toy(4).fit_one_cycle(2, 0.1, cbs=[b,GradientAccumulation(16)])
     assert len(b.values)==10 and deviation(a.values, b.values)<1e-6
 
 def test_there_is_a_smoothed_loss_whenever_a_batch_ends():
     "Progress bars and loggers read it; the last step is taken within the last batch"
     seen,learn = [],toy(4)
-    steps = Seen('after_step', lambda l: seen.append(0))
-    reads = Seen('after_batch', lambda l: seen.append(float(l.smooth_loss)), order=51)
+    steps = RecordAt('after_step', lambda l: seen.append(0))
+    reads = RecordAt('after_batch', lambda l: seen.append(float(l.smooth_loss)), order=51)
     learn.fit(1, 0.05, cbs=[GradientAccumulation(16),steps,reads])
     assert seen.count(0)==5 and all(0<=o<10 for o in seen) and seen[-2:]==[0,float(learn.recorder.losses[-1])]
 
@@ -59,9 +59,9 @@ def each(n, **kwargs): return GradientAccumulation(n, log_accum_batch=False, **k
 @pytest.mark.parametrize('bs,n,cbs,want', [
     (16, 70, lambda: [each(24, micro_batch_size=4)], 2*(4+2+2+4+4+2)),
     (4, 70, lambda: [each(16, drop_last=True)], 2*16),
-    (4, 48, lambda: [each(16),Raise('after_pred', CancelBatchException, 0, at=1)], 2*12-1),
+    (4, 48, lambda: [each(16),RaiseAt('after_pred', CancelBatchException, 0, skip=1)], 2*12-1),
     (4, 64, lambda: [each(16),*within(finds)], 6+16),   # the search begins the records anew, after an epoch
-    (4, 64, lambda: [Seen('before_epoch', lambda l: l.epoch==1 and l.add_cb(GradientAccumulation(16)))], 16+4)],
+    (4, 64, lambda: [RecordAt('before_epoch', lambda l: l.epoch==1 and l.add_cb(GradientAccumulation(16)))], 16+4)],
     ids=['split','dropped','cancelled','after a search','from the second epoch'])
 def test_as_many_are_recorded_as_were_trained_on(bs, n, cbs, want):
     learn = toy(bs, n=n)

@@ -8,10 +8,10 @@ from fastai.vision.all import (Adam, DataLoader, DataLoaders, EarlyStoppingCallb
     ShortEpochCallback, load_learner, params)
 from fastaccum import GradientAccumulation
 from fastaccum.testing import assert_same_run, deviation, toy, toy_data, both_runs
-from common import Seen, grads, some, weights
-from small_learners import all_params, whole
+from common import RecordAt, grads, pick_cases, weights
+from small_learners import all_params, random_ints
 
-@pytest.mark.parametrize('seed', some(35, range(400)))
+@pytest.mark.parametrize('seed', pick_cases(35, range(400)))
 def test_random_runs(seed): sweep.check(seed)
 
 @pytest.mark.parametrize('args,full', [(dict(),32), (dict(n_acc=16),16), (dict(accum_bs=10),12)], ids=str)
@@ -27,7 +27,7 @@ class Mean(nn.Embedding):
 @pytest.mark.parametrize('opt', [torch.optim.SparseAdam,torch.optim.SGD])
 def test_sparse_gradients(opt, acc):
     "Of an embedding, where a row that no sample of a step has used stays as it is"
-    data = TensorDataset(whole(200, 70, 4), whole(3, 70))
+    data = TensorDataset(random_ints(200, 70, 4), random_ints(3, 70))
     assert_same_run(*both_runs(data=data, model=lambda: Mean(200, 3, sparse=True).double(), splitter=all_params,
         opt_func=partial(OptimWrapper, opt=opt), acc=acc))
 
@@ -75,7 +75,7 @@ def test_lr_find(acc, num_it, lrs):
 def within(f):
     "After the first epoch, what announces a fit, whether one begins or not"
     todo = [f]
-    return [Seen('after_epoch', lambda l: todo and todo.pop()(l), order=70)]
+    return [RecordAt('after_epoch', lambda l: todo and todo.pop()(l), order=70)]
 def finds(l): l.lr_find(num_it=6, show_plot=False)
 
 others = dict(validates=lambda: within(lambda l: l.validate()), finds=lambda: within(finds),
@@ -94,7 +94,7 @@ def test_beside_a_callback_that(kind):
 def test_an_epoch_that_is_cut_short(drop_last):
     "What was seen is stepped on, unless incomplete batches are left out; no gradient stays"
     def empty(l): return not any(g is not None and g.any() for g in grads(l))
-    learn,note,begin = toy(4, n=64),Seen('after_backward', lambda l: 'b', -50),Seen('before_train', empty, 100)
+    learn,note,begin = toy(4, n=64),RecordAt('after_backward', lambda l: 'b', -50),RecordAt('before_train', empty, 100)
     note.before_train,note.after_step = lambda: note.values.append('|'),lambda: note.values.append('s')
     learn.fit(2, 0.05, cbs=[GradientAccumulation(16, drop_last=drop_last),note,begin,ShortEpochCallback(pct=0.3)])
     assert begin.values==[True,True] and empty(learn)

@@ -7,13 +7,13 @@ from fastai.vision.all import (Adam, DataLoader, GradientClip, SGD, SchedCos, Sc
 from fastaccum import (GradientAccumulation, GradientAccumulationSchedule as Schedule,
     GradientAccumulationScheduler as Scheduler)
 from fastaccum.testing import assert_same_run, toy
-from common import Raise, StepsLoader, some
+from common import BatchSizesLoader, RaiseAt, pick_cases
 
 def compare(make, n_epoch, n, micro, cbs=list, start_epoch=0, **kwargs):
     "Train on the plan's batches, and on micro-batches; return both Learners and the plan"
     a,b,acc = toy(1, n=n, **kwargs),toy(micro, n=n, **kwargs),make()
     plan = acc.plan(b.dls, n_epoch)
-    a.dls.loaders[0] = StepsLoader(a.dls.train, plan.sizes, start_epoch)
+    a.dls.loaders[0] = BatchSizesLoader(a.dls.train, plan.sizes, start_epoch)
     for o,more in ((a,[]),(b,[acc])): o.fit_one_cycle(n_epoch, 0.05, cbs=cbs()+more, start_epoch=start_epoch)
     assert_same_run(a, b)
     assert len(b.recorder.losses)==len(b.recorder.accum_bs)==sum(plan.steps[start_epoch:])
@@ -21,7 +21,7 @@ def compare(make, n_epoch, n, micro, cbs=list, start_epoch=0, **kwargs):
 
 annealers = dict(lin=SchedLin, cos=SchedCos, exp=SchedExp, no=SchedNo, poly=partial(SchedPoly, power=2))
 
-@pytest.mark.parametrize('seed', some(20, range(100)))
+@pytest.mark.parametrize('seed', pick_cases(20, range(100)))
 def test_random_schedules(seed):
     "Ends, windows, annealers, modes, data, optimizers, clipping, resumed fits"
     r = random.Random(seed)
@@ -103,7 +103,8 @@ def test_each_fit_begins_the_schedule_anew():
     _,b,_ = compare(make, n_epoch=4, n=70, micro=4, start_epoch=2)
     assert b.recorder.accum_bs==expected.recorder.accum_bs[sum(plan.steps[:2]):]
     acc,learn = make(),toy(4)
-    with pytest.raises(KeyboardInterrupt): learn.fit(4, cbs=[acc,Raise('after_backward', KeyboardInterrupt, 5, at=20)])
+    interrupt = RaiseAt('after_backward', KeyboardInterrupt, 5, skip=20)
+    with pytest.raises(KeyboardInterrupt): learn.fit(4, cbs=[acc,interrupt])
     learn.model.load_state_dict(toy(4).model.state_dict())
     for l,o in ((learn,acc),(toy(4),pickle.loads(pickle.dumps(acc)))):
         l.fit_one_cycle(4, 0.05, cbs=o, reset_opt=True)

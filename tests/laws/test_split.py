@@ -11,15 +11,16 @@ from fastai.vision.all import (Adam, Callback, CancelBatchException, CutMix, Dat
     Learner, OptimWrapper, RNNRegularizer, SGD, ShortEpochCallback, accuracy, noop)
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, one_cycle, toy, toy_data
-from common import Event, Seen, short_of, unmoved, weights
-from small_learners import DoubleMixUp, Encoding, MixedLoss, all_params, gauss, make, quiet, whole
+from common import CallAt, RecordAt, raise_oom_above, weights, weights_unchanged
+from small_learners import (DoubleMixUp, MappingBatch, MixUpLoss, all_params, make_application, random_floats,
+    random_ints, silence_in_double)
 
 pytestmark = pytest.mark.filterwarnings('ignore:memory ran out')
 
 def accumulating(accum, micro, acc=GradientAccumulation, **kwargs):
     "What splits batches: into parts of `micro` samples, or, with `('auto', cap)`, into what fits"
     micro,*cap = micro if isinstance(micro, tuple) else (micro,)
-    short = [Seen('after_pred', lambda l: short_of(o, 'forward')(len(l.pred)), order=30) for o in cap]
+    short = [RecordAt('after_pred', lambda l: raise_oom_above(o, 'forward')(len(l.pred)), order=30) for o in cap]
     return [acc(accum, micro_batch_size=micro, **kwargs),*short]
 
 def full_and_split(bs, accum, micro, drop_last=False, cbs=list, fit=one_cycle, **kwargs):
@@ -56,14 +57,14 @@ def even(n, most):
 def test_micro_batches_are_even_and_within_one_batch_and_one_step(bs, accum, micro, n):
     "None is larger than said; of 17 samples in parts of 16 come 9 and 8, as BatchNorm cannot do with a single one"
     micro = min(micro, bs-1)
-    seen = Seen('after_pred', lambda l: len(l.pred))
+    seen = RecordAt('after_pred', lambda l: len(l.pred))
     toy(bs, n=n).fit(1, 0.1, cbs=[GradientAccumulation(accum, micro_batch_size=micro, drop_last=False),seen])
     ends = sorted({*range(0, n, bs),*range(0, n, accum),n})
     assert seen.values==[o for a,b in zip(ends, ends[1:]) for o in even(b-a, micro)]
 
 # Batches of all kinds: each writes the same samples down in another way
 
-class Closed(Encoding):
+class Closed(MappingBatch):
     "Cannot be made anew from its contents"
     def __init__(self, a, b): super().__init__(dict(a=a, b=b))
 Pair = namedtuple('Pair', 'a b')
@@ -72,7 +73,7 @@ def boxes(y, k): return [{'y':o[None],'boxes':torch.zeros((i+1)%k, 3)} for i,o i
 
 kinds = dict(tensors=lambda x,y: (x,y), dicts=lambda x,y: ({'a':x,'b':x},{'y':y}), lists=lambda x,y: ([x,x],[y,y]),
     hugging=lambda x,y: (pytest.importorskip('transformers').BatchEncoding(dict(a=x, b=x)),y),
-    mapping=lambda x,y: (Encoding(a=x, b=x),y), named=lambda x,y: (Pair(x,x),Pair(y,y)),
+    mapping=lambda x,y: (MappingBatch(a=x, b=x),y), named=lambda x,y: (Pair(x,x),Pair(y,y)),
     texts=lambda x,y: ((x,None),(y,['name']*len(y))), samples=lambda x,y: ([*x],boxes(y, 4)),
     boxes=lambda x,y: (x,boxes(y, 3)), tuples=lambda x,y: (tuple(x),tuple(boxes(y, 2))))
 
@@ -93,7 +94,7 @@ def learner(kind, n, bs):
     dls = DataLoaders(*(TorchLoader(toy_data(n), o, collate_fn=collate) for o in (bs,8)))
     dls.n_inp = 1
     torch.manual_seed(0)
-    learn = quiet(Learner(dls, Model(), lambda p,*y: nn.functional.cross_entropy(p, find(y[0])),
+    learn = silence_in_double(Learner(dls, Model(), lambda p,*y: nn.functional.cross_entropy(p, find(y[0])),
         opt_func=partial(SGD, mom=0.9)))
     learn._set_device = noop   # (fastai's cannot move a named tuple)
     return learn
@@ -112,12 +113,12 @@ def test_batches_of_all_kinds(kind, bs, accum, micro):
 def test_what_cannot_be_split_is_refused_before_a_weight_moves(kind, micro):
     learn = learner(kind, 20, 10)
     learn.model.forward = lambda x: learn.model.b(learn.model.a(x['a'] if isinstance(x, Closed) else x[0]).tanh())
-    with unmoved(learn), pytest.raises(TypeError, match='cannot be split'):
+    with weights_unchanged(learn), pytest.raises(TypeError, match='cannot be split'):
         learn.fit(1, 0.1, cbs=accumulating(10, micro))
 
 def test_larger_batches_than_the_loader_says_are_split():
     "And the step is still a whole batch of the loader"
-    learn,seen = toy(16, n=64),Seen('after_pred', lambda l: len(l.pred))
+    learn,seen = toy(16, n=64),RecordAt('after_pred', lambda l: len(l.pred))
     learn.dls.loaders[0] = DataLoader(list(learn.dls.train), bs=None)
     with pytest.warns(UserWarning, match='a batch has 16 samples'):
         learn.fit(1, 0.1, cbs=[GradientAccumulation(16, micro_batch_size=4),seen])
@@ -162,12 +163,13 @@ class DoubleCutMix(CutMix):
         super().before_batch()
         self.lam = self.lam.double()
 
-@pytest.mark.parametrize('cb', [*(partial(Seen, 'before_batch', mixes, order) for order in (0,20)),Rate,DoubleMixUp,
+@pytest.mark.parametrize('cb', [*(partial(RecordAt, 'before_batch', mixes, order) for order in (0,20)),Rate,DoubleMixUp,
     DoubleCutMix,partial(ShortEpochCallback, 0.5)], ids=['early','late','rate','mixup','cutmix','short'])
 @pytest.mark.parametrize('accum,micro', [(16,4),(16,('auto',5)),(32,5)], ids=str)
 def test_callbacks_see_what_they_see_where_batches_are_not_split(cb, accum, micro):
-    data,model = TensorDataset(gauss(96, 1, 4, 4), whole(3, 96)),nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).double()
-    a,b = (toy(16, data=data, model=lambda: deepcopy(model), splitter=all_params, loss_func=MixedLoss())
+    data = TensorDataset(random_floats(96, 1, 4, 4), random_ints(3, 96))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).double()
+    a,b = (toy(16, data=data, model=lambda: deepcopy(model), splitter=all_params, loss_func=MixUpLoss())
         for _ in range(2))
     for learn,own in ((a,None),(b,micro)):
         torch.manual_seed(0)
@@ -177,7 +179,7 @@ def test_callbacks_see_what_they_see_where_batches_are_not_split(cb, accum, micr
 @pytest.mark.parametrize('micro', [1,4,('auto',1),('auto',9)], ids=str)
 def test_rows_that_a_callback_adds_are_trained_on(micro):
     def views(l): l.xb,l.yb = (torch.cat([l.x,-l.x]),),(torch.cat([l.y]*2),)
-    assert_same_run(*full_and_split(16, 16, micro, cbs=lambda: [Event('before_batch', views)], n=64))
+    assert_same_run(*full_and_split(16, 16, micro, cbs=lambda: [CallAt('before_batch', views)], n=64))
 
 @pytest.mark.parametrize('accum', [16,32])
 def test_events_come_in_pairs(accum):
@@ -201,8 +203,8 @@ def test_a_part_that_is_cancelled_is_left_out(event, which, micro):
         if len(l.x)==4 and l.x[0].equal(first): raise CancelBatchException
     def leave_out(l): l.xb,l.yb = (l.x[rest],),(l.y[rest],)
     a,b = toy(16, n=16),toy(16, n=16)
-    a.fit(2, 0.1, cbs=Event('before_batch', leave_out))
-    b.fit(2, 0.1, cbs=[*accumulating(16, micro),Event(event, cancel)])
+    a.fit(2, 0.1, cbs=CallAt('before_batch', leave_out))
+    b.fit(2, 0.1, cbs=[*accumulating(16, micro),CallAt(event, cancel)])
     assert deviation(weights(a), weights(b))<1e-12
 
 # A model that remembers its samples
@@ -210,7 +212,7 @@ def test_a_part_that_is_cancelled_is_left_out(event, which, micro):
 @pytest.mark.parametrize('micro', [4,1,('auto',3),('auto',1)], ids=str)
 def test_awd_lstm_keeps_its_state(micro):
     "fastai's language model begins each batch where the one before has ended, row by row"
-    learns = [make('language_model', loss_func=CrossEntropy()) for _ in range(2)]
+    learns = [make_application('language_model', loss_func=CrossEntropy()) for _ in range(2)]
     for learn,own in zip(learns, (None,micro)):
         learn.remove_cb(RNNRegularizer)   # it is in single precision
         learn.fit_one_cycle(2, 0.05, cbs=accumulating(16, own))

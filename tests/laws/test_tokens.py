@@ -8,7 +8,7 @@ from fastai.vision.all import (Adam, Callback, CrossEntropyLossFlat, GradientAcc
     TerminateOnNaNCallback, params)
 from fastaccum import GradientAccumulation
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, one_cycle, toy, toy_data, both_runs
-from common import Seen, grads, weights
+from common import RecordAt, grads, weights
 from test_warned import Masked, little, run
 
 w = tensor([0.2,1.,5.], dtype=torch.float64)
@@ -88,7 +88,7 @@ def test_micro_batches_of_padding_do_nothing(loss, log):
 
 @pytest.mark.parametrize('loss,step', [('plain',0), ('smoothed',1), ('own',3)])
 def test_a_step_of_padding_has_no_gradient_and_a_loss(loss, step):
-    seen = Seen('before_step', lambda l: max(g.abs().max().item() for g in grads(l)), order=12)
+    seen = RecordAt('before_step', lambda l: max(g.abs().max().item() for g in grads(l)), order=12)
     learn = toy(4, data=ignored(*range(16*step, 16*step+16)), loss_func=losses[loss])
     learn.fit_one_cycle(2, 0.1, cbs=[GradientAccumulation(16),seen])
     assert [o==0 for o in seen.values]==[i==step for i in range(4)]*2

@@ -14,13 +14,13 @@ from fastai.text.all import (Adam, BCEWithLogitsLossFlat, CancelBatchException, 
 from fastaccum import AccumulationWarning, FreezeBN, GradientAccumulation, GradientAccumulationSchedule
 from fastaccum.core import forward_state
 from fastaccum.testing import CrossEntropy, Float32Loss, assert_same_run, deviation, toy, toy_data, both_runs
-from common import (Batches, CpuMixedPrecision, Event, Memory, Seen, above, cut, dice, noted_warnings, nt_xent, trim,
-    unmoved, weights)
-from small_learners import MixedLoss, all_params
+from common import (BatchListLoader, CallAt, CpuMixedPrecision, LimitedMemory, RecordAt, batch_dice_loss,
+    collect_warnings, in_chunks, nt_xent, runs_out_above, trim_padding, weights, weights_unchanged)
+from small_learners import MixUpLoss, all_params
 
-def told(f):
+def count_warnings(f):
     "How often each of our warnings comes in `f`: by the category, and the entry that it links to"
-    with noted_warnings() as res: f()
+    with collect_warnings() as res: f()
     ours = [(o.category,str(o.message).partition('.html#')[2]) for o in res]
     return Counter((c.__name__ if issubclass(c, AccumulationWarning) else '',key) for c,key in ours if key)
 
@@ -35,7 +35,7 @@ def little(l, cbs): l.fit(2, 1e-3, cbs=cbs)   # a sum's gradients are large
 def run(**kwargs):
     "What is said of a fit on micro-batches; the full-batch run, and that fit"
     res = []
-    return told(lambda: res.extend(both_runs(**dict(dict(n=70, fit=fit), **kwargs)))),*res
+    return count_warnings(lambda: res.extend(both_runs(**dict(dict(n=70, fit=fit), **kwargs)))),*res
 
 def off(a, b): return deviation(weights(a), weights(b))
 
@@ -68,7 +68,7 @@ def not_ignored(l): return (l.y!=-100).sum()
 def ignoring(p, y): return F.cross_entropy(p.flatten(0, -2), y.flatten())   # targets of -100, and does not tell
 def summed(p, y): return F.cross_entropy(p, y, reduction='sum')
 
-class SumForMean(MixedLoss):
+class SumForMean(MixUpLoss):
     "Says that it is a mean, and with MixUp, which asks for each sample's, returns more than it should"
     def forward(self, p, y): return super().forward(p, y)*len(y)
 
@@ -77,13 +77,13 @@ def adds(l): l.loss_grad = l.loss_grad+penalty(l)
 def adds_in_place(l): l.loss_grad += penalty(l)
 def adds_of_predictions(l): l.loss_grad = l.loss_grad+l.pred.pow(2).mean()
 def doubles(l): l.loss_grad = l.loss_grad*2
-def resets(event): return lambda: [Event(event, lambda l: l.model.reset(), valid=True)]
+def resets(event): return lambda: [CallAt(event, lambda l: l.model.reset(), run_valid=True)]
 
 class Mix(MixUp):
     "Mixes each sample with its neighbour, which is in the same micro-batch however large that is"
     def before_batch(self):
         self.yb1,self.lam = tuple(y.view(-1, 2).flip(1).flatten() for y in self.yb),torch.tensor(0.3).double()
-def mixable(*args, loss=MixedLoss, **kwargs): return toy(*args, loss_func=loss(), **kwargs)
+def mixable(*args, loss=MixUpLoss, **kwargs): return toy(*args, loss_func=loss(), **kwargs)
 
 # Exact, and silent
 
@@ -95,11 +95,11 @@ exact = dict(plain=dict(), adam=dict(opt_func=Adam),
     acc=dict(micro_batch_size=2)), frozen_batchnorm=dict(model=normed, cbs=lambda: [FreezeBN()]),
     norms_of_a_sample=dict(model=sample_norms), clipped=dict(tokens=True, cbs=lambda: [GradientClip(0.1)]),
     state_of_a_batch=dict(model=lambda: Remembers(5, 3).double(), splitter=all_params, cbs=resets('before_batch')),
-    doubled=dict(cbs=lambda: [Seen('after_loss', doubles)]), penalised_sum_of_a_step=dict(micro=16,
-    acc=dict(micro_batch_size='auto'), cbs=lambda: [Seen('after_loss', adds)], **sums))
-exact |= {f'{f.__name__}_{event}':dict(tokens=True, cbs=lambda event=event,f=f: [Seen(event, f)])
+    doubled=dict(cbs=lambda: [RecordAt('after_loss', doubles)]), penalised_sum_of_a_step=dict(micro=16,
+    acc=dict(micro_batch_size='auto'), cbs=lambda: [RecordAt('after_loss', adds)], **sums))
+exact |= {f'{f.__name__}_{event}':dict(tokens=True, cbs=lambda event=event,f=f: [RecordAt(event, f)])
     for event,f in (('after_loss',adds),('after_loss',adds_in_place),('before_backward',adds))}
-exact |= {f'mixed_{r}':dict(n=64, make=partial(mixable, loss=partial(MixedLoss, reduction=r)), fit=little,
+exact |= {f'mixed_{r}':dict(n=64, make=partial(mixable, loss=partial(MixUpLoss, reduction=r)), fit=little,
     cbs=lambda: [Mix()]) for r in ('mean','sum')}
 
 @pytest.mark.parametrize('nm', exact)
@@ -129,7 +129,7 @@ right = dict(cross_entropy=(CrossEntropyLossFlat(), plain), class_weights=(Cross
     named=(lambda p, y: F.cross_entropy(p['logits'], y), plain, lambda p: dict(logits=p)),
     time_first=(lambda p, y: F.cross_entropy(p.mean(0), y), (r(32, 20, 5),plain[1]), lambda p: p.transpose(0, 1)))
 wrong = dict(hidden_mean=(Masked(), padded), sum_for_mean=(summed, plain),
-    root=(lambda p, y: F.mse_loss(p, y).sqrt(), values), contrastive=(nt_xent, plain), dice=(dice, masks),
+    root=(lambda p, y: F.mse_loss(p, y).sqrt(), values), contrastive=(nt_xent, plain), dice=(batch_dice_loss, masks),
     smoothed_weighted=(LabelSmoothingCrossEntropyFlat(weight=w5), plain),
     spread=(lambda p, y: ((p-p.mean(0))**2).mean(), plain), few_labels=(lambda p, y: F.cross_entropy(p, y), few))
 def of_16_at_least(p, y):
@@ -152,7 +152,7 @@ def step(bs, f, data, out=lambda p: p, cbs=None):
 @pytest.mark.parametrize('case', [*right.values(),*wrong.values()], ids=[*right,*(f'not_{o}' for o in wrong)])
 def test_a_loss_is_warned_of_where_the_gradient_is_another(case):
     big,small = step(32, *case),[]
-    said = told(lambda: small.append(step(16, *case, cbs=GradientAccumulation(32))))
+    said = count_warnings(lambda: small.append(step(16, *case, cbs=GradientAccumulation(32))))
     f,data,*out = case
     turned = step(32, f, [o.flip(0) for o in data], *out)   # the same sums in another order
     diff,rounding = (((o-big).abs().max()/big.abs().max()).item() for o in (small[0],turned))
@@ -166,7 +166,7 @@ def computes(l): l.pred = dict(logits=l.pred, loss=ignoring(l.pred if l.y.ndim>1
 def hides(l): computes(l); l.yb = dict(labels=l.y),
 def names(l): l.pred = dict(logits=l.pred)
 def after(f, loss=lambda out,_: out['loss']):
-    return dict(loss_func=loss, cbs=lambda: [Event('after_pred', f, valid=True)])
+    return dict(loss_func=loss, cbs=lambda: [CallAt('after_pred', f, run_valid=True)])
 @pytest.mark.parametrize('micro', [1,4])
 @pytest.mark.parametrize('data,kwargs,said', [(late,dict(loss_func=ignoring),loss), (late,{},None),
     (late,after(names, lambda out,y: ignoring(out['logits'], y)),loss), (some_padded,after(computes),not_tried),
@@ -182,18 +182,18 @@ def test_single_samples_of_other_lengths_are_told():
     y = ds.tensors[1].clamp_(min=0)
     y[::2,3:] = y[1::2,5:] = -100   # no two in a row have one shape, in which they would be tried together
     said,a,b = run(micro=1, accum_bs=16, tokens=True, data=ds, loss_func=ignoring,
-        cbs=lambda: [Event('before_batch', trim, True)])
+        cbs=lambda: [CallAt('before_batch', trim_padding, run_valid=True)])
     assert said=={not_tried:1} and off(a, b)>1e-3
 
 @pytest.mark.parametrize('when,said', [(lambda l: l.train_iter==1,[('AccumulationWarning','cancelled')]),
     (lambda l: l.iter<9,[]), (lambda l: setattr(l, 'yb', ()),[])])   # without targets, fastai trains nothing either
 def test_a_callback_that_cancels_all_that_is_left_of_an_epoch_is_told(when, said):
-    skip = Event('before_batch', lambda l: cancel() if when(l) else None)
-    assert told(lambda: toy(4, n=70).fit(2, .1, cbs=[GradientAccumulation(16),skip]))==Counter(said)
+    skip = CallAt('before_batch', lambda l: cancel() if when(l) else None)
+    assert count_warnings(lambda: toy(4, n=70).fit(2, .1, cbs=[GradientAccumulation(16),skip]))==Counter(said)
 
 @pytest.mark.parametrize('nm', untried)
 def test_a_loss_that_cannot_be_tried_on_parts_trains_and_only_an_error_is_told(nm):
-    said = told(lambda: step(16, untried[nm], plain, cbs=GradientAccumulation(32)))
+    said = count_warnings(lambda: step(16, untried[nm], plain, cbs=GradientAccumulation(32)))
     assert said==({not_tried:1} if nm=='raises' else {})
 
 @pytest.mark.parametrize('dtype', [torch.float16,torch.bfloat16])
@@ -201,7 +201,7 @@ def test_rounding_of_half_precision_is_no_difference(dtype):
     def half(p, y): return F.cross_entropy(p.to(dtype), y)
     for i in range(0, 32, 8):
         data = [o.roll(i, 0) for o in plain]
-        assert not told(lambda: step(16, half, data, cbs=GradientAccumulation(32)))
+        assert not count_warnings(lambda: step(16, half, data, cbs=GradientAccumulation(32)))
 
 @pytest.mark.parametrize('where', ['fp16','bf16','device'])
 @pytest.mark.parametrize('f,said', [(F.cross_entropy,{}), (summed,{loss:1})])
@@ -213,7 +213,7 @@ def test_the_loss_is_judged_with_mixed_precision_and_on_a_device_too(f, said, wh
         monkeypatch.setattr(torch, 'get_device_module', lambda o: own)
         monkeypatch.setattr(forward_state, 'devices_of', lambda modules: [torch.device('cpu')])
     cbs = [GradientAccumulation(32), *([] if where=='device' else [CpuMixedPrecision(where)])]
-    assert told(lambda: step(16, f, plain, cbs=cbs))==said
+    assert count_warnings(lambda: step(16, f, plain, cbs=cbs))==said
 
 class Keeps(Module):
     "Keeps what it draws, with each call, and an average of the predictions"
@@ -244,7 +244,7 @@ warned = dict(
         dict(make=mixable)),
     batchnorm=([batchnorm], dict(model=normed), dict(cbs=lambda: [FreezeBN()])),
     untracked=([batchnorm], dict(model=lambda: layers(nn.BatchNorm1d(6, track_running_stats=False)),
-        cbs=lambda: [Seen('before_train', lambda l: l.model[1].eval())]), dict(model=sample_norms)),
+        cbs=lambda: [RecordAt('before_train', lambda l: l.model[1].eval())]), dict(model=sample_norms)),
     both=([loss,batchnorm], dict(model=normed, loss_func=summed, fit=little), dict(cbs=lambda: [FreezeBN()], **sums)),
     state=([state], remembers, dict(cbs=resets('before_batch'))),
     state_where_split=([state], dict(remembers, micro=16, acc=dict(micro_batch_size=4)), dict(cbs=list, model=layers)))
@@ -259,7 +259,7 @@ def test_a_warning_is_true_and_its_remedy_mends_it(nm):
 
 @pytest.mark.parametrize('f', [adds,adds_in_place,adds_of_predictions])
 def test_a_penalty_on_a_sum_is_told_and_counts_once_a_step(f):
-    said,*fits = run(cbs=lambda: [Seen('after_loss', f)], **sums)
+    said,*fits = run(cbs=lambda: [RecordAt('after_loss', f)], **sums)
     assert said=={penalised:1} and assert_same_run(*fits)
 
 words = {loss:('off by 0.', "reduction='mean'", '`n_items=`', 'GradientCache'), state:('Remembers', 'step to step'),
@@ -285,10 +285,10 @@ def test_each_is_silenced_by_its_category_and_all_by_one():
         def fit():
             for c in cs: warnings.filterwarnings('ignore', category=c)
             learn.fit(1, 1e-5, cbs=GradientAccumulation(16))
-        return set(told(fit))
+        return set(count_warnings(fit))
     assert silenced()==set(words) and not silenced(AccumulationWarning)
     for k in words: assert silenced(kinds[k[0]])==words.keys()-{k}
-    with unmoved(learn), pytest.raises(AccumulationWarning), noted_warnings('error'):
+    with weights_unchanged(learn), pytest.raises(AccumulationWarning), collect_warnings('error'):
         learn.fit(1, 1e-5, cbs=GradientAccumulation(16))
 
 class Within(nn.Sequential):
@@ -296,7 +296,7 @@ class Within(nn.Sequential):
     def __init__(self): super().__init__(Remembers(5, 3).double()); self.reset = self[0].reset
     def forward(self, x): return super().forward(x)
 
-def short(): return layers(Memory(above(5, 'forward')))
+def short(): return layers(LimitedMemory(runs_out_above(5, 'forward')))
 
 places = dict(
     first_step=lambda: toy(4, model=normed).fit(1, cbs=GradientAccumulation(16)),
@@ -311,25 +311,25 @@ places = dict(
 @pytest.mark.parametrize('nm', places)
 def test_a_warning_comes_once_and_points_at_the_line_that_fits(nm):
     "Not at a line of ours, nor of the user's model, from which we are called"
-    with noted_warnings() as said: places[nm]()
+    with collect_warnings() as said: places[nm]()
     o, = [o for o in said if '.html#' in str(o.message)]
     assert o.filename==__file__ and re.search(r'\.fit\w*\(', linecache.getline(o.filename, o.lineno))
 
 @pytest.mark.parametrize('action', ['default','module','once'])
 def test_one_line_shows_each_of_its_warnings_where_the_same_is_shown_once(action):
-    with noted_warnings(action) as said: all_three().fit(1, 1e-5, cbs=GradientAccumulation(16))
+    with collect_warnings(action) as said: all_three().fit(1, 1e-5, cbs=GradientAccumulation(16))
     kinds = Counter(o.category.__name__ for o in said if issubclass(o.category, AccumulationWarning))
     assert kinds==dict.fromkeys([nm for nm,_ in words], 1)
 
 # Loaders
 
-class Says(Batches):
+class Says(BatchListLoader):
     "A loader of one's own, which says that it has `n` batches, of 4 samples"
     after_batch,bs = None,4
     def __init__(self, batches, n=None): super().__init__(toy_data(64), [batches]); self.n = n or len(batches)
     def __len__(self): return self.n
 
-fours,twos,sixes = (cut(list(range(64)), n) for n in (4,2,6))
+fours,twos,sixes = (in_chunks(list(range(64)), n) for n in (4,2,6))
 loaders = dict(right=('', True, fours), fewer_than_it_says=('', True, fours, 20), smaller=('', True, twos),
     empty_batches=('', True, [[], *fours[:6], [], *fours[6:], []]),
     more_than_it_says=('more-batches', False, fours, 10), more_whole_steps=('more-batches', True, fours, 8),
@@ -340,7 +340,7 @@ def test_loaders_that_are_not_as_they_say(nm):
     (key,same,*args),a,b = loaders[nm],toy(16, n=64),toy(4, n=64)
     b.dls.loaders[0] = Says(*args)
     fit(a, None)
-    assert told(lambda: fit(b, GradientAccumulation(16)))==({('',key):1} if key else {})
+    assert count_warnings(lambda: fit(b, GradientAccumulation(16)))==({('',key):1} if key else {})
     assert off(a, b)<1e-9 if same else off(a, b)>1e-4
 
 @pytest.mark.parametrize('key,bs,acc,big', [('larger-than-a-step', 16, GradientAccumulation(8), 16),
@@ -348,7 +348,7 @@ def test_loaders_that_are_not_as_they_say(nm):
 def test_what_may_not_be_meant_is_told_and_the_run_is_what_the_warning_says(key, bs, acc, big):
     a,b = toy(big),toy(bs)
     fit(a, None)
-    assert told(lambda: fit(b, acc))=={('',key):1}
+    assert count_warnings(lambda: fit(b, acc))=={('',key):1}
     assert off(a, b)<1e-7 and len(a.recorder.losses)==len(b.recorder.losses)
 
 texts = [torch.randint(2, 9, (12,), generator=gen) for _ in range(64)]
@@ -363,7 +363,7 @@ def test_a_sorted_loader_is_warned_of_if_it_shuffles_and_only_then_the_run_is_an
         with learn.no_bar(), learn.no_logging(): learn.fit(1, 0.1, cbs=cbs)
         return learn
     a,b = run(16, None),[]
-    assert told(lambda: b.append(run(4, GradientAccumulation(16))))==({order:1} if shuffle else {})
+    assert count_warnings(lambda: b.append(run(4, GradientAccumulation(16))))==({order:1} if shuffle else {})
     assert (off(a, b[0])>1e-7)==shuffle
 
 # Other sizes, and fits within fits
@@ -372,7 +372,7 @@ def test_a_sorted_loader_is_warned_of_if_it_shuffles_and_only_then_the_run_is_an
 @pytest.mark.parametrize('nm', ['accum_bs','n_acc'])
 def test_another_size_holds_from_the_next_fit_or_epoch(nm, epochs):
     def run(learn, of, nm):
-        learn.fit_one_cycle(2, 0.1, cbs=[Seen('after_epoch', lambda l: epochs and setattr(of, nm, 8))])
+        learn.fit_one_cycle(2, 0.1, cbs=[RecordAt('after_epoch', lambda l: epochs and setattr(of, nm, 8))])
         setattr(of, nm, 8)
         learn.fit(1, 0.1)
         return learn

@@ -10,8 +10,8 @@ from fastai.text.all import (AWD_LSTM, awd_lstm_clas_config, awd_lstm_lm_config,
     text_classifier_learner)
 from fastai.vision.all import BnFreeze, DiceLoss, SGD, set_seed
 from fastaccum import GradientAccumulation, AccumulationWarning
-from common import noted_warnings, weights
-from small_learners import DoubleMixUp, MixedLoss
+from common import collect_warnings, weights
+from small_learners import DoubleMixUp, MixUpLoss
 from test_applications import (detection, few, groupnorm_in, in_double, linear, ratings, segmenter, small, table,
     tagged, texts, tokens, vision)
 
@@ -39,7 +39,7 @@ bn,norms = {'BatchNormWarning'},['predictions','gradients','buffers']
 real = dict(
     vision=(vision, bn, ['predictions','draws','gradients','buffers']),
     vision_frozen=(frozen, set(), []),
-    vision_mixup=(lambda bs: groupnorm_in(vision(bs, ps=0., cbs=DoubleMixUp(), loss_func=MixedLoss())), None,
+    vision_mixup=(lambda bs: groupnorm_in(vision(bs, ps=0., cbs=DoubleMixUp(), loss_func=MixUpLoss())), None,
         ['callbacks','gradients']),
     unet=(segmenter, bn, norms),
     unet_mixed_loss=(lambda bs: groupnorm_in(segmenter(bs, mixed_loss)), {'LossWarning'}, ['loss','gradients']),
@@ -62,7 +62,7 @@ def trained(nm, bs, cbs):
     learn = made(nm, bs)
     start = weights(learn)
     set_seed(1)
-    with noted_warnings() as seen: learn.fit(1, 1e-3 if nm=='gan' else 1e-2, cbs=cbs)
+    with collect_warnings() as seen: learn.fit(1, 1e-3 if nm=='gan' else 1e-2, cbs=cbs)
     return start,weights(learn),{o.category.__name__ for o in seen if issubclass(o.category, AccumulationWarning)}
 
 @pytest.mark.parametrize('nm', real)

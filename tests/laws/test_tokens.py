@@ -9,7 +9,7 @@ from fastai.vision.all import (Adam, Callback, CrossEntropyLossFlat, GradientAcc
 from fastaccum import GradientAccumulation
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, one_cycle, toy, toy_data, both_runs
 from common import RecordAt, grads, weights
-from test_warned import Masked, little, run
+from test_warned import Masked, fit_small_rate, warnings_and_runs
 
 w = tensor([0.2,1.,5.], dtype=torch.float64)
 gen = torch.Generator().manual_seed(0)
@@ -31,9 +31,9 @@ of_classes = dict(index=CrossEntropy(ignore_index=2), both=nn.CrossEntropyLoss(i
     functional=F.cross_entropy, partial_index=partial(F.cross_entropy, ignore_index=1),
     partial_weight=partial(F.cross_entropy, weight=w))
 x,mixed,masks = toy_data(70).tensors[0],rand(70, 3)+torch.eye(3)[torch.arange(70)%3],(150+10*rand(70)).byte()
-cases = {**{f'{k} over tokens':dict(tokens=True, loss_func=f, fit=little) for k,f in losses.items()},
+cases = {**{f'{k} over tokens':dict(tokens=True, loss_func=f, fit=fit_small_rate) for k,f in losses.items()},
     **{f'{k} over classes':dict(loss_func=f) for k,f in of_classes.items()},
-    'replaced':dict(tokens=True, cbs=lambda: [Replace()], fit=little),
+    'replaced':dict(tokens=True, cbs=lambda: [Replace()], fit=fit_small_rate),
     'log probabilities':dict(loss_func=nn.NLLLoss(weight=w, ignore_index=1), splitter=params,
         model=lambda: nn.Sequential(nn.Linear(5,3), nn.LogSoftmax(-1)).double()),
     # torch divides by samples, also with class weights
@@ -57,7 +57,7 @@ for f in (lambda l: l.y[...,1].sum(),lambda l: l.y[...,1].sum().item()):
 
 @pytest.mark.parametrize('case', cases)
 def test_means_and_sums(case):
-    said,a,b = run(**dict(fit=one_cycle)|cases[case])
+    said,a,b = warnings_and_runs(**dict(fit=one_cycle)|cases[case])
     assert not said and assert_same_run(a, b)
 
 @pytest.mark.parametrize('kwargs', [dict(), dict(weight=w.float()), dict(ignore_index=1)], ids=str)
@@ -81,7 +81,7 @@ def ignored(*which, n=64):
 def test_micro_batches_of_padding_do_nothing(loss, log):
     "The first of an epoch, and one in the middle: neither weights nor losses turn NaN, and nothing ends the fit"
     a,b = both_runs(data=ignored(*range(4), *range(24,28)), loss_func=losses[loss], acc=dict(log_accum_batch=log),
-        cbs=lambda: [TerminateOnNaNCallback()], fit=little)
+        cbs=lambda: [TerminateOnNaNCallback()], fit=fit_small_rate)
     assert deviation(weights(a), weights(b))<1e-7
     if log: assert_same_run(a, b)
     assert len(b.recorder.losses)==(8 if log else 32) and not any(o.isnan() for o in b.recorder.losses)
@@ -95,7 +95,7 @@ def test_a_step_of_padding_has_no_gradient_and_a_loss(loss, step):
     assert len(learn.recorder.losses)==8 and not any(o.isnan() for o in learn.recorder.losses)
 
 def test_a_step_of_padding_decays_and_coasts_like_the_full_batch_runs():
-    a,b = both_runs(data=ignored(*range(16,32)), opt_func=Adam, fit=little)
+    a,b = both_runs(data=ignored(*range(16,32)), opt_func=Adam, fit=fit_small_rate)
     assert deviation(weights(a), weights(b))<1e-7 and any(o.isnan() for o in a.recorder.losses)
 
 # Magnitudes

@@ -15,12 +15,13 @@ from test_dry_runs import unchanged
 def oom(): return torch.OutOfMemoryError('planted')
 
 def capped(cap, where='forward', exc=oom, n=120, mid=nn.Tanh, cbs=(), **kwargs):
-    "A Learner that runs out of memory with more than `cap` samples"
-    def short(at, n):
-        if at==where and n>cap: raise exc()
-    def model(): return nn.Sequential(nn.Linear(5, 6), mid(), LimitedMemory(short), nn.Linear(6, 3)).double()
-    needs = CallAt(where, lambda l: l.model[2].check(where, l.dls.train.bs), order=0)   # of a callback, loss, optimizer
-    return toy(4, n=n, model=model, cbs=[*cbs,*[needs]*(where not in ('forward','backward'))], **kwargs)
+    "Return a Learner that runs out of memory with more than `cap` samples, at the stage or event `where`"
+    def check(stage, n):
+        if stage==where and n>cap: raise exc()
+    def model(): return nn.Sequential(nn.Linear(5, 6), mid(), LimitedMemory(check), nn.Linear(6, 3)).double()
+    in_callback = CallAt(where, lambda l: l.model[2].check(where, l.dls.train.bs), order=0)
+    more = [] if where in ('forward','backward') else [in_callback]
+    return toy(4, n=n, model=model, cbs=[*cbs,*more], **kwargs)
 
 def find(learn, mode='binsearch', **kwargs): return learn.bs_find(mode, show_plot=False, **kwargs)
 
@@ -41,7 +42,7 @@ texts = ['CUDA error: out of memory\nCUDA kernel errors might be asynchronously 
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to",
     'Unable to find a valid cuDNN algorithm to run convolution',
     'unable to mmap 64 bytes from file </torch_1>: Cannot allocate memory (12)']
-def real(): torch.empty(2**58, dtype=torch.uint8)   # more than any machine has
+def real(): torch.empty(2**58, dtype=torch.uint8)   # more memory than any machine has
 
 @pytest.mark.parametrize('exc', [real,partial(OSError, 12, 'x'),*(partial(RuntimeError, o) for o in texts)])
 def test_kinds_of_out_of_memory(exc): assert find(capped(5, exc=exc)).size==5
@@ -68,8 +69,8 @@ def test_no_more_than_there_are_samples_or_trials():
 
 @pytest.mark.parametrize('n', [1,2,5])
 def test_a_trial_takes_real_steps(n):
-    "Two at least, with gradients and the optimizer's state; forward passes with gradients held"
-    held,steps = [],[]   # what a callback keeps is put back
+    "At least two steps, with the optimizer's state; later forward passes run while gradients are in memory"
+    held,steps = [],[]   # not attributes of the callbacks: those are put back
     def has_grad(l): held.append(l.model[0].weight.grad is not None)
     def step(l): steps.append((len(l.x),bool(l.opt.state),l.model[0].weight.grad.any().item()))
     cbs = [CallAt('after_pred', has_grad),CallAt('after_step', step)]
@@ -88,15 +89,15 @@ def test_a_step_that_the_scaler_skips_does_not_count():
 @pytest.mark.parametrize('event,exc', [('before_batch',CancelFitException),('after_batch',CancelFitException),
     ('before_step',CancelStepException)])
 def test_a_trial_without_steps_is_no_success(event, exc):
-    "Who ends the fit, or skips steps, keeps the search from finding anything out"
+    "A callback that ends the fit or skips steps makes the search fail, because no trial tells anything"
     def end(learn): raise exc
     with pytest.raises(RuntimeError, match='a trial of 3 steps made'): find(capped(5, cbs=[RecordAt(event, end)]))
 
-# Nothing is kept (that all is as before: test_dry_runs.py)
+# No memory is kept; that everything is as before is tested in test_dry_runs.py
 
 @pytest.mark.parametrize('mode,where', [('fp16','backward'),('bf16','forward')])
 def test_mixed_precision(mode, where):
-    "In the Learner's precision; autocast is left as it was"
+    "Trials have the Learner's precision, and autocast is as before afterwards"
     dtypes,dtype = set(),torch.float16 if mode=='fp16' else torch.bfloat16
     def see(l): dtypes.add(torch.get_autocast_dtype('cpu') if torch.is_autocast_enabled('cpu') else None)
     cbs = [CpuMixedPrecision(amp_mode=mode),GradientClip(),RecordAt('after_pred', see)]
@@ -107,7 +108,7 @@ def test_mixed_precision(mode, where):
 
 @pytest.mark.parametrize('cap', [0,9])
 def test_no_memory_is_kept(cap):
-    "A trial begins when all of the one before is freed, cycles too; after the search nothing of it is left"
+    "A trial begins after the previous one was freed, with its reference cycles; after the search all is freed"
     refs,alive = [],[]
     class Cycle(nn.Module):
         def forward(self, x):
@@ -126,7 +127,7 @@ def test_no_memory_is_kept(cap):
 # Loaders
 
 class Tokens(nn.Module):
-    "Takes memory by the tokens of a batch"
+    "Runs out of memory with more than `cap` tokens in a batch"
     def __init__(self, cap, over): super().__init__(); self.cap,self.over,self.lin = cap,over,nn.Linear(1, 2)
     def forward(self, x):
         if x.numel()>self.cap: raise oom()
@@ -139,7 +140,7 @@ def on(dl, cap, valid=None, loss=nn.functional.cross_entropy, over=1):
 data = [(torch.ones(5),torch.tensor(0)) for _ in range(50)]
 
 def test_text_loaders():
-    "fastai's sorted one begins with the longest texts, so they count; the rows of a language model's run on"
+    "`SortedDL` begins with the longest texts, so these count; a language model's loader keeps its rows in order"
     texts = [(torch.full((n,), 2),torch.tensor(i%2)) for i,n in enumerate([5]*50+[50]+[6]*50)]
     assert find(on(SortedDL(texts, bs=4, shuffle=True, before_batch=pad_input, num_workers=0), 1000)).size==20
     dls = [LMDataLoader([torch.arange(1000)]*20, bs=bs, seq_len=50) for bs in (4,64)]
@@ -149,10 +150,10 @@ def test_text_loaders():
     assert ((x[:,1:]-x[:,:-1])%1000==1).all()
 
 def test_other_loaders():
-    "Iterable datasets, whose end is found; what has no batch size, or no batch, is refused; transforms take part"
+    "Iterable datasets end where they end; loaders without a batch size or a batch are refused; transforms count"
     class Stream(IterableDataset):
         def __iter__(self): return iter(data)
-        def __len__(self): return 100   # more than there are
+        def __len__(self): return 100   # more than the dataset has
     for dl in (DataLoader(Stream(), bs=4, n=50),TorchLoader(Stream(), 4)):
         assert [int(find(on(dl, o))) for o in (60,10**6)]==[12,50]
     with pytest.raises(ValueError, match='ready-made.*batch size'): find(on(DataLoader([data[0]], bs=None), 60))
@@ -161,7 +162,7 @@ def test_other_loaders():
     assert find(on(DataLoader(data, bs=4, after_batch=twice), 100)).size==10
 
 def test_apply_sets_the_size_and_nothing_else():
-    "In loaders that have a larger one, besides the training loader"
+    "Of the other loaders, those with larger batches get the size of the training loader"
     learn = capped(20, n=100, shuffle=True)
     learn.dls.loaders.append(DataLoader(toy_data(10), bs=8))
     loaders = list(learn.dls.loaders)
@@ -185,7 +186,7 @@ def test_apply_keeps_what_a_loader_was_given():
 # What is shown
 
 def test_the_result_prints_and_plots(capsys):
-    "Progress is shown where there is a bar"
+    "Progress is shown if the Learner has a progress bar"
     res = find(capped(9))
     assert capsys.readouterr()==('','')
     find(capped(9).add_cb(ProgressCallback()))
@@ -194,7 +195,7 @@ def test_the_result_prints_and_plots(capsys):
     assert repr(res).startswith("9 samples fit, 10 do not\n")
     assert all((o.speed is not None and o.error is None)==o.ok for o in res.trials)
     assert res.trials[3].error=='OutOfMemoryError: planted'
-    for peak in (None,2**30):   # where the device tells no peak, and where it does
+    for peak in (None,2**30):   # on a device without a peak of memory, and on one with it
         for o in res.trials: o.peak = peak
         axs = res.plot()
         assert list(axs[1].lines[0].get_xdata())==[2,4,8,9] and len(axs[0].lines)==(1 if peak is None else 2)

@@ -25,12 +25,12 @@ def in_place(z, y): return nt_xent(z.mul_(2).sigmoid_())
 # What callbacks do with the loss and the model
 
 def penalty(l):
-    "On the weights, which the loss's backward pass reaches by itself, and on the predictions"
+    "Add a penalty on the weights, whose gradient does not pass through the predictions, and one on the predictions"
     l.loss_grad = l.loss_grad+0.1*sum(p.pow(2).sum() for p in l.model.parameters())+0.1*l.pred.pow(2).mean()
 def penalties(): return [CallAt('after_pred', lambda l: setattr(l, 'pred', l.pred*1.5)),CallAt('after_loss', penalty)]
 
 def slope(l, **kwargs):
-    "Of the loss, by the inputs: a callback's own call of the model is one with a graph, and of the whole batch"
+    "Return the gradient of the loss by the inputs; a callback's own call of the model gets the whole batch and a graph"
     x = l.x.clone().requires_grad_()
     return torch.autograd.grad(nt_xent(l.model(x)), x, **kwargs)[0]
 def adversary(l): l.xb = (l.x+0.1*slope(l).sign(),)
@@ -44,7 +44,7 @@ def net(*more):
 
 def fit(cbs, bs=16, fit=one_cycle, seed=0, **kwargs):
     learn = toy(bs, **dict(dict(seed=seed, n=41, loss_func=nt_xent, splitter=all_params), **kwargs))
-    with learn.added_cbs(cbs): learn.validate()   # before any fit
+    with learn.added_cbs(cbs): learn.validate()   # must also work before any fit
     set_seed(seed)
     fit(learn, cbs)
     return learn
@@ -52,7 +52,7 @@ def fit(cbs, bs=16, fit=one_cycle, seed=0, **kwargs):
 same = partial(assert_same_run, tol=1e-10)
 ways = dict(cached=lambda: Cached(5), auto=lambda: Cached('auto'), checkpointed=ActivationCheckpoint)
 def assert_same(way=ways['cached'], cbs=list, **kwargs):
-    "The run with it is the run without"
+    "Fail if the run with the callback differs from the run without it"
     a,b = (fit([*own,*cbs()], **kwargs) for own in ([],[way()]))
     same(a, b)
     assert replaced_methods(b)==replaced_methods(a)
@@ -86,16 +86,16 @@ settings = dict(adam=dict(opt_func=Adam, metrics=accuracy, cbs=lambda: [Gradient
     all=dict(cbs=lambda: [accumulated(),*scaled(),GradientClip(0.05),*penalties()], n=75))
 
 @pytest.mark.parametrize('way,nm', [(way,nm) for way in ('cached','checkpointed') for nm in settings
-    if (way,nm)!=('checkpointed','compiled')])   # which has no segments
+    if (way,nm)!=('checkpointed','compiled')])   # a compiled model has no segments
 def test_with_what_else_there_is(way, nm):
-    "Checkpoints with dropout and BatchNorm, too: see test_checkpoint.py"
+    "Checkpoints run with dropout and BatchNorm here; see also test_checkpoint.py"
     model = dict(model=lambda: net(nn.BatchNorm1d(6), nn.Dropout())) if way=='checkpointed' else {}
     assert_same(ways[way], **model|settings[nm])
 
 # Who sees what
 
 def test_the_model_sees_micro_batches_and_the_others_the_batch():
-    "Also in validation and prediction; a hook of the model is one of the others"
+    "Also in validation and prediction. A hook of the whole model sees the whole batch"
     seen,hooked,preds = [],[],RecordAt('after_pred', lambda l: len(l.pred))
     learn = toy(16, n=32, loss_func=nt_xent, cbs=Cached(5))
     learn.model.register_forward_hook(lambda m,i,o: hooked.append((len(i[0]),len(o))))
@@ -113,7 +113,7 @@ def test_the_model_sees_micro_batches_and_the_others_the_batch():
 # What is random, and what a forward pass moves
 
 class InParts(Module):
-    "The model, applied to the micro-batches in one graph"
+    "Applies the model to micro-batches of `size` samples, one after the other, in one graph"
     def __init__(self, m, size): self.m,self.size = m,size
     def forward(self, x): return torch.cat([self.m(o) for o in x.split(self.size)]) if self.training else self.m(x)
 
@@ -123,7 +123,7 @@ moving = dict(dropout=lambda: nn.Dropout(0.7), batchnorm=lambda: nn.BatchNorm1d(
 @pytest.mark.filterwarnings('ignore:BatchNorm1d normalises')
 @pytest.mark.parametrize('nm,size', list(product(moving, [2,8])))
 def test_forward_passes_are_those_of_one_pass_over_the_parts(nm, size):
-    "What they draw and move, and what the loss and others draw after them; none of it twice"
+    "The second forward pass draws no new random numbers and moves no buffer again; the loss draws what it would draw"
     def noisy(z, y): return nt_xent(z+0.1*torch.randn_like(z))
     def run(model, cbs):
         drawn = RecordAt('after_batch', lambda _: (torch.rand(1).item(), random.random()))
@@ -150,7 +150,7 @@ def test_batchnorm_is_told_once_in_a_fit(more):
 
 @pytest.mark.parametrize('mode,penalty,way', list(product(['fp16','bf16'], [False,True], ['cached','checkpointed'])))
 def test_mixed_precision_is_no_further_off_than_mixed_precision(mode, penalty, way):
-    "The second pass is in the precision of the first. A penalty on weights meets those that autocast has cast"
+    "The second forward pass has the precision of the first; a penalty uses weights that autocast has already cast"
     def on_weights(l): l.loss_grad = l.loss_grad+(torch.eye(6)@l.model[2].weight).float().pow(2).mean()
     def run(half, *cbs):
         seen = []
@@ -169,13 +169,16 @@ def test_mixed_precision_is_no_further_off_than_mixed_precision(mode, penalty, w
 # What the model is given, and what it returns
 
 class Towers(Module):
-    """As CLIP, with a temperature that is learned. Some outputs have no rows, no gradient or no use; one has as many
-    as a micro-batch has samples, which they are not"""
+    """A model like CLIP, with a learned temperature
+
+    Some outputs have no rows, no gradient, or are not used by the loss. The rows of one output are not samples,
+    though there are as many as a micro-batch has samples.
+    """
     def __init__(self, out):
         self.a,self.b,self.scale,self.out = net(),net(),nn.Parameter(torch.tensor(0.7).double()),out
         self.protos = nn.Parameter(torch.randn(4, 3).double())
     def forward(self, x, text):
-        a,b = self.a(x.mul_(0.5)),self.b(text['ids'])   # it may write into its input
+        a,b = self.a(x.mul_(0.5)),self.b(text['ids'])   # the model changes its input in place
         res = None,a,b,self.scale.exp(),self.protos*2,x.argmax(-1),a.detach(),'clip',[a*2,(b*3,)]
         return self.out(enumerate(res if self.training else res[:7])) if self.out is dict else res
 
@@ -185,7 +188,7 @@ def clip_loss(out, y):
     return F.cross_entropy(sim, y)+F.cross_entropy(sim.T, y)+F.cross_entropy(a@protos.T, y%4)
 
 class Pairs(Callback):
-    "A second input, a dict with a list of names; the first becomes one of fastai's tensors"
+    "Adds a second input, a dict with a list of names, and turns the first into one of fastai's tensor types"
     order = 10
     def before_batch(self):
         x = self.x.as_subclass(TensorImage)
@@ -202,7 +205,7 @@ def test_inputs_and_outputs_of_all_kinds(out, size):
     assert seen[0].values==seen[1].values and len(seen[0].values)==6
 
 def test_inputs_that_need_a_gradient_get_theirs():
-    "From an encoder that is not in the model, for one"
+    "Inputs may come from an encoder that is not part of the model"
     def run(*cbs):
         encoder,got = nn.Linear(5, 5).double(),[]
         with torch.no_grad(): encoder.weight.copy_(torch.eye(5))
@@ -231,7 +234,7 @@ def test_texts_whose_chunks_fastai_leaves_out_are_told():
 @pytest.mark.filterwarnings('ignore:there is no BatchNorm')
 @pytest.mark.parametrize('nm', applications)
 def test_applications(nm):
-    "BatchNorm is frozen, and there is no dropout"
+    "The run is the one without the cache, with BatchNorm frozen and without dropout"
     loss = dict(unet=batch_dice_loss, language_model=CrossEntropy()).get(nm, lambda out,*_: nt_xent(logits_of(out)))
     def run(*cbs):
         learn = make_application(nm, loss_func=loss)
@@ -246,7 +249,7 @@ def test_applications(nm):
 # Refused
 
 class Returns(Module):
-    "The model, and something done with its output and more inputs"
+    "A model that returns `f(output, *more_inputs)`"
     def __init__(self, f): self.m,self.f = net(),f
     def forward(self, x, *more): return self.f(self.m(x), *more)
 
@@ -272,7 +275,7 @@ refused = dict(pairs=(TypeError,'pairs|row for each',returning(lambda z: z@z.T))
 
 @pytest.mark.parametrize('nm', refused)
 def test_what_cannot_be_had_from_micro_batches_is_refused(nm):
-    "No weight has moved, unless by the one who is refused"
+    "No weight has changed, except by the callback that changes weights"
     exc,match,kwargs = refused[nm]
     learn = toy(16, n=32, splitter=all_params, **kwargs)
     before = weights(learn)
@@ -284,12 +287,12 @@ def test_inputs_are_split_as_you_say():
     def split(o, start, stop, n): return o[0][start:stop],o[1]
     same(*(fit([*cbs,scales()], model=scaling) for cbs in ([],[Cached(4, split=split)])))
 
-# Nothing is left, neither of a cache nor of checkpoints: see test_nothing_left.py, too
+# Nothing is left of a cache or of checkpoints; see also test_nothing_left.py
 
 @pytest.mark.parametrize('way', ways)
 @pytest.mark.parametrize('event', ['before_batch','after_pred','after_loss','after_backward','before_step'])
 def test_a_batch_that_is_cancelled(event, way):
-    "The rest of the run is that without"
+    "The rest of the run is the one without the cache or checkpoints"
     assert_same(ways[way], lambda: [RaiseAt(event, CancelBatchException, 20, skip=1)])
 
 @pytest.mark.parametrize('way', [*ways.values(),partial(ActivationCheckpoint, nn.Linear)])

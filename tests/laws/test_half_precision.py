@@ -18,13 +18,13 @@ from small_learners import all_params
 @pytest.mark.parametrize('kwargs', [dict(), dict(tokens=True, n=67, shuffle=True), dict(accum_bs=10, opt_func=Adam),
     dict(acc=dict(drop_last=True)), dict(acc=dict(micro_batch_size=2))], ids=str)
 def test_a_scaled_run_is_the_full_batch_run(kwargs, clip):
-    "Also clipped: the gradient that is clipped is the mean, and not scaled"
+    "Clipping sees the unscaled mean gradient"
     def cbs(): return [CpuLossScaling(init_scale=2.**10, growth_interval=3),GradientClip(clip)]
     assert_same_run(*both_runs(cbs=cbs, **kwargs))
 
 @pytest.mark.parametrize('i', [0,21,69])
 def test_an_overflow_skips_its_step_alone(i):
-    "And halves the scale once; the sample `i` is of the step `i//16`"
+    "An overflow halves the scale once. Sample `i` belongs to step `i//16`"
     seen,overflow = [],partial(overflow_on_sample, i)
     def cbs():
         seen.append(RecordAt('before_step', lambda l: l.scaler.get_scale(), order=9))
@@ -36,7 +36,7 @@ def test_an_overflow_skips_its_step_alone(i):
 
 @pytest.mark.parametrize('mode', list(AMPMode))
 def test_mixed_precision_differs_by_its_own_rounding(mode):
-    "The full-batch run in single precision shows how much that is; logs hold losses that are not scaled"
+    "The full-batch run in single precision shows how large that rounding is; recorded losses are not scaled"
     runs = partial(both_runs, data=with_float32_inputs(toy_data(70)), splitter=all_params,
         model=lambda: nn.Sequential(nn.Linear(5,16), nn.Tanh(), nn.Linear(16,3)))
     seen = RecordAt('after_pred', lambda l: l.model[0](l.x).dtype)
@@ -49,7 +49,7 @@ def test_mixed_precision_differs_by_its_own_rounding(mode):
 # Parameters in half precision
 
 class Model(Module):
-    "Parameters of the type `dtype`; `mixed`: all but what normalises"
+    "A model with parameters of `dtype`; with `mixed`, those of the normalisation layer are in single precision"
     def __init__(self, dtype=torch.bfloat16, mixed=False):
         self.a,self.norm,self.b = nn.Linear(4, 8),nn.LayerNorm(8),nn.Linear(8, 3)
         self.to(dtype)
@@ -69,7 +69,7 @@ def learner(n, bs=2, cbs=None, loss_func=F.cross_entropy, opt_func=SGD, ignored=
         cbs=cbs)
 
 def exact(learn):
-    "The gradient of the loss of all samples, in double precision"
+    "Return the gradients of the loss of all samples, in double precision"
     model = Model(torch.float64)
     model.load_state_dict(learn.model.state_dict())
     x,y = learn.dls.train.dataset.tensors
@@ -77,7 +77,7 @@ def exact(learn):
     return [p.grad for p in model.parameters()]
 
 def by_hand(learn, bs, dtype=None):
-    "The same by a loop over micro-batches of `bs`; `dtype`: of the sums, by default that of the parameters"
+    "Add up gradients in a plain loop over micro-batches, in sums of `dtype`, by default that of the parameters"
     ps,(x,y) = list(learn.model.parameters()),learn.dls.train.dataset.tensors
     sums = [torch.zeros(p.shape, dtype=dtype or p.dtype) for p in ps]
     for xs,ys in zip(x.split(bs), y.split(bs)):
@@ -87,7 +87,7 @@ def by_hand(learn, bs, dtype=None):
     return [o.to(p.dtype) for o,p in zip(sums, ps)]
 
 def error(gs, right):
-    "How far are gradients from the right ones, relative to their norms? Of the worst"
+    "Return the largest error of a gradient, relative to the norm of the right one"
     return max(((g.double()-r).norm()/r.norm()).item() for g,r in zip(gs, right))
 
 kinds = dict(bf16=dict(), fp16=dict(dtype=torch.float16), mixed=dict(mixed=True), ragged=dict(bs=3),
@@ -98,7 +98,7 @@ kinds = dict(bf16=dict(), fp16=dict(dtype=torch.float16), mixed=dict(mixed=True)
 @pytest.mark.filterwarnings('ignore:.*memory ran out')
 @pytest.mark.parametrize('kind', kinds)
 def test_gradients_add_up_in_single_precision(kind):
-    "A loop with sums in single precision shows the error to expect, one with sums in half precision what is wrong"
+    "The error is that of a loop with sums in single precision, and smaller than that of sums in half precision"
     kwargs,at = dict(bs=2)|kinds[kind],RecordAt('before_step', grads, order=8)
     acc,cached = kwargs.pop('acc', {}),kwargs.pop('cached', False)
     learn = learner(512, cbs=[at], **kwargs)
@@ -111,7 +111,7 @@ def test_gradients_add_up_in_single_precision(kind):
 
 @pytest.mark.parametrize('opt_func', [SGD,partial(OptimWrapper, opt=torch.optim.AdamW)])
 def test_a_frozen_parameter_is_left_as_in_the_full_batch_run(opt_func):
-    "Without a gradient with torch's optimizers, of zeros with fastai's"
+    "Its gradient is None with torch's optimizers, and zeros with fastai's"
     def run(bs, *cbs):
         learn = learner(32, bs, opt_func=opt_func)
         learn.create_opt()

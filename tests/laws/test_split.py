@@ -18,13 +18,13 @@ from small_learners import (DoubleMixUp, MappingBatch, MixUpLoss, all_params, ma
 pytestmark = pytest.mark.filterwarnings('ignore:memory ran out')
 
 def accumulating(accum, micro, acc=GradientAccumulation, **kwargs):
-    "What splits batches: into parts of `micro` samples, or, with `('auto', cap)`, into what fits"
+    "Return callbacks that split batches: into `micro` samples, or, with `('auto', cap)`, until `cap` samples fit"
     micro,*cap = micro if isinstance(micro, tuple) else (micro,)
     short = [RecordAt('after_pred', lambda l: raise_oom_above(o, 'forward')(len(l.pred)), order=30) for o in cap]
     return [acc(accum, micro_batch_size=micro, **kwargs),*short]
 
 def full_and_split(bs, accum, micro, drop_last=False, cbs=list, fit=one_cycle, **kwargs):
-    "The run on batches of `accum`, and the one whose batches of `bs` are split"
+    "Return the Learners of the run on batches of `accum` samples, and of the run whose batches of `bs` are split"
     a,b = toy(accum, whole=accum if drop_last else 1, **kwargs),toy(bs, **kwargs)
     for learn,own in ((a,[]),(b,accumulating(accum, micro, drop_last=drop_last))):
         torch.manual_seed(0)
@@ -35,16 +35,16 @@ def gently(learn, cbs):
     learn.recorder.train_metrics = True
     learn.fit_one_cycle(2, 0.02, cbs=cbs)
 
-no_shrinking = settings(phases=[Phase.generate])   # that takes minutes
+no_shrinking = settings(phases=[Phase.generate])   # shrinking a failed example takes minutes
 opts = [partial(SGD, mom=0.9),Adam,partial(OptimWrapper, opt=torch.optim.AdamW)]
 
-@pytest.mark.filterwarnings('error::UserWarning')   # also where a step is smaller than the number
+@pytest.mark.filterwarnings('error::UserWarning')   # no warning, even if a step is smaller than `micro_batch_size`
 @no_shrinking
 @given(bs=st.integers(2, 40), accum=st.integers(2, 40), micro=st.integers(1, 20), n=st.integers(50, 70),
     drop_last=st.sampled_from([None,True,False]), opt_func=st.sampled_from(opts),
     cbs=st.sampled_from([list,lambda: [GradientClip(0.05)]]), shuffle=st.booleans(), tokens=st.booleans())
 def test_any_batch_split_anyhow_is_the_full_batch_run(bs, micro, **kwargs):
-    "Any batch size of the loader, any `accum_bs`, whichever is larger"
+    "With any batch size of the loader and any `accum_bs`, whichever of the two is larger"
     a,b = full_and_split(bs, micro=min(micro, bs-1), fit=gently, metrics=accuracy, **kwargs)
     assert_same_run(a, b, tol=1e-5)   # Adam divides by what is nearly zero
 
@@ -55,17 +55,17 @@ def even(n, most):
 @no_shrinking
 @given(bs=st.integers(2, 30), accum=st.integers(1, 30), micro=st.integers(1, 20), n=st.integers(30, 60))
 def test_micro_batches_are_even_and_within_one_batch_and_one_step(bs, accum, micro, n):
-    "None is larger than said; of 17 samples in parts of 16 come 9 and 8, as BatchNorm cannot do with a single one"
+    "With `micro_batch_size=16`, 17 samples become 9 and 8, because BatchNorm cannot train on a single sample"
     micro = min(micro, bs-1)
     seen = RecordAt('after_pred', lambda l: len(l.pred))
     toy(bs, n=n).fit(1, 0.1, cbs=[GradientAccumulation(accum, micro_batch_size=micro, drop_last=False),seen])
     ends = sorted({*range(0, n, bs),*range(0, n, accum),n})
     assert seen.values==[o for a,b in zip(ends, ends[1:]) for o in even(b-a, micro)]
 
-# Batches of all kinds: each writes the same samples down in another way
+# Batches of all kinds: each holds the same samples in another structure
 
 class Closed(MappingBatch):
-    "Cannot be made anew from its contents"
+    "A mapping that cannot be made anew from its contents"
     def __init__(self, a, b): super().__init__(dict(a=a, b=b))
 Pair = namedtuple('Pair', 'a b')
 
@@ -78,7 +78,7 @@ kinds = dict(tensors=lambda x,y: (x,y), dicts=lambda x,y: ({'a':x,'b':x},{'y':y}
     boxes=lambda x,y: (x,boxes(y, 3)), tuples=lambda x,y: (tuple(x),tuple(boxes(y, 2))))
 
 def find(o):
-    "The tensor that has all samples"
+    "Return the tensor of all samples from a batch of any kind"
     if isinstance(o, torch.Tensor): return o
     if hasattr(o, 'keys'): return o['y'] if 'y' in o else o['a']
     if isinstance(o[0], dict): return torch.cat([x['y'] for x in o])
@@ -89,20 +89,20 @@ class Model(nn.Module):
     def forward(self, x): return self.b(self.a(find(x)).tanh())
 
 def learner(kind, n, bs):
-    "A Learner on batches of a kind"
+    "Return a Learner whose batches `kind` makes from inputs and targets"
     def collate(items): return kind(*map(torch.stack, zip(*items)))
     dls = DataLoaders(*(TorchLoader(toy_data(n), o, collate_fn=collate) for o in (bs,8)))
     dls.n_inp = 1
     torch.manual_seed(0)
     learn = silence_in_double(Learner(dls, Model(), lambda p,*y: nn.functional.cross_entropy(p, find(y[0])),
         opt_func=partial(SGD, mom=0.9)))
-    learn._set_device = noop   # (fastai's cannot move a named tuple)
+    learn._set_device = noop   # fastai's `_set_device` cannot move a named tuple
     return learn
 
 @pytest.mark.parametrize('kind', kinds)
 @pytest.mark.parametrize('bs,accum,micro', [(10,4,3),(5,10,('auto',1)),(3,9,('auto',1)),(4,4,('auto',1))])
 def test_batches_of_all_kinds(kind, bs, accum, micro):
-    "Also where a batch has as many parts as it has samples"
+    "Also if the number of tensors in a batch happens to be its number of samples"
     a,b = learner(kinds[kind], 36, accum),learner(kinds[kind], 36, bs)
     a.fit(1, 0.05)
     b.fit(1, 0.05, cbs=accumulating(accum, micro, drop_last=False))
@@ -117,7 +117,7 @@ def test_what_cannot_be_split_is_refused_before_a_weight_moves(kind, micro):
         learn.fit(1, 0.1, cbs=accumulating(10, micro))
 
 def test_larger_batches_than_the_loader_says_are_split():
-    "And the step is still a whole batch of the loader"
+    "And a step is still a whole batch of the loader"
     learn,seen = toy(16, n=64),RecordAt('after_pred', lambda l: len(l.pred))
     learn.dls.loaders[0] = DataLoader(list(learn.dls.train), bs=None)
     with pytest.warns(UserWarning, match='a batch has 16 samples'):
@@ -148,12 +148,12 @@ def test_lr_find(bs, accum, micro):
 # Callbacks that have a `before_batch` see the batch whole there
 
 def mixes(l):
-    "Change the batch, in another way for each sample and for the batch as a whole"
+    "Add noise to each sample, and normalise by the statistics of the batch"
     x = l.x+torch.randn_like(l.x)
     l.xb = ((x-x.mean(0))/x.std(0),)
 
 class Rate(Callback):
-    "Another learning rate for a batch, as fastai's `GANDiscriminativeLR`"
+    "Changes the learning rate for a batch, as fastai's `GANDiscriminativeLR` does"
     order,run_valid = 70,False   # after the scheduler
     def before_batch(self): self.opt.set_hyper('lr', float(self.opt.hypers[0]['lr']*3))
     def after_batch(self): self.opt.set_hyper('lr', float(self.opt.hypers[0]['lr']/3))
@@ -183,7 +183,7 @@ def test_rows_that_a_callback_adds_are_trained_on(micro):
 
 @pytest.mark.parametrize('accum', [16,32])
 def test_events_come_in_pairs(accum):
-    "What a callback keeps in `before_batch` is its own, and whole, in `after_batch`, and x is that of pred"
+    "In `after_batch` a callback has the whole batch that it kept in `before_batch`, and `x` is the input of `pred`"
     class Keep(Callback):
         run_valid = False
         def before_batch(self): self.kept = self.same = self.x.clone()
@@ -197,7 +197,7 @@ def test_events_come_in_pairs(accum):
 @pytest.mark.parametrize('event', ['after_pred','after_loss','before_backward'])
 @pytest.mark.parametrize('micro', [4,('auto',4)], ids=str)
 def test_a_part_that_is_cancelled_is_left_out(event, which, micro):
-    "The step is the mean of all others"
+    "The step is the mean over the samples of the other parts"
     first,rest = toy_data(16)[which*4][0],[i for i in range(16) if i//4!=which]
     def cancel(l):
         if len(l.x)==4 and l.x[0].equal(first): raise CancelBatchException
@@ -211,9 +211,9 @@ def test_a_part_that_is_cancelled_is_left_out(event, which, micro):
 
 @pytest.mark.parametrize('micro', [4,1,('auto',3),('auto',1)], ids=str)
 def test_awd_lstm_keeps_its_state(micro):
-    "fastai's language model begins each batch where the one before has ended, row by row"
+    "fastai's language model goes on in each row with the hidden state that the batch before has left"
     learns = [make_application('language_model', loss_func=CrossEntropy()) for _ in range(2)]
     for learn,own in zip(learns, (None,micro)):
-        learn.remove_cb(RNNRegularizer)   # it is in single precision
+        learn.remove_cb(RNNRegularizer)   # it computes in single precision
         learn.fit_one_cycle(2, 0.05, cbs=accumulating(16, own))
     assert_same_run(*learns)

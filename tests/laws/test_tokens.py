@@ -16,11 +16,11 @@ gen = torch.Generator().manual_seed(0)
 def rand(*size): return torch.rand(*size, generator=gen, dtype=torch.float64)
 
 class Known(Masked):
-    "A loss of one's own with an `ignore_index`: 0/0, and NaN gradients, where everything is ignored"
+    "A user's loss with an `ignore_index`; if every target is ignored it is 0/0, and its gradients are NaN"
     ignore_index = -100
 
 class Replace(Callback):
-    "As fastai's MixUp, put another loss function in its place while training"
+    "Replaces the loss function while training, as fastai's MixUp does"
     order = 90
     def before_train(self): self.old,self.learn.loss_func = self.learn.loss_func,CrossEntropy(weight=w)
     def after_train(self): self.learn.loss_func = self.old
@@ -36,19 +36,19 @@ cases = {**{f'{k} over tokens':dict(tokens=True, loss_func=f, fit=fit_small_rate
     'replaced':dict(tokens=True, cbs=lambda: [Replace()], fit=fit_small_rate),
     'log probabilities':dict(loss_func=nn.NLLLoss(weight=w, ignore_index=1), splitter=params,
         model=lambda: nn.Sequential(nn.Linear(5,3), nn.LogSoftmax(-1)).double()),
-    # torch divides by samples, also with class weights
+    # for probabilities torch divides by the number of samples, even with class weights
     'probabilities':dict(data=TensorDataset(x, mixed), loss_func=nn.CrossEntropyLoss()),
     'weighted probabilities':dict(data=TensorDataset(x, mixed), loss_func=nn.CrossEntropyLoss(w)),
-    # as masks have them: in 8 bits the -100 of `ignore_index` would be the class 156
+    # targets in 8 bits, as in masks, where the -100 of `ignore_index` would be class 156
     **{f'8 bits {i}':dict(data=TensorDataset(x, masks), model=lambda: nn.Linear(5,160).double(), splitter=params,
         loss_func=nn.CrossEntropyLoss(o)) for i,o in enumerate((None,rand(160)))}}
 
-# Nothing but such a class is 0/0 to a micro-batch; the full-batch run knows nothing of it
+# A micro-batch in which every target has a class of weight 0 has a loss of 0/0; the full batch has other classes
 rare = toy_data(70)
 rare.tensors[1][4:8] = rare.tensors[1][32:40] = 0
 cases['class without weight'] = dict(data=rare, loss_func=CrossEntropy(weight=tensor([0.,1.,1.], dtype=torch.float64)))
 
-# A size of your own says what a loss is a mean of, and that a micro-batch counts for nothing
+# `n_items` says what the loss divides by, and may be 0 for a micro-batch
 def per_weight(p, y): return (F.mse_loss(p[...,0], y[...,0], reduction='none')*y[...,1]).sum()/y[...,1].sum()
 with_weights = TensorDataset(x, rand(70, 2))
 with_weights.tensors[1][8:12,1] = with_weights.tensors[1][20:24,1] = 0
@@ -62,7 +62,7 @@ def test_means_and_sums(case):
 
 @pytest.mark.parametrize('kwargs', [dict(), dict(weight=w.float()), dict(ignore_index=1)], ids=str)
 def test_fastais_flat_losses(kwargs):
-    "They cast to single precision: what rounding makes is nothing beside the error of a mean of means"
+    "They cast to single precision; that rounding is far smaller than the error of a mean of means"
     runs = [both_runs(tokens='ignore_index' not in kwargs, loss_func=CrossEntropyLossFlat(**kwargs), acc_cls=o,
         fit=lambda l,cbs: l.fit(2, 0.1, cbs=cbs)) for o in (GradientAccumulation,FastaiGradientAccumulation)]
     ours,stock = (deviation(weights(a), weights(b)) for a,b in runs)
@@ -71,7 +71,7 @@ def test_fastais_flat_losses(kwargs):
 # Where all is ignored
 
 def ignored(*which, n=64):
-    "Token data in which the samples `which` are nothing but padding"
+    "Return token data in which the samples `which` are all padding"
     ds = toy_data(n, tokens=True)
     ds.tensors[1][list(which)] = -100
     return ds
@@ -79,7 +79,7 @@ def ignored(*which, n=64):
 @pytest.mark.parametrize('loss', ['plain','smoothed','own','weighted'])
 @pytest.mark.parametrize('log', [True,False])
 def test_micro_batches_of_padding_do_nothing(loss, log):
-    "The first of an epoch, and one in the middle: neither weights nor losses turn NaN, and nothing ends the fit"
+    "At the start of an epoch or in its middle: no weight and no loss turns NaN, and nothing ends the fit"
     a,b = both_runs(data=ignored(*range(4), *range(24,28)), loss_func=losses[loss], acc=dict(log_accum_batch=log),
         cbs=lambda: [TerminateOnNaNCallback()], fit=fit_small_rate)
     assert deviation(weights(a), weights(b))<1e-7
@@ -103,7 +103,7 @@ def test_a_step_of_padding_decays_and_coasts_like_the_full_batch_runs():
 @pytest.mark.parametrize('kwargs', [dict(tokens=True), dict(tokens=True, loss_func=CrossEntropy(weight=w/1000)),
     dict(data=TensorDataset(x[:64], mixed[:64]), loss_func=nn.CrossEntropyLoss(w))], ids=['tokens','weights','mixed'])
 def test_gradients_stay_as_large_as_those_of_a_mean(kwargs):
-    "Sums over tokens would be 384 times as large, or with small class weights nothing: half precision holds neither"
+    "Sums over tokens would be 384 times as large, and with small class weights near 0; half precision holds neither"
     def run(cbs):
         seen,learn = [],toy(4, n=64, **kwargs)
         learn.model[0].weight.register_hook(lambda g: seen.append(g.norm().item()))

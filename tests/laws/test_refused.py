@@ -8,7 +8,7 @@ from fastai.vision.all import (DataLoader, GradientAccumulation as FastaiGradien
 from fastaccum import (ActivationCheckpoint, AutoSize, FreezeBN, GradientAccumulation, GradientAccumulationSchedule,
     GradientAccumulationScheduler, GradientCache, NoiseScale, RecalibrateBN, ScaledLR)
 from fastaccum.testing import assert_same_run, toy, toy_data
-from common import Seen, weights
+from common import RecordAt, weights
 
 def link(e): return str(e.value).rpartition('\nMore: https://')[2].partition('.html#')[2]
 
@@ -142,5 +142,5 @@ def test_learners_that_cannot_be_trained_are_refused_before_a_weight_moves(nm):
     assert_same_run(fresh, learn)
 
 def test_accumulation_is_not_switched_off_in_the_middle_of_an_epoch():
-    off = Seen('after_step', lambda l: setattr(l.gradient_accumulation, 'run', False))
+    off = RecordAt('after_step', lambda l: setattr(l.gradient_accumulation, 'run', False))
     with pytest.raises(RuntimeError, match='middle of an epoch'): toy(4).fit(1, cbs=[GradientAccumulation(16),off])

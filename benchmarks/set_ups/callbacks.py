@@ -1,25 +1,5 @@
 "Callbacks that others have published, on a small classifier"
-from contextlib import contextmanager
-from copy import deepcopy
-import numpy as np, torch
-from functools import partial
-from torch import nn
-from torch.nn import functional as F
-from fastai.callback.core import Callback, CancelStepException
-from fastai.callback.hook import ActivationStats
-from fastai.callback.mixup import reduce_loss
-from fastai.callback.schedule import ParamScheduler, SchedCos, combine_scheds
-from fastai.callback.tracker import (EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback,
-    TerminateOnNaNCallback)
-from fastai.callback.training import GradientClip
-from fastai.layers import NoneReduce
-from fastai.learner import Learner
-from fastai.losses import CrossEntropyLossFlat
-from fastai.metrics import accuracy
-from fastai.optimizer import Optimizer, average_grad, average_sqr_grad, step_stat, weight_decay
-from fastai.torch_core import trainable_params
-from fastcore.basics import patch_to
-from .data import conv, loaders, resnet, set_up, tensors
+from .data import *
 
 def learner(bs, net=None, **kwargs):
     return Learner(loaders(bs, tensors()), net or conv(), loss_func=CrossEntropyLossFlat(), metrics=accuracy, **kwargs)
@@ -151,11 +131,20 @@ class EMACallback(Callback):
     keeps=lambda learn: list(learn.ema.ema_model.parameters()))
 def ema(bs): return learner(bs, cbs=EMACallback())
 
-class CutMixUp(Callback):
-    "Each sample is mixed with another one, or gets a piece of it"
+class Mixing(Callback):
+    "Trains on mixed samples: the loss is that of the targets of both, by how much of each there is in the mixture"
     run_valid,draws = False,True
     def before_fit(self): self.old_lf,self.learn.loss_func = self.learn.loss_func,self.lf
     def after_fit(self): self.learn.loss_func = self.old_lf
+    def lf(self, pred, *yb):
+        if not self.training: return self.old_lf(pred, *yb)
+        with NoneReduce(self.old_lf) as lf: loss = torch.lerp(lf(pred, *self.yb1), lf(pred, *yb), self.lam)
+        return reduce_loss(loss, getattr(self.old_lf, 'reduction', 'mean'))
+
+def no_draws(name): return lambda learn: setattr(getattr(learn, name), 'draws', False)
+
+class CutMixUp(Mixing):
+    "Each sample is mixed with another one, or gets a piece of it"
     def before_batch(self):
         x,n = self.x.clone(),len(self.x)
         other,kind = (torch.randperm(n),torch.rand(n)<0.5) if self.draws else (torch.arange(n)^1,torch.arange(n)%4>1)
@@ -163,13 +152,9 @@ class CutMixUp(Callback):
         mixed = torch.lerp(x[other], x, self.lam[:,None,None,None])
         x[...,:8,:8] = x[other][...,:8,:8]
         self.learn.xb,self.yb1 = (torch.where(kind[:,None,None,None], mixed, x),),(self.y[other],)
-    def lf(self, pred, *yb):
-        if not self.training: return self.old_lf(pred, *yb)
-        with NoneReduce(self.old_lf) as lf: loss = torch.lerp(lf(pred, *self.yb1), lf(pred, *yb), self.lam)
-        return reduce_loss(loss, getattr(self.old_lf, 'reduction', 'mean'))
 
 @set_up('warner-benjamin/fastxtend', 'fastxtend/callback/cutmixup.py', 'CutMix and MixUp, sample by sample',
-    still=lambda learn: setattr(learn.cut_mix_up, 'draws', False))
+    still=no_draws('cut_mix_up'))
 def cutmixup(bs): return learner(bs, cbs=CutMixUp())
 
 class MultiTargetLoss(nn.Module):
@@ -198,12 +183,11 @@ def multi_loss(bs):
 
 # ManifoldMixupV2
 
-class ManifoldMixup(Callback):
+class ManifoldMixup(Mixing):
     "Mixes what comes out of a layer, which is drawn for each batch"
-    run_valid,draws = False,True
     def before_fit(self):
+        super().before_fit()
         self.module_list = [m for m in self.learn.model.modules() if isinstance(m, nn.Conv2d)]
-        self.old_lf,self.learn.loss_func = self.learn.loss_func,self.lf
     def before_batch(self):
         n = len(self.y)
         self.shuffle = torch.randperm(n) if self.draws else torch.arange(n)^1
@@ -215,13 +199,8 @@ class ManifoldMixup(Callback):
         if self.done: return
         self.done = True
         return torch.lerp(output[self.shuffle], output, self.lam[:,None,None,None])
-    def lf(self, pred, *yb):
-        if not self.training: return self.old_lf(pred, *yb)
-        with NoneReduce(self.old_lf) as lf: loss = torch.lerp(lf(pred, *self.yb1), lf(pred, *yb), self.lam)
-        return reduce_loss(loss, getattr(self.old_lf, 'reduction', 'mean'))
     def after_batch(self): self.handle.remove()
-    def after_fit(self): self.learn.loss_func = self.old_lf
 
 @set_up('nestordemeure/ManifoldMixupV2', 'manifold_mixup.py', 'manifold mixup, by hooks',
-    still=lambda learn: setattr(learn.manifold_mixup, 'draws', False))
+    still=no_draws('manifold_mixup'))
 def manifold_mixup(bs): return learner(bs, cbs=ManifoldMixup())

@@ -1,20 +1,8 @@
 "Generative models: what trains with more than one optimizer, or draws noise"
-import torch
-from functools import partial
-from torch import nn
-from torch.nn import functional as F
-from fastai.callback.core import Callback
-from fastai.data.block import TransformBlock
-from fastai.learner import Learner, Recorder
-from fastai.metrics import LossMetrics
-from fastai.optimizer import Adam, RMSProp
-from fastai.torch_core import params
-from fastai.vision.data import ImageBlock
-from fastai.vision.gan import AdaptiveGANSwitcher, GANDiscriminativeLR, GANLearner, basic_critic, basic_generator, \
-    generate_noise
-from .data import blocks, conv, loaders, pixels, set_up, tensors
+from fastai.vision.gan import *
+from .data import *
 
-def fit(learn, cbs): learn.fit(2, 2e-4, wd=0., cbs=cbs)
+fit = by('fit', 2, 2e-4, wd=0.)
 
 @set_up('fastai/fastai', 'nbs/24_vision.gan.ipynb', 'Wasserstein GAN', fit)
 def wgan(bs):
@@ -97,7 +85,8 @@ class CycleGANTrainer(TwoOptimizers):
 def two_kinds(bs): return loaders(bs, [(x,1-x.flip(-1)) for x,_ in tensors()])
 def critics(learn): return [list(o.parameters()) for o in (learn.model.D_A,learn.model.D_B)]
 
-@set_up('tmabraham/UPIT', 'upit/train/cyclegan.py', 'CycleGAN: critics with an optimizer of their own', fit, critics)
+@set_up('tmabraham/UPIT', 'upit/train/cyclegan.py', 'CycleGAN: critics with an optimizer of their own', fit,
+    keeps=critics)
 def cyclegan(bs):
     net = CycleGAN()
     return Learner(two_kinds(bs), net, loss_func=CycleGANLoss(net), opt_func=partial(Adam, mom=0.5, sqr_mom=0.999),
@@ -120,7 +109,7 @@ class DualGANTrainer(TwoOptimizers):
 class DualGANLoss(CycleGANLoss):
     def crit(self, out, targ): return -out.mean()
 
-@set_up('tmabraham/UPIT', 'upit/train/dualgan.py', 'DualGAN: critics step in `after_pred`', fit, critics)
+@set_up('tmabraham/UPIT', 'upit/train/dualgan.py', 'DualGAN: critics step in `after_pred`', fit, keeps=critics)
 def dualgan(bs):
     net = CycleGAN()
     return Learner(two_kinds(bs), net, loss_func=DualGANLoss(net, l_A=1., l_B=1., l_idt=0.), opt_func=RMSProp,
@@ -144,7 +133,6 @@ class DDPM(Callback):
         a = self.alpha_bar[t][:,None,None,None]
         self.learn.xb,self.learn.yb = (a.sqrt()*x0+(1-a).sqrt()*eps,t),(eps,)
 
-def no_noise(learn): learn.ddpm.noise = False
-
-@set_up('fastai/course22p2', 'nbs/15_DDPM.ipynb', 'diffusion: a callback draws noise and its strength', still=no_noise)
+@set_up('fastai/course22p2', 'nbs/15_DDPM.ipynb', 'diffusion: a callback draws noise and its strength',
+    still=lambda learn: setattr(learn.ddpm, 'noise', False))
 def ddpm(bs): return Learner(loaders(bs, tensors()), Denoiser(), loss_func=nn.MSELoss(), cbs=DDPM())

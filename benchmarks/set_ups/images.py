@@ -1,26 +1,6 @@
 "Pictures: classifiers, points, segmentation, pairs, boxes"
-import torch
-from functools import partial
-from torch import nn
-from torch.nn import functional as F
 from torchvision.models.convnext import CNBlockConfig, ConvNeXt
-from fastai.callback.hook import hook_outputs
-from fastai.callback.mixup import MixUp
-from fastai.data.block import CategoryBlock, MultiCategoryBlock
-from fastai.data.transforms import Normalize
-from fastai.layers import ConvLayer, Flatten, Mish, ResBlock
-from fastai.learner import Learner
-from fastai.losses import (CrossEntropyLossFlat, DiceLoss, FocalLossFlat,
-    LabelSmoothingCrossEntropy, MSELossFlat)
-from fastai.metrics import LossMetrics, accuracy, accuracy_multi, error_rate
-from fastai.optimizer import ranger
-from fastai.torch_core import params
-from fastai.vision.augment import RandomResizedCrop, Resize, aug_transforms
-from fastai.vision.core import TensorPoint
-from fastai.vision.data import BBoxBlock, BBoxLblBlock, ImageBlock, MaskBlock, PointBlock, imagenet_stats
-from fastai.vision.learner import create_head, unet_learner, vision_learner
-from fastai.vision.models.xresnet import XResNet
-from .data import blocks, classes, conv, fine_tune, loaders, pixels, resnet, set_up, tensors
+from .data import *
 
 def name_of(i): return 'abcdefghij'[classes[i]]
 
@@ -45,32 +25,23 @@ def imagenette(bs, size, **kwargs):
 def progressive_resizing(bs):
     return Learner(imagenette(bs, 12, n=50), resnet(), loss_func=LabelSmoothingCrossEntropy(), metrics=accuracy)
 
-def flat_cos(learn, cbs): learn.fit_flat_cos(2, 4e-3, cbs=cbs)
-
-@set_up('fastai/fastai', 'nbs/examples/train_imagenette.py', 'xresnet, `ranger`, MixUp, label smoothing', flat_cos,
-    still=lambda learn: setattr(learn.mix_up, 'run', False), alone='the `spectral_norm` of `sa=True`')
+@set_up('fastai/fastai', 'nbs/examples/train_imagenette.py', 'xresnet, `ranger`, MixUp, label smoothing',
+    by('fit_flat_cos', 2, 4e-3), still=lambda learn: setattr(learn.mix_up, 'run', False),
+    alone='the `spectral_norm` of `sa=True`')
 def xresnet_mixup(bs):
     net = XResNet(ResBlock, 1, layers=[1]*4, n_out=10, sa=True, act_cls=Mish, stem_szs=(8,8,64),
         widen=0.125)
     return Learner(imagenette(bs, 16), net, loss_func=LabelSmoothingCrossEntropy(), metrics=accuracy, cbs=MixUp(0.4),
         opt_func=partial(ranger, mom=0.95, sqr_mom=0.99, eps=1e-6, beta=0.))
 
-def multi_fit(learn, cbs): learn.fine_tune(1, base_lr=3e-3, freeze_epochs=1, cbs=cbs)
-
-@set_up('fastai/fastbook', '06_multicat.ipynb', 'several labels, `BCEWithLogitsLossFlat`', multi_fit)
+@set_up('fastai/fastbook', '06_multicat.ipynb', 'several labels, `BCEWithLogitsLossFlat`', fine_tune)
 def multi_label(bs):
     def labels(i): return [name_of(i), 'even' if classes[i]%2==0 else 'odd']
     dls = blocks(bs, ImageBlock, MultiCategoryBlock, get_y=labels, item_tfms=RandomResizedCrop(16, min_scale=0.35))
     return vision_learner(dls, resnet, pretrained=False, metrics=partial(accuracy_multi, thresh=0.2))
 
-def frozen_then_all(learn, cbs):
-    learn.freeze()
-    learn.fit_flat_cos(1, 1e-2, cbs=cbs)
-    learn.unfreeze()
-    learn.fit_flat_cos(1, 1e-4, cbs=cbs)
-
 @set_up('walkwithfastai/walkwithfastai.github.io', 'nbs/course2020/vision/06_Keypoint_Regression.ipynb',
-    'key points, three parameter groups, `ranger`', frozen_then_all)
+    'key points, three parameter groups, `ranger`', frozen_first('fit_flat_cos', 1e-2, 1e-4))
 def key_points(bs):
     def points(i): return TensorPoint(torch.tensor([[i%16, 3.], [8., i%13]]))
     dls = blocks(bs, ImageBlock, PointBlock, get_y=points, item_tfms=Resize(16))
@@ -80,14 +51,8 @@ def key_points(bs):
 
 def masks(i): return (pixels[i,...,0]>90).astype('uint8')+(pixels[i,...,0]>180)
 
-def two_stages(learn, cbs):
-    learn.freeze()
-    learn.fit_flat_cos(1, slice(1e-3), cbs=cbs)
-    learn.unfreeze()
-    learn.fit_flat_cos(1, slice(1e-3/400, 1e-3/4), cbs=cbs)
-
 @set_up('walkwithfastai/walkwithfastai.github.io', 'nbs/course2020/vision/04_Segmentation.ipynb',
-    'U-Net, weighted classes', two_stages)
+    'U-Net, weighted classes', frozen_first('fit_flat_cos', slice(1e-3), slice(1e-3/400, 1e-3/4)))
 def camvid(bs):
     dls = blocks(bs, ImageBlock, MaskBlock(['a','b','c']), get_y=masks,
         batch_tfms=Normalize.from_stats(*imagenet_stats))
@@ -116,13 +81,8 @@ class Siamese(nn.Module):
         self.encoder,self.head = resnet()[:3],create_head(64, 2, ps=0.5)
     def forward(self, a, b): return self.head(torch.cat([self.encoder(a), self.encoder(b)], dim=1))
 
-def siamese_fit(learn, cbs):
-    learn.freeze()
-    learn.fit_one_cycle(1, 3e-3, cbs=cbs)
-    learn.unfreeze()
-    learn.fit_one_cycle(1, slice(1e-6, 1e-4), cbs=cbs)
-
-@set_up('fastai/fastai', 'nbs/24_tutorial.siamese.ipynb', 'pairs of pictures, `freeze` and `unfreeze`', siamese_fit)
+@set_up('fastai/fastai', 'nbs/24_tutorial.siamese.ipynb', 'pairs of pictures, `freeze` and `unfreeze`',
+    frozen_first('fit_one_cycle', 3e-3, slice(1e-6, 1e-4)))
 def siamese(bs):
     items = tensors()
     pairs = [(a, items[(i*7)%len(items)]) for i,a in enumerate(items)]

@@ -1,16 +1,5 @@
 "Time series: tsai's model, its `one_batch`, and callbacks that it brings"
-from contextlib import contextmanager
-import numpy as np, torch
-from torch import nn
-from torch.nn import functional as F
-from fastai.callback.core import Callback, CancelBatchException
-from fastai.data.load import DataLoader
-from fastai.layers import Flatten
-from fastai.learner import Learner
-from fastai.losses import CrossEntropyLossFlat, MSELossFlat
-from fastai.metrics import accuracy
-from fastai.torch_core import to_device
-from .data import classes, loaders, pixels, set_up
+from .data import *
 
 @contextmanager
 def tsai():

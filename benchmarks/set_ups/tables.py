@@ -1,21 +1,8 @@
 "Tables and ratings"
-import numpy as np, pandas as pd, torch
-from torch import nn
-from torch.nn import functional as F
-from fastai.callback.tracker import EarlyStoppingCallback
-from fastai.collab import CollabDataLoaders
-from fastai.data.block import CategoryBlock, RegressionBlock
-from fastai.layers import LinBnDrop, SigmoidRange
-from fastai.learner import Learner
-from fastai.losses import CrossEntropyLossFlat, MSELossFlat
-from fastai.metrics import accuracy
-from fastai.optimizer import ranger
-from fastai.tabular.core import Categorify, FillMissing, Normalize
-from fastai.tabular.data import TabularDataLoaders
-from fastai.tabular.learner import tabular_learner
-from fastai.tabular.model import TabularModel, get_emb_sz
+from fastai.collab import *
+from fastai.tabular.all import *
 from sklearn.datasets import load_diabetes
-from .data import full, loaders, n_train, n_valid, set_up
+from .data import *
 
 def table(bs, y, **kwargs):
     "Of patients: two columns of classes, three of numbers, some missing"
@@ -28,9 +15,8 @@ def table(bs, y, **kwargs):
         cont_names=['age','bmi','bp'], y_names=y, valid_idx=list(range(n_train, n_train+n_valid)), bs=bs, num_workers=0,
         device='cpu', **kwargs)
 
-def tabular_fit(learn, cbs): learn.fit_one_cycle(2, 1e-2, cbs=cbs)
-
-@set_up('fastai/fastbook', '09_tabular.ipynb', 'embeddings, regression with a range, `F.mse_loss`', tabular_fit)
+@set_up('fastai/fastbook', '09_tabular.ipynb', 'embeddings, regression with a range, `F.mse_loss`',
+    by('fit_one_cycle', 2, 1e-2))
 def bulldozers(bs):
     dls = table(bs, 'target', y_block=RegressionBlock())
     return tabular_learner(dls, y_range=(25, 350), layers=[50,25], n_out=1, loss_func=F.mse_loss)
@@ -47,9 +33,8 @@ class DotProductBias(nn.Module):
         res = (self.users[u]*self.movies[m]).sum(1)+self.user_bias[u]+self.movie_bias[m]
         return torch.sigmoid(res)*self.y_range[1]
 
-def collab_fit(learn, cbs): learn.fit_one_cycle(2, 5e-3, wd=0.1, cbs=cbs)
-
-@set_up('fastai/fastbook', '08_collab.ipynb', 'ratings, a model from scratch, weight decay', collab_fit)
+@set_up('fastai/fastbook', '08_collab.ipynb', 'ratings, a model from scratch, weight decay',
+    by('fit_one_cycle', 2, 5e-3, wd=0.1))
 def movies(bs):
     r = np.random.default_rng(0)
     df = pd.DataFrame(dict(user=r.integers(0, 9, 60), title=r.integers(0, 12, 60), rating=r.integers(1, 11, 60)/2))
@@ -86,12 +71,11 @@ class TabularAE(TabularModel):
         x = self.decoder(super().forward(self.noise(x_cat), self.noise(x_cont)))
         return self.cats(x),self.conts(x)
 
-def no_noise(learn): learn.model.noise.p = 0.
-
 def ae_fit(learn, cbs): learn.fit_flat_cos(2, 4e-3, cbs=[EarlyStoppingCallback(),*cbs])
 
 @set_up('walkwithfastai/walkwithfastai.github.io', 'nbs/03_tab.ae.ipynb',
-    'autoencoder of a table, noise from other rows of the batch', ae_fit, still=no_noise)
+    'autoencoder of a table, noise from other rows of the batch', ae_fit,
+    still=lambda learn: setattr(learn.model.noise, 'p', 0.))
 def autoencoder(bs):
     to = table(full, 'high', y_block=CategoryBlock()).train.dataset
     cats,conts = torch.tensor(to.cats.values).long(),torch.tensor(to.conts.values).float()

@@ -1,21 +1,9 @@
 "Texts: fastai's own models, recurrent networks from scratch, Hugging Face's models"
 import random
-import pandas as pd, torch
-from torch import nn
+from fastai.text.all import *
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification,
     AutoModelForTokenClassification)
-from fastai.callback.core import Callback
-from fastai.callback.rnn import rnn_cbs
-from fastai.data.block import CategoryBlock, DataBlock
-from fastai.learner import Learner
-from fastai.losses import BaseLoss, CrossEntropyLossFlat
-from fastai.metrics import Perplexity, accuracy
-from fastai.text.core import BaseTokenizer
-from fastai.text.data import TextBlock
-from fastai.text.learner import language_model_learner, text_classifier_learner
-from fastai.text.models.awdlstm import AWD_LSTM, awd_lstm_clas_config, awd_lstm_lm_config
-from fastai.torch_core import params
-from .data import loaders, n_train, n_valid, set_up, words
+from .data import *
 
 vocab = {o:i+1 for i,o in enumerate(sorted(set(words[:600])))}
 ids = torch.tensor([vocab[o] for o in words[:600]])
@@ -77,7 +65,7 @@ def chunks(bs, sl=6):
     return loaders(bs, train+valid, n=48, shuffle=False)
 
 @set_up('fastai/fastbook', '12_nlp_dive.ipynb', 'an LSTM that keeps its state, `RNNRegularizer`',
-    lambda learn,cbs: learn.fit_one_cycle(2, 1e-2, wd=0.1, cbs=cbs))
+    by('fit_one_cycle', 2, 1e-2, wd=0.1))
 def lstm_with_state(bs):
     dls = chunks(bs)
     dls.valid.bs = bs
@@ -123,8 +111,7 @@ class DropOutput(Callback):
     "Only the first of the model's outputs is the prediction"
     def after_pred(self): self.learn.pred = self.pred[0]
 
-@set_up('fastai/fastai', 'nbs/39_tutorial.transformers.ipynb', 'GPT-2 with `DropOutput`',
-    lambda learn,cbs: learn.fit_one_cycle(2, 1e-3, cbs=cbs))
+@set_up('fastai/fastai', 'nbs/39_tutorial.transformers.ipynb', 'GPT-2 with `DropOutput`', by('fit_one_cycle', 2, 1e-3))
 def gpt2(bs):
     net = AutoModelForCausalLM.from_config(config('gpt2'))
     return Learner(text_loaders(bs, True), net, loss_func=CrossEntropyLossFlat(), cbs=DropOutput(),
@@ -162,11 +149,7 @@ def named(bs, label_of):
         return dict(input_ids=x, attention_mask=(x>0).long(), labels=label_of(i, x)),label_of(i, x)
     return loaders(bs, [item(i) for i in range(52)])
 
-def blurr_fit(learn, cbs):
-    learn.freeze()
-    learn.fit_one_cycle(1, 1e-3, cbs=cbs)
-    learn.unfreeze()
-    learn.fit_one_cycle(1, slice(1e-7, 1e-4), cbs=cbs)
+blurr_fit = frozen_first('fit_one_cycle', 1e-3, slice(1e-7, 1e-4))
 
 def blurr_splitter(m): return [params(m.hf_model.bert), params(m.hf_model.classifier)]
 

@@ -1,18 +1,12 @@
 "Self-supervised learning: two views of each picture, with the callbacks of self_supervised"
-from copy import deepcopy
-import torch
-from torch import nn
-from torch.nn import functional as F
-from fastai.callback.core import Callback
-from fastai.learner import Learner
-from .data import conv, loaders, mlp, set_up, tensors
+from .data import *
 
 repo = 'KeremTurgutlu/self_supervised'
 def only(bs): return loaders(bs, [(x,0) for x,_ in tensors(56)], n=48)
 def flip(x): return x.flip(-1)
 def dim(x): return x*0.7+0.1
 def encoder(): return nn.Sequential(*list(conv())[:-1])
-def fit(learn, cbs): learn.fit_flat_cos(2, 1e-2, wd=1e-2, cbs=cbs)
+fit = by('fit_flat_cos', 2, 1e-2, wd=1e-2)
 
 class Projected(nn.Module):
     "An encoder, and what is learned on top of it"
@@ -23,10 +17,13 @@ class Projected(nn.Module):
         z = self.projector(self.encoder(x))
         return F.normalize(z, dim=1) if self.normalize else z
 
-class Views(Callback):
-    "Two views of each picture"
+class WithLoss(Callback):
+    "Its own method `lf` becomes the loss function"
     order,run_valid = 9,True
     def before_fit(self): self.learn.loss_func = self.lf
+
+class Views(WithLoss):
+    "Two views of each picture"
     def before_batch(self): self.learn.xb = (torch.cat([flip(self.x), dim(self.x)]),)
 
 class SimCLR(Views):
@@ -56,14 +53,13 @@ def follow(slow, fast, m):
     "A moving average of parameters"
     for p,q in zip(slow.parameters(), fast.parameters()): p.data = p.data*m+q.data*(1-m)
 
-class MOCO(Callback):
+class MOCO(WithLoss):
     "Each view is to find its key, among those of the batch and of a queue"
-    order,run_valid = 9,True
     def __init__(self, K=48, m=0.9, temp=0.07): self.K,self.m,self.temp = K,m,temp
     def before_fit(self):
+        super().before_fit()
         self.encoder_k = deepcopy(self.learn.model).requires_grad_(False)
         self.queue,self.queue_ptr = F.normalize(torch.randn(self.K, 8), dim=1),0
-        self.learn.loss_func = self.lf
     def before_batch(self):
         x = self.x
         self.learn.xb = (flip(x),)
@@ -86,12 +82,11 @@ class BYOLModel(nn.Module):
         self.encoder,self.projector,self.predictor = encoder(),mlp(16, 12, 8, bn=True),mlp(8, 12, 8, bn=True)
     def forward(self, a, b): return tuple(self.predictor(self.projector(self.encoder(o))) for o in (a,b))
 
-class BYOL(Callback):
+class BYOL(WithLoss):
     "The targets are what a slower copy of the model gives"
-    order,run_valid = 9,True
     def before_fit(self):
+        super().before_fit()
         self.target_model = deepcopy(self.learn.model).requires_grad_(False)
-        self.learn.loss_func = self.lf
     def before_train(self): self.target_model.train(self.learn.model.projector[1].training)
     def before_validate(self): self.target_model.eval()
     def before_batch(self):
@@ -117,10 +112,8 @@ class SwAVModel(nn.Module):
         z = self.body(torch.cat(xs))
         return z,self.prototypes(z)
 
-class SWAV(Callback):
+class SWAV(WithLoss):
     "The prototypes of one view are to be told from the other; the pictures of a batch are spread over them evenly"
-    order,run_valid = 9,True
-    def before_fit(self): self.learn.loss_func = self.lf
     def before_batch(self): self.learn.xb = ([flip(self.x),dim(self.x)],)
     def after_batch(self):
         w = self.learn.model.prototypes.weight.data
@@ -149,10 +142,8 @@ class DINOModel(nn.Module):
         self.register_buffer('C', torch.zeros(1, 8))
     def forward(self, xs): return self.student(torch.cat(xs))
 
-class DINO(Callback):
+class DINO(WithLoss):
     "The student's view is to be like the teacher's of the other view, of which the mean over batches is taken away"
-    order,run_valid = 9,True
-    def before_fit(self): self.learn.loss_func = self.lf
     def before_batch(self):
         self.bs = len(self.x)
         self.learn.xb = ([flip(self.x),dim(self.x)],)
@@ -177,10 +168,8 @@ class CLIP(nn.Module):
     def forward(self, image, text):
         return F.normalize(self.image(image), dim=-1),F.normalize(self.text(text), dim=-1)
 
-class CLIPTrainer(Callback):
+class CLIPTrainer(WithLoss):
     "Each picture is to find its text, and each text its picture"
-    order,run_valid = 9,True
-    def before_fit(self): self.learn.loss_func = self.lf
     def lf(self, pred, *yb):
         a,b = pred
         logits,labels = self.model.logit_scale.exp()*a@b.T,torch.arange(len(a))

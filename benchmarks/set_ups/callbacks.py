@@ -13,14 +13,13 @@ def tracked(learn, cbs):
 @set_up('fastai/fastai', 'nbs/14_callback.schedule.ipynb', '`ParamScheduler` with all trackers and clipping', tracked)
 def trackers(bs): return learner(bs)
 
-def own_optimizer(ps, **kwargs):
-    return Optimizer(ps, [weight_decay,average_grad,average_sqr_grad,step_stat,my_step], **kwargs)
 def my_step(p, lr, grad_avg, sqr_avg, step, mom=0.9, sqr_mom=0.99, eps=1e-5, **kwargs):
     p.data.addcdiv_(grad_avg/(1-mom**step), (sqr_avg/(1-sqr_mom**step)).sqrt()+eps, value=-lr)
 
 @set_up('fastai/fastbook', '16_accel_sgd.ipynb', 'an optimizer from scratch')
 def optimizer_from_scratch(bs):
-    return learner(bs, opt_func=partial(own_optimizer, mom=0.9, sqr_mom=0.99, eps=1e-5, wd=0.01))
+    cbs = [weight_decay,average_grad,average_sqr_grad,step_stat,my_step]
+    return learner(bs, opt_func=partial(Optimizer, cbs=cbs, mom=0.9, sqr_mom=0.99, eps=1e-5, wd=0.01))
 
 @set_up('fastai/fastbook', '13_convolutions.ipynb', '`ActivationStats` with histograms, BatchNorm')
 def activation_stats(bs): return learner(bs, resnet(), cbs=ActivationStats(with_hist=True))
@@ -157,19 +156,17 @@ class CutMixUp(Mixing):
     still=no_draws('cut_mix_up'))
 def cutmixup(bs): return learner(bs, cbs=CutMixUp())
 
-class MultiTargetLoss(nn.Module):
+class MultiTargetLoss(Module):
     "Several losses, whose values metrics show"
     def __init__(self):
-        super().__init__()
         self.loss_funcs,self.weights = [nn.CrossEntropyLoss(reduction='none'),nn.L1Loss(reduction='none')],[1,0.5]
     def forward(self, preds, *targs):
         ls = [w*f(p, y) for w,f,p,y in zip(self.weights, self.loss_funcs, preds, targs)]
         self.losses = [o.detach() for o in ls]
         return sum(ls).mean()
 
-class TwoHeads(nn.Module):
+class TwoHeads(Module):
     def __init__(self):
-        super().__init__()
         self.body,self.a,self.b = conv(12),nn.Linear(12, 10),nn.Linear(12, 1)
     def forward(self, x):
         x = self.body(x).relu()

@@ -10,7 +10,7 @@ def wgan(bs):
     return GANLearner.wgan(dls, basic_generator(16, 3, in_sz=6, n_features=8), basic_critic(16, 3, n_features=8),
         opt_func=partial(Adam, mom=0.))
 
-class Crit(nn.Module):
+class Crit(Module):
     "Binary cross-entropy, for targets of any shape"
     def forward(self, p, y): return F.binary_cross_entropy_with_logits(p.flatten(), y.flatten().to(p))
 
@@ -24,10 +24,9 @@ def super_resolution(bs):
     return GANLearner.from_learners(gen, crit, weights_gen=(1.,50.), switcher=AdaptiveGANSwitcher(critic_thresh=.65),
         opt_func=partial(Adam, mom=0.), cbs=GANDiscriminativeLR(mult_lr=5.))
 
-class CycleGAN(nn.Module):
+class CycleGAN(Module):
     "Two generators, each from one kind of pictures to the other, and two critics"
     def __init__(self):
-        super().__init__()
         def gen(): return nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 3, 3, padding=1))
         self.G_A,self.G_B,self.D_A,self.D_B = gen(),gen(),conv(1),conv(1)
     def forward(self, x):
@@ -35,10 +34,9 @@ class CycleGAN(nn.Module):
         fakes = self.G_A(b),self.G_B(a)
         return (*fakes, self.G_A(a), self.G_B(b)) if self.training else fakes*2
 
-class CycleGANLoss(nn.Module):
+class CycleGANLoss(Module):
     "There and back again gives the same picture, and the critics take it for a real one"
     def __init__(self, cgan, l_A=10., l_B=10., l_idt=0.5):
-        super().__init__()
         self.cgan,self.l_A,self.l_B,self.l_idt = [cgan],l_A,l_B,l_idt
     def crit(self, out, targ): return F.mse_loss(out, torch.full_like(out, targ))
     def set_input(self, a, b): self.real_A,self.real_B = a,b
@@ -115,10 +113,9 @@ def dualgan(bs):
     return Learner(two_kinds(bs), net, loss_func=DualGANLoss(net, l_A=1., l_B=1., l_idt=0.), opt_func=RMSProp,
         cbs=DualGANTrainer)
 
-class Denoiser(nn.Module):
+class Denoiser(Module):
     "Says what noise is in a picture, given how much there is"
     def __init__(self):
-        super().__init__()
         self.emb,self.a,self.b = nn.Embedding(100, 8),nn.Conv2d(3, 8, 3, padding=1),nn.Conv2d(8, 3, 3, padding=1)
     def forward(self, x, t): return self.b((self.a(x)+self.emb(t)[...,None,None]).relu())
 

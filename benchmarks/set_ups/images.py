@@ -62,11 +62,8 @@ def camvid(bs):
 
 class CombinedLoss:
     "Focal loss, and Dice"
-    def __init__(self, axis=1, smooth=1., alpha=1.):
-        self.axis,self.alpha,self.focal,self.dice = axis,alpha,FocalLossFlat(axis=axis),DiceLoss(axis, smooth)
-    def __call__(self, pred, targ): return self.focal(pred, targ)+self.alpha*self.dice(pred, targ)
-    def decodes(self, x): return x.argmax(dim=self.axis)
-    def activation(self, x): return F.softmax(x, dim=self.axis)
+    def __init__(self): self.focal,self.dice = FocalLossFlat(axis=1),DiceLoss(axis=1, smooth=1.)
+    def __call__(self, pred, targ): return self.focal(pred, targ)+self.dice(pred, targ)
 
 @set_up('fastai/fastai', 'nbs/01a_losses.ipynb', 'segmentation with focal and Dice loss')
 def dice(bs):
@@ -74,10 +71,9 @@ def dice(bs):
     net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 3, 3, padding=1))
     return Learner(dls, net, loss_func=CombinedLoss())
 
-class Siamese(nn.Module):
+class Siamese(Module):
     "Are two pictures of the same kind?"
     def __init__(self):
-        super().__init__()
         self.encoder,self.head = resnet()[:3],create_head(64, 2, ps=0.5)
     def forward(self, a, b): return self.head(torch.cat([self.encoder(a), self.encoder(b)], dim=1))
 
@@ -91,23 +87,19 @@ def siamese(bs):
     return Learner(dls, Siamese(), loss_func=loss, metrics=accuracy,
         splitter=lambda m: [params(m.encoder), params(m.head)])
 
-class Heads(nn.Module):
+class Heads(Module):
     "Three classifiers of one picture"
     def __init__(self, n):
-        super().__init__()
         self.body = resnet()[:3]
         self.grapheme,self.vowel,self.consonant = (create_head(32, o) for o in n)
     def forward(self, x):
         y = self.body(x)
         return [self.grapheme(y), self.vowel(y), self.consonant(y)]
 
-class CombinationLoss(nn.Module):
+class CombinationLoss(Module):
     "Cross-entropy of several targets"
-    def __init__(self, w=(2,1,1)):
-        super().__init__()
-        self.w = w
     def forward(self, xs, *ys, reduction='mean'):
-        return sum(w*F.cross_entropy(x, y, reduction=reduction) for w,x,y in zip(self.w, xs, ys))
+        return sum(w*F.cross_entropy(x, y, reduction=reduction) for w,x,y in zip((2,1,1), xs, ys))
 
 @set_up('walkwithfastai/walkwithfastai.github.io', 'nbs/course2020/vision/06_Multimodal_Head_and_Kaggle.ipynb',
     'three heads and three targets')
@@ -116,10 +108,9 @@ def three_heads(bs):
         getters=[pixels.__getitem__, name_of, lambda i: classes[i]%3, lambda i: classes[i]%2])
     return Learner(dls, Heads([10,3,2]), loss_func=CombinationLoss())
 
-class SimpleModel(nn.Module):
+class SimpleModel(Module):
     "A recurrent network on what a small network sees in each frame"
     def __init__(self):
-        super().__init__()
         self.encoder,self.lstm,self.head = conv(12),nn.LSTM(12, 8, batch_first=True),nn.Linear(8, 10)
     def forward(self, frames): return self.head(self.lstm(torch.stack([self.encoder(o) for o in frames], 1))[0][:,-1])
 
@@ -129,10 +120,9 @@ def video(bs):
     return Learner(loaders(bs, [(tuple(items[(i+k)%52][0] for k in range(3)), y) for i,(_,y) in enumerate(items)]),
         SimpleModel(), loss_func=CrossEntropyLossFlat(), metrics=accuracy)
 
-class FeatureLoss(nn.Module):
+class FeatureLoss(Module):
     "How far the features of a fixed network are apart, and those of their styles"
     def __init__(self):
-        super().__init__()
         self.net = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 6, 3, 2), nn.ReLU()).requires_grad_(False)
         self.hooks = hook_outputs([self.net[1],self.net[3]], detach=False)
     def feats(self, x):
@@ -152,16 +142,15 @@ def style_transfer(bs):
     return Learner(loaders(bs, [(x, x.flip(-1)) for x,_ in tensors()]), net, loss_func=FeatureLoss(),
         metrics=LossMetrics('stl_loss,act_loss'))
 
-class Retina(nn.Module):
+class Retina(Module):
     "For each of the cells of a grid: is there something, and where?"
     def __init__(self):
-        super().__init__()
         self.body,self.classifier,self.box_regressor = resnet()[:2],nn.Conv2d(16, 2, 3, padding=1),nn.Conv2d(16, 4, 1)
     def forward(self, x):
         x = self.body(x)
         return [o(x).flatten(2).transpose(1, 2) for o in (self.classifier,self.box_regressor)]
 
-class RetinaNetFocalLoss(nn.Module):
+class RetinaNetFocalLoss(Module):
     "Focal loss of the cells, and distance of the boxes; those of class 0 only fill up"
     def one(self, clas, box, b, c):
         b,c = b[c>0],c[c>0]

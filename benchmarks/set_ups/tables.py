@@ -21,10 +21,9 @@ def bulldozers(bs):
     dls = table(bs, 'target', y_block=RegressionBlock())
     return tabular_learner(dls, y_range=(25, 350), layers=[50,25], n_out=1, loss_func=F.mse_loss)
 
-class DotProductBias(nn.Module):
+class DotProductBias(Module):
     "Factors and biases of users and films"
     def __init__(self, n_users, n_movies, n_factors=6, y_range=(0,5.5)):
-        super().__init__()
         def new(*size): return nn.Parameter(torch.zeros(*size).normal_(0, 0.01))
         self.users,self.user_bias = new(n_users, n_factors),new(n_users)
         self.movies,self.movie_bias,self.y_range = new(n_movies, n_factors),new(n_movies),y_range
@@ -41,20 +40,18 @@ def movies(bs):
     dls = CollabDataLoaders.from_df(df, item_name='title', valid_pct=0.2, seed=0, bs=bs, num_workers=0, device='cpu')
     return Learner(dls, DotProductBias(*(len(dls.classes[o]) for o in ('user','title'))), loss_func=MSELossFlat())
 
-class BatchSwapNoise(nn.Module):
+class BatchSwapNoise(Module):
     "Some of the values become those of another row of the batch"
     def __init__(self, p):
-        super().__init__()
         self.p = p
     def forward(self, x):
         if not self.training: return x
         rows = torch.where(torch.rand(x.shape)>1-self.p, (torch.rand(x.shape)*len(x)).long(), 0)
         return x.gather(0, (torch.arange(len(x))[:,None]+rows)%len(x))
 
-class RecreatedLoss(nn.Module):
+class RecreatedLoss(Module):
     "Sums over the columns of the table, divided by the rows"
     def __init__(self, cats):
-        super().__init__()
         self.cats,self.ce,self.mse = cats,CrossEntropyLossFlat(reduction='sum'),MSELossFlat(reduction='sum')
     def forward(self, preds, cat_targs, cont_targs):
         cats,conts = preds
@@ -85,10 +82,9 @@ def autoencoder(bs):
     return Learner(dls, TabularAE(get_emb_sz(to), conts.shape[1], sizes), loss_func=RecreatedLoss(sizes), wd=0.01,
         opt_func=ranger)
 
-class GhostBatchNorm(nn.Module):
+class GhostBatchNorm(Module):
     "BatchNorm of a few rows at a time"
     def __init__(self, n, size=4):
-        super().__init__()
         self.bn,self.size = nn.BatchNorm1d(n, momentum=0.01),size
     def forward(self, x): return torch.cat([self.bn(o) for o in x.split(self.size)])
 
@@ -96,9 +92,8 @@ class GhostBatchNorm(nn.Module):
     'ghost BatchNorm, as in TabNet')
 def tabnet(bs):
     dls = table(bs, 'high', y_block=CategoryBlock())
-    class Net(nn.Module):
+    class Net(Module):
         def __init__(self):
-            super().__init__()
             self.embs = nn.ModuleList([nn.Embedding(*o) for o in get_emb_sz(dls.train)])
             n = sum(o.embedding_dim for o in self.embs)+3
             self.body = nn.Sequential(nn.Linear(n, 8), GhostBatchNorm(8), nn.GLU(), nn.Linear(4, 2))

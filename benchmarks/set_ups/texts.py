@@ -39,10 +39,9 @@ def imdb_classifier(bs):
     return text_classifier_learner(text_loaders(bs, False), AWD_LSTM, config=awd_lstm_clas_config|small, drop_mult=0.5,
         pretrained=False, metrics=accuracy)
 
-class LMModel7(nn.Module):
+class LMModel7(Module):
     "An LSTM that goes on from where the batch before has ended; the weights of input and output are the same"
     def __init__(self, n_vocab, n_hidden, n_layers, p, bs):
-        super().__init__()
         self.i_h,self.drop = nn.Embedding(n_vocab, n_hidden),nn.Dropout(p)
         self.rnn,self.h_o = nn.LSTM(n_hidden, n_hidden, n_layers, batch_first=True),nn.Linear(n_hidden, n_vocab)
         self.h_o.weight = self.i_h.weight
@@ -72,10 +71,9 @@ def lstm_with_state(bs):
     return Learner(dls, LMModel7(len(vocab)+1, 10, 2, 0.4, bs), loss_func=CrossEntropyLossFlat(), metrics=accuracy,
         cbs=rnn_cbs(alpha=2, beta=1))
 
-class Seq2Seq(nn.Module):
+class Seq2Seq(Module):
     "Predicts word by word, at random from its own words or those of the target"
     def __init__(self, n_vocab, n=8):
-        super().__init__()
         self.emb,self.enc,self.dec = nn.Embedding(n_vocab, n),nn.GRU(n, n, batch_first=True),nn.GRUCell(n, n)
         self.out = nn.Linear(n, n_vocab)
     def forward(self, src, trg, ratio=0.5):
@@ -122,10 +120,9 @@ class PreCalculatedLoss(BaseLoss):
     def __call__(self, inp, targ, **kwargs): return torch.tensor(0.)
 class PreCalculatedCrossEntropyLoss(PreCalculatedLoss, CrossEntropyLossFlat): pass
 
-class BaseModelWrapper(nn.Module):
+class BaseModelWrapper(Module):
     "Calls a model of transformers with the names in the batch"
     def __init__(self, hf_model):
-        super().__init__()
         self.hf_model = hf_model
     def forward(self, x): return self.hf_model(**x)
 
@@ -166,10 +163,9 @@ def blurr_tokens(bs):
     return Learner(named(bs, lambda i,x: torch.where(x>0, x%3, -100)), BaseModelWrapper(net), splitter=blurr_splitter,
         loss_func=PreCalculatedCrossEntropyLoss(), cbs=BaseModelCallback)
 
-class Copier(nn.Module):
+class Copier(Module):
     "A transformer that reads from left to right"
     def __init__(self, n_vocab, n=16):
-        super().__init__()
         self.emb,self.out = nn.Embedding(n_vocab, n),nn.Linear(n, n_vocab)
         self.body = nn.TransformerEncoderLayer(n, 2, 32, dropout=0.1, batch_first=True)
     def forward(self, x):

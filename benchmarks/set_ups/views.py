@@ -8,10 +8,9 @@ def dim(x): return x*0.7+0.1
 def encoder(): return nn.Sequential(*list(conv())[:-1])
 fit = by('fit_flat_cos', 2, 1e-2, wd=1e-2)
 
-class Projected(nn.Module):
+class Projected(Module):
     "An encoder, and what is learned on top of it"
     def __init__(self, normalize=False, bn=False):
-        super().__init__()
         self.encoder,self.projector,self.normalize = encoder(),mlp(16, 12, 8, bn=bn),normalize
     def forward(self, x):
         z = self.projector(self.encoder(x))
@@ -75,10 +74,9 @@ class MOCO(WithLoss):
 @set_up(repo, 'self_supervised/vision/moco.py', 'MoCo', fit, keeps=lambda learn: learn.moco.queue)
 def moco(bs): return Learner(only(bs), Projected(normalize=True), loss_func=F.mse_loss, cbs=MOCO())
 
-class BYOLModel(nn.Module):
+class BYOLModel(Module):
     "Predicts what the other view gives"
     def __init__(self):
-        super().__init__()
         self.encoder,self.projector,self.predictor = encoder(),mlp(16, 12, 8, bn=True),mlp(8, 12, 8, bn=True)
     def forward(self, a, b): return tuple(self.predictor(self.projector(self.encoder(o))) for o in (a,b))
 
@@ -103,10 +101,9 @@ class BYOL(WithLoss):
     keeps=lambda learn: list(learn.byol.target_model.parameters()))
 def byol(bs): return Learner(only(bs), BYOLModel(), loss_func=F.mse_loss, cbs=BYOL())
 
-class SwAVModel(nn.Module):
+class SwAVModel(Module):
     "How near a picture is to each prototype"
     def __init__(self):
-        super().__init__()
         self.body,self.prototypes = Projected(normalize=True),nn.Linear(8, 6, bias=False)
     def forward(self, xs):
         z = self.body(torch.cat(xs))
@@ -133,10 +130,9 @@ class SWAV(WithLoss):
 @set_up(repo, 'self_supervised/vision/swav.py', 'SwAV', fit)
 def swav(bs): return Learner(only(bs), SwAVModel(), loss_func=F.mse_loss, cbs=SWAV())
 
-class DINOModel(nn.Module):
+class DINOModel(Module):
     "A student, and the teacher that follows it"
     def __init__(self):
-        super().__init__()
         self.student,self.teacher = Projected(),Projected().requires_grad_(False)
         self.teacher.load_state_dict(self.student.state_dict())
         self.register_buffer('C', torch.zeros(1, 8))
@@ -159,10 +155,9 @@ class DINO(WithLoss):
 @set_up(repo, 'self_supervised/vision/dino.py', 'DINO', fit)
 def dino(bs): return Learner(only(bs), DINOModel(), loss_func=F.mse_loss, cbs=DINO())
 
-class CLIP(nn.Module):
+class CLIP(Module):
     "Pictures and texts in one space"
     def __init__(self):
-        super().__init__()
         self.image,self.text = Projected(),nn.Sequential(nn.EmbeddingBag(10, 8), nn.Linear(8, 8))
         self.logit_scale = nn.Parameter(torch.tensor(1/0.07).log())
     def forward(self, image, text):

@@ -1,7 +1,7 @@
 """Scripts that measure, such as `python -m benchmarks.ways`. Pages read what the scripts write into `results`."""
 import os
 os.environ.setdefault('OMP_NUM_THREADS', '1')   # before torch is imported: times are those of one thread
-import json, platform, statistics, time
+import json, platform, statistics
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path

@@ -86,9 +86,11 @@ def main():
     parser.add_argument('--worker', help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker: return worker(args.worker)
-    table = benchmarks.table(['micro-batches a step','','KiB exchanged','ms of exchange','ms in all'], measure(args.processes))
+    head = ['micro-batches a step','','KiB exchanged','ms of exchange','ms in all']
+    table = benchmarks.table(head, measure(args.processes))
+    made = benchmarks.made(f'{args.processes} processes', f'{os.cpu_count()} cores', 'gloo')
     about = (f'Per sample of a process, medians of {rounds} rounds. A model of 1.1 million parameters, {n_batches} '
-        f'micro-batches of {bs}. Measured {benchmarks.made(f"{args.processes} processes, {os.cpu_count()} cores, gloo")}.')
+        f'micro-batches of {bs}. Measured {made}.')
     print(f'{table}\n\n{about}')
     (benchmarks.results/'exchange.md').write_text(f'{table}\n\n{about}\n', encoding='utf-8')
 

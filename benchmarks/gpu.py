@@ -53,8 +53,8 @@ def fit(cls, model, data, amp, size):
 def cost(cls, data, amp, size):
     "Milliseconds per micro-batch, and peak memory in MiB"
     model = new_model(size)
-    nbytes = live.peak_bytes(lambda: fit(cls, model, data, amp, size), dev) if cuda else fit(cls, model, data, amp, size)
-    return model.milliseconds(),(nbytes or 0)/2**20
+    nbytes = live.peak_bytes(lambda: fit(cls, model, data, amp, size), dev)
+    return model.milliseconds(),nbytes/2**20
 
 def syncs(cls, data, amp, size):
     "How often the CPU waits for the device in a step: what a fit of twice as many steps has more"
@@ -75,15 +75,15 @@ def costs(classes):
         arms = {o:partial(cost, cls, data, amp, size) for o,cls in classes.items()}
         found = {o:list(zip(*runs)) for o,runs in benchmarks.by_turns(arms, rounds).items()}
         for o,(ms,mib) in found.items():
-            ratio = benchmarks.median_ratio(ms, found['bare'][0])
-            yield (nm,amp or 'fp32',classes[o].title,f'{median(ms):.2f}',f'{ratio:.3f}',f"{size['bs']/median(ms)*1e3:.0f}",
+            ratio,rate = benchmarks.median_ratio(ms, found['bare'][0]),size['bs']/median(ms)*1e3
+            yield (nm,amp or 'fp32',classes[o].title,f'{median(ms):.2f}',f'{ratio:.3f}',f'{rate:.0f}',
                 f'{median(mib):.0f}',f'{syncs(classes[o], data, amp, size):.1f}')
 
 def main():
     if not cuda: torch.set_num_threads(1)
     head = ['model','precision','','ms/micro-batch','to the bare loop','samples/s','peak MiB','syncs/step']
-    text = f'{benchmarks.table(head, costs(load()))}\n\n{n_batches} micro-batches, {k} a step; medians of {rounds} rounds. ' \
-        f'Measured {benchmarks.made()}.'
+    about = f'{n_batches} micro-batches, {k} a step; medians of {rounds} rounds. Measured {benchmarks.made()}.'
+    text = f'{benchmarks.table(head, costs(load()))}\n\n{about}'
     print(text)
     if cuda: (benchmarks.results/'gpu.md').write_text(text+'\n', encoding='utf-8')
 

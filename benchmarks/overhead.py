@@ -22,7 +22,7 @@ def main():
     torch.set_num_threads(1)
     classes = load(['fastai','fastaccum'])|dict(auto=Auto, noise=WithNoiseScale)
     for model,ks in ((Tiny,(1,4,16)),(Transformer,(4,))):
-        found = [compare(classes, model, rounds=5, k=k, n_batches=96) for k in ks]
+        found = [compare(classes, model, rounds=5, k=k, n_batches=200) for k in ks]
         rows = [[o.title,*(f"{res[nm]['us']:.0f} ({res[nm]['to_bare']:.2f})" for res in found)]
             for nm,o in classes.items()]
         print(f'{model.__name__}: µs per micro-batch (to the bare loop), with k micro-batches a step\n')

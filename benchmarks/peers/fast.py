@@ -99,7 +99,7 @@ def run_fast(names, note=()):
     classes = load(names)
     assert variable not in os.environ, f'{variable} is set: the arms that use fastai would pay for it'
     res = dict(made=made(*note), arms={nm:o.title for nm,o in classes.items()}, cost={})
-    for nm,make,n_batches,rounds in (('tiny',Tiny,96,7),('transformer',Transformer,64,5)):
+    for nm,make,n_batches,rounds in (('tiny',Tiny,400,7),('transformer',Transformer,80,5)):
         for k in (1,4,16):
             print(f'a {nm} model, {k} micro-batches a step', flush=True)
             for arm,o in compare(classes, make, rounds, k=k, n_batches=n_batches).items():
@@ -107,6 +107,6 @@ def run_fast(names, note=()):
     print(f'with {variable}', flush=True)
     fastais = {nm:o for nm,o in classes.items() if nm in ('bare','lightning','fastai-plain','fastai','fastaccum')}
     both = fastais|{f'{nm}+':with_variable(o) for nm,o in fastais.items()}
-    found = compare(both, Tiny, 7, k=4, n_batches=96)
+    found = compare(both, Tiny, 7, k=4, n_batches=400)
     res['lightning'] = {nm:dict(without=found[nm]['us'], set=found[f'{nm}+']['us']) for nm in fastais}
     return res

@@ -92,6 +92,7 @@ def lightning(res):
 
 def fast(res):
     "All tables of `fast`"
-    return '\n\n'.join(['A tiny model, with k micro-batches in a step; in brackets to the bare loop:', times(res, 'tiny'),
+    return '\n\n'.join([
+        'A tiny model, with k micro-batches in a step; in brackets to the bare loop:', times(res, 'tiny'),
         'A transformer:', times(res, 'transformer'),
         'A tiny model in a process that has imported Lightning:', lightning(res), f"Measured {res['made']}."])

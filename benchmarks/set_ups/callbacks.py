@@ -166,8 +166,7 @@ class MultiTargetLoss(Module):
         return sum(ls).mean()
 
 class TwoHeads(Module):
-    def __init__(self):
-        self.body,self.a,self.b = conv(12),nn.Linear(12, 10),nn.Linear(12, 1)
+    def __init__(self): self.body,self.a,self.b = conv(12),nn.Linear(12, 10),nn.Linear(12, 1)
     def forward(self, x):
         x = self.body(x).relu()
         return self.a(x),self.b(x).flatten()

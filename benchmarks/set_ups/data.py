@@ -1,7 +1,7 @@
 """Small data that scikit-learn and Python bring along, and what the set-ups share.
 
 The other modules import everything from here, with all of fastai, as notebooks do."""
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pydoc_data.topics import topics
 from sklearn.datasets import load_digits

@@ -73,8 +73,7 @@ def dice(bs):
 
 class Siamese(Module):
     "Are two pictures of the same kind?"
-    def __init__(self):
-        self.encoder,self.head = resnet()[:3],create_head(64, 2, ps=0.5)
+    def __init__(self): self.encoder,self.head = resnet()[:3],create_head(64, 2, ps=0.5)
     def forward(self, a, b): return self.head(torch.cat([self.encoder(a), self.encoder(b)], dim=1))
 
 @set_up('fastai/fastai', 'nbs/24_tutorial.siamese.ipynb', 'pairs of pictures, `freeze` and `unfreeze`',
@@ -89,12 +88,10 @@ def siamese(bs):
 
 class Heads(Module):
     "Three classifiers of one picture"
-    def __init__(self, n):
-        self.body = resnet()[:3]
-        self.grapheme,self.vowel,self.consonant = (create_head(32, o) for o in n)
+    def __init__(self): self.body,self.heads = resnet()[:3],nn.ModuleList([create_head(32, o) for o in (10,3,2)])
     def forward(self, x):
         y = self.body(x)
-        return [self.grapheme(y), self.vowel(y), self.consonant(y)]
+        return [o(y) for o in self.heads]
 
 class CombinationLoss(Module):
     "Cross-entropy of several targets"
@@ -106,7 +103,7 @@ class CombinationLoss(Module):
 def three_heads(bs):
     dls = blocks(bs, ImageBlock, *[CategoryBlock]*3, n_inp=1,
         getters=[pixels.__getitem__, name_of, lambda i: classes[i]%3, lambda i: classes[i]%2])
-    return Learner(dls, Heads([10,3,2]), loss_func=CombinationLoss())
+    return Learner(dls, Heads(), loss_func=CombinationLoss())
 
 class SimpleModel(Module):
     "A recurrent network on what a small network sees in each frame"
@@ -125,12 +122,12 @@ class FeatureLoss(Module):
     def __init__(self):
         self.net = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 6, 3, 2), nn.ReLU()).requires_grad_(False)
         self.hooks = hook_outputs([self.net[1],self.net[3]], detach=False)
-    def feats(self, x):
+    def features(self, x):
         self.net(x)
         return list(self.hooks.stored)
     def gram(self, x): return x.flatten(2)@x.flatten(2).transpose(1, 2)/x[0].numel()
     def forward(self, pred, targ):
-        a,b = self.feats(pred),self.feats(targ)
+        a,b = self.features(pred),self.features(targ)
         self.act_loss = F.mse_loss(a[-1], b[-1])
         self.stl_loss = 100*sum(F.mse_loss(self.gram(x), self.gram(y)) for x,y in zip(a, b))
         return self.act_loss+self.stl_loss
@@ -162,18 +159,16 @@ class RetinaNetFocalLoss(Module):
         return (F.smooth_l1_loss(box[best], b)+focal)/max(len(b), 1)
     def forward(self, out, b, c): return sum(self.one(*o) for o in zip(*out, b, c))/len(b)
 
-def slices(learn, cbs):
-    learn.freeze()
-    learn.fit_one_cycle(2, slice(1e-4, 3e-3), cbs=cbs)
-
 @set_up('walkwithfastai/walkwithfastai.github.io', 'nbs/course2020/vision/06_Object_Detection.ipynb',
-    'boxes, padded to those of the batch', slices)
+    'boxes, padded to those of the batch', by('fit_one_cycle', 2, slice(1e-4, 3e-3)))
 def boxes(bs):
     def corners(i): return [[k, i%5, k+6, 14] for k in range(1+i%3)]
     dls = blocks(bs, ImageBlock, BBoxBlock, BBoxLblBlock, n_inp=1,
         getters=[pixels.__getitem__, corners, lambda i: ['ab'[i%2]]*(1+i%3)])
-    return Learner(dls, Retina(), loss_func=RetinaNetFocalLoss(),
+    learn = Learner(dls, Retina(), loss_func=RetinaNetFocalLoss(),
         splitter=lambda m: [params(m.body), params(m.classifier)+params(m.box_regressor)])
+    learn.freeze()
+    return learn
 
 def convnext(pretrained=False):
     net = ConvNeXt([CNBlockConfig(8, 16, 1), CNBlockConfig(16, None, 1)], num_classes=2)

@@ -14,7 +14,7 @@ tolerance = 1e-7   # as in `assert_same_run`; where Adam divides by almost nothi
 
 @contextmanager
 def in_double_precision():
-    "All new tensors and all results of `.float()` are in double precision, where a different run can be told from rounding"
+    "New tensors and results of `.float()` are in double precision, where a different run can be told from rounding"
     single,dtype = torch.Tensor.float,torch.get_default_dtype()
     torch.Tensor.float = lambda o, **kwargs: o.double(**kwargs)
     torch.set_default_dtype(torch.float64)

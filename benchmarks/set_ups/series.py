@@ -29,8 +29,10 @@ tsai = partial(set_up, 'timeseriesAI/tsai', around=own_one_batch)
 
 @tsai('tsai/models/InceptionTime.py', 'InceptionTime, with the `one_batch` of tsai')
 def inception(bs):
-    net = nn.Sequential(InceptionModule(2, 4), InceptionModule(12, 4), nn.AdaptiveAvgPool1d(1), Flatten(), nn.Linear(12, 10))
-    return Learner(loaders(bs, series()), net, loss_func=CrossEntropyLossFlat(), metrics=accuracy, moms=(0.95,0.85,0.95))
+    net = nn.Sequential(InceptionModule(2, 4), InceptionModule(12, 4), nn.AdaptiveAvgPool1d(1), Flatten(),
+        nn.Linear(12, 10))
+    return Learner(loaders(bs, series()), net, loss_func=CrossEntropyLossFlat(), metrics=accuracy,
+        moms=(0.95,0.85,0.95))
 
 class TST(Module):
     "A transformer on the steps of a series, without BatchNorm"
@@ -49,13 +51,13 @@ class TransformScheduler(Callback):
     def __init__(self, schedule_func): self.schedule_func = schedule_func
     def before_fit(self):
         self.mult = [self.schedule_func(o) for o in np.linspace(0, 1, len(self.dls.train)*self.n_epoch)]
-        self.tfms = [(o,o.magnitude) for o in [self.dls.train.after_batch] if hasattr(o, 'magnitude')]
-        for o,m in self.tfms: o.magnitude = m*self.mult[0]
+        self.tfm = self.dls.train.after_batch
+        self.magnitude = self.tfm.magnitude
+        self.tfm.magnitude = self.magnitude*self.mult[0]
     def after_batch(self):
         if not self.training or self.train_iter>=len(self.mult): return
-        for o,m in self.tfms: o.magnitude = m*self.mult[self.train_iter]
-    def after_fit(self):
-        for o,m in self.tfms: o.magnitude = m
+        self.tfm.magnitude = self.magnitude*self.mult[self.train_iter]
+    def after_fit(self): self.tfm.magnitude = self.magnitude
 
 @tsai('tsai/callback/core.py', '`TransformScheduler`: stronger transforms with each batch')
 def transform_scheduler(bs):

@@ -42,8 +42,7 @@ def movies(bs):
 
 class BatchSwapNoise(Module):
     "Some of the values become those of another row of the batch"
-    def __init__(self, p):
-        self.p = p
+    def __init__(self, p): self.p = p
     def forward(self, x):
         if not self.training: return x
         rows = torch.where(torch.rand(x.shape)>1-self.p, (torch.rand(x.shape)*len(x)).long(), 0)
@@ -84,8 +83,7 @@ def autoencoder(bs):
 
 class GhostBatchNorm(Module):
     "BatchNorm of a few rows at a time"
-    def __init__(self, n, size=4):
-        self.bn,self.size = nn.BatchNorm1d(n, momentum=0.01),size
+    def __init__(self, n, size=4): self.bn,self.size = nn.BatchNorm1d(n, momentum=0.01),size
     def forward(self, x): return torch.cat([self.bn(o) for o in x.split(self.size)])
 
 @set_up('walkwithfastai/walkwithfastai.github.io', 'nbs/course2020/tabular/04_TabNet.ipynb',

@@ -17,12 +17,8 @@ def text_loaders(bs, is_lm):
         get_y=None if is_lm else lambda o: o.label, splitter=lambda _: (range(n_train),range(n_train, n_train+n_valid)))
     return block.dataloaders(df, bs=bs, num_workers=0, device='cpu')
 
-def lm_fit(learn, cbs):
-    learn.fit_one_cycle(1, 2e-2, cbs=cbs)
-    learn.unfreeze()
-    learn.fit_one_cycle(1, 2e-3, cbs=cbs)
-
-@set_up('fastai/fastbook', '10_nlp.ipynb', 'language model, AWD-LSTM', lm_fit)
+@set_up('fastai/fastbook', '10_nlp.ipynb', 'language model, AWD-LSTM',
+    frozen_first('fit_one_cycle', 2e-2, 2e-3))
 def imdb_lm(bs):
     return language_model_learner(text_loaders(bs, True), AWD_LSTM, config=awd_lstm_lm_config|small, drop_mult=0.3,
         pretrained=False, metrics=[accuracy,Perplexity()])
@@ -100,10 +96,9 @@ def teacher_forcing(bs):
 # Hugging Face's models
 
 def config(arch, **kwargs):
-    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=32, vocab_size=len(vocab)+1) if arch=='bert' else dict(n_embd=16, n_layer=1, n_head=2,
-        n_positions=32, vocab_size=len(vocab)+1)
-    return AutoConfig.for_model(arch, **sizes, **kwargs)
+    "The configuration of a small model; GPT-2 takes these names, too"
+    return AutoConfig.for_model(arch, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=32, vocab_size=len(vocab)+1, **kwargs)
 
 class DropOutput(Callback):
     "Only the first of the model's outputs is the prediction"
@@ -115,15 +110,13 @@ def gpt2(bs):
     return Learner(text_loaders(bs, True), net, loss_func=CrossEntropyLossFlat(), cbs=DropOutput(),
         metrics=Perplexity())
 
-class PreCalculatedLoss(BaseLoss):
+class PreCalculatedCrossEntropyLoss(CrossEntropyLossFlat):
     "The model returns its loss"
     def __call__(self, inp, targ, **kwargs): return torch.tensor(0.)
-class PreCalculatedCrossEntropyLoss(PreCalculatedLoss, CrossEntropyLossFlat): pass
 
 class BaseModelWrapper(Module):
     "Calls a model of transformers with the names in the batch"
-    def __init__(self, hf_model):
-        self.hf_model = hf_model
+    def __init__(self, hf_model): self.hf_model = hf_model
     def forward(self, x): return self.hf_model(**x)
 
 class BaseModelCallback(Callback):
@@ -131,7 +124,7 @@ class BaseModelCallback(Callback):
     def before_batch(self): self.hf_loss = None
     def after_pred(self):
         out = self.pred
-        if 'loss' in out and isinstance(self.loss_func, PreCalculatedLoss): self.hf_loss = out['loss'].float()
+        if isinstance(self.loss_func, PreCalculatedCrossEntropyLoss): self.hf_loss = out['loss'].float()
         self.learn.pred = out['logits']
     def after_loss(self):
         if self.hf_loss is None: return

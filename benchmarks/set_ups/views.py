@@ -103,8 +103,7 @@ def byol(bs): return Learner(only(bs), BYOLModel(), loss_func=F.mse_loss, cbs=BY
 
 class SwAVModel(Module):
     "How near a picture is to each prototype"
-    def __init__(self):
-        self.body,self.prototypes = Projected(normalize=True),nn.Linear(8, 6, bias=False)
+    def __init__(self): self.body,self.prototypes = Projected(normalize=True),nn.Linear(8, 6, bias=False)
     def forward(self, xs):
         z = self.body(torch.cat(xs))
         return z,self.prototypes(z)

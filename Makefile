@@ -29,7 +29,7 @@ compat: .venv-compat/installed ## Run the tests with the oldest versions support
 peers: .venv-peers/installed ## Compare with other libraries (make peers ARGS='right --only lightning')
 	.venv-peers/bin/python -W ignore -m benchmarks.peers $(ARGS)
 bench: .venv/installed ## Measure what a micro-batch costs
-	.venv/bin/python benchmarks/overhead.py
+	.venv/bin/python -m benchmarks.overhead
 sweep: .venv/installed ## Compare random runs with full-batch runs (make sweep N=10000)
 	.venv/bin/python tests/sweep.py $(N)
 lint: .venv-lint/installed ## Read the code with ruff, and the workflows with actionlint and zizmor

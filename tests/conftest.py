@@ -6,6 +6,7 @@ os.environ.setdefault('MPLBACKEND', 'agg')
 tests = Path(__file__).resolve().parent
 sys.path[:0] = [str(tests),str(tests.parent/'tools')]
 import numpy as np, pytest, random, torch
+from device import pytest_pyfunc_call   # a hook: laws/test_device.py runs in a process of its own
 torch.set_num_threads(int(os.environ['OMP_NUM_THREADS']))
 
 @pytest.fixture(autouse=True)

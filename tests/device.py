@@ -1,0 +1,137 @@
+"""The device of laws/test_device.py: a GPU if there is one, otherwise the simulated device of device.cpp.
+
+`FASTACCUM_DEVICE=cuda` or `FASTACCUM_DEVICE=sim` chooses. These laws run in a process of their own, because a device
+must be known before the first backward pass of a process, and a process that has run one cannot be forked afterwards.
+"""
+import ctypes, hashlib, os, shutil, subprocess, sys, traceback, types, warnings
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from xml.etree import ElementTree
+import pytest, torch
+
+kind = os.environ.get('FASTACCUM_DEVICE') or ('cuda' if torch.cuda.device_count() else 'sim')
+own_process = 'FASTACCUM_DEVICE_PROCESS'   # in the environment of the process that has the device
+has_device = own_process in os.environ
+laws = Path(__file__).with_name('laws')/'test_device.py'
+
+def device(i=0): return torch.device(kind, i)
+def n_devices(): return torch.get_device_module(kind).device_count()
+
+# Building and loading the simulated device
+
+def library():
+    "The file that the simulated device is built into: another one for each version of its source and of PyTorch"
+    source = Path(__file__).with_name('device.cpp').read_bytes()
+    cache = Path(os.environ.get('XDG_CACHE_HOME') or Path.home()/'.cache')/'fastaccum'
+    return cache/f'device-{torch.__version__}-{hashlib.sha256(source).hexdigest()[:12]}.so'
+
+def build():
+    "Build the simulated device unless it is built already; returns why that is not possible, or an empty string"
+    if kind!='sim' or library().exists(): return ''
+    compiler = os.environ.get('CXX') or shutil.which('g++') or shutil.which('clang++')
+    if not compiler: return "the simulated device needs a C++ compiler: install g++ (Debian and Ubuntu: `apt install g++`)"
+    folder = Path(torch.__file__).parent
+    library().parent.mkdir(parents=True, exist_ok=True)
+    partial = library().with_suffix(f'.{os.getpid()}')   # renamed once it is complete
+    includes = [f'-I{folder/o}' for o in ('include','include/torch/csrc/api/include')]
+    options = ['-std=c++20','-O1','-w','-shared','-fPIC',f'-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}']
+    libraries = [f'-L{folder/"lib"}','-lc10','-ltorch_cpu','-ltorch']
+    source = Path(__file__).with_name('device.cpp')
+    res = subprocess.run([compiler,*options,*includes,source,'-o',partial,*libraries], capture_output=True, text=True)
+    if not res.returncode:
+        partial.rename(library())
+        return ''
+    error = next((o for o in res.stderr.splitlines() if 'error' in o), res.stderr)
+    return f"device.cpp does not build with PyTorch {torch.__version__}: install the version it is written for, 2.15 ({error})"
+
+class _Current:
+    "A context in which the simulated device `d` is the current one"
+    def __init__(self, d): self.i = index(d)
+    def __enter__(self): self.old = torch.ops.sim.current_device(); torch.ops.sim.set_device(self.i)
+    def __exit__(self, *_): torch.ops.sim.set_device(self.old)
+
+def index(d):
+    if d is None: return torch.ops.sim.current_device()
+    return d if isinstance(d, int) else torch.device(d).index or 0
+
+@lru_cache
+def load():
+    "Make the device known to PyTorch in this process"
+    if kind!='sim': return
+    torch.ops.load_library(library())
+    torch.utils.rename_privateuse1_backend('sim')
+    ops,mod = torch.ops.sim,types.ModuleType('torch.sim')
+    def always(): return True
+    def nothing(device=None): return None
+    mod.is_available,mod.is_initialized,mod._is_in_bad_fork = always,always,lambda: False
+    mod.device_count,mod.current_device,mod.set_device = lambda: 2,ops.current_device,lambda d: ops.set_device(index(d))
+    mod.device,mod.synchronize,mod.empty_cache = _Current,nothing,lambda: None
+    mod.manual_seed = mod.manual_seed_all = ops.manual_seed
+    mod.get_rng_state = lambda device=None: ops.get_rng_state(index(device))
+    mod.set_rng_state = lambda state, device=None: ops.set_rng_state(index(device), state)
+    mod.memory_allocated = lambda device=None: ops.memory_allocated()
+    mod.max_memory_allocated = lambda device=None: ops.max_memory_allocated()
+    mod.reset_peak_memory_stats = lambda device=None: ops.reset_peak_memory_stats()
+    mod.get_amp_supported_dtype = lambda: [torch.float16,torch.bfloat16]
+    torch._register_device_module('sim', mod)
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+
+# What the laws ask of the device
+
+def memory_in_use(): return torch.get_device_module(kind).memory_allocated()
+
+@contextmanager
+def memory_for(nbytes):
+    "A context in which memory runs out when `nbytes` more than now are in use"
+    most = memory_in_use()+nbytes
+    if kind=='sim': torch.ops.sim.set_memory_limit(most)
+    else:
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(most/torch.cuda.get_device_properties(device()).total_memory)
+    try: yield
+    finally:
+        if kind=='sim': torch.ops.sim.set_memory_limit(None)
+        else: torch.cuda.set_per_process_memory_fraction(1.)
+
+@contextmanager
+def synchronisations():
+    "A context with a list of the calls that wait for the device: for each, what it is and the stack that it has"
+    calls = []
+    def note(what): calls.append((what,traceback.extract_stack()[:-1]))
+    if kind=='sim':
+        listener = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(lambda what: note(what.decode()))
+        listen = ctypes.CDLL(library()).listen
+        listen(listener)
+        try: yield calls
+        finally: listen(None)
+    else:   # PyTorch warns of each
+        with warnings.catch_warnings():
+            warnings.simplefilter('always')
+            warnings.showwarning = lambda message, *_: note(str(message)) if 'synchroniz' in str(message) else None
+            torch.cuda.set_sync_debug_mode('warn')
+            try: yield calls
+            finally: torch.cuda.set_sync_debug_mode('default')
+
+# Running the laws in a process of their own, and reporting what they did there
+
+@lru_cache
+def _outcomes(names, root):
+    "Run the tests with these names in a process with the device: for each, an element of pytest's report"
+    with TemporaryDirectory() as folder:
+        report = Path(folder)/'report.xml'
+        cmd = [sys.executable,'-m','pytest','-q','-p','no:cacheprovider',f'--junitxml={report}',*(f'{laws}::{o}' for o in names)]
+        res = subprocess.run(cmd, cwd=root, env=os.environ|{own_process:'1','FASTACCUM_DEVICE':kind}, capture_output=True, text=True)
+        if not report.exists(): pytest.fail(f'the process with the device ended with {res.returncode}:\n{(res.stdout+res.stderr)[-4000:]}', pytrace=False)
+        return {o.get('name'):o for o in ElementTree.parse(report).iter('testcase')}
+
+def pytest_pyfunc_call(pyfuncitem):
+    "A hook of pytest, for tests/conftest.py: instead of running a law here, report its outcome where it has run"
+    if has_device or pyfuncitem.path!=laws: return None
+    names = tuple(o.name for o in pyfuncitem.session.items if o.path==laws)
+    case = _outcomes(names, pyfuncitem.config.rootpath)[pyfuncitem.name]
+    for o in case:
+        if o.tag=='skipped': pytest.skip(o.get('message'))
+        if o.tag in ('failure','error'): pytest.fail(o.text, pytrace=False)
+    return True

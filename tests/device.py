@@ -97,9 +97,11 @@ def memory_for(nbytes):
 
 @contextmanager
 def synchronisations():
-    "A context with a list of the calls that wait for the device: for each, what it is and the stack that it has"
+    "A context with a list of the calls that wait for the device: what each is, and the files of its stack, innermost first"
     calls = []
-    def note(what): calls.append((what,traceback.extract_stack()[:-1]))
+    def note(what):
+        files = (o.f_code.co_filename for o,_ in traceback.walk_stack(None))
+        calls.append((what,[o for o in files if o not in (__file__,warnings.__file__)]))
     if kind=='sim':
         listener = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(lambda what: note(what.decode()))
         listen = ctypes.CDLL(library()).listen

@@ -144,7 +144,9 @@ class _Recomputed:
         self.segment.kept = sum(o.nbytes for o in kept.values())
         given,homes = [kept.get(id(o), o) for o in leaves],{id(kept[i]):o.device for i,o in tensors.items()}
         fixed = [(o,o._version) for o in (*params,*kept.values())]   # these share their versions
-        state = ForwardState(self.inside, self.devices, [o for o in leaves if id(o) not in tensors])
+        # dropout draws on the device of its input, which may be none of the parameters' devices
+        devices = {*self.devices,*(o.device for o in tensors.values() if o.device.type not in ('cpu','meta'))}
+        state = ForwardState(self.inside, devices, [o for o in leaves if id(o) not in tensors])
         def compute():
             if args is not None: return self.run(*args, **kwargs)
             self._check(fixed)

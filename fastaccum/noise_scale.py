@@ -127,7 +127,10 @@ class NoiseScale(Guest):
         params = self._params()
         device = params[0].device
         wide = torch.float32 if device.type=='mps' else torch.float64
-        def column(xs): return torch.stack([torch.as_tensor(o, dtype=wide, device=device) for o in xs])
+        def number(o):   # without a copy from the host, for which a GPU would be synchronised
+            if isinstance(o, torch.Tensor): return o.to(device, wide)
+            return torch.full((), o, dtype=wide, device=device)
+        def column(xs): return torch.stack([number(o) for o in xs])
         def square(xs): return torch.stack([o.to(device) for o in xs]).to(wide).square().sum()
         some = [(square(lengths.values()),*told) for lengths,*told in heard.values()]
         lens,n,size,ref = map(column, zip(*some)) if some else torch.zeros(4, 1, dtype=wide, device=device)

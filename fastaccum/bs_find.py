@@ -17,7 +17,7 @@ from matplotlib import pyplot as plt
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from .core.checks import check_bool, check_count, check_name
-from .core.dry_run import Batches, CountSteps, DryRun
+from .core.dry_run import Batches, CountSteps, DryRun, training_device
 from .core.loader import batches_of, n_of, resizable, size_of, with_size
 from .core.warnings import see
 from .core.out_of_memory import free_memory, is_out_of_memory, watch_peak
@@ -161,7 +161,7 @@ def _check_processes(learn, n, **told):
         raise RuntimeError(f"`bs_find` cannot search on several processes with {why}: they exchange data in each "
             "forward pass, and would wait forever for one whose memory runs out. Search with the plain model, before "
             "it is converted or wrapped, and take less than it finds" + see('exchanges-in-the-forward-pass'))
-    each = gather([-1 if n is None else n, *map(int, told.values())], next(model.parameters()).device)
+    each = gather([-1 if n is None else n, *map(int, told.values())], training_device(learn))
     check_same({f'`{k}`':v for k,v in told.items()}, [o[1:] for o in each])
     return min((o[0] for o in each if o[0]>=0), default=None)
 

@@ -2,16 +2,23 @@
 
 tests/device.py says how these laws are run. On the simulated device the kernels are the CPU's.
 """
-import device, fastaccum, math, pytest, torch
+import device, fastaccum, math, os, pytest, torch, traceback, warnings
 from copy import deepcopy
-from functools import partial
+from datetime import timedelta
+from functools import lru_cache, partial
 from pathlib import Path
-from torch import nn
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
+from torch import distributed as dist, nn
+from torch.multiprocessing import start_processes
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import TensorDataset
 from fastai.vision.all import Callback, CancelFitException, GradientClip, MixedPrecision, RMSProp, accuracy
 from fastaccum import (AccumulationWarning, ActivationCheckpoint, FreezeBN, GradientAccumulation,
     GradientAccumulationSchedule, GradientCache, NoiseScale, RecalibrateBN)
-from fastaccum.testing import CrossEntropy, assert_same_run, both_runs, deviation, one_cycle, toy
+from fastaccum.testing import CrossEntropy, assert_same_run, both_runs, deviation, one_cycle, toy, toy_data
 
 if why_not := device.build(): pytest.skip(why_not, allow_module_level=True)
 if device.has_device: device.load()
@@ -344,3 +351,95 @@ def test_a_model_on_two_devices(kind):
     a,b = both_runs(make=on_device, model=Two, splitter=all_params, loss_func=WhereThePredictionsAre(), **kinds[kind])
     assert_same_run(a, b)
     assert {p.device for p in b.model.parameters()}=={device.device(0),device.device(1)}
+
+# Two processes, each with a device of its own
+
+def on_both_processes(bs, rank, **kwargs):
+    "A Learner for the samples of this process: of each eight in turn, the first or the last four"
+    x,y = toy_data(64).tensors
+    mine = torch.arange(64)//4%2==rank
+    return on_device(bs, device.device(rank), data=TensorDataset(x[mine], y[mine]), splitter=all_params, **kwargs)
+
+def alone():
+    "A context in which fastai does not gather the losses of other processes"
+    return patch.dict(os.environ, RANK='0', WORLD_SIZE='1')
+
+def the_fit_is_that_of_one_process(rank):
+    learn = on_both_processes(4, rank)
+    learn.model = DistributedDataParallel(learn.model)
+    one_cycle(learn, [GradientAccumulation(16)])
+    full = on_device(16, device.device(rank), n=64, splitter=all_params)
+    with alone(): one_cycle(full, [])
+    assert_same_run(full, learn)
+
+def bs_find_before_the_first_fit(rank):
+    "The model is still on the CPU, and the processes exchange numbers on their devices"
+    learn = on_both_processes(4, rank, model=lambda: greedy('forward').double())
+    learn.model.cpu()
+    with memory_for(13-4*rank): found = learn.bs_find('binsearch', show_plot=False)
+    assert found.size==9
+
+def the_learning_rates_that_are_found_are_the_same(rank):
+    learn = on_both_processes(4, rank)
+    learn.model = DistributedDataParallel(learn.model)
+    learn.add_cb(GradientAccumulation(16))
+    valley = torch.tensor(learn.lr_find(num_it=10, show_plot=False).valley, device=device.device(rank))
+    both = [torch.zeros_like(valley) for _ in range(2)]
+    dist.all_gather(both, valley)
+    assert both[0]==both[1]
+
+def a_cached_fit_is_that_of_one_process(rank):
+    learn = on_both_processes(8, rank)
+    learn.model = DistributedDataParallel(learn.model)
+    one_cycle(learn, [GradientCache(micro_batch_size=4)])
+    full = on_device(16, device.device(rank), n=64, splitter=all_params)
+    with alone(): one_cycle(full, [])
+    assert_same_run(full, learn)
+
+def batchnorm_is_recalibrated_on_all_samples(rank):
+    learn = on_both_processes(8, rank, model=lambda: with_batchnorm().double())
+    learn.model = DistributedDataParallel(learn.model)
+    learn.recalibrate_bn()
+    full = on_device(64, device.device(rank), n=64, model=lambda: with_batchnorm().double(), splitter=all_params)
+    with torch.no_grad(): x = full.model[0](full.dls.train.one_batch()[0])
+    assert deviation(learn.model.module[1].running_mean, x.mean(0))<1e-9
+
+laws_of_processes = [the_fit_is_that_of_one_process, bs_find_before_the_first_fit,
+    the_learning_rates_that_are_found_are_the_same, a_cached_fit_is_that_of_one_process,
+    batchnorm_is_recalibrated_on_all_samples]
+
+def only_on_devices(exchange):
+    "The function `exchange` of torch.distributed, which refuses CPU tensors, as NCCL does"
+    def checked(*args, **kwargs):
+        if any(o.is_cpu for o in tree_leaves(args) if isinstance(o, torch.Tensor)):
+            raise RuntimeError('No backend type associated with device type cpu')
+        return exchange(*args, **kwargs)
+    return checked
+
+def in_process(rank, folder):
+    "Run the laws one after the other; note in a file how each of them ended"
+    os.environ.update(RANK=str(rank), WORLD_SIZE='2', LOCAL_RANK=str(rank))
+    torch.get_device_module(device.kind).set_device(rank)
+    backend = 'nccl' if device.kind=='cuda' else 'gloo'
+    dist.init_process_group(backend, init_method=f'file://{folder}/store', rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    for nm in ('all_reduce','all_gather','broadcast'): setattr(dist, nm, only_on_devices(getattr(dist, nm)))
+    warnings.simplefilter('ignore')
+    for law in laws_of_processes:
+        result = Path(folder)/f'{law.__name__}-{rank}'
+        try: law(rank)
+        except BaseException: return result.write_text(traceback.format_exc())
+        result.write_text('held')
+
+@lru_cache
+def results():
+    "How the laws of two processes ended, by the name of the law and the rank of the process"
+    with TemporaryDirectory() as folder:
+        start_processes(in_process, (folder,), 2, start_method='spawn')
+        return {o.name:o.read_text() for o in Path(folder).glob('*-?')}
+
+@pytest.mark.parametrize('law', [o.__name__ for o in laws_of_processes])
+def test_two_processes(law):
+    if device.n_devices()<2: pytest.skip('needs two devices')
+    for rank in range(2):
+        res = results().get(f'{law}-{rank}', 'not run, because another law did not hold')
+        assert res=='held', res

@@ -11,6 +11,7 @@ __all__ = ['GradientCache', 'check_cached']
 import torch
 from collections.abc import Callable
 from fastai.learner import Learner, Recorder
+from torch.nn.parallel import DataParallel
 from .core.batch import n_samples, split
 from .core.checks import check_count, check_learner, check_single, first_of
 from .core.loader import size_of
@@ -108,6 +109,10 @@ def check_cached(learn:Learner, auto:bool=False):
             "memory runs out, a process repeats a micro-batch, and its SyncBatchNorm would wait for the others "
             "forever. Give a number (`learn.bs_find()` finds one that fits on all processes)"
             + see('exchanges-in-the-forward-pass'))
+    if any(isinstance(m, DataParallel) for m in learn.model.modules()):
+        raise ValueError("DataParallel copies the model to other devices, and `GradientCache` goes back to the random "
+            "numbers of the first one only, so dropout would differ: use `learn.distrib_ctx()` instead, with a process "
+            "for each device" + see('data-parallel'))
     sharded = next((type(m).__name__ for m in learn.model.modules() if is_fsdp(m)), None)
     if sharded is not None:
         raise ValueError(f"the parameters of {sharded} are sharded over processes (FSDP), which `GradientCache` does "

@@ -352,6 +352,11 @@ def test_a_model_on_two_devices(kind):
     assert_same_run(a, b)
     assert {p.device for p in b.model.parameters()}=={device.device(0),device.device(1)}
 
+def test_a_cache_refuses_data_parallel():
+    "Its copies of the model draw on devices whose random numbers are not put back"
+    def model(): return nn.DataParallel(deepcopy(dropping).to(device.device()), device_ids=[0])
+    with pytest.raises(ValueError, match='DataParallel.*distrib_ctx'): fit_seeded(model, 8, GradientCache(micro_batch_size=4))
+
 # Two processes, each with a device of its own
 
 def on_both_processes(bs, rank, **kwargs):

@@ -137,7 +137,7 @@ def one_cycle(learn:Learner, cbs:list):
 def _flat(o):
     "All numbers in nested `o`, in order, in double precision"
     if isinstance(o, (np.ndarray,np.number)): o = torch.as_tensor(o)
-    if isinstance(o, torch.Tensor): return [o.detach().to_dense().double().flatten().cpu()]
+    if isinstance(o, torch.Tensor): return [o.detach().to_dense().cpu().double().flatten()]   # MPS has no doubles
     if isinstance(o, dict): return [t for k in sorted(o, key=str) for t in _flat(o[k])]
     if isinstance(o, (list,tuple)) or hasattr(o, 'items'): return [t for v in o for t in _flat(v)]
     if o is None or isinstance(o, str): return []

@@ -114,17 +114,24 @@ Tensor on_cpu(const Tensor& t) {   // a CPU tensor that shares the memory of `t`
   if (!t.numel()) return at::empty_strided(t.sizes(), t.strides(), options);
   return at::from_blob(t.data_ptr(), t.sizes(), t.strides(), options);
 }
+bool has_float64 = true;   // Apple's GPUs do not
+ScalarType supported(optional<ScalarType> dtype) {
+  auto res = c10::dtype_or_default(dtype);
+  TORCH_CHECK_TYPE(has_float64 || res != kDouble, "the SIM device has no double precision");
+  return res;
+}
 Tensor empty(IntArrayRef size, optional<ScalarType> dtype, optional<Layout>, optional<Device> device, optional<bool>,
              optional<MemoryFormat> format) {
   c10::DeviceGuard guard(resolved(device));
-  return at::detail::empty_generic(size, &allocator, own_key, c10::dtype_or_default(dtype), format);
+  return at::detail::empty_generic(size, &allocator, own_key, supported(dtype), format);
 }
 Tensor empty_strided(IntArrayRef size, IntArrayRef stride, optional<ScalarType> dtype, optional<Layout>,
                      optional<Device> device, optional<bool>) {
   c10::DeviceGuard guard(resolved(device));
-  return at::detail::empty_strided_generic(size, stride, &allocator, own_key, c10::dtype_or_default(dtype));
+  return at::detail::empty_strided_generic(size, stride, &allocator, own_key, supported(dtype));
 }
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
+  if (is_ours(from) && !has_float64) supported(to.scalar_type());   // MPS converts before it copies
   if (!non_blocking && to.is_cpu()) host_waits("copy to the host");
   if (!non_blocking && from.is_cpu()) host_waits("copy to the device");   // CUDA waits for this, too
   on_cpu(to).copy_(on_cpu(from));
@@ -307,6 +314,7 @@ TORCH_LIBRARY(sim, m) {
   m.def("memory_allocated", []() -> int64_t { return used; });
   m.def("max_memory_allocated", []() -> int64_t { return peak; });
   m.def("reset_peak_memory_stats", []() { peak = used.load(); });
+  m.def("set_float64", [](bool has) { has_float64 = has; });
   m.def("set_memory_limit", [](optional<int64_t> n) { limit = n.value_or(INT64_MAX); });
 }
 

@@ -96,6 +96,13 @@ def memory_for(nbytes):
         else: torch.cuda.set_per_process_memory_fraction(1.)
 
 @contextmanager
+def without_float64():
+    "A context in which the simulated device has no double precision, as Apple's GPUs"
+    torch.ops.sim.set_float64(False)
+    try: yield
+    finally: torch.ops.sim.set_float64(True)
+
+@contextmanager
 def synchronisations():
     "A context with a list of the calls that wait for the device: what each is, and the files of its stack, innermost first"
     calls = []

@@ -39,7 +39,10 @@ def _options(n, most, trained=False):
     return [o for i,o in enumerate(res) if 1<len(o) and max(o)<=most and o not in res[:i]] or res[:1]
 
 # %% ../../nbs/core/27_compare.ipynb #taken
-def _host(t): return (t if t.layout==torch.strided else t.to_dense()).detach().to('cpu', torch.float64, copy=True)
+def _host(t):
+    "A copy of `t` on the CPU in double precision, which some devices do not have: it is moved first"
+    dense = t if t.layout==torch.strided else t.to_dense()
+    return dense.detach().cpu().to(torch.float64, copy=True)
 
 class TakeStep(Quiet):
     "Note the first gradient that each parameter would step with, but take no step; end the fit when all had their turn"
@@ -166,7 +169,7 @@ class Compare:
         (a,n),(b,m) = train(False),train(True)
         return rel(a-start, b-start),n,m
 
-def _weights(learn): return torch.cat([p.detach().to('cpu', torch.float64).flatten() for p in learn.model.parameters()])
+def _weights(learn): return torch.cat([_host(p).flatten() for p in learn.model.parameters()])
 
 def _blamed(e, learn, on):
     "Who has failed on what, and with what words"

@@ -107,6 +107,22 @@ def test_half_precision():
     assert_same_run(a, b, tol=5e-3, loss_tol=5e-3)
     assert torch.float16 in dtypes
 
+uses = dict(fit=lambda learn: learn.fit(1, .1, cbs=GradientAccumulation(16)),
+    auto=lambda learn: learn.fit(1, .1, cbs=GradientAccumulation(16, micro_batch_size='auto')),
+    cache=lambda learn: learn.fit(1, .1, cbs=[GradientAccumulation(16),GradientCache(micro_batch_size=2)]),
+    checkpoint=lambda learn: learn.fit(1, .1, cbs=[GradientAccumulation(16),ActivationCheckpoint(nn.Linear)]),
+    bs_find=lambda learn: learn.bs_find(max_trials=3, show_plot=False),
+    accum_check=lambda learn: learn.accum_check(accum_bs=16, steps=2, cbs=GradientAccumulation(16)),
+    compared=lambda learn: deviation(learn.model.state_dict(), learn.model.state_dict()))
+
+@pytest.mark.parametrize('use', uses)
+def test_a_device_without_double_precision(use):
+    "Nothing in double precision is asked of Apple's GPUs, which have none"
+    if device.kind!='sim': pytest.skip('needs the simulated device')
+    learn = in_single(4, tokens=True)
+    with device.without_float64(): res = uses[use](learn)
+    assert use!='accum_check' or res.ok, res
+
 # The same run as on the CPU
 
 def compare_samples(pred, y):

@@ -186,7 +186,7 @@ class Runs:
             self.auto.note(micro.stop-micro.start, e)
         else: return self._did_fit(micro)
         state.put_back()
-        learn.pred = learn.loss = learn.loss_grad = None
+        learn.pred = learn.loss = learn.loss_grad = micro.made_by = None   # these hold the graph and its memory
         self.held.append((micro.stop,undo()))
         self.auto.halve(micro.stop-micro.start, self.training)
         return False

@@ -211,5 +211,7 @@ class StepMean:
     def correction(self)->float|torch.Tensor:
         "What to multiply the gradients with, now that the sizes are known"
         if self.is_sum: return 1.
-        if isinstance(self.size, torch.Tensor): return torch.where(self.size>0, (self.ref or 1.)/self.size, 0.)
+        if isinstance(self.size, torch.Tensor):
+            ref = 1. if self.ref is None else self.ref   # `or` would synchronise the GPU: class weights make it a tensor
+            return torch.where(self.size>0, ref/self.size, 0.)
         return self.ref/self.size if self.size else 0.

@@ -238,7 +238,7 @@ class StepLoop(Events):
         outs,means = [],StepMean(0, 0)   # of each part: its samples, predictions, loss, and what that is a mean of
         def keep():
             find = self.n_items or find_n_items(learn.loss_func)
-            items = None if find is None or not len(learn.yb) else float(find(learn))
+            items = None if find is None or not len(learn.yb) else find(learn)
             outs.append((self.micro.n,learn.pred,learn.loss,items))
             means.note(learn, self.micro.n)
         try:
@@ -257,5 +257,7 @@ class StepLoop(Events):
         learn.pred = join(preds, ns)
         if not len(learn.yb): return
         if items[0] is None: learn.loss = sum(losses)
-        else: learn.loss = sum(o*n for o,n in zip(losses, items) if n)/(sum(items) or 1)
+        else:
+            items = [float(o) for o in items]   # synchronises a GPU, but only where a batch was cut
+            learn.loss = sum(o*n for o,n in zip(losses, items) if n)/(sum(items) or 1)
         learn.loss_grad = learn.loss

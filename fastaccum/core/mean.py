@@ -90,6 +90,7 @@ def find_n_items(loss_func:Callable)->Callable|None:
 def _checked(size, look):
     "What a user's function has returned; its value, if it is a tensor, only when the host may wait for it"
     if isinstance(size, torch.Tensor) and size.numel()==1:
+        if on_host(size): return _checked(size.item(), look)   # a copy to a GPU would synchronise it
         if look: _checked(size.item(), look)
         return size
     if isinstance(size, bool) or not isinstance(size, Real):
@@ -145,6 +146,8 @@ class StepMean:
             each,ps = self._most(learn, size, n)/max(n, 1),self.processes   # a callback may make rows of no sample
             # what is exchanged with each micro-batch needs the same on all processes
             self.ref = ps.largest(each)*self.total/ps.n if ps and ps.shards else each*self.own
+            # a model on several devices may have its targets on another one than its loss
+            if isinstance(self.ref, torch.Tensor): self.ref = self.ref.to(loss.device)
         if isinstance(size, torch.Tensor) or not size: size,loss = self._masked(learn, size, loss)
         self.now = n,size,loss
         return size/self.ref
@@ -160,7 +163,7 @@ class StepMean:
         "A mean over nothing is NaN: it counts for nothing, and its gradients are zero"
         if not isinstance(size, torch.Tensor): size = torch.zeros((), device=loss.device)
         dtype = plain_tensor(learn.loss_grad).dtype
-        size = plain_tensor(size).reshape(()).to(torch.promote_types(dtype, torch.float32))
+        size = plain_tensor(size).reshape(()).to(loss.device, torch.promote_types(dtype, torch.float32))
         some = size>0
         if getattr(self.find, 'nan_grad', True):
             for o in learn.pred if isinstance(learn.pred, (tuple,list)) else (learn.pred,):

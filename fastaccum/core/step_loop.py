@@ -17,7 +17,7 @@ from .batch import join, n_samples, split
 from .distributed import Processes
 from .events import Events, hears_steps, records
 from .forward_state import autocast_state, set_autocast_state
-from .gradients import empty_grads, params_of, scale_grads
+from .gradients import empty_grads, number_on, params_of, scale_grads
 from .loader import Step
 from .mean import StepMean, find_n_items
 from .micro_batches import MicroBatch, Parts, Runs
@@ -189,7 +189,7 @@ class StepLoop(Events):
         if not mean.samples or self.planned.drop_last and self.processes.n==1 and mean.samples<self.step.enough: return
         by,ps = mean.correction,[p for p in params_of(learn.opt) if p.requires_grad]
         if self.processes.shards: by = by*self.processes.n   # PyTorch averages over processes
-        if self.grad_sums: grads = {p:o*by for p,o in self.grad_sums.pop().items()}
+        if self.grad_sums: grads = {p:o*number_on(o.device, by) for p,o in self.grad_sums.pop().items()}
         else:
             scale_grads(ps, by)
             grads = {p:p.grad for p in ps if p.grad is not None}

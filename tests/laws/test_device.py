@@ -365,15 +365,24 @@ class Two(nn.Module):
     def to(self, *_): return self   # fastai moves the model to the device of the DataLoaders
     def forward(self, x): return self.b(self.a(x).tanh().to(device.device(1)))
 
-class WhereThePredictionsAre(CrossEntropy):
-    "Cross-entropy of targets on another device"
-    def forward(self, pred, y): return super().forward(pred, y.to(pred.device))
+class WhereThePredictionsAre(nn.CrossEntropyLoss):
+    "Cross-entropy for targets and class weights on another device"
+    def forward(self, pred, y):
+        y,weight = (None if o is None else o.to(pred.device) for o in (y,self.weight))
+        return F.cross_entropy(pred.flatten(0, -2), y.flatten(), weight, reduction=self.reduction)
 
-@pytest.mark.parametrize('kind', ['plain','tokens','own'])
+@pytest.mark.parametrize('kind', ['plain','tokens','weights','summed','own','on_host','scaled','half'])
 def test_a_model_on_two_devices(kind):
     if device.n_devices()<2: pytest.skip('needs two devices')
-    a,b = both_runs(make=on_device, model=Two, splitter=all_params, loss_func=WhereThePredictionsAre(), **kinds[kind])
-    assert_same_run(a, b)
+    kwargs = dict(kinds.get(kind, {}))
+    loss_func = kwargs.pop('loss_func', CrossEntropy())
+    kwargs['loss_func'] = WhereThePredictionsAre(loss_func.weight, reduction=loss_func.reduction)
+    if kind=='scaled': kwargs['cbs'] = lambda: [Scaled()]   # PyTorch cannot clip gradients on several devices
+    model = (lambda: Two().bfloat16()) if kind=='half' else Two
+    if kind=='half': kwargs['cbs'] = lambda: [ToHalf()]
+    a,b = both_runs(make=on_device, model=model, splitter=all_params, **kwargs)
+    rounding = .05 if kind=='half' else 1e-7
+    assert_same_run(a, b, tol=rounding, loss_tol=max(rounding, 2e-6))
     assert {p.device for p in b.model.parameters()}=={device.device(0),device.device(1)}
 
 def test_a_cache_refuses_data_parallel():

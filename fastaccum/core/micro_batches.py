@@ -91,7 +91,14 @@ class Parts:
         try: a,b = run(cuts[1:]),run(cuts)
         except Exception: return False   # the parts will tell
         finally: self.rows.end()
-        return not all(x.shape==y.shape and torch.equal(x, y) for x,y in zip(a, b))
+        return not all(map(_close, a, b))
+
+def _close(x, y):
+    "Are they equal but for rounding? Kernels with atomics add in another order each time"
+    if x.shape!=y.shape: return False
+    if not x.is_floating_point() or not x.numel(): return torch.equal(x, y)
+    tol = 1e-2 if x.dtype.itemsize<4 else 1e-4
+    return bool(((x-y).abs()<=tol*x.abs().max()).all())   # synchronises a GPU once
 
 # %% ../../nbs/core/12_micro_batches.ipynb #auto
 class AutoSize:

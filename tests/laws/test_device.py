@@ -6,6 +6,7 @@ import device, fastaccum, math, os, pytest, time, torch, traceback, warnings
 from copy import deepcopy
 from datetime import timedelta
 from functools import lru_cache, partial
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
 from fastai.vision.all import Callback, CancelFitException, GradientClip, MixedPrecision, RMSProp, accuracy
 from fastaccum import (AccumulationWarning, ActivationCheckpoint, FreezeBN, GradientAccumulation,
-    GradientAccumulationSchedule, GradientCache, NoiseScale, RecalibrateBN)
+    GradientAccumulationSchedule, GradientCache, NoiseScale, RecalibrateBN, StateWarning)
 from fastaccum.testing import CrossEntropy, assert_same_run, both_runs, deviation, one_cycle, toy, toy_data
 
 if why_not := device.build(): pytest.skip(why_not, allow_module_level=True)
@@ -250,6 +251,16 @@ def test_a_fit_after_accum_check_draws_what_it_would_have_drawn():
         learn.fit(1, .1, cbs=GradientAccumulation(8))
         return learn
     assert_same_run(run(False), run(True))
+
+def test_rounding_is_no_state():
+    "Kernels with atomics add in another order each time, which is not what the micro-batch before has left"
+    order = count()
+    class Atomics(nn.Module):
+        def forward(self, x): return x*(1+1e-7*next(order))
+    learn = with_model(lambda: nn.Sequential(nn.Linear(5, 3),Atomics()), 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', StateWarning)
+        learn.fit(1, .1, cbs=GradientAccumulation(16, micro_batch_size=2))
 
 # Memory that runs out
 

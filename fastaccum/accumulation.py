@@ -14,7 +14,7 @@ from fastai.data.core import DataLoaders
 from .core.checks import check_bool, check_count, check_function, check_learner
 from .core.distributed import Processes, check_loaders, check_processes, check_wrapped, keep_in_memory
 from .core.forward_state import devices_of
-from .core.gradients import GradSums, empty_grads, in_half, params_of
+from .core.gradients import GradSums, empty_grads, in_half, is_compiled, params_of
 from .core.loader import InPlace, LoaderSizes, StepLoader, drops_last, sizes_of
 from .core.mean import plain_tensor
 from .core.micro_batches import AutoSize, as_size
@@ -134,7 +134,8 @@ class GradientAccumulation(StepLoop):
         plan = self._next_plan(learn.dl)
         empty_grads(learn.opt)
         ps = params_of(learn.opt)
-        self.grad_sums = GradSums(ps if in_half(ps) else [])   # all of them, so that a micro-batch has one share
+        takes_out = bool(in_half(ps)) or any(map(is_compiled, learn.model.modules()))
+        self.grad_sums = GradSums(ps if takes_out else [])   # all of them, so that a micro-batch has one share
         self.i,self.devices = 0,devices_of(learn.model.modules())
         self.watch.epoch()
         learn.dl = self.loader = StepLoader(learn, learn.dl, self.run_step, plan.epoch(learn.epoch),

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from .core.checks import check_bool, check_single
 from .core.distributed import is_fsdp
 from .core.forward_state import ForwardState, devices_of
+from .core.gradients import is_compiled
 from .core.guest import Guest, Instead, to_the_end
 from .core.warnings import see, warn
 from .core.segments import Segments, find_segments
@@ -112,7 +113,7 @@ def unwrapped(model:nn.Module)->nn.Module:
                 "`ActivationCheckpoint` has not been tried: use PyTorch's `apply_activation_checkpointing`, from "
                 "`torch.distributed.algorithms._checkpoint.checkpoint_wrapper`"
                 + see('sharded-parameters'))
-        if nm=='OptimizedModule' or getattr(m, '_compiled_call_impl', None) is not None:
+        if is_compiled(m):
             raise ValueError(f"{nm} is compiled, and the compiler decides what is computed again: set "
                 "`torch._functorch.config.activation_memory_budget`, or train the model before you compile it"
                 + see('compiled-model'))

@@ -217,6 +217,37 @@ class ToHalf(Callback):
     def before_batch(self): self.learn.xb = self.x.bfloat16(),
     def after_pred(self): self.learn.pred = self.pred.float()
 
+# A compiled model whose gradients are in fixed memory, as those of a CUDA graph (`torch.compile(mode='reduce-overhead')`)
+
+class ToFixedMemory(torch.autograd.Function):
+    "A product whose backward pass writes the gradient of `weight` into `memory` each time"
+    @staticmethod
+    def forward(ctx, x, weight, memory):
+        ctx.save_for_backward(x, weight)
+        ctx.memory = memory
+        return x@weight.T
+    @staticmethod
+    def backward(ctx, grad):
+        x,weight = ctx.saved_tensors
+        memory = ctx.memory.setdefault('grad', torch.empty_like(weight)).copy_(grad.T@x)
+        return grad@weight,memory.detach(),None
+
+class FixedMemory(nn.Linear):
+    def __init__(self, *args):
+        super().__init__(*args, bias=False)
+        self.memory = {}
+        self.compile(backend='eager')
+    @torch.compiler.disable
+    def forward(self, x): return ToFixedMemory.apply(x, self.weight, self.memory)
+
+@pytest.mark.parametrize('reduction', ['mean','sum'])
+def test_gradients_in_fixed_memory_are_not_overwritten_by_the_next_micro_batch(reduction):
+    full = with_model(lambda: nn.Sequential(nn.Linear(5, 3, bias=False)), 16, loss_func=CrossEntropy(reduction=reduction))
+    micro = with_model(lambda: nn.Sequential(FixedMemory(5, 3)), 4, loss_func=CrossEntropy(reduction=reduction))
+    one_cycle(full, [])
+    one_cycle(micro, [GradientAccumulation(16)])
+    assert_same_run(full, micro)
+
 # Random numbers that are drawn again
 
 class Core(nn.Module):

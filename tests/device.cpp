@@ -1,9 +1,9 @@
 // A simulated device for PyTorch: its tensors are in the host's memory, but PyTorch takes them to be on another device.
 //
-// It is a PrivateUse1 backend. Each operator runs the CPU's kernel on the same bytes (`run_on_cpu`). What it has of its
-// own is what makes a GPU different for a training loop: tensors that do not mix with those of other devices, memory
-// that can run out, random number generators, autocast, and (because of `Guard`) a thread for backward passes. Each
-// time the host would have to wait for a GPU, a function of Python is called (`host_waits`). `device.py` builds it.
+// It is a PrivateUse1 backend, which device.py builds. Each operator runs the CPU's kernel on the same bytes
+// (`run_on_cpu`). The device has of its own what makes a GPU different for a training loop: tensors that do not mix with
+// those of other devices, memory that can run out, random number generators, autocast, and a thread for backward passes
+// (PyTorch starts it because of `Guard`). Where a GPU would be synchronised, `synchronises` calls a function of Python.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -29,10 +29,10 @@ thread_local c10::DeviceIndex current = 0;
 Device resolved(optional<Device> d) { return d && d->has_index() ? *d : Device(device_type, current); }
 bool is_ours(const Tensor& t) { return t.defined() && t.device().is_privateuseone(); }
 
-// Where the host waits
+// Synchronisation
 
-void (*listener)(const char*) = nullptr;
-void host_waits(const std::string& why) { if (listener) listener(why.c_str()); }
+void (*listener)(const char*) = nullptr;   // set by `listen`, below
+void synchronises(const std::string& why) { if (listener) listener(why.c_str()); }
 
 // Memory
 
@@ -132,17 +132,13 @@ Tensor empty_strided(IntArrayRef size, IntArrayRef stride, optional<ScalarType> 
 }
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   if (is_ours(from) && !has_float64) supported(to.scalar_type());   // MPS converts before it copies
-  if (!non_blocking && to.is_cpu()) host_waits("copy to the host");
-  if (!non_blocking && from.is_cpu()) host_waits("copy to the device");   // CUDA waits for this, too
+  if (!non_blocking && to.is_cpu()) synchronises("copy to the host");
+  if (!non_blocking && from.is_cpu()) synchronises("copy to the device");   // CUDA synchronises here, too
   on_cpu(to).copy_(on_cpu(from));
   return to;
 }
-Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
-  to.resize_(from.sizes());
-  return copy_from(from, to, false);
-}
 Scalar item(const Tensor& t) {
-  host_waits("item");
+  synchronises("item");
   return on_cpu(t).item();
 }
 Tensor as_strided(const Tensor& t, IntArrayRef size, IntArrayRef stride, optional<int64_t> offset) {
@@ -152,7 +148,6 @@ Tensor view(const Tensor& t, IntArrayRef size) { return native::view(t, size); }
 Tensor reshape_alias(const Tensor& t, IntArrayRef size, IntArrayRef stride) {
   return native::_reshape_alias(t, size, stride);
 }
-Tensor unfold(const Tensor& t, int64_t dim, int64_t size, int64_t step) { return native::unfold(t, dim, size, step); }
 Tensor& set_storage(Tensor& t, Storage s, int64_t offset, IntArrayRef size, IntArrayRef stride) {
   return native::set_storage_cpu_(t, s, offset, size, stride);
 }
@@ -167,11 +162,11 @@ const Tensor& resize(const Tensor& t, IntArrayRef size, optional<MemoryFormat>) 
 
 // All other operators run on the CPU, on the same bytes
 
-// these take CPU tensors beside those of a device
+// operators that take CPU tensors beside those of a device
 const std::set<std::string> mixes = {"aten::index.Tensor", "aten::_unsafe_index.Tensor", "aten::index_put_",
-  "aten::index_put", "aten::_index_put_impl_", "aten::_pack_padded_sequence"};
-// the size of their result, or a Python value, depends on values on the device
-const std::set<std::string> waits = {"aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero",
+  "aten::index_put", "aten::_index_put_impl_"};
+// operators that return a Python value, or a tensor whose size depends on values on the device
+const std::set<std::string> synchronising = {"aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero",
   "aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::repeat_interleave.Tensor"};
 
 struct Call {
@@ -254,7 +249,7 @@ void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
   const auto first = stack->size() - schema.arguments().size();
   for (auto i = first; i < stack->size(); i++) (*stack)[i] = call.argument((*stack)[i]);
   if (call.device && call.has_cpu_tensor) call.refuse(kCPU);
-  if (call.has_mask || waits.count(call.name)) host_waits(call.name);
+  if (call.has_mask || synchronising.count(call.name)) synchronises(call.name);
   if (op.hasTag(at::Tag::nondeterministic_seeded)) draw(op, stack, generators[resolved(call.device).index()]);
   else op.callBoxed(stack);
   for (auto i = stack->size() - schema.returns().size(); i < stack->size(); i++) {
@@ -273,16 +268,13 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
   m.impl("_copy_from", copy_from);
-  m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", item);
   m.impl("as_strided", as_strided);
   m.impl("view", view);
   m.impl("_reshape_alias", reshape_alias);
-  m.impl("unfold", unfold);
   m.impl("resize_", resize);
-  m.impl("set_.source_Storage_storage_offset", set_storage);
   m.impl("set_.source_Storage", native::set_);
-  m.impl("set_.source_Tensor", native::set_tensor_);
+  m.impl("set_.source_Storage_storage_offset", set_storage);
 }
 // Processes exchange the same bytes with a CPU's backend, such as gloo
 TORCH_LIBRARY_IMPL(c10d, AutogradPrivateUse1, m) {

@@ -1,6 +1,6 @@
-"""What is promised holds on a device other than the CPU, too: a GPU, or without one the simulated device of device.cpp.
+"""The package keeps its promises on a device other than the CPU: a GPU, or without one the simulated device.
 
-tests/device.py says how these laws are run. On the simulated device the kernels are the CPU's.
+tests/device.py runs these laws. The simulated device (device.cpp) computes with the kernels of the CPU.
 """
 import device, fastaccum, math, os, pytest, time, torch, traceback, warnings
 from copy import deepcopy
@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
 from fastai.vision.all import Callback, CancelFitException, GradientClip, MixedPrecision, RMSProp, accuracy
-from fastaccum import (AccumulationWarning, ActivationCheckpoint, FreezeBN, GradientAccumulation,
-    GradientAccumulationSchedule, GradientCache, NoiseScale, RecalibrateBN, StateWarning)
+from fastaccum import (ActivationCheckpoint, FreezeBN, GradientAccumulation, GradientAccumulationSchedule,
+    GradientCache, NoiseScale, RecalibrateBN, StateWarning)
 from fastaccum.testing import CrossEntropy, assert_same_run, both_runs, deviation, one_cycle, toy, toy_data
 
 if why_not := device.build(): pytest.skip(why_not, allow_module_level=True)
@@ -36,7 +36,7 @@ def on_device(bs, where=None, **kwargs):
 
 def all_params(model): return [list(model.parameters())]
 def with_model(model, bs, **kwargs):
-    "The same with a model that `model()` returns"
+    "A Learner on the device, with the model that `model()` returns"
     return on_device(bs, model=lambda: model().double(), splitter=all_params, **kwargs)
 
 class Scaled(MixedPrecision):
@@ -44,7 +44,8 @@ class Scaled(MixedPrecision):
     name = 'mixed_precision'
     def before_fit(self):
         self.autocast = torch.autocast(device.kind, enabled=False)
-        self.learn.scaler,self.scales = torch.amp.GradScaler(device.kind, init_scale=2.**10, growth_interval=3),[]
+        self.learn.scaler = torch.amp.GradScaler(device.kind, init_scale=2.**10, growth_interval=3)
+        self.scales = []
     def after_pred(self): pass   # fastai's makes single precision
 
 class Half(MixedPrecision):
@@ -56,7 +57,7 @@ class Half(MixedPrecision):
         self.learn.scaler = torch.amp.GradScaler(device.kind, init_scale=2.**10, growth_interval=3)
 
 class Overflow(Callback):
-    "Makes the loss infinite in the micro-batch or batch that has the sample with this index, in the first epoch"
+    "Makes the loss of the batch or micro-batch with sample `i` infinite, in the first epoch"
     order,run_valid = 9,False   # before the loss is scaled
     def __init__(self, i): self.i = i
     def before_backward(self):
@@ -68,7 +69,7 @@ class Overflow(Callback):
 weight = torch.tensor([1.,2.,.5], dtype=torch.float64)
 def counted(learn): return (learn.y>=0).sum()
 def with_noise_scale(learn, cbs):
-    "One-cycle, in which `NoiseScale` measures the run that accumulates; without accumulation it has nothing to measure"
+    "One-cycle; `NoiseScale` measures it if it accumulates, since otherwise there is nothing to measure"
     if not any(isinstance(o, GradientAccumulation) for o in cbs): return one_cycle(learn, cbs)
     meter = NoiseScale(every=1)
     one_cycle(learn, [*cbs,meter])
@@ -76,8 +77,9 @@ def with_noise_scale(learn, cbs):
 
 kinds = dict(plain={}, split=dict(acc=dict(micro_batch_size=2)), auto=dict(acc=dict(micro_batch_size='auto')),
     dropped=dict(acc=dict(drop_last=True)), tokens=dict(tokens=True),
-    weights=dict(tokens=True, loss_func=CrossEntropy(weight=weight)), summed=dict(loss_func=CrossEntropy(reduction='sum')),
-    own=dict(acc=dict(n_items=counted)), on_host=dict(acc=dict(n_items=lambda learn: counted(learn).cpu())),
+    weights=dict(tokens=True, loss_func=CrossEntropy(weight=weight)),
+    summed=dict(loss_func=CrossEntropy(reduction='sum')), own=dict(acc=dict(n_items=counted)),
+    on_cpu=dict(acc=dict(n_items=lambda learn: counted(learn).cpu())),
     clipped=dict(cbs=lambda: [GradientClip(.05)]), scaled=dict(cbs=lambda: [Scaled(),GradientClip(.05)]),
     overflow=dict(cbs=lambda: [Scaled(),Overflow(41)]), noise=dict(fit=with_noise_scale),
     rmsprop=dict(opt_func=RMSProp), metrics=dict(metrics=accuracy),
@@ -130,7 +132,8 @@ def compare_samples(pred, y):
     "A loss in which all samples of a batch see each other"
     return CrossEntropy()(pred-pred.mean(0), y)
 def with_batchnorm():
-    return nn.Sequential(nn.Linear(5, 8),nn.BatchNorm1d(8),nn.Sequential(nn.Linear(8, 8),nn.Tanh(),nn.Linear(8, 3)))
+    head = nn.Sequential(nn.Linear(8, 8),nn.Tanh(),nn.Linear(8, 3))
+    return nn.Sequential(nn.Linear(5, 8),nn.BatchNorm1d(8),head)
 def fit_twice(learn, cbs):
     one_cycle(learn, [GradientAccumulation(16)])
     one_cycle(learn, cbs)
@@ -159,8 +162,8 @@ def test_the_noise_scale_is_that_on_the_cpu():
     def readings(where):
         learn,meter = on_device(4, where, tokens=True),NoiseScale(every=2)
         learn.fit(2, .01, cbs=[GradientAccumulation(16),meter])
-        return meter.readings
-    assert deviation(*([tuple(o) for o in readings(where)] for where in (torch.device('cpu'),device.device())))<1e-9
+        return [tuple(o) for o in meter.readings]
+    assert deviation(readings(torch.device('cpu')), readings(device.device()))<1e-9
 
 def test_accum_check():
     "A Learner that accumulates right is found right, and BatchNorm is found and named"
@@ -169,22 +172,23 @@ def test_accum_check():
     assert not check.ok and 'BatchNorm1d' in str(check)
 
 def test_accum_find_finds_what_it_finds_on_the_cpu():
-    a,b = (on_device(4, where, n=200).accum_find(steps=5, show_plot=False) for where in (torch.device('cpu'),None))
+    def find(where): return on_device(4, where, n=200).accum_find(steps=5, show_plot=False)
+    a,b = find(torch.device('cpu')),find(device.device())
     assert a.accum_bs==b.accum_bs and abs(a.scale-b.scale)<1e-9*a.scale
 
-# Where the host waits
+# Synchronisation
 
 dropping = nn.Sequential(nn.Linear(5, 6),nn.Dropout(),nn.Linear(6, 3))
-host_waits = {   # for each option: arguments, and how often the package waits for the device, per fit, epoch and step
-    'plain':      (kinds['plain'], 0, 4, 0),   # the loss is tried on parts of four micro-batches in an epoch
-    'split':      (kinds['split'], 1, 4, 0),   # does the model remember the part before?
+synchronisations = {   # for each option: arguments, and how often the package synchronises, per fit, epoch and step
+    'plain':      (kinds['plain'], 0, 4, 0),      # four micro-batches of an epoch are compared with their parts
+    'split':      (kinds['split'], 1, 4, 0),      # it is tried whether the model remembers the part before
     'auto':       (kinds['auto'], 0, 4, 0),
     'dropped':    (kinds['dropped'], 0, 4, 0),
     'tokens':     (kinds['tokens'], 0, 4, 0),
     'weights':    (kinds['weights'], 0, 4, 0),
     'summed':     (kinds['summed'], 0, 4, 0),
     'own':        (kinds['own'], 1, 4, 0),        # the first number that `n_items` returns is checked
-    'on_host':    (kinds['on_host'], 0, 16, 0),   # each trial copies three numbers to the device
+    'on_cpu':     (kinds['on_cpu'], 0, 16, 0),    # each of the four copies three numbers to the device
     'clipped':    (kinds['clipped'], 0, 4, 0),
     'scaled':     (kinds['scaled'], 0, 4, 0),
     'metrics':    (kinds['metrics'], 0, 4, 0),
@@ -192,32 +196,33 @@ host_waits = {   # for each option: arguments, and how often the package waits f
     'half':       (dict(model=lambda: deepcopy(dropping).bfloat16(), splitter=all_params), 0, 4, 0),
     'noise':      (dict(cbs=lambda: [NoiseScale(every=1)]), 0, 4, 1),
     'checkpoint': (dict(cbs=lambda: [ActivationCheckpoint(nn.Linear)]), 0, 4, 0),
-    'cache':      (dict(bs=16, cbs=lambda: [GradientCache(micro_batch_size=4)], acc=None), 1, 0, 0)}   # runs compared
+    # the first micro-batch that runs again is compared with its first run
+    'cache':      (dict(bs=16, cbs=lambda: [GradientCache(micro_batch_size=4)], acc=None), 1, 0, 0)}
 
-@pytest.mark.parametrize('option', host_waits)
-def test_where_the_host_waits(option):
-    "Never for each micro-batch, however many there are"
-    def waits(n_epoch, n):
-        kwargs = dict(host_waits[option][0])
-        cbs,bs,acc = kwargs.pop('cbs', list)(),kwargs.pop('bs', 4),kwargs.pop('acc', {})
+@pytest.mark.parametrize('option', synchronisations)
+def test_how_often_the_device_is_synchronised(option):
+    "Not with each micro-batch, however many there are"
+    kwargs,per_fit,per_epoch,per_step = synchronisations[option]
+    def counted(n_epoch, n, cbs=list, bs=4, acc={}, **kwargs):
+        cbs = cbs()
         if acc is not None: cbs.append(GradientAccumulation(16, **acc))
         learn = on_device(bs, n=n, **kwargs)
         if option=='half': learn.add_cb(ToHalf())
         learn.recorder.train_metrics = option=='metrics'
         with device.synchronisations() as calls: learn.fit(n_epoch, .01, cbs=cbs)
         package,torchs = (str(Path(o.__file__).parent) for o in (fastaccum,torch))
-        callers = [next(o for o in files if not o.startswith(torchs)) for _,files in calls]
+        callers = [next(o for o in files if not o.startswith(torchs)) for files in calls]
         return sum(o.startswith(package) for o in callers)
-    _,per_fit,per_epoch,per_step = host_waits[option]
     for n_epoch,n in ((1,64),(2,64),(1,256)):
-        assert waits(n_epoch, n)==per_fit+n_epoch*(per_epoch+n//16*per_step), (n_epoch,n)
+        assert counted(n_epoch, n, **kwargs)==per_fit+n_epoch*(per_epoch+n//16*per_step), (n_epoch,n)
 
 class ToHalf(Callback):
     "Inputs in the half precision of the model, and predictions in single precision"
     def before_batch(self): self.learn.xb = self.x.bfloat16(),
     def after_pred(self): self.learn.pred = self.pred.float()
 
-# A compiled model whose gradients are in fixed memory, as those of a CUDA graph (`torch.compile(mode='reduce-overhead')`)
+# A compiled model whose gradients are in fixed memory. `torch.compile(mode='reduce-overhead')` makes such a model on
+# CUDA: a CUDA graph writes the gradients
 
 class ToFixedMemory(torch.autograd.Function):
     "A product whose backward pass writes the gradient of `weight` into `memory` each time"
@@ -242,8 +247,9 @@ class FixedMemory(nn.Linear):
 
 @pytest.mark.parametrize('reduction', ['mean','sum'])
 def test_gradients_in_fixed_memory_are_not_overwritten_by_the_next_micro_batch(reduction):
-    full = with_model(lambda: nn.Sequential(nn.Linear(5, 3, bias=False)), 16, loss_func=CrossEntropy(reduction=reduction))
-    micro = with_model(lambda: nn.Sequential(FixedMemory(5, 3)), 4, loss_func=CrossEntropy(reduction=reduction))
+    loss_func = CrossEntropy(reduction=reduction)
+    full = with_model(lambda: nn.Sequential(nn.Linear(5, 3, bias=False)), 16, loss_func=loss_func)
+    micro = with_model(lambda: nn.Sequential(FixedMemory(5, 3)), 4, loss_func=loss_func)
     one_cycle(full, [])
     one_cycle(micro, [GradientAccumulation(16)])
     assert_same_run(full, micro)
@@ -284,7 +290,7 @@ def test_a_fit_after_accum_check_draws_what_it_would_have_drawn():
     assert_same_run(run(False), run(True))
 
 def test_rounding_is_no_state():
-    "Kernels with atomics add in another order each time, which is not what the micro-batch before has left"
+    "Kernels with atomics add in another order each time, and nobody warns that the model remembers something"
     order = count()
     class Atomics(nn.Module):
         def forward(self, x): return x*(1+1e-7*next(order))
@@ -308,12 +314,16 @@ class InBackward(torch.autograd.Function):
 
 class Greedy(nn.Module):
     "Hands `x` on; needs memory in the forward or in the backward pass, or nowhere"
-    def __init__(self, where): super().__init__(); self.where = where
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
     def forward(self, x):
         if self.where=='forward': torch.empty(len(x), per_sample, dtype=torch.float64, device=x.device)
         return InBackward.apply(x) if self.where=='backward' else x
 
-def greedy(where): return nn.Sequential(nn.Linear(5, 64),nn.Tanh(),nn.Linear(64, 64),nn.Tanh(),Greedy(where),nn.Linear(64, 3))
+def greedy(where):
+    body = nn.Linear(5, 64),nn.Tanh(),nn.Linear(64, 64),nn.Tanh()
+    return nn.Sequential(*body, Greedy(where), nn.Linear(64, 3))
 def memory_for(n_samples): return device.memory_for(int((n_samples+.5)*per_sample*8))
 
 activation = 16*64*8   # bytes of what one layer returns for the failed micro-batch
@@ -322,7 +332,8 @@ def wait_until(condition, seconds=2.):
     while not condition() and time.monotonic()<end: time.sleep(.01)
 
 @pytest.mark.parametrize('where', ['forward','backward'])
-def test_auto_where_memory_runs_out(where, monkeypatch):
+@pytest.mark.parametrize('cls', [partial(GradientAccumulation, 16),GradientCache], ids=['split','cache'])
+def test_memory_that_runs_out(cls, where, monkeypatch):
     "The run is the full-batch run, and when PyTorch's cache is emptied nothing of the failed micro-batch is held"
     full = with_model(partial(greedy, None), 16, n=64)
     full.fit(1, .1)
@@ -333,7 +344,7 @@ def test_auto_where_memory_runs_out(where, monkeypatch):
         wait_until(lambda: held()<activation)
         freed.append(held())
     monkeypatch.setattr(torch.cuda, 'empty_cache', empty_cache)
-    with memory_for(6): learn.fit(1, .1, cbs=GradientAccumulation(16, micro_batch_size='auto'))
+    with memory_for(6): learn.fit(1, .1, cbs=cls(micro_batch_size='auto'))
     assert_same_run(full, learn)
     assert freed and max(freed)<activation
 
@@ -342,14 +353,6 @@ def test_auto_in_validation():
     expected = learn.validate()
     with memory_for(6): learn.fit(1, 0., cbs=GradientAccumulation(16, micro_batch_size='auto'))
     assert deviation(learn.recorder.values[0][1:], expected)<2e-6
-
-@pytest.mark.parametrize('where', ['forward','backward'])
-def test_a_cache_whose_memory_runs_out(where):
-    full = with_model(partial(greedy, None), 16, n=64)
-    full.fit(1, .1)
-    learn = with_model(partial(greedy, where), 16, n=64)
-    with memory_for(6): learn.fit(1, .1, cbs=GradientCache(micro_batch_size='auto'))
-    assert_same_run(full, learn)
 
 def test_a_single_sample_that_does_not_fit():
     learn = with_model(partial(greedy, 'backward'), 16, n=64)
@@ -413,13 +416,13 @@ class WhereThePredictionsAre(nn.CrossEntropyLoss):
         y,weight = (None if o is None else o.to(pred.device) for o in (y,self.weight))
         return F.cross_entropy(pred.flatten(0, -2), y.flatten(), weight, reduction=self.reduction)
 
-@pytest.mark.parametrize('kind', ['plain','tokens','weights','summed','own','on_host','scaled','half'])
+@pytest.mark.parametrize('kind', ['plain','tokens','weights','summed','own','on_cpu','scaled','half'])
 def test_a_model_on_two_devices(kind):
     if device.n_devices()<2: pytest.skip('needs two devices')
     kwargs = dict(kinds.get(kind, {}))
     loss_func = kwargs.pop('loss_func', CrossEntropy())
     kwargs['loss_func'] = WhereThePredictionsAre(loss_func.weight, reduction=loss_func.reduction)
-    if kind=='scaled': kwargs['cbs'] = lambda: [Scaled()]   # PyTorch cannot clip gradients on several devices
+    if kind=='scaled': kwargs['cbs'] = lambda: [Scaled()]
     model = (lambda: Two().bfloat16()) if kind=='half' else Two
     if kind=='half': kwargs['cbs'] = lambda: [ToHalf()]
     a,b = both_runs(make=on_device, model=model, splitter=all_params, **kwargs)
@@ -430,12 +433,13 @@ def test_a_model_on_two_devices(kind):
 def test_a_cache_refuses_data_parallel():
     "Its copies of the model draw on devices whose random numbers are not put back"
     def model(): return nn.DataParallel(deepcopy(dropping).to(device.device()), device_ids=[0])
-    with pytest.raises(ValueError, match='DataParallel.*distrib_ctx'): fit_seeded(model, 8, GradientCache(micro_batch_size=4))
+    with pytest.raises(ValueError, match='DataParallel.*distrib_ctx'):
+        fit_seeded(model, 8, GradientCache(micro_batch_size=4))
 
 # Two processes, each with a device of its own
 
 def on_both_processes(bs, rank, **kwargs):
-    "A Learner for the samples of this process: of each eight in turn, the first or the last four"
+    "A Learner with this process's share of the samples: of every eight, the first or the last four"
     x,y = toy_data(64).tensors
     mine = torch.arange(64)//4%2==rank
     return on_device(bs, device.device(rank), data=TensorDataset(x[mine], y[mine]), splitter=all_params, **kwargs)
@@ -480,8 +484,8 @@ def batchnorm_is_recalibrated_on_all_samples(rank):
     learn = on_both_processes(8, rank, model=lambda: with_batchnorm().double())
     learn.model = DistributedDataParallel(learn.model)
     learn.recalibrate_bn()
-    full = on_device(64, device.device(rank), n=64, model=lambda: with_batchnorm().double(), splitter=all_params)
-    with torch.no_grad(): x = full.model[0](full.dls.train.one_batch()[0])
+    linear,x = learn.model.module[0],toy_data(64).tensors[0].to(device.device(rank))
+    with torch.no_grad(): x = linear(x)
     assert deviation(learn.model.module[1].running_mean, x.mean(0))<1e-9
 
 laws_of_processes = [the_fit_is_that_of_one_process, bs_find_before_the_first_fit,
@@ -500,8 +504,8 @@ def in_process(rank, folder):
     "Run the laws one after the other; note in a file how each of them ended"
     os.environ.update(RANK=str(rank), WORLD_SIZE='2', LOCAL_RANK=str(rank))
     torch.get_device_module(device.kind).set_device(rank)
-    backend = 'nccl' if device.kind=='cuda' else 'gloo'
-    dist.init_process_group(backend, init_method=f'file://{folder}/store', rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group('nccl' if device.kind=='cuda' else 'gloo', init_method=f'file://{folder}/store',
+        rank=rank, world_size=2, timeout=timedelta(seconds=60))
     for nm in ('all_reduce','all_gather','broadcast'): setattr(dist, nm, only_on_devices(getattr(dist, nm)))
     warnings.simplefilter('ignore')
     for law in laws_of_processes:

@@ -45,7 +45,7 @@ def build():
         partial.rename(library())
         return ''
     error = next((o for o in res.stderr.splitlines() if 'error' in o), res.stderr)
-    return f"device.cpp needs the headers of PyTorch 2.15, not {torch.__version__}: install torch 2.15 ({error})"
+    return f"device.cpp does not build with torch {torch.__version__}: install torch 2.15, g++ 11 or newer ({error})"
 
 def index(d):
     if d is None: return torch.ops.sim.current_device()

@@ -215,6 +215,7 @@ class StepMean:
         "What to multiply the gradients with, now that the sizes are known"
         if self.is_sum: return 1.
         if isinstance(self.size, torch.Tensor):
-            ref = 1. if self.ref is None else self.ref   # `or` would synchronise the GPU: class weights make it a tensor
+            # class weights make `ref` a tensor, so `self.ref or 1.` would synchronise the GPU
+            ref = 1. if self.ref is None else self.ref
             return torch.where(self.size>0, ref/self.size, 0.)
         return self.ref/self.size if self.size else 0.

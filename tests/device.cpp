@@ -1,9 +1,9 @@
 // A simulated device for PyTorch: its tensors are in the host's memory, but PyTorch takes them to be on another device.
 //
 // It is a PrivateUse1 backend, which device.py builds. Each operator runs the CPU's kernel on the same bytes
-// (`run_on_cpu`). The device has of its own what makes a GPU different for a training loop: tensors that do not mix with
-// those of other devices, memory that can run out, random number generators, autocast, and a thread for backward passes
-// (PyTorch starts it because of `Guard`). Where a GPU would be synchronised, `synchronises` calls a function of Python.
+// (`run_on_cpu`). What makes a GPU different for a training loop, the device has of its own: tensors that do not mix
+// with those of other devices, memory that can run out, random number generators, autocast, and a thread for backward
+// passes (PyTorch starts it because of `Guard`). Where a GPU would be synchronised, `synchronises` calls Python.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>

@@ -8,9 +8,9 @@ Docs: https://fastaccum.github.io/fastaccum/core/compare.html.md"""
 __all__ = ['part_sizes', 'CaptureGrads', 'relative_diff', 'grad_differences', 'eager_and_exact', 'FreezeMode', 'Compare']
 
 # %% ../../nbs/core/27_compare.ipynb #imports
-import torch
+import sys, torch
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from fastai.callback.core import Callback, CancelFitException, CancelStepException
 from fastai.callback.fp16 import MixedPrecision
 from fastcore.basics import patch
@@ -108,11 +108,12 @@ def _tf32_settings():
 def eager_and_exact():
     "A context in which compiled code runs uncompiled, and products are not rounded to TF32"
     settings = _tf32_settings()
+    has_compiler = 'torch._dynamo' in sys.modules   # else nothing is compiled, and its import would take seconds
     def restore():
         for o,name,value,_ in settings: setattr(o, name, value)
     try:
         for o,name,_,exact in settings: setattr(o, name, exact)
-        with torch.compiler.set_stance('force_eager'): yield
+        with torch.compiler.set_stance('force_eager') if has_compiler else nullcontext(): yield
     finally: uninterrupted(restore)
 
 # %% ../../nbs/core/27_compare.ipynb #runs

@@ -1,11 +1,7 @@
 """How much memory the tensors of a computation hold, counted on a CPU, where the allocator does not tell.
 
-    with LiveTensors() as live: loss(model(x)).backward()
-    live.peak
-
-counts the storages that are made while it is on, as they come and go: activations, gradients, temporary tensors.
-What was there before (weights, the batch) is not in it, nor is what a kernel allocates inside. On a device,
-`torch.cuda.max_memory_allocated` says more, and `megabytes` asks it there.
+Counted are the storages that are made, as they come and go: activations, gradients, temporary tensors. What was there
+before (weights, the batch) is not in it, nor is what a kernel allocates inside.
 """
 import torch, weakref
 from functools import partial
@@ -14,15 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 class LiveTensors(TorchDispatchMode):
-    "Bytes of the storages that were made while it is on"
+    "Counts the bytes of the storages that are made while it is on"
     def __init__(self):
         super().__init__()
-        self.now,self.peak = 0,0   # bytes alive, and the most that were since it is on, or since `mark`
+        self.now,self.peak = 0,0   # bytes alive now, and the most that were alive at a time
         self.sizes = {}            # of each storage alive, by `id`: a weak reference and its bytes
-
-    def mark(self):
-        "Forget the peak"
-        self.peak = self.now
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         before = {id(o.untyped_storage()) for o in tree_leaves((args,kwargs or {})) if isinstance(o, Tensor)}
@@ -41,23 +33,13 @@ class LiveTensors(TorchDispatchMode):
 
     def _remove(self, key, _): self.now -= self.sizes.pop(key)[1]
 
-def peak_of(
-    f, # A function without arguments
-    warm=1 # How often to call it before, so that gradients and the optimizer's state are there
-):
-    "The most bytes alive, of those made by `f`, while it runs"
-    for _ in range(warm): f()
-    with LiveTensors() as live: f()
-    return live.peak
-
-def megabytes(
-    f, # A function without arguments
-    device # `torch.device` that it computes on
-):
-    "The most MB that `f` holds while it runs, beyond what was there before"
-    if device.type=='cpu': return peak_of(f, warm=0)/1e6
+def peak_bytes(f, device=None):
+    "The most bytes that the function `f` holds while it runs, beyond what was there before; on a GPU torch counts them"
+    if device is None or device.type=='cpu':
+        with LiveTensors() as live: f()
+        return live.peak
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     f()
-    return (torch.cuda.max_memory_allocated()-before)/1e6
+    return torch.cuda.max_memory_allocated()-before

@@ -4,31 +4,24 @@ A small recurrent network learns to say the next word of Python's language refer
 `help('for')` prints), by SGD and by Adam, with `fit_one_cycle`, in steps of 16, 64 and 256 samples and four epochs
 whatever the size. Rates are a factor of two apart; the validation loss at the end is a mean over seeds. Batches are
 real ones: accumulating gives the same run, and takes longer here.
-`python benchmarks/rates.py` prints a Markdown table and writes `benchmarks/results/rates.json`, in some 10 minutes of
-one core.
+`python -m benchmarks.rates` takes some 10 minutes of one core.
 """
-import os
-os.environ.setdefault('OMP_NUM_THREADS', '1')
-import argparse, json, math, platform, re
+import argparse, math, re
 from collections import Counter
-from datetime import date
-from pathlib import Path
 from pydoc_data.topics import topics
 from statistics import mean
-import fastai, numpy as np, torch
+import numpy as np, torch
 from torch import nn
-from fastai.callback.progress import ProgressCallback
-from fastai.callback.schedule import *   # gives Learners a `fit_one_cycle`
+from fastai.callback.schedule import Learner   # with its fit_one_cycle
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
-from fastai.learner import Learner
 from fastai.losses import CrossEntropyLossFlat
 from fastai.optimizer import Adam, SGD
 from fastai.torch_core import set_seed
+from benchmarks import made, quiet, save
 
 length,n_epoch,n_valid,sizes = 12,4,512,(16,64,256)
 rates = {'SGD':(SGD,-2,5), 'Adam':(Adam,-9,-1)}   # tried from 2**low to 2**high
-out = Path(__file__).parent/'results'/'rates.json'
 
 def samples():
     "Pieces of the text as numbers of words, and the words that follow; and how many words there are"
@@ -46,12 +39,12 @@ class NextWord(nn.Module):
     def forward(self, x): return self.out(self.rnn(self.emb(x))[0])
 
 def loss(items, n_words, opt_func, size, lr, seed):
-    "Validation loss at the end"
+    "Validation loss at the end of a training"
     set_seed(seed)
     train,valid = items[n_valid:],items[:n_valid]
     dls = DataLoaders(DataLoader(train, bs=size, shuffle=True, drop_last=True), DataLoader(valid, bs=n_valid))
-    learn = Learner(dls, NextWord(n_words), CrossEntropyLossFlat(), opt_func=opt_func).remove_cb(ProgressCallback)
-    with learn.no_logging(): learn.fit_one_cycle(n_epoch, lr)
+    learn = quiet(Learner(dls, NextWord(n_words), CrossEntropyLossFlat(), opt_func=opt_func))
+    learn.fit_one_cycle(n_epoch, lr)
     return learn.recorder.values[-1][1]
 
 def best(losses):
@@ -60,39 +53,24 @@ def best(losses):
     i = min(range(len(lrs)), key=lambda i: losses[lrs[i]])
     if not 0<i<len(lrs)-1: return None
     a,b,c = (losses[lrs[j]] for j in (i-1,i,i+1))
-    return float(lrs[i])*2**((a-c)/(2*(a-2*b+c)))
-
-def report(res):
-    "A Markdown table of the losses"
-    rows = []
-    for name,found in res['losses'].items():
-        lrs = list(next(iter(found.values())))
-        head = ' | '.join(f'{float(o):.2g}' for o in lrs)
-        rows += ['', f'| {name}, steps of | {head} | best rate |', '|---'*(len(lrs)+2)+'|']
-        for size,losses in found.items():
-            lr,cells = res['best'][name][size],' | '.join(f'{losses[o]:.2f}' for o in lrs)
-            rows.append(f"| {size} | {cells} | {'' if lr is None else f'{lr:.2g}'} |")
-    return '\n'.join(rows[1:])
+    return round(float(lrs[i])*2**((a-c)/(2*(a-2*b+c))), 4)
 
 def main():
     args = argparse.ArgumentParser()
     args.add_argument('--seeds', type=int, default=2)
-    args = args.parse_args()
+    seeds = range(args.parse_args().seeds)
     torch.set_num_threads(1)
     items,n_words = samples()
-    losses = {}
+    losses = {name:{} for name in rates}
     for name,(opt_func,low,high) in rates.items():
         for size in sizes:
-            mine = losses.setdefault(name, {}).setdefault(str(size), {})
+            found = losses[name][str(size)] = {}
             for lr in (2.**o for o in range(low, high+1)):
-                v = mean(loss(items, n_words, opt_func, size, lr, seed) for seed in range(args.seeds))
-                mine[str(lr)] = round(v, 3) if math.isfinite(v) else 99.
-            print(name, size, mine, flush=True)
-    versions = f'python {platform.python_version()}, torch {torch.__version__}, fastai {fastai.__version__}'
-    made = f'{date.today()}, {args.seeds} seeds, {len(items)-n_valid} samples; {platform.machine()}; {versions}'
-    found = {k:{size:lr and round(lr, 4) for size,lr in zip(o, map(best, o.values()))} for k,o in losses.items()}
-    res = dict(made=made, best=found, losses=losses)
-    out.write_text(json.dumps(res, indent=1)+'\n')
-    print(report(res))
+                v = mean(loss(items, n_words, opt_func, size, lr, seed) for seed in seeds)
+                found[str(lr)] = round(v, 3) if math.isfinite(v) else 99.
+            print(name, size, found, flush=True)
+    notes = f'{len(seeds)} seeds',f'{len(items)-n_valid} samples'
+    save('rates', dict(made=made(*notes), best={nm:{k:best(o) for k,o in found.items()} for nm,found in losses.items()},
+        losses=losses))
 
 if __name__=='__main__': main()

@@ -4,7 +4,6 @@
 """
 import warnings
 warnings.filterwarnings('ignore')
-
 from fastai.callback.core import Callback
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
 from fastaccum import GradientAccumulation
@@ -23,31 +22,28 @@ class Steps(Callback):
         self.epochs[-1] += 1
         self.pending = 0
 
-def run(bs, acc, fit):
+def run(bs, method, *cbs):
     learn = toy(bs, n=n, cbs=Steps())
-    fit(learn, acc)
+    getattr(learn, method)(n_epoch, 0.1, cbs=cbs)
     return learn
 
-def constant(learn, acc): learn.fit(n_epoch, 0.1, cbs=acc)
-def one_cycle(learn, acc): learn.fit_one_cycle(n_epoch, 0.1, cbs=acc)
-
-def far(a, b): return f'{deviation(a.model.state_dict(), b.model.state_dict()):.0e}'.replace('0e+00', '0')
-
 def column(bs, acc):
-    "A column of the table: what a run did, and how far it is from the run on big batches"
-    big,learn = run(accum_bs, [], constant),run(bs, acc(), constant)
-    cyc,cyc_learn = run(accum_bs, [], one_cycle),run(bs, acc(), one_cycle)
+    "A column of the table: what a run did, and how far its weights are from those of the run on full batches"
+    def off(method):
+        full,learn = run(accum_bs, method),run(bs, method, *acc())
+        return f'{deviation(full.model.state_dict(), learn.model.state_dict()):.0e}'.replace('0e+00', '0')
+    learn = run(bs, 'fit', *acc())
     s = learn.steps
     return {'optimizer steps in each epoch':' and '.join(map(str, s.epochs)),
         'samples in each step':', '.join(map(str, s.steps)), 'samples left unused':str(s.pending),
         'recorded losses':str(len(learn.recorder.losses)),
-        'largest difference of a weight (`fit`)':far(big, learn),
-        'largest difference of a weight (`fit_one_cycle`)':far(cyc, cyc_learn)}
+        'largest difference of a weight (`fit`)':off('fit'),
+        'largest difference of a weight (`fit_one_cycle`)':off('fit_one_cycle')}
 
 def main():
-    cols = {f'batches of {accum_bs}':column(accum_bs, lambda: []),
-            "fastai's callback":column(micro, lambda: FastaiGradientAccumulation(accum_bs)),
-            'fastaccum':column(micro, lambda: GradientAccumulation(accum_bs))}
+    cols = {f'batches of {accum_bs}':column(accum_bs, list),
+        "fastai's callback":column(micro, lambda: [FastaiGradientAccumulation(accum_bs)]),
+        'fastaccum':column(micro, lambda: [GradientAccumulation(accum_bs)])}
     print('| | '+' | '.join(cols)+' |\n|---|'+'---|'*len(cols))
     for row in cols['fastaccum']: print(f'| {row} | '+' | '.join(c[row] for c in cols.values())+' |')
 

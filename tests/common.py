@@ -1,4 +1,14 @@
-"Things several tests use."
+"""Helpers that tests of any subject use; Learners are in `laws/small_learners.py`.
+
+- Choosing cases: `run_all_cases`, `pick_cases`
+- Data and losses: `learnable_data`, `with_float32_inputs`, `in_chunks`, `trim_padding`, `nt_xent`, `batch_dice_loss`
+- Loaders with given batches: `BatchListLoader`, `BatchSizesLoader`, `EpochCycle`
+- Callbacks that act at an event: `CallAt`, `RecordAt`, `RaiseAt`
+- Mixed precision on a CPU: `CpuMixedPrecision`, `CpuLossScaling`, `overflow_at_step`, `overflow_on_sample`
+- Memory that runs out: `raise_oom_above`, `CheckInBackward`, `LimitedMemory`, `runs_out_above`, `runs_out_on_attempts`
+- Looking at a Learner, at warnings and at the repository: `grads`, `weights`, `weights_unchanged`, `collect_warnings`,
+  `files_of_git`
+"""
 import os, pytest, subprocess, torch, warnings
 from contextlib import contextmanager
 from functools import partial
@@ -11,136 +21,134 @@ from torch.amp import GradScaler, autocast
 from torch.utils.data import TensorDataset
 from fastaccum.testing import toy_data
 
-whole = os.environ.get('TESTS')=='all'   # `make test-all` runs whole grids; `make test` a sample of each
+# Choosing cases
 
-def some(n, cases):
-    "`n` of `cases`, always the same ones; with `make test-all` all of them"
+run_all_cases = os.environ.get('TESTS')=='all'   # `make test-all` runs every case, `make test` a sample of them
+
+def pick_cases(n, cases):
+    "Return `n` of `cases`, the same ones every time; with `TESTS=all`, return all of them"
     cases = list(cases)
-    if whole or n>=len(cases): return cases
+    if run_all_cases or n>=len(cases): return cases
     return [cases[i] for i in sorted(Random(n).sample(range(len(cases)), n))]
 
-def files_of_git():
-    "The names of the files that git has, or would have with `git add`"
-    cmd = ['git','ls-files','-z','--cached','--others','--exclude-standard']
-    root = Path(__file__).resolve().parent.parent
-    res = subprocess.run(cmd, cwd=root, capture_output=True, text=True)
-    if res.returncode: pytest.skip('not a git checkout')
-    return [o for o in res.stdout.split('\0') if (root/o).is_file()]
+# Data and losses
+
+def learnable_data(*args):
+    "Return `toy_data(*args)` with targets that follow from the inputs; five in six are of class 0"
+    x,y = toy_data(*args).tensors
+    return TensorDataset(x, torch.where(y<0, y, (x[...,0]<-1).long()))
+
+def with_float32_inputs(ds):
+    "Return the dataset with its inputs in single precision"
+    return TensorDataset(ds.tensors[0].float(), *ds.tensors[1:])
+
+def in_chunks(items, n):
+    "Split the list `items` into lists of `n`; the last one may be shorter"
+    return [items[i:i+n] for i in range(0, len(items), n)]
+
+def trim_padding(learn):
+    "Cut the Learner's batch of token sequences to the length of its longest sequence"
+    n = int((learn.y!=-100).any(0).nonzero().max())+1
+    learn.xb,learn.yb = (learn.x[:,:n],),(learn.y[:,:n],)
+
+def nt_xent(z, y=None):
+    "Return a contrastive loss (Chen et al., 2020): samples 2i and 2i+1 are a pair, and are told from all others"
+    z = F.normalize(z.flatten(1))
+    sim = (z@z.T/0.5).masked_fill(torch.eye(len(z), dtype=torch.bool), -1e4)
+    return F.cross_entropy(sim, (torch.arange(len(z))^1)%len(z))
+
+def batch_dice_loss(p, y):
+    "Return 1 minus the mean over classes of the Dice coefficient, which is computed over all samples of the batch"
+    p,y = p.softmax(1),F.one_hot(y, p.shape[1]).movedim(-1, 1)
+    dims = [0,*range(2, p.ndim)]
+    return 1-(2*(p*y).sum(dims)/(p+y).sum(dims)).mean()
+
+# Loaders with given batches, in place of a Learner's training loader
+
+class EpochCycle:
+    "A function that returns the next entry of `epochs` with each call, and after the last one begins again"
+    def __init__(self, epochs): self.epochs,self.i = epochs,0
+    def __call__(self):
+        self.i += 1
+        return self.epochs[(self.i-1)%len(self.epochs)]
+
+class BatchListLoader:
+    "A loader of given batches: `epochs` has a list of batches for each epoch, and a batch is a list of indices"
+    device = torch.device('cpu')
+    def __init__(self, dataset, epochs): self.dataset,self.cycle = dataset,EpochCycle(epochs)
+    def __len__(self): return len(self.cycle.epochs[self.cycle.i%len(self.cycle.epochs)])
+    def __iter__(self): return iter([self.dataset[o] for o in self.cycle()])
+
+class BatchSizesLoader(BatchListLoader):
+    "A loader of the samples of `dl` in their order, in batches of given sizes: `sizes` has a list for each epoch"
+    def __init__(self, dl, sizes, epoch=0):
+        super().__init__(dl.dataset, sizes)
+        self.dl,self.cycle.i = dl,epoch
+    def __iter__(self):
+        idxs,ends = self.dl.get_idxs(),[0,*accumulate(self.cycle())]
+        return iter([self.dataset[idxs[i:j]] for i,j in zip(ends, ends[1:])])
+
+# Callbacks that act at an event
+
+class CallAt(Callback):
+    "Calls `f(learn)` at `event`: in training, and with `run_valid` in validation and prediction"
+    def __init__(self, event, f, run_valid=False, order=1):
+        self.run_valid,self.order = run_valid,order
+        setattr(self, event, lambda: f(self.learn))
+
+class RecordAt(CallAt):
+    "Appends `f(learn)` to the list `values` at `event` in training"
+    def __init__(self, event, f, order=0):
+        self.values = []
+        super().__init__(event, lambda learn: self.values.append(f(learn)), order=order)
+
+class RaiseAt(Callback):
+    "Raises `exc` at `event`, once, after `skip` events have passed without it"
+    def __init__(self, event, exc, order, skip=0):
+        self.order,self.exc,self.skip,self.n_heard = order,exc,skip,0
+        setattr(self, event, lambda: self.hear())
+    def hear(self):
+        self.n_heard += 1
+        if self.n_heard==self.skip+1: raise self.exc('planted')
+    raised = property(lambda self: self.n_heard>self.skip)
+
+# Mixed precision on a CPU, where fastai's `MixedPrecision` disables itself
 
 class CpuMixedPrecision(MixedPrecision):
-    """fastai's `MixedPrecision` with autocast and a GradScaler that work on the CPU; on a CPU fastai's own disables
-    itself"""
+    "fastai's `MixedPrecision` with autocast and a GradScaler that work on a CPU"
     name = 'mixed_precision'
     def before_fit(self):
         dtype = torch.float16 if self.amp_mode==AMPMode.FP16 else torch.bfloat16
         self.kwargs['enabled'] = dtype==torch.float16
         self.autocast,self.learn.scaler,self.scales = autocast('cpu', dtype=dtype),GradScaler('cpu', **self.kwargs),[]
 
-class Scaled(CpuMixedPrecision):
-    "The GradScaler without the half precision, so that runs can be compared to the last digit"
+class CpuLossScaling(CpuMixedPrecision):
+    "The GradScaler without half precision, so that runs in double precision can be compared to the last digit"
     def before_fit(self):
         super().before_fit()
         self.autocast = autocast('cpu', enabled=False)
-    def after_pred(self): pass   # fastai's makes single precision
+    def after_pred(self): pass   # fastai's casts the predictions to single precision
 
-def nt_xent(z, y=None):
-    "A loss in which all samples of a batch see each other (Chen et al., 2020): of 2i and 2i+1, each finds the other"
-    z = F.normalize(z.flatten(1))
-    sim = (z@z.T/0.5).masked_fill(torch.eye(len(z), dtype=torch.bool), -1e4)
-    return F.cross_entropy(sim, (torch.arange(len(z))^1)%len(z))
+def make_loss_infinite(learn): learn.loss_grad = learn.loss_grad*float('inf')
 
-def dice(p, y):
-    "The mean over classes, with one coefficient for all samples of a batch together"
-    p,y = p.softmax(1),F.one_hot(y, p.shape[1]).movedim(-1, 1)
-    dims = [0,*range(2, p.ndim)]
-    return 1-(2*(p*y).sum(dims)/(p+y).sum(dims)).mean()
+def overflow_at_step(i):
+    "Return a callback that makes the loss infinite in step `i` of a fit, counted from 0"
+    return CallAt('before_backward', lambda learn: len(learn.recorder.lrs)==i and make_loss_infinite(learn), order=9)
 
-def clear(*args):
-    "Data with a signal: most of it is of one class"
-    x,y = toy_data(*args).tensors
-    return TensorDataset(x, torch.where(y<0, y, (x[...,0]<-1).long()))
+def overflow_on_sample(i, learn):
+    "Make the loss infinite if the batch has sample `i` of the dataset, in the first epoch"
+    if learn.epoch==0 and (learn.x==learn.dls.valid_ds[i][0]).all(-1).any(): make_loss_infinite(learn)
 
-class Event(Callback):
-    "Call `f` with the Learner at `event`"
-    def __init__(self, event, f, valid=False, order=1):
-        self.run_valid,self.order = valid,order
-        setattr(self, event, lambda: f(self.learn))
+# Memory that runs out, simulated with torch's out-of-memory error
 
-class Seen(Event):
-    "Note what `f` returns for the Learner at `event`, in training"
-    def __init__(self, event, f, order=0):
-        self.values = []
-        super().__init__(event, lambda learn: self.values.append(f(learn)), order=order)
+def raise_oom_above(cap, stage='backward'):
+    "Return a function that is given a number of samples, and raises an out-of-memory error if it is more than `cap`"
+    def check(n):
+        if n>cap: raise torch.OutOfMemoryError(f'planted, {stage}')
+    return check
 
-class Raise(Callback):
-    "Raise `exc` at the `at`th time that `event` comes"
-    def __init__(self, event, exc, order, at=0):
-        self.order,self.left = order,at
-        setattr(self, event, lambda: self._raise(exc))
-    def _raise(self, exc):
-        self.left -= 1
-        if self.left==-1: raise exc('planted')
-    raised = property(lambda self: self.left<0)
-
-def cut(idxs, n): return [idxs[i:i+n] for i in range(0, len(idxs), n)]
-
-class Epochs:
-    "For each epoch in turn, what it holds"
-    def __init__(self, epochs): self.epochs,self.i = epochs,0
-    def __call__(self):
-        self.i += 1
-        return self.epochs[(self.i-1)%len(self.epochs)]
-
-class Batches:
-    "A loader of given batches, each of its own size"
-    device = torch.device('cpu')
-    def __init__(self, dataset, epochs): self.dataset,self.order = dataset,Epochs(epochs)
-    def __len__(self): return len(self.order.epochs[self.order.i%len(self.order.epochs)])
-    def __iter__(self): return iter([self.dataset[o] for o in self.order()])
-
-class StepsLoader(Batches):
-    "A loader that yields the samples of `dl` in batches of the given sizes, epoch by epoch"
-    def __init__(self, dl, sizes, epoch=0): super().__init__(dl.dataset, sizes); self.dl,self.order.i = dl,epoch
-    def __iter__(self):
-        idxs,ends = self.dl.get_idxs(),[0,*accumulate(self.order())]
-        return iter([self.dataset[idxs[i:j]] for i,j in zip(ends, ends[1:])])
-
-def grads(learn): return [None if p.grad is None else p.grad.clone() for p in learn.model.parameters()]
-def weights(learn): return torch.cat([p.detach().flatten().clone() for p in learn.model.parameters()])
-
-@contextmanager
-def unmoved(learn):
-    "No weight moves"
-    before = weights(learn)
-    yield
-    assert weights(learn).equal(before)
-
-@contextmanager
-def noted_warnings(action='always'):
-    "A list of the warnings that come, with this filter"
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter(action)
-        yield said
-
-def in_single(ds):
-    "The same data with inputs in single precision"
-    return TensorDataset(ds.tensors[0].float(), *ds.tensors[1:])
-
-def trim(learn):
-    "The batch is as long as its longest sequence"
-    n = int((learn.y!=-100).any(0).nonzero().max())+1
-    learn.xb,learn.yb = (learn.x[:,:n],),(learn.y[:,:n],)
-
-def to_infinity(learn): learn.loss_grad = learn.loss_grad*float('inf')
-def overflow(at):
-    "The loss of a step is infinite, `at` steps after the first"
-    return Event('before_backward', lambda learn: len(learn.recorder.lrs)==at and to_infinity(learn), order=9)
-def overflows(i, learn):
-    "The loss of the batch with sample `i` is infinite, in the first epoch"
-    if learn.epoch==0 and (learn.x==learn.dls.valid_ds[i][0]).all(-1).any(): to_infinity(learn)
-
-class InBackward(torch.autograd.Function):
-    "Hands `x` on; in the backward pass `check` is called with the number of samples, and may raise"
+class CheckInBackward(torch.autograd.Function):
+    "The identity; in the backward pass it calls `check` with the number of samples, which may raise an error"
     @staticmethod
     def forward(ctx, x, check):
         ctx.check = check
@@ -150,27 +158,60 @@ class InBackward(torch.autograd.Function):
         ctx.check(len(g))
         return g,None
 
-def short_of(cap, stage='backward'):
-    "A check for `InBackward`: memory runs out with more than `cap` samples"
-    def check(n):
-        if n>cap: raise torch.OutOfMemoryError(f'planted, {stage}')
-    return check
+class LimitedMemory(Module):
+    """A layer that returns its input, and runs out of memory where `runs_out(stage, n)` is true
 
-class Memory(Module):
-    "Hands its input on; memory runs out where `short(where, n)` says so, for 'forward', 'backward' and 'validation'"
-    def __init__(self, short=None): self.short = short
-    def check(self, where, n):
-        if self.short and self.short(where, n): short_of(0, where)(n)
+    `stage` is 'forward', 'backward' or 'validation', and `n` the number of samples.
+    """
+    def __init__(self, runs_out=None): self.runs_out = runs_out
+    def check(self, stage, n):
+        if self.runs_out and self.runs_out(stage, n): raise_oom_above(0, stage)(n)
     def forward(self, x):
         self.check('forward' if self.training else 'validation', len(x))
-        return InBackward.apply(x, partial(self.check, 'backward')) if self.training else x
+        return CheckInBackward.apply(x, partial(self.check, 'backward')) if self.training else x
 
-def above(cap, *wheres): return lambda where,n: where in wheres and n>cap
+def runs_out_above(cap, *stages):
+    "Return a `runs_out` for `LimitedMemory`: in these stages memory holds `cap` samples"
+    return lambda stage,n: stage in stages and n>cap
 
-def at_times(times, where, cap=1):
-    "Memory runs out at some of the attempts, counted from 0"
-    tries = [-1]
-    def short(at, n):
-        tries[0] += at==where
-        return at==where and n>cap and tries[0] in times
-    return short
+def runs_out_on_attempts(attempts, stage, cap=1):
+    "Return a `runs_out` for `LimitedMemory`: memory runs out in those `attempts` at this stage, counted from 0"
+    n_attempts = 0
+    def runs_out(this_stage, n):
+        nonlocal n_attempts
+        if this_stage!=stage: return False
+        n_attempts += 1
+        return n>cap and n_attempts-1 in attempts
+    return runs_out
+
+# Looking at a Learner, at warnings and at the repository
+
+def grads(learn):
+    "Return copies of the gradients of all parameters, None for a parameter that has none"
+    return [None if p.grad is None else p.grad.clone() for p in learn.model.parameters()]
+
+def weights(learn):
+    "Return a copy of all parameters as one vector"
+    return torch.cat([p.detach().flatten().clone() for p in learn.model.parameters()])
+
+@contextmanager
+def weights_unchanged(learn):
+    "Fail if a weight of the Learner changes in this context"
+    before = weights(learn)
+    yield
+    assert weights(learn).equal(before)
+
+@contextmanager
+def collect_warnings(action='always'):
+    "Collect the warnings of this context in a list, under this action of Python's warnings filter"
+    with warnings.catch_warnings(record=True) as collected:
+        warnings.simplefilter(action)
+        yield collected
+
+def files_of_git():
+    "Return the names of the files that are committed, or would be with `git add`"
+    cmd = ['git','ls-files','-z','--cached','--others','--exclude-standard']
+    root = Path(__file__).resolve().parent.parent
+    res = subprocess.run(cmd, cwd=root, capture_output=True, text=True)
+    if res.returncode: pytest.skip('not a git checkout')
+    return [o for o in res.stdout.split('\0') if (root/o).is_file()]

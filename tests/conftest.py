@@ -1,33 +1,26 @@
-import gc, os, sys
-from pathlib import Path
-
-os.environ.setdefault('OMP_NUM_THREADS', '1')   # the processes that tests start inherit it
-os.environ.setdefault('MPLBACKEND', 'agg')
-tests = Path(__file__).resolve().parent
-sys.path[:0] = [str(tests),str(tests.parent/'tools')]
-import numpy as np, pytest, random, torch
-torch.set_num_threads(int(os.environ['OMP_NUM_THREADS']))
+import gc, os, random
+import numpy as np, pytest
+from hypothesis import settings
 
 @pytest.fixture(autouse=True)
 def in_tmp(tmp_path, monkeypatch): monkeypatch.chdir(tmp_path)   # `lr_find` and `save` write next to the Learner
 
 @pytest.fixture(autouse=True)
 def frozen():
-    "Memory is collected each time it runs out: half a second where fastai's objects are looked at, too"
+    "Keep fastai's objects out of garbage collections: fastaccum collects each time memory runs out, 0.5 s with them"
     gc.freeze()
     yield
     gc.unfreeze()
 
 @pytest.fixture(autouse=True)
 def seeded():
-    "PyTorch begins with the same random numbers in each process; Python and NumPy, by which loaders shuffle, do not"
+    "Seed Python and NumPy, by which loaders shuffle; PyTorch begins with the same random numbers in each process"
     random.seed(0)
     np.random.seed(0)
 
-# `make test` tries the same few examples every time, on machines of any speed; HYPOTHESIS=random looks for others, and
-# `make test-all` for more
-from common import whole
-from hypothesis import settings
-settings.register_profile('same', deadline=None, derandomize=True, max_examples=100 if whole else 20)
-settings.register_profile('random', deadline=None, max_examples=100 if whole else 20)
+# `make test` tries the same few examples every time, on machines of any speed. HYPOTHESIS=random draws other examples,
+# and `make test-all` draws more.
+max_examples = 100 if os.environ.get('TESTS')=='all' else 20
+settings.register_profile('same', deadline=None, derandomize=True, max_examples=max_examples)
+settings.register_profile('random', deadline=None, max_examples=max_examples)
 settings.load_profile(os.environ.get('HYPOTHESIS', 'same'))

@@ -10,7 +10,7 @@ from multiprocessing import get_context
 import torch
 from fastai.vision.all import Adam, GradientClip, OptimWrapper, RAdam, SGD, accuracy
 from fastaccum.testing import assert_same_run, toy, both_runs
-from common import Seen
+from common import RecordAt
 
 opts = dict(sgd=partial(SGD, mom=0.9), adam=Adam, radam=RAdam, torch_adamw=partial(OptimWrapper, opt=torch.optim.AdamW))
 ways = dict(
@@ -24,7 +24,7 @@ ways = dict(
 
 def penalty(event='after_loss', order=0):
     "Add to the loss, as fastai's `RNNRegularizer` does"
-    return Seen(event, lambda l: setattr(l, 'loss_grad', l.loss_grad+0.1*l.pred.pow(2).mean()), order)
+    return RecordAt(event, lambda l: setattr(l, 'loss_grad', l.loss_grad+0.1*l.pred.pow(2).mean()), order)
 
 def fit(learn, cbs, how, n_epoch, lr, wd, freeze_first):
     "One of fastai's ways to fit, perhaps after a fit with a frozen body"

@@ -7,7 +7,7 @@ from fastai.callback.core import _inner_loop
 from fastai.text.all import (Callback, DataLoader, GradientAccumulation as FastaiGradientAccumulation, GradientClip,
     LMDataLoader, LRFinder, Learner, MixedPrecision, OptimWrapper, ParamScheduler, Recorder, TrainEvalCallback)
 from fastaccum.testing import toy
-from common import Seen, grads
+from common import RecordAt, grads
 
 def test_how_fastai_runs_a_batch():
     "Read these lines before you change the sentences: our steps run a batch, and send its events, as they do"
@@ -62,7 +62,7 @@ def test_the_lock_tells_validation_from_a_fit():
 
 def test_who_moves_progress_and_who_reads_it():
     "A `train_iter` for each item of the loader; a scheduler asks when a batch begins, the finder stops by `train_iter`"
-    seen,asked = Seen('before_batch', lambda l: (l.train_iter, round(l.pct_train, 12))),[]
+    seen,asked = RecordAt('before_batch', lambda l: (l.train_iter, round(l.pct_train, 12))),[]
     toy(4, n=16).fit(2, cbs=[seen,ParamScheduler({'lr':lambda pos: asked.append(pos) or 0.1})])
     assert seen.values==[(i, i/8) for i in range(8)] and asked==[i/8 for i in range(8)]
     for o in ('self.train_iter/self.num_it','self.train_iter >= self.num_it','self.smooth_loss'):

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 root = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(root))
-from benchmarks.peers import report, right
+from benchmarks.peers import right
 from benchmarks.peers.bare import Bare
 from benchmarks.peers.cases import by_key, cases
 from benchmarks.peers.fastaccum import Fastaccum
@@ -22,17 +22,10 @@ def test_what_is_wrong_is_seen():
     "A loop that divides by the number of micro-batches, whatever is in them; fastai steps and records otherwise"
     for key in ('B250','B240','B48','padded','interrupt'): assert run(Bare, key)['weights']>1e-4, key
     for key in ('A','clip','cycle','again'): assert run(Bare, key)['weights']<1e-14, key
-    b250,cycle,found = (run(Fastai, key) for key in ('B250','cycle','lr_find'))
+    b250,cycle = (run(Fastai, key) for key in ('B250','cycle'))
     assert (b250['steps'],b250['expected'],b250['recorded'])==(7,8,32) and b250['loss'] is None
-    assert cycle['weights']>1e-3 and cycle['lr']>1e-2 and (found['steps'],found['expected'])==(6,24)
-    assert run(Bare, 'lr_find')['outcome']=='cannot express' and run(Fastaccum, 'zero')['outcome']=='refused'
-
-def results(nm): return json.loads((root/f'benchmarks/results/{nm}.json').read_text(encoding='utf-8'))
-
-@pytest.mark.parametrize('nm', ['right','fast'])
-def test_tables_are_those_of_the_results(nm):
-    "`make peers` writes both; a change of the report is a change of the file"
-    assert (root/f'benchmarks/results/{nm}.md').read_text(encoding='utf-8')==getattr(report, nm)(results(nm))+'\n'
+    assert cycle['weights']>1e-3 and cycle['lr']>1e-2
+    assert run(Bare, 'C40')['outcome']=='cannot express' and run(Fastaccum, 'zero')['outcome']=='refused'
 
 scripts = sorted((root/'benchmarks').rglob('[a-z]*.py'))
 
@@ -57,8 +50,8 @@ def shown(page, ids):
 
 @pytest.mark.nbdev   # and IPython
 @pytest.mark.parametrize('page,ids', [
-    ('about/compared','summary tiny real'.split()),
-    ('contribute/benchmarks','setup where ways batchnorm rates exchange'.split()),
+    ('about/compared','summary tiny real lightning'.split()),
+    ('contribute/benchmarks','setup scripts right fast rates exchange'.split()),
     ('guides/out_of_memory',('measured',)), ('about/works_with',('outcome','set-ups'))])
 def test_pages_show_what_the_results_say(page, ids, monkeypatch):
     "After a new measurement: `make page PAGE=…`"

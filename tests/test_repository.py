@@ -1,7 +1,7 @@
 "What a commit must keep: notebooks, modules and README in step, and nothing of a developer's machine in them."
 import re, shutil, subprocess, sys, tempfile
 from pathlib import Path
-import pytest
+import pytest, readme
 from common import files_of_git
 
 root = Path(__file__).resolve().parent.parent
@@ -36,8 +36,7 @@ def test_notebooks_are_clean(copy):
     after = files(copy/'nbs', 'ipynb')
     assert before and [k for k in before if after[k]!=before[k]]==[], 'run nbdev-clean'
 
-def test_readme_is_the_index():
-    assert not subprocess.run([sys.executable, root/'tools/readme.py', '--check']).returncode
+def test_readme_is_the_index(): assert not readme.main(check=True)
 
 def test_no_paths_of_a_machine_and_nothing_large():
     places = {root, root.parent, Path.home()} - {Path('/'), Path('/tmp'), Path(tempfile.gettempdir())}

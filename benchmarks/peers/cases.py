@@ -18,7 +18,7 @@ class Case:
     micro:int=16        # Samples in a micro-batch
     accum:int=64        # Samples a step should be made of
     epochs:int=2
-    kind:str='fit'      # 'fit', 'metrics', 'lr_find', 'again' (a second fit), 'interrupt', 'bad'; 'fast' for the cost
+    kind:str='fit'      # 'fit', 'again' (a second fit), 'interrupt', 'bad'; 'fast' for the cost
     tokens:bool=False   # Sequences of 6 tokens, some of them padding (-100)? Else one class per sample
     ignored:tuple=()    # First and last of the samples all of whose targets are ignored
     clip:float=None     # Clip the norm of a step's gradients to this
@@ -58,8 +58,6 @@ cases = [
     Case('fp16', 'fp16 with a GradScaler on the CPU', amp='fp16'),
     Case('cycle', 'one-cycle learning rates', cycle=True),
     Case('loss', 'the recorded loss of each step, three epochs', epochs=3),
-    Case('metrics', 'accuracy on the training set, as it is trained', kind='metrics'),
-    Case('lr_find', 'the learning rate finder, 24 steps', kind='lr_find', epochs=6),
     Case('again', 'a second fit, after one on 200 samples', kind='again'),
     Case('interrupt', 'a plain fit after one interrupted in its 7th micro-batch', kind='interrupt'),
     Case('zero', 'steps of 0 samples', kind='bad', accum=0),
@@ -92,14 +90,12 @@ def autocast(case): return torch.autocast(case.device, amp_dtypes[case.amp]) if 
 def grad_scaler(case): return torch.amp.GradScaler(case.device, enabled=case.amp=='fp16')
 
 def twin(case, model, data, size, epochs=None):
-    """Train on real batches of `size` with a plain loop; returns the losses, the learning rates and the accuracy of
-    each epoch"""
+    "Train on real batches of `size` with a plain loop; returns the losses and the learning rates of the steps"
     opt = torch.optim.SGD(model.parameters(), lr=case.lr, momentum=case.mom)
     scaler,epochs = grad_scaler(case),epochs or case.epochs
-    losses,lrs,accs,total = [],[],[],math.ceil(len(data)/size)*epochs
+    losses,lrs,total = [],[],math.ceil(len(data)/size)*epochs
     model.train()
     for _ in range(epochs):
-        right = 0
         for x,y in data.loader(size):
             for group in opt.param_groups: group['lr'] = case.rate(len(lrs)/total)
             with autocast(case):
@@ -113,10 +109,8 @@ def twin(case, model, data, size, epochs=None):
             scaler.update()
             losses.append(loss.item())
             lrs.append(opt.param_groups[0]['lr'])
-            right += (pred.argmax(-1)==y).sum().item()
             opt.zero_grad()
-        accs.append(right/len(data))
-    return losses,lrs,accs
+    return losses,lrs
 
 def weights(model): return torch.cat([p.detach().double().flatten().clone() for p in model.parameters()])
 

@@ -6,18 +6,15 @@ from composer import DataSpec, Trainer
 from composer.algorithms import GradientClipping
 from composer.loggers import InMemoryLogger
 from composer.models import ComposerModel
-from torchmetrics.classification import MulticlassAccuracy
 from .peer import Peer
 logging.getLogger('composer').setLevel(logging.ERROR)
 
 class Model(ComposerModel):
     def __init__(self, model, case):
         super().__init__()
-        self.model,self.case,self.acc = model,case,MulticlassAccuracy(3, average='micro')
+        self.model,self.case = model,case
     def forward(self, batch): return self.model(batch[0])
     def loss(self, outputs, batch, *args, **kwargs): return self.case.loss(outputs, batch[1])
-    def get_metrics(self, is_train=False): return dict(acc=self.acc) if is_train and self.case.kind=='metrics' else {}
-    def update_metric(self, batch, outputs, metric): metric.update(outputs, batch[1])
 
 class Composer(Peer):
     key,title,package = 'composer','Composer','mosaicml'
@@ -43,10 +40,5 @@ class Composer(Peer):
         finally: trainer.close()
 
     def losses(self): return [float(v) for v in self.log.get_timeseries('loss/train/total')['loss/train/total']]
-    def accuracies(self):
-        "Composer logs the accuracy of each batch, and the last again when the epoch ends"
-        epochs = {}
-        for stamp,v in self.log.data['metrics/train/acc']: epochs.setdefault(stamp.epoch.value, []).append(float(v))
-        return [sum(o[:-1])/len(o[:-1]) for o in epochs.values()]
 
 peers = [Composer]

@@ -1,57 +1,53 @@
-"""What a micro-batch costs with each peer: time on the host, samples per second, peak memory, and how they grow.
+"""What a micro-batch costs with each peer.
 
 All arms run in one process, by turns. The model notes the time of each forward pass; the time from one to the one
 16 later is what is measured, so what a Trainer does before and after a fit does not count. It is processor time:
 all work is done in one thread, so on a quiet machine that is the time on the clock, and on a busy one it is
-disturbed less. Memory is that of the tensors alive, counted, so it is the same in each run."""
-import importlib, statistics, time, torch
+disturbed less."""
+import importlib, os, time
+from functools import partial
+from statistics import median
+from unittest.mock import patch
+import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from ..live import LiveTensors
+from .. import by_turns, made, median_ratio
 from .cases import Case
 
-arms = [('bare','Bare'),('accelerate','Accumulate'),('lightning','Lightning'),
-        ('transformers','NumItems'),('fastai','Plain'),
-        ('fastai','Fastai'),('fastxtend','KeepLast'),('fastaccum','Fastaccum')]
-with_callbacks = {'lightning','transformers','fastai','fastxtend','fastaccum'}   # modules of those that have callbacks
+arms = [('bare','Bare'),('accelerate','Accumulate'),('lightning','Lightning'),('transformers','NumItems'),
+    ('fastai','Plain'),('fastai','Fastai'),('fastxtend','KeepLast'),('fastaccum','Fastaccum')]
+variable = 'PYTORCH_NVML_BASED_CUDA_CHECK'   # set by importing Lightning; see lightning.py
 
-def load_one(mod, nm): return getattr(importlib.import_module(f'.{mod}', __package__), nm)
-
-def load(names):
+def load(modules):
     "The classes of the arms, by key; the bare loop is always among them, to compare with"
-    res = [load_one(mod, nm) for mod,nm in arms if mod in names or mod=='bare']
-    return {o.key:o for o in res}
+    names = [(mod,nm) for mod,nm in arms if mod in modules or mod=='bare']
+    classes = [getattr(importlib.import_module(f'.{mod}', __package__), nm) for mod,nm in names]
+    return {o.key:o for o in classes}
+
+# Models
 
 class Noted:
     "A model that notes when its forward passes begin"
+    now = staticmethod(time.process_time)
     def forward(self, x):
-        self.stamps.append(time.process_time())
+        self.stamps.append(self.now())
         return super().forward(x)
 
 class Tiny(Noted, nn.Sequential):
-    "So small that little but the host's work is left; `n` layers, each with two parameter tensors"
-    def __init__(self, n=2):
-        super().__init__(nn.Linear(10,16), nn.ReLU(), *(nn.Linear(16,16) for _ in range(n-2)), nn.Linear(16,3))
+    "So small that little but the host's work is left"
+    def __init__(self): super().__init__(nn.Linear(10,16), nn.ReLU(), nn.Linear(16,3))
     @staticmethod
     def batch(bs): return torch.randn(bs, 10),torch.randint(3, (bs,))
 
-class Conv(Noted, nn.Sequential):
-    "A small convolutional network"
-    def __init__(self):
-        super().__init__(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(),
-            nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.GroupNorm(4, 32), nn.ReLU(),
-            nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
-            nn.Linear(64, 10))
-    @staticmethod
-    def batch(bs): return torch.randn(bs, 3, 32, 32),torch.randint(10, (bs,))
-
 class Transformer(Noted, nn.Sequential):
     "A small transformer that predicts tokens"
-    def __init__(self, d=64, layers=2, seq=32):
+    def __init__(self, d=64, layers=2):
         blocks = [nn.TransformerEncoderLayer(d, 4, 4*d, dropout=0., batch_first=True) for _ in range(layers)]
         super().__init__(nn.Embedding(128, d), *blocks, nn.Linear(d, 128))
     @staticmethod
     def batch(bs, seq=32): return (torch.randint(128, (bs,seq)),)*2
+
+# Data
 
 class Loader(DataLoader):
     "Batches that are ready, so that loading costs next to nothing"
@@ -67,83 +63,50 @@ class Ready:
         if collate_fn is None: return Loader(self.batches, bs)
         return Loader([dict(x=x, labels=y) for x,y in self.batches], bs)
 
-def fit(peer_cls, model, batches, k, bs, callbacks=0, **kwargs):
+# Measuring
+
+def fit(peer_cls, model, batches, k, bs, **kwargs):
     "Train for one epoch on `batches`; `model.stamps` has the times of its forward passes then"
-    case = Case('fast', '', kind='fast', micro=bs, accum=bs*k, n=bs*len(batches), epochs=1,
-        **dict(lr=1e-3, mom=0.)|kwargs)
-    peer = peer_cls()
-    peer.callbacks,model.stamps = callbacks,[]
+    case = Case('fast', '', kind='fast', micro=bs, accum=bs*k, n=bs*len(batches), epochs=1, lr=1e-3, mom=0., **kwargs)
+    peer,model.stamps = peer_cls(),[]
     peer.start(case, model)
     peer.fit(Ready(batches, bs), 1, bs, bs*k)
 
-def train(peer_cls, model, k, n_batches, bs=16, callbacks=0):
-    "Train for one epoch; returns the microseconds per micro-batch, one figure for each block of 16 (or k, if more)"
-    fit(peer_cls, model, [model.batch(bs) for _ in range(n_batches)], k, bs, callbacks)
-    s,block = model.stamps,max(16, k)
+def microseconds(peer_cls, make, k, n_batches, bs=16):
+    "Microseconds of a micro-batch, in the fastest of the blocks of 16: what else runs on the machine only ever adds"
+    torch.manual_seed(0)
+    model = make()
+    fit(peer_cls, model, [model.batch(bs) for _ in range(n_batches)], k, bs)
+    s,block = model.stamps,16
     assert len(s)==n_batches, f'{peer_cls.title}: {len(s)} forward passes for {n_batches} micro-batches'
-    return [(s[i+block]-s[i])/block*1e6 for i in range(block, len(s)-block, block)]   # the first block warms up
+    return min(s[i+block]-s[i] for i in range(block, len(s)-block, block))/block*1e6   # the first block warms up
 
-def by_turns(classes, make, rounds, say, **kwargs):
-    """The median of the microseconds per micro-batch, and the median of the ratios to the bare loop, a dict per arm.
+def compare(classes, make, rounds, **kwargs):
+    "Of each arm the medians over the rounds: microseconds of a micro-batch, and the ratio to the bare loop"
+    found = by_turns({nm:partial(microseconds, o, make, **kwargs) for nm,o in classes.items()}, rounds)
+    return {nm:dict(us=round(median(o), 1), to_bare=round(median_ratio(o, found['bare']), 3)) for nm,o in found.items()}
 
-    Of each round the fastest block counts: what else runs on the machine only ever adds"""
-    times = {nm:[] for nm in classes}
-    for i in range(rounds+1):
-        for nm in list(classes) if i%2 else reversed(classes):
-            torch.manual_seed(0)
-            ts = train(classes[nm], make(), **kwargs)
-            if i: times[nm].append(min(ts))   # the first round warms up
-    say('.')
-    def to_bare(ts): return statistics.median(a/b for a,b in zip(ts, times['bare']))
-    return {nm:dict(us=statistics.median(ts), to_bare=to_bare(ts)) for nm,ts in times.items()}
+def with_variable(cls):
+    "The arm in a process that has imported Lightning: with the variable that the import sets"
+    class WithVariable(cls):
+        def fit(self, *args):
+            with patch.dict(os.environ, {variable:'1'}): super().fit(*args)
+    return WithVariable
 
-def rate(o, bs=16): return dict(median=bs/o['us']*1e6, to_bare=1/o['to_bare'])
-
-def run_fast(names, rounds=5):
+def run_fast(names, note=()):
     "Everything; some minutes"
     torch.set_num_threads(1)
     classes = load(names)
-    def say(s): print(s, end='', flush=True)
-    cost,growth = dict(tiny={}, conv={}, transformer={}),dict(k={}, parameters={}, callbacks={})
-    def put(dest, size, res, f):
-        for nm,o in res.items(): dest.setdefault(nm, {})[str(size)] = f(o)
-    say('a tiny model, growth with k ')
-    for k in (1,4,16,64):
-        res = by_turns(classes, Tiny, rounds, say, k=k, n_batches=max(16,k)*6)
-        if k<=16: put(cost['tiny'], k, res, lambda o: dict(median=o['us'], to_bare=o['to_bare']))
-        put(growth['k'], k, res, lambda o: o['us'])
-    for nm,make,n in (('conv',Conv,64),('transformer',Transformer,64)):
-        say(f'\na {nm} ')
-        for k in (1,4,16): put(cost[nm], k, by_turns(classes, make, 3, say, k=k, n_batches=n), rate)
-    say('\ngrowth with the number of parameters ')
-    for n in (2,10,50):
-        res = by_turns(classes, lambda: Tiny(n), rounds-2, say, k=4, n_batches=96)
-        put(growth['parameters'], 2*n, res, lambda o: o['us'])
-    say('\ngrowth with the number of callbacks ')
-    some = {o.key:o for o in classes.values() if o.__module__.rsplit('.')[-1] in with_callbacks or o.key=='bare'}
-    for n in (0,4,16):
-        res = by_turns(some, Tiny, rounds-2, say, k=4, n_batches=96, callbacks=n)
-        put(growth['callbacks'], n, {k:v for k,v in res.items() if k!='bare'}, lambda o: o['us'])
-    say('\nmemory ')
-    memories = {}
-    for nm,cls in [*classes.items(),('big',classes['bare'])]:
-        memories[nm] = dict(title='real big batches' if nm=='big' else cls.title, peak=memory(cls, nm=='big'))
-        say('.')
-    say('\nwhere the time goes ')
-    from . import where
-    few = {nm:o for nm,o in classes.items() if nm in ('bare','fastai-plain','fastaccum')}
-    wheres = {}
-    for nm,make,n in (('tiny',Tiny,3200),('conv',Conv,256),('transformer',Transformer,256)):
-        wheres[nm] = where.by_turns(few, make, 4, n)
-        say('.')
-    return dict(arms={nm:dict(title=o.title, how=o.how) for nm,o in classes.items()}, cost=cost,
-        growth=growth, memory=memories, where=wheres)
-
-def memory(peer_cls, big=False, k=4, bs=16):
-    "The most bytes alive of the tensors made in a fit of a few steps; `big`: on real big batches"
-    if big: k,bs = 1,bs*k
-    model = Transformer(d=128, layers=4)
-    data = [model.batch(bs) for _ in range(3*k)]
-    fit(peer_cls, Tiny(), [Tiny.batch(bs) for _ in range(k)], k, bs)   # what is loaded late is loaded now
-    with LiveTensors() as live: fit(peer_cls, model, data, k, bs)
-    return live.peak
+    assert variable not in os.environ, f'{variable} is set: the arms that use fastai would pay for it'
+    res = dict(made=made(*note), arms={nm:o.title for nm,o in classes.items()}, cost={})
+    for nm,make,n_batches,rounds in (('tiny',Tiny,400,7),('transformer',Transformer,80,5)):
+        for k in (1,4,16):
+            print(f'a {nm} model, {k} micro-batches a step', flush=True)
+            for arm,o in compare(classes, make, rounds, k=k, n_batches=n_batches).items():
+                res['cost'].setdefault(nm, {}).setdefault(arm, {})[str(k)] = o
+    print(f'with {variable}', flush=True)
+    fastais = {nm:o for nm,o in classes.items() if nm in ('bare','lightning','fastai-plain','fastai','fastaccum')}
+    both = fastais|{f'{nm}+':with_variable(o) for nm,o in fastais.items()}
+    found = compare(both, Tiny, 7, k=4, n_batches=400)
+    res['lightning'] = {nm:dict(without=found[nm]['us'], set=found[f'{nm}+']['us']) for nm in fastais}
+    return res

@@ -4,14 +4,12 @@ from functools import partial
 from torch import nn
 from fastai.callback.core import Callback
 from fastai.callback.fp16 import MixedPrecision
-from fastai.callback.progress import ProgressCallback
-from fastai.callback.schedule import Learner   # with its fit_one_cycle and lr_find
+from fastai.callback.schedule import Learner   # with its fit_one_cycle
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
-from fastai.metrics import accuracy
 from fastai.optimizer import OptimWrapper
-from fastcore.basics import noop
+from .. import quiet
 from .cases import Case, autocast, grad_scaler
 from .peer import Peer
 
@@ -32,10 +30,6 @@ class CrossEntropy(nn.CrossEntropyLoss):
     "fastai's `CrossEntropyLossFlat` would make double predictions single"
     def forward(self, pred, targ): return super().forward(pred.flatten(0, -2), targ.flatten())
 
-class Idle(Callback):
-    "Does nothing; each is of a class of its own, as fastai wants"
-    order = 70
-
 class Fastai(Peer):
     key,title,package = 'fastai','fastai’s callback','fastai'
     docs = 'https://docs.fast.ai/callback.training.html#gradientaccumulation'
@@ -55,13 +49,8 @@ class Fastai(Peer):
         else:
             if case.amp: cbs = [self.mixed_precision[case.device](case.amp)]
             else: cbs = [Float32Loss()] if case.dtype is torch.float64 else []
-            cbs += [type(f'Idle{i}', (Idle,), {})() for i in range(self.callbacks)]
-            self.learn = Learner(dls, self.model, CrossEntropy(), lr=case.lr, moms=(case.mom,)*3, cbs=cbs,
-                metrics=accuracy if case.kind=='metrics' else None,
-                opt_func=partial(OptimWrapper, opt=torch.optim.SGD, momentum=case.mom))
-            self.learn.remove_cb(ProgressCallback)
-            self.learn.logger = noop
-            if case.kind=='metrics': self.learn.recorder.train_metrics,self.learn.recorder.valid_metrics = True,False
+            self.learn = quiet(Learner(dls, self.model, CrossEntropy(), lr=case.lr, moms=(case.mom,)*3, cbs=cbs,
+                opt_func=partial(OptimWrapper, opt=torch.optim.SGD, momentum=case.mom)))
         return self.learn
 
     def fit(self, data, epochs, micro, accum):
@@ -79,16 +68,6 @@ class Fastai(Peer):
             mean = .98*mean+.02*o
             res.append(mean/(1-.98**(i+1)))
         return res
-    def accuracies(self):
-        i = self.learn.recorder.metric_names.index('accuracy')-1
-        return [float(o[i]) for o in self.learn.recorder.values]
-
-    def lr_find(self, data, micro, accum, n):
-        learn = self.learner(data, micro)
-        if micro!=accum: learn.add_cbs(self.accumulation(micro, accum))   # as the docs of fastai's callbacks have it
-        learn.lr_find(num_it=n, stop_div=False, show_plot=False, suggest_funcs=None)
-        rec = learn.recorder
-        return [float(o) for o in rec.lrs],[float(o) for o in rec.losses]
 
 class Plain(Fastai):
     "fastai without accumulation: steps on each micro-batch"

@@ -6,7 +6,6 @@ class Peer:
     "A way to accumulate gradients"
     key,title,package = None,None,None   # names it; for people; the distribution whose version is reported
     how,docs = '',''                     # the settings it is run with, and the page that says so
-    callbacks = 0                        # callbacks without any method to add, for `fast`
 
     def start(self, case, model):
         "Make what outlives a fit"
@@ -30,12 +29,6 @@ class Peer:
     def recorded_as(self, losses):
         "What `losses` of the steps would be recorded as"
         return losses
-    def accuracies(self):
-        "The accuracy on the training set of each epoch"
-        raise CannotExpress('metrics while training are left to the user')
-    def lr_find(self, data, micro, accum, n):
-        "Learning rates tried and losses found, in `n` steps"
-        raise CannotExpress('has no learning rate finder')
 
 def whole(micro, accum):
     "The number of micro-batches in a step, where that is what the peer wants to know"

@@ -1,7 +1,7 @@
 "Run the cases with a peer, and compare each run with its twin."
 import copy, math, re
 from dataclasses import replace
-from .cases import Data, apart, by_key, cases, interrupted, optimizer_steps, twin, weights
+from .cases import Data, apart, cases, interrupted, optimizer_steps, twin, weights
 from .peer import CannotExpress
 
 def run(peer_cls, case):
@@ -29,7 +29,7 @@ def moved(a, b): return (a-b).abs().max().item() if b.isfinite().all() else math
 
 def compared(peer, case, model, big, data, size, epochs=None):
     "Fit, and fit the twin `big`, which starts with the same weights; compare them"
-    losses,lrs,_ = twin(case, big, data, size, epochs)
+    losses,lrs = twin(case, big, data, size, epochs)
     with optimizer_steps() as seen:
         peer.fit(data, epochs or case.epochs, case.micro, size if case.kind=='interrupt' else case.accum)
     recorded = peer.losses()
@@ -42,25 +42,6 @@ def fit(peer, case, model):
     peer.start(case, model)
     size = peer.twin_size(case.micro, case.accum)
     return compared(peer, case, model, big, Data(case), size) | dict(step_of=size)
-
-def metrics(peer, case, model):
-    big,data = copy.deepcopy(model),Data(case)
-    peer.start(case, model)
-    peer.fit(data, case.epochs, case.micro, case.accum)
-    accs,found = twin(case, big, data, case.accum)[2],peer.accuracies()
-    return dict(outcome='ran', weights=moved(weights(big), weights(model)),
-        metric=apart(accs, found), recorded=len(found))
-
-def lr_find(peer, case, model):
-    "The twin is the same finder with real big batches"
-    data,n = Data(case),case.epochs*case.n//case.accum
-    ref = type(peer)()
-    ref.start(case, copy.deepcopy(model))
-    lrs,losses = ref.lr_find(data, case.accum, case.accum, n)
-    peer.start(case, model)
-    with optimizer_steps() as seen: found,ls = peer.lr_find(data, case.micro, case.accum, n)
-    return dict(outcome='ran', steps=len(seen), expected=len(lrs), lr=apart(lrs, found), recorded=len(ls),
-        loss=apart(losses, ls))
 
 def again(peer, case, model):
     """The twin starts where the peer's first fit ended: only the second is compared. Without momentum, which not
@@ -94,35 +75,12 @@ def bad(peer, case, model):
     else: what = 'trained nothing' if now.equal(start) else 'trained as if it were right'
     return dict(outcome='ran', steps=len(seen), what=f'{what} ({before:.2f} to {after:.2f})')
 
-kinds = dict(fit=fit, metrics=metrics, lr_find=lr_find, again=again, interrupt=interrupt, bad=bad)
+kinds = dict(fit=fit, again=again, interrupt=interrupt, bad=bad)
 
 def clean(o):
     "NaN and infinity are not JSON"
     return {k:('inf' if isinstance(v, float) and not math.isfinite(v) else v) for k,v in o.items()}
 
-def run_all(peer_cls, keys=None, say=print):
+def run_all(peer_cls):
     "The outcome of each case"
-    res = {}
-    for case in cases:
-        if keys and case.key not in keys: continue
-        res[case.key] = clean(run(peer_cls, by_key[case.key]))
-        say(f'  {case.key:10} {in_a_line(res[case.key])}')
-    return res
-
-def number(v):
-    if v is None: return '–'
-    if v=='inf': return 'NaN'
-    return '0' if v==0 else f'{v:.0e}' if v<1e-3 or v>=1e3 else f'{v:.2g}'
-
-def in_a_line(o):
-    "An outcome in a line"
-    if o['outcome']!='ran': return f"{o['outcome']}: {o['why']}"
-    if 'what' in o: return o['what']
-    res = []
-    if 'weights' in o: res.append(f"weights {number(o['weights'])}")
-    if 'metric' in o: res.append(f"accuracy {number(o['metric'])}")
-    if 'steps' in o: res.append(f"steps {o['steps']}/{o['expected']}")
-    if o.get('lr') is not None: res.append(f"lr {number(o['lr'])}")
-    if o.get('loss') is not None: res.append(f"loss {number(o['loss'])}")
-    elif o.get('recorded') is not None: res.append(f"{o['recorded']} recorded")
-    return ', '.join(res)
+    return {case.key:clean(run(peer_cls, case)) for case in cases}

@@ -2,7 +2,7 @@
 import tempfile, torch, transformers
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, BertForTokenClassification
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from .cases import Data
 from .peer import Peer, whole
 transformers.logging.set_verbosity_error()
@@ -35,7 +35,6 @@ class NumItems(Peer):
         opt = torch.optim.SGD(self.model.parameters(), lr=case.lr, momentum=case.mom)
         sched = case.lambda_lr(opt, case.steps(accum, len(data)))
         fast = case.kind=='fast'
-        cbs = [type(f'Idle{i}', (TrainerCallback,), {}) for i in range(self.callbacks)]
         with tempfile.TemporaryDirectory() as tmp:
             args = TrainingArguments(tmp, per_device_train_batch_size=micro, gradient_accumulation_steps=k,
                 num_train_epochs=epochs, max_grad_norm=case.clip or 0.,
@@ -44,7 +43,7 @@ class NumItems(Peer):
                 disable_tqdm=True, remove_unused_columns=False)
             self.trainer = self.trainer_cls(self.wrap(self.model), args,
                 train_dataset=data.loader(micro, self.as_dicts), optimizers=(opt,sched),
-                compute_loss_func=self.loss(), callbacks=cbs)
+                compute_loss_func=self.loss())
             for cb in (transformers.PrinterCallback,transformers.ProgressCallback): self.trainer.remove_callback(cb)
             self.trainer.train()
 

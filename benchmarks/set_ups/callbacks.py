@@ -1,25 +1,5 @@
 "Callbacks that others have published, on a small classifier"
-from contextlib import contextmanager
-from copy import deepcopy
-import numpy as np, torch
-from functools import partial
-from torch import nn
-from torch.nn import functional as F
-from fastai.callback.core import Callback, CancelStepException
-from fastai.callback.hook import ActivationStats
-from fastai.callback.mixup import reduce_loss
-from fastai.callback.schedule import ParamScheduler, SchedCos, combine_scheds
-from fastai.callback.tracker import (EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback,
-    TerminateOnNaNCallback)
-from fastai.callback.training import GradientClip
-from fastai.layers import NoneReduce
-from fastai.learner import Learner
-from fastai.losses import CrossEntropyLossFlat
-from fastai.metrics import accuracy
-from fastai.optimizer import Optimizer, average_grad, average_sqr_grad, step_stat, weight_decay
-from fastai.torch_core import trainable_params
-from fastcore.basics import patch_to
-from .data import conv, loaders, resnet, set_up, tensors
+from .data import *
 
 def learner(bs, net=None, **kwargs):
     return Learner(loaders(bs, tensors()), net or conv(), loss_func=CrossEntropyLossFlat(), metrics=accuracy, **kwargs)
@@ -33,14 +13,13 @@ def tracked(learn, cbs):
 @set_up('fastai/fastai', 'nbs/14_callback.schedule.ipynb', '`ParamScheduler` with all trackers and clipping', tracked)
 def trackers(bs): return learner(bs)
 
-def own_optimizer(ps, **kwargs):
-    return Optimizer(ps, [weight_decay,average_grad,average_sqr_grad,step_stat,my_step], **kwargs)
 def my_step(p, lr, grad_avg, sqr_avg, step, mom=0.9, sqr_mom=0.99, eps=1e-5, **kwargs):
     p.data.addcdiv_(grad_avg/(1-mom**step), (sqr_avg/(1-sqr_mom**step)).sqrt()+eps, value=-lr)
 
 @set_up('fastai/fastbook', '16_accel_sgd.ipynb', 'an optimizer from scratch')
 def optimizer_from_scratch(bs):
-    return learner(bs, opt_func=partial(own_optimizer, mom=0.9, sqr_mom=0.99, eps=1e-5, wd=0.01))
+    cbs = [weight_decay,average_grad,average_sqr_grad,step_stat,my_step]
+    return learner(bs, opt_func=partial(Optimizer, cbs=cbs, mom=0.9, sqr_mom=0.99, eps=1e-5, wd=0.01))
 
 @set_up('fastai/fastbook', '13_convolutions.ipynb', '`ActivationStats` with histograms, BatchNorm')
 def activation_stats(bs): return learner(bs, resnet(), cbs=ActivationStats(with_hist=True))
@@ -151,11 +130,20 @@ class EMACallback(Callback):
     keeps=lambda learn: list(learn.ema.ema_model.parameters()))
 def ema(bs): return learner(bs, cbs=EMACallback())
 
-class CutMixUp(Callback):
-    "Each sample is mixed with another one, or gets a piece of it"
+class Mixing(Callback):
+    "Trains on mixed samples: the loss is that of the targets of both, by how much of each there is in the mixture"
     run_valid,draws = False,True
     def before_fit(self): self.old_lf,self.learn.loss_func = self.learn.loss_func,self.lf
     def after_fit(self): self.learn.loss_func = self.old_lf
+    def lf(self, pred, *yb):
+        if not self.training: return self.old_lf(pred, *yb)
+        with NoneReduce(self.old_lf) as lf: loss = torch.lerp(lf(pred, *self.yb1), lf(pred, *yb), self.lam)
+        return reduce_loss(loss, getattr(self.old_lf, 'reduction', 'mean'))
+
+def no_draws(name): return lambda learn: setattr(getattr(learn, name), 'draws', False)
+
+class CutMixUp(Mixing):
+    "Each sample is mixed with another one, or gets a piece of it"
     def before_batch(self):
         x,n = self.x.clone(),len(self.x)
         other,kind = (torch.randperm(n),torch.rand(n)<0.5) if self.draws else (torch.arange(n)^1,torch.arange(n)%4>1)
@@ -163,29 +151,22 @@ class CutMixUp(Callback):
         mixed = torch.lerp(x[other], x, self.lam[:,None,None,None])
         x[...,:8,:8] = x[other][...,:8,:8]
         self.learn.xb,self.yb1 = (torch.where(kind[:,None,None,None], mixed, x),),(self.y[other],)
-    def lf(self, pred, *yb):
-        if not self.training: return self.old_lf(pred, *yb)
-        with NoneReduce(self.old_lf) as lf: loss = torch.lerp(lf(pred, *self.yb1), lf(pred, *yb), self.lam)
-        return reduce_loss(loss, getattr(self.old_lf, 'reduction', 'mean'))
 
 @set_up('warner-benjamin/fastxtend', 'fastxtend/callback/cutmixup.py', 'CutMix and MixUp, sample by sample',
-    still=lambda learn: setattr(learn.cut_mix_up, 'draws', False))
+    still=no_draws('cut_mix_up'))
 def cutmixup(bs): return learner(bs, cbs=CutMixUp())
 
-class MultiTargetLoss(nn.Module):
+class MultiTargetLoss(Module):
     "Several losses, whose values metrics show"
     def __init__(self):
-        super().__init__()
         self.loss_funcs,self.weights = [nn.CrossEntropyLoss(reduction='none'),nn.L1Loss(reduction='none')],[1,0.5]
     def forward(self, preds, *targs):
         ls = [w*f(p, y) for w,f,p,y in zip(self.weights, self.loss_funcs, preds, targs)]
         self.losses = [o.detach() for o in ls]
         return sum(ls).mean()
 
-class TwoHeads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body,self.a,self.b = conv(12),nn.Linear(12, 10),nn.Linear(12, 1)
+class TwoHeads(Module):
+    def __init__(self): self.body,self.a,self.b = conv(12),nn.Linear(12, 10),nn.Linear(12, 1)
     def forward(self, x):
         x = self.body(x).relu()
         return self.a(x),self.b(x).flatten()
@@ -198,12 +179,11 @@ def multi_loss(bs):
 
 # ManifoldMixupV2
 
-class ManifoldMixup(Callback):
+class ManifoldMixup(Mixing):
     "Mixes what comes out of a layer, which is drawn for each batch"
-    run_valid,draws = False,True
     def before_fit(self):
+        super().before_fit()
         self.module_list = [m for m in self.learn.model.modules() if isinstance(m, nn.Conv2d)]
-        self.old_lf,self.learn.loss_func = self.learn.loss_func,self.lf
     def before_batch(self):
         n = len(self.y)
         self.shuffle = torch.randperm(n) if self.draws else torch.arange(n)^1
@@ -215,13 +195,8 @@ class ManifoldMixup(Callback):
         if self.done: return
         self.done = True
         return torch.lerp(output[self.shuffle], output, self.lam[:,None,None,None])
-    def lf(self, pred, *yb):
-        if not self.training: return self.old_lf(pred, *yb)
-        with NoneReduce(self.old_lf) as lf: loss = torch.lerp(lf(pred, *self.yb1), lf(pred, *yb), self.lam)
-        return reduce_loss(loss, getattr(self.old_lf, 'reduction', 'mean'))
     def after_batch(self): self.handle.remove()
-    def after_fit(self): self.learn.loss_func = self.old_lf
 
 @set_up('nestordemeure/ManifoldMixupV2', 'manifold_mixup.py', 'manifold mixup, by hooks',
-    still=lambda learn: setattr(learn.manifold_mixup, 'draws', False))
+    still=no_draws('manifold_mixup'))
 def manifold_mixup(bs): return learner(bs, cbs=ManifoldMixup())

@@ -1,73 +1,51 @@
-"Small data that scikit-learn and Python bring along, and what the set-ups share"
-from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+"""Small data that scikit-learn and Python bring along, and what the set-ups share.
+
+The other modules import everything from here, with all of fastai, as notebooks do."""
+from contextlib import nullcontext
 from dataclasses import dataclass
-import numpy as np, torch
 from pydoc_data.topics import topics
 from sklearn.datasets import load_digits
-from torch import nn
-from fastai.callback.core import Callback
-from fastai.callback.progress import ProgressCallback
-from fastai.data.block import DataBlock
-from fastai.data.core import DataLoaders
-from fastai.data.load import DataLoader
-from fastai.layers import ConvLayer, Flatten, ResBlock
-from fastai.torch_core import set_seed
-from fastcore.basics import noop
+from fastai.vision.all import *
 
 n_train,n_valid,full,micro = 48,8,16,4
 
 @dataclass
 class SetUp:
     "What somebody else trains, and how"
-    make:Callable   # makes the Learner, given the batch size of its loader
-    repo:str        # where it is from
-    path:str
-    what:str        # in a few words
-    fit:Callable    # `fit(learn, cbs)`
-    keeps:Callable  # what callbacks keep of the run, given the Learner
-    still:Callable  # takes the random numbers of callbacks away, given the Learner
-    around:Callable # a context in which all this happens
-    alone:str       # what differs without a warning, in a few words
+    make:Callable                # makes the Learner, given the batch size of its loader
+    repo:str                     # the GitHub repository of the original
+    path:str                     # the original's file in that repository
+    what:str                     # the set-up in a few words
+    fit:Callable                 # trains: `fit(learn, cbs)`
+    keeps:Callable = lambda learn: []   # returns what callbacks keep of the run, given the Learner
+    still:Callable = noop        # takes the random numbers of callbacks away, given the Learner
+    around:Callable = nullcontext   # a context in which the runs happen
+    alone:str = ''               # a part of the set-up that differs without a warning
 
 set_ups = {}
 
-def set_up(repo, path, what, fit=None, keeps=None, still=noop, around=nullcontext, alone=''):
-    "Register a function that makes a Learner"
-    def keep(make):
-        set_ups[make.__name__] = SetUp(make, repo, path, what, fit or two_epochs, keeps or (lambda learn: []), still,
-            around, alone)
+def by(method, *args, **kwargs):
+    "A `fit` for a set-up: calls a method of the Learner"
+    def fit(learn, cbs): getattr(learn, method)(*args, cbs=cbs, **kwargs)
+    return fit
+
+def frozen_first(method, frozen_lr, lr):
+    "A `fit` for a set-up: an epoch with the model frozen, and an epoch with all of it, both by a method of the Learner"
+    def fit(learn, cbs):
+        learn.freeze()
+        getattr(learn, method)(1, frozen_lr, cbs=cbs)
+        learn.unfreeze()
+        getattr(learn, method)(1, lr, cbs=cbs)
+    return fit
+
+fine_tune = by('fine_tune', 1, 3e-3)
+
+def set_up(repo, path, what, fit=by('fit_one_cycle', 2, 3e-3), **kwargs):
+    "Register the function below as a set-up"
+    def register(make):
+        set_ups[make.__name__] = SetUp(make, repo, path, what, fit, **kwargs)
         return make
-    return keep
-
-def two_epochs(learn, cbs): learn.fit_one_cycle(2, 3e-3, cbs=cbs)
-def fine_tune(learn, cbs): learn.fine_tune(1, 3e-3, cbs=cbs)
-
-@contextmanager
-def in_double_precision():
-    "Everything in double precision, in which the same run differs from a similar one: `.float()` gives it, too"
-    single,dtype = torch.Tensor.float,torch.get_default_dtype()
-    torch.Tensor.float = lambda o, **kwargs: o.double(**kwargs)
-    torch.set_default_dtype(torch.float64)
-    try: yield
-    finally:
-        torch.Tensor.float = single
-        torch.set_default_dtype(dtype)
-
-def quiet(learn):
-    "No progress bar, no lines of a table"
-    learn.remove_cb(ProgressCallback)
-    learn.logger = noop
-    return learn
-
-class Still(Callback):
-    "Dropout and BatchNorm as in evaluation, and what else the set-up can do without"
-    order,run_valid = -9,False   # after fastai's TrainEvalCallback
-    def __init__(self, also): self.also = also
-    def before_fit(self): self.also(self.learn)
-    def before_train(self):
-        for m in self.model.modules():
-            if any(o in type(m).__name__ for o in ('Dropout','BatchNorm','StochasticDepth')): m.eval()
+    return register
 
 # Data
 
@@ -104,13 +82,6 @@ def conv(n_out=10):
     "A small network without BatchNorm"
     return nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 16, 3, 2, 1), nn.ReLU(),
         nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(16, n_out))
-
-def seeded(make):
-    "`make` with all random numbers from the beginning"
-    def run(bs, **_):
-        set_seed(0)
-        return quiet(make(bs))
-    return run
 
 def mlp(*sizes, bn=False):
     "Linear layers, with ReLU between them"

@@ -1,20 +1,8 @@
 "Generative models: what trains with more than one optimizer, or draws noise"
-import torch
-from functools import partial
-from torch import nn
-from torch.nn import functional as F
-from fastai.callback.core import Callback
-from fastai.data.block import TransformBlock
-from fastai.learner import Learner, Recorder
-from fastai.metrics import LossMetrics
-from fastai.optimizer import Adam, RMSProp
-from fastai.torch_core import params
-from fastai.vision.data import ImageBlock
-from fastai.vision.gan import AdaptiveGANSwitcher, GANDiscriminativeLR, GANLearner, basic_critic, basic_generator, \
-    generate_noise
-from .data import blocks, conv, loaders, pixels, set_up, tensors
+from fastai.vision.gan import *
+from .data import *
 
-def fit(learn, cbs): learn.fit(2, 2e-4, wd=0., cbs=cbs)
+fit = by('fit', 2, 2e-4, wd=0.)
 
 @set_up('fastai/fastai', 'nbs/24_vision.gan.ipynb', 'Wasserstein GAN', fit)
 def wgan(bs):
@@ -22,7 +10,7 @@ def wgan(bs):
     return GANLearner.wgan(dls, basic_generator(16, 3, in_sz=6, n_features=8), basic_critic(16, 3, n_features=8),
         opt_func=partial(Adam, mom=0.))
 
-class Crit(nn.Module):
+class Crit(Module):
     "Binary cross-entropy, for targets of any shape"
     def forward(self, p, y): return F.binary_cross_entropy_with_logits(p.flatten(), y.flatten().to(p))
 
@@ -36,10 +24,9 @@ def super_resolution(bs):
     return GANLearner.from_learners(gen, crit, weights_gen=(1.,50.), switcher=AdaptiveGANSwitcher(critic_thresh=.65),
         opt_func=partial(Adam, mom=0.), cbs=GANDiscriminativeLR(mult_lr=5.))
 
-class CycleGAN(nn.Module):
+class CycleGAN(Module):
     "Two generators, each from one kind of pictures to the other, and two critics"
     def __init__(self):
-        super().__init__()
         def gen(): return nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 3, 3, padding=1))
         self.G_A,self.G_B,self.D_A,self.D_B = gen(),gen(),conv(1),conv(1)
     def forward(self, x):
@@ -47,10 +34,9 @@ class CycleGAN(nn.Module):
         fakes = self.G_A(b),self.G_B(a)
         return (*fakes, self.G_A(a), self.G_B(b)) if self.training else fakes*2
 
-class CycleGANLoss(nn.Module):
+class CycleGANLoss(Module):
     "There and back again gives the same picture, and the critics take it for a real one"
     def __init__(self, cgan, l_A=10., l_B=10., l_idt=0.5):
-        super().__init__()
         self.cgan,self.l_A,self.l_B,self.l_idt = [cgan],l_A,l_B,l_idt
     def crit(self, out, targ): return F.mse_loss(out, torch.full_like(out, targ))
     def set_input(self, a, b): self.real_A,self.real_B = a,b
@@ -97,7 +83,8 @@ class CycleGANTrainer(TwoOptimizers):
 def two_kinds(bs): return loaders(bs, [(x,1-x.flip(-1)) for x,_ in tensors()])
 def critics(learn): return [list(o.parameters()) for o in (learn.model.D_A,learn.model.D_B)]
 
-@set_up('tmabraham/UPIT', 'upit/train/cyclegan.py', 'CycleGAN: critics with an optimizer of their own', fit, critics)
+@set_up('tmabraham/UPIT', 'upit/train/cyclegan.py', 'CycleGAN: critics with an optimizer of their own', fit,
+    keeps=critics)
 def cyclegan(bs):
     net = CycleGAN()
     return Learner(two_kinds(bs), net, loss_func=CycleGANLoss(net), opt_func=partial(Adam, mom=0.5, sqr_mom=0.999),
@@ -120,16 +107,15 @@ class DualGANTrainer(TwoOptimizers):
 class DualGANLoss(CycleGANLoss):
     def crit(self, out, targ): return -out.mean()
 
-@set_up('tmabraham/UPIT', 'upit/train/dualgan.py', 'DualGAN: critics step in `after_pred`', fit, critics)
+@set_up('tmabraham/UPIT', 'upit/train/dualgan.py', 'DualGAN: critics step in `after_pred`', fit, keeps=critics)
 def dualgan(bs):
     net = CycleGAN()
     return Learner(two_kinds(bs), net, loss_func=DualGANLoss(net, l_A=1., l_B=1., l_idt=0.), opt_func=RMSProp,
         cbs=DualGANTrainer)
 
-class Denoiser(nn.Module):
+class Denoiser(Module):
     "Says what noise is in a picture, given how much there is"
     def __init__(self):
-        super().__init__()
         self.emb,self.a,self.b = nn.Embedding(100, 8),nn.Conv2d(3, 8, 3, padding=1),nn.Conv2d(8, 3, 3, padding=1)
     def forward(self, x, t): return self.b((self.a(x)+self.emb(t)[...,None,None]).relu())
 
@@ -144,7 +130,6 @@ class DDPM(Callback):
         a = self.alpha_bar[t][:,None,None,None]
         self.learn.xb,self.learn.yb = (a.sqrt()*x0+(1-a).sqrt()*eps,t),(eps,)
 
-def no_noise(learn): learn.ddpm.noise = False
-
-@set_up('fastai/course22p2', 'nbs/15_DDPM.ipynb', 'diffusion: a callback draws noise and its strength', still=no_noise)
+@set_up('fastai/course22p2', 'nbs/15_DDPM.ipynb', 'diffusion: a callback draws noise and its strength',
+    still=lambda learn: setattr(learn.ddpm, 'noise', False))
 def ddpm(bs): return Learner(loaders(bs, tensors()), Denoiser(), loss_func=nn.MSELoss(), cbs=DDPM())

@@ -1,4 +1,4 @@
-"The table of the page"
+"What came of the set-ups, in words, and the table of them."
 import re
 from collections import Counter
 from .data import full, micro, set_ups
@@ -45,20 +45,20 @@ def with_cache(o):
     if kind(o)=='same': return '; with `GradientCache` the same run'
     return '; with `GradientCache` the same but for BatchNorm'*(kind(o)=='warned' and o['still'].get('differs')=={})
 
-def row(o):
-    source = f"{o['what']} ([{o['repo'].split('/')[1]}](https://github.com/{o['repo']}), {o['path'].split('/')[-1]})"
-    alone = set_ups[o['name']].alone
-    cells = source,verdict(o['loader'], alone)+with_cache(o),verdict(o['split'], alone),checked(o['check'])
+def row(nm, o):
+    s = set_ups[nm]
+    source = f"{s.what} ([{s.repo.split('/')[1]}](https://github.com/{s.repo}), {s.path.split('/')[-1]})"
+    cells = source,verdict(o['loader'], s.alone)+with_cache(o),verdict(o['split'], s.alone),checked(o['check'])
     return f"| {' | '.join(cells)} |"
 
 def counts(found, way):
-    n = Counter(kind(o[way]) for o in found)
+    n = Counter(kind(o[way]) for o in found.values())
     return ', '.join(f'{n[k]} {nm}' for k,nm in kinds.items() if n[k])
 
-def table(res):
-    found = res['set_ups']
+def table(found, made):
+    "`found` has for each set-up what `run` returns"
     head = ['set-up',f'loader of {micro}',f'loader of {full}, split','check']
     intro = f"{len(found)} set-ups. On a loader of {micro}: {counts(found, 'loader')}. On a loader of {full}, split: " \
         f"{counts(found, 'split')}."
-    return '\n'.join([intro, '', f"| {' | '.join(head)} |", '|---'*len(head)+'|', *map(row, found), '',
-        f"Made {res['made']}."])
+    return '\n'.join([intro, '', f"| {' | '.join(head)} |", '|---'*len(head)+'|', *(row(*o) for o in found.items()), '',
+        f"Made {made}."])

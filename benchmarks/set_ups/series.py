@@ -1,19 +1,8 @@
 "Time series: tsai's model, its `one_batch`, and callbacks that it brings"
-from contextlib import contextmanager
-import numpy as np, torch
-from torch import nn
-from torch.nn import functional as F
-from fastai.callback.core import Callback, CancelBatchException
-from fastai.data.load import DataLoader
-from fastai.layers import Flatten
-from fastai.learner import Learner
-from fastai.losses import CrossEntropyLossFlat, MSELossFlat
-from fastai.metrics import accuracy
-from fastai.torch_core import to_device
-from .data import classes, loaders, pixels, set_up
+from .data import *
 
 @contextmanager
-def tsai():
+def own_one_batch():
     "tsai replaces `one_batch` of all Learners when it is imported"
     stock = Learner.one_batch
     def one_batch(self, i, b):
@@ -29,32 +18,25 @@ def series(n=52):
     x = torch.tensor(pixels[:n,...,0]/255.).float()
     return list(zip(torch.stack([x.mean(1), x.mean(2)], 1), torch.tensor(classes[:n])))
 
-class InceptionModule(nn.Module):
-    "Convolutions of three lengths, and pooling"
-    def __init__(self, ni, nf, ks=9):
-        super().__init__()
-        ks = [k-(k%2==0) for k in (ks,ks//2,ks//4)]
-        self.bottleneck = nn.Conv1d(ni, nf, 1, bias=False)
-        self.convs = nn.ModuleList([nn.Conv1d(nf, nf, k, padding=k//2, bias=False) for k in ks])
-        self.pool = nn.Sequential(nn.MaxPool1d(3, 1, 1), nn.Conv1d(ni, nf, 1, bias=False))
-        self.bn = nn.BatchNorm1d(4*nf)
-    def forward(self, x):
-        y = self.bottleneck(x)
-        return self.bn(torch.cat([*(o(y) for o in self.convs), self.pool(x)], 1)).relu()
+class InceptionModule(Module):
+    "Convolutions of three lengths beside each other"
+    def __init__(self, ni, nf):
+        self.convs = nn.ModuleList([nn.Conv1d(ni, nf, k, padding=k//2, bias=False) for k in (9,5,3)])
+        self.bn = nn.BatchNorm1d(3*nf)
+    def forward(self, x): return self.bn(torch.cat([o(x) for o in self.convs], 1)).relu()
 
-def inception_time(nf=3):
-    return nn.Sequential(InceptionModule(2, nf), InceptionModule(4*nf, nf), nn.AdaptiveAvgPool1d(1), Flatten(),
-        nn.Linear(4*nf, 10))
+tsai = partial(set_up, 'timeseriesAI/tsai', around=own_one_batch)
 
-@set_up('timeseriesAI/tsai', 'tsai/models/InceptionTime.py', 'InceptionTime, with the `one_batch` of tsai', around=tsai)
+@tsai('tsai/models/InceptionTime.py', 'InceptionTime, with the `one_batch` of tsai')
 def inception(bs):
-    return Learner(loaders(bs, series()), inception_time(), loss_func=CrossEntropyLossFlat(), metrics=accuracy,
+    net = nn.Sequential(InceptionModule(2, 4), InceptionModule(12, 4), nn.AdaptiveAvgPool1d(1), Flatten(),
+        nn.Linear(12, 10))
+    return Learner(loaders(bs, series()), net, loss_func=CrossEntropyLossFlat(), metrics=accuracy,
         moms=(0.95,0.85,0.95))
 
-class TST(nn.Module):
+class TST(Module):
     "A transformer on the steps of a series, without BatchNorm"
     def __init__(self, n=8):
-        super().__init__()
         self.emb,self.head = nn.Linear(2, n),nn.Sequential(nn.Flatten(), nn.Linear(16*n, 10))
         self.body = nn.TransformerEncoderLayer(n, 2, 16, dropout=0., batch_first=True)
     def forward(self, x): return self.head(self.body(self.emb(x.transpose(1, 2))))
@@ -69,16 +51,15 @@ class TransformScheduler(Callback):
     def __init__(self, schedule_func): self.schedule_func = schedule_func
     def before_fit(self):
         self.mult = [self.schedule_func(o) for o in np.linspace(0, 1, len(self.dls.train)*self.n_epoch)]
-        self.tfms = [(o,o.magnitude) for o in [self.dls.train.after_batch] if hasattr(o, 'magnitude')]
-        for o,m in self.tfms: o.magnitude = m*self.mult[0]
+        self.tfm = self.dls.train.after_batch
+        self.magnitude = self.tfm.magnitude
+        self.tfm.magnitude = self.magnitude*self.mult[0]
     def after_batch(self):
         if not self.training or self.train_iter>=len(self.mult): return
-        for o,m in self.tfms: o.magnitude = m*self.mult[self.train_iter]
-    def after_fit(self):
-        for o,m in self.tfms: o.magnitude = m
+        self.tfm.magnitude = self.magnitude*self.mult[self.train_iter]
+    def after_fit(self): self.tfm.magnitude = self.magnitude
 
-@set_up('timeseriesAI/tsai', 'tsai/callback/core.py', '`TransformScheduler`: stronger transforms with each batch',
-    around=tsai)
+@tsai('tsai/callback/core.py', '`TransformScheduler`: stronger transforms with each batch')
 def transform_scheduler(bs):
     return Learner(loaders(bs, series(), after_batch=Scaled()), TST(), loss_func=CrossEntropyLossFlat(),
         cbs=TransformScheduler(lambda pct: 1-pct))
@@ -101,8 +82,7 @@ class Steps(TST):
     "Returns a value for each step"
     def forward(self, x): return self.head(self.body(self.emb(x.transpose(1, 2))).transpose(1, 2))
 
-@set_up('timeseriesAI/tsai', 'tsai/callback/MVP.py', '`MVP`: the loss is over values that are hidden at random',
-    around=tsai)
+@tsai('tsai/callback/MVP.py', '`MVP`: the loss is over values that are hidden at random')
 def mvp(bs): return Learner(loaders(bs, series()), Steps(), loss_func=CrossEntropyLossFlat(), cbs=MVP())
 
 class WeightedPerSampleLoss(Callback):
@@ -115,7 +95,7 @@ class WeightedPerSampleLoss(Callback):
     def before_batch(self): self.learn.loss_func.weights = self.instance_weights[self.learn.dl.idxs]
     def after_fit(self): self.learn.loss_func = self.old_loss
 
-class _PerInstanceLoss(nn.Module):
+class _PerInstanceLoss(Module):
     def forward(self, pred, targ):
         w = self.weights
         return (F.cross_entropy(pred, targ, reduction='none')*w/w.sum()).sum()
@@ -128,8 +108,7 @@ class NumpyDataLoader(DataLoader):
         return torch.stack(xs),torch.stack(ys)
     def create_item(self, s): return s
 
-@set_up('timeseriesAI/tsai', 'tsai/callback/core.py', '`WeightedPerSampleLoss`: items have weights in the loss',
-    around=tsai)
+@tsai('tsai/callback/core.py', '`WeightedPerSampleLoss`: items have weights in the loss')
 def weighted_samples(bs):
     return Learner(loaders(bs, series(), cls=NumpyDataLoader), TST(), loss_func=nn.CrossEntropyLoss(),
         cbs=WeightedPerSampleLoss(torch.linspace(0.2, 2, 52)))
@@ -145,7 +124,6 @@ class BatchLossFilter(Callback):
             n = max(1, int(((losses/losses.sum())[idxs].cumsum(0)>self.loss_perc).float().argmax()))
         self.learn.xb,self.learn.yb = (tuple(o[idxs[:n]] for o in b) for b in (self.xb,self.yb))
 
-@set_up('timeseriesAI/tsai', 'tsai/callback/experimental.py', '`BatchLossFilter`: only the hardest samples of a batch',
-    around=tsai)
+@tsai('tsai/callback/experimental.py', '`BatchLossFilter`: only the hardest samples of a batch')
 def batch_loss_filter(bs):
     return Learner(loaders(bs, series()), TST(), loss_func=CrossEntropyLossFlat(), cbs=BatchLossFilter())

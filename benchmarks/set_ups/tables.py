@@ -1,21 +1,8 @@
 "Tables and ratings"
-import numpy as np, pandas as pd, torch
-from torch import nn
-from torch.nn import functional as F
-from fastai.callback.tracker import EarlyStoppingCallback
-from fastai.collab import CollabDataLoaders
-from fastai.data.block import CategoryBlock, RegressionBlock
-from fastai.layers import LinBnDrop, SigmoidRange
-from fastai.learner import Learner
-from fastai.losses import CrossEntropyLossFlat, MSELossFlat
-from fastai.metrics import accuracy
-from fastai.optimizer import ranger
-from fastai.tabular.core import Categorify, FillMissing, Normalize
-from fastai.tabular.data import TabularDataLoaders
-from fastai.tabular.learner import tabular_learner
-from fastai.tabular.model import TabularModel, get_emb_sz
+from fastai.collab import *
+from fastai.tabular.all import *
 from sklearn.datasets import load_diabetes
-from .data import full, loaders, n_train, n_valid, set_up
+from .data import *
 
 def table(bs, y, **kwargs):
     "Of patients: two columns of classes, three of numbers, some missing"
@@ -28,17 +15,15 @@ def table(bs, y, **kwargs):
         cont_names=['age','bmi','bp'], y_names=y, valid_idx=list(range(n_train, n_train+n_valid)), bs=bs, num_workers=0,
         device='cpu', **kwargs)
 
-def tabular_fit(learn, cbs): learn.fit_one_cycle(2, 1e-2, cbs=cbs)
-
-@set_up('fastai/fastbook', '09_tabular.ipynb', 'embeddings, regression with a range, `F.mse_loss`', tabular_fit)
+@set_up('fastai/fastbook', '09_tabular.ipynb', 'embeddings, regression with a range, `F.mse_loss`',
+    by('fit_one_cycle', 2, 1e-2))
 def bulldozers(bs):
     dls = table(bs, 'target', y_block=RegressionBlock())
     return tabular_learner(dls, y_range=(25, 350), layers=[50,25], n_out=1, loss_func=F.mse_loss)
 
-class DotProductBias(nn.Module):
+class DotProductBias(Module):
     "Factors and biases of users and films"
     def __init__(self, n_users, n_movies, n_factors=6, y_range=(0,5.5)):
-        super().__init__()
         def new(*size): return nn.Parameter(torch.zeros(*size).normal_(0, 0.01))
         self.users,self.user_bias = new(n_users, n_factors),new(n_users)
         self.movies,self.movie_bias,self.y_range = new(n_movies, n_factors),new(n_movies),y_range
@@ -47,29 +32,25 @@ class DotProductBias(nn.Module):
         res = (self.users[u]*self.movies[m]).sum(1)+self.user_bias[u]+self.movie_bias[m]
         return torch.sigmoid(res)*self.y_range[1]
 
-def collab_fit(learn, cbs): learn.fit_one_cycle(2, 5e-3, wd=0.1, cbs=cbs)
-
-@set_up('fastai/fastbook', '08_collab.ipynb', 'ratings, a model from scratch, weight decay', collab_fit)
+@set_up('fastai/fastbook', '08_collab.ipynb', 'ratings, a model from scratch, weight decay',
+    by('fit_one_cycle', 2, 5e-3, wd=0.1))
 def movies(bs):
     r = np.random.default_rng(0)
     df = pd.DataFrame(dict(user=r.integers(0, 9, 60), title=r.integers(0, 12, 60), rating=r.integers(1, 11, 60)/2))
     dls = CollabDataLoaders.from_df(df, item_name='title', valid_pct=0.2, seed=0, bs=bs, num_workers=0, device='cpu')
     return Learner(dls, DotProductBias(*(len(dls.classes[o]) for o in ('user','title'))), loss_func=MSELossFlat())
 
-class BatchSwapNoise(nn.Module):
+class BatchSwapNoise(Module):
     "Some of the values become those of another row of the batch"
-    def __init__(self, p):
-        super().__init__()
-        self.p = p
+    def __init__(self, p): self.p = p
     def forward(self, x):
         if not self.training: return x
         rows = torch.where(torch.rand(x.shape)>1-self.p, (torch.rand(x.shape)*len(x)).long(), 0)
         return x.gather(0, (torch.arange(len(x))[:,None]+rows)%len(x))
 
-class RecreatedLoss(nn.Module):
+class RecreatedLoss(Module):
     "Sums over the columns of the table, divided by the rows"
     def __init__(self, cats):
-        super().__init__()
         self.cats,self.ce,self.mse = cats,CrossEntropyLossFlat(reduction='sum'),MSELossFlat(reduction='sum')
     def forward(self, preds, cat_targs, cont_targs):
         cats,conts = preds
@@ -86,12 +67,11 @@ class TabularAE(TabularModel):
         x = self.decoder(super().forward(self.noise(x_cat), self.noise(x_cont)))
         return self.cats(x),self.conts(x)
 
-def no_noise(learn): learn.model.noise.p = 0.
-
 def ae_fit(learn, cbs): learn.fit_flat_cos(2, 4e-3, cbs=[EarlyStoppingCallback(),*cbs])
 
 @set_up('walkwithfastai/walkwithfastai.github.io', 'nbs/03_tab.ae.ipynb',
-    'autoencoder of a table, noise from other rows of the batch', ae_fit, still=no_noise)
+    'autoencoder of a table, noise from other rows of the batch', ae_fit,
+    still=lambda learn: setattr(learn.model.noise, 'p', 0.))
 def autoencoder(bs):
     to = table(full, 'high', y_block=CategoryBlock()).train.dataset
     cats,conts = torch.tensor(to.cats.values).long(),torch.tensor(to.conts.values).float()
@@ -101,20 +81,17 @@ def autoencoder(bs):
     return Learner(dls, TabularAE(get_emb_sz(to), conts.shape[1], sizes), loss_func=RecreatedLoss(sizes), wd=0.01,
         opt_func=ranger)
 
-class GhostBatchNorm(nn.Module):
+class GhostBatchNorm(Module):
     "BatchNorm of a few rows at a time"
-    def __init__(self, n, size=4):
-        super().__init__()
-        self.bn,self.size = nn.BatchNorm1d(n, momentum=0.01),size
+    def __init__(self, n, size=4): self.bn,self.size = nn.BatchNorm1d(n, momentum=0.01),size
     def forward(self, x): return torch.cat([self.bn(o) for o in x.split(self.size)])
 
 @set_up('walkwithfastai/walkwithfastai.github.io', 'nbs/course2020/tabular/04_TabNet.ipynb',
     'ghost BatchNorm, as in TabNet')
 def tabnet(bs):
     dls = table(bs, 'high', y_block=CategoryBlock())
-    class Net(nn.Module):
+    class Net(Module):
         def __init__(self):
-            super().__init__()
             self.embs = nn.ModuleList([nn.Embedding(*o) for o in get_emb_sz(dls.train)])
             n = sum(o.embedding_dim for o in self.embs)+3
             self.body = nn.Sequential(nn.Linear(n, 8), GhostBatchNorm(8), nn.GLU(), nn.Linear(4, 2))

@@ -1,21 +1,9 @@
 "Texts: fastai's own models, recurrent networks from scratch, Hugging Face's models"
 import random
-import pandas as pd, torch
-from torch import nn
+from fastai.text.all import *
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification,
     AutoModelForTokenClassification)
-from fastai.callback.core import Callback
-from fastai.callback.rnn import rnn_cbs
-from fastai.data.block import CategoryBlock, DataBlock
-from fastai.learner import Learner
-from fastai.losses import BaseLoss, CrossEntropyLossFlat
-from fastai.metrics import Perplexity, accuracy
-from fastai.text.core import BaseTokenizer
-from fastai.text.data import TextBlock
-from fastai.text.learner import language_model_learner, text_classifier_learner
-from fastai.text.models.awdlstm import AWD_LSTM, awd_lstm_clas_config, awd_lstm_lm_config
-from fastai.torch_core import params
-from .data import loaders, n_train, n_valid, set_up, words
+from .data import *
 
 vocab = {o:i+1 for i,o in enumerate(sorted(set(words[:600])))}
 ids = torch.tensor([vocab[o] for o in words[:600]])
@@ -29,12 +17,8 @@ def text_loaders(bs, is_lm):
         get_y=None if is_lm else lambda o: o.label, splitter=lambda _: (range(n_train),range(n_train, n_train+n_valid)))
     return block.dataloaders(df, bs=bs, num_workers=0, device='cpu')
 
-def lm_fit(learn, cbs):
-    learn.fit_one_cycle(1, 2e-2, cbs=cbs)
-    learn.unfreeze()
-    learn.fit_one_cycle(1, 2e-3, cbs=cbs)
-
-@set_up('fastai/fastbook', '10_nlp.ipynb', 'language model, AWD-LSTM', lm_fit)
+@set_up('fastai/fastbook', '10_nlp.ipynb', 'language model, AWD-LSTM',
+    frozen_first('fit_one_cycle', 2e-2, 2e-3))
 def imdb_lm(bs):
     return language_model_learner(text_loaders(bs, True), AWD_LSTM, config=awd_lstm_lm_config|small, drop_mult=0.3,
         pretrained=False, metrics=[accuracy,Perplexity()])
@@ -51,10 +35,9 @@ def imdb_classifier(bs):
     return text_classifier_learner(text_loaders(bs, False), AWD_LSTM, config=awd_lstm_clas_config|small, drop_mult=0.5,
         pretrained=False, metrics=accuracy)
 
-class LMModel7(nn.Module):
+class LMModel7(Module):
     "An LSTM that goes on from where the batch before has ended; the weights of input and output are the same"
     def __init__(self, n_vocab, n_hidden, n_layers, p, bs):
-        super().__init__()
         self.i_h,self.drop = nn.Embedding(n_vocab, n_hidden),nn.Dropout(p)
         self.rnn,self.h_o = nn.LSTM(n_hidden, n_hidden, n_layers, batch_first=True),nn.Linear(n_hidden, n_vocab)
         self.h_o.weight = self.i_h.weight
@@ -77,17 +60,16 @@ def chunks(bs, sl=6):
     return loaders(bs, train+valid, n=48, shuffle=False)
 
 @set_up('fastai/fastbook', '12_nlp_dive.ipynb', 'an LSTM that keeps its state, `RNNRegularizer`',
-    lambda learn,cbs: learn.fit_one_cycle(2, 1e-2, wd=0.1, cbs=cbs))
+    by('fit_one_cycle', 2, 1e-2, wd=0.1))
 def lstm_with_state(bs):
     dls = chunks(bs)
     dls.valid.bs = bs
     return Learner(dls, LMModel7(len(vocab)+1, 10, 2, 0.4, bs), loss_func=CrossEntropyLossFlat(), metrics=accuracy,
         cbs=rnn_cbs(alpha=2, beta=1))
 
-class Seq2Seq(nn.Module):
+class Seq2Seq(Module):
     "Predicts word by word, at random from its own words or those of the target"
     def __init__(self, n_vocab, n=8):
-        super().__init__()
         self.emb,self.enc,self.dec = nn.Embedding(n_vocab, n),nn.GRU(n, n, batch_first=True),nn.GRUCell(n, n)
         self.out = nn.Linear(n, n_vocab)
     def forward(self, src, trg, ratio=0.5):
@@ -114,32 +96,27 @@ def teacher_forcing(bs):
 # Hugging Face's models
 
 def config(arch, **kwargs):
-    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=32, vocab_size=len(vocab)+1) if arch=='bert' else dict(n_embd=16, n_layer=1, n_head=2,
-        n_positions=32, vocab_size=len(vocab)+1)
-    return AutoConfig.for_model(arch, **sizes, **kwargs)
+    "The configuration of a small model; GPT-2 takes these names, too"
+    return AutoConfig.for_model(arch, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=32, vocab_size=len(vocab)+1, **kwargs)
 
 class DropOutput(Callback):
     "Only the first of the model's outputs is the prediction"
     def after_pred(self): self.learn.pred = self.pred[0]
 
-@set_up('fastai/fastai', 'nbs/39_tutorial.transformers.ipynb', 'GPT-2 with `DropOutput`',
-    lambda learn,cbs: learn.fit_one_cycle(2, 1e-3, cbs=cbs))
+@set_up('fastai/fastai', 'nbs/39_tutorial.transformers.ipynb', 'GPT-2 with `DropOutput`', by('fit_one_cycle', 2, 1e-3))
 def gpt2(bs):
     net = AutoModelForCausalLM.from_config(config('gpt2'))
     return Learner(text_loaders(bs, True), net, loss_func=CrossEntropyLossFlat(), cbs=DropOutput(),
         metrics=Perplexity())
 
-class PreCalculatedLoss(BaseLoss):
+class PreCalculatedCrossEntropyLoss(CrossEntropyLossFlat):
     "The model returns its loss"
     def __call__(self, inp, targ, **kwargs): return torch.tensor(0.)
-class PreCalculatedCrossEntropyLoss(PreCalculatedLoss, CrossEntropyLossFlat): pass
 
-class BaseModelWrapper(nn.Module):
+class BaseModelWrapper(Module):
     "Calls a model of transformers with the names in the batch"
-    def __init__(self, hf_model):
-        super().__init__()
-        self.hf_model = hf_model
+    def __init__(self, hf_model): self.hf_model = hf_model
     def forward(self, x): return self.hf_model(**x)
 
 class BaseModelCallback(Callback):
@@ -147,7 +124,7 @@ class BaseModelCallback(Callback):
     def before_batch(self): self.hf_loss = None
     def after_pred(self):
         out = self.pred
-        if 'loss' in out and isinstance(self.loss_func, PreCalculatedLoss): self.hf_loss = out['loss'].float()
+        if isinstance(self.loss_func, PreCalculatedCrossEntropyLoss): self.hf_loss = out['loss'].float()
         self.learn.pred = out['logits']
     def after_loss(self):
         if self.hf_loss is None: return
@@ -162,11 +139,7 @@ def named(bs, label_of):
         return dict(input_ids=x, attention_mask=(x>0).long(), labels=label_of(i, x)),label_of(i, x)
     return loaders(bs, [item(i) for i in range(52)])
 
-def blurr_fit(learn, cbs):
-    learn.freeze()
-    learn.fit_one_cycle(1, 1e-3, cbs=cbs)
-    learn.unfreeze()
-    learn.fit_one_cycle(1, slice(1e-7, 1e-4), cbs=cbs)
+blurr_fit = frozen_first('fit_one_cycle', 1e-3, slice(1e-7, 1e-4))
 
 def blurr_splitter(m): return [params(m.hf_model.bert), params(m.hf_model.classifier)]
 
@@ -183,10 +156,9 @@ def blurr_tokens(bs):
     return Learner(named(bs, lambda i,x: torch.where(x>0, x%3, -100)), BaseModelWrapper(net), splitter=blurr_splitter,
         loss_func=PreCalculatedCrossEntropyLoss(), cbs=BaseModelCallback)
 
-class Copier(nn.Module):
+class Copier(Module):
     "A transformer that reads from left to right"
     def __init__(self, n_vocab, n=16):
-        super().__init__()
         self.emb,self.out = nn.Embedding(n_vocab, n),nn.Linear(n, n_vocab)
         self.body = nn.TransformerEncoderLayer(n, 2, 32, dropout=0.1, batch_first=True)
     def forward(self, x):

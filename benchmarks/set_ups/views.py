@@ -1,32 +1,28 @@
 "Self-supervised learning: two views of each picture, with the callbacks of self_supervised"
-from copy import deepcopy
-import torch
-from torch import nn
-from torch.nn import functional as F
-from fastai.callback.core import Callback
-from fastai.learner import Learner
-from .data import conv, loaders, mlp, set_up, tensors
+from .data import *
 
 repo = 'KeremTurgutlu/self_supervised'
 def only(bs): return loaders(bs, [(x,0) for x,_ in tensors(56)], n=48)
 def flip(x): return x.flip(-1)
 def dim(x): return x*0.7+0.1
 def encoder(): return nn.Sequential(*list(conv())[:-1])
-def fit(learn, cbs): learn.fit_flat_cos(2, 1e-2, wd=1e-2, cbs=cbs)
+fit = by('fit_flat_cos', 2, 1e-2, wd=1e-2)
 
-class Projected(nn.Module):
+class Projected(Module):
     "An encoder, and what is learned on top of it"
     def __init__(self, normalize=False, bn=False):
-        super().__init__()
         self.encoder,self.projector,self.normalize = encoder(),mlp(16, 12, 8, bn=bn),normalize
     def forward(self, x):
         z = self.projector(self.encoder(x))
         return F.normalize(z, dim=1) if self.normalize else z
 
-class Views(Callback):
-    "Two views of each picture"
+class WithLoss(Callback):
+    "Its own method `lf` becomes the loss function"
     order,run_valid = 9,True
     def before_fit(self): self.learn.loss_func = self.lf
+
+class Views(WithLoss):
+    "Two views of each picture"
     def before_batch(self): self.learn.xb = (torch.cat([flip(self.x), dim(self.x)]),)
 
 class SimCLR(Views):
@@ -56,14 +52,13 @@ def follow(slow, fast, m):
     "A moving average of parameters"
     for p,q in zip(slow.parameters(), fast.parameters()): p.data = p.data*m+q.data*(1-m)
 
-class MOCO(Callback):
+class MOCO(WithLoss):
     "Each view is to find its key, among those of the batch and of a queue"
-    order,run_valid = 9,True
     def __init__(self, K=48, m=0.9, temp=0.07): self.K,self.m,self.temp = K,m,temp
     def before_fit(self):
+        super().before_fit()
         self.encoder_k = deepcopy(self.learn.model).requires_grad_(False)
         self.queue,self.queue_ptr = F.normalize(torch.randn(self.K, 8), dim=1),0
-        self.learn.loss_func = self.lf
     def before_batch(self):
         x = self.x
         self.learn.xb = (flip(x),)
@@ -79,19 +74,17 @@ class MOCO(Callback):
 @set_up(repo, 'self_supervised/vision/moco.py', 'MoCo', fit, keeps=lambda learn: learn.moco.queue)
 def moco(bs): return Learner(only(bs), Projected(normalize=True), loss_func=F.mse_loss, cbs=MOCO())
 
-class BYOLModel(nn.Module):
+class BYOLModel(Module):
     "Predicts what the other view gives"
     def __init__(self):
-        super().__init__()
         self.encoder,self.projector,self.predictor = encoder(),mlp(16, 12, 8, bn=True),mlp(8, 12, 8, bn=True)
     def forward(self, a, b): return tuple(self.predictor(self.projector(self.encoder(o))) for o in (a,b))
 
-class BYOL(Callback):
+class BYOL(WithLoss):
     "The targets are what a slower copy of the model gives"
-    order,run_valid = 9,True
     def before_fit(self):
+        super().before_fit()
         self.target_model = deepcopy(self.learn.model).requires_grad_(False)
-        self.learn.loss_func = self.lf
     def before_train(self): self.target_model.train(self.learn.model.projector[1].training)
     def before_validate(self): self.target_model.eval()
     def before_batch(self):
@@ -108,19 +101,15 @@ class BYOL(Callback):
     keeps=lambda learn: list(learn.byol.target_model.parameters()))
 def byol(bs): return Learner(only(bs), BYOLModel(), loss_func=F.mse_loss, cbs=BYOL())
 
-class SwAVModel(nn.Module):
+class SwAVModel(Module):
     "How near a picture is to each prototype"
-    def __init__(self):
-        super().__init__()
-        self.body,self.prototypes = Projected(normalize=True),nn.Linear(8, 6, bias=False)
+    def __init__(self): self.body,self.prototypes = Projected(normalize=True),nn.Linear(8, 6, bias=False)
     def forward(self, xs):
         z = self.body(torch.cat(xs))
         return z,self.prototypes(z)
 
-class SWAV(Callback):
+class SWAV(WithLoss):
     "The prototypes of one view are to be told from the other; the pictures of a batch are spread over them evenly"
-    order,run_valid = 9,True
-    def before_fit(self): self.learn.loss_func = self.lf
     def before_batch(self): self.learn.xb = ([flip(self.x),dim(self.x)],)
     def after_batch(self):
         w = self.learn.model.prototypes.weight.data
@@ -140,19 +129,16 @@ class SWAV(Callback):
 @set_up(repo, 'self_supervised/vision/swav.py', 'SwAV', fit)
 def swav(bs): return Learner(only(bs), SwAVModel(), loss_func=F.mse_loss, cbs=SWAV())
 
-class DINOModel(nn.Module):
+class DINOModel(Module):
     "A student, and the teacher that follows it"
     def __init__(self):
-        super().__init__()
         self.student,self.teacher = Projected(),Projected().requires_grad_(False)
         self.teacher.load_state_dict(self.student.state_dict())
         self.register_buffer('C', torch.zeros(1, 8))
     def forward(self, xs): return self.student(torch.cat(xs))
 
-class DINO(Callback):
+class DINO(WithLoss):
     "The student's view is to be like the teacher's of the other view, of which the mean over batches is taken away"
-    order,run_valid = 9,True
-    def before_fit(self): self.learn.loss_func = self.lf
     def before_batch(self):
         self.bs = len(self.x)
         self.learn.xb = ([flip(self.x),dim(self.x)],)
@@ -168,19 +154,16 @@ class DINO(Callback):
 @set_up(repo, 'self_supervised/vision/dino.py', 'DINO', fit)
 def dino(bs): return Learner(only(bs), DINOModel(), loss_func=F.mse_loss, cbs=DINO())
 
-class CLIP(nn.Module):
+class CLIP(Module):
     "Pictures and texts in one space"
     def __init__(self):
-        super().__init__()
         self.image,self.text = Projected(),nn.Sequential(nn.EmbeddingBag(10, 8), nn.Linear(8, 8))
         self.logit_scale = nn.Parameter(torch.tensor(1/0.07).log())
     def forward(self, image, text):
         return F.normalize(self.image(image), dim=-1),F.normalize(self.text(text), dim=-1)
 
-class CLIPTrainer(Callback):
+class CLIPTrainer(WithLoss):
     "Each picture is to find its text, and each text its picture"
-    order,run_valid = 9,True
-    def before_fit(self): self.learn.loss_func = self.lf
     def lf(self, pred, *yb):
         a,b = pred
         logits,labels = self.model.logit_scale.exp()*a@b.T,torch.arange(len(a))

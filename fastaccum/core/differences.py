@@ -74,57 +74,65 @@ class LossTrials:
         if batch is not None or self.single is None: self.left -= 1   # two samples of other shapes are not a trial
         probed = probe(learn if batch is None else batch, n_tried, mean.find)
         if not warns: return
-        found = (_not_a_mean(probed, mean) or _more_rows(probed, learn, micro.n) or _fails_on_a_part(probed, micro, mean, m)
-            or self._uneven_labels(probed, learn, mean, m))
-        if found: self.warn_once(*found, LossWarning)
+        for warned in (self._not_a_mean, self._more_rows, self._fails_on_a_part, self._uneven_labels):
+            if warned(probed, learn, micro, mean): return
 
 # %% ../../nbs/core/11_differences.ipynb #loss-messages
-def _kind(mean): return 'sum' if mean.is_sum else 'mean'
-
-def _not_a_mean(probed:Probed, mean):
-    "The key and the message of a warning; nothing if the loss was right, or could not be tried"
-    if not probed.wrong: return
+@patch
+def _not_a_mean(self:LossTrials, probed:Probed, learn, micro, mean)->bool: # Was there a reason to warn?
+    "Warn of a loss that is not the mean of its parts' losses"
+    if not probed.wrong: return False
     how = 'one of them is not finite' if isinf(probed.off) else f'off by {probed.off:.2g} of its value'
-    return 'loss-not-a-mean', (f"the loss of a micro-batch is not the {_kind(mean)} of its parts' losses ({how}), so "
-        "this run differs from the full-batch run. Use `reduction='mean'` throughout, pass `n_items=`, a "
+    self.warn_once('loss-not-a-mean', f"the loss of a micro-batch is not the {mean.kind} of its parts' losses ({how}), "
+        "so this run differs from the full-batch run. Use `reduction='mean'` throughout, pass `n_items=`, a "
         "function that returns how many items the mean covers, or let the loss see the whole batch with "
-        "`GradientCache`")
-
-def _more_rows(probed, learn, n):
-    if probed.off is not None or n<2 or not isinstance(learn.pred, Tensor) or not learn.pred.ndim: return
-    rows,has_time_first = len(learn.pred),learn.pred.shape[1:-1]==(n,)   # time comes first for CTC
-    if rows<=n or has_time_first: return
-    return 'more-rows', (f"the loss gets {rows} rows for the {n} samples of a micro-batch, as if a callback "
-        "makes several views of each, and it could not be checked on parts of them. If it compares samples "
-        "with each other, this run differs from the full-batch run: let it see the whole batch with "
-        "`GradientCache`")
-
-def _fails_on_a_part(probed, micro, mean, m):
-    computed_by_loss_func = micro.loss_grad_fn is not None   # else a callback or the model computes the loss
-    if not (probed.raised and m>1 and computed_by_loss_func): return
-    return 'loss-not-tried', (f"it could not be checked that the loss is the {_kind(mean)} of its parts' losses, "
-        f"since it fails on a part ({probed.reason}). If it uses more than predictions and targets, this run "
-        "may differ from the full-batch run: run `learn.accum_check()` to find out")
+        "`GradientCache`", LossWarning)
+    return True
 
 @patch
-def _uneven_labels(self:LossTrials, probed, learn, mean, m):
+def _more_rows(self:LossTrials, probed, learn, micro, mean)->bool:
+    "Warn of a loss that gets more rows than samples, and could not be tried"
+    if probed.off is not None or not isinstance(learn.pred, Tensor) or not learn.pred.ndim: return False
+    rows,has_time_first = len(learn.pred),learn.pred.shape[1:-1]==(micro.n,)   # time comes first for CTC
+    if not rows>micro.n>1 or has_time_first: return False
+    self.warn_once('more-rows', f"the loss gets {rows} rows for the {micro.n} samples of a micro-batch, as if a callback "
+        "makes several views of each, and it could not be checked on parts of them. If it compares samples "
+        "with each other, this run differs from the full-batch run: let it see the whole batch with "
+        "`GradientCache`", LossWarning)
+    return True
+
+@patch
+def _fails_on_a_part(self:LossTrials, probed, learn, micro, mean)->bool:
+    "Warn of a loss function that raises an error for a part of the micro-batch"
+    computed_by_loss_func = micro.loss_grad_fn is not None   # else a callback or the model computes the loss
+    is_single = (n_samples(learn.yb, micro.n) or micro.n)==1
+    if not probed.raised or is_single or not computed_by_loss_func: return False
+    self.warn_once('loss-not-tried', f"it could not be checked that the loss is the {mean.kind} of its parts' losses, "
+        f"since it fails on a part ({probed.reason}). If it uses more than predictions and targets, this run "
+        "may differ from the full-batch run: run `learn.accum_check()` to find out", LossWarning)
+    return True
+
+@patch
+def _uneven_labels(self:LossTrials, probed, learn, micro, mean)->bool:
     "Warn of a loss that could not be tried if samples have different numbers of labels"
     may_warn = probed.off is None and mean.find is samples and 'loss-not-tried' not in self.warn_once.given
-    if not (may_warn and self._has_uneven_labels(learn, m)): return
-    return 'loss-not-tried', (f"it could not be checked that the loss is the {_kind(mean)} of its parts' losses, and "
-        "samples have different numbers of labels other than -100. If the loss is a mean over these labels, "
+    if not (may_warn and self._has_uneven_labels(learn, n_samples(learn.yb, micro.n) or micro.n)): return False
+    self.warn_once('loss-not-tried', f"it could not be checked that the loss is the {mean.kind} of its parts' losses, "
+        "and samples have different numbers of labels other than -100. If the loss is a mean over these labels, "
         "as one that the model computes usually is, this run differs from the full-batch run: pass "
         "`n_items=`, a function that counts the labels that the model counts, such as `lambda learn: "
         "(learn.y!=-100).sum()` where `learn.y` has them (a causal language model leaves out the first one "
-        "of each sequence). `learn.accum_check()` will tell whether it is right")
+        "of each sequence). `learn.accum_check()` will tell whether it is right", LossWarning)
+    return True
 
+# %% ../../nbs/core/11_differences.ipynb #loss-labels
 @patch
 def _has_uneven_labels(self:LossTrials, learn, m):
     "Have samples so far had different numbers of integer labels other than -100? Synchronises the GPU"
     n_targets = len(leaves(tuple(learn.yb)))
     parts = leaves((*learn.yb,*learn.xb))   # a model that computes the loss has the labels among its inputs
     labels = [(i,o) for i,o in enumerate(parts) if has_rows(o, m) and o.dtype in (torch.int32,torch.int64)]
-    if labels and self.single is not None: self.left -= 1   # count it as a trial, since it synchronises the GPU
+    if labels and self.single is not None: self.left -= 1   # count it as a trial, since it synchronised the GPU
     for i,o in labels:
         counts = (o!=-100).reshape(m, -1).sum(1).tolist()
         is_target = i<n_targets

@@ -165,8 +165,8 @@ class AutoSize:
         "Warn if memory ran out since the last report: the samples have run in smaller micro-batches by now"
         if self.failed is None: return
         (n,reason),self.failed = self.failed,None
-        what = 'training' if training else 'validation'
-        warn(f"memory ran out with a micro-batch of {n} samples ({reason}). It was rolled back, and {what} goes on in "
+        phase = {True:'training', False:'validation'}[training]
+        warn(f"memory ran out with a micro-batch of {n} samples ({reason}). It was rolled back, and {phase} goes on in "
             f"micro-batches of {self.most(training)} samples" + more_link('memory-ran-out'))
 
 def as_size(o:int|str|AutoSize|None)->tuple:

@@ -1,7 +1,14 @@
-"""What test_processes.py has to run on several processes: how they are started, and data and Learners for them.
+"""Run the body of a test in several processes, with data and Learners for such tests.
 
-Processes are forks of this one, which has imported fastai, so that each test can have its own: one that fails or hangs
-takes no other down. They speak gloo, on the CPU.
+- Starting worker processes: `on_processes`, the decorator of a test; `this_process` tells a body its rank
+- Data: `sample_orders`, `samples_of_steps`, `ordered_loader`, `restart_order`
+- Learners: `make_learner`, `distributed_learner`, and the two runs of `fit_single_and_distributed`
+- Comparing: `flat_state`, `assert_equal_on_all_ranks`, `assert_same_as_single_process`, `AllReduceBytes`
+
+Each test has worker processes of its own, so one that fails or hangs takes no other test down. The workers exchange
+tensors on the CPU through gloo. They are forks of the process that runs the test, which has already imported fastai.
+Windows cannot fork: there each worker is a new Python process, which imports the test's module by its name and
+therefore takes some seconds to start. The start method of Windows was tried on Linux only.
 """
 import faulthandler, math, os, sys, torch
 from datetime import timedelta
@@ -13,139 +20,168 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from types import SimpleNamespace
 from unittest.mock import patch
 import pytest
 from fastai.vision.all import DataLoader, DataLoaders, noop
 from fastaccum import GradientAccumulation
 from fastaccum.testing import assert_same_run, one_cycle, toy, toy_data
-from common import Batches, Epochs, cut
+from common import BatchListLoader, EpochCycle, in_chunks
 
-limit = 120   # seconds; a process that hangs for longer ends, and writes where it was
-rank,world = 0,1   # of this process
+time_limit = 120   # seconds; a process that hangs for longer prints its stack and ends
+this_process = SimpleNamespace(rank=0, world_size=1)   # set in each worker process
 
-# Starting
+# Starting worker processes
 
-def launched(r, n):
-    "What a launcher tells a process, and fastai asks"
-    os.environ.update(RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE=str(n), MASTER_ADDR='127.0.0.1', MASTER_PORT='0')
+def launcher_variables(rank, world_size):
+    "Return the environment variables that a launcher such as torchrun sets, and that fastai reads"
+    return dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR='127.0.0.1',
+        MASTER_PORT='0')
 
-def alone():
-    "A context in which this process trains by itself, and its Recorder does not gather the losses of others"
+def as_single_process():
+    "Return a context in which fastai takes this worker for the only one: its Recorder does not gather losses"
     return patch.dict(os.environ, RANK='0', LOCAL_RANK='0', WORLD_SIZE='1')
 
-def here(r, module, test, n, folder, kwargs):
-    "In one of the processes: run the body of a test"
-    global rank,world
-    faulthandler.dump_traceback_later(limit, exit=True)
+def run_worker(rank, module, test, world_size, folder, kwargs):
+    "Run the body of a test in this worker process, and end the process"
+    faulthandler.dump_traceback_later(time_limit, exit=True)
     os.chdir(folder)
-    launched(r, n)
+    os.environ.update(launcher_variables(rank, world_size))
     torch.set_num_threads(1)
-    rank,world = r,n
-    dist.init_process_group('gloo', init_method=f'file://{folder}/store', rank=r, world_size=n,
-        timeout=timedelta(seconds=limit))
+    this_process.rank,this_process.world_size = rank,world_size
+    store = dist.FileStore(os.path.join(folder, 'store'), world_size)
+    timeout = timedelta(seconds=time_limit)
+    dist.init_process_group('gloo', store=store, rank=rank, world_size=world_size, timeout=timeout)
     getattr(import_module(module), test).body(**kwargs)
     dist.barrier()
     for o in (sys.stdout,sys.stderr): o.flush()
-    os._exit(0)   # `destroy_process_group` sometimes waits for ever with PyTorch 2.6
+    os._exit(0)   # with PyTorch 2.6, `destroy_process_group` sometimes never returns
 
-def together(module, test, n, folder, kwargs):
-    "Run the body of a test on `n` processes; the first one that fails ends the others, and says why"
-    try: start_processes(here, (module,test,n,str(folder),kwargs), n, start_method='fork')
+def run_workers(module, test, world_size, folder, kwargs):
+    "Run the body of a test in `world_size` processes; if one fails, end the others and raise its error"
+    start_method = 'spawn' if sys.platform=='win32' else 'fork'
+    try: start_processes(run_worker, (module,test,world_size,str(folder),kwargs), world_size, start_method=start_method)
     except ProcessException as e: raise AssertionError(str(e).strip()) from None
 
-def on(*ns, each_of=None):
-    """A test whose body runs on as many processes, at once; with none given, the number is its argument `n`. `each_of`:
-    for each `case`, the arguments with which the body runs, one after the other"""
-    def several(f):
-        def test(n, tmp_path, **kwargs): together(f.__module__, f.__name__, n, tmp_path, kwargs)
-        test.body,test.__name__,test.__doc__,test.__module__ = f,f.__name__,f.__doc__,f.__module__
-        if each_of: test.body = lambda case: [f(**kwargs) for kwargs in each_of[case]]
-        names = 'n','tmp_path',*(['case'] if each_of else signature(f).parameters)
+def on_processes(*world_sizes, each_of=None):
+    """Decorate a test so that its body runs in several processes at once, for each of these numbers of processes
+
+    Without numbers, the test has an argument `n`, which is the number of processes. `each_of` is a dict from names of
+    cases to lists of keyword arguments: the test has an argument `case`, and its body runs once with each of the
+    arguments of this case.
+    """
+    def decorate(body):
+        def test(n, tmp_path, **kwargs): run_workers(body.__module__, body.__name__, n, tmp_path, kwargs)
+        test.body,test.__name__,test.__doc__,test.__module__ = body,body.__name__,body.__doc__,body.__module__
+        if each_of: test.body = lambda case: [body(**kwargs) for kwargs in each_of[case]]
+        names = 'n','tmp_path',*(['case'] if each_of else signature(body).parameters)   # what pytest passes
         test.__signature__ = Signature([Parameter(o, Parameter.KEYWORD_ONLY) for o in names])
-        test.pytestmark = getattr(f, 'pytestmark', [])
-        return pytest.mark.parametrize('n', ns)(test) if ns else test
-    return several
+        test.pytestmark = getattr(body, 'pytestmark', [])
+        return pytest.mark.parametrize('n', world_sizes)(test) if world_sizes else test
+    return decorate
 
-# Data: which samples each process has, and in which order
+# Data: which samples each process has, and in which order. `ns` is the number of samples of each process
 
-def orders(ns, n_epoch=3):
-    "For each epoch, the samples of each process, shuffled anew"
+def sample_orders(ns, n_epoch=3):
+    "Return for each epoch, and in it for each process, the indices of its samples, shuffled anew in each epoch"
     rng,starts = Random(0),[sum(ns[:r]) for r in range(len(ns))]
     return [[rng.sample(range(s, s+n), n) for s,n in zip(starts, ns)] for _ in range(n_epoch)]
 
-def steps_of(order, shares, drop_last=False):
-    "The samples of each step of an epoch, if each process has its share of it"
-    parts = [cut(o, s) for o,s in zip(order, shares)]
+def samples_of_steps(order, shares, drop_last=False):
+    "Return the indices of the samples of each step of an epoch, if process `r` has `shares[r]` samples in a full step"
+    parts = [in_chunks(o, s) for o,s in zip(order, shares)]
     steps = [[p[i] if i<len(p) else [] for p in parts] for i in range(max(map(len, parts)))]
     return [sum(o, []) for o in steps if not drop_last or [len(p) for p in o]==shares]
 
-def loader(ds, epochs, bs): return DataLoader(ds, bs=bs, n=len(epochs[0]), get_idxs=Epochs(epochs))
-def rewind(learn, epoch=0):
+def samples_of_all_micro_batches(order, micro):
+    "Return the samples of an epoch in the order in which all processes together see them, micro-batch by micro-batch"
+    batches = zip(*(in_chunks(o, m) for o,m in zip(order, micro)))
+    return [i for of_all in batches for batch in of_all for i in batch]
+
+def ordered_loader(ds, epochs, bs):
+    "Return a loader with batches of `bs` samples; `epochs` has the indices of the samples of each epoch"
+    return DataLoader(ds, bs=bs, n=len(epochs[0]), get_idxs=EpochCycle(epochs))
+
+def restart_order(learn, epoch=0):
+    "Let the training loader go on with the samples of `epoch`"
     dl = learn.dls.train
-    (dl.order if isinstance(dl, Batches) else dl.get_idxs).i = epoch
+    (dl.cycle if isinstance(dl, BatchListLoader) else dl.get_idxs).i = epoch
 
 # Learners
 
-def splitter(m):
+def two_groups(m):
     ps = list(m.parameters())
     return [ps[:2],ps[2:]]
 
-def learner(train, ds, ddp=None, **kwargs):
-    "Of this process alone, or of all, with these arguments of `DistributedDataParallel`"
-    learn = toy(4, data=ds, **{'splitter':splitter, **kwargs})
+def make_learner(train, ds, ddp=None, **kwargs):
+    "Return a Learner on the loader `train`. `ddp`: arguments of `DistributedDataParallel`, or None for a plain model"
+    learn = toy(4, data=ds, **{'splitter':two_groups, **kwargs})
     learn.dls = DataLoaders(train, DataLoader(ds, bs=32))
     if ddp is not None: learn.model = DDP(learn.model, **ddp)
     return learn
 
-def own(ns, micro=4, tokens=False, ddp=(), n_epoch=3, **kwargs):
-    "A Learner of all processes, of which each has its own samples"
-    ns = ns[:world]
+def distributed_learner(ns, micro=4, tokens=False, ddp=(), n_epoch=3, **kwargs):
+    "Return this process's Learner of a distributed run, with micro-batches of `micro` samples, or of `micro[rank]`"
+    ns = ns[:this_process.world_size]
     ds = toy_data(sum(ns), tokens)
-    micro = micro[rank] if isinstance(micro, list) else micro
-    train = loader(ds, [o[rank] for o in orders(ns, n_epoch)], micro)
-    return learner(train, ds, ddp=ddp if ddp is None else dict(ddp), **kwargs)
+    micro = micro[this_process.rank] if isinstance(micro, list) else micro
+    train = ordered_loader(ds, [o[this_process.rank] for o in sample_orders(ns, n_epoch)], micro)
+    return make_learner(train, ds, ddp=ddp if ddp is None else dict(ddp), **kwargs)
 
-def state(learn): return torch.cat([o.detach().double().flatten() for o in learn.model.state_dict().values()])
+def flat_state(learn):
+    "Return all parameters and buffers of the model as one vector in double precision"
+    return torch.cat([o.detach().double().flatten() for o in learn.model.state_dict().values()])
 
-def same_everywhere(t):
-    "Fail if the processes do not hold the same"
-    t = torch.as_tensor(t, dtype=torch.float64)
-    res = [torch.zeros_like(t) for _ in range(world)]
-    dist.all_gather(res, t.contiguous())
-    assert all(torch.equal(o, t) for o in res), 'the processes differ'
+def assert_equal_on_all_ranks(values):
+    "Fail if these numbers differ between processes"
+    own = torch.as_tensor(values, dtype=torch.float64)
+    gathered = [torch.zeros_like(own) for _ in range(this_process.world_size)]
+    dist.all_gather(gathered, own.contiguous())
+    assert all(torch.equal(o, own) for o in gathered), 'the processes differ'
 
-def both(ns, micro=4, each=16, cb=GradientAccumulation, acc=None, fit=one_cycle, tokens=False, cbs=list, setup=noop,
-        ddp=(), full=True, **kwargs):
-    """The Learners after a fit of one process, on batches of whole steps, or, unless `full`, on micro-batches as large
-    as those of all together; and after one of all processes, each on micro-batches of its own, with `each` samples in
-    a step"""
-    ns,micro,acc = ns[:world],micro[:world] if isinstance(micro, list) else [micro]*world,acc or {}
-    ds,order = toy_data(sum(ns), tokens),orders(ns)
-    def accumulation(): return cb(each*world, **acc)
-    if full:
-        size = acc.get('micro_batch_size')   # by a number, batches are cut at steps
-        sizes = [1 if isinstance(size, int) and size<m else m for m in micro]
-        shares = [math.ceil(each/m)*m for m in sizes]
-        train = Batches(ds, [steps_of(o, shares, acc.get('drop_last')) for o in order])
-    else:
-        train = loader(ds, [sum((sum(b, []) for b in zip(*(cut(p, m) for p,m in zip(o, micro)))), []) for o in order],
-            sum(micro))
-    a = learner(train, ds, **kwargs)
-    b = own(ns, micro, tokens, ddp, **kwargs)
-    setup(a), setup(b)
-    with alone(): fit(a, cbs() if full else [accumulation(),*cbs()])
+def fit_single_and_distributed(
+    ns, # The number of samples of each process
+    micro=4, # Samples in a micro-batch, or a list with a number for each process
+    per_process=16, # Samples of each process in a step
+    cb=GradientAccumulation, # Makes the callback that accumulates, given the samples of all processes in a step
+    acc=None, # More arguments of that callback
+    fit=one_cycle, # `fit(learn, cbs)` trains
+    tokens=False, # As in `toy_data`
+    cbs=list, # Makes more callbacks, for both runs
+    setup=noop, # Called with each Learner before its fit
+    ddp=(), # Arguments of `DistributedDataParallel`
+    full_batch=True, # Is the single process's run the full-batch run? Else it accumulates in the same steps
+    **kwargs # Arguments of both Learners
+):
+    "Return the Learners of the same fit in a single process and in all processes"
+    world_size = this_process.world_size
+    ns,acc = ns[:world_size],acc or {}
+    micro = micro[:world_size] if isinstance(micro, list) else [micro]*world_size
+    ds,orders = toy_data(sum(ns), tokens),sample_orders(ns)
+    def accumulation(): return cb(per_process*world_size, **acc)
+    if full_batch:
+        split_size = acc.get('micro_batch_size')   # with a number, batches are split where a step ends
+        sizes = [1 if isinstance(split_size, int) and split_size<m else m for m in micro]
+        shares = [math.ceil(per_process/m)*m for m in sizes]
+        train = BatchListLoader(ds, [samples_of_steps(o, shares, acc.get('drop_last')) for o in orders])
+    else: train = ordered_loader(ds, [samples_of_all_micro_batches(o, micro) for o in orders], sum(micro))
+    a = make_learner(train, ds, **kwargs)
+    b = distributed_learner(ns, micro, tokens, ddp, **kwargs)
+    for o in (a,b): setup(o)
+    with as_single_process(): fit(a, cbs() if full_batch else [accumulation(),*cbs()])
     fit(b, [accumulation(),*cbs()])
-    same_everywhere(state(b))
+    assert_equal_on_all_ranks(flat_state(b))
     return a,b
 
-def assert_same(*args, **kwargs):
-    a,b = both(*args, **kwargs)
+def assert_same_as_single_process(*args, **kwargs):
+    "Fail if the two runs differ; the arguments are those of `fit_single_and_distributed`, and so is the result"
+    a,b = fit_single_and_distributed(*args, **kwargs)
     assert_same_run(a, b)
-    same_everywhere(list(b.recorder.losses))
+    assert_equal_on_all_ranks(list(b.recorder.losses))
     return a,b
 
-class Traffic(TorchDispatchMode):
-    "How many bytes this process adds up with the others"
+class AllReduceBytes(TorchDispatchMode):
+    "Counts in `nbytes` the bytes that this process gives to all-reduce in this context"
     nbytes = 0
     def __torch_dispatch__(self, f, types, args=(), kwargs=None):
         if 'allreduce' in f.name(): self.nbytes += sum(o.nbytes for o in tree_leaves(args[0]))

@@ -6,7 +6,7 @@ from torch.utils.data import TensorDataset
 from fastai.vision.all import CancelFitException, DataLoader, SGD
 from fastaccum import GradientAccumulation, GradientAccumulationScheduler
 from fastaccum.testing import CrossEntropy, toy, toy_data
-from common import Event, Raise, Scaled, short_of
+from common import CallAt, CpuLossScaling, RaiseAt, raise_oom_above
 from small_learners import all_params, with_loaders
 from test_dry_runs import unchanged
 
@@ -28,7 +28,7 @@ def test_it_finds_a_known_noise_scale(scale, lr):
     "...at a standstill and in training"
     rates = []   # what a callback keeps in lists is put back
     found = find(quadratic(scale), steps=40, lr=lr,
-        cbs=Event('before_step', lambda l: rates.append(l.opt.hypers[-1]['lr'])))
+        cbs=CallAt('before_step', lambda l: rates.append(l.opt.hypers[-1]['lr'])))
     assert near(int(found), scale) and int(found)%4==0 and near(found.scale, scale) and rates==[lr]*40
     assert len(found.scales)==40 and found.scales[-1]==found.scale
     assert list(range(10000))[found]==int(found)   # it may stand for a number
@@ -39,13 +39,13 @@ def test_the_steps_that_are_measured_are_as_large_as_they_should_be(acc, kwargs)
     "Those of the Learner's own accumulation, or of the size that is given; an epoch's short last batch is left out"
     learn,sizes = quadratic(64, n=1003),[]
     if acc: learn.add_cb(acc())
-    found = find(learn, steps=30, lr=0., cbs=Event('after_loss', lambda l: sizes.append(len(l.pred))), **kwargs)
+    found = find(learn, steps=30, lr=0., cbs=CallAt('after_loss', lambda l: sizes.append(len(l.pred))), **kwargs)
     assert near(int(found), 64) and sizes==[4]*300 and '30 steps of 40 samples' in repr(found)
 
 def test_a_step_that_overflows_is_not_measured_and_another_is():
     over = iter([float('inf')]*20)   # two steps of ten micro-batches
-    overflow = Event('before_backward', lambda l: setattr(l, 'loss_grad', l.loss_grad*next(over, 1.)))
-    found = find(quadratic(64), accum_bs=40, steps=30, lr=0., cbs=[Scaled(),overflow])
+    overflow = CallAt('before_backward', lambda l: setattr(l, 'loss_grad', l.loss_grad*next(over, 1.)))
+    found = find(quadratic(64), accum_bs=40, steps=30, lr=0., cbs=[CpuLossScaling(),overflow])
     assert near(found.scale, 64) and len(found.readings)==30
 
 @pytest.mark.parametrize('micro', [4,6,'auto'])
@@ -53,7 +53,7 @@ def test_a_step_that_overflows_is_not_measured_and_another_is():
 def test_batches_that_the_learner_splits_are_split(micro):
     "Memory runs out with more than 6 samples"
     learn = quadratic(16, 24, n=480, d=50, cbs=GradientAccumulation(48, micro_batch_size=micro))
-    learn.model.register_forward_pre_hook(lambda m,x: short_of(6)(len(x[0])))
+    learn.model.register_forward_pre_hook(lambda m,x: raise_oom_above(6)(len(x[0])))
     with unchanged(learn): found = find(learn, steps=60, lr=0.)
     assert near(found.scale, 16) and (micro=='auto' or int(found)%micro==0)
 
@@ -77,7 +77,7 @@ def test_callbacks_of_the_planned_fit_take_part():
     "One that makes the gradient four times as long makes the noise scale a sixteenth"
     def pull(l): l.loss_grad = l.loss_grad+3*(l.model.theta*200**-.5).sum()
     learn = quadratic(128)
-    assert near(find(learn, lr=0., cbs=Event('after_loss', pull)).scale, 8) and near(find(learn, lr=0.).scale, 128)
+    assert near(find(learn, lr=0., cbs=CallAt('after_loss', pull)).scale, 8) and near(find(learn, lr=0.).scale, 128)
 
 # What it refuses
 
@@ -85,7 +85,7 @@ def test_callbacks_of_the_planned_fit_take_part():
         ('accum_bs',-4,ValueError), ('accum_bs',2.5,TypeError), ('show_plot',1,TypeError))),
     (lambda: with_loaders(toy(4), DataLoader(toy_data(8), bs=None)),{},ValueError,'many samples'),
     (lambda: with_loaders(toy(4), DataLoader(toy_data(3), bs=4)),{},RuntimeError,'no full batch'),
-    (lambda: toy(4, cbs=Raise('after_step', CancelFitException, 0)),{},RuntimeError,'a callback ends the fit')],
+    (lambda: toy(4, cbs=RaiseAt('after_step', CancelFitException, 0)),{},RuntimeError,'a callback ends the fit')],
     ids=lambda o: o if isinstance(o, str) else '')
 def test_what_cannot_be_measured_is_told(make, kwargs, exc, match):
     learn = make()

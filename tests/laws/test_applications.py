@@ -21,8 +21,8 @@ from fastai.vision.gan import (AdaptiveGANSwitcher, FixedGANSwitcher, GANDiscrim
     basic_critic, basic_generator, generate_noise)
 from fastaccum import GradientAccumulation
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation
-from common import Seen, short_of, weights
-from small_learners import Encoding, quiet
+from common import RecordAt, raise_oom_above, weights
+from small_learners import MappingBatch, silence_in_double
 
 class Double(Callback):
     "Cast the batch to double precision"
@@ -33,10 +33,10 @@ class Double(Callback):
             return o.long() if getattr(o, 'dtype', None)==torch.int8 else o
         self.learn.xb,self.learn.yb = apply(cast, tuple(self.xb)),apply(cast, tuple(self.yb))
 
-def in_double(learn): return quiet(learn.add_cb(Double()))
+def in_double(learn): return silence_in_double(learn.add_cb(Double()))
 
 def groupnorm_in(learn):
-    "The Learner with GroupNorm, which knows only the sample, in place of BatchNorm"
+    "Replace BatchNorm by GroupNorm, whose statistics are over a single sample, and return the Learner"
     for m in list(learn.model.modules()):
         for nm,o in m.named_children():
             if isinstance(o, nn.modules.batchnorm._BatchNorm): setattr(m, nm, nn.GroupNorm(1, o.num_features))
@@ -49,7 +49,7 @@ def two_fits(learn, cbs):
     learn.fit_flat_cos(1, 1e-3, cbs=cbs)
 
 def both(make, fit=one_cycle, micro=4, full=16, cbs=list, **kwargs):
-    "Two Learners from `make`, which is given a batch size: one trained on batches of `full`, one on micro-batches"
+    "Return two Learners from `make(bs)`: one trained on batches of `full`, one on micro-batches of `micro`"
     def run(bs, own):
         set_seed(0)
         learn = in_double(groupnorm_in(make(bs)))
@@ -67,7 +67,7 @@ pixels,masks = rng.integers(0, 255, (40,16,16,3), dtype='uint8'),rng.integers(0,
 masks[:,:4] = np.where(rng.random((40,4,16))<0.5, 255, masks[:,:4])   # pixels without a label
 
 def loaders(bs, *blocks, get_x=pixels.__getitem__, **kwargs):
-    "32 items for training, 8 for validation"
+    "Return loaders of 32 items for training and 8 for validation"
     block = DataBlock(blocks, get_x=get_x, splitter=lambda _: (range(32),range(32, 40)), **kwargs)
     return block.dataloaders(range(40), bs=bs, val_bs=8, num_workers=0, device='cpu')
 
@@ -85,7 +85,7 @@ def segmenter(bs, loss_func=CrossEntropyLossFlat(axis=1, ignore_index=255)):
 
 def segmenter_in_double(bs):
     learn = segmenter(bs, nn.CrossEntropyLoss(ignore_index=255))
-    learn.model.layers = learn.model.layers[:-1]   # `ToTensorBase`, which makes single precision of double
+    learn.model.layers = learn.model.layers[:-1]   # `ToTensorBase`, which casts double to single precision
     return learn
 
 # Text
@@ -93,7 +93,7 @@ def segmenter_in_double(bs):
 words = [f'w{i}' for i in rng.integers(0, 30, 40*12)]
 
 def texts(bs, is_lm, sizes=(12,), dl_type=None, seq_len=6):
-    "40 texts, of these numbers of words in turn"
+    "Return loaders of 40 texts, whose numbers of words are `sizes` in turn"
     df = pd.DataFrame([dict(text=' '.join(words[i*12:][:sizes[i%len(sizes)]]), label='ab'[i%2]) for i in range(40)])
     text = TextBlock.from_df('text', is_lm=is_lm, seq_len=seq_len, min_freq=1, tok=BaseTokenizer(), rules=[],
         n_workers=0)
@@ -106,12 +106,12 @@ small = dict(emb_sz=8, n_hid=10, n_layers=2)
 no_dropout = dict(small, output_p=0., hidden_p=0., input_p=0., embed_p=0., weight_p=1e-30)
 
 def sentiment(bs):
-    "Texts of one length, in the order of a plain loader: batches of fastai's `SortedDL` depend on the batch size"
+    "A text classifier with a plain loader, because the order of fastai's `SortedDL` depends on the batch size"
     return text_classifier_learner(texts(bs, False, dl_type=TfmdDL), AWD_LSTM, config=awd_lstm_clas_config|no_dropout,
         pretrained=False, drop_mult=1., ps=[0.], loss_func=CrossEntropy(), metrics=accuracy)
 
 def language(_):
-    "Streams of text depend on the loader's batch size, so its batches of 16 are split"
+    "A language model, whose batches of 16 are split, because its streams of text depend on the loader's batch size"
     learn = language_model_learner(texts(16, True), AWD_LSTM, config=awd_lstm_lm_config|no_dropout, pretrained=False)
     learn.loss_func = CrossEntropy()
     return learn
@@ -146,23 +146,23 @@ def of_items(bs, model, loss_func, create_batch, item, n):
     return Learner(DataLoaders(*dls, device='cpu'), model, loss_func=loss_func)
 
 class Detector(Module):
-    "Five boxes for each of the pictures in a list"
+    "Returns five boxes for each picture of a list"
     def __init__(self):
         self.body = nn.Sequential(nn.Conv2d(3, 6, 3, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
             nn.Linear(24, 20))
     def forward(self, xs): return torch.cat([self.body(x[None]) for x in xs]).view(-1, 5, 4)
 
 def box_loss(preds, targs):
-    "The mean over pictures of the mean over their boxes"
+    "Return the mean over pictures of the mean over their boxes"
     return torch.stack([torch.cdist(t['boxes'], p, p=1).min(1).values.mean() for p,t in zip(preds, targs)]).mean()
 
 def detection(bs, n=38):
-    "A picture has 1 to 9 boxes, which are no samples; pictures differ in size, as for torchvision's models"
+    "A detector whose batches are lists: pictures of several sizes, and targets with 1 to 9 boxes for each picture"
     def item(i, gen): return torch.randn(3, 8, 8+i%3, generator=gen),dict(boxes=torch.rand(1+i%9, 4, generator=gen))
     return of_items(bs, Detector(), box_loss, lambda items: tuple(map(list, zip(*items))), item, n)
 
 class Tagger(Module):
-    "Takes what a tokenizer returns by name, and returns scores; given labels, with their loss, as transformers' models"
+    "Tags tokens: takes a mapping, and returns logits, or, given labels, logits and loss, as transformers' models do"
     def __init__(self): self.emb,self.rnn,self.head = nn.Embedding(20, 8),nn.GRU(8, 8, batch_first=True),nn.Linear(8, 3)
     def forward(self, batch):
         logits = self.head(self.rnn(self.emb(batch['input_ids'])*batch['attention_mask'][...,None])[0])
@@ -170,14 +170,15 @@ class Tagger(Module):
         return dict(logits=logits, loss=F.cross_entropy(logits.flatten(0, 1), batch['labels'].flatten()))
 
 def tagged(bs, with_labels=False, n=38):
-    "2 to 7 of the tokens of a sample are real, the others' labels are -100"
+    "A tagger on samples with 2 to 7 real tokens; the labels of the other tokens are -100"
     def item(i, gen):
         real = torch.arange(7)<2+i%6
         labels = torch.randint(0, 3, (7,), generator=gen).masked_fill(~real, -100)
         x = dict(input_ids=torch.randint(0, 20, (7,), generator=gen), attention_mask=real.long())
         return (dict(x, labels=labels) if with_labels else x),labels
     def create_batch(items):
-        return Encoding({k:torch.stack([x[k] for x,_ in items]) for k in items[0][0]}),torch.stack([y for _,y in items])
+        xs,ys = zip(*items)
+        return MappingBatch({k:torch.stack([x[k] for x in xs]) for k in xs[0]}),torch.stack(ys)
     loss_func = (lambda out,y: out['loss']) if with_labels else CrossEntropy()
     return of_items(bs, Tagger(), loss_func, create_batch, item, n)
 
@@ -206,20 +207,20 @@ def wgan(bs, switcher=noop, n=32, **kwargs):
     return GANLearner.wgan(dls, generator, critic(), switcher=switcher(), opt_func=partial(Adam, mom=0.), **kwargs)
 
 def short(l):
-    "Memory holds no more than 3 samples, if there is accumulation"
-    if hasattr(l, 'gradient_accumulation'): short_of(3)(len(l.pred))
+    "Run out of memory with more than 3 samples, in the run that accumulates"
+    if hasattr(l, 'gradient_accumulation'): raise_oom_above(3)(len(l.pred))
 
 few = partial(wgan, switcher=lambda: FixedGANSwitcher(2, 1))
 adaptive = partial(wgan, switcher=lambda: AdaptiveGANSwitcher(gen_thresh=-1e-3, critic_thresh=-9.5e-4))
 gans = dict(wgan=dict(make=wgan), few=dict(make=partial(few, n=30), fit=two_fits),
     adaptive=dict(make=adaptive, fit=two_fits), rates=dict(make=lambda bs: few(bs, cbs=GANDiscriminativeLR(3.)),
     fit=lambda learn,cbs: learn.fit(2, 1e-3, cbs=cbs)),
-    split=dict(make=lambda bs: few(8), cbs=lambda: [Seen('after_pred', short)], micro_batch_size='auto'))
+    split=dict(make=lambda bs: few(8), cbs=lambda: [RecordAt('after_pred', short)], micro_batch_size='auto'))
 gans = {nm:dict(micro=2, full=8)|o for nm,o in gans.items()}   # 4 steps in an epoch
 
 @pytest.mark.parametrize('nm', gans)
 def test_each_step_of_a_gan_is_the_critics_or_the_generators(nm):
-    "Both train, and the table's columns are means over steps"
+    "Generator and critic both train, and the columns of the table are means over steps"
     def make(bs):
         learn = gans[nm]['make'](bs)
         learn.recorder.train_metrics = True

@@ -6,15 +6,15 @@ from torch.utils.data import DataLoader as TorchLoader
 from fastai.vision.all import DataLoader, Learner, MixUp, Module, SaveModelCallback, set_seed
 from fastaccum import FreezeBN, GradientAccumulation, GradientAccumulationScheduler, RecalibrateBN
 from fastaccum.testing import deviation, toy, toy_data
-from common import Event, Raise, Seen
-from small_learners import all_params, cross_entropy, loaders, quiet
+from common import CallAt, RaiseAt, RecordAt
+from small_learners import all_params, cross_entropy, silence_in_double, tensor_loaders
 
 def body(*more): return nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), *more, nn.Dropout(), nn.Linear(6, 3)).double()
 def small(bs=4, n=64, **kwargs): return toy(bs, n=n, **dict(dict(model=body, splitter=all_params), **kwargs))
 def stats(learn): return torch.cat([o.flatten().double() for o in learn.model.buffers()])
 
 def is_mean_of(learn, bs, k, x=None):
-    "Are mean and variance of the first layer's outputs means over `k` batches of `bs`?"
+    "Return whether the layer's statistics are means over `k` batches of `bs` samples"
     bn,x = learn.model[1],torch.stack([o for o,_ in learn.dls.train.dataset]) if x is None else x
     with torch.no_grad(): parts = learn.model[0](x)[:k*bs].split(bs)
     want = [torch.stack([f(o) for o in parts]).mean(0) for f in (lambda o: o.mean(0),lambda o: o.var(0))]
@@ -24,7 +24,7 @@ def is_mean_of(learn, bs, k, x=None):
 
 @given(st.integers(2, 90), st.integers(2, 40), st.integers(2, 8), st.none()|st.integers(1, 90), st.booleans())
 def test_statistics_are_the_mean_over_whole_batches(n, bs, micro, limit, torchs):
-    "As many as there are among the first `limit` samples, and at least one"
+    "The mean is over the whole batches in the first `limit` samples, at least one"
     learn = small(micro, n)
     if torchs: learn.dls.train = TorchLoader(toy_data(n), micro, drop_last=n%2==0)
     learn.model[1].running_mean += 1
@@ -35,7 +35,7 @@ def test_statistics_are_the_mean_over_whole_batches(n, bs, micro, limit, torchs)
     (4,200,lambda: GradientAccumulation(1000)), (4,32,lambda: GradientAccumulationScheduler({0:2, 1:8}))])
 @pytest.mark.filterwarnings('ignore')
 def test_batches_are_as_large_as_a_step(bs, want, cb):
-    "As the last steps were; without accumulation as the loader's, and at least 64; never more than there are samples"
+    "The size is that of the last steps, without accumulation the loader's but at least 64; never above the dataset's"
     learn = small(bs, 200, cbs=cb and cb())
     if want==32 and bs==4: learn.fit(2, 0.1)
     learn.recalibrate_bn()
@@ -50,14 +50,15 @@ def test_ready_made_batches_are_taken_as_they_come():
         assert is_mean_of(learn, 8, 8, x)
 
 def test_the_inputs_are_those_of_the_loader():
-    "Several; no dropout before the layer, no callbacks; also for layers without weights, or that average by themselves"
+    "Several inputs, no dropout, no callbacks; also for layers without weights, and with a cumulative average"
     class Two(Module):
         def __init__(self):
             self.drop,self.bn,self.lin = nn.Dropout(0.9),nn.BatchNorm1d(5, momentum=None, affine=False),nn.Linear(5, 3)
             self.more = nn.BatchNorm1d(5, track_running_stats=False)
         def forward(self, a, b): return self.lin(self.more(self.bn(self.drop(a+b))))
     x,y = toy_data(32).tensors
-    learn,heard = quiet(Learner(loaders(x, 3*x, y, bs=4), Two(), cross_entropy)),Seen('before_batch', lambda l: 1)
+    learn = silence_in_double(Learner(tensor_loaders(x, 3*x, y, bs=4), Two(), cross_entropy))
+    heard = RecordAt('before_batch', lambda l: 1)
     with learn.added_cbs([MixUp(),heard]): learn.recalibrate_bn(8)
     want = torch.stack([o.var(0) for o in (4*x).split(8)]).mean(0)
     assert deviation([learn.model.bn.running_mean,learn.model.bn.running_var], [4*x.mean(0),want])<1e-10
@@ -68,7 +69,7 @@ def test_the_inputs_are_those_of_the_loader():
 @pytest.mark.parametrize('torchs', [False,True])
 @pytest.mark.parametrize('how', ['call','callback'])
 def test_training_goes_on_as_if_nothing_had_happened(torchs, how):
-    "Loaders that shuffle, with transforms that draw random numbers"
+    "Also with loaders that shuffle, and transforms that draw random numbers"
     def noise(b): return b[0]+torch.randn_like(b[0])+random.random()+np.random.rand(),b[1]
     def run(how=None):
         learn = small(cbs=GradientAccumulation(16))
@@ -84,8 +85,8 @@ def test_training_goes_on_as_if_nothing_had_happened(torchs, how):
 
 @pytest.mark.parametrize('exc,in_fit', [(KeyboardInterrupt,True), (torch.OutOfMemoryError,False)])
 def test_interrupts_leave_the_statistics_as_they_were(exc, in_fit):
-    "The second batch of 24 fails: training batches have 4"
-    learn,noted,seen = small(n=70),Seen('after_train', stats),[]
+    "The second batch of 24 samples fails, which is one of recalibration: training batches have 4"
+    learn,noted,seen = small(n=70),RecordAt('after_train', stats),[]
     def fail(m, i):
         seen.append(len(i[0]))
         if seen.count(24)==2: raise exc('planted')
@@ -105,15 +106,15 @@ def test_what_validates_and_saves_has_them(tmp_path):
     learn.fit(3, 0.1, cbs=[GradientAccumulation(16),RecalibrateBN(),SaveModelCallback(every_epoch=True)])
     assert is_mean_of(learn, 16, 4) and deviation(learn.recorder.values[-1][1], learn.validate()[0])<1e-6
     learn.load('model_0')
-    assert is_mean_of(learn, 16, 4)   # those of its weights
+    assert is_mean_of(learn, 16, 4)   # the saved statistics belong to the saved weights
 
 def test_only_where_somebody_trains():
-    "...and the callback does not hide the method"
+    "The callback acts in a fit only, and the method `recalibrate_bn` can still be called"
     learn,seen = small(cbs=RecalibrateBN(16)),[]
     learn.model[0].register_forward_hook(lambda m,i,o: seen.append(len(o)))
     before = stats(learn)
     learn.validate(), learn.get_preds()
-    learn.lr_find(num_it=20, show_plot=False, suggest_funcs=None)   # more than an epoch
+    learn.lr_find(num_it=20, show_plot=False, suggest_funcs=None)   # longer than an epoch
     assert stats(learn).equal(before) and 16 not in seen
     learn.fit(1, 0.1)
     assert is_mean_of(learn, 16, 4)
@@ -131,13 +132,13 @@ def test_frozen_layers_are_left_alone():
     learn.add_cb(FreezeBN(lambda m: m[2:]))
     with pytest.raises(ValueError, match='all BatchNorm layers are frozen'): learn.recalibrate_bn(16)
     with pytest.warns(UserWarning, match='all BatchNorm layers are frozen'): learn.fit(1, 0.1, cbs=RecalibrateBN())
-    assert last.num_batches_tracked==4 and first.num_batches_tracked==16   # a part is frozen, the rest trains
+    assert last.num_batches_tracked==4 and first.num_batches_tracked==16   # only a part is frozen
 
 def test_frozen_whoever_calls_train_and_as_ever_after_an_interrupt():
-    learn = small(cbs=[Event('after_backward', lambda l: l.model.train())])
+    learn = small(cbs=[CallAt('after_backward', lambda l: l.model.train())])
     before = stats(learn)
     learn.fit(1, 0.1, cbs=FreezeBN())
-    with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=[FreezeBN(),Raise('after_pred', KeyboardInterrupt, 0)])
+    with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=[FreezeBN(),RaiseAt('after_pred', KeyboardInterrupt, 0)])
     assert stats(learn).equal(before) and learn.model[1].training
     learn.fit(1, 0.1)
     assert not stats(learn).equal(before)

@@ -8,23 +8,24 @@ from torch.utils.data import DataLoader as TorchLoader, IterableDataset, TensorD
 from fastai.text.all import (Adam, CancelFitException, CancelStepException, DataLoader, DataLoaders,
     GradientClip, LMDataLoader, Learner, OptimWrapper, ProgressCallback, SortedDL, WeightedDL, pad_input)
 from fastaccum.testing import toy, toy_data
-from common import CpuMixedPrecision, Event, Memory, Seen, in_single, some
-from small_learners import quiet
+from common import CallAt, CpuMixedPrecision, LimitedMemory, RecordAt, pick_cases, with_float32_inputs
+from small_learners import silence_in_double
 from test_dry_runs import unchanged
 
 def oom(): return torch.OutOfMemoryError('planted')
 
 def capped(cap, where='forward', exc=oom, n=120, mid=nn.Tanh, cbs=(), **kwargs):
-    "A Learner that runs out of memory with more than `cap` samples"
-    def short(at, n):
-        if at==where and n>cap: raise exc()
-    def model(): return nn.Sequential(nn.Linear(5, 6), mid(), Memory(short), nn.Linear(6, 3)).double()
-    needs = Event(where, lambda l: l.model[2].check(where, l.dls.train.bs), order=0)   # of a callback, loss, optimizer
-    return toy(4, n=n, model=model, cbs=[*cbs,*[needs]*(where not in ('forward','backward'))], **kwargs)
+    "Return a Learner that runs out of memory with more than `cap` samples, at the stage or event `where`"
+    def check(stage, n):
+        if stage==where and n>cap: raise exc()
+    def model(): return nn.Sequential(nn.Linear(5, 6), mid(), LimitedMemory(check), nn.Linear(6, 3)).double()
+    in_callback = CallAt(where, lambda l: l.model[2].check(where, l.dls.train.bs), order=0)
+    more = [] if where in ('forward','backward') else [in_callback]
+    return toy(4, n=n, model=model, cbs=[*cbs,*more], **kwargs)
 
 def find(learn, mode='binsearch', **kwargs): return learn.bs_find(mode, show_plot=False, **kwargs)
 
-@pytest.mark.parametrize('cap,mode', [(o,mode) for mode in ('power','binsearch') for o in some(8, range(1, 101))])
+@pytest.mark.parametrize('cap,mode', [(o,mode) for mode in ('power','binsearch') for o in pick_cases(8, range(1, 101))])
 def test_every_cap(cap, mode):
     res = find(capped(cap), mode, steps_per_trial=2)
     assert int(res)==res.size==(cap if mode=='binsearch' else 2**(cap.bit_length()-1)), res
@@ -41,7 +42,7 @@ texts = ['CUDA error: out of memory\nCUDA kernel errors might be asynchronously 
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to",
     'Unable to find a valid cuDNN algorithm to run convolution',
     'unable to mmap 64 bytes from file </torch_1>: Cannot allocate memory (12)']
-def real(): torch.empty(2**58, dtype=torch.uint8)   # more than any machine has
+def real(): torch.empty(2**58, dtype=torch.uint8)   # more memory than any machine has
 
 @pytest.mark.parametrize('exc', [real,partial(OSError, 12, 'x'),*(partial(RuntimeError, o) for o in texts)])
 def test_kinds_of_out_of_memory(exc): assert find(capped(5, exc=exc)).size==5
@@ -68,17 +69,18 @@ def test_no_more_than_there_are_samples_or_trials():
 
 @pytest.mark.parametrize('n', [1,2,5])
 def test_a_trial_takes_real_steps(n):
-    "Two at least, with gradients and the optimizer's state; forward passes with gradients held"
-    held,steps = [],[]   # what a callback keeps is put back
-    cbs = [Seen('after_pred', lambda l: held.append(l.model[0].weight.grad is not None)),
-        Seen('after_step', lambda l: steps.append((len(l.x),bool(l.opt.state),l.model[0].weight.grad.any().item())))]
+    "At least two steps, with the optimizer's state; later forward passes run while gradients are in memory"
+    held,steps = [],[]   # not attributes of the callbacks: those are put back
+    def has_grad(l): held.append(l.model[0].weight.grad is not None)
+    def step(l): steps.append((len(l.x),bool(l.opt.state),l.model[0].weight.grad.any().item()))
+    cbs = [CallAt('after_pred', has_grad),CallAt('after_step', step)]
     find(capped(1000, n=16, opt_func=partial(OptimWrapper, opt=torch.optim.Adam), cbs=cbs), steps_per_trial=n)
     assert steps==[(o,True,True) for o in (2,4,8,16) for _ in range(max(n, 2))]
     assert all(o for i,o in enumerate(held) if i%max(n, 2))
 
 def test_a_step_that_the_scaler_skips_does_not_count():
     taken,cbs = [],[CpuMixedPrecision(init_scale=2.**16),
-        Seen('after_step', lambda l: taken.append(not l.mixed_precision.skipped), order=20)]
+        RecordAt('after_step', lambda l: taken.append(not l.mixed_precision.skipped), order=20)]
     data = TensorDataset(torch.randn(8, 5)*200, torch.randint(0, 3, (8,)))
     learn = toy(4, data=data, model=lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)),
         loss_func=lambda p,t: nn.functional.cross_entropy(p, t)*1e3, cbs=cbs)
@@ -87,26 +89,26 @@ def test_a_step_that_the_scaler_skips_does_not_count():
 @pytest.mark.parametrize('event,exc', [('before_batch',CancelFitException),('after_batch',CancelFitException),
     ('before_step',CancelStepException)])
 def test_a_trial_without_steps_is_no_success(event, exc):
-    "Who ends the fit, or skips steps, keeps the search from finding anything out"
+    "A callback that ends the fit or skips steps makes the search fail, because no trial tells anything"
     def end(learn): raise exc
-    with pytest.raises(RuntimeError, match='a trial of 3 steps made'): find(capped(5, cbs=[Seen(event, end)]))
+    with pytest.raises(RuntimeError, match='a trial of 3 steps made'): find(capped(5, cbs=[RecordAt(event, end)]))
 
-# Nothing is kept (that all is as before: test_dry_runs.py)
+# No memory is kept; that everything is as before is tested in test_dry_runs.py
 
 @pytest.mark.parametrize('mode,where', [('fp16','backward'),('bf16','forward')])
 def test_mixed_precision(mode, where):
-    "In the Learner's precision; autocast is left as it was"
+    "Trials have the Learner's precision, and autocast is as before afterwards"
     dtypes,dtype = set(),torch.float16 if mode=='fp16' else torch.bfloat16
     def see(l): dtypes.add(torch.get_autocast_dtype('cpu') if torch.is_autocast_enabled('cpu') else None)
-    cbs = [CpuMixedPrecision(amp_mode=mode),GradientClip(),Seen('after_pred', see)]
-    learn = capped(9, where, data=in_single(toy_data(40)), cbs=cbs)
+    cbs = [CpuMixedPrecision(amp_mode=mode),GradientClip(),RecordAt('after_pred', see)]
+    learn = capped(9, where, data=with_float32_inputs(toy_data(40)), cbs=cbs)
     learn.model.float()
     with unchanged(learn): assert find(learn).size==9
     assert dtypes=={dtype} and not torch.is_autocast_enabled('cpu')
 
 @pytest.mark.parametrize('cap', [0,9])
 def test_no_memory_is_kept(cap):
-    "A trial begins when all of the one before is freed, cycles too; after the search nothing of it is left"
+    "A trial begins after the previous one was freed, with its reference cycles; after the search all is freed"
     refs,alive = [],[]
     class Cycle(nn.Module):
         def forward(self, x):
@@ -125,7 +127,7 @@ def test_no_memory_is_kept(cap):
 # Loaders
 
 class Tokens(nn.Module):
-    "Takes memory by the tokens of a batch"
+    "Runs out of memory with more than `cap` tokens in a batch"
     def __init__(self, cap, over): super().__init__(); self.cap,self.over,self.lin = cap,over,nn.Linear(1, 2)
     def forward(self, x):
         if x.numel()>self.cap: raise oom()
@@ -133,12 +135,12 @@ class Tokens(nn.Module):
         return x.transpose(1, 2) if self.over is None else x.mean(self.over)
 
 def on(dl, cap, valid=None, loss=nn.functional.cross_entropy, over=1):
-    return quiet(Learner(DataLoaders(dl, valid or dl), Tokens(cap, over), loss))
+    return silence_in_double(Learner(DataLoaders(dl, valid or dl), Tokens(cap, over), loss))
 
 data = [(torch.ones(5),torch.tensor(0)) for _ in range(50)]
 
 def test_text_loaders():
-    "fastai's sorted one begins with the longest texts, so they count; the rows of a language model's run on"
+    "`SortedDL` begins with the longest texts, so these count; a language model's loader keeps its rows in order"
     texts = [(torch.full((n,), 2),torch.tensor(i%2)) for i,n in enumerate([5]*50+[50]+[6]*50)]
     assert find(on(SortedDL(texts, bs=4, shuffle=True, before_batch=pad_input, num_workers=0), 1000)).size==20
     dls = [LMDataLoader([torch.arange(1000)]*20, bs=bs, seq_len=50) for bs in (4,64)]
@@ -148,10 +150,10 @@ def test_text_loaders():
     assert ((x[:,1:]-x[:,:-1])%1000==1).all()
 
 def test_other_loaders():
-    "Iterable datasets, whose end is found; what has no batch size, or no batch, is refused; transforms take part"
+    "Iterable datasets end where they end; loaders without a batch size or a batch are refused; transforms count"
     class Stream(IterableDataset):
         def __iter__(self): return iter(data)
-        def __len__(self): return 100   # more than there are
+        def __len__(self): return 100   # more than the dataset has
     for dl in (DataLoader(Stream(), bs=4, n=50),TorchLoader(Stream(), 4)):
         assert [int(find(on(dl, o))) for o in (60,10**6)]==[12,50]
     with pytest.raises(ValueError, match='ready-made.*batch size'): find(on(DataLoader([data[0]], bs=None), 60))
@@ -160,7 +162,7 @@ def test_other_loaders():
     assert find(on(DataLoader(data, bs=4, after_batch=twice), 100)).size==10
 
 def test_apply_sets_the_size_and_nothing_else():
-    "In loaders that have a larger one, besides the training loader"
+    "Of the other loaders, those with larger batches get the size of the training loader"
     learn = capped(20, n=100, shuffle=True)
     learn.dls.loaders.append(DataLoader(toy_data(10), bs=8))
     loaders = list(learn.dls.loaders)
@@ -184,7 +186,7 @@ def test_apply_keeps_what_a_loader_was_given():
 # What is shown
 
 def test_the_result_prints_and_plots(capsys):
-    "Progress is shown where there is a bar"
+    "Progress is shown if the Learner has a progress bar"
     res = find(capped(9))
     assert capsys.readouterr()==('','')
     find(capped(9).add_cb(ProgressCallback()))
@@ -193,7 +195,7 @@ def test_the_result_prints_and_plots(capsys):
     assert repr(res).startswith("9 samples fit, 10 do not\n")
     assert all((o.speed is not None and o.error is None)==o.ok for o in res.trials)
     assert res.trials[3].error=='OutOfMemoryError: planted'
-    for peak in (None,2**30):   # where the device tells no peak, and where it does
+    for peak in (None,2**30):   # on a device without a peak of memory, and on one with it
         for o in res.trials: o.peak = peak
         axs = res.plot()
         assert list(axs[1].lines[0].get_xdata())==[2,4,8,9] and len(axs[0].lines)==(1 if peak is None else 2)

@@ -12,9 +12,11 @@ from fastai.vision.all import (Adam, Callback, CancelBatchException, GradientCli
     accuracy, set_seed)
 from fastaccum import ActivationCheckpoint, FreezeBN, GradientAccumulation, GradientCache
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, one_cycle, toy, toy_data
-from common import (CpuMixedPrecision, Event, Memory, Raise, Scaled, Seen, above, at_times, dice, grads,
-    in_single, noted_warnings, nt_xent, overflow, weights)
-from small_learners import DoubleMixUp, MixedLoss, Own, all_params, applications, make, replaced, scores
+from common import (CallAt, CpuLossScaling, CpuMixedPrecision, LimitedMemory, RaiseAt, RecordAt, batch_dice_loss,
+    collect_warnings, grads, nt_xent, overflow_at_step, runs_out_above, runs_out_on_attempts, weights,
+    with_float32_inputs)
+from small_learners import (DoubleMixUp, MixUpLoss, StatefulLinear, all_params, applications, logits_of,
+    make_application, replaced_methods)
 
 def Cached(n, **kwargs): return GradientCache(micro_batch_size=n, **kwargs)
 
@@ -23,26 +25,26 @@ def in_place(z, y): return nt_xent(z.mul_(2).sigmoid_())
 # What callbacks do with the loss and the model
 
 def penalty(l):
-    "On the weights, which the loss's backward pass reaches by itself, and on the predictions"
+    "Add a penalty on the weights, whose gradient does not pass through the predictions, and one on the predictions"
     l.loss_grad = l.loss_grad+0.1*sum(p.pow(2).sum() for p in l.model.parameters())+0.1*l.pred.pow(2).mean()
-def penalties(): return [Event('after_pred', lambda l: setattr(l, 'pred', l.pred*1.5)),Event('after_loss', penalty)]
+def penalties(): return [CallAt('after_pred', lambda l: setattr(l, 'pred', l.pred*1.5)),CallAt('after_loss', penalty)]
 
 def slope(l, **kwargs):
-    "Of the loss, by the inputs: a callback's own call of the model is one with a graph, and of the whole batch"
+    "Return the gradient of the loss by the inputs; a callback's own call of the model gets the whole batch and a graph"
     x = l.x.clone().requires_grad_()
     return torch.autograd.grad(nt_xent(l.model(x)), x, **kwargs)[0]
 def adversary(l): l.xb = (l.x+0.1*slope(l).sign(),)
 def on_slope(l): l.loss_grad = l.loss_grad+slope(l, create_graph=True).pow(2).sum()
-def calls(): return [Event('before_batch', adversary),Event('after_loss', on_slope)]
+def calls(): return [CallAt('before_batch', adversary),CallAt('after_loss', on_slope)]
 
-def scaled(): return [Scaled(init_scale=2.**10, growth_interval=3),overflow(1)]
+def scaled(): return [CpuLossScaling(init_scale=2.**10, growth_interval=3),overflow_at_step(1)]
 
 def net(*more):
     return nn.Sequential(nn.Linear(5,6), *more, nn.Tanh(), nn.Linear(6,6), nn.Tanh(), nn.Linear(6,3)).double()
 
 def fit(cbs, bs=16, fit=one_cycle, seed=0, **kwargs):
     learn = toy(bs, **dict(dict(seed=seed, n=41, loss_func=nt_xent, splitter=all_params), **kwargs))
-    with learn.added_cbs(cbs): learn.validate()   # before any fit
+    with learn.added_cbs(cbs): learn.validate()   # must also work before any fit
     set_seed(seed)
     fit(learn, cbs)
     return learn
@@ -50,16 +52,16 @@ def fit(cbs, bs=16, fit=one_cycle, seed=0, **kwargs):
 same = partial(assert_same_run, tol=1e-10)
 ways = dict(cached=lambda: Cached(5), auto=lambda: Cached('auto'), checkpointed=ActivationCheckpoint)
 def assert_same(way=ways['cached'], cbs=list, **kwargs):
-    "The run with it is the run without"
+    "Fail if the run with the callback differs from the run without it"
     a,b = (fit([*own,*cbs()], **kwargs) for own in ([],[way()]))
     same(a, b)
-    assert replaced(b)==replaced(a)
+    assert replaced_methods(b)==replaced_methods(a)
 
 # The law
 
 def one_epoch(l, cbs): l.fit_one_cycle(1, 0.1, cbs=cbs)
 @given(st.integers(1, 30), st.integers(2, 30), st.integers(30, 60), st.integers(0, 9), st.booleans(),
-    st.sampled_from([nt_xent,dice,CrossEntropy()]))
+    st.sampled_from([nt_xent,batch_dice_loss,CrossEntropy()]))
 def test_any_loss_and_any_sizes(size, bs, n, seed, shuffle, loss):
     assert_same(lambda: Cached(size), bs=bs, n=n, seed=seed, shuffle=shuffle, loss_func=loss, fit=one_epoch)
 
@@ -79,22 +81,22 @@ settings = dict(adam=dict(opt_func=Adam, metrics=accuracy, cbs=lambda: [Gradient
     scaler=dict(cbs=scaled), penalties=dict(cbs=penalties),
     calls=dict(cbs=calls), fits=dict(fit=fits, splitter=two_groups), lr_find=dict(fit=lr_find),
     compiled=dict(model=lambda: torch.compile(net(), backend='eager', dynamic=True)),
-    mixup=dict(cbs=lambda: [DoubleMixUp()], loss_func=MixedLoss()),
+    mixup=dict(cbs=lambda: [DoubleMixUp()], loss_func=MixUpLoss()),
     accumulated=dict(cbs=lambda: [accumulated()], n=75, metrics=accuracy),
     all=dict(cbs=lambda: [accumulated(),*scaled(),GradientClip(0.05),*penalties()], n=75))
 
 @pytest.mark.parametrize('way,nm', [(way,nm) for way in ('cached','checkpointed') for nm in settings
-    if (way,nm)!=('checkpointed','compiled')])   # which has no segments
+    if (way,nm)!=('checkpointed','compiled')])   # a compiled model has no segments
 def test_with_what_else_there_is(way, nm):
-    "Checkpoints with dropout and BatchNorm, too: see test_checkpoint.py"
+    "Checkpoints run with dropout and BatchNorm here; see also test_checkpoint.py"
     model = dict(model=lambda: net(nn.BatchNorm1d(6), nn.Dropout())) if way=='checkpointed' else {}
     assert_same(ways[way], **model|settings[nm])
 
 # Who sees what
 
 def test_the_model_sees_micro_batches_and_the_others_the_batch():
-    "Also in validation and prediction; a hook of the model is one of the others"
-    seen,hooked,preds = [],[],Seen('after_pred', lambda l: len(l.pred))
+    "Also in validation and prediction. A hook of the whole model sees the whole batch"
+    seen,hooked,preds = [],[],RecordAt('after_pred', lambda l: len(l.pred))
     learn = toy(16, n=32, loss_func=nt_xent, cbs=Cached(5))
     learn.model.register_forward_hook(lambda m,i,o: hooked.append((len(i[0]),len(o))))
     learn.model[1].register_forward_hook(lambda m,i,o: seen.append(len(o)))
@@ -111,20 +113,20 @@ def test_the_model_sees_micro_batches_and_the_others_the_batch():
 # What is random, and what a forward pass moves
 
 class InParts(Module):
-    "The model, applied to the micro-batches in one graph"
+    "Applies the model to micro-batches of `size` samples, one after the other, in one graph"
     def __init__(self, m, size): self.m,self.size = m,size
     def forward(self, x): return torch.cat([self.m(o) for o in x.split(self.size)]) if self.training else self.m(x)
 
-moving = dict(dropout=lambda: nn.Dropout(0.7), batchnorm=lambda: nn.BatchNorm1d(6), own=lambda: Own(6),
+moving = dict(dropout=lambda: nn.Dropout(0.7), batchnorm=lambda: nn.BatchNorm1d(6), own=lambda: StatefulLinear(6),
     spectral=lambda: spectral_norm(nn.Linear(6, 6), n_power_iterations=2))
 
 @pytest.mark.filterwarnings('ignore:BatchNorm1d normalises')
 @pytest.mark.parametrize('nm,size', list(product(moving, [2,8])))
 def test_forward_passes_are_those_of_one_pass_over_the_parts(nm, size):
-    "What they draw and move, and what the loss and others draw after them; none of it twice"
+    "The second forward pass draws no new random numbers and moves no buffer again; the loss draws what it would draw"
     def noisy(z, y): return nt_xent(z+0.1*torch.randn_like(z))
     def run(model, cbs):
-        drawn = Seen('after_batch', lambda _: (torch.rand(1).item(), random.random()))
+        drawn = RecordAt('after_batch', lambda _: (torch.rand(1).item(), random.random()))
         learn = fit([*cbs,drawn], n=48, model=model, loss_func=noisy)
         learn.recorder.values.append(drawn.values)
         return learn
@@ -132,7 +134,7 @@ def test_forward_passes_are_those_of_one_pass_over_the_parts(nm, size):
     a,b = run(lambda: InParts(model(), size), []),run(model, [Cached(size)])
     a.model = a.model.m
     same(a, b)
-    if nm=='own': assert deviation(*(l.model[1].kept() for l in (a,b)))==0
+    if nm=='own': assert deviation(*(l.model[1].state() for l in (a,b)))==0
 
 def test_what_cannot_be_done_again_is_said():
     class Secret(nn.Module):
@@ -148,7 +150,7 @@ def test_batchnorm_is_told_once_in_a_fit(more):
 
 @pytest.mark.parametrize('mode,penalty,way', list(product(['fp16','bf16'], [False,True], ['cached','checkpointed'])))
 def test_mixed_precision_is_no_further_off_than_mixed_precision(mode, penalty, way):
-    "The second pass is in the precision of the first. A penalty on weights meets those that autocast has cast"
+    "The second forward pass has the precision of the first; a penalty uses weights that autocast has already cast"
     def on_weights(l): l.loss_grad = l.loss_grad+(torch.eye(6)@l.model[2].weight).float().pow(2).mean()
     def run(half, *cbs):
         seen = []
@@ -156,8 +158,8 @@ def test_mixed_precision_is_no_further_off_than_mixed_precision(mode, penalty, w
             m = net().float()
             m[0].register_forward_hook(lambda m,i,o: seen.append(o.dtype.itemsize) if m.training else None)
             return m
-        more = [CpuMixedPrecision(mode)]*half+[Event('after_loss', on_weights)]*penalty
-        learn = fit([*more,*cbs], data=in_single(toy_data(41)), model=model)
+        more = [CpuMixedPrecision(mode)]*half+[CallAt('after_loss', on_weights)]*penalty
+        learn = fit([*more,*cbs], data=with_float32_inputs(toy_data(41)), model=model)
         assert set(seen)=={2 if half else 4} and None not in grads(learn)
         return learn
     single,a,b = run(False),run(True),run(True, ways[way]())
@@ -167,13 +169,16 @@ def test_mixed_precision_is_no_further_off_than_mixed_precision(mode, penalty, w
 # What the model is given, and what it returns
 
 class Towers(Module):
-    """As CLIP, with a temperature that is learned. Some outputs have no rows, no gradient or no use; one has as many
-    as a micro-batch has samples, which they are not"""
+    """A model like CLIP, with a learned temperature
+
+    Some outputs have no rows, no gradient, or are not used by the loss. The rows of one output are not samples,
+    though there are as many as a micro-batch has samples.
+    """
     def __init__(self, out):
         self.a,self.b,self.scale,self.out = net(),net(),nn.Parameter(torch.tensor(0.7).double()),out
         self.protos = nn.Parameter(torch.randn(4, 3).double())
     def forward(self, x, text):
-        a,b = self.a(x.mul_(0.5)),self.b(text['ids'])   # it may write into its input
+        a,b = self.a(x.mul_(0.5)),self.b(text['ids'])   # the model changes its input in place
         res = None,a,b,self.scale.exp(),self.protos*2,x.argmax(-1),a.detach(),'clip',[a*2,(b*3,)]
         return self.out(enumerate(res if self.training else res[:7])) if self.out is dict else res
 
@@ -183,7 +188,7 @@ def clip_loss(out, y):
     return F.cross_entropy(sim, y)+F.cross_entropy(sim.T, y)+F.cross_entropy(a@protos.T, y%4)
 
 class Pairs(Callback):
-    "A second input, a dict with a list of names; the first becomes one of fastai's tensors"
+    "Adds a second input, a dict with a list of names, and turns the first into one of fastai's tensor types"
     order = 10
     def before_batch(self):
         x = self.x.as_subclass(TensorImage)
@@ -194,18 +199,18 @@ class Pairs(Callback):
 def test_inputs_and_outputs_of_all_kinds(out, size):
     def known(o): return type(o),o.shape,o.requires_grad,o.tolist() if o.dtype==torch.int64 else vars(o)
     def look(l): return type(l.pred),[known(o) if isinstance(o, torch.Tensor) else o for o in tree_leaves(l.pred)]
-    seen = [Seen('after_pred', look) for _ in range(2)]
+    seen = [RecordAt('after_pred', look) for _ in range(2)]
     order = iter(seen)
     assert_same(lambda: Cached(size), lambda: [Pairs(),next(order)], model=lambda: Towers(out), loss_func=clip_loss)
     assert seen[0].values==seen[1].values and len(seen[0].values)==6
 
 def test_inputs_that_need_a_gradient_get_theirs():
-    "From an encoder that is not in the model, for one"
+    "Inputs may come from an encoder that is not part of the model"
     def run(*cbs):
         encoder,got = nn.Linear(5, 5).double(),[]
         with torch.no_grad(): encoder.weight.copy_(torch.eye(5))
-        note = Event('after_backward', lambda l: got.append(encoder.weight.grad.clone()))
-        learn = fit([Event('before_batch', lambda l: setattr(l, 'xb', (encoder(l.x),)), True),note,*cbs])
+        note = CallAt('after_backward', lambda l: got.append(encoder.weight.grad.clone()))
+        learn = fit([CallAt('before_batch', lambda l: setattr(l, 'xb', (encoder(l.x),)), run_valid=True),note,*cbs])
         learn.recorder.values.append(got)
         return learn
     same(run(), run(Cached(5)))
@@ -218,10 +223,10 @@ def test_a_loss_of_what_is_inside_of_the_model_is_an_error():
 
 def test_texts_whose_chunks_fastai_leaves_out_are_told():
     def told(pad):
-        learn = make('text_classifier', loss_func=lambda out,*_: nt_xent(scores(out))).add_cb(Cached(3))
+        learn = make_application('text_classifier', loss_func=lambda out,*_: nt_xent(logits_of(out))).add_cb(Cached(3))
         def end(l):
             for i in pad[:len(l.x)]: l.x[i%len(l.x),8:] = 1   # padding, from the third chunk on
-        with noted_warnings() as said: learn.fit(1, cbs=Event('before_batch', end))
+        with collect_warnings() as said: learn.fit(1, cbs=CallAt('before_batch', end))
         words = 'SentenceEncoder','ActivationCheckpoint'
         return sum(all(w in str(o.message) for w in words) for o in said)
     assert [told(o) for o in ((),(6,7),(2,))]==[0,0,1]
@@ -229,10 +234,10 @@ def test_texts_whose_chunks_fastai_leaves_out_are_told():
 @pytest.mark.filterwarnings('ignore:there is no BatchNorm')
 @pytest.mark.parametrize('nm', applications)
 def test_applications(nm):
-    "BatchNorm is frozen, and there is no dropout"
-    loss = dict(unet=dice, language_model=CrossEntropy()).get(nm, lambda out,*_: nt_xent(scores(out)))
+    "The run is the one without the cache, with BatchNorm frozen and without dropout"
+    loss = dict(unet=batch_dice_loss, language_model=CrossEntropy()).get(nm, lambda out,*_: nt_xent(logits_of(out)))
     def run(*cbs):
-        learn = make(nm, loss_func=loss)
+        learn = make_application(nm, loss_func=loss)
         for m in learn.model.modules():
             if nm in ('gpt2','t5') and hasattr(m, 'config'): m.config.use_cache = False
         before = weights(learn)
@@ -244,14 +249,14 @@ def test_applications(nm):
 # Refused
 
 class Returns(Module):
-    "The model, and something done with its output and more inputs"
+    "A model that returns `f(output, *more_inputs)`"
     def __init__(self, f): self.m,self.f = net(),f
     def forward(self, x, *more): return self.f(self.m(x), *more)
 
 def total(z, y): return sum(o.sum() for o in tree_leaves(z) if isinstance(o, torch.Tensor))
 def returning(f): return dict(model=lambda: Returns(f), loss_func=total)
 def scale(l): l.xb = l.x,torch.tensor([1.,2.,3.]).double()
-def scales(): return Event('before_batch', scale, True)
+def scales(): return CallAt('before_batch', scale, run_valid=True)
 def scaling(): return Returns(lambda z,scale: z*scale)
 def doubled(l): [p.detach().mul_(2) for p in l.model.parameters()]
 def hooked():
@@ -263,32 +268,32 @@ refused = dict(pairs=(TypeError,'pairs|row for each',returning(lambda z: z@z.T))
     loss=(TypeError,r'shape \(\)',returning(lambda z: z.mean())), T=(TypeError,r'shape \(3, ',returning(lambda z: z.T)),
     object=(TypeError,'returned a object',returning(lambda z: (z,object()))),
     inputs=(TypeError,r'shape \(3,\).*cannot be split.*split=',dict(model=scaling, cbs=scales())),
-    batch=(RuntimeError,'changed in place',dict(cbs=Event('after_pred', lambda l: l.x.add_(1)))),
-    weights=(RuntimeError,'changed in place',dict(cbs=Event('before_backward', doubled))),
-    twice=(RuntimeError,'twice',dict(cbs=Event('after_loss', lambda l: l.loss_grad.backward(retain_graph=True)))),
+    batch=(RuntimeError,'changed in place',dict(cbs=CallAt('after_pred', lambda l: l.x.add_(1)))),
+    weights=(RuntimeError,'changed in place',dict(cbs=CallAt('before_backward', doubled))),
+    twice=(RuntimeError,'twice',dict(cbs=CallAt('after_loss', lambda l: l.loss_grad.backward(retain_graph=True)))),
     steps_in_the_backward_pass=(ValueError,"'0.weight' has a hook",dict(model=hooked)))
 
 @pytest.mark.parametrize('nm', refused)
 def test_what_cannot_be_had_from_micro_batches_is_refused(nm):
-    "No weight has moved, unless by the one who is refused"
+    "No weight has changed, except by the callback that changes weights"
     exc,match,kwargs = refused[nm]
     learn = toy(16, n=32, splitter=all_params, **kwargs)
     before = weights(learn)
     with pytest.raises(exc, match=match): learn.fit(1, 0.1, cbs=Cached(4))
-    assert not replaced(learn) and weights(learn).equal(before)==(nm!='weights')
+    assert not replaced_methods(learn) and weights(learn).equal(before)==(nm!='weights')
     if exc is TypeError: learn.fit(1, 0.1)   # without the callback it trains
 
 def test_inputs_are_split_as_you_say():
     def split(o, start, stop, n): return o[0][start:stop],o[1]
     same(*(fit([*cbs,scales()], model=scaling) for cbs in ([],[Cached(4, split=split)])))
 
-# Nothing is left, neither of a cache nor of checkpoints: see test_nothing_left.py, too
+# Nothing is left of a cache or of checkpoints; see also test_nothing_left.py
 
 @pytest.mark.parametrize('way', ways)
 @pytest.mark.parametrize('event', ['before_batch','after_pred','after_loss','after_backward','before_step'])
 def test_a_batch_that_is_cancelled(event, way):
-    "The rest of the run is that without"
-    assert_same(ways[way], lambda: [Raise(event, CancelBatchException, 20, at=1)])
+    "The rest of the run is the one without the cache or checkpoints"
+    assert_same(ways[way], lambda: [RaiseAt(event, CancelBatchException, 20, skip=1)])
 
 @pytest.mark.parametrize('way', [*ways.values(),partial(ActivationCheckpoint, nn.Linear)])
 @pytest.mark.parametrize('event', ['after_pred','after_batch','after_epoch'])
@@ -298,8 +303,8 @@ def test_taken_off_and_copied_in_the_middle(event, way):
     def off(l):
         copied.append(deepcopy(l.model))
         if l.epoch==1 and cb in l.cbs: l.remove_cb(cb)
-    learn = fit([Event(event, off)], fit=lambda l,cbs: one_cycle(l.add_cb(cb), cbs))
-    assert not replaced(learn) and cb not in learn.cbs
+    learn = fit([CallAt(event, off)], fit=lambda l,cbs: one_cycle(l.add_cb(cb), cbs))
+    assert not replaced_methods(learn) and cb not in learn.cbs
     same(fit([]), learn)
     m = copied[0]
     m[0].register_forward_hook(lambda m,i,o: seen.append(len(o)))
@@ -308,36 +313,41 @@ def test_taken_off_and_copied_in_the_middle(event, way):
 
 # 'auto': memory runs out
 
-@pytest.mark.parametrize('nm,short,size', [('adam',above(5, 'backward'),4), ('penalties',above(3, 'forward'),2),
-    ('accumulated',above(5, 'backward'),4), ('all',above(5, 'forward'),4)])
-def test_auto_finds_the_size_that_fits(nm, short, size):
+@pytest.mark.parametrize('nm,stage,cap,size', [('adam','backward',5,4), ('penalties','forward',3,2),
+    ('accumulated','backward',5,4), ('all','forward',5,4)])
+def test_auto_finds_the_size_that_fits(nm, stage, cap, size):
     cache,more = Cached('auto'),dict(settings[nm])
-    a = fit((cbs:=more.pop('cbs'))(), **more)
-    with pytest.raises(RuntimeError, match='planted'): fit([Cached(8),*cbs()], model=lambda: net(Memory(short)), **more)
+    cbs = more.pop('cbs')
+    def model(): return net(LimitedMemory(runs_out_above(cap, stage)))
+    a = fit(cbs(), **more)
+    with pytest.raises(RuntimeError, match='planted'): fit([Cached(8),*cbs()], model=model, **more)
     with pytest.warns(UserWarning, match=f'ran out .*planted.*micro-batches of {size} samples') as said:
-        b = fit([cache,*cbs()], model=lambda: net(Memory(short)), **more)
+        b = fit([cache,*cbs()], model=model, **more)
     same(a, b)
     assert cache.size==size and sum('memory ran out' in str(o.message) for o in said)==1
 
-@pytest.mark.parametrize('short,acc', list(product([{0},{2},{3,9,14},above(5, 'validation')], [False,True])), ids=str)
+@pytest.mark.parametrize('attempts,acc', list(product([{0},{2},{3,9,14},None], [False,True])), ids=str)
 @pytest.mark.filterwarnings('ignore:memory ran out')
-def test_auto_in_the_middle_of_a_batch_or_a_step(short, acc):
-    "Some backward passes fail, after others have added to the gradients, with no size that would do; or validation"
-    if isinstance(short, set): short = at_times(short, 'backward', 0)
+def test_auto_in_the_middle_of_a_batch_or_a_step(attempts, acc):
+    "Some backward passes run out of memory, whatever their size, after others have added to the gradients"
+    runs_out = runs_out_on_attempts(attempts, 'backward', 0) if attempts else runs_out_above(5, 'validation')
     def cbs(): return [accumulated()] if acc else []
     with pytest.warns(UserWarning, match='memory ran out'):
-        b = fit([Cached('auto'),*cbs()], n=75, model=partial(net, Memory(short)))
+        b = fit([Cached('auto'),*cbs()], n=75, model=partial(net, LimitedMemory(runs_out)))
     same(fit(cbs(), n=75), b)
 
 @pytest.mark.filterwarnings('ignore:memory ran out')
 def test_auto_where_a_model_trains_in_evaluation_mode():
-    tries = iter(range(200))   # where one size is read and another halved, this does not end
-    def short(where, n): return next(tries)>=0 and where=='validation' and n>5
-    def cbs(): return [Event('before_batch', lambda l: l.model.eval())]
-    same(fit(cbs()), fit([Cached('auto'),*cbs()], model=lambda: net(Memory(short))))
+    attempts = iter(range(200))   # an error ends the test if the size that is halved is not the one that is tried
+    def runs_out(stage, n):
+        next(attempts)
+        return stage=='validation' and n>5
+    def cbs(): return [CallAt('before_batch', lambda l: l.model.eval())]
+    same(fit(cbs()), fit([Cached('auto'),*cbs()], model=lambda: net(LimitedMemory(runs_out))))
 
 @pytest.mark.filterwarnings('ignore:memory ran out')
 def test_auto_draws_what_it_would_have_drawn_with_the_size_known():
     def run(cache, cap=99):
-        return fit([cache], n=48, model=lambda: net(nn.Dropout(), Own(6), Memory(above(cap, 'forward'))))
+        memory = LimitedMemory(runs_out_above(cap, 'forward'))
+        return fit([cache], n=48, model=lambda: net(nn.Dropout(), StatefulLinear(6), memory))
     same(run(Cached(4)), run(Cached('auto'), 5))

@@ -1,4 +1,4 @@
-"The check says of a Learner's own fit whether it is the full batch's, and if not, where it differs and what to type."
+"`accum_check` says whether a Learner's fit is the full-batch run, and if not, where it differs and what to type."
 import random, re
 from collections import UserDict
 from functools import partial
@@ -12,60 +12,66 @@ from fastai.text.all import (Callback, CancelFitException, CrossEntropyLossFlat,
 from fastaccum import (ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule,
     GradientAccumulationScheduler, GradientCache)
 from fastaccum.testing import CrossEntropy, deviation, toy, toy_data, both_runs
-from common import CpuMixedPrecision, Event, Raise, in_single, short_of, weights
-from small_learners import all_params, make, with_loaders
+from common import CallAt, CpuMixedPrecision, RaiseAt, raise_oom_above, weights, with_float32_inputs
+from small_learners import all_params, make_application, with_loaders
 from test_warned import ignoring, not_ignored, summed
 from test_dry_runs import unchanged, verbs
 
-check,whats = verbs['check'],['loss','predictions','draws','callbacks','loader','gradients','buffers']
+check,row_names = verbs['check'],['loss','predictions','draws','callbacks','loader','gradients','buffers']
 
-def bad(res): return {o.what for o in res.rows if not o.ok}
+def failed_rows(res): return {o.what for o in res.rows if not o.ok}
 def row(res, what): return next(o for o in res.rows if o.what==what)
 def net(*layers): return nn.Sequential(nn.Linear(5, 6), *layers, nn.Linear(6, 3))
-def own(model, bs=12, **kwargs): return toy(bs, model=model, splitter=all_params, **kwargs)
-def made(*layers, **kwargs): return own(lambda: net(*layers).double(), **kwargs)
-def single(*layers, **kwargs): return own(lambda: net(*layers or [nn.Tanh()]), data=in_single(toy_data(40)), **kwargs)
-def mixed(*cbs, **kwargs): return single(cbs=[MixUp(),*cbs], loss_func=CrossEntropyLossFlat(**kwargs))
-def loaded(dl, model=None, **kwargs):
-    return with_loaders(own(model, **kwargs) if model else toy(12, **kwargs), dl, dl)
 
-# No false alarm
+# Learners with batches of 12 samples
+def learner_of(model, bs=12, **kwargs): return toy(bs, model=model, splitter=all_params, **kwargs)
+def with_layers(*layers, **kwargs):
+    "Return a Learner with `layers` between two linear layers"
+    return learner_of(lambda: net(*layers).double(), **kwargs)
+def in_float32(*layers, **kwargs):
+    return learner_of(lambda: net(*layers or [nn.Tanh()]), data=with_float32_inputs(toy_data(40)), **kwargs)
+def with_mixup(*cbs, **kwargs): return in_float32(cbs=[MixUp(),*cbs], loss_func=CrossEntropyLossFlat(**kwargs))
+def on_loader(dl, model=None, **kwargs):
+    return with_loaders(learner_of(model, **kwargs) if model else toy(12, **kwargs), dl, dl)
+
+# No false alarm: fits that are the full-batch run
 
 class Mapped(nn.Linear):
-    "Two inputs, one of them a mapping, and so is what it returns"
+    "Takes a mapping and a tensor, and returns a mapping"
     def forward(self, b, z): return dict(logits=super().forward(b['x'])*z, note='text')
 class Unused(nn.Sequential):
     def forward(self, x): return self[1](x)
 class Stream(IterableDataset):
     def __iter__(self): return iter(data)
     def __len__(self): return 40
-def mean_penalty(): return Event('after_loss', lambda l: setattr(l, 'loss_grad', l.loss_grad+l.pred.square().mean()))
-class OnceAFit(Callback):
+def mean_penalty(): return CallAt('after_loss', lambda l: setattr(l, 'loss_grad', l.loss_grad+l.pred.square().mean()))
+class ScalesByFit(Callback):
+    "Multiplies the loss by a number that is drawn once a fit"
     def before_fit(self): self.by = 1+random.random()
     def after_loss(self): self.learn.loss_grad = self.loss_grad*self.by
-class Follows(Callback):
+class ScalesByProgress(Callback):
     def after_loss(self): self.learn.loss_grad = self.loss_grad*(1+self.pct_train)
-class Keeps(Callback):
-    "Gives the loss more than predictions and targets"
+class GivesInputs(Callback):
+    "Gives the inputs to the loss function"
     def before_batch(self): self.learn.loss_func.x = self.x
-class Kept(nn.Module):
+class LossOfInputs(nn.Module):
     def forward(self, p, y): return F.cross_entropy(p+self.x[:,:3], y)
 
 def mappings():
     def batch(items):
         x,y = (torch.stack(o) for o in zip(*items))
         return UserDict(x=x),x[:,:3],y
-    learn = loaded(DataLoader(data, bs=12, create_batch=batch), lambda: Mapped(5, 3).double(),
+    learn = on_loader(DataLoader(data, bs=12, create_batch=batch), lambda: Mapped(5, 3).double(),
         loss_func=lambda p,y: F.cross_entropy(p['logits'], y))
     learn.dls.n_inp = 2
     return learn
 def before_norm():
-    "A bias that normalisation takes out again"
+    "A model with a bias that normalisation takes out again, so that its gradient is rounding"
     conv = nn.Unflatten(1, (1,5)),nn.Conv1d(1, 3, 2),nn.InstanceNorm1d(3),nn.Flatten()
     return nn.Sequential(*conv, nn.Linear(12, 3)).double()
 
-def left_over():
-    "Gradients that an earlier fit has left"
+def with_old_gradients():
+    "A Learner with gradients that an earlier fit has left"
     learn = toy(12)
     for p in learn.model.parameters(): p.grad = torch.ones_like(p)
     return learn
@@ -74,47 +80,53 @@ def contrastive(p, y): return F.cross_entropy(F.normalize(p)@F.normalize(p.roll(
 
 data = list(zip(*toy_data(40).tensors))
 exact = dict(plain=lambda: toy(12), tokens=lambda: toy(12, tokens=True), batch_of_one=lambda: toy(1),
-    shuffled=lambda: toy(12, shuffle=True), mappings=mappings, layer_norm=lambda: made(nn.LayerNorm(6)),
-    no_dropout=lambda: made(nn.Dropout(0.)), rounding_of_zero=lambda: own(before_norm),
-    frozen_statistics=lambda: made(nn.BatchNorm1d(6), cbs=Event('before_batch', lambda l: l.model[1].eval())),
-    unused=lambda: own(lambda: Unused(nn.Linear(5, 3), nn.Linear(5, 3)).double()),
+    shuffled=lambda: toy(12, shuffle=True), mappings=mappings, layer_norm=lambda: with_layers(nn.LayerNorm(6)),
+    no_dropout=lambda: with_layers(nn.Dropout(0.)), rounding_of_zero=lambda: learner_of(before_norm),
+    frozen_statistics=lambda: with_layers(nn.BatchNorm1d(6), cbs=CallAt('before_batch', lambda l: l.model[1].eval())),
+    unused=lambda: learner_of(lambda: Unused(nn.Linear(5, 3), nn.Linear(5, 3)).double()),
     summed=lambda: toy(12, loss_func=CrossEntropy(reduction='sum')), clipped=lambda: toy(12, cbs=GradientClip(1e-3)),
-    mean_penalty=lambda: toy(12, cbs=mean_penalty()), left_over=left_over, once_a_fit=lambda: toy(12, cbs=OnceAFit()),
-    kept_by_the_loss=lambda: toy(12, loss_func=Kept(), cbs=Keeps()),
+    mean_penalty=lambda: toy(12, cbs=mean_penalty()), left_over=with_old_gradients,
+    once_a_fit=lambda: toy(12, cbs=ScalesByFit()),
+    kept_by_the_loss=lambda: toy(12, loss_func=LossOfInputs(), cbs=GivesInputs()),
     torchs=lambda: toy(12, opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)),
-    fp16=lambda: single(cbs=CpuMixedPrecision()), bf16=lambda: single(cbs=CpuMixedPrecision(amp_mode='bf16')),
-    overflows=lambda: single(cbs=CpuMixedPrecision(), loss_func=lambda p,t: 1e4*F.cross_entropy(p, t)),
-    relu=lambda: single(nn.Linear(6, 99), nn.ReLU(), nn.Linear(99, 6), nn.ReLU()),
+    fp16=lambda: in_float32(cbs=CpuMixedPrecision()), bf16=lambda: in_float32(cbs=CpuMixedPrecision(amp_mode='bf16')),
+    overflows=lambda: in_float32(cbs=CpuMixedPrecision(), loss_func=lambda p,t: 1e4*F.cross_entropy(p, t)),
+    relu=lambda: in_float32(nn.Linear(6, 99), nn.ReLU(), nn.Linear(99, 6), nn.ReLU()),
     scheduled=lambda: toy(4, cbs=GradientAccumulationSchedule(8, 16)),
     own_sizes=lambda: toy(12, tokens=True, loss_func=ignoring, cbs=GradientAccumulation(24, n_items=not_ignored)),
-    torchs_loader=lambda: loaded(TorchDataLoader(data, 12, shuffle=True)),
-    torchs_stream=lambda: loaded(TorchDataLoader(Stream(), 12)), follows_progress=lambda: toy(12, cbs=Follows()),
-    follows_at_odd_sizes=lambda: toy(13, cbs=Follows()), ragged_end=lambda: toy(12, n=30),
-    short=lambda: loaded(DataLoader(data[:7], bs=12)), stream=lambda: loaded(DataLoader(Stream(), bs=12, n=40)),
-    workers=lambda: loaded(DataLoader(data, bs=12, num_workers=2)))
+    torchs_loader=lambda: on_loader(TorchDataLoader(data, 12, shuffle=True)),
+    torchs_stream=lambda: on_loader(TorchDataLoader(Stream(), 12)),
+    follows_progress=lambda: toy(12, cbs=ScalesByProgress()),
+    follows_at_odd_sizes=lambda: toy(13, cbs=ScalesByProgress()), ragged_end=lambda: toy(12, n=30),
+    short=lambda: on_loader(DataLoader(data[:7], bs=12)), stream=lambda: on_loader(DataLoader(Stream(), bs=12, n=40)),
+    workers=lambda: on_loader(DataLoader(data, bs=12, num_workers=2)))
 
 def blocks(*layers): return lambda: nn.Sequential(*map(nn.Sequential, layers)).double()
-def pairs(cb): return own(blocks(nn.Linear(5, 3)), loss_func=contrastive, cbs=cb)
+def pairs(cb): return learner_of(blocks(nn.Linear(5, 3)), loss_func=contrastive, cbs=cb)
 drawing = blocks(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(.2), nn.Linear(6, 3))
-# With a cache loss and callbacks get the whole batch, with checkpoints the model too, and callbacks before a split
-acc,fours = GradientAccumulation,dict(micro_batch_size=4)
-cached,split = partial(GradientCache, **fours),partial(acc, 12, **fours)
-ways = dict(cache=lambda: pairs(cached()), cache_and_mixup=lambda: mixed(cached()),
+# A cache gives the whole batch to the loss and to callbacks, checkpoints give it to the model as well, and a split
+# gives it to callbacks that run before the split
+acc = GradientAccumulation
+cached,split = partial(GradientCache, micro_batch_size=4),partial(acc, 12, micro_batch_size=4)
+ways = dict(cache=lambda: pairs(cached()), cache_and_mixup=lambda: with_mixup(cached()),
     checkpoint=lambda: pairs(ActivationCheckpoint(nn.Sequential)),
-    checkpoint_draws=lambda: own(drawing, cbs=ActivationCheckpoint(nn.Sequential)),
-    split=lambda: toy(12, cbs=split()), split_after_mixup=lambda: mixed(split()),
+    checkpoint_draws=lambda: learner_of(drawing, cbs=ActivationCheckpoint(nn.Sequential)),
+    split=lambda: toy(12, cbs=split()), split_after_mixup=lambda: with_mixup(split()),
     split_auto=lambda: toy(12, cbs=acc(12, micro_batch_size='auto')))
 
 @pytest.mark.parametrize('nm', exact|ways)
 def test_no_false_alarm(nm):
     res = check((exact|ways)[nm](), steps=3)
-    assert res and res.ok and 'the same run' in repr(res) and [*res.off]==[*whats,'weights'], res
-    assert bad(res)==({'weights'} if nm=='overflows' else set()), res   # there no step was made
+    assert res and res.ok and 'the same run' in repr(res) and [*res.off]==[*row_names,'weights'], res
+    assert failed_rows(res)==({'weights'} if nm=='overflows' else set()), res   # there no step was made
 
 class Queue(Callback):
+    "Fails unless batches fill its queue of 32 samples exactly"
     def before_batch(self): assert 32%len(self.y)==0, 'a queue of 32'
-def fits(most): return Event('before_batch', lambda learn: short_of(most)(len(learn.y)), True)
-def halves(): return Event('before_batch', lambda learn: 1/(len(learn.y) in (70,35)))
+def memory_for(most): return CallAt('before_batch', lambda learn: raise_oom_above(most)(len(learn.y)), run_valid=True)
+def fails_unless(*sizes):
+    "A callback that fails with a ZeroDivisionError unless the batch has one of these sizes"
+    return CallAt('before_batch', lambda learn: 1/(len(learn.y) in sizes))
 
 @pytest.mark.parametrize('bs,cbs,kwargs,parts', [
     (8, lambda: [acc(32)], {}, [8]*4), (8, lambda: [acc(20)], {}, [8]*3), (8, lambda: [acc(1000)], {}, [8]*8+[6]),
@@ -124,46 +136,52 @@ def halves(): return Event('before_batch', lambda learn: 1/(len(learn.y) in (70,
     (8, lambda: [acc(32),cached()], {}, [8]*4), (8, lambda: [acc(32)], dict(accum_bs=16), [8]*2),
     (12, lambda: [acc(12)], {}, [6,4,2]), (12, list, {}, [6,4,2]), (12, list, dict(accum_bs=20), [12,8]),
     (6, list, {}, [4,2]), (16, list, {}, [8,5,3]), (8, list, dict(accum_bs=32), [8,8,8,5,3]),
-    (16, lambda: [Queue(),mean_penalty()], {}, [8,4,4]), (40, lambda: [acc(70),halves()], {}, [35]*2)])
+    (16, lambda: [Queue(),mean_penalty()], {}, [8,4,4]), (40, lambda: [acc(70),fails_unless(70, 35)], {}, [35]*2)])
 def test_the_sizes_are_those_of_training(bs, cbs, kwargs, parts):
-    """A step of the callback, whole and in its micro-batches; without one, or with one part, unequal parts, since
-    equal ones hide the most common mistake. If these fail, others are tried"""
-    seen = []
-    res = check(toy(bs, cbs=Event('before_batch', lambda learn: seen.append(len(learn.y)))), cbs=cbs(), **kwargs)
-    assert res.ok and not bad(res) and res.sizes==parts and max(seen)==sum(parts), res
+    """The check compares a whole step of the callback with its micro-batches
+
+    Without such a callback, or if a step is one micro-batch, the parts are of unequal sizes, because equal parts hide
+    the most common mistake. If a callback fails with these sizes, the check tries others.
+    """
+    sizes = []
+    res = check(toy(bs, cbs=CallAt('before_batch', lambda learn: sizes.append(len(learn.y)))), cbs=cbs(), **kwargs)
+    assert res.ok and not failed_rows(res), res
+    assert res.sizes==parts and max(sizes)==sum(parts), res
 
 @pytest.mark.parametrize('cbs,whole,parts', [(lambda: [acc(32)],8,'5, 3'),
     (lambda: [acc(32, micro_batch_size=4)],4,'2, 2'), (lambda: [acc(8, micro_batch_size=4)],4,'2, 2'),
     (lambda: [acc(32),cached()],4,'2, 2')])
 def test_a_step_that_does_not_fit_into_memory(cbs, whole, parts):
-    "That is why one accumulates: what fits is compared, and the title says so"
-    res = check(toy(8, cbs=[fits(whole),Summed()]), cbs=cbs())
+    "As many samples as fit into memory are compared, and the title says so"
+    res = check(toy(8, cbs=[memory_for(whole),SumPenalty()]), cbs=cbs())
     n = next(o for o in cbs() if hasattr(o, 'accum_bs')).accum_bs
     assert f'{n} samples do not fit into memory at once, so {whole} were compared' in repr(res), res
-    assert f'micro-batches of {parts}: not' in repr(res) and bad(res)=={'callbacks','gradients'}
-    with pytest.raises(torch.OutOfMemoryError): check(toy(8, cbs=fits(whole)), cbs=cbs(), accum_bs=16)
-    with pytest.raises(torch.OutOfMemoryError): check(toy(8, cbs=fits(1)), cbs=cbs())
+    assert f'micro-batches of {parts}: not' in repr(res) and failed_rows(res)=={'callbacks','gradients'}
+    with pytest.raises(torch.OutOfMemoryError): check(toy(8, cbs=memory_for(whole)), cbs=cbs(), accum_bs=16)
+    with pytest.raises(torch.OutOfMemoryError): check(toy(8, cbs=memory_for(1)), cbs=cbs())
 
 @pytest.mark.parametrize('kwargs', [dict(n_items=lambda learn: 1),dict(n_items=lambda learn: len(learn.y)**2)])
 def test_equal_parts_hide_no_loss_that_is_a_mean_over_something_else(kwargs):
-    "Their shares are the same whatever they are a mean of, until the last one has fewer samples"
+    "With equal parts any `n_items` gives equal shares, which are right; the check still says that the loss differs"
     res = check(toy(8, n=32, cbs=acc(32, **kwargs)))
     o = row(res, 'loss')
-    assert bad(res)=={'loss'} and res.off['loss']>1e-3 and 'unequal sizes' in o.where and o.remedy, res
-    assert 'loss' in bad(check(toy(8, n=30, cbs=acc(32, **kwargs))))
+    assert failed_rows(res)=={'loss'} and res.off['loss']>1e-3 and 'unequal sizes' in o.where and o.remedy, res
+    assert 'loss' in failed_rows(check(toy(8, n=30, cbs=acc(32, **kwargs))))
 
 @pytest.mark.parametrize('nm,no,yes', [('allow_tf32', False, True), ('fp32_precision', 'ieee', 'tf32')])
 def test_products_are_not_rounded_on_gpus_that_would(nm, no, yes):
+    "TF32 is switched off while the check runs, and on again afterwards"
     if not hasattr(torch.backends.cudnn, nm): nm,no,yes = 'allow_tf32',False,True   # PyTorch before 2.9
-    seen,where = [],[torch.backends.cuda.matmul,torch.backends.cudnn if nm=='allow_tf32' else torch.backends.cudnn.conv]
-    def now(): return [getattr(o, nm) for o in where]
-    before = now()
+    cudnn = torch.backends.cudnn if nm=='allow_tf32' else torch.backends.cudnn.conv
+    backends,during = [torch.backends.cuda.matmul,cudnn],[]
+    def settings(): return [getattr(o, nm) for o in backends]
+    before = settings()
     try:
-        for o in where: setattr(o, nm, yes)
-        check(toy(12, cbs=Event('before_batch', lambda l: seen.append(now()))))
-        assert seen and all(o==[no]*2 for o in seen) and now()==[yes]*2
+        for o in backends: setattr(o, nm, yes)
+        check(toy(12, cbs=CallAt('before_batch', lambda l: during.append(settings()))))
+        assert during and all(o==[no]*2 for o in during) and settings()==[yes]*2
     finally:
-        for o,was in zip(where, before): setattr(o, nm, was)
+        for o,was in zip(backends, before): setattr(o, nm, was)
 
 def test_a_compiled_model_is_checked_without_compiling_it():
     "The check runs batches of many sizes, with hooks, and each would be compiled again. A fit afterwards compiles"
@@ -177,117 +195,125 @@ def test_a_compiled_model_is_checked_without_compiling_it():
     with learn.no_logging(): learn.fit(1)
     assert compiled
 
-# No silence
+# No silence: fits that differ
 
-class Both(nn.Module):
-    "Draws, and is no dropout, and holds another that does"
-    def __init__(self): super().__init__(); self.drop = nn.Dropout(.2)
+class NoiseAndDropout(nn.Module):
+    "Draws random numbers itself, and has a dropout layer that draws others"
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(.2)
     def forward(self, x): return self.drop(x)+(.1*torch.randn_like(x) if self.training else 0)
 class Skip(nn.ModuleDict):
-    "Draws nothing itself; what it holds does"
+    "Draws no random numbers itself; its dropout layer does"
     def forward(self, x): return x+self['drop'](x)
 class Centre(nn.Module):
-    "Looks at the other samples, in evaluation too"
+    "Subtracts the mean over samples, in training and in evaluation"
     def forward(self, x): return x-x.mean(0)
 class Carry(nn.Sequential):
-    "Begins a batch with what the one before has left"
+    "Adds the mean of its previous outputs to its outputs"
     h = 0.
     def reset(self): self.h = 0.
     def forward(self, x):
         x = super().forward(x)+self.h
         self.h = x.mean(0).detach()
         return x
-class Summed(Callback):
+class SumPenalty(Callback):
     def after_loss(self): self.learn.loss_grad = self.loss_grad+.1*self.pred.square().sum()
-class Late(Summed): order = 60
-class Mixes(Callback):
+class LateSumPenalty(SumPenalty): order = 60
+class CentresPredictions(Callback):
     def after_pred(self): self.learn.pred = self.pred-self.pred.mean(0)
 class Harmless(Callback):
     def before_batch(self): self.learn.xb = tuple(o.clone() for o in self.xb)
-class Off(Callback):
-    "The gradient of a part is wrong by a share"
+class WrongOnParts(Callback):
+    "Multiplies the loss by 1+`by` if the batch is not a whole one"
     order = -1
     def __init__(self, by): self.by = by
     def after_loss(self):
         if self.training: self.learn.loss_grad = self.loss_grad*(1+self.by*(len(self.x)<12))
 
-def slope(p, y):
-    "The value of a mean, the gradient of a sum"
+def mean_with_gradient_of_sum(p, y):
     l = F.cross_entropy(p, y)
     return l+(len(p)-1)*(l-l.detach())
 
-class Online(Callback):
-    "A model of its own, which the loss learns from"
+class Teacher(Callback):
+    "Adds the distance to the predictions of another model, which has BatchNorm"
     def __init__(self): self.other = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double()
     def after_loss(self): self.learn.loss_grad = self.loss_grad+F.mse_loss(self.pred, self.other(self.x))
-class Judged(nn.Module):
-    "A loss with BatchNorm in it"
-    def __init__(self): super().__init__(); self.judge = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
+class LossWithBatchNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.judge = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
     def forward(self, p, y): return self.judge(p).square().mean()+F.cross_entropy(p, y)
 
-# A Learner; what is off besides gradients and buffers, and where; is it said that nothing is off without that?
-off = dict(batchnorm=(lambda: made(nn.BatchNorm1d(6)), dict(predictions='BatchNorm1d 1'), True),
-    dropouts=(lambda: made(nn.Dropout(.2), nn.Tanh(), nn.Dropout(.2)), dict(draws='Dropout 1, 3'), True),
-    skip=(lambda: made(Skip(dict(drop=nn.Dropout(.2)))), dict(draws='Dropout 1.drop'), True),
-    both=(lambda: made(Both()), dict(draws='Both 1; Dropout 1.drop'), True),
-    centre=(lambda: made(Centre()), dict(predictions='Centre 1'), False),
-    before_batchnorm=(lambda: made(Centre(), nn.BatchNorm1d(6)), dict(predictions='Centre 1; BatchNorm1d 2'), False),
-    carry=(lambda: own(lambda: Carry(nn.Linear(5, 3)).double()), dict(predictions=''), False),
+# A Learner; the rows that fail, besides those of gradients and buffers, and what they name; does the row of gradients
+# say that without these causes the run is exact?
+different = dict(batchnorm=(lambda: with_layers(nn.BatchNorm1d(6)), dict(predictions='BatchNorm1d 1'), True),
+    dropouts=(lambda: with_layers(nn.Dropout(.2), nn.Tanh(), nn.Dropout(.2)), dict(draws='Dropout 1, 3'), True),
+    skip=(lambda: with_layers(Skip(dict(drop=nn.Dropout(.2)))), dict(draws='Dropout 1.drop'), True),
+    both=(lambda: with_layers(NoiseAndDropout()), dict(draws='NoiseAndDropout 1; Dropout 1.drop'), True),
+    centre=(lambda: with_layers(Centre()), dict(predictions='Centre 1'), False),
+    before_batchnorm=(lambda: with_layers(Centre(), nn.BatchNorm1d(6)),
+        dict(predictions='Centre 1; BatchNorm1d 2'), False),
+    carry=(lambda: learner_of(lambda: Carry(nn.Linear(5, 3)).double()), dict(predictions=''), False),
     hidden=(lambda: toy(12, tokens=True, loss_func=ignoring), dict(loss=''), False),
     contrastive=(lambda: toy(12, loss_func=contrastive), dict(loss=''), False),
     undeclared=(lambda: toy(12, loss_func=summed), dict(loss=''), False),
-    slope=(lambda: toy(12, loss_func=slope), dict(loss=''), False),
-    clipped=(lambda: toy(12, cbs=[Off(-.5),GradientClip(1e-3)]), dict(callbacks='Off'), True),
-    small=(lambda: single(nn.ReLU(), cbs=Off(5e-3)), dict(callbacks='Off'), True),
-    tiny_double=(lambda: toy(12, cbs=Off(1e-5)), dict(callbacks='Off'), True),
-    mixup=(lambda: mixed(Harmless()), dict(callbacks='MixUp'), True),
-    mixup_summed=(lambda: mixed(reduction='sum'), dict(callbacks='MixUp'), True),
-    penalty=(lambda: toy(12, cbs=[Harmless(),Summed()]), dict(callbacks='Summed'), True),
-    late=(lambda: toy(12, cbs=[Harmless(),Late()]), dict(callbacks='Late'), True),
-    two=(lambda: toy(12, cbs=[Summed(),Harmless(),Mixes()]), dict(callbacks='Summed, Mixes'), True),
-    cache=(lambda: made(nn.BatchNorm1d(6), nn.Dropout(.2), cbs=GradientCache(micro_batch_size=4)),
+    slope=(lambda: toy(12, loss_func=mean_with_gradient_of_sum), dict(loss=''), False),
+    clipped=(lambda: toy(12, cbs=[WrongOnParts(-.5),GradientClip(1e-3)]), dict(callbacks='WrongOnParts'), True),
+    small=(lambda: in_float32(nn.ReLU(), cbs=WrongOnParts(5e-3)), dict(callbacks='WrongOnParts'), True),
+    tiny_double=(lambda: toy(12, cbs=WrongOnParts(1e-5)), dict(callbacks='WrongOnParts'), True),
+    mixup=(lambda: with_mixup(Harmless()), dict(callbacks='MixUp'), True),
+    mixup_summed=(lambda: with_mixup(reduction='sum'), dict(callbacks='MixUp'), True),
+    penalty=(lambda: toy(12, cbs=[Harmless(),SumPenalty()]), dict(callbacks='SumPenalty'), True),
+    late=(lambda: toy(12, cbs=[Harmless(),LateSumPenalty()]), dict(callbacks='LateSumPenalty'), True),
+    two=(lambda: toy(12, cbs=[SumPenalty(),Harmless(),CentresPredictions()]),
+        dict(callbacks='SumPenalty, CentresPredictions'), True),
+    cache=(lambda: with_layers(nn.BatchNorm1d(6), nn.Dropout(.2), cbs=GradientCache(micro_batch_size=4)),
         dict(predictions='BatchNorm1d 1', draws='Dropout 2'), True),
-    all=(lambda: made(nn.BatchNorm1d(6), nn.Dropout(), cbs=Mixes()),
-        dict(predictions='BatchNorm1d 1', draws='Dropout 2', callbacks='Mixes'), True),
+    all=(lambda: with_layers(nn.BatchNorm1d(6), nn.Dropout(), cbs=CentresPredictions()),
+        dict(predictions='BatchNorm1d 1', draws='Dropout 2', callbacks='CentresPredictions'), True),
     # the loss is blamed only if it differs by itself
-    online=(lambda: toy(12, cbs=Online()), dict(callbacks='Online'), True),
-    judged=(lambda: toy(12, loss_func=Judged()), dict(loss=''), False),
-    kept=(lambda: made(nn.BatchNorm1d(6), loss_func=Kept(), cbs=Keeps()), dict(predictions='BatchNorm1d 1'), True))
+    online=(lambda: toy(12, cbs=Teacher()), dict(callbacks='Teacher'), True),
+    judged=(lambda: toy(12, loss_func=LossWithBatchNorm()), dict(loss=''), False),
+    kept=(lambda: with_layers(nn.BatchNorm1d(6), loss_func=LossOfInputs(), cbs=GivesInputs()),
+        dict(predictions='BatchNorm1d 1'), True))
 
-@pytest.mark.parametrize('nm', off)
+@pytest.mark.parametrize('nm', different)
 def test_no_silence(nm):
-    "The row that is off says where and what to type; others say nothing"
-    make,wanted,alone = off[nm]
+    "A row that fails names the cause and a remedy; the other rows do not fail"
+    make,wanted,exact_without = different[nm]
     res = check(make())
-    assert not res and not res.ok and {*wanted}<=bad(res)<={*wanted,'gradients','buffers'}, res
+    assert not res and not res.ok and {*wanted}<=failed_rows(res)<={*wanted,'gradients','buffers'}, res
     for k,where in wanted.items(): assert row(res, k).remedy and row(res, k).where==where, res
-    assert not alone or 'gradients' not in bad(res) or 'exact' in row(res, 'gradients').where, res
-    assert 'not the same run' in repr(res) and all(res.off[k]>(1e-6 if nm=='tiny_double' else 1e-3) for k in wanted)
-    assert ('buffers' in bad(res))==(nm in ('batchnorm','before_batchnorm','cache','all','kept'))
+    if exact_without and 'gradients' in failed_rows(res): assert 'exact' in row(res, 'gradients').where, res
+    least = 1e-6 if nm=='tiny_double' else 1e-3
+    assert 'not the same run' in repr(res) and all(res.off[k]>least for k in wanted)
+    assert ('buffers' in failed_rows(res))==(nm in ('batchnorm','before_batchnorm','cache','all','kept'))
     assert 'Harmless' not in repr(res)
 
 def test_a_loader_whose_batches_depend_on_their_size():
-    "Sorted by length; with the remedy that is named the run is the full batch's"
+    "A loader that sorts by length, or a language model's; with the remedy that the check names, the run is exact"
     texts = [(torch.randn(2+i*7%30, 5).double(),torch.tensor(i%3)) for i in range(40)]
     def batch(items):
         return nn.utils.rnn.pad_sequence([x for x,_ in items], batch_first=True),torch.stack([y for _,y in items])
     class Mean(nn.Linear):
         def forward(self, x): return super().forward(x.mean(1))
     dl = SortedDL(texts, sort_func=lambda o: len(o[0]), bs=5, shuffle=True, create_batch=batch)
-    def learn(dl): return loaded(dl, lambda: Mean(5, 3).double())
+    def learn(dl): return on_loader(dl, lambda: Mean(5, 3).double())
     res = check(learn(dl))
-    assert bad(res)=={'loader'} and 0<res.off['loader']<=1 and 'SortedDL' in repr(res)
+    assert failed_rows(res)=={'loader'} and 0<res.off['loader']<=1 and 'SortedDL' in repr(res)
     assert 'micro_batch_size' in row(res, 'loader').remedy
     assert check(learn(dl), cbs=GradientCache(micro_batch_size=2)).ok   # a step is one of its batches
     assert check(learn(dl.new(bs=20)), cbs=GradientAccumulation(20, micro_batch_size=5)).ok
     dl = LMDataLoader([torch.randint(0, 9, (60,)) for _ in range(4)], bs=4, seq_len=5)
-    assert bad(check(loaded(dl, lambda: nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 9)).double())))=={'loader'}
+    def model(): return nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 9)).double()
+    assert failed_rows(check(on_loader(dl, model)))=={'loader'}
 
 layers = nn.Tanh,lambda: nn.BatchNorm1d(6),Centre
 
 @pytest.mark.parametrize('kwargs', [{},dict(loss_func=summed),dict(tokens=True),dict(tokens=True, loss_func=ignoring),
     *(dict(model=lambda o=o: net(o()).double(), splitter=all_params) for o in layers),
-    *(dict(cbs=lambda cb=cb: [cb()]) for cb in (mean_penalty,Summed,Mixes,Harmless))], ids='-'.join)
+    *(dict(cbs=lambda cb=cb: [cb()]) for cb in (mean_penalty,SumPenalty,CentresPredictions,Harmless))], ids='-'.join)
 @pytest.mark.filterwarnings('ignore::fastaccum.AccumulationWarning')
 def test_what_it_says_is_true_of_a_fit(kwargs):
     a,b = both_runs(4, 12, n=48, **kwargs)
@@ -295,91 +321,98 @@ def test_what_it_says_is_true_of_a_fit(kwargs):
     assert check(toy(12, **kwargs), cbs=cbs).ok==(deviation(weights(a), weights(b))<1e-7)
 
 def test_some_steps_of_training_are_compared():
-    "And what callbacks do after a batch"
+    "With `steps` the check also compares weights after some steps, in which callbacks act after a batch"
     class Shrink(Callback):
         n = 0
-        def before_batch(self): self.n += 1   # it hears each micro-batch
+        def before_batch(self): self.n += 1   # called for each micro-batch
         def after_batch(self):
             if self.n==4: self.learn.model[0].weight.data.mul_(.9)
-    assert bad(check(toy(12, cbs=Shrink()), steps=2))=={'weights'}
-    res = check(made(nn.BatchNorm1d(6)), steps=3)
-    assert 'weights' in bad(res) and .01<res.off['weights']<2 and '3 steps' in repr(res)
+    assert failed_rows(check(toy(12, cbs=Shrink()), steps=2))=={'weights'}
+    res = check(with_layers(nn.BatchNorm1d(6)), steps=3)
+    assert 'weights' in failed_rows(res) and .01<res.off['weights']<2 and '3 steps' in repr(res)
 
 def test_callbacks_of_the_fit():
     learn = toy(12, tokens=True, loss_func=ignoring)
     before = list(learn.cbs)
     assert not check(learn).ok and check(learn, cbs=GradientAccumulation(24, n_items=not_ignored)).ok
-    assert list(learn.cbs)==before and 'callbacks' in bad(check(toy(12), cbs=[Summed()]))
+    assert list(learn.cbs)==before and 'callbacks' in failed_rows(check(toy(12), cbs=[SumPenalty()]))
 
 def test_rows_that_go_on_in_their_own_micro_batch_are_no_memory():
-    "A language model's, where a way splits the loader's batch"
-    learn = make('language_model', loss_func=lambda p,y: F.cross_entropy(p.flatten(0, 1), y.flatten()))
+    "If the loader's batch is split, each row of a language model goes on in its own micro-batch"
+    learn = make_application('language_model', loss_func=lambda p,y: F.cross_entropy(p.flatten(0, 1), y.flatten()))
     assert 'keeps something' in row(check(learn), 'predictions').where
     assert check(learn, cbs=GradientAccumulation(8, micro_batch_size=4)).ok
     assert check(learn, cbs=GradientCache(micro_batch_size=4)).ok
 
-# Learners that do not train on just any part, or in which somebody keeps the whole batch
+# Learners that cannot train on every part of a batch, or in which something keeps the whole batch
 
 class Fixed(nn.Module):
-    "A state of one batch size"
-    def __init__(self): super().__init__(); self.register_buffer('h', torch.zeros(12, 6).double())
+    "A state that fits batches of 12 samples only"
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('h', torch.zeros(12, 6).double())
     def forward(self, x): return x+self.h
 class Target:
+    "Holds the targets of a batch, and cannot be split"
     def __init__(self, y): self.y = y
 def boxed(items): return torch.stack([x for x,_ in items]),Target(torch.stack([y for _,y in items]))
 class Views(Callback):
-    "Two views of each sample"
+    "Makes two views of each sample"
     order = 1
     def before_batch(self): self.learn.xb = (torch.cat([self.x,1.1*self.x]),)
-def views(p, y): return contrastive(*p.chunk(2)[:1], y)+F.mse_loss(*p.chunk(2))
+def loss_of_views(p, y): return contrastive(*p.chunk(2)[:1], y)+F.mse_loss(*p.chunk(2))
 
-@pytest.mark.parametrize('make,who', [(lambda: made(Fixed()),'Fixed fails.*size'),
-    (lambda: toy(12, cbs=Event('before_batch', lambda l: 1/(len(l.y)//12))),'Event.*zero'),
-    (lambda: loaded(DataLoader(data, bs=12, create_batch=boxed), loss_func=lambda p,t: F.cross_entropy(p, t.y)),
-        'Target'), (lambda: toy(4, cbs=[acc(12),Event('before_batch', lambda l: 1/(len(l.y)<9), True)]),
-        'Event fails on the whole batch.*zero')])
+@pytest.mark.parametrize('make,who', [(lambda: with_layers(Fixed()),'Fixed fails.*size'),
+    (lambda: toy(12, cbs=CallAt('before_batch', lambda l: 1/(len(l.y)//12))),'CallAt.*zero'),
+    (lambda: on_loader(DataLoader(data, bs=12, create_batch=boxed), loss_func=lambda p,t: F.cross_entropy(p, t.y)),
+        'Target'), (lambda: toy(4, cbs=[acc(12),CallAt('before_batch', lambda l: 1/(len(l.y)<9), run_valid=True)]),
+        'CallAt fails on the whole batch.*zero')])
 def test_who_fails_with_parts_is_named_in_its_own_words(make, who):
-    "A fit with whole batches, or with parts only, runs, so the check does not die of it"
+    "A fit on whole batches, or one on parts only, runs, so the check reports the failure and raises no error"
     res = check(make(), steps=1)
     assert not res.ok and res.off['gradients'] is None and re.search(who, row(res, 'gradients').where), res
     assert 'could not be compared' in repr(res)
 
 def test_each_part_of_a_gan_is_checked():
-    "Its generator trains after five steps of the critic"
-    def wrong(learn): learn.loss_grad = learn.loss_grad*(1+(learn.gan_trainer.gen_mode and len(learn.x)<8))
-    learn = make('wgan')
-    assert check(learn).ok and 'callbacks' in bad(check(learn, cbs=Event('after_loss', wrong)))
+    "The generator, which trains after five steps of the critic, is checked as well as the critic"
+    def wrong(learn):
+        "Double the loss of the generator on parts of a batch"
+        if learn.gan_trainer.gen_mode and len(learn.x)<8: learn.loss_grad = learn.loss_grad*2
+    learn = make_application('wgan')
+    assert check(learn).ok and 'callbacks' in failed_rows(check(learn, cbs=CallAt('after_loss', wrong)))
 
 def test_an_error_that_does_not_come_again_is_raised():
     heard = []
     def fail(learn):
         heard.append(len(learn.y))
         if len(heard)==3: raise ZeroDivisionError('planted')   # in the run on parts
-    with pytest.raises(ZeroDivisionError): check(toy(12, cbs=Event('before_batch', fail)))
+    with pytest.raises(ZeroDivisionError): check(toy(12, cbs=CallAt('before_batch', fail)))
 
 @pytest.mark.parametrize('layers', [[nn.Tanh],[lambda: nn.BatchNorm1d(6)]])
 def test_more_rows_than_samples(layers):
-    "Who makes them is named, and the remedy; that BatchNorm looks at all of them, too"
-    res = check(made(*(o() for o in layers), loss_func=views, cbs=[Views(),Harmless()]))
+    "The check names the callback that makes them, a remedy, and BatchNorm, whose statistics are over all rows"
+    res = check(with_layers(*(o() for o in layers), loss_func=loss_of_views, cbs=[Views(),Harmless()]))
     o = row(res, 'callbacks')
     assert not res.ok and o.where=='Views' and 'GradientCache(micro_batch_size=' in o.remedy
     assert 'AutoSize' not in repr(res)
     assert ('BatchNorm1d 1' in row(res, 'predictions').where)==(layers[0] is not nn.Tanh)
 
 def test_remedies_that_are_named_are_not_refused():
-    "A model without segments is not told to compute them again"
+    "A model without segments does not get the advice to use `ActivationCheckpoint`, which needs them"
     class One(nn.Module):
-        def __init__(self): super().__init__(); self.lin = nn.Linear(5, 3)
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(5, 3)
         def forward(self, x): return self.lin(x-x.mean(0))
-    o = row(check(own(lambda: One().double())), 'predictions')
+    o = row(check(learner_of(lambda: One().double())), 'predictions')
     assert not o.ok and o.remedy and 'ActivationCheckpoint' not in o.remedy
 
 def test_what_it_did_not_see_is_told():
-    "The callbacks of the fit, and random transforms of batches"
+    "It says that it has not seen the callbacks of the fit, nor random transforms of batches"
     from fastai.vision.augment import RandTransform
     class Shift(RandTransform):
         def encodes(self, x:torch.Tensor): return x
-    learn = loaded(TfmdDL(data, bs=12, after_batch=Pipeline([Shift()])))
+    learn = on_loader(TfmdDL(data, bs=12, after_batch=Pipeline([Shift()])))
     res = check(learn)
     assert res.ok and 'cbs=' in row(res, 'callbacks').where and 'Shift' in row(res, 'draws').where
     assert 'cbs=' not in row(check(learn, cbs=[]), 'callbacks').where
@@ -387,13 +420,13 @@ def test_what_it_did_not_see_is_told():
 # What it shows, and what it refuses
 
 def test_table_and_picture(recwarn):
-    "It does not warn of what the table says"
-    res = check(made(nn.BatchNorm1d(6), nn.Dropout()))
+    "The table and the picture show what was found, and nothing is a warning as well"
+    res = check(with_layers(nn.BatchNorm1d(6), nn.Dropout()))
     text,mark = repr(res),res._repr_markdown_()
     for o in ('predictions','off by','BatchNorm1d 1','Dropout 2','ActivationCheckpoint()','recalibrate_bn()','exact'):
         assert o in text and o in mark, o
-    assert '`' not in text and all(len(l)<250 for l in text.splitlines()) and mark.count('\n| ')==1+len(whats)
-    assert res.off=={o.what:o.off for o in res.rows} and [*res.off]==whats
+    assert '`' not in text and all(len(l)<250 for l in text.splitlines()) and mark.count('\n| ')==1+len(row_names)
+    assert res.off=={o.what:o.off for o in res.rows} and [*res.off]==row_names
     assert '70 samples at once, and in 9 micro-batches of up to 8: the same' in repr(check(toy(8, cbs=acc(99))))
     ax = res.plot()
     assert ax.get_xscale()=='log' and [o.get_text() for o in ax.get_yticklabels()]==[f'{i}.{o}' for i in (0,1,3)
@@ -408,9 +441,9 @@ def test_table_and_picture(recwarn):
 
 @pytest.mark.parametrize('make,kwargs,exc,match', [*((lambda: toy(12),{nm:v},(ValueError,TypeError),f'`{nm}={v!r}`')
         for nm,v in [*(('accum_bs',o) for o in (1,0,2.5,True,'8',71)),('steps',-1),('steps',1.5)]),
-    (lambda: loaded(DataLoader([(x,) for x,_ in data], bs=12)),{},RuntimeError,'no step was made.*no targets'),
-    (lambda: toy(12, cbs=Raise('before_batch', CancelFitException, 0)),{},RuntimeError,'no step was made'),
-    (lambda: loaded(DataLoader(data[:7], bs=12, drop_last=True)),{},ValueError,'no batch'),
+    (lambda: on_loader(DataLoader([(x,) for x,_ in data], bs=12)),{},RuntimeError,'no step was made.*no targets'),
+    (lambda: toy(12, cbs=RaiseAt('before_batch', CancelFitException, 0)),{},RuntimeError,'no step was made'),
+    (lambda: on_loader(DataLoader(data[:7], bs=12, drop_last=True)),{},ValueError,'no batch'),
     (lambda: toy(12, cbs=FastaiGradientAccumulation(24)),{},ValueError,"has fastai's"),
     (lambda: toy(12),dict(cbs=FastaiGradientAccumulation(24)),ValueError,"has fastai's"),
     (lambda: toy(12, cbs=[GradientAccumulation(24),GradientAccumulation(36)]),{},ValueError,'2 callbacks accumulate'),

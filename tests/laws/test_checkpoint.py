@@ -10,8 +10,9 @@ from fastai.vision.all import L, Module, SaveModelCallback, TensorImage, hook_ou
 from fastai.text.models.awdlstm import AWD_LSTM
 from fastaccum import ActivationCheckpoint, GradientAccumulation, GradientCache
 from fastaccum.testing import assert_same_run, deviation, toy
-from common import Event, noted_warnings
-from small_learners import Held, Holds, Own, all_params, applications, cross_entropy, make, replaced
+from common import CallAt, collect_warnings
+from small_learners import (ActivationCount, CountedLayer, StatefulLinear, all_params, applications, cross_entropy,
+    make_application, replaced_methods)
 
 class Block(Module):
     "BatchNorm, dropout, something in place, and a skip"
@@ -41,7 +42,7 @@ def check(make=small, cbs=list, fit=one_cycle, **kwargs):
     cb = ActivationCheckpoint(**kwargs)
     (a,want),(b,got) = run(make, cbs(), fit),run(make, [cb,*cbs()], fit)
     assert deviation(want, got)==0 and len(b.recorder.losses)>1
-    assert replaced(b)==replaced(a) and all(o.calls for o in cb.segments)
+    assert replaced_methods(b)==replaced_methods(a) and all(o.calls for o in cb.segments)
     return a,b,cb
 
 # What is computed again is what was there
@@ -50,7 +51,7 @@ def check(make=small, cbs=list, fit=one_cycle, **kwargs):
 def test_applications(nm):
     kinds = dict(unet={'BasicBlock','UnetBlock','ResBlock'}, vision={'BasicBlock'}, text_classifier={'WeightDropout'},
         language_model={'WeightDropout'}, bert={'BertLayer'}, gpt2={'GPT2Block'}, t5={'T5Block'})
-    def learner(): return make(nm, 0.1, loss_func=cross_entropy)
+    def learner(): return make_application(nm, 0.1, loss_func=cross_entropy)
     a,b,cb = check(learner)
     assert {o.kind for o in cb.segments}>=kinds.get(nm, set()) and len(cb.segments)>1
     if nm=='language_model': assert str(a.model[0].hidden)==str(b.model[0].hidden) and check(learner, segments=AWD_LSTM)
@@ -66,14 +67,14 @@ class Thrice(Module):
     def forward(self, x): return self.m(self.other(self.m(x))+self.m(x*2))
 
 moving = dict(late=lambda: Block(Late(8)), cumulative=lambda: Block(nn.BatchNorm1d(8, momentum=None)),
-    own=lambda: Own(8), spectral=lambda: Block(parametrizations.spectral_norm(nn.Linear(8, 8))),
+    own=lambda: StatefulLinear(8), spectral=lambda: Block(parametrizations.spectral_norm(nn.Linear(8, 8))),
     old_spectral=lambda: Block(spectral_norm(nn.Linear(8, 8))))
 
 @pytest.mark.parametrize('nm,thrice', list(product(moving, [False,True])))
 def test_what_moves_in_a_forward_pass_moves_once(nm, thrice):
     def model(): return net(*([Thrice(moving[nm]())] if thrice else [moving[nm](), moving[nm]()]))
-    a,b,cb = check(partial(small, model), segments=(Block,Own))
-    kept = [[o.kept() for o in l.model.modules() if isinstance(o, Own)] for l in (a,b)]
+    a,b,cb = check(partial(small, model), segments=(Block,StatefulLinear))
+    kept = [[o.state() for o in l.model.modules() if isinstance(o, StatefulLinear)] for l in (a,b)]
     assert deviation(*kept)==0
 
 class Takes(Block):
@@ -119,11 +120,12 @@ def test_inputs_of_all_kinds(block): check(partial(small, lambda: Calls(block)),
 
 # With what else there is: see test_cache.py, too
 
-def eval_mode(): return [Event('after_pred', lambda l: l.model.eval()),Event('after_batch', lambda l: l.model.train())]
+def eval_mode():
+    return [CallAt('after_pred', lambda l: l.model.eval()),CallAt('after_batch', lambda l: l.model.train())]
 
 settings = dict(modes=dict(cbs=eval_mode),
     saved=dict(cbs=lambda: [SaveModelCallback()], fit=lambda l,cbs: l.fit(3, 1e-2, cbs=cbs)),
-    twice=dict(cbs=lambda: [Event('before_backward', lambda l: l.loss_grad.backward(retain_graph=True))]))
+    twice=dict(cbs=lambda: [CallAt('before_backward', lambda l: l.loss_grad.backward(retain_graph=True))]))
 
 @pytest.mark.parametrize('nm', settings)
 def test_with_what_else_there_is(nm): check(**settings[nm])
@@ -156,18 +158,18 @@ def test_validation_runs_plainly():
 # Fewer activations are held
 
 def stack(**kwargs):
-    def model(): return nn.Sequential(nn.Linear(5, 8), *(Holds(8) for _ in range(6)), nn.Linear(8, 3)).double()
+    def model(): return nn.Sequential(nn.Linear(5, 8), *(CountedLayer(8) for _ in range(6)), nn.Linear(8, 3)).double()
     return toy(16, n=128, model=model, splitter=all_params, **kwargs)
 
 def holds(cap=10**9, cbs=None, f=lambda learn: learn.fit(1, 1e-2)):
     "What `f` returns of a Learner with memory for the activations of `cap` samples, and the most that were held"
-    Held.reset(cap)
-    try: return f(stack(cbs=cbs)),Held.most
-    finally: Held.reset()
+    ActivationCount.reset(cap)
+    try: return f(stack(cbs=cbs)),ActivationCount.peak
+    finally: ActivationCount.reset()
 
 def test_activations_of_one_segment_or_one_micro_batch_are_held():
     plain,parts,cached = (holds(cbs=o)[1] for o in (None,ActivationCheckpoint(),GradientCache(micro_batch_size=4)))
-    assert plain>=6*16 and parts<=2*16 and cached<=7*4 and Held.now==0   # a batch is let go
+    assert plain>=6*16 and parts<=2*16 and cached<=7*4 and ActivationCount.now==0   # a batch is let go
 
 def test_larger_batches_fit():
     def find(learn): return int(learn.bs_find(show_plot=False, init_val=4))
@@ -194,7 +196,8 @@ def test_segments_are_found_or_given():
         small(lambda: model).fit(1, cbs=cb)
         assert [o.name for o in cb.segments]==[*names] and [o.kept for o in cb.segments]==[8*8*8]*len(names)
         assert all(o in repr(cb.segments) for o in ('segment','kept MB',*names))
-    found = make('vision', loss_func=cross_entropy, cbs=ActivationCheckpoint()).activation_checkpoint.segments
+    learn = make_application('vision', loss_func=cross_entropy, cbs=ActivationCheckpoint())
+    found = learn.activation_checkpoint.segments
     assert [o.kind for o in found].count('BasicBlock')==4 and not any(o.calls for o in found)   # before any fit
 
 class Wrap(nn.ModuleDict):
@@ -212,10 +215,10 @@ def compiled(m): return torch.compile(m, backend='eager')
     (lambda: nn.DataParallel(net()),[None],'DataParallel'), (lambda: compiled(net()),[None],'compiled')])
 def test_what_cannot_be_cut_is_refused_before_it_trains(wrap, segments, match):
     learn = small(wrap)
-    before,own = deepcopy(learn.model.state_dict()),replaced(learn)
+    before,own = deepcopy(learn.model.state_dict()),replaced_methods(learn)
     if 'norm' in match: segments = [segments[0](learn.model)]
     with pytest.raises(ValueError, match=match): learn.fit(1, cbs=[ActivationCheckpoint(o) for o in segments])
-    assert deviation(before, learn.model.state_dict())==0 and replaced(learn)==own
+    assert deviation(before, learn.model.state_dict())==0 and replaced_methods(learn)==own
 
 class Idle(Block):
     def __init__(self):
@@ -226,7 +229,7 @@ class Idle(Block):
 def test_a_segment_of_yours_that_does_not_run_is_told():
     with pytest.warns(UserWarning, match="1 of 2 segments did not run.*'idle'"):
         small(Idle).fit(1, cbs=ActivationCheckpoint(Block))
-    with noted_warnings('error'):
+    with collect_warnings('error'):
         small(Idle).fit(1, cbs=ActivationCheckpoint())   # found, not given: the head of a timm model, for one
 
 class Shift(Module):
@@ -252,18 +255,20 @@ def test_what_is_changed_in_place_is_refused(block, match):
     learn = small(model)
     with pytest.raises(RuntimeError, match=match):
         learn.fit(1, cbs=ActivationCheckpoint(lambda m: isinstance(m, Shift)))
-    assert not replaced(learn)
+    assert not replaced_methods(learn)
     small(model).fit(1)   # without checkpoints it trains
 
 # Nothing is left, and a copy of the model is a plain model: see test_cache.py, too
 
 def test_an_interrupt_while_it_is_computed_again():
     "Buffers, what modules keep, and generators are as before the backward pass"
-    cb,notes,learn = ActivationCheckpoint((Block,Own)),[],small(lambda: net(Own(8), Block(), Block()))
+    cb,notes = ActivationCheckpoint((Block,StatefulLinear)),[]
+    learn = small(lambda: net(StatefulLinear(8), Block(), Block()))
     def fail(*_):
         if in_backward(): raise KeyboardInterrupt
     for m in learn.model[1:4].modules(): m.register_forward_hook(fail)
-    def note(l): notes.append(deepcopy([l.model.state_dict(),random.getstate(),torch.get_rng_state(),l.model[1].n]))
-    with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=[cb,Event('before_backward', note)])
+    def note(l):
+        notes.append(deepcopy([l.model.state_dict(),random.getstate(),torch.get_rng_state(),l.model[1].n_calls]))
+    with pytest.raises(KeyboardInterrupt): learn.fit(1, cbs=[cb,CallAt('before_backward', note)])
     note(learn)
-    assert deviation(*notes)==0 and not replaced(learn)
+    assert deviation(*notes)==0 and not replaced_methods(learn)

@@ -6,17 +6,17 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from fastai.vision.all import DataLoader, DataLoaders, params
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler
 from fastaccum.testing import assert_same_run, one_cycle, toy, toy_data
-from common import Seen, some
+from common import RecordAt, pick_cases
 from small_learners import with_loaders
-from test_warned import told
+from test_warned import count_warnings
 
 valid = toy_data(9, seed=1)
 def from_dsets(ds, bs): return DataLoaders.from_dsets(ds, valid, bs=bs, shuffle=False, num_workers=0)
 def keeps(ds, bs): return DataLoaders(DataLoader(ds, bs=bs), DataLoader(valid, bs=bs))
-def in_torch(ds, bs):   # its sampler draws once more at its end
+def in_torch(ds, bs):   # torch's sampler draws one more number when it ends
     train = TorchLoader(ds, bs, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(0))
     return DataLoaders(train, TorchLoader(valid, bs))
-def stream(ds, bs):   # of items that are not drawn for, since torch's loader fetches what it drops
+def stream(ds, bs):   # of ready items, because torch's loader also fetches the items that it drops
     return DataLoaders(TorchLoader(IterableWrapper(ds.items), bs, drop_last=True), TorchLoader(valid, bs))
 def sampler(ds, bs):
     batches = BatchSampler(SequentialSampler(ds), bs, drop_last=True)
@@ -29,7 +29,7 @@ makes = dict(plain=lambda n,_,**kw: GradientAccumulation(n, **kw),
     scheduler=lambda n,micro,**kw: GradientAccumulationScheduler({0:-(-n//micro)}, **kw))
 
 class Drawn:
-    "Item transforms that draw"
+    "A dataset with an item transform that draws a random number"
     n_inp = 1   # else fastai fetches an item in the first batch, to count its parts
     def __init__(self, n): self.items = toy_data(n)
     def __len__(self): return len(self.items)
@@ -38,10 +38,10 @@ class Drawn:
 def learner(dls): return with_loaders(toy(4), *dls.loaders)
 def small(): return learner(from_dsets(toy_data(21), 4))   # too few samples for a step of 32
 
-@pytest.mark.parametrize('loaders,fit,make', some(25, [(l,f,m) for l in (from_dsets,keeps,in_torch,stream,sampler)
+@pytest.mark.parametrize('loaders,fit,make', pick_cases(25, [(l,f,m) for l in (from_dsets,keeps,in_torch,stream,sampler)
     for f in (one_cycle,find) for m in makes for _ in range(2)]))
 def test_by_default_it_goes_where_the_loaders_last_batch_goes(loaders, fit, make):
-    "Loaders of both sizes, made the same way; all three callbacks. Transforms draw for the items that fastai's drops"
+    "Both loaders are made in the same way. Random numbers are drawn also for items that a loader drops"
     r = random.Random(f'{loaders.__name__} {fit.__name__} {make}')
     micro = r.randint(1, 8)
     accum_bs = r.randint(micro, 30)
@@ -67,29 +67,29 @@ def test_what_it_is_told_comes_before_what_the_loader_does(make):
 @pytest.mark.filterwarnings('ignore:1 BatchNorm layer')
 @pytest.mark.parametrize('n,accum_bs', [(71,10),(70,16),(64,16)])
 def test_dropped_samples_do_not_reach_the_model(n, accum_bs):
-    "BatchNorm never sees them; an `accum_bs` that is no multiple is full where micro-batches fill it"
+    "BatchNorm never sees them. A step is full at `accum_bs` samples, rounded up to whole micro-batches"
     model = lambda: nn.Sequential(nn.Linear(5,6), nn.BatchNorm1d(6), nn.Linear(6,3)).double()
-    trained,full = Seen('after_pred', lambda l: len(l.x)),-(-accum_bs//4)*4
+    trained,full = RecordAt('after_pred', lambda l: len(l.x)),-(-accum_bs//4)*4
     learn = toy(4, n=n, model=model, splitter=params)
     learn.fit(2, 0.05, cbs=[GradientAccumulation(accum_bs, drop_last=True),trained])
     assert sum(trained.values)==2*(n//full*full) and learn.model[1].num_batches_tracked==2*(n//full*full//4)
 
-# Epochs that would have no step, of which the fit tells
+# Epochs that would have no step, of which the fit warns
 
 no_step = {('','no-step'):1}
 
 def test_an_epoch_with_nothing_else_steps_on_what_there_is():
-    "Where the loader drops, and an epoch has too few samples for one step; it is said once. Asked for, it is refused"
+    "If an epoch has too few samples for one step, the fit warns once; with `drop_last=True` it refuses"
     a,b = learner(DataLoaders(DataLoader(toy_data(21), bs=20, n=20), DataLoader(valid, bs=20))),small()
     one_cycle(a, [])
-    assert told(lambda: one_cycle(b, [GradientAccumulation(32)]))==no_step
+    assert count_warnings(lambda: one_cycle(b, [GradientAccumulation(32)]))==no_step
     assert_same_run(a, b)
-    assert told(lambda: find(small(), GradientAccumulation(32)))==no_step
+    assert count_warnings(lambda: find(small(), GradientAccumulation(32)))==no_step
     with pytest.raises(ValueError, match='too few for'): one_cycle(small(), GradientAccumulation(32, drop_last=True))
-    assert not told(lambda: one_cycle(small(), GradientAccumulation(32, drop_last=False)))
+    assert not count_warnings(lambda: one_cycle(small(), GradientAccumulation(32, drop_last=False)))
 
 def test_only_the_epochs_that_would_be_empty_are_kept():
     learn,acc = learner(from_dsets(toy_data(41), 4)),GradientAccumulationScheduler({0:3, 1:20, 2:4})
     assert acc.plan(learn.dls, 3).sizes==[[12,12,12],[40],[16,16]]
-    assert told(lambda: learn.fit(3, 0.1, cbs=acc))==no_step
+    assert count_warnings(lambda: learn.fit(3, 0.1, cbs=acc))==no_step
     assert learn.recorder.accum_bs==[12,12,12,80,16,16] and len(learn.recorder.losses)==6

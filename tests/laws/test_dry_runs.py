@@ -7,7 +7,7 @@ from fastai.vision.all import (Adam, CSVLogger, Callback, DataLoader, DataLoader
     ParamScheduler, SaveModelCallback, ShortEpochCallback, TerminateOnNaNCallback)
 from fastaccum import ActivationCheckpoint, GradientAccumulation, NoiseScale
 from fastaccum.testing import toy
-from common import CpuMixedPrecision, Event, Memory, Seen, above, some, weights
+from common import CallAt, CpuMixedPrecision, LimitedMemory, RecordAt, pick_cases, runs_out_above, weights
 from small_learners import all_params
 
 verbs = dict(check=lambda learn, **kwargs: learn.accum_check(**kwargs),
@@ -15,7 +15,7 @@ verbs = dict(check=lambda learn, **kwargs: learn.accum_check(**kwargs),
     size=lambda learn, steps=3: learn.bs_find('binsearch', show_plot=False, steps_per_trial=steps))
 
 def plain(o, depth=0):
-    "What can be compared of `o`; the rest by identity"
+    "Return something comparable for `o`: its values where they are known, else its identity"
     if isinstance(o, torch.Tensor):
         grad = o.grad.tolist() if o.is_leaf and o.grad is not None else None
         return id(o),o.requires_grad,repr(o.detach().tolist()),repr(grad)
@@ -29,7 +29,7 @@ def plain(o, depth=0):
     return plain(vars(o), depth+1)
 
 def everything(learn):
-    "All of a Learner that a dry run may touch"
+    "Return all state of a Learner that a dry run may touch"
     modules,opt = learn.model.named_modules(),learn.opt
     return dict(modules=[(nm,m.training,plain(m._parameters),plain(m._buffers),len(m._forward_hooks),
             len(m._forward_pre_hooks),sorted(vars(m))) for nm,m in modules],
@@ -43,20 +43,20 @@ def everything(learn):
 
 @contextmanager
 def unchanged(learn):
-    "Fail if something of it is not as before"
+    "Fail if any of that state has changed after this context"
     before = everything(learn)
     yield
     now = everything(learn)
     assert before.keys()==now.keys() and [k for k in before if before[k]!=now[k]]==[]
 
 class Ema(Callback):
-    "A moving average of the weights, in memory of its own"
+    "Keeps a moving average of the weights, and changes it in place"
     order,mean = 11,None
     def before_fit(self): self.mean = weights(self.learn) if self.mean is None else self.mean
     def after_step(self): self.mean.mul_(.9).add_(weights(self.learn), alpha=.1)
 
 class Draws(Callback):
-    "Draws from all generators, keeps notes, sets flags, changes the Learner and the model"
+    "Draws random numbers, and changes its own attributes, the Learner's and the model's in every batch"
     def __init__(self): self.notes,self.d,self.arr,self.rng = [],{},np.zeros(2),random.Random(3)
     def before_batch(self):
         random.random(); np.random.rand(); torch.rand(1); self.rng.random()
@@ -73,9 +73,10 @@ class Count(Metric):
     value = property(lambda self: float(len(self.calls)))
 
 def rich(fitted=False, cbs=(), **kwargs):
-    "A Learner with much to lose"
+    "Return a Learner with state of all kinds that a dry run could change"
     def net():
-        return nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(.2), Memory(), nn.Linear(6, 3)).double()
+        layers = nn.Linear(5, 6),nn.BatchNorm1d(6),nn.Dropout(.2),LimitedMemory(),nn.Linear(6, 3)
+        return nn.Sequential(*layers).double()
     cbs = [Ema(),GradientClip(),GradientAccumulation(12),*cbs]
     learn = toy(12, n=60, model=net, splitter=all_params, shuffle=True, opt_func=Adam, metrics=Count(), cbs=cbs,
         **kwargs)
@@ -88,26 +89,26 @@ def rich(fitted=False, cbs=(), **kwargs):
 @pytest.mark.parametrize('fitted', [False,True])
 @pytest.mark.parametrize('cap', [1000,5,1], ids=['success','memory','nothing fits'])
 def test_everything_is_as_before(verb, cap, fitted):
-    "Also where memory runs out, of which a search makes nothing as long as one sample fits"
+    "Also if memory runs out, which ends `bs_find` with an error only if not even one sample fits"
     more = [Draws(),CSVLogger('log.csv'),NoiseScale(every=1)][:3 if verb=='find' else 2]
     learn = rich(fitted, more)
-    learn.model[3].short = above(cap, 'forward')
+    learn.model[3].runs_out = runs_out_above(cap, 'forward')
     fits = cap==1000 or (verb,cap)==('size',5)
     with unchanged(learn), nullcontext() if fits else pytest.raises(torch.OutOfMemoryError): verbs[verb](learn, steps=2)
 
 events = ('before_fit before_epoch before_train before_batch after_pred after_loss before_backward after_backward '
     'before_step after_batch after_fit').split()
 
-@pytest.mark.parametrize('verb,event,at,exc', some(30, [*(('check',e,i,x) for e in events for i in (1,2,4)
+@pytest.mark.parametrize('verb,event,at,exc', pick_cases(30, [*(('check',e,i,x) for e in events for i in (1,2,4)
     for x in (KeyboardInterrupt,ZeroDivisionError)), *(('find',e,1,KeyboardInterrupt) for e in events),
     *(('size',e,i,x) for e in events for i in (1,4) for x in (KeyboardInterrupt,ZeroDivisionError))]))
 def test_everything_is_as_before_after_an_interrupt(verb, event, at, exc):
-    "At any event, in any of the runs that are made"
+    "An interrupt at any event, in any of the runs that the verb makes"
     heard = []
     def interrupt(learn):
-        heard.append(1)   # not in the callback: what that keeps is put back between two runs
+        heard.append(1)   # not an attribute of the callback: those are put back between two runs
         if len(heard)==at: raise exc('planted')
-    cb = Event(event, interrupt, valid=True)
+    cb = CallAt(event, interrupt, run_valid=True)
     cb.order = -100
     learn = rich(cbs=[Draws(),cb])
     with unchanged(learn), pytest.raises(exc): verbs[verb](learn)
@@ -118,12 +119,12 @@ def test_training_goes_on_as_if_nothing_had_been(verb, how):
     def run(f):
         cbs = dict(mixed=[CpuMixedPrecision()], checkpoint=[ActivationCheckpoint(nn.Linear)])
         learn,todo = rich(cbs=cbs.get(how, [])),[f]
-        within = Seen('before_fit', lambda l: todo and todo.pop()(l), order=70)   # a dry run begins a fit, too
+        within = RecordAt('before_fit', lambda l: todo and todo.pop()(l), order=70)   # a dry run begins a fit as well
         random.seed(1)
         with learn.no_logging():
             if how=='training metrics':
                 learn.recorder.train_metrics = True
-                f(learn)   # they were never reset
+                f(learn)   # the training metrics were never reset before
             learn.fit_one_cycle(1, .1)
             if how!='within a fit': f(learn)
             learn.fit_one_cycle(1, .1, cbs=[within] if how=='within a fit' else [])

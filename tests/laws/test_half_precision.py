@@ -8,36 +8,38 @@ from torch.utils.data import TensorDataset
 from fastai.vision.all import AMPMode, Adam, GradientClip, Module, OptimWrapper, SGD, noop
 from fastaccum import GradientAccumulation, GradientCache
 from fastaccum.testing import assert_same_run, deviation, toy, toy_data, both_runs
-from common import CpuMixedPrecision, InBackward, Scaled, Seen, grads, in_single, overflows, short_of, weights
+from common import (CallAt, CheckInBackward, CpuLossScaling, CpuMixedPrecision, RecordAt, grads, overflow_on_sample,
+    raise_oom_above, weights, with_float32_inputs)
 from small_learners import all_params
 
 # Mixed precision
 
 @pytest.mark.parametrize('clip', [1e9,0.05])
 @pytest.mark.parametrize('kwargs', [dict(), dict(tokens=True, n=67, shuffle=True), dict(accum_bs=10, opt_func=Adam),
-    dict(acc=dict(drop_last=True)), dict(acc=dict(micro_batch_size=2))], ids=str)
+    dict(acc=dict(drop_last=True)), dict(acc=dict(micro_batch_size=2))])
 def test_a_scaled_run_is_the_full_batch_run(kwargs, clip):
-    "Also clipped: the gradient that is clipped is the mean, and not scaled"
-    def cbs(): return [Scaled(init_scale=2.**10, growth_interval=3),GradientClip(clip)]
+    "Clipping sees the unscaled mean gradient"
+    def cbs(): return [CpuLossScaling(init_scale=2.**10, growth_interval=3),GradientClip(clip)]
     assert_same_run(*both_runs(cbs=cbs, **kwargs))
 
 @pytest.mark.parametrize('i', [0,21,69])
 def test_an_overflow_skips_its_step_alone(i):
-    "And halves the scale once; the sample `i` is of the step `i//16`"
-    seen,overflow = [],partial(overflows, i)
+    "An overflow halves the scale once. Sample `i` belongs to step `i//16`"
+    seen,overflow = [],partial(overflow_on_sample, i)
     def cbs():
-        seen.append(Seen('before_step', lambda l: l.scaler.get_scale(), order=9))
-        return [Scaled(init_scale=2.**10),seen[-1],Seen('before_backward', overflow, order=9)]   # before it is scaled
+        seen.append(RecordAt('before_step', lambda l: l.scaler.get_scale(), order=9))
+        overflows = CallAt('before_backward', overflow, order=9)   # before the loss is scaled
+        return [CpuLossScaling(init_scale=2.**10),seen[-1],overflows]
     a,b = both_runs(cbs=cbs, n=70)
     assert_same_run(a, b)
     assert seen[0].values==seen[1].values==[2.**10]*(i//16+1)+[2.**9]*(9-i//16)
 
 @pytest.mark.parametrize('mode', list(AMPMode))
 def test_mixed_precision_differs_by_its_own_rounding(mode):
-    "The full-batch run in single precision shows how much that is; logs hold losses that are not scaled"
-    runs = partial(both_runs, data=in_single(toy_data(70)), splitter=all_params,
+    "The full-batch run in single precision shows how large that rounding is; recorded losses are not scaled"
+    runs = partial(both_runs, data=with_float32_inputs(toy_data(70)), splitter=all_params,
         model=lambda: nn.Sequential(nn.Linear(5,16), nn.Tanh(), nn.Linear(16,3)))
-    seen = Seen('after_pred', lambda l: l.model[0](l.x).dtype)
+    seen = RecordAt('after_pred', lambda l: l.model[0](l.x).dtype)
     a,b = runs(cbs=lambda: [CpuMixedPrecision(amp_mode=mode), seen])
     single,_ = runs()
     assert set(seen.values)=={dict(fp16=torch.float16, bf16=torch.bfloat16)[mode.value]}
@@ -47,7 +49,7 @@ def test_mixed_precision_differs_by_its_own_rounding(mode):
 # Parameters in half precision
 
 class Model(Module):
-    "Parameters of the type `dtype`; `mixed`: all but what normalises"
+    "A model with parameters of `dtype`; with `mixed`, those of the normalisation layer are in single precision"
     def __init__(self, dtype=torch.bfloat16, mixed=False):
         self.a,self.norm,self.b = nn.Linear(4, 8),nn.LayerNorm(8),nn.Linear(8, 3)
         self.to(dtype)
@@ -56,7 +58,7 @@ class Model(Module):
     def forward(self, x):
         x = self.a(x.to(self.dtype))
         x = self.norm(x.to(self.norm.weight.dtype)).to(self.b.weight.dtype).tanh()
-        return InBackward.apply(self.b(x).float(), self.check)
+        return CheckInBackward.apply(self.b(x).float(), self.check)
 
 def learner(n, bs=2, cbs=None, loss_func=F.cross_entropy, opt_func=SGD, ignored=False, **kwargs):
     torch.manual_seed(0)
@@ -67,7 +69,7 @@ def learner(n, bs=2, cbs=None, loss_func=F.cross_entropy, opt_func=SGD, ignored=
         cbs=cbs)
 
 def exact(learn):
-    "The gradient of the loss of all samples, in double precision"
+    "Return the gradients of the loss of all samples, in double precision"
     model = Model(torch.float64)
     model.load_state_dict(learn.model.state_dict())
     x,y = learn.dls.train.dataset.tensors
@@ -75,7 +77,7 @@ def exact(learn):
     return [p.grad for p in model.parameters()]
 
 def by_hand(learn, bs, dtype=None):
-    "The same by a loop over micro-batches of `bs`; `dtype`: of the sums, by default that of the parameters"
+    "Add up gradients in a plain loop over micro-batches, in sums of `dtype`, by default that of the parameters"
     ps,(x,y) = list(learn.model.parameters()),learn.dls.train.dataset.tensors
     sums = [torch.zeros(p.shape, dtype=dtype or p.dtype) for p in ps]
     for xs,ys in zip(x.split(bs), y.split(bs)):
@@ -85,7 +87,7 @@ def by_hand(learn, bs, dtype=None):
     return [o.to(p.dtype) for o,p in zip(sums, ps)]
 
 def error(gs, right):
-    "How far are gradients from the right ones, relative to their norms? Of the worst"
+    "Return the largest error of a gradient, relative to the norm of the right one"
     return max(((g.double()-r).norm()/r.norm()).item() for g,r in zip(gs, right))
 
 kinds = dict(bf16=dict(), fp16=dict(dtype=torch.float16), mixed=dict(mixed=True), ragged=dict(bs=3),
@@ -96,20 +98,20 @@ kinds = dict(bf16=dict(), fp16=dict(dtype=torch.float16), mixed=dict(mixed=True)
 @pytest.mark.filterwarnings('ignore:.*memory ran out')
 @pytest.mark.parametrize('kind', kinds)
 def test_gradients_add_up_in_single_precision(kind):
-    "A loop with sums in single precision shows the error to expect, one with sums in half precision what is wrong"
-    kwargs,at = dict(bs=2)|kinds[kind],Seen('before_step', grads, order=8)
+    "The error is that of a loop with sums in single precision, and smaller than that of sums in half precision"
+    kwargs,at = dict(bs=2)|kinds[kind],RecordAt('before_step', grads, order=8)
     acc,cached = kwargs.pop('acc', {}),kwargs.pop('cached', False)
     learn = learner(512, cbs=[at], **kwargs)
     right,bs = exact(learn),min(kwargs['bs'], 3) if kind=='ragged' else 2
     single,half = (error(by_hand(learn, bs, o), right) for o in (torch.float32,None))
-    if kind=='auto': learn.model.check = short_of(2)
+    if kind=='auto': learn.model.check = raise_oom_above(2)
     learn.fit(1, 0., cbs=[GradientAccumulation(512, **acc), *([GradientCache(micro_batch_size=2)] if cached else [])])
     assert len(at.values)==1 and error(at.values[0], right)<2*single<half
     assert all(g.dtype==p.dtype for g,p in zip(at.values[0], learn.model.parameters()))
 
 @pytest.mark.parametrize('opt_func', [SGD,partial(OptimWrapper, opt=torch.optim.AdamW)])
 def test_a_frozen_parameter_is_left_as_in_the_full_batch_run(opt_func):
-    "Without a gradient with torch's optimizers, of zeros with fastai's"
+    "Its gradient is None with torch's optimizers, and zeros with fastai's"
     def run(bs, *cbs):
         learn = learner(32, bs, opt_func=opt_func)
         learn.create_opt()

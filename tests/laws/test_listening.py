@@ -8,7 +8,7 @@ from fastai.callback.core import (Callback, CancelBackwardException, CancelBatch
 from torch.utils.data import TensorDataset
 from fastaccum import GradientAccumulation
 from fastaccum.testing import assert_same_run, deviation, toy, both_runs
-from common import Raise, Seen, grads, some, weights
+from common import RaiseAt, RecordAt, grads, pick_cases, weights
 
 of_micro = ['before_batch','after_pred','after_loss','before_backward','after_backward']
 cancelled = ['after_cancel_batch','after_cancel_backward']
@@ -16,15 +16,15 @@ of_step = ['before_step','after_cancel_step','after_step']
 of_fit = [f'{o}_{nm}' for nm in ('fit','epoch','train','validate') for o in ('before','after','after_cancel')]
 
 class Ear(Callback):
-    "Notes each event that it hears; `nm` says who"
+    "Appends (`nm`, event, training) to the list `heard` at each event"
     def __init__(self, nm, order, heard): self.nm,self.order,self.heard = nm,order,heard
     def hear(self, event): self.heard.append((self.nm, event, self.learn.training))
 for o in of_micro+cancelled+of_step+of_fit: setattr(Ear, o, lambda self, o=o: self.hear(o))
 
-class Deaf(Callback): "Hears nothing, until it gets a method"
+class Deaf(Callback): "Has no method for any event, until a test gives it one"
 
 def run(bs, accum, more=lambda learn: []):
-    "What is heard in a fit, and what is raised"
+    "Return the events that callbacks hear in a fit, and the error that it raises"
     learn,heard,err = toy(bs, n=38),[],None
     learn.heard,learn.ears = heard,[Ear('a', -20, heard),Ear('b', 5.5, heard),Ear('c', 55, heard)]
     learn.add_cbs([*learn.ears,Deaf()])
@@ -42,7 +42,7 @@ def test_a_step_is_its_micro_batches_and_all_else_is_heard_as_in_the_full_batch_
 
 def note(learn, nm): return lambda *_: learn.heard.append((nm, 'after_loss', learn.training))
 
-def at_fifth(do): return Seen('before_batch', lambda l: (l.epoch,l.iter)==(0,4) and do(l), order=3)
+def at_fifth(do): return RecordAt('before_batch', lambda l: (l.epoch,l.iter)==(0,4) and do(l), order=3)
 
 def added(learn): return at_fifth(lambda l: l.add_cb(Ear('new', 7, l.heard)))
 def removed(learn): return at_fifth(lambda l: l.remove_cb(l.ears[2]))
@@ -55,7 +55,7 @@ def a_method_as_an_argument(learn): return Callback(after_loss=note(learn, 'argu
 @pytest.mark.parametrize('more', [added,removed,off,not_in_validation,another_order,
     a_method_of_an_instance,a_method_as_an_argument], ids=lambda o: o.__name__)
 def test_every_micro_batch_is_heard_as_in_a_fit_on_micro_batches(more):
-    "Also by who comes, goes or changes in the middle of an epoch"
+    "Also by a callback that is added, removed or changed in the middle of an epoch"
     heard = [of(run(4, accum, lambda learn: [more(learn)])[0], of_micro[:4]) for accum in (12,None)]
     assert heard[0]==heard[1]!=of(run(4, 12)[0], of_micro[:4])
 
@@ -75,18 +75,19 @@ excs = [RuntimeError,KeyboardInterrupt,CancelFitException,CancelEpochException,C
 raised = [*product(of_micro[:4]+of_step[::2], excs), *((o,CancelBatchException) for o in of_micro[:4]),
     ('before_backward',CancelBackwardException), ('before_step',CancelStepException)]
 
-@pytest.mark.parametrize('event,exc,order', dict.fromkeys([*((*o, 7) for o in raised[-6:]),   # what cancels a part
-    *some(44, [(*o, order) for o in raised for order in (-30,5,7,60)])]))
+cancel_a_part = [(*o, 7) for o in raised[-6:]]   # a micro-batch, a backward pass or a step
+@pytest.mark.parametrize('event,exc,order', dict.fromkeys([*cancel_a_part,
+    *pick_cases(44, [(*o, order) for o in raised for order in (-30,5,7,60)])]))
 def test_an_exception_is_heard_of_and_annotated_as_by_fastai(event, exc, order):
-    "The oracle of a micro-batch is the fit on micro-batches, that of a step the full-batch run"
+    "Events of a micro-batch are compared with a fit on micro-batches, events of a step with the full-batch run"
     bs,events = (12,of_step) if event in of_step else (4,of_micro[:4]+cancelled)
-    (a,err),(b,other) = (run(*o, lambda learn: [Raise(event, exc, order, at=3)]) for o in ((bs,None),(4,12)))
+    (a,err),(b,other) = (run(*o, lambda learn: [RaiseAt(event, exc, order, skip=3)]) for o in ((bs,None),(4,12)))
     assert err==other and of(a, events+of_fit)==of(b, events+of_fit)
     if exc is RuntimeError: assert f'event `{event}`' in err[1][0]
 
-@pytest.mark.parametrize('seed', some(40, range(300)))
+@pytest.mark.parametrize('seed', pick_cases(40, range(300)))
 def test_a_cancelled_micro_batch_is_left_out(seed):
-    "The run is the full-batch run on the samples of the others, with its steps and their events"
+    "The run is the full-batch run on the samples of the other micro-batches"
     r = Random(seed)
     micro,accum,n = r.randint(1, 5),r.randint(5, 24),r.randint(25, 60)
     gone = {i for i in range(-(-n//micro)) if r.random()<.3}
@@ -94,8 +95,8 @@ def test_a_cancelled_micro_batch_is_left_out(seed):
     event = r.choice(of_micro[:4]) if exc is CancelBatchException else 'before_backward'
     def cancel(l, i=count()):
         if next(i) in gone: raise exc
-    cancels = Seen(event, cancel, order=r.choice([-11,-5,5,7,55,100]))
-    learn,steps = toy(micro, n=n),[Seen('after_step', grads, order=100) for _ in range(2)]
+    cancels = RecordAt(event, cancel, order=r.choice([-11,-5,5,7,55,100]))
+    learn,steps = toy(micro, n=n),[RecordAt('after_step', grads, order=100) for _ in range(2)]
     kept = TensorDataset(*learn.dls.train_ds[[i for i in range(n) if i//micro not in gone]])
     full = -(-accum//micro)*micro
     drop_last = seed%2==0 and len(kept)>=full
@@ -108,4 +109,4 @@ def test_a_cancelled_micro_batch_is_left_out(seed):
 @pytest.mark.parametrize('order', [-11,0,7,55])
 @pytest.mark.parametrize('kwargs', [dict(), dict(n=67, tokens=True), dict(acc=dict(drop_last=True))], ids=str)
 def test_a_cancelled_step_is_the_full_batch_runs(kwargs, order):
-    assert_same_run(*both_runs(cbs=lambda: [Raise('before_step', CancelStepException, order, at=2)], **kwargs))
+    assert_same_run(*both_runs(cbs=lambda: [RaiseAt('before_step', CancelStepException, order, skip=2)], **kwargs))

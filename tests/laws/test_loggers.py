@@ -7,7 +7,7 @@ from torch import nn
 from fastai.vision.all import CSVLogger, Callback, ProgressCallback, ShowGraphCallback, accuracy
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, NoiseScale
 from fastaccum.testing import deviation, toy
-from common import Raise, StepsLoader, clear, unmoved
+from common import BatchSizesLoader, RaiseAt, learnable_data, weights_unchanged
 from test_applications import in_double, linear, vision
 from test_split import accumulating
 
@@ -56,17 +56,17 @@ def tensorboard(learn):
     from fastai.callback.tensorboard import TensorBoardCallback
     def read():
         events = EventAccumulator(str(learn.path)).Reload()
-        def of(k): return sorted(events.Scalars(k), key=lambda o: o.wall_time)   # files come by their names
+        def of(k): return sorted(events.Scalars(k), key=lambda o: o.wall_time)   # files come in order of name
         return {k:[(o.step,o.value) for o in of(k)] for k in events.Tags()['scalars']}
     return lambda: [TensorBoardCallback(learn.path, trace_model=False, log_preds=False)],read
 
 def ended():
-    "End the run of W&B, and read its rows and the axis of each of its metrics"
+    "End the W&B run, and return its rows and the axis of each of its metrics"
     import wandb
     from fastaccum.wandb import offline_records, offline_rows
     file = Path(wandb.run.settings.sync_file)
     wandb.run.finish()
-    wandb.teardown()   # after `finish` alone the file is not always complete
+    wandb.teardown()   # after `finish` alone, the file is not always complete
     axes = {o.metric.name:o.metric.step_metric for o in offline_records(file) if o.HasField('metric')}
     return [o for o in offline_rows(file) if 'raw_loss' in o],axes
 
@@ -101,22 +101,23 @@ def assert_shown_alike(a, b):
     for k in a: assert deviation(a[k], b[k])<2e-6, k
 
 def watched(watch, d, make_acc, big=False):
-    "A fit, `lr_find`, an interrupted fit and a fit: what was shown, and the sizes of the steps, wanted and real"
+    "Fit, run `lr_find`, interrupt a fit and fit again; return what was shown, and planned and actual step sizes"
     learn = learner(d, n=125)
     (listen,read),dls,dl = watch(learn),learn.dls,learn.dls.train
     def run(n_epoch, fit, acc=None, stop=None):
         acc = acc or make_acc()
         dls.loaders[0] = dl
         sizes = acc.plan(dls, n_epoch).sizes
-        if big: dls.loaders[0] = StepsLoader(dl, sizes)
+        if big: dls.loaders[0] = BatchSizesLoader(dl, sizes)
         with learn.added_cbs(([] if big else [acc])+listen()): fit()
         return getattr(learn.recorder, 'accum_bs', [])[:stop],[n for o in sizes for n in o][:stop]
     def interrupted():
-        with pytest.raises(KeyboardInterrupt): learn.fit(1, 0.01, cbs=Raise('before_step', KeyboardInterrupt, 0, at=2))
-        learn.opt.zero_grad()   # which fastai's leaves as they are
+        interrupt = RaiseAt('before_step', KeyboardInterrupt, 0, skip=2)
+        with pytest.raises(KeyboardInterrupt): learn.fit(1, 0.01, cbs=interrupt)
+        learn.opt.zero_grad()   # a plain fit leaves gradients after an interrupt
     two = run(2, lambda: learn.fit_one_cycle(2, 0.05))
     run(1, lambda: learn.lr_find(num_it=10, show_plot=False), GradientAccumulation(two[1][0]))
-    # (W&B has a row only when the next one comes)
+    # (W&B writes a row when the next one comes)
     fits = [two, run(1, interrupted, stop=2-('wandb' in watch.__name__)), run(1, lambda: learn.fit(1, 0.01))]
     return read(),*(sum(o, []) for o in zip(*fits))
 
@@ -124,7 +125,7 @@ def watched(watch, d, make_acc, big=False):
     lambda: GradientAccumulationSchedule(16, 64, finish=0.5)], ids=['constant','scheduled'])
 @pytest.mark.parametrize('watch', watchers)
 def test_what_is_shown_is_the_full_batch_runs(watch, acc, tmp_path):
-    "Besides, W&B and TensorBoard are told sizes that change, and W&B how many samples all fits have seen"
+    "W&B and TensorBoard also log step sizes that change, and W&B logs how many samples all fits have seen"
     (a,*_),(b,wanted,real) = (watched(watch, tmp_path/str(big), acc, big) for big in (True,False))
     sizes,samples = (b.pop(k, []) for k in ('accumulation_batch_size','samples'))
     changes = len({*wanted})>1 and watch in (tensorboard,wandb,stock_wandb)
@@ -135,7 +136,7 @@ def test_what_is_shown_is_the_full_batch_runs(watch, acc, tmp_path):
 
 @pytest.mark.parametrize('watch', watchers)
 def test_micro_batches_are_shown_as_fastai_shows_batches(watch, tmp_path):
-    "With `log_accum_batch=False`. No weight moves, so that both runs show the same losses"
+    "With `log_accum_batch=False`. The learning rate is 0, so that both runs have the same losses"
     def shown(nm, cbs):
         learn = learner(tmp_path/nm)
         listen,read = watch(learn)
@@ -144,7 +145,7 @@ def test_micro_batches_are_shown_as_fastai_shows_batches(watch, tmp_path):
     assert_shown_alike(shown('a', []), shown('b', [GradientAccumulation(32, log_accum_batch=False)]))
 
 class Clock(Callback):
-    "Micro-batches take 1, 2, 3, 4 seconds, 1, 2, …"
+    "A clock by which micro-batches take 1, 2, 3, 4, 1, 2, … seconds"
     run_valid,now,n = False,0.,0
     def after_backward(self): self.now,self.n = self.now+1+self.n%4,self.n+1
 
@@ -161,7 +162,8 @@ def test_wandb_draws_over_samples_and_times_whole_steps(tmp_path, monkeypatch):
 def test_a_model_goes_to_wandb_only_if_one_is_saved(tmp_path):
     learn = learner(tmp_path/'a')
     listen,_ = wandb(learn, log_model=True)
-    with unmoved(learn), pytest.raises(ValueError, match='SaveModelCallback'): learn.fit(1, 0.05, cbs=listen())
+    with weights_unchanged(learn), pytest.raises(ValueError, match='SaveModelCallback'):
+        learn.fit(1, 0.05, cbs=listen())
 
 def test_wandb_shows_predictions_at_steps(tmp_path, monkeypatch):
     def net(pretrained): return nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.AdaptiveAvgPool2d(1))
@@ -174,8 +176,8 @@ def test_wandb_shows_predictions_at_steps(tmp_path, monkeypatch):
     assert seen==[1,3] and len(learn.recorder.losses)==4
 
 def test_tensorboard_gets_noise_scale_and_micro_batch_size_of_each_step(tmp_path):
-    "With memory for 2 samples"
-    learn = toy(4, data=clear(64), path=tmp_path, cbs=[*accumulating(16, ('auto',2)), NoiseScale(every=2)])
+    "Memory holds 2 samples, so 'auto' arrives at micro-batches of 2"
+    learn = toy(4, data=learnable_data(64), path=tmp_path, cbs=[*accumulating(16, ('auto',2)), NoiseScale(every=2)])
     listen,read = tensorboard(learn)
     learn.fit(1, .1, cbs=listen())
     scales,sizes = ([v for _,v in read()[k]] for k in ('noise_scale','micro_batch_size'))

@@ -8,14 +8,15 @@ from torch.utils.data import TensorDataset
 from fastai.vision.all import Adam, CancelBackwardException, CancelStepException, GradientClip, OptimWrapper
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientCache, NoiseScale
 from fastaccum.testing import CrossEntropy, deviation, toy, toy_data
-from common import CpuMixedPrecision, Memory, Raise, Scaled, Seen, at_times, clear, overflow
+from common import (CpuLossScaling, CpuMixedPrecision, LimitedMemory, RaiseAt, RecordAt, learnable_data,
+    overflow_at_step, runs_out_on_attempts)
 
-def learner(bs, n, **kwargs): return toy(bs, **dict(data=clear(n))|kwargs)
-def told(meter): return meter.trace,meter.grad_sq
+def learner(bs, n, **kwargs): return toy(bs, **dict(data=learnable_data(n))|kwargs)
+def measured(meter): return meter.trace,meter.grad_sq
 def close(a, b, rtol=1e-9): return np.allclose(a, b, rtol=rtol, atol=0)
 
 def single_gradients(learn):
-    "The gradient of each sample, or of each target that is not ignored"
+    "Return the gradient of each sample, or of each target that is not ignored, as the rows of a matrix"
     res = []
     for x,y in zip(*learn.dls.train.dataset.tensors):
         ys = [torch.where(torch.arange(len(y))==i, y, -100) for i in range(len(y)) if y[i]!=-100] if y.ndim else [y]
@@ -25,14 +26,14 @@ def single_gradients(learn):
     return torch.stack(res)
 
 def by_hand(gs, sizes):
-    "tr Σ and |G|² of micro-batches with these sizes, by the analysis of variance for groups of unequal size"
+    "Return tr Σ and |G|² from micro-batches of these sizes, by the analysis of variance for groups of unequal size"
     mean = gs.mean(0)
     spread = sum(n*(g.mean(0)-mean).square().sum() for n,g in zip(sizes, gs.split(sizes)))
     trace = spread/(len(sizes)-1)
     return trace.item(),(mean.square().sum()-trace/sum(sizes)).item()
 
 def measure(n_epoch=1, *, n=18, accum_bs=100, bs=4, cbs=(), acc={}, freeze=False, model=None, **kwargs):
-    "At a standstill; by default one step of four micro-batches with 4 samples and one with 2"
+    "Fit with a learning rate of 0, by default one step of micro-batches of 4, 4, 4, 4 and 2 samples"
     if model: kwargs |= dict(model=model, splitter=lambda m: [list(m.parameters())])
     learn,meter = learner(bs, n, **kwargs),NoiseScale(every=1)
     if freeze: learn.freeze()
@@ -42,25 +43,26 @@ def measure(n_epoch=1, *, n=18, accum_bs=100, bs=4, cbs=(), acc={}, freeze=False
 # What is measured
 
 def again(l): torch.autograd.grad(l.model(*l.xb).sum(), list(l.model.parameters()))
-def short():
-    "From the second micro-batch on"
-    lin,memory = nn.Linear(5, 5),Memory(at_times(range(1, 99), 'backward', 2))
-    return nn.Sequential(nn.Linear(5, 5), memory, lin, nn.Tanh(), lin, nn.Linear(5, 3)).double()   # one is used twice
+def with_limited_memory():
+    "A model that runs out of memory from the second micro-batch on, and uses one of its layers twice"
+    lin,memory = nn.Linear(5, 5),LimitedMemory(runs_out_on_attempts(range(1, 99), 'backward', 2))
+    return nn.Sequential(nn.Linear(5, 5), memory, lin, nn.Tanh(), lin, nn.Linear(5, 3)).double()
 
-summed,padded = dict(loss_func=CrossEntropy(reduction='sum')),clear(18, True)
-padded.tensors[1][8:12] = -100   # a micro-batch with nothing to learn from is none
+summed,padded = dict(loss_func=CrossEntropy(reduction='sum')),learnable_data(18, True)
+padded.tensors[1][8:12] = -100   # a micro-batch of padding does not count
 targets = [n for n in ((o!=-100).sum().item() for o in padded.tensors[1].split(4)) if n]
 ragged = [4]*4+[2]
-def left_out(event, exc, at): return lambda: dict(cbs=[Raise(event, exc, 20, at=at)])
-cases = dict(plain=(dict, ragged), summed=(lambda: summed, ragged), scaled=(lambda: dict(cbs=[Scaled()]), ragged),
+def left_out(event, exc, skip): return lambda: dict(cbs=[RaiseAt(event, exc, 20, skip=skip)])
+cases = dict(plain=(dict, ragged), summed=(lambda: summed, ragged),
+    scaled=(lambda: dict(cbs=[CpuLossScaling()]), ragged),
     clipped=(lambda: dict(cbs=[GradientClip(1e-3)]), ragged),
-    all=(lambda: summed|dict(cbs=[Scaled(),GradientClip(1e-3)]), ragged),
+    all=(lambda: summed|dict(cbs=[CpuLossScaling(),GradientClip(1e-3)]), ragged),
     torchs=(lambda: dict(opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)), ragged),
-    other_backward_passes=(lambda: dict(cbs=[Seen('after_backward', again, order=-50)]), ragged),
+    other_backward_passes=(lambda: dict(cbs=[RecordAt('after_backward', again, order=-50)]), ragged),
     two=(lambda: dict(bs=3, n=6), [3,3]), ones=(lambda: dict(bs=1, n=9), [1]*9),
-    tokens_scaled=(lambda: dict(data=padded, cbs=[Scaled()]), targets),
-    out_of_memory=(lambda: dict(model=short, acc=dict(micro_batch_size='auto')), [4]+[2]*7),
-    frozen=(lambda: dict(freeze=True), ragged),   # what does not train has no noise
+    tokens_scaled=(lambda: dict(data=padded, cbs=[CpuLossScaling()]), targets),
+    out_of_memory=(lambda: dict(model=with_limited_memory, acc=dict(micro_batch_size='auto')), [4]+[2]*7),
+    frozen=(lambda: dict(freeze=True), ragged),   # frozen parameters are left out of the noise
     backward_left_out=(left_out('before_backward', CancelBackwardException, 1), [4,4,4,2]),
     last_left_out=(left_out('before_backward', CancelBackwardException, 4), [4]*4))
 
@@ -74,7 +76,8 @@ def test_what_is_measured_is_what_the_gradients_of_single_samples_say(nm):
     if nm=='frozen': gs = gs[:,sum(p.numel() for p in learn.model[:2].parameters()):]
     if 'left' in nm: gs = gs[:16] if nm=='last_left_out' else torch.cat([gs[:4],gs[8:]])
     want = by_hand(gs, sizes)
-    assert close(told(meter), want, 1e-5 if nm=='tokens_scaled' else 1e-9)   # shares of tokens are in single precision
+    rtol = 1e-5 if nm=='tokens_scaled' else 1e-9   # the shares of tokens are in single precision
+    assert close(measured(meter), want, rtol)
     assert close(meter.noise_scale, want[0]/want[1], 1e-5) and learn.recorder.noise_scale==[meter.noise_scale]
     unit = 'targets' if 'tokens' in nm else 'samples'
     n,scale = sum(sizes),meter.noise_scale
@@ -83,19 +86,19 @@ def test_what_is_measured_is_what_the_gradients_of_single_samples_say(nm):
 
 @pytest.mark.parametrize('kind', ['fp16','bf16','parameters'])
 def test_half_precision_tells_the_same_but_for_rounding(kind):
-    x,y = clear(18).tensors
+    x,y = learnable_data(18).tensors
     def run(dtype, *cbs):
         def net(): return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
-        return told(measure(data=TensorDataset(x.to(dtype), y), model=net, cbs=cbs)[1])
+        return measured(measure(data=TensorDataset(x.to(dtype), y), model=net, cbs=cbs)[1])
     half = run(torch.bfloat16) if kind=='parameters' else run(torch.float32, CpuMixedPrecision(amp_mode=kind))
     assert close(half, run(torch.float64), 8*torch.finfo(torch.float16 if kind=='fp16' else torch.bfloat16).eps)
 
 # Over the steps of a fit
 
 def test_older_measurements_count_less():
-    "Half as much after 20 of them"
+    "The weight of a measurement is halved after 20 more steps"
     learn,meter = learner(4, 70),NoiseScale(every=1)
-    seen = Seen('after_step', lambda l: told(meter), order=100)
+    seen = RecordAt('after_step', lambda l: measured(meter), order=100)
     learn.fit(1, 0., wd=0., cbs=[GradientAccumulation(16), meter, seen])
     sums,weight = 0,0
     for part,now in zip(single_gradients(learn).split(16), seen.values, strict=True):
@@ -104,7 +107,7 @@ def test_older_measurements_count_less():
         assert close(now, sums/weight)
 
 def test_an_entry_a_step():
-    "...of which every third is measured; each fit begins anew, and the picture shows what was measured"
+    "With `every=3`, every third step is measured; each fit begins anew, and the picture shows the measured steps"
     learn = learner(4, 70, cbs=[GradientAccumulation(16), NoiseScale(every=3)])
     for _ in range(2):
         learn.fit_one_cycle(2, 1e-2)
@@ -117,8 +120,9 @@ def test_an_entry_a_step():
 
 @pytest.mark.parametrize('order', [None,9])
 def test_a_step_that_is_not_taken_has_an_entry(order):
-    "If it overflows, it is not measured; the next one is"
-    cbs = [Raise('before_step', CancelStepException, order, at=2)] if order else [overflow(2),Scaled()]
+    "A step that overflows is not measured; the next step is"
+    cancel = RaiseAt('before_step', CancelStepException, order, skip=2)
+    cbs = [cancel] if order else [overflow_at_step(2),CpuLossScaling()]
     learn = learner(4, 64)
     learn.fit(1, .1, cbs=[GradientAccumulation(16), NoiseScale(every=1), *cbs])
     rec = learn.recorder.noise_scale
@@ -135,8 +139,8 @@ def test_a_batch_that_grows_is_measured_from_where_it_can_be():
 
 def test_training_is_the_same_to_the_bit():
     def run(*more):
-        learn = learner(4, 70, data=clear(70, True), opt_func=Adam)
-        learn.fit_one_cycle(2, .1, cbs=[GradientAccumulation(16), GradientClip(.5), Scaled(), *more])
+        learn = learner(4, 70, data=learnable_data(70, True), opt_func=Adam)
+        learn.fit_one_cycle(2, .1, cbs=[GradientAccumulation(16), GradientClip(.5), CpuLossScaling(), *more])
         return [*learn.model.parameters()],learn.recorder.losses,learn.opt.state_dict()['state']
     assert deviation(run(), run(NoiseScale(every=1)))==0
 
@@ -146,7 +150,7 @@ class Zeros(nn.Linear):
     def reset_parameters(self): [nn.init.zeros_(p) for p in self.parameters()]
 
 def test_noise_that_hides_the_gradient_is_told():
-    "There is none: for each sample there is its opposite, and the outputs have learned the shares of the classes"
+    "The gradient is 0 here: each sample has its opposite, and the outputs are the shares of the classes"
     x,y = toy_data(6).tensors[0],torch.arange(6)%3
     _,meter = measure(data=TensorDataset(torch.cat([x,-x]), torch.cat([y,y])), model=lambda: Zeros(5, 3).double())
     assert meter.grad_sq<0 and meter.noise_scale==math.inf and 'hides' in meter.verdict()
@@ -157,9 +161,9 @@ def no_gradient(l):
     if l.iter==1: l.loss_grad = l.loss_grad.detach()
 
 @pytest.mark.parametrize('kwargs,match', [(dict(accum_bs=4),'one micro-batch'),
-    (dict(cbs=[Seen('before_step', longer, order=9)]),'longer'),
+    (dict(cbs=[RecordAt('before_step', longer, order=9)]),'longer'),
     (dict(cbs=[GradientCache(micro_batch_size=2)]),'in parts'),
-    (dict(cbs=[Seen('after_loss', no_gradient)]),'needs no gradient')])
+    (dict(cbs=[RecordAt('after_loss', no_gradient)]),'needs no gradient')])
 def test_what_cannot_be_measured_is_told_once(kwargs, match):
     with pytest.warns(UserWarning, match=match) as w: _,meter = measure(2, **kwargs)
     assert len([o for o in w if 'NoiseScale' in str(o.message)])==1

@@ -10,17 +10,17 @@ from fastcore.basics import noop
 from fastaccum import (ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule,
     GradientAccumulationScheduler, GradientCache, NoiseScale, ScaledLR)
 from fastaccum.testing import assert_same_run, deviation, toy
-from common import Raise, some
+from common import RaiseAt, pick_cases
 from test_split import accumulating
 
 n,micro,accum = 22,2,8   # an epoch has steps of 8, 8 and 6 samples
 
-# an event -> how often it came before something ends the fit
+# for each event, how many times it passes before something ends the fit
 ats = {nm:at for nms,at in {'before_fit after_fit':(0,), 'after_backward before_step after_step after_batch':(0,1,2,3),
     'before_epoch before_train after_train before_validate after_validate after_epoch':(0,1),
     'before_batch after_pred after_loss before_backward':(0,1,3,10,13)}.items() for nm in nms.split()}
 excs = [KeyboardInterrupt,RuntimeError,CancelFitException,CancelEpochException,CancelTrainException]
-orders = [-11,5,7,49,51,59,100]   # around fastai's callbacks, and ours
+orders = [-11,5,7,49,51,59,100]   # before, between and after fastai's callbacks and fastaccum's
 ways = dict(plain=lambda: [GradientAccumulation(accum)],
     dropping=lambda: [GradientAccumulation(accum, drop_last=True)],
     each=lambda: [GradientAccumulation(accum, log_accum_batch=False)],
@@ -34,10 +34,10 @@ ways = dict(plain=lambda: [GradientAccumulation(accum)],
     noise=lambda: [GradientAccumulation(accum), NoiseScale(every=1), ScaledLR(base_bs=micro, rule='sqrt')])
 
 def state(learn):
-    """What others have: functions and switches of the Learner, its callbacks, model, optimizer, loss function, loaders
-    and their classes, hooks, and torch's modes"""
+    """Return what a fit must put back: methods and flags of the Learner, its callbacks, model, optimizer, loss
+    function, loaders and their classes, hooks, and torch's modes"""
     ms,classes = list(learn.model.modules()),[Learner,Callback,nn.Module,*map(type, learn.cbs)]
-    fastais = 'training','cancel_train','cancel_valid'   # its own interrupts leave these
+    fastais = 'training','cancel_train','cancel_valid'   # an interrupt of a plain fit changes these as well
     own = {(o,nm):v for o in (learn,*learn.cbs,*ms,learn.opt,learn.loss_func,*learn.dls.loaders,*classes)
         for nm,v in vars(o).items() if callable(v) or type(v) is bool and nm not in fastais}
     hooks = {(o,nm):len(getattr(o, nm) or ()) for o in (*ms,*learn.model.parameters())
@@ -46,14 +46,14 @@ def state(learn):
         names=vars(learn).keys()-{'lr_finder'}, dls=learn.dls, orders=[o.order for o in learn.cbs])
 
 def learner():
-    "One that has been used, and whose model has a `forward` of its own, as accelerate's and autocast's have"
+    "Return a Learner that was fitted before, and whose model has a replaced `forward`, as after accelerate's `prepare`"
     learn = toy(micro, n=n)
     learn.model.forward = learn.model.forward
     learn.fit(1, 0.)
     return learn
 
 def same_fits(learn, bs, *cbs):
-    "A fit is that of a fresh Learner with the same weights and batches of `bs`"
+    "Fail if a fit differs from that of a fresh Learner with the same weights and batches of `bs`"
     fresh = toy(bs, n=n)
     fresh.model.load_state_dict(learn.model.state_dict())
     fresh.fit_one_cycle(1, 0.01)
@@ -68,41 +68,41 @@ def check(learn, before, order=1):
 rng = Random(0)
 grid = [(event,*o, rng.choice([*ways]), rng.random()<.5) for event in ats for o in product(ats[event], excs, orders)]
 
-@pytest.mark.parametrize('event,at,exc,order,way,stays', some(60, grid))
+@pytest.mark.parametrize('event,at,exc,order,way,stays', pick_cases(60, grid))
 def test_whatever_ends_a_fit_nothing_is_left(event, at, exc, order, way, stays):
-    "The callbacks of accumulation may stay on the Learner until afterwards"
-    learn,fault,cbs = learner(),Raise(event, exc, order, at),ways[way]()
+    "Whether the callbacks belong to the fit or to the Learner"
+    learn,fault,cbs = learner(),RaiseAt(event, exc, order, at),ways[way]()
     before = state(learn)
     if stays: learn.add_cbs(cbs)
     try: learn.fit_one_cycle(2, 0.1, cbs=[fault, *([] if stays else cbs)])
     except BaseException:
         if not fault.raised: raise   # some faults make fastai's own callbacks raise something else on the way out
     learn.remove_cbs(cbs if stays else [])
-    learn.logger = noop   # an interrupt leaves that of others, also without accumulation
-    if 'alone' in way: learn.opt.zero_grad()   # which fastai's leave where nothing accumulates
+    learn.logger = noop   # a plain fit leaves another logger after an interrupt as well
+    if 'alone' in way: learn.opt.zero_grad()   # a plain fit leaves gradients after an interrupt
     assert fault.raised and not any(p.grad is not None and p.grad.any() for p in learn.model.parameters())
     check(learn, before, 1 if stays else -1)
 
 @pytest.mark.parametrize('at', range(5))
 @pytest.mark.parametrize('how', ['run','remove_cb','stays'])
 def test_after_an_interrupt_validation_and_a_plain_fit_are_fastais(how, at):
-    "However the callback is switched off; validation also if it is not"
+    "However the callback is switched off; validation is plain even if the callback stays on"
     learn,acc = learner(),GradientAccumulation(accum)
     learn.add_cb(acc)
-    with pytest.raises(KeyboardInterrupt): learn.fit(1, 0.1, cbs=Raise('after_pred', KeyboardInterrupt, 5, at))
+    with pytest.raises(KeyboardInterrupt): learn.fit(1, 0.1, cbs=RaiseAt('after_pred', KeyboardInterrupt, 5, at))
     if how=='run': acc.run = False
     elif how=='remove_cb': learn.remove_cb(acc)
     fresh = toy(micro, n=n)
     fresh.model.load_state_dict(learn.model.state_dict())
     assert list(learn.validate())==list(fresh.validate())
     assert deviation(learn.get_preds()[0], fresh.get_preds()[0])==0
-    if how=='run': acc.run = False   # each fit of fastai switches it on again at its end
+    if how=='run': acc.run = False   # fastai switches each callback on again when a fit ends
     learn.opt.zero_grad()
     same_fits(learn, accum if how=='stays' else micro)
 
 @pytest.mark.parametrize('way', ways)
 def test_other_fits_that_end_early_leave_nothing(way):
-    "The learning rate finder cancels its fit, in an epoch"
+    "The learning rate finder cancels its fit in the middle of an epoch"
     learn = learner()
     before = state(learn)
     with learn.added_cbs(ways[way]()): learn.lr_find(num_it=5, show_plot=False)
@@ -119,7 +119,7 @@ def test_an_interrupt_within_the_recorder():
     same_fits(learn, micro)
 
 def interrupted(at, way, stays):
-    "A Learner whose fit was interrupted at the `at`th bytecode of ours, if there are as many, and how many of them ran"
+    "Interrupt a fit at bytecode number `at` of fastaccum's code; return the Learner, and how many bytecodes ran"
     learn,cbs,ran,old = learner(),ways[way](),0,sys.gettrace()
     def local(frame, event, arg):
         nonlocal ran
@@ -134,17 +134,18 @@ def interrupted(at, way, stays):
     try: learn.fit_one_cycle(1, 0.1, cbs=[] if stays else cbs)
     except KeyboardInterrupt: pass
     finally: sys.settrace(old)
-    learn.remove_cbs([o for o in learn.cbs if o in cbs or type(o).__name__=='ParamScheduler'])   # fastai's, interrupted
+    # after an interrupt, fastai leaves its ParamScheduler on the Learner
+    learn.remove_cbs([o for o in learn.cbs if o in cbs or type(o).__name__=='ParamScheduler'])
     return learn,ran
 
 @pytest.mark.parametrize('stays', [False,True])
-@pytest.mark.parametrize('way', some(5, ways))
+@pytest.mark.parametrize('way', pick_cases(5, ways))
 def test_an_interrupt_anywhere_in_our_code_leaves_no_trace_in_later_fits(way, stays):
     total = interrupted(None, way, stays)[1]
-    for at in some(3, Random(way).sample(range(total), 12)):
+    for at in pick_cases(3, Random(way).sample(range(total), 12)):
         learn,ran = interrupted(at, way, stays)
         assert ran==at+1
-        if 'alone' in way: learn.opt.zero_grad()   # as above
+        if 'alone' in way: learn.opt.zero_grad()   # a plain fit leaves gradients after an interrupt
         for bs,cbs in ((micro,[]),(accum,[GradientAccumulation(accum)])): same_fits(learn, bs, *cbs)
 
 def fit_interrupted(at):
@@ -170,6 +171,6 @@ def fit_interrupted(at):
 def test_an_interrupt_at_the_normal_end_of_an_epoch_puts_one_batch_back():
     total = fit_interrupted(None)[1]
     assert total>20
-    for at in some(40, range(total)):
+    for at in pick_cases(40, range(total)):
         learn,_ = fit_interrupted(at)
         assert 'one_batch' not in vars(learn), f'left behind by an interrupt at bytecode {at} of {total}'

@@ -8,13 +8,13 @@ from fastai.vision.all import (Callback, CancelBatchException, CancelTrainExcept
     OptimWrapper, SGD, to_device)
 from fastaccum import GradientAccumulation, GradientCache
 from fastaccum.testing import assert_same_run, deviation, toy, both_runs
-from common import Raise, Seen, noted_warnings, weights
-from test_warned import fit, told
+from common import RaiseAt, RecordAt, collect_warnings, weights
+from test_warned import count_warnings, fit
 
 # Targets and losses that callbacks give
 
 class Give(Callback):
-    "Takes the targets away, and gives them, or their loss, at another event: many Hugging Face models come with a loss"
+    "Removes the targets, and puts them or their loss back at `event`, as for Hugging Face models that return a loss"
     run_valid = False
     def __init__(self, event, loss=False, order=0):
         self.order,self.loss = order,loss
@@ -39,7 +39,7 @@ def test_targets_and_losses_that_come_late_are_counted(event, loss, order):
 # Callbacks that count steps without a word to us
 
 class Average(Callback):
-    "A moving average of weights, and a schedule of its own, with each step"
+    "Updates a moving average of the weights and sets the learning rate in `after_batch`"
     order,run_valid = 55,False
     def before_fit(self): self.w = weights(self.learn)
     def after_batch(self):
@@ -56,7 +56,7 @@ def test_who_has_no_before_batch_hears_steps():
 # Patches of fastai
 
 def test_a_one_batch_that_ends_in_fastais_is_taken_as_it_is(monkeypatch):
-    "tsai has such a one for all Learners"
+    "tsai replaces `one_batch` of all Learners by such a function"
     def one_batch(self, i, b):
         self.iter = i
         self._split(to_device(b, device=self.dls.device) if self.dls.device is not None else b)
@@ -65,35 +65,35 @@ def test_a_one_batch_that_ends_in_fastais_is_taken_as_it_is(monkeypatch):
     monkeypatch.setattr(Learner, 'one_batch', one_batch)
     assert_same_run(*both_runs(fit=fit))
 
-# What is no full-batch run says so
+# Fits that are not the full-batch run say so
 
-unvalidated = partial(Raise, 'before_validate', CancelValidException, 0)   # there the loss would fail
+unvalidated = partial(RaiseAt, 'before_validate', CancelValidException, 0)   # these losses would fail in validation
 def views():
-    "Two of each sample, which the loss compares: SimCLR, Barlow Twins, SwAV"
-    return Seen('before_batch', lambda l: setattr(l, 'xb', (torch.cat([l.x, l.x+0.1]),)))
+    "Make two views of each sample, which the loss compares, as in SimCLR, Barlow Twins and SwAV"
+    return RecordAt('before_batch', lambda l: setattr(l, 'xb', (torch.cat([l.x, l.x+0.1]),)))
 def pairs(p, y):
-    if len(p)%4: raise ValueError('pairs of parts')   # as where a loss asserts its size
+    if len(p)%4: raise ValueError('pairs of parts')   # like a loss that asserts its batch size
     a,b = p.chunk(2)
     return F.cross_entropy(F.normalize(a)@F.normalize(b).T, torch.arange(len(a)))
 
 def test_two_views_of_each_sample_are_told_and_the_cache_is_exact():
     learn = toy(6, n=48, loss_func=pairs, cbs=unvalidated())
-    said = told(lambda: learn.fit(1, 0.05, cbs=[views(),GradientAccumulation(24)]))
+    said = count_warnings(lambda: learn.fit(1, 0.05, cbs=[views(),GradientAccumulation(24)]))
     assert {k for _,k in said}<={'more-rows','loss-not-a-mean'} and said
     a,b = (toy(24, n=48, loss_func=pairs, cbs=unvalidated()) for _ in range(2))
     for o,cbs in ((a,[]), (b,[GradientCache(micro_batch_size=6)])): o.fit(1, 0.05, cbs=[views(),*cbs])
     assert deviation(weights(a), weights(b))<1e-12
 
 def test_a_callback_that_makes_more_rows_is_not_taken_for_a_loader_that_lies():
-    "Each sample twice, with its target: still a mean over samples"
+    "Each sample comes twice, with its target, so the loss is still a mean over samples"
     def twice(l): l.xb,l.yb = (l.x.repeat(2, 1),),(l.y.repeat(2),)
     a,b = toy(16, n=64),toy(4, n=64)
-    a.fit(1, 0.05, cbs=Seen('before_batch', twice))
-    said = told(lambda: b.fit(1, 0.05, cbs=[Seen('before_batch', twice),GradientAccumulation(16)]))
+    a.fit(1, 0.05, cbs=RecordAt('before_batch', twice))
+    said = count_warnings(lambda: b.fit(1, 0.05, cbs=[RecordAt('before_batch', twice),GradientAccumulation(16)]))
     assert not said and deviation(weights(a), weights(b))<1e-12
 
 class Critic(Callback):
-    "Has a model and an optimizer of its own, as trainers of GANs have"
+    "Trains a model of its own with an optimizer of its own, as trainers of GANs do"
     run_valid = False
     def __init__(self, opt_func):
         self.critic = nn.Linear(5, 1).double()
@@ -105,24 +105,24 @@ class Critic(Callback):
         self.opt_d.zero_grad()
 class PerStep(Critic): per_step = True
 class NoCritic(Critic):
-    "Keeps the Learner's optimizer"
+    "Trains nothing, but keeps the Learner's optimizer in attributes"
     def before_fit(self): self.opt_d,self.opt_a,self.opt_b = None,self.learn.opt,self.learn.opt.opt
 
 @pytest.mark.parametrize('cb,micro,n', [(Critic,4,1), (Critic,16,0), (PerStep,4,0), (NoCritic,4,0)])
 @pytest.mark.parametrize('opt_func', [SGD,torch.optim.SGD])
 def test_an_optimizer_that_only_a_callback_knows_is_told(opt_func, cb, micro, n):
     learn = toy(micro, n=64, cbs=cb(opt_func), opt_func=partial(OptimWrapper, opt=torch.optim.SGD))
-    said = told(lambda: learn.fit(1, 0.05, cbs=GradientAccumulation(16)))
+    said = count_warnings(lambda: learn.fit(1, 0.05, cbs=GradientAccumulation(16)))
     assert said==({('AccumulationWarning','second-optimizer'):1} if n else {})
 
 class PerSample(nn.Module):
-    "Weights of samples, which a callback gives it"
+    "A loss with weights of samples, which a callback sets"
     def forward(self, p, y): return (F.cross_entropy(p, y, reduction='none')*self.w).mean()
 
 def test_what_fails_since_it_keeps_the_whole_batch_says_what_to_do():
-    "And with that it trains; where nothing is split, an error is as it was"
+    "With the remedy it trains. If no batch is split, the error is the user's own, unchanged"
     def train(acc, fails=0):
-        weighs = Seen('before_batch', lambda l: setattr(l.loss_func, 'w', torch.linspace(0, 1, len(l.y)+fails)))
+        weighs = RecordAt('before_batch', lambda l: setattr(l.loss_func, 'w', torch.linspace(0, 1, len(l.y)+fails)))
         toy(16, n=48, loss_func=PerSample(), cbs=unvalidated()).fit(1, 0.05, cbs=[weighs,acc])
     with pytest.raises(RuntimeError, match=
             r'(?s)a \(4\) must.*batch of 16 .*of 4\..*size=4.*#code-that-stores-a-whole-batch$'):
@@ -132,7 +132,7 @@ def test_what_fails_since_it_keeps_the_whole_batch_says_what_to_do():
 
 def clips(learn): nn.utils.clip_grad_norm_(learn.model.parameters(), 1e-3)
 def again(learn):
-    "A second backward pass from a shifted point, as sharpness-aware minimization makes"
+    "Make a second backward pass, as sharpness-aware minimization does"
     learn.opt.zero_grad()
     learn.loss_func(learn.model(*learn.xb), *learn.yb).backward()
 
@@ -142,17 +142,17 @@ def ends(learn):
 @pytest.mark.parametrize('event,f,n', [('before_batch',lambda l: l.opt.zero_grad(),1), ('after_backward',clips,1),
     ('after_backward',again,1), ('before_step',clips,0), ('before_batch',ends,0)])
 def test_gradients_that_a_callback_changes_while_they_add_up_are_told(event, f, n):
-    said = told(lambda: toy(4, n=64).fit(2, 0.05, cbs=[GradientAccumulation(16),Seen(event, f)]))
+    said = count_warnings(lambda: toy(4, n=64).fit(2, 0.05, cbs=[GradientAccumulation(16),RecordAt(event, f)]))
     assert said==({('AccumulationWarning','gradients-changed'):1} if n else {})
 
 def test_a_loss_that_is_tried_makes_pytorch_say_nothing():
-    "Of targets that it keeps from the whole batch"
-    keeps = Seen('after_pred', lambda l: setattr(l.loss_func, 'y', l.y))
+    "PyTorch would warn of target sizes when the loss compares parts with targets of the whole batch"
+    keeps = RecordAt('after_pred', lambda l: setattr(l.loss_func, 'y', l.y))
     class Mse(nn.Module):
         y = None
         def forward(self, p, y): return F.mse_loss(p.sum(1), self.y.to(p))
     learn = toy(4, n=64, loss_func=Mse(), cbs=unvalidated())
-    with noted_warnings() as said:   # an error would be taken for the loss's own
+    with collect_warnings() as said:   # not as errors, which would look like errors of the loss
         learn.fit(1, 1e-3, cbs=[keeps,GradientAccumulation(16)])
     assert not [o for o in said if 'target size' in str(o.message)]
 

@@ -8,16 +8,17 @@ from torch.utils.data import TensorDataset
 from fastai.vision.all import Callback, GradientClip, LossMetrics, accuracy, set_seed
 from fastaccum import AutoSize, GradientAccumulation, GradientCache
 from fastaccum.testing import CrossEntropy, assert_same_run, toy
-from common import CpuMixedPrecision, Memory, Raise, Scaled, Seen, above, at_times, noted_warnings, unmoved
-from small_learners import replaced
+from common import (CpuLossScaling, CpuMixedPrecision, LimitedMemory, RaiseAt, RecordAt, collect_warnings,
+    runs_out_above, runs_out_on_attempts, weights_unchanged)
+from small_learners import replaced_methods
 from test_split import gently, no_shrinking, opts
 
 pytestmark = pytest.mark.filterwarnings('ignore:memory ran out', 'ignore:.*are larger than `accum_bs')
 
-class Counts(Memory):
-    "In the middle of a model; what was tried in vain is not counted"
-    def __init__(self, short):
-        super().__init__(short)
+class Counts(LimitedMemory):
+    "A layer that counts its calls and samples; a failed attempt must not change these counts"
+    def __init__(self, runs_out):
+        super().__init__(runs_out)
         self.calls,self.sizes = 0,[]
         self.register_buffer('trained', torch.tensor(0))
     def forward(self, x):
@@ -27,48 +28,51 @@ class Counts(Memory):
         return super().forward(x)
 
 class Loss(CrossEntropy):
-    def __init__(self, memory, weight): super().__init__(weight); self.memory = [memory]   # no part of this module
+    "A loss that needs memory of its own, in the stage 'loss'"
+    def __init__(self, memory, weight):
+        super().__init__(weight)
+        self.memory = [memory]   # in a list, so that it is not a child module
     def forward(self, pred, targ):
         if torch.is_grad_enabled(): self.memory[0].check('loss', len(pred))
         self.own = pred.pow(2).mean()   # for a metric
         return super().forward(pred, targ)
 
-def learner(bs, short=None, norm=nn.Tanh, weight=None, **kwargs):
-    memory = Counts(short)
+def learner(bs, runs_out=None, norm=nn.Tanh, weight=None, **kwargs):
+    memory = Counts(runs_out)
     def net(): return nn.Sequential(nn.Linear(5, 6), norm(), memory, nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
     return toy(bs, model=lambda: net().double(), loss_func=Loss(memory, weight), **kwargs)
 
 auto = partial(GradientAccumulation, micro_batch_size='auto', drop_last=False)
 
-def full_and_short(bs, accum, short, cbs=list, acc=auto, **kwargs):
-    "The full-batch run with enough memory, and the one on batches of `bs` where memory is short"
-    a,b = learner(-(-accum//bs)*bs, **kwargs),learner(bs, short, **kwargs)
+def full_batch_and_limited(bs, accum, runs_out, cbs=list, acc=auto, **kwargs):
+    "Return the Learners of the full-batch run with enough memory, and of a run on batches of `bs` with little memory"
+    a,b = learner(-(-accum//bs)*bs, **kwargs),learner(bs, runs_out, **kwargs)
     for learn,own in ((a,[]),(b,[acc(accum)])):
         torch.manual_seed(0)
         gently(learn, own+cbs())
     return a,b
 
-extras = [list,lambda: [GradientClip(0.05)],lambda: [Scaled(init_scale=2.**10, growth_interval=3)]]
-wheres = ['forward','loss','backward']
+extras = [list,lambda: [GradientClip(0.05)],lambda: [CpuLossScaling(init_scale=2.**10, growth_interval=3)]]
+stages = ['forward','loss','backward']
 
 @no_shrinking
-@example(where='backward', cap=2, bs=8, accum=24, times={1}, n=32, opt_func=opts[0], cbs=list, tokens=False,
-    shuffle=False)   # in mid-step
-@given(where=st.sampled_from(wheres), cap=st.integers(1, 12), bs=st.integers(2, 20), accum=st.integers(4, 32),
+@example(stage='backward', cap=2, bs=8, accum=24, times={1}, n=32, opt_func=opts[0], cbs=list, tokens=False,
+    shuffle=False)   # memory runs out in the middle of a step
+@given(stage=st.sampled_from(stages), cap=st.integers(1, 12), bs=st.integers(2, 20), accum=st.integers(4, 32),
     times=st.none()|st.sets(st.integers(0, 20), max_size=5), n=st.integers(32, 60), opt_func=st.sampled_from(opts),
     cbs=st.sampled_from(extras), tokens=st.booleans(), shuffle=st.booleans())
-def test_the_run_is_the_full_batch_run(where, cap, bs, accum, times, **kwargs):
-    "With any `cap`, or when memory is short now and then"
-    if kwargs['tokens'] and where=='loss': return   # (that counts tokens)
-    short = above(cap, where) if times is None else at_times(times, where)
-    a,b = full_and_short(bs, accum, short, metrics=accuracy, **kwargs)
+def test_the_run_is_the_full_batch_run(stage, cap, bs, accum, times, **kwargs):
+    "With memory for any number of samples, or if only some attempts run out of memory"
+    if kwargs['tokens'] and stage=='loss': return   # the cap would be a number of tokens there
+    runs_out = runs_out_above(cap, stage) if times is None else runs_out_on_attempts(times, stage)
+    a,b = full_batch_and_limited(bs, accum, runs_out, metrics=accuracy, **kwargs)
     assert_same_run(a, b, tol=1e-5)   # Adam divides by what is nearly zero
 
-@pytest.mark.parametrize('where', wheres)
-def test_the_size_is_halved_kept_and_said_once(where):
-    "Also in the next fit with the same callback"
-    acc,sizes = auto(32),Seen('after_backward', lambda l: len(l.x))
-    learn = learner(16, above(5, where), n=48)
+@pytest.mark.parametrize('stage', stages)
+def test_the_size_is_halved_kept_and_said_once(stage):
+    "The next fit with the same callback uses the size that was found, and does not warn again"
+    acc,sizes = auto(32),RecordAt('after_backward', lambda l: len(l.x))
+    learn = learner(16, runs_out_above(5, stage), n=48)
     with pytest.warns(UserWarning) as told:
         for _ in range(2): learn.fit(1, 0.1, cbs=[acc,sizes])
     said = [str(o.message).split('\n')[0] for o in told if 'memory ran out' in str(o.message)]
@@ -77,69 +81,69 @@ def test_the_size_is_halved_kept_and_said_once(where):
 
 # A failed attempt leaves nothing
 
-@pytest.mark.parametrize('where', ['loss','backward'])
+@pytest.mark.parametrize('stage', ['loss','backward'])
 @pytest.mark.parametrize('norm', [lambda: nn.BatchNorm1d(6),lambda: nn.Dropout(0.3)], ids=['batchnorm','dropout'])
-def test_it_is_the_run_with_smaller_micro_batches_to_begin_with(norm, where):
-    "Random numbers, BatchNorm's statistics, and what modules count are those of a loader with such batches"
+def test_it_is_the_run_with_smaller_micro_batches_to_begin_with(norm, stage):
+    "Random numbers, BatchNorm's statistics and counts of modules are those of a run that needs no second attempt"
     class Draw(Callback):
         order,run_valid = -55,False
         def after_pred(self): self.now = random.random(),np.random.rand(),torch.rand(1).item()
         def after_backward(self): self.recorder.drawn.append(self.now)
-    def run(bs, short, micro):
-        learn = learner(bs, short, norm, n=64)
+    def run(bs, runs_out, micro):
+        learn = learner(bs, runs_out, norm, n=64)
         learn.recorder.drawn = []
         set_seed(0)
         learn.fit(1, 0.1, cbs=[GradientAccumulation(32, micro_batch_size=micro),Draw()])
         return learn
-    a,b = run(2, None, None),run(16, above(3, where), 'auto')
+    a,b = run(2, None, None),run(16, runs_out_above(3, stage), 'auto')
     assert_same_run(a, b)
     assert a.recorder.drawn==b.recorder.drawn
     assert (a.model[2].calls,a.model[2].sizes)==(b.model[2].calls,b.model[2].sizes)
 
-@pytest.mark.parametrize('where', wheres)
-def test_autocast_is_left(where):
+@pytest.mark.parametrize('stage', stages)
+def test_autocast_is_left(stage):
     def state(l): return torch.is_autocast_enabled('cpu')
-    learn = learner(16, above(3, where), data=TensorDataset(torch.randn(64, 5), torch.randint(0, 3, (64,))))
+    learn = learner(16, runs_out_above(3, stage), data=TensorDataset(torch.randn(64, 5), torch.randint(0, 3, (64,))))
     learn.model.float()
-    before,during = Seen('before_batch', state, order=5),Seen('after_pred', state, order=20)
+    before,during = RecordAt('before_batch', state, order=5),RecordAt('after_pred', state, order=20)
     learn.fit(1, 0.1, cbs=[auto(32),CpuMixedPrecision('bf16'),before,during])
     assert set(before.values)=={False} and set(during.values)=={True} and not state(None)
-    learn.model[2].short = above(0, where)
+    learn.model[2].runs_out = runs_out_above(0, stage)
     with pytest.raises(torch.OutOfMemoryError): learn.fit(1, 0.1, cbs=[auto(32),CpuMixedPrecision('bf16')])
     assert not state(None)
 
-# Validation, and what cannot be helped
+# Validation, and errors that are raised
 
 @pytest.mark.parametrize('weight', [None,torch.tensor([.01,.02,.03], dtype=torch.float64)], ids=['mean','weights'])
 def test_validation_is_split_too(weight):
-    "Its losses and metrics are those of whole batches; it finds a size of its own"
-    def short(where, n): return where=='validation' and n>9 or where=='loss' and n>4
-    sizes = Seen('after_loss', lambda l: len(l.pred))
+    "Its losses and metrics are those of whole batches; its size is found separately from that of training"
+    def runs_out(stage, n): return stage=='validation' and n>9 or stage=='loss' and n>4
+    sizes = RecordAt('after_loss', lambda l: len(l.pred))
     sizes.run_valid,sizes.run_train = True,False
-    metrics = [accuracy,*LossMetrics('own')]
-    assert_same_run(*full_and_short(16, 32, short, cbs=lambda: [sizes], n=90, metrics=metrics, weight=weight))
-    assert max(sizes.values[-12:])<=9   # after those of the full-batch run
+    more = dict(n=90, metrics=[accuracy,*LossMetrics('own')], weight=weight)
+    assert_same_run(*full_batch_and_limited(16, 32, runs_out, cbs=lambda: [sizes], **more))
+    assert max(sizes.values[-12:])<=9   # the sizes before these are those of the full-batch run
 
 @pytest.mark.parametrize('acc', [auto(32),GradientCache(micro_batch_size='auto')])
 def test_a_single_sample_that_does_not_fit(acc):
-    "No weight moves; and the next fit says nothing of it"
-    learn = learner(16, above(0, 'forward'), n=64)
-    with unmoved(learn), pytest.raises(torch.OutOfMemoryError, match='single sample.*planted'):
+    "No weight changes, and the next fit gives no warning"
+    learn = learner(16, runs_out_above(0, 'forward'), n=64)
+    with weights_unchanged(learn), pytest.raises(torch.OutOfMemoryError, match='single sample.*planted'):
         learn.fit(1, 0.1, cbs=acc)
-    assert not replaced(learn)
-    learn.model[2].short = None
-    with noted_warnings('error'): learn.fit(1, 0.1, cbs=acc)
+    assert not replaced_methods(learn)
+    learn.model[2].runs_out = None
+    with collect_warnings('error'): learn.fit(1, 0.1, cbs=acc)
 
-@pytest.mark.parametrize('event,exc,at', [('after_pred',RuntimeError,1),('before_backward',KeyboardInterrupt,1),
+@pytest.mark.parametrize('event,exc,skip', [('after_pred',RuntimeError,1),('before_backward',KeyboardInterrupt,1),
     *((o,torch.OutOfMemoryError,1) for o in ('after_backward','before_step','after_step')),
     ('after_batch',torch.OutOfMemoryError,3)])
-def test_other_errors_pass_and_no_step_is_made_twice(event, exc, at):
-    "Memory that runs out once the gradient is there, in the step or after it, is the user's to know of"
-    learn,cb = learner(16, n=64),Raise(event, exc, 70, at=at)
+def test_other_errors_pass_and_no_step_is_made_twice(event, exc, skip):
+    "If memory runs out after the backward pass, or in or after the step, the error is raised, and nothing is repeated"
+    learn,cb = learner(16, n=64),RaiseAt(event, exc, 70, skip=skip)
     with pytest.raises(exc, match='planted'): learn.fit(1, 0.1, cbs=[auto(32),cb])
-    assert cb.left==-1
+    assert cb.n_heard==skip+1
 
-# A split of one's own
+# A `split` function of the user's
 
 def test_a_split_of_ones_own_is_used():
     calls = []
@@ -147,5 +151,5 @@ def test_a_split_of_ones_own_is_used():
         calls.append((start,stop,n))
         return tuple(o[start:stop] for o in b)
     def acc(n): return GradientAccumulation(n, micro_batch_size=AutoSize(split=split), drop_last=False)
-    assert_same_run(*full_and_short(8, 16, above(3, 'loss'), acc=acc, n=48))
+    assert_same_run(*full_batch_and_limited(8, 16, runs_out_above(3, 'loss'), acc=acc, n=48))
     assert {(0,2,8),(6,8,8)}<=set(calls)

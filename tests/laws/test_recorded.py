@@ -3,7 +3,7 @@ import pytest
 from fastai.vision.all import AvgLoss, CancelBatchException, Perplexity, accuracy
 from fastaccum import GradientAccumulation
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, toy, both_runs
-from common import Raise, Seen, weights
+from common import RaiseAt, RecordAt, weights
 from sweep import metered
 from test_same_run import finds, within
 
@@ -12,7 +12,7 @@ def mets(): return [accuracy,AvgLoss(),Perplexity()]
 @pytest.mark.parametrize('n,accum_bs,kwargs', [(64,16,{}), (71,10,{}), (70,100,{}),
     (70,16,dict(acc=dict(drop_last=True))), (70,16,dict(loss_func=CrossEntropy(reduction='sum'), metrics=accuracy))])
 def test_what_is_recorded_is_the_full_batch_runs(n, accum_bs, kwargs):
-    "With train metrics: one over predictions, two over the loss"
+    "With training metrics, of which one is computed from predictions and two from the loss"
     a,b = both_runs(n=n, accum_bs=accum_bs, make=lambda bs,**kw: metered(bs, **{'metrics':mets(), **kw}),
         fit=lambda l,cbs: l.fit_one_cycle(3, 0.01, cbs=cbs), **kwargs)
     assert_same_run(a, b)
@@ -21,24 +21,24 @@ def test_what_is_recorded_is_the_full_batch_runs(n, accum_bs, kwargs):
 
 @pytest.mark.parametrize('event', ['before_step','after_step'])
 def test_at_a_step_the_learner_shows_the_full_batch_runs_state(event):
-    "How far training has come, its epoch and learning rates; and once the step is taken, its mean loss"
+    "In `before_step` and `after_step`: progress, epoch and learning rates, and after the step its mean loss"
     def state(l): return l.pct_train,l.epoch,[o['lr'] for o in l.opt.hypers],l.loss.item()*(event=='after_step')
-    a,b = Seen(event, state),Seen(event, state)
+    a,b = RecordAt(event, state),RecordAt(event, state)
     toy(16).fit_one_cycle(2, 0.1, cbs=a); toy(4).fit_one_cycle(2, 0.1, cbs=[b,GradientAccumulation(16)])
     assert len(b.values)==10 and deviation(a.values, b.values)<1e-6
 
 def test_there_is_a_smoothed_loss_whenever_a_batch_ends():
-    "Progress bars and loggers read it; the last step is taken within the last batch"
+    "Progress bars and loggers read it; the epoch's last step is in its last batch"
     seen,learn = [],toy(4)
-    steps = Seen('after_step', lambda l: seen.append(0))
-    reads = Seen('after_batch', lambda l: seen.append(float(l.smooth_loss)), order=51)
+    steps = RecordAt('after_step', lambda l: seen.append(0))
+    reads = RecordAt('after_batch', lambda l: seen.append(float(l.smooth_loss)), order=51)
     learn.fit(1, 0.05, cbs=[GradientAccumulation(16),steps,reads])
     assert seen.count(0)==5 and all(0<=o<10 for o in seen) and seen[-2:]==[0,float(learn.recorder.losses[-1])]
 
 # `log_accum_batch=False`: every micro-batch is recorded, as fastai does
 
 def test_the_optimization_is_the_same():
-    "And a step's micro-batches have its learning rate"
+    "And every micro-batch is recorded with the learning rate of its step"
     a,b = both_runs(acc=dict(log_accum_batch=False))
     rec = b.recorder
     assert deviation(weights(a), weights(b))<1e-12
@@ -47,7 +47,7 @@ def test_the_optimization_is_the_same():
     assert deviation(rec.lrs, lrs)<1e-12
 
 def test_micro_batches_losses_are_their_own():
-    "Where nothing is learned, all that is recorded is a plain run's"
+    "With a learning rate of 0, all recorded values are those of a plain run"
     def run(cbs, bs=4):
         learn = metered(bs, metrics=mets(), n=64)
         learn.fit(2, 0., wd=0., cbs=cbs)
@@ -59,9 +59,9 @@ def each(n, **kwargs): return GradientAccumulation(n, log_accum_batch=False, **k
 @pytest.mark.parametrize('bs,n,cbs,want', [
     (16, 70, lambda: [each(24, micro_batch_size=4)], 2*(4+2+2+4+4+2)),
     (4, 70, lambda: [each(16, drop_last=True)], 2*16),
-    (4, 48, lambda: [each(16),Raise('after_pred', CancelBatchException, 0, at=1)], 2*12-1),
-    (4, 64, lambda: [each(16),*within(finds)], 6+16),   # the search begins the records anew, after an epoch
-    (4, 64, lambda: [Seen('before_epoch', lambda l: l.epoch==1 and l.add_cb(GradientAccumulation(16)))], 16+4)],
+    (4, 48, lambda: [each(16),RaiseAt('after_pred', CancelBatchException, 0, skip=1)], 2*12-1),
+    (4, 64, lambda: [each(16),*within(finds)], 6+16),   # `lr_find` after the first epoch empties the records
+    (4, 64, lambda: [RecordAt('before_epoch', lambda l: l.epoch==1 and l.add_cb(GradientAccumulation(16)))], 16+4)],
     ids=['split','dropped','cancelled','after a search','from the second epoch'])
 def test_as_many_are_recorded_as_were_trained_on(bs, n, cbs, want):
     learn = toy(bs, n=n)

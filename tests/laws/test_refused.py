@@ -8,7 +8,7 @@ from fastai.vision.all import (DataLoader, GradientAccumulation as FastaiGradien
 from fastaccum import (ActivationCheckpoint, AutoSize, FreezeBN, GradientAccumulation, GradientAccumulationSchedule,
     GradientAccumulationScheduler, GradientCache, NoiseScale, RecalibrateBN, ScaledLR)
 from fastaccum.testing import assert_same_run, toy, toy_data
-from common import Seen, weights
+from common import RecordAt, weights
 
 def link(e): return str(e.value).rpartition('\nMore: https://')[2].partition('.html#')[2]
 
@@ -71,7 +71,7 @@ bad = [(GradientAccumulation, dict(micro_batch_size='big'), TypeError, "'auto', 
     (ScaledLR, dict(base_bs=8, rule='cubic'), ValueError, "rule='cubic'.*give 'linear' or 'sqrt'"),
     (ScaledLR, dict(base_bs=8, rule='adascale'), ValueError, "rule='adascale'.*was removed.*'linear'.*'sqrt'")]
 
-@pytest.mark.parametrize('f,kwargs,exc,words', bad, ids=[str(list(o[1].items())) for o in bad])
+@pytest.mark.parametrize('f,kwargs,exc,words', bad, ids=[', '.join(o[1]) for o in bad])
 def test_other_arguments_are_refused_when_they_are_given(f, kwargs, exc, words):
     with pytest.raises(exc, match=words) as e: f(**kwargs)
     assert link(e) or 'unexpected keyword' in str(e.value)   # Python's own
@@ -142,5 +142,5 @@ def test_learners_that_cannot_be_trained_are_refused_before_a_weight_moves(nm):
     assert_same_run(fresh, learn)
 
 def test_accumulation_is_not_switched_off_in_the_middle_of_an_epoch():
-    off = Seen('after_step', lambda l: setattr(l.gradient_accumulation, 'run', False))
+    off = RecordAt('after_step', lambda l: setattr(l.gradient_accumulation, 'run', False))
     with pytest.raises(RuntimeError, match='middle of an epoch'): toy(4).fit(1, cbs=[GradientAccumulation(16),off])

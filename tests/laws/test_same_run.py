@@ -8,10 +8,10 @@ from fastai.vision.all import (Adam, DataLoader, DataLoaders, EarlyStoppingCallb
     ShortEpochCallback, load_learner, params)
 from fastaccum import GradientAccumulation
 from fastaccum.testing import assert_same_run, deviation, toy, toy_data, both_runs
-from common import Seen, grads, some, weights
-from small_learners import all_params, whole
+from common import RecordAt, grads, pick_cases, weights
+from small_learners import all_params, random_ints
 
-@pytest.mark.parametrize('seed', some(35, range(400)))
+@pytest.mark.parametrize('seed', pick_cases(35, range(400)))
 def test_random_runs(seed): sweep.check(seed)
 
 @pytest.mark.parametrize('args,full', [(dict(),32), (dict(n_acc=16),16), (dict(accum_bs=10),12)], ids=str)
@@ -26,8 +26,8 @@ class Mean(nn.Embedding):
 @pytest.mark.parametrize('acc', [dict(),dict(micro_batch_size=2)], ids=str)
 @pytest.mark.parametrize('opt', [torch.optim.SparseAdam,torch.optim.SGD])
 def test_sparse_gradients(opt, acc):
-    "Of an embedding, where a row that no sample of a step has used stays as it is"
-    data = TensorDataset(whole(200, 70, 4), whole(3, 70))
+    "The rows of an embedding that no sample of a step has used do not change"
+    data = TensorDataset(random_ints(200, 70, 4), random_ints(3, 70))
     assert_same_run(*both_runs(data=data, model=lambda: Mean(200, 3, sparse=True).double(), splitter=all_params,
         opt_func=partial(OptimWrapper, opt=opt), acc=acc))
 
@@ -35,7 +35,7 @@ def test_sparse_gradients(opt, acc):
 
 @pytest.mark.parametrize('opt_func', [Adam,partial(OptimWrapper, opt=torch.optim.SGD)], ids=['fastai','torch'])
 def test_several_fits_with_one_callback(opt_func):
-    "With a body that is frozen after it has trained: fastai's own optimizers go on decaying it, here as there"
+    "A body that is frozen after it has trained is still decayed by fastai's optimizers, in both runs"
     def fit(l, cbs):
         for freeze,how in ((l.unfreeze,l.fit_one_cycle),(l.freeze,l.fit),(l.unfreeze,l.fit_flat_cos)):
             freeze()
@@ -43,8 +43,8 @@ def test_several_fits_with_one_callback(opt_func):
     assert_same_run(*both_runs(opt_func=opt_func, fit=fit))
 
 def test_no_gradient_of_an_earlier_fit_enters():
-    "Which fastai's callback leaves at the end of each; a body that is frozen stays where it is"
-    learn,fresh = toy(4, n=60, opt_func=SGD),toy(16, n=60, opt_func=SGD)   # which has no state of its own
+    "fastai's callback leaves gradients when a fit ends; a body that is frozen then does not change"
+    learn,fresh = toy(4, n=60, opt_func=SGD),toy(16, n=60, opt_func=SGD)   # SGD without momentum has no state
     learn.fit(1, 0.1, cbs=FastaiGradientAccumulation(16))
     fresh.model.load_state_dict(learn.model.state_dict())
     fresh.fit(1, 0.1); learn.fit(1, 0.1, cbs=GradientAccumulation(16))
@@ -59,7 +59,7 @@ def test_no_gradient_of_an_earlier_fit_enters():
 @pytest.mark.parametrize('acc,num_it,lrs', [(dict(),30,{}), (dict(drop_last=True),12,{}),
     (dict(log_accum_batch=False),30,{}), (dict(),60,dict(end_lr=1e5, stop_div=True))], ids=str)
 def test_lr_find(acc, num_it, lrs):
-    "The finder's points are steps, and a fit after it is the full-batch run's too"
+    "Each point of `lr_find` is a step, and a fit after it is the full-batch run"
     def fit(l, cbs):
         l.add_cbs(cbs)
         l.found = l.lr_find(num_it=num_it, show_plot=False, **dict(dict(stop_div=False), **lrs)).valley,l.recorder.lrs
@@ -73,9 +73,9 @@ def test_lr_find(acc, num_it, lrs):
 # Other callbacks
 
 def within(f):
-    "After the first epoch, what announces a fit, whether one begins or not"
+    "Return callbacks that call `f(learn)` once, after the first epoch"
     todo = [f]
-    return [Seen('after_epoch', lambda l: todo and todo.pop()(l), order=70)]
+    return [RecordAt('after_epoch', lambda l: todo and todo.pop()(l), order=70)]
 def finds(l): l.lr_find(num_it=6, show_plot=False)
 
 others = dict(validates=lambda: within(lambda l: l.validate()), finds=lambda: within(finds),
@@ -92,9 +92,9 @@ def test_beside_a_callback_that(kind):
 
 @pytest.mark.parametrize('drop_last', [False,True])
 def test_an_epoch_that_is_cut_short(drop_last):
-    "What was seen is stepped on, unless incomplete batches are left out; no gradient stays"
+    "Samples of the incomplete step are used unless `drop_last` is set, and no gradient stays"
     def empty(l): return not any(g is not None and g.any() for g in grads(l))
-    learn,note,begin = toy(4, n=64),Seen('after_backward', lambda l: 'b', -50),Seen('before_train', empty, 100)
+    learn,note,begin = toy(4, n=64),RecordAt('after_backward', lambda l: 'b', -50),RecordAt('before_train', empty, 100)
     note.before_train,note.after_step = lambda: note.values.append('|'),lambda: note.values.append('s')
     learn.fit(2, 0.05, cbs=[GradientAccumulation(16, drop_last=drop_last),note,begin,ShortEpochCallback(pct=0.3)])
     assert begin.values==[True,True] and empty(learn)
@@ -105,7 +105,7 @@ def test_an_epoch_that_is_cut_short(drop_last):
 # Outside of a fit
 
 def test_validation_and_prediction_before_any_fit():
-    "Also with what would be refused for a fit"
+    "Also with arguments that a fit would refuse"
     a,b = toy(4),toy(4, cbs=GradientAccumulation(100, drop_last=True))
     assert list(a.validate())==list(b.validate()) and deviation(a.get_preds()[0], b.get_preds()[0])==0
     b.show_training_loop()

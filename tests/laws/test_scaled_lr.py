@@ -5,7 +5,7 @@ import pytest, torch
 from fastai.vision.all import Adam, CancelTrainException, GradientClip, OptimWrapper, ReduceLROnPlateau, SGD
 from fastaccum.all import *
 from fastaccum.testing import assert_same_run, toy
-from common import CpuMixedPrecision, Raise, Seen, overflow, some, weights
+from common import CpuMixedPrecision, RaiseAt, RecordAt, learnable_data, overflow_at_step, pick_cases, weights
 
 opts = dict(sgd=partial(SGD, mom=.9), adam=Adam, adamw=partial(OptimWrapper, opt=torch.optim.AdamW),
     torchs_sgd=partial(OptimWrapper, opt=torch.optim.SGD))
@@ -13,7 +13,7 @@ fits = dict(fit_one_cycle=(2, slice(1e-3, .1)), fit=(2, slice(1e-3, .1)), fit_fl
 factors = dict(linear=4., sqrt=2.)
 
 def hypers(learn, *but): return [{k:v for k,v in h.items() if k not in but} for h in learn.opt.hypers]
-def in_steps(): return Seen('before_step', hypers, order=100)
+def in_steps(): return RecordAt('before_step', hypers, order=100)
 def rates(hs): return [h['lr'] for h in hs]
 def close(a, b): return len(a)==len(b) and all(math.isclose(x, y, rel_tol=1e-12) for x,y in zip(a, b))
 
@@ -24,7 +24,7 @@ def run(opt, fit, *cbs):
 
 # Which rate
 
-@pytest.mark.parametrize('opt,fit,rule', some(10, [(o,f,r) for o in opts for f in fits for r in (*factors,None)]))
+@pytest.mark.parametrize('opt,fit,rule', pick_cases(10, [(o,f,r) for o in opts for f in fits for r in (*factors,None)]))
 def test_each_step_has_its_rate_times_the_factor(opt, fit, rule):
     "In all groups, and the Recorder has what was used; in the end rates are as they were set"
     (a,base),(b,mine) = run(opt, fit),run(opt, fit, ScaledLR(base_bs=4, rule=rule))
@@ -61,7 +61,7 @@ def acc(*args): return lambda: GradientAccumulation(*args)
 
 @pytest.mark.parametrize('n,cbs,want', [(70,acc(16),[2]*10), (70,acc(18),[2.5]*8), (20,acc(1000),[2.5]*2),
     (14,list,[.5]*8), (64,lambda: GradientAccumulationScheduler({0:2, 1:4}),[1]*8+[2]*4),
-    (64,lambda: [GradientAccumulation(16), CpuMixedPrecision(), overflow(1)],[2]*8)])
+    (64,lambda: [GradientAccumulation(16), CpuMixedPrecision(), overflow_at_step(1)],[2]*8)])
 def test_the_size_is_that_of_a_whole_step(n, cbs, want):
     """In whole micro-batches, not larger than an epoch, also where a step is short or overflows; without accumulation
     that of a batch"""
@@ -83,9 +83,9 @@ def test_the_run_is_the_full_batchs_with_that_rate(kwargs):
 
 # In company, and afterwards
 
-halve = Seen('before_batch', lambda l: l.opt.set_hyper('lr', l.opt.hypers[0]['lr']/2), order=70)
+halve = RecordAt('before_batch', lambda l: l.opt.set_hyper('lr', l.opt.hypers[0]['lr']/2), order=70)
 plateau = ReduceLROnPlateau(patience=0, factor=2, min_delta=1e9)   # after the second epoch, and the third
-sets = Seen('after_batch', lambda l: l.opt.set_hyper('lr', .1/2**len(l.recorder.lrs)), order=70)
+sets = RecordAt('after_batch', lambda l: l.opt.set_hyper('lr', .1/2**len(l.recorder.lrs)), order=70)
 
 @pytest.mark.parametrize('cb,want', [(plateau,[.4]*8+[.2]*4), (halve,[.4/2**i for i in range(1, 13)]),
     (sets,[.4/2**i for i in range(12)])], ids=['plateau','halves','sets'])
@@ -109,7 +109,7 @@ def test_nothing_is_left_after_an_interrupt(event, on_learner, exc):
     learn = toy(4, n=64, opt_func=Adam)
     learn.create_opt()
     before,own = hypers(learn, 'lr', 'wd'),[GradientAccumulation(16),ScaledLR(base_bs=4, rule='sqrt')]
-    raises = Raise(event, exc, 100, at=1)
+    raises = RaiseAt(event, exc, 100, skip=1)
     if on_learner: learn.add_cbs(own)
     try: learn.fit(1, .1, cbs=[raises, *([] if on_learner else own)])
     except KeyboardInterrupt: pass

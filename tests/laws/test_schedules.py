@@ -7,13 +7,13 @@ from fastai.vision.all import (Adam, DataLoader, GradientClip, SGD, SchedCos, Sc
 from fastaccum import (GradientAccumulation, GradientAccumulationSchedule as Schedule,
     GradientAccumulationScheduler as Scheduler)
 from fastaccum.testing import assert_same_run, toy
-from common import Raise, StepsLoader, some
+from common import BatchSizesLoader, RaiseAt, pick_cases
 
 def compare(make, n_epoch, n, micro, cbs=list, start_epoch=0, **kwargs):
-    "Train on the plan's batches, and on micro-batches; return both Learners and the plan"
+    "Train on batches of the planned sizes, and on micro-batches with the schedule; return both Learners and the plan"
     a,b,acc = toy(1, n=n, **kwargs),toy(micro, n=n, **kwargs),make()
     plan = acc.plan(b.dls, n_epoch)
-    a.dls.loaders[0] = StepsLoader(a.dls.train, plan.sizes, start_epoch)
+    a.dls.loaders[0] = BatchSizesLoader(a.dls.train, plan.sizes, start_epoch)
     for o,more in ((a,[]),(b,[acc])): o.fit_one_cycle(n_epoch, 0.05, cbs=cbs()+more, start_epoch=start_epoch)
     assert_same_run(a, b)
     assert len(b.recorder.losses)==len(b.recorder.accum_bs)==sum(plan.steps[start_epoch:])
@@ -21,9 +21,9 @@ def compare(make, n_epoch, n, micro, cbs=list, start_epoch=0, **kwargs):
 
 annealers = dict(lin=SchedLin, cos=SchedCos, exp=SchedExp, no=SchedNo, poly=partial(SchedPoly, power=2))
 
-@pytest.mark.parametrize('seed', some(20, range(100)))
+@pytest.mark.parametrize('seed', pick_cases(20, range(100)))
 def test_random_schedules(seed):
-    "Ends, windows, annealers, modes, data, optimizers, clipping, resumed fits"
+    "Random sizes, windows, annealers, modes, data, optimizers, clipping and resumed fits"
     r = random.Random(seed)
     micro,n,n_epoch,drop_last = r.randint(1, 7),r.randint(30, 90),r.randint(1, 4),r.random()<0.3
     most = n//(2*micro)*micro
@@ -53,7 +53,7 @@ def test_a_plan_has_every_sample_in_one_step_of_an_epoch(n, micro, accum_bs, n_e
 @given(n=st.integers(20, 300), micro=st.integers(1, 9), a=st.integers(1, 60), b=st.integers(1, 60), s=st.floats(0, 1),
     f=st.floats(0, 1), annealer=st.sampled_from(list(annealers)), n_epoch=st.integers(1, 4), drop_last=st.booleans())
 def test_sizes_follow_the_annealer(n, micro, a, b, s, f, annealer, n_epoch, drop_last):
-    "Each within half a micro-batch of it, in whole micro-batches, and every sample in one step"
+    "Each size is whole micro-batches, within half a micro-batch of the annealer, and every sample is in one step"
     s,f = sorted([s,f])
     first,last = (-(-o//micro)*micro for o in (a,b))
     acc = Schedule(a, b, start=s, finish=f, schedule=annealers[annealer], drop_last=drop_last)
@@ -63,7 +63,7 @@ def test_sizes_follow_the_annealer(n, micro, a, b, s, f, annealer, n_epoch, drop
             pct = (epoch+done/n)/n_epoch
             ideal = last if pct>=f else first if pct<=s else annealers[annealer](first, last)((pct-s)/(f-s))
             if size is None: assert done==n or drop_last and ideal+micro/2>n-done-1e-6
-            elif done+size==n and ideal>size: pass   # what is left of an epoch
+            elif done+size==n and ideal>size: pass   # the epoch has too few samples left
             else: assert (size%micro==0 or done+size==n) and 0<size and abs(size-ideal)<=micro/2+1e-6
             done += size or 0
 
@@ -82,7 +82,7 @@ there_and_back = combine_scheds([.5,.5], [SchedLin(8,32),SchedLin(32,8)])
     (lambda: Schedule(16, 16, finish=1., schedule=lambda a,b: lambda pos: 1), 1, [[16]+[4]*12]),
     (lambda: Schedule(8, 16, finish=1., schedule=there_and_back), 2, [[8,12,16,20,8],[32,20,12]])], ids=range(6))
 def test_plans_by_example_and_their_runs(make, n_epoch, expected):
-    "Thresholds in any order, steps counted over the whole fit, at least a micro-batch a step, ready-made schedules"
+    "Thresholds in any order, steps counted over the whole fit, steps of one micro-batch, fastai's combined schedules"
     for epoch in range(min(2, n_epoch)):   # from the beginning, and resumed
         assert compare(make, n_epoch, n=64, micro=4, start_epoch=epoch)[2].sizes==expected
 
@@ -97,13 +97,14 @@ def test_plot_sched_draws_the_plan():
 # Fit after fit
 
 def test_each_fit_begins_the_schedule_anew():
-    "Resumed at an epoch it goes on; another fit, an interrupt, or pickling leave nothing behind"
+    "A resumed fit goes on in the schedule; another fit, an interrupt or pickling leaves nothing behind"
     make = partial(Schedule, 8, 32, start=1, finish=3, schedule=partial(SchedPoly, power=2))
     _,expected,plan = compare(make, n_epoch=4, n=70, micro=4)
     _,b,_ = compare(make, n_epoch=4, n=70, micro=4, start_epoch=2)
     assert b.recorder.accum_bs==expected.recorder.accum_bs[sum(plan.steps[:2]):]
     acc,learn = make(),toy(4)
-    with pytest.raises(KeyboardInterrupt): learn.fit(4, cbs=[acc,Raise('after_backward', KeyboardInterrupt, 5, at=20)])
+    interrupt = RaiseAt('after_backward', KeyboardInterrupt, 5, skip=20)
+    with pytest.raises(KeyboardInterrupt): learn.fit(4, cbs=[acc,interrupt])
     learn.model.load_state_dict(toy(4).model.state_dict())
     for l,o in ((learn,acc),(toy(4),pickle.loads(pickle.dumps(acc)))):
         l.fit_one_cycle(4, 0.05, cbs=o, reset_opt=True)

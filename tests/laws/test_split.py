@@ -11,19 +11,20 @@ from fastai.vision.all import (Adam, Callback, CancelBatchException, CutMix, Dat
     Learner, OptimWrapper, RNNRegularizer, SGD, ShortEpochCallback, accuracy, noop)
 from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, one_cycle, toy, toy_data
-from common import Event, Seen, short_of, unmoved, weights
-from small_learners import DoubleMixUp, Encoding, MixedLoss, all_params, gauss, make, quiet, whole
+from common import CallAt, RecordAt, raise_oom_above, weights, weights_unchanged
+from small_learners import (DoubleMixUp, MappingBatch, MixUpLoss, all_params, make_application, random_floats,
+    random_ints, silence_in_double)
 
 pytestmark = pytest.mark.filterwarnings('ignore:memory ran out')
 
 def accumulating(accum, micro, acc=GradientAccumulation, **kwargs):
-    "What splits batches: into parts of `micro` samples, or, with `('auto', cap)`, into what fits"
+    "Return callbacks that split batches: into `micro` samples, or, with `('auto', cap)`, until `cap` samples fit"
     micro,*cap = micro if isinstance(micro, tuple) else (micro,)
-    short = [Seen('after_pred', lambda l: short_of(o, 'forward')(len(l.pred)), order=30) for o in cap]
+    short = [RecordAt('after_pred', lambda l: raise_oom_above(o, 'forward')(len(l.pred)), order=30) for o in cap]
     return [acc(accum, micro_batch_size=micro, **kwargs),*short]
 
 def full_and_split(bs, accum, micro, drop_last=False, cbs=list, fit=one_cycle, **kwargs):
-    "The run on batches of `accum`, and the one whose batches of `bs` are split"
+    "Return the Learners of the run on batches of `accum` samples, and of the run whose batches of `bs` are split"
     a,b = toy(accum, whole=accum if drop_last else 1, **kwargs),toy(bs, **kwargs)
     for learn,own in ((a,[]),(b,accumulating(accum, micro, drop_last=drop_last))):
         torch.manual_seed(0)
@@ -34,16 +35,16 @@ def gently(learn, cbs):
     learn.recorder.train_metrics = True
     learn.fit_one_cycle(2, 0.02, cbs=cbs)
 
-no_shrinking = settings(phases=[Phase.generate])   # that takes minutes
+no_shrinking = settings(phases=[Phase.generate])   # shrinking a failed example takes minutes
 opts = [partial(SGD, mom=0.9),Adam,partial(OptimWrapper, opt=torch.optim.AdamW)]
 
-@pytest.mark.filterwarnings('error::UserWarning')   # also where a step is smaller than the number
+@pytest.mark.filterwarnings('error::UserWarning')   # no warning, even if a step is smaller than `micro_batch_size`
 @no_shrinking
 @given(bs=st.integers(2, 40), accum=st.integers(2, 40), micro=st.integers(1, 20), n=st.integers(50, 70),
     drop_last=st.sampled_from([None,True,False]), opt_func=st.sampled_from(opts),
     cbs=st.sampled_from([list,lambda: [GradientClip(0.05)]]), shuffle=st.booleans(), tokens=st.booleans())
 def test_any_batch_split_anyhow_is_the_full_batch_run(bs, micro, **kwargs):
-    "Any batch size of the loader, any `accum_bs`, whichever is larger"
+    "With any batch size of the loader and any `accum_bs`, whichever of the two is larger"
     a,b = full_and_split(bs, micro=min(micro, bs-1), fit=gently, metrics=accuracy, **kwargs)
     assert_same_run(a, b, tol=1e-5)   # Adam divides by what is nearly zero
 
@@ -54,17 +55,17 @@ def even(n, most):
 @no_shrinking
 @given(bs=st.integers(2, 30), accum=st.integers(1, 30), micro=st.integers(1, 20), n=st.integers(30, 60))
 def test_micro_batches_are_even_and_within_one_batch_and_one_step(bs, accum, micro, n):
-    "None is larger than said; of 17 samples in parts of 16 come 9 and 8, as BatchNorm cannot do with a single one"
+    "With `micro_batch_size=16`, 17 samples become 9 and 8, because BatchNorm cannot train on a single sample"
     micro = min(micro, bs-1)
-    seen = Seen('after_pred', lambda l: len(l.pred))
+    seen = RecordAt('after_pred', lambda l: len(l.pred))
     toy(bs, n=n).fit(1, 0.1, cbs=[GradientAccumulation(accum, micro_batch_size=micro, drop_last=False),seen])
     ends = sorted({*range(0, n, bs),*range(0, n, accum),n})
     assert seen.values==[o for a,b in zip(ends, ends[1:]) for o in even(b-a, micro)]
 
-# Batches of all kinds: each writes the same samples down in another way
+# Batches of all kinds: each holds the same samples in another structure
 
-class Closed(Encoding):
-    "Cannot be made anew from its contents"
+class Closed(MappingBatch):
+    "A mapping that cannot be made anew from its contents"
     def __init__(self, a, b): super().__init__(dict(a=a, b=b))
 Pair = namedtuple('Pair', 'a b')
 
@@ -72,12 +73,12 @@ def boxes(y, k): return [{'y':o[None],'boxes':torch.zeros((i+1)%k, 3)} for i,o i
 
 kinds = dict(tensors=lambda x,y: (x,y), dicts=lambda x,y: ({'a':x,'b':x},{'y':y}), lists=lambda x,y: ([x,x],[y,y]),
     hugging=lambda x,y: (pytest.importorskip('transformers').BatchEncoding(dict(a=x, b=x)),y),
-    mapping=lambda x,y: (Encoding(a=x, b=x),y), named=lambda x,y: (Pair(x,x),Pair(y,y)),
+    mapping=lambda x,y: (MappingBatch(a=x, b=x),y), named=lambda x,y: (Pair(x,x),Pair(y,y)),
     texts=lambda x,y: ((x,None),(y,['name']*len(y))), samples=lambda x,y: ([*x],boxes(y, 4)),
     boxes=lambda x,y: (x,boxes(y, 3)), tuples=lambda x,y: (tuple(x),tuple(boxes(y, 2))))
 
 def find(o):
-    "The tensor that has all samples"
+    "Return the tensor of all samples from a batch of any kind"
     if isinstance(o, torch.Tensor): return o
     if hasattr(o, 'keys'): return o['y'] if 'y' in o else o['a']
     if isinstance(o[0], dict): return torch.cat([x['y'] for x in o])
@@ -88,20 +89,20 @@ class Model(nn.Module):
     def forward(self, x): return self.b(self.a(find(x)).tanh())
 
 def learner(kind, n, bs):
-    "A Learner on batches of a kind"
+    "Return a Learner whose batches `kind` makes from inputs and targets"
     def collate(items): return kind(*map(torch.stack, zip(*items)))
     dls = DataLoaders(*(TorchLoader(toy_data(n), o, collate_fn=collate) for o in (bs,8)))
     dls.n_inp = 1
     torch.manual_seed(0)
-    learn = quiet(Learner(dls, Model(), lambda p,*y: nn.functional.cross_entropy(p, find(y[0])),
+    learn = silence_in_double(Learner(dls, Model(), lambda p,*y: nn.functional.cross_entropy(p, find(y[0])),
         opt_func=partial(SGD, mom=0.9)))
-    learn._set_device = noop   # (fastai's cannot move a named tuple)
+    learn._set_device = noop   # fastai's `_set_device` cannot move a named tuple
     return learn
 
 @pytest.mark.parametrize('kind', kinds)
 @pytest.mark.parametrize('bs,accum,micro', [(10,4,3),(5,10,('auto',1)),(3,9,('auto',1)),(4,4,('auto',1))])
 def test_batches_of_all_kinds(kind, bs, accum, micro):
-    "Also where a batch has as many parts as it has samples"
+    "Also if the number of tensors in a batch happens to be its number of samples"
     a,b = learner(kinds[kind], 36, accum),learner(kinds[kind], 36, bs)
     a.fit(1, 0.05)
     b.fit(1, 0.05, cbs=accumulating(accum, micro, drop_last=False))
@@ -112,12 +113,12 @@ def test_batches_of_all_kinds(kind, bs, accum, micro):
 def test_what_cannot_be_split_is_refused_before_a_weight_moves(kind, micro):
     learn = learner(kind, 20, 10)
     learn.model.forward = lambda x: learn.model.b(learn.model.a(x['a'] if isinstance(x, Closed) else x[0]).tanh())
-    with unmoved(learn), pytest.raises(TypeError, match='cannot be split'):
+    with weights_unchanged(learn), pytest.raises(TypeError, match='cannot be split'):
         learn.fit(1, 0.1, cbs=accumulating(10, micro))
 
 def test_larger_batches_than_the_loader_says_are_split():
-    "And the step is still a whole batch of the loader"
-    learn,seen = toy(16, n=64),Seen('after_pred', lambda l: len(l.pred))
+    "And a step is still a whole batch of the loader"
+    learn,seen = toy(16, n=64),RecordAt('after_pred', lambda l: len(l.pred))
     learn.dls.loaders[0] = DataLoader(list(learn.dls.train), bs=None)
     with pytest.warns(UserWarning, match='a batch has 16 samples'):
         learn.fit(1, 0.1, cbs=[GradientAccumulation(16, micro_batch_size=4),seen])
@@ -147,12 +148,12 @@ def test_lr_find(bs, accum, micro):
 # Callbacks that have a `before_batch` see the batch whole there
 
 def mixes(l):
-    "Change the batch, in another way for each sample and for the batch as a whole"
+    "Add noise to each sample, and normalise by the statistics of the batch"
     x = l.x+torch.randn_like(l.x)
     l.xb = ((x-x.mean(0))/x.std(0),)
 
 class Rate(Callback):
-    "Another learning rate for a batch, as fastai's `GANDiscriminativeLR`"
+    "Changes the learning rate for a batch, as fastai's `GANDiscriminativeLR` does"
     order,run_valid = 70,False   # after the scheduler
     def before_batch(self): self.opt.set_hyper('lr', float(self.opt.hypers[0]['lr']*3))
     def after_batch(self): self.opt.set_hyper('lr', float(self.opt.hypers[0]['lr']/3))
@@ -162,12 +163,13 @@ class DoubleCutMix(CutMix):
         super().before_batch()
         self.lam = self.lam.double()
 
-@pytest.mark.parametrize('cb', [*(partial(Seen, 'before_batch', mixes, order) for order in (0,20)),Rate,DoubleMixUp,
+@pytest.mark.parametrize('cb', [*(partial(RecordAt, 'before_batch', mixes, order) for order in (0,20)),Rate,DoubleMixUp,
     DoubleCutMix,partial(ShortEpochCallback, 0.5)], ids=['early','late','rate','mixup','cutmix','short'])
 @pytest.mark.parametrize('accum,micro', [(16,4),(16,('auto',5)),(32,5)], ids=str)
 def test_callbacks_see_what_they_see_where_batches_are_not_split(cb, accum, micro):
-    data,model = TensorDataset(gauss(96, 1, 4, 4), whole(3, 96)),nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).double()
-    a,b = (toy(16, data=data, model=lambda: deepcopy(model), splitter=all_params, loss_func=MixedLoss())
+    data = TensorDataset(random_floats(96, 1, 4, 4), random_ints(3, 96))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).double()
+    a,b = (toy(16, data=data, model=lambda: deepcopy(model), splitter=all_params, loss_func=MixUpLoss())
         for _ in range(2))
     for learn,own in ((a,None),(b,micro)):
         torch.manual_seed(0)
@@ -177,11 +179,11 @@ def test_callbacks_see_what_they_see_where_batches_are_not_split(cb, accum, micr
 @pytest.mark.parametrize('micro', [1,4,('auto',1),('auto',9)], ids=str)
 def test_rows_that_a_callback_adds_are_trained_on(micro):
     def views(l): l.xb,l.yb = (torch.cat([l.x,-l.x]),),(torch.cat([l.y]*2),)
-    assert_same_run(*full_and_split(16, 16, micro, cbs=lambda: [Event('before_batch', views)], n=64))
+    assert_same_run(*full_and_split(16, 16, micro, cbs=lambda: [CallAt('before_batch', views)], n=64))
 
 @pytest.mark.parametrize('accum', [16,32])
 def test_events_come_in_pairs(accum):
-    "What a callback keeps in `before_batch` is its own, and whole, in `after_batch`, and x is that of pred"
+    "In `after_batch` a callback has the whole batch that it kept in `before_batch`, and `x` is the input of `pred`"
     class Keep(Callback):
         run_valid = False
         def before_batch(self): self.kept = self.same = self.x.clone()
@@ -195,23 +197,23 @@ def test_events_come_in_pairs(accum):
 @pytest.mark.parametrize('event', ['after_pred','after_loss','before_backward'])
 @pytest.mark.parametrize('micro', [4,('auto',4)], ids=str)
 def test_a_part_that_is_cancelled_is_left_out(event, which, micro):
-    "The step is the mean of all others"
+    "The step is the mean over the samples of the other parts"
     first,rest = toy_data(16)[which*4][0],[i for i in range(16) if i//4!=which]
     def cancel(l):
         if len(l.x)==4 and l.x[0].equal(first): raise CancelBatchException
     def leave_out(l): l.xb,l.yb = (l.x[rest],),(l.y[rest],)
     a,b = toy(16, n=16),toy(16, n=16)
-    a.fit(2, 0.1, cbs=Event('before_batch', leave_out))
-    b.fit(2, 0.1, cbs=[*accumulating(16, micro),Event(event, cancel)])
+    a.fit(2, 0.1, cbs=CallAt('before_batch', leave_out))
+    b.fit(2, 0.1, cbs=[*accumulating(16, micro),CallAt(event, cancel)])
     assert deviation(weights(a), weights(b))<1e-12
 
 # A model that remembers its samples
 
 @pytest.mark.parametrize('micro', [4,1,('auto',3),('auto',1)], ids=str)
 def test_awd_lstm_keeps_its_state(micro):
-    "fastai's language model begins each batch where the one before has ended, row by row"
-    learns = [make('language_model', loss_func=CrossEntropy()) for _ in range(2)]
+    "fastai's language model goes on in each row with the hidden state that the batch before has left"
+    learns = [make_application('language_model', loss_func=CrossEntropy()) for _ in range(2)]
     for learn,own in zip(learns, (None,micro)):
-        learn.remove_cb(RNNRegularizer)   # it is in single precision
+        learn.remove_cb(RNNRegularizer)   # it computes in single precision
         learn.fit_one_cycle(2, 0.05, cbs=accumulating(16, own))
     assert_same_run(*learns)

@@ -8,19 +8,19 @@ from fastai.vision.all import (Adam, Callback, CrossEntropyLossFlat, GradientAcc
     TerminateOnNaNCallback, params)
 from fastaccum import GradientAccumulation
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, one_cycle, toy, toy_data, both_runs
-from common import Seen, grads, weights
-from test_warned import Masked, little, run
+from common import RecordAt, grads, weights
+from test_warned import Masked, fit_small_rate, warnings_and_runs
 
 w = tensor([0.2,1.,5.], dtype=torch.float64)
 gen = torch.Generator().manual_seed(0)
 def rand(*size): return torch.rand(*size, generator=gen, dtype=torch.float64)
 
 class Known(Masked):
-    "A loss of one's own with an `ignore_index`: 0/0, and NaN gradients, where everything is ignored"
+    "A user's loss with an `ignore_index`; if every target is ignored it is 0/0, and its gradients are NaN"
     ignore_index = -100
 
 class Replace(Callback):
-    "As fastai's MixUp, put another loss function in its place while training"
+    "Replaces the loss function while training, as fastai's MixUp does"
     order = 90
     def before_train(self): self.old,self.learn.loss_func = self.learn.loss_func,CrossEntropy(weight=w)
     def after_train(self): self.learn.loss_func = self.old
@@ -31,24 +31,24 @@ of_classes = dict(index=CrossEntropy(ignore_index=2), both=nn.CrossEntropyLoss(i
     functional=F.cross_entropy, partial_index=partial(F.cross_entropy, ignore_index=1),
     partial_weight=partial(F.cross_entropy, weight=w))
 x,mixed,masks = toy_data(70).tensors[0],rand(70, 3)+torch.eye(3)[torch.arange(70)%3],(150+10*rand(70)).byte()
-cases = {**{f'{k} over tokens':dict(tokens=True, loss_func=f, fit=little) for k,f in losses.items()},
+cases = {**{f'{k} over tokens':dict(tokens=True, loss_func=f, fit=fit_small_rate) for k,f in losses.items()},
     **{f'{k} over classes':dict(loss_func=f) for k,f in of_classes.items()},
-    'replaced':dict(tokens=True, cbs=lambda: [Replace()], fit=little),
+    'replaced':dict(tokens=True, cbs=lambda: [Replace()], fit=fit_small_rate),
     'log probabilities':dict(loss_func=nn.NLLLoss(weight=w, ignore_index=1), splitter=params,
         model=lambda: nn.Sequential(nn.Linear(5,3), nn.LogSoftmax(-1)).double()),
-    # torch divides by samples, also with class weights
+    # for probabilities torch divides by the number of samples, even with class weights
     'probabilities':dict(data=TensorDataset(x, mixed), loss_func=nn.CrossEntropyLoss()),
     'weighted probabilities':dict(data=TensorDataset(x, mixed), loss_func=nn.CrossEntropyLoss(w)),
-    # as masks have them: in 8 bits the -100 of `ignore_index` would be the class 156
+    # targets in 8 bits, as in masks, where the -100 of `ignore_index` would be class 156
     **{f'8 bits {i}':dict(data=TensorDataset(x, masks), model=lambda: nn.Linear(5,160).double(), splitter=params,
         loss_func=nn.CrossEntropyLoss(o)) for i,o in enumerate((None,rand(160)))}}
 
-# Nothing but such a class is 0/0 to a micro-batch; the full-batch run knows nothing of it
+# A micro-batch in which every target has a class of weight 0 has a loss of 0/0; the full batch has other classes
 rare = toy_data(70)
 rare.tensors[1][4:8] = rare.tensors[1][32:40] = 0
 cases['class without weight'] = dict(data=rare, loss_func=CrossEntropy(weight=tensor([0.,1.,1.], dtype=torch.float64)))
 
-# A size of your own says what a loss is a mean of, and that a micro-batch counts for nothing
+# `n_items` says what the loss divides by, and may be 0 for a micro-batch
 def per_weight(p, y): return (F.mse_loss(p[...,0], y[...,0], reduction='none')*y[...,1]).sum()/y[...,1].sum()
 with_weights = TensorDataset(x, rand(70, 2))
 with_weights.tensors[1][8:12,1] = with_weights.tensors[1][20:24,1] = 0
@@ -57,12 +57,12 @@ for f in (lambda l: l.y[...,1].sum(),lambda l: l.y[...,1].sum().item()):
 
 @pytest.mark.parametrize('case', cases)
 def test_means_and_sums(case):
-    said,a,b = run(**dict(fit=one_cycle)|cases[case])
+    said,a,b = warnings_and_runs(**dict(fit=one_cycle)|cases[case])
     assert not said and assert_same_run(a, b)
 
 @pytest.mark.parametrize('kwargs', [dict(), dict(weight=w.float()), dict(ignore_index=1)], ids=str)
 def test_fastais_flat_losses(kwargs):
-    "They cast to single precision: what rounding makes is nothing beside the error of a mean of means"
+    "They cast to single precision; that rounding is far smaller than the error of a mean of means"
     runs = [both_runs(tokens='ignore_index' not in kwargs, loss_func=CrossEntropyLossFlat(**kwargs), acc_cls=o,
         fit=lambda l,cbs: l.fit(2, 0.1, cbs=cbs)) for o in (GradientAccumulation,FastaiGradientAccumulation)]
     ours,stock = (deviation(weights(a), weights(b)) for a,b in runs)
@@ -71,7 +71,7 @@ def test_fastais_flat_losses(kwargs):
 # Where all is ignored
 
 def ignored(*which, n=64):
-    "Token data in which the samples `which` are nothing but padding"
+    "Return token data in which the samples `which` are all padding"
     ds = toy_data(n, tokens=True)
     ds.tensors[1][list(which)] = -100
     return ds
@@ -79,23 +79,23 @@ def ignored(*which, n=64):
 @pytest.mark.parametrize('loss', ['plain','smoothed','own','weighted'])
 @pytest.mark.parametrize('log', [True,False])
 def test_micro_batches_of_padding_do_nothing(loss, log):
-    "The first of an epoch, and one in the middle: neither weights nor losses turn NaN, and nothing ends the fit"
+    "At the start of an epoch or in its middle: no weight and no loss turns NaN, and nothing ends the fit"
     a,b = both_runs(data=ignored(*range(4), *range(24,28)), loss_func=losses[loss], acc=dict(log_accum_batch=log),
-        cbs=lambda: [TerminateOnNaNCallback()], fit=little)
+        cbs=lambda: [TerminateOnNaNCallback()], fit=fit_small_rate)
     assert deviation(weights(a), weights(b))<1e-7
     if log: assert_same_run(a, b)
     assert len(b.recorder.losses)==(8 if log else 32) and not any(o.isnan() for o in b.recorder.losses)
 
 @pytest.mark.parametrize('loss,step', [('plain',0), ('smoothed',1), ('own',3)])
 def test_a_step_of_padding_has_no_gradient_and_a_loss(loss, step):
-    seen = Seen('before_step', lambda l: max(g.abs().max().item() for g in grads(l)), order=12)
+    seen = RecordAt('before_step', lambda l: max(g.abs().max().item() for g in grads(l)), order=12)
     learn = toy(4, data=ignored(*range(16*step, 16*step+16)), loss_func=losses[loss])
     learn.fit_one_cycle(2, 0.1, cbs=[GradientAccumulation(16),seen])
     assert [o==0 for o in seen.values]==[i==step for i in range(4)]*2
     assert len(learn.recorder.losses)==8 and not any(o.isnan() for o in learn.recorder.losses)
 
 def test_a_step_of_padding_decays_and_coasts_like_the_full_batch_runs():
-    a,b = both_runs(data=ignored(*range(16,32)), opt_func=Adam, fit=little)
+    a,b = both_runs(data=ignored(*range(16,32)), opt_func=Adam, fit=fit_small_rate)
     assert deviation(weights(a), weights(b))<1e-7 and any(o.isnan() for o in a.recorder.losses)
 
 # Magnitudes
@@ -103,7 +103,7 @@ def test_a_step_of_padding_decays_and_coasts_like_the_full_batch_runs():
 @pytest.mark.parametrize('kwargs', [dict(tokens=True), dict(tokens=True, loss_func=CrossEntropy(weight=w/1000)),
     dict(data=TensorDataset(x[:64], mixed[:64]), loss_func=nn.CrossEntropyLoss(w))], ids=['tokens','weights','mixed'])
 def test_gradients_stay_as_large_as_those_of_a_mean(kwargs):
-    "Sums over tokens would be 384 times as large, or with small class weights nothing: half precision holds neither"
+    "Sums over tokens would be 384 times as large, and with small class weights near 0; half precision holds neither"
     def run(cbs):
         seen,learn = [],toy(4, n=64, **kwargs)
         learn.model[0].weight.register_hook(lambda g: seen.append(g.norm().item()))

@@ -10,8 +10,8 @@ from fastai.text.all import (AWD_LSTM, awd_lstm_clas_config, awd_lstm_lm_config,
     text_classifier_learner)
 from fastai.vision.all import BnFreeze, DiceLoss, SGD, set_seed
 from fastaccum import GradientAccumulation, AccumulationWarning
-from common import noted_warnings, weights
-from small_learners import DoubleMixUp, MixedLoss
+from common import collect_warnings, weights
+from small_learners import DoubleMixUp, MixUpLoss
 from test_applications import (detection, few, groupnorm_in, in_double, linear, ratings, segmenter, small, table,
     tagged, texts, tokens, vision)
 
@@ -21,12 +21,12 @@ def frozen(bs):
     return learn
 
 def mixed_loss(pred, targ):
-    "As in fastai's documentation: a mean, and a sum"
+    "Return the sum of a mean over samples and a Dice loss over the batch, as in fastai's documentation"
     targ = targ.clamp(max=2)
     return FocalLossFlat(axis=1)(pred, targ)+DiceLoss(axis=1, smooth=1.)(pred, targ)
 
 def sentiment(bs):
-    "Of the shorter texts, a micro-batch has nothing in the first window of the batch: the encoder runs on no rows"
+    "A classifier of texts of very different lengths, whose encoder runs on no rows in the first window of some batches"
     return text_classifier_learner(texts(bs, False, sizes=(60,55,9,7,6), seq_len=12), AWD_LSTM, pretrained=False,
         config=awd_lstm_clas_config|small, seq_len=12)
 
@@ -35,11 +35,11 @@ def language(bs):
 
 hugging = partial(tagged, with_labels=True)
 bn,norms = {'BatchNormWarning'},['predictions','gradients','buffers']
-# What makes it, given a batch size; what the fit warns of; what the check finds different
+# A function from a batch size to a Learner; the warnings of the fit; the rows of the check that fail
 real = dict(
     vision=(vision, bn, ['predictions','draws','gradients','buffers']),
     vision_frozen=(frozen, set(), []),
-    vision_mixup=(lambda bs: groupnorm_in(vision(bs, ps=0., cbs=DoubleMixUp(), loss_func=MixedLoss())), None,
+    vision_mixup=(lambda bs: groupnorm_in(vision(bs, ps=0., cbs=DoubleMixUp(), loss_func=MixUpLoss())), None,
         ['callbacks','gradients']),
     unet=(segmenter, bn, norms),
     unet_mixed_loss=(lambda bs: groupnorm_in(segmenter(bs, mixed_loss)), {'LossWarning'}, ['loss','gradients']),
@@ -58,11 +58,11 @@ def made(nm, bs):
     return learn
 
 def trained(nm, bs, cbs):
-    "Weights before and after, and what was warned of"
+    "Return the weights before and after a fit, and the categories of its warnings"
     learn = made(nm, bs)
     start = weights(learn)
     set_seed(1)
-    with noted_warnings() as seen: learn.fit(1, 1e-3 if nm=='gan' else 1e-2, cbs=cbs)
+    with collect_warnings() as seen: learn.fit(1, 1e-3 if nm=='gan' else 1e-2, cbs=cbs)
     return start,weights(learn),{o.category.__name__ for o in seen if issubclass(o.category, AccumulationWarning)}
 
 @pytest.mark.parametrize('nm', real)
@@ -74,5 +74,5 @@ def test_what_is_said_is_true(nm):
     apart = ((a-b).norm()/(a-start).norm()).item()
     res = made(nm, 4).accum_check(cbs=acc())
     assert [o.what for o in res.rows if not o.ok]==rows, res
-    assert res.ok==(not rows)==(apart<1e-4), (apart, res)   # right ones are 1e-13 apart, wrong ones 0.1
+    assert res.ok==(not rows)==(apart<1e-4), (apart, res)   # same runs are 1e-13 apart, different ones 0.1
     assert not none and (said is None or heard==said), heard

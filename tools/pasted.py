@@ -1,0 +1,86 @@
+"""Test a page as someone runs it who pastes the cells that the site shows into a fresh interpreter.
+
+nbdev's `test_nb` runs the notebook. The cells that the site hides run, too, but no cell that the site shows can use a
+name that a hidden cell has defined.
+"""
+import ast, gc, json, multiprocessing, os, re, signal, sys
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+root = Path(__file__).resolve().parent.parent
+
+# Importing fastai takes longer than most pages do. On Linux, a page runs in a fork of a process that has imported it;
+# macOS cannot fork safely and Windows cannot fork at all, so that there each page starts a fresh interpreter.
+processes = multiprocessing.get_context('forkserver' if sys.platform=='linux' else 'spawn')
+processes.set_forkserver_preload(['fastai.vision.all', 'fastai.text.all', 'fastai.tabular.all', 'nbdev.showdoc',
+    'nbdev.test', 'IPython'])
+
+re_nbdev = re.compile(
+    r'^(?:from nbdev\.showdoc import \*|import nbdev; nbdev\.nbdev_export\(\))\n?', re.MULTILINE)
+
+def only_imports(source):
+    "Whether `source` consists of imports; a cell with an IPython magic does not"
+    try: return all(isinstance(o, (ast.Import,ast.ImportFrom)) for o in ast.parse(source).body)
+    except SyntaxError: return False
+
+def hides(options, source):
+    "Whether the site leaves out a cell with these nbdev directives; it folds imports, because readers paste them"
+    if 'default_exp' in options: return True
+    if 'hide' not in options: return False
+    imports_something = only_imports(source) and ast.parse(re_nbdev.sub('', source)).body
+    return not imports_something
+
+def without_hidden_names(Shell):
+    "A subclass of nbdev's `Shell` that removes the names of a hidden cell after the cell has run"
+    class Pasted(Shell):
+        hidden_names = None
+        def cell(self, cell, **kwargs):
+            if cell.cell_type!='code' or not hides(cell.directives_, cell.source): return super().cell(cell, **kwargs)
+            if self.hidden_names is None: self.hidden_names = {}
+            shown_names = dict(self.user_ns)
+            self.user_ns.update(self.hidden_names)   # hidden cells can use the names of earlier hidden cells
+            super().cell(cell, **kwargs)
+            for name,value in list(self.user_ns.items()):
+                is_new = name not in shown_names or shown_names[name] is not value
+                if name.startswith('_') or not is_new: continue
+                self.hidden_names[name] = value
+                if name in shown_names: self.user_ns[name] = shown_names[name]
+                else: del self.user_ns[name]
+    return Pasted
+
+def run(fn, output):
+    "Run the notebook `fn` and exit, with code 0 if it passed; what it prints goes to the file `output`"
+    if hasattr(os, 'setsid'): os.setsid()                  # a group, so that the page's own processes can be ended
+    multiprocessing.set_start_method(None, force=True)     # DataLoader workers start as they do in any interpreter
+    gc.freeze()                                            # imported modules stay: do not search them for garbage
+    with open(output, 'wb') as file:
+        for stream in (1,2): os.dup2(file.fileno(), stream)
+    os.chdir(root)                                         # nbdev finds its settings from here
+    from nbdev import test
+    from nbdev.config import get_config
+    skip_flags = set(get_config(root).tst_flags.split())
+    if os.environ.get('TESTS')=='all': skip_flags.discard('slow')
+    test.CaptureShell = without_hidden_names(test.CaptureShell)
+    passed,_ = test.test_nb(fn, skip_flags=skip_flags, basepath=root, cell_timeout=300)   # seconds
+    for stream in (sys.stdout,sys.stderr): stream.flush()
+    os._exit(0 if passed else 1)                           # do not wait for threads that the page has left running
+
+def failure(fn):
+    "Why the notebook `fn` fails, with what it printed; an empty text if it passes. It runs in a process of its own"
+    if not json.loads(fn.read_text(encoding='utf-8'))['cells']: return 'the notebook has no cells'
+    with TemporaryDirectory() as tmp:
+        output = Path(tmp)/'output.txt'
+        process = processes.Process(target=run, args=(fn, output))
+        process.start()
+        try: process.join()
+        finally:   # also when pytest-timeout interrupts
+            process.kill()
+            if hasattr(os, 'killpg'):
+                with suppress(OSError): os.killpg(process.pid, signal.SIGKILL)   # what the page has left running
+        printed = output.read_text(encoding='utf-8', errors='replace').strip() if output.exists() else ''
+    if process.exitcode==0: return ''
+    why = 'a cell failed' if process.exitcode==1 else f'its process ended with exit code {process.exitcode}'
+    errors = re.findall(r'^[\w.]+(?:Error|Exception)(?:: .*)?$', printed, re.MULTILINE)
+    if errors and process.exitcode==1: why = errors[-1]
+    return f'{why}\n\n{printed}'

@@ -9,7 +9,6 @@ __all__ = ['AccumCheck']
 
 # %% ../nbs/02_accum_check.ipynb #imports
 from dataclasses import dataclass
-from functools import partial
 from matplotlib.axes import Axes
 from matplotlib import pyplot as plt
 from fastai.callback.core import Callback
@@ -24,14 +23,15 @@ from .checkpoint import unwrapped
 from .core.batch import split
 from .core.checks import check_count, check_learner, our_callback
 from .core.compare import Compare, grad_differences, relative_diff
-from .core.diagnose import FirstBatchProbe, Row, blame, candidates, named
+from .core.diagnose import (FirstBatchProbe, Row, callbacks_to_try, describe_modules,
+    find_differing_callbacks)
 from .core.dry_run import DryRun
-from .core.warnings import more_link
 from .core.loader_info import by_batch_size, n_of, resizable, size_of
 from .core.micro_batches import AutoSize
 from .core.out_of_memory import free_memory, is_out_of_memory
-from .core.segments import find_segments
 from .core.process_checks import check_search
+from .core.segments import find_segments
+from .core.warnings import more_link
 
 # %% ../nbs/02_accum_check.ipynb #accum-check
 @patch
@@ -42,7 +42,7 @@ def accum_check(self:Learner,
 )->'AccumCheck': # Displays itself as a table
     """Run a batch whole and in micro-batches, compare the gradients, and find out where they differ and why
 
-    Without `accum_bs`, the sizes are those you train with: the samples of the first step, in its micro-batches. If
+    Without `accum_bs`, the sizes are those of training: the samples of the first step, in its micro-batches. If
     these do not fit into memory at once, a single micro-batch is compared with its parts, and the title says so. If a
     step is one batch of the loader, or nothing accumulates, that batch is compared with parts of unequal sizes.
 
@@ -55,32 +55,23 @@ def accum_check(self:Learner,
     """
     _check_args(self, accum_bs, steps)
     with self.added_cbs(cbs):
-        acc,cache,ckpt = (our_callback(self, o) for o in ('GradientAccumulation','GradientCache','ActivationCheckpoint'))
-        _check_cbs(self, acc, cache)
-        plan = acc and acc.plan(self.dls)
-        # is a batch of the loader a step, which the Learner's own callback splits after others had it whole?
-        splits = plan is not None and plan.wanted(0)==plan.loaders[0].bs and bool(acc.auto or plan.loaders[0].unit==1)
-        cuts = not splits and (acc is not None or not (cache or ckpt))   # else a step is one batch of the loader
-        own = acc.auto.split if acc is not None and acc.auto else split
-        whole = '' if cuts or splits else 'loss' if cache else 'model'
-        bs,micro,fits = _trained(self.dls.train, plan, cache, accum_bs)
-        with DryRun(self, [o for o in (acc,cache,ckpt) if o is not None]) as run:
-            def find(bs, micro=None):
-                compare = Compare(run, partial(_make, acc, cache, ckpt, splits), cuts, own, bs, max(1, steps), micro)
+        setup = _Setup(self)
+        bs,micro,fits = setup.sizes(self.dls.train, accum_bs)
+        with DryRun(self, setup.cbs) as run:
+            def diagnose(bs, micro=None):
+                compare = Compare(run, setup.make_cbs, setup.cuts_loader, setup.split, bs, max(1, steps), micro)
                 if accum_bs and compare.n<accum_bs:
                     raise ValueError(f"`accum_bs={accum_bs}`: the training loader has only {compare.n} samples for a "
                         "batch. Give at most that many" + more_link('samples-to-check'))
-                return _Found(compare, acc and acc.n_items, whole, cbs is None, steps)
-            found = None
-            try: found = find(bs, micro)
+                return _Diagnosis(compare, setup, cbs is None, steps)
+            found,too_many = None,None
+            try: found = diagnose(bs, micro)
             except Exception as e:
                 if accum_bs or not fits or not is_out_of_memory(e): raise
-            if too_many := found is None:   # here, where the exception no longer holds the frames of the fit
+            if found is None:   # not in the `except`, where the exception holds the memory of the fit
                 free_memory()
-                found = find(fits)
-    rows = L(o._replace(where=(o.where or '').partition('\n')[0]) for o in found.rows)   # a table has a line for each
-    sizes = [found.compare.n] if found.compare.why else found.compare.sizes
-    return AccumCheck(rows, sizes, found.first, found.still, bs if too_many else None)
+                found,too_many = diagnose(fits),bs
+    return AccumCheck(found.rows, found.sizes, found.layers, found.remaining, too_many)
 
 # %% ../nbs/02_accum_check.ipynb #args
 def _check_args(learn, accum_bs, steps):
@@ -90,7 +81,7 @@ def _check_args(learn, accum_bs, steps):
     check_search(learn, 'accum_check', "each would check other samples. Run it in a single process", 'check')
 
 def _check_cbs(learn, acc, cache):
-    "Others take the place of these callbacks, so what they would refuse is asked of them here"
+    "Refuse what these callbacks would refuse, because the check's own callbacks replace them"
     if acc is not None: check_learner(learn)
     elif any(isinstance(o, FastaiGradientAccumulation) for o in learn.cbs):
         raise ValueError("this Learner has fastai's `GradientAccumulation`, and only fastaccum's can be checked. "
@@ -98,35 +89,61 @@ def _check_cbs(learn, acc, cache):
             "`from fastai.vision.all import *`" + more_link('two-callbacks'))
     if cache is not None: check_cached(learn, not cache.limit.fixed)
 
-def _trained(dl, plan, cache, accum_bs):
-    "Samples in a step of the fit, in its micro-batches, and in what fits into memory; `None` twice if it has one part"
-    bs = size_of(dl) if resizable(dl) else None
-    n,micro,inner = accum_bs or bs,None,cache.size if cache else None
-    if bs and plan: n,micro = accum_bs or min(*plan.shares(plan.wanted(0)), plan.n),plan.loaders[0].micro_bs
-    elif bs: micro = inner
-    if micro and micro<n: return n,micro,min(micro, inner or micro)
-    if accum_bs is None and bs and bs<5<=(n_of(dl) or 0): accum_bs = 5
-    return accum_bs,None,None
+# %% ../nbs/02_accum_check.ipynb #setup
+class _Setup:
+    "How a Learner makes a step of several parts"
+    def __init__(self, learn):
+        self.acc = acc = our_callback(learn, 'GradientAccumulation')
+        self.cache = our_callback(learn, 'GradientCache')
+        self.checkpoint = our_callback(learn, 'ActivationCheckpoint')
+        _check_cbs(learn, acc, self.cache)
+        self.cbs = [o for o in (acc,self.cache,self.checkpoint) if o is not None]
+        self.plan = plan = acc and acc.plan(learn.dls)
+        self.n_items = acc and acc.n_items
+        auto = acc and acc.auto
+        self.split = auto.split if auto else split
+        # is a batch of the loader a step, which `GradientAccumulation` splits after other callbacks had it whole?
+        self.splits = plan is not None and plan.wanted(0)==plan.loaders[0].bs and bool(auto or plan.loaders[0].unit==1)
+        # does the loader yield the parts of a step?
+        self.cuts_loader = not self.splits and (acc is not None or not self.cbs)
+        self.loss_gets_whole = not (self.cuts_loader or self.splits)
+        self.model_gets_whole = self.loss_gets_whole and self.cache is None
 
-def _make(acc, cache, ckpt, splits, n, sizes):
-    "Callbacks that make one step of `n` samples, with parts of `sizes`"
-    cbs,most = [] if ckpt is None else [type(ckpt)(ckpt.given)],max(sizes)
-    if cache is not None: cbs.append(type(cache)(micro_batch_size=min(most, cache.size or n), split=cache.split))
-    if acc is None and cbs: return cbs
-    micro = most if splits else None
-    if splits and acc.auto:
-        micro = AutoSize(acc.auto.split)
-        micro.train = most
-    return [*cbs,GradientAccumulation(n, drop_last=False, n_items=acc and acc.n_items, micro_batch_size=micro)]
+    def sizes(self, dl, accum_bs):
+        "Samples in a step of the fit, in its micro-batches, and in what fits into memory; `None` twice if it has one part"
+        bs = size_of(dl) if resizable(dl) else None
+        cache_size = self.cache.size if self.cache else None
+        n,micro = accum_bs or bs,None
+        if bs and self.plan:
+            n = accum_bs or min(*self.plan.shares(self.plan.wanted(0)), self.plan.n)
+            micro = self.plan.loaders[0].micro_bs
+        elif bs: micro = cache_size
+        if micro and micro<n: return n,micro,min(micro, cache_size or micro)
+        if accum_bs is None and bs and bs<5<=(n_of(dl) or 0): accum_bs = 5   # unequal parts need a few samples
+        return accum_bs,None,None
+
+    def make_cbs(self, n, sizes):
+        "Callbacks that make one step of `n` samples, with parts of `sizes`"
+        acc,cache,checkpoint = self.acc,self.cache,self.checkpoint
+        cbs,most = [],max(sizes)
+        if checkpoint is not None: cbs.append(type(checkpoint)(checkpoint.given))
+        if cache is not None:
+            cbs.append(type(cache)(micro_batch_size=min(most, cache.size or n), split=cache.split))
+        if acc is None and cbs: return cbs
+        micro = most if self.splits else None
+        if self.splits and acc.auto:
+            micro = AutoSize(acc.auto.split)
+            micro.train = most
+        return [*cbs,GradientAccumulation(n, drop_last=False, n_items=self.n_items, micro_batch_size=micro)]
 
 # %% ../nbs/02_accum_check.ipynb #result
 @dataclass(repr=False, eq=False)
 class AccumCheck:
-    "Whether the run gives the same result as the big batch, and if not, why"
+    "Whether the run gives the same result as the full-batch run, and if not, why"
     rows:list[Row] # What was found
     sizes:list[int] # Samples in the micro-batches
     layers:dict # Name of a parameter -> the relative difference of its gradients
-    still:dict # The same after all causes that were found are switched off; empty if none was found
+    remaining:dict # The same without all causes that were found; empty if none was found
     too_many:int|None=None # Samples in a step of the fit, if these do not fit into memory at once
 
     @property
@@ -139,160 +156,202 @@ class AccumCheck:
         return {o.what:o.off for o in self.rows}
 
     def __bool__(self): return self.ok
+
     def _title(self):
-        left = any(o.where.startswith('not checked') for o in self.rows)*'; the last column says what was not checked'
-        what = f'the same run{left}' if self.ok else 'not the same run'
-        if self.off['gradients'] is None: what = 'gradients could not be compared'
-        n,parts = sum(self.sizes),f"micro-batches of {', '.join(map(str, self.sizes))}"
-        if len(self.sizes)>4: parts = f'{len(self.sizes)} micro-batches of up to {max(self.sizes)}'
-        start = f'{self.too_many} samples do not fit into memory at once, so {n} were compared: '*bool(self.too_many)
-        return f'{start}{n} samples at once, and in {parts}: {what}'
+        result = 'the same run' if self.ok else 'not the same run'
+        if self.ok and any(o.where.startswith('not checked') for o in self.rows):
+            result += '; the last column says what was not checked'
+        if self.off['gradients'] is None: result = 'gradients could not be compared'
+        n,n_parts = sum(self.sizes),len(self.sizes)
+        parts = f"micro-batches of {', '.join(map(str, self.sizes))}"
+        if n_parts>4: parts = f'{n_parts} micro-batches of up to {max(self.sizes)}'
+        title = f'{n} samples at once, and in {parts}: {result}'
+        if not self.too_many: return title
+        return f'{self.too_many} samples do not fit into memory at once, so {n} were compared: {title}'
+
+    def _cells(self): return [('what','result','where','remedy'),*((o.what,o.state,o.where,o.remedy) for o in self.rows)]
 
     def __repr__(self):
-        rows = [('what','result','where','remedy'),*((o.what,o.state,o.where,o.remedy) for o in self.rows)]
-        wide = [max(len(o[i]) for o in rows) for i in range(3)]
-        lines = ['  '.join([*(c.ljust(n) for c,n in zip(o, wide)),o[3]]).rstrip().replace('`', '') for o in rows]
+        cells = self._cells()
+        widths = [max(map(len, column)) for column in zip(*cells)]
+        lines = ['  '.join(o.ljust(n) for o,n in zip(row, [*widths[:3],0])).rstrip().replace('`', '') for row in cells]
         return '\n'.join([self._title(),'',*lines])
 
     def _repr_markdown_(self):
-        rows = '\n'.join(f"| {o.what} | {o.state} | {o.where} | {o.remedy} |" for o in self.rows)
-        return f"{self._title()}\n\n| what | result | where | remedy |\n|---|---|---|---|\n{rows}"
-
-def _checkpoint(model):
-    "`ActivationCheckpoint()` as a remedy, if it finds segments in this model"
-    try: return '`ActivationCheckpoint()`'*bool(find_segments(unwrapped(model)))
-    except ValueError: return ''
-
-def _join(*words): return '; '.join(filter(None, words))
+        head,*rows = [f"| {' | '.join(row)} |" for row in self._cells()]
+        return '\n'.join([self._title(),'',head,'|---|---|---|---|',*rows])
 
 # %% ../nbs/02_accum_check.ipynb #find
-class _Found:
-    "What makes the gradients differ; `whole`: who gets the whole batch anyway, the 'loss', or the 'model', too"
-    def __init__(self, compare, n_items, whole, unseen, steps):
-        self.compare,self.run,self.whole,self.unseen = compare,compare.run,whole,unseen
-        self.learn,self.first,self.still,self.cbs = self.run.learn,{},{},[]
-        self.cache = f"`GradientCache(micro_batch_size={compare.most})`, in DataLoaders whose batches are whole steps"
-        self.whole_steps = f'DataLoaders whose batches are whole steps, and `micro_batch_size={compare.most}`'
-        a,b = compare.both()
-        self.look = self._look(n_items)
-        if b is None: self.off = self.quiet = self.rest = None
-        else: self._search(a, b)
-        self.rows = [self._loss(), self._predictions(), self._draws(), self._callbacks(), self._loader(),
-            self._gradients(), self._buffers(a, b), *([self._weights()] if steps else [])]
+class _Diagnosis:
+    "Finds what makes the gradients of whole batch and parts differ"
+    def __init__(self, compare, setup, no_cbs, steps):
+        self.compare,self.setup = compare,setup
+        self.model = compare.run.learn.model
+        self.no_cbs = no_cbs     # were no callbacks of the fit given to the check?
+        # the largest difference of the gradients; `None` if they could not be compared
+        self.off = None          # as the Learner trains
+        self.frozen_off = None   # with all modules frozen that differ by themselves
+        self.rest_off = None     # also without the callbacks that were found
+        self.cbs = []            # callbacks that make the gradients differ
+        self.layers = {}         # name of a parameter -> the difference of its gradients
+        self.remaining = {}      # the same without all causes that were found; empty if none was found
+        self.whole,self.parts = compare.whole_and_parts()
+        self.sizes = [compare.n] if compare.why else compare.sizes
+        self.cache_remedy = f"`GradientCache(micro_batch_size={compare.most})`, in DataLoaders whose batches are whole steps"
+        self.split_remedy = f'DataLoaders whose batches are whole steps, and `micro_batch_size={compare.most}`'
+        self.probe = self._probe_first_batch(setup.n_items)
+        self.tol = self.probe.tol
+        if self.parts is not None: self._find_causes()
+        self.rows = self._rows(steps)
 
-    def _look(self, n_items, **kwargs):
+    def _probe_first_batch(self, n_items, **kwargs):
         compare = self.compare
-        look = FirstBatchProbe(compare.n, compare.sizes, compare.split, n_items, alone=self.whole=='model')
-        try: compare.fit(False, compare.wholes[:1], [look], **kwargs)
+        probe = FirstBatchProbe(compare.n, compare.sizes, compare.split, n_items, self.setup.model_gets_whole)
+        try: compare.fit(False, compare.wholes[:1], [probe], **kwargs)
         except Exception:
-            if not compare.why: raise   # else it is known who fails
-        return look
+            if not compare.why: raise   # otherwise it is known what fails
+        return probe
 
-    def _search(self, a, b):
-        look,compare,tol = self.look,self.compare,self.look.tol
-        self.first,held = grad_differences(a.grads, b.grads),dict(hold=look.drawing+look.depending, reset=look.reset)
-        self.off = self.quiet = self.rest = max(self.first.values(), default=0.)
-        # a way that cuts by itself may let each part go on from what its own rows have left
-        if look.memory and not compare.cuts and compare.worst(hold=held['hold'])<=tol:
-            held['reset'],look.memory,look.predictions = False,[],0.
-        if self.off>tol and any(held.values()): self.quiet = self.rest = self._hold(**held)
-        if self.quiet<=tol: return
-        if look.rows==look.n:
-            self.cbs = blame(compare, self.quiet, tol, **held)
-            if self.cbs: self.rest = self._hold(**held, without=self.cbs)
-        else:   # who makes more rows of the samples
-            cbs = [o for o in candidates(self.run) if hasattr(o, 'before_batch')]
-            self.cbs = [o for o in cbs if self._look(None, without=[o]).rows==look.n] or cbs
+    def _find_causes(self):
+        probe,compare,tol = self.probe,self.compare,self.tol
+        self.layers = grad_differences(self.whole.grads, self.parts.grads)
+        self.off = self.frozen_off = self.rest_off = max(self.layers.values(), default=0.)
+        freeze,reset = probe.drawing+probe.depending,probe.reset
+        # where a callback splits the batch, each part may go on from the state that its own rows have left
+        if probe.remembering and not compare.cut_loader and compare.largest_difference(freeze=freeze)<=tol:
+            reset,probe.remembering,probe.predictions = False,[],0.
+        if self.off>tol and (freeze or reset): self.frozen_off = self.rest_off = self._without(freeze, reset)
+        if self.frozen_off<=tol: return
+        if probe.rows==probe.n:
+            self.cbs = find_differing_callbacks(compare, self.frozen_off, tol, freeze=freeze, reset=reset)
+            if self.cbs: self.rest_off = self._without(freeze, reset, self.cbs)
+        else:   # find the callback that makes more rows of the samples
+            cbs = [o for o in callbacks_to_try(compare.run) if hasattr(o, 'before_batch')]
+            self.cbs = [o for o in cbs if self._probe_first_batch(None, without=[o]).rows==probe.n] or cbs
 
-    def _hold(self, **kwargs):
-        self.still = self.compare.apart(**kwargs)
-        return max(self.still.values(), default=0.)
+    def _without(self, freeze, reset, cbs=()):
+        "The largest difference of the gradients without the causes that were found"
+        self.remaining = self.compare.differences(freeze=freeze, reset=reset, without=cbs)
+        return max(self.remaining.values(), default=0.)
 
-    def _loss(self):
-        look,tol,(off,reason) = self.look,self.look.tol,self.look.loss
-        if self.whole: return Row('loss', 0., tol)
-        if look.rows!=look.n: off,reason = None,f'the model gets {look.rows} rows for {look.n} samples'
-        row = Row('loss', off, tol, reason)
-        if self.rest is not None and self.rest<=look.tol:   # it gets more, or its parts were alike
-            row = Row('loss', look.hidden or self.rest, tol, 'in micro-batches of unequal sizes'*bool(look.hidden))
-        if row.off is None or row.ok: return row
-        count = '`n_items=`, a function that counts what it is a mean of'
-        return row._replace(remedy=f"`reduction='mean'`; {count}; or {self.cache}")
+# %% ../nbs/02_accum_check.ipynb #rows-model
+def _in_one_cell(*texts): return '; '.join(filter(None, texts))
 
-    def _predictions(self):
-        look = self.look
-        row = Row('predictions', look.predictions, look.tol, look.why)
-        if row.off is None or row.ok: return row
-        where = named(self.learn.model, look.depending)
-        if look.memory:
-            who = named(self.learn.model, look.memory) or 'the model'
-            where = _join(f'{who} keeps something from the batch before', where)
-            return row._replace(where=where, remedy='none; or reset it before each batch')
-        norm = any(isinstance(m, _BatchNorm) for m in look.depending)
-        freeze = '`FreezeBN()`; in a frozen body `BnFreeze()` and `train_bn=False`; or `learn.recalibrate_bn()`'
-        remedy = _join(_checkpoint(self.learn.model), freeze*norm)
-        return row._replace(where=where, remedy=remedy or 'none: the model needs the whole batch')
+def _checkpoint_remedy(model):
+    "`ActivationCheckpoint()` as a remedy, if it finds segments in this model"
+    try: return '`ActivationCheckpoint()`' if find_segments(unwrapped(model)) else ''
+    except ValueError: return ''
 
-    def _draws(self):
-        look,dl = self.look,self.run.dl
-        row = Row('draws', look.draws, look.tol, look.why)
-        if row.off is None: return row
-        fs = getattr(getattr(dl, 'after_batch', None), 'fs', ())
-        tfms = [type(o).__name__ for o in fs if any(c.__name__=='RandTransform' for c in type(o).__mro__)]
-        unseen = tfms and f"not checked: {', '.join(tfms)} (new random numbers for each batch)"
-        if row.ok: return row._replace(where=unseen or '')
-        remedy = _join(_checkpoint(self.learn.model), 'or none: two seeds differ as much').removeprefix('or ')
-        return row._replace(where=_join(named(self.learn.model, look.drawing), unseen), remedy=remedy)
+@patch
+def _loss(self:_Diagnosis):
+    probe,tol = self.probe,self.tol
+    if self.setup.loss_gets_whole: return Row('loss', 0., tol)
+    row = Row('loss', probe.loss, tol, probe.loss_why)
+    if probe.rows!=probe.n: row = Row('loss', None, tol, f'the model gets {probe.rows} rows for {probe.n} samples')
+    if self.rest_off is not None and self.rest_off<=tol:   # the loss does not make the gradients of these parts differ
+        row = Row('loss', self.rest_off, tol)
+        if probe.hidden_loss: row = Row('loss', probe.hidden_loss, tol, 'in micro-batches of unequal sizes')
+    if row.off is None or row.ok: return row
+    n_items = '`n_items=`, a function that counts what it is a mean of'
+    return row._replace(remedy=f"`reduction='mean'`; {n_items}; or {self.cache_remedy}")
 
-    def _callbacks(self):
-        tol = self.look.tol
-        if self.off is None: return Row('callbacks', None, tol, self.compare.why)
-        names,remedy = ', '.join(type(o).__name__ for o in self.cbs),f'{self.whole_steps}, if only batches are changed'
-        if self.cbs: return Row('callbacks', self.quiet, tol, names, f'{remedy}, as by MixUp; or {self.cache}')
-        where = 'not checked: callbacks that are passed to `fit`; give them as `cbs=`'*self.unseen
-        return Row('callbacks', self.quiet if self.quiet<=tol else 0., tol, where)   # what is off is not theirs
+@patch
+def _predictions(self:_Diagnosis):
+    probe = self.probe
+    row = Row('predictions', probe.predictions, self.tol, probe.why)
+    if row.off is None or row.ok: return row
+    where = describe_modules(self.model, probe.depending)
+    if probe.remembering:
+        names = describe_modules(self.model, probe.remembering) or 'the model'
+        where = _in_one_cell(f'{names} keeps something from the batch before', where)
+        return row._replace(where=where, remedy='none; or reset it before each batch')
+    has_norm = any(isinstance(m, _BatchNorm) for m in probe.depending)
+    freeze = '`FreezeBN()`; in a frozen body `BnFreeze()` and `train_bn=False`; or `learn.recalibrate_bn()`'
+    remedy = _in_one_cell(_checkpoint_remedy(self.model), freeze if has_norm else '')
+    return row._replace(where=where, remedy=remedy or 'none: the model needs the whole batch')
 
-    def _loader(self):
-        how = by_batch_size(self.run.dl) if self.compare.cuts else ''
-        remedy = f'{self.whole_steps}; or none: a step has as many samples, but others'
-        return Row('loader', float(bool(how)), 0., how, remedy*bool(how))
+@patch
+def _draws(self:_Diagnosis):
+    probe = self.probe
+    row = Row('draws', probe.draws, self.tol, probe.why)
+    if row.off is None: return row
+    tfms = getattr(getattr(self.compare.run.dl, 'after_batch', None), 'fs', ())
+    random_tfms = [type(o).__name__ for o in tfms if any(c.__name__=='RandTransform' for c in type(o).__mro__)]
+    unseen = f"not checked: {', '.join(random_tfms)} (new random numbers for each batch)" if random_tfms else ''
+    if row.ok: return row._replace(where=unseen)
+    remedy = _in_one_cell(_checkpoint_remedy(self.model), 'or none: two seeds differ as much').removeprefix('or ')
+    return row._replace(where=_in_one_cell(describe_modules(self.model, probe.drawing), unseen), remedy=remedy)
 
-    def _gradients(self):
-        tol = self.look.tol
-        row = Row('gradients', self.off, tol, self.compare.why)
-        if row.off is None or row.ok: return row
-        where,remedy = ', '.join(sorted(self.first, key=self.first.get)[:-4:-1]),''
-        if self.still:
-            rest = f'exact ({self.rest:.0e})' if self.rest<=tol else f'off by {self.rest:.1g}'
-            where += f'; without the causes above: {rest}'
-        if self.rest>tol and self.look.agree and not self.cbs and (self.look.loss[0] or 0.)<=tol:
-            where += '; cause not found: a callback or the loss may use the whole batch, or draw random numbers'
-            remedy = self.cache
-        return row._replace(where=where, remedy=remedy)
+# %% ../nbs/02_accum_check.ipynb #rows
+@patch
+def _callbacks(self:_Diagnosis):
+    tol = self.tol
+    if self.off is None: return Row('callbacks', None, tol, self.compare.why)
+    if self.cbs:
+        names = ', '.join(type(o).__name__ for o in self.cbs)
+        remedy = f'{self.split_remedy}, if only batches are changed, as by MixUp; or {self.cache_remedy}'
+        return Row('callbacks', self.frozen_off, tol, names, remedy)
+    where = 'not checked: callbacks that are passed to `fit`; give them as `cbs=`' if self.no_cbs else ''
+    # a difference that remains is not the callbacks'
+    return Row('callbacks', self.frozen_off if self.frozen_off<=tol else 0., tol, where)
 
-    def _buffers(self, a, b):
-        off = b and max((relative_diff(o, b.buffers[nm]) for nm,o in a.buffers.items() if nm in b.buffers), default=0.)
-        return Row('buffers', off, self.look.tol, self.compare.why)
+@patch
+def _loader(self:_Diagnosis):
+    dependence = by_batch_size(self.compare.run.dl) if self.compare.cut_loader else ''
+    if not dependence: return Row('loader', 0., 0.)
+    remedy = f'{self.split_remedy}; or none: a step has as many samples, but others'
+    return Row('loader', 1., 0., dependence, remedy)
 
-    def _weights(self):
-        off,why = None,self.compare.why
-        if not why:
-            off,n,m = self.compare.travel()
-            why = f'after {n} steps'
-            if n!=m: off,why = None,f'{n} steps whole, {m} in micro-batches: gradients of the others overflowed'
-            elif not n: off,why = None,'no step was made: the gradients overflowed'
-        return Row('weights', off, 100*self.look.tol, why)
+@patch
+def _gradients(self:_Diagnosis):
+    probe,tol = self.probe,self.tol
+    row = Row('gradients', self.off, tol, self.compare.why)
+    if row.off is None or row.ok: return row
+    where = ', '.join(sorted(self.layers, key=self.layers.get)[:-4:-1])   # the three layers that differ most
+    if self.remaining:
+        rest = f'exact ({self.rest_off:.0e})' if self.rest_off<=tol else f'off by {self.rest_off:.1g}'
+        where += f'; without the causes above: {rest}'
+    has_cause = not probe.agree or self.cbs or (probe.loss or 0.)>tol
+    if has_cause or self.rest_off<=tol: return row._replace(where=where)
+    where += '; cause not found: a callback or the loss may use the whole batch, or draw random numbers'
+    return row._replace(where=where, remedy=self.cache_remedy)
+
+@patch
+def _buffers(self:_Diagnosis):
+    off = None
+    if self.parts is not None:
+        after = self.parts.buffers
+        off = max((relative_diff(b, after[k]) for k,b in self.whole.buffers.items() if k in after), default=0.)
+    return Row('buffers', off, self.tol, self.compare.why)
+
+# %% ../nbs/02_accum_check.ipynb #rows-all
+@patch
+def _weights(self:_Diagnosis):
+    row = Row('weights', None, 100*self.tol, self.compare.why)
+    if row.where: return row
+    off,n_whole,n_parts = self.compare.train_both_ways()
+    if n_whole!=n_parts:
+        where = f'{n_whole} steps whole, {n_parts} in micro-batches: gradients of the others overflowed'
+        return row._replace(where=where)
+    if not n_whole: return row._replace(where='no step was made: the gradients overflowed')
+    return row._replace(off=off, where=f'after {n_whole} steps')
+
+@patch
+def _rows(self:_Diagnosis, steps):
+    rows = L(self._loss(), self._predictions(), self._draws(), self._callbacks(), self._loader(), self._gradients(),
+        self._buffers())
+    if steps: rows.append(self._weights())
+    return rows.map(lambda o: o._replace(where=o.where.partition('\n')[0]))   # a table has one line for each row
 
 # %% ../nbs/02_accum_check.ipynb #plot
 @patch
 def plot(self:AccumCheck)->Axes: # The matplotlib axes
-    "The difference of the gradients, for each parameter in the order of the model"
+    "Plot the difference of the gradients for each parameter, in the order of the model"
     tol = next(o.tol for o in self.rows if o.what=='gradients')
     _,ax = plt.subplots(figsize=(7, 1+0.16*max(4, len(self.layers))))
-    both = [('as it trains',self.layers,'tab:red')]
-    if self.still: both.append(('without what was found',self.still,'tab:blue'))
-    for label,diffs,color in both:
-        xs = [max(min(o, 1e3), 1e-17) for o in diffs.values()]   # none at all is drawn at the edge
+    for label,diffs,color in (('as it trains',self.layers,'tab:red'), ('without what was found',self.remaining,'tab:blue')):
+        if not diffs and color=='tab:blue': continue
+        xs = [max(min(o, 1e3), 1e-17) for o in diffs.values()]   # a difference of 0 is drawn at the edge
         ax.plot(xs, range(len(xs)), 'o', ms=4, color=color, label=label)
     ax.axvline(tol, color='gray', linestyle=':', label='rounding, at most')
     ax.set(xscale='log', xlabel='difference of the gradients, relative', yticks=range(len(self.layers)))

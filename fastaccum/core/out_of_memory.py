@@ -15,7 +15,8 @@ from functools import partial
 # %% ../../nbs/core/25_out_of_memory.ipynb #is-oom
 _texts = ('out of memory', 'Invalid buffer size', '_ALLOC_FAILED', 'CUDNN_STATUS_NOT_SUPPORTED', 'bad_alloc',
     'unable to find an engine', 'Unable to find a valid cuDNN algorithm', 'Cannot allocate memory',
-    "DefaultCPUAllocator: can't allocate memory", 'DefaultCPUAllocator: not enough memory')
+    "DefaultCPUAllocator: can't allocate memory", 'DefaultCPUAllocator: not enough memory',
+    'OUT_OF_DEVICE_MEMORY', 'miopenStatusAllocFailed')
 
 def is_out_of_memory(exc:BaseException|None)->bool:
     "Did memory run out?"

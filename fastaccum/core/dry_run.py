@@ -159,7 +159,7 @@ class DryRun:
         if self.bar: self.bar.update(0)
 
     def _snapshot(self, learn):
-        dls,cbs = learn.dls,learn.cbs
+        dls,cbs,model = learn.dls,learn.cbs,learn.model
         loaders = list(dls.loaders)
         recorder = getattr(learn, 'recorder', None)
         not_called = [o for o in cbs if not takes_part(o) and o is not recorder]

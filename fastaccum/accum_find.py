@@ -19,7 +19,7 @@ from .core.checks import check_bool, check_count, our_callback
 from .core.dry_run import Batches, CountSteps, DryRun
 from .core.plan import round_up
 from .core.warnings import more_link
-from .noise_scale import NoiseScale, say
+from .noise_scale import NoiseScale, describe
 from .core.process_checks import check_search
 from .core.loader_info import samples_of, sizes_of
 from .core.micro_batches import AutoSize
@@ -100,7 +100,7 @@ class FoundAccum:
     __index__ = __int__
     def __repr__(self):
         return (f'`accum_bs={self.accum_bs}`, measured in {len(self.readings)} steps of {self.readings[0].samples} '
-            f'samples\n{say(self.scale, self.accum_bs)}\n'
+            f'samples\n{describe(self.scale, self.accum_bs)}\n'
             'This assumes SGD near its best learning rate, and gradients as they are now. The noise scale grows while '
             '\nthe loss falls, and says little early in training. Dropout and augmentation count as noise.'
             + '\nIt would be larger, but an epoch has no more samples.'*self.capped)

@@ -28,21 +28,22 @@ from .core.micro_batches import AutoSize
 # %% ../nbs/09_accum_find.ipynb #accum-find
 @patch
 def accum_find(self:Learner,
-    accum_bs:int|None=None, # Samples in a measured step; defaults to the first step of a fit, or 8 micro-batches
+    accum_bs:int|None=None, # Samples in a measured step; defaults to the first step of a fit
     steps:int=20, # Steps to measure
     lr:float|slice|None=None, # Learning rate of these steps; defaults to the Learner's
     cbs:Callback|list|None=None, # Callbacks that you would pass to `fit`
     show_plot:bool=True # Draw the noise scale over the steps that were measured?
 )->'FoundAccum': # `int(…)` of it is the suggested size in samples, in whole micro-batches
-    """Measure the gradient's noise in some training steps, put everything back, and suggest the size of a step
+    """Measure the gradient's noise in some steps, put everything back, and suggest the size of a step
 
-    A noise scale of `B` samples means that the noise in the mean gradient of `B` samples is as large as the gradient
-    ([McCandlish et al., 2018](https://arxiv.org/abs/1812.06162)). Steps of that size are suggested.
+    A noise scale of `B` samples means that the noise in the mean gradient of `B` samples is as large as
+    the gradient ([McCandlish et al., 2018](https://arxiv.org/abs/1812.06162)). Steps of that size are
+    suggested.
 
     TypeError: `accum_bs` or `steps` is not a whole number, or `show_plot` is neither `True` nor `False`
     ValueError: `accum_bs` or `steps` is below 1, or the training loader has no batch or no batch size
-    RuntimeError: there are several processes, a callback ends the fit, the loader has no full batch, or no step could
-        be measured
+    RuntimeError: there are several processes, a callback ends the fit, the loader has no full batch, or
+        no step could be measured
     UserWarning: a step could not be measured; the message says why
     """
     check_bool('show_plot', show_plot)
@@ -56,7 +57,8 @@ def accum_find(self:Learner,
         size = _measured_size(acc, accum_bs, self.dls, sizes)
         readings = _measure(self, acc, size, sizes.bs, steps, lr)
     if not readings:
-        raise RuntimeError("no step could be measured; a warning above says why" + more_link('cannot-measure'))
+        raise RuntimeError("no step could be measured; a warning above says why"
+            + more_link('cannot-measure'))
     res = FoundAccum(readings, sizes.micro_bs, sizes.n)
     if show_plot: res.plot()
     return res
@@ -79,24 +81,26 @@ def _measure(learn, acc, size, bs, n_steps, lr):
     noise = NoiseScale(1)
     with DryRun(learn, total=n_steps) as run:
         count = CountSteps(n_steps, run.tick)
-        repeated = (b for _ in range(n_batches) for b in run.dl)   # the loader is started again when it ends
+        # the loader is started again when it ends
+        repeated = (b for _ in range(n_batches) for b in run.dl)
         full = islice((b for b in repeated if samples_of(learn, b, bs)>=bs), n_batches)
         cbs = [GradientAccumulation(size, drop_last=False, **settings),noise,count]
         run.fit(Batches(run.dl, full, bs, n_batches*bs), cbs, lr=lr)
     if count.n_steps>=n_steps: return noise.readings
-    raise RuntimeError(f"only {count.n_steps} of {n_steps} steps were taken. Either a callback ends the fit (remove "
-        f"it, or set `run_bs_find = False` in its class), or the training loader has no full batch of {bs} samples"
+    raise RuntimeError(f"only {count.n_steps} of {n_steps} steps were taken. Either a callback ends the "
+        "fit (remove it, or set `run_bs_find = False` in its class), or the training loader has no full "
+        f"batch of {bs} samples"
         + more_link('no-step-in-a-trial'))
 
 # %% ../nbs/09_accum_find.ipynb #result
 class FoundAccum:
     """The samples that a step should have: `accum_bs`, in whole micro-batches and at most an epoch
 
-    `scale` is the noise scale in samples, and `readings` are the steps that were measured. `scales` is the noise scale
-    after each of these steps, averaged over the steps so far.
+    `scale` is the noise scale in samples, and `readings` are the steps that were measured. `scales` is
+    the noise scale after each of these steps, averaged over the steps so far.
     """
     def __init__(self, readings:list, micro_bs:int, n:int):
-        n_items = sum(o.size for o in readings)   # samples, or targets where the noise scale counts targets
+        n_items = sum(o.size for o in readings)   # the noise scale counts these: samples or targets
         per_sample = n_items/sum(o.samples for o in readings)
         self.readings = readings
         self.scales = [o.scale/per_sample for o in readings]
@@ -110,10 +114,13 @@ class FoundAccum:
     def __int__(self): return self.accum_bs
     __index__ = __int__
     def __repr__(self):
-        lines = [f'`accum_bs={self.accum_bs}`, measured in {len(self.readings)} steps of {self.readings[0].samples} '
-            'samples', describe(self.scale, self.accum_bs),
-            'This assumes SGD near its best learning rate, and gradients as they are now. The noise scale grows while',
-            'the loss falls, and says little early in training. Dropout and augmentation count as noise.']
+        n_samples = self.readings[0].samples
+        n_steps = len(self.readings)
+        lines = [f'`accum_bs={self.accum_bs}`, measured in {n_steps} steps of {n_samples} samples',
+            describe(self.scale, self.accum_bs),
+            'This assumes SGD near its best learning rate, and gradients as they are now. The noise',
+            'scale grows while the loss falls, and says little early in training. Dropout and',
+            'augmentation count as noise.']
         if self.capped: lines.append('It would be larger, but an epoch has no more samples.')
         return '\n'.join(lines)
 

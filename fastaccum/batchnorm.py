@@ -31,28 +31,29 @@ from .core.distributed import check_not_sharded, world_size
 # %% ../nbs/05_batchnorm.ipynb #recalibrate
 @patch
 def recalibrate_bn(self:Learner,
-    bs:int=None, # Samples in a batch; by default as in a step, or, without a callback, the loader's (at least 64)
+    bs:int=None, # Samples in a batch; by default as in a step, or without accumulation at least 64
     n:int=None # The most samples to look at, by default 10,000; at least one batch is used
 ):
-    """Estimate the running statistics of BatchNorm layers again, as a mean over training batches of `bs` samples
+    """Estimate BatchNorm's running statistics again, as a mean over training batches of `bs` samples
 
     TypeError: an argument is not a whole number
-    ValueError: a number is below 1, no layer learns statistics, the training loader cannot give such batches, or
-        several processes share the parameters of a sharded model
+    ValueError: a number is below 1, no layer learns statistics, the training loader cannot give such
+        batches, or several processes share the parameters of a sharded model
     RuntimeError: there are several processes, and SyncBatchNorm
     torch.OutOfMemoryError: a batch does not fit
     """
     recalibration = _Recalibration(self, bs, n)
     if not recalibration.layers:
-        raise ValueError(f"{recalibration.reason}: there is nothing to recalibrate" + more_link('no-batchnorm'))
+        raise ValueError(f"{recalibration.reason}: there is nothing to recalibrate"
+            + more_link('no-batchnorm'))
     recalibration.run()
 
 class RecalibrateBN(QuietCallback):
     """Run `recalibrate_bn` before each validation, so that metrics and saved models use its statistics
 
     TypeError: an argument is not a whole number
-    ValueError: a number is below 1, or, when the fit begins, the training loader cannot give batches of that size,
-        or several processes share the parameters of a sharded model
+    ValueError: a number is below 1, or, when the fit begins, the training loader cannot give batches of
+        that size, or several processes share the parameters of a sharded model
     RuntimeError: when the fit begins, if there are several processes, and SyncBatchNorm
     UserWarning: when the fit begins, if no BatchNorm layer learns statistics
     """
@@ -89,12 +90,14 @@ class FreezeBN(PatchingCallback):
     """Freeze BatchNorm's running statistics and normalise with them, whatever else trains
 
     TypeError: `part` is not a function
-    UserWarning: when the fit begins, if a layer has seen no data, or if there is none with running statistics
+    UserWarning: when the fit begins, if a layer has seen no data, or if there is none with running
+        statistics
     """
-    order = TrainEvalCallback.order+1   # right after `TrainEvalCallback` has put all layers in training mode
+    # right after `TrainEvalCallback` has put all layers in training mode
+    order = TrainEvalCallback.order+1
     run_valid = False
     def __init__(self,
-        part:Callable=None # `part(model)` returns the module(s) whose BatchNorm to freeze. Defaults to all
+        part:Callable=None # `f(model)` returns the module(s) whose BatchNorm to freeze; defaults to all
     ):
         self.part = check_function('part', part, 1, 'lambda m: m[0]')
         self.frozen = []   # the frozen layers while a fit trains
@@ -108,11 +111,13 @@ class FreezeBN(PatchingCallback):
     def before_fit(self):
         if self.validates: return
         layers = self.layers_of(get_model(self.learn.model))
-        if not layers: warn("there is no BatchNorm layer to freeze with `FreezeBN`" + more_link('no-batchnorm'))
+        if not layers:
+            warn("there is no BatchNorm layer to freeze with `FreezeBN`" + more_link('no-batchnorm'))
         n_fresh = sum(not m.running_mean.any() and bool((m.running_var==1).all()) for m in layers)
         if n_fresh:
-            warn(f"{n_fresh} of the {len(layers)} BatchNorm layers that `FreezeBN` freezes have seen no data, and do "
-                "not normalise. Freeze pretrained ones only: `FreezeBN(lambda m: m[0])`" + more_link('fresh-batchnorm'))
+            warn(f"{n_fresh} of the {len(layers)} BatchNorm layers that `FreezeBN` freezes have seen no "
+                "data, and do not normalise. Freeze pretrained ones only: `FreezeBN(lambda m: m[0])`"
+                + more_link('fresh-batchnorm'))
 
     def before_train(self):
         self.frozen = self.layers_of(get_model(self.learn.model))
@@ -126,7 +131,8 @@ class FreezeBN(PatchingCallback):
         self.frozen = []
 
 # %% ../nbs/05_batchnorm.ipynb #plan
-def _inner(dl): return getattr(dl, 'dl', dl)   # fastai's `DistributedDL` shares out the batches of another loader
+# fastai's `DistributedDL` shares out the batches of another loader
+def _inner(dl): return getattr(dl, 'dl', dl)
 
 def _trains(m):
     params = list(m.parameters())   # empty if the layer is not affine
@@ -138,8 +144,8 @@ def _batch_size(learn, bs):
     own = size_of(dl)
     if not resizable(dl):
         if bs is None or bs==own: return None
-        raise ValueError(f"`bs={bs}` is not possible: the training {type(dl).__name__} yields ready-made batches. "
-            "Leave `bs` out" + more_link('ready-made-batches'))
+        raise ValueError(f"`bs={bs}` is not possible: the training {type(dl).__name__} yields "
+            "ready-made batches. Leave `bs` out" + more_link('ready-made-batches'))
     acc = our_callback(learn, 'GradientAccumulation')
     if bs is None: bs = max(own, 64 if acc is None else acc.current_bs or acc.accum_bs)
     return min(bs, n_of(dl) or bs)
@@ -151,27 +157,31 @@ class _Recalibration:
         self.learn = learn
         self.model = get_model(learn.model)
         self.n = 10_000 if n is None else check_count('n', n)   # the most samples to look at
-        frozen = {m for cb in learn.cbs if isinstance(cb, FreezeBN) and cb.run for m in cb.layers_of(self.model)}
-        self.layers = [m for m in bn_layers(self.model) if _trains(m) and m not in frozen]   # layers to estimate
+        freezing = [cb for cb in learn.cbs if isinstance(cb, FreezeBN) and cb.run]
+        frozen = {m for cb in freezing for m in cb.layers_of(self.model)}
+        # the layers to estimate
+        self.layers = [m for m in bn_layers(self.model) if _trains(m) and m not in frozen]
         if self.layers and world_size()>1: self._check_processes()
         self.bs = _batch_size(learn, bs)                        # samples in a batch, or `None`
 
     @property
     def reason(self):
         "Why there are no layers to estimate, in words"
-        if bn_layers(self.model): return "all BatchNorm layers are frozen, so their statistics are left alone"
+        if bn_layers(self.model):
+            return "all BatchNorm layers are frozen, so their statistics are left alone"
         return f"the {type(self.model).__name__} has no BatchNorm layer with running statistics"
 
     def _check_processes(self):
         check_not_sharded(self.model)
         if any(isinstance(m, nn.SyncBatchNorm) for m in self.layers):
-            raise RuntimeError("SyncBatchNorm exchanges its statistics in each forward pass, which hangs where "
-                "processes have different numbers of batches: recalibrate in one process, after training"
+            raise RuntimeError("SyncBatchNorm exchanges its statistics in each forward pass, which "
+                "hangs where processes have different numbers of batches: recalibrate in one process, "
+                "after training"
                 + more_link('sync-batchnorm'))
 
 # %% ../nbs/05_batchnorm.ipynb #pass
 def _first_batches(dl, bs, n):
-    "The first batches of a loader, `n` samples at most, without batches smaller than `bs`; but at least one batch"
+    "The first batches of a loader, at least one: about `n` samples, without batches smaller than `bs`"
     seen = 0
     for b in dl:
         size = n_samples(b, bs)
@@ -180,7 +190,7 @@ def _first_batches(dl, bs, n):
         seen += size
         yield b
     if not seen:
-        raise ValueError("the training loader has no batch, so there is nothing to estimate statistics from"
+        raise ValueError("the training loader has no batch, so statistics cannot be estimated"
             + more_link('no-batch'))
 
 @patch
@@ -223,7 +233,10 @@ def _average(layers, group):
 # %% ../nbs/05_batchnorm.ipynb #restore
 @patch
 def run(self:_Recalibration):
-    "Estimate the statistics, and put everything else back; after an error the statistics, too"
+    """Estimate the statistics, and put everything else back; after an error the statistics, too
+
+    torch.OutOfMemoryError: a batch does not fit
+    """
     learn,model = self.learn,self.model
     dl = learn.dls.train
     loaders = [dl] if _inner(dl) is dl else [dl,_inner(dl)]
@@ -231,14 +244,15 @@ def run(self:_Recalibration):
     others = [b for b in model.buffers() if b not in own]
     datasets = [getattr(o, 'dataset', None) for o in loaders]
     stats = Snapshot(*own)
-    rest = Snapshot(*others, [loader_state(o) for o in loaders], shallow=(learn,*loaders,*model.modules()),
-        skip=[*own,*datasets])
+    loader_states = [loader_state(o) for o in loaders]
+    shallow = learn,*loaders,*model.modules()
+    rest = Snapshot(*others, loader_states, shallow=shallow, skip=[*own,*datasets])
     rest.puts.append((set_rng_state, rng_state(devices_of(model.modules()))))
     try: self._estimate()
     except BaseException as e:
         uninterrupted(stats.put_back)
         if not is_out_of_memory(e): raise
         size = 'the loader' if self.bs is None else f'{self.bs} samples'
-        raise torch.OutOfMemoryError(f"memory ran out with a batch of {size}, though no gradients are kept: "
-            f"recalibrate with a smaller `bs` ({e})" + more_link('out-of-memory')) from e
+        raise torch.OutOfMemoryError(f"memory ran out with a batch of {size}, though no gradients are "
+            f"kept: recalibrate with a smaller `bs` ({e})" + more_link('out-of-memory')) from e
     finally: uninterrupted(rest.put_back)

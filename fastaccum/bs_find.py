@@ -26,7 +26,7 @@ from .core.distributed import check_not_sharded, check_same, gather, world_size
 # %% ../nbs/06_bs_find.ipynb #bs-find
 @patch
 def bs_find(self:Learner,
-    mode:str='power', # Double `init_val` until memory runs out ('power'), then find the exact size ('binsearch')
+    mode:str='power', # Double `init_val` while it fits ('power'), then find the exact size ('binsearch')
     steps_per_trial:int=3, # Optimizer steps in a trial; at least 2 are taken
     init_val:int=2, # Samples in the batch of the first trial
     max_trials:int=25, # The most trials
@@ -35,15 +35,15 @@ def bs_find(self:Learner,
 )->'FoundSize': # `int(…)` of it is the size in samples, on each process
     """Find the largest batch size that trains within memory, and leave everything as it was
 
-    A trial takes real training steps on the first batch of its size that the loader makes, with the Learner's loss,
-    optimizer, precision and callbacks, and a learning rate of 0. Several processes search together: a size fits if it
-    fits on all of them.
+    A trial takes real training steps on the first batch of its size that the loader makes, with the
+    Learner's loss, optimizer, precision and callbacks, and a learning rate of 0. Several processes
+    search together: a size fits if it fits on all of them.
 
     TypeError: a number is not a whole number, or `apply` is neither `True` nor `False`
-    ValueError: a number is below 1, `mode` is unknown, the training loader has no batch or no batch size, or processes
-        were given different arguments
-    RuntimeError: a callback ends the fit or skips steps, the gradients overflow, the search failed on another process,
-        or the model exchanges data between processes in each forward pass
+    ValueError: a number is below 1, `mode` is unknown, the training loader has no batch or no batch
+        size, or processes were given different arguments
+    RuntimeError: a callback ends the fit or skips steps, the gradients overflow, the search failed on
+        another process, or the model exchanges data between processes in each forward pass
     torch.OutOfMemoryError: not even one sample fits
     """
     check_name('mode', mode, ('power','binsearch'))
@@ -53,8 +53,9 @@ def bs_find(self:Learner,
     check_count('max_trials', max_trials, 'trial')
     n = n_of(self.dls.train)
     if world_size()>1:
-        n = _check_processes(self, n, dict(mode=mode!='power', apply=apply, steps_per_trial=steps_per_trial,
-            init_val=init_val, max_trials=max_trials))
+        must_match = dict(mode=mode!='power', apply=apply, steps_per_trial=steps_per_trial,
+            init_val=init_val, max_trials=max_trials)
+        n = _check_processes(self, n, must_match)
     trials = []
     with DryRun(self, total=max_trials) as run:
         def fits(size):
@@ -68,7 +69,7 @@ def bs_find(self:Learner,
     return res
 
 # %% ../nbs/06_bs_find.ipynb #search
-def search(fits:callable, mode:str='power', init_val:int=2, max_trials:int=25, n:int|None=None)->tuple[int,int|None]:
+def search(fits:callable, mode:str='power', init_val:int=2, max_trials:int=25, n:int|None=None)->tuple:
     """Find the largest size for which `fits(size)`, of `n` samples in the dataset
 
     Returns the largest size known to fit, or 0, and the smallest known not to fit, or `None`.
@@ -92,7 +93,7 @@ class Trial:
     size:int # Samples
     ok:bool=False # Did they fit?
     peak:int|None=None # Most memory in use, in bytes; `None` if the device does not report it
-    speed:float|None=None # Samples per second of training, without the first step and without reading the samples
+    speed:float|None=None # Samples per second of training, without the first step and without the loader
     error:str|None=None # The error message, if it did not fit
 
 class _TrialSteps(CountSteps):
@@ -121,11 +122,13 @@ def _train(run, size, n):
     batches,found = batches_of(run.learn, size)
     if found<size: raise MemoryError(f'there are only {found} samples')
     steps = _TrialSteps(n, run.device)
-    run.fit(Batches(run.dl, batches*(n+20), size), [steps])   # more batches than steps: a GradScaler skips some
+    # more batches than steps: a GradScaler skips some
+    run.fit(Batches(run.dl, batches*(n+20), size), [steps])
     if steps.n_batches<n or not steps.n_steps:
-        raise RuntimeError(f"a trial of {n} steps made {steps.n_steps}, in {steps.n_batches} batches of {size} samples. "
-            "Either a callback ends the fit or skips steps (remove it, or set `run_bs_find = False` in its class), "
-            "or the gradients overflow" + more_link('no-step-in-a-trial'))
+        raise RuntimeError(f"a trial of {n} steps made {steps.n_steps}, in {steps.n_batches} batches of "
+            f"{size} samples. Either a callback ends the fit or skips steps (remove it, or set "
+            "`run_bs_find = False` in its class), or the gradients overflow"
+            + more_link('no-step-in-a-trial'))
     return size*(steps.n_batches-1)/max(steps.secs, 1e-9)
 
 # %% ../nbs/06_bs_find.ipynb #try
@@ -149,29 +152,30 @@ def _try(run, size, n, is_last_resort):
 
 # %% ../nbs/06_bs_find.ipynb #find
 def _check_processes(learn, n, must_match):
-    "Refuse a model that exchanges data in its forward pass, and arguments that differ; return the fewest samples"
+    "Refuse a model that exchanges data in its forward pass, and other arguments; return the least `n`"
     model = get_model(learn.model)
     check_not_sharded(model)
     part = None   # the part of the model that exchanges data
     for m in model.modules():
         if isinstance(m, nn.SyncBatchNorm): part = 'SyncBatchNorm'
-        if isinstance(m, DistributedDataParallel): part = 'a part of the model in DistributedDataParallel'
+        if isinstance(m, DistributedDataParallel): part = 'part of the model in DistributedDataParallel'
     if part:
-        raise RuntimeError(f"`bs_find` cannot search on several processes with {part}: they exchange data in each "
-            "forward pass, and would wait forever for one whose memory runs out. Search with the plain model, before "
-            "it is converted or wrapped, and take less than it finds" + more_link('exchanges-in-the-forward-pass'))
+        raise RuntimeError(f"`bs_find` cannot search on several processes with {part}: they exchange "
+            "data in each forward pass, and would wait forever for one whose memory runs out. Search "
+            "with the plain model, before it is converted or wrapped, and take less than it finds"
+            + more_link('exchanges-in-the-forward-pass'))
     numbers = [-1 if n is None else n, *map(int, must_match.values())]
     each = gather(numbers, next(model.parameters()).device)
     check_same({f'`{k}`':o for k,o in must_match.items()}, [o[1:] for o in each])
     return min((o[0] for o in each if o[0]>=0), default=None)
 
 def _unwrap(learn):
-    "Give the Learner its model without DistributedDataParallel, which would exchange data; the dry run puts it back"
+    "Take the model out of DistributedDataParallel, which would exchange data; the dry run puts it back"
     if learn.opt is None: learn.create_opt()   # the Learner's `splitter` knows the wrapped model
     learn.model = get_model(learn.model)
 
 def _compare_processes(trial, error, device):
-    "Mark the trial as failed if memory ran out on any process; return the error to raise, if there is one"
+    "Mark the trial as failed if memory ran out on any process; return the error to raise, if any"
     outcome = 2 if error else int(not trial.ok)   # 0: it fits, 1: memory ran out, 2: another error
     outcomes = [o for o, in gather([outcome], device)]
     if trial.ok and 1 in outcomes:
@@ -204,9 +208,10 @@ class FoundSize:
 def _result(good, bad, n, trials):
     "The result of a search among `n` samples, or the error that nothing fits"
     if not good:
-        raise torch.OutOfMemoryError(f"no batch fits: {', '.join(str(o.size) for o in trials)} samples were tried. Use "
-            "smaller inputs, a smaller model, `learn.to_fp16()` or `ActivationCheckpoint()`. "
-            f"The last error was: {trials[-1].error}" + more_link('out-of-memory'))
+        raise torch.OutOfMemoryError(f"no batch fits: {', '.join(str(o.size) for o in trials)} samples "
+            "were tried. Use smaller inputs, a smaller model, `learn.to_fp16()` or "
+            f"`ActivationCheckpoint()`. The last error was: {trials[-1].error}"
+            + more_link('out-of-memory'))
     if bad: reason = f'{bad} do not'
     else: reason = 'there are no more' if good==n else '`max_trials` was reached'
     if world_size()>1: reason += f' (on each of {world_size()} processes)'
@@ -219,8 +224,9 @@ def plot(self:FoundSize)->np.ndarray: # The two axes, of matplotlib
     fit = sorted((o for o in self.trials if o.ok), key=lambda o: o.size)
     too_large = [o.size for o in self.trials if not o.ok]
     _,axs = plt.subplots(1, 2, figsize=(10,3.5), layout='constrained')
-    curves = {'peak memory, MB':[_megabytes(o.peak) for o in fit], 'samples per second':[o.speed for o in fit]}
-    for ax,(label,ys) in zip(axs, curves.items()):
+    peaks = [_megabytes(o.peak) for o in fit]
+    speeds = [o.speed for o in fit]
+    for ax,ys,label in zip(axs, (peaks,speeds), ('peak memory, MB','samples per second')):
         if None not in ys: ax.plot([o.size for o in fit], ys, 'o-')
         else: ax.text(.5, .5, 'not reported by this device', ha='center', transform=ax.transAxes)
         if too_large: ax.axvline(min(too_large), color='tab:red', linestyle=':', label='does not fit')

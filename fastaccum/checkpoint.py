@@ -1,4 +1,4 @@
-"""Train on the whole batch in less memory: activations are computed again, and the result is bit-identical.
+"""Train on the whole batch in less memory: activations are computed again, the result is bit-identical.
 
 Docs: https://fastaccum.github.io/fastaccum/checkpoint.html.md"""
 
@@ -27,25 +27,27 @@ from .core.segments import Segments, find_segments
 
 # %% ../nbs/04_checkpoint.ipynb #cb
 class ActivationCheckpoint(PatchingCallback):
-    """Keep only the inputs of the model's segments, and compute their activations again in the backward pass
+    """Keep only the inputs of the model's segments, and compute their activations again when needed
 
     TypeError: `segments` has the wrong type
-    ValueError: when the fit begins, if no segments are found, yours are not in the model, or the model cannot be cut
+    ValueError: when the fit begins, if no segments are found, yours are not in the model, or the model
+        cannot be cut
     RuntimeError: a segment cannot be computed again as it was
     UserWarning: after the fit, if one of your segments did not run, or none did
     """
-    order = MixedPrecision.order+3   # after `DistributedTrainer` has wrapped the model for several processes
+    # after `DistributedTrainer` has wrapped the model for several processes
+    order = MixedPrecision.order+3
     run_valid = False
     patches = ()        # the `Patch`s of the fit that runs; empty outside of a fit
     last_used = None    # the `Segments` of the last fit; `None` before the first fit
     def __init__(self,
-        segments:type|tuple|list|Callable=None # A class or several, a list of modules, or a function of a module
+        segments:type|tuple|list|Callable=None # Classes, a list of modules, or a function of a module
     ):
         self.given = check_segments(segments)
 
     @property
     def segments(self)->Segments:
-        "The segments of the last fit, or before any fit the segments that a fit would use; displays itself as a table"
+        "The segments of the last fit, or before any fit those of the next; displays itself as a table"
         if self.last_used is not None: return self.last_used
         if self.learn is None: return Segments()
         return find_segments(unwrapped(self.learn.model), self.given)
@@ -63,11 +65,12 @@ class ActivationCheckpoint(PatchingCallback):
         for o in self.patches: o.undo()
         self.patches = ()
 
-    def __getstate__(self): return vars(self)|dict(patches=())   # for `learn.export()` in the middle of a fit
+    # for `learn.export()` in the middle of a fit
+    def __getstate__(self): return vars(self)|dict(patches=())
 
 # %% ../nbs/04_checkpoint.ipynb #check
 def check_segments(segments:object)->object:
-    """Refuse a value of `segments` that cannot choose any; convert a list of modules of any kind to a `list`
+    """Refuse a value of `segments` that cannot choose any; convert all kinds of lists to a `list`
 
     TypeError: it is not a class, a tuple of classes, a list of modules, or a function
     """
@@ -76,8 +79,8 @@ def check_segments(segments:object)->object:
     if segments is None or callable(segments): return segments
     item_type = {tuple:type, list:nn.Module}.get(type(segments))
     if item_type and segments and all(isinstance(o, item_type) for o in segments): return segments
-    raise TypeError(f"`segments={segments!r}` is of type {type(segments).__name__}: give a class or a tuple of classes, "
-        "a list of modules, or a function of a module" + more_link('segments'))
+    raise TypeError(f"`segments={segments!r}` is of type {type(segments).__name__}: give a class or a "
+        "tuple of classes, a list of modules, or a function of a module" + more_link('segments'))
 
 def unwrapped(model:nn.Module)->nn.Module:
     """Return the model to cut into segments, without its wrapper for several processes
@@ -89,12 +92,14 @@ def unwrapped(model:nn.Module)->nn.Module:
     for m in model.modules():
         name = type(m).__name__
         if isinstance(m, DataParallel):
-            raise ValueError("DataParallel copies the model to other devices, but its segments would all run on the "
-                "first one: use `learn.distrib_ctx()` instead, with a process for each device"
+            raise ValueError("DataParallel copies the model to other devices, but its segments would "
+                "all run on the first one: use `learn.distrib_ctx()` instead, with a process for each "
+                "device"
                 + more_link('data-parallel'))
         if name=='OptimizedModule' or getattr(m, '_compiled_call_impl', None) is not None:
             raise ValueError(f"{name} is compiled, and the compiler decides what is computed again: set "
-                "`torch._functorch.config.activation_memory_budget`, or train the model before you compile it"
+                "`torch._functorch.config.activation_memory_budget`, or train the model before you "
+                "compile it"
                 + more_link('compiled-model'))
     return model
 
@@ -121,13 +126,14 @@ def _without_graph(x):
 
 # %% ../nbs/04_checkpoint.ipynb #recomputed
 class _Recomputed:
-    "Replaces a segment's `forward`: keeps its inputs, and computes its activations again in the backward pass"
+    "Replaces a segment's `forward`: keeps its inputs, and computes it again in the backward pass"
     def __init__(self, segment):
         self.segment = segment
         self.inside = segment.inside   # all modules in the segment
         self.devices = devices_of(self.inside)
         is_module = segment.seq is None
-        self.patch = Patch(segment.modules[0], 'forward', self) if is_module else None   # `_Chain` calls the others
+        # else a `_Chain` runs it
+        self.patch = Patch(segment.modules[0], 'forward', self) if is_module else None
 
     def run(self, *args, **kwargs):
         "Compute the segment as without this callback"
@@ -140,12 +146,15 @@ class _Recomputed:
         if not torch.is_grad_enabled(): return self.run(*args, **kwargs)
         self.segment.calls += 1
         inputs = _KeptInputs(args, kwargs)
-        tensors = inputs.tensors+[p for m in self.inside for p in m._parameters.values() if p is not None]
+        params = [p for m in self.inside for p in m._parameters.values() if p is not None]
+        tensors = inputs.tensors+params
         if not any(o.requires_grad for o in tensors): return self.run(*args, **kwargs)
         self.segment.kept = sum(o.nbytes for o in inputs.tensors)
-        versions = [(o,o._version) for o in tensors]   # an input without its graph has the version of the input
+        # an input without its graph has the version of the input
+        versions = [(o,o._version) for o in tensors]
         state = ForwardState(self.inside, self.devices, inputs.others)
-        first = [(args,kwargs)]   # emptied by the first call, so that this closure does not keep the graph alive
+        # emptied by the first call, so that this closure does not keep the graph alive
+        first = [(args,kwargs)]
         def compute():
             if first:
                 xs,kw = first.pop()
@@ -160,9 +169,10 @@ class _Recomputed:
 
     def _check_unchanged(self, versions):
         if all(o._version==v for o,v in versions): return
-        raise RuntimeError(f"an input or a parameter of segment {self.segment.name!r} was changed in place, so the "
-            "segment cannot be computed again: use `inplace=False`, take the optimizer's step after the backward pass, "
-            "or choose `segments` without this one" + more_link('changed-in-place'))
+        raise RuntimeError(f"an input or a parameter of segment {self.segment.name!r} was changed in "
+            "place, so the segment cannot be computed again: use `inplace=False`, take the optimizer's "
+            "step after the backward pass, or choose `segments` without this one"
+            + more_link('changed-in-place'))
 
     def __reduce__(self): return _plain_forward(self.patch)
 
@@ -179,7 +189,8 @@ class _Chain:
         mine = [o for o in recomputed if o.segment.seq is seq]
         by_first = {o.segment.modules[0]:o for o in mine}
         later = {m for o in mine for m in o.segment.modules[1:]}
-        self.links = [by_first.get(m, m) for m in seq if m not in later]   # modules and segments, in order
+        # modules and segments, in order
+        self.links = [by_first.get(m, m) for m in seq if m not in later]
         self.patch = Patch(seq, 'forward', self)
 
     def __call__(self, input):
@@ -209,7 +220,9 @@ def after_fit(self:ActivationCheckpoint):
     uninterrupted(self.undo_patches)
     n = len(self.last_used)
     idle = [o.name for o in self.last_used if not o.calls]
-    is_usual = self.given is None and len(idle)<n   # a timm model has a head of its own, which fastai does not call
+    # a timm model has a head of its own, which fastai does not call
+    is_usual = self.given is None and len(idle)<n
     if not idle or is_usual or not self.learn.train_iter: return
-    warn(f"{len(idle)} of {n} segments did not run in this fit, the first of them is {idle[0]!r}: the model does not "
-        "call their `forward`, so they save no memory. Choose others with `segments=`" + more_link('idle-segments'))
+    warn(f"{len(idle)} of {n} segments did not run in this fit, the first of them is {idle[0]!r}: the "
+        "model does not call their `forward`, so they save no memory. Choose others with `segments=`"
+        + more_link('idle-segments'))

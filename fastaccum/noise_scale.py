@@ -20,25 +20,26 @@ from .core.warnings import WarnOnce, more_link
 
 # %% ../nbs/07_noise_scale.ipynb #noise-scale
 class NoiseScale(PatchingCallback):
-    """Measure how much the gradients of micro-batches differ, and from this, how large a batch is worthwhile
+    """Measure how much the gradients of micro-batches differ, and so how large a batch is worthwhile
 
     TypeError: a number is not a whole number
-    ValueError: a number is below 1, or, when a fit begins, nothing accumulates on the Learner, or there are
-        two of these callbacks
+    ValueError: a number is below 1, or, when a fit begins, nothing accumulates on the Learner, or there
+        are two of these callbacks
     UserWarning: a step cannot be measured; the message says why
     """
-    order = MixedPrecision.order+.5   # gradients are without their loss scale by then, and not clipped yet
+    # gradients are without their loss scale by then, and not clipped yet
+    order = MixedPrecision.order+.5
     run_valid = False
     run_bs_find = False    # `bs_find` trains without accumulation, where there is nothing to measure
     acc = None             # the `GradientAccumulation` on the Learner; found when a fit begins
     readings = ()          # a `Reading` for each step that was measured in the last fit
     hooks = ()             # hooks on the parameters, during the backward pass of a micro-batch
-    lengths = None         # length of each parameter's gradient in this micro-batch, by the parameter's `id`
+    lengths = None         # lengths of the gradients of this micro-batch, by the `id` of the parameter
     micro_batches = ()     # a `_MicroBatchGrads` for each micro-batch of the step so far
 
     def __init__(self,
         every:int=10, # Measure every n-th step
-        half_life:int|None=None # Samples after which a measurement counts half; defaults to those of 20 measurements
+        half_life:int|None=None # Samples after which a measurement counts half; defaults to those of 20
     ):
         self.every = check_count('every', every)
         self.half_life = None if half_life is None else check_count('half_life', half_life)
@@ -49,8 +50,9 @@ class NoiseScale(PatchingCallback):
         check_single(learn, NoiseScale)
         self.acc = our_callback(learn, 'GradientAccumulation')
         if self.acc is None:
-            raise ValueError("NoiseScale compares the micro-batches of a step, and this Learner steps on every batch: "
-                "add fastaccum's `GradientAccumulation(accum_bs)` to its callbacks" + more_link('nothing-accumulates'))
+            raise ValueError("NoiseScale compares the micro-batches of a step, and this Learner steps "
+                "on every batch: add fastaccum's `GradientAccumulation(accum_bs)` to its callbacks"
+                + more_link('nothing-accumulates'))
         self.undo_patches()
         self.readings = []
         self.warn_once = WarnOnce()
@@ -58,23 +60,24 @@ class NoiseScale(PatchingCallback):
         self.n_steps = 0       # steps of this fit so far
         self.wait = 0          # steps until the next one that is measured
         self.since = 0         # samples since the last measurement
-        if hasattr(learn, 'recorder'): vars(learn.recorder)['noise_scale'] = []   # fastai would warn of `setattr`
+        # not `setattr`, because fastai would warn that a callback has this name
+        if hasattr(learn, 'recorder'): vars(learn.recorder)['noise_scale'] = []
 
 # %% ../nbs/07_noise_scale.ipynb #estimate
 def estimate(squares:float, mean_sq:float, n:float, k:int)->tuple:
-    "Estimate tr Σ and |G|² without bias, from Σ n_i |g_i|² over the `k` micro-batches of a step, |ḡ|² and N"
+    "Estimate tr Σ and |G|² without bias, from Σ n_i |g_i|² over `k` micro-batches, |ḡ|² and N"
     trace = (squares-n*mean_sq)/(k-1)
     return trace,mean_sq-trace/n
 
 def scale_of(trace:float, grad_sq:float)->float:
-    "Return tr Σ/|G|², in samples; infinite if the noise hides the gradient, NaN if nothing was measured"
+    "Return tr Σ/|G|², in samples; infinite if noise hides the gradient, NaN if nothing was measured"
     if np.isnan(trace) or np.isnan(grad_sq): return float('nan')
     if grad_sq>0: return float(trace/grad_sq)
     return float('inf') if trace>0 else float('nan')
 
 # %% ../nbs/07_noise_scale.ipynb #averages
 class Averages:
-    "Averages of tr Σ and |G|² over steps, in which a measurement counts half after `half_life` samples"
+    "Averages of tr Σ and |G|² over steps; a measurement counts half after `half_life` samples"
     def __init__(self, half_life:float):
         self.half_life = half_life
         self.sums = np.zeros(2)   # sums of tr Σ and of |G|², each value multiplied by its weight
@@ -111,12 +114,13 @@ def describe(scale:float, size:float, unit:str='samples')->str:
     "Say in a sentence what steps of `size` cost, with the noise scale in the same unit"
     if np.isnan(scale): return "noise scale: nothing was measured"
     if np.isinf(scale):
-        return (f"noise scale: too large to measure. In steps of {size:,.0f} {unit} the noise hides the gradient, so "
-            "larger steps would waste little. Measure for longer to know more")
+        return (f"noise scale: too large to measure. In steps of {size:,.0f} {unit} the noise hides the "
+            "gradient, so larger steps would waste little. Measure for longer to know more")
     steps = 1+scale/size                              # as a multiple of the minimum number of steps
-    items = 1+size/scale if scale else float('inf')   # as a multiple of the minimum number of samples or targets
-    return (f"noise scale ≈ {rounded(scale)} {unit}: with steps of {size:,.0f} you need {items:.1f}x the minimum "
-        f"number of {unit} and {steps:.1f}x the minimum number of steps")
+    items = 1+size/scale if scale else float('inf')   # as a multiple of the minimum number of items
+    return (f"noise scale ≈ {rounded(scale)} {unit}: with steps of {size:,.0f} you need {items:.1f}x "
+        "the "
+        f"minimum number of {unit} and {steps:.1f}x the minimum number of steps")
 
 # %% ../nbs/07_noise_scale.ipynb #micro-batch
 class _MicroBatchGrads(NamedTuple):
@@ -146,7 +150,8 @@ def _squared(lengths, device, dtype):
 @patch
 def before_train(self:NoiseScale):
     self.undo_patches()   # the last epoch may have been cancelled in the middle of a step
-    if self.acc is None or self.acc.learn is not self.learn: self.before_fit()   # this was added since the fit began
+    was_added = self.acc is None or self.acc.learn is not self.learn   # since the fit began
+    if was_added: self.before_fit()
 
 @patch
 def before_backward(self:NoiseScale):
@@ -176,7 +181,9 @@ def after_backward(self:NoiseScale):
     if step.mean.is_sum: size,to_sum = samples,1.
     else: to_sum = size if step.weighs_grads else step.mean.expected
     scaler = vars(self.learn).get('scaler')
-    if scaler is not None: to_sum = to_sum/scaler.scale(torch.ones((), device=self.learn.loss_grad.device))
+    if scaler is not None:
+        one = torch.ones((), device=self.learn.loss_grad.device)
+        to_sum = to_sum/scaler.scale(one)
     self.micro_batches.append(_MicroBatchGrads(self.lengths, samples, size, to_sum))
     self.lengths = None
 
@@ -197,7 +204,8 @@ def _params(self:NoiseScale): return [p for p in params_of(self.learn.opt) if p.
 
 @patch
 def _warn(self:NoiseScale, reason):
-    self.warn_once('cannot-measure', f"NoiseScale cannot measure this step, and perhaps others: {reason}")
+    msg = f"NoiseScale cannot measure this step, and perhaps others: {reason}"
+    self.warn_once('cannot-measure', msg)
 
 # %% ../nbs/07_noise_scale.ipynb #measure
 @patch
@@ -209,25 +217,29 @@ def before_step(self:NoiseScale):
     params = self._params()
     device = params[0].device
     dtype = torch.float32 if device.type=='mps' else torch.float64
-    totals = sum((o.totals(device, dtype) for o in self.micro_batches), torch.zeros(4, dtype=dtype, device=device))
+    totals = torch.zeros(4, dtype=dtype, device=device)
+    for o in self.micro_batches: totals += o.totals(device, dtype)
     mean_sq = _squared([_length(p.grad) for p in params if p.grad is not None], device, dtype)
     numbers = torch.stack([*step.processes.sum(*totals),mean_sq])
     self._read(step.mean, *numbers.tolist())   # synchronises the GPU
 
 @patch
 def _read(self:NoiseScale, mean, squares, size, k, n, mean_sq):
-    "Add a reading of `k` micro-batches with `n` samples, or warn of the reason why the step cannot be measured"
+    "Add a reading of `k` micro-batches with `n` samples, or warn why the step cannot be measured"
     if not np.isfinite([squares,mean_sq]).all(): return
     self.wait = self.every   # counted down after this step already
     if round(n)<mean.samples:
-        return self._warn("the loss of a micro-batch needs no gradient, or NoiseScale came to the Learner after it")
-    if k==1: return self._warn("it has one micro-batch, so there is nothing to compare: raise `accum_bs`")
+        return self._warn("the loss of a micro-batch needs no gradient, or NoiseScale was added in the "
+            "middle of the step")
+    if k==1:
+        return self._warn("it has one micro-batch, so there is nothing to compare: raise `accum_bs`")
     if k==0: return   # the loss ignores all targets of the step
     if mean.is_sum: mean_sq /= size**2   # `p.grad` is the gradient of a sum
     trace,grad_sq = estimate(squares, mean_sq, size, k)
     if trace*(k-1)<-.1*squares:   # rounding in bfloat16 changes `squares` by less
         return self._warn("its gradient is longer than those of its micro-batches can add up to, so a "
-            f"callback has changed it. Let that happen in `before_step`, with an order above {self.order}")
+            "callback has changed it. Let that happen in `before_step`, with an order above "
+            f"{self.order}")
     if self.averages is None: self.averages = Averages(self.half_life or 20*self.every*mean.samples)
     averages = self.averages.add(trace, grad_sq, self.since)
     self.since = 0
@@ -252,12 +264,12 @@ def trace(self:NoiseScale)->float: # NaN before the first measurement
     return float(self.readings[-1].averages[0]) if self.readings else float('nan')
 
 @patch(as_prop=True)
-def grad_sq(self:NoiseScale)->float: # 0 or negative if the noise hides it; NaN before the first measurement
+def grad_sq(self:NoiseScale)->float: # Not above 0 if noise hides it; NaN before the first measurement
     "The squared length of the true gradient, |G|²"
     return float(self.readings[-1].averages[1]) if self.readings else float('nan')
 
 @patch(as_prop=True)
-def noise_scale(self:NoiseScale)->float: # In `unit`; infinite if noise hides the gradient, NaN before the first
+def noise_scale(self:NoiseScale)->float: # In `unit`; infinite if noise hides the gradient
     "The number of samples at which the noise of their mean gradient is as large as the gradient"
     return scale_of(self.trace, self.grad_sq)
 

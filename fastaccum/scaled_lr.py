@@ -20,11 +20,11 @@ from .core.warnings import more_link
 
 # %% ../nbs/08_scaled_lr.ipynb #scaled-lr
 class ScaledLR(PatchingCallback):
-    """Multiply the learning rate of each step by a factor for its size, relative to steps of `base_bs` samples
+    """Multiply the learning rate of each step by a factor for its size, relative to `base_bs` samples
 
     TypeError: `base_bs` is not a whole number
-    ValueError: `base_bs` is below 1, or `rule` is unknown; when a fit begins, there are two of these callbacks, or the
-        parameters of the model are sharded over processes
+    ValueError: `base_bs` is below 1, or `rule` is unknown; when a fit begins, there are two of these
+        callbacks, or the parameters of the model are sharded over processes
     """
     order = MixedPrecision.order-3   # before MixedPrecision, which cancels `before_step` on an overflow
     run_valid = False
@@ -42,8 +42,8 @@ class ScaledLR(PatchingCallback):
     ):
         self.base_bs = check_count('base_bs', base_bs)
         if rule=='adascale':
-            raise ValueError("`rule='adascale'` was removed from fastaccum: give 'linear', the usual rule for SGD, or "
-                "'sqrt', the usual rule for Adam" + more_link('unknown-name'))
+            raise ValueError("`rule='adascale'` was removed from fastaccum: give 'linear', the usual "
+                "rule for SGD, or 'sqrt', the usual rule for Adam" + more_link('unknown-name'))
         if rule is not None: check_name('rule', rule, ('linear','sqrt'))
         self.rule = rule
 
@@ -76,7 +76,7 @@ def before_step(self:ScaledLR):
     "Scale the learning rate, and with the square root rule Adam's epsilon"
     self.undo_patches()
     self.opt = self.learn.opt
-    is_adam = 'sqr_mom' in self.opt.hypers[0]   # the optimizer divides by an average of squared gradients
+    is_adam = 'sqr_mom' in self.opt.hypers[0]   # it divides by an average of squared gradients
     rule = self.rule or ('sqrt' if is_adam else 'linear')
     self.kappa = self._step_size()/self.base_bs
     self.factor = self.kappa if rule=='linear' else self.kappa**.5
@@ -85,12 +85,12 @@ def before_step(self:ScaledLR):
     for name,factor in factors.items():
         old = [h[name] for h in self.opt.hypers]
         new = [o*factor for o in old]
-        self.scaled = [*self.scaled,_Scaled(name, old, new)]   # before the values are set: an interrupt may come
+        self.scaled = [*self.scaled,_Scaled(name, old, new)]   # first: an interrupt may come after it
         self.opt.set_hyper(name, L(new))
 
 @patch
-def undo_patches(self:ScaledLR, keep=''):
-    "Put back the values that no other code has set meanwhile, but not of `keep`; may be called more than once"
+def undo_patches(self:ScaledLR, keep:str=''):
+    "Put back the values that no other code has set meanwhile, except those of `keep`"
     while self.scaled:
         name,old,new = self.scaled[0]
         if name!=keep:

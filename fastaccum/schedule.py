@@ -32,15 +32,17 @@ def check_moment(name:str, o:int|float)->int|float:
     ValueError: it is negative, infinite or NaN
     """
     if isinstance(o, bool) or not isinstance(o, Real):
-        raise TypeError(f"`{name}={o!r}` is of type {type(o).__name__}: give a fraction of training as a float, "
-            "or an epoch as an int" + more_link('start-and-finish'))
+        raise TypeError(f"`{name}={o!r}` is of type {type(o).__name__}: give a fraction of training as "
+            "a "
+            "float, or an epoch as an int" + more_link('start-and-finish'))
     if not 0<=o<=2**53:
-        raise ValueError(f"`{name}={o}`: give a fraction of training from 0. to 1., or an epoch, 0 or later"
+        raise ValueError(f"`{name}={o}`: give a fraction of training from 0. to 1., or an epoch, 0 or "
+            "later"
             + more_link('start-and-finish'))
     return o
 
 def fraction(o:int|float, n_epoch:int)->float:
-    "Convert `o`, a fraction of training (float) or an epoch (int), to a fraction of a fit of `n_epoch` epochs"
+    "Convert a fraction of training (float) or an epoch (int) to a fraction of a fit of `n_epoch` epochs"
     return o/max(1, n_epoch) if isinstance(o, Integral) else float(o)
 
 def fractions(start:int|float, finish:int|float, n_epoch:int)->tuple[float,float]:
@@ -50,7 +52,8 @@ def fractions(start:int|float, finish:int|float, n_epoch:int)->tuple[float,float
     """
     begins,ends = fraction(start, n_epoch),fraction(finish, n_epoch)
     if begins<=ends: return begins,ends
-    raise ValueError(f"`start={start}` is later than `finish={finish}`: give a `finish` that is not before `start`"
+    raise ValueError(f"`start={start}` is later than `finish={finish}`: give a `finish` that is not "
+        "before `start`"
         + more_link('start-and-finish'))
 
 # %% ../nbs/01_schedule.ipynb #annealer
@@ -59,13 +62,13 @@ def as_annealer(schedule:callable, start:int, end:int)->callable:
 
     TypeError: `schedule` cannot be called with two numbers, or does not return a function
     """
-    hint = ("give an annealer `f(start, end)` that returns a function of the position, as `SchedCos` does, "
-            "or a function of the position alone")
+    hint = ("give an annealer `f(start, end)` that returns a function of the position, as `SchedCos` "
+            "does, or a function of the position alone")
     try:
         with suppress(ValueError):   # a function written in C may have no signature
-            required = [p for p in inspect.signature(schedule).parameters.values() if p.default is p.empty]
-            n_positional = sum(p.kind in (p.POSITIONAL_ONLY,p.POSITIONAL_OR_KEYWORD) for p in required)
-            if n_positional==1: return schedule
+            params = inspect.signature(schedule).parameters.values()
+            positional = [p for p in params if p.kind in (p.POSITIONAL_ONLY,p.POSITIONAL_OR_KEYWORD)]
+            if sum(p.default is p.empty for p in positional)==1: return schedule
         f = schedule(start, end)
     except TypeError as e:
         raise TypeError(f"`schedule={schedule!r}` cannot be called with {start} and {end} ({e}): {hint}"
@@ -84,33 +87,37 @@ def check_value(size:object, pos:float)->float:
     try: n = float(size)
     except (TypeError,ValueError,OverflowError): n = float('nan')
     if not 0<n<=2**53:
-        raise ValueError(f"`schedule` returned {size!r} at position {pos:.3g} between `start` (0) and `finish` (1): "
-            "give a schedule that returns numbers of samples, which are finite and above 0"
+        raise ValueError(f"`schedule` returned {size!r} at position {pos:.3g} between `start` (0) and "
+            "`finish` (1): give a schedule that returns numbers of samples, which are finite and above "
+            "0"
             + more_link('schedule-function'))
     return n
 
 # %% ../nbs/01_schedule.ipynb #scheduling
 def check_scheduling(scheduling:dict[int,int])->dict[int,int]:
-    """Refuse anything but a dict of thresholds and numbers of micro-batches; return it sorted by threshold
+    """Refuse anything but a dict of thresholds and numbers of micro-batches; return a sorted dict
 
     TypeError: it is not a dict, is empty, or holds something other than `int`s
     IndexError: a threshold is negative
     ValueError: a number of micro-batches is below 1
     """
     if not isinstance(scheduling, dict) or not scheduling:
-        raise TypeError(f"`scheduling={scheduling!r}`: give a dict of epochs or steps and micro-batches per step, "
+        raise TypeError(f"`scheduling={scheduling!r}`: give a dict of epochs or steps and micro-batches "
+            "per step, "
             "such as {0:2, 4:8}" + more_link('scheduling-dict'))
     for o in (*scheduling,*scheduling.values()):
         if isinstance(o, bool) or not isinstance(o, Integral):
-            raise TypeError(f"{o!r} in `scheduling={scheduling}` is of type {type(o).__name__}: give all numbers as "
-                "ints" + more_link('scheduling-dict'))
+            raise TypeError(f"{o!r} in `scheduling={scheduling}` is of type {type(o).__name__}: give "
+                "all "
+                "numbers as ints" + more_link('scheduling-dict'))
     for threshold,n in scheduling.items():
         if threshold<0:
-            raise IndexError(f"the key {threshold} in `scheduling={scheduling}` is negative: give epochs or steps "
-                "counted from 0" + more_link('scheduling-dict'))
+            raise IndexError(f"the key {threshold} in `scheduling={scheduling}` is negative: give "
+                "epochs "
+                "or steps counted from 0" + more_link('scheduling-dict'))
         if n<1:
-            raise ValueError(f"the value {n} in `scheduling={scheduling}` is too small: give at least 1 micro-batch "
-                "per step" + more_link('scheduling-dict'))
+            raise ValueError(f"the value {n} in `scheduling={scheduling}` is too small: give at least 1 "
+                "micro-batch per step" + more_link('scheduling-dict'))
     return {int(k):int(n) for k,n in sorted(scheduling.items())}
 
 # %% ../nbs/01_schedule.ipynb #base
@@ -135,24 +142,28 @@ class _Scheduled(GradientAccumulation):
         return self._accum_bs
     @accum_bs.setter
     def accum_bs(self, n):
-        raise AttributeError(f"`accum_bs={n!r}` cannot be set, because the size follows the schedule of this "
-            f"{type(self).__name__}. Make a new one, or use `GradientAccumulation`" + more_link('set-by-the-schedule'))
+        raise AttributeError(f"`accum_bs={n!r}` cannot be set, because the size follows the schedule of "
+            f"this {type(self).__name__}. Make a new one, or use `GradientAccumulation`"
+            + more_link('set-by-the-schedule'))
     n_acc = accum_bs
 
 # %% ../nbs/01_schedule.ipynb #schedule
 class GradientAccumulationSchedule(_Scheduled):
     """Anneal the size of the steps while training
 
-    TypeError: a size is not a whole number, `start` or `finish` not a number, or `schedule` not an annealer
-    ValueError: a number is too small, `start` is later than `finish`, or `schedule` returns a value that is no size
-    UserWarning: when a fit begins, if `finish` comes after its end, so that the final size is not reached
+    TypeError: a size is not a whole number, `start` or `finish` not a number, or `schedule` not an
+        annealer
+    ValueError: a number is too small, `start` is later than `finish`, or `schedule` returns a value that
+        is no size
+    UserWarning: when a fit begins, if `finish` comes after its end, so that the final size is not
+        reached
     """
     def __init__(self,
         start_accum_bs:int, # Samples per optimizer step before `start`
         final_accum_bs:int, # Samples per optimizer step after `finish`; larger or smaller
-        start:int|float=0, # When to start annealing: a fraction of training (float) or an epoch (int, from 0)
+        start:int|float=0, # When annealing starts: a fraction of training (float) or an epoch (int)
         finish:int|float=0.3, # When the final size is reached: a fraction of training or an epoch
-        schedule:callable=SchedCos, # A fastai annealer, `f(start, end)`, or a function from progress (0 to 1) to a size
+        schedule:callable=SchedCos, # A fastai annealer, or a function from progress (0 to 1) to a size
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size:int|str|AutoSize|None=None, # As in `GradientAccumulation`, in samples
         drop_last:bool|None=None, # As in `GradientAccumulation`
@@ -196,9 +207,11 @@ def before_fit(self:GradientAccumulationSchedule):
     if self.validates or self.loop.plan is None or self.loop.finder is not None: return
     if fraction(self.finish, n_epoch)<=1: return
     reached = self.loop.plan.wanted(n_epoch)
-    warn(f"`finish={self.finish}` is after the end of this fit (epochs: {n_epoch}), so the schedule ends at "
-        f"{reached} samples instead of `final_accum_bs={self.final_accum_bs}`. An int is an epoch, a float a fraction "
-        "of training: for the end of training, give `finish=1.`" + more_link('schedule-cut-short'))
+    warn(f"`finish={self.finish}` is after the end of this fit (epochs: {n_epoch}), so the schedule "
+        "ends "
+        f"at {reached} samples instead of `final_accum_bs={self.final_accum_bs}`. An int is an epoch, a "
+        "float a fraction of training: for the end of training, give `finish=1.`"
+        + more_link('schedule-cut-short'))
 
 # %% ../nbs/01_schedule.ipynb #scheduler
 class GradientAccumulationScheduler(_Scheduled):
@@ -210,7 +223,7 @@ class GradientAccumulationScheduler(_Scheduled):
     """
     def __init__(self,
         scheduling:dict[int,int], # `{threshold: micro-batches per step}`, from that epoch or step on
-        mode:str='epoch', # Are thresholds epochs, counted from 0 ('epoch'), or optimizer steps taken ('step')?
+        mode:str='epoch', # Are thresholds epochs ('epoch') or optimizer steps ('step'), counted from 0?
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size:int|str|AutoSize|None=None, # As in `GradientAccumulation`, in samples
         drop_last:bool|None=None, # As in `GradientAccumulation`

@@ -26,15 +26,15 @@ Accumulate (callbacks for `cbs=`):
 
 Other ways to the large batch:
     GradientCache                   the model sees micro-batches, the loss sees the loader's whole batch
-    ActivationCheckpoint            the model sees the whole batch; activations are computed again to save memory
-    FreezeBN, RecalibrateBN         freeze BatchNorm's statistics, or estimate them again on large batches
+    ActivationCheckpoint            the model sees the whole batch; activations are computed again
+    FreezeBN, RecalibrateBN         freeze BatchNorm's statistics, or estimate them on large batches
 
 Choose sizes and rates:
     NoiseScale                      measure while training how large a batch should be
     ScaledLR                        scale the learning rate with the size of a step
 
 Methods that every Learner gets with `import fastaccum`:
-    learn.accum_check               compare with the run on the large batch; name the cause of a difference
+    learn.accum_check               compare with the run on the large batch, and explain a difference
     learn.bs_find                   find the largest micro-batch that fits into memory
     learn.accum_find                suggest the number of samples in a step
     learn.recalibrate_bn            estimate BatchNorm's statistics again, once
@@ -53,11 +53,13 @@ from fastaccum.batchnorm import FreezeBN, RecalibrateBN
 from fastaccum.cache import GradientCache
 from fastaccum.checkpoint import ActivationCheckpoint
 from fastaccum.core.micro_batches import AutoSize
-from fastaccum.core.warnings import AccumulationWarning, BatchNormWarning, LoaderWarning, LossWarning, StateWarning
+from fastaccum.core.warnings import (AccumulationWarning, BatchNormWarning, LoaderWarning, LossWarning,
+    StateWarning)
 from fastaccum.noise_scale import NoiseScale
 from fastaccum.scaled_lr import ScaledLR
 from fastaccum.schedule import GradientAccumulationSchedule, GradientAccumulationScheduler
 
 __all__ = ['AccumulationWarning', 'ActivationCheckpoint', 'AutoSize', 'BatchNormWarning', 'FreezeBN',
-           'GradientAccumulation', 'GradientAccumulationSchedule', 'GradientAccumulationScheduler', 'GradientCache',
-           'LoaderWarning', 'LossWarning', 'NoiseScale', 'RecalibrateBN', 'ScaledLR', 'StateWarning']
+    'GradientAccumulation', 'GradientAccumulationSchedule', 'GradientAccumulationScheduler',
+    'GradientCache', 'LoaderWarning', 'LossWarning', 'NoiseScale', 'RecalibrateBN', 'ScaledLR',
+    'StateWarning']

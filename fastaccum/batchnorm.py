@@ -46,8 +46,9 @@ def recalibrate_bn(self:Learner,
     if not recalibration.layers:
         raise ValueError(f"{recalibration.reason}: there is nothing to recalibrate"
             + more_link('no-batchnorm'))
-    recalibration.run()
+    recalibration.estimate()
 
+# %% ../nbs/05_batchnorm.ipynb #recalibrate-cb
 class RecalibrateBN(QuietCallback):
     """Run `recalibrate_bn` before each validation, so that metrics and saved models use its statistics
 
@@ -79,13 +80,14 @@ class RecalibrateBN(QuietCallback):
 
     def before_validate(self):
         recalibration = self._recalibration()
-        if recalibration is not None and recalibration.layers: recalibration.run()
+        if recalibration is not None and recalibration.layers: recalibration.estimate()
 
 # %% ../nbs/05_batchnorm.ipynb #layers
 def bn_layers(model:nn.Module)->list:
     "List the BatchNorm layers that have running statistics"
     return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
 
+# %% ../nbs/05_batchnorm.ipynb #freeze
 class FreezeBN(PatchingCallback):
     """Freeze BatchNorm's running statistics and normalise with them, whatever else trains
 
@@ -150,6 +152,7 @@ def _batch_size(learn, bs):
     if bs is None: bs = max(own, 64 if acc is None else acc.current_bs or acc.accum_bs)
     return min(bs, n_of(dl) or bs)
 
+# %% ../nbs/05_batchnorm.ipynb #recalibration
 class _Recalibration:
     "A pass over training batches that estimates the statistics of a Learner's BatchNorm layers"
     def __init__(self, learn, bs, n):
@@ -161,7 +164,7 @@ class _Recalibration:
         frozen = {m for cb in freezing for m in cb.layers_of(self.model)}
         # the layers to estimate
         self.layers = [m for m in bn_layers(self.model) if _trains(m) and m not in frozen]
-        if self.layers and world_size()>1: self._check_processes()
+        if self.layers and world_size()>1: self._refuse_sync()
         self.bs = _batch_size(learn, bs)                        # samples in a batch, or `None`
 
     @property
@@ -171,12 +174,12 @@ class _Recalibration:
             return "all BatchNorm layers are frozen, so their statistics are left alone"
         return f"the {type(self.model).__name__} has no BatchNorm layer with running statistics"
 
-    def _check_processes(self):
+    def _refuse_sync(self):
         check_not_sharded(self.model)
         if any(isinstance(m, nn.SyncBatchNorm) for m in self.layers):
-            raise RuntimeError("SyncBatchNorm exchanges its statistics in each forward pass, which "
-                "hangs where processes have different numbers of batches: recalibrate in one process, "
-                "after training"
+            raise RuntimeError("SyncBatchNorm exchanges its statistics in each "
+                "forward pass, which hangs where processes have different "
+                "numbers of batches: recalibrate in one process, after training"
                 + more_link('sync-batchnorm'))
 
 # %% ../nbs/05_batchnorm.ipynb #pass
@@ -193,6 +196,7 @@ def _first_batches(dl, bs, n):
         raise ValueError("the training loader has no batch, so statistics cannot be estimated"
             + more_link('no-batch'))
 
+# %% ../nbs/05_batchnorm.ipynb #pass-run
 @patch
 def _batches(self:_Recalibration):
     "The batches of the pass, with a progress bar if the Learner shows one"
@@ -207,7 +211,7 @@ def _batches(self:_Recalibration):
     return progress_bar(batches, total=total, parent=getattr(learn.progress, 'mbar', None), leave=False)
 
 @patch
-def _estimate(self:_Recalibration):
+def _train_mode_pass(self:_Recalibration):
     "Replace the statistics of the layers by their mean over the batches of all processes"
     learn,model = self.learn,self.model
     batches = self._batches()
@@ -232,7 +236,7 @@ def _average(layers, group):
 
 # %% ../nbs/05_batchnorm.ipynb #restore
 @patch
-def run(self:_Recalibration):
+def estimate(self:_Recalibration):
     """Estimate the statistics, and put everything else back; after an error the statistics, too
 
     torch.OutOfMemoryError: a batch does not fit
@@ -248,7 +252,7 @@ def run(self:_Recalibration):
     shallow = learn,*loaders,*model.modules()
     rest = Snapshot(*others, loader_states, shallow=shallow, skip=[*own,*datasets])
     rest.puts.append((set_rng_state, rng_state(devices_of(model.modules()))))
-    try: self._estimate()
+    try: self._train_mode_pass()
     except BaseException as e:
         uninterrupted(stats.put_back)
         if not is_out_of_memory(e): raise

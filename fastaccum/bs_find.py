@@ -55,7 +55,7 @@ def bs_find(self:Learner,
     if world_size()>1:
         must_match = dict(mode=mode!='power', apply=apply, steps_per_trial=steps_per_trial,
             init_val=init_val, max_trials=max_trials)
-        n = _check_processes(self, n, must_match)
+        n = _check_before_search(self, n, must_match)
     trials = []
     with DryRun(self, total=max_trials) as run:
         def fits(size):
@@ -117,6 +117,7 @@ class _TrialSteps(CountSteps):
         self.n_batches += 1
         super().after_batch()
 
+# %% ../nbs/06_bs_find.ipynb #train
 def _train(run, size, n):
     "Train on `size` samples for `n` steps; return the samples per second"
     batches,found = batches_of(run.learn, size)
@@ -151,7 +152,7 @@ def _try(run, size, n, is_last_resort):
     return trial
 
 # %% ../nbs/06_bs_find.ipynb #find
-def _check_processes(learn, n, must_match):
+def _check_before_search(learn, n, must_match):
     "Refuse a model that exchanges data in its forward pass, and other arguments; return the least `n`"
     model = get_model(learn.model)
     check_not_sharded(model)

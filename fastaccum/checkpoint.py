@@ -93,15 +93,14 @@ def unwrapped(model:nn.Module)->nn.Module:
     for m in model.modules():
         name = type(m).__name__
         if isinstance(m, DataParallel):
-            raise ValueError("DataParallel copies the model to other devices, but its segments would "
-                "all run on the first one: use `learn.distrib_ctx()` instead, with a process for each "
-                "device"
+            raise ValueError("DataParallel copies the model to other devices, "
+                "but its segments would all run on the first one: use "
+                "`learn.distrib_ctx()` instead, with a process for each device"
                 + more_link('data-parallel'))
         if is_compiled(m):
-            raise ValueError(f"{name} is compiled, and the compiler decides what is computed again: set "
-                "`torch._functorch.config.activation_memory_budget`, or train the model before you "
-                "compile it"
-                + more_link('compiled-model'))
+            raise ValueError(f"{name} is compiled, and the compiler decides what is "
+                "computed again: set `torch._functorch.config.activation_memory_budget`, "
+                "or train the model before you compile it" + more_link('compiled-model'))
     return model
 
 # %% ../nbs/04_checkpoint.ipynb #inputs
@@ -125,6 +124,13 @@ def _without_graph(x):
     vars(res).update(vars(x))
     return res.requires_grad_(x.requires_grad)
 
+# %% ../nbs/04_checkpoint.ipynb #plain
+def _own_forward(m): return MethodType(type(m).forward, m)
+def _plain_forward(patch):
+    "The value of `__reduce__` that gives a copy of the model its plain `forward`"
+    if patch.own: return noop,(patch.own,)
+    return _own_forward,(patch.o,)
+
 # %% ../nbs/04_checkpoint.ipynb #recomputed
 class _Recomputed:
     "Replaces a segment's `forward`: keeps its inputs, and computes it again in the backward pass"
@@ -136,7 +142,7 @@ class _Recomputed:
         # else a `_Chain` runs it
         self.patch = Patch(segment.modules[0], 'forward', self) if is_module else None
 
-    def run(self, *args, **kwargs):
+    def compute(self, *args, **kwargs):
         "Compute the segment as without this callback"
         if self.patch is not None: return self.patch.stock(*args, **kwargs)
         x, = args
@@ -144,12 +150,12 @@ class _Recomputed:
         return x
 
     def __call__(self, *args, **kwargs):
-        if not torch.is_grad_enabled(): return self.run(*args, **kwargs)
+        if not torch.is_grad_enabled(): return self.compute(*args, **kwargs)
         self.segment.calls += 1
         inputs = _KeptInputs(args, kwargs)
         params = [p for m in self.inside for p in m._parameters.values() if p is not None]
         tensors = inputs.tensors+params
-        if not any(o.requires_grad for o in tensors): return self.run(*args, **kwargs)
+        if not any(o.requires_grad for o in tensors): return self.compute(*args, **kwargs)
         self.segment.kept = sum(o.nbytes for o in inputs.tensors)
         # an input without its graph has the version of the input
         versions = [(o,o._version) for o in tensors]
@@ -158,14 +164,14 @@ class _Recomputed:
         state = ForwardState(self.inside, devices, inputs.others)
         # emptied by the first call, so that this closure does not keep the graph alive
         first = [(args,kwargs)]
-        def compute():
+        def first_or_again():
             if first:
                 xs,kw = first.pop()
-                return self.run(*xs, **kw)
+                return self.compute(*xs, **kw)
             self._check_unchanged(versions)
             xs,kw = inputs.rebuilt()
-            with state.again(): return self.run(*xs, **kw)
-        res = checkpoint(compute, use_reentrant=False, preserve_rng_state=False)
+            with state.again(): return self.compute(*xs, **kw)
+        res = checkpoint(first_or_again, use_reentrant=False, preserve_rng_state=False)
         self._check_unchanged(versions)
         state.settle()
         return res
@@ -178,12 +184,6 @@ class _Recomputed:
             + more_link('changed-in-place'))
 
     def __reduce__(self): return _plain_forward(self.patch)
-
-def _own_forward(m): return MethodType(type(m).forward, m)
-def _plain_forward(patch):
-    "The value of `__reduce__` that gives a copy of the model its plain `forward`"
-    if patch.own: return noop,(patch.own,)
-    return _own_forward,(patch.o,)
 
 # %% ../nbs/04_checkpoint.ipynb #chain
 class _Chain:

@@ -27,7 +27,7 @@ class NoiseScale(PatchingCallback):
         are two of these callbacks
     UserWarning: a step cannot be measured; the message says why
     """
-    # gradients are without their loss scale by then, and not clipped yet
+    # at this order, gradients are without their loss scale, and not clipped yet
     order = MixedPrecision.order+.5
     run_valid = False
     run_bs_find = False    # `bs_find` trains without accumulation, where there is nothing to measure
@@ -39,7 +39,7 @@ class NoiseScale(PatchingCallback):
 
     def __init__(self,
         every:int=10, # Measure every n-th step
-        half_life:int|None=None # Samples after which a measurement counts half; defaults to those of 20
+        half_life:int|None=None # Half-life of a measurement, in samples; defaults to 20 measurements
     ):
         self.every = check_count('every', every)
         self.half_life = None if half_life is None else check_count('half_life', half_life)
@@ -118,9 +118,8 @@ def describe(scale:float, size:float, unit:str='samples')->str:
             "gradient, so larger steps would waste little. Measure for longer to know more")
     steps = 1+scale/size                              # as a multiple of the minimum number of steps
     items = 1+size/scale if scale else float('inf')   # as a multiple of the minimum number of items
-    return (f"noise scale ≈ {rounded(scale)} {unit}: with steps of {size:,.0f} you need {items:.1f}x "
-        "the "
-        f"minimum number of {unit} and {steps:.1f}x the minimum number of steps")
+    return (f"noise scale ≈ {rounded(scale)} {unit}: with steps of {size:,.0f} you need "
+        f"{items:.1f}x the minimum number of {unit} and {steps:.1f}x the minimum number of steps")
 
 # %% ../nbs/07_noise_scale.ipynb #micro-batch
 class _MicroBatchGrads(NamedTuple):
@@ -164,7 +163,7 @@ def before_backward(self:NoiseScale):
     self._remove_hooks()
     step = self.acc.current_step
     if self.wait or step is None: return
-    if not step.mean.samples: self.micro_batches = []   # the step begins
+    if not step.mean.samples: self.micro_batches = ()   # the step begins
     self.lengths = {}
     self.hooks = [p.register_hook(partial(self._note_length, step.micro, id(p))) for p in self._params()]
 
@@ -176,6 +175,7 @@ def _note_length(self:NoiseScale, micro, i, g):
         self.lengths[i] = self.lengths[i]*float('nan')
     else: self.lengths[i] = _length(g)
 
+# %% ../nbs/07_noise_scale.ipynb #hear-end
 @patch
 def after_backward(self:NoiseScale):
     "Note the micro-batch whose gradients have come"
@@ -189,7 +189,7 @@ def after_backward(self:NoiseScale):
     if scaler is not None:
         one = torch.ones((), device=self.learn.loss_grad.device)
         to_sum = to_sum/scaler.scale(one)
-    self.micro_batches.append(_MicroBatchGrads(self.lengths, samples, size, to_sum))
+    self.micro_batches = [*self.micro_batches,_MicroBatchGrads(self.lengths, samples, size, to_sum)]
     self.lengths = None
 
 @patch
@@ -242,9 +242,9 @@ def _read(self:NoiseScale, mean, squares, size, k, n, mean_sq):
     if mean.is_sum: mean_sq /= size**2   # `p.grad` is the gradient of a sum
     trace,grad_sq = estimate(squares, mean_sq, size, k)
     if trace*(k-1)<-.1*squares:   # rounding in bfloat16 changes `squares` by less
-        return self._warn("its gradient is longer than those of its micro-batches can add up to, so a "
-            "callback has changed it. Let that happen in `before_step`, with an order above "
-            f"{self.order}")
+        return self._warn("its gradient is longer than those of its "
+            "micro-batches can add up to, so a callback has changed it. Let "
+            f"that happen in `before_step`, with an order above {self.order}")
     if self.averages is None: self.averages = Averages(self.half_life or 20*self.every*mean.samples)
     averages = self.averages.add(trace, grad_sq, self.since)
     self.since = 0
@@ -288,6 +288,7 @@ def verdict(self:NoiseScale)->str:
     "Say in words what steps of the last size cost"
     return describe(self.noise_scale, self.readings[-1].size if self.readings else 0, self.unit)
 
+# %% ../nbs/07_noise_scale.ipynb #plot
 @patch
 def plot(self:NoiseScale,
     ax:plt.Axes|None=None # Matplotlib axes to draw on; defaults to new ones

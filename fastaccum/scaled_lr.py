@@ -88,6 +88,7 @@ def before_step(self:ScaledLR):
         self.scaled = [*self.scaled,_Scaled(name, old, new)]   # first: an interrupt may come after it
         self.opt.set_hyper(name, L(new))
 
+# %% ../nbs/08_scaled_lr.ipynb #undo
 @patch
 def undo_patches(self:ScaledLR, keep:str=''):
     "Put back the values that no other code has set meanwhile, except those of `keep`"

@@ -32,13 +32,12 @@ def check_moment(name:str, o:int|float)->int|float:
     ValueError: it is negative, infinite or NaN
     """
     if isinstance(o, bool) or not isinstance(o, Real):
-        raise TypeError(f"`{name}={o!r}` is of type {type(o).__name__}: give a fraction of training as "
-            "a "
-            "float, or an epoch as an int" + more_link('start-and-finish'))
-    if not 0<=o<=2**53:
-        raise ValueError(f"`{name}={o}`: give a fraction of training from 0. to 1., or an epoch, 0 or "
-            "later"
+        raise TypeError(f"`{name}={o!r}` is of type {type(o).__name__}: "
+            "give a fraction of training as a float, or an epoch as an int"
             + more_link('start-and-finish'))
+    if not 0<=o<=2**53:
+        raise ValueError(f"`{name}={o}`: give a fraction of training "
+            "from 0. to 1., or an epoch, 0 or later" + more_link('start-and-finish'))
     return o
 
 def fraction(o:int|float, n_epoch:int)->float:
@@ -50,11 +49,11 @@ def fractions(start:int|float, finish:int|float, n_epoch:int)->tuple[float,float
 
     ValueError: `start` is later than `finish`
     """
-    begins,ends = fraction(start, n_epoch),fraction(finish, n_epoch)
-    if begins<=ends: return begins,ends
-    raise ValueError(f"`start={start}` is later than `finish={finish}`: give a `finish` that is not "
-        "before `start`"
-        + more_link('start-and-finish'))
+    begin = fraction(start, n_epoch)
+    end = fraction(finish, n_epoch)
+    if begin<=end: return begin,end
+    raise ValueError(f"`start={start}` is later than `finish={finish}`: "
+        "give a `finish` that is not before `start`" + more_link('start-and-finish'))
 
 # %% ../nbs/01_schedule.ipynb #annealer
 def as_annealer(schedule:callable, start:int, end:int)->callable:
@@ -87,10 +86,9 @@ def check_value(size:object, pos:float)->float:
     try: n = float(size)
     except (TypeError,ValueError,OverflowError): n = float('nan')
     if not 0<n<=2**53:
-        raise ValueError(f"`schedule` returned {size!r} at position {pos:.3g} between `start` (0) and "
-            "`finish` (1): give a schedule that returns numbers of samples, which are finite and above "
-            "0"
-            + more_link('schedule-function'))
+        raise ValueError(f"`schedule` returned {size!r} at position {pos:.3g} "
+            "between `start` (0) and `finish` (1): give a schedule that "
+            "returns numbers of samples, which are finite and above 0" + more_link('schedule-function'))
     return n
 
 # %% ../nbs/01_schedule.ipynb #scheduling
@@ -102,19 +100,16 @@ def check_scheduling(scheduling:dict[int,int])->dict[int,int]:
     ValueError: a number of micro-batches is below 1
     """
     if not isinstance(scheduling, dict) or not scheduling:
-        raise TypeError(f"`scheduling={scheduling!r}`: give a dict of epochs or steps and micro-batches "
-            "per step, "
-            "such as {0:2, 4:8}" + more_link('scheduling-dict'))
+        raise TypeError(f"`scheduling={scheduling!r}`: give a dict of epochs or steps and "
+            "micro-batches per step, such as {0:2, 4:8}" + more_link('scheduling-dict'))
     for o in (*scheduling,*scheduling.values()):
         if isinstance(o, bool) or not isinstance(o, Integral):
-            raise TypeError(f"{o!r} in `scheduling={scheduling}` is of type {type(o).__name__}: give "
-                "all "
-                "numbers as ints" + more_link('scheduling-dict'))
+            raise TypeError(f"{o!r} in `scheduling={scheduling}` is of "
+                f"type {type(o).__name__}: give all numbers as ints" + more_link('scheduling-dict'))
     for threshold,n in scheduling.items():
         if threshold<0:
-            raise IndexError(f"the key {threshold} in `scheduling={scheduling}` is negative: give "
-                "epochs "
-                "or steps counted from 0" + more_link('scheduling-dict'))
+            raise IndexError(f"the key {threshold} in `scheduling={scheduling}` "
+                "is negative: give epochs or steps counted from 0" + more_link('scheduling-dict'))
         if n<1:
             raise ValueError(f"the value {n} in `scheduling={scheduling}` is too small: give at least 1 "
                 "micro-batch per step" + more_link('scheduling-dict'))
@@ -208,9 +203,8 @@ def before_fit(self:GradientAccumulationSchedule):
     if fraction(self.finish, n_epoch)<=1: return
     reached = self.loop.plan.wanted(n_epoch)
     warn(f"`finish={self.finish}` is after the end of this fit (epochs: {n_epoch}), so the schedule "
-        "ends "
-        f"at {reached} samples instead of `final_accum_bs={self.final_accum_bs}`. An int is an epoch, a "
-        "float a fraction of training: for the end of training, give `finish=1.`"
+        f"ends at {reached} samples instead of `final_accum_bs={self.final_accum_bs}`. An int is an "
+        "epoch, a float a fraction of training: for the end of training, give `finish=1.`"
         + more_link('schedule-cut-short'))
 
 # %% ../nbs/01_schedule.ipynb #scheduler

@@ -38,11 +38,11 @@ def both_runs(
     **kwargs # Passed to `make`
 )->tuple[Learner,Learner]: # The Learners trained on large batches and on micro-batches
     "Fit a Learner on batches of `accum_bs` samples, and one from the same start on micro-batches"
-    acc,make,fit = acc or {},make or toy,fit or one_cycle
+    acc = acc or {}
     def run(bs, whole, accumulation):
-        learn = make(bs, whole=whole, seed=seed, **kwargs)
+        learn = (make or toy)(bs, whole=whole, seed=seed, **kwargs)
         torch.manual_seed(seed)
-        fit(learn, accumulation+cbs())
+        (fit or one_cycle)(learn, accumulation+cbs())
         return learn
     large = round_up(accum_bs, micro)
     whole = micro if loader_drop_last else 1
@@ -64,7 +64,7 @@ def assert_same_run(
     found = deviations(a, b)
     tols = dict(weights=tol, opt=tol, grads=tol, hypers=lr_tol, lrs=lr_tol, hps=lr_tol, pct_train=lr_tol,
         losses=loss_tol, values=loss_tol)
-    too_large = {name:o for name,o in found.items() if not o<=tols.get(name, 0)}   # NaN, too
+    too_large = {name:o for name,o in found.items() if not o<=tols.get(name, 0)}   # so NaN fails
     assert not too_large, f"not the same run: {too_large} (all: {found})"
     return found
 
@@ -139,8 +139,8 @@ def toy(
     return learn.add_cb(Float32Loss())
 
 def _three_layers():
-    layers = nn.Linear(5, 6),nn.Tanh(),nn.Linear(6, 6),nn.Tanh(),nn.Linear(6, 3)
-    return nn.Sequential(*layers).double()
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    return model.double()
 
 def _two_groups(model): return [list(model[:2].parameters()), list(model[2:].parameters())]
 

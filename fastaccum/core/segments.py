@@ -104,30 +104,32 @@ def _cut_sequence(seq, name, counts, finely=False):
         stop = start+len(children)
         if is_plain: yield from _cut_run(seq, name, start, stop, finely)
         else:
-            for i,m in enumerate(children, start): yield from _search(m, _child_name(name, i), counts)
+            for i,child in enumerate(children, start):
+                yield from _segments_of(child, _child_name(name, i), counts)
         start = stop
 
-def _search(m, name, counts):
+# %% ../../nbs/core/24_segments.ipynb #find-search
+def _segments_of(m, name, counts):
     "The segments of `m`; `counts` has the number of modules of each class in the model"
     if isinstance(m, torch.jit.ScriptModule): return
     if _is_sequence(m): yield from _cut_sequence(m, name, counts)
     elif name and _computes(m) and not _is_stage(m, counts[type(m)]==1): yield Segment(name, [m])
-    else: yield from _search_children(m, name, counts)
+    else: yield from _segments_of_children(m, name, counts)
 
-def _search_children(m, name, counts):
-    for key,child in m.named_children(): yield from _search(child, _child_name(name, key), counts)
+def _segments_of_children(m, name, counts):
+    for key,child in m.named_children(): yield from _segments_of(child, _child_name(name, key), counts)
 
-def _search_model(model):
+def _segments_of_model(model):
     counts = Counter(map(type, model.modules()))
     params = set(model.parameters())
-    res = list(_search(model, '', counts))
+    res = list(_segments_of(model, '', counts))
     last = None   # the module that was searched last
     while len(res)==1 and params=={p for m in res[0].modules for p in m.parameters()}:
         name = res[0].name.partition('[')[0]
         m = res[0].seq or res[0].modules[0]
         if m is last: return []
         if _is_sequence(m): res = list(_cut_sequence(m, name, counts, finely=True))
-        else: res = list(_search_children(m, name, counts))
+        else: res = list(_segments_of_children(m, name, counts))
         last = m
     return res
 
@@ -150,9 +152,8 @@ def _named_segments(model, modules):
     for a in res:
         for b in res:
             if a is not b and b.modules[0] in a.inside:
-                raise ValueError(f"segment {b.name!r} lies inside segment {a.name!r}: give only one of "
-                    "them"
-                    + more_link('segments'))
+                raise ValueError(f"segment {b.name!r} lies inside "
+                    f"segment {a.name!r}: give only one of them" + more_link('segments'))
     return res
 
 def find_segments(model:nn.Module, segments:type|tuple|list|Callable|None=None)->Segments:
@@ -162,7 +163,7 @@ def find_segments(model:nn.Module, segments:type|tuple|list|Callable|None=None)-
         another
     """
     def matches(m): return isinstance(m, segments) if isinstance(segments, (type,tuple)) else segments(m)
-    if segments is None: res = _search_model(model)
+    if segments is None: res = _segments_of_model(model)
     elif isinstance(segments, list): res = _named_segments(model, segments)
     else: res = list(_outermost(model, matches))
     if res: return Segments(res)

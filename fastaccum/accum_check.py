@@ -48,8 +48,9 @@ def accum_check(self:Learner,
     batch is compared with parts of unequal sizes.
 
     TypeError: `accum_bs` or `steps` is not a whole number
-    ValueError: `accum_bs` is below 2, `steps` is negative, the training loader has no batch of this size,
-        two callbacks accumulate, fastai's own callback accumulates, or the fit would refuse these callbacks
+    ValueError: `accum_bs` is below 2, `steps` is negative, the training loader has no batch of this
+        size, two callbacks accumulate, fastai's own callback accumulates, or the fit would refuse these
+        callbacks
     RuntimeError: there are several processes, or no step could be made, because a callback ends the fit
         or skips steps, or the gradients overflow
     torch.OutOfMemoryError: the batch does not fit and you gave its size, or not even a micro-batch fits
@@ -269,8 +270,9 @@ def _loss(self:_Diagnosis):
     if self.setup.loss_gets_whole: return Row('loss', 0., tol)
     if self.rest_off is not None and self.rest_off<=tol:
         # the loss does not make the gradients of these parts differ, but perhaps those of other parts
-        hidden = probe.hidden_loss
-        row = Row('loss', hidden or self.rest_off, tol, 'in micro-batches of unequal sizes' if hidden else '')
+        row = Row('loss', self.rest_off, tol)
+        if probe.hidden_loss:
+            row = Row('loss', probe.hidden_loss, tol, 'in micro-batches of unequal sizes')
     elif probe.rows!=probe.n:
         row = Row('loss', None, tol, f'the model gets {probe.rows} rows for {probe.n} samples')
     else: row = Row('loss', probe.loss, tol, probe.loss_why)
@@ -320,8 +322,7 @@ def _callbacks(self:_Diagnosis):
         remedy = f'{self.split_remedy}, if only batches are changed, as by MixUp; or {self.cache_remedy}'
         return Row('callbacks', self.frozen_off, tol, names, remedy)
     where = 'not checked: callbacks that are passed to `fit`; give them as `cbs=`' if self.no_cbs else ''
-    # a difference that remains is not the callbacks'
-    return Row('callbacks', self.frozen_off if self.frozen_off<=tol else 0., tol, where)
+    return Row('callbacks', 0., tol, where)   # a difference that remains has another cause
 
 @patch
 def _loader(self:_Diagnosis):

@@ -112,14 +112,14 @@ def check_learner(learn:Learner):
     for name,p in learn.model.named_parameters():
         if not getattr(p, '_post_accumulate_grad_hooks', None): continue
         raise ValueError(f"the parameter {name!r} has a hook that runs in each backward pass "
-            "(`register_post_accumulate_grad_hook`), such as an optimizer that steps in the backward pass "
-            "sets. It would run with every micro-batch. Remove the hook"
+            "(`register_post_accumulate_grad_hook`), as set by an optimizer that steps in the backward pass. "
+            "It would run with every micro-batch. Remove the hook"
             + more_link('steps-in-the-backward-pass'))
     for name in ('_do_one_batch','_do_grad_opt','one_batch'):
         if not _steps_by_itself(learn, name): continue
-        raise ValueError(f"the Learner's own `{name}` replaces fastai's, which runs the micro-batches, so "
-            "its gradients cannot be accumulated: move what it does into callbacks, the model or the loss "
-            "function, or train without accumulation" + more_link('own-training-loop'))
+        raise ValueError(f"the Learner's own `{name}` replaces fastai's, which runs the micro-batches, "
+            "so its gradients cannot be accumulated: move what it does into callbacks, the model or the "
+            "loss function, or train without accumulation" + more_link('own-training-loop'))
 
 # %% ../../nbs/core/07_checks.ipynb #single
 def check_single(learn:Learner, cls:type):

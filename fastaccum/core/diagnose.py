@@ -93,10 +93,11 @@ def _differs_by_itself(a, b, name, tol):
 
 def find_differing_modules(model:nn.Module, trace_a:Callable, trace_b:Callable, tol:float,
     frozen:list)->tuple:
-    """Find modules that return different outputs for the same inputs; freeze them until predictions agree
+    """Find modules that return different outputs for the same inputs, until the predictions agree
 
-    `trace_a(frozen)` and `trace_b(frozen)` trace two runs with some modules frozen; modules that are found
-    are appended to `frozen`. Returns how far predictions differ at first, and whether they agree at last.
+    `trace_a(frozen)` and `trace_b(frozen)` trace two runs with some modules frozen. Modules that are
+    found are appended to `frozen`. Returns how far predictions differ at first, and whether
+    they agree at last.
 
     TypeError: the predictions cannot be compared
     """
@@ -236,7 +237,7 @@ def callbacks_to_try(run:DryRun)->list:
     return [o for o in run.cbs if not isinstance(o, (TrainEvalCallback,MixedPrecision))]
 
 def find_differing_callbacks(compare:Compare, off:float, tol:float, **kwargs:object)->list:
-    "Find the callbacks that cause the difference `off` of gradients; `kwargs` are those of `Compare.step`"
+    "Find the callbacks that cause the difference `off`; `kwargs` are those of `Compare.step`"
     def without(*cbs):
         try: return compare.largest_difference(without=cbs, **kwargs)
         except Exception as e:

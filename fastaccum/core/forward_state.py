@@ -168,8 +168,8 @@ def check(self:ForwardState):
     """
     for name,o,version in self.tensors:
         if o._version==version: continue
-        raise RuntimeError(f"a forward pass changes the tensor `{name}` in place, and it is not a buffer, "
-            "so the pass cannot be run again from the same start. Keep it with "
+        raise RuntimeError(f"a forward pass changes the tensor `{name}` in place, and it is not a "
+            "buffer, so the pass cannot be run again from the same start. Keep it with "
             f"`register_buffer('{name}', …)`, or, if it belongs to a cache of keys and values, set "
             "`use_cache=False` in the model's configuration"
             + more_link('changed-in-place'))

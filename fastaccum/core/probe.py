@@ -18,7 +18,8 @@ from warnings import catch_warnings, simplefilter
 from torch import nn
 from fastai.learner import Learner
 from fastai.losses import BaseLoss
-from .batch import container_like, has_rows, is_mapping, is_nested, join, pick, samples, values
+from fastaccum.core.batch import (container_like, has_rows, is_mapping, is_nested, join, pick, samples,
+    values)
 from .forward_state import ForwardState, rng_state
 
 # %% ../../nbs/core/10_probe.ipynb #probed
@@ -70,7 +71,7 @@ class Part:
         return MethodType(f.__func__, new)
 
 # %% ../../nbs/core/10_probe.ipynb #pair
-def pair(previous:tuple|None, learn:Learner)->tuple: # Both samples, or `None`; the next call's `previous`
+def pair(previous:tuple|None, learn:Learner)->tuple: # Both samples, or `None`; the next `previous`
     "Join a micro-batch of one sample with the previous one, in a stand-in for a Learner"
     pred = learn.pred
     preds = values(pred) if isinstance(pred, tuple) or is_mapping(pred) else (pred,)

@@ -118,37 +118,40 @@ class _Setup:
         self.loss_gets_whole = not (self.cuts_loader or self.splits)
         self.model_gets_whole = self.loss_gets_whole and self.cache is None
 
-    def sizes(self, dl, accum_bs):
-        """Samples in a step of the fit, in its micro-batches, and in a micro-batch that fits into memory
+# %% ../nbs/02_accum_check.ipynb #setup-sizes
+@patch
+def sizes(self:_Setup, dl, accum_bs):
+    """Samples in a step of the fit, in its micro-batches, and in a micro-batch that fits into memory
 
-        The last two are `None` if a step has a single part.
-        """
-        bs = size_of(dl) if resizable(dl) else None
-        cache_size = self.cache.size if self.cache else None
-        n,micro = accum_bs or bs,None
-        if bs and self.plan:
-            n = accum_bs or min(*self.plan.shares(self.plan.wanted(0)), self.plan.n)
-            micro = self.plan.loaders[0].micro_bs
-        elif bs: micro = cache_size
-        if micro and micro<n: return n,micro,min(micro, cache_size or micro)
-        is_small = accum_bs is None and bs and bs<5<=(n_of(dl) or 0)   # unequal parts need a few samples
-        if is_small: accum_bs = 5
-        return accum_bs,None,None
+    The last two are `None` if a step has a single part.
+    """
+    bs = size_of(dl) if resizable(dl) else None
+    cache_size = self.cache.size if self.cache else None
+    n,micro = accum_bs or bs,None
+    if bs and self.plan:
+        n = accum_bs or min(*self.plan.shares(self.plan.wanted(0)), self.plan.n)
+        micro = self.plan.loaders[0].micro_bs
+    elif bs: micro = cache_size
+    if micro and micro<n: return n,micro,min(micro, cache_size or micro)
+    is_small = accum_bs is None and bs and bs<5<=(n_of(dl) or 0)   # unequal parts need a few samples
+    if is_small: accum_bs = 5
+    return accum_bs,None,None
 
-    def make_cbs(self, n, sizes):
-        "Callbacks that make one step of `n` samples, with parts of `sizes`"
-        acc,cache = self.acc,self.cache
-        cbs,most = [],max(sizes)
-        if self.checkpoint is not None: cbs.append(type(self.checkpoint)(self.checkpoint.given))
-        if cache is not None:
-            cbs.append(type(cache)(micro_batch_size=min(most, cache.size or n), split=cache.split))
-        if acc is None and cbs: return cbs
-        size = most if self.splits else None
-        if self.splits and acc.auto:
-            size = AutoSize(acc.auto.split)
-            size.train = most
-        new = GradientAccumulation(n, drop_last=False, n_items=self.n_items, micro_batch_size=size)
-        return [*cbs,new]
+@patch
+def make_cbs(self:_Setup, n, sizes):
+    "Callbacks that make one step of `n` samples, with parts of `sizes`"
+    acc,cache = self.acc,self.cache
+    cbs,most = [],max(sizes)
+    if self.checkpoint is not None: cbs.append(type(self.checkpoint)(self.checkpoint.given))
+    if cache is not None:
+        cbs.append(type(cache)(micro_batch_size=min(most, cache.size or n), split=cache.split))
+    if acc is None and cbs: return cbs
+    size = most if self.splits else None
+    if self.splits and acc.auto:
+        size = AutoSize(acc.auto.split)
+        size.train = most
+    new = GradientAccumulation(n, drop_last=False, n_items=self.n_items, micro_batch_size=size)
+    return [*cbs,new]
 
 # %% ../nbs/02_accum_check.ipynb #result
 @dataclass(repr=False, eq=False)
@@ -171,31 +174,36 @@ class AccumCheck:
 
     def __bool__(self): return self.ok
 
-    def _title(self):
-        result = 'the same run' if self.ok else 'not the same run'
-        if self.ok and any(o.where.startswith('not checked') for o in self.rows):
-            result += '; the last column says what was not checked'
-        if self.off['gradients'] is None: result = 'gradients could not be compared'
-        n = sum(self.sizes)
-        parts = f"micro-batches of {', '.join(map(str, self.sizes))}"
-        if len(self.sizes)>4: parts = f'{len(self.sizes)} micro-batches of up to {max(self.sizes)}'
-        title = f'{n} samples at once, and in {parts}: {result}'
-        if not self.too_many: return title
-        return f'{self.too_many} samples do not fit into memory at once, so {n} were compared: {title}'
+# %% ../nbs/02_accum_check.ipynb #result-shown
+@patch
+def _title(self:AccumCheck):
+    result = 'the same run' if self.ok else 'not the same run'
+    if self.ok and any(o.where.startswith('not checked') for o in self.rows):
+        result += '; the last column says what was not checked'
+    if self.off['gradients'] is None: result = 'gradients could not be compared'
+    n = sum(self.sizes)
+    parts = f"micro-batches of {', '.join(map(str, self.sizes))}"
+    if len(self.sizes)>4: parts = f'{len(self.sizes)} micro-batches of up to {max(self.sizes)}'
+    title = f'{n} samples at once, and in {parts}: {result}'
+    if not self.too_many: return title
+    return f'{self.too_many} samples do not fit into memory at once, so {n} were compared: {title}'
 
-    def _cells(self):
-        rows = [(o.what,o.state,o.where,o.remedy) for o in self.rows]
-        return [('what','result','where','remedy'),*rows]
+@patch
+def _cells(self:AccumCheck):
+    rows = [(o.what,o.state,o.where,o.remedy) for o in self.rows]
+    return [('what','result','where','remedy'),*rows]
 
-    def __repr__(self):
-        cells = self._cells()
-        widths = [max(map(len, column)) for column in zip(*cells)]
-        lines = ['  '.join(map(str.ljust, row, widths)).rstrip() for row in cells]
-        return '\n'.join([self._title(),'',*lines]).replace('`', '')
+@patch
+def __repr__(self:AccumCheck):
+    cells = self._cells()
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    lines = ['  '.join(map(str.ljust, row, widths)).rstrip() for row in cells]
+    return '\n'.join([self._title(),'',*lines]).replace('`', '')
 
-    def _repr_markdown_(self):
-        head,*rows = [f"| {' | '.join(row)} |" for row in self._cells()]
-        return '\n'.join([self._title(),'',head,'|---|---|---|---|',*rows])
+@patch
+def _repr_markdown_(self:AccumCheck):
+    head,*rows = [f"| {' | '.join(row)} |" for row in self._cells()]
+    return '\n'.join([self._title(),'',head,'|---|---|---|---|',*rows])
 
 # %% ../nbs/02_accum_check.ipynb #find
 class _Diagnosis:
@@ -221,49 +229,46 @@ class _Diagnosis:
         if self.parts is not None: self._find_causes()
         self.rows = self._rows(steps)
 
-    def _probe_first_batch(self, n_items, **kwargs):
-        compare,loss_only = self.compare,self.setup.model_gets_whole
-        probe = FirstBatchProbe(compare.n, compare.sizes, compare.split, n_items, loss_only)
-        try: compare.fit(False, compare.wholes[:1], [probe], **kwargs)
-        except Exception:
-            if not compare.why: raise   # otherwise it is known what fails
-        return probe
+# %% ../nbs/02_accum_check.ipynb #find-causes
+@patch
+def _probe_first_batch(self:_Diagnosis, n_items, **kwargs):
+    compare,loss_only = self.compare,self.setup.model_gets_whole
+    probe = FirstBatchProbe(compare.n, compare.sizes, compare.split, n_items, loss_only)
+    try: compare.fit(False, compare.wholes[:1], [probe], **kwargs)
+    except Exception:
+        if not compare.why: raise   # otherwise it is known what fails
+    return probe
 
-    def _find_causes(self):
-        probe,compare = self.probe,self.compare
-        self.layers = grad_differences(self.whole.grads, self.parts.grads)
-        self.off = self.frozen_off = self.rest_off = max(self.layers.values(), default=0.)
-        freeze,reset = probe.drawing+probe.depending,probe.reset
-        # if a callback splits the batch, each part may go on from the state that its own rows have left
-        may_go_on = probe.remembering and not compare.cut_loader
-        if may_go_on and compare.largest_difference(freeze=freeze)<=self.tol:
-            reset,probe.remembering = False,[]
-            probe.predictions = 0.
-        if self.off>self.tol and (freeze or reset):
-            self.frozen_off = self.rest_off = self._without(freeze, reset)
-        if self.frozen_off<=self.tol: return
-        if probe.rows==probe.n:
-            frozen = dict(freeze=freeze, reset=reset)
-            self.cbs = find_differing_callbacks(compare, self.frozen_off, self.tol, **frozen)
-            if self.cbs: self.rest_off = self._without(freeze, reset, self.cbs)
-        else:   # find the callback that makes more rows of the samples
-            cbs = [o for o in callbacks_to_try(compare.run) if hasattr(o, 'before_batch')]
-            def rows_without(cb): return self._probe_first_batch(None, without=[cb]).rows
-            self.cbs = [o for o in cbs if rows_without(o)==probe.n] or cbs
+@patch
+def _find_causes(self:_Diagnosis):
+    probe,compare = self.probe,self.compare
+    self.layers = grad_differences(self.whole.grads, self.parts.grads)
+    self.off = self.frozen_off = self.rest_off = max(self.layers.values(), default=0.)
+    freeze,reset = probe.drawing+probe.depending,probe.reset
+    # if a callback splits the batch, each part may go on from the state that its own rows have left
+    may_go_on = probe.remembering and not compare.cut_loader
+    if may_go_on and compare.largest_difference(freeze=freeze)<=self.tol:
+        reset,probe.remembering = False,[]
+        probe.predictions = 0.
+    if self.off>self.tol and (freeze or reset):
+        self.frozen_off = self.rest_off = self._without(freeze, reset)
+    if self.frozen_off<=self.tol: return
+    if probe.rows==probe.n:
+        frozen = dict(freeze=freeze, reset=reset)
+        self.cbs = find_differing_callbacks(compare, self.frozen_off, self.tol, **frozen)
+        if self.cbs: self.rest_off = self._without(freeze, reset, self.cbs)
+    else:   # find the callback that makes more rows of the samples
+        cbs = [o for o in callbacks_to_try(compare.run) if hasattr(o, 'before_batch')]
+        def rows_without(cb): return self._probe_first_batch(None, without=[cb]).rows
+        self.cbs = [o for o in cbs if rows_without(o)==probe.n] or cbs
 
-    def _without(self, freeze, reset, cbs=()):
-        "The largest difference of the gradients without the causes that were found"
-        self.remaining = self.compare.differences(freeze=freeze, reset=reset, without=cbs)
-        return max(self.remaining.values(), default=0.)
+@patch
+def _without(self:_Diagnosis, freeze, reset, cbs=()):
+    "The largest difference of the gradients without the causes that were found"
+    self.remaining = self.compare.differences(freeze=freeze, reset=reset, without=cbs)
+    return max(self.remaining.values(), default=0.)
 
 # %% ../nbs/02_accum_check.ipynb #rows-model
-def _in_one_cell(*texts): return '; '.join(filter(None, texts))
-
-def _checkpoint_remedy(model):
-    "`ActivationCheckpoint()` as a remedy, if it finds segments in this model"
-    try: return '`ActivationCheckpoint()`' if find_segments(unwrapped(model)) else ''
-    except ValueError: return ''
-
 @patch
 def _loss(self:_Diagnosis):
     probe,tol = self.probe,self.tol
@@ -279,6 +284,14 @@ def _loss(self:_Diagnosis):
     if row.off is None or row.ok: return row
     n_items = '`n_items=`, a function that counts what it is a mean of'
     return row._replace(remedy=f"`reduction='mean'`; {n_items}; or {self.cache_remedy}")
+
+# %% ../nbs/02_accum_check.ipynb #rows-predictions
+def _in_one_cell(*texts): return '; '.join(filter(None, texts))
+
+def _checkpoint_remedy(model):
+    "`ActivationCheckpoint()` as a remedy, if it finds segments in this model"
+    try: return '`ActivationCheckpoint()`' if find_segments(unwrapped(model)) else ''
+    except ValueError: return ''
 
 @patch
 def _predictions(self:_Diagnosis):
@@ -298,6 +311,7 @@ def _predictions(self:_Diagnosis):
     remedy = _in_one_cell(_checkpoint_remedy(self.model), freeze)
     return row._replace(where=where, remedy=remedy or 'none: the model needs the whole batch')
 
+# %% ../nbs/02_accum_check.ipynb #rows-draws
 @patch
 def _draws(self:_Diagnosis):
     probe = self.probe
@@ -346,6 +360,7 @@ def _gradients(self:_Diagnosis):
     where += '; cause not found: a callback or the loss may use the whole batch, or draw random numbers'
     return row._replace(where=where, remedy=self.cache_remedy)
 
+# %% ../nbs/02_accum_check.ipynb #rows-all
 @patch
 def _buffers(self:_Diagnosis):
     off = None
@@ -354,7 +369,6 @@ def _buffers(self:_Diagnosis):
         off = max((relative_diff(a, b) for a,b in pairs if b is not None), default=0.)
     return Row('buffers', off, self.tol, self.compare.why)
 
-# %% ../nbs/02_accum_check.ipynb #rows-all
 @patch
 def _weights(self:_Diagnosis):
     row = Row('weights', None, 100*self.tol, self.compare.why)

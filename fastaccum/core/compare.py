@@ -123,6 +123,7 @@ class FreezeMode(QuietCallback):
         for m in self.modules: m.training = False
         if self.reset: self.learn.model.reset()
 
+# %% ../../nbs/core/27_compare.ipynb #compare
 class Compare:
     "Runs a batch whole and in parts"
     def __init__(self,
@@ -198,6 +199,7 @@ def _describe_failure(e, learn, on):
     text = f'{type(e).__name__}: {words}'
     return f'{failed} fails on {on}: {text}' if failed else text
 
+# %% ../../nbs/core/27_compare.ipynb #both-runs
 @patch
 def _try_step(self:Compare, in_parts):
     "Run `step`; returns `None` if it fails twice, and `why` says how"

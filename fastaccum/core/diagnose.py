@@ -39,6 +39,7 @@ def _digest(t):
     direction = torch.cos(torch.arange(rows.shape[1], device=t.device, dtype=t.dtype)*1.7+.3)
     return torch.stack([rows@direction,rows.norm(dim=1)], 1).cpu().double()
 
+# %% ../../nbs/core/28_diagnose.ipynb #trace
 class Call(NamedTuple):
     "A call of a module: digests of the tensors that it got and returned"
     inputs:list
@@ -91,6 +92,7 @@ def _differs_by_itself(a, b, name, tol):
     outputs = _difference(a, b, name, 'outputs')
     return inputs is not None and outputs is not None and inputs<=tol<outputs
 
+# %% ../../nbs/core/28_diagnose.ipynb #modules-find
 def find_differing_modules(model:nn.Module, trace_a:Callable, trace_b:Callable, tol:float,
     frozen:list)->tuple:
     """Find modules that return different outputs for the same inputs, until the predictions agree
@@ -172,30 +174,33 @@ class FirstBatchProbe(QuietCallback):
         self.loss_why = ''        # why the difference is unknown
         self.hidden_loss = 0.     # the difference in unequal parts, if there is none in parts of `sizes`
 
-    def before_batch(self):
-        model = self.learn.model
-        dtypes = {p.dtype for p in model.parameters()}
-        kind = next(model.parameters()).device.type
-        if torch.is_autocast_enabled(kind): dtypes.add(torch.get_autocast_dtype(kind))
-        self.tol = max((tolerances.get(o, 0.) for o in dtypes), default=0.)
-        if self.loss_only:
-            self.draws = self.predictions = 0.
-            self.agree = True
-            return
-        try: self._probe_model(model, tuple(self.learn.xb))
-        except Exception as e:
-            if is_out_of_memory(e): raise
-            self.why = f'{type(e).__name__}: {e}'
+# %% ../../nbs/core/28_diagnose.ipynb #first-events
+@patch
+def before_batch(self:FirstBatchProbe):
+    model = self.learn.model
+    dtypes = {p.dtype for p in model.parameters()}
+    kind = next(model.parameters()).device.type
+    if torch.is_autocast_enabled(kind): dtypes.add(torch.get_autocast_dtype(kind))
+    self.tol = max((tolerances.get(o, 0.) for o in dtypes), default=0.)
+    if self.loss_only:
+        self.draws = self.predictions = 0.
+        self.agree = True
+        return
+    try: self._probe_model(model, tuple(self.learn.xb))
+    except Exception as e:
+        if is_out_of_memory(e): raise
+        self.why = f'{type(e).__name__}: {e}'
 
-    def after_pred(self):
-        find = self.n_items or find_n_items(self.learn.loss_func)
-        try:
-            unequal = _loss_difference(self.learn, self.n, find, part_sizes(self.n))
-            in_sizes = _loss_difference(self.learn, self.n, find, self.sizes)
-            if in_sizes<=self.tol<unequal: self.hidden_loss = unequal
-            self.loss = unequal
-        except Exception as e: self.loss_why = f'{type(e).__name__}: {e}'
-        raise CancelFitException
+@patch
+def after_pred(self:FirstBatchProbe):
+    find = self.n_items or find_n_items(self.learn.loss_func)
+    try:
+        unequal = _loss_difference(self.learn, self.n, find, part_sizes(self.n))
+        in_sizes = _loss_difference(self.learn, self.n, find, self.sizes)
+        if in_sizes<=self.tol<unequal: self.hidden_loss = unequal
+        self.loss = unequal
+    except Exception as e: self.loss_why = f'{type(e).__name__}: {e}'
+    raise CancelFitException
 
 # %% ../../nbs/core/28_diagnose.ipynb #first-model
 @patch

@@ -53,25 +53,27 @@ class Snapshot:
             for f,*args in self.puts: f(*args)
         uninterrupted(put)
 
-    def _note(self, o):
-        "Note `o`; return the objects that it refers to"
-        if id(o) in self.seen or isinstance(o, _constants): return []
-        self.seen[id(o)] = o
-        refs = []
-        if isinstance(o, torch.Tensor): return self._note_tensor(o)
-        if isinstance(o, MethodType): return [o.__self__]
-        if isinstance(o, partial): return [o.func,*o.args,*o.keywords.values()]
-        if isinstance(o, (tuple,frozenset)): return list(o)
-        if isinstance(o, (dict,list,set,deque)):
-            refs = items_of(o)
-            self.puts.append((put_items, o, refs))
-        elif isinstance(o, np.ndarray) and o.flags.writeable: self.puts.append((np.copyto, o, o.copy()))
-        else: self.puts += generator_state(o)
-        attrs = getattr(o, '__dict__', None)
-        if attrs is None: return refs
-        if type(o).__module__.split('.')[0] in _not_visited and not isinstance(o, _visited): return refs
-        self.puts.append((put_items, attrs, items_of(attrs)))
-        return [*refs,*attrs.values()]
+# %% ../../nbs/core/26_dry_run.ipynb #snapshot-note
+@patch
+def _note(self:Snapshot, o):
+    "Note `o`; return the objects that it refers to"
+    if id(o) in self.seen or isinstance(o, _constants): return []
+    self.seen[id(o)] = o
+    refs = []
+    if isinstance(o, torch.Tensor): return self._note_tensor(o)
+    if isinstance(o, MethodType): return [o.__self__]
+    if isinstance(o, partial): return [o.func,*o.args,*o.keywords.values()]
+    if isinstance(o, (tuple,frozenset)): return list(o)
+    if isinstance(o, (dict,list,set,deque)):
+        refs = items_of(o)
+        self.puts.append((put_items, o, refs))
+    elif isinstance(o, np.ndarray) and o.flags.writeable: self.puts.append((np.copyto, o, o.copy()))
+    else: self.puts += generator_state(o)
+    attrs = getattr(o, '__dict__', None)
+    if attrs is None: return refs
+    if type(o).__module__.split('.')[0] in _not_visited and not isinstance(o, _visited): return refs
+    self.puts.append((put_items, attrs, items_of(attrs)))
+    return [*refs,*attrs.values()]
 
 # %% ../../nbs/core/26_dry_run.ipynb #snapshot-values
 @patch

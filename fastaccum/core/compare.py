@@ -48,7 +48,8 @@ def _sizes_to_try(n, most, of_fit=False):
 # %% ../../nbs/core/27_compare.ipynb #taken
 def _on_cpu(t):
     "Copy a tensor to the CPU, in double precision"
-    return (t if t.layout==torch.strided else t.to_dense()).detach().to('cpu', torch.float64, copy=True)
+    dense = t if t.layout==torch.strided else t.to_dense()
+    return dense.detach().cpu().to(torch.float64, copy=True)   # moved first: MPS has no double precision
 
 class CaptureGrads(QuietCallback):
     "Notes the first gradient of each parameter instead of taking a step; ends the fit with the last one"

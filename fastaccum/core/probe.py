@@ -117,7 +117,7 @@ def _loss_and_size(part, m, find, devices):
     "The loss of the `m` samples of `part`, and the number of items that the loss is a mean of"
     before = rng_state(devices)
     try: loss = part.loss_func(part.pred, *part.yb).as_subclass(torch.Tensor).detach()
-    except Exception as e: raise _LossError(f'{type(e).__name__}: {e}')
+    except Exception as e: raise _LossError(f'{type(e).__name__}: {e}') from e
     if not all(_is_same_state(a, b) for (_,a),(_,b) in zip(before, rng_state(devices))):
         raise ValueError('the loss function draws random numbers')
     size = 1 if find is None else m if find is samples else find(part)

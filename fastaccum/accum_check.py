@@ -36,21 +36,23 @@ from .core.warnings import more_link
 # %% ../nbs/02_accum_check.ipynb #accum-check
 @patch
 def accum_check(self:Learner,
-    accum_bs:int=None, # Samples in the whole batch; defaults to a step of the fit, or to a batch of the loader
+    accum_bs:int=None, # Samples in the whole batch; by default those of a step, or of the loader's batch
     steps:int=0, # Optimizer steps to train both ways, to compare the weights as well
     cbs:Callback|list=None # Callbacks that you would pass to `fit`
 )->'AccumCheck': # Displays itself as a table
-    """Run a batch whole and in micro-batches, compare the gradients, and find out where they differ and why
+    """Run a batch whole and in micro-batches, compare the gradients, and find out why they differ
 
-    Without `accum_bs`, the sizes are those of training: the samples of the first step, in its micro-batches. If
-    these do not fit into memory at once, a single micro-batch is compared with its parts, and the title says so. If a
-    step is one batch of the loader, or nothing accumulates, that batch is compared with parts of unequal sizes.
+    Without `accum_bs`, the sizes are those of training: the samples of the first step, in its
+    micro-batches. If these do not fit into memory at once, a single micro-batch is compared with its
+    parts, and the title says so. If a step is one batch of the loader, or nothing accumulates, that
+    batch is compared with parts of unequal sizes.
 
     TypeError: `accum_bs` or `steps` is not a whole number
-    ValueError: `accum_bs` is below 2, `steps` is negative, the training loader has no batch of this size, two callbacks
-        accumulate, fastai's own callback accumulates, or the fit would refuse these callbacks
-    RuntimeError: there are several processes, or no step could be made, because a callback ends the fit or skips
-        steps, or the gradients overflow
+    ValueError: `accum_bs` is below 2, `steps` is negative, the training loader has no batch of this
+        size, two callbacks accumulate, fastai's own callback accumulates, or the fit would refuse these
+        callbacks
+    RuntimeError: there are several processes, or no step could be made, because a callback ends the fit
+        or skips steps, or the gradients overflow
     torch.OutOfMemoryError: the batch does not fit and you gave its size, or not even a micro-batch fits
     """
     _check_args(self, accum_bs, steps)
@@ -59,16 +61,18 @@ def accum_check(self:Learner,
         bs,micro,fits = setup.sizes(self.dls.train, accum_bs)
         with DryRun(self, setup.cbs) as run:
             def diagnose(bs, micro=None):
-                compare = Compare(run, setup.make_cbs, setup.cuts_loader, setup.split, bs, max(1, steps), micro)
+                n = max(1, steps)
+                compare = Compare(run, setup.make_cbs, setup.cuts_loader, setup.split, bs, n, micro)
                 if accum_bs and compare.n<accum_bs:
-                    raise ValueError(f"`accum_bs={accum_bs}`: the training loader has only {compare.n} samples for a "
-                        "batch. Give at most that many" + more_link('samples-to-check'))
+                    raise ValueError(f"`accum_bs={accum_bs}`: the training loader has only {compare.n} "
+                        "samples for a batch. Give at most that many" + more_link('samples-to-check'))
                 return _Diagnosis(compare, setup, cbs is None, steps)
             found,too_many = None,None
             try: found = diagnose(bs, micro)
             except Exception as e:
                 if accum_bs or not fits or not is_out_of_memory(e): raise
-            if found is None:   # not in the `except`, where the exception holds the memory of the fit
+            # not in the `except`, where the exception holds the memory of the fit
+            if found is None:
                 free_memory()
                 found,too_many = diagnose(fits),bs
     return AccumCheck(found.rows, found.sizes, found.layers, found.remaining, too_many)
@@ -76,17 +80,19 @@ def accum_check(self:Learner,
 # %% ../nbs/02_accum_check.ipynb #args
 def _check_args(learn, accum_bs, steps):
     if accum_bs is not None and check_count('accum_bs', accum_bs)==1:
-        raise ValueError("`accum_bs=1`: one sample cannot be split. Give at least 2" + more_link('samples-to-check'))
+        raise ValueError("`accum_bs=1`: one sample cannot be split. Give at least 2"
+            + more_link('samples-to-check'))
     if steps!=0 or isinstance(steps, bool): check_count('steps', steps, 'step')
-    check_search(learn, 'accum_check', "each would check other samples. Run it in a single process", 'check')
+    check_search(learn, 'accum_check', "each would check other samples. Run it in a single process",
+        'check')
 
 def _check_cbs(learn, acc, cache):
     "Refuse what these callbacks would refuse, because the check's own callbacks replace them"
     if acc is not None: check_learner(learn)
     elif any(isinstance(o, FastaiGradientAccumulation) for o in learn.cbs):
-        raise ValueError("this Learner has fastai's `GradientAccumulation`, and only fastaccum's can be checked. "
-            "Remove it with `learn.remove_cb(learn.gradient_accumulation)`, and import fastaccum's after "
-            "`from fastai.vision.all import *`" + more_link('two-callbacks'))
+        raise ValueError("this Learner has fastai's `GradientAccumulation`, and only fastaccum's can be "
+            "checked. Remove it with `learn.remove_cb(learn.gradient_accumulation)`, and import "
+            "fastaccum's after `from fastai.vision.all import *`" + more_link('two-callbacks'))
     if cache is not None: check_cached(learn, not cache.limit.fixed)
 
 # %% ../nbs/02_accum_check.ipynb #setup
@@ -102,39 +108,50 @@ class _Setup:
         self.n_items = acc and acc.n_items
         auto = acc and acc.auto
         self.split = auto.split if auto else split
-        # is a batch of the loader a step, which `GradientAccumulation` splits after other callbacks had it whole?
-        self.splits = plan is not None and plan.wanted(0)==plan.loaders[0].bs and bool(auto or plan.loaders[0].unit==1)
+        # is a batch of the loader a step, which `GradientAccumulation` splits?
+        self.splits = False
+        if plan is not None:
+            loader = plan.loaders[0]
+            self.splits = plan.wanted(0)==loader.bs and bool(auto or loader.unit==1)
         # does the loader yield the parts of a step?
         self.cuts_loader = not self.splits and (acc is not None or not self.cbs)
         self.loss_gets_whole = not (self.cuts_loader or self.splits)
         self.model_gets_whole = self.loss_gets_whole and self.cache is None
 
-    def sizes(self, dl, accum_bs):
-        "Samples in a step of the fit, in its micro-batches, and in what fits into memory; `None` twice if it has one part"
-        bs = size_of(dl) if resizable(dl) else None
-        cache_size = self.cache.size if self.cache else None
-        n,micro = accum_bs or bs,None
-        if bs and self.plan:
-            n = accum_bs or min(*self.plan.shares(self.plan.wanted(0)), self.plan.n)
-            micro = self.plan.loaders[0].micro_bs
-        elif bs: micro = cache_size
-        if micro and micro<n: return n,micro,min(micro, cache_size or micro)
-        if accum_bs is None and bs and bs<5<=(n_of(dl) or 0): accum_bs = 5   # unequal parts need a few samples
-        return accum_bs,None,None
+# %% ../nbs/02_accum_check.ipynb #setup-sizes
+@patch
+def sizes(self:_Setup, dl, accum_bs):
+    """Samples in a step of the fit, in its micro-batches, and in a micro-batch that fits into memory
 
-    def make_cbs(self, n, sizes):
-        "Callbacks that make one step of `n` samples, with parts of `sizes`"
-        acc,cache,checkpoint = self.acc,self.cache,self.checkpoint
-        cbs,most = [],max(sizes)
-        if checkpoint is not None: cbs.append(type(checkpoint)(checkpoint.given))
-        if cache is not None:
-            cbs.append(type(cache)(micro_batch_size=min(most, cache.size or n), split=cache.split))
-        if acc is None and cbs: return cbs
-        micro = most if self.splits else None
-        if self.splits and acc.auto:
-            micro = AutoSize(acc.auto.split)
-            micro.train = most
-        return [*cbs,GradientAccumulation(n, drop_last=False, n_items=self.n_items, micro_batch_size=micro)]
+    The last two are `None` if a step has a single part.
+    """
+    bs = size_of(dl) if resizable(dl) else None
+    cache_size = self.cache.size if self.cache else None
+    n,micro = accum_bs or bs,None
+    if bs and self.plan:
+        n = accum_bs or min(*self.plan.shares(self.plan.wanted(0)), self.plan.n)
+        micro = self.plan.loaders[0].micro_bs
+    elif bs: micro = cache_size
+    if micro and micro<n: return n,micro,min(micro, cache_size or micro)
+    is_small = accum_bs is None and bs and bs<5<=(n_of(dl) or 0)   # unequal parts need a few samples
+    if is_small: accum_bs = 5
+    return accum_bs,None,None
+
+@patch
+def make_cbs(self:_Setup, n, sizes):
+    "Callbacks that make one step of `n` samples, with parts of `sizes`"
+    acc,cache = self.acc,self.cache
+    cbs,most = [],max(sizes)
+    if self.checkpoint is not None: cbs.append(type(self.checkpoint)(self.checkpoint.given))
+    if cache is not None:
+        cbs.append(type(cache)(micro_batch_size=min(most, cache.size or n), split=cache.split))
+    if acc is None and cbs: return cbs
+    size = most if self.splits else None
+    if self.splits and acc.auto:
+        size = AutoSize(acc.auto.split)
+        size.train = most
+    new = GradientAccumulation(n, drop_last=False, n_items=self.n_items, micro_batch_size=size)
+    return [*cbs,new]
 
 # %% ../nbs/02_accum_check.ipynb #result
 @dataclass(repr=False, eq=False)
@@ -157,29 +174,36 @@ class AccumCheck:
 
     def __bool__(self): return self.ok
 
-    def _title(self):
-        result = 'the same run' if self.ok else 'not the same run'
-        if self.ok and any(o.where.startswith('not checked') for o in self.rows):
-            result += '; the last column says what was not checked'
-        if self.off['gradients'] is None: result = 'gradients could not be compared'
-        n,n_parts = sum(self.sizes),len(self.sizes)
-        parts = f"micro-batches of {', '.join(map(str, self.sizes))}"
-        if n_parts>4: parts = f'{n_parts} micro-batches of up to {max(self.sizes)}'
-        title = f'{n} samples at once, and in {parts}: {result}'
-        if not self.too_many: return title
-        return f'{self.too_many} samples do not fit into memory at once, so {n} were compared: {title}'
+# %% ../nbs/02_accum_check.ipynb #result-shown
+@patch
+def _title(self:AccumCheck):
+    result = 'the same run' if self.ok else 'not the same run'
+    if self.ok and any(o.where.startswith('not checked') for o in self.rows):
+        result += '; the last column says what was not checked'
+    if self.off['gradients'] is None: result = 'gradients could not be compared'
+    n = sum(self.sizes)
+    parts = f"micro-batches of {', '.join(map(str, self.sizes))}"
+    if len(self.sizes)>4: parts = f'{len(self.sizes)} micro-batches of up to {max(self.sizes)}'
+    title = f'{n} samples at once, and in {parts}: {result}'
+    if not self.too_many: return title
+    return f'{self.too_many} samples do not fit into memory at once, so {n} were compared: {title}'
 
-    def _cells(self): return [('what','result','where','remedy'),*((o.what,o.state,o.where,o.remedy) for o in self.rows)]
+@patch
+def _cells(self:AccumCheck):
+    rows = [(o.what,o.state,o.where,o.remedy) for o in self.rows]
+    return [('what','result','where','remedy'),*rows]
 
-    def __repr__(self):
-        cells = self._cells()
-        widths = [max(map(len, column)) for column in zip(*cells)]
-        lines = ['  '.join(o.ljust(n) for o,n in zip(row, [*widths[:3],0])).rstrip().replace('`', '') for row in cells]
-        return '\n'.join([self._title(),'',*lines])
+@patch
+def __repr__(self:AccumCheck):
+    cells = self._cells()
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    lines = ['  '.join(map(str.ljust, row, widths)).rstrip() for row in cells]
+    return '\n'.join([self._title(),'',*lines]).replace('`', '')
 
-    def _repr_markdown_(self):
-        head,*rows = [f"| {' | '.join(row)} |" for row in self._cells()]
-        return '\n'.join([self._title(),'',head,'|---|---|---|---|',*rows])
+@patch
+def _repr_markdown_(self:AccumCheck):
+    head,*rows = [f"| {' | '.join(row)} |" for row in self._cells()]
+    return '\n'.join([self._title(),'',head,'|---|---|---|---|',*rows])
 
 # %% ../nbs/02_accum_check.ipynb #find
 class _Diagnosis:
@@ -197,63 +221,77 @@ class _Diagnosis:
         self.remaining = {}      # the same without all causes that were found; empty if none was found
         self.whole,self.parts = compare.whole_and_parts()
         self.sizes = [compare.n] if compare.why else compare.sizes
-        self.cache_remedy = f"`GradientCache(micro_batch_size={compare.most})`, in DataLoaders whose batches are whole steps"
-        self.split_remedy = f'DataLoaders whose batches are whole steps, and `micro_batch_size={compare.most}`'
+        size,loaders = f'micro_batch_size={compare.most}','DataLoaders whose batches are whole steps'
+        self.cache_remedy = f"`GradientCache({size})`, in {loaders}"
+        self.split_remedy = f'{loaders}, and `{size}`'
         self.probe = self._probe_first_batch(setup.n_items)
         self.tol = self.probe.tol
         if self.parts is not None: self._find_causes()
         self.rows = self._rows(steps)
 
-    def _probe_first_batch(self, n_items, **kwargs):
-        compare = self.compare
-        probe = FirstBatchProbe(compare.n, compare.sizes, compare.split, n_items, self.setup.model_gets_whole)
-        try: compare.fit(False, compare.wholes[:1], [probe], **kwargs)
-        except Exception:
-            if not compare.why: raise   # otherwise it is known what fails
-        return probe
+# %% ../nbs/02_accum_check.ipynb #find-causes
+@patch
+def _probe_first_batch(self:_Diagnosis, n_items, **kwargs):
+    compare,loss_only = self.compare,self.setup.model_gets_whole
+    probe = FirstBatchProbe(compare.n, compare.sizes, compare.split, n_items, loss_only)
+    try: compare.fit(False, compare.wholes[:1], [probe], **kwargs)
+    except Exception:
+        if not compare.why: raise   # otherwise it is known what fails
+    return probe
 
-    def _find_causes(self):
-        probe,compare,tol = self.probe,self.compare,self.tol
-        self.layers = grad_differences(self.whole.grads, self.parts.grads)
-        self.off = self.frozen_off = self.rest_off = max(self.layers.values(), default=0.)
-        freeze,reset = probe.drawing+probe.depending,probe.reset
-        # where a callback splits the batch, each part may go on from the state that its own rows have left
-        if probe.remembering and not compare.cut_loader and compare.largest_difference(freeze=freeze)<=tol:
-            reset,probe.remembering,probe.predictions = False,[],0.
-        if self.off>tol and (freeze or reset): self.frozen_off = self.rest_off = self._without(freeze, reset)
-        if self.frozen_off<=tol: return
-        if probe.rows==probe.n:
-            self.cbs = find_differing_callbacks(compare, self.frozen_off, tol, freeze=freeze, reset=reset)
-            if self.cbs: self.rest_off = self._without(freeze, reset, self.cbs)
-        else:   # find the callback that makes more rows of the samples
-            cbs = [o for o in callbacks_to_try(compare.run) if hasattr(o, 'before_batch')]
-            self.cbs = [o for o in cbs if self._probe_first_batch(None, without=[o]).rows==probe.n] or cbs
+@patch
+def _find_causes(self:_Diagnosis):
+    probe,compare = self.probe,self.compare
+    self.layers = grad_differences(self.whole.grads, self.parts.grads)
+    self.off = self.frozen_off = self.rest_off = max(self.layers.values(), default=0.)
+    freeze,reset = probe.drawing+probe.depending,probe.reset
+    # if a callback splits the batch, each part may go on from the state that its own rows have left
+    may_go_on = probe.remembering and not compare.cut_loader
+    if may_go_on and compare.largest_difference(freeze=freeze)<=self.tol:
+        reset,probe.remembering = False,[]
+        probe.predictions = 0.
+    if self.off>self.tol and (freeze or reset):
+        self.frozen_off = self.rest_off = self._without(freeze, reset)
+    if self.frozen_off<=self.tol: return
+    if probe.rows==probe.n:
+        frozen = dict(freeze=freeze, reset=reset)
+        self.cbs = find_differing_callbacks(compare, self.frozen_off, self.tol, **frozen)
+        if self.cbs: self.rest_off = self._without(freeze, reset, self.cbs)
+    else:   # find the callback that makes more rows of the samples
+        cbs = [o for o in callbacks_to_try(compare.run) if hasattr(o, 'before_batch')]
+        def rows_without(cb): return self._probe_first_batch(None, without=[cb]).rows
+        self.cbs = [o for o in cbs if rows_without(o)==probe.n] or cbs
 
-    def _without(self, freeze, reset, cbs=()):
-        "The largest difference of the gradients without the causes that were found"
-        self.remaining = self.compare.differences(freeze=freeze, reset=reset, without=cbs)
-        return max(self.remaining.values(), default=0.)
+@patch
+def _without(self:_Diagnosis, freeze, reset, cbs=()):
+    "The largest difference of the gradients without the causes that were found"
+    self.remaining = self.compare.differences(freeze=freeze, reset=reset, without=cbs)
+    return max(self.remaining.values(), default=0.)
 
 # %% ../nbs/02_accum_check.ipynb #rows-model
+@patch
+def _loss(self:_Diagnosis):
+    probe,tol = self.probe,self.tol
+    if self.setup.loss_gets_whole: return Row('loss', 0., tol)
+    if self.rest_off is not None and self.rest_off<=tol:
+        # the loss does not make the gradients of these parts differ, but perhaps those of other parts
+        row = Row('loss', self.rest_off, tol)
+        if probe.hidden_loss:
+            row = Row('loss', probe.hidden_loss, tol, 'in micro-batches of unequal sizes')
+    elif probe.rows!=probe.n:
+        row = Row('loss', None, tol, f'the model gets {probe.rows} rows for {probe.n} samples')
+    else: row = Row('loss', probe.loss, tol, probe.loss_why)
+    if row.off is None or row.ok: return row
+    n_items = '`n_items=`, a function that counts what it is a mean of'
+    return row._replace(remedy=f"`reduction='mean'`; {n_items}; or {self.cache_remedy}")
+
+# %% ../nbs/02_accum_check.ipynb #rows-predictions
 def _in_one_cell(*texts): return '; '.join(filter(None, texts))
 
 def _checkpoint_remedy(model):
     "`ActivationCheckpoint()` as a remedy, if it finds segments in this model"
     try: return '`ActivationCheckpoint()`' if find_segments(unwrapped(model)) else ''
     except ValueError: return ''
-
-@patch
-def _loss(self:_Diagnosis):
-    probe,tol = self.probe,self.tol
-    if self.setup.loss_gets_whole: return Row('loss', 0., tol)
-    row = Row('loss', probe.loss, tol, probe.loss_why)
-    if probe.rows!=probe.n: row = Row('loss', None, tol, f'the model gets {probe.rows} rows for {probe.n} samples')
-    if self.rest_off is not None and self.rest_off<=tol:   # the loss does not make the gradients of these parts differ
-        row = Row('loss', self.rest_off, tol)
-        if probe.hidden_loss: row = Row('loss', probe.hidden_loss, tol, 'in micro-batches of unequal sizes')
-    if row.off is None or row.ok: return row
-    n_items = '`n_items=`, a function that counts what it is a mean of'
-    return row._replace(remedy=f"`reduction='mean'`; {n_items}; or {self.cache_remedy}")
 
 @patch
 def _predictions(self:_Diagnosis):
@@ -266,21 +304,27 @@ def _predictions(self:_Diagnosis):
         where = _in_one_cell(f'{names} keeps something from the batch before', where)
         return row._replace(where=where, remedy='none; or reset it before each batch')
     has_norm = any(isinstance(m, _BatchNorm) for m in probe.depending)
-    freeze = '`FreezeBN()`; in a frozen body `BnFreeze()` and `train_bn=False`; or `learn.recalibrate_bn()`'
-    remedy = _in_one_cell(_checkpoint_remedy(self.model), freeze if has_norm else '')
+    freeze = ''
+    if has_norm:
+        freeze = ('`FreezeBN()`; in a frozen body `BnFreeze()` and `train_bn=False`; '
+            'or `learn.recalibrate_bn()`')
+    remedy = _in_one_cell(_checkpoint_remedy(self.model), freeze)
     return row._replace(where=where, remedy=remedy or 'none: the model needs the whole batch')
 
+# %% ../nbs/02_accum_check.ipynb #rows-draws
 @patch
 def _draws(self:_Diagnosis):
     probe = self.probe
     row = Row('draws', probe.draws, self.tol, probe.why)
     if row.off is None: return row
     tfms = getattr(getattr(self.compare.run.dl, 'after_batch', None), 'fs', ())
-    random_tfms = [type(o).__name__ for o in tfms if any(c.__name__=='RandTransform' for c in type(o).__mro__)]
-    unseen = f"not checked: {', '.join(random_tfms)} (new random numbers for each batch)" if random_tfms else ''
+    def is_random(o): return any(c.__name__=='RandTransform' for c in type(o).__mro__)
+    names = ', '.join(type(o).__name__ for o in tfms if is_random(o))
+    unseen = f'not checked: {names} (new random numbers for each batch)' if names else ''
     if row.ok: return row._replace(where=unseen)
-    remedy = _in_one_cell(_checkpoint_remedy(self.model), 'or none: two seeds differ as much').removeprefix('or ')
-    return row._replace(where=_in_one_cell(describe_modules(self.model, probe.drawing), unseen), remedy=remedy)
+    where = _in_one_cell(describe_modules(self.model, probe.drawing), unseen)
+    remedy = _in_one_cell(_checkpoint_remedy(self.model), 'or none: two seeds differ as much')
+    return row._replace(where=where, remedy=remedy.removeprefix('or '))
 
 # %% ../nbs/02_accum_check.ipynb #rows
 @patch
@@ -292,8 +336,7 @@ def _callbacks(self:_Diagnosis):
         remedy = f'{self.split_remedy}, if only batches are changed, as by MixUp; or {self.cache_remedy}'
         return Row('callbacks', self.frozen_off, tol, names, remedy)
     where = 'not checked: callbacks that are passed to `fit`; give them as `cbs=`' if self.no_cbs else ''
-    # a difference that remains is not the callbacks'
-    return Row('callbacks', self.frozen_off if self.frozen_off<=tol else 0., tol, where)
+    return Row('callbacks', 0., tol, where)   # a difference that remains has another cause
 
 @patch
 def _loader(self:_Diagnosis):
@@ -307,7 +350,8 @@ def _gradients(self:_Diagnosis):
     probe,tol = self.probe,self.tol
     row = Row('gradients', self.off, tol, self.compare.why)
     if row.off is None or row.ok: return row
-    where = ', '.join(sorted(self.layers, key=self.layers.get)[:-4:-1])   # the three layers that differ most
+    most_different = sorted(self.layers, key=self.layers.get, reverse=True)
+    where = ', '.join(most_different[:3])
     if self.remaining:
         rest = f'exact ({self.rest_off:.0e})' if self.rest_off<=tol else f'off by {self.rest_off:.1g}'
         where += f'; without the causes above: {rest}'
@@ -316,15 +360,15 @@ def _gradients(self:_Diagnosis):
     where += '; cause not found: a callback or the loss may use the whole batch, or draw random numbers'
     return row._replace(where=where, remedy=self.cache_remedy)
 
+# %% ../nbs/02_accum_check.ipynb #rows-all
 @patch
 def _buffers(self:_Diagnosis):
     off = None
     if self.parts is not None:
-        after = self.parts.buffers
-        off = max((relative_diff(b, after[k]) for k,b in self.whole.buffers.items() if k in after), default=0.)
+        pairs = [(b,self.parts.buffers.get(k)) for k,b in self.whole.buffers.items()]
+        off = max((relative_diff(a, b) for a,b in pairs if b is not None), default=0.)
     return Row('buffers', off, self.tol, self.compare.why)
 
-# %% ../nbs/02_accum_check.ipynb #rows-all
 @patch
 def _weights(self:_Diagnosis):
     row = Row('weights', None, 100*self.tol, self.compare.why)
@@ -338,10 +382,11 @@ def _weights(self:_Diagnosis):
 
 @patch
 def _rows(self:_Diagnosis, steps):
-    rows = L(self._loss(), self._predictions(), self._draws(), self._callbacks(), self._loader(), self._gradients(),
-        self._buffers())
+    rows = L(self._loss(), self._predictions(), self._draws(), self._callbacks(), self._loader(),
+        self._gradients(), self._buffers())
     if steps: rows.append(self._weights())
-    return rows.map(lambda o: o._replace(where=o.where.partition('\n')[0]))   # a table has one line for each row
+    # a table has one line for each row
+    return rows.map(lambda o: o._replace(where=o.where.partition('\n')[0]))
 
 # %% ../nbs/02_accum_check.ipynb #plot
 @patch
@@ -349,8 +394,9 @@ def plot(self:AccumCheck)->Axes: # The matplotlib axes
     "Plot the difference of the gradients for each parameter, in the order of the model"
     tol = next(o.tol for o in self.rows if o.what=='gradients')
     _,ax = plt.subplots(figsize=(7, 1+0.16*max(4, len(self.layers))))
-    for label,diffs,color in (('as it trains',self.layers,'tab:red'), ('without what was found',self.remaining,'tab:blue')):
-        if not diffs and color=='tab:blue': continue
+    runs = [('as it trains',self.layers,'tab:red')]
+    if self.remaining: runs.append(('without what was found',self.remaining,'tab:blue'))
+    for label,diffs,color in runs:
         xs = [max(min(o, 1e3), 1e-17) for o in diffs.values()]   # a difference of 0 is drawn at the edge
         ax.plot(xs, range(len(xs)), 'o', ms=4, color=color, label=label)
     ax.axvline(tol, color='gray', linestyle=':', label='rounding, at most')

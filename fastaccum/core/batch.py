@@ -39,7 +39,8 @@ def _shape(o): return () if is_mapping(o) else getattr(o, 'shape', ())
 
 def is_list(o:object)->bool:
     "May `o` be a list with an item for each sample?"
-    return isinstance(o, (tuple,list)) and not hasattr(o, '_fields') and len({len(_shape(x))>0 for x in o})==1
+    if not isinstance(o, (tuple,list)) or hasattr(o, '_fields'): return False
+    return len({len(_shape(x))>0 for x in o})==1
 
 def _ambiguity(o):
     "How unsure `o` is about the number of samples: 0 a tensor, 1 a list of items, 2 a list of tensors"
@@ -63,7 +64,7 @@ def _counts(o):
     return [*inside,len(o)] if _ambiguity(o)==2 else [len(o),*inside]
 
 def n_samples(b:object, expected:int=None)->int:
-    "Count the samples of a batch; `expected`, the number that the loader says, decides where several are possible"
+    "Count the samples of a batch; the loader's number, `expected`, decides if several are possible"
     parts = b if isinstance(b, (tuple,list)) else (b,)
     if parts and has_rows(parts[0], expected): return expected
     counts = dict.fromkeys(n for o in sorted(parts, key=_ambiguity) for n in _counts(o))
@@ -77,7 +78,7 @@ def samples(learn:Learner)->int:
 
 # %% ../../nbs/core/03_batch.ipynb #split
 def even_sizes(n:int, most:int|None)->list:
-    "Divide `n` samples into as few parts of at most `most` samples as possible; returns their sizes, as even as possible"
+    "Divide `n` samples into as few parts of at most `most` as possible; returns their even sizes"
     k = ceil(n/most) if most else 1
     size,rest = divmod(n, k)
     return [size+1]*rest+[size]*(k-rest)
@@ -98,22 +99,24 @@ def container_like(o:object, parts:list)->object:
 
 def _cannot_be_split(o, n, reason=''):
     return TypeError(f"a {type(o).__name__}{reason} in a batch of {n} samples cannot be split: "
-        "`micro_batch_size` splits tensors with the samples along their first dimension, and tuples, lists and dicts "
-        "of such tensors. Give `micro_batch_size=AutoSize(split=f)` with a function `f(batch, start, stop, n)`, or "
-        "leave `micro_batch_size` out, with DataLoaders whose batches fit" + more_link('cannot-be-split'))
+        "`micro_batch_size` splits tensors with the samples along their first dimension, and tuples, "
+        "lists and dicts of such tensors. Give `micro_batch_size=AutoSize(split=f)` with a function "
+        "`f(batch, start, stop, n)`, or leave `micro_batch_size` out, with DataLoaders whose batches fit"
+        + more_link('cannot-be-split'))
 
 # %% ../../nbs/core/03_batch.ipynb #split-it
 def _lists_samples(o, n, of_tensors=False):
-    "Has the list `o` an item for each sample? Tensors with `n` rows each are parts of the batch, unless `of_tensors`"
+    "Has the list an item for each sample? Tensors with `n` rows each are samples only if `of_tensors`"
     return is_list(o) and len(o)==n and (of_tensors or not all(has_rows(x, n) for x in o))
 
 def _has_tensor_per_sample(b, n):
     "Has the batch a list of tensors or mappings, one for each sample?"
     if not isinstance(b, (tuple,list)): return False
-    return any(_lists_samples(o, n) and any(is_mapping(x) or isinstance(x, torch.Tensor) for x in o) for o in b)
+    lists = [o for o in b if _lists_samples(o, n)]
+    return any(is_mapping(x) or isinstance(x, torch.Tensor) for o in lists for x in o)
 
 def pick(b:object, n:int, f:Callable)->object:
-    """Select samples of a batch of `n`, in the same structure: `f` selects rows of tensors and items of lists
+    """Select samples of a batch of `n`: `f` selects rows of tensors and items of lists
 
     TypeError: a part of the batch cannot be split
     """
@@ -143,7 +146,8 @@ def leaves(o:object)->list:
 
 def rebuilt(o:object, contents:Iterator)->object:
     "Build the structure of `o` with new contents, as many as `leaves` finds in it"
-    return container_like(o, [rebuilt(v, contents) for v in values(o)]) if is_nested(o) else next(contents)
+    if not is_nested(o): return next(contents)
+    return container_like(o, [rebuilt(v, contents) for v in values(o)])
 
 def like_tensor(o:object, x:object)->object:
     "If `o` is a tensor, give it the class and the attributes of `x`, such as fastai's `TensorImage`"
@@ -154,7 +158,7 @@ def like_tensor(o:object, x:object)->object:
 
 # %% ../../nbs/core/03_batch.ipynb #join
 def join(parts:list, ns:list)->object:
-    "Join parts of a batch, of `ns` samples, tensor by tensor; contents without rows are taken from the first part"
+    "Join parts of a batch, of `ns` samples, tensor by tensor; the rest is that of the first part"
     o = parts[0]
     if isinstance(o, torch.Tensor): return torch.cat(parts) if all(map(has_rows, parts, ns)) else o
     if not is_nested(o): return o

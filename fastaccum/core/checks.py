@@ -20,14 +20,16 @@ from .warnings import more_link
 
 # %% ../../nbs/core/07_checks.ipynb #values
 def check_count(name:str, n:object, unit:str='sample', or_else:str='')->int:
-    """Refuse anything but a positive whole number of `unit`s as the argument `name`; `or_else` names an alternative
+    """Refuse anything but a positive whole number of `unit`s as the argument `name`; returns the number
+
+    `or_else` names something else that the argument may be.
 
     TypeError: `n` is not a whole number
     ValueError: `n` is below 1
     """
     if isinstance(n, bool) or not isinstance(n, Integral):
-        raise TypeError(f"`{name}={n!r}` is of type {type(n).__name__}: give {or_else}a whole number of {unit}s, such "
-            f"as `{name}=64`" + more_link('whole-number'))
+        raise TypeError(f"`{name}={n!r}` is of type {type(n).__name__}: give {or_else}a whole number of "
+            f"{unit}s, such as `{name}=64`" + more_link('whole-number'))
     if n<1: raise ValueError(f"`{name}={int(n)}`: give at least 1 {unit}" + more_link('whole-number'))
     return int(n)
 
@@ -38,7 +40,8 @@ def check_bool(name:str, o:object, if_none:str='')->bool|None:
     """
     if isinstance(o, bool) or if_none and o is None: return o
     choices = f'True, False, or None {if_none}' if if_none else 'True or False'
-    raise TypeError(f"`{name}={o!r}` is of type {type(o).__name__}: give {choices}" + more_link('true-or-false'))
+    raise TypeError(f"`{name}={o!r}` is of type {type(o).__name__}: give {choices}"
+        + more_link('true-or-false'))
 
 def check_name(name:str, o:object, choices:tuple):
     """Refuse anything but one of `choices` as the argument `name`
@@ -60,8 +63,8 @@ def check_function(name:str, f:object, n:int, example:str)->object:
     except ValueError: pass   # a function that is written in C has no signature
     except TypeError as e:
         arguments = 'argument' if n==1 else 'arguments'
-        raise TypeError(f"`{name}={f!r}` cannot be called with {n} {arguments} ({e}): give a function, such as "
-            f"`{example}`, or leave `{name}` out" + more_link('function-argument')) from None
+        raise TypeError(f"`{name}={f!r}` cannot be called with {n} {arguments} ({e}): give a function, "
+            f"such as `{example}`, or leave `{name}` out" + more_link('function-argument')) from None
     return f
 
 # %% ../../nbs/core/07_checks.ipynb #names
@@ -72,8 +75,8 @@ def class_names(cls:type)->frozenset:
 
 def our_callbacks(learn:Learner, name:str)->list:
     "The callbacks of a Learner whose class is fastaccum's `name`, or is derived from it"
-    def is_ours(cb): return any(o.startswith('fastaccum.') and o.endswith(f'.{name}') for o in class_names(type(cb)))
-    return [o for o in learn.cbs if is_ours(o)]
+    def is_ours(cls): return cls.startswith('fastaccum.') and cls.endswith(f'.{name}')
+    return [cb for cb in learn.cbs if any(map(is_ours, class_names(type(cb))))]
 
 def our_callback(learn:Learner, name:str)->Callback|None:
     "The first of `our_callbacks` that is switched on"
@@ -85,36 +88,38 @@ def _steps_by_itself(learn, name):
     f = vars(learn).get(name) or getattr(type(learn), name)
     f = getattr(f, '__func__', f)
     if f.__module__.startswith('fastai.'): return False
-    # a `one_batch` that ends in fastai's `_do_one_batch`, as tsai's does, only moves the batch in another way
+    # tsai's `one_batch`, which ends in fastai's `_do_one_batch`, only moves the batch in another way
     called = set(f.__code__.co_names) if hasattr(f, '__code__') else set()
     return name!='one_batch' or not {'_do_one_batch','_with_events'}<=called
 
 def check_learner(learn:Learner):
     """Refuse a Learner on which something else accumulates, or which steps by itself
 
-    ValueError: two callbacks accumulate, one adds up gradients in half precision, parameters step in the backward pass,
-        or the Learner has a training loop of its own
+    ValueError: two callbacks accumulate, one adds up gradients in half precision, parameters step in the
+        backward pass, or the Learner has a training loop of its own
     """
     fastais = [o for o in learn.cbs if isinstance(o, FastaiGradientAccumulation)]
     n = len(our_callbacks(learn, 'GradientAccumulation'))+len(fastais)
     if n>1:
-        raise ValueError(f"{n} callbacks accumulate gradients on this Learner: keep one of them. Remove those "
-            "on the Learner with `learn.remove_cbs([o for o in learn.cbs if o.name=='gradient_accumulation'])`"
+        raise ValueError(f"{n} callbacks accumulate gradients on this Learner: keep one of them. Remove "
+            "those on the Learner with "
+            "`learn.remove_cbs([o for o in learn.cbs if o.name=='gradient_accumulation'])`"
             + more_link('two-callbacks'))
     if any(isinstance(o, NonNativeMixedPrecision) for o in learn.cbs):
-        raise ValueError("NonNativeMixedPrecision would add up gradients in half precision, where they overflow "
-            "and are rounded: use `learn.to_fp16()` or `learn.to_bf16()` instead of `learn.to_non_native_fp16()`"
-            + more_link('half-precision-gradients'))
+        raise ValueError("NonNativeMixedPrecision would add up gradients in half precision, where they "
+            "overflow and are rounded: use `learn.to_fp16()` or `learn.to_bf16()` instead of "
+            "`learn.to_non_native_fp16()`" + more_link('half-precision-gradients'))
     for name,p in learn.model.named_parameters():
         if not getattr(p, '_post_accumulate_grad_hooks', None): continue
         raise ValueError(f"the parameter {name!r} has a hook that runs in each backward pass "
-            "(`register_post_accumulate_grad_hook`), such as an optimizer that steps in the backward pass sets. It "
-            "would run with every micro-batch. Remove the hook" + more_link('steps-in-the-backward-pass'))
+            "(`register_post_accumulate_grad_hook`), as set by an optimizer that steps in the backward pass. "
+            "It would run with every micro-batch. Remove the hook"
+            + more_link('steps-in-the-backward-pass'))
     for name in ('_do_one_batch','_do_grad_opt','one_batch'):
         if not _steps_by_itself(learn, name): continue
-        raise ValueError(f"the Learner's own `{name}` replaces fastai's, which runs the micro-batches, so its gradients "
-            "cannot be accumulated: move what it does into callbacks, the model or the loss function, or train "
-            "without accumulation" + more_link('own-training-loop'))
+        raise ValueError(f"the Learner's own `{name}` replaces fastai's, which runs the micro-batches, "
+            "so its gradients cannot be accumulated: move what it does into callbacks, the model or the "
+            "loss function, or train without accumulation" + more_link('own-training-loop'))
 
 # %% ../../nbs/core/07_checks.ipynb #single
 def check_single(learn:Learner, cls:type):
@@ -124,5 +129,6 @@ def check_single(learn:Learner, cls:type):
     """
     n = sum(isinstance(o, cls) and o.run for o in learn.cbs)
     if n>1:
-        raise ValueError(f"{n} {cls.__name__} callbacks are on this Learner, and each would do the same again: "
-            "keep one of them (`learn.remove_cb` takes one off that is in `learn.cbs`)" + more_link('two-callbacks'))
+        raise ValueError(f"{n} {cls.__name__} callbacks are on this Learner, and each would do the same "
+            "again: keep one of them (`learn.remove_cb` takes one off that is in `learn.cbs`)"
+            + more_link('two-callbacks'))

@@ -30,13 +30,13 @@ def part_sizes(n:int, most:int|None=None)->list[int]:
         second = n//2-1 if n>5 and n%2==0 else n//2
         return [n-second,second] if second else [n]
     n_full,rest = divmod(n, most)
-    if rest<2 and most>2:   # one part more is divided: no part is of one sample, and not all are equal
+    if rest<2 and most>2:   # divide another part, so that no part has one sample, and not all are equal
         n_full,rest = n_full-1,most+rest
         return [most]*n_full+part_sizes(rest)
     return [most]*n_full+[rest] if rest else [most]*n_full
 
 def _sizes_to_try(n, most, of_fit=False):
-    "Sizes of parts, the best first; `of_fit`: a fit has micro-batches of `most` samples, which are tried first"
+    "Sizes of parts, the best first; with `of_fit`, a fit has micro-batches of `most` samples"
     n_full,rest = divmod(n, most)
     equal = [[most]*n_full+[rest] if rest else [most]*n_full, even_sizes(n, most)]
     res = [*equal,part_sizes(n, most)] if of_fit else [part_sizes(n, most),*equal]
@@ -52,7 +52,7 @@ def _on_cpu(t):
     return dense.detach().cpu().to(torch.float64, copy=True)   # moved first: MPS has no double precision
 
 class CaptureGrads(QuietCallback):
-    "Notes the first gradient of each parameter instead of taking a step; ends the fit when all parameters had one"
+    "Notes the first gradient of each parameter instead of taking a step; ends the fit with the last one"
     order,run_valid = MixedPrecision.order+.5,False
     def __init__(self, params:set):
         self.missing = params   # parameters that had no gradient so far
@@ -69,7 +69,8 @@ class CaptureGrads(QuietCallback):
             if not p.requires_grad: continue
             self.missing.discard(p)
             if p.grad is not None: self.grads.setdefault(names.get(p, f'optimizer {i}'), _on_cpu(p.grad))
-        self.buffers = {k:_on_cpu(b) for k,b in model.named_buffers() if not k.endswith('num_batches_tracked')}
+        for k,b in model.named_buffers():
+            if not k.endswith('num_batches_tracked'): self.buffers[k] = _on_cpu(b)
         self.n_steps += 1
         raise CancelStepException
 
@@ -79,7 +80,7 @@ class CaptureGrads(QuietCallback):
 
 # %% ../../nbs/core/27_compare.ipynb #diff
 def relative_diff(a:torch.Tensor, b:torch.Tensor, least:float=0.)->float:
-    "The distance of two tensors, relative to the larger, and at least to `least`; infinite if one is NaN"
+    "The distance of two tensors, relative to the larger, at least to `least`; infinite if one is NaN"
     if a.shape!=b.shape: return float('inf')
     diff = (a-b).norm().item()
     size = max(a.norm().item(), b.norm().item(), least)
@@ -89,27 +90,24 @@ def relative_diff(a:torch.Tensor, b:torch.Tensor, least:float=0.)->float:
 def grad_differences(a:dict, b:dict)->dict:
     "Compare the gradients of two runs: name of a parameter -> the relative difference"
     least = sum(o.square().sum().item() for o in a.values())**.5/100
-    def diff(name):
-        x,y = a.get(name),b.get(name)   # a parameter that only one of the runs trains has a gradient of 0 in the other
-        if x is None: x = torch.zeros_like(y)
-        if y is None: y = torch.zeros_like(x)
-        return relative_diff(x, y, least)
-    return {name:diff(name) for name in {**a,**b}}
+    # a parameter that only one of the runs trains has a gradient of 0 in the other
+    zeros = {name:torch.zeros_like(o) for name,o in {**a,**b}.items()}
+    return {name:relative_diff(a.get(name, o), b.get(name, o), least) for name,o in zeros.items()}
 
 # %% ../../nbs/core/27_compare.ipynb #exact
 def _tf32_settings():
-    "The settings of PyTorch that round products to TF32: object, attribute, its value, the value that does not round"
-    b = torch.backends
-    try: res = [(o,'allow_tf32',o.allow_tf32,False) for o in (b.cuda.matmul,b.cudnn)]
+    "PyTorch's settings that round products to TF32: object, attribute, value, value that does not round"
+    matmul,cudnn = torch.backends.cuda.matmul,torch.backends.cudnn
+    try: res = [(o,'allow_tf32',o.allow_tf32,False) for o in (matmul,cudnn)]
     except RuntimeError:   # PyTorch refuses to read these attributes if the newer ones were set
-        res = [(o,'fp32_precision',o.fp32_precision,'ieee') for o in (b.cuda.matmul,b.cudnn.conv,b.cudnn.rnn)]
+        res = [(o,'fp32_precision',o.fp32_precision,'ieee') for o in (matmul,cudnn.conv,cudnn.rnn)]
     return [(o,name,value,exact) for o,name,value,exact in res if value!=exact]
 
 @contextmanager
 def eager_and_exact():
     "A context in which compiled code runs uncompiled, and products are not rounded to TF32"
     settings = _tf32_settings()
-    has_compiler = 'torch._dynamo' in sys.modules   # else nothing is compiled, and its import would take seconds
+    has_compiler = 'torch._dynamo' in sys.modules   # otherwise nothing is compiled; its import is slow
     def restore():
         for o,name,value,_ in settings: setattr(o, name, value)
     try:
@@ -119,28 +117,31 @@ def eager_and_exact():
 
 # %% ../../nbs/core/27_compare.ipynb #runs
 class FreezeMode(QuietCallback):
-    "Keeps modules in evaluation mode, even if other callbacks call `train()`; with `reset`, resets the model before each batch"
+    "Keeps modules in evaluation mode, whoever calls `train()`; may reset the model before each batch"
     order,run_valid = 1000,False
     def __init__(self, modules:list, reset:bool=False): self.modules,self.reset = modules,reset
     def before_batch(self):
         for m in self.modules: m.training = False
         if self.reset: self.learn.model.reset()
 
+# %% ../../nbs/core/27_compare.ipynb #compare
 class Compare:
     "Runs a batch whole and in parts"
     def __init__(self,
         run:DryRun, # Runs fits of the Learner
-        make_cbs:Callable, # `make_cbs(n, sizes)` returns callbacks that make one step of `n` samples in parts of these sizes
-        cut_loader:bool=True, # Does the loader yield the parts, or the whole batch, which the callbacks split?
-        split:Callable=split, # `f(batch, start, stop, n)` returns samples `start` to `stop` of the `n` in `batch`
+        make_cbs:Callable, # `make_cbs(n, sizes)`: callbacks that make a step of `n` samples
+        cut_loader:bool=True, # Does the loader yield the parts? Otherwise the callbacks split the batch
+        split:Callable=split, # `f(batch, start, stop, n)`: samples `start` to `stop` of `n`
         bs:int|None=None, # Samples in the whole batch; defaults to those of the loader
         n:int=1, # Batches to read
         micro:int|None=None # Samples in a micro-batch of the fit, if its sizes are to be compared
     ):
-        self.run,self.make_cbs,self.cut_loader,self.split = run,make_cbs,cut_loader,split
+        self.run,self.make_cbs = run,make_cbs
+        self.cut_loader,self.split = cut_loader,split
         try: batches,self.n = batches_of(run.learn, bs, n)   # `n`: samples in the whole batch
         finally: run.snap.put_back()
-        self.wholes = [b for b in batches if n_samples(b, self.n)==self.n]   # without the incomplete end of an epoch
+        # whole batches, without the incomplete last batch of an epoch
+        self.wholes = [b for b in batches if n_samples(b, self.n)==self.n]
         loader_bs = size_of(run.dl)
         self.most = micro or min(loader_bs or self.n, self.n)   # samples in a micro-batch
         self.to_try = _sizes_to_try(self.n, self.most, micro is not None)
@@ -149,13 +150,13 @@ class Compare:
 
     def fit(self, in_parts:bool, wholes:list, cbs:list, sizes:list|None=None, **kwargs:object)->object:
         "Fit on batches, whole or in parts, as `DryRun.fit` does"
-        sizes,batches,largest = sizes or self.sizes,wholes,self.n
+        sizes = sizes or self.sizes
+        dl = Batches(self.run.dl, wholes, self.n)
         if in_parts: cbs = [*cbs,*self.make_cbs(self.n, sizes)]
         if in_parts and self.cut_loader:
-            batches = [self.split(b, *o, self.n) for b in wholes for o in bounds(sizes)]
-            largest = max(sizes)
-        with eager_and_exact():
-            return self.run.fit(Batches(self.run.dl, batches, largest, self.n*len(wholes)), cbs, **kwargs)
+            parts = [self.split(b, *o, self.n) for b in wholes for o in bounds(sizes)]
+            dl = Batches(self.run.dl, parts, max(sizes), dl.n)
+        with eager_and_exact(): return self.run.fit(dl, cbs, **kwargs)
 
 # %% ../../nbs/core/27_compare.ipynb #step
 @patch
@@ -168,10 +169,10 @@ def step(self:Compare, in_parts:bool, freeze:list=(), reset:bool=False, without:
     self.fit(in_parts, self.wholes[:1]*20, [capture,FreezeMode(freeze, reset)], without=without)
     if capture.n_steps: return capture
     n_batches = 20*len(self.sizes) if in_parts and self.cut_loader else 20
-    raise RuntimeError(f"no step was made in {n_batches} batches of up to "
-        f"{self.n} samples. Either a callback ends the fit or skips steps (remove it, or set `run_bs_find = False` "
-        "in its class), or the gradients overflow, or the batches have no targets (set `n_inp` of the DataLoaders "
-        "to the number of inputs)" + more_link('no-step-in-a-trial'))
+    raise RuntimeError(f"no step was made in {n_batches} batches of up to {self.n} samples. Either a "
+        "callback ends the fit or skips steps (remove it, or set `run_bs_find = False` in its class), "
+        "or the gradients overflow, or the batches have no targets (set `n_inp` of the DataLoaders to the "
+        "number of inputs)" + more_link('no-step-in-a-trial'))
 
 @patch
 def differences(self:Compare, **kwargs:object)->dict:
@@ -190,14 +191,16 @@ def _describe_failure(e, learn, on):
     failed,tb = '',e.__traceback__
     while tb is not None:   # the innermost is named
         o,code = tb.tb_frame.f_locals.get('self'),tb.tb_frame.f_code
-        if isinstance(o, Callback) and not type(o).__module__.startswith(('fastai','fastaccum')): failed = type(o).__name__
-        if isinstance(o, nn.Module) and not isinstance(o, nn.Sequential): failed = type(o).__name__
+        is_own = not type(o).__module__.startswith(('fastai','fastaccum'))
+        is_layer = isinstance(o, nn.Module) and not isinstance(o, nn.Sequential)
+        if is_layer or isinstance(o, Callback) and is_own: failed = type(o).__name__
         if code is getattr(learn.loss_func, '__code__', None): failed = 'the loss function'
         tb = tb.tb_next
     words = ' '.join(str(e).partition(more_link(''))[0].split())
     text = f'{type(e).__name__}: {words}'
     return f'{failed} fails on {on}: {text}' if failed else text
 
+# %% ../../nbs/core/27_compare.ipynb #both-runs
 @patch
 def _try_step(self:Compare, in_parts):
     "Run `step`; returns `None` if it fails twice, and `why` says how"
@@ -213,7 +216,7 @@ def _try_step(self:Compare, in_parts):
 
 @patch
 def whole_and_parts(self:Compare)->tuple:
-    "Run a step whole, and in parts of the first sizes that work; `None` for a failed run, and `why` says what failed"
+    "Run a step whole, and in parts of the first sizes that work; a run that fails is `None`"
     whole = self._try_step(in_parts=False)
     if self.n<2: self.why = self.why or 'the batch has a single sample, which cannot be split'
     if whole is None or self.n<2: return whole,None
@@ -227,11 +230,11 @@ def whole_and_parts(self:Compare)->tuple:
     return whole,None
 
 # %% ../../nbs/core/27_compare.ipynb #train
-def _weights(learn): return torch.cat([p.detach().cpu().double().flatten() for p in learn.model.parameters()])
+def _weights(learn): return torch.cat([_on_cpu(p).flatten() for p in learn.model.parameters()])
 
 @patch
 def train_both_ways(self:Compare)->tuple: # Difference, steps with whole batches, steps in parts
-    "Train on all batches, whole and in parts; returns how far the weights differ, relative to their movement"
+    "Train on all batches, whole and in parts; returns how far the weights differ, by their movement"
     start = _weights(self.run.learn)
     n_parts = max(2, -(-self.n//self.most))
     sizes = even_sizes(self.n, -(-self.n//n_parts))

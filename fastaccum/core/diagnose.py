@@ -39,35 +39,39 @@ def _digest(t):
     direction = torch.cos(torch.arange(rows.shape[1], device=t.device, dtype=t.dtype)*1.7+.3)
     return torch.stack([rows@direction,rows.norm(dim=1)], 1).cpu().double()
 
+# %% ../../nbs/core/28_diagnose.ipynb #trace
 class Call(NamedTuple):
     "A call of a module: digests of the tensors that it got and returned"
     inputs:list
     outputs:list
 
 class ModuleTrace:
-    "Runs a model on batches, one after the other, with some modules frozen in evaluation mode; notes each module's calls"
-    def __init__(self, model:nn.Module, state:ForwardState, batches:list, frozen:list=(), seed:int=0, reset:bool=False):
+    "Runs a model on batches, with some modules frozen in evaluation mode, and notes each module's calls"
+    def __init__(self, model:nn.Module, state:ForwardState, batches:list, frozen:list=(), seed:int=0,
+        reset:bool=False):
         self.calls = []   # for each batch: name of a module -> its `Call`s
-        hooks = [m.register_forward_hook(partial(self._note, name), with_kwargs=True) for name,m in model.named_modules()]
+        hooks,modules = [],dict(model.named_modules())
+        for name,m in modules.items():
+            hooks.append(m.register_forward_hook(partial(self._note, name), with_kwargs=True))
         try:
             with state.again(), torch.no_grad():
                 for set_seed in (torch.manual_seed,random.seed,np.random.seed): set_seed(seed)
-                for m in frozen: m.training = False   # not `eval`, which freezes the modules inside of it as well
+                for m in frozen: m.training = False   # `eval` would freeze the modules inside of `m`
                 for xb in batches:
                     if reset: model.reset()
                     self.calls.append({})
                     model(*xb)
         finally:
             for h in hooks: h.remove()
-        self.modules = [m for name,m in model.named_modules() if name in self.calls[0]]   # the modules that ran
+        self.modules = [modules[name] for name in self.calls[0]]   # the modules that ran
 
     def _note(self, name, m, args, kwargs, out):
-        inputs,outputs = ([t for t in _tensors(o) if t.ndim and not t.is_complex()] for o in ((args,kwargs),out))
-        call = Call([_digest(t) for t in inputs], [_digest(t) for t in outputs if t.is_floating_point()])
-        self.calls[-1].setdefault(name, []).append(call)
+        inputs = [_digest(t) for t in _tensors((args,kwargs)) if t.ndim and not t.is_complex()]
+        outputs = [_digest(t) for t in _tensors(out) if t.ndim and t.is_floating_point()]
+        self.calls[-1].setdefault(name, []).append(Call(inputs, outputs))
 
     def join(self, name:str, kind:str)->list|None:
-        "The 'inputs' or 'outputs' of a module in all batches, for each call and tensor; `None` if they do not fit"
+        "The 'inputs' or 'outputs' of a module in all batches, by call and tensor, if they fit together"
         batches = [o.get(name, []) for o in self.calls]
         try:
             return [torch.cat(ts) for calls in zip(*batches, strict=True)
@@ -77,29 +81,37 @@ class ModuleTrace:
 # %% ../../nbs/core/28_diagnose.ipynb #modules
 def _difference(a, b, name, kind):
     "How far the inputs or outputs of a module differ in two traces; `None` if they cannot be compared"
-    x,y = a.join(name, kind),b.join(name, kind)
+    x = a.join(name, kind)
+    y = b.join(name, kind)
     if x is None or y is None or [o.shape for o in x]!=[o.shape for o in y]: return None
     return max(map(relative_diff, x, y), default=0.)
 
 def _differs_by_itself(a, b, name, tol):
     "Does a module return different outputs for the same inputs?"
-    inputs,outputs = _difference(a, b, name, 'inputs'),_difference(a, b, name, 'outputs')
+    inputs = _difference(a, b, name, 'inputs')
+    outputs = _difference(a, b, name, 'outputs')
     return inputs is not None and outputs is not None and inputs<=tol<outputs
 
-def find_differing_modules(model:nn.Module, trace_a:Callable, trace_b:Callable, tol:float, frozen:list)->tuple:
-    """Find the modules that return different outputs for the same inputs, and freeze them until the predictions agree
+# %% ../../nbs/core/28_diagnose.ipynb #modules-find
+def find_differing_modules(model:nn.Module, trace_a:Callable, trace_b:Callable, tol:float,
+    frozen:list)->tuple:
+    """Find modules that return different outputs for the same inputs, until the predictions agree
 
-    `trace_a(frozen)` and `trace_b(frozen)` trace two runs with some modules frozen; modules that are found are appended
-    to `frozen`. Returns how far the predictions differ at first, and whether they agree at last.
+    `trace_a(frozen)` and `trace_b(frozen)` trace two runs with some modules frozen. Modules that are
+    found are appended to `frozen`. Returns how far predictions differ at first, and whether
+    they agree at last.
 
     TypeError: the predictions cannot be compared
     """
-    first,modules,given = None,dict(model.named_modules()),[*frozen]
+    first,modules = None,dict(model.named_modules())
+    given = [*frozen]
     for _ in range(8):
-        a,b = trace_a(frozen),trace_b(frozen)
+        a = trace_a(frozen)
+        b = trace_b(frozen)
         diff = _difference(a, b, '', 'outputs')
         if diff is None or not a.join('', 'outputs'):
-            raise TypeError('the predictions of the parts do not fit together: is there a row for each sample?')
+            raise TypeError('the predictions of the parts do not fit together: '
+                'is there a row for each sample?')
         if first is None: first = diff
         if diff<=tol: return first,True
         for name in a.calls[0]:   # inner modules return first
@@ -107,8 +119,8 @@ def find_differing_modules(model:nn.Module, trace_a:Callable, trace_b:Callable, 
             may_freeze = m is not model and m not in frozen and not isinstance(m, nn.Sequential)
             if may_freeze and _differs_by_itself(a, b, name, tol): break
         else: break   # no module is left to freeze
-        same_class = [o for o in modules.values() if type(o) is type(m) and o.training and o not in frozen]
-        new = same_class or [m]
+        same_class = [o for o in modules.values() if type(o) is type(m)]
+        new = [o for o in same_class if o.training and o not in frozen] or [m]
         # a module that changes the weights of an inner module is frozen instead of it
         inside = {o for m in new for o in m.modules()}-{*new,*given}
         frozen[:] = [m for m in frozen if m not in inside]+new
@@ -116,7 +128,7 @@ def find_differing_modules(model:nn.Module, trace_a:Callable, trace_b:Callable, 
 
 # %% ../../nbs/core/28_diagnose.ipynb #look
 def _loss_grads(learn, n, find, start, stop):
-    "Digests of the loss's gradient for the predictions of some samples, and the number of items that the loss is a mean of"
+    "Digests of the loss's gradient for some predictions, and the number of items of its mean"
     part = Part(learn, n, lambda o: o[start:stop])
     preds = [t for t in _tensors(part.pred) if t.is_floating_point()]
     for t in preds: t.requires_grad_()
@@ -126,7 +138,7 @@ def _loss_grads(learn, n, find, start, stop):
     return [torch.zeros(len(t), 2) if g is None else _digest(g) for t,g in zip(preds, grads)],float(size)
 
 def _loss_difference(learn, n, find, sizes):
-    "How far the loss's gradient is from that of its parts, with the shares that a step gives to the parts"
+    "How far the loss's gradient differs from that of its parts, with the parts' shares in a step"
     whole,_ = _loss_grads(learn, n, find, 0, n)
     parts,ns = zip(*(_loss_grads(learn, n, find, *o) for o in bounds(sizes)))
     shares = [1. if find is None else o/sum(ns) for o in ns]
@@ -135,19 +147,22 @@ def _loss_difference(learn, n, find, sizes):
     return max(map(relative_diff, whole, map(torch.cat, zip(*parts))), default=0.)
 
 # %% ../../nbs/core/28_diagnose.ipynb #first
-tolerances = {torch.float64:1e-7, torch.float32:1e-3, torch.float16:1e-2, torch.bfloat16:5e-2}   # relative
+# the largest relative difference that counts as rounding
+tolerances = {torch.float64:1e-7, torch.float32:1e-3, torch.float16:1e-2, torch.bfloat16:5e-2}
 
 class FirstBatchProbe(QuietCallback):
-    "Probes the model and the loss with the first batch, and ends the fit; with `loss_only`, the loss alone"
+    "Probes the model and the loss with the first batch, or with `loss_only` the loss; then ends the fit"
     order,run_valid = 1000,False   # after all callbacks that change the batch
-    def __init__(self, n:int, sizes:list[int], split:Callable, n_items:Callable|None, loss_only:bool=False):
-        self.n,self.sizes,self.split = n,sizes,split   # samples in the batch and in its parts, function that splits it
-        self.n_items,self.loss_only = n_items,loss_only
+    def __init__(self, n:int, sizes:list[int], split:Callable, n_items:Callable|None,
+        loss_only:bool=False):
+        self.n,self.sizes = n,sizes   # samples in the batch, and in its parts
+        self.split,self.n_items = split,n_items
+        self.loss_only = loss_only
         self.tol = 0.             # the largest relative difference that counts as rounding
         self.rows = n             # rows that the model gets
         # of the model
-        self.draws = None         # difference of the predictions after drawing other random numbers; `None` if unknown
-        self.predictions = None   # difference of the predictions in parts; `None` if unknown
+        self.draws = None         # difference of the predictions with other random numbers, if known
+        self.predictions = None   # difference of the predictions in parts, if known
         self.why = ''             # why one of the two is unknown
         self.drawing = []         # modules that draw random numbers
         self.depending = []       # modules whose outputs depend on the other samples of the batch
@@ -155,38 +170,44 @@ class FirstBatchProbe(QuietCallback):
         self.reset = False        # has the model to be reset before each batch?
         self.agree = False        # do the predictions agree if all these modules are frozen?
         # of the loss
-        self.loss = None          # difference of the loss's gradients in parts; `None` if unknown
+        self.loss = None          # difference of the loss's gradients in parts, if known
         self.loss_why = ''        # why the difference is unknown
         self.hidden_loss = 0.     # the difference in unequal parts, if there is none in parts of `sizes`
 
-    def before_batch(self):
-        model = self.learn.model
-        dtypes,kind = {p.dtype for p in model.parameters()},next(model.parameters()).device.type
-        if torch.is_autocast_enabled(kind): dtypes.add(torch.get_autocast_dtype(kind))
-        self.tol = max((tolerances.get(o, 0.) for o in dtypes), default=0.)
-        if self.loss_only:
-            self.draws = self.predictions = 0.
-            self.agree = True
-            return
-        try: self._probe_model(model, tuple(self.learn.xb))
-        except Exception as e:
-            if is_out_of_memory(e): raise
-            self.why = f'{type(e).__name__}: {e}'
+# %% ../../nbs/core/28_diagnose.ipynb #first-events
+@patch
+def before_batch(self:FirstBatchProbe):
+    model = self.learn.model
+    dtypes = {p.dtype for p in model.parameters()}
+    kind = next(model.parameters()).device.type
+    if torch.is_autocast_enabled(kind): dtypes.add(torch.get_autocast_dtype(kind))
+    self.tol = max((tolerances.get(o, 0.) for o in dtypes), default=0.)
+    if self.loss_only:
+        self.draws = self.predictions = 0.
+        self.agree = True
+        return
+    try: self._probe_model(model, tuple(self.learn.xb))
+    except Exception as e:
+        if is_out_of_memory(e): raise
+        self.why = f'{type(e).__name__}: {e}'
 
-    def after_pred(self):
-        find = self.n_items or find_n_items(self.learn.loss_func)
-        try:
-            unequal = _loss_difference(self.learn, self.n, find, part_sizes(self.n))
-            if _loss_difference(self.learn, self.n, find, self.sizes)<=self.tol<unequal: self.hidden_loss = unequal
-            self.loss = unequal
-        except Exception as e: self.loss_why = f'{type(e).__name__}: {e}'
-        raise CancelFitException
+@patch
+def after_pred(self:FirstBatchProbe):
+    find = self.n_items or find_n_items(self.learn.loss_func)
+    try:
+        unequal = _loss_difference(self.learn, self.n, find, part_sizes(self.n))
+        in_sizes = _loss_difference(self.learn, self.n, find, self.sizes)
+        if in_sizes<=self.tol<unequal: self.hidden_loss = unequal
+        self.loss = unequal
+    except Exception as e: self.loss_why = f'{type(e).__name__}: {e}'
+    raise CancelFitException
 
 # %% ../../nbs/core/28_diagnose.ipynb #first-model
 @patch
 def _probe_model(self:FirstBatchProbe, model, xb):
     self.rows = n_samples(xb, self.n)
-    sizes = self.sizes if self.rows==self.n else part_sizes(self.rows)   # a callback may make several views of a sample
+    # a callback may make several rows of a sample
+    sizes = self.sizes if self.rows==self.n else part_sizes(self.rows)
     parts = [self.split(xb, *o, self.rows) for o in bounds(sizes)]
     trace = partial(ModuleTrace, model, ForwardState(model.modules()))
     find = partial(find_differing_modules, model, tol=self.tol)
@@ -199,7 +220,8 @@ def _probe_model(self:FirstBatchProbe, model, xb):
         return find(partial(whole, reset=reset), lambda o: trace(parts, o, reset=reset), frozen=frozen)
 
     self.draws,_ = find(whole, lambda o: trace([xb], o, seed=1), frozen=self.drawing)
-    once,again = whole(self.drawing),trace([xb,xb], self.drawing)
+    once = whole(self.drawing)
+    again = trace([xb,xb], self.drawing)
     again.calls = again.calls[1:]
     frozen = [*self.drawing]
     remembers = (_difference(once, again, '', 'outputs') or 0.)>self.tol
@@ -220,7 +242,7 @@ def callbacks_to_try(run:DryRun)->list:
     return [o for o in run.cbs if not isinstance(o, (TrainEvalCallback,MixedPrecision))]
 
 def find_differing_callbacks(compare:Compare, off:float, tol:float, **kwargs:object)->list:
-    "Find the callbacks that cause the difference `off` of the gradients; `kwargs`: modules to freeze, for `Compare.step`"
+    "Find the callbacks that cause the difference `off`; `kwargs` are those of `Compare.step`"
     def without(*cbs):
         try: return compare.largest_difference(without=cbs, **kwargs)
         except Exception as e:

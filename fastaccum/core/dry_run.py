@@ -32,13 +32,16 @@ from .warnings import AccumulationWarning
 _visited = (nn.Module,optim.Optimizer,optim.lr_scheduler.LRScheduler,GradScaler,SimpleNamespace)
 _not_visited = sys.stdlib_module_names|{'torch','numpy','pandas','matplotlib','PIL'}
 
-class Snapshot:
-    """Notes everything that can change in `roots` and in the objects they refer to, to put it back in place
+_constants = str,bytes,int,float,type(None),type,ModuleType
 
-    Of `shallow` objects, items and attributes are noted, but not the objects these refer to; `skip` is left out.
+class Snapshot:
+    """Notes everything that can change in `roots` and in the objects they refer to, to put it back
+
+    Of `shallow` objects, items and attributes are noted, but not the objects these refer to. Objects in
+    `skip` are left out.
     """
     def __init__(self, *roots:object, shallow:tuple=(), skip:tuple|list=()):
-        self.puts = []   # functions and their arguments, called in this order to put everything back; may be added to
+        self.puts = []   # functions and their arguments, called in this order to put everything back
         self.seen = {id(o):o for o in skip}   # the objects that were noted, by `id`
         for o in shallow: self._note(o)
         todo = list(roots)
@@ -50,32 +53,35 @@ class Snapshot:
             for f,*args in self.puts: f(*args)
         uninterrupted(put)
 
-    def _note(self, o):
-        "Note `o`; return the objects that it refers to"
-        if id(o) in self.seen or o is None or isinstance(o, (str,bytes,int,float,type,ModuleType)): return []
-        self.seen[id(o)] = o
-        refs = []
-        if isinstance(o, torch.Tensor): return self._note_tensor(o)
-        if isinstance(o, MethodType): return [o.__self__]
-        if isinstance(o, partial): return [o.func,*o.args,*o.keywords.values()]
-        if isinstance(o, (tuple,frozenset)): return list(o)
-        if isinstance(o, (dict,list,set,deque)):
-            refs = items_of(o)
-            self.puts.append((put_items, o, refs))
-        elif isinstance(o, np.ndarray) and o.flags.writeable: self.puts.append((np.copyto, o, o.copy()))
-        else: self.puts += generator_state(o)
-        attrs = getattr(o, '__dict__', None)
-        if attrs is None: return refs
-        if type(o).__module__.split('.')[0] in _not_visited and not isinstance(o, _visited): return refs
-        self.puts.append((put_items, attrs, items_of(attrs)))
-        return [*refs,*attrs.values()]
+# %% ../../nbs/core/26_dry_run.ipynb #snapshot-note
+@patch
+def _note(self:Snapshot, o):
+    "Note `o`; return the objects that it refers to"
+    if id(o) in self.seen or isinstance(o, _constants): return []
+    self.seen[id(o)] = o
+    refs = []
+    if isinstance(o, torch.Tensor): return self._note_tensor(o)
+    if isinstance(o, MethodType): return [o.__self__]
+    if isinstance(o, partial): return [o.func,*o.args,*o.keywords.values()]
+    if isinstance(o, (tuple,frozenset)): return list(o)
+    if isinstance(o, (dict,list,set,deque)):
+        refs = items_of(o)
+        self.puts.append((put_items, o, refs))
+    elif isinstance(o, np.ndarray) and o.flags.writeable: self.puts.append((np.copyto, o, o.copy()))
+    else: self.puts += generator_state(o)
+    attrs = getattr(o, '__dict__', None)
+    if attrs is None: return refs
+    if type(o).__module__.split('.')[0] in _not_visited and not isinstance(o, _visited): return refs
+    self.puts.append((put_items, attrs, items_of(attrs)))
+    return [*refs,*attrs.values()]
 
 # %% ../../nbs/core/26_dry_run.ipynb #snapshot-values
 @patch
 def _note_tensor(self:Snapshot, t):
     if t.is_inference() or t.is_meta: return []
     def copy(o): return None if o is None else o.detach().to('cpu', copy=True)
-    self.puts.append((_put_tensor, t, copy(t), t.device, t.requires_grad, copy(t.grad) if t.is_leaf else None))
+    grad = copy(t.grad) if t.is_leaf else None
+    self.puts.append((_put_tensor, t, copy(t), t.device, t.requires_grad, grad))
     return list(vars(t).values())
 
 def _put_tensor(t, value, device, requires_grad, grad):
@@ -89,21 +95,23 @@ def _put_tensor(t, value, device, requires_grad, grad):
     else: t.grad.data.copy_(grad)   # in place, because other objects may refer to the gradient
 
 # %% ../../nbs/core/26_dry_run.ipynb #who
-_no_part = {'fastaccum.accumulation.GradientAccumulation', 'fastai.callback.training.GradientAccumulation',
-    'fastai.callback.training.ShortEpochCallback', 'fastai.callback.tracker.TerminateOnNaNCallback',
+_no_part = {'fastaccum.accumulation.GradientAccumulation',
+    'fastai.callback.training.GradientAccumulation', 'fastai.callback.training.ShortEpochCallback',
+    'fastai.callback.tracker.TerminateOnNaNCallback',
     'fastai.distributed.DistributedTrainer', 'fastai.callback.schedule.ParamScheduler',
     'fastai.callback.wandb.WandbCallback', 'fastai.callback.tensorboard.TensorBoardBaseCallback'}
-_changing_events = 'before_batch','after_pred','after_loss','before_backward'   # they may change the batch or the loss
+# events in which a callback may change the batch or the loss
+_changing_events = 'before_batch','after_pred','after_loss','before_backward'
 
 def takes_part(cb:Callback)->bool:
-    "Does a callback take part in a dry run? Callbacks that only log, or that would disturb the run, do not"
+    "Does a callback take part in a dry run? Callbacks that only log, or would disturb the run, do not"
     only_logs = cb.order>=Recorder.order and not any(hasattr(cb, o) for o in _changing_events)
     if only_logs or class_names(type(cb))&_no_part: return False
     return getattr(type(cb), 'run_bs_find', True)
 
 # %% ../../nbs/core/26_dry_run.ipynb #batches
 class Batches(GetAttr):
-    "A training loader of `batches`, with `bs` samples in the largest and `n` in all, that otherwise is like `dl`"
+    "A training loader of `batches`, with up to `bs` samples each and `n` in all; otherwise like `dl`"
     _default = 'dl'
     def __init__(self, dl:object, batches:Iterable, bs:int, n:int|None=None):   # an iterator needs `n`
         self.dl,self.batches = dl,batches
@@ -122,7 +130,7 @@ class CountSteps(QuietCallback):
         self.most = most
         self.tick = tick    # called after each step
         self.n_steps = 0    # steps so far
-    def after_cancel_step(self): self.n_steps -= 1   # fastai sends `after_step` after a cancelled step as well
+    def after_cancel_step(self): self.n_steps -= 1   # `after_step` follows even if a step is cancelled
     def after_step(self):
         self.n_steps += 1
         self.tick()
@@ -132,7 +140,7 @@ class CountSteps(QuietCallback):
 
 # %% ../../nbs/core/26_dry_run.ipynb #dry-run
 def loader_state(dl:object)->list:
-    "The parts of a loader that may change: transforms and functions it was given, sampler, random number generators"
+    "The parts of a loader that may change: transforms, functions, sampler, random number generators"
     own = [vars(dl)[k] for k in getattr(dl, '_methods', ()) if k in vars(dl)]
     return own+[getattr(dl, k, None) for k in ('rng','generator','sampler')]
 
@@ -142,9 +150,9 @@ def training_device(learn:Learner)->torch.device:
     return next(learn.model.parameters()).device if device is None else torch.device(device)
 
 class DryRun:
-    """Runs fits of a Learner, each from its current state, and puts everything back; to be used in a `with` statement
+    """Runs fits of a Learner, each from its current state, and puts everything back; use it in a `with`
 
-    Callbacks in `without` are left out. With `total`, a progress bar is full after that many calls of `tick`.
+    Callbacks in `without` are left out. With `total`, a progress bar is full after so many `tick`s.
     """
     def __init__(self, learn:Learner, without:tuple|list=(), total:int=0):
         dls = learn.dls
@@ -159,14 +167,14 @@ class DryRun:
         if self.bar: self.bar.update(0)
 
     def _snapshot(self, learn):
-        dls,cbs,model = learn.dls,learn.cbs,learn.model
-        loaders = list(dls.loaders)
+        dls,model = learn.dls,learn.model
         recorder = getattr(learn, 'recorder', None)
-        not_called = [o for o in cbs if not takes_part(o) and o is not recorder]
-        snap = Snapshot(model, list(model.parameters()), list(model.buffers()), learn.opt, learn.opt_func,
-            learn.loss_func, list(self.cbs), [loader_state(o) for o in loaders],
-            shallow=(learn,cbs,cbs.items,dls,dls.loaders,*loaders,recorder),
-            skip=[*(getattr(o, 'dataset', None) for o in loaders),*not_called])
+        not_called = [o for o in learn.cbs if not takes_part(o) and o is not recorder]
+        datasets = [getattr(o, 'dataset', None) for o in dls.loaders]
+        snap = Snapshot(model, list(model.parameters()), list(model.buffers()), learn.opt,
+            learn.opt_func, learn.loss_func, list(self.cbs), [loader_state(o) for o in dls.loaders],
+            shallow=(learn,learn.cbs,learn.cbs.items,dls,dls.loaders,*dls.loaders,recorder),
+            skip=[*datasets,*not_called])
         devices = [] if self.device.type=='cpu' else [self.device]
         snap.puts += [(set_autocast_state, autocast_state(devices)), (set_rng_state, rng_state(devices))]
         return snap
@@ -189,16 +197,17 @@ def tick(self:DryRun, comment:str=''):
     self.bar.update(min(self.ticks, self.bar.total))
 
 @patch
-def fit(self:DryRun, dl:object, cbs:list, lr:float|slice|None=0., without:tuple|list=(), after:Callable=noop)->object:
-    """Fit on `dl` for an epoch, with the Learner's callbacks that take part and `cbs`, of which one may end the fit
+def fit(self:DryRun, dl:object, cbs:list, lr:float|slice|None=0., without:tuple|list=(),
+    after:Callable=noop)->object:
+    """Fit on `dl` for an epoch, with the Learner's callbacks that take part and `cbs`
 
-    Returns the result of `after(learn)`; then everything is put back.
+    One of `cbs` may end the fit. Returns the result of `after(learn)`; then everything is put back.
     """
     learn = self.learn
     try:
         learn.cbs = L(o for o in self.cbs if not any(o is x for x in without))
         learn.dls.train = dl
-        for p in learn.model.parameters(): p.grad = None   # fastai's fit would begin with these gradients
+        for p in learn.model.parameters(): p.grad = None   # fastai's fit would begin with old gradients
         with warnings.catch_warnings():
             warnings.simplefilter('ignore', AccumulationWarning)
             learn.fit(1, lr, cbs=cbs)

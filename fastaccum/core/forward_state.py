@@ -21,9 +21,9 @@ from .warnings import more_link
 
 # %% ../../nbs/core/23_forward_state.ipynb #rng
 def devices_of(modules:Iterable)->list:
-    "The devices of the parameters and buffers of `modules` themselves, besides the CPU; not of modules inside of them"
-    tensors = (t for m in modules for d in (m._parameters,m._buffers) for t in d.values() if t is not None)
-    return list({t.device for t in tensors if t.device.type not in ('cpu','meta')})
+    "The devices of the parameters and buffers of `modules`, without modules inside of them and the CPU"
+    tensors = [t for m in modules for t in (*m._parameters.values(),*m._buffers.values())]
+    return list({t.device for t in tensors if t is not None and t.device.type not in ('cpu','meta')})
 
 def rng_state(devices:Iterable=())->list: # (function that sets a state, state) of each generator
     "The states of Python's, NumPy's and PyTorch's random number generators, on the CPU and on `devices`"
@@ -39,7 +39,8 @@ def generator_state(o:object)->list: # (function that sets a state, state), or n
     "The state of a random number generator; empty for any other object"
     if isinstance(o, random.Random): return [(o.setstate,o.getstate())]
     if isinstance(o, (np.random.RandomState,torch.Generator)): return [(o.set_state,o.get_state())]
-    if isinstance(o, np.random.Generator): return [(partial(setattr, o.bit_generator, 'state'),o.bit_generator.state)]
+    if isinstance(o, np.random.Generator):
+        return [(partial(setattr, o.bit_generator, 'state'),o.bit_generator.state)]
     return []
 
 def set_rng_state(state:list):
@@ -83,15 +84,20 @@ def put_items(o:dict|list|set|deque, items:list):
 
 # %% ../../nbs/core/23_forward_state.ipynb #find
 _constants = {int,float,bool,str,bytes,type(None),torch.device,torch.dtype}
-_stateful = (*_containers,tuple,torch.Tensor,torch.Generator,np.random.Generator,np.random.RandomState,random.Random)
+_generators = torch.Generator,np.random.Generator,np.random.RandomState,random.Random
+_stateful = *_containers,tuple,torch.Tensor,*_generators
 _not_state = vars(nn.Module()).keys()|{'forward','_compiled_call_impl'}
 
 def _find_state(todo, in_objects=False):
-    "Find containers, tensors and generators, starting from (name, object) pairs; `in_objects`: also in objects' attributes"
+    """Find containers, tensors and generators, starting from (name, object) pairs
+
+    With `in_objects`, the attributes of other objects are searched as well.
+    """
     found = {}
     while todo:
         name,o = todo.pop()
-        if in_objects and not isinstance(o, (*_stateful,nn.Module,type)) and hasattr(o, '__dict__'): o = vars(o)
+        is_searched = in_objects and not isinstance(o, (*_stateful,nn.Module,type))
+        if is_searched and hasattr(o, '__dict__'): o = vars(o)
         if type(o) in _constants or id(o) in found or not isinstance(o, _stateful): continue
         found[id(o)] = name,o
         if not isinstance(o, (*_containers,tuple)) or len(o)>=1000: continue
@@ -101,22 +107,25 @@ def _find_state(todo, in_objects=False):
 
 # %% ../../nbs/core/23_forward_state.ipynb #state
 class ForwardState:
-    """Notes where a forward pass of `modules` starts: random numbers, autocast, buffers, modes and attributes
+    """Notes where a forward pass of `modules` starts: random numbers, buffers, attributes and so on
 
-    `given` are objects that the pass may change, such as a cache of keys and values. Without `copy`, the values of
-    buffers are not noted.
+    `given` are objects that the pass may change, such as a cache of keys and values. Without `copy`, the
+    values of buffers are not noted.
     """
     def __init__(self, modules:Iterable, devices:Iterable|None=None, given:Iterable=(), copy:bool=True):
-        self.modules,self.given = list(modules),list(given)
+        self.modules = list(modules)
+        self.given = list(given)
         self.devices = devices_of(self.modules) if devices is None else devices
         self.rng = rng_state(self.devices)
         self.autocast = autocast_state(self.devices)
         self.modes = [(m,m.training) for m in self.modules]
-        self.buffers = [(m._buffers,dict(m._buffers)) for m in self.modules if m._buffers]   # each dict, and its items
+        # each dict of buffers, and its items
+        self.buffers = [(m._buffers,dict(m._buffers)) for m in self.modules if m._buffers]
         self.copies = {}   # `id` of a buffer -> the buffer, its version, a copy of its values
         if copy: self._copy_buffers()
         own = [vars(m) for m in self.modules if not type(m).__module__.startswith('torch.nn.')]
-        self.attrs = [(d,{k:o for k,o in d.items() if k not in _not_state}) for d in own]   # each dict, and its items
+        # each dict of attributes, and its items
+        self.attrs = [(d,{k:o for k,o in d.items() if k not in _not_state}) for d in own]
         kept = [(k,o) for _,attrs in self.attrs for k,o in attrs.items() if type(o) not in _constants]
         found = [*_find_state(kept),*_find_state([('',o) for o in self.given], in_objects=True)]
         self.items = [(o,items_of(o)) for _,o in found if isinstance(o, _containers)]
@@ -143,7 +152,7 @@ def put_back(self:ForwardState):
 @patch
 def _put(self:ForwardState):
     "Put back everything but the values of buffers"
-    for attrs,old in (*self.buffers,*self.attrs):   # not `clear`: an interrupt must not find the attributes empty
+    for attrs,old in (*self.buffers,*self.attrs):   # no `clear`: an interrupt must not find them empty
         for k in attrs.keys()-old.keys()-_not_state: del attrs[k]
         attrs.update(old)
     for o,items in self.items: put_items(o, items)
@@ -159,23 +168,25 @@ def check(self:ForwardState):
     """
     for name,o,version in self.tensors:
         if o._version==version: continue
-        raise RuntimeError(f"a forward pass changes the tensor `{name}` in place, and it is not a buffer, so the pass "
-            f"cannot be run again from the same start. Keep it with `register_buffer('{name}', …)`, or, if it belongs "
-            "to a cache of keys and values, set `use_cache=False` in the model's configuration"
+        raise RuntimeError(f"a forward pass changes the tensor `{name}` in place, and it is not a "
+            "buffer, so the pass cannot be run again from the same start. Keep it with "
+            f"`register_buffer('{name}', …)`, or, if it belongs to a cache of keys and values, set "
+            "`use_cache=False` in the model's configuration"
             + more_link('changed-in-place'))
 
 # %% ../../nbs/core/23_forward_state.ipynb #again
 @patch
 @contextmanager
 def again(self:ForwardState):
-    "After `check`, a context in which the modules run from this state; afterwards everything is as it was before"
+    "After `check`, a context in which the modules run from this state; it leaves everything as it was"
     self.check()
     before = ForwardState(self.modules, self.devices, self.given, copy=False)
     try:
         self._put()
-        torch.clear_autocast_cache()   # it may hold weights that were cast without a graph
+        torch.clear_autocast_cache()   # the cache may hold weights that were cast without a graph
         copies = {i:copy.clone() for i,(_,_,copy) in self.copies.items()}   # modules may share a buffer
-        for d,buffers in self.buffers: d.update({k:copies[id(b)] for k,b in buffers.items() if id(b) in copies})
+        for d,buffers in self.buffers:
+            d.update({k:copies[id(b)] for k,b in buffers.items() if id(b) in copies})
         yield
     finally: before._put()
 

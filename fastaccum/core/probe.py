@@ -18,13 +18,14 @@ from warnings import catch_warnings, simplefilter
 from torch import nn
 from fastai.learner import Learner
 from fastai.losses import BaseLoss
-from .batch import container_like, has_rows, is_mapping, is_nested, join, pick, samples, values
+from fastaccum.core.batch import (container_like, has_rows, is_mapping, is_nested, join, pick, samples,
+    values)
 from .forward_state import ForwardState, rng_state
 
 # %% ../../nbs/core/10_probe.ipynb #probed
 class Probed(NamedTuple):
     "The result of probing a loss function"
-    off:float|None # Relative difference between the loss and the mean of its parts' losses; `None` if unknown
+    off:float|None # Relative difference of the loss to the mean of its parts' losses; `None` if unknown
     reason:str='' # Why the difference is unknown
     tol:float=2e-5 # The largest difference that counts as rounding
     raised:bool=False # Is the reason an error of the loss function?
@@ -34,7 +35,7 @@ class Probed(NamedTuple):
         "Is the difference larger than rounding?"
         return self.off is not None and self.off>self.tol
 
-_half_tols = {torch.float16:1e-2, torch.bfloat16:5e-2}   # in other types, the default of `Probed.tol` holds
+_half_tols = {torch.float16:1e-2, torch.bfloat16:5e-2}   # for other types, `Probed.tol` has its default
 
 # %% ../../nbs/core/10_probe.ipynb #part
 def _copy(o):
@@ -70,11 +71,11 @@ class Part:
         return MethodType(f.__func__, new)
 
 # %% ../../nbs/core/10_probe.ipynb #pair
-def pair(previous:tuple|None, learn:Learner)->tuple: # Both samples as one batch, if possible; the next call's `previous`
-    "Join a micro-batch of one sample with the previous one, in a stand-in for a Learner after its forward pass"
+def pair(previous:tuple|None, learn:Learner)->tuple: # Both samples, or `None`; the next `previous`
+    "Join a micro-batch of one sample with the previous one, in a stand-in for a Learner"
     pred = learn.pred
     preds = values(pred) if isinstance(pred, tuple) or is_mapping(pred) else (pred,)
-    if not all(has_rows(o, 1) for o in (*preds,*learn.yb)): return None,None   # it is not known what a sample is
+    if not all(has_rows(o, 1) for o in (*preds,*learn.yb)): return None,None   # the samples are unknown
     current = _copy((pred,tuple(learn.yb),tuple(learn.xb)))
     if previous is None: return None,current
     try: pred,yb,xb = join([previous,current], [1,1])
@@ -95,11 +96,12 @@ def _gap(losses, sizes, is_sum):
     whole,*parts = losses
     n,*ns = sizes
     if is_sum: weights = [1,1]
-    elif not abs(sum(ns)-n)<=1e-4*n: raise ValueError('the sizes of the parts do not add up to that of the whole')
-    else: weights = [o/sum(ns) for o in ns]   # if no item counts, this is an error
+    elif abs(sum(ns)-n)<=1e-4*n: weights = [o/sum(ns) for o in ns]   # an error if no item counts
+    else: raise ValueError('the sizes of the parts do not add up to that of the whole')
     weighted = [w*o for w,o in zip(weights, parts) if w]
     if not isfinite(whole): raise ValueError('the loss is not finite')
-    if not all(map(isfinite, weighted)): return inf,abs(whole) or 1.   # a mean over items of which a part has none
+    # a part that should count may have none of the items that the loss is a mean of
+    if not all(map(isfinite, weighted)): return inf,abs(whole) or 1.
     return abs(whole-sum(weighted)),max(abs(whole), sum(map(abs, weighted)))
 
 # %% ../../nbs/core/10_probe.ipynb #try
@@ -133,23 +135,25 @@ def _compare_parts(learn, loss_func, n, find, devices):
     if not res.wrong: return res
     backwards,_ = of(lambda o: o.flip(0) if isinstance(o, torch.Tensor) else o[::-1], n)
     if abs(backwards.item()-numbers[0])<=min(gap/10, res.tol*scale): return res
-    return Probed(None, 'it depends on something else than predictions and targets, or is all rounding', res.tol)
+    reason = 'it depends on something else than predictions and targets, or is all rounding'
+    return Probed(None, reason, res.tol)
 
 # %% ../../nbs/core/10_probe.ipynb #probe-all
 def _copy_loss(f, *kept):
     "Copy a loss function that is a module, except for the objects `kept` to which it refers"
     if not isinstance(f, (nn.Module,BaseLoss)): return f
     memo = {id(o):o for o in kept}
-    for m in f.modules() if isinstance(f, nn.Module) else ():
-        # a tensor with a graph, such as the last loss, cannot be copied
-        memo |= {id(o):o.detach() for o in vars(m).values() if isinstance(o, torch.Tensor) and o.grad_fn is not None}
+    attrs = [o for m in f.modules() for o in vars(m).values()] if isinstance(f, nn.Module) else []
+    for o in attrs:   # a tensor with a graph, such as the last loss, cannot be copied
+        if isinstance(o, torch.Tensor) and o.grad_fn is not None: memo[id(o)] = o.detach()
     try: return deepcopy(f, memo)
     except Exception: return f   # the loss holds an object that cannot be copied
 
 def probe(learn:Learner, n:int, find:Callable|None)->Probed:
-    """Compare the loss of a micro-batch of `n` samples with the mean of the losses of two unequal parts, or their sum
+    """Compare the loss of a micro-batch of `n` samples with the mean of the losses of two unequal parts
 
-    `find(learn)`, as returned by `find_n_items`, is the number of items that the loss is a mean of; `None` is for a sum.
+    `find(learn)`, as returned by `find_n_items`, is the number of items that the loss is a mean of. With
+    `None`, the loss is compared with the sum.
     """
     if n<2: return Probed(None, 'the micro-batch has one sample')
     model = getattr(learn, 'model', nn.Identity())   # the loss may call the model
@@ -157,6 +161,7 @@ def probe(learn:Learner, n:int, find:Callable|None)->Probed:
     try:
         with state.again(), catch_warnings():
             simplefilter('ignore')   # warnings about the shapes of the parts
-            return _compare_parts(learn, _copy_loss(learn.loss_func, learn, model), n, find, state.devices)
+            loss_func = _copy_loss(learn.loss_func, learn, model)
+            return _compare_parts(learn, loss_func, n, find, state.devices)
     except _LossError as e: return Probed(None, str(e), raised=True)
     except Exception as e: return Probed(None, f'{type(e).__name__}: {e}')

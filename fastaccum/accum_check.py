@@ -120,7 +120,7 @@ class _Setup:
 
 # %% ../nbs/02_accum_check.ipynb #setup-sizes
 @patch
-def sizes(self:_Setup, dl, accum_bs):
+def sizes(self:_Setup, dl:object, accum_bs:int|None)->tuple:
     """Samples in a step of the fit, in its micro-batches, and in a micro-batch that fits into memory
 
     The last two are `None` if a step has a single part.
@@ -138,7 +138,7 @@ def sizes(self:_Setup, dl, accum_bs):
     return accum_bs,None,None
 
 @patch
-def make_cbs(self:_Setup, n, sizes):
+def make_cbs(self:_Setup, n:int, sizes:list)->list:
     "Callbacks that make one step of `n` samples, with parts of `sizes`"
     acc,cache = self.acc,self.cache
     cbs,most = [],max(sizes)

@@ -98,7 +98,8 @@ class UndoBackward:
         self.empty = empty
 
     @torch.no_grad()
-    def __call__(self)->list: # `(parameter, gradient)` of each gradient that contains all of the micro-batch already
+    # `(parameter, gradient)` of each gradient that contains all of the micro-batch already
+    def __call__(self)->list:
         "Put gradients back; one that was added to in place is emptied, or returned if it was not empty before"
         added_to = []
         for p,g,version in self.grads:

@@ -107,6 +107,7 @@ def _gap(losses, sizes, is_sum):
 # %% ../../nbs/core/10_probe.ipynb #try
 def _is_same_state(a, b):
     "Are two states of a random number generator the same?"
+    if isinstance(a, torch.Tensor): return a.equal(b)
     pairs = zip(a, b) if isinstance(a, tuple) else [(a,b)]
     return all(np.array_equal(x, y) for x,y in pairs)
 

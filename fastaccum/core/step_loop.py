@@ -78,6 +78,7 @@ class StepLoop:
         self.learn = learn
         self.processes = Processes(learn.model)    # the processes that train this model together
         self.plan = self.planned_for = None        # the `Plan` of the fit, and the settings it was made for
+        self.announced = None                      # the `Plan` that was printed last
         self.warn_once = WarnOnce()                # gives each warning of this fit once
         self.differences = DifferenceWarnings(self.warn_once)
         self.grad_check = GradCheck()              # did anything change the gradients between micro-batches?
@@ -186,7 +187,7 @@ def run_step(self:StepLoop, i:int, step:Step):
 @patch
 def _begin_step(self:StepLoop, i, step):
     if not self.acc.run or self.acc not in self.learn.cbs:
-        raise RuntimeError(f"{self.acc} was switched off or removed in the middle of an epoch, when a step may be half "
+        raise RuntimeError(f"{type(self.acc).__name__} was switched off or removed in the middle of an epoch, when a step may be half "
             "done: do that before or after an epoch" + more_link('middle-of-an-epoch'))
     if not step.announced and 'larger-batches' not in self.warn_once.given:
         self.warn_once('more-batches', "the training loader yields more batches than its `__len__` says, which is "

@@ -10,7 +10,7 @@ __all__ = ['ScaledLR']
 # %% ../nbs/08_scaled_lr.ipynb #imports
 from fastai.callback.fp16 import MixedPrecision
 from fastcore.foundation import L
-from .core.checks import check_count, check_name, check_single, our_callback
+from .core.checks import by_name, check_count, check_name, check_single, our_callback
 from .core.distributed import Processes
 from .core.patching import PatchingCallback
 from .core.loader_info import sizes_of
@@ -33,6 +33,7 @@ class ScaledLR(PatchingCallback):
     opt = None      # the optimizer whose values are scaled
     scaled = ()     # what was scaled: names, and the values before and while they are scaled, for each group
 
+    @by_name('base_bs')
     def __init__(self, *,
         base_bs:int, # Samples per step that the learning rate is meant for
         rule:str=None # 'linear' or 'sqrt'; defaults to 'sqrt' for optimizers like Adam, or else 'linear'

@@ -28,6 +28,7 @@ class Probed(NamedTuple):
     reason:str='' # Why it could not be computed
     tol:float=2e-5 # The largest difference that counts as rounding
     raised:bool=False # Did the loss function raise an error, which is the reason?
+    adds_up:bool=False # Is the loss the sum of its parts' losses, though it should be their mean?
 
     @property
     def wrong(self)->bool:
@@ -118,7 +119,9 @@ def _probe(learn, f, n, find, devices):
     looks = [look(o, m) for o,m in ((lambda o: o[:], n), (lambda o: o[:k], k), (lambda o: o[k:], n-k))]
     losses,sizes = _numbers(looks)
     gap,scale = _gap(losses, sizes, find is None)
-    res = Probed(gap/scale if gap else 0., tol=_tols.get(looks[0][0].dtype, 2e-5))
+    tol = _tols.get(looks[0][0].dtype, 2e-5)
+    gap_of_sum,scale_of_sum = _gap(losses, sizes, is_sum=True)
+    res = Probed(gap/scale if gap else 0., tol=tol, adds_up=find is not None and gap_of_sum<=tol*scale_of_sum)
     if not res.wrong: return res
     (back,),_ = _numbers([look(lambda o: o.flip(0) if isinstance(o, torch.Tensor) else o[::-1], n)])
     if abs(back-losses[0])<=min(gap/10, res.tol*scale): return res

@@ -101,7 +101,9 @@ def _passed_to_fit(learn):
         is_fit = frame.f_globals.get('__name__')=='fastai.learner' and frame.f_code.co_name=='fit'
         if is_fit and frame.f_locals.get('self') is learn:
             passed = L(frame.f_locals.get('cbs'))
-            return [o for o in learn.cbs if any(o is p or type(o) is p for p in passed)]
+            # fastai makes a callback of a class that is passed, and adds it last
+            made = [[o for o in learn.cbs if type(o) is p][-1] for p in passed if isinstance(p, type)]
+            return [*passed,*made]
         frame = frame.f_back
     return []
 

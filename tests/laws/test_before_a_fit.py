@@ -1,9 +1,12 @@
-"A fit says what it is about to do: how large its steps are, how many, and what is left out; `n_batches` counts batches."
-import pytest, random
-from fastai.vision.all import CrossEntropyLossFlat, DataLoader, DataLoaders, Learner, nn, torch
-from fastaccum import GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler
+"""What a new user types is right, or is answered with what was probably meant; and a fit says what it is about to do."""
+import pytest, random, subprocess, sys
+from torch.nn import functional as F
+from fastai.vision.all import (CrossEntropyLossFlat, CutMix, DataLoader, DataLoaders, GradientAccumulation as
+    FastaiGradientAccumulation, Learner, MixUp, nn, set_seed, torch)
+from fastaccum import (FreezeBN, GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler,
+    GradientCache, ScaledLR)
 from fastaccum.testing import assert_same_run, both_runs, one_cycle, toy
-from common import CallAt
+from common import CallAt, LimitedMemory, runs_out_above
 from test_warned import count_warnings
 
 x = torch.randn(70, 5)
@@ -150,3 +153,140 @@ def test_a_step_larger_than_the_epoch_is_told(loader_drops):
             fit = lambda: learn.fit(1, cbs=GradientAccumulation(5000, drop_last=drop_last))
             assert count_warnings(fit)==expected
         assert len(learn.recorder.losses)==1
+
+# fastai's class by accident
+
+below = "from fastaccum import GradientAccumulation\nfrom fastai.vision.all import *\n"   # as an import sorter leaves it
+above = "from fastai.vision.all import *\nfrom fastaccum import GradientAccumulation\n"
+fits = """
+import warnings
+from fastaccum.testing import toy
+def told(*cbs):
+    with warnings.catch_warnings(record=True) as collected:
+        warnings.simplefilter('always')
+        exec('import warnings\\n'+{before!r})
+        for cb in cbs: toy(4).fit(1, 0.1, cbs=cb)
+    return [str(o.message) for o in collected if 'fastaccum' in str(o.message)]
+print(told({cb}, {cb}))
+"""
+by_name = 'import fastaccum\n'+below.partition('\n')[2]
+silenced = "import fastaccum; warnings.filterwarnings('ignore', category=fastaccum.ImportOrderWarning)"
+
+@pytest.mark.parametrize('imports,cb,before,n', [(below, 'GradientAccumulation(8)', '', 1),
+    (above, 'GradientAccumulation(8)', '', 0), (by_name, 'fastaccum.GradientAccumulation(8)', '', 0),
+    (below, 'GradientAccumulation(8)', silenced, 0), (below, 'GradientClip(1.)', '', 0),
+    (below, 'type("Own", (GradientAccumulation,), {})(8)', '', 0)])
+def test_a_fit_with_fastais_class_warns_once_per_process(imports, cb, before, n):
+    code = imports+fits.format(cb=cb, before=before)
+    out = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True, timeout=300).stdout
+    messages = eval(out)
+    assert len(messages)==n
+    for o in ("fastai's `GradientAccumulation`", 'did a tool sort the imports?', 'Import fastaccum after fastai',
+        '`import fastaccum` and `fastaccum.GradientAccumulation(…)`', '#import-order'):
+        assert all(o in m for m in messages)
+
+def test_fastais_class_does_the_same_as_without_fastaccum():
+    method = FastaiGradientAccumulation._orig_before_fit
+    runs = [toy(4),toy(4)]
+    runs[0].fit(2, 0.1, cbs=FastaiGradientAccumulation(8))
+    runs[1].fit(2, 0.1, cbs=type('Stock', (FastaiGradientAccumulation,), dict(before_fit=method))(8))
+    assert_same_run(*runs)
+
+# Arguments in the wrong place
+
+layer = nn.Linear(2, 2)
+slips = [(lambda: GradientAccumulation(64, 32), '`micro_batch_size=32`'),
+    (lambda: GradientAccumulation(64, 'auto'), "`micro_batch_size='auto'`"),
+    (lambda: GradientCache(16), r'`GradientCache\(micro_batch_size=16\)`'),
+    (lambda: GradientCache('auto'), r"`GradientCache\(micro_batch_size='auto'\)`"),
+    (lambda: ScaledLR(64), r'`ScaledLR\(base_bs=64\)`'), (lambda: FreezeBN(layer), r'`lambda m: m\[0\]`'),
+    (lambda: GradientAccumulation(8).plan(5), r'`plan\(5\)`: give a Learner.*`plan\(learn, 5\)`'),
+    (lambda: GradientAccumulation(8).plan(None), r'`plan\(None\)`: give a Learner')]
+
+@pytest.mark.parametrize('f,words', slips)
+def test_an_argument_in_the_wrong_place_is_refused_with_what_was_meant(f, words):
+    with pytest.raises(TypeError, match=words) as e: f()
+    assert '\nMore: https://' in str(e.value)
+
+def test_a_plan_takes_a_learner_its_loaders_or_a_loader():
+    learn,acc = toy(4),GradientAccumulation(16)
+    assert acc.plan(learn).sizes==acc.plan(learn.dls).sizes==acc.plan(learn.dls.train).sizes==[[16]*4+[6]]
+    assert acc.plan(learn, 3).steps==[5]*3
+
+# Two callbacks
+
+def refusal(learn, cbs):
+    with pytest.raises(ValueError, match='callbacks accumulate') as e: learn.fit(1, 0.1, cbs=cbs)
+    return str(e.value)
+
+def test_two_callbacks_are_said_to_be_where_they_are():
+    acc = GradientAccumulation
+    both_passed = refusal(toy(4), [acc(8),acc(16)])
+    assert both_passed.count('passed to `fit`')==2 and 'on the Learner' not in both_passed and 'remove_cb' not in both_passed
+    one_each = refusal(toy(4, cbs=acc(8)), FastaiGradientAccumulation(16))
+    assert "fastaccum's GradientAccumulation (on the Learner), fastai's GradientAccumulation (passed to `fit`)" in one_each
+    assert 'remove_cbs' in one_each
+    both_there = refusal(toy(4, cbs=[acc(8),acc]), None)
+    assert both_there.count('(on the Learner)')==2 and 'passed' not in both_there
+    assert refusal(toy(4, cbs=acc(8)), acc).count('passed')==1   # a class, of which fastai makes an object
+
+# Memory that runs out with a fixed size
+
+def with_limit(cap): return nn.Sequential(nn.Linear(5, 3), LimitedMemory(runs_out_above(cap, 'backward'))).double()
+def one_group(m): return [list(m.parameters())]
+
+@pytest.mark.parametrize('bs,cbs', [(16,[GradientAccumulation(16)]), (16,[GradientAccumulation(16, micro_batch_size=8)]),
+    (8,[GradientAccumulationScheduler({0:2})])])
+def test_an_out_of_memory_error_names_auto_which_then_works(bs, cbs):
+    learn = toy(bs, model=lambda: with_limit(5), splitter=one_group)
+    with pytest.raises(torch.OutOfMemoryError, match="planted.*\n.*`micro_batch_size='auto'`") as e: learn.fit(1, cbs=cbs)
+    assert '#fixed-size-does-not-fit' in str(e.value)
+    with pytest.warns(UserWarning, match='memory ran out'): learn.fit(1, cbs=GradientAccumulation(16, micro_batch_size='auto'))
+
+def test_beside_a_cache_the_cache_gets_auto():
+    learn = toy(8, model=lambda: with_limit(3), splitter=one_group)
+    cbs = [GradientAccumulation(16),GradientCache(micro_batch_size=4)]
+    with pytest.raises(torch.OutOfMemoryError, match="Give GradientCache `micro_batch_size='auto'`"): learn.fit(1, cbs=cbs)
+
+# A loss that is a sum, without saying so
+
+def sum_loss(p, y): return F.cross_entropy(p, y, reduction='sum')
+def fit_small_rate(l, cbs): l.fit(2, 1e-3, cbs=cbs)
+
+def test_a_sum_that_does_not_say_so_is_told_how_to_say_it_and_then_is_right():
+    with pytest.warns(UserWarning, match="sum of its parts' losses.*`learn.loss_func.reduction = 'sum'`"):
+        both_runs(n=64, loss_func=lambda p,y: sum_loss(p, y), fit=fit_small_rate)
+    def says(p, y): return sum_loss(p, y)
+    says.reduction = 'sum'
+    runs = []
+    assert not count_warnings(lambda: runs.extend(both_runs(n=64, loss_func=says, fit=fit_small_rate)))
+    assert_same_run(*runs)
+
+def test_a_loss_that_is_neither_is_not_taken_for_a_sum():
+    def root(p, y): return F.cross_entropy(p, y).sqrt()
+    with pytest.warns(UserWarning, match='not the mean of its parts') as told: both_runs(n=64, loss_func=root)
+    assert not [o for o in told if "= 'sum'" in str(o.message)]
+
+# MixUp and CutMix
+
+def images(bs, cbs):
+    "Return a Learner on 16 small images"
+    set_seed(0)
+    ds = [(torch.rand(1, 6, 6), i%3) for i in range(16)]
+    dls = DataLoaders(DataLoader(ds, bs=bs), DataLoader(ds, bs=16))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+    return Learner(dls, model, CrossEntropyLossFlat(), cbs=cbs)
+
+@pytest.mark.parametrize('mixer', [MixUp,CutMix])
+def test_mixing_within_micro_batches_is_told_and_the_remedy_is_right(mixer):
+    def losses(bs, *cbs):
+        learn = images(bs, [mixer(),*cbs])
+        with learn.no_bar(), learn.no_logging():
+            told = count_warnings(lambda: (set_seed(1),learn.fit(2, 0.1)))
+        return told,[o.item() for o in learn.recorder.losses]
+    _,big = losses(8)
+    told,differs = losses(4, GradientAccumulation(8))
+    assert told=={('AccumulationWarning','mixed-in-micro-batches'):1} and not torch.allclose(torch.tensor(differs), torch.tensor(big))
+    told,same = losses(8, GradientAccumulation(8, micro_batch_size=4))
+    assert not told and torch.allclose(torch.tensor(same), torch.tensor(big))
+    assert not losses(8, GradientAccumulation(8))[0]   # nothing is accumulated

@@ -16,4 +16,5 @@ from fastaccum.schedule import GradientAccumulationSchedule, GradientAccumulatio
 
 __all__ = ['AccumulationWarning', 'ActivationCheckpoint', 'AutoSize', 'BatchNormWarning', 'FreezeBN',
            'GradientAccumulation', 'GradientAccumulationSchedule', 'GradientAccumulationScheduler', 'GradientCache',
-           'ImportOrderWarning', 'LoaderWarning', 'LossWarning', 'NoiseScale', 'RecalibrateBN', 'ScaledLR', 'StateWarning']
+           'ImportOrderWarning', 'LoaderWarning', 'LossWarning', 'NoiseScale', 'RecalibrateBN', 'ScaledLR',
+           'StateWarning']

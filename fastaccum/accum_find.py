@@ -69,7 +69,7 @@ def accum_find(self:Learner,
     with self.added_cbs(cbs):
         acc = our_callback(self, 'GradientAccumulation')
         sizes = sizes_of(self.dls.train, acc and acc.micro_batch_size)
-        bs,n,micro = sizes
+        bs,n,micro,_ = sizes
         size = accum_bs or max(acc.plan(self.dls).wanted(0) if acc else 8*micro, 4*micro)
         size = round_up(max(size, 2*micro), sizes.unit)
         readings = _measure(self, acc, size, bs, steps, lr)

@@ -227,8 +227,8 @@ def plan(self:GradientAccumulation,
     if isinstance(dls, Learner): dls = dls.dls
     dl = dls.train if isinstance(dls, DataLoaders) else dls
     if not (hasattr(dl, '__iter__') and hasattr(dl, '__len__')):
-        raise TypeError(f"`plan({dls!r})`: give a Learner, its DataLoaders or a training loader, and then the number of "
-            "epochs, such as `plan(learn, 5)`" + more_link('plan-of-what'))
+        raise TypeError(f"`plan({dls!r})`: give a Learner, its DataLoaders or a training loader, and then the number "
+            "of epochs, such as `plan(learn, 5)`" + more_link('plan-of-what'))
     return self._plan(dl, n_epoch, Processes(nn.Identity()), [])
 
 @patch(as_prop=True)
@@ -244,7 +244,8 @@ def _comms(self:GradientAccumulation):
 def _plan(self:GradientAccumulation, dl, n_epoch, processes, comms, n_finds=None):
     "The plan of the processes for a loader; `n_finds`: the steps of an `lr_find`"
     sizes,drop_last = sizes_of(dl, self.micro_batch_size),drops_last(self.drop_last, dl)
-    must_match = {f'`{self._size_name}`':self.n_batches or self.accum_bs, '`drop_last`':drop_last, '`log_accum_batch`':self.log_accum_batch,
+    size = self.n_batches or self.accum_bs
+    must_match = {f'`{self._size_name}`':size, '`drop_last`':drop_last, '`log_accum_batch`':self.log_accum_batch,
         "`'auto'`":self.auto is not None, 'the number of epochs':n_finds or n_epoch}
     each = processes.agree({k:int(v) for k,v in must_match.items()}, list(sizes))
     loaders = [LoaderSizes(*o) for o in each]

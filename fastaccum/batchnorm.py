@@ -91,8 +91,8 @@ class FreezeBN(PatchingCallback):
         part:Callable=None # `part(model)` returns the module(s) whose BatchNorm to freeze. Defaults to all
     ):
         if isinstance(part, nn.Module):
-            raise TypeError(f"`part` is a {type(part).__name__}: give a function that returns it, such as `lambda m: m[0]`, "
-                "because the model is not known before the fit" + more_link('function-argument'))
+            raise TypeError(f"`part` is a {type(part).__name__}: give a function that returns it, such as "
+                "`lambda m: m[0]`, because the model is not known before the fit" + more_link('function-argument'))
         self.part = check_function('part', part, 1, 'lambda m: m[0]')
         self.held = []   # the layers that are frozen, while a fit trains
 

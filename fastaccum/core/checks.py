@@ -72,14 +72,14 @@ def class_names(cls:type)->frozenset:
 
 # %% ../../nbs/core/07_checks.ipynb #by-name
 def by_name(name:str)->Callable:
-    "A decorator for an `__init__` whose arguments have names: refuses a positional one, which was probably meant as `name`"
+    "A decorator for an `__init__` that takes names only: refuses a positional argument, probably meant as `name`"
     def decorate(init):
         @wraps(init)
         def refuse_positional(self, *args, **kwargs):
             if args:
                 cls = type(self).__name__
-                raise TypeError(f"`{cls}({args[0]!r})` does not say what {args[0]!r} is: give the argument by its name, "
-                    f"`{cls}({name}={args[0]!r})`" + more_link('arguments-by-name'))
+                raise TypeError(f"`{cls}({args[0]!r})` does not say what {args[0]!r} is: give the argument by its "
+                    f"name, `{cls}({name}={args[0]!r})`" + more_link('arguments-by-name'))
             init(self, **kwargs)
         return refuse_positional
     return decorate

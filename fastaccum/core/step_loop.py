@@ -178,7 +178,7 @@ def run_step(self:StepLoop, i:int, step:Step):
         if self._complete_grads(): self._take_step()
         else: self._skip_step()
     except BaseException as e:   # also Ctrl-C and fastai's Cancel…: leave no gradient, no patch and no worker behind
-        if is_out_of_memory(e): append_message(e, self._how_to_split())
+        if is_out_of_memory(e): self._explain_out_of_memory(e)
         set_autocast_state(autocast)
         self._empty_grads()
         step.batches.end()
@@ -186,18 +186,18 @@ def run_step(self:StepLoop, i:int, step:Step):
         raise
 
 @patch
-def _how_to_split(self:StepLoop):
-    "What to do if memory runs out with micro-batches of a fixed size"
+def _explain_out_of_memory(self:StepLoop, e):
+    "Append to the error what to do if memory runs out with micro-batches of a fixed size"
     has_cache = our_callback(self.learn, 'GradientCache') is not None
     who = 'GradientCache' if has_cache else type(self.acc).__name__
-    return (f"Give {who} `micro_batch_size='auto'`, which splits batches where memory runs out and gives the same result, "
-        "or make the DataLoaders with a smaller `bs`" + more_link('fixed-size-does-not-fit'))
+    append_message(e, f"Give {who} `micro_batch_size='auto'`, which splits batches where memory runs out and gives the "
+        "same result, or make the DataLoaders with a smaller `bs`" + more_link('fixed-size-does-not-fit'))
 
 @patch
 def _begin_step(self:StepLoop, i, step):
     if not self.acc.run or self.acc not in self.learn.cbs:
-        raise RuntimeError(f"{type(self.acc).__name__} was switched off or removed in the middle of an epoch, when a step may be half "
-            "done: do that before or after an epoch" + more_link('middle-of-an-epoch'))
+        raise RuntimeError(f"{type(self.acc).__name__} was switched off or removed in the middle of an epoch, when a "
+            "step may be half done: do that before or after an epoch" + more_link('middle-of-an-epoch'))
     if not step.announced and 'larger-batches' not in self.warn_once.given:
         self.warn_once('more-batches', "the training loader yields more batches than its `__len__` says, which is "
             f"enough for {i} steps. So the last of these may be smaller than the others, and the schedule of "

@@ -18,7 +18,7 @@ class LossWarning(AccumulationWarning): "The loss of a batch is not the mean ove
 class BatchNormWarning(AccumulationWarning): "BatchNorm normalises with the samples of a micro-batch"
 class LoaderWarning(AccumulationWarning): "The loader's batch size decides which samples it puts together"
 class StateWarning(AccumulationWarning): "The model or the loss keeps something from the previous batch"
-class ImportOrderWarning(AccumulationWarning): "A fit uses fastai's `GradientAccumulation`, perhaps because it was imported last"
+class ImportOrderWarning(AccumulationWarning): "A fit uses fastai's `GradientAccumulation`, not fastaccum's"
 
 # %% ../../nbs/core/09_warnings.ipynb #see
 _page = "https://fastaccum.github.io/fastaccum/reference/messages.html"

@@ -178,7 +178,7 @@ class DifferenceWarnings:
         mixes_as_fastai = is_mixer and type(cb).before_batch.__module__.startswith('fastai.')
         if not (mixes_as_fastai and cb.run and self._joins_batches(step)): return
         bs = self.loader.sizes.bs
-        self.warn_once('mixed-in-micro-batches', f"{type(cb).__name__} mixes the {bs} samples of a batch of the loader, "
+        self.warn_once('mixed-in-micro-batches', f"{type(cb).__name__} mixes the {bs} samples of a loader's batch, "
             f"where the full-batch run mixes all {step.size} of a step, so this run differs from it. Make the "
             f"DataLoaders with `bs={step.size}`, and split their batches with `micro_batch_size={bs}`",
             AccumulationWarning)

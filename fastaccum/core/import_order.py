@@ -22,6 +22,6 @@ def before_fit(self:FastaiGradientAccumulation):
     if type(self) is FastaiGradientAccumulation and not is_validation:
         warn_once('import-order', "this fit uses fastai's `GradientAccumulation` and not fastaccum's, which has the "
             "same name. The import that comes last decides: did a tool sort the imports? Import fastaccum after "
-            "fastai, or write `import fastaccum` and `fastaccum.GradientAccumulation(…)`, which no import order changes",
+            "fastai, or write `import fastaccum` and `fastaccum.GradientAccumulation(…)`, which needs no order",
             ImportOrderWarning)
     self._orig_before_fit()   # fastcore's `patch` keeps the method that it replaces under this name

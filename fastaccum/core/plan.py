@@ -272,9 +272,10 @@ def _warn_left_out(self:Plan):
     left_out = [self.left_out(i) for i in self._different_epochs()]
     n_in_steps = sum(left_out)-self.dropped*len(left_out)   # without those of the loader's own last batch
     if not n_in_steps or n_in_steps*10<self.n_all*len(left_out): return
-    warn(f"{_range(min(left_out), max(left_out))} of {self.n_all} samples are left out of each epoch: the training loader "
-        "drops its incomplete last batch, so an incomplete step is dropped, too. Pass `drop_last=False` to train on it, or "
-        "take smaller steps" + more_link('samples-left-out'))
+    number = _range(min(left_out), max(left_out))
+    warn(f"{number} of {self.n_all} samples are left out of each epoch: the training loader drops its incomplete last "
+        "batch, so an incomplete step is dropped, too. Pass `drop_last=False` to train on it, or take smaller steps"
+        + more_link('samples-left-out'))
 
 @patch
 def _warn_rounded_up(self:Plan, size_name):
@@ -286,7 +287,8 @@ def _warn_rounded_up(self:Plan, size_name):
         n_samples = wanted*sum(o.unit for o in self.loaders)
         warn(f"the loader's batches of {unit} samples are larger than `{size_name}={wanted}`, so each is a step and "
             f"nothing is accumulated. `{size_name}` counts samples, not batches: for steps of "
-            f"{count_of(wanted, 'batch')} of {unit}{where}, give `{size_name}={n_samples}` or `n_batches={wanted}`. For steps of {wanted} samples, make the "
+            f"{count_of(wanted, 'batch')} of {unit}{where}, give `{size_name}={n_samples}` or `n_batches={wanted}`. "
+            f"For steps of {wanted} samples, make the "
             "DataLoaders with a smaller `bs`, or split their batches with `micro_batch_size=`"
             + more_link('larger-than-a-step'))
     elif n_processes>1 and full!=wanted:

@@ -14,7 +14,7 @@ from fastai.learner import Learner, Recorder
 from fastcore.basics import patch
 from torch.nn.parallel import DataParallel
 from .core.batch import n_samples, split
-from .core.checks import check_count, check_learner, check_single, our_callback
+from .core.checks import by_name, check_count, check_learner, check_single, our_callback
 from .core.loader_info import size_of
 from .core.distributed import check_not_sharded, world_size
 from .core.process_checks import check_wrapped
@@ -39,6 +39,7 @@ class GradientCache(PatchingCallback):
     patch = None         # the `Patch` of the model's `forward`, from `before_batch` to the Learner's call
     rows = None          # for training (`True`) and evaluation (`False`): which outputs have a row for each sample?
     checked = False      # were the outputs of a micro-batch that was run again compared, in this fit?
+    @by_name('micro_batch_size')
     def __init__(self, *,
         micro_batch_size:int|str, # The most samples that the model sees at once; 'auto': as many as memory allows
         split:Callable=split # `f(inputs, start, stop, n)` returns samples `start` to `stop` of the `n` in `inputs`

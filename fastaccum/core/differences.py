@@ -83,8 +83,11 @@ def _not_a_mean(self:LossTrials, probed:Probed, learn, micro, mean)->bool: # Was
     "Warn of a loss that is not the mean of its parts' losses"
     if not probed.wrong: return False
     how = 'one of them is not finite' if isinf(probed.off) else f'off by {probed.off:.2g} of its value'
+    is_sum = ''
+    if probed.adds_up: is_sum = (" The parts' losses add up to it: if it is meant to be a sum, say so with "
+        "`learn.loss_func.reduction = 'sum'` before the fit.")
     self.warn_once('loss-not-a-mean', f"the loss of a micro-batch is not the {mean.kind} of its parts' losses ({how}), "
-        "so this run differs from the full-batch run. Use `reduction='mean'` throughout, pass `n_items=`, a "
+        f"so this run differs from the full-batch run.{is_sum} Use `reduction='mean'` throughout, pass `n_items=`, a "
         "function that returns how many items the mean covers, or let the loss see the whole batch with "
         "`GradientCache`", LossWarning)
     return True
@@ -164,9 +167,21 @@ class DifferenceWarnings:
             warn_chunks(learn.model, learn.xb, self.warn_once)
             self._warn_batchnorms(learn.model, step, micro)
             self._warn_loader(step)
+            for cb in learn.cbs: self._warn_mixing(cb, step)
         self.checked_fit = True
 
     def _joins_batches(self, step): return step.size>self.loader.sizes.bs
+
+    def _warn_mixing(self, cb, step):
+        "Warn of MixUp and CutMix, which mix the samples of the loader's batch"
+        is_mixer = 'fastai.callback.mixup.MixHandler' in class_names(type(cb))
+        mixes_as_fastai = is_mixer and type(cb).before_batch.__module__.startswith('fastai.')
+        if not (mixes_as_fastai and cb.run and self._joins_batches(step)): return
+        bs = self.loader.sizes.bs
+        self.warn_once('mixed-in-micro-batches', f"{type(cb).__name__} mixes the {bs} samples of a loader's batch, "
+            f"where the full-batch run mixes all {step.size} of a step, so this run differs from it. Make the "
+            f"DataLoaders with `bs={step.size}`, and split their batches with `micro_batch_size={bs}`",
+            AccumulationWarning)
 
     def _warn_batchnorms(self, model, step, micro):
         bns = batchnorms(model)

@@ -49,10 +49,13 @@ def sizes_of(dl:object, micro_batch_size:int|None=None)->LoaderSizes:
     """
     is_distributed = hasattr(dl, 'world_size') and hasattr(dl, 'dl')   # fastai's `DistributedDL`
     bs,n = _bs_and_n(dl.dl if is_distributed else dl, micro_batch_size)
+    n_all = n_of(dl) or n
     if is_distributed:
-        n = ceil((n_of(dl.dl) or n)/dl.world_size)   # samples that the inner loader would drop are shared out, too
-        if dl.drop_last: n = n//bs*bs
-    return LoaderSizes(bs, n, bs if micro_batch_size is None else min(bs, micro_batch_size))
+        n_all = ceil((n_of(dl.dl) or n)/dl.world_size)   # samples that the inner loader would drop are shared out, too
+        n = n_all//bs*bs if dl.drop_last else n_all
+    drops_a_batch = 0<n_all-n<bs   # otherwise the loader takes its samples in another way than `n_of` knows
+    micro_bs = bs if micro_batch_size is None else min(bs, micro_batch_size)
+    return LoaderSizes(bs, n, micro_bs, n_all-n if drops_a_batch else 0)
 
 def _bs_and_n(dl, micro_batch_size):
     bs,n = size_of(dl),n_of(dl)

@@ -18,7 +18,7 @@ from fastai.callback.schedule import LRFinder, ParamScheduler
 from fastai.learner import Learner, Recorder
 from fastcore.basics import patch
 from .batch import join, n_samples
-from .checks import class_names
+from .checks import class_names, our_callback
 from .differences import DifferenceWarnings
 from .distributed import Processes
 from .forward_state import autocast_state, devices_of, set_autocast_state
@@ -30,7 +30,7 @@ from .micro_batches import AutoSize, BatchParts, ChangedAttrs, MicroBatch, Retri
 from .out_of_memory import is_out_of_memory
 from .plan import Plan
 from .step_loader import Step, StepLoader
-from .warnings import AccumulationWarning, WarnOnce, more_link
+from .warnings import AccumulationWarning, WarnOnce, append_message, more_link
 
 # %% ../../nbs/core/15_step_loop.ipynb #hears
 # callbacks of fastai that count steps although they have a `before_batch`
@@ -79,6 +79,7 @@ class StepLoop:
         self.learn = learn
         self.processes = Processes(learn.model)    # the processes that train this model together
         self.plan = self.planned_for = None        # the `Plan` of the fit, and the settings it was made for
+        self.announced = None                      # the `Plan` that was printed last
         self.warn_once = WarnOnce()                # gives each warning of this fit once
         self.differences = DifferenceWarnings(self.warn_once)
         self.grad_check = GradCheck()              # did anything change the gradients between micro-batches?
@@ -177,7 +178,8 @@ def run_step(self:StepLoop, i:int, step:Step):
         self.learn.iter = i                       # it counted batches of the loader, and counts steps again
         if self._complete_grads(): self._take_step()
         else: self._skip_step()
-    except BaseException:   # also Ctrl-C and fastai's Cancel…: leave no gradient, no patch and no worker behind
+    except BaseException as e:   # also Ctrl-C and fastai's Cancel…: leave no gradient, no patch and no worker behind
+        if is_out_of_memory(e): self._explain_out_of_memory(e)
         set_autocast_state(autocast)
         self._empty_grads()
         step.batches.end()
@@ -185,10 +187,18 @@ def run_step(self:StepLoop, i:int, step:Step):
         raise
 
 @patch
+def _explain_out_of_memory(self:StepLoop, e):
+    "Append to the error what to do if memory runs out with micro-batches of a fixed size"
+    has_cache = our_callback(self.learn, 'GradientCache') is not None
+    who = 'GradientCache' if has_cache else type(self.acc).__name__
+    append_message(e, f"Give {who} `micro_batch_size='auto'`, which splits batches where memory runs out and gives the "
+        "same result, or make the DataLoaders with a smaller `bs`" + more_link('fixed-size-does-not-fit'))
+
+@patch
 def _begin_step(self:StepLoop, i, step):
     if not self.acc.run or self.acc not in self.learn.cbs:
-        raise RuntimeError(f"{self.acc} was switched off or removed in the middle of an epoch, when a step may be half "
-            "done: do that before or after an epoch" + more_link('middle-of-an-epoch'))
+        raise RuntimeError(f"{type(self.acc).__name__} was switched off or removed in the middle of an epoch, when a "
+            "step may be half done: do that before or after an epoch" + more_link('middle-of-an-epoch'))
     if not step.announced and 'larger-batches' not in self.warn_once.given:
         self.warn_once('more-batches', "the training loader yields more batches than its `__len__` says, which is "
             f"enough for {i} steps. So the last of these may be smaller than the others, and the schedule of "
@@ -391,7 +401,7 @@ def _skip_step(self:StepLoop):
 def _opt_step(self:StepLoop):
     try: self.learn._step()
     except Exception as e:
-        if self.acc.auto is None or not is_out_of_memory(e): raise
+        if not is_out_of_memory(e): raise
         raise torch.OutOfMemoryError(f"memory ran out in the optimizer's step ({e}). Smaller micro-batches do not "
             "help there, because the optimizer keeps values for each parameter. Use an optimizer that keeps fewer, "
             "such as SGD, a smaller model, or parameters in half precision" + more_link('out-of-memory')) from e

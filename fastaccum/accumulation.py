@@ -42,7 +42,8 @@ class GradientAccumulation(QuietCallback):
     torch.OutOfMemoryError: with `micro_batch_size='auto'`, one sample or the optimizer's state does not fit
     UserWarning: in a fit, when the run differs from the full-batch run or may differ; once per fit for each cause
     """
-    order,run_valid = GradientClip.order+1,False   # after `DistributedTrainer` (11) has wrapped the loader
+    # after `DistributedTrainer` (11) has wrapped the loader
+    order,run_valid = GradientClip.order+1,False
     loop = None         # the `StepLoop` of the last fit
     current_bs = None   # samples in a full step; written by schedules with each step
     def __init__(self,
@@ -96,11 +97,11 @@ def _given_size(self:GradientAccumulation, accum_bs, n_acc, n_batches):
     given = {k:check_count(k, o, units[k]) for k,o in values.items() if o is not None}
     if 'n_batches' in given and len(given)>1:
         other = next(k for k in given if k!='n_batches')
-        raise ValueError(f"`{other}={given[other]}` is the size of a step in samples, and `n_batches={n_batches}` in "
-            "micro-batches: give one of them" + more_link('two-sizes'))
+        raise ValueError(f"`{other}={given[other]}` is the size of a step in samples, and "
+            f"`n_batches={n_batches}` in micro-batches: give one of them" + more_link('two-sizes'))
     if len({*given.values()})>1:
-        raise ValueError(f"`accum_bs={accum_bs}` and `n_acc={n_acc}` are two names for one setting, the number of "
-            "samples in a step: give one of them" + more_link('two-sizes'))
+        raise ValueError(f"`accum_bs={accum_bs}` and `n_acc={n_acc}` are two names for one setting, the "
+            "number of samples in a step: give one of them" + more_link('two-sizes'))
     return next(iter(given.items()), ('accum_bs',32))
 
 @patch
@@ -108,8 +109,9 @@ def _check_log_accum_batch(self:GradientAccumulation, o):
     "The second argument is `log_accum_batch`, where people who give two numbers mean a micro-batch size"
     is_size = isinstance(o, int) and not isinstance(o, bool) and o>1 or o=='auto'
     if is_size:
-        raise TypeError(f"`log_accum_batch={o!r}` is of type {type(o).__name__}: give True or False, or, if "
-            f"the model should see {o} samples at once, `micro_batch_size={o!r}`" + more_link('true-or-false'))
+        raise TypeError(f"`log_accum_batch={o!r}` is of type {type(o).__name__}: give True or False, "
+            f"or, if the model should see {o} samples at once, `micro_batch_size={o!r}`"
+            + more_link('true-or-false'))
     return check_bool('log_accum_batch', o)
 
 @patch
@@ -143,11 +145,12 @@ def before_fit(self:GradientAccumulation):
 def before_train(self:GradientAccumulation):
     "From here on, the Learner's batches are steps"
     learn = self.learn
-    if self.loop is None or self.loop.learn is not learn: self.before_fit()   # this was added between two epochs
+    # this was added between two epochs
+    if self.loop is None or self.loop.learn is not learn: self.before_fit()
     if not len(learn.dl) and self.loop.processes.n==1:
-        return self.loop.warn_once('no-batch', "the training loader has no batches, so nothing is trained. Check that "
-            "its dataset has samples, and enough for one batch if the loader drops its incomplete last one; if "
-            "not, make it with a smaller `bs` or with `drop_last=False`")
+        return self.loop.warn_once('no-batch', "the training loader has no batches, so nothing is "
+            "trained. Check that its dataset has samples, and enough for one batch if the loader drops "
+            "its incomplete last one; if not, make it with a smaller `bs` or with `drop_last=False`")
     check_wrapped(learn.model)   # the model may have been wrapped since the fit began
     plan = self._plan_fit(learn.dl)
     self._announce()
@@ -192,10 +195,11 @@ def _share_penalty(self:GradientAccumulation, share):
     if not has_penalty: return
     learn.loss_grad = learn.loss+(learn.loss_grad-learn.loss)*share
     if share<1:
-        self.loop.warn_once('added-to-a-sum', "the loss is a sum over samples (`reduction='sum'`), and a "
-            "callback adds something to it, which is counted once per step. That is right for a penalty "
-            "on the weights and for a mean over samples. If the callback adds a sum over samples, or "
-            "scales the loss, this run differs from the full-batch run: do that in the loss function")
+        self.loop.warn_once('added-to-a-sum', "the loss is a sum over samples (`reduction='sum'`), and "
+            "a callback adds something to it, which is counted once per step. That is right for a "
+            "penalty on the weights and for a mean over samples. If the callback adds a sum over "
+            "samples, or scales the loss, this run differs from the full-batch run: do that in the loss "
+            "function")
 
 @patch
 def before_validate(self:GradientAccumulation):
@@ -218,7 +222,8 @@ def sizes(self:GradientAccumulation, micro_bs:int, n_epoch:int)->int|Callable:
 def plan(self:GradientAccumulation,
     dls:DataLoaders|Learner, # The data to train on, a Learner that has it, or a training loader
     n_epoch:int=1 # Epochs
-)->Plan: # `sizes`: for each epoch, the samples of each step; `steps`: for each epoch, the number of steps
+# `sizes`: for each epoch, the samples of each step; `steps`: for each epoch, the number of steps
+)->Plan:
     """The steps that a fit would take, without training; with several processes, ignoring the other processes
 
     TypeError: `dls` is something else
@@ -227,8 +232,8 @@ def plan(self:GradientAccumulation,
     if isinstance(dls, Learner): dls = dls.dls
     dl = dls.train if isinstance(dls, DataLoaders) else dls
     if not (hasattr(dl, '__iter__') and hasattr(dl, '__len__')):
-        raise TypeError(f"`plan({dls!r})`: give a Learner, its DataLoaders or a training loader, and then the number "
-            "of epochs, such as `plan(learn, 5)`" + more_link('plan-of-what'))
+        raise TypeError(f"`plan({dls!r})`: give a Learner, its DataLoaders or a training loader, and "
+            "then the number of epochs, such as `plan(learn, 5)`" + more_link('plan-of-what'))
     return self._plan(dl, n_epoch, Processes(nn.Identity()), [])
 
 @patch(as_prop=True)
@@ -251,7 +256,8 @@ def _plan(self:GradientAccumulation, dl, n_epoch, processes, comms, n_finds=None
     loaders = [LoaderSizes(*o) for o in each]
     check_loaders(loaders, comms)
     wanted = self.sizes(sum(o.micro_bs for o in loaders), n_epoch)
-    if n_finds is not None and callable(wanted): wanted = wanted(Position(0, 0, 0.))   # `lr_find`: all like the first
+    # `lr_find`: all like the first
+    if n_finds is not None and callable(wanted): wanted = wanted(Position(0, 0, 0.))
     return Plan(loaders, wanted, n_epoch, drop_last, self.drop_last is None, self.auto is not None)
 
 @patch

@@ -93,8 +93,9 @@ def by_name(name:str)->Callable:
         def refuse_positional(self, *args, **kwargs):
             if args:
                 cls = type(self).__name__
-                raise TypeError(f"`{cls}({args[0]!r})` does not say what {args[0]!r} is: give the argument by its "
-                    f"name, `{cls}({name}={args[0]!r})`" + more_link('arguments-by-name'))
+                raise TypeError(f"`{cls}({args[0]!r})` does not say what {args[0]!r} is: give the "
+                    f"argument by its name, `{cls}({name}={args[0]!r})`"
+                    + more_link('arguments-by-name'))
             init(self, **kwargs)
         return refuse_positional
     return decorate
@@ -150,8 +151,8 @@ def check_learner(learn:Learner):
     for name,p in learn.model.named_parameters():
         if not getattr(p, '_post_accumulate_grad_hooks', None): continue
         raise ValueError(f"the parameter {name!r} has a hook that runs in each backward pass "
-            "(`register_post_accumulate_grad_hook`), as set by an optimizer that steps in the backward pass. "
-            "It would run with every micro-batch. Remove the hook"
+            "(`register_post_accumulate_grad_hook`), as set by an optimizer that steps in the backward "
+            "pass. It would run with every micro-batch. Remove the hook"
             + more_link('steps-in-the-backward-pass'))
     for name in ('_do_one_batch','_do_grad_opt','one_batch'):
         if not _steps_by_itself(learn, name): continue

@@ -10,7 +10,7 @@ __all__ = ['warn_once']
 # %% ../../nbs/core/18_import_order.ipynb #imports
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
 from fastcore.basics import patch
-from .warnings import ImportOrderWarning, WarnOnce, more_link
+from .warnings import ImportOrderWarning, WarnOnce
 
 # %% ../../nbs/core/18_import_order.ipynb #warn
 warn_once = WarnOnce()   # gives the warning once per process, in whichever fit it is
@@ -20,8 +20,9 @@ def before_fit(self:FastaiGradientAccumulation):
     "Warn once that this is fastai's class, then do as fastai does"
     is_validation = self.learn.lock.locked()
     if type(self) is FastaiGradientAccumulation and not is_validation:
-        warn_once('import-order', "this fit uses fastai's `GradientAccumulation` and not fastaccum's, which has the "
-            "same name. The import that comes last decides: did a tool sort the imports? Import fastaccum after "
-            "fastai, or write `import fastaccum` and `fastaccum.GradientAccumulation(…)`, which needs no order",
+        warn_once('import-order', "this fit uses fastai's `GradientAccumulation` and not fastaccum's, "
+            "which has the same name. The import that comes last decides: did a tool sort the imports? "
+            "Import fastaccum after fastai, or write `import fastaccum` and "
+            "`fastaccum.GradientAccumulation(…)`, which needs no order",
             ImportOrderWarning)
     self._orig_before_fit()   # fastcore's `patch` keeps the method that it replaces under this name

@@ -1,4 +1,4 @@
-"""Split the Learner's batch into micro-batches, with everything that has a row for each sample; again if memory runs out.
+"""Split the Learner's batch into micro-batches, and split it further if memory runs out.
 
 Docs: https://fastaccum.github.io/fastaccum/core/micro_batches.html.md"""
 
@@ -131,7 +131,8 @@ class AutoSize:
     ):
         example = 'lambda batch, start, stop, n: [o[start:stop] for o in batch]'
         self.split = check_function('split', split, 4, example)
-        self.train = self.valid = None   # samples that fit as far as is known; kept while the callback lives
+        # samples that fit as far as is known; kept while the callback lives
+        self.train = self.valid = None
         self.fixed = None                # the size, if the user has given one: it is an error if that does not fit
         self.failed = None               # samples and reason of the first failure that was not reported yet
 
@@ -157,14 +158,16 @@ class AutoSize:
         try: run()
         except Exception as e:
             if self.fixed or not is_out_of_memory(e) or not may_retry(): raise
-            reason = str(e).strip().split('\n')[0] or type(e).__name__   # not `e`: its traceback holds the memory
+            # not `e`: its traceback holds the memory
+            reason = str(e).strip().split('\n')[0] or type(e).__name__
         if reason is None: return True
         undo()
         free_memory()
         self.failed = self.failed or (n,reason)
         if n==1:
             raise torch.OutOfMemoryError(f"memory ran out with a single sample ({self.failed[1]}). Use "
-                "smaller inputs, a smaller model, half precision, or `ActivationCheckpoint()`" + more_link('out-of-memory'))
+                "smaller inputs, a smaller model, half precision, or `ActivationCheckpoint()`"
+                + more_link('out-of-memory'))
         setattr(self, 'train' if training else 'valid', n//2)
         return False
 
@@ -173,8 +176,9 @@ class AutoSize:
         if self.failed is None: return
         (n,reason),self.failed = self.failed,None
         phase = {True:'training', False:'validation'}[training]
-        warn(f"memory ran out with a micro-batch of {n} samples ({reason}). It was rolled back, and {phase} goes on in "
-            f"micro-batches of {self.most(training)} samples" + more_link('memory-ran-out'))
+        warn(f"memory ran out with a micro-batch of {n} samples ({reason}). It was rolled back, and "
+            f"{phase} goes on in micro-batches of {self.most(training)} samples"
+            + more_link('memory-ran-out'))
 
 def as_size(o:int|str|AutoSize|None)->tuple:
     """The `micro_batch_size` of `GradientAccumulation` as an `AutoSize` or `None`, and as a number if that is known
@@ -192,7 +196,8 @@ class MicroBatch:
         self.n = n              # samples in it
         self.start = start      # its first row in the batch, if the batch is split
         self.stop = stop        # the row after its last
-        self.loss_grad_fn = None   # `grad_fn` of the loss; if that of `loss_grad` differs later, a callback added a penalty
+        # `grad_fn` of the loss; if that of `loss_grad` differs later, a callback has added a penalty
+        self.loss_grad_fn = None
         self.share = 1.         # the share of its loss in the mean loss of the step
         self.ran = False        # was it back-propagated? Then it counts
         self.batch = None       # its inputs and targets, if it is a part of the Learner's batch
@@ -203,9 +208,9 @@ def explain_split(k:int, n:int):
     try: yield
     except Exception as e:
         if k<n and not is_out_of_memory(e):
-            append_message(e, f"The batch of {n} samples was split into micro-batches of {k}. If something keeps "
-                f"the whole batch, take instead `GradientCache(micro_batch_size={k})`, or make the "
-                f"DataLoaders with `bs={k}`" + more_link('code-that-stores-a-whole-batch'))
+            append_message(e, f"The batch of {n} samples was split into micro-batches of {k}. If "
+                f"something keeps the whole batch, take instead `GradientCache(micro_batch_size={k})`, "
+                f"or make the DataLoaders with `bs={k}`" + more_link('code-that-stores-a-whole-batch'))
         raise
 
 # %% ../../nbs/core/12_micro_batches.ipynb #runs
@@ -236,7 +241,8 @@ class Retries:
             return True
         learn,state = self.learn,ForwardState(self.learn.model.modules())
         for failed in self.failed:
-            for p,_ in failed.grads: p.grad = None   # the gradient that was set aside contains these samples
+            # the gradient that was set aside contains these samples
+            for p,_ in failed.grads: p.grad = None
         undo_backward = UndoBackward(params_of(learn.opt) if self.training else [], first)
         def undo():
             state.put_back()
@@ -248,9 +254,10 @@ class Retries:
 
     def _succeeded(self, micro):
         if not micro.ran and any(o.grads for o in self.failed):
-            raise torch.OutOfMemoryError("memory ran out in a backward pass after it had added to some gradients, and "
-                f"a callback has cancelled {micro.n} of its samples since, which are in these gradients: make the "
-                "DataLoaders with a batch size that fits (`learn.bs_find` finds it)" + more_link('cannot-be-undone'))
+            raise torch.OutOfMemoryError("memory ran out in a backward pass after it had added to some "
+                f"gradients, and a callback has cancelled {micro.n} of its samples since, which are in "
+                "these gradients: make the DataLoaders with a batch size that fits (`learn.bs_find` "
+                "finds it)" + more_link('cannot-be-undone'))
         while self.failed and self.failed[-1].stop==micro.stop:   # all of its samples have run again
             for p,g in self.failed.pop().grads: p.grad = g
         self.limit.report(self.training)

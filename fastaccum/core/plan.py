@@ -49,7 +49,8 @@ class PlannedStep(NamedTuple):
 class EqualSteps(Sequence):
     "The `n` steps of an epoch, each of `wanted` samples over all processes until a loader runs out of samples"
     def __init__(self, loaders:list, shares:list, wanted:int, n:int):
-        self.loaders,self.shares,self.n = loaders,shares,n   # `shares`: samples of each process in a complete step
+        # `shares`: samples of each process in a complete step
+        self.loaders,self.shares,self.n = loaders,shares,n
         self.wanted = ceil(wanted/len(loaders))
 
     def __len__(self): return self.n
@@ -270,11 +271,13 @@ def check(self:Plan,
 def _warn_left_out(self:Plan):
     "Warn if nobody has asked to drop incomplete steps, and a tenth of the samples or more is in them"
     left_out = [self.left_out(i) for i in self._different_epochs()]
-    n_in_steps = sum(left_out)-self.dropped*len(left_out)   # without those of the loader's own last batch
+    # without those of the loader's own last batch
+    n_in_steps = sum(left_out)-self.dropped*len(left_out)
     if not n_in_steps or n_in_steps*10<self.n_all*len(left_out): return
     number = _range(min(left_out), max(left_out))
-    warn(f"{number} of {self.n_all} samples are left out of each epoch: the training loader drops its incomplete last "
-        "batch, so an incomplete step is dropped, too. Pass `drop_last=False` to train on it, or take smaller steps"
+    warn(f"{number} of {self.n_all} samples are left out of each epoch: the training loader drops its "
+        "incomplete last batch, so an incomplete step is dropped, too. Pass `drop_last=False` to train "
+        "on it, or take smaller steps"
         + more_link('samples-left-out'))
 
 @patch
@@ -285,21 +288,23 @@ def _warn_rounded_up(self:Plan, size_name):
     if unit>wanted:
         where = f' on each of {n_processes} processes' if n_processes>1 else ''
         n_samples = wanted*sum(o.unit for o in self.loaders)
-        warn(f"the loader's batches of {unit} samples are larger than `{size_name}={wanted}`, so each is a step and "
-            f"nothing is accumulated. `{size_name}` counts samples, not batches: for steps of "
-            f"{count_of(wanted, 'batch')} of {unit}{where}, give `{size_name}={n_samples}` or `n_batches={wanted}`. "
-            f"For steps of {wanted} samples, make the "
-            "DataLoaders with a smaller `bs`, or split their batches with `micro_batch_size=`"
+        warn(f"the loader's batches of {unit} samples are larger than `{size_name}={wanted}`, so each "
+            f"is a step and nothing is accumulated. `{size_name}` counts samples, not batches: for "
+            f"steps of {count_of(wanted, 'batch')} of {unit}{where}, give `{size_name}={n_samples}` or "
+            f"`n_batches={wanted}`. For steps of {wanted} samples, make the DataLoaders with a smaller "
+            "`bs`, or split their batches with `micro_batch_size=`"
             + more_link('larger-than-a-step'))
     elif n_processes>1 and full!=wanted:
-        warn(f"a step takes {full} samples, not `{size_name}={wanted}`, because each of the {n_processes} "
-            f"processes takes whole batches (of {', '.join(str(o.bs) for o in self.loaders)} samples). Choose a "
-            "multiple of the batch size times the number of processes" + more_link('rounded-up'))
+        warn(f"a step takes {full} samples, not `{size_name}={wanted}`, because each of the "
+            f"{n_processes} processes takes whole batches (of "
+            f"{', '.join(str(o.bs) for o in self.loaders)} samples). Choose a multiple of the batch "
+            "size times the number of processes" + more_link('rounded-up'))
 
 @patch
 def _check_filled(self:Plan, warns):
     "Find the first epoch that has too few samples for a complete step: refuse it, or warn that it is one smaller step"
-    too_few = any if self.drop_last else all   # without `drop_last`, a step goes on while any process has samples
+    # without `drop_last`, a step goes on while any process has samples
+    too_few = any if self.drop_last else all
     for i in self._different_epochs():
         full = self.shares(self.wanted(i, self.steps_before(i)))
         if too_few(f>o.n for f,o in zip(full, self.loaders)): break
@@ -308,12 +313,12 @@ def _check_filled(self:Plan, warns):
     what = f"epoch {i} has {samples} samples, too few for a step of {sum(full)}"
     if self.loaders[0].unit>1: what += f" (in whole batches of {', '.join(str(o.unit) for o in self.loaders)})"
     if not self.never_empty:
-        raise ValueError(f"{what}, and `drop_last=True` leaves out incomplete steps, so nothing would be trained. "
-            "Take smaller steps, or leave `drop_last` out" + more_link('no-step'))
+        raise ValueError(f"{what}, and `drop_last=True` leaves out incomplete steps, so nothing would "
+            "be trained. Take smaller steps, or leave `drop_last` out" + more_link('no-step'))
     if not warns: return
     why = ''
     if self.drop_last:
-        why = (" The training loader drops its incomplete last batch, but if the incomplete step were dropped too, "
-            "nothing would be trained.")
-    warn(f"{what}, so the epoch is one smaller step.{why} Take smaller steps, or pass `drop_last=False` to accept this "
-        "one" + more_link('no-step'))
+        why = (" The training loader drops its incomplete last batch, but if the incomplete step were "
+            "dropped too, nothing would be trained.")
+    warn(f"{what}, so the epoch is one smaller step.{why} Take smaller steps, or pass `drop_last=False` "
+        "to accept this one" + more_link('no-step'))

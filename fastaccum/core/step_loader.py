@@ -35,7 +35,8 @@ class BatchStream:
     def has_more(self)->bool:
         "Does the loader have another sample? Reads its next batch if necessary"
         while self.rest is None:
-            b = next(self.batches, self)   # `self` stands for the end, because a batch may be anything else
+            # `self` stands for the end, because a batch may be anything else
+            b = next(self.batches, self)
             if b is self: return False
             expected = min(self.sizes.bs, max(1, self.sizes.n-self.n_read*self.sizes.bs))
             self.n_read += 1
@@ -60,7 +61,8 @@ class Step:
         self.size = plan.sizes[rank]            # samples of this process
         self.total = sum(plan.sizes)            # samples of all processes
         self.full = plan.full                   # samples of a complete step of all processes, in whole batches
-        self.target = min(self.size, plan.wanted)   # the step ends once this process has counted so many samples
+        # the step ends once this process has counted so many samples
+        self.target = min(self.size, plan.wanted)
 
     def n_missing(self, counted:int)->int:
         "Samples missing from the step after `counted` samples; 0 if the loader has no more"
@@ -112,7 +114,8 @@ class StepLoader(OneBatchLoader):
         self.processes.pause_sync(True)
         batches = BatchStream(self.dl, self.sizes)
         several = self.processes.n>1
-        for planned in self.steps:   # a process without samples has empty steps, since the others wait for it
+        # a process without samples has empty steps, since the others wait for it
+        for planned in self.steps:
             if several or batches.has_more(): yield Step(batches, planned, self.processes.rank)
         if self.drop_last: self._exhaust(batches)
         elif len(self.steps) and batches.has_more(): yield from self._unannounced(batches, several)
@@ -120,8 +123,9 @@ class StepLoader(OneBatchLoader):
     def _unannounced(self, batches, several):
         "Steps that the loader did not announce: full ones, like the last planned step"
         if several:
-            raise RuntimeError(f"this process has samples left after {len(self.steps)} steps: its loader yields more "
-                "or larger batches than its `__len__` and `bs` say. Correct these" + more_link('more-batches'))
+            raise RuntimeError(f"this process has samples left after {len(self.steps)} steps: its "
+                "loader yields more or larger batches than its `__len__` and `bs` say. Correct these"
+                + more_link('more-batches'))
         planned = self.steps[-1]
         planned = planned._replace(sizes=(planned.full,))
         while batches.has_more(): yield Step(batches, planned, announced=False)

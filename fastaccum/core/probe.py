@@ -70,6 +70,10 @@ class Part:
         return MethodType(f.__func__, new)
 
 # %% ../../nbs/core/10_probe.ipynb #pair
+class _Pair(SimpleNamespace):
+    "Stands in for the Learner `learn` with the batch of two micro-batches"
+    def __getattr__(self, name): return getattr(self.learn, name)
+
 def pair(previous:tuple|None, learn:Learner)->tuple: # Both samples as one batch, if possible; the next call's `previous`
     "Join a micro-batch of one sample with the previous one, in a stand-in for a Learner after its forward pass"
     pred = learn.pred
@@ -79,7 +83,7 @@ def pair(previous:tuple|None, learn:Learner)->tuple: # Both samples as one batch
     if previous is None: return None,current
     try: pred,yb,xb = join([previous,current], [1,1])
     except (RuntimeError,TypeError): return None,current   # the two samples have different shapes
-    return SimpleNamespace(pred=pred, yb=yb, xb=xb, loss_func=learn.loss_func, model=learn.model),None
+    return _Pair(pred=pred, yb=yb, xb=xb, learn=learn),None
 
 # %% ../../nbs/core/10_probe.ipynb #probe
 def _to_numbers(xs):
@@ -111,19 +115,22 @@ def _is_same_state(a, b):
 class _LossError(Exception):
     "An error of the loss function"
 
-def _loss_and_size(part, m, find, devices):
+def _loss_and_size(part, m, find, devices, change):
     "The loss of the `m` samples of `part`, and the number of items that the loss is a mean of"
     before = rng_state(devices)
-    try: loss = part.loss_func(part.pred, *part.yb).as_subclass(torch.Tensor).detach()
+    try:
+        loss = part.loss_func(part.pred, *part.yb)
+        if change is not None: loss = change(part, loss)
+        loss = loss.as_subclass(torch.Tensor).detach()
     except Exception as e: raise _LossError(f'{type(e).__name__}: {e}')
     if not all(_is_same_state(a, b) for (_,a),(_,b) in zip(before, rng_state(devices))):
-        raise ValueError('the loss function draws random numbers')
+        raise ValueError('random numbers are drawn')
     size = 1 if find is None else m if find is samples else find(part)
     return loss.mean() if loss.ndim else loss.clone(),size
 
 @torch.no_grad()
-def _compare_parts(learn, loss_func, n, find, devices):
-    def of(rows, m): return _loss_and_size(Part(learn, n, rows, loss_func), m, find, devices)
+def _compare_parts(learn, loss_func, n, find, devices, change):
+    def of(rows, m): return _loss_and_size(Part(learn, n, rows, loss_func), m, find, devices, change)
     k = n//2 if n<5 else max(2, n//3)
     tried = [of(lambda o: o[:], n), of(lambda o: o[:k], k), of(lambda o: o[k:], n-k)]
     losses,sizes = zip(*tried)
@@ -146,10 +153,11 @@ def _copy_loss(f, *kept):
     try: return deepcopy(f, memo)
     except Exception: return f   # the loss holds an object that cannot be copied
 
-def probe(learn:Learner, n:int, find:Callable|None)->Probed:
+def probe(learn:Learner, n:int, find:Callable|None, change:Callable|None=None)->Probed:
     """Compare the loss of a micro-batch of `n` samples with the mean of the losses of two unequal parts, or their sum
 
     `find(learn)`, as returned by `find_n_items`, is the number of items that the loss is a mean of; `None` is for a sum.
+    `change(part, loss)` returns the loss of a `Part` after callbacks have changed it; without it they are left out.
     """
     if n<2: return Probed(None, 'the micro-batch has one sample')
     model = getattr(learn, 'model', nn.Identity())   # the loss may call the model
@@ -157,6 +165,6 @@ def probe(learn:Learner, n:int, find:Callable|None)->Probed:
     try:
         with state.again(), catch_warnings():
             simplefilter('ignore')   # warnings about the shapes of the parts
-            return _compare_parts(learn, _copy_loss(learn.loss_func, learn, model), n, find, state.devices)
+            return _compare_parts(learn, _copy_loss(learn.loss_func, learn, model), n, find, state.devices, change)
     except _LossError as e: return Probed(None, str(e), raised=True)
     except Exception as e: return Probed(None, f'{type(e).__name__}: {e}')

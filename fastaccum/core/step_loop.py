@@ -217,6 +217,7 @@ def _run_batch(self:StepLoop, b, n):
     limit = self.limit if is_split else None
     changed = None if limit is None else ChangedAttrs([learn,*learn.cbs])
     learn._split(b if self._is_in_place(b) else learn._set_device(b))
+    self.differences.begin_batch(learn)
     try: self.events.send('before_batch')
     except CancelBatchException: return self.events.send('after_cancel_batch')
     if self.mean.count and not self.differences.checked_state:
@@ -256,7 +257,7 @@ def _forward(self:StepLoop):
         learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
         learn.loss = learn.loss_grad.clone()
         self.micro.loss_grad_fn = learn.loss_grad.grad_fn
-    send('after_loss')
+    for cb in self.events.listeners('after_loss'): self._may_change_loss(cb, 'after_loss')
     if not learn.training or not len(learn.yb): return   # callbacks may have set the targets
     try:
         self._before_backward()
@@ -267,6 +268,14 @@ def _forward(self:StepLoop):
         if cb is not self.acc: cb('after_backward')
 
 @patch
+def _may_change_loss(self:StepLoop, cb, event):
+    "Send `event` to the callback `cb`, and note whether `cb` has changed the loss that is back-propagated"
+    def grad_fn(): return getattr(vars(self.learn).get('loss_grad'), 'grad_fn', None)
+    before = grad_fn()
+    cb(event)
+    if grad_fn() is not before: self.micro.loss_changes.append((cb,event))
+
+@patch
 def _before_backward(self:StepLoop):
     "Callbacks add penalties, then the loss gets its share, and only then mixed precision scales the loss"
     waits = True   # has the loss its share yet?
@@ -275,7 +284,7 @@ def _before_backward(self:StepLoop):
         if waits and isinstance(cb, MixedPrecision):
             self.acc.before_backward()
             waits = False
-        cb('before_backward')
+        self._may_change_loss(cb, 'before_backward')
     if waits: self.acc.before_backward()
 
 @patch

@@ -1,0 +1,77 @@
+"""What other people's callbacks, losses, models and loaders do is the full-batch run, or is told in words."""
+import pytest, torch
+from torch.nn import functional as F
+from fastai.basics import Callback
+from fastaccum import LossWarning
+from fastaccum.testing import assert_same_run, both_runs, deviation
+from common import RecordAt, collect_warnings, weights
+
+def entries_and_runs(**kwargs):
+    "Return the entries of the page Messages to which the warnings link, and the two Learners of `both_runs`"
+    with collect_warnings() as collected: a,b = both_runs(**dict(n=64)|kwargs)
+    links = [str(o.message).partition('messages.html#')[2] for o in collected]
+    return [o for o in links if o],a,b
+
+def differ(a, b): return deviation(weights(a), weights(b))>1e-4
+
+# A callback changes the loss (D2)
+
+class ChangesLoss(Callback):
+    "Adds `f(self)` to the loss, and notes how often it was called"
+    def __init__(self, f, event='after_loss'):
+        self.f,self.seen,self.count = f,[],torch.zeros(1)
+        setattr(self, event, self.change)
+    def after_pred(self): self.features = self.pred*2
+    def change(self):
+        if not self.training: return
+        self.seen.append(len(self.x))
+        self.count += 1
+        self.learn.loss_grad = self.learn.loss_grad+self.f(self)
+
+def norm_of_mean(cb): return cb.pred.mean(0).pow(2).sum()
+def spread_of_features(cb): return cb.features.std(0).sum()
+def norm_of_a_second_pass(cb): return cb.learn.model(cb.x*2).mean(0).pow(2).sum()
+def sum_of_squares(cb): return cb.pred.pow(2).sum()/10
+@pytest.mark.parametrize('event', ['after_loss','before_backward'])
+@pytest.mark.parametrize('f', [norm_of_mean,spread_of_features,norm_of_a_second_pass,sum_of_squares])
+def test_a_callback_that_adds_what_is_no_mean_over_samples_is_told_once(f, event):
+    entries,a,b = entries_and_runs(cbs=lambda: [ChangesLoss(f, event)])
+    assert entries==['changed-loss'] and differ(a, b)
+
+def of_weights(cb): return sum(p.pow(2).sum() for p in cb.learn.model.parameters())
+def mean_of_squares(cb): return cb.pred.pow(2).mean()
+def mean_of_features(cb): return cb.features.abs().mean()
+def scaled(cb): return cb.learn.loss_grad*2
+@pytest.mark.parametrize('f', [of_weights,mean_of_squares,mean_of_features,scaled])
+def test_a_callback_that_adds_a_mean_over_samples_is_right_and_nothing_is_said(f):
+    entries,a,b = entries_and_runs(cbs=lambda: [ChangesLoss(f)])
+    assert not entries and assert_same_run(a, b)
+
+def test_trying_what_a_callback_adds_leaves_no_trace_in_the_callback():
+    cbs = []
+    def make():
+        cbs.append(ChangesLoss(mean_of_squares))
+        return cbs[-1:]
+    entries_and_runs(cbs=make, micro=4, n=64)
+    assert cbs[1].seen==[4]*32 and cbs[1].count==32 and len(cbs[1].features)==32
+
+def noisy(cb): return (cb.pred*torch.rand_like(cb.pred)).mean()
+class GradPenalty(Callback):
+    "Adds the norm of the gradient for the inputs"
+    def before_batch(self): self.learn.xb = (self.x.clone().requires_grad_(),)
+    def after_loss(self):
+        if not self.training: return
+        g, = torch.autograd.grad(self.pred.sum(), self.x, create_graph=True)
+        self.learn.loss_grad += g.norm()
+@pytest.mark.parametrize('cbs', [lambda: [ChangesLoss(noisy)], lambda: [GradPenalty()]])
+def test_a_change_of_the_loss_that_cannot_be_tried_is_told_once(cbs):
+    entries,_,_ = entries_and_runs(cbs=cbs)
+    assert entries==['changed-loss-not-tried']
+
+def test_a_loss_that_a_callback_puts_in_place_of_the_learners_is_tried():
+    def of_batch(learn): learn.loss_grad = F.mse_loss(learn.pred.mean(0), F.one_hot(learn.y, 3).double().mean(0))
+    def of_samples(learn): learn.loss_grad = F.mse_loss(learn.pred, F.one_hot(learn.y, 3).double())
+    entries,a,b = entries_and_runs(cbs=lambda: [RecordAt('after_loss', of_batch)])
+    assert entries==['changed-loss'] and differ(a, b)
+    entries,a,b = entries_and_runs(cbs=lambda: [RecordAt('after_loss', of_samples)])
+    assert not entries and assert_same_run(a, b)

@@ -9,6 +9,7 @@ __all__ = ['BatchStream', 'Step', 'OneBatchLoader', 'StepLoader']
 
 # %% ../../nbs/core/02_step_loader.ipynb #imports
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastcore.basics import GetAttr
@@ -103,6 +104,14 @@ class StepLoader(OneBatchLoader):
         self.drop_last = drop_last            # are samples after the planned steps left out?
 
     def __len__(self): return len(self.steps)
+
+    @property
+    def n_batches(self)->int:
+        "Batches of `dl` in the planned steps, each part of a batch that a step cuts counted as one"
+        bs,is_split = self.sizes.bs,self.sizes.micro_bs<self.sizes.bs
+        if not (self.drop_last or is_split): return -(-self.sizes.n//bs)
+        *starts,n = accumulate((o.sizes[self.processes.rank] for o in self.steps), initial=0)
+        return len({*range(0, n, bs),*starts}) if is_split else -(-n//bs)
 
     def end(self):
         super().end()

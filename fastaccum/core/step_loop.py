@@ -11,8 +11,8 @@ __all__ = ['step_counters', 'hears_steps', 'records', 'Events', 'StepLoop', 'Cur
 import torch
 from operator import attrgetter
 from typing import NamedTuple
-from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelStepException,
-    event as fastai_events)
+from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException,
+    CancelFitException, CancelStepException, CancelTrainException, event as fastai_events)
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.schedule import LRFinder, ParamScheduler
 from fastai.learner import Learner, Recorder
@@ -90,6 +90,8 @@ class StepLoop:
         self.limit = None                          # an `AutoSize` that says how large micro-batches may be, if any
         self.grad_sums = GradSums([])              # sums of the gradients, in half precision or of a compiled model
         self.n_batches = 0                         # batches of the loader so far
+        self.n_planned = 0                         # batches of the loader in the planned steps
+        self.has_stepped = False                   # was a step taken?
         self.devices = ()                          # devices that the model is on, besides the CPU
         self.batch_device = None                   # device of a batch that fastai would leave where it is
         # of the step, set by `run_step`
@@ -146,10 +148,12 @@ def begin_epoch(self:StepLoop, plan:Plan):
     size = self.acc.micro_batch_size
     self.limit = AutoSize.of_size(size) if size else self.acc.auto
     self.n_batches = 0
+    self.has_stepped = False
     self.devices = devices_of(learn.model.modules())
     self.batch_device = self._find_batch_device()
     sizes = plan.loaders[self.processes.rank]
     self.loader = StepLoader(learn, learn.dl, self.run_step, plan.epoch(learn.epoch), sizes, self.processes, plan.drop_last)
+    self.n_planned = self.loader.n_batches
     self.differences.begin_epoch(self.processes, self.loader)
     self.log_rows.begin_epoch(learn)
     learn.dl = self.loader
@@ -174,15 +178,31 @@ def run_step(self:StepLoop, i:int, step:Step):
             self._run_batch(*step.batches.take(missing))
             missing = step.n_missing(self.mean.samples)
             if missing: self._end_micro_batch()   # the last micro-batch ends with the step
-        self.learn.iter = i                       # it counted batches of the loader, and counts steps again
+        self._count_steps(i)
         if self._complete_grads(): self._take_step()
         else: self._skip_step()
-    except BaseException:   # also Ctrl-C and fastai's Cancel…: leave no gradient, no patch and no worker behind
+    except BaseException as e:   # also Ctrl-C and fastai's Cancel…: leave no gradient, no patch and no worker behind
         set_autocast_state(autocast)
         self._empty_grads()
         step.batches.end()
         self.loader.end()
+        self.learn.n_iter = len(self.loader)
+        ends_epoch = isinstance(e, (CancelTrainException,CancelEpochException,CancelFitException))
+        if ends_epoch and self.mean.count and not self.has_stepped: self._warn_no_step(type(e).__name__)
         raise
+
+@patch
+def _count_steps(self:StepLoop, i):
+    "Let the Learner count steps, after it has counted batches of the loader"
+    self.learn.iter = i
+    self.learn.n_iter = len(self.loader)
+
+@patch
+def _warn_no_step(self:StepLoop, name):
+    self.warn_once('epoch-without-step', f"a callback has ended an epoch ({name}) after {self.mean.count} micro-batches, "
+        "before the first step was complete, so nothing was trained in this epoch. If the callback decides by "
+        "`learn.iter`, which counts micro-batches while they run, let it decide in `after_step`, or by "
+        "`learn.train_iter`, which counts steps", AccumulationWarning)
 
 @patch
 def _begin_step(self:StepLoop, i, step):
@@ -212,6 +232,7 @@ def _run_batch(self:StepLoop, b, n):
     self.micro = MicroBatch(n)
     learn.iter = self.n_batches
     self.n_batches += 1
+    learn.n_iter = max(self.n_planned, self.n_batches)   # counts what `iter` counts
     if n>self.loader.sizes.bs: self._warn_larger_batch(n)
     is_split = self.limit is not None and (not self.limit.fixed or n>self.limit.fixed)
     limit = self.limit if is_split else None
@@ -349,6 +370,7 @@ def _take_step(self:StepLoop):
     learn,ran = self.learn,self.micro is not None
     micro_loss,step_loss = learn.loss,self.mean.loss
     learn.loss = self.last_loss = step_loss
+    self.has_stepped = True
     if not ran:   # without samples there is no `before_batch`, but this process must set the same learning rate as others
         for cb in self.events.listeners('before_batch'):
             if isinstance(cb, ParamScheduler): cb('before_batch')

@@ -1,10 +1,11 @@
 """What other people's callbacks, losses, models and loaders do is the full-batch run, or is told in words."""
 import pytest, torch
 from torch.nn import functional as F
-from fastai.basics import Callback
-from fastaccum import LossWarning
-from fastaccum.testing import assert_same_run, both_runs, deviation
-from common import RecordAt, collect_warnings, weights
+from fastai.callback.core import (Callback, CancelEpochException, CancelFitException,
+    CancelTrainException)
+from fastaccum import GradientAccumulation
+from fastaccum.testing import assert_same_run, both_runs, deviation, toy
+from common import CallAt, RecordAt, collect_warnings, weights
 
 def entries_and_runs(**kwargs):
     "Return the entries of the page Messages to which the warnings link, and the two Learners of `both_runs`"
@@ -75,3 +76,32 @@ def test_a_loss_that_a_callback_puts_in_place_of_the_learners_is_tried():
     assert entries==['changed-loss'] and differ(a, b)
     entries,a,b = entries_and_runs(cbs=lambda: [RecordAt('after_loss', of_samples)])
     assert not entries and assert_same_run(a, b)
+
+# What callbacks count, and epochs that they end (D6)
+
+def test_iter_and_n_iter_count_the_same_at_any_time():
+    "`iter` counts up to `n_iter` in the micro-batches, and in the steps; an incomplete step that is dropped does not count"
+    events = 'before_batch','after_pred','before_step','after_step'
+    for bs,acc,n,n_batches,n_steps in ((4,dict(),70,18,5), (4,dict(drop_last=True),70,16,4), (4,dict(micro_batch_size=2),64,16,4),
+            (5,dict(micro_batch_size=3),70,18,5)):   # here steps cut the loader's batches
+        cbs = [RecordAt(event, lambda learn: (learn.iter,learn.n_iter)) for event in events]
+        toy(bs, n=n).fit(2, cbs=[GradientAccumulation(16, **acc),*cbs])
+        batches,parts,before,after = (o.values for o in cbs)
+        assert batches==[(i,n_batches) for i in range(n_batches)]*2 and set(parts)==set(batches)
+        assert before==after==[(i,n_steps) for i in range(n_steps)]*2
+
+def stops_at(event, exc, i):
+    "A callback that ends the epoch or the fit with the exception `exc` when `iter` is `i`"
+    def stop(learn):
+        if learn.iter==i and learn.training: raise exc
+    return CallAt(event, stop)
+@pytest.mark.parametrize('exc', [CancelTrainException,CancelEpochException,CancelFitException])
+def test_an_epoch_that_ends_before_its_first_step_says_so(exc):
+    for event,i,said in (('before_batch',2,True), ('after_backward',1,True), ('before_batch',4,False), ('after_step',1,False),
+            ('before_batch',0,False)):
+        learn = toy(4, n=64)
+        before = weights(learn)
+        with collect_warnings() as collected: learn.fit(1, cbs=[GradientAccumulation(16),stops_at(event, exc, i)])
+        entries = [str(o.message).partition('messages.html#')[2] for o in collected]
+        assert ('epoch-without-step' in entries)==said and learn.n_iter>0
+        assert weights(learn).equal(before)==(said or i==0)

@@ -16,8 +16,8 @@ from torch.nn.parallel import DataParallel
 from .core.batch import n_samples, split
 from .core.checks import check_count, check_learner, check_single, our_callback
 from .core.loader_info import size_of
-from .core.distributed import check_not_sharded, world_size
-from .core.process_checks import check_wrapped
+from .core.distributed import Processes, check_not_sharded, world_size
+from .core.process_checks import check_wrapped, warn_comm_hooks
 from .core.patching import PatchingCallback, Patch, uninterrupted
 from .core.micro_batches import AutoSize
 from .core.differences import batchnorms, warn_chunks
@@ -56,7 +56,10 @@ class GradientCache(PatchingCallback):
         if self.validates and self.warn_once is not None: return   # keep what the fit before has found out
         uninterrupted(self.undo_patches)
         self.warn_once,self.rows,self.checked,self.limit.failed = WarnOnce(),{},False,None
-        if not self.validates: check_cached(self.learn, not self.limit.fixed)
+        if self.validates: return
+        check_cached(self.learn, not self.limit.fixed)
+        accumulates = our_callback(self.learn, 'GradientAccumulation') is not None   # then that callback warns
+        if not accumulates: warn_comm_hooks(Processes(self.learn.model), self.warn_once)
 
     def before_batch(self):
         self.undo_patches()

@@ -29,6 +29,7 @@ from .mean import KeptLosses, StepMean, find_n_items
 from .micro_batches import AutoSize, BatchParts, ChangedAttrs, MicroBatch, Retries, explain_split
 from .out_of_memory import is_out_of_memory
 from .plan import Plan
+from .process_checks import check_left_out, per_micro_batch_comms
 from .step_loader import Step, StepLoader
 from .warnings import AccumulationWarning, WarnOnce, more_link
 
@@ -87,6 +88,7 @@ class StepLoop:
         # of the epoch, set by `begin_epoch`
         self.loader = None                         # the `StepLoader` that the Learner iterates over
         self.events = None                         # sends events to callbacks
+        self.comms = []                            # what exchanges values between processes for each micro-batch, in words
         self.limit = None                          # an `AutoSize` that says how large micro-batches may be, if any
         self.grad_sums = GradSums([])              # sums of the gradients, in half precision or of a compiled model
         self.n_batches = 0                         # batches of the loader so far
@@ -98,6 +100,7 @@ class StepLoop:
         self.step = None                           # the `Step` that runs
         self.mean = None                           # its `StepMean`
         self.kept_losses = None                    # its `KeptLosses`
+        self.n_left_out = 0                        # micro-batches of it that callbacks have cancelled
         self.micro = None                          # the `MicroBatch` that runs; `None` before the first of the step
 
     def __getstate__(self): return dict(acc=self.acc, learn=self.learn)   # for `learn.export()` in the middle of a fit
@@ -147,6 +150,7 @@ def begin_epoch(self:StepLoop, plan:Plan):
     self.events = Events(learn)
     size = self.acc.micro_batch_size
     self.limit = AutoSize.of_size(size) if size else self.acc.auto
+    self.comms = per_micro_batch_comms(learn.model, self.log_steps, self.train_metrics)
     self.n_batches = 0
     self.has_stepped = False
     self.devices = devices_of(learn.model.modules())
@@ -214,6 +218,7 @@ def _begin_step(self:StepLoop, i, step):
             f"enough for {i} steps. So the last of these may be smaller than the others, and the schedule of "
             "learning rates ends too early. Let `__len__` return the number of batches")
     is_first,self.step,self.micro = self.mean is None,step,None
+    self.n_left_out = 0
     self.mean = StepMean(step.size, step.total, self.acc.n_items, self.processes, self.last_loss, trusted=not is_first)
     self.kept_losses = KeptLosses(self.learn)
     self.log_rows.begin_step()
@@ -240,7 +245,7 @@ def _run_batch(self:StepLoop, b, n):
     learn._split(b if self._is_in_place(b) else learn._set_device(b))
     self.differences.begin_batch(learn)
     try: self.events.send('before_batch')
-    except CancelBatchException: return self.events.send('after_cancel_batch')
+    except CancelBatchException: return self._leave_out('after_cancel_batch')
     if self.mean.count and not self.differences.checked_state:
         with self.differences.second_micro_batch(learn, self.step): self._run_split(n, limit, changed)
     else: self._run_split(n, limit, changed)
@@ -265,7 +270,7 @@ def _warn_larger_batch(self:StepLoop, n):
 def _micro_batch(self:StepLoop):
     "Forward, loss and backward, as in fastai's `_do_one_batch`"
     try: self._forward()
-    except CancelBatchException: self.events.send('after_cancel_batch')
+    except CancelBatchException: self._leave_out('after_cancel_batch')
     if self.micro.ran and self.train_metrics:
         for metric in self.learn.metrics: metric.accumulate(self.learn)   # metrics see every micro-batch
 
@@ -284,7 +289,7 @@ def _forward(self:StepLoop):
         self._before_backward()
         self._backward()
         self.acc.after_backward()
-    except CancelBackwardException: send('after_cancel_backward')
+    except CancelBackwardException: self._cancelled_backward()
     for cb in self.events.listeners('after_backward'):
         if cb is not self.acc: cb('after_backward')
 
@@ -303,14 +308,20 @@ def _before_backward(self:StepLoop):
     for cb in self.events.listeners('before_backward'):
         if cb is self.acc: continue
         if waits and isinstance(cb, MixedPrecision):
-            self.acc.before_backward()
+            self._share_loss()
             waits = False
         self._may_change_loss(cb, 'before_backward')
-    if waits: self.acc.before_backward()
+    if waits: self._share_loss()
+
+@patch
+def _share_loss(self:StepLoop):
+    self.acc.before_backward()
+    self.micro.has_share = True
 
 @patch
 def _backward(self:StepLoop):
     learn,mean = self.learn,self.mean
+    check_left_out(self.processes, self.comms, False)
     if self.grad_check.noted and mean.count:
         n_changed = self.grad_check.n_changed()
         set_aside = self.acc.auto is not None and self.acc.auto.train is not None   # since memory ran out
@@ -319,6 +330,44 @@ def _backward(self:StepLoop):
     is_last = mean.samples+self.micro.n>=self.step.target
     if learn.loss_grad.requires_grad or is_last and not mean.learns: learn._backward()
     self.micro.ran = True
+
+# %% ../../nbs/core/15_step_loop.ipynb #cancel
+@patch
+def _leave_out(self:StepLoop, event):
+    "A callback has cancelled the micro-batch: send `event`, which says so"
+    self.events.send(event)
+    if self.micro.ran: return   # it was cancelled after its backward pass, and counts
+    self.n_left_out += 1
+    check_left_out(self.processes, self.comms, True)
+
+@patch
+def _cancelled_backward(self:StepLoop):
+    "A callback has cancelled the backward pass: count the micro-batch if a callback has a backward pass of its own"
+    learn = self.learn
+    if not self.events.listeners('after_cancel_backward') or self.micro.ran: return self._leave_out('after_cancel_backward')
+    if not self.micro.has_share: self._share_loss()
+    passes = []   # backward passes that go through `loss_grad`
+    if learn.loss_grad.requires_grad: learn.loss_grad.register_hook(lambda grad: passes.append(grad.shape))
+    grads = [(p,p.grad,None if p.grad is None else p.grad._version) for p in params_of(learn.opt)]
+    self._leave_out('after_cancel_backward')
+    if passes:
+        self.n_left_out -= 1
+        self.micro.ran = True
+        return self.acc.after_backward()
+    if any(p.grad is not g or g is not None and g._version!=version for p,g,version in grads):
+        raise RuntimeError("a callback cancels the backward pass (`CancelBackwardException`) and computes gradients without "
+            "`learn.loss_grad`, so they do not get the share of the micro-batch in its step. Call "
+            "`self.learn.loss_grad.backward()` in `after_cancel_backward`, or train without accumulation"
+            + more_link('own-backward-pass'))
+
+@patch
+def _warn_left_out(self:StepLoop):
+    joins_batches = self.step.size>self.loader.sizes.bs
+    if not self.n_left_out or not joins_batches: return
+    self.warn_once('micro-batch-left-out', f"a callback has cancelled {self.n_left_out} micro-batches of a step. They are "
+        "left out, and the next ones take their place, so all later steps of the epoch have other samples. The full-batch "
+        "run would leave out the whole step. To do the same, raise `CancelStepException` in `before_step`",
+        AccumulationWarning)
 
 # %% ../../nbs/core/15_step_loop.ipynb #ends
 @patch
@@ -371,6 +420,7 @@ def _take_step(self:StepLoop):
     micro_loss,step_loss = learn.loss,self.mean.loss
     learn.loss = self.last_loss = step_loss
     self.has_stepped = True
+    self._warn_left_out()
     if not ran:   # without samples there is no `before_batch`, but this process must set the same learning rate as others
         for cb in self.events.listeners('before_batch'):
             if isinstance(cb, ParamScheduler): cb('before_batch')
@@ -414,7 +464,7 @@ def _skip_step(self:StepLoop):
     self._end_micro_batch()
     if self.mean.samples or not len(self.learn.yb): return   # without targets, fastai trains nothing either
     self.warn_once('cancelled', "callbacks have cancelled all micro-batches that were left in an epoch "
-        "(`CancelBatchException`), so no step was taken with them. If they decide by `train_iter`, "
+        "(`CancelBatchException` or `CancelBackwardException`), so no step was taken with them. If they decide by `train_iter`, "
         "which counts steps, they cancel all that follows, too: let them decide by `learn.iter`, which "
         "counts micro-batches, or by the samples", AccumulationWarning)
 

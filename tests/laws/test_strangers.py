@@ -1,10 +1,10 @@
 """What other people's callbacks, losses, models and loaders do is the full-batch run, or is told in words."""
 import pytest, torch
 from torch.nn import functional as F
-from fastai.callback.core import (Callback, CancelEpochException, CancelFitException,
-    CancelTrainException)
+from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException,
+    CancelFitException, CancelTrainException)
 from fastaccum import GradientAccumulation
-from fastaccum.testing import assert_same_run, both_runs, deviation, toy
+from fastaccum.testing import CrossEntropy, assert_same_run, both_runs, deviation, toy
 from common import CallAt, RecordAt, collect_warnings, weights
 
 def entries_and_runs(**kwargs):
@@ -105,3 +105,44 @@ def test_an_epoch_that_ends_before_its_first_step_says_so(exc):
         entries = [str(o.message).partition('messages.html#')[2] for o in collected]
         assert ('epoch-without-step' in entries)==said and learn.n_iter>0
         assert weights(learn).equal(before)==(said or i==0)
+
+# Micro-batches and backward passes that callbacks cancel (D1, D10)
+
+class OwnBackward(Callback):
+    "Cancels the backward pass, and runs its own"
+    def __init__(self, f, order): self.f,self.order = f,order
+    def before_backward(self): raise CancelBackwardException
+    def after_cancel_backward(self): self.f(self.learn)
+def of_scaled_loss(learn): (learn.loss_grad*.5).backward()
+def of_loss_grad(learn): learn.loss_grad.backward()
+def in_halves(learn):
+    "First the gradient of the second layer, then the others"
+    learn.loss_grad.backward(inputs=list(learn.model[2].parameters()), retain_graph=True)
+    learn.loss_grad.backward(inputs=[*learn.model[0].parameters(),*learn.model[4].parameters()])
+
+@pytest.mark.parametrize('order', [-5,20])
+@pytest.mark.parametrize('f,kwargs', [(of_loss_grad,{}), (of_scaled_loss,{}), (in_halves,{}), (of_loss_grad,dict(tokens=True)),
+    (of_loss_grad,dict(loss_func=CrossEntropy(reduction='sum'), fit=lambda learn, cbs: learn.fit(2, 1e-3, cbs=cbs))),
+    (of_loss_grad,dict(acc=dict(micro_batch_size=2)))])
+def test_a_callback_with_its_own_backward_pass_is_counted(f, kwargs, order):
+    entries,a,b = entries_and_runs(n=70, cbs=lambda: [OwnBackward(f, order)], **kwargs)
+    assert not entries and assert_same_run(a, b)
+
+def by_hand(learn):
+    for p in learn.model.parameters(): p.grad = torch.ones_like(p)
+def of_loss(learn): learn.loss.backward()
+@pytest.mark.parametrize('f', [by_hand,of_loss])
+def test_gradients_that_do_not_come_from_the_loss_are_refused(f):
+    learn = toy(4, n=64)
+    before = weights(learn)
+    with pytest.raises(RuntimeError, match='loss_grad'): learn.fit(1, cbs=[GradientAccumulation(16),OwnBackward(f, 1)])
+    assert weights(learn).equal(before)
+
+@pytest.mark.parametrize('event,exc', [('before_batch',CancelBatchException), ('after_loss',CancelBatchException),
+    ('before_backward',CancelBackwardException)])
+def test_a_micro_batch_that_is_cancelled_is_told_once_if_steps_have_several(event, exc):
+    def entries_of(bs):
+        with collect_warnings() as collected:
+            toy(bs, n=64).fit(2, cbs=[GradientAccumulation(16),stops_at(event, exc, 1)])
+        return [str(o.message).partition('messages.html#')[2] for o in collected]
+    assert entries_of(4)==['micro-batch-left-out'] and not entries_of(16)

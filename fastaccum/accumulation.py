@@ -9,11 +9,12 @@ __all__ = ['GradientAccumulation']
 
 # %% ../nbs/00_accumulation.ipynb #imports
 from collections.abc import Callable
+from fastai.callback.fp16 import NonNativeMixedPrecision
 from fastai.callback.training import GradientClip
 from fastai.data.core import DataLoaders
 from fastcore.basics import patch
 from torch import nn
-from .core.checks import check_bool, check_count, check_function, check_learner
+from .core.checks import RefuseHalfGradients, check_bool, check_count, check_function, check_learner
 from .core.distributed import Processes, keep_in_memory
 from .core.loader_info import drops_last, sizes_of
 from .core.mean import plain_tensor
@@ -59,6 +60,11 @@ class GradientAccumulation(QuietCallback):
         self.auto,self.micro_batch_size = as_size(micro_batch_size)
         self.drop_last = check_bool('drop_last', drop_last, 'to do as the training loader does with its last batch')
         self.n_items = check_function('n_items', n_items, 1, 'lambda learn: len(learn.y)')
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        is_added = name=='learn' and value is not None
+        if is_added and any(isinstance(o, NonNativeMixedPrecision) for o in value.cbs): value.add_cb(RefuseHalfGradients())
 
     def __getstate__(self): return vars(self)|dict(loop=None)   # the state of a fit is not pickled
 

@@ -3,9 +3,10 @@ import pytest, torch
 from torch.nn import functional as F
 from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException,
     CancelFitException, CancelTrainException)
+from fastai.callback.fp16 import ModelToHalf, NonNativeMixedPrecision
 from fastaccum import GradientAccumulation
 from fastaccum.testing import CrossEntropy, assert_same_run, both_runs, deviation, toy
-from common import CallAt, RecordAt, collect_warnings, weights
+from common import CallAt, RecordAt, collect_warnings, weights, weights_unchanged
 
 def entries_and_runs(**kwargs):
     "Return the entries of the page Messages to which the warnings link, and the two Learners of `both_runs`"
@@ -146,3 +147,18 @@ def test_a_micro_batch_that_is_cancelled_is_told_once_if_steps_have_several(even
             toy(bs, n=64).fit(2, cbs=[GradientAccumulation(16),stops_at(event, exc, 1)])
         return [str(o.message).partition('messages.html#')[2] for o in collected]
     assert entries_of(4)==['micro-batch-left-out'] and not entries_of(16)
+
+# Mixed precision that adds up gradients in half precision
+
+class HalfGradients(NonNativeMixedPrecision):
+    "On a CPU, fastai's own fails by itself"
+    def before_fit(self): pass
+
+def test_gradients_in_half_precision_are_refused_before_the_model_is_cast():
+    learn = toy(4, n=64, cbs=[ModelToHalf(),HalfGradients()])
+    cbs = list(learn.cbs)
+    with weights_unchanged(learn), pytest.raises(ValueError, match='to_fp16'): learn.fit(1, cbs=GradientAccumulation(16))
+    assert learn.cbs==cbs and {p.dtype for p in learn.model.parameters()}=={torch.float64}
+    learn.remove_cbs([ModelToHalf,HalfGradients])
+    learn.fit(1, cbs=GradientAccumulation(16))
+    assert len(learn.recorder.losses)==4

@@ -44,11 +44,21 @@ def _copy(o):
         return o.detach().to(torch.float32 if is_half else o.dtype, copy=True)
     return container_like(o, [_copy(x) for x in values(o)]) if is_nested(o) else o
 
+def _pick_of_output(o, n, rows):
+    "Select samples of the predictions and targets of `n`; numbers and words stay, and samples may come second, after time"
+    def without_rows(x):
+        is_tensor = isinstance(x, torch.Tensor)
+        if is_tensor and x.ndim>1 and x.shape[1]==n: return rows(x.transpose(0, 1)).transpose(0, 1)
+        if is_tensor and x.ndim: raise _LossError(f'a tensor of shape {tuple(x.shape)} has no row for each of {n} samples')
+        if type(x) is int and x==n: raise _LossError(f'the number {n} may be that of the samples')
+        return x
+    return pick(o, n, rows, without_rows)
+
 class Part:
     "Stands in for a Learner after its forward pass of `n` samples, of which `rows` selects some"
     def __init__(self, learn:Learner, n:int, rows:Callable, loss_func:Callable|None=None):
         self.learn,self.n,self.rows = learn,n,rows
-        self.pred,*yb = _copy(pick((learn.pred,*learn.yb), n, rows))
+        self.pred,*yb = _copy(_pick_of_output((learn.pred,*learn.yb), n, rows))
         self.yb = tuple(yb)
         self.loss_func = self._of_these_samples(loss_func or learn.loss_func)
 
@@ -113,7 +123,7 @@ def _is_same_state(a, b):
     return all(np.array_equal(x, y) for x,y in pairs)
 
 class _LossError(Exception):
-    "An error of the loss function"
+    "An error of the loss function, or the reason why it cannot be given a part"
 
 def _loss_and_size(part, m, find, devices, change):
     "The loss of the `m` samples of `part`, and the number of items that the loss is a mean of"
@@ -136,6 +146,7 @@ def _compare_parts(learn, loss_func, n, find, devices, change):
     losses,sizes = zip(*tried)
     numbers = _to_numbers([*losses,*sizes])
     gap,scale = _gap(numbers[:3], numbers[3:], find is None)
+    if numbers[0]==numbers[1]==numbers[2]: return Probed(None, 'the loss of each part is the same')
     res = Probed(gap/scale if gap else 0., tol=_half_tols.get(losses[0].dtype, 2e-5))
     if not res.wrong: return res
     backwards,_ = of(lambda o: o.flip(0) if isinstance(o, torch.Tensor) else o[::-1], n)

@@ -1,5 +1,6 @@
 """What other people's callbacks, losses, models and loaders do is the full-batch run, or is told in words."""
 import pytest, torch
+from torch import nn
 from torch.nn import functional as F
 from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException,
     CancelFitException, CancelTrainException)
@@ -7,6 +8,7 @@ from fastai.callback.fp16 import ModelToHalf, NonNativeMixedPrecision
 from fastaccum import GradientAccumulation
 from fastaccum.testing import CrossEntropy, assert_same_run, both_runs, deviation, toy
 from common import CallAt, RecordAt, collect_warnings, weights, weights_unchanged
+from small_learners import all_params
 
 def entries_and_runs(**kwargs):
     "Return the entries of the page Messages to which the warnings link, and the two Learners of `both_runs`"
@@ -162,3 +164,35 @@ def test_gradients_in_half_precision_are_refused_before_the_model_is_cast():
     learn.remove_cbs([ModelToHalf,HalfGradients])
     learn.fit(1, cbs=GradientAccumulation(16))
     assert len(learn.recorder.losses)==4
+
+# Predictions of which a part is not simply some rows (D3)
+
+class Returns(nn.Module):
+    "A linear layer, whose predictions `f(pred)` puts into another form"
+    def __init__(self, f):
+        super().__init__()
+        self.layer,self.scale,self.f = nn.Linear(5, 3),nn.Parameter(torch.ones(())),f
+    def forward(self, x): return self.f(self.layer(x), self.scale)
+
+def entries_of_loss(f, loss):
+    model = lambda: Returns(f).double()
+    entries,a,b = entries_and_runs(model=model, loss_func=loss, splitter=all_params, fit=lambda l, cbs: l.fit(1, 0.01, cbs=cbs))
+    return entries,differ(a, b)
+
+def with_number(pred, scale): return pred,7,'words'
+def with_scale(pred, scale): return dict(pred=pred, scale=scale.exp())
+def after_time(pred, scale): return torch.stack([pred,pred*2,pred*3])
+first = {with_number: lambda out: out[0], with_scale: lambda out: out['pred']*out['scale'], after_time: lambda out: out.mean(0)}
+@pytest.mark.parametrize('f', first)
+def test_a_loss_is_tried_on_predictions_with_numbers_or_with_time_first(f):
+    def right(out, y): return F.cross_entropy(first[f](out), y)
+    def compares(out, y): return right(out, y)+first[f](out).mean(0).pow(2).sum()
+    def adds_up(out, y): return right(out, y)*len(y)
+    assert entries_of_loss(f, right)==([],False)
+    for loss in (compares,adds_up): assert entries_of_loss(f, loss)==(['loss-not-a-mean'],True)
+
+def flat_pairs(pred, scale): return torch.stack([pred,pred], 1).reshape(2, -1)
+def counted(pred, scale): return pred,len(pred)
+@pytest.mark.parametrize('f,loss', [(flat_pairs,lambda out, y: F.cross_entropy(out.reshape(len(y), 2, 3).mean(1), y)),
+    (counted,lambda out, y: F.cross_entropy(out[0], y, reduction='sum')/out[1])])
+def test_a_loss_that_cannot_be_given_a_part_is_told(f, loss): assert entries_of_loss(f, loss)[0]==['loss-not-tried']

@@ -9,6 +9,7 @@ __all__ = ['BatchStream', 'Step', 'OneBatchLoader', 'StepLoader']
 
 # %% ../../nbs/core/02_step_loader.ipynb #imports
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
@@ -16,6 +17,7 @@ from fastcore.basics import GetAttr
 from torch.utils.data import IterableDataset
 from .batch import n_samples, split
 from .distributed import Processes
+from .loader_info import samples_of
 from .patching import Patch
 from .plan import LoaderSizes, PlannedStep
 from .warnings import more_link
@@ -23,8 +25,9 @@ from .warnings import more_link
 # %% ../../nbs/core/02_step_loader.ipynb #batches
 class BatchStream:
     "Iterates over a loader's batches; where batches are split anyway, also cuts them where a step ends"
-    def __init__(self, dl:object, sizes:LoaderSizes):
+    def __init__(self, dl:object, sizes:LoaderSizes, count:Callable=n_samples):
         self.sizes = sizes       # the sizes of `dl`
+        self.count = count       # `count(batch, expected)` returns the samples of a batch, of which the loader says `expected`
         self.batches = iter(dl)
         self.n_read = 0          # batches read so far
         self.rest = None         # the next batch, or what is left of it, and its samples
@@ -40,7 +43,7 @@ class BatchStream:
             if b is self: return False
             expected = min(self.sizes.bs, max(1, self.sizes.n-self.n_read*self.sizes.bs))
             self.n_read += 1
-            n = n_samples(b, expected)
+            n = self.count(b, expected)
             if n: self.rest = b,n   # batches without samples are passed over
         return True
 
@@ -100,6 +103,7 @@ class StepLoader(OneBatchLoader):
         processes:Processes, drop_last:bool=False):
         super().__init__(learn, dl, one_batch)
         self.steps,self.sizes = steps,sizes   # the `PlannedStep`s of the epoch, and the sizes of `dl`
+        self.count = partial(samples_of, learn)
         self.processes = processes            # their own synchronisation is paused while steps are iterated
         self.drop_last = drop_last            # are samples after the planned steps left out?
 
@@ -119,7 +123,7 @@ class StepLoader(OneBatchLoader):
 
     def items(self):
         self.processes.pause_sync(True)
-        batches = BatchStream(self.dl, self.sizes)
+        batches = BatchStream(self.dl, self.sizes, self.count)
         several = self.processes.n>1
         for planned in self.steps:   # a process without samples has empty steps, since the others wait for it
             if several or batches.has_more(): yield Step(batches, planned, self.processes.rank)

@@ -9,6 +9,7 @@ __all__ = ['step_counters', 'hears_steps', 'records', 'Events', 'StepLoop', 'Cur
 
 # %% ../../nbs/core/15_step_loop.ipynb #imports
 import torch
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import NamedTuple
 from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException,
@@ -426,8 +427,12 @@ def _take_step(self:StepLoop):
             if isinstance(cb, ParamScheduler): cb('before_batch')
     try:
         try:
-            self.events.send('before_step')
-            self._opt_step()
+            with self._explain_memory("a callback's `before_step`", "a pass of the callback's own is not split. Let it run "
+                    "on fewer samples, or make the DataLoaders with a batch size that fits (`learn.bs_find` finds it)"):
+                self.events.send('before_step')
+            with self._explain_memory("the optimizer's step", "the optimizer keeps values for each parameter. Use one that "
+                    "keeps fewer, such as SGD, a smaller model, or parameters in half precision"):
+                learn._step()
         except CancelStepException: self.events.send('after_cancel_step')
         self.events.send('after_step')
         learn.opt.zero_grad()
@@ -469,13 +474,14 @@ def _skip_step(self:StepLoop):
         "counts micro-batches, or by the samples", AccumulationWarning)
 
 @patch
-def _opt_step(self:StepLoop):
-    try: self.learn._step()
+@contextmanager
+def _explain_memory(self:StepLoop, place, reason_and_remedy):
+    "With `'auto'`, say that smaller micro-batches do not help if memory runs out in this context"
+    try: yield
     except Exception as e:
         if self.acc.auto is None or not is_out_of_memory(e): raise
-        raise torch.OutOfMemoryError(f"memory ran out in the optimizer's step ({e}). Smaller micro-batches do not "
-            "help there, because the optimizer keeps values for each parameter. Use an optimizer that keeps fewer, "
-            "such as SGD, a smaller model, or parameters in half precision" + more_link('out-of-memory')) from e
+        raise torch.OutOfMemoryError(f"memory ran out in {place} ({e}). Smaller micro-batches do not "
+            f"help there, because {reason_and_remedy}" + more_link('out-of-memory')) from e
 
 # %% ../../nbs/core/15_step_loop.ipynb #split
 @patch
@@ -484,6 +490,12 @@ def _run_split(self:StepLoop, n, limit, changed):
     if limit is None: return self._micro_batch()
     learn = self.learn
     rows = n_samples((*learn.yb,*learn.xb), n) or n   # callbacks may have made more rows of the samples
+    if rows!=n:
+        self.warn_once('rows-of-a-split-batch', f"callbacks have made {rows} rows of the {n} samples of a batch, and the batch "
+            "is split by rows. If the rows are not samples with targets of their own, such as unlabelled samples or views "
+            "that the loss compares, a micro-batch has the wrong ones together, and this run differs from the full-batch run: "
+            "let the loss see the whole batch with `GradientCache`, or make the DataLoaders with a smaller `bs` instead of "
+            "`micro_batch_size=`", AccumulationWarning)
     self._in_parts(n, rows, limit, changed, self._micro_batch, lambda: self._end_micro_batch(ends_batch=False))
 
 @patch

@@ -4,10 +4,11 @@ from torch import nn
 from torch.nn import functional as F
 from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException,
     CancelFitException, CancelTrainException)
+from fastai.data.core import DataLoaders
 from fastai.callback.fp16 import ModelToHalf, NonNativeMixedPrecision
 from fastaccum import GradientAccumulation
-from fastaccum.testing import CrossEntropy, assert_same_run, both_runs, deviation, toy
-from common import CallAt, RecordAt, collect_warnings, weights, weights_unchanged
+from fastaccum.testing import CrossEntropy, assert_same_run, both_runs, deviation, toy, toy_data
+from common import BatchListLoader, CallAt, RecordAt, collect_warnings, in_chunks, raise_oom_above, weights, weights_unchanged
 from small_learners import all_params
 
 def entries_and_runs(**kwargs):
@@ -196,3 +197,66 @@ def counted(pred, scale): return pred,len(pred)
 @pytest.mark.parametrize('f,loss', [(flat_pairs,lambda out, y: F.cross_entropy(out.reshape(len(y), 2, 3).mean(1), y)),
     (counted,lambda out, y: F.cross_entropy(out[0], y, reduction='sum')/out[1])])
 def test_a_loss_that_cannot_be_given_a_part_is_told(f, loss): assert entries_of_loss(f, loss)[0]==['loss-not-tried']
+
+# Callbacks that add rows to a batch that is split, or run out of memory (D5, D12)
+
+def add_unlabelled(learn):
+    "Add as many rows without a class, which the loss ignores, as FixMatch does"
+    if learn.training: learn.xb,learn.yb = (torch.cat([learn.x,learn.x*.9]),),(torch.cat([learn.y,torch.full_like(learn.y, -100)]),)
+def twice(learn): learn.xb,learn.yb = (learn.x.repeat(2, 1),),(learn.y.repeat(2),)
+@pytest.mark.parametrize('f', [add_unlabelled,twice])
+def test_rows_that_a_callback_adds_to_a_batch_that_is_split_are_told(f):
+    def entries_of(bs, **kwargs):
+        with collect_warnings() as collected:
+            toy(bs, n=64).fit(1, cbs=[GradientAccumulation(16, **kwargs),RecordAt('before_batch', f)])
+        return [str(o.message).partition('messages.html#')[2] for o in collected]
+    assert entries_of(16, micro_batch_size=4)==['rows-of-a-split-batch']
+    assert 'rows-of-a-split-batch' not in entries_of(4)
+
+def test_memory_that_runs_out_in_a_callbacks_second_pass_is_an_error_with_the_remedy():
+    second_pass = CallAt('before_step', lambda learn: raise_oom_above(4)(8))
+    with pytest.raises(torch.OutOfMemoryError, match="callback's `before_step`(?s:.*)planted.*own is not split"):
+        toy(8, n=32).fit(1, cbs=[GradientAccumulation(16, micro_batch_size='auto'),second_pass])
+
+# Batches whose inputs do not count samples, and loaders without a size (D9, D11)
+
+class GraphLoader(BatchListLoader):
+    "A loader of graphs with 3 to 6 nodes each: inputs have a row for each node, and targets one for each graph"
+    bs = 4
+    def __iter__(self):
+        for idxs in self.cycle():
+            x,y = self.dataset[idxs]
+            n_nodes = torch.tensor(idxs)%4+3
+            yield x.repeat_interleave(n_nodes, 0),torch.arange(len(idxs)).repeat_interleave(n_nodes),y
+class OfGraphs(nn.Module):
+    "A linear layer for nodes, whose outputs are averaged over each graph"
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+    def forward(self, x, graph):
+        out = self.layer(x)
+        total = torch.zeros(int(graph.max())+1, 3, dtype=x.dtype).index_add(0, graph, out)
+        return total/graph.bincount()[:,None]
+@pytest.mark.parametrize('n', [64,58])
+def test_batches_of_graphs_are_counted_by_their_targets(n):
+    def run(bs, cbs):
+        ds = toy_data(n)
+        learn = toy(4, data=ds, model=lambda: OfGraphs().double(), splitter=all_params)
+        loader = GraphLoader(ds, [in_chunks(list(range(n)), bs)])
+        loader.bs = bs
+        learn.dls = DataLoaders(loader, loader)
+        learn.dls.n_inp = 2
+        with collect_warnings() as collected: learn.fit(2, .1, cbs=cbs)
+        return learn,[str(o.message) for o in collected if 'fastaccum' in str(o.message)]
+    (a,_),(b,said) = run(16, []),run(4, [GradientAccumulation(16)])
+    assert not said and assert_same_run(a, b)
+
+def test_a_loader_without_a_size_says_what_to_do_beside_auto():
+    learn = toy(4, n=64)
+    loader = BatchListLoader(toy_data(64), [in_chunks(list(range(64)), 4)])
+    learn.dls = DataLoaders(loader, loader)
+    with pytest.raises(ValueError, match='give the loader a `bs`'):
+        learn.fit(1, cbs=GradientAccumulation(16, micro_batch_size='auto'))
+    loader.bs = 4
+    learn.fit(1, cbs=GradientAccumulation(16, micro_batch_size='auto'))
+    assert len(learn.recorder.losses)==4

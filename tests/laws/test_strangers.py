@@ -260,3 +260,52 @@ def test_a_loader_without_a_size_says_what_to_do_beside_auto():
     loader.bs = 4
     learn.fit(1, cbs=GradientAccumulation(16, micro_batch_size='auto'))
     assert len(learn.recorder.losses)==4
+
+# What `accum_check` can and cannot find out (D7, D9)
+
+class Reshapes(Callback):
+    "Gives the model another shape, without which the model fails; `twice`: and two views of each sample"
+    def __init__(self, twice): self.twice = twice
+    def before_batch(self):
+        x = torch.stack([self.x,self.x+.1], 1).flatten(0, 1) if self.twice else self.x
+        self.learn.xb = (x[:,None],)
+class ReshapesAndCompares(Reshapes):
+    def after_loss(self): self.learn.loss_grad = self.learn.loss_grad+norm_of_mean(self)
+class NeedsShape(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+    def forward(self, x):
+        if x.ndim!=3: raise ValueError('no middle dimension')
+        return self.layer(x[:,0])
+def pairs(p, y): return F.cross_entropy(p[::2]@p[1::2].T, torch.arange(len(p)//2))
+
+def checked(cb=None, **kwargs):
+    "The rows of `accum_check` by name"
+    learn = toy(4, splitter=all_params, cbs=cb, **kwargs)
+    return {o.what:o for o in learn.accum_check(16).rows}
+def test_a_callback_that_the_model_needs_is_not_said_to_be_exact():
+    model = lambda: NeedsShape().double()
+    assert checked(Reshapes(False), model=model)['callbacks'].ok
+    row = checked(ReshapesAndCompares(False), model=model)['callbacks']
+    assert row.state=='not checked' and 'fails without ReshapesAndCompares' in row.where
+def test_a_callback_that_makes_more_rows_and_that_the_model_needs_is_the_suspect():
+    row = checked(Reshapes(True), model=lambda: NeedsShape().double(), loss_func=pairs)['callbacks']
+    assert row.off>1e-4 and row.where=='Reshapes'
+
+class Trims(nn.Module):
+    "Trims a batch of sequences to the longest one, as many models of texts do"
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+    def forward(self, x): return self.layer(x[:,:int((x!=0).any(2).sum(1).max())])
+class TrimmedLoss(CrossEntropy):
+    def forward(self, p, y): return super().forward(p, y[:,:p.shape[1]])
+def test_a_model_that_trims_its_batch_is_no_model_that_needs_the_whole_batch():
+    ds = toy_data(64, True)
+    x,y = ds.tensors
+    lengths = torch.arange(64)%5+2
+    is_padding = torch.arange(6)[None]>=lengths[:,None]
+    ds.tensors = x.masked_fill(is_padding[...,None], 0),y.masked_fill(is_padding, -100)
+    rows = checked(data=ds, model=lambda: Trims().double(), loss_func=TrimmedLoss())
+    assert rows['gradients'].ok and rows['predictions'].ok

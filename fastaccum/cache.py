@@ -20,7 +20,7 @@ from .core.distributed import Processes, check_not_sharded, world_size
 from .core.process_checks import check_wrapped, warn_comm_hooks
 from .core.patching import PatchingCallback, Patch, uninterrupted
 from .core.micro_batches import AutoSize
-from .core.differences import batchnorms, warn_chunks
+from .core.differences import batchnorms, graph_nodes, warn_chunks
 from .core.replay import ReplayedForward
 from .core.warnings import BatchNormWarning, WarnOnce, more_link
 
@@ -37,6 +37,7 @@ class GradientCache(PatchingCallback):
     order,run_valid = Recorder.order-1,True   # after all callbacks that change the batch, or call the model before it
     warn_once = None     # gives each warning of the fit once
     patch = None         # the `Patch` of the model's `forward`, from `before_batch` to the Learner's call
+    call = None          # the `ReplayedForward` of the batch, until its loss is looked at
     rows = None          # for training (`True`) and evaluation (`False`): which outputs have a row for each sample?
     checked = False      # were the outputs of a micro-batch that was run again compared, in this fit?
     def __init__(self, *,
@@ -68,6 +69,10 @@ class GradientCache(PatchingCallback):
         self.patch.apply()
     def after_batch(self): self.undo_patches()
 
+    def before_backward(self):
+        call,self.call = self.call,None
+        if call is not None and not self.checked: _check_kept(call, self.learn.loss_grad)
+
     def undo_patches(self):
         if self.patch is not None: self.patch.undo()
         self.patch = None
@@ -85,7 +90,19 @@ def _forward(self:GradientCache, *args, **kwargs):
     call = ReplayedForward(self, learn.model, stock, args, n)
     if n>call.most: self._warn_differences(args)
     elif self.limit.fixed and not (call.learns and call.ddps): return stock(*args)
+    if call.learns: self.call = call
     return call.forward()
+
+def _check_kept(call, loss_grad):
+    """Refuse a loss that uses what the model has computed in another way than by its predictions
+
+    RuntimeError: the graph of the loss reaches into the model
+    """
+    outs = [o.grad_fn for o in call.last_outs or () if isinstance(o, torch.Tensor)]
+    if not graph_nodes([loss_grad.grad_fn]) & graph_nodes(outs): return
+    raise RuntimeError("the loss uses activations that the model or a hook has kept, which with `GradientCache` are those of "
+        "the last micro-batch only. Let the model return them with its predictions, or use `ActivationCheckpoint()`, with "
+        "which the model sees the whole batch" + more_link('kept-activations'))
 
 @patch
 def _warn_differences(self:GradientCache, args):

@@ -6,7 +6,7 @@ from fastai.callback.core import (Callback, CancelBackwardException, CancelBatch
     CancelFitException, CancelTrainException)
 from fastai.data.core import DataLoaders
 from fastai.callback.fp16 import ModelToHalf, NonNativeMixedPrecision
-from fastaccum import GradientAccumulation
+from fastaccum import ActivationCheckpoint, GradientAccumulation, GradientCache
 from fastaccum.testing import CrossEntropy, assert_same_run, both_runs, deviation, toy, toy_data
 from common import BatchListLoader, CallAt, RecordAt, collect_warnings, in_chunks, raise_oom_above, weights, weights_unchanged
 from small_learners import all_params
@@ -309,3 +309,29 @@ def test_a_model_that_trims_its_batch_is_no_model_that_needs_the_whole_batch():
     ds.tensors = x.masked_fill(is_padding[...,None], 0),y.masked_fill(is_padding, -100)
     rows = checked(data=ds, model=lambda: Trims().double(), loss_func=TrimmedLoss())
     assert rows['gradients'].ok and rows['predictions'].ok
+
+# `GradientCache`, and activations that the model keeps (D8)
+
+class Keeps(nn.Module):
+    "A model of two layers that keeps the outputs of the first one"
+    def __init__(self):
+        super().__init__()
+        self.first,self.second = nn.Sequential(nn.Linear(5, 4), nn.Tanh()),nn.Linear(4, 3)
+    def forward(self, x):
+        self.kept = self.first(x)
+        return self.second(self.kept)
+def of_kept(cb): return cb.learn.model.kept.pow(2).mean()
+@pytest.mark.parametrize('more', [[],[GradientAccumulation(16)]], ids=['alone','accumulating'])
+def test_the_cache_refuses_a_loss_of_activations_that_the_model_keeps_and_names_what_works(more):
+    def train(f, *cbs):
+        learn = toy(16, n=64, model=lambda: Keeps().double(), splitter=all_params)
+        before = weights(learn)
+        try: learn.fit(1, 0.1, cbs=[ChangesLoss(f),*cbs])
+        except RuntimeError as e:
+            assert 'ActivationCheckpoint()' in str(e) and weights(learn).equal(before)
+            return None
+        return weights(learn)
+    cache = GradientCache(micro_batch_size=4)
+    assert train(of_kept, cache, *more) is None
+    assert train(of_weights, cache, *more) is not None
+    assert deviation(train(of_kept), train(of_kept, ActivationCheckpoint(nn.Sequential), *more))<1e-12

@@ -106,10 +106,10 @@ def check_learner(learn:Learner):
 def _steps_by_itself(learn, nm):
     f = vars(learn).get(nm) or getattr(type(learn), nm)
     f = getattr(f, '__func__', f)
-    if f.__module__.startswith('fastai.'): return False
-    # a `one_batch` that ends in fastai's `_do_one_batch`, as tsai's does, only moves the batch in another way
-    calls = set(f.__code__.co_names) if hasattr(f, '__code__') else set()
-    return nm!='one_batch' or not {'_do_one_batch','_with_events'}<=calls
+    module = getattr(f, '__module__', None) or ''
+    # tsai replaces `one_batch` of all Learners by one that only moves the batch to the device in another way
+    is_tsais = (module,nm)==('tsai.learner','one_batch')
+    return not (module.startswith('fastai.') or is_tsais)
 
 def check_single(learn:Learner, cls:type):
     """Refuse a Learner with several callbacks of a class of which there may be one

@@ -13,6 +13,7 @@ from inspect import signature
 from itertools import islice
 from math import ceil
 from numbers import Integral
+from operator import attrgetter
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset
@@ -31,8 +32,11 @@ def size_of(dl:object)->int|None:
 
 def n_of(dl:object)->int|None:
     "Samples in an epoch, including those that `drop_last` leaves out, if the loader tells"
-    if getattr(dl, 'n', None) is not None: return dl.n
-    with suppress(TypeError, AttributeError): return len(dl.sampler)
+    for name in ('partial_n','n'):   # fastai's `PartialDL` yields `partial_n` of its `n` samples
+        if getattr(dl, name, None) is not None: return getattr(dl, name)
+    # the sampler of a batch sampler comes first, because PyTorch's loader then has another one that it does not use
+    for source in ('batch_sampler.sampler','sampler','dataset'):
+        with suppress(TypeError, AttributeError): return len(attrgetter(source)(dl))
 
 def drops_last(drop_last:bool|None, dl:object)->bool:
     "Is the incomplete last step of an epoch left out? `None` means to do as `dl` does with its own last batch"

@@ -22,7 +22,7 @@ from .accumulation import GradientAccumulation
 from .cache import check_cached
 from .checkpoint import unwrapped
 from .core.batch import split
-from .core.checks import check_count, check_learner, our_callback
+from .core.checks import check_count, check_learner, hooked_params, our_callback
 from .core.compare import Compare, grad_differences, relative_diff
 from .core.diagnose import FirstBatchProbe, Row, blame, candidates, named
 from .core.dry_run import DryRun
@@ -266,8 +266,13 @@ class _Found:
             rest = f'exact ({self.rest:.0e})' if self.rest<=tol else f'off by {self.rest:.1g}'
             where += f'; without the causes above: {rest}'
         if self.rest>tol and self.look.agree and not self.cbs and (self.look.loss[0] or 0.)<=tol:
-            where += '; cause not found: a callback or the loss may use the whole batch, or draw random numbers'
-            remedy = self.cache
+            hooked = hooked_params(self.learn.model)
+            if hooked:
+                where += f'; the hook on the parameter {hooked[0]} gets the gradients of micro-batches'
+                remedy = 'change gradients in `before_step`, without the hook'
+            else:
+                where += '; cause not found: a callback or the loss may use the whole batch, or draw random numbers'
+                remedy = self.cache
         return row._replace(where=where, remedy=remedy)
 
     def _buffers(self, a, b):

@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/core/checks.html.md"""
 
 # %% auto #0
 __all__ = ['check_count', 'check_bool', 'check_name', 'check_function', 'class_names', 'our_callbacks', 'our_callback',
-           'check_learner', 'check_single']
+           'check_learner', 'hooked_params', 'check_single']
 
 # %% ../../nbs/core/07_checks.ipynb #imports
 from functools import lru_cache
@@ -16,6 +16,7 @@ from fastai.callback.core import Callback
 from fastai.callback.fp16 import NonNativeMixedPrecision
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
 from fastai.learner import Learner
+from torch import nn
 from .warnings import more_link
 
 # %% ../../nbs/core/07_checks.ipynb #values
@@ -110,6 +111,15 @@ def _steps_by_itself(learn, nm):
     # tsai replaces `one_batch` of all Learners by one that only moves the batch to the device in another way
     is_tsais = (module,nm)==('tsai.learner','one_batch')
     return not (module.startswith('fastai.') or is_tsais)
+
+def hooked_params(model:nn.Module)->list:
+    "Names of the parameters whose gradient goes through a hook of the user (`register_hook`) in each backward pass"
+    def is_users(hook):
+        function = getattr(hook, 'func', hook)   # `NoiseScale` registers partials
+        module = getattr(function, '__module__', None) or ''
+        return not module.startswith(('fastaccum.','wandb.'))   # these only read the gradient
+    hooks = {nm:p._backward_hooks for nm,p in model.named_parameters() if p.requires_grad and p._backward_hooks}
+    return [nm for nm,of_param in hooks.items() if any(map(is_users, of_param.values()))]
 
 def check_single(learn:Learner, cls:type):
     """Refuse a Learner with several callbacks of a class of which there may be one

@@ -17,7 +17,7 @@ from fastai.learner import Learner
 from fastai.optimizer import OptimWrapper, Optimizer
 from fastcore.basics import patch
 from .batch import has_rows, leaves, n_samples, samples
-from .checks import class_names
+from .checks import class_names, hooked_params
 from .distributed import Processes
 from .loader_info import by_batch_size
 from .mean import StepMean
@@ -74,7 +74,7 @@ class LossTrials:
         if batch is not None or self.single is None: self.left -= 1   # two samples of other shapes are not a trial
         probed = probe(learn if batch is None else batch, n_tried, mean.find)
         if not warns: return
-        for warned in (self._not_a_mean, self._more_rows, self._fails_on_a_part, self._uneven_labels):
+        for warned in (self._not_a_mean, self._has_state, self._more_rows, self._fails_on_a_part, self._uneven_labels):
             if warned(probed, learn, micro, mean): return
 
 # %% ../../nbs/core/11_differences.ipynb #loss-messages
@@ -87,6 +87,16 @@ def _not_a_mean(self:LossTrials, probed:Probed, learn, micro, mean)->bool: # Was
         "so this run differs from the full-batch run. Use `reduction='mean'` throughout, pass `n_items=`, a "
         "function that returns how many items the mean covers, or let the loss see the whole batch with "
         "`GradientCache`", LossWarning)
+    return True
+
+@patch
+def _has_state(self:LossTrials, probed, learn, micro, mean)->bool:
+    "Warn of a loss that depends on the calls before"
+    if not probed.has_state: return False
+    self.warn_once('loss-with-state', "the loss function returns another value when it is called again with the same "
+        "predictions and targets, so it keeps something from one call to the next, such as a running mean, a memory or a "
+        "count. It is called with each micro-batch, and in the full-batch run once per step, so this run differs. Call it "
+        "once per step, with the whole batch, by `GradientCache`", StateWarning)
     return True
 
 @patch
@@ -164,6 +174,7 @@ class DifferenceWarnings:
             warn_chunks(learn.model, learn.xb, self.warn_once)
             self._warn_batchnorms(learn.model, step, micro)
             self._warn_loader(step)
+            self._warn_hooked(learn.model)
         self.checked_fit = True
 
     def _joins_batches(self, step): return step.size>self.loader.sizes.bs
@@ -179,6 +190,15 @@ class DifferenceWarnings:
             "pretrained layers with `FreezeBN(lambda m: m[0])`, average the statistics again after training with "
             f"`learn.recalibrate_bn({step.size})`, or use `ActivationCheckpoint()` with the full batch",
             BatchNormWarning)
+
+    def _warn_hooked(self, model):
+        hooked = hooked_params(model)
+        if not hooked: return
+        more = f' and {len(hooked)-1} more' if hooked[1:] else ''
+        self.warn_once('parameter-hooks', f"the parameter {hooked[0]!r}{more} has a hook (`register_hook`) that gets the "
+            "gradient of each micro-batch, weighted with its share in the step, and not the gradient of the step. If the "
+            "hook clips or normalises it, this run differs from the full-batch run. Remove the hook, and do that to "
+            "`p.grad` in `before_step`. A hook that multiplies by a constant is right", AccumulationWarning)
 
     def _warn_loader(self, step):
         how = by_batch_size(self.loader.dl)

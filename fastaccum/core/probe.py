@@ -28,6 +28,7 @@ class Probed(NamedTuple):
     reason:str='' # Why it could not be computed
     tol:float=2e-5 # The largest difference that counts as rounding
     raised:bool=False # Did the loss function raise an error, which is the reason?
+    has_state:bool=False # Did the loss function return another value when it was called again?
 
     @property
     def wrong(self)->bool:
@@ -38,10 +39,11 @@ _tols = {torch.float16:1e-2, torch.bfloat16:5e-2}   # others: `Probed.tol`
 
 # %% ../../nbs/core/10_probe.ipynb #part
 def _fresh(o):
-    "A copy of all tensors in `o`, in single precision at least"
+    "A copy of all tensors in `o`, in single precision at least; one needs a gradient if the tensor in `o` does"
     if isinstance(o, torch.Tensor):
         half = o.is_floating_point() and o.element_size()<4
-        return o.detach().to(torch.float32 if half else o.dtype, copy=True)
+        leaf = o.detach().requires_grad_(o.requires_grad)
+        return leaf.to(torch.float32 if half else o.dtype, copy=True)   # a loss may write into this copy
     return container_like(o, [_fresh(x) for x in values(o)]) if is_mapping(o) or isinstance(o, (tuple,list)) else o
 
 class Part:
@@ -101,7 +103,6 @@ def _copied(f, *kept):
     try: return deepcopy(f, memo)
     except Exception: return f   # it holds something that cannot be copied
 
-@torch.no_grad()   # not in a `with`: an interrupt before its last lines would leave gradients off
 def _probe(learn, f, n, find, devices):
     def rng(): return [o for _,o in rng_state(devices)]
     def look(pick, m):
@@ -115,12 +116,16 @@ def _probe(learn, f, n, find, devices):
         if not _same(before, rng()): raise ValueError('the loss function draws random numbers')
         return (loss.mean() if loss.ndim else loss.clone()),1 if find is None else m if find is samples else find(part)
     k = n//2 if n<5 else max(2, n//3)
-    looks = [look(o, m) for o,m in ((lambda o: o[:], n), (lambda o: o[:k], k), (lambda o: o[k:], n-k))]
+    def whole(): return look(lambda o: o[:], n)
+    looks = [whole(),look(lambda o: o[:k], k),look(lambda o: o[k:], n-k)]
     losses,sizes = _numbers(looks)
     gap,scale = _gap(losses, sizes, find is None)
     res = Probed(gap/scale if gap else 0., tol=_tols.get(looks[0][0].dtype, 2e-5))
     if not res.wrong: return res
-    (back,),_ = _numbers([look(lambda o: o.flip(0) if isinstance(o, torch.Tensor) else o[::-1], n)])
+    backwards = look(lambda o: o.flip(0) if isinstance(o, torch.Tensor) else o[::-1], n)
+    (again,back),_ = _numbers([whole(),backwards])
+    if abs(again-losses[0])>res.tol*scale:
+        return Probed(None, 'it returns another value for the same predictions and targets', res.tol, has_state=True)
     if abs(back-losses[0])<=min(gap/10, res.tol*scale): return res
     return Probed(None, 'it depends on something else than predictions and targets, or is all rounding', res.tol)
 

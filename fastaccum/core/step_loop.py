@@ -82,6 +82,7 @@ class StepLoop:
         self.differences = DifferenceWarnings(self.warn_once)
         self.grad_check = GradCheck()              # did anything change the gradients between micro-batches?
         self.log_rows = LogRows()
+        self.n_recorded = 0                        # micro-batches that were recorded, if each of them is
         self.last_loss = 0.                        # mean loss of the last step: shown where a step ignores all targets
         # of the epoch, set by `begin_epoch`
         self.loader = None                         # the `StepLoader` that the Learner iterates over
@@ -148,7 +149,8 @@ def begin_epoch(self:StepLoop, plan:Plan):
     self.devices = devices_of(learn.model.modules())
     self.batch_device = self._find_batch_device()
     sizes = plan.loaders[self.processes.rank]
-    self.loader = StepLoader(learn, learn.dl, self.run_step, plan.epoch(learn.epoch), sizes, self.processes, plan.drop_last)
+    self.loader = StepLoader(learn, learn.dl, self.run_step, plan.epoch(learn.epoch), sizes, self.processes,
+        plan.drop_last, self.warn_once)
     self.differences.begin_epoch(self.processes, self.loader)
     self.log_rows.begin_epoch(learn)
     learn.dl = self.loader
@@ -295,12 +297,21 @@ def _end_micro_batch(self:StepLoop, ends_batch:bool=True):
     "End a micro-batch that is not the last of its step: `after_batch` for callbacks that get it each time"
     is_recorded = not self.log_steps and self.micro.ran
     if is_recorded:
-        self.learn.train_iter += 1   # recorded micro-batches are counted; the step itself counts the last one
+        self.n_recorded += 1   # the last micro-batch of a step is counted with the step
         self.log_rows.before_micro_batch_row(self.learn, self._rows_per_epoch())
     if not (is_recorded or ends_batch): return
     self._put_back_inputs()
     for cb in self.events.listeners('after_batch'):
-        if ends_batch and not hears_steps(cb) or is_recorded and records(cb): cb('after_batch')
+        if ends_batch and not hears_steps(cb) or is_recorded and records(cb): self._after_batch_of(cb)
+
+@patch
+def _after_batch_of(self:StepLoop, cb):
+    "Send `after_batch` to `cb`; a callback that records every micro-batch sees their number as `train_iter`"
+    if self.log_steps or not records(cb): return cb('after_batch')
+    n_steps = self.learn.train_iter
+    self.learn.train_iter = self.n_recorded
+    try: cb('after_batch')
+    finally: self.learn.train_iter = n_steps
 
 @patch
 def _rows_per_epoch(self:StepLoop): return -(-self.loader.sizes.n//self.loader.sizes.micro_bs)
@@ -353,7 +364,9 @@ def _take_step(self:StepLoop):
     if self.log_steps:
         self.kept_losses.put_means(learn)
         self.log_rows.before_step_row(learn, self.mean.samples)
-    else: self.log_rows.before_micro_batch_row(learn, self._rows_per_epoch())
+    else:
+        self.n_recorded += 1
+        self.log_rows.before_micro_batch_row(learn, self._rows_per_epoch())
     self._end_step(ran, micro_loss, step_loss)
 
 @patch
@@ -366,7 +379,7 @@ def _end_step(self:StepLoop, ran, micro_loss, step_loss):
         for cb in self.events.listeners('after_batch'):
             if not (ran or hears_steps(cb)): continue
             if not self.log_steps: learn.loss = micro_loss if records(cb) else step_loss   # a row for the micro-batch
-            cb('after_batch')
+            self._after_batch_of(cb)
     finally:
         if train_metrics: learn.recorder.train_metrics = True
     if not self.log_steps: return

@@ -103,9 +103,22 @@ def before_train(self:GradientAccumulation):
     self.loop.begin_epoch(self._plan_fit(learn.dl))
 
 @patch
+def after_train(self:GradientAccumulation):
+    if self.loop is not None: self.loop.count_rows(True)
+
+@patch
+def after_fit(self:GradientAccumulation):
+    if not self.validates and self.loop is not None: self.loop.count_rows(False)
+
+@patch
 def before_backward(self:GradientAccumulation):
     "Multiply the loss by the share of the micro-batch in its step; penalties were added, and nothing is scaled yet"
     learn,loop = self.learn,self.loop
+    if 'one_batch' not in vars(learn):
+        raise RuntimeError("the Learner runs batches that do not come from the loader of steps that `GradientAccumulation` "
+            "has set as `learn.dl` in `before_train`. Either a callback has replaced it there, which needs an `order` "
+            f"below {self.order}, or the Learner's own `_do_epoch_train` does not send `before_train`"
+            + more_link('not-the-loader-of-steps'))
     share = loop.mean.measure(learn, loop.micro.n)
     if loop.mean.is_sum: self._share_penalty(share)
     elif loop.grad_sums: loop.micro.share = share   # gradients are summed in float32, and multiplied there
@@ -175,6 +188,7 @@ def _comms(self:GradientAccumulation):
 @patch
 def _plan(self:GradientAccumulation, dl, n_epoch, processes, comms, n_finds=None):
     "The plan of the processes for a loader; `n_finds`: the steps of an `lr_find`"
+    if n_epoch!=0: check_count('n_epoch', n_epoch, 'epoch')   # fastai's `fit(0)` trains nothing
     sizes,drop_last = sizes_of(dl, self.micro_batch_size),drops_last(self.drop_last, dl)
     must_match = {'`accum_bs`':self.accum_bs, '`drop_last`':drop_last, '`log_accum_batch`':self.log_accum_batch,
         "`'auto'`":self.auto is not None, 'the number of epochs':n_finds or n_epoch}

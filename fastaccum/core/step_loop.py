@@ -82,7 +82,8 @@ class StepLoop:
         self.differences = DifferenceWarnings(self.warn_once)
         self.grad_check = GradCheck()              # did anything change the gradients between micro-batches?
         self.log_rows = LogRows()
-        self.n_recorded = 0                        # micro-batches that were recorded, if each of them is
+        self.n_more_rows = 0                       # micro-batches that were recorded, without the last one of each step
+        self.n_shown = 0                           # how much of that `learn.train_iter` contains at the moment
         self.last_loss = 0.                        # mean loss of the last step: shown where a step ignores all targets
         # of the epoch, set by `begin_epoch`
         self.loader = None                         # the `StepLoader` that the Learner iterates over
@@ -146,6 +147,7 @@ def begin_epoch(self:StepLoop, plan:Plan):
     size = self.acc.micro_batch_size
     self.limit = AutoSize.of_size(size) if size else self.acc.auto
     self.n_batches = 0
+    self.count_rows(False)
     self.devices = devices_of(learn.model.modules())
     self.batch_device = self._find_batch_device()
     sizes = plan.loaders[self.processes.rank]
@@ -297,21 +299,27 @@ def _end_micro_batch(self:StepLoop, ends_batch:bool=True):
     "End a micro-batch that is not the last of its step: `after_batch` for callbacks that get it each time"
     is_recorded = not self.log_steps and self.micro.ran
     if is_recorded:
-        self.n_recorded += 1   # the last micro-batch of a step is counted with the step
+        self.n_more_rows += 1
         self.log_rows.before_micro_batch_row(self.learn, self._rows_per_epoch())
     if not (is_recorded or ends_batch): return
     self._put_back_inputs()
     for cb in self.events.listeners('after_batch'):
-        if ends_batch and not hears_steps(cb) or is_recorded and records(cb): self._after_batch_of(cb)
+        if ends_batch and not hears_steps(cb) or is_recorded and records(cb):
+            self._after_micro_batch(cb)
 
 @patch
-def _after_batch_of(self:StepLoop, cb):
-    "Send `after_batch` to `cb`; a callback that records every micro-batch sees their number as `train_iter`"
-    if self.log_steps or not records(cb): return cb('after_batch')
-    n_steps = self.learn.train_iter
-    self.learn.train_iter = self.n_recorded
+def _after_micro_batch(self:StepLoop, cb):
+    "`after_batch` where every micro-batch is recorded: for callbacks that record, `train_iter` counts micro-batches"
+    self.count_rows(records(cb))
     try: cb('after_batch')
-    finally: self.learn.train_iter = n_steps
+    finally: self.count_rows(False)
+
+@patch
+def count_rows(self:StepLoop, rows:bool):
+    "Let `learn.train_iter` count the rows that are recorded, or steps; between epochs TensorBoard and ShowGraph need rows"
+    shown = self.n_more_rows if rows else 0
+    self.learn.train_iter += shown-self.n_shown
+    self.n_shown = shown
 
 @patch
 def _rows_per_epoch(self:StepLoop): return -(-self.loader.sizes.n//self.loader.sizes.micro_bs)
@@ -364,9 +372,7 @@ def _take_step(self:StepLoop):
     if self.log_steps:
         self.kept_losses.put_means(learn)
         self.log_rows.before_step_row(learn, self.mean.samples)
-    else:
-        self.n_recorded += 1
-        self.log_rows.before_micro_batch_row(learn, self._rows_per_epoch())
+    else: self.log_rows.before_micro_batch_row(learn, self._rows_per_epoch())
     self._end_step(ran, micro_loss, step_loss)
 
 @patch
@@ -378,8 +384,11 @@ def _end_step(self:StepLoop, ran, micro_loss, step_loss):
     try:
         for cb in self.events.listeners('after_batch'):
             if not (ran or hears_steps(cb)): continue
-            if not self.log_steps: learn.loss = micro_loss if records(cb) else step_loss   # a row for the micro-batch
-            self._after_batch_of(cb)
+            if self.log_steps:
+                cb('after_batch')
+                continue
+            learn.loss = micro_loss if records(cb) else step_loss   # a row for the micro-batch
+            self._after_micro_batch(cb)
     finally:
         if train_metrics: learn.recorder.train_metrics = True
     if not self.log_steps: return

@@ -10,10 +10,13 @@ __all__ = ['FoundAccum']
 # %% ../nbs/09_accum_find.ipynb #imports
 import numpy as np
 from itertools import islice
+from math import isfinite
+from numbers import Real
 from matplotlib import pyplot as plt
 from fastai.callback.core import Callback
 from fastai.learner import Learner
 from fastcore.basics import patch
+from fastcore.foundation import L
 from .accumulation import GradientAccumulation
 from .core.checks import check_bool, check_count, our_callback
 from .core.dry_run import Batches, CountSteps, DryRun
@@ -42,6 +45,12 @@ def _measure(learn, acc, size, bs, steps, lr):
         f"set `run_bs_find = False` in its class), or the training loader has no full batch of {bs} samples"
         + more_link('no-step-in-a-trial'))
 
+def _check_lr(lr):
+    rates = [lr.start,lr.stop] if isinstance(lr, slice) else lr if isinstance(lr, (list,tuple,L)) else [lr]
+    if all(o is None or isinstance(o, Real) and isfinite(o) for o in rates): return
+    raise ValueError(f"`lr={lr!r}`: give a finite number, a slice of such numbers, or leave `lr` out"
+        + more_link('learning-rate'))
+
 @patch
 def accum_find(self:Learner,
     accum_bs:int|None=None, # Samples in a measured step; defaults to the first step of a fit, or 8 micro-batches
@@ -56,7 +65,8 @@ def accum_find(self:Learner,
     ([McCandlish et al., 2018](https://arxiv.org/abs/1812.06162)). Steps of that size are suggested.
 
     TypeError: `accum_bs` or `steps` is not a whole number, or `show_plot` is neither `True` nor `False`
-    ValueError: `accum_bs` or `steps` is below 1, or the training loader has no batch or no batch size
+    ValueError: `accum_bs` or `steps` is below 1, `accum_bs` is larger than an epoch, `lr` is not a finite number, or the
+        training loader has no batch or no batch size
     RuntimeError: there are several processes, a callback ends the fit, the loader has no full batch, or no step could
         be measured
     UserWarning: a step could not be measured; the message says why
@@ -64,12 +74,16 @@ def accum_find(self:Learner,
     check_bool('show_plot', show_plot)
     check_count('steps', steps, 'step')
     if accum_bs is not None: check_count('accum_bs', accum_bs)
+    _check_lr(lr)
     check_search(self, 'accum_find', "each would find a size of its own. Run it in a single process; "
         "the size counts samples over all processes, so it holds for several, too", 'train on')
     with self.added_cbs(cbs):
         acc = our_callback(self, 'GradientAccumulation')
         sizes = sizes_of(self.dls.train, acc and acc.micro_batch_size)
         bs,n,micro = sizes
+        if accum_bs is not None and accum_bs>n:
+            raise ValueError(f"`accum_bs={accum_bs}`: an epoch of the training loader has {n} samples. Give at most that many"
+                + more_link('samples-to-check'))
         size = accum_bs or max(acc.plan(self.dls).wanted(0) if acc else 8*micro, 4*micro)
         size = round_up(max(size, 2*micro), sizes.unit)
         readings = _measure(self, acc, size, bs, steps, lr)

@@ -83,7 +83,7 @@ def bn_layers(model:nn.Module)->list:
 class FreezeBN(PatchingCallback):
     """Freeze BatchNorm's running statistics and normalise with them, whatever else trains
 
-    TypeError: `part` is not a function
+    TypeError: `part` is not a function, or, when the fit begins, does not return modules
     UserWarning: when the fit begins, if a layer has seen no data, or if there is none with running statistics
     """
     order,run_valid = TrainEvalCallback.order+1,False   # right after all layers are told to train
@@ -96,7 +96,12 @@ class FreezeBN(PatchingCallback):
     def layers_of(self, model:nn.Module)->list:
         "The BatchNorm layers that are frozen"
         part = model if self.part is None else self.part(model)
-        return [m for o in (part if isinstance(part, (list,tuple,L)) else [part]) for m in bn_layers(o)]
+        parts = part if isinstance(part, (list,tuple,L)) else [part]
+        for o in parts:
+            if not isinstance(o, nn.Module):
+                raise TypeError(f"`part` returned {o!r}, of type {type(o).__name__}: let it return a module of the model, or "
+                    "a list of modules, such as `lambda m: m[0]`" + more_link('function-argument'))
+        return [m for o in parts for m in bn_layers(o)]
 
     def before_fit(self):
         if self.validates: return

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
-from .core.checks import check_single
+from .core.checks import check_function, check_single
 from .core.distributed import check_not_sharded
 from .core.forward_state import ForwardState, devices_of
 from .core.patching import PatchingCallback, Patch, uninterrupted
@@ -87,12 +87,14 @@ class ActivationCheckpoint(PatchingCallback):
 def check_segments(o:object)->object:
     """Refuse a value of `segments` that cannot choose any; a list of modules of any kind becomes a `list`
 
-    TypeError: it is not a class, a tuple of classes, a list of modules, or a function
+    TypeError: it is not a class, a tuple of classes, a list of modules, or a function of a module
     """
     if isinstance(o, (L,nn.ModuleList)): o = list(o)
     elif isinstance(o, nn.Module): o = [o]
     of = {tuple:type, list:nn.Module}.get(type(o))
-    if o is None or callable(o) or of and o and all(isinstance(x, of) for x in o): return o
+    is_function = callable(o) and not isinstance(o, type)
+    if is_function: return check_function('segments', o, 1, 'lambda m: isinstance(m, nn.TransformerEncoderLayer)')
+    if o is None or isinstance(o, type) or of and o and all(isinstance(x, of) for x in o): return o
     raise TypeError(f"`segments={o!r}` is of type {type(o).__name__}: give a class or a tuple of classes, a list of "
         "modules, or a function of a module" + more_link('segments'))
 

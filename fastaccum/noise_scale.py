@@ -56,7 +56,7 @@ class NoiseScale(PatchingCallback):
         every:int=10, # Measure every n-th step
         half_life:int|None=None # Samples after which a measurement counts half; defaults to those of 20 measurements
     ):
-        self.every = check_count('every', every)
+        self.every = check_count('every', every, 'step')
         self.half_life = None if half_life is None else check_count('half_life', half_life)
 
     def before_fit(self):

@@ -80,6 +80,7 @@ class ScaledLR(PatchingCallback):
             now = [h[k] for h in self.opt.hypers]
             if k!=but: self.opt.set_hyper(k, L(o if c==n else c for o,n,c in zip(old, new, now)))
             self.scaled = self.scaled[1:]
+        self.opt = None   # the next fit may have another optimizer
 
     def after_step(self):
         if getattr(self.learn, 'lr_finder', None) is not None: self.undo_patches()   # it records the rate for the base

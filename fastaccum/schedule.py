@@ -63,11 +63,16 @@ def as_annealer(schedule:callable, start:int, end:int)->callable:
     return f
 
 # %% ../nbs/01_schedule.ipynb #value
-def check_value(v:object, pos:float)->float:
-    """Refuse a value that a schedule returned if it cannot be a number of samples
+def check_value(f:callable, pos:float)->float:
+    """The value of the schedule `f` at `pos`, if it can be a number of samples
 
-    ValueError: it is not a number, not above 0, or above 2**53
+    ValueError: `f` raises an error, or the value is not a number, not above 0, or above 2**53
     """
+    try: v = f(pos)
+    except Exception as e:
+        raise ValueError(f"`schedule` raised an error at position {pos:.3g} between `start` (0) and `finish` (1): "
+            f"{type(e).__name__}: {e}. Give one that returns a number of samples for each position from 0 to 1"
+            + more_link('schedule-function')) from e
     try: n = float(v)
     except (TypeError,ValueError,OverflowError): n = float('nan')
     if not 0<n<=2**53:
@@ -150,7 +155,7 @@ class GradientAccumulationSchedule(_Scheduled):
         self.start,self.finish,self.schedule = check_moment('start', start),check_moment('finish', finish),schedule
         if isinstance(start, Integral)==isinstance(finish, Integral): self._check_window(start, finish)
         f = as_annealer(schedule, self.start_accum_bs, self.final_accum_bs)
-        for i in range(101): check_value(f(i/100), i/100)
+        for i in range(101): check_value(f, i/100)
 
     def before_fit(self):
         super().before_fit()
@@ -174,7 +179,7 @@ class GradientAccumulationSchedule(_Scheduled):
             if pos.pct>=finish: return last
             if pos.pct<=start: return first
             at = (pos.pct-start)/(finish-start)
-            return max(1, round(check_value(f(at), at)/micro_bs))*micro_bs
+            return max(1, round(check_value(f, at)/micro_bs))*micro_bs
         return size
 
     def _check_window(self, start, finish):
@@ -217,6 +222,7 @@ def plot_sched(self:GradientAccumulation,
     figsize:tuple=(12,4) # Width and height of the figure, in inches
 )->np.ndarray: # The two matplotlib axes
     "Draw the size of the steps to come, and the number of steps taken, over epochs"
+    check_count('n_epoch', n_epoch, 'epoch')
     plan = self.plan(dls, n_epoch)
     xs,ys = zip(*((epoch+start/plan.n,n) for epoch,sizes in enumerate(plan.sizes)
         for start,n in zip(accumulate(sizes, initial=0), sizes)))

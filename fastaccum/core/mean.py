@@ -92,9 +92,9 @@ def find_n_items(loss_func:Callable)->Callable|None:
 
 # %% ../../nbs/core/05_mean.ipynb #check
 def _checked(size, read_tensor):
-    "The value that `n_items` returned, if it is valid; reading a tensor synchronises the GPU, so that is optional"
+    "The value that `n_items` returned, if it is valid; reading a tensor on a GPU synchronises it, so that is optional"
     if isinstance(size, torch.Tensor) and size.numel()==1:
-        if read_tensor: _checked(size.item(), read_tensor)
+        if read_tensor or on_host(size): _checked(size.item(), read_tensor)
         return size
     if isinstance(size, bool) or not isinstance(size, Real):
         raise TypeError(f"`n_items` returned {size!r}, of type {type(size).__name__}: "

@@ -75,6 +75,14 @@ class BatchParts:
         "Inputs and targets of the rows `start` to `stop`"
         xb,yb = self.whole
         b = self.split((*xb,*yb), start, stop, self.n)
+        if not isinstance(b, (tuple,list)):
+            raise TypeError(f"`split` returned {b!r} for a batch of {len(xb)+len(yb)} parts: return a tuple or list of these "
+                "parts" + more_link('split-function'))
+        for whole,part in zip(yb, b[len(xb):]):
+            if has_rows(whole, self.n) and not has_rows(part, stop-start):
+                raise ValueError(f"`split` returned targets of shape {tuple(getattr(part, 'shape', ()))} for the samples "
+                    f"{start} to {stop}, which are {stop-start}: return one row for each of `batch[start:stop]`"
+                    + more_link('split-function'))
         return b[:len(xb)],b[len(xb):]
 
     def select(self, start:int, stop:int):

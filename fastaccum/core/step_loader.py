@@ -64,6 +64,12 @@ class Step:
         self.full = plan.full                   # samples of a complete step of all processes, in whole batches
         self.target = min(self.size, plan.wanted)   # the step ends once this process has counted so many samples
 
+    def _refuse(self, *_):
+        raise TypeError("during training, the items of `learn.dl` are optimizer steps, which cannot be indexed or iterated. If "
+            "the Learner has its own `all_batches`, let it only pass them to `one_batch`, and look at batches in "
+            "`before_batch` of a callback" + more_link('own-training-loop'))
+    __len__ = __iter__ = __getitem__ = _refuse
+
     def n_missing(self, counted:int)->int:
         "Samples missing from the step after `counted` samples; 0 if the loader has no more"
         missing = self.target-counted
@@ -127,7 +133,7 @@ class StepLoader(OneBatchLoader):
         # an incomplete last step is taken if it has one sample, unless incomplete steps are dropped
         needed = sum(planned) if self.drop_last else sum(planned[:-1])+bool(planned)
         if n>=needed: return
-        self.warn_once('fewer-batches', f"the training loader had {n} samples in an epoch, fewer than its length says, and "
+        self.warn_once('fewer-batches', f"the training loader had {n} samples in an epoch, fewer than its `__len__` and `bs` say, and "
             f"too few for the {len(planned)} steps that were planned, so the schedule of learning rates does not reach its "
             "end. Let `__len__` return the number of batches, or give the loader an attribute `n`, the number of samples")
 

@@ -109,7 +109,8 @@ class ForwardState:
         self.modes = [(m,m.training) for m in self.modules]
         self.buffers = [(m._buffers,dict(m._buffers)) for m in self.modules if m._buffers]
         moved = (b for _,old in self.buffers for b in old.values() if copy and b is not None and not b.is_inference())
-        with torch.no_grad(): self.copies = {id(b):(b,b._version,b.clone()) for b in moved}
+        # not `torch.no_grad()`: an interrupt before its last line would leave gradients off
+        self.copies = {id(b):(b,b._version,b.detach().clone()) for b in moved}
         own = [vars(m) for m in self.modules if not type(m).__module__.startswith('torch.nn.')]
         self.attrs = [(d,{k:v for k,v in d.items() if k not in _usual}) for d in own]
         kept = [o for _,d in self.attrs for o in d.items() if type(o[1]) not in _plain]
@@ -124,11 +125,10 @@ class ForwardState:
         self.copies = {i:(b,v,c) for i,(b,v,c) in self.copies.items()
             if b._version!=v or b.is_floating_point() or b.numel()<1000}
 
-    @torch.no_grad()
     def put_back(self):
         "Go back to this state, after `check`; can be called any number of times"
         self.check()
-        for b,_,c in self.copies.values(): b.copy_(c)
+        for b,_,c in self.copies.values(): b.detach().copy_(c)
         self._put()
 
     @contextmanager

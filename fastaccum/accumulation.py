@@ -117,7 +117,7 @@ def before_backward(self:GradientAccumulation):
     if 'one_batch' not in vars(learn):
         raise RuntimeError("the Learner runs batches that do not come from the loader of steps that `GradientAccumulation` "
             "has set as `learn.dl` in `before_train`. Either a callback has replaced it there, which needs an `order` "
-            f"below {self.order}, or the Learner's own `_do_epoch_train` does not send `before_train`"
+            f"below {self.order}, or the Learner's own `_do_epoch_train` iterates over another loader than `self.dl`"
             + more_link('not-the-loader-of-steps'))
     share = loop.mean.measure(learn, loop.micro.n)
     if loop.mean.is_sum: self._share_penalty(share)

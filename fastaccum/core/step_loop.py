@@ -182,6 +182,7 @@ def run_step(self:StepLoop, i:int, step:Step):
         else: self._skip_step()
     except BaseException:   # also Ctrl-C and fastai's Cancel…: leave no gradient, no patch and no worker behind
         set_autocast_state(autocast)
+        torch.set_grad_enabled(True)   # an interrupt may have come where `torch.no_grad()` ends
         self._empty_grads()
         step.batches.end()
         self.loader.end()

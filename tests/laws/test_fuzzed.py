@@ -1,5 +1,5 @@
 """What a fuzzer found wrong and silent: each is the full-batch run now, or the fit refuses it or warns of it."""
-import numpy as np, pytest, torch
+import os, sys, numpy as np, pytest, torch
 from functools import partial
 from torch import nn
 from torch.nn import functional as F
@@ -7,9 +7,11 @@ from torch.utils.data import BatchSampler, DataLoader as TorchDataLoader, Iterab
 from fastai.callback.core import Callback, CancelBatchException
 from fastai.callback.data import PartialDL
 from fastai.learner import Learner
-from fastaccum import GradientAccumulation, GradientCache
-from fastaccum.testing import CrossEntropy, assert_same_run, both_runs, deviation, toy, toy_data
-from common import CallAt, RecordAt, weights, weights_unchanged
+from fastaccum import (ActivationCheckpoint, FreezeBN, GradientAccumulation, GradientAccumulationSchedule, GradientCache,
+    NoiseScale, ScaledLR)
+from fastaccum.core.micro_batches import AutoSize
+from fastaccum.testing import assert_same_run, both_runs, toy, toy_data
+from common import CallAt, RecordAt, weights_unchanged
 from test_warned import count_warnings, fit, not_a_mean, warnings_and_runs, weights_apart
 
 # A Learner's own `one_batch`
@@ -187,3 +189,139 @@ def test_those_who_record_every_micro_batch_count_micro_batches():
     rows = RecordAt('after_batch', lambda l: l.train_iter, order=51)
     toy(4).fit(2, 0.1, cbs=[rows,GradientAccumulation(16, log_accum_batch=False)])
     assert rows.values==list(range(1, 37))
+
+# Rarer: refused in words
+
+def second_size(value):
+    "An `n_items` that returns the number of samples, and from its second call on a tensor with `value`"
+    calls = []
+    def n_items(learn):
+        calls.append(learn)
+        return torch.tensor(4. if len(calls)==1 else value)
+    return n_items
+
+@pytest.mark.parametrize('value', [float('nan'),-1.,float('inf')])
+def test_each_tensor_of_n_items_on_a_cpu_is_looked_at(value):
+    with pytest.raises(ValueError, match='`n_items` returned.*return a finite number'):
+        toy(4).fit(1, 0.1, cbs=GradientAccumulation(16, n_items=second_size(value)))
+
+def rows(before, after): return lambda b, start, stop, n: [o[max(0, start-before):stop+after] for o in b]
+
+@pytest.mark.parametrize('split,words', [(rows(0, -1),'`split` returned targets of shape'),
+    (rows(1, 0),'`split` returned targets'), (lambda *_: None,'`split` returned None')])
+def test_a_split_that_returns_other_rows_is_refused_before_a_weight_moves(split, words):
+    learn = toy(16)
+    with weights_unchanged(learn), pytest.raises((ValueError,TypeError), match=f'(?s){words}.*#split-function'):
+        size = AutoSize(split)
+        size.train = 4
+        learn.fit(1, 0.1, cbs=GradientAccumulation(16, micro_batch_size=size))
+
+class Epochs(Learner):
+    "Iterates over a loader of its own"
+    def _do_epoch_train(self):
+        self.dl,self.n_iter = self.dls.train,len(self.dls.train)
+        self('before_train')
+        for i,b in enumerate(self.dls.train): self.one_batch(i, b)
+
+class Measures(Learner):
+    "Looks at each batch"
+    def all_batches(self):
+        self.n_iter = len(self.dl)
+        for i,b in enumerate(self.dl): self.one_batch(i, b) if len(b) else None
+
+class Passes(Learner):
+    def all_batches(self):
+        self.n_iter = len(self.dl)
+        for i,b in enumerate(self.dl): self.one_batch(i, b)
+
+def of_class(cls, *args, **kwargs):
+    learn = toy(*args, **kwargs)
+    learn.__class__ = cls
+    return learn
+
+def replaced(learn): learn.dl = learn.dls.train
+
+@pytest.mark.parametrize('cls,cbs,words', [(Epochs,[],'iterates over another loader'),
+    (Learner,[CallAt('before_train', replaced, order=13)],'needs an `order` below 12'),
+    (Learner,[CallAt('before_train', lambda l: l.epoch and replaced(l), order=13)],'needs an `order` below 12'),
+    (Measures,[],'only pass them to `one_batch`')])
+def test_batches_that_are_not_steps_are_refused(cls, cbs, words):
+    with pytest.raises((RuntimeError,TypeError), match=words):
+        of_class(cls, 4).fit(2, 0.1, cbs=[GradientAccumulation(16),*cbs])
+
+def test_all_batches_may_be_the_learners_own_and_the_loader_may_be_replaced_before():
+    first = CallAt('before_train', replaced, order=5)
+    assert_same_run(*both_runs(make=partial(of_class, Passes), cbs=lambda: [first]))
+
+def fit_with(*cbs, learn=toy, **kwargs): return learn(**dict(bs=4)|kwargs).fit(1, 0.1, cbs=[GradientAccumulation(16),*cbs])
+
+def fails(pos): return 1//0
+
+@pytest.mark.parametrize('f,words', [
+    (lambda: GradientAccumulation(16).plan(toy(4).dls, None), 'n_epoch=None.*whole number of epochs'),
+    (lambda: GradientAccumulation(16).plot_sched(toy(4).dls, 0), 'n_epoch=0.*at least 1 epoch'),
+    (lambda: toy(4).fit('a', cbs=GradientAccumulation(16)), "n_epoch='a'.*whole number of epochs"),
+    (lambda: GradientAccumulationSchedule(10**400, 16), '`schedule` raised an error at position 0.*OverflowError'),
+    (lambda: GradientAccumulationSchedule(4, 16, schedule=fails), 'position 0.*ZeroDivisionError'),
+    (lambda: fit_with(FreezeBN(lambda m: 4)), '`part` returned 4, of type int'),
+    (lambda: ActivationCheckpoint(lambda: nn.Linear), '`segments=.*cannot be called with 1 argument'),
+    (lambda: toy(4).accum_find(lr='x'), "`lr='x'`: give a finite number"),
+    (lambda: toy(4).accum_find(lr=float('nan')), '`lr=nan`: give a finite number'),
+    (lambda: toy(4).accum_find(10**6), '`accum_bs=1000000`: an epoch.*has 70 samples'),
+    (lambda: toy(4).bs_find(show_plot='x'), "`show_plot='x'`.*True or False"),
+    (lambda: NoiseScale(every=0), '`every=0`: give at least 1 step'),
+    *[(lambda bs=bs: fit_with(learn=partial(with_bs, of_loader=bs)), f'batches have {bs} samples.*at least 1')
+        for bs in (0,-4)]])
+def test_bad_arguments_are_refused_in_words(f, words):
+    with pytest.raises((TypeError,ValueError), match=f'(?s){words}.*reference/messages.html#'): f()
+
+def with_bs(of_loader, **kwargs):
+    learn = toy(**kwargs)
+    learn.dls.loaders[0] = Announces(66, 4, 17)
+    learn.dls.train.bs = of_loader
+    return learn
+
+# Warnings that were not true
+
+def test_scaled_rates_are_no_second_optimizer_in_the_next_fit():
+    learn = toy(4, cbs=[GradientAccumulation(16),ScaledLR(base_bs=16)])
+    said = count_warnings(lambda: [learn.fit(1, 0.01, reset_opt=True) for _ in range(2)])
+    assert not said
+
+# Interrupts
+
+def interrupted(make, at):
+    "Fit, interrupt where torch switches gradients on or off for the `at`th time; return whether that came, and the mode"
+    n,ends = 0,(torch.no_grad.__exit__.__code__,torch.no_grad.__enter__.__code__)
+    def trace(frame, event, arg):
+        nonlocal n
+        if frame.f_code not in ends or not _is_ours(frame): return
+        n += 1
+        if n==at+1: raise KeyboardInterrupt
+    learn,old = toy(4, n=22),sys.gettrace()
+    sys.settrace(trace)
+    try: make(learn)
+    except KeyboardInterrupt: pass
+    finally: sys.settrace(old)
+    on = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    return n>at,on
+
+def _is_ours(frame):
+    "Did our code switch gradients, itself or as a decorator of torch's?"
+    for _ in range(2):
+        frame = frame.f_back
+        if 'fastaccum' in frame.f_code.co_filename.split(os.sep): return 'tests' not in frame.f_code.co_filename
+    return False
+
+fits = dict(checkpoints=lambda l: l.fit(1, 0.1, cbs=ActivationCheckpoint(nn.Linear)),
+    accumulated=lambda l: l.fit(1, 0.1, cbs=[GradientAccumulation(8),ActivationCheckpoint(nn.Linear)]),
+    split=lambda l: l.fit(1, 0.1, cbs=GradientAccumulation(8, micro_batch_size=1)),
+    finder=lambda l: l.add_cbs([GradientAccumulation(8),FreezeBN()]).lr_find(num_it=4, show_plot=False))
+
+@pytest.mark.parametrize('nm', fits)
+def test_an_interrupt_leaves_gradients_on(nm):
+    for at in range(40):
+        came,on = interrupted(fits[nm], at)
+        assert on, at
+        if not came: break

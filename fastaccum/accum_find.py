@@ -82,8 +82,8 @@ def accum_find(self:Learner,
         sizes = sizes_of(self.dls.train, acc and acc.micro_batch_size)
         bs,n,micro = sizes
         if accum_bs is not None and accum_bs>n:
-            raise ValueError(f"`accum_bs={accum_bs}`: an epoch of the training loader has {n} samples. Give at most that many"
-                + more_link('samples-to-check'))
+            raise ValueError(f"`accum_bs={accum_bs}`: an epoch of the training loader has {n} samples. Give at most "
+                "that many" + more_link('samples-to-check'))
         size = accum_bs or max(acc.plan(self.dls).wanted(0) if acc else 8*micro, 4*micro)
         size = round_up(max(size, 2*micro), sizes.unit)
         readings = _measure(self, acc, size, bs, steps, lr)

@@ -112,13 +112,16 @@ def after_fit(self:GradientAccumulation):
 
 @patch
 def before_backward(self:GradientAccumulation):
-    "Multiply the loss by the share of the micro-batch in its step; penalties were added, and nothing is scaled yet"
+    """Multiply the loss by the share of the micro-batch in its step; penalties were added, and nothing is scaled yet
+
+    RuntimeError: the batch does not come from the loader of steps
+    """
     learn,loop = self.learn,self.loop
     if 'one_batch' not in vars(learn):
-        raise RuntimeError("the Learner runs batches that do not come from the loader of steps that `GradientAccumulation` "
-            "has set as `learn.dl` in `before_train`. Either a callback has replaced it there, which needs an `order` "
-            f"below {self.order}, or the Learner's own `_do_epoch_train` iterates over another loader than `self.dl`"
-            + more_link('not-the-loader-of-steps'))
+        raise RuntimeError("the Learner runs batches that do not come from `learn.dl`, which `GradientAccumulation` has "
+            "set to a loader of steps in `before_train`. Either a callback has replaced it there, which needs an "
+            f"`order` below {self.order}, or the Learner's own `_do_epoch_train` iterates over another loader than "
+            "`self.dl`" + more_link('not-the-loader-of-steps'))
     share = loop.mean.measure(learn, loop.micro.n)
     if loop.mean.is_sum: self._share_penalty(share)
     elif loop.grad_sums: loop.micro.share = share   # gradients are summed in float32, and multiplied there

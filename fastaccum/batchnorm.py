@@ -99,8 +99,8 @@ class FreezeBN(PatchingCallback):
         parts = part if isinstance(part, (list,tuple,L)) else [part]
         for o in parts:
             if not isinstance(o, nn.Module):
-                raise TypeError(f"`part` returned {o!r}, of type {type(o).__name__}: let it return a module of the model, or "
-                    "a list of modules, such as `lambda m: m[0]`" + more_link('function-argument'))
+                raise TypeError(f"`part` returned {o!r}, of type {type(o).__name__}: let it return a module of the "
+                    "model, or a list of modules, such as `lambda m: m[0]`" + more_link('function-argument'))
         return [m for o in parts for m in bn_layers(o)]
 
     def before_fit(self):

@@ -71,7 +71,7 @@ def check_value(f:callable, pos:float)->float:
     try: v = f(pos)
     except Exception as e:
         raise ValueError(f"`schedule` raised an error at position {pos:.3g} between `start` (0) and `finish` (1): "
-            f"{type(e).__name__}: {e}. Give one that returns a number of samples for each position from 0 to 1"
+            f"{type(e).__name__}: {e}. Give one that returns a number of samples for each position"
             + more_link('schedule-function')) from e
     try: n = float(v)
     except (TypeError,ValueError,OverflowError): n = float('nan')

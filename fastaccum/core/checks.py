@@ -113,13 +113,13 @@ def _steps_by_itself(learn, nm):
     return not (module.startswith('fastai.') or is_tsais)
 
 def hooked_params(model:nn.Module)->list:
-    "Names of the parameters whose gradient goes through a hook of the user (`register_hook`) in each backward pass"
+    "Names of the parameters whose gradients go through a hook of the user (`register_hook`)"
     def is_users(hook):
         function = getattr(hook, 'func', hook)   # `NoiseScale` registers partials
         module = getattr(function, '__module__', None) or ''
         return not module.startswith(('fastaccum.','wandb.'))   # these only read the gradient
-    hooks = {nm:p._backward_hooks for nm,p in model.named_parameters() if p.requires_grad and p._backward_hooks}
-    return [nm for nm,of_param in hooks.items() if any(map(is_users, of_param.values()))]
+    trained = [(nm,p) for nm,p in model.named_parameters() if p.requires_grad]
+    return [nm for nm,p in trained if any(is_users(o) for o in (p._backward_hooks or {}).values())]
 
 def check_single(learn:Learner, cls:type):
     """Refuse a Learner with several callbacks of a class of which there may be one

@@ -74,7 +74,8 @@ class LossTrials:
         if batch is not None or self.single is None: self.left -= 1   # two samples of other shapes are not a trial
         probed = probe(learn if batch is None else batch, n_tried, mean.find)
         if not warns: return
-        for warned in (self._not_a_mean, self._has_state, self._more_rows, self._fails_on_a_part, self._uneven_labels):
+        checks = (self._not_a_mean, self._has_state, self._more_rows, self._fails_on_a_part, self._uneven_labels)
+        for warned in checks:
             if warned(probed, learn, micro, mean): return
 
 # %% ../../nbs/core/11_differences.ipynb #loss-messages
@@ -93,10 +94,10 @@ def _not_a_mean(self:LossTrials, probed:Probed, learn, micro, mean)->bool: # Was
 def _has_state(self:LossTrials, probed, learn, micro, mean)->bool:
     "Warn of a loss that depends on the calls before"
     if not probed.has_state: return False
-    self.warn_once('loss-with-state', "the loss function returns another value when it is called again with the same "
-        "predictions and targets, so it keeps something from one call to the next, such as a running mean, a memory or a "
-        "count. It is called with each micro-batch, and in the full-batch run once per step, so this run differs. Call it "
-        "once per step, with the whole batch, by `GradientCache`", StateWarning)
+    self.warn_once('loss-with-state', "the loss function returns another value when it is called again with "
+        "the same predictions and targets, so it keeps something from one call to the next, such as a running "
+        "mean, a memory or a count. It is called with each micro-batch, and in the full-batch run once per "
+        "step, so this run differs. `GradientCache` calls it once per step, with the whole batch", StateWarning)
     return True
 
 @patch
@@ -195,10 +196,10 @@ class DifferenceWarnings:
         hooked = hooked_params(model)
         if not hooked: return
         more = f' and {len(hooked)-1} more' if hooked[1:] else ''
-        self.warn_once('parameter-hooks', f"the parameter {hooked[0]!r}{more} has a hook (`register_hook`) that gets the "
-            "gradient of each micro-batch, weighted with its share in the step, and not the gradient of the step. If the "
-            "hook clips or normalises it, this run differs from the full-batch run. Remove the hook, and do that to "
-            "`p.grad` in `before_step`. A hook that multiplies by a constant is right", AccumulationWarning)
+        self.warn_once('parameter-hooks', f"the parameter {hooked[0]!r}{more} has a hook (`register_hook`) that gets "
+            "the gradient of each micro-batch, and not that of the step. If the hook clips or normalises "
+            "gradients, this run differs from the full-batch run: do that in `before_step`, without the hook. A hook "
+            "that multiplies by a constant is right", AccumulationWarning)
 
     def _warn_loader(self, step):
         how = by_batch_size(self.loader.dl)

@@ -64,8 +64,8 @@ def _bs_and_n(dl, micro_batch_size):
         raise ValueError(f"the training {type(dl).__name__} does not say how many samples its batches have, as `bs` or "
             "`batch_size`: pass `micro_batch_size=` with that number" + more_link('batch-size-unknown'))
     if bs is not None and bs<1:
-        raise ValueError(f"the training {type(dl).__name__} says that its batches have {bs} samples: give it a `bs` of at "
-            "least 1" + more_link('batch-size-unknown'))
+        raise ValueError(f"the training {type(dl).__name__} says that its batches have {bs} samples: give it a `bs` "
+            "of at least 1" + more_link('batch-size-unknown'))
     if None not in (bs,micro_batch_size) and bs<micro_batch_size:
         raise ValueError(f"`micro_batch_size={micro_batch_size}` is larger than the batches of {bs} samples that the "
             f"training {type(dl).__name__} has, which can only be split into smaller ones: leave `micro_batch_size` "

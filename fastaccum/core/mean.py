@@ -92,7 +92,7 @@ def find_n_items(loss_func:Callable)->Callable|None:
 
 # %% ../../nbs/core/05_mean.ipynb #check
 def _checked(size, read_tensor):
-    "The value that `n_items` returned, if it is valid; reading a tensor on a GPU synchronises it, so that is optional"
+    "The value that `n_items` returned, if it is valid; reading a tensor synchronises a GPU, so it is optional there"
     if isinstance(size, torch.Tensor) and size.numel()==1:
         if read_tensor or on_host(size): _checked(size.item(), read_tensor)
         return size

@@ -39,7 +39,7 @@ _tols = {torch.float16:1e-2, torch.bfloat16:5e-2}   # others: `Probed.tol`
 
 # %% ../../nbs/core/10_probe.ipynb #part
 def _fresh(o):
-    "A copy of all tensors in `o`, in single precision at least; one needs a gradient if the tensor in `o` does"
+    "A copy of all tensors in `o`, in single precision at least; it needs a gradient where `o` does"
     if isinstance(o, torch.Tensor):
         half = o.is_floating_point() and o.element_size()<4
         leaf = o.detach().requires_grad_(o.requires_grad)

@@ -65,9 +65,9 @@ class Step:
         self.target = min(self.size, plan.wanted)   # the step ends once this process has counted so many samples
 
     def _refuse(self, *_):
-        raise TypeError("during training, the items of `learn.dl` are optimizer steps, which cannot be indexed or iterated. If "
-            "the Learner has its own `all_batches`, let it only pass them to `one_batch`, and look at batches in "
-            "`before_batch` of a callback" + more_link('own-training-loop'))
+        raise TypeError("during training, the items of `learn.dl` are optimizer steps, which cannot be indexed "
+            "or iterated. If the Learner has its own `all_batches`, let it only pass them to `one_batch`, and look "
+            "at batches in `before_batch` of a callback" + more_link('own-training-loop'))
     __len__ = __iter__ = __getitem__ = _refuse
 
     def n_missing(self, counted:int)->int:
@@ -133,9 +133,10 @@ class StepLoader(OneBatchLoader):
         # an incomplete last step is taken if it has one sample, unless incomplete steps are dropped
         needed = sum(planned) if self.drop_last else sum(planned[:-1])+bool(planned)
         if n>=needed: return
-        self.warn_once('fewer-batches', f"the training loader had {n} samples in an epoch, fewer than its `__len__` and "
-            f"`bs` say, and too few for the {len(planned)} steps that were planned, so the schedule of learning rates does "
-            "not reach its end. Let `__len__` return the number of batches, or give the loader an attribute `n`, the number of samples")
+        self.warn_once('fewer-batches', f"the training loader had {n} samples in an epoch, fewer than its "
+            f"`__len__` and `bs` say, and too few for the {len(planned)} steps that were planned, so the schedule "
+            "of learning rates does not reach its end. Let `__len__` return the number of batches, or give the "
+            "loader an attribute `n`, the number of samples")
 
     def _unannounced(self, batches, several):
         "Steps that the loader did not announce: full ones, like the last planned step"

@@ -317,7 +317,7 @@ def _after_micro_batch(self:StepLoop, cb):
 
 @patch
 def count_rows(self:StepLoop, rows:bool):
-    "Let `learn.train_iter` count the rows that are recorded, or steps; between epochs TensorBoard and ShowGraph need rows"
+    "Let `learn.train_iter` count recorded rows, which TensorBoard and ShowGraph need between epochs, or steps"
     shown = self.n_more_rows if rows else 0
     self.learn.train_iter += shown-self.n_shown
     self.n_shown = shown

@@ -301,8 +301,10 @@ def _callbacks(self:_Diagnosis):
         names = ', '.join(type(o).__name__ for o in self.cbs)
         remedy = f'{self.split_remedy}, if only batches are changed, as by MixUp; or {self.cache_remedy}'
         return Row('callbacks', self.frozen_off, tol, names, remedy)
-    if self.needed and self.rest_off>tol:
-        names = ', '.join(type(o).__name__ for o in self.needed)
+    names = [type(o).__name__ for o in self.needed if not type(o).__module__.startswith('fastai.')]
+    has_other_cause = not self.probe.agree or (self.probe.loss or 0.)>tol
+    if names and self.rest_off>tol and not has_other_cause:
+        names = ', '.join(names)
         return Row('callbacks', None, tol, f'the step fails without {names}')
     where = 'not checked: callbacks that are passed to `fit`; give them as `cbs=`' if self.no_cbs else ''
     # a difference that remains is not the callbacks'

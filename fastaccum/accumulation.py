@@ -64,7 +64,8 @@ class GradientAccumulation(QuietCallback):
     def __setattr__(self, name, value):
         super().__setattr__(name, value)
         is_added = name=='learn' and value is not None
-        if is_added and any(isinstance(o, NonNativeMixedPrecision) for o in value.cbs): value.add_cb(RefuseHalfGradients())
+        if not is_added: return
+        if any(isinstance(o, NonNativeMixedPrecision) for o in value.cbs): value.add_cb(RefuseHalfGradients())
 
     def __getstate__(self): return vars(self)|dict(loop=None)   # the state of a fit is not pickled
 

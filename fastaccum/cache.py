@@ -100,9 +100,9 @@ def _check_kept(call, loss_grad):
     """
     outs = [o.grad_fn for o in call.last_outs or () if isinstance(o, torch.Tensor)]
     if not graph_nodes([loss_grad.grad_fn]) & graph_nodes(outs): return
-    raise RuntimeError("the loss uses activations that the model or a hook has kept, which with `GradientCache` are those of "
-        "the last micro-batch only. Let the model return them with its predictions, or use `ActivationCheckpoint()`, with "
-        "which the model sees the whole batch" + more_link('kept-activations'))
+    raise RuntimeError("the loss uses activations that the model or a hook has kept, which with `GradientCache` are "
+        "those of the last micro-batch only. Let the model return them with its predictions, or use "
+        "`ActivationCheckpoint()`, with which the model sees the whole batch" + more_link('kept-activations'))
 
 @patch
 def _warn_differences(self:GradientCache, args):

@@ -90,7 +90,8 @@ class LossTrials:
         for warned in (self._not_a_mean, self._more_rows, self._fails_on_a_part, self._uneven_labels):
             if warned(probed, learn, micro, mean): return
         is_told = {'changed-loss','changed-loss-not-tried'} & self.warn_once.given
-        if micro.loss_changes and not is_told and not mean.is_sum: self._changed_loss(learn, batch, n_tried, micro, mean)
+        may_differ = micro.loss_changes and not is_told and not mean.is_sum
+        if may_differ: self._changed_loss(learn, batch, n_tried, micro, mean)
 
 # %% ../../nbs/core/11_differences.ipynb #loss-messages
 @patch
@@ -155,7 +156,7 @@ def _has_uneven_labels(self:LossTrials, learn, m):
     return any(len(o)>1 for o in self.counts.values())
 
 # %% ../../nbs/core/11_differences.ipynb #loss-changes
-# what may be used for a part of the micro-batch and is then as it was; nothing else may be among a callback's attributes
+# attributes of a callback that can be copied or put back; with any other attribute, its event is not sent again
 _harmless = (Number,str,bytes,type(None),type,torch.device,torch.dtype,Tensor,nn.Module,BaseLoss,FunctionType,
     BuiltinFunctionType,MethodType)
 
@@ -195,7 +196,8 @@ class LossChanges:
         try:
             for name in ('loss','loss_grad'): vars(self.learn)[name] = copy(vars(self.learn)[name])
             for d,own in self.own: d.update({k:tree_map(copy, o) for k,o in own.items()}, learn=part)
-            for d,name,o in self.noted: d[name] = tree_map(lambda x: copy(part.rows(x) if has_rows(x, self.n) else x), o)
+            def rows(o): return copy(part.rows(o)) if has_rows(o, self.n) else copy(o)
+            for d,name,o in self.noted: d[name] = tree_map(rows, o)
             yield
         finally: uninterrupted(restore)
 
@@ -247,10 +249,10 @@ def _changed_loss(self:LossTrials, learn, batch, n, micro, mean):
     probed = changes.probe(batch, mean.find)
     reason = ' '.join(probed.reason.split())   # in one line
     if probed.wrong:
-        self.warn_once('changed-loss', f"{names} changes the loss, and the changed loss of a micro-batch is not the mean "
-            f"of its parts' losses (off by {probed.off:.2g} of its value), so this run differs from the full-batch run. "
-            "If the callback compares samples with each other, let it see the whole batch with `GradientCache`; if it "
-            "adds a sum over samples, let it add their mean", LossWarning)
+        self.warn_once('changed-loss', f"{names} changes the loss, and the changed loss of a micro-batch is not the "
+            f"mean of its parts' losses (off by {probed.off:.2g} of its value), so this run differs from the full-batch "
+            "run. If the callback compares samples with each other, let it see the whole batch with `GradientCache`; if "
+            "it adds a sum over samples, let it add their mean", LossWarning)
     elif probed.off is None and uses_batch(learn, micro.loss_grad_fn):
         self.warn_once('changed-loss-not-tried', f"{names} changes the loss, and it could not be tried whether the "
             f"changed loss is the mean of its parts' losses ({reason}). If the callback compares samples with "
@@ -360,6 +362,7 @@ def _warn_state(self:DifferenceWarnings, who):
         "the state left by the previous one, where the full-batch run keeps its state from step to step. If the "
         "model need not remember, reset it in `before_batch`", StateWarning)
 
+# %% ../../nbs/core/11_differences.ipynb #steps
 @patch
 def grads_changed(self:DifferenceWarnings, n:int):
     "`n` gradients were changed between two micro-batches of a step"
@@ -367,3 +370,30 @@ def grads_changed(self:DifferenceWarnings, n:int):
         "micro-batches of a step, so this run differs from the full-batch run. Look for a callback that calls "
         "`zero_grad` in `before_batch`, runs a second backward pass, or clips in `after_backward`, and do that in "
         "`before_step`, when the gradient is complete", AccumulationWarning)
+
+@patch
+def left_out(self:DifferenceWarnings, step:Step, n:int):
+    "Callbacks have cancelled `n` micro-batches of a step that is taken"
+    if not n or not self._joins_batches(step): return
+    self.warn_once('micro-batch-left-out', f"callbacks have cancelled {n} micro-batches of a step. They are left out, "
+        "and the next ones take their place, so all later steps of the epoch have other samples. The full-batch run "
+        "would leave out the whole step. To do the same, raise `CancelStepException` in `before_step`",
+        AccumulationWarning)
+
+@patch
+def splits_rows(self:DifferenceWarnings, rows:int, n:int):
+    "A batch of `n` samples is split by its rows, which are more or fewer"
+    self.warn_once('rows-of-a-split-batch', f"callbacks have made {rows} rows of the {n} samples of a batch, and the "
+        "batch is split by rows. If the rows are not samples with targets of their own, such as unlabelled samples or "
+        "views that the loss compares, a micro-batch has the wrong ones together, and this run differs from the "
+        "full-batch run. Let the loss see the whole batch with `GradientCache`, or make the DataLoaders with a smaller "
+        "`bs` instead of `micro_batch_size=`", AccumulationWarning)
+
+@patch
+def epoch_ends(self:DifferenceWarnings, exception:str, n:int):
+    "A callback has ended an epoch by an exception, before its first step and after `n` micro-batches"
+    if not n: return   # the full-batch run would not train either
+    self.warn_once('epoch-without-step', f"a callback has ended an epoch ({exception}) after {n} micro-batches, before "
+        "the first step was complete, so nothing was trained in this epoch. If the callback decides by `learn.iter`, "
+        "which counts micro-batches while they run, let it decide in `after_step`, or by `learn.train_iter`, which "
+        "counts steps", AccumulationWarning)

@@ -58,7 +58,8 @@ def _bs_and_n(dl, micro_batch_size):
     bs,n = size_of(dl),n_of(dl)
     if bs is None and micro_batch_size is None:
         raise ValueError(f"the training {type(dl).__name__} does not say how many samples its batches have, as `bs` or "
-            "`batch_size`: pass `micro_batch_size=` with that number or, beside `'auto'`, give the loader a `bs` attribute" + more_link('batch-size-unknown'))
+            "`batch_size`: pass `micro_batch_size=` with that number or, beside `'auto'`, give the loader a `bs` "
+            "attribute" + more_link('batch-size-unknown'))
     if None not in (bs,micro_batch_size) and bs<micro_batch_size:
         raise ValueError(f"`micro_batch_size={micro_batch_size}` is larger than the batches of {bs} samples that the "
             f"training {type(dl).__name__} has, which can only be split into smaller ones: leave `micro_batch_size` "

@@ -45,11 +45,12 @@ def _copy(o):
     return container_like(o, [_copy(x) for x in values(o)]) if is_nested(o) else o
 
 def _pick_of_output(o, n, rows):
-    "Select samples of the predictions and targets of `n`; numbers and words stay, and samples may come second, after time"
+    "Select samples of the predictions and targets of `n`; numbers stay, and samples may come second, after time"
     def without_rows(x):
         is_tensor = isinstance(x, torch.Tensor)
         if is_tensor and x.ndim>1 and x.shape[1]==n: return rows(x.transpose(0, 1)).transpose(0, 1)
-        if is_tensor and x.ndim: raise _LossError(f'a tensor of shape {tuple(x.shape)} has no row for each of {n} samples')
+        if is_tensor and x.ndim:
+            raise _LossError(f'a tensor of shape {tuple(x.shape)} has no row for each of {n} samples')
         if type(x) is int and x==n: raise _LossError(f'the number {n} may be that of the samples')
         return x
     return pick(o, n, rows, without_rows)

@@ -79,9 +79,9 @@ def check_left_out(processes:Processes, comms:list, is_left_out:bool):
     if processes.n==1 or not comms: return
     n_left_out = int(processes.sum(int(is_left_out))[0])
     if n_left_out in (0,processes.n): return
-    raise RuntimeError(f"a callback has cancelled a micro-batch on {n_left_out} of {processes.n} processes, which does not "
-        f"work with {', '.join(comms)}: the processes would wait for each other. Cancel the micro-batch on all processes, "
-        "or leave that out" + more_link('left-out-on-some'))
+    raise RuntimeError(f"a callback has cancelled a micro-batch on {n_left_out} of {processes.n} processes, which does "
+        f"not work with {', '.join(comms)}: the processes would wait for each other. Cancel the micro-batch on all "
+        "processes, or leave that out" + more_link('left-out-on-some'))
 
 def check_search(learn:Learner, name:str, why:str, to_do:str):
     """Refuse several processes for the search `name`, and say why; and a loader that has no batch `to_do` it with

@@ -9,7 +9,6 @@ __all__ = ['BatchStream', 'Step', 'OneBatchLoader', 'StepLoader']
 
 # %% ../../nbs/core/02_step_loader.ipynb #imports
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import accumulate
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
@@ -17,7 +16,6 @@ from fastcore.basics import GetAttr
 from torch.utils.data import IterableDataset
 from .batch import n_samples, split
 from .distributed import Processes
-from .loader_info import samples_of
 from .patching import Patch
 from .plan import LoaderSizes, PlannedStep
 from .warnings import more_link
@@ -27,7 +25,7 @@ class BatchStream:
     "Iterates over a loader's batches; where batches are split anyway, also cuts them where a step ends"
     def __init__(self, dl:object, sizes:LoaderSizes, count:Callable=n_samples):
         self.sizes = sizes       # the sizes of `dl`
-        self.count = count       # `count(batch, expected)` returns the samples of a batch, of which the loader says `expected`
+        self.count = count       # counts the samples of a batch, given the number that the loader says
         self.batches = iter(dl)
         self.n_read = 0          # batches read so far
         self.rest = None         # the next batch, or what is left of it, and its samples
@@ -100,10 +98,10 @@ class StepLoader(OneBatchLoader):
     RuntimeError: one of several processes has samples left after the planned steps
     """
     def __init__(self, learn:Learner, dl:object, one_batch:Callable, steps:Sequence, sizes:LoaderSizes,
-        processes:Processes, drop_last:bool=False):
+        processes:Processes, drop_last:bool=False, count:Callable=n_samples):
         super().__init__(learn, dl, one_batch)
         self.steps,self.sizes = steps,sizes   # the `PlannedStep`s of the epoch, and the sizes of `dl`
-        self.count = partial(samples_of, learn)
+        self.count = count                    # counts the samples of a batch, as in `BatchStream`
         self.processes = processes            # their own synchronisation is paused while steps are iterated
         self.drop_last = drop_last            # are samples after the planned steps left out?
 

@@ -8,7 +8,8 @@ from fastai.data.core import DataLoaders
 from fastai.callback.fp16 import ModelToHalf, NonNativeMixedPrecision
 from fastaccum import ActivationCheckpoint, GradientAccumulation, GradientCache
 from fastaccum.testing import CrossEntropy, assert_same_run, both_runs, deviation, toy, toy_data
-from common import BatchListLoader, CallAt, RecordAt, collect_warnings, in_chunks, raise_oom_above, weights, weights_unchanged
+from common import (BatchListLoader, CallAt, RecordAt, collect_warnings, in_chunks, raise_oom_above, weights,
+    weights_unchanged)
 from small_learners import all_params
 
 def entries_and_runs(**kwargs):
@@ -84,9 +85,10 @@ def test_a_loss_that_a_callback_puts_in_place_of_the_learners_is_tried():
 # What callbacks count, and epochs that they end (D6)
 
 def test_iter_and_n_iter_count_the_same_at_any_time():
-    "`iter` counts up to `n_iter` in the micro-batches, and in the steps; an incomplete step that is dropped does not count"
+    "`iter` counts up to `n_iter` in the micro-batches, and in the steps; a step that is dropped does not count"
     events = 'before_batch','after_pred','before_step','after_step'
-    for bs,acc,n,n_batches,n_steps in ((4,dict(),70,18,5), (4,dict(drop_last=True),70,16,4), (4,dict(micro_batch_size=2),64,16,4),
+    for bs,acc,n,n_batches,n_steps in ((4,dict(),70,18,5), (4,dict(drop_last=True),70,16,4),
+            (4,dict(micro_batch_size=2),64,16,4),
             (5,dict(micro_batch_size=3),70,18,5)):   # here steps cut the loader's batches
         cbs = [RecordAt(event, lambda learn: (learn.iter,learn.n_iter)) for event in events]
         toy(bs, n=n).fit(2, cbs=[GradientAccumulation(16, **acc),*cbs])
@@ -101,8 +103,8 @@ def stops_at(event, exc, i):
     return CallAt(event, stop)
 @pytest.mark.parametrize('exc', [CancelTrainException,CancelEpochException,CancelFitException])
 def test_an_epoch_that_ends_before_its_first_step_says_so(exc):
-    for event,i,said in (('before_batch',2,True), ('after_backward',1,True), ('before_batch',4,False), ('after_step',1,False),
-            ('before_batch',0,False)):
+    for event,i,said in (('before_batch',2,True), ('after_backward',1,True), ('before_batch',4,False),
+            ('after_step',1,False), ('before_batch',0,False)):
         learn = toy(4, n=64)
         before = weights(learn)
         with collect_warnings() as collected: learn.fit(1, cbs=[GradientAccumulation(16),stops_at(event, exc, i)])
@@ -125,7 +127,8 @@ def in_halves(learn):
     learn.loss_grad.backward(inputs=[*learn.model[0].parameters(),*learn.model[4].parameters()])
 
 @pytest.mark.parametrize('order', [-5,20])
-@pytest.mark.parametrize('f,kwargs', [(of_loss_grad,{}), (of_scaled_loss,{}), (in_halves,{}), (of_loss_grad,dict(tokens=True)),
+@pytest.mark.parametrize('f,kwargs', [(of_loss_grad,{}), (of_scaled_loss,{}), (in_halves,{}),
+    (of_loss_grad,dict(tokens=True)),
     (of_loss_grad,dict(loss_func=CrossEntropy(reduction='sum'), fit=lambda learn, cbs: learn.fit(2, 1e-3, cbs=cbs))),
     (of_loss_grad,dict(acc=dict(micro_batch_size=2)))])
 def test_a_callback_with_its_own_backward_pass_is_counted(f, kwargs, order):
@@ -160,7 +163,8 @@ class HalfGradients(NonNativeMixedPrecision):
 def test_gradients_in_half_precision_are_refused_before_the_model_is_cast():
     learn = toy(4, n=64, cbs=[ModelToHalf(),HalfGradients()])
     cbs = list(learn.cbs)
-    with weights_unchanged(learn), pytest.raises(ValueError, match='to_fp16'): learn.fit(1, cbs=GradientAccumulation(16))
+    with weights_unchanged(learn), pytest.raises(ValueError, match='to_fp16'):
+        learn.fit(1, cbs=GradientAccumulation(16))
     assert learn.cbs==cbs and {p.dtype for p in learn.model.parameters()}=={torch.float64}
     learn.remove_cbs([ModelToHalf,HalfGradients])
     learn.fit(1, cbs=GradientAccumulation(16))
@@ -177,13 +181,15 @@ class Returns(nn.Module):
 
 def entries_of_loss(f, loss):
     model = lambda: Returns(f).double()
-    entries,a,b = entries_and_runs(model=model, loss_func=loss, splitter=all_params, fit=lambda l, cbs: l.fit(1, 0.01, cbs=cbs))
+    def fit(learn, cbs): learn.fit(1, 0.01, cbs=cbs)
+    entries,a,b = entries_and_runs(model=model, loss_func=loss, splitter=all_params, fit=fit)
     return entries,differ(a, b)
 
 def with_number(pred, scale): return pred,7,'words'
 def with_scale(pred, scale): return dict(pred=pred, scale=scale.exp())
 def after_time(pred, scale): return torch.stack([pred,pred*2,pred*3])
-first = {with_number: lambda out: out[0], with_scale: lambda out: out['pred']*out['scale'], after_time: lambda out: out.mean(0)}
+first = {with_number:lambda out: out[0], with_scale:lambda out: out['pred']*out['scale'],
+    after_time:lambda out: out.mean(0)}
 @pytest.mark.parametrize('f', first)
 def test_a_loss_is_tried_on_predictions_with_numbers_or_with_time_first(f):
     def right(out, y): return F.cross_entropy(first[f](out), y)
@@ -202,7 +208,9 @@ def test_a_loss_that_cannot_be_given_a_part_is_told(f, loss): assert entries_of_
 
 def add_unlabelled(learn):
     "Add as many rows without a class, which the loss ignores, as FixMatch does"
-    if learn.training: learn.xb,learn.yb = (torch.cat([learn.x,learn.x*.9]),),(torch.cat([learn.y,torch.full_like(learn.y, -100)]),)
+    if not learn.training: return
+    unlabelled = torch.full_like(learn.y, -100)
+    learn.xb,learn.yb = (torch.cat([learn.x,learn.x*.9]),),(torch.cat([learn.y,unlabelled]),)
 def twice(learn): learn.xb,learn.yb = (learn.x.repeat(2, 1),),(learn.y.repeat(2),)
 @pytest.mark.parametrize('f', [add_unlabelled,twice])
 def test_rows_that_a_callback_adds_to_a_batch_that_is_split_are_told(f):

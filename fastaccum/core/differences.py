@@ -70,8 +70,8 @@ class LossTrials:
     def begin_epoch(self): self.left,self.single = self.per_epoch,None
 
     def begin_batch(self, learn:Learner):
-        "A batch of the loader is about to be given to callbacks"
-        if self.left>0: self.attrs = ChangedAttrs([learn,*learn.cbs,*learn.model.modules()])
+        "A batch of the loader is about to be given to callbacks, and a trial may follow"
+        self.attrs = ChangedAttrs([learn,*learn.cbs,*learn.model.modules()])
 
     def micro_batch(self, learn:Learner, micro:MicroBatch, mean:StepMean, warns:bool):
         "Try the loss of a micro-batch before its backward pass; of several processes, one `warns`"
@@ -275,8 +275,6 @@ class DifferenceWarnings:
         self.processes,self.loader = processes,loader
         self.loss_trials.begin_epoch()
 
-    def begin_batch(self, learn:Learner): self.loss_trials.begin_batch(learn)
-
     def micro_batch(self, learn:Learner, step:Step, micro:MicroBatch, mean:StepMean):
         "Look at a micro-batch that is not all of its step, after its forward pass"
         warns = not self.processes.rank
@@ -374,7 +372,7 @@ def grads_changed(self:DifferenceWarnings, n:int):
 @patch
 def left_out(self:DifferenceWarnings, step:Step, n:int):
     "Callbacks have cancelled `n` micro-batches of a step that is taken"
-    if not n or not self._joins_batches(step): return
+    if not self._joins_batches(step): return
     self.warn_once('micro-batch-left-out', f"callbacks have cancelled {n} micro-batches of a step. They are left out, "
         "and the next ones take their place, so all later steps of the epoch have other samples. The full-batch run "
         "would leave out the whole step. To do the same, raise `CancelStepException` in `before_step`",

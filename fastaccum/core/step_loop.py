@@ -9,7 +9,6 @@ __all__ = ['StepLoop', 'CurrentStep']
 
 # %% ../../nbs/core/15_step_loop.ipynb #imports
 import torch
-from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException,
@@ -202,7 +201,8 @@ def _run_batch(self:StepLoop, b, n):
     limit = self.limit if is_split else None
     changed = None if limit is None else ChangedAttrs([learn,*learn.cbs])
     learn._split(b if self._is_in_place(b) else learn._set_device(b))
-    self.differences.begin_batch(learn)
+    trials = self.differences.loss_trials
+    if trials.left>0: trials.begin_batch(learn)
     try: self.events.send('before_batch')
     except CancelBatchException: return self._leave_out('after_cancel_batch')
     if self.mean.count and not self.differences.checked_state:
@@ -280,7 +280,7 @@ def _share_loss(self:StepLoop):
 @patch
 def _backward(self:StepLoop):
     learn,mean = self.learn,self.mean
-    check_left_out(self.processes, self.comms, False)
+    if self.comms: check_left_out(self.processes, self.comms, False)
     if self.grad_check.noted and mean.count:
         n_changed = self.grad_check.n_changed()
         set_aside = self.acc.auto is not None and self.acc.auto.train is not None   # since memory ran out
@@ -370,19 +370,20 @@ def _take_step(self:StepLoop):
     micro_loss,step_loss = learn.loss,self.mean.loss
     learn.loss = self.last_loss = step_loss
     self.has_stepped = True
-    self.differences.left_out(self.step, self.n_left_out)
+    if self.n_left_out: self.differences.left_out(self.step, self.n_left_out)
     if not ran:   # without samples there is no `before_batch`, but this process must set the same learning rate as others
         for cb in self.events.listeners('before_batch'):
             if isinstance(cb, ParamScheduler): cb('before_batch')
     try:
         try:
-            with self._explain_memory("a callback's `before_step`", "a pass of the callback's own is not split. Let it "
-                    "run on fewer samples, or make the DataLoaders with a batch size that fits (`learn.bs_find` finds it)"):
-                self.events.send('before_step')
-            with self._explain_memory("the optimizer's step", "the optimizer keeps values for each parameter. Use one "
-                    "that keeps fewer, such as SGD, a smaller model, or parameters in half precision"):
-                learn._step()
+            is_ready = False   # have callbacks had their `before_step`?
+            self.events.send('before_step')
+            is_ready = True
+            learn._step()
         except CancelStepException: self.events.send('after_cancel_step')
+        except Exception as e:
+            self._explain_memory(e, is_ready)
+            raise
         self.events.send('after_step')
         learn.opt.zero_grad()
     except CancelBatchException: self.events.send('after_cancel_batch')
@@ -423,14 +424,16 @@ def _skip_step(self:StepLoop):
         "counts micro-batches, or by the samples", AccumulationWarning)
 
 @patch
-@contextmanager
-def _explain_memory(self:StepLoop, place, reason_and_remedy):
-    "With `'auto'`, say that smaller micro-batches do not help if memory runs out in this context"
-    try: yield
-    except Exception as e:
-        if self.acc.auto is None or not is_out_of_memory(e): raise
-        raise torch.OutOfMemoryError(f"memory ran out in {place} ({e}). Smaller micro-batches do not "
-            f"help there, because {reason_and_remedy}" + more_link('out-of-memory')) from e
+def _explain_memory(self:StepLoop, e, is_ready):
+    "With `'auto'`, say that smaller micro-batches do not help if memory ran out in a callback or in the optimizer's step"
+    if self.acc.auto is None or not is_out_of_memory(e): return
+    if is_ready:
+        raise torch.OutOfMemoryError(f"memory ran out in the optimizer's step ({e}). Smaller micro-batches do not "
+            "help there, because the optimizer keeps values for each parameter. Use an optimizer that keeps fewer, "
+            "such as SGD, a smaller model, or parameters in half precision" + more_link('out-of-memory')) from e
+    raise torch.OutOfMemoryError(f"memory ran out in a callback's `before_step` ({e}). Smaller micro-batches do not "
+        "help there, because a pass of the callback's own is not split. Let it run on fewer samples, or make the "
+        "DataLoaders with a batch size that fits (`learn.bs_find` finds it)" + more_link('out-of-memory')) from e
 
 # %% ../../nbs/core/15_step_loop.ipynb #split
 @patch

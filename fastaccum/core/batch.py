@@ -129,7 +129,7 @@ def pick(b:object, n:int, f:Callable, without_rows:Callable|None=None)->object:
         if not is_nested(o): raise _cannot_be_split(o, n)
         parts = [part(x) for x in values(o)]
         try: return container_like(o, parts)
-        except Exception as e: raise _cannot_be_split(o, n, f' ({e})')
+        except Exception as e: raise _cannot_be_split(o, n, f' ({e})') from e
     return part(b, is_batch=True)
 
 def split(b:object, start:int, stop:int, n:int)->object:

@@ -48,7 +48,8 @@ def _sizes_to_try(n, most, of_fit=False):
 # %% ../../nbs/core/27_compare.ipynb #taken
 def _on_cpu(t):
     "Copy a tensor to the CPU, in double precision"
-    return (t if t.layout==torch.strided else t.to_dense()).detach().to('cpu', torch.float64, copy=True)
+    dense = t if t.layout==torch.strided else t.to_dense()
+    return dense.detach().cpu().to(torch.float64, copy=True)   # moved first: MPS has no double precision
 
 class CaptureGrads(QuietCallback):
     "Notes the first gradient of each parameter instead of taking a step; ends the fit when all parameters had one"
@@ -226,7 +227,7 @@ def whole_and_parts(self:Compare)->tuple:
     return whole,None
 
 # %% ../../nbs/core/27_compare.ipynb #train
-def _weights(learn): return torch.cat([p.detach().to('cpu', torch.float64).flatten() for p in learn.model.parameters()])
+def _weights(learn): return torch.cat([p.detach().cpu().double().flatten() for p in learn.model.parameters()])
 
 @patch
 def train_both_ways(self:Compare)->tuple: # Difference, steps with whole batches, steps in parts

@@ -133,7 +133,7 @@ def _loss_and_size(part, m, find, devices, change):
         loss = part.loss_func(part.pred, *part.yb)
         if change is not None: loss = change(part, loss)
         loss = loss.as_subclass(torch.Tensor).detach()
-    except Exception as e: raise _LossError(f'{type(e).__name__}: {e}')
+    except Exception as e: raise _LossError(f'{type(e).__name__}: {e}') from e
     if not all(_is_same_state(a, b) for (_,a),(_,b) in zip(before, rng_state(devices))):
         raise ValueError('random numbers are drawn')
     size = 1 if find is None else m if find is samples else find(part)

@@ -220,7 +220,7 @@ def callbacks_to_try(run:DryRun)->list:
     return [o for o in run.cbs if not isinstance(o, (TrainEvalCallback,MixedPrecision))]
 
 def find_differing_callbacks(compare:Compare, off:float, tol:float, **kwargs:object)->tuple:
-    """Find the callbacks that cause the difference `off` of the gradients; `kwargs`: modules to freeze, for `Compare.step`
+    """Find the callbacks that cause the difference `off` of the gradients; `kwargs` are those of `Compare.step`
 
     Returns the callbacks that were found, and those that could not be left out, because the step fails without them.
     """

@@ -250,9 +250,9 @@ def _changed_loss(self:LossTrials, learn, batch, n, micro, mean):
     reason = ' '.join(probed.reason.split())   # in one line
     if probed.wrong:
         self.warn_once('changed-loss', f"{names} changes the loss, and the changed loss of a micro-batch is not the "
-            f"mean of its parts' losses (off by {probed.off:.2g} of its value), so this run differs from the full-batch "
-            "run. If the callback compares samples with each other, let it see the whole batch with `GradientCache`; if "
-            "it adds a sum over samples, let it add their mean", LossWarning)
+            f"mean of its parts' losses (off by {probed.off:.2g} of its value), so this run differs from the "
+            "full-batch run. If the callback compares samples with each other, let it see the whole batch with "
+            "`GradientCache`; if it adds a sum over samples, let it add their mean", LossWarning)
     elif probed.off is None and uses_batch(learn, micro.loss_grad_fn):
         self.warn_once('changed-loss-not-tried', f"{names} changes the loss, and it could not be tried whether the "
             f"changed loss is the mean of its parts' losses ({reason}). If the callback compares samples with "

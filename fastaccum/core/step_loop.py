@@ -425,7 +425,7 @@ def _skip_step(self:StepLoop):
 
 @patch
 def _explain_memory(self:StepLoop, e, is_ready):
-    "With `'auto'`, say that smaller micro-batches do not help if memory ran out in a callback or in the optimizer's step"
+    "With `'auto'`, say that smaller micro-batches do not help if memory ran out in `before_step` or in the step"
     if self.acc.auto is None or not is_out_of_memory(e): return
     if is_ready:
         raise torch.OutOfMemoryError(f"memory ran out in the optimizer's step ({e}). Smaller micro-batches do not "

@@ -1,4 +1,50 @@
-"Gradient accumulation for fastai: train on small batches, take the steps of a large one."
+"""Exact gradient accumulation for fastai: train on micro-batches, get the result of the large batch.
+
+Memory often has room for a small batch only. `GradientAccumulation(256)` lets the model see the small
+batches of your DataLoaders, the micro-batches, and takes an optimizer step every 256 samples. Weights,
+learning rates, recorded losses and metrics are those of a run whose DataLoaders have batches of 256. If
+something makes the two runs differ, such as BatchNorm, a warning says so, with a remedy.
+
+A complete example, with micro-batches of 16 samples and steps of 64:
+
+    import torch
+    from fastai.vision.all import *
+    from fastaccum import GradientAccumulation   # after fastai's star: it has a class of the same name
+
+    x = torch.randn(512, 8)
+    items = list(zip(x, x.sum(1, keepdim=True)))
+    dls = DataLoaders(DataLoader(items, bs=16, shuffle=True), DataLoader(items, bs=64))
+    learn = Learner(dls, nn.Linear(8, 1), MSELossFlat())
+    learn.fit_one_cycle(5, 0.1, cbs=GradientAccumulation(64))
+    learn.accum_check(64)   # is this the run on the large batch?
+
+Accumulate (callbacks for `cbs=`):
+    GradientAccumulation            take an optimizer step every `accum_bs` samples
+    GradientAccumulationSchedule    anneal the size of the steps while training
+    GradientAccumulationScheduler   change the number of micro-batches in a step at given epochs or steps
+    AutoSize                        split batches when memory runs out, in a way of your own
+
+Other ways to the large batch:
+    GradientCache                   the model sees micro-batches, the loss sees the loader's whole batch
+    ActivationCheckpoint            the model sees the whole batch; activations are computed again
+    FreezeBN, RecalibrateBN         freeze BatchNorm's statistics, or estimate them on large batches
+
+Choose sizes and rates:
+    NoiseScale                      measure while training how large a batch should be
+    ScaledLR                        scale the learning rate with the size of a step
+
+Methods that every Learner gets with `import fastaccum`:
+    learn.accum_check               compare with the run on the large batch, and explain a difference
+    learn.bs_find                   find the largest micro-batch that fits into memory
+    learn.accum_find                suggest the number of samples in a step
+    learn.recalibrate_bn            estimate BatchNorm's statistics again, once
+
+Warnings that the result differs, or may differ:
+    AccumulationWarning             all of them, for example for `warnings.filterwarnings`
+    BatchNormWarning, LoaderWarning, LossWarning, StateWarning      those of one cause
+
+Documentation: https://fastaccum.github.io/fastaccum
+"""
 __version__ = "0.2.0"
 
 from fastaccum import accum_find, batchnorm, bs_find, accum_check
@@ -7,11 +53,13 @@ from fastaccum.batchnorm import FreezeBN, RecalibrateBN
 from fastaccum.cache import GradientCache
 from fastaccum.checkpoint import ActivationCheckpoint
 from fastaccum.core.micro_batches import AutoSize
-from fastaccum.core.warnings import AccumulationWarning, BatchNormWarning, LoaderWarning, LossWarning, StateWarning
+from fastaccum.core.warnings import (AccumulationWarning, BatchNormWarning, LoaderWarning, LossWarning,
+    StateWarning)
 from fastaccum.noise_scale import NoiseScale
 from fastaccum.scaled_lr import ScaledLR
 from fastaccum.schedule import GradientAccumulationSchedule, GradientAccumulationScheduler
 
 __all__ = ['AccumulationWarning', 'ActivationCheckpoint', 'AutoSize', 'BatchNormWarning', 'FreezeBN',
-           'GradientAccumulation', 'GradientAccumulationSchedule', 'GradientAccumulationScheduler', 'GradientCache',
-           'LoaderWarning', 'LossWarning', 'NoiseScale', 'RecalibrateBN', 'ScaledLR', 'StateWarning']
+    'GradientAccumulation', 'GradientAccumulationSchedule', 'GradientAccumulationScheduler',
+    'GradientCache', 'LoaderWarning', 'LossWarning', 'NoiseScale', 'RecalibrateBN', 'ScaledLR',
+    'StateWarning']

@@ -9,7 +9,6 @@ __all__ = ['AccumCheck']
 
 # %% ../nbs/02_accum_check.ipynb #imports
 from dataclasses import dataclass
-from functools import partial
 from matplotlib.axes import Axes
 from matplotlib import pyplot as plt
 from fastai.callback.core import Callback
@@ -24,109 +23,144 @@ from .checkpoint import unwrapped
 from .core.batch import split
 from .core.checks import check_count, check_learner, hooked_params, our_callback
 from .core.compare import Compare, grad_differences, relative_diff
-from .core.diagnose import FirstBatchProbe, Row, blame, candidates, named
+from .core.diagnose import (FirstBatchProbe, Row, callbacks_to_try, describe_modules,
+    find_differing_callbacks)
 from .core.dry_run import DryRun
-from .core.warnings import more_link
 from .core.loader_info import by_batch_size, n_of, resizable, size_of
 from .core.micro_batches import AutoSize
 from .core.out_of_memory import free_memory, is_out_of_memory
-from .core.segments import find_segments
 from .core.process_checks import check_search
+from .core.segments import find_segments
+from .core.warnings import more_link
 
 # %% ../nbs/02_accum_check.ipynb #accum-check
 @patch
 def accum_check(self:Learner,
-    accum_bs:int=None, # Samples in the whole batch; defaults to a step of the fit, or to a batch of the loader
+    accum_bs:int=None, # Samples in the whole batch; by default those of a step, or of the loader's batch
     steps:int=0, # Optimizer steps to train both ways, to compare the weights as well
     cbs:Callback|list=None # Callbacks that you would pass to `fit`
 )->'AccumCheck': # Displays itself as a table
-    """Run a batch whole and in micro-batches, compare the gradients, and find out where they differ and why
+    """Run a batch whole and in micro-batches, compare the gradients, and find out why they differ
 
-    Without `accum_bs`, the sizes are those you train with: the samples of the first step, in its micro-batches. If
-    these do not fit into memory at once, a single micro-batch is compared with its parts, and the title says so. If a
-    step is one batch of the loader, or nothing accumulates, that batch is compared with parts of unequal sizes.
+    Without `accum_bs`, the sizes are those of training: the samples of the first step, in its
+    micro-batches. If these do not fit into memory at once, a single micro-batch is compared with its
+    parts, and the title says so. If a step is one batch of the loader, or nothing accumulates, that
+    batch is compared with parts of unequal sizes.
 
     TypeError: `accum_bs` or `steps` is not a whole number
-    ValueError: `accum_bs` is below 2, `steps` is negative, the training loader has no batch of this size, two callbacks
-        accumulate, fastai's own callback accumulates, or the fit would refuse these callbacks
-    RuntimeError: there are several processes, or no step could be made, because a callback ends the fit or skips
-        steps, or the gradients overflow
+    ValueError: `accum_bs` is below 2, `steps` is negative, the training loader has no batch of this
+        size, two callbacks accumulate, fastai's own callback accumulates, or the fit would refuse these
+        callbacks
+    RuntimeError: there are several processes, or no step could be made, because a callback ends the fit
+        or skips steps, or the gradients overflow
     torch.OutOfMemoryError: the batch does not fit and you gave its size, or not even a micro-batch fits
     """
     _check_args(self, accum_bs, steps)
     with self.added_cbs(cbs):
-        acc,cache,ckpt = (our_callback(self, o) for o in ('GradientAccumulation','GradientCache','ActivationCheckpoint'))
-        _check_cbs(self, acc, cache)
-        plan = acc and acc.plan(self.dls)
-        # is a batch of the loader a step, which the Learner's own callback splits after others had it whole?
-        splits = plan is not None and plan.wanted(0)==plan.loaders[0].bs and bool(acc.auto or plan.loaders[0].unit==1)
-        cuts = not splits and (acc is not None or not (cache or ckpt))   # else a step is one batch of the loader
-        own = acc.auto.split if acc is not None and acc.auto else split
-        whole = '' if cuts or splits else 'loss' if cache else 'model'
-        bs,micro,fits = _trained(self.dls.train, plan, cache, accum_bs)
-        with DryRun(self, [o for o in (acc,cache,ckpt) if o is not None]) as run:
-            def find(bs, micro=None):
-                compare = Compare(run, partial(_make, acc, cache, ckpt, splits), cuts, own, bs, max(1, steps), micro)
+        setup = _Setup(self)
+        bs,micro,fits = setup.sizes(self.dls.train, accum_bs)
+        with DryRun(self, setup.cbs) as run:
+            def diagnose(bs, micro=None):
+                n = max(1, steps)
+                compare = Compare(run, setup.make_cbs, setup.cuts_loader, setup.split, bs, n, micro)
                 if accum_bs and compare.n<accum_bs:
-                    raise ValueError(f"`accum_bs={accum_bs}`: the training loader has only {compare.n} samples for a "
-                        "batch. Give at most that many" + more_link('samples-to-check'))
-                return _Found(compare, acc and acc.n_items, whole, cbs is None, steps)
-            found = None
-            try: found = find(bs, micro)
+                    raise ValueError(f"`accum_bs={accum_bs}`: the training loader has only {compare.n} "
+                        "samples for a batch. Give at most that many" + more_link('samples-to-check'))
+                return _Diagnosis(compare, setup, cbs is None, steps)
+            found,too_many = None,None
+            try: found = diagnose(bs, micro)
             except Exception as e:
                 if accum_bs or not fits or not is_out_of_memory(e): raise
-            if too_many := found is None:   # here, where the exception no longer holds the frames of the fit
+            # not in the `except`, where the exception holds the memory of the fit
+            if found is None:
                 free_memory()
-                found = find(fits)
-    rows = L(o._replace(where=(o.where or '').partition('\n')[0]) for o in found.rows)   # a table has a line for each
-    sizes = [found.compare.n] if found.compare.why else found.compare.sizes
-    return AccumCheck(rows, sizes, found.first, found.still, bs if too_many else None)
+                found,too_many = diagnose(fits),bs
+    return AccumCheck(found.rows, found.sizes, found.layers, found.remaining, too_many)
 
 # %% ../nbs/02_accum_check.ipynb #args
 def _check_args(learn, accum_bs, steps):
     if accum_bs is not None and check_count('accum_bs', accum_bs)==1:
-        raise ValueError("`accum_bs=1`: one sample cannot be split. Give at least 2" + more_link('samples-to-check'))
+        raise ValueError("`accum_bs=1`: one sample cannot be split. Give at least 2"
+            + more_link('samples-to-check'))
     if steps!=0 or isinstance(steps, bool): check_count('steps', steps, 'step')
-    check_search(learn, 'accum_check', "each would check other samples. Run it in a single process", 'check')
+    check_search(learn, 'accum_check', "each would check other samples. Run it in a single process",
+        'check')
 
 def _check_cbs(learn, acc, cache):
-    "Others take the place of these callbacks, so what they would refuse is asked of them here"
+    "Refuse what these callbacks would refuse, because the check's own callbacks replace them"
     if acc is not None: check_learner(learn)
     elif any(isinstance(o, FastaiGradientAccumulation) for o in learn.cbs):
-        raise ValueError("this Learner has fastai's `GradientAccumulation`, and only fastaccum's can be checked. "
-            "Remove it with `learn.remove_cb(learn.gradient_accumulation)`, and import fastaccum's after "
-            "`from fastai.vision.all import *`" + more_link('two-callbacks'))
+        raise ValueError("this Learner has fastai's `GradientAccumulation`, and only fastaccum's can be "
+            "checked. Remove it with `learn.remove_cb(learn.gradient_accumulation)`, and import "
+            "fastaccum's after `from fastai.vision.all import *`" + more_link('two-callbacks'))
     if cache is not None: check_cached(learn, not cache.limit.fixed)
 
-def _trained(dl, plan, cache, accum_bs):
-    "Samples in a step of the fit, in its micro-batches, and in what fits into memory; `None` twice if it has one part"
+# %% ../nbs/02_accum_check.ipynb #setup
+class _Setup:
+    "How a Learner makes a step of several parts"
+    def __init__(self, learn):
+        self.acc = acc = our_callback(learn, 'GradientAccumulation')
+        self.cache = our_callback(learn, 'GradientCache')
+        self.checkpoint = our_callback(learn, 'ActivationCheckpoint')
+        _check_cbs(learn, acc, self.cache)
+        self.cbs = [o for o in (acc,self.cache,self.checkpoint) if o is not None]
+        self.plan = plan = acc and acc.plan(learn.dls)
+        self.n_items = acc and acc.n_items
+        auto = acc and acc.auto
+        self.split = auto.split if auto else split
+        # is a batch of the loader a step, which `GradientAccumulation` splits?
+        self.splits = False
+        if plan is not None:
+            loader = plan.loaders[0]
+            self.splits = plan.wanted(0)==loader.bs and bool(auto or loader.unit==1)
+        # does the loader yield the parts of a step?
+        self.cuts_loader = not self.splits and (acc is not None or not self.cbs)
+        self.loss_gets_whole = not (self.cuts_loader or self.splits)
+        self.model_gets_whole = self.loss_gets_whole and self.cache is None
+
+# %% ../nbs/02_accum_check.ipynb #setup-sizes
+@patch
+def sizes(self:_Setup, dl:object, accum_bs:int|None)->tuple:
+    """Samples in a step of the fit, in its micro-batches, and in a micro-batch that fits into memory
+
+    The last two are `None` if a step has a single part.
+    """
     bs = size_of(dl) if resizable(dl) else None
-    n,micro,inner = accum_bs or bs,None,cache.size if cache else None
-    if bs and plan: n,micro = accum_bs or min(*plan.shares(plan.wanted(0)), plan.n),plan.loaders[0].micro_bs
-    elif bs: micro = inner
-    if micro and micro<n: return n,micro,min(micro, inner or micro)
-    if accum_bs is None and bs and bs<5<=(n_of(dl) or 0): accum_bs = 5
+    cache_size = self.cache.size if self.cache else None
+    n,micro = accum_bs or bs,None
+    if bs and self.plan:
+        n = accum_bs or min(*self.plan.shares(self.plan.wanted(0)), self.plan.n)
+        micro = self.plan.loaders[0].micro_bs
+    elif bs: micro = cache_size
+    if micro and micro<n: return n,micro,min(micro, cache_size or micro)
+    is_small = accum_bs is None and bs and bs<5<=(n_of(dl) or 0)   # unequal parts need a few samples
+    if is_small: accum_bs = 5
     return accum_bs,None,None
 
-def _make(acc, cache, ckpt, splits, n, sizes):
+@patch
+def make_cbs(self:_Setup, n:int, sizes:list)->list:
     "Callbacks that make one step of `n` samples, with parts of `sizes`"
-    cbs,most = [] if ckpt is None else [type(ckpt)(ckpt.given)],max(sizes)
-    if cache is not None: cbs.append(type(cache)(micro_batch_size=min(most, cache.size or n), split=cache.split))
+    acc,cache = self.acc,self.cache
+    cbs,most = [],max(sizes)
+    if self.checkpoint is not None: cbs.append(type(self.checkpoint)(self.checkpoint.given))
+    if cache is not None:
+        cbs.append(type(cache)(micro_batch_size=min(most, cache.size or n), split=cache.split))
     if acc is None and cbs: return cbs
-    micro = most if splits else None
-    if splits and acc.auto:
-        micro = AutoSize(acc.auto.split)
-        micro.train = most
-    return [*cbs,GradientAccumulation(n, drop_last=False, n_items=acc and acc.n_items, micro_batch_size=micro)]
+    size = most if self.splits else None
+    if self.splits and acc.auto:
+        size = AutoSize(acc.auto.split)
+        size.train = most
+    new = GradientAccumulation(n, drop_last=False, n_items=self.n_items, micro_batch_size=size)
+    return [*cbs,new]
 
 # %% ../nbs/02_accum_check.ipynb #result
 @dataclass(repr=False, eq=False)
 class AccumCheck:
-    "Whether the run gives the same result as the big batch, and if not, why"
+    "Whether the run gives the same result as the full-batch run, and if not, why"
     rows:list[Row] # What was found
     sizes:list[int] # Samples in the micro-batches
     layers:dict # Name of a parameter -> the relative difference of its gradients
-    still:dict # The same after all causes that were found are switched off; empty if none was found
+    remaining:dict # The same without all causes that were found; empty if none was found
     too_many:int|None=None # Samples in a step of the fit, if these do not fit into memory at once
 
     @property
@@ -139,165 +173,235 @@ class AccumCheck:
         return {o.what:o.off for o in self.rows}
 
     def __bool__(self): return self.ok
-    def _title(self):
-        left = any(o.where.startswith('not checked') for o in self.rows)*'; the last column says what was not checked'
-        what = f'the same run{left}' if self.ok else 'not the same run'
-        if self.off['gradients'] is None: what = 'gradients could not be compared'
-        n,parts = sum(self.sizes),f"micro-batches of {', '.join(map(str, self.sizes))}"
-        if len(self.sizes)>4: parts = f'{len(self.sizes)} micro-batches of up to {max(self.sizes)}'
-        start = f'{self.too_many} samples do not fit into memory at once, so {n} were compared: '*bool(self.too_many)
-        return f'{start}{n} samples at once, and in {parts}: {what}'
 
-    def __repr__(self):
-        rows = [('what','result','where','remedy'),*((o.what,o.state,o.where,o.remedy) for o in self.rows)]
-        wide = [max(len(o[i]) for o in rows) for i in range(3)]
-        lines = ['  '.join([*(c.ljust(n) for c,n in zip(o, wide)),o[3]]).rstrip().replace('`', '') for o in rows]
-        return '\n'.join([self._title(),'',*lines])
+# %% ../nbs/02_accum_check.ipynb #result-shown
+@patch
+def _title(self:AccumCheck):
+    result = 'the same run' if self.ok else 'not the same run'
+    if self.ok and any(o.where.startswith('not checked') for o in self.rows):
+        result += '; the last column says what was not checked'
+    if self.off['gradients'] is None: result = 'gradients could not be compared'
+    n = sum(self.sizes)
+    parts = f"micro-batches of {', '.join(map(str, self.sizes))}"
+    if len(self.sizes)>4: parts = f'{len(self.sizes)} micro-batches of up to {max(self.sizes)}'
+    title = f'{n} samples at once, and in {parts}: {result}'
+    if not self.too_many: return title
+    return f'{self.too_many} samples do not fit into memory at once, so {n} were compared: {title}'
 
-    def _repr_markdown_(self):
-        rows = '\n'.join(f"| {o.what} | {o.state} | {o.where} | {o.remedy} |" for o in self.rows)
-        return f"{self._title()}\n\n| what | result | where | remedy |\n|---|---|---|---|\n{rows}"
+@patch
+def _cells(self:AccumCheck):
+    rows = [(o.what,o.state,o.where,o.remedy) for o in self.rows]
+    return [('what','result','where','remedy'),*rows]
 
-def _checkpoint(model):
-    "`ActivationCheckpoint()` as a remedy, if it finds segments in this model"
-    try: return '`ActivationCheckpoint()`'*bool(find_segments(unwrapped(model)))
-    except ValueError: return ''
+@patch
+def __repr__(self:AccumCheck):
+    cells = self._cells()
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    lines = ['  '.join(map(str.ljust, row, widths)).rstrip() for row in cells]
+    return '\n'.join([self._title(),'',*lines]).replace('`', '')
 
-def _join(*words): return '; '.join(filter(None, words))
+@patch
+def _repr_markdown_(self:AccumCheck):
+    head,*rows = [f"| {' | '.join(row)} |" for row in self._cells()]
+    return '\n'.join([self._title(),'',head,'|---|---|---|---|',*rows])
 
 # %% ../nbs/02_accum_check.ipynb #find
-class _Found:
-    "What makes the gradients differ; `whole`: who gets the whole batch anyway, the 'loss', or the 'model', too"
-    def __init__(self, compare, n_items, whole, unseen, steps):
-        self.compare,self.run,self.whole,self.unseen = compare,compare.run,whole,unseen
-        self.learn,self.first,self.still,self.cbs = self.run.learn,{},{},[]
-        self.cache = f"`GradientCache(micro_batch_size={compare.most})`, in DataLoaders whose batches are whole steps"
-        self.whole_steps = f'DataLoaders whose batches are whole steps, and `micro_batch_size={compare.most}`'
-        a,b = compare.both()
-        self.look = self._look(n_items)
-        if b is None: self.off = self.quiet = self.rest = None
-        else: self._search(a, b)
-        self.rows = [self._loss(), self._predictions(), self._draws(), self._callbacks(), self._loader(),
-            self._gradients(), self._buffers(a, b), *([self._weights()] if steps else [])]
+class _Diagnosis:
+    "Finds what makes the gradients of whole batch and parts differ"
+    def __init__(self, compare, setup, no_cbs, steps):
+        self.compare,self.setup = compare,setup
+        self.model = compare.run.learn.model
+        self.no_cbs = no_cbs     # were no callbacks of the fit given to the check?
+        # the largest difference of the gradients; `None` if they could not be compared
+        self.off = None          # as the Learner trains
+        self.frozen_off = None   # with all modules frozen that differ by themselves
+        self.rest_off = None     # also without the callbacks that were found
+        self.cbs = []            # callbacks that make the gradients differ
+        self.layers = {}         # name of a parameter -> the difference of its gradients
+        self.remaining = {}      # the same without all causes that were found; empty if none was found
+        self.whole,self.parts = compare.whole_and_parts()
+        self.sizes = [compare.n] if compare.why else compare.sizes
+        size,loaders = f'micro_batch_size={compare.most}','DataLoaders whose batches are whole steps'
+        self.cache_remedy = f"`GradientCache({size})`, in {loaders}"
+        self.split_remedy = f'{loaders}, and `{size}`'
+        self.probe = self._probe_first_batch(setup.n_items)
+        self.tol = self.probe.tol
+        if self.parts is not None: self._find_causes()
+        self.rows = self._rows(steps)
 
-    def _look(self, n_items, **kwargs):
-        compare = self.compare
-        look = FirstBatchProbe(compare.n, compare.sizes, compare.split, n_items, alone=self.whole=='model')
-        try: compare.fit(False, compare.wholes[:1], [look], **kwargs)
-        except Exception:
-            if not compare.why: raise   # else it is known who fails
-        return look
+# %% ../nbs/02_accum_check.ipynb #find-causes
+@patch
+def _probe_first_batch(self:_Diagnosis, n_items, **kwargs):
+    compare,loss_only = self.compare,self.setup.model_gets_whole
+    probe = FirstBatchProbe(compare.n, compare.sizes, compare.split, n_items, loss_only)
+    try: compare.fit(False, compare.wholes[:1], [probe], **kwargs)
+    except Exception:
+        if not compare.why: raise   # otherwise it is known what fails
+    return probe
 
-    def _search(self, a, b):
-        look,compare,tol = self.look,self.compare,self.look.tol
-        self.first,held = grad_differences(a.grads, b.grads),dict(hold=look.drawing+look.depending, reset=look.reset)
-        self.off = self.quiet = self.rest = max(self.first.values(), default=0.)
-        # a way that cuts by itself may let each part go on from what its own rows have left
-        if look.memory and not compare.cuts and compare.worst(hold=held['hold'])<=tol:
-            held['reset'],look.memory,look.predictions = False,[],0.
-        if self.off>tol and any(held.values()): self.quiet = self.rest = self._hold(**held)
-        if self.quiet<=tol: return
-        if look.rows==look.n:
-            self.cbs = blame(compare, self.quiet, tol, **held)
-            if self.cbs: self.rest = self._hold(**held, without=self.cbs)
-        else:   # who makes more rows of the samples
-            cbs = [o for o in candidates(self.run) if hasattr(o, 'before_batch')]
-            self.cbs = [o for o in cbs if self._look(None, without=[o]).rows==look.n] or cbs
+@patch
+def _find_causes(self:_Diagnosis):
+    probe,compare = self.probe,self.compare
+    self.layers = grad_differences(self.whole.grads, self.parts.grads)
+    self.off = self.frozen_off = self.rest_off = max(self.layers.values(), default=0.)
+    freeze,reset = probe.drawing+probe.depending,probe.reset
+    # if a callback splits the batch, each part may go on from the state that its own rows have left
+    may_go_on = probe.remembering and not compare.cut_loader
+    if may_go_on and compare.largest_difference(freeze=freeze)<=self.tol:
+        reset,probe.remembering = False,[]
+        probe.predictions = 0.
+    if self.off>self.tol and (freeze or reset):
+        self.frozen_off = self.rest_off = self._without(freeze, reset)
+    if self.frozen_off<=self.tol: return
+    if probe.rows==probe.n:
+        frozen = dict(freeze=freeze, reset=reset)
+        self.cbs = find_differing_callbacks(compare, self.frozen_off, self.tol, **frozen)
+        if self.cbs: self.rest_off = self._without(freeze, reset, self.cbs)
+    else:   # find the callback that makes more rows of the samples
+        cbs = [o for o in callbacks_to_try(compare.run) if hasattr(o, 'before_batch')]
+        def rows_without(cb): return self._probe_first_batch(None, without=[cb]).rows
+        self.cbs = [o for o in cbs if rows_without(o)==probe.n] or cbs
 
-    def _hold(self, **kwargs):
-        self.still = self.compare.apart(**kwargs)
-        return max(self.still.values(), default=0.)
+@patch
+def _without(self:_Diagnosis, freeze, reset, cbs=()):
+    "The largest difference of the gradients without the causes that were found"
+    self.remaining = self.compare.differences(freeze=freeze, reset=reset, without=cbs)
+    return max(self.remaining.values(), default=0.)
 
-    def _loss(self):
-        look,tol,(off,reason) = self.look,self.look.tol,self.look.loss
-        if self.whole: return Row('loss', 0., tol)
-        if look.rows!=look.n: off,reason = None,f'the model gets {look.rows} rows for {look.n} samples'
-        row = Row('loss', off, tol, reason)
-        if self.rest is not None and self.rest<=look.tol:   # it gets more, or its parts were alike
-            row = Row('loss', look.hidden or self.rest, tol, 'in micro-batches of unequal sizes'*bool(look.hidden))
-        if row.off is None or row.ok: return row
-        count = '`n_items=`, a function that counts what it is a mean of'
-        return row._replace(remedy=f"`reduction='mean'`; {count}; or {self.cache}")
+# %% ../nbs/02_accum_check.ipynb #rows-model
+@patch
+def _loss(self:_Diagnosis):
+    probe,tol = self.probe,self.tol
+    if self.setup.loss_gets_whole: return Row('loss', 0., tol)
+    if self.rest_off is not None and self.rest_off<=tol:
+        # the loss does not make the gradients of these parts differ, but perhaps those of other parts
+        row = Row('loss', self.rest_off, tol)
+        if probe.hidden_loss:
+            row = Row('loss', probe.hidden_loss, tol, 'in micro-batches of unequal sizes')
+    elif probe.rows!=probe.n:
+        row = Row('loss', None, tol, f'the model gets {probe.rows} rows for {probe.n} samples')
+    else: row = Row('loss', probe.loss, tol, probe.loss_why)
+    if row.off is None or row.ok: return row
+    n_items = '`n_items=`, a function that counts what it is a mean of'
+    return row._replace(remedy=f"`reduction='mean'`; {n_items}; or {self.cache_remedy}")
 
-    def _predictions(self):
-        look = self.look
-        row = Row('predictions', look.predictions, look.tol, look.why)
-        if row.off is None or row.ok: return row
-        where = named(self.learn.model, look.depending)
-        if look.memory:
-            who = named(self.learn.model, look.memory) or 'the model'
-            where = _join(f'{who} keeps something from the batch before', where)
-            return row._replace(where=where, remedy='none; or reset it before each batch')
-        norm = any(isinstance(m, _BatchNorm) for m in look.depending)
-        freeze = '`FreezeBN()`; in a frozen body `BnFreeze()` and `train_bn=False`; or `learn.recalibrate_bn()`'
-        remedy = _join(_checkpoint(self.learn.model), freeze*norm)
-        return row._replace(where=where, remedy=remedy or 'none: the model needs the whole batch')
+# %% ../nbs/02_accum_check.ipynb #rows-predictions
+def _in_one_cell(*texts): return '; '.join(filter(None, texts))
 
-    def _draws(self):
-        look,dl = self.look,self.run.dl
-        row = Row('draws', look.draws, look.tol, look.why)
-        if row.off is None: return row
-        fs = getattr(getattr(dl, 'after_batch', None), 'fs', ())
-        tfms = [type(o).__name__ for o in fs if any(c.__name__=='RandTransform' for c in type(o).__mro__)]
-        unseen = tfms and f"not checked: {', '.join(tfms)} (new random numbers for each batch)"
-        if row.ok: return row._replace(where=unseen or '')
-        remedy = _join(_checkpoint(self.learn.model), 'or none: two seeds differ as much').removeprefix('or ')
-        return row._replace(where=_join(named(self.learn.model, look.drawing), unseen), remedy=remedy)
+def _checkpoint_remedy(model):
+    "`ActivationCheckpoint()` as a remedy, if it finds segments in this model"
+    try: return '`ActivationCheckpoint()`' if find_segments(unwrapped(model)) else ''
+    except ValueError: return ''
 
-    def _callbacks(self):
-        tol = self.look.tol
-        if self.off is None: return Row('callbacks', None, tol, self.compare.why)
-        names,remedy = ', '.join(type(o).__name__ for o in self.cbs),f'{self.whole_steps}, if only batches are changed'
-        if self.cbs: return Row('callbacks', self.quiet, tol, names, f'{remedy}, as by MixUp; or {self.cache}')
-        where = 'not checked: callbacks that are passed to `fit`; give them as `cbs=`'*self.unseen
-        return Row('callbacks', self.quiet if self.quiet<=tol else 0., tol, where)   # what is off is not theirs
+@patch
+def _predictions(self:_Diagnosis):
+    probe = self.probe
+    row = Row('predictions', probe.predictions, self.tol, probe.why)
+    if row.off is None or row.ok: return row
+    where = describe_modules(self.model, probe.depending)
+    if probe.remembering:
+        names = describe_modules(self.model, probe.remembering) or 'the model'
+        where = _in_one_cell(f'{names} keeps something from the batch before', where)
+        return row._replace(where=where, remedy='none; or reset it before each batch')
+    has_norm = any(isinstance(m, _BatchNorm) for m in probe.depending)
+    freeze = ''
+    if has_norm:
+        freeze = ('`FreezeBN()`; in a frozen body `BnFreeze()` and `train_bn=False`; '
+            'or `learn.recalibrate_bn()`')
+    remedy = _in_one_cell(_checkpoint_remedy(self.model), freeze)
+    return row._replace(where=where, remedy=remedy or 'none: the model needs the whole batch')
 
-    def _loader(self):
-        how = by_batch_size(self.run.dl) if self.compare.cuts else ''
-        remedy = f'{self.whole_steps}; or none: a step has as many samples, but others'
-        return Row('loader', float(bool(how)), 0., how, remedy*bool(how))
+# %% ../nbs/02_accum_check.ipynb #rows-draws
+@patch
+def _draws(self:_Diagnosis):
+    probe = self.probe
+    row = Row('draws', probe.draws, self.tol, probe.why)
+    if row.off is None: return row
+    tfms = getattr(getattr(self.compare.run.dl, 'after_batch', None), 'fs', ())
+    def is_random(o): return any(c.__name__=='RandTransform' for c in type(o).__mro__)
+    names = ', '.join(type(o).__name__ for o in tfms if is_random(o))
+    unseen = f'not checked: {names} (new random numbers for each batch)' if names else ''
+    if row.ok: return row._replace(where=unseen)
+    where = _in_one_cell(describe_modules(self.model, probe.drawing), unseen)
+    remedy = _in_one_cell(_checkpoint_remedy(self.model), 'or none: two seeds differ as much')
+    return row._replace(where=where, remedy=remedy.removeprefix('or '))
 
-    def _gradients(self):
-        tol = self.look.tol
-        row = Row('gradients', self.off, tol, self.compare.why)
-        if row.off is None or row.ok: return row
-        where,remedy = ', '.join(sorted(self.first, key=self.first.get)[:-4:-1]),''
-        if self.still:
-            rest = f'exact ({self.rest:.0e})' if self.rest<=tol else f'off by {self.rest:.1g}'
-            where += f'; without the causes above: {rest}'
-        if self.rest>tol and self.look.agree and not self.cbs and (self.look.loss[0] or 0.)<=tol:
-            hooked = hooked_params(self.learn.model)
-            if hooked:
-                where += f'; the hook on the parameter {hooked[0]} gets the gradients of micro-batches'
-                remedy = 'change gradients in `before_step`, without the hook'
-            else:
-                where += '; cause not found: a callback or the loss may use the whole batch, or draw random numbers'
-                remedy = self.cache
-        return row._replace(where=where, remedy=remedy)
+# %% ../nbs/02_accum_check.ipynb #rows
+@patch
+def _callbacks(self:_Diagnosis):
+    tol = self.tol
+    if self.off is None: return Row('callbacks', None, tol, self.compare.why)
+    if self.cbs:
+        names = ', '.join(type(o).__name__ for o in self.cbs)
+        remedy = f'{self.split_remedy}, if only batches are changed, as by MixUp; or {self.cache_remedy}'
+        return Row('callbacks', self.frozen_off, tol, names, remedy)
+    where = 'not checked: callbacks that are passed to `fit`; give them as `cbs=`' if self.no_cbs else ''
+    return Row('callbacks', 0., tol, where)   # a difference that remains has another cause
 
-    def _buffers(self, a, b):
-        off = b and max((relative_diff(o, b.buffers[nm]) for nm,o in a.buffers.items() if nm in b.buffers), default=0.)
-        return Row('buffers', off, self.look.tol, self.compare.why)
+@patch
+def _loader(self:_Diagnosis):
+    dependence = by_batch_size(self.compare.run.dl) if self.compare.cut_loader else ''
+    if not dependence: return Row('loader', 0., 0.)
+    remedy = f'{self.split_remedy}; or none: a step has as many samples, but others'
+    return Row('loader', 1., 0., dependence, remedy)
 
-    def _weights(self):
-        off,why = None,self.compare.why
-        if not why:
-            off,n,m = self.compare.travel()
-            why = f'after {n} steps'
-            if n!=m: off,why = None,f'{n} steps whole, {m} in micro-batches: gradients of the others overflowed'
-            elif not n: off,why = None,'no step was made: the gradients overflowed'
-        return Row('weights', off, 100*self.look.tol, why)
+@patch
+def _gradients(self:_Diagnosis):
+    probe,tol = self.probe,self.tol
+    row = Row('gradients', self.off, tol, self.compare.why)
+    if row.off is None or row.ok: return row
+    most_different = sorted(self.layers, key=self.layers.get, reverse=True)
+    where = ', '.join(most_different[:3])
+    if self.remaining:
+        rest = f'exact ({self.rest_off:.0e})' if self.rest_off<=tol else f'off by {self.rest_off:.1g}'
+        where += f'; without the causes above: {rest}'
+    has_cause = not probe.agree or self.cbs or (probe.loss or 0.)>tol
+    if has_cause or self.rest_off<=tol: return row._replace(where=where)
+    hooked = hooked_params(self.model)
+    if hooked:
+        where += f'; the hook on the parameter {hooked[0]} gets the gradients of micro-batches'
+        return row._replace(where=where, remedy='change gradients in `before_step`, without the hook')
+    where += '; cause not found: a callback or the loss may use the whole batch, or draw random numbers'
+    return row._replace(where=where, remedy=self.cache_remedy)
+
+# %% ../nbs/02_accum_check.ipynb #rows-all
+@patch
+def _buffers(self:_Diagnosis):
+    off = None
+    if self.parts is not None:
+        pairs = [(b,self.parts.buffers.get(k)) for k,b in self.whole.buffers.items()]
+        off = max((relative_diff(a, b) for a,b in pairs if b is not None), default=0.)
+    return Row('buffers', off, self.tol, self.compare.why)
+
+@patch
+def _weights(self:_Diagnosis):
+    row = Row('weights', None, 100*self.tol, self.compare.why)
+    if row.where: return row
+    off,n_whole,n_parts = self.compare.train_both_ways()
+    if n_whole!=n_parts:
+        where = f'{n_whole} steps whole, {n_parts} in micro-batches: gradients of the others overflowed'
+        return row._replace(where=where)
+    if not n_whole: return row._replace(where='no step was made: the gradients overflowed')
+    return row._replace(off=off, where=f'after {n_whole} steps')
+
+@patch
+def _rows(self:_Diagnosis, steps):
+    rows = L(self._loss(), self._predictions(), self._draws(), self._callbacks(), self._loader(),
+        self._gradients(), self._buffers())
+    if steps: rows.append(self._weights())
+    # a table has one line for each row
+    return rows.map(lambda o: o._replace(where=o.where.partition('\n')[0]))
 
 # %% ../nbs/02_accum_check.ipynb #plot
 @patch
 def plot(self:AccumCheck)->Axes: # The matplotlib axes
-    "The difference of the gradients, for each parameter in the order of the model"
+    "Plot the difference of the gradients for each parameter, in the order of the model"
     tol = next(o.tol for o in self.rows if o.what=='gradients')
     _,ax = plt.subplots(figsize=(7, 1+0.16*max(4, len(self.layers))))
-    both = [('as it trains',self.layers,'tab:red')]
-    if self.still: both.append(('without what was found',self.still,'tab:blue'))
-    for label,diffs,color in both:
-        xs = [max(min(o, 1e3), 1e-17) for o in diffs.values()]   # none at all is drawn at the edge
+    runs = [('as it trains',self.layers,'tab:red')]
+    if self.remaining: runs.append(('without what was found',self.remaining,'tab:blue'))
+    for label,diffs,color in runs:
+        xs = [max(min(o, 1e3), 1e-17) for o in diffs.values()]   # a difference of 0 is drawn at the edge
         ax.plot(xs, range(len(xs)), 'o', ms=4, color=color, label=label)
     ax.axvline(tol, color='gray', linestyle=':', label='rounding, at most')
     ax.set(xscale='log', xlabel='difference of the gradients, relative', yticks=range(len(self.layers)))

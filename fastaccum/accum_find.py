@@ -10,7 +10,7 @@ __all__ = ['FoundAccum']
 # %% ../nbs/09_accum_find.ipynb #imports
 import numpy as np
 from itertools import islice
-from math import isfinite
+from math import ceil, isfinite
 from numbers import Real
 from matplotlib import pyplot as plt
 from fastai.callback.core import Callback
@@ -22,53 +22,31 @@ from .core.checks import check_bool, check_count, our_callback
 from .core.dry_run import Batches, CountSteps, DryRun
 from .core.plan import round_up
 from .core.warnings import more_link
-from .noise_scale import NoiseScale, say
+from .noise_scale import NoiseScale, describe
 from .core.process_checks import check_search
 from .core.loader_info import samples_of, sizes_of
 from .core.micro_batches import AutoSize
 
 # %% ../nbs/09_accum_find.ipynb #accum-find
-def _another(acc, size):
-    "The Learner's accumulation, in steps of `size` samples"
-    if acc is None: return GradientAccumulation(size, drop_last=False)
-    micro = AutoSize(acc.auto.split) if acc.auto else acc.micro_batch_size
-    return GradientAccumulation(size, drop_last=False, n_items=acc.n_items, micro_batch_size=micro)
-
-def _measure(learn, acc, size, bs, steps, lr):
-    "Readings of `steps` steps, which leave nothing behind"
-    with DryRun(learn, total=steps) as run:
-        meter,end,n = NoiseScale(1),CountSteps(steps, run.tick),-(-(steps+20)*size//bs)   # a GradScaler skips some
-        full = (b for _ in range(n) for b in run.dl if samples_of(learn, b, bs)>=bs)   # again when the loader ends
-        run.fit(Batches(run.dl, islice(full, n), bs, n*bs), [_another(acc, size),meter,end], lr=lr)
-    if end.n_steps>=steps: return meter.readings
-    raise RuntimeError(f"only {end.n_steps} of {steps} steps were taken. Either a callback ends the fit (remove it, or "
-        f"set `run_bs_find = False` in its class), or the training loader has no full batch of {bs} samples"
-        + more_link('no-step-in-a-trial'))
-
-def _check_lr(lr):
-    rates = [lr.start,lr.stop] if isinstance(lr, slice) else lr if isinstance(lr, (list,tuple,L)) else [lr]
-    if all(o is None or isinstance(o, Real) and isfinite(o) for o in rates): return
-    raise ValueError(f"`lr={lr!r}`: give a finite number, a slice of such numbers, or leave `lr` out"
-        + more_link('learning-rate'))
-
 @patch
 def accum_find(self:Learner,
-    accum_bs:int|None=None, # Samples in a measured step; defaults to the first step of a fit, or 8 micro-batches
+    accum_bs:int|None=None, # Samples in a measured step; defaults to the first step of a fit
     steps:int=20, # Steps to measure
     lr:float|slice|None=None, # Learning rate of these steps; defaults to the Learner's
     cbs:Callback|list|None=None, # Callbacks that you would pass to `fit`
     show_plot:bool=True # Draw the noise scale over the steps that were measured?
 )->'FoundAccum': # `int(…)` of it is the suggested size in samples, in whole micro-batches
-    """Measure the noise of the gradient in some steps of training, put everything back, and suggest the size of a step
+    """Measure the gradient's noise in some steps, put everything back, and suggest the size of a step
 
-    A noise scale of `B` samples means that the noise in the mean gradient of `B` samples is as large as the gradient
-    ([McCandlish et al., 2018](https://arxiv.org/abs/1812.06162)). Steps of that size are suggested.
+    A noise scale of `B` samples means that the noise in the mean gradient of `B` samples is as large as
+    the gradient ([McCandlish et al., 2018](https://arxiv.org/abs/1812.06162)). Steps of that size are
+    suggested.
 
     TypeError: `accum_bs` or `steps` is not a whole number, or `show_plot` is neither `True` nor `False`
-    ValueError: `accum_bs` or `steps` is below 1, `accum_bs` is larger than an epoch, `lr` is not a finite number, or the
-        training loader has no batch or no batch size
-    RuntimeError: there are several processes, a callback ends the fit, the loader has no full batch, or no step could
-        be measured
+    ValueError: `accum_bs` or `steps` is below 1, `accum_bs` is larger than an epoch, `lr` is not a
+        finite number, or the training loader has no batch or no batch size
+    RuntimeError: there are several processes, a callback ends the fit, the loader has no full batch, or
+        no step could be measured
     UserWarning: a step could not be measured; the message says why
     """
     check_bool('show_plot', show_plot)
@@ -80,44 +58,87 @@ def accum_find(self:Learner,
     with self.added_cbs(cbs):
         acc = our_callback(self, 'GradientAccumulation')
         sizes = sizes_of(self.dls.train, acc and acc.micro_batch_size)
-        bs,n,micro = sizes
-        if accum_bs is not None and accum_bs>n:
-            raise ValueError(f"`accum_bs={accum_bs}`: an epoch of the training loader has {n} samples. Give at most that many"
-                + more_link('samples-to-check'))
-        size = accum_bs or max(acc.plan(self.dls).wanted(0) if acc else 8*micro, 4*micro)
-        size = round_up(max(size, 2*micro), sizes.unit)
-        readings = _measure(self, acc, size, bs, steps, lr)
-    if not readings: raise RuntimeError("no step could be measured; a warning above says why" + more_link('cannot-measure'))
-    res = FoundAccum(readings, micro, n)
+        size = _measured_size(acc, accum_bs, self.dls, sizes)
+        readings = _measure(self, acc, size, sizes.bs, steps, lr)
+    if not readings:
+        raise RuntimeError("no step could be measured; a warning above says why"
+            + more_link('cannot-measure'))
+    res = FoundAccum(readings, sizes.micro_bs, sizes.n)
     if show_plot: res.plot()
     return res
 
+# %% ../nbs/09_accum_find.ipynb #measure
+def _check_lr(lr):
+    "Refuse a learning rate for which no step could be taken"
+    if isinstance(lr, slice): rates = [lr.start,lr.stop]
+    elif isinstance(lr, (list,tuple,L)): rates = lr
+    else: rates = [lr]
+    if all(o is None or isinstance(o, Real) and isfinite(o) for o in rates): return
+    raise ValueError(f"`lr={lr!r}`: give a finite number, a slice of such numbers, or leave `lr` out"
+        + more_link('learning-rate'))
+
+def _measured_size(acc, accum_bs, dls, sizes):
+    "Samples in a measured step, in whole micro-batches"
+    micro_bs = sizes.micro_bs
+    if accum_bs is not None and accum_bs>sizes.n:
+        raise ValueError(f"`accum_bs={accum_bs}`: an epoch of the training loader has {sizes.n} "
+            "samples. Give at most that many" + more_link('samples-to-check'))
+    if accum_bs is not None: size = max(accum_bs, 2*micro_bs)
+    else:
+        usual = 8*micro_bs if acc is None else acc.plan(dls).wanted(0)
+        size = max(usual, 4*micro_bs)
+    return round_up(size, sizes.unit)
+
+def _measure(learn, acc, size, bs, n_steps, lr):
+    "Train for `n_steps` steps of `size` samples that leave nothing behind, and return their readings"
+    n_batches = ceil((n_steps+20)*size/bs)   # more than needed: a GradScaler skips some steps
+    settings = {} if acc is None else dict(n_items=acc.n_items, micro_batch_size=acc.micro_batch_size)
+    if acc is not None and acc.auto: settings['micro_batch_size'] = AutoSize(acc.auto.split)
+    noise = NoiseScale(1)
+    with DryRun(learn, total=n_steps) as run:
+        count = CountSteps(n_steps, run.tick)
+        # the loader is started again when it ends
+        repeated = (b for _ in range(n_batches) for b in run.dl)
+        full = islice((b for b in repeated if samples_of(learn, b, bs)>=bs), n_batches)
+        cbs = [GradientAccumulation(size, drop_last=False, **settings),noise,count]
+        run.fit(Batches(run.dl, full, bs, n_batches*bs), cbs, lr=lr)
+    if count.n_steps>=n_steps: return noise.readings
+    raise RuntimeError(f"only {count.n_steps} of {n_steps} steps were taken. Either a callback ends the "
+        "fit (remove it, or set `run_bs_find = False` in its class), or the training loader has no full "
+        f"batch of {bs} samples"
+        + more_link('no-step-in-a-trial'))
+
 # %% ../nbs/09_accum_find.ipynb #result
 class FoundAccum:
-    """How many samples a step should have: `accum_bs`, in whole micro-batches and at most an epoch
+    """The samples that a step should have: `accum_bs`, in whole micro-batches and at most an epoch
 
-    `scale` is the noise scale in samples, and `readings` are the steps that were measured. `scales` is the noise scale
-    after each of these steps, averaged over the steps so far.
+    `scale` is the noise scale in samples, and `readings` are the steps that were measured. `scales` is
+    the noise scale after each of these steps, averaged over the steps so far.
     """
     def __init__(self, readings:list, micro_bs:int, n:int):
-        per_sample = sum(o.size for o in readings)/sum(o.samples for o in readings)   # targets, where these are counted
+        n_items = sum(o.size for o in readings)   # the noise scale counts these: samples or targets
+        per_sample = n_items/sum(o.samples for o in readings)
         self.readings = readings
         self.scales = [o.scale/per_sample for o in readings]
         self.scale = self.scales[-1]
         noise_hides_gradient = not np.isfinite(self.scale)
         best = readings[0].samples if noise_hides_gradient else self.scale
-        most = max(1, n//micro_bs)         # micro-batches in an epoch
-        self.capped = best>most*micro_bs   # would it be larger than an epoch?
-        self.accum_bs = most*micro_bs if self.capped else max(1, round(best/micro_bs))*micro_bs
+        most = max(1, n//micro_bs)*micro_bs   # samples in an epoch, in whole micro-batches
+        self.capped = best>most               # would the suggestion be larger than an epoch?
+        self.accum_bs = most if self.capped else max(1, round(best/micro_bs))*micro_bs
 
     def __int__(self): return self.accum_bs
     __index__ = __int__
     def __repr__(self):
-        return (f'`accum_bs={self.accum_bs}`, measured in {len(self.readings)} steps of {self.readings[0].samples} '
-            f'samples\n{say(self.scale, self.accum_bs)}\n'
-            'This assumes SGD near its best learning rate, and gradients as they are now. The noise scale grows while '
-            '\nthe loss falls, and says little early in training. Dropout and augmentation count as noise.'
-            + '\nIt would be larger, but an epoch has no more samples.'*self.capped)
+        n_samples = self.readings[0].samples
+        n_steps = len(self.readings)
+        lines = [f'`accum_bs={self.accum_bs}`, measured in {n_steps} steps of {n_samples} samples',
+            describe(self.scale, self.accum_bs),
+            'This assumes SGD near its best learning rate, and gradients as they are now. The noise',
+            'scale grows while the loss falls, and says little early in training. Dropout and',
+            'augmentation count as noise.']
+        if self.capped: lines.append('It would be larger, but an epoch has no more samples.')
+        return '\n'.join(lines)
 
     def plot(self,
         ax:plt.Axes|None=None # Matplotlib axes to draw on; defaults to new ones
@@ -126,7 +147,7 @@ class FoundAccum:
         if ax is None: ax = plt.subplots(figsize=(6,3.5))[1]
         ax.plot(range(1, len(self.scales)+1), self.scales, 'o-', label='noise scale')
         ax.axhline(self.accum_bs, color='black', linestyle=':', label=f'accum_bs={self.accum_bs}')
-        # the estimates of the first steps may be far too large, so they may leave the picture
+        # the limit of the axis may leave out the first steps, whose estimates may be far too large
         ax.set(ylim=(0,3*self.accum_bs), xlabel='measured steps', ylabel='samples')
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.legend(frameon=False)

@@ -8,13 +8,12 @@ Docs: https://fastaccum.github.io/fastaccum/batchnorm.html.md"""
 __all__ = ['RecalibrateBN', 'bn_layers', 'FreezeBN']
 
 # %% ../nbs/05_batchnorm.ipynb #imports
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 import torch
 from fastai.callback.core import TrainEvalCallback
 from fastai.learner import Learner
 from fastai.torch_core import get_model
 from fastcore.basics import patch
-from fastcore.foundation import L
 from fastprogress.fastprogress import progress_bar
 from torch import distributed as dist, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -32,179 +31,238 @@ from .core.distributed import check_not_sharded, world_size
 # %% ../nbs/05_batchnorm.ipynb #recalibrate
 @patch
 def recalibrate_bn(self:Learner,
-    bs:int=None, # Samples in a batch; by default as in a step, or, without a callback, the loader's (at least 64)
+    bs:int=None, # Samples in a batch; by default as in a step, or without accumulation at least 64
     n:int=None # The most samples to look at, by default 10,000; at least one batch is used
 ):
-    """Estimate the running statistics of BatchNorm layers again, as a mean over training batches of `bs` samples
+    """Estimate BatchNorm's running statistics again, as a mean over training batches of `bs` samples
 
     TypeError: an argument is not a whole number
-    ValueError: a number is below 1, no layer learns statistics, the training loader cannot give such batches, or
-        several processes share the parameters of a sharded model
+    ValueError: a number is below 1, no layer learns statistics, the training loader cannot give such
+        batches, or several processes share the parameters of a sharded model
     RuntimeError: there are several processes, and SyncBatchNorm
     torch.OutOfMemoryError: a batch does not fit
     """
-    layers,why,bs,n = _plan(self, bs, n)
-    if not layers: raise ValueError(f"{why}: there is nothing to recalibrate" + more_link('no-batchnorm'))
-    _recalibrate(self, layers, bs, n)
+    recalibration = _Recalibration(self, bs, n)
+    if not recalibration.layers:
+        raise ValueError(f"{recalibration.reason}: there is nothing to recalibrate"
+            + more_link('no-batchnorm'))
+    recalibration.estimate()
 
+# %% ../nbs/05_batchnorm.ipynb #recalibrate-cb
 class RecalibrateBN(QuietCallback):
     """Run `recalibrate_bn` before each validation, so that metrics and saved models use its statistics
 
     TypeError: an argument is not a whole number
-    ValueError: a number is below 1, or, when the fit begins, the training loader cannot give batches of that size,
-        or several processes share the parameters of a sharded model
+    ValueError: a number is below 1, or, when the fit begins, the training loader cannot give batches of
+        that size, or several processes share the parameters of a sharded model
     RuntimeError: when the fit begins, if there are several processes, and SyncBatchNorm
     UserWarning: when the fit begins, if no BatchNorm layer learns statistics
     """
-    order,run_bs_find = TrainEvalCallback.order+1,False   # before all that validates
-    name = 'recalibrate_bn_callback'   # fastai's would hide `learn.recalibrate_bn`
+    order = TrainEvalCallback.order+1   # before other callbacks that validate or save
+    run_bs_find = False
+    name = 'recalibrate_bn_callback'    # fastai's name for the class would hide `learn.recalibrate_bn`
     def __init__(self,
         bs:int=None, # Samples in a batch, as in `recalibrate_bn`
         n:int=None # The most samples to look at, as in `recalibrate_bn`
-    ): self.bs,self.n = (o if o is None else check_count(nm, o) for nm,o in (('bs',bs),('n',n)))
+    ):
+        self.bs = None if bs is None else check_count('bs', bs)
+        self.n = None if n is None else check_count('n', n)
 
-    @property
-    def _trains(self): return not (self.validates or hasattr(self.learn, 'lr_finder'))
+    def _recalibration(self):
+        "The pass over the training batches; `None` where no fit trains"
+        if self.validates or hasattr(self.learn, 'lr_finder'): return None
+        return _Recalibration(self.learn, self.bs, self.n)
 
     def before_fit(self):
-        if not self._trains: return
-        layers,why,*_ = _plan(self.learn, self.bs, self.n)
-        if not layers: warn(f"{why}: `RecalibrateBN` has nothing to do" + more_link('no-batchnorm'))
+        recalibration = self._recalibration()
+        if recalibration is None or recalibration.layers: return
+        warn(f"{recalibration.reason}: `RecalibrateBN` has nothing to do" + more_link('no-batchnorm'))
 
     def before_validate(self):
-        layers,_,bs,n = _plan(self.learn, self.bs, self.n) if self._trains else [None]*4
-        if layers: _recalibrate(self.learn, layers, bs, n)
+        recalibration = self._recalibration()
+        if recalibration is not None and recalibration.layers: recalibration.estimate()
 
 # %% ../nbs/05_batchnorm.ipynb #layers
 def bn_layers(model:nn.Module)->list:
-    "The BatchNorm layers that have running statistics"
+    "List the BatchNorm layers that have running statistics"
     return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
 
+# %% ../nbs/05_batchnorm.ipynb #freeze
 class FreezeBN(PatchingCallback):
     """Freeze BatchNorm's running statistics and normalise with them, whatever else trains
 
     TypeError: `part` is not a function, or, when the fit begins, does not return modules
-    UserWarning: when the fit begins, if a layer has seen no data, or if there is none with running statistics
+    UserWarning: when the fit begins, if a layer has seen no data, or if there is none with running
+        statistics
     """
-    order,run_valid = TrainEvalCallback.order+1,False   # right after all layers are told to train
+    # right after `TrainEvalCallback` has put all layers in training mode
+    order = TrainEvalCallback.order+1
+    run_valid = False
     def __init__(self,
-        part:Callable=None # `part(model)` returns the module(s) whose BatchNorm to freeze. Defaults to all
+        part:Callable=None # `f(model)` returns the module(s) whose BatchNorm to freeze; defaults to all
     ):
         self.part = check_function('part', part, 1, 'lambda m: m[0]')
-        self.held = []   # the layers that are frozen, while a fit trains
+        self.frozen = []   # the frozen layers while a fit trains
 
     def layers_of(self, model:nn.Module)->list:
-        "The BatchNorm layers that are frozen"
-        part = model if self.part is None else self.part(model)
-        parts = part if isinstance(part, (list,tuple,L)) else [part]
-        for o in parts:
-            if not isinstance(o, nn.Module):
-                raise TypeError(f"`part` returned {o!r}, of type {type(o).__name__}: let it return a module of the model, or "
-                    "a list of modules, such as `lambda m: m[0]`" + more_link('function-argument'))
-        return [m for o in parts for m in bn_layers(o)]
+        "List the BatchNorm layers that this callback freezes"
+        parts = model if self.part is None else self.part(model)
+        is_one = isinstance(parts, nn.Module) or not isinstance(parts, Iterable)
+        parts = [parts] if is_one else list(parts)
+        for part in parts:
+            if isinstance(part, nn.Module): continue
+            raise TypeError(f"`part` returned {part!r}, of type {type(part).__name__}: let it return a "
+                "module of the model, or a list of modules, such as `lambda m: m[0]`"
+                + more_link('function-argument'))
+        return [layer for part in parts for layer in bn_layers(part)]
 
     def before_fit(self):
         if self.validates: return
         layers = self.layers_of(get_model(self.learn.model))
-        fresh = sum(not m.running_mean.any() and bool((m.running_var==1).all()) for m in layers)
-        if not layers: warn("there is no BatchNorm layer to freeze with `FreezeBN`" + more_link('no-batchnorm'))
-        if fresh:
-            warn(f"{fresh} of the {len(layers)} BatchNorm layers that `FreezeBN` freezes have seen no data, and do not "
-                "normalise. Freeze pretrained ones only: `FreezeBN(lambda m: m[0])`" + more_link('fresh-batchnorm'))
+        if not layers:
+            warn("there is no BatchNorm layer to freeze with `FreezeBN`" + more_link('no-batchnorm'))
+        n_fresh = sum(not m.running_mean.any() and bool((m.running_var==1).all()) for m in layers)
+        if n_fresh:
+            warn(f"{n_fresh} of the {len(layers)} BatchNorm layers that `FreezeBN` freezes have seen no "
+                "data, and do not normalise. Freeze pretrained ones only: `FreezeBN(lambda m: m[0])`"
+                + more_link('fresh-batchnorm'))
 
     def before_train(self):
-        self.held = self.layers_of(get_model(self.learn.model))
+        self.frozen = self.layers_of(get_model(self.learn.model))
         self.before_batch()
 
-    def before_batch(self):   # others may have called `model.train()` since
-        for m in self.held: m.training = False
+    def before_batch(self):
+        for m in self.frozen: m.training = False   # other code may have called `model.train()` since
 
     def undo_patches(self):
-        for m in self.held: m.training = self.learn.model.training
-        self.held = []
+        for m in self.frozen: m.training = self.learn.model.training
+        self.frozen = []
 
 # %% ../nbs/05_batchnorm.ipynb #plan
-def _inner(dl): return getattr(dl, 'dl', dl)   # fastai's `DistributedDL` shares out the batches of another
+# fastai's `DistributedDL` shares out the batches of another loader
+def _inner(dl): return getattr(dl, 'dl', dl)
 
-def _learns(m): return any(p.requires_grad for p in m.parameters()) or not list(m.parameters())
+def _trains(m):
+    params = list(m.parameters())   # empty if the layer is not affine
+    return not params or any(p.requires_grad for p in params)
 
-def _plan(learn, bs, n):
-    "The layers to estimate, or why there are none; samples in a batch, `None` as they come; samples to look at"
-    model,n = get_model(learn.model),10_000 if n is None else check_count('n', n)
-    held = {m for cb in learn.cbs if isinstance(cb, FreezeBN) and cb.run for m in cb.layers_of(model)}
-    layers,why = [m for m in bn_layers(model) if _learns(m) and m not in held],''
-    if not layers:
-        why = f"the {type(model).__name__} has no BatchNorm layer with running statistics"
-        if bn_layers(model): why = "all BatchNorm layers are frozen, so their statistics are left alone"
-    synced = any(isinstance(m, nn.SyncBatchNorm) for m in layers)
-    if layers and world_size()>1:
-        check_not_sharded(model)
-        if synced:
-            raise RuntimeError("SyncBatchNorm exchanges its statistics in each forward pass, which hangs where "
-                "processes have different numbers of batches: recalibrate in one process, after training"
-                + more_link('sync-batchnorm'))
-    return layers,why,_size(learn, None if bs is None else check_count('bs', bs)),n
-
-def _size(learn, bs):
-    acc,dl = our_callback(learn, 'GradientAccumulation'),_inner(learn.dls.train)
+def _batch_size(learn, bs):
+    "Samples in a batch; `None` if the loader's batches are used as they are"
+    dl = _inner(learn.dls.train)
     own = size_of(dl)
     if not resizable(dl):
         if bs is None or bs==own: return None
-        raise ValueError(f"`bs={bs}` is not possible: the training {type(dl).__name__} yields ready-made batches. "
-            "Leave `bs` out" + more_link('ready-made-batches'))
+        raise ValueError(f"`bs={bs}` is not possible: the training {type(dl).__name__} yields "
+            "ready-made batches. Leave `bs` out" + more_link('ready-made-batches'))
+    acc = our_callback(learn, 'GradientAccumulation')
     if bs is None: bs = max(own, 64 if acc is None else acc.current_bs or acc.accum_bs)
     return min(bs, n_of(dl) or bs)
 
+# %% ../nbs/05_batchnorm.ipynb #recalibration
+class _Recalibration:
+    "A pass over training batches that estimates the statistics of a Learner's BatchNorm layers"
+    def __init__(self, learn, bs, n):
+        if bs is not None: check_count('bs', bs)
+        self.learn = learn
+        self.model = get_model(learn.model)
+        self.n = 10_000 if n is None else check_count('n', n)   # the most samples to look at
+        freezing = [cb for cb in learn.cbs if isinstance(cb, FreezeBN) and cb.run]
+        frozen = {m for cb in freezing for m in cb.layers_of(self.model)}
+        # the layers to estimate
+        self.layers = [m for m in bn_layers(self.model) if _trains(m) and m not in frozen]
+        if self.layers and world_size()>1: self._refuse_sync()
+        self.bs = _batch_size(learn, bs)                        # samples in a batch, or `None`
+
+    @property
+    def reason(self):
+        "Why there are no layers to estimate, in words"
+        if bn_layers(self.model):
+            return "all BatchNorm layers are frozen, so their statistics are left alone"
+        return f"the {type(self.model).__name__} has no BatchNorm layer with running statistics"
+
+    def _refuse_sync(self):
+        check_not_sharded(self.model)
+        if any(isinstance(m, nn.SyncBatchNorm) for m in self.layers):
+            raise RuntimeError("SyncBatchNorm exchanges its statistics in each "
+                "forward pass, which hangs where processes have different "
+                "numbers of batches: recalibrate in one process, after training"
+                + more_link('sync-batchnorm'))
+
 # %% ../nbs/05_batchnorm.ipynb #pass
-def _batches(dl, bs, n):
-    "The first batches, without those that are smaller than `bs`"
+def _first_batches(dl, bs, n):
+    "The first batches of a loader, at least one: about `n` samples, without batches smaller than `bs`"
     seen = 0
     for b in dl:
-        samples = n_samples(b, bs)
-        if seen and seen+samples>n: break
-        if seen and samples<(bs or 0): continue
-        seen += samples
+        size = n_samples(b, bs)
+        if seen and seen+size>n: break
+        if seen and bs is not None and size<bs: continue
+        seen += size
         yield b
     if not seen:
-        raise ValueError("the training loader has no batch, so there is nothing to estimate statistics from"
+        raise ValueError("the training loader has no batch, so statistics cannot be estimated"
             + more_link('no-batch'))
 
-def _run(learn, layers, bs, n):
-    model,dl = get_model(learn.model),learn.dls.train
-    new = dl if bs is None else with_size(_inner(dl), bs)
-    batches = _batches(dl if new is _inner(dl) else new, bs, n)
-    if hasattr(learn, 'progress') and learn.create_mbar:
-        total = min(len(new), max(1, n//bs)) if bs and hasattr(new, '__len__') else 'noinfer'
-        batches = progress_bar(batches, total=total, parent=getattr(learn.progress, 'mbar', None), leave=False)
+# %% ../nbs/05_batchnorm.ipynb #pass-run
+@patch
+def _batches(self:_Recalibration):
+    "The batches of the pass, with a progress bar if the Learner shows one"
+    learn,bs = self.learn,self.bs
+    dl = learn.dls.train
+    if bs is not None:
+        resized = with_size(_inner(dl), bs)
+        if resized is not _inner(dl): dl = resized
+    batches = _first_batches(dl, bs, self.n)
+    if not (hasattr(learn, 'progress') and learn.create_mbar): return batches
+    total = min(len(dl), max(1, self.n//bs)) if bs and hasattr(dl, '__len__') else 'noinfer'
+    return progress_bar(batches, total=total, parent=getattr(learn.progress, 'mbar', None), leave=False)
+
+@patch
+def _train_mode_pass(self:_Recalibration):
+    "Replace the statistics of the layers by their mean over the batches of all processes"
+    learn,model = self.learn,self.model
+    batches = self._batches()
     model.eval()
-    for m in layers:
+    for m in self.layers:
         m.reset_running_stats()
-        m.momentum,m.training = None,True   # a plain mean over the batches
+        m.momentum = None   # PyTorch then takes the mean over all batches
+        m.training = True
     with torch.no_grad():
         for b in batches:
             learn._split(learn._set_device(b))
             model(*learn.xb)
+    if isinstance(learn.model, DistributedDataParallel): _average(self.layers, learn.model.process_group)
 
-def _share(layers, group):
-    "The mean over the batches of all processes"
+def _average(layers, group):
+    "Average the statistics over all processes, weighted by their numbers of batches"
     for m in layers:
-        stats,n = (m.running_mean,m.running_var),m.num_batches_tracked
-        for o in stats: dist.all_reduce(o.mul_(n), group=group)
+        n = m.num_batches_tracked
+        for o in (m.running_mean,m.running_var): dist.all_reduce(o.mul_(n), group=group)
         dist.all_reduce(n, group=group)
-        for o in stats: o.div_(n)
+        for o in (m.running_mean,m.running_var): o.div_(n)
 
-def _recalibrate(learn, layers, bs, n):
-    model,dls = get_model(learn.model),list({id(o):o for o in (learn.dls.train,_inner(learn.dls.train))}.values())
-    own = {b for m in layers for b in m.buffers()}
-    stats,rest = Snapshot(*own),Snapshot(*(b for b in model.buffers() if b not in own), [loader_state(o) for o in dls],
-        shallow=(learn,*dls,*model.modules()), skip=[*own,*(getattr(o, 'dataset', None) for o in dls)])
+# %% ../nbs/05_batchnorm.ipynb #restore
+@patch
+def estimate(self:_Recalibration):
+    """Estimate the statistics, and put everything else back; after an error the statistics, too
+
+    torch.OutOfMemoryError: a batch does not fit
+    """
+    learn,model = self.learn,self.model
+    dl = learn.dls.train
+    loaders = [dl] if _inner(dl) is dl else [dl,_inner(dl)]
+    own = {b for m in self.layers for b in m.buffers()}
+    others = [b for b in model.buffers() if b not in own]
+    datasets = [getattr(o, 'dataset', None) for o in loaders]
+    stats = Snapshot(*own)
+    loader_states = [loader_state(o) for o in loaders]
+    shallow = learn,*loaders,*model.modules()
+    rest = Snapshot(*others, loader_states, shallow=shallow, skip=[*own,*datasets])
     rest.puts.append((set_rng_state, rng_state(devices_of(model.modules()))))
-    try:
-        _run(learn, layers, bs, n)
-        if isinstance(learn.model, DistributedDataParallel): _share(layers, learn.model.process_group)
+    try: self._train_mode_pass()
     except BaseException as e:
         uninterrupted(stats.put_back)
         if not is_out_of_memory(e): raise
-        raise torch.OutOfMemoryError(f"memory ran out with a batch of {f'{bs} samples' if bs else 'the loader'}, "
-            f"though no gradients are kept: recalibrate with a smaller `bs` ({e})" + more_link('out-of-memory')) from e
+        size = 'the loader' if self.bs is None else f'{self.bs} samples'
+        raise torch.OutOfMemoryError(f"memory ran out with a batch of {size}, though no gradients are "
+            f"kept: recalibrate with a smaller `bs` ({e})" + more_link('out-of-memory')) from e
     finally: uninterrupted(rest.put_back)

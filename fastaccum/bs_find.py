@@ -12,12 +12,12 @@ import time, numpy as np, torch
 from dataclasses import dataclass
 from fastai.learner import Learner
 from fastai.torch_core import get_model
-from fastcore.basics import patch
+from fastcore.basics import noop, patch
 from matplotlib import pyplot as plt
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from .core.checks import check_bool, check_count, check_name
-from .core.dry_run import Batches, CountSteps, DryRun
+from .core.dry_run import Batches, CountSteps, DryRun, training_device
 from .core.loader_info import batches_of, n_of, resizable, size_of, with_size
 from .core.warnings import more_link
 from .core.out_of_memory import free_memory, is_out_of_memory, watch_peak
@@ -26,7 +26,7 @@ from .core.distributed import check_not_sharded, check_same, gather, world_size
 # %% ../nbs/06_bs_find.ipynb #bs-find
 @patch
 def bs_find(self:Learner,
-    mode:str='power', # Double `init_val` until memory runs out ('power'), and then find the exact size ('binsearch')
+    mode:str='power', # Double `init_val` while it fits ('power'), then find the exact size ('binsearch')
     steps_per_trial:int=3, # Optimizer steps in a trial; at least 2 are taken
     init_val:int=2, # Samples in the batch of the first trial
     max_trials:int=25, # The most trials
@@ -35,47 +35,48 @@ def bs_find(self:Learner,
 )->'FoundSize': # `int(…)` of it is the size in samples, on each process
     """Find the largest batch size that trains within memory, and leave everything as it was
 
-    A trial takes real training steps on the first batch of its size that the loader makes, with the Learner's loss,
-    optimizer, precision and callbacks, and a learning rate of 0. Several processes search together: a size fits if it
-    fits on all of them.
+    A trial takes real training steps on the first batch of its size that the loader makes, with the
+    Learner's loss, optimizer, precision and callbacks, and a learning rate of 0. Several processes
+    search together: a size fits if it fits on all of them.
 
     TypeError: a number is not a whole number, or `apply` or `show_plot` is neither `True` nor `False`
-    ValueError: a number is below 1, `mode` is unknown, the training loader has no batch or no batch size, or processes
-        were given different arguments
-    RuntimeError: a callback ends the fit or skips steps, the gradients overflow, the search failed on another process,
-        or the model exchanges something between processes in each forward pass
+    ValueError: a number is below 1, `mode` is unknown, the training loader has no batch or no batch
+        size, or processes were given different arguments
+    RuntimeError: a callback ends the fit or skips steps, the gradients overflow, the search failed on
+        another process, or the model exchanges data between processes in each forward pass
     torch.OutOfMemoryError: not even one sample fits
     """
     check_name('mode', mode, ('power','binsearch'))
     check_bool('apply', apply)
     check_bool('show_plot', show_plot)
-    for nm,n in dict(steps_per_trial=steps_per_trial, init_val=init_val, max_trials=max_trials).items():
-        check_count(nm, n, dict(steps_per_trial='step', max_trials='trial').get(nm, 'sample'))
-    n,done = n_of(self.dls.train),[]
+    check_count('steps_per_trial', steps_per_trial, 'step')
+    check_count('init_val', init_val)
+    check_count('max_trials', max_trials, 'trial')
+    n = n_of(self.dls.train)
     if world_size()>1:
-        n = _check_processes(self, n, mode=mode!='power', apply=apply, steps_per_trial=steps_per_trial,
+        must_match = dict(mode=mode!='power', apply=apply, steps_per_trial=steps_per_trial,
             init_val=init_val, max_trials=max_trials)
+        n = _check_before_search(self, n, must_match)
+    trials = []
     with DryRun(self, total=max_trials) as run:
-        good,bad = search(lambda size: _try(run, size, max(2, steps_per_trial), done), mode, init_val, max_trials, n)
+        def fits(size):
+            trials.append(_try(run, size, max(2, steps_per_trial), is_last_resort=size==1 and trials))
+            return trials[-1].ok
+        good,bad = search(fits, mode, init_val, max_trials, n)
     free_memory()
-    if not good:
-        raise torch.OutOfMemoryError(f"no batch fits: {', '.join(str(o.size) for o in done)} samples were tried. Use "
-            "smaller inputs, a smaller model, `learn.to_fp16()` or `ActivationCheckpoint()`. "
-            f"The last error was: {done[-1].error}" + more_link('out-of-memory'))
-    why = f'{bad} do not' if bad else 'there are no more' if good==n else '`max_trials` was reached'
-    if world_size()>1: why += f' (on each of {world_size()} processes)'
-    res = FoundSize(good, why, done)
+    res = _result(good, bad, n, trials)
     if apply: _apply(self.dls, good)
     if show_plot: res.plot()
     return res
 
 # %% ../nbs/06_bs_find.ipynb #search
-def search(fits:callable, mode:str='power', init_val:int=2, max_trials:int=25, n:int|None=None)->tuple[int,int|None]:
+def search(fits:callable, mode:str='power', init_val:int=2, max_trials:int=25, n:int|None=None)->tuple:
     """Find the largest size for which `fits(size)`, of `n` samples in the dataset
 
-    Returns the largest known to fit, or 0, and the smallest known not to fit, or `None`.
+    Returns the largest size known to fit, or 0, and the smallest known not to fit, or `None`.
     """
-    good,bad,size = 0,None,init_val if n is None else min(init_val, n)
+    good,bad = 0,None
+    size = init_val if n is None else min(init_val, n)
     for _ in range(max_trials):
         if fits(size): good = size
         else: bad = size
@@ -92,112 +93,150 @@ class Trial:
     "The result of trying one size"
     size:int # Samples
     ok:bool=False # Did they fit?
-    peak:int|None=None # Most memory in use, in bytes, where the device tells
-    speed:float|None=None # Samples per second of training, without reading them
+    peak:int|None=None # Most memory in use, in bytes; `None` if the device does not report it
+    speed:float|None=None # Samples per second of training, without the first step and without the loader
     error:str|None=None # The error message, if it did not fit
 
-class _Steps(CountSteps):
-    "End the fit after `n` steps, and time all batches but the first"
+class _TrialSteps(CountSteps):
+    "Ends the fit after `n` steps, and measures how long all batches but the first take"
     def __init__(self, n, device):
         super().__init__(n)
-        self.n_batches,self.secs,self.since = 0,0.,None
-        self.wait = getattr(getattr(torch, device.type), 'synchronize', lambda: None)
+        self.n_batches = 0    # batches so far
+        self.secs = 0.        # duration of all batches but the first
+        self.began = None     # time at which the batch that runs began
+        self.synchronize = getattr(getattr(torch, device.type), 'synchronize', noop)
+
     def before_batch(self):
         sparse = {m.weight for m in self.learn.model.modules() if getattr(m, 'sparse', False)}
         for p in self.learn.model.parameters():
             if p.requires_grad and p.grad is None and p not in sparse: p.grad = torch.zeros_like(p)
-        self.since = time.perf_counter()
+        self.began = time.perf_counter()
+
     def after_batch(self):
-        self.wait()
-        if self.n_batches: self.secs += time.perf_counter()-self.since   # the first is slow
+        self.synchronize()
+        if self.n_batches: self.secs += time.perf_counter()-self.began
         self.n_batches += 1
         super().after_batch()
 
-def _train(run, trial, n):
-    "Train on `trial.size` samples for `n` steps"
-    cb,learn,size = _Steps(n, run.device),run.learn,trial.size
-    batches,found = batches_of(learn, size)
+# %% ../nbs/06_bs_find.ipynb #train
+def _train(run, size, n):
+    "Train on `size` samples for `n` steps; return the samples per second"
+    batches,found = batches_of(run.learn, size)
     if found<size: raise MemoryError(f'there are only {found} samples')
-    run.fit(Batches(run.dl, batches*(n+20), size), [cb])   # a GradScaler skips some steps
-    if cb.n_batches<n or not cb.n_steps:
-        raise RuntimeError(f"a trial of {n} steps made {cb.n_steps}, in {cb.n_batches} batches of {size} samples. "
-            "Either a callback ends the fit or skips steps (remove it, or set `run_bs_find = False` in its class), "
-            "or the gradients overflow" + more_link('no-step-in-a-trial'))
-    trial.ok,trial.speed = True,size*(cb.n_batches-1)/max(cb.secs, 1e-9)
+    steps = _TrialSteps(n, run.device)
+    # more batches than steps: a GradScaler skips some
+    run.fit(Batches(run.dl, batches*(n+20), size), [steps])
+    if steps.n_batches<n or not steps.n_steps:
+        raise RuntimeError(f"a trial of {n} steps made {steps.n_steps}, in {steps.n_batches} batches of "
+            f"{size} samples. Either a callback ends the fit or skips steps (remove it, or set "
+            "`run_bs_find = False` in its class), or the gradients overflow"
+            + more_link('no-step-in-a-trial'))
+    return size*(steps.n_batches-1)/max(steps.secs, 1e-9)
 
-def _try(run, size, n, done):
-    "Try a size; of several processes, each by itself: it fits if it fits on all"
+# %% ../nbs/06_bs_find.ipynb #try
+def _try(run, size, n, is_last_resort):
+    "Try a size; several processes try it each by itself, and it fits if it fits on all"
     free_memory()
-    learn,trial,peak,error = run.learn,Trial(size),watch_peak(run.device),None
+    trial,error = Trial(size),None
+    peak = watch_peak(run.device)
     try:
-        if world_size()>1:
-            if learn.opt is None: learn.create_opt()   # of the model as its `splitter` knows it
-            learn.model = get_model(learn.model)       # the run puts both back
-        _train(run, trial, n)
+        if world_size()>1: _unwrap(run.learn)
+        trial.speed = _train(run, size, n)
+        trial.ok = True
     except Exception as e:
-        alone = size==1 and done   # nothing larger fits: BatchNorm, for one, cannot train on a single sample
-        trial.error = f'{type(e).__name__}: {e}'   # not `e`: its traceback holds what is to be freed
-        if not (is_out_of_memory(e) or alone): error = e
-    if world_size()>1:
-        went = [o for o, in gather([2 if error else int(not trial.ok)], run.device)]
-        if 2 in went and not error:
-            error = RuntimeError(f"the search failed on process {went.index(2)}; its own error says why"
-                + more_link('search-failed-on-another-process'))
-        if trial.ok and 1 in went: trial.ok,trial.error = False,f'memory ran out on process {went.index(1)}'
+        trial.error = f'{type(e).__name__}: {e}'   # a string: the traceback of `e` holds the memory
+        if not (is_out_of_memory(e) or is_last_resort): error = e
+    if world_size()>1: error = _compare_processes(trial, error, run.device)
     if error: raise error
     trial.peak = peak()
-    done.append(trial)
     run.tick(f"{size} {'fit' if trial.ok else 'do not fit'}")
-    return trial.ok
+    return trial
 
 # %% ../nbs/06_bs_find.ipynb #find
-def _check_processes(learn, n, **told):
-    "Refuse a model that exchanges in its forward pass, and processes that differ; return the fewest samples"
-    model,why = get_model(learn.model),None
+def _check_before_search(learn, n, must_match):
+    "Refuse a model that exchanges data in its forward pass, and other arguments; return the least `n`"
+    model = get_model(learn.model)
     check_not_sharded(model)
+    part = None   # the part of the model that exchanges data
     for m in model.modules():
-        if isinstance(m, nn.SyncBatchNorm): why = 'SyncBatchNorm'
-        if isinstance(m, DistributedDataParallel): why = 'a part of the model in DistributedDataParallel'
-    if why:
-        raise RuntimeError(f"`bs_find` cannot search on several processes with {why}: they exchange data in each "
-            "forward pass, and would wait forever for one whose memory runs out. Search with the plain model, before "
-            "it is converted or wrapped, and take less than it finds" + more_link('exchanges-in-the-forward-pass'))
-    each = gather([-1 if n is None else n, *map(int, told.values())], next(model.parameters()).device)
-    check_same({f'`{k}`':v for k,v in told.items()}, [o[1:] for o in each])
+        if isinstance(m, nn.SyncBatchNorm): part = 'SyncBatchNorm'
+        if isinstance(m, DistributedDataParallel): part = 'part of the model in DistributedDataParallel'
+    if part:
+        raise RuntimeError(f"`bs_find` cannot search on several processes with {part}: they exchange "
+            "data in each forward pass, and would wait forever for one whose memory runs out. Search "
+            "with the plain model, before it is converted or wrapped, and take less than it finds"
+            + more_link('exchanges-in-the-forward-pass'))
+    numbers = [-1 if n is None else n, *map(int, must_match.values())]
+    each = gather(numbers, training_device(learn))
+    check_same({f'`{k}`':o for k,o in must_match.items()}, [o[1:] for o in each])
     return min((o[0] for o in each if o[0]>=0), default=None)
 
+def _unwrap(learn):
+    "Take the model out of DistributedDataParallel, which would exchange data; the dry run puts it back"
+    if learn.opt is None: learn.create_opt()   # the Learner's `splitter` knows the wrapped model
+    learn.model = get_model(learn.model)
+
+def _compare_processes(trial, error, device):
+    "Mark the trial as failed if memory ran out on any process; return the error to raise, if any"
+    outcome = 2 if error else int(not trial.ok)   # 0: it fits, 1: memory ran out, 2: another error
+    outcomes = [o for o, in gather([outcome], device)]
+    if trial.ok and 1 in outcomes:
+        trial.ok = False
+        trial.error = f'memory ran out on process {outcomes.index(1)}'
+    if 2 not in outcomes or error: return error
+    return RuntimeError(f"the search failed on process {outcomes.index(2)}; its own error says why"
+        + more_link('search-failed-on-another-process'))
+
 # %% ../nbs/06_bs_find.ipynb #result
+def _megabytes(n): return None if n is None else n/2**20
+def _shown(x): return '' if x is None else f'{x:,.0f}'
+
 @dataclass(repr=False)
 class FoundSize:
     "The largest size that fits, and how it was found"
     size:int # The largest size that fits, in samples
-    why:str # Why it is the largest, in words
+    reason:str # Why it is the largest, in words
     trials:list[Trial] # The trials, in order
 
     def __int__(self): return self.size
     __index__ = __int__
     def __repr__(self):
-        rows = [f'{self.size} samples fit, {self.why}','  size  fits  peak MB  samples/s']
+        rows = [f'{self.size} samples fit, {self.reason}','  size  fits  peak MB  samples/s']
         for o in self.trials:
-            peak,speed = ('' if v is None else f'{v:,.0f}' for v in (o.peak and o.peak/2**20,o.speed))
-            rows.append(f"{o.size:6}  {'yes' if o.ok else 'no':>4}  {peak:>7}  {speed:>9}")
+            fits = 'yes' if o.ok else 'no'
+            rows.append(f"{o.size:6}  {fits:>4}  {_shown(_megabytes(o.peak)):>7}  {_shown(o.speed):>9}")
         return '\n'.join(rows)
 
-    def plot(self)->np.ndarray: # The two axes, of matplotlib
-        "Peak memory and samples per second against the batch size"
-        oks = sorted((o for o in self.trials if o.ok), key=lambda o: o.size)
-        bads = [o.size for o in self.trials if not o.ok]
-        _,axs = plt.subplots(1, 2, figsize=(10,3.5), layout='constrained')
-        peaks,speeds = [o.peak and o.peak/2**20 for o in oks],[o.speed for o in oks]
-        for ax,ys,label in zip(axs, (peaks,speeds), ('peak memory, MB','samples per second')):
-            if None not in ys: ax.plot([o.size for o in oks], ys, 'o-')
-            else: ax.text(.5, .5, 'not reported by this device', ha='center', transform=ax.transAxes)
-            if bads: ax.axvline(min(bads), color='tab:red', linestyle=':', label='does not fit')
-            ax.set_xscale('log', base=2)
-            ax.set(xlabel='batch size, samples', ylabel=label)
-        axs[1].set_ylim(bottom=0)
-        if bads: axs[0].legend(frameon=False)
-        return axs
+def _result(good, bad, n, trials):
+    "The result of a search among `n` samples, or the error that nothing fits"
+    if not good:
+        raise torch.OutOfMemoryError(f"no batch fits: {', '.join(str(o.size) for o in trials)} samples "
+            "were tried. Use smaller inputs, a smaller model, `learn.to_fp16()` or "
+            f"`ActivationCheckpoint()`. The last error was: {trials[-1].error}"
+            + more_link('out-of-memory'))
+    if bad: reason = f'{bad} do not'
+    else: reason = 'there are no more' if good==n else '`max_trials` was reached'
+    if world_size()>1: reason += f' (on each of {world_size()} processes)'
+    return FoundSize(good, reason, trials)
+
+# %% ../nbs/06_bs_find.ipynb #plot
+@patch
+def plot(self:FoundSize)->np.ndarray: # The two axes, of matplotlib
+    "Draw peak memory and samples per second against the batch size"
+    fit = sorted((o for o in self.trials if o.ok), key=lambda o: o.size)
+    too_large = [o.size for o in self.trials if not o.ok]
+    _,axs = plt.subplots(1, 2, figsize=(10,3.5), layout='constrained')
+    peaks = [_megabytes(o.peak) for o in fit]
+    speeds = [o.speed for o in fit]
+    for ax,ys,label in zip(axs, (peaks,speeds), ('peak memory, MB','samples per second')):
+        if None not in ys: ax.plot([o.size for o in fit], ys, 'o-')
+        else: ax.text(.5, .5, 'not reported by this device', ha='center', transform=ax.transAxes)
+        if too_large: ax.axvline(min(too_large), color='tab:red', linestyle=':', label='does not fit')
+        ax.set_xscale('log', base=2)
+        ax.set(xlabel='batch size, samples', ylabel=label)
+    axs[1].set_ylim(bottom=0)
+    if too_large: axs[0].legend(frameon=False)
+    return axs
 
 # %% ../nbs/06_bs_find.ipynb #apply
 def _apply(dls, bs):

@@ -12,6 +12,7 @@ import torch
 from collections.abc import Callable
 from fastai.learner import Learner, Recorder
 from fastcore.basics import patch
+from torch.nn.parallel import DataParallel
 from .core.batch import n_samples, split
 from .core.checks import check_count, check_learner, check_single, our_callback
 from .core.loader_info import size_of
@@ -102,6 +103,10 @@ def check_cached(learn:Learner, auto:bool=False):
     ValueError: the model cannot be run in parts
     """
     check_single(learn, GradientCache)
+    if any(isinstance(m, DataParallel) for m in learn.model.modules()):
+        raise ValueError("DataParallel copies the model to other devices, and `GradientCache` goes back to the random "
+            "numbers of the first one only, so dropout would differ: use `learn.distrib_ctx()` instead, with a process "
+            "for each device" + more_link('data-parallel'))
     check_not_sharded(learn.model)
     check_wrapped(learn.model)
     check_learner(learn)

@@ -1,4 +1,4 @@
-"""Train on the whole batch in less memory: activations are computed again, and the result is bit-identical.
+"""Train on the whole batch in less memory: activations are computed again, the result is bit-identical.
 
 Docs: https://fastaccum.github.io/fastaccum/checkpoint.html.md"""
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import MethodType
 import torch
 from fastai.callback.fp16 import MixedPrecision
-from fastcore.basics import noop
+from fastcore.basics import noop, patch
 from fastcore.foundation import L
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -21,169 +21,214 @@ from torch.utils.checkpoint import checkpoint
 from .core.checks import check_function, check_single
 from .core.distributed import check_not_sharded
 from .core.forward_state import ForwardState, devices_of
+from .core.gradients import is_compiled
 from .core.patching import PatchingCallback, Patch, uninterrupted
 from .core.warnings import more_link, warn
 from .core.segments import Segments, find_segments
 
 # %% ../nbs/04_checkpoint.ipynb #cb
 class ActivationCheckpoint(PatchingCallback):
-    """Keep only the inputs of the model's segments, and compute their activations again in the backward pass
+    """Keep only the inputs of the model's segments, and compute their activations again when needed
 
     TypeError: `segments` has the wrong type
-    ValueError: when the fit begins, if no segments are found, yours are not in the model, or the model cannot be cut
+    ValueError: when the fit begins, if no segments are found, yours are not in the model, or the model
+        cannot be cut
     RuntimeError: a segment cannot be computed again as it was
     UserWarning: after the fit, if one of your segments did not run, or none did
     """
-    order,run_valid = MixedPrecision.order+3,False   # the model may be wrapped for several processes before
-    entered = ()   # the `Patch`s of this fit; empty outside of one
-    parts = ()     # its `_Recomputed`s
-    rows = None    # a `Segments`, of the last fit
+    # after `DistributedTrainer` has wrapped the model for several processes
+    order = MixedPrecision.order+3
+    run_valid = False
+    patches = ()        # the `Patch`s of the fit that runs; empty outside of a fit
+    last_used = None    # the `Segments` of the last fit; `None` before the first fit
     def __init__(self,
-        segments:type|tuple|list|Callable=None # A class or several, a list of modules, or a function of a module
+        segments:type|tuple|list|Callable=None # Classes, a list of modules, or a function of a module
     ):
         self.given = check_segments(segments)
 
     @property
     def segments(self)->Segments:
-        "The segments of the last fit, or before any fit those that would be used; displays itself as a table"
-        if self.rows is not None or self.learn is None: return self.rows or Segments()
+        "The segments of the last fit, or before any fit those of the next; displays itself as a table"
+        if self.last_used is not None: return self.last_used
+        if self.learn is None: return Segments()
         return find_segments(unwrapped(self.learn.model), self.given)
 
     def before_fit(self):
         if self.validates: return
         uninterrupted(self.undo_patches)
-        self._enter()
+        self._apply_patches()
 
     def before_train(self):
-        if not self.entered: self._enter()   # a fit within this one has ended, or the callback is new
-
-    def after_fit(self):
-        if self.validates or not self.entered: return
-        idle = [o.name for o in self.rows if not o.calls]
-        uninterrupted(self.undo_patches)
-        if self.given is None and len(idle)<len(self.rows): idle = []   # such as a timm model's own head
-        if not idle or not self.learn.train_iter: return
-        warn(f"{len(idle)} of {len(self.rows)} segments did not run in this fit, the first of them is {idle[0]!r}: the "
-            "model does not call their `forward`, so they save no memory. Choose others with `segments=`"
-            + more_link('idle-segments'))
-
-    def _enter(self):
-        check_single(self.learn, ActivationCheckpoint)
-        rows = find_segments(unwrapped(self.learn.model), self.given)
-        parts = [_Recomputed(o) for o in rows]
-        chains = [_Chain(seq, parts) for seq in {o.seq:0 for o in rows if o.seq is not None}]
-        self.parts,self.rows = parts,rows
-        # assign before applying: an interrupt in the next line then leaves nothing patched
-        self.entered = [o.patch for o in (*parts,*chains) if o.patch is not None]
-        for o in self.entered: o.apply()
+        # another fit may have ended inside this fit, or the callback was added since the fit began
+        if not self.patches: self._apply_patches()
 
     def undo_patches(self):
-        for o in self.entered: o.undo()
-        self.entered = self.parts = ()
+        for o in self.patches: o.undo()
+        self.patches = ()
 
-    def __getstate__(self): return vars(self)|dict(entered=(), parts=())   # an export in the middle of a fit
+    # for `learn.export()` in the middle of a fit
+    def __getstate__(self): return vars(self)|dict(patches=())
 
 # %% ../nbs/04_checkpoint.ipynb #check
-def check_segments(o:object)->object:
-    """Refuse a value of `segments` that cannot choose any; a list of modules of any kind becomes a `list`
+def check_segments(segments:object)->object:
+    """Refuse a value of `segments` that cannot choose any; convert all kinds of lists to a `list`
 
     TypeError: it is not a class, a tuple of classes, a list of modules, or a function of a module
     """
-    if isinstance(o, (L,nn.ModuleList)): o = list(o)
-    elif isinstance(o, nn.Module): o = [o]
-    of = {tuple:type, list:nn.Module}.get(type(o))
-    is_function = callable(o) and not isinstance(o, type)
-    if is_function: return check_function('segments', o, 1, 'lambda m: isinstance(m, nn.TransformerEncoderLayer)')
-    if o is None or isinstance(o, type) or of and o and all(isinstance(x, of) for x in o): return o
-    raise TypeError(f"`segments={o!r}` is of type {type(o).__name__}: give a class or a tuple of classes, a list of "
-        "modules, or a function of a module" + more_link('segments'))
+    if isinstance(segments, (L,nn.ModuleList)): segments = list(segments)
+    elif isinstance(segments, nn.Module): segments = [segments]
+    if segments is None or isinstance(segments, type): return segments
+    if callable(segments):
+        example = 'lambda m: isinstance(m, nn.TransformerEncoderLayer)'
+        return check_function('segments', segments, 1, example)
+    item_type = {tuple:type, list:nn.Module}.get(type(segments))
+    if item_type and segments and all(isinstance(o, item_type) for o in segments): return segments
+    raise TypeError(f"`segments={segments!r}` is of type {type(segments).__name__}: give a class or a "
+        "tuple of classes, a list of modules, or a function of a module" + more_link('segments'))
 
 def unwrapped(model:nn.Module)->nn.Module:
-    """The model to cut into segments: without its wrapper for several processes
+    """Return the model to cut into segments, without its wrapper for several processes
 
     ValueError: the model is compiled, sharded over processes, or split over devices by DataParallel
     """
     check_not_sharded(model)
     if isinstance(model, DistributedDataParallel): model = model.module
     for m in model.modules():
-        nm = type(m).__name__
+        name = type(m).__name__
         if isinstance(m, DataParallel):
-            raise ValueError("DataParallel copies the model to other devices, but its segments would all run on the "
-                "first one: use `learn.distrib_ctx()` instead, with a process for each device" + more_link('data-parallel'))
-        if nm=='OptimizedModule' or getattr(m, '_compiled_call_impl', None) is not None:
-            raise ValueError(f"{nm} is compiled, and the compiler decides what is computed again: set "
-                "`torch._functorch.config.activation_memory_budget`, or train the model before you compile it"
-                + more_link('compiled-model'))
+            raise ValueError("DataParallel copies the model to other devices, "
+                "but its segments would all run on the first one: use "
+                "`learn.distrib_ctx()` instead, with a process for each device"
+                + more_link('data-parallel'))
+        if is_compiled(m):
+            raise ValueError(f"{name} is compiled, and the compiler decides what is "
+                "computed again: set `torch._functorch.config.activation_memory_budget`, "
+                "or train the model before you compile it" + more_link('compiled-model'))
     return model
 
-# %% ../nbs/04_checkpoint.ipynb #recomputed
-class _Recomputed:
-    "In the place of a segment's `forward`: keeps its inputs, and computes the rest again in the backward pass"
-    def __init__(self, segment):
-        self.segment = segment
-        self.inside = segment.inside
-        self.devices = devices_of(self.inside)
-        self.patch = Patch(segment.modules[0], 'forward', self) if segment.seq is None else None
+# %% ../nbs/04_checkpoint.ipynb #inputs
+class _KeptInputs:
+    "The arguments of a call, kept without their graph, so that the call can be repeated"
+    def __init__(self, args, kwargs):
+        leaves,self.spec = tree_flatten((args,kwargs))
+        kept = {id(o):_without_graph(o) for o in leaves if isinstance(o, torch.Tensor)}
+        self.leaves = [kept.get(id(o), o) for o in leaves]
+        self.tensors = list(kept.values())
+        self.others = [o for o in leaves if id(o) not in kept]   # inputs that are no tensors
 
-    def run(self, *args, **kwargs):
-        if self.patch is not None: return self.patch.stock(*args, **kwargs)
-        x, = args
-        for m in self.segment.modules: x = m(x)
-        return x
+    def rebuilt(self)->tuple:
+        "The positional and the keyword arguments, in new lists and dicts"
+        return tree_unflatten(self.leaves, self.spec)
 
-    def __call__(self, *args, **kwargs):
-        leaves,spec = tree_flatten((args,kwargs))
-        tensors = {id(o):o for o in leaves if isinstance(o, torch.Tensor)}
-        params = [p for m in self.inside for p in m._parameters.values() if p is not None]
-        if not torch.is_grad_enabled(): return self.run(*args, **kwargs)
-        self.segment.calls += 1
-        if not any(o.requires_grad for o in (*tensors.values(),*params)): return self.run(*args, **kwargs)
-        kept = {i:_kept(o) for i,o in tensors.items()}
-        self.segment.kept = sum(o.nbytes for o in kept.values())
-        given = [kept.get(id(o), o) for o in leaves]
-        fixed = [(o,o._version) for o in (*params,*kept.values())]   # these share their versions
-        state = ForwardState(self.inside, self.devices, [o for o in leaves if id(o) not in tensors])
-        def compute():
-            if args is not None: return self.run(*args, **kwargs)
-            self._check(fixed)
-            again,kw = tree_unflatten(given, spec)
-            with state.again(): return self.run(*again, **kw)
-        res = checkpoint(compute, use_reentrant=False, preserve_rng_state=False)
-        self._check(fixed)
-        state.settle()
-        args = kwargs = leaves = tensors = None   # otherwise `compute` would keep the graph
-        return res
-
-    def _check(self, fixed):
-        if all(o._version==v for o,v in fixed): return
-        raise RuntimeError(f"an input or a parameter of segment {self.segment.name!r} was changed in place, so the "
-            "segment cannot be computed again: use `inplace=False`, take the optimizer's step after the backward pass, "
-            "or choose `segments` without this one" + more_link('changed-in-place'))
-
-    def __reduce__(self): return _plain_forward(self.patch)   # a copy of the model is a plain model
-
-def _kept(x):
+def _without_graph(x):
     "A tensor without its graph, which has the attributes of `x`, and needs a gradient if `x` does"
     if isinstance(x, nn.Parameter): return x
     res = x.detach()
     vars(res).update(vars(x))
     return res.requires_grad_(x.requires_grad)
 
+# %% ../nbs/04_checkpoint.ipynb #plain
 def _own_forward(m): return MethodType(type(m).forward, m)
-def _plain_forward(patch): return (noop,(patch.own,)) if patch.own else (_own_forward,(patch.o,))
+def _plain_forward(patch):
+    "The value of `__reduce__` that gives a copy of the model its plain `forward`"
+    if patch.own: return noop,(patch.own,)
+    return _own_forward,(patch.o,)
+
+# %% ../nbs/04_checkpoint.ipynb #recomputed
+class _Recomputed:
+    "Replaces a segment's `forward`: keeps its inputs, and computes it again in the backward pass"
+    def __init__(self, segment):
+        self.segment = segment
+        self.inside = segment.inside   # all modules in the segment
+        self.devices = devices_of(self.inside)
+        is_module = segment.seq is None
+        # else a `_Chain` runs it
+        self.patch = Patch(segment.modules[0], 'forward', self) if is_module else None
+
+    def compute(self, *args, **kwargs):
+        "Compute the segment as without this callback"
+        if self.patch is not None: return self.patch.stock(*args, **kwargs)
+        x, = args
+        for m in self.segment.modules: x = m(x)
+        return x
+
+    def __call__(self, *args, **kwargs):
+        if not torch.is_grad_enabled(): return self.compute(*args, **kwargs)
+        self.segment.calls += 1
+        inputs = _KeptInputs(args, kwargs)
+        params = [p for m in self.inside for p in m._parameters.values() if p is not None]
+        tensors = inputs.tensors+params
+        if not any(o.requires_grad for o in tensors): return self.compute(*args, **kwargs)
+        self.segment.kept = sum(o.nbytes for o in inputs.tensors)
+        # an input without its graph has the version of the input
+        versions = [(o,o._version) for o in tensors]
+        # dropout draws on the device of its input, which may be none of the parameters' devices
+        devices = {*self.devices,*(o.device for o in inputs.tensors if o.device.type not in ('cpu','meta'))}
+        state = ForwardState(self.inside, devices, inputs.others)
+        # emptied by the first call, so that this closure does not keep the graph alive
+        first = [(args,kwargs)]
+        def first_or_again():
+            if first:
+                xs,kw = first.pop()
+                return self.compute(*xs, **kw)
+            self._check_unchanged(versions)
+            xs,kw = inputs.rebuilt()
+            with state.again(): return self.compute(*xs, **kw)
+        res = checkpoint(first_or_again, use_reentrant=False, preserve_rng_state=False)
+        self._check_unchanged(versions)
+        state.settle()
+        return res
+
+    def _check_unchanged(self, versions):
+        if all(o._version==v for o,v in versions): return
+        raise RuntimeError(f"an input or a parameter of segment {self.segment.name!r} was changed in "
+            "place, so the segment cannot be computed again: use `inplace=False`, take the optimizer's "
+            "step after the backward pass, or choose `segments` without this one"
+            + more_link('changed-in-place'))
+
+    def __reduce__(self): return _plain_forward(self.patch)
 
 # %% ../nbs/04_checkpoint.ipynb #chain
 class _Chain:
-    "In the place of a Sequential's `forward`: runs its children one by one, some of them in segments"
-    def __init__(self, seq, parts):
-        mine = [o for o in parts if o.segment.seq is seq]
-        first = {o.segment.modules[0]:o for o in mine}
-        inner = {m for o in mine for m in o.segment.modules[1:]}
-        self.parts = [first.get(m, m) for m in seq if m not in inner]
+    "Replaces a Sequential's `forward`: runs its children one by one, some of them in segments"
+    def __init__(self, seq, recomputed):
+        mine = [o for o in recomputed if o.segment.seq is seq]
+        by_first = {o.segment.modules[0]:o for o in mine}
+        later = {m for o in mine for m in o.segment.modules[1:]}
+        # modules and segments, in order
+        self.links = [by_first.get(m, m) for m in seq if m not in later]
         self.patch = Patch(seq, 'forward', self)
 
     def __call__(self, input):
-        for o in self.parts: input = o(input)
+        for f in self.links: input = f(input)
         return input
 
     def __reduce__(self): return _plain_forward(self.patch)
+
+# %% ../nbs/04_checkpoint.ipynb #fit
+@patch
+def _apply_patches(self:ActivationCheckpoint):
+    "Find the segments and replace their `forward`"
+    check_single(self.learn, ActivationCheckpoint)
+    self.last_used = find_segments(unwrapped(self.learn.model), self.given)
+    recomputed = [_Recomputed(o) for o in self.last_used]
+    sequentials = {o.seq:None for o in self.last_used if o.seq is not None}   # a dict keeps their order
+    patches = [o.patch for o in recomputed if o.patch is not None]
+    patches += [_Chain(seq, recomputed).patch for seq in sequentials]
+    # assign before applying: an interrupt in the next line then leaves nothing patched
+    self.patches = patches
+    for o in patches: o.apply()
+
+@patch
+def after_fit(self:ActivationCheckpoint):
+    "Put the model back, and warn of segments that did not run"
+    if self.validates or not self.patches: return
+    uninterrupted(self.undo_patches)
+    n = len(self.last_used)
+    idle = [o.name for o in self.last_used if not o.calls]
+    # a timm model has a head of its own, which fastai does not call
+    is_usual = self.given is None and len(idle)<n
+    if not idle or is_usual or not self.learn.train_iter: return
+    warn(f"{len(idle)} of {n} segments did not run in this fit, the first of them is {idle[0]!r}: the "
+        "model does not call their `forward`, so they save no memory. Choose others with `segments=`"
+        + more_link('idle-segments'))

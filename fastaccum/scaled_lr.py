@@ -8,7 +8,9 @@ Docs: https://fastaccum.github.io/fastaccum/scaled_lr.html.md"""
 __all__ = ['ScaledLR']
 
 # %% ../nbs/08_scaled_lr.ipynb #imports
+from typing import NamedTuple
 from fastai.callback.fp16 import MixedPrecision
+from fastcore.basics import patch
 from fastcore.foundation import L
 from .core.checks import check_count, check_name, check_single, our_callback
 from .core.distributed import Processes
@@ -18,71 +20,91 @@ from .core.warnings import more_link
 
 # %% ../nbs/08_scaled_lr.ipynb #scaled-lr
 class ScaledLR(PatchingCallback):
-    """Multiply the learning rate of each step by a factor for its size, relative to steps of `base_bs` samples
+    """Multiply the learning rate of each step by a factor for its size, relative to `base_bs` samples
 
     TypeError: `base_bs` is not a whole number
-    ValueError: `base_bs` is below 1, or `rule` is unknown; when a fit begins, there are two of these callbacks, or the
-        parameters of the model are sharded over processes
+    ValueError: `base_bs` is below 1, or `rule` is unknown; when a fit begins, there are two of these
+        callbacks, or the parameters of the model are sharded over processes
     """
-    order,run_valid = MixedPrecision.order-3,False   # an overflow has not cancelled the step yet
+    order = MixedPrecision.order-3   # before MixedPrecision, which cancels `before_step` on an overflow
+    run_valid = False
     run_bs_find = False   # the learning rate of a trial is 0
-    acc = None      # the `GradientAccumulation` that steps, if any
-    world = 1       # processes that step together
-    kappa = None    # how many times `base_bs` the last step had
-    factor = None   # what its learning rate was multiplied by
-    opt = None      # the optimizer whose values are scaled
-    scaled = ()     # what was scaled: names, and the values before and while they are scaled, for each group
+    acc = None            # the `GradientAccumulation` on the Learner, if any
+    n_processes = 1       # processes that train the model together
+    kappa = None          # samples of the last step, divided by `base_bs`
+    factor = None         # factor of the learning rate in the last step
+    opt = None            # the optimizer whose values are scaled
+    scaled = ()           # a `_Scaled` for each hyper-parameter that is scaled at the moment
 
     def __init__(self, *,
         base_bs:int, # Samples per step that the learning rate is meant for
         rule:str=None # 'linear' or 'sqrt'; defaults to 'sqrt' for optimizers like Adam, or else 'linear'
     ):
-        self.base_bs,self.rule = check_count('base_bs', base_bs),rule
+        self.base_bs = check_count('base_bs', base_bs)
         if rule=='adascale':
-            raise ValueError("`rule='adascale'` was removed from fastaccum: give 'linear', the usual rule for SGD, or "
-                "'sqrt', the usual rule for Adam" + more_link('unknown-name'))
+            raise ValueError("`rule='adascale'` was removed from fastaccum: give 'linear', the usual "
+                "rule for SGD, or 'sqrt', the usual rule for Adam" + more_link('unknown-name'))
         if rule is not None: check_name('rule', rule, ('linear','sqrt'))
+        self.rule = rule
 
     def before_fit(self):
         if self.validates: return
-        self.undo_patches(but='lr')
+        self.undo_patches(keep='lr')   # `fit` has just set the learning rate
         check_single(self.learn, ScaledLR)
 
     def before_train(self):
         self.undo_patches()
         self.acc = our_callback(self.learn, 'GradientAccumulation')
-        self.world = Processes(self.learn.model).n
+        self.n_processes = Processes(self.learn.model).n
 
-    def _averages_squares(self): return 'sqr_mom' in self.learn.opt.hypers[0]   # as Adam does
+# %% ../nbs/08_scaled_lr.ipynb #step
+class _Scaled(NamedTuple):
+    "A hyper-parameter that is scaled for one step"
+    name:str
+    old:list # Its values before, one for each parameter group
+    new:list # The scaled values
 
-    def _step_size(self):
-        "Samples in a whole step, over all processes"
-        if self.acc is None: return sizes_of(self.learn.dl).bs*self.world
-        step = self.acc.current_step
-        return min(step.full, step.per_epoch)
+@patch
+def _step_size(self:ScaledLR):
+    "Samples in a whole step, over all processes"
+    if self.acc is None: return sizes_of(self.learn.dl).bs*self.n_processes
+    step = self.acc.current_step
+    return min(step.full, step.per_epoch)
 
-    def before_step(self):
-        self.undo_patches()
-        rule = self.rule or ('sqrt' if self._averages_squares() else 'linear')
-        self.kappa = self._step_size()/self.base_bs
-        self.factor = self.kappa if rule=='linear' else self.kappa**.5
-        self.opt = self.learn.opt
-        rules = dict(lr=lambda o: o*self.factor)
-        if rule=='sqrt' and self._averages_squares(): rules['eps'] = lambda o: o/self.kappa**.5
-        old = {k:[h[k] for h in self.opt.hypers] for k in rules}
-        self.scaled = tuple((k,vs,[rules[k](o) for o in vs]) for k,vs in old.items())
-        for k,_,new in self.scaled: self.opt.set_hyper(k, L(new))
+@patch
+def before_step(self:ScaledLR):
+    "Scale the learning rate, and with the square root rule Adam's epsilon"
+    self.undo_patches()
+    self.opt = self.learn.opt
+    is_adam = 'sqr_mom' in self.opt.hypers[0]   # it divides by an average of squared gradients
+    rule = self.rule or ('sqrt' if is_adam else 'linear')
+    self.kappa = self._step_size()/self.base_bs
+    self.factor = self.kappa if rule=='linear' else self.kappa**.5
+    factors = dict(lr=self.factor)
+    if rule=='sqrt' and is_adam: factors['eps'] = self.kappa**-.5
+    for name,factor in factors.items():
+        old = [h[name] for h in self.opt.hypers]
+        new = [o*factor for o in old]
+        self.scaled = [*self.scaled,_Scaled(name, old, new)]   # first: an interrupt may come after it
+        self.opt.set_hyper(name, L(new))
 
-    def undo_patches(self, but=''):
-        "Put back values that nobody else has changed; called more than once"
-        while self.scaled:
-            k,old,new = self.scaled[0]
-            now = [h[k] for h in self.opt.hypers]
-            if k!=but: self.opt.set_hyper(k, L(o if c==n else c for o,n,c in zip(old, new, now)))
-            self.scaled = self.scaled[1:]
-        self.opt = None   # the next fit may have another optimizer
+# %% ../nbs/08_scaled_lr.ipynb #undo
+@patch
+def undo_patches(self:ScaledLR, keep:str=''):
+    "Put back the values that no other code has set meanwhile, except those of `keep`"
+    while self.scaled:
+        name,old,new = self.scaled[0]
+        if name!=keep:
+            current = [h[name] for h in self.opt.hypers]
+            self.opt.set_hyper(name, L(o if c==n else c for o,n,c in zip(old, new, current)))
+        self.scaled = self.scaled[1:]
+    self.opt = None   # the next fit may have another optimizer
 
-    def after_step(self):
-        if getattr(self.learn, 'lr_finder', None) is not None: self.undo_patches()   # it records the rate for the base
-    def before_batch(self): self.undo_patches()
-    def after_train(self): self.undo_patches()
+@patch
+def after_step(self:ScaledLR):
+    is_lr_find = getattr(self.learn, 'lr_finder', None) is not None
+    if is_lr_find: self.undo_patches()   # `lr_find` records the rate for `base_bs`
+@patch
+def before_batch(self:ScaledLR): self.undo_patches()
+@patch
+def after_train(self:ScaledLR): self.undo_patches()

@@ -1,4 +1,4 @@
-"""Compare a run on big batches with a run on micro-batches.
+"""Compare a run on large batches with a run on micro-batches.
 
 Docs: https://fastaccum.github.io/fastaccum/testing.html.md"""
 
@@ -27,29 +27,31 @@ from .core.plan import round_up
 # %% ../nbs/13_testing.ipynb #twins
 def both_runs(
     micro:int=4, # Samples in a micro-batch
-    accum_bs:int=16, # Samples in a step: the batch size of the one, `accum_bs` of the other
-    fit:callable=None, # `fit(learn, cbs)` trains the Learner with these callbacks; defaults to `one_cycle`
+    accum_bs:int=16, # Samples in a step: the batch size of the full-batch run, `accum_bs` of the other
+    fit:callable=None, # `fit(learn, cbs)` trains the Learner with callbacks; defaults to `one_cycle`
     make:callable=None, # Makes a Learner, given `bs`, `whole`, `seed` and `kwargs`; defaults to `toy`
     acc:dict|None=None, # More arguments of the accumulation callback
     acc_cls:type=GradientAccumulation, # The class of the accumulation callback
     cbs:callable=list, # Returns a list of more callbacks, new ones for each fit
-    loader_drop_last:bool=False, # Does the micro-batches' loader leave out the last one if it is ragged?
+    loader_drop_last:bool=False, # Does the loader of micro-batches drop its incomplete last batch?
     seed:int=0, # Seeds torch before each fit
     **kwargs # Passed to `make`
-)->tuple[Learner,Learner]: # The Learners trained on big batches and on micro-batches
-    "Fit a Learner on batches of `accum_bs` samples, and another one, from the same start, on micro-batches"
-    acc,big = acc or {},round_up(accum_bs, micro)
-    whole = micro if loader_drop_last else 1
-    def run(bs, whole, own):
+)->tuple[Learner,Learner]: # The Learners trained on large batches and on micro-batches
+    "Fit a Learner on batches of `accum_bs` samples, and one from the same start on micro-batches"
+    acc = acc or {}
+    def run(bs, whole, accumulation):
         learn = (make or toy)(bs, whole=whole, seed=seed, **kwargs)
         torch.manual_seed(seed)
-        (fit or one_cycle)(learn, own+cbs())
+        (fit or one_cycle)(learn, accumulation+cbs())
         return learn
-    return run(big, big if acc.get('drop_last') else whole, []),run(micro, whole, [acc_cls(accum_bs, **acc)])
+    large = round_up(accum_bs, micro)
+    whole = micro if loader_drop_last else 1
+    full_batch = run(large, large if acc.get('drop_last') else whole, [])
+    return full_batch,run(micro, whole, [acc_cls(accum_bs, **acc)])
 
 # %% ../nbs/13_testing.ipynb #assert-twins
 def assert_same_run(
-    a:Learner, # Trained on big batches
+    a:Learner, # Trained on large batches
     b:Learner, # Trained on micro-batches
     tol:float=1e-7, # Relative tolerance for weights, optimizer and gradients
     lr_tol:float=1e-9, # Tolerance for learning rates, other hyper-parameters and progress
@@ -59,12 +61,12 @@ def assert_same_run(
 
     AssertionError: something differs by more than its tolerance, or is missing in one of the runs
     """
-    res = deviations(a, b)
+    found = deviations(a, b)
     tols = dict(weights=tol, opt=tol, grads=tol, hypers=lr_tol, lrs=lr_tol, hps=lr_tol, pct_train=lr_tol,
-                losses=loss_tol, values=loss_tol)
-    bad = {k:v for k,v in res.items() if not v<=tols.get(k, 0)}
-    assert not bad, f"not the same run: {bad} (all: {res})"
-    return res
+        losses=loss_tol, values=loss_tol)
+    too_large = {name:o for name,o in found.items() if not o<=tols.get(name, 0)}   # so NaN fails
+    assert not too_large, f"not the same run: {too_large} (all: {found})"
+    return found
 
 # %% ../nbs/13_testing.ipynb #toy
 class Float32Loss(Callback):
@@ -73,37 +75,45 @@ class Float32Loss(Callback):
     def after_loss(self): self.learn.loss = self.learn.loss.float()
 
 class CrossEntropy(nn.CrossEntropyLoss):
-    "Cross-entropy in double precision; fastai's `CrossEntropyLossFlat` casts double predictions to single"
-    def forward(self, pred:torch.Tensor, targ:torch.Tensor)->torch.Tensor: # Scores, with classes as the last dimension
+    "Cross-entropy in double precision; fastai's `CrossEntropyLossFlat` casts it to single"
+    def forward(self,
+        pred:torch.Tensor, # Scores, with classes as the last dimension
+        targ:torch.Tensor # Classes
+    )->torch.Tensor:
         return super().forward(pred.flatten(0, -2), targ.flatten())
 
 def toy_data(
     n:int, # Samples
-    tokens:bool=False, # Sequences of 6 tokens, all but the first of which may be padding (-100)? Else classes
+    tokens:bool=False, # Make sequences of 6 tokens, some of which are padding (-100)?
     seed:int=0
 )->TensorDataset: # Inputs of 5 features, targets of 3 classes
-    "Random data"
+    "Make random data"
     gen = torch.Generator().manual_seed(seed)
     shape = (n,6) if tokens else (n,)
-    x,y = torch.randn(*shape, 5, generator=gen, dtype=torch.float64),torch.randint(0, 3, shape, generator=gen)
-    if tokens: y[:,1:][torch.rand(n, 5, generator=gen)<torch.rand(n, 1, generator=gen)] = -100
+    x = torch.randn(*shape, 5, generator=gen, dtype=torch.float64)
+    y = torch.randint(0, 3, shape, generator=gen)
+    if tokens:
+        is_padding = torch.rand(n, 5, generator=gen)<torch.rand(n, 1, generator=gen)
+        y[:,1:][is_padding] = -100
     return TensorDataset(x, y)
 
-# %% ../nbs/13_testing.ipynb #small
 class Ordered:
     "The order of an epoch's samples, the same for any batch size, shuffled anew each epoch"
     def __init__(self, n:int, keep:int, shuffle:bool, seed:int):
-        self.n,self.keep,self.shuffle = n,keep,shuffle   # samples in the dataset, and of them in an epoch
-        self.rng = Random(seed)                          # draws once per epoch, and never begins anew
+        self.n = n               # samples in the dataset
+        self.keep = keep         # samples in an epoch
+        self.shuffle = shuffle
+        self.rng = Random(seed)  # goes on from epoch to epoch
 
     def __call__(self)->list[int]:
         idxs = list(range(self.n))
         if self.shuffle: self.rng.shuffle(idxs)
         return idxs[:self.keep]
 
+# %% ../nbs/13_testing.ipynb #small
 def toy(
     bs:int, # Samples in a batch
-    whole:int=1, # Leave out the samples at the end of an epoch that do not fill a batch of so many
+    whole:int=1, # Leave out the samples at the end of an epoch that do not fill a batch of this size
     n:int=70, # Samples in an epoch
     tokens:bool=False, # See `toy_data`
     shuffle:bool=False, # Shuffle, the same for any batch size?
@@ -115,49 +125,56 @@ def toy(
     splitter:callable=None, # As in `Learner`; defaults to two parameter groups
     **kwargs # Passed to `Learner`
 )->Learner: # With three linear layers, and silent
-    "A small Learner for comparing runs"
+    "Make a small Learner for comparing runs"
     ds = toy_data(n, tokens, seed) if data is None else data
     keep = len(ds)//whole*whole
     torch.manual_seed(seed)
-    if model is None: net = nn.Sequential(nn.Linear(5,6), nn.Tanh(), nn.Linear(6,6), nn.Tanh(), nn.Linear(6,3)).double()
-    else: net = model()
+    net = (model or _three_layers)()
     train = DataLoader(ds, bs=bs, n=keep, get_idxs=Ordered(len(ds), keep, shuffle, seed))
-    if splitter is None: splitter = lambda m: [list(m[:2].parameters()), list(m[2:].parameters())]
-    learn = Learner(DataLoaders(train, DataLoader(ds, bs=32)), net, loss_func or CrossEntropy(), opt_func=opt_func,
-                    splitter=splitter, **kwargs)
+    dls = DataLoaders(train, DataLoader(ds, bs=32))
+    learn = Learner(dls, net, loss_func or CrossEntropy(), opt_func=opt_func,
+        splitter=splitter or _two_groups, **kwargs)
     learn.remove_cb(ProgressCallback)
     learn.logger = noop
     return learn.add_cb(Float32Loss())
 
+def _three_layers():
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    return model.double()
+
+def _two_groups(model): return [list(model[:2].parameters()), list(model[2:].parameters())]
+
 def one_cycle(learn:Learner, cbs:list):
-    "Two epochs of one-cycle, to a learning rate of 0.1"
+    "Train two epochs of one-cycle, to a learning rate of 0.1"
     learn.fit_one_cycle(2, 0.1, cbs=cbs)
 
 # %% ../nbs/13_testing.ipynb #compare
 def _flat(o):
-    "All numbers in nested `o`, in order, in double precision"
+    "A list of tensors in double precision with all numbers in nested `o`, in order"
     if isinstance(o, (np.ndarray,np.number)): o = torch.as_tensor(o)
-    if isinstance(o, torch.Tensor): return [o.detach().to_dense().double().flatten().cpu()]
+    if isinstance(o, torch.Tensor): return [o.detach().to_dense().cpu().double().flatten()]
     if isinstance(o, dict): return [t for k in sorted(o, key=str) for t in _flat(o[k])]
     if isinstance(o, (list,tuple)) or hasattr(o, 'items'): return [t for v in o for t in _flat(v)]
     if o is None or isinstance(o, str): return []
     if isinstance(o, (int,float)): return [torch.tensor([float(o)], dtype=torch.float64)]
     raise TypeError(f"do not know how to compare {o!r}, a {type(o).__name__}")
 
-def deviation(a:object, b:object)->float: # Infinite if one has more numbers than the other; NaN if a number is NaN
-    """The largest difference in nested tensors, lists and dicts, relative to the larger of 1 and the value
+def deviation(a:object, b:object)->float: # Infinite if they differ in length; NaN if a number is NaN
+    """Return the largest difference in nested tensors, lists and dicts, relative to values above 1
 
     TypeError: there is something in them that is neither a number nor contains numbers
     """
-    a,b = (torch.cat(_flat(o) or [torch.zeros(0)]) for o in (a,b))
+    a,b = (torch.cat([torch.zeros(0),*_flat(o)]) for o in (a,b))
     if len(a)!=len(b): return float('inf')
     return ((a-b).abs()/a.abs().clamp(min=1)).max().item() if len(a) else 0.
 
 def deviations(a:Learner, b:Learner)->dict[str,float]:
-    "How much two runs differ: the largest deviation of each thing compared"
-    def both(f): return deviation(f(a), f(b))
-    res = dict(weights=both(lambda l: l.model.state_dict()), opt=both(lambda l: l.opt.state_dict()['state']),
-        hypers=both(lambda l: l.opt.hypers), grads=both(lambda l: [p.grad for p in l.model.parameters()]))
+    "Return the largest deviation in each kind of state that a run leaves behind"
+    values = dict(weights=lambda l: l.model.state_dict(), opt=lambda l: l.opt.state_dict()['state'],
+        hypers=lambda l: l.opt.hypers, grads=lambda l: [p.grad for p in l.model.parameters()],
+        train_iter=lambda l: l.train_iter, pct_train=lambda l: l.pct_train)
+    res = {name:deviation(f(a), f(b)) for name,f in values.items()}
     if hasattr(a, 'recorder'):
-        res.update({k:both(lambda l: getattr(l.recorder, k, [])) for k in ('lrs','losses','iters','values','hps')})
-    return res | dict(train_iter=both(lambda l: l.train_iter), pct_train=both(lambda l: l.pct_train))
+        for name in ('lrs','losses','iters','values','hps'):
+            res[name] = deviation(*(getattr(o.recorder, name, []) for o in (a,b)))
+    return res

@@ -19,57 +19,67 @@ from .core.warnings import more_link
 
 # %% ../nbs/11_wandb.ipynb #callback
 class WandbCallback(fastai_wandb.WandbCallback):
-    """[fastai's callback](https://docs.fast.ai/callback.wandb.html) for Weights & Biases, with its arguments
+    """Log to Weights & Biases as [fastai's callback](https://docs.fast.ai/callback.wandb.html) does
 
     ValueError: when a fit begins, if `log_model=True` and there is no `SaveModelCallback`
     """
     def before_fit(self):
         if self.log_model and not hasattr(self, 'save_model'):
-            raise ValueError("`log_model=True` uploads the model that a SaveModelCallback saves, but this Learner "
-                "has none: add one to `cbs=`" + more_link('log-model'))
-        vars(self.learn)['gather_args'] = dict   # so that fastai has nothing to format
+            raise ValueError("`log_model=True` uploads the model that a SaveModelCallback saves, but "
+                "this Learner has none: add one to `cbs=`" + more_link('log-model'))
+        # fastai's `before_fit` would format the arguments, where it raises its error: give it none
+        vars(self.learn)['gather_args'] = dict
         try: super().before_fit()
         finally: del vars(self.learn)['gather_args']
         if self.run: wandb.config.update(config(self.learn), allow_val_change=True)
 
 # %% ../nbs/11_wandb.ipynb #config
 def plain(o:object)->object:
-    "`o` as a value in a configuration: a number, string or `None`, or a list of these"
+    "Convert `o` to a value of a configuration: a number, string or `None`, or a list of these"
     if o is None or isinstance(o, (Number,str)): return o
     if isinstance(o, (list,tuple)) and len(o)<=100: return [plain(x) for x in o]
     return str(o)[:200]
 
 def arguments(o:object)->dict:
-    "The arguments of `__init__` that a Learner or callback has as attributes, without data, model and callbacks"
-    def held(k): return k in vars(o) or isinstance(getattr(type(o), k, None), property)
-    names = [k for k in inspect.signature(type(o).__init__).parameters if k not in ('dls','model','cbs')]
-    return {k:plain(getattr(o, k)) for k in names if held(k)}
+    "Collect the arguments of `__init__` that `o` has as attributes, without data, model and callbacks"
+    def is_attribute(name): return name in vars(o) or isinstance(getattr(type(o), name, None), property)
+    params = inspect.signature(type(o).__init__).parameters
+    names = [name for name in params if name not in ('dls','model','cbs')]
+    return {name:plain(getattr(o, name)) for name in names if is_attribute(name)}
 
 def config(learn:Learner)->dict:
-    "What fastai's `gather_args` returns for `learn`, as plain values, and dicts of them for it and its callbacks"
-    gathered = {k:plain(v) for k,v in learn.gather_args().items()}
-    return {**gathered, 'Learner':arguments(learn), **{f'{o}':arguments(o) or True for o in learn.cbs}}
+    "Collect the values of fastai's `gather_args`, and the arguments of the Learner and of its callbacks"
+    res = {name:plain(o) for name,o in learn.gather_args().items()}
+    res['Learner'] = arguments(learn)
+    for cb in learn.cbs: res[f'{cb}'] = arguments(cb) or True
+    return res
 
 # %% ../nbs/11_wandb.ipynb #offline
+_block_size,_header_size = 2**15,7   # bytes
+
 def offline_records(
     path:str|Path # The file of an offline run, `run.settings.sync_file`
 )->Iterator[Record]: # The records that W&B wrote, in order
-    "The records of an offline run. Call `run.finish()` and `wandb.teardown()` first, or the last ones may be missing"
-    data,pos,buf = Path(path).read_bytes(),7,b''
-    while pos+7<=len(data):
-        if 32768-pos%32768<7:
-            pos += 32768-pos%32768
+    "Read the records of an offline run, after `run.finish()` and `wandb.teardown()`"
+    data = Path(path).read_bytes()
+    pos = 7        # W&B begins the file with 7 bytes of its own
+    record = b''   # the parts of a record so far
+    while pos+_header_size<=len(data):
+        left = _block_size-pos%_block_size
+        if left<_header_size:   # the rest of a block is empty if there is no room for a header
+            pos += left
             continue
-        _,n,kind = struct.unpack('<IHB', data[pos:pos+7])
-        buf += data[pos+7:pos+7+n]
-        pos += 7+n
+        body = pos+_header_size
+        _,n,kind = struct.unpack('<IHB', data[pos:body])
+        pos = body+n
+        record += data[body:pos]
         if kind in (1,4):   # a whole record, or the last part of one
-            yield Record.FromString(buf)
-            buf = b''
+            yield Record.FromString(record)
+            record = b''
 
 def offline_rows(
     path:str|Path # The file of an offline run, `run.settings.sync_file`
 )->list[dict]: # For each row, the logged values by name
-    "The rows that an offline run logged"
+    "Read the rows that an offline run logged"
     rows = [o.history.item for o in offline_records(path) if o.HasField('history')]
     return [{o.key or '/'.join(o.nested_key):json.loads(o.value_json) for o in row} for row in rows]

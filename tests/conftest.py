@@ -1,6 +1,7 @@
 import gc, os, random
 import numpy as np, pytest
 from hypothesis import settings
+from device import pytest_pyfunc_call   # a hook: laws/test_device.py runs in a process of its own
 
 @pytest.fixture(autouse=True)
 def in_tmp(tmp_path, monkeypatch): monkeypatch.chdir(tmp_path)   # `lr_find` and `save` write next to the Learner

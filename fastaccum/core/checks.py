@@ -1,4 +1,4 @@
-"""Errors for everything that cannot work, before any weight moves, with a message that says what to do.
+"""Refuse what cannot work before any weight moves, with a message that says what to do.
 
 Docs: https://fastaccum.github.io/fastaccum/core/checks.html.md"""
 
@@ -20,113 +20,128 @@ from torch import nn
 from .warnings import more_link
 
 # %% ../../nbs/core/07_checks.ipynb #values
-def check_count(nm:str, n:object, unit:str='sample', or_else:str='')->int:
-    """Refuse anything but a positive whole number of `unit`s as the argument `nm`; `or_else` is named beside it
+def check_count(name:str, n:object, unit:str='sample', or_else:str='')->int:
+    """Refuse anything but a positive whole number of `unit`s as the argument `name`; returns the number
 
-    TypeError: it is not a whole number
-    ValueError: it is below 1
+    `or_else` names something else that the argument may be.
+
+    TypeError: `n` is not a whole number
+    ValueError: `n` is below 1
     """
     if isinstance(n, bool) or not isinstance(n, Integral):
-        raise TypeError(f"`{nm}={n!r}` is of type {type(n).__name__}: give {or_else}a whole number of {unit}s, such as "
-            f"`{nm}=64`"
-            + more_link('whole-number'))
-    if n<1: raise ValueError(f"`{nm}={int(n)}`: give at least 1 {unit}" + more_link('whole-number'))
+        raise TypeError(f"`{name}={n!r}` is of type {type(n).__name__}: give {or_else}a whole number of "
+            f"{unit}s, such as `{name}=64`" + more_link('whole-number'))
+    if n<1: raise ValueError(f"`{name}={int(n)}`: give at least 1 {unit}" + more_link('whole-number'))
     return int(n)
 
-def check_bool(nm:str, o:object, more:str='')->bool|None:
-    """Refuse anything but `True` and `False`, and `None` if `more` says what that means
+def check_bool(name:str, o:object, if_none:str='')->bool|None:
+    """Refuse anything but `True` and `False`; `None` is allowed if `if_none` says what it means
 
-    TypeError: it is neither
+    TypeError: `o` is none of these
     """
-    if isinstance(o, bool) or more and o is None: return o
-    raise TypeError(f"`{nm}={o!r}` is of type {type(o).__name__}: "
-        f"give True{', False, or None '+more if more else ' or False'}" + more_link('true-or-false'))
+    if isinstance(o, bool) or if_none and o is None: return o
+    choices = f'True, False, or None {if_none}' if if_none else 'True or False'
+    raise TypeError(f"`{name}={o!r}` is of type {type(o).__name__}: give {choices}"
+        + more_link('true-or-false'))
 
-def check_name(nm:str, o:object, names:tuple):
-    """Refuse anything but one of `names` as the argument `nm`
+def check_name(name:str, o:object, choices:tuple):
+    """Refuse anything but one of `choices` as the argument `name`
 
-    ValueError: it is another
+    ValueError: `o` is another value
     """
-    *most,last = map(repr, names)
-    if o not in names: raise ValueError(f"`{nm}={o!r}`: give {', '.join(most)} or {last}" + more_link('unknown-name'))
+    *most,last = map(repr, choices)
+    if o not in choices:
+        raise ValueError(f"`{name}={o!r}`: give {', '.join(most)} or {last}" + more_link('unknown-name'))
 
-def check_function(nm:str, f:object, n:int, like:str)->object:
-    """Refuse what cannot be called with `n` arguments as the argument `nm`, if it is given; `like` is an example
+# %% ../../nbs/core/07_checks.ipynb #function
+def check_function(name:str, f:object, n:int, example:str)->object:
+    """Refuse a function that cannot be called with `n` arguments; `None` is allowed
 
-    TypeError: it is no function, or takes other arguments
+    TypeError: `f` is not a function, or takes other arguments
     """
-    try: f is None or signature(f).bind(*[None]*n)
-    except ValueError: pass   # written in C, it does not tell
+    if f is None: return f
+    try: signature(f).bind(*[None]*n)
+    except ValueError: pass   # a function that is written in C has no signature
     except TypeError as e:
-        raise TypeError(f"`{nm}={f!r}` cannot be called with {n} argument{'s'*(n>1)} ({e}): give a function, such as "
-            f"`{like}`, or leave `{nm}` out" + more_link('function-argument')) from None
+        arguments = 'argument' if n==1 else 'arguments'
+        raise TypeError(f"`{name}={f!r}` cannot be called with {n} {arguments} ({e}): give a function, "
+            f"such as `{example}`, or leave `{name}` out" + more_link('function-argument')) from None
     return f
 
 # %% ../../nbs/core/07_checks.ipynb #names
-@lru_cache   # asked for each callback in each step
+@lru_cache   # called for each callback in each step
 def class_names(cls:type)->frozenset:
     "The full names of `cls` and of its bases, such as `'fastai.learner.Recorder'`"
     return frozenset(f'{o.__module__}.{o.__qualname__}' for o in cls.__mro__)
 
-# %% ../../nbs/core/07_checks.ipynb #learner
-def our_callbacks(learn:Learner, nm:str)->list:
-    "The callbacks of our class `nm` on a Learner; by name, so that nobody needs to import the class to look for it"
-    def named(cls): return any(o.startswith('fastaccum.') and o.endswith(f'.{nm}') for o in class_names(cls))
-    return [o for o in learn.cbs if named(type(o))]
+def our_callbacks(learn:Learner, name:str)->list:
+    "The callbacks of a Learner whose class is fastaccum's `name`, or is derived from it"
+    def is_ours(cls): return cls.startswith('fastaccum.') and cls.endswith(f'.{name}')
+    return [cb for cb in learn.cbs if any(map(is_ours, class_names(type(cb))))]
 
-def our_callback(learn:Learner, nm:str)->Callback|None:
-    "The first of `ours` that runs"
-    return next((o for o in our_callbacks(learn, nm) if o.run), None)
+def our_callback(learn:Learner, name:str)->Callback|None:
+    "The first of `our_callbacks` that is switched on"
+    return next((o for o in our_callbacks(learn, name) if o.run), None)
+
+# %% ../../nbs/core/07_checks.ipynb #learner
+def _steps_by_itself(learn, name):
+    "Is the Learner's method `name` another one than fastai's, with a training loop in it?"
+    f = vars(learn).get(name) or getattr(type(learn), name)
+    f = getattr(f, '__func__', f)
+    module = getattr(f, '__module__', None) or ''
+    # tsai's `one_batch` only moves the batch to the device in another way
+    is_tsais = (module,name)==('tsai.learner','one_batch')
+    return not (module.startswith('fastai.') or is_tsais)
 
 def check_learner(learn:Learner):
     """Refuse a Learner on which something else accumulates, or which steps by itself
 
-    ValueError: two callbacks accumulate, one adds up gradients in half precision, parameters step in the backward pass,
-        or the Learner has a training loop of its own
+    ValueError: two callbacks accumulate, one adds up gradients in half precision, parameters step in the
+        backward pass, or the Learner has a training loop of its own
     """
-    cbs = [*our_callbacks(learn, 'GradientAccumulation'), *(o for o in learn.cbs if isinstance(o, FastaiGradientAccumulation))]
-    if len(cbs)>1:
-        raise ValueError(f"{len(cbs)} callbacks accumulate gradients on this Learner: keep one of them. Remove those "
-            "on the Learner with `learn.remove_cbs([o for o in learn.cbs if o.name=='gradient_accumulation'])`"
+    fastais = [o for o in learn.cbs if isinstance(o, FastaiGradientAccumulation)]
+    n = len(our_callbacks(learn, 'GradientAccumulation'))+len(fastais)
+    if n>1:
+        raise ValueError(f"{n} callbacks accumulate gradients on this Learner: keep one of them. Remove "
+            "those on the Learner with "
+            "`learn.remove_cbs([o for o in learn.cbs if o.name=='gradient_accumulation'])`"
             + more_link('two-callbacks'))
     if any(isinstance(o, NonNativeMixedPrecision) for o in learn.cbs):
-        raise ValueError("NonNativeMixedPrecision would add up gradients in half precision, where they overflow "
-            "and are rounded: use `learn.to_fp16()` or `learn.to_bf16()` instead of `learn.to_non_native_fp16()`"
-            + more_link('half-precision-gradients'))
-    hooked = [nm for nm,p in learn.model.named_parameters() if getattr(p, '_post_accumulate_grad_hooks', None)]
-    if hooked:
-        raise ValueError(f"the parameter {hooked[0]!r} has a hook that runs in each backward pass "
-            "(`register_post_accumulate_grad_hook`), as an optimizer sets it that steps there. It would run with every "
-            "micro-batch. Remove the hook" + more_link('steps-in-the-backward-pass'))
-    own = next((nm for nm in ('_do_one_batch','_do_grad_opt','one_batch') if _steps_by_itself(learn, nm)), None)
-    if own is not None:
-        raise ValueError(f"the Learner's own `{own}` replaces fastai's, which runs the micro-batches, so its gradients "
-            "cannot be accumulated: move what it does into callbacks, the model or the loss function, or train without "
-            "accumulation" + more_link('own-training-loop'))
+        raise ValueError("NonNativeMixedPrecision would add up gradients in half precision, where they "
+            "overflow and are rounded: use `learn.to_fp16()` or `learn.to_bf16()` instead of "
+            "`learn.to_non_native_fp16()`" + more_link('half-precision-gradients'))
+    for name,p in learn.model.named_parameters():
+        if not getattr(p, '_post_accumulate_grad_hooks', None): continue
+        raise ValueError(f"the parameter {name!r} has a hook that runs in each backward pass "
+            "(`register_post_accumulate_grad_hook`), as set by an optimizer that steps in the backward pass. "
+            "It would run with every micro-batch. Remove the hook"
+            + more_link('steps-in-the-backward-pass'))
+    for name in ('_do_one_batch','_do_grad_opt','one_batch'):
+        if not _steps_by_itself(learn, name): continue
+        raise ValueError(f"the Learner's own `{name}` replaces fastai's, which runs the micro-batches, "
+            "so its gradients cannot be accumulated: move what it does into callbacks, the model or the "
+            "loss function, or train without accumulation" + more_link('own-training-loop'))
 
-def _steps_by_itself(learn, nm):
-    f = vars(learn).get(nm) or getattr(type(learn), nm)
-    f = getattr(f, '__func__', f)
-    module = getattr(f, '__module__', None) or ''
-    # tsai replaces `one_batch` of all Learners by one that only moves the batch to the device in another way
-    is_tsais = (module,nm)==('tsai.learner','one_batch')
-    return not (module.startswith('fastai.') or is_tsais)
+# %% ../../nbs/core/07_checks.ipynb #hooked
+def _is_users(hook):
+    "Does the hook belong to neither fastaccum nor W&B?"
+    function = getattr(hook, 'func', hook)   # `NoiseScale` registers partials
+    module = getattr(function, '__module__', None) or ''
+    return not module.startswith(('fastaccum.','wandb.'))
 
 def hooked_params(model:nn.Module)->list:
-    "Names of the parameters whose gradient goes through a hook of the user (`register_hook`) in each backward pass"
-    def is_users(hook):
-        function = getattr(hook, 'func', hook)   # `NoiseScale` registers partials
-        module = getattr(function, '__module__', None) or ''
-        return not module.startswith(('fastaccum.','wandb.'))   # these only read the gradient
-    hooks = {nm:p._backward_hooks for nm,p in model.named_parameters() if p.requires_grad and p._backward_hooks}
-    return [nm for nm,of_param in hooks.items() if any(map(is_users, of_param.values()))]
+    "List the names of the parameters whose gradient a hook of the user gets in each backward pass"
+    hooks = {name:p._backward_hooks for name,p in model.named_parameters() if p.requires_grad}
+    return [name for name,of_param in hooks.items() if any(_is_users(o) for o in (of_param or {}).values())]
 
+# %% ../../nbs/core/07_checks.ipynb #single
 def check_single(learn:Learner, cls:type):
     """Refuse a Learner with several callbacks of a class of which there may be one
 
-    ValueError: there are two or more that run
+    ValueError: two or more of the callbacks are switched on
     """
     n = sum(isinstance(o, cls) and o.run for o in learn.cbs)
     if n>1:
-        raise ValueError(f"{n} {cls.__name__} callbacks are on this Learner, and each would do the same again: "
-            "keep one of them (`learn.remove_cb` takes one off that is in `learn.cbs`)" + more_link('two-callbacks'))
+        raise ValueError(f"{n} {cls.__name__} callbacks are on this Learner, and each would do the same "
+            "again: keep one of them (`learn.remove_cb` takes one off that is in `learn.cbs`)"
+            + more_link('two-callbacks'))

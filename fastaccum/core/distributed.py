@@ -55,9 +55,10 @@ def check_not_sharded(model:nn.Module):
     dtensors = [p for p in model.parameters() if hasattr(p, 'full_tensor')]
     sharded = [m for m in model.modules() if _is_fsdp(m)] + dtensors
     if not sharded: return
-    raise ValueError(f"the parameters of the model are sharded over processes ({type(sharded[0]).__name__}), which "
-        "fastaccum does not support: use DistributedDataParallel, as `learn.distrib_ctx()` does, so that each process "
-        "holds the whole model" + more_link('sharded-parameters'))
+    raise ValueError("the parameters of the model are sharded over processes "
+        f"({type(sharded[0]).__name__}), which fastaccum does not support: use DistributedDataParallel, "
+        "as `learn.distrib_ctx()` does, so that each process holds the whole model"
+        + more_link('sharded-parameters'))
 
 # %% ../../nbs/core/08_distributed.ipynb #processes
 class Processes:

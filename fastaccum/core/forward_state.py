@@ -1,4 +1,4 @@
-"""Where a forward pass starts: note it, go back to it, or run from it once more.
+"""Note where a forward pass starts, go back to it, or run from it once more.
 
 Docs: https://fastaccum.github.io/fastaccum/core/forward_state.html.md"""
 
@@ -15,34 +15,37 @@ from collections.abc import Iterable
 from contextlib import contextmanager
 from functools import partial
 import numpy as np, torch
+from fastcore.basics import patch
 from torch import nn
 from .warnings import more_link
 
 # %% ../../nbs/core/23_forward_state.ipynb #rng
 def devices_of(modules:Iterable)->list:
-    "The devices that parameters and buffers of `modules` are on, besides the CPU; not of those inside of them"
-    ts = (t for m in modules for d in (m._parameters,m._buffers) for t in d.values() if t is not None)
-    return list({t.device for t in ts if t.device.type not in ('cpu','meta')})
+    "The devices of the parameters and buffers of `modules`, without modules inside of them and the CPU"
+    tensors = [t for m in modules for t in (*m._parameters.values(),*m._buffers.values())]
+    return list({t.device for t in tensors if t is not None and t.device.type not in ('cpu','meta')})
 
-def rng_state(devices:Iterable=())->list:
+def rng_state(devices:Iterable=())->list: # (function that sets a state, state) of each generator
     "The states of Python's, NumPy's and PyTorch's random number generators, on the CPU and on `devices`"
     res = [(random.setstate,random.getstate()), (np.random.set_state,np.random.get_state()),
-           (torch.set_rng_state,torch.get_rng_state())]
+        (torch.set_rng_state,torch.get_rng_state())]
     for o in devices:
-        mod,at = torch.get_device_module(o),{} if o.type=='mps' else dict(device=o)   # MPS has one device only
-        res.append((partial(mod.set_rng_state, **at),mod.get_rng_state(**at)))
+        module = torch.get_device_module(o)
+        kwargs = {} if o.type=='mps' else dict(device=o)   # there is a single MPS device
+        res.append((partial(module.set_rng_state, **kwargs),module.get_rng_state(**kwargs)))
     return res
 
-def generator_state(o:object)->list:
-    "The same of a generator: how to put it back; empty for anything else"
+def generator_state(o:object)->list: # (function that sets a state, state), or nothing
+    "The state of a random number generator; empty for any other object"
     if isinstance(o, random.Random): return [(o.setstate,o.getstate())]
     if isinstance(o, (np.random.RandomState,torch.Generator)): return [(o.set_state,o.get_state())]
-    if isinstance(o, np.random.Generator): return [(partial(setattr, o.bit_generator, 'state'),o.bit_generator.state)]
+    if isinstance(o, np.random.Generator):
+        return [(partial(setattr, o.bit_generator, 'state'),o.bit_generator.state)]
     return []
 
 def set_rng_state(state:list):
-    "Go back to a `rng_state`"
-    for put,o in state: put(o)
+    "Go back to a `rng_state` or `generator_state`"
+    for set_state,o in state: set_state(o)
 
 # %% ../../nbs/core/23_forward_state.ipynb #autocast
 def autocast_state(devices:Iterable=())->tuple:
@@ -50,117 +53,145 @@ def autocast_state(devices:Iterable=())->tuple:
     depth = torch.autocast_increment_nesting()-1
     torch.autocast_decrement_nesting()
     kinds = {'cpu',*(o.type for o in devices)}
-    return depth,torch.is_autocast_cache_enabled(),[(o,torch.is_autocast_enabled(o),torch.get_autocast_dtype(o))
-        for o in kinds]
+    flags = [(o,torch.is_autocast_enabled(o),torch.get_autocast_dtype(o)) for o in kinds]
+    return depth,torch.is_autocast_cache_enabled(),flags
 
 def set_autocast_state(state:tuple):
-    "Leave autocast, or enter it again, until it is as in an `autocast_state`"
-    depth,cache,kinds = state
+    "Go back to an `autocast_state`"
+    depth,has_cache,flags = state
     while torch.autocast_increment_nesting()<=depth: pass
-    while (now:=torch.autocast_decrement_nesting())>depth: pass
-    if not now: torch.clear_autocast_cache()
-    for o,on,dtype in kinds:
-        torch.set_autocast_enabled(o, on)
-        torch.set_autocast_dtype(o, dtype)
-    torch.set_autocast_cache_enabled(cache)
+    while (current := torch.autocast_decrement_nesting())>depth: pass
+    if not current: torch.clear_autocast_cache()
+    for kind,is_on,dtype in flags:
+        torch.set_autocast_enabled(kind, is_on)
+        torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_cache_enabled(has_cache)
 
 # %% ../../nbs/core/23_forward_state.ipynb #inside
-_plain = {int,float,bool,str,bytes,type(None),torch.device,torch.dtype}
-_usual = vars(nn.Module()).keys()|{'forward','_compiled_call_impl'}   # of a module; methods may be replaced meanwhile
-_lists = list,tuple,dict,set,deque
-_kinds = *_lists,torch.Tensor,torch.Generator,np.random.Generator,np.random.RandomState,random.Random
-
-def _inside(todo, objects=False):
-    "Pairs of a name and a container, tensor or generator; of `objects`, what is in their attributes"
-    seen = {}
-    while todo:
-        nm,o = todo.pop()
-        if objects and not isinstance(o, (*_kinds,nn.Module,type)) and hasattr(o, '__dict__'): o = vars(o)
-        if type(o) in _plain or id(o) in seen or not isinstance(o, _kinds): continue
-        seen[id(o)] = nm,o
-        if not isinstance(o, _lists) or len(o)>=1000: continue
-        pairs = o.items() if isinstance(o, dict) else ((nm,x) for x in o)
-        todo += [(k if isinstance(k, str) else nm,x) for k,x in pairs]
-    return seen.values()
+_containers = list,dict,set,deque
 
 def items_of(o:dict|list|set|deque)->list:
-    "What is in a container; of a dict keys and values"
-    return [x for kv in o.items() for x in kv] if isinstance(o, dict) else list(o)
+    "The items of a container; keys and values of a dict"
+    return [x for pair in o.items() for x in pair] if isinstance(o, dict) else list(o)
 
-def put_items(o:dict|list|set|deque, old:list):
-    "Give a container its `items_of` before"
-    now = items_of(o)
-    if len(now)==len(old) and all(a is b for a,b in zip(now, old)): return
+def put_items(o:dict|list|set|deque, items:list):
+    "Give a container the `items_of` it had before"
+    current = items_of(o)
+    if len(current)==len(items) and all(a is b for a,b in zip(current, items)): return
     o.clear()
-    if isinstance(o, (list,deque)): o.extend(old)
-    else: o.update(zip(old[::2], old[1::2]) if isinstance(o, dict) else old)
+    if isinstance(o, (list,deque)): o.extend(items)
+    else: o.update(zip(items[::2], items[1::2]) if isinstance(o, dict) else items)
+
+# %% ../../nbs/core/23_forward_state.ipynb #find
+_constants = {int,float,bool,str,bytes,type(None),torch.device,torch.dtype}
+_generators = torch.Generator,np.random.Generator,np.random.RandomState,random.Random
+_stateful = *_containers,tuple,torch.Tensor,*_generators
+_not_state = vars(nn.Module()).keys()|{'forward','_compiled_call_impl'}
+
+def _find_state(todo, in_objects=False):
+    """Find containers, tensors and generators, starting from (name, object) pairs
+
+    With `in_objects`, the attributes of other objects are searched as well.
+    """
+    found = {}
+    while todo:
+        name,o = todo.pop()
+        is_searched = in_objects and not isinstance(o, (*_stateful,nn.Module,type))
+        if is_searched and hasattr(o, '__dict__'): o = vars(o)
+        if type(o) in _constants or id(o) in found or not isinstance(o, _stateful): continue
+        found[id(o)] = name,o
+        if not isinstance(o, (*_containers,tuple)) or len(o)>=1000: continue
+        pairs = o.items() if isinstance(o, dict) else ((name,x) for x in o)
+        todo += [(key if isinstance(key, str) else name,x) for key,x in pairs]
+    return found.values()
 
 # %% ../../nbs/core/23_forward_state.ipynb #state
 class ForwardState:
-    """What a forward pass of `modules` starts from: random numbers, autocast, buffers, modes and attributes
+    """Notes where a forward pass of `modules` starts: random numbers, buffers, attributes and so on
 
-    `given` are objects that the pass may change, such as a cache of keys and values. Without `copy`, the values of
-    buffers are not restored.
+    `given` are objects that the pass may change, such as a cache of keys and values. Without `copy`, the
+    values of buffers are not noted.
     """
     def __init__(self, modules:Iterable, devices:Iterable|None=None, given:Iterable=(), copy:bool=True):
-        self.modules,self.given = list(modules),list(given)
+        self.modules = list(modules)
+        self.given = list(given)
         self.devices = devices_of(self.modules) if devices is None else devices
-        self.rng,self.autocast = rng_state(self.devices),autocast_state(self.devices)
+        self.rng = rng_state(self.devices)
+        self.autocast = autocast_state(self.devices)
         self.modes = [(m,m.training) for m in self.modules]
+        # each dict of buffers, and its items
         self.buffers = [(m._buffers,dict(m._buffers)) for m in self.modules if m._buffers]
-        moved = (b for _,old in self.buffers for b in old.values() if copy and b is not None and not b.is_inference())
-        # not `torch.no_grad()`: an interrupt before its last line would leave gradients off
-        self.copies = {id(b):(b,b._version,b.detach().clone()) for b in moved}
+        self.copies = {}   # `id` of a buffer -> the buffer, its version, a copy of its values
+        if copy: self._copy_buffers()
         own = [vars(m) for m in self.modules if not type(m).__module__.startswith('torch.nn.')]
-        self.attrs = [(d,{k:v for k,v in d.items() if k not in _usual}) for d in own]
-        kept = [o for _,d in self.attrs for o in d.items() if type(o[1]) not in _plain]
-        found = [*_inside(kept),*_inside([('',o) for o in self.given], True)]
-        self.items = [(o,items_of(o)) for _,o in found if isinstance(o, (list,dict,set,deque))]
-        self.tensors = [(nm,o,o._version) for nm,o in found
+        # each dict of attributes, and its items
+        self.attrs = [(d,{k:o for k,o in d.items() if k not in _not_state}) for d in own]
+        kept = [(k,o) for _,attrs in self.attrs for k,o in attrs.items() if type(o) not in _constants]
+        found = [*_find_state(kept),*_find_state([('',o) for o in self.given], in_objects=True)]
+        self.items = [(o,items_of(o)) for _,o in found if isinstance(o, _containers)]
+        # tensors that are no buffers, by name, and their versions
+        self.tensors = [(name,o,o._version) for name,o in found
             if isinstance(o, torch.Tensor) and not (isinstance(o, nn.Parameter) or o.is_inference())]
-        self.rng += [x for _,o in found for x in generator_state(o)]
+        for _,o in found: self.rng += generator_state(o)
 
-    def settle(self):
-        "May be called after the pass: large masks and tables of positions that it has not changed need no copy"
-        self.copies = {i:(b,v,c) for i,(b,v,c) in self.copies.items()
-            if b._version!=v or b.is_floating_point() or b.numel()<1000}
+    def _copy_buffers(self):
+        # `detach` rather than `no_grad`: an interrupt where `no_grad` ends would leave gradients off
+        for _,buffers in self.buffers:
+            for b in buffers.values():
+                if b is None or b.is_inference(): continue
+                self.copies[id(b)] = b,b._version,b.detach().clone()
 
-    def put_back(self):
-        "Go back to this state, after `check`; can be called any number of times"
-        self.check()
-        for b,_,c in self.copies.values(): b.detach().copy_(c)
+# %% ../../nbs/core/23_forward_state.ipynb #back
+@patch
+def put_back(self:ForwardState):
+    "Go back to this state, after `check`; can be called any number of times"
+    self.check()
+    for b,_,copy in self.copies.values(): b.detach().copy_(copy)
+    self._put()
+
+@patch
+def _put(self:ForwardState):
+    "Put back everything but the values of buffers"
+    for attrs,old in (*self.buffers,*self.attrs):   # no `clear`: an interrupt must not find them empty
+        for k in attrs.keys()-old.keys()-_not_state: del attrs[k]
+        attrs.update(old)
+    for o,items in self.items: put_items(o, items)
+    for m,is_on in self.modes: m.training = is_on
+    set_rng_state(self.rng)
+    set_autocast_state(self.autocast)
+
+@patch
+def check(self:ForwardState):
+    """Refuse to go back if that is not possible
+
+    RuntimeError: a tensor that is no buffer was changed in place
+    """
+    for name,o,version in self.tensors:
+        if o._version==version: continue
+        raise RuntimeError(f"a forward pass changes the tensor `{name}` in place, and it is not a "
+            "buffer, so the pass cannot be run again from the same start. Keep it with "
+            f"`register_buffer('{name}', …)`, or, if it belongs to a cache of keys and values, set "
+            "`use_cache=False` in the model's configuration"
+            + more_link('changed-in-place'))
+
+# %% ../../nbs/core/23_forward_state.ipynb #again
+@patch
+@contextmanager
+def again(self:ForwardState):
+    "After `check`, a context in which the modules run from this state; it leaves everything as it was"
+    self.check()
+    before = ForwardState(self.modules, self.devices, self.given, copy=False)
+    try:
         self._put()
+        torch.clear_autocast_cache()   # the cache may hold weights that were cast without a graph
+        copies = {i:copy.clone() for i,(_,_,copy) in self.copies.items()}   # modules may share a buffer
+        for d,buffers in self.buffers:
+            d.update({k:copies[id(b)] for k,b in buffers.items() if id(b) in copies})
+        yield
+    finally: before._put()
 
-    @contextmanager
-    def again(self):
-        "After `check`, a context in which the modules run from this state; afterwards everything is as it was before"
-        self.check()
-        now = ForwardState(self.modules, self.devices, self.given, copy=False)
-        try:
-            self._put()
-            torch.clear_autocast_cache()   # it may have weights that were cast without a graph
-            new = {i:c.clone() for i,(_,_,c) in self.copies.items()}   # one for modules that share a buffer
-            for d,old in self.buffers: d.update({k:new[id(b)] for k,b in old.items() if id(b) in new})
-            yield
-        finally: now._put()
-
-    def _put(self):
-        "Everything but the values of buffers"
-        for d,old in (*self.buffers,*self.attrs):   # not `clear`: an interrupt never finds them empty
-            for k in d.keys()-old.keys()-_usual: del d[k]
-            d.update(old)
-        for o,old in self.items: put_items(o, old)
-        for m,on in self.modes: m.training = on
-        set_rng_state(self.rng)
-        set_autocast_state(self.autocast)
-
-    def check(self):
-        """Refuse to go back if that is not possible
-
-        RuntimeError: a tensor that is no buffer was changed in place
-        """
-        nm = next((nm for nm,o,version in self.tensors if o._version!=version), None)
-        if nm is None: return
-        raise RuntimeError(f"a forward pass changes the tensor `{nm}` in place, and it is not a buffer, so the pass "
-            f"cannot be run again from the same start. Keep it with `register_buffer('{nm}', …)`, or, if it belongs to "
-            "a cache of keys and values, set `use_cache=False` in the model's configuration" + more_link('changed-in-place'))
+@patch
+def settle(self:ForwardState):
+    "After the pass, free copies of large masks and tables of positions that the pass has not changed"
+    self.copies = {i:(b,version,copy) for i,(b,version,copy) in self.copies.items()
+        if b._version!=version or b.is_floating_point() or b.numel()<1000}

@@ -36,7 +36,8 @@ class LogRows:
         "A step of `n` samples is about to be logged: make W&B's samples per second those of the step"
         for cb in self.wandb:
             if not cb.run or not learn.xb: continue
-            now = time.perf_counter()   # fastai divides the samples of the last micro-batch by the time since it began
+            # fastai divides the samples of the last micro-batch by the time since it began
+            now = time.perf_counter()
             cb.ti_batch = now-(now-self.began)*len(learn.xb[0])/n
             if self.n_seen is None: self._begin_axis(learn.recorder)
             self.n_seen += n

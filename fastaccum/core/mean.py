@@ -22,6 +22,7 @@ from fastai.torch_core import find_bs
 from fastcore.basics import patch
 from .batch import n_samples, samples
 from .distributed import Processes
+from .gradients import number_on
 from .warnings import more_link
 
 # %% ../../nbs/core/05_mean.ipynb #targets
@@ -94,7 +95,8 @@ def find_n_items(loss_func:Callable)->Callable|None:
 def _checked(size, read_tensor):
     "The value that `n_items` returned, if it is valid; reading a tensor on a GPU synchronises it, so that is optional"
     if isinstance(size, torch.Tensor) and size.numel()==1:
-        if read_tensor or on_host(size): _checked(size.item(), read_tensor)
+        if on_host(size): return _checked(size.item(), read_tensor)   # to copy it to a GPU would synchronise that GPU
+        if read_tensor: _checked(size.item(), read_tensor)
         return size
     if isinstance(size, bool) or not isinstance(size, Real):
         raise TypeError(f"`n_items` returned {size!r}, of type {type(size).__name__}: "
@@ -146,7 +148,7 @@ class StepMean:
             size = _checked(size, not self.trusted)
             self.trusted = True
         if self.expected is None:   # `max`, because a callback may make rows of a batch without samples
-            self.expected = self._most(learn, size, n)/max(n, 1)*self.n_here
+            self.expected = number_on(loss.device, self._most(learn, size, n)/max(n, 1)*self.n_here)
         if isinstance(size, torch.Tensor) or not size: size,loss = self._masked(learn, size, loss)
         self.current = n,size,loss
         return size/self.expected
@@ -191,7 +193,7 @@ def _masked(self:StepMean, learn, size, loss):
     "The size and the loss as tensors, with a loss and gradients that are finite even if all targets are ignored"
     if not isinstance(size, torch.Tensor): size = torch.zeros((), device=loss.device)
     dtype = plain_tensor(learn.loss_grad).dtype
-    size = plain_tensor(size).reshape(()).to(torch.promote_types(dtype, torch.float32))
+    size = plain_tensor(size).reshape(()).to(loss.device, torch.promote_types(dtype, torch.float32))
     any_counts = size>0
     if getattr(self.find, 'nan_grad', True):
         for o in learn.pred if isinstance(learn.pred, (tuple,list)) else (learn.pred,):

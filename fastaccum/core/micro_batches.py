@@ -119,7 +119,14 @@ def remembers(parts:BatchParts)->bool: # Synchronises the GPU
         after = _run_parts(parts, state, [first,second])
     except Exception: return False   # the real forward pass raises the same error, with a better message
     finally: parts.hidden.restore()
-    return not all(x.shape==y.shape and torch.equal(x, y) for x,y in zip(alone, after))
+    return not all(map(_is_close, alone, after))
+
+def _is_close(x, y):
+    "Are the tensors equal but for rounding? Kernels with atomics add in another order each time"
+    if x.shape!=y.shape: return False
+    if not x.is_floating_point() or not x.numel(): return torch.equal(x, y)
+    tol = 1e-2 if x.dtype.itemsize<4 else 1e-4
+    return bool(((x-y).abs()<=tol*x.abs().max()).all())   # synchronises the GPU once
 
 # %% ../../nbs/core/12_micro_batches.ipynb #auto
 class AutoSize:

@@ -13,30 +13,34 @@ from contextlib import suppress
 from functools import partial
 
 # %% ../../nbs/core/25_out_of_memory.ipynb #is-oom
-_texts = ('out of memory', 'Invalid buffer size', '_ALLOC_FAILED', 'CUDNN_STATUS_NOT_SUPPORTED', 'bad_alloc',
-    'unable to find an engine', 'Unable to find a valid cuDNN algorithm', 'Cannot allocate memory',
-    "DefaultCPUAllocator: can't allocate memory", 'DefaultCPUAllocator: not enough memory')
+_oom_texts = ('out of memory', 'Invalid buffer size', '_ALLOC_FAILED', 'CUDNN_STATUS_NOT_SUPPORTED',
+    'bad_alloc', 'unable to find an engine', 'Unable to find a valid cuDNN algorithm',
+    'Cannot allocate memory',
+    "DefaultCPUAllocator: can't allocate memory", 'DefaultCPUAllocator: not enough memory',
+    'OUT_OF_DEVICE_MEMORY', 'miopenStatusAllocFailed')
 
 def is_out_of_memory(exc:BaseException|None)->bool:
-    "Did memory run out?"
+    "Tell whether an error means that memory ran out"
     if isinstance(exc, (torch.OutOfMemoryError,MemoryError)): return True
     if isinstance(exc, OSError): return exc.errno==errno.ENOMEM
-    if isinstance(exc, RuntimeError): return any(o in str(exc) for o in _texts)
-    # fastai adds words to errors in callbacks and in collation, and fails where there are none
+    if isinstance(exc, RuntimeError): return any(text in str(exc) for text in _oom_texts)
+    # fastai appends to messages of errors in callbacks and in collation, and fails if there is none
     return isinstance(exc, (IndexError,AttributeError)) and is_out_of_memory(exc.__context__)
 
 # %% ../../nbs/core/25_out_of_memory.ipynb #free
 def free_memory():
     "Collect garbage, and give the memory that PyTorch caches back to the device or the system"
     gc.collect()
-    with suppress(AttributeError, OSError, TypeError): ctypes.CDLL(None).malloc_trim(0)   # glibc's
-    for o in (torch.cuda,torch.xpu): o.empty_cache()   # they initialise nothing where the device is not in use
+    # only glibc has it
+    with suppress(AttributeError, OSError, TypeError): ctypes.CDLL(None).malloc_trim(0)
+    torch.cuda.empty_cache()   # does not initialise a device that is not in use
+    torch.xpu.empty_cache()
     if torch.backends.mps.is_available(): torch.mps.empty_cache()
 
 # %% ../../nbs/core/25_out_of_memory.ipynb #peak
 def watch_peak(device:torch.device)->callable:
-    "Reset the peak memory of `device`; returns a function that tells it, in bytes, or `None` where it is not known"
-    mod = getattr(torch, device.type)
-    if not hasattr(mod, 'reset_peak_memory_stats'): return lambda: None
-    mod.reset_peak_memory_stats(device)
-    return partial(mod.max_memory_allocated, device)
+    "Reset the peak memory of `device`; return a function that reads it in bytes, or `None` if unknown"
+    module = getattr(torch, device.type)
+    if not hasattr(module, 'reset_peak_memory_stats'): return lambda: None
+    module.reset_peak_memory_stats(device)
+    return partial(module.max_memory_allocated, device)

@@ -8,7 +8,7 @@ Docs: https://fastaccum.github.io/fastaccum/core/probe.html.md"""
 __all__ = ['Probed', 'Part', 'pair', 'probe']
 
 # %% ../../nbs/core/10_probe.ipynb #imports
-import torch
+import numpy as np, torch
 from collections.abc import Callable
 from copy import deepcopy
 from math import inf, isfinite
@@ -18,16 +18,17 @@ from warnings import catch_warnings, simplefilter
 from torch import nn
 from fastai.learner import Learner
 from fastai.losses import BaseLoss
-from .batch import has_rows, is_mapping, join, container_like, pick, samples, values
+from fastaccum.core.batch import (container_like, has_rows, is_mapping, is_nested, join, pick, samples,
+    values)
 from .forward_state import ForwardState, rng_state
 
 # %% ../../nbs/core/10_probe.ipynb #probed
 class Probed(NamedTuple):
     "The result of probing a loss function"
     off:float|None # Relative difference of the loss to the mean of its parts' losses; `None` if unknown
-    reason:str='' # Why it could not be computed
+    reason:str='' # Why the difference is unknown
     tol:float=2e-5 # The largest difference that counts as rounding
-    raised:bool=False # Did the loss function raise an error, which is the reason?
+    raised:bool=False # Is the reason an error of the loss function?
     has_state:bool=False # Did the loss function return another value when it was called again?
 
     @property
@@ -35,123 +36,141 @@ class Probed(NamedTuple):
         "Is the difference larger than rounding?"
         return self.off is not None and self.off>self.tol
 
-_tols = {torch.float16:1e-2, torch.bfloat16:5e-2}   # others: `Probed.tol`
+_half_tols = {torch.float16:1e-2, torch.bfloat16:5e-2}   # for other types, `Probed.tol` has its default
 
 # %% ../../nbs/core/10_probe.ipynb #part
-def _fresh(o):
-    "A copy of all tensors in `o`, in single precision at least; one needs a gradient if the tensor in `o` does"
+def _copy(o):
+    "Copy all tensors in `o`, in single precision at least; a copy needs a gradient if the tensor does"
     if isinstance(o, torch.Tensor):
-        half = o.is_floating_point() and o.element_size()<4
+        is_half = o.is_floating_point() and o.element_size()<4
         leaf = o.detach().requires_grad_(o.requires_grad)
-        return leaf.to(torch.float32 if half else o.dtype, copy=True)   # a loss may write into this copy
-    return container_like(o, [_fresh(x) for x in values(o)]) if is_mapping(o) or isinstance(o, (tuple,list)) else o
+        # a loss may write into the copy, which is no leaf
+        return leaf.to(torch.float32 if is_half else o.dtype, copy=True)
+    return container_like(o, [_copy(x) for x in values(o)]) if is_nested(o) else o
 
 class Part:
-    "In the place of a Learner after its forward pass, with only some of the samples"
-    def __init__(self, learn:Learner, n:int, f:Callable, loss_func:Callable|None=None):
-        self.learn,self.n,self.f = learn,n,f   # after the forward pass of `n` samples, of which `f` picks some
-        self.pred,*yb = _fresh(pick((learn.pred,*learn.yb), n, f))
-        self.yb,self.loss_func = tuple(yb),self._mixed(loss_func or learn.loss_func)
+    "Stands in for a Learner after its forward pass of `n` samples, of which `rows` selects some"
+    def __init__(self, learn:Learner, n:int, rows:Callable, loss_func:Callable|None=None):
+        self.learn,self.n,self.rows = learn,n,rows
+        self.pred,*yb = _copy(pick((learn.pred,*learn.yb), n, rows))
+        self.yb = tuple(yb)
+        self.loss_func = self._of_these_samples(loss_func or learn.loss_func)
 
-    def __getattr__(self, nm):
-        if nm=='xb': return pick(tuple(self.learn.xb), self.n, self.f)
-        if nm in ('x','y'):
-            b = self.xb if nm=='x' else self.yb
+    def __getattr__(self, name):
+        if name=='xb': return pick(tuple(self.learn.xb), self.n, self.rows)
+        if name in ('x','y'):
+            b = self.xb if name=='x' else self.yb
             return b[0] if len(b)==1 else b
-        return getattr(self.learn, nm)
+        return getattr(self.learn, name)
 
-    def _mixed(self, f):
-        "The loss of MixUp or CutMix uses the rows of these samples"
+    def _of_these_samples(self, f):
+        "A loss function of MixUp or CutMix uses the factors and second targets of these samples"
         mixer = getattr(f, '__self__', None)
         if not hasattr(mixer, 'old_lf'): return f
-        new,lam = object.__new__(type(mixer)),mixer.lam
-        if lam.ndim and len(lam)==self.n: lam, = pick((lam,), self.n, self.f)
-        vars(new).update(vars(mixer), lam=lam, yb1=pick(tuple(mixer.yb1), self.n, self.f))
+        lam = mixer.lam
+        if has_rows(lam, self.n): lam, = pick((lam,), self.n, self.rows)
+        new = object.__new__(type(mixer))
+        vars(new).update(vars(mixer), lam=lam, yb1=pick(tuple(mixer.yb1), self.n, self.rows))
         return MethodType(f.__func__, new)
 
-def pair(before:tuple|None, learn:Learner)->tuple: # The two as one, if they can be; and the `before` of the next
-    "In the place of a Learner after its forward pass: its micro-batch of one sample, with that of the one before"
-    o = learn.pred
-    preds = values(o) if isinstance(o, tuple) or is_mapping(o) else (o,)
-    if not all(has_rows(o, 1) for o in (*preds,*learn.yb)): return None,None   # it is not known what a sample is
-    now = _fresh((learn.pred,tuple(learn.yb),tuple(learn.xb)))
-    try: pred,yb,xb = join([before,now], [1,1])
-    except (RuntimeError,TypeError): return None,now   # the first, or of another shape
+# %% ../../nbs/core/10_probe.ipynb #pair
+def pair(previous:tuple|None, learn:Learner)->tuple: # Both samples, or `None`; the next `previous`
+    "Join a micro-batch of one sample with the previous one, in a stand-in for a Learner"
+    pred = learn.pred
+    preds = values(pred) if isinstance(pred, tuple) or is_mapping(pred) else (pred,)
+    if not all(has_rows(o, 1) for o in (*preds,*learn.yb)): return None,None   # the samples are unknown
+    current = _copy((pred,tuple(learn.yb),tuple(learn.xb)))
+    if previous is None: return None,current
+    try: pred,yb,xb = join([previous,current], [1,1])
+    except (RuntimeError,TypeError): return None,current   # the two samples have different shapes
     return SimpleNamespace(pred=pred, yb=yb, xb=xb, loss_func=learn.loss_func, model=learn.model),None
 
 # %% ../../nbs/core/10_probe.ipynb #probe
-def probe(learn:Learner, n:int, find:Callable|None)->Probed:
-    """Is the loss of a micro-batch of `n` samples the mean of the losses of two unequal parts, or their sum?
+def _to_numbers(xs):
+    "Numbers for `xs`, of which some are tensors of one element; synchronises the GPU once"
+    tensors = [o for o in xs if isinstance(o, torch.Tensor)]
+    device,dtype = tensors[0].device,torch.promote_types(tensors[0].dtype, torch.float32)
+    stacked = torch.stack([o.as_subclass(torch.Tensor).reshape(()).to(device, dtype) for o in tensors])
+    numbers = iter(stacked.tolist())
+    return [next(numbers) if isinstance(o, torch.Tensor) else o for o in xs]
 
-    What it is a mean of is `find(learn)`, as returned by `find_n_items`; `None` is for a sum.
+def _gap(losses, sizes, is_sum):
+    "How far the whole's loss is from its parts' losses, and the size of the larger"
+    whole,*parts = losses
+    n,*ns = sizes
+    if is_sum: weights = [1,1]
+    elif abs(sum(ns)-n)<=1e-4*n: weights = [o/sum(ns) for o in ns]   # an error if no item counts
+    else: raise ValueError('the sizes of the parts do not add up to that of the whole')
+    weighted = [w*o for w,o in zip(weights, parts) if w]
+    if not isfinite(whole): raise ValueError('the loss is not finite')
+    # a part that should count may have none of the items that the loss is a mean of
+    if not all(map(isfinite, weighted)): return inf,abs(whole) or 1.
+    return abs(whole-sum(weighted)),max(abs(whole), sum(map(abs, weighted)))
+
+# %% ../../nbs/core/10_probe.ipynb #try
+def _is_same_state(a, b):
+    "Are two states of a random number generator the same?"
+    if isinstance(a, torch.Tensor): return a.equal(b)
+    pairs = zip(a, b) if isinstance(a, tuple) else [(a,b)]
+    return all(np.array_equal(x, y) for x,y in pairs)
+
+class _LossError(Exception):
+    "An error of the loss function"
+
+def _loss_and_size(part, m, find, devices):
+    "The loss of the `m` samples of `part`, and the number of items that the loss is a mean of"
+    before = rng_state(devices)
+    try: loss = part.loss_func(part.pred, *part.yb).as_subclass(torch.Tensor).detach()
+    except Exception as e: raise _LossError(f'{type(e).__name__}: {e}') from e
+    if not all(_is_same_state(a, b) for (_,a),(_,b) in zip(before, rng_state(devices))):
+        raise ValueError('the loss function draws random numbers')
+    size = 1 if find is None else m if find is samples else find(part)
+    return loss.mean() if loss.ndim else loss.clone(),size
+
+def _compare_parts(learn, loss_func, n, find, devices):
+    def of(rows, m): return _loss_and_size(Part(learn, n, rows, loss_func), m, find, devices)
+    k = n//2 if n<5 else max(2, n//3)
+    def whole(): return of(lambda o: o[:], n)
+    tried = [whole(), of(lambda o: o[:k], k), of(lambda o: o[k:], n-k)]
+    losses,sizes = zip(*tried)
+    numbers = _to_numbers([*losses,*sizes])
+    gap,scale = _gap(numbers[:3], numbers[3:], find is None)
+    res = Probed(gap/scale if gap else 0., tol=_half_tols.get(losses[0].dtype, 2e-5))
+    if not res.wrong: return res
+    again,_ = whole()
+    backwards,_ = of(lambda o: o.flip(0) if isinstance(o, torch.Tensor) else o[::-1], n)
+    again,backwards = _to_numbers([again,backwards])
+    if abs(again-numbers[0])>res.tol*scale:
+        reason = 'it returns another value for the same predictions and targets'
+        return Probed(None, reason, res.tol, has_state=True)
+    if abs(backwards-numbers[0])<=min(gap/10, res.tol*scale): return res
+    reason = 'it depends on something else than predictions and targets, or is all rounding'
+    return Probed(None, reason, res.tol)
+
+# %% ../../nbs/core/10_probe.ipynb #probe-all
+def _copy_loss(f, *kept):
+    "Copy a loss function that is a module, except for the objects `kept` to which it refers"
+    if not isinstance(f, (nn.Module,BaseLoss)): return f
+    memo = {id(o):o for o in kept}
+    attrs = [o for m in f.modules() for o in vars(m).values()] if isinstance(f, nn.Module) else []
+    for o in attrs:   # a tensor with a graph, such as the last loss, cannot be copied
+        if isinstance(o, torch.Tensor) and o.grad_fn is not None: memo[id(o)] = o.detach()
+    try: return deepcopy(f, memo)
+    except Exception: return f   # the loss holds an object that cannot be copied
+
+def probe(learn:Learner, n:int, find:Callable|None)->Probed:
+    """Compare the loss of a micro-batch of `n` samples with the mean of the losses of two unequal parts
+
+    `find(learn)`, as returned by `find_n_items`, is the number of items that the loss is a mean of. With
+    `None`, the loss is compared with the sum.
     """
     if n<2: return Probed(None, 'the micro-batch has one sample')
-    model = getattr(learn, 'model', nn.Identity())   # the loss may call it
+    model = getattr(learn, 'model', nn.Identity())   # the loss may call the model
     state = ForwardState(model.modules())
     try:
         with state.again(), catch_warnings():
-            simplefilter('ignore')   # of parts of other shapes
-            return _probe(learn, _copied(learn.loss_func, learn, model), n, find, state.devices)
-    except Exception as e: return Probed(None, f'{type(e).__name__}: {e}', raised=hasattr(e, 'of_loss'))
-
-def _copied(f, *kept):
-    "A copy of a loss that is a module, but for what it refers to of the Learner"
-    if not isinstance(f, (nn.Module,BaseLoss)): return f
-    memo = {id(o):o for o in kept}
-    for m in f.modules() if isinstance(f, nn.Module) else ():   # such as the last losses, with their graph
-        memo |= {id(o):o.detach() for o in vars(m).values() if isinstance(o, torch.Tensor) and o.grad_fn is not None}
-    try: return deepcopy(f, memo)
-    except Exception: return f   # it holds something that cannot be copied
-
-def _probe(learn, f, n, find, devices):
-    def rng(): return [o for _,o in rng_state(devices)]
-    def look(pick, m):
-        "The loss of `m` samples, and what it is a mean of"
-        part = Part(learn, n, pick, f)
-        before = rng()
-        try: loss = part.loss_func(part.pred, *part.yb).as_subclass(torch.Tensor).detach()
-        except Exception as e:
-            e.of_loss = True
-            raise
-        if not _same(before, rng()): raise ValueError('the loss function draws random numbers')
-        return (loss.mean() if loss.ndim else loss.clone()),1 if find is None else m if find is samples else find(part)
-    k = n//2 if n<5 else max(2, n//3)
-    def whole(): return look(lambda o: o[:], n)
-    looks = [whole(),look(lambda o: o[:k], k),look(lambda o: o[k:], n-k)]
-    losses,sizes = _numbers(looks)
-    gap,scale = _gap(losses, sizes, find is None)
-    res = Probed(gap/scale if gap else 0., tol=_tols.get(looks[0][0].dtype, 2e-5))
-    if not res.wrong: return res
-    backwards = look(lambda o: o.flip(0) if isinstance(o, torch.Tensor) else o[::-1], n)
-    (again,back),_ = _numbers([whole(),backwards])
-    if abs(again-losses[0])>res.tol*scale:
-        return Probed(None, 'it returns another value for the same predictions and targets', res.tol, has_state=True)
-    if abs(back-losses[0])<=min(gap/10, res.tol*scale): return res
-    return Probed(None, 'it depends on something else than predictions and targets, or is all rounding', res.tol)
-
-def _same(a, b):
-    if isinstance(a, torch.Tensor): return a.equal(b)
-    if isinstance(a, tuple) and isinstance(a[0], int): return a==b   # Python's, of many numbers
-    if isinstance(a, (tuple,list)): return len(a)==len(b) and all(map(_same, a, b))
-    return (a==b) if not hasattr(a, 'tobytes') else a.tobytes()==b.tobytes()
-
-def _numbers(looks):
-    "Losses and sizes as numbers, for which the host waits once"
-    flat = [o for look in looks for o in look]
-    ts = [o for o in flat if isinstance(o, torch.Tensor)]
-    dtype = torch.promote_types(ts[0].dtype, torch.float32)
-    nums = iter(torch.stack([o.as_subclass(torch.Tensor).reshape(()).to(ts[0].device, dtype) for o in ts]).tolist())
-    res = [next(nums) if isinstance(o, torch.Tensor) else o for o in flat]
-    return res[::2],res[1::2]
-
-def _gap(losses, sizes, is_sum):
-    "How far the loss of the whole is from its parts', and how large they are"
-    whole,*parts = losses
-    n,*ns = sizes
-    if is_sum: ws = [1,1]
-    elif not abs(sum(ns)-n)<=1e-4*n: raise ValueError('the sizes of the parts do not add up to that of the whole')
-    else: ws = [o/sum(ns) for o in ns]   # none, if nothing counts: that is an error
-    parts = [w*o for w,o in zip(ws, parts) if w]   # what does not count may be 0/0
-    if not isfinite(whole): raise ValueError('the loss is not finite')
-    if not all(map(isfinite, parts)): return inf,abs(whole) or 1.   # a mean over what a part has nothing of
-    return abs(whole-sum(parts)),max(abs(whole), sum(map(abs, parts)))
+            simplefilter('ignore')   # warnings about the shapes of the parts
+            loss_func = _copy_loss(learn.loss_func, learn, model)
+            return _compare_parts(learn, loss_func, n, find, state.devices)
+    except _LossError as e: return Probed(None, str(e), raised=True)
+    except Exception as e: return Probed(None, f'{type(e).__name__}: {e}')

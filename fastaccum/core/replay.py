@@ -26,16 +26,18 @@ from .warnings import StateWarning, more_link
 # %% ../../nbs/core/29_replay.ipynb #place
 def _refuse(x, n):
     what = f'tensor of shape {tuple(x.shape)}' if isinstance(x, torch.Tensor) else type(x).__name__
-    raise TypeError(f"the model returned a {what} for a micro-batch of {n} samples, which `GradientCache` cannot put "
-        "together: each tensor needs a row for each sample, or has to be the same for all micro-batches. Let the model "
-        "return what belongs to single samples, such as embeddings, and compute the rest (a loss, similarities of "
-        "pairs) in the loss function" + more_link('no-rows'))
+    raise TypeError(f"the model returned a {what} for a micro-batch of {n} samples, which "
+        "`GradientCache` cannot put together: each tensor needs a row for each sample, or has to be the "
+        "same for all micro-batches. Let the model return what belongs to single samples, such as "
+        "embeddings, and compute the rest (a loss, similarities of pairs) in the loss function"
+        + more_link('no-rows'))
 
 def _has_rows(x, y, nx, ny):
     "Has an output `x` for `nx` samples a row for each? `y` is the same output for `ny` samples"
     if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)): return False
     if x.ndim!=y.ndim or x.shape[:1]!=(nx,) or y.shape[:1]!=(ny,): return False
-    if nx!=ny and (nx,ny) in zip(x.shape[1:], y.shape[1:]): _refuse(x, nx)   # an output for pairs of samples
+    # an output for pairs of samples
+    if nx!=ny and (nx,ny) in zip(x.shape[1:], y.shape[1:]): _refuse(x, nx)
     return True
 
 def _is_equal(x, y):
@@ -88,8 +90,9 @@ class ReplayedForward:
         "The model's outputs for some samples; the model gets copies, because it may write into its inputs"
         try: xs = self.cb.split(self.args, start, stop, self.n)
         except TypeError as e:
-            raise TypeError(f"the model's inputs cannot be split into micro-batches ({str(e).split(':')[0]}): "
-                "give `GradientCache(…, split=f)` with a function `f(inputs, start, stop, n)`"
+            raise TypeError("the model's inputs cannot be split into micro-batches "
+                f"({str(e).split(':')[0]}): give `GradientCache(…, split=f)` with a function `f(inputs, "
+                "start, stop, n)`"
                 + more_link('cannot-be-split')) from e
         copies = (like_tensor(o.clone(), o) if isinstance(o, torch.Tensor) else o for o in leaves(xs))
         return self.stock(*rebuilt(xs, copies))
@@ -156,7 +159,8 @@ def find_rows(self:ReplayedForward, outs:list, n:int):
             with torch.no_grad(), self.no_sync(), self.states[0].again(): others = leaves(self.run(0, k))
         except Exception as e:
             if k<n or self.cb.limit.fixed or not is_out_of_memory(e): raise
-            others,k = outs,n   # not even one more sample fits: assume that an output with `n` rows has one per sample
+            # not even one more sample fits: assume that an output with `n` rows has one per sample
+            others,k = outs,n
         if len(others)!=len(outs): _refuse(outs, n)
         self.cb.rows[training] = [_has_rows(x, y, n, k) for x,y in zip(outs, others)]
     return self.cb.rows[training]
@@ -168,11 +172,13 @@ def _with_node(self:ReplayedForward, res, flat):
     self.needs = [isinstance(x, torch.Tensor) and x.requires_grad for x in flat[-1]]
     if not any(self.needs): return res
     self.last_outs = flat[-1]
-    self.first_outs = flat[0] if len(flat)>1 and not self.cb.checked else None   # to be compared with the second run
+    # to be compared with the second run
+    self.first_outs = flat[0] if len(flat)>1 and not self.cb.checked else None
     self.versions = [(o,o._version) for o in (*self.tensors,*self.model.parameters())]
     params = [*self.model.parameters(),*(o for _,o in self.inputs.values())]
     only_half = self.cb.limit.fixed and not self.exchanges
-    self.sums = GradSums(in_half(params) if only_half else params)   # gradients that wait for the last micro-batch
+    # gradients that wait for the last micro-batch
+    self.sums = GradSums(in_half(params) if only_half else params)
     at = [i for i,x in enumerate(res) if isinstance(x, torch.Tensor)]
     anchor = torch.empty(0, requires_grad=True)   # a node needs an input
     new = _Predictions.apply(anchor, self, [res[i] for i in at], [self.needs[i] for i in at],
@@ -202,11 +208,13 @@ def backward(self:ReplayedForward, grads:Iterator)->list:
     RuntimeError: it was done before, or something was changed in place since the first half
     """
     if self.is_done:
-        raise RuntimeError("the predictions were back-propagated twice, which `GradientCache` cannot do: add up "
-            "the losses before the backward pass, or train without it" + more_link('back-propagated-twice'))
+        raise RuntimeError("the predictions were back-propagated twice, which `GradientCache` cannot "
+            "do: add up the losses before the backward pass, or train without it"
+            + more_link('back-propagated-twice'))
     if any(x._version!=version for x,version in self.versions):
-        raise RuntimeError("a batch or parameter was changed in place after the forward pass, but `GradientCache` "
-            "needs it again: change a copy, and parameters after the backward pass" + more_link('changed-in-place'))
+        raise RuntimeError("a batch or parameter was changed in place after the forward pass, but "
+            "`GradientCache` needs it again: change a copy, and parameters after the backward pass"
+            + more_link('changed-in-place'))
     grads = [next(grads) if isinstance(x, torch.Tensor) else None for x in self.last_outs]
     self.sums.add()
     self._replay_all(grads)
@@ -222,10 +230,12 @@ def backward(self:ReplayedForward, grads:Iterator)->list:
 def _replay_all(self:ReplayedForward, grads):
     "Back-propagate all micro-batches; if memory runs out, those that are left go on in halves"
     *others,last = [(i,*cut) for i,cut in enumerate(self.cuts)]
-    todo = [*others[::-1],last]   # a stack: the last micro-batch comes first, because its graph is there already
+    # a stack: the last micro-batch comes first, because its graph is there already
+    todo = [*others[::-1],last]
     while todo:
         i,start,stop = todo.pop()
-        is_too_large = self.last_outs is None and stop-start>self.most   # memory ran out since the first half
+        # memory ran out since the first half
+        is_too_large = self.last_outs is None and stop-start>self.most
         if is_too_large:
             halves = [(i,start+a,start+b) for a,b in bounds(even_sizes(stop-start, self.most))]
             todo += halves[::-1]
@@ -248,8 +258,9 @@ def _replay(self:ReplayedForward, i, start, stop, grads):
     for x,g,has_rows,needs in zip(outs, grads, self.find_rows(outs, stop-start), self.needs):
         if not isinstance(x, torch.Tensor) or not x.requires_grad: continue
         if not needs:
-            raise RuntimeError("an output of the model needs a gradient for one micro-batch and not for the last, "
-                "so part of its gradient would be lost: let the model detach it always, or never"
+            raise RuntimeError("an output of the model needs a gradient for one micro-batch and not for "
+                "the last, so part of its gradient would be lost: let the model detach it always, or "
+                "never"
                 + more_link('output-sometimes-detached'))
         if g is None: continue
         if has_rows: pairs.append((x, g[start:stop]))
@@ -276,7 +287,8 @@ def _compare(self:ReplayedForward, outs):
         a,b = (o.detach().as_subclass(torch.Tensor).float() for o in (x,y))
         tol = 1e-2 if x.dtype.itemsize<4 else 1e-3   # kernels need not add in the same order
         if (a-b).abs().max()<=tol*a.abs().max(): continue
-        return self.cb.warn_once('runs-differ', "the model returned something else when it was run again "
-            "on the same samples, with the same random numbers and buffers, so its gradients are not those of its "
-            "predictions. It may draw random numbers from a source other than PyTorch, NumPy and Python, or use "
-            "something that changes outside of it: take that out, or train without `GradientCache`", StateWarning)
+        return self.cb.warn_once('runs-differ', "the model returned something else when it was run "
+            "again on the same samples, with the same random numbers and buffers, so its gradients are "
+            "not those of its predictions. It may draw random numbers from a source other than PyTorch, "
+            "NumPy and Python, or use something that changes outside of it: take that out, or train "
+            "without `GradientCache`", StateWarning)

@@ -12,6 +12,7 @@ import math, torch
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 from torch import nn
 from .warnings import more_link
 
@@ -19,11 +20,11 @@ from .warnings import more_link
 @dataclass
 class Segment:
     "A part of a model that can be computed again"
-    name:str # Where it is in the model, as in `named_modules`; children of a Sequential as a slice: '0[:4]'
+    name:str # As in `named_modules`; children of a Sequential as a slice: '0[:4]'
     modules:list # One module, or consecutive children of `seq`
     seq:nn.Sequential|None=None # The Sequential that runs them; `None` for a module that runs by itself
     calls:int=0 # Forward passes with gradients in the last fit
-    kept:int=0 # Bytes of its inputs in the last of them
+    kept:int=0 # Bytes of its inputs in the last of these passes
 
     @property
     def kind(self)->str:
@@ -39,113 +40,137 @@ class Segment:
 class Segments(list):
     "The segments of a model; displays itself as a table"
     def __repr__(self):
-        rows = [('segment','made of','kept MB'),*((o.name,o.kind,f'{o.kept/2**20:,.1f}'*bool(o.calls)) for o in self)]
-        w,k = (max(len(o[i]) for o in rows) for i in (0,1))
-        return '\n'.join(f'{nm:{w}}  {kind:{k}}  {kept:>7}'.rstrip() for nm,kind,kept in rows)
+        rows = [('segment','made of','kept MB')]
+        rows += [(o.name, o.kind, f'{o.kept/2**20:,.1f}' if o.calls else '') for o in self]
+        w_name,w_kind = (max(len(row[i]) for row in rows) for i in (0,1))
+        lines = [f'{name:{w_name}}  {kind:{w_kind}}  {kept:>7}' for name,kind,kept in rows]
+        return '\n'.join(o.rstrip() for o in lines)
 
 # %% ../../nbs/core/24_segments.ipynb #kinds
-_lists = nn.Sequential,nn.ModuleList,nn.ModuleDict
+_containers = nn.Sequential,nn.ModuleList,nn.ModuleDict
 
 def _is_sequence(m): return isinstance(m, nn.Sequential) and type(m).forward is nn.Sequential.forward
 def _has_params(m): return next(m.parameters(), None) is not None
 def _computes(m):
     "Has `m` children and a `forward` of its own?"
     if isinstance(m, torch.jit.ScriptModule): return False
-    lists = _is_sequence(m) or type(m) in (nn.ModuleList,nn.ModuleDict)
-    return not lists and next(m.children(), None) is not None and _has_params(m)
+    only_holds = _is_sequence(m) or type(m) in (nn.ModuleList,nn.ModuleDict)
+    return not only_holds and next(m.children(), None) is not None and _has_params(m)
 
-def _layers(m):
-    "How many layers with weights are in `m`, norms not counted"
-    return sum(_has_params(o) and not hasattr(o, 'running_mean') and 'Norm' not in type(o).__name__
-        for o in m.modules() if next(o.children(), None) is None)
+def _n_layers(m):
+    "How many layers with weights are in `m`; normalisation layers are not counted"
+    leaves = [o for o in m.modules() if next(o.children(), None) is None]
+    norms = [o for o in leaves if hasattr(o, 'running_mean') or 'Norm' in type(o).__name__]
+    return sum(map(_has_params, leaves))-sum(map(_has_params, norms))
 
-def _is_stage(m, loose):
-    "Does something inside `m` repeat a block? If `loose`, also outside of lists"
+def _is_stage(m, outside_lists):
+    "Does something inside `m` repeat a block? With `outside_lists`, blocks outside of lists count, too"
     def repeats(o):
-        is_list = isinstance(o, _lists)
-        blocks = [type(c) for c in o.children() if _computes(c) and (is_list or _layers(c)>1)]
-        return (is_list or loose) and len(set(blocks))<len(blocks)
+        is_list = isinstance(o, _containers)
+        blocks = [type(c) for c in o.children() if _computes(c) and (is_list or _n_layers(c)>1)]
+        return (is_list or outside_lists) and len(set(blocks))<len(blocks)
     return any(map(repeats, m.modules()))
 
 def _is_plain(m):
-    if _is_sequence(m): return _layers(m)<4 and all(map(_is_plain, m))
-    return not _computes(m) and not isinstance(m, _lists)
+    if _is_sequence(m): return _n_layers(m)<4 and all(map(_is_plain, m))
+    return not _computes(m) and not isinstance(m, _containers)
 
 # %% ../../nbs/core/24_segments.ipynb #find
-def _in_run(seq, name, i, j, finely):
-    "Cut children `i` to before `j` of a sequence, all of them plain"
-    ms,edges,done = list(seq),[i],0
-    ns = [_layers(o) for o in ms[i:j]]
-    per = 1 if finely else sum(ns)/max(1, math.isqrt(sum(ns)))   # layers of a segment
-    for k,n in enumerate(ns, i):
-        if n and done>=per*len(edges): edges.append(k)
+def _child_name(name, key): return f'{name}.{key}'.lstrip('.')
+
+def _cut_run(seq, name, start, stop, finely):
+    "Cut the children `start` to before `stop` of a sequence, all of them plain, into segments"
+    children = list(seq)
+    sizes = [_n_layers(o) for o in children[start:stop]]
+    n_layers = sum(sizes)
+    per_segment = 1 if finely else n_layers/max(1, math.isqrt(n_layers))
+    edges,done = [start],0
+    for i,n in enumerate(sizes, start):
+        if n and done>=per_segment*len(edges): edges.append(i)
         done += n
-    for a,b in zip(edges, [*edges[1:],j]):
-        part = ms[a:b]
-        n = sum(not isinstance(o, _lists) for m in part for o in m.modules())
-        if n<2 or not any(map(_has_params, part)): continue   # nothing to win
-        if b-a==len(ms): yield Segment(name, [seq])
-        elif b-a==1: yield Segment(f'{name}.{a}'.lstrip('.'), part)
-        else: yield Segment(f"{name}[{a or ''}:{b if b<len(ms) else ''}]", part, seq)
+    for a,b in zip(edges, [*edges[1:],stop]):
+        part = children[a:b]
+        n_modules = sum(not isinstance(o, _containers) for m in part for o in m.modules())
+        if n_modules<2 or not any(map(_has_params, part)): continue   # nothing to save
+        if b-a==len(children): yield Segment(name, [seq])
+        elif b-a==1: yield Segment(_child_name(name, a), part)
+        else: yield Segment(f"{name}[{a or ''}:{b if b<len(children) else ''}]", part, seq)
 
-def _in_sequence(seq, name, counts, finely=False):
-    plain,i = [*map(_is_plain, seq)],0
-    while i<len(seq):
-        j = next((j for j in range(i, len(seq)) if not plain[j]), len(seq))
-        if j>i: yield from _in_run(seq, name, i, j, finely)
-        else: yield from _find(seq[i], f'{name}.{i}'.lstrip('.'), counts)
-        i = max(j, i+1)
+def _cut_sequence(seq, name, counts, finely=False):
+    "Cut the runs of plain children of a sequence, and search the other children"
+    start = 0
+    for is_plain,group in groupby(seq, _is_plain):
+        children = list(group)
+        stop = start+len(children)
+        if is_plain: yield from _cut_run(seq, name, start, stop, finely)
+        else:
+            for i,child in enumerate(children, start):
+                yield from _segments_of(child, _child_name(name, i), counts)
+        start = stop
 
-def _find(m, name, counts):
+# %% ../../nbs/core/24_segments.ipynb #find-search
+def _segments_of(m, name, counts):
     "The segments of `m`; `counts` has the number of modules of each class in the model"
     if isinstance(m, torch.jit.ScriptModule): return
-    if _is_sequence(m): yield from _in_sequence(m, name, counts)
+    if _is_sequence(m): yield from _cut_sequence(m, name, counts)
     elif name and _computes(m) and not _is_stage(m, counts[type(m)]==1): yield Segment(name, [m])
-    else:
-        for nm,o in m.named_children(): yield from _find(o, f'{name}.{nm}'.lstrip('.'), counts)
+    else: yield from _segments_of_children(m, name, counts)
 
-def _found(model):
-    counts,last = Counter(map(type, model.modules())),None
-    res = list(_find(model, '', counts))
-    while len(res)==1 and {*model.parameters()}=={p for m in res[0].modules for p in m.parameters()}:
-        m,name = res[0].seq or res[0].modules[0],res[0].name.partition('[')[0]
+def _segments_of_children(m, name, counts):
+    for key,child in m.named_children(): yield from _segments_of(child, _child_name(name, key), counts)
+
+def _segments_of_model(model):
+    counts = Counter(map(type, model.modules()))
+    params = set(model.parameters())
+    res = list(_segments_of(model, '', counts))
+    last = None   # the module that was searched last
+    while len(res)==1 and params=={p for m in res[0].modules for p in m.parameters()}:
+        name = res[0].name.partition('[')[0]
+        m = res[0].seq or res[0].modules[0]
         if m is last: return []
-        if _is_sequence(m): res = list(_in_sequence(m, name, counts, True))
-        else: res = [o for nm,c in m.named_children() for o in _find(c, f'{name}.{nm}', counts)]
+        if _is_sequence(m): res = list(_cut_sequence(m, name, counts, finely=True))
+        else: res = list(_segments_of_children(m, name, counts))
         last = m
     return res
 
 # %% ../../nbs/core/24_segments.ipynb #given
-def _outermost(m, fits, name=''):
-    for nm,o in m.named_children():
-        nm = f'{name}.{nm}'.lstrip('.')
-        if fits(o): yield Segment(nm, [o])
-        else: yield from _outermost(o, fits, nm)
+def _outermost(m, matches, name=''):
+    for key,child in m.named_children():
+        child_name = _child_name(name, key)
+        if matches(child): yield Segment(child_name, [child])
+        else: yield from _outermost(child, matches, child_name)
 
-def _listed(model, ms):
-    names,res = {m:nm for nm,m in model.named_modules() if nm},[]
-    for m in dict.fromkeys(ms):
+def _named_segments(model, modules):
+    "The segments that the user has listed"
+    names = {m:name for name,m in model.named_modules() if name}
+    modules = list(dict.fromkeys(modules))
+    for m in modules:
         if m not in names:
-            raise ValueError(f"a {type(m).__name__} in `segments` is not a module of this {type(model).__name__}: give "
-                "modules of `learn.model`" + more_link('segments'))
-        res.append(Segment(names[m], [m]))
+            raise ValueError(f"a {type(m).__name__} in `segments` is not a module of this "
+                f"{type(model).__name__}: give modules of `learn.model`" + more_link('segments'))
+    res = [Segment(names[m], [m]) for m in modules]
     for a in res:
         for b in res:
             if a is not b and b.modules[0] in a.inside:
-                raise ValueError(f"segment {b.name!r} lies inside segment {a.name!r}: give only one of them"
-                     + more_link('segments'))
+                raise ValueError(f"segment {b.name!r} lies inside "
+                    f"segment {a.name!r}: give only one of them" + more_link('segments'))
     return res
 
 def find_segments(model:nn.Module, segments:type|tuple|list|Callable|None=None)->Segments:
-    """The segments of `model`, which are chosen by `segments` as in `ActivationCheckpoint`
+    """Find the segments of `model`, which are chosen by `segments` as in `ActivationCheckpoint`
 
-    ValueError: nothing was found, or one of the passed segments is not in the model or lies inside another
+    ValueError: nothing was found, or one of the passed segments is not in the model or lies inside
+        another
     """
-    def fits(o): return isinstance(o, segments) if isinstance(segments, (type,tuple)) else segments(o)
-    if segments is None: res = _found(model)
-    else: res = _listed(model, segments) if isinstance(segments, list) else list(_outermost(model, fits))
+    def matches(m): return isinstance(m, segments) if isinstance(segments, (type,tuple)) else segments(m)
+    if segments is None: res = _segments_of_model(model)
+    elif isinstance(segments, list): res = _named_segments(model, segments)
+    else: res = list(_outermost(model, matches))
     if res: return Segments(res)
-    how = 'no segments were found in' if segments is None else f'`segments={segments}` chooses no module of'
+    problem = 'no segments were found in'
+    if segments is not None: problem = f'`segments={segments}` chooses no module of'
     names = sorted({type(o).__name__ for o in model.modules() if o is not model and _computes(o)})
-    raise ValueError(f"{how} this {type(model).__name__}: give `segments=` the class of its blocks, a list of "
-        f"modules, or a function of a module. Classes that hold layers: {', '.join(names) or 'none'}" + more_link('segments'))
+    raise ValueError(f"{problem} this {type(model).__name__}: give `segments=` the class of its blocks, "
+        "a list of modules, or a function of a module. Classes that hold layers: "
+        f"{', '.join(names) or 'none'}"
+        + more_link('segments'))

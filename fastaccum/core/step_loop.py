@@ -22,7 +22,8 @@ from .checks import class_names
 from .differences import DifferenceWarnings
 from .distributed import Processes
 from .forward_state import autocast_state, devices_of, set_autocast_state
-from .gradients import GradCheck, GradSums, empty_grads, in_half, params_of, scale_grads
+from fastaccum.core.gradients import (GradCheck, GradSums, empty_grads, in_half, is_compiled, number_on, params_of,
+    scale_grads)
 from .log_rows import LogRows
 from .mean import KeptLosses, StepMean, find_n_items
 from .micro_batches import AutoSize, BatchParts, ChangedAttrs, MicroBatch, Retries, explain_split
@@ -89,7 +90,7 @@ class StepLoop:
         self.loader = None                         # the `StepLoader` that the Learner iterates over
         self.events = None                         # sends events to callbacks
         self.limit = None                          # an `AutoSize` that says how large micro-batches may be, if any
-        self.grad_sums = GradSums([])              # sums of the gradients, if parameters are in half precision
+        self.grad_sums = GradSums([])              # sums of the gradients, in half precision or of a compiled model
         self.n_batches = 0                         # batches of the loader so far
         self.devices = ()                          # devices that the model is on, besides the CPU
         self.batch_device = None                   # device of a batch that fastai would leave where it is
@@ -125,7 +126,7 @@ class CurrentStep(NamedTuple):
     full:int # Samples of a complete step, over all processes
     per_epoch:int # Samples in an epoch, over all processes
     processes:Processes # The processes that train the model together
-    weighs_grads:bool # Do gradients get the share of a micro-batch, in half precision, and not losses?
+    weighs_grads:bool # Do gradients get the share of a micro-batch, and not losses?
 
 @patch(as_prop=True)
 def current_step(self:StepLoop)->CurrentStep|None:
@@ -141,8 +142,8 @@ def begin_epoch(self:StepLoop, plan:Plan):
     self.processes = Processes(learn.model)   # the model may have been wrapped since the fit began
     empty_grads(learn.opt)
     params = params_of(learn.opt)
-    # if any parameter is in half precision, sum the gradients of all, so that a micro-batch has one share
-    self.grad_sums = GradSums(params if in_half(params) else [])
+    takes_out = bool(in_half(params)) or any(map(is_compiled, learn.model.modules()))
+    self.grad_sums = GradSums(params if takes_out else [])   # of all parameters, so that a micro-batch has one share
     self.events = Events(learn)
     size = self.acc.micro_batch_size
     self.limit = AutoSize.of_size(size) if size else self.acc.auto
@@ -341,7 +342,7 @@ def _complete_grads(self:StepLoop)->bool:
     if not mean.samples or self.plan.drop_last and is_incomplete: return False
     params = [p for p in params_of(learn.opt) if p.requires_grad]
     correction = mean.correction
-    if self.grad_sums: grads = {p:g*correction for p,g in self.grad_sums.pop().items()}
+    if self.grad_sums: grads = {p:g*number_on(g.device, correction) for p,g in self.grad_sums.pop().items()}
     else:
         scale_grads(params, correction)
         grads = {}
@@ -462,7 +463,7 @@ def run_valid_batch(self:StepLoop, i:int, b:object):
     outs,kept = [],KeptLosses(learn)   # `outs`: samples, predictions, loss and its number of items, of each part
     def keep():
         find = self.acc.n_items or find_n_items(learn.loss_func)
-        items = None if find is None or not len(learn.yb) else float(find(learn))
+        items = None if find is None or not len(learn.yb) else find(learn)
         outs.append((self.micro.n,learn.pred,learn.loss,items))
         kept.note(learn, self.micro.n)
     try:
@@ -481,5 +482,7 @@ def _put_together(learn, outs):
     learn.pred = join(preds, ns)
     if not len(learn.yb): return
     if items[0] is None: learn.loss = sum(losses)   # the loss is a sum
-    else: learn.loss = sum(o*n for o,n in zip(losses, items) if n)/(sum(items) or 1)
+    else:
+        items = [float(o) for o in items]           # synchronises the GPU, but only if a batch was split
+        learn.loss = sum(o*n for o,n in zip(losses, items) if n)/(sum(items) or 1)
     learn.loss_grad = learn.loss

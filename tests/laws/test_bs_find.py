@@ -1,6 +1,6 @@
 """`learn.bs_find()` finds the largest micro-batch that trains, wherever memory runs out, and leaves everything, to the
 bit, as it was before."""
-import gc, numpy as np, pytest, torch, weakref
+import gc, numpy as np, pytest, time, torch, weakref
 from functools import partial
 from matplotlib import pyplot as plt
 from torch import nn
@@ -52,6 +52,17 @@ def test_kinds_of_out_of_memory(exc): assert find(capped(5, exc=exc)).size==5
 def test_other_errors_are_raised_as_they_are(exc):
     with pytest.raises(type(exc)) as info: find(capped(5, exc=lambda: exc))
     assert info.value is exc
+
+def test_the_speed_is_that_of_a_compiled_model_without_its_compilation():
+    "The backend takes a second to compile each new shape; a step takes milliseconds"
+    def slow_backend(graph, inputs):
+        time.sleep(1)
+        return graph.forward
+    learn = toy(4, n=16)
+    learn.model.compile(backend=slow_backend)
+    trials = find(learn, 'power').trials
+    assert [o.size for o in trials]==[2,4,8,16]
+    assert all(o.speed>o.size/.2 for o in trials), trials   # with that second, the mean of three steps is above .3
 
 def test_nothing_fits():
     with pytest.raises(torch.OutOfMemoryError, match='8, 4, 2, 1 samples.*planted'): find(capped(0), init_val=8)

@@ -183,6 +183,18 @@ def test_products_are_not_rounded_on_gpus_that_would(nm, no, yes):
     finally:
         for o,was in zip(backends, before): setattr(o, nm, was)
 
+def test_a_compiled_model_is_checked_without_compiling_it():
+    "The check runs batches of many sizes, with hooks, and each would be compiled again. A fit afterwards compiles"
+    compiled = []
+    def backend(graph, inputs):
+        compiled.append(len(inputs))
+        return graph
+    learn = toy(4, cbs=GradientAccumulation(12), splitter=all_params)
+    learn.model = torch.compile(learn.model, backend=backend)
+    with unchanged(learn): assert check(learn, steps=2).ok and not compiled
+    with learn.no_logging(): learn.fit(1)
+    assert compiled
+
 # No silence: fits that differ
 
 class NoiseAndDropout(nn.Module):

@@ -1,0 +1,151 @@
+"""The device of laws/test_device.py: a GPU if there is one, otherwise the simulated device of device.cpp.
+
+`FASTACCUM_DEVICE=cuda` or `FASTACCUM_DEVICE=sim` chooses. The laws run in a process of their own: PyTorch must know a
+device before the first backward pass of a process, and a process that has run one cannot be forked, as other tests do.
+"""
+import ctypes, hashlib, os, shutil, subprocess, sys, traceback, types, warnings
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from xml.etree import ElementTree
+import pytest, torch
+
+kind = os.environ.get('FASTACCUM_DEVICE') or ('cuda' if torch.cuda.device_count() else 'sim')
+own_process = 'FASTACCUM_DEVICE_PROCESS'   # a variable in the environment of the process that has the device
+has_device = own_process in os.environ
+tests = Path(__file__).parent
+laws = tests/'laws'/'test_device.py'
+
+def device(i=0): return torch.device(kind, i)
+def n_devices(): return torch.get_device_module(kind).device_count()
+
+# Build the simulated device, and make it known to PyTorch
+
+def library():
+    "The file that the simulated device is built into: one for each version of its source and of PyTorch"
+    version = hashlib.sha256((tests/'device.cpp').read_bytes()).hexdigest()[:12]
+    cache = Path(os.environ.get('XDG_CACHE_HOME') or Path.home()/'.cache')
+    return cache/'fastaccum'/f'device-{torch.__version__}-{version}.so'
+
+def build():
+    "Build the simulated device unless that has been done; returns why it cannot be built, or an empty string"
+    if kind!='sim' or library().exists(): return ''
+    compiler = os.environ.get('CXX') or shutil.which('g++') or shutil.which('clang++')
+    if not compiler: return "the simulated device needs a C++ compiler: install g++, as with `apt install g++`"
+    torchs = Path(torch.__file__).parent
+    partial = library().with_suffix(f'.{os.getpid()}')   # renamed when it is complete
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    cmd = [compiler, '-std=c++20', '-O1', '-w', '-shared', '-fPIC', tests/'device.cpp', '-o', partial]
+    cmd += [f'-I{torchs}/include', f'-I{torchs}/include/torch/csrc/api/include']
+    cmd += [f'-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}']
+    cmd += [f'-L{torchs}/lib', '-lc10', '-ltorch_cpu', '-ltorch']
+    res = subprocess.run(cmd, capture_output=True, text=True)
+    if not res.returncode:
+        partial.rename(library())
+        return ''
+    error = next((o for o in res.stderr.splitlines() if 'error' in o), res.stderr)
+    return f"device.cpp does not build with torch {torch.__version__}: install torch 2.15, g++ 11 or newer ({error})"
+
+def index(d):
+    if d is None: return torch.ops.sim.current_device()
+    return d if isinstance(d, int) else torch.device(d).index or 0
+
+class Current:
+    "A context in which the simulated device `d` is the current one"
+    def __init__(self, d): self.i = index(d)
+    def __enter__(self):
+        self.old = torch.ops.sim.current_device()
+        torch.ops.sim.set_device(self.i)
+    def __exit__(self, *_): torch.ops.sim.set_device(self.old)
+
+@lru_cache
+def load():
+    "Make the device known to PyTorch in this process"
+    if kind!='sim': return
+    torch.ops.load_library(library())
+    torch.utils.rename_privateuse1_backend('sim')
+    ops,mod = torch.ops.sim,types.ModuleType('torch.sim')
+    mod.device,mod.device_count,mod.current_device = Current,lambda: 2,ops.current_device
+    mod.set_device = lambda d: ops.set_device(index(d))
+    mod.is_available = mod.is_initialized = lambda: True
+    mod._is_in_bad_fork = lambda: False
+    mod.synchronize = lambda device=None: None
+    mod.manual_seed = mod.manual_seed_all = ops.manual_seed
+    mod.get_rng_state = lambda device=None: ops.get_rng_state(index(device))
+    mod.set_rng_state = lambda state, device=None: ops.set_rng_state(index(device), state)
+    mod.memory_allocated = lambda device=None: ops.memory_allocated()
+    mod.max_memory_allocated = lambda device=None: ops.max_memory_allocated()
+    mod.reset_peak_memory_stats = lambda device=None: ops.reset_peak_memory_stats()
+    mod.get_amp_supported_dtype = lambda: [torch.float16,torch.bfloat16]
+    torch._register_device_module('sim', mod)
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+
+# What the laws ask of the device
+
+def memory_in_use(): return torch.get_device_module(kind).memory_allocated()
+
+@contextmanager
+def memory_for(nbytes):
+    "A context in which memory runs out when `nbytes` more than now are in use"
+    most = memory_in_use()+nbytes
+    if kind=='sim': torch.ops.sim.set_memory_limit(most)
+    else:
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(device()).total_memory
+        torch.cuda.set_per_process_memory_fraction(most/total)
+    try: yield
+    finally:
+        if kind=='sim': torch.ops.sim.set_memory_limit(None)
+        else: torch.cuda.set_per_process_memory_fraction(1.)
+
+@contextmanager
+def without_float64():
+    "A context in which the simulated device has no double precision, like Apple's GPUs"
+    torch.ops.sim.set_float64(False)
+    try: yield
+    finally: torch.ops.sim.set_float64(True)
+
+@contextmanager
+def synchronisations():
+    "A context with a list of the calls that synchronise the device: for each, the files of its stack, innermost first"
+    calls = []
+    def note(_):
+        files = (o.f_code.co_filename for o,_ in traceback.walk_stack(None))
+        calls.append([o for o in files if o not in (__file__,warnings.__file__)])
+    if kind=='sim':
+        listener = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(note)
+        listen = ctypes.CDLL(library()).listen
+        listen(listener)
+        try: yield calls
+        finally: listen(None)
+        return
+    with warnings.catch_warnings():   # PyTorch warns of each call that synchronises CUDA
+        warnings.simplefilter('always')
+        warnings.showwarning = lambda message, *_: note(message) if 'synchroniz' in str(message) else None
+        torch.cuda.set_sync_debug_mode('warn')
+        try: yield calls
+        finally: torch.cuda.set_sync_debug_mode('default')
+
+# Run the laws in a process of their own, and report how they ended there
+
+@lru_cache
+def outcomes(names, root):
+    "Run the laws with these names in a process with the device; returns an element of pytest's report for each"
+    with TemporaryDirectory() as folder:
+        report = Path(folder)/'report.xml'
+        cmd = [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', f'--junitxml={report}']
+        cmd += [f'{laws}::{o}' for o in names]
+        env = os.environ|{own_process:'1', 'FASTACCUM_DEVICE':kind}
+        res = subprocess.run(cmd, cwd=root, env=env, capture_output=True, text=True, timeout=1200)
+        if report.exists(): return {o.get('name'):o for o in ElementTree.parse(report).iter('testcase')}
+    pytest.fail(f'the process with the device ended with {res.returncode}:\n{(res.stdout+res.stderr)[-4000:]}', False)
+
+def pytest_pyfunc_call(pyfuncitem):
+    "A hook of pytest, for conftest.py: in place of running a law in this process, report how it ended in its own"
+    if has_device or pyfuncitem.path!=laws: return None
+    names = tuple(o.name for o in pyfuncitem.session.items if o.path==laws)
+    for o in outcomes(names, pyfuncitem.config.rootpath)[pyfuncitem.name]:
+        if o.tag=='skipped': pytest.skip(o.get('message'))
+        if o.tag in ('failure','error'): pytest.fail(o.text, pytrace=False)
+    return True

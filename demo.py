@@ -15,7 +15,8 @@ from sklearn.datasets import load_digits
 from fastai.basics import *
 from fastai.callback.all import *
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
-from fastaccum import GradientAccumulation
+from fastaccum import GradientAccumulation, ImportOrderWarning
+warnings.filterwarnings('ignore', category=ImportOrderWarning)   # fastai's class is meant
 
 big,micro,n_epoch = 256,32,12
 

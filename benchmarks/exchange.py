@@ -3,7 +3,7 @@
 For 1, 2, 4 and 8 micro-batches a step. `python -m benchmarks.exchange [--processes 2]` launches processes on this
 machine (gloo), and writes its table into `results/exchange.md`.
 """
-import argparse, datetime, json, os, subprocess, sys, tempfile, time
+import argparse, datetime, json, os, subprocess, sys, tempfile, time, warnings
 from pathlib import Path
 from statistics import median
 import benchmarks
@@ -16,7 +16,8 @@ from fastai.callback.training import GradientAccumulation as FastaiGradientAccum
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner
 from fastai.optimizer import SGD
-from fastaccum import GradientAccumulation
+from fastaccum import GradientAccumulation, ImportOrderWarning
+warnings.filterwarnings('ignore', category=ImportOrderWarning)   # fastai's class is meant
 
 bs,n_batches,rounds,ks = 16,64,5,(1,2,4,8)
 stock_all_reduce = dist.all_reduce

@@ -42,6 +42,7 @@ Methods that every Learner gets with `import fastaccum`:
 Warnings that the result differs, or may differ:
     AccumulationWarning             all of them, for example for `warnings.filterwarnings`
     BatchNormWarning, LoaderWarning, LossWarning, StateWarning      those of one cause
+    ImportOrderWarning              a fit uses fastai's class of the same name
 
 Documentation: https://fastaccum.github.io/fastaccum
 """
@@ -52,14 +53,15 @@ from fastaccum.accumulation import GradientAccumulation
 from fastaccum.batchnorm import FreezeBN, RecalibrateBN
 from fastaccum.cache import GradientCache
 from fastaccum.checkpoint import ActivationCheckpoint
+from fastaccum.core import import_order
 from fastaccum.core.micro_batches import AutoSize
-from fastaccum.core.warnings import (AccumulationWarning, BatchNormWarning, LoaderWarning, LossWarning,
-    StateWarning)
+from fastaccum.core.warnings import (AccumulationWarning, BatchNormWarning, ImportOrderWarning, LoaderWarning,
+    LossWarning, StateWarning)
 from fastaccum.noise_scale import NoiseScale
 from fastaccum.scaled_lr import ScaledLR
 from fastaccum.schedule import GradientAccumulationSchedule, GradientAccumulationScheduler
 
 __all__ = ['AccumulationWarning', 'ActivationCheckpoint', 'AutoSize', 'BatchNormWarning', 'FreezeBN',
     'GradientAccumulation', 'GradientAccumulationSchedule', 'GradientAccumulationScheduler',
-    'GradientCache', 'LoaderWarning', 'LossWarning', 'NoiseScale', 'RecalibrateBN', 'ScaledLR',
+    'GradientCache', 'ImportOrderWarning', 'LoaderWarning', 'LossWarning', 'NoiseScale', 'RecalibrateBN', 'ScaledLR',
     'StateWarning']

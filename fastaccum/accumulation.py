@@ -9,8 +9,11 @@ __all__ = ['GradientAccumulation']
 
 # %% ../nbs/00_accumulation.ipynb #imports
 from collections.abc import Callable
+from fastai.callback.progress import ProgressCallback
 from fastai.callback.training import GradientClip
 from fastai.data.core import DataLoaders
+from fastai.imports import noop
+from fastai.learner import Learner
 from fastcore.basics import patch
 from torch import nn
 from .core.checks import check_bool, check_count, check_function, check_learner
@@ -19,7 +22,7 @@ from .core.loader_info import drops_last, sizes_of
 from .core.mean import plain_tensor
 from .core.micro_batches import AutoSize, as_size
 from .core.patching import QuietCallback
-from .core.plan import LoaderSizes, Plan, Position
+from .core.plan import LoaderSizes, Plan, Position, count_of
 from .core.process_checks import check_loaders, check_processes, check_wrapped, per_micro_batch_comms
 from .core.step_loader import OneBatchLoader, Step
 from .core.step_loop import CurrentStep, StepLoop
@@ -39,7 +42,8 @@ class GradientAccumulation(QuietCallback):
     torch.OutOfMemoryError: with `micro_batch_size='auto'`, one sample or the optimizer's state does not fit
     UserWarning: in a fit, when the run differs from the full-batch run or may differ; once per fit for each cause
     """
-    order,run_valid = GradientClip.order+1,False   # after `DistributedTrainer` (11) has wrapped the loader
+    # after `DistributedTrainer` (11) has wrapped the loader
+    order,run_valid = GradientClip.order+1,False
     loop = None         # the `StepLoop` of the last fit
     current_bs = None   # samples in a full step; written by schedules with each step
     def __init__(self,
@@ -48,32 +52,78 @@ class GradientAccumulation(QuietCallback):
         micro_batch_size:int|str|AutoSize=None, # Split training batches to this size; 'auto': any batch, until it fits
         drop_last:bool|None=None, # Drop an epoch's incomplete step (True), keep it (False), or do as the loader (None)
         n_items:Callable=None, # `n_items(learn)` returns how many items this micro-batch's mean loss covers
-        *, n_acc:int=None # `accum_bs` under fastai's name, so that code written for fastai's callback runs unchanged
+        *, n_acc:int=None, # `accum_bs` under fastai's name, so that code written for fastai's callback runs unchanged
+        n_batches:int=None, # Micro-batches per step of each process, instead of the samples
+        verbose:bool=True # Print a line about the steps above the table of a fit
     ):
-        given = {k:check_count(k, o) for k,o in dict(accum_bs=accum_bs, n_acc=n_acc).items() if o is not None}
-        if len({*given.values()})>1:
-            raise ValueError(f"`accum_bs={accum_bs}` and `n_acc={n_acc}` are two names for one setting, the number of "
-                "samples in a step: give one of them" + more_link('two-sizes'))
-        self._accum_bs = next(iter(given.values()), 32)
-        self.log_accum_batch = check_bool('log_accum_batch', log_accum_batch)
+        self._size_name,size = self._given_size(accum_bs, n_acc, n_batches)
+        self.n_batches = size if self._size_name=='n_batches' else None
+        self._accum_bs = None if self.n_batches else size
+        self.log_accum_batch = self._check_log_accum_batch(log_accum_batch)
         self.auto,self.micro_batch_size = as_size(micro_batch_size)
         self.drop_last = check_bool('drop_last', drop_last, 'to do as the training loader does with its last batch')
         self.n_items = check_function('n_items', n_items, 1, 'lambda learn: len(learn.y)')
 
+        self.verbose = check_bool('verbose', verbose)
+
     def __getstate__(self): return vars(self)|dict(loop=None)   # the state of a fit is not pickled
+
+    def __repr__(self): return f'{type(self).__name__}: {self._size_words()}'
 
     @property
     def accum_bs(self)->int:
         """Samples per optimizer step; if you set it during a fit, it takes effect with the next epoch
 
+        With `n_batches`, it is `None` until the callback is on a Learner, whose loader says how large a batch is.
         TypeError: it is set to something other than a whole number
         ValueError: it is set to a number below 1
         """
-        return self._accum_bs
+        if self.n_batches is None: return self._accum_bs
+        if self.loop is not None and self.loop.plan is not None: return self.loop.plan.accum_bs
+        return None if self.learn is None else self.plan(self.learn).accum_bs
     @accum_bs.setter
-    def accum_bs(self, n): self._accum_bs = check_count('accum_bs', n)
+    def accum_bs(self, n):
+        self._accum_bs = check_count('accum_bs', n)
+        self.n_batches,self._size_name = None,'accum_bs'
 
     n_acc = accum_bs   # fastai's name
+
+# %% ../nbs/00_accumulation.ipynb #arguments
+@patch
+def _given_size(self:GradientAccumulation, accum_bs, n_acc, n_batches):
+    "The name and the value of the argument that says how large a step is"
+    units = dict(accum_bs='sample', n_acc='sample', n_batches='micro-batch')
+    values = dict(accum_bs=accum_bs, n_acc=n_acc, n_batches=n_batches)
+    given = {k:check_count(k, o, units[k]) for k,o in values.items() if o is not None}
+    if 'n_batches' in given and len(given)>1:
+        other = next(k for k in given if k!='n_batches')
+        raise ValueError(f"`{other}={given[other]}` is the size of a step in samples, and "
+            f"`n_batches={n_batches}` in micro-batches: give one of them" + more_link('two-sizes'))
+    if len({*given.values()})>1:
+        raise ValueError(f"`accum_bs={accum_bs}` and `n_acc={n_acc}` are two names for one setting, the "
+            "number of samples in a step: give one of them" + more_link('two-sizes'))
+    return next(iter(given.items()), ('accum_bs',32))
+
+@patch
+def _check_log_accum_batch(self:GradientAccumulation, o):
+    "The second argument is `log_accum_batch`, where people who give two numbers mean a micro-batch size"
+    is_size = isinstance(o, int) and not isinstance(o, bool) and o>1 or o=='auto'
+    if is_size:
+        raise TypeError(f"`log_accum_batch={o!r}` is of type {type(o).__name__}: give True or False, "
+            f"or, if the model should see {o} samples at once, `micro_batch_size={o!r}`"
+            + more_link('true-or-false'))
+    return check_bool('log_accum_batch', o)
+
+@patch
+def _size_words(self:GradientAccumulation):
+    "How large a step is, as far as that is known without a loader"
+    size = count_of(self.n_batches, 'micro-batch') if self.n_batches else count_of(self._accum_bs, 'sample')
+    return f'steps of {size}{self._split_words()}'
+
+@patch
+def _split_words(self:GradientAccumulation):
+    if self.auto: return ', split where memory runs out'
+    return f' (micro-batches of at most {self.micro_batch_size})' if self.micro_batch_size else ''
 
 # %% ../nbs/00_accumulation.ipynb #events
 @patch
@@ -88,19 +138,34 @@ def before_fit(self:GradientAccumulation):
     check_processes(loop.processes, self._comms(), self.auto is not None, loop.warn_once)
     plan = self._plan_fit(learn.dls.train)
     if loop.finder is not None: learn.n_epoch = loop.finder.num_it//max(1, len(plan.epoch(0)))+1
-    plan.check(warns=not loop.processes.rank)
+    plan.check(warns=not loop.processes.rank, size_name=self._size_name)
+    self._announce()
 
 @patch
 def before_train(self:GradientAccumulation):
     "From here on, the Learner's batches are steps"
     learn = self.learn
-    if self.loop is None or self.loop.learn is not learn: self.before_fit()   # this was added between two epochs
+    # this was added between two epochs
+    if self.loop is None or self.loop.learn is not learn: self.before_fit()
     if not len(learn.dl) and self.loop.processes.n==1:
-        return self.loop.warn_once('no-batch', "the training loader has no batches, so nothing is trained. Check that "
-            "its dataset has samples, and enough for one batch if the loader drops its incomplete last one; if "
-            "not, make it with a smaller `bs` or with `drop_last=False`")
+        return self.loop.warn_once('no-batch', "the training loader has no batches, so nothing is "
+            "trained. Check that its dataset has samples, and enough for one batch if the loader drops "
+            "its incomplete last one; if not, make it with a smaller `bs` or with `drop_last=False`")
     check_wrapped(learn.model)   # the model may have been wrapped since the fit began
-    self.loop.begin_epoch(self._plan_fit(learn.dl))
+    plan = self._plan_fit(learn.dl)
+    self._announce()
+    self.loop.begin_epoch(plan)
+
+@patch
+def _announce(self:GradientAccumulation):
+    "Print the plan in one line, above the table of a fit; again if the plan changes in the middle of the fit"
+    learn,loop = self.learn,self.loop
+    has_table = learn.logger is not noop and learn.create_mbar and any(
+        isinstance(o, ProgressCallback) and o.run for o in learn.cbs)
+    is_told = loop.announced is loop.plan
+    if self.verbose and has_table and not is_told and not loop.processes.rank:
+        print(f'{type(self).__name__}: {loop.plan.summary}')
+    loop.announced = loop.plan
 
 @patch
 def after_train(self:GradientAccumulation):
@@ -115,9 +180,10 @@ def before_backward(self:GradientAccumulation):
     "Multiply the loss by the share of the micro-batch in its step; penalties were added, and nothing is scaled yet"
     learn,loop = self.learn,self.loop
     if 'one_batch' not in vars(learn):
-        raise RuntimeError("the Learner runs batches that do not come from the loader of steps that `GradientAccumulation` "
-            "has set as `learn.dl` in `before_train`. Either a callback has replaced it there, which needs an `order` "
-            f"below {self.order}, or the Learner's own `_do_epoch_train` iterates over another loader than `self.dl`"
+        raise RuntimeError("the Learner runs batches that do not come from the loader of steps that "
+            "`GradientAccumulation` has set as `learn.dl` in `before_train`. Either a callback has "
+            f"replaced it there, which needs an `order` below {self.order}, or the Learner's own "
+            "`_do_epoch_train` iterates over another loader than `self.dl`"
             + more_link('not-the-loader-of-steps'))
     share = loop.mean.measure(learn, loop.micro.n)
     if loop.mean.is_sum: self._share_penalty(share)
@@ -143,10 +209,11 @@ def _share_penalty(self:GradientAccumulation, share):
     if not has_penalty: return
     learn.loss_grad = learn.loss+(learn.loss_grad-learn.loss)*share
     if share<1:
-        self.loop.warn_once('added-to-a-sum', "the loss is a sum over samples (`reduction='sum'`), and a "
-            "callback adds something to it, which is counted once per step. That is right for a penalty "
-            "on the weights and for a mean over samples. If the callback adds a sum over samples, or "
-            "scales the loss, this run differs from the full-batch run: do that in the loss function")
+        self.loop.warn_once('added-to-a-sum', "the loss is a sum over samples (`reduction='sum'`), and "
+            "a callback adds something to it, which is counted once per step. That is right for a "
+            "penalty on the weights and for a mean over samples. If the callback adds a sum over "
+            "samples, or scales the loss, this run differs from the full-batch run: do that in the loss "
+            "function")
 
 @patch
 def before_validate(self:GradientAccumulation):
@@ -163,18 +230,25 @@ def stepped(self:GradientAccumulation, step:Step):
 @patch
 def sizes(self:GradientAccumulation, micro_bs:int, n_epoch:int)->int|Callable:
     "Samples wanted in a step, given those of a micro-batch and the epochs: a number, or a function of a `Position`"
-    return self.accum_bs
+    return self.n_batches*micro_bs if self.n_batches else self.accum_bs
 
 @patch
 def plan(self:GradientAccumulation,
-    dls:DataLoaders, # The data to train on, or a training loader
+    dls:DataLoaders|Learner, # The data to train on, a Learner that has it, or a training loader
     n_epoch:int=1 # Epochs
-)->Plan: # `sizes`: for each epoch, the samples of each step; `steps`: for each epoch, the number of steps
+# `sizes`: for each epoch, the samples of each step; `steps`: for each epoch, the number of steps
+)->Plan:
     """The steps that a fit would take, without training; with several processes, ignoring the other processes
 
+    TypeError: `dls` is something else
     ValueError: the loader does not say its batch size, or has smaller batches than `micro_batch_size`
     """
-    return self._plan(dls.train if isinstance(dls, DataLoaders) else dls, n_epoch, Processes(nn.Identity()), [])
+    if isinstance(dls, Learner): dls = dls.dls
+    dl = dls.train if isinstance(dls, DataLoaders) else dls
+    if not (hasattr(dl, '__iter__') and hasattr(dl, '__len__')):
+        raise TypeError(f"`plan({dls!r})`: give a Learner, its DataLoaders or a training loader, and "
+            "then the number of epochs, such as `plan(learn, 5)`" + more_link('plan-of-what'))
+    return self._plan(dl, n_epoch, Processes(nn.Identity()), [])
 
 @patch(as_prop=True)
 def current_step(self:GradientAccumulation)->CurrentStep|None:
@@ -190,14 +264,16 @@ def _plan(self:GradientAccumulation, dl, n_epoch, processes, comms, n_finds=None
     "The plan of the processes for a loader; `n_finds`: the steps of an `lr_find`"
     if n_epoch!=0: check_count('n_epoch', n_epoch, 'epoch')   # fastai's `fit(0)` trains nothing
     sizes,drop_last = sizes_of(dl, self.micro_batch_size),drops_last(self.drop_last, dl)
-    must_match = {'`accum_bs`':self.accum_bs, '`drop_last`':drop_last, '`log_accum_batch`':self.log_accum_batch,
+    size = self.n_batches or self.accum_bs
+    must_match = {f'`{self._size_name}`':size, '`drop_last`':drop_last, '`log_accum_batch`':self.log_accum_batch,
         "`'auto'`":self.auto is not None, 'the number of epochs':n_finds or n_epoch}
     each = processes.agree({k:int(v) for k,v in must_match.items()}, list(sizes))
     loaders = [LoaderSizes(*o) for o in each]
     check_loaders(loaders, comms)
     wanted = self.sizes(sum(o.micro_bs for o in loaders), n_epoch)
-    if n_finds is not None and callable(wanted): wanted = wanted(Position(0, 0, 0.))   # `lr_find`: all like the first
-    return Plan(loaders, wanted, n_epoch, drop_last, self.drop_last is None)
+    # `lr_find`: all like the first
+    if n_finds is not None and callable(wanted): wanted = wanted(Position(0, 0, 0.))
+    return Plan(loaders, wanted, n_epoch, drop_last, self.drop_last is None, self.auto is not None)
 
 @patch
 def _plan_fit(self:GradientAccumulation, dl):
@@ -205,6 +281,6 @@ def _plan_fit(self:GradientAccumulation, dl):
     loop,n_epoch = self.loop,self.learn.n_epoch
     n_finds = None if loop.finder is None else loop.finder.num_it
     plan = self._plan(dl, n_epoch, Processes(self.learn.model), self._comms(), n_finds)
-    made_for = plan.loaders,n_epoch,plan.drop_last,self.accum_bs
+    made_for = plan.loaders,n_epoch,plan.drop_last,self.n_batches or self.accum_bs
     if made_for!=loop.planned_for: loop.plan,loop.planned_for = plan,made_for
     return loop.plan

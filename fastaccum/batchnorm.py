@@ -101,6 +101,10 @@ class FreezeBN(PatchingCallback):
     def __init__(self,
         part:Callable=None # `f(model)` returns the module(s) whose BatchNorm to freeze; defaults to all
     ):
+        if isinstance(part, nn.Module):
+            raise TypeError(f"`part` is a {type(part).__name__}: give a function that returns it, such "
+                "as `lambda m: m[0]`, because the model is not known before the fit"
+                + more_link('function-argument'))
         self.part = check_function('part', part, 1, 'lambda m: m[0]')
         self.frozen = []   # the frozen layers while a fit trains
 

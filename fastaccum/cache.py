@@ -14,7 +14,7 @@ from fastai.learner import Learner, Recorder
 from fastcore.basics import patch
 from torch.nn.parallel import DataParallel
 from .core.batch import n_samples, split
-from .core.checks import check_count, check_learner, check_single, our_callback
+from .core.checks import by_name, check_count, check_learner, check_single, our_callback
 from .core.loader_info import size_of
 from .core.distributed import check_not_sharded, world_size
 from .core.process_checks import check_wrapped
@@ -34,18 +34,24 @@ class GradientCache(PatchingCallback):
     OutOfMemoryError: a single sample does not fit
     UserWarning: during the fit, when something makes the run differ from the full-batch run
     """
-    order,run_valid = Recorder.order-1,True   # after all callbacks that change the batch, or call the model before it
+    # after all callbacks that change the batch, or call the model before it
+    order,run_valid = Recorder.order-1,True
     warn_once = None     # gives each warning of the fit once
-    patch = None         # the `Patch` of the model's `forward`, from `before_batch` to the Learner's call
-    rows = None          # for training (`True`) and evaluation (`False`): which outputs have a row for each sample?
+    # the `Patch` of the model's `forward`, from `before_batch` to the Learner's call
+    patch = None
+    # for training (`True`) and evaluation (`False`): which outputs have a row for each sample?
+    rows = None
     checked = False      # were the outputs of a micro-batch that was run again compared, in this fit?
+    @by_name('micro_batch_size')
     def __init__(self, *,
         micro_batch_size:int|str, # The most samples that the model sees at once; 'auto': as many as memory allows
         split:Callable=split # `f(inputs, start, stop, n)` returns samples `start` to `stop` of the `n` in `inputs`
     ):
         self.micro_batch_size,self.split = micro_batch_size,split
         if isinstance(micro_batch_size, str) and micro_batch_size=='auto': self.limit = AutoSize(split)
-        else: self.limit = AutoSize.of_size(check_count('micro_batch_size', micro_batch_size, or_else="'auto', or "), split)
+        else:
+            n = check_count('micro_batch_size', micro_batch_size, or_else="'auto', or ")
+            self.limit = AutoSize.of_size(n, split)
 
     @property
     def size(self)->int:
@@ -53,7 +59,8 @@ class GradientCache(PatchingCallback):
         return self.limit.train
 
     def before_fit(self):
-        if self.validates and self.warn_once is not None: return   # keep what the fit before has found out
+        # keep what the fit before has found out
+        if self.validates and self.warn_once is not None: return
         uninterrupted(self.undo_patches)
         self.warn_once,self.rows,self.checked,self.limit.failed = WarnOnce(),{},False,None
         if not self.validates: check_cached(self.learn, not self.limit.fixed)
@@ -76,7 +83,8 @@ def _forward(self:GradientCache, *args, **kwargs):
     learn,stock = self.learn,self.patch.stock
     is_learners_call = not kwargs and [*map(id, args)]==[*map(id, learn.xb)]
     if not is_learners_call: return stock(*args, **kwargs)
-    self.undo_patches()   # if anything else calls the model from here on, it gets the model's own `forward`
+    # if anything else calls the model from here on, it gets the model's own `forward`
+    self.undo_patches()
     n = n_samples(args, getattr(learn.dl, 'bs', None))
     if n is None: return stock(*args)
     call = ReplayedForward(self, learn.model, stock, args, n)
@@ -91,9 +99,9 @@ def _warn_differences(self:GradientCache, args):
     # share GradientAccumulation's warnings, or both would warn of BatchNorm, with different numbers of samples
     warn_once = self.warn_once if loop is None else loop.warn_once
     if bns:
-        warn_once('batchnorm', f"{type(bns[0]).__name__} normalises with the samples of a micro-batch, at most "
-            f"{self.limit.most(learn.training)}, so the result differs from that of the whole batch. "
-            "`ActivationCheckpoint()` instead of `GradientCache` gives it the whole batch", BatchNormWarning)
+        warn_once('batchnorm', f"{type(bns[0]).__name__} normalises with the samples of a micro-batch, "
+            f"at most {self.limit.most(learn.training)}, so the result differs from that of the whole "
+            "batch. `ActivationCheckpoint()` instead of `GradientCache` gives it the whole batch", BatchNormWarning)
     warn_chunks(learn.model, args, warn_once)
 
 # %% ../nbs/03_cache.ipynb #check
@@ -104,19 +112,21 @@ def check_cached(learn:Learner, auto:bool=False):
     """
     check_single(learn, GradientCache)
     if any(isinstance(m, DataParallel) for m in learn.model.modules()):
-        raise ValueError("DataParallel copies the model to other devices, and `GradientCache` goes back to the random "
-            "numbers of the first one only, so dropout would differ: use `learn.distrib_ctx()` instead, with a process "
-            "for each device" + more_link('data-parallel'))
+        raise ValueError("DataParallel copies the model to other devices, and `GradientCache` goes back "
+            "to the random numbers of the first one only, so dropout would differ: use "
+            "`learn.distrib_ctx()` instead, with a process for each device" + more_link('data-parallel'))
     check_not_sharded(learn.model)
     check_wrapped(learn.model)
     check_learner(learn)
     acc,bs = our_callback(learn, 'GradientAccumulation'),size_of(learn.dls.train)
     if acc is not None and (acc.auto or acc.micro_batch_size and bs and acc.micro_batch_size<bs):
-        raise ValueError(f"`GradientAccumulation(micro_batch_size={acc.micro_batch_size or 'auto'!r})` would split the "
-            "loader's batches before the loss, and `GradientCache` is there to give the loss whole batches: leave "
-            "it out there, and give the size to `GradientCache`" + more_link('split-before-the-loss'))
+        raise ValueError(f"`GradientAccumulation(micro_batch_size={acc.micro_batch_size or 'auto'!r})` "
+            "would split the loader's batches before the loss, and `GradientCache` is there to give the "
+            "loss whole batches: leave it out there, and give the size to `GradientCache`"
+            + more_link('split-before-the-loss'))
     if auto and world_size()>1 and any(isinstance(m, torch.nn.SyncBatchNorm) for m in learn.model.modules()):
-        raise ValueError("`micro_batch_size='auto'` does not work with SyncBatchNorm on several processes: where "
-            "memory runs out, a process repeats a micro-batch, and its SyncBatchNorm would wait for the others "
-            "forever. Give a number (`learn.bs_find()` finds one that fits on all processes)"
+        raise ValueError("`micro_batch_size='auto'` does not work with SyncBatchNorm on several "
+            "processes: where memory runs out, a process repeats a micro-batch, and its SyncBatchNorm "
+            "would wait for the others forever. Give a number (`learn.bs_find()` finds one that fits on "
+            "all processes)"
             + more_link('exchanges-in-the-forward-pass'))

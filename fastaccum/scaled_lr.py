@@ -12,7 +12,7 @@ from typing import NamedTuple
 from fastai.callback.fp16 import MixedPrecision
 from fastcore.basics import patch
 from fastcore.foundation import L
-from .core.checks import check_count, check_name, check_single, our_callback
+from .core.checks import by_name, check_count, check_name, check_single, our_callback
 from .core.distributed import Processes
 from .core.patching import PatchingCallback
 from .core.loader_info import sizes_of
@@ -36,6 +36,7 @@ class ScaledLR(PatchingCallback):
     opt = None            # the optimizer whose values are scaled
     scaled = ()           # a `_Scaled` for each hyper-parameter that is scaled at the moment
 
+    @by_name('base_bs')
     def __init__(self, *,
         base_bs:int, # Samples per step that the learning rate is meant for
         rule:str=None # 'linear' or 'sqrt'; defaults to 'sqrt' for optimizers like Adam, or else 'linear'

@@ -20,7 +20,7 @@ from fastcore.basics import patch
 from .accumulation import GradientAccumulation
 from .core.checks import check_count, check_name
 from .core.micro_batches import AutoSize
-from .core.plan import round_up
+from .core.plan import count_of, round_up
 from .core.step_loader import Step
 from .core.warnings import more_link, warn
 
@@ -167,10 +167,11 @@ class GradientAccumulationSchedule(_Scheduled):
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size:int|str|AutoSize|None=None, # As in `GradientAccumulation`, in samples
         drop_last:bool|None=None, # As in `GradientAccumulation`
-        n_items:callable=None # As in `GradientAccumulation`
+        n_items:callable=None, # As in `GradientAccumulation`
+        *, verbose:bool=True # As in `GradientAccumulation`
     ):
         super().__init__(check_count('start_accum_bs', start_accum_bs), log_accum_batch=log_accum_batch,
-            micro_batch_size=micro_batch_size, drop_last=drop_last, n_items=n_items)
+            micro_batch_size=micro_batch_size, drop_last=drop_last, n_items=n_items, verbose=verbose)
         self.start_accum_bs = self.accum_bs
         self.final_accum_bs = check_count('final_accum_bs', final_accum_bs)
         self.start = check_moment('start', start)
@@ -182,6 +183,10 @@ class GradientAccumulationSchedule(_Scheduled):
         for i in range(101): check_value(f, i/100)
 
 # %% ../nbs/01_schedule.ipynb #sizes
+@patch
+def _size_words(self:GradientAccumulationSchedule):
+    return f'steps of {self.start_accum_bs} to {self.final_accum_bs} samples{self._split_words()}'
+
 @patch
 def sizes(self:GradientAccumulationSchedule, micro_bs:int, n_epoch:int)->callable:
     """Return a function from a `Position` to the samples in its step, given those of a micro-batch
@@ -226,13 +231,18 @@ class GradientAccumulationScheduler(_Scheduled):
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size:int|str|AutoSize|None=None, # As in `GradientAccumulation`, in samples
         drop_last:bool|None=None, # As in `GradientAccumulation`
-        n_items:callable=None # As in `GradientAccumulation`
+        n_items:callable=None, # As in `GradientAccumulation`
+        *, verbose:bool=True # As in `GradientAccumulation`
     ):
         super().__init__(1, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size,
-            drop_last=drop_last, n_items=n_items)
+            drop_last=drop_last, n_items=n_items, verbose=verbose)
         check_name('mode', mode, ('epoch','step'))
         self.scheduling = check_scheduling(scheduling)
         self.mode = mode
+
+    def _size_words(self):
+        factors = list(self.scheduling.values())
+        return f"steps of {factors[0]} to {count_of(factors[-1], 'micro-batch')}{self._split_words()}"
 
     def sizes(self, micro_bs:int, n_epoch:int)->callable:
         "Return a function from a `Position` to the samples in its step, given those of a micro-batch"

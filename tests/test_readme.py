@@ -34,6 +34,17 @@ def test_our_import_comes_after_fastais():
     for o in blocks(readme, 'python'):
         assert o.index('from fastai.vision.all import *')<o.index('from fastaccum import GradientAccumulation')
 
+@pytest.mark.skipif(not shutil.which('ruff'), reason='ruff is not installed')
+def test_a_sorter_leaves_our_import_after_fastais(tmp_path):
+    started = (root/'nbs/get_started.ipynb').read_text(encoding='utf-8')
+    assert 'from fastaccum import GradientAccumulation  # isort: skip' in started
+    for o in blocks(readme, 'python'):
+        file = tmp_path/'example.py'
+        file.write_text(o, encoding='utf-8')
+        subprocess.run(['ruff','check','--isolated','--select','I','--fix','--quiet',file], check=True)
+        lines = file.read_text(encoding='utf-8')
+        assert lines.index('from fastai.vision.all import *')<lines.index('from fastaccum import GradientAccumulation')
+
 @pytest.mark.skipif(not shutil.which('make'), reason='there is no make here')
 def test_commands_exist():
     commands = {o for text in (readme, (root/'CONTRIBUTING.md').read_text(encoding='utf-8'))

@@ -1,7 +1,7 @@
 """Write how the messages of the package begin into nbs/reference/messages.ipynb.
 
-A message ends with `more_link('key')`, or is given to `warn_once('key', …)`. Its entry has the heading that is the key in
-words, or `<span id="key"></span>` below a heading or at the beginning of a table's row. A person writes the rest.
+A message ends with `more_link('key')`, or is given to `warn_once('key', …)`. Its entry has the key in words as its
+heading, or `<span id="key"></span>` below a heading or at the beginning of a table's row. A person writes the rest.
 """
 import ast, json, re
 from collections import namedtuple

@@ -171,8 +171,8 @@ def step(self:Compare, in_parts:bool, freeze:list=(), reset:bool=False, without:
     n_batches = 20*len(self.sizes) if in_parts and self.cut_loader else 20
     raise RuntimeError(f"no step was made in {n_batches} batches of up to {self.n} samples. Either a "
         "callback ends the fit or skips steps (remove it, or set `run_bs_find = False` in its class), "
-        "or the gradients overflow, or the batches have no targets (set `n_inp` of the DataLoaders to the "
-        "number of inputs)" + more_link('no-step-in-a-trial'))
+        "or the gradients overflow, or the batches have no targets (set `n_inp` of the DataLoaders to "
+        "the number of inputs)" + more_link('no-step-in-a-trial'))
 
 @patch
 def differences(self:Compare, **kwargs:object)->dict:

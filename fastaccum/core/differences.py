@@ -30,11 +30,13 @@ from fastaccum.core.warnings import (AccumulationWarning, BatchNormWarning, Load
 # %% ../../nbs/core/11_differences.ipynb #layers
 def batchnorms(model:nn.Module)->list:
     "The BatchNorm layers of `model`, in its present mode, that normalise with the samples of the batch"
-    bns = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.num_features]   # fastai's may have no features
+    # fastai's may have no features
+    bns = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.num_features]
     return [m for m in bns if m.training or m.running_mean is None]
 
 # %% ../../nbs/core/11_differences.ipynb #chunks
-def warn_chunks(model:nn.Module, xb:tuple, warn_once:WarnOnce): # Synchronises the GPU if it is a text classifier
+# Synchronises the GPU if it is a text classifier
+def warn_chunks(model:nn.Module, xb:tuple, warn_once:WarnOnce):
     """Warn if fastai's `SentenceEncoder` leaves out chunks of texts
 
     For each chunk it takes as many texts as have one, but always the first texts of the batch.
@@ -44,9 +46,9 @@ def warn_chunks(model:nn.Module, xb:tuple, warn_once:WarnOnce): # Synchronises t
         return (has_chunk[1:] & ~has_chunk[:-1]).any()
     encoders = [m for m in model.modules() if 'fastai.text.models.core.SentenceEncoder' in class_names(type(m))]
     if any(map(leaves_out, encoders)):
-        warn_once('text-chunks', "fastai's SentenceEncoder leaves out the last chunk of a text if an earlier text of "
-            "the batch is too short to have one, so predictions depend on which texts are in a micro-batch. Use "
-            "`ActivationCheckpoint()` with the full batch instead", AccumulationWarning)
+        warn_once('text-chunks', "fastai's SentenceEncoder leaves out the last chunk of a text if an "
+            "earlier text of the batch is too short to have one, so predictions depend on which texts "
+            "are in a micro-batch. Use `ActivationCheckpoint()` with the full batch instead", AccumulationWarning)
 
 # %% ../../nbs/core/11_differences.ipynb #loss
 class LossTrials:
@@ -69,12 +71,15 @@ class LossTrials:
         if m==1:   # a single sample cannot be split: join it with that of the micro-batch before
             is_first = self.single is None
             batch,self.single = pair(self.single, learn)
-            if is_first and self.single is not None: return   # wait for a second sample of the same shape
+            # wait for a second sample of the same shape
+            if is_first and self.single is not None: return
             if batch is not None: n_tried = 2
-        if batch is not None or self.single is None: self.left -= 1   # two samples of other shapes are not a trial
+        # two samples of other shapes are not a trial
+        if batch is not None or self.single is None: self.left -= 1
         probed = probe(learn if batch is None else batch, n_tried, mean.find)
         if not warns: return
-        for warned in (self._not_a_mean, self._has_state, self._more_rows, self._fails_on_a_part, self._uneven_labels):
+        for warned in (self._not_a_mean, self._has_state, self._more_rows, self._fails_on_a_part,
+            self._uneven_labels):
             if warned(probed, learn, micro, mean): return
 
 # %% ../../nbs/core/11_differences.ipynb #loss-messages
@@ -83,20 +88,25 @@ def _not_a_mean(self:LossTrials, probed:Probed, learn, micro, mean)->bool: # Was
     "Warn of a loss that is not the mean of its parts' losses"
     if not probed.wrong: return False
     how = 'one of them is not finite' if isinf(probed.off) else f'off by {probed.off:.2g} of its value'
-    self.warn_once('loss-not-a-mean', f"the loss of a micro-batch is not the {mean.kind} of its parts' losses ({how}), "
-        "so this run differs from the full-batch run. Use `reduction='mean'` throughout, pass `n_items=`, a "
-        "function that returns how many items the mean covers, or let the loss see the whole batch with "
-        "`GradientCache`", LossWarning)
+    is_sum = ''
+    if probed.adds_up: is_sum = (" The parts' losses add up to it: if it is meant to be a sum, say so "
+        "with `learn.loss_func.reduction = 'sum'` before the fit.")
+    self.warn_once('loss-not-a-mean', f"the loss of a micro-batch is not the {mean.kind} of its parts' "
+        f"losses ({how}), so this run differs from the full-batch run.{is_sum} Use `reduction='mean'` "
+        "throughout, pass `n_items=`, a function that returns how many items the mean covers, or let "
+        "the loss see the whole batch with `GradientCache`", LossWarning)
     return True
 
 @patch
 def _has_state(self:LossTrials, probed, learn, micro, mean)->bool:
     "Warn of a loss that depends on the calls before"
     if not probed.has_state: return False
-    self.warn_once('loss-with-state', "the loss function returns another value when it is called again with the same "
-        "predictions and targets, so it keeps something from one call to the next, such as a running mean, a memory or a "
-        "count. It is called with each micro-batch, and in the full-batch run once per step, so this run differs. Call it "
-        "once per step, with the whole batch, by `GradientCache`", StateWarning)
+    self.warn_once('loss-with-state', "the loss function returns another value when it is called again "
+        "with the same predictions and targets, so it keeps something from one call to the next, such as "
+        "a running mean, a memory or a count. It is called with each micro-batch, and in the full-batch "
+        "run once per step, so this run differs. Call it once per step, with the whole batch, by "
+        "`GradientCache`",
+        StateWarning)
     return True
 
 @patch
@@ -105,21 +115,22 @@ def _more_rows(self:LossTrials, probed, learn, micro, mean)->bool:
     if probed.off is not None or not isinstance(learn.pred, Tensor) or not learn.pred.ndim: return False
     rows,has_time_first = len(learn.pred),learn.pred.shape[1:-1]==(micro.n,)   # time comes first for CTC
     if not rows>micro.n>1 or has_time_first: return False
-    self.warn_once('more-rows', f"the loss gets {rows} rows for the {micro.n} samples of a micro-batch, as if a callback "
-        "makes several views of each, and it could not be checked on parts of them. If it compares samples "
-        "with each other, this run differs from the full-batch run: let it see the whole batch with "
-        "`GradientCache`", LossWarning)
+    self.warn_once('more-rows', f"the loss gets {rows} rows for the {micro.n} samples of a micro-batch, "
+        "as if a callback makes several views of each, and it could not be checked on parts of them. If "
+        "it compares samples with each other, this run differs from the full-batch run: let it see the "
+        "whole batch with `GradientCache`", LossWarning)
     return True
 
 @patch
 def _fails_on_a_part(self:LossTrials, probed, learn, micro, mean)->bool:
     "Warn of a loss function that raises an error for a part of the micro-batch"
-    computed_by_loss_func = micro.loss_grad_fn is not None   # else a callback or the model computes the loss
+    # else a callback or the model computes the loss
+    computed_by_loss_func = micro.loss_grad_fn is not None
     is_single = (n_samples(learn.yb, micro.n) or micro.n)==1
     if not probed.raised or is_single or not computed_by_loss_func: return False
-    self.warn_once('loss-not-tried', f"it could not be checked that the loss is the {mean.kind} of its parts' losses, "
-        f"since it fails on a part ({probed.reason}). If it uses more than predictions and targets, this run "
-        "may differ from the full-batch run: run `learn.accum_check()` to find out", LossWarning)
+    self.warn_once('loss-not-tried', f"it could not be checked that the loss is the {mean.kind} of its "
+        f"parts' losses, since it fails on a part ({probed.reason}). If it uses more than predictions "
+        "and targets, this run may differ from the full-batch run: run `learn.accum_check()` to find out", LossWarning)
     return True
 
 @patch
@@ -127,12 +138,12 @@ def _uneven_labels(self:LossTrials, probed, learn, micro, mean)->bool:
     "Warn of a loss that could not be tried if samples have different numbers of labels"
     may_warn = probed.off is None and mean.find is samples and 'loss-not-tried' not in self.warn_once.given
     if not (may_warn and self._has_uneven_labels(learn, n_samples(learn.yb, micro.n) or micro.n)): return False
-    self.warn_once('loss-not-tried', f"it could not be checked that the loss is the {mean.kind} of its parts' losses, "
-        "and samples have different numbers of labels other than -100. If the loss is a mean over these labels, "
-        "as one that the model computes usually is, this run differs from the full-batch run: pass "
-        "`n_items=`, a function that counts the labels that the model counts, such as `lambda learn: "
-        "(learn.y!=-100).sum()` where `learn.y` has them (a causal language model leaves out the first one "
-        "of each sequence). `learn.accum_check()` will tell whether it is right", LossWarning)
+    self.warn_once('loss-not-tried', f"it could not be checked that the loss is the {mean.kind} of its "
+        "parts' losses, and samples have different numbers of labels other than -100. If the loss is a "
+        "mean over these labels, as one that the model computes usually is, this run differs from the "
+        "full-batch run: pass `n_items=`, a function that counts the labels that the model counts, such "
+        "as `lambda learn: (learn.y!=-100).sum()` where `learn.y` has them (a causal language model "
+        "leaves out the first one of each sequence). `learn.accum_check()` will tell whether it is right", LossWarning)
     return True
 
 # %% ../../nbs/core/11_differences.ipynb #loss-labels
@@ -140,9 +151,11 @@ def _uneven_labels(self:LossTrials, probed, learn, micro, mean)->bool:
 def _has_uneven_labels(self:LossTrials, learn, m):
     "Have samples so far had different numbers of integer labels other than -100? Synchronises the GPU"
     n_targets = len(leaves(tuple(learn.yb)))
-    parts = leaves((*learn.yb,*learn.xb))   # a model that computes the loss has the labels among its inputs
+    # a model that computes the loss has the labels among its inputs
+    parts = leaves((*learn.yb,*learn.xb))
     labels = [(i,o) for i,o in enumerate(parts) if has_rows(o, m) and o.dtype in (torch.int32,torch.int64)]
-    if labels and self.single is not None: self.left -= 1   # count it as a trial, since it synchronised the GPU
+    # count it as a trial, since it synchronised the GPU
+    if labels and self.single is not None: self.left -= 1
     for i,o in labels:
         counts = (o!=-100).reshape(m, -1).sum(1).tolist()
         is_target = i<n_targets
@@ -175,9 +188,22 @@ class DifferenceWarnings:
             self._warn_batchnorms(learn.model, step, micro)
             self._warn_loader(step)
             self._warn_hooked(learn.model)
+            for cb in learn.cbs: self._warn_mixing(cb, step)
         self.checked_fit = True
 
     def _joins_batches(self, step): return step.size>self.loader.sizes.bs
+
+    def _warn_mixing(self, cb, step):
+        "Warn of MixUp and CutMix, which mix the samples of the loader's batch"
+        is_mixer = 'fastai.callback.mixup.MixHandler' in class_names(type(cb))
+        mixes_as_fastai = is_mixer and type(cb).before_batch.__module__.startswith('fastai.')
+        if not (mixes_as_fastai and cb.run and self._joins_batches(step)): return
+        bs = self.loader.sizes.bs
+        self.warn_once('mixed-in-micro-batches', f"{type(cb).__name__} mixes the {bs} samples of a "
+            f"loader's batch, where the full-batch run mixes all {step.size} of a step, so this run "
+            f"differs from it. Make the DataLoaders with `bs={step.size}`, and split their batches with "
+            f"`micro_batch_size={bs}`",
+            AccumulationWarning)
 
     def _warn_batchnorms(self, model, step, micro):
         bns = batchnorms(model)
@@ -186,26 +212,29 @@ class DifferenceWarnings:
         n = micro.n*self.processes.n if is_synced else micro.n
         layers = '1 BatchNorm layer normalises' if len(bns)==1 else f'{len(bns)} BatchNorm layers normalise'
         self.warn_once('batchnorm', f"{layers} with the {n} samples of a micro-batch, not the "
-            f"{step.total} of a step, so this run differs from the full-batch run. Freeze the statistics of "
-            "pretrained layers with `FreezeBN(lambda m: m[0])`, average the statistics again after training with "
-            f"`learn.recalibrate_bn({step.size})`, or use `ActivationCheckpoint()` with the full batch",
+            f"{step.total} of a step, so this run differs from the full-batch run. Freeze the "
+            "statistics of pretrained layers with `FreezeBN(lambda m: m[0])`, average the statistics "
+            f"again after training with `learn.recalibrate_bn({step.size})`, or use "
+            "`ActivationCheckpoint()` with the full batch",
             BatchNormWarning)
 
     def _warn_hooked(self, model):
         hooked = hooked_params(model)
         if not hooked: return
         more = f' and {len(hooked)-1} more' if hooked[1:] else ''
-        self.warn_once('parameter-hooks', f"the parameter {hooked[0]!r}{more} has a hook (`register_hook`) that gets the "
-            "gradient of each micro-batch, weighted with its share in the step, and not the gradient of the step. If the "
-            "hook clips or normalises it, this run differs from the full-batch run. Remove the hook, and do that to "
-            "`p.grad` in `before_step`. A hook that multiplies by a constant is right", AccumulationWarning)
+        self.warn_once('parameter-hooks', f"the parameter {hooked[0]!r}{more} has a hook "
+            "(`register_hook`) that gets the gradient of each micro-batch, weighted with its share in "
+            "the step, and not the gradient of the step. If the hook clips or normalises it, this run "
+            "differs from the full-batch run. Remove the hook, and do that to `p.grad` in `before_step`. A hook "
+            "that multiplies by a constant is right",
+            AccumulationWarning)
 
     def _warn_loader(self, step):
         how = by_batch_size(self.loader.dl)
         if not (how and self._joins_batches(step)): return
-        self.warn_once('loader-order', f"the training loader {how}, so one with batches of {step.size} would group "
-            "the samples differently, and this run differs from the full-batch run. Make the DataLoaders with "
-            f"`bs={step.size}`, and split their batches with `micro_batch_size=`", LoaderWarning)
+        self.warn_once('loader-order', f"the training loader {how}, so one with batches of {step.size} "
+            "would group the samples differently, and this run differs from the full-batch run. Make "
+            f"the DataLoaders with `bs={step.size}`, and split their batches with `micro_batch_size=`", LoaderWarning)
 
 # %% ../../nbs/core/11_differences.ipynb #optimizers
 def _warn_second_optimizer(cb, opt, warn_once):
@@ -213,9 +242,9 @@ def _warn_second_optimizer(cb, opt, warn_once):
     own = [o for o in vars(cb).values() if isinstance(o, (Optimizer,OptimWrapper,optim.Optimizer))]
     others = [o for o in own if o is not opt and o is not getattr(opt, 'opt', None)]
     if hasattr(cb, 'per_step') or not others: return
-    warn_once('second-optimizer', f"{type(cb).__name__} has an optimizer of its own, which may step with "
-        "each micro-batch. Give it whole batches with `GradientCache`, or `per_step = True` in its class "
-        "if it adds up gradients and steps in `after_batch`", AccumulationWarning)
+    warn_once('second-optimizer', f"{type(cb).__name__} has an optimizer of its own, which may step "
+        "with each micro-batch. Give it whole batches with `GradientCache`, or `per_step = True` in its "
+        "class if it adds up gradients and steps in `after_batch`", AccumulationWarning)
 
 # %% ../../nbs/core/11_differences.ipynb #state
 _module_attrs = vars(nn.Module()).keys()
@@ -256,14 +285,14 @@ def before_split(self:DifferenceWarnings, parts:BatchParts):
 
 @patch
 def _warn_state(self:DifferenceWarnings, who):
-    self.warn_once('hidden-state', f"{who} begins each micro-batch with "
-        "the state left by the previous one, where the full-batch run keeps its state from step to step. If the "
-        "model need not remember, reset it in `before_batch`", StateWarning)
+    self.warn_once('hidden-state', f"{who} begins each micro-batch with the state left by the previous "
+        "one, where the full-batch run keeps its state from step to step. If the model need not "
+        "remember, reset it in `before_batch`", StateWarning)
 
 @patch
 def grads_changed(self:DifferenceWarnings, n:int):
     "`n` gradients were changed between two micro-batches of a step"
     self.warn_once('gradients-changed', f"{n} gradients were changed or emptied between two "
-        "micro-batches of a step, so this run differs from the full-batch run. Look for a callback that calls "
-        "`zero_grad` in `before_batch`, runs a second backward pass, or clips in `after_backward`, and do that in "
-        "`before_step`, when the gradient is complete", AccumulationWarning)
+        "micro-batches of a step, so this run differs from the full-batch run. Look for a callback that "
+        "calls `zero_grad` in `before_batch`, runs a second backward pass, or clips in "
+        "`after_backward`, and do that in `before_step`, when the gradient is complete", AccumulationWarning)

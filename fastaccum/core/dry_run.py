@@ -146,7 +146,8 @@ def loader_state(dl:object)->list:
 
 def training_device(learn:Learner)->torch.device:
     "The device that a fit runs on; before the first fit, fastai has not moved the model there yet"
-    device = getattr(learn.dls, 'device', default_device())   # as fastai's `TrainEvalCallback` chooses it
+    # as fastai's `TrainEvalCallback` chooses it
+    device = getattr(learn.dls, 'device', default_device())
     return next(learn.model.parameters()).device if device is None else torch.device(device)
 
 class DryRun:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import contextmanager
 from functools import partial
+from operator import methodcaller
 import numpy as np, torch
 from fastcore.basics import patch
 from torch import nn
@@ -48,10 +49,16 @@ def set_rng_state(state:list):
     for set_state,o in state: set_state(o)
 
 # %% ../../nbs/core/23_forward_state.ipynb #autocast
+_call = methodcaller('__call__')
+
+def _nesting():
+    "How deep autocast is nested; both calls run within one bytecode, so that no interrupt can come between them"
+    _,depth = map(_call, (torch.autocast_increment_nesting,torch.autocast_decrement_nesting))
+    return depth
+
 def autocast_state(devices:Iterable=())->tuple:
     "The state of autocast in this thread, on the CPU and on `devices`"
-    depth = torch.autocast_increment_nesting()-1
-    torch.autocast_decrement_nesting()
+    depth = _nesting()
     kinds = {'cpu',*(o.type for o in devices)}
     flags = [(o,torch.is_autocast_enabled(o),torch.get_autocast_dtype(o)) for o in kinds]
     return depth,torch.is_autocast_cache_enabled(),flags
@@ -59,9 +66,10 @@ def autocast_state(devices:Iterable=())->tuple:
 def set_autocast_state(state:tuple):
     "Go back to an `autocast_state`"
     depth,has_cache,flags = state
-    while torch.autocast_increment_nesting()<=depth: pass
-    while (current := torch.autocast_decrement_nesting())>depth: pass
-    if not current: torch.clear_autocast_cache()
+    missing = depth-_nesting()
+    move = torch.autocast_increment_nesting if missing>0 else torch.autocast_decrement_nesting
+    deque(map(_call, [move]*abs(missing)), maxlen=0)   # all calls within one bytecode
+    if not depth: torch.clear_autocast_cache()
     for kind,is_on,dtype in flags:
         torch.set_autocast_enabled(kind, is_on)
         torch.set_autocast_dtype(kind, dtype)

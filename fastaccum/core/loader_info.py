@@ -34,7 +34,7 @@ def n_of(dl:object)->int|None:
     "Samples in an epoch, including those that `drop_last` leaves out, if the loader tells"
     for name in ('partial_n','n'):   # fastai's `PartialDL` yields `partial_n` of its `n` samples
         if getattr(dl, name, None) is not None: return getattr(dl, name)
-    # the sampler of a batch sampler comes first, because PyTorch's loader then has another one that it does not use
+    # the sampler of a batch sampler first: PyTorch's loader then has another sampler that it does not use
     for source in ('batch_sampler.sampler','sampler','dataset'):
         with suppress(TypeError, AttributeError): return len(attrgetter(source)(dl))
 
@@ -53,23 +53,30 @@ def sizes_of(dl:object, micro_batch_size:int|None=None)->LoaderSizes:
     """
     is_distributed = hasattr(dl, 'world_size') and hasattr(dl, 'dl')   # fastai's `DistributedDL`
     bs,n = _bs_and_n(dl.dl if is_distributed else dl, micro_batch_size)
+    n_all = n_of(dl) or n
     if is_distributed:
-        n = ceil((n_of(dl.dl) or n)/dl.world_size)   # samples that the inner loader would drop are shared out, too
-        if dl.drop_last: n = n//bs*bs
-    return LoaderSizes(bs, n, bs if micro_batch_size is None else min(bs, micro_batch_size))
+        # samples that the inner loader would drop are shared out, too
+        n_all = ceil((n_of(dl.dl) or n)/dl.world_size)
+        n = n_all//bs*bs if dl.drop_last else n_all
+    # otherwise the loader takes its samples in another way than `n_of` knows
+    drops_a_batch = 0<n_all-n<bs
+    micro_bs = bs if micro_batch_size is None else min(bs, micro_batch_size)
+    return LoaderSizes(bs, n, micro_bs, n_all-n if drops_a_batch else 0)
 
 def _bs_and_n(dl, micro_batch_size):
     bs,n = size_of(dl),n_of(dl)
     if bs is None and micro_batch_size is None:
-        raise ValueError(f"the training {type(dl).__name__} does not say how many samples its batches have, as `bs` or "
-            "`batch_size`: pass `micro_batch_size=` with that number" + more_link('batch-size-unknown'))
+        raise ValueError(f"the training {type(dl).__name__} does not say how many samples its batches "
+            "have, as `bs` or `batch_size`: pass `micro_batch_size=` with that number"
+            + more_link('batch-size-unknown'))
     if bs is not None and bs<1:
-        raise ValueError(f"the training {type(dl).__name__} says that its batches have {bs} samples: give it a `bs` of at "
-            "least 1" + more_link('batch-size-unknown'))
+        raise ValueError(f"the training {type(dl).__name__} says that its batches have {bs} samples: "
+            "give it a `bs` of at least 1" + more_link('batch-size-unknown'))
     if None not in (bs,micro_batch_size) and bs<micro_batch_size:
-        raise ValueError(f"`micro_batch_size={micro_batch_size}` is larger than the batches of {bs} samples that the "
-            f"training {type(dl).__name__} has, which can only be split into smaller ones: leave `micro_batch_size` "
-            f"out, or make the DataLoaders with `bs={micro_batch_size}`" + more_link('micro-batch-size'))
+        raise ValueError(f"`micro_batch_size={micro_batch_size}` is larger than the batches of {bs} "
+            f"samples that the training {type(dl).__name__} has, which can only be split into smaller "
+            f"ones: leave `micro_batch_size` out, or make the DataLoaders with `bs={micro_batch_size}`"
+            + more_link('micro-batch-size'))
     if bs is None: bs = micro_batch_size
     only_whole_batches = n is None or getattr(dl, 'drop_last', False) or ceil(n/bs)!=len(dl)
     return bs,len(dl)*bs if only_whole_batches else n
@@ -104,8 +111,8 @@ def batches_of(learn:Learner, bs:int|None=None, n:int=1)->tuple:
     """
     dl = learn.dls.train
     if bs is not None and not resizable(dl):
-        raise ValueError(f"the training {type(dl).__name__} yields ready-made batches, so it cannot make one of {bs} "
-            "samples. Make it with a batch size" + more_link('ready-made-batches'))
+        raise ValueError(f"the training {type(dl).__name__} yields ready-made batches, so it cannot "
+            f"make one of {bs} samples. Make it with a batch size" + more_link('ready-made-batches'))
     bs = bs or size_of(dl)
     if isinstance(dl, TorchDataLoader) and dl.batch_size is not None:
         kwargs = {} if isinstance(dl.dataset, IterableDataset) else dict(sampler=dl.sampler)
@@ -113,8 +120,9 @@ def batches_of(learn:Learner, bs:int|None=None, n:int=1)->tuple:
     elif isinstance(dl, DataLoader): dl = dl.new(num_workers=0, bs=bs)
     res = list(islice(dl, n))
     if not res:
-        raise ValueError(f"the training loader has no batch of {bs or 'any number of'} samples: its dataset has too "
-            "few, or it drops the only batch. Add samples, or make it with `drop_last=False`" + more_link('no-batch'))
+        raise ValueError(f"the training loader has no batch of {bs or 'any number of'} samples: its "
+            "dataset has too few, or it drops the only batch. Add samples, or make it with "
+            "`drop_last=False`" + more_link('no-batch'))
     return res,samples_of(learn, res[0], bs)
 
 # %% ../../nbs/core/01_loader_info.ipynb #order

@@ -42,17 +42,20 @@ class Targets:
     def __init__(self, ignore_index:int, weight:torch.Tensor|None=None, probs:bool=False, nan_grad:bool=True):
         self.ignore_index = ignore_index   # the target that does not count
         self.weight = weight               # a weight for each class
-        self.probs = probs                 # are floating point targets class probabilities? Then samples count, as in torch
+        self.probs = probs                 # are floating point targets class probabilities? Then samples count
         self.nan_grad = nan_grad           # may the gradient be NaN if all targets are ignored?
 
-    def __call__(self, learn:Learner)->torch.Tensor|float: # A 0-dim tensor on the targets' device, or a number
+    # A 0-dim tensor on the targets' device, or a number
+    def __call__(self, learn:Learner)->torch.Tensor|float:
         y = learn.yb[0]
         if not isinstance(y, torch.Tensor):
-            raise TypeError(f"the loss function has an `ignore_index`, but the target is of type {type(y).__name__}, "
-                "in which the targets that are not ignored cannot be counted: pass `n_items=`, a function of the "
-                "Learner that returns their number" + more_link('targets-not-counted'))
+            raise TypeError("the loss function has an `ignore_index`, but the target is of type "
+                f"{type(y).__name__}, in which the targets that are not ignored cannot be counted: pass "
+                "`n_items=`, a function of the Learner that returns their number"
+                + more_link('targets-not-counted'))
         y = plain_tensor(y)
-        if y.dtype==torch.uint8: y = y.long()   # in 8 bits without a sign, an `ignore_index` of -100 would be 156
+        # in 8 bits without a sign, an `ignore_index` of -100 would be 156
+        if y.dtype==torch.uint8: y = y.long()
         if self._of_samples(y): return find_bs(y)
         if self.weight is not None:
             kept = y!=self.ignore_index
@@ -93,16 +96,18 @@ def find_n_items(loss_func:Callable)->Callable|None:
 
 # %% ../../nbs/core/05_mean.ipynb #check
 def _checked(size, read_tensor):
-    "The value that `n_items` returned, if it is valid; reading a tensor on a GPU synchronises it, so that is optional"
+    "The value of `n_items`, if it is valid; reading a tensor on a GPU synchronises it, so that is optional"
     if isinstance(size, torch.Tensor) and size.numel()==1:
-        if on_host(size): return _checked(size.item(), read_tensor)   # to copy it to a GPU would synchronise that GPU
+        # to copy it to a GPU would synchronise that GPU
+        if on_host(size): return _checked(size.item(), read_tensor)
         if read_tensor: _checked(size.item(), read_tensor)
         return size
     if isinstance(size, bool) or not isinstance(size, Real):
         raise TypeError(f"`n_items` returned {size!r}, of type {type(size).__name__}: "
             "return a number or a tensor with one element" + more_link('size-function'))
     if not 0<=size<float('inf'):
-        raise ValueError(f"`n_items` returned {size!r}: return a finite number, zero or more" + more_link('size-function'))
+        raise ValueError(f"`n_items` returned {size!r}: return a finite number, zero or more"
+            + more_link('size-function'))
     return size
 
 # %% ../../nbs/core/05_mean.ipynb #mean
@@ -186,7 +191,8 @@ def _most(self:StepMean, learn, size, n):
     if self.find is samples: return size or n
     if not isinstance(size, torch.Tensor) and size: return size
     if isinstance(y, torch.Tensor): return y.numel()
-    return torch.where(size>0, size, n) if isinstance(size, torch.Tensor) else n   # no `or`, which would synchronise
+    # no `or`, which would synchronise
+    return torch.where(size>0, size, n) if isinstance(size, torch.Tensor) else n
 
 @patch
 def _masked(self:StepMean, learn, size, loss):
@@ -199,7 +205,8 @@ def _masked(self:StepMean, learn, size, loss):
         for o in learn.pred if isinstance(learn.pred, (tuple,list)) else (learn.pred,):
             if isinstance(o, torch.Tensor) and o.requires_grad:
                 o.register_hook(lambda g: torch.where(any_counts, g, torch.zeros_like(g)))
-    learn.loss = torch.where(any_counts, loss, self.last_loss)   # seen by loggers that record every micro-batch
+    # seen by loggers that record every micro-batch
+    learn.loss = torch.where(any_counts, loss, self.last_loss)
     return size,learn.loss
 
 # %% ../../nbs/core/05_mean.ipynb #mean-end
@@ -226,7 +233,8 @@ def loss(self:StepMean)->torch.Tensor:
 def correction(self:StepMean)->float|torch.Tensor:
     "What to multiply the gradients by, now that the size of the step is known"
     if self.is_sum: return 1.
-    expected = 1. if self.expected is None else self.expected   # `None`: only other processes had samples
+    # `None`: only other processes had samples
+    expected = 1. if self.expected is None else self.expected
     if isinstance(self.size, torch.Tensor): return torch.where(self.size>0, expected/self.size, 0.)
     return expected/self.size if self.size else 0.
 
@@ -249,5 +257,6 @@ class KeptLosses:
         "Give the loss function the means"
         for name,(total,count) in self.sums.items():
             mean = total/count
-            mean.is_step_mean = True   # not noted again if this loss function is not called in the next step
+            # not noted again if this loss function is not called in the next step
+            mean.is_step_mean = True
             setattr(learn.loss_func, name, mean)

@@ -1,4 +1,4 @@
-"""Split the Learner's batch into micro-batches, with everything that has a row for each sample; again if memory runs out.
+"""Split the Learner's batch into micro-batches, and split it further if memory runs out.
 
 Docs: https://fastaccum.github.io/fastaccum/core/micro_batches.html.md"""
 
@@ -76,12 +76,13 @@ class BatchParts:
         xb,yb = self.whole
         b = self.split((*xb,*yb), start, stop, self.n)
         if not isinstance(b, (tuple,list)):
-            raise TypeError(f"`split` returned {b!r} for a batch of {len(xb)+len(yb)} parts: return a tuple or list of these "
-                "parts" + more_link('split-function'))
+            raise TypeError(f"`split` returned {b!r} for a batch of {len(xb)+len(yb)} parts: return a tuple "
+                "or list of these parts" + more_link('split-function'))
         for whole,part in zip(yb, b[len(xb):]):
             if has_rows(whole, self.n) and not has_rows(part, stop-start):
-                raise ValueError(f"`split` returned targets of shape {tuple(getattr(part, 'shape', ()))} for the samples "
-                    f"{start} to {stop}, which are {stop-start}: return one row for each of `batch[start:stop]`"
+                shape = tuple(getattr(part, 'shape', ()))
+                raise ValueError(f"`split` returned targets of shape {shape} for the samples {start} to "
+                    f"{stop}, which are {stop-start}: return one row for each of `batch[start:stop]`"
                     + more_link('split-function'))
         return b[:len(xb)],b[len(xb):]
 
@@ -139,7 +140,8 @@ class AutoSize:
     ):
         example = 'lambda batch, start, stop, n: [o[start:stop] for o in batch]'
         self.split = check_function('split', split, 4, example)
-        self.train = self.valid = None   # samples that fit as far as is known; kept while the callback lives
+        # samples that fit as far as is known; kept while the callback lives
+        self.train = self.valid = None
         self.fixed = None                # the size, if the user has given one: it is an error if that does not fit
         self.failed = None               # samples and reason of the first failure that was not reported yet
 
@@ -165,14 +167,16 @@ class AutoSize:
         try: run()
         except Exception as e:
             if self.fixed or not is_out_of_memory(e) or not may_retry(): raise
-            reason = str(e).strip().split('\n')[0] or type(e).__name__   # not `e`: its traceback holds the memory
+            # not `e`: its traceback holds the memory
+            reason = str(e).strip().split('\n')[0] or type(e).__name__
         if reason is None: return True
         undo()
         free_memory()
         self.failed = self.failed or (n,reason)
         if n==1:
             raise torch.OutOfMemoryError(f"memory ran out with a single sample ({self.failed[1]}). Use "
-                "smaller inputs, a smaller model, half precision, or `ActivationCheckpoint()`" + more_link('out-of-memory'))
+                "smaller inputs, a smaller model, half precision, or `ActivationCheckpoint()`"
+                + more_link('out-of-memory'))
         setattr(self, 'train' if training else 'valid', n//2)
         return False
 
@@ -181,8 +185,9 @@ class AutoSize:
         if self.failed is None: return
         (n,reason),self.failed = self.failed,None
         phase = {True:'training', False:'validation'}[training]
-        warn(f"memory ran out with a micro-batch of {n} samples ({reason}). It was rolled back, and {phase} goes on in "
-            f"micro-batches of {self.most(training)} samples" + more_link('memory-ran-out'))
+        warn(f"memory ran out with a micro-batch of {n} samples ({reason}). It was rolled back, and "
+            f"{phase} goes on in micro-batches of {self.most(training)} samples"
+            + more_link('memory-ran-out'))
 
 def as_size(o:int|str|AutoSize|None)->tuple:
     """The `micro_batch_size` of `GradientAccumulation` as an `AutoSize` or `None`, and as a number if that is known
@@ -200,7 +205,8 @@ class MicroBatch:
         self.n = n              # samples in it
         self.start = start      # its first row in the batch, if the batch is split
         self.stop = stop        # the row after its last
-        self.loss_grad_fn = None   # `grad_fn` of the loss; if that of `loss_grad` differs later, a callback added a penalty
+        # `grad_fn` of the loss; if that of `loss_grad` differs later, a callback has added a penalty
+        self.loss_grad_fn = None
         self.share = 1.         # the share of its loss in the mean loss of the step
         self.ran = False        # was it back-propagated? Then it counts
         self.batch = None       # its inputs and targets, if it is a part of the Learner's batch
@@ -211,9 +217,9 @@ def explain_split(k:int, n:int):
     try: yield
     except Exception as e:
         if k<n and not is_out_of_memory(e):
-            append_message(e, f"The batch of {n} samples was split into micro-batches of {k}. If something keeps "
-                f"the whole batch, take instead `GradientCache(micro_batch_size={k})`, or make the "
-                f"DataLoaders with `bs={k}`" + more_link('code-that-stores-a-whole-batch'))
+            append_message(e, f"The batch of {n} samples was split into micro-batches of {k}. If "
+                f"something keeps the whole batch, take instead `GradientCache(micro_batch_size={k})`, "
+                f"or make the DataLoaders with `bs={k}`" + more_link('code-that-stores-a-whole-batch'))
         raise
 
 # %% ../../nbs/core/12_micro_batches.ipynb #runs
@@ -244,7 +250,8 @@ class Retries:
             return True
         learn,state = self.learn,ForwardState(self.learn.model.modules())
         for failed in self.failed:
-            for p,_ in failed.grads: p.grad = None   # the gradient that was set aside contains these samples
+            # the gradient that was set aside contains these samples
+            for p,_ in failed.grads: p.grad = None
         undo_backward = UndoBackward(params_of(learn.opt) if self.training else [], first)
         def undo():
             state.put_back()
@@ -256,9 +263,10 @@ class Retries:
 
     def _succeeded(self, micro):
         if not micro.ran and any(o.grads for o in self.failed):
-            raise torch.OutOfMemoryError("memory ran out in a backward pass after it had added to some gradients, and "
-                f"a callback has cancelled {micro.n} of its samples since, which are in these gradients: make the "
-                "DataLoaders with a batch size that fits (`learn.bs_find` finds it)" + more_link('cannot-be-undone'))
+            raise torch.OutOfMemoryError("memory ran out in a backward pass after it had added to some "
+                f"gradients, and a callback has cancelled {micro.n} of its samples since, which are in "
+                "these gradients: make the DataLoaders with a batch size that fits (`learn.bs_find` "
+                "finds it)" + more_link('cannot-be-undone'))
         while self.failed and self.failed[-1].stop==micro.stop:   # all of its samples have run again
             for p,g in self.failed.pop().grads: p.grad = g
         self.limit.report(self.training)

@@ -30,6 +30,7 @@ class Probed(NamedTuple):
     tol:float=2e-5 # The largest difference that counts as rounding
     raised:bool=False # Is the reason an error of the loss function?
     has_state:bool=False # Did the loss function return another value when it was called again?
+    adds_up:bool=False # Is the loss the sum of its parts' losses, though it should be their mean?
 
     @property
     def wrong(self)->bool:
@@ -135,7 +136,10 @@ def _compare_parts(learn, loss_func, n, find, devices):
     losses,sizes = zip(*tried)
     numbers = _to_numbers([*losses,*sizes])
     gap,scale = _gap(numbers[:3], numbers[3:], find is None)
-    res = Probed(gap/scale if gap else 0., tol=_half_tols.get(losses[0].dtype, 2e-5))
+    tol = _half_tols.get(losses[0].dtype, 2e-5)
+    gap_of_sum,scale_of_sum = _gap(numbers[:3], numbers[3:], is_sum=True)
+    adds_up = find is not None and gap_of_sum<=tol*scale_of_sum
+    res = Probed(gap/scale if gap else 0., tol=tol, adds_up=adds_up)
     if not res.wrong: return res
     again,_ = whole()
     backwards,_ = of(lambda o: o.flip(0) if isinstance(o, torch.Tensor) else o[::-1], n)

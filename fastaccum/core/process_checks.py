@@ -31,13 +31,15 @@ def check_loaders(loaders:list, comms:list):
     """
     if len(loaders)==1: return
     if min(o.n for o in loaders)<1:
-        raise ValueError(f"a process has no samples to train on (they have {', '.join(str(o.n) for o in loaders)}): "
-            "give each at least one micro-batch" + more_link('unequal-loaders'))
+        raise ValueError("a process has no samples to train on (they have "
+            f"{', '.join(str(o.n) for o in loaders)}): give each at least one micro-batch"
+            + more_link('unequal-loaders'))
     are_equal = len({(o.bs,o.micro_bs,ceil(o.n/o.unit)) for o in loaders})==1
     if are_equal or not comms: return
     have = ', '.join(f'{ceil(o.n/o.micro_bs)} micro-batches of {o.micro_bs} ({o.n} samples)' for o in loaders)
-    raise ValueError(f"the processes have different loaders ({have}), which does not work with {', '.join(comms)}: give "
-        "them equal loaders, as fastai's `DistributedDL` does" + more_link('unequal-loaders'))
+    raise ValueError(f"the processes have different loaders ({have}), which does not work with "
+        f"{', '.join(comms)}: give them equal loaders, as fastai's `DistributedDL` does"
+        + more_link('unequal-loaders'))
 
 # %% ../../nbs/core/17_process_checks.ipynb #processes
 def check_wrapped(model:nn.Module):
@@ -47,8 +49,8 @@ def check_wrapped(model:nn.Module):
     """
     if world_size()==1: return
     if any(isinstance(m, DistributedDataParallel) and m.static_graph for m in model.modules()):
-        raise ValueError("DistributedDataParallel with `static_graph=True` exchanges gradients in each backward "
-            "pass: make the model without `static_graph`, and they are exchanged once per step"
+        raise ValueError("DistributedDataParallel with `static_graph=True` exchanges gradients in each "
+            "backward pass: make the model without `static_graph`, and they are exchanged once per step"
             + more_link('static-graph'))
 
 def check_processes(processes:Processes, comms:list, is_auto:bool, warn_once:WarnOnce):
@@ -59,12 +61,13 @@ def check_processes(processes:Processes, comms:list, is_auto:bool, warn_once:War
     """
     if processes.n==1: return
     if is_auto and comms:
-        raise ValueError(f"`micro_batch_size='auto'` does not work on several processes with {', '.join(comms)}: a "
-            "process whose memory runs out repeats a micro-batch, and would wait for the others forever. Give a number "
-            "(`learn.bs_find()` finds one that fits on all processes)" + more_link('auto-on-processes'))
+        raise ValueError("`micro_batch_size='auto'` does not work on several processes with "
+            f"{', '.join(comms)}: a process whose memory runs out repeats a micro-batch, and would wait "
+            "for the others forever. Give a number (`learn.bs_find()` finds one that fits on all "
+            "processes)" + more_link('auto-on-processes'))
     if any(getattr(m, '_comm_hooks', ()) for m in processes.ddps):
-        warn_once('communication-hooks', "the DistributedDataParallel has a communication hook, which is not "
-            "used: gradients are exchanged once per step, without it")
+        warn_once('communication-hooks', "the DistributedDataParallel has a communication hook, which "
+            "is not used: gradients are exchanged once per step, without it")
 
 def check_search(learn:Learner, name:str, why:str, to_do:str):
     """Refuse several processes for the search `name`, and say why; and a loader that has no batch `to_do` it with

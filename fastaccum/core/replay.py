@@ -239,8 +239,9 @@ def _replay_all(self:ReplayedForward, grads):
         if is_too_large:
             halves = [(i,start+a,start+b) for a,b in bounds(even_sizes(stop-start, self.most))]
             todo += halves[::-1]
-        elif self.cb.limit.attempt(stop-start, self.training, lambda: self._replay(i, start, stop, grads), self._drop_grads):
-            self.sums.add()
+            continue
+        def run(): self._replay(i, start, stop, grads)
+        if self.cb.limit.attempt(stop-start, self.training, run, self._drop_grads): self.sums.add()
         else: todo.append((i,start,stop))
 
 @patch

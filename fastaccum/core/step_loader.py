@@ -36,7 +36,8 @@ class BatchStream:
     def has_more(self)->bool:
         "Does the loader have another sample? Reads its next batch if necessary"
         while self.rest is None:
-            b = next(self.batches, self)   # `self` stands for the end, because a batch may be anything else
+            # `self` stands for the end, because a batch may be anything else
+            b = next(self.batches, self)
             if b is self: return False
             expected = min(self.sizes.bs, max(1, self.sizes.n-self.n_read*self.sizes.bs))
             self.n_read += 1
@@ -62,12 +63,14 @@ class Step:
         self.size = plan.sizes[rank]            # samples of this process
         self.total = sum(plan.sizes)            # samples of all processes
         self.full = plan.full                   # samples of a complete step of all processes, in whole batches
-        self.target = min(self.size, plan.wanted)   # the step ends once this process has counted so many samples
+        # the step ends once this process has counted so many samples
+        self.target = min(self.size, plan.wanted)
 
     def _refuse(self, *_):
-        raise TypeError("during training, the items of `learn.dl` are optimizer steps, which cannot be indexed or iterated. If "
-            "the Learner has its own `all_batches`, let it only pass them to `one_batch`, and look at batches in "
-            "`before_batch` of a callback" + more_link('own-training-loop'))
+        raise TypeError("during training, the items of `learn.dl` are optimizer steps, which cannot be "
+            "indexed or iterated. If the Learner has its own `all_batches`, let it only pass them to "
+            "`one_batch`, and look at batches in `before_batch` of a callback"
+            + more_link('own-training-loop'))
     __len__ = __iter__ = __getitem__ = _refuse
 
     def n_missing(self, counted:int)->int:
@@ -108,7 +111,7 @@ class StepLoader(OneBatchLoader):
         super().__init__(learn, dl, one_batch)
         self.steps,self.sizes = steps,sizes   # the `PlannedStep`s of the epoch, and the sizes of `dl`
         self.processes = processes            # their own synchronisation is paused while steps are iterated
-        self.drop_last = drop_last            # are incomplete steps, and samples after the planned steps, left out?
+        self.drop_last = drop_last            # leave out incomplete steps, and samples after the planned steps?
         self.warn_once = warn_once or WarnOnce()
 
     def __len__(self): return len(self.steps)
@@ -121,7 +124,8 @@ class StepLoader(OneBatchLoader):
         self.processes.pause_sync(True)
         batches = BatchStream(self.dl, self.sizes)
         several = self.processes.n>1
-        for planned in self.steps:   # a process without samples has empty steps, since the others wait for it
+        # a process without samples has empty steps, since the others wait for it
+        for planned in self.steps:
             if several or batches.has_more(): yield Step(batches, planned, self.processes.rank)
         if self.drop_last: self._exhaust(batches)
         elif len(self.steps) and batches.has_more(): yield from self._unannounced(batches, several)
@@ -133,15 +137,17 @@ class StepLoader(OneBatchLoader):
         # an incomplete last step is taken if it has one sample, unless incomplete steps are dropped
         needed = sum(planned) if self.drop_last else sum(planned[:-1])+bool(planned)
         if n>=needed: return
-        self.warn_once('fewer-batches', f"the training loader had {n} samples in an epoch, fewer than its `__len__` and "
-            f"`bs` say, and too few for the {len(planned)} steps that were planned, so the schedule of learning rates does "
-            "not reach its end. Let `__len__` return the number of batches, or give the loader an attribute `n`, the number of samples")
+        self.warn_once('fewer-batches', f"the training loader had {n} samples in an epoch, fewer than its "
+            f"`__len__` and `bs` say, and too few for the {len(planned)} steps that were planned, so the "
+            "schedule of learning rates does not reach its end. Let `__len__` return the number of "
+            "batches, or give the loader an attribute `n`, the number of samples")
 
     def _unannounced(self, batches, several):
         "Steps that the loader did not announce: full ones, like the last planned step"
         if several:
-            raise RuntimeError(f"this process has samples left after {len(self.steps)} steps: its loader yields more "
-                "or larger batches than its `__len__` and `bs` say. Correct these" + more_link('more-batches'))
+            raise RuntimeError(f"this process has samples left after {len(self.steps)} steps: its "
+                "loader yields more or larger batches than its `__len__` and `bs` say. Correct these"
+                + more_link('more-batches'))
         planned = self.steps[-1]
         planned = planned._replace(sizes=(planned.full,))
         while batches.has_more(): yield Step(batches, planned, announced=False)

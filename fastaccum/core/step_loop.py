@@ -18,7 +18,7 @@ from fastai.callback.schedule import LRFinder, ParamScheduler
 from fastai.learner import Learner, Recorder
 from fastcore.basics import patch
 from .batch import join, n_samples
-from .checks import class_names
+from .checks import class_names, our_callback
 from .differences import DifferenceWarnings
 from .distributed import Processes
 from .forward_state import autocast_state, devices_of, set_autocast_state
@@ -30,7 +30,7 @@ from .micro_batches import AutoSize, BatchParts, ChangedAttrs, MicroBatch, Retri
 from .out_of_memory import is_out_of_memory
 from .plan import Plan
 from .step_loader import Step, StepLoader
-from .warnings import AccumulationWarning, WarnOnce, more_link
+from .warnings import AccumulationWarning, WarnOnce, append_message, more_link
 
 # %% ../../nbs/core/15_step_loop.ipynb #hears
 # callbacks of fastai that count steps although they have a `before_batch`
@@ -78,13 +78,15 @@ class StepLoop:
         self.acc = acc                             # the `GradientAccumulation` whose fit this is
         self.learn = learn
         self.processes = Processes(learn.model)    # the processes that train this model together
-        self.plan = self.planned_for = None        # the `Plan` of the fit, and the settings it was made for
+        # the `Plan` of the fit, and the settings it was made for
+        self.plan = self.planned_for = None
+        self.announced = None                      # the `Plan` that was printed last
         self.warn_once = WarnOnce()                # gives each warning of this fit once
         self.differences = DifferenceWarnings(self.warn_once)
         self.grad_check = GradCheck()              # did anything change the gradients between micro-batches?
         self.log_rows = LogRows()
-        self.n_more_rows = 0                       # micro-batches that were recorded, without the last one of each step
-        self.n_shown = 0                           # how much of that `learn.train_iter` contains at the moment
+        self.n_more_rows = 0                       # recorded micro-batches, without the last one of each step
+        self.n_shown = 0                           # how many of these `learn.train_iter` contains now
         self.last_loss = 0.                        # mean loss of the last step: shown where a step ignores all targets
         # of the epoch, set by `begin_epoch`
         self.loader = None                         # the `StepLoader` that the Learner iterates over
@@ -100,7 +102,8 @@ class StepLoop:
         self.kept_losses = None                    # its `KeptLosses`
         self.micro = None                          # the `MicroBatch` that runs; `None` before the first of the step
 
-    def __getstate__(self): return dict(acc=self.acc, learn=self.learn)   # for `learn.export()` in the middle of a fit
+    # for `learn.export()` in the middle of a fit
+    def __getstate__(self): return dict(acc=self.acc, learn=self.learn)
 
     @property
     def finder(self)->LRFinder|None:
@@ -143,7 +146,8 @@ def begin_epoch(self:StepLoop, plan:Plan):
     empty_grads(learn.opt)
     params = params_of(learn.opt)
     takes_out = bool(in_half(params)) or any(map(is_compiled, learn.model.modules()))
-    self.grad_sums = GradSums(params if takes_out else [])   # of all parameters, so that a micro-batch has one share
+    # of all parameters, so that a micro-batch has one share
+    self.grad_sums = GradSums(params if takes_out else [])
     self.events = Events(learn)
     size = self.acc.micro_batch_size
     self.limit = AutoSize.of_size(size) if size else self.acc.auto
@@ -152,8 +156,9 @@ def begin_epoch(self:StepLoop, plan:Plan):
     self.devices = devices_of(learn.model.modules())
     self.batch_device = self._find_batch_device()
     sizes = plan.loaders[self.processes.rank]
-    self.loader = StepLoader(learn, learn.dl, self.run_step, plan.epoch(learn.epoch), sizes, self.processes,
-        plan.drop_last, self.warn_once)
+    steps = plan.epoch(learn.epoch)
+    self.loader = StepLoader(learn, learn.dl, self.run_step, steps, sizes, self.processes, plan.drop_last,
+        self.warn_once)
     self.differences.begin_epoch(self.processes, self.loader)
     self.log_rows.begin_epoch(learn)
     learn.dl = self.loader
@@ -169,7 +174,8 @@ def _find_batch_device(self:StepLoop):
 @patch
 def run_step(self:StepLoop, i:int, step:Step):
     "Run the micro-batches of step `i`, then update the weights; replaces `Learner.one_batch` during training"
-    if not isinstance(step, Step): return type(self.learn).one_batch(self.learn, i, step)   # a callback validates
+    # a callback validates
+    if not isinstance(step, Step): return type(self.learn).one_batch(self.learn, i, step)
     self._begin_step(i, step)
     autocast = autocast_state(self.devices)
     try:
@@ -178,10 +184,12 @@ def run_step(self:StepLoop, i:int, step:Step):
             self._run_batch(*step.batches.take(missing))
             missing = step.n_missing(self.mean.samples)
             if missing: self._end_micro_batch()   # the last micro-batch ends with the step
-        self.learn.iter = i                       # it counted batches of the loader, and counts steps again
+        # it counted batches of the loader, and counts steps again
+        self.learn.iter = i
         if self._complete_grads(): self._take_step()
         else: self._skip_step()
-    except BaseException:   # also Ctrl-C and fastai's Cancel…: leave no gradient, no patch and no worker behind
+    except BaseException as e:   # also Ctrl-C and fastai's Cancel…: leave no gradient, no patch and no worker behind
+        if is_out_of_memory(e): self._explain_out_of_memory(e)
         set_autocast_state(autocast)
         torch.set_grad_enabled(True)   # an interrupt may have come where `torch.no_grad()` ends
         self._empty_grads()
@@ -190,14 +198,25 @@ def run_step(self:StepLoop, i:int, step:Step):
         raise
 
 @patch
+def _explain_out_of_memory(self:StepLoop, e):
+    "Append to the error what to do if memory runs out with micro-batches of a fixed size"
+    has_cache = our_callback(self.learn, 'GradientCache') is not None
+    who = 'GradientCache' if has_cache else type(self.acc).__name__
+    append_message(e, f"Give {who} `micro_batch_size='auto'`, which splits batches where memory runs "
+        "out and gives the same result, or make the DataLoaders with a smaller `bs`"
+        + more_link('fixed-size-does-not-fit'))
+
+@patch
 def _begin_step(self:StepLoop, i, step):
     if not self.acc.run or self.acc not in self.learn.cbs:
-        raise RuntimeError(f"{self.acc} was switched off or removed in the middle of an epoch, when a step may be half "
-            "done: do that before or after an epoch" + more_link('middle-of-an-epoch'))
+        raise RuntimeError(f"{type(self.acc).__name__} was switched off or removed in the middle of an "
+            "epoch, when a step may be half done: do that before or after an epoch"
+            + more_link('middle-of-an-epoch'))
     if not step.announced and 'larger-batches' not in self.warn_once.given:
-        self.warn_once('more-batches', "the training loader yields more batches than its `__len__` says, which is "
-            f"enough for {i} steps. So the last of these may be smaller than the others, and the schedule of "
-            "learning rates ends too early. Let `__len__` return the number of batches")
+        self.warn_once('more-batches', "the training loader yields more batches than its `__len__` "
+            f"says, which is enough for {i} steps. So the last of these may be smaller than the others, "
+            "and the schedule of learning rates ends too early. Let `__len__` return the number of "
+            "batches")
     is_first,self.step,self.micro = self.mean is None,step,None
     self.mean = StepMean(step.size, step.total, self.acc.n_items, self.processes, self.last_loss, trusted=not is_first)
     self.kept_losses = KeptLosses(self.learn)
@@ -238,10 +257,10 @@ def _is_in_place(self:StepLoop, b):
 
 @patch
 def _warn_larger_batch(self:StepLoop, n):
-    self.warn_once('larger-batches', f"a batch has {n} samples (the first dimension of its tensors) where the "
-        f"training loader says {self.loader.sizes.bs}, so a step has fewer batches than planned, and an epoch "
-        "more steps. If the first dimension does not count samples, give `accum_bs` in what it counts; if the "
-        "loader joins items, let its `bs` count samples")
+    self.warn_once('larger-batches', f"a batch has {n} samples (the first dimension of its tensors) "
+        f"where the training loader says {self.loader.sizes.bs}, so a step has fewer batches than "
+        "planned, and an epoch more steps. If the first dimension does not count samples, give "
+        "`accum_bs` in what it counts; if the loader joins items, let its `bs` count samples")
 
 # %% ../../nbs/core/15_step_loop.ipynb #micro
 @patch
@@ -288,7 +307,8 @@ def _backward(self:StepLoop):
     learn,mean = self.learn,self.mean
     if self.grad_check.noted and mean.count:
         n_changed = self.grad_check.n_changed()
-        set_aside = self.acc.auto is not None and self.acc.auto.train is not None   # since memory ran out
+        # since memory ran out
+        set_aside = self.acc.auto is not None and self.acc.auto.train is not None
         if n_changed and not set_aside: self.differences.grads_changed(n_changed)
     # a micro-batch whose loss needs no gradient is skipped; if the whole step is like that, let torch raise its error
     is_last = mean.samples+self.micro.n>=self.step.target
@@ -311,14 +331,17 @@ def _end_micro_batch(self:StepLoop, ends_batch:bool=True):
 
 @patch
 def _after_micro_batch(self:StepLoop, cb):
-    "`after_batch` where every micro-batch is recorded: for callbacks that record, `train_iter` counts micro-batches"
+    "Send `after_batch` where every micro-batch is recorded; `train_iter` counts what the callback gets"
     self.count_rows(records(cb))
     try: cb('after_batch')
     finally: self.count_rows(False)
 
 @patch
 def count_rows(self:StepLoop, rows:bool):
-    "Let `learn.train_iter` count the rows that are recorded, or steps; between epochs TensorBoard and ShowGraph need rows"
+    """Let `learn.train_iter` count the rows that are recorded, or steps
+
+    Between epochs, TensorBoard and ShowGraph need the number of rows.
+    """
     shown = self.n_more_rows if rows else 0
     self.learn.train_iter += shown-self.n_shown
     self.n_shown = shown
@@ -360,7 +383,7 @@ def _take_step(self:StepLoop):
     learn,ran = self.learn,self.micro is not None
     micro_loss,step_loss = learn.loss,self.mean.loss
     learn.loss = self.last_loss = step_loss
-    if not ran:   # without samples there is no `before_batch`, but this process must set the same learning rate as others
+    if not ran:   # a process without samples must still set the same learning rate as the others
         for cb in self.events.listeners('before_batch'):
             if isinstance(cb, ParamScheduler): cb('before_batch')
     try:
@@ -404,7 +427,8 @@ def _skip_step(self:StepLoop):
     self._empty_grads()
     if self.micro is None: return
     self._end_micro_batch()
-    if self.mean.samples or not len(self.learn.yb): return   # without targets, fastai trains nothing either
+    # without targets, fastai trains nothing either
+    if self.mean.samples or not len(self.learn.yb): return
     self.warn_once('cancelled', "callbacks have cancelled all micro-batches that were left in an epoch "
         "(`CancelBatchException`), so no step was taken with them. If they decide by `train_iter`, "
         "which counts steps, they cancel all that follows, too: let them decide by `learn.iter`, which "
@@ -414,10 +438,11 @@ def _skip_step(self:StepLoop):
 def _opt_step(self:StepLoop):
     try: self.learn._step()
     except Exception as e:
-        if self.acc.auto is None or not is_out_of_memory(e): raise
-        raise torch.OutOfMemoryError(f"memory ran out in the optimizer's step ({e}). Smaller micro-batches do not "
-            "help there, because the optimizer keeps values for each parameter. Use an optimizer that keeps fewer, "
-            "such as SGD, a smaller model, or parameters in half precision" + more_link('out-of-memory')) from e
+        if not is_out_of_memory(e): raise
+        raise torch.OutOfMemoryError(f"memory ran out in the optimizer's step ({e}). Smaller "
+            "micro-batches do not help there, because the optimizer keeps values for each parameter. "
+            "Use an optimizer that keeps fewer, such as SGD, a smaller model, or parameters in half "
+            "precision" + more_link('out-of-memory')) from e
 
 # %% ../../nbs/core/15_step_loop.ipynb #split
 @patch
@@ -434,7 +459,8 @@ def _in_parts(self:StepLoop, n, rows, limit, changed, run, end):
     learn,training = self.learn,self.learn.training
     parts,retries = BatchParts(learn, rows, changed, limit.split),Retries(learn, limit)
     is_first_batch = training and not learn.iter
-    if is_first_batch and not limit.fixed: parts.cut(0, 1)   # refuse what cannot be split before a weight changes
+    # refuse what cannot be split before a weight changes
+    if is_first_batch and not limit.fixed: parts.cut(0, 1)
     start = 0
     try:
         while start<rows:
@@ -460,7 +486,8 @@ def run_valid_batch(self:StepLoop, i:int, b:object):
     self.events = self.events or Events(learn)
     learn.iter = i
     learn._split(learn._set_device(b))
-    outs,kept = [],KeptLosses(learn)   # `outs`: samples, predictions, loss and its number of items, of each part
+    # `outs`: samples, predictions, loss and its number of items, of each part
+    outs,kept = [],KeptLosses(learn)
     def keep():
         find = self.acc.n_items or find_n_items(learn.loss_func)
         items = None if find is None or not len(learn.yb) else find(learn)

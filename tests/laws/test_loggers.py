@@ -55,7 +55,7 @@ def tensorboard(learn):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from fastai.callback.tensorboard import TensorBoardCallback
     def read():
-        events = EventAccumulator(str(learn.path)).Reload()
+        events = EventAccumulator(str(learn.path), purge_orphaned_data=False).Reload()
         def of(k): return sorted(events.Scalars(k), key=lambda o: o.wall_time)   # files come in order of name
         return {k:[(o.step,o.value) for o in of(k)] for k in events.Tags()['scalars']}
     return lambda: [TensorBoardCallback(learn.path, trace_model=False, log_preds=False)],read
@@ -114,6 +114,8 @@ def watched(watch, d, make_acc, big=False):
     def interrupted():
         interrupt = RaiseAt('before_step', KeyboardInterrupt, 0, skip=2)
         with pytest.raises(KeyboardInterrupt): learn.fit(1, 0.01, cbs=interrupt)
+        for cb in learn.cbs:
+            if 'writer' in vars(cb): cb.writer.close()   # otherwise TensorBoard writes what is left at some later time
         learn.opt.zero_grad()   # a plain fit leaves gradients after an interrupt
     two = run(2, lambda: learn.fit_one_cycle(2, 0.05))
     run(1, lambda: learn.lr_find(num_it=10, show_plot=False), GradientAccumulation(two[1][0]))

@@ -149,7 +149,7 @@ def test_an_interrupt_anywhere_in_our_code_leaves_no_trace_in_later_fits(way, st
         for bs,cbs in ((micro,[]),(accum,[GradientAccumulation(accum)])): same_fits(learn, bs, *cbs)
 
 def fit_interrupted(at):
-    "A Learner whose fit was interrupted at the `at`th bytecode of the end of the loader of steps, and how many there are"
+    "Interrupt a fit at the `at`th bytecode of the end of the loader of steps; returns the Learner and their number"
     learn,ran,functions = learner(),0,('__iter__','end','undo','pause_sync')
     def local(frame, event, arg):
         nonlocal ran

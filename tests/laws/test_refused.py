@@ -104,8 +104,8 @@ named = partial(toy, loss_func=Ignores(), data=[(x,dict(y=y)) for x,y in toy_dat
 
 acc,fastais = GradientAccumulation,FastaiGradientAccumulation
 refused = dict(
-    two=(toy, lambda: [acc(16),acc(8)], ValueError, '2 callbacks accumulate.*remove_cb'),
-    fastais_too=(toy, lambda: [fastais(16),acc(8)], ValueError, '2 callbacks accumulate.*remove_cb'),
+    two=(toy, lambda: [acc(16),acc(8)], ValueError, '2 callbacks accumulate.*keep one'),
+    fastais_too=(toy, lambda: [fastais(16),acc(8)], ValueError, '2 callbacks accumulate.*keep one'),
     added_up_in_half_precision=(toy, lambda: [HalfGradients(),acc(8)], ValueError, r'to_fp16\(\)'),
     steps_in_backward=(hooked, lambda: [acc(8)], ValueError, "'2.weight' has a hook.*Remove the hook"),
     steps_by_itself=(own_loop, lambda: [acc(8)], ValueError, 'own `_do_one_batch`.*into callbacks'),

@@ -1,0 +1,297 @@
+"What a new user types is right, or is answered with what was meant; and a fit says what it is about to do."
+import pytest, random, subprocess, sys
+from torch.nn import functional as F
+from fastai.vision.all import (CrossEntropyLossFlat, CutMix, DataLoader, DataLoaders, GradientAccumulation as
+    FastaiGradientAccumulation, Learner, MixUp, nn, set_seed, torch)
+from fastaccum import (FreezeBN, GradientAccumulation, GradientAccumulationSchedule, GradientAccumulationScheduler,
+    GradientCache, ScaledLR)
+from fastaccum.testing import assert_same_run, both_runs, one_cycle, toy
+from common import CallAt, LimitedMemory, runs_out_above
+from test_warned import count_warnings
+
+x = torch.randn(70, 5)
+data = list(zip(x, (x[:,0]>0).long()))
+
+def learner(bs=4, drop_last=False, **kwargs):
+    "Return a Learner as users have it, with a table, on 70 samples"
+    dls = DataLoaders(DataLoader(data, bs=bs, drop_last=drop_last), DataLoader(data, bs=32))
+    return Learner(dls, nn.Linear(5, 2), CrossEntropyLossFlat(), **kwargs)
+
+def announced(capsys):
+    "Return the lines that fastaccum has printed, and what was printed after the last one"
+    head,*rest = capsys.readouterr().out.split('GradientAccumulation')
+    lines = [f'GradientAccumulation{o}'.partition('\n')[0] for o in rest]
+    return lines,rest[-1].partition('\n')[2] if rest else head
+
+schedule,scheduler = GradientAccumulationSchedule,GradientAccumulationScheduler
+said = [(lambda: GradientAccumulation(16), {}, 'GradientAccumulation: steps of 16 samples (4 micro-batches of 4), '
+        '5 steps per epoch, the last of 6 samples'),
+    (lambda: GradientAccumulation(16), dict(drop_last=True), 'GradientAccumulation: steps of 16 samples '
+        '(4 micro-batches of 4), 4 steps per epoch, 6 of 70 samples left out of each epoch'),
+    (lambda: GradientAccumulation(n_batches=2), {}, 'GradientAccumulation: steps of 8 samples (2 micro-batches of 4), '
+        '9 steps per epoch, the last of 6 samples'),
+    (lambda: GradientAccumulation(35, micro_batch_size='auto'), dict(bs=35), 'GradientAccumulation: steps of '
+        '35 samples (1 batch of 35, split where memory runs out), 2 steps per epoch'),
+    (lambda: GradientAccumulation(14, micro_batch_size=4), dict(bs=10), 'GradientAccumulation: steps of 14 samples '
+        '(micro-batches of at most 4), 5 steps per epoch'),
+    (lambda: schedule(4, 16, finish=1.), {}, 'GradientAccumulationSchedule: steps of 4 to 16 samples '
+        '(1 to 4 micro-batches of 4), 20 steps in 2 epochs'),
+    (lambda: scheduler({0:4, 1:2}), dict(drop_last=True), 'GradientAccumulationScheduler: steps of 16 to 8 samples '
+        '(4 to 2 micro-batches of 4), 12 steps in 2 epochs, 6 of 70 samples left out of each epoch')]
+
+@pytest.mark.parametrize('make,kwargs,line', said)
+def test_a_line_above_the_table_says_what_the_steps_are_and_the_plan_uses_the_same_words(make, kwargs, line, capsys):
+    learn,acc = learner(**kwargs),make()
+    learn.fit(2, cbs=acc)
+    lines,table = announced(capsys)
+    assert lines==[line] and 'train_loss' in table
+    plan = acc.plan(learn, 2)
+    assert repr(plan).startswith(line.partition(': ')[2]) and sum(plan.steps)==len(learn.recorder.losses)
+
+def test_the_line_comes_with_a_table_only_once_per_plan_and_not_if_it_is_switched_off(capsys):
+    learn,acc = learner(cbs=GradientAccumulation(16)),GradientAccumulation
+    learn.fit_one_cycle(3)
+    assert len(announced(capsys)[0])==1
+    with learn.no_logging(): learn.fit(1)
+    with learn.no_bar(): learn.fit(1)
+    learn.validate()
+    learn.get_preds()
+    learn.lr_find(show_plot=False)
+    learn.accum_check()
+    assert announced(capsys)[0]==[]
+    learn.remove_cb(acc)
+    for quiet in (acc(16, verbose=False), schedule(8, 16, verbose=False), scheduler({0:2}, verbose=False)):
+        learn.fit(1, cbs=quiet)
+        learn.remove_cb(acc)
+    assert announced(capsys)[0]==[]
+
+def test_a_plan_that_changes_in_a_fit_is_said_again(capsys):
+    learn = learner(cbs=GradientAccumulation(16))
+    grow = CallAt('before_epoch', lambda l: setattr(l.gradient_accumulation, 'accum_bs', 16 if l.epoch<2 else 32))
+    learn.fit(4, cbs=grow)
+    assert [o[:41] for o in announced(capsys)[0]]==[f'GradientAccumulation: steps of {n} samples' for n in (16,32)]
+
+@pytest.mark.parametrize('acc,words', [(GradientAccumulation(48), 'steps of 48 samples'),
+    (GradientAccumulation(), 'steps of 32 samples'), (GradientAccumulation(n_batches=4), 'steps of 4 micro-batches'),
+    (GradientAccumulation(8, micro_batch_size=4), 'steps of 8 samples (micro-batches of at most 4)'),
+    (GradientAccumulation(8, micro_batch_size='auto'), 'steps of 8 samples, split where memory runs out'),
+    (schedule(8, 32), 'steps of 8 to 32 samples'), (scheduler({0:2, 3:8}), 'steps of 2 to 8 micro-batches')])
+def test_a_callback_shows_its_size(acc, words): assert repr(acc)==f'{type(acc).__name__}: {words}'
+
+# Batches instead of samples
+
+@pytest.mark.parametrize('seed', range(6))
+def test_n_batches_is_that_many_micro_batches(seed):
+    r = random.Random(seed)
+    micro,n_batches,n = r.randint(1, 9),r.randint(1, 6),r.randint(30, 90)
+    a,_ = both_runs(micro, micro*n_batches, n=n)
+    b,c = toy(micro, n=n),toy(micro*2, n=n)
+    one_cycle(b, [GradientAccumulation(n_batches=n_batches)])
+    assert_same_run(a, b)
+    acc = GradientAccumulation(n_batches=n_batches, micro_batch_size=micro)   # batches of the loader are split
+    assert acc.accum_bs is None
+    one_cycle(c, [acc])
+    assert acc.accum_bs==micro*n_batches
+    assert_same_run(a, c)
+
+def test_n_batches_follows_the_loader_until_accum_bs_is_set():
+    acc = GradientAccumulation(n_batches=3)
+    for bs in (4,10):
+        learn = toy(bs, cbs=acc)
+        assert acc.accum_bs==3*bs or acc.loop is not None
+        learn.fit(1)
+        assert acc.accum_bs==3*bs and len(learn.recorder.losses)==-(-70//(3*bs))
+        learn.remove_cb(acc)
+    acc.accum_bs = 20
+    assert acc.n_batches is None and acc.plan(learn).sizes==[[20,20,20,10]]
+
+@pytest.mark.parametrize('kwargs', [dict(accum_bs=64), dict(n_acc=64)])
+def test_samples_and_batches_together_are_refused(kwargs):
+    nm, = kwargs
+    with pytest.raises(ValueError, match=f'`{nm}=64`.*`n_batches=4`.*give one') as e:
+        GradientAccumulation(n_batches=4, **kwargs)
+    assert '#two-sizes' in str(e.value)
+    for bad in (0, 4., '4', True):
+        with pytest.raises((ValueError,TypeError), match='n_batches=.*give'): GradientAccumulation(n_batches=bad)
+    with pytest.raises(TypeError): GradientAccumulation(64, True, None, None, None, 4)   # by name only
+
+@pytest.mark.parametrize('nm', ['accum_bs','n_acc'])
+def test_a_step_smaller_than_a_batch_says_that_samples_are_counted_and_how_to_count_batches(nm):
+    with pytest.warns(UserWarning, match='larger than') as told: toy(16).fit(1, 0.1, cbs=GradientAccumulation(**{nm:4}))
+    for o in (f'`{nm}` counts samples, not batches', f'for steps of 4 batches of 16, give `{nm}=64` or `n_batches=4`'):
+        assert o in str(told[0].message)
+    for remedy in ({nm:64}, dict(n_batches=4)): assert GradientAccumulation(**remedy).plan(toy(16)).sizes==[[64,6]]
+
+# Samples left out, and steps larger than an epoch
+
+left_out,no_step = {('','samples-left-out'):1},{('','no-step'):1}
+
+@pytest.mark.parametrize('accum_bs,acc,expected', [(48,{},left_out), (48,dict(drop_last=False),{}),
+    (48,dict(drop_last=True),{}), (60,{},left_out), (64,{},{}), (16,{},{}), (4,{},{})])
+def test_a_tenth_of_the_samples_or_more_is_not_left_out_in_silence(accum_bs, acc, expected):
+    learn = learner(drop_last=True)   # of 70 samples, the loader itself leaves out 2
+    with learn.no_bar(), learn.no_logging():
+        told = count_warnings(lambda: learn.fit(2, cbs=GradientAccumulation(accum_bs, **acc)))
+    assert told==expected
+
+def test_what_is_left_out_with_a_schedule_is_counted_over_all_epochs():
+    for sizes,expected in (((16,48),left_out), ((8,16),{})):
+        learn = learner(drop_last=True)
+        with learn.no_bar(), learn.no_logging():
+            assert count_warnings(lambda: learn.fit(3, cbs=schedule(*sizes)))==expected
+
+def test_what_is_said_of_the_samples_left_out_is_true():
+    learn = learner(drop_last=True)
+    with pytest.warns(UserWarning, match='^22 of 70 samples are left out of each epoch.*`drop_last=False`'):
+        learn.fit(1, cbs=GradientAccumulation(48))
+    assert GradientAccumulation(48, drop_last=False).plan(learn).sizes==[[48,20]]
+
+@pytest.mark.parametrize('loader_drops', [False,True])
+def test_a_step_larger_than_the_epoch_is_told(loader_drops):
+    for drop_last,expected in ((None,no_step), (False,{})):
+        learn = learner(drop_last=loader_drops)
+        with learn.no_bar(), learn.no_logging():
+            fit = lambda: learn.fit(1, cbs=GradientAccumulation(5000, drop_last=drop_last))
+            assert count_warnings(fit)==expected
+        assert len(learn.recorder.losses)==1
+
+# fastai's class by accident
+
+below = "from fastaccum import GradientAccumulation\nfrom fastai.vision.all import *\n"   # as a sorter leaves it
+above = "from fastai.vision.all import *\nfrom fastaccum import GradientAccumulation\n"
+fits = """
+import warnings
+from fastaccum.testing import toy
+def told(*cbs):
+    with warnings.catch_warnings(record=True) as collected:
+        warnings.simplefilter('always')
+        exec('import warnings\\n'+{before!r})
+        for cb in cbs: toy(4).fit(1, 0.1, cbs=cb)
+    return [str(o.message) for o in collected if 'fastaccum' in str(o.message)]
+print(told({cb}, {cb}))
+"""
+by_name = 'import fastaccum\n'+below.partition('\n')[2]
+silenced = "import fastaccum; warnings.filterwarnings('ignore', category=fastaccum.ImportOrderWarning)"
+
+@pytest.mark.parametrize('imports,cb,before,n', [(below, 'GradientAccumulation(8)', '', 1),
+    (above, 'GradientAccumulation(8)', '', 0), (by_name, 'fastaccum.GradientAccumulation(8)', '', 0),
+    (below, 'GradientAccumulation(8)', silenced, 0), (below, 'GradientClip(1.)', '', 0),
+    (below, 'type("Own", (GradientAccumulation,), {})(8)', '', 0)])
+def test_a_fit_with_fastais_class_warns_once_per_process(imports, cb, before, n):
+    code = imports+fits.format(cb=cb, before=before)
+    res = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True, timeout=300)
+    messages = eval(res.stdout)
+    assert len(messages)==n
+    for o in ("fastai's `GradientAccumulation`", 'did a tool sort the imports?', 'Import fastaccum after fastai',
+        '`import fastaccum` and `fastaccum.GradientAccumulation(…)`', '#import-order'):
+        assert all(o in m for m in messages)
+
+def test_fastais_class_does_the_same_as_without_fastaccum():
+    method = FastaiGradientAccumulation._orig_before_fit
+    runs = [toy(4),toy(4)]
+    runs[0].fit(2, 0.1, cbs=FastaiGradientAccumulation(8))
+    runs[1].fit(2, 0.1, cbs=type('Stock', (FastaiGradientAccumulation,), dict(before_fit=method))(8))
+    assert_same_run(*runs)
+
+# Arguments in the wrong place
+
+layer = nn.Linear(2, 2)
+slips = [(lambda: GradientAccumulation(64, 32), '`micro_batch_size=32`'),
+    (lambda: GradientAccumulation(64, 'auto'), "`micro_batch_size='auto'`"),
+    (lambda: GradientCache(16), r'`GradientCache\(micro_batch_size=16\)`'),
+    (lambda: GradientCache('auto'), r"`GradientCache\(micro_batch_size='auto'\)`"),
+    (lambda: ScaledLR(64), r'`ScaledLR\(base_bs=64\)`'), (lambda: FreezeBN(layer), r'`lambda m: m\[0\]`'),
+    (lambda: GradientAccumulation(8).plan(5), r'`plan\(5\)`: give a Learner.*`plan\(learn, 5\)`'),
+    (lambda: GradientAccumulation(8).plan(None), r'`plan\(None\)`: give a Learner')]
+
+@pytest.mark.parametrize('f,words', slips)
+def test_an_argument_in_the_wrong_place_is_refused_with_what_was_meant(f, words):
+    with pytest.raises(TypeError, match=words) as e: f()
+    assert '\nMore: https://' in str(e.value)
+
+def test_a_plan_takes_a_learner_its_loaders_or_a_loader():
+    learn,acc = toy(4),GradientAccumulation(16)
+    assert acc.plan(learn).sizes==acc.plan(learn.dls).sizes==acc.plan(learn.dls.train).sizes==[[16]*4+[6]]
+    assert acc.plan(learn, 3).steps==[5]*3
+
+# Two callbacks
+
+def refusal(learn, cbs):
+    with pytest.raises(ValueError, match='callbacks accumulate') as e: learn.fit(1, 0.1, cbs=cbs)
+    return str(e.value)
+
+def test_two_callbacks_are_said_to_be_where_they_are():
+    acc = GradientAccumulation
+    both_passed = refusal(toy(4), [acc(8),acc(16)])
+    assert both_passed.count('passed to `fit`')==2
+    assert 'on the Learner' not in both_passed and 'remove_cb' not in both_passed
+    one_each = refusal(toy(4, cbs=acc(8)), FastaiGradientAccumulation(16))
+    ours,fastais = "fastaccum's GradientAccumulation (on the Learner)","fastai's GradientAccumulation (passed to `fit`)"
+    assert f'{ours}, {fastais}' in one_each and 'remove_cbs' in one_each
+    both_there = refusal(toy(4, cbs=[acc(8),acc]), None)
+    assert both_there.count('(on the Learner)')==2 and 'passed' not in both_there
+    assert refusal(toy(4, cbs=acc(8)), acc).count('passed')==1   # a class, of which fastai makes an object
+
+# Memory that runs out with a fixed size
+
+def with_limit(cap): return nn.Sequential(nn.Linear(5, 3), LimitedMemory(runs_out_above(cap, 'backward'))).double()
+def one_group(m): return [list(m.parameters())]
+
+@pytest.mark.parametrize('bs,cbs', [(16,[GradientAccumulation(16)]),
+    (16,[GradientAccumulation(16, micro_batch_size=8)]), (8,[GradientAccumulationScheduler({0:2})])])
+def test_an_out_of_memory_error_names_auto_which_then_works(bs, cbs):
+    learn = toy(bs, model=lambda: with_limit(5), splitter=one_group)
+    with pytest.raises(torch.OutOfMemoryError, match="planted.*\n.*`micro_batch_size='auto'`") as e:
+        learn.fit(1, cbs=cbs)
+    assert '#fixed-size-does-not-fit' in str(e.value)
+    with pytest.warns(UserWarning, match='memory ran out'):
+        learn.fit(1, cbs=GradientAccumulation(16, micro_batch_size='auto'))
+
+def test_beside_a_cache_the_cache_gets_auto():
+    learn = toy(8, model=lambda: with_limit(3), splitter=one_group)
+    cbs = [GradientAccumulation(16),GradientCache(micro_batch_size=4)]
+    with pytest.raises(torch.OutOfMemoryError, match="Give GradientCache `micro_batch_size='auto'`"):
+        learn.fit(1, cbs=cbs)
+
+# A loss that is a sum, without saying so
+
+def sum_loss(p, y): return F.cross_entropy(p, y, reduction='sum')
+def fit_small_rate(l, cbs): l.fit(2, 1e-3, cbs=cbs)
+
+def test_a_sum_that_does_not_say_so_is_told_how_to_say_it_and_then_is_right():
+    with pytest.warns(UserWarning, match="losses add up to it.*`learn.loss_func.reduction = 'sum'`"):
+        both_runs(n=64, loss_func=lambda p,y: sum_loss(p, y), fit=fit_small_rate)
+    def says(p, y): return sum_loss(p, y)
+    says.reduction = 'sum'
+    runs = []
+    assert not count_warnings(lambda: runs.extend(both_runs(n=64, loss_func=says, fit=fit_small_rate)))
+    assert_same_run(*runs)
+
+def test_a_loss_that_is_neither_is_not_taken_for_a_sum():
+    def root(p, y): return F.cross_entropy(p, y).sqrt()
+    with pytest.warns(UserWarning, match='not the mean of its parts') as told: both_runs(n=64, loss_func=root)
+    assert not [o for o in told if "= 'sum'" in str(o.message)]
+
+# MixUp and CutMix
+
+def images(bs, cbs):
+    "Return a Learner on 16 small images"
+    set_seed(0)
+    ds = [(torch.rand(1, 6, 6), i%3) for i in range(16)]
+    dls = DataLoaders(DataLoader(ds, bs=bs), DataLoader(ds, bs=16))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+    return Learner(dls, model, CrossEntropyLossFlat(), cbs=cbs)
+
+@pytest.mark.parametrize('mixer', [MixUp,CutMix])
+def test_mixing_within_micro_batches_is_told_and_the_remedy_is_right(mixer):
+    def losses(bs, *cbs):
+        learn = images(bs, [mixer(),*cbs])
+        with learn.no_bar(), learn.no_logging():
+            told = count_warnings(lambda: (set_seed(1),learn.fit(2, 0.1)))
+        return told,[o.item() for o in learn.recorder.losses]
+    _,big = losses(8)
+    told,differs = losses(4, GradientAccumulation(8))
+    assert told=={('AccumulationWarning','mixed-in-micro-batches'):1} and differs!=pytest.approx(big)
+    told,same = losses(8, GradientAccumulation(8, micro_batch_size=4))
+    assert not told and same==pytest.approx(big)
+    assert not losses(8, GradientAccumulation(8))[0]   # nothing is accumulated

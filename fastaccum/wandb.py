@@ -51,7 +51,7 @@ def config(learn:Learner)->dict:
     "Collect the values of fastai's `gather_args`, and the arguments of the Learner and of its callbacks"
     res = {name:plain(o) for name,o in learn.gather_args().items()}
     res['Learner'] = arguments(learn)
-    for cb in learn.cbs: res[f'{cb}'] = arguments(cb) or True
+    for cb in learn.cbs: res[type(cb).__name__] = arguments(cb) or True
     return res
 
 # %% ../nbs/11_wandb.ipynb #offline

@@ -91,7 +91,8 @@ def _not_a_mean(self:LossTrials, probed:Probed, learn, micro, mean)->bool: # Was
     is_sum = ''
     if probed.adds_up: is_sum = (" The parts' losses add up to it: if it is meant to be a sum, say so "
         "with `learn.loss_func.reduction = 'sum'` before the fit.")
-    self.warn_once('loss-not-a-mean', f"the loss of a micro-batch is not the {mean.kind} of its parts' "
+    kind = 'sum' if mean.is_sum else 'mean'
+    self.warn_once('loss-not-a-mean', f"the loss of a micro-batch is not the {kind} of its parts' "
         f"losses ({how}), so this run differs from the full-batch run.{is_sum} Use `reduction='mean'` "
         "throughout, pass `n_items=`, a function that returns how many items the mean covers, or let "
         "the loss see the whole batch with `GradientCache`", LossWarning)
@@ -128,7 +129,8 @@ def _fails_on_a_part(self:LossTrials, probed, learn, micro, mean)->bool:
     computed_by_loss_func = micro.loss_grad_fn is not None
     is_single = (n_samples(learn.yb, micro.n) or micro.n)==1
     if not probed.raised or is_single or not computed_by_loss_func: return False
-    self.warn_once('loss-not-tried', f"it could not be checked that the loss is the {mean.kind} of its "
+    kind = 'sum' if mean.is_sum else 'mean'
+    self.warn_once('loss-not-tried', f"it could not be checked that the loss is the {kind} of its "
         f"parts' losses, since it fails on a part ({probed.reason}). If it uses more than predictions "
         "and targets, this run may differ from the full-batch run: run `learn.accum_check()` to find out", LossWarning)
     return True
@@ -138,7 +140,8 @@ def _uneven_labels(self:LossTrials, probed, learn, micro, mean)->bool:
     "Warn of a loss that could not be tried if samples have different numbers of labels"
     may_warn = probed.off is None and mean.find is samples and 'loss-not-tried' not in self.warn_once.given
     if not (may_warn and self._has_uneven_labels(learn, n_samples(learn.yb, micro.n) or micro.n)): return False
-    self.warn_once('loss-not-tried', f"it could not be checked that the loss is the {mean.kind} of its "
+    kind = 'sum' if mean.is_sum else 'mean'
+    self.warn_once('loss-not-tried', f"it could not be checked that the loss is the {kind} of its "
         "parts' losses, and samples have different numbers of labels other than -100. If the loss is a "
         "mean over these labels, as one that the model computes usually is, this run differs from the "
         "full-batch run: pass `n_items=`, a function that counts the labels that the model counts, such "

@@ -158,11 +158,6 @@ class StepMean:
         self.current = n,size,loss
         return size/self.expected
 
-    @property
-    def kind(self)->str:
-        "'sum' or 'mean', for messages"
-        return 'sum' if self.is_sum else 'mean'
-
     def add(self, learn:Learner):
         "Count the micro-batch that was measured and back-propagated"
         n,size,loss = self.current

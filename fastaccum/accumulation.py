@@ -169,15 +169,20 @@ def _announce(self:GradientAccumulation):
 
 @patch
 def after_train(self:GradientAccumulation):
-    if self.loop is not None: self.loop.count_rows(True)
+    if self.loop is not None: self.loop.log_rows.count_rows(self.learn, True)
 
 @patch
 def after_fit(self:GradientAccumulation):
-    if not self.validates and self.loop is not None: self.loop.count_rows(False)
+    if not self.validates and self.loop is not None: self.loop.log_rows.count_rows(self.learn, False)
 
 @patch
 def before_backward(self:GradientAccumulation):
-    "Multiply the loss by the share of the micro-batch in its step; penalties were added, and nothing is scaled yet"
+    """Multiply the loss by the share of the micro-batch in its step
+
+    Penalties were added before, and mixed precision has not scaled the loss yet.
+
+    RuntimeError: the batch does not come from the loader of steps
+    """
     learn,loop = self.learn,self.loop
     if 'one_batch' not in vars(learn):
         raise RuntimeError("the Learner runs batches that do not come from the loader of steps that "

@@ -102,10 +102,10 @@ def _not_a_mean(self:LossTrials, probed:Probed, learn, micro, mean)->bool: # Was
 def _has_state(self:LossTrials, probed, learn, micro, mean)->bool:
     "Warn of a loss that depends on the calls before"
     if not probed.has_state: return False
-    self.warn_once('loss-with-state', "the loss function returns another value when it is called again "
-        "with the same predictions and targets, so it keeps something from one call to the next, such as "
-        "a running mean, a memory or a count. It is called with each micro-batch, and in the full-batch "
-        "run once per step, so this run differs. Call it once per step, with the whole batch, by "
+    self.warn_once('loss-with-state', "the loss function returns another value when it is called "
+        "again with the same predictions and targets, so it keeps something from one call to the next, "
+        "such as a running mean, a memory or a count. It is called with each micro-batch, and in the "
+        "full-batch run once per step, so this run differs. Call it once per step, with the whole batch, by "
         "`GradientCache`",
         StateWarning)
     return True
@@ -228,8 +228,8 @@ class DifferenceWarnings:
         self.warn_once('parameter-hooks', f"the parameter {hooked[0]!r}{more} has a hook "
             "(`register_hook`) that gets the gradient of each micro-batch, weighted with its share in "
             "the step, and not the gradient of the step. If the hook clips or normalises it, this run "
-            "differs from the full-batch run. Remove the hook, and do that to `p.grad` in `before_step`. A hook "
-            "that multiplies by a constant is right",
+            "differs from the full-batch run. Remove the hook, and do that to `p.grad` in "
+            "`before_step`. A hook that multiplies by a constant is right",
             AccumulationWarning)
 
     def _warn_loader(self, step):

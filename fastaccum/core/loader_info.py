@@ -34,7 +34,7 @@ def n_of(dl:object)->int|None:
     "Samples in an epoch, including those that `drop_last` leaves out, if the loader tells"
     for name in ('partial_n','n'):   # fastai's `PartialDL` yields `partial_n` of its `n` samples
         if getattr(dl, name, None) is not None: return getattr(dl, name)
-    # the sampler of a batch sampler first: PyTorch's loader then has another sampler that it does not use
+    # the batch sampler's sampler first: PyTorch's loader then has another sampler, which it does not use
     for source in ('batch_sampler.sampler','sampler','dataset'):
         with suppress(TypeError, AttributeError): return len(attrgetter(source)(dl))
 

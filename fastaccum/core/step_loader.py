@@ -111,7 +111,7 @@ class StepLoader(OneBatchLoader):
         super().__init__(learn, dl, one_batch)
         self.steps,self.sizes = steps,sizes   # the `PlannedStep`s of the epoch, and the sizes of `dl`
         self.processes = processes            # their own synchronisation is paused while steps are iterated
-        self.drop_last = drop_last            # leave out incomplete steps, and samples after the planned steps?
+        self.drop_last = drop_last            # leave out incomplete steps, and samples after these?
         self.warn_once = warn_once or WarnOnce()
 
     def __len__(self): return len(self.steps)
@@ -137,9 +137,9 @@ class StepLoader(OneBatchLoader):
         # an incomplete last step is taken if it has one sample, unless incomplete steps are dropped
         needed = sum(planned) if self.drop_last else sum(planned[:-1])+bool(planned)
         if n>=needed: return
-        self.warn_once('fewer-batches', f"the training loader had {n} samples in an epoch, fewer than its "
-            f"`__len__` and `bs` say, and too few for the {len(planned)} steps that were planned, so the "
-            "schedule of learning rates does not reach its end. Let `__len__` return the number of "
+        self.warn_once('fewer-batches', f"the training loader had {n} samples in an epoch, fewer than "
+            f"its `__len__` and `bs` say, and too few for the {len(planned)} steps that were planned, "
+            "so the schedule of learning rates does not reach its end. Let `__len__` return the number of "
             "batches, or give the loader an attribute `n`, the number of samples")
 
     def _unannounced(self, batches, several):

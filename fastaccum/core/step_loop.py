@@ -85,8 +85,6 @@ class StepLoop:
         self.differences = DifferenceWarnings(self.warn_once)
         self.grad_check = GradCheck()              # did anything change the gradients between micro-batches?
         self.log_rows = LogRows()
-        self.n_more_rows = 0                       # recorded micro-batches, without the last one of each step
-        self.n_shown = 0                           # how many of these `learn.train_iter` contains now
         self.last_loss = 0.                        # mean loss of the last step: shown where a step ignores all targets
         # of the epoch, set by `begin_epoch`
         self.loader = None                         # the `StepLoader` that the Learner iterates over
@@ -152,13 +150,12 @@ def begin_epoch(self:StepLoop, plan:Plan):
     size = self.acc.micro_batch_size
     self.limit = AutoSize.of_size(size) if size else self.acc.auto
     self.n_batches = 0
-    self.count_rows(False)
     self.devices = devices_of(learn.model.modules())
     self.batch_device = self._find_batch_device()
     sizes = plan.loaders[self.processes.rank]
     steps = plan.epoch(learn.epoch)
-    self.loader = StepLoader(learn, learn.dl, self.run_step, steps, sizes, self.processes, plan.drop_last,
-        self.warn_once)
+    self.loader = StepLoader(learn, learn.dl, self.run_step, steps, sizes, self.processes,
+        plan.drop_last, self.warn_once)
     self.differences.begin_epoch(self.processes, self.loader)
     self.log_rows.begin_epoch(learn)
     learn.dl = self.loader
@@ -321,30 +318,13 @@ def _end_micro_batch(self:StepLoop, ends_batch:bool=True):
     "End a micro-batch that is not the last of its step: `after_batch` for callbacks that get it each time"
     is_recorded = not self.log_steps and self.micro.ran
     if is_recorded:
-        self.n_more_rows += 1
+        self.log_rows.n_more_rows += 1
         self.log_rows.before_micro_batch_row(self.learn, self._rows_per_epoch())
     if not (is_recorded or ends_batch): return
     self._put_back_inputs()
     for cb in self.events.listeners('after_batch'):
         if ends_batch and not hears_steps(cb) or is_recorded and records(cb):
-            self._after_micro_batch(cb)
-
-@patch
-def _after_micro_batch(self:StepLoop, cb):
-    "Send `after_batch` where every micro-batch is recorded; `train_iter` counts what the callback gets"
-    self.count_rows(records(cb))
-    try: cb('after_batch')
-    finally: self.count_rows(False)
-
-@patch
-def count_rows(self:StepLoop, rows:bool):
-    """Let `learn.train_iter` count the rows that are recorded, or steps
-
-    Between epochs, TensorBoard and ShowGraph need the number of rows.
-    """
-    shown = self.n_more_rows if rows else 0
-    self.learn.train_iter += shown-self.n_shown
-    self.n_shown = shown
+            self.log_rows.after_batch(cb, records(cb))
 
 @patch
 def _rows_per_epoch(self:StepLoop): return -(-self.loader.sizes.n//self.loader.sizes.micro_bs)
@@ -413,7 +393,7 @@ def _end_step(self:StepLoop, ran, micro_loss, step_loss):
                 cb('after_batch')
                 continue
             learn.loss = micro_loss if records(cb) else step_loss   # a row for the micro-batch
-            self._after_micro_batch(cb)
+            self.log_rows.after_batch(cb, records(cb))
     finally:
         if train_metrics: learn.recorder.train_metrics = True
     if not self.log_steps: return

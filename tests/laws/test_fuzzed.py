@@ -253,7 +253,8 @@ def test_all_batches_may_be_the_learners_own_and_the_loader_may_be_replaced_befo
     first = CallAt('before_train', replaced, order=5)
     assert_same_run(*both_runs(make=partial(of_class, Passes), cbs=lambda: [first]))
 
-def fit_with(*cbs, learn=toy, **kwargs): return learn(**dict(bs=4)|kwargs).fit(1, 0.1, cbs=[GradientAccumulation(16),*cbs])
+def fit_with(*cbs, learn=toy, **kwargs):
+    return learn(**dict(bs=4)|kwargs).fit(1, 0.1, cbs=[GradientAccumulation(16),*cbs])
 
 def fails(pos): return 1//0
 
@@ -291,7 +292,10 @@ def test_scaled_rates_are_no_second_optimizer_in_the_next_fit():
 # Interrupts
 
 def interrupted(make, at):
-    "Fit, interrupt where torch switches gradients on or off for the `at`th time; return whether that came, and the mode"
+    """Fit, and interrupt where torch switches gradients on or off for the `at`th time
+
+    Returns whether that came, and whether gradients are on afterwards.
+    """
     n,ends = 0,(torch.no_grad.__exit__.__code__,torch.no_grad.__enter__.__code__)
     def trace(frame, event, arg):
         nonlocal n

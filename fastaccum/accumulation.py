@@ -185,9 +185,9 @@ def before_backward(self:GradientAccumulation):
     """
     learn,loop = self.learn,self.loop
     if 'one_batch' not in vars(learn):
-        raise RuntimeError("the Learner runs batches that do not come from the loader of steps that "
-            "`GradientAccumulation` has set as `learn.dl` in `before_train`. Either a callback has "
-            f"replaced it there, which needs an `order` below {self.order}, or the Learner's own "
+        raise RuntimeError("the Learner runs batches that do not come from `learn.dl`, which "
+            "`GradientAccumulation` has set to a loader of steps in `before_train`. Either a callback "
+            f"has replaced it there, which needs an `order` below {self.order}, or the Learner's own "
             "`_do_epoch_train` iterates over another loader than `self.dl`"
             + more_link('not-the-loader-of-steps'))
     share = loop.mean.measure(learn, loop.micro.n)

@@ -87,7 +87,7 @@ def check_value(schedule:callable, pos:float)->float:
     except Exception as e:
         raise ValueError(f"`schedule` raised an error at position {pos:.3g} between `start` (0) and "
             f"`finish` (1): {type(e).__name__}: {e}. Give one that returns a number of samples for each "
-            "position from 0 to 1" + more_link('schedule-function')) from e
+            "position" + more_link('schedule-function')) from e
     try: n = float(size)
     except (TypeError,ValueError,OverflowError): n = float('nan')
     if not 0<n<=2**53:

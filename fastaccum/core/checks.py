@@ -169,9 +169,9 @@ def _is_users(hook):
     return not module.startswith(('fastaccum.','wandb.'))
 
 def hooked_params(model:nn.Module)->list:
-    "List the names of the parameters whose gradient a hook of the user gets in each backward pass"
-    hooks = {name:p._backward_hooks or {} for name,p in model.named_parameters() if p.requires_grad}
-    return [name for name,of_param in hooks.items() if any(map(_is_users, of_param.values()))]
+    "List the parameters, by name, whose gradients go through a hook of the user (`register_hook`)"
+    trained = [(name,p) for name,p in model.named_parameters() if p.requires_grad]
+    return [name for name,p in trained if any(map(_is_users, (p._backward_hooks or {}).values()))]
 
 # %% ../../nbs/core/07_checks.ipynb #single
 def check_single(learn:Learner, cls:type):

@@ -105,8 +105,8 @@ def _has_state(self:LossTrials, probed, learn, micro, mean)->bool:
     self.warn_once('loss-with-state', "the loss function returns another value when it is called "
         "again with the same predictions and targets, so it keeps something from one call to the next, "
         "such as a running mean, a memory or a count. It is called with each micro-batch, and in the "
-        "full-batch run once per step, so this run differs. Call it once per step, with the whole batch, by "
-        "`GradientCache`",
+        "full-batch run once per step, so this run differs. `GradientCache` calls it once per step, "
+        "with the whole batch",
         StateWarning)
     return True
 
@@ -226,10 +226,9 @@ class DifferenceWarnings:
         if not hooked: return
         more = f' and {len(hooked)-1} more' if hooked[1:] else ''
         self.warn_once('parameter-hooks', f"the parameter {hooked[0]!r}{more} has a hook "
-            "(`register_hook`) that gets the gradient of each micro-batch, weighted with its share in "
-            "the step, and not the gradient of the step. If the hook clips or normalises it, this run "
-            "differs from the full-batch run. Remove the hook, and do that to `p.grad` in "
-            "`before_step`. A hook that multiplies by a constant is right",
+            "(`register_hook`) that gets the gradient of each micro-batch, and not that of the step. If "
+            "the hook clips or normalises gradients, this run differs from the full-batch run: do that "
+            "in `before_step`, without the hook. A hook that multiplies by a constant is right",
             AccumulationWarning)
 
     def _warn_loader(self, step):

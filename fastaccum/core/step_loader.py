@@ -139,8 +139,8 @@ class StepLoader(OneBatchLoader):
         if n>=needed: return
         self.warn_once('fewer-batches', f"the training loader had {n} samples in an epoch, fewer than "
             f"its `__len__` and `bs` say, and too few for the {len(planned)} steps that were planned, "
-            "so the schedule of learning rates does not reach its end. Let `__len__` return the number of "
-            "batches, or give the loader an attribute `n`, the number of samples")
+            "so the schedule of learning rates does not reach its end. Let `__len__` return the number "
+            "of batches, or give the loader an attribute `n`, the number of samples")
 
     def _unannounced(self, batches, several):
         "Steps that the loader did not announce: full ones, like the last planned step"

@@ -7,8 +7,8 @@ from torch.utils.data import BatchSampler, DataLoader as TorchDataLoader, Iterab
 from fastai.callback.core import Callback, CancelBatchException
 from fastai.callback.data import PartialDL
 from fastai.learner import Learner
-from fastaccum import (ActivationCheckpoint, FreezeBN, GradientAccumulation, GradientAccumulationSchedule, GradientCache,
-    NoiseScale, ScaledLR)
+from fastaccum import (ActivationCheckpoint, FreezeBN, GradientAccumulation, GradientAccumulationSchedule,
+    GradientCache, NoiseScale, ScaledLR)
 from fastaccum.core.micro_batches import AutoSize
 from fastaccum.testing import assert_same_run, both_runs, toy, toy_data
 from common import CallAt, RecordAt, weights_unchanged
@@ -211,7 +211,7 @@ def rows(before, after): return lambda b, start, stop, n: [o[max(0, start-before
     (rows(1, 0),'`split` returned targets'), (lambda *_: None,'`split` returned None')])
 def test_a_split_that_returns_other_rows_is_refused_before_a_weight_moves(split, words):
     learn = toy(16)
-    with weights_unchanged(learn), pytest.raises((ValueError,TypeError), match=f'(?s){words}.*#split-function'):
+    with weights_unchanged(learn), pytest.raises((ValueError,TypeError), match=f'(?s){words}.*#cannot-be-split'):
         size = AutoSize(split)
         size.train = 4
         learn.fit(1, 0.1, cbs=GradientAccumulation(16, micro_batch_size=size))

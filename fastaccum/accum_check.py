@@ -21,7 +21,7 @@ from .accumulation import GradientAccumulation
 from .cache import check_cached
 from .checkpoint import unwrapped
 from .core.batch import split
-from .core.checks import check_count, check_learner, our_callback
+from .core.checks import check_count, check_learner, hooked_params, our_callback
 from .core.compare import Compare, grad_differences, relative_diff
 from .core.diagnose import (FirstBatchProbe, Row, callbacks_to_try, describe_modules,
     find_differing_callbacks)
@@ -357,6 +357,10 @@ def _gradients(self:_Diagnosis):
         where += f'; without the causes above: {rest}'
     has_cause = not probe.agree or self.cbs or (probe.loss or 0.)>tol
     if has_cause or self.rest_off<=tol: return row._replace(where=where)
+    hooked = hooked_params(self.model)
+    if hooked:
+        where += f'; the hook on the parameter {hooked[0]} gets the gradients of micro-batches'
+        return row._replace(where=where, remedy='change gradients in `before_step`, without the hook')
     where += '; cause not found: a callback or the loss may use the whole batch, or draw random numbers'
     return row._replace(where=where, remedy=self.cache_remedy)
 

@@ -10,11 +10,13 @@ __all__ = ['FoundAccum']
 # %% ../nbs/09_accum_find.ipynb #imports
 import numpy as np
 from itertools import islice
-from math import ceil
+from math import ceil, isfinite
+from numbers import Real
 from matplotlib import pyplot as plt
 from fastai.callback.core import Callback
 from fastai.learner import Learner
 from fastcore.basics import patch
+from fastcore.foundation import L
 from .accumulation import GradientAccumulation
 from .core.checks import check_bool, check_count, our_callback
 from .core.dry_run import Batches, CountSteps, DryRun
@@ -41,7 +43,8 @@ def accum_find(self:Learner,
     suggested.
 
     TypeError: `accum_bs` or `steps` is not a whole number, or `show_plot` is neither `True` nor `False`
-    ValueError: `accum_bs` or `steps` is below 1, or the training loader has no batch or no batch size
+    ValueError: `accum_bs` or `steps` is below 1, `accum_bs` is larger than an epoch, `lr` is not a
+        finite number, or the training loader has no batch or no batch size
     RuntimeError: there are several processes, a callback ends the fit, the loader has no full batch, or
         no step could be measured
     UserWarning: a step could not be measured; the message says why
@@ -49,6 +52,7 @@ def accum_find(self:Learner,
     check_bool('show_plot', show_plot)
     check_count('steps', steps, 'step')
     if accum_bs is not None: check_count('accum_bs', accum_bs)
+    _check_lr(lr)
     check_search(self, 'accum_find', "each would find a size of its own. Run it in a single process; "
         "the size counts samples over all processes, so it holds for several, too", 'train on')
     with self.added_cbs(cbs):
@@ -64,9 +68,21 @@ def accum_find(self:Learner,
     return res
 
 # %% ../nbs/09_accum_find.ipynb #measure
+def _check_lr(lr):
+    "Refuse a learning rate for which no step could be taken"
+    if isinstance(lr, slice): rates = [lr.start,lr.stop]
+    elif isinstance(lr, (list,tuple,L)): rates = lr
+    else: rates = [lr]
+    if all(o is None or isinstance(o, Real) and isfinite(o) for o in rates): return
+    raise ValueError(f"`lr={lr!r}`: give a finite number, a slice of such numbers, or leave `lr` out"
+        + more_link('learning-rate'))
+
 def _measured_size(acc, accum_bs, dls, sizes):
     "Samples in a measured step, in whole micro-batches"
     micro_bs = sizes.micro_bs
+    if accum_bs is not None and accum_bs>sizes.n:
+        raise ValueError(f"`accum_bs={accum_bs}`: an epoch of the training loader has {sizes.n} "
+            "samples. Give at most that many" + more_link('samples-to-check'))
     if accum_bs is not None: size = max(accum_bs, 2*micro_bs)
     else:
         usual = 8*micro_bs if acc is None else acc.plan(dls).wanted(0)

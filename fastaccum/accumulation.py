@@ -168,9 +168,28 @@ def _announce(self:GradientAccumulation):
     loop.announced = loop.plan
 
 @patch
+def after_train(self:GradientAccumulation):
+    if self.loop is not None: self.loop.log_rows.count_rows(self.learn, True)
+
+@patch
+def after_fit(self:GradientAccumulation):
+    if not self.validates and self.loop is not None: self.loop.log_rows.count_rows(self.learn, False)
+
+@patch
 def before_backward(self:GradientAccumulation):
-    "Multiply the loss by the share of the micro-batch in its step; penalties were added, and nothing is scaled yet"
+    """Multiply the loss by the share of the micro-batch in its step
+
+    Penalties were added before, and mixed precision has not scaled the loss yet.
+
+    RuntimeError: the batch does not come from the loader of steps
+    """
     learn,loop = self.learn,self.loop
+    if 'one_batch' not in vars(learn):
+        raise RuntimeError("the Learner runs batches that do not come from `learn.dl`, which "
+            "`GradientAccumulation` has set to a loader of steps in `before_train`. Either a callback "
+            f"has replaced it there, which needs an `order` below {self.order}, or the Learner's own "
+            "`_do_epoch_train` iterates over another loader than `self.dl`"
+            + more_link('not-the-loader-of-steps'))
     share = loop.mean.measure(learn, loop.micro.n)
     if loop.mean.is_sum: self._share_penalty(share)
     elif loop.grad_sums: loop.micro.share = share   # gradients are summed in float32, and multiplied there
@@ -248,6 +267,7 @@ def _comms(self:GradientAccumulation):
 @patch
 def _plan(self:GradientAccumulation, dl, n_epoch, processes, comms, n_finds=None):
     "The plan of the processes for a loader; `n_finds`: the steps of an `lr_find`"
+    if n_epoch!=0: check_count('n_epoch', n_epoch, 'epoch')   # fastai's `fit(0)` trains nothing
     sizes,drop_last = sizes_of(dl, self.micro_batch_size),drops_last(self.drop_last, dl)
     size = self.n_batches or self.accum_bs
     must_match = {f'`{self._size_name}`':size, '`drop_last`':drop_last, '`log_accum_batch`':self.log_accum_batch,

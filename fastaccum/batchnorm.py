@@ -8,7 +8,7 @@ Docs: https://fastaccum.github.io/fastaccum/batchnorm.html.md"""
 __all__ = ['RecalibrateBN', 'bn_layers', 'FreezeBN']
 
 # %% ../nbs/05_batchnorm.ipynb #imports
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 import torch
 from fastai.callback.core import TrainEvalCallback
 from fastai.learner import Learner
@@ -91,7 +91,7 @@ def bn_layers(model:nn.Module)->list:
 class FreezeBN(PatchingCallback):
     """Freeze BatchNorm's running statistics and normalise with them, whatever else trains
 
-    TypeError: `part` is not a function
+    TypeError: `part` is not a function, or, when the fit begins, does not return modules
     UserWarning: when the fit begins, if a layer has seen no data, or if there is none with running
         statistics
     """
@@ -111,7 +111,13 @@ class FreezeBN(PatchingCallback):
     def layers_of(self, model:nn.Module)->list:
         "List the BatchNorm layers that this callback freezes"
         parts = model if self.part is None else self.part(model)
-        if isinstance(parts, nn.Module): parts = [parts]
+        is_one = isinstance(parts, nn.Module) or not isinstance(parts, Iterable)
+        parts = [parts] if is_one else list(parts)
+        for part in parts:
+            if isinstance(part, nn.Module): continue
+            raise TypeError(f"`part` returned {part!r}, of type {type(part).__name__}: let it return a "
+                "module of the model, or a list of modules, such as `lambda m: m[0]`"
+                + more_link('function-argument'))
         return [layer for part in parts for layer in bn_layers(part)]
 
     def before_fit(self):

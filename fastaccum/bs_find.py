@@ -39,7 +39,7 @@ def bs_find(self:Learner,
     Learner's loss, optimizer, precision and callbacks, and a learning rate of 0. Several processes
     search together: a size fits if it fits on all of them.
 
-    TypeError: a number is not a whole number, or `apply` is neither `True` nor `False`
+    TypeError: a number is not a whole number, or `apply` or `show_plot` is neither `True` nor `False`
     ValueError: a number is below 1, `mode` is unknown, the training loader has no batch or no batch
         size, or processes were given different arguments
     RuntimeError: a callback ends the fit or skips steps, the gradients overflow, the search failed on
@@ -48,6 +48,7 @@ def bs_find(self:Learner,
     """
     check_name('mode', mode, ('power','binsearch'))
     check_bool('apply', apply)
+    check_bool('show_plot', show_plot)
     check_count('steps_per_trial', steps_per_trial, 'step')
     check_count('init_val', init_val)
     check_count('max_trials', max_trials, 'trial')

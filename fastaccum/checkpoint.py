@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
-from .core.checks import check_single
+from .core.checks import check_function, check_single
 from .core.distributed import check_not_sharded
 from .core.forward_state import ForwardState, devices_of
 from .core.gradients import is_compiled
@@ -73,11 +73,14 @@ class ActivationCheckpoint(PatchingCallback):
 def check_segments(segments:object)->object:
     """Refuse a value of `segments` that cannot choose any; convert all kinds of lists to a `list`
 
-    TypeError: it is not a class, a tuple of classes, a list of modules, or a function
+    TypeError: it is not a class, a tuple of classes, a list of modules, or a function of a module
     """
     if isinstance(segments, (L,nn.ModuleList)): segments = list(segments)
     elif isinstance(segments, nn.Module): segments = [segments]
-    if segments is None or callable(segments): return segments
+    if segments is None or isinstance(segments, type): return segments
+    if callable(segments):
+        example = 'lambda m: isinstance(m, nn.TransformerEncoderLayer)'
+        return check_function('segments', segments, 1, example)
     item_type = {tuple:type, list:nn.Module}.get(type(segments))
     if item_type and segments and all(isinstance(o, item_type) for o in segments): return segments
     raise TypeError(f"`segments={segments!r}` is of type {type(segments).__name__}: give a class or a "

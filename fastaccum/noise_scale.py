@@ -41,7 +41,7 @@ class NoiseScale(PatchingCallback):
         every:int=10, # Measure every n-th step
         half_life:int|None=None # Half-life of a measurement, in samples; defaults to 20 measurements
     ):
-        self.every = check_count('every', every)
+        self.every = check_count('every', every, 'step')
         self.half_life = None if half_life is None else check_count('half_life', half_life)
 
     def before_fit(self):

@@ -99,6 +99,7 @@ def undo_patches(self:ScaledLR, keep:str=''):
             current = [h[name] for h in self.opt.hypers]
             self.opt.set_hyper(name, L(o if c==n else c for o,n,c in zip(old, new, current)))
         self.scaled = self.scaled[1:]
+    self.opt = None   # the next fit may have another optimizer
 
 @patch
 def after_step(self:ScaledLR):

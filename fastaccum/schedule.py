@@ -78,11 +78,16 @@ def as_annealer(schedule:callable, start:int, end:int)->callable:
     return f
 
 # %% ../nbs/01_schedule.ipynb #value
-def check_value(size:object, pos:float)->float:
-    """Refuse a value that a schedule returned at position `pos`, if it cannot be a number of samples
+def check_value(schedule:callable, pos:float)->float:
+    """Return the size that `schedule` has at position `pos`; refuse what is no number of samples
 
-    ValueError: it is not a number, not above 0, or above 2**53
+    ValueError: `schedule` raises an error, or the value is not a number, not above 0, or above 2**53
     """
+    try: size = schedule(pos)
+    except Exception as e:
+        raise ValueError(f"`schedule` raised an error at position {pos:.3g} between `start` (0) and "
+            f"`finish` (1): {type(e).__name__}: {e}. Give one that returns a number of samples for each "
+            "position" + more_link('schedule-function')) from e
     try: n = float(size)
     except (TypeError,ValueError,OverflowError): n = float('nan')
     if not 0<n<=2**53:
@@ -175,7 +180,7 @@ class GradientAccumulationSchedule(_Scheduled):
         same_unit = isinstance(start, Integral)==isinstance(finish, Integral)
         if same_unit: fractions(start, finish, 1)   # otherwise the order depends on the number of epochs
         f = as_annealer(schedule, self.start_accum_bs, self.final_accum_bs)
-        for i in range(101): check_value(f(i/100), i/100)
+        for i in range(101): check_value(f, i/100)
 
 # %% ../nbs/01_schedule.ipynb #sizes
 @patch
@@ -196,7 +201,7 @@ def sizes(self:GradientAccumulationSchedule, micro_bs:int, n_epoch:int)->callabl
         if pos.pct>=finish: return last
         if pos.pct<=start: return first
         progress = (pos.pct-start)/(finish-start)
-        n_micro_batches = round(check_value(f(progress), progress)/micro_bs)
+        n_micro_batches = round(check_value(f, progress)/micro_bs)
         return max(1, n_micro_batches)*micro_bs
     return size
 
@@ -253,6 +258,7 @@ def plot_sched(self:GradientAccumulation,
     figsize:tuple=(12,4) # Width and height of the figure, in inches
 )->np.ndarray: # The two matplotlib axes
     "Draw the samples in each step to come, and the number of steps taken, over epochs"
+    check_count('n_epoch', n_epoch, 'epoch')
     plan = self.plan(dls, n_epoch)
     starts,sizes = [],[]
     for epoch,of_epoch in enumerate(plan.sizes):

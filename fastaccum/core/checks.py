@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/core/checks.html.md"""
 
 # %% auto #0
 __all__ = ['check_count', 'check_bool', 'check_name', 'check_function', 'class_names', 'our_callbacks', 'our_callback', 'by_name',
-           'check_learner', 'check_single']
+           'check_learner', 'hooked_params', 'check_single']
 
 # %% ../../nbs/core/07_checks.ipynb #imports
 import sys
@@ -19,6 +19,7 @@ from fastai.callback.fp16 import NonNativeMixedPrecision
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
 from fastai.learner import Learner
 from fastcore.foundation import L
+from torch import nn
 from .warnings import more_link
 
 # %% ../../nbs/core/07_checks.ipynb #values
@@ -105,10 +106,10 @@ def _steps_by_itself(learn, name):
     "Is the Learner's method `name` another one than fastai's, with a training loop in it?"
     f = vars(learn).get(name) or getattr(type(learn), name)
     f = getattr(f, '__func__', f)
-    if f.__module__.startswith('fastai.'): return False
-    # tsai's `one_batch`, which ends in fastai's `_do_one_batch`, only moves the batch in another way
-    called = set(f.__code__.co_names) if hasattr(f, '__code__') else set()
-    return name!='one_batch' or not {'_do_one_batch','_with_events'}<=called
+    module = getattr(f, '__module__', None) or ''
+    # tsai's `one_batch` only moves the batch to the device in another way
+    is_tsais = (module,name)==('tsai.learner','one_batch')
+    return not (module.startswith('fastai.') or is_tsais)
 
 def _passed_to_fit(learn):
     "The callbacks that were passed to the `fit` that runs: fastai keeps them only in the variables of that call"
@@ -159,6 +160,18 @@ def check_learner(learn:Learner):
         raise ValueError(f"the Learner's own `{name}` replaces fastai's, which runs the micro-batches, "
             "so its gradients cannot be accumulated: move what it does into callbacks, the model or the "
             "loss function, or train without accumulation" + more_link('own-training-loop'))
+
+# %% ../../nbs/core/07_checks.ipynb #hooked
+def _is_users(hook):
+    "Does the hook belong to neither fastaccum nor W&B?"
+    function = getattr(hook, 'func', hook)   # `NoiseScale` registers partials
+    module = getattr(function, '__module__', None) or ''
+    return not module.startswith(('fastaccum.','wandb.'))
+
+def hooked_params(model:nn.Module)->list:
+    "List the parameters, by name, whose gradients go through a hook of the user (`register_hook`)"
+    trained = [(name,p) for name,p in model.named_parameters() if p.requires_grad]
+    return [name for name,p in trained if any(map(_is_users, (p._backward_hooks or {}).values()))]
 
 # %% ../../nbs/core/07_checks.ipynb #single
 def check_single(learn:Learner, cls:type):

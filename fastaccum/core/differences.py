@@ -17,7 +17,7 @@ from fastai.learner import Learner
 from fastai.optimizer import OptimWrapper, Optimizer
 from fastcore.basics import patch
 from .batch import has_rows, leaves, n_samples, samples
-from .checks import class_names
+from .checks import class_names, hooked_params
 from .distributed import Processes
 from .loader_info import by_batch_size
 from .mean import StepMean
@@ -78,7 +78,8 @@ class LossTrials:
         if batch is not None or self.single is None: self.left -= 1
         probed = probe(learn if batch is None else batch, n_tried, mean.find)
         if not warns: return
-        for warned in (self._not_a_mean, self._more_rows, self._fails_on_a_part, self._uneven_labels):
+        for warned in (self._not_a_mean, self._has_state, self._more_rows, self._fails_on_a_part,
+            self._uneven_labels):
             if warned(probed, learn, micro, mean): return
 
 # %% ../../nbs/core/11_differences.ipynb #loss-messages
@@ -95,6 +96,18 @@ def _not_a_mean(self:LossTrials, probed:Probed, learn, micro, mean)->bool: # Was
         f"losses ({how}), so this run differs from the full-batch run.{is_sum} Use `reduction='mean'` "
         "throughout, pass `n_items=`, a function that returns how many items the mean covers, or let "
         "the loss see the whole batch with `GradientCache`", LossWarning)
+    return True
+
+@patch
+def _has_state(self:LossTrials, probed, learn, micro, mean)->bool:
+    "Warn of a loss that depends on the calls before"
+    if not probed.has_state: return False
+    self.warn_once('loss-with-state', "the loss function returns another value when it is called "
+        "again with the same predictions and targets, so it keeps something from one call to the next, "
+        "such as a running mean, a memory or a count. It is called with each micro-batch, and in the "
+        "full-batch run once per step, so this run differs. `GradientCache` calls it once per step, "
+        "with the whole batch",
+        StateWarning)
     return True
 
 @patch
@@ -177,6 +190,7 @@ class DifferenceWarnings:
             warn_chunks(learn.model, learn.xb, self.warn_once)
             self._warn_batchnorms(learn.model, step, micro)
             self._warn_loader(step)
+            self._warn_hooked(learn.model)
             for cb in learn.cbs: self._warn_mixing(cb, step)
         self.checked_fit = True
 
@@ -206,6 +220,16 @@ class DifferenceWarnings:
             f"again after training with `learn.recalibrate_bn({step.size})`, or use "
             "`ActivationCheckpoint()` with the full batch",
             BatchNormWarning)
+
+    def _warn_hooked(self, model):
+        hooked = hooked_params(model)
+        if not hooked: return
+        more = f' and {len(hooked)-1} more' if hooked[1:] else ''
+        self.warn_once('parameter-hooks', f"the parameter {hooked[0]!r}{more} has a hook "
+            "(`register_hook`) that gets the gradient of each micro-batch, and not that of the step. If "
+            "the hook clips or normalises gradients, this run differs from the full-batch run: do that "
+            "in `before_step`, without the hook. A hook that multiplies by a constant is right",
+            AccumulationWarning)
 
     def _warn_loader(self, step):
         how = by_batch_size(self.loader.dl)

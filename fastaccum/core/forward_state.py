@@ -142,19 +142,19 @@ class ForwardState:
             if isinstance(o, torch.Tensor) and not (isinstance(o, nn.Parameter) or o.is_inference())]
         for _,o in found: self.rng += generator_state(o)
 
-    @torch.no_grad()
     def _copy_buffers(self):
+        # `detach` rather than `no_grad`: an interrupt where `no_grad` ends would leave gradients off
         for _,buffers in self.buffers:
             for b in buffers.values():
-                if b is not None and not b.is_inference(): self.copies[id(b)] = b,b._version,b.clone()
+                if b is None or b.is_inference(): continue
+                self.copies[id(b)] = b,b._version,b.detach().clone()
 
 # %% ../../nbs/core/23_forward_state.ipynb #back
 @patch
-@torch.no_grad()
 def put_back(self:ForwardState):
     "Go back to this state, after `check`; can be called any number of times"
     self.check()
-    for b,_,copy in self.copies.values(): b.copy_(copy)
+    for b,_,copy in self.copies.values(): b.detach().copy_(copy)
     self._put()
 
 @patch

@@ -13,6 +13,7 @@ from inspect import signature
 from itertools import islice
 from math import ceil
 from numbers import Integral
+from operator import attrgetter
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset
@@ -31,8 +32,11 @@ def size_of(dl:object)->int|None:
 
 def n_of(dl:object)->int|None:
     "Samples in an epoch, including those that `drop_last` leaves out, if the loader tells"
-    if getattr(dl, 'n', None) is not None: return dl.n
-    with suppress(TypeError, AttributeError): return len(dl.sampler)
+    for name in ('partial_n','n'):   # fastai's `PartialDL` yields `partial_n` of its `n` samples
+        if getattr(dl, name, None) is not None: return getattr(dl, name)
+    # the batch sampler's sampler first: PyTorch's loader then has another sampler, which it does not use
+    for source in ('batch_sampler.sampler','sampler','dataset'):
+        with suppress(TypeError, AttributeError): return len(attrgetter(source)(dl))
 
 def drops_last(drop_last:bool|None, dl:object)->bool:
     "Is the incomplete last step of an epoch left out? `None` means to do as `dl` does with its own last batch"
@@ -65,6 +69,9 @@ def _bs_and_n(dl, micro_batch_size):
         raise ValueError(f"the training {type(dl).__name__} does not say how many samples its batches "
             "have, as `bs` or `batch_size`: pass `micro_batch_size=` with that number"
             + more_link('batch-size-unknown'))
+    if bs is not None and bs<1:
+        raise ValueError(f"the training {type(dl).__name__} says that its batches have {bs} samples: "
+            "give it a `bs` of at least 1" + more_link('batch-size-unknown'))
     if None not in (bs,micro_batch_size) and bs<micro_batch_size:
         raise ValueError(f"`micro_batch_size={micro_batch_size}` is larger than the batches of {bs} "
             f"samples that the training {type(dl).__name__} has, which can only be split into smaller "

@@ -9,6 +9,7 @@ __all__ = ['LogRows']
 
 # %% ../../nbs/core/14_log_rows.ipynb #imports
 import sys, time
+from fastai.callback.core import Callback
 from fastai.learner import Learner
 from .checks import class_names
 
@@ -25,10 +26,13 @@ class LogRows:
         self.tensorboard = []
         self.to_log = []
         self.began = 0.         # when the step began, in seconds of `perf_counter`
+        self.n_more_rows = 0    # recorded micro-batches of the fit, without the last one of each step
+        self.n_shown = 0        # how many of these `learn.train_iter` contains now
 
     def begin_epoch(self, learn:Learner):
         self.wandb,self.tensorboard = _of_class(learn, _wandb),_of_class(learn, _tensorboard)
         self.to_log = [cb for cb in learn.cbs if hasattr(type(cb), 'to_log')]
+        self.count_rows(learn, False)
 
     def begin_step(self): self.began = time.perf_counter()
 
@@ -46,6 +50,21 @@ class LogRows:
         "A micro-batch is about to be logged, one of `n_rows` in the epoch: fastai moves W&B's epoch on by a whole step"
         for cb in self.wandb:
             if cb.run: cb._wandb_epoch += 1/n_rows-1/learn.n_iter
+
+    def after_batch(self, cb:Callback, is_row:bool):
+        "Send `after_batch` of a recorded micro-batch to `cb`, for which it may be a row"
+        self.count_rows(cb.learn, is_row)
+        try: cb('after_batch')
+        finally: self.count_rows(cb.learn, False)
+
+    def count_rows(self, learn:Learner, counts_rows:bool):
+        """Let `learn.train_iter` count the rows that are recorded, or steps
+
+        Between epochs, TensorBoard and ShowGraph need the number of rows.
+        """
+        shown = self.n_more_rows if counts_rows else 0
+        learn.train_iter += shown-self.n_shown
+        self.n_shown = shown
 
     def after_step_row(self, learn:Learner, row:dict):
         "A step was logged: add `row`, values by name, and what callbacks with a method `to_log` return"

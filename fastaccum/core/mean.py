@@ -96,7 +96,7 @@ def find_n_items(loss_func:Callable)->Callable|None:
 
 # %% ../../nbs/core/05_mean.ipynb #check
 def _checked(size, read_tensor):
-    "The value that `n_items` returned, if it is valid; reading a tensor synchronises the GPU, so that is optional"
+    "The value of `n_items`, if valid; reading a tensor on a GPU synchronises it, so that is optional"
     if isinstance(size, torch.Tensor) and size.numel()==1:
         # to copy it to a GPU would synchronise that GPU
         if on_host(size): return _checked(size.item(), read_tensor)

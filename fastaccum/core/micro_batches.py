@@ -72,9 +72,21 @@ class BatchParts:
         self.hidden = HiddenRows(learn.model, n)
 
     def cut(self, start:int, stop:int)->tuple:
-        "Inputs and targets of the rows `start` to `stop`"
+        """Inputs and targets of the rows `start` to `stop`
+
+        TypeError: the user's `split` does not return the parts of a batch
+        ValueError: the user's `split` returns targets of other rows
+        """
         xb,yb = self.whole
         b = self.split((*xb,*yb), start, stop, self.n)
+        if not isinstance(b, (tuple,list)):
+            raise TypeError(f"`split` returned {b!r} for a batch of {len(xb)+len(yb)} parts: return "
+                "a tuple or list of these parts" + more_link('cannot-be-split'))
+        for whole,part in zip(yb, b[len(xb):]):
+            if has_rows(whole, self.n) and not has_rows(part, stop-start):
+                shape = tuple(getattr(part, 'shape', ()))
+                raise ValueError(f"`split` returned targets of shape {shape} for {stop-start} samples, "
+                    f"{start} to {stop}: return a row for each of them" + more_link('cannot-be-split'))
         return b[:len(xb)],b[len(xb):]
 
     def select(self, start:int, stop:int):

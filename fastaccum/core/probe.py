@@ -29,6 +29,7 @@ class Probed(NamedTuple):
     reason:str='' # Why the difference is unknown
     tol:float=2e-5 # The largest difference that counts as rounding
     raised:bool=False # Is the reason an error of the loss function?
+    has_state:bool=False # Did the loss function return another value when it was called again?
     adds_up:bool=False # Is the loss the sum of its parts' losses, though it should be their mean?
 
     @property
@@ -40,10 +41,12 @@ _half_tols = {torch.float16:1e-2, torch.bfloat16:5e-2}   # for other types, `Pro
 
 # %% ../../nbs/core/10_probe.ipynb #part
 def _copy(o):
-    "Copy all tensors in `o`, in single precision at least"
+    "Copy all tensors in `o`, in single precision at least; a copy needs a gradient if the tensor does"
     if isinstance(o, torch.Tensor):
         is_half = o.is_floating_point() and o.element_size()<4
-        return o.detach().to(torch.float32 if is_half else o.dtype, copy=True)
+        leaf = o.detach().requires_grad_(o.requires_grad)
+        # a loss may write into the copy, which is no leaf
+        return leaf.to(torch.float32 if is_half else o.dtype, copy=True)
     return container_like(o, [_copy(x) for x in values(o)]) if is_nested(o) else o
 
 class Part:
@@ -125,11 +128,11 @@ def _loss_and_size(part, m, find, devices):
     size = 1 if find is None else m if find is samples else find(part)
     return loss.mean() if loss.ndim else loss.clone(),size
 
-@torch.no_grad()
 def _compare_parts(learn, loss_func, n, find, devices):
     def of(rows, m): return _loss_and_size(Part(learn, n, rows, loss_func), m, find, devices)
     k = n//2 if n<5 else max(2, n//3)
-    tried = [of(lambda o: o[:], n), of(lambda o: o[:k], k), of(lambda o: o[k:], n-k)]
+    def whole(): return of(lambda o: o[:], n)
+    tried = [whole(), of(lambda o: o[:k], k), of(lambda o: o[k:], n-k)]
     losses,sizes = zip(*tried)
     numbers = _to_numbers([*losses,*sizes])
     gap,scale = _gap(numbers[:3], numbers[3:], find is None)
@@ -138,8 +141,13 @@ def _compare_parts(learn, loss_func, n, find, devices):
     adds_up = find is not None and gap_of_sum<=tol*scale_of_sum
     res = Probed(gap/scale if gap else 0., tol=tol, adds_up=adds_up)
     if not res.wrong: return res
+    again,_ = whole()
     backwards,_ = of(lambda o: o.flip(0) if isinstance(o, torch.Tensor) else o[::-1], n)
-    if abs(backwards.item()-numbers[0])<=min(gap/10, res.tol*scale): return res
+    again,backwards = _to_numbers([again,backwards])
+    if abs(again-numbers[0])>res.tol*scale:
+        reason = 'it returns another value for the same predictions and targets'
+        return Probed(None, reason, res.tol, has_state=True)
+    if abs(backwards-numbers[0])<=min(gap/10, res.tol*scale): return res
     reason = 'it depends on something else than predictions and targets, or is all rounding'
     return Probed(None, reason, res.tol)
 

@@ -17,7 +17,7 @@ from .batch import n_samples, split
 from .distributed import Processes
 from .patching import Patch
 from .plan import LoaderSizes, PlannedStep
-from .warnings import more_link
+from .warnings import WarnOnce, more_link
 
 # %% ../../nbs/core/02_step_loader.ipynb #batches
 class BatchStream:
@@ -26,6 +26,7 @@ class BatchStream:
         self.sizes = sizes       # the sizes of `dl`
         self.batches = iter(dl)
         self.n_read = 0          # batches read so far
+        self.n_samples = 0       # samples in these batches
         self.rest = None         # the next batch, or what is left of it, and its samples
 
     def end(self):
@@ -41,6 +42,7 @@ class BatchStream:
             expected = min(self.sizes.bs, max(1, self.sizes.n-self.n_read*self.sizes.bs))
             self.n_read += 1
             n = n_samples(b, expected)
+            self.n_samples += n
             if n: self.rest = b,n   # batches without samples are passed over
         return True
 
@@ -63,6 +65,13 @@ class Step:
         self.full = plan.full                   # samples of a complete step of all processes, in whole batches
         # the step ends once this process has counted so many samples
         self.target = min(self.size, plan.wanted)
+
+    def _refuse(self, *_):
+        raise TypeError("during training, the items of `learn.dl` are optimizer steps, which cannot be "
+            "indexed or iterated. If the Learner has its own `all_batches`, let it only pass them to "
+            "`one_batch`, and look at batches in `before_batch` of a callback"
+            + more_link('own-training-loop'))
+    __len__ = __iter__ = __getitem__ = _refuse
 
     def n_missing(self, counted:int)->int:
         "Samples missing from the step after `counted` samples; 0 if the loader has no more"
@@ -98,11 +107,12 @@ class StepLoader(OneBatchLoader):
     RuntimeError: one of several processes has samples left after the planned steps
     """
     def __init__(self, learn:Learner, dl:object, one_batch:Callable, steps:Sequence, sizes:LoaderSizes,
-        processes:Processes, drop_last:bool=False):
+        processes:Processes, drop_last:bool=False, warn_once:WarnOnce|None=None):
         super().__init__(learn, dl, one_batch)
         self.steps,self.sizes = steps,sizes   # the `PlannedStep`s of the epoch, and the sizes of `dl`
         self.processes = processes            # their own synchronisation is paused while steps are iterated
-        self.drop_last = drop_last            # are samples after the planned steps left out?
+        self.drop_last = drop_last            # leave out incomplete steps, and samples after these?
+        self.warn_once = warn_once or WarnOnce()
 
     def __len__(self): return len(self.steps)
 
@@ -119,6 +129,18 @@ class StepLoader(OneBatchLoader):
             if several or batches.has_more(): yield Step(batches, planned, self.processes.rank)
         if self.drop_last: self._exhaust(batches)
         elif len(self.steps) and batches.has_more(): yield from self._unannounced(batches, several)
+        if not several: self._warn_fewer(batches.n_samples)
+
+    def _warn_fewer(self, n):
+        "Warn if the loader had only `n` samples, too few for all planned steps"
+        planned = [o.sizes[0] for o in self.steps]
+        # an incomplete last step is taken if it has one sample, unless incomplete steps are dropped
+        needed = sum(planned) if self.drop_last else sum(planned[:-1])+bool(planned)
+        if n>=needed: return
+        self.warn_once('fewer-batches', f"the training loader had {n} samples in an epoch, fewer than "
+            f"its `__len__` and `bs` say, and too few for the {len(planned)} steps that were planned, "
+            "so the schedule of learning rates does not reach its end. Let `__len__` return the number "
+            "of batches, or give the loader an attribute `n`, the number of samples")
 
     def _unannounced(self, batches, several):
         "Steps that the loader did not announce: full ones, like the last planned step"

@@ -154,7 +154,8 @@ def begin_epoch(self:StepLoop, plan:Plan):
     self.batch_device = self._find_batch_device()
     sizes = plan.loaders[self.processes.rank]
     steps = plan.epoch(learn.epoch)
-    self.loader = StepLoader(learn, learn.dl, self.run_step, steps, sizes, self.processes, plan.drop_last)
+    self.loader = StepLoader(learn, learn.dl, self.run_step, steps, sizes, self.processes,
+        plan.drop_last, self.warn_once)
     self.differences.begin_epoch(self.processes, self.loader)
     self.log_rows.begin_epoch(learn)
     learn.dl = self.loader
@@ -187,6 +188,7 @@ def run_step(self:StepLoop, i:int, step:Step):
     except BaseException as e:   # also Ctrl-C and fastai's Cancel…: leave no gradient, no patch and no worker behind
         if is_out_of_memory(e): self._explain_out_of_memory(e)
         set_autocast_state(autocast)
+        torch.set_grad_enabled(True)   # an interrupt may have come where `torch.no_grad()` ends
         self._empty_grads()
         step.batches.end()
         self.loader.end()
@@ -316,13 +318,13 @@ def _end_micro_batch(self:StepLoop, ends_batch:bool=True):
     "End a micro-batch that is not the last of its step: `after_batch` for callbacks that get it each time"
     is_recorded = not self.log_steps and self.micro.ran
     if is_recorded:
-        # recorded micro-batches are counted; the step itself counts the last one
-        self.learn.train_iter += 1
+        self.log_rows.n_more_rows += 1
         self.log_rows.before_micro_batch_row(self.learn, self._rows_per_epoch())
     if not (is_recorded or ends_batch): return
     self._put_back_inputs()
     for cb in self.events.listeners('after_batch'):
-        if ends_batch and not hears_steps(cb) or is_recorded and records(cb): cb('after_batch')
+        if ends_batch and not hears_steps(cb) or is_recorded and records(cb):
+            self.log_rows.after_batch(cb, records(cb))
 
 @patch
 def _rows_per_epoch(self:StepLoop): return -(-self.loader.sizes.n//self.loader.sizes.micro_bs)
@@ -387,9 +389,11 @@ def _end_step(self:StepLoop, ran, micro_loss, step_loss):
     try:
         for cb in self.events.listeners('after_batch'):
             if not (ran or hears_steps(cb)): continue
-            # a row for the micro-batch
-            if not self.log_steps: learn.loss = micro_loss if records(cb) else step_loss
-            cb('after_batch')
+            if self.log_steps:
+                cb('after_batch')
+                continue
+            learn.loss = micro_loss if records(cb) else step_loss   # a row for the micro-batch
+            self.log_rows.after_batch(cb, records(cb))
     finally:
         if train_metrics: learn.recorder.train_metrics = True
     if not self.log_steps: return

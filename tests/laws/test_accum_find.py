@@ -69,7 +69,8 @@ def test_where_noise_hides_the_gradient_the_measured_size_is_suggested(n, size):
     "...but an epoch at most; in steps of all samples, from the best weights, |G|² is below 0 for sure"
     learn = quadratic(1e9, n=n)
     if size>=n: learn.model.theta.data = learn.dls.train.dataset.tensors[0].mean(0)
-    found = find(learn, steps=6, lr=0., accum_bs=size)
+    given = dict(cbs=GradientAccumulation(size)) if size>n else dict(accum_bs=size)   # which is refused above an epoch
+    found = find(learn, steps=6, lr=0., **given)
     assert found.scale==np.inf and int(found)==min(size, n)
     assert 'noise hides the gradient' in repr(found) and ('an epoch has no more' in repr(found))==(size>n)
 

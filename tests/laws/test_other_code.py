@@ -55,8 +55,8 @@ def test_who_has_no_before_batch_hears_steps():
 
 # Patches of fastai
 
-def test_a_one_batch_that_ends_in_fastais_is_taken_as_it_is(monkeypatch):
-    "tsai replaces `one_batch` of all Learners by such a function"
+def test_the_one_batch_of_tsai_is_taken_for_fastais(monkeypatch):
+    "tsai replaces `one_batch` of all Learners by such a function, which only moves the batch in another way"
     def one_batch(self, i, b):
         self.iter = i
         self._split(to_device(b, device=self.dls.device) if self.dls.device is not None else b)

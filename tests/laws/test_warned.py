@@ -360,8 +360,9 @@ class LyingLoader(BatchListLoader):
 
 fours,twos,sixes = (in_chunks(list(range(64)), n) for n in (4,2,6))
 # Each case: the warning, is the run the full-batch run, the batches, and how many the loader says it has
-loaders = dict(right=('', True, fours), fewer_than_it_says=('', True, fours, 20), smaller=('', True, twos),
-    empty_batches=('', True, [[], *fours[:6], [], *fours[6:], []]),
+loaders = dict(right=('', True, fours), fewer_than_it_says=('fewer-batches', True, fours, 20),
+    smaller=('fewer-batches', True, twos),
+    empty_batches=('fewer-batches', True, [[], *fours[:6], [], *fours[6:], []]),
     more_than_it_says=('more-batches', False, fours, 10), more_whole_steps=('more-batches', True, fours, 8),
     larger_than_it_says=('larger-batches', False, sixes))
 

@@ -1,0 +1,331 @@
+"""What a fuzzer found wrong and silent: each is the full-batch run now, or the fit refuses it or warns of it."""
+import os, sys, numpy as np, pytest, torch
+from functools import partial
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import BatchSampler, DataLoader as TorchDataLoader, IterableDataset, SubsetRandomSampler
+from fastai.callback.core import Callback, CancelBatchException
+from fastai.callback.data import PartialDL
+from fastai.learner import Learner
+from fastaccum import (ActivationCheckpoint, FreezeBN, GradientAccumulation, GradientAccumulationSchedule,
+    GradientCache, NoiseScale, ScaledLR)
+from fastaccum.core.micro_batches import AutoSize
+from fastaccum.testing import assert_same_run, both_runs, toy, toy_data
+from common import CallAt, RecordAt, weights_unchanged
+from test_warned import count_warnings, fit, not_a_mean, warnings_and_runs, weights_apart
+
+# A Learner's own `one_batch`
+
+class DoublesInputs(Learner):
+    def one_batch(self, i, b):
+        self.iter = i
+        self._split((b[0]*2,b[1]))
+        self._with_events(self._do_one_batch, 'batch', CancelBatchException)
+
+def trains_twice(learn, i, b):
+    for _ in range(2): Learner.one_batch(learn, i, b)
+
+def of_the_class(learn): learn.__class__ = DoublesInputs
+def of_the_instance(learn): learn.one_batch = partial(trains_twice, learn)
+
+@pytest.mark.parametrize('give', [of_the_class,of_the_instance])
+def test_a_one_batch_that_is_not_fastais_is_refused(give):
+    learn = toy(4)
+    give(learn)
+    with weights_unchanged(learn), pytest.raises(ValueError, match='(?s)own `one_batch`.*#own-training-loop'):
+        learn.fit(1, 0.1, cbs=GradientAccumulation(16))
+
+# Hooks on parameters
+
+def clips(g): return g.clamp(-.02, .02)
+def normalizes(g): return g/g.norm()
+on_parameters = ('AccumulationWarning','parameter-hooks')
+
+def hooked(*args, hook=clips, trains=True, **kwargs):
+    learn = toy(*args, **kwargs)
+    weight = learn.model[2].weight
+    if hook: weight.register_hook(hook)
+    weight.requires_grad_(trains)
+    return learn
+
+@pytest.mark.parametrize('hook', [clips,normalizes])
+def test_a_hook_on_a_parameter_is_told_and_named_in_the_check(hook):
+    said,a,b = warnings_and_runs(make=partial(hooked, hook=hook))
+    assert said=={on_parameters:1} and weights_apart(a, b)>1e-4
+    row, = [o for o in hooked(4, hook=hook).accum_check(16).rows if o.what=='gradients']
+    assert not row.ok and 'the hook on the parameter 2.weight' in row.where and 'before_step' in row.remedy
+
+@pytest.mark.parametrize('kwargs', [dict(trains=False),dict(hook=None)])
+def test_a_hook_that_does_not_run_is_not_told(kwargs):
+    assert not warnings_and_runs(make=partial(hooked, **kwargs))[0]
+
+def test_a_hook_on_a_parameter_is_right_where_a_batch_is_a_step():
+    said,a,b = warnings_and_runs(make=hooked, micro=16)
+    assert not said and weights_apart(a, b)<1e-12
+
+# Loaders whose samples are hard to count
+
+class Stream(IterableDataset):
+    "A stream of `n` samples that knows its length"
+    def __init__(self, n): self.data = toy_data(n)
+    def __len__(self): return len(self.data)
+    def __iter__(self): return iter(self.data)
+
+def stream(bs): return TorchDataLoader(Stream(70), batch_size=bs)
+def partly(bs): return PartialDL(toy_data(90), bs=bs, partial_n=70)
+def subset(bs):
+    sampler = SubsetRandomSampler(range(70), generator=torch.Generator().manual_seed(0))
+    return TorchDataLoader(toy_data(90), batch_sampler=BatchSampler(sampler, bs, drop_last=False))
+
+@pytest.mark.parametrize('dl', [stream,partly,subset])
+@pytest.mark.parametrize('bs,acc,full', [(32,dict(micro_batch_size=4),16), (8,dict(drop_last=True),24)])
+def test_a_plan_has_as_many_steps_as_the_loader_has_samples_for(dl, bs, acc, full):
+    learn,rates = toy(4),[]
+    learn.dls.loaders[0] = dl(bs)
+    np.random.seed(0)
+    said = count_warnings(lambda: learn.fit_one_cycle(2, 0.1, cbs=GradientAccumulation(full, **acc)))
+    n = 70//full if 'drop_last' in acc else -(-70//full)
+    assert not said and len(learn.recorder.lrs)==2*n and abs(learn.pct_train-1)<1e-9
+
+class Announces:
+    "A loader of `n` samples, one batch after the other, which announces `n_batches`"
+    def __init__(self, n, bs, n_batches): self.ds,self.bs,self.n_batches = toy_data(n),bs,n_batches
+    def __len__(self): return self.n_batches
+    def __iter__(self): return iter([self.ds[i:i+self.bs] for i in range(0, len(self.ds), self.bs)])
+
+# batches announced, of 4 samples, where the loader has 66 samples; are there too few for the planned steps of 16?
+@pytest.mark.parametrize('n_batches,acc,told', [(17,{},False), (20,{},False), (21,{},True), (30,{},True),
+    (17,dict(drop_last=True),False), (20,dict(drop_last=True),True), (20,dict(micro_batch_size=2),False)])
+def test_fewer_batches_than_planned_are_told(n_batches, acc, told):
+    learn = toy(4)
+    learn.dls.loaders[0] = Announces(66, 4, n_batches)
+    said = count_warnings(lambda: learn.fit(2, 0.01, cbs=GradientAccumulation(16, **acc)))
+    assert said==({('','fewer-batches'):1} if told else {})
+    assert (learn.pct_train<1-1e-9)==told
+
+def test_micro_batches_that_a_callback_cancels_are_not_missed_in_the_loader():
+    def odd(learn):
+        if learn.iter%2: raise CancelBatchException
+    said = count_warnings(lambda: toy(4).fit(2, 0.01, cbs=[GradientAccumulation(16),CallAt('before_batch', odd)]))
+    assert ('','fewer-batches') not in said
+
+# Losses with a state
+
+class Centred(nn.Module):
+    "Subtracts a running mean of the predictions, like DINO's loss"
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('centre', torch.zeros(3).double())
+    def forward(self, p, y):
+        loss = F.cross_entropy(p-self.centre, y)
+        self.centre = .9*self.centre+.1*p.detach().mean(0)
+        return loss
+
+class WarmsUp(nn.CrossEntropyLoss):
+    "Grows over its first 40 calls"
+    n_calls = 0
+    def forward(self, p, y):
+        self.n_calls += 1
+        return super().forward(p, y)*min(1, self.n_calls/40)
+
+class Counts(nn.CrossEntropyLoss):
+    "Counts its calls, which does not change its value"
+    n_calls = 0
+    def forward(self, p, y):
+        self.n_calls += 1
+        return super().forward(p, y)
+
+with_state = ('StateWarning','loss-with-state')
+
+@pytest.mark.parametrize('loss', [Centred,WarmsUp])
+def test_a_loss_that_depends_on_its_calls_before_is_told_and_the_cache_is_exact(loss):
+    said,a,b = warnings_and_runs(loss_func=loss())
+    assert said=={with_state:1} and weights_apart(a, b)>1e-4
+    a,b = (toy(16, loss_func=loss()) for _ in range(2))
+    fit(a, None)
+    fit(b, GradientCache(micro_batch_size=4))
+    assert weights_apart(a, b)<1e-12
+
+def test_a_loss_that_only_counts_its_calls_is_right():
+    said,a,b = warnings_and_runs(loss_func=Counts())
+    assert not said and weights_apart(a, b)<1e-7
+
+# Losses that do something else in training
+
+def hardest(p, y, *, trains):
+    "The mean of the losses, in training of the larger half"
+    losses = F.cross_entropy(p, y, reduction='none')
+    return losses.topk(max(1, len(y)//2)).values.mean() if trains(p, losses) else losses.mean()
+
+@pytest.mark.parametrize('trains', [lambda p, losses: p.requires_grad, lambda p, losses: losses.requires_grad,
+    lambda p, losses: torch.is_grad_enabled()])
+def test_a_loss_is_tried_as_it_is_in_training(trains):
+    said,a,b = warnings_and_runs(loss_func=partial(hardest, trains=trains))
+    assert said=={not_a_mean:1} and weights_apart(a, b)>1e-4
+
+def test_a_loss_may_write_into_the_predictions_that_it_is_tried_on():
+    def in_place(p, y): return F.cross_entropy(p.mul_(2) if p.requires_grad else p*2, y)
+    said,a,b = warnings_and_runs(loss_func=in_place)
+    assert not said and weights_apart(a, b)<1e-7
+
+# Counters of steps
+
+class SetsRate(Callback):
+    "Sets the learning rate by the number of steps so far"
+    def before_step(self): self.opt.set_hyper('lr', 0.1/(1+self.train_iter))
+
+def test_callbacks_count_steps_where_every_micro_batch_is_recorded():
+    steps = RecordAt('before_batch', lambda l: l.train_iter)
+    def run(bs, *cbs):
+        learn = toy(bs)
+        learn.fit(2, 0.1, cbs=[SetsRate(),*cbs])
+        return learn
+    a,b = run(16),run(4, steps, GradientAccumulation(16, log_accum_batch=False))
+    assert (a.train_iter,b.train_iter)==(10,10) and weights_apart(a, b)<1e-9
+    assert steps.values==[i//4 for i in range(18)]+[5+i//4 for i in range(18)]
+    assert len(b.recorder.losses)==36
+
+def test_those_who_record_every_micro_batch_count_micro_batches():
+    rows = RecordAt('after_batch', lambda l: l.train_iter, order=51)
+    toy(4).fit(2, 0.1, cbs=[rows,GradientAccumulation(16, log_accum_batch=False)])
+    assert rows.values==list(range(1, 37))
+
+# Rarer: refused in words
+
+def second_size(value):
+    "An `n_items` that returns the number of samples, and from its second call on a tensor with `value`"
+    calls = []
+    def n_items(learn):
+        calls.append(learn)
+        return torch.tensor(4. if len(calls)==1 else value)
+    return n_items
+
+@pytest.mark.parametrize('value', [float('nan'),-1.,float('inf')])
+def test_each_tensor_of_n_items_on_a_cpu_is_looked_at(value):
+    with pytest.raises(ValueError, match='`n_items` returned.*return a finite number'):
+        toy(4).fit(1, 0.1, cbs=GradientAccumulation(16, n_items=second_size(value)))
+
+def rows(before, after): return lambda b, start, stop, n: [o[max(0, start-before):stop+after] for o in b]
+
+@pytest.mark.parametrize('split,words', [(rows(0, -1),'`split` returned targets of shape'),
+    (rows(1, 0),'`split` returned targets'), (lambda *_: None,'`split` returned None')])
+def test_a_split_that_returns_other_rows_is_refused_before_a_weight_moves(split, words):
+    learn = toy(16)
+    with weights_unchanged(learn), pytest.raises((ValueError,TypeError), match=f'(?s){words}.*#cannot-be-split'):
+        size = AutoSize(split)
+        size.train = 4
+        learn.fit(1, 0.1, cbs=GradientAccumulation(16, micro_batch_size=size))
+
+class Epochs(Learner):
+    "Iterates over a loader of its own"
+    def _do_epoch_train(self):
+        self.dl,self.n_iter = self.dls.train,len(self.dls.train)
+        self('before_train')
+        for i,b in enumerate(self.dls.train): self.one_batch(i, b)
+
+class Measures(Learner):
+    "Looks at each batch"
+    def all_batches(self):
+        self.n_iter = len(self.dl)
+        for i,b in enumerate(self.dl): self.one_batch(i, b) if len(b) else None
+
+class Passes(Learner):
+    def all_batches(self):
+        self.n_iter = len(self.dl)
+        for i,b in enumerate(self.dl): self.one_batch(i, b)
+
+def of_class(cls, *args, **kwargs):
+    learn = toy(*args, **kwargs)
+    learn.__class__ = cls
+    return learn
+
+def replaced(learn): learn.dl = learn.dls.train
+
+@pytest.mark.parametrize('cls,cbs,words', [(Epochs,[],'iterates over another loader'),
+    (Learner,[CallAt('before_train', replaced, order=13)],'needs an `order` below 12'),
+    (Learner,[CallAt('before_train', lambda l: l.epoch and replaced(l), order=13)],'needs an `order` below 12'),
+    (Measures,[],'only pass them to `one_batch`')])
+def test_batches_that_are_not_steps_are_refused(cls, cbs, words):
+    with pytest.raises((RuntimeError,TypeError), match=words):
+        of_class(cls, 4).fit(2, 0.1, cbs=[GradientAccumulation(16),*cbs])
+
+def test_all_batches_may_be_the_learners_own_and_the_loader_may_be_replaced_before():
+    first = CallAt('before_train', replaced, order=5)
+    assert_same_run(*both_runs(make=partial(of_class, Passes), cbs=lambda: [first]))
+
+def fit_with(*cbs, learn=toy, **kwargs):
+    return learn(**dict(bs=4)|kwargs).fit(1, 0.1, cbs=[GradientAccumulation(16),*cbs])
+
+def fails(pos): return 1//0
+
+@pytest.mark.parametrize('f,words', [
+    (lambda: GradientAccumulation(16).plan(toy(4).dls, None), 'n_epoch=None.*whole number of epochs'),
+    (lambda: GradientAccumulation(16).plot_sched(toy(4).dls, 0), 'n_epoch=0.*at least 1 epoch'),
+    (lambda: toy(4).fit('a', cbs=GradientAccumulation(16)), "n_epoch='a'.*whole number of epochs"),
+    (lambda: GradientAccumulationSchedule(10**400, 16), '`schedule` raised an error at position 0.*OverflowError'),
+    (lambda: GradientAccumulationSchedule(4, 16, schedule=fails), 'position 0.*ZeroDivisionError'),
+    (lambda: fit_with(FreezeBN(lambda m: 4)), '`part` returned 4, of type int'),
+    (lambda: ActivationCheckpoint(lambda: nn.Linear), '`segments=.*cannot be called with 1 argument'),
+    (lambda: toy(4).accum_find(lr='x'), "`lr='x'`: give a finite number"),
+    (lambda: toy(4).accum_find(lr=float('nan')), '`lr=nan`: give a finite number'),
+    (lambda: toy(4).accum_find(10**6), '`accum_bs=1000000`: an epoch.*has 70 samples'),
+    (lambda: toy(4).bs_find(show_plot='x'), "`show_plot='x'`.*True or False"),
+    (lambda: NoiseScale(every=0), '`every=0`: give at least 1 step'),
+    *[(lambda bs=bs: fit_with(learn=partial(with_bs, of_loader=bs)), f'batches have {bs} samples.*at least 1')
+        for bs in (0,-4)]])
+def test_bad_arguments_are_refused_in_words(f, words):
+    with pytest.raises((TypeError,ValueError), match=f'(?s){words}.*reference/messages.html#'): f()
+
+def with_bs(of_loader, **kwargs):
+    learn = toy(**kwargs)
+    learn.dls.loaders[0] = Announces(66, 4, 17)
+    learn.dls.train.bs = of_loader
+    return learn
+
+# Warnings that were not true
+
+def test_scaled_rates_are_no_second_optimizer_in_the_next_fit():
+    learn = toy(4, cbs=[GradientAccumulation(16),ScaledLR(base_bs=16)])
+    said = count_warnings(lambda: [learn.fit(1, 0.01, reset_opt=True) for _ in range(2)])
+    assert not said
+
+# Interrupts
+
+def interrupted(make, at):
+    """Fit, and interrupt where torch switches gradients on or off for the `at`th time
+
+    Returns whether that came, and whether gradients are on afterwards.
+    """
+    n,ends = 0,(torch.no_grad.__exit__.__code__,torch.no_grad.__enter__.__code__)
+    def trace(frame, event, arg):
+        nonlocal n
+        if frame.f_code not in ends or not _is_ours(frame): return
+        n += 1
+        if n==at+1: raise KeyboardInterrupt
+    learn,old = toy(4, n=22),sys.gettrace()
+    sys.settrace(trace)
+    try: make(learn)
+    except KeyboardInterrupt: pass
+    finally: sys.settrace(old)
+    on = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    return n>at,on
+
+def _is_ours(frame):
+    "Did our code switch gradients, itself or as a decorator of torch's?"
+    for _ in range(2):
+        frame = frame.f_back
+        if 'fastaccum' in frame.f_code.co_filename.split(os.sep): return 'tests' not in frame.f_code.co_filename
+    return False
+
+fits = dict(checkpoints=lambda l: l.fit(1, 0.1, cbs=ActivationCheckpoint(nn.Linear)),
+    accumulated=lambda l: l.fit(1, 0.1, cbs=[GradientAccumulation(8),ActivationCheckpoint(nn.Linear)]),
+    split=lambda l: l.fit(1, 0.1, cbs=GradientAccumulation(8, micro_batch_size=1)),
+    finder=lambda l: l.add_cbs([GradientAccumulation(8),FreezeBN()]).lr_find(num_it=4, show_plot=False))
+
+@pytest.mark.parametrize('nm', fits)
+def test_an_interrupt_leaves_gradients_on(nm):
+    for at in range(40):
+        came,on = interrupted(fits[nm], at)
+        assert on, at
+        if not came: break

@@ -27,7 +27,6 @@ from .core.diagnose import (FirstBatchProbe, Row, callbacks_to_try, describe_mod
     find_differing_callbacks)
 from .core.dry_run import DryRun
 from .core.loader_info import by_batch_size, n_of, resizable, size_of
-from .core.micro_batches import AutoSize
 from .core.out_of_memory import free_memory, is_out_of_memory
 from .core.process_checks import check_search
 from .core.segments import find_segments
@@ -93,7 +92,7 @@ def _check_cbs(learn, acc, cache):
         raise ValueError("this Learner has fastai's `GradientAccumulation`, and only fastaccum's can be "
             "checked. Remove it with `learn.remove_cb(learn.gradient_accumulation)`, and import "
             "fastaccum's after `from fastai.vision.all import *`" + more_link('two-callbacks'))
-    if cache is not None: check_cached(learn, not cache.limit.fixed)
+    if cache is not None: check_cached(learn, cache.limit)
 
 # %% ../nbs/02_accum_check.ipynb #setup
 class _Setup:
@@ -147,9 +146,7 @@ def make_cbs(self:_Setup, n:int, sizes:list)->list:
         cbs.append(type(cache)(micro_batch_size=min(most, cache.size or n), split=cache.split))
     if acc is None and cbs: return cbs
     size = most if self.splits else None
-    if self.splits and acc.auto:
-        size = AutoSize(acc.auto.split)
-        size.train = most
+    if self.splits and acc.auto: size = acc.auto.capped(most)
     new = GradientAccumulation(n, drop_last=False, n_items=self.n_items, micro_batch_size=size)
     return [*cbs,new]
 

@@ -25,7 +25,6 @@ from .core.warnings import more_link
 from .noise_scale import NoiseScale, describe
 from .core.process_checks import check_search
 from .core.loader_info import samples_of, sizes_of
-from .core.micro_batches import AutoSize
 
 # %% ../nbs/09_accum_find.ipynb #accum-find
 @patch
@@ -93,7 +92,7 @@ def _measure(learn, acc, size, bs, n_steps, lr):
     "Train for `n_steps` steps of `size` samples that leave nothing behind, and return their readings"
     n_batches = ceil((n_steps+20)*size/bs)   # more than needed: a GradScaler skips some steps
     settings = {} if acc is None else dict(n_items=acc.n_items, micro_batch_size=acc.micro_batch_size)
-    if acc is not None and acc.auto: settings['micro_batch_size'] = AutoSize(acc.auto.split)
+    if acc is not None and acc.auto: settings['micro_batch_size'] = acc.auto.capped(None)
     noise = NoiseScale(1)
     with DryRun(learn, total=n_steps) as run:
         count = CountSteps(n_steps, run.tick)

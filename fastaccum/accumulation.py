@@ -122,7 +122,7 @@ def _size_words(self:GradientAccumulation):
 
 @patch
 def _split_words(self:GradientAccumulation):
-    if self.auto: return ', split where memory runs out'
+    if self.auto: return f', {self.auto.words}'
     return f' (micro-batches of at most {self.micro_batch_size})' if self.micro_batch_size else ''
 
 # %% ../nbs/00_accumulation.ipynb #events
@@ -135,7 +135,7 @@ def before_fit(self:GradientAccumulation):
     loop = self.loop = StepLoop(self, learn)
     if loop.finder is not None and loop.processes.n>1: keep_in_memory(loop.finder)
     if not len(learn.dls.train) and loop.processes.n==1: return   # `learn.export()` empties the loader
-    check_processes(loop.processes, self._comms(), self.auto is not None, loop.warn_once)
+    check_processes(loop.processes, self._comms(), self.auto, loop.warn_once)
     plan = self._plan_fit(learn.dls.train)
     if loop.finder is not None: learn.n_epoch = loop.finder.num_it//max(1, len(plan.epoch(0)))+1
     plan.check(warns=not loop.processes.rank, size_name=self._size_name)
@@ -223,7 +223,7 @@ def _share_penalty(self:GradientAccumulation, share):
 @patch
 def before_validate(self:GradientAccumulation):
     "With `'auto'`, batches of validation are split, too"
-    if not self.auto or self.validates: return
+    if not self.auto or self.auto.fixed or self.validates: return
     loop = self.loop or StepLoop(self, self.learn)
     self.learn.dl = OneBatchLoader(self.learn, self.dl, loop.run_valid_batch)
 
@@ -278,7 +278,7 @@ def _plan(self:GradientAccumulation, dl, n_epoch, processes, comms, n_finds=None
     wanted = self.sizes(sum(o.micro_bs for o in loaders), n_epoch)
     # `lr_find`: all like the first
     if n_finds is not None and callable(wanted): wanted = wanted(Position(0, 0, 0.))
-    return Plan(loaders, wanted, n_epoch, drop_last, self.drop_last is None, self.auto is not None)
+    return Plan(loaders, wanted, n_epoch, drop_last, self.drop_last is None, self.auto.words if self.auto else '')
 
 @patch
 def _plan_fit(self:GradientAccumulation, dl):

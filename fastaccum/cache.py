@@ -44,11 +44,12 @@ class GradientCache(PatchingCallback):
     checked = False      # were the outputs of a micro-batch that was run again compared, in this fit?
     @by_name('micro_batch_size')
     def __init__(self, *,
-        micro_batch_size:int|str, # The most samples that the model sees at once; 'auto': as many as memory allows
+        micro_batch_size:int|str|AutoSize, # The most samples that the model sees at once; 'auto': as memory allows
         split:Callable=split # `f(inputs, start, stop, n)` returns samples `start` to `stop` of the `n` in `inputs`
     ):
         self.micro_batch_size,self.split = micro_batch_size,split
-        if isinstance(micro_batch_size, str) and micro_batch_size=='auto': self.limit = AutoSize(split)
+        if isinstance(micro_batch_size, AutoSize): self.limit = micro_batch_size
+        elif isinstance(micro_batch_size, str) and micro_batch_size=='auto': self.limit = AutoSize(split)
         else:
             n = check_count('micro_batch_size', micro_batch_size, or_else="'auto', or ")
             self.limit = AutoSize.of_size(n, split)
@@ -63,7 +64,7 @@ class GradientCache(PatchingCallback):
         if self.validates and self.warn_once is not None: return
         uninterrupted(self.undo_patches)
         self.warn_once,self.rows,self.checked,self.limit.failed = WarnOnce(),{},False,None
-        if not self.validates: check_cached(self.learn, not self.limit.fixed)
+        if not self.validates: check_cached(self.learn, self.limit)
 
     def before_batch(self):
         self.undo_patches()
@@ -88,7 +89,7 @@ def _forward(self:GradientCache, *args, **kwargs):
     n = n_samples(args, getattr(learn.dl, 'bs', None))
     if n is None: return stock(*args)
     call = ReplayedForward(self, learn.model, stock, args, n)
-    if n>call.most: self._warn_differences(args)
+    if not call.is_whole: self._warn_differences(args)
     elif self.limit.fixed and not (call.learns and call.ddps): return stock(*args)
     return call.forward()
 
@@ -105,8 +106,8 @@ def _warn_differences(self:GradientCache, args):
     warn_chunks(learn.model, args, warn_once)
 
 # %% ../nbs/03_cache.ipynb #check
-def check_cached(learn:Learner, auto:bool=False):
-    """Refuse a Learner whose model cannot be run in parts, of sizes that are found during the fit if `auto`
+def check_cached(learn:Learner, limit:AutoSize):
+    """Refuse a Learner whose model cannot be run in parts of the sizes that `limit` allows
 
     ValueError: the model cannot be run in parts
     """
@@ -124,9 +125,9 @@ def check_cached(learn:Learner, auto:bool=False):
             "would split the loader's batches before the loss, and `GradientCache` is there to give the "
             "loss whole batches: leave it out there, and give the size to `GradientCache`"
             + more_link('split-before-the-loss'))
-    if auto and world_size()>1 and any(isinstance(m, torch.nn.SyncBatchNorm) for m in learn.model.modules()):
-        raise ValueError("`micro_batch_size='auto'` does not work with SyncBatchNorm on several "
-            "processes: where memory runs out, a process repeats a micro-batch, and its SyncBatchNorm "
+    if not limit.is_even and world_size()>1 and any(isinstance(m, torch.nn.SyncBatchNorm) for m in learn.model.modules()):
+        raise ValueError(f"`micro_batch_size={limit!r}` does not work with SyncBatchNorm on several "
+            f"processes: {limit.why_uneven}, and its SyncBatchNorm "
             "would wait for the others forever. Give a number (`learn.bs_find()` finds one that fits on "
             "all processes)"
             + more_link('exchanges-in-the-forward-pass'))

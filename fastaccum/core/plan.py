@@ -71,13 +71,13 @@ class EqualSteps(Sequence):
 class Plan:
     "The steps of a training run"
     def __init__(self, loaders:list, accum_bs:int|Callable, n_epoch:int=1, drop_last:bool=False,
-        never_empty:bool=False, auto:bool=False):
+        never_empty:bool=False, split_words:str=''):
         self.loaders = list(loaders)    # the `LoaderSizes` of each process
         self.accum_bs = accum_bs        # samples wanted in a step, over all processes, or a function of a `Position`
         self.n_epoch = n_epoch
         self.drop_last = drop_last      # leave out the incomplete last step of an epoch?
         self.never_empty = never_empty  # keep it if the epoch has no other step?
-        self.auto = auto                # are batches split where memory runs out?
+        self.split_words = split_words  # how batches are split, if that is not known before the fit
         self._epochs = {}               # steps by epoch, of the epochs that were asked for
         self._starts = [0]              # with a schedule: steps before each epoch, as far as they were counted
 
@@ -200,9 +200,9 @@ def _micro_batch_words(self:Plan, first, last):
     are_whole = not o.bs%o.micro_bs and not any(full//n_processes%o.micro_bs for full in (first,last))
     if not are_whole: return f'micro-batches of at most {o.micro_bs}{where}'
     n_first,n_last = (full//n_processes//o.micro_bs for full in (first,last))
-    noun = 'batch' if self.auto else 'micro-batch'
+    noun = 'batch' if self.split_words else 'micro-batch'
     number = count_of(n_first, noun) if n_first==n_last else f"{n_first} to {count_of(n_last, noun)}"
-    return f"{number} of {o.micro_bs}{where}{', split where memory runs out' if self.auto else ''}"
+    return f"{number} of {o.micro_bs}{where}{', ' if self.split_words else ''}{self.split_words}"
 
 @patch
 def _number_words(self:Plan, full):

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from fastai.learner import Learner
 from .distributed import Processes, world_size
+from .micro_batches import AutoSize
 from .warnings import WarnOnce, more_link
 
 # %% ../../nbs/core/17_process_checks.ipynb #checks
@@ -53,16 +54,16 @@ def check_wrapped(model:nn.Module):
             "backward pass: make the model without `static_graph`, and they are exchanged once per step"
             + more_link('static-graph'))
 
-def check_processes(processes:Processes, comms:list, is_auto:bool, warn_once:WarnOnce):
+def check_processes(processes:Processes, comms:list, limit:AutoSize|None, warn_once:WarnOnce):
     """Refuse what several processes cannot do
 
     ValueError: `'auto'` although something (`comms`) communicates with every micro-batch
     UserWarning: DDP has a communication hook
     """
     if processes.n==1: return
-    if is_auto and comms:
-        raise ValueError("`micro_batch_size='auto'` does not work on several processes with "
-            f"{', '.join(comms)}: a process whose memory runs out repeats a micro-batch, and would wait "
+    if limit is not None and comms:
+        raise ValueError(f"`micro_batch_size={limit!r}` does not work on several processes with "
+            f"{', '.join(comms)}: {limit.why_uneven}, and would wait "
             "for the others forever. Give a number (`learn.bs_find()` finds one that fits on all "
             "processes)" + more_link('auto-on-processes'))
     if any(getattr(m, '_comm_hooks', ()) for m in processes.ddps):

@@ -75,6 +75,7 @@ class ReplayedForward:
         self.inputs = {id(x):(x,x.detach().requires_grad_()) for x in self.tensors if x.requires_grad and self.learns}
         replaced = (like_tensor(self.inputs[id(x)][1], x) if id(x) in self.inputs else x for x in leaves(args))
         self.args = rebuilt(args, replaced) if self.inputs else args
+        self.division = cb.limit.divide(model, self.args, (), n, cb.warn_once)
         self.cuts = []          # the first row of each micro-batch, and the row after its last
         self.states = []        # the state from which each micro-batch starts
         self.exchanges = []     # DDP models that exchange gradients in this backward pass: not while steps accumulate
@@ -86,9 +87,14 @@ class ReplayedForward:
         "The most samples of a micro-batch, as far as is known"
         return self.cb.limit.most(self.training) or self.n
 
+    @property
+    def is_whole(self)->bool:
+        "Is the batch one micro-batch, as far as is known?"
+        return self.division.is_whole(0, self.division.stop(0, self.n, self.most))
+
     def run(self, start:int, stop:int):
         "The model's outputs for some samples; the model gets copies, because it may write into its inputs"
-        try: xs = self.cb.split(self.args, start, stop, self.n)
+        try: xs = self.division.cut(self.args, start, stop)
         except TypeError as e:
             raise TypeError("the model's inputs cannot be split into micro-batches "
                 f"({str(e).split(':')[0]}): give `GradientCache(…, split=f)` with a function `f(inputs, "
@@ -119,6 +125,7 @@ def forward(self:ReplayedForward):
     if {*map(len, flat)}!={len(rows)}: _refuse(outs[0], n_first)
     ns = [stop-start for start,stop in self.cuts]
     res = [_join_outputs(xs, ns, row) for xs,row in zip(zip(*flat), rows)]
+    res = [self.division.in_order(x) if row else x for x,row in zip(res, rows)]
     if self.learns: res = self._with_node(res, flat)
     else: self.cb.limit.report(self.training)
     return rebuilt(outs[-1], map(like_tensor, res, flat[-1]))
@@ -127,7 +134,7 @@ def forward(self:ReplayedForward):
 def _run_all(self:ReplayedForward):
     "The outputs of each micro-batch, whose size is halved until memory is enough"
     while True:
-        self.cuts,self.states,outs = bounds(even_sizes(self.n, self.most)),[],[]
+        self.cuts,self.states,outs = self.division.cuts(self.most),[],[]
         def run(): self._run_cuts(outs)
         def undo():
             outs.clear()
@@ -264,7 +271,7 @@ def _replay(self:ReplayedForward, i, start, stop, grads):
                 "never"
                 + more_link('output-sometimes-detached'))
         if g is None: continue
-        if has_rows: pairs.append((x, g[start:stop]))
+        if has_rows: pairs.append((x, self.division.rows(g, start, stop)))
         elif stop==self.n: pairs.append((x, g))   # an output that is the same for all micro-batches counts once
     outs.clear()
     if pairs: torch.autograd.backward(*zip(*pairs))

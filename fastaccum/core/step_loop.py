@@ -234,8 +234,7 @@ def _run_batch(self:StepLoop, b, n):
     learn.iter = self.n_batches
     self.n_batches += 1
     if n>self.loader.sizes.bs: self._warn_larger_batch(n)
-    is_split = self.limit is not None and (not self.limit.fixed or n>self.limit.fixed)
-    limit = self.limit if is_split else None
+    limit = self.limit if self.limit is not None and self.limit.splits(n) else None
     changed = None if limit is None else ChangedAttrs([learn,*learn.cbs])
     learn._split(b if self._is_in_place(b) else learn._set_device(b))
     try: self.events.send('before_batch')
@@ -437,15 +436,16 @@ def _run_split(self:StepLoop, n, limit, changed):
 def _in_parts(self:StepLoop, n, rows, limit, changed, run, end):
     "Call `run()` for each micro-batch of the Learner's batch, and `end()` after it, unless its step ends with it"
     learn,training = self.learn,self.learn.training
-    parts,retries = BatchParts(learn, rows, changed, limit.split),Retries(learn, limit)
+    division = limit.divide(learn.model, learn.xb, learn.yb, rows, self.warn_once)
+    parts,retries = BatchParts(learn, rows, changed, division),Retries(learn, limit)
     is_first_batch = training and not learn.iter
     # refuse what cannot be split before a weight changes
     if is_first_batch and not limit.fixed: parts.cut(0, 1)
     start = 0
     try:
         while start<rows:
-            stop = retries.stop(start, rows)
-            is_part = stop-start<rows
+            stop = retries.stop(start, division)
+            is_part = not division.is_whole(start, stop)
             if is_part:
                 if training: self.differences.before_split(parts)
                 parts.select(start, stop)

@@ -23,6 +23,7 @@ Accumulate (callbacks for `cbs=`):
     GradientAccumulationSchedule    anneal the size of the steps while training
     GradientAccumulationScheduler   change the number of micro-batches in a step at given epochs or steps
     AutoSize                        split batches when memory runs out, in a way of your own
+    TokenBudget                     split batches of texts by length, into micro-batches of so many tokens
 
 Other ways to the large batch:
     GradientCache                   the model sees micro-batches, the loss sees the loader's whole batch
@@ -60,8 +61,9 @@ from fastaccum.core.warnings import (AccumulationWarning, BatchNormWarning, Impo
 from fastaccum.noise_scale import NoiseScale
 from fastaccum.scaled_lr import ScaledLR
 from fastaccum.schedule import GradientAccumulationSchedule, GradientAccumulationScheduler
+from fastaccum.token_budget import TokenBudget
 
 __all__ = ['AccumulationWarning', 'ActivationCheckpoint', 'AutoSize', 'BatchNormWarning', 'FreezeBN',
     'GradientAccumulation', 'GradientAccumulationSchedule', 'GradientAccumulationScheduler',
     'GradientCache', 'ImportOrderWarning', 'LoaderWarning', 'LossWarning', 'NoiseScale', 'RecalibrateBN', 'ScaledLR',
-    'StateWarning']
+    'StateWarning', 'TokenBudget']

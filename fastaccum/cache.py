@@ -125,7 +125,8 @@ def check_cached(learn:Learner, limit:AutoSize):
             "would split the loader's batches before the loss, and `GradientCache` is there to give the "
             "loss whole batches: leave it out there, and give the size to `GradientCache`"
             + more_link('split-before-the-loss'))
-    if not limit.is_even and world_size()>1 and any(isinstance(m, torch.nn.SyncBatchNorm) for m in learn.model.modules()):
+    has_sync = any(isinstance(m, torch.nn.SyncBatchNorm) for m in learn.model.modules())
+    if has_sync and not limit.is_even and world_size()>1:
         raise ValueError(f"`micro_batch_size={limit!r}` does not work with SyncBatchNorm on several "
             f"processes: {limit.why_uneven}, and its SyncBatchNorm "
             "would wait for the others forever. Give a number (`learn.bs_find()` finds one that fits on "

@@ -137,8 +137,8 @@ class TokenBudget(AutoSize):
     is_even = False
     def __init__(self,
         max_tokens:int, # Rows times columns of a micro-batch, at most
-        *, pad_id:int=None, # The id of padding in the first integer input; used if the first input has no `attention_mask`
-        length:Callable=None # `length(batch)` returns the number of tokens in each row; `batch` has inputs, then targets
+        *, pad_id:int=None, # Id of padding in the first integer input, if no input has an `attention_mask`
+        length:Callable=None # `length(batch)` returns the tokens in each row of inputs and targets
     ):
         super().__init__()
         self.fixed = check_count('max_tokens', max_tokens, 'token')

@@ -1,0 +1,79 @@
+"""Columns, time and memory of texts of different lengths: micro-batches of 8 texts, and of a budget of tokens.
+
+A small BERT reads texts of log-normal length (median 180 tokens, sigma 0.8, at most 1024), in steps of 64. Columns are
+those that the model computes in training, for each token of the texts. Time is that of the processor, as a ratio to
+`micro_batch_size=8`. Memory is that of tensors made by one step, while they are alive (benchmarks/live.py).
+
+`python -m benchmarks.token_budget [--rounds 3]` takes some minutes. The page token_budget shows the result.
+"""
+import argparse, math, time
+import benchmarks
+from benchmarks import live
+import torch
+from functools import partial
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification
+from fastai.callback.core import Callback, CancelValidException
+from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
+from fastai.learner import Learner
+from fastai.optimizer import SGD
+from fastaccum import GradientAccumulation, TokenBudget
+
+bs,n_steps,budget = 64,2,8192
+
+class Bert(nn.Module):
+    "A classifier of texts that counts the columns it computes"
+    def __init__(self):
+        super().__init__()
+        self.model = BertForSequenceClassification(BertConfig(vocab_size=1000, hidden_size=64, num_hidden_layers=2,
+            num_attention_heads=2, intermediate_size=256, max_position_embeddings=1024))
+        self.columns = 0
+    def forward(self, b):
+        if torch.is_grad_enabled(): self.columns += b['input_ids'].numel()
+        return self.model(**b).logits
+
+def random_text():
+    n = round(math.exp(torch.randn(()).item()*.8)*180)
+    return torch.randint(1, 1000, (min(max(n, 8), 1024),)),torch.randint(0, 2, ())
+
+def collate(items):
+    ids = nn.utils.rnn.pad_sequence([x for x,_ in items], batch_first=True)
+    return dict(input_ids=ids, attention_mask=(ids!=0).long()),torch.stack([y for _,y in items])
+
+class NoValidation(Callback):
+    def before_validate(self): raise CancelValidException
+
+def learner(texts, loader_bs):
+    torch.manual_seed(0)
+    dls = DataLoaders(*[DataLoader(texts, bs=loader_bs, create_batch=collate)]*2)
+    return benchmarks.quiet(Learner(dls, Bert(), nn.CrossEntropyLoss(), opt_func=SGD, cbs=NoValidation()))
+
+def fit(texts, loader_bs, size, n=n_steps):
+    "Take `n` steps; returns the seconds and the columns that the model computed"
+    learn = learner(texts[:n*bs], loader_bs)
+    start = time.process_time()
+    learn.fit(1, 1e-3, cbs=GradientAccumulation(bs, micro_batch_size=size and size()))
+    return time.process_time()-start,learn.model.columns
+
+ways = {'`bs=64`, `micro_batch_size=8`':(64,lambda: 8), '`bs=8`':(8,None),
+    f'`bs=64`, `micro_batch_size=TokenBudget({budget})`':(64,lambda: TokenBudget(budget))}
+
+def main():
+    args = argparse.ArgumentParser()
+    args.add_argument('--rounds', type=int, default=3)
+    args = args.parse_args()
+    torch.manual_seed(1)
+    texts = [random_text() for _ in range(n_steps*bs)]
+    n_tokens = sum(len(x) for x,_ in texts)
+    secs = benchmarks.by_turns({k:lambda o=o: fit(texts, *o)[0] for k,o in ways.items()}, args.rounds)
+    first = secs[next(iter(ways))]
+    rows = []
+    for nm,o in ways.items():
+        mb = live.peak_bytes(lambda: fit(texts, *o, n=1))/1e6
+        columns,ratio = fit(texts, *o)[1]/n_tokens,benchmarks.median_ratio(secs[nm], first)
+        rows.append(dict(way=nm, columns=round(columns, 2), time=round(ratio, 2), mb=round(mb)))
+    benchmarks.save('token_budget', dict(made=benchmarks.made(), rows=rows))
+    print(benchmarks.table(['','columns per token','time','MB'], [o.values() for o in rows]))
+
+if __name__=='__main__': main()

@@ -143,7 +143,7 @@ def ends(learn):
     ('after_backward',again,1), ('before_step',clips,0), ('before_batch',ends,0)])
 def test_gradients_that_a_callback_changes_while_they_add_up_are_told(event, f, n):
     said = count_warnings(lambda: toy(4, n=64).fit(2, 0.05, cbs=[GradientAccumulation(16),RecordAt(event, f)]))
-    assert said==({('AccumulationWarning','gradients-changed'):1} if n else {})
+    assert said[('AccumulationWarning','gradients-changed')]==n and len(said)<=1
 
 def test_a_loss_that_is_tried_makes_pytorch_say_nothing():
     "PyTorch would warn of target sizes when the loss compares parts with targets of the whole batch"

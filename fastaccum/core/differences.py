@@ -77,7 +77,9 @@ class LossTrials:
 
     def micro_batch(self, learn:Learner, micro:MicroBatch, mean:StepMean, warns:bool):
         "Try the loss of a micro-batch before its backward pass; of several processes, one `warns`"
-        if self.left<=0: return
+        if self.left<=0:
+            self.attrs = None   # it holds the attributes of the last batch that was tried
+            return
         m = n_samples(learn.yb, micro.n) or micro.n
         batch,n_tried = learn,m
         if m==1:   # a single sample cannot be split: join it with that of the micro-batch before
@@ -203,10 +205,13 @@ class LossChanges:
 
     def __call__(self, part:Part, loss:Tensor)->Tensor:
         "The loss of `part` after the callbacks have changed it"
-        part.loss_grad,part.loss = loss.clone(),loss.clone()
-        with self._standing_in(part):
+        loss = loss.detach()
+        part.loss_grad = loss.clone()
+        part.loss = loss.clone()
+        # without gradients, so that a backward pass of the callback's own fails, and adds nothing to gradients
+        with self._standing_in(part), torch.no_grad():
             for cb,event in self.changes: cb(event)
-        self.added.append(part.loss_grad.detach()-loss)
+        self.added.append(part.loss_grad.mean()-loss.mean())
         return part.loss_grad
 
     @contextmanager
@@ -228,9 +233,10 @@ class LossChanges:
         finally: uninterrupted(restore)
 
     def is_constant(self)->bool: # Synchronises the GPU
-        "Was the same added to the loss of each part?"
-        first,*others = self.added
-        return all(bool((o-first).abs()<=1e-6*(1+first.abs())) for o in others)
+        "Was the same, and not nothing, added to the loss of each part?"
+        first,*others = torch.stack(self.added).tolist()
+        tol = 1e-6*(1+abs(first))
+        return abs(first)>tol and all(abs(o-first)<=tol for o in others)
 
     def probe(self, learn:Learner, find:Callable|None)->Probed:
         "Compare the changed loss with the mean of the changed losses of two parts; `learn` has the predictions"

@@ -1,5 +1,5 @@
-"""Importing changes nothing but the verbs that a Learner is given and the `before_fit` of fastai's own class of the same
-name, which warns; it prints nothing, and needs no optional package."""
+"""Importing changes nothing but the verbs that a Learner is given, and the `before_fit` of fastai's own class of the
+same name, which warns; it prints nothing, and needs no optional package."""
 import subprocess, sys
 
 code = """

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 from fastai.vision.all import (Callback, CancelBatchException, CancelTrainException, CancelValidException, Learner,
     OptimWrapper, SGD, to_device)
-from fastaccum import GradientAccumulation, GradientCache
+from fastaccum import AccumulationWarning, GradientAccumulation, GradientCache
 from fastaccum.testing import assert_same_run, deviation, toy, both_runs
 from common import RaiseAt, RecordAt, collect_warnings, weights
 from test_warned import count_warnings, fit
@@ -32,8 +32,9 @@ class Give(Callback):
 @pytest.mark.parametrize('event,loss,order', [('after_pred',False,0), ('after_loss',True,0), ('after_loss',True,70),
     ('before_batch',False,-50), ('before_batch',False,90)])
 def test_targets_and_losses_that_come_late_are_counted(event, loss, order):
-    a,b = both_runs(fit=fit, cbs=lambda: [Give(event, loss, order)])
+    with collect_warnings() as collected: a,b = both_runs(fit=fit, cbs=lambda: [Give(event, loss, order)])
     assert_same_run(a, b)
+    assert not [o for o in collected if issubclass(o.category, AccumulationWarning)]
     assert len(b.recorder.losses)==10
 
 # Callbacks that count steps without a word to us

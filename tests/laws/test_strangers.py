@@ -74,6 +74,29 @@ def test_a_change_of_the_loss_that_cannot_be_tried_is_told_once(cbs):
     entries,_,_ = entries_and_runs(cbs=cbs)
     assert entries==['changed-loss-not-tried']
 
+def test_a_callback_that_reduces_a_loss_of_each_sample_is_tried():
+    def mean(learn): learn.loss_grad = learn.loss_grad.mean()
+    def largest(learn): learn.loss_grad = learn.loss_grad.topk(2).values.mean()
+    for f,said in ((mean,[]), (largest,['changed-loss'])):
+        entries,a,b = entries_and_runs(loss_func=nn.CrossEntropyLoss(reduction='none'),
+            fit=lambda learn, cbs: learn.fit(1, .1, cbs=cbs), cbs=lambda: [RecordAt('after_loss', f)])
+        assert entries==said and differ(a, b)==bool(said)
+
+class TrainsAHead(Callback):
+    "Adds the loss of a head of its own, and runs a backward pass for the head"
+    def __init__(self): self.head = nn.Linear(3, 1).double()
+    def after_loss(self):
+        if not self.training: return
+        self.learn.loss_grad = self.loss_grad+self.pred.pow(2).mean()
+        self.head(self.pred.detach()).pow(2).mean().backward()
+def test_a_backward_pass_of_a_callback_that_changes_the_loss_runs_once():
+    def grads_of_head(acc):
+        torch.manual_seed(0)
+        cb = TrainsAHead()
+        with collect_warnings(): toy(4, n=64).fit(1, 0., cbs=[acc,cb] if acc else [cb])
+        return cb.head.weight.grad
+    assert deviation(grads_of_head(GradientAccumulation(16)), grads_of_head(None))<1e-12
+
 def test_a_loss_that_a_callback_puts_in_place_of_the_learners_is_tried():
     def of_batch(learn): learn.loss_grad = F.mse_loss(learn.pred.mean(0), F.one_hot(learn.y, 3).double().mean(0))
     def of_samples(learn): learn.loss_grad = F.mse_loss(learn.pred, F.one_hot(learn.y, 3).double())

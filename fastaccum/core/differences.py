@@ -232,19 +232,22 @@ class LossChanges:
             yield
         finally: uninterrupted(restore)
 
-    def is_constant(self)->bool: # Synchronises the GPU
-        "Was the same, and not nothing, added to the loss of each part?"
-        first,*others = torch.stack(self.added).tolist()
-        tol = 1e-6*(1+abs(first))
-        return abs(first)>tol and all(abs(o-first)<=tol for o in others)
+# %% ../../nbs/core/11_differences.ipynb #loss-changes-probe
+@patch
+def is_constant(self:LossChanges)->bool: # Synchronises the GPU
+    "Was the same, and not nothing, added to the loss of each part?"
+    first,*others = torch.stack(self.added).tolist()
+    tol = 1e-6*(1+abs(first))
+    return abs(first)>tol and all(abs(o-first)<=tol for o in others)
 
-    def probe(self, learn:Learner, find:Callable|None)->Probed:
-        "Compare the changed loss with the mean of the changed losses of two parts; `learn` has the predictions"
-        if not self.can_replay: return Probed(None, 'the callback holds an object that may not be used twice')
-        with self.state.again(): res = probe(learn, self.n, find, self)
-        if res.off is not None and not res.wrong and self.is_constant():
-            return Probed(None, 'the same is added for each part of the micro-batch')
-        return res
+@patch
+def try_parts(self:LossChanges, learn:Learner, find:Callable|None)->Probed:
+    "Compare the changed loss with the mean of the changed losses of two parts; `learn` has the predictions"
+    if not self.can_replay: return Probed(None, 'the callback holds an object that may not be used twice')
+    with self.state.again(): res = probe(learn, self.n, find, self)
+    if res.off is not None and not res.wrong and self.is_constant():
+        return Probed(None, 'the same is added for each part of the micro-batch')
+    return res
 
 # %% ../../nbs/core/11_differences.ipynb #loss-graph
 def graph_nodes(roots:Iterable, until:Iterable=())->set:
@@ -278,7 +281,7 @@ def _changed_loss(self:LossTrials, learn, batch, n, micro, mean):
     if not found: return   # the penalty of fastai's `RNNRegularizer` is a mean over samples
     names = ' and '.join(dict.fromkeys(type(cb).__name__ for cb,_ in found))
     changes = LossChanges(learn, n, found, self.attrs)
-    probed = changes.probe(batch, mean.find)
+    probed = changes.try_parts(batch, mean.find)
     reason = ' '.join(probed.reason.split())   # in one line
     if probed.wrong:
         self.warn_once('changed-loss', f"{names} changes the loss, and the changed loss of a micro-batch is not the "

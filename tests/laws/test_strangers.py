@@ -1,5 +1,6 @@
 """What other people's callbacks, losses, models and loaders do is the full-batch run, or is told in words."""
 import pytest, torch
+from itertools import accumulate, pairwise
 from torch import nn
 from torch.nn import functional as F
 from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException,
@@ -268,18 +269,23 @@ class OfGraphs(nn.Module):
         out = self.layer(x)
         total = torch.zeros(int(graph.max())+1, 3, dtype=x.dtype).index_add(0, graph, out)
         return total/graph.bincount()[:,None]
-@pytest.mark.parametrize('n', [64,58])
-def test_batches_of_graphs_are_counted_by_their_targets(n):
-    def run(bs, cbs):
+@pytest.mark.parametrize('n,sizes', [(64,[4]*16), (58,[4]*14+[2]), (56,[4,3]*8)], ids=['equal','last','unequal'])
+def test_batches_of_graphs_are_counted_by_their_targets(n, sizes):
+    "A step of 14 samples is two batches of 4 and two of 3"
+    accum_bs = 14 if 3 in sizes else 16
+    ends = [*accumulate(sizes, initial=0)]
+    micro_batches = [list(range(*o)) for o in pairwise(ends)]
+    def run(batches, bs, cbs):
         ds = toy_data(n)
         learn = toy(4, data=ds, model=lambda: OfGraphs().double(), splitter=all_params)
-        loader = GraphLoader(ds, [in_chunks(list(range(n)), bs)])
+        loader = GraphLoader(ds, [batches])
         loader.bs = bs
         learn.dls = DataLoaders(loader, loader)
         learn.dls.n_inp = 2
         with collect_warnings() as collected: learn.fit(2, .1, cbs=cbs)
         return learn,[str(o.message) for o in collected if 'fastaccum' in str(o.message)]
-    (a,_),(b,said) = run(16, []),run(4, [GradientAccumulation(16)])
+    a,_ = run(in_chunks(list(range(n)), accum_bs), accum_bs, [])
+    b,said = run(micro_batches, 4, [GradientAccumulation(accum_bs)])
     assert not said and assert_same_run(a, b)
 
 def test_a_loader_without_a_size_says_what_to_do_beside_auto():

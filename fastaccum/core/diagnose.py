@@ -131,7 +131,8 @@ def _loss_grads(learn, n, find, start, stop):
     "Digests of the loss's gradient for some predictions, and the number of items of its mean"
     part = Part(learn, n, lambda o: o[start:stop])
     preds = [t for t in _tensors(part.pred) if t.is_floating_point()]
-    for t in preds:   # fastai's tensors refuse `requires_grad_` if they are no leaves, which then need gradients
+    # a copy of predictions that need gradients needs them already, and fastai's tensors refuse to set that again
+    for t in preds:
         if not t.requires_grad: t.requires_grad_()
     loss = part.loss_func(part.pred, *part.yb)
     size = 1 if find is None else stop-start if find is samples else find(part)

@@ -214,6 +214,7 @@ class _Diagnosis:
         self.frozen_off = None   # with all modules frozen that differ by themselves
         self.rest_off = None     # also without the callbacks that were found
         self.cbs = []            # callbacks that make the gradients differ
+        self.needed = []         # callbacks that may do so, and that could not be left out to find out
         self.layers = {}         # name of a parameter -> the difference of its gradients
         self.remaining = {}      # the same without all causes that were found; empty if none was found
         self.whole,self.parts = compare.whole_and_parts()
@@ -252,12 +253,18 @@ def _find_causes(self:_Diagnosis):
     if self.frozen_off<=self.tol: return
     if probe.rows==probe.n:
         frozen = dict(freeze=freeze, reset=reset)
-        self.cbs = find_differing_callbacks(compare, self.frozen_off, self.tol, **frozen)
+        self.cbs,self.needed = find_differing_callbacks(compare, self.frozen_off, self.tol, **frozen)
         if self.cbs: self.rest_off = self._without(freeze, reset, self.cbs)
     else:   # find the callback that makes more rows of the samples
         cbs = [o for o in callbacks_to_try(compare.run) if hasattr(o, 'before_batch')]
-        def rows_without(cb): return self._probe_first_batch(None, without=[cb]).rows
-        self.cbs = [o for o in cbs if rows_without(o)==probe.n] or cbs
+        self.cbs = [o for o in cbs if self._rows_without(o) in (probe.n,None)] or cbs
+
+@patch
+def _rows_without(self:_Diagnosis, cb):
+    "The rows that the model gets if a callback is left out; `None` if the step fails without the callback"
+    try: return self._probe_first_batch(None, without=[cb]).rows
+    except Exception as e:
+        if is_out_of_memory(e): raise
 
 @patch
 def _without(self:_Diagnosis, freeze, reset, cbs=()):
@@ -295,6 +302,9 @@ def _predictions(self:_Diagnosis):
     probe = self.probe
     row = Row('predictions', probe.predictions, self.tol, probe.why)
     if row.off is None or row.ok: return row
+    gradients_agree = self.off is not None and self.off<=self.tol
+    # predictions may have another length in each part, as where a model trims its batch to the longest sequence
+    if gradients_agree and not probe.remembering: return Row('predictions', self.off, self.tol)
     where = describe_modules(self.model, probe.depending)
     if probe.remembering:
         names = describe_modules(self.model, probe.remembering) or 'the model'
@@ -332,6 +342,11 @@ def _callbacks(self:_Diagnosis):
         names = ', '.join(type(o).__name__ for o in self.cbs)
         remedy = f'{self.split_remedy}, if only batches are changed, as by MixUp; or {self.cache_remedy}'
         return Row('callbacks', self.frozen_off, tol, names, remedy)
+    names = [type(o).__name__ for o in self.needed if not type(o).__module__.startswith('fastai.')]
+    has_other_cause = not self.probe.agree or (self.probe.loss or 0.)>tol
+    if names and self.rest_off>tol and not has_other_cause:
+        names = ', '.join(names)
+        return Row('callbacks', None, tol, f'the step fails without {names}')
     where = 'not checked: callbacks that are passed to `fit`; give them as `cbs=`' if self.no_cbs else ''
     return Row('callbacks', 0., tol, where)   # a difference that remains has another cause
 

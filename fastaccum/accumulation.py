@@ -9,6 +9,7 @@ __all__ = ['GradientAccumulation']
 
 # %% ../nbs/00_accumulation.ipynb #imports
 from collections.abc import Callable
+from fastai.callback.fp16 import NonNativeMixedPrecision
 from fastai.callback.progress import ProgressCallback
 from fastai.callback.training import GradientClip
 from fastai.data.core import DataLoaders
@@ -16,7 +17,7 @@ from fastai.imports import noop
 from fastai.learner import Learner
 from fastcore.basics import patch
 from torch import nn
-from .core.checks import check_bool, check_count, check_function, check_learner
+from .core.checks import RefuseHalfGradients, check_bool, check_count, check_function, check_learner
 from .core.distributed import Processes, keep_in_memory
 from .core.loader_info import drops_last, sizes_of
 from .core.mean import plain_tensor
@@ -65,6 +66,12 @@ class GradientAccumulation(QuietCallback):
         self.n_items = check_function('n_items', n_items, 1, 'lambda learn: len(learn.y)')
 
         self.verbose = check_bool('verbose', verbose)
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        is_added = name=='learn' and value is not None
+        if not is_added: return
+        if any(isinstance(o, NonNativeMixedPrecision) for o in value.cbs): value.add_cb(RefuseHalfGradients())
 
     def __getstate__(self): return vars(self)|dict(loop=None)   # the state of a fit is not pickled
 

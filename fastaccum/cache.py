@@ -16,11 +16,11 @@ from torch.nn.parallel import DataParallel
 from .core.batch import n_samples, split
 from .core.checks import by_name, check_count, check_learner, check_single, our_callback
 from .core.loader_info import size_of
-from .core.distributed import check_not_sharded, world_size
-from .core.process_checks import check_wrapped
+from .core.distributed import Processes, check_not_sharded, world_size
+from .core.process_checks import check_wrapped, warn_comm_hooks
 from .core.patching import PatchingCallback, Patch, uninterrupted
 from .core.micro_batches import AutoSize
-from .core.differences import batchnorms, warn_chunks
+from .core.differences import batchnorms, graph_nodes, warn_chunks
 from .core.replay import ReplayedForward
 from .core.warnings import BatchNormWarning, WarnOnce, more_link
 
@@ -39,6 +39,7 @@ class GradientCache(PatchingCallback):
     warn_once = None     # gives each warning of the fit once
     # the `Patch` of the model's `forward`, from `before_batch` to the Learner's call
     patch = None
+    call = None          # the `ReplayedForward` of the batch, until its loss is looked at
     # for training (`True`) and evaluation (`False`): which outputs have a row for each sample?
     rows = None
     checked = False      # were the outputs of a micro-batch that was run again compared, in this fit?
@@ -64,7 +65,10 @@ class GradientCache(PatchingCallback):
         if self.validates and self.warn_once is not None: return
         uninterrupted(self.undo_patches)
         self.warn_once,self.rows,self.checked,self.limit.failed = WarnOnce(),{},False,None
-        if not self.validates: check_cached(self.learn, self.limit)
+        if self.validates: return
+        check_cached(self.learn, self.limit)
+        accumulates = our_callback(self.learn, 'GradientAccumulation') is not None   # then that callback warns
+        if not accumulates: warn_comm_hooks(Processes(self.learn.model), self.warn_once)
 
     def before_batch(self):
         self.undo_patches()
@@ -72,6 +76,10 @@ class GradientCache(PatchingCallback):
         self.patch = Patch(self.learn.model, '_compiled_call_impl' if is_compiled else 'forward', self._forward)
         self.patch.apply()
     def after_batch(self): self.undo_patches()
+
+    def before_backward(self):
+        call,self.call = self.call,None
+        if call is not None and not self.checked: _check_kept(call, self.learn.loss_grad)
 
     def undo_patches(self):
         if self.patch is not None: self.patch.undo()
@@ -91,7 +99,19 @@ def _forward(self:GradientCache, *args, **kwargs):
     call = ReplayedForward(self, learn.model, stock, args, n)
     if not call.is_whole: self._warn_differences(args)
     elif self.limit.fixed and not (call.learns and call.ddps): return stock(*args)
+    if call.learns: self.call = call
     return call.forward()
+
+def _check_kept(call, loss_grad):
+    """Refuse a loss that uses what the model has computed in another way than by its predictions
+
+    RuntimeError: the graph of the loss reaches into the model
+    """
+    outs = [o.grad_fn for o in call.last_outs or () if isinstance(o, torch.Tensor)]
+    if not graph_nodes([loss_grad.grad_fn]) & graph_nodes(outs): return
+    raise RuntimeError("the loss uses activations that the model or a hook has kept, which with `GradientCache` are "
+        "those of the last micro-batch only. Let the model return them with its predictions, or use "
+        "`ActivationCheckpoint()`, with which the model sees the whole batch" + more_link('kept-activations'))
 
 @patch
 def _warn_differences(self:GradientCache, args):

@@ -115,8 +115,10 @@ def _has_tensor_per_sample(b, n):
     lists = [o for o in b if _lists_samples(o, n)]
     return any(is_mapping(x) or isinstance(x, torch.Tensor) for o in lists for x in o)
 
-def pick(b:object, n:int, f:Callable)->object:
+def pick(b:object, n:int, f:Callable, without_rows:Callable|None=None)->object:
     """Select samples of a batch of `n`: `f` selects rows of tensors and items of lists
+
+    `without_rows(o)` returns what to put in the place of a part `o` that has no rows; without it, that is an error.
 
     TypeError: a part of the batch cannot be split
     """
@@ -125,6 +127,7 @@ def pick(b:object, n:int, f:Callable)->object:
         if o is None: return o
         if has_rows(o, n): return f(o)
         if not is_batch and _lists_samples(o, n, of_tensors): return f(o)
+        if without_rows is not None and not is_nested(o): return without_rows(o)
         if isinstance(o, torch.Tensor): raise _cannot_be_split(o, n, f' of shape {tuple(o.shape)}')
         if not is_nested(o): raise _cannot_be_split(o, n)
         parts = [part(x) for x in values(o)]

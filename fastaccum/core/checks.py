@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/core/checks.html.md"""
 
 # %% auto #0
 __all__ = ['check_count', 'check_bool', 'check_name', 'check_function', 'class_names', 'our_callbacks', 'our_callback', 'by_name',
-           'check_learner', 'hooked_params', 'check_single']
+           'check_half_gradients', 'RefuseHalfGradients', 'check_learner', 'hooked_params', 'check_single']
 
 # %% ../../nbs/core/07_checks.ipynb #imports
 import sys
@@ -138,6 +138,25 @@ def _check_one_accumulates(learn):
     raise ValueError(f"{len(cbs)} callbacks accumulate gradients, {', '.join(map(described, cbs))}: {keep_one}"
         + more_link('two-callbacks'))
 
+def check_half_gradients(learn:Learner):
+    """Refuse gradients that are added up in half precision
+
+    ValueError: there is a `NonNativeMixedPrecision`
+    """
+    if not any(isinstance(o, NonNativeMixedPrecision) for o in learn.cbs): return
+    raise ValueError("NonNativeMixedPrecision would add up gradients in half precision, where they overflow "
+        "and are rounded: use `learn.to_fp16()` or `learn.to_bf16()` instead of `learn.to_non_native_fp16()`"
+        + more_link('half-precision-gradients'))
+
+class RefuseHalfGradients(Callback):
+    "Calls `check_half_gradients` before fastai's callbacks cast the model, in the next fit, and removes itself"
+    order = -100   # `ModelToHalf` has -50
+    def before_fit(self):
+        learn = self.learn
+        if learn.lock.locked(): return   # it validates
+        learn.remove_cb(self)
+        check_half_gradients(learn)
+
 def check_learner(learn:Learner):
     """Refuse a Learner on which something else accumulates, or which steps by itself
 
@@ -145,10 +164,7 @@ def check_learner(learn:Learner):
         backward pass, or the Learner has a training loop of its own
     """
     _check_one_accumulates(learn)
-    if any(isinstance(o, NonNativeMixedPrecision) for o in learn.cbs):
-        raise ValueError("NonNativeMixedPrecision would add up gradients in half precision, where they "
-            "overflow and are rounded: use `learn.to_fp16()` or `learn.to_bf16()` instead of "
-            "`learn.to_non_native_fp16()`" + more_link('half-precision-gradients'))
+    check_half_gradients(learn)
     for name,p in learn.model.named_parameters():
         if not getattr(p, '_post_accumulate_grad_hooks', None): continue
         raise ValueError(f"the parameter {name!r} has a hook that runs in each backward pass "

@@ -131,7 +131,9 @@ def _loss_grads(learn, n, find, start, stop):
     "Digests of the loss's gradient for some predictions, and the number of items of its mean"
     part = Part(learn, n, lambda o: o[start:stop])
     preds = [t for t in _tensors(part.pred) if t.is_floating_point()]
-    for t in preds: t.requires_grad_()
+    # a copy of predictions that need gradients needs them already, and fastai's tensors refuse to set that again
+    for t in preds:
+        if not t.requires_grad: t.requires_grad_()
     loss = part.loss_func(part.pred, *part.yb)
     size = 1 if find is None else stop-start if find is samples else find(part)
     grads = torch.autograd.grad(loss.mean(), preds, allow_unused=True)
@@ -241,8 +243,11 @@ def callbacks_to_try(run:DryRun)->list:
     "The callbacks of a Learner that may affect the gradients"
     return [o for o in run.cbs if not isinstance(o, (TrainEvalCallback,MixedPrecision))]
 
-def find_differing_callbacks(compare:Compare, off:float, tol:float, **kwargs:object)->list:
-    "Find the callbacks that cause the difference `off`; `kwargs` are those of `Compare.step`"
+def find_differing_callbacks(compare:Compare, off:float, tol:float, **kwargs:object)->tuple:
+    """Find the callbacks that cause the difference `off` of the gradients; `kwargs` are those of `Compare.step`
+
+    Returns the callbacks that were found, and those that could not be left out, because the step fails without them.
+    """
     def without(*cbs):
         try: return compare.largest_difference(without=cbs, **kwargs)
         except Exception as e:
@@ -250,13 +255,14 @@ def find_differing_callbacks(compare:Compare, off:float, tol:float, **kwargs:obj
             return float('inf')   # another callback needs it
     alone = {o:without(o) for o in callbacks_to_try(compare.run)}
     best = min(alone, key=alone.get, default=None)
-    if best is not None and alone[best]<=tol: return [best]
+    if best is not None and alone[best]<=tol: return [best],[]
     found = [o for o in alone if alone[o]<float('inf')]
+    needed = [o for o in alone if o not in found]
     has_other_cause = len(found)<2 or without(*found)>tol
-    if has_other_cause: return [o for o in found if alone[o]<off/2]
+    if has_other_cause: return [o for o in found if alone[o]<off/2],needed
     for o in [*found]:
         if without(*[x for x in found if x is not o])<=tol: found.remove(o)
-    return found
+    return found,[]
 
 # %% ../../nbs/core/28_diagnose.ipynb #row
 class Row(NamedTuple):

@@ -67,8 +67,8 @@ def _bs_and_n(dl, micro_batch_size):
     bs,n = size_of(dl),n_of(dl)
     if bs is None and micro_batch_size is None:
         raise ValueError(f"the training {type(dl).__name__} does not say how many samples its batches "
-            "have, as `bs` or `batch_size`: pass `micro_batch_size=` with that number"
-            + more_link('batch-size-unknown'))
+            "have, as `bs` or `batch_size`: pass `micro_batch_size=` with that number or, beside "
+            "`'auto'`, give the loader a `bs` attribute" + more_link('batch-size-unknown'))
     if bs is not None and bs<1:
         raise ValueError(f"the training {type(dl).__name__} says that its batches have {bs} samples: "
             "give it a `bs` of at least 1" + more_link('batch-size-unknown'))

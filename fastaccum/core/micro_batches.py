@@ -282,7 +282,9 @@ class MicroBatch:
         self.stop = stop        # the row after its last
         # `grad_fn` of the loss; if that of `loss_grad` differs later, a callback has added a penalty
         self.loss_grad_fn = None
+        self.loss_changes = []  # (callback, event) of each callback that has changed the loss
         self.share = 1.         # the share of its loss in the mean loss of the step
+        self.has_share = False     # was its loss multiplied by that share?
         self.ran = False        # was it back-propagated? Then it counts
         self.batch = None       # its inputs and targets, if it is a part of the Learner's batch
 

@@ -49,11 +49,22 @@ def _copy(o):
         return leaf.to(torch.float32 if is_half else o.dtype, copy=True)
     return container_like(o, [_copy(x) for x in values(o)]) if is_nested(o) else o
 
+def _pick_of_output(o, n, rows):
+    "Select samples of the predictions and targets of `n`; numbers stay, and samples may come second, after time"
+    def without_rows(x):
+        is_tensor = isinstance(x, torch.Tensor)
+        if is_tensor and x.ndim>1 and x.shape[1]==n: return rows(x.transpose(0, 1)).transpose(0, 1)
+        if is_tensor and x.ndim:
+            raise _LossError(f'a tensor of shape {tuple(x.shape)} has no row for each of {n} samples')
+        if type(x) is int and x==n: raise _LossError(f'the number {n} may be that of the samples')
+        return x
+    return pick(o, n, rows, without_rows)
+
 class Part:
     "Stands in for a Learner after its forward pass of `n` samples, of which `rows` selects some"
     def __init__(self, learn:Learner, n:int, rows:Callable, loss_func:Callable|None=None):
         self.learn,self.n,self.rows = learn,n,rows
-        self.pred,*yb = _copy(pick((learn.pred,*learn.yb), n, rows))
+        self.pred,*yb = _copy(_pick_of_output((learn.pred,*learn.yb), n, rows))
         self.yb = tuple(yb)
         self.loss_func = self._of_these_samples(loss_func or learn.loss_func)
 
@@ -75,6 +86,10 @@ class Part:
         return MethodType(f.__func__, new)
 
 # %% ../../nbs/core/10_probe.ipynb #pair
+class _Pair(SimpleNamespace):
+    "Stands in for the Learner `learn` with the batch of two micro-batches"
+    def __getattr__(self, name): return getattr(self.learn, name)
+
 def pair(previous:tuple|None, learn:Learner)->tuple: # Both samples, or `None`; the next `previous`
     "Join a micro-batch of one sample with the previous one, in a stand-in for a Learner"
     pred = learn.pred
@@ -84,7 +99,7 @@ def pair(previous:tuple|None, learn:Learner)->tuple: # Both samples, or `None`; 
     if previous is None: return None,current
     try: pred,yb,xb = join([previous,current], [1,1])
     except (RuntimeError,TypeError): return None,current   # the two samples have different shapes
-    return SimpleNamespace(pred=pred, yb=yb, xb=xb, loss_func=learn.loss_func, model=learn.model),None
+    return _Pair(pred=pred, yb=yb, xb=xb, learn=learn),None
 
 # %% ../../nbs/core/10_probe.ipynb #probe
 def _to_numbers(xs):
@@ -116,26 +131,30 @@ def _is_same_state(a, b):
     return all(np.array_equal(x, y) for x,y in pairs)
 
 class _LossError(Exception):
-    "An error of the loss function"
+    "An error of the loss function, or the reason why it cannot be given a part"
 
-def _loss_and_size(part, m, find, devices):
+def _loss_and_size(part, m, find, devices, change):
     "The loss of the `m` samples of `part`, and the number of items that the loss is a mean of"
     before = rng_state(devices)
-    try: loss = part.loss_func(part.pred, *part.yb).as_subclass(torch.Tensor).detach()
+    try:
+        loss = part.loss_func(part.pred, *part.yb)
+        if change is not None: loss = change(part, loss)
+        loss = loss.as_subclass(torch.Tensor).detach()
     except Exception as e: raise _LossError(f'{type(e).__name__}: {e}') from e
     if not all(_is_same_state(a, b) for (_,a),(_,b) in zip(before, rng_state(devices))):
-        raise ValueError('the loss function draws random numbers')
+        raise ValueError('random numbers are drawn')
     size = 1 if find is None else m if find is samples else find(part)
     return loss.mean() if loss.ndim else loss.clone(),size
 
-def _compare_parts(learn, loss_func, n, find, devices):
-    def of(rows, m): return _loss_and_size(Part(learn, n, rows, loss_func), m, find, devices)
+def _compare_parts(learn, loss_func, n, find, devices, change):
+    def of(rows, m): return _loss_and_size(Part(learn, n, rows, loss_func), m, find, devices, change)
     k = n//2 if n<5 else max(2, n//3)
     def whole(): return of(lambda o: o[:], n)
     tried = [whole(), of(lambda o: o[:k], k), of(lambda o: o[k:], n-k)]
     losses,sizes = zip(*tried)
     numbers = _to_numbers([*losses,*sizes])
     gap,scale = _gap(numbers[:3], numbers[3:], find is None)
+    if numbers[0]==numbers[1]==numbers[2]: return Probed(None, 'the loss of each part is the same')
     tol = _half_tols.get(losses[0].dtype, 2e-5)
     gap_of_sum,scale_of_sum = _gap(numbers[:3], numbers[3:], is_sum=True)
     adds_up = find is not None and gap_of_sum<=tol*scale_of_sum
@@ -162,11 +181,12 @@ def _copy_loss(f, *kept):
     try: return deepcopy(f, memo)
     except Exception: return f   # the loss holds an object that cannot be copied
 
-def probe(learn:Learner, n:int, find:Callable|None)->Probed:
+def probe(learn:Learner, n:int, find:Callable|None, change:Callable|None=None)->Probed:
     """Compare the loss of a micro-batch of `n` samples with the mean of the losses of two unequal parts
 
     `find(learn)`, as returned by `find_n_items`, is the number of items that the loss is a mean of. With
-    `None`, the loss is compared with the sum.
+    `None`, the loss is compared with the sum. `change(part, loss)` returns the loss of a `Part` after
+    callbacks have changed it; without `change`, the loss is that of the loss function alone.
     """
     if n<2: return Probed(None, 'the micro-batch has one sample')
     model = getattr(learn, 'model', nn.Identity())   # the loss may call the model
@@ -175,6 +195,6 @@ def probe(learn:Learner, n:int, find:Callable|None)->Probed:
         with state.again(), catch_warnings():
             simplefilter('ignore')   # warnings about the shapes of the parts
             loss_func = _copy_loss(learn.loss_func, learn, model)
-            return _compare_parts(learn, loss_func, n, find, state.devices)
+            return _compare_parts(learn, loss_func, n, find, state.devices, change)
     except _LossError as e: return Probed(None, str(e), raised=True)
     except Exception as e: return Probed(None, f'{type(e).__name__}: {e}')

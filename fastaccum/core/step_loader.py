@@ -9,6 +9,7 @@ __all__ = ['BatchStream', 'Step', 'OneBatchLoader', 'StepLoader']
 
 # %% ../../nbs/core/02_step_loader.ipynb #imports
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastcore.basics import GetAttr
@@ -22,8 +23,9 @@ from .warnings import WarnOnce, more_link
 # %% ../../nbs/core/02_step_loader.ipynb #batches
 class BatchStream:
     "Iterates over a loader's batches; where batches are split anyway, also cuts them where a step ends"
-    def __init__(self, dl:object, sizes:LoaderSizes):
+    def __init__(self, dl:object, sizes:LoaderSizes, count:Callable=n_samples):
         self.sizes = sizes       # the sizes of `dl`
+        self.count = count       # counts the samples of a batch, given the number that the loader says
         self.batches = iter(dl)
         self.n_read = 0          # batches read so far
         self.n_samples = 0       # samples in these batches
@@ -41,7 +43,7 @@ class BatchStream:
             if b is self: return False
             expected = min(self.sizes.bs, max(1, self.sizes.n-self.n_read*self.sizes.bs))
             self.n_read += 1
-            n = n_samples(b, expected)
+            n = self.count(b, expected)
             self.n_samples += n
             if n: self.rest = b,n   # batches without samples are passed over
         return True
@@ -107,14 +109,23 @@ class StepLoader(OneBatchLoader):
     RuntimeError: one of several processes has samples left after the planned steps
     """
     def __init__(self, learn:Learner, dl:object, one_batch:Callable, steps:Sequence, sizes:LoaderSizes,
-        processes:Processes, drop_last:bool=False, warn_once:WarnOnce|None=None):
+        processes:Processes, drop_last:bool=False, warn_once:WarnOnce|None=None, count:Callable=n_samples):
         super().__init__(learn, dl, one_batch)
         self.steps,self.sizes = steps,sizes   # the `PlannedStep`s of the epoch, and the sizes of `dl`
+        self.count = count                    # counts the samples of a batch, as in `BatchStream`
         self.processes = processes            # their own synchronisation is paused while steps are iterated
         self.drop_last = drop_last            # leave out incomplete steps, and samples after these?
         self.warn_once = warn_once or WarnOnce()
 
     def __len__(self): return len(self.steps)
+
+    @property
+    def n_batches(self)->int:
+        "Batches of `dl` in the planned steps, each part of a batch that a step cuts counted as one"
+        bs,is_split = self.sizes.bs,self.sizes.micro_bs<self.sizes.bs
+        if not (self.drop_last or is_split): return -(-self.sizes.n//bs)
+        *starts,n = accumulate((o.sizes[self.processes.rank] for o in self.steps), initial=0)
+        return len({*range(0, n, bs),*starts}) if is_split else -(-n//bs)
 
     def end(self):
         super().end()
@@ -122,7 +133,7 @@ class StepLoader(OneBatchLoader):
 
     def items(self):
         self.processes.pause_sync(True)
-        batches = BatchStream(self.dl, self.sizes)
+        batches = BatchStream(self.dl, self.sizes, self.count)
         several = self.processes.n>1
         # a process without samples has empty steps, since the others wait for it
         for planned in self.steps:

@@ -1,10 +1,11 @@
-"Importing changes nothing but the verbs that a Learner is given, prints nothing, and needs no optional package."
+"""Importing changes nothing but the verbs that a Learner is given, and the `before_fit` of fastai's own class of the
+same name, which warns; it prints nothing, and needs no optional package."""
 import subprocess, sys
 
 code = """
 from fastai.basics import *
 from fastai.callback.all import *
-classes = Learner,Callback,Recorder,TrainEvalCallback,ParamScheduler,MixedPrecision
+classes = GradientAccumulation,Learner,Callback,Recorder,TrainEvalCallback,ParamScheduler,MixedPrecision
 def look(): return {o.__name__:dict(vars(o)) for o in classes}
 before,cbs = look(),list(defaults.callbacks)
 for nm in ('wandb','tensorboard','torch.utils.tensorboard'): sys.modules[nm] = None
@@ -12,6 +13,9 @@ from fastaccum.all import *
 from fastaccum.testing import assert_same_run, both_runs
 after = look()
 for nm in ('accum_find','bs_find','recalibrate_bn','accum_check'): assert after['Learner'].pop(nm)
+for nm in ('before_fit','_orig_before_fit'): assert after['GradientAccumulation'].pop(nm)
+assert after['GradientAccumulation']=={k:v for k,v in before.pop('GradientAccumulation').items() if k!='before_fit'}
+del after['GradientAccumulation']
 assert after==before and list(defaults.callbacks)==cbs
 assert_same_run(*both_runs())
 assert not [o for o in sys.modules if o.split('.')[0] in ('wandb','tensorboard','accelerate') and sys.modules[o]]

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 from fastai.vision.all import (Callback, CancelBatchException, CancelTrainException, CancelValidException, Learner,
     OptimWrapper, SGD, to_device)
-from fastaccum import GradientAccumulation, GradientCache
+from fastaccum import AccumulationWarning, GradientAccumulation, GradientCache
 from fastaccum.testing import assert_same_run, deviation, toy, both_runs
 from common import RaiseAt, RecordAt, collect_warnings, weights
 from test_warned import count_warnings, fit
@@ -32,8 +32,9 @@ class Give(Callback):
 @pytest.mark.parametrize('event,loss,order', [('after_pred',False,0), ('after_loss',True,0), ('after_loss',True,70),
     ('before_batch',False,-50), ('before_batch',False,90)])
 def test_targets_and_losses_that_come_late_are_counted(event, loss, order):
-    a,b = both_runs(fit=fit, cbs=lambda: [Give(event, loss, order)])
+    with collect_warnings() as collected: a,b = both_runs(fit=fit, cbs=lambda: [Give(event, loss, order)])
     assert_same_run(a, b)
+    assert not [o for o in collected if issubclass(o.category, AccumulationWarning)]
     assert len(b.recorder.losses)==10
 
 # Callbacks that count steps without a word to us
@@ -143,7 +144,7 @@ def ends(learn):
     ('after_backward',again,1), ('before_step',clips,0), ('before_batch',ends,0)])
 def test_gradients_that_a_callback_changes_while_they_add_up_are_told(event, f, n):
     said = count_warnings(lambda: toy(4, n=64).fit(2, 0.05, cbs=[GradientAccumulation(16),RecordAt(event, f)]))
-    assert said==({('AccumulationWarning','gradients-changed'):1} if n else {})
+    assert said[('AccumulationWarning','gradients-changed')]==n and len(said)<=1
 
 def test_a_loss_that_is_tried_makes_pytorch_say_nothing():
     "PyTorch would warn of target sizes when the loss compares parts with targets of the whole batch"

@@ -6,15 +6,16 @@ from copy import deepcopy
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
-from itertools import product
+from itertools import count, product
 from random import Random
 from torch import distributed as dist, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
-from fastai.vision.all import (Adam, AvgLoss, CancelBatchException, CancelFitException, DataLoader, GradientClip,
-    Module, OptimWrapper, SGD, SaveModelCallback, ShortEpochCallback, accuracy)
+from fastai.vision.all import (Adam, AvgLoss, CancelBackwardException, CancelBatchException, CancelFitException,
+    DataLoader, GradientClip,
+    Module, OptimWrapper, SGD, SaveModelCallback, ShortEpochCallback, accuracy, noop)
 from fastaccum import (ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule,
     FreezeBN, GradientAccumulationScheduler, GradientCache, NoiseScale, RecalibrateBN, ScaledLR)
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, one_cycle, toy, toy_data
@@ -433,6 +434,36 @@ def test_what_is_told():
     def was_told(words): return any(words in str(o.message) for o in collected)
     assert was_told('a step takes 24 samples')==(this_process.rank==0)
     assert was_told('communication hook')
+
+@on_processes(2)
+def test_the_cache_says_that_a_communication_hook_is_not_used():
+    b = distributed_learner(even, loss_func=nt_xent)
+    b.model.register_comm_hook(None, lambda state,bucket: 1/0)
+    for cbs in ([GradientCache(micro_batch_size=2)], [GradientCache(micro_batch_size=2),GradientAccumulation(16)]):
+        with collect_warnings() as collected: b.fit(1, cbs=cbs)
+        assert sum('communication hook' in str(o.message) for o in collected)==1
+
+def cancel_on(rank, event, exc, i=1):
+    "A callback that cancels the micro-batch `i` of a fit on process `rank`, or on each process if `rank` is None"
+    numbers = count()
+    def cancel(learn):
+        if next(numbers)==i and rank in (None,this_process.rank): raise exc
+    return CallAt(event, cancel)
+
+recorded = dict(every_micro_batch=dict(acc=dict(log_accum_batch=False)),
+    metrics=dict(setup=record_train_metrics, metrics=[accuracy]))
+@pytest.mark.parametrize('case', recorded)
+@on_processes(2)
+def test_a_micro_batch_that_one_process_leaves_out_is_refused_if_each_is_recorded(case):
+    def fit_with(rank, event, exc):
+        kwargs = dict(recorded[case])
+        learn = distributed_learner(even, metrics=kwargs.get('metrics'))
+        kwargs.get('setup', noop)(learn)
+        learn.fit(1, cbs=[GradientAccumulation(16, **kwargs.get('acc', {})),cancel_on(rank, event, exc)])
+    for event,exc in (('before_batch',CancelBatchException), ('after_loss',CancelBatchException),
+            ('before_backward',CancelBackwardException)):
+        with pytest.raises(RuntimeError, match='cancelled a micro-batch on 1 of 2 processes'): fit_with(1, event, exc)
+        fit_with(None, event, exc)   # on all of them
 
 @on_processes(2)
 def test_static_graph_is_right_or_refused():

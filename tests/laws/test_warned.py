@@ -206,7 +206,8 @@ def test_single_samples_of_other_lengths_are_told():
     assert told=={not_tried:1} and weights_apart(a, b)>1e-3
 
 @pytest.mark.parametrize('when,said', [(lambda l: l.train_iter==1,[('AccumulationWarning','cancelled')]),
-    (lambda l: l.iter<9,[]), (lambda l: setattr(l, 'yb', ()),[])])   # without targets, fastai does not train either
+    (lambda l: l.iter<9,[('AccumulationWarning','micro-batch-left-out')]),
+    (lambda l: setattr(l, 'yb', ()),[])])   # without targets, fastai does not train either
 def test_a_callback_that_cancels_all_that_is_left_of_an_epoch_is_told(when, said):
     skip = CallAt('before_batch', lambda l: cancel() if when(l) else None)
     assert count_warnings(lambda: toy(4, n=70).fit(2, .1, cbs=[GradientAccumulation(16),skip]))==Counter(said)

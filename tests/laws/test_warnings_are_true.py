@@ -74,5 +74,7 @@ def test_what_is_said_is_true(nm):
     apart = ((a-b).norm()/(a-start).norm()).item()
     res = made(nm, 4).accum_check(cbs=acc())
     assert [o.what for o in res.rows if not o.ok]==rows, res
+    # a loss that the model computes cannot be compared
+    if nm!='hugging_loss': assert not any(o.what=='loss' and o.off is None for o in res.rows), res
     assert res.ok==(not rows)==(apart<1e-4), (apart, res)   # same runs are 1e-13 apart, different ones 0.1
     assert not none and (said is None or heard==said), heard

@@ -1,0 +1,374 @@
+"""What other people's callbacks, losses, models and loaders do is the full-batch run, or is told in words."""
+import pytest, torch
+from itertools import accumulate, pairwise
+from torch import nn
+from torch.nn import functional as F
+from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException,
+    CancelFitException, CancelTrainException)
+from fastai.data.core import DataLoaders
+from fastai.callback.fp16 import ModelToHalf, NonNativeMixedPrecision
+from fastaccum import ActivationCheckpoint, GradientAccumulation, GradientCache
+from fastaccum.testing import CrossEntropy, assert_same_run, both_runs, deviation, toy, toy_data
+from common import (BatchListLoader, CallAt, RecordAt, collect_warnings, in_chunks, raise_oom_above, weights,
+    weights_unchanged)
+from small_learners import all_params
+
+def entries_and_runs(**kwargs):
+    "Return the entries of the page Messages to which the warnings link, and the two Learners of `both_runs`"
+    with collect_warnings() as collected: a,b = both_runs(**dict(n=64)|kwargs)
+    links = [str(o.message).partition('messages.html#')[2] for o in collected]
+    return [o for o in links if o],a,b
+
+def differ(a, b): return deviation(weights(a), weights(b))>1e-4
+
+# A callback changes the loss (D2)
+
+class ChangesLoss(Callback):
+    "Adds `f(self)` to the loss, and notes how often it was called"
+    def __init__(self, f, event='after_loss'):
+        self.f,self.seen,self.count = f,[],torch.zeros(1)
+        setattr(self, event, self.change)
+    def after_pred(self): self.features = self.pred*2
+    def change(self):
+        if not self.training: return
+        self.seen.append(len(self.x))
+        self.count += 1
+        self.learn.loss_grad = self.learn.loss_grad+self.f(self)
+
+def norm_of_mean(cb): return cb.pred.mean(0).pow(2).sum()
+def spread_of_features(cb): return cb.features.std(0).sum()
+def norm_of_a_second_pass(cb): return cb.learn.model(cb.x*2).mean(0).pow(2).sum()
+def sum_of_squares(cb): return cb.pred.pow(2).sum()/10
+@pytest.mark.parametrize('event', ['after_loss','before_backward'])
+@pytest.mark.parametrize('f', [norm_of_mean,spread_of_features,norm_of_a_second_pass,sum_of_squares])
+def test_a_callback_that_adds_what_is_no_mean_over_samples_is_told_once(f, event):
+    entries,a,b = entries_and_runs(cbs=lambda: [ChangesLoss(f, event)])
+    assert entries==['changed-loss'] and differ(a, b)
+
+def of_weights(cb): return sum(p.pow(2).sum() for p in cb.learn.model.parameters())
+def mean_of_squares(cb): return cb.pred.pow(2).mean()
+def mean_of_features(cb): return cb.features.abs().mean()
+def scaled(cb): return cb.learn.loss_grad*2
+@pytest.mark.parametrize('f', [of_weights,mean_of_squares,mean_of_features,scaled])
+def test_a_callback_that_adds_a_mean_over_samples_is_right_and_nothing_is_said(f):
+    entries,a,b = entries_and_runs(cbs=lambda: [ChangesLoss(f)])
+    assert not entries and assert_same_run(a, b)
+
+def test_trying_what_a_callback_adds_leaves_no_trace_in_the_callback():
+    cbs = []
+    def make():
+        cbs.append(ChangesLoss(mean_of_squares))
+        return cbs[-1:]
+    entries_and_runs(cbs=make, micro=4, n=64)
+    assert cbs[1].seen==[4]*32 and cbs[1].count==32 and len(cbs[1].features)==32
+
+def noisy(cb): return (cb.pred*torch.rand_like(cb.pred)).mean()
+class GradPenalty(Callback):
+    "Adds the norm of the gradient for the inputs"
+    def before_batch(self): self.learn.xb = (self.x.clone().requires_grad_(),)
+    def after_loss(self):
+        if not self.training: return
+        g, = torch.autograd.grad(self.pred.sum(), self.x, create_graph=True)
+        self.learn.loss_grad += g.norm()
+@pytest.mark.parametrize('cbs', [lambda: [ChangesLoss(noisy)], lambda: [GradPenalty()]])
+def test_a_change_of_the_loss_that_cannot_be_tried_is_told_once(cbs):
+    entries,_,_ = entries_and_runs(cbs=cbs)
+    assert entries==['changed-loss-not-tried']
+
+def test_a_callback_that_reduces_a_loss_of_each_sample_is_tried():
+    def mean(learn): learn.loss_grad = learn.loss_grad.mean()
+    def largest(learn): learn.loss_grad = learn.loss_grad.topk(2).values.mean()
+    for f,said in ((mean,[]), (largest,['changed-loss'])):
+        entries,a,b = entries_and_runs(loss_func=nn.CrossEntropyLoss(reduction='none'),
+            fit=lambda learn, cbs: learn.fit(1, .1, cbs=cbs), cbs=lambda: [RecordAt('after_loss', f)])
+        assert entries==said and differ(a, b)==bool(said)
+
+class TrainsAHead(Callback):
+    "Adds the loss of a head of its own, and runs a backward pass for the head"
+    def __init__(self): self.head = nn.Linear(3, 1).double()
+    def after_loss(self):
+        if not self.training: return
+        self.learn.loss_grad = self.loss_grad+self.pred.pow(2).mean()
+        self.head(self.pred.detach()).pow(2).mean().backward()
+def test_a_backward_pass_of_a_callback_that_changes_the_loss_runs_once():
+    def grads_of_head(acc):
+        torch.manual_seed(0)
+        cb = TrainsAHead()
+        with collect_warnings(): toy(4, n=64).fit(1, 0., cbs=[acc,cb] if acc else [cb])
+        return cb.head.weight.grad
+    assert deviation(grads_of_head(GradientAccumulation(16)), grads_of_head(None))<1e-12
+
+def test_a_loss_that_a_callback_puts_in_place_of_the_learners_is_tried():
+    def of_batch(learn): learn.loss_grad = F.mse_loss(learn.pred.mean(0), F.one_hot(learn.y, 3).double().mean(0))
+    def of_samples(learn): learn.loss_grad = F.mse_loss(learn.pred, F.one_hot(learn.y, 3).double())
+    entries,a,b = entries_and_runs(cbs=lambda: [RecordAt('after_loss', of_batch)])
+    assert entries==['changed-loss'] and differ(a, b)
+    entries,a,b = entries_and_runs(cbs=lambda: [RecordAt('after_loss', of_samples)])
+    assert not entries and assert_same_run(a, b)
+
+# What callbacks count, and epochs that they end (D6)
+
+def test_iter_and_n_iter_count_the_same_at_any_time():
+    "`iter` counts up to `n_iter` in the micro-batches, and in the steps; a step that is dropped does not count"
+    events = 'before_batch','after_pred','before_step','after_step'
+    for bs,acc,n,n_batches,n_steps in ((4,dict(),70,18,5), (4,dict(drop_last=True),70,16,4),
+            (4,dict(micro_batch_size=2),64,16,4),
+            (5,dict(micro_batch_size=3),70,18,5)):   # here steps cut the loader's batches
+        cbs = [RecordAt(event, lambda learn: (learn.iter,learn.n_iter)) for event in events]
+        toy(bs, n=n).fit(2, cbs=[GradientAccumulation(16, **acc),*cbs])
+        batches,parts,before,after = (o.values for o in cbs)
+        assert batches==[(i,n_batches) for i in range(n_batches)]*2 and set(parts)==set(batches)
+        assert before==after==[(i,n_steps) for i in range(n_steps)]*2
+
+def stops_at(event, exc, i):
+    "A callback that ends the epoch or the fit with the exception `exc` when `iter` is `i`"
+    def stop(learn):
+        if learn.iter==i and learn.training: raise exc
+    return CallAt(event, stop)
+@pytest.mark.parametrize('exc', [CancelTrainException,CancelEpochException,CancelFitException])
+def test_an_epoch_that_ends_before_its_first_step_says_so(exc):
+    for event,i,said in (('before_batch',2,True), ('after_backward',1,True), ('before_batch',4,False),
+            ('after_step',1,False), ('before_batch',0,False)):
+        learn = toy(4, n=64)
+        before = weights(learn)
+        with collect_warnings() as collected: learn.fit(1, cbs=[GradientAccumulation(16),stops_at(event, exc, i)])
+        entries = [str(o.message).partition('messages.html#')[2] for o in collected]
+        assert ('epoch-without-step' in entries)==said and learn.n_iter>0
+        assert weights(learn).equal(before)==(said or i==0)
+
+# Micro-batches and backward passes that callbacks cancel (D1, D10)
+
+class OwnBackward(Callback):
+    "Cancels the backward pass, and runs its own"
+    def __init__(self, f, order): self.f,self.order = f,order
+    def before_backward(self): raise CancelBackwardException
+    def after_cancel_backward(self): self.f(self.learn)
+def of_scaled_loss(learn): (learn.loss_grad*.5).backward()
+def of_loss_grad(learn): learn.loss_grad.backward()
+def in_halves(learn):
+    "First the gradient of the second layer, then the others"
+    learn.loss_grad.backward(inputs=list(learn.model[2].parameters()), retain_graph=True)
+    learn.loss_grad.backward(inputs=[*learn.model[0].parameters(),*learn.model[4].parameters()])
+
+@pytest.mark.parametrize('order', [-5,20])
+@pytest.mark.parametrize('f,kwargs', [(of_loss_grad,{}), (of_scaled_loss,{}), (in_halves,{}),
+    (of_loss_grad,dict(tokens=True)),
+    (of_loss_grad,dict(loss_func=CrossEntropy(reduction='sum'), fit=lambda learn, cbs: learn.fit(2, 1e-3, cbs=cbs))),
+    (of_loss_grad,dict(acc=dict(micro_batch_size=2)))])
+def test_a_callback_with_its_own_backward_pass_is_counted(f, kwargs, order):
+    entries,a,b = entries_and_runs(n=70, cbs=lambda: [OwnBackward(f, order)], **kwargs)
+    assert not entries and assert_same_run(a, b)
+
+def by_hand(learn):
+    for p in learn.model.parameters(): p.grad = torch.ones_like(p)
+def of_loss(learn): learn.loss.backward()
+@pytest.mark.parametrize('f', [by_hand,of_loss])
+def test_gradients_that_do_not_come_from_the_loss_are_refused(f):
+    learn = toy(4, n=64)
+    before = weights(learn)
+    with pytest.raises(RuntimeError, match='loss_grad'): learn.fit(1, cbs=[GradientAccumulation(16),OwnBackward(f, 1)])
+    assert weights(learn).equal(before)
+
+@pytest.mark.parametrize('event,exc', [('before_batch',CancelBatchException), ('after_loss',CancelBatchException),
+    ('before_backward',CancelBackwardException)])
+def test_a_micro_batch_that_is_cancelled_is_told_once_if_steps_have_several(event, exc):
+    def entries_of(bs):
+        with collect_warnings() as collected:
+            toy(bs, n=64).fit(2, cbs=[GradientAccumulation(16),stops_at(event, exc, 1)])
+        return [str(o.message).partition('messages.html#')[2] for o in collected]
+    assert entries_of(4)==['micro-batch-left-out'] and not entries_of(16)
+
+# Mixed precision that adds up gradients in half precision
+
+class HalfGradients(NonNativeMixedPrecision):
+    "On a CPU, fastai's own fails by itself"
+    def before_fit(self): pass
+
+def test_gradients_in_half_precision_are_refused_before_the_model_is_cast():
+    learn = toy(4, n=64, cbs=[ModelToHalf(),HalfGradients()])
+    cbs = list(learn.cbs)
+    with weights_unchanged(learn), pytest.raises(ValueError, match='to_fp16'):
+        learn.fit(1, cbs=GradientAccumulation(16))
+    assert learn.cbs==cbs and {p.dtype for p in learn.model.parameters()}=={torch.float64}
+    learn.remove_cbs([ModelToHalf,HalfGradients])
+    learn.fit(1, cbs=GradientAccumulation(16))
+    assert len(learn.recorder.losses)==4
+
+# Predictions of which a part is not simply some rows (D3)
+
+class Returns(nn.Module):
+    "A linear layer, whose predictions `f(pred)` puts into another form"
+    def __init__(self, f):
+        super().__init__()
+        self.layer,self.scale,self.f = nn.Linear(5, 3),nn.Parameter(torch.ones(())),f
+    def forward(self, x): return self.f(self.layer(x), self.scale)
+
+def entries_of_loss(f, loss):
+    model = lambda: Returns(f).double()
+    def fit(learn, cbs): learn.fit(1, 0.01, cbs=cbs)
+    entries,a,b = entries_and_runs(model=model, loss_func=loss, splitter=all_params, fit=fit)
+    return entries,differ(a, b)
+
+def with_number(pred, scale): return pred,7,'words'
+def with_scale(pred, scale): return dict(pred=pred, scale=scale.exp())
+def after_time(pred, scale): return torch.stack([pred,pred*2,pred*3])
+first = {with_number:lambda out: out[0], with_scale:lambda out: out['pred']*out['scale'],
+    after_time:lambda out: out.mean(0)}
+@pytest.mark.parametrize('f', first)
+def test_a_loss_is_tried_on_predictions_with_numbers_or_with_time_first(f):
+    def right(out, y): return F.cross_entropy(first[f](out), y)
+    def compares(out, y): return right(out, y)+first[f](out).mean(0).pow(2).sum()
+    def adds_up(out, y): return right(out, y)*len(y)
+    assert entries_of_loss(f, right)==([],False)
+    for loss in (compares,adds_up): assert entries_of_loss(f, loss)==(['loss-not-a-mean'],True)
+
+def flat_pairs(pred, scale): return torch.stack([pred,pred], 1).reshape(2, -1)
+def counted(pred, scale): return pred,len(pred)
+@pytest.mark.parametrize('f,loss', [(flat_pairs,lambda out, y: F.cross_entropy(out.reshape(len(y), 2, 3).mean(1), y)),
+    (counted,lambda out, y: F.cross_entropy(out[0], y, reduction='sum')/out[1])])
+def test_a_loss_that_cannot_be_given_a_part_is_told(f, loss): assert entries_of_loss(f, loss)[0]==['loss-not-tried']
+
+# Callbacks that add rows to a batch that is split, or run out of memory (D5, D12)
+
+def add_unlabelled(learn):
+    "Add as many rows without a class, which the loss ignores, as FixMatch does"
+    if not learn.training: return
+    unlabelled = torch.full_like(learn.y, -100)
+    learn.xb,learn.yb = (torch.cat([learn.x,learn.x*.9]),),(torch.cat([learn.y,unlabelled]),)
+def twice(learn): learn.xb,learn.yb = (learn.x.repeat(2, 1),),(learn.y.repeat(2),)
+@pytest.mark.parametrize('f', [add_unlabelled,twice])
+def test_rows_that_a_callback_adds_to_a_batch_that_is_split_are_told(f):
+    def entries_of(bs, **kwargs):
+        with collect_warnings() as collected:
+            toy(bs, n=64).fit(1, cbs=[GradientAccumulation(16, **kwargs),RecordAt('before_batch', f)])
+        return [str(o.message).partition('messages.html#')[2] for o in collected]
+    assert entries_of(16, micro_batch_size=4)==['rows-of-a-split-batch']
+    assert 'rows-of-a-split-batch' not in entries_of(4)
+
+def test_memory_that_runs_out_in_a_callbacks_second_pass_is_an_error_with_the_remedy():
+    second_pass = CallAt('before_step', lambda learn: raise_oom_above(4)(8))
+    with pytest.raises(torch.OutOfMemoryError, match="callback's `before_step`(?s:.*)planted.*own is not split"):
+        toy(8, n=32).fit(1, cbs=[GradientAccumulation(16, micro_batch_size='auto'),second_pass])
+
+# Batches whose inputs do not count samples, and loaders without a size (D9, D11)
+
+class GraphLoader(BatchListLoader):
+    "A loader of graphs with 3 to 6 nodes each: inputs have a row for each node, and targets one for each graph"
+    bs = 4
+    def __iter__(self):
+        for idxs in self.cycle():
+            x,y = self.dataset[idxs]
+            n_nodes = torch.tensor(idxs)%4+3
+            yield x.repeat_interleave(n_nodes, 0),torch.arange(len(idxs)).repeat_interleave(n_nodes),y
+class OfGraphs(nn.Module):
+    "A linear layer for nodes, whose outputs are averaged over each graph"
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+    def forward(self, x, graph):
+        out = self.layer(x)
+        total = torch.zeros(int(graph.max())+1, 3, dtype=x.dtype).index_add(0, graph, out)
+        return total/graph.bincount()[:,None]
+@pytest.mark.parametrize('n,sizes', [(64,[4]*16), (58,[4]*14+[2]), (56,[4,3]*8)], ids=['equal','last','unequal'])
+def test_batches_of_graphs_are_counted_by_their_targets(n, sizes):
+    "A step of 14 samples is two batches of 4 and two of 3"
+    accum_bs = 14 if 3 in sizes else 16
+    ends = [*accumulate(sizes, initial=0)]
+    micro_batches = [list(range(*o)) for o in pairwise(ends)]
+    def run(batches, bs, cbs):
+        ds = toy_data(n)
+        learn = toy(4, data=ds, model=lambda: OfGraphs().double(), splitter=all_params)
+        loader = GraphLoader(ds, [batches])
+        loader.bs = bs
+        learn.dls = DataLoaders(loader, loader)
+        learn.dls.n_inp = 2
+        with collect_warnings() as collected: learn.fit(2, .1, cbs=cbs)
+        return learn,[str(o.message) for o in collected if 'fastaccum' in str(o.message)]
+    a,_ = run(in_chunks(list(range(n)), accum_bs), accum_bs, [])
+    b,said = run(micro_batches, 4, [GradientAccumulation(accum_bs)])
+    assert not said and assert_same_run(a, b)
+
+def test_a_loader_without_a_size_says_what_to_do_beside_auto():
+    learn = toy(4, n=64)
+    loader = BatchListLoader(toy_data(64), [in_chunks(list(range(64)), 4)])
+    learn.dls = DataLoaders(loader, loader)
+    with pytest.raises(ValueError, match='give the loader a `bs`'):
+        learn.fit(1, cbs=GradientAccumulation(16, micro_batch_size='auto'))
+    loader.bs = 4
+    learn.fit(1, cbs=GradientAccumulation(16, micro_batch_size='auto'))
+    assert len(learn.recorder.losses)==4
+
+# What `accum_check` can and cannot find out (D7, D9)
+
+class Reshapes(Callback):
+    "Gives the model another shape, without which the model fails; `twice`: and two views of each sample"
+    def __init__(self, twice): self.twice = twice
+    def before_batch(self):
+        x = torch.stack([self.x,self.x+.1], 1).flatten(0, 1) if self.twice else self.x
+        self.learn.xb = (x[:,None],)
+class ReshapesAndCompares(Reshapes):
+    def after_loss(self): self.learn.loss_grad = self.learn.loss_grad+norm_of_mean(self)
+class NeedsShape(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+    def forward(self, x):
+        if x.ndim!=3: raise ValueError('no middle dimension')
+        return self.layer(x[:,0])
+def pairs(p, y): return F.cross_entropy(p[::2]@p[1::2].T, torch.arange(len(p)//2))
+
+def checked(cb=None, **kwargs):
+    "The rows of `accum_check` by name"
+    learn = toy(4, splitter=all_params, cbs=cb, **kwargs)
+    return {o.what:o for o in learn.accum_check(16).rows}
+def test_a_callback_that_the_model_needs_is_not_said_to_be_exact():
+    model = lambda: NeedsShape().double()
+    assert checked(Reshapes(False), model=model)['callbacks'].ok
+    row = checked(ReshapesAndCompares(False), model=model)['callbacks']
+    assert row.state=='not checked' and 'fails without ReshapesAndCompares' in row.where
+def test_a_callback_that_makes_more_rows_and_that_the_model_needs_is_the_suspect():
+    row = checked(Reshapes(True), model=lambda: NeedsShape().double(), loss_func=pairs)['callbacks']
+    assert row.off>1e-4 and row.where=='Reshapes'
+
+class Trims(nn.Module):
+    "Trims a batch of sequences to the longest one, as many models of texts do"
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+    def forward(self, x): return self.layer(x[:,:int((x!=0).any(2).sum(1).max())])
+class TrimmedLoss(CrossEntropy):
+    def forward(self, p, y): return super().forward(p, y[:,:p.shape[1]])
+def test_a_model_that_trims_its_batch_is_no_model_that_needs_the_whole_batch():
+    ds = toy_data(64, True)
+    x,y = ds.tensors
+    lengths = torch.arange(64)%5+2
+    is_padding = torch.arange(6)[None]>=lengths[:,None]
+    ds.tensors = x.masked_fill(is_padding[...,None], 0),y.masked_fill(is_padding, -100)
+    rows = checked(data=ds, model=lambda: Trims().double(), loss_func=TrimmedLoss())
+    assert rows['gradients'].ok and rows['predictions'].ok
+
+# `GradientCache`, and activations that the model keeps (D8)
+
+class Keeps(nn.Module):
+    "A model of two layers that keeps the outputs of the first one"
+    def __init__(self):
+        super().__init__()
+        self.first,self.second = nn.Sequential(nn.Linear(5, 4), nn.Tanh()),nn.Linear(4, 3)
+    def forward(self, x):
+        self.kept = self.first(x)
+        return self.second(self.kept)
+def of_kept(cb): return cb.learn.model.kept.pow(2).mean()
+@pytest.mark.parametrize('more', [[],[GradientAccumulation(16)]], ids=['alone','accumulating'])
+def test_the_cache_refuses_a_loss_of_activations_that_the_model_keeps_and_names_what_works(more):
+    def train(f, *cbs):
+        learn = toy(16, n=64, model=lambda: Keeps().double(), splitter=all_params)
+        before = weights(learn)
+        try: learn.fit(1, 0.1, cbs=[ChangesLoss(f),*cbs])
+        except RuntimeError as e:
+            assert 'ActivationCheckpoint()' in str(e) and weights(learn).equal(before)
+            return None
+        return weights(learn)
+    cache = GradientCache(micro_batch_size=4)
+    assert train(of_kept, cache, *more) is None
+    assert train(of_weights, cache, *more) is not None
+    assert deviation(train(of_kept), train(of_kept, ActivationCheckpoint(nn.Sequential), *more))<1e-12

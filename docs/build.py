@@ -27,7 +27,7 @@ menu = {
     'Data and models': 'guides/images guides/segmentation guides/text guides/hugging_face guides/tables',
     'Memory and speed': 'guides/out_of_memory guides/mixed_precision guides/several_gpus',
     'Matching the full batch': 'guides/check_your_run guides/batchnorm guides/whole_batch_losses guides/custom_losses',
-    'Training': 'guides/learning_rate guides/growing_batches guides/logging guides/save_and_resume',
+    'Training': 'guides/learning_rate guides/growing_batches guides/last_batch guides/logging guides/save_and_resume',
     'Reference': 'reference/cheat_sheet reference/faq reference/messages reference/api',
     'About': 'about/how_exact about/compared about/switching about/works_with changelog'}
 contribute = ('architecture', 'callbacks', 'testing', 'benchmarks', 'faults_of_fastai')

@@ -24,10 +24,10 @@ from pasted import hides, only_imports, re_nbdev
 # the menu: the pages of each part in their order. Sphinx fails if a page for users is in no part
 menu = {
     '': 'get_started about/should_i_accumulate',
-    'Data and models': 'guides/images guides/segmentation guides/text guides/hugging_face guides/tables',
+    'Data and models': 'guides/images guides/segmentation guides/text guides/hugging_face',
     'Memory and speed': 'guides/out_of_memory guides/mixed_precision guides/several_gpus',
     'Matching the full batch': 'guides/check_your_run guides/batchnorm guides/whole_batch_losses guides/custom_losses',
-    'Training': 'guides/learning_rate guides/growing_batches guides/logging guides/save_and_resume',
+    'Training': 'guides/learning_rate guides/growing_batches guides/last_batch guides/logging guides/save_and_resume',
     'Reference': 'reference/cheat_sheet reference/faq reference/messages reference/api',
     'About': 'about/how_exact about/compared about/switching about/works_with changelog'}
 contribute = ('architecture', 'callbacks', 'testing', 'benchmarks', 'faults_of_fastai')
@@ -35,6 +35,8 @@ order = [*' '.join(menu.values()).split(), *(f'contribute/{nm}' for nm in contri
 # titles that are too long for the menu
 short_titles = {'guides/growing_batches':'Growing batches', 'guides/learning_rate':'Learning rate',
     'schedule':'Schedules', 'wandb':'WandbCallback'}
+# pages that are part of another one now, and the section that old links lead to
+moved = {'guides/tables': 'guides/batchnorm.html#tables'}
 user_sections = ('Why', 'One step, event by event', 'Examples', 'Caveats')
 
 # The reference entry of a name
@@ -347,6 +349,14 @@ def mark_beginnings(script):
     if text.count(old)!=1: sys.exit(f'{script.name} of this version of Sphinx does not contain {old}')
     script.write_text(text.replace(old, new), encoding='utf-8')
 
+def write_redirects():
+    "Write a page for each old address, which leads to the new one"
+    for name,target in moved.items():
+        url = '../'*name.count('/')+target
+        text = (f'<!doctype html><title>Moved</title><meta http-equiv="refresh" content="0; url={url}">'
+            f'<a href="{url}">This page has moved.</a>')
+        (site/f'{name}.html').write_text(text, encoding='utf-8')
+
 def main():
     from sphinx.application import Sphinx
     pages = [*map(Page, sorted(nbglob(root/'nbs', as_path=True)))]
@@ -368,6 +378,7 @@ def main():
         shutil.copytree(out, site)
     mark_beginnings(site/'_static/sphinx_highlight.js')
     for p in pages: p.write_copy()
+    write_redirects()
     print(f'{len(list(site.rglob("*.html")))} pages in {site.name}')
 
 if __name__=='__main__': sys.exit(main())

@@ -23,13 +23,14 @@ except ImportError: skip('playwright is not installed: make docs')
 sys.path.insert(0, str(root/'docs'))
 from nbdev.doclinks import nbglob
 from sphinx.util.inventory import InventoryFile
-from build import hides, order, page as page_of, resolve, split_errors
+from build import hides, moved, order, page as page_of, resolve, split_errors
 sources = [fn for folder in ('docs','fastaccum','nbs') for fn in (root/folder).rglob('*.*')]
 built = (site/'searchindex.js').stat().st_mtime
 if any(fn.stat().st_mtime>built for fn in sources if '__pycache__' not in fn.parts):
     skip('it is older than what it is made of: make docs')
 
-pages = sorted(o.relative_to(site).as_posix() for o in site.rglob('*.html') if '_static' not in o.parts)
+redirects = {f'{o}.html' for o in moved}
+pages = sorted({o.relative_to(site).as_posix() for o in site.rglob('*.html') if '_static' not in o.parts}-redirects)
 # name -> its full name, and the page of its entry, as the inventory for other projects has them
 inventory = InventoryFile.loads((site/'objects.inv').read_bytes(), uri='')
 entries = {re.sub(r'^fastaccum\.(core\.)?\w+\.', '', full): (full, item.uri.partition('.html')[0])
@@ -37,7 +38,8 @@ entries = {re.sub(r'^fastaccum\.(core\.)?\w+\.', '', full): (full, item.uri.part
 names = {nm:full for nm,(full,_) in entries.items()}
 # Modules that users import have a page of their own beside that of the whole module
 doors = sorted(o.stem for o in (site/'modules').glob('*.html') if o.stem!='index')
-users = [f'{o}.html' for o in ('index',*order,'reference/warnings',*doors) if not o.startswith('contribute/')]
+below_api = 'reference/auto_size','reference/warnings'   # pages of names that have no module of their own
+users = [f'{o}.html' for o in ('index',*order,*below_api,*doors) if not o.startswith('contribute/')]
 
 # What can be seen without a browser
 
@@ -58,6 +60,12 @@ def test_links_resolve(page):
         elif anchor and path.endswith('.html') and unquote(anchor) not in ids(path): bad.append(href)
     assert not bad
 
+def test_old_addresses_lead_on():
+    for old,target in moved.items():
+        page,_,anchor = target.partition('#')
+        assert f'url={"../"*old.count("/")}{target}"' in (site/f'{old}.html').read_text(encoding='utf-8')
+        assert anchor in ids(page)
+
 def sidebar(page):
     "The pages that its sidebar leads to, in that order"
     text = read(page).partition('<div class="sidebar-tree">')[2].partition('</div>')[0]
@@ -66,7 +74,7 @@ def sidebar(page):
 
 def test_users_see_what_is_for_users():
     "In the order of the menu; what is for contributors has a menu of its own, with every module"
-    api = [f'{o}.html' for o in (*doors,'reference/warnings')]   # listed below the API
+    api = [f'{o}.html' for o in (*doors,*below_api)]   # listed below the API
     listed = [o for o in sidebar('index.html') if o not in api]
     assert listed==[f'{o}.html' for o in order if not o.startswith('contribute/')]
     assert {f'{o}.html' for o in doors}<=set(sidebar('index.html'))

@@ -306,6 +306,21 @@ def test_page(tab, page):
             assert wrong+tab.wrong==[], (device,scheme)
             assert (ground<0.2)==(scheme=='dark')
 
+def test_code_stands_beside_what_replaces_it_and_on_a_phone_above_it(tab):
+    pairs = """() => {
+        const corner = (e) => [e.getBoundingClientRect().left, e.getBoundingClientRect().top];
+        const old = [...document.querySelectorAll('article div.highlight-python:has(+ div.cell)')];
+        return old.map((e) => [corner(e), corner(e.nextElementSibling)]);
+    }"""
+    for width,beside in ((1440,True), (390,False)):
+        tab.set_viewport_size(dict(width=width, height=900))
+        tab.goto(f'{url}about/switching.html')
+        found = tab.evaluate(pairs)
+        assert len(found)==6
+        for (left,top),(left_of_new,top_of_new) in found:
+            if beside: assert top==top_of_new and left_of_new>left+300
+            else: assert left==left_of_new and top_of_new>top+100
+
 # all words at once, in the page of the search: for each of them, where what it found leads to
 search = """(words) => Object.fromEntries(words.map((o) => [window.asked = o,
     Search._performSearch(...Search._parseQuery(o)).map(([page,,anchor]) => page + '.html' + anchor)]))"""

@@ -3,6 +3,9 @@
 Each notebook in `nbs/` becomes a page, with the outputs that are saved in it. A module that users import has two
 pages: one for users, with reference entries and the sections in `user_sections`, and one for contributors, with the
 whole notebook. Contributors have a menu of their own, and the search leaves their pages out. A broken link fails.
+
+For tools that read documentation, each page `x.html` is also there as Markdown, `x.html.md`. `llms.txt` lists the
+pages, and `SKILL.md` tells an assistant how to use the package.
 """
 import ast, inspect, json, re, shutil, sys
 from hashlib import sha256
@@ -274,12 +277,11 @@ class Page:
             keywords |= {key.replace('-', ' ').capitalize(): key for key in messages.anchors(text)}
         return [*keywords.items()]
 
-    def write_copy(self):
-        "Write the page as Markdown beside it, with the pictures that myst-nb has named after their content"
+    def as_markdown(self):
+        "The notebook as Markdown, with the pictures that myst-nb has named after their content"
         url = readme.docs_url()
         def image(id, data): return f'{url}/_images/{sha256(data).hexdigest()}.png'
-        text = readme.markdown(json.loads(self.path.read_text(encoding='utf-8')), url, image, folder=self.folder)
-        (site/f'{self.name}.html.md').write_text(text, encoding='utf-8')
+        return readme.markdown(json.loads(self.path.read_text(encoding='utf-8')), url, image, folder=self.folder)
 
 # The site
 
@@ -341,6 +343,56 @@ def write_pages(src, pages):
     source = [('Modules','modules/index'), *((p.title, p.whole) for p in mods)]
     return [('', [('For users','index')]), ('', about), ('Source', source)]
 
+# For tools that read documentation
+
+def written_pages(src):
+    "The pages that were written to `src` for Sphinx: of each, its name, title, description, and whether it is inner"
+    for file in sorted(src.rglob('*.ipynb')):
+        nb = read_nb(file)
+        title = nb.cells[0].source.partition('\n')[0].removeprefix('# ')
+        name = file.relative_to(src).with_suffix('').as_posix()
+        yield name,title,nb.metadata['description'],'nosearch' in nb.metadata
+
+def text_of(file):
+    "A page for Sphinx that consists of text as Markdown, with links to the site and without what only Sphinx reads"
+    text = '\n\n'.join(c.source for c in read_nb(file).cells)
+    text = re.sub(r'^```\{toctree\}\n.*?^```\n?|^\{\.[\w-]+\}\n', '', text, flags=re.M|re.S)
+    text = re.sub(r'\n{3,}', '\n\n', text)
+    return re.sub(r'\]\(/([\w/]+)\.ipynb', rf']({readme.docs_url()}/\1.html', text).strip()+'\n'
+
+def write_markdown(src, pages):
+    "Write each page as Markdown beside it; the two pages of a module are made from the same notebook"
+    notebooks = {name: p for p in pages for name in (p.name, p.whole)}
+    for name,*_ in written_pages(src):
+        text = notebooks[name].as_markdown() if name in notebooks else text_of(src/f'{name}.ipynb')
+        (site/f'{name}.html.md').write_text(text, encoding='utf-8')
+
+def llms_txt(src):
+    "The list of all pages, in the form that llmstxt.org describes; a tool may leave out the last section"
+    url = readme.docs_url()
+    about = {name: (title,description) for name,title,description,_ in written_pages(src)}
+    inner = [name for name,*_,is_inner in written_pages(src) if is_inner]
+    sections = {caption or 'Start': names.split() for caption,names in menu.items()}
+    sections['Start'].insert(0, 'index')
+    listed = {*inner, *(name for names in sections.values() for name in names)}
+    sections['API'] = [name for name in about if name not in listed]
+    sections['Optional'] = inner   # for contributors
+    def item(name):
+        title,description = about[name]
+        return f'- [{title}]({url}/{name}.html.md): {description}'
+    first,summary = fastaccum.__doc__.split('\n\n')[:2]
+    head = [f'# {fastaccum.__name__}', f'> {first} {" ".join(summary.split())}',
+        'The links lead to the pages as Markdown. An address without the `.md` at its end is that of the HTML page.',
+        f'Before you write code, read [SKILL.md]({url}/SKILL.md): the rules, and the remedy for each warning.']
+    parts = [f'## {caption}\n\n' + '\n'.join(map(item, names)) for caption,names in sections.items()]
+    return '\n\n'.join([*head, *parts])+'\n'
+
+def write_for_tools(src, pages):
+    "Write what tools read: `llms.txt`, the pages as Markdown, and `SKILL.md`"
+    write_markdown(src, pages)
+    (site/'llms.txt').write_text(llms_txt(src), encoding='utf-8')
+    shutil.copy(root/'skills/fastaccum/SKILL.md', site)
+
 def mark_beginnings(script):
     "Have Sphinx mark the words that were searched for where words begin, not within words"
     old = 'val.toLowerCase().indexOf(text)'
@@ -376,8 +428,8 @@ def main():
         if app.statuscode: return app.statuscode
         shutil.rmtree(site, ignore_errors=True)
         shutil.copytree(out, site)
+        write_for_tools(src, pages)
     mark_beginnings(site/'_static/sphinx_highlight.js')
-    for p in pages: p.write_copy()
     write_redirects()
     print(f'{len(list(site.rglob("*.html")))} pages in {site.name}')
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(root/'docs'))
 from nbdev.doclinks import nbglob
 from sphinx.util.inventory import InventoryFile
 from build import hides, moved, order, page as page_of, resolve, split_errors
-sources = [fn for folder in ('docs','fastaccum','nbs') for fn in (root/folder).rglob('*.*')]
+sources = [fn for folder in ('docs','fastaccum','nbs','skills') for fn in (root/folder).rglob('*.*')]
 built = (site/'searchindex.js').stat().st_mtime
 if any(fn.stat().st_mtime>built for fn in sources if '__pycache__' not in fn.parts):
     skip('it is older than what it is made of: make docs')
@@ -165,18 +165,45 @@ def test_pages_are_described():
     assert len(told)>60 and len(set(told))==len(told)
     assert (root/'docs/preview.png').read_bytes()==(root/'images/same-run.png').read_bytes()
 
-def test_every_notebook_is_there_as_markdown():
-    "With its text, and with links to pages and pictures that are there"
-    fns = {nb:site/f'{page_of(nb.relative_to(root/"nbs"))}.html.md' for nb in nbglob(root/'nbs', as_path=True)}
-    assert set(site.rglob('*.html.md'))==set(fns.values())
-    for nb,fn in fns.items():
+def test_every_page_is_there_as_markdown():
+    "With its title, and with links to pages and pictures that are there"
+    fns = {site/f'{page}.md': page for page in pages if page!='search.html'}
+    assert set(site.rglob('*.html.md'))==set(fns)
+    for fn,page in fns.items():
         text = fn.read_text(encoding='utf-8')
-        title = ''.join(json.loads(nb.read_text(encoding='utf-8'))['cells'][0]['source'][:1])
-        assert text.startswith(title.strip()), fn
+        title = re.search(r'<h1>(.*?)<a class="headerlink"', read(page))[1]
+        title = unescape(re.sub('<.*?>', '', title)).replace('’', "'")
+        if page.removesuffix('.html') in doors:   # its title is a list of names
+            assert [o for o in title.split(', ') if o.removeprefix('learn.') not in text]==[], fn
+        else: assert text.startswith(f'# {title}\n'), fn
         text = re.sub(r'^```.*?^```', '', text, flags=re.M|re.S)
-        assert not re.search(r'\]\((?!http)[^)]*\.ipynb', text), fn
+        assert not re.search(r'\]\((?!http)[^)]*\.ipynb|^\{\.', text, re.M), fn
         named = re.findall(r'\]\(https://fastaccum\.github\.io/fastaccum/?([^)#\s]*)', text)
         assert [o for o in named if not (site/(o or 'index.html')).is_file()]==[], fn
+    for nb in nbglob(root/'nbs', as_path=True):   # from the notebook, with its code
+        text = (site/f'{page_of(nb.relative_to(root/"nbs"))}.html.md').read_text(encoding='utf-8')
+        title = ''.join(json.loads(nb.read_text(encoding='utf-8'))['cells'][0]['source'][:1])
+        assert text.startswith(title.strip()), nb
+
+def test_llms_txt_lists_every_page():
+    "In the form of llmstxt.org: a title, a summary, sections of links with a description; pages for contributors last"
+    text = (site/'llms.txt').read_text(encoding='utf-8')
+    assert re.match(r'# fastaccum\n\n> \S.{100,}\n\n', text)
+    base = re.escape('https://fastaccum.github.io/fastaccum/')
+    sections = text.split('\n## ')[1:]
+    listed = {o.partition('\n')[0]: re.findall(fr'^- \[.+\]\({base}(.+)\.md\): \S.+$', o, re.M) for o in sections}
+    in_order = [o for names in listed.values() for o in names]
+    assert sorted(in_order)==sorted({*pages}-{'search.html'})
+    assert [*listed][-1]=='Optional' and not {*listed['Optional']}&{*users}
+    lines = [o for section in sections for o in section.splitlines()[1:] if o]
+    assert len(lines)==len(in_order)   # nothing in a section but links that were found
+
+def test_what_assistants_read_is_on_the_site():
+    text = (site/'SKILL.md').read_text(encoding='utf-8')
+    assert text==(root/'skills/fastaccum/SKILL.md').read_text(encoding='utf-8')
+    assert '/fastaccum/SKILL.md)' in (site/'llms.txt').read_text(encoding='utf-8')
+    named = re.findall(r'https://fastaccum\.github\.io/fastaccum/([^)#\s]+)', text)
+    assert named and [o for o in named if not (site/o).is_file()]==[]
 
 # What cannot
 
@@ -286,6 +313,21 @@ def test_page(tab, page):
             wrong,ground = tab.evaluate(look)
             assert wrong+tab.wrong==[], (device,scheme)
             assert (ground<0.2)==(scheme=='dark')
+
+def test_code_stands_beside_what_replaces_it_and_on_a_phone_above_it(tab):
+    pairs = """() => {
+        const corner = (e) => [e.getBoundingClientRect().left, e.getBoundingClientRect().top];
+        const old = [...document.querySelectorAll('article div.highlight-python:has(+ div.cell)')];
+        return old.map((e) => [corner(e), corner(e.nextElementSibling)]);
+    }"""
+    for width,beside in ((1440,True), (390,False)):
+        tab.set_viewport_size(dict(width=width, height=900))
+        tab.goto(f'{url}about/switching.html')
+        found = tab.evaluate(pairs)
+        assert len(found)==6
+        for (left,top),(left_of_new,top_of_new) in found:
+            if beside: assert top==top_of_new and left_of_new>left+300
+            else: assert left==left_of_new and top_of_new>top+100
 
 # all words at once, in the page of the search: for each of them, where what it found leads to
 search = """(words) => Object.fromEntries(words.map((o) => [window.asked = o,

@@ -1,0 +1,26 @@
+"""Train on two GPUs in steps of 256 samples in all: torchrun --standalone --nproc-per-node 2 06_two_gpus.py"""
+from fastai.vision.all import *
+from fastai.distributed import *
+from fastaccum import GradientAccumulation  # isort: skip
+from sklearn.datasets import load_digits
+
+if not torch.cuda.is_available():   # for a trial on a CPU, where fastai needs help; leave this out on GPUs
+    os.environ['ACCELERATE_USE_CPU'] = 'true'
+    def _broadcast(self, t, rank):
+        t = torch.LongTensor(t)
+        torch.distributed.broadcast(t, rank)
+        return t.tolist()
+    DistributedDL._broadcast = _broadcast
+
+set_seed(0)
+items = [(tensor(x).float()/16, int(y)) for x, y in zip(*load_digits(return_X_y=True))]
+dls = DataLoaders(DataLoader(items[:1408], bs=32, shuffle=True), DataLoader(items[1408:], bs=32))
+model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+learn = Learner(dls, model, CrossEntropyLossFlat(), metrics=accuracy)
+with learn.distrib_ctx():   # needs `pip install accelerate`
+    learn.fit_one_cycle(3, 0.02, cbs=GradientAccumulation(256))
+
+n_steps = len(learn.recorder.losses)
+assert n_steps == 3*math.ceil(1408/256)   # as many as on one GPU
+if not rank_distrib(): print(f'processes: {max(1, num_distrib())}, steps of 256 samples: {n_steps}')
+teardown_distrib()   # otherwise a process may crash as it exits

@@ -1,0 +1,54 @@
+"Each script in `examples/` runs as it stands, is short, and says at its end what came out."
+import ast, os, re, shutil, subprocess, sys
+from pathlib import Path
+import pytest
+
+root = Path(__file__).resolve().parent.parent
+folder = root/'examples'
+scripts = sorted(folder.glob('*.py'))
+ours = 'from fastaccum import '
+
+# What the last line that a script prints must contain
+last_lines = {'01_images.py': r'10 steps of 256 images', '02_text.py': r'perplexity (\S+) .* 8, \1 in whole batches',
+    '03_hugging_face_padding.py': r'validation loss (\d\.\d{3}).* \1', '04_out_of_memory.py': r'loss (\d\.\d{3}).* \1',
+    '05_loss_that_compares_samples.py': r'loss (\d\.\d{3}).* \1', '06_two_gpus.py': r'processes: 2, .* samples: 18',
+    '07_growing_batch.py': r'47 steps, of 32 samples at first and of 256', '08_check_a_run.py': r'^buffers +exact'}
+
+def test_the_scripts_are_numbered_and_listed():
+    assert [o.name for o in scripts]==list(last_lines)
+    assert [o.name[:2] for o in scripts]==[f'{i+1:02}' for i in range(len(scripts))]
+    listed = re.findall(r'^\| \[(.+?)\]\(\1\) \|', (folder/'README.md').read_text(encoding='utf-8'), re.M)
+    assert listed==[o.name for o in scripts]
+
+@pytest.mark.parametrize('script', scripts, ids=lambda o: o.name)
+def test_a_script_is_short_and_says_what_it_shows(script):
+    text = script.read_text(encoding='utf-8')
+    assert 15<=len(text.splitlines())<=30
+    assert max(map(len, text.splitlines()))<=120
+    doc = ast.get_docstring(ast.parse(text))
+    assert doc and '\n' not in doc
+    assert text.index('from fastai.')<text.index(ours)   # otherwise fastai's class of the same name is used
+
+@pytest.mark.skipif(not shutil.which('ruff'), reason='ruff is not installed')
+def test_a_sorter_leaves_our_import_after_fastais(tmp_path):
+    for script in scripts:
+        shutil.copy(script, tmp_path)
+        cmd = ['ruff','check','--isolated','--select','I','--fix','--quiet',tmp_path/script.name]
+        subprocess.run(cmd, check=True)
+        text = (tmp_path/script.name).read_text(encoding='utf-8')
+        fastais = [m.start() for m in re.finditer('^from fastai.+', text, re.M) if ours not in m[0]]
+        assert max(fastais)<text.index(ours), script.name
+
+@pytest.mark.parametrize('script', scripts, ids=lambda o: o.name)
+def test_a_script_runs(script, tmp_path):
+    on_two = script.name=='06_two_gpus.py'
+    launcher = '-m torch.distributed.run --standalone --nproc-per-node 2'.split() if on_two else []
+    path = os.pathsep.join([str(root), os.environ.get('PYTHONPATH', '')])
+    env = os.environ | dict(PYTHONPATH=path, PYTHONIOENCODING='utf-8', OMP_NUM_THREADS='1')
+    if on_two: env['CUDA_VISIBLE_DEVICES'] = ''   # where there is one GPU, two processes cannot share it
+    cmd = [sys.executable, *launcher, script]
+    res = subprocess.run(cmd, cwd=tmp_path, env=env, capture_output=True, text=True, encoding='utf-8', timeout=300)
+    assert not res.returncode, res.stderr
+    last = res.stdout.replace('\r', '\n').strip().splitlines()[-1]
+    assert re.search(last_lines[script.name], last), last
+    assert 'ImportOrderWarning' not in res.stderr

@@ -62,13 +62,19 @@ class TokenDivision(Division):
         columns = torch.arange(self.width, device=mask.device)
         # which columns hold tokens, or anything between two tokens
         self.mask = (columns>=first[:,None]) & (columns<last[:,None])
-        tensors = [o for o in leaves(b) if has_rows(o, n) and o.shape[1:]==(self.width,)]
-        is_constant = [_is_constant(o, ~self.mask.to(o.device)).to(mask.device)[None] for o in tensors]
+        tensors = [o for o in leaves(b) if has_rows(o, n) and o.ndim==2 and self.has_columns(o)]
+        on_the_left = (last==self.width).all() & (first>0).any()   # is the padding there?
+        # the columns of labels of the next token that are left if a row is trimmed to its own length
+        next_mask = torch.where(on_the_left, self.mask[:,:-1], self.mask[:,1:])
+        is_constant = []
+        for o in tensors:
+            has_tokens = self.mask if o.shape[1]==self.width else next_mask
+            is_constant.append(_is_constant(o, ~has_tokens.to(o.device)).to(mask.device)[None])
         # the GPU is synchronised once per batch, here
-        numbers = torch.cat([first,last,*is_constant]).tolist()
-        first,last,is_constant = numbers[:n],numbers[n:2*n],numbers[2*n:]
-        self.kept = [o for o,trims in zip(tensors, is_constant) if not trims]   # tensors that keep their columns
-        self.is_left = min(last)==self.width and max(first)>0                   # is the padding on the left?
+        numbers = torch.cat([first,last,on_the_left[None],*is_constant]).tolist()
+        first,last,self.is_left,is_constant = numbers[:n],numbers[n:2*n],numbers[2*n],numbers[2*n+1:]
+        # tensors that keep their columns
+        self.kept = [o for o,trims in zip(tensors, is_constant) if not trims]
         lengths = [self.width-i for i in first] if self.is_left else last
         lengths = [max(1, o) for o in lengths]
         self.order = list(range(n))
@@ -76,6 +82,10 @@ class TokenDivision(Division):
         if not fits: self.order.sort(key=lambda i: -lengths[i])
         self.lengths = [lengths[i] for i in self.order]
         self.index = torch.tensor(self.order, device=mask.device)
+
+    def has_columns(self, x:torch.Tensor)->bool:
+        "Has the tensor a column for each of the mask? Labels of the next token have one less"
+        return x.ndim>1 and (x.shape[1]==self.width or x.ndim==2 and x.shape[1]==self.width-1)
 
     def stop(self, start:int, end:int, most:int|None)->int:
         "As many rows from `start` on as the budget has room for; a single row may be longer than the budget"
@@ -102,15 +112,16 @@ class TokenDivision(Division):
 @patch
 def cut_tensor(self:TokenDivision, x:torch.Tensor, start:int, stop:int)->torch.Tensor:
     "The rows of a tensor that belong to a micro-batch, trimmed to the longest of them"
-    has_columns = x.ndim>1 and x.shape[1]==self.width and not any(x is o for o in self.kept)
+    trims = self.has_columns(x) and not any(x is o for o in self.kept)
     rows = self.rows(x, start, stop)
-    return self.trim(rows, start, stop) if has_columns else rows
+    return self.trim(rows, start, stop) if trims else rows
 
 @patch
 def trim(self:TokenDivision, rows:torch.Tensor, start:int, stop:int)->torch.Tensor:
     "Cut off the columns in which all of these rows have padding"
-    k = self.trimmed_width(start, stop)
-    return (rows[:,-k:] if self.is_left else rows[:,:k]).contiguous()   # some losses call `view`
+    n_cut = self.width-self.trimmed_width(start, stop)
+    trimmed = rows[:,n_cut:] if self.is_left else rows[:,:rows.shape[1]-n_cut]
+    return trimmed.contiguous()   # some losses call `view`
 
 @patch
 def cut(self:TokenDivision, b:object, start:int, stop:int, trims:bool=True)->object:
@@ -215,9 +226,11 @@ def _try_trimming(self:TokenBudget, model, xb, division, warn_once):
     sizes = {o.dtype.itemsize:o.dtype for o in model.parameters() if o.is_floating_point()}
     for x,y in zip(trimmed, padded):
         if x.shape!=y.shape:
-            has_columns = x.shape[:2]==mask.shape and y.shape[:2]==(len(mask),division.width)
+            n_less = division.width-y.shape[1] if y.ndim>1 else -1   # a model may leave out the last column
+            has_columns = n_less in (0,1) and x.shape[:2]==mask[:,n_less:].shape
             if not has_columns: continue   # attention of tokens to tokens, for example
-            is_token = mask.reshape(*mask.shape, *[1]*(x.ndim-2))
+            is_token = mask[:,n_less:] & mask[:,:mask.shape[1]-n_less]
+            is_token = is_token.reshape(*is_token.shape, *[1]*(x.ndim-2))
             x,y = (torch.where(is_token, o, 0) for o in (x,division.trim(y, *cut)))
         tol = _tols.get(sizes[min(sizes)] if sizes else x.dtype, 2e-2)
         if is_close(x, y, tol): continue

@@ -57,6 +57,10 @@ class GPT2(CountsColumns):
         positions = (b['attention_mask'].cumsum(1)-1).clamp(0)
         return self.model(**b, position_ids=positions).logits
 
+class ShiftedGPT2(GPT2):
+    "A language model without its last prediction: the targets are the next tokens, one less than there are columns"
+    def forward(self, b): return super().forward(b)[:,:-1]
+
 class T5(CountsColumns):
     "An encoder-decoder model, whose targets are as long as the longest text although they are other texts"
     def __init__(self):
@@ -109,6 +113,7 @@ def collate(kind, side, items):
     if kind is MaskedLSTM: return ids,mask,padded([o['labels']%3 for o in items], side, -100)
     b = dict(input_ids=ids, attention_mask=mask)
     if kind is GPT2: return b,padded([o['labels'] for o in items], side, -100)
+    if issubclass(kind, GPT2): return b,torch.where(mask[:,1:]*mask[:,:-1]>0, ids[:,1:], -100)
     if kind is not T5: return b,torch.stack([o['label'] for o in items])
     # a decoder reads to the right; labels are as wide as the inputs, as with `padding='max_length'`
     labels = padded([o['translation'] for o in items], 'right', -100)
@@ -136,7 +141,8 @@ def budget_of(kind, n, **kwargs):
     return TokenBudget(n, pad_id=0 if kind is MaskedLSTM else None, **kwargs)
 
 # `pack_padded_sequence` reads padding on the right only
-kinds = [(Bert,'right'),(Bert,'left'),(GPT2,'right'),(GPT2,'left'),(T5,'right'),(T5,'left'),(MaskedLSTM,'right')]
+kinds = [(Bert,'right'),(Bert,'left'),(GPT2,'right'),(GPT2,'left'),(ShiftedGPT2,'right'),
+    (ShiftedGPT2,'left'),(T5,'right'),(T5,'left'),(MaskedLSTM,'right')]
 
 @pytest.mark.parametrize('kind,side', kinds)
 def test_the_run_is_the_full_batch_run_with_fewer_columns(kind, side, recwarn):

@@ -52,7 +52,8 @@ def shown(page, ids):
 @pytest.mark.parametrize('page,ids', [
     ('about/compared','summary tiny real lightning'.split()),
     ('contribute/benchmarks','setup scripts right fast rates exchange'.split()),
-    ('guides/out_of_memory',('measured',)), ('12_token_budget',('measured',)), ('about/works_with',('outcome','set-ups'))])
+    ('guides/out_of_memory',('measured',)), ('12_token_budget',('measured',)),
+    ('about/works_with',('outcome','set-ups'))])
 def test_pages_show_what_the_results_say(page, ids, monkeypatch):
     "After a new measurement: `make page PAGE=…`"
     monkeypatch.chdir((root/f'nbs/{page}').parent)

@@ -47,7 +47,7 @@ Warnings that the result differs, or may differ:
 
 Documentation: https://fastaccum.github.io/fastaccum
 """
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 from fastaccum import accum_find, batchnorm, bs_find, accum_check
 from fastaccum.accumulation import GradientAccumulation

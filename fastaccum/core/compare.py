@@ -135,7 +135,7 @@ class Compare:
         split:Callable=split, # `f(batch, start, stop, n)`: samples `start` to `stop` of `n`
         bs:int|None=None, # Samples in the whole batch; defaults to those of the loader
         n:int=1, # Number of batches to read
-        micro:int|None=None # Samples in a micro-batch of the fit, if its sizes are to be compared
+        micro:int|None=None # Samples in a micro-batch of the fit; `None` for unequal parts
     ):
         self.run,self.make_cbs = run,make_cbs
         self.cut_loader,self.split = cut_loader,split
@@ -241,7 +241,7 @@ def train_both_ways(self:Compare)->tuple: # Difference, steps with whole batches
     start = _weights(self.run.learn)
     n_parts = max(2, -(-self.n//self.most))
     sizes = even_sizes(self.n, -(-self.n//n_parts))
-    # the first sizes failed: use those that worked
+    # the first sizes failed in `whole_and_parts`: use the sizes that worked
     if self.sizes!=self.to_try[0]: sizes = self.sizes
     def train(in_parts):
         count = CountSteps()

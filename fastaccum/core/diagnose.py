@@ -133,7 +133,7 @@ def _loss_grads(learn, n, find, start, stop):
     "For samples `start` to `stop`: digests of the loss's gradient, and the number of items of its mean"
     part = Part(learn, n, lambda o: o[start:stop])
     preds = [t for t in _tensors(part.pred) if t.is_floating_point()]
-    # fastai's tensors refuse `requires_grad_` if they require gradients already
+    # fastai's tensors refuse `requires_grad_` if they need gradients already
     for t in preds:
         if not t.requires_grad: t.requires_grad_()
     loss = part.loss_func(part.pred, *part.yb)
@@ -274,7 +274,7 @@ class Row(NamedTuple):
     what:str # The name of the cause
     off:float|None # The relative difference; `None` if it could not be checked
     tol:float # The largest difference that counts as rounding
-    where:str = '' # The layers, callbacks or loader; or why it could not be checked
+    where:str = '' # The layers, callbacks or loader at fault; or why nothing could be checked
     remedy:str = '' # What to type
 
     @property

@@ -11,6 +11,7 @@ __all__ = ['LogRows']
 import sys, time
 from fastai.callback.core import Callback
 from fastai.learner import Learner
+from fastcore.basics import patch
 from .checks import class_names
 
 # %% ../../nbs/core/14_log_rows.ipynb #rows
@@ -42,52 +43,60 @@ class LogRows:
 
     def begin_step(self): self.began = time.perf_counter()
 
-    def before_step_row(self, learn:Learner, n:int):
-        "Before a step of `n` samples is logged, correct the samples per second that W&B computes"
-        for cb in self.wandb:
-            if not cb.run or not learn.xb: continue
-            # fastai divides the last micro-batch's `len(xb[0])` by the time since `ti_batch`
-            now = time.perf_counter()
-            cb.ti_batch = now-(now-self.began)*len(learn.xb[0])/n
-            if self.n_seen is None: self._begin_axis(learn.recorder)
-            self.n_seen += n
+# %% ../../nbs/core/14_log_rows.ipynb #count
+@patch
+def count_rows(self:LogRows, learn:Learner, counts_rows:bool):
+    """Let `learn.train_iter` count recorded rows if `counts_rows`, and optimizer steps otherwise
 
-    def before_micro_batch_row(self, learn:Learner):
-        "Before a micro-batch is logged, correct W&B's fractional epoch"
-        for cb in self.wandb:
-            # fastai adds `1/n_iter`, a whole step
-            if cb.run: cb._wandb_epoch += 1/self.n_rows-1/learn.n_iter
+    TensorBoard and ShowGraph need the number of rows between epochs.
+    """
+    shown = self.n_more_rows if counts_rows else 0
+    learn.train_iter += shown-self.n_shown
+    self.n_shown = shown
 
-    def after_batch(self, cb:Callback, is_row:bool):
-        "Send `after_batch` to `cb`; with `is_row`, `learn.train_iter` counts recorded rows meanwhile"
-        self.count_rows(cb.learn, is_row)
-        try: cb('after_batch')
-        finally: self.count_rows(cb.learn, False)
+@patch
+def after_batch(self:LogRows, cb:Callback, is_row:bool):
+    "Send `after_batch` to `cb`; with `is_row`, `learn.train_iter` counts recorded rows meanwhile"
+    self.count_rows(cb.learn, is_row)
+    try: cb('after_batch')
+    finally: self.count_rows(cb.learn, False)
 
-    def count_rows(self, learn:Learner, counts_rows:bool):
-        """Let `learn.train_iter` count recorded rows if `counts_rows`, and optimizer steps otherwise
+# %% ../../nbs/core/14_log_rows.ipynb #added
+@patch
+def before_step_row(self:LogRows, learn:Learner, n:int):
+    "Before a step of `n` samples is logged, correct the samples per second that W&B computes"
+    for cb in self.wandb:
+        if not cb.run or not learn.xb: continue
+        # fastai divides the last micro-batch's `len(xb[0])` by the time since `ti_batch`
+        now = time.perf_counter()
+        cb.ti_batch = now-(now-self.began)*len(learn.xb[0])/n
+        if self.n_seen is None: self._begin_axis(learn.recorder)
+        self.n_seen += n
 
-        TensorBoard and ShowGraph need the number of rows between epochs.
-        """
-        shown = self.n_more_rows if counts_rows else 0
-        learn.train_iter += shown-self.n_shown
-        self.n_shown = shown
+@patch
+def before_micro_batch_row(self:LogRows, learn:Learner):
+    "Before a micro-batch is logged, correct W&B's fractional epoch"
+    for cb in self.wandb:
+        # fastai adds `1/n_iter`, a whole step
+        if cb.run: cb._wandb_epoch += 1/self.n_rows-1/learn.n_iter
 
-    def after_step_row(self, learn:Learner, row:dict):
-        "After a step is logged, log the values of `row` and of the callbacks' `to_log`"
-        if not (self.wandb or self.tensorboard): return
-        for cb in self.to_log: row = row|cb.to_log()
-        row = {k:v for k,v in row.items() if v is not None}
-        for cb in self.tensorboard:
-            if not cb.run: continue
-            for k,v in row.items(): cb.writer.add_scalar(k, v, learn.train_iter)
-        for cb in self.wandb:
-            if cb.run: sys.modules['wandb'].log({**row, 'samples':self.n_seen}, step=cb._wandb_step)
+@patch
+def after_step_row(self:LogRows, learn:Learner, row:dict):
+    "After a step is logged, log the values of `row` and of the callbacks' `to_log`"
+    if not (self.wandb or self.tensorboard): return
+    for cb in self.to_log: row = row|cb.to_log()
+    row = {k:v for k,v in row.items() if v is not None}
+    for cb in self.tensorboard:
+        if not cb.run: continue
+        for k,v in row.items(): cb.writer.add_scalar(k, v, learn.train_iter)
+    for cb in self.wandb:
+        if cb.run: sys.modules['wandb'].log({**row, 'samples':self.n_seen}, step=cb._wandb_step)
 
-    def _begin_axis(self, recorder):
-        "Make the number of samples seen the horizontal axis of W&B's losses and metrics"
-        wandb = sys.modules['wandb']
-        self.n_seen = wandb.run.summary.get('samples', 0)
-        wandb.define_metric('samples')
-        for name in ('raw_loss',*recorder.metric_names):
-            if name not in ('epoch','time'): wandb.define_metric(name, step_metric='samples')
+@patch
+def _begin_axis(self:LogRows, recorder):
+    "Make the number of samples seen the horizontal axis of W&B's losses and metrics"
+    wandb = sys.modules['wandb']
+    self.n_seen = wandb.run.summary.get('samples', 0)
+    wandb.define_metric('samples')
+    for name in ('raw_loss',*recorder.metric_names):
+        if name not in ('epoch','time'): wandb.define_metric(name, step_metric='samples')

@@ -26,8 +26,8 @@ def is_out_of_memory(exc:BaseException|None)->bool:
     if isinstance(exc, (torch.OutOfMemoryError,MemoryError)): return True
     if isinstance(exc, OSError): return exc.errno==errno.ENOMEM
     if isinstance(exc, RuntimeError): return any(text in str(exc) for text in _oom_texts)
-    # fastai appends text to the messages of errors in callbacks and in collation. Without a message, it
-    # fails with an IndexError or AttributeError, whose context is the original error
+    # fastai appends text to the messages of errors in callbacks and in collation. If an error has no message,
+    # this raises an IndexError or AttributeError, whose context is the original error
     return isinstance(exc, (IndexError,AttributeError)) and is_out_of_memory(exc.__context__)
 
 # %% ../../nbs/core/25_out_of_memory.ipynb #explain
@@ -38,7 +38,7 @@ def explain_fixed_size(e:BaseException, cb:object):
         "memory runs out and gives the same result, or make the DataLoaders with a smaller `bs`"
         + more_link('fixed-size-does-not-fit'))
 
-# for each part of a step that is not split: why not, and what helps if memory runs out there
+# for each part of a step that is not split: the reason, and the remedy if memory runs out
 _unsplit = {
     "a callback's `before_step`": "a forward pass of the callback's own is not split. Make the "
         "DataLoaders with a smaller `bs` (`learn.bs_find()` finds one), or let the callback use fewer "
@@ -63,7 +63,7 @@ def free_memory():
     gc.collect()
     # `malloc_trim` exists only in glibc
     with suppress(AttributeError, OSError, TypeError): ctypes.CDLL(None).malloc_trim(0)
-    torch.cuda.empty_cache()   # does not initialise a device that is not in use
+    torch.cuda.empty_cache()   # does not initialise CUDA if it is not in use
     torch.xpu.empty_cache()
     if torch.backends.mps.is_available(): torch.mps.empty_cache()
 

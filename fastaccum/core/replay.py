@@ -93,7 +93,7 @@ class ReplayedForward:
 
     @property
     def most(self)->int:
-        "The most samples in a micro-batch that are known to fit"
+        "The largest size of a micro-batch, which falls when memory runs out"
         return self.cb.limit.most(self.training) or self.n
 
     @property
@@ -169,6 +169,7 @@ def _run_cuts(self:ReplayedForward, outs):
             hidden.keep()
     finally: hidden.restore()
 
+# %% ../../nbs/core/29_replay.ipynb #find-rows
 @patch
 def find_rows(self:ReplayedForward, outs:list, n:int):
     "For each of the outputs for `n` samples, whether it has a row for each; tried once per mode and fit"
@@ -270,6 +271,7 @@ def _replay_all(self:ReplayedForward, grads):
 def _drop_grads(self:ReplayedForward):
     for p in self.sums.params: p.grad = None
 
+# %% ../../nbs/core/29_replay.ipynb #replay-one
 @patch
 def _replay(self:ReplayedForward, i, start, stop, grads):
     "Back-propagate samples `start` to `stop`, which belong to the `i`th micro-batch"

@@ -22,7 +22,7 @@ class Segment:
     "A part of a model that can be computed again"
     name:str # As in `named_modules`; children of a Sequential as a slice: '0[:4]'
     modules:list # One module, or consecutive children of `seq`
-    seq:nn.Sequential|None=None # The Sequential that runs them; `None` for a module that runs by itself
+    seq:nn.Sequential|None=None # The Sequential that runs `modules`; `None` if they are one module
     calls:int=0 # Forward passes with gradients in the last fit
     kept:int=0 # Bytes of the segment's inputs in the last such pass
 

@@ -68,8 +68,7 @@ class StepLoop:
         self.n_left_out = 0                      # micro-batches of `step` that callbacks have cancelled
         self.micro = None                        # the `MicroBatch` that runs; `None` before the first
 
-    # pickled by `learn.export()` in the middle of a fit
-    def __getstate__(self): return dict(acc=self.acc, learn=self.learn)
+    def __getstate__(self): return dict(acc=self.acc, learn=self.learn)   # for `learn.export()` in a fit
 
     @property
     def finder(self)->LRFinder|None:
@@ -215,7 +214,9 @@ def _run_batch(self:StepLoop, b, n):
 def _is_in_place(self:StepLoop, b):
     "Whether all of a flat batch's tensors are on the model's device, where `_set_device` moves them"
     if self.batch_device is None or type(b) not in (tuple,list): return False
-    return all(isinstance(o, torch.Tensor) and o.device==self.batch_device for o in b)
+    for o in b:
+        if not isinstance(o, torch.Tensor) or o.device!=self.batch_device: return False
+    return True
 
 @patch
 def _warn_larger_batch(self:StepLoop, n):
@@ -400,11 +401,10 @@ def _end_step(self:StepLoop, ran, micro_loss, step_loss):
     try:
         for cb in self.events.listeners('after_batch'):
             if not (ran or hears_steps(cb)): continue
-            if self.log_steps:
-                cb('after_batch')
-                continue
-            learn.loss = micro_loss if records(cb) else step_loss
-            self.log_rows.after_batch(cb, records(cb))
+            if self.log_steps: cb('after_batch')
+            else:
+                learn.loss = micro_loss if records(cb) else step_loss
+                self.log_rows.after_batch(cb, records(cb))
     finally:
         if train_metrics: learn.recorder.train_metrics = True
     if not self.log_steps: return

@@ -30,13 +30,13 @@ def part_sizes(n:int, most:int|None=None)->list[int]:
         second = n//2-1 if n>5 and n%2==0 else n//2
         return [n-second,second] if second else [n]
     n_full,rest = divmod(n, most)
-    if rest<2 and most>2:   # divide another part, so that no part has one sample, and not all are equal
+    if rest<2 and most>2:   # divide a full part as well, to get unequal parts of two samples or more
         n_full,rest = n_full-1,most+rest
         return [most]*n_full+part_sizes(rest)
     return [most]*n_full+[rest] if rest else [most]*n_full
 
 def _sizes_to_try(n, most, of_fit=False):
-    "Sizes of parts, the best first; with `of_fit`, a fit has micro-batches of `most` samples"
+    "Lists of part sizes, in the order to try; with `of_fit`, those of a fit's micro-batches come first"
     n_full,rest = divmod(n, most)
     equal = [[most]*n_full+[rest] if rest else [most]*n_full, even_sizes(n, most)]
     res = [*equal,part_sizes(n, most)] if of_fit else [part_sizes(n, most),*equal]
@@ -47,12 +47,12 @@ def _sizes_to_try(n, most, of_fit=False):
 
 # %% ../../nbs/core/27_compare.ipynb #taken
 def _on_cpu(t):
-    "Copy a tensor to the CPU, in double precision"
+    "A copy of the tensor `t` on the CPU, in double precision"
     dense = t if t.layout==torch.strided else t.to_dense()
-    return dense.detach().cpu().to(torch.float64, copy=True)   # moved first: MPS has no double precision
+    return dense.detach().cpu().to(torch.float64, copy=True)   # move first: MPS has no float64
 
 class CaptureGrads(QuietCallback):
-    "Notes the first gradient of each parameter instead of taking a step; ends the fit with the last one"
+    "Notes each parameter's first gradient instead of taking steps; ends the fit when all are known"
     order,run_valid = MixedPrecision.order+.5,False
     def __init__(self, params:set):
         self.missing = params   # parameters that had no gradient so far
@@ -80,7 +80,7 @@ class CaptureGrads(QuietCallback):
 
 # %% ../../nbs/core/27_compare.ipynb #diff
 def relative_diff(a:torch.Tensor, b:torch.Tensor, least:float=0.)->float:
-    "The distance of two tensors, relative to the larger, at least to `least`; infinite if one is NaN"
+    "The norm of `a-b` divided by the larger norm, at least `least`; infinite for NaN or unequal shapes"
     if a.shape!=b.shape: return float('inf')
     diff = (a-b).norm().item()
     size = max(a.norm().item(), b.norm().item(), least)
@@ -88,7 +88,7 @@ def relative_diff(a:torch.Tensor, b:torch.Tensor, least:float=0.)->float:
     return diff/size if diff==diff and 0<size<float('inf') else float('inf')
 
 def grad_differences(a:dict, b:dict)->dict:
-    "Compare the gradients of two runs: name of a parameter -> the relative difference"
+    "Compare the gradients of two runs: a dict from the parameter's name to the relative difference"
     least = sum(o.square().sum().item() for o in a.values())**.5/100
     # a parameter that only one of the runs trains has a gradient of 0 in the other
     zeros = {name:torch.zeros_like(o) for name,o in {**a,**b}.items()}
@@ -96,7 +96,7 @@ def grad_differences(a:dict, b:dict)->dict:
 
 # %% ../../nbs/core/27_compare.ipynb #exact
 def _tf32_settings():
-    "PyTorch's settings that round products to TF32: object, attribute, value, value that does not round"
+    "PyTorch's settings that round products to TF32: (object, attribute, its value, the exact value)"
     matmul,cudnn = torch.backends.cuda.matmul,torch.backends.cudnn
     try: res = [(o,'allow_tf32',o.allow_tf32,False) for o in (matmul,cudnn)]
     except RuntimeError:   # PyTorch refuses to read these attributes if the newer ones were set
@@ -105,9 +105,10 @@ def _tf32_settings():
 
 @contextmanager
 def eager_and_exact():
-    "A context in which compiled code runs uncompiled, and products are not rounded to TF32"
+    "A context in which compiled models run uncompiled, and products are not rounded to TF32"
     settings = _tf32_settings()
-    has_compiler = 'torch._dynamo' in sys.modules   # otherwise nothing is compiled; its import is slow
+    # nothing is compiled before `torch._dynamo` was imported, and its import is slow
+    has_compiler = 'torch._dynamo' in sys.modules
     def restore():
         for o,name,value,_ in settings: setattr(o, name, value)
     try:
@@ -117,7 +118,7 @@ def eager_and_exact():
 
 # %% ../../nbs/core/27_compare.ipynb #runs
 class FreezeMode(QuietCallback):
-    "Keeps modules in evaluation mode, whoever calls `train()`; may reset the model before each batch"
+    "Keeps `modules` in evaluation mode; with `reset`, calls the model's `reset` before each batch"
     order,run_valid = 1000,False
     def __init__(self, modules:list, reset:bool=False): self.modules,self.reset = modules,reset
     def before_batch(self):
@@ -126,15 +127,15 @@ class FreezeMode(QuietCallback):
 
 # %% ../../nbs/core/27_compare.ipynb #compare
 class Compare:
-    "Runs a batch whole and in parts"
+    "Runs the Learner's fit on a whole batch and on parts of the batch, and compares the gradients"
     def __init__(self,
         run:DryRun, # Runs fits of the Learner
         make_cbs:Callable, # `make_cbs(n, sizes)`: callbacks that make a step of `n` samples
-        cut_loader:bool=True, # Does the loader yield the parts? Otherwise the callbacks split the batch
+        cut_loader:bool=True, # Whether the loader yields the parts; otherwise callbacks split batches
         split:Callable=split, # `f(batch, start, stop, n)`: samples `start` to `stop` of `n`
         bs:int|None=None, # Samples in the whole batch; defaults to those of the loader
-        n:int=1, # Batches to read
-        micro:int|None=None # Samples in a micro-batch of the fit, if its sizes are to be compared
+        n:int=1, # Number of batches to read
+        micro:int|None=None # Samples in a micro-batch of the fit; `None` for unequal parts
     ):
         self.run,self.make_cbs = run,make_cbs
         self.cut_loader,self.split = cut_loader,split
@@ -143,13 +144,13 @@ class Compare:
         # whole batches, without the incomplete last batch of an epoch
         self.wholes = [b for b in batches if n_samples(b, self.n)==self.n]
         loader_bs = size_of(run.dl)
-        self.most = micro or min(loader_bs or self.n, self.n)   # samples in a micro-batch
+        self.most = micro or min(loader_bs or self.n, self.n)   # the most samples in a part
         self.to_try = _sizes_to_try(self.n, self.most, micro is not None)
         self.sizes = self.to_try[0]   # samples in each part
-        self.why = ''                 # why whole batch and parts cannot be compared
+        self.why = ''                 # why the whole batch and its parts cannot be compared
 
     def fit(self, in_parts:bool, wholes:list, cbs:list, sizes:list|None=None, **kwargs:object)->object:
-        "Fit on batches, whole or in parts, as `DryRun.fit` does"
+        "Run `DryRun.fit` on the batches `wholes`, or `in_parts` of `sizes` samples; returns its result"
         sizes = sizes or self.sizes
         dl = Batches(self.run.dl, wholes, self.n)
         if in_parts: cbs = [*cbs,*self.make_cbs(self.n, sizes)]
@@ -169,31 +170,32 @@ def step(self:Compare, in_parts:bool, freeze:list=(), reset:bool=False, without:
     self.fit(in_parts, self.wholes[:1]*20, [capture,FreezeMode(freeze, reset)], without=without)
     if capture.n_steps: return capture
     n_batches = 20*len(self.sizes) if in_parts and self.cut_loader else 20
-    raise RuntimeError(f"no step was made in {n_batches} batches of up to {self.n} samples. Either a "
-        "callback ends the fit or skips steps (remove it, or set `run_bs_find = False` in its class), "
-        "or the gradients overflow, or the batches have no targets (set `n_inp` of the DataLoaders to "
-        "the number of inputs)" + more_link('no-step-in-a-trial'))
+    raise RuntimeError(f"no step was made in {n_batches} batches of up to {self.n} samples. If a "
+        "callback ends the fit or skips steps, remove it or set `run_bs_find = False` in its class. If "
+        "the batches have no targets, set `n_inp` of the DataLoaders to the number of inputs; otherwise "
+        "the gradients overflow" + more_link('no-step-in-a-trial'))
 
 @patch
 def differences(self:Compare, **kwargs:object)->dict:
-    "Compare the gradients of a step whole and in parts; arguments are those of `step`"
+    "Compare the gradients of a step on the whole batch and in parts; takes the arguments of `step`"
     whole = self.step(False, **kwargs)
     return grad_differences(whole.grads, self.step(True, **kwargs).grads)
 
 @patch
 def largest_difference(self:Compare, **kwargs:object)->float:
-    "The largest of `differences`"
+    "The largest relative difference of a parameter's gradient; takes the arguments of `step`"
     return max(self.differences(**kwargs).values(), default=0.)
 
 # %% ../../nbs/core/27_compare.ipynb #both
 def _describe_failure(e, learn, on):
-    "Say which callback, module or loss function has failed with the error `e`, on what, and its words"
+    "A text that names the callback, module or loss function that raised the error `e`, and quotes `e`"
     failed,tb = '',e.__traceback__
-    while tb is not None:   # the innermost is named
+    while tb is not None:   # from the outermost frame to the innermost: the last match is named
         o,code = tb.tb_frame.f_locals.get('self'),tb.tb_frame.f_code
-        is_own = not type(o).__module__.startswith(('fastai','fastaccum'))
+        is_users = not type(o).__module__.startswith(('fastai','fastaccum'))
+        is_users_callback = isinstance(o, Callback) and is_users
         is_layer = isinstance(o, nn.Module) and not isinstance(o, nn.Sequential)
-        if is_layer or isinstance(o, Callback) and is_own: failed = type(o).__name__
+        if is_layer or is_users_callback: failed = type(o).__name__
         if code is getattr(learn.loss_func, '__code__', None): failed = 'the loss function'
         tb = tb.tb_next
     words = ' '.join(str(e).partition(more_link(''))[0].split())
@@ -203,22 +205,23 @@ def _describe_failure(e, learn, on):
 # %% ../../nbs/core/27_compare.ipynb #both-runs
 @patch
 def _try_step(self:Compare, in_parts):
-    "Run `step`; returns `None` if it fails twice, and `why` says how"
+    "Run `step`; if it fails twice, set `why` to a description of the error, and return `None`"
     try: return self.step(in_parts)
     except Exception as e:
-        is_ours = more_link('') in str(e)   # about the whole batch: it has a remedy
-        if is_out_of_memory(e) or is_ours and not in_parts: raise
+        is_ours = more_link('') in str(e)   # the package's own errors name a remedy
+        is_ours_for_whole = is_ours and not in_parts
+        if is_out_of_memory(e) or is_ours_for_whole: raise
         try: self.step(in_parts)
         except Exception: pass
-        else: raise   # the error does not come again
+        else: raise   # the second run works
         on = 'a part of the batch' if in_parts else 'the whole batch'
         self.why = self.why or _describe_failure(e, self.run.learn, on)
 
 @patch
 def whole_and_parts(self:Compare)->tuple:
-    "Run a step whole, and in parts of the first sizes that work; a run that fails is `None`"
+    "Run a step on the whole batch, and in parts of the first sizes that work; a failed run is `None`"
     whole = self._try_step(in_parts=False)
-    if self.n<2: self.why = self.why or 'the batch has a single sample, which cannot be split'
+    if self.n<2 and not self.why: self.why = 'the batch has a single sample, which cannot be split'
     if whole is None or self.n<2: return whole,None
     for sizes in self.to_try:
         self.sizes = sizes
@@ -234,11 +237,12 @@ def _weights(learn): return torch.cat([_on_cpu(p).flatten() for p in learn.model
 
 @patch
 def train_both_ways(self:Compare)->tuple: # Difference, steps with whole batches, steps in parts
-    "Train on all batches, whole and in parts; returns how far the weights differ, by their movement"
+    "Train on all batches, whole and in parts; the weights' difference is relative to their movement"
     start = _weights(self.run.learn)
     n_parts = max(2, -(-self.n//self.most))
     sizes = even_sizes(self.n, -(-self.n//n_parts))
-    if self.sizes!=self.to_try[0]: sizes = self.sizes   # the first sizes failed: use sizes that worked
+    # the first sizes failed in `whole_and_parts`: use the sizes that worked
+    if self.sizes!=self.to_try[0]: sizes = self.sizes
     def train(in_parts):
         count = CountSteps()
         moved = self.fit(in_parts, self.wholes, [count], sizes, lr=None, after=_weights)-start

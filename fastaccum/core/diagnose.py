@@ -32,7 +32,7 @@ from .probe import Part
 def _tensors(o): return [t for t in leaves(o) if isinstance(t, torch.Tensor)]
 
 def _digest(t):
-    "Two numbers for each row of a tensor"
+    "Two numbers for each row of a tensor: its projection on a fixed direction, and its length"
     t = t.detach().as_subclass(torch.Tensor)
     if t.dtype!=torch.float64: t = t.float()
     rows = t.reshape(len(t), -1) if t.numel() else t.new_zeros(len(t), 1)
@@ -41,7 +41,7 @@ def _digest(t):
 
 # %% ../../nbs/core/28_diagnose.ipynb #trace
 class Call(NamedTuple):
-    "A call of a module: digests of the tensors that it got and returned"
+    "A call of a module: digests of its input tensors and its output tensors"
     inputs:list
     outputs:list
 
@@ -66,12 +66,13 @@ class ModuleTrace:
         self.modules = [modules[name] for name in self.calls[0]]   # the modules that ran
 
     def _note(self, name, m, args, kwargs, out):
+        "A forward hook that notes a call of the module `name`"
         inputs = [_digest(t) for t in _tensors((args,kwargs)) if t.ndim and not t.is_complex()]
         outputs = [_digest(t) for t in _tensors(out) if t.ndim and t.is_floating_point()]
         self.calls[-1].setdefault(name, []).append(Call(inputs, outputs))
 
     def join(self, name:str, kind:str)->list|None:
-        "The 'inputs' or 'outputs' of a module in all batches, by call and tensor, if they fit together"
+        "The 'inputs' or 'outputs' of a module, joined over batches; `None` if the batches do not match"
         batches = [o.get(name, []) for o in self.calls]
         try:
             return [torch.cat(ts) for calls in zip(*batches, strict=True)
@@ -83,11 +84,12 @@ def _difference(a, b, name, kind):
     "How far the inputs or outputs of a module differ in two traces; `None` if they cannot be compared"
     x = a.join(name, kind)
     y = b.join(name, kind)
-    if x is None or y is None or [o.shape for o in x]!=[o.shape for o in y]: return None
+    if x is None or y is None: return None
+    if [o.shape for o in x]!=[o.shape for o in y]: return None
     return max(map(relative_diff, x, y), default=0.)
 
 def _differs_by_itself(a, b, name, tol):
-    "Does a module return different outputs for the same inputs?"
+    "Whether a module returns different outputs for the same inputs"
     inputs = _difference(a, b, name, 'inputs')
     outputs = _difference(a, b, name, 'outputs')
     return inputs is not None and outputs is not None and inputs<=tol<outputs
@@ -98,8 +100,8 @@ def find_differing_modules(model:nn.Module, trace_a:Callable, trace_b:Callable, 
     """Find modules that return different outputs for the same inputs, until the predictions agree
 
     `trace_a(frozen)` and `trace_b(frozen)` trace two runs with some modules frozen. Modules that are
-    found are appended to `frozen`. Returns how far predictions differ at first, and whether
-    they agree at last.
+    found are appended to `frozen`. Returns the relative difference of the predictions at first, and
+    whether the predictions agree at last.
 
     TypeError: the predictions cannot be compared
     """
@@ -111,36 +113,37 @@ def find_differing_modules(model:nn.Module, trace_a:Callable, trace_b:Callable, 
         diff = _difference(a, b, '', 'outputs')
         if diff is None or not a.join('', 'outputs'):
             raise TypeError('the predictions of the parts do not fit together: '
-                'is there a row for each sample?')
+                'they need a row for each sample')
         if first is None: first = diff
         if diff<=tol: return first,True
-        for name in a.calls[0]:   # inner modules return first
+        for name in a.calls[0]:   # in the order of their return: inner modules come first
             m = modules[name]
             may_freeze = m is not model and m not in frozen and not isinstance(m, nn.Sequential)
             if may_freeze and _differs_by_itself(a, b, name, tol): break
         else: break   # no module is left to freeze
         same_class = [o for o in modules.values() if type(o) is type(m)]
         new = [o for o in same_class if o.training and o not in frozen] or [m]
-        # a module that changes the weights of an inner module is frozen instead of it
+        # freeze a module that changes an inner module's weights, instead of the inner module
         inside = {o for m in new for o in m.modules()}-{*new,*given}
         frozen[:] = [m for m in frozen if m not in inside]+new
     return first,False
 
 # %% ../../nbs/core/28_diagnose.ipynb #look
 def _loss_grads(learn, n, find, start, stop):
-    "Digests of the loss's gradient for some predictions, and the number of items of its mean"
+    "For samples `start` to `stop`: digests of the loss's gradient, and the number of items of its mean"
     part = Part(learn, n, lambda o: o[start:stop])
     preds = [t for t in _tensors(part.pred) if t.is_floating_point()]
-    # a copy of predictions that need gradients needs them already, and fastai's tensors refuse to set that again
+    # fastai's tensors refuse `requires_grad_` if they need gradients already
     for t in preds:
         if not t.requires_grad: t.requires_grad_()
     loss = part.loss_func(part.pred, *part.yb)
-    size = 1 if find is None else stop-start if find is samples else find(part)
+    if find is None: size = 1
+    else: size = stop-start if find is samples else find(part)
     grads = torch.autograd.grad(loss.mean(), preds, allow_unused=True)
     return [torch.zeros(len(t), 2) if g is None else _digest(g) for t,g in zip(preds, grads)],float(size)
 
 def _loss_difference(learn, n, find, sizes):
-    "How far the loss's gradient differs from that of its parts, with the parts' shares in a step"
+    "The relative difference of the loss's gradient from the weighted gradients of the parts"
     whole,_ = _loss_grads(learn, n, find, 0, n)
     parts,ns = zip(*(_loss_grads(learn, n, find, *o) for o in bounds(sizes)))
     shares = [1. if find is None else o/sum(ns) for o in ns]
@@ -153,7 +156,7 @@ def _loss_difference(learn, n, find, sizes):
 tolerances = {torch.float64:1e-7, torch.float32:1e-3, torch.float16:1e-2, torch.bfloat16:5e-2}
 
 class FirstBatchProbe(QuietCallback):
-    "Probes the model and the loss with the first batch, or with `loss_only` the loss; then ends the fit"
+    "Runs the model and the loss on parts of the first batch (`loss_only`: the loss), then ends the fit"
     order,run_valid = 1000,False   # after all callbacks that change the batch
     def __init__(self, n:int, sizes:list[int], split:Callable, n_items:Callable|None,
         loss_only:bool=False):
@@ -163,18 +166,18 @@ class FirstBatchProbe(QuietCallback):
         self.tol = 0.             # the largest relative difference that counts as rounding
         self.rows = n             # rows that the model gets
         # of the model
-        self.draws = None         # difference of the predictions with other random numbers, if known
-        self.predictions = None   # difference of the predictions in parts, if known
-        self.why = ''             # why one of the two is unknown
+        self.draws = None         # difference of the predictions with another seed; `None` if unknown
+        self.predictions = None   # difference of the predictions in parts; `None` if unknown
+        self.why = ''             # why `draws` or `predictions` is unknown
         self.drawing = []         # modules that draw random numbers
         self.depending = []       # modules whose outputs depend on the other samples of the batch
-        self.remembering = []     # modules whose outputs differ when they get the same batch again
-        self.reset = False        # has the model to be reset before each batch?
-        self.agree = False        # do the predictions agree if all these modules are frozen?
+        self.remembering = []     # modules whose outputs differ for the same batch a second time
+        self.reset = False        # whether the model has to be reset before each batch
+        self.agree = False        # whether the predictions agree if all modules above are frozen
         # of the loss
-        self.loss = None          # difference of the loss's gradients in parts, if known
-        self.loss_why = ''        # why the difference is unknown
-        self.hidden_loss = 0.     # the difference in unequal parts, if there is none in parts of `sizes`
+        self.loss = None          # difference of the loss's gradients in parts; `None` if unknown
+        self.loss_why = ''        # why `loss` is unknown
+        self.hidden_loss = 0.     # `loss` in unequal parts, if parts of `sizes` show no difference
 
 # %% ../../nbs/core/28_diagnose.ipynb #first-events
 @patch
@@ -208,12 +211,12 @@ def after_pred(self:FirstBatchProbe):
 @patch
 def _probe_model(self:FirstBatchProbe, model, xb):
     self.rows = n_samples(xb, self.n)
-    # a callback may make several rows of a sample
+    # a callback may have made several rows of each sample
     sizes = self.sizes if self.rows==self.n else part_sizes(self.rows)
     parts = [self.split(xb, *o, self.rows) for o in bounds(sizes)]
     trace = partial(ModuleTrace, model, ForwardState(model.modules()))
     find = partial(find_differing_modules, model, tol=self.tol)
-    traces = {}   # of the whole batch, by frozen modules and `reset`
+    traces = {}   # (*frozen modules, reset) -> the trace of the whole batch
     def whole(frozen, reset=False):
         key = *frozen,reset
         if key not in traces: traces[key] = trace([xb], frozen, reset=reset)
@@ -235,7 +238,7 @@ def _probe_model(self:FirstBatchProbe, model, xb):
     else: self.predictions,self.agree = whole_and_parts(frozen, False)
     self.depending = frozen[len(self.drawing):]
     if self.agree: return
-    # modules behind a module that cannot be frozen are not found, but BatchNorm is known by its class
+    # the search ends at a module that cannot be frozen: add BatchNorm layers behind it by class
     self.depending += [m for m in batchnorms(model) if m in once.modules and m not in frozen]
 
 # %% ../../nbs/core/28_diagnose.ipynb #blame
@@ -244,15 +247,16 @@ def callbacks_to_try(run:DryRun)->list:
     return [o for o in run.cbs if not isinstance(o, (TrainEvalCallback,MixedPrecision))]
 
 def find_differing_callbacks(compare:Compare, off:float, tol:float, **kwargs:object)->tuple:
-    """Find the callbacks that cause the difference `off` of the gradients; `kwargs` are those of `Compare.step`
+    """Find the callbacks that cause the difference `off` of the gradients
 
-    Returns the callbacks that were found, and those that could not be left out, because the step fails without them.
+    `kwargs`: arguments of `Compare.step`. Returns the callbacks that were found, and the callbacks that
+    could not be left out because the step fails without them.
     """
     def without(*cbs):
         try: return compare.largest_difference(without=cbs, **kwargs)
         except Exception as e:
             if is_out_of_memory(e): raise
-            return float('inf')   # another callback needs it
+            return float('inf')   # another callback needs one of `cbs`
     alone = {o:without(o) for o in callbacks_to_try(compare.run)}
     best = min(alone, key=alone.get, default=None)
     if best is not None and alone[best]<=tol: return [best],[]
@@ -267,14 +271,17 @@ def find_differing_callbacks(compare:Compare, off:float, tol:float, **kwargs:obj
 # %% ../../nbs/core/28_diagnose.ipynb #row
 class Row(NamedTuple):
     "A possible cause of a difference to the full-batch run"
-    what:str # Its name
+    what:str # The name of the cause
     off:float|None # The relative difference; `None` if it could not be checked
     tol:float # The largest difference that counts as rounding
-    where:str = '' # The layers, callbacks or loader; or why it could not be checked
+    where:str = '' # The layers, callbacks or loader at fault; or why nothing could be checked
     remedy:str = '' # What to type
 
     @property
-    def ok(self)->bool: return self.off is not None and self.off<=self.tol
+    def ok(self)->bool:
+        "Whether the difference is known, and no more than rounding"
+        return self.off is not None and self.off<=self.tol
+
     @property
     def state(self)->str:
         "The difference in words"
@@ -283,7 +290,7 @@ class Row(NamedTuple):
         return 'exact so far' if self.where.startswith('not checked') else 'exact'
 
 def describe_modules(model:nn.Module, modules:list)->str:
-    "Name some modules of a model, by class"
+    "A text that names `modules` of the model, grouped by class"
     names,by_class = {m:name for name,m in model.named_modules()},{}
     for m in modules: by_class.setdefault(type(m).__name__, []).append(names.get(m, '?') or 'the model')
     def text(found): return ', '.join(found[:3]) + (f' and {len(found)-3} more' if len(found)>3 else '')

@@ -29,26 +29,28 @@ from .patching import QuietCallback, uninterrupted
 from .warnings import AccumulationWarning
 
 # %% ../../nbs/core/26_dry_run.ipynb #snapshot
+# packages whose objects are left alone, except for objects of the classes in `_visited`
 _visited = (nn.Module,optim.Optimizer,optim.lr_scheduler.LRScheduler,GradScaler,SimpleNamespace)
 _not_visited = sys.stdlib_module_names|{'torch','numpy','pandas','matplotlib','PIL'}
 
-_constants = str,bytes,int,float,type(None),type,ModuleType
+_constants = str,bytes,int,float,type(None),type,ModuleType   # objects that cannot change, and modules
 
 class Snapshot:
-    """Notes everything that can change in `roots` and in the objects they refer to, to put it back
+    """A record of all that can change in `roots` and in the objects that they refer to
 
-    Of `shallow` objects, items and attributes are noted, but not the objects these refer to. Objects in
-    `skip` are left out.
+    `shallow`: objects of which only the items and attributes are noted, not the objects that these refer
+    to. `skip`: objects that are left out.
     """
     def __init__(self, *roots:object, shallow:tuple=(), skip:tuple|list=()):
-        self.puts = []   # functions and their arguments, called in this order to put everything back
+        # calls that restore the state, in order: (function, *arguments); `DryRun` appends its own
+        self.puts = []
         self.seen = {id(o):o for o in skip}   # the objects that were noted, by `id`
         for o in shallow: self._note(o)
         todo = list(roots)
         while todo: todo += self._note(todo.pop())
 
     def put_back(self):
-        "Put everything back, even if Ctrl-C arrives meanwhile; can be called any number of times"
+        "Restore everything, even if Ctrl-C arrives meanwhile; can be called any number of times"
         def put():
             for f,*args in self.puts: f(*args)
         uninterrupted(put)
@@ -56,7 +58,7 @@ class Snapshot:
 # %% ../../nbs/core/26_dry_run.ipynb #snapshot-note
 @patch
 def _note(self:Snapshot, o):
-    "Note `o`; return the objects that it refers to"
+    "Note `o`; returns the objects that `o` refers to"
     if id(o) in self.seen or isinstance(o, _constants): return []
     self.seen[id(o)] = o
     refs = []
@@ -78,6 +80,7 @@ def _note(self:Snapshot, o):
 # %% ../../nbs/core/26_dry_run.ipynb #snapshot-values
 @patch
 def _note_tensor(self:Snapshot, t):
+    "Note the values, device and gradient of the tensor `t`; returns the objects in its attributes"
     if t.is_inference() or t.is_meta: return []
     def copy(o): return None if o is None else o.detach().to('cpu', copy=True)
     grad = copy(t.grad) if t.is_leaf else None
@@ -104,16 +107,19 @@ _no_part = {'fastaccum.accumulation.GradientAccumulation',
 _changing_events = 'before_batch','after_pred','after_loss','before_backward'
 
 def takes_part(cb:Callback)->bool:
-    "Does a callback take part in a dry run? Callbacks that only log, or would disturb the run, do not"
+    "Whether `cb` is called in a dry run: not if it only logs, or would disturb the run"
     only_logs = cb.order>=Recorder.order and not any(hasattr(cb, o) for o in _changing_events)
     if only_logs or class_names(type(cb))&_no_part: return False
     return getattr(type(cb), 'run_bs_find', True)
 
 # %% ../../nbs/core/26_dry_run.ipynb #batches
 class Batches(GetAttr):
-    "A training loader of `batches`, with up to `bs` samples each and `n` in all; otherwise like `dl`"
+    """A training loader of `batches`, with up to `bs` samples each and `n` in all; otherwise like `dl`
+
+    An iterator needs `n`.
+    """
     _default = 'dl'
-    def __init__(self, dl:object, batches:Iterable, bs:int, n:int|None=None):   # an iterator needs `n`
+    def __init__(self, dl:object, batches:Iterable, bs:int, n:int|None=None):
         self.dl,self.batches = dl,batches
         self.bs = self.batch_size = bs
         self.n = n or bs*len(batches)
@@ -124,13 +130,14 @@ class Batches(GetAttr):
 
 # %% ../../nbs/core/26_dry_run.ipynb #run
 class CountSteps(QuietCallback):
-    "Counts the steps that are made, and ends the fit after `most` of them, or after its epoch"
+    "Counts optimizer steps, and ends the fit after `most` steps, or before validation"
     order,run_valid = 1000,False   # after all other callbacks
     def __init__(self, most:float=float('inf'), tick:Callable=noop):
         self.most = most
         self.tick = tick    # called after each step
         self.n_steps = 0    # steps so far
-    def after_cancel_step(self): self.n_steps -= 1   # `after_step` follows even if a step is cancelled
+    # fastai sends `after_step` after a cancelled step too: compensate
+    def after_cancel_step(self): self.n_steps -= 1
     def after_step(self):
         self.n_steps += 1
         self.tick()
@@ -145,20 +152,21 @@ def loader_state(dl:object)->list:
     return own+[getattr(dl, k, None) for k in ('rng','generator','sampler')]
 
 def training_device(learn:Learner)->torch.device:
-    "The device that a fit runs on; before the first fit, fastai has not moved the model there yet"
-    # as fastai's `TrainEvalCallback` chooses it
+    "The device that the next fit runs on, to which fastai may not have moved the model yet"
+    # the same choice as in fastai's `TrainEvalCallback`
     device = getattr(learn.dls, 'device', default_device())
     return next(learn.model.parameters()).device if device is None else torch.device(device)
 
 class DryRun:
-    """Runs fits of a Learner, each from its current state, and puts everything back; use it in a `with`
+    """Runs fits of a Learner, each from its current state, and restores that state; a context manager
 
-    Callbacks in `without` are left out. With `total`, a progress bar is full after so many `tick`s.
+    `without`: callbacks of the Learner that are left out. `total`: calls of `tick` that fill a progress
+    bar; 0 for no bar.
     """
     def __init__(self, learn:Learner, without:tuple|list=(), total:int=0):
         dls = learn.dls
         self.learn = learn
-        self.dl = dls.train   # the training loader, which fits on other batches replace
+        self.dl = dls.train   # the Learner's training loader, which `fit` replaces
         self.device = training_device(learn)
         self.cbs = L(o for o in learn.cbs if takes_part(o) and not any(o is x for x in without))
         self.snap = self._snapshot(learn)
@@ -168,6 +176,7 @@ class DryRun:
         if self.bar: self.bar.update(0)
 
     def _snapshot(self, learn):
+        "Note the state of the Learner; datasets and callbacks that are not called are left out"
         dls,model = learn.dls,learn.model
         recorder = getattr(learn, 'recorder', None)
         not_called = [o for o in learn.cbs if not takes_part(o) and o is not recorder]
@@ -191,7 +200,7 @@ def __exit__(self:DryRun, *args):
 
 @patch
 def tick(self:DryRun, comment:str=''):
-    "Move the progress bar on by one, with a comment beside it"
+    "Advance the progress bar by one, with `comment` beside it"
     self.ticks += 1
     if not self.bar: return
     self.bar.comment = comment
@@ -200,15 +209,16 @@ def tick(self:DryRun, comment:str=''):
 @patch
 def fit(self:DryRun, dl:object, cbs:list, lr:float|slice|None=0., without:tuple|list=(),
     after:Callable=noop)->object:
-    """Fit on `dl` for an epoch, with the Learner's callbacks that take part and `cbs`
+    """Fit on `dl` for an epoch with `cbs` and the Learner's callbacks that take part, except `without`
 
-    One of `cbs` may end the fit. Returns the result of `after(learn)`; then everything is put back.
+    Any of `cbs` may end the fit. Returns the result of `after(learn)`, called before restoring.
     """
     learn = self.learn
     try:
         learn.cbs = L(o for o in self.cbs if not any(o is x for x in without))
         learn.dls.train = dl
-        for p in learn.model.parameters(): p.grad = None   # fastai's fit would begin with old gradients
+        # fastai's `fit` does not empty gradients that are left from before
+        for p in learn.model.parameters(): p.grad = None
         with warnings.catch_warnings():
             warnings.simplefilter('ignore', AccumulationWarning)
             learn.fit(1, lr, cbs=cbs)

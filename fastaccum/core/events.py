@@ -21,24 +21,25 @@ step_counters = {'fastai.callback.schedule.ParamScheduler','fastai.callback.wand
 def _counts_steps(cb): return not step_counters.isdisjoint(class_names(type(cb)))
 
 def hears_steps(cb:Callback)->bool:
-    "Does `after_batch` of `cb` come once a step, and not with each batch of the loader?"
+    "Whether `cb` gets `after_batch` once per optimizer step, rather than once per batch of the loader"
     per_step = vars(cb).get('per_step', getattr(type(cb), 'per_step', None))
     if per_step is not None: return per_step
     has_before_batch = hasattr(type(cb), 'before_batch') or 'before_batch' in vars(cb)
     return _counts_steps(cb) or not has_before_batch
 
 def records(cb:Callback)->bool:
-    "Does `cb` record, or show what is recorded? With `log_accum_batch=False`, it gets every micro-batch"
+    "Whether `cb` records or shows losses; if `log_accum_batch=False`, it gets every micro-batch"
     return cb.order>=Recorder.order or _counts_steps(cb)
 
 # %% ../../nbs/core/13_events.ipynb #events
 class Events(dict):
-    "Sends events to the callbacks of `learn`; remembers for each class of callbacks which events it has methods for"
+    "Sends events to the callbacks of `learn`; caches for which events a class has methods"
     def __init__(self, learn:Learner): self.learn = learn
 
     def __missing__(self, cls):
-        self[cls] = res = {o for o in vars(fastai_events) if hasattr(cls, o)}
-        return res
+        names = {o for o in vars(fastai_events) if hasattr(cls, o)}
+        self[cls] = names
+        return names
 
     def listeners(self, event:str)->list:
         "The callbacks that have a method for `event`, in the order in which fastai calls them"
@@ -48,5 +49,5 @@ class Events(dict):
         return res
 
     def send(self, event:str):
-        "Send `event` as fastai does"
+        "Call the method `event` of each callback that has one"
         for cb in self.listeners(event): cb(event)

@@ -1,4 +1,4 @@
-"""Note where a forward pass starts, go back to it, or run from it once more.
+"""Note the state from which a forward pass starts, restore it, or run a pass from it again.
 
 Docs: https://fastaccum.github.io/fastaccum/core/forward_state.html.md"""
 
@@ -22,7 +22,7 @@ from .warnings import more_link
 
 # %% ../../nbs/core/23_forward_state.ipynb #rng
 def devices_of(modules:Iterable)->list:
-    "The devices of the parameters and buffers of `modules`, without modules inside of them and the CPU"
+    "The devices, except the CPU, of the parameters and buffers of `modules`, without inner modules"
     tensors = [t for m in modules for t in (*m._parameters.values(),*m._buffers.values())]
     return list({t.device for t in tensors if t is not None and t.device.type not in ('cpu','meta')})
 
@@ -37,7 +37,7 @@ def rng_state(devices:Iterable=())->list: # (function that sets a state, state) 
     return res
 
 def generator_state(o:object)->list: # (function that sets a state, state), or nothing
-    "The state of a random number generator; empty for any other object"
+    "The state of the random number generator `o`; an empty list for any other object"
     if isinstance(o, random.Random): return [(o.setstate,o.getstate())]
     if isinstance(o, (np.random.RandomState,torch.Generator)): return [(o.set_state,o.get_state())]
     if isinstance(o, np.random.Generator):
@@ -45,14 +45,15 @@ def generator_state(o:object)->list: # (function that sets a state, state), or n
     return []
 
 def set_rng_state(state:list):
-    "Go back to a `rng_state` or `generator_state`"
+    "Set random number generators to a state from `rng_state` or `generator_state`"
     for set_state,o in state: set_state(o)
 
 # %% ../../nbs/core/23_forward_state.ipynb #autocast
 _call = methodcaller('__call__')
 
 def _nesting():
-    "How deep autocast is nested; both calls run within one bytecode, so that no interrupt can come between them"
+    "The number of nested autocast contexts, which PyTorch tells only when the number changes"
+    # `map` makes both calls within one bytecode, so that no interrupt can come between the two
     _,depth = map(_call, (torch.autocast_increment_nesting,torch.autocast_decrement_nesting))
     return depth
 
@@ -64,11 +65,12 @@ def autocast_state(devices:Iterable=())->tuple:
     return depth,torch.is_autocast_cache_enabled(),flags
 
 def set_autocast_state(state:tuple):
-    "Go back to an `autocast_state`"
+    "Set autocast to a state from `autocast_state`"
     depth,has_cache,flags = state
     missing = depth-_nesting()
     move = torch.autocast_increment_nesting if missing>0 else torch.autocast_decrement_nesting
-    deque(map(_call, [move]*abs(missing)), maxlen=0)   # all calls within one bytecode
+    # `deque` makes all calls within one bytecode, so that no interrupt can come between two of them
+    deque(map(_call, [move]*abs(missing)), maxlen=0)
     if not depth: torch.clear_autocast_cache()
     for kind,is_on,dtype in flags:
         torch.set_autocast_enabled(kind, is_on)
@@ -83,7 +85,7 @@ def items_of(o:dict|list|set|deque)->list:
     return [x for pair in o.items() for x in pair] if isinstance(o, dict) else list(o)
 
 def put_items(o:dict|list|set|deque, items:list):
-    "Give a container the `items_of` it had before"
+    "Give the container `o` the items that `items_of` returned, unless it still has the same items"
     current = items_of(o)
     if len(current)==len(items) and all(a is b for a,b in zip(current, items)): return
     o.clear()
@@ -97,9 +99,9 @@ _stateful = *_containers,tuple,torch.Tensor,*_generators
 _not_state = vars(nn.Module()).keys()|{'forward','_compiled_call_impl'}
 
 def _find_state(todo, in_objects=False):
-    """Find containers, tensors and generators, starting from (name, object) pairs
+    """Find containers, tensors and generators in `todo`, a list of (name, object) pairs
 
-    With `in_objects`, the attributes of other objects are searched as well.
+    Containers are searched; with `in_objects`, the attributes of other objects as well. Returns pairs.
     """
     found = {}
     while todo:
@@ -115,10 +117,10 @@ def _find_state(todo, in_objects=False):
 
 # %% ../../nbs/core/23_forward_state.ipynb #state
 class ForwardState:
-    """Notes where a forward pass of `modules` starts: random numbers, buffers, attributes and so on
+    """The state from which a forward pass of `modules` starts: random numbers, buffers, attributes …
 
-    `given` are objects that the pass may change, such as a cache of keys and values. Without `copy`, the
-    values of buffers are not noted.
+    `given`: other objects that the pass may change, such as a cache of keys and values. With
+    `copy=False`, the values of buffers are not noted.
     """
     def __init__(self, modules:Iterable, devices:Iterable|None=None, given:Iterable=(), copy:bool=True):
         self.modules = list(modules)
@@ -127,23 +129,24 @@ class ForwardState:
         self.rng = rng_state(self.devices)
         self.autocast = autocast_state(self.devices)
         self.modes = [(m,m.training) for m in self.modules]
-        # each dict of buffers, and its items
+        # pairs: a module's dict of buffers, and a copy of the dict
         self.buffers = [(m._buffers,dict(m._buffers)) for m in self.modules if m._buffers]
         self.copies = {}   # `id` of a buffer -> the buffer, its version, a copy of its values
         if copy: self._copy_buffers()
         own = [vars(m) for m in self.modules if not type(m).__module__.startswith('torch.nn.')]
-        # each dict of attributes, and its items
+        # pairs: a module's dict of attributes, and a copy of those that may be state; not for `torch.nn`
         self.attrs = [(d,{k:o for k,o in d.items() if k not in _not_state}) for d in own]
         kept = [(k,o) for _,attrs in self.attrs for k,o in attrs.items() if type(o) not in _constants]
         found = [*_find_state(kept),*_find_state([('',o) for o in self.given], in_objects=True)]
+        # pairs: a container, and its items
         self.items = [(o,items_of(o)) for _,o in found if isinstance(o, _containers)]
-        # tensors that are no buffers, by name, and their versions
+        # (name, tensor, version) of each tensor that is neither a parameter nor a buffer
         self.tensors = [(name,o,o._version) for name,o in found
             if isinstance(o, torch.Tensor) and not (isinstance(o, nn.Parameter) or o.is_inference())]
         for _,o in found: self.rng += generator_state(o)
 
     def _copy_buffers(self):
-        # `detach` rather than `no_grad`: an interrupt where `no_grad` ends would leave gradients off
+        # `detach`, not `no_grad`: Ctrl-C at the end of `no_grad` would leave gradients switched off
         for _,buffers in self.buffers:
             for b in buffers.values():
                 if b is None or b.is_inference(): continue
@@ -152,15 +155,16 @@ class ForwardState:
 # %% ../../nbs/core/23_forward_state.ipynb #back
 @patch
 def put_back(self:ForwardState):
-    "Go back to this state, after `check`; can be called any number of times"
+    "Run `check`, then restore this state; can be called any number of times"
     self.check()
     for b,_,copy in self.copies.values(): b.detach().copy_(copy)
     self._put()
 
 @patch
 def _put(self:ForwardState):
-    "Put back everything but the values of buffers"
-    for attrs,old in (*self.buffers,*self.attrs):   # no `clear`: an interrupt must not find them empty
+    "Restore everything except the values of buffers"
+    # no `clear()`: Ctrl-C after it would leave a module without buffers or attributes
+    for attrs,old in (*self.buffers,*self.attrs):
         for k in attrs.keys()-old.keys()-_not_state: del attrs[k]
         attrs.update(old)
     for o,items in self.items: put_items(o, items)
@@ -170,29 +174,29 @@ def _put(self:ForwardState):
 
 @patch
 def check(self:ForwardState):
-    """Refuse to go back if that is not possible
+    """Raise an error if this state cannot be restored
 
-    RuntimeError: a tensor that is no buffer was changed in place
+    RuntimeError: a tensor that is neither a parameter nor a buffer was changed in place
     """
     for name,o,version in self.tensors:
         if o._version==version: continue
-        raise RuntimeError(f"a forward pass changes the tensor `{name}` in place, and it is not a "
-            "buffer, so the pass cannot be run again from the same start. Keep it with "
-            f"`register_buffer('{name}', …)`, or, if it belongs to a cache of keys and values, set "
-            "`use_cache=False` in the model's configuration"
-            + more_link('changed-in-place'))
+        raise RuntimeError(f"a forward pass changes the tensor `{name}` in place, so the pass cannot "
+            "be run again from the same start. Make the tensor a buffer, with "
+            f"`register_buffer('{name}', …)`. If it belongs to a cache of keys and values, set "
+            "`use_cache=False` in the model's configuration" + more_link('changed-in-place'))
 
 # %% ../../nbs/core/23_forward_state.ipynb #again
 @patch
 @contextmanager
 def again(self:ForwardState):
-    "After `check`, a context in which the modules run from this state; it leaves everything as it was"
+    "A context in which a pass starts from this state; what the pass changes is undone at its end"
     self.check()
     before = ForwardState(self.modules, self.devices, self.given, copy=False)
     try:
         self._put()
-        torch.clear_autocast_cache()   # the cache may hold weights that were cast without a graph
-        copies = {i:copy.clone() for i,(_,_,copy) in self.copies.items()}   # modules may share a buffer
+        torch.clear_autocast_cache()   # the cache may hold weights that were cast under `no_grad`
+        # one copy per buffer, because modules may share a buffer
+        copies = {i:copy.clone() for i,(_,_,copy) in self.copies.items()}
         for d,buffers in self.buffers:
             d.update({k:copies[id(b)] for k,b in buffers.items() if id(b) in copies})
         yield
@@ -200,6 +204,6 @@ def again(self:ForwardState):
 
 @patch
 def settle(self:ForwardState):
-    "After the pass, free copies of large masks and tables of positions that the pass has not changed"
+    "After a pass: free the copies of large masks and tables of positions that the pass has not changed"
     self.copies = {i:(b,version,copy) for i,(b,version,copy) in self.copies.items()
         if b._version!=version or b.is_floating_point() or b.numel()<1000}

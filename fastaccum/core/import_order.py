@@ -1,4 +1,4 @@
-"""A fit that uses fastai's `GradientAccumulation` in a process that has imported fastaccum gives a warning.
+"""Warn if a fit uses fastai's `GradientAccumulation` although fastaccum was imported.
 
 Docs: https://fastaccum.github.io/fastaccum/core/import_order.html.md"""
 
@@ -13,16 +13,16 @@ from fastcore.basics import patch
 from .warnings import ImportOrderWarning, WarnOnce
 
 # %% ../../nbs/core/18_import_order.ipynb #warn
-warn_once = WarnOnce()   # gives the warning once per process, in whichever fit it is
+warn_once = WarnOnce()   # one object for all fits, so that the warning is given once per process
 
 @patch
 def before_fit(self:FastaiGradientAccumulation):
-    "Warn once that this is fastai's class, then do as fastai does"
+    "Warn once that this is fastai's class, then run fastai's own `before_fit`"
     is_validation = self.learn.lock.locked()
     if type(self) is FastaiGradientAccumulation and not is_validation:
         warn_once('import-order', "this fit uses fastai's `GradientAccumulation` and not fastaccum's, "
-            "which has the same name. The import that comes last decides: did a tool sort the imports? "
-            "Import fastaccum after fastai, or write `import fastaccum` and "
-            "`fastaccum.GradientAccumulation(…)`, which needs no order",
+            "which has the same name: the last import decides. Import fastaccum after fastai (a tool "
+            "that sorts imports may have moved the line), or write `import fastaccum` and "
+            "`fastaccum.GradientAccumulation(…)`, which works in any order",
             ImportOrderWarning)
-    self._orig_before_fit()   # fastcore's `patch` keeps the method that it replaces under this name
+    self._orig_before_fit()   # `patch` keeps the replaced method under this name

@@ -11,76 +11,92 @@ __all__ = ['LogRows']
 import sys, time
 from fastai.callback.core import Callback
 from fastai.learner import Learner
+from fastcore.basics import patch
 from .checks import class_names
 
 # %% ../../nbs/core/14_log_rows.ipynb #rows
-_wandb,_tensorboard = 'fastai.callback.wandb.WandbCallback','fastai.callback.tensorboard.TensorBoardCallback'
+_wandb = 'fastai.callback.wandb.WandbCallback'
+_tensorboard = 'fastai.callback.tensorboard.TensorBoardCallback'
 
 def _of_class(learn, name): return [cb for cb in learn.cbs if name in class_names(type(cb))]
 
 class LogRows:
-    "Adds what only accumulation knows to the rows that TensorBoard and Weights & Biases log"
+    "Adds the numbers that only accumulation knows to the rows that TensorBoard and Weights & Biases log"
     def __init__(self):
-        self.n_seen = None      # samples so far, in all fits of the W&B run; `None` before the first step of a fit
-        self.wandb = []         # callbacks for W&B, for TensorBoard, and with a method `to_log`; found once an epoch
-        self.tensorboard = []
-        self.to_log = []
-        self.began = 0.         # when the step began, in seconds of `perf_counter`
-        self.n_more_rows = 0    # recorded micro-batches of the fit, without the last one of each step
-        self.n_shown = 0        # how many of these `learn.train_iter` contains now
+        # samples seen in all fits of the W&B run; `None` before the first step of a fit
+        self.n_seen = None
+        self.wandb = []         # the Learner's callbacks for W&B, found once per epoch
+        self.tensorboard = []   # the Learner's callbacks for TensorBoard, found once per epoch
+        self.to_log = []        # the Learner's callbacks with a method `to_log`, found once per epoch
+        self.n_rows = 0         # rows of the epoch, if every micro-batch is logged
+        self.began = 0.         # when the step began, in seconds of `time.perf_counter`
+        self.n_more_rows = 0    # recorded micro-batches of the fit, except the last one of each step
+        self.n_shown = 0        # how many of the `n_more_rows` are counted in `learn.train_iter` now
 
-    def begin_epoch(self, learn:Learner):
-        self.wandb,self.tensorboard = _of_class(learn, _wandb),_of_class(learn, _tensorboard)
+    def begin_epoch(self, learn:Learner, n_rows:int):
+        "Find the callbacks that log; `n_rows` is the number of micro-batches in the epoch"
+        self.n_rows = n_rows
+        self.wandb = _of_class(learn, _wandb)
+        self.tensorboard = _of_class(learn, _tensorboard)
         self.to_log = [cb for cb in learn.cbs if hasattr(type(cb), 'to_log')]
         self.count_rows(learn, False)
 
     def begin_step(self): self.began = time.perf_counter()
 
-    def before_step_row(self, learn:Learner, n:int):
-        "A step of `n` samples is about to be logged: make W&B's samples per second those of the step"
-        for cb in self.wandb:
-            if not cb.run or not learn.xb: continue
-            # fastai divides the samples of the last micro-batch by the time since it began
-            now = time.perf_counter()
-            cb.ti_batch = now-(now-self.began)*len(learn.xb[0])/n
-            if self.n_seen is None: self._begin_axis(learn.recorder)
-            self.n_seen += n
+# %% ../../nbs/core/14_log_rows.ipynb #count
+@patch
+def count_rows(self:LogRows, learn:Learner, counts_rows:bool):
+    """Let `learn.train_iter` count recorded rows if `counts_rows`, and optimizer steps otherwise
 
-    def before_micro_batch_row(self, learn:Learner, n_rows:int):
-        "A micro-batch is about to be logged, one of `n_rows` in the epoch: fastai moves W&B's epoch on by a whole step"
-        for cb in self.wandb:
-            if cb.run: cb._wandb_epoch += 1/n_rows-1/learn.n_iter
+    TensorBoard and ShowGraph need the number of rows between epochs.
+    """
+    shown = self.n_more_rows if counts_rows else 0
+    learn.train_iter += shown-self.n_shown
+    self.n_shown = shown
 
-    def after_batch(self, cb:Callback, is_row:bool):
-        "Send `after_batch` of a recorded micro-batch to `cb`, for which it may be a row"
-        self.count_rows(cb.learn, is_row)
-        try: cb('after_batch')
-        finally: self.count_rows(cb.learn, False)
+@patch
+def after_batch(self:LogRows, cb:Callback, is_row:bool):
+    "Send `after_batch` to `cb`; with `is_row`, `learn.train_iter` counts recorded rows meanwhile"
+    self.count_rows(cb.learn, is_row)
+    try: cb('after_batch')
+    finally: self.count_rows(cb.learn, False)
 
-    def count_rows(self, learn:Learner, counts_rows:bool):
-        """Let `learn.train_iter` count the rows that are recorded, or steps
+# %% ../../nbs/core/14_log_rows.ipynb #added
+@patch
+def before_step_row(self:LogRows, learn:Learner, n:int):
+    "Before a step of `n` samples is logged, correct the samples per second that W&B computes"
+    for cb in self.wandb:
+        if not cb.run or not learn.xb: continue
+        # fastai divides the last micro-batch's `len(xb[0])` by the time since `ti_batch`
+        now = time.perf_counter()
+        cb.ti_batch = now-(now-self.began)*len(learn.xb[0])/n
+        if self.n_seen is None: self._begin_axis(learn.recorder)
+        self.n_seen += n
 
-        Between epochs, TensorBoard and ShowGraph need the number of rows.
-        """
-        shown = self.n_more_rows if counts_rows else 0
-        learn.train_iter += shown-self.n_shown
-        self.n_shown = shown
+@patch
+def before_micro_batch_row(self:LogRows, learn:Learner):
+    "Before a micro-batch is logged, correct W&B's fractional epoch"
+    for cb in self.wandb:
+        # fastai adds `1/n_iter`, a whole step
+        if cb.run: cb._wandb_epoch += 1/self.n_rows-1/learn.n_iter
 
-    def after_step_row(self, learn:Learner, row:dict):
-        "A step was logged: add `row`, values by name, and what callbacks with a method `to_log` return"
-        if not (self.wandb or self.tensorboard): return
-        for cb in self.to_log: row = row|cb.to_log()
-        row = {k:v for k,v in row.items() if v is not None}
-        for cb in self.tensorboard:
-            if not cb.run: continue
-            for k,v in row.items(): cb.writer.add_scalar(k, v, learn.train_iter)
-        for cb in self.wandb:
-            if cb.run: sys.modules['wandb'].log({**row, 'samples':self.n_seen}, step=cb._wandb_step)
+@patch
+def after_step_row(self:LogRows, learn:Learner, row:dict):
+    "After a step is logged, log the values of `row` and of the callbacks' `to_log`"
+    if not (self.wandb or self.tensorboard): return
+    for cb in self.to_log: row = row|cb.to_log()
+    row = {k:v for k,v in row.items() if v is not None}
+    for cb in self.tensorboard:
+        if not cb.run: continue
+        for k,v in row.items(): cb.writer.add_scalar(k, v, learn.train_iter)
+    for cb in self.wandb:
+        if cb.run: sys.modules['wandb'].log({**row, 'samples':self.n_seen}, step=cb._wandb_step)
 
-    def _begin_axis(self, recorder):
-        "Draw W&B's losses and metrics over the samples that were seen"
-        wandb = sys.modules['wandb']
-        self.n_seen = wandb.run.summary.get('samples', 0)
-        wandb.define_metric('samples')
-        for name in ('raw_loss',*recorder.metric_names):
-            if name not in ('epoch','time'): wandb.define_metric(name, step_metric='samples')
+@patch
+def _begin_axis(self:LogRows, recorder):
+    "Make the number of samples seen the horizontal axis of W&B's losses and metrics"
+    wandb = sys.modules['wandb']
+    self.n_seen = wandb.run.summary.get('samples', 0)
+    wandb.define_metric('samples')
+    for name in ('raw_loss',*recorder.metric_names):
+        if name not in ('epoch','time'): wandb.define_metric(name, step_metric='samples')

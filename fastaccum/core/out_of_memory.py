@@ -1,4 +1,4 @@
-"""Tell whether memory ran out, say what to do, free it, and watch its peak.
+"""Recognise errors of memory, name a remedy, free memory, and measure its peak.
 
 Docs: https://fastaccum.github.io/fastaccum/core/out_of_memory.html.md"""
 
@@ -22,51 +22,54 @@ _oom_texts = ('out of memory', 'Invalid buffer size', '_ALLOC_FAILED', 'CUDNN_ST
     'OUT_OF_DEVICE_MEMORY', 'miopenStatusAllocFailed')
 
 def is_out_of_memory(exc:BaseException|None)->bool:
-    "Tell whether an error means that memory ran out"
+    "Whether an error means that memory ran out"
     if isinstance(exc, (torch.OutOfMemoryError,MemoryError)): return True
     if isinstance(exc, OSError): return exc.errno==errno.ENOMEM
     if isinstance(exc, RuntimeError): return any(text in str(exc) for text in _oom_texts)
-    # fastai appends to messages of errors in callbacks and in collation, and fails if there is none
+    # fastai appends text to the messages of errors in callbacks and in collation. If an error has no
+    # message, this raises an IndexError or AttributeError, whose context is the original error
     return isinstance(exc, (IndexError,AttributeError)) and is_out_of_memory(exc.__context__)
 
 # %% ../../nbs/core/25_out_of_memory.ipynb #explain
 def explain_fixed_size(e:BaseException, cb:object):
-    "If memory ran out with micro-batches of a fixed size, append to the error what the callback `cb` can do"
+    "If `e` means that memory ran out, append to its message how the callback `cb` can split batches"
     if not is_out_of_memory(e): return
     append_message(e, f"Give {type(cb).__name__} `micro_batch_size='auto'`, which splits batches where "
         "memory runs out and gives the same result, or make the DataLoaders with a smaller `bs`"
         + more_link('fixed-size-does-not-fit'))
 
-_unsplit = {   # parts of a step that are not split: why not, and what helps if memory runs out there
-    "a callback's `before_step`": "a pass of the callback's own is not split. Let it run on fewer samples, or "
-        "make the DataLoaders with a batch size that fits (`learn.bs_find` finds it)",
-    "the optimizer's step": "the optimizer keeps values for each parameter. Use an optimizer that keeps fewer, "
-        "such as SGD, a smaller model, or parameters in half precision"}
+# for each part of a step that is not split: the reason, and the remedy if memory runs out
+_unsplit = {
+    "a callback's `before_step`": "a forward pass of the callback's own is not split. Make the "
+        "DataLoaders with a smaller `bs` (`learn.bs_find()` finds one), or let the callback use fewer "
+        "samples",
+    "the optimizer's step": "the optimizer keeps values for each parameter. Use an optimizer that keeps "
+        "fewer values, such as SGD, or parameters in half precision, or a smaller model"}
 
 def call_unsplit(part:str, f:Callable, *args:object):
-    """Call `f(*args)`, a part of a step that is not split
+    """Call `f(*args)`, which runs `part`, a part of a step that is not split
 
-    OutOfMemoryError: memory ran out, and smaller micro-batches would not help
+    OutOfMemoryError: memory ran out; the message says what helps, since smaller micro-batches do not
     """
     try: f(*args)
     except Exception as e:
         if not is_out_of_memory(e): raise
-        raise torch.OutOfMemoryError(f"memory ran out in {part} ({e}). Smaller micro-batches do not help "
-            f"there, because {_unsplit[part]}" + more_link('out-of-memory')) from e
+        raise torch.OutOfMemoryError(f"memory ran out in {part} ({e}). Smaller micro-batches do not "
+            f"help, because {_unsplit[part]}" + more_link('out-of-memory')) from e
 
 # %% ../../nbs/core/25_out_of_memory.ipynb #free
 def free_memory():
     "Collect garbage, and give the memory that PyTorch caches back to the device or the system"
     gc.collect()
-    # only glibc has it
+    # `malloc_trim` exists only in glibc
     with suppress(AttributeError, OSError, TypeError): ctypes.CDLL(None).malloc_trim(0)
-    torch.cuda.empty_cache()   # does not initialise a device that is not in use
+    torch.cuda.empty_cache()   # does not initialise CUDA if it is not in use
     torch.xpu.empty_cache()
     if torch.backends.mps.is_available(): torch.mps.empty_cache()
 
 # %% ../../nbs/core/25_out_of_memory.ipynb #peak
 def watch_peak(device:torch.device)->callable:
-    "Reset the peak memory of `device`; return a function that reads it in bytes, or `None` if unknown"
+    "Reset the peak memory of `device`; returns a function that reads it in bytes (`None` on a CPU)"
     module = getattr(torch, device.type)
     if not hasattr(module, 'reset_peak_memory_stats'): return lambda: None
     module.reset_peak_memory_stats(device)

@@ -47,17 +47,17 @@ class Patch:
 
 # %% ../../nbs/core/16_patching.ipynb #callbacks
 class QuietCallback(Callback):
-    "A callback that may set attributes without fastai's warning that it shadows an attribute of the Learner"
+    "A callback that may set attributes without fastai's warning about shadowing the Learner's"
     def __setattr__(self, name, value): object.__setattr__(self, name, value)
 
     @property
     def validates(self)->bool:
-        "Is the Learner in `validate` or `get_preds`, on its own or in the middle of a fit?"
+        "Whether the Learner runs `validate` or `get_preds`, on its own or in the middle of a fit"
         return self.learn.lock.locked()
 
 class PatchingCallback(QuietCallback):
-    "Calls `undo_patches` when the fit ends, or when the callback is removed from the Learner or switched off"
-    def undo_patches(self): "Put everything back that this callback has changed; may be called more than once"
+    "Calls `undo_patches` when the fit ends, or the callback is switched off or removed from the Learner"
+    def undo_patches(self): "Undo all changes that this callback has made; may be called more than once"
 
     def after_fit(self):
         if not self.validates: self.undo_patches()

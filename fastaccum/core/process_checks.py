@@ -1,4 +1,4 @@
-"""What several processes cannot do together is refused before any weight changes.
+"""Refuse settings that several processes cannot train with, before any weight changes.
 
 Docs: https://fastaccum.github.io/fastaccum/core/process_checks.html.md"""
 
@@ -19,7 +19,7 @@ from .warnings import WarnOnce, more_link
 
 # %% ../../nbs/core/17_process_checks.ipynb #checks
 def per_micro_batch_comms(model:nn.Module, log_steps:bool, train_metrics:bool)->list:
-    "What communicates with every micro-batch, in words"
+    "Names of the features with which processes communicate in every micro-batch"
     res = []
     if not log_steps: res.append('`log_accum_batch=False`')
     if any(isinstance(o, nn.SyncBatchNorm) for o in model.modules()): res.append('SyncBatchNorm')
@@ -27,73 +27,83 @@ def per_micro_batch_comms(model:nn.Module, log_steps:bool, train_metrics:bool)->
     return res
 
 def check_loaders(loaders:list, comms:list):
-    """Refuse loaders, given by their `LoaderSizes`, on which processes could not step together
+    """Refuse loaders, given by their `LoaderSizes`, with which processes cannot take steps together
 
-    ValueError: one has no samples, or they differ although something (`comms`) communicates with every micro-batch
+    `comms`: the features from `per_micro_batch_comms`.
+
+    ValueError: a loader has no samples, or the loaders differ although there are `comms`
     """
     if len(loaders)==1: return
     if min(o.n for o in loaders)<1:
-        raise ValueError("a process has no samples to train on (they have "
-            f"{', '.join(str(o.n) for o in loaders)}): give each at least one micro-batch"
+        raise ValueError("a process has no samples to train on (samples of each process: "
+            f"{', '.join(str(o.n) for o in loaders)}): give each process at least one micro-batch"
             + more_link('unequal-loaders'))
     are_equal = len({(o.bs,o.micro_bs,ceil(o.n/o.unit)) for o in loaders})==1
     if are_equal or not comms: return
-    have = ', '.join(f'{ceil(o.n/o.micro_bs)} micro-batches of {o.micro_bs} ({o.n} samples)' for o in loaders)
+    def text(o): return f'{ceil(o.n/o.micro_bs)} micro-batches of {o.micro_bs} ({o.n} samples)'
+    have = ', '.join(map(text, loaders))
     raise ValueError(f"the processes have different loaders ({have}), which does not work with "
-        f"{', '.join(comms)}: give them equal loaders, as fastai's `DistributedDL` does"
+        f"{', '.join(comms)}: give all processes equal loaders, as `learn.distrib_ctx()` does"
         + more_link('unequal-loaders'))
 
 # %% ../../nbs/core/17_process_checks.ipynb #processes
 def check_wrapped(model:nn.Module):
-    """Refuse wrappers with which gradients cannot wait for the end of a step
+    """Refuse a model whose wrapper cannot delay the exchange of gradients to the end of a step
 
     ValueError: there are several processes, and DDP with `static_graph=True`
     """
     if world_size()==1: return
     if any(isinstance(m, DistributedDataParallel) and m.static_graph for m in model.modules()):
-        raise ValueError("DistributedDataParallel with `static_graph=True` exchanges gradients in each "
-            "backward pass: make the model without `static_graph`, and they are exchanged once per step"
+        raise ValueError("DistributedDataParallel with `static_graph=True` exchanges gradients in every "
+            "backward pass, which accumulation has to do once per step: leave out `static_graph`"
             + more_link('static-graph'))
 
 def warn_comm_hooks(processes:Processes, warn_once:WarnOnce):
     "Warn if DDP has a communication hook"
     if any(getattr(m, '_comm_hooks', ()) for m in processes.ddps):
-        warn_once('communication-hooks', "the DistributedDataParallel has a communication hook, which is not "
-            "used: gradients are exchanged once per step, without it")
+        warn_once('communication-hooks', "the communication hook of your DistributedDataParallel is "
+            "not used, because gradients are exchanged once per step, without the hook. The result is "
+            "right; to avoid this warning, leave out `register_comm_hook`")
 
 def check_processes(processes:Processes, comms:list, limit:AutoSize|None, warn_once:WarnOnce):
-    """Refuse what several processes cannot do
+    """Refuse settings that do not work on several processes
 
-    ValueError: `'auto'` although something (`comms`) communicates with every micro-batch
+    ValueError: processes may split batches differently (`limit`), and there are `comms`
     UserWarning: DDP has a communication hook
     """
     if processes.n==1: return
     if limit is not None and comms:
         raise ValueError(f"`micro_batch_size={limit!r}` does not work on several processes with "
-            f"{', '.join(comms)}: {limit.why_uneven}, and would wait "
-            "for the others forever. Give a number (`learn.bs_find()` finds one that fits on all "
-            "processes)" + more_link('auto-on-processes'))
+            f"{', '.join(comms)}: {limit.why_uneven}, and the others "
+            "would wait forever. Give a number, such as one that `learn.bs_find()` finds"
+            + more_link('auto-on-processes'))
     warn_comm_hooks(processes, warn_once)
 
 def check_left_out(processes:Processes, comms:list, is_left_out:bool):
-    """Refuse a micro-batch that a callback cancels on some of the processes only; all of them call this
+    """Refuse a micro-batch that is cancelled on some processes only; all processes call this function
 
-    RuntimeError: something (`comms`) communicates with every micro-batch, and would wait for the others
+    RuntimeError: the micro-batch is cancelled on some processes, and there are `comms`
     """
     if processes.n==1 or not comms: return
     n_left_out = int(processes.sum(int(is_left_out))[0])
     if n_left_out in (0,processes.n): return
     raise RuntimeError(f"a callback has cancelled a micro-batch on {n_left_out} of {processes.n} "
         f"processes, which does not work with {', '.join(comms)}: the processes would wait for each "
-        "other. Cancel the micro-batch on all processes, or leave that out"
+        "other forever. Cancel the micro-batch on all processes"
         + more_link('left-out-on-some'))
 
 def check_search(learn:Learner, name:str, why:str, to_do:str):
-    """Refuse several processes for the search `name`, and say why; and a loader that has no batch `to_do` it with
+    """Refuse to run the method `name` in several processes, or on a training loader without batches
+
+    `why`: the reason why it runs in one process only; `to_do`: the verb for what it does with a batch.
 
     RuntimeError: there are several processes
-    ValueError: there is no batch
+    ValueError: the training loader has no batch
     """
-    if world_size()>1: raise RuntimeError(f"`{name}` in {world_size()} processes: {why}" + more_link('one-process'))
+    n = world_size()
+    if n>1:
+        raise RuntimeError(f"`{name}` does not work in {n} processes, because {why}"
+            + more_link('one-process'))
     if not len(learn.dls.train):
-        raise ValueError(f"the training loader has no batch: there is nothing to {to_do}" + more_link('no-batch'))
+        raise ValueError("the training loader has no batch, so there is nothing to "
+            f"{to_do}: make DataLoaders with at least one batch" + more_link('no-batch'))

@@ -1,4 +1,4 @@
-"""One call of a model in micro-batches: first for their predictions, and later for their gradients.
+"""Run one call of a model in micro-batches, first for the predictions and later for the gradients.
 
 Docs: https://fastaccum.github.io/fastaccum/core/replay.html.md"""
 
@@ -25,32 +25,34 @@ from .warnings import StateWarning, more_link
 
 # %% ../../nbs/core/29_replay.ipynb #place
 def _refuse(x, n):
-    what = f'tensor of shape {tuple(x.shape)}' if isinstance(x, torch.Tensor) else type(x).__name__
-    raise TypeError(f"the model returned a {what} for a micro-batch of {n} samples, which "
-        "`GradientCache` cannot put together: each tensor needs a row for each sample, or has to be the "
-        "same for all micro-batches. Let the model return what belongs to single samples, such as "
-        "embeddings, and compute the rest (a loss, similarities of pairs) in the loss function"
-        + more_link('no-rows'))
+    "Raise the error for an output `x` for `n` samples that cannot be joined"
+    output = f'tensor of shape {tuple(x.shape)}' if isinstance(x, torch.Tensor) else type(x).__name__
+    raise TypeError(f"the model returned a {output} for a micro-batch of {n} samples, which "
+        "`GradientCache` cannot put together: each tensor needs a row for each sample, or has to be "
+        "equal for all micro-batches. Let the model return values of single samples, such as "
+        "embeddings, and compute losses and similarities in the loss function" + more_link('no-rows'))
 
 def _has_rows(x, y, nx, ny):
-    "Has an output `x` for `nx` samples a row for each? `y` is the same output for `ny` samples"
+    "Whether the output `x` has a row for each of `nx` samples; `y` is the same output for `ny` samples"
     if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)): return False
     if x.ndim!=y.ndim or x.shape[:1]!=(nx,) or y.shape[:1]!=(ny,): return False
-    # an output for pairs of samples
-    if nx!=ny and (nx,ny) in zip(x.shape[1:], y.shape[1:]): _refuse(x, nx)
+    has_pairs = nx!=ny and (nx,ny) in zip(x.shape[1:], y.shape[1:])   # such as similarities of samples
+    if has_pairs: _refuse(x, nx)
     return True
 
 def _is_equal(x, y):
-    if isinstance(x, torch.Tensor): return isinstance(y, torch.Tensor) and x.dtype==y.dtype and torch.equal(x, y)
+    if isinstance(x, torch.Tensor):
+        return isinstance(y, torch.Tensor) and x.dtype==y.dtype and torch.equal(x, y)
     is_plain = type(x) is type(y) and isinstance(x, (bool,int,float,str,bytes))
     return x is y or is_plain and x==y
 
 def _join_outputs(xs, ns, has_rows):
-    "An output for the batch, from the outputs for its micro-batches of `ns` samples"
+    "The output for the whole batch, from the outputs `xs` for its micro-batches of `ns` samples"
     last = xs[-1]
     if has_rows:
         for x,n in zip(xs, ns):
-            if not isinstance(x, torch.Tensor) or x.shape!=(n,*last.shape[1:]) or x.dtype!=last.dtype: _refuse(x, n)
+            if not isinstance(x, torch.Tensor): _refuse(x, n)
+            if x.shape!=(n,*last.shape[1:]) or x.dtype!=last.dtype: _refuse(x, n)
         return torch.cat([x.detach().as_subclass(torch.Tensor) for x in xs])
     for x,n in zip(xs, ns):
         if not _is_equal(x, last): _refuse(x, n)
@@ -58,53 +60,60 @@ def _join_outputs(xs, ns, has_rows):
 
 # %% ../../nbs/core/29_replay.ipynb #notices
 class ReplayedForward:
-    """One call of a model's own `forward`, `stock`, in micro-batches of the sizes that the GradientCache `cb` knows
+    """Runs one call of `model` in micro-batches, and runs them again in the backward pass
+
+    `cb`: the `GradientCache`, which limits micro-batches and keeps findings of the fit. `stock`: the
+    model's own `forward`. `args`: the inputs of `n` samples.
 
     TypeError: inputs or outputs cannot be split
     """
     def __init__(self, cb:Callback, model:torch.nn.Module, stock:Callable, args:tuple, n:int):
-        self.cb = cb                                    # keeps what is found out once in a fit
+        self.cb = cb
         self.model,self.stock,self.n = model,stock,n
-        self.learns = torch.is_grad_enabled()
+        self.learns = torch.is_grad_enabled()           # whether a backward pass may follow
         self.modules = list(model.modules())
         self.ddps = [m for m in self.modules if isinstance(m, DistributedDataParallel)]
         self.devices = devices_of(self.modules)
-        self.training = cb.learn.training               # the model's own mode may differ
+        self.training = cb.learn.training               # the mode of the fit; the model's may differ
         self.tensors = [o for o in leaves(args) if isinstance(o, torch.Tensor)]
-        # inputs that need a gradient, and the leaves of the graph that replace them
-        self.inputs = {id(x):(x,x.detach().requires_grad_()) for x in self.tensors if x.requires_grad and self.learns}
-        replaced = (like_tensor(self.inputs[id(x)][1], x) if id(x) in self.inputs else x for x in leaves(args))
-        self.args = rebuilt(args, replaced) if self.inputs else args
+        # by `id`: each input that needs a gradient, and the leaf of the graph that replaces the input
+        self.inputs = {}
+        for x in self.tensors:
+            if x.requires_grad and self.learns: self.inputs[id(x)] = x,x.detach().requires_grad_()
+        def replace(x): return like_tensor(self.inputs[id(x)][1], x) if id(x) in self.inputs else x
+        self.args = rebuilt(args, map(replace, leaves(args))) if self.inputs else args
         self.division = cb.limit.divide(model, self.args, (), n, cb.warn_once)
         self.cuts = []          # the first row of each micro-batch, and the row after its last
         self.states = []        # the state from which each micro-batch starts
-        self.exchanges = []     # DDP models that exchange gradients in this backward pass: not while steps accumulate
-        self.last_outs = None   # outputs of the last micro-batch, with their graph, until they are back-propagated
-        self.is_done = False    # were the predictions back-propagated?
+        # DDP models that exchange gradients in this backward pass; none during accumulation
+        self.exchanges = []
+        # outputs of the last micro-batch, with their graph, until their backward pass
+        self.last_outs = None
+        self.is_done = False    # whether the backward pass has run
 
     @property
     def most(self)->int:
-        "The most samples of a micro-batch, as far as is known"
+        "The largest size of a micro-batch, which falls when memory runs out"
         return self.cb.limit.most(self.training) or self.n
 
     @property
     def is_whole(self)->bool:
-        "Is the batch one micro-batch, as far as is known?"
+        "Whether the batch runs as a single micro-batch, unless memory runs out"
         return self.division.is_whole(0, self.division.stop(0, self.n, self.most))
 
     def run(self, start:int, stop:int):
-        "The model's outputs for some samples; the model gets copies, because it may write into its inputs"
+        "The model's outputs for samples `start` to `stop`"
         try: xs = self.division.cut(self.args, start, stop)
         except TypeError as e:
             raise TypeError("the model's inputs cannot be split into micro-batches "
-                f"({str(e).split(':')[0]}): give `GradientCache(…, split=f)` with a function `f(inputs, "
-                "start, stop, n)`"
-                + more_link('cannot-be-split')) from e
+                f"({str(e).split(':')[0]}): give `GradientCache(…, split=f)`, where `f(inputs, start, "
+                "stop, n)` returns samples `start` to `stop`" + more_link('cannot-be-split')) from e
+        # copies, because the model may write into its inputs
         copies = (like_tensor(o.clone(), o) if isinstance(o, torch.Tensor) else o for o in leaves(xs))
         return self.stock(*rebuilt(xs, copies))
 
     def no_sync(self):
-        "A context in which processes exchange no gradients: `_exchange` does, once"
+        "A context in which DDP exchanges no gradients, because `_exchange` does that once per batch"
         stack = ExitStack()
         for m in self.ddps: stack.enter_context(m.no_sync())
         return stack
@@ -112,16 +121,17 @@ class ReplayedForward:
 # %% ../../nbs/core/29_replay.ipynb #forward
 @patch
 def forward(self:ReplayedForward):
-    "The predictions, as one node of the graph"
+    "Run all micro-batches; returns the joined predictions, which are one node of the graph"
     self.exchanges = [m for m in self.ddps if self.learns and m.require_backward_grad_sync]
-    for m in self.exchanges:   # once, before states are noted, and not with each micro-batch
+    # synchronise buffers once, before states are noted, rather than in each micro-batch
+    for m in self.exchanges:
         if m.will_sync_module_buffers(): m._sync_buffers()
         m.require_forward_param_sync = False
     outs = self._run_all()
     flat = [leaves(o) for o in outs]
     n_first = self.cuts[0][1]   # the first micro-batch is the largest
     rows = self.find_rows(flat[0], n_first)
-    torch.clear_autocast_cache()   # it may hold weights that were cast without a graph
+    torch.clear_autocast_cache()   # the cache may hold weights that were cast under `no_grad`
     if {*map(len, flat)}!={len(rows)}: _refuse(outs[0], n_first)
     ns = [stop-start for start,stop in self.cuts]
     res = [_join_outputs(xs, ns, row) for xs,row in zip(zip(*flat), rows)]
@@ -132,9 +142,11 @@ def forward(self:ReplayedForward):
 
 @patch
 def _run_all(self:ReplayedForward):
-    "The outputs of each micro-batch, whose size is halved until memory is enough"
+    "Run all micro-batches, with sizes halved until memory is enough; returns the outputs of each"
     while True:
-        self.cuts,self.states,outs = self.division.cuts(self.most),[],[]
+        self.cuts = self.division.cuts(self.most)
+        self.states = []
+        outs = []
         def run(): self._run_cuts(outs)
         def undo():
             outs.clear()
@@ -143,27 +155,31 @@ def _run_all(self:ReplayedForward):
 
 @patch
 def _run_cuts(self:ReplayedForward, outs):
+    "Run the micro-batches `self.cuts`, and append the outputs of each to `outs`"
     hidden = HiddenRows(self.model, self.n)
     try:
         for start,stop in self.cuts:
             hidden.select(start, stop)
             has_graph = self.learns and stop==self.n
             self.states.append(ForwardState(self.modules, self.devices))
-            if has_graph: torch.clear_autocast_cache()   # weights may have been cast without a graph
-            with nullcontext() if has_graph else torch.no_grad(), self.no_sync(): outs.append(self.run(start, stop))
+            if has_graph: torch.clear_autocast_cache()   # weights may have been cast under `no_grad`
+            with nullcontext() if has_graph else torch.no_grad(), self.no_sync():
+                outs.append(self.run(start, stop))
             self.states[-1].settle()
             hidden.keep()
     finally: hidden.restore()
 
+# %% ../../nbs/core/29_replay.ipynb #find-rows
 @patch
 def find_rows(self:ReplayedForward, outs:list, n:int):
-    "Which of the outputs for `n` samples have a row for each? Found out once in a fit, and once for evaluation"
-    if n==self.n: return [False]*len(outs)   # there is nothing to join
+    "For each of the outputs for `n` samples, whether it has a row for each; tried once per mode and fit"
+    if n==self.n: return [False]*len(outs)   # a single micro-batch: there is nothing to join
     training = self.model.training
     if training not in self.cb.rows:
         k = n-1 if n>2 else n+1
         try:
-            with torch.no_grad(), self.no_sync(), self.states[0].again(): others = leaves(self.run(0, k))
+            with torch.no_grad(), self.no_sync(), self.states[0].again():
+                others = leaves(self.run(0, k))
         except Exception as e:
             if k<n or self.cb.limit.fixed or not is_out_of_memory(e): raise
             # not even one more sample fits: assume that an output with `n` rows has one per sample
@@ -175,19 +191,19 @@ def find_rows(self:ReplayedForward, outs:list, n:int):
 # %% ../../nbs/core/29_replay.ipynb #with-node
 @patch
 def _with_node(self:ReplayedForward, res, flat):
-    "The joined outputs `res` as one node of the graph, if any of them needs a gradient"
+    "Make the joined outputs `res` one node of the graph, if any of them needs a gradient"
     self.needs = [isinstance(x, torch.Tensor) and x.requires_grad for x in flat[-1]]
     if not any(self.needs): return res
     self.last_outs = flat[-1]
-    # to be compared with the second run
+    # outputs of the first micro-batch, which `_compare` compares with those of the second run
     self.first_outs = flat[0] if len(flat)>1 and not self.cb.checked else None
     self.versions = [(o,o._version) for o in (*self.tensors,*self.model.parameters())]
     params = [*self.model.parameters(),*(o for _,o in self.inputs.values())]
     only_half = self.cb.limit.fixed and not self.exchanges
-    # gradients that wait for the last micro-batch
+    # gradients of the micro-batches, summed until the last one was back-propagated
     self.sums = GradSums(in_half(params) if only_half else params)
     at = [i for i,x in enumerate(res) if isinstance(x, torch.Tensor)]
-    anchor = torch.empty(0, requires_grad=True)   # a node needs an input
+    anchor = torch.empty(0, requires_grad=True)   # a node needs an input that requires a gradient
     new = _Predictions.apply(anchor, self, [res[i] for i in at], [self.needs[i] for i in at],
         *(x for x,_ in self.inputs.values()))
     for i,o in zip(at, new): res[i] = o
@@ -195,7 +211,7 @@ def _with_node(self:ReplayedForward, res, flat):
 
 # %% ../../nbs/core/29_replay.ipynb #node
 class _Predictions(Function):
-    "The joined predictions; their backward pass is the model's, micro-batch by micro-batch"
+    "The node of the joined predictions; its backward pass runs the model's, micro-batch by micro-batch"
     @staticmethod
     def forward(ctx, anchor, call, outs, needs, *inputs):
         ctx.call = call
@@ -210,18 +226,18 @@ class _Predictions(Function):
 # %% ../../nbs/core/29_replay.ipynb #backward
 @patch
 def backward(self:ReplayedForward, grads:Iterator)->list:
-    """Back-propagate the predictions' gradients through the model; returns those of the inputs that need one
+    """Back-propagate `grads`, the gradients of the predictions; returns the gradients of the inputs
 
-    RuntimeError: it was done before, or something was changed in place since the first half
+    RuntimeError: the backward pass has run before, or an input or a parameter was changed in place since
+        the forward pass
     """
     if self.is_done:
         raise RuntimeError("the predictions were back-propagated twice, which `GradientCache` cannot "
-            "do: add up the losses before the backward pass, or train without it"
-            + more_link('back-propagated-twice'))
+            "do: add up the losses, and call `backward()` once" + more_link('back-propagated-twice'))
     if any(x._version!=version for x,version in self.versions):
-        raise RuntimeError("a batch or parameter was changed in place after the forward pass, but "
-            "`GradientCache` needs it again: change a copy, and parameters after the backward pass"
-            + more_link('changed-in-place'))
+        raise RuntimeError("a batch or parameter was changed in place between the forward and the "
+            "backward pass, in which `GradientCache` runs the model again: change a copy of the batch, "
+            "and change parameters after the backward pass" + more_link('changed-in-place'))
     grads = [next(grads) if isinstance(x, torch.Tensor) else None for x in self.last_outs]
     self.sums.add()
     self._replay_all(grads)
@@ -235,13 +251,13 @@ def backward(self:ReplayedForward, grads:Iterator)->list:
 
 @patch
 def _replay_all(self:ReplayedForward, grads):
-    "Back-propagate all micro-batches; if memory runs out, those that are left go on in halves"
+    "Back-propagate all micro-batches; if memory runs out, divide the remaining micro-batches"
     *others,last = [(i,*cut) for i,cut in enumerate(self.cuts)]
-    # a stack: the last micro-batch comes first, because its graph is there already
+    # a stack: the last micro-batch comes first, because its graph exists already
     todo = [*others[::-1],last]
     while todo:
         i,start,stop = todo.pop()
-        # memory ran out since the first half
+        # memory ran out since the forward pass
         is_too_large = self.last_outs is None and stop-start>self.most
         if is_too_large:
             halves = [(i,start+a,start+b) for a,b in bounds(even_sizes(stop-start, self.most))]
@@ -255,48 +271,51 @@ def _replay_all(self:ReplayedForward, grads):
 def _drop_grads(self:ReplayedForward):
     for p in self.sums.params: p.grad = None
 
+# %% ../../nbs/core/29_replay.ipynb #replay-one
 @patch
 def _replay(self:ReplayedForward, i, start, stop, grads):
     "Back-propagate samples `start` to `stop`, which belong to the `i`th micro-batch"
     outs,self.last_outs = self.last_outs,None
     if outs is None:
-        with self.no_sync(), self.states[i].again(), torch.enable_grad(): outs = leaves(self.run(start, stop))
+        with self.no_sync(), self.states[i].again(), torch.enable_grad():
+            outs = leaves(self.run(start, stop))
         if i==0 and self.first_outs is not None: self._compare(outs)
     pairs = []
-    for x,g,has_rows,needs in zip(outs, grads, self.find_rows(outs, stop-start), self.needs):
+    has_rows = self.find_rows(outs, stop-start)
+    for x,g,is_by_row,needs in zip(outs, grads, has_rows, self.needs):
         if not isinstance(x, torch.Tensor) or not x.requires_grad: continue
         if not needs:
-            raise RuntimeError("an output of the model needs a gradient for one micro-batch and not for "
-                "the last, so part of its gradient would be lost: let the model detach it always, or "
-                "never"
-                + more_link('output-sometimes-detached'))
+            raise RuntimeError("an output of the model needs a gradient in one micro-batch and not in "
+                "the last one, so part of the gradient would be lost: let the model detach this output "
+                "always, or never" + more_link('output-sometimes-detached'))
         if g is None: continue
-        if has_rows: pairs.append((x, self.division.rows(g, start, stop)))
-        elif stop==self.n: pairs.append((x, g))   # an output that is the same for all micro-batches counts once
+        if is_by_row: pairs.append((x, self.division.rows(g, start, stop)))
+        elif stop==self.n: pairs.append((x, g))   # an output that is equal for all micro-batches: once
     outs.clear()
     if pairs: torch.autograd.backward(*zip(*pairs))
 
 # %% ../../nbs/core/29_replay.ipynb #exchange
 @patch
 def _exchange(self:ReplayedForward, ddp):
-    "Average gradients over the processes"
+    "Average the summed gradients over the processes of `ddp`"
     params = [p for p in ddp.parameters() if p.requires_grad]
     add_up(params, self.sums.sums, ddp.process_group, params[0].device)
     for p in params:
         if p in self.sums.sums: self.sums.sums[p].div_(ddp.process_group.size())
-    ddp.require_forward_param_sync = True   # of buffers, with the next forward pass that is not ours
+    ddp.require_forward_param_sync = True   # again synchronise buffers in the next forward pass
 
 @patch
 def _compare(self:ReplayedForward, outs):
-    "Warn if a micro-batch that was run again had other outputs than in the first half; compared once in a fit"
-    first,self.first_outs,self.cb.checked = self.first_outs,None,True
+    "Once per fit, warn if a micro-batch that runs again has other outputs than in the forward pass"
+    first = self.first_outs
+    self.first_outs = None
+    self.cb.checked = True
     for x,y in zip(first, outs):
         if not isinstance(x, torch.Tensor) or not x.is_floating_point() or not x.numel(): continue
         a,b = (o.detach().as_subclass(torch.Tensor).float() for o in (x,y))
         tol = 1e-2 if x.dtype.itemsize<4 else 1e-3   # kernels need not add in the same order
         if (a-b).abs().max()<=tol*a.abs().max(): continue
         return self.cb.warn_once('runs-differ', "the model returned something else when it was run "
-            "again on the same samples, with the same random numbers and buffers, so its gradients are "
-            "not those of its predictions. It may draw random numbers from a source other than PyTorch, "
-            "NumPy and Python, or use something that changes outside of it: take that out, or train "
-            "without `GradientCache`", StateWarning)
+            "again on the same samples, so its gradients do not belong to its predictions. Let the "
+            "model draw random numbers from PyTorch, NumPy or Python only, and use nothing that changes "
+            "outside of the model. Otherwise, train without `GradientCache`", StateWarning)

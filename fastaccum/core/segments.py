@@ -1,4 +1,4 @@
-"""Where to cut a model into segments whose activations are computed again.
+"""Find the segments of a model whose activations are computed again in the backward pass.
 
 Docs: https://fastaccum.github.io/fastaccum/core/segments.html.md"""
 
@@ -22,23 +22,23 @@ class Segment:
     "A part of a model that can be computed again"
     name:str # As in `named_modules`; children of a Sequential as a slice: '0[:4]'
     modules:list # One module, or consecutive children of `seq`
-    seq:nn.Sequential|None=None # The Sequential that runs them; `None` for a module that runs by itself
+    seq:nn.Sequential|None=None # The Sequential that runs `modules`; `None` if they are one module
     calls:int=0 # Forward passes with gradients in the last fit
-    kept:int=0 # Bytes of its inputs in the last of these passes
+    kept:int=0 # Bytes of the segment's inputs in the last such pass
 
     @property
     def kind(self)->str:
-        "A description of its modules"
+        "The class names of the segment's modules"
         names = [type(o).__name__ for o in self.modules]
         return ', '.join(names) if len(names)<4 else f'{names[0]} … {names[-1]}'
 
     @property
     def inside(self)->list:
-        "All modules in it, each once"
+        "All modules in the segment, each listed once"
         return list(dict.fromkeys(o for m in self.modules for o in m.modules()))
 
 class Segments(list):
-    "The segments of a model; displays itself as a table"
+    "A list of the segments of a model, displayed as a table"
     def __repr__(self):
         rows = [('segment','made of','kept MB')]
         rows += [(o.name, o.kind, f'{o.kept/2**20:,.1f}' if o.calls else '') for o in self]
@@ -52,19 +52,19 @@ _containers = nn.Sequential,nn.ModuleList,nn.ModuleDict
 def _is_sequence(m): return isinstance(m, nn.Sequential) and type(m).forward is nn.Sequential.forward
 def _has_params(m): return next(m.parameters(), None) is not None
 def _computes(m):
-    "Has `m` children and a `forward` of its own?"
+    "Whether `m` has parameters, children, and a `forward` of its own"
     if isinstance(m, torch.jit.ScriptModule): return False
     only_holds = _is_sequence(m) or type(m) in (nn.ModuleList,nn.ModuleDict)
     return not only_holds and next(m.children(), None) is not None and _has_params(m)
 
 def _n_layers(m):
-    "How many layers with weights are in `m`; normalisation layers are not counted"
+    "The number of layers with weights in `m`, except normalisation layers"
     leaves = [o for o in m.modules() if next(o.children(), None) is None]
     norms = [o for o in leaves if hasattr(o, 'running_mean') or 'Norm' in type(o).__name__]
     return sum(map(_has_params, leaves))-sum(map(_has_params, norms))
 
 def _is_stage(m, outside_lists):
-    "Does something inside `m` repeat a block? With `outside_lists`, blocks outside of lists count, too"
+    "Whether a module in `m` repeats a block; with `outside_lists`, blocks outside of lists count too"
     def repeats(o):
         is_list = isinstance(o, _containers)
         blocks = [type(c) for c in o.children() if _computes(c) and (is_list or _n_layers(c)>1)]
@@ -72,6 +72,7 @@ def _is_stage(m, outside_lists):
     return any(map(repeats, m.modules()))
 
 def _is_plain(m):
+    "Whether `m` is a layer, or a short sequence of layers"
     if _is_sequence(m): return _n_layers(m)<4 and all(map(_is_plain, m))
     return not _computes(m) and not isinstance(m, _containers)
 
@@ -79,7 +80,7 @@ def _is_plain(m):
 def _child_name(name, key): return f'{name}.{key}'.lstrip('.')
 
 def _cut_run(seq, name, start, stop, finely):
-    "Cut the children `start` to before `stop` of a sequence, all of them plain, into segments"
+    "Cut the children from `start` to before `stop` of a sequence, all of them plain, into segments"
     children = list(seq)
     sizes = [_n_layers(o) for o in children[start:stop]]
     n_layers = sum(sizes)
@@ -91,7 +92,8 @@ def _cut_run(seq, name, start, stop, finely):
     for a,b in zip(edges, [*edges[1:],stop]):
         part = children[a:b]
         n_modules = sum(not isinstance(o, _containers) for m in part for o in m.modules())
-        if n_modules<2 or not any(map(_has_params, part)): continue   # nothing to save
+        # a single module, or modules without parameters: computing them again would save no memory
+        if n_modules<2 or not any(map(_has_params, part)): continue
         if b-a==len(children): yield Segment(name, [seq])
         elif b-a==1: yield Segment(_child_name(name, a), part)
         else: yield Segment(f"{name}[{a or ''}:{b if b<len(children) else ''}]", part, seq)
@@ -120,6 +122,7 @@ def _segments_of_children(m, name, counts):
     for key,child in m.named_children(): yield from _segments_of(child, _child_name(name, key), counts)
 
 def _segments_of_model(model):
+    "The segments of `model`; a single segment with all parameters saves nothing, so it is cut further"
     counts = Counter(map(type, model.modules()))
     params = set(model.parameters())
     res = list(_segments_of(model, '', counts))
@@ -135,13 +138,14 @@ def _segments_of_model(model):
 
 # %% ../../nbs/core/24_segments.ipynb #given
 def _outermost(m, matches, name=''):
+    "The outermost modules inside of `m` that match, as segments"
     for key,child in m.named_children():
         child_name = _child_name(name, key)
         if matches(child): yield Segment(child_name, [child])
         else: yield from _outermost(child, matches, child_name)
 
 def _named_segments(model, modules):
-    "The segments that the user has listed"
+    "The listed `modules` as segments of `model`; other models' modules and nested modules are refused"
     names = {m:name for name,m in model.named_modules() if name}
     modules = list(dict.fromkeys(modules))
     for m in modules:
@@ -152,15 +156,17 @@ def _named_segments(model, modules):
     for a in res:
         for b in res:
             if a is not b and b.modules[0] in a.inside:
-                raise ValueError(f"segment {b.name!r} lies inside "
-                    f"segment {a.name!r}: give only one of them" + more_link('segments'))
+                raise ValueError(f"segment {b.name!r} lies inside segment {a.name!r}: "
+                    "give only one of the two" + more_link('segments'))
     return res
 
 def find_segments(model:nn.Module, segments:type|tuple|list|Callable|None=None)->Segments:
-    """Find the segments of `model`, which are chosen by `segments` as in `ActivationCheckpoint`
+    """Find the segments of `model`: the modules that `segments` chooses, by default the model's blocks
 
-    ValueError: nothing was found, or one of the passed segments is not in the model or lies inside
-        another
+    `segments`: a class, a tuple of classes, a list of modules, or a function of a module, as in
+        `ActivationCheckpoint`
+
+    ValueError: no segment was found, or a listed module is not in the model or lies inside another
     """
     def matches(m): return isinstance(m, segments) if isinstance(segments, (type,tuple)) else segments(m)
     if segments is None: res = _segments_of_model(model)
@@ -171,6 +177,5 @@ def find_segments(model:nn.Module, segments:type|tuple|list|Callable|None=None)-
     if segments is not None: problem = f'`segments={segments}` chooses no module of'
     names = sorted({type(o).__name__ for o in model.modules() if o is not model and _computes(o)})
     raise ValueError(f"{problem} this {type(model).__name__}: give `segments=` the class of its blocks, "
-        "a list of modules, or a function of a module. Classes that hold layers: "
-        f"{', '.join(names) or 'none'}"
-        + more_link('segments'))
+        "a list of modules, or a function of a module. Classes in this model that hold layers: "
+        f"{', '.join(names) or 'none'}" + more_link('segments'))

@@ -1,4 +1,4 @@
-"""The loop of a step, which is the Learner's batch: its micro-batches, then one optimizer step.
+"""The loop of one step, which is the Learner's batch: several micro-batches, then the optimizer's step.
 
 Docs: https://fastaccum.github.io/fastaccum/core/step_loop.html.md"""
 
@@ -10,8 +10,8 @@ __all__ = ['StepLoop', 'CurrentStep']
 # %% ../../nbs/core/15_step_loop.ipynb #imports
 import torch
 from typing import NamedTuple
-from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException,
-    CancelFitException, CancelStepException, CancelTrainException)
+from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException,
+    CancelEpochException, CancelFitException, CancelStepException, CancelTrainException)
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.schedule import LRFinder, ParamScheduler
 from fastai.learner import Learner
@@ -22,8 +22,8 @@ from .differences import DifferenceWarnings
 from .distributed import Processes
 from .events import Events, hears_steps, records
 from .forward_state import autocast_state, devices_of, set_autocast_state
-from fastaccum.core.gradients import (GradCheck, GradSums, empty_grads, in_half, is_compiled, number_on, params_of,
-    scale_grads)
+from .gradients import (GradCheck, GradSums, empty_grads, in_half, is_compiled,
+    number_on, params_of, scale_grads)
 from .loader_info import samples_of
 from .log_rows import LogRows
 from .mean import KeptLosses, StepMean, find_n_items
@@ -38,70 +38,70 @@ from .warnings import AccumulationWarning, WarnOnce, more_link
 class StepLoop:
     "Runs the steps of one fit: for the Learner, a batch is one optimizer step of several micro-batches"
     def __init__(self, acc:Callback, learn:Learner):
-        # of the fit
-        self.acc = acc                             # the `GradientAccumulation` whose fit this is
+        # state of the fit
+        self.acc = acc                           # the `GradientAccumulation` that runs this loop
         self.learn = learn
-        self.processes = Processes(learn.model)    # the processes that train this model together
-        # the `Plan` of the fit, and the settings it was made for
-        self.plan = self.planned_for = None
-        self.announced = None                      # the `Plan` that was printed last
-        self.warn_once = WarnOnce()                # gives each warning of this fit once
+        self.processes = Processes(learn.model)  # the processes that train this model together
+        self.plan = None                         # the `Plan` of the fit
+        self.planned_for = None                  # the settings that `plan` was made for
+        self.announced = None                    # the `Plan` that was printed last
+        self.warn_once = WarnOnce()              # gives each warning of this fit once
         self.differences = DifferenceWarnings(self.warn_once)
-        self.grad_check = GradCheck()              # did anything change the gradients between micro-batches?
+        self.grad_check = GradCheck()            # notices changes of the gradients between micro-batches
         self.log_rows = LogRows()
-        self.last_loss = 0.                        # mean loss of the last step: shown where a step ignores all targets
-        # of the epoch, set by `begin_epoch`
-        self.loader = None                         # the `StepLoader` that the Learner iterates over
-        self.events = None                         # sends events to callbacks
-        self.comms = []                            # what processes exchange for each micro-batch, in words
-        self.limit = None                          # an `AutoSize` that says how large micro-batches may be, if any
-        self.grad_sums = GradSums([])              # sums of the gradients, in half precision or of a compiled model
-        self.n_batches = 0                         # batches of the loader so far
-        self.n_planned = 0                         # batches of the loader in the planned steps
-        self.has_stepped = False                   # was a step taken?
-        self.devices = ()                          # devices that the model is on, besides the CPU
-        self.batch_device = None                   # device of a batch that fastai would leave where it is
-        # of the step, set by `run_step`
-        self.step = None                           # the `Step` that runs
-        self.mean = None                           # its `StepMean`
-        self.kept_losses = None                    # its `KeptLosses`
-        self.n_left_out = 0                        # micro-batches of it that callbacks have cancelled
-        self.micro = None                          # the `MicroBatch` that runs; `None` before the first of the step
+        self.last_loss = 0.                      # mean loss of the last step; shown if the next has none
+        # state of the epoch, set by `begin_epoch`
+        self.loader = None                       # the `StepLoader` that the Learner iterates over
+        self.events = None                       # sends events to callbacks
+        self.comms = []                          # what makes processes communicate in each micro-batch
+        self.limit = None                        # the `AutoSize` that limits micro-batches, if any
+        self.grad_sums = GradSums([])            # gradient sums, for half precision and compiled models
+        self.n_batches = 0                       # batches of the loader so far
+        self.n_planned = 0                       # batches of the loader in the planned steps
+        self.has_stepped = False                 # whether a step was taken
+        self.devices = ()                        # the model's devices, except the CPU
+        self.batch_device = None                 # the device to which fastai moves batches, if known
+        # state of the step, set by `run_step`
+        self.step = None                         # the `Step` that runs
+        self.mean = None                         # the `StepMean` of `step`
+        self.kept_losses = None                  # the `KeptLosses` of `step`
+        self.n_left_out = 0                      # micro-batches of `step` that callbacks have cancelled
+        self.micro = None                        # the `MicroBatch` that runs; `None` before the first
 
-    # for `learn.export()` in the middle of a fit
-    def __getstate__(self): return dict(acc=self.acc, learn=self.learn)
+    def __getstate__(self): return dict(acc=self.acc, learn=self.learn)   # for `learn.export()` in a fit
 
     @property
     def finder(self)->LRFinder|None:
-        "The callback of `lr_find`, if that is what runs; a callback may call `lr_find` in the middle of a fit"
+        "The callback of `lr_find` while it runs, perhaps called by a callback in the middle of a fit"
         return next((o for o in self.learn.cbs if isinstance(o, LRFinder)), None)
 
     @property
     def log_steps(self)->bool:
-        "Are steps recorded and logged, and not every micro-batch?"
+        "Whether steps are recorded and logged, rather than micro-batches"
         return self.acc.log_accum_batch or self.finder is not None
 
     @property
     def train_metrics(self)->bool:
-        "Are there training metrics, which see every micro-batch and are recorded once per step?"
+        "Whether there are training metrics, which see every micro-batch and are recorded once per step"
         recorder = getattr(self.learn, 'recorder', None)
         return self.log_steps and recorder in self.learn.cbs and recorder.train_metrics
 
 # %% ../../nbs/core/15_step_loop.ipynb #current
 class CurrentStep(NamedTuple):
-    "What other callbacks may know of the step that runs"
-    mean:StepMean # What was counted so far: `samples`, and the `size` that the mean loss covers
+    "A record of the running step, for other callbacks"
+    mean:StepMean # Counts `samples`, and the `size` that the mean loss covers, so far
     micro:MicroBatch|None # The micro-batch that runs, or ran last
     full:int # Samples of a complete step, over all processes
     per_epoch:int # Samples in an epoch, over all processes
     processes:Processes # The processes that train the model together
-    weighs_grads:bool # Do gradients get the share of a micro-batch, and not losses?
+    weighs_grads:bool # Whether gradients, rather than losses, are multiplied by a micro-batch's share
 
 @patch(as_prop=True)
 def current_step(self:StepLoop)->CurrentStep|None:
-    "The record of the step that runs; `None` before the first"
+    "The record of the running step; `None` before the first step"
     if self.step is None: return None
-    return CurrentStep(self.mean, self.micro, self.step.full, self.plan.n, self.processes, bool(self.grad_sums))
+    counts = self.step.full,self.plan.n
+    return CurrentStep(self.mean, self.micro, *counts, self.processes, bool(self.grad_sums))
 
 # %% ../../nbs/core/15_step_loop.ipynb #begin
 @patch
@@ -111,9 +111,9 @@ def begin_epoch(self:StepLoop, plan:Plan):
     self.processes = Processes(learn.model)   # the model may have been wrapped since the fit began
     empty_grads(learn.opt)
     params = params_of(learn.opt)
-    takes_out = bool(in_half(params)) or any(map(is_compiled, learn.model.modules()))
-    # of all parameters, so that a micro-batch has one share
-    self.grad_sums = GradSums(params if takes_out else [])
+    # a micro-batch has one share, which weighs the loss, or the gradients of all parameters
+    weighs_grads = bool(in_half(params)) or any(map(is_compiled, learn.model.modules()))
+    self.grad_sums = GradSums(params if weighs_grads else [])
     self.events = Events(learn)
     size = self.acc.micro_batch_size
     self.limit = AutoSize.of_size(size) if size else self.acc.auto
@@ -121,28 +121,24 @@ def begin_epoch(self:StepLoop, plan:Plan):
     self.n_batches = 0
     self.has_stepped = False
     self.devices = devices_of(learn.model.modules())
-    self.batch_device = self._find_batch_device()
+    # the device to which `Learner._set_device` moves batches; unknown if the Learner has another method
+    first = next(learn.model.parameters(), None)
+    is_fastais = getattr(learn._set_device, '__func__', None) is Learner._set_device
+    self.batch_device = first.device if is_fastais and first is not None else None
     sizes = plan.loaders[self.processes.rank]
     steps = plan.epoch(learn.epoch)
     self.loader = StepLoader(learn, learn.dl, self.run_step, steps, sizes, self.processes,
         plan.drop_last, self.warn_once, lambda b, bs: samples_of(learn, b, bs))
     self.n_planned = self.loader.n_batches
     self.differences.begin_epoch(self.processes, self.loader)
-    self.log_rows.begin_epoch(learn)
+    self.log_rows.begin_epoch(learn, -(-sizes.n//sizes.micro_bs))
     learn.dl = self.loader
-
-@patch
-def _find_batch_device(self:StepLoop):
-    "The device to which fastai's own `_set_device` would move a batch; `None` if the Learner has another `_set_device`"
-    is_fastais = getattr(self.learn._set_device, '__func__', None) is Learner._set_device
-    first = next(self.learn.model.parameters(), None)
-    return first.device if is_fastais and first is not None else None
 
 # %% ../../nbs/core/15_step_loop.ipynb #step
 @patch
 def run_step(self:StepLoop, i:int, step:Step):
-    "Run the micro-batches of step `i`, then update the weights; replaces `Learner.one_batch` during training"
-    # a callback validates
+    "Run the micro-batches of step `i`, then update the weights; replaces `one_batch` in training"
+    # an ordinary batch: a callback has called `learn.validate()`
     if not isinstance(step, Step): return type(self.learn).one_batch(self.learn, i, step)
     self._begin_step(i, step)
     autocast = autocast_state(self.devices)
@@ -151,37 +147,38 @@ def run_step(self:StepLoop, i:int, step:Step):
         while missing:
             self._run_batch(*step.batches.take(missing))
             missing = step.n_missing(self.mean.samples)
-            if missing: self._end_micro_batch()   # the last micro-batch ends with the step
-        # they counted batches of the loader, and count steps again
+            if missing: self._end_micro_batch()   # the last micro-batch of a step ends after the update
+        # `iter` and `n_iter` counted batches of the loader; from here on they count steps again
         self.learn.iter,self.learn.n_iter = i,len(self.loader)
         if self._complete_grads(): self._take_step()
         else: self._skip_step()
-    except BaseException as e:   # also Ctrl-C and fastai's Cancel…: leave no gradient, no patch and no worker behind
+    except BaseException as e:   # also Ctrl-C and Cancel…: leave no gradient, patch or worker behind
         explain_fixed_size(e, our_callback(self.learn, 'GradientCache') or self.acc)
         set_autocast_state(autocast)
-        torch.set_grad_enabled(True)   # an interrupt may have come where `torch.no_grad()` ends
+        torch.set_grad_enabled(True)   # Ctrl-C at the end of a `no_grad()` leaves gradients switched off
         self._empty_grads()
         step.batches.end()
         self.loader.end()
         self.learn.n_iter = len(self.loader)
         ends_epoch = isinstance(e, (CancelTrainException,CancelEpochException,CancelFitException))
-        if ends_epoch and not self.has_stepped: self.differences.epoch_ends(type(e).__name__, self.mean.count)
+        if ends_epoch and not self.has_stepped:
+            self.differences.epoch_ends(type(e).__name__, self.mean.count)
         raise
 
 @patch
 def _begin_step(self:StepLoop, i, step):
     if not self.acc.run or self.acc not in self.learn.cbs:
         raise RuntimeError(f"{type(self.acc).__name__} was switched off or removed in the middle of an "
-            "epoch, when a step may be half done: do that before or after an epoch"
+            "epoch, when a step may be half done: switch it off or remove it before or after an epoch"
             + more_link('middle-of-an-epoch'))
     if not step.announced and 'larger-batches' not in self.warn_once.given:
         self.warn_once('more-batches', "the training loader yields more batches than its `__len__` "
-            f"says, which is enough for {i} steps. So the last of these may be smaller than the others, "
-            "and the schedule of learning rates ends too early. Let `__len__` return the number of "
-            "batches")
-    is_first,self.step,self.micro = self.mean is None,step,None
+            f"says, so learning rates are planned for {i} steps only, and the last of these may be "
+            "smaller than the rest. Let `__len__` return the number of batches")
+    self.step,self.micro = step,None
     self.n_left_out = 0
-    self.mean = StepMean(step.size, step.total, self.acc.n_items, self.processes, self.last_loss, trusted=not is_first)
+    self.mean = StepMean(step.size, step.total, self.acc.n_items, self.processes, self.last_loss,
+        trusted=self.mean is not None)
     self.kept_losses = KeptLosses(self.learn)
     self.log_rows.begin_step()
 
@@ -189,17 +186,17 @@ def _begin_step(self:StepLoop, i, step):
 def _empty_grads(self:StepLoop):
     empty_grads(self.learn.opt)
     self.grad_sums.pop()
-    self.grad_check.forget()   # the gradients that it has noted were just emptied
+    self.grad_check.forget()   # the gradients noted by `grad_check` were just emptied
 
 # %% ../../nbs/core/15_step_loop.ipynb #batch
 @patch
 def _run_batch(self:StepLoop, b, n):
-    "Run one batch of the loader, or the part of it in this step: `before_batch` sees all of it, then it may be split"
+    "Run `n` samples: a batch of the loader, or its part in this step. `before_batch` sees all of them"
     learn = self.learn
     self.micro = MicroBatch(n)
     learn.iter = self.n_batches
     self.n_batches += 1
-    learn.n_iter = max(self.n_planned, self.n_batches)   # counts what `iter` counts
+    learn.n_iter = max(self.n_planned, self.n_batches)   # in batches of the loader, as `iter`
     if n>self.loader.sizes.bs: self._warn_larger_batch(n)
     limit = self.limit if self.limit is not None and self.limit.splits(n) else None
     changed = None if limit is None else ChangedAttrs([learn,*learn.cbs])
@@ -209,12 +206,13 @@ def _run_batch(self:StepLoop, b, n):
     try: self.events.send('before_batch')
     except CancelBatchException: return self._leave_out('after_cancel_batch')
     if self.mean.count and not self.differences.checked_state:
-        with self.differences.second_micro_batch(learn, self.step): self._run_split(n, limit, changed)
+        with self.differences.second_micro_batch(learn, self.step):
+            self._run_split(n, limit, changed)
     else: self._run_split(n, limit, changed)
 
 @patch
 def _is_in_place(self:StepLoop, b):
-    "Are all tensors of a flat batch on the model's device, so that `_set_device` would change nothing?"
+    "Whether all of a flat batch's tensors are on the model's device, where `_set_device` moves them"
     if self.batch_device is None or type(b) not in (tuple,list): return False
     for o in b:
         if not isinstance(o, torch.Tensor) or o.device!=self.batch_device: return False
@@ -222,10 +220,9 @@ def _is_in_place(self:StepLoop, b):
 
 @patch
 def _warn_larger_batch(self:StepLoop, n):
-    self.warn_once('larger-batches', f"a batch has {n} samples (the first dimension of its tensors) "
-        f"where the training loader says {self.loader.sizes.bs}, so a step has fewer batches than "
-        "planned, and an epoch more steps. If the first dimension does not count samples, give "
-        "`accum_bs` in what it counts; if the loader joins items, let its `bs` count samples")
+    self.warn_once('larger-batches', f"a batch has {n} samples (the first dimension of its tensors), "
+        f"but the training loader says {self.loader.sizes.bs}, so an epoch has more steps than planned. "
+        "Let the loader's `bs` count samples, or give `accum_bs` in what the first dimension counts")
 
 # %% ../../nbs/core/15_step_loop.ipynb #micro
 @patch
@@ -246,7 +243,7 @@ def _forward(self:StepLoop):
         learn.loss = learn.loss_grad.clone()
         self.micro.loss_grad_fn = learn.loss_grad.grad_fn
     for cb in self.events.listeners('after_loss'): self._may_change_loss(cb, 'after_loss')
-    if not learn.training or not len(learn.yb): return   # callbacks may have set the targets
+    if not learn.training or not len(learn.yb): return   # a callback may have set the targets by now
     try:
         self._before_backward()
         self._backward()
@@ -257,7 +254,7 @@ def _forward(self:StepLoop):
 
 @patch
 def _may_change_loss(self:StepLoop, cb, event):
-    "Send `event` to the callback `cb`, and note whether `cb` has changed the loss that is back-propagated"
+    "Send `event` to the callback `cb`, and note whether `cb` changes the loss that is back-propagated"
     def grad_fn(): return getattr(vars(self.learn).get('loss_grad'), 'grad_fn', None)
     before = grad_fn()
     cb(event)
@@ -265,15 +262,15 @@ def _may_change_loss(self:StepLoop, cb, event):
 
 @patch
 def _before_backward(self:StepLoop):
-    "Callbacks add penalties, then the loss gets its share, and only then mixed precision scales the loss"
-    waits = True   # has the loss its share yet?
+    "Callbacks add penalties, then the loss gets its share, then mixed precision scales the loss"
+    needs_share = True   # the loss was not multiplied by the micro-batch's share yet
     for cb in self.events.listeners('before_backward'):
         if cb is self.acc: continue
-        if waits and isinstance(cb, MixedPrecision):
+        if needs_share and isinstance(cb, MixedPrecision):
             self._share_loss()
-            waits = False
+            needs_share = False
         self._may_change_loss(cb, 'before_backward')
-    if waits: self._share_loss()
+    if needs_share: self._share_loss()
 
 @patch
 def _share_loss(self:StepLoop):
@@ -286,59 +283,58 @@ def _backward(self:StepLoop):
     if self.comms: check_left_out(self.processes, self.comms, False)
     if self.grad_check.noted and mean.count:
         n_changed = self.grad_check.n_changed()
-        # since memory ran out
+        # once memory ran out, `Retries` sets gradients aside, which is no change by a callback
         set_aside = self.acc.auto is not None and self.acc.auto.train is not None
         if n_changed and not set_aside: self.differences.grads_changed(n_changed)
-    # a micro-batch whose loss needs no gradient is skipped; if the whole step is like that, let torch raise its error
-    is_last = mean.samples+self.micro.n>=self.step.target
-    if learn.loss_grad.requires_grad or is_last and not mean.learns: learn._backward()
+    # skip a loss that needs no gradient; if no loss of the step needs one, let torch raise its error
+    must_raise = not mean.learns and mean.samples+self.micro.n>=self.step.target
+    if learn.loss_grad.requires_grad or must_raise: learn._backward()
     self.micro.ran = True
 
 # %% ../../nbs/core/15_step_loop.ipynb #cancel
 @patch
 def _leave_out(self:StepLoop, event):
-    "A callback has cancelled the micro-batch: send `event`, which says so"
+    "Send `event` after a callback has cancelled the micro-batch, and leave it out of the step"
     self.events.send(event)
-    if self.micro.ran: return   # it was cancelled after its backward pass, and counts
+    if self.micro.ran: return   # cancelled after its backward pass: the micro-batch counts
     self.n_left_out += 1
     check_left_out(self.processes, self.comms, True)
 
 @patch
 def _cancelled_backward(self:StepLoop):
-    "A callback has cancelled the backward pass: count the micro-batch if a callback has a backward pass of its own"
-    learn = self.learn
-    if not self.events.listeners('after_cancel_backward'): return self._leave_out('after_cancel_backward')
+    "After `CancelBackwardException`: count the micro-batch if a callback runs its own backward pass"
+    learn,event = self.learn,'after_cancel_backward'
+    if not self.events.listeners(event): return self._leave_out(event)
     if not self.micro.has_share: self._share_loss()
-    passes = []   # backward passes that go through `loss_grad`
-    if learn.loss_grad.requires_grad: learn.loss_grad.register_hook(lambda grad: passes.append(grad.shape))
-    grads = [(p,p.grad,None if p.grad is None else p.grad._version) for p in params_of(learn.opt)]
-    self._leave_out('after_cancel_backward')
+    passes = []   # one entry for each backward pass that goes through `loss_grad`
+    if learn.loss_grad.requires_grad:
+        learn.loss_grad.register_hook(lambda grad: passes.append(grad.shape))
+    grads = [(p,p.grad,getattr(p.grad, '_version', None)) for p in params_of(learn.opt)]
+    self._leave_out(event)
     if passes:
         self.n_left_out -= 1
         self.micro.ran = True
         return self.acc.after_backward()
-    if any(p.grad is not g or g is not None and g._version!=version for p,g,version in grads):
-        raise RuntimeError("a callback cancels the backward pass (`CancelBackwardException`) and computes gradients "
-            "without `learn.loss_grad`, so they do not get the share of the micro-batch in its step. Call "
-            "`self.learn.loss_grad.backward()` in `after_cancel_backward`, or train without accumulation"
+    if any(p.grad is not g or getattr(g, '_version', None)!=version for p,g,version in grads):
+        raise RuntimeError("a callback cancels the backward pass and computes gradients without the "
+            "loss `learn.loss_grad`, which has the micro-batch's share in the step: in "
+            "`after_cancel_backward`, call `self.learn.loss_grad.backward()`"
             + more_link('own-backward-pass'))
 
 # %% ../../nbs/core/15_step_loop.ipynb #ends
 @patch
 def _end_micro_batch(self:StepLoop, ends_batch:bool=True):
-    "End a micro-batch that is not the last of its step: `after_batch` for callbacks that get it each time"
+    "Send `after_batch` for a micro-batch before the last of its step; with `ends_batch`, for a batch"
     is_recorded = not self.log_steps and self.micro.ran
     if is_recorded:
         self.log_rows.n_more_rows += 1
-        self.log_rows.before_micro_batch_row(self.learn, self._rows_per_epoch())
+        self.log_rows.before_micro_batch_row(self.learn)
     if not (is_recorded or ends_batch): return
     self._put_back_inputs()
     for cb in self.events.listeners('after_batch'):
-        if ends_batch and not hears_steps(cb) or is_recorded and records(cb):
-            self.log_rows.after_batch(cb, records(cb))
-
-@patch
-def _rows_per_epoch(self:StepLoop): return -(-self.loader.sizes.n//self.loader.sizes.micro_bs)
+        hears_batch = ends_batch and not hears_steps(cb)
+        hears_row = is_recorded and records(cb)
+        if hears_batch or hears_row: self.log_rows.after_batch(cb, records(cb))
 
 @patch
 def _put_back_inputs(self:StepLoop):
@@ -353,14 +349,16 @@ def _complete_grads(self:StepLoop)->bool:
     self.grad_check.forget()
     mean.sum_up()
     is_incomplete = self.processes.n==1 and mean.samples<self.step.target
-    if not mean.samples or self.plan.drop_last and is_incomplete: return False
+    is_dropped = self.plan.drop_last and is_incomplete
+    if is_dropped or not mean.samples: return False
     params = [p for p in params_of(learn.opt) if p.requires_grad]
     correction = mean.correction
-    if self.grad_sums: grads = {p:g*number_on(g.device, correction) for p,g in self.grad_sums.pop().items()}
+    if self.grad_sums:
+        grads = {p:g*number_on(g.device, correction) for p,g in self.grad_sums.pop().items()}
     else:
         scale_grads(params, correction)
         grads = {}
-        for p in params:   # the other gradients stay where they are
+        for p in params:   # under DDP, gradients are summed; sparse gradients are coalesced
             if p.grad is not None and (self.processes.ddps or p.grad.is_sparse): grads[p] = p.grad
     self.processes.sum_grads(params, grads)
     for p,g in grads.items(): p.grad = (g.coalesce() if g.is_sparse else g).to(p.dtype)
@@ -371,12 +369,13 @@ def _complete_grads(self:StepLoop)->bool:
 # %% ../../nbs/core/15_step_loop.ipynb #take
 @patch
 def _take_step(self:StepLoop):
+    "Run the optimizer's step with its events; `learn.loss` becomes the mean loss of the step"
     learn,ran = self.learn,self.micro is not None
     micro_loss,step_loss = learn.loss,self.mean.loss
     learn.loss = self.last_loss = step_loss
     self.has_stepped = True
     if self.n_left_out: self.differences.left_out(self.step, self.n_left_out)
-    if not ran:   # a process without samples must still set the same learning rate as the others
+    if not ran:   # a process without samples must set the same learning rate as the other processes
         for cb in self.events.listeners('before_batch'):
             if isinstance(cb, ParamScheduler): cb('before_batch')
     try:
@@ -390,42 +389,41 @@ def _take_step(self:StepLoop):
     if self.log_steps:
         self.kept_losses.put_means(learn)
         self.log_rows.before_step_row(learn, self.mean.samples)
-    else: self.log_rows.before_micro_batch_row(learn, self._rows_per_epoch())
+    else: self.log_rows.before_micro_batch_row(learn)
     self._end_step(ran, micro_loss, step_loss)
 
 @patch
 def _end_step(self:StepLoop, ran, micro_loss, step_loss):
-    "`after_batch` of a step"
+    "Send `after_batch` for the step; callbacks that log micro-batches see `micro_loss`"
     learn,train_metrics = self.learn,self.train_metrics
     if train_metrics: learn.recorder.train_metrics = False   # the metrics have seen every micro-batch
     self._put_back_inputs()
     try:
         for cb in self.events.listeners('after_batch'):
             if not (ran or hears_steps(cb)): continue
-            if self.log_steps:
-                cb('after_batch')
-                continue
-            learn.loss = micro_loss if records(cb) else step_loss   # a row for the micro-batch
-            self.log_rows.after_batch(cb, records(cb))
+            if self.log_steps: cb('after_batch')
+            else:
+                learn.loss = micro_loss if records(cb) else step_loss
+                self.log_rows.after_batch(cb, records(cb))
     finally:
         if train_metrics: learn.recorder.train_metrics = True
     if not self.log_steps: return
-    auto = self.acc.auto
-    row = dict(accumulation_batch_size=self.acc.current_bs, micro_batch_size=auto and auto.train)
+    micro_bs = None if self.acc.auto is None else self.acc.auto.train
+    row = dict(accumulation_batch_size=self.acc.current_bs, micro_batch_size=micro_bs)
     self.log_rows.after_step_row(learn, row)
 
 @patch
 def _skip_step(self:StepLoop):
-    "No micro-batch was back-propagated, or the step is incomplete and incomplete steps are dropped: no update"
+    "Drop a step that is incomplete, or in which no micro-batch was back-propagated: no update"
     self._empty_grads()
     if self.micro is None: return
     self._end_micro_batch()
-    # without targets, fastai trains nothing either
+    # no warning for batches without targets, with which fastai does not train either
     if self.mean.samples or not len(self.learn.yb): return
-    self.warn_once('cancelled', "callbacks have cancelled all micro-batches that were left in an epoch "
-        "(`CancelBatchException` or `CancelBackwardException`), so no step was taken with them. If they decide by "
-        "`train_iter`, which counts steps, they cancel all that follows, too: let them decide by `learn.iter`, which "
-        "counts micro-batches, or by the samples", AccumulationWarning)
+    self.warn_once('cancelled', "callbacks have cancelled all remaining micro-batches of an epoch "
+        "(`CancelBatchException` or `CancelBackwardException`), so no step was taken with them. Let the "
+        "callbacks decide by `learn.iter`, which counts micro-batches, and not by `train_iter`, which "
+        "counts steps and stands still meanwhile", AccumulationWarning)
 
 # %% ../../nbs/core/15_step_loop.ipynb #split
 @patch
@@ -435,16 +433,18 @@ def _run_split(self:StepLoop, n, limit, changed):
     learn = self.learn
     rows = n_samples((*learn.yb,*learn.xb), n) or n   # callbacks may have made more rows of the samples
     if rows!=n: self.differences.splits_rows(rows, n)
-    self._in_parts(n, rows, limit, changed, self._micro_batch, lambda: self._end_micro_batch(ends_batch=False))
+    def end(): self._end_micro_batch(ends_batch=False)
+    self._in_parts(n, rows, limit, changed, self._micro_batch, end)
 
 @patch
 def _in_parts(self:StepLoop, n, rows, limit, changed, run, end):
-    "Call `run()` for each micro-batch of the Learner's batch, and `end()` after it, unless its step ends with it"
+    "Call `run()` for each micro-batch of the batch, then `end()`, except after the last one in training"
     learn,training = self.learn,self.learn.training
     division = limit.divide(learn.model, learn.xb, learn.yb, rows, self.warn_once)
-    parts,retries = BatchParts(learn, rows, changed, division),Retries(learn, limit)
+    parts = BatchParts(learn, rows, changed, division)
+    retries = Retries(learn, limit)
     is_first_batch = training and not learn.iter
-    # refuse what cannot be split before a weight changes
+    # refuse a batch that cannot be split before any weight changes
     if is_first_batch and not limit.fixed: parts.cut(0, 1)
     start = 0
     try:
@@ -466,12 +466,12 @@ def _in_parts(self:StepLoop, n, rows, limit, changed, run, end):
 # %% ../../nbs/core/15_step_loop.ipynb #valid
 @patch
 def run_valid_batch(self:StepLoop, i:int, b:object):
-    "Run a batch of validation in micro-batches that fit in memory; replaces `Learner.one_batch`, with `'auto'`"
+    "Run a validation batch in micro-batches that fit in memory; for `'auto'`, replaces `one_batch`"
     learn,changed = self.learn,ChangedAttrs([self.learn,*self.learn.cbs])
     self.events = self.events or Events(learn)
     learn.iter = i
     learn._split(learn._set_device(b))
-    # `outs`: samples, predictions, loss and its number of items, of each part
+    # `outs`: for each part, its samples, predictions, loss, and the number of items of the loss
     outs,kept = [],KeptLosses(learn)
     def keep():
         find = self.acc.n_items or find_n_items(learn.loss_func)
@@ -495,6 +495,6 @@ def _put_together(learn, outs):
     if not len(learn.yb): return
     if items[0] is None: learn.loss = sum(losses)   # the loss is a sum
     else:
-        items = [float(o) for o in items]           # synchronises the GPU, but only if a batch was split
+        items = [float(o) for o in items]           # synchronises the GPU, but only after a split
         learn.loss = sum(o*n for o,n in zip(losses, items) if n)/(sum(items) or 1)
     learn.loss_grad = learn.loss

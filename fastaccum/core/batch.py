@@ -45,7 +45,7 @@ def is_list(o:object)->bool:
     return len(are_tensors)==1
 
 def _ambiguity(o):
-    "Rate how uncertain the number of samples in `o` is: 0 for a tensor, 1 for a list of items, 2 for a list of tensors"
+    "Rate how uncertain the number of samples in `o` is: 0 tensor, 1 list of items, 2 list of tensors"
     if not is_list(o): return 0
     return 2 if len(_shape(o[0])) else 1
 
@@ -66,7 +66,10 @@ def _counts(o):
     return [*inside,len(o)] if _ambiguity(o)==2 else [len(o),*inside]
 
 def n_samples(b:object, expected:int=None)->int:
-    "Count the samples of a batch; if several numbers are possible, `expected`, the loader's batch size, decides"
+    """Count the samples of a batch
+
+    If several numbers are possible, `expected`, the loader's batch size, decides.
+    """
     parts = b if isinstance(b, (tuple,list)) else (b,)
     if parts and has_rows(parts[0], expected): return expected
     counts = dict.fromkeys(n for o in sorted(parts, key=_ambiguity) for n in _counts(o))
@@ -80,13 +83,13 @@ def samples(learn:Learner)->int:
 
 # %% ../../nbs/core/03_batch.ipynb #split
 def even_sizes(n:int, most:int|None)->list:
-    "Divide `n` samples into as few parts of at most `most` samples as possible, and list the even sizes of the parts"
+    "Divide `n` samples into as few parts of at most `most` samples as possible; returns the even sizes"
     n_parts = ceil(n/most) if most else 1
     size,rest = divmod(n, n_parts)
     return [size+1]*rest+[size]*(n_parts-rest)
 
 def bounds(sizes:list)->list:
-    "List pairs `(start, stop)` for parts of these sizes: the first sample of a part, and the sample after its last"
+    "List pairs `(start, stop)`: the first sample of each part, and the sample after its last"
     return [*pairwise(accumulate(sizes, initial=0))]
 
 # %% ../../nbs/core/03_batch.ipynb #containers
@@ -96,19 +99,24 @@ def container_like(o:object, parts:list)->object:
     data = dict(zip(o.keys(), parts))
     if not isinstance(o, dict): return type(o)(data)
     res = copy(o)
-    for k,v in data.items(): res[k] = v   # not `update`, which the outputs of Hugging Face's models refuse
+    # not `update`, which the outputs of Hugging Face's models refuse
+    for k,v in data.items(): res[k] = v
     return res
 
 def _cannot_be_split(o, n, reason=''):
     return TypeError(f"a {type(o).__name__}{reason} in a batch of {n} samples cannot be split: "
         "`micro_batch_size` splits tensors with the samples along their first dimension, and tuples, "
-        "lists and dicts of such tensors. Pass `micro_batch_size=AutoSize(split=f)` with your own function "
-        "`f(batch, start, stop, n)`, or make the DataLoaders with a batch size that fits in memory instead"
+        "lists and dicts of such tensors. Pass `micro_batch_size=AutoSize(split=f)` with your own "
+        "function `f(batch, start, stop, n)`, or make the DataLoaders with a batch size that fits in "
+        "memory instead"
         + more_link('cannot-be-split'))
 
 # %% ../../nbs/core/03_batch.ipynb #split-it
 def _lists_samples(o, n, of_tensors=False):
-    "Whether `o` lists samples: if all items are tensors with `n` rows, they are samples only with `of_tensors`"
+    """Whether `o` is a list with an item for each of `n` samples
+
+    If all items are tensors with `n` rows, the items are samples only with `of_tensors`.
+    """
     if not is_list(o) or len(o)!=n: return False
     return of_tensors or not all(has_rows(x, n) for x in o)
 
@@ -121,8 +129,8 @@ def _has_tensor_per_sample(b, n):
 def pick(b:object, n:int, f:Callable, without_rows:Callable|None=None)->object:
     """Select samples of a batch of `n` samples: `f` selects rows of tensors and items of lists
 
-    `without_rows(o)` returns the replacement for a part `o` that has no row for each sample. Without this
-    function, such a part is an error.
+    `without_rows(o)` returns the replacement for a part `o` that has no row for each sample. Without
+    this function, such a part is an error.
 
     TypeError: a part of the batch cannot be split
     """
@@ -158,7 +166,10 @@ def rebuilt(o:object, contents:Iterator)->object:
     return container_like(o, [rebuilt(v, contents) for v in values(o)])
 
 def like_tensor(o:object, x:object)->object:
-    "Return the tensor `o` with the class and attributes of `x`, such as fastai's `TensorImage`; other objects as they are"
+    """Return the tensor `o` with the class and attributes of `x`, such as fastai's `TensorImage`
+
+    Other objects are returned unchanged.
+    """
     if not isinstance(o, torch.Tensor) or type(x) in (torch.Tensor,torch.nn.Parameter): return o
     res = o.as_subclass(type(x))
     vars(res).update(vars(x))
@@ -166,7 +177,10 @@ def like_tensor(o:object, x:object)->object:
 
 # %% ../../nbs/core/03_batch.ipynb #join
 def join(parts:list, ns:list)->object:
-    "Join parts of a batch with `ns` samples, tensor by tensor; anything without rows is taken from the first part"
+    """Join parts of a batch with `ns` samples, tensor by tensor
+
+    Anything without rows is taken from the first part.
+    """
     o = parts[0]
     if isinstance(o, torch.Tensor): return torch.cat(parts) if all(map(has_rows, parts, ns)) else o
     if not is_nested(o): return o

@@ -80,7 +80,7 @@ def class_names(cls:type)->frozenset:
     return frozenset(f'{o.__module__}.{o.__qualname__}' for o in cls.__mro__)
 
 def our_callbacks(learn:Learner, name:str)->list:
-    "List the callbacks of a Learner that are instances of fastaccum's class `name`, or of a class derived from it"
+    "List the callbacks of a Learner that are instances of fastaccum's class `name` or of a subclass"
     def is_ours(cls): return cls.startswith('fastaccum.') and cls.endswith(f'.{name}')
     return [cb for cb in learn.cbs if any(map(is_ours, class_names(type(cb))))]
 
@@ -110,7 +110,7 @@ def by_name(name:str)->Callable:
 
 # %% ../../nbs/core/07_checks.ipynb #learner
 def _steps_by_itself(learn, name):
-    "Whether the Learner's method `name` is not fastai's, so that it may contain a training loop of its own"
+    "Whether the Learner's method `name` is not fastai's, so that it may be a training loop of its own"
     f = vars(learn).get(name) or getattr(type(learn), name)
     f = getattr(f, '__func__', f)
     module = getattr(f, '__module__', None) or ''
@@ -119,13 +119,16 @@ def _steps_by_itself(learn, name):
     return not (module.startswith('fastai.') or is_tsais)
 
 def _passed_to_fit(learn):
-    "List the callbacks that were passed to the running `fit`: fastai keeps them only in the variables of that call"
+    """List the callbacks that were passed to the running `fit`
+
+    fastai keeps these callbacks only in the local variables of that call.
+    """
     frame = sys._getframe()
     while frame is not None:
         is_fit = frame.f_globals.get('__name__')=='fastai.learner' and frame.f_code.co_name=='fit'
         if is_fit and frame.f_locals.get('self') is learn:
             passed = L(frame.f_locals.get('cbs'))
-            # a callback may be passed as a class; fastai makes an instance, and adds it after the other callbacks
+            # a callback may be passed as a class: fastai makes an instance, and adds the instance last
             made = [[o for o in learn.cbs if type(o) is p][-1] for p in passed if isinstance(p, type)]
             return [*passed,*made]
         frame = frame.f_back
@@ -160,7 +163,10 @@ def check_half_gradients(learn:Learner):
         "`learn.to_non_native_fp16()`" + more_link('half-precision-gradients'))
 
 class RefuseHalfGradients(Callback):
-    "Calls `check_half_gradients` at the beginning of the next fit, before a callback casts the model; removes itself"
+    """Calls `check_half_gradients` at the beginning of the next fit, before a callback casts the model
+
+    The callback removes itself from the Learner.
+    """
     order = -100   # before `ModelToHalf` (-50), which casts the model
     def before_fit(self):
         learn = self.learn
@@ -171,21 +177,22 @@ class RefuseHalfGradients(Callback):
 def check_learner(learn:Learner):
     """Refuse a Learner that has a second way to accumulate gradients, or a training loop of its own
 
-    ValueError: two callbacks accumulate gradients, a callback adds up gradients in half precision, an optimizer
-        steps in the backward pass, or the Learner has a training loop of its own
+    ValueError: two callbacks accumulate gradients, a callback adds up gradients in half precision, an
+        optimizer steps in the backward pass, or the Learner has a training loop of its own
     """
     _check_one_accumulates(learn)
     check_half_gradients(learn)
     for name,p in learn.model.named_parameters():
         if not getattr(p, '_post_accumulate_grad_hooks', None): continue
         raise ValueError(f"the parameter {name!r} has a hook that runs in each backward pass "
-            "(`register_post_accumulate_grad_hook`), as an optimizer sets it that steps in the backward pass. "
-            "The hook would run with every micro-batch instead of once per step: remove it"
+            "(`register_post_accumulate_grad_hook`), as an optimizer sets it that steps in the backward "
+            "pass. The hook would run with every micro-batch instead of once per step: remove it"
             + more_link('steps-in-the-backward-pass'))
     for name in ('_do_one_batch','_do_grad_opt','one_batch'):
         if not _steps_by_itself(learn, name): continue
-        raise ValueError(f"the Learner's own `{name}` replaces fastai's, which runs the micro-batches, so "
-            "gradients cannot be accumulated: move its code into callbacks, the model or the loss function"
+        raise ValueError(f"the Learner's own `{name}` replaces fastai's, which runs the micro-batches, "
+            "so gradients cannot be accumulated: move its code into callbacks, the model or the loss "
+            "function"
             + more_link('own-training-loop'))
 
 # %% ../../nbs/core/07_checks.ipynb #hooked

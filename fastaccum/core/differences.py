@@ -1,4 +1,4 @@
-"""Look in the first micro-batches of a fit for anything that makes it differ from the full-batch run, and warn.
+"""Warn of anything that makes a fit differ from the full-batch run.
 
 Docs: https://fastaccum.github.io/fastaccum/core/differences.html.md"""
 
@@ -36,7 +36,7 @@ from fastaccum.core.warnings import (AccumulationWarning, BatchNormWarning, Load
 
 # %% ../../nbs/core/11_differences.ipynb #layers
 def batchnorms(model:nn.Module)->list:
-    "List the BatchNorm layers of `model` that, in its present mode, normalise with the samples of the batch"
+    "List the BatchNorm layers of `model` that, in its present mode, normalise with the batch's samples"
     # a BatchNorm layer without features, which fastai's tabular model may have, normalises nothing
     bns = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.num_features]
     return [m for m in bns if m.training or m.running_mean is None]
@@ -46,8 +46,8 @@ def batchnorms(model:nn.Module)->list:
 def warn_chunks(model:nn.Module, xb:tuple, warn_once:WarnOnce):
     """Warn if fastai's `SentenceEncoder` leaves out chunks of texts
 
-    For each chunk, it counts the texts that are long enough to have this chunk, and takes the same number of
-    texts from the beginning of the batch, whether these are long enough or not.
+    For each chunk, `SentenceEncoder` counts the texts that are long enough to have this chunk, and takes
+    the same number of texts from the beginning of the batch, whether these are long enough or not.
     """
     def leaves_out(m):
         has_chunk = xb[0][:,::m.bptt]!=m.pad_idx
@@ -56,8 +56,8 @@ def warn_chunks(model:nn.Module, xb:tuple, warn_once:WarnOnce):
     encoders = [m for m in model.modules() if encoder in class_names(type(m))]
     if any(map(leaves_out, encoders)):
         warn_once('text-chunks', "fastai's SentenceEncoder leaves out the last chunk of a text if an "
-            "earlier text of the batch is too short to have such a chunk, so predictions depend on which "
-            "texts are in a micro-batch. Use `ActivationCheckpoint()` with the full batch instead",
+            "earlier text of the batch is too short to have such a chunk, so predictions depend on "
+            "which texts are in a micro-batch. Use `ActivationCheckpoint()` with the full batch instead",
             AccumulationWarning)
 
 # %% ../../nbs/core/11_differences.ipynb #loss
@@ -76,7 +76,7 @@ class LossTrials:
     def begin_epoch(self): self.left,self.single = self.per_epoch,None
 
     def begin_batch(self, learn:Learner):
-        "Before callbacks get a batch of the loader, remember all attributes, to find out which ones they set"
+        "Before callbacks get a batch of the loader, remember all attributes, to find those that change"
         self.attrs = ChangedAttrs([learn,*learn.cbs,*learn.model.modules()])
 
     def micro_batch(self, learn:Learner, micro:MicroBatch, mean:StepMean, warns:bool):
@@ -113,30 +113,33 @@ def _mean_or_sum(mean):
     "Say what the loss should be, given the `StepMean`"
     if mean.is_sum: return 'a sum over samples'
     if isinstance(mean.find, Targets): return 'a mean over the targets that are not ignored'
-    return 'a mean over samples' if mean.n_items is None else 'a mean over the items that `n_items` counts'
+    if mean.n_items is not None: return 'a mean over the items that `n_items` counts'
+    return 'a mean over samples'
 
 @patch
-def _not_a_mean(self:LossTrials, probed:Probed, learn, micro, mean)->bool: # Whether there was a reason to warn
+# Whether there was a reason to warn
+def _not_a_mean(self:LossTrials, probed:Probed, learn, micro, mean)->bool:
     "Warn of a loss that is not the mean of its parts' losses"
     if not probed.wrong: return False
     how = 'the loss of a part is not finite' if isinf(probed.off) else _percent(probed.off)
-    remedy = ("If it averages other items, such as tokens, pass `n_items=`, a function that counts these items; "
-        "if it compares samples with each other, let it see the whole batch with `GradientCache`")
+    remedy = ("Use `reduction='mean'` in all of its terms; if it averages other items, such as tokens, "
+        "pass `n_items=`, a function that counts these items; if it compares samples with each other, "
+        "let it see the whole batch with `GradientCache`")
     if probed.adds_up:
         remedy = ("The losses of the parts add up to it: if it is meant to be a sum, set "
             "`learn.loss_func.reduction = 'sum'` before the fit; if not, use `reduction='mean'`")
-    self.warn_once('loss-not-a-mean', f"your loss is not {_mean_or_sum(mean)} ({how}), so this run differs "
-        f"from the full-batch run. {remedy}", LossWarning)
+    self.warn_once('loss-not-a-mean', f"your loss is not {_mean_or_sum(mean)} ({how}), so this run "
+        f"differs from the full-batch run. {remedy}", LossWarning)
     return True
 
 @patch
 def _has_state(self:LossTrials, probed, learn, micro, mean)->bool:
     "Warn of a loss function that keeps something from one call to the next"
     if not probed.has_state: return False
-    self.warn_once('loss-with-state', "the loss function returns another value when it is called "
-        "again with the same predictions and targets, so it keeps something from one call to the next, "
-        "such as a running mean or a count. It is called with every micro-batch instead of once per step, "
-        "so this run differs from the full-batch run. With `GradientCache`, it is called once per step",
+    self.warn_once('loss-with-state', "the loss function returns another value when it is called again "
+        "with the same predictions and targets, so it keeps something from one call to the next, such "
+        "as a running mean or a count. It is called with every micro-batch instead of once per step, so "
+        "this run differs from the full-batch run. With `GradientCache`, it is called once per step",
         StateWarning)
     return True
 
@@ -145,12 +148,13 @@ def _more_rows(self:LossTrials, probed, learn, micro, mean)->bool:
     "Warn of a loss that gets more rows than samples, and could not be tried"
     if probed.off is not None or not isinstance(learn.pred, Tensor) or not learn.pred.ndim: return False
     rows = len(learn.pred)
-    has_time_first = learn.pred.shape[1:-1]==(micro.n,)   # as CTC loss takes predictions: time, sample, class
+    # as CTC loss takes predictions: time, sample, class
+    has_time_first = learn.pred.shape[1:-1]==(micro.n,)
     if not rows>micro.n>1 or has_time_first: return False
     self.warn_once('more-rows', f"the loss gets {rows} rows for the {micro.n} samples of a micro-batch, "
-        "as if a callback made several views of each sample, and it could not be checked on parts of the "
-        "micro-batch. If it compares samples with each other, this run differs from the full-batch run: "
-        "let it see the whole batch with `GradientCache`", LossWarning)
+        "as if a callback made several views of each sample, and it could not be checked on parts of "
+        "the micro-batch. If it compares samples with each other, this run differs from the full-batch "
+        "run: let it see the whole batch with `GradientCache`", LossWarning)
     return True
 
 @patch
@@ -160,9 +164,10 @@ def _fails_on_a_part(self:LossTrials, probed, learn, micro, mean)->bool:
     computed_by_loss_func = micro.loss_grad_fn is not None
     is_single = (n_samples(learn.yb, micro.n) or micro.n)==1
     if not probed.raised or is_single or not computed_by_loss_func: return False
-    self.warn_once('loss-not-tried', f"it could not be checked that your loss is {_mean_or_sum(mean)}, because "
-        f"it fails on a part of the micro-batch ({probed.reason}). If it uses more than predictions and "
-        "targets, this run may differ from the full-batch run: run `learn.accum_check()` to find out",
+    self.warn_once('loss-not-tried', f"it could not be checked that your loss is {_mean_or_sum(mean)}, "
+        f"because it fails on a part of the micro-batch ({probed.reason}). If it uses more than "
+        "predictions and targets, this run may differ from the full-batch run: run "
+        "`learn.accum_check()` to find out",
         LossWarning)
     return True
 
@@ -173,18 +178,18 @@ def _uneven_labels(self:LossTrials, probed, learn, micro, mean)->bool:
     may_warn = probed.off is None and mean.find is samples and not was_warned
     n = n_samples(learn.yb, micro.n) or micro.n
     if not may_warn or not self._has_uneven_labels(learn, n): return False
-    self.warn_once('loss-not-tried', f"it could not be checked that your loss is {_mean_or_sum(mean)}, and samples "
-        "have different numbers of labels other than -100. If it is a mean over labels, as a loss that the "
-        "model computes usually is, this run differs from the full-batch run: pass `n_items=`, a function "
-        "that counts the labels, such as `lambda learn: (learn.y!=-100).sum()` if `learn.y` has them (a causal "
-        "language model leaves out the first label of each sequence). `learn.accum_check()` tells whether "
-        "the result is right", LossWarning)
+    self.warn_once('loss-not-tried', f"it could not be checked that your loss is {_mean_or_sum(mean)}, "
+        "and samples have different numbers of labels other than -100. If it is a mean over labels, as "
+        "a loss that the model computes usually is, this run differs from the full-batch run: pass "
+        "`n_items=`, a function that counts the labels, such as `lambda learn: (learn.y!=-100).sum()` "
+        "if `learn.y` has them (a causal language model leaves out the first label of each sequence). "
+        "`learn.accum_check()` tells whether the result is right", LossWarning)
     return True
 
 # %% ../../nbs/core/11_differences.ipynb #loss-labels
 @patch
 def _has_uneven_labels(self:LossTrials, learn, m):
-    "Whether samples so far have had different numbers of integer labels other than -100; synchronises the GPU"
+    "Whether samples have had different numbers of labels other than -100; synchronises the GPU"
     n_targets = len(leaves(tuple(learn.yb)))
     # a model that computes the loss has the labels among its inputs
     parts = leaves((*learn.yb,*learn.xb))
@@ -199,7 +204,7 @@ def _has_uneven_labels(self:LossTrials, learn, m):
     return any(len(o)>1 for o in self.counts.values())
 
 # %% ../../nbs/core/11_differences.ipynb #loss-changes
-# types of attributes that can be copied or restored; a callback with another attribute does not get its event again
+# types of attributes that can be copied or restored: only with these, a callback gets its event again
 _harmless = (Number,str,bytes,type(None),type,torch.device,torch.dtype,Tensor,nn.Module,BaseLoss,
     FunctionType,BuiltinFunctionType,MethodType)
 
@@ -213,9 +218,9 @@ class LossChanges:
         cbs = {id(cb):cb for cb,_ in changes}.values()
         # for each callback: the dict of its attributes, and a copy of that dict without the Learner
         self.own = [(vars(cb),{k:o for k,o in vars(cb).items() if k!='learn'}) for cb in cbs]
-        # attributes set for this batch: the dict that has the attribute, its name, its value with a row per sample
-        self.noted = [(attrs,name,o) for attrs,name,o in changed.since() if name not in ('xb','yb','pred')
-            and tree_any(lambda x: has_rows(x, n), o)]
+        # attributes set for this batch, with a row for each sample: (dict of attributes, name, value)
+        self.noted = [(attrs,name,o) for attrs,name,o in changed.since()
+            if name not in ('xb','yb','pred') and tree_any(lambda x: has_rows(x, n), o)]
         values = tree_leaves([attrs for _,attrs in self.own])
         self.can_replay = all(isinstance(o, _harmless) for o in values)
         self.state = ForwardState([m for o in values if isinstance(o, nn.Module) for m in o.modules()])
@@ -225,7 +230,7 @@ class LossChanges:
         loss = loss.detach()
         part.loss_grad = loss.clone()
         part.loss = loss.clone()
-        # without gradients: if the callback runs a backward pass, it fails instead of adding to the gradients
+        # with `no_grad`, a callback's own backward pass fails instead of adding to the gradients
         with self._standing_in(part), torch.no_grad():
             for cb,event in self.changes: cb(event)
         self.added.append(part.loss_grad.mean()-loss.mean())
@@ -235,7 +240,7 @@ class LossChanges:
     def _standing_in(self, part):
         """Make `part` the Learner of the callbacks within this context
 
-        The callbacks get copies of their tensors, and attributes set for this batch are cut to the rows of `part`.
+        Callbacks get copies of their tensors; attributes set for this batch are cut to the part's rows.
         """
         def copy(o):
             is_plain_tensor = isinstance(o, Tensor) and not isinstance(o, nn.Parameter)
@@ -277,7 +282,7 @@ def try_parts(self:LossChanges, learn:Learner, find:Callable|None)->Probed:
 
 # %% ../../nbs/core/11_differences.ipynb #loss-graph
 def graph_nodes(roots:Iterable, until:Iterable=())->set:
-    "Collect the nodes of the graph that are reached from `roots`, except for leaves, without passing a node of `until`"
+    "Collect the nodes of the graph, except for leaves, from `roots` back to the nodes of `until`"
     todo,seen = [o for o in roots if o is not None and o not in until],set()
     while todo:
         node = todo.pop()
@@ -287,7 +292,7 @@ def graph_nodes(roots:Iterable, until:Iterable=())->set:
     return seen
 
 def uses_batch(learn:Learner, loss_grad_fn:object)->bool:
-    """Whether the change of the loss depends on the batch: on the predictions, or on activations of the model
+    """Whether the change of the loss depends on the batch: on predictions or activations of the model
 
     `loss_grad_fn` is the `grad_fn` of the loss before the change.
     """
@@ -303,7 +308,7 @@ def uses_batch(learn:Learner, loss_grad_fn:object)->bool:
 # %% ../../nbs/core/11_differences.ipynb #loss-changed
 @patch
 def _changed_loss(self:LossTrials, learn, batch, n, micro, mean):
-    "Warn of callbacks whose change of the loss makes the run differ from the full-batch run, or may do so"
+    "Warn of callbacks whose change of the loss makes the run differ, or may make it differ"
     # fastai's own callbacks are right: the penalty of `RNNRegularizer` is a mean over samples
     found = [(cb,event) for cb,event in micro.loss_changes
         if not type(cb).__module__.startswith('fastai.')]
@@ -314,14 +319,14 @@ def _changed_loss(self:LossTrials, learn, batch, n, micro, mean):
     reason = ' '.join(probed.reason.split())   # the reason in one line
     if probed.wrong:
         self.warn_once('changed-loss', f"{names} changes the loss, and the changed loss is not "
-            f"{_mean_or_sum(mean)} ({_percent(probed.off)}), so this run differs from the full-batch run. If "
-            "the callback compares samples with each other, let it see the whole batch with `GradientCache`; "
-            "if it adds a sum over samples, let it add the mean", LossWarning)
+            f"{_mean_or_sum(mean)} ({_percent(probed.off)}), so this run differs from the full-batch "
+            "run. If the callback compares samples with each other, let it see the whole batch with "
+            "`GradientCache`; if it adds a sum over samples, let it add the mean", LossWarning)
     elif probed.off is None and uses_batch(learn, micro.loss_grad_fn):
-        self.warn_once('changed-loss-not-tried', f"{names} changes the loss, and it could not be checked that "
-            f"the changed loss is {_mean_or_sum(mean)} ({reason}). If the callback compares samples with each "
-            "other, or adds a sum over samples, this run differs from the full-batch run: run "
-            "`learn.accum_check()` to find out", LossWarning)
+        self.warn_once('changed-loss-not-tried', f"{names} changes the loss, and it could not be "
+            f"checked that the changed loss is {_mean_or_sum(mean)} ({reason}). If the callback "
+            "compares samples with each other, or adds a sum over samples, this run differs from the "
+            "full-batch run: run `learn.accum_check()` to find out", LossWarning)
 
 # %% ../../nbs/core/11_differences.ipynb #look
 class DifferenceWarnings:
@@ -331,7 +336,8 @@ class DifferenceWarnings:
         self.loss_trials = LossTrials(warn_once)
         self.checked_fit = False    # whether layers, loader and callbacks were checked
         self.checked_state = False  # whether modules with a `reset` method were checked
-        self.checked_parts = False  # whether the model was checked for a state from the previous part of a batch
+        # whether the model was checked for a state from the previous part of a batch
+        self.checked_parts = False
         self.processes = None       # the processes that train together, in this epoch
         self.loader = None          # the `StepLoader` of this epoch
 
@@ -363,8 +369,8 @@ class DifferenceWarnings:
         if not (mixes_as_fastai and cb.run and self._joins_batches(step)): return
         bs = self.loader.sizes.bs
         self.warn_once('mixed-in-micro-batches', f"{type(cb).__name__} mixes the {bs} samples of a "
-            f"loader's batch, not all {step.size} of a step, so this run differs from the full-batch run. "
-            f"Make the DataLoaders with `bs={step.size}`, and split their batches with "
+            f"loader's batch, not all {step.size} of a step, so this run differs from the full-batch "
+            f"run. Make the DataLoaders with `bs={step.size}`, and split their batches with "
             f"`micro_batch_size={bs}`", AccumulationWarning)
 
     def _warn_batchnorms(self, model, step, micro):
@@ -388,42 +394,41 @@ class DifferenceWarnings:
         self.warn_once('parameter-hooks', f"the parameter {hooked[0]!r}{more} has a hook "
             "(`register_hook`), which gets the gradient of each micro-batch and not the gradient of the "
             "step. If the hook clips or normalises gradients, this run differs from the full-batch run: "
-            "clip or normalise in `before_step` instead. A hook that multiplies by a constant is harmless",
+            "clip or normalise in `before_step` instead. A hook that multiplies by a constant is "
+            "harmless",
             AccumulationWarning)
 
     def _warn_loader(self, step):
         how = by_batch_size(self.loader.dl)
         if not (how and self._joins_batches(step)): return
-        self.warn_once('loader-order', f"the training {how}, so with batches of {step.size} it would group "
-            "the samples differently, and this run differs from the full-batch run. Make the DataLoaders "
-            f"with `bs={step.size}`, and split their batches with `micro_batch_size=`", LoaderWarning)
+        self.warn_once('loader-order', f"the training {how}, so with batches of {step.size} it would "
+            "group the samples differently, and this run differs from the full-batch run. Make the "
+            f"DataLoaders with `bs={step.size}`, and split their batches with `micro_batch_size=`",
+            LoaderWarning)
 
 # %% ../../nbs/core/11_differences.ipynb #optimizers
 def _warn_second_optimizer(cb, opt, warn_once):
-    "Warn of a callback with an optimizer of its own, unless an attribute `per_step` says when the callback runs"
+    "Warn of a callback with an optimizer of its own, unless its `per_step` says when the callback runs"
     own = [o for o in vars(cb).values() if isinstance(o, (Optimizer,OptimWrapper,optim.Optimizer))]
     others = [o for o in own if o is not opt and o is not getattr(opt, 'opt', None)]
     if hasattr(cb, 'per_step') or not others: return
     warn_once('second-optimizer', f"{type(cb).__name__} has an optimizer of its own, which may step "
-        "with every micro-batch. Use `GradientCache`, which gives the callback whole batches; or, if the "
-        "callback adds up gradients and steps in `after_batch`, set `per_step = True` in its class",
+        "with every micro-batch. Use `GradientCache`, which gives the callback whole batches; or, if "
+        "the callback adds up gradients and steps in `after_batch`, set `per_step = True` in its class",
         AccumulationWarning)
 
 # %% ../../nbs/core/11_differences.ipynb #state
 _module_attrs = vars(nn.Module()).keys()
 
 def _holds_state(o):
-    "Whether `o` is or contains a tensor, other than a parameter, that is not all zero; synchronises the GPU"
+    "Whether `o` has a tensor, other than a parameter, that is not all zero; synchronises the GPU"
     if isinstance(o, nn.Parameter): return False
     if isinstance(o, Tensor): return bool(o.detach().any())
     return isinstance(o, (tuple,list)) and any(map(_holds_state, o))
 
 @patch
 def second_micro_batch(self:DifferenceWarnings, learn:Learner, step:Step):
-    """Return a context for the second micro-batch of a step, once in a fit
-
-    The context warns of modules that begin this micro-batch with the state left by the first one.
-    """
+    "Return a context that warns if a module begins the second micro-batch with the state of the first"
     if self.checked_state: return nullcontext()
     self.checked_state = True
     may_differ = self._joins_batches(step) and not self.processes.rank
@@ -447,15 +452,15 @@ def _watch_state(self:DifferenceWarnings, modules):
 
 @patch
 def before_split(self:DifferenceWarnings, parts:BatchParts):
-    "Before a batch is split for the first time, warn if the model remembers the previous part of a batch"
+    "Before a batch is split for the first time, warn if the model remembers a part in the next one"
     if not self.checked_parts and remembers(parts): self._warn_state('the model')
     self.checked_parts = True
 
 @patch
 def _warn_state(self:DifferenceWarnings, who):
     self.warn_once('hidden-state', f"{who} begins each micro-batch with the state left by the previous "
-        "micro-batch, and in the full-batch run with the state left by the previous step, so the two runs "
-        "differ. If the state is not needed, reset it in `before_batch`", StateWarning)
+        "micro-batch, and in the full-batch run with the state left by the previous step, so the two "
+        "runs differ. If the state is not needed, reset it in `before_batch`", StateWarning)
 
 # %% ../../nbs/core/11_differences.ipynb #steps
 @patch
@@ -470,9 +475,9 @@ def grads_changed(self:DifferenceWarnings, n:int):
 def left_out(self:DifferenceWarnings, step:Step, n:int):
     "Warn that callbacks have cancelled `n` micro-batches of a step"
     if not self._joins_batches(step): return
-    self.warn_once('micro-batch-left-out', f"callbacks have cancelled {n} micro-batches of a step. The next "
-        "micro-batches take their place, so all later steps of the epoch have other samples than in the "
-        "full-batch run, which would leave out the whole step. To leave out the step, raise "
+    self.warn_once('micro-batch-left-out', f"callbacks have cancelled {n} micro-batches of a step. The "
+        "next micro-batches take their place, so all later steps of the epoch have other samples than "
+        "in the full-batch run, which would leave out the whole step. To leave out the step, raise "
         "`CancelStepException` in `before_step`", AccumulationWarning)
 
 @patch
@@ -480,9 +485,9 @@ def splits_rows(self:DifferenceWarnings, rows:int, n:int):
     "Warn that a batch of `n` samples has another number of `rows`, and is split by its rows"
     self.warn_once('rows-of-a-split-batch', f"callbacks have made {rows} rows of the {n} samples of a "
         "batch, and the batch is split by rows. If some rows belong together, such as views of a sample "
-        "that the loss compares, or have no target, such as unlabelled samples, this run differs from the "
-        "full-batch run. Let the loss see the whole batch with `GradientCache`, or make the DataLoaders "
-        "with a smaller `bs` instead of `micro_batch_size=`", AccumulationWarning)
+        "that the loss compares, or have no target, such as unlabelled samples, this run differs from "
+        "the full-batch run. Let the loss see the whole batch with `GradientCache`, or make the "
+        "DataLoaders with a smaller `bs` instead of `micro_batch_size=`", AccumulationWarning)
 
 @patch
 def epoch_ends(self:DifferenceWarnings, exception:str, n:int):

@@ -24,7 +24,7 @@ def world_size()->int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 def gather(mine:list, device:torch.device, group:dist.ProcessGroup|None=None)->list:
-    "Exchange a list of whole numbers, and return the lists of all processes, in the order of their ranks"
+    "Exchange a list of whole numbers: returns the lists of all processes, in the order of their ranks"
     mine = torch.tensor(mine, device=device)
     res = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(res, mine, group=group)
@@ -33,16 +33,16 @@ def gather(mine:list, device:torch.device, group:dist.ProcessGroup|None=None)->l
 def check_same(must_match:dict, each:list):
     """Refuse settings that are not the same on all processes
 
-    `must_match` has this process's settings, whole numbers by name; `each` has the list of each process, which
-    begins with the same settings in the same order. A number below 0 stands for `None`.
+    `must_match` has this process's settings, whole numbers by name. `each` has the list of each process,
+    which begins with the same settings in the same order. A number below 0 stands for `None`.
 
     ValueError: a setting differs
     """
     for name,values in zip(must_match, zip(*each)):
         if len(set(values))>1:
             have = ', '.join('None' if o<0 else str(o) for o in values)
-            raise ValueError(f"the processes have different values of {name} ({have}): give all processes "
-                "the same value" + more_link('processes-with-different-settings'))
+            raise ValueError(f"the processes have different values of {name} ({have}): give all "
+                "processes the same value" + more_link('processes-with-different-settings'))
 
 def _is_fsdp(m):
     "Whether the module is sharded by `fully_shard` (FSDP2) or `FullyShardedDataParallel` (FSDP1)"
@@ -72,13 +72,14 @@ class Processes:
         ddps = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
         first = next(model.parameters(), None)
         self.ddps = ddps if world_size()>1 else []
-        self.device = torch.device('cpu') if first is None else first.device   # where numbers are exchanged
+        # where numbers are exchanged
+        self.device = torch.device('cpu') if first is None else first.device
         self.group = self.ddps[0].process_group if self.ddps else None
         self.rank = 0 if self.group is None else self.group.rank()   # the number of this process, from 0
         self.n = 1 if self.group is None else self.group.size()      # the number of processes
 
     def agree(self, must_match:dict, mine:list)->list:
-        """Exchange the whole numbers `mine`, and return the lists of all processes, in the order of their ranks
+        """Exchange the whole numbers `mine`: returns the lists of all processes, in the order of ranks
 
         ValueError: a setting in `must_match`, whole numbers by name, is not the same on all processes
         """
@@ -88,7 +89,10 @@ class Processes:
         return [o[len(must_match):] for o in each]
 
     def sum(self, *nums)->list:
-        "Add up each number over all processes, as 0-dim tensors in double precision; with one process, returns `nums`"
+        """Add up each number over all processes, as 0-dim tensors in double precision
+
+        With one process, returns `nums`.
+        """
         if self.n==1: return list(nums)
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         res = torch.stack([zero+o for o in nums])
@@ -116,8 +120,8 @@ class Processes:
 def add_up(params:list, grads:dict, group:dist.ProcessGroup, device:torch.device):
     """All-reduce the gradients in `grads`, a dict by parameter, and put the sums in their place
 
-    A process without a gradient of a parameter counts as zero. A parameter that has no gradient on any process
-    is left out.
+    If a process has no gradient of a parameter, zeros take its place. A parameter without a gradient on
+    any process is left out.
     """
     has_grad = torch.tensor([p in grads for p in params], device=device, dtype=torch.uint8)
     dist.all_reduce(has_grad, dist.ReduceOp.MAX, group=group)
@@ -141,7 +145,10 @@ def _in_buckets(tensors, send):
 
 # %% ../../nbs/core/08_distributed.ipynb #finder
 def keep_in_memory(finder:LRFinder):
-    "Make each process keep the model and optimizer of `finder` in memory, where fastai saves them on the first one only"
+    """Make `finder` keep the model and optimizer in memory, on each process
+
+    fastai's `LRFinder` saves both in a file, on the first process only.
+    """
     def before_fit():
         finder.kept = deepcopy((get_model(finder.learn.model).state_dict(),finder.opt.state_dict()))
         finder.best_loss = float('inf')

@@ -19,14 +19,20 @@ def params_of(opt:Optimizer|OptimWrapper)->list:
     return list({id(p):p for ps in opt.param_lists for p in ps}.values())
 
 def empty_grads(opt:Optimizer|OptimWrapper):
-    "Empty the gradients as `opt.zero_grad()` does; a frozen parameter loses its gradient unless it is zero"
+    """Empty the gradients as `opt.zero_grad()` does
+
+    A frozen parameter loses its gradient unless it is zero.
+    """
     for p in params_of(opt):
         is_frozen = not p.requires_grad
         if is_frozen and p.grad is not None and p.grad.any(): p.grad = None
     opt.zero_grad()
 
 def number_on(device:torch.device, n:float|torch.Tensor)->float|torch.Tensor:
-    "Move `n` to `device` if it is a tensor, since a model may be on several devices; a number is returned as it is"
+    """Move `n` to `device` if it is a tensor, since a model may be on several devices
+
+    A number is returned as it is.
+    """
     return n.to(device) if isinstance(n, torch.Tensor) else n
 
 def scale_grads(params:list, by:float|torch.Tensor):
@@ -63,7 +69,8 @@ class GradSums:
             if total is not None and weight_is_number and g.layout==total.layout==torch.strided:
                 total.add_(g, alpha=weight)   # no copy of the gradient is needed
                 continue
-            # the product must be a copy: a compiled model may write its next gradient into the same memory
+            # the product must be a copy: a compiled model may write its next gradient into the same
+            # memory
             g = g.to(torch.promote_types(g.dtype, torch.float32))*number_on(g.device, weight)
             self.sums[p] = g if total is None else g+total
 
@@ -74,7 +81,7 @@ class GradSums:
 
 # %% ../../nbs/core/06_gradients.ipynb #check
 class GradCheck:
-    "Finds out, once in a fit, whether gradients change between the first and the second micro-batch of a step"
+    "Finds out, once in a fit, whether gradients change between the first two micro-batches of a step"
     def __init__(self):
         self.noted = []     # (parameter, gradient, version of the gradient) after the first micro-batch
         self.done = False   # whether gradients were compared in this fit
@@ -92,7 +99,7 @@ class GradCheck:
         return n
 
     def forget(self):
-        "Forget the gradients of a step that has ended or was dropped, so that the next step is checked instead"
+        "Forget the gradients of a step that has ended or was dropped: the next step is checked instead"
         self.noted = []
 
 # %% ../../nbs/core/06_gradients.ipynb #undo
@@ -101,14 +108,16 @@ class UndoBackward:
     def __init__(self, params:list, empty:bool):
         # (parameter, gradient, version of the gradient) before the backward pass
         self.grads = [(p,p.grad,None if p.grad is None else p.grad._version) for p in params]
-        self.empty = empty   # whether the gradients are empty before the backward pass, as at the start of a step
+        # whether the gradients are empty before the backward pass, as at the start of a step
+        self.empty = empty
 
     @torch.no_grad()
-    def __call__(self)->list: # `(parameter, gradient)` of each gradient to which the backward pass has added
+    # `(parameter, gradient)` of each gradient to which the backward pass has added
+    def __call__(self)->list:
         """Restore the gradients from before the backward pass
 
-        A gradient to which the backward pass has added in place is zeroed if it was empty before. Otherwise it
-        cannot be restored, and is returned: it already contains all of the micro-batch.
+        A gradient to which the backward pass has added in place is zeroed if it was empty before.
+        Otherwise the gradient cannot be restored, and is returned: it contains all of the micro-batch.
         """
         added_to = []
         for p,g,version in self.grads:

@@ -1,4 +1,4 @@
-"""Read the batch size and length of any training loader, and make loaders like it with another batch size.
+"""Read the batch size and length of any training loader, and make similar loaders of another batch size.
 
 Docs: https://fastaccum.github.io/fastaccum/core/loader_info.html.md"""
 
@@ -24,14 +24,17 @@ from .warnings import more_link
 
 # %% ../../nbs/core/01_loader_info.ipynb #sizes
 def size_of(dl:object)->int|None:
-    "Return the batch size of a loader, or `None` if neither the loader nor its batch sampler has a `bs` or `batch_size`"
+    """Return the batch size of a loader: its `bs` or `batch_size`, or that of its batch sampler
+
+    `None` if neither the loader nor its batch sampler has such an attribute.
+    """
     for o in (dl,getattr(dl, 'batch_sampler', None)):
         for name in ('bs','batch_size'):
             n = getattr(o, name, None)
             if isinstance(n, Integral): return n
 
 def n_of(dl:object)->int|None:
-    "Count the samples in an epoch, including samples that `drop_last` leaves out; `None` if the loader does not tell"
+    "Count the samples of an epoch, including samples that `drop_last` leaves out; `None` if unknown"
     for name in ('partial_n','n'):   # fastai's `PartialDL` yields `partial_n` of its `n` samples
         if getattr(dl, name, None) is not None: return getattr(dl, name)
     # the batch sampler first: PyTorch's loader does not use its own `sampler` if it has a batch sampler
@@ -39,7 +42,10 @@ def n_of(dl:object)->int|None:
         with suppress(TypeError, AttributeError): return len(attrgetter(source)(dl))
 
 def drops_last(drop_last:bool|None, dl:object)->bool:
-    "Whether an incomplete last step is left out; with `None`, if the loader leaves out its incomplete last batch"
+    """Whether an incomplete last step is left out
+
+    With `None`, if the loader leaves out its incomplete last batch.
+    """
     if drop_last is not None: return drop_last
     loaders = dl,getattr(dl, 'dl', None)   # `DistributedDL` wraps another loader
     samplers = [getattr(o, 'batch_sampler', None) for o in loaders]
@@ -68,17 +74,18 @@ def _bs_and_n(dl, micro_batch_size):
     bs = size_of(dl)
     n = n_of(dl)
     if bs is None and micro_batch_size is None:
-        raise ValueError(f"the training {type(dl).__name__} has no `bs` or `batch_size` that says how many "
-            "samples its batches have: pass this number as `micro_batch_size=`. With "
-            "`micro_batch_size='auto'`, give the loader a `bs` attribute" + more_link('batch-size-unknown'))
+        raise ValueError(f"the training {type(dl).__name__} has no `bs` or `batch_size` that says how "
+            "many samples its batches have: pass this number as `micro_batch_size=`. With "
+            "`micro_batch_size='auto'`, give the loader a `bs` attribute"
+            + more_link('batch-size-unknown'))
     if bs is not None and bs<1:
-        raise ValueError(f"the batch size of the training {type(dl).__name__} must be at least 1, got {bs}: "
-            "give the loader a `bs` that says how many samples its batches have"
+        raise ValueError(f"the batch size of the training {type(dl).__name__} must be at least 1, got "
+            f"{bs}: give the loader a `bs` that says how many samples its batches have"
             + more_link('batch-size-unknown'))
     if None not in (bs,micro_batch_size) and bs<micro_batch_size:
-        raise ValueError(f"`micro_batch_size={micro_batch_size}` is larger than the {bs} samples in a batch "
-            f"of the training {type(dl).__name__}, and batches can only be split into smaller ones: leave "
-            f"`micro_batch_size` out, or make the DataLoaders with `bs={micro_batch_size}`"
+        raise ValueError(f"`micro_batch_size={micro_batch_size}` is larger than the {bs} samples in a "
+            f"batch of the training {type(dl).__name__}, and batches can only be split into smaller "
+            f"ones: leave `micro_batch_size` out, or make the DataLoaders with `bs={micro_batch_size}`"
             + more_link('micro-batch-size'))
     if bs is None: bs = micro_batch_size
     only_whole_batches = n is None or getattr(dl, 'drop_last', False) or ceil(n/bs)!=len(dl)
@@ -86,12 +93,15 @@ def _bs_and_n(dl, micro_batch_size):
 
 # %% ../../nbs/core/01_loader_info.ipynb #like
 def resizable(dl:object)->bool:
-    "Whether a loader like `dl` can be made with another batch size; otherwise its batches come ready-made"
+    """Whether a loader like `dl` can be made with another batch size
+
+    Otherwise its batches come ready-made.
+    """
     own = dl.batch_size if isinstance(dl, TorchDataLoader) else isinstance(dl, DataLoader) and dl.bs
     return bool(own)
 
 def with_size(dl:DataLoader|TorchDataLoader, bs:int)->DataLoader|TorchDataLoader:
-    "Return `dl` with its batch size set to `bs`, or a new loader like `dl` if its batch size cannot be changed"
+    "Return `dl` with the batch size `bs`, or a new loader like `dl` if its batch size cannot be changed"
     if isinstance(dl, TorchDataLoader):
         left_out = {'dataset','batch_size','shuffle','batch_sampler'}
         if isinstance(dl.dataset, IterableDataset): left_out.add('sampler')
@@ -102,7 +112,10 @@ def with_size(dl:DataLoader|TorchDataLoader, bs:int)->DataLoader|TorchDataLoader
     return dl
 
 def samples_of(learn:Learner, b:object, bs:int|None)->int|None:
-    "Count the samples in a batch of the Learner's loader, whose batch size is `bs`: in its targets, then in its inputs"
+    """Count the samples in a batch of the Learner's loader, whose batch size is `bs`
+
+    The targets decide first, then the inputs.
+    """
     b = b if isinstance(b, (tuple,list)) else (b,)
     # fastai's own default: all parts but the last are inputs
     n_inputs = getattr(learn.dls, 'n_inp', 1 if len(b)==1 else len(b)-1)
@@ -118,7 +131,8 @@ def batches_of(learn:Learner, bs:int|None=None, n:int=1)->tuple:
     dl = learn.dls.train
     if bs is not None and not resizable(dl):
         raise ValueError(f"the training {type(dl).__name__} yields ready-made batches, so it cannot "
-            f"make one of {bs} samples: make the loader with a batch size" + more_link('ready-made-batches'))
+            f"make one of {bs} samples: make the loader with a batch size"
+            + more_link('ready-made-batches'))
     bs = bs or size_of(dl)
     if isinstance(dl, TorchDataLoader) and dl.batch_size is not None:
         kwargs = {} if isinstance(dl.dataset, IterableDataset) else dict(sampler=dl.sampler)
@@ -126,9 +140,9 @@ def batches_of(learn:Learner, bs:int|None=None, n:int=1)->tuple:
     elif isinstance(dl, DataLoader): dl = dl.new(num_workers=0, bs=bs)
     res = list(islice(dl, n))
     if not res:
-        raise ValueError(f"the training loader has no batch of {bs or 'any number of'} samples, because its "
-            "dataset has too few samples, or because it drops its only batch. Add samples, or make the "
-            "loader with `drop_last=False`" + more_link('no-batch'))
+        raise ValueError(f"the training loader has no batch of {bs or 'any number of'} samples, because "
+            "its dataset has too few samples, or because it drops its only batch. Add samples, or make "
+            "the loader with `drop_last=False`" + more_link('no-batch'))
     return res,samples_of(learn, res[0], bs)
 
 # %% ../../nbs/core/01_loader_info.ipynb #order

@@ -1,4 +1,4 @@
-"""Count the items that the mean loss of a micro-batch covers, and weigh the micro-batch in the mean loss of the step.
+"""Weigh each micro-batch by the number of items that its mean loss covers.
 
 Docs: https://fastaccum.github.io/fastaccum/core/mean.html.md"""
 
@@ -39,20 +39,22 @@ class Targets:
 
     TypeError: when called, if the target is not a tensor
     """
-    def __init__(self, ignore_index:int, weight:torch.Tensor|None=None, probs:bool=False, nan_grad:bool=True):
+    def __init__(self, ignore_index:int, weight:torch.Tensor|None=None, probs:bool=False,
+        nan_grad:bool=True):
         self.ignore_index = ignore_index   # the value of a target that is ignored
         self.weight = weight               # a tensor with the weight of each class, or `None`
-        self.probs = probs                 # whether floating point targets are class probabilities, one row per sample
+        # whether floating point targets are class probabilities, one row per sample
+        self.probs = probs
         self.nan_grad = nan_grad           # whether the gradient may be NaN if all targets are ignored
 
     # A 0-dim tensor on the device of the targets, or a number
     def __call__(self, learn:Learner)->torch.Tensor|float:
-        "Return the number of targets in `learn.yb` that are not ignored, or the sum of their class weights"
+        "Count the targets in `learn.yb` that are not ignored, or add up their class weights"
         y = learn.yb[0]
         if not isinstance(y, torch.Tensor):
             raise TypeError("the loss function has an `ignore_index`, but the target is not a tensor "
-                f"(it is a {type(y).__name__}), so its targets cannot be counted: pass `n_items=`, a function "
-                "of the Learner that returns the number of targets that are not ignored"
+                f"(it is a {type(y).__name__}), so its targets cannot be counted: pass `n_items=`, a "
+                "function of the Learner that returns the number of targets that are not ignored"
                 + more_link('targets-not-counted'))
         y = plain_tensor(y)
         # as uint8, an `ignore_index` of -100 would be 156
@@ -79,7 +81,7 @@ class Targets:
 def find_n_items(loss_func:Callable)->Callable|None:
     """Find out what the mean of `loss_func` covers
 
-    Returns a function of the Learner, which counts the items of its micro-batch, or `None` if the loss is a sum.
+    Returns a function of the Learner that counts the items of its micro-batch, or `None` for a sum.
     """
     f,kwargs = loss_func,{}
     mixer = f.__self__ if isinstance(f, MethodType) else None
@@ -96,15 +98,20 @@ def find_n_items(loss_func:Callable)->Callable|None:
     ignore_index = setting('ignore_index', -100 if is_ce else None)
     if ignore_index is None or reduction=='none': return samples
     weight = setting('weight') if is_ce else None
-    # without class weights, the gradient of torch's cross-entropy is 0, not NaN, if all targets are ignored
+    # without class weights, the gradient of torch's cross-entropy is 0, not NaN, if all targets are
+    # ignored
     has_nan_grad = not is_ce or weight is not None
     return Targets(ignore_index, weight, probs=is_ce, nan_grad=has_nan_grad)
 
 # %% ../../nbs/core/05_mean.ipynb #check
 def _checked(size, read_tensor):
-    "Refuse an invalid value of `n_items`; a tensor on a GPU is only read, which synchronises, with `read_tensor`"
+    """Refuse an invalid value of `n_items`
+
+    A tensor on a GPU is only read, which synchronises, with `read_tensor`.
+    """
     if isinstance(size, torch.Tensor) and size.numel()==1:
-        # a tensor in CPU memory becomes a number, because copying the tensor to a GPU would synchronise the GPU
+        # a tensor in CPU memory becomes a number, because copying the tensor to a GPU would synchronise
+        # the GPU
         if on_host(size): return _checked(size.item(), read_tensor)
         if read_tensor: _checked(size.item(), read_tensor)
         return size
@@ -130,29 +137,34 @@ class StepMean:
         self.n_items = n_items      # the user's function of the Learner that counts items, or `None`
         self.processes = processes  # the processes that train together, if there may be several
         self.last_loss = last_loss  # last finite mean loss, shown where a step ignores every target
-        # whether a return value of `n_items` was checked: once is enough, because checking synchronises the GPU
+        # whether a return value of `n_items` was checked: once is enough, because checking synchronises
+        # the GPU
         self.trusted = trusted
         # counted by `add`
         self.count = 0              # micro-batches
         self.samples = 0            # samples
-        self.size = 0               # items that the mean covers, samples or targets; stays 0 if the loss is a sum
+        # items that the mean covers, samples or targets; stays 0 if the loss is a sum
+        self.size = 0
         self.losses = 0.            # sum of the losses, each multiplied by the size of its micro-batch
         self.learns = False         # whether the loss of a micro-batch needed a gradient
         # set by `measure`
-        self.is_sum = None          # whether the loss is a sum over samples; `None` before the first micro-batch
+        # whether the loss is a sum over samples; `None` before the first micro-batch
+        self.is_sum = None
         self.find = None            # the function of the Learner that counts items; `None` for a sum
         self.found_for = None       # the loss function to which `find` belongs
         self.current = None         # samples, size and loss of the micro-batch that runs
-        self.expected = None        # expected number of items in the whole step: the denominator of each share
+        # expected number of items in the whole step: the denominator of each share
+        self.expected = None
 
     def measure(self, learn:Learner, n:int)->float|torch.Tensor:
         """Return the share of a micro-batch of `n` samples in the step
 
-        The loss of the micro-batch is multiplied by this share. If the loss is a sum, only penalties are.
+        The loss of the micro-batch is multiplied by the share; if the loss is a sum, only penalties are.
         """
         if self.is_sum is None or self.found_for is not learn.loss_func: self._find(learn.loss_func)
         loss = plain_tensor(learn.loss).detach()
-        if loss.ndim: loss = loss.mean()   # with `reduction='none'`, fastai's Recorder also records the mean
+        # with `reduction='none'`, fastai's Recorder also records the mean
+        if loss.ndim: loss = loss.mean()
         if self.is_sum:
             self.current = n,0,loss
             return n/self.n_all
@@ -204,7 +216,10 @@ def _most(self:StepMean, learn, size, n):
 
 @patch
 def _masked(self:StepMean, learn, size, loss):
-    "Make the loss and the gradients finite even if all targets are ignored; returns size and loss as tensors"
+    """Make the loss and the gradients finite even if all targets are ignored
+
+    Returns size and loss as tensors.
+    """
     if not isinstance(size, torch.Tensor): size = torch.zeros((), device=loss.device)
     dtype = plain_tensor(learn.loss_grad).dtype
     size = plain_tensor(size).reshape(()).to(loss.device, torch.promote_types(dtype, torch.float32))
@@ -231,7 +246,10 @@ def sum_up(self:StepMean):
 
 @patch(as_prop=True)
 def loss(self:StepMean)->torch.Tensor:
-    "The mean loss of the step so far, or the sum if the loss is a sum; `last_loss` if all targets are ignored"
+    """The mean loss of the step so far, or the sum if the loss is a sum
+
+    `last_loss` if all targets are ignored.
+    """
     if self.is_sum: return self.losses
     if isinstance(self.size, torch.Tensor):
         return torch.where(self.size>0, self.losses/self.size, self.last_loss).to(self.current[2].dtype)
@@ -248,9 +266,10 @@ def correction(self:StepMean)->float|torch.Tensor:
 
 # %% ../../nbs/core/05_mean.ipynb #kept
 class KeptLosses:
-    "Averages, over the micro-batches of a step, the numbers that a loss function keeps for fastai's `LossMetric`"
+    "Averages over a step the numbers that a loss function keeps for fastai's `LossMetric`"
     def __init__(self, learn:Learner):
-        self.names = {o.attr for o in learn.metrics if isinstance(o, LossMetric)}   # attributes of the loss function
+        # attributes of the loss function
+        self.names = {o.attr for o in learn.metrics if isinstance(o, LossMetric)}
         self.sums = {}   # by attribute: the sum over samples, and the number of samples
 
     def note(self, learn:Learner, n:int):
@@ -265,6 +284,7 @@ class KeptLosses:
         "Set the attributes of the loss function to their means over the step"
         for name,(total,count) in self.sums.items():
             mean = total/count
-            # marks the mean, so that `note` does not count it if the loss function is not called in the next step
+            # marks the mean, so that `note` does not count it if the loss function is not called in the
+            # next step
             mean.is_step_mean = True
             setattr(learn.loss_func, name, mean)

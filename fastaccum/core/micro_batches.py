@@ -25,12 +25,13 @@ from .warnings import WarnOnce, append_message, more_link, warn
 
 # %% ../../nbs/core/12_micro_batches.ipynb #rows
 class HiddenRows:
-    "Splits the hidden state of fastai's `AWD_LSTM`, which has a row for each of the `n` samples of a batch"
+    "Splits the hidden state of fastai's `AWD_LSTM`, which has a row for each of `n` samples"
     def __init__(self, model:nn.Module, n:int):
         self.n = n
         self.rnns = [m for m in model.modules() if hasattr(m, '_change_hidden')]   # none in other models
         for m in self.rnns:
-            if m.bs!=n: m._change_hidden(n)   # `AWD_LSTM` does the same at the beginning of the whole batch
+            # `AWD_LSTM` does the same at the beginning of the whole batch
+            if m.bs!=n: m._change_hidden(n)
         self.whole = [m.hidden for m in self.rnns]   # the state before the batch
         self.parts = []                              # the state after each micro-batch
 
@@ -45,7 +46,7 @@ class HiddenRows:
         self.parts.append([m.hidden for m in self.rnns])
 
     def restore(self):
-        "Join the states of all micro-batches, or restore the state before the batch if the batch was not finished"
+        "Join the states of all micro-batches, or restore the old state if the batch was not finished"
         for m,old,*parts in zip(self.rnns, self.whole, *self.parts):
             new = tree_map(lambda *hs: torch.cat(hs, 1), *parts) if parts else old
             is_finished = tree_leaves(new)[0].shape[1]==self.n
@@ -53,7 +54,7 @@ class HiddenRows:
 
 # %% ../../nbs/core/12_micro_batches.ipynb #division
 class Division:
-    "The division of a batch of `n` rows into micro-batches, each of which has the rows from `start` up to `stop`"
+    "The division of a batch of `n` rows into micro-batches, which have the rows `start` up to `stop`"
     def __init__(self, n:int, split:Callable=split): self.n,self.split = n,split
 
     def cut(self, b:object, start:int, stop:int)->object:
@@ -61,7 +62,7 @@ class Division:
         return self.split(b, start, stop, self.n)
 
     def cut_tensor(self, x:torch.Tensor, start:int, stop:int)->torch.Tensor:
-        "Return the part of an attribute with `n` rows that belongs to a micro-batch, such as the factors of MixUp"
+        "Return the part of an attribute with `n` rows, such as MixUp's factors, for a micro-batch"
         return self.rows(x, start, stop)
 
     def rows(self, x:torch.Tensor, start:int, stop:int)->torch.Tensor:
@@ -69,7 +70,7 @@ class Division:
         return x[start:stop]
 
     def in_order(self, x:torch.Tensor)->torch.Tensor:
-        "Return the rows of `x`, which has the rows of one micro-batch after the other, in the order of the batch"
+        "Put rows into the order of the batch: `x` has the rows of one micro-batch after the other"
         return x
 
     def stop(self, start:int, end:int, most:int|None)->int:
@@ -80,7 +81,10 @@ class Division:
         return start+even_sizes(end-start, most)[0]
 
     def cuts(self, most:int|None)->list:
-        "List pairs `(start, stop)`: the first row of each micro-batch of at most `most` samples, and the row after its last"
+        """Divide the batch into micro-batches of at most `most` samples
+
+        Returns pairs `(start, stop)`: the first row of a micro-batch, and the row after its last.
+        """
         res,start = [],0
         while start<self.n:
             stop = self.stop(start, self.n, most)
@@ -94,7 +98,7 @@ class Division:
 
 # %% ../../nbs/core/12_micro_batches.ipynb #parts
 class ChangedAttrs:
-    "Remembers the attributes of some objects, to find those set later, such as MixUp's factors for a batch"
+    "Remembers the attributes of some objects, to find those that are set later, such as MixUp's factors"
     def __init__(self, objects:Iterable):
         # of each object: the dict of its attributes, and a copy of that dict
         self.before = [(vars(o),dict(vars(o))) for o in objects]
@@ -105,7 +109,7 @@ class ChangedAttrs:
             if o is not old.get(name)]
 
 class BatchParts:
-    "Splits the Learner's batch of `n` rows after `before_batch`, and gives the Learner one part after the other"
+    "Splits the Learner's batch of `n` rows after `before_batch`, and hands it over part by part"
     def __init__(self, learn:Learner, n:int, changed:ChangedAttrs, division:Division=None):
         self.learn,self.n = learn,n
         self.division = division or Division(n)
@@ -126,17 +130,17 @@ class BatchParts:
         xb,yb = self.whole
         b = self.division.cut((*xb,*yb), start, stop)
         if not isinstance(b, (tuple,list)):
-            raise TypeError(f"`split` must return a tuple or list of the {len(xb)+len(yb)} parts of a batch, "
-                f"got {b!r}" + more_link('cannot-be-split'))
+            raise TypeError(f"`split` must return a tuple or list of the {len(xb)+len(yb)} parts of a "
+                f"batch, got {b!r}" + more_link('cannot-be-split'))
         for whole,part in zip(yb, b[len(xb):]):
             if has_rows(whole, self.n) and not has_rows(part, stop-start):
                 shape = tuple(getattr(part, 'shape', ()))
-                raise ValueError(f"`split` must return a row for each of the {stop-start} samples {start} "
-                    f"to {stop-1}, got targets of shape {shape}" + more_link('cannot-be-split'))
+                raise ValueError(f"`split` must return a row for each of the {stop-start} samples "
+                    f"{start} to {stop-1}, got targets of shape {shape}" + more_link('cannot-be-split'))
         return b[:len(xb)],b[len(xb):]
 
     def select(self, start:int, stop:int):
-        "Give the Learner, its callbacks and its model the rows from `start` up to, but not including, `stop`"
+        "Give the Learner, its callbacks and its model the rows from `start` up to `stop`, exclusive"
         self.learn.xb,self.learn.yb = self.cut(start, stop)
         def cut(x): return self.division.cut_tensor(x, start, stop) if has_rows(x, self.n) else x
         for attrs,name,o in self.noted: attrs[name] = tree_map(cut, o)
@@ -152,16 +156,20 @@ class BatchParts:
 # %% ../../nbs/core/12_micro_batches.ipynb #remembers
 @torch.no_grad()
 def _run_parts(parts, state, cuts):
-    "Run parts of the batch one after the other, beginning with `state`; returns the model's outputs for the last part"
+    """Run parts of the batch one after the other, beginning with `state`
+
+    Returns the model's outputs for the last part.
+    """
     with state.again():
         for start,stop in cuts:
-            set_rng_state(state.rng)   # each part draws the same random numbers, whatever ran before the part
+            # each part draws the same random numbers, whatever ran before the part
+            set_rng_state(state.rng)
             parts.hidden.select(start, stop)
             out = parts.learn.model(*parts.cut(start, stop)[0])
     return [o for o in tree_leaves(out) if isinstance(o, torch.Tensor)]
 
 def remembers(parts:BatchParts)->bool: # Synchronises the GPU
-    "Whether the model's output for the second part of a batch changes if the model has seen the first part"
+    "Whether the model's output for the second part of a batch changes once it has seen the first part"
     k = min(2, parts.n//2)
     first,second = (0,k),(k,2*k)
     state = ForwardState(parts.learn.model.modules())
@@ -173,9 +181,10 @@ def remembers(parts:BatchParts)->bool: # Synchronises the GPU
     return not all(map(is_close, alone, after))
 
 def is_close(x:torch.Tensor, y:torch.Tensor, tol:float|None=None)->bool:
-    """Whether two tensors are equal except for rounding, relative to the largest value; synchronises the GPU once
+    """Whether two tensors are equal except for rounding, relative to the largest value
 
-    Rounding differs between two runs because GPU kernels with atomic operations add in another order each time.
+    GPU kernels with atomic operations add in another order each time, so two runs are rounded
+    differently. The comparison synchronises the GPU once.
     """
     if x.shape!=y.shape: return False
     if not x.is_floating_point() or not x.numel(): return torch.equal(x, y)
@@ -184,18 +193,20 @@ def is_close(x:torch.Tensor, y:torch.Tensor, tol:float|None=None)->bool:
 
 # %% ../../nbs/core/12_micro_batches.ipynb #auto
 class AutoSize:
-    """Micro-batches as large as memory allows, for `micro_batch_size=`, with your own function to split batches
+    """Micro-batches as large as memory allows, with your own function to split batches
 
     TypeError: `split` cannot be called with four arguments
     """
     def __init__(self,
-        split:Callable=split # `f(batch, start, stop, n)` returns samples `start` to `stop` of the `n` in `batch`
+        split:Callable=split # `f(batch, start, stop, n)` returns samples `start` to `stop` of `n`
     ):
         example = 'lambda batch, start, stop, n: [o[start:stop] for o in batch]'
         self.split = check_function('split', split, 4, example)
-        # the most samples of a micro-batch in training and in validation; `None` until memory has run out
+        # the most samples of a micro-batch in training and in validation; `None` until memory has run
+        # out
         self.train = self.valid = None
-        # the size that the user has given, or `None`; with a given size, running out of memory is an error
+        # the size that the user has given, or `None`; with a given size, running out of memory is an
+        # error
         self.fixed = None
         # samples and reason of the first failure that `report` has not reported yet
         self.failed = None
@@ -233,15 +244,19 @@ class AutoSize:
         return not self.fixed or n>self.fixed
 
     def divide(self, model:nn.Module, xb:tuple, yb:tuple, n:int, warn_once:WarnOnce)->Division:
-        "Return the `Division` of a batch of `n` samples, with the inputs `xb` and targets `yb`, into micro-batches"
+        "Return the `Division` of a batch of `n` samples with the inputs `xb` and targets `yb`"
         return Division(n, self.split)
 
     def most(self, training:bool)->int|None:
-        "Return the most samples of a micro-batch in training, or in validation; `None` as long as whole batches fit"
+        """Return the most samples of a micro-batch in training, or in validation
+
+        `None` as long as whole batches fit.
+        """
         return self.train if training else self.valid
 
-    def attempt(self, n:int, training:bool, run:Callable, undo:Callable, may_retry:Callable=lambda: True)->bool:
-        """Call `run()` for `n` samples; if memory runs out, call `undo()`, and try fewer samples from then on
+    def attempt(self, n:int, training:bool, run:Callable, undo:Callable,
+        may_retry:Callable=lambda: True)->bool:
+        """Call `run()` for `n` samples; if memory runs out, call `undo()`, and take fewer samples next
 
         Returns whether memory was enough. If not `may_retry()`, the error of `run` is raised.
 
@@ -251,31 +266,32 @@ class AutoSize:
         try: run()
         except Exception as e:
             if self.fixed or not is_out_of_memory(e) or not may_retry(): raise
-            # keep the text of `e`, but not `e` itself, whose traceback holds the memory that has to be freed
+            # keep the text of `e`, but not `e` itself, whose traceback holds the memory that has to be
+            # freed
             reason = str(e).strip().split('\n')[0] or type(e).__name__
         if reason is None: return True
         undo()
         free_memory()
         self.failed = self.failed or (n,reason)
         if n==1:
-            raise torch.OutOfMemoryError(f"memory ran out with a single sample ({self.failed[1]}), so smaller "
-                "micro-batches do not help. Use `ActivationCheckpoint()`, half precision, smaller inputs or "
-                "a smaller model" + more_link('out-of-memory'))
+            raise torch.OutOfMemoryError(f"memory ran out with a single sample ({self.failed[1]}), so "
+                "smaller micro-batches do not help. Use `ActivationCheckpoint()`, half precision, "
+                "smaller inputs or a smaller model" + more_link('out-of-memory'))
         setattr(self, 'train' if training else 'valid', n//2)
         return False
 
     def report(self, training:bool):
-        "Warn if memory has run out since the last report, once the same samples have run in smaller micro-batches"
+        "Warn if memory has run out since the last report, now that smaller micro-batches have run"
         if self.failed is None: return
         n,reason = self.failed
         self.failed = None
         phase = 'training' if training else 'validation'
-        warn(f"memory ran out with a micro-batch of {n} samples ({reason}). Its samples have run again, and "
-            f"{phase} goes on in micro-batches of {self.most(training)} samples"
+        warn(f"memory ran out with a micro-batch of {n} samples ({reason}). Its samples have run again, "
+            f"and {phase} goes on in micro-batches of {self.most(training)} samples"
             + more_link('memory-ran-out'))
 
 def as_size(o:int|str|AutoSize|None)->tuple:
-    """Read the `micro_batch_size` of `GradientAccumulation`: returns an `AutoSize` or `None`, and a number or `None`
+    """Read `micro_batch_size`: returns an `AutoSize` or `None`, and the number of samples or `None`
 
     TypeError: `o` is neither 'auto', nor an `AutoSize`, nor a whole number
     ValueError: `o` is below 1
@@ -301,7 +317,7 @@ class MicroBatch:
 
 @contextmanager
 def explain_split(k:int, n:int):
-    "Tell the user, if an error occurs in this context, that the batch of `n` samples was split into micro-batches of `k`"
+    "Append to the message of an error that a batch of `n` samples was split into micro-batches of `k`"
     try: yield
     except Exception as e:
         is_split = k<n
@@ -316,27 +332,32 @@ def explain_split(k:int, n:int):
 class Failed(NamedTuple):
     "A micro-batch for which memory ran out, kept until all of its samples have run again"
     stop:int   # The row after the last of the micro-batch
-    grads:list # (parameter, gradient) of each gradient to which the failed backward pass had already added
+    grads:list # (parameter, gradient) of each gradient to which the failed backward pass had added
 
 class Retries:
     """Runs the micro-batches of one batch, and repeats a micro-batch in halves if memory runs out
 
-    OutOfMemoryError: a single sample does not fit, or a callback has cancelled samples that cannot be undone
+    OutOfMemoryError: a single sample does not fit, or cancelled samples are part of a gradient already
     """
     def __init__(self, learn:Learner, limit:AutoSize):
         self.learn = learn
         self.limit = limit                # the most samples that fit, as far as is known
         self.training = learn.training    # whether the batch is for training
-        self.failed = []                  # `Failed` micro-batches, each of which lies inside the one before
-        limit.failed = None               # an interrupted fit may have left a failure that was not reported
+        # `Failed` micro-batches, each of which lies inside the one before
+        self.failed = []
+        # an interrupted fit may have left a failure that was not reported
+        limit.failed = None
 
     def stop(self, start:int, division:Division)->int:
-        "Return the row after the last of the micro-batch from `start` on: at most the end of the last failed one"
+        "Return where the micro-batch from row `start` ends: not after the last one that failed"
         end = self.failed[-1].stop if self.failed else division.n
         return division.stop(start, end, self.limit.most(self.training))
 
     def attempt(self, run:Callable, micro:MicroBatch, first:bool)->bool:
-        "Call `run()` for a micro-batch, which may be the `first` of its step; returns whether memory was enough"
+        """Call `run()` for a micro-batch, which may be the `first` of its step
+
+        Returns whether memory was enough.
+        """
         if self.limit.fixed:
             run()
             return True
@@ -357,12 +378,12 @@ class Retries:
         return fits
 
     def _succeeded(self, micro):
-        "Bring back gradients that were set aside if all samples of the failed micro-batch have run again"
+        "Restore gradients that were set aside once all samples of a failed micro-batch have run again"
         if not micro.ran and any(o.grads for o in self.failed):
-            raise torch.OutOfMemoryError("memory ran out in a backward pass that had already added the samples "
-                f"of a micro-batch to some gradients, and since then a callback has cancelled {micro.n} of "
-                "these samples, which cannot be undone: make the DataLoaders with a batch size that fits "
-                "(`learn.bs_find` finds it)" + more_link('cannot-be-undone'))
+            raise torch.OutOfMemoryError("memory ran out in a backward pass that had already added the "
+                "samples of a micro-batch to some gradients, and since then a callback has cancelled "
+                f"{micro.n} of these samples, which cannot be undone: make the DataLoaders with a batch "
+                "size that fits (`learn.bs_find` finds it)" + more_link('cannot-be-undone'))
         while self.failed and self.failed[-1].stop==micro.stop:
             for p,g in self.failed.pop().grads: p.grad = g
         self.limit.report(self.training)

@@ -43,11 +43,11 @@ class PlannedStep(NamedTuple):
     "One step of the plan"
     sizes:tuple # The number of samples of each process
     full:int # Samples of a complete step at this position, over all processes
-    wanted:int # Samples asked of each process, whose part of the step ends with the micro-batch that reaches them
+    wanted:int # Samples asked of each process: its part of the step ends once they are reached
 
 # %% ../../nbs/core/00_plan.ipynb #equal
 class EqualSteps(Sequence):
-    "The `n` steps of an epoch, each of `wanted` samples over all processes until a loader runs out of samples"
+    "The `n` steps of an epoch, of `wanted` samples over all processes until a loader runs out"
     def __init__(self, loaders:list, shares:list, wanted:int, n:int):
         self.loaders = loaders                    # the `LoaderSizes` of each process
         self.shares = shares                      # samples of each process in a complete step
@@ -63,7 +63,7 @@ class EqualSteps(Sequence):
         return PlannedStep(sizes, sum(self.shares), self.wanted)
 
     def runs(self)->list:
-        "List runs of steps of equal size, in order: pairs of the number of steps and the samples in each step"
+        "List runs of steps of equal size: pairs of the number of steps and the samples in each step"
         # the size changes after the last complete step of a process, and after its incomplete one
         ends = {k for share,o in zip(self.shares, self.loaders) for k in (o.n//share,-(-o.n//share))}
         edges = sorted({0,self.n,*(k for k in ends if k<self.n)})
@@ -75,13 +75,17 @@ class Plan:
     def __init__(self, loaders:list, accum_bs:int|Callable, n_epoch:int=1, drop_last:bool=False,
         never_empty:bool=False, split_words:str=''):
         self.loaders = list(loaders)    # the `LoaderSizes` of each process
-        self.accum_bs = accum_bs        # samples wanted in a step, over all processes, or a function of a `Position`
+        # samples wanted in a step, over all processes, or a function of a `Position`
+        self.accum_bs = accum_bs
         self.n_epoch = n_epoch          # epochs of the training run
         self.drop_last = drop_last      # whether the incomplete last step of an epoch is left out
-        self.never_empty = never_empty  # whether an incomplete step is kept if its epoch has no other step
-        self.split_words = split_words  # how batches are split, if the sizes of the parts are not known before the fit
+        # whether an incomplete step is kept if its epoch has no other step
+        self.never_empty = never_empty
+        # how batches are split, if the sizes of the parts are not known before the fit
+        self.split_words = split_words
         self._epochs = {}               # cached steps, by epoch
-        self._starts = [0]              # with a schedule: steps before each epoch, for the epochs counted so far
+        # with a schedule: steps before each epoch, for the epochs counted so far
+        self._starts = [0]
 
     @property
     def has_schedule(self)->bool:
@@ -108,7 +112,7 @@ class Plan:
         return range(self.n_epoch if self.has_schedule else min(1, self.n_epoch))
 
     def left_out(self, i:int)->int:
-        "Count the samples that are in no step of epoch `i`, because loaders or `drop_last` leave them out"
+        "Count the samples in no step of epoch `i`: left out by the loaders or with a dropped step"
         n_trained = sum(n*size for n,size in _runs(self.epoch(i)))
         return self.n_all-n_trained
 
@@ -117,7 +121,10 @@ class Plan:
         return [round_up(ceil(wanted/len(self.loaders)), o.unit) for o in self.loaders]
 
     def wanted(self, epoch:int, step:int=0, done:float=0.)->int:
-        "Return the samples wanted in a step, over all processes, after `step` steps and the fraction `done` of its epoch"
+        """Return the samples wanted in a step, over all processes
+
+        The step begins after `step` steps, and after the fraction `done` of the samples of its epoch.
+        """
         if not self.has_schedule: return self.accum_bs
         return self.accum_bs(Position(epoch, step, min((epoch+done)/max(1, self.n_epoch), 1.)))
 
@@ -183,7 +190,7 @@ def count_of(n:int, noun:str)->str:
     return f"{n} {noun}{'es' if noun.endswith(('s','batch')) else 's'}"
 
 def _runs(steps):
-    "List runs of steps of equal size, in order: pairs of the number of steps and the samples in each step"
+    "List runs of steps of equal size: pairs of the number of steps and the samples in each step"
     if isinstance(steps, EqualSteps): return steps.runs()
     return [(len([*same]),size) for size,same in groupby(sum(o.sizes) for o in steps)]
 
@@ -193,11 +200,15 @@ def _range(first, last):
 
 @patch
 def _full_sizes(self:Plan):
-    "Return the sizes of the smallest and the largest complete step, in samples; with shrinking steps, the largest first"
+    """Return the sizes of the smallest and the largest complete step, in samples
+
+    With shrinking steps, the largest first.
+    """
     if not self.has_schedule or not self.n_epoch:
         full = sum(self.shares(self.wanted(0)))
         return full,full
-    sizes = [o.full for i in range(self.n_epoch) for o in self.epoch(i)] or [sum(self.shares(self.wanted(0)))]
+    sizes = [o.full for i in range(self.n_epoch) for o in self.epoch(i)]
+    if not sizes: sizes = [sum(self.shares(self.wanted(0)))]
     is_growing = sizes[0]<=sizes[-1]
     return (min(sizes),max(sizes)) if is_growing else (max(sizes),min(sizes))
 
@@ -234,14 +245,15 @@ def _number_words(self:Plan, full):
 
 @patch(as_prop=True)
 def summary(self:Plan)->str:
-    "The plan in one line: the size and number of its steps, their micro-batches, and the samples left out of an epoch"
+    "The plan in one line: the size, micro-batches and number of its steps, and the samples left out"
     first,last = self._full_sizes()
     res = f'steps of {_range(first, last)} samples ({self._micro_batch_words(first, last)})'
     if not self.n_epoch: return res
     res += f', {self._number_words(first)}'
     left_out = [self.left_out(i) for i in self._different_epochs()]
     if not any(left_out): return res
-    return f'{res}, {_range(min(left_out), max(left_out))} of {self.n_all} samples left out of each epoch'
+    n_left_out = _range(min(left_out), max(left_out))
+    return f'{res}, {n_left_out} of {self.n_all} samples left out of each epoch'
 
 # %% ../../nbs/core/00_plan.ipynb #repr
 def _listed(runs):
@@ -274,9 +286,9 @@ def check(self:Plan,
     """Refuse an epoch without a step, and warn of sizes that the user may not have meant
 
     ValueError: with `drop_last=True`, an epoch has too few samples for a step
-    UserWarning: an epoch has too few samples for a complete step, or loses a tenth of its samples because
-        incomplete steps are dropped; a micro-batch is larger than a step, or steps on several processes are
-        larger than asked for
+    UserWarning: an epoch has too few samples for a complete step, or loses a tenth of its samples
+        because incomplete steps are dropped; a micro-batch is larger than a step, or steps on several
+        processes are larger than asked for
     """
     if self.drop_last or self.never_empty: self._check_filled(warns)
     if not warns: return
@@ -285,15 +297,16 @@ def check(self:Plan,
 
 @patch
 def _warn_left_out(self:Plan):
-    "Warn if a tenth of the samples is in incomplete steps that are dropped although nobody has asked for that"
+    "Warn if a tenth of the samples is in incomplete steps that the user has not asked to drop"
     left_out = [self.left_out(i) for i in self._different_epochs()]
-    # samples of dropped steps: all that are left out, except for samples that the loaders themselves drop
+    # samples of dropped steps: all that are left out, except for samples that the loaders themselves
+    # drop
     n_in_steps = sum(left_out)-self.dropped*len(left_out)
     if not n_in_steps or n_in_steps*10<self.n_all*len(left_out): return
     number = _range(min(left_out), max(left_out))
     warn(f"{number} of {self.n_all} samples are left out of each epoch: the training loader drops its "
-        "incomplete last batch, so the incomplete last step is dropped as well. To train on these samples, "
-        "pass `drop_last=False`" + more_link('samples-left-out'))
+        "incomplete last batch, so the incomplete last step is dropped as well. To train on these "
+        "samples, pass `drop_last=False`" + more_link('samples-left-out'))
 
 @patch
 def _warn_rounded_up(self:Plan, size_name):
@@ -306,21 +319,22 @@ def _warn_rounded_up(self:Plan, size_name):
         where = f' on each of {n_processes} processes' if n_processes>1 else ''
         n_samples = wanted*sum(o.unit for o in self.loaders)
         warn(f"the loader's batches of {unit} samples are larger than `{size_name}={wanted}`, so each "
-            f"batch is a step and nothing is accumulated. `{size_name}` counts samples, not batches: for "
-            f"steps of {count_of(wanted, 'batch')} of {unit}{where}, pass `{size_name}={n_samples}` or "
-            f"`n_batches={wanted}`. For steps of {wanted} samples, make the DataLoaders with a smaller "
-            "`bs`, or split their batches with `micro_batch_size=`"
+            f"batch is a step and nothing is accumulated. `{size_name}` counts samples, not batches: "
+            f"for steps of {count_of(wanted, 'batch')} of {unit}{where}, pass `{size_name}={n_samples}` "
+            f"or `n_batches={wanted}`. For steps of {wanted} samples, make the DataLoaders with a "
+            "smaller `bs`, or split their batches with `micro_batch_size=`"
             + more_link('larger-than-a-step'))
     elif n_processes>1 and full!=wanted:
         sizes = ', '.join(str(o.bs) for o in self.loaders)
         warn(f"a step has {full} samples instead of `{size_name}={wanted}`, because each of the "
-            f"{n_processes} processes takes whole batches (of {sizes} samples). Choose a multiple of the "
-            "batch size times the number of processes" + more_link('rounded-up'))
+            f"{n_processes} processes takes whole batches (of {sizes} samples). Choose a multiple of "
+            "the batch size times the number of processes" + more_link('rounded-up'))
 
 @patch
 def _check_filled(self:Plan, warns):
-    "Refuse the first epoch that has too few samples for a complete step, or warn that it is one smaller step"
-    # with `drop_last=True` every process must be able to fill its part of a step; otherwise one process is enough
+    "Refuse an epoch with too few samples for a complete step, or warn that it is one smaller step"
+    # with `drop_last=True` every process must be able to fill its part of a step; otherwise one process
+    # is enough
     is_too_few = any if self.drop_last else all
     for i in self._different_epochs():
         full = self.shares(self.wanted(i, self.steps_before(i)))

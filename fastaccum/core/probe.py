@@ -25,23 +25,27 @@ from .forward_state import ForwardState, rng_state
 # %% ../../nbs/core/10_probe.ipynb #probed
 class Probed(NamedTuple):
     "The result of probing a loss function"
-    off:float|None # Relative difference between the loss and the mean of its parts' losses; `None` if unknown
+    off:float|None # Relative difference between the loss and the mean of its parts' losses, if known
     reason:str='' # Why the difference is unknown
     tol:float=2e-5 # The largest difference that counts as rounding
     raised:bool=False # Whether the reason is an error of the loss function
     has_state:bool=False # Whether the loss function returned another value when it was called again
-    adds_up:bool=False # Whether the loss is the sum of its parts' losses, although it should be their mean
+    adds_up:bool=False # Whether the loss is the sum of its parts' losses instead of their mean
 
     @property
     def wrong(self)->bool:
         "Whether the difference is larger than rounding explains"
         return self.off is not None and self.off>self.tol
 
-_half_tols = {torch.float16:1e-2, torch.bfloat16:5e-2}   # replaces the default of `Probed.tol` in half precision
+# replaces the default of `Probed.tol` in half precision
+_half_tols = {torch.float16:1e-2, torch.bfloat16:5e-2}
 
 # %% ../../nbs/core/10_probe.ipynb #part
 def _copy(o):
-    "Copy all tensors in `o`, in single precision at least; the copy of a tensor that needs a gradient needs one"
+    """Copy all tensors in `o`, in single precision at least
+
+    The copy of a tensor that needs a gradient needs one.
+    """
     if isinstance(o, torch.Tensor):
         is_half = o.is_floating_point() and o.element_size()<4
         leaf = o.detach().requires_grad_(o.requires_grad)
@@ -50,7 +54,7 @@ def _copy(o):
     return container_like(o, [_copy(x) for x in values(o)]) if is_nested(o) else o
 
 def _pick_of_output(o, n, rows):
-    "Select samples of predictions and targets for `n` samples, which may be in the second dimension, after time"
+    "Select some of `n` samples in predictions and targets, whose first dimension may be time"
     def without_rows(x):
         is_tensor = isinstance(x, torch.Tensor)
         has_time_first = is_tensor and x.ndim>1 and x.shape[1]==n
@@ -64,7 +68,8 @@ def _pick_of_output(o, n, rows):
 class Part:
     "Stands in for a Learner after its forward pass of `n` samples, with some of these samples only"
     def __init__(self, learn:Learner, n:int, rows:Callable, loss_func:Callable|None=None):
-        self.learn = learn   # the Learner, whose attributes the part has unless they depend on the samples
+        # the Learner, whose attributes the part has unless they depend on the samples
+        self.learn = learn
         self.n = n           # samples in the whole micro-batch
         self.rows = rows     # `rows(x)` selects the samples of the part from a tensor or list
         self.pred,*yb = _copy(_pick_of_output((learn.pred,*learn.yb), n, rows))
@@ -79,7 +84,10 @@ class Part:
         return getattr(self.learn, name)
 
     def _of_these_samples(self, f):
-        "Return the loss function; if MixUp or CutMix has replaced it, with the factors and targets of these samples"
+        """Return the loss function
+
+        If MixUp or CutMix has replaced it, with the factors and targets of these samples.
+        """
         mixer = getattr(f, '__self__', None)
         if not hasattr(mixer, 'old_lf'): return f
         lam = mixer.lam
@@ -93,12 +101,14 @@ class _Pair(SimpleNamespace):
     "Stands in for the Learner `learn`, with the samples of two micro-batches"
     def __getattr__(self, name): return getattr(self.learn, name)
 
-def pair(previous:tuple|None, learn:Learner)->tuple: # A stand-in for the Learner, or `None`; the next `previous`
+# A stand-in for the Learner, or `None`; the next `previous`
+def pair(previous:tuple|None, learn:Learner)->tuple:
     "Join a micro-batch of one sample with the `previous` one, if there is one of the same shape"
     pred = learn.pred
     preds = values(pred) if isinstance(pred, tuple) or is_mapping(pred) else (pred,)
     have_one_row = all(has_rows(o, 1) for o in (*preds,*learn.yb))
-    if not have_one_row: return None,None   # it is unknown where the sample is in predictions and targets
+    # it is unknown where the sample is in predictions and targets
+    if not have_one_row: return None,None
     current = _copy((pred,tuple(learn.yb),tuple(learn.xb)))
     if previous is None: return None,current
     try: pred,yb,xb = join([previous,current], [1,1])
@@ -115,15 +125,17 @@ def _to_numbers(xs):
     return [next(numbers) if isinstance(o, torch.Tensor) else o for o in xs]
 
 def _gap(losses, sizes, is_sum):
-    "Return the gap between the loss of the whole and the losses of its parts, and the magnitude of these losses"
+    "Return the gap between the loss of the whole and its parts' mean or sum, and the larger of the two"
     whole,*parts = losses
     n,*ns = sizes
     if is_sum: weights = [1,1]
-    elif abs(sum(ns)-n)<=1e-4*n: weights = [o/sum(ns) for o in ns]   # raises ZeroDivisionError if no item counts
+    elif abs(sum(ns)-n)<=1e-4*n:
+        weights = [o/sum(ns) for o in ns]   # raises ZeroDivisionError if no item counts
     else: raise ValueError('the sizes of the parts do not add up to the size of the whole')
     weighted = [w*o for w,o in zip(weights, parts) if w]
     if not isfinite(whole): raise ValueError('the loss is not finite')
-    # a part with a weight may have none of the items that the loss really averages, so that its loss is NaN
+    # a part with a weight may have none of the items that the loss really averages, so that its loss is
+    # NaN
     if not all(map(isfinite, weighted)): return inf,abs(whole) or 1.
     return abs(whole-sum(weighted)),max(abs(whole), sum(map(abs, weighted)))
 
@@ -181,7 +193,10 @@ def _compare_parts(learn, loss_func, n, find, devices, change):
 
 # %% ../../nbs/core/10_probe.ipynb #probe-all
 def _copy_loss(f, *kept):
-    "Copy a loss function that is a module; the copy refers to the same objects `kept`, such as the Learner"
+    """Copy a loss function that is a module
+
+    The copy refers to the same objects `kept`, such as the Learner.
+    """
     if not isinstance(f, (nn.Module,BaseLoss)): return f
     memo = {id(o):o for o in kept}   # copies that `deepcopy` takes instead of making its own
     attrs = [o for m in f.modules() for o in vars(m).values()] if isinstance(f, nn.Module) else []
@@ -195,8 +210,8 @@ def probe(learn:Learner, n:int, find:Callable|None, change:Callable|None=None)->
     """Compare the loss of a micro-batch of `n` samples with the mean of the losses of two unequal parts
 
     `find(learn)`, as returned by `find_n_items`, is the number of items that the loss is a mean of. With
-    `None`, the loss is compared with the sum of the losses. `change(part, loss)` returns the loss of a `Part`
-    after callbacks have changed the loss; without `change`, the result of the loss function is compared.
+    `None`, the loss is compared with the sum of the losses. `change(part, loss)` returns the loss of a
+    `Part` after callbacks have changed the loss; without it, the loss function's value is compared.
     """
     if n<2: return Probed(None, 'the micro-batch has one sample')
     model = getattr(learn, 'model', nn.Identity())   # the loss may call the model

@@ -22,14 +22,18 @@ from .warnings import WarnOnce, more_link
 
 # %% ../../nbs/core/02_step_loader.ipynb #batches
 class BatchStream:
-    "Reads a loader's batches; if batches are split into micro-batches anyway, cuts them where a step ends"
+    """Reads a loader's batches
+
+    If batches are split into micro-batches anyway, cuts them where a step ends.
+    """
     def __init__(self, dl:object, sizes:LoaderSizes, count:Callable=n_samples):
         self.sizes = sizes       # the sizes of `dl`
         self.count = count       # `count(batch, expected)` returns the samples of a batch
         self.batches = iter(dl)
         self.n_read = 0          # batches read so far
         self.n_samples = 0       # samples in these batches
-        self.rest = None         # the next batch, or its remaining samples, and the number of these samples
+        # the next batch, or its remaining samples, and the number of these samples
+        self.rest = None
 
     def end(self):
         "Drop the loader's iterator, which ends the loader's worker processes"
@@ -38,7 +42,8 @@ class BatchStream:
     def has_more(self)->bool:
         "Whether the loader has another sample; reads the next batch to find out, if necessary"
         while self.rest is None:
-            # `next` returns `self` at the end of the loader; a batch may be any other object, also `None`
+            # `next` returns `self` at the end of the loader; a batch may be any other object, also
+            # `None`
             b = next(self.batches, self)
             if b is self: return False
             expected = min(self.sizes.bs, max(1, self.sizes.n-self.n_read*self.sizes.bs))
@@ -49,7 +54,7 @@ class BatchStream:
         return True
 
     def take(self, most:int)->tuple:
-        "Return the next batch, or its first `most` samples if batches are split, and the number of its samples"
+        "Return the next batch, or its first `most` samples if batches are split, and how many these are"
         (b,n),self.rest = self.rest,None
         is_split = self.sizes.micro_bs<self.sizes.bs
         if n<=most or not is_split: return b,n
@@ -61,11 +66,13 @@ class Step:
     "The batches of one step, with its sizes in samples"
     def __init__(self, batches:BatchStream, plan:PlannedStep, rank:int=0, announced:bool=True):
         self.batches = batches
-        # whether the step is in the plan: a loader may yield more samples than its `__len__` and `bs` announce
+        # whether the step is in the plan: a loader may yield more samples than its `__len__` and `bs`
+        # announce
         self.announced = announced
         self.size = plan.sizes[rank]            # samples of this process
         self.total = sum(plan.sizes)            # samples of all processes
-        self.full = plan.full                   # samples of a complete step of all processes, in whole batches
+        # samples of a complete step of all processes, in whole batches
+        self.full = plan.full
         # the step ends once this process has counted this many samples
         self.target = min(self.size, plan.wanted)
 
@@ -77,13 +84,16 @@ class Step:
     __len__ = __iter__ = __getitem__ = _refuse
 
     def n_missing(self, counted:int)->int:
-        "Return how many samples the step still needs after `counted` samples; 0 if the loader has no more samples"
+        """Return how many samples the step still needs after `counted` samples
+
+        0 if the loader has no more samples.
+        """
         missing = self.target-counted
         return missing if missing>0 and self.batches.has_more() else 0
 
 # %% ../../nbs/core/02_step_loader.ipynb #in-place
 class OneBatchLoader(GetAttr):
-    "Wraps the loader `dl`: while it is iterated, the Learner runs its batches with the function `one_batch`"
+    "Wraps the loader `dl`, whose batches the Learner runs with the function `one_batch`"
     _default = 'dl'
     def __init__(self, learn:Learner, dl:object, one_batch:Callable):
         self.dl,self.patch = dl,Patch(learn, 'one_batch', one_batch)
@@ -105,18 +115,20 @@ class OneBatchLoader(GetAttr):
 
 # %% ../../nbs/core/02_step_loader.ipynb #steps
 class StepLoader(OneBatchLoader):
-    """A training loader that yields optimizer steps, as `Step` objects that read their batches when needed
+    """A training loader that yields optimizer steps: `Step`s, which read their batches when needed
 
     RuntimeError: one of several processes has samples left after the planned steps
     """
     def __init__(self, learn:Learner, dl:object, one_batch:Callable, steps:Sequence, sizes:LoaderSizes,
-        processes:Processes, drop_last:bool=False, warn_once:WarnOnce|None=None, count:Callable=n_samples):
+        processes:Processes, drop_last:bool=False, warn_once:WarnOnce|None=None,
+        count:Callable=n_samples):
         super().__init__(learn, dl, one_batch)
         self.steps = steps            # the `PlannedStep`s of the epoch
         self.sizes = sizes            # the sizes of `dl`
         self.count = count            # `count(batch, expected)` returns the samples of a batch
         self.processes = processes    # DDP's own synchronisation is paused while steps are iterated
-        self.drop_last = drop_last    # whether incomplete steps, and any samples after them, are left out
+        # whether incomplete steps, and any samples after them, are left out
+        self.drop_last = drop_last
         self.warn_once = warn_once or WarnOnce()
 
     def __len__(self): return len(self.steps)
@@ -139,7 +151,8 @@ class StepLoader(OneBatchLoader):
         batches = BatchStream(self.dl, self.sizes, self.count)
         are_several = self.processes.n>1
         for planned in self.steps:
-            # of several processes, one without samples has empty steps, because the other processes wait for it
+            # of several processes, one without samples has empty steps, because the other processes wait
+            # for it
             if are_several or batches.has_more(): yield Step(batches, planned, self.processes.rank)
         if self.drop_last: self._exhaust(batches)
         elif len(self.steps) and batches.has_more(): yield from self._unannounced(batches, are_several)
@@ -152,17 +165,17 @@ class StepLoader(OneBatchLoader):
         if self.drop_last or not planned: needed = sum(planned)
         else: needed = sum(planned[:-1])+1
         if n>=needed: return
-        self.warn_once('fewer-batches', f"the training loader had {n} samples in an epoch, too few for the "
-            f"{len(planned)} steps that were planned from its `__len__` and `bs`, so the learning rate "
-            "schedule does not reach its end. Let `__len__` return the number of batches, or give the "
-            "loader an attribute `n`, the number of samples")
+        self.warn_once('fewer-batches', f"the training loader had {n} samples in an epoch, too few for "
+            f"the {len(planned)} steps that were planned from its `__len__` and `bs`, so the learning "
+            "rate schedule does not reach its end. Let `__len__` return the number of batches, or give "
+            "the loader an attribute `n`, the number of samples")
 
     def _unannounced(self, batches, are_several):
-        "Yield steps for samples that the loader did not announce, each as large as the last step when complete"
+        "Yield steps for samples that the loader did not announce, as large as the last planned step"
         if are_several:
-            raise RuntimeError(f"this process has samples left after all {len(self.steps)} steps, because "
-                "its loader yields more or larger batches than its `__len__` and `bs` say: correct "
-                "`__len__` and `bs`" + more_link('more-batches'))
+            raise RuntimeError(f"this process has samples left after all {len(self.steps)} steps, "
+                "because its loader yields more or larger batches than its `__len__` and `bs` say: "
+                "correct `__len__` and `bs`" + more_link('more-batches'))
         planned = self.steps[-1]
         planned = planned._replace(sizes=(planned.full,))
         while batches.has_more(): yield Step(batches, planned, announced=False)
@@ -170,7 +183,8 @@ class StepLoader(OneBatchLoader):
     def _exhaust(self, batches):
         """Read the loader to its end, because the full-batch run also reads the batch that it drops
 
-        Reading advances the random state, from which fastai's item transforms and PyTorch's samplers draw.
+        Reading advances the random state, from which fastai's item transforms and PyTorch's samplers
+        draw.
         """
         it = batches.batches
         if not isinstance(self.dl, DataLoader):

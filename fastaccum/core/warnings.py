@@ -1,4 +1,4 @@
-"""The warnings of this package: their categories, the line of code that they show, and the link to an explanation.
+"""Warnings with a category, the user's line of code, and a link to an explanation.
 
 Docs: https://fastaccum.github.io/fastaccum/core/warnings.html.md"""
 
@@ -13,22 +13,31 @@ import sys
 from warnings import warn as _warn
 
 # %% ../../nbs/core/09_warnings.ipynb #kinds
-class AccumulationWarning(UserWarning): "The result differs from the result of the full-batch run, or may differ"
-class LossWarning(AccumulationWarning): "The loss of a batch is not the mean over its samples, or may not be"
-class BatchNormWarning(AccumulationWarning): "BatchNorm normalises with the samples of a micro-batch, not of a step"
-class LoaderWarning(AccumulationWarning): "The batch size of the loader decides which samples are put together"
-class StateWarning(AccumulationWarning): "The model or the loss keeps a state from the previous micro-batch"
-class ImportOrderWarning(AccumulationWarning): "A fit uses fastai's `GradientAccumulation` instead of fastaccum's"
+class AccumulationWarning(UserWarning):
+    "The result differs from the result of the full-batch run, or may differ"
+class LossWarning(AccumulationWarning):
+    "The loss of a batch is not the mean over its samples, or may not be"
+class BatchNormWarning(AccumulationWarning):
+    "BatchNorm normalises with the samples of a micro-batch, not of a step"
+class LoaderWarning(AccumulationWarning):
+    "The batch size of the loader decides which samples are put together"
+class StateWarning(AccumulationWarning):
+    "The model or the loss keeps a state from the previous micro-batch"
+class ImportOrderWarning(AccumulationWarning):
+    "A fit uses fastai's `GradientAccumulation` instead of fastaccum's"
 
 # %% ../../nbs/core/09_warnings.ipynb #see
 _page = "https://fastaccum.github.io/fastaccum/reference/messages.html"
 
 def more_link(key:str)->str:
-    "Return the last line of a message: a link to the entry `key` (lower-case words with hyphens) of the page Messages"
+    """Return the last line of a message: a link to an entry of the page Messages
+
+    `key` is the entry's name, lower-case words joined by hyphens.
+    """
     return f"\nMore: {_page}#{key}"
 
 def append_message(e:Exception, msg:str):
-    "Append `msg` to the message of the error `e`, unless `e` is an error of this package or fastai's way to cancel"
+    "Append `msg` to the message of the error `e`, unless `e` is one of this package or cancels a fit"
     is_ours = more_link('') in str(e)
     is_signal = type(e).__name__.startswith('Cancel')   # such as fastai's `CancelBatchException`
     if not (is_ours or is_signal): e.args = (f'{e}\n{msg}',)

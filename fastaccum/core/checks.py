@@ -32,7 +32,7 @@ def check_count(name:str, n:object, unit:str='sample', or_else:str='')->int:
     ValueError: `n` is below 1
     """
     if isinstance(n, bool) or not isinstance(n, Integral):
-        raise TypeError(f"`{name}` must be {or_else}a whole number of {unit}s, such as 64, got {n!r} "
+        raise TypeError(f"`{name}` must be {or_else}a whole number of {unit}s, got {n!r} "
             f"({type(n).__name__})" + more_link('whole-number'))
     if n<1: raise ValueError(f"`{name}` must be at least 1, got {int(n)}" + more_link('whole-number'))
     return int(n)

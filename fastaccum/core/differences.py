@@ -109,12 +109,10 @@ def _percent(off):
     "Show the relative difference `off` with two digits: '43 % off'"
     return f"{float(f'{100*off:.2g}'):g} % off"
 
-def _mean_or_sum(mean):
-    "Say what the loss should be, given the `StepMean`"
-    if mean.is_sum: return 'a sum over samples'
-    if isinstance(mean.find, Targets): return 'a mean over the targets that are not ignored'
-    if mean.n_items is not None: return 'a mean over the items that `n_items` counts'
-    return 'a mean over samples'
+def _items(mean):
+    "Name the items over which the loss should be a mean or sum, given the `StepMean`"
+    if isinstance(mean.find, Targets): return 'the targets that are not ignored'
+    return 'samples' if mean.n_items is None else 'the items that `n_items` counts'
 
 @patch
 # Whether there was a reason to warn
@@ -128,8 +126,9 @@ def _not_a_mean(self:LossTrials, probed:Probed, learn, micro, mean)->bool:
     if probed.adds_up:
         remedy = ("The losses of the parts add up to it: if it is meant to be a sum, set "
             "`learn.loss_func.reduction = 'sum'` before the fit; if not, use `reduction='mean'`")
-    self.warn_once('loss-not-a-mean', f"your loss is not {_mean_or_sum(mean)} ({how}), so this run "
-        f"differs from the full-batch run. {remedy}", LossWarning)
+    kind = 'sum' if mean.is_sum else 'mean'
+    self.warn_once('loss-not-a-mean', f"your loss is not a {kind} over {_items(mean)} ({how}), so this "
+        f"run differs from the full-batch run. {remedy}", LossWarning)
     return True
 
 @patch
@@ -164,11 +163,11 @@ def _fails_on_a_part(self:LossTrials, probed, learn, micro, mean)->bool:
     computed_by_loss_func = micro.loss_grad_fn is not None
     is_single = (n_samples(learn.yb, micro.n) or micro.n)==1
     if not probed.raised or is_single or not computed_by_loss_func: return False
-    self.warn_once('loss-not-tried', f"it could not be checked that your loss is {_mean_or_sum(mean)}, "
-        f"because it fails on a part of the micro-batch ({probed.reason}). If it uses more than "
-        "predictions and targets, this run may differ from the full-batch run: run "
-        "`learn.accum_check()` to find out",
-        LossWarning)
+    kind = 'sum' if mean.is_sum else 'mean'
+    self.warn_once('loss-not-tried', f"it could not be checked that your loss is a {kind} over "
+        f"{_items(mean)}, because it fails on a part of the micro-batch ({probed.reason}). If it uses "
+        "more than predictions and targets, this run may differ from the full-batch run: run "
+        "`learn.accum_check()` to find out", LossWarning)
     return True
 
 @patch
@@ -178,7 +177,7 @@ def _uneven_labels(self:LossTrials, probed, learn, micro, mean)->bool:
     may_warn = probed.off is None and mean.find is samples and not was_warned
     n = n_samples(learn.yb, micro.n) or micro.n
     if not may_warn or not self._has_uneven_labels(learn, n): return False
-    self.warn_once('loss-not-tried', f"it could not be checked that your loss is {_mean_or_sum(mean)}, "
+    self.warn_once('loss-not-tried', "it could not be checked that your loss is a mean over samples, "
         "and samples have different numbers of labels other than -100. If it is a mean over labels, as "
         "a loss that the model computes usually is, this run differs from the full-batch run: pass "
         "`n_items=`, a function that counts the labels, such as `lambda learn: (learn.y!=-100).sum()` "
@@ -319,12 +318,12 @@ def _changed_loss(self:LossTrials, learn, batch, n, micro, mean):
     reason = ' '.join(probed.reason.split())   # the reason in one line
     if probed.wrong:
         self.warn_once('changed-loss', f"{names} changes the loss, and the changed loss is not "
-            f"{_mean_or_sum(mean)} ({_percent(probed.off)}), so this run differs from the full-batch "
-            "run. If the callback compares samples with each other, let it see the whole batch with "
-            "`GradientCache`; if it adds a sum over samples, let it add the mean", LossWarning)
+            f"a mean over {_items(mean)} ({_percent(probed.off)}), so this run differs from the "
+            "full-batch run. If the callback compares samples with each other, let it see the whole batch "
+            "with `GradientCache`; if it adds a sum over samples, let it add the mean", LossWarning)
     elif probed.off is None and uses_batch(learn, micro.loss_grad_fn):
         self.warn_once('changed-loss-not-tried', f"{names} changes the loss, and it could not be "
-            f"checked that the changed loss is {_mean_or_sum(mean)} ({reason}). If the callback "
+            f"checked that the changed loss is a mean over {_items(mean)} ({reason}). If the callback "
             "compares samples with each other, or adds a sum over samples, this run differs from the "
             "full-batch run: run `learn.accum_check()` to find out", LossWarning)
 
@@ -378,8 +377,8 @@ class DifferenceWarnings:
         if not bns: return
         is_synced = all(isinstance(m, nn.SyncBatchNorm) for m in bns)
         n = micro.n*self.processes.n if is_synced else micro.n
-        if len(bns)==1: layers = '1 BatchNorm layer normalises'
-        else: layers = f'{len(bns)} BatchNorm layers normalise'
+        is_one = len(bns)==1
+        layers = '1 BatchNorm layer normalises' if is_one else f'{len(bns)} BatchNorm layers normalise'
         self.warn_once('batchnorm', f"{layers} with the {n} samples of a micro-batch, not the "
             f"{step.total} of a step, so this run differs from the full-batch run. Freeze the "
             "statistics of pretrained layers with `FreezeBN(lambda m: m[0])`, average the statistics "

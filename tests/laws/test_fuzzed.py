@@ -259,9 +259,9 @@ def fit_with(*cbs, learn=toy, **kwargs):
 def fails(pos): return 1//0
 
 @pytest.mark.parametrize('f,words', [
-    (lambda: GradientAccumulation(16).plan(toy(4).dls, None), 'n_epoch=None.*whole number of epochs'),
+    (lambda: GradientAccumulation(16).plan(toy(4).dls, None), '`n_epoch` must be a whole number of epochs, got None'),
     (lambda: GradientAccumulation(16).plot_sched(toy(4).dls, 0), '`n_epoch` must be at least 1, got 0'),
-    (lambda: toy(4).fit('a', cbs=GradientAccumulation(16)), "n_epoch='a'.*whole number of epochs"),
+    (lambda: toy(4).fit('a', cbs=GradientAccumulation(16)), "`n_epoch` must be a whole number of epochs, got 'a'"),
     (lambda: GradientAccumulationSchedule(10**400, 16), '`schedule` raised an error at position 0.*OverflowError'),
     (lambda: GradientAccumulationSchedule(4, 16, schedule=fails), 'position 0.*ZeroDivisionError'),
     (lambda: fit_with(FreezeBN(lambda m: 4)), '`part` returned 4, of type int'),

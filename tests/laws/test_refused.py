@@ -122,7 +122,7 @@ refused = dict(
         'leave it out'))
 late = {'steps_by_itself','targets_not_counted'}   # with the first batch
 for nm,f in dict(below=lambda l: -1, infinite=lambda l: float('inf'), text=lambda l: '4', many=lambda l: l.y).items():
-    refused[f'size_{nm}'] = toy,lambda f=f: [acc(8, n_items=f)],(TypeError,ValueError),'`n_items` returned.*return a'
+    refused[f'size_{nm}'] = toy,lambda f=f: [acc(8, n_items=f)],(TypeError,ValueError),'`n_items` must return a'
     late.add(f'size_{nm}')
 
 @pytest.mark.parametrize('nm', refused)

@@ -285,7 +285,7 @@ class AutoSize:
         if self.failed is None: return
         n,reason = self.failed
         self.failed = None
-        phase = 'training' if training else 'validation'
+        phase = 'validation' if not training else 'training'
         warn(f"memory ran out with a micro-batch of {n} samples ({reason}). Its samples have run again, "
             f"and {phase} goes on in micro-batches of {self.most(training)} samples"
             + more_link('memory-ran-out'))

@@ -42,7 +42,7 @@ def test_whole_numbers_of_any_type_are_taken_by_either_name(nm):
 
 two = lambda learn, n: n
 bad = [(GradientAccumulation, dict(micro_batch_size='big'), TypeError, "'auto', or a whole number"),
-    *[(f, {nm:v}, TypeError, f'`{nm}` must be True.*got {v!r}|`{nm}={v!r}.*True') for f in (GradientAccumulation,Schedule)
+    *[(f, {nm:v}, TypeError, f'`{nm}` must be True.*got {v!r}') for f in (GradientAccumulation,Schedule)
         for nm,v in dict(drop_last='no', log_accum_batch=0).items()],
     *[(GradientAccumulation, dict(n_items=o), TypeError, '`n_items` must be a function')
       for o in (4, 'len', two, lambda: 4)],

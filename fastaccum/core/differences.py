@@ -319,8 +319,8 @@ def _changed_loss(self:LossTrials, learn, batch, n, micro, mean):
     if probed.wrong:
         self.warn_once('changed-loss', f"{names} changes the loss, and the changed loss is not "
             f"a mean over {_items(mean)} ({_percent(probed.off)}), so this run differs from the "
-            "full-batch run. If the callback compares samples with each other, let it see the whole batch "
-            "with `GradientCache`; if it adds a sum over samples, let it add the mean", LossWarning)
+            "full-batch run. If the callback compares samples with each other, let it see the whole "
+            "batch with `GradientCache`; if it adds a sum over samples, let it add the mean", LossWarning)
     elif probed.off is None and uses_batch(learn, micro.loss_grad_fn):
         self.warn_once('changed-loss-not-tried', f"{names} changes the loss, and it could not be "
             f"checked that the changed loss is a mean over {_items(mean)} ({reason}). If the callback "

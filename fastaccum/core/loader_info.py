@@ -26,7 +26,7 @@ from .warnings import more_link
 def size_of(dl:object)->int|None:
     """Return the batch size of a loader: its `bs` or `batch_size`, or that of its batch sampler
 
-    `None` if neither the loader nor its batch sampler has such an attribute.
+    Returns `None` if neither the loader nor its batch sampler has such an attribute.
     """
     for o in (dl,getattr(dl, 'batch_sampler', None)):
         for name in ('bs','batch_size'):
@@ -44,7 +44,7 @@ def n_of(dl:object)->int|None:
 def drops_last(drop_last:bool|None, dl:object)->bool:
     """Whether an incomplete last step is left out
 
-    With `None`, if the loader leaves out its incomplete last batch.
+    `drop_last=None` means to do as the loader does with its incomplete last batch.
     """
     if drop_last is not None: return drop_last
     loaders = dl,getattr(dl, 'dl', None)   # `DistributedDL` wraps another loader

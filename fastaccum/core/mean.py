@@ -107,7 +107,7 @@ def find_n_items(loss_func:Callable)->Callable|None:
 def _checked(size, read_tensor):
     """Refuse an invalid value of `n_items`
 
-    A tensor on a GPU is only read, which synchronises, with `read_tensor`.
+    A tensor on a GPU is only read with `read_tensor`, because reading synchronises the GPU.
     """
     if isinstance(size, torch.Tensor) and size.numel()==1:
         # a tensor in CPU memory becomes a number, because copying the tensor to a GPU would synchronise
@@ -248,7 +248,7 @@ def sum_up(self:StepMean):
 def loss(self:StepMean)->torch.Tensor:
     """The mean loss of the step so far, or the sum if the loss is a sum
 
-    `last_loss` if all targets are ignored.
+    It is `last_loss` if all targets are ignored.
     """
     if self.is_sum: return self.losses
     if isinstance(self.size, torch.Tensor):

@@ -250,7 +250,7 @@ class AutoSize:
     def most(self, training:bool)->int|None:
         """Return the most samples of a micro-batch in training, or in validation
 
-        `None` as long as whole batches fit.
+        Returns `None` as long as whole batches fit.
         """
         return self.train if training else self.valid
 

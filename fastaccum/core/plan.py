@@ -202,7 +202,7 @@ def _range(first, last):
 def _full_sizes(self:Plan):
     """Return the sizes of the smallest and the largest complete step, in samples
 
-    With shrinking steps, the largest first.
+    If the steps shrink, the largest comes first.
     """
     if not self.has_schedule or not self.n_epoch:
         full = sum(self.shares(self.wanted(0)))

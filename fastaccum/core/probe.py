@@ -42,10 +42,7 @@ _half_tols = {torch.float16:1e-2, torch.bfloat16:5e-2}
 
 # %% ../../nbs/core/10_probe.ipynb #part
 def _copy(o):
-    """Copy all tensors in `o`, in single precision at least
-
-    The copy of a tensor that needs a gradient needs one.
-    """
+    "Copy all tensors in `o`, in single precision at least; copies need gradients if the tensors do"
     if isinstance(o, torch.Tensor):
         is_half = o.is_floating_point() and o.element_size()<4
         leaf = o.detach().requires_grad_(o.requires_grad)
@@ -86,7 +83,7 @@ class Part:
     def _of_these_samples(self, f):
         """Return the loss function
 
-        If MixUp or CutMix has replaced it, with the factors and targets of these samples.
+        If MixUp or CutMix has replaced the loss function, the result uses the factors of these samples.
         """
         mixer = getattr(f, '__self__', None)
         if not hasattr(mixer, 'old_lf'): return f

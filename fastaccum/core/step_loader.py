@@ -24,7 +24,7 @@ from .warnings import WarnOnce, more_link
 class BatchStream:
     """Reads a loader's batches
 
-    If batches are split into micro-batches anyway, cuts them where a step ends.
+    If batches are split into micro-batches anyway, a batch is also cut where a step ends.
     """
     def __init__(self, dl:object, sizes:LoaderSizes, count:Callable=n_samples):
         self.sizes = sizes       # the sizes of `dl`

@@ -19,36 +19,38 @@ from .warnings import more_link
 
 # %% ../../nbs/core/03_batch.ipynb #parts
 def is_mapping(o:object)->bool:
-    "Is `o` a dict, or an object with keys and items, such as a `BatchEncoding`?"
+    "Whether `o` is a dict, or an object with keys and items, such as a `BatchEncoding`"
     return isinstance(o, Mapping) or hasattr(o, 'keys') and hasattr(o, '__getitem__')
 
 def is_nested(o:object)->bool:
-    "Is `o` a mapping, tuple or list?"
+    "Whether `o` is a mapping, tuple or list"
     return isinstance(o, (tuple,list)) or is_mapping(o)
 
 def values(o:object)->list:
-    "The parts of a mapping, tuple or list"
+    "List the parts of a mapping, tuple or list"
     return [o[k] for k in o.keys()] if is_mapping(o) else o
 
 def has_rows(o:object, n:int)->bool:
-    "Is `o` a tensor with a row for each of `n` samples?"
+    "Whether `o` is a tensor with a row for each of `n` samples"
     return isinstance(o, torch.Tensor) and o.shape[:1]==(n,)
 
 # %% ../../nbs/core/03_batch.ipynb #lists
 def _shape(o): return () if is_mapping(o) else getattr(o, 'shape', ())
 
 def is_list(o:object)->bool:
-    "May `o` be a list with an item for each sample?"
-    if not isinstance(o, (tuple,list)) or hasattr(o, '_fields'): return False
-    return len({len(_shape(x))>0 for x in o})==1
+    "Whether `o` may be a list with an item for each sample: all of its items are tensors, or none is"
+    is_named_tuple = hasattr(o, '_fields')
+    if not isinstance(o, (tuple,list)) or is_named_tuple: return False
+    are_tensors = {len(_shape(x))>0 for x in o}
+    return len(are_tensors)==1
 
 def _ambiguity(o):
-    "How unsure `o` is about the number of samples: 0 a tensor, 1 a list of items, 2 a list of tensors"
+    "Rate how uncertain the number of samples in `o` is: 0 tensor, 1 list of items, 2 list of tensors"
     if not is_list(o): return 0
     return 2 if len(_shape(o[0])) else 1
 
 def fits_batch(o:object, n:int)->bool:
-    "Can `o` be a part of a batch of `n` samples?"
+    "Whether `o` may be a part of a batch of `n` samples"
     if o is None: return True
     if len(_shape(o)): return o.shape[0]==n
     if is_list(o) and len(o)==n: return True
@@ -56,7 +58,7 @@ def fits_batch(o:object, n:int)->bool:
 
 # %% ../../nbs/core/03_batch.ipynb #count
 def _counts(o):
-    "The numbers of samples that a part of a batch may have, the most likely first"
+    "List the possible numbers of samples in a part of a batch, the most likely first"
     if len(_shape(o)): return [o.shape[0]]
     if not is_nested(o): return []
     inside = [n for x in values(o) for n in _counts(x)]
@@ -64,7 +66,10 @@ def _counts(o):
     return [*inside,len(o)] if _ambiguity(o)==2 else [len(o),*inside]
 
 def n_samples(b:object, expected:int=None)->int:
-    "Count the samples of a batch; the loader's number, `expected`, decides if several are possible"
+    """Count the samples of a batch
+
+    If several numbers are possible, `expected`, the loader's batch size, decides.
+    """
     parts = b if isinstance(b, (tuple,list)) else (b,)
     if parts and has_rows(parts[0], expected): return expected
     counts = dict.fromkeys(n for o in sorted(parts, key=_ambiguity) for n in _counts(o))
@@ -78,13 +83,13 @@ def samples(learn:Learner)->int:
 
 # %% ../../nbs/core/03_batch.ipynb #split
 def even_sizes(n:int, most:int|None)->list:
-    "Divide `n` samples into as few parts of at most `most` as possible; returns their even sizes"
-    k = ceil(n/most) if most else 1
-    size,rest = divmod(n, k)
-    return [size+1]*rest+[size]*(k-rest)
+    "Divide `n` samples into as few parts of at most `most` samples as possible; returns the even sizes"
+    n_parts = ceil(n/most) if most else 1
+    size,rest = divmod(n, n_parts)
+    return [size+1]*rest+[size]*(n_parts-rest)
 
 def bounds(sizes:list)->list:
-    "The first sample of each part, and the sample after its last"
+    "List pairs `(start, stop)`: the first sample of each part, and the sample after its last"
     return [*pairwise(accumulate(sizes, initial=0))]
 
 # %% ../../nbs/core/03_batch.ipynb #containers
@@ -94,31 +99,38 @@ def container_like(o:object, parts:list)->object:
     data = dict(zip(o.keys(), parts))
     if not isinstance(o, dict): return type(o)(data)
     res = copy(o)
-    for k,v in data.items(): res[k] = v   # an output of Hugging Face's models refuses `update`
+    # not `update`, which the outputs of Hugging Face's models refuse
+    for k,v in data.items(): res[k] = v
     return res
 
 def _cannot_be_split(o, n, reason=''):
     return TypeError(f"a {type(o).__name__}{reason} in a batch of {n} samples cannot be split: "
         "`micro_batch_size` splits tensors with the samples along their first dimension, and tuples, "
-        "lists and dicts of such tensors. Give `micro_batch_size=AutoSize(split=f)` with a function "
-        "`f(batch, start, stop, n)`, or leave `micro_batch_size` out, with DataLoaders whose batches fit"
+        "lists and dicts of such tensors. Pass `micro_batch_size=AutoSize(split=f)` with your own "
+        "function `f(batch, start, stop, n)`, or make the DataLoaders with a batch size that fits in "
+        "memory instead"
         + more_link('cannot-be-split'))
 
 # %% ../../nbs/core/03_batch.ipynb #split-it
 def _lists_samples(o, n, of_tensors=False):
-    "Has the list an item for each sample? Tensors with `n` rows each are samples only if `of_tensors`"
-    return is_list(o) and len(o)==n and (of_tensors or not all(has_rows(x, n) for x in o))
+    """Whether `o` is a list with an item for each of `n` samples
+
+    If all items are tensors with `n` rows, the items are samples only with `of_tensors`.
+    """
+    if not is_list(o) or len(o)!=n: return False
+    return of_tensors or not all(has_rows(x, n) for x in o)
 
 def _has_tensor_per_sample(b, n):
-    "Has the batch a list of tensors or mappings, one for each sample?"
+    "Whether the batch contains a list with a tensor or mapping for each sample"
     if not isinstance(b, (tuple,list)): return False
     lists = [o for o in b if _lists_samples(o, n)]
     return any(is_mapping(x) or isinstance(x, torch.Tensor) for o in lists for x in o)
 
 def pick(b:object, n:int, f:Callable, without_rows:Callable|None=None)->object:
-    """Select samples of a batch of `n`: `f` selects rows of tensors and items of lists
+    """Select samples of a batch of `n` samples: `f` selects rows of tensors and items of lists
 
-    `without_rows(o)` returns what to put in the place of a part `o` that has no rows; without it, that is an error.
+    `without_rows(o)` returns the replacement for a part `o` that has no row for each sample. Without
+    this function, such a part is an error.
 
     TypeError: a part of the batch cannot be split
     """
@@ -126,6 +138,7 @@ def pick(b:object, n:int, f:Callable, without_rows:Callable|None=None)->object:
     def part(o, is_batch=False):
         if o is None: return o
         if has_rows(o, n): return f(o)
+        # the batch itself is never a list of samples
         if not is_batch and _lists_samples(o, n, of_tensors): return f(o)
         if without_rows is not None and not is_nested(o): return without_rows(o)
         if isinstance(o, torch.Tensor): raise _cannot_be_split(o, n, f' of shape {tuple(o.shape)}')
@@ -136,7 +149,7 @@ def pick(b:object, n:int, f:Callable, without_rows:Callable|None=None)->object:
     return part(b, is_batch=True)
 
 def split(b:object, start:int, stop:int, n:int)->object:
-    """Select the samples `start` to `stop` of a batch of `n`
+    """Select the samples from `start` up to, but not including, `stop` of a batch of `n` samples
 
     TypeError: a part of the batch cannot be split
     """
@@ -144,16 +157,19 @@ def split(b:object, start:int, stop:int, n:int)->object:
 
 # %% ../../nbs/core/03_batch.ipynb #leaves
 def leaves(o:object)->list:
-    "List the contents of nested tuples, lists and mappings, in order"
+    "List, in order, the objects within nested tuples, lists and mappings"
     return [x for v in values(o) for x in leaves(v)] if is_nested(o) else [o]
 
 def rebuilt(o:object, contents:Iterator)->object:
-    "Build the structure of `o` with new contents, as many as `leaves` finds in it"
+    "Build the nested structure of `o` with new contents: one item for each item of `leaves(o)`"
     if not is_nested(o): return next(contents)
     return container_like(o, [rebuilt(v, contents) for v in values(o)])
 
 def like_tensor(o:object, x:object)->object:
-    "If `o` is a tensor, give it the class and the attributes of `x`, such as fastai's `TensorImage`"
+    """Return the tensor `o` with the class and attributes of `x`, such as fastai's `TensorImage`
+
+    Other objects are returned unchanged.
+    """
     if not isinstance(o, torch.Tensor) or type(x) in (torch.Tensor,torch.nn.Parameter): return o
     res = o.as_subclass(type(x))
     vars(res).update(vars(x))
@@ -161,7 +177,10 @@ def like_tensor(o:object, x:object)->object:
 
 # %% ../../nbs/core/03_batch.ipynb #join
 def join(parts:list, ns:list)->object:
-    "Join parts of a batch, of `ns` samples, tensor by tensor; the rest is that of the first part"
+    """Join parts of a batch with `ns` samples, tensor by tensor
+
+    Anything without rows is taken from the first part.
+    """
     o = parts[0]
     if isinstance(o, torch.Tensor): return torch.cat(parts) if all(map(has_rows, parts, ns)) else o
     if not is_nested(o): return o

@@ -26,76 +26,83 @@ from .warnings import more_link
 def check_count(name:str, n:object, unit:str='sample', or_else:str='')->int:
     """Refuse anything but a positive whole number of `unit`s as the argument `name`; returns the number
 
-    `or_else` names something else that the argument may be.
+    `or_else` begins the list of what the argument may be, such as "'auto', or ".
 
     TypeError: `n` is not a whole number
     ValueError: `n` is below 1
     """
     if isinstance(n, bool) or not isinstance(n, Integral):
-        raise TypeError(f"`{name}={n!r}` is of type {type(n).__name__}: give {or_else}a whole number of "
-            f"{unit}s, such as `{name}=64`" + more_link('whole-number'))
-    if n<1: raise ValueError(f"`{name}={int(n)}`: give at least 1 {unit}" + more_link('whole-number'))
+        raise TypeError(f"`{name}` must be {or_else}a whole number of {unit}s, got {n!r} "
+            f"({type(n).__name__})" + more_link('whole-number'))
+    if n<1: raise ValueError(f"`{name}` must be at least 1, got {int(n)}" + more_link('whole-number'))
     return int(n)
 
 def check_bool(name:str, o:object, if_none:str='')->bool|None:
-    """Refuse anything but `True` and `False`; `None` is allowed if `if_none` says what it means
+    """Refuse anything but `True` and `False`; `None` is allowed if `if_none` says what `None` means
 
-    TypeError: `o` is none of these
+    TypeError: `o` is not one of these values
     """
-    if isinstance(o, bool) or if_none and o is None: return o
-    choices = f'True, False, or None {if_none}' if if_none else 'True or False'
-    raise TypeError(f"`{name}={o!r}` is of type {type(o).__name__}: give {choices}"
+    may_be_none = bool(if_none)
+    if isinstance(o, bool) or may_be_none and o is None: return o
+    choices = f'True, False or None ({if_none})' if may_be_none else 'True or False'
+    raise TypeError(f"`{name}` must be {choices}, got {o!r} ({type(o).__name__})"
         + more_link('true-or-false'))
 
 def check_name(name:str, o:object, choices:tuple):
     """Refuse anything but one of `choices` as the argument `name`
 
-    ValueError: `o` is another value
+    ValueError: `o` is not one of `choices`
     """
-    *most,last = map(repr, choices)
+    *first,last = map(repr, choices)
     if o not in choices:
-        raise ValueError(f"`{name}={o!r}`: give {', '.join(most)} or {last}" + more_link('unknown-name'))
+        raise ValueError(f"`{name}` must be {', '.join(first)} or {last}, got {o!r}"
+            + more_link('unknown-name'))
 
 # %% ../../nbs/core/07_checks.ipynb #function
 def check_function(name:str, f:object, n:int, example:str)->object:
-    """Refuse a function that cannot be called with `n` arguments; `None` is allowed
+    """Refuse a function that cannot be called with `n` arguments; `None` is allowed. Returns `f`
 
-    TypeError: `f` is not a function, or takes other arguments
+    TypeError: `f` is not a function, or does not take `n` arguments
     """
     if f is None: return f
     try: signature(f).bind(*[None]*n)
-    except ValueError: pass   # a function that is written in C has no signature
+    except ValueError: pass   # a function that is written in C may have no signature
     except TypeError as e:
         arguments = 'argument' if n==1 else 'arguments'
-        raise TypeError(f"`{name}={f!r}` cannot be called with {n} {arguments} ({e}): give a function, "
-            f"such as `{example}`, or leave `{name}` out" + more_link('function-argument')) from None
+        raise TypeError(f"`{name}` must be a function that takes {n} {arguments}, such as `{example}`, "
+            f"got {f!r} ({e})" + more_link('function-argument')) from None
     return f
 
 # %% ../../nbs/core/07_checks.ipynb #names
 @lru_cache   # called for each callback in each step
 def class_names(cls:type)->frozenset:
-    "The full names of `cls` and of its bases, such as `'fastai.learner.Recorder'`"
+    "Return the full names of `cls` and its base classes, such as `'fastai.learner.Recorder'`"
     return frozenset(f'{o.__module__}.{o.__qualname__}' for o in cls.__mro__)
 
 def our_callbacks(learn:Learner, name:str)->list:
-    "The callbacks of a Learner whose class is fastaccum's `name`, or is derived from it"
+    "List the callbacks of a Learner that are instances of fastaccum's class `name` or of a subclass"
     def is_ours(cls): return cls.startswith('fastaccum.') and cls.endswith(f'.{name}')
     return [cb for cb in learn.cbs if any(map(is_ours, class_names(type(cb))))]
 
 def our_callback(learn:Learner, name:str)->Callback|None:
-    "The first of `our_callbacks` that is switched on"
+    "Return the first of `our_callbacks` that is switched on, or `None`"
     return next((o for o in our_callbacks(learn, name) if o.run), None)
 
 # %% ../../nbs/core/07_checks.ipynb #by-name
 def by_name(name:str)->Callable:
-    "A decorator for an `__init__` that takes names only: refuses a positional argument, probably meant as `name`"
+    """Make a decorator for an `__init__` whose arguments have to be given by name
+
+    The error for a positional argument suggests to pass it as `name`.
+
+    TypeError: when the decorated `__init__` is called with a positional argument
+    """
     def decorate(init):
         @wraps(init)
         def refuse_positional(self, *args, **kwargs):
             if args:
                 cls = type(self).__name__
-                raise TypeError(f"`{cls}({args[0]!r})` does not say what {args[0]!r} is: give the "
-                    f"argument by its name, `{cls}({name}={args[0]!r})`"
+                raise TypeError(f"`{cls}({args[0]!r})` does not say what {args[0]!r} means: pass the "
+                    f"argument by name, as in `{cls}({name}={args[0]!r})`"
                     + more_link('arguments-by-name'))
             init(self, **kwargs)
         return refuse_positional
@@ -103,100 +110,111 @@ def by_name(name:str)->Callable:
 
 # %% ../../nbs/core/07_checks.ipynb #learner
 def _steps_by_itself(learn, name):
-    "Is the Learner's method `name` another one than fastai's, with a training loop in it?"
+    "Whether the Learner's method `name` is not fastai's, so that it may be a training loop of its own"
     f = vars(learn).get(name) or getattr(type(learn), name)
     f = getattr(f, '__func__', f)
     module = getattr(f, '__module__', None) or ''
-    # tsai's `one_batch` only moves the batch to the device in another way
+    # tsai's `one_batch` differs from fastai's only in how it moves the batch to the device
     is_tsais = (module,name)==('tsai.learner','one_batch')
     return not (module.startswith('fastai.') or is_tsais)
 
 def _passed_to_fit(learn):
-    "The callbacks that were passed to the `fit` that runs: fastai keeps them only in the variables of that call"
+    """List the callbacks that were passed to the running `fit`
+
+    fastai keeps these callbacks only in the local variables of that call.
+    """
     frame = sys._getframe()
     while frame is not None:
         is_fit = frame.f_globals.get('__name__')=='fastai.learner' and frame.f_code.co_name=='fit'
         if is_fit and frame.f_locals.get('self') is learn:
             passed = L(frame.f_locals.get('cbs'))
-            # fastai makes a callback of a class that is passed, and adds it last
+            # a callback may be passed as a class: fastai makes an instance, and adds the instance last
             made = [[o for o in learn.cbs if type(o) is p][-1] for p in passed if isinstance(p, type)]
             return [*passed,*made]
         frame = frame.f_back
     return []
 
 def _check_one_accumulates(learn):
+    "Refuse a second callback that accumulates gradients, fastai's or ours"
     fastais = [o for o in learn.cbs if isinstance(o, FastaiGradientAccumulation)]
-    cbs,passed = [*our_callbacks(learn, 'GradientAccumulation'),*fastais],_passed_to_fit(learn)
+    cbs = [*our_callbacks(learn, 'GradientAccumulation'),*fastais]
     if len(cbs)<2: return
+    passed = _passed_to_fit(learn)
     def described(cb):
-        owner,where = 'fastai' if cb in fastais else 'fastaccum','passed to `fit`' if cb in passed else 'on the Learner'
+        owner = 'fastai' if cb in fastais else 'fastaccum'
+        where = 'passed to `fit`' if cb in passed else 'on the Learner'
         return f"{owner}'s {type(cb).__name__} ({where})"
+    callbacks = ', '.join(map(described, cbs))
     keep_one = 'keep one of them'
     if not all(o in passed for o in cbs):
-        keep_one += (". Remove those on the Learner with `learn.remove_cbs([o for o in learn.cbs if "
-            "o.name=='gradient_accumulation'])`")
-    raise ValueError(f"{len(cbs)} callbacks accumulate gradients, {', '.join(map(described, cbs))}: {keep_one}"
+        keep_one += (". `learn.remove_cbs([o for o in learn.cbs if o.name=='gradient_accumulation'])` "
+            "removes the ones on the Learner")
+    raise ValueError(f"{len(cbs)} callbacks accumulate gradients, {callbacks}: {keep_one}"
         + more_link('two-callbacks'))
 
 def check_half_gradients(learn:Learner):
-    """Refuse gradients that are added up in half precision
+    """Refuse a Learner that adds up gradients in half precision
 
-    ValueError: there is a `NonNativeMixedPrecision`
+    ValueError: the Learner has a `NonNativeMixedPrecision`
     """
     if not any(isinstance(o, NonNativeMixedPrecision) for o in learn.cbs): return
-    raise ValueError("NonNativeMixedPrecision would add up gradients in half precision, where they overflow "
-        "and are rounded: use `learn.to_fp16()` or `learn.to_bf16()` instead of `learn.to_non_native_fp16()`"
-        + more_link('half-precision-gradients'))
+    raise ValueError("NonNativeMixedPrecision would add up gradients in half precision, where they are "
+        "rounded and may overflow: use `learn.to_fp16()` or `learn.to_bf16()` instead of "
+        "`learn.to_non_native_fp16()`" + more_link('half-precision-gradients'))
 
 class RefuseHalfGradients(Callback):
-    "Calls `check_half_gradients` before fastai's callbacks cast the model, in the next fit, and removes itself"
-    order = -100   # `ModelToHalf` has -50
+    """Calls `check_half_gradients` at the beginning of the next fit, before a callback casts the model
+
+    The callback removes itself from the Learner.
+    """
+    order = -100   # before `ModelToHalf` (-50), which casts the model
     def before_fit(self):
         learn = self.learn
-        if learn.lock.locked(): return   # it validates
+        if learn.lock.locked(): return   # `learn.validate` also sends `before_fit`
         learn.remove_cb(self)
         check_half_gradients(learn)
 
 def check_learner(learn:Learner):
-    """Refuse a Learner on which something else accumulates, or which steps by itself
+    """Refuse a Learner that has a second way to accumulate gradients, or a training loop of its own
 
-    ValueError: two callbacks accumulate, one adds up gradients in half precision, parameters step in the
-        backward pass, or the Learner has a training loop of its own
+    ValueError: two callbacks accumulate gradients, a callback adds up gradients in half precision, an
+        optimizer steps in the backward pass, or the Learner has a training loop of its own
     """
     _check_one_accumulates(learn)
     check_half_gradients(learn)
     for name,p in learn.model.named_parameters():
         if not getattr(p, '_post_accumulate_grad_hooks', None): continue
         raise ValueError(f"the parameter {name!r} has a hook that runs in each backward pass "
-            "(`register_post_accumulate_grad_hook`), as set by an optimizer that steps in the backward "
-            "pass. It would run with every micro-batch. Remove the hook"
+            "(`register_post_accumulate_grad_hook`), as an optimizer sets it that steps in the backward "
+            "pass. The hook would run with every micro-batch instead of once per step: remove it"
             + more_link('steps-in-the-backward-pass'))
     for name in ('_do_one_batch','_do_grad_opt','one_batch'):
         if not _steps_by_itself(learn, name): continue
         raise ValueError(f"the Learner's own `{name}` replaces fastai's, which runs the micro-batches, "
-            "so its gradients cannot be accumulated: move what it does into callbacks, the model or the "
-            "loss function, or train without accumulation" + more_link('own-training-loop'))
+            "so gradients cannot be accumulated: move its code into callbacks, the model or the loss "
+            "function"
+            + more_link('own-training-loop'))
 
 # %% ../../nbs/core/07_checks.ipynb #hooked
 def _is_users(hook):
-    "Does the hook belong to neither fastaccum nor W&B?"
-    function = getattr(hook, 'func', hook)   # `NoiseScale` registers partials
+    "Whether a hook is the user's own: it belongs neither to fastaccum nor to W&B"
+    function = getattr(hook, 'func', hook)   # the function of a `partial`, which `NoiseScale` registers
     module = getattr(function, '__module__', None) or ''
     return not module.startswith(('fastaccum.','wandb.'))
 
 def hooked_params(model:nn.Module)->list:
-    "List the parameters, by name, whose gradients go through a hook of the user (`register_hook`)"
+    "List the names of the parameters whose gradients go through a hook of the user (`register_hook`)"
     trained = [(name,p) for name,p in model.named_parameters() if p.requires_grad]
     return [name for name,p in trained if any(map(_is_users, (p._backward_hooks or {}).values()))]
 
 # %% ../../nbs/core/07_checks.ipynb #single
 def check_single(learn:Learner, cls:type):
-    """Refuse a Learner with several callbacks of a class of which there may be one
+    """Refuse a Learner with several callbacks of the class `cls`
 
-    ValueError: two or more of the callbacks are switched on
+    ValueError: two or more of these callbacks are switched on
     """
     n = sum(isinstance(o, cls) and o.run for o in learn.cbs)
     if n>1:
         raise ValueError(f"{n} {cls.__name__} callbacks are on this Learner, and each would do the same "
-            "again: keep one of them (`learn.remove_cb` takes one off that is in `learn.cbs`)"
+            "work again: keep one of them. `learn.remove_cb(cb)` removes a callback `cb`"
             + more_link('two-callbacks'))

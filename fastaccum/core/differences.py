@@ -1,4 +1,4 @@
-"""What makes a fit differ from the full-batch run is looked for in its first micro-batches, and warned of.
+"""Warn of anything that makes a fit differ from the full-batch run.
 
 Docs: https://fastaccum.github.io/fastaccum/core/differences.html.md"""
 
@@ -26,69 +26,73 @@ from .checks import class_names, hooked_params
 from .distributed import Processes
 from .loader_info import by_batch_size
 from .forward_state import ForwardState
-from .mean import StepMean
+from .mean import StepMean, Targets
 from .micro_batches import BatchParts, ChangedAttrs, MicroBatch, remembers
 from .patching import uninterrupted
 from .probe import Part, Probed, pair, probe
 from .step_loader import Step, StepLoader
-from fastaccum.core.warnings import (AccumulationWarning, BatchNormWarning, LoaderWarning, LossWarning, StateWarning,
-    WarnOnce)
+from fastaccum.core.warnings import (AccumulationWarning, BatchNormWarning, LoaderWarning, LossWarning,
+    StateWarning, WarnOnce)
 
 # %% ../../nbs/core/11_differences.ipynb #layers
 def batchnorms(model:nn.Module)->list:
-    "The BatchNorm layers of `model`, in its present mode, that normalise with the samples of the batch"
-    # fastai's may have no features
+    "List the BatchNorm layers of `model` that, in its present mode, normalise with the batch's samples"
+    # a BatchNorm layer without features, which fastai's tabular model may have, normalises nothing
     bns = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.num_features]
     return [m for m in bns if m.training or m.running_mean is None]
 
 # %% ../../nbs/core/11_differences.ipynb #chunks
-# Synchronises the GPU if it is a text classifier
+# Synchronises the GPU if the model is a text classifier
 def warn_chunks(model:nn.Module, xb:tuple, warn_once:WarnOnce):
     """Warn if fastai's `SentenceEncoder` leaves out chunks of texts
 
-    For each chunk it takes as many texts as have one, but always the first texts of the batch.
+    For each chunk, `SentenceEncoder` counts the texts that are long enough to have this chunk, and takes
+    the same number of texts from the beginning of the batch, whether these are long enough or not.
     """
     def leaves_out(m):
         has_chunk = xb[0][:,::m.bptt]!=m.pad_idx
         return (has_chunk[1:] & ~has_chunk[:-1]).any()
-    encoders = [m for m in model.modules() if 'fastai.text.models.core.SentenceEncoder' in class_names(type(m))]
+    encoder = 'fastai.text.models.core.SentenceEncoder'
+    encoders = [m for m in model.modules() if encoder in class_names(type(m))]
     if any(map(leaves_out, encoders)):
         warn_once('text-chunks', "fastai's SentenceEncoder leaves out the last chunk of a text if an "
-            "earlier text of the batch is too short to have one, so predictions depend on which texts "
-            "are in a micro-batch. Use `ActivationCheckpoint()` with the full batch instead", AccumulationWarning)
+            "earlier text of the batch is too short to have such a chunk, so predictions depend on "
+            "which texts are in a micro-batch. Use `ActivationCheckpoint()` with the full batch instead",
+            AccumulationWarning)
 
 # %% ../../nbs/core/11_differences.ipynb #loss
 class LossTrials:
     "Tries, in the first micro-batches of each epoch, whether the loss is the mean of its parts' losses"
-    per_epoch = 4   # trials in an epoch: each of them synchronises the GPU
+    per_epoch = 4   # trials in an epoch, each of which synchronises the GPU
 
     def __init__(self, warn_once:WarnOnce):
         self.warn_once = warn_once
         self.left = 0        # trials left in this epoch
-        self.attrs = None    # which attributes were set since the batch began?
-        self.single = None   # the micro-batch before, if it had one sample, which cannot be split
-        self.counts = {}     # by place in the batch: the numbers of labels other than -100 that samples have had
+        self.attrs = None    # the `ChangedAttrs` of the current batch
+        self.single = None   # the previous micro-batch, if it had a single sample, which cannot be split
+        # by place in the batch: the set of all numbers of labels other than -100 that samples have had
+        self.counts = {}
 
     def begin_epoch(self): self.left,self.single = self.per_epoch,None
 
     def begin_batch(self, learn:Learner):
-        "A batch of the loader is about to be given to callbacks, and a trial may follow"
+        "Before callbacks get a batch of the loader, remember all attributes, to find those that change"
         self.attrs = ChangedAttrs([learn,*learn.cbs,*learn.model.modules()])
 
     def micro_batch(self, learn:Learner, micro:MicroBatch, mean:StepMean, warns:bool):
-        "Try the loss of a micro-batch before its backward pass; of several processes, one `warns`"
+        "Try the loss of a micro-batch before its backward pass; warn only if this process `warns`"
         if self.left<=0:
-            self.attrs = None   # it holds the attributes of the last batch that was tried
+            self.attrs = None   # free the attributes of the last batch that was tried
             return
         m = n_samples(learn.yb, micro.n) or micro.n
         batch,n_tried = learn,m
-        if m==1:   # a single sample cannot be split: join it with that of the micro-batch before
+        if m==1:   # a single sample cannot be split: join it with the sample of the previous micro-batch
             is_first = self.single is None
             batch,self.single = pair(self.single, learn)
             # wait for a second sample of the same shape
             if is_first and self.single is not None: return
             if batch is not None: n_tried = 2
-        # two samples of other shapes are not a trial
+        # two samples of different shapes could not be joined, and do not count as a trial
         if batch is not None or self.single is None: self.left -= 1
         batch = learn if batch is None else batch
         probed = probe(batch, n_tried, mean.find)
@@ -96,35 +100,45 @@ class LossTrials:
         for warned in (self._not_a_mean, self._has_state, self._more_rows, self._fails_on_a_part,
             self._uneven_labels):
             if warned(probed, learn, micro, mean): return
-        is_told = {'changed-loss','changed-loss-not-tried'} & self.warn_once.given
-        may_differ = micro.loss_changes and not is_told and not mean.is_sum
+        was_warned = {'changed-loss','changed-loss-not-tried'} & self.warn_once.given
+        may_differ = micro.loss_changes and not was_warned and not mean.is_sum
         if may_differ: self._changed_loss(learn, batch, n_tried, micro, mean)
 
 # %% ../../nbs/core/11_differences.ipynb #loss-messages
+def _percent(off):
+    "Show the relative difference `off` with two digits: '43 % off'"
+    return f"{float(f'{100*off:.2g}'):g} % off"
+
+def _items(mean):
+    "Name the items over which the loss should be a mean or sum, given the `StepMean`"
+    if isinstance(mean.find, Targets): return 'the targets that are not ignored'
+    return 'samples' if mean.n_items is None else 'the items that `n_items` counts'
+
 @patch
-def _not_a_mean(self:LossTrials, probed:Probed, learn, micro, mean)->bool: # Was there a reason to warn?
+# Whether there was a reason to warn
+def _not_a_mean(self:LossTrials, probed:Probed, learn, micro, mean)->bool:
     "Warn of a loss that is not the mean of its parts' losses"
     if not probed.wrong: return False
-    how = 'one of them is not finite' if isinf(probed.off) else f'off by {probed.off:.2g} of its value'
-    is_sum = ''
-    if probed.adds_up: is_sum = (" The parts' losses add up to it: if it is meant to be a sum, say so "
-        "with `learn.loss_func.reduction = 'sum'` before the fit.")
+    how = 'the loss of a part is not finite' if isinf(probed.off) else _percent(probed.off)
+    remedy = ("Use `reduction='mean'` in all of its terms; if it averages other items, such as tokens, "
+        "pass `n_items=`, a function that counts these items; if it compares samples with each other, "
+        "let it see the whole batch with `GradientCache`")
+    if probed.adds_up:
+        remedy = ("The losses of the parts add up to it: if it is meant to be a sum, set "
+            "`learn.loss_func.reduction = 'sum'` before the fit; if not, use `reduction='mean'`")
     kind = 'sum' if mean.is_sum else 'mean'
-    self.warn_once('loss-not-a-mean', f"the loss of a micro-batch is not the {kind} of its parts' "
-        f"losses ({how}), so this run differs from the full-batch run.{is_sum} Use `reduction='mean'` "
-        "throughout, pass `n_items=`, a function that returns how many items the mean covers, or let "
-        "the loss see the whole batch with `GradientCache`", LossWarning)
+    self.warn_once('loss-not-a-mean', f"your loss is not a {kind} over {_items(mean)} ({how}), so this "
+        f"run differs from the full-batch run. {remedy}", LossWarning)
     return True
 
 @patch
 def _has_state(self:LossTrials, probed, learn, micro, mean)->bool:
-    "Warn of a loss that depends on the calls before"
+    "Warn of a loss function that keeps something from one call to the next"
     if not probed.has_state: return False
-    self.warn_once('loss-with-state', "the loss function returns another value when it is called "
-        "again with the same predictions and targets, so it keeps something from one call to the next, "
-        "such as a running mean, a memory or a count. It is called with each micro-batch, and in the "
-        "full-batch run once per step, so this run differs. `GradientCache` calls it once per step, "
-        "with the whole batch",
+    self.warn_once('loss-with-state', "the loss function returns another value when it is called again "
+        "with the same predictions and targets, so it keeps something from one call to the next, such "
+        "as a running mean or a count. It is called with every micro-batch instead of once per step, so "
+        "this run differs from the full-batch run. With `GradientCache`, it is called once per step",
         StateWarning)
     return True
 
@@ -132,50 +146,55 @@ def _has_state(self:LossTrials, probed, learn, micro, mean)->bool:
 def _more_rows(self:LossTrials, probed, learn, micro, mean)->bool:
     "Warn of a loss that gets more rows than samples, and could not be tried"
     if probed.off is not None or not isinstance(learn.pred, Tensor) or not learn.pred.ndim: return False
-    rows,has_time_first = len(learn.pred),learn.pred.shape[1:-1]==(micro.n,)   # time comes first for CTC
+    rows = len(learn.pred)
+    # as CTC loss takes predictions: time, sample, class
+    has_time_first = learn.pred.shape[1:-1]==(micro.n,)
     if not rows>micro.n>1 or has_time_first: return False
     self.warn_once('more-rows', f"the loss gets {rows} rows for the {micro.n} samples of a micro-batch, "
-        "as if a callback makes several views of each, and it could not be checked on parts of them. If "
-        "it compares samples with each other, this run differs from the full-batch run: let it see the "
-        "whole batch with `GradientCache`", LossWarning)
+        "as if a callback made several views of each sample, and it could not be checked on parts of "
+        "the micro-batch. If it compares samples with each other, this run differs from the full-batch "
+        "run: let it see the whole batch with `GradientCache`", LossWarning)
     return True
 
 @patch
 def _fails_on_a_part(self:LossTrials, probed, learn, micro, mean)->bool:
     "Warn of a loss function that raises an error for a part of the micro-batch"
-    # else a callback or the model computes the loss
+    # otherwise a callback or the model computes the loss
     computed_by_loss_func = micro.loss_grad_fn is not None
     is_single = (n_samples(learn.yb, micro.n) or micro.n)==1
     if not probed.raised or is_single or not computed_by_loss_func: return False
     kind = 'sum' if mean.is_sum else 'mean'
-    self.warn_once('loss-not-tried', f"it could not be checked that the loss is the {kind} of its "
-        f"parts' losses, since it fails on a part ({probed.reason}). If it uses more than predictions "
-        "and targets, this run may differ from the full-batch run: run `learn.accum_check()` to find out", LossWarning)
+    self.warn_once('loss-not-tried', f"it could not be checked that your loss is a {kind} over "
+        f"{_items(mean)}, because it fails on a part of the micro-batch ({probed.reason}). If it uses "
+        "more than predictions and targets, this run may differ from the full-batch run: run "
+        "`learn.accum_check()` to find out", LossWarning)
     return True
 
 @patch
 def _uneven_labels(self:LossTrials, probed, learn, micro, mean)->bool:
     "Warn of a loss that could not be tried if samples have different numbers of labels"
-    may_warn = probed.off is None and mean.find is samples and 'loss-not-tried' not in self.warn_once.given
-    if not (may_warn and self._has_uneven_labels(learn, n_samples(learn.yb, micro.n) or micro.n)): return False
-    kind = 'sum' if mean.is_sum else 'mean'
-    self.warn_once('loss-not-tried', f"it could not be checked that the loss is the {kind} of its "
-        "parts' losses, and samples have different numbers of labels other than -100. If the loss is a "
-        "mean over these labels, as one that the model computes usually is, this run differs from the "
-        "full-batch run: pass `n_items=`, a function that counts the labels that the model counts, such "
-        "as `lambda learn: (learn.y!=-100).sum()` where `learn.y` has them (a causal language model "
-        "leaves out the first one of each sequence). `learn.accum_check()` will tell whether it is right", LossWarning)
+    was_warned = 'loss-not-tried' in self.warn_once.given
+    may_warn = probed.off is None and mean.find is samples and not was_warned
+    n = n_samples(learn.yb, micro.n) or micro.n
+    if not may_warn or not self._has_uneven_labels(learn, n): return False
+    self.warn_once('loss-not-tried', "it could not be checked that your loss is a mean over samples, "
+        "and samples have different numbers of labels other than -100. If it is a mean over labels, as "
+        "a loss that the model computes usually is, this run differs from the full-batch run: pass "
+        "`n_items=`, a function that counts the labels, such as `lambda learn: (learn.y!=-100).sum()` "
+        "if `learn.y` has them (a causal language model leaves out the first label of each sequence). "
+        "`learn.accum_check()` tells whether the result is right", LossWarning)
     return True
 
 # %% ../../nbs/core/11_differences.ipynb #loss-labels
 @patch
 def _has_uneven_labels(self:LossTrials, learn, m):
-    "Have samples so far had different numbers of integer labels other than -100? Synchronises the GPU"
+    "Whether samples have had different numbers of labels other than -100; synchronises the GPU"
     n_targets = len(leaves(tuple(learn.yb)))
     # a model that computes the loss has the labels among its inputs
     parts = leaves((*learn.yb,*learn.xb))
-    labels = [(i,o) for i,o in enumerate(parts) if has_rows(o, m) and o.dtype in (torch.int32,torch.int64)]
-    # count it as a trial, since it synchronised the GPU
+    def is_label(o): return has_rows(o, m) and o.dtype in (torch.int32,torch.int64)
+    labels = [(i,o) for i,o in enumerate(parts) if is_label(o)]
+    # counts as a trial, because reading the labels synchronises the GPU
     if labels and self.single is not None: self.left -= 1
     for i,o in labels:
         counts = (o!=-100).reshape(m, -1).sum(1).tolist()
@@ -184,31 +203,33 @@ def _has_uneven_labels(self:LossTrials, learn, m):
     return any(len(o)>1 for o in self.counts.values())
 
 # %% ../../nbs/core/11_differences.ipynb #loss-changes
-# attributes of a callback that can be copied or put back; with any other attribute, its event is not sent again
-_harmless = (Number,str,bytes,type(None),type,torch.device,torch.dtype,Tensor,nn.Module,BaseLoss,FunctionType,
-    BuiltinFunctionType,MethodType)
+# types of attributes that can be copied or restored: only with these, a callback gets its event again
+_harmless = (Number,str,bytes,type(None),type,torch.device,torch.dtype,Tensor,nn.Module,BaseLoss,
+    FunctionType,BuiltinFunctionType,MethodType)
 
 class LossChanges:
-    "Does to the loss of parts of a micro-batch of `n` samples what callbacks have done to its loss"
+    "Repeats, for the losses of parts of a micro-batch, the changes that callbacks have made to its loss"
     def __init__(self, learn:Learner, n:int, changes:list, changed:ChangedAttrs):
-        self.learn,self.n = learn,n
-        self.changes = changes   # (callback, event) pairs
-        self.added = []          # what was added to the loss of each part
+        self.learn = learn
+        self.n = n               # samples in the whole micro-batch
+        self.changes = changes   # (callback, event) of each change of the loss
+        self.added = []          # the term that the callbacks have added to the loss of each part
         cbs = {id(cb):cb for cb,_ in changes}.values()
+        # for each callback: the dict of its attributes, and a copy of that dict without the Learner
         self.own = [(vars(cb),{k:o for k,o in vars(cb).items() if k!='learn'}) for cb in cbs]
-        # what was noted of this batch: a dict of attributes, a name, a value with a row for each sample
-        self.noted = [(attrs,name,o) for attrs,name,o in changed.since() if name not in ('xb','yb','pred')
-            and tree_any(lambda x: has_rows(x, n), o)]
+        # attributes set for this batch, with a row for each sample: (dict of attributes, name, value)
+        self.noted = [(attrs,name,o) for attrs,name,o in changed.since()
+            if name not in ('xb','yb','pred') and tree_any(lambda x: has_rows(x, n), o)]
         values = tree_leaves([attrs for _,attrs in self.own])
         self.can_replay = all(isinstance(o, _harmless) for o in values)
         self.state = ForwardState([m for o in values if isinstance(o, nn.Module) for m in o.modules()])
 
     def __call__(self, part:Part, loss:Tensor)->Tensor:
-        "The loss of `part` after the callbacks have changed it"
+        "Return the loss of `part` after the callbacks have changed it"
         loss = loss.detach()
         part.loss_grad = loss.clone()
         part.loss = loss.clone()
-        # without gradients, so that a backward pass of the callback's own fails, and adds nothing to gradients
+        # with `no_grad`, a callback's own backward pass fails instead of adding to the gradients
         with self._standing_in(part), torch.no_grad():
             for cb,event in self.changes: cb(event)
         self.added.append(part.loss_grad.mean()-loss.mean())
@@ -216,8 +237,14 @@ class LossChanges:
 
     @contextmanager
     def _standing_in(self, part):
-        "Give the callbacks `part` as their Learner, copies of what they hold, and the rows of `part` of what was noted"
-        def copy(o): return o.detach().clone() if isinstance(o, Tensor) and not isinstance(o, nn.Parameter) else o
+        """Make `part` the Learner of the callbacks within this context
+
+        Callbacks get copies of their tensors; attributes set for this batch are cut to the part's rows.
+        """
+        def copy(o):
+            is_plain_tensor = isinstance(o, Tensor) and not isinstance(o, nn.Parameter)
+            return o.detach().clone() if is_plain_tensor else o
+        def rows(o): return copy(part.rows(o)) if has_rows(o, self.n) else copy(o)
         dicts = [vars(self.learn),*(d for d,_ in self.own),*(d for d,_,_ in self.noted)]
         before = [(d,dict(d)) for d in dicts]
         def restore():
@@ -226,8 +253,8 @@ class LossChanges:
                 d.update(old)
         try:
             for name in ('loss','loss_grad'): vars(self.learn)[name] = copy(vars(self.learn)[name])
-            for d,own in self.own: d.update({k:tree_map(copy, o) for k,o in own.items()}, learn=part)
-            def rows(o): return copy(part.rows(o)) if has_rows(o, self.n) else copy(o)
+            for d,own in self.own:
+                d.update({k:tree_map(copy, o) for k,o in own.items()}, learn=part)
             for d,name,o in self.noted: d[name] = tree_map(rows, o)
             yield
         finally: uninterrupted(restore)
@@ -235,23 +262,26 @@ class LossChanges:
 # %% ../../nbs/core/11_differences.ipynb #loss-changes-probe
 @patch
 def is_constant(self:LossChanges)->bool: # Synchronises the GPU
-    "Was the same, and not nothing, added to the loss of each part?"
+    "Whether the same term other than 0 was added to the loss of each part"
     first,*others = torch.stack(self.added).tolist()
     tol = 1e-6*(1+abs(first))
     return abs(first)>tol and all(abs(o-first)<=tol for o in others)
 
 @patch
 def try_parts(self:LossChanges, learn:Learner, find:Callable|None)->Probed:
-    "Compare the changed loss with the mean of the changed losses of two parts; `learn` has the predictions"
-    if not self.can_replay: return Probed(None, 'the callback holds an object that may not be used twice')
+    "Compare the changed loss of the batch in `learn` with the mean of the changed losses of two parts"
+    if not self.can_replay:
+        return Probed(None, 'the callback holds an object that may not be used twice')
     with self.state.again(): res = probe(learn, self.n, find, self)
-    if res.off is not None and not res.wrong and self.is_constant():
+    # a term that is the same for each part may come from an attribute that does not belong to the part
+    is_right = res.off is not None and not res.wrong
+    if is_right and self.is_constant():
         return Probed(None, 'the same is added for each part of the micro-batch')
     return res
 
 # %% ../../nbs/core/11_differences.ipynb #loss-graph
 def graph_nodes(roots:Iterable, until:Iterable=())->set:
-    "The nodes of the graph from `roots` on, without the parameters and other leaves, and without `until`"
+    "Collect the nodes of the graph, except for leaves, from `roots` back to the nodes of `until`"
     todo,seen = [o for o in roots if o is not None and o not in until],set()
     while todo:
         node = todo.pop()
@@ -261,38 +291,41 @@ def graph_nodes(roots:Iterable, until:Iterable=())->set:
     return seen
 
 def uses_batch(learn:Learner, loss_grad_fn:object)->bool:
-    """Does what was added to the loss depend on the predictions, or on what the model has computed for them?
+    """Whether the change of the loss depends on the batch: on predictions or activations of the model
 
-    `loss_grad_fn` is the `grad_fn` of the loss before it was changed.
+    `loss_grad_fn` is the `grad_fn` of the loss before the change.
     """
     preds = [o.grad_fn for o in leaves(learn.pred) if isinstance(o, Tensor)]
     own_loss = {loss_grad_fn}
     added = graph_nodes([learn.loss_grad.grad_fn], until=own_loss)
     computed = graph_nodes(preds)
     if added & computed: return True
-    leaf = [o for node in added for o,_ in node.next_functions if hasattr(o, 'variable')]
-    return any(not isinstance(o.variable, nn.Parameter) for o in leaf)   # such as inputs that need a gradient
+    leaf_nodes = [o for node in added for o,_ in node.next_functions if hasattr(o, 'variable')]
+    # a leaf that is not a parameter belongs to the batch, such as inputs that need a gradient
+    return any(not isinstance(o.variable, nn.Parameter) for o in leaf_nodes)
 
 # %% ../../nbs/core/11_differences.ipynb #loss-changed
 @patch
 def _changed_loss(self:LossTrials, learn, batch, n, micro, mean):
-    "Warn if callbacks have changed the loss of a micro-batch, and that makes the run differ or may do so"
-    found = [(cb,event) for cb,event in micro.loss_changes if not type(cb).__module__.startswith('fastai.')]
-    if not found: return   # the penalty of fastai's `RNNRegularizer` is a mean over samples
+    "Warn of callbacks whose change of the loss makes the run differ, or may make it differ"
+    # fastai's own callbacks are right: the penalty of `RNNRegularizer` is a mean over samples
+    found = [(cb,event) for cb,event in micro.loss_changes
+        if not type(cb).__module__.startswith('fastai.')]
+    if not found: return
     names = ' and '.join(dict.fromkeys(type(cb).__name__ for cb,_ in found))
     changes = LossChanges(learn, n, found, self.attrs)
     probed = changes.try_parts(batch, mean.find)
-    reason = ' '.join(probed.reason.split())   # in one line
+    reason = ' '.join(probed.reason.split())   # the reason in one line
     if probed.wrong:
-        self.warn_once('changed-loss', f"{names} changes the loss, and the changed loss of a micro-batch is not the "
-            f"mean of its parts' losses (off by {probed.off:.2g} of its value), so this run differs from the "
-            "full-batch run. If the callback compares samples with each other, let it see the whole batch with "
-            "`GradientCache`; if it adds a sum over samples, let it add their mean", LossWarning)
+        self.warn_once('changed-loss', f"{names} changes the loss, and the changed loss is not "
+            f"a mean over {_items(mean)} ({_percent(probed.off)}), so this run differs from the "
+            "full-batch run. If the callback compares samples with each other, let it see the whole "
+            "batch with `GradientCache`; if it adds a sum over samples, let it add the mean", LossWarning)
     elif probed.off is None and uses_batch(learn, micro.loss_grad_fn):
-        self.warn_once('changed-loss-not-tried', f"{names} changes the loss, and it could not be tried whether the "
-            f"changed loss is the mean of its parts' losses ({reason}). If the callback compares samples with "
-            "each other, or adds a sum over samples, this run differs from the full-batch run: run "
-            "`learn.accum_check()` to find out", LossWarning)
+        self.warn_once('changed-loss-not-tried', f"{names} changes the loss, and it could not be "
+            f"checked that the changed loss is a mean over {_items(mean)} ({reason}). If the callback "
+            "compares samples with each other, or adds a sum over samples, this run differs from the "
+            "full-batch run: run `learn.accum_check()` to find out", LossWarning)
 
 # %% ../../nbs/core/11_differences.ipynb #look
 class DifferenceWarnings:
@@ -300,9 +333,10 @@ class DifferenceWarnings:
     def __init__(self, warn_once:WarnOnce):
         self.warn_once = warn_once
         self.loss_trials = LossTrials(warn_once)
-        self.checked_fit = False    # were layers, loader and callbacks looked at?
-        self.checked_state = False  # were modules with a `reset` looked at?
-        self.checked_parts = False  # was it tried whether the model remembers the previous part of a batch?
+        self.checked_fit = False    # whether layers, loader and callbacks were checked
+        self.checked_state = False  # whether modules with a `reset` method were checked
+        # whether the model was checked for a state from the previous part of a batch
+        self.checked_parts = False
         self.processes = None       # the processes that train together, in this epoch
         self.loader = None          # the `StepLoader` of this epoch
 
@@ -311,7 +345,7 @@ class DifferenceWarnings:
         self.loss_trials.begin_epoch()
 
     def micro_batch(self, learn:Learner, step:Step, micro:MicroBatch, mean:StepMean):
-        "Look at a micro-batch that is not all of its step, after its forward pass"
+        "Check a micro-batch that is not a whole step, after its forward pass"
         warns = not self.processes.rank
         self.loss_trials.micro_batch(learn, micro, mean, warns)
         if warns and not self.checked_fit:
@@ -323,26 +357,28 @@ class DifferenceWarnings:
             for cb in learn.cbs: self._warn_mixing(cb, step)
         self.checked_fit = True
 
-    def _joins_batches(self, step): return step.size>self.loader.sizes.bs
+    def _joins_batches(self, step):
+        "Whether a step has more samples than a batch of the loader"
+        return step.size>self.loader.sizes.bs
 
     def _warn_mixing(self, cb, step):
-        "Warn of MixUp and CutMix, which mix the samples of the loader's batch"
+        "Warn of MixUp and CutMix, which mix the samples of one batch of the loader"
         is_mixer = 'fastai.callback.mixup.MixHandler' in class_names(type(cb))
         mixes_as_fastai = is_mixer and type(cb).before_batch.__module__.startswith('fastai.')
         if not (mixes_as_fastai and cb.run and self._joins_batches(step)): return
         bs = self.loader.sizes.bs
         self.warn_once('mixed-in-micro-batches', f"{type(cb).__name__} mixes the {bs} samples of a "
-            f"loader's batch, where the full-batch run mixes all {step.size} of a step, so this run "
-            f"differs from it. Make the DataLoaders with `bs={step.size}`, and split their batches with "
-            f"`micro_batch_size={bs}`",
-            AccumulationWarning)
+            f"loader's batch, not all {step.size} of a step, so this run differs from the full-batch "
+            f"run. Make the DataLoaders with `bs={step.size}`, and split their batches with "
+            f"`micro_batch_size={bs}`", AccumulationWarning)
 
     def _warn_batchnorms(self, model, step, micro):
         bns = batchnorms(model)
         if not bns: return
         is_synced = all(isinstance(m, nn.SyncBatchNorm) for m in bns)
         n = micro.n*self.processes.n if is_synced else micro.n
-        layers = '1 BatchNorm layer normalises' if len(bns)==1 else f'{len(bns)} BatchNorm layers normalise'
+        is_one = len(bns)==1
+        layers = '1 BatchNorm layer normalises' if is_one else f'{len(bns)} BatchNorm layers normalise'
         self.warn_once('batchnorm', f"{layers} with the {n} samples of a micro-batch, not the "
             f"{step.total} of a step, so this run differs from the full-batch run. Freeze the "
             "statistics of pretrained layers with `FreezeBN(lambda m: m[0])`, average the statistics "
@@ -355,39 +391,43 @@ class DifferenceWarnings:
         if not hooked: return
         more = f' and {len(hooked)-1} more' if hooked[1:] else ''
         self.warn_once('parameter-hooks', f"the parameter {hooked[0]!r}{more} has a hook "
-            "(`register_hook`) that gets the gradient of each micro-batch, and not that of the step. If "
-            "the hook clips or normalises gradients, this run differs from the full-batch run: do that "
-            "in `before_step`, without the hook. A hook that multiplies by a constant is right",
+            "(`register_hook`), which gets the gradient of each micro-batch and not the gradient of the "
+            "step. If the hook clips or normalises gradients, this run differs from the full-batch run: "
+            "clip or normalise in `before_step` instead. A hook that multiplies by a constant is "
+            "harmless",
             AccumulationWarning)
 
     def _warn_loader(self, step):
         how = by_batch_size(self.loader.dl)
         if not (how and self._joins_batches(step)): return
-        self.warn_once('loader-order', f"the training loader {how}, so one with batches of {step.size} "
-            "would group the samples differently, and this run differs from the full-batch run. Make "
-            f"the DataLoaders with `bs={step.size}`, and split their batches with `micro_batch_size=`", LoaderWarning)
+        self.warn_once('loader-order', f"the training {how}, so with batches of {step.size} it would "
+            "group the samples differently, and this run differs from the full-batch run. Make the "
+            f"DataLoaders with `bs={step.size}`, and split their batches with `micro_batch_size=`",
+            LoaderWarning)
 
 # %% ../../nbs/core/11_differences.ipynb #optimizers
 def _warn_second_optimizer(cb, opt, warn_once):
-    "Warn if a callback has an optimizer besides the Learner's, and no `per_step` that says when it steps"
+    "Warn of a callback with an optimizer of its own, unless its `per_step` says when the callback runs"
     own = [o for o in vars(cb).values() if isinstance(o, (Optimizer,OptimWrapper,optim.Optimizer))]
     others = [o for o in own if o is not opt and o is not getattr(opt, 'opt', None)]
     if hasattr(cb, 'per_step') or not others: return
     warn_once('second-optimizer', f"{type(cb).__name__} has an optimizer of its own, which may step "
-        "with each micro-batch. Give it whole batches with `GradientCache`, or `per_step = True` in its "
-        "class if it adds up gradients and steps in `after_batch`", AccumulationWarning)
+        "with every micro-batch. Use `GradientCache`, which gives the callback whole batches; or, if "
+        "the callback adds up gradients and steps in `after_batch`, set `per_step = True` in its class",
+        AccumulationWarning)
 
 # %% ../../nbs/core/11_differences.ipynb #state
 _module_attrs = vars(nn.Module()).keys()
 
 def _holds_state(o):
-    "Is there a tensor in `o`, other than a parameter, that is not all zero? Synchronises the GPU"
-    if isinstance(o, Tensor): return not isinstance(o, nn.Parameter) and bool(o.detach().any())
+    "Whether `o` has a tensor, other than a parameter, that is not all zero; synchronises the GPU"
+    if isinstance(o, nn.Parameter): return False
+    if isinstance(o, Tensor): return bool(o.detach().any())
     return isinstance(o, (tuple,list)) and any(map(_holds_state, o))
 
 @patch
 def second_micro_batch(self:DifferenceWarnings, learn:Learner, step:Step):
-    "A context for the second micro-batch of a step: warns of modules that begin with the state left by the first"
+    "Return a context that warns if a module begins the second micro-batch with the state of the first"
     if self.checked_state: return nullcontext()
     self.checked_state = True
     may_differ = self._joins_batches(step) and not self.processes.rank
@@ -397,62 +437,62 @@ def second_micro_batch(self:DifferenceWarnings, learn:Learner, step:Step):
 @patch
 @contextmanager
 def _watch_state(self:DifferenceWarnings, modules):
-    ran = set()
-    def look(m, *_):
-        is_first = m not in ran   # a module may be called for each chunk of a text
-        ran.add(m)
+    "Warn within this context of modules that hold a state when they are called for the first time"
+    called = set()
+    def warn_of_state(m, *_):
+        is_first_call = m not in called   # later calls are for the other chunks of a text
+        called.add(m)
         own = [o for name,o in vars(m).items() if name not in _module_attrs]
-        if is_first and any(map(_holds_state, own)): self._warn_state(type(m).__name__)
-    hooks = [m.register_forward_pre_hook(look) for m in modules]
+        if is_first_call and any(map(_holds_state, own)): self._warn_state(type(m).__name__)
+    hooks = [m.register_forward_pre_hook(warn_of_state) for m in modules]
     try: yield
     finally:
         for o in hooks: o.remove()
 
 @patch
 def before_split(self:DifferenceWarnings, parts:BatchParts):
-    "A batch is about to be split: try once whether the model remembers the previous part"
+    "Before a batch is split for the first time, warn if the model remembers a part in the next one"
     if not self.checked_parts and remembers(parts): self._warn_state('the model')
     self.checked_parts = True
 
 @patch
 def _warn_state(self:DifferenceWarnings, who):
     self.warn_once('hidden-state', f"{who} begins each micro-batch with the state left by the previous "
-        "one, where the full-batch run keeps its state from step to step. If the model need not "
-        "remember, reset it in `before_batch`", StateWarning)
+        "micro-batch, and in the full-batch run with the state left by the previous step, so the two "
+        "runs differ. If the state is not needed, reset it in `before_batch`", StateWarning)
 
 # %% ../../nbs/core/11_differences.ipynb #steps
 @patch
 def grads_changed(self:DifferenceWarnings, n:int):
-    "`n` gradients were changed between two micro-batches of a step"
+    "Warn that `n` gradients were changed between two micro-batches of a step"
     self.warn_once('gradients-changed', f"{n} gradients were changed or emptied between two "
-        "micro-batches of a step, so this run differs from the full-batch run. Look for a callback that "
-        "calls `zero_grad` in `before_batch`, runs a second backward pass, or clips in "
-        "`after_backward`, and do that in `before_step`, when the gradient is complete", AccumulationWarning)
+        "micro-batches of a step, so this run differs from the full-batch run. If a callback calls "
+        "`zero_grad` in `before_batch`, clips in `after_backward` or runs a second backward pass, move "
+        "this code to `before_step`, when the gradients are complete", AccumulationWarning)
 
 @patch
 def left_out(self:DifferenceWarnings, step:Step, n:int):
-    "Callbacks have cancelled `n` micro-batches of a step that is taken"
+    "Warn that callbacks have cancelled `n` micro-batches of a step"
     if not self._joins_batches(step): return
-    self.warn_once('micro-batch-left-out', f"callbacks have cancelled {n} micro-batches of a step. They "
-        "are left out, and the next ones take their place, so all later steps of the epoch have other "
-        "samples. The full-batch run would leave out the whole step. To do the same, raise "
+    self.warn_once('micro-batch-left-out', f"callbacks have cancelled {n} micro-batches of a step. The "
+        "next micro-batches take their place, so all later steps of the epoch have other samples than "
+        "in the full-batch run, which would leave out the whole step. To leave out the step, raise "
         "`CancelStepException` in `before_step`", AccumulationWarning)
 
 @patch
 def splits_rows(self:DifferenceWarnings, rows:int, n:int):
-    "A batch of `n` samples is split by its rows, which are more or fewer"
+    "Warn that a batch of `n` samples has another number of `rows`, and is split by its rows"
     self.warn_once('rows-of-a-split-batch', f"callbacks have made {rows} rows of the {n} samples of a "
-        "batch, and the batch is split by rows. If the rows are not samples with targets of their own, "
-        "such as unlabelled samples or views that the loss compares, a micro-batch has the wrong ones "
-        "together, and this run differs from the full-batch run. Let the loss see the whole batch with "
-        "`GradientCache`, or make the DataLoaders with a smaller `bs` instead of `micro_batch_size=`",
-        AccumulationWarning)
+        "batch, and the batch is split by rows. If some rows belong together, such as views of a sample "
+        "that the loss compares, or have no target, such as unlabelled samples, this run differs from "
+        "the full-batch run. Let the loss see the whole batch with `GradientCache`, or make the "
+        "DataLoaders with a smaller `bs` instead of `micro_batch_size=`", AccumulationWarning)
 
 @patch
 def epoch_ends(self:DifferenceWarnings, exception:str, n:int):
-    "A callback has ended an epoch by an exception, before its first step and after `n` micro-batches"
+    "Warn that a callback has ended an epoch after `n` micro-batches, before the first step was complete"
     if not n: return   # the full-batch run would not train either
     self.warn_once('epoch-without-step', f"a callback has ended an epoch ({exception}) after {n} "
-        "micro-batches, before the first step was complete, so nothing was trained in this epoch. If the "
-        "callback decides by `learn.iter`, which counts micro-batches while they run, let it decide in "
-        "`after_step`, or by `learn.train_iter`, which counts steps", AccumulationWarning)
+        "micro-batches, before the first step was complete, so nothing was trained in this epoch. While "
+        "micro-batches run, `learn.iter` counts micro-batches: let the callback use `learn.train_iter`, "
+        "which counts steps, or decide in `after_step`", AccumulationWarning)

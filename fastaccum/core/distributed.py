@@ -1,4 +1,4 @@
-"""Several processes step together: their gradients are added up once per step.
+"""Train on several processes together: add up their gradients once per step.
 
 Docs: https://fastaccum.github.io/fastaccum/core/distributed.html.md"""
 
@@ -20,31 +20,32 @@ from .warnings import more_link
 
 # %% ../../nbs/core/08_distributed.ipynb #world
 def world_size()->int:
-    "How many processes there are: 1 outside of a launcher"
+    "Return the number of processes: 1 outside of a launcher"
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 def gather(mine:list, device:torch.device, group:dist.ProcessGroup|None=None)->list:
-    "All-gather whole numbers: the lists of all processes, by rank"
+    "Exchange a list of whole numbers: returns the lists of all processes, in the order of their ranks"
     mine = torch.tensor(mine, device=device)
     res = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(res, mine, group=group)
     return [o.tolist() for o in res]
 
 def check_same(must_match:dict, each:list):
-    """Refuse settings, whole numbers by name, that are not the same in the lists of all processes
+    """Refuse settings that are not the same on all processes
 
-    A number below 0 stands for `None`.
+    `must_match` has this process's settings, whole numbers by name. `each` has the list of each process,
+    which begins with the same settings in the same order. A number below 0 stands for `None`.
 
     ValueError: a setting differs
     """
     for name,values in zip(must_match, zip(*each)):
         if len(set(values))>1:
             have = ', '.join('None' if o<0 else str(o) for o in values)
-            raise ValueError(f"the processes have different values of {name} ({have}): give all of them the same"
-                + more_link('processes-with-different-settings'))
+            raise ValueError(f"the processes have different values of {name} ({have}): give all "
+                "processes the same value" + more_link('processes-with-different-settings'))
 
 def _is_fsdp(m):
-    "Was `fully_shard` called on the module (FSDP2), or is it a `FullyShardedDataParallel` (FSDP1)?"
+    "Whether the module is sharded by `fully_shard` (FSDP2) or `FullyShardedDataParallel` (FSDP1)"
     return hasattr(m, 'set_requires_gradient_sync') or 'FullyShardedDataParallel' in type(m).__name__
 
 def check_not_sharded(model:nn.Module):
@@ -62,21 +63,23 @@ def check_not_sharded(model:nn.Module):
 
 # %% ../../nbs/core/08_distributed.ipynb #processes
 class Processes:
-    """The processes that train `model` together; one alone outside of a launcher
+    """The processes that train `model` together; outside of a launcher, this process alone
 
     ValueError: the parameters of the model are sharded over processes
     """
     def __init__(self, model:nn.Module):
         check_not_sharded(model)
-        several = world_size()>1
-        self.ddps = [m for m in model.modules() if isinstance(m, DistributedDataParallel)] if several else []
+        ddps = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
         first = next(model.parameters(), None)
+        self.ddps = ddps if world_size()>1 else []
+        # where numbers are exchanged
         self.device = torch.device('cpu') if first is None else first.device
         self.group = self.ddps[0].process_group if self.ddps else None
-        self.rank,self.n = (0,1) if self.group is None else (self.group.rank(),self.group.size())
+        self.rank = 0 if self.group is None else self.group.rank()   # the number of this process, from 0
+        self.n = 1 if self.group is None else self.group.size()      # the number of processes
 
     def agree(self, must_match:dict, mine:list)->list:
-        """Exchange the whole numbers `mine`: returns the lists of all processes, by rank
+        """Exchange the whole numbers `mine`: returns the lists of all processes, in the order of ranks
 
         ValueError: a setting in `must_match`, whole numbers by name, is not the same on all processes
         """
@@ -86,7 +89,10 @@ class Processes:
         return [o[len(must_match):] for o in each]
 
     def sum(self, *nums)->list:
-        "The sum of each number over all processes: 0-dim tensors in double precision; with one process, `nums`"
+        """Add up each number over all processes, as 0-dim tensors in double precision
+
+        With one process, returns `nums`.
+        """
         if self.n==1: return list(nums)
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         res = torch.stack([zero+o for o in nums])
@@ -104,7 +110,7 @@ class Processes:
         if self.ddps: add_up(params, grads, self.group, self.device)
 
     def share_buffers(self):
-        "Give all processes the buffers of the first one, such as BatchNorm's statistics"
+        "Copy the buffers of the first process, such as BatchNorm's statistics, to all processes"
         for ddp in self.ddps:
             if not ddp.broadcast_buffers: continue
             send = partial(dist.broadcast, src=dist.get_global_rank(self.group, 0), group=self.group)
@@ -112,18 +118,26 @@ class Processes:
 
 # %% ../../nbs/core/08_distributed.ipynb #add-up
 def add_up(params:list, grads:dict, group:dist.ProcessGroup, device:torch.device):
-    "All-reduce the gradients in `grads`, by parameter; a parameter without a gradient on every process keeps none"
+    """All-reduce the gradients in `grads`, a dict by parameter, and put the sums in their place
+
+    If a process has no gradient of a parameter, zeros take its place. A parameter without a gradient on
+    any process is left out.
+    """
     has_grad = torch.tensor([p in grads for p in params], device=device, dtype=torch.uint8)
     dist.all_reduce(has_grad, dist.ReduceOp.MAX, group=group)
     params = [p for p,has in zip(params, has_grad.tolist()) if has]
     for p in params:
-        g = grads[p] if p in grads else torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+        dtype = torch.promote_types(p.dtype, torch.float32)
+        g = grads[p] if p in grads else torch.zeros_like(p, dtype=dtype)
         grads[p] = g.to_dense()
     _in_buckets([grads[p] for p in params], partial(dist.all_reduce, group=group))
 
 @torch.no_grad()
 def _in_buckets(tensors, send):
-    "Call `send` with flat buckets of about 32 MiB, and copy what it has left in them back to the tensors"
+    """Exchange tensors in flat buckets of about 32 MiB
+
+    `send` exchanges a bucket and writes the result into it; the result is copied back to the tensors.
+    """
     for bucket in _take_tensors(tensors, 2**25):
         flat = _flatten_dense_tensors(bucket)
         send(flat)
@@ -131,7 +145,10 @@ def _in_buckets(tensors, send):
 
 # %% ../../nbs/core/08_distributed.ipynb #finder
 def keep_in_memory(finder:LRFinder):
-    "Let `finder` keep the model and the optimizer in memory, on each process; fastai saves them on the first one only"
+    """Make `finder` keep the model and optimizer in memory, on each process
+
+    fastai's `LRFinder` saves both in a file, on the first process only.
+    """
     def before_fit():
         finder.kept = deepcopy((get_model(finder.learn.model).state_dict(),finder.opt.state_dict()))
         finder.best_loss = float('inf')

@@ -1,4 +1,4 @@
-"""Empty gradients, scale them, sum them in single precision, notice changes, and undo a part of a backward pass.
+"""Empty, scale and sum gradients, notice changes by others, and undo a part of a backward pass.
 
 Docs: https://fastaccum.github.io/fastaccum/core/gradients.html.md"""
 
@@ -15,17 +15,24 @@ from fastai.optimizer import Optimizer, OptimWrapper
 
 # %% ../../nbs/core/06_gradients.ipynb #params
 def params_of(opt:Optimizer|OptimWrapper)->list:
-    "The parameters that `opt` steps on, each once"
+    "List the parameters that `opt` updates, each once"
     return list({id(p):p for ps in opt.param_lists for p in ps}.values())
 
 def empty_grads(opt:Optimizer|OptimWrapper):
-    "Empty the gradients, as they are at the start of a fit on full batches; a frozen parameter loses its gradient"
+    """Empty the gradients as `opt.zero_grad()` does
+
+    A frozen parameter loses its gradient unless it is zero.
+    """
     for p in params_of(opt):
-        if not p.requires_grad and p.grad is not None and p.grad.any(): p.grad = None
+        is_frozen = not p.requires_grad
+        if is_frozen and p.grad is not None and p.grad.any(): p.grad = None
     opt.zero_grad()
 
 def number_on(device:torch.device, n:float|torch.Tensor)->float|torch.Tensor:
-    "`n`, moved to `device` if it is a tensor: a model may be on several devices"
+    """Move `n` to `device` if it is a tensor, since a model may be on several devices
+
+    A number is returned as it is.
+    """
     return n.to(device) if isinstance(n, torch.Tensor) else n
 
 def scale_grads(params:list, by:float|torch.Tensor):
@@ -37,44 +44,47 @@ def scale_grads(params:list, by:float|torch.Tensor):
 
 # %% ../../nbs/core/06_gradients.ipynb #wide
 def in_half(params:list)->list:
-    "The parameters that train in half precision"
+    "List the parameters that are trained in half precision"
     return [p for p in params if p.requires_grad and p.dtype in (torch.float16,torch.bfloat16)]
 
 def is_compiled(m:nn.Module)->bool:
-    "Is the module compiled, by `torch.compile` or by its own `compile`?"
+    "Whether the module is compiled, by `torch.compile` or by its own `compile`"
     return type(m).__name__=='OptimizedModule' or getattr(m, '_compiled_call_impl', None) is not None
 
 class GradSums:
-    "Takes gradients out of their parameters, and sums them in float32 or better"
-    def __init__(self, params:list): self.params,self.sums = params,{}   # the sums, by parameter
+    "Sums the gradients of `params` in float32 or better, outside of the parameters' `grad`"
+    def __init__(self, params:list):
+        self.params = params
+        self.sums = {}   # the sums of gradients, by parameter
 
     def __bool__(self): return bool(self.params)
 
     def add(self, weight:float|torch.Tensor=1.):
-        "Take the gradients of a micro-batch out of the parameters, and add them, multiplied by `weight`, to the sums"
+        "Add the gradients of a micro-batch, multiplied by `weight`, to the sums, and empty `grad`"
         weight_is_number = not isinstance(weight, torch.Tensor)
         for p in self.params:
             g,total = p.grad,self.sums.get(p)
             p.grad = None
             if g is None: continue
             if total is not None and weight_is_number and g.layout==total.layout==torch.strided:
-                total.add_(g, alpha=weight)   # needs no copy of the gradient
+                total.add_(g, alpha=weight)   # no copy of the gradient is needed
                 continue
-            # the product is a copy: a compiled model may write its next gradient into the memory of this one
+            # the product must be a copy: a compiled model may write its next gradient into the same
+            # memory
             g = g.to(torch.promote_types(g.dtype, torch.float32))*number_on(g.device, weight)
             self.sums[p] = g if total is None else g+total
 
     def pop(self)->dict:
-        "Return the sums by parameter, and forget them"
+        "Return the sums, by parameter, and start again without any"
         res,self.sums = self.sums,{}
         return res
 
 # %% ../../nbs/core/06_gradients.ipynb #check
 class GradCheck:
-    "Once a fit: did anything change the gradients between the first and the second micro-batch of a step?"
+    "Finds out, once in a fit, whether gradients change between the first two micro-batches of a step"
     def __init__(self):
-        self.noted = []     # (parameter, its gradient, the gradient's version) after the first micro-batch
-        self.done = False   # were they compared in this fit?
+        self.noted = []     # (parameter, gradient, version of the gradient) after the first micro-batch
+        self.done = False   # whether gradients were compared in this fit
 
     def note(self, opt:Optimizer|OptimWrapper):
         "Note the gradients after the first micro-batch of a step"
@@ -82,25 +92,33 @@ class GradCheck:
         self.noted = [(p,p.grad,p.grad._version) for p in params_of(opt) if p.grad is not None]
 
     def n_changed(self)->int:
-        "Before the second micro-batch of the step: the number of gradients that have changed"
-        noted,self.noted,self.done = self.noted,[],True
-        return sum(p.grad is not g or g._version!=version for p,g,version in noted)
+        "Before the second micro-batch of the step, count the gradients that have changed since `note`"
+        n = sum(p.grad is not g or g._version!=version for p,g,version in self.noted)
+        self.noted = []
+        self.done = True
+        return n
 
     def forget(self):
-        "The step has ended or was dropped: try again in the next step"
+        "Forget the gradients of a step that has ended or was dropped: the next step is checked instead"
         self.noted = []
 
 # %% ../../nbs/core/06_gradients.ipynb #undo
 class UndoBackward:
-    "Undoes a backward pass that has failed in its middle; `empty`: are the gradients empty, at the start of a step?"
+    "Undoes a backward pass that failed in the middle, given the gradients before it"
     def __init__(self, params:list, empty:bool):
+        # (parameter, gradient, version of the gradient) before the backward pass
         self.grads = [(p,p.grad,None if p.grad is None else p.grad._version) for p in params]
+        # whether the gradients are empty before the backward pass, as at the start of a step
         self.empty = empty
 
     @torch.no_grad()
-    # `(parameter, gradient)` of each gradient that contains all of the micro-batch already
+    # `(parameter, gradient)` of each gradient to which the backward pass has added
     def __call__(self)->list:
-        "Put gradients back; one that was added to in place is emptied, or returned if it was not empty before"
+        """Restore the gradients from before the backward pass
+
+        A gradient to which the backward pass has added in place is zeroed if it was empty before.
+        Otherwise the gradient cannot be restored, and is returned: it contains all of the micro-batch.
+        """
         added_to = []
         for p,g,version in self.grads:
             if p.grad is g and g is not None and g._version!=version:

@@ -1,4 +1,4 @@
-"""What a loader says of itself, and loaders like it with another batch size.
+"""Read the batch size and length of any training loader, and make similar loaders of another batch size.
 
 Docs: https://fastaccum.github.io/fastaccum/core/loader_info.html.md"""
 
@@ -24,22 +24,28 @@ from .warnings import more_link
 
 # %% ../../nbs/core/01_loader_info.ipynb #sizes
 def size_of(dl:object)->int|None:
-    "The batch size of a loader, if the loader or its batch sampler has a `bs` or `batch_size`"
+    """Return the batch size of a loader: its `bs` or `batch_size`, or that of its batch sampler
+
+    Returns `None` if neither the loader nor its batch sampler has such an attribute.
+    """
     for o in (dl,getattr(dl, 'batch_sampler', None)):
         for name in ('bs','batch_size'):
             n = getattr(o, name, None)
             if isinstance(n, Integral): return n
 
 def n_of(dl:object)->int|None:
-    "Samples in an epoch, including those that `drop_last` leaves out, if the loader tells"
+    "Count the samples of an epoch, including samples that `drop_last` leaves out; `None` if unknown"
     for name in ('partial_n','n'):   # fastai's `PartialDL` yields `partial_n` of its `n` samples
         if getattr(dl, name, None) is not None: return getattr(dl, name)
-    # the batch sampler's sampler first: PyTorch's loader then has another sampler, which it does not use
+    # the batch sampler first: PyTorch's loader does not use its own `sampler` if it has a batch sampler
     for source in ('batch_sampler.sampler','sampler','dataset'):
         with suppress(TypeError, AttributeError): return len(attrgetter(source)(dl))
 
 def drops_last(drop_last:bool|None, dl:object)->bool:
-    "Is the incomplete last step of an epoch left out? `None` means to do as `dl` does with its own last batch"
+    """Whether an incomplete last step is left out
+
+    `drop_last=None` means to do as the loader does with its incomplete last batch.
+    """
     if drop_last is not None: return drop_last
     loaders = dl,getattr(dl, 'dl', None)   # `DistributedDL` wraps another loader
     samplers = [getattr(o, 'batch_sampler', None) for o in loaders]
@@ -47,7 +53,7 @@ def drops_last(drop_last:bool|None, dl:object)->bool:
 
 # %% ../../nbs/core/01_loader_info.ipynb #sizes-of
 def sizes_of(dl:object, micro_batch_size:int|None=None)->LoaderSizes:
-    """The sizes of a training loader: fastai's, PyTorch's, or a `DistributedDL`
+    """Read the sizes of a training loader: fastai's, PyTorch's, or a `DistributedDL`
 
     ValueError: the loader does not tell its batch size, or has smaller batches than `micro_batch_size`
     """
@@ -55,26 +61,30 @@ def sizes_of(dl:object, micro_batch_size:int|None=None)->LoaderSizes:
     bs,n = _bs_and_n(dl.dl if is_distributed else dl, micro_batch_size)
     n_all = n_of(dl) or n
     if is_distributed:
-        # samples that the inner loader would drop are shared out, too
+        # the processes share all samples, including samples that the inner loader would drop
         n_all = ceil((n_of(dl.dl) or n)/dl.world_size)
         n = n_all//bs*bs if dl.drop_last else n_all
-    # otherwise the loader takes its samples in another way than `n_of` knows
+    # a difference of a batch or more means that `n_of` does not know how many samples the loader takes
     drops_a_batch = 0<n_all-n<bs
     micro_bs = bs if micro_batch_size is None else min(bs, micro_batch_size)
     return LoaderSizes(bs, n, micro_bs, n_all-n if drops_a_batch else 0)
 
 def _bs_and_n(dl, micro_batch_size):
-    bs,n = size_of(dl),n_of(dl)
+    "Return the batch size and the number of samples that the loader yields in an epoch"
+    bs = size_of(dl)
+    n = n_of(dl)
     if bs is None and micro_batch_size is None:
-        raise ValueError(f"the training {type(dl).__name__} does not say how many samples its batches "
-            "have, as `bs` or `batch_size`: pass `micro_batch_size=` with that number or, beside "
-            "`'auto'`, give the loader a `bs` attribute" + more_link('batch-size-unknown'))
+        raise ValueError(f"the training {type(dl).__name__} has no `bs` or `batch_size` that says how "
+            "many samples its batches have: pass this number as `micro_batch_size=`. With "
+            "`micro_batch_size='auto'`, give the loader a `bs` attribute"
+            + more_link('batch-size-unknown'))
     if bs is not None and bs<1:
-        raise ValueError(f"the training {type(dl).__name__} says that its batches have {bs} samples: "
-            "give it a `bs` of at least 1" + more_link('batch-size-unknown'))
+        raise ValueError(f"the batch size of the training {type(dl).__name__} must be at least 1, got "
+            f"{bs}: give the loader a `bs` that says how many samples its batches have"
+            + more_link('batch-size-unknown'))
     if None not in (bs,micro_batch_size) and bs<micro_batch_size:
-        raise ValueError(f"`micro_batch_size={micro_batch_size}` is larger than the batches of {bs} "
-            f"samples that the training {type(dl).__name__} has, which can only be split into smaller "
+        raise ValueError(f"`micro_batch_size={micro_batch_size}` is larger than the {bs} samples in a "
+            f"batch of the training {type(dl).__name__}, and batches can only be split into smaller "
             f"ones: leave `micro_batch_size` out, or make the DataLoaders with `bs={micro_batch_size}`"
             + more_link('micro-batch-size'))
     if bs is None: bs = micro_batch_size
@@ -83,12 +93,15 @@ def _bs_and_n(dl, micro_batch_size):
 
 # %% ../../nbs/core/01_loader_info.ipynb #like
 def resizable(dl:object)->bool:
-    "Can a loader like `dl` be made with another batch size? If not, its batches come ready-made"
+    """Whether a loader like `dl` can be made with another batch size
+
+    Otherwise its batches come ready-made.
+    """
     own = dl.batch_size if isinstance(dl, TorchDataLoader) else isinstance(dl, DataLoader) and dl.bs
     return bool(own)
 
 def with_size(dl:DataLoader|TorchDataLoader, bs:int)->DataLoader|TorchDataLoader:
-    "Give `dl` another batch size; returns a new loader like it if that cannot be changed"
+    "Return `dl` with the batch size `bs`, or a new loader like `dl` if its batch size cannot be changed"
     if isinstance(dl, TorchDataLoader):
         left_out = {'dataset','batch_size','shuffle','batch_sampler'}
         if isinstance(dl.dataset, IterableDataset): left_out.add('sampler')
@@ -99,20 +112,27 @@ def with_size(dl:DataLoader|TorchDataLoader, bs:int)->DataLoader|TorchDataLoader
     return dl
 
 def samples_of(learn:Learner, b:object, bs:int|None)->int|None:
-    "Samples in a batch of the Learner's loader, whose batch size is `bs`; targets are counted before inputs"
+    """Count the samples in a batch of the Learner's loader, whose batch size is `bs`
+
+    The targets decide first, then the inputs.
+    """
     b = b if isinstance(b, (tuple,list)) else (b,)
-    n_inputs = getattr(learn.dls, 'n_inp', 1 if len(b)==1 else len(b)-1)   # as fastai
+    # fastai's own default: all parts but the last are inputs
+    n_inputs = getattr(learn.dls, 'n_inp', 1 if len(b)==1 else len(b)-1)
     return n_samples((*b[n_inputs:],*b[:n_inputs]), bs)
 
 def batches_of(learn:Learner, bs:int|None=None, n:int=1)->tuple:
-    """The first `n` batches of a loader like the Learner's, of `bs` samples if given, and the samples in the first
+    """Read the first `n` batches of a loader like the Learner's, whose batch size is `bs` if given
 
-    ValueError: there are none, or the loader's batches come ready-made and `bs` samples are asked for
+    Returns the list of batches, and the number of samples in the first.
+
+    ValueError: the loader has no batch, or its batches come ready-made and `bs` samples are asked for
     """
     dl = learn.dls.train
     if bs is not None and not resizable(dl):
         raise ValueError(f"the training {type(dl).__name__} yields ready-made batches, so it cannot "
-            f"make one of {bs} samples. Make it with a batch size" + more_link('ready-made-batches'))
+            f"make one of {bs} samples: make the loader with a batch size"
+            + more_link('ready-made-batches'))
     bs = bs or size_of(dl)
     if isinstance(dl, TorchDataLoader) and dl.batch_size is not None:
         kwargs = {} if isinstance(dl.dataset, IterableDataset) else dict(sampler=dl.sampler)
@@ -120,19 +140,25 @@ def batches_of(learn:Learner, bs:int|None=None, n:int=1)->tuple:
     elif isinstance(dl, DataLoader): dl = dl.new(num_workers=0, bs=bs)
     res = list(islice(dl, n))
     if not res:
-        raise ValueError(f"the training loader has no batch of {bs or 'any number of'} samples: its "
-            "dataset has too few, or it drops the only batch. Add samples, or make it with "
-            "`drop_last=False`" + more_link('no-batch'))
+        raise ValueError(f"the training loader has no batch of {bs or 'any number of'} samples, because "
+            "its dataset has too few samples, or because it drops its only batch. Add samples, or make "
+            "the loader with `drop_last=False`" + more_link('no-batch'))
     return res,samples_of(learn, res[0], bs)
 
 # %% ../../nbs/core/01_loader_info.ipynb #order
-_grouping = {'fastai.text.data.SortedDL': "puts texts of similar length together, within 50 of its batches",
-             'fastai.text.data.LMDataLoader': "cuts the text into as many streams as its batch size"}
+_grouping = {
+    'fastai.text.data.SortedDL': "puts texts of similar length together, within 50 of its batches",
+    'fastai.text.data.LMDataLoader': "cuts the text into as many streams as its batch size"}
 
 def by_batch_size(dl:object)->str:
-    "A clause that says how the loader's batch size decides which samples go together; empty if it does not"
+    """Say how the loader's batch size decides which samples go together; an empty string if it does not
+
+    The loader is the subject of this clause: "LMDataLoader cuts the text into …".
+    """
     while dl is not None:
         for name in class_names(type(dl)) & _grouping.keys():
-            if not name.endswith('SortedDL') or dl.shuffle: return f'{type(dl).__name__} {_grouping[name]}'
+            # without shuffling, `SortedDL` sorts the whole dataset, whatever the batch size
+            depends_on_size = not name.endswith('SortedDL') or dl.shuffle
+            if depends_on_size: return f'{type(dl).__name__} {_grouping[name]}'
         dl = getattr(dl, 'dl', None)   # the loader that a `DistributedDL` wraps
     return ''

@@ -1,4 +1,4 @@
-"""How many items the mean loss of a micro-batch covers, and its share in the mean loss of the step.
+"""Weigh each micro-batch by the number of items that its mean loss covers.
 
 Docs: https://fastaccum.github.io/fastaccum/core/mean.html.md"""
 
@@ -27,34 +27,37 @@ from .warnings import more_link
 
 # %% ../../nbs/core/05_mean.ipynb #targets
 def plain_tensor(t:torch.Tensor)->torch.Tensor:
-    "`t` without the class that fastai gives it, which is slow"
+    "Return `t` as a plain tensor: operations on fastai's tensor classes are slow"
     return t if type(t) is torch.Tensor else t.as_subclass(torch.Tensor)
 
 def on_host(t:torch.Tensor)->bool:
-    "Can the values of `t` be read without synchronising a GPU?"
+    "Whether the values of `t` can be read without synchronising a GPU"
     return t.is_cpu
 
 class Targets:
-    """Count the targets of the micro-batch that are not ignored, each with the weight of its class
+    """Counts the targets of the micro-batch that are not ignored, each with the weight of its class
 
-    TypeError: when it is called, if the target is not a tensor
+    TypeError: when called, if the target is not a tensor
     """
-    def __init__(self, ignore_index:int, weight:torch.Tensor|None=None, probs:bool=False, nan_grad:bool=True):
-        self.ignore_index = ignore_index   # the target that does not count
-        self.weight = weight               # a weight for each class
-        self.probs = probs                 # are floating point targets class probabilities? Then samples count
-        self.nan_grad = nan_grad           # may the gradient be NaN if all targets are ignored?
+    def __init__(self, ignore_index:int, weight:torch.Tensor|None=None, probs:bool=False,
+        nan_grad:bool=True):
+        self.ignore_index = ignore_index   # the value of a target that is ignored
+        self.weight = weight               # a tensor with the weight of each class, or `None`
+        # whether floating point targets are class probabilities, one row per sample
+        self.probs = probs
+        self.nan_grad = nan_grad           # whether the gradient may be NaN if all targets are ignored
 
-    # A 0-dim tensor on the targets' device, or a number
+    # A 0-dim tensor on the device of the targets, or a number
     def __call__(self, learn:Learner)->torch.Tensor|float:
+        "Count the targets in `learn.yb` that are not ignored, or add up their class weights"
         y = learn.yb[0]
         if not isinstance(y, torch.Tensor):
-            raise TypeError("the loss function has an `ignore_index`, but the target is of type "
-                f"{type(y).__name__}, in which the targets that are not ignored cannot be counted: pass "
-                "`n_items=`, a function of the Learner that returns their number"
+            raise TypeError("the loss function has an `ignore_index`, but the target is not a tensor "
+                f"(it is a {type(y).__name__}), so its targets cannot be counted: pass `n_items=`, a "
+                "function of the Learner that returns the number of targets that are not ignored"
                 + more_link('targets-not-counted'))
         y = plain_tensor(y)
-        # in 8 bits without a sign, an `ignore_index` of -100 would be 156
+        # as uint8, an `ignore_index` of -100 would be 156
         if y.dtype==torch.uint8: y = y.long()
         if self._of_samples(y): return find_bs(y)
         if self.weight is not None:
@@ -66,20 +69,24 @@ class Targets:
         return torch.count_nonzero(y!=self.ignore_index).item()
 
     def most(self, y:object)->torch.Tensor|float:
-        "How many targets would count if none were ignored"
+        "Return what the count would be if no target were ignored"
         if self._of_samples(y): return find_bs(y)
         return y.numel() if self.weight is None else y.numel()*self.weight.mean().to(y.device)
 
     def _of_samples(self, y):
-        "Are the targets class probabilities, so that the loss is a mean over samples?"
+        "Whether the targets are class probabilities, so that the loss is a mean over samples"
         return self.probs and isinstance(y, torch.Tensor) and y.is_floating_point()
 
 # %% ../../nbs/core/05_mean.ipynb #find
 def find_n_items(loss_func:Callable)->Callable|None:
-    "How many items the mean of `loss_func` covers: a function of the Learner, or `None` if the loss is a sum"
+    """Find out what the mean of `loss_func` covers
+
+    Returns a function of the Learner that counts the items of its micro-batch, or `None` for a sum.
+    """
     f,kwargs = loss_func,{}
     mixer = f.__self__ if isinstance(f, MethodType) else None
-    if hasattr(mixer, 'old_lf'):   # the loss of MixUp or CutMix
+    # `loss_func` is a method of MixUp or CutMix, whose `old_lf` is the user's loss function
+    if hasattr(mixer, 'old_lf'):
         return None if getattr(mixer.old_lf, 'reduction', 'mean')=='sum' else samples
     while isinstance(f, (BaseLoss,partial)):
         if isinstance(f, partial): kwargs = {**f.keywords, **kwargs}
@@ -91,22 +98,28 @@ def find_n_items(loss_func:Callable)->Callable|None:
     ignore_index = setting('ignore_index', -100 if is_ce else None)
     if ignore_index is None or reduction=='none': return samples
     weight = setting('weight') if is_ce else None
-    # without class weights, the gradient of torch's cross-entropy is 0 if all targets are ignored, and not NaN
-    return Targets(ignore_index, weight, probs=is_ce, nan_grad=not is_ce or weight is not None)
+    # without class weights, the gradient of torch's cross-entropy is 0, not NaN, if all targets are
+    # ignored
+    has_nan_grad = not is_ce or weight is not None
+    return Targets(ignore_index, weight, probs=is_ce, nan_grad=has_nan_grad)
 
 # %% ../../nbs/core/05_mean.ipynb #check
 def _checked(size, read_tensor):
-    "The value of `n_items`, if valid; reading a tensor on a GPU synchronises it, so that is optional"
+    """Refuse an invalid value of `n_items`
+
+    A tensor on a GPU is only read with `read_tensor`, because reading synchronises the GPU.
+    """
     if isinstance(size, torch.Tensor) and size.numel()==1:
-        # to copy it to a GPU would synchronise that GPU
+        # a tensor in CPU memory becomes a number, because copying the tensor to a GPU would synchronise
+        # the GPU
         if on_host(size): return _checked(size.item(), read_tensor)
         if read_tensor: _checked(size.item(), read_tensor)
         return size
     if isinstance(size, bool) or not isinstance(size, Real):
-        raise TypeError(f"`n_items` returned {size!r}, of type {type(size).__name__}: "
-            "return a number or a tensor with one element" + more_link('size-function'))
+        raise TypeError("`n_items` must return a number or a tensor with one element, got "
+            f"{size!r} ({type(size).__name__})" + more_link('size-function'))
     if not 0<=size<float('inf'):
-        raise ValueError(f"`n_items` returned {size!r}: return a finite number, zero or more"
+        raise ValueError(f"`n_items` must return a finite number, zero or more, got {size!r}"
             + more_link('size-function'))
     return size
 
@@ -114,46 +127,58 @@ def _checked(size, read_tensor):
 class StepMean:
     """The mean loss of the micro-batches of a step: over samples, or over targets that are not ignored
 
-    TypeError: `n_items` returned something that is no number
+    TypeError: `n_items` returned an object that is not a number
     ValueError: `n_items` returned a number that is negative or not finite
     """
     def __init__(self, n_here:int, n_all:int, n_items:Callable|None=None, processes:Processes|None=None,
         last_loss:float|torch.Tensor=0., trusted:bool=False):
         self.n_here = n_here        # samples that this process should have in the step
         self.n_all = n_all          # samples that all processes should have in the step
-        self.n_items = n_items      # as in `GradientAccumulation`
+        self.n_items = n_items      # the user's function of the Learner that counts items, or `None`
         self.processes = processes  # the processes that train together, if there may be several
         self.last_loss = last_loss  # last finite mean loss, shown where a step ignores every target
-        self.trusted = trusted      # was one return value of `n_items` checked? (that synchronises the GPU, so once)
+        # whether a return value of `n_items` was checked: once is enough, because checking synchronises
+        # the GPU
+        self.trusted = trusted
         # counted by `add`
         self.count = 0              # micro-batches
         self.samples = 0            # samples
-        self.size = 0               # items that the mean covers, samples or targets; stays 0 if the loss is a sum
-        self.losses = 0.            # the sum of the losses, each multiplied by the size of its micro-batch
-        self.learns = False         # has a loss needed a gradient?
-        # measured by `measure`
-        self.is_sum = None          # is the loss a sum over samples? `None` before the first micro-batch
+        # items that the mean covers, samples or targets; stays 0 if the loss is a sum
+        self.size = 0
+        self.losses = 0.            # sum of the losses, each multiplied by the size of its micro-batch
+        self.learns = False         # whether the loss of a micro-batch needed a gradient
+        # set by `measure`
+        # whether the loss is a sum over samples; `None` before the first micro-batch
+        self.is_sum = None
         self.find = None            # the function of the Learner that counts items; `None` for a sum
-        self.found_for = None       # the loss function for which `find` was found
+        self.found_for = None       # the loss function to which `find` belongs
         self.current = None         # samples, size and loss of the micro-batch that runs
-        self.expected = None        # expected number of items in the whole step: the denominator of each share
+        # expected number of items in the whole step: the denominator of each share
+        self.expected = None
 
     def measure(self, learn:Learner, n:int)->float|torch.Tensor:
-        "The share in the step of a micro-batch of `n` samples, for its loss, or, if the loss is a sum, for penalties"
+        """Return the share of a micro-batch of `n` samples in the step
+
+        The loss of the micro-batch is multiplied by the share; if the loss is a sum, only penalties are.
+        """
         if self.is_sum is None or self.found_for is not learn.loss_func: self._find(learn.loss_func)
         loss = plain_tensor(learn.loss).detach()
-        if loss.ndim: loss = loss.mean()   # with `reduction='none'`; the Recorder records the mean, too
+        # with `reduction='none'`, fastai's Recorder also records the mean
+        if loss.ndim: loss = loss.mean()
         if self.is_sum:
             self.current = n,0,loss
             return n/self.n_all
-        if loss.dtype in (torch.float16,torch.bfloat16): loss = loss.float()   # losses are added up
+        # losses are added up, so in single precision at least
+        if loss.dtype in (torch.float16,torch.bfloat16): loss = loss.float()
         if self.find is samples: size = n_samples(learn.yb, n) or n
         else: size = self.find(learn)
         if self.n_items is not None:
             size = _checked(size, not self.trusted)
             self.trusted = True
-        if self.expected is None:   # `max`, because a callback may make rows of a batch without samples
-            self.expected = number_on(loss.device, self._most(learn, size, n)/max(n, 1)*self.n_here)
+        if self.expected is None:
+            # `max`, because `n` is 0 if a callback has added rows to a batch without samples
+            items_per_sample = self._most(learn, size, n)/max(n, 1)
+            self.expected = number_on(loss.device, items_per_sample*self.n_here)
         if isinstance(size, torch.Tensor) or not size: size,loss = self._masked(learn, size, loss)
         self.current = n,size,loss
         return size/self.expected
@@ -165,33 +190,36 @@ class StepMean:
         self.samples += n
         self.learns |= learn.loss_grad.requires_grad
         self.size = self.size+size
-        scale = 1 if self.is_sum else size
-        if self.count==1: self.losses = loss*scale
-        elif isinstance(scale, torch.Tensor): self.losses = self.losses+loss*scale
-        else: self.losses = self.losses.add(loss, alpha=scale)   # one operation instead of two
+        weight = 1 if self.is_sum else size
+        if self.count==1: self.losses = loss*weight
+        elif isinstance(weight, torch.Tensor): self.losses = self.losses+loss*weight
+        else: self.losses = self.losses.add(loss, alpha=weight)   # one GPU kernel instead of two
 
 # %% ../../nbs/core/05_mean.ipynb #mean-parts
 @patch
 def _find(self:StepMean, loss_func):
-    "Find out what the mean of the loss function covers"
+    "Set the function that counts the items of this loss function"
     self.found_for = loss_func
     self.find = self.n_items or find_n_items(loss_func)
     self.is_sum = self.find is None
 
 @patch
 def _most(self:StepMean, learn, size, n):
-    "What the `size` of the micro-batch would be if no target were ignored"
+    "Return what the `size` of the micro-batch would be if no target were ignored"
     y = learn.yb[0] if learn.yb else None
     if isinstance(self.find, Targets): return self.find.most(y)
     if self.find is samples: return size or n
     if not isinstance(size, torch.Tensor) and size: return size
     if isinstance(y, torch.Tensor): return y.numel()
-    # no `or`, which would synchronise
+    # not `size or n`: the truth value of a GPU tensor synchronises the GPU
     return torch.where(size>0, size, n) if isinstance(size, torch.Tensor) else n
 
 @patch
 def _masked(self:StepMean, learn, size, loss):
-    "The size and the loss as tensors, with a loss and gradients that are finite even if all targets are ignored"
+    """Make the loss and the gradients finite even if all targets are ignored
+
+    Returns size and loss as tensors.
+    """
     if not isinstance(size, torch.Tensor): size = torch.zeros((), device=loss.device)
     dtype = plain_tensor(learn.loss_grad).dtype
     size = plain_tensor(size).reshape(()).to(loss.device, torch.promote_types(dtype, torch.float32))
@@ -200,25 +228,28 @@ def _masked(self:StepMean, learn, size, loss):
         for o in learn.pred if isinstance(learn.pred, (tuple,list)) else (learn.pred,):
             if isinstance(o, torch.Tensor) and o.requires_grad:
                 o.register_hook(lambda g: torch.where(any_counts, g, torch.zeros_like(g)))
-    # seen by loggers that record every micro-batch
+    # also for loggers that record the loss of every micro-batch
     learn.loss = torch.where(any_counts, loss, self.last_loss)
     return size,learn.loss
 
 # %% ../../nbs/core/05_mean.ipynb #mean-end
 @patch
 def sum_up(self:StepMean):
-    "Add what all processes have counted; synchronises the GPU if there are several"
+    "Add up the counts and losses of all processes; synchronises the GPU if there are several processes"
     if self.processes is None or self.processes.n==1: return
     self.size,self.losses,self.samples = self.processes.sum(self.size, self.losses, self.samples)
     self.samples = int(self.samples)
-    if self.current is None:   # only other processes had samples
+    if self.current is None:   # this process had no samples in the step, so `measure` was never called
         self.current = 0,0,self.losses.float()
         self.is_sum = not self.size>0
     if self.is_sum: self.losses = self.losses.to(self.current[2].dtype)
 
 @patch(as_prop=True)
 def loss(self:StepMean)->torch.Tensor:
-    "The mean loss of what was counted, or its sum: a 0-dim tensor; the last one known if all targets are ignored"
+    """The mean loss of the step so far, or the sum if the loss is a sum
+
+    It is `last_loss` if all targets are ignored.
+    """
     if self.is_sum: return self.losses
     if isinstance(self.size, torch.Tensor):
         return torch.where(self.size>0, self.losses/self.size, self.last_loss).to(self.current[2].dtype)
@@ -226,17 +257,18 @@ def loss(self:StepMean)->torch.Tensor:
 
 @patch(as_prop=True)
 def correction(self:StepMean)->float|torch.Tensor:
-    "What to multiply the gradients by, now that the size of the step is known"
+    "The factor by which to multiply the gradients, now that the size of the step is known"
     if self.is_sum: return 1.
-    # `None`: only other processes had samples
+    # `None` if this process had no samples in the step: then it has no gradients to be corrected either
     expected = 1. if self.expected is None else self.expected
     if isinstance(self.size, torch.Tensor): return torch.where(self.size>0, expected/self.size, 0.)
     return expected/self.size if self.size else 0.
 
 # %% ../../nbs/core/05_mean.ipynb #kept
 class KeptLosses:
-    "The means, over the micro-batches of a step, of the numbers that a loss function keeps for fastai's `LossMetric`"
+    "Averages over a step the numbers that a loss function keeps for fastai's `LossMetric`"
     def __init__(self, learn:Learner):
+        # attributes of the loss function
         self.names = {o.attr for o in learn.metrics if isinstance(o, LossMetric)}
         self.sums = {}   # by attribute: the sum over samples, and the number of samples
 
@@ -249,9 +281,10 @@ class KeptLosses:
             if is_new: self.sums[name] = total+n*o.detach(),count+n
 
     def put_means(self, learn:Learner):
-        "Give the loss function the means"
+        "Set the attributes of the loss function to their means over the step"
         for name,(total,count) in self.sums.items():
             mean = total/count
-            # not noted again if this loss function is not called in the next step
+            # marks the mean, so that `note` does not count it if the loss function is not called in the
+            # next step
             mean.is_step_mean = True
             setattr(learn.loss_func, name, mean)

@@ -25,27 +25,28 @@ from .warnings import WarnOnce, append_message, more_link, warn
 
 # %% ../../nbs/core/12_micro_batches.ipynb #rows
 class HiddenRows:
-    "The hidden state of fastai's `AWD_LSTM`, which has a row for each of the `n` samples; other models have none"
+    "Splits the hidden state of fastai's `AWD_LSTM`, which has a row for each of `n` samples"
     def __init__(self, model:nn.Module, n:int):
         self.n = n
-        self.rnns = [m for m in model.modules() if hasattr(m, '_change_hidden')]
+        self.rnns = [m for m in model.modules() if hasattr(m, '_change_hidden')]   # none in other models
         for m in self.rnns:
-            if m.bs!=n: m._change_hidden(n)   # as `AWD_LSTM` itself would do for the whole batch
+            # `AWD_LSTM` does the same at the beginning of the whole batch
+            if m.bs!=n: m._change_hidden(n)
         self.whole = [m.hidden for m in self.rnns]   # the state before the batch
-        self.parts = []                              # the states after each of its micro-batches
+        self.parts = []                              # the state after each micro-batch
 
     def select(self, start:int, stop:int):
-        "Give the model the rows `start` to `stop`"
+        "Give the model the rows of its hidden state from `start` up to, but not including, `stop`"
         for m,hidden in zip(self.rnns, self.whole):
             m.hidden = tree_map(lambda h: h[:,start:stop].contiguous(), hidden)
             m.bs = stop-start
 
     def keep(self):
-        "Keep the state that a micro-batch has left"
+        "Keep the hidden state after a micro-batch"
         self.parts.append([m.hidden for m in self.rnns])
 
     def restore(self):
-        "Join the states of all micro-batches, or go back to the state before if the batch was not finished"
+        "Join the states of all micro-batches, or restore the old state if the batch was not finished"
         for m,old,*parts in zip(self.rnns, self.whole, *self.parts):
             new = tree_map(lambda *hs: torch.cat(hs, 1), *parts) if parts else old
             is_finished = tree_leaves(new)[0].shape[1]==self.n
@@ -53,31 +54,37 @@ class HiddenRows:
 
 # %% ../../nbs/core/12_micro_batches.ipynb #division
 class Division:
-    "How a batch of `n` rows is divided into micro-batches, each of which has the rows `start` to `stop`"
+    "The division of a batch of `n` rows into micro-batches, which have the rows `start` up to `stop`"
     def __init__(self, n:int, split:Callable=split): self.n,self.split = n,split
 
     def cut(self, b:object, start:int, stop:int)->object:
-        "The part of a batch, or of its inputs, that belongs to a micro-batch"
+        "Return the part of a batch, or of its inputs, that belongs to a micro-batch"
         return self.split(b, start, stop, self.n)
 
     def cut_tensor(self, x:torch.Tensor, start:int, stop:int)->torch.Tensor:
-        "The part of a tensor with `n` rows that belongs to a micro-batch, such as the factors of MixUp"
+        "Return the part of an attribute with `n` rows, such as MixUp's factors, for a micro-batch"
         return self.rows(x, start, stop)
 
     def rows(self, x:torch.Tensor, start:int, stop:int)->torch.Tensor:
-        "The rows of a tensor that belong to a micro-batch"
+        "Return the rows of a tensor that belong to a micro-batch"
         return x[start:stop]
 
     def in_order(self, x:torch.Tensor)->torch.Tensor:
-        "The rows of all micro-batches, put together in `x`, in the order of the batch"
+        "Put rows into the order of the batch: `x` has the rows of one micro-batch after the other"
         return x
 
     def stop(self, start:int, end:int, most:int|None)->int:
-        "Where the micro-batch from row `start` on ends, if `end` is the last row and `most` the most samples"
+        """Return the row after the last of the micro-batch that begins with row `start`
+
+        `end` is the row after the last that may be taken, and `most` the most samples of a micro-batch.
+        """
         return start+even_sizes(end-start, most)[0]
 
     def cuts(self, most:int|None)->list:
-        "The first row of each micro-batch, and the row after its last"
+        """Divide the batch into micro-batches of at most `most` samples
+
+        Returns pairs `(start, stop)`: the first row of a micro-batch, and the row after its last.
+        """
         res,start = [],0
         while start<self.n:
             stop = self.stop(start, self.n, most)
@@ -86,58 +93,62 @@ class Division:
         return res
 
     def is_whole(self, start:int, stop:int)->bool:
-        "Is this micro-batch the whole batch as it is?"
+        "Whether this micro-batch is the whole batch, unchanged"
         return stop-start==self.n
 
 # %% ../../nbs/core/12_micro_batches.ipynb #parts
 class ChangedAttrs:
-    "Tells which attributes of some objects were set since this was made, such as what callbacks note of a batch"
-    def __init__(self, objects:Iterable): self.before = [(vars(o),dict(vars(o))) for o in objects]
+    "Remembers the attributes of some objects, to find those that are set later, such as MixUp's factors"
+    def __init__(self, objects:Iterable):
+        # of each object: the dict of its attributes, and a copy of that dict
+        self.before = [(vars(o),dict(vars(o))) for o in objects]
 
     def since(self)->list: # (dict of an object's attributes, name, value)
-        "The attributes that were set"
-        return [(attrs,name,o) for attrs,old in self.before for name,o in attrs.items() if o is not old.get(name)]
+        "List the attributes that were set since this object was created"
+        return [(attrs,name,o) for attrs,old in self.before for name,o in attrs.items()
+            if o is not old.get(name)]
 
 class BatchParts:
-    "The Learner's batch of `n` rows after `before_batch`, of which a part can be given to the Learner"
+    "Splits the Learner's batch of `n` rows after `before_batch`, and hands it over part by part"
     def __init__(self, learn:Learner, n:int, changed:ChangedAttrs, division:Division=None):
         self.learn,self.n = learn,n
         self.division = division or Division(n)
         self.whole = learn.xb,learn.yb
-        self.autocast = autocast_state(devices_of(learn.model.modules()))   # each part enters it again
-        # what callbacks have noted of this batch, such as MixUp's factors
+        # the state of autocast, which is entered again before each part
+        self.autocast = autocast_state(devices_of(learn.model.modules()))
+        # attributes that callbacks have set for this batch, such as MixUp's factors
         self.noted = [(attrs,name,o) for attrs,name,o in changed.since()
             if name not in ('xb','yb') and tree_any(lambda x: has_rows(x, n), o)]
         self.hidden = HiddenRows(learn.model, n)
 
     def cut(self, start:int, stop:int)->tuple:
-        """Inputs and targets of the rows `start` to `stop`
+        """Return the inputs and targets of the rows from `start` up to, but not including, `stop`
 
         TypeError: the user's `split` does not return the parts of a batch
-        ValueError: the user's `split` returns targets of other rows
+        ValueError: the user's `split` returns targets with another number of rows
         """
         xb,yb = self.whole
         b = self.division.cut((*xb,*yb), start, stop)
         if not isinstance(b, (tuple,list)):
-            raise TypeError(f"`split` returned {b!r} for a batch of {len(xb)+len(yb)} parts: return "
-                "a tuple or list of these parts" + more_link('cannot-be-split'))
+            raise TypeError(f"`split` must return a tuple or list of the {len(xb)+len(yb)} parts of a "
+                f"batch, got {b!r}" + more_link('cannot-be-split'))
         for whole,part in zip(yb, b[len(xb):]):
             if has_rows(whole, self.n) and not has_rows(part, stop-start):
                 shape = tuple(getattr(part, 'shape', ()))
-                raise ValueError(f"`split` returned targets of shape {shape} for {stop-start} samples, "
-                    f"{start} to {stop}: return a row for each of them" + more_link('cannot-be-split'))
+                raise ValueError(f"`split` must return a row for each of the {stop-start} samples "
+                    f"{start} to {stop-1}, got targets of shape {shape}" + more_link('cannot-be-split'))
         return b[:len(xb)],b[len(xb):]
 
     def select(self, start:int, stop:int):
-        "Give the Learner, its callbacks and its model the rows `start` to `stop`"
+        "Give the Learner, its callbacks and its model the rows from `start` up to `stop`, exclusive"
         self.learn.xb,self.learn.yb = self.cut(start, stop)
-        for attrs,name,o in self.noted:
-            attrs[name] = tree_map(lambda x: self.division.cut_tensor(x, start, stop) if has_rows(x, self.n) else x, o)
+        def cut(x): return self.division.cut_tensor(x, start, stop) if has_rows(x, self.n) else x
+        for attrs,name,o in self.noted: attrs[name] = tree_map(cut, o)
         self.hidden.select(start, stop)
         set_autocast_state(self.autocast)
 
     def restore(self):
-        "Give them the whole batch again"
+        "Give the Learner, its callbacks and its model the whole batch again"
         self.learn.xb,self.learn.yb = self.whole
         for attrs,name,o in self.noted: attrs[name] = o
         self.hidden.restore()
@@ -145,18 +156,23 @@ class BatchParts:
 # %% ../../nbs/core/12_micro_batches.ipynb #remembers
 @torch.no_grad()
 def _run_parts(parts, state, cuts):
-    "The tensors that the model returns for the last of these parts, which run one after the other from `state`"
+    """Run parts of the batch one after the other, beginning with `state`
+
+    Returns the model's outputs for the last part.
+    """
     with state.again():
         for start,stop in cuts:
-            set_rng_state(state.rng)   # each part draws the same random numbers, whatever ran before it
+            # each part draws the same random numbers, whatever ran before the part
+            set_rng_state(state.rng)
             parts.hidden.select(start, stop)
             out = parts.learn.model(*parts.cut(start, stop)[0])
     return [o for o in tree_leaves(out) if isinstance(o, torch.Tensor)]
 
 def remembers(parts:BatchParts)->bool: # Synchronises the GPU
-    "Does the model return something else for the second part of a batch, once it has seen the first?"
+    "Whether the model's output for the second part of a batch changes once it has seen the first part"
     k = min(2, parts.n//2)
-    state,first,second = ForwardState(parts.learn.model.modules()),(0,k),(k,2*k)
+    first,second = (0,k),(k,2*k)
+    state = ForwardState(parts.learn.model.modules())
     try:
         alone = _run_parts(parts, state, [second])
         after = _run_parts(parts, state, [first,second])
@@ -165,9 +181,10 @@ def remembers(parts:BatchParts)->bool: # Synchronises the GPU
     return not all(map(is_close, alone, after))
 
 def is_close(x:torch.Tensor, y:torch.Tensor, tol:float|None=None)->bool:
-    """Are the tensors equal but for rounding, relative to the largest value? Synchronises the GPU once
+    """Whether two tensors are equal except for rounding, relative to the largest value
 
-    Kernels with atomics add in another order each time.
+    GPU kernels with atomic operations add in another order each time, so two runs are rounded
+    differently. The comparison synchronises the GPU once.
     """
     if x.shape!=y.shape: return False
     if not x.is_floating_point() or not x.numel(): return torch.equal(x, y)
@@ -176,24 +193,27 @@ def is_close(x:torch.Tensor, y:torch.Tensor, tol:float|None=None)->bool:
 
 # %% ../../nbs/core/12_micro_batches.ipynb #auto
 class AutoSize:
-    """Micro-batches that are as large as memory allows, with a way to split batches of your own
+    """Micro-batches as large as memory allows, with your own function to split batches
 
-    TypeError: `split` cannot be called with these four arguments
+    TypeError: `split` cannot be called with four arguments
     """
     def __init__(self,
-        split:Callable=split # `f(batch, start, stop, n)` returns samples `start` to `stop` of the `n` in `batch`
+        split:Callable=split # `f(batch, start, stop, n)` returns samples `start` to `stop` of `n`
     ):
         example = 'lambda batch, start, stop, n: [o[start:stop] for o in batch]'
         self.split = check_function('split', split, 4, example)
-        # samples that fit as far as is known; kept while the callback lives
+        # the most samples of a micro-batch in training and in validation; `None` until memory has run
+        # out
         self.train = self.valid = None
-        # the size, if the user has given one: running out of memory is an error then
+        # the size that the user has given, or `None`; with a given size, running out of memory is an
+        # error
         self.fixed = None
-        self.failed = None               # samples and reason of the first failure that was not reported yet
+        # samples and reason of the first failure that `report` has not reported yet
+        self.failed = None
 
     @classmethod
     def of_size(cls, n:int, split:Callable=split):
-        "Micro-batches of at most `n` samples; if they do not fit in memory, that is an error"
+        "Make micro-batches of at most `n` samples; running out of memory is an error then"
         res = cls(split)
         res.train = res.valid = res.fixed = n
         return res
@@ -202,37 +222,41 @@ class AutoSize:
 
     @property
     def words(self)->str:
-        "How batches are split, at the end of a sentence about the steps"
+        "How batches are split, as the end of a sentence about the steps"
         return 'split where memory runs out'
 
-    # why processes may run different numbers of micro-batches, unless the size is fixed
+    # if the size is not fixed, the reason why processes may run different numbers of micro-batches
     why_uneven = 'a process whose memory runs out repeats a micro-batch'
 
     @property
     def is_even(self)->bool:
-        "Is the number of micro-batches known before the fit, from the size of a batch?"
+        "Whether the size of a batch determines the number of its micro-batches before the fit"
         return self.fixed is not None
 
     def capped(self, n:int):
-        "A new one like this, whose micro-batches have at most `n` samples"
+        "Make a new `AutoSize` with the same `split`, whose micro-batches have at most `n` samples"
         res = AutoSize(self.split)
         res.train = n
         return res
 
     def splits(self, n:int)->bool:
-        "May a batch of `n` samples have to be split?"
+        "Whether a batch of `n` samples is split, or may be if memory runs out"
         return not self.fixed or n>self.fixed
 
     def divide(self, model:nn.Module, xb:tuple, yb:tuple, n:int, warn_once:WarnOnce)->Division:
-        "How to divide the inputs and targets of `n` samples into micro-batches"
+        "Return the `Division` of a batch of `n` samples with the inputs `xb` and targets `yb`"
         return Division(n, self.split)
 
     def most(self, training:bool)->int|None:
-        "The most samples of a micro-batch in training, or in validation; `None` as long as all fit"
+        """Return the most samples of a micro-batch in training, or in validation
+
+        Returns `None` as long as whole batches fit.
+        """
         return self.train if training else self.valid
 
-    def attempt(self, n:int, training:bool, run:Callable, undo:Callable, may_retry:Callable=lambda: True)->bool:
-        """Call `run()` for `n` samples; if memory runs out, call `undo()`, and try fewer samples from then on
+    def attempt(self, n:int, training:bool, run:Callable, undo:Callable,
+        may_retry:Callable=lambda: True)->bool:
+        """Call `run()` for `n` samples; if memory runs out, call `undo()`, and take fewer samples next
 
         Returns whether memory was enough. If not `may_retry()`, the error of `run` is raised.
 
@@ -242,32 +266,35 @@ class AutoSize:
         try: run()
         except Exception as e:
             if self.fixed or not is_out_of_memory(e) or not may_retry(): raise
-            # not `e`: its traceback holds the memory
+            # keep the text of `e`, but not `e` itself, whose traceback holds the memory that has to be
+            # freed
             reason = str(e).strip().split('\n')[0] or type(e).__name__
         if reason is None: return True
         undo()
         free_memory()
         self.failed = self.failed or (n,reason)
         if n==1:
-            raise torch.OutOfMemoryError(f"memory ran out with a single sample ({self.failed[1]}). Use "
-                "smaller inputs, a smaller model, half precision, or `ActivationCheckpoint()`"
-                + more_link('out-of-memory'))
+            raise torch.OutOfMemoryError(f"memory ran out with a single sample ({self.failed[1]}), so "
+                "smaller micro-batches do not help. Use `ActivationCheckpoint()`, half precision, "
+                "smaller inputs or a smaller model" + more_link('out-of-memory'))
         setattr(self, 'train' if training else 'valid', n//2)
         return False
 
     def report(self, training:bool):
-        "Warn if memory ran out since the last report: the samples have run in smaller micro-batches by now"
+        "Warn if memory has run out since the last report, now that smaller micro-batches have run"
         if self.failed is None: return
-        (n,reason),self.failed = self.failed,None
-        phase = {True:'training', False:'validation'}[training]
-        warn(f"memory ran out with a micro-batch of {n} samples ({reason}). It was rolled back, and "
-            f"{phase} goes on in micro-batches of {self.most(training)} samples"
+        n,reason = self.failed
+        self.failed = None
+        phase = 'validation' if not training else 'training'
+        warn(f"memory ran out with a micro-batch of {n} samples ({reason}). Its samples have run again, "
+            f"and {phase} goes on in micro-batches of {self.most(training)} samples"
             + more_link('memory-ran-out'))
 
 def as_size(o:int|str|AutoSize|None)->tuple:
-    """The `micro_batch_size` of `GradientAccumulation` as an `AutoSize` or `None`, and as a number if that is known
+    """Read `micro_batch_size`: returns an `AutoSize` or `None`, and the number of samples or `None`
 
-    TypeError: it is neither 'auto', nor an `AutoSize`, nor a whole number
+    TypeError: `o` is neither 'auto', nor an `AutoSize`, nor a whole number
+    ValueError: `o` is below 1
     """
     if isinstance(o, str) and o=='auto': o = AutoSize()
     if o is None or isinstance(o, AutoSize): return o,None
@@ -275,75 +302,88 @@ def as_size(o:int|str|AutoSize|None)->tuple:
 
 # %% ../../nbs/core/12_micro_batches.ipynb #micro
 class MicroBatch:
-    "A micro-batch, while it runs"
+    "A micro-batch of `n` samples, while it runs"
     def __init__(self, n:int, start:int=0, stop:int=0):
-        self.n = n              # samples in it
-        self.start = start      # its first row in the batch, if the batch is split
-        self.stop = stop        # the row after its last
-        # `grad_fn` of the loss; if that of `loss_grad` differs later, a callback has added a penalty
+        self.n = n              # number of samples
+        self.start = start      # first row within the batch, if the batch is split
+        self.stop = stop        # the row after the last
+        # `grad_fn` of the loss; if `loss_grad.grad_fn` differs later, a callback has added a penalty
         self.loss_grad_fn = None
         self.loss_changes = []  # (callback, event) of each callback that has changed the loss
-        self.share = 1.         # the share of its loss in the mean loss of the step
-        self.has_share = False     # was its loss multiplied by that share?
-        self.ran = False        # was it back-propagated? Then it counts
-        self.batch = None       # its inputs and targets, if it is a part of the Learner's batch
+        self.share = 1.         # share of this micro-batch's loss in the mean loss of the step
+        self.has_share = False  # whether the loss was multiplied by the share
+        self.ran = False        # whether the micro-batch was back-propagated, so that it counts
+        self.batch = None       # inputs and targets, if the micro-batch is a part of the Learner's batch
 
 @contextmanager
 def explain_split(k:int, n:int):
-    "Append to an error in this context that the batch of `n` samples was split into micro-batches of `k`"
+    "Append to the message of an error that a batch of `n` samples was split into micro-batches of `k`"
     try: yield
     except Exception as e:
-        if k<n and not is_out_of_memory(e):
-            append_message(e, f"The batch of {n} samples was split into micro-batches of {k}. If "
-                f"something keeps the whole batch, take instead `GradientCache(micro_batch_size={k})`, "
-                f"or make the DataLoaders with `bs={k}`" + more_link('code-that-stores-a-whole-batch'))
+        is_split = k<n
+        if is_split and not is_out_of_memory(e):
+            append_message(e, f"The batch of {n} samples was split into micro-batches of {k}. If your "
+                "code stores something for the whole batch, use "
+                f"`GradientCache(micro_batch_size={k})` instead, or make the DataLoaders with `bs={k}`"
+                + more_link('code-that-stores-a-whole-batch'))
         raise
 
 # %% ../../nbs/core/12_micro_batches.ipynb #runs
 class Failed(NamedTuple):
-    "A micro-batch for which memory ran out, until all of its samples have run again"
-    stop:int   # the row after its last
-    grads:list # (parameter, gradient) of the gradients to which its backward pass had already added
+    "A micro-batch for which memory ran out, kept until all of its samples have run again"
+    stop:int   # The row after the last of the micro-batch
+    grads:list # (parameter, gradient) of each gradient to which the failed backward pass had added
 
 class Retries:
-    """Runs the micro-batches of one batch; one for which memory runs out is undone, and its samples run again in halves
+    """Runs the micro-batches of one batch, and repeats a micro-batch in halves if memory runs out
 
-    OutOfMemoryError: a single sample does not fit, or a callback has cancelled samples that cannot be undone
+    OutOfMemoryError: a single sample does not fit, or cancelled samples are part of a gradient already
     """
     def __init__(self, learn:Learner, limit:AutoSize):
-        self.learn,self.limit,self.training = learn,limit,learn.training
-        self.failed = []      # `Failed` micro-batches; each lies inside the one before
-        limit.failed = None   # an interrupt may have left one
+        self.learn = learn
+        self.limit = limit                # the most samples that fit, as far as is known
+        self.training = learn.training    # whether the batch is for training
+        # `Failed` micro-batches, each of which lies inside the one before
+        self.failed = []
+        # an interrupted fit may have left a failure that was not reported
+        limit.failed = None
 
     def stop(self, start:int, division:Division)->int:
-        "Where the micro-batch from row `start` on ends: not after the last one that failed"
+        "Return where the micro-batch from row `start` ends: not after the last one that failed"
         end = self.failed[-1].stop if self.failed else division.n
         return division.stop(start, end, self.limit.most(self.training))
 
     def attempt(self, run:Callable, micro:MicroBatch, first:bool)->bool:
-        "Call `run()` for a micro-batch; returns whether memory was enough. `first`: is it the first of its step?"
+        """Call `run()` for a micro-batch, which may be the `first` of its step
+
+        Returns whether memory was enough.
+        """
         if self.limit.fixed:
             run()
             return True
-        learn,state = self.learn,ForwardState(self.learn.model.modules())
+        learn = self.learn
+        state = ForwardState(learn.model.modules())
         for failed in self.failed:
-            # the gradient that was set aside contains these samples
+            # the gradients that were set aside already contain the samples of this micro-batch
             for p,_ in failed.grads: p.grad = None
         undo_backward = UndoBackward(params_of(learn.opt) if self.training else [], first)
         def undo():
             state.put_back()
-            learn.pred = learn.loss = learn.loss_grad = micro.loss_grad_fn = None   # they hold the graph
+            # free the graph, which these tensors hold
+            learn.pred = learn.loss = learn.loss_grad = micro.loss_grad_fn = None
             self.failed.append(Failed(micro.stop, undo_backward()))
-        if not self.limit.attempt(micro.stop-micro.start, self.training, run, undo, lambda: not micro.ran): return False
-        self._succeeded(micro)
-        return True
+        def may_retry(): return not micro.ran
+        fits = self.limit.attempt(micro.stop-micro.start, self.training, run, undo, may_retry)
+        if fits: self._succeeded(micro)
+        return fits
 
     def _succeeded(self, micro):
+        "Restore gradients that were set aside once all samples of a failed micro-batch have run again"
         if not micro.ran and any(o.grads for o in self.failed):
-            raise torch.OutOfMemoryError("memory ran out in a backward pass after it had added to some "
-                f"gradients, and a callback has cancelled {micro.n} of its samples since, which are in "
-                "these gradients: make the DataLoaders with a batch size that fits (`learn.bs_find` "
-                "finds it)" + more_link('cannot-be-undone'))
-        while self.failed and self.failed[-1].stop==micro.stop:   # all of its samples have run again
+            raise torch.OutOfMemoryError("memory ran out in a backward pass that had already added the "
+                "samples of a micro-batch to some gradients, and since then a callback has cancelled "
+                f"{micro.n} of these samples, which cannot be undone: make the DataLoaders with a batch "
+                "size that fits (`learn.bs_find` finds it)" + more_link('cannot-be-undone'))
+        while self.failed and self.failed[-1].stop==micro.stop:
             for p,g in self.failed.pop().grads: p.grad = g
         self.limit.report(self.training)

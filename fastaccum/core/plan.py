@@ -17,14 +17,14 @@ from .warnings import more_link, warn
 
 # %% ../../nbs/core/00_plan.ipynb #round-up
 def round_up(accum_bs:int, micro_bs:int)->int:
-    "`accum_bs` rounded up to whole micro-batches of `micro_bs` samples"
+    "Round `accum_bs` samples up to a whole number of micro-batches of `micro_bs` samples each"
     return -(-accum_bs//micro_bs)*micro_bs
 
 # %% ../../nbs/core/00_plan.ipynb #position
 class Position(NamedTuple):
     "Where in training a step begins"
     epoch:int # The epoch, counted from 0
-    step:int # Steps taken before, in all epochs
+    step:int # The number of steps taken before this one, in all epochs
     pct:float # Training progress in samples: 0 at the start of the first epoch, 1 at the end of the last
 
 class LoaderSizes(NamedTuple):
@@ -32,37 +32,39 @@ class LoaderSizes(NamedTuple):
     bs:int # Samples in a batch
     n:int # Samples in an epoch
     micro_bs:int # Samples in a micro-batch: fewer than `bs` if batches are split
-    dropped:int=0 # Samples that the loader itself leaves out of an epoch, because its last batch is incomplete
+    dropped:int=0 # Samples of the incomplete last batch that the loader itself leaves out of an epoch
 
     @property
     def unit(self)->int:
-        "Granularity of a step, in samples: a whole batch, or 1 sample if batches are split"
+        "The granularity of a step, in samples: a whole batch, or 1 sample if batches are split"
         return self.bs if self.micro_bs==self.bs else 1
 
 class PlannedStep(NamedTuple):
     "One step of the plan"
-    sizes:tuple # Samples of each process
+    sizes:tuple # The number of samples of each process
     full:int # Samples of a complete step at this position, over all processes
-    wanted:int # Samples asked of each process: its part of the step ends with the micro-batch that reaches them
+    wanted:int # Samples asked of each process: its part of the step ends once they are reached
 
 # %% ../../nbs/core/00_plan.ipynb #equal
 class EqualSteps(Sequence):
-    "The `n` steps of an epoch, each of `wanted` samples over all processes until a loader runs out of samples"
+    "The `n` steps of an epoch, of `wanted` samples over all processes until a loader runs out"
     def __init__(self, loaders:list, shares:list, wanted:int, n:int):
-        # `shares`: samples of each process in a complete step
-        self.loaders,self.shares,self.n = loaders,shares,n
-        self.wanted = ceil(wanted/len(loaders))
+        self.loaders = loaders                    # the `LoaderSizes` of each process
+        self.shares = shares                      # samples of each process in a complete step
+        self.n = n                                # number of steps
+        self.wanted = ceil(wanted/len(loaders))   # samples asked of each process in a step
 
     def __len__(self): return self.n
 
     def __getitem__(self, i):
         if isinstance(i, slice): return [self[j] for j in range(self.n)[i]]
-        i = range(self.n)[i]   # raises IndexError, and counts negative numbers from the end
+        i = range(self.n)[i]   # a range raises IndexError, and counts negative indices from its end
         sizes = tuple(max(0, min(share, o.n-i*share)) for share,o in zip(self.shares, self.loaders))
         return PlannedStep(sizes, sum(self.shares), self.wanted)
 
     def runs(self)->list:
-        "Pairs of a number of consecutive steps and the samples in each of them"
+        "List runs of steps of equal size: pairs of the number of steps and the samples in each step"
+        # the size changes after the last complete step of a process, and after its incomplete one
         ends = {k for share,o in zip(self.shares, self.loaders) for k in (o.n//share,-(-o.n//share))}
         edges = sorted({0,self.n,*(k for k in ends if k<self.n)})
         return [(b-a,sum(self[a].sizes)) for a,b in zip(edges, edges[1:])]
@@ -73,17 +75,21 @@ class Plan:
     def __init__(self, loaders:list, accum_bs:int|Callable, n_epoch:int=1, drop_last:bool=False,
         never_empty:bool=False, split_words:str=''):
         self.loaders = list(loaders)    # the `LoaderSizes` of each process
-        self.accum_bs = accum_bs        # samples wanted in a step, over all processes, or a function of a `Position`
-        self.n_epoch = n_epoch
-        self.drop_last = drop_last      # leave out the incomplete last step of an epoch?
-        self.never_empty = never_empty  # keep it if the epoch has no other step?
-        self.split_words = split_words  # how batches are split, if that is not known before the fit
-        self._epochs = {}               # steps by epoch, of the epochs that were asked for
-        self._starts = [0]              # with a schedule: steps before each epoch, as far as they were counted
+        # samples wanted in a step, over all processes, or a function of a `Position`
+        self.accum_bs = accum_bs
+        self.n_epoch = n_epoch          # epochs of the training run
+        self.drop_last = drop_last      # whether the incomplete last step of an epoch is left out
+        # whether an incomplete step is kept if its epoch has no other step
+        self.never_empty = never_empty
+        # how batches are split, if the sizes of the parts are not known before the fit
+        self.split_words = split_words
+        self._epochs = {}               # cached steps, by epoch
+        # with a schedule: steps before each epoch, for the epochs counted so far
+        self._starts = [0]
 
     @property
     def has_schedule(self)->bool:
-        "Does the size of a step depend on its position?"
+        "Whether the size of a step depends on its position"
         return callable(self.accum_bs)
 
     @property
@@ -98,29 +104,35 @@ class Plan:
 
     @property
     def n_all(self)->int:
-        "Samples in an epoch, with those that the loaders leave out"
+        "Samples in an epoch, including samples that the loaders leave out"
         return self.n+self.dropped
 
-    def _different_epochs(self): return range(self.n_epoch if self.has_schedule else min(1, self.n_epoch))
+    def _different_epochs(self):
+        "The epochs that may differ from each other: without a schedule, all are like the first"
+        return range(self.n_epoch if self.has_schedule else min(1, self.n_epoch))
 
     def left_out(self, i:int)->int:
-        "Samples that no step of epoch `i` has: those of a dropped incomplete step, and those that loaders drop"
+        "Count the samples in no step of epoch `i`: left out by the loaders or with a dropped step"
         n_trained = sum(n*size for n,size in _runs(self.epoch(i)))
         return self.n_all-n_trained
 
     def shares(self, wanted:int)->list:
-        "Samples of each process in a complete step of `wanted` samples over all processes, in whole batches"
+        "List each process's samples in a complete step of `wanted` samples, rounded up to whole batches"
         return [round_up(ceil(wanted/len(self.loaders)), o.unit) for o in self.loaders]
 
     def wanted(self, epoch:int, step:int=0, done:float=0.)->int:
-        "Samples wanted in a step, over all processes, after `step` steps and the fraction `done` of its epoch"
+        """Return the samples wanted in a step, over all processes
+
+        The step begins after `step` steps, and after the fraction `done` of the samples of its epoch.
+        """
         if not self.has_schedule: return self.accum_bs
         return self.accum_bs(Position(epoch, step, min((epoch+done)/max(1, self.n_epoch), 1.)))
 
     def epoch(self, i:int)->Sequence:
-        "The steps of an epoch: a `PlannedStep` for each"
-        if not self.has_schedule: i = 0   # all epochs are alike
-        if i not in self._epochs: self._epochs[i] = list(self._walk(i)) if self.has_schedule else self._equal_steps()
+        "Return the steps of epoch `i`, as a sequence of `PlannedStep`s"
+        if not self.has_schedule: i = 0   # without a schedule, all epochs have the same steps
+        if i not in self._epochs:
+            self._epochs[i] = list(self._walk(i)) if self.has_schedule else self._equal_steps()
         return self._epochs[i]
 
     @property
@@ -136,30 +148,35 @@ class Plan:
 # %% ../../nbs/core/00_plan.ipynb #walk
 @patch
 def _equal_steps(self:Plan):
+    "Plan an epoch without a schedule"
     shares = self.shares(self.accum_bs)
-    per_loader = [(o.n//share,-(-o.n//share)) for share,o in zip(shares, self.loaders)]
-    complete = min(a for a,_ in per_loader)
-    keep_all = not self.drop_last or self.never_empty and not complete
-    return EqualSteps(self.loaders, shares, self.accum_bs, max(b for _,b in per_loader) if keep_all else complete)
+    n_complete = min(o.n//share for share,o in zip(shares, self.loaders))
+    n_steps = max(-(-o.n//share) for share,o in zip(shares, self.loaders))   # including incomplete steps
+    has_no_complete_step = n_complete==0
+    keep_incomplete = not self.drop_last or self.never_empty and has_no_complete_step
+    return EqualSteps(self.loaders, shares, self.accum_bs, n_steps if keep_incomplete else n_complete)
 
 @patch
 def _walk(self:Plan, i):
-    "The steps of epoch `i` of a schedule, one after the other"
-    done,step,keep = [0]*len(self.loaders),self.steps_before(i),not self.drop_last
+    "Yield the steps of epoch `i` of a schedule, each of which depends on the number of steps before"
+    done = [0]*len(self.loaders)   # samples of each process in the steps so far
+    step = self.steps_before(i)
+    keep_incomplete = not self.drop_last
     while sum(done)<self.n:
         wanted = self.wanted(i, step, sum(done)/self.n)
         full = self.shares(wanted)
         sizes = tuple(min(f, o.n-d) for f,o,d in zip(full, self.loaders, done))
+        is_first = not any(done)
         is_complete = list(sizes)==full
-        if not any(done) and self.never_empty and not is_complete: keep = True
-        if not (is_complete or keep): return
+        if is_first and self.never_empty and not is_complete: keep_incomplete = True
+        if not (is_complete or keep_incomplete): return
         yield PlannedStep(sizes, sum(full), ceil(wanted/len(full)))
         done = [d+o for d,o in zip(done, sizes)]
         step += 1
 
 @patch
 def steps_before(self:Plan, i:int)->int:
-    "Steps in the epochs before epoch `i`"
+    "Count the steps in the epochs before epoch `i`"
     if not self.has_schedule: return i*len(self.epoch(0))
     while len(self._starts)<=i:
         last = len(self._starts)-1
@@ -168,70 +185,81 @@ def steps_before(self:Plan, i:int)->int:
 
 # %% ../../nbs/core/00_plan.ipynb #summary
 def count_of(n:int, noun:str)->str:
-    "The number and the noun, which is in the plural unless `n` is 1"
+    "Return a number with its noun, in the plural unless `n` is 1: '1 batch', '3 batches'"
     if n==1: return f'1 {noun}'
     return f"{n} {noun}{'es' if noun.endswith(('s','batch')) else 's'}"
 
 def _runs(steps):
-    "Pairs of a number of consecutive steps of an epoch and the samples in each of them"
+    "List runs of steps of equal size: pairs of the number of steps and the samples in each step"
     if isinstance(steps, EqualSteps): return steps.runs()
     return [(len([*same]),size) for size,same in groupby(sum(o.sizes) for o in steps)]
 
-def _range(first, last): return f'{first}' if first==last else f'{first} to {last}'
+def _range(first, last):
+    "Return '8', or '8 to 16' if the two numbers differ"
+    return f'{first}' if first==last else f'{first} to {last}'
 
 @patch
 def _full_sizes(self:Plan):
-    "The samples of a complete step: the smallest and the largest number, in the order in which training has them"
+    """Return the sizes of the smallest and the largest complete step, in samples
+
+    If the steps shrink, the largest comes first.
+    """
     if not self.has_schedule or not self.n_epoch:
         full = sum(self.shares(self.wanted(0)))
         return full,full
-    sizes = [o.full for i in range(self.n_epoch) for o in self.epoch(i)] or [sum(self.shares(self.wanted(0)))]
+    sizes = [o.full for i in range(self.n_epoch) for o in self.epoch(i)]
+    if not sizes: sizes = [sum(self.shares(self.wanted(0)))]
     is_growing = sizes[0]<=sizes[-1]
     return (min(sizes),max(sizes)) if is_growing else (max(sizes),min(sizes))
 
 @patch
 def _micro_batch_words(self:Plan, first, last):
-    "How a process takes the samples of a complete step"
-    n_processes,o = len(self.loaders),self.loaders[0]
+    "Say how a process divides a complete step of `first` to `last` samples: '8 micro-batches of 32'"
+    n_processes,bs,micro_bs = len(self.loaders),self.loaders[0].bs,self.loaders[0].micro_bs
     where = f' on each of {n_processes} processes' if n_processes>1 else ''
-    are_equal = len({(o.bs,o.micro_bs) for o in self.loaders})==1
-    if not are_equal:
-        return f"whole micro-batches of {', '.join(str(o.micro_bs) for o in self.loaders)} on {n_processes} processes"
-    are_whole = not o.bs%o.micro_bs and not any(full//n_processes%o.micro_bs for full in (first,last))
-    if not are_whole: return f'micro-batches of at most {o.micro_bs}{where}'
-    n_first,n_last = (full//n_processes//o.micro_bs for full in (first,last))
+    loaders_are_equal = len({(o.bs,o.micro_bs) for o in self.loaders})==1
+    if not loaders_are_equal:
+        sizes = ', '.join(str(o.micro_bs) for o in self.loaders)
+        return f'whole micro-batches of {sizes} on {n_processes} processes'
+    are_whole = not bs%micro_bs and not any(full//n_processes%micro_bs for full in (first,last))
+    if not are_whole: return f'micro-batches of at most {micro_bs}{where}'
+    n_first,n_last = (full//n_processes//micro_bs for full in (first,last))
     noun = 'batch' if self.split_words else 'micro-batch'
     number = count_of(n_first, noun) if n_first==n_last else f"{n_first} to {count_of(n_last, noun)}"
-    return f"{number} of {o.micro_bs}{where}{', ' if self.split_words else ''}{self.split_words}"
+    how_split = f', {self.split_words}' if self.split_words else ''
+    return f'{number} of {micro_bs}{where}{how_split}'
 
 @patch
 def _number_words(self:Plan, full):
-    "How many steps there are, and which of them are smaller"
-    if self.has_schedule: return f"{count_of(sum(self.steps), 'step')} in {count_of(self.n_epoch, 'epoch')}"
+    "Say how many steps there are, and which ones have fewer samples than `full`"
+    if self.has_schedule:
+        return f"{count_of(sum(self.steps), 'step')} in {count_of(self.n_epoch, 'epoch')}"
     runs = _runs(self.epoch(0))
     n_smaller = sum(n for n,size in runs if size<full)
     n = len(self.epoch(0))
     if n==1 and n_smaller: return f'1 step of {runs[0][1]} samples per epoch'
     number = f"{count_of(n, 'step')} per epoch"
     if not n_smaller: return number
-    return f'{number}, the last of {runs[-1][1]} samples' if n_smaller==1 else f'{number}, the last {n_smaller} smaller'
+    if n_smaller==1: return f'{number}, the last of {runs[-1][1]} samples'
+    return f'{number}, the last {n_smaller} smaller'
 
 @patch(as_prop=True)
 def summary(self:Plan)->str:
-    "The steps in one line: their samples and micro-batches, how many they are, and what is left out of an epoch"
+    "The plan in one line: the size, micro-batches and number of its steps, and the samples left out"
     first,last = self._full_sizes()
     res = f'steps of {_range(first, last)} samples ({self._micro_batch_words(first, last)})'
     if not self.n_epoch: return res
     res += f', {self._number_words(first)}'
     left_out = [self.left_out(i) for i in self._different_epochs()]
     if not any(left_out): return res
-    return f'{res}, {_range(min(left_out), max(left_out))} of {self.n_all} samples left out of each epoch'
+    n_left_out = _range(min(left_out), max(left_out))
+    return f'{res}, {n_left_out} of {self.n_all} samples left out of each epoch'
 
 # %% ../../nbs/core/00_plan.ipynb #repr
 def _listed(runs):
-    "A list of `_runs` in words; more than three are summed up"
+    "Say how many steps of which sizes there are; more than three `runs` are summed up"
     if not runs: return 'no step'
-    counts = [(f"{n} step{'s' if n>1 else ''}",size) for n,size in runs]
+    counts = [(count_of(n, 'step'),size) for n,size in runs]
     if len(runs)>3:
         sizes = [size for _,size in runs]
         counts = [(f'{sum(n for n,_ in runs)} steps',f'{min(sizes)} to {max(sizes)}')]
@@ -239,9 +267,8 @@ def _listed(runs):
 
 @patch
 def __repr__(self:Plan):
-    "The summary, then the steps and their samples; consecutive epochs that are alike share a line"
-    if self.has_schedule: epochs = [_runs(self.epoch(i)) for i in range(self.n_epoch)]
-    else: epochs = [_runs(self.epoch(0))]*self.n_epoch
+    "Show the summary, then the steps and their samples; consecutive epochs that are alike share a line"
+    epochs = [_runs(self.epoch(i)) for i in range(self.n_epoch)]
     lines,first = [self.summary],0
     for runs,alike in groupby(epochs):
         n = len([*alike])
@@ -253,14 +280,15 @@ def __repr__(self:Plan):
 # %% ../../nbs/core/00_plan.ipynb #check
 @patch
 def check(self:Plan,
-    warns:bool=True, # Of several processes, one warns
-    size_name:str='accum_bs' # The argument that says how large a step is
+    warns:bool=True, # Whether this process gives the warnings: of several, one does
+    size_name:str='accum_bs' # The argument with which the user has given the size of a step
 ):
-    """Refuse an epoch without a step
+    """Refuse an epoch without a step, and warn of sizes that the user may not have meant
 
     ValueError: with `drop_last=True`, an epoch has too few samples for a step
-    UserWarning: an epoch has too few samples for a complete step, or loses a tenth of its samples because incomplete
-        steps are dropped; a micro-batch is larger than a step, or steps on several processes are larger than asked for
+    UserWarning: an epoch has too few samples for a complete step, or loses a tenth of its samples
+        because incomplete steps are dropped; a micro-batch is larger than a step, or steps on several
+        processes are larger than asked for
     """
     if self.drop_last or self.never_empty: self._check_filled(warns)
     if not warns: return
@@ -269,56 +297,61 @@ def check(self:Plan,
 
 @patch
 def _warn_left_out(self:Plan):
-    "Warn if nobody has asked to drop incomplete steps, and a tenth of the samples or more is in them"
+    "Warn if a tenth of the samples is in incomplete steps that the user has not asked to drop"
     left_out = [self.left_out(i) for i in self._different_epochs()]
-    # without those of the loader's own last batch
+    # samples of dropped steps: all that are left out, except for samples that the loaders themselves
+    # drop
     n_in_steps = sum(left_out)-self.dropped*len(left_out)
     if not n_in_steps or n_in_steps*10<self.n_all*len(left_out): return
     number = _range(min(left_out), max(left_out))
     warn(f"{number} of {self.n_all} samples are left out of each epoch: the training loader drops its "
-        "incomplete last batch, so an incomplete step is dropped, too. Pass `drop_last=False` to train "
-        "on it, or take smaller steps"
-        + more_link('samples-left-out'))
+        "incomplete last batch, so the incomplete last step is dropped as well. To train on these "
+        "samples, pass `drop_last=False`" + more_link('samples-left-out'))
 
 @patch
 def _warn_rounded_up(self:Plan, size_name):
-    "Warn of a step that is larger than asked for"
-    unit,n_processes,wanted = self.loaders[0].unit,len(self.loaders),self.accum_bs
+    "Warn of a step that has more samples than asked for"
+    unit = self.loaders[0].unit
+    n_processes = len(self.loaders)
+    wanted = self.accum_bs
     full = sum(self.shares(wanted))
     if unit>wanted:
         where = f' on each of {n_processes} processes' if n_processes>1 else ''
         n_samples = wanted*sum(o.unit for o in self.loaders)
         warn(f"the loader's batches of {unit} samples are larger than `{size_name}={wanted}`, so each "
-            f"is a step and nothing is accumulated. `{size_name}` counts samples, not batches: for "
-            f"steps of {count_of(wanted, 'batch')} of {unit}{where}, give `{size_name}={n_samples}` or "
-            f"`n_batches={wanted}`. For steps of {wanted} samples, make the DataLoaders with a smaller "
-            "`bs`, or split their batches with `micro_batch_size=`"
+            f"batch is a step and nothing is accumulated. `{size_name}` counts samples, not batches: "
+            f"for steps of {count_of(wanted, 'batch')} of {unit}{where}, pass `{size_name}={n_samples}` "
+            f"or `n_batches={wanted}`. For steps of {wanted} samples, make the DataLoaders with a "
+            "smaller `bs`, or split their batches with `micro_batch_size=`"
             + more_link('larger-than-a-step'))
     elif n_processes>1 and full!=wanted:
-        warn(f"a step takes {full} samples, not `{size_name}={wanted}`, because each of the "
-            f"{n_processes} processes takes whole batches (of "
-            f"{', '.join(str(o.bs) for o in self.loaders)} samples). Choose a multiple of the batch "
-            "size times the number of processes" + more_link('rounded-up'))
+        sizes = ', '.join(str(o.bs) for o in self.loaders)
+        warn(f"a step has {full} samples instead of `{size_name}={wanted}`, because each of the "
+            f"{n_processes} processes takes whole batches (of {sizes} samples). Choose a multiple of "
+            "the batch size times the number of processes" + more_link('rounded-up'))
 
 @patch
 def _check_filled(self:Plan, warns):
-    "Find the first epoch that has too few samples for a complete step: refuse it, or warn that it is one smaller step"
-    # without `drop_last`, a step goes on while any process has samples
-    too_few = any if self.drop_last else all
+    "Refuse an epoch with too few samples for a complete step, or warn that it is one smaller step"
+    # with `drop_last=True` every process must be able to fill its part of a step; otherwise one process
+    # is enough
+    is_too_few = any if self.drop_last else all
     for i in self._different_epochs():
         full = self.shares(self.wanted(i, self.steps_before(i)))
-        if too_few(f>o.n for f,o in zip(full, self.loaders)): break
+        if is_too_few(f>o.n for f,o in zip(full, self.loaders)): break
     else: return
     samples = ', '.join(str(o.n) for o in self.loaders)
     what = f"epoch {i} has {samples} samples, too few for a step of {sum(full)}"
-    if self.loaders[0].unit>1: what += f" (in whole batches of {', '.join(str(o.unit) for o in self.loaders)})"
+    if self.loaders[0].unit>1:
+        batches = ', '.join(str(o.unit) for o in self.loaders)
+        what += f" (in whole batches of {batches})"
     if not self.never_empty:
         raise ValueError(f"{what}, and `drop_last=True` leaves out incomplete steps, so nothing would "
             "be trained. Take smaller steps, or leave `drop_last` out" + more_link('no-step'))
     if not warns: return
     why = ''
     if self.drop_last:
-        why = (" The training loader drops its incomplete last batch, but if the incomplete step were "
-            "dropped too, nothing would be trained.")
+        why = (" It is kept although the training loader drops its incomplete last batch, because "
+            "otherwise nothing would be trained.")
     warn(f"{what}, so the epoch is one smaller step.{why} Take smaller steps, or pass `drop_last=False` "
-        "to accept this one" + more_link('no-step'))
+        "if you want this one" + more_link('no-step'))

@@ -1,4 +1,4 @@
-"""Is the loss of a micro-batch the mean of its parts' losses?
+"""Find out whether the loss of a micro-batch is the mean of its parts' losses.
 
 Docs: https://fastaccum.github.io/fastaccum/core/probe.html.md"""
 
@@ -25,45 +25,50 @@ from .forward_state import ForwardState, rng_state
 # %% ../../nbs/core/10_probe.ipynb #probed
 class Probed(NamedTuple):
     "The result of probing a loss function"
-    off:float|None # Relative difference of the loss to the mean of its parts' losses; `None` if unknown
+    off:float|None # Relative difference between the loss and the mean of its parts' losses, if known
     reason:str='' # Why the difference is unknown
     tol:float=2e-5 # The largest difference that counts as rounding
-    raised:bool=False # Is the reason an error of the loss function?
-    has_state:bool=False # Did the loss function return another value when it was called again?
-    adds_up:bool=False # Is the loss the sum of its parts' losses, though it should be their mean?
+    raised:bool=False # Whether the reason is an error of the loss function
+    has_state:bool=False # Whether the loss function returned another value when it was called again
+    adds_up:bool=False # Whether the loss is the sum of its parts' losses instead of their mean
 
     @property
     def wrong(self)->bool:
-        "Is the difference larger than rounding?"
+        "Whether the difference is larger than rounding explains"
         return self.off is not None and self.off>self.tol
 
-_half_tols = {torch.float16:1e-2, torch.bfloat16:5e-2}   # for other types, `Probed.tol` has its default
+# replaces the default of `Probed.tol` in half precision
+_half_tols = {torch.float16:1e-2, torch.bfloat16:5e-2}
 
 # %% ../../nbs/core/10_probe.ipynb #part
 def _copy(o):
-    "Copy all tensors in `o`, in single precision at least; a copy needs a gradient if the tensor does"
+    "Copy all tensors in `o`, in single precision at least; copies need gradients if the tensors do"
     if isinstance(o, torch.Tensor):
         is_half = o.is_floating_point() and o.element_size()<4
         leaf = o.detach().requires_grad_(o.requires_grad)
-        # a loss may write into the copy, which is no leaf
+        # not a leaf of the graph, because the loss function may write into the copy
         return leaf.to(torch.float32 if is_half else o.dtype, copy=True)
     return container_like(o, [_copy(x) for x in values(o)]) if is_nested(o) else o
 
 def _pick_of_output(o, n, rows):
-    "Select samples of the predictions and targets of `n`; numbers stay, and samples may come second, after time"
+    "Select some of `n` samples in predictions and targets, whose first dimension may be time"
     def without_rows(x):
         is_tensor = isinstance(x, torch.Tensor)
-        if is_tensor and x.ndim>1 and x.shape[1]==n: return rows(x.transpose(0, 1)).transpose(0, 1)
+        has_time_first = is_tensor and x.ndim>1 and x.shape[1]==n
+        if has_time_first: return rows(x.transpose(0, 1)).transpose(0, 1)
         if is_tensor and x.ndim:
             raise _LossError(f'a tensor of shape {tuple(x.shape)} has no row for each of {n} samples')
-        if type(x) is int and x==n: raise _LossError(f'the number {n} may be that of the samples')
+        if type(x) is int and x==n: raise _LossError(f'the number {n} may be the number of samples')
         return x
     return pick(o, n, rows, without_rows)
 
 class Part:
-    "Stands in for a Learner after its forward pass of `n` samples, of which `rows` selects some"
+    "Stands in for a Learner after its forward pass of `n` samples, with some of these samples only"
     def __init__(self, learn:Learner, n:int, rows:Callable, loss_func:Callable|None=None):
-        self.learn,self.n,self.rows = learn,n,rows
+        # the Learner, whose attributes the part has unless they depend on the samples
+        self.learn = learn
+        self.n = n           # samples in the whole micro-batch
+        self.rows = rows     # `rows(x)` selects the samples of the part from a tensor or list
         self.pred,*yb = _copy(_pick_of_output((learn.pred,*learn.yb), n, rows))
         self.yb = tuple(yb)
         self.loss_func = self._of_these_samples(loss_func or learn.loss_func)
@@ -76,7 +81,10 @@ class Part:
         return getattr(self.learn, name)
 
     def _of_these_samples(self, f):
-        "A loss function of MixUp or CutMix uses the factors and second targets of these samples"
+        """Return the loss function
+
+        If MixUp or CutMix has replaced the loss function, the result uses the factors of these samples.
+        """
         mixer = getattr(f, '__self__', None)
         if not hasattr(mixer, 'old_lf'): return f
         lam = mixer.lam
@@ -87,14 +95,17 @@ class Part:
 
 # %% ../../nbs/core/10_probe.ipynb #pair
 class _Pair(SimpleNamespace):
-    "Stands in for the Learner `learn` with the batch of two micro-batches"
+    "Stands in for the Learner `learn`, with the samples of two micro-batches"
     def __getattr__(self, name): return getattr(self.learn, name)
 
-def pair(previous:tuple|None, learn:Learner)->tuple: # Both samples, or `None`; the next `previous`
-    "Join a micro-batch of one sample with the previous one, in a stand-in for a Learner"
+# A stand-in for the Learner, or `None`; the next `previous`
+def pair(previous:tuple|None, learn:Learner)->tuple:
+    "Join a micro-batch of one sample with the `previous` one, if there is one of the same shape"
     pred = learn.pred
     preds = values(pred) if isinstance(pred, tuple) or is_mapping(pred) else (pred,)
-    if not all(has_rows(o, 1) for o in (*preds,*learn.yb)): return None,None   # the samples are unknown
+    have_one_row = all(has_rows(o, 1) for o in (*preds,*learn.yb))
+    # it is unknown where the sample is in predictions and targets
+    if not have_one_row: return None,None
     current = _copy((pred,tuple(learn.yb),tuple(learn.xb)))
     if previous is None: return None,current
     try: pred,yb,xb = join([previous,current], [1,1])
@@ -103,7 +114,7 @@ def pair(previous:tuple|None, learn:Learner)->tuple: # Both samples, or `None`; 
 
 # %% ../../nbs/core/10_probe.ipynb #probe
 def _to_numbers(xs):
-    "Numbers for `xs`, of which some are tensors of one element; synchronises the GPU once"
+    "Replace the tensors in `xs`, which have one element each, by numbers; synchronises the GPU once"
     tensors = [o for o in xs if isinstance(o, torch.Tensor)]
     device,dtype = tensors[0].device,torch.promote_types(tensors[0].dtype, torch.float32)
     stacked = torch.stack([o.as_subclass(torch.Tensor).reshape(()).to(device, dtype) for o in tensors])
@@ -111,21 +122,23 @@ def _to_numbers(xs):
     return [next(numbers) if isinstance(o, torch.Tensor) else o for o in xs]
 
 def _gap(losses, sizes, is_sum):
-    "How far the whole's loss is from its parts' losses, and the size of the larger"
+    "Return the gap between the loss of the whole and its parts' mean or sum, and the larger of the two"
     whole,*parts = losses
     n,*ns = sizes
     if is_sum: weights = [1,1]
-    elif abs(sum(ns)-n)<=1e-4*n: weights = [o/sum(ns) for o in ns]   # an error if no item counts
-    else: raise ValueError('the sizes of the parts do not add up to that of the whole')
+    elif abs(sum(ns)-n)<=1e-4*n:
+        weights = [o/sum(ns) for o in ns]   # raises ZeroDivisionError if no item counts
+    else: raise ValueError('the sizes of the parts do not add up to the size of the whole')
     weighted = [w*o for w,o in zip(weights, parts) if w]
     if not isfinite(whole): raise ValueError('the loss is not finite')
-    # a part that should count may have none of the items that the loss is a mean of
+    # a part with a weight may have none of the items that the loss really averages, so that its loss is
+    # NaN
     if not all(map(isfinite, weighted)): return inf,abs(whole) or 1.
     return abs(whole-sum(weighted)),max(abs(whole), sum(map(abs, weighted)))
 
 # %% ../../nbs/core/10_probe.ipynb #try
 def _is_same_state(a, b):
-    "Are two states of a random number generator the same?"
+    "Whether two states of a random number generator are the same"
     if isinstance(a, torch.Tensor): return a.equal(b)
     pairs = zip(a, b) if isinstance(a, tuple) else [(a,b)]
     return all(np.array_equal(x, y) for x,y in pairs)
@@ -134,7 +147,7 @@ class _LossError(Exception):
     "An error of the loss function, or the reason why it cannot be given a part"
 
 def _loss_and_size(part, m, find, devices, change):
-    "The loss of the `m` samples of `part`, and the number of items that the loss is a mean of"
+    "Compute the loss of the `m` samples of `part`, and the number of items that the loss is a mean of"
     before = rng_state(devices)
     try:
         loss = part.loss_func(part.pred, *part.yb)
@@ -143,50 +156,59 @@ def _loss_and_size(part, m, find, devices, change):
     except Exception as e: raise _LossError(f'{type(e).__name__}: {e}') from e
     if not all(_is_same_state(a, b) for (_,a),(_,b) in zip(before, rng_state(devices))):
         raise ValueError('random numbers are drawn')
-    size = 1 if find is None else m if find is samples else find(part)
+    if find is None: size = 1
+    else: size = m if find is samples else find(part)
     return loss.mean() if loss.ndim else loss.clone(),size
 
 def _compare_parts(learn, loss_func, n, find, devices, change):
+    "Compare the loss of the `n` samples with the losses of their first `k`, and of the rest"
     def of(rows, m): return _loss_and_size(Part(learn, n, rows, loss_func), m, find, devices, change)
-    k = n//2 if n<5 else max(2, n//3)
     def whole(): return of(lambda o: o[:], n)
+    k = n//2 if n<5 else max(2, n//3)
     tried = [whole(), of(lambda o: o[:k], k), of(lambda o: o[k:], n-k)]
     losses,sizes = zip(*tried)
     numbers = _to_numbers([*losses,*sizes])
-    gap,scale = _gap(numbers[:3], numbers[3:], find is None)
-    if numbers[0]==numbers[1]==numbers[2]: return Probed(None, 'the loss of each part is the same')
+    losses_read,sizes_read = numbers[:3],numbers[3:]
+    loss = losses_read[0]
+    gap,scale = _gap(losses_read, sizes_read, is_sum=find is None)
+    if len(set(losses_read))==1: return Probed(None, 'the loss of each part is the same')
     tol = _half_tols.get(losses[0].dtype, 2e-5)
-    gap_of_sum,scale_of_sum = _gap(numbers[:3], numbers[3:], is_sum=True)
+    gap_of_sum,scale_of_sum = _gap(losses_read, sizes_read, is_sum=True)
     adds_up = find is not None and gap_of_sum<=tol*scale_of_sum
     res = Probed(gap/scale if gap else 0., tol=tol, adds_up=adds_up)
     if not res.wrong: return res
     again,_ = whole()
     backwards,_ = of(lambda o: o.flip(0) if isinstance(o, torch.Tensor) else o[::-1], n)
     again,backwards = _to_numbers([again,backwards])
-    if abs(again-numbers[0])>res.tol*scale:
+    if abs(again-loss)>tol*scale:
         reason = 'it returns another value for the same predictions and targets'
-        return Probed(None, reason, res.tol, has_state=True)
-    if abs(backwards-numbers[0])<=min(gap/10, res.tol*scale): return res
-    reason = 'it depends on something else than predictions and targets, or is all rounding'
-    return Probed(None, reason, res.tol)
+        return Probed(None, reason, tol, has_state=True)
+    # the order of the samples must not matter
+    if abs(backwards-loss)<=min(gap/10, tol*scale): return res
+    reason = 'it depends on something other than predictions and targets, or is all rounding'
+    return Probed(None, reason, tol)
 
 # %% ../../nbs/core/10_probe.ipynb #probe-all
 def _copy_loss(f, *kept):
-    "Copy a loss function that is a module, except for the objects `kept` to which it refers"
+    """Copy a loss function that is a module
+
+    The copy refers to the same objects `kept`, such as the Learner.
+    """
     if not isinstance(f, (nn.Module,BaseLoss)): return f
-    memo = {id(o):o for o in kept}
+    memo = {id(o):o for o in kept}   # copies that `deepcopy` takes instead of making its own
     attrs = [o for m in f.modules() for o in vars(m).values()] if isinstance(f, nn.Module) else []
-    for o in attrs:   # a tensor with a graph, such as the last loss, cannot be copied
+    for o in attrs:
+        # a tensor with a graph, such as the last loss, cannot be copied
         if isinstance(o, torch.Tensor) and o.grad_fn is not None: memo[id(o)] = o.detach()
     try: return deepcopy(f, memo)
-    except Exception: return f   # the loss holds an object that cannot be copied
+    except Exception: return f   # the loss function holds an object that cannot be copied
 
 def probe(learn:Learner, n:int, find:Callable|None, change:Callable|None=None)->Probed:
     """Compare the loss of a micro-batch of `n` samples with the mean of the losses of two unequal parts
 
     `find(learn)`, as returned by `find_n_items`, is the number of items that the loss is a mean of. With
-    `None`, the loss is compared with the sum. `change(part, loss)` returns the loss of a `Part` after
-    callbacks have changed it; without `change`, the loss is that of the loss function alone.
+    `None`, the loss is compared with the sum of the losses. `change(part, loss)` returns the loss of a
+    `Part` after callbacks have changed the loss; without it, the loss function's value is compared.
     """
     if n<2: return Probed(None, 'the micro-batch has one sample')
     model = getattr(learn, 'model', nn.Identity())   # the loss may call the model

@@ -22,34 +22,39 @@ from .warnings import WarnOnce, more_link
 
 # %% ../../nbs/core/02_step_loader.ipynb #batches
 class BatchStream:
-    "Iterates over a loader's batches; where batches are split anyway, also cuts them where a step ends"
+    """Reads a loader's batches
+
+    If batches are split into micro-batches anyway, a batch is also cut where a step ends.
+    """
     def __init__(self, dl:object, sizes:LoaderSizes, count:Callable=n_samples):
         self.sizes = sizes       # the sizes of `dl`
-        self.count = count       # counts the samples of a batch, given the number that the loader says
+        self.count = count       # `count(batch, expected)` returns the samples of a batch
         self.batches = iter(dl)
         self.n_read = 0          # batches read so far
         self.n_samples = 0       # samples in these batches
-        self.rest = None         # the next batch, or what is left of it, and its samples
+        # the next batch, or its remaining samples, and the number of these samples
+        self.rest = None
 
     def end(self):
-        "Drop the loader's iterator, and with it its worker processes"
+        "Drop the loader's iterator, which ends the loader's worker processes"
         self.batches,self.rest = iter(()),None
 
     def has_more(self)->bool:
-        "Does the loader have another sample? Reads its next batch if necessary"
+        "Whether the loader has another sample; reads the next batch to find out, if necessary"
         while self.rest is None:
-            # `self` stands for the end, because a batch may be anything else
+            # `next` returns `self` at the end of the loader; a batch may be any other object, also
+            # `None`
             b = next(self.batches, self)
             if b is self: return False
             expected = min(self.sizes.bs, max(1, self.sizes.n-self.n_read*self.sizes.bs))
             self.n_read += 1
             n = self.count(b, expected)
             self.n_samples += n
-            if n: self.rest = b,n   # batches without samples are passed over
+            if n: self.rest = b,n   # a batch without samples is skipped
         return True
 
     def take(self, most:int)->tuple:
-        "The next batch, or its first `most` samples where batches are split; and how many samples that is"
+        "Return the next batch, or its first `most` samples if batches are split, and how many these are"
         (b,n),self.rest = self.rest,None
         is_split = self.sizes.micro_bs<self.sizes.bs
         if n<=most or not is_split: return b,n
@@ -61,28 +66,34 @@ class Step:
     "The batches of one step, with its sizes in samples"
     def __init__(self, batches:BatchStream, plan:PlannedStep, rank:int=0, announced:bool=True):
         self.batches = batches
-        self.announced = announced              # is the step in the plan? A loader may yield more than it announced
+        # whether the step is in the plan: a loader may yield more samples than its `__len__` and `bs`
+        # announce
+        self.announced = announced
         self.size = plan.sizes[rank]            # samples of this process
         self.total = sum(plan.sizes)            # samples of all processes
-        self.full = plan.full                   # samples of a complete step of all processes, in whole batches
-        # the step ends once this process has counted so many samples
+        # samples of a complete step of all processes, in whole batches
+        self.full = plan.full
+        # the step ends once this process has counted this many samples
         self.target = min(self.size, plan.wanted)
 
     def _refuse(self, *_):
         raise TypeError("during training, the items of `learn.dl` are optimizer steps, which cannot be "
-            "indexed or iterated. If the Learner has its own `all_batches`, let it only pass them to "
-            "`one_batch`, and look at batches in `before_batch` of a callback"
+            "indexed or iterated. To see the batches, use `before_batch` of a callback; a Learner's own "
+            "`all_batches` may only pass the steps to `one_batch`"
             + more_link('own-training-loop'))
     __len__ = __iter__ = __getitem__ = _refuse
 
     def n_missing(self, counted:int)->int:
-        "Samples missing from the step after `counted` samples; 0 if the loader has no more"
+        """Return how many samples the step still needs after `counted` samples
+
+        0 if the loader has no more samples.
+        """
         missing = self.target-counted
         return missing if missing>0 and self.batches.has_more() else 0
 
 # %% ../../nbs/core/02_step_loader.ipynb #in-place
 class OneBatchLoader(GetAttr):
-    "Wraps the loader `dl`: while it is iterated, the Learner runs its batches with the function `one_batch`"
+    "Wraps the loader `dl`, whose batches the Learner runs with the function `one_batch`"
     _default = 'dl'
     def __init__(self, learn:Learner, dl:object, one_batch:Callable):
         self.dl,self.patch = dl,Patch(learn, 'one_batch', one_batch)
@@ -96,33 +107,37 @@ class OneBatchLoader(GetAttr):
                 self.patch.apply()
                 yield from self.items()
             finally: self.end()
-        finally: self.end()   # once more, in case an interrupt has stopped the first call anywhere
+        finally: self.end()   # a second call, because Ctrl-C may have interrupted the first one
 
     def end(self):
-        "Give the Learner its own `one_batch` back; may be called more than once"
+        "Restore the Learner's own `one_batch`; may be called more than once"
         self.patch.undo()
 
 # %% ../../nbs/core/02_step_loader.ipynb #steps
 class StepLoader(OneBatchLoader):
-    """A training loader that yields a `Step` for each step, whose batches are read when they are needed
+    """A training loader that yields optimizer steps: `Step`s, which read their batches when needed
 
     RuntimeError: one of several processes has samples left after the planned steps
     """
     def __init__(self, learn:Learner, dl:object, one_batch:Callable, steps:Sequence, sizes:LoaderSizes,
-        processes:Processes, drop_last:bool=False, warn_once:WarnOnce|None=None, count:Callable=n_samples):
+        processes:Processes, drop_last:bool=False, warn_once:WarnOnce|None=None,
+        count:Callable=n_samples):
         super().__init__(learn, dl, one_batch)
-        self.steps,self.sizes = steps,sizes   # the `PlannedStep`s of the epoch, and the sizes of `dl`
-        self.count = count                    # counts the samples of a batch, as in `BatchStream`
-        self.processes = processes            # their own synchronisation is paused while steps are iterated
-        self.drop_last = drop_last            # leave out incomplete steps, and samples after these?
+        self.steps = steps            # the `PlannedStep`s of the epoch
+        self.sizes = sizes            # the sizes of `dl`
+        self.count = count            # `count(batch, expected)` returns the samples of a batch
+        self.processes = processes    # DDP's own synchronisation is paused while steps are iterated
+        # whether incomplete steps, and any samples after them, are left out
+        self.drop_last = drop_last
         self.warn_once = warn_once or WarnOnce()
 
     def __len__(self): return len(self.steps)
 
     @property
     def n_batches(self)->int:
-        "Batches of `dl` in the planned steps, each part of a batch that a step cuts counted as one"
-        bs,is_split = self.sizes.bs,self.sizes.micro_bs<self.sizes.bs
+        "Number of batches of `dl` in the planned steps; if a step ends inside a batch, both parts count"
+        bs = self.sizes.bs
+        is_split = self.sizes.micro_bs<bs
         if not (self.drop_last or is_split): return -(-self.sizes.n//bs)
         *starts,n = accumulate((o.sizes[self.processes.rank] for o in self.steps), initial=0)
         return len({*range(0, n, bs),*starts}) if is_split else -(-n//bs)
@@ -134,31 +149,33 @@ class StepLoader(OneBatchLoader):
     def items(self):
         self.processes.pause_sync(True)
         batches = BatchStream(self.dl, self.sizes, self.count)
-        several = self.processes.n>1
-        # a process without samples has empty steps, since the others wait for it
+        are_several = self.processes.n>1
         for planned in self.steps:
-            if several or batches.has_more(): yield Step(batches, planned, self.processes.rank)
+            # of several processes, one without samples has empty steps, because the other processes wait
+            # for it
+            if are_several or batches.has_more(): yield Step(batches, planned, self.processes.rank)
         if self.drop_last: self._exhaust(batches)
-        elif len(self.steps) and batches.has_more(): yield from self._unannounced(batches, several)
-        if not several: self._warn_fewer(batches.n_samples)
+        elif len(self.steps) and batches.has_more(): yield from self._unannounced(batches, are_several)
+        if not are_several: self._warn_fewer(batches.n_samples)
 
     def _warn_fewer(self, n):
         "Warn if the loader had only `n` samples, too few for all planned steps"
         planned = [o.sizes[0] for o in self.steps]
-        # an incomplete last step is taken if it has one sample, unless incomplete steps are dropped
-        needed = sum(planned) if self.drop_last else sum(planned[:-1])+bool(planned)
+        # unless incomplete steps are dropped, one sample is enough for the last step
+        if self.drop_last or not planned: needed = sum(planned)
+        else: needed = sum(planned[:-1])+1
         if n>=needed: return
-        self.warn_once('fewer-batches', f"the training loader had {n} samples in an epoch, fewer than "
-            f"its `__len__` and `bs` say, and too few for the {len(planned)} steps that were planned, "
-            "so the schedule of learning rates does not reach its end. Let `__len__` return the number "
-            "of batches, or give the loader an attribute `n`, the number of samples")
+        self.warn_once('fewer-batches', f"the training loader had {n} samples in an epoch, too few for "
+            f"the {len(planned)} steps that were planned from its `__len__` and `bs`, so the learning "
+            "rate schedule does not reach its end. Let `__len__` return the number of batches, or give "
+            "the loader an attribute `n`, the number of samples")
 
-    def _unannounced(self, batches, several):
-        "Steps that the loader did not announce: full ones, like the last planned step"
-        if several:
-            raise RuntimeError(f"this process has samples left after {len(self.steps)} steps: its "
-                "loader yields more or larger batches than its `__len__` and `bs` say. Correct these"
-                + more_link('more-batches'))
+    def _unannounced(self, batches, are_several):
+        "Yield steps for samples that the loader did not announce, as large as the last planned step"
+        if are_several:
+            raise RuntimeError(f"this process has samples left after all {len(self.steps)} steps, "
+                "because its loader yields more or larger batches than its `__len__` and `bs` say: "
+                "correct `__len__` and `bs`" + more_link('more-batches'))
         planned = self.steps[-1]
         planned = planned._replace(sizes=(planned.full,))
         while batches.has_more(): yield Step(batches, planned, announced=False)
@@ -166,7 +183,8 @@ class StepLoader(OneBatchLoader):
     def _exhaust(self, batches):
         """Read the loader to its end, because the full-batch run also reads the batch that it drops
 
-        That advances the random numbers of fastai's item transforms, and of PyTorch's sampler.
+        Reading advances the random state, from which fastai's item transforms and PyTorch's samplers
+        draw.
         """
         it = batches.batches
         if not isinstance(self.dl, DataLoader):

@@ -1,4 +1,4 @@
-"""The warnings of this package: their categories, the line they point at, and the link where to read more.
+"""Warnings with a category, the user's line of code, and a link to an explanation.
 
 Docs: https://fastaccum.github.io/fastaccum/core/warnings.html.md"""
 
@@ -13,44 +13,56 @@ import sys
 from warnings import warn as _warn
 
 # %% ../../nbs/core/09_warnings.ipynb #kinds
-class AccumulationWarning(UserWarning): "The result differs from the full-batch run's, or may differ"
-class LossWarning(AccumulationWarning): "The loss of a batch is not the mean over its samples, as it is expected to be"
-class BatchNormWarning(AccumulationWarning): "BatchNorm normalises with the samples of a micro-batch"
-class LoaderWarning(AccumulationWarning): "The loader's batch size decides which samples it puts together"
-class StateWarning(AccumulationWarning): "The model or the loss keeps something from the previous batch"
-class ImportOrderWarning(AccumulationWarning): "A fit uses fastai's `GradientAccumulation`, not fastaccum's"
+class AccumulationWarning(UserWarning):
+    "The result differs from the result of the full-batch run, or may differ"
+class LossWarning(AccumulationWarning):
+    "The loss of a batch is not the mean over its samples, or may not be"
+class BatchNormWarning(AccumulationWarning):
+    "BatchNorm normalises with the samples of a micro-batch, not of a step"
+class LoaderWarning(AccumulationWarning):
+    "The batch size of the loader decides which samples are put together"
+class StateWarning(AccumulationWarning):
+    "The model or the loss keeps a state from the previous micro-batch"
+class ImportOrderWarning(AccumulationWarning):
+    "A fit uses fastai's `GradientAccumulation` instead of fastaccum's"
 
 # %% ../../nbs/core/09_warnings.ipynb #see
 _page = "https://fastaccum.github.io/fastaccum/reference/messages.html"
 
 def more_link(key:str)->str:
-    "The last line of a message: a link to the entry `key`, lower-case words joined by hyphens, of the page Messages"
+    """Return the last line of a message: a link to an entry of the page Messages
+
+    `key` is the entry's name, lower-case words joined by hyphens.
+    """
     return f"\nMore: {_page}#{key}"
 
 def append_message(e:Exception, msg:str):
-    "Append `msg` to the message of the error `e`, unless `e` is an error of this package or a signal of fastai"
+    "Append `msg` to the message of the error `e`, unless `e` is one of this package or cancels a fit"
     is_ours = more_link('') in str(e)
-    is_signal = type(e).__name__.startswith('Cancel')
+    is_signal = type(e).__name__.startswith('Cancel')   # such as fastai's `CancelBatchException`
     if not (is_ours or is_signal): e.args = (f'{e}\n{msg}',)
 
 # %% ../../nbs/core/09_warnings.ipynb #warn
 _libraries = 'fastaccum','fastai','fastcore','torch'
 
-def _package(frame): return frame.f_globals.get('__name__', '').partition('.')[0]
+def _package(frame):
+    "Return the name of the package to which the code of a stack frame belongs"
+    return frame.f_globals.get('__name__', '').partition('.')[0]
 
 def warn(msg:str, category:type=UserWarning):
-    "Warn at the line of the user's code that called fastai or this package"
+    "Give a warning that shows the line of the user's code that called fastai or this package"
     frame,level = sys._getframe(),1
     shown = level
     while frame.f_back is not None:
         called = _package(frame)
-        frame,level = frame.f_back,level+1
+        frame = frame.f_back
+        level += 1
         if called in ('fastai','fastaccum') and _package(frame) not in _libraries: shown = level
     _warn(msg, category, stacklevel=shown)
 
 # %% ../../nbs/core/09_warnings.ipynb #said
 class WarnOnce:
-    "Gives each of a fit's warnings once"
+    "Gives each warning of a fit only once"
     def __init__(self): self.given = set()   # the keys of the warnings that were given
 
     def __call__(self, key:str, msg:str, category:type=UserWarning):

@@ -112,13 +112,13 @@ def test_samples_and_batches_together_are_refused(kwargs):
         GradientAccumulation(n_batches=4, **kwargs)
     assert '#two-sizes' in str(e.value)
     for bad in (0, 4., '4', True):
-        with pytest.raises((ValueError,TypeError), match='n_batches=.*give'): GradientAccumulation(n_batches=bad)
+        with pytest.raises((ValueError,TypeError), match='`n_batches` must be'): GradientAccumulation(n_batches=bad)
     with pytest.raises(TypeError): GradientAccumulation(64, True, None, None, None, 4)   # by name only
 
 @pytest.mark.parametrize('nm', ['accum_bs','n_acc'])
 def test_a_step_smaller_than_a_batch_says_that_samples_are_counted_and_how_to_count_batches(nm):
     with pytest.warns(UserWarning, match='larger than') as told: toy(16).fit(1, 0.1, cbs=GradientAccumulation(**{nm:4}))
-    for o in (f'`{nm}` counts samples, not batches', f'for steps of 4 batches of 16, give `{nm}=64` or `n_batches=4`'):
+    for o in (f'`{nm}` counts samples, not batches', f'for steps of 4 batches of 16, pass `{nm}=64` or `n_batches=4`'):
         assert o in str(told[0].message)
     for remedy in ({nm:64}, dict(n_batches=4)): assert GradientAccumulation(**remedy).plan(toy(16)).sizes==[[64,6]]
 
@@ -259,7 +259,7 @@ def sum_loss(p, y): return F.cross_entropy(p, y, reduction='sum')
 def fit_small_rate(l, cbs): l.fit(2, 1e-3, cbs=cbs)
 
 def test_a_sum_that_does_not_say_so_is_told_how_to_say_it_and_then_is_right():
-    with pytest.warns(UserWarning, match="losses add up to it.*`learn.loss_func.reduction = 'sum'`"):
+    with pytest.warns(UserWarning, match="parts add up to it.*`learn.loss_func.reduction = 'sum'`"):
         both_runs(n=64, loss_func=lambda p,y: sum_loss(p, y), fit=fit_small_rate)
     def says(p, y): return sum_loss(p, y)
     says.reduction = 'sum'
@@ -269,7 +269,7 @@ def test_a_sum_that_does_not_say_so_is_told_how_to_say_it_and_then_is_right():
 
 def test_a_loss_that_is_neither_is_not_taken_for_a_sum():
     def root(p, y): return F.cross_entropy(p, y).sqrt()
-    with pytest.warns(UserWarning, match='not the mean of its parts') as told: both_runs(n=64, loss_func=root)
+    with pytest.warns(UserWarning, match='not a mean over samples') as told: both_runs(n=64, loss_func=root)
     assert not [o for o in told if "= 'sum'" in str(o.message)]
 
 # MixUp and CutMix

@@ -432,7 +432,7 @@ def test_what_is_told():
     b.model.register_comm_hook(None, lambda state,bucket: 1/0)
     with collect_warnings() as collected: b.fit(1, cbs=GradientAccumulation(17))
     def was_told(words): return any(words in str(o.message) for o in collected)
-    assert was_told('a step takes 24 samples')==(this_process.rank==0)
+    assert was_told('a step has 24 samples')==(this_process.rank==0)
     assert was_told('communication hook')
 
 @on_processes(2)

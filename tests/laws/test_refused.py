@@ -27,8 +27,8 @@ called = [*counts.items(), *[('micro_batch_size',f) for f in sizes.values()]]
 @pytest.mark.parametrize('n', [0, -8, 64., '64', True, [64], torch.tensor(64), float('nan')], ids=repr)
 @pytest.mark.parametrize('nm,f', called, ids=[*counts, *sizes])
 def test_what_is_no_number_of_samples_is_refused_when_it_is_given(nm, f, n):
-    with pytest.raises(ValueError if type(n) is int else TypeError, match='give') as e: f(**{nm:n})
-    assert f'{nm}={n!r}' in str(e.value) and link(e)
+    with pytest.raises(ValueError if type(n) is int else TypeError, match=f'`{nm}` must be') as e: f(**{nm:n})
+    assert f'got {n!r}' in str(e.value) and link(e)
 
 @pytest.mark.parametrize('nm', ['accum_bs','n_acc'])
 def test_whole_numbers_of_any_type_are_taken_by_either_name(nm):
@@ -36,15 +36,15 @@ def test_whole_numbers_of_any_type_are_taken_by_either_name(nm):
     assert acc.accum_bs==acc.n_acc==64 and GradientAccumulation().accum_bs==32
     setattr(acc, nm, 8)
     for bad in (0, '8'):
-        with pytest.raises((TypeError,ValueError), match='`accum_bs='): setattr(acc, nm, bad)
+        with pytest.raises((TypeError,ValueError), match='`accum_bs` must be'): setattr(acc, nm, bad)
     assert acc.accum_bs==acc.n_acc==8
     with pytest.raises(AttributeError, match='=16.*follows the schedule'): setattr(Schedule(), nm, 16)
 
 two = lambda learn, n: n
 bad = [(GradientAccumulation, dict(micro_batch_size='big'), TypeError, "'auto', or a whole number"),
-    *[(f, {nm:v}, TypeError, f'`{nm}={v!r}.*True') for f in (GradientAccumulation,Schedule)
+    *[(f, {nm:v}, TypeError, f'`{nm}` must be True.*got {v!r}') for f in (GradientAccumulation,Schedule)
         for nm,v in dict(drop_last='no', log_accum_batch=0).items()],
-    *[(GradientAccumulation, dict(n_items=o), TypeError, '`n_items=.*give a function')
+    *[(GradientAccumulation, dict(n_items=o), TypeError, '`n_items` must be a function')
       for o in (4, 'len', two, lambda: 4)],
     (GradientAccumulation, dict(accum_bs=64, n_acc=128), ValueError, '`accum_bs=64` and `n_acc=128`.*give one'),
     (GradientAccumulation, dict(acum_bs=4), TypeError, 'acum_bs'),
@@ -59,16 +59,16 @@ bad = [(GradientAccumulation, dict(micro_batch_size='big'), TypeError, "'auto', 
     *[(Scheduler, dict(scheduling=o), TypeError, 'all numbers as ints') for o in ({.5:2}, {0:2.}, {True:2})],
     (Scheduler, dict(scheduling={-1:2}), IndexError, '-1.*counted from 0'),
     (Scheduler, dict(scheduling={0:0}), ValueError, 'at least 1 micro-batch'),
-    (Scheduler, dict(scheduling={0:2}, mode='batch'), ValueError, "mode='batch'.*'epoch' or 'step'"),
-    (GradientCache, dict(micro_batch_size=4, split=4), TypeError, 'split=4.*give a function'),
-    *[(AutoSize, dict(split=o), TypeError, 'split=.*4 arguments')
+    (Scheduler, dict(scheduling={0:2}, mode='batch'), ValueError, "`mode` must be 'epoch' or 'step', got 'batch'"),
+    (GradientCache, dict(micro_batch_size=4, split=4), TypeError, '`split` must be a function.*got 4'),
+    *[(AutoSize, dict(split=o), TypeError, '`split` must be a function that takes 4 arguments')
         for o in ('auto', lambda b,start,stop: b)],
     *[(ActivationCheckpoint, dict(segments=o), TypeError, 'segments=.*give a class')
         for o in (4, [], ['1'], [nn.Linear(1, 1),3], [None], {})],
-    (toy(4).bs_find, dict(mode='linear'), ValueError, "mode='linear'.*give"),
-    (toy(4).bs_find, dict(apply=1), TypeError, 'apply=1.*give'),
-    (FreezeBN, dict(part=4), TypeError, 'part=4.*give a function'),
-    (ScaledLR, dict(base_bs=8, rule='cubic'), ValueError, "rule='cubic'.*give 'linear' or 'sqrt'"),
+    (toy(4).bs_find, dict(mode='linear'), ValueError, "`mode` must be.*got 'linear'"),
+    (toy(4).bs_find, dict(apply=1), TypeError, '`apply` must be True or False, got 1'),
+    (FreezeBN, dict(part=4), TypeError, '`part` must be a function.*got 4'),
+    (ScaledLR, dict(base_bs=8, rule='cubic'), ValueError, "`rule` must be 'linear' or 'sqrt', got 'cubic'"),
     (ScaledLR, dict(base_bs=8, rule='adascale'), ValueError, "rule='adascale'.*was removed.*'linear'.*'sqrt'")]
 
 @pytest.mark.parametrize('f,kwargs,exc,words', bad, ids=[', '.join(o[1]) for o in bad])
@@ -107,12 +107,12 @@ refused = dict(
     two=(toy, lambda: [acc(16),acc(8)], ValueError, '2 callbacks accumulate.*keep one'),
     fastais_too=(toy, lambda: [fastais(16),acc(8)], ValueError, '2 callbacks accumulate.*keep one'),
     added_up_in_half_precision=(toy, lambda: [HalfGradients(),acc(8)], ValueError, r'to_fp16\(\)'),
-    steps_in_backward=(hooked, lambda: [acc(8)], ValueError, "'2.weight' has a hook.*Remove the hook"),
+    steps_in_backward=(hooked, lambda: [acc(8)], ValueError, "'2.weight' has a hook.*remove it"),
     steps_by_itself=(own_loop, lambda: [acc(8)], ValueError, 'own `_do_one_batch`.*into callbacks'),
     no_step=(toy, lambda: [acc(80, drop_last=True)], ValueError, '70 samples, too few.*80.*drop_last'),
-    larger_than_the_loaders=(toy, lambda: [acc(16, micro_batch_size=8)], ValueError, 'size=8.*of 4 .*`bs=8`'),
-    no_batch_size=(ready_made, lambda: [acc(16)], ValueError, 'pass `micro_batch_size=`'),
-    targets_not_counted=(named, lambda: [acc(16)], TypeError, 'of type dict.*pass `n_items='),
+    larger_than_the_loaders=(toy, lambda: [acc(16, micro_batch_size=8)], ValueError, 'size=8.*the 4 samples.*`bs=8`'),
+    no_batch_size=(ready_made, lambda: [acc(16)], ValueError, 'as `micro_batch_size=`'),
+    targets_not_counted=(named, lambda: [acc(16)], TypeError, 'it is a dict.*pass `n_items='),
     start_after_finish=(toy, lambda: [Schedule(start=100)], ValueError, '`start=100` is later.*give a `finish`'),
     nothing_to_measure=(toy, lambda: [NoiseScale()], ValueError, 'add fastaccum.s `GradientAcc'),
     two_meters=(toy, lambda: [acc(8),NoiseScale(),NoiseScale()], ValueError, '2 NoiseScale.*keep one'),
@@ -122,7 +122,7 @@ refused = dict(
         'leave it out'))
 late = {'steps_by_itself','targets_not_counted'}   # with the first batch
 for nm,f in dict(below=lambda l: -1, infinite=lambda l: float('inf'), text=lambda l: '4', many=lambda l: l.y).items():
-    refused[f'size_{nm}'] = toy,lambda f=f: [acc(8, n_items=f)],(TypeError,ValueError),'`n_items` returned.*return a'
+    refused[f'size_{nm}'] = toy,lambda f=f: [acc(8, n_items=f)],(TypeError,ValueError),'`n_items` must return a'
     late.add(f'size_{nm}')
 
 @pytest.mark.parametrize('nm', refused)

@@ -286,8 +286,8 @@ def test_a_penalty_on_a_sum_is_told_and_counts_once_a_step(f):
     told,a,b = warnings_and_runs(cbs=lambda: [RecordAt('after_loss', f)], **sums)
     assert told=={added_to_a_sum:1} and assert_same_run(a, b)
 
-words = {not_a_mean:('off by 0.', "reduction='mean'", '`n_items=`', 'GradientCache'),
-    hidden_state:('Remembers', 'step to step'), batchnorm:('2 BatchNorm layers', '4 samples', '16 of a step')}
+words = {not_a_mean:('% off', "reduction = 'sum'", "reduction='mean'"),
+    hidden_state:('Remembers', 'the previous step'), batchnorm:('2 BatchNorm layers', '4 samples', '16 of a step')}
 
 def learner_with_three_warnings():
     "Return a Learner whose fit warns of its loss, of its hidden state and of BatchNorm"

@@ -7,7 +7,8 @@ from fastaccum import (FreezeBN, GradientAccumulation, GradientAccumulationSched
     GradientCache, ScaledLR)
 from fastaccum.testing import assert_same_run, both_runs, one_cycle, toy
 from common import CallAt, LimitedMemory, runs_out_above
-from test_warned import count_warnings
+from small_learners import all_params
+from test_warned import count_warnings, fit_small_rate, summed
 
 x = torch.randn(70, 5)
 data = list(zip(x, (x[:,0]>0).long()))
@@ -236,12 +237,11 @@ def test_the_error_for_two_callbacks_says_where_each_was_given():
 # Memory that runs out with a fixed size
 
 def with_limit(cap): return nn.Sequential(nn.Linear(5, 3), LimitedMemory(runs_out_above(cap, 'backward'))).double()
-def one_group(m): return [list(m.parameters())]
 
 @pytest.mark.parametrize('bs,cbs', [(16,[GradientAccumulation(16)]),
     (16,[GradientAccumulation(16, micro_batch_size=8)]), (8,[GradientAccumulationScheduler({0:2})])])
 def test_an_out_of_memory_error_names_auto_which_then_works(bs, cbs):
-    learn = toy(bs, model=lambda: with_limit(5), splitter=one_group)
+    learn = toy(bs, model=lambda: with_limit(5), splitter=all_params)
     with pytest.raises(torch.OutOfMemoryError, match="planted.*\n.*`micro_batch_size='auto'`") as e:
         learn.fit(1, cbs=cbs)
     assert '#fixed-size-does-not-fit' in str(e.value)
@@ -249,20 +249,17 @@ def test_an_out_of_memory_error_names_auto_which_then_works(bs, cbs):
         learn.fit(1, cbs=GradientAccumulation(16, micro_batch_size='auto'))
 
 def test_an_out_of_memory_error_with_a_cache_names_auto_for_the_cache():
-    learn = toy(8, model=lambda: with_limit(3), splitter=one_group)
+    learn = toy(8, model=lambda: with_limit(3), splitter=all_params)
     cbs = [GradientAccumulation(16),GradientCache(micro_batch_size=4)]
     with pytest.raises(torch.OutOfMemoryError, match="Give GradientCache `micro_batch_size='auto'`"):
         learn.fit(1, cbs=cbs)
 
 # A loss that is a sum, without saying so
 
-def sum_loss(p, y): return F.cross_entropy(p, y, reduction='sum')
-def fit_small_rate(l, cbs): l.fit(2, 1e-3, cbs=cbs)
-
 def test_a_loss_that_is_a_sum_without_saying_so_gets_a_warning_whose_remedy_is_right():
     with pytest.warns(UserWarning, match="losses add up to it.*`learn.loss_func.reduction = 'sum'`"):
-        both_runs(n=64, loss_func=lambda p,y: sum_loss(p, y), fit=fit_small_rate)
-    def says(p, y): return sum_loss(p, y)
+        both_runs(n=64, loss_func=summed, fit=fit_small_rate)
+    def says(p, y): return summed(p, y)
     says.reduction = 'sum'
     runs = []
     assert not count_warnings(lambda: runs.extend(both_runs(n=64, loss_func=says, fit=fit_small_rate)))

@@ -10,6 +10,7 @@ from fastaccum import GradientAccumulation, GradientAccumulationSchedule, Gradie
 from fastaccum.testing import CrossEntropy, deviation, toy, toy_data
 from common import (CpuLossScaling, CpuMixedPrecision, LimitedMemory, RaiseAt, RecordAt, learnable_data,
     overflow_at_step, runs_out_on_attempts)
+from small_learners import all_params
 
 def learner(bs, n, **kwargs): return toy(bs, **dict(data=learnable_data(n))|kwargs)
 def measured(meter): return meter.trace,meter.grad_sq
@@ -34,7 +35,7 @@ def by_hand(gs, sizes):
 
 def measure(n_epoch=1, *, n=18, accum_bs=100, bs=4, cbs=(), acc={}, freeze=False, model=None, **kwargs):
     "Fit with a learning rate of 0, by default one step of micro-batches of 4, 4, 4, 4 and 2 samples"
-    if model: kwargs |= dict(model=model, splitter=lambda m: [list(m.parameters())])
+    if model: kwargs |= dict(model=model, splitter=all_params)
     learn,meter = learner(bs, n, **kwargs),NoiseScale(every=1)
     if freeze: learn.freeze()
     learn.fit(n_epoch, 0., wd=0., cbs=[GradientAccumulation(accum_bs, **acc), meter, *cbs])

@@ -6,12 +6,13 @@ from torch.nn import functional as F
 from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException,
     CancelFitException, CancelTrainException)
 from fastai.data.core import DataLoaders
-from fastai.callback.fp16 import ModelToHalf, NonNativeMixedPrecision
+from fastai.callback.fp16 import ModelToHalf
 from fastaccum import ActivationCheckpoint, GradientAccumulation, GradientCache
 from fastaccum.testing import CrossEntropy, assert_same_run, both_runs, deviation, toy, toy_data
 from common import (BatchListLoader, CallAt, RecordAt, collect_warnings, in_chunks, raise_oom_above, weights,
     weights_unchanged)
 from small_learners import all_params
+from test_refused import HalfGradients
 
 def entries_and_runs(**kwargs):
     "Return the entries of the page Messages to which the warnings link, and the two Learners of `both_runs`"
@@ -179,10 +180,6 @@ def test_a_cancelled_micro_batch_is_warned_of_once_if_steps_have_several(event, 
     assert entries_of(4)==['micro-batch-left-out'] and not entries_of(16)
 
 # Mixed precision that adds up gradients in half precision
-
-class HalfGradients(NonNativeMixedPrecision):
-    "fastai's callback without its `before_fit`, which fails on a CPU"
-    def before_fit(self): pass
 
 def test_gradients_in_half_precision_are_refused_before_the_model_is_cast():
     learn = toy(4, n=64, cbs=[ModelToHalf(),HalfGradients()])

@@ -1,4 +1,4 @@
-"pytest runs the notebooks in `nbs`, too: each of them is a test."
+"Let pytest run each notebook in `nbs` as a test."
 import os
 from pathlib import Path
 
@@ -18,7 +18,7 @@ class Notebook(pytest.File):
 class Page(pytest.Item):
     def runtest(self):
         try: why = pasted.failure(self.path)
-        except pytest.fail.Exception as e: why = str(e)   # from pytest-timeout, with a traceback of multiprocessing
+        except pytest.fail.Exception as e: why = str(e)   # pytest-timeout raises this; leave out its long traceback
         if why: pytest.fail(why, pytrace=False)
 
     def reportinfo(self): return self.path, None, self.nodeid

@@ -1,11 +1,11 @@
-"""Real handwritten digits, trained three ways from the same start and in the same order. `make demo`
+"""Train on handwritten digits in three ways, from the same weights and in the same order: `make demo`.
 
-Batches of 256; micro-batches of 32 with fastaccum; micro-batches of 32 with fastai's own callback.
+The ways are batches of 256, micro-batches of 32 with fastaccum, and micro-batches of 32 with fastai's own callback.
 """
 import os, random, sys, time, warnings
 from contextlib import nullcontext
-warnings.filterwarnings('ignore', category=FutureWarning)   # torch's, about its own modules
-# So small a model computes faster in one thread, and on a busy machine much faster
+warnings.filterwarnings('ignore', category=FutureWarning)   # torch warns of its own modules
+# threads slow down such a small model, especially on a busy machine
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 os.environ.setdefault('MPLBACKEND', 'agg')
 from pathlib import Path
@@ -16,12 +16,12 @@ from fastai.basics import *
 from fastai.callback.all import *
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
 from fastaccum import GradientAccumulation, ImportOrderWarning
-warnings.filterwarnings('ignore', category=ImportOrderWarning)   # fastai's class is meant
+warnings.filterwarnings('ignore', category=ImportOrderWarning)   # this script uses fastai's class on purpose
 
 big,micro,n_epoch = 256,32,12
 
 def load_data():
-    "1,797 images of 8x8 pixels that come with scikit-learn: four fifths to train, one to validate"
+    "Return items for training (four fifths) and validation, of 1,797 images of 8×8 pixels from scikit-learn"
     digits = load_digits()
     idxs = np.random.default_rng(42).permutation(len(digits.images))
     x,y = tensor(digits.images[idxs]).float()[:,None]/16,tensor(digits.target[idxs])
@@ -29,8 +29,9 @@ def load_data():
     return list(zip(x[:cut], y[:cut])),list(zip(x[cut:], y[cut:]))
 
 def make_learner(bs):
-    "A small convolutional network (without BatchNorm, whose statistics depend on the micro-batch)"
-    random.seed(42); torch.manual_seed(42)
+    "Return a Learner with a small convolutional network, without BatchNorm, which depends on the micro-batch"
+    random.seed(42)
+    torch.manual_seed(42)
     train,valid = load_data()
     dls = DataLoaders(DataLoader(train, bs=bs, shuffle=True), DataLoader(valid, bs=360))
     model = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(),
@@ -39,11 +40,11 @@ def make_learner(bs):
     return Learner(dls, model, CrossEntropyLossFlat(), metrics=accuracy)
 
 class SamplesSeen(Callback):
-    "Count optimizer steps, and note the samples seen at each recorded loss"
+    "Counts optimizer steps, and records the number of samples seen at each recorded loss"
     order,run_valid = Recorder.order+1,False
     def before_fit(self): self.n_steps,self.n_seen,self.at = 0,0,[]
     def after_step(self): self.n_steps += 1
-    def before_batch(self): self.n_seen += len(self.x)   # of each micro-batch
+    def before_batch(self): self.n_seen += len(self.x)   # runs for each micro-batch
     def after_batch(self):
         if len(self.recorder.losses)>len(self.at): self.at.append(self.n_seen)
 
@@ -57,11 +58,11 @@ def train(name, bs, acc):
 def weights(learn): return torch.cat([p.detach().flatten() for p in learn.model.parameters()])
 
 def losses_at(learn, samples):
-    "The recorded losses after so many samples, interpolated where there are none"
+    "Return the recorded losses at these numbers of samples, interpolated between records"
     return np.interp(samples, learn.samples_seen.at, [o.item() for o in learn.recorder.losses])
 
 def show_table(runs):
-    "Print how the runs compare to the first"
+    "Print a table that compares the runs with the first one"
     print(f'\n{"":42} {"steps":>6} {"valid loss":>11} {"accuracy":>9} '
           f'{"largest weight":>15} {"recorded":>9} {"largest loss":>13}')
     print(f'{"":42} {"":6} {"":11} {"":9} {"difference":>15} {"losses":>9} {"difference":>13}')
@@ -73,12 +74,12 @@ def show_table(runs):
               f'{len(learn.recorder.losses):9} {gaps(learn, first).max():13.1e}')
 
 def gaps(learn, first):
-    "How far the recorded losses are from those of `first`, after each of its steps"
+    "Return the differences of the recorded losses to those of `first`, after each step of `first`"
     at = first.samples_seen.at
     return np.abs(losses_at(learn, at)-losses_at(first, at))
 
 def plot(runs, fname):
-    "Draw the recorded losses over the samples seen, and their differences to the first run's"
+    "Plot the recorded losses over the samples seen, and their differences to the first run; return the path"
     fig,(ax,ax2) = plt.subplots(1, 2, figsize=(12,4.5), gridspec_kw=dict(width_ratios=[3,2]))
     first = runs[0][1]
     styles = dict(color='lightgrey', lw=8),dict(color='tab:blue', lw=1.8),dict(color='tab:orange', lw=1.2)

@@ -1,11 +1,13 @@
-"""What BatchNorm does to runs on micro-batches, and what helps: the table of the guide "BatchNorm".
+"""The effect of BatchNorm on runs on micro-batches, and the remedies: the table of the guide "BatchNorm".
 
-A resnet18 tells the regions of two photographs, which come with scikit-learn, by crops of 32 pixels. Steps are of 64
-crops, in micro-batches of 64 (the full batch), 16, 8 and 4 from scratch, and of 64, 16 and 8 fine-tuned after it has
-learned to say how crops of the photographs are turned. Measured is the validation loss, for each seed: as trained, with
-the running statistics estimated anew on batches of 64, with statistics that are frozen while training, and with
-GroupNorm instead. Crops for validation are others than those for training, of the same photographs.
-`python -m benchmarks.batchnorm` takes some 20 minutes of one core; with `--jobs 2` it trains two seeds at once.
+A resnet18 classifies crops of 32 pixels by the region of two photographs from scikit-learn. Steps have 64 crops, in
+micro-batches of 64 (the full batch), 16, 8 and 4 when trained from scratch, and of 64, 16 and 8 when fine-tuned. The
+model for fine-tuning was pretrained to tell by which angle crops of the photographs are rotated. The table shows the
+validation loss for each seed: as trained, with running statistics recalibrated on batches of 64, with statistics frozen
+during training, and with GroupNorm instead of BatchNorm. Crops for validation differ from those for training, but are
+of the same photographs.
+
+`python -m benchmarks.batchnorm` takes about 20 minutes on one core; with `--jobs 2` it trains two seeds at a time.
 """
 import argparse
 from multiprocessing import get_context
@@ -15,7 +17,7 @@ from sklearn.datasets import load_sample_images
 from torch import nn
 from torch.utils.data import TensorDataset
 from torchvision.models import resnet18
-from fastai.callback.schedule import Learner   # with its fit_one_cycle
+from fastai.callback.schedule import Learner   # this import adds fit_one_cycle
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.losses import CrossEntropyLossFlat
@@ -27,7 +29,7 @@ step,px,n_train,n_valid,n_epoch,lr = 64,32,1024,512,6,3e-3
 sizes = {'from scratch':(64,16,8,4), 'fine-tuning':(64,16,8)}
 
 def crops(n, turned, rng):
-    "Crops of the photographs, and the region (of 6 in each) they are from, or the quarters by which they are turned"
+    "Return crops of the photographs with the region (of 6 in each) or, if `turned`, the number of quarter turns"
     photos = [torch.tensor(o).permute(2, 0, 1)/255. for o in load_sample_images().images]
     xs,ys = [],[]
     for _ in range(n):
@@ -43,7 +45,7 @@ def crops(n, turned, rng):
     return TensorDataset((x-0.45)/0.25, torch.tensor(np.array(ys)))
 
 def learner(bs, turned=False, seed=0, norm_layer=None):
-    "A Learner with a fresh resnet18"
+    "Return a Learner with a new resnet18"
     rng = np.random.default_rng(seed)
     train,valid = (crops(n, turned, rng) for n in (n_train,n_valid))
     set_seed(seed)
@@ -51,13 +53,13 @@ def learner(bs, turned=False, seed=0, norm_layer=None):
     return quiet(Learner(dls, resnet18(num_classes=12, norm_layer=norm_layer), CrossEntropyLossFlat()))
 
 def pretrained(seed):
-    "The weights of a model that has learned, on full batches, how crops are turned"
+    "Return the weights of a model that has learned, on full batches, how crops are rotated"
     learn = learner(step, turned=True, seed=100+seed)
     learn.fit_one_cycle(8, 3e-3)
     return {k:v.clone() for k,v in learn.model.state_dict().items() if not k.startswith('fc')}
 
 def train(bs, seed, start, cbs=(), **kwargs):
-    "A Learner after training on micro-batches of `bs`, from the weights `start` if there are any"
+    "Train on micro-batches of `bs`, from the weights `start` unless None, and return the Learner"
     learn = learner(bs, seed=seed, **kwargs)
     if start is not None: learn.model.load_state_dict(start, strict=False)
     learn.fit_one_cycle(n_epoch, lr, cbs=[GradientAccumulation(step), *cbs])
@@ -66,7 +68,7 @@ def train(bs, seed, start, cbs=(), **kwargs):
 def loss(learn): return round(learn.validate()[0], 3)
 
 def run(seed):
-    "Validation losses from scratch and fine-tuned, for each size of the micro-batches"
+    "Return the validation losses from scratch and fine-tuned, for each size of micro-batches"
     torch.set_num_threads(1)
     res = {}
     for kind,start in {'from scratch':None, 'fine-tuning':pretrained(seed)}.items():

@@ -1,7 +1,7 @@
-"""What several processes exchange: bytes and time per sample, with fastaccum and with fastai's callback.
+"""Bytes and time per sample of the exchange of gradients between processes, with fastaccum and with fastai's callback.
 
-For 1, 2, 4 and 8 micro-batches a step. `python -m benchmarks.exchange [--processes 2]` launches processes on this
-machine (gloo), and writes its table into `results/exchange.md`.
+Steps have 1, 2, 4 and 8 micro-batches. `python -m benchmarks.exchange [--processes 2]` starts processes on this
+machine, which use gloo, and writes its table into `results/exchange.md`.
 """
 import argparse, datetime, json, os, subprocess, sys, tempfile, time, warnings
 from pathlib import Path
@@ -17,16 +17,16 @@ from fastai.data.core import DataLoaders
 from fastai.learner import Learner
 from fastai.optimizer import SGD
 from fastaccum import GradientAccumulation, ImportOrderWarning
-warnings.filterwarnings('ignore', category=ImportOrderWarning)   # fastai's class is meant
+warnings.filterwarnings('ignore', category=ImportOrderWarning)   # this script uses fastai's class on purpose
 
 bs,n_batches,rounds,ks = 16,64,5,(1,2,4,8)
 stock_all_reduce = dist.all_reduce
 
 class Exchanged:
-    "Bytes and seconds of the exchanges of gradients: fastai's callback leaves them to DDP, fastaccum adds up by itself"
+    "Counts bytes and seconds of exchanges: by a hook of DDP for fastai's callback, by `all_reduce` for fastaccum"
     def __init__(self): self.nbytes,self.secs = 0,0.
     def hook(self, bucket:dist.GradBucket)->torch.futures.Future[torch.Tensor]:
-        "A communication hook of DDP"
+        "Count an exchange of DDP (a communication hook)"
         self.nbytes += bucket.buffer().nbytes
         start = time.perf_counter()
         def done(fut):
@@ -34,7 +34,7 @@ class Exchanged:
             return fut.value()
         return allreduce_hook(None, bucket).then(done)
     def all_reduce(self, tensor, *args, **kwargs):
-        "In the place of `dist.all_reduce`"
+        "Count an exchange by fastaccum (replaces `dist.all_reduce`)"
         self.nbytes += tensor.nbytes
         start = time.perf_counter()
         res = stock_all_reduce(tensor, *args, **kwargs)
@@ -42,7 +42,7 @@ class Exchanged:
         return res
 
 def run(k, is_fastaccum):
-    "A fit in one of the processes: bytes and seconds of the exchanges, and seconds of the fit"
+    "Fit in this process, in steps of `k` micro-batches; return bytes and seconds of exchanges, and seconds of the fit"
     torch.manual_seed(0)
     data = benchmarks.Batches([(torch.randn(bs,64), torch.randint(10, (bs,))) for _ in range(n_batches)], bs)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64,1024), nn.ReLU(), nn.Linear(1024,1024), nn.ReLU(),
@@ -62,7 +62,7 @@ def run(k, is_fastaccum):
     return exchanged.nbytes,exchanged.secs,time.perf_counter()-start
 
 def worker(out):
-    "One of the processes, of which the first writes to the file `out`: KiB and milliseconds per sample of a process"
+    "Measure in this process; the first process writes KiB and milliseconds per sample to the file `out`"
     torch.set_num_threads(1)
     dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=60))
     arms = {(k,nm):partial(run, k, nm=='fastaccum') for k in ks for nm in ("fastai's callback",'fastaccum')}
@@ -74,7 +74,7 @@ def worker(out):
     dist.destroy_process_group()
 
 def measure(n):
-    "The rows that `n` processes found"
+    "Run `n` processes, and return the rows of the first one"
     with tempfile.TemporaryDirectory() as tmp:
         out = Path(tmp)/'rows.json'
         subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', str(n),

@@ -1,10 +1,10 @@
-"""What a micro-batch costs on a GPU, with fastaccum and with the peers that are installed (see `make peers`).
+"""The cost of a micro-batch on a GPU, with fastaccum and the other libraries that are installed (see `make peers`).
 
-Samples per second, peak memory and synchronisations per step, at two model sizes, in fp32, fp16 and bf16, by turns in
-one process. `python -m benchmarks.gpu` writes its table into `results/gpu.md`. Without a GPU it runs a tiny size on the
-CPU, to try the script, and writes nothing.
+The table has samples per second, peak memory and synchronisations per step, of two model sizes, in fp32, fp16 and bf16.
+`python -m benchmarks.gpu` runs all of them by turns in one process, and writes `results/gpu.md`. Without a GPU, it
+runs a tiny model on the CPU, to try the script, and writes nothing.
 
-What else there is to run on a device: `python -m benchmarks.ways cuda` (the ways to the full batch, with their memory
+Other scripts for a GPU: `python -m benchmarks.ways cuda` (the ways to the full batch, with their memory
 and time), `python -m benchmarks.pets`, and the pages' cells with `#| cuda` (`nbdev-test --flags cuda`).
 """
 import time, warnings
@@ -23,14 +23,14 @@ sizes = dict(small=dict(d=512, layers=6, bs=32, seq=256), large=dict(d=1536, lay
 n_batches,k,rounds = (32 if cuda else 8),4,(5 if cuda else 1)
 
 class Model(fast.Transformer):
-    "A transformer that predicts tokens, and notes when its forward passes begin on the device"
+    "A transformer that predicts tokens, and records when its forward passes begin on the device"
     def now(self):
         if not cuda: return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
     def milliseconds(self):
-        "Milliseconds per micro-batch; those of the first step are left out"
+        "Return the milliseconds per micro-batch, without the first step"
         a,b = self.stamps[k],self.stamps[-1]
         return (a.elapsed_time(b) if cuda else (b-a)*1e3)/(len(self.stamps)-1-k)
 
@@ -39,7 +39,7 @@ def new_model(size):
     return Model(size['d'], size['layers']).to(dev)
 
 def load():
-    "The arms whose packages are installed"
+    "Return the libraries that are installed"
     res = {}
     for mod,_ in fast.arms:
         try: res |= fast.load([mod])
@@ -51,13 +51,13 @@ def fit(cls, model, data, amp, size):
     if cuda: torch.cuda.synchronize()
 
 def cost(cls, data, amp, size):
-    "Milliseconds per micro-batch, and peak memory in MiB"
+    "Return the milliseconds per micro-batch, and the peak memory in MiB"
     model = new_model(size)
     nbytes = live.peak_bytes(lambda: fit(cls, model, data, amp, size), dev)
     return model.milliseconds(),nbytes/2**20
 
 def syncs(cls, data, amp, size):
-    "How often the CPU waits for the device in a step: what a fit of twice as many steps has more"
+    "Return the synchronisations per step, from the difference between a fit and one of half as many steps"
     if not cuda: return float('nan')
     def count(data):
         with warnings.catch_warnings(record=True) as seen:
@@ -69,7 +69,7 @@ def syncs(cls, data, amp, size):
     return (count(data)-count(data[:len(data)//2]))/(len(data)/2/k)
 
 def costs(classes):
-    "Rows of the first table"
+    "Yield the rows of the table"
     for (nm,size),amp in ((o,amp) for o in sizes.items() for amp in (None,'fp16','bf16')):
         data = [(torch.randint(128, (size['bs'],size['seq']), device=dev),)*2 for _ in range(n_batches)]
         arms = {o:partial(cost, cls, data, amp, size) for o,cls in classes.items()}

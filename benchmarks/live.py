@@ -1,7 +1,7 @@
-"""How much memory the tensors of a computation hold, counted on a CPU, where the allocator does not tell.
+"""The peak memory of the tensors of a computation, also on a CPU, where torch does not measure it.
 
-Counted are the storages that are made, as they come and go: activations, gradients, temporary tensors. What was there
-before (weights, the batch) is not in it, nor is what a kernel allocates inside.
+The count has the storages of tensors that the computation creates: activations, gradients and temporary tensors. It
+does not have tensors that existed before, such as weights and the batch, nor memory that kernels use internally.
 """
 import torch, weakref
 from functools import partial
@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 class LiveTensors(TorchDispatchMode):
-    "Counts the bytes of the storages that are made while it is on"
+    "A context that counts the bytes of the storages that are created in it"
     def __init__(self):
         super().__init__()
-        self.now,self.peak = 0,0   # bytes alive now, and the most that were alive at a time
-        self.sizes = {}            # of each storage alive, by `id`: a weak reference and its bytes
+        self.now,self.peak = 0,0   # bytes of all storages alive now, and the peak
+        self.sizes = {}            # of each storage alive, by `id`: a weak reference and the bytes
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         before = {id(o.untyped_storage()) for o in tree_leaves((args,kwargs or {})) if isinstance(o, Tensor)}
@@ -34,7 +34,7 @@ class LiveTensors(TorchDispatchMode):
     def _remove(self, key, _): self.now -= self.sizes.pop(key)[1]
 
 def peak_bytes(f, device=None):
-    "The most bytes that the function `f` holds while it runs, beyond what was there before; on a GPU torch counts them"
+    "Return the peak of bytes that `f()` uses in addition to those in use before; on a GPU, torch measures it"
     if device is None or device.type=='cpu':
         with LiveTensors() as live: f()
         return live.peak

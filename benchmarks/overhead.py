@@ -1,7 +1,8 @@
-"""What a micro-batch costs with fastaccum and its options, with fastai, and with a bare loop, of two small models.
+"""The time of a micro-batch of two small models with fastaccum and its options, with fastai, and in a bare loop.
 
-`python -m benchmarks.overhead` (or `make bench`) prints a table, for use while you change the code. The peers that
-`make peers` compares are not needed."""
+`python -m benchmarks.overhead` (or `make bench`) prints a table, for use while you change the code. It does not need
+the other libraries of `make peers`.
+"""
 import warnings
 warnings.filterwarnings('ignore')
 import torch

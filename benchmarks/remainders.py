@@ -1,6 +1,6 @@
-"""What happens to 250 samples in micro-batches of 16 and steps of 64, over two epochs. README.md shows three rows.
+"""Steps and unused samples of 250 samples in micro-batches of 16 and steps of 64, over two epochs.
 
-`python benchmarks/remainders.py` prints it as Markdown.
+`python benchmarks/remainders.py` prints a table in Markdown, of which README.md shows three rows.
 """
 import warnings
 warnings.filterwarnings('ignore')
@@ -12,8 +12,8 @@ from fastaccum.testing import deviation, toy
 n,micro,accum_bs,n_epoch = 250,16,64,2
 
 class Steps(Callback):
-    "The samples whose gradient each step is made of; what is left unused; the number of steps in each epoch"
-    order,run_valid = 5,False   # before those who accumulate
+    "Counts the samples whose gradients each step uses, the unused samples at the end, and the steps of each epoch"
+    order,run_valid = 5,False   # before the callbacks that accumulate
     def before_fit(self): self.pending,self.steps,self.epochs = 0,[],[]
     def before_epoch(self): self.epochs.append(0)
     def after_backward(self): self.pending += len(self.x)
@@ -28,7 +28,7 @@ def run(bs, method, *cbs):
     return learn
 
 def column(bs, acc):
-    "A column of the table: what a run did, and how far its weights are from those of the run on full batches"
+    "Return a column of the table: figures of a run, and the difference of its weights to the full-batch run"
     def off(method):
         full,learn = run(accum_bs, method),run(bs, method, *acc())
         return f'{deviation(full.model.state_dict(), learn.model.state_dict()):.0e}'.replace('0e+00', '0')

@@ -1,10 +1,10 @@
-"""Columns, time and memory of texts of different lengths: micro-batches of 8 texts, and of a budget of tokens.
+"""Columns, time and memory for texts of different lengths, in micro-batches of 8 texts and of a budget of tokens.
 
-A small BERT reads texts of log-normal length (median 180 tokens, sigma 0.8, at most 1024), in steps of 64. Columns are
-those that the model computes in training, for each token of the texts. Time is that of the processor, as a ratio to
-`micro_batch_size=8`. Memory is that of tensors made by one step, while they are alive (benchmarks/live.py).
+A small BERT reads texts of log-normal length (median 180 tokens, sigma 0.8, at most 1024), in steps of 64. The table
+has the number of columns that the model computes in training, divided by the number of tokens; the processor time,
+relative to `micro_batch_size=8`; and the peak memory of the tensors that one step creates (benchmarks/live.py).
 
-`python -m benchmarks.token_budget [--rounds 3]` takes some minutes. The page token_budget shows the result.
+`python -m benchmarks.token_budget [--rounds 3]` takes a few minutes. The page token_budget shows the result.
 """
 import argparse, math, time
 import benchmarks
@@ -23,7 +23,7 @@ from fastaccum import GradientAccumulation, TokenBudget
 bs,n_steps,budget = 64,2,8192
 
 class Bert(nn.Module):
-    "A classifier of texts that counts the columns it computes"
+    "A classifier of texts that counts the columns that it computes in training"
     def __init__(self):
         super().__init__()
         self.model = BertForSequenceClassification(BertConfig(vocab_size=1000, hidden_size=64, num_hidden_layers=2,
@@ -50,7 +50,7 @@ def learner(texts, loader_bs):
     return benchmarks.quiet(Learner(dls, Bert(), nn.CrossEntropyLoss(), opt_func=SGD, cbs=NoValidation()))
 
 def fit(texts, loader_bs, size, n=n_steps):
-    "Take `n` steps; returns the seconds and the columns that the model computed"
+    "Take `n` steps; return the seconds, and the number of columns that the model computed"
     learn = learner(texts[:n*bs], loader_bs)
     start = time.process_time()
     learn.fit(1, 1e-3, cbs=GradientAccumulation(bs, micro_batch_size=size and size()))

@@ -1,12 +1,12 @@
-"""Memory and time of the ways to the full batch: whole, in micro-batches, cached and checkpointed.
+"""Memory and time of a step on a whole batch, in micro-batches, with a cache and with checkpoints.
 
-Each way trains the same model on the same samples, with the callbacks that users give. On a CPU memory is that of
-tensors made by one step, while they are alive (benchmarks/live.py): activations and gradients, not the weights, the
-batch, or what kernels take inside. Time is that of the processor, as a ratio to that of the whole batch. It is that of
-a fit's second step, since in the first some ways look at the model. With a GPU, memory is what torch has allocated
-beyond what was there before, and time is the clock's.
+Each way trains the same model on the same samples. On a CPU, memory is the peak of the tensors that one step creates
+(benchmarks/live.py): activations and gradients, without weights, the batch and internal memory of kernels. Time is
+processor time, relative to the whole batch, of the second step of a fit, because some callbacks examine the model in
+the first. On a GPU, memory is the peak that torch allocates in addition to the memory in use before, and time is real
+time.
 
-`python -m benchmarks.ways [cuda] [--rounds 3]` takes some minutes. The guide "Out of memory" shows the result.
+`python -m benchmarks.ways [cuda] [--rounds 3]` takes a few minutes. The guide "Out of memory" shows the result.
 """
 import argparse, time
 import benchmarks
@@ -27,7 +27,7 @@ from fastaccum import ActivationCheckpoint, GradientAccumulation, GradientCache
 bs = 32   # samples in a step
 
 class Transformer(nn.Module):
-    "An encoder that tells one of ten classes from 64 tokens"
+    "A transformer encoder that classifies texts of 64 tokens into ten classes"
     def __init__(self, d=256, n=6):
         super().__init__()
         self.emb = nn.Embedding(1000, d)
@@ -37,13 +37,13 @@ class Transformer(nn.Module):
     def forward(self, x): return self.out(self.pairs(self.emb(x)).mean(1))
 
 def vision():
-    "A `vision_learner`'s model, whose stem is one module as the stages are; inputs; and few segments to cut it into"
+    "Return the model of a `vision_learner` with its stem as one module, inputs, and a list of few, large segments"
     body,head = create_vision_model(resnet50, 10, pretrained=False)
     parts = [body[:4],*body[4:]]
     return nn.Sequential(nn.Sequential(*parts), head),torch.randn(bs, 3, 128, 128),[*parts,head]
 
 def transformer():
-    "The transformer; inputs; and few segments to cut it into"
+    "Return the transformer, inputs, and a list of few, large segments"
     model = Transformer()
     return model,torch.randint(0, 1000, (bs,64)),list(model.pairs)
 
@@ -51,7 +51,7 @@ models = {'resnet50 with fastai\'s head, 32 images of 128 pixels':vision,
     'transformer of 6 layers of 256, 32 texts of 64 tokens':transformer}
 
 def ways(few_segments):
-    "Of each way and its variant: samples in the loader's batch, and the callbacks"
+    "Return, for each way and its variant, the batch size of the loader and the callbacks"
     res = {('plain','whole batch'):(bs,[])}
     for n in (16,8,4):
         res['split',f'{n}'] = n,[GradientAccumulation(bs)]
@@ -61,7 +61,7 @@ def ways(few_segments):
     return res
 
 class Clock(Callback):
-    "Notes the time at the end of each optimizer step, and skips validation"
+    "Records the time at the end of each optimizer step, and skips validation"
     order = -100
     def before_fit(self): self.ends = []
     def after_step(self):
@@ -77,7 +77,7 @@ def learner(model, x, device):
     return benchmarks.quiet(Learner(dls, model.to(device), nn.CrossEntropyLoss(), opt_func=SGD))
 
 def fit(learn, way, steps):
-    "Train for so many steps; returns the seconds of the last step"
+    "Train for `steps` steps; return the seconds of the last one, or None for a single step"
     learn.dls.train.bs,cbs = way
     learn.dls.train.get_idxs = lambda: [*range(bs)]*steps
     learn.dls.train.n = bs*steps
@@ -86,13 +86,13 @@ def fit(learn, way, steps):
     return clock.ends[-1]-clock.ends[-2] if steps>1 else None
 
 def megabytes(learn, way, device):
-    "MB of a step at its peak, gradients and all"
-    fit(learn, way, 1)   # segments look at their inputs
+    "Return the peak memory of a step in MB, including gradients"
+    fit(learn, way, 1)   # checkpoints examine the inputs of segments in the first step
     for p in learn.model.parameters(): p.grad = None
     return live.peak_bytes(lambda: fit(learn, way, 1), device)/1e6
 
 def measure(make, device, rounds):
-    "MB and times of each way"
+    "Return a list of dicts with the memory in MB and the relative time of each way"
     torch.manual_seed(0)
     model,x,few_segments = make()
     learn,todo = learner(model, x, device),ways(few_segments)

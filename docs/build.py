@@ -2,7 +2,7 @@
 
 Each notebook in `nbs/` becomes a page, with the outputs that are saved in it. A module that users import has two
 pages: one for users, with reference entries and the sections in `user_sections`, and one for contributors, with the
-whole notebook. Contributors have a menu of their own, and the search leaves their pages out. A broken link fails.
+whole notebook. The pages for contributors have their own menu, and are not in the search. A broken link is an error.
 
 For tools that read documentation, each page `x.html` is also there as Markdown, `x.html.md`. `llms.txt` lists the
 pages, and `SKILL.md` tells an assistant how to use the package.
@@ -24,7 +24,7 @@ sys.path[:0] = [str(root), str(root/'tools')]
 import fastaccum, messages, readme
 from pasted import hides, only_imports, re_nbdev
 
-# the menu: the pages of each part in their order. Sphinx fails if a page for users is in no part
+# the pages of each part of the menu, in order. Sphinx fails if a page for users is missing here
 menu = {
     '': 'get_started about/should_i_accumulate',
     'Data and models': 'guides/images guides/segmentation guides/text guides/hugging_face',
@@ -35,23 +35,23 @@ menu = {
     'About': 'about/how_exact about/compared about/switching about/works_with changelog'}
 contribute = ('architecture', 'callbacks', 'testing', 'benchmarks', 'faults_of_fastai')
 order = [*' '.join(menu.values()).split(), *(f'contribute/{nm}' for nm in contribute)]
-# titles that are too long for the menu
+# shorter titles for the menu
 short_titles = {'guides/growing_batches':'Growing batches', 'guides/learning_rate':'Learning rate',
     'schedule':'Schedules', 'wandb':'WandbCallback'}
 # pages that are part of another one now, and the section that old links lead to
 moved = {'guides/tables': 'guides/batchnorm.html#tables'}
 user_sections = ('Why', 'One step, event by event', 'Examples', 'Caveats')
 
-# The reference entry of a name
+# Reference entries
 
 def resolve(mod, nm):
-    "The object `nm` of `mod`, without its wrappers: `Learner.bs_find` is a function"
+    "Return the object `nm` of the module `mod` without wrappers: of `Learner.bs_find`, the function"
     o = mod
     for part in nm.split('.'): o = inspect.getattr_static(o, part) if inspect.isclass(o) else getattr(o, part)
     return inspect.unwrap(getattr(o, 'fget', None) or getattr(o, '__func__', None) or o)
 
 def defined(source):
-    "The public names that an exported cell defines; methods that have a docstring as `Class.method`"
+    "Return the public names that an exported cell defines; methods with a docstring are `Class.method`"
     names = []
     for o in ast.parse(source).body:
         if isinstance(o, ast.Assign): names += [target.id for target in o.targets if isinstance(target, ast.Name)]
@@ -64,19 +64,19 @@ def defined(source):
     return [nm for nm in names if not re.search(r'(^|\.)_', nm)]
 
 def written(o):
-    "A type or a default as one writes it in code, without the modules it comes from"
-    has_name = hasattr(o, '__name__') and not getattr(o, '__args__', None)   # `list[int]` has both
+    "Return a type or a default as it is written in code, without modules"
+    has_name = hasattr(o, '__name__') and not getattr(o, '__args__', None)   # `list[int]` has both attributes
     text = o if isinstance(o, str) else o.__name__ if has_name else repr(o)
     text = re.sub(r'<function (\w+) at \w+>', r'\1', text)
     return re.sub(r'\b[a-z_]\w*\.', '', text).replace(' | ', '|').replace('NoneType', 'None')
 
 class Default:
-    "Has the default as its `repr`, which is what a signature shows"
+    "A default whose `repr`, which signatures show, is its code"
     def __init__(self, o): self.o = o
     def __repr__(self): return repr(self.o) if isinstance(self.o, str) else written(self.o)
 
 def signature(o):
-    "The parameters of `o` with their defaults, in parentheses; nobody calls the class of an error"
+    "Return the parameters of `o` with their defaults, in parentheses; of an exception, return an empty text"
     if inspect.isclass(o) and issubclass(o, BaseException): return ''
     params = []
     for p in inspect.signature(o).parameters.values():
@@ -87,12 +87,12 @@ def signature(o):
 def code(text): return f'`{text}`' if text else ''
 
 def table(head, rows):
-    "A Markdown table; nothing if it has no rows"
+    "Return a Markdown table, or an empty text if there are no rows"
     def row(cells): return '| ' + ' | '.join(o.replace('|', r'\|').replace('\n', ' ') for o in cells) + ' |'
     return '\n'.join(map(row, [head, ['---']*len(head), *rows])) if rows else ''
 
 def parameter_table(o):
-    "What `o` takes and returns, if the code comments on it"
+    "Return a table of the parameters and the result of `o`, if its code has comments on them"
     comments = docments(o, args_kwargs=True)
     if not any(comments.values()): return ''
     def types(annotation):
@@ -111,14 +111,14 @@ raised = r'[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Warning)'
 re_errors = re.compile(fr'^({raised}): +(.+(?:\n(?!{raised}: ).+)*)', re.M)
 
 def split_errors(doc):
-    "The paragraphs of a docstring without those on errors, such as `TypeError: it is no number`, and these as pairs"
+    "Return a docstring without its errors, such as `TypeError: it is no number`, and a list of pairs (error, when)"
     text,*more = re.split(r'\n\s*\n', doc)
     others = [o for o in more if not re_errors.match(o)]
     found = [match for o in more if o not in others for match in re_errors.findall(o)]
     return '\n\n'.join([text, *others]),[[nm, ' '.join(when.split())] for nm,when in found]
 
 def entry(mod, nm, again=False):
-    "The entry of `nm`: signature, docstring, parameters, errors. With `again`, another page has the entry to link to"
+    "Return the entry of `nm`: signature, docstring, parameters, errors. With `again`, links lead to another entry"
     o = resolve(mod, nm)
     owner,_,attribute = nm.rpartition('.')
     is_property = owner and isinstance(inspect.getattr_static(getattr(mod, owner), attribute), property)
@@ -129,8 +129,8 @@ def entry(mod, nm, again=False):
         text,errors = split_errors(inspect.getdoc(o) if o.__doc__ else '')
         if '__init__' in vars(o): errors += split_errors(inspect.getdoc(o.__init__) or '')[1]
         if not is_property: sig,params = signature(o),parameter_table(o)
-    anchor = f'<a id="{nm.lower()}"></a>'   # where other projects' nbdev looks for the entry
-    options = f':module: {mod.__name__}' + '\n:no-index:'*again
+    anchor = f'<a id="{nm.lower()}"></a>'   # the anchor to which nbdev links from other projects
+    options = f':module: {mod.__name__}' + ('\n:no-index:' if again else '')
     parts = [text, params, table(('Errors','When'), [(code(error), when) for error,when in errors])]
     return '\n\n'.join([anchor, f'::::{{py:{kind}}} {nm}{sig}\n{options}', *filter(None, parts), '::::'])
 
@@ -139,13 +139,13 @@ def entry(mod, nm, again=False):
 def markdown(text): return mk_cell(text, 'markdown')
 
 def page(path):
-    "The page of the notebook at `path`, which is within `nbs`: `core/05_mean.ipynb` is `core/mean`"
+    "Return the name of the page of a notebook; `path` is relative to `nbs`: `core/05_mean.ipynb` is `core/mean`"
     *folders,nm = Path(path).with_suffix('').as_posix().lower().split('/')
     return '/'.join([*folders, re.sub(r'^[0-9]+[a-z0-9]*_', '', nm)])
 
 re_option = re.compile(r'^#\| *([\w-]+):? *(.*)\n?', re.M)
 class Page:
-    "A notebook, and the one or two pages of the site that show it"
+    "A notebook, from which one or two pages of the site are written"
     def __init__(self, path):
         self.path = path
         self.name = page(path.relative_to(root/'nbs'))
@@ -155,7 +155,7 @@ class Page:
         settings = dict(o[2:].split(': ', 1) for o in lines if o.startswith('- '))
         self.title = lines[0].lstrip('# ')
         self.lede = ' '.join(o[2:] for o in lines if o.startswith('> '))
-        # with the anchor of the section that answers, or ''
+        # from keywords to the anchor of the section that answers, or ''
         self.keywords = dict(re.findall(r'([^,#\s][^,#]*)#?([^,]*)', settings.get('keywords', '')))
         self.extra_names = settings.get('api', '').split()   # names that users meet without importing them
         self.inner_methods = settings.get('inner', '').split()   # public methods that are not for users
@@ -170,7 +170,7 @@ class Page:
             c.section = section
         exports = [c.options['default_exp'] for c in self.cells if 'default_exp' in c.options]
         self.mod = import_module(f'fastaccum.{exports[0]}') if exports else None
-        # do users import something from this module? Then the page with all of its cells is another one
+        # whether users import something from this module: if so, the page with all cells is a separate page
         self.is_api = self.mod and not self.folder and any(c.section in ('Examples','Caveats') for c in self.cells)
         self.whole = f'modules/{self.name}' if self.is_api else self.name
 
@@ -191,25 +191,27 @@ class Page:
         c.metadata = dict(tags=[tag], mystnb=about)
         for o in c.outputs:
             if 'text' in o: o['text'] = readme.shown(''.join(o['text']))
-            if max(map(len, o.get('text', '').splitlines()), default=0)>200: o['name'] = 'stderr'   # prose: it wraps
+            if max(map(len, o.get('text', '').splitlines()), default=0)>200: o['name'] = 'stderr'   # prose wraps
             data = o.get('data', {})
             if 'text/markdown' in data: data['text/markdown'] = self.linked(''.join(data['text/markdown']))
 
     def linked(self, text):
-        "The text with links to pages instead of notebooks"
+        "Replace the links to notebooks in a text by links to pages"
         def link(m):
             notebook = (self.path.parent/f'{m[1]}.ipynb').resolve()
             return f'](/{page(notebook.relative_to(root/"nbs"))}.ipynb'
         return re.sub(r'\]\((?!\w+:)([^)#\s]+)\.ipynb', link, text)
 
     def public(self):
-        "The public names of the module, in their order"
+        "Return the public names of the module in order"
         return [nm for c in self.cells if self.mod and 'export' in c.options for nm in defined(c.source)]
 
-    def functions(self): return [nm for nm in self.public() if '.' not in nm]
+    def functions(self):
+        "Return the public names of the module without methods"
+        return [nm for nm in self.public() if '.' not in nm]
 
     def described(self):
-        "The names that have their entry on the page for users"
+        "Return the names with an entry on the page for users"
         if not self.is_api: return [] if self.mod else self.extra_names
         known = {*fastaccum.__all__, 'Learner', *self.extra_names}
         def is_for_users(nm):
@@ -218,12 +220,12 @@ class Page:
         return list(filter(is_for_users, self.public()))
 
     def typed_names(self):
-        "The described names without methods, except for those of the Learner"
+        "Return the names of `described` without methods, except for methods of the Learner"
         names = [nm.replace('Learner.', 'learn.') for nm in self.described()]
         return [nm for nm in names if '.' not in nm or nm.startswith('learn.')]
 
     def imports(self, with_example=False):
-        "The import that the page is about, and below it the example of the first text, if that does not import"
+        "Return the import of the page's names; `with_example` adds the example of the first text, if there is one"
         first = next((c.source for c in self.cells if c.cell_type=='markdown'), '')
         example = re.search(r'^```python\n(.*?)^```', first, re.M|re.S)
         if example and re.search('^(?:import|from) ', example[1], re.M): return example[0] if with_example else ''
@@ -234,7 +236,7 @@ class Page:
         return f'```python\n{lines}```' if lines else ''
 
     def api_cells(self):
-        "The cells of the page for users of a module"
+        "Yield the cells of the page for users of a module"
         yield markdown(self.imports(with_example=True))
         for nm in self.described(): yield markdown(entry(self.mod, nm))
         yield from self.shown([c for c in self.cells if c.section in user_sections])
@@ -242,10 +244,10 @@ class Page:
         yield markdown(f'How it is built, with all examples: the {link}, for contributors.')
 
     def shown(self, cells):
-        "The cells without plumbing, imports folded, and an entry above the code of each public name"
-        described = {*self.described(), *fastaccum.__all__}   # another page has the entries to link to
-        waiting = [] if self.mod else [*self.extra_names]   # they get their entry below the text that names them first
-        folded = []   # imports, and code before the first entry: shown above the next code
+        "Yield the cells without plumbing and with folded imports, and an entry above the code of each public name"
+        described = {*self.described(), *fastaccum.__all__}   # links lead to their entries on another page
+        waiting = [] if self.mod else [*self.extra_names]   # their entries follow the text that names them first
+        folded = []   # imports, and code before the first entry, for one folded cell
         begun = not self.mod
         for c in cells:
             if c.cell_type!='code':
@@ -270,7 +272,7 @@ class Page:
             if c.source or c.outputs: yield c
 
     def answers(self):
-        "What the page answers: its title and keywords, each with the anchor of the section that does, or ''"
+        "Return pairs of a title or keyword of the page and the anchor of the section that answers it, or ''"
         keywords = {self.title: '', **self.keywords}
         if self.name=='reference/messages':
             text = '\n'.join(c.source for c in self.cells)
@@ -286,13 +288,13 @@ class Page:
 # The site
 
 def toctree(pages, caption=''):
-    "An entry of the menu for each of the pages"
+    "Return a table of contents of Sphinx with an entry for each page"
     items = [f'{short_titles[o]} </{o}>' if o in short_titles else f'/{o}' for o in pages]
     options = [':hidden:', ':titlesonly:', *([f':caption: {caption}'] if caption else [])]
     return '\n'.join(['```{toctree}', *options, '', *items, '```'])
 
 def contents(pages, names_of, address):
-    "What is on each of the pages: the names that `names_of` finds, and the line below its title"
+    "Return a cell that lists the pages, with the names of `names_of(page)` and the line below the title"
     items = []
     for p in pages:
         names = ', '.join(map(code, names_of(p)))
@@ -301,7 +303,7 @@ def contents(pages, names_of, address):
     return markdown('\n'.join(items))
 
 def write_page(src, name, title, lede, cells, keywords=(), inner=False):
-    "Write a page for Sphinx; the search leaves it out if it is `inner`"
+    "Write a page for Sphinx; an `inner` page is not in the search"
     about = re.sub(r'\[([^]]*)\]\([^)]*\)|`', r'\1', lede) or f'{title}: fastaccum, gradient accumulation for fastai'
     if name.startswith('modules/'): about = f'The module {name[8:]}, for contributors: {about}'
     meta = dict(language_info=dict(name='python', pygments_lexer='ipython3'), description=about)
@@ -333,7 +335,7 @@ def write_pages(src, pages):
         cells = [markdown(p.imports()), *p.shown(p.cells)]
         if p.name=='index': cells += [markdown(toctree(names.split(), caption)) for caption,names in menu.items()]
         words = dict.fromkeys(o for word in p.keywords for o in word.lower().split())
-        if p.name=='reference/messages':   # the page shows how messages begin; all of their words are found
+        if p.name=='reference/messages':   # so that the search finds all words of messages
             words |= dict.fromkeys(re.findall(r'\w+', ' '.join(o.text for o in messages.messages() if o.key).lower()))
         write_page(src, p.whole, p.title, p.lede, cells, words, inner=bool(p.mod or p in contributing))
         if p.is_api:
@@ -394,7 +396,7 @@ def write_for_tools(src, pages):
     shutil.copy(root/'skills/fastaccum/SKILL.md', site)
 
 def mark_beginnings(script):
-    "Have Sphinx mark the words that were searched for where words begin, not within words"
+    "Change the script of Sphinx that marks the words of a search: mark beginnings of words only"
     old = 'val.toLowerCase().indexOf(text)'
     new = r'val.toLowerCase().search("(?<!\\w)" + text.replace(/[^\w ]/g, "\\$&"))'
     text = script.read_text(encoding='utf-8')

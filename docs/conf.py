@@ -1,4 +1,4 @@
-"Settings of Sphinx, and what it should do with the pages that build.py has written"
+"Settings of Sphinx, and changes that it makes to the pages written by build.py."
 import inspect, re, subprocess, sys
 from importlib import import_module
 from pathlib import Path
@@ -20,19 +20,19 @@ html_title = f'{project} {release}'
 
 extensions = ['myst_nb', 'sphinx_copybutton', 'sphinx.ext.githubpages', 'sphinx.ext.linkcode']
 nb_execution_mode = 'off'
-nb_render_markdown_format = 'myst'   # for tables that a cell made
+nb_render_markdown_format = 'myst'   # for tables in outputs of cells
 nb_code_prompt_show = 'Show code'
 nb_code_prompt_hide = 'Hide code'
 myst_enable_extensions = ['attrs_block', 'colon_fence', 'deflist', 'dollarmath']
-myst_dmath_allow_digits = False   # `$5 and $6` is no formula
+myst_dmath_allow_digits = False   # so that `$5 and $6` is no formula
 myst_heading_anchors = 4
-# the changelog skips a level of headings; a default in a signature may be no Python
+# the changelog skips a level of headings, and some defaults in signatures are not valid Python
 suppress_warnings = ['myst.header', 'misc.highlighting_failure']
 add_module_names = False
 toc_object_entries_show_parents = 'hide'
 
 def colors(brand, yes, no):
-    "The colours of links and the like, and of the marks ✓ and ✗ in tables"
+    "Return CSS variables: the colour of links, and those of the marks ✓ and ✗ in tables"
     return {'color-brand-primary':brand, 'color-brand-content':brand, 'color-brand-visited':brand,
         'color-yes':yes, 'color-no':no}
 
@@ -53,11 +53,11 @@ html_theme_options = dict(top_of_page_buttons=['view'], footer_icons=[],
 copybutton_selector = '.cell_input div.highlight pre, div[class^="highlight-"]:not(.output) > div.highlight > pre'
 
 def git(*args): return subprocess.run(['git', *args], cwd=root, capture_output=True, text=True).stdout.strip()
-# links to source lead to the tag of this version, or to the commit: on a branch, lines move
+# links to source code use the tag of this version or the commit, because line numbers change on a branch
 pinned = git('describe', '--tags', '--exact-match') or git('rev-parse', 'HEAD') or 'main'
 
 def linkcode_resolve(domain, info):
-    "The address of the lines that define a public name"
+    "Return the address of the lines that define a public name"
     mod = import_module(info['module'])
     url = f'{repository}/blob/{pinned}/{info["module"].replace(".", "/")}.py'
     o = resolve(mod, info['fullname'])
@@ -68,7 +68,7 @@ def linkcode_resolve(domain, info):
 fastai = NbdevLookup(strip_libs=('fastai',))
 
 def link_names(app, doctree):
-    "Link each name in the text to its entry or to fastai's documentation, once in a section"
+    "Link names in the text to their entries or to fastai's documentation, once in each section"
     linked = set()
     for code in [*doctree.findall(nodes.literal)]:
         name = code.astext()
@@ -87,13 +87,13 @@ def link_names(app, doctree):
         link += code
 
 def leave_out_names(app, env):
-    "Names whose entries are on pages for contributors are not found: Sphinx does not search for aliases"
+    "Remove names with entries on pages for contributors from the search, by marking them as aliases"
     objects = env.domaindata['py']['objects']
     for name,o in objects.items():
         if 'nosearch' in env.metadata[o.docname]: objects[name] = o._replace(aliased=True)
 
 def leave_out_outputs(app, doctree, name):
-    "Printed lines and formulas are not found; a printed table keeps its lines on a phone"
+    "Remove printed text and formulas from the search; do not wrap lines of printed tables on narrow screens"
     for o in doctree.findall(nodes.literal_block):
         if 'output' not in o['classes']: continue
         o['classes'].append('no-search')
@@ -101,14 +101,14 @@ def leave_out_outputs(app, doctree, name):
     for o in doctree.findall(lambda o: isinstance(o, (nodes.math, nodes.math_block))): o['classes'].append('no-search')
 
 def mathml(as_block):
-    "A function that writes a formula as MathML, which browsers draw without a script"
+    "Return a function that writes a formula as MathML, which browsers render without a script"
     def visit(self, node):
         self.body.append(tex2mathml(node.astext(), as_block))
         raise nodes.SkipNode
     return visit
 
 def setup(app):
-    app.add_config_value('names', {}, 'env')   # public names, each with its full name
+    app.add_config_value('names', {}, 'env')   # from short to full public names
     app.add_html_math_renderer('mathml', (mathml(False), None), (mathml(True), None))
     app.connect('doctree-read', link_names)
     app.connect('env-updated', leave_out_names)

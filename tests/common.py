@@ -52,7 +52,7 @@ def trim_padding(learn):
     learn.xb,learn.yb = (learn.x[:,:n],),(learn.y[:,:n],)
 
 def nt_xent(z, y=None):
-    "Return a contrastive loss (Chen et al., 2020): samples 2i and 2i+1 are a pair, and are told from all others"
+    "Return the NT-Xent loss (Chen et al., 2020), in which samples 2i and 2i+1 are a pair and all others are negatives"
     z = F.normalize(z.flatten(1))
     sim = (z@z.T/0.5).masked_fill(torch.eye(len(z), dtype=torch.bool), -1e4)
     return F.cross_entropy(sim, (torch.arange(len(z))^1)%len(z))
@@ -66,7 +66,7 @@ def batch_dice_loss(p, y):
 # Loaders with given batches, in place of a Learner's training loader
 
 class EpochCycle:
-    "A function that returns the next entry of `epochs` with each call, and after the last one begins again"
+    "A function that returns the next entry of `epochs` with each call, and starts over after the last entry"
     def __init__(self, epochs): self.epochs,self.i = epochs,0
     def __call__(self):
         self.i += 1
@@ -91,7 +91,7 @@ class BatchSizesLoader(BatchListLoader):
 # Callbacks that act at an event
 
 class CallAt(Callback):
-    "Calls `f(learn)` at `event`: in training, and with `run_valid` in validation and prediction"
+    "Calls `f(learn)` at `event` in training; with `run_valid=True` also in validation and prediction"
     def __init__(self, event, f, run_valid=False, order=1):
         self.run_valid,self.order = run_valid,order
         setattr(self, event, lambda: f(self.learn))
@@ -103,7 +103,7 @@ class RecordAt(CallAt):
         super().__init__(event, lambda learn: self.values.append(f(learn)), order=order)
 
 class RaiseAt(Callback):
-    "Raises `exc` at `event`, once, after `skip` events have passed without it"
+    "Raises `exc` once, at the `event` that follows the first `skip` events of this kind"
     def __init__(self, event, exc, order, skip=0):
         self.order,self.exc,self.skip,self.n_heard = order,exc,skip,0
         setattr(self, event, lambda: self.hear())
@@ -123,11 +123,11 @@ class CpuMixedPrecision(MixedPrecision):
         self.autocast,self.learn.scaler,self.scales = autocast('cpu', dtype=dtype),GradScaler('cpu', **self.kwargs),[]
 
 class CpuLossScaling(CpuMixedPrecision):
-    "The GradScaler without half precision, so that runs in double precision can be compared to the last digit"
+    "Mixed precision with a GradScaler and without autocast, so that runs in double precision stay comparable"
     def before_fit(self):
         super().before_fit()
         self.autocast = autocast('cpu', enabled=False)
-    def after_pred(self): pass   # fastai's casts the predictions to single precision
+    def after_pred(self): pass   # do not cast the predictions to single precision, as `MixedPrecision.after_pred` does
 
 def make_loss_infinite(learn): learn.loss_grad = learn.loss_grad*float('inf')
 
@@ -142,13 +142,13 @@ def overflow_on_sample(i, learn):
 # Memory that runs out, simulated with torch's out-of-memory error
 
 def raise_oom_above(cap, stage='backward'):
-    "Return a function that is given a number of samples, and raises an out-of-memory error if it is more than `cap`"
+    "Return a function of a number of samples that raises an out-of-memory error if the number is more than `cap`"
     def check(n):
         if n>cap: raise torch.OutOfMemoryError(f'planted, {stage}')
     return check
 
 class CheckInBackward(torch.autograd.Function):
-    "The identity; in the backward pass it calls `check` with the number of samples, which may raise an error"
+    "The identity function, whose backward pass calls `check(number of samples)`; `check` may raise an error"
     @staticmethod
     def forward(ctx, x, check):
         ctx.check = check
@@ -171,11 +171,11 @@ class LimitedMemory(Module):
         return CheckInBackward.apply(x, partial(self.check, 'backward')) if self.training else x
 
 def runs_out_above(cap, *stages):
-    "Return a `runs_out` for `LimitedMemory`: in these stages memory holds `cap` samples"
+    "Return a `runs_out` for `LimitedMemory`: memory runs out in `stages` with more than `cap` samples"
     return lambda stage,n: stage in stages and n>cap
 
 def runs_out_on_attempts(attempts, stage, cap=1):
-    "Return a `runs_out` for `LimitedMemory`: memory runs out in those `attempts` at this stage, counted from 0"
+    "Return a `runs_out` for `LimitedMemory`: the calls of `stage` whose numbers (from 0) are in `attempts` run out"
     n_attempts = 0
     def runs_out(this_stage, n):
         nonlocal n_attempts
@@ -187,7 +187,7 @@ def runs_out_on_attempts(attempts, stage, cap=1):
 # Looking at a Learner, at warnings and at the repository
 
 def grads(learn):
-    "Return copies of the gradients of all parameters, None for a parameter that has none"
+    "Return a copy of the gradient of each parameter, or None for a parameter without a gradient"
     return [None if p.grad is None else p.grad.clone() for p in learn.model.parameters()]
 
 def weights(learn):
@@ -209,7 +209,7 @@ def collect_warnings(action='always'):
         yield collected
 
 def files_of_git():
-    "Return the names of the files that are committed, or would be with `git add`"
+    "Return the names of the files that are committed, and of new files that git does not ignore"
     cmd = ['git','ls-files','-z','--cached','--others','--exclude-standard']
     root = Path(__file__).resolve().parent.parent
     res = subprocess.run(cmd, cwd=root, capture_output=True, text=True)

@@ -1,26 +1,28 @@
 import gc, os, random
 import numpy as np, pytest
 from hypothesis import settings
-from device import pytest_pyfunc_call   # a hook: laws/test_device.py runs in a process of its own
+from device import pytest_pyfunc_call   # pytest calls this hook to run laws/test_device.py in a separate process
 
 @pytest.fixture(autouse=True)
-def in_tmp(tmp_path, monkeypatch): monkeypatch.chdir(tmp_path)   # `lr_find` and `save` write next to the Learner
+def in_tmp(tmp_path, monkeypatch):
+    "Run each test in an empty folder, because `lr_find` and `save` write files into the current folder"
+    monkeypatch.chdir(tmp_path)
 
 @pytest.fixture(autouse=True)
 def frozen():
-    "Keep fastai's objects out of garbage collections: fastaccum collects each time memory runs out, 0.5 s with them"
+    "Exclude fastai's objects from garbage collection, which takes 0.5 s with them whenever simulated memory runs out"
     gc.freeze()
     yield
     gc.unfreeze()
 
 @pytest.fixture(autouse=True)
 def seeded():
-    "Seed Python and NumPy, by which loaders shuffle; PyTorch begins with the same random numbers in each process"
+    "Seed the random numbers of Python and NumPy, which loaders use to shuffle; PyTorch's default seed is constant"
     random.seed(0)
     np.random.seed(0)
 
-# `make test` tries the same few examples every time, on machines of any speed. HYPOTHESIS=random draws other examples,
-# and `make test-all` draws more.
+# `make test` tries the same 20 examples every time, and has no deadline, because machines differ in speed.
+# HYPOTHESIS=random draws new examples in each run, and `make test-all` tries 100 examples.
 max_examples = 100 if os.environ.get('TESTS')=='all' else 20
 settings.register_profile('same', deadline=None, derandomize=True, max_examples=max_examples)
 settings.register_profile('random', deadline=None, max_examples=max_examples)

@@ -1,7 +1,8 @@
 """The device of laws/test_device.py: a GPU if there is one, otherwise the simulated device of device.cpp.
 
-`FASTACCUM_DEVICE=cuda` or `FASTACCUM_DEVICE=sim` chooses. The laws run in a process of their own: PyTorch must know a
-device before the first backward pass of a process, and a process that has run one cannot be forked, as other tests do.
+`FASTACCUM_DEVICE=cuda` or `FASTACCUM_DEVICE=sim` overrides this choice. The laws run in a separate process for two
+reasons: PyTorch must know a device before the first backward pass of a process, and other tests fork their process,
+which is impossible once it has run a backward pass on a device.
 """
 import ctypes, hashlib, os, shutil, subprocess, sys, traceback, types, warnings
 from contextlib import contextmanager
@@ -23,18 +24,19 @@ def n_devices(): return torch.get_device_module(kind).device_count()
 # Build the simulated device, and make it known to PyTorch
 
 def library():
-    "The file that the simulated device is built into: one for each version of its source and of PyTorch"
+    "Return the path of the built simulated device, which contains the versions of its source and of PyTorch"
     version = hashlib.sha256((tests/'device.cpp').read_bytes()).hexdigest()[:12]
     cache = Path(os.environ.get('XDG_CACHE_HOME') or Path.home()/'.cache')
     return cache/'fastaccum'/f'device-{torch.__version__}-{version}.so'
 
 def build():
-    "Build the simulated device unless that has been done; returns why it cannot be built, or an empty string"
+    "Build the simulated device if needed. Return the reason why it cannot be built, or an empty string"
     if kind!='sim' or library().exists(): return ''
     compiler = os.environ.get('CXX') or shutil.which('g++') or shutil.which('clang++')
     if not compiler: return "the simulated device needs a C++ compiler: install g++, as with `apt install g++`"
     torchs = Path(torch.__file__).parent
-    partial = library().with_suffix(f'.{os.getpid()}')   # renamed when it is complete
+    # several processes may build at the same time: each writes to a file of its own, which is renamed once complete
+    partial = library().with_suffix(f'.{os.getpid()}')
     partial.parent.mkdir(parents=True, exist_ok=True)
     cmd = [compiler, '-std=c++20', '-O1', '-w', '-shared', '-fPIC', tests/'device.cpp', '-o', partial]
     cmd += [f'-I{torchs}/include', f'-I{torchs}/include/torch/csrc/api/include']
@@ -81,13 +83,13 @@ def load():
     torch._register_device_module('sim', mod)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
-# What the laws ask of the device
+# Measuring and limiting the device
 
 def memory_in_use(): return torch.get_device_module(kind).memory_allocated()
 
 @contextmanager
 def memory_for(nbytes):
-    "A context in which memory runs out when `nbytes` more than now are in use"
+    "Limit the memory of the device in this context to `nbytes` more than is in use at its beginning"
     most = memory_in_use()+nbytes
     if kind=='sim': torch.ops.sim.set_memory_limit(most)
     else:
@@ -101,14 +103,14 @@ def memory_for(nbytes):
 
 @contextmanager
 def without_float64():
-    "A context in which the simulated device has no double precision, like Apple's GPUs"
+    "Let the simulated device refuse double precision in this context, as Apple's GPUs do"
     torch.ops.sim.set_float64(False)
     try: yield
     finally: torch.ops.sim.set_float64(True)
 
 @contextmanager
 def synchronisations():
-    "A context with a list of the calls that synchronise the device: for each, the files of its stack, innermost first"
+    "Collect the calls that synchronise the device: a list with the file names of each call's stack, innermost first"
     calls = []
     def note(_):
         files = (o.f_code.co_filename for o,_ in traceback.walk_stack(None))
@@ -127,11 +129,11 @@ def synchronisations():
         try: yield calls
         finally: torch.cuda.set_sync_debug_mode('default')
 
-# Run the laws in a process of their own, and report how they ended there
+# Running the laws in a separate process, and reporting their results in this one
 
 @lru_cache
 def outcomes(names, root):
-    "Run the laws with these names in a process with the device; returns an element of pytest's report for each"
+    "Run the laws with these names in a process with the device; return the element of pytest's report by name"
     with TemporaryDirectory() as folder:
         report = Path(folder)/'report.xml'
         cmd = [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', f'--junitxml={report}']
@@ -142,7 +144,7 @@ def outcomes(names, root):
     pytest.fail(f'the process with the device ended with {res.returncode}:\n{(res.stdout+res.stderr)[-4000:]}', False)
 
 def pytest_pyfunc_call(pyfuncitem):
-    "A hook of pytest, for conftest.py: in place of running a law in this process, report how it ended in its own"
+    "Report the result of a law from the separate process instead of running the law here (a hook of pytest)"
     if has_device or pyfuncitem.path!=laws: return None
     names = tuple(o.name for o in pyfuncitem.session.items if o.path==laws)
     for o in outcomes(names, pyfuncitem.config.rootpath)[pyfuncitem.name]:

@@ -1,9 +1,9 @@
-"""Random runs: is a run on micro-batches the full-batch run?
+"""Compare runs on micro-batches with full-batch runs, for random configurations.
 
-`python tests/sweep.py 10000` draws that many configurations, runs each both ways and prints the worst deviations.
+`python tests/sweep.py 10000` draws 10,000 configurations, runs each in both ways and prints the largest deviations.
 """
 import os, random, sys
-os.environ.setdefault('OMP_NUM_THREADS', '1')   # the processes are many, and the models tiny
+os.environ.setdefault('OMP_NUM_THREADS', '1')   # one thread for each of the many processes; the models are tiny
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -23,11 +23,11 @@ ways = dict(
     two_fits =lambda l,n,lr,**kw: (l.fit_one_cycle(1, lr, **kw), l.fit(n, lr/2, **kw)))
 
 def penalty(event='after_loss', order=0):
-    "Add to the loss, as fastai's `RNNRegularizer` does"
+    "Return a callback that adds a penalty on the predictions to the loss, as fastai's `RNNRegularizer` does"
     return RecordAt(event, lambda l: setattr(l, 'loss_grad', l.loss_grad+0.1*l.pred.pow(2).mean()), order)
 
 def fit(learn, cbs, how, n_epoch, lr, wd, freeze_first):
-    "One of fastai's ways to fit, perhaps after a fit with a frozen body"
+    "Fit with the method `how` of fastai; with `freeze_first`, fit for an epoch with a frozen body before"
     if freeze_first:
         learn.freeze()
         learn.fit(1, lr, wd=wd, cbs=cbs)
@@ -35,19 +35,22 @@ def fit(learn, cbs, how, n_epoch, lr, wd, freeze_first):
     ways[how](learn, n_epoch, lr, wd=wd, cbs=cbs)
 
 def metered(bs, train_metrics=True, **kwargs):
+    "Return a toy Learner whose Recorder also computes metrics in training if `train_metrics`"
     learn = toy(bs, **kwargs)
     learn.recorder.train_metrics = train_metrics
     return learn
 
 def draw(seed):
-    "A random configuration: arguments for `both_runs`"
+    "Return a random configuration, as arguments of `both_runs`"
     r = random.Random(seed)
     def maybe(p): return r.random()<p
     micro,accum_bs,n = r.randint(1, 9),r.randint(1, 40),r.randint(12, 90)
     drop_last,tokens = maybe(.25),maybe(.3)
     if drop_last: n = max(n, -(-accum_bs//micro)*micro)
     opt,clip,penalized = r.choice(list(opts)),r.choice([None,None,0.01,0.1]),maybe(.3) and not tokens
-    def cbs(): return [GradientClip(clip)]*(clip is not None)+[penalty()]*penalized
+    def cbs():
+        res = [] if clip is None else [GradientClip(clip)]
+        return [*res, penalty()] if penalized else res
     return dict(micro=micro, accum_bs=accum_bs, n=n, seed=seed, tokens=tokens, shuffle=maybe(.5),
         loader_drop_last=maybe(.3), acc=dict(drop_last=drop_last), opt_func=opts[opt], cbs=cbs, make=metered,
         train_metrics=maybe(.5), metrics=accuracy if maybe(.5) and not tokens else None, fit=partial(fit,
@@ -55,7 +58,7 @@ def draw(seed):
         lr=r.choice([1e-2,5e-2] if opt=='sgd' else [1e-3,1e-2]), freeze_first=maybe(.2)))
 
 def check(seed):
-    "Run configuration `seed` both ways; return how far they are apart"
+    "Run configuration `seed` in both ways; return the deviations between the two runs"
     cfg = draw(seed)
     try: return assert_same_run(*both_runs(**cfg))
     except Exception as e: raise AssertionError(f"seed {seed}, {cfg}: {e}") from e

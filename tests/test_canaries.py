@@ -1,4 +1,7 @@
-"""What fastaccum knows of fastai and torch that nobody promised. If one of these fails, look there first."""
+"""Private or undocumented behaviour of fastai and torch on which fastaccum relies.
+
+If a test here fails with a new version, adapt the part of fastaccum that relies on the fact that the test names.
+"""
 import inspect, torch
 from functools import partial
 from torch import nn
@@ -9,8 +12,8 @@ from fastai.text.all import (Callback, DataLoader, GradientAccumulation as Fasta
 from fastaccum.testing import toy
 from common import RecordAt, grads
 
-def test_how_fastai_runs_a_batch():
-    "Read these lines before you change the sentences: our steps run a batch, and send its events, as they do"
+def test_fastai_runs_a_batch_with_this_source_code():
+    "fastaccum's step loop runs a micro-batch, and sends its events, as these methods do. If one changes, compare both"
     def same(f, src): assert ' '.join(inspect.getsource(f).split())==' '.join(src.split())
     same(Learner.one_batch, """def one_batch(self, i, b): self.iter = i b = self._set_device(b) self._split(b)
         self._with_events(self._do_one_batch, 'batch', CancelBatchException)""")
@@ -31,18 +34,20 @@ def test_how_fastai_runs_a_batch():
     same(Learner._step, "def _step(self): self.opt.step()")
     assert "for cb in self.cbs.sorted('order'): cb(event_name)" in inspect.getsource(Learner._call_one)
 
-def test_orders_of_callbacks():
+def test_fastais_callbacks_have_these_orders():
     cbs = TrainEvalCallback,FastaiGradientAccumulation,MixedPrecision,GradientClip,Recorder,ParamScheduler
     assert [o.order for o in cbs]==[-10,6,10,11,50,60]
 
-def test_how_a_callback_is_called():
-    "Its own switches are heeded, an event is looked up on the instance, and `after_fit` switches it on again"
+def test_a_callback_is_called_through_its_instance_unless_it_is_switched_off():
+    "`run` and `run_valid` switch a callback off, its instance may replace a method, and `after_fit` sets `run` again"
     class A(Callback):
         run_valid = False
         def after_loss(self): return 'class'
     cb,learn = A(),toy(4, n=4)
     learn.add_cb(cb)
-    def heard(training): learn.training = training; return cb('after_loss')
+    def heard(training):
+        learn.training = training
+        return cb('after_loss')
     assert 'after_loss' in _inner_loop and (heard(True),heard(False))==('class',None)
     vars(cb)['after_loss'] = lambda: 'instance'
     assert heard(True)=='instance'
@@ -51,29 +56,31 @@ def test_how_a_callback_is_called():
     cb('after_fit')
     assert cb.run
 
-def test_the_lock_tells_validation_from_a_fit():
-    "Both have a `before_fit`"
+def test_the_lock_of_the_learner_tells_validation_from_a_fit():
+    "Validation and prediction send `before_fit` too, but hold `learn.lock` meanwhile"
     seen = []
     class Look(Callback):
         def before_fit(self): seen.append(self.learn.lock.locked())
     learn = toy(4, n=8, cbs=Look())
-    learn.validate(); learn.get_preds(); learn.fit(1)
+    learn.validate()
+    learn.get_preds()
+    learn.fit(1)
     assert seen==[True,True,False]
 
-def test_who_moves_progress_and_who_reads_it():
-    "A `train_iter` for each item of the loader; a scheduler asks when a batch begins, the finder stops by `train_iter`"
+def test_schedulers_and_the_finder_read_the_progress_that_fastai_counts_in_batches():
+    "`train_iter` grows by 1 with each batch; ParamScheduler reads `pct_train` in `before_batch`, LRFinder `train_iter`"
     seen,asked = RecordAt('before_batch', lambda l: (l.train_iter, round(l.pct_train, 12))),[]
     toy(4, n=16).fit(2, cbs=[seen,ParamScheduler({'lr':lambda pos: asked.append(pos) or 0.1})])
     assert seen.values==[(i, i/8) for i in range(8)] and asked==[i/8 for i in range(8)]
     for o in ('self.train_iter/self.num_it','self.train_iter >= self.num_it','self.smooth_loss'):
         assert o in inspect.getsource(LRFinder)
 
-def test_what_the_recorder_notes_after_each_batch():
+def test_the_recorder_appends_rates_losses_and_metrics_after_each_batch():
     src = inspect.getsource(Recorder.after_batch)+inspect.getsource(Recorder._train_mets.fget)
     for o in ('self.lrs.append','self.losses.append','self.learn.smooth_loss','self.train_metrics'): assert o in src
 
-def test_what_is_a_gradient_after_a_step():
-    "None with torch's optimizers; zeros with fastai's, which let weight decay move a body that was frozen"
+def test_a_gradient_after_a_step_is_zero_with_fastais_optimizers_and_none_with_torchs():
+    "With gradients of zero, fastai's weight decay still changes a body that is frozen afterwards"
     a,b = toy(4, n=4),toy(4, n=4, opt_func=partial(OptimWrapper, opt=torch.optim.SGD))
     for o in (a,b): o.fit(1)
     assert all(g is not None for g in grads(a)) and all(g is None for g in grads(b))
@@ -82,16 +89,16 @@ def test_what_is_a_gradient_after_a_step():
     a.fit(1, 0.1, wd=0.1)
     assert not a.model[0].weight.equal(body)
 
-def test_loaders_of_another_size():
-    "`new` takes `bs` and `get_idxs`; the size can be set, but in a language model's loader it is built in"
+def test_a_loader_can_be_copied_or_changed_to_another_batch_size():
+    "`new` takes `bs` and `get_idxs`, and `bs` can be set; a language model's loader makes chunks of a fixed size"
     dl = DataLoader(list(range(10)), bs=4)
     assert [o.tolist() for o in dl.new(bs=3, get_idxs=lambda: [1,2,5])]==[[1,2,5]]
     dl.bs = 3
     assert [len(o) for o in dl]==[3,3,3,1]
     assert hasattr(LMDataLoader, 'make_chunks')
 
-def test_private_parts_of_torch():
-    "Hooks on a parameter are kept there; what a model returns is taken apart and put together again in order"
+def test_torch_has_these_private_parts():
+    "`_post_accumulate_grad_hooks` has a parameter's hooks; `tree_flatten` keeps the order of the leaves"
     p = nn.Parameter(torch.zeros(1))
     assert not p._post_accumulate_grad_hooks
     p.register_post_accumulate_grad_hook(lambda p: None)

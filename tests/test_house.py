@@ -1,4 +1,4 @@
-"The package as a house: who may import whom, how large it may be, and what a public name says of itself."
+"The structure of the package: allowed imports, limits on its size, and documentation of public names."
 import ast, pytest, re
 from pathlib import Path
 
@@ -13,7 +13,7 @@ texts = {o: o.read_text(encoding='utf-8') for o in sorted(lib.rglob('*.py')) if 
 modules = {name_of(o): ast.parse(text) for o,text in texts.items()}
 
 def imports(nm):
-    "What a module imports, wherever in it"
+    "Yield the modules that the module `nm` imports, also within functions"
     here = nm.split('.')
     for o in ast.walk(modules[nm]):
         if isinstance(o, ast.Import): yield from (a.name for a in o.names)
@@ -29,15 +29,15 @@ def test_core_imports_nothing_above_it_and_nobody_imports_testing():
     assert not {nm:os for nm,os in ours.items() if is_core(nm) and not all(map(is_core, os))}
     assert not [nm for nm,os in ours.items() if 'fastaccum.testing' in os]
 
-def test_no_circle_and_no_long_chain():
-    graph,chain = {k:v&modules.keys() for k,v in ours.items()},{}   # of each module, the longest chain of its imports
+def test_imports_form_no_circle_and_no_long_chain():
+    graph,chain = {k:v&modules.keys() for k,v in ours.items()},{}   # longest chain of imports by module
     while len(chain)<len(graph):
         free = {k for k,v in graph.items() if k not in chain and v<=chain.keys()}
         assert free, f'these import each other: {sorted(graph.keys()-chain)}'
         chain |= {k: [k, *max((chain[o] for o in graph[k]), key=len, default=[])] for k in free}
     assert len(longest := max(chain.values(), key=len))<=longest_chain, ' -> '.join(longest)
 
-def test_the_house_is_small():
+def test_the_package_and_each_module_are_small():
     assert len(modules)<=most_modules
     assert not {o.name:n for o,text in texts.items() if (n := len(text.splitlines()))>most_lines}
 
@@ -45,17 +45,17 @@ def test_optional_packages_are_imported_in_one_place_or_nowhere():
     tops = {(fn.name,nm.split('.')[0]) for fn in texts for nm in imports(name_of(fn))}
     assert not [(fn,o) for fn,o in tops if only_in.get(o, fn)!=fn]
 
-def test_lines():
-    "At most 120 characters, but for what nbdev writes"
+def test_lines_have_at_most_120_characters():
+    "The lines that nbdev writes at the top of each module may be longer"
     folders = 'tools','docs','benchmarks','tests'
     files = [root/'conftest.py', root/'setup.py', *texts, *(o for d in folders for o in (root/d).rglob('*.py'))]
     def own(fn): return re.sub(r'^# %% auto.*?(?=^# %%)', '', fn.read_text(encoding='utf-8'), flags=re.M|re.S)
     assert not {fn.name:l for fn in files for l in own(fn).splitlines() if len(l)>120}
 
-# What a public name says of itself
+# Documentation of public names
 
 def functions():
-    "The public functions and methods, with the docstring of their class"
+    "Yield the name and node of each public function and method, and the docstring of its class"
     def public(o): return isinstance(o, ast.FunctionDef) and (not o.name.startswith('_') or o.name=='__init__')
     for nm,tree in modules.items():
         for o in tree.body:
@@ -71,13 +71,13 @@ def test_parameters_have_types():
         if a.arg not in ('self','cls') and a.annotation is None]
 
 def raised(o):
-    "The exceptions that a function raises in its own body"
+    "Yield the names of the exceptions that the function `o` raises in its own body"
     for s in ast.iter_child_nodes(o):
         if isinstance(s, (ast.FunctionDef,ast.Lambda,ast.ClassDef)): continue
         if isinstance(s, ast.Raise) and isinstance(s.exc, ast.Call): yield ast.unparse(s.exc.func).split('.')[-1]
         yield from raised(s)
 
-def test_what_is_raised_is_documented():
-    "`ValueError: when`, in the docstring of the function or of its class"
+def test_each_exception_that_is_raised_is_documented():
+    "The docstring of the function or of its class has a line such as `ValueError: when`"
     assert not [f'{nm}: {e}' for nm,o,doc in functions() for e in raised(o)
         if not e.startswith('Cancel') and f'{e}:' not in (ast.get_docstring(o) or '')+doc]

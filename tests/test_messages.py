@@ -1,5 +1,8 @@
-"""Each message ends with a link to its entry on the page Messages. The entry shows how the message begins, has a cause,
-and lines to type that exist. Each entry belongs to a message. The FAQ is short, and its lines exist, too."""
+"""Each message ends with a link to its entry on the page Messages, and each entry belongs to a message.
+
+An entry shows how the message begins, explains the cause, and has a line of code that runs. The FAQ is short, and its
+code runs.
+"""
 import ast, inspect, json, re, warnings
 from pathlib import Path
 import pytest
@@ -15,12 +18,12 @@ root = Path(__file__).resolve().parent.parent
 found = tool.messages()
 sources = [fn.read_text(encoding='utf-8') for fn in tool.lib.rglob('[a-z]*.py')]
 
-# Errors that no user sees: fastaccum catches them, and puts their text into a table or another message
+# Errors that fastaccum raises and catches itself, to show their text in a table or in another message
 inner = ('the predictions of', 'random numbers are drawn', 'the sizes of the parts', 'the loss is not finite',
     'there are only', 'do not know how to compare')
 
 def test_each_error_and_warning_has_a_key():
-    "Append `+ more_link('key')` to a message that is listed here, and write an entry"
+    "If this fails, append `+ more_link('key')` to the listed message, and write an entry on the page"
     calls = [o for text in sources for o in ast.walk(ast.parse(text)) if isinstance(o, ast.Call) and o.args]
     own = {o.name for text in sources for o in ast.walk(ast.parse(text)) if isinstance(o, ast.ClassDef)}
     messages = [o for o in calls if re.fullmatch('warn|.*Error', tool.called(o)) and tool.called(o) not in own]
@@ -46,11 +49,11 @@ def prose(text): return re.sub(r'^```.*?^```|^>$|^> \*\*.*?\*\*|^- keywords:.*?$
 page,faq = texts('messages'),texts('faq')
 headed = [o for o in page if o.startswith('### ')]
 rows = {m[1]:m[0] for o in page for m in re.finditer(fr'^\| {tool.span}.*$', o, re.M)}   # entries of a table
-several = 'waiting-processes'   # a heading of entries
+several = 'waiting-processes'   # the heading above several entries, without an entry itself
 written = {k:o for o in headed for k in tool.anchors(o) if k!=several} | rows
 
 def test_the_page_shows_how_the_messages_of_the_code_begin():
-    "Otherwise run `make prepare`"
+    "If this fails, run `make prepare`"
     assert [text for text in page if tool.filled(text, found)!=text]==[]
 
 @pytest.mark.parametrize('key', rows)
@@ -62,20 +65,20 @@ def test_a_row_says_what_to_do_and_what_to_type(key):
 @pytest.mark.parametrize('key', [k for k in written if k not in rows])
 def test_an_entry_says_why_and_what_to_type(key):
     title,*lines = written[key].partition('```python\n')[0].split('\n')
-    assert re.fullmatch('### [A-Za-z -]+', title)   # of other characters Sphinx may make another link
+    assert re.fullmatch('### [A-Za-z -]+', title)   # other characters may change the anchor that Sphinx makes
     assert len(' '.join(o for o in lines if not o.startswith(('>','<'))))>40 and '```python\n' in written[key]
 
-def test_headings_are_there_once():
+def test_no_heading_occurs_twice():
     for o in (page, faq):
         headings = re.findall(r'^### (.+)$', '\n'.join(o), re.M)
         assert len(headings)==len(set(headings))
 
 def test_pages_are_short():
-    "Words outside of code"
+    "The number of words outside of code is limited"
     assert len(prose('\n'.join(page)).split())<=4800 and len(prose('\n'.join(faq)).split())<=1000
 
 @pytest.mark.parametrize('text', [o for o in faq if o.startswith('### ')], ids=lambda o: o.split('\n')[0][4:])
-def test_an_answer_is_short_and_leads_on(text):
+def test_an_answer_is_short_and_has_a_link(text):
     answer = prose(text.partition('\n')[2])
     assert 5<len(answer.split())<=60 and '](' in answer
 
@@ -84,32 +87,32 @@ def whole(o): return '[^\n]{0,400}?'.join(map(re.escape, o.text.split(tool.blank
 begins = {begin(o):'|'.join(whole(m) for m in found if begin(m)==begin(o)) for o in found if o.key and len(begin(o))>20}
 
 def outdated(text):
-    "What it shows of messages, from their beginning, that is not all that they are now"
+    "Return the lines of `text` that begin as a message does and go on differently than the message does now"
     return [m for k,v in begins.items() if k in text for m in re.findall(f'(?!{v}){re.escape(k)}.*', text)]
 
 @pytest.mark.parametrize('fn', sorted((root/'nbs').rglob('*.ipynb')), ids=lambda o: f'{o.parent.name}/{o.stem}')
-def test_what_pages_show_of_messages_is_of_now(fn):
-    "After a change of a message, run the pages that show it: `make page PAGE=…`"
+def test_saved_outputs_of_pages_show_the_current_messages(fn):
+    "After changing a message, run the pages that show it: `make page PAGE=…`"
     outs = [o for c in read(fn) for o in c.get('outputs', ())]
     data = [v for o in outs for k,v in {'text':o.get('text', ()), **o.get('data', {})}.items() if k[:4]=='text']
     assert not [o for v in data for o in outdated(''.join(v))]
 
-def test_what_was_changed_is_seen():
+def test_an_outdated_message_is_found():
     assert outdated('the training loader has no batches, so nothing is trained.\nMore: https://a#no-batch')
 
-# What it says to type
+# The code in entries and answers
 
 known = {k:v for o in (fastai.text.all,fastai.vision.all,fastaccum.wandb,fastaccum.all) for k,v in vars(o).items()}
 code = [o for c in [*page,*faq] for o in re.findall(r'^```python\n(.*?)^```', c, re.M|re.S)]
 code += [o.split('`')[-2] for o in rows.values()]
 
 def callee(f):
-    "The Learner's method, or the class"
+    "Return the Learner's method or the class that the code `f` names, or None"
     if re.fullmatch(r'(self\.)?learn\.\w+', f) and f!='learn.distrib_ctx': return getattr(Learner, f.rpartition('.')[2])
-    return known[f] if inspect.isclass(known.get(f)) else None   # fastai's `distrib_ctx` needs accelerate
+    return known[f] if inspect.isclass(known.get(f)) else None   # importing `distrib_ctx` needs accelerate
 
 @pytest.mark.parametrize('text', code)
-def test_what_is_typed_exists_and_takes_these_arguments(text):
+def test_the_functions_in_code_exist_and_take_these_arguments(text):
     for o in ast.walk(ast.parse(f'def f(self):\n    {text}' if re.match('(raise|self)', text) else text)):
         if isinstance(o, ast.ImportFrom) and o.module.startswith('fastaccum'):
             mod = __import__(o.module, fromlist=['_'])
@@ -118,11 +121,11 @@ def test_what_is_typed_exists_and_takes_these_arguments(text):
         if f: inspect.signature(f).bind_partial(*([None]*len(o.args)), **{k.arg:None for k in o.keywords if k.arg})
 
 answers = {o.split('\n')[0][4:]: re.search(r'^```python\n(.*?)^```', o, re.M|re.S)[1] for o in faq if o[:4]=='### '}
-elsewhere = 'distrib_ctx', 'wandb'   # what needs a launcher or an account has tests of its own
+elsewhere = 'distrib_ctx', 'wandb'   # answers that need a launcher or an account have other tests
 
 @pytest.mark.parametrize('name', [k for k,v in answers.items() if not any(o in v for o in elsewhere)])
 def test_the_code_of_an_answer_runs(name, tmp_path, monkeypatch):
-    "Pasted below the imports that the page begins with, with a Learner"
+    "The answer runs after the imports at the top of the page, with a Learner named `learn`"
     space = {}
     exec(re.search(r'^```python\n(.*?)^```', faq[1], re.M|re.S)[1], space)
     x = torch.randn(512, 5)
@@ -130,14 +133,14 @@ def test_the_code_of_an_answer_runs(name, tmp_path, monkeypatch):
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     dls = DataLoaders(DataLoader(data, bs=256), DataLoader(data[:16], bs=16))
     learn = Learner(dls, model, CrossEntropyLossFlat(), path=tmp_path)
-    monkeypatch.setattr(type(learn), 'bs_find', lambda self: 32)   # searches the memory of this machine
+    monkeypatch.setattr(type(learn), 'bs_find', lambda self: 32)   # the search would use the memory of this machine
     with learn.no_bar(), learn.no_logging(), warnings.catch_warnings():
         warnings.simplefilter('ignore')
         learn.fit(1)
         exec(answers[name], space|dict(learn=learn))
 
-def test_both_classes_are_taken_off():
-    "What the page says of two callbacks: one is fastai's, one fastaccum's"
+def test_the_remedy_for_two_callbacks_removes_both_classes():
+    "The Learner has fastai's callback and fastaccum's callback of the same name"
     learn = toy(4)
     learn.add_cbs([GradientAccumulation(8),FastaiGradientAccumulation(8)])
     with pytest.raises(ValueError): learn.fit(1)

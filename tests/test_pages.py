@@ -1,4 +1,4 @@
-"How the notebooks are tested (tools/pasted.py), and which outputs `make page` saves (tools/page.py)."
+"Tests of the tools that run notebooks: as tests (tools/pasted.py), and to save outputs (tools/page.py)."
 import json, subprocess, sys
 from pathlib import Path
 import page, pasted, pytest
@@ -25,7 +25,7 @@ def test_a_page_fails_if_a_cell_fails_or_if_it_cannot_be_pasted(sources, why, tm
     assert (why in found.partition('\n')[0]) if why else not found, found
 
 def test_a_guide_installs_fastaccum_in_colab_and_nowhere_else(monkeypatch):
-    "The second cell of each guide; copy it from another guide into a new one"
+    "The second cell of each guide installs fastaccum; copy that cell from another guide into a new guide"
     guides = [root/'nbs/get_started.ipynb', *(root/'nbs/guides').glob('*.ipynb')]
     sources = {''.join(json.loads(fn.read_text(encoding='utf-8'))['cells'][1]['source']) for fn in guides}
     assert len(sources)==1
@@ -53,7 +53,7 @@ def stream(*text, name='stdout'): return dict(output_type='stream', name=name, t
 @pytest.mark.parametrize('a,b,same', [('loss 1e-16','loss 6e-17',True), ('1.677985','1.677984',True),
     ('0 2.1 00:01','0 2.1 00:12',True), ('<f at 0x7f12>','<f at 0x55aa>',True), ('loss 1e-16','loss 1e-8',False),
     ('1.677985','1.67902',False), ('100000','100001',False), ('1 2','1 2 3',False), ('good','bad',False)])
-def test_an_output_is_saved_if_it_differs_by_more_than_times_addresses_and_rounding(a, b, same):
+def test_an_output_is_saved_if_it_differs_in_more_than_times_addresses_and_rounding(a, b, same):
     def nb(text): return dict(cells=[dict(cell_type='code', id='x', outputs=[stream(text)])])
     merged,changed = page.merged(nb(a), nb(b))
     assert changed==([] if same else ['x']) and merged==nb(a if same else b)

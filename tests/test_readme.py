@@ -1,4 +1,4 @@
-"README.md is short and true: its example runs, its commands exist, its table is what the script prints."
+"README.md is short and true: its examples run, its commands exist, and its table is the output of the script."
 import re, runpy, shutil, subprocess, sys
 from pathlib import Path
 import fastaccum, pytest
@@ -9,19 +9,19 @@ readme = (root/'README.md').read_text(encoding='utf-8')
 def blocks(text, lang): return re.findall(fr'^```{lang}\n(.*?)^```$', text, re.M|re.S)
 
 def test_examples_run(tmp_path):
-    "In a process of its own, with our class and not fastai's; the first one takes a Learner that the reader has"
+    "Both examples use fastaccum's class. The first one needs a Learner, so it runs after the second one"
     typed,example = blocks(readme, 'python')
     said = "print('RAN', len(learn.recorder.losses), GradientAccumulation.__module__)\n"
     file = tmp_path/'example.py'
     file.write_text(example+said+typed+said, encoding='utf-8')
     res = subprocess.run([sys.executable, file], capture_output=True, text=True)
     assert not res.returncode, res.stderr
-    out = res.stdout.replace('\r', '\n')   # the bar goes back to the beginning of its line
+    out = res.stdout.replace('\r', '\n')   # the progress bar overwrites its line
     assert 'RAN 18 fastaccum.' in out and 'RAN 30 fastaccum.' in out
     assert len(re.findall(r'^\W*[0-5] +\d\.\d+ .*\d\d:\d\d', out, re.M))==3+1+5
 
-def test_demo_shows_the_same_run(monkeypatch):
-    "To the callback's own figures, steps and losses; fastai's callback shows that the figures can differ"
+def test_the_demo_shows_the_same_run(monkeypatch):
+    "Steps and losses are those of the full-batch run; with fastai's callback they differ at least 100 times as much"
     import demo
     monkeypatch.setattr(demo, 'n_epoch', 2)
     full,ours,fastais = (demo.train('', bs, cb)[1] for bs,cb in ((256, None), (32, demo.GradientAccumulation(256)),
@@ -30,7 +30,7 @@ def test_demo_shows_the_same_run(monkeypatch):
     assert 100*demo.gaps(ours, full).max()<demo.gaps(fastais, full).max()
 
 def test_our_import_comes_after_fastais():
-    "Else fastai's star import brings its own class of the same name, and nobody notices"
+    "In the other order, fastai's star import would silently replace the name with fastai's own class"
     for o in blocks(readme, 'python'):
         assert o.index('from fastai.vision.all import *')<o.index('from fastaccum import GradientAccumulation')
 
@@ -54,8 +54,8 @@ def test_commands_exist():
         res = subprocess.run(['make','-n',o], cwd=root, capture_output=True, text=True)
         assert not res.returncode, res.stderr
 
-def test_install():
-    "From the project's own address, with the versions that the package asks for"
+def test_the_install_commands_and_versions_are_those_of_the_project():
+    "The address is that of pyproject.toml, and the oldest versions are those of settings.ini"
     url = re.search(r'^Repository *= *"(.+)"', (root/'pyproject.toml').read_text(encoding='utf-8'), re.M)[1]
     for o in (f'git clone {url} &&', f'pip install git+{url}\n'): assert o in readme
     ini = (root/'settings.ini').read_text(encoding='utf-8')
@@ -72,8 +72,8 @@ def test_scripts_and_pictures_exist():
     for o in re.findall(r'`python ([\w/]+\.py)', readme)+re.findall(r'!\[[^]]*\]\((?!https:)([^)]+)\)', readme):
         assert (root/o).is_file(), o
 
-def test_table_is_what_the_script_prints(capsys):
-    "But for the size of a rounding error"
+def test_the_table_is_what_the_script_prints(capsys):
+    "Errors of rounding may differ in size"
     def row(o): return re.sub(r'\d+e-1\d', '1e-17', o)
     runpy.run_path(str(root/'benchmarks/remainders.py'), run_name='__main__')
     printed = {row(o) for o in capsys.readouterr().out.splitlines()}
@@ -81,7 +81,7 @@ def test_table_is_what_the_script_prints(capsys):
     assert len(shown)==4 and {row(o) for o in shown} <= printed
 
 def test_it_is_short():
-    "Words outside of code, and links in the list at its end"
+    "The words outside of code, and the links of the last list, are limited"
     text = re.sub(r'^```.*?^```|<!--.*?-->|!\[.*?\]\(.*?\)', '', readme, flags=re.M|re.S)
     assert len(text.split())<=450
     assert 4<len(re.findall(r'\]\(', readme.partition('## Read on')[2].partition('\n## ')[0]))<=12

@@ -1,4 +1,4 @@
-"What is uploaded for a release: the version, the sdist and its metadata; and what the workflows install."
+"A release has one version everywhere, and a complete sdist with its metadata; workflows use pinned actions."
 import configparser, json, re, shutil, subprocess, sys, tarfile
 from pathlib import Path
 import fastaccum, pytest
@@ -32,7 +32,7 @@ def test_each_python_is_tested():
 
 @pytest.fixture(scope='module')
 def sdist(tmp_path_factory):
-    "The names of the files in git, those in an sdist that is made of them, and its metadata"
+    "Build an sdist from the files in git; return the names of these files, those in the sdist, and its metadata"
     needed = re.search(r'^requires = \["setuptools>=(\d+)"\]', text_of('pyproject.toml'), re.M)[1]
     pytest.importorskip('setuptools', minversion=needed)
     tmp,names = tmp_path_factory.mktemp('sdist'),files_of_git()
@@ -47,20 +47,20 @@ def sdist(tmp_path_factory):
         metadata = tar.extractfile(f'fastaccum-{version}/PKG-INFO').read().decode()
     return names,inside,metadata
 
-def test_the_sdist_has_what_git_has(sdist):
+def test_the_sdist_has_the_files_of_git(sdist):
     names,inside,_ = sdist
     not_needed = re.compile(r'\.(ci|devcontainer|git)|SECURITY.md|conda/')
     assert [o for o in names if o not in inside and not not_needed.match(o)]==[]
     assert not [o for o in inside if re.search(r'\.pyc|/models/|^\.', o)]
 
-def test_what_the_package_index_shows(sdist):
+def test_the_metadata_has_the_links_and_pictures_for_the_package_index(sdist):
     metadata = sdist[2]
     for o in pythons: assert f'Classifier: Programming Language :: Python :: {o}\n' in metadata
     for name in ('Repository','Documentation','Changelog','Issues'): assert f'Project-URL: {name}, https://' in metadata
     pictures = re.findall(r'!\[[^]]*\]\(([^)]+)\)', metadata)
     assert pictures and all(o.startswith('https://') for o in pictures)
 
-def test_actions_are_pinned_and_each_to_one_commit():
+def test_each_action_is_pinned_to_one_commit():
     used = {m for fn in (root/'.github/workflows').glob('*.yml')
         for m in re.findall(r'uses: ([^.\s@]+)(?:@(\S+))?(?: # (v[\d.]+)$)?', fn.read_text(encoding='utf-8'), re.M)}
     assert used and all(re.fullmatch('[0-9a-f]{40}', sha) and v for _,sha,v in used), used

@@ -1,4 +1,4 @@
-"What a commit must keep: notebooks, modules and README in step, and nothing of a developer's machine in them."
+"Rules for every commit: notebooks, modules and README agree, and no file contains a path of a developer's machine."
 import re, shutil, subprocess, sys, tempfile
 from pathlib import Path
 import pytest, readme
@@ -9,13 +9,13 @@ lib,by_hand = root/'fastaccum',{'__init__.py','all.py'}   # every other module i
 
 def files(path, ext): return {o.relative_to(path).as_posix(): o.read_bytes() for o in sorted(path.rglob(f'*.{ext}'))}
 def run(cmd, cwd):
-    "Run one of the commands that came with the packages"
+    "Run a command, such as nbdev-export, that lies next to the Python interpreter"
     res = subprocess.run([Path(sys.executable).with_name(cmd)], cwd=cwd, capture_output=True, text=True)
     assert not res.returncode and 'Failed' not in res.stderr, res.stdout+res.stderr
 
 @pytest.fixture
 def copy(tmp_path):
-    "A copy of the notebooks and of what was written by hand"
+    "Return a folder with copies of the notebooks and of the modules that were written by hand"
     shutil.copytree(root/'nbs', tmp_path/'nbs', ignore=shutil.ignore_patterns('.*', '_*'))
     shutil.copy(root/'pyproject.toml', tmp_path)
     def written(_, names): return [o for o in names if o.endswith(('.py','__')) and o not in by_hand]
@@ -24,7 +24,7 @@ def copy(tmp_path):
 
 @pytest.mark.nbdev
 def test_modules_are_the_notebooks_exports(copy, monkeypatch):
-    monkeypatch.delenv('IN_TEST', raising=False)   # with it nbdev exports nothing
+    monkeypatch.delenv('IN_TEST', raising=False)   # nbdev exports nothing if IN_TEST is set
     run('nbdev-export', copy)
     exported,committed = files(copy/'fastaccum', 'py'),files(lib, 'py')
     assert exported.keys()==committed.keys() and [k for k in committed if exported[k]!=committed[k]]==[], 'nbdev-export'
@@ -41,7 +41,7 @@ def test_readme_is_the_index(): assert not readme.main(check=True)
 def test_no_paths_of_a_machine_and_nothing_large():
     places = {root, root.parent, Path.home()} - {Path('/'), Path('/tmp'), Path(tempfile.gettempdir())}
     here = '|'.join(re.escape(str(o)) for o in places)
-    # not in the middle of a longer path; a notebook's line breaks are a backslash and an n
+    # a path must not begin within a longer path; in a notebook's JSON, a line break before it is written as \n
     start = r'(?:(?<![\w.~-])|(?<=\\[nt]))'
     found = re.compile(fr'{start}(?:(?:{here})(?![\w.-])|/(?:home|Users)/\w+/).*'.encode())
     names = files_of_git()

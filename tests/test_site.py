@@ -1,7 +1,8 @@
-"""The documentation site, in a real browser: `make docs-test` builds it and runs this.
+"""Tests of the documentation site, most of them in a browser. `make docs-test` builds the site and runs them.
 
-Where the site has not been built it is not tested, and without Chromium not in a browser; pytest says so. `SITE=built`
-makes a failure of the former. `SHOTS=folder` keeps a picture of each page, wide and narrow, light and dark.
+All of them are skipped if the site has not been built, and those in a browser are skipped without Chromium. With
+`SITE=built`, a missing site is a failure. `SHOTS=folder` saves screenshots of each page, wide and narrow, light and
+dark.
 """
 import functools, inspect, json, os, re, shutil, sys
 from html import unescape
@@ -31,17 +32,17 @@ if any(fn.stat().st_mtime>built for fn in sources if '__pycache__' not in fn.par
 
 redirects = {f'{o}.html' for o in moved}
 pages = sorted({o.relative_to(site).as_posix() for o in site.rglob('*.html') if '_static' not in o.parts}-redirects)
-# name -> its full name, and the page of its entry, as the inventory for other projects has them
+# from Sphinx's inventory for other projects: short name -> (full name, page with its entry)
 inventory = InventoryFile.loads((site/'objects.inv').read_bytes(), uri='')
 entries = {re.sub(r'^fastaccum\.(core\.)?\w+\.', '', full): (full, item.uri.partition('.html')[0])
     for kind,items in inventory.data.items() if kind.startswith('py:') for full,item in items.items()}
 names = {nm:full for nm,(full,_) in entries.items()}
-# Modules that users import have a page of their own beside that of the whole module
+# modules that users import: each has a page for users besides the page with the whole module
 doors = sorted(o.stem for o in (site/'modules').glob('*.html') if o.stem!='index')
 below_api = 'reference/auto_size','reference/warnings'   # pages of names that have no module of their own
 users = [f'{o}.html' for o in ('index',*order,*below_api,*doors) if not o.startswith('contribute/')]
 
-# What can be seen without a browser
+# Tests that need no browser
 
 @functools.cache
 def read(page): return (site/page).read_text(encoding='utf-8')
@@ -67,14 +68,14 @@ def test_old_addresses_lead_on():
         assert anchor in ids(page)
 
 def sidebar(page):
-    "The pages that its sidebar leads to, in that order"
+    "Return the pages to which the sidebar of `page` links, in order"
     text = read(page).partition('<div class="sidebar-tree">')[2].partition('</div>')[0]
     found = re.findall(r'<li class="toctree-l\d[^"]*"><a class="[^"]*" href="([^"]+)"', text)
     return [urljoin(page, page.rpartition('/')[2] if o=='#' else o) for o in found]
 
-def test_users_see_what_is_for_users():
-    "In the order of the menu; what is for contributors has a menu of its own, with every module"
-    api = [f'{o}.html' for o in (*doors,*below_api)]   # listed below the API
+def test_users_and_contributors_have_menus_of_their_own():
+    "The users' pages are in the order of `order`; the contributors' menu has every module"
+    api = [f'{o}.html' for o in (*doors,*below_api)]   # these pages are listed below the page API
     listed = [o for o in sidebar('index.html') if o not in api]
     assert listed==[f'{o}.html' for o in order if not o.startswith('contribute/')]
     assert {f'{o}.html' for o in doors}<=set(sidebar('index.html'))
@@ -104,14 +105,14 @@ def test_every_public_name_has_an_entry():
         assert [nm for nm in own if nm not in documented]==[], fn.name
 
 @pytest.mark.parametrize('name', names)
-def test_entry(name):
-    "A public name has an anchor, a link to the lines that define it, and a table of its errors"
+def test_each_entry_is_complete(name):
+    "The entry of a public name has an anchor, a link to the lines that define the name, and a table of errors"
     full,page = entries[name]
     page = f'{page}.html'
     assert {full,name.lower()} <= ids(page)
     sign,_,entry = read(page).partition(f'id="{full}"')[2].partition('</dl>')[0].partition('</dt>')
     pinned,path,line = re.search(r'href="[^"]+/blob/([^/"]+)/([^#"]+)(?:#L([^"]+))?"', sign).groups()
-    assert pinned!='main' or not (root/'.git').exists()   # that moves on, and the lines with it
+    assert pinned!='main' or not (root/'.git').exists()   # line numbers change on a branch
     text = (root/path).read_text(encoding='utf-8').split('\n')
     short = name.split('.')[-1]
     if line: assert re.search(fr'(def|class) {short}\b', '\n'.join(text[int(line.split('-')[0])-1:][:3]))
@@ -134,10 +135,10 @@ def test_an_api_page_begins_with_what_to_type(page):
 def test_guides_open_in_colab(page):
     colab = f'https://colab.research.google.com/github/fastaccum/fastaccum/blob/main/nbs/{page}.ipynb'
     assert colab in hrefs(f'{page}.html')
-    assert 'google.colab' not in read(f'{page}.html')   # the cell that installs is not shown
+    assert 'google.colab' not in read(f'{page}.html')   # the cell that installs fastaccum is hidden
 
-def test_what_the_site_hides():
-    "Plumbing, and never an import that the cells below need"
+def test_the_site_hides_plumbing_but_no_import():
+    "Readers need the imports to run the cells below them"
     assert hides({'hide':''}, '#| hide\nimport nbdev; nbdev.nbdev_export()')
     assert hides({'hide':''}, '#| hide\nfrom nbdev.showdoc import *') and hides({'default_exp':'x'}, '')
     assert hides({'hide':''}, 'assert 1') and hides({'hide':''}, '%matplotlib inline')
@@ -145,16 +146,16 @@ def test_what_the_site_hides():
     text = read('modules/accumulation.html')
     assert 'Show the imports' in text and 'showdoc' not in text and 'nbdev_export' not in text
 
-def test_formulas_are_drawn():
+def test_formulas_are_rendered():
     text = read('modules/noise_scale.html')
     assert '<math ' in text and '<mfrac>' in text and 'Σ</mi>' in text
     for page in pages:
         text = read(page).partition('<article')[2].partition('</article>')[0]
-        text = re.sub(r'<(pre|code)\b.*?</\1>', '', text, flags=re.S)   # what is code may have one
+        text = re.sub(r'<(pre|code)\b.*?</\1>', '', text, flags=re.S)   # code may contain a dollar sign
         assert '$' not in text, page
 
-def test_pages_are_described():
-    "To search engines and those who share an address, each in its own words; the repository is one click away"
+def test_pages_have_descriptions_and_a_link_to_the_repository():
+    "Search engines and link previews show the description, which is different on each page, and the picture"
     told = []
     for page in {*pages}-{'search.html'}:
         text = read(page)
@@ -165,7 +166,7 @@ def test_pages_are_described():
     assert len(told)>60 and len(set(told))==len(told)
     assert (root/'docs/preview.png').read_bytes()==(root/'images/same-run.png').read_bytes()
 
-def test_every_page_is_there_as_markdown():
+def test_every_notebook_has_a_copy_in_markdown():
     "With its title, and with links to pages and pictures that are there"
     fns = {site/f'{page}.md': page for page in pages if page!='search.html'}
     assert set(site.rglob('*.html.md'))==set(fns)
@@ -205,17 +206,17 @@ def test_what_assistants_read_is_on_the_site():
     named = re.findall(r'https://fastaccum\.github\.io/fastaccum/([^)#\s]+)', text)
     assert named and [o for o in named if not (site/o).is_file()]==[]
 
-# What cannot
+# Tests in a browser
 
-# The badges at home are made elsewhere: all that a page may fetch, and here it is a picture of their size
+# Badges on the home page are the only content from other servers; tests replace each by an empty picture
 badges = re.compile(r'https://(img\.shields\.io/pypi/|github\.com/[^?]+/badge\.svg)')
 svg = '<svg xmlns="http://www.w3.org/2000/svg" width="110" height="20"/>'
 
-url = 'http://localhost/'   # where the site seems to be
+url = 'http://localhost/'   # the address at which `serve` answers with files of the site
 
 @pytest.fixture(scope='session')
 def opened():
-    "A tab for all tests, which notes what goes wrong in it"
+    "Open a browser tab for all tests; its list `wrong` collects errors and requests to other servers"
     if not chromium: pytest.skip('THE SITE IS NOT TESTED IN A BROWSER: install Chromium (apt-get install chromium)')
     wrong = []
     def serve(route):
@@ -230,7 +231,7 @@ def opened():
         context = p.chromium.launch(executable_path=chromium, args=args).new_context()
         context.route('**', serve)
         page = context.new_page()
-        page.set_default_timeout(120_000)   # ms: a busy machine takes its time
+        page.set_default_timeout(120_000)   # ms, for busy machines
         page.on('console', lambda o: o.type=='error' and wrong.append(f'console: {o.text}'))
         page.on('pageerror', lambda o: wrong.append(f'error: {o}'))
         page.wrong = wrong
@@ -289,17 +290,17 @@ look = """() => {
     return [wrong, ground];
 }"""
 
-# Where an element ends, in pixels from the top of the screen
+# The bottom of an element, in pixels from the top of the screen
 ends = "(s) => { const e = document.querySelector(s); return e ? e.getBoundingClientRect().bottom : Infinity; }"
 
 @pytest.mark.parametrize('page', pages)
-def test_page(tab, page):
-    "Each page is loaded once; its folded code is unfolded, so that it is looked at too"
+def test_each_page_is_readable_on_wide_and_narrow_screens(tab, page):
+    "The page is loaded once, and its folded code is unfolded to be checked as well"
     shots = os.environ.get('SHOTS')
     tab.set_viewport_size(dict(width=1440, height=900))
     tab.goto(url+page, wait_until='load')
-    if page=='reference/cheat_sheet.html': assert tab.evaluate(ends, 'section#words table')<=900   # one screen
-    if page.removesuffix('.html') in doors:   # signature and parameters are in the first screen, but for the longest
+    if page=='reference/cheat_sheet.html': assert tab.evaluate(ends, 'section#words table')<=900   # fits one screen
+    if page.removesuffix('.html') in doors:   # the first screen shows the signature, and most parameters
         assert tab.evaluate(ends, 'article dl.py > dt')<500
         rows = ' tr' if page in ('accumulation.html','accum_find.html','wandb.html') else ''
         assert tab.evaluate(ends, f'article dl.py table{rows}')<=900
@@ -329,43 +330,44 @@ def test_code_stands_beside_what_replaces_it_and_on_a_phone_above_it(tab):
             if beside: assert top==top_of_new and left_of_new>left+300
             else: assert left==left_of_new and top_of_new>top+100
 
-# all words at once, in the page of the search: for each of them, where what it found leads to
+# run on the page of the search: for each query, return the addresses of the results
 search = """(words) => Object.fromEntries(words.map((o) => [window.asked = o,
     Search._performSearch(...Search._parseQuery(o)).map(([page,,anchor]) => page + '.html' + anchor)]))"""
 
 @pytest.fixture
 def found(tab):
-    "A function that searches for words"
-    tab.goto(f'{url}search.html?q=GradientAccumulation')   # one as a reader does
+    "Return a function that searches the site for each of some queries; it returns the results by query"
+    tab.goto(f'{url}search.html?q=GradientAccumulation')   # search once as a reader does
     tab.wait_for_selector('#search-results a[href$="#fastaccum.accumulation.GradientAccumulation"]',
         state='attached')
     yield lambda words: tab.evaluate(search, list(words))
     assert not tab.wrong
 
-def test_search_finds_what_users_import_and_nothing_from_within(found):
+def test_search_finds_the_names_that_users_import_and_no_internal_page(found):
     results = found(names)
     outer = {nm for nm,(_,page) in entries.items() if f'{page}.html' in users}
     assert outer and [nm for nm in outer if not any(o.endswith(f'#{names[nm]}') for o in results[nm])]==[]
     assert not [o for nm in names for o in results[nm] if o.partition('#')[0] not in users]
 
-# For each page, what people type who should find it: it is the first result
+# Queries by the page that must be their first result
 searches = json.loads((root/'tests/searches.json').read_text(encoding='utf-8'))
 answers = {q:page for page,qs in searches.items() for q in qs}
 
-# Keywords that a page gives one of its sections; what a message says leads to its entry
+# Keywords that pages give to their sections, and words of messages with the entry to find
 keywords = json.loads(re.search('^const keywords = (.*);$', read('_static/language_data.js'), re.M)[1])
 said = {'loss not a mean':'loss-not-a-mean', '2 callbacks accumulate':'two-callbacks',
     'memory ran out with a single sample':'out-of-memory', 'memory ran out with a micro-batch':'memory-ran-out'}
 sections = {q:f'{page}.html#{at}' for page,qs in keywords.items() for q,at in qs if at and 'messages' not in page} | {
     q:f'reference/messages.html#{o}' for q,o in said.items()}
 
-def test_what_people_type_leads_to_the_page_that_answers(found):
+def test_queries_lead_to_the_page_or_section_that_answers(found):
     results = found(answers)
     first = {q:(results[q] or ['nothing'])[-1].partition('.html')[0] for q in answers}
     assert {q:o for q,o in first.items() if o!=answers[q]}=={}
-    assert not found(['ormalis'])['ormalis']   # words are found by how they begin
+    assert not found(['ormalis'])['ormalis']   # the search matches beginnings of words, not parts within
     led = found(sections)
     assert {q:led[q][-1:] for q,o in sections.items() if led[q][-1:]!=[o]}=={}
     for o in sections.values(): assert o.partition('#')[2] in ids(o.partition('#')[0])
+    # pages for contributors are never found
     inner = ('core/','modules/','contribute/')
-    assert not [o for q in answers for o in results[q] if o.startswith(inner)]   # a part of its own
+    assert not [o for q in answers for o in results[q] if o.startswith(inner)]

@@ -1,4 +1,4 @@
-"Nothing waits for the device in the middle of a step, and a micro-batch costs less than fastai's."
+"Micro-batches within a step do not synchronise the GPU, and cost fewer function calls than fastai's batches."
 import sys
 from contextlib import contextmanager
 import pytest, torch
@@ -11,7 +11,7 @@ names = ['item','tolist','cpu','numpy','__bool__','__float__','__int__','__index
 
 @contextmanager
 def syncs():
-    "Note every call by which the host would wait for a tensor of the device"
+    "Collect the names of the tensor methods that are called and would synchronise the GPU"
     seen = []
     def hook(nm, old): return lambda self, *args, **kwargs: (seen.append(nm), old(self, *args, **kwargs))[1]
     with pytest.MonkeyPatch.context() as patch:
@@ -19,7 +19,7 @@ def syncs():
         yield seen
 
 def count(cbs, **kwargs):
-    "Syncs from each forward pass to the next in an epoch of 18 micro-batches"
+    "Return the number of synchronisations from each forward pass to the next, in an epoch of 18 micro-batches"
     learn,counts = toy(4, n=70, **kwargs),[]
     with syncs() as seen:
         learn.model.register_forward_pre_hook(lambda *_: counts.append(len(seen)))
@@ -34,22 +34,22 @@ kinds = dict(samples=dict(loss_func=lambda p,y: (p.sum(-1)-y).pow(2).mean()), ta
 @pytest.mark.parametrize('kind', kinds)
 @pytest.mark.parametrize('log', [True,False])
 def test_no_sync_in_a_micro_batch_that_does_not_step(kind, log, monkeypatch):
-    monkeypatch.setattr(mean, 'on_host', lambda t: False)   # as on a device
+    monkeypatch.setattr(mean, 'on_host', lambda t: False)   # treat tensors as if they were on a GPU
     kwargs = dict(kinds[kind])
     acc = kwargs.pop('acc', {})
     plain,ours = count([], **kwargs),count([GradientAccumulation(16, log_accum_batch=log, **acc)], **kwargs)
-    steps,tried = [3,7,11,15],[0,1,2,4]   # the loss is tried; in the first one a size of your own is looked at, too
+    steps,tried = [3,7,11,15],[0,1,2,4]   # the loss is tried in these; `n_items` is checked in the first
     assert len(plain)==len(ours)==17 and any(plain)
     for i,(a,b) in enumerate(zip(plain, ours)):
         assert b<=a+(2 if not i else i in steps+tried), f'micro-batch {i}: {b} syncs, {a} without accumulation'
 
 @pytest.mark.parametrize('every', [1,2])
-def test_the_noise_scale_waits_once_a_measured_step(every):
+def test_the_noise_scale_synchronises_once_in_a_measured_step(every):
     def run(*cbs): return sum(count([GradientAccumulation(16), *cbs], tokens=True))
     assert run(NoiseScale(every=every))-run()==4//every
 
 def calls(cbs, n):
-    "Calls of functions, of Python and of C, in a fit on `n` batches"
+    "Return the number of calls of Python and C functions in a fit on `n` batches"
     learn,seen = toy(4, n=4*n),[0]
     learn.validate,learn.logger = None,noop
     def profile(frame, what, arg): seen[0] += what in ('call','c_call')
@@ -60,7 +60,7 @@ def calls(cbs, n):
     return seen[0]
 
 def test_a_micro_batch_makes_few_calls():
-    "What it takes is counted, not clocked, so it is the same on a busy machine; `make bench` clocks"
+    "Calls are counted, because times depend on how busy the machine is; `make bench` measures times"
     def each(cbs): return (calls(cbs, 48)-calls(cbs, 16))/32
     plain,stock = each(list),each(lambda: [FastaiGradientAccumulation(64)])
     ours = each(lambda: [GradientAccumulation(64)])

@@ -1,6 +1,7 @@
-"""The patches for fastai: each applies to the installed one, and with all of them what the page promises is so.
+"""The patches for fastai in `upstream`: each applies to the installed version, and together they mend the faults.
 
-The page `faults_of_fastai` shows that without them it is not."""
+The page `faults_of_fastai` has a test for each fault, and shows that the test fails without the patch.
+"""
 import json, os, re, shutil, subprocess, sys, textwrap
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,20 +20,21 @@ def test_each_fault_has_a_patch_with_the_test_of_the_page():
 
 @pytest.fixture(scope='module')
 def patched(tmp_path_factory):
-    "A folder with fastai as it would be"
+    "Return a folder with a copy of fastai to which all patches were applied"
     if fastai.__version__!=newest:
         pytest.skip(f'the patches are for fastai {newest}, and {fastai.__version__} is installed')
     if not shutil.which('git'): pytest.skip('there is no git here')
     tmp = tmp_path_factory.mktemp('patched')
     stock = Path(find_spec('fastai').origin).parent
     shutil.copytree(stock, tmp/'fastai', ignore=shutil.ignore_patterns('__pycache__', 'images'))
-    env = os.environ | dict(GIT_CEILING_DIRECTORIES=str(tmp.parent))   # in no repository: there git would skip all
+    # `git apply` would skip these files if their folder lay within a repository
+    env = os.environ | dict(GIT_CEILING_DIRECTORIES=str(tmp.parent))
     def apply(*args): subprocess.run(['git','apply',*args], cwd=tmp, env=env, check=True)
-    for o in patches: apply('--check', o)   # each by itself
+    for o in patches: apply('--check', o)   # each patch also applies without the others
     for o in patches: apply(o)
     return tmp
 
-def test_with_the_patches_everything_passes(patched):
+def test_with_all_patches_every_test_of_the_page_passes(patched):
     body = '\n'.join([cells['imports'], *tests.values(), f'''
 import fastai
 assert fastai.__file__.startswith({str(patched)!r}), fastai.__file__

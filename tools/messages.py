@@ -1,7 +1,8 @@
-"""Write how the messages of the package begin into nbs/reference/messages.ipynb.
+"""Write the beginnings of the package's messages into their entries in nbs/reference/messages.ipynb.
 
-A message ends with `more_link('key')`, or is given to `warn_once('key', …)`. Its entry has the key in words as its
-heading, or `<span id="key"></span>` below a heading or at the beginning of a table's row. A person writes the rest.
+A message ends with `more_link('key')`, or is passed to `warn_once('key', …)`. The heading of its entry is the key in
+words, or the entry has `<span id="key"></span>` below its heading or at the beginning of a row of a table. The rest of
+an entry is written by hand.
 """
 import ast, json, re
 from collections import namedtuple
@@ -9,14 +10,18 @@ from pathlib import Path
 
 lib = Path(__file__).resolve().parent.parent/'fastaccum'
 page = lib.parent/'nbs/reference/messages.ipynb'
-blank,span = '…',r'<span id="([a-z-]+)"></span>'   # `blank` stands for what the code computes
+blank,span = '…',r'<span id="([a-z-]+)"></span>'   # `blank` replaces values that the code computes
 Message = namedtuple('Message', 'kind key text')     # kind: the class of the error or warning
 
-def slug(heading): return re.sub(r'[^a-z0-9]+', '-', heading.lower()).strip('-')
-def called(o): return getattr(o.func, 'attr', getattr(o.func, 'id', '')) if isinstance(o, ast.Call) else ''
+def slug(heading):
+    "Return the key of an entry from its heading"
+    return re.sub(r'[^a-z0-9]+', '-', heading.lower()).strip('-')
+def called(o):
+    "Return the name of the function that the expression `o` calls, or an empty string"
+    return getattr(o.func, 'attr', getattr(o.func, 'id', '')) if isinstance(o, ast.Call) else ''
 
 def words(o, values):
-    "The text of an expression; `values` has the expressions that names stand for"
+    "Return the text of the expression `o`; `values` has the expressions that are assigned to local names"
     if isinstance(o, ast.Constant) and isinstance(o.value, str): return o.value
     if isinstance(o, ast.JoinedStr): return ''.join(words(part, values) for part in o.values)
     if isinstance(o, ast.FormattedValue): return words(o.value, values)
@@ -25,12 +30,13 @@ def words(o, values):
     if isinstance(o, ast.IfExp): return words(o.orelse, values)
     return '' if called(o)=='more_link' else blank
 
-def key_of(o):   # the key that an expression ends with
+def key_of(o):
+    "Return the key of the `more_link` at the end of the expression `o`, or None"
     if isinstance(o, ast.BinOp): return key_of(o.right)
     return getattr(o.args[0], 'value', None) if called(o)=='more_link' else None
 
 def read(node, values, cls=''):
-    "The messages within a node of the syntax tree"
+    "Yield the messages within a node of the syntax tree; `cls` is the class that contains the node"
     for o in ast.iter_child_nodes(node):
         name,args = called(o),getattr(o, 'args', [])
         for i,text in enumerate(args if name else []):
@@ -45,26 +51,28 @@ def read(node, values, cls=''):
         yield from read(o, {**values, **local}, o.name if isinstance(o, ast.ClassDef) else cls)
 
 def messages():
+    "Return the messages of all modules of the package"
     return [o for fn in sorted(lib.rglob('[a-z]*.py')) for o in read(ast.parse(fn.read_text(encoding='utf-8')), {})]
 
 def anchors(text):
-    "The keys that have an entry in a cell of the page, each with the heading above it"
+    "Return a dict from the keys with an entry in the text of a cell to the heading above the entry"
     titles = {slug(head): head for head in re.findall('^### (.+)', text, re.M)}
     return titles | {m[1]: re.findall('^##+ (.+)', text[:m.start()], re.M)[-1] for m in re.finditer(span, text)}
 
 def short(text, n=12, more=3):
-    "The first `n` words of a message, or all words if only a few `more` follow; code is one word"
+    "Return the first `n` words of a message, or all words if at most `more` follow; code counts as one word"
     found = [*re.finditer(r'(?:`[^`]*`|[^\s`])+', text)]
     if len(found)<=n+more: return text
-    text = re.sub(r'[.:;] (\S+ ?){1,3}$', '', text[:found[n-1].end()].rstrip(f',;:. {blank}'))   # no other sentence
+    text = re.sub(r'[.:;] (\S+ ?){1,3}$', '', text[:found[n-1].end()].rstrip(f',;:. {blank}'))   # drop a cut sentence
     return f'{text.rpartition("(")[0].rstrip(",;: ") if text.count("(")>text.count(")") else text} {blank}'
 
 def quoted(found, *keys):
+    "Return the Markdown of the messages in `found` that have one of the keys"
     def escaped(text): return re.sub(r'(`[^`]*`)|([*<|])', lambda m: m[1] or f'\\{m[2]}', text)
     return sorted({f'**{o.kind}:** {escaped(short(o.text))}' for o in found if o.key in keys})
 
 def filled(text, found):
-    "A cell of the page with the messages `found`"
+    "Return the text of a cell with the messages in `found` inserted into its entries"
     def entry(m):
         lines = quoted(found, slug(m[1]), *re.findall(span, m[2]))
         return ''.join(f'{o}\n\n' for o in (f'### {m[1]}', m[2], '\n>\n'.join(f'> {o}' for o in lines)) if o)

@@ -1,13 +1,12 @@
-"""Run pages and save their outputs: `make page PAGE=images`, or `python tools/page.py images tables`; without a name,
-all of them.
+"""Run notebooks and save their outputs: `make page PAGE=images`, or `python tools/page.py images tables`.
 
-A page is run as `nbdev-test` runs it, in a process of its own. An output is saved, cleaned, where it says something
-else than the one that is there: not for times, addresses in memory, or rounding. Paths of this machine and other
-packages' warnings are not saved. A page that fails is left as it is.
+Without a name, all notebooks are run. Each runs as with `nbdev-test`, in its own process. An output is saved only if it
+differs from the saved one in more than times, addresses in memory and rounding. Paths of this machine and warnings of
+other packages are removed. A notebook that fails does not change.
 """
 import os
-os.environ.setdefault('OMP_NUM_THREADS', '1')   # the models are tiny: threads only cost
-os.environ.pop('MPLBACKEND', None)              # IPython draws into the page
+os.environ.setdefault('OMP_NUM_THREADS', '1')   # the models are so small that threads slow them down
+os.environ.pop('MPLBACKEND', None)              # so that IPython saves plots in the notebook
 import json, re, subprocess, sys
 from base64 import b64decode
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +16,10 @@ from pathlib import Path
 root = Path(__file__).resolve().parent.parent
 
 def here(text):
-    "The text without other packages' warnings, where things lie on this machine, and which line of a cell warned"
+    "Remove warnings of other packages, paths of this machine, and line numbers of warnings from the text"
     text = re.sub(r'^\S*/(?:site|dist)-packages/\S+:\d+: \w*Warning: .*\n(?:(?:\S.*\n)??  .*\n)?', '', text, flags=re.M)
     text = re.sub(r'^<ipython-input-\S+>:\d+: (\w*Warning: .*\n(?:(?!<)\S.*\n)*)(?:  .*\n)?', r'\1', text, flags=re.M)
-    text = re.sub(r'^(\w*Warning: .*\n(?:More: .*\n)?)\1+', r'\1', text, flags=re.M)   # of several fits
+    text = re.sub(r'^(\w*Warning: .*\n(?:More: .*\n)?)\1+', r'\1', text, flags=re.M)   # repeated by several fits
     text = re.sub(r'''[^\s'"(<=]*/(?:site|dist)-packages/''', '', text)
     for path,name in ((root,''), (Path.home(),'~/')):
         if path!=Path('/'): text = text.replace(f'{path}/', name)
@@ -29,7 +28,7 @@ def here(text):
 def lines(text): return text.splitlines(True)
 
 def shown(o):
-    "The output `o` as it is saved"
+    "Return a copy of the output `o` with its texts cleaned"
     o = dict(o)
     if 'text' in o: o['text'] = lines(here(''.join(o['text'])))
     if 'data' in o:
@@ -37,7 +36,7 @@ def shown(o):
     return o
 
 def joined(outputs):
-    "Outputs as they are saved: what was written to a stream in several parts is one"
+    "Return the cleaned outputs; successive outputs of the same stream are joined to one"
     res = []
     for o in map(shown, outputs):
         if o.get('text')==[]: continue
@@ -47,34 +46,37 @@ def joined(outputs):
     return res
 
 def pixels(png):
+    "Return the pixels of a PNG in base64, as integers of shape (height, width, 4)"
     from PIL import Image
     import numpy as np
     return np.asarray(Image.open(BytesIO(b64decode(''.join(png)))).convert('RGBA')).astype(int)
 
 def same_picture(a, b):
-    "Are they the same but for some pixels that are a shade darker or lighter?"
+    "Whether two pictures differ in few pixels at most, and there only slightly"
     a,b = pixels(a),pixels(b)
     if a.shape!=b.shape: return False
     apart = abs(a-b).max(-1)
     return bool(apart.max()<=64 and (apart>0).mean()<1e-3)
 
-passing = re.compile(r'\b\d+:\d\d(:\d\d)?\b|\(\d+\.\d s\)|(?<= at )0x[0-9a-f]+')   # times, and addresses in memory
-number = re.compile(r'(\d+\.\d+(?:e[-+]?\d+)?|\d+e[-+]?\d+)')   # whole numbers are counts: they are text
+passing = re.compile(r'\b\d+:\d\d(:\d\d)?\b|\(\d+\.\d s\)|(?<= at )0x[0-9a-f]+')   # times and addresses
+number = re.compile(r'(\d+\.\d+(?:e[-+]?\d+)?|\d+e[-+]?\d+)')   # whole numbers are counts, which must not differ
 
 def same_number(a, b):
-    """Are they the same but for rounding, which is another on another processor? Errors of rounding are of about
-    the same size"""
+    """Whether two numbers differ by rounding only, which depends on the processor
+
+    Numbers below 1e-6 are taken for errors of rounding, which may differ by a factor of 10.
+    """
     a,b = float(a),float(b)
     small,large = sorted((a,b))
     return large-small<=1e-5*large or large<1e-13 or large<1e-6 and large<=10*small
 
 def same_text(a, b):
-    "Are they the same but for times, addresses in memory, and rounding?"
+    "Whether two texts differ in times, addresses in memory and rounding only"
     a,b = (number.split(passing.sub('', o)) for o in (a,b))
     return a[::2]==b[::2] and all(map(same_number, a[1::2], b[1::2]))
 
 def same(a, b, kind=None):
-    "Do two outputs, or parts of them of one kind, say the same?"
+    "Whether two outputs, or their parts of a `kind` such as 'image/png', agree"
     if kind=='image/png': return same_picture(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys()==b.keys() and all(same(a[k], b[k], k) for k in a if k!='metadata')
@@ -82,14 +84,14 @@ def same(a, b, kind=None):
     return same_text(*(''.join(o) if isinstance(o, list) else str(o) for o in (a,b)))
 
 def merged(old, new):
-    "The notebook `old` with the outputs of `new` that say something else, and the ids of the cells where they do"
+    "Replace the outputs of `old` that disagree with those of `new`; return `old` and the ids of the changed cells"
     outputs = {c['id']: joined(c['outputs']) for c in new['cells'] if c['cell_type']=='code'}
     changed = [c for c in old['cells'] if c['id'] in outputs and not same(c['outputs'], outputs[c['id']])]
     for c in changed: c['outputs'] = outputs[c['id']]
     return old,[c['id'] for c in changed]
 
 def run(fn):
-    "In a process of its own: run the page `fn`, and save it where it says something else; returns whether it failed"
+    "Run the notebook `fn` in this process, and save the outputs that differ; return True if it failed"
     from nbdev.clean import nbdev_clean
     from nbdev.config import get_config
     from nbdev.test import test_nb
@@ -103,7 +105,7 @@ def run(fn):
     print(f'{fn.relative_to(root)}  ' + (f'saved: {", ".join(changed)}' if changed else 'as it was'))
 
 def start(fn):
-    "Whether the page `fn` failed"
+    "Run the notebook `fn` in a new process, and print the result; return a true value if it failed"
     res = subprocess.run([sys.executable, __file__, '--run', fn], cwd=root, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     print(res.stdout.rstrip() if not res.returncode
@@ -111,7 +113,7 @@ def start(fn):
     return res.returncode
 
 def pages(*names):
-    "The pages of these names, given as a path or as what is in their file's name; all of them without a name"
+    "Return the notebooks with these names, which are paths or parts of file names; without a name, all notebooks"
     from nbdev.doclinks import nbglob
     fns = sorted(nbglob(root/'nbs', as_path=True))
     if not names: return fns
@@ -122,7 +124,7 @@ def pages(*names):
     return sorted({fn for o in found.values() for fn in o})
 
 def main(*names):
-    os.chdir(root)   # nbdev looks for its settings from here
+    os.chdir(root)   # nbdev reads its settings from this folder
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool: return any(list(pool.map(start, pages(*names))))
 
 if __name__=='__main__': sys.exit(run(Path(sys.argv[2])) if sys.argv[1:2]==['--run'] else main(*sys.argv[1:]))

@@ -1,6 +1,6 @@
-"""Test a page as someone runs it who pastes the cells that the site shows into a fresh interpreter.
+"""Test that the cells of a notebook which the site shows can be pasted into a new interpreter.
 
-nbdev's `test_nb` runs the notebook. The cells that the site hides run, too, but no cell that the site shows can use a
+nbdev's `test_nb` runs the notebook, including the cells that the site hides. A cell that the site shows must not use a
 name that a hidden cell has defined.
 """
 import ast, gc, json, multiprocessing, os, re, signal, sys
@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 root = Path(__file__).resolve().parent.parent
 
 # Importing fastai takes longer than most pages do. On Linux, a page runs in a fork of a process that has imported it;
-# macOS cannot fork safely and Windows cannot fork at all, so that there each page starts a fresh interpreter.
+# macOS cannot fork safely and Windows cannot fork at all, so each page starts a new interpreter on these systems.
 processes = multiprocessing.get_context('forkserver' if sys.platform=='linux' else 'spawn')
 processes.set_forkserver_preload(['fastai.vision.all', 'fastai.text.all', 'fastai.tabular.all', 'nbdev.showdoc',
     'nbdev.test', 'IPython'])
@@ -20,19 +20,19 @@ re_nbdev = re.compile(
     r'^(?:from nbdev\.showdoc import \*|import nbdev; nbdev\.nbdev_export\(\))\n?', re.MULTILINE)
 
 def only_imports(source):
-    "Whether `source` consists of imports; a cell with an IPython magic does not"
+    "Whether `source` consists of imports only, without IPython magics"
     try: return all(isinstance(o, (ast.Import,ast.ImportFrom)) for o in ast.parse(source).body)
     except SyntaxError: return False
 
 def hides(options, source):
-    "Whether the site leaves out a cell with these nbdev directives; it folds imports, because readers paste them"
+    "Whether the site hides a cell with these nbdev directives; imports are folded instead, because readers need them"
     if 'default_exp' in options: return True
     if 'hide' not in options: return False
     imports_something = only_imports(source) and ast.parse(re_nbdev.sub('', source)).body
     return not imports_something
 
 def without_hidden_names(Shell):
-    "A subclass of nbdev's `Shell` that removes the names of a hidden cell after the cell has run"
+    "Return a subclass of nbdev's `Shell` that removes the names of a hidden cell after it has run"
     class Pasted(Shell):
         hidden_names = None
         def cell(self, cell, **kwargs):
@@ -50,13 +50,13 @@ def without_hidden_names(Shell):
     return Pasted
 
 def run(fn, output):
-    "Run the notebook `fn` and exit, with code 0 if it passed; what it prints goes to the file `output`"
-    if hasattr(os, 'setsid'): os.setsid()                  # a group, so that the page's own processes can be ended
+    "Run the notebook `fn` and exit, with code 0 if it passed; its printed text goes to the file `output`"
+    if hasattr(os, 'setsid'): os.setsid()                  # a process group, which can be ended together
     multiprocessing.set_start_method(None, force=True)     # DataLoader workers start as they do in any interpreter
-    gc.freeze()                                            # imported modules stay: do not search them for garbage
+    gc.freeze()                                            # exclude imported modules from garbage collection
     with open(output, 'wb') as file:
         for stream in (1,2): os.dup2(file.fileno(), stream)
-    os.chdir(root)                                         # nbdev finds its settings from here
+    os.chdir(root)                                         # nbdev reads its settings from this folder
     from nbdev import test
     from nbdev.config import get_config
     skip_flags = set(get_config(root).tst_flags.split())
@@ -64,20 +64,20 @@ def run(fn, output):
     test.CaptureShell = without_hidden_names(test.CaptureShell)
     passed,_ = test.test_nb(fn, skip_flags=skip_flags, basepath=root, cell_timeout=300)   # seconds
     for stream in (sys.stdout,sys.stderr): stream.flush()
-    os._exit(0 if passed else 1)                           # do not wait for threads that the page has left running
+    os._exit(0 if passed else 1)                           # does not wait for threads of the notebook
 
 def failure(fn):
-    "Why the notebook `fn` fails, with what it printed; an empty text if it passes. It runs in a process of its own"
+    "Run the notebook `fn` in a new process; return an empty text, or the reason of its failure and its output"
     if not json.loads(fn.read_text(encoding='utf-8'))['cells']: return 'the notebook has no cells'
     with TemporaryDirectory() as tmp:
         output = Path(tmp)/'output.txt'
         process = processes.Process(target=run, args=(fn, output))
         process.start()
         try: process.join()
-        finally:   # also when pytest-timeout interrupts
+        finally:   # pytest-timeout may raise an exception
             process.kill()
             if hasattr(os, 'killpg'):
-                with suppress(OSError): os.killpg(process.pid, signal.SIGKILL)   # what the page has left running
+                with suppress(OSError): os.killpg(process.pid, signal.SIGKILL)   # and processes of the notebook
         printed = output.read_text(encoding='utf-8', errors='replace').strip() if output.exists() else ''
     if process.exitcode==0: return ''
     why = 'a cell failed' if process.exitcode==1 else f'its process ended with exit code {process.exitcode}'

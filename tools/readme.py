@@ -1,6 +1,6 @@
-"""Write README.md and its pictures from nbs/index.ipynb; with `--check`, say whether they are in step.
+"""Write README.md and its pictures from nbs/index.ipynb; with `--check`, fail if they are outdated.
 
-Code, text and outputs are taken as they are saved in the notebook: nothing is run, and nothing but Python is needed.
+Text, code and outputs are those saved in the notebook. No code is run, and no package is needed.
 """
 import json, re, sys
 from base64 import b64decode
@@ -13,17 +13,18 @@ re_directive = re.compile(r'^\s*#\s*\|\s*(.*)')
 hidden = {'hide', 'hide: true', 'include: false'}
 
 def docs_url():
+    "Return the address of the documentation site, without a slash at its end"
     text = (root/'pyproject.toml').read_text(encoding='utf-8')
     return re.search(r'^Documentation *= *"(.+?)/?"', text, re.M)[1]
 
 def colab_url(path):
-    "Where the notebook at `path` opens in Colab"
+    "Return the address that opens the notebook at `path` in Colab"
     text = (root/'pyproject.toml').read_text(encoding='utf-8')
     repository = re.search(r'^Repository *= *"https://github.com/(.+?)/?"', text, re.M)[1]
     return f'https://colab.research.google.com/github/{repository}/blob/main/{path}'
 
 def link_pages(text, url, folder=''):
-    "Point links to notebooks at the pages made of them: `01_x.ipynb` becomes `x.html`"
+    "Replace links to notebooks by links to their pages: `01_x.ipynb` becomes `x.html`"
     def page(m):
         *folders,nm = m[1].lower().split('/')
         path = [o for o in folder.split('/') if o]
@@ -33,16 +34,18 @@ def link_pages(text, url, folder=''):
         return f']({"/".join([url, *path, re.sub(r"^[0-9]+[a-z0-9]*_", "", nm)])}.html'
     return re.sub(r'\]\((?!\w+:)([^)#\s]+)\.ipynb', page, text)
 
-def title(text): return '\n'.join(o for o in text.splitlines() if not o.startswith('- '))   # nbdev's `- key: value`
+def title(text):
+    "Return the text of the first cell without nbdev's settings, which are lines such as `- key: value`"
+    return '\n'.join(o for o in text.splitlines() if not o.startswith('- '))
 
 def fence(text, lang=''): return f'```{lang}\n{text.rstrip()}\n```'
 
 def shown(text):
-    "What a terminal shows of `text` in the end: of a progress bar, the last state"
+    "Return the text that a terminal shows in the end; of a progress bar, that is the last state"
     return '\n'.join(o.rstrip('\r ').rsplit('\r', 1)[-1] for o in text.split('\n'))
 
 def output(o, alt, image, link):
-    "A cell's output as Markdown; `image(data)` says where its picture is, `link` makes its links those of pages"
+    "Return an output of a cell as Markdown; `image(data)` gives the address of its picture, `link(text)` adapts links"
     if o['output_type']=='error': raise ValueError(f'a saved output is an error: {o["ename"]}: {o["evalue"]}')
     if o['output_type']=='stream': return fence(shown(''.join(o['text'])))
     data = o['data']
@@ -54,18 +57,18 @@ def output(o, alt, image, link):
     return fence(plain)
 
 def code(cell, image, link):
-    "A code cell and its outputs as Markdown, without nbdev's directives"
+    "Return a code cell and its outputs as a list of Markdown texts, without nbdev's directives"
     lines = ''.join(cell['source']).splitlines()
     options = [m[1].strip() for m in map(re_directive.match, lines) if m]
     if hidden & set(options): return []
     source = '\n'.join(o for o in lines if not re_directive.match(o)).strip('\n')
     alt = next((o.split(':', 1)[1].strip(' "') for o in options if o.startswith('fig-alt:')), '')
-    shown = bool(source) and not {'code-fold: true','echo: false'}&set(options)
+    shows_code = source and not {'code-fold: true','echo: false'}&set(options)
     outputs = [output(o, alt, lambda data: image(cell['id'], data), link) for o in cell['outputs']]
-    return [fence(source, 'python')]*shown + outputs
+    return [fence(source, 'python'), *outputs] if shows_code else outputs
 
 def markdown(nb, url, image, folder=''):
-    "The notebook `nb` as Markdown; `image(id, data)` says where the picture that cell `id` drew is to be found"
+    "Return the notebook `nb` as Markdown; `image(id, data)` returns the address of the picture of the cell `id`"
     parts = []
     def link(text): return link_pages(text, url, folder)
     for i,c in enumerate(nb['cells']):
@@ -75,6 +78,7 @@ def markdown(nb, url, image, folder=''):
     return '\n\n'.join(parts) + '\n'
 
 def main(check=False):
+    "Write the files; with `check`, write nothing, and return a message if a file is outdated"
     files = {}
     def image(id, data):
         files[f'images/{id}.png'] = data

@@ -5,7 +5,7 @@
 - Learners: `make_learner`, `distributed_learner`, and the two runs of `fit_single_and_distributed`
 - Comparing: `flat_state`, `assert_equal_on_all_ranks`, `assert_same_as_single_process`, `AllReduceBytes`
 
-Each test has worker processes of its own, so one that fails or hangs takes no other test down. The workers exchange
+Each test starts its own worker processes, so a test that fails or hangs affects no other test. The workers exchange
 tensors on the CPU through gloo. They are forks of the process that runs the test, which has already imported fastai.
 Windows cannot fork: there each worker is a new Python process, which imports the test's module by its name and
 therefore takes some seconds to start. The start method of Windows was tried on Linux only.
@@ -39,7 +39,7 @@ def launcher_variables(rank, world_size):
         MASTER_PORT='0')
 
 def as_single_process():
-    "Return a context in which fastai takes this worker for the only one: its Recorder does not gather losses"
+    "Return a context in which fastai sees a single process, so that its Recorder does not gather losses"
     return patch.dict(os.environ, RANK='0', LOCAL_RANK='0', WORLD_SIZE='1')
 
 def run_worker(rank, module, test, world_size, folder, kwargs):
@@ -74,16 +74,16 @@ def on_processes(*world_sizes, each_of=None):
         def test(n, tmp_path, **kwargs): run_workers(body.__module__, body.__name__, n, tmp_path, kwargs)
         test.body,test.__name__,test.__doc__,test.__module__ = body,body.__name__,body.__doc__,body.__module__
         if each_of: test.body = lambda case: [body(**kwargs) for kwargs in each_of[case]]
-        names = 'n','tmp_path',*(['case'] if each_of else signature(body).parameters)   # what pytest passes
+        names = 'n','tmp_path',*(['case'] if each_of else signature(body).parameters)   # pytest passes these
         test.__signature__ = Signature([Parameter(o, Parameter.KEYWORD_ONLY) for o in names])
         test.pytestmark = getattr(body, 'pytestmark', [])
         return pytest.mark.parametrize('n', world_sizes)(test) if world_sizes else test
     return decorate
 
-# Data: which samples each process has, and in which order. `ns` is the number of samples of each process
+# Data: the samples of each process in order. `ns` has the number of samples of each process
 
 def sample_orders(ns, n_epoch=3):
-    "Return for each epoch, and in it for each process, the indices of its samples, shuffled anew in each epoch"
+    "Return `indices[epoch][rank]`, the samples of each process, which are shuffled again in each epoch"
     rng,starts = Random(0),[sum(ns[:r]) for r in range(len(ns))]
     return [[rng.sample(range(s, s+n), n) for s,n in zip(starts, ns)] for _ in range(n_epoch)]
 
@@ -94,7 +94,7 @@ def samples_of_steps(order, shares, drop_last=False):
     return [sum(o, []) for o in steps if not drop_last or [len(p) for p in o]==shares]
 
 def samples_of_all_micro_batches(order, micro):
-    "Return the samples of an epoch in the order in which all processes together see them, micro-batch by micro-batch"
+    "Return the samples of an epoch in the order of micro-batches, and within a micro-batch in the order of processes"
     batches = zip(*(in_chunks(o, m) for o,m in zip(order, micro)))
     return [i for of_all in batches for batch in of_all for i in batch]
 
@@ -103,7 +103,7 @@ def ordered_loader(ds, epochs, bs):
     return DataLoader(ds, bs=bs, n=len(epochs[0]), get_idxs=EpochCycle(epochs))
 
 def restart_order(learn, epoch=0):
-    "Let the training loader go on with the samples of `epoch`"
+    "Let the training loader continue with the samples of `epoch`"
     dl = learn.dls.train
     (dl.cycle if isinstance(dl, BatchListLoader) else dl.get_idxs).i = epoch
 
@@ -150,7 +150,7 @@ def fit_single_and_distributed(
     cbs=list, # Makes more callbacks, for both runs
     setup=noop, # Called with each Learner before its fit
     ddp=(), # Arguments of `DistributedDataParallel`
-    full_batch=True, # Is the single process's run the full-batch run? Else it accumulates in the same steps
+    full_batch=True, # Whether the single process trains on full batches; if not, it accumulates in the same steps
     **kwargs # Arguments of both Learners
 ):
     "Return the Learners of the same fit in a single process and in all processes"
@@ -160,7 +160,7 @@ def fit_single_and_distributed(
     ds,orders = toy_data(sum(ns), tokens),sample_orders(ns)
     def accumulation(): return cb(per_process*world_size, **acc)
     if full_batch:
-        split_size = acc.get('micro_batch_size')   # with a number, batches are split where a step ends
+        split_size = acc.get('micro_batch_size')   # if this is a number, batches are also split where a step ends
         sizes = [1 if isinstance(split_size, int) and split_size<m else m for m in micro]
         shares = [math.ceil(per_process/m)*m for m in sizes]
         train = BatchListLoader(ds, [samples_of_steps(o, shares, acc.get('drop_last')) for o in orders])
@@ -174,14 +174,14 @@ def fit_single_and_distributed(
     return a,b
 
 def assert_same_as_single_process(*args, **kwargs):
-    "Fail if the two runs differ; the arguments are those of `fit_single_and_distributed`, and so is the result"
+    "Fail if the two runs of `fit_single_and_distributed`, with these arguments, differ; return its Learners"
     a,b = fit_single_and_distributed(*args, **kwargs)
     assert_same_run(a, b)
     assert_equal_on_all_ranks(list(b.recorder.losses))
     return a,b
 
 class AllReduceBytes(TorchDispatchMode):
-    "Counts in `nbytes` the bytes that this process gives to all-reduce in this context"
+    "A context that counts, in `nbytes`, the bytes that this process passes to all-reduce"
     nbytes = 0
     def __torch_dispatch__(self, f, types, args=(), kwargs=None):
         if 'allreduce' in f.name(): self.nbytes += sum(o.nbytes for o in tree_leaves(args[0]))

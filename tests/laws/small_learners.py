@@ -42,7 +42,7 @@ def with_loaders(learn, *dls):
     return learn
 
 class MappingBatch(UserDict):
-    "A batch like Hugging Face's `BatchEncoding`: a mapping that is not a dict. Its length is the number of its keys"
+    "A batch like Hugging Face's `BatchEncoding`: a mapping that is not a dict, whose length is its number of keys"
 
 # Any Learner
 
@@ -80,19 +80,19 @@ def unet(drop, **kwargs):
     return learn
 
 def awd_lstm_config(config, drop):
-    "Return fastai's config with small layers. `weight_p` is never 0, with which fastai 2.8.12 fails on a CPU"
+    "Return fastai's config with small layers. `weight_p` is never 0, because 0 makes fastai 2.8.12 fail on a CPU"
     ps = dict(output_p=drop, hidden_p=drop, input_p=drop, embed_p=drop, weight_p=drop or 1e-30)
     return config|dict(emb_sz=6, n_hid=8, n_layers=2)|ps
 
 def text_classifier(drop, **kwargs):
-    "A classifier of texts of 11 tokens, whose encoder runs three times in a forward pass"
+    "Return a classifier of texts of 11 tokens, whose encoder runs three times in a forward pass"
     config = awd_lstm_config(awd_lstm_clas_config, drop)
     model = get_text_classifier(AWD_LSTM, 20, 3, seq_len=4, config=config, ps=[drop], lin_ftrs=[8])
     dls = tensor_loaders(random_ints(18, 20, 11)+2, random_ints(3, 20))
     return Learner(dls, model, cbs=[ModelResetter(),RNNCallback()], **kwargs)
 
 def language_model(drop, **kwargs):
-    "A language model that keeps a hidden state for each row of the batch, and has penalties on its activations"
+    "Return a language model with a hidden state for each row of the batch, and penalties on its activations"
     dls = DataLoaders(*(LMDataLoader([*random_ints(18, 24, 7)+2], bs=8, seq_len=5) for _ in range(2)))
     model = get_language_model(AWD_LSTM, 20, awd_lstm_config(awd_lstm_lm_config, drop))
     return Learner(dls, model, cbs=[ModelResetter(),RNNCallback(),RNNRegularizer(2, 1)], **kwargs)
@@ -103,7 +103,7 @@ def tabular(drop, **kwargs):
     return Learner(dls, model, **kwargs)
 
 def transformer(drop, nm='Bert', **kwargs):
-    "A classifier of Hugging Face's, 'Bert' or 'GPT2', which returns a mapping with logits"
+    "Return a classifier of Hugging Face, 'Bert' or 'GPT2', whose output is a mapping with logits"
     import transformers as tf
     size = dict(
         Bert=dict(hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32,
@@ -115,7 +115,7 @@ def transformer(drop, nm='Bert', **kwargs):
     return Learner(tensor_loaders(random_ints(49, 20, 9)+1, random_ints(3, 20)), model, **kwargs)
 
 def t5(drop, **kwargs):
-    "An encoder and a decoder, which fills its cache of keys and values in training as well as in evaluation"
+    "Return an encoder-decoder model, whose decoder fills a cache of keys and values in training as well"
     import transformers as tf
     cfg = tf.T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=drop,
         decoder_start_token_id=0)
@@ -124,7 +124,7 @@ def t5(drop, **kwargs):
     return Learner(tensor_loaders(random_ints(49, 20, 9)+1, random_ints(49, 20, 9)), SameInputs(cfg), **kwargs)
 
 def wgan(drop, loss_func=None, **kwargs):
-    "A GAN, in which the loss functions also call the generator and the critic"
+    "Return a GAN, whose loss functions also call the generator and the critic"
     generator = nn.Sequential(nn.Flatten(), nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 48), nn.Unflatten(1, (3,4,4)))
     critic = nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.Tanh(), nn.Linear(8, 1), nn.Flatten(0))
     dls = tensor_loaders(random_floats(20, 6, 1, 1), random_floats(20, 3, 4, 4))
@@ -142,15 +142,15 @@ def make_application(nm, drop=0., **kwargs):
 # Losses, and MixUp
 
 def logits_of(out):
-    "Return the logits, where a model returns them in a mapping"
+    "Return the logits from the output of a model: the output itself, or its entry 'logits'"
     return out if isinstance(out, torch.Tensor) else out['logits']
 
 def cross_entropy(out, y):
-    "Return the cross-entropy for any of the applications: of samples, or of the tokens of sequences"
+    "Return the cross-entropy of samples or, if targets are sequences, of tokens, for any of the applications"
     return F.cross_entropy(logits_of(out).transpose(1, -1) if y.ndim==2 else logits_of(out), y)
 
 class MixUpLoss(nn.CrossEntropyLoss):
-    "Cross-entropy that says it can be used with MixUp: its targets are class numbers"
+    "Cross-entropy for MixUp: `y_int` says that targets are class numbers"
     y_int = True
 
 class DoubleMixUp(MixUp):
@@ -191,10 +191,10 @@ class CountedLayer(Module):
     def forward(self, x): return _CountActivations.apply(self.lin(x).tanh())
 
 class StatefulLinear(nn.Linear):
-    """A layer that in training depends on all that a forward pass can change
+    """A layer whose output in training depends on every kind of state that a forward pass can change
 
-    It depends on two buffers, of which one is replaced and one is changed in place, on attributes that are not
-    buffers, and on random numbers of five generators: Python's, NumPy's, torch's and two of its own.
+    The state is: a buffer that is replaced, a buffer that is changed in place, attributes that are no buffers, and
+    the random numbers of five generators (Python's, NumPy's, torch's and two of the layer).
     """
     def __init__(self, n):
         super().__init__(n, n)

@@ -1,4 +1,4 @@
-"accum_find finds the effective batch size that the noise of gradients asks for, in whole micro-batches."
+"`accum_find` suggests the effective batch size at which the noise of gradients equals the signal."
 import numpy as np, pytest, torch
 from functools import partial
 from torch import nn
@@ -11,11 +11,14 @@ from small_learners import all_params, with_loaders
 from test_dry_runs import unchanged
 
 class Theta(nn.Module):
-    def __init__(self, d): super().__init__(); self.theta = nn.Parameter(torch.full((d,), d**-.5).double())
+    "Returns θ-x, for a parameter θ of `d` numbers"
+    def __init__(self, d):
+        super().__init__()
+        self.theta = nn.Parameter(torch.full((d,), d**-.5).double())
     def forward(self, x): return self.theta-x
 
 def quadratic(scale, bs=4, n=4096, d=200, **kwargs):
-    "The gradient of a sample is θ-x, of length 1 in the mean, and `scale` is the variance of x: the noise scale"
+    "Return a Learner whose noise scale is `scale`: a sample's gradient is θ-x, where |θ|=1 and x has variance `scale`"
     x = torch.randn(n, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)*(scale/d)**.5
     return toy(bs, data=TensorDataset(x, torch.zeros(n)), model=lambda: Theta(d), shuffle=True, opt_func=SGD,
         loss_func=lambda pred,targ: pred.square().sum(-1).mean()/2, splitter=all_params, **kwargs)
@@ -25,18 +28,18 @@ def near(a, b): return b/1.5<float(a)<b*1.5
 
 @pytest.mark.parametrize('scale,lr', [(16,0.), (64,.002), (256,0.)])
 def test_it_finds_a_known_noise_scale(scale, lr):
-    "...at a standstill and in training"
-    rates = []   # what a callback keeps in lists is put back
+    "With a learning rate of 0, and while the weights change"
+    rates = []   # not in `RecordAt`: accum_find restores the attributes of callbacks
     found = find(quadratic(scale), steps=40, lr=lr,
         cbs=CallAt('before_step', lambda l: rates.append(l.opt.hypers[-1]['lr'])))
     assert near(int(found), scale) and int(found)%4==0 and near(found.scale, scale) and rates==[lr]*40
     assert len(found.scales)==40 and found.scales[-1]==found.scale
-    assert list(range(10000))[found]==int(found)   # it may stand for a number
+    assert list(range(10000))[found]==int(found)   # the result can be used as an integer
 
 @pytest.mark.parametrize('acc,kwargs', [(partial(GradientAccumulation, 40),{}),
     (partial(GradientAccumulationScheduler, {0:10}),{}),(None,dict(accum_bs=40))])
-def test_the_steps_that_are_measured_are_as_large_as_they_should_be(acc, kwargs):
-    "Those of the Learner's own accumulation, or of the size that is given; an epoch's short last batch is left out"
+def test_the_measured_steps_have_the_size_of_the_callback_or_of_the_argument(acc, kwargs):
+    "The incomplete last batch of an epoch is left out"
     learn,sizes = quadratic(64, n=1003),[]
     if acc: learn.add_cb(acc())
     found = find(learn, steps=30, lr=0., cbs=CallAt('after_loss', lambda l: sizes.append(len(l.pred))), **kwargs)
@@ -57,30 +60,31 @@ def test_batches_that_the_learner_splits_are_split(micro):
     with unchanged(learn): found = find(learn, steps=60, lr=0.)
     assert near(found.scale, 16) and (micro=='auto' or int(found)%micro==0)
 
-def test_where_targets_are_counted_the_suggestion_is_in_samples():
-    "With the same number in each sample it is that of a loss that does not count them"
+def test_with_a_loss_over_targets_the_suggestion_is_in_samples():
+    "If each sample has the same number of targets, it is the suggestion for a loss that is a mean over samples"
     x = toy_data(64).tensors[0].unsqueeze(1).repeat(1, 6, 1)
     ds = TensorDataset(x, (x[...,0]<-1).long())
     a,b = (find(toy(4, data=ds, loss_func=f), lr=0.) for f in (CrossEntropy(),lambda p,y: CrossEntropy()(p, y)))
     assert int(a)==int(b) and np.isfinite(a.scale)
 
 @pytest.mark.parametrize('n,size', [(2048,32),(96,96),(96,128)])
-def test_where_noise_hides_the_gradient_the_measured_size_is_suggested(n, size):
-    "...but an epoch at most; in steps of all samples, from the best weights, |G|² is below 0 for sure"
+def test_if_noise_hides_the_gradient_the_measured_size_is_suggested(n, size):
+    "An epoch at most. In steps of all samples, from the best weights, the estimate of |G|² is always below 0"
     learn = quadratic(1e9, n=n)
     if size>=n: learn.model.theta.data = learn.dls.train.dataset.tensors[0].mean(0)
-    given = dict(cbs=GradientAccumulation(size)) if size>n else dict(accum_bs=size)   # which is refused above an epoch
+    # only a callback may have a size that exceeds an epoch
+    given = dict(cbs=GradientAccumulation(size)) if size>n else dict(accum_bs=size)
     found = find(learn, steps=6, lr=0., **given)
     assert found.scale==np.inf and int(found)==min(size, n)
     assert 'noise hides the gradient' in repr(found) and ('an epoch has no more' in repr(found))==(size>n)
 
 def test_callbacks_of_the_planned_fit_take_part():
-    "One that makes the gradient four times as long makes the noise scale a sixteenth"
+    "A callback that makes the gradient four times as long divides the noise scale by 16"
     def pull(l): l.loss_grad = l.loss_grad+3*(l.model.theta*200**-.5).sum()
     learn = quadratic(128)
     assert near(find(learn, lr=0., cbs=CallAt('after_loss', pull)).scale, 8) and near(find(learn, lr=0.).scale, 128)
 
-# What it refuses
+# Refused
 
 @pytest.mark.parametrize('make,kwargs,exc,match', [*((lambda: toy(4),{nm:v},exc,f'{nm}={v}') for nm,v,exc in (
         ('accum_bs',-4,ValueError), ('accum_bs',2.5,TypeError), ('show_plot',1,TypeError))),
@@ -88,6 +92,6 @@ def test_callbacks_of_the_planned_fit_take_part():
     (lambda: with_loaders(toy(4), DataLoader(toy_data(3), bs=4)),{},RuntimeError,'no full batch'),
     (lambda: toy(4, cbs=RaiseAt('after_step', CancelFitException, 0)),{},RuntimeError,'a callback ends the fit')],
     ids=lambda o: o if isinstance(o, str) else '')
-def test_what_cannot_be_measured_is_told(make, kwargs, exc, match):
+def test_what_cannot_be_measured_is_refused(make, kwargs, exc, match):
     learn = make()
     with unchanged(learn), pytest.raises(exc, match=match): find(learn, **kwargs)

@@ -1,9 +1,9 @@
-"""Learners as fastai users build them: trained on micro-batches, they are what full batches make of them.
+"""Learners as fastai users build them get the same weights from micro-batches as from full batches.
 
-In double precision, which tells the same run from a similar one. What is no part of the promise is taken out of the
-models: BatchNorm becomes GroupNorm, and dropout is 0. Loaders make their items in this process, in an order that does
-not depend on the batch size; so augmentation by item is the same, and a GAN's noise. With fastai's own losses, and with
-BatchNorm: `test_warnings_are_true.py`.
+The runs are in double precision, which tells the same run from a similar one. Layers whose results depend on the batch
+size by design are replaced: BatchNorm becomes GroupNorm, and dropout is 0. Loaders make their items in this process, in
+an order that does not depend on the batch size, so that the augmentation of items and the noise of a GAN are the same.
+Tests with BatchNorm, and with the losses of fastai in single precision, are in `test_warnings_are_true.py`.
 """
 import numpy as np, pandas as pd, pytest, torch
 from functools import partial
@@ -25,7 +25,7 @@ from common import RecordAt, raise_oom_above, weights
 from small_learners import MappingBatch, silence_in_double
 
 class Double(Callback):
-    "Cast the batch to double precision"
+    "Casts the batch to double precision"
     order = -50
     def before_batch(self):
         def cast(o):
@@ -106,12 +106,12 @@ small = dict(emb_sz=8, n_hid=10, n_layers=2)
 no_dropout = dict(small, output_p=0., hidden_p=0., input_p=0., embed_p=0., weight_p=1e-30)
 
 def sentiment(bs):
-    "A text classifier with a plain loader, because the order of fastai's `SortedDL` depends on the batch size"
+    "Return a text classifier with a plain loader, because the order of fastai's `SortedDL` depends on the batch size"
     return text_classifier_learner(texts(bs, False, dl_type=TfmdDL), AWD_LSTM, config=awd_lstm_clas_config|no_dropout,
         pretrained=False, drop_mult=1., ps=[0.], loss_func=CrossEntropy(), metrics=accuracy)
 
 def language(_):
-    "A language model, whose batches of 16 are split, because its streams of text depend on the loader's batch size"
+    "Return a language model, whose batches of 16 are split; smaller batches of the loader would hold other texts"
     learn = language_model_learner(texts(16, True), AWD_LSTM, config=awd_lstm_lm_config|no_dropout, pretrained=False)
     learn.loss_func = CrossEntropy()
     return learn
@@ -128,7 +128,7 @@ def table(bs, n=32, drop_last=True, config=tabular_config(use_bn=False, bn_cont=
         drop_last=drop_last, num_workers=0, device='cpu')
     return tabular_learner(dls, layers=[20,10], config=config, loss_func=loss_func, metrics=accuracy)
 
-def rating_loss(p, y): return F.mse_loss(p.flatten(), y.flatten())   # fastai's is in single precision
+def rating_loss(p, y): return F.mse_loss(p.flatten(), y.flatten())   # fastai's loss casts to single precision
 
 def ratings(bs, loss_func=rating_loss, **kwargs):
     r = np.random.default_rng(0)
@@ -157,12 +157,12 @@ def box_loss(preds, targs):
     return torch.stack([torch.cdist(t['boxes'], p, p=1).min(1).values.mean() for p,t in zip(preds, targs)]).mean()
 
 def detection(bs, n=38):
-    "A detector whose batches are lists: pictures of several sizes, and targets with 1 to 9 boxes for each picture"
+    "Return a detector whose batches are lists: pictures of several sizes, and targets with 1 to 9 boxes for each"
     def item(i, gen): return torch.randn(3, 8, 8+i%3, generator=gen),dict(boxes=torch.rand(1+i%9, 4, generator=gen))
     return of_items(bs, Detector(), box_loss, lambda items: tuple(map(list, zip(*items))), item, n)
 
 class Tagger(Module):
-    "Tags tokens: takes a mapping, and returns logits, or, given labels, logits and loss, as transformers' models do"
+    "Tags tokens: takes a mapping, and returns logits, and with labels also the loss, as the models of transformers do"
     def __init__(self): self.emb,self.rnn,self.head = nn.Embedding(20, 8),nn.GRU(8, 8, batch_first=True),nn.Linear(8, 3)
     def forward(self, batch):
         logits = self.head(self.rnn(self.emb(batch['input_ids'])*batch['attention_mask'][...,None])[0])
@@ -170,7 +170,7 @@ class Tagger(Module):
         return dict(logits=logits, loss=F.cross_entropy(logits.flatten(0, 1), batch['labels'].flatten()))
 
 def tagged(bs, with_labels=False, n=38):
-    "A tagger on samples with 2 to 7 real tokens; the labels of the other tokens are -100"
+    "Return a tagger on samples with 2 to 7 real tokens; the labels of the other tokens are -100"
     def item(i, gen):
         real = torch.arange(7)<2+i%6
         labels = torch.randint(0, 3, (7,), generator=gen).masked_fill(~real, -100)
@@ -207,7 +207,7 @@ def wgan(bs, switcher=noop, n=32, **kwargs):
     return GANLearner.wgan(dls, generator, critic(), switcher=switcher(), opt_func=partial(Adam, mom=0.), **kwargs)
 
 def short(l):
-    "Run out of memory with more than 3 samples, in the run that accumulates"
+    "Run out of memory with more than 3 samples, but only in the run that accumulates"
     if hasattr(l, 'gradient_accumulation'): raise_oom_above(3)(len(l.pred))
 
 few = partial(wgan, switcher=lambda: FixedGANSwitcher(2, 1))
@@ -219,7 +219,7 @@ gans = dict(wgan=dict(make=wgan), few=dict(make=partial(few, n=30), fit=two_fits
 gans = {nm:dict(micro=2, full=8)|o for nm,o in gans.items()}   # 4 steps in an epoch
 
 @pytest.mark.parametrize('nm', gans)
-def test_each_step_of_a_gan_is_the_critics_or_the_generators(nm):
+def test_each_step_of_a_gan_trains_the_critic_or_the_generator(nm):
     "Generator and critic both train, and the columns of the table are means over steps"
     def make(bs):
         learn = gans[nm]['make'](bs)
@@ -232,7 +232,7 @@ def test_each_step_of_a_gan_is_the_critics_or_the_generators(nm):
         assert len(x)==len(y)>0 and deviation(x, y)<2e-6, o
     assert b.recorder.metric_names[2:4]==['train_gen_loss','train_crit_loss']
 
-def test_what_is_logged_of_a_gan_decides_nothing():
+def test_logging_each_micro_batch_of_a_gan_does_not_change_the_run():
     a,b = both(**gans['adaptive'], log_accum_batch=False)
     assert deviation(a.model.state_dict(), b.model.state_dict())<1e-7
     assert len(b.gan_trainer.crit_losses)==4*len(a.gan_trainer.crit_losses)

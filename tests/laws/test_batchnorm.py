@@ -1,4 +1,4 @@
-"BatchNorm's statistics: recalibrated, they are the mean over whole batches, and nothing else moves; frozen, they stay."
+"Recalibrated statistics of BatchNorm are means over whole batches, and frozen statistics do not change."
 import numpy as np, pytest, random, torch
 from hypothesis import given, strategies as st
 from torch import nn
@@ -20,11 +20,11 @@ def is_mean_of(learn, bs, k, x=None):
     want = [torch.stack([f(o) for o in parts]).mean(0) for f in (lambda o: o.mean(0),lambda o: o.var(0))]
     return deviation(want, [bn.running_mean,bn.running_var])<1e-10 and bn.num_batches_tracked==k
 
-# What the statistics are
+# Recalibrated statistics
 
 @given(st.integers(2, 90), st.integers(2, 40), st.integers(2, 8), st.none()|st.integers(1, 90), st.booleans())
 def test_statistics_are_the_mean_over_whole_batches(n, bs, micro, limit, torchs):
-    "The mean is over the whole batches in the first `limit` samples, at least one"
+    "The mean is over the whole batches within the first `limit` samples, but over one batch at least"
     learn = small(micro, n)
     if torchs: learn.dls.train = TorchLoader(toy_data(n), micro, drop_last=n%2==0)
     learn.model[1].running_mean += 1
@@ -35,13 +35,13 @@ def test_statistics_are_the_mean_over_whole_batches(n, bs, micro, limit, torchs)
     (4,200,lambda: GradientAccumulation(1000)), (4,32,lambda: GradientAccumulationScheduler({0:2, 1:8}))])
 @pytest.mark.filterwarnings('ignore')
 def test_batches_are_as_large_as_a_step(bs, want, cb):
-    "The size is that of the last steps, without accumulation the loader's but at least 64; never above the dataset's"
+    "Without accumulation, the size is that of the loader, but at least 64; it never exceeds the dataset"
     learn = small(bs, 200, cbs=cb and cb())
     if want==32 and bs==4: learn.fit(2, 0.1)
     learn.recalibrate_bn()
     assert is_mean_of(learn, want, 200//want)
 
-def test_ready_made_batches_are_taken_as_they_come():
+def test_the_batches_of_a_loader_without_a_batch_size_are_used_as_they_are():
     (x,y),learn = toy_data(64).tensors,small()
     for batches,args,match in ((list(zip(x.split(8), y.split(8))),[16],'`bs=16`.*ready-made'), ([],[],'no batch')):
         learn.dls.train = batches
@@ -50,7 +50,7 @@ def test_ready_made_batches_are_taken_as_they_come():
         assert is_mean_of(learn, 8, 8, x)
 
 def test_the_inputs_are_those_of_the_loader():
-    "Several inputs, no dropout, no callbacks; also for layers without weights, and with a cumulative average"
+    "Several inputs, without dropout and callbacks, for layers without weights and with a cumulative average"
     class Two(Module):
         def __init__(self):
             self.drop,self.bn,self.lin = nn.Dropout(0.9),nn.BatchNorm1d(5, momentum=None, affine=False),nn.Linear(5, 3)
@@ -64,12 +64,12 @@ def test_the_inputs_are_those_of_the_loader():
     assert deviation([learn.model.bn.running_mean,learn.model.bn.running_var], [4*x.mean(0),want])<1e-10
     assert learn.model.bn.momentum is None and learn.model.bn.num_batches_tracked==4 and not heard.values
 
-# Nothing else moves
+# Nothing else changes
 
 @pytest.mark.parametrize('torchs', [False,True])
 @pytest.mark.parametrize('how', ['call','callback'])
 def test_training_goes_on_as_if_nothing_had_happened(torchs, how):
-    "Also with loaders that shuffle, and transforms that draw random numbers"
+    "The loaders shuffle, and a transform of batches draws random numbers"
     def noise(b): return b[0]+torch.randn_like(b[0])+random.random()+np.random.rand(),b[1]
     def run(how=None):
         learn = small(cbs=GradientAccumulation(16))
@@ -85,7 +85,7 @@ def test_training_goes_on_as_if_nothing_had_happened(torchs, how):
 
 @pytest.mark.parametrize('exc,in_fit', [(KeyboardInterrupt,True), (torch.OutOfMemoryError,False)])
 def test_interrupts_leave_the_statistics_as_they_were(exc, in_fit):
-    "The second batch of 24 samples fails, which is one of recalibration: training batches have 4"
+    "An error comes in the second batch of the recalibration, which has 24 samples; training batches have 4"
     learn,noted,seen = small(n=70),RecordAt('after_train', stats),[]
     def fail(m, i):
         seen.append(len(i[0]))
@@ -101,15 +101,15 @@ def test_interrupts_leave_the_statistics_as_they_were(exc, in_fit):
 
 # The callback
 
-def test_what_validates_and_saves_has_them(tmp_path):
+def test_validation_and_saved_models_have_the_recalibrated_statistics(tmp_path):
     learn = small(path=tmp_path)
     learn.fit(3, 0.1, cbs=[GradientAccumulation(16),RecalibrateBN(),SaveModelCallback(every_epoch=True)])
     assert is_mean_of(learn, 16, 4) and deviation(learn.recorder.values[-1][1], learn.validate()[0])<1e-6
     learn.load('model_0')
     assert is_mean_of(learn, 16, 4)   # the saved statistics belong to the saved weights
 
-def test_only_where_somebody_trains():
-    "The callback acts in a fit only, and the method `recalibrate_bn` can still be called"
+def test_the_callback_acts_in_training_only():
+    "In validation, prediction and `lr_find` it does nothing, and the method `recalibrate_bn` can still be called"
     learn,seen = small(cbs=RecalibrateBN(16)),[]
     learn.model[0].register_forward_hook(lambda m,i,o: seen.append(len(o)))
     before = stats(learn)
@@ -132,9 +132,9 @@ def test_frozen_layers_are_left_alone():
     learn.add_cb(FreezeBN(lambda m: m[2:]))
     with pytest.raises(ValueError, match='all BatchNorm layers are frozen'): learn.recalibrate_bn(16)
     with pytest.warns(UserWarning, match='all BatchNorm layers are frozen'): learn.fit(1, 0.1, cbs=RecalibrateBN())
-    assert last.num_batches_tracked==4 and first.num_batches_tracked==16   # only a part is frozen
+    assert last.num_batches_tracked==4 and first.num_batches_tracked==16   # one of the two layers is not frozen
 
-def test_frozen_whoever_calls_train_and_as_ever_after_an_interrupt():
+def test_statistics_stay_frozen_if_a_callback_calls_train_but_not_after_an_interrupt():
     learn = small(cbs=[CallAt('after_backward', lambda l: l.model.train())])
     before = stats(learn)
     learn.fit(1, 0.1, cbs=FreezeBN())

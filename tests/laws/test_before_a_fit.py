@@ -1,4 +1,4 @@
-"What a new user types is right, or is answered with what was meant; and a fit says what it is about to do."
+"A fit announces its steps, and a mistake that new users make is refused or warned of, with the remedy."
 import pytest, random, subprocess, sys
 from torch.nn import functional as F
 from fastai.vision.all import (CrossEntropyLossFlat, CutMix, DataLoader, DataLoaders, GradientAccumulation as
@@ -7,13 +7,14 @@ from fastaccum import (FreezeBN, GradientAccumulation, GradientAccumulationSched
     GradientCache, ScaledLR)
 from fastaccum.testing import assert_same_run, both_runs, one_cycle, toy
 from common import CallAt, LimitedMemory, runs_out_above
-from test_warned import count_warnings
+from small_learners import all_params
+from test_warned import count_warnings, fit_small_rate, summed
 
 x = torch.randn(70, 5)
 data = list(zip(x, (x[:,0]>0).long()))
 
 def learner(bs=4, drop_last=False, **kwargs):
-    "Return a Learner as users have it, with a table, on 70 samples"
+    "Return a Learner on 70 samples that prints a table, as users have it"
     dls = DataLoaders(DataLoader(data, bs=bs, drop_last=drop_last), DataLoader(data, bs=32))
     return Learner(dls, nn.Linear(5, 2), CrossEntropyLossFlat(), **kwargs)
 
@@ -40,7 +41,7 @@ said = [(lambda: GradientAccumulation(16), {}, 'GradientAccumulation: steps of 1
         '(4 to 2 micro-batches of 4), 12 steps in 2 epochs, 6 of 70 samples left out of each epoch')]
 
 @pytest.mark.parametrize('make,kwargs,line', said)
-def test_a_line_above_the_table_says_what_the_steps_are_and_the_plan_uses_the_same_words(make, kwargs, line, capsys):
+def test_a_line_above_the_table_describes_the_steps_in_the_words_of_the_plan(make, kwargs, line, capsys):
     learn,acc = learner(**kwargs),make()
     learn.fit(2, cbs=acc)
     lines,table = announced(capsys)
@@ -65,7 +66,7 @@ def test_the_line_comes_with_a_table_only_once_per_plan_and_not_if_it_is_switche
         learn.remove_cb(acc)
     assert announced(capsys)[0]==[]
 
-def test_a_plan_that_changes_in_a_fit_is_said_again(capsys):
+def test_a_plan_that_changes_in_a_fit_is_announced_again(capsys):
     learn = learner(cbs=GradientAccumulation(16))
     grow = CallAt('before_epoch', lambda l: setattr(l.gradient_accumulation, 'accum_bs', 16 if l.epoch<2 else 32))
     learn.fit(4, cbs=grow)
@@ -113,7 +114,7 @@ def test_samples_and_batches_together_are_refused(kwargs):
     assert '#two-sizes' in str(e.value)
     for bad in (0, 4., '4', True):
         with pytest.raises((ValueError,TypeError), match='`n_batches` must be'): GradientAccumulation(n_batches=bad)
-    with pytest.raises(TypeError): GradientAccumulation(64, True, None, None, None, 4)   # by name only
+    with pytest.raises(TypeError): GradientAccumulation(64, True, None, None, None, 4)   # `n_batches` must be named
 
 @pytest.mark.parametrize('nm', ['accum_bs','n_acc'])
 def test_a_step_smaller_than_a_batch_says_that_samples_are_counted_and_how_to_count_batches(nm):
@@ -122,32 +123,32 @@ def test_a_step_smaller_than_a_batch_says_that_samples_are_counted_and_how_to_co
         assert o in str(told[0].message)
     for remedy in ({nm:64}, dict(n_batches=4)): assert GradientAccumulation(**remedy).plan(toy(16)).sizes==[[64,6]]
 
-# Samples left out, and steps larger than an epoch
+# Samples that are left out, and steps larger than an epoch
 
 left_out,no_step = {('','samples-left-out'):1},{('','no-step'):1}
 
 @pytest.mark.parametrize('accum_bs,acc,expected', [(48,{},left_out), (48,dict(drop_last=False),{}),
     (48,dict(drop_last=True),{}), (60,{},left_out), (64,{},{}), (16,{},{}), (4,{},{})])
-def test_a_tenth_of_the_samples_or_more_is_not_left_out_in_silence(accum_bs, acc, expected):
+def test_a_fit_that_leaves_out_a_tenth_of_the_samples_warns(accum_bs, acc, expected):
     learn = learner(drop_last=True)   # of 70 samples, the loader itself leaves out 2
     with learn.no_bar(), learn.no_logging():
         told = count_warnings(lambda: learn.fit(2, cbs=GradientAccumulation(accum_bs, **acc)))
     assert told==expected
 
-def test_what_is_left_out_with_a_schedule_is_counted_over_all_epochs():
+def test_samples_that_a_schedule_leaves_out_are_counted_over_all_epochs():
     for sizes,expected in (((16,48),left_out), ((8,16),{})):
         learn = learner(drop_last=True)
         with learn.no_bar(), learn.no_logging():
             assert count_warnings(lambda: learn.fit(3, cbs=schedule(*sizes)))==expected
 
-def test_what_is_said_of_the_samples_left_out_is_true():
+def test_the_warning_of_samples_left_out_has_the_right_numbers_and_remedy():
     learn = learner(drop_last=True)
     with pytest.warns(UserWarning, match='^22 of 70 samples are left out of each epoch.*`drop_last=False`'):
         learn.fit(1, cbs=GradientAccumulation(48))
     assert GradientAccumulation(48, drop_last=False).plan(learn).sizes==[[48,20]]
 
 @pytest.mark.parametrize('loader_drops', [False,True])
-def test_a_step_larger_than_the_epoch_is_told(loader_drops):
+def test_a_step_larger_than_the_epoch_is_warned_of(loader_drops):
     for drop_last,expected in ((None,no_step), (False,{})):
         learn = learner(drop_last=loader_drops)
         with learn.no_bar(), learn.no_logging():
@@ -157,7 +158,8 @@ def test_a_step_larger_than_the_epoch_is_told(loader_drops):
 
 # fastai's class by accident
 
-below = "from fastaccum import GradientAccumulation\nfrom fastai.vision.all import *\n"   # as a sorter leaves it
+# the order that a sorter of imports makes
+below = "from fastaccum import GradientAccumulation\nfrom fastai.vision.all import *\n"
 above = "from fastai.vision.all import *\nfrom fastaccum import GradientAccumulation\n"
 fits = """
 import warnings
@@ -220,7 +222,7 @@ def refusal(learn, cbs):
     with pytest.raises(ValueError, match='callbacks accumulate') as e: learn.fit(1, 0.1, cbs=cbs)
     return str(e.value)
 
-def test_two_callbacks_are_said_to_be_where_they_are():
+def test_the_error_for_two_callbacks_says_where_each_was_given():
     acc = GradientAccumulation
     both_passed = refusal(toy(4), [acc(8),acc(16)])
     assert both_passed.count('passed to `fit`')==2
@@ -230,44 +232,40 @@ def test_two_callbacks_are_said_to_be_where_they_are():
     assert f'{ours}, {fastais}' in one_each and 'remove_cbs' in one_each
     both_there = refusal(toy(4, cbs=[acc(8),acc]), None)
     assert both_there.count('(on the Learner)')==2 and 'passed' not in both_there
-    assert refusal(toy(4, cbs=acc(8)), acc).count('passed')==1   # a class, of which fastai makes an object
+    assert refusal(toy(4, cbs=acc(8)), acc).count('passed')==1   # fastai also takes a class, and creates the callback
 
 # Memory that runs out with a fixed size
 
 def with_limit(cap): return nn.Sequential(nn.Linear(5, 3), LimitedMemory(runs_out_above(cap, 'backward'))).double()
-def one_group(m): return [list(m.parameters())]
 
 @pytest.mark.parametrize('bs,cbs', [(16,[GradientAccumulation(16)]),
     (16,[GradientAccumulation(16, micro_batch_size=8)]), (8,[GradientAccumulationScheduler({0:2})])])
 def test_an_out_of_memory_error_names_auto_which_then_works(bs, cbs):
-    learn = toy(bs, model=lambda: with_limit(5), splitter=one_group)
+    learn = toy(bs, model=lambda: with_limit(5), splitter=all_params)
     with pytest.raises(torch.OutOfMemoryError, match="planted.*\n.*`micro_batch_size='auto'`") as e:
         learn.fit(1, cbs=cbs)
     assert '#fixed-size-does-not-fit' in str(e.value)
     with pytest.warns(UserWarning, match='memory ran out'):
         learn.fit(1, cbs=GradientAccumulation(16, micro_batch_size='auto'))
 
-def test_beside_a_cache_the_cache_gets_auto():
-    learn = toy(8, model=lambda: with_limit(3), splitter=one_group)
+def test_an_out_of_memory_error_with_a_cache_names_auto_for_the_cache():
+    learn = toy(8, model=lambda: with_limit(3), splitter=all_params)
     cbs = [GradientAccumulation(16),GradientCache(micro_batch_size=4)]
     with pytest.raises(torch.OutOfMemoryError, match="Give GradientCache `micro_batch_size='auto'`"):
         learn.fit(1, cbs=cbs)
 
 # A loss that is a sum, without saying so
 
-def sum_loss(p, y): return F.cross_entropy(p, y, reduction='sum')
-def fit_small_rate(l, cbs): l.fit(2, 1e-3, cbs=cbs)
-
-def test_a_sum_that_does_not_say_so_is_told_how_to_say_it_and_then_is_right():
+def test_a_loss_that_is_a_sum_without_saying_so_gets_a_warning_whose_remedy_is_right():
     with pytest.warns(UserWarning, match="parts add up to it.*`learn.loss_func.reduction = 'sum'`"):
-        both_runs(n=64, loss_func=lambda p,y: sum_loss(p, y), fit=fit_small_rate)
-    def says(p, y): return sum_loss(p, y)
+        both_runs(n=64, loss_func=summed, fit=fit_small_rate)
+    def says(p, y): return summed(p, y)
     says.reduction = 'sum'
     runs = []
     assert not count_warnings(lambda: runs.extend(both_runs(n=64, loss_func=says, fit=fit_small_rate)))
     assert_same_run(*runs)
 
-def test_a_loss_that_is_neither_is_not_taken_for_a_sum():
+def test_a_loss_that_is_neither_mean_nor_sum_is_not_called_a_sum():
     def root(p, y): return F.cross_entropy(p, y).sqrt()
     with pytest.warns(UserWarning, match='not a mean over samples') as told: both_runs(n=64, loss_func=root)
     assert not [o for o in told if "= 'sum'" in str(o.message)]
@@ -283,7 +281,7 @@ def images(bs, cbs):
     return Learner(dls, model, CrossEntropyLossFlat(), cbs=cbs)
 
 @pytest.mark.parametrize('mixer', [MixUp,CutMix])
-def test_mixing_within_micro_batches_is_told_and_the_remedy_is_right(mixer):
+def test_mixing_within_micro_batches_is_warned_of_and_the_remedy_is_right(mixer):
     def losses(bs, *cbs):
         learn = images(bs, [mixer(),*cbs])
         with learn.no_bar(), learn.no_logging():
@@ -294,4 +292,4 @@ def test_mixing_within_micro_batches_is_told_and_the_remedy_is_right(mixer):
     assert told=={('AccumulationWarning','mixed-in-micro-batches'):1} and differs!=pytest.approx(big)
     told,same = losses(8, GradientAccumulation(8, micro_batch_size=4))
     assert not told and same==pytest.approx(big)
-    assert not losses(8, GradientAccumulation(8))[0]   # nothing is accumulated
+    assert not losses(8, GradientAccumulation(8))[0]   # no warning where each step is one batch

@@ -1,5 +1,7 @@
-"""`learn.bs_find()` finds the largest micro-batch that trains, wherever memory runs out, and leaves everything, to the
-bit, as it was before."""
+"""`learn.bs_find()` finds the largest micro-batch that fits in memory, and changes nothing else.
+
+Whether it restores the whole state of a Learner is tested in test_dry_runs.py.
+"""
 import gc, numpy as np, pytest, time, torch, weakref
 from functools import partial
 from matplotlib import pyplot as plt
@@ -26,14 +28,14 @@ def capped(cap, where='forward', exc=oom, n=120, mid=nn.Tanh, cbs=(), **kwargs):
 def find(learn, mode='binsearch', **kwargs): return learn.bs_find(mode, show_plot=False, **kwargs)
 
 @pytest.mark.parametrize('cap,mode', [(o,mode) for mode in ('power','binsearch') for o in pick_cases(8, range(1, 101))])
-def test_every_cap(cap, mode):
+def test_it_finds_any_size(cap, mode):
     res = find(capped(cap), mode, steps_per_trial=2)
     assert int(res)==res.size==(cap if mode=='binsearch' else 2**(cap.bit_length()-1)), res
     assert all(o.ok==(o.size<=cap) for o in res.trials)
 
 @pytest.mark.parametrize('where', ['forward','backward','before_batch','after_loss','before_step'])
 @pytest.mark.parametrize('exc', [oom,MemoryError])
-def test_wherever_memory_runs_out(where, exc): assert find(capped(13, where, exc)).size==13
+def test_it_finds_the_size_wherever_memory_runs_out(where, exc): assert find(capped(13, where, exc)).size==13
 
 texts = ['CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported', 'std::bad_alloc',
     'MPS backend out of memory (MPS allocated: 17.90 GB)', 'XPU out of memory. Tried to allocate 2.00 GiB',
@@ -45,7 +47,7 @@ texts = ['CUDA error: out of memory\nCUDA kernel errors might be asynchronously 
 def real(): torch.empty(2**58, dtype=torch.uint8)   # more memory than any machine has
 
 @pytest.mark.parametrize('exc', [real,partial(OSError, 12, 'x'),*(partial(RuntimeError, o) for o in texts)])
-def test_kinds_of_out_of_memory(exc): assert find(capped(5, exc=exc)).size==5
+def test_each_kind_of_out_of_memory_error_is_recognised(exc): assert find(capped(5, exc=exc)).size==5
 
 @pytest.mark.parametrize('exc', [ValueError('out of memory'),RuntimeError('CUDA error: device-side assert triggered'),
     IndexError('x'),OSError(28, 'No space left on device'),SystemExit(3)], ids=repr)
@@ -54,7 +56,7 @@ def test_other_errors_are_raised_as_they_are(exc):
     assert info.value is exc
 
 def test_the_speed_is_that_of_a_compiled_model_without_its_compilation():
-    "The backend takes a second to compile each new shape; a step takes milliseconds"
+    "Compiling takes a second for each new shape here, and a step takes milliseconds"
     def slow_backend(graph, inputs):
         time.sleep(1)
         return graph.forward
@@ -62,26 +64,27 @@ def test_the_speed_is_that_of_a_compiled_model_without_its_compilation():
     learn.model.compile(backend=slow_backend)
     trials = find(learn, 'power').trials
     assert [o.size for o in trials]==[2,4,8,16]
-    assert all(o.speed>o.size/.2 for o in trials), trials   # with that second, the mean of three steps is above .3
+    # a second of compilation would make the mean of three steps more than 0.3 s
+    assert all(o.speed>o.size/.2 for o in trials), trials
 
-def test_nothing_fits():
+def test_an_error_is_raised_if_no_size_fits():
     with pytest.raises(torch.OutOfMemoryError, match='8, 4, 2, 1 samples.*planted'): find(capped(0), init_val=8)
     with pytest.raises(torch.OutOfMemoryError, match='2, 1 samples'):   # BatchNorm cannot train on a single sample
         find(capped(1, mid=lambda: nn.BatchNorm1d(6)))
 
-def test_no_more_than_there_are_samples_or_trials():
+def test_the_size_is_limited_by_the_samples_and_by_the_number_of_trials():
     res = find(capped(1000, n=50))
     assert [o.size for o in res.trials]==[2,4,8,16,32,50] and res.size==50 and 'no more' in repr(res)
     assert [o.size for o in find(capped(1000, n=3), init_val=64).trials]==[3]
     res = find(capped(1000), max_trials=3)
     assert (res.size,len(res.trials))==(8,3) and 'max_trials' in repr(res)
 
-# A trial trains
+# A trial is a real fit
 
 @pytest.mark.parametrize('n', [1,2,5])
 def test_a_trial_takes_real_steps(n):
-    "At least two steps, with the optimizer's state; later forward passes run while gradients are in memory"
-    held,steps = [],[]   # not attributes of the callbacks: those are put back
+    "It takes at least two steps, so that memory holds the optimizer's state, and gradients in a forward pass"
+    held,steps = [],[]   # not in attributes of callbacks, which `bs_find` restores
     def has_grad(l): held.append(l.model[0].weight.grad is not None)
     def step(l): steps.append((len(l.x),bool(l.opt.state),l.model[0].weight.grad.any().item()))
     cbs = [CallAt('after_pred', has_grad),CallAt('after_step', step)]
@@ -89,7 +92,7 @@ def test_a_trial_takes_real_steps(n):
     assert steps==[(o,True,True) for o in (2,4,8,16) for _ in range(max(n, 2))]
     assert all(o for i,o in enumerate(held) if i%max(n, 2))
 
-def test_a_step_that_the_scaler_skips_does_not_count():
+def test_a_step_that_the_scaler_skips_is_not_counted():
     taken,cbs = [],[CpuMixedPrecision(init_scale=2.**16),
         RecordAt('after_step', lambda l: taken.append(not l.mixed_precision.skipped), order=20)]
     data = TensorDataset(torch.randn(8, 5)*200, torch.randint(0, 3, (8,)))
@@ -99,16 +102,16 @@ def test_a_step_that_the_scaler_skips_does_not_count():
 
 @pytest.mark.parametrize('event,exc', [('before_batch',CancelFitException),('after_batch',CancelFitException),
     ('before_step',CancelStepException)])
-def test_a_trial_without_steps_is_no_success(event, exc):
-    "A callback that ends the fit or skips steps makes the search fail, because no trial tells anything"
+def test_the_search_fails_if_a_callback_ends_the_fit_or_skips_steps(event, exc):
+    "Without a step, a trial does not show that its size fits"
     def end(learn): raise exc
     with pytest.raises(RuntimeError, match='a trial of 3 steps made'): find(capped(5, cbs=[RecordAt(event, end)]))
 
-# No memory is kept; that everything is as before is tested in test_dry_runs.py
+# Precision and memory
 
 @pytest.mark.parametrize('mode,where', [('fp16','backward'),('bf16','forward')])
 def test_mixed_precision(mode, where):
-    "Trials have the Learner's precision, and autocast is as before afterwards"
+    "Trials have the precision of the Learner, and afterwards autocast is as it was before"
     dtypes,dtype = set(),torch.float16 if mode=='fp16' else torch.bfloat16
     def see(l): dtypes.add(torch.get_autocast_dtype('cpu') if torch.is_autocast_enabled('cpu') else None)
     cbs = [CpuMixedPrecision(amp_mode=mode),GradientClip(),RecordAt('after_pred', see)]
@@ -119,7 +122,7 @@ def test_mixed_precision(mode, where):
 
 @pytest.mark.parametrize('cap', [0,9])
 def test_no_memory_is_kept(cap):
-    "A trial begins after the previous one was freed, with its reference cycles; after the search all is freed"
+    "The memory of a trial, reference cycles included, is freed before the next trial and at the end"
     refs,alive = [],[]
     class Cycle(nn.Module):
         def forward(self, x):
@@ -135,10 +138,10 @@ def test_no_memory_is_kept(cap):
     gc.collect()
     assert refs and not alive and not any(ref() is not None for _,ref in refs)
 
-# Loaders
+# Loaders of all kinds
 
 class Tokens(nn.Module):
-    "Runs out of memory with more than `cap` tokens in a batch"
+    "A model that runs out of memory with more than `cap` tokens in a batch"
     def __init__(self, cap, over): super().__init__(); self.cap,self.over,self.lin = cap,over,nn.Linear(1, 2)
     def forward(self, x):
         if x.numel()>self.cap: raise oom()
@@ -150,8 +153,8 @@ def on(dl, cap, valid=None, loss=nn.functional.cross_entropy, over=1):
 
 data = [(torch.ones(5),torch.tensor(0)) for _ in range(50)]
 
-def test_text_loaders():
-    "`SortedDL` begins with the longest texts, so these count; a language model's loader keeps its rows in order"
+def test_texts_of_different_lengths():
+    "Trials use the longest texts, with which `SortedDL` begins; a language model's loader keeps its rows in order"
     texts = [(torch.full((n,), 2),torch.tensor(i%2)) for i,n in enumerate([5]*50+[50]+[6]*50)]
     assert find(on(SortedDL(texts, bs=4, shuffle=True, before_batch=pad_input, num_workers=0), 1000)).size==20
     dls = [LMDataLoader([torch.arange(1000)]*20, bs=bs, seq_len=50) for bs in (4,64)]
@@ -161,10 +164,10 @@ def test_text_loaders():
     assert ((x[:,1:]-x[:,:-1])%1000==1).all()
 
 def test_other_loaders():
-    "Iterable datasets end where they end; loaders without a batch size or a batch are refused; transforms count"
+    "Iterable datasets may end early; loaders without a batch size or a batch are refused; transforms need memory"
     class Stream(IterableDataset):
         def __iter__(self): return iter(data)
-        def __len__(self): return 100   # more than the dataset has
+        def __len__(self): return 100   # the dataset has fewer
     for dl in (DataLoader(Stream(), bs=4, n=50),TorchLoader(Stream(), 4)):
         assert [int(find(on(dl, o))) for o in (60,10**6)]==[12,50]
     with pytest.raises(ValueError, match='ready-made.*batch size'): find(on(DataLoader([data[0]], bs=None), 60))
@@ -172,8 +175,8 @@ def test_other_loaders():
     def twice(b): return torch.cat([b[0],b[0]], 1),b[1]
     assert find(on(DataLoader(data, bs=4, after_batch=twice), 100)).size==10
 
-def test_apply_sets_the_size_and_nothing_else():
-    "Of the other loaders, those with larger batches get the size of the training loader"
+def test_apply_changes_only_the_batch_size():
+    "Validation loaders with larger batches get the size of the training loader as well"
     learn = capped(20, n=100, shuffle=True)
     learn.dls.loaders.append(DataLoader(toy_data(10), bs=8))
     loaders = list(learn.dls.loaders)
@@ -181,7 +184,7 @@ def test_apply_sets_the_size_and_nothing_else():
         assert find(learn, 'power', apply=True).size==16 and [o.bs for o in learn.dls.loaders]==[16,16,8]
         for o,bs in zip(loaders, (4,32,8)): o.bs = bs
 
-def test_apply_keeps_what_a_loader_was_given():
+def test_apply_keeps_the_other_arguments_of_a_loader():
     dl = WeightedDL(data, bs=4, wgts=np.arange(50.), shuffle=True, num_workers=0)
     learn,wgts = on(dl, 60),dl.wgts.copy()
     assert find(learn, 'power', apply=True).size==8
@@ -194,10 +197,10 @@ def test_apply_keeps_what_a_loader_was_given():
     assert (new.batch_size,new.sampler is dl.sampler,new.drop_last,new.generator is gen,len(new))==(8,True,True,True,6)
     assert gen.get_state().equal(state) and learn.dls.valid.batch_size==4
 
-# What is shown
+# Output
 
 def test_the_result_prints_and_plots(capsys):
-    "Progress is shown if the Learner has a progress bar"
+    "A search prints its progress if the Learner has a progress bar"
     res = find(capped(9))
     assert capsys.readouterr()==('','')
     find(capped(9).add_cb(ProgressCallback()))
@@ -206,7 +209,7 @@ def test_the_result_prints_and_plots(capsys):
     assert repr(res).startswith("9 samples fit, 10 do not\n")
     assert all((o.speed is not None and o.error is None)==o.ok for o in res.trials)
     assert res.trials[3].error=='OutOfMemoryError: planted'
-    for peak in (None,2**30):   # on a device without a peak of memory, and on one with it
+    for peak in (None,2**30):   # devices with and without a measured peak of memory
         for o in res.trials: o.peak = peak
         axs = res.plot()
         assert list(axs[1].lines[0].get_xdata())==[2,4,8,9] and len(axs[0].lines)==(1 if peak is None else 2)

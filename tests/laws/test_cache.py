@@ -1,4 +1,4 @@
-"`GradientCache`: the model sees micro-batches, all else the loader's batch, and the run is the full-batch run."
+"With `GradientCache`, the model gets micro-batches, loss and callbacks get the whole batch, and the run is the same."
 import os, pytest, random, torch
 from copy import deepcopy
 from functools import partial
@@ -22,15 +22,15 @@ def Cached(n, **kwargs): return GradientCache(micro_batch_size=n, **kwargs)
 
 def in_place(z, y): return nt_xent(z.mul_(2).sigmoid_())
 
-# What callbacks do with the loss and the model
+# Callbacks that change the loss or call the model
 
 def penalty(l):
-    "Add a penalty on the weights, whose gradient does not pass through the predictions, and one on the predictions"
+    "Add two penalties: one on the predictions, and one on the weights, whose gradient bypasses the predictions"
     l.loss_grad = l.loss_grad+0.1*sum(p.pow(2).sum() for p in l.model.parameters())+0.1*l.pred.pow(2).mean()
 def penalties(): return [CallAt('after_pred', lambda l: setattr(l, 'pred', l.pred*1.5)),CallAt('after_loss', penalty)]
 
 def slope(l, **kwargs):
-    "Return the gradient of the loss by the inputs; a callback's own call of the model gets the whole batch and a graph"
+    "Call the model on the whole batch, with a graph, and return the gradient of the loss for the inputs"
     x = l.x.clone().requires_grad_()
     return torch.autograd.grad(nt_xent(l.model(x)), x, **kwargs)[0]
 def adversary(l): l.xb = (l.x+0.1*slope(l).sign(),)
@@ -44,7 +44,7 @@ def net(*more):
 
 def fit(cbs, bs=16, fit=one_cycle, seed=0, **kwargs):
     learn = toy(bs, **dict(dict(seed=seed, n=41, loss_func=nt_xent, splitter=all_params), **kwargs))
-    with learn.added_cbs(cbs): learn.validate()   # must also work before any fit
+    with learn.added_cbs(cbs): learn.validate()   # validation must also work before any fit
     set_seed(seed)
     fit(learn, cbs)
     return learn
@@ -57,7 +57,7 @@ def assert_same(way=ways['cached'], cbs=list, **kwargs):
     same(a, b)
     assert replaced_methods(b)==replaced_methods(a)
 
-# The law
+# The run is the full-batch run
 
 def one_epoch(l, cbs): l.fit_one_cycle(1, 0.1, cbs=cbs)
 @given(st.integers(1, 30), st.integers(2, 30), st.integers(30, 60), st.integers(0, 9), st.booleans(),
@@ -87,15 +87,15 @@ settings = dict(adam=dict(opt_func=Adam, metrics=accuracy, cbs=lambda: [Gradient
 
 @pytest.mark.parametrize('way,nm', [(way,nm) for way in ('cached','checkpointed') for nm in settings
     if (way,nm)!=('checkpointed','compiled')])   # a compiled model has no segments
-def test_with_what_else_there_is(way, nm):
-    "Checkpoints run with dropout and BatchNorm here; see also test_checkpoint.py"
+def test_the_run_is_the_same_with_other_callbacks_and_models(way, nm):
+    "Checkpoints run with dropout and BatchNorm here; test_checkpoint.py has more cases for them"
     model = dict(model=lambda: net(nn.BatchNorm1d(6), nn.Dropout())) if way=='checkpointed' else {}
     assert_same(ways[way], **model|settings[nm])
 
-# Who sees what
+# What the model and the callbacks see
 
-def test_the_model_sees_micro_batches_and_the_others_the_batch():
-    "Also in validation and prediction. A hook of the whole model sees the whole batch"
+def test_the_model_sees_micro_batches_and_callbacks_see_the_batch():
+    "Validation and prediction included. A hook on the whole model sees the whole batch"
     seen,hooked,preds = [],[],RecordAt('after_pred', lambda l: len(l.pred))
     learn = toy(16, n=32, loss_func=nt_xent, cbs=Cached(5))
     learn.model.register_forward_hook(lambda m,i,o: hooked.append((len(i[0]),len(o))))
@@ -104,13 +104,13 @@ def test_the_model_sees_micro_batches_and_the_others_the_batch():
     learn.validate()
     assert learn.get_preds()[0].shape==(32,3)
     assert preds.values==[16]*2 and hooked==[(16,16)]*2+[(32,32)]*3
-    assert max(seen)<=5 and seen.count(4)>=2*(2*4-1)   # evenly, and all but the last twice
+    assert max(seen)<=5 and seen.count(4)>=2*(2*4-1)   # even sizes; each but the last runs twice
     learn.gradient_cache.run = False
     seen.clear()
     learn.fit(1, 0.1)
     assert seen==[16,16,32]
 
-# What is random, and what a forward pass moves
+# Random numbers, and state that a forward pass changes
 
 class InParts(Module):
     "Applies the model to micro-batches of `size` samples, one after the other, in one graph"
@@ -122,8 +122,8 @@ moving = dict(dropout=lambda: nn.Dropout(0.7), batchnorm=lambda: nn.BatchNorm1d(
 
 @pytest.mark.filterwarnings('ignore:BatchNorm1d normalises')
 @pytest.mark.parametrize('nm,size', list(product(moving, [2,8])))
-def test_forward_passes_are_those_of_one_pass_over_the_parts(nm, size):
-    "The second forward pass draws no new random numbers and moves no buffer again; the loss draws what it would draw"
+def test_the_run_is_that_of_one_forward_pass_over_the_parts(nm, size):
+    "The second forward pass repeats the random numbers of the first and changes no buffer; the loss draws its own"
     def noisy(z, y): return nt_xent(z+0.1*torch.randn_like(z))
     def run(model, cbs):
         drawn = RecordAt('after_batch', lambda _: (torch.rand(1).item(), random.random()))
@@ -136,21 +136,21 @@ def test_forward_passes_are_those_of_one_pass_over_the_parts(nm, size):
     same(a, b)
     if nm=='own': assert deviation(*(l.model[1].state() for l in (a,b)))==0
 
-def test_what_cannot_be_done_again_is_said():
+def test_a_forward_pass_that_cannot_be_repeated_is_warned_of():
     class Secret(nn.Module):
         def forward(self, x): return x*torch.tensor([o/255 for o in os.urandom(x.shape[-1])], dtype=x.dtype)
     with pytest.warns(UserWarning, match='something else when it'): fit([Cached(5)], model=lambda: net(Secret()))
 
 @pytest.mark.parametrize('more', [[],[accumulated]])
-def test_batchnorm_is_told_once_in_a_fit(more):
+def test_batchnorm_is_warned_of_once_in_a_fit(more):
     learn = toy(16, n=32, model=lambda: net(nn.BatchNorm1d(6)), cbs=[Cached(8),*(o() for o in more)])
     for _ in range(2):
         with pytest.warns(UserWarning, match='BatchNorm.*micro-batch, at most 8') as said: learn.fit(2, 0.1)
         assert sum('BatchNorm' in str(o.message) for o in said)==1
 
 @pytest.mark.parametrize('mode,penalty,way', list(product(['fp16','bf16'], [False,True], ['cached','checkpointed'])))
-def test_mixed_precision_is_no_further_off_than_mixed_precision(mode, penalty, way):
-    "The second forward pass has the precision of the first; a penalty uses weights that autocast has already cast"
+def test_in_mixed_precision_the_run_differs_by_the_rounding_of_mixed_precision(mode, penalty, way):
+    "The second forward pass has the precision of the first; the penalty uses weights that autocast has cast already"
     def on_weights(l): l.loss_grad = l.loss_grad+(torch.eye(6)@l.model[2].weight).float().pow(2).mean()
     def run(half, *cbs):
         seen = []
@@ -166,7 +166,7 @@ def test_mixed_precision_is_no_further_off_than_mixed_precision(mode, penalty, w
     for f in (weights,lambda l: l.recorder.losses):
         assert deviation(f(a), f(b))<=(2*deviation(f(a), f(single)) if way=='cached' else 0)
 
-# What the model is given, and what it returns
+# Inputs and outputs of all kinds
 
 class Towers(Module):
     """A model like CLIP, with a learned temperature
@@ -188,7 +188,7 @@ def clip_loss(out, y):
     return F.cross_entropy(sim, y)+F.cross_entropy(sim.T, y)+F.cross_entropy(a@protos.T, y%4)
 
 class Pairs(Callback):
-    "Adds a second input, a dict with a list of names, and turns the first into one of fastai's tensor types"
+    "Adds a second input, a dict with a list of names, and turns the first into a tensor type of fastai"
     order = 10
     def before_batch(self):
         x = self.x.as_subclass(TensorImage)
@@ -204,7 +204,7 @@ def test_inputs_and_outputs_of_all_kinds(out, size):
     assert_same(lambda: Cached(size), lambda: [Pairs(),next(order)], model=lambda: Towers(out), loss_func=clip_loss)
     assert seen[0].values==seen[1].values and len(seen[0].values)==6
 
-def test_inputs_that_need_a_gradient_get_theirs():
+def test_inputs_that_need_a_gradient_get_it():
     "Inputs may come from an encoder that is not part of the model"
     def run(*cbs):
         encoder,got = nn.Linear(5, 5).double(),[]
@@ -215,13 +215,13 @@ def test_inputs_that_need_a_gradient_get_theirs():
         return learn
     same(run(), run(Cached(5)))
 
-def test_a_loss_of_what_is_inside_of_the_model_is_an_error():
+def test_a_loss_of_activations_inside_the_model_is_refused():
     def loss(z, y): return nt_xent(z)+inner[-1].pow(2).mean()
     inner,learn = [],toy(16, n=32, loss_func=loss, model=net)
     learn.model[2].register_forward_hook(lambda m,i,o: inner.append(o))
     with pytest.raises(RuntimeError, match='second time'): learn.fit(1, 0.1, cbs=Cached(4))
 
-def test_texts_whose_chunks_fastai_leaves_out_are_told():
+def test_texts_whose_chunks_fastai_leaves_out_are_warned_of():
     def told(pad):
         learn = make_application('text_classifier', loss_func=lambda out,*_: nt_xent(logits_of(out))).add_cb(Cached(3))
         def end(l):
@@ -234,7 +234,7 @@ def test_texts_whose_chunks_fastai_leaves_out_are_told():
 @pytest.mark.filterwarnings('ignore:there is no BatchNorm')
 @pytest.mark.parametrize('nm', applications)
 def test_applications(nm):
-    "The run is the one without the cache, with BatchNorm frozen and without dropout"
+    "With BatchNorm frozen and without dropout, the cache does not change the run"
     loss = dict(unet=batch_dice_loss, language_model=CrossEntropy()).get(nm, lambda out,*_: nt_xent(logits_of(out)))
     def run(*cbs):
         learn = make_application(nm, loss_func=loss)
@@ -274,31 +274,31 @@ refused = dict(pairs=(TypeError,'pairs|row for each',returning(lambda z: z@z.T))
     steps_in_the_backward_pass=(ValueError,"'0.weight' has a hook",dict(model=hooked)))
 
 @pytest.mark.parametrize('nm', refused)
-def test_what_cannot_be_had_from_micro_batches_is_refused(nm):
-    "No weight has changed, except by the callback that changes weights"
+def test_what_needs_the_whole_batch_in_the_model_is_refused(nm):
+    "No weight changes, except by the callback that changes weights itself"
     exc,match,kwargs = refused[nm]
     learn = toy(16, n=32, splitter=all_params, **kwargs)
     before = weights(learn)
     with pytest.raises(exc, match=match): learn.fit(1, 0.1, cbs=Cached(4))
     assert not replaced_methods(learn) and weights(learn).equal(before)==(nm!='weights')
-    if exc is TypeError: learn.fit(1, 0.1)   # without the callback it trains
+    if exc is TypeError: learn.fit(1, 0.1)   # without the cache, the fit runs
 
-def test_inputs_are_split_as_you_say():
+def test_inputs_are_split_by_a_split_function():
     def split(o, start, stop, n): return o[0][start:stop],o[1]
     same(*(fit([*cbs,scales()], model=scaling) for cbs in ([],[Cached(4, split=split)])))
 
-# Nothing is left of a cache or of checkpoints; see also test_nothing_left.py
+# The cache and checkpoints leave nothing behind; test_nothing_left.py has more cases
 
 @pytest.mark.parametrize('way', ways)
 @pytest.mark.parametrize('event', ['before_batch','after_pred','after_loss','after_backward','before_step'])
-def test_a_batch_that_is_cancelled(event, way):
-    "The rest of the run is the one without the cache or checkpoints"
+def test_a_cancelled_batch_leaves_the_rest_of_the_run_the_same(event, way):
+    "The run is the one without the cache or checkpoints"
     assert_same(ways[way], lambda: [RaiseAt(event, CancelBatchException, 20, skip=1)])
 
 @pytest.mark.parametrize('way', [*ways.values(),partial(ActivationCheckpoint, nn.Linear)])
 @pytest.mark.parametrize('event', ['after_pred','after_batch','after_epoch'])
-def test_taken_off_and_copied_in_the_middle(event, way):
-    "A copy of the model, such as one of averaged weights, is a plain model"
+def test_the_callback_can_be_removed_and_the_model_copied_within_a_fit(event, way):
+    "A copy of the model, such as one for averaged weights, is a plain model"
     cb,copied,seen = way(),[],[]
     def off(l):
         copied.append(deepcopy(l.model))
@@ -311,7 +311,7 @@ def test_taken_off_and_copied_in_the_middle(event, way):
     m(torch.randn(16, 5).double()).sum().backward()
     assert seen==[16] and all(o.forward.__self__ is o for o in m.modules())
 
-# 'auto': memory runs out
+# `micro_batch_size='auto'`: memory runs out
 
 @pytest.mark.parametrize('nm,stage,cap,size', [('adam','backward',5,4), ('penalties','forward',3,2),
     ('accumulated','backward',5,4), ('all','forward',5,4)])
@@ -328,7 +328,7 @@ def test_auto_finds_the_size_that_fits(nm, stage, cap, size):
 
 @pytest.mark.parametrize('attempts,acc', list(product([{0},{2},{3,9,14},None], [False,True])), ids=str)
 @pytest.mark.filterwarnings('ignore:memory ran out')
-def test_auto_in_the_middle_of_a_batch_or_a_step(attempts, acc):
+def test_memory_may_run_out_in_the_middle_of_a_batch_or_a_step(attempts, acc):
     "Some backward passes run out of memory, whatever their size, after others have added to the gradients"
     runs_out = runs_out_on_attempts(attempts, 'backward', 0) if attempts else runs_out_above(5, 'validation')
     def cbs(): return [accumulated()] if acc else []
@@ -337,8 +337,8 @@ def test_auto_in_the_middle_of_a_batch_or_a_step(attempts, acc):
     same(fit(cbs(), n=75), b)
 
 @pytest.mark.filterwarnings('ignore:memory ran out')
-def test_auto_where_a_model_trains_in_evaluation_mode():
-    attempts = iter(range(200))   # an error ends the test if the size that is halved is not the one that is tried
+def test_auto_halves_the_size_of_training_for_a_model_that_trains_in_evaluation_mode():
+    attempts = iter(range(200))   # ends the test with an error if the wrong size is halved for ever
     def runs_out(stage, n):
         next(attempts)
         return stage=='validation' and n>5
@@ -346,7 +346,7 @@ def test_auto_where_a_model_trains_in_evaluation_mode():
     same(fit(cbs()), fit([Cached('auto'),*cbs()], model=lambda: net(LimitedMemory(runs_out))))
 
 @pytest.mark.filterwarnings('ignore:memory ran out')
-def test_auto_draws_what_it_would_have_drawn_with_the_size_known():
+def test_auto_draws_the_random_numbers_of_a_run_with_the_final_size():
     def run(cache, cap=99):
         memory = LimitedMemory(runs_out_above(cap, 'forward'))
         return fit([cache], n=48, model=lambda: net(nn.Dropout(), StatefulLinear(6), memory))

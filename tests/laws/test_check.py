@@ -1,4 +1,4 @@
-"`accum_check` says whether a Learner's fit is the full-batch run, and if not, where it differs and what to type."
+"`accum_check` tells whether a fit is the full-batch run, and if not, where it differs and what to type."
 import random, re
 from collections import UserDict
 from functools import partial
@@ -37,7 +37,7 @@ def on_loader(dl, model=None, **kwargs):
 # No false alarm: fits that are the full-batch run
 
 class Mapped(nn.Linear):
-    "Takes a mapping and a tensor, and returns a mapping"
+    "A linear layer of a mapping and a tensor, which returns a mapping"
     def forward(self, b, z): return dict(logits=super().forward(b['x'])*z, note='text')
 class Unused(nn.Sequential):
     def forward(self, x): return self[1](x)
@@ -52,7 +52,7 @@ class ScalesByFit(Callback):
 class ScalesByProgress(Callback):
     def after_loss(self): self.learn.loss_grad = self.loss_grad*(1+self.pct_train)
 class GivesInputs(Callback):
-    "Gives the inputs to the loss function"
+    "Passes the inputs to the loss function"
     def before_batch(self): self.learn.loss_func.x = self.x
 class LossOfInputs(nn.Module):
     def forward(self, p, y): return F.cross_entropy(p+self.x[:,:3], y)
@@ -66,12 +66,12 @@ def mappings():
     learn.dls.n_inp = 2
     return learn
 def before_norm():
-    "A model with a bias that normalisation takes out again, so that its gradient is rounding"
+    "Return a model with a bias that normalisation removes, so that the gradient of the bias is a rounding error"
     conv = nn.Unflatten(1, (1,5)),nn.Conv1d(1, 3, 2),nn.InstanceNorm1d(3),nn.Flatten()
     return nn.Sequential(*conv, nn.Linear(12, 3)).double()
 
 def with_old_gradients():
-    "A Learner with gradients that an earlier fit has left"
+    "Return a Learner with gradients that an earlier fit left"
     learn = toy(12)
     for p in learn.model.parameters(): p.grad = torch.ones_like(p)
     return learn
@@ -104,8 +104,8 @@ exact = dict(plain=lambda: toy(12), tokens=lambda: toy(12, tokens=True), batch_o
 def blocks(*layers): return lambda: nn.Sequential(*map(nn.Sequential, layers)).double()
 def pairs(cb): return learner_of(blocks(nn.Linear(5, 3)), loss_func=contrastive, cbs=cb)
 drawing = blocks(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(.2), nn.Linear(6, 3))
-# A cache gives the whole batch to the loss and to callbacks, checkpoints give it to the model as well, and a split
-# gives it to callbacks that run before the split
+# Loss and callbacks get the whole batch from a cache; the model gets it as well with checkpoints; with a split batch,
+# callbacks that run before the split get it
 acc = GradientAccumulation
 cached,split = partial(GradientCache, micro_batch_size=4),partial(acc, 12, micro_batch_size=4)
 ways = dict(cache=lambda: pairs(cached()), cache_and_mixup=lambda: with_mixup(cached()),
@@ -115,17 +115,17 @@ ways = dict(cache=lambda: pairs(cached()), cache_and_mixup=lambda: with_mixup(ca
     split_auto=lambda: toy(12, cbs=acc(12, micro_batch_size='auto')))
 
 @pytest.mark.parametrize('nm', exact|ways)
-def test_no_false_alarm(nm):
+def test_a_fit_that_is_the_full_batch_run_passes(nm):
     res = check((exact|ways)[nm](), steps=3)
     assert res and res.ok and 'the same run' in repr(res) and [*res.off]==[*row_names,'weights'], res
-    assert failed_rows(res)==({'weights'} if nm=='overflows' else set()), res   # there no step was made
+    assert failed_rows(res)==({'weights'} if nm=='overflows' else set()), res   # an overflow skips the step
 
 class Queue(Callback):
     "Fails unless batches fill its queue of 32 samples exactly"
     def before_batch(self): assert 32%len(self.y)==0, 'a queue of 32'
 def memory_for(most): return CallAt('before_batch', lambda learn: raise_oom_above(most)(len(learn.y)), run_valid=True)
 def fails_unless(*sizes):
-    "A callback that fails with a ZeroDivisionError unless the batch has one of these sizes"
+    "Return a callback that raises a ZeroDivisionError unless the batch has one of these sizes"
     return CallAt('before_batch', lambda learn: 1/(len(learn.y) in sizes))
 
 @pytest.mark.parametrize('bs,cbs,kwargs,parts', [
@@ -137,7 +137,7 @@ def fails_unless(*sizes):
     (12, lambda: [acc(12)], {}, [6,4,2]), (12, list, {}, [6,4,2]), (12, list, dict(accum_bs=20), [12,8]),
     (6, list, {}, [4,2]), (16, list, {}, [8,5,3]), (8, list, dict(accum_bs=32), [8,8,8,5,3]),
     (16, lambda: [Queue(),mean_penalty()], {}, [8,4,4]), (40, lambda: [acc(70),fails_unless(70, 35)], {}, [35]*2)])
-def test_the_sizes_are_those_of_training(bs, cbs, kwargs, parts):
+def test_the_check_compares_the_sizes_of_training(bs, cbs, kwargs, parts):
     """The check compares a whole step of the callback with its micro-batches
 
     Without such a callback, or if a step is one micro-batch, the parts are of unequal sizes, because equal parts hide
@@ -151,8 +151,8 @@ def test_the_sizes_are_those_of_training(bs, cbs, kwargs, parts):
 @pytest.mark.parametrize('cbs,whole,parts', [(lambda: [acc(32)],8,'5, 3'),
     (lambda: [acc(32, micro_batch_size=4)],4,'2, 2'), (lambda: [acc(8, micro_batch_size=4)],4,'2, 2'),
     (lambda: [acc(32),cached()],4,'2, 2')])
-def test_a_step_that_does_not_fit_into_memory(cbs, whole, parts):
-    "As many samples as fit into memory are compared, and the title says so"
+def test_of_a_step_that_does_not_fit_into_memory_as_many_samples_as_fit_are_compared(cbs, whole, parts):
+    "The title of the table says so"
     res = check(toy(8, cbs=[memory_for(whole),SumPenalty()]), cbs=cbs())
     n = next(o for o in cbs() if hasattr(o, 'accum_bs')).accum_bs
     assert f'{n} samples do not fit into memory at once, so {whole} were compared' in repr(res), res
@@ -161,16 +161,16 @@ def test_a_step_that_does_not_fit_into_memory(cbs, whole, parts):
     with pytest.raises(torch.OutOfMemoryError): check(toy(8, cbs=memory_for(1)), cbs=cbs())
 
 @pytest.mark.parametrize('kwargs', [dict(n_items=lambda learn: 1),dict(n_items=lambda learn: len(learn.y)**2)])
-def test_equal_parts_hide_no_loss_that_is_a_mean_over_something_else(kwargs):
-    "With equal parts any `n_items` gives equal shares, which are right; the check still says that the loss differs"
+def test_a_wrong_n_items_is_found_even_if_all_parts_are_equal(kwargs):
+    "Equal parts have equal, right shares with any `n_items`, but the next epoch may have unequal parts"
     res = check(toy(8, n=32, cbs=acc(32, **kwargs)))
     o = row(res, 'loss')
     assert failed_rows(res)=={'loss'} and res.off['loss']>1e-3 and 'unequal sizes' in o.where and o.remedy, res
     assert 'loss' in failed_rows(check(toy(8, n=30, cbs=acc(32, **kwargs))))
 
 @pytest.mark.parametrize('nm,no,yes', [('allow_tf32', False, True), ('fp32_precision', 'ieee', 'tf32')])
-def test_products_are_not_rounded_on_gpus_that_would(nm, no, yes):
-    "TF32 is switched off while the check runs, and on again afterwards"
+def test_tf32_is_off_while_the_check_runs(nm, no, yes):
+    "TF32, which rounds products on a GPU, has its former setting afterwards"
     if not hasattr(torch.backends.cudnn, nm): nm,no,yes = 'allow_tf32',False,True   # PyTorch before 2.9
     cudnn = torch.backends.cudnn if nm=='allow_tf32' else torch.backends.cudnn.conv
     backends,during = [torch.backends.cuda.matmul,cudnn],[]
@@ -184,7 +184,7 @@ def test_products_are_not_rounded_on_gpus_that_would(nm, no, yes):
         for o,was in zip(backends, before): setattr(o, nm, was)
 
 def test_a_compiled_model_is_checked_without_compiling_it():
-    "The check runs batches of many sizes, with hooks, and each would be compiled again. A fit afterwards compiles"
+    "The check runs batches of many sizes with hooks, each of which would be compiled. A fit afterwards compiles"
     compiled = []
     def backend(graph, inputs):
         compiled.append(len(inputs))
@@ -195,16 +195,16 @@ def test_a_compiled_model_is_checked_without_compiling_it():
     with learn.no_logging(): learn.fit(1)
     assert compiled
 
-# No silence: fits that differ
+# Fits that differ, and what the check says of them
 
 class NoiseAndDropout(nn.Module):
-    "Draws random numbers itself, and has a dropout layer that draws others"
+    "A module that draws random numbers itself, and has a dropout layer"
     def __init__(self):
         super().__init__()
         self.drop = nn.Dropout(.2)
     def forward(self, x): return self.drop(x)+(.1*torch.randn_like(x) if self.training else 0)
 class Skip(nn.ModuleDict):
-    "Draws no random numbers itself; its dropout layer does"
+    "A module that draws no random numbers itself, but has a dropout layer"
     def forward(self, x): return x+self['drop'](x)
 class Centre(nn.Module):
     "Subtracts the mean over samples, in training and in evaluation"
@@ -225,7 +225,7 @@ class CentresPredictions(Callback):
 class Harmless(Callback):
     def before_batch(self): self.learn.xb = tuple(o.clone() for o in self.xb)
 class WrongOnParts(Callback):
-    "Multiplies the loss by 1+`by` if the batch is not a whole one"
+    "Multiplies the loss by 1+`by` if the batch has fewer than 12 samples"
     order = -1
     def __init__(self, by): self.by = by
     def after_loss(self):
@@ -236,7 +236,7 @@ def mean_with_gradient_of_sum(p, y):
     return l+(len(p)-1)*(l-l.detach())
 
 class Teacher(Callback):
-    "Adds the distance to the predictions of another model, which has BatchNorm"
+    "Adds the distance to the predictions of another model, which has BatchNorm, to the loss"
     def __init__(self): self.other = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double()
     def after_loss(self): self.learn.loss_grad = self.loss_grad+F.mse_loss(self.pred, self.other(self.x))
 class LossWithBatchNorm(nn.Module):
@@ -245,8 +245,8 @@ class LossWithBatchNorm(nn.Module):
         self.judge = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
     def forward(self, p, y): return self.judge(p).square().mean()+F.cross_entropy(p, y)
 
-# A Learner; the rows that fail, besides those of gradients and buffers, and what they name; does the row of gradients
-# say that without these causes the run is exact?
+# Each case: a function that returns a Learner; the rows that fail, besides gradients and buffers, with the causes that
+# they name; whether the row of gradients says that the run is exact without these causes
 different = dict(batchnorm=(lambda: with_layers(nn.BatchNorm1d(6)), dict(predictions='BatchNorm1d 1'), True),
     dropouts=(lambda: with_layers(nn.Dropout(.2), nn.Tanh(), nn.Dropout(.2)), dict(draws='Dropout 1, 3'), True),
     skip=(lambda: with_layers(Skip(dict(drop=nn.Dropout(.2)))), dict(draws='Dropout 1.drop'), True),
@@ -272,15 +272,15 @@ different = dict(batchnorm=(lambda: with_layers(nn.BatchNorm1d(6)), dict(predict
         dict(predictions='BatchNorm1d 1', draws='Dropout 2'), True),
     all=(lambda: with_layers(nn.BatchNorm1d(6), nn.Dropout(), cbs=CentresPredictions()),
         dict(predictions='BatchNorm1d 1', draws='Dropout 2', callbacks='CentresPredictions'), True),
-    # the loss is blamed only if it differs by itself
+    # the loss is named as a cause only if it differs by itself
     online=(lambda: toy(12, cbs=Teacher()), dict(callbacks='Teacher'), True),
     judged=(lambda: toy(12, loss_func=LossWithBatchNorm()), dict(loss=''), False),
     kept=(lambda: with_layers(nn.BatchNorm1d(6), loss_func=LossOfInputs(), cbs=GivesInputs()),
         dict(predictions='BatchNorm1d 1'), True))
 
 @pytest.mark.parametrize('nm', different)
-def test_no_silence(nm):
-    "A row that fails names the cause and a remedy; the other rows do not fail"
+def test_a_fit_that_differs_fails_in_the_rows_of_its_causes(nm):
+    "A row that fails names the cause and a remedy; the other rows pass"
     make,wanted,exact_without = different[nm]
     res = check(make())
     assert not res and not res.ok and {*wanted}<=failed_rows(res)<={*wanted,'gradients','buffers'}, res
@@ -291,8 +291,8 @@ def test_no_silence(nm):
     assert ('buffers' in failed_rows(res))==(nm in ('batchnorm','before_batchnorm','cache','all','kept'))
     assert 'Harmless' not in repr(res)
 
-def test_a_loader_whose_batches_depend_on_their_size():
-    "A loader that sorts by length, or a language model's; with the remedy that the check names, the run is exact"
+def test_a_loader_whose_batches_depend_on_the_batch_size_is_named():
+    "Such loaders sort by length, or are those of language models; with the remedy of the check, the run is exact"
     texts = [(torch.randn(2+i*7%30, 5).double(),torch.tensor(i%3)) for i in range(40)]
     def batch(items):
         return nn.utils.rnn.pad_sequence([x for x,_ in items], batch_first=True),torch.stack([y for _,y in items])
@@ -303,7 +303,7 @@ def test_a_loader_whose_batches_depend_on_their_size():
     res = check(learn(dl))
     assert failed_rows(res)=={'loader'} and 0<res.off['loader']<=1 and 'SortedDL' in repr(res)
     assert 'micro_batch_size' in row(res, 'loader').remedy
-    assert check(learn(dl), cbs=GradientCache(micro_batch_size=2)).ok   # a step is one of its batches
+    assert check(learn(dl), cbs=GradientCache(micro_batch_size=2)).ok   # each step is a batch of the loader
     assert check(learn(dl.new(bs=20)), cbs=GradientAccumulation(20, micro_batch_size=5)).ok
     dl = LMDataLoader([torch.randint(0, 9, (60,)) for _ in range(4)], bs=4, seq_len=5)
     def model(): return nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 9)).double()
@@ -315,13 +315,13 @@ layers = nn.Tanh,lambda: nn.BatchNorm1d(6),Centre
     *(dict(model=lambda o=o: net(o()).double(), splitter=all_params) for o in layers),
     *(dict(cbs=lambda cb=cb: [cb()]) for cb in (mean_penalty,SumPenalty,CentresPredictions,Harmless))], ids='-'.join)
 @pytest.mark.filterwarnings('ignore::fastaccum.AccumulationWarning')
-def test_what_it_says_is_true_of_a_fit(kwargs):
+def test_a_fit_agrees_with_the_check(kwargs):
     a,b = both_runs(4, 12, n=48, **kwargs)
     cbs = kwargs.pop('cbs', list)()
     assert check(toy(12, **kwargs), cbs=cbs).ok==(deviation(weights(a), weights(b))<1e-7)
 
-def test_some_steps_of_training_are_compared():
-    "With `steps` the check also compares weights after some steps, in which callbacks act after a batch"
+def test_with_steps_the_weights_after_training_are_compared():
+    "This finds callbacks that act after a batch"
     class Shrink(Callback):
         n = 0
         def before_batch(self): self.n += 1   # called for each micro-batch
@@ -331,29 +331,29 @@ def test_some_steps_of_training_are_compared():
     res = check(with_layers(nn.BatchNorm1d(6)), steps=3)
     assert 'weights' in failed_rows(res) and .01<res.off['weights']<2 and '3 steps' in repr(res)
 
-def test_callbacks_of_the_fit():
+def test_callbacks_of_the_fit_can_be_passed_to_the_check():
     learn = toy(12, tokens=True, loss_func=ignoring)
     before = list(learn.cbs)
     assert not check(learn).ok and check(learn, cbs=GradientAccumulation(24, n_items=not_ignored)).ok
     assert list(learn.cbs)==before and 'callbacks' in failed_rows(check(toy(12), cbs=[SumPenalty()]))
 
-def test_rows_that_go_on_in_their_own_micro_batch_are_no_memory():
-    "If the loader's batch is split, each row of a language model goes on in its own micro-batch"
+def test_the_hidden_state_of_a_language_model_is_no_difference_if_batches_are_split():
+    "Each row of the batch continues in its own micro-batch of the next batch"
     learn = make_application('language_model', loss_func=lambda p,y: F.cross_entropy(p.flatten(0, 1), y.flatten()))
     assert 'keeps something' in row(check(learn), 'predictions').where
     assert check(learn, cbs=GradientAccumulation(8, micro_batch_size=4)).ok
     assert check(learn, cbs=GradientCache(micro_batch_size=4)).ok
 
-# Learners that cannot train on every part of a batch, or in which something keeps the whole batch
+# Learners that fail on parts of a batch, and callbacks or losses that keep the whole batch
 
 class Fixed(nn.Module):
-    "A state that fits batches of 12 samples only"
+    "A module with a state that fits batches of 12 samples only"
     def __init__(self):
         super().__init__()
         self.register_buffer('h', torch.zeros(12, 6).double())
     def forward(self, x): return x+self.h
 class Target:
-    "Holds the targets of a batch, and cannot be split"
+    "A container of the targets of a batch that cannot be split"
     def __init__(self, y): self.y = y
 def boxed(items): return torch.stack([x for x,_ in items]),Target(torch.stack([y for _,y in items]))
 class Views(Callback):
@@ -367,13 +367,13 @@ def loss_of_views(p, y): return contrastive(*p.chunk(2)[:1], y)+F.mse_loss(*p.ch
     (lambda: on_loader(DataLoader(data, bs=12, create_batch=boxed), loss_func=lambda p,t: F.cross_entropy(p, t.y)),
         'Target'), (lambda: toy(4, cbs=[acc(12),CallAt('before_batch', lambda l: 1/(len(l.y)<9), run_valid=True)]),
         'CallAt fails on the whole batch.*zero')])
-def test_who_fails_with_parts_is_named_in_its_own_words(make, who):
-    "A fit on whole batches, or one on parts only, runs, so the check reports the failure and raises no error"
+def test_an_error_on_parts_of_a_batch_is_reported_with_its_source(make, who):
+    "The check raises no error, because a fit on whole batches, or one on parts only, runs"
     res = check(make(), steps=1)
     assert not res.ok and res.off['gradients'] is None and re.search(who, row(res, 'gradients').where), res
     assert 'could not be compared' in repr(res)
 
-def test_each_part_of_a_gan_is_checked():
+def test_generator_and_critic_of_a_gan_are_checked():
     "The generator, which trains after five steps of the critic, is checked as well as the critic"
     def wrong(learn):
         "Double the loss of the generator on parts of a batch"
@@ -381,24 +381,24 @@ def test_each_part_of_a_gan_is_checked():
     learn = make_application('wgan')
     assert check(learn).ok and 'callbacks' in failed_rows(check(learn, cbs=CallAt('after_loss', wrong)))
 
-def test_an_error_that_does_not_come_again_is_raised():
+def test_an_error_that_does_not_repeat_is_raised():
     heard = []
     def fail(learn):
         heard.append(len(learn.y))
-        if len(heard)==3: raise ZeroDivisionError('planted')   # in the run on parts
+        if len(heard)==3: raise ZeroDivisionError('planted')   # the third batch is in the run on parts
     with pytest.raises(ZeroDivisionError): check(toy(12, cbs=CallAt('before_batch', fail)))
 
 @pytest.mark.parametrize('layers', [[nn.Tanh],[lambda: nn.BatchNorm1d(6)]])
-def test_more_rows_than_samples(layers):
-    "The check names the callback that makes them, a remedy, and BatchNorm, whose statistics are over all rows"
+def test_a_callback_that_makes_more_rows_than_samples_is_named(layers):
+    "The check names the callback, a remedy, and BatchNorm, whose statistics are over all rows"
     res = check(with_layers(*(o() for o in layers), loss_func=loss_of_views, cbs=[Views(),Harmless()]))
     o = row(res, 'callbacks')
     assert not res.ok and o.where=='Views' and 'GradientCache(micro_batch_size=' in o.remedy
     assert 'AutoSize' not in repr(res)
     assert ('BatchNorm1d 1' in row(res, 'predictions').where)==(layers[0] is not nn.Tanh)
 
-def test_remedies_that_are_named_are_not_refused():
-    "A model without segments does not get the advice to use `ActivationCheckpoint`, which needs them"
+def test_the_check_names_no_remedy_that_would_be_refused():
+    "It does not advise `ActivationCheckpoint`, which needs segments, for a model without segments"
     class One(nn.Module):
         def __init__(self):
             super().__init__()
@@ -407,8 +407,8 @@ def test_remedies_that_are_named_are_not_refused():
     o = row(check(learner_of(lambda: One().double())), 'predictions')
     assert not o.ok and o.remedy and 'ActivationCheckpoint' not in o.remedy
 
-def test_what_it_did_not_see_is_told():
-    "It says that it has not seen the callbacks of the fit, nor random transforms of batches"
+def test_the_check_says_what_it_has_not_checked():
+    "It has not checked callbacks that are passed to `fit` only, nor random transforms of batches"
     from fastai.vision.augment import RandTransform
     class Shift(RandTransform):
         def encodes(self, x:torch.Tensor): return x
@@ -417,10 +417,10 @@ def test_what_it_did_not_see_is_told():
     assert res.ok and 'cbs=' in row(res, 'callbacks').where and 'Shift' in row(res, 'draws').where
     assert 'cbs=' not in row(check(learn, cbs=[]), 'callbacks').where
 
-# What it shows, and what it refuses
+# Output, and errors
 
-def test_table_and_picture(recwarn):
-    "The table and the picture show what was found, and nothing is a warning as well"
+def test_the_table_and_the_plot_show_what_was_found(recwarn):
+    "The check gives no warnings besides"
     res = check(with_layers(nn.BatchNorm1d(6), nn.Dropout()))
     text,mark = repr(res),res._repr_markdown_()
     for o in ('predictions','off by','BatchNorm1d 1','Dropout 2','ActivationCheckpoint()','recalibrate_bn()','exact'):
@@ -435,7 +435,7 @@ def test_table_and_picture(recwarn):
     assert before.max()>1e-3 and after.max()<tol[0]==row(res, 'gradients').tol
     learn = toy(12)
     learn.freeze()
-    ax = check(learn).plot()   # what does not train is not there; nothing was found, so there is no second line
+    ax = check(learn).plot()   # no frozen parameters, and no second line without findings
     assert len(ax.lines)==2 and [o.get_text()[0] for o in ax.get_yticklabels()]==['2','2','4','4'] and not recwarn.list
     plt.close('all')
 

@@ -1,4 +1,4 @@
-"`ActivationCheckpoint`: fewer activations are held, and the run is the one without it to the bit, dropout included."
+"`ActivationCheckpoint` keeps fewer activations in memory, and the run is the same to the bit, dropout included."
 import numpy as np, pytest, random, torch
 from copy import deepcopy
 from functools import partial
@@ -15,7 +15,7 @@ from small_learners import (ActivationCount, CountedLayer, StatefulLinear, all_p
     make_application, replaced_methods)
 
 class Block(Module):
-    "BatchNorm, dropout, something in place, and a skip"
+    "A block with BatchNorm, dropout, an activation in place, and a skip connection"
     def __init__(self, norm=None):
         self.lin1,self.lin2,self.norm = nn.Linear(8, 8),nn.Linear(8, 8),nn.BatchNorm1d(8) if norm is None else norm
         self.act,self.drop = nn.ReLU(inplace=True),nn.Dropout()
@@ -29,7 +29,7 @@ def small(model=net, **kwargs):
 
 def one_cycle(learn, cbs): learn.fit_one_cycle(1, 1e-2, cbs=cbs)
 def run(make, cbs, fit=one_cycle):
-    "A Learner that was fitted, and all that this has moved"
+    "Fit the Learner that `make()` returns; return it with its weights, gradients, records and random states"
     learn = make()
     set_seed(1)
     fit(learn, cbs)
@@ -38,31 +38,31 @@ def run(make, cbs, fit=one_cycle):
     return learn,[learn.model.state_dict(),[p.grad for p in learn.model.parameters()],recorded,rng]
 
 def check(make=small, cbs=list, fit=one_cycle, **kwargs):
-    "The run with checkpoints is the one without; returns both Learners, and the callback"
+    "Fail if checkpoints change the run; return the Learners without and with checkpoints, and the callback"
     cb = ActivationCheckpoint(**kwargs)
     (a,want),(b,got) = run(make, cbs(), fit),run(make, [cb,*cbs()], fit)
     assert deviation(want, got)==0 and len(b.recorder.losses)>1
     assert replaced_methods(b)==replaced_methods(a) and all(o.calls for o in cb.segments)
     return a,b,cb
 
-# What is computed again is what was there
+# The second forward pass computes the same activations
 
 @pytest.mark.parametrize('nm', [o for o in applications if o!='wgan'])
-def test_applications(nm):
+def test_the_run_of_an_application_is_the_same(nm):
     kinds = dict(unet={'BasicBlock','UnetBlock','ResBlock'}, vision={'BasicBlock'}, text_classifier={'WeightDropout'},
         language_model={'WeightDropout'}, bert={'BertLayer'}, gpt2={'GPT2Block'}, t5={'T5Block'})
     def learner(): return make_application(nm, 0.1, loss_func=cross_entropy)
     a,b,cb = check(learner)
     assert {o.kind for o in cb.segments}>=kinds.get(nm, set()) and len(cb.segments)>1
     if nm=='language_model': assert str(a.model[0].hidden)==str(b.model[0].hidden) and check(learner, segments=AWD_LSTM)
-    if nm=='unet': assert all(x.stored.equal(y.stored) for x,y in zip(a.model.sfs, b.model.sfs))   # by its hooks
+    if nm=='unet': assert all(x.stored.equal(y.stored) for x,y in zip(a.model.sfs, b.model.sfs))   # set by hooks
 
 class Late(nn.BatchNorm1d):
-    "Goes by the statistics that it has just moved"
+    "BatchNorm whose output depends on the running statistics that the forward pass has just updated"
     def forward(self, x): return super().forward(x)*self.running_var.clone()+self.running_mean
 
 class Thrice(Module):
-    "Runs its block three times"
+    "A module whose forward pass runs the block `m` three times"
     def __init__(self, m): self.m,self.other = m,Block()
     def forward(self, x): return self.m(self.other(self.m(x))+self.m(x*2))
 
@@ -71,14 +71,14 @@ moving = dict(late=lambda: Block(Late(8)), cumulative=lambda: Block(nn.BatchNorm
     old_spectral=lambda: Block(spectral_norm(nn.Linear(8, 8))))
 
 @pytest.mark.parametrize('nm,thrice', list(product(moving, [False,True])))
-def test_what_moves_in_a_forward_pass_moves_once(nm, thrice):
+def test_state_that_a_forward_pass_changes_is_changed_once(nm, thrice):
     def model(): return net(*([Thrice(moving[nm]())] if thrice else [moving[nm](), moving[nm]()]))
     a,b,cb = check(partial(small, model), segments=(Block,StatefulLinear))
     kept = [[o.state() for o in l.model.modules() if isinstance(o, StatefulLinear)] for l in (a,b)]
     assert deviation(*kept)==0
 
 class Takes(Block):
-    "Is given a `TensorImage`, and by name what is in a dict, and a list to which it adds"
+    "A block that takes a `TensorImage`, a dict in a list, and a list to which it appends"
     def call(self, x):
         x = x.as_subclass(TensorImage)
         x.img_size = 7
@@ -90,12 +90,12 @@ class Takes(Block):
         return super().forward(x*len(outs)+more[0]['bias']+sum(outs)),len(more)
 
 class Twice(Block):
-    "Asks whether it is given the same tensor twice, as `nn.MultiheadAttention` does"
+    "A block that tests whether its inputs are the same tensor, as `nn.MultiheadAttention` does"
     def call(self, x): return self(x, x, x)
     def forward(self, x, *more): return super().forward(x*3 if more[0] is more[1] is x else x)
 
 class Remembers(Block):
-    "Adds to a cache of keys, as transformers' models do"
+    "A block that adds to a cache of keys, as the models of transformers do"
     def call(self, x):
         x.tag = 1
         return self(x, SimpleNamespace(layers=[SimpleNamespace(keys=x[:1])]))
@@ -106,7 +106,7 @@ class Remembers(Block):
         return super().forward(x+layer.keys.mean(0))
 
 class Calls(Module):
-    "Blocks that are called in their own way"
+    "A model that calls each block through its method `call`"
     def __init__(self, block=Block, n=3):
         self.embed,self.head = nn.Linear(5, 8),nn.Linear(8, 3)
         self.blocks = nn.ModuleList(block() for _ in range(n))
@@ -116,9 +116,9 @@ class Calls(Module):
         return self.head(x)
 
 @pytest.mark.parametrize('block', [Takes,Twice,Remembers])
-def test_inputs_of_all_kinds(block): check(partial(small, lambda: Calls(block)), segments=block)
+def test_segments_take_inputs_of_all_kinds(block): check(partial(small, lambda: Calls(block)), segments=block)
 
-# With what else there is: see test_cache.py, too
+# Together with other callbacks; test_cache.py has more cases
 
 def eval_mode():
     return [CallAt('after_pred', lambda l: l.model.eval()),CallAt('after_batch', lambda l: l.model.train())]
@@ -128,12 +128,12 @@ settings = dict(modes=dict(cbs=eval_mode),
     twice=dict(cbs=lambda: [CallAt('before_backward', lambda l: l.loss_grad.backward(retain_graph=True))]))
 
 @pytest.mark.parametrize('nm', settings)
-def test_with_what_else_there_is(nm): check(**settings[nm])
+def test_the_run_is_the_same_with_other_callbacks(nm): check(**settings[nm])
 
 def in_backward(): return torch._C._current_graph_task_id()!=-1
 
-def test_hooks():
-    "A segment's own hear each batch once; those of a module inside hear it twice, and may alter it"
+def test_hooks_run_once_on_a_segment_and_twice_inside_of_it():
+    "A hook inside of a segment may alter the output"
     heard = []
     def learner():
         learn,mine = small(),[]
@@ -149,45 +149,45 @@ def test_hooks():
     a,b,_ = check(learner)
     assert deviation(*heard)==0 and len(heard[0])>=3*5 and a.hook.stored.equal(b.hook.stored)
 
-def test_validation_runs_plainly():
+def test_validation_runs_without_checkpoints():
     calls,cb,learn = [],ActivationCheckpoint(),small()
     learn.model[1].lin1.register_forward_hook(lambda *_: calls.append((learn.training,in_backward())))
     learn.fit(1, cbs=cb)
     assert calls==[(True,False),(True,True)]*3+[(False,False)] and [o.calls for o in cb.segments]==[3]*4
 
-# Fewer activations are held
+# Activations in memory
 
 def stack(**kwargs):
     def model(): return nn.Sequential(nn.Linear(5, 8), *(CountedLayer(8) for _ in range(6)), nn.Linear(8, 3)).double()
     return toy(16, n=128, model=model, splitter=all_params, **kwargs)
 
 def holds(cap=10**9, cbs=None, f=lambda learn: learn.fit(1, 1e-2)):
-    "What `f` returns of a Learner with memory for the activations of `cap` samples, and the most that were held"
+    "Call `f(learn)` with memory for the activations of `cap` samples; return its result and the peak in samples"
     ActivationCount.reset(cap)
     try: return f(stack(cbs=cbs)),ActivationCount.peak
     finally: ActivationCount.reset()
 
-def test_activations_of_one_segment_or_one_micro_batch_are_held():
+def test_memory_holds_the_activations_of_one_segment_or_one_micro_batch():
     plain,parts,cached = (holds(cbs=o)[1] for o in (None,ActivationCheckpoint(),GradientCache(micro_batch_size=4)))
-    assert plain>=6*16 and parts<=2*16 and cached<=7*4 and ActivationCount.now==0   # a batch is let go
+    assert plain>=6*16 and parts<=2*16 and cached<=7*4 and ActivationCount.now==0   # all is freed afterwards
 
-def test_larger_batches_fit():
+def test_larger_batches_fit_into_memory():
     def find(learn): return int(learn.bs_find(show_plot=False, init_val=4))
     cache = GradientCache(micro_batch_size=4)
     assert [holds(60, cbs, find)[0] for cbs in (None,ActivationCheckpoint(),cache)]==[8,32,128]
 
 @pytest.mark.parametrize('cap', [70,20])
 @pytest.mark.filterwarnings('ignore:memory ran out')
-def test_memory_that_runs_out_while_it_is_computed_again(cap):
+def test_memory_may_run_out_in_the_second_forward_pass(cap):
     "The batch is split, and the step is that of the whole batch"
     def fit(learn): return learn.fit(1, 1e-2) or learn
     acc = GradientAccumulation(16, micro_batch_size='auto')
     assert_same_run(holds(f=fit)[0], holds(cap, [ActivationCheckpoint(),acc], fit)[0])
 
-# Which segments
+# Choosing segments
 
 def test_segments_are_found_or_given():
-    "The table says where they are, and after a fit how often they ran and what is kept for each"
+    "The table shows the place of each segment, and after a fit how often it ran and how much memory it keeps"
     model = net().double()
     def is_one(m): return isinstance(m, Block) and m is not model[2]
     for given,names in [(Block,'123'),((Block,nn.BatchNorm1d),'1234'),([model[1],model[3]],'13'),
@@ -202,7 +202,7 @@ def test_segments_are_found_or_given():
 
 class Wrap(nn.ModuleDict):
     def forward(self, x): return self['m'](x)
-def single(): return Calls(n=1)   # nothing in it repeats
+def single(): return Calls(n=1)   # a model without repeated blocks
 def flat(): return nn.Sequential(nn.Linear(5, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 3))
 @pytest.mark.parametrize('model', [flat,single,lambda: Wrap(dict(m=flat())),lambda: Wrap(dict(m=single()))])
 def test_small_models_have_segments(model): check(partial(small, model))
@@ -213,7 +213,7 @@ def compiled(m): return torch.compile(m, backend='eager')
     (net,[[nn.Linear(1, 1)]],'Linear'), (net,[lambda l: [l[1],l[1].norm]],"'1.norm' lies inside segment '1'"),
     (lambda: nn.Linear(5, 3),[None],'no segments'),
     (lambda: nn.DataParallel(net()),[None],'DataParallel'), (lambda: compiled(net()),[None],'compiled')])
-def test_what_cannot_be_cut_is_refused_before_it_trains(wrap, segments, match):
+def test_a_model_that_cannot_be_cut_is_refused_before_it_trains(wrap, segments, match):
     learn = small(wrap)
     before,own = deepcopy(learn.model.state_dict()),replaced_methods(learn)
     if 'norm' in match: segments = [segments[0](learn.model)]
@@ -226,14 +226,14 @@ class Idle(Block):
         self.embed,self.used,self.idle = nn.Linear(5, 8),Block(),Block()
     def forward(self, x): return super().forward(self.used(self.embed(x)))
 
-def test_a_segment_of_yours_that_does_not_run_is_told():
+def test_a_given_segment_that_does_not_run_is_warned_of():
     with pytest.warns(UserWarning, match="1 of 2 segments did not run.*'idle'"):
         small(Idle).fit(1, cbs=ActivationCheckpoint(Block))
     with collect_warnings('error'):
-        small(Idle).fit(1, cbs=ActivationCheckpoint())   # found, not given: the head of a timm model, for one
+        small(Idle).fit(1, cbs=ActivationCheckpoint())   # no warning of segments that were found, not given
 
 class Shift(Module):
-    "Needs no input for its own backward pass, and may change it"
+    "A module whose backward pass does not need the input, and whose forward pass may change it in place"
     def __init__(self, mul=1):
         self.bias,self.lin,self.mul,self.total = nn.Parameter(torch.ones(8)),nn.Linear(8, 8),mul,torch.zeros(8).double()
     def forward(self, x): return self.lin((x if self.mul==1 else x.mul_(self.mul))+self.bias)
@@ -242,7 +242,7 @@ class Sums(Shift):
     def forward(self, x): return super().forward(x*self.total.add_(x.detach().sum(0)))
 
 class Later(nn.Sequential):
-    "Changes the input of its block, which without checkpoints may be done"
+    "Changes the input of its block afterwards, which is allowed without checkpoints"
     def forward(self, x):
         x = self[0](x)
         return self[1](x)+x.mul_(2)
@@ -250,18 +250,18 @@ class Later(nn.Sequential):
 @pytest.mark.parametrize('block,match', [
     (lambda: Later(nn.Linear(8, 8), Shift()),r"input.* of segment '1\.1' was changed"),
     (lambda: Shift(2),"input.* of segment '1' was changed.*inplace=False"), (Sums,r"register_buffer\('total'")])
-def test_what_is_changed_in_place_is_refused(block, match):
+def test_an_input_or_attribute_that_is_changed_in_place_is_refused(block, match):
     def model(): return net(block(), Block())
     learn = small(model)
     with pytest.raises(RuntimeError, match=match):
         learn.fit(1, cbs=ActivationCheckpoint(lambda m: isinstance(m, Shift)))
     assert not replaced_methods(learn)
-    small(model).fit(1)   # without checkpoints it trains
+    small(model).fit(1)   # without checkpoints, the fit runs
 
-# Nothing is left, and a copy of the model is a plain model: see test_cache.py, too
+# Checkpoints leave nothing behind; test_cache.py has more cases
 
-def test_an_interrupt_while_it_is_computed_again():
-    "Buffers, what modules keep, and generators are as before the backward pass"
+def test_an_interrupt_in_the_second_forward_pass_leaves_nothing():
+    "Buffers, attributes of modules, and random states are as before the backward pass"
     cb,notes = ActivationCheckpoint((Block,StatefulLinear)),[]
     learn = small(lambda: net(StatefulLinear(8), Block(), Block()))
     def fail(*_):

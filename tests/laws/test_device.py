@@ -1,6 +1,6 @@
-"""The package keeps its promises on a device other than the CPU: a GPU, or without one the simulated device.
+"""The promises of the package hold on a GPU, or if there is none, on the simulated device.
 
-tests/device.py runs these laws. The simulated device (device.cpp) computes with the kernels of the CPU.
+tests/device.py runs these tests. The simulated device (device.cpp) computes with the kernels of the CPU.
 """
 import device, fastaccum, math, os, pytest, time, torch, traceback, warnings
 from copy import deepcopy
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings('ignore')
 # Learners
 
 def on_device(bs, where=None, **kwargs):
-    "`toy` on the device, or on the device `where`"
+    "Return a `toy` Learner on the device of these tests, or on the device `where`"
     learn = toy(bs, **kwargs)
     learn.dls.to(where or device.device())
     learn.model.to(where or device.device())
@@ -36,20 +36,20 @@ def on_device(bs, where=None, **kwargs):
 
 def all_params(model): return [list(model.parameters())]
 def with_model(model, bs, **kwargs):
-    "A Learner on the device, with the model that `model()` returns"
+    "Return a Learner on the device, with the model that `model()` returns"
     return on_device(bs, model=lambda: model().double(), splitter=all_params, **kwargs)
 
 class Scaled(MixedPrecision):
-    "The GradScaler without half precision, so that runs can be compared to the last digit"
+    "Mixed precision with a GradScaler and without autocast, so that runs in double precision stay comparable"
     name = 'mixed_precision'
     def before_fit(self):
         self.autocast = torch.autocast(device.kind, enabled=False)
         self.learn.scaler = torch.amp.GradScaler(device.kind, init_scale=2.**10, growth_interval=3)
         self.scales = []
-    def after_pred(self): pass   # fastai's makes single precision
+    def after_pred(self): pass   # do not cast the predictions to single precision, as `MixedPrecision.after_pred` does
 
 class Half(MixedPrecision):
-    "fastai's `MixedPrecision`, which knows CUDA only, on the device of these tests"
+    "fastai's `MixedPrecision`, which supports CUDA only, for the device of these tests"
     name = 'mixed_precision'
     def before_fit(self):
         super().before_fit()
@@ -64,12 +64,12 @@ class Overflow(Callback):
         sample = self.dls.train_ds[self.i][0].to(self.x.device)
         if self.epoch==0 and (self.x==sample).all(-1).any(): self.learn.loss_grad = self.loss_grad*math.inf
 
-# The same run as with full batches
+# The run is the full-batch run
 
 weight = torch.tensor([1.,2.,.5], dtype=torch.float64)
 def counted(learn): return (learn.y>=0).sum()
 def with_noise_scale(learn, cbs):
-    "One-cycle; `NoiseScale` measures it if it accumulates, since otherwise there is nothing to measure"
+    "Fit with `fit_one_cycle`, and with `NoiseScale` if the fit accumulates, which `NoiseScale` needs"
     if not any(isinstance(o, GradientAccumulation) for o in cbs): return one_cycle(learn, cbs)
     meter = NoiseScale(every=1)
     one_cycle(learn, [*cbs,meter])
@@ -93,7 +93,7 @@ def test_the_run_is_the_full_batch_run(kind):
     assert {p.device for p in b.model.parameters()}=={device.device()}
 
 def in_single(bs, **kwargs):
-    "A Learner in single precision, with single-precision inputs"
+    "Return a Learner in single precision, with inputs in single precision"
     learn = on_device(bs, **kwargs)
     x,y = learn.dls.train.dataset.tensors
     learn.dls.train.dataset.tensors = x.float(),y
@@ -101,7 +101,7 @@ def in_single(bs, **kwargs):
     return learn
 
 def test_half_precision():
-    "The run differs from the full-batch run by the rounding of half precision, and skips the same steps"
+    "The run differs from the full-batch run only by the rounding of half precision, and skips the same steps"
     dtypes = []
     def fit(learn, cbs):
         learn.model[0].register_forward_hook(lambda m, xs, out: dtypes.append(out.dtype))
@@ -119,17 +119,17 @@ uses = dict(fit=lambda learn: learn.fit(1, .1, cbs=GradientAccumulation(16)),
     compared=lambda learn: deviation(learn.model.state_dict(), learn.model.state_dict()))
 
 @pytest.mark.parametrize('use', uses)
-def test_a_device_without_double_precision(use):
-    "Nothing in double precision is asked of Apple's GPUs, which have none"
+def test_no_double_precision_is_needed_on_the_device(use):
+    "Apple's GPUs have no double precision"
     if device.kind!='sim': pytest.skip('needs the simulated device')
     learn = in_single(4, tokens=True)
     with device.without_float64(): res = uses[use](learn)
     assert use!='accum_check' or res.ok, res
 
-# The same run as on the CPU
+# The run is that on the CPU
 
 def compare_samples(pred, y):
-    "A loss in which all samples of a batch see each other"
+    "Return a loss that compares all samples of a batch with each other"
     return CrossEntropy()(pred-pred.mean(0), y)
 def with_batchnorm():
     head = nn.Sequential(nn.Linear(8, 8),nn.Tanh(),nn.Linear(8, 3))
@@ -166,7 +166,7 @@ def test_the_noise_scale_is_that_on_the_cpu():
     assert deviation(readings(torch.device('cpu')), readings(device.device()))<1e-9
 
 def test_accum_check():
-    "A Learner that accumulates right is found right, and BatchNorm is found and named"
+    "A fit that is the full-batch run passes, and BatchNorm is found and named"
     assert on_device(4).accum_check(cbs=GradientAccumulation(16)).ok
     check = with_model(with_batchnorm, 4).accum_check(cbs=GradientAccumulation(16))
     assert not check.ok and 'BatchNorm1d' in str(check)
@@ -179,16 +179,16 @@ def test_accum_find_finds_what_it_finds_on_the_cpu():
 # Synchronisation
 
 dropping = nn.Sequential(nn.Linear(5, 6),nn.Dropout(),nn.Linear(6, 3))
-synchronisations = {   # for each option: arguments, and how often the package synchronises, per fit, epoch and step
+synchronisations = {   # for each option: arguments, and the number of synchronisations per fit, epoch and step
     'plain':      (kinds['plain'], 0, 4, 0),      # four micro-batches of an epoch are compared with their parts
-    'split':      (kinds['split'], 1, 4, 0),      # it is tried whether the model remembers the part before
+    'split':      (kinds['split'], 1, 4, 0),      # tests whether the model keeps a state between parts
     'auto':       (kinds['auto'], 0, 4, 0),
     'dropped':    (kinds['dropped'], 0, 4, 0),
     'tokens':     (kinds['tokens'], 0, 4, 0),
     'weights':    (kinds['weights'], 0, 4, 0),
     'summed':     (kinds['summed'], 0, 4, 0),
-    'own':        (kinds['own'], 1, 4, 0),        # the first number that `n_items` returns is checked
-    'on_cpu':     (kinds['on_cpu'], 0, 16, 0),    # each of the four copies three numbers to the device
+    'own':        (kinds['own'], 1, 4, 0),        # the first value of `n_items` is checked
+    'on_cpu':     (kinds['on_cpu'], 0, 16, 0),    # each of the four comparisons copies three numbers
     'clipped':    (kinds['clipped'], 0, 4, 0),
     'scaled':     (kinds['scaled'], 0, 4, 0),
     'metrics':    (kinds['metrics'], 0, 4, 0),
@@ -196,12 +196,12 @@ synchronisations = {   # for each option: arguments, and how often the package s
     'half':       (dict(model=lambda: deepcopy(dropping).bfloat16(), splitter=all_params), 0, 4, 0),
     'noise':      (dict(cbs=lambda: [NoiseScale(every=1)]), 0, 4, 1),
     'checkpoint': (dict(cbs=lambda: [ActivationCheckpoint(nn.Linear)]), 0, 4, 0),
-    # the first micro-batch that runs again is compared with its first run
+    # the second forward pass of the first micro-batch is compared with the first one
     'cache':      (dict(bs=16, cbs=lambda: [GradientCache(micro_batch_size=4)], acc=None), 1, 0, 0)}
 
 @pytest.mark.parametrize('option', synchronisations)
 def test_how_often_the_device_is_synchronised(option):
-    "Not with each micro-batch, however many there are"
+    "The number does not depend on the number of micro-batches"
     kwargs,per_fit,per_epoch,per_step = synchronisations[option]
     def counted(n_epoch, n, cbs=list, bs=4, acc={}, **kwargs):
         cbs = cbs()
@@ -217,7 +217,7 @@ def test_how_often_the_device_is_synchronised(option):
         assert counted(n_epoch, n, **kwargs)==per_fit+n_epoch*(per_epoch+n//16*per_step), (n_epoch,n)
 
 class ToHalf(Callback):
-    "Inputs in the half precision of the model, and predictions in single precision"
+    "Casts inputs to the half precision of the model, and predictions to single precision"
     def before_batch(self): self.learn.xb = self.x.bfloat16(),
     def after_pred(self): self.learn.pred = self.pred.float()
 
@@ -225,7 +225,7 @@ class ToHalf(Callback):
 # CUDA: a CUDA graph writes the gradients
 
 class ToFixedMemory(torch.autograd.Function):
-    "A product whose backward pass writes the gradient of `weight` into `memory` each time"
+    "A product whose backward pass writes the gradient of `weight` into the same `memory` each time"
     @staticmethod
     def forward(ctx, x, weight, memory):
         ctx.save_for_backward(x, weight)
@@ -254,10 +254,10 @@ def test_gradients_in_fixed_memory_are_not_overwritten_by_the_next_micro_batch(r
     one_cycle(micro, [GradientAccumulation(16)])
     assert_same_run(full, micro)
 
-# Random numbers that are drawn again
+# Random numbers that are repeated
 
 class Core(nn.Module):
-    "Attention with dropout, and without parameters"
+    "Attention with dropout and without parameters"
     def forward(self, q): return F.dropout((q@q.mT).softmax(-1), .5, self.training)@q
 
 class Around(nn.Module):
@@ -267,20 +267,20 @@ class Around(nn.Module):
     def forward(self, x): return self.after(self.core(self.before(x)[:,None].expand(-1, 4, -1)).mean(1))
 
 def fit_seeded(model, bs, *cbs, **kwargs):
-    "A Learner after a fit of one epoch that begins with the same random numbers each time"
+    "Fit for an epoch that begins with the same random numbers each time, and return the Learner"
     learn = with_model(model, bs, n=32, **kwargs)
     torch.manual_seed(0)
     learn.fit(1, .1, cbs=cbs)
     return learn
 
-def test_a_checkpointed_segment_draws_the_same_numbers_again_though_it_has_no_parameters():
+def test_a_checkpointed_segment_without_parameters_repeats_its_random_numbers():
     assert_same_run(fit_seeded(Around, 8), fit_seeded(Around, 8, ActivationCheckpoint(Core)))
 
-def test_a_cached_model_draws_the_same_numbers_again():
+def test_a_cached_model_repeats_its_random_numbers():
     split = fit_seeded(lambda: deepcopy(dropping), 8, GradientAccumulation(8, micro_batch_size=4))
     assert_same_run(split, fit_seeded(lambda: deepcopy(dropping), 8, GradientCache(micro_batch_size=4)))
 
-def test_a_fit_after_accum_check_draws_what_it_would_have_drawn():
+def test_accum_check_does_not_change_the_random_numbers_of_the_next_fit():
     def run(checks):
         learn = with_model(lambda: deepcopy(dropping), 4, n=32)
         torch.manual_seed(0)
@@ -289,8 +289,8 @@ def test_a_fit_after_accum_check_draws_what_it_would_have_drawn():
         return learn
     assert_same_run(run(False), run(True))
 
-def test_rounding_is_no_state():
-    "Kernels with atomics add in another order each time, and nobody warns that the model remembers something"
+def test_rounding_is_not_taken_for_a_state_of_the_model():
+    "Kernels with atomics add in a different order each time, so a repeated forward pass differs by rounding"
     order = count()
     class Atomics(nn.Module):
         def forward(self, x): return x*(1+1e-7*next(order))
@@ -301,10 +301,10 @@ def test_rounding_is_no_state():
 
 # Memory that runs out
 
-per_sample = 25_000 if device.kind=='sim' else 4_000_000   # numbers that a sample takes beyond the model's
+per_sample = 25_000 if device.kind=='sim' else 4_000_000   # float64 numbers that each sample needs
 
 class InBackward(torch.autograd.Function):
-    "Hands `x` on; its backward pass needs memory"
+    "The identity function, whose backward pass needs memory for each sample"
     @staticmethod
     def forward(ctx, x): return x.clone()
     @staticmethod
@@ -313,7 +313,7 @@ class InBackward(torch.autograd.Function):
         return g
 
 class Greedy(nn.Module):
-    "Hands `x` on; needs memory in the forward or in the backward pass, or nowhere"
+    "The identity; `where` says which pass needs memory for each sample: 'forward', 'backward' or none (None)"
     def __init__(self, where):
         super().__init__()
         self.where = where
@@ -326,21 +326,21 @@ def greedy(where):
     return nn.Sequential(*body, Greedy(where), nn.Linear(64, 3))
 def memory_for(n_samples): return device.memory_for(int((n_samples+.5)*per_sample*8))
 
-activation = 16*64*8   # bytes of what one layer returns for the failed micro-batch
+activation = 16*64*8   # bytes of the output of a layer for the failed micro-batch
 def wait_until(condition, seconds=2.):
     end = time.monotonic()+seconds
     while not condition() and time.monotonic()<end: time.sleep(.01)
 
 @pytest.mark.parametrize('where', ['forward','backward'])
 @pytest.mark.parametrize('cls', [partial(GradientAccumulation, 16),GradientCache], ids=['split','cache'])
-def test_memory_that_runs_out(cls, where, monkeypatch):
-    "The run is the full-batch run, and when PyTorch's cache is emptied nothing of the failed micro-batch is held"
+def test_a_micro_batch_that_runs_out_of_memory_is_freed_before_the_cache_is_emptied(cls, where, monkeypatch):
+    "And the run is the full-batch run"
     full = with_model(partial(greedy, None), 16, n=64)
     full.fit(1, .1)
     learn,before,freed = with_model(partial(greedy, where), 16, n=64),[],[]
     learn.model.register_forward_pre_hook(lambda *_: before.append(device.memory_in_use()))
     def held(): return device.memory_in_use()-before[-1]
-    def empty_cache():   # the thread of a backward pass that has failed lets go of its graph a moment later
+    def empty_cache():   # the thread of a failed backward pass frees its graph a moment later
         wait_until(lambda: held()<activation)
         freed.append(held())
     monkeypatch.setattr(torch.cuda, 'empty_cache', empty_cache)
@@ -363,7 +363,7 @@ def test_a_single_sample_that_does_not_fit():
 
 @pytest.mark.parametrize('where', ['forward','backward'])
 def test_bs_find(where):
-    "It finds the size that fits, its peak is that of the device, and it leaves no memory in use"
+    "It finds the size that fits, measures the peak of memory, and leaves no memory in use"
     learn = with_model(partial(greedy, where), 4, n=64)
     in_use = device.memory_in_use()
     with memory_for(13): found = learn.bs_find('binsearch', show_plot=False)
@@ -371,8 +371,8 @@ def test_bs_find(where):
     assert all(o.peak>=o.size*per_sample*8 for o in found.trials if o.ok)
     assert device.memory_in_use()<=in_use
 
-def test_accum_check_where_a_step_does_not_fit():
-    "A micro-batch is compared with its parts instead"
+def test_accum_check_compares_a_micro_batch_if_a_step_does_not_fit():
+    "The micro-batch is compared with its parts"
     learn = with_model(partial(greedy, 'backward'), 4, n=64)
     with memory_for(6): check = learn.accum_check(cbs=GradientAccumulation(16))
     assert check.ok and check.too_many==16
@@ -389,7 +389,7 @@ class Stop(Callback):
 
 @pytest.mark.parametrize('exc', [KeyboardInterrupt,CancelFitException])
 @pytest.mark.parametrize('event', ['after_pred','before_backward','after_backward','after_batch'])
-def test_an_interrupt_leaves_nothing(event, exc):
+def test_an_interrupt_leaves_nothing_behind(event, exc):
     "The next fit is that of a new Learner with the same weights"
     learn,fresh = on_device(4),on_device(4)
     try: learn.fit(1, .1, cbs=[GradientAccumulation(16),Half(),Stop(event, exc)])
@@ -431,21 +431,21 @@ def test_a_model_on_two_devices(kind):
     assert {p.device for p in b.model.parameters()}=={device.device(0),device.device(1)}
 
 def test_a_cache_refuses_data_parallel():
-    "Its copies of the model draw on devices whose random numbers are not put back"
+    "DataParallel copies the model to devices whose random states the cache cannot restore"
     def model(): return nn.DataParallel(deepcopy(dropping).to(device.device()), device_ids=[0])
     with pytest.raises(ValueError, match='DataParallel.*distrib_ctx'):
         fit_seeded(model, 8, GradientCache(micro_batch_size=4))
 
-# Two processes, each with a device of its own
+# Two processes, each with its own device
 
 def on_both_processes(bs, rank, **kwargs):
-    "A Learner with this process's share of the samples: of every eight, the first or the last four"
+    "Return a Learner with the samples of this process: of every eight, the first or the last four"
     x,y = toy_data(64).tensors
     mine = torch.arange(64)//4%2==rank
     return on_device(bs, device.device(rank), data=TensorDataset(x[mine], y[mine]), splitter=all_params, **kwargs)
 
 def alone():
-    "A context in which fastai does not gather the losses of other processes"
+    "Return a context in which fastai does not gather the losses of other processes"
     return patch.dict(os.environ, RANK='0', WORLD_SIZE='1')
 
 def the_fit_is_that_of_one_process(rank):
@@ -457,7 +457,7 @@ def the_fit_is_that_of_one_process(rank):
     assert_same_run(full, learn)
 
 def bs_find_before_the_first_fit(rank):
-    "The model is still on the CPU, and the processes exchange numbers on their devices"
+    "The model is still on the CPU, but the processes must exchange numbers on their devices"
     learn = on_both_processes(4, rank, model=lambda: greedy('forward').double())
     learn.model.cpu()
     with memory_for(13-4*rank): found = learn.bs_find('binsearch', show_plot=False)
@@ -493,7 +493,7 @@ laws_of_processes = [the_fit_is_that_of_one_process, bs_find_before_the_first_fi
     batchnorm_is_recalibrated_on_all_samples]
 
 def only_on_devices(exchange):
-    "The function `exchange` of torch.distributed, which refuses CPU tensors, as NCCL does"
+    "Wrap the function `exchange` of torch.distributed so that it refuses CPU tensors, as NCCL does"
     def checked(*args, **kwargs):
         if any(o.is_cpu for o in tree_leaves(args) if isinstance(o, torch.Tensor)):
             raise RuntimeError('No backend type associated with device type cpu')
@@ -501,7 +501,7 @@ def only_on_devices(exchange):
     return checked
 
 def in_process(rank, folder):
-    "Run the laws one after the other; note in a file how each of them ended"
+    "Run the tests for two processes in this process, and write the results to a file"
     os.environ.update(RANK=str(rank), WORLD_SIZE='2', LOCAL_RANK=str(rank))
     torch.get_device_module(device.kind).set_device(rank)
     dist.init_process_group('nccl' if device.kind=='cuda' else 'gloo', init_method=f'file://{folder}/store',
@@ -516,7 +516,7 @@ def in_process(rank, folder):
 
 @lru_cache
 def results():
-    "How the laws of two processes ended, by the name of the law and the rank of the process"
+    "Run the tests for two processes; return the result by the name of the test and the rank"
     with TemporaryDirectory() as folder:
         start_processes(in_process, (folder,), 2, start_method='spawn')
         return {o.name:o.read_text() for o in Path(folder).glob('*-?')}

@@ -1,4 +1,4 @@
-"An epoch's incomplete last batch goes where `drop_last` says; by default, where the loader's own last batch goes."
+"`drop_last` decides whether an epoch's incomplete last step is used; by default, as the loader drops its own batch."
 import pytest, random, torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader as TorchLoader, SequentialSampler
@@ -13,10 +13,10 @@ from test_warned import count_warnings
 valid = toy_data(9, seed=1)
 def from_dsets(ds, bs): return DataLoaders.from_dsets(ds, valid, bs=bs, shuffle=False, num_workers=0)
 def keeps(ds, bs): return DataLoaders(DataLoader(ds, bs=bs), DataLoader(valid, bs=bs))
-def in_torch(ds, bs):   # torch's sampler draws one more number when it ends
+def in_torch(ds, bs):   # torch's sampler draws one more random number at its end
     train = TorchLoader(ds, bs, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(0))
     return DataLoaders(train, TorchLoader(valid, bs))
-def stream(ds, bs):   # of ready items, because torch's loader also fetches the items that it drops
+def stream(ds, bs):   # a list of items, because torch's loader also fetches the items that it drops
     return DataLoaders(TorchLoader(IterableWrapper(ds.items), bs, drop_last=True), TorchLoader(valid, bs))
 def sampler(ds, bs):
     batches = BatchSampler(SequentialSampler(ds), bs, drop_last=True)
@@ -30,7 +30,7 @@ makes = dict(plain=lambda n,_,**kw: GradientAccumulation(n, **kw),
 
 class Drawn:
     "A dataset with an item transform that draws a random number"
-    n_inp = 1   # else fastai fetches an item in the first batch, to count its parts
+    n_inp = 1   # without `n_inp`, fastai fetches one more item to count its parts
     def __init__(self, n): self.items = toy_data(n)
     def __len__(self): return len(self.items)
     def __getitem__(self, i): return self.items[i][0]+random.random(),self.items[i][1]
@@ -40,8 +40,8 @@ def small(): return learner(from_dsets(toy_data(21), 4))   # too few samples for
 
 @pytest.mark.parametrize('loaders,fit,make', pick_cases(25, [(l,f,m) for l in (from_dsets,keeps,in_torch,stream,sampler)
     for f in (one_cycle,find) for m in makes for _ in range(2)]))
-def test_by_default_it_goes_where_the_loaders_last_batch_goes(loaders, fit, make):
-    "Both loaders are made in the same way. Random numbers are drawn also for items that a loader drops"
+def test_by_default_the_last_step_is_dropped_if_the_loader_drops_its_last_batch(loaders, fit, make):
+    "Random numbers are drawn for dropped items as well, as with a loader of full batches"
     r = random.Random(f'{loaders.__name__} {fit.__name__} {make}')
     micro = r.randint(1, 8)
     accum_bs = r.randint(micro, 30)
@@ -57,7 +57,7 @@ def test_by_default_it_goes_where_the_loaders_last_batch_goes(loaders, fit, make
     assert plan.steps==[len(a.dls.train)]*2 and sum(plan.sizes[0])==(n//big*big if plan.drop_last else n)
 
 @pytest.mark.parametrize('make', makes)
-def test_what_it_is_told_comes_before_what_the_loader_does(make):
+def test_the_argument_overrides_the_loader(make):
     for drop_last,steps in ((None,3),(True,3),(False,4)):
         learn,acc = learner(from_dsets(toy_data(104), 8)),makes[make](32, 8, drop_last=drop_last)
         assert acc.plan(learn.dls).steps==[steps]
@@ -67,19 +67,19 @@ def test_what_it_is_told_comes_before_what_the_loader_does(make):
 @pytest.mark.filterwarnings('ignore:1 BatchNorm layer')
 @pytest.mark.parametrize('n,accum_bs', [(71,10),(70,16),(64,16)])
 def test_dropped_samples_do_not_reach_the_model(n, accum_bs):
-    "BatchNorm never sees them. A step is full at `accum_bs` samples, rounded up to whole micro-batches"
+    "BatchNorm never sees them. A step is complete at `accum_bs` samples, rounded up to whole micro-batches"
     model = lambda: nn.Sequential(nn.Linear(5,6), nn.BatchNorm1d(6), nn.Linear(6,3)).double()
     trained,full = RecordAt('after_pred', lambda l: len(l.x)),-(-accum_bs//4)*4
     learn = toy(4, n=n, model=model, splitter=params)
     learn.fit(2, 0.05, cbs=[GradientAccumulation(accum_bs, drop_last=True),trained])
     assert sum(trained.values)==2*(n//full*full) and learn.model[1].num_batches_tracked==2*(n//full*full//4)
 
-# Epochs that would have no step, of which the fit warns
+# Epochs with too few samples for a step
 
 no_step = {('','no-step'):1}
 
-def test_an_epoch_with_nothing_else_steps_on_what_there_is():
-    "If an epoch has too few samples for one step, the fit warns once; with `drop_last=True` it refuses"
+def test_an_epoch_with_too_few_samples_for_a_step_is_one_step():
+    "The fit warns once, and with `drop_last=True` it is refused"
     a,b = learner(DataLoaders(DataLoader(toy_data(21), bs=20, n=20), DataLoader(valid, bs=20))),small()
     one_cycle(a, [])
     assert count_warnings(lambda: one_cycle(b, [GradientAccumulation(32)]))==no_step
@@ -88,7 +88,7 @@ def test_an_epoch_with_nothing_else_steps_on_what_there_is():
     with pytest.raises(ValueError, match='too few for'): one_cycle(small(), GradientAccumulation(32, drop_last=True))
     assert not count_warnings(lambda: one_cycle(small(), GradientAccumulation(32, drop_last=False)))
 
-def test_only_the_epochs_that_would_be_empty_are_kept():
+def test_only_epochs_that_would_have_no_step_keep_their_incomplete_step():
     learn,acc = learner(from_dsets(toy_data(41), 4)),GradientAccumulationScheduler({0:3, 1:20, 2:4})
     assert acc.plan(learn.dls, 3).sizes==[[12,12,12],[40],[16,16]]
     assert count_warnings(lambda: learn.fit(3, 0.1, cbs=acc))==no_step

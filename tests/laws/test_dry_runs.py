@@ -1,4 +1,4 @@
-"The check, accum_find and bs_find leave everything as it was, to the bit, wherever they are interrupted."
+"`accum_check`, `accum_find` and `bs_find` restore the Learner to the bit, wherever they are interrupted."
 import numpy as np, pytest, random, torch
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -15,7 +15,7 @@ verbs = dict(check=lambda learn, **kwargs: learn.accum_check(**kwargs),
     size=lambda learn, steps=3: learn.bs_find('binsearch', show_plot=False, steps_per_trial=steps))
 
 def plain(o, depth=0):
-    "Return something comparable for `o`: its values where they are known, else its identity"
+    "Return a comparable form of `o`: its values if they are of a known type, otherwise its identity"
     if isinstance(o, torch.Tensor):
         grad = o.grad.tolist() if o.is_leaf and o.grad is not None else None
         return id(o),o.requires_grad,repr(o.detach().tolist()),repr(grad)
@@ -43,7 +43,7 @@ def everything(learn):
 
 @contextmanager
 def unchanged(learn):
-    "Fail if any of that state has changed after this context"
+    "Fail if this context changes any state that `everything` returns"
     before = everything(learn)
     yield
     now = everything(learn)
@@ -56,12 +56,17 @@ class Ema(Callback):
     def after_step(self): self.mean.mul_(.9).add_(weights(self.learn), alpha=.1)
 
 class Draws(Callback):
-    "Draws random numbers, and changes its own attributes, the Learner's and the model's in every batch"
+    "Draws random numbers, and changes attributes of itself, the Learner and the model in every batch"
     def __init__(self): self.notes,self.d,self.arr,self.rng = [],{},np.zeros(2),random.Random(3)
     def before_batch(self):
-        random.random(); np.random.rand(); torch.rand(1); self.rng.random()
-        self.notes.append(len(self.learn.xb[0])); self.d[len(self.d)] = [0]; self.arr += 1; self.run_valid = False
-        self.learn.loss_func = partial(self.learn.loss_func); self.learn.logger = print; self.learn.new = 1
+        for draw in (random.random,np.random.rand,lambda: torch.rand(1),self.rng.random): draw()
+        self.notes.append(len(self.learn.xb[0]))
+        self.d[len(self.d)] = [0]
+        self.arr += 1
+        self.run_valid = False
+        self.learn.loss_func = partial(self.learn.loss_func)
+        self.learn.logger = print
+        self.learn.new = 1
         self.learn.model[0].register_forward_hook(lambda *o: None)
         self.learn.model[0].new = torch.zeros(1)
         self.learn.model[4].bias.requires_grad_(False)
@@ -73,7 +78,7 @@ class Count(Metric):
     value = property(lambda self: float(len(self.calls)))
 
 def rich(fitted=False, cbs=(), **kwargs):
-    "Return a Learner with state of all kinds that a dry run could change"
+    "Return a Learner with every kind of state that a dry run could change"
     def net():
         layers = nn.Linear(5, 6),nn.BatchNorm1d(6),nn.Dropout(.2),LimitedMemory(),nn.Linear(6, 3)
         return nn.Sequential(*layers).double()
@@ -88,8 +93,8 @@ def rich(fitted=False, cbs=(), **kwargs):
 @pytest.mark.parametrize('verb', verbs)
 @pytest.mark.parametrize('fitted', [False,True])
 @pytest.mark.parametrize('cap', [1000,5,1], ids=['success','memory','nothing fits'])
-def test_everything_is_as_before(verb, cap, fitted):
-    "Also if memory runs out, which ends `bs_find` with an error only if not even one sample fits"
+def test_everything_is_restored(verb, cap, fitted):
+    "Memory may run out, which `bs_find` reports as an error only if no sample fits"
     more = [Draws(),CSVLogger('log.csv'),NoiseScale(every=1)][:3 if verb=='find' else 2]
     learn = rich(fitted, more)
     learn.model[3].runs_out = runs_out_above(cap, 'forward')
@@ -102,11 +107,11 @@ events = ('before_fit before_epoch before_train before_batch after_pred after_lo
 @pytest.mark.parametrize('verb,event,at,exc', pick_cases(30, [*(('check',e,i,x) for e in events for i in (1,2,4)
     for x in (KeyboardInterrupt,ZeroDivisionError)), *(('find',e,1,KeyboardInterrupt) for e in events),
     *(('size',e,i,x) for e in events for i in (1,4) for x in (KeyboardInterrupt,ZeroDivisionError))]))
-def test_everything_is_as_before_after_an_interrupt(verb, event, at, exc):
-    "An interrupt at any event, in any of the runs that the verb makes"
+def test_everything_is_restored_after_an_interrupt(verb, event, at, exc):
+    "The interrupt may come at any event, in any run of the method"
     heard = []
     def interrupt(learn):
-        heard.append(1)   # not an attribute of the callback: those are put back between two runs
+        heard.append(1)   # not in an attribute of the callback, which is restored between two runs
         if len(heard)==at: raise exc('planted')
     cb = CallAt(event, interrupt, run_valid=True)
     cb.order = -100
@@ -115,16 +120,17 @@ def test_everything_is_as_before_after_an_interrupt(verb, event, at, exc):
 
 @pytest.mark.parametrize('verb', verbs)
 @pytest.mark.parametrize('how', ['plain','mixed','within a fit','training metrics','checkpoint'])
-def test_training_goes_on_as_if_nothing_had_been(verb, how):
+def test_a_dry_run_does_not_change_later_training(verb, how):
     def run(f):
         cbs = dict(mixed=[CpuMixedPrecision()], checkpoint=[ActivationCheckpoint(nn.Linear)])
         learn,todo = rich(cbs=cbs.get(how, [])),[f]
-        within = RecordAt('before_fit', lambda l: todo and todo.pop()(l), order=70)   # a dry run begins a fit as well
+        # a dry run sends `before_fit` too, so `todo` makes sure that `f` runs once
+        within = RecordAt('before_fit', lambda l: todo and todo.pop()(l), order=70)
         random.seed(1)
         with learn.no_logging():
             if how=='training metrics':
                 learn.recorder.train_metrics = True
-                f(learn)   # the training metrics were never reset before
+                f(learn)   # before the first fit resets the training metrics
             learn.fit_one_cycle(1, .1)
             if how!='within a fit': f(learn)
             learn.fit_one_cycle(1, .1, cbs=[within] if how=='within a fit' else [])

@@ -1,4 +1,4 @@
-"""What a fuzzer found wrong and silent: each is the full-batch run now, or the fit refuses it or warns of it."""
+"""Cases in which a fuzzer found a wrong run without a warning. Each is right now, or refused, or warned of."""
 import os, sys, numpy as np, pytest, torch
 from functools import partial
 from torch import nn
@@ -29,7 +29,7 @@ def of_the_class(learn): learn.__class__ = DoublesInputs
 def of_the_instance(learn): learn.one_batch = partial(trains_twice, learn)
 
 @pytest.mark.parametrize('give', [of_the_class,of_the_instance])
-def test_a_one_batch_that_is_not_fastais_is_refused(give):
+def test_a_learner_with_its_own_one_batch_is_refused(give):
     learn = toy(4)
     give(learn)
     with weights_unchanged(learn), pytest.raises(ValueError, match='(?s)own `one_batch`.*#own-training-loop'):
@@ -49,17 +49,17 @@ def hooked(*args, hook=clips, trains=True, **kwargs):
     return learn
 
 @pytest.mark.parametrize('hook', [clips,normalizes])
-def test_a_hook_on_a_parameter_is_told_and_named_in_the_check(hook):
+def test_a_hook_on_a_parameter_is_warned_of_and_named_in_the_check(hook):
     said,a,b = warnings_and_runs(make=partial(hooked, hook=hook))
     assert said=={on_parameters:1} and weights_apart(a, b)>1e-4
     row, = [o for o in hooked(4, hook=hook).accum_check(16).rows if o.what=='gradients']
     assert not row.ok and 'the hook on the parameter 2.weight' in row.where and 'before_step' in row.remedy
 
 @pytest.mark.parametrize('kwargs', [dict(trains=False),dict(hook=None)])
-def test_a_hook_that_does_not_run_is_not_told(kwargs):
+def test_a_hook_that_does_not_run_is_not_warned_of(kwargs):
     assert not warnings_and_runs(make=partial(hooked, **kwargs))[0]
 
-def test_a_hook_on_a_parameter_is_right_where_a_batch_is_a_step():
+def test_a_hook_on_a_parameter_is_right_if_each_step_is_one_batch():
     said,a,b = warnings_and_runs(make=hooked, micro=16)
     assert not said and weights_apart(a, b)<1e-12
 
@@ -88,22 +88,22 @@ def test_a_plan_has_as_many_steps_as_the_loader_has_samples_for(dl, bs, acc, ful
     assert not said and len(learn.recorder.lrs)==2*n and abs(learn.pct_train-1)<1e-9
 
 class Announces:
-    "A loader of `n` samples, one batch after the other, which announces `n_batches`"
+    "A loader of `n` samples whose length claims that it has `n_batches` batches"
     def __init__(self, n, bs, n_batches): self.ds,self.bs,self.n_batches = toy_data(n),bs,n_batches
     def __len__(self): return self.n_batches
     def __iter__(self): return iter([self.ds[i:i+self.bs] for i in range(0, len(self.ds), self.bs)])
 
-# batches announced, of 4 samples, where the loader has 66 samples; are there too few for the planned steps of 16?
+# Each case: the claimed number of batches of 4 samples, where there are 66 samples; whether steps of 16 are missing
 @pytest.mark.parametrize('n_batches,acc,told', [(17,{},False), (20,{},False), (21,{},True), (30,{},True),
     (17,dict(drop_last=True),False), (20,dict(drop_last=True),True), (20,dict(micro_batch_size=2),False)])
-def test_fewer_batches_than_planned_are_told(n_batches, acc, told):
+def test_fewer_batches_than_planned_are_warned_of(n_batches, acc, told):
     learn = toy(4)
     learn.dls.loaders[0] = Announces(66, 4, n_batches)
     said = count_warnings(lambda: learn.fit(2, 0.01, cbs=GradientAccumulation(16, **acc)))
     assert said==({('','fewer-batches'):1} if told else {})
     assert (learn.pct_train<1-1e-9)==told
 
-def test_micro_batches_that_a_callback_cancels_are_not_missed_in_the_loader():
+def test_cancelled_micro_batches_do_not_count_as_missing_in_the_loader():
     def odd(learn):
         if learn.iter%2: raise CancelBatchException
     said = count_warnings(lambda: toy(4).fit(2, 0.01, cbs=[GradientAccumulation(16),CallAt('before_batch', odd)]))
@@ -112,7 +112,7 @@ def test_micro_batches_that_a_callback_cancels_are_not_missed_in_the_loader():
 # Losses with a state
 
 class Centred(nn.Module):
-    "Subtracts a running mean of the predictions, like DINO's loss"
+    "A loss that subtracts a running mean of the predictions, like that of DINO"
     def __init__(self):
         super().__init__()
         self.register_buffer('centre', torch.zeros(3).double())
@@ -122,14 +122,14 @@ class Centred(nn.Module):
         return loss
 
 class WarmsUp(nn.CrossEntropyLoss):
-    "Grows over its first 40 calls"
+    "A loss that grows over its first 40 calls"
     n_calls = 0
     def forward(self, p, y):
         self.n_calls += 1
         return super().forward(p, y)*min(1, self.n_calls/40)
 
 class Counts(nn.CrossEntropyLoss):
-    "Counts its calls, which does not change its value"
+    "A loss that counts its calls, which does not change its value"
     n_calls = 0
     def forward(self, p, y):
         self.n_calls += 1
@@ -138,7 +138,7 @@ class Counts(nn.CrossEntropyLoss):
 with_state = ('StateWarning','loss-with-state')
 
 @pytest.mark.parametrize('loss', [Centred,WarmsUp])
-def test_a_loss_that_depends_on_its_calls_before_is_told_and_the_cache_is_exact(loss):
+def test_a_loss_that_depends_on_earlier_calls_is_warned_of_and_the_cache_is_exact(loss):
     said,a,b = warnings_and_runs(loss_func=loss())
     assert said=={with_state:1} and weights_apart(a, b)>1e-4
     a,b = (toy(16, loss_func=loss()) for _ in range(2))
@@ -150,16 +150,16 @@ def test_a_loss_that_only_counts_its_calls_is_right():
     said,a,b = warnings_and_runs(loss_func=Counts())
     assert not said and weights_apart(a, b)<1e-7
 
-# Losses that do something else in training
+# Losses that differ in training
 
 def hardest(p, y, *, trains):
-    "The mean of the losses, in training of the larger half"
+    "Return the mean of the losses, in training that of the larger half, as decided by `trains(p, losses)`"
     losses = F.cross_entropy(p, y, reduction='none')
     return losses.topk(max(1, len(y)//2)).values.mean() if trains(p, losses) else losses.mean()
 
 @pytest.mark.parametrize('trains', [lambda p, losses: p.requires_grad, lambda p, losses: losses.requires_grad,
     lambda p, losses: torch.is_grad_enabled()])
-def test_a_loss_is_tried_as_it_is_in_training(trains):
+def test_a_loss_is_tried_in_training_mode(trains):
     said,a,b = warnings_and_runs(loss_func=partial(hardest, trains=trains))
     assert said=={not_a_mean:1} and weights_apart(a, b)>1e-4
 
@@ -185,15 +185,15 @@ def test_callbacks_count_steps_where_every_micro_batch_is_recorded():
     assert steps.values==[i//4 for i in range(18)]+[5+i//4 for i in range(18)]
     assert len(b.recorder.losses)==36
 
-def test_those_who_record_every_micro_batch_count_micro_batches():
+def test_callbacks_that_record_every_micro_batch_count_micro_batches():
     rows = RecordAt('after_batch', lambda l: l.train_iter, order=51)
     toy(4).fit(2, 0.1, cbs=[rows,GradientAccumulation(16, log_accum_batch=False)])
     assert rows.values==list(range(1, 37))
 
-# Rarer: refused in words
+# Rare mistakes that are refused
 
 def second_size(value):
-    "An `n_items` that returns the number of samples, and from its second call on a tensor with `value`"
+    "Return an `n_items` that returns 4 in its first call, and `value` later, as tensors"
     calls = []
     def n_items(learn):
         calls.append(learn)
@@ -201,7 +201,7 @@ def second_size(value):
     return n_items
 
 @pytest.mark.parametrize('value', [float('nan'),-1.,float('inf')])
-def test_each_tensor_of_n_items_on_a_cpu_is_looked_at(value):
+def test_every_tensor_that_n_items_returns_on_a_cpu_is_checked(value):
     with pytest.raises(ValueError, match='`n_items` must return a finite number'):
         toy(4).fit(1, 0.1, cbs=GradientAccumulation(16, n_items=second_size(value)))
 
@@ -217,19 +217,20 @@ def test_a_split_that_returns_other_rows_is_refused_before_a_weight_moves(split,
         learn.fit(1, 0.1, cbs=GradientAccumulation(16, micro_batch_size=size))
 
 class Epochs(Learner):
-    "Iterates over a loader of its own"
+    "A Learner that iterates over its loader itself"
     def _do_epoch_train(self):
         self.dl,self.n_iter = self.dls.train,len(self.dls.train)
         self('before_train')
         for i,b in enumerate(self.dls.train): self.one_batch(i, b)
 
 class Measures(Learner):
-    "Looks at each batch"
+    "A Learner that looks at each batch before it passes it to `one_batch`"
     def all_batches(self):
         self.n_iter = len(self.dl)
         for i,b in enumerate(self.dl): self.one_batch(i, b) if len(b) else None
 
 class Passes(Learner):
+    "A Learner whose own loop passes each batch to `one_batch`"
     def all_batches(self):
         self.n_iter = len(self.dl)
         for i,b in enumerate(self.dl): self.one_batch(i, b)
@@ -245,11 +246,11 @@ def replaced(learn): learn.dl = learn.dls.train
     (Learner,[CallAt('before_train', replaced, order=13)],'needs an `order` below 12'),
     (Learner,[CallAt('before_train', lambda l: l.epoch and replaced(l), order=13)],'needs an `order` below 12'),
     (Measures,[],'only pass the steps to `one_batch`')])
-def test_batches_that_are_not_steps_are_refused(cls, cbs, words):
+def test_a_loop_that_does_not_get_steps_is_refused(cls, cbs, words):
     with pytest.raises((RuntimeError,TypeError), match=words):
         of_class(cls, 4).fit(2, 0.1, cbs=[GradientAccumulation(16),*cbs])
 
-def test_all_batches_may_be_the_learners_own_and_the_loader_may_be_replaced_before():
+def test_a_learner_may_have_its_own_all_batches_and_a_callback_may_replace_the_loader():
     first = CallAt('before_train', replaced, order=5)
     assert_same_run(*both_runs(make=partial(of_class, Passes), cbs=lambda: [first]))
 
@@ -273,7 +274,7 @@ def fails(pos): return 1//0
     (lambda: NoiseScale(every=0), '`every` must be at least 1, got 0'),
     *[(lambda bs=bs: fit_with(learn=partial(with_bs, of_loader=bs)), f'must be at least 1, got {bs}')
         for bs in (0,-4)]])
-def test_bad_arguments_are_refused_in_words(f, words):
+def test_bad_arguments_are_refused_with_a_link(f, words):
     with pytest.raises((TypeError,ValueError), match=f'(?s){words}.*reference/messages.html#'): f()
 
 def with_bs(of_loader, **kwargs):
@@ -282,9 +283,9 @@ def with_bs(of_loader, **kwargs):
     learn.dls.train.bs = of_loader
     return learn
 
-# Warnings that were not true
+# Warnings that were false
 
-def test_scaled_rates_are_no_second_optimizer_in_the_next_fit():
+def test_the_hyper_parameters_that_scaledlr_keeps_are_not_taken_for_a_second_optimizer():
     learn = toy(4, cbs=[GradientAccumulation(16),ScaledLR(base_bs=16)])
     said = count_warnings(lambda: [learn.fit(1, 0.01, reset_opt=True) for _ in range(2)])
     assert not said
@@ -292,11 +293,12 @@ def test_scaled_rates_are_no_second_optimizer_in_the_next_fit():
 # Interrupts
 
 def interrupted(make, at):
-    """Fit, and interrupt where torch switches gradients on or off for the `at`th time
+    """Fit, and interrupt when fastaccum switches gradients on or off for the `at`th time
 
-    Returns whether that came, and whether gradients are on afterwards.
+    Return whether there was an interrupt, and whether gradients are on afterwards.
     """
-    n,ends = 0,(torch.no_grad.__exit__.__code__,torch.no_grad.__enter__.__code__)
+    n = 0
+    ends = torch.no_grad.__exit__.__code__,torch.no_grad.__enter__.__code__
     def trace(frame, event, arg):
         nonlocal n
         if frame.f_code not in ends or not _is_ours(frame): return
@@ -312,7 +314,7 @@ def interrupted(make, at):
     return n>at,on
 
 def _is_ours(frame):
-    "Did our code switch gradients, itself or as a decorator of torch's?"
+    "Whether fastaccum called this frame, directly or through a decorator of torch"
     for _ in range(2):
         frame = frame.f_back
         if 'fastaccum' in frame.f_code.co_filename.split(os.sep): return 'tests' not in frame.f_code.co_filename
@@ -326,6 +328,6 @@ fits = dict(checkpoints=lambda l: l.fit(1, 0.1, cbs=ActivationCheckpoint(nn.Line
 @pytest.mark.parametrize('nm', fits)
 def test_an_interrupt_leaves_gradients_on(nm):
     for at in range(40):
-        came,on = interrupted(fits[nm], at)
-        assert on, at
-        if not came: break
+        was_interrupted,gradients_on = interrupted(fits[nm], at)
+        assert gradients_on, at
+        if not was_interrupted: break

@@ -1,5 +1,8 @@
-"""In half precision a run on micro-batches is the full-batch run: losses are scaled alike within a step, an overflow
-skips its step alone, clipping acts once on the mean, and gradients add up in single precision."""
+"""In half precision, a run on micro-batches is the full-batch run.
+
+All losses of a step have the same scale, an overflow skips its step only, clipping acts once on the mean gradient, and
+gradients are added up in single precision.
+"""
 import pytest, torch
 from functools import partial
 from torch import nn
@@ -18,12 +21,12 @@ from small_learners import all_params
 @pytest.mark.parametrize('kwargs', [dict(), dict(tokens=True, n=67, shuffle=True), dict(accum_bs=10, opt_func=Adam),
     dict(acc=dict(drop_last=True)), dict(acc=dict(micro_batch_size=2))])
 def test_a_scaled_run_is_the_full_batch_run(kwargs, clip):
-    "Clipping sees the unscaled mean gradient"
+    "Clipping acts on the unscaled mean gradient"
     def cbs(): return [CpuLossScaling(init_scale=2.**10, growth_interval=3),GradientClip(clip)]
     assert_same_run(*both_runs(cbs=cbs, **kwargs))
 
 @pytest.mark.parametrize('i', [0,21,69])
-def test_an_overflow_skips_its_step_alone(i):
+def test_an_overflow_skips_its_own_step_only(i):
     "An overflow halves the scale once. Sample `i` belongs to step `i//16`"
     seen,overflow = [],partial(overflow_on_sample, i)
     def cbs():
@@ -35,8 +38,8 @@ def test_an_overflow_skips_its_step_alone(i):
     assert seen[0].values==seen[1].values==[2.**10]*(i//16+1)+[2.**9]*(9-i//16)
 
 @pytest.mark.parametrize('mode', list(AMPMode))
-def test_mixed_precision_differs_by_its_own_rounding(mode):
-    "The full-batch run in single precision shows how large that rounding is; recorded losses are not scaled"
+def test_the_run_in_mixed_precision_differs_by_rounding_only(mode):
+    "The full-batch run in single precision shows the size of the rounding; recorded losses are unscaled"
     runs = partial(both_runs, data=with_float32_inputs(toy_data(70)), splitter=all_params,
         model=lambda: nn.Sequential(nn.Linear(5,16), nn.Tanh(), nn.Linear(16,3)))
     seen = RecordAt('after_pred', lambda l: l.model[0](l.x).dtype)
@@ -49,7 +52,7 @@ def test_mixed_precision_differs_by_its_own_rounding(mode):
 # Parameters in half precision
 
 class Model(Module):
-    "A model with parameters of `dtype`; with `mixed`, those of the normalisation layer are in single precision"
+    "A model with parameters of `dtype`; with `mixed`, its normalisation layer is in single precision"
     def __init__(self, dtype=torch.bfloat16, mixed=False):
         self.a,self.norm,self.b = nn.Linear(4, 8),nn.LayerNorm(8),nn.Linear(8, 3)
         self.to(dtype)
@@ -77,7 +80,7 @@ def exact(learn):
     return [p.grad for p in model.parameters()]
 
 def by_hand(learn, bs, dtype=None):
-    "Add up gradients in a plain loop over micro-batches, in sums of `dtype`, by default that of the parameters"
+    "Add up gradients in a plain loop over micro-batches; the sums have `dtype`, by default that of the parameters"
     ps,(x,y) = list(learn.model.parameters()),learn.dls.train.dataset.tensors
     sums = [torch.zeros(p.shape, dtype=dtype or p.dtype) for p in ps]
     for xs,ys in zip(x.split(bs), y.split(bs)):
@@ -87,7 +90,7 @@ def by_hand(learn, bs, dtype=None):
     return [o.to(p.dtype) for o,p in zip(sums, ps)]
 
 def error(gs, right):
-    "Return the largest error of a gradient, relative to the norm of the right one"
+    "Return the largest error of a gradient, relative to the norm of the exact gradient"
     return max(((g.double()-r).norm()/r.norm()).item() for g,r in zip(gs, right))
 
 kinds = dict(bf16=dict(), fp16=dict(dtype=torch.float16), mixed=dict(mixed=True), ragged=dict(bs=3),
@@ -110,8 +113,8 @@ def test_gradients_add_up_in_single_precision(kind):
     assert all(g.dtype==p.dtype for g,p in zip(at.values[0], learn.model.parameters()))
 
 @pytest.mark.parametrize('opt_func', [SGD,partial(OptimWrapper, opt=torch.optim.AdamW)])
-def test_a_frozen_parameter_is_left_as_in_the_full_batch_run(opt_func):
-    "Its gradient is None with torch's optimizers, and zeros with fastai's"
+def test_a_frozen_parameter_has_the_gradient_of_the_full_batch_run(opt_func):
+    "The gradient is None with torch's optimizers, and zeros with fastai's"
     def run(bs, *cbs):
         learn = learner(32, bs, opt_func=opt_func)
         learn.create_opt()

@@ -1,5 +1,7 @@
-"""Importing changes nothing but the verbs that a Learner is given, and the `before_fit` of fastai's own class of the
-same name, which warns; it prints nothing, and needs no optional package."""
+"""Importing fastaccum prints nothing, needs no optional package, and changes two things in fastai only.
+
+It adds methods to Learner, and lets the `before_fit` of fastai's class `GradientAccumulation` warn.
+"""
 import subprocess, sys
 
 code = """
@@ -21,4 +23,5 @@ assert_same_run(*both_runs())
 assert not [o for o in sys.modules if o.split('.')[0] in ('wandb','tensorboard','accelerate') and sys.modules[o]]
 """
 
-def test_it(): assert subprocess.check_output([sys.executable, '-W', 'ignore', '-c', code], timeout=300)==b''
+def test_importing_changes_nothing_else():
+    assert subprocess.check_output([sys.executable, '-W', 'ignore', '-c', code], timeout=300)==b''

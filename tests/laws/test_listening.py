@@ -1,5 +1,7 @@
-"""Other callbacks hear the events that fastai documents: of a micro-batch as in a fit on micro-batches, of a step, an
-epoch and a fit as in the full-batch run. What they raise and cancel does what it does in fastai."""
+"""Other callbacks get the events that fastai documents, and their exceptions have the same effect as in fastai.
+
+Events of a micro-batch come as in a fit on micro-batches, events of a step, an epoch or a fit as in the full-batch run.
+"""
 import pytest
 from itertools import count, product
 from random import Random
@@ -21,10 +23,10 @@ class Ear(Callback):
     def hear(self, event): self.heard.append((self.nm, event, self.learn.training))
 for o in of_micro+cancelled+of_step+of_fit: setattr(Ear, o, lambda self, o=o: self.hear(o))
 
-class Deaf(Callback): "Has no method for any event, until a test gives it one"
+class Deaf(Callback): "A callback without a method for any event, until a test gives it one"
 
 def run(bs, accum, more=lambda learn: []):
-    "Return the events that callbacks hear in a fit, and the error that it raises"
+    "Return the events that callbacks get in a fit, and the exception that the fit raises"
     learn,heard,err = toy(bs, n=38),[],None
     learn.heard,learn.ears = heard,[Ear('a', -20, heard),Ear('b', 5.5, heard),Ear('c', 55, heard)]
     learn.add_cbs([*learn.ears,Deaf()])
@@ -34,7 +36,7 @@ def run(bs, accum, more=lambda learn: []):
 
 def of(heard, events): return [o for o in heard if o[1] in events]
 
-def test_a_step_is_its_micro_batches_and_all_else_is_heard_as_in_the_full_batch_run():
+def test_micro_batches_send_their_events_and_the_other_events_are_those_of_the_full_batch_run():
     heard,step = run(4, 12)[0],['before_step','after_step']
     by_a = [o for nm,o,training in of(heard, of_micro+of_step) if nm=='a' and training]
     assert by_a==2*(3*(3*of_micro+step)+of_micro+step)
@@ -54,8 +56,8 @@ def a_method_as_an_argument(learn): return Callback(after_loss=note(learn, 'argu
 
 @pytest.mark.parametrize('more', [added,removed,off,not_in_validation,another_order,
     a_method_of_an_instance,a_method_as_an_argument], ids=lambda o: o.__name__)
-def test_every_micro_batch_is_heard_as_in_a_fit_on_micro_batches(more):
-    "Also by a callback that is added, removed or changed in the middle of an epoch"
+def test_events_of_micro_batches_come_as_in_a_fit_on_micro_batches(more):
+    "A callback may be added, removed or changed in the middle of an epoch"
     heard = [of(run(4, accum, lambda learn: [more(learn)])[0], of_micro[:4]) for accum in (12,None)]
     assert heard[0]==heard[1]!=of(run(4, 12)[0], of_micro[:4])
 
@@ -75,10 +77,10 @@ excs = [RuntimeError,KeyboardInterrupt,CancelFitException,CancelEpochException,C
 raised = [*product(of_micro[:4]+of_step[::2], excs), *((o,CancelBatchException) for o in of_micro[:4]),
     ('before_backward',CancelBackwardException), ('before_step',CancelStepException)]
 
-cancel_a_part = [(*o, 7) for o in raised[-6:]]   # a micro-batch, a backward pass or a step
+cancel_a_part = [(*o, 7) for o in raised[-6:]]   # cancel a micro-batch, a backward pass or a step
 @pytest.mark.parametrize('event,exc,order', dict.fromkeys([*cancel_a_part,
     *pick_cases(44, [(*o, order) for o in raised for order in (-30,5,7,60)])]))
-def test_an_exception_is_heard_of_and_annotated_as_by_fastai(event, exc, order):
+def test_an_exception_has_the_events_and_the_message_of_fastai(event, exc, order):
     "Events of a micro-batch are compared with a fit on micro-batches, events of a step with the full-batch run"
     bs,events = (12,of_step) if event in of_step else (4,of_micro[:4]+cancelled)
     (a,err),(b,other) = (run(*o, lambda learn: [RaiseAt(event, exc, order, skip=3)]) for o in ((bs,None),(4,12)))
@@ -108,5 +110,5 @@ def test_a_cancelled_micro_batch_is_left_out(seed):
 
 @pytest.mark.parametrize('order', [-11,0,7,55])
 @pytest.mark.parametrize('kwargs', [dict(), dict(n=67, tokens=True), dict(acc=dict(drop_last=True))], ids=str)
-def test_a_cancelled_step_is_the_full_batch_runs(kwargs, order):
+def test_a_cancelled_step_is_skipped_as_in_the_full_batch_run(kwargs, order):
     assert_same_run(*both_runs(cbs=lambda: [RaiseAt('before_step', CancelStepException, order, skip=2)], **kwargs))

@@ -1,4 +1,4 @@
-"""What people watch is the full-batch run: W&B, TensorBoard, CSV, the progress bar, ShowGraph and fastai's plots."""
+"""Loggers, progress bars and plots show the figures of the full-batch run."""
 import pytest, sys, time
 from itertools import accumulate
 from pathlib import Path
@@ -11,7 +11,7 @@ from common import BatchSizesLoader, RaiseAt, learnable_data, weights_unchanged
 from test_applications import in_double, linear, vision
 from test_split import accumulating
 
-# Each watcher is given a Learner. It returns a function that makes callbacks, and one that reads what was shown
+# Each watcher takes a Learner, and returns a function that makes callbacks and a function that reads what was shown
 
 def plots(learn):
     import matplotlib.pyplot as plt
@@ -56,7 +56,7 @@ def tensorboard(learn):
     from fastai.callback.tensorboard import TensorBoardCallback
     def read():
         events = EventAccumulator(str(learn.path), purge_orphaned_data=False).Reload()
-        def of(k): return sorted(events.Scalars(k), key=lambda o: o.wall_time)   # files come in order of name
+        def of(k): return sorted(events.Scalars(k), key=lambda o: o.wall_time)   # files are read by name
         return {k:[(o.step,o.value) for o in of(k)] for k in events.Tags()['scalars']}
     return lambda: [TensorBoardCallback(learn.path, trace_model=False, log_preds=False)],read
 
@@ -66,7 +66,7 @@ def ended():
     from fastaccum.wandb import offline_records, offline_rows
     file = Path(wandb.run.settings.sync_file)
     wandb.run.finish()
-    wandb.teardown()   # after `finish` alone, the file is not always complete
+    wandb.teardown()   # completes the file, which `finish` does not always do
     axes = {o.metric.name:o.metric.step_metric for o in offline_records(file) if o.HasField('metric')}
     return [o for o in offline_rows(file) if 'raw_loss' in o],axes
 
@@ -81,7 +81,7 @@ def wandb(learn, stock=False, log_preds=False, **kwargs):
     from fastaccum.wandb import WandbCallback
     settings = wandb.Settings(silent=True, console='off', x_disable_stats=True)
     wandb.init(mode='offline', dir=str(learn.path), settings=settings)
-    if stock: vars(learn)['gather_args'] = dict   # fastai #4173: 2.8.10 to 2.8.12 raise while they format these
+    if stock: vars(learn)['gather_args'] = dict   # fastai #4173: formatting these fails in 2.8.10 to 2.8.12
     def read():
         rows = ended()[0]
         names = {k for o in rows for k in o}-{'_timestamp','_runtime','train_samples_per_sec'}
@@ -115,19 +115,19 @@ def watched(watch, d, make_acc, big=False):
         interrupt = RaiseAt('before_step', KeyboardInterrupt, 0, skip=2)
         with pytest.raises(KeyboardInterrupt): learn.fit(1, 0.01, cbs=interrupt)
         for cb in learn.cbs:
-            if 'writer' in vars(cb): cb.writer.close()   # otherwise TensorBoard writes what is left at some later time
+            if 'writer' in vars(cb): cb.writer.close()   # makes TensorBoard write the remaining events now
         learn.opt.zero_grad()   # a plain fit leaves gradients after an interrupt
     two = run(2, lambda: learn.fit_one_cycle(2, 0.05))
     run(1, lambda: learn.lr_find(num_it=10, show_plot=False), GradientAccumulation(two[1][0]))
-    # (W&B writes a row when the next one comes)
+    # W&B writes a row when the next row comes, so the interrupted fit has one step less there
     fits = [two, run(1, interrupted, stop=2-('wandb' in watch.__name__)), run(1, lambda: learn.fit(1, 0.01))]
     return read(),*(sum(o, []) for o in zip(*fits))
 
 @pytest.mark.parametrize('acc', [lambda: GradientAccumulation(32),
     lambda: GradientAccumulationSchedule(16, 64, finish=0.5)], ids=['constant','scheduled'])
 @pytest.mark.parametrize('watch', watchers)
-def test_what_is_shown_is_the_full_batch_runs(watch, acc, tmp_path):
-    "W&B and TensorBoard also log step sizes that change, and W&B logs how many samples all fits have seen"
+def test_the_figures_shown_are_those_of_the_full_batch_run(watch, acc, tmp_path):
+    "W&B and TensorBoard also log step sizes that change, and W&B logs the samples of all fits so far"
     (a,*_),(b,wanted,real) = (watched(watch, tmp_path/str(big), acc, big) for big in (True,False))
     sizes,samples = (b.pop(k, []) for k in ('accumulation_batch_size','samples'))
     changes = len({*wanted})>1 and watch in (tensorboard,wandb,stock_wandb)
@@ -137,8 +137,8 @@ def test_what_is_shown_is_the_full_batch_runs(watch, acc, tmp_path):
     assert_shown_alike(a, b)
 
 @pytest.mark.parametrize('watch', watchers)
-def test_micro_batches_are_shown_as_fastai_shows_batches(watch, tmp_path):
-    "With `log_accum_batch=False`. The learning rate is 0, so that both runs have the same losses"
+def test_with_log_accum_batch_off_micro_batches_are_shown_as_batches(watch, tmp_path):
+    "The learning rate is 0, so that the run on micro-batches and the plain run have the same losses"
     def shown(nm, cbs):
         learn = learner(tmp_path/nm)
         listen,read = watch(learn)
@@ -147,11 +147,11 @@ def test_micro_batches_are_shown_as_fastai_shows_batches(watch, tmp_path):
     assert_shown_alike(shown('a', []), shown('b', [GradientAccumulation(32, log_accum_batch=False)]))
 
 class Clock(Callback):
-    "A clock by which micro-batches take 1, 2, 3, 4, 1, 2, … seconds"
+    "A clock on which micro-batches take 1, 2, 3, 4, 1, 2, … seconds"
     run_valid,now,n = False,0.,0
     def after_backward(self): self.now,self.n = self.now+1+self.n%4,self.n+1
 
-def test_wandb_draws_over_samples_and_times_whole_steps(tmp_path, monkeypatch):
+def test_wandb_plots_over_samples_and_measures_the_time_of_whole_steps(tmp_path, monkeypatch):
     learn,clock = learner(tmp_path/'a'),Clock()
     listen,_ = wandb(learn)
     with monkeypatch.context() as m:
@@ -161,7 +161,7 @@ def test_wandb_draws_over_samples_and_times_whole_steps(tmp_path, monkeypatch):
     assert deviation([o['train_samples_per_sec'] for o in rows], [32/10,28/10])<1e-6
     assert axes=={'samples':'', **dict.fromkeys(['raw_loss','train_loss','valid_loss','accuracy'], 'samples')}
 
-def test_a_model_goes_to_wandb_only_if_one_is_saved(tmp_path):
+def test_wandb_refuses_to_log_a_model_that_is_not_saved(tmp_path):
     learn = learner(tmp_path/'a')
     listen,_ = wandb(learn, log_model=True)
     with weights_unchanged(learn), pytest.raises(ValueError, match='SaveModelCallback'):
@@ -171,14 +171,14 @@ def test_wandb_shows_predictions_at_steps(tmp_path, monkeypatch):
     def net(pretrained): return nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.AdaptiveAvgPool2d(1))
     learn,seen = in_double(vision(4, net, custom_head=linear(8), path=tmp_path)),[]
     listen,_ = wandb(learn, log_preds=True, log_preds_every_epoch=True)
-    log = sys.modules['wandb'].log   # offline, tables are not in the rows
+    log = sys.modules['wandb'].log   # offline, the rows contain no tables
     monkeypatch.setattr('wandb.log',
         lambda o, **kw: seen.append(kw['step']) if 'Prediction_Samples' in o else log(o, **kw))
     learn.fit(2, 0.05, cbs=[GradientAccumulation(16),*listen()])
     assert seen==[1,3] and len(learn.recorder.losses)==4
 
 def test_tensorboard_gets_noise_scale_and_micro_batch_size_of_each_step(tmp_path):
-    "Memory holds 2 samples, so 'auto' arrives at micro-batches of 2"
+    "Memory holds 2 samples, so 'auto' finds micro-batches of 2"
     learn = toy(4, data=learnable_data(64), path=tmp_path, cbs=[*accumulating(16, ('auto',2)), NoiseScale(every=2)])
     listen,read = tensorboard(learn)
     learn.fit(1, .1, cbs=listen())

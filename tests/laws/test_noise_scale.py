@@ -1,4 +1,4 @@
-"NoiseScale measures the noise of gradients without bias, from micro-batches of any sizes, and changes nothing else."
+"`NoiseScale` measures the noise of gradients without bias, from micro-batches of any sizes, and changes nothing."
 import math
 from functools import partial
 import numpy as np, pytest, torch
@@ -10,6 +10,7 @@ from fastaccum import GradientAccumulation, GradientAccumulationSchedule, Gradie
 from fastaccum.testing import CrossEntropy, deviation, toy, toy_data
 from common import (CpuLossScaling, CpuMixedPrecision, LimitedMemory, RaiseAt, RecordAt, learnable_data,
     overflow_at_step, runs_out_on_attempts)
+from small_learners import all_params
 
 def learner(bs, n, **kwargs): return toy(bs, **dict(data=learnable_data(n))|kwargs)
 def measured(meter): return meter.trace,meter.grad_sq
@@ -34,7 +35,7 @@ def by_hand(gs, sizes):
 
 def measure(n_epoch=1, *, n=18, accum_bs=100, bs=4, cbs=(), acc={}, freeze=False, model=None, **kwargs):
     "Fit with a learning rate of 0, by default one step of micro-batches of 4, 4, 4, 4 and 2 samples"
-    if model: kwargs |= dict(model=model, splitter=lambda m: [list(m.parameters())])
+    if model: kwargs |= dict(model=model, splitter=all_params)
     learn,meter = learner(bs, n, **kwargs),NoiseScale(every=1)
     if freeze: learn.freeze()
     learn.fit(n_epoch, 0., wd=0., cbs=[GradientAccumulation(accum_bs, **acc), meter, *cbs])
@@ -44,12 +45,12 @@ def measure(n_epoch=1, *, n=18, accum_bs=100, bs=4, cbs=(), acc={}, freeze=False
 
 def again(l): torch.autograd.grad(l.model(*l.xb).sum(), list(l.model.parameters()))
 def with_limited_memory():
-    "A model that runs out of memory from the second micro-batch on, and uses one of its layers twice"
+    "Return a model that runs out of memory from the second micro-batch on, and uses one of its layers twice"
     lin,memory = nn.Linear(5, 5),LimitedMemory(runs_out_on_attempts(range(1, 99), 'backward', 2))
     return nn.Sequential(nn.Linear(5, 5), memory, lin, nn.Tanh(), lin, nn.Linear(5, 3)).double()
 
 summed,padded = dict(loss_func=CrossEntropy(reduction='sum')),learnable_data(18, True)
-padded.tensors[1][8:12] = -100   # a micro-batch of padding does not count
+padded.tensors[1][8:12] = -100   # the third micro-batch is all padding, and does not count
 targets = [n for n in ((o!=-100).sum().item() for o in padded.tensors[1].split(4)) if n]
 ragged = [4]*4+[2]
 def left_out(event, exc, skip): return lambda: dict(cbs=[RaiseAt(event, exc, 20, skip=skip)])
@@ -68,7 +69,7 @@ cases = dict(plain=(dict, ragged), summed=(lambda: summed, ragged),
 
 @pytest.mark.filterwarnings('ignore:memory ran out')
 @pytest.mark.parametrize('nm', cases)
-def test_what_is_measured_is_what_the_gradients_of_single_samples_say(nm):
+def test_the_measured_noise_is_that_of_the_gradients_of_single_samples(nm):
     make,sizes = cases[nm]
     learn,meter = measure(**make())
     learn.unfreeze()
@@ -81,11 +82,12 @@ def test_what_is_measured_is_what_the_gradients_of_single_samples_say(nm):
     assert close(meter.noise_scale, want[0]/want[1], 1e-5) and learn.recorder.noise_scale==[meter.noise_scale]
     unit = 'targets' if 'tokens' in nm else 'samples'
     n,scale = sum(sizes),meter.noise_scale
-    costs = f' {1+n/scale:.1f}x the minimum number of {unit} ',f' {1+scale/n:.1f}x the minimum'   # McCandlish et al.
+    # the formula of McCandlish et al.
+    costs = f' {1+n/scale:.1f}x the minimum number of {unit} ',f' {1+scale/n:.1f}x the minimum'
     for o in (f'steps of {n} ',f' {unit}:',*costs): assert o in meter.verdict()
 
 @pytest.mark.parametrize('kind', ['fp16','bf16','parameters'])
-def test_half_precision_tells_the_same_but_for_rounding(kind):
+def test_half_precision_changes_the_measurement_by_rounding_only(kind):
     x,y = learnable_data(18).tensors
     def run(dtype, *cbs):
         def net(): return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
@@ -106,8 +108,8 @@ def test_older_measurements_count_less():
         sums,weight = keep*sums+(1-keep)*np.array(by_hand(part, [len(o) for o in part.split(4)])),keep*weight+1-keep
         assert close(now, sums/weight)
 
-def test_an_entry_a_step():
-    "With `every=3`, every third step is measured; each fit begins anew, and the picture shows the measured steps"
+def test_each_step_has_an_entry():
+    "With `every=3`, every third step is measured, and the plot shows the measured steps; each fit begins anew"
     learn = learner(4, 70, cbs=[GradientAccumulation(16), NoiseScale(every=3)])
     for _ in range(2):
         learn.fit_one_cycle(2, 1e-2)
@@ -119,8 +121,8 @@ def test_an_entry_a_step():
         plt.close('all')
 
 @pytest.mark.parametrize('order', [None,9])
-def test_a_step_that_is_not_taken_has_an_entry(order):
-    "A step that overflows is not measured; the next step is"
+def test_a_step_that_is_skipped_has_an_entry(order):
+    "A step that overflows is not measured; the next step is measured instead"
     cancel = RaiseAt('before_step', CancelStepException, order, skip=2)
     cbs = [cancel] if order else [overflow_at_step(2),CpuLossScaling()]
     learn = learner(4, 64)
@@ -129,7 +131,7 @@ def test_a_step_that_is_not_taken_has_an_entry(order):
     assert len(rec)==len(learn.recorder.losses)==4 and np.isfinite(rec).all()
     assert rec[0]!=rec[1] and rec[2]!=rec[3] and (rec[1]==rec[2] or order)
 
-def test_a_batch_that_grows_is_measured_from_where_it_can_be():
+def test_with_a_growing_step_measurements_begin_at_two_micro_batches():
     learn = learner(8, 64)
     with pytest.warns(UserWarning, match='one micro-batch') as w:
         learn.fit(2, .1, cbs=[GradientAccumulationSchedule(8, 32, start=1, finish=1), NoiseScale(every=1)])
@@ -144,13 +146,13 @@ def test_training_is_the_same_to_the_bit():
         return [*learn.model.parameters()],learn.recorder.losses,learn.opt.state_dict()['state']
     assert deviation(run(), run(NoiseScale(every=1)))==0
 
-# What it says, and what it refuses
+# Messages
 
 class Zeros(nn.Linear):
     def reset_parameters(self): [nn.init.zeros_(p) for p in self.parameters()]
 
-def test_noise_that_hides_the_gradient_is_told():
-    "The gradient is 0 here: each sample has its opposite, and the outputs are the shares of the classes"
+def test_the_verdict_says_that_noise_hides_the_gradient():
+    "The gradient is 0: with weights of 0, samples x and -x of each class, and equal classes, contributions cancel"
     x,y = toy_data(6).tensors[0],torch.arange(6)%3
     _,meter = measure(data=TensorDataset(torch.cat([x,-x]), torch.cat([y,y])), model=lambda: Zeros(5, 3).double())
     assert meter.grad_sq<0 and meter.noise_scale==math.inf and 'hides' in meter.verdict()
@@ -164,7 +166,7 @@ def no_gradient(l):
     (dict(cbs=[RecordAt('before_step', longer, order=9)]),'longer'),
     (dict(cbs=[GradientCache(micro_batch_size=2)]),'in parts'),
     (dict(cbs=[RecordAt('after_loss', no_gradient)]),'needs no gradient')])
-def test_what_cannot_be_measured_is_told_once(kwargs, match):
+def test_what_cannot_be_measured_is_warned_of_once(kwargs, match):
     with pytest.warns(UserWarning, match=match) as w: _,meter = measure(2, **kwargs)
     assert len([o for o in w if 'NoiseScale' in str(o.message)])==1
     assert not meter.readings and math.isnan(meter.noise_scale) and 'nothing was measured' in meter.verdict()

@@ -1,5 +1,8 @@
-"""However a fit ends, nothing of accumulation is left: the Learner and all that is on it are as before, a plain fit is
-a plain fit, and the next accumulated one is the full-batch run."""
+"""However a fit ends, it leaves nothing behind that changes later fits.
+
+The Learner, its callbacks and its model have their former state; a plain fit afterwards is fastai's, and a fit that
+accumulates is the full-batch run.
+"""
 import fastaccum, os, pytest, sys, torch
 from itertools import product
 from random import Random
@@ -15,12 +18,12 @@ from test_split import accumulating
 
 n,micro,accum = 22,2,8   # an epoch has steps of 8, 8 and 6 samples
 
-# for each event, how many times it passes before something ends the fit
+# for each event, the numbers of times that it passes before the exception that ends the fit
 ats = {nm:at for nms,at in {'before_fit after_fit':(0,), 'after_backward before_step after_step after_batch':(0,1,2,3),
     'before_epoch before_train after_train before_validate after_validate after_epoch':(0,1),
     'before_batch after_pred after_loss before_backward':(0,1,3,10,13)}.items() for nm in nms.split()}
 excs = [KeyboardInterrupt,RuntimeError,CancelFitException,CancelEpochException,CancelTrainException]
-orders = [-11,5,7,49,51,59,100]   # before, between and after fastai's callbacks and fastaccum's
+orders = [-11,5,7,49,51,59,100]   # before, between and after the callbacks of fastai and fastaccum
 ways = dict(plain=lambda: [GradientAccumulation(accum)],
     dropping=lambda: [GradientAccumulation(accum, drop_last=True)],
     each=lambda: [GradientAccumulation(accum, log_accum_batch=False)],
@@ -34,10 +37,13 @@ ways = dict(plain=lambda: [GradientAccumulation(accum)],
     noise=lambda: [GradientAccumulation(accum), NoiseScale(every=1), ScaledLR(base_bs=micro, rule='sqrt')])
 
 def state(learn):
-    """Return what a fit must put back: methods and flags of the Learner, its callbacks, model, optimizer, loss
-    function, loaders and their classes, hooks, and torch's modes"""
+    """Return all state that a fit must restore
+
+    Methods and flags of the Learner, its callbacks, model, optimizer, loss function, loaders and their classes; hooks;
+    and the modes of torch.
+    """
     ms,classes = list(learn.model.modules()),[Learner,Callback,nn.Module,*map(type, learn.cbs)]
-    fastais = 'training','cancel_train','cancel_valid'   # an interrupt of a plain fit changes these as well
+    fastais = 'training','cancel_train','cancel_valid'   # an interrupt also changes these in a plain fit
     own = {(o,nm):v for o in (learn,*learn.cbs,*ms,learn.opt,learn.loss_func,*learn.dls.loaders,*classes)
         for nm,v in vars(o).items() if callable(v) or type(v) is bool and nm not in fastais}
     hooks = {(o,nm):len(getattr(o, nm) or ()) for o in (*ms,*learn.model.parameters())
@@ -46,14 +52,14 @@ def state(learn):
         names=vars(learn).keys()-{'lr_finder'}, dls=learn.dls, orders=[o.order for o in learn.cbs])
 
 def learner():
-    "Return a Learner that was fitted before, and whose model has a replaced `forward`, as after accelerate's `prepare`"
+    "Return a Learner that was fitted before; its model has a `forward` of its own, as after accelerate's `prepare`"
     learn = toy(micro, n=n)
     learn.model.forward = learn.model.forward
     learn.fit(1, 0.)
     return learn
 
 def same_fits(learn, bs, *cbs):
-    "Fail if a fit differs from that of a fresh Learner with the same weights and batches of `bs`"
+    "Fail if the next fit differs from that of a new Learner with the same weights and batches of `bs`"
     fresh = toy(bs, n=n)
     fresh.model.load_state_dict(learn.model.state_dict())
     fresh.fit_one_cycle(1, 0.01)
@@ -69,14 +75,14 @@ rng = Random(0)
 grid = [(event,*o, rng.choice([*ways]), rng.random()<.5) for event in ats for o in product(ats[event], excs, orders)]
 
 @pytest.mark.parametrize('event,at,exc,order,way,stays', pick_cases(60, grid))
-def test_whatever_ends_a_fit_nothing_is_left(event, at, exc, order, way, stays):
-    "Whether the callbacks belong to the fit or to the Learner"
+def test_whatever_ends_a_fit_it_leaves_nothing_behind(event, at, exc, order, way, stays):
+    "The callbacks may belong to the fit or to the Learner"
     learn,fault,cbs = learner(),RaiseAt(event, exc, order, at),ways[way]()
     before = state(learn)
     if stays: learn.add_cbs(cbs)
     try: learn.fit_one_cycle(2, 0.1, cbs=[fault, *([] if stays else cbs)])
     except BaseException:
-        if not fault.raised: raise   # some faults make fastai's own callbacks raise something else on the way out
+        if not fault.raised: raise   # fastai's callbacks may raise another exception meanwhile
     learn.remove_cbs(cbs if stays else [])
     learn.logger = noop   # a plain fit leaves another logger after an interrupt as well
     if 'alone' in way: learn.opt.zero_grad()   # a plain fit leaves gradients after an interrupt
@@ -85,8 +91,8 @@ def test_whatever_ends_a_fit_nothing_is_left(event, at, exc, order, way, stays):
 
 @pytest.mark.parametrize('at', range(5))
 @pytest.mark.parametrize('how', ['run','remove_cb','stays'])
-def test_after_an_interrupt_validation_and_a_plain_fit_are_fastais(how, at):
-    "However the callback is switched off; validation is plain even if the callback stays on"
+def test_after_an_interrupt_validation_and_a_plain_fit_are_unaffected(how, at):
+    "The callback may be switched off in any way; validation is unaffected even if the callback stays on the Learner"
     learn,acc = learner(),GradientAccumulation(accum)
     learn.add_cb(acc)
     with pytest.raises(KeyboardInterrupt): learn.fit(1, 0.1, cbs=RaiseAt('after_pred', KeyboardInterrupt, 5, at))
@@ -101,14 +107,14 @@ def test_after_an_interrupt_validation_and_a_plain_fit_are_fastais(how, at):
     same_fits(learn, accum if how=='stays' else micro)
 
 @pytest.mark.parametrize('way', ways)
-def test_other_fits_that_end_early_leave_nothing(way):
-    "The learning rate finder cancels its fit in the middle of an epoch"
+def test_the_learning_rate_finder_leaves_nothing_behind(way):
+    "It cancels its fit in the middle of an epoch"
     learn = learner()
     before = state(learn)
     with learn.added_cbs(ways[way]()): learn.lr_find(num_it=5, show_plot=False)
     check(learn, before)
 
-def test_an_interrupt_within_the_recorder():
+def test_an_interrupt_within_the_recorder_leaves_nothing_behind():
     learn = learner()
     learn.recorder.train_metrics = True
     interrupt = patch.object(learn.recorder.smooth_loss, 'accumulate', side_effect=KeyboardInterrupt)
@@ -119,7 +125,7 @@ def test_an_interrupt_within_the_recorder():
     same_fits(learn, micro)
 
 def interrupted(at, way, stays):
-    "Interrupt a fit at bytecode number `at` of fastaccum's code; return the Learner, and how many bytecodes ran"
+    "Interrupt a fit at bytecode number `at` of fastaccum; return the Learner, and the number of bytecodes that ran"
     learn,cbs,ran,old = learner(),ways[way](),0,sys.gettrace()
     def local(frame, event, arg):
         nonlocal ran
@@ -149,7 +155,7 @@ def test_an_interrupt_anywhere_in_our_code_leaves_no_trace_in_later_fits(way, st
         for bs,cbs in ((micro,[]),(accum,[GradientAccumulation(accum)])): same_fits(learn, bs, *cbs)
 
 def fit_interrupted(at):
-    "Interrupt a fit at the `at`th bytecode of the end of the loader of steps; returns the Learner and their number"
+    "Interrupt a fit at bytecode number `at` of the end of the loader; return the Learner and the number that ran"
     learn,ran,functions = learner(),0,('__iter__','end','undo','pause_sync')
     def local(frame, event, arg):
         nonlocal ran
@@ -158,9 +164,9 @@ def fit_interrupted(at):
         if ran-1==at: raise KeyboardInterrupt
         return local
     def trace(frame, event, arg):
-        is_loaders_end = frame.f_code.co_name in functions and 'fastaccum' in frame.f_code.co_filename
-        frame.f_trace_opcodes = is_loaders_end
-        return local if is_loaders_end else None
+        ends_the_loader = frame.f_code.co_name in functions and 'fastaccum' in frame.f_code.co_filename
+        frame.f_trace_opcodes = ends_the_loader
+        return local if ends_the_loader else None
     old = sys.gettrace()
     sys.settrace(trace)
     try: learn.fit(1, 0.1, cbs=GradientAccumulation(accum))
@@ -168,7 +174,7 @@ def fit_interrupted(at):
     finally: sys.settrace(old)
     return learn,ran
 
-def test_an_interrupt_at_the_normal_end_of_an_epoch_puts_one_batch_back():
+def test_an_interrupt_at_the_end_of_an_epoch_restores_one_batch():
     total = fit_interrupted(None)[1]
     assert total>20
     for at in pick_cases(40, range(total)):

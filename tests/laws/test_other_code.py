@@ -1,5 +1,4 @@
-"""Other people's set-ups, which know nothing of accumulation: each is the full-batch run, or the fit says what is
-not."""
+"""Callbacks and losses of other projects give the full-batch run, or the fit warns of what differs."""
 import pytest, torch
 from functools import partial
 from torch import nn
@@ -11,7 +10,7 @@ from fastaccum.testing import assert_same_run, deviation, toy, both_runs
 from common import RaiseAt, RecordAt, collect_warnings, weights
 from test_warned import count_warnings, fit
 
-# Targets and losses that callbacks give
+# Targets and losses that callbacks set
 
 class Give(Callback):
     "Removes the targets, and puts them or their loss back at `event`, as for Hugging Face models that return a loss"
@@ -31,13 +30,13 @@ class Give(Callback):
 
 @pytest.mark.parametrize('event,loss,order', [('after_pred',False,0), ('after_loss',True,0), ('after_loss',True,70),
     ('before_batch',False,-50), ('before_batch',False,90)])
-def test_targets_and_losses_that_come_late_are_counted(event, loss, order):
+def test_targets_and_losses_that_callbacks_set_late_are_counted(event, loss, order):
     with collect_warnings() as collected: a,b = both_runs(fit=fit, cbs=lambda: [Give(event, loss, order)])
     assert_same_run(a, b)
     assert not [o for o in collected if issubclass(o.category, AccumulationWarning)]
     assert len(b.recorder.losses)==10
 
-# Callbacks that count steps without a word to us
+# Callbacks that count steps and do not know of accumulation
 
 class Average(Callback):
     "Updates a moving average of the weights and sets the learning rate in `after_batch`"
@@ -47,7 +46,7 @@ class Average(Callback):
         self.w = 0.9*self.w+0.1*weights(self.learn)
         self.opt.set_hyper('lr', 0.01*(1+self.train_iter))
 
-def test_who_has_no_before_batch_hears_steps():
+def test_a_callback_without_before_batch_gets_after_batch_once_a_step():
     def run(bs, *acc):
         learn,cb = toy(bs, n=64),Average()
         learn.fit(2, 0.01, cbs=[cb,*acc])
@@ -56,8 +55,8 @@ def test_who_has_no_before_batch_hears_steps():
 
 # Patches of fastai
 
-def test_the_one_batch_of_tsai_is_taken_for_fastais(monkeypatch):
-    "tsai replaces `one_batch` of all Learners by such a function, which only moves the batch in another way"
+def test_the_one_batch_of_tsai_is_accepted(monkeypatch):
+    "tsai replaces `one_batch` of all Learners by such a function, which only moves the batch to its device differently"
     def one_batch(self, i, b):
         self.iter = i
         self._split(to_device(b, device=self.dls.device) if self.dls.device is not None else b)
@@ -66,18 +65,18 @@ def test_the_one_batch_of_tsai_is_taken_for_fastais(monkeypatch):
     monkeypatch.setattr(Learner, 'one_batch', one_batch)
     assert_same_run(*both_runs(fit=fit))
 
-# Fits that are not the full-batch run say so
+# Fits that are not the full-batch run warn
 
-unvalidated = partial(RaiseAt, 'before_validate', CancelValidException, 0)   # these losses would fail in validation
+unvalidated = partial(RaiseAt, 'before_validate', CancelValidException, 0)   # the losses below would fail in validation
 def views():
-    "Make two views of each sample, which the loss compares, as in SimCLR, Barlow Twins and SwAV"
+    "Return a callback that makes two views of each sample, which the loss compares, as in SimCLR or SwAV"
     return RecordAt('before_batch', lambda l: setattr(l, 'xb', (torch.cat([l.x, l.x+0.1]),)))
 def pairs(p, y):
     if len(p)%4: raise ValueError('pairs of parts')   # like a loss that asserts its batch size
     a,b = p.chunk(2)
     return F.cross_entropy(F.normalize(a)@F.normalize(b).T, torch.arange(len(a)))
 
-def test_two_views_of_each_sample_are_told_and_the_cache_is_exact():
+def test_two_views_of_each_sample_are_warned_of_and_the_cache_is_exact():
     learn = toy(6, n=48, loss_func=pairs, cbs=unvalidated())
     said = count_warnings(lambda: learn.fit(1, 0.05, cbs=[views(),GradientAccumulation(24)]))
     assert {k for _,k in said}<={'more-rows','loss-not-a-mean'} and said
@@ -85,7 +84,7 @@ def test_two_views_of_each_sample_are_told_and_the_cache_is_exact():
     for o,cbs in ((a,[]), (b,[GradientCache(micro_batch_size=6)])): o.fit(1, 0.05, cbs=[views(),*cbs])
     assert deviation(weights(a), weights(b))<1e-12
 
-def test_a_callback_that_makes_more_rows_is_not_taken_for_a_loader_that_lies():
+def test_a_callback_that_makes_more_rows_is_not_taken_for_a_loader_with_a_wrong_batch_size():
     "Each sample comes twice, with its target, so the loss is still a mean over samples"
     def twice(l): l.xb,l.yb = (l.x.repeat(2, 1),),(l.y.repeat(2),)
     a,b = toy(16, n=64),toy(4, n=64)
@@ -94,7 +93,7 @@ def test_a_callback_that_makes_more_rows_is_not_taken_for_a_loader_that_lies():
     assert not said and deviation(weights(a), weights(b))<1e-12
 
 class Critic(Callback):
-    "Trains a model of its own with an optimizer of its own, as trainers of GANs do"
+    "Trains its own model with its own optimizer, as trainers of GANs do"
     run_valid = False
     def __init__(self, opt_func):
         self.critic = nn.Linear(5, 1).double()
@@ -106,12 +105,12 @@ class Critic(Callback):
         self.opt_d.zero_grad()
 class PerStep(Critic): per_step = True
 class NoCritic(Critic):
-    "Trains nothing, but keeps the Learner's optimizer in attributes"
+    "Trains nothing, but keeps the optimizer of the Learner in attributes"
     def before_fit(self): self.opt_d,self.opt_a,self.opt_b = None,self.learn.opt,self.learn.opt.opt
 
 @pytest.mark.parametrize('cb,micro,n', [(Critic,4,1), (Critic,16,0), (PerStep,4,0), (NoCritic,4,0)])
 @pytest.mark.parametrize('opt_func', [SGD,torch.optim.SGD])
-def test_an_optimizer_that_only_a_callback_knows_is_told(opt_func, cb, micro, n):
+def test_an_optimizer_of_a_callback_is_warned_of(opt_func, cb, micro, n):
     learn = toy(micro, n=64, cbs=cb(opt_func), opt_func=partial(OptimWrapper, opt=torch.optim.SGD))
     said = count_warnings(lambda: learn.fit(1, 0.05, cbs=GradientAccumulation(16)))
     assert said==({('AccumulationWarning','second-optimizer'):1} if n else {})
@@ -120,8 +119,8 @@ class PerSample(nn.Module):
     "A loss with weights of samples, which a callback sets"
     def forward(self, p, y): return (F.cross_entropy(p, y, reduction='none')*self.w).mean()
 
-def test_what_fails_since_it_keeps_the_whole_batch_says_what_to_do():
-    "With the remedy it trains. If no batch is split, the error is the user's own, unchanged"
+def test_the_error_of_a_loss_that_keeps_the_whole_batch_gets_a_remedy():
+    "The remedy works. If no batch is split, the error of the user's code is unchanged"
     def train(acc, fails=0):
         weighs = RecordAt('before_batch', lambda l: setattr(l.loss_func, 'w', torch.linspace(0, 1, len(l.y)+fails)))
         toy(16, n=48, loss_func=PerSample(), cbs=unvalidated()).fit(1, 0.05, cbs=[weighs,acc])
@@ -142,18 +141,18 @@ def ends(learn):
 
 @pytest.mark.parametrize('event,f,n', [('before_batch',lambda l: l.opt.zero_grad(),1), ('after_backward',clips,1),
     ('after_backward',again,1), ('before_step',clips,0), ('before_batch',ends,0)])
-def test_gradients_that_a_callback_changes_while_they_add_up_are_told(event, f, n):
+def test_gradients_that_a_callback_changes_within_a_step_are_warned_of(event, f, n):
     said = count_warnings(lambda: toy(4, n=64).fit(2, 0.05, cbs=[GradientAccumulation(16),RecordAt(event, f)]))
     assert said[('AccumulationWarning','gradients-changed')]==n and len(said)<=1
 
-def test_a_loss_that_is_tried_makes_pytorch_say_nothing():
+def test_trying_a_loss_gives_no_warning_of_pytorch():
     "PyTorch would warn of target sizes when the loss compares parts with targets of the whole batch"
     keeps = RecordAt('after_pred', lambda l: setattr(l.loss_func, 'y', l.y))
     class Mse(nn.Module):
         y = None
         def forward(self, p, y): return F.mse_loss(p.sum(1), self.y.to(p))
     learn = toy(4, n=64, loss_func=Mse(), cbs=unvalidated())
-    with collect_warnings() as said:   # not as errors, which would look like errors of the loss
+    with collect_warnings() as said:   # an error would count as an error of the loss
         learn.fit(1, 1e-3, cbs=[keeps,GradientAccumulation(16)])
     assert not [o for o in said if 'target size' in str(o.message)]
 

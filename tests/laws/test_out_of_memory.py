@@ -1,5 +1,7 @@
-"""`micro_batch_size='auto'`: wherever memory runs out in a fit, it is undone and the fit goes on in smaller
-micro-batches, with the full-batch run for a result."""
+"""With `micro_batch_size='auto'`, a fit continues with smaller micro-batches wherever memory runs out.
+
+The failed attempt is undone, and the run is the full-batch run.
+"""
 import numpy as np, pytest, random, torch
 from functools import partial
 from hypothesis import example, given, strategies as st
@@ -16,7 +18,7 @@ from test_split import gently, no_shrinking, opts
 pytestmark = pytest.mark.filterwarnings('ignore:memory ran out', 'ignore:.*are larger than `accum_bs')
 
 class Counts(LimitedMemory):
-    "A layer that counts its calls and samples; a failed attempt must not change these counts"
+    "A layer that counts its calls and samples; fastaccum must restore the counts after a failed attempt"
     def __init__(self, runs_out):
         super().__init__(runs_out)
         self.calls,self.sizes = 0,[]
@@ -34,7 +36,7 @@ class Loss(CrossEntropy):
         self.memory = [memory]   # in a list, so that it is not a child module
     def forward(self, pred, targ):
         if torch.is_grad_enabled(): self.memory[0].check('loss', len(pred))
-        self.own = pred.pow(2).mean()   # for a metric
+        self.own = pred.pow(2).mean()   # `LossMetrics('own')` reads this
         return super().forward(pred, targ)
 
 def learner(bs, runs_out=None, norm=nn.Tanh, weight=None, **kwargs):
@@ -62,14 +64,14 @@ stages = ['forward','loss','backward']
     times=st.none()|st.sets(st.integers(0, 20), max_size=5), n=st.integers(32, 60), opt_func=st.sampled_from(opts),
     cbs=st.sampled_from(extras), tokens=st.booleans(), shuffle=st.booleans())
 def test_the_run_is_the_full_batch_run(stage, cap, bs, accum, times, **kwargs):
-    "With memory for any number of samples, or if only some attempts run out of memory"
-    if kwargs['tokens'] and stage=='loss': return   # the cap would be a number of tokens there
+    "Memory holds any number of samples, or only some attempts run out of memory"
+    if kwargs['tokens'] and stage=='loss': return   # the loss would count tokens, not samples
     runs_out = runs_out_above(cap, stage) if times is None else runs_out_on_attempts(times, stage)
     a,b = full_batch_and_limited(bs, accum, runs_out, metrics=accuracy, **kwargs)
     assert_same_run(a, b, tol=1e-5)   # Adam divides by what is nearly zero
 
 @pytest.mark.parametrize('stage', stages)
-def test_the_size_is_halved_kept_and_said_once(stage):
+def test_the_size_is_halved_until_it_fits_with_one_warning(stage):
     "The next fit with the same callback uses the size that was found, and does not warn again"
     acc,sizes = auto(32),RecordAt('after_backward', lambda l: len(l.x))
     learn = learner(16, runs_out_above(5, stage), n=48)
@@ -79,12 +81,12 @@ def test_the_size_is_halved_kept_and_said_once(stage):
     assert len(said)==1 and '16 samples' in said[0] and 'planted' in said[0] and said[0].endswith('of 4 samples')
     assert sizes.values==[4]*24
 
-# A failed attempt leaves nothing
+# A failed attempt leaves nothing behind
 
 @pytest.mark.parametrize('stage', ['loss','backward'])
 @pytest.mark.parametrize('norm', [lambda: nn.BatchNorm1d(6),lambda: nn.Dropout(0.3)], ids=['batchnorm','dropout'])
-def test_it_is_the_run_with_smaller_micro_batches_to_begin_with(norm, stage):
-    "Random numbers, BatchNorm's statistics and counts of modules are those of a run that needs no second attempt"
+def test_the_run_is_that_of_a_fit_which_begins_with_smaller_micro_batches(norm, stage):
+    "It has the random numbers, statistics of BatchNorm and counts of a run without a failed attempt"
     class Draw(Callback):
         order,run_valid = -55,False
         def after_pred(self): self.now = random.random(),np.random.rand(),torch.rand(1).item()
@@ -101,7 +103,7 @@ def test_it_is_the_run_with_smaller_micro_batches_to_begin_with(norm, stage):
     assert (a.model[2].calls,a.model[2].sizes)==(b.model[2].calls,b.model[2].sizes)
 
 @pytest.mark.parametrize('stage', stages)
-def test_autocast_is_left(stage):
+def test_autocast_ends_with_the_fit(stage):
     def state(l): return torch.is_autocast_enabled('cpu')
     learn = learner(16, runs_out_above(3, stage), data=TensorDataset(torch.randn(64, 5), torch.randint(0, 3, (64,))))
     learn.model.float()
@@ -115,17 +117,17 @@ def test_autocast_is_left(stage):
 # Validation, and errors that are raised
 
 @pytest.mark.parametrize('weight', [None,torch.tensor([.01,.02,.03], dtype=torch.float64)], ids=['mean','weights'])
-def test_validation_is_split_too(weight):
-    "Its losses and metrics are those of whole batches; its size is found separately from that of training"
+def test_validation_batches_are_split(weight):
+    "Losses and metrics are those of whole batches; the size is independent of that of training"
     def runs_out(stage, n): return stage=='validation' and n>9 or stage=='loss' and n>4
     sizes = RecordAt('after_loss', lambda l: len(l.pred))
     sizes.run_valid,sizes.run_train = True,False
     more = dict(n=90, metrics=[accuracy,*LossMetrics('own')], weight=weight)
     assert_same_run(*full_batch_and_limited(16, 32, runs_out, cbs=lambda: [sizes], **more))
-    assert max(sizes.values[-12:])<=9   # the sizes before these are those of the full-batch run
+    assert max(sizes.values[-12:])<=9   # the full-batch run recorded the sizes before
 
 @pytest.mark.parametrize('acc', [auto(32),GradientCache(micro_batch_size='auto')])
-def test_a_single_sample_that_does_not_fit(acc):
+def test_an_error_is_raised_if_a_single_sample_does_not_fit(acc):
     "No weight changes, and the next fit gives no warning"
     learn = learner(16, runs_out_above(0, 'forward'), n=64)
     with weights_unchanged(learn), pytest.raises(torch.OutOfMemoryError, match='single sample.*planted'):
@@ -137,15 +139,15 @@ def test_a_single_sample_that_does_not_fit(acc):
 @pytest.mark.parametrize('event,exc,skip', [('after_pred',RuntimeError,1),('before_backward',KeyboardInterrupt,1),
     *((o,torch.OutOfMemoryError,1) for o in ('after_backward','before_step','after_step')),
     ('after_batch',torch.OutOfMemoryError,3)])
-def test_other_errors_pass_and_no_step_is_made_twice(event, exc, skip):
-    "If memory runs out after the backward pass, or in or after the step, the error is raised, and nothing is repeated"
+def test_other_errors_are_raised_and_no_step_is_repeated(event, exc, skip):
+    "This includes memory that runs out after the backward pass, or in or after the step"
     learn,cb = learner(16, n=64),RaiseAt(event, exc, 70, skip=skip)
     with pytest.raises(exc, match='planted'): learn.fit(1, 0.1, cbs=[auto(32),cb])
     assert cb.n_heard==skip+1
 
-# A `split` function of the user's
+# A `split` function of the user
 
-def test_a_split_of_ones_own_is_used():
+def test_a_split_function_of_the_user_is_called():
     calls = []
     def split(b, start, stop, n):
         calls.append((start,stop,n))

@@ -1,5 +1,7 @@
-"""In several processes, a run is that of one process on the whole effective batch, and gradients are exchanged once a
-step; also if processes have different numbers of samples, micro-batches of different sizes, or less memory."""
+"""A run in several processes is that of one process, and gradients are exchanged once a step.
+
+Processes may have different numbers of samples, micro-batches of different sizes, and less memory.
+"""
 import math, pytest, torch
 from collections import Counter
 from copy import deepcopy
@@ -29,7 +31,7 @@ from small_learners import all_params
 from test_noise_scale import by_hand, single_gradients
 
 two_or_more = (2,3) if run_all_cases else (2,)
-# Samples of each process. By default each process has 16 samples in a step, in micro-batches of 4
+# The number of samples of each process. By default a step has 16 samples of each process, in micro-batches of 4
 even,ragged,uneven,few = [32]*4,[35]*4,[40,25,18],[40,3,1]
 AdamW = partial(OptimWrapper, opt=torch.optim.AdamW)
 
@@ -44,7 +46,7 @@ def net(*more):
 def with_batchnorm(): return net(nn.BatchNorm1d(6))
 def with_limited_memory(): return net(LimitedMemory())
 class Branches(Module):
-    "Uses its first layer for some samples only, so some micro-batches do not use this layer at all"
+    "A model that uses its first layer for some samples only, and so for some micro-batches not at all"
     def __init__(self): self.net,self.first = net(),nn.Linear(5,5).double()
     def forward(self, x):
         uses_first = x[:,:1]>1
@@ -76,7 +78,7 @@ def decayed(learn, cbs): learn.fit_one_cycle(2, 0.01, wd=0.1, cbs=cbs)
 
 def record_train_metrics(learn): learn.recorder.train_metrics = True
 def cancel_fifth_batch(learn):
-    "Leave out the fifth micro-batch of an epoch, on all processes"
+    "Cancel the fifth micro-batch of an epoch, on all processes"
     if learn.iter==4: raise CancelBatchException
 def overflow_on_second_process():
     return [CpuLossScaling(init_scale=2.**10),CallAt('after_loss', partial(overflow_on_sample, 40))]
@@ -103,7 +105,7 @@ same_runs = dict(
         dict(ns=[50]*3, micro=[8,12,5], acc=dict(micro_batch_size=5)),
         dict(ns=uneven, micro=8, per_process=12, tokens=True, acc=dict(micro_batch_size=3)),
         dict(ns=even, micro=16, acc=dict(micro_batch_size=4), setup=record_train_metrics, metrics=[accuracy])],
-    # when one process has no more samples, the epoch ends on all
+    # the epoch ends for all processes when one has no more samples
     drop_last=[dict(ns=[40,28,28], full_batch=False,
         cb=lambda n: GradientAccumulationScheduler({0:1,1:2}, drop_last=True))],
     train_metrics=[dict(ns=even, setup=record_train_metrics, metrics=[accuracy,AvgLoss()])],
@@ -131,8 +133,8 @@ on_two,on_three = product([2], same_runs),product([3], ['few','drop_last','split
 def test_the_run_is_that_of_one_process(**kwargs): assert_same_as_single_process(**kwargs)
 
 @on_processes(2)
-def test_only_padding_on_one_process():
-    "A process whose samples are all padding adds nothing to the step, and no loss is NaN"
+def test_a_process_with_only_padding_adds_nothing_to_the_step():
+    "No loss is NaN"
     def pad(is_padding):
         "Return a callback that replaces all targets of some sequences by padding"
         def replace(l): l.yb = (torch.where(is_padding(l)[:,None], -100, l.y),)
@@ -147,7 +149,7 @@ def test_only_padding_on_one_process():
         assert_same_as_single_process(ns, tokens=True, cbs=lambda: pad(is_padding))
 
 def random_arguments(seed):
-    "Draw a run, the same on all processes: loaders of any length, micro-batches and steps of any size"
+    "Return random arguments of a run, equal on all processes: numbers of samples, sizes of micro-batches and steps"
     rng = Random(seed)
     ns = [rng.choice([rng.randint(1, 4),rng.randint(20, 45)]) for _ in range(this_process.world_size)]
     micro = [rng.choice([1,2,3,5]) for _ in ns]
@@ -164,14 +166,14 @@ def test_random_runs():
         try: assert_same_as_single_process(**random_arguments(seed))
         except Exception as e: raise AssertionError(f'run {seed}') from e
 
-# What is exchanged
+# The exchange of gradients and buffers
 
 n_events = Counter()   # forward passes ('passes') and attempts that ran out of memory ('failed') of this process
 
 def limit_memory(ranks, stage='backward', after=0, cap=2):
     """Return a `setup` that gives the processes `ranks` of the distributed run memory for `cap` samples
 
-    Memory is short in this stage only, and only after as many forward passes as `after` says.
+    Memory runs out in this stage only, and only after the first `after` forward passes.
     """
     def runs_out(this_stage, n):
         n_events['passes'] += this_stage=='forward'
@@ -198,7 +200,7 @@ exchanging = dict(
 @pytest.mark.parametrize('case', exchanging)
 @on_processes(2, each_of=exchanging)
 def test_one_gradient_is_exchanged_a_step(ns=ragged, cb=GradientAccumulation, acc=None, cbs=list, setup=None, **kwargs):
-    "The bytes of all-reduce are those of one gradient in each step, and at most a tenth more"
+    "All-reduce sends the bytes of one gradient in each step, and at most a tenth more"
     def wide(): return nn.Sequential(nn.Linear(5,200), LimitedMemory(), nn.Linear(200,3)).double()
     b = distributed_learner(ns, model=wide, **kwargs)
     if setup: setup(b)
@@ -230,12 +232,12 @@ def test_half_precision_gradients_are_rounded_once():
             assert_equal_on_all_ranks(grad.float())
             parts = torch.stack(parts).float()
             mean,size = parts.mean(0),parts.abs().mean(0)
-            # half of the last of 8 bits, and the rounding of 64 sums in single precision
+            # half a unit in the last of 8 bits, and the rounding of 64 sums in single precision
             assert ((grad.float()-mean).abs()<=2.**-8*mean.abs()+2.**-18*size).all()
 
 @on_processes(2)
 def test_buffers_are_those_of_the_first_process():
-    "Also if processes have different numbers of micro-batches; none waits for a broadcast that does not come"
+    "Even with different numbers of micro-batches: no process waits for a broadcast that another does not send"
     auto = dict(micro_batch_size='auto')
     for ns,micro,acc in (([35,35],4,{}), ([40,24],4,{}), ([40,24],8,auto), ([35,35],8,auto),
             ([32,32],[16,4],dict(micro_batch_size=4))):
@@ -243,7 +245,7 @@ def test_buffers_are_those_of_the_first_process():
         after_each_step = RecordAt('after_step', lambda l: assert_equal_on_all_ranks(flat_state(l)), order=60)
         b.fit(2, 0.1, cbs=[GradientAccumulation(32, **acc),after_each_step])
         assert len(b.recorder.losses)==2*math.ceil(ns[0]/16)
-        if ns[0]==35: b.fit(1, 0.1)   # in a plain fit, DistributedDataParallel broadcasts buffers as it always does
+        if ns[0]==35: b.fit(1, 0.1)   # a plain fit has the broadcasts of DistributedDataParallel
         assert_equal_on_all_ranks(flat_state(b))
 
 # Memory that runs out
@@ -267,7 +269,7 @@ oom_runs = dict(
 @pytest.mark.parametrize('n,case', pick_with([(2,'ways_to_wrap')], 4,
     [*product([2], oom_runs),(3,'on_all'),(3,'loaders_of_their_own')]))
 @on_processes(each_of=oom_runs)
-def test_memory_runs_out_on_some(ranks, stage='backward', after=0, cap=2, ns=ragged, micro=8, acc=None,
+def test_memory_may_run_out_on_some_processes(ranks, stage='backward', after=0, cap=2, ns=ragged, micro=8, acc=None,
         model=with_limited_memory, **kwargs):
     "With `micro_batch_size='auto'` the run is that of one process with enough memory"
     acc = dict(micro_batch_size='auto')|(acc or {})
@@ -277,8 +279,8 @@ def test_memory_runs_out_on_some(ranks, stage='backward', after=0, cap=2, ns=rag
 
 @pytest.mark.parametrize('how', pick_cases(2, ['memory','exception','interrupt']))
 @on_processes(2)
-def test_one_process_fails_for_good(how):
-    "Its own error is raised at once, the other process waits no longer than its timeout, and DDP is as before"
+def test_an_error_of_one_process_ends_the_fit_of_both(how):
+    "The error is raised at once, the other process waits for its timeout at most, and DDP has its former state"
     b = distributed_learner(ragged, 8, model=with_limited_memory)
     b.model = DDP(b.model.module, process_group=dist.new_group(timeout=timedelta(seconds=4)))
     exc = dict(exception=RuntimeError, interrupt=KeyboardInterrupt).get(how)
@@ -294,8 +296,8 @@ def test_one_process_fails_for_good(how):
 # The model's own `forward`, searches for learning rates, and saved fits
 
 @on_processes(2)
-def test_a_forward_of_its_own_is_kept():
-    "accelerate gives a model in mixed precision a `forward` of its own. And a plan of one process waits for no other"
+def test_a_forward_of_the_instance_is_kept():
+    "accelerate sets such a `forward` for mixed precision. And `plan` in one process does not wait for the others"
     b,calls,acc = distributed_learner(ragged),[],GradientAccumulation(32)
     stock = b.model.forward
     def own_forward(*args):
@@ -307,8 +309,8 @@ def test_a_forward_of_its_own_is_kept():
     if this_process.rank==0: assert acc.plan(b.dls).steps==[2]
 
 @on_processes(2)
-def test_lr_find():
-    "It has a point for each step and the same suggestion on all processes; weights and optimizer are as before"
+def test_lr_find_gives_the_same_result_on_all_processes():
+    "It has a point for each step, and restores weights and optimizer"
     def fit(learn, cbs):
         for cb in cbs: learn.add_cb(cb)
         learn.fit(1, 0.05)
@@ -325,8 +327,8 @@ def test_lr_find():
         assert_equal_on_all_ranks(b.found)
 
 @on_processes(2)
-def test_resumed():
-    "A fit goes on from what `SaveModelCallback` saved, as in one process: see the page on saving"
+def test_a_fit_is_resumed_from_a_checkpoint():
+    "The fit continues from a file of `SaveModelCallback`, as the page on saving describes"
     for acc in (partial(GradientAccumulation, 32),partial(GradientAccumulationSchedule, 16, 48)):
         def fit(learn, *more, **kwargs):
             cbs = [acc(),SaveModelCallback(every_epoch=True, with_opt=True),*more]
@@ -342,11 +344,11 @@ def test_resumed():
         def result(learn): return flat_state(learn),learn.opt.state_dict(),list(learn.recorder.lrs)[-n_steps:]
         assert deviation(result(whole), result(resumed))<1e-12
 
-# fastai's own way to distribute: accelerate, and `DistributedDL`
+# Fits in fastai's `distrib_ctx`, which uses accelerate and `DistributedDL`
 
 accelerated = pytest.mark.skipif(find_spec('accelerate') is None, reason='fastai.distributed needs accelerate')
 def broadcast_on_cpu():
-    "Replace `DistributedDL._broadcast`, because fastai's calls `.cuda()`"
+    "Replace fastai's `DistributedDL._broadcast`, which calls `.cuda()`"
     from fastai.distributed import DistributedDL
     def broadcast(self, t, rank):
         t = torch.LongTensor(t)
@@ -364,7 +366,7 @@ def test_distrib_ctx(case):
     ds,rng,n_each = toy_data(n, tokens),Random(1),math.ceil(n/2)
     epochs = [rng.sample(range(n), n) for _ in range(2)]
     def parts(order):
-        "The samples of each process: padded to the same number, perhaps without the incomplete last micro-batch"
+        "Return the samples of each process, padded to the same number, perhaps without the incomplete last micro-batch"
         keep = n_each//4*4 if loader_drop_last else n_each
         return [p[:keep] for p in in_chunks(order+order[:1], n_each)[:2]]
     steps = [samples_of_steps(parts(o), [16,16]) for o in epochs]
@@ -377,7 +379,7 @@ def test_distrib_ctx(case):
     with b.distrib_ctx(sync_bn=False, cpu=True): one_cycle(b, [GradientAccumulation(32, drop_last=False)])
     assert_equal_on_all_ranks(flat_state(b))
     assert not isinstance(b.model, DDP)
-    n_train_values = 2 if metrics else 1   # the values after these are of validation, of which each process has a part
+    n_train_values = 2 if metrics else 1   # the other values are of this process's part of validation
     for o in (a,b): o.recorder.values = [v[:n_train_values] for v in o.recorder.values]
     assert_same_run(a, b)
 
@@ -397,7 +399,7 @@ def test_searches_in_distrib_ctx():
 
 # Refused
 
-# These fits do nothing in the single process, where they would not be refused
+# Without callbacks, in the single process, these functions do nothing, because only several processes are refused
 def fit_distributed(learn, cbs): return cbs and learn.fit(1, cbs=cbs)
 def find_distributed(learn, cbs): return cbs and learn.accum_find()
 def check_distributed(learn, cbs): return cbs and learn.accum_check()
@@ -421,13 +423,13 @@ refused = dict(
 
 @pytest.mark.parametrize('case', refused)
 @on_processes(2)
-def test_refused_on_all(case):
+def test_what_cannot_work_is_refused_on_all_processes(case):
     message,kwargs = refused[case]
     with pytest.raises((ValueError,RuntimeError), match=message): fit_single_and_distributed(**kwargs)
 
 @on_processes(2)
-def test_what_is_told():
-    "One process warns that the size of a step is rounded up, each that its communication hook is not used"
+def test_each_process_warns_of_its_communication_hook_and_one_of_the_step_size():
+    "The communication hook is not used, and the size of a step is rounded up"
     b = distributed_learner(even)
     b.model.register_comm_hook(None, lambda state,bucket: 1/0)
     with collect_warnings() as collected: b.fit(1, cbs=GradientAccumulation(17))
@@ -436,7 +438,7 @@ def test_what_is_told():
     assert was_told('communication hook')
 
 @on_processes(2)
-def test_the_cache_says_that_a_communication_hook_is_not_used():
+def test_the_cache_warns_that_a_communication_hook_is_not_used():
     b = distributed_learner(even, loss_func=nt_xent)
     b.model.register_comm_hook(None, lambda state,bucket: 1/0)
     for cbs in ([GradientCache(micro_batch_size=2)], [GradientCache(micro_batch_size=2),GradientAccumulation(16)]):
@@ -444,7 +446,7 @@ def test_the_cache_says_that_a_communication_hook_is_not_used():
         assert sum('communication hook' in str(o.message) for o in collected)==1
 
 def cancel_on(rank, event, exc, i=1):
-    "A callback that cancels the micro-batch `i` of a fit on process `rank`, or on each process if `rank` is None"
+    "Return a callback that cancels micro-batch `i` of a fit on process `rank`, or on all processes if it is None"
     numbers = count()
     def cancel(learn):
         if next(numbers)==i and rank in (None,this_process.rank): raise exc
@@ -454,7 +456,7 @@ recorded = dict(every_micro_batch=dict(acc=dict(log_accum_batch=False)),
     metrics=dict(setup=record_train_metrics, metrics=[accuracy]))
 @pytest.mark.parametrize('case', recorded)
 @on_processes(2)
-def test_a_micro_batch_that_one_process_leaves_out_is_refused_if_each_is_recorded(case):
+def test_if_each_micro_batch_is_recorded_none_may_be_cancelled_on_one_process_only(case):
     def fit_with(rank, event, exc):
         kwargs = dict(recorded[case])
         learn = distributed_learner(even, metrics=kwargs.get('metrics'))
@@ -463,7 +465,7 @@ def test_a_micro_batch_that_one_process_leaves_out_is_refused_if_each_is_recorde
     for event,exc in (('before_batch',CancelBatchException), ('after_loss',CancelBatchException),
             ('before_backward',CancelBackwardException)):
         with pytest.raises(RuntimeError, match='cancelled a micro-batch on 1 of 2 processes'): fit_with(1, event, exc)
-        fit_with(None, event, exc)   # on all of them
+        fit_with(None, event, exc)   # allowed if all processes cancel
 
 @on_processes(2)
 def test_static_graph_is_right_or_refused():
@@ -472,7 +474,7 @@ def test_static_graph_is_right_or_refused():
         try: assert_same_as_single_process(ragged, cb=cb, ddp=dict(static_graph=True), loss_func=loss)
         except ValueError as e: assert 'static_graph' in str(e)
 
-# The other ways to a large batch, searches and meters
+# Other callbacks and searches
 
 def penalize(l): l.loss_grad = l.loss_grad+0.1*sum(p.pow(2).sum() for p in l.model.parameters())
 
@@ -486,8 +488,8 @@ cached = dict(
 
 @pytest.mark.parametrize('n,case', pick_cases(4, [*product([2], cached),(3,'sizes_of_their_own'),(3,'accumulated')]))
 @on_processes(each_of=cached)
-def test_cached(ns=ragged, size=3, cbs=list, oom_rank=None, stage=None, **kwargs):
-    "With `GradientCache` the run is the one without it, in which each process has the loss of its own batch"
+def test_the_cache_does_not_change_the_run(ns=ragged, size=3, cbs=list, oom_rank=None, stage=None, **kwargs):
+    "With and without `GradientCache`, each process has the loss of its own batch"
     a,b = (distributed_learner(ns, 10, loss_func=nt_xent, model=with_limited_memory, **kwargs) for _ in range(2))
     if oom_rank is not None: limit_memory((oom_rank,), stage, after=1)(b)
     if isinstance(size, list): size = size[this_process.rank]
@@ -498,8 +500,8 @@ def test_cached(ns=ragged, size=3, cbs=list, oom_rank=None, stage=None, **kwargs
     assert (n_events['failed']>0)==(this_process.rank==oom_rank)
 
 @on_processes(2)
-def test_what_changes_nothing_to_the_bit():
-    "`ActivationCheckpoint`, with dropout and BatchNorm, and `NoiseScale` change no bit of the run"
+def test_checkpoints_and_the_noise_scale_change_no_bit_of_the_run():
+    "The model has dropout and BatchNorm"
     checkpoint,meter = partial(ActivationCheckpoint, nn.Linear),partial(NoiseScale, every=1)
     draws = dict(model=lambda: net(nn.BatchNorm1d(6), nn.Dropout()))
     for cb,accum_bs,kwargs in [(checkpoint,None,draws), (checkpoint,32,draws),
@@ -515,8 +517,8 @@ def test_what_changes_nothing_to_the_bit():
         assert torch.equal(flat_state(a), flat_state(b)) and list(a.recorder.losses)==list(b.recorder.losses)
 
 @on_processes(2)
-def test_recalibrated():
-    "BatchNorm's statistics are those of all samples, on all processes"
+def test_recalibrated_statistics_are_those_of_all_samples():
+    "All processes have the same statistics"
     ds,order = toy_data(64),[list(range(48)),list(range(48, 64))]   # three batches of 16, and one
     train = ordered_loader(ds, [order[this_process.rank]], 4)
     b = make_learner(train, ds, ddp={}, model=with_batchnorm, splitter=all_params)
@@ -533,7 +535,7 @@ def test_recalibrated():
 @pytest.mark.parametrize('case', ['even','uneven','sums','scaled'])
 @on_processes(*two_or_more)
 def test_noise_of_all_processes(case):
-    "The noise is measured over the gradients of the micro-batches of all processes"
+    "The noise scale is that of the gradients of the micro-batches of all processes"
     ns = dict(even=[16,16,16], uneven=[16,9,3]).get(case, [15]*3)[:this_process.world_size]
     meter = NoiseScale(every=1)
     b = distributed_learner(ns, loss_func=CrossEntropy(reduction='sum' if case=='sums' else 'mean'))
@@ -547,7 +549,7 @@ def test_noise_of_all_processes(case):
 
 @on_processes(2)
 def test_scaled_lr_counts_all_processes():
-    "Also without accumulation, with DDP options that accumulation would refuse"
+    "Without accumulation it also works with options of DDP that accumulation refuses"
     for ddp in (dict(),dict(static_graph=True)):
         a,b = (distributed_learner(ragged, ddp=ddp) for _ in range(2))
         a.fit(1, 0.2)
@@ -569,8 +571,8 @@ def less_on(rank, least=9):
     return [least if r==rank else 50 for r in range(this_process.world_size)]
 
 @on_processes(*two_or_more)
-def test_bs_find_finds_what_fits_on_all():
-    "And it leaves everything as it was"
+def test_bs_find_finds_the_size_that_fits_on_all_processes():
+    "And it restores the whole state"
     for rank,stage in ((0,'forward'),(this_process.world_size-1,'backward')):
         b = learner_with_caps(less_on(rank), stage)
         if rank: b.fit(1, 0.01)
@@ -583,14 +585,14 @@ def test_bs_find_finds_what_fits_on_all():
         assert deviation(before, snapshot())==0 and b.model is ddp and (b.opt is None)==(rank==0)
 
 @on_processes(2)
-def test_bs_find_says_the_same_on_all():
-    "It says what fits, and that size trains; and that no size fits, that arguments differ, or that a process failed"
+def test_bs_find_gives_the_same_result_or_error_on_all_processes():
+    "The size that it finds trains; the errors are that no size fits, that arguments differ, or that a process failed"
     b = learner_with_caps(less_on(1))
     assert int(b.bs_find(show_plot=False, apply=True))==8==b.dls.train.bs
     b.fit(1, 0.01, cbs=GradientAccumulation(64))
     assert_equal_on_all_ranks(flat_state(b))
     res = learner_with_caps([50,50], n=40 if this_process.rank else 30).bs_find(show_plot=False)
-    assert int(res)==30 and 'no more' in repr(res)   # the process with the fewest samples decides
+    assert int(res)==30 and 'no more' in repr(res)   # limited by the process with the fewest samples
     b = learner_with_caps(less_on(0, least=0))
     with pytest.raises(torch.OutOfMemoryError, match='no batch fits'): b.bs_find(show_plot=False)
     b = learner_with_caps([50,50])
@@ -602,8 +604,8 @@ def test_bs_find_says_the_same_on_all():
     assert isinstance(b.model, DDP)
 
 @on_processes(2)
-def test_a_fit_that_is_cut_short_leaves_nothing():
-    "The next fits, plain or not, are as if it had not been"
+def test_a_fit_that_is_cut_short_leaves_nothing_behind():
+    "The next fits, plain or accumulating, are those of a new Learner"
     def fit(acc, event=None, exc=None, **kwargs):
         b = distributed_learner(ragged, opt_func=SGD)
         if event:
@@ -626,7 +628,7 @@ def test_a_fit_that_is_cut_short_leaves_nothing():
 def fsdp2(): return fully_shard(with_batchnorm(), mesh=init_device_mesh('cpu', (this_process.world_size,)))
 def fsdp2_after_validation():
     model = fsdp2()
-    model.unshard()   # as a forward pass leaves it: until it is sharded again, its parameters are plain tensors
+    model.unshard()   # as after a forward pass: its parameters are plain tensors
     return model
 def fsdp1(): return type('FullyShardedDataParallel', (nn.Sequential,), {})(with_batchnorm())
 def one_dtensor():
@@ -639,7 +641,7 @@ gathers_on_cpu = pytest.mark.skipif(not hasattr(torch.cpu.Stream, 'record_event'
 @pytest.mark.parametrize('model', [fsdp2,pytest.param(fsdp2_after_validation, marks=gathers_on_cpu),fsdp1,one_dtensor])
 @on_processes(2)
 def test_sharded_models_are_refused(model):
-    "Everything that would step with a part of each gradient refuses before a weight changes"
+    "Each callback or search that needs whole gradients refuses before a weight changes"
     b = distributed_learner(ragged, ddp=None, model=model, splitter=all_params)
     def fit(*cbs): return partial(b.fit, 1, 0.1, cbs=cbs)
     def whole_weights():

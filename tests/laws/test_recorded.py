@@ -11,8 +11,8 @@ def mets(): return [accuracy,AvgLoss(),Perplexity()]
 
 @pytest.mark.parametrize('n,accum_bs,kwargs', [(64,16,{}), (71,10,{}), (70,100,{}),
     (70,16,dict(acc=dict(drop_last=True))), (70,16,dict(loss_func=CrossEntropy(reduction='sum'), metrics=accuracy))])
-def test_what_is_recorded_is_the_full_batch_runs(n, accum_bs, kwargs):
-    "With training metrics, of which one is computed from predictions and two from the loss"
+def test_the_records_are_those_of_the_full_batch_run(n, accum_bs, kwargs):
+    "One of the training metrics is computed from predictions, and two are computed from the loss"
     a,b = both_runs(n=n, accum_bs=accum_bs, make=lambda bs,**kw: metered(bs, **{'metrics':mets(), **kw}),
         fit=lambda l,cbs: l.fit_one_cycle(3, 0.01, cbs=cbs), **kwargs)
     assert_same_run(a, b)
@@ -20,25 +20,28 @@ def test_what_is_recorded_is_the_full_batch_runs(n, accum_bs, kwargs):
     assert len(b.recorder.losses)==len(b.recorder.lrs)==len(b.recorder.hps['lr'])==b.recorder.iters[-1]
 
 @pytest.mark.parametrize('event', ['before_step','after_step'])
-def test_at_a_step_the_learner_shows_the_full_batch_runs_state(event):
-    "In `before_step` and `after_step`: progress, epoch and learning rates, and after the step its mean loss"
-    def state(l): return l.pct_train,l.epoch,[o['lr'] for o in l.opt.hypers],l.loss.item()*(event=='after_step')
+def test_at_a_step_the_learner_has_the_state_of_the_full_batch_run(event):
+    "Progress, epoch and learning rates, and in `after_step` also the mean loss of the step"
+    def state(l):
+        res = l.pct_train,l.epoch,[o['lr'] for o in l.opt.hypers]
+        return (*res,l.loss.item()) if event=='after_step' else res
     a,b = RecordAt(event, state),RecordAt(event, state)
-    toy(16).fit_one_cycle(2, 0.1, cbs=a); toy(4).fit_one_cycle(2, 0.1, cbs=[b,GradientAccumulation(16)])
+    toy(16).fit_one_cycle(2, 0.1, cbs=a)
+    toy(4).fit_one_cycle(2, 0.1, cbs=[b,GradientAccumulation(16)])
     assert len(b.values)==10 and deviation(a.values, b.values)<1e-6
 
-def test_there_is_a_smoothed_loss_whenever_a_batch_ends():
-    "Progress bars and loggers read it; the epoch's last step is in its last batch"
+def test_each_batch_ends_with_a_smoothed_loss():
+    "Progress bars and loggers read the smoothed loss; the last step of an epoch is in its last batch"
     seen,learn = [],toy(4)
     steps = RecordAt('after_step', lambda l: seen.append(0))
     reads = RecordAt('after_batch', lambda l: seen.append(float(l.smooth_loss)), order=51)
     learn.fit(1, 0.05, cbs=[GradientAccumulation(16),steps,reads])
     assert seen.count(0)==5 and all(0<=o<10 for o in seen) and seen[-2:]==[0,float(learn.recorder.losses[-1])]
 
-# `log_accum_batch=False`: every micro-batch is recorded, as fastai does
+# With `log_accum_batch=False`, every micro-batch is recorded, as in fastai
 
-def test_the_optimization_is_the_same():
-    "And every micro-batch is recorded with the learning rate of its step"
+def test_recording_every_micro_batch_does_not_change_the_weights():
+    "Every micro-batch is recorded with the learning rate of its step"
     a,b = both_runs(acc=dict(log_accum_batch=False))
     rec = b.recorder
     assert deviation(weights(a), weights(b))<1e-12
@@ -46,7 +49,7 @@ def test_the_optimization_is_the_same():
     lrs = [lr for i,lr in enumerate(a.recorder.lrs) for _ in range(2 if i%5==4 else 4)]
     assert deviation(rec.lrs, lrs)<1e-12
 
-def test_micro_batches_losses_are_their_own():
+def test_the_recorded_losses_are_those_of_the_micro_batches():
     "With a learning rate of 0, all recorded values are those of a plain run"
     def run(cbs, bs=4):
         learn = metered(bs, metrics=mets(), n=64)
@@ -63,7 +66,7 @@ def each(n, **kwargs): return GradientAccumulation(n, log_accum_batch=False, **k
     (4, 64, lambda: [each(16),*within(finds)], 6+16),   # `lr_find` after the first epoch empties the records
     (4, 64, lambda: [RecordAt('before_epoch', lambda l: l.epoch==1 and l.add_cb(GradientAccumulation(16)))], 16+4)],
     ids=['split','dropped','cancelled','after a search','from the second epoch'])
-def test_as_many_are_recorded_as_were_trained_on(bs, n, cbs, want):
+def test_each_micro_batch_that_is_trained_on_is_recorded(bs, n, cbs, want):
     learn = toy(bs, n=n)
     learn.fit(2, 0.1, cbs=cbs())
     assert len(learn.recorder.losses)==want

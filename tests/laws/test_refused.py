@@ -1,5 +1,7 @@
-"""What cannot work is refused before a weight moves, with a message that names it and says what to type instead, and
-plain fits go on as ever."""
+"""What cannot work is refused before a weight changes, and later plain fits are unaffected.
+
+The message names the bad value, and says what to type instead.
+"""
 import numpy as np, pytest, torch
 from functools import partial
 from torch import nn
@@ -26,12 +28,12 @@ called = [*counts.items(), *[('micro_batch_size',f) for f in sizes.values()]]
 
 @pytest.mark.parametrize('n', [0, -8, 64., '64', True, [64], torch.tensor(64), float('nan')], ids=repr)
 @pytest.mark.parametrize('nm,f', called, ids=[*counts, *sizes])
-def test_what_is_no_number_of_samples_is_refused_when_it_is_given(nm, f, n):
+def test_a_value_that_is_no_whole_number_is_refused_when_it_is_given(nm, f, n):
     with pytest.raises(ValueError if type(n) is int else TypeError, match=f'`{nm}` must be') as e: f(**{nm:n})
     assert f'got {n!r}' in str(e.value) and link(e)
 
 @pytest.mark.parametrize('nm', ['accum_bs','n_acc'])
-def test_whole_numbers_of_any_type_are_taken_by_either_name(nm):
+def test_whole_numbers_of_any_type_are_accepted_by_either_name(nm):
     acc = GradientAccumulation(**{nm:np.uint8(64)})
     assert acc.accum_bs==acc.n_acc==64 and GradientAccumulation().accum_bs==32
     setattr(acc, nm, 8)
@@ -74,20 +76,20 @@ bad = [(GradientAccumulation, dict(micro_batch_size='big'), TypeError, "'auto', 
 @pytest.mark.parametrize('f,kwargs,exc,words', bad, ids=[', '.join(o[1]) for o in bad])
 def test_other_arguments_are_refused_when_they_are_given(f, kwargs, exc, words):
     with pytest.raises(exc, match=words) as e: f(**kwargs)
-    assert link(e) or 'unexpected keyword' in str(e.value)   # Python's own
+    assert link(e) or 'unexpected keyword' in str(e.value)   # the message is Python's own
 
 # Learners
 
 class OwnLoop(Learner):
-    "May step by itself"
+    "A Learner with its own `_do_one_batch`, which might take a step itself"
     def _do_one_batch(self): super()._do_one_batch()
 
 class HalfGradients(NonNativeMixedPrecision):
-    "On a CPU, fastai's own fails by itself"
+    "fastai's callback without its `before_fit`, which fails on a CPU"
     def before_fit(self): pass
 
 class Ignores(nn.Module):
-    "Says what it ignores, and takes targets that are no tensor"
+    "A loss with an `ignore_index` whose targets may be a dict"
     ignore_index = -100
     def forward(self, p, y): return nn.functional.cross_entropy(p, y['y'] if isinstance(y, dict) else y)
 
@@ -120,20 +122,20 @@ refused = dict(
     two_caches=(toy, lambda: [GradientCache(micro_batch_size=o) for o in (2,4)], ValueError, 'keep one'),
     split_and_cached=(toy, lambda: [acc(8, micro_batch_size=2),GradientCache(micro_batch_size=2)], ValueError,
         'leave it out'))
-late = {'steps_by_itself','targets_not_counted'}   # with the first batch
+late = {'steps_by_itself','targets_not_counted'}   # refused in the first batch
 for nm,f in dict(below=lambda l: -1, infinite=lambda l: float('inf'), text=lambda l: '4', many=lambda l: l.y).items():
     refused[f'size_{nm}'] = toy,lambda f=f: [acc(8, n_items=f)],(TypeError,ValueError),'`n_items` must return a'
     late.add(f'size_{nm}')
 
 @pytest.mark.parametrize('nm', refused)
-def test_learners_that_cannot_be_trained_are_refused_before_a_weight_moves(nm):
+def test_learners_that_cannot_be_trained_are_refused_before_a_weight_changes(nm):
     make,cbs,exc,words = refused[nm]
     learn,fresh = make(bs=4, n=70),make(bs=4, n=70)
     learn.add_cb(ProgressCallback())
     before,logger,own = weights(learn),learn.logger,cbs()
     with pytest.raises(exc, match=words) as e: learn.fit(1, 0.1, cbs=own)
     assert link(e)
-    if nm in late: learn.logger = logger   # fastai leaves the progress bar's where an error ends a fit
+    if nm in late: learn.logger = logger   # after an error, fastai leaves the logger of the progress bar
     else:
         with pytest.raises(exc, match=words), learn.added_cbs(own): learn.lr_find(show_plot=False)
     assert learn.logger is logger and weights(learn).equal(before)
@@ -141,6 +143,6 @@ def test_learners_that_cannot_be_trained_are_refused_before_a_weight_moves(nm):
     for o in (fresh,learn): o.fit(1, 0.1)
     assert_same_run(fresh, learn)
 
-def test_accumulation_is_not_switched_off_in_the_middle_of_an_epoch():
+def test_accumulation_cannot_be_switched_off_in_the_middle_of_an_epoch():
     off = RecordAt('after_step', lambda l: setattr(l.gradient_accumulation, 'run', False))
     with pytest.raises(RuntimeError, match='middle of an epoch'): toy(4).fit(1, cbs=[GradientAccumulation(16),off])

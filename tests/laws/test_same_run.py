@@ -1,4 +1,4 @@
-"A run on micro-batches is the full-batch run, whatever fastai's users do with a fit."
+"A run on micro-batches is the full-batch run in fits of all kinds."
 import pickle, pytest, sweep, torch
 from functools import partial
 from torch import nn
@@ -17,7 +17,8 @@ def test_random_runs(seed): sweep.check(seed)
 @pytest.mark.parametrize('args,full', [(dict(),32), (dict(n_acc=16),16), (dict(accum_bs=10),12)], ids=str)
 def test_arguments_of_fastais_callback(args, full):
     a,b = toy(full),toy(4)
-    a.fit_one_cycle(2, 0.05); b.fit_one_cycle(2, 0.05, cbs=GradientAccumulation(**args))
+    a.fit_one_cycle(2, 0.05)
+    b.fit_one_cycle(2, 0.05, cbs=GradientAccumulation(**args))
     assert_same_run(a, b)
 
 class Mean(nn.Embedding):
@@ -26,7 +27,7 @@ class Mean(nn.Embedding):
 @pytest.mark.parametrize('acc', [dict(),dict(micro_batch_size=2)], ids=str)
 @pytest.mark.parametrize('opt', [torch.optim.SparseAdam,torch.optim.SGD])
 def test_sparse_gradients(opt, acc):
-    "The rows of an embedding that no sample of a step has used do not change"
+    "A step does not change the rows of an embedding that none of its samples uses"
     data = TensorDataset(random_ints(200, 70, 4), random_ints(3, 70))
     assert_same_run(*both_runs(data=data, model=lambda: Mean(200, 3, sparse=True).double(), splitter=all_params,
         opt_func=partial(OptimWrapper, opt=opt), acc=acc))
@@ -35,19 +36,20 @@ def test_sparse_gradients(opt, acc):
 
 @pytest.mark.parametrize('opt_func', [Adam,partial(OptimWrapper, opt=torch.optim.SGD)], ids=['fastai','torch'])
 def test_several_fits_with_one_callback(opt_func):
-    "A body that is frozen after it has trained is still decayed by fastai's optimizers, in both runs"
+    "Both runs agree even where fastai's optimizers still decay a body that is frozen after training"
     def fit(l, cbs):
         for freeze,how in ((l.unfreeze,l.fit_one_cycle),(l.freeze,l.fit),(l.unfreeze,l.fit_flat_cos)):
             freeze()
             how(1, slice(1e-3, 1e-2), wd=0.1, cbs=cbs)
     assert_same_run(*both_runs(opt_func=opt_func, fit=fit))
 
-def test_no_gradient_of_an_earlier_fit_enters():
-    "fastai's callback leaves gradients when a fit ends; a body that is frozen then does not change"
+def test_gradients_that_an_earlier_fit_left_are_not_used():
+    "fastai's callback leaves gradients when a fit ends; a body that is frozen afterwards must not change"
     learn,fresh = toy(4, n=60, opt_func=SGD),toy(16, n=60, opt_func=SGD)   # SGD without momentum has no state
     learn.fit(1, 0.1, cbs=FastaiGradientAccumulation(16))
     fresh.model.load_state_dict(learn.model.state_dict())
-    fresh.fit(1, 0.1); learn.fit(1, 0.1, cbs=GradientAccumulation(16))
+    fresh.fit(1, 0.1)
+    learn.fit(1, 0.1, cbs=GradientAccumulation(16))
     assert deviation((weights(fresh),fresh.recorder.losses), (weights(learn),learn.recorder.losses))<1e-6
     learn = toy(4, n=60, opt_func=Adam)
     learn.fit(1, 0.1, cbs=FastaiGradientAccumulation(16))
@@ -85,14 +87,14 @@ others = dict(validates=lambda: within(lambda l: l.validate()), finds=lambda: wi
     penalizes=lambda: [sweep.penalty()], late=lambda: [sweep.penalty('before_backward', GradientAccumulation.order+1)])
 
 @pytest.mark.parametrize('kind', others)
-def test_beside_a_callback_that(kind):
+def test_the_run_is_the_same_with_a_callback_that(kind):
     a,b = both_runs(cbs=others[kind], fit=lambda l,cbs: l.fit(8 if kind=='tracks' else 2, 0.6, cbs=cbs))
     assert a.epoch==b.epoch
     assert_same_run(a, b)
 
 @pytest.mark.parametrize('drop_last', [False,True])
-def test_an_epoch_that_is_cut_short(drop_last):
-    "Samples of the incomplete step are used unless `drop_last` is set, and no gradient stays"
+def test_an_epoch_that_is_cut_short_leaves_no_gradient(drop_last):
+    "The samples of the incomplete step are used unless `drop_last` is set"
     def empty(l): return not any(g is not None and g.any() for g in grads(l))
     learn,note,begin = toy(4, n=64),RecordAt('after_backward', lambda l: 'b', -50),RecordAt('before_train', empty, 100)
     note.before_train,note.after_step = lambda: note.values.append('|'),lambda: note.values.append('s')
@@ -104,17 +106,18 @@ def test_an_epoch_that_is_cut_short(drop_last):
 
 # Outside of a fit
 
-def test_validation_and_prediction_before_any_fit():
-    "Also with arguments that a fit would refuse"
+def test_validation_and_prediction_work_before_any_fit():
+    "Even with arguments that a fit would refuse"
     a,b = toy(4),toy(4, cbs=GradientAccumulation(100, drop_last=True))
     assert list(a.validate())==list(b.validate()) and deviation(a.get_preds()[0], b.get_preds()[0])==0
     b.show_training_loop()
 
-def test_pickling_the_callback():
+def test_a_pickled_callback_gives_the_same_run():
     acc,a,b = GradientAccumulation(16, drop_last=True),toy(16, whole=16),toy(4)
     for _ in range(2):
-        a.fit(1, 0.05); b.fit(1, 0.05, cbs=pickle.loads(pickle.dumps(acc)))
-        toy(4).fit(1, 0.05, cbs=acc)   # the second time it is pickled after a fit
+        a.fit(1, 0.05)
+        b.fit(1, 0.05, cbs=pickle.loads(pickle.dumps(acc)))
+        toy(4).fit(1, 0.05, cbs=acc)   # so that the second round pickles a callback after a fit
     assert_same_run(a, b)
 
 def test_export_and_load(tmp_path):

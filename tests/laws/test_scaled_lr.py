@@ -1,4 +1,4 @@
-"With ScaledLR each step has the rate that its size asks for, the run is the full batch's with it, and it is put back."
+"`ScaledLR` scales the learning rate of each step by its size, and restores the rate afterwards."
 import math
 from functools import partial
 import pytest, torch
@@ -22,11 +22,11 @@ def run(opt, fit, *cbs):
     getattr(learn, fit)(*fits[fit], cbs=[GradientAccumulation(16), NoiseScale(every=2), seen, *cbs])
     return learn,seen.values
 
-# Which rate
+# The rates
 
 @pytest.mark.parametrize('opt,fit,rule', pick_cases(10, [(o,f,r) for o in opts for f in fits for r in (*factors,None)]))
-def test_each_step_has_its_rate_times_the_factor(opt, fit, rule):
-    "In all groups, and the Recorder has what was used; in the end rates are as they were set"
+def test_each_step_has_the_scheduled_rate_times_the_factor(opt, fit, rule):
+    "Of all parameter groups; the Recorder has the rates in use, and after the fit they are as they were set"
     (a,base),(b,mine) = run(opt, fit),run(opt, fit, ScaledLR(base_bs=4, rule=rule))
     rule = rule or ('sqrt' if 'adam' in opt else 'linear')
     assert len(base)==len(mine)>=10
@@ -40,14 +40,14 @@ def test_each_step_has_its_rate_times_the_factor(opt, fit, rule):
 
 @pytest.mark.parametrize('opt', opts)
 @pytest.mark.parametrize('rule', factors)
-def test_steps_of_the_base_size_are_as_without_it(opt, rule):
+def test_the_rate_of_a_step_of_the_base_size_does_not_change(opt, rule):
     (a,base),(b,mine) = run(opt, 'fit_one_cycle'),run(opt, 'fit_one_cycle', ScaledLR(base_bs=16, rule=rule))
     assert torch.equal(weights(a), weights(b)) and base==mine and a.recorder.lrs==b.recorder.lrs
 
 @pytest.mark.parametrize('opt', ['adam','adamw'])
 @pytest.mark.parametrize('kappa', [2,16])
 def test_adams_epsilon_follows_the_root_rule(opt, kappa):
-    "Its betas stay as they are"
+    "The betas do not change"
     learn,seen = toy(4, n=32, opt_func=opts[opt]),in_steps()
     learn.create_opt()
     before = hypers(learn, 'lr', 'wd')
@@ -62,15 +62,17 @@ def acc(*args): return lambda: GradientAccumulation(*args)
 @pytest.mark.parametrize('n,cbs,want', [(70,acc(16),[2]*10), (70,acc(18),[2.5]*8), (20,acc(1000),[2.5]*2),
     (14,list,[.5]*8), (64,lambda: GradientAccumulationScheduler({0:2, 1:4}),[1]*8+[2]*4),
     (64,lambda: [GradientAccumulation(16), CpuMixedPrecision(), overflow_at_step(1)],[2]*8)])
-def test_the_size_is_that_of_a_whole_step(n, cbs, want):
-    """In whole micro-batches, not larger than an epoch, also where a step is short or overflows; without accumulation
-    that of a batch"""
+def test_the_rate_follows_the_size_of_a_whole_step(n, cbs, want):
+    """The size is in whole micro-batches, and at most an epoch, even if a step is short or overflows
+
+    Without accumulation it is the batch size.
+    """
     learn = toy(4, n=n, cbs=cbs())
     learn.fit(2, .01, cbs=ScaledLR(base_bs=8))
     assert close(learn.recorder.lrs, [.01*o for o in want]) and learn.opt.hypers[-1]['lr']==.01
 
 @pytest.mark.parametrize('kwargs', [{},dict(tokens=True, opt_func=Adam)], ids=['plain','tokens'])
-def test_the_run_is_the_full_batchs_with_that_rate(kwargs):
+def test_the_run_is_the_full_batch_run_with_the_scaled_rate(kwargs):
     def run(bs, lr, *own):
         learn = toy(bs, n=70, **kwargs)
         learn.fit_one_cycle(2, lr, cbs=[*own, GradientClip(.05)])
@@ -78,34 +80,34 @@ def test_the_run_is_the_full_batchs_with_that_rate(kwargs):
     a = run(16, .04)
     own = partial(ScaledLR, base_bs=4, rule='linear')
     for b in (run(4, .01, GradientAccumulation(16), own()),run(16, .01, own())):
-        b.opt.set_hyper('lr', [4*h['lr'] for h in b.opt.hypers])   # they were put back
+        b.opt.set_hyper('lr', [4*h['lr'] for h in b.opt.hypers])   # the fit restored the rates
         assert_same_run(a, b)
 
-# In company, and afterwards
+# With other callbacks, and after the fit
 
 halve = RecordAt('before_batch', lambda l: l.opt.set_hyper('lr', l.opt.hypers[0]['lr']/2), order=70)
-plateau = ReduceLROnPlateau(patience=0, factor=2, min_delta=1e9)   # after the second epoch, and the third
+plateau = ReduceLROnPlateau(patience=0, factor=2, min_delta=1e9)   # acts after the second and the third epoch
 sets = RecordAt('after_batch', lambda l: l.opt.set_hyper('lr', .1/2**len(l.recorder.lrs)), order=70)
 
 @pytest.mark.parametrize('cb,want', [(plateau,[.4]*8+[.2]*4), (halve,[.4/2**i for i in range(1, 13)]),
     (sets,[.4/2**i for i in range(12)])], ids=['plateau','halves','sets'])
-def test_a_rate_that_others_lower_stays_lower(cb, want):
+def test_a_rate_that_another_callback_changes_stays_changed(cb, want):
     learn = toy(16, n=64)
     learn.fit(3, .1, cbs=[ScaledLR(base_bs=4), cb])
     assert close(learn.recorder.lrs, want) and learn.opt.hypers[0]['lr']<want[-1]/4*1.01
 
-def test_lr_find_suggests_rates_for_the_base():
+def test_lr_find_suggests_rates_for_the_base_size():
     a,b,seen = toy(4, n=64),toy(4, n=64, cbs=ScaledLR(base_bs=4)),in_steps()
     for o in (a,b):
         with o.added_cbs([GradientAccumulation(16), seen]): o.lr_find(num_it=8, show_plot=False)
     lrs,used = a.recorder.lrs,[rates(h)[-1] for h in seen.values]
     assert lrs==b.recorder.lrs and close(used[len(used)//2:][:len(lrs)], [4*o for o in lrs])
 
-@pytest.mark.parametrize('event', ['before_step','after_step'])   # the next batch finds the rate put back
+@pytest.mark.parametrize('event', ['before_step','after_step'])   # the rate is restored before the next batch
 @pytest.mark.parametrize('on_learner', [False,True])
 @pytest.mark.parametrize('exc', [KeyboardInterrupt,CancelTrainException])
 def test_nothing_is_left_after_an_interrupt(event, on_learner, exc):
-    "...of a fit, or in the next one; and a rate that happens to be what the fit had come to is what was given"
+    "The next fit has the rate that it is given, even if that equals the scaled rate at the interrupt"
     learn = toy(4, n=64, opt_func=Adam)
     learn.create_opt()
     before,own = hypers(learn, 'lr', 'wd'),[GradientAccumulation(16),ScaledLR(base_bs=4, rule='sqrt')]

@@ -1,4 +1,4 @@
-"A schedule's run is plain training on the batches of its `plan()`, and the plan is what the schedule says."
+"A fit with a schedule is plain training on batches of the sizes in `plan()`, which follow the schedule."
 import matplotlib.pyplot as plt, numpy as np, pickle, pytest, random
 from functools import partial
 from hypothesis import given, strategies as st
@@ -10,7 +10,7 @@ from fastaccum.testing import assert_same_run, toy
 from common import BatchSizesLoader, RaiseAt, pick_cases
 
 def compare(make, n_epoch, n, micro, cbs=list, start_epoch=0, **kwargs):
-    "Train on batches of the planned sizes, and on micro-batches with the schedule; return both Learners and the plan"
+    "Fail if training on batches of the planned sizes differs from the schedule; return both Learners and the plan"
     a,b,acc = toy(1, n=n, **kwargs),toy(micro, n=n, **kwargs),make()
     plan = acc.plan(b.dls, n_epoch)
     a.dls.loaders[0] = BatchSizesLoader(a.dls.train, plan.sizes, start_epoch)
@@ -23,7 +23,7 @@ annealers = dict(lin=SchedLin, cos=SchedCos, exp=SchedExp, no=SchedNo, poly=part
 
 @pytest.mark.parametrize('seed', pick_cases(20, range(100)))
 def test_random_schedules(seed):
-    "Random sizes, windows, annealers, modes, data, optimizers, clipping and resumed fits"
+    "Sizes, windows, annealers, modes, data, optimizers, clipping and resumed fits are random"
     r = random.Random(seed)
     micro,n,n_epoch,drop_last = r.randint(1, 7),r.randint(30, 90),r.randint(1, 4),r.random()<0.3
     most = n//(2*micro)*micro
@@ -35,7 +35,7 @@ def test_random_schedules(seed):
         mode = r.choice(['epoch','step'])
         factors = {r.randint(0, n_epoch if mode=='epoch' else 20):r.randint(1, max(1, most//micro)) for _ in range(3)}
         make = partial(Scheduler, factors, mode, drop_last=drop_last)
-    cbs = [GradientClip(0.05)]*(r.random()<0.3)
+    cbs = [GradientClip(0.05)] if r.random()<0.3 else []
     compare(make, n_epoch, n, micro, cbs=lambda: cbs, tokens=r.random()<0.3, shuffle=r.random()<0.5, seed=seed,
         opt_func=r.choice([SGD,Adam]), start_epoch=r.randint(0, n_epoch-1) if r.random()<0.3 else 0)
 
@@ -43,7 +43,7 @@ def test_random_schedules(seed):
 
 @given(n=st.integers(1, 500), micro=st.integers(1, 40), accum_bs=st.integers(1, 200), n_epoch=st.integers(1, 4),
     drop_last=st.booleans())
-def test_a_plan_has_every_sample_in_one_step_of_an_epoch(n, micro, accum_bs, n_epoch, drop_last):
+def test_a_plan_has_each_sample_of_an_epoch_in_one_step(n, micro, accum_bs, n_epoch, drop_last):
     plan = GradientAccumulation(accum_bs, drop_last=drop_last).plan(DataLoader(range(n), bs=micro), n_epoch)
     full = -(-accum_bs//micro)*micro
     assert len(plan.sizes)==len(plan.steps)==n_epoch and plan.drop_last==drop_last
@@ -53,7 +53,7 @@ def test_a_plan_has_every_sample_in_one_step_of_an_epoch(n, micro, accum_bs, n_e
 @given(n=st.integers(20, 300), micro=st.integers(1, 9), a=st.integers(1, 60), b=st.integers(1, 60), s=st.floats(0, 1),
     f=st.floats(0, 1), annealer=st.sampled_from(list(annealers)), n_epoch=st.integers(1, 4), drop_last=st.booleans())
 def test_sizes_follow_the_annealer(n, micro, a, b, s, f, annealer, n_epoch, drop_last):
-    "Each size is whole micro-batches, within half a micro-batch of the annealer, and every sample is in one step"
+    "Each size is a multiple of the micro-batch, at most half a micro-batch from the annealer"
     s,f = sorted([s,f])
     first,last = (-(-o//micro)*micro for o in (a,b))
     acc = Schedule(a, b, start=s, finish=f, schedule=annealers[annealer], drop_last=drop_last)
@@ -63,7 +63,7 @@ def test_sizes_follow_the_annealer(n, micro, a, b, s, f, annealer, n_epoch, drop
             pct = (epoch+done/n)/n_epoch
             ideal = last if pct>=f else first if pct<=s else annealers[annealer](first, last)((pct-s)/(f-s))
             if size is None: assert done==n or drop_last and ideal+micro/2>n-done-1e-6
-            elif done+size==n and ideal>size: pass   # the epoch has too few samples left
+            elif done+size==n and ideal>size: pass   # the last step of an epoch may be smaller
             else: assert (size%micro==0 or done+size==n) and 0<size and abs(size-ideal)<=micro/2+1e-6
             done += size or 0
 
@@ -81,9 +81,9 @@ there_and_back = combine_scheds([.5,.5], [SchedLin(8,32),SchedLin(32,8)])
     (lambda: Scheduler({0:np.int8(64)}), 1, [[64]]),   # 4*np.int8(64) is 0
     (lambda: Schedule(16, 16, finish=1., schedule=lambda a,b: lambda pos: 1), 1, [[16]+[4]*12]),
     (lambda: Schedule(8, 16, finish=1., schedule=there_and_back), 2, [[8,12,16,20,8],[32,20,12]])], ids=range(6))
-def test_plans_by_example_and_their_runs(make, n_epoch, expected):
-    "Thresholds in any order, steps counted over the whole fit, steps of one micro-batch, fastai's combined schedules"
-    for epoch in range(min(2, n_epoch)):   # from the beginning, and resumed
+def test_examples_of_plans_and_their_runs(make, n_epoch, expected):
+    "Thresholds in any order, steps counted over the whole fit, steps of one micro-batch, combined schedules"
+    for epoch in range(min(2, n_epoch)):   # a whole fit, and a resumed fit
         assert compare(make, n_epoch, n=64, micro=4, start_epoch=epoch)[2].sizes==expected
 
 def test_plot_sched_draws_the_plan():
@@ -96,8 +96,8 @@ def test_plot_sched_draws_the_plan():
 
 # Fit after fit
 
-def test_each_fit_begins_the_schedule_anew():
-    "A resumed fit goes on in the schedule; another fit, an interrupt or pickling leaves nothing behind"
+def test_each_fit_starts_the_schedule_from_its_beginning():
+    "A resumed fit continues the schedule; an earlier fit, an interrupt or pickling has no effect"
     make = partial(Schedule, 8, 32, start=1, finish=3, schedule=partial(SchedPoly, power=2))
     _,expected,plan = compare(make, n_epoch=4, n=70, micro=4)
     _,b,_ = compare(make, n_epoch=4, n=70, micro=4, start_epoch=2)

@@ -1,5 +1,7 @@
-"""`micro_batch_size=16` makes micro-batches of a loader's larger batches, whatever they hold, and the run is the
-full-batch run; so it is where `'auto'` has found that no more fit."""
+"""With `micro_batch_size=16`, a loader's larger batches of any kind are split, and the run is the full-batch run.
+
+So it is with `'auto'`, which finds the size that fits in memory.
+"""
 import pytest, torch
 from collections import namedtuple
 from copy import deepcopy
@@ -18,7 +20,7 @@ from small_learners import (DoubleMixUp, MappingBatch, MixUpLoss, all_params, ma
 pytestmark = pytest.mark.filterwarnings('ignore:memory ran out')
 
 def accumulating(accum, micro, acc=GradientAccumulation, **kwargs):
-    "Return callbacks that split batches: into `micro` samples, or, with `('auto', cap)`, until `cap` samples fit"
+    "Return callbacks that split batches into `micro` samples, or with `('auto', cap)` in memory for `cap` samples"
     micro,*cap = micro if isinstance(micro, tuple) else (micro,)
     short = [RecordAt('after_pred', lambda l: raise_oom_above(o, 'forward')(len(l.pred)), order=30) for o in cap]
     return [acc(accum, micro_batch_size=micro, **kwargs),*short]
@@ -43,12 +45,13 @@ opts = [partial(SGD, mom=0.9),Adam,partial(OptimWrapper, opt=torch.optim.AdamW)]
 @given(bs=st.integers(2, 40), accum=st.integers(2, 40), micro=st.integers(1, 20), n=st.integers(50, 70),
     drop_last=st.sampled_from([None,True,False]), opt_func=st.sampled_from(opts),
     cbs=st.sampled_from([list,lambda: [GradientClip(0.05)]]), shuffle=st.booleans(), tokens=st.booleans())
-def test_any_batch_split_anyhow_is_the_full_batch_run(bs, micro, **kwargs):
-    "With any batch size of the loader and any `accum_bs`, whichever of the two is larger"
+def test_the_run_on_split_batches_is_the_full_batch_run(bs, micro, **kwargs):
+    "The batch size of the loader may be smaller or larger than `accum_bs`"
     a,b = full_and_split(bs, micro=min(micro, bs-1), fit=gently, metrics=accuracy, **kwargs)
-    assert_same_run(a, b, tol=1e-5)   # Adam divides by what is nearly zero
+    assert_same_run(a, b, tol=1e-5)   # Adam divides by numbers that are nearly zero
 
 def even(n, most):
+    "Return the sizes of the fewest parts of `n` samples that have at most `most` samples each"
     k = -(-n//most)
     return [n//k+(i<n%k) for i in range(k)]
 
@@ -62,10 +65,10 @@ def test_micro_batches_are_even_and_within_one_batch_and_one_step(bs, accum, mic
     ends = sorted({*range(0, n, bs),*range(0, n, accum),n})
     assert seen.values==[o for a,b in zip(ends, ends[1:]) for o in even(b-a, micro)]
 
-# Batches of all kinds: each holds the same samples in another structure
+# Batches of all kinds: each kind has the same samples in a different structure
 
 class Closed(MappingBatch):
-    "A mapping that cannot be made anew from its contents"
+    "A mapping that cannot be created from its items"
     def __init__(self, a, b): super().__init__(dict(a=a, b=b))
 Pair = namedtuple('Pair', 'a b')
 
@@ -85,11 +88,13 @@ def find(o):
     return torch.stack(list(o)) if o[0].ndim==1 and o[0].is_floating_point() else o[0]
 
 class Model(nn.Module):
-    def __init__(self): super().__init__(); self.a,self.b = nn.Linear(5, 6),nn.Linear(6, 3)
+    def __init__(self):
+        super().__init__()
+        self.a,self.b = nn.Linear(5, 6),nn.Linear(6, 3)
     def forward(self, x): return self.b(self.a(find(x)).tanh())
 
 def learner(kind, n, bs):
-    "Return a Learner whose batches `kind` makes from inputs and targets"
+    "Return a Learner whose batches are made by `kind(inputs, targets)`"
     def collate(items): return kind(*map(torch.stack, zip(*items)))
     dls = DataLoaders(*(TorchLoader(toy_data(n), o, collate_fn=collate) for o in (bs,8)))
     dls.n_inp = 1
@@ -101,8 +106,8 @@ def learner(kind, n, bs):
 
 @pytest.mark.parametrize('kind', kinds)
 @pytest.mark.parametrize('bs,accum,micro', [(10,4,3),(5,10,('auto',1)),(3,9,('auto',1)),(4,4,('auto',1))])
-def test_batches_of_all_kinds(kind, bs, accum, micro):
-    "Also if the number of tensors in a batch happens to be its number of samples"
+def test_batches_of_all_kinds_are_split(kind, bs, accum, micro):
+    "Even if the number of tensors in a batch happens to equal the number of samples"
     a,b = learner(kinds[kind], 36, accum),learner(kinds[kind], 36, bs)
     a.fit(1, 0.05)
     b.fit(1, 0.05, cbs=accumulating(accum, micro, drop_last=False))
@@ -110,14 +115,14 @@ def test_batches_of_all_kinds(kind, bs, accum, micro):
 
 @pytest.mark.parametrize('micro', [5,('auto',100)], ids=str)
 @pytest.mark.parametrize('kind', [lambda x,y: (Closed(x, x),y),lambda x,y: ([x,object()],y)], ids=['closed','object'])
-def test_what_cannot_be_split_is_refused_before_a_weight_moves(kind, micro):
+def test_a_batch_that_cannot_be_split_is_refused_before_a_weight_changes(kind, micro):
     learn = learner(kind, 20, 10)
     learn.model.forward = lambda x: learn.model.b(learn.model.a(x['a'] if isinstance(x, Closed) else x[0]).tanh())
     with weights_unchanged(learn), pytest.raises(TypeError, match='cannot be split'):
         learn.fit(1, 0.1, cbs=accumulating(10, micro))
 
-def test_larger_batches_than_the_loader_says_are_split():
-    "And a step is still a whole batch of the loader"
+def test_batches_of_a_loader_without_a_size_are_split():
+    "Each step is a whole batch of the loader, because `accum_bs` equals the size of its batches"
     learn,seen = toy(16, n=64),RecordAt('after_pred', lambda l: len(l.pred))
     learn.dls.loaders[0] = DataLoader(list(learn.dls.train), bs=None)
     with pytest.warns(UserWarning, match='a batch has 16 samples'):
@@ -145,7 +150,7 @@ def test_lr_find(bs, accum, micro):
     recs = [o.recorder for o in full_and_split(bs, accum, micro, fit=fit, n=90)]
     assert len(recs[1].lrs)==12 and all(deviation(*(getattr(o, k) for o in recs))<2e-6 for k in ('losses','lrs'))
 
-# Callbacks that have a `before_batch` see the batch whole there
+# Callbacks see the whole batch in `before_batch`
 
 def mixes(l):
     "Add noise to each sample, and normalise by the statistics of the batch"
@@ -154,7 +159,7 @@ def mixes(l):
 
 class Rate(Callback):
     "Changes the learning rate for a batch, as fastai's `GANDiscriminativeLR` does"
-    order,run_valid = 70,False   # after the scheduler
+    order,run_valid = 70,False   # runs after the scheduler
     def before_batch(self): self.opt.set_hyper('lr', float(self.opt.hypers[0]['lr']*3))
     def after_batch(self): self.opt.set_hyper('lr', float(self.opt.hypers[0]['lr']/3))
 
@@ -166,7 +171,7 @@ class DoubleCutMix(CutMix):
 @pytest.mark.parametrize('cb', [*(partial(RecordAt, 'before_batch', mixes, order) for order in (0,20)),Rate,DoubleMixUp,
     DoubleCutMix,partial(ShortEpochCallback, 0.5)], ids=['early','late','rate','mixup','cutmix','short'])
 @pytest.mark.parametrize('accum,micro', [(16,4),(16,('auto',5)),(32,5)], ids=str)
-def test_callbacks_see_what_they_see_where_batches_are_not_split(cb, accum, micro):
+def test_callbacks_see_the_same_batches_as_without_a_split(cb, accum, micro):
     data = TensorDataset(random_floats(96, 1, 4, 4), random_ints(3, 96))
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).double()
     a,b = (toy(16, data=data, model=lambda: deepcopy(model), splitter=all_params, loss_func=MixUpLoss())
@@ -182,8 +187,8 @@ def test_rows_that_a_callback_adds_are_trained_on(micro):
     assert_same_run(*full_and_split(16, 16, micro, cbs=lambda: [CallAt('before_batch', views)], n=64))
 
 @pytest.mark.parametrize('accum', [16,32])
-def test_events_come_in_pairs(accum):
-    "In `after_batch` a callback has the whole batch that it kept in `before_batch`, and `x` is the input of `pred`"
+def test_after_batch_comes_once_for_each_before_batch(accum):
+    "`before_batch` has the whole batch; in `after_batch`, `x` is the part whose predictions are `pred`"
     class Keep(Callback):
         run_valid = False
         def before_batch(self): self.kept = self.same = self.x.clone()
@@ -207,13 +212,13 @@ def test_a_part_that_is_cancelled_is_left_out(event, which, micro):
     b.fit(2, 0.1, cbs=[*accumulating(16, micro),CallAt(event, cancel)])
     assert deviation(weights(a), weights(b))<1e-12
 
-# A model that remembers its samples
+# A model with a state for each row of the batch
 
 @pytest.mark.parametrize('micro', [4,1,('auto',3),('auto',1)], ids=str)
-def test_awd_lstm_keeps_its_state(micro):
-    "fastai's language model goes on in each row with the hidden state that the batch before has left"
+def test_awd_lstm_keeps_its_hidden_state(micro):
+    "In each row, fastai's language model continues with the hidden state that the previous batch left"
     learns = [make_application('language_model', loss_func=CrossEntropy()) for _ in range(2)]
     for learn,own in zip(learns, (None,micro)):
-        learn.remove_cb(RNNRegularizer)   # it computes in single precision
+        learn.remove_cb(RNNRegularizer)   # this callback computes in single precision
         learn.fit_one_cycle(2, 0.05, cbs=accumulating(16, own))
     assert_same_run(*learns)

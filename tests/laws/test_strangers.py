@@ -1,4 +1,4 @@
-"""What other people's callbacks, losses, models and loaders do is the full-batch run, or is told in words."""
+"""Callbacks, losses, models and loaders of users give the full-batch run, or the fit warns or refuses."""
 import pytest, torch
 from itertools import accumulate, pairwise
 from torch import nn
@@ -6,12 +6,13 @@ from torch.nn import functional as F
 from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException,
     CancelFitException, CancelTrainException)
 from fastai.data.core import DataLoaders
-from fastai.callback.fp16 import ModelToHalf, NonNativeMixedPrecision
+from fastai.callback.fp16 import ModelToHalf
 from fastaccum import ActivationCheckpoint, GradientAccumulation, GradientCache
 from fastaccum.testing import CrossEntropy, assert_same_run, both_runs, deviation, toy, toy_data
 from common import (BatchListLoader, CallAt, RecordAt, collect_warnings, in_chunks, raise_oom_above, weights,
     weights_unchanged)
 from small_learners import all_params
+from test_refused import HalfGradients
 
 def entries_and_runs(**kwargs):
     "Return the entries of the page Messages to which the warnings link, and the two Learners of `both_runs`"
@@ -21,10 +22,10 @@ def entries_and_runs(**kwargs):
 
 def differ(a, b): return deviation(weights(a), weights(b))>1e-4
 
-# A callback changes the loss (D2)
+# A callback changes the loss
 
 class ChangesLoss(Callback):
-    "Adds `f(self)` to the loss, and notes how often it was called"
+    "Adds `f(self)` to the loss, and counts its calls"
     def __init__(self, f, event='after_loss'):
         self.f,self.seen,self.count = f,[],torch.zeros(1)
         setattr(self, event, self.change)
@@ -41,7 +42,7 @@ def norm_of_a_second_pass(cb): return cb.learn.model(cb.x*2).mean(0).pow(2).sum(
 def sum_of_squares(cb): return cb.pred.pow(2).sum()/10
 @pytest.mark.parametrize('event', ['after_loss','before_backward'])
 @pytest.mark.parametrize('f', [norm_of_mean,spread_of_features,norm_of_a_second_pass,sum_of_squares])
-def test_a_callback_that_adds_what_is_no_mean_over_samples_is_told_once(f, event):
+def test_a_callback_that_adds_no_mean_over_samples_is_warned_of_once(f, event):
     entries,a,b = entries_and_runs(cbs=lambda: [ChangesLoss(f, event)])
     assert entries==['changed-loss'] and differ(a, b)
 
@@ -50,11 +51,11 @@ def mean_of_squares(cb): return cb.pred.pow(2).mean()
 def mean_of_features(cb): return cb.features.abs().mean()
 def scaled(cb): return cb.learn.loss_grad*2
 @pytest.mark.parametrize('f', [of_weights,mean_of_squares,mean_of_features,scaled])
-def test_a_callback_that_adds_a_mean_over_samples_is_right_and_nothing_is_said(f):
+def test_a_callback_that_adds_a_mean_over_samples_is_right_and_gives_no_warning(f):
     entries,a,b = entries_and_runs(cbs=lambda: [ChangesLoss(f)])
     assert not entries and assert_same_run(a, b)
 
-def test_trying_what_a_callback_adds_leaves_no_trace_in_the_callback():
+def test_trying_a_callback_on_parts_does_not_change_its_attributes():
     cbs = []
     def make():
         cbs.append(ChangesLoss(mean_of_squares))
@@ -64,14 +65,14 @@ def test_trying_what_a_callback_adds_leaves_no_trace_in_the_callback():
 
 def noisy(cb): return (cb.pred*torch.rand_like(cb.pred)).mean()
 class GradPenalty(Callback):
-    "Adds the norm of the gradient for the inputs"
+    "Adds the norm of the gradient for the inputs to the loss"
     def before_batch(self): self.learn.xb = (self.x.clone().requires_grad_(),)
     def after_loss(self):
         if not self.training: return
         g, = torch.autograd.grad(self.pred.sum(), self.x, create_graph=True)
         self.learn.loss_grad += g.norm()
 @pytest.mark.parametrize('cbs', [lambda: [ChangesLoss(noisy)], lambda: [GradPenalty()]])
-def test_a_change_of_the_loss_that_cannot_be_tried_is_told_once(cbs):
+def test_a_change_of_the_loss_that_cannot_be_tried_is_warned_of_once(cbs):
     entries,_,_ = entries_and_runs(cbs=cbs)
     assert entries==['changed-loss-not-tried']
 
@@ -84,7 +85,7 @@ def test_a_callback_that_reduces_a_loss_of_each_sample_is_tried():
         assert entries==said and differ(a, b)==bool(said)
 
 class TrainsAHead(Callback):
-    "Adds the loss of a head of its own, and runs a backward pass for the head"
+    "Has a head of its own: adds to the loss, and runs a backward pass for the head"
     def __init__(self): self.head = nn.Linear(3, 1).double()
     def after_loss(self):
         if not self.training: return
@@ -98,7 +99,7 @@ def test_a_backward_pass_of_a_callback_that_changes_the_loss_runs_once():
         return cb.head.weight.grad
     assert deviation(grads_of_head(GradientAccumulation(16)), grads_of_head(None))<1e-12
 
-def test_a_loss_that_a_callback_puts_in_place_of_the_learners_is_tried():
+def test_a_loss_with_which_a_callback_replaces_the_learners_loss_is_tried():
     def of_batch(learn): learn.loss_grad = F.mse_loss(learn.pred.mean(0), F.one_hot(learn.y, 3).double().mean(0))
     def of_samples(learn): learn.loss_grad = F.mse_loss(learn.pred, F.one_hot(learn.y, 3).double())
     entries,a,b = entries_and_runs(cbs=lambda: [RecordAt('after_loss', of_batch)])
@@ -106,14 +107,14 @@ def test_a_loss_that_a_callback_puts_in_place_of_the_learners_is_tried():
     entries,a,b = entries_and_runs(cbs=lambda: [RecordAt('after_loss', of_samples)])
     assert not entries and assert_same_run(a, b)
 
-# What callbacks count, and epochs that they end (D6)
+# Callbacks that read `iter`, or end an epoch early
 
-def test_iter_and_n_iter_count_the_same_at_any_time():
-    "`iter` counts up to `n_iter` in the micro-batches, and in the steps; a step that is dropped does not count"
+def test_iter_and_n_iter_count_micro_batches_or_steps_together():
+    "Micro-batches in events of a micro-batch, steps in events of a step; a dropped step does not count"
     events = 'before_batch','after_pred','before_step','after_step'
     for bs,acc,n,n_batches,n_steps in ((4,dict(),70,18,5), (4,dict(drop_last=True),70,16,4),
             (4,dict(micro_batch_size=2),64,16,4),
-            (5,dict(micro_batch_size=3),70,18,5)):   # here steps cut the loader's batches
+            (5,dict(micro_batch_size=3),70,18,5)):   # steps end within batches of the loader
         cbs = [RecordAt(event, lambda learn: (learn.iter,learn.n_iter)) for event in events]
         toy(bs, n=n).fit(2, cbs=[GradientAccumulation(16, **acc),*cbs])
         batches,parts,before,after = (o.values for o in cbs)
@@ -121,12 +122,12 @@ def test_iter_and_n_iter_count_the_same_at_any_time():
         assert before==after==[(i,n_steps) for i in range(n_steps)]*2
 
 def stops_at(event, exc, i):
-    "A callback that ends the epoch or the fit with the exception `exc` when `iter` is `i`"
+    "Return a callback that raises `exc` at `event` in training when `iter` is `i`"
     def stop(learn):
         if learn.iter==i and learn.training: raise exc
     return CallAt(event, stop)
 @pytest.mark.parametrize('exc', [CancelTrainException,CancelEpochException,CancelFitException])
-def test_an_epoch_that_ends_before_its_first_step_says_so(exc):
+def test_an_epoch_that_ends_before_its_first_step_is_warned_of(exc):
     for event,i,said in (('before_batch',2,True), ('after_backward',1,True), ('before_batch',4,False),
             ('after_step',1,False), ('before_batch',0,False)):
         learn = toy(4, n=64)
@@ -136,17 +137,17 @@ def test_an_epoch_that_ends_before_its_first_step_says_so(exc):
         assert ('epoch-without-step' in entries)==said and learn.n_iter>0
         assert weights(learn).equal(before)==(said or i==0)
 
-# Micro-batches and backward passes that callbacks cancel (D1, D10)
+# Micro-batches and backward passes that callbacks cancel
 
 class OwnBackward(Callback):
-    "Cancels the backward pass, and runs its own"
+    "Cancels the backward pass, and calls `f(learn)`, which runs another one"
     def __init__(self, f, order): self.f,self.order = f,order
     def before_backward(self): raise CancelBackwardException
     def after_cancel_backward(self): self.f(self.learn)
 def of_scaled_loss(learn): (learn.loss_grad*.5).backward()
 def of_loss_grad(learn): learn.loss_grad.backward()
 def in_halves(learn):
-    "First the gradient of the second layer, then the others"
+    "Run a backward pass for the second layer, and then one for the others"
     learn.loss_grad.backward(inputs=list(learn.model[2].parameters()), retain_graph=True)
     learn.loss_grad.backward(inputs=[*learn.model[0].parameters(),*learn.model[4].parameters()])
 
@@ -171,7 +172,7 @@ def test_gradients_that_do_not_come_from_the_loss_are_refused(f):
 
 @pytest.mark.parametrize('event,exc', [('before_batch',CancelBatchException), ('after_loss',CancelBatchException),
     ('before_backward',CancelBackwardException)])
-def test_a_micro_batch_that_is_cancelled_is_told_once_if_steps_have_several(event, exc):
+def test_a_cancelled_micro_batch_is_warned_of_once_if_steps_have_several(event, exc):
     def entries_of(bs):
         with collect_warnings() as collected:
             toy(bs, n=64).fit(2, cbs=[GradientAccumulation(16),stops_at(event, exc, 1)])
@@ -179,10 +180,6 @@ def test_a_micro_batch_that_is_cancelled_is_told_once_if_steps_have_several(even
     assert entries_of(4)==['micro-batch-left-out'] and not entries_of(16)
 
 # Mixed precision that adds up gradients in half precision
-
-class HalfGradients(NonNativeMixedPrecision):
-    "On a CPU, fastai's own fails by itself"
-    def before_fit(self): pass
 
 def test_gradients_in_half_precision_are_refused_before_the_model_is_cast():
     learn = toy(4, n=64, cbs=[ModelToHalf(),HalfGradients()])
@@ -194,10 +191,10 @@ def test_gradients_in_half_precision_are_refused_before_the_model_is_cast():
     learn.fit(1, cbs=GradientAccumulation(16))
     assert len(learn.recorder.losses)==4
 
-# Predictions of which a part is not simply some rows (D3)
+# Predictions whose first dimension is not that of samples
 
 class Returns(nn.Module):
-    "A linear layer, whose predictions `f(pred)` puts into another form"
+    "A linear layer that returns `f(predictions, scale)`, with a trained number `scale`"
     def __init__(self, f):
         super().__init__()
         self.layer,self.scale,self.f = nn.Linear(5, 3),nn.Parameter(torch.ones(())),f
@@ -226,18 +223,19 @@ def flat_pairs(pred, scale): return torch.stack([pred,pred], 1).reshape(2, -1)
 def counted(pred, scale): return pred,len(pred)
 @pytest.mark.parametrize('f,loss', [(flat_pairs,lambda out, y: F.cross_entropy(out.reshape(len(y), 2, 3).mean(1), y)),
     (counted,lambda out, y: F.cross_entropy(out[0], y, reduction='sum')/out[1])])
-def test_a_loss_that_cannot_be_given_a_part_is_told(f, loss): assert entries_of_loss(f, loss)[0]==['loss-not-tried']
+def test_a_loss_that_cannot_be_tried_on_parts_is_warned_of(f, loss):
+    assert entries_of_loss(f, loss)[0]==['loss-not-tried']
 
-# Callbacks that add rows to a batch that is split, or run out of memory (D5, D12)
+# Callbacks that add rows to a split batch, or run out of memory
 
 def add_unlabelled(learn):
-    "Add as many rows without a class, which the loss ignores, as FixMatch does"
+    "Add as many rows with targets that the loss ignores, as FixMatch does"
     if not learn.training: return
     unlabelled = torch.full_like(learn.y, -100)
     learn.xb,learn.yb = (torch.cat([learn.x,learn.x*.9]),),(torch.cat([learn.y,unlabelled]),)
 def twice(learn): learn.xb,learn.yb = (learn.x.repeat(2, 1),),(learn.y.repeat(2),)
 @pytest.mark.parametrize('f', [add_unlabelled,twice])
-def test_rows_that_a_callback_adds_to_a_batch_that_is_split_are_told(f):
+def test_rows_that_a_callback_adds_to_a_split_batch_are_warned_of(f):
     def entries_of(bs, **kwargs):
         with collect_warnings() as collected:
             toy(bs, n=64).fit(1, cbs=[GradientAccumulation(16, **kwargs),RecordAt('before_batch', f)])
@@ -250,7 +248,7 @@ def test_memory_that_runs_out_in_a_callbacks_second_pass_is_an_error_with_the_re
     with pytest.raises(torch.OutOfMemoryError, match="callback's `before_step`(?s:.*)planted.*own is not split"):
         toy(8, n=32).fit(1, cbs=[GradientAccumulation(16, micro_batch_size='auto'),second_pass])
 
-# Batches whose inputs do not count samples, and loaders without a size (D9, D11)
+# Batches whose inputs have other rows than samples, and loaders without a batch size
 
 class GraphLoader(BatchListLoader):
     "A loader of graphs with 3 to 6 nodes each: inputs have a row for each node, and targets one for each graph"
@@ -298,10 +296,10 @@ def test_a_loader_without_a_size_says_what_to_do_beside_auto():
     learn.fit(1, cbs=GradientAccumulation(16, micro_batch_size='auto'))
     assert len(learn.recorder.losses)==4
 
-# What `accum_check` can and cannot find out (D7, D9)
+# `accum_check` with such callbacks and models
 
 class Reshapes(Callback):
-    "Gives the model another shape, without which the model fails; `twice`: and two views of each sample"
+    "Adds a dimension to the inputs, without which the model fails; with `twice`, also makes two views of each sample"
     def __init__(self, twice): self.twice = twice
     def before_batch(self):
         x = torch.stack([self.x,self.x+.1], 1).flatten(0, 1) if self.twice else self.x
@@ -318,27 +316,27 @@ class NeedsShape(nn.Module):
 def pairs(p, y): return F.cross_entropy(p[::2]@p[1::2].T, torch.arange(len(p)//2))
 
 def checked(cb=None, **kwargs):
-    "The rows of `accum_check` by name"
+    "Return the rows of `accum_check` by name"
     learn = toy(4, splitter=all_params, cbs=cb, **kwargs)
     return {o.what:o for o in learn.accum_check(16).rows}
-def test_a_callback_that_the_model_needs_is_not_said_to_be_exact():
+def test_a_callback_that_the_model_needs_is_reported_as_not_checked():
     model = lambda: NeedsShape().double()
     assert checked(Reshapes(False), model=model)['callbacks'].ok
     row = checked(ReshapesAndCompares(False), model=model)['callbacks']
     assert row.state=='not checked' and 'fails without ReshapesAndCompares' in row.where
-def test_a_callback_that_makes_more_rows_and_that_the_model_needs_is_the_suspect():
+def test_a_callback_that_the_model_needs_is_named_if_it_makes_more_rows():
     row = checked(Reshapes(True), model=lambda: NeedsShape().double(), loss_func=pairs)['callbacks']
     assert row.off>1e-4 and row.where=='Reshapes'
 
 class Trims(nn.Module):
-    "Trims a batch of sequences to the longest one, as many models of texts do"
+    "A model that trims a batch of sequences to the longest one, as many models of texts do"
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(5, 3)
     def forward(self, x): return self.layer(x[:,:int((x!=0).any(2).sum(1).max())])
 class TrimmedLoss(CrossEntropy):
     def forward(self, p, y): return super().forward(p, y[:,:p.shape[1]])
-def test_a_model_that_trims_its_batch_is_no_model_that_needs_the_whole_batch():
+def test_a_model_that_trims_its_batch_passes_the_check():
     ds = toy_data(64, True)
     x,y = ds.tensors
     lengths = torch.arange(64)%5+2
@@ -347,10 +345,10 @@ def test_a_model_that_trims_its_batch_is_no_model_that_needs_the_whole_batch():
     rows = checked(data=ds, model=lambda: Trims().double(), loss_func=TrimmedLoss())
     assert rows['gradients'].ok and rows['predictions'].ok
 
-# `GradientCache`, and activations that the model keeps (D8)
+# `GradientCache` with activations that the model keeps
 
 class Keeps(nn.Module):
-    "A model of two layers that keeps the outputs of the first one"
+    "A model that keeps the outputs of its first layer in an attribute"
     def __init__(self):
         super().__init__()
         self.first,self.second = nn.Sequential(nn.Linear(5, 4), nn.Tanh()),nn.Linear(4, 3)

@@ -209,13 +209,13 @@ def test_accum_check_compares_the_budget_with_the_whole_batch():
     assert check(Bert).ok and check(CountsPadding).off['gradients']>1e-3
 
 @pytest.mark.parametrize('kind', [CountsPadding,NormalisesOverTime])
-def test_a_model_in_which_padding_counts_is_told_once(kind):
+def test_a_model_in_which_padding_counts_is_warned_of_once(kind):
     learn = text_learner(kind)
     with pytest.warns(AccumulationWarning, match='for texts without their padding') as said:
         fit(learn, GradientAccumulation(24, micro_batch_size=TokenBudget(80)))
     assert sum('without their padding' in str(o.message) for o in said)==1
 
-def test_trying_the_model_leaves_nothing_behind():
+def test_trying_the_model_does_not_change_the_run():
     "Random numbers and BatchNorm's statistics are those of a run without the trial"
     class WithDropout(NormalisesOverTime):
         def forward(self, b): return F.dropout(super().forward(b), .5, self.training)
@@ -227,7 +227,7 @@ def test_trying_the_model_leaves_nothing_behind():
     a,b = ([*o.model.state_dict().values()] for o in runs)
     assert all(map(torch.equal, a, b))
 
-def test_a_row_that_is_longer_than_the_budget_is_told_once():
+def test_a_row_that_is_longer_than_the_budget_is_warned_of_once():
     full = fit(text_learner(Bert))
     with pytest.warns(UserWarning, match=r'is longer than TokenBudget\(5\)') as said:
         split = fit(text_learner(Bert), GradientAccumulation(24, micro_batch_size=TokenBudget(5)))

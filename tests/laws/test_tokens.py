@@ -1,4 +1,4 @@
-"A mean is over what the loss says: tokens that are no padding, weights of classes, samples, or a size of your own."
+"Means over tokens without padding, weights of classes, samples, or a number of the user, are those of full batches."
 import pytest, torch
 from functools import partial
 from torch import nn, tensor
@@ -16,11 +16,11 @@ gen = torch.Generator().manual_seed(0)
 def rand(*size): return torch.rand(*size, generator=gen, dtype=torch.float64)
 
 class Known(Masked):
-    "A user's loss with an `ignore_index`; if every target is ignored it is 0/0, and its gradients are NaN"
+    "A user's loss with an `ignore_index`; if every target is ignored, it is 0/0 and its gradients are NaN"
     ignore_index = -100
 
 class Replace(Callback):
-    "Replaces the loss function while training, as fastai's MixUp does"
+    "Replaces the loss function during training, as fastai's MixUp does"
     order = 90
     def before_train(self): self.old,self.learn.loss_func = self.learn.loss_func,CrossEntropy(weight=w)
     def after_train(self): self.learn.loss_func = self.old
@@ -43,7 +43,7 @@ cases = {**{f'{k} over tokens':dict(tokens=True, loss_func=f, fit=fit_small_rate
     **{f'8 bits {i}':dict(data=TensorDataset(x, masks), model=lambda: nn.Linear(5,160).double(), splitter=params,
         loss_func=nn.CrossEntropyLoss(o)) for i,o in enumerate((None,rand(160)))}}
 
-# A micro-batch in which every target has a class of weight 0 has a loss of 0/0; the full batch has other classes
+# If all targets of a micro-batch have classes of weight 0, its loss is 0/0; the full batch has other classes
 rare = toy_data(70)
 rare.tensors[1][4:8] = rare.tensors[1][32:40] = 0
 cases['class without weight'] = dict(data=rare, loss_func=CrossEntropy(weight=tensor([0.,1.,1.], dtype=torch.float64)))
@@ -62,13 +62,13 @@ def test_means_and_sums(case):
 
 @pytest.mark.parametrize('kwargs', [dict(), dict(weight=w.float()), dict(ignore_index=1)], ids=str)
 def test_fastais_flat_losses(kwargs):
-    "They cast to single precision; that rounding is far smaller than the error of a mean of means"
+    "These losses cast to single precision, whose rounding is much smaller than the error of a mean of means"
     runs = [both_runs(tokens='ignore_index' not in kwargs, loss_func=CrossEntropyLossFlat(**kwargs), acc_cls=o,
         fit=lambda l,cbs: l.fit(2, 0.1, cbs=cbs)) for o in (GradientAccumulation,FastaiGradientAccumulation)]
     ours,stock = (deviation(weights(a), weights(b)) for a,b in runs)
     assert ours<stock/300
 
-# Where all is ignored
+# Micro-batches and steps in which every target is ignored
 
 def ignored(*which, n=64):
     "Return token data in which the samples `which` are all padding"
@@ -79,7 +79,7 @@ def ignored(*which, n=64):
 @pytest.mark.parametrize('loss', ['plain','smoothed','own','weighted'])
 @pytest.mark.parametrize('log', [True,False])
 def test_micro_batches_of_padding_do_nothing(loss, log):
-    "At the start of an epoch or in its middle: no weight and no loss turns NaN, and nothing ends the fit"
+    "At the start of an epoch or in its middle, no weight and no loss becomes NaN, and the fit continues"
     a,b = both_runs(data=ignored(*range(4), *range(24,28)), loss_func=losses[loss], acc=dict(log_accum_batch=log),
         cbs=lambda: [TerminateOnNaNCallback()], fit=fit_small_rate)
     assert deviation(weights(a), weights(b))<1e-7
@@ -94,16 +94,16 @@ def test_a_step_of_padding_has_no_gradient_and_a_loss(loss, step):
     assert [o==0 for o in seen.values]==[i==step for i in range(4)]*2
     assert len(learn.recorder.losses)==8 and not any(o.isnan() for o in learn.recorder.losses)
 
-def test_a_step_of_padding_decays_and_coasts_like_the_full_batch_runs():
+def test_a_step_of_padding_applies_weight_decay_and_momentum_like_the_full_batch_run():
     a,b = both_runs(data=ignored(*range(16,32)), opt_func=Adam, fit=fit_small_rate)
     assert deviation(weights(a), weights(b))<1e-7 and any(o.isnan() for o in a.recorder.losses)
 
-# Magnitudes
+# The size of gradients
 
 @pytest.mark.parametrize('kwargs', [dict(tokens=True), dict(tokens=True, loss_func=CrossEntropy(weight=w/1000)),
     dict(data=TensorDataset(x[:64], mixed[:64]), loss_func=nn.CrossEntropyLoss(w))], ids=['tokens','weights','mixed'])
 def test_gradients_stay_as_large_as_those_of_a_mean(kwargs):
-    "Sums over tokens would be 384 times as large, and with small class weights near 0; half precision holds neither"
+    "Half precision could not hold sums over tokens, 384 times as large, nor those of small class weights, near 0"
     def run(cbs):
         seen,learn = [],toy(4, n=64, **kwargs)
         learn.model[0].weight.register_hook(lambda g: seen.append(g.norm().item()))

@@ -1,5 +1,7 @@
-"""Right or loud: a fit that is the full-batch run gives no warning. One that differs, or may differ, warns once, and
-the remedy that the warning names makes it the same."""
+"""A fit that is the full-batch run gives no warning. A fit that differs, or may differ, warns once.
+
+The remedy that the warning names makes the fit the full-batch run.
+"""
 import linecache, random, re, warnings
 import numpy as np, pytest, torch
 from collections import Counter
@@ -19,9 +21,9 @@ from common import (BatchListLoader, CallAt, CpuMixedPrecision, LimitedMemory, R
 from small_learners import MixUpLoss, all_params
 
 def count_warnings(f):
-    """Count the warnings of fastaccum while `f` runs: a Counter of pairs (category, entry of the page on messages)
+    """Count the warnings of fastaccum in `f()`: return a Counter of pairs (category, entry of the page Messages)
 
-    The category is '' if it is not an AccumulationWarning.
+    The category is the name of the class, or '' if the class is no AccumulationWarning.
     """
     with collect_warnings() as collected: f()
     linked = [(o.category,str(o.message).partition('.html#')[2]) for o in collected]
@@ -48,13 +50,13 @@ def weights_apart(a, b): return deviation(weights(a), weights(b))
 def layers(*ms): return nn.Sequential(nn.Linear(5, 6), *ms, nn.Linear(6, 3)).double()
 def with_batchnorm(mean=.1):
     bn = nn.BatchNorm1d(6)
-    bn.running_mean.fill_(mean)   # statistics that are not those of a new layer, as in a pretrained model
+    bn.running_mean.fill_(mean)   # a new layer has 0; a pretrained layer does not
     return layers(bn, nn.Tanh())
 def with_norms_of_a_sample():
     return layers(nn.GroupNorm(2, 6), nn.LayerNorm(6), nn.Unflatten(1, (2,3)), nn.InstanceNorm1d(2), nn.Flatten())
 
 class Remembers(nn.Linear):
-    "Adds a running sum of its outputs to its output, until `reset` empties the sum"
+    "A layer that adds a running sum of its outputs to its output, until `reset` clears the sum"
     total = torch.zeros(3).double()
     def reset(self): self.total = torch.zeros(3).double()
     def forward(self, x):
@@ -63,19 +65,19 @@ class Remembers(nn.Linear):
         return res
 
 class Masked(nn.Module):
-    "The mean over targets that are not -100, without an `ignore_index` that would say so"
+    "A loss that is a mean over targets that are not -100, without an `ignore_index`"
     def forward(self, p, y):
         keep = (y!=-100).flatten()
         return (F.cross_entropy(p.flatten(0, -2), y.flatten().clamp(min=0), reduction='none')*keep).sum()/keep.sum()
 
 def not_ignored(l): return (l.y!=-100).sum()
 def ignoring(p, y):
-    "The mean over targets that are not -100, in a function, which has no `ignore_index` either"
+    "Return the mean over targets that are not -100, in a function, which has no `ignore_index`"
     return F.cross_entropy(p.flatten(0, -2), y.flatten())
 def summed(p, y): return F.cross_entropy(p, y, reduction='sum')
 
 class SumForMean(MixUpLoss):
-    "Says that it is a mean, but multiplies by the samples. MixUp asks it for the losses of single samples"
+    "A loss with `reduction='mean'` that is a sum. MixUp uses it for the losses of single samples"
     def forward(self, p, y): return super().forward(p, y)*len(y)
 
 def penalty(l): return sum(p.pow(2).sum() for p in l.model.parameters())
@@ -86,7 +88,7 @@ def doubles(l): l.loss_grad = l.loss_grad*2
 def resets(event): return lambda: [CallAt(event, lambda l: l.model.reset(), run_valid=True)]
 
 class Mix(MixUp):
-    "MixUp that mixes each sample with its neighbour, which is in the same micro-batch if that has an even size"
+    "MixUp that mixes each sample with its neighbour, which is in the same micro-batch if sizes are even"
     def before_batch(self):
         self.yb1,self.lam = tuple(y.view(-1, 2).flip(1).flatten() for y in self.yb),torch.tensor(0.3).double()
 def mixable(*args, loss=MixUpLoss, **kwargs): return toy(*args, loss_func=loss(), **kwargs)
@@ -110,11 +112,11 @@ exact |= {f'mixed_{r}':dict(n=64, make=partial(mixable, loss=partial(MixUpLoss, 
     cbs=lambda: [Mix()]) for r in ('mean','sum')}
 
 @pytest.mark.parametrize('nm', exact)
-def test_a_fit_that_is_the_full_batch_run_says_nothing(nm):
+def test_a_fit_that_is_the_full_batch_run_gives_no_warning(nm):
     told,a,b = warnings_and_runs(**exact[nm])
     assert not told and assert_same_run(a, b)
 
-# Losses: fastai's and torch's, and losses that compare samples
+# Losses of fastai and torch, and losses that compare samples
 
 gen = torch.Generator().manual_seed(0)
 def randn(*shape): return torch.randn(*shape, generator=gen)
@@ -151,19 +153,19 @@ untried = dict(torch_draws=lambda p, y: F.cross_entropy(p+torch.randn(p.shape), 
     raises=of_16_at_least)
 
 class Scale(Module):
-    "Multiplies its input by weights of 1, and returns what `out` makes of it"
+    "A model that returns `out(x*w)`, whose weights `w` begin with 1"
     def __init__(self, x, out): self.w,self.out = nn.Parameter(torch.ones(x.shape[1:])),out
     def forward(self, x): return self.out(x*self.w)
 
 def weights_after_step(bs, f, data, out=lambda p: p, cbs=None):
-    "Return the weights after a step of SGD so large that it shows the gradient: of the loss `f`, in batches of `bs`"
+    "Return the weights after a large step of SGD, which show the gradient of the loss `f` in batches of `bs`"
     dls = DataLoaders(DataLoader(TensorDataset(*data), bs=bs), DataLoader(TensorDataset(*data), bs=32))
     learn = Learner(dls, Scale(data[0], out), f, opt_func=SGD, cbs=Float32Loss())
     with learn.no_bar(), learn.no_logging(): learn.fit(1, 1e3, cbs=cbs)
     return weights(learn)
 
 @pytest.mark.parametrize('case', [*right.values(),*wrong.values()], ids=[*right,*(f'not_{o}' for o in wrong)])
-def test_a_loss_is_warned_of_where_the_gradient_is_another(case):
+def test_a_loss_is_warned_of_if_and_only_if_the_gradient_differs(case):
     f,data,*out = case
     full_batch = weights_after_step(32, *case)
     accumulated = []
@@ -183,7 +185,7 @@ def computes_and_hides(l):
     l.yb = (dict(labels=l.y),)
 def names(l): l.pred = dict(logits=l.pred)
 def returning(f, loss_func=lambda out,_: out['loss']):
-    "Arguments of a run whose model returns a dict that `f` makes of its predictions"
+    "Return arguments of a run in which `f(learn)` turns the predictions into a dict"
     return dict(loss_func=loss_func, cbs=lambda: [CallAt('after_pred', f, run_valid=True)])
 @pytest.mark.parametrize('micro', [1,4])
 @pytest.mark.parametrize('data,kwargs,warning', [
@@ -192,33 +194,33 @@ def returning(f, loss_func=lambda out,_: out['loss']):
     (some_padded,returning(computes),not_tried), (some_padded,returning(computes_and_hides),not_tried),
     (some_padded,returning(computes)|dict(acc=dict(n_items=not_ignored)),None),
     (unpadded,returning(computes),None), (toy_data(70),returning(computes),None)])
-def test_a_loss_is_tried_on_single_samples_and_on_more_than_the_first_micro_batch(micro, data, kwargs, warning):
-    "A loss that the model computes cannot be tried; the fit says so if samples have different numbers of targets"
+def test_a_loss_is_tried_on_single_samples_and_in_several_micro_batches(micro, data, kwargs, warning):
+    "A loss that the model computes cannot be tried; the fit warns if samples have different numbers of targets"
     told,a,b = warnings_and_runs(micro=micro, accum_bs=16, tokens=data.tensors[1].ndim>1, data=data, **kwargs)
     assert told==({warning:1} if warning else {}) and (weights_apart(a, b)>1e-3)==bool(warning)
 
-def test_single_samples_of_other_lengths_are_told():
+def test_a_loss_on_single_samples_of_different_lengths_cannot_be_tried():
     ds = toy_data(64, True)
     y = ds.tensors[1].clamp_(min=0)
-    y[::2,3:] = y[1::2,5:] = -100   # two samples in a row differ in length, so they cannot be tried together
+    y[::2,3:] = y[1::2,5:] = -100   # no two samples in a row can be joined for the trial
     told,a,b = warnings_and_runs(micro=1, accum_bs=16, tokens=True, data=ds, loss_func=ignoring,
         cbs=lambda: [CallAt('before_batch', trim_padding, run_valid=True)])
     assert told=={not_tried:1} and weights_apart(a, b)>1e-3
 
 @pytest.mark.parametrize('when,said', [(lambda l: l.train_iter==1,[('AccumulationWarning','cancelled')]),
     (lambda l: l.iter<9,[('AccumulationWarning','micro-batch-left-out')]),
-    (lambda l: setattr(l, 'yb', ()),[])])   # without targets, fastai does not train either
-def test_a_callback_that_cancels_all_that_is_left_of_an_epoch_is_told(when, said):
+    (lambda l: setattr(l, 'yb', ()),[])])   # fastai does not train without targets, so no warning
+def test_a_callback_that_cancels_micro_batches_is_warned_of_once(when, said):
     skip = CallAt('before_batch', lambda l: cancel() if when(l) else None)
     assert count_warnings(lambda: toy(4, n=70).fit(2, .1, cbs=[GradientAccumulation(16),skip]))==Counter(said)
 
 @pytest.mark.parametrize('nm', untried)
-def test_a_loss_that_cannot_be_tried_on_parts_trains_and_only_an_error_is_told(nm):
+def test_a_loss_that_cannot_be_tried_on_parts_trains_and_only_an_error_gives_a_warning(nm):
     said = count_warnings(lambda: weights_after_step(16, untried[nm], plain, cbs=GradientAccumulation(32)))
     assert said==({not_tried:1} if nm=='raises' else {})
 
 @pytest.mark.parametrize('dtype', [torch.float16,torch.bfloat16])
-def test_rounding_of_half_precision_is_no_difference(dtype):
+def test_rounding_of_half_precision_gives_no_warning(dtype):
     def half(p, y): return F.cross_entropy(p.to(dtype), y)
     for i in range(0, 32, 8):
         data = [o.roll(i, 0) for o in plain]
@@ -226,8 +228,8 @@ def test_rounding_of_half_precision_is_no_difference(dtype):
 
 @pytest.mark.parametrize('where', ['fp16','bf16','device'])
 @pytest.mark.parametrize('f,said', [(F.cross_entropy,{}), (summed,{not_a_mean:1})])
-def test_the_loss_is_judged_with_mixed_precision_and_on_a_device_too(f, said, where, monkeypatch):
-    "A device has its own random numbers, whose state is compared; here those of the CPU take their place"
+def test_the_loss_is_tried_in_mixed_precision_and_on_a_device(f, said, where, monkeypatch):
+    "A device has its own random state, which the trial compares; here that of the CPU replaces it"
     if where=='device':
         own = SimpleNamespace(get_rng_state=lambda device: torch.get_rng_state(),
             set_rng_state=lambda o, device: torch.set_rng_state(o))
@@ -246,8 +248,8 @@ class LossWithMemory(Module):
         self.mean.mul_(0.9).add_(p.detach().mean(0), alpha=0.1)
         return F.cross_entropy(p*(1+self.mean), y)
 
-def test_that_a_loss_was_tried_is_not_seen_in_it():
-    "Its state is the same in a fit that accumulates and in one that does not, which does not try the loss"
+def test_trying_a_loss_does_not_change_its_state():
+    "The state is that of a fit without accumulation, which does not try the loss"
     def run(n):
         set_seed(0)
         learn = toy(4, n=32, loss_func=LossWithMemory())
@@ -255,9 +257,9 @@ def test_that_a_loss_was_tried_is_not_seen_in_it():
         return learn.loss_func.drawn,learn.loss_func.mean
     assert deviation(run(4), run(16))<1e-12
 
-# A warning, and the remedy that makes it the same run
+# Warnings, and their remedies
 
-# Each case: the warnings, the arguments of a run, and the arguments that change with the remedy
+# Each case: the warnings, the arguments of a run, and the arguments that the remedy changes
 remembers = dict(model=lambda: Remembers(5, 3).double(), splitter=all_params, cbs=resets('before_train'))
 warned = dict(
     hidden_mean=([not_a_mean], dict(tokens=True, loss_func=Masked()), dict(acc=dict(n_items=not_ignored))),
@@ -274,7 +276,7 @@ warned = dict(
         dict(cbs=list, model=layers)))
 
 @pytest.mark.parametrize('nm', warned)
-def test_a_warning_is_true_and_its_remedy_mends_it(nm):
+def test_a_warning_is_true_and_its_remedy_works(nm):
     keys,kwargs,remedy = warned[nm]
     told,a,b = warnings_and_runs(**kwargs)
     assert told==dict.fromkeys(keys, 1) and weights_apart(a, b)>1e-4
@@ -282,7 +284,7 @@ def test_a_warning_is_true_and_its_remedy_mends_it(nm):
     assert not told and assert_same_run(a, b)
 
 @pytest.mark.parametrize('f', [adds,adds_in_place,adds_of_predictions])
-def test_a_penalty_on_a_sum_is_told_and_counts_once_a_step(f):
+def test_a_penalty_on_a_sum_is_warned_of_and_counts_once_a_step(f):
     told,a,b = warnings_and_runs(cbs=lambda: [RecordAt('after_loss', f)], **sums)
     assert told=={added_to_a_sum:1} and assert_same_run(a, b)
 
@@ -296,7 +298,7 @@ def learner_with_three_warnings():
     learn.model.reset = learn.model[0].reset
     return learn
 
-def test_each_is_said_once_a_fit_and_again_in_the_next_with_what_to_do():
+def test_each_warning_comes_once_in_each_fit_and_names_a_remedy():
     learn,acc = learner_with_three_warnings(),GradientAccumulation(16)
     for _ in range(2):
         with pytest.warns(AccumulationWarning) as said: learn.fit(2, 1e-5, cbs=acc)
@@ -304,7 +306,7 @@ def test_each_is_said_once_a_fit_and_again_in_the_next_with_what_to_do():
             text, = [str(o.message) for o in said if o.category.__name__==category]
             assert all(o in text for o in expected)
 
-def test_each_is_silenced_by_its_category_and_all_by_one():
+def test_each_warning_is_ignored_by_its_category_and_all_by_the_base_class():
     learn,kinds = learner_with_three_warnings(),{c.__name__:c for c in AccumulationWarning.__subclasses__()}
     def told_without(*categories):
         "Return the warnings of a fit in which these categories are ignored"
@@ -318,7 +320,7 @@ def test_each_is_silenced_by_its_category_and_all_by_one():
         learn.fit(1, 1e-5, cbs=GradientAccumulation(16))
 
 class UsersModel(nn.Sequential):
-    "A model whose `forward` is in the user's file; the warning comes from code that it calls"
+    "A model whose `forward`, in the user's file, calls the code that warns"
     def __init__(self):
         super().__init__(Remembers(5, 3).double())
         self.reset = self[0].reset
@@ -337,15 +339,15 @@ places = dict(
     fresh=lambda: toy(4, model=partial(with_batchnorm, 0.)).fit(2, cbs=FreezeBN()))
 
 @pytest.mark.parametrize('nm', places)
-def test_a_warning_comes_once_and_points_at_the_line_that_fits(nm):
-    "It points neither at a line of fastaccum, nor at the user's model, which calls fastaccum"
+def test_a_warning_comes_once_and_shows_the_line_of_the_fit(nm):
+    "The line is neither in fastaccum, nor in the user's model, which calls fastaccum"
     with collect_warnings() as collected: places[nm]()
     warning, = [o for o in collected if '.html#' in str(o.message)]
     assert warning.filename==__file__
     assert re.search(r'\.fit\w*\(', linecache.getline(warning.filename, warning.lineno))
 
 @pytest.mark.parametrize('action', ['default','module','once'])
-def test_one_line_shows_each_of_its_warnings_where_the_same_is_shown_once(action):
+def test_a_warnings_filter_that_shows_repeated_warnings_once_shows_each_of_three_once(action):
     with collect_warnings(action) as collected:
         learner_with_three_warnings().fit(1, 1e-5, cbs=GradientAccumulation(16))
     kinds = Counter(o.category.__name__ for o in collected if issubclass(o.category, AccumulationWarning))
@@ -354,13 +356,15 @@ def test_one_line_shows_each_of_its_warnings_where_the_same_is_shown_once(action
 # Loaders
 
 class LyingLoader(BatchListLoader):
-    "A loader that says it has `n` batches of 4 samples, whatever it has"
+    "A loader that claims to have `n` batches of 4 samples, by default the right number of batches"
     after_batch,bs = None,4
-    def __init__(self, batches, n=None): super().__init__(toy_data(64), [batches]); self.n = n or len(batches)
+    def __init__(self, batches, n=None):
+        super().__init__(toy_data(64), [batches])
+        self.n = n or len(batches)
     def __len__(self): return self.n
 
 fours,twos,sixes = (in_chunks(list(range(64)), n) for n in (4,2,6))
-# Each case: the warning, is the run the full-batch run, the batches, and how many the loader says it has
+# Each case: the warning, whether the run is the full-batch run, the batches, and the claimed number of batches
 loaders = dict(right=('', True, fours), fewer_than_it_says=('fewer-batches', True, fours, 20),
     smaller=('fewer-batches', True, twos),
     empty_batches=('fewer-batches', True, [[], *fours[:6], [], *fours[6:], []]),
@@ -368,7 +372,7 @@ loaders = dict(right=('', True, fours), fewer_than_it_says=('fewer-batches', Tru
     larger_than_it_says=('larger-batches', False, sixes))
 
 @pytest.mark.parametrize('nm', loaders)
-def test_loaders_that_are_not_as_they_say(nm):
+def test_a_loader_with_other_batches_than_it_claims_is_warned_of(nm):
     key,same,*args = loaders[nm]
     a,b = toy(16, n=64),toy(4, n=64)
     b.dls.loaders[0] = LyingLoader(*args)
@@ -379,7 +383,7 @@ def test_loaders_that_are_not_as_they_say(nm):
 
 @pytest.mark.parametrize('key,bs,acc,big', [('larger-than-a-step', 16, GradientAccumulation(8), 16),
     ('schedule-cut-short', 4, GradientAccumulationSchedule(8, 8, finish=5), 8)])
-def test_what_may_not_be_meant_is_told_and_the_run_is_what_the_warning_says(key, bs, acc, big):
+def test_a_size_that_may_be_a_mistake_is_warned_of_and_the_run_is_as_the_warning_says(key, bs, acc, big):
     a,b = toy(big),toy(bs)
     fit(a, None)
     assert count_warnings(lambda: fit(b, acc))=={('',key):1}
@@ -388,7 +392,7 @@ def test_what_may_not_be_meant_is_told_and_the_run_is_what_the_warning_says(key,
 texts = [torch.randint(2, 9, (12,), generator=gen) for _ in range(64)]
 
 @pytest.mark.parametrize('shuffle', [False,True])
-def test_a_sorted_loader_is_warned_of_if_it_shuffles_and_only_then_the_run_is_another(shuffle):
+def test_a_sorted_loader_is_warned_of_if_it_shuffles_and_only_then_the_run_differs(shuffle):
     def run(bs, cbs):
         set_seed(0)
         dl = SortedDL([(o,int(o[0])%2) for o in texts], bs=bs, shuffle=shuffle, res=list(range(64)))
@@ -401,11 +405,11 @@ def test_a_sorted_loader_is_warned_of_if_it_shuffles_and_only_then_the_run_is_an
     assert told==({loader_order:1} if shuffle else {})
     assert (weights_apart(full_batch, accumulated[0])>1e-7)==shuffle
 
-# Other sizes, and fits within fits
+# Changing the size
 
 @pytest.mark.parametrize('epochs', [False,True])
 @pytest.mark.parametrize('nm', ['accum_bs','n_acc'])
-def test_another_size_holds_from_the_next_fit_or_epoch(nm, epochs):
+def test_a_new_size_takes_effect_in_the_next_fit_or_epoch(nm, epochs):
     def run(learn, obj, nm):
         "Fit twice, and set the attribute `nm` of `obj` to 8 in between, or after each epoch"
         learn.fit_one_cycle(2, 0.1, cbs=[RecordAt('after_epoch', lambda l: epochs and setattr(obj, nm, 8))])

@@ -1,7 +1,7 @@
-"""What a fit warns of, and what `accum_check` says, is true of Learners as fastai users build them.
+"""The warnings of a fit and the result of `accum_check` are true, for Learners as fastai users build them.
 
-Each is trained on full batches and on micro-batches: whether they arrive at the same weights must agree with what was
-said. In double precision, in which the same run is far from a similar one.
+Each Learner is trained on full batches and on micro-batches. Whether both runs arrive at the same weights must agree
+with the warnings and the check. The runs are in double precision, which tells the same run from a similar one.
 """
 import pytest
 from functools import partial
@@ -26,7 +26,7 @@ def mixed_loss(pred, targ):
     return FocalLossFlat(axis=1)(pred, targ)+DiceLoss(axis=1, smooth=1.)(pred, targ)
 
 def sentiment(bs):
-    "A classifier of texts of very different lengths, whose encoder runs on no rows in the first window of some batches"
+    "Return a classifier of texts of very different lengths; some batches have no rows in the encoder's first window"
     return text_classifier_learner(texts(bs, False, sizes=(60,55,9,7,6), seq_len=12), AWD_LSTM, pretrained=False,
         config=awd_lstm_clas_config|small, seq_len=12)
 
@@ -35,7 +35,7 @@ def language(bs):
 
 hugging = partial(tagged, with_labels=True)
 bn,norms = {'BatchNormWarning'},['predictions','gradients','buffers']
-# A function from a batch size to a Learner; the warnings of the fit; the rows of the check that fail
+# Each case: a function from a batch size to a Learner; the warnings of the fit; the rows of the check that fail
 real = dict(
     vision=(vision, bn, ['predictions','draws','gradients','buffers']),
     vision_frozen=(frozen, set(), []),
@@ -54,7 +54,7 @@ real = dict(
 def made(nm, bs):
     set_seed(0)
     learn = in_double(real[nm][0](bs))
-    if nm!='gan': learn.opt_func = SGD   # Adam makes full steps of gradients that are rounding
+    if nm!='gan': learn.opt_func = SGD   # Adam takes full steps even if gradients are rounding errors
     return learn
 
 def trained(nm, bs, cbs):
@@ -66,15 +66,15 @@ def trained(nm, bs, cbs):
     return start,weights(learn),{o.category.__name__ for o in seen if issubclass(o.category, AccumulationWarning)}
 
 @pytest.mark.parametrize('nm', real)
-def test_what_is_said_is_true(nm):
+def test_warnings_and_check_agree_with_the_runs(nm):
     _,said,rows = real[nm]
-    full = 8 if nm=='sentiment' else 16   # of four batches, sorted and shuffled, two may happen to be the same in both
+    full = 8 if nm=='sentiment' else 16   # four sorted batches could agree in both runs by chance
     def acc(): return GradientAccumulation(full, n_items=tokens if nm=='hugging_size' else None)
     (start,a,none),(_,b,heard) = trained(nm, full, []),trained(nm, 4, [acc()])
     apart = ((a-b).norm()/(a-start).norm()).item()
     res = made(nm, 4).accum_check(cbs=acc())
     assert [o.what for o in res.rows if not o.ok]==rows, res
-    # a loss that the model computes cannot be compared
+    # the check cannot compare a loss that the model computes
     if nm!='hugging_loss': assert not any(o.what=='loss' and o.off is None for o in res.rows), res
     assert res.ok==(not rows)==(apart<1e-4), (apart, res)   # same runs are 1e-13 apart, different ones 0.1
     assert not none and (said is None or heard==said), heard

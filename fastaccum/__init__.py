@@ -1,9 +1,10 @@
 """Exact gradient accumulation for fastai: train on micro-batches, get the result of the large batch.
 
 Often, memory has room only for a small batch. With `GradientAccumulation(256)`, the model sees the small
-batches of your DataLoaders (the micro-batches), and the optimizer takes a step every 256 samples. Weights,
-learning rates, recorded losses and metrics are those of a run whose DataLoaders have batches of 256 samples
-(the full-batch run). If something makes the two runs differ, such as BatchNorm, a warning gives the remedy.
+batches of your DataLoaders (the micro-batches), and the optimizer takes a step every 256 samples.
+Weights, learning rates, recorded losses and metrics are those of a run whose DataLoaders have batches of
+256 samples (the full-batch run). If something makes the two runs differ, such as BatchNorm, a warning
+gives the remedy.
 
 A complete example, with micro-batches of 16 samples and steps of 64:
 

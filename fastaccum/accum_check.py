@@ -1,4 +1,4 @@
-"""Check that accumulation gives the gradient of the whole batch with your model, data, loss and callbacks.
+"""Check that accumulation gives the whole batch's gradient with your model, data, loss and callbacks.
 
 Docs: https://fastaccum.github.io/fastaccum/accum_check.html.md"""
 
@@ -42,10 +42,10 @@ def accum_check(self:Learner,
     """Run a batch whole and in micro-batches, compare the gradients, and find out why they differ
 
     Without `accum_bs`, the check compares the samples of the first step of a fit, at once and in the
-    micro-batches of that step. If the samples do not fit into memory at once, the check compares a single
-    micro-batch with its parts, and the title of the table says so. If a step is one batch of the loader, or
-    no callback accumulates, the check compares that batch with parts of unequal sizes. Weights, optimizer
-    and random state are the same after the check as before.
+    micro-batches of that step. If the samples do not fit into memory at once, the check compares a
+    single micro-batch with its parts, and the title of the table says so. If a step is one batch of the
+    loader, or no callback accumulates, the check compares that batch with parts of unequal sizes.
+    Weights, optimizer and random state are the same after the check as before.
 
     TypeError: `accum_bs` or `steps` is not a whole number
     ValueError: `accum_bs` is below 2, `steps` is negative, the training loader has no batch of this
@@ -64,8 +64,9 @@ def accum_check(self:Learner,
                 n = max(1, steps)
                 compare = Compare(run, setup.make_cbs, setup.cuts_loader, setup.split, bs, n, micro)
                 if accum_bs and compare.n<accum_bs:
-                    raise ValueError(f"`accum_bs={accum_bs}` is more than the {compare.n} samples that the "
-                        f"training loader has: give at most {compare.n}" + more_link('samples-to-check'))
+                    raise ValueError(f"`accum_bs={accum_bs}` is more than the {compare.n} samples that "
+                        f"the training loader has: give at most {compare.n}"
+                        + more_link('samples-to-check'))
                 return _Diagnosis(compare, setup, cbs is None, steps)
             found,too_many = None,None
             try: found = diagnose(bs, micro)
@@ -87,12 +88,12 @@ def _check_args(learn, accum_bs, steps):
         'check')
 
 def _check_cbs(learn, acc, cache):
-    "Refuse what the Learner's callbacks would refuse in a fit, because the check replaces these callbacks"
+    "Refuse what the Learner's callbacks refuse in a fit, because the check replaces the callbacks"
     if acc is not None: check_learner(learn)
     elif any(isinstance(o, FastaiGradientAccumulation) for o in learn.cbs):
         raise ValueError("this Learner has fastai's `GradientAccumulation`, and only fastaccum's can be "
-            "checked. Type `learn.remove_cb(learn.gradient_accumulation)`, and import fastaccum's callback "
-            "after `from fastai.vision.all import *`" + more_link('two-callbacks'))
+            "checked. Type `learn.remove_cb(learn.gradient_accumulation)`, and import fastaccum's "
+            "callback after `from fastai.vision.all import *`" + more_link('two-callbacks'))
     if cache is not None: check_cached(learn, cache.limit)
 
 # %% ../nbs/02_accum_check.ipynb #setup
@@ -155,11 +156,11 @@ def make_cbs(self:_Setup, n:int, sizes:list)->list:
 # %% ../nbs/02_accum_check.ipynb #result
 @dataclass(repr=False, eq=False)
 class AccumCheck:
-    "The result of `accum_check`: true if both runs agree; displays itself as a table of causes and remedies"
+    "The result of `accum_check`: true if both runs agree; displays itself as a table"
     rows:list[Row] # A row of the table for each possible cause
     sizes:list[int] # Samples in each micro-batch
     layers:dict # Name of a parameter -> the relative difference of its gradients
-    remaining:dict # Differences as in `layers`, with all known causes removed; empty if no cause was found
+    remaining:dict # Differences as in `layers`, without all known causes; empty if none was found
     too_many:int|None=None # Samples in a step of the fit, if a step does not fit into memory at once
 
     @property
@@ -211,12 +212,12 @@ class _Diagnosis:
         self.compare,self.setup = compare,setup
         self.model = compare.run.learn.model
         self.no_cbs = no_cbs     # True if the user gave the check no `cbs=`
-        # the largest relative difference of the gradients, or `None` if the gradients could not be compared:
+        # the largest relative difference of the gradients, or `None` if it is not known:
         self.off = None          # as the Learner trains
         self.frozen_off = None   # with all modules frozen whose predictions differ
         self.rest_off = None     # with these modules frozen, and without the callbacks in `cbs`
         self.cbs = []            # callbacks that make the gradients differ
-        self.needed = []         # callbacks without which the step fails, so that they cannot be left out
+        self.needed = []         # callbacks that cannot be left out, because the step fails without them
         self.layers = {}         # name of a parameter -> the relative difference of its gradients
         self.remaining = {}      # differences as in `layers`, with all known causes removed
         self.whole,self.parts = compare.whole_and_parts()
@@ -394,7 +395,7 @@ def _weights(self:_Diagnosis):
     if row.where: return row
     off,n_whole,n_parts = self.compare.train_both_ways()
     if n_whole!=n_parts:
-        where = f'{n_whole} steps whole, {n_parts} in micro-batches: the gradients of other steps overflowed'
+        where = f'{n_whole} steps whole, {n_parts} in micro-batches: other steps had an overflow'
         return row._replace(where=where)
     if not n_whole: return row._replace(where='no step was made: the gradients overflowed')
     return row._replace(off=off, where=f'after {n_whole} steps')

@@ -73,15 +73,15 @@ def _check_lr(lr):
     elif isinstance(lr, (list,tuple,L)): rates = lr
     else: rates = [lr]
     if all(o is None or isinstance(o, Real) and isfinite(o) for o in rates): return
-    raise ValueError(f"`lr={lr!r}` is not a finite number: give one, or a slice of two, or leave `lr` out"
+    raise ValueError(f"`lr={lr!r}` is not a finite number: give a number, a slice, or leave `lr` out"
         + more_link('learning-rate'))
 
 def _measured_size(acc, accum_bs, dls, sizes):
     "Return the samples in a measured step, in whole micro-batches"
     micro_bs = sizes.micro_bs
     if accum_bs is not None and accum_bs>sizes.n:
-        raise ValueError(f"`accum_bs={accum_bs}` is more than the {sizes.n} samples that the training loader "
-            f"has in an epoch: give at most {sizes.n}" + more_link('samples-to-check'))
+        raise ValueError(f"`accum_bs={accum_bs}` is more than the {sizes.n} samples that the training "
+            f"loader has in an epoch: give at most {sizes.n}" + more_link('samples-to-check'))
     if accum_bs is not None: size = max(accum_bs, 2*micro_bs)
     else:
         usual = 8*micro_bs if acc is None else acc.plan(dls).wanted(0)
@@ -90,7 +90,8 @@ def _measured_size(acc, accum_bs, dls, sizes):
 
 def _measure(learn, acc, size, bs, n_steps, lr):
     "Train for `n_steps` steps of `size` samples in a dry run, and return a `Reading` of each step"
-    n_batches = ceil((n_steps+20)*size/bs)   # 20 steps more than measured, because a GradScaler skips some
+    # 20 steps more than measured, because a GradScaler skips some
+    n_batches = ceil((n_steps+20)*size/bs)
     settings = {} if acc is None else dict(n_items=acc.n_items, micro_batch_size=acc.micro_batch_size)
     if acc is not None and acc.auto: settings['micro_batch_size'] = acc.auto.capped(None)
     noise = NoiseScale(1)
@@ -102,17 +103,17 @@ def _measure(learn, acc, size, bs, n_steps, lr):
         cbs = [GradientAccumulation(size, drop_last=False, **settings),noise,count]
         run.fit(Batches(run.dl, full, bs, n_batches*bs), cbs, lr=lr)
     if count.n_steps>=n_steps: return noise.readings
-    raise RuntimeError(f"only {count.n_steps} of {n_steps} steps were taken. Either a callback ends the fit "
-        "(set `run_bs_find = False` in its class), or the training loader has no full batch of "
+    raise RuntimeError(f"only {count.n_steps} of {n_steps} steps were taken. Either a callback ends the "
+        "fit (set `run_bs_find = False` in its class), or the training loader has no full batch of "
         f"{bs} samples" + more_link('no-step-in-a-trial'))
 
 # %% ../nbs/09_accum_find.ipynb #result
 class FoundAccum:
     """The result of `accum_find`: `int(…)` is the suggested `accum_bs`; displays itself as text
 
-    `accum_bs` is a number of samples, in whole micro-batches and at most an epoch. `scale` is the noise scale
-    in samples, `readings` has a `Reading` for each measured step, and `scales` has the noise scale after
-    each measured step, averaged over the steps so far.
+    `accum_bs` is a number of samples, in whole micro-batches and at most an epoch. `scale` is the noise
+    scale in samples, `readings` has a `Reading` for each measured step, and `scales` has the noise scale
+    after each measured step, averaged over the steps so far.
     """
     def __init__(self, readings:list, micro_bs:int, n:int):
         n_items = sum(o.size for o in readings)   # in the unit of the noise scale: samples or targets

@@ -35,11 +35,11 @@ class GradientAccumulation(QuietCallback):
 
     TypeError: an argument has the wrong type; in a fit, a batch cannot be split, its targets cannot be
         counted, or `n_items` does not return a number
-    ValueError: a number is below 1, or the size of a step is given twice; when a fit begins, this Learner
-        or its loader cannot accumulate, or with `drop_last=True` an epoch has no full step; in a fit,
-        `n_items` returns a number that is negative or not finite
-    RuntimeError: the callback is switched off in the middle of an epoch, or one of several processes gets
-        more samples than its loader announced
+    ValueError: a number is below 1, or the size of a step is given twice; when a fit begins, this
+        Learner or its loader cannot accumulate, or with `drop_last=True` an epoch has no full step; in a
+        fit, `n_items` returns a number that is negative or not finite
+    RuntimeError: the callback is switched off in the middle of an epoch, or one of several processes
+        gets more samples than its loader announced
     torch.OutOfMemoryError: with `micro_batch_size='auto'`, one sample or the optimizer's state does not
         fit into memory
     UserWarning: in a fit, when the run differs or may differ from the full-batch run; once per fit for
@@ -53,9 +53,9 @@ class GradientAccumulation(QuietCallback):
         # Samples per step over all processes, rounded up to whole micro-batches; 32 if no size is given
         accum_bs:int=None,
         log_accum_batch:bool=True, # Log each step (True), or each micro-batch as fastai does (False)
-        # The most samples in a micro-batch, for training batches; 'auto': any batch is split until it fits
+        # The most samples in a micro-batch in training; 'auto': any batch is split until it fits
         micro_batch_size:int|str|AutoSize=None,
-        # Drop the incomplete last step of an epoch (True), keep it (False), or do as the loader does (None)
+        # Drop the incomplete last step of an epoch (True), keep it (False), or do as the loader (None)
         drop_last:bool|None=None,
         n_items:Callable=None, # `n_items(learn)`: how many items this micro-batch's loss is a mean of
         *, n_acc:int=None, # The same as `accum_bs`, under the name that fastai's callback uses
@@ -85,7 +85,7 @@ class GradientAccumulation(QuietCallback):
 
     @property
     def accum_bs(self)->int:
-        """Samples per optimizer step; a new value that is set during a fit takes effect with the next epoch
+        """Samples per optimizer step; a value that is set during a fit takes effect in the next epoch
 
         With `n_batches`, `accum_bs` is `None` until the callback is on a Learner, because the number of
         samples in a batch is known only from the Learner's loader.
@@ -154,7 +154,8 @@ def before_fit(self:GradientAccumulation):
     check_learner(learn)
     loop = self.loop = StepLoop(self, learn)
     if loop.finder is not None and loop.processes.n>1: keep_in_memory(loop.finder)
-    if not len(learn.dls.train) and loop.processes.n==1: return   # `learn.export()` leaves an empty loader
+    # `learn.export()` leaves an empty loader
+    if not len(learn.dls.train) and loop.processes.n==1: return
     check_processes(loop.processes, self._comms(), self.auto, loop.warn_once)
     plan = self._plan_fit(learn.dls.train)
     if loop.finder is not None: learn.n_epoch = loop.finder.num_it//max(1, len(plan.epoch(0)))+1
@@ -238,8 +239,8 @@ def _share_penalty(self:GradientAccumulation, share):
     if share<1:
         self.loop.warn_once('added-to-a-sum', "a callback adds a term to the loss, which is a sum over "
             "samples (`reduction='sum'`), and the term counts once per step. If the term is also a sum "
-            "over samples, or the callback scales the loss, this run differs from the full-batch run: do "
-            "that in the loss function. A penalty on the weights or a mean over samples is right")
+            "over samples, or the callback scales the loss, this run differs from the full-batch run: "
+            "do that in the loss function. A penalty on the weights or a mean over samples is right")
 
 # %% ../nbs/00_accumulation.ipynb #events-validate
 @patch
@@ -251,14 +252,15 @@ def before_validate(self:GradientAccumulation):
 
 @patch
 def stepped(self:GradientAccumulation, step:Step):
-    "Called when the gradients of `step` are complete, before callbacks see them; schedules record its size"
+    "Called when the gradients of a step are complete, before other callbacks; schedules record its size"
 
 # %% ../nbs/00_accumulation.ipynb #plan
 @patch
 def sizes(self:GradientAccumulation, micro_bs:int, n_epoch:int)->int|Callable:
     """Return how many samples a step should have: a number, or a function from a `Position` to a number
 
-    `micro_bs` is the number of samples in a micro-batch, over all processes; `n_epoch` the epochs of the fit.
+    `micro_bs` is the number of samples in a micro-batch, over all processes, and `n_epoch` is the
+    number of epochs.
     """
     return self.n_batches*micro_bs if self.n_batches else self.accum_bs
 
@@ -268,7 +270,7 @@ def plan(self:GradientAccumulation,
     n_epoch:int=1 # Epochs
 # `sizes`: for each epoch, the samples of each step; `steps`: for each epoch, the number of steps
 )->Plan:
-    """Return the steps that a fit would take, without training; with several processes, those of this one
+    """Return the steps that a fit would take, without training; only those of this process
 
     TypeError: `dls` is not a Learner, DataLoaders or a loader
     ValueError: the loader does not say its batch size, or has smaller batches than `micro_batch_size`
@@ -276,8 +278,8 @@ def plan(self:GradientAccumulation,
     if isinstance(dls, Learner): dls = dls.dls
     dl = dls.train if isinstance(dls, DataLoaders) else dls
     if not (hasattr(dl, '__iter__') and hasattr(dl, '__len__')):
-        raise TypeError(f"`plan({dls!r})` has no training loader: give a Learner, its DataLoaders or its "
-            "training loader, and then the number of epochs, such as `plan(learn, 5)`"
+        raise TypeError(f"`plan({dls!r})` has no training loader: give a Learner, its DataLoaders or "
+            "its training loader, and then the number of epochs, such as `plan(learn, 5)`"
             + more_link('plan-of-what'))
     return self._plan(dl, n_epoch, Processes(nn.Identity()), [])
 

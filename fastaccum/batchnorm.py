@@ -31,14 +31,14 @@ from .core.distributed import check_not_sharded, world_size
 # %% ../nbs/05_batchnorm.ipynb #recalibrate
 @patch
 def recalibrate_bn(self:Learner,
-    bs:int=None, # Samples in a batch; defaults to those of a step, or without accumulation to at least 64
+    bs:int=None, # Samples in a batch; defaults to those of a step, or at least 64 without accumulation
     n:int=None # The most samples to read; defaults to 10,000, and at least one batch is read
 ):
     """Estimate BatchNorm's running statistics again, as a mean over training batches of `bs` samples
 
     TypeError: an argument is not a whole number
-    ValueError: a number is below 1, no BatchNorm layer learns statistics, the training loader has no batch
-        or cannot change its batch size, or the model is sharded over several processes
+    ValueError: a number is below 1, no BatchNorm layer learns statistics, the training loader has no
+        batch or cannot change its batch size, or the model is sharded over several processes
     RuntimeError: there are several processes, and the model has SyncBatchNorm
     torch.OutOfMemoryError: a batch does not fit into memory
     """
@@ -69,7 +69,7 @@ class RecalibrateBN(QuietCallback):
         self.n = None if n is None else check_count('n', n)
 
     def _recalibration(self):
-        "Return the pass over the training batches; `None` in a validation without a fit, and in `lr_find`"
+        "Return the pass over the training batches; `None` in `lr_find`, and in validation without a fit"
         if self.validates or hasattr(self.learn, 'lr_finder'): return None
         return _Recalibration(self.learn, self.bs, self.n)
 
@@ -99,11 +99,11 @@ class FreezeBN(PatchingCallback):
     order = TrainEvalCallback.order+1
     run_valid = False
     def __init__(self,
-        part:Callable=None # `f(model)` returns the module(s) in which to freeze BatchNorm; defaults to all
+        part:Callable=None # `f(model)` returns the module(s) in which to freeze BatchNorm; default: all
     ):
         if isinstance(part, nn.Module):
-            raise TypeError(f"`part` is a {type(part).__name__}: give a function that returns the module, "
-                "such as `lambda m: m[0]`, because the model is not known before the fit"
+            raise TypeError(f"`part` is a {type(part).__name__}: give a function that returns the "
+                "module, such as `lambda m: m[0]`, because the model is not known before the fit"
                 + more_link('function-argument'))
         self.part = check_function('part', part, 1, 'lambda m: m[0]')
         self.frozen = []   # the frozen layers, in the training part of an epoch
@@ -115,8 +115,8 @@ class FreezeBN(PatchingCallback):
         parts = [parts] if is_one else list(parts)
         for part in parts:
             if isinstance(part, nn.Module): continue
-            raise TypeError(f"`part` returned {part!r}, of type {type(part).__name__}: give a function that "
-                "returns a module of the model, or a list of modules, such as `lambda m: m[0]`"
+            raise TypeError(f"`part` returned {part!r}, of type {type(part).__name__}: give a function "
+                "that returns a module of the model, or a list of modules, such as `lambda m: m[0]`"
                 + more_link('function-argument'))
         return [layer for part in parts for layer in bn_layers(part)]
 
@@ -124,20 +124,21 @@ class FreezeBN(PatchingCallback):
         if self.validates: return
         layers = self.layers_of(get_model(self.learn.model))
         if not layers:
-            warn("the model has no BatchNorm layer with running statistics, so `FreezeBN` has nothing to do"
+            warn("no BatchNorm layer with running statistics was found, so `FreezeBN` has nothing to do"
                 + more_link('no-batchnorm'))
         n_fresh = sum(not m.running_mean.any() and bool((m.running_var==1).all()) for m in layers)
         if n_fresh:
             warn(f"{n_fresh} of the {len(layers)} BatchNorm layers that `FreezeBN` freezes have seen no "
-                "data, so these layers do not normalise. Freeze only pretrained layers, such as those of "
-                "the body: `FreezeBN(lambda m: m[0])`" + more_link('fresh-batchnorm'))
+                "data, so these layers do not normalise. Freeze only pretrained layers, such as those "
+                "of the body: `FreezeBN(lambda m: m[0])`" + more_link('fresh-batchnorm'))
 
     def before_train(self):
         self.frozen = self.layers_of(get_model(self.learn.model))
         self.before_batch()
 
     def before_batch(self):
-        for m in self.frozen: m.training = False   # other code may call `model.train()` between two batches
+        # other code may call `model.train()` between two batches
+        for m in self.frozen: m.training = False
 
     def undo_patches(self):
         for m in self.frozen: m.training = self.learn.model.training
@@ -145,7 +146,7 @@ class FreezeBN(PatchingCallback):
 
 # %% ../nbs/05_batchnorm.ipynb #plan
 def _inner(dl):
-    "Return the loader in fastai's `DistributedDL`, which gives each process a part of that loader's samples"
+    "Return the loader inside fastai's `DistributedDL`, or `dl` itself"
     return getattr(dl, 'dl', dl)
 
 def _trains(m):
@@ -159,8 +160,8 @@ def _batch_size(learn, bs):
     own = size_of(dl)
     if not resizable(dl):
         if bs is None or bs==own: return None
-        raise ValueError(f"leave out `bs={bs}`: the training {type(dl).__name__} yields ready-made batches, "
-            "whose size cannot be changed" + more_link('ready-made-batches'))
+        raise ValueError(f"leave out `bs={bs}`: the training {type(dl).__name__} yields ready-made "
+            "batches, whose size cannot be changed" + more_link('ready-made-batches'))
     acc = our_callback(learn, 'GradientAccumulation')
     if bs is None: bs = max(own, 64 if acc is None else acc.current_bs or acc.accum_bs)
     return min(bs, n_of(dl) or bs)
@@ -191,13 +192,13 @@ class _Recalibration:
         "Refuse a model whose forward pass exchanges data between processes"
         check_not_sharded(self.model)
         if any(isinstance(m, nn.SyncBatchNorm) for m in self.layers):
-            raise RuntimeError("SyncBatchNorm cannot be recalibrated on several processes, because it waits "
-                "forever if the processes have different numbers of batches. Recalibrate in one process, "
-                "after training" + more_link('sync-batchnorm'))
+            raise RuntimeError("SyncBatchNorm cannot be recalibrated on several processes, because it "
+                "waits forever if the processes have different numbers of batches. Recalibrate in one "
+                "process, after training" + more_link('sync-batchnorm'))
 
 # %% ../nbs/05_batchnorm.ipynb #pass
 def _first_batches(dl, bs, n):
-    "Yield the first batches of a loader, up to `n` samples but at least one batch; skip batches below `bs`"
+    "Yield the first batches of a loader, at least one and up to `n` samples; skip batches below `bs`"
     seen = 0
     for b in dl:
         size = n_samples(b, bs)
@@ -206,8 +207,8 @@ def _first_batches(dl, bs, n):
         seen += size
         yield b
     if not seen:
-        raise ValueError("the training loader has no batch, so statistics cannot be estimated. Give a loader "
-            "with samples" + more_link('no-batch'))
+        raise ValueError("the training loader has no batch, so statistics cannot be estimated. Give a "
+            "loader with samples" + more_link('no-batch'))
 
 # %% ../nbs/05_batchnorm.ipynb #pass-run
 @patch
@@ -250,7 +251,7 @@ def _average(layers, group):
 # %% ../nbs/05_batchnorm.ipynb #restore
 @patch
 def estimate(self:_Recalibration):
-    """Estimate the statistics, and restore everything else; restore the statistics as well after an error
+    """Estimate the statistics, and restore everything else; after an error, restore the statistics, too
 
     torch.OutOfMemoryError: a batch does not fit into memory
     """
@@ -270,6 +271,6 @@ def estimate(self:_Recalibration):
         uninterrupted(stats.put_back)
         if not is_out_of_memory(e): raise
         size = 'the loader' if self.bs is None else f'{self.bs} samples'
-        raise torch.OutOfMemoryError(f"memory ran out with a batch of {size}: recalibrate with a smaller "
-            f"`bs` ({e})" + more_link('out-of-memory')) from e
+        raise torch.OutOfMemoryError(f"memory ran out with a batch of {size}: recalibrate with a "
+            f"smaller `bs` ({e})" + more_link('out-of-memory')) from e
     finally: uninterrupted(rest.put_back)

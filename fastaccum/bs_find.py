@@ -73,7 +73,8 @@ def bs_find(self:Learner,
 def search(fits:callable, mode:str='power', init_val:int=2, max_trials:int=25, n:int|None=None)->tuple:
     """Find the largest size, up to the `n` samples of the dataset, for which `fits(size)` is true
 
-    Returns the largest size that was found to fit, or 0, and the smallest that was found not to fit, or `None`.
+    Returns the largest size that was found to fit, or 0, and the smallest that was found not to fit, or
+    `None`.
     """
     good,bad = 0,None
     size = init_val if n is None else min(init_val, n)
@@ -107,7 +108,7 @@ class _TrialSteps(CountSteps):
         self.synchronize = getattr(getattr(torch, device.type), 'synchronize', noop)
 
     def before_batch(self):
-        "Give each parameter a gradient, so that a trial needs the memory of a later micro-batch of a step"
+        "Give each parameter a gradient, because later micro-batches of a step need that memory"
         sparse = {m.weight for m in self.learn.model.modules() if getattr(m, 'sparse', False)}
         for p in self.learn.model.parameters():
             if p.requires_grad and p.grad is None and p not in sparse: p.grad = torch.zeros_like(p)
@@ -129,8 +130,8 @@ def _train(run, size, n):
     run.fit(Batches(run.dl, batches*(n+20), size), [steps])
     if steps.n_batches<n or not steps.n_steps:
         raise RuntimeError(f"a trial of {n} steps made {steps.n_steps}, in {steps.n_batches} batches of "
-            f"{size} samples. Either a callback ends the fit or skips steps (set `run_bs_find = False` in "
-            "its class), or the gradients overflow"
+            f"{size} samples. Either a callback ends the fit or skips steps (set `run_bs_find = False` "
+            "in its class), or the gradients overflow"
             + more_link('no-step-in-a-trial'))
     return size*(steps.n_batches-1)/max(steps.secs, 1e-9)
 
@@ -169,8 +170,9 @@ def _check_before_search(learn, n, must_match):
         if isinstance(m, DistributedDataParallel): part = 'part of the model in DistributedDataParallel'
     if part:
         raise RuntimeError(f"`bs_find` cannot search on several processes with {part}: the processes "
-            "exchange data in each forward pass, and would wait forever for one that runs out of memory. "
-            "Search before the model is converted or wrapped, and use a smaller size than the result"
+            "exchange data in each forward pass, and would wait forever for one that runs out of "
+            "memory. Search before the model is converted or wrapped, and use a smaller size than the "
+            "result"
             + more_link('exchanges-in-the-forward-pass'))
     numbers = [-1 if n is None else n, *map(int, must_match.values())]
     each = gather(numbers, training_device(learn))
@@ -179,18 +181,20 @@ def _check_before_search(learn, n, must_match):
 
 def _unwrap(learn):
     "Unwrap a model in DistributedDataParallel, which would exchange data; the dry run wraps it again"
-    if learn.opt is None: learn.create_opt()   # before unwrapping, because the `splitter` gets the wrapped model
+    # before unwrapping, because the `splitter` gets the wrapped model
+    if learn.opt is None: learn.create_opt()
     learn.model = get_model(learn.model)
 
 def _compare_processes(trial, error, device):
     "Mark the trial as failed if memory ran out on any process; return the error to raise, if any"
-    outcome = 2 if error else int(not trial.ok)   # 0: the batch fits, 1: memory ran out, 2: another error
+    # 0: the batch fits, 1: memory ran out, 2: another error
+    outcome = 2 if error else int(not trial.ok)
     outcomes = [o for o, in gather([outcome], device)]
     if trial.ok and 1 in outcomes:
         trial.ok = False
         trial.error = f'memory ran out on process {outcomes.index(1)}'
     if 2 not in outcomes or error: return error
-    return RuntimeError(f"the search failed on process {outcomes.index(2)}: read the error of that process"
+    return RuntimeError(f"the search failed on process {outcomes.index(2)}: read its error"
         + more_link('search-failed-on-another-process'))
 
 # %% ../nbs/06_bs_find.ipynb #result
@@ -199,7 +203,7 @@ def _shown(x): return '' if x is None else f'{x:,.0f}'
 
 @dataclass(repr=False)
 class FoundSize:
-    "The result of `bs_find`: `int(…)` is the largest size that fits; displays itself as a table of trials"
+    "The result of `bs_find`: `int(…)` is the largest size that fits; displays itself as a table"
     size:int # The largest size that fits, in samples
     reason:str # Why no larger size was found, in words
     trials:list[Trial] # The trials, in order
@@ -220,8 +224,8 @@ def _result(good, bad, n, trials):
     """
     if not good:
         raise torch.OutOfMemoryError(f"no batch fits: {', '.join(str(o.size) for o in trials)} samples "
-            "were tried. Use `ActivationCheckpoint()`, `learn.to_fp16()`, or smaller inputs. The last error "
-            f"was: {trials[-1].error}" + more_link('out-of-memory'))
+            "were tried. Use `ActivationCheckpoint()`, `learn.to_fp16()`, or smaller inputs. The last "
+            f"error was: {trials[-1].error}" + more_link('out-of-memory'))
     if bad: reason = f'{bad} do not'
     else: reason = 'there are no more' if good==n else '`max_trials` was reached'
     if world_size()>1: reason += f' (on each of {world_size()} processes)'
@@ -248,7 +252,7 @@ def plot(self:FoundSize)->np.ndarray: # The two matplotlib axes
 
 # %% ../nbs/06_bs_find.ipynb #apply
 def _apply(dls, bs):
-    "Set the batch size of the training loader to `bs`, and make batches of other loaders no larger than `bs`"
+    "Set the batch size of the training loader to `bs`, and of other loaders to at most `bs`"
     dls.train = with_size(dls.train, bs)
     for i,dl in enumerate(dls.loaders[1:], 1):
         if resizable(dl) and size_of(dl)>bs: dls.loaders[i] = with_size(dl, bs)

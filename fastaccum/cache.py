@@ -35,12 +35,14 @@ class GradientCache(PatchingCallback):
     torch.OutOfMemoryError: a single sample does not fit into memory
     UserWarning: during the fit, when something makes the run differ from the full-batch run
     """
-    order = Recorder.order-1   # after all callbacks that change the batch, or call the model before the Learner
+    # after all callbacks that change the batch, or call the model before the Learner
+    order = Recorder.order-1
     run_valid = True
     warn_once = None     # the `WarnOnce` of the fit
     # the `Patch` of the model's `forward`, from `before_batch` to the Learner's call
     patch = None
-    call = None          # the `ReplayedForward` of the batch, until `before_backward` has checked the loss
+    # the `ReplayedForward` of the batch, until `before_backward` has checked the loss
+    call = None
     # which outputs have a row for each sample, in training (key `True`) and in evaluation (`False`)
     rows = None
     checked = False      # True once the two passes of a micro-batch of this fit were compared
@@ -117,9 +119,10 @@ def _check_kept(call, loss_grad):
     """
     outs = [o.grad_fn for o in call.last_outs or () if isinstance(o, torch.Tensor)]
     if not graph_nodes([loss_grad.grad_fn]) & graph_nodes(outs): return
-    raise RuntimeError("the loss uses activations that the model or a hook has kept, and `GradientCache` keeps "
-        "only those of the last micro-batch. Let the model return the activations with its predictions, or "
-        "use `ActivationCheckpoint()`, with which the model sees the whole batch"
+    raise RuntimeError("the loss uses activations that the model or a hook has kept, and "
+        "`GradientCache` keeps only those of the last micro-batch. Let the model return the activations "
+        "with its predictions, or use `ActivationCheckpoint()`, with which the model sees the whole "
+        "batch"
         + more_link('kept-activations'))
 
 @patch
@@ -132,8 +135,8 @@ def _warn_differences(self:GradientCache, args):
     if bns:
         warn_once('batchnorm', f"{type(bns[0]).__name__} normalises with the samples of a micro-batch, "
             f"at most {self.limit.most(learn.training)}, so the result differs from that of the whole "
-            "batch. Use `ActivationCheckpoint()` instead of `GradientCache`: the model then sees the whole "
-            "batch", BatchNormWarning)
+            "batch. Use `ActivationCheckpoint()` instead of `GradientCache`: the model then sees the "
+            "whole batch", BatchNormWarning)
     warn_chunks(learn.model, args, warn_once)
 
 # %% ../nbs/03_cache.ipynb #check
@@ -144,9 +147,10 @@ def check_cached(learn:Learner, limit:AutoSize):
     """
     check_single(learn, GradientCache)
     if any(isinstance(m, DataParallel) for m in learn.model.modules()):
-        raise ValueError("`GradientCache` does not work with DataParallel, because it restores the random "
-            "state of the first device only, so dropout would differ on the others. Use "
-            "`learn.distrib_ctx()` instead, with one process for each device" + more_link('data-parallel'))
+        raise ValueError("`GradientCache` does not work with DataParallel, because it restores the "
+            "random state of the first device only, so dropout would differ on the others. Use "
+            "`learn.distrib_ctx()` instead, with one process for each device"
+            + more_link('data-parallel'))
     check_not_sharded(learn.model)
     check_wrapped(learn.model)
     check_learner(learn)
@@ -155,12 +159,13 @@ def check_cached(learn:Learner, limit:AutoSize):
     splits_by_size = acc is not None and bool(acc.micro_batch_size and bs) and acc.micro_batch_size<bs
     if acc is not None and (acc.auto or splits_by_size):
         raise ValueError("leave out `micro_batch_size` of `GradientAccumulation`, and give the size to "
-            f"`GradientCache`: `GradientAccumulation(micro_batch_size={acc.micro_batch_size or 'auto'!r})` "
-            "would split the loader's batches, so that the loss would not see a whole batch"
+            "`GradientCache`: "
+            f"`GradientAccumulation(micro_batch_size={acc.micro_batch_size or 'auto'!r})` would split "
+            "the loader's batches, so that the loss would not see a whole batch"
             + more_link('split-before-the-loss'))
     has_sync = any(isinstance(m, torch.nn.SyncBatchNorm) for m in learn.model.modules())
     if has_sync and not limit.is_even and world_size()>1:
         raise ValueError(f"`micro_batch_size={limit!r}` does not work with SyncBatchNorm on several "
-            f"processes: {limit.why_uneven}, and its SyncBatchNorm would wait for the others forever. Give "
-            "a number, such as the one that `learn.bs_find()` finds"
+            f"processes: {limit.why_uneven}, and its SyncBatchNorm would wait for the others forever. "
+            "Give a number, such as the one that `learn.bs_find()` finds"
             + more_link('exchanges-in-the-forward-pass'))

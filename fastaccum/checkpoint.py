@@ -31,8 +31,8 @@ class ActivationCheckpoint(PatchingCallback):
     """Keep only the inputs of the model's segments, and compute activations again in the backward pass
 
     TypeError: `segments` has the wrong type
-    ValueError: when the fit begins, if no segments are found, if your segments are not in the model, or if
-        the model cannot be cut into segments
+    ValueError: when the fit begins, if no segments are found, if your segments are not in the model, or
+        if the model cannot be cut into segments
     RuntimeError: a segment cannot be computed again, because its inputs or parameters have changed
     UserWarning: after the fit, if one of your segments did not run, or if no segment ran
     """
@@ -42,8 +42,8 @@ class ActivationCheckpoint(PatchingCallback):
     patches = ()        # the `Patch`s of the fit that runs; empty outside of a fit
     last_used = None    # the `Segments` of the last fit; `None` before the first fit
     def __init__(self,
-        # A class or a tuple of classes, a list of modules, or a function of a module that returns whether the
-        # module is a segment; by default, the callback finds segments
+        # A class, a tuple of classes, a list of modules, or a function that returns whether a module is one;
+        # by default, the callback finds segments
         segments:type|tuple|list|Callable=None
     ):
         self.given = check_segments(segments)
@@ -73,9 +73,10 @@ class ActivationCheckpoint(PatchingCallback):
 
 # %% ../nbs/04_checkpoint.ipynb #check
 def check_segments(segments:object)->object:
-    """Check the argument `segments`, and return it; a ModuleList, an `L` or a single module becomes a list
+    """Check the argument `segments`, and return it; an `L`, a ModuleList or a module becomes a list
 
-    TypeError: `segments` is not a class, a tuple of classes, a list of modules, or a function of a module
+    TypeError: `segments` is not a class, a tuple of classes, a list of modules, or a function of a
+        module
     """
     if isinstance(segments, (L,nn.ModuleList)): segments = list(segments)
     elif isinstance(segments, nn.Module): segments = [segments]
@@ -98,12 +99,12 @@ def unwrapped(model:nn.Module)->nn.Module:
     for m in model.modules():
         name = type(m).__name__
         if isinstance(m, DataParallel):
-            raise ValueError("`ActivationCheckpoint` does not work with DataParallel, because all segments "
-                "would run on the first device. Use `learn.distrib_ctx()` instead, with one process for "
-                "each device" + more_link('data-parallel'))
+            raise ValueError("`ActivationCheckpoint` does not work with DataParallel, because all "
+                "segments would run on the first device. Use `learn.distrib_ctx()` instead, with one "
+                "process for each device" + more_link('data-parallel'))
         if is_compiled(m):
-            raise ValueError(f"{name} is compiled, and the compiler decides which activations are computed "
-                "again. Train before you compile the model, or set "
+            raise ValueError(f"{name} is compiled, and the compiler decides which activations are "
+                "computed again. Train before you compile the model, or set "
                 "`torch._functorch.config.activation_memory_budget` instead of using this callback"
                 + more_link('compiled-model'))
     return model
@@ -138,7 +139,7 @@ def _plain_forward(patch):
 
 # %% ../nbs/04_checkpoint.ipynb #recomputed
 class _Recomputed:
-    "Replaces a segment's `forward`: keeps the inputs, and computes the segment again in the backward pass"
+    "Replaces a segment's `forward`: keeps the inputs, and computes it again in the backward pass"
     def __init__(self, segment):
         self.segment = segment
         self.inside = segment.inside   # all modules in the segment
@@ -185,9 +186,9 @@ class _Recomputed:
         "Refuse inputs and parameters that were changed since their versions were noted"
         if all(o._version==v for o,v in versions): return
         raise RuntimeError(f"an input or a parameter of segment {self.segment.name!r} was changed in "
-            "place, so the segment cannot be computed again. Use `inplace=False` in its layers, or choose "
-            "`segments=` without this one. If an optimizer of yours changed the parameter, let it step "
-            "after the backward pass" + more_link('changed-in-place'))
+            "place, so the segment cannot be computed again. Use `inplace=False` in its layers, or "
+            "choose `segments=` without this one. If an optimizer of yours changed the parameter, let "
+            "it step after the backward pass" + more_link('changed-in-place'))
 
     def __reduce__(self): return _plain_forward(self.patch)
 

@@ -39,7 +39,7 @@ class NoiseScale(PatchingCallback):
 
     def __init__(self,
         every:int=10, # Steps from one measured step to the next
-        half_life:int|None=None # Samples after which a measurement counts half; defaults to 20 measurements
+        half_life:int|None=None # Samples after which a measurement counts half; default: 20 measurements
     ):
         self.every = check_count('every', every, 'step')
         self.half_life = None if half_life is None else check_count('half_life', half_life)
@@ -51,7 +51,8 @@ class NoiseScale(PatchingCallback):
         self.acc = our_callback(learn, 'GradientAccumulation')
         if self.acc is None:
             raise ValueError("NoiseScale compares the micro-batches of a step, and this Learner has no "
-                "`GradientAccumulation` of fastaccum: add `GradientAccumulation(accum_bs)` to its callbacks"
+                "`GradientAccumulation` of fastaccum: add `GradientAccumulation(accum_bs)` to its "
+                "callbacks"
                 + more_link('nothing-accumulates'))
         self.undo_patches()
         self.readings = []
@@ -67,8 +68,8 @@ class NoiseScale(PatchingCallback):
 def estimate(squares:float, mean_sq:float, n:float, k:int)->tuple:
     """Estimate tr Σ and |G|² without bias, for a step of `k` micro-batches with `n` items in all
 
-    `squares` is the sum of n_i |g_i|² over the micro-batches (n_i items, gradient g_i), and `mean_sq` is the
-    squared length |ḡ|² of the mean gradient.
+    `squares` is the sum of n_i |g_i|² over the micro-batches (n_i items, gradient g_i), and `mean_sq` is
+    the squared length |ḡ|² of the mean gradient.
     """
     trace = (squares-n*mean_sq)/(k-1)
     return trace,mean_sq-trace/n
@@ -176,7 +177,8 @@ def before_backward(self:NoiseScale):
 @patch
 def _note_length(self:NoiseScale, micro, i, g):
     "Note the length of the gradient `g` of the parameter with the `id` `i`"
-    if micro.ran: return   # `g` is from another backward pass, which a callback ran after the micro-batch's
+    # `g` is from another backward pass, which a callback ran after the micro-batch's
+    if micro.ran: return
     if i in self.lengths:
         self._warn('a gradient came in parts, as through GradientCache or reentrant checkpoints')
         self.lengths[i] = self.lengths[i]*float('nan')
@@ -244,14 +246,14 @@ def _read(self:NoiseScale, mean, squares, size, k, n, mean_sq):
         return self._warn("the loss of a micro-batch needs no gradient, or NoiseScale was added in the "
             "middle of the step")
     if k==1:
-        return self._warn("the step has one micro-batch, so there is nothing to compare. Raise `accum_bs`")
+        return self._warn("the step has one micro-batch, so nothing can be compared. Raise `accum_bs`")
     if k==0: return   # the loss ignored all targets of the step
     if mean.is_sum: mean_sq /= size**2   # `p.grad` is the gradient of a sum
     trace,grad_sq = estimate(squares, mean_sq, size, k)
     if trace*(k-1)<-.1*squares:   # rounding in bfloat16 changes `squares` by less
-        return self._warn("the step's gradient is longer than its micro-batches' gradients add up to, so "
-            "a callback has changed the gradient. Change it in `before_step` instead, with an `order` above "
-            f"{self.order}")
+        return self._warn("the step's gradient is longer than its micro-batches' gradients add up to, "
+            "so a callback has changed the gradient. Change it in `before_step` instead, with an "
+            f"`order` above {self.order}")
     if self.averages is None: self.averages = Averages(self.half_life or 20*self.every*mean.samples)
     averages = self.averages.add(trace, grad_sq, self.since)
     self.since = 0

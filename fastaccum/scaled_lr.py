@@ -39,7 +39,7 @@ class ScaledLR(PatchingCallback):
     @by_name('base_bs')
     def __init__(self, *,
         base_bs:int, # Samples per step for which the learning rate was chosen
-        rule:str=None # 'linear' or 'sqrt'; defaults to 'sqrt' for optimizers like Adam, otherwise 'linear'
+        rule:str=None # 'linear' or 'sqrt'; defaults to 'sqrt' for optimizers like Adam, else 'linear'
     ):
         self.base_bs = check_count('base_bs', base_bs)
         if rule=='adascale':
@@ -105,7 +105,8 @@ def undo_patches(self:ScaledLR, keep:str=''):
 @patch
 def after_step(self:ScaledLR):
     is_lr_find = getattr(self.learn, 'lr_finder', None) is not None
-    if is_lr_find: self.undo_patches()   # `lr_find` records the unscaled rate, which is that for `base_bs`
+    # `lr_find` records the unscaled rate, which is that for `base_bs`
+    if is_lr_find: self.undo_patches()
 @patch
 def before_batch(self:ScaledLR): self.undo_patches()
 @patch

@@ -32,11 +32,11 @@ def check_moment(name:str, o:int|float)->int|float:
     ValueError: it is negative, infinite or NaN
     """
     if isinstance(o, bool) or not isinstance(o, Real):
-        raise TypeError(f"`{name}={o!r}` is of type {type(o).__name__}: give a fraction of training as a "
-            "float, or an epoch as an int" + more_link('start-and-finish'))
+        raise TypeError(f"`{name}={o!r}` is of type {type(o).__name__}: give a fraction of training as "
+            "a float, or an epoch as an int" + more_link('start-and-finish'))
     if not 0<=o<=2**53:
-        raise ValueError(f"`{name}={o}` is negative or not finite: give a fraction of training from 0. to "
-            "1., or an epoch as an int" + more_link('start-and-finish'))
+        raise ValueError(f"`{name}={o}` is negative or not finite: give a fraction of training from 0. "
+            "to 1., or an epoch as an int" + more_link('start-and-finish'))
     return o
 
 def fraction(o:int|float, n_epoch:int)->float:
@@ -51,8 +51,8 @@ def fractions(start:int|float, finish:int|float, n_epoch:int)->tuple[float,float
     begin = fraction(start, n_epoch)
     end = fraction(finish, n_epoch)
     if begin<=end: return begin,end
-    raise ValueError(f"`start={start}` is later than `finish={finish}`: give a `finish` that is not before "
-        "`start`" + more_link('start-and-finish'))
+    raise ValueError(f"`start={start}` is later than `finish={finish}`: give a `finish` that is not "
+        "before `start`" + more_link('start-and-finish'))
 
 # %% ../nbs/01_schedule.ipynb #annealer
 def as_annealer(schedule:callable, start:int, end:int)->callable:
@@ -85,12 +85,14 @@ def check_value(schedule:callable, pos:float)->float:
     try: size = schedule(pos)
     except Exception as e:
         raise ValueError(f"`schedule` raised an error at position {pos:.3g} between `start` (0) and "
-            f"`finish` (1): {type(e).__name__}: {e}. Give a schedule that returns numbers of samples" + more_link('schedule-function')) from e
+            f"`finish` (1): {type(e).__name__}: {e}. Give a schedule that returns numbers of samples"
+            + more_link('schedule-function')) from e
     try: n = float(size)
     except (TypeError,ValueError,OverflowError): n = float('nan')
     if not 0<n<=2**53:
         raise ValueError(f"`schedule` returned {size!r} at position {pos:.3g} between `start` (0) and "
-            "`finish` (1). Give a schedule that returns numbers of samples, finite and above 0" + more_link('schedule-function'))
+            "`finish` (1). Give a schedule that returns numbers of samples, finite and above 0"
+            + more_link('schedule-function'))
     return n
 
 # %% ../nbs/01_schedule.ipynb #scheduling
@@ -106,12 +108,12 @@ def check_scheduling(scheduling:dict[int,int])->dict[int,int]:
             "steps and micro-batches per step, such as {0:2, 4:8}" + more_link('scheduling-dict'))
     for o in (*scheduling,*scheduling.values()):
         if isinstance(o, bool) or not isinstance(o, Integral):
-            raise TypeError(f"{o!r} in `scheduling={scheduling}` is of type {type(o).__name__}: give all "
-                "numbers as ints" + more_link('scheduling-dict'))
+            raise TypeError(f"{o!r} in `scheduling={scheduling}` is of type {type(o).__name__}: give "
+                "all numbers as ints" + more_link('scheduling-dict'))
     for threshold,n in scheduling.items():
         if threshold<0:
-            raise IndexError(f"the key {threshold} in `scheduling={scheduling}` is negative: give epochs or "
-                "steps counted from 0" + more_link('scheduling-dict'))
+            raise IndexError(f"the key {threshold} in `scheduling={scheduling}` is negative: give "
+                "epochs or steps counted from 0" + more_link('scheduling-dict'))
         if n<1:
             raise ValueError(f"the value {n} in `scheduling={scheduling}` is below 1: give at least 1 "
                 "micro-batch per step" + more_link('scheduling-dict'))
@@ -148,7 +150,8 @@ class _Scheduled(GradientAccumulation):
 class GradientAccumulationSchedule(_Scheduled):
     """Anneal the size of the steps while training
 
-    The arguments from `log_accum_batch` on, and the errors of a fit, are those of `GradientAccumulation`.
+    The arguments from `log_accum_batch` on, and the errors of a fit, are those of
+    `GradientAccumulation`.
 
     TypeError: a size is not a whole number, `start` or `finish` is not a number, or `schedule` is not an
         annealer
@@ -214,15 +217,16 @@ def before_fit(self:GradientAccumulationSchedule):
     if fraction(self.finish, n_epoch)<=1: return
     reached = self.loop.plan.wanted(n_epoch)
     warn(f"`finish={self.finish}` is after the end of this fit (epochs: {n_epoch}), so the steps end at "
-        f"{reached} samples instead of `final_accum_bs={self.final_accum_bs}`. To reach it at the end of "
-        "training, give `finish=1.`: a float is a fraction of training, an int an epoch"
+        f"{reached} samples instead of `final_accum_bs={self.final_accum_bs}`. To reach it at the end "
+        "of training, give `finish=1.`: a float is a fraction of training, an int an epoch"
         + more_link('schedule-cut-short'))
 
 # %% ../nbs/01_schedule.ipynb #scheduler
 class GradientAccumulationScheduler(_Scheduled):
     """Change how many micro-batches make a step, at given epochs or steps
 
-    The arguments from `log_accum_batch` on, and the errors of a fit, are those of `GradientAccumulation`.
+    The arguments from `log_accum_batch` on, and the errors of a fit, are those of
+    `GradientAccumulation`.
 
     TypeError: `scheduling` is not a dict, is empty, or holds something other than `int`s
     IndexError: a threshold is negative
@@ -261,7 +265,7 @@ def plot_sched(self:GradientAccumulation,
     n_epoch:int=1, # Epochs
     figsize:tuple=(12,4) # Width and height of the figure, in inches
 )->np.ndarray: # The two matplotlib axes
-    """Plot the samples in each step of a fit, and the number of steps taken, over epochs; without training
+    """Plot the samples in each step and the number of steps of a fit, without training
 
     TypeError, ValueError: as `GradientAccumulation.plan`
     """

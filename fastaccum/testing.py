@@ -37,7 +37,7 @@ def both_runs(
     seed:int=0, # Seeds PyTorch before each fit
     **kwargs # Passed to `make`
 )->tuple[Learner,Learner]: # The Learners trained on large batches and on micro-batches
-    "Fit a Learner on batches of `accum_bs` samples, and another one with the same weights on micro-batches"
+    "Fit a Learner on batches of `accum_bs` samples, and an equal Learner on micro-batches"
     acc = acc or {}
     def run(bs, whole, accumulation):
         learn = (make or toy)(bs, whole=whole, seed=seed, **kwargs)
@@ -150,7 +150,7 @@ def one_cycle(learn:Learner, cbs:list):
 
 # %% ../nbs/13_testing.ipynb #compare
 def _flat(o):
-    "Return a list of tensors in double precision that hold all numbers in the nested object `o`, in order"
+    "Return all numbers in the nested object `o`, in order, as a list of double-precision tensors"
     if isinstance(o, (np.ndarray,np.number)): o = torch.as_tensor(o)
     if isinstance(o, torch.Tensor): return [o.detach().to_dense().cpu().double().flatten()]
     if isinstance(o, dict): return [t for k in sorted(o, key=str) for t in _flat(o[k])]
@@ -160,7 +160,7 @@ def _flat(o):
     raise TypeError(f"do not know how to compare {o!r}, which is of type {type(o).__name__}")
 
 def deviation(a:object, b:object)->float: # Infinite if the lengths differ; NaN if a number is NaN
-    """Return the largest difference between nested tensors, lists or dicts; relative where a value is above 1
+    """Return the largest difference between nested tensors, lists or dicts, relative to values above 1
 
     TypeError: `a` or `b` holds an object that is neither a number nor contains numbers
     """

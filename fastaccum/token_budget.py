@@ -32,7 +32,7 @@ def _spans(mask):
     return first,stop
 
 def _is_constant(x, where):
-    "Whether `x` has a single value wherever `where` is true, as a tensor (without synchronising the GPU)"
+    "Whether `x` has one value wherever `where` is true, as a tensor (does not synchronise the GPU)"
     where = where.reshape(*where.shape, *[1]*(x.ndim-where.ndim))
     x = x.detach().float()
     return x.masked_fill(~where, torch.inf).amin()>=x.masked_fill(~where, -torch.inf).amax()
@@ -91,7 +91,7 @@ class TokenDivision(Division):
         self.index = torch.tensor(self.order, device=mask.device)
 
     def stop(self, start:int, end:int, most:int|None)->int:
-        "Return the row after the last of the micro-batch that begins at row `start`; it has at least one row"
+        "Return the end of the micro-batch that begins at row `start`; it has at least one row"
         k = max(1, self.budget//max(self.lengths[start:end]))
         return min(end, start+min(k, most or k))
 
@@ -128,7 +128,7 @@ def trim(self:TokenDivision, rows:torch.Tensor, start:int, stop:int)->torch.Tens
 
 @patch
 def cut(self:TokenDivision, b:object, start:int, stop:int, trims:bool=True)->object:
-    "Return the part of a batch, or of its inputs, for a micro-batch: trimmed if `trims`, or with all columns"
+    "Return the part of a batch, or of its inputs, in a micro-batch; with all columns unless `trims`"
     def take(o):
         is_list = not isinstance(o, torch.Tensor)
         if is_list: return container_like(o, [o[i] for i in self.order[start:stop]])
@@ -139,9 +139,9 @@ def cut(self:TokenDivision, b:object, start:int, stop:int, trims:bool=True)->obj
 class TokenBudget(AutoSize):
     """Micro-batches of at most `max_tokens` tokens, counted with their padding
 
-    Pass a TokenBudget as `micro_batch_size` to `GradientAccumulation` or `GradientCache`. Padding may be on the
-    left or on the right. The model must ignore padding: a fit tries that once, and warns if the model's output
-    changes. A single row that is longer than the budget is a micro-batch of its own.
+    Pass a TokenBudget as `micro_batch_size` to `GradientAccumulation` or `GradientCache`. Padding may be
+    on the left or on the right. The model must ignore padding: a fit tries that once, and warns if the
+    model's output changes. A single row that is longer than the budget is a micro-batch of its own.
 
     TypeError: an argument has the wrong type
     ValueError: `max_tokens` is below 1; in a fit, before any weight changes, the batch has no lengths
@@ -159,8 +159,9 @@ class TokenBudget(AutoSize):
         super().__init__()
         self.fixed = check_count('max_tokens', max_tokens, 'token')
         if pad_id is not None and (isinstance(pad_id, bool) or not isinstance(pad_id, Integral)):
-            raise TypeError(f"`pad_id={pad_id!r}` is of type {type(pad_id).__name__}: give the id of the "
-                "padding token as an int, such as `tokenizer.pad_token_id`" + more_link('no-lengths'))
+            raise TypeError(f"`pad_id={pad_id!r}` is of type {type(pad_id).__name__}: give the id of "
+                "the padding token as an int, such as `tokenizer.pad_token_id`"
+                + more_link('no-lengths'))
         self.pad_id = pad_id
         self.length = check_function('length', length, 1, 'lambda batch: batch[1]')
 
@@ -195,8 +196,8 @@ def divide(self:TokenBudget,
     division = TokenDivision((*xb,*yb), n, self._mask(xb, yb, n), self.fixed)
     longest = division.trimmed_width(0, n)
     if longest>self.fixed:
-        warn_once('longer-than-the-budget', f"a row of {longest} tokens is longer than {self!r}, so the row is "
-            f"a micro-batch of its own. If memory runs out, truncate texts to {self.fixed} tokens")
+        warn_once('longer-than-the-budget', f"a row of {longest} tokens is longer than {self!r}, so the "
+            f"row is a micro-batch of its own. If memory runs out, cut texts to {self.fixed} tokens")
     if self.tried is not warn_once: self._try_trimming(model, xb, division, warn_once)
     return division
 
@@ -213,9 +214,10 @@ def _mask(self:TokenBudget, xb, yb, n):
     if has_rows(mask, n) and mask.ndim==2: return mask!=0
     ids = [o for o in tensors if o.ndim==2 and not o.is_floating_point() and o.dtype!=torch.bool]
     if self.pad_id is not None and ids: return ids[0]!=self.pad_id
-    raise ValueError(f"{self!r} cannot tell how long the rows of a batch are, because its first input has no "
-        f"`attention_mask`. Give the id of padding in an integer input, such as `TokenBudget({self.fixed}, "
-        "pad_id=0)`, or `length=` with a function that returns the number of tokens in each row"
+    raise ValueError(f"{self!r} cannot tell how long the rows of a batch are, because its first input "
+        "has no `attention_mask`. Give the id of padding in an integer input, such as "
+        f"`TokenBudget({self.fixed}, pad_id=0)`, or `length=` with a function that returns the number "
+        "of tokens in each row"
         + more_link('no-lengths'))
 
 # %% ../nbs/12_token_budget.ipynb #try
@@ -224,7 +226,7 @@ _tols = {torch.float64:1e-8, torch.float32:1e-3}
 
 @torch.no_grad()
 def _outputs(model, xb):
-    "Return the tensors of the model's output without dropout and autocast, and restore the model's state"
+    "Return the tensors of the model's output without dropout and autocast; restore the model's state"
     state = ForwardState(model.modules())
     try:
         with state.again():   # also restores the autocast setting at its end
@@ -236,7 +238,7 @@ def _outputs(model, xb):
 
 @patch
 def _try_trimming(self:TokenBudget, model, xb, division, warn_once):
-    "Warn if the output for the first trimmed micro-batch changes without its padding; synchronises the GPU"
+    "Warn if trimming changes the output for the first trimmed micro-batch; synchronises the GPU"
     cuts = [o for o in division.cuts(None) if division.trimmed_width(*o)<division.width]
     if not cuts: return
     self.tried = warn_once
@@ -257,7 +259,7 @@ def _try_trimming(self:TokenBudget, model, xb, division, warn_once):
             x,y = (torch.where(is_token, o, 0) for o in (x,division.trim(y, *cut)))
         tol = _tols.get(sizes[min(sizes)] if sizes else x.dtype, 2e-2)
         if is_close(x, y, tol): continue
-        return warn_once('padding-counts', "the model's output changes for texts without their padding, so this "
-            "run differs from the full-batch run. Give the model an attention mask, and positions that begin "
-            "with the first token. Otherwise freeze BatchNorm with `FreezeBN()`, or give `micro_batch_size=` "
-            "a number, which keeps all padding", AccumulationWarning)
+        return warn_once('padding-counts', "the model's output changes for texts without their padding, "
+            "so this run differs from the full-batch run. Give the model an attention mask, and "
+            "positions that begin with the first token. Otherwise freeze BatchNorm with `FreezeBN()`, "
+            "or give `micro_batch_size=` a number, which keeps all padding", AccumulationWarning)

@@ -25,8 +25,8 @@ class WandbCallback(fastai_wandb.WandbCallback):
     """
     def before_fit(self):
         if self.log_model and not hasattr(self, 'save_model'):
-            raise ValueError("`log_model=True` uploads the model that a SaveModelCallback saves, and this "
-                "Learner has none: add `SaveModelCallback()` to `cbs=`" + more_link('log-model'))
+            raise ValueError("`log_model=True` uploads the model that a SaveModelCallback saves, and "
+                "this Learner has none: add `SaveModelCallback()` to `cbs=`" + more_link('log-model'))
         # fastai's `before_fit` raises an error when it formats the Learner's arguments, so it gets none
         vars(self.learn)['gather_args'] = dict
         try: super().before_fit()

@@ -278,8 +278,8 @@ def plan(self:GradientAccumulation,
     if isinstance(dls, Learner): dls = dls.dls
     dl = dls.train if isinstance(dls, DataLoaders) else dls
     if not (hasattr(dl, '__iter__') and hasattr(dl, '__len__')):
-        raise TypeError(f"`plan({dls!r})` has no training loader: give a Learner, its DataLoaders or "
-            "its training loader, and then the number of epochs, such as `plan(learn, 5)`"
+        raise TypeError(f"`plan({dls!r})`: give a Learner, its DataLoaders or a training loader, "
+            "and then the number of epochs, such as `plan(learn, 5)`"
             + more_link('plan-of-what'))
     return self._plan(dl, n_epoch, Processes(nn.Identity()), [])
 

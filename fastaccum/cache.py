@@ -158,10 +158,9 @@ def check_cached(learn:Learner, limit:AutoSize):
     bs = size_of(learn.dls.train)
     splits_by_size = acc is not None and bool(acc.micro_batch_size and bs) and acc.micro_batch_size<bs
     if acc is not None and (acc.auto or splits_by_size):
-        raise ValueError("leave out `micro_batch_size` of `GradientAccumulation`, and give the size to "
-            "`GradientCache`: "
-            f"`GradientAccumulation(micro_batch_size={acc.micro_batch_size or 'auto'!r})` would split "
-            "the loader's batches, so that the loss would not see a whole batch"
+        raise ValueError(f"`micro_batch_size={acc.micro_batch_size or 'auto'!r}` of GradientAccumulation "
+            "would split the loader's batches, so that the loss would not see a whole batch: leave it out "
+            "of `GradientAccumulation`, and give the size to `GradientCache`"
             + more_link('split-before-the-loss'))
     has_sync = any(isinstance(m, torch.nn.SyncBatchNorm) for m in learn.model.modules())
     if has_sync and not limit.is_even and world_size()>1:

@@ -50,9 +50,8 @@ class NoiseScale(PatchingCallback):
         check_single(learn, NoiseScale)
         self.acc = our_callback(learn, 'GradientAccumulation')
         if self.acc is None:
-            raise ValueError("NoiseScale compares the micro-batches of a step, and this Learner has no "
-                "`GradientAccumulation` of fastaccum: add `GradientAccumulation(accum_bs)` to its "
-                "callbacks"
+            raise ValueError("NoiseScale compares the micro-batches of a step, and this Learner takes a "
+                "step on every batch: add fastaccum's `GradientAccumulation(accum_bs)` to its callbacks"
                 + more_link('nothing-accumulates'))
         self.undo_patches()
         self.readings = []

@@ -159,8 +159,8 @@ def check_cached(learn:Learner, limit:AutoSize):
     splits_by_size = acc is not None and bool(acc.micro_batch_size and bs) and acc.micro_batch_size<bs
     if acc is not None and (acc.auto or splits_by_size):
         raise ValueError(f"`micro_batch_size={acc.micro_batch_size or 'auto'!r}` of GradientAccumulation "
-            "would split the loader's batches, so that the loss would not see a whole batch: leave it out "
-            "of `GradientAccumulation`, and give the size to `GradientCache`"
+            "would split the loader's batches before the loss, which needs whole batches: leave it out of "
+            "`GradientAccumulation`, and give the size to `GradientCache`"
             + more_link('split-before-the-loss'))
     has_sync = any(isinstance(m, torch.nn.SyncBatchNorm) for m in learn.model.modules())
     if has_sync and not limit.is_even and world_size()>1:

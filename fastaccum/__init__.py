@@ -1,9 +1,10 @@
 """Exact gradient accumulation for fastai: train on micro-batches, get the result of the large batch.
 
-Memory often has room for a small batch only. `GradientAccumulation(256)` lets the model see the small
-batches of your DataLoaders, the micro-batches, and takes an optimizer step every 256 samples. Weights,
-learning rates, recorded losses and metrics are those of a run whose DataLoaders have batches of 256. If
-something makes the two runs differ, such as BatchNorm, a warning says so, with a remedy.
+Often, memory has room only for a small batch. With `GradientAccumulation(256)`, the model sees the small
+batches of your DataLoaders (the micro-batches), and the optimizer takes a step every 256 samples.
+Weights, learning rates, recorded losses and metrics are those of a run whose DataLoaders have batches of
+256 samples (the full-batch run). If something makes the two runs differ, such as BatchNorm, a warning
+gives the remedy.
 
 A complete example, with micro-batches of 16 samples and steps of 64:
 
@@ -16,21 +17,21 @@ A complete example, with micro-batches of 16 samples and steps of 64:
     dls = DataLoaders(DataLoader(items, bs=16, shuffle=True), DataLoader(items, bs=64))
     learn = Learner(dls, nn.Linear(8, 1), MSELossFlat())
     learn.fit_one_cycle(5, 0.1, cbs=GradientAccumulation(64))
-    learn.accum_check(64)   # is this the run on the large batch?
+    print(learn.accum_check(64))   # a table: is this the run on the large batch, and if not, why?
 
 Accumulate (callbacks for `cbs=`):
     GradientAccumulation            take an optimizer step every `accum_bs` samples
     GradientAccumulationSchedule    anneal the size of the steps while training
     GradientAccumulationScheduler   change the number of micro-batches in a step at given epochs or steps
-    AutoSize                        split batches when memory runs out, in a way of your own
-    TokenBudget                     split batches of texts by length, into micro-batches of so many tokens
+    AutoSize                        split batches when memory runs out, with a split function of your own
+    TokenBudget                     split batches of texts into micro-batches of at most so many tokens
 
-Other ways to the large batch:
+Other ways to the large batch (callbacks for `cbs=`):
     GradientCache                   the model sees micro-batches, the loss sees the loader's whole batch
     ActivationCheckpoint            the model sees the whole batch; activations are computed again
     FreezeBN, RecalibrateBN         freeze BatchNorm's statistics, or estimate them on large batches
 
-Choose sizes and rates:
+Choose batch sizes and learning rates (callbacks for `cbs=`):
     NoiseScale                      measure while training how large a batch should be
     ScaledLR                        scale the learning rate with the size of a step
 
@@ -41,9 +42,9 @@ Methods that every Learner gets with `import fastaccum`:
     learn.recalibrate_bn            estimate BatchNorm's statistics again, once
 
 Warnings that the result differs, or may differ:
-    AccumulationWarning             all of them, for example for `warnings.filterwarnings`
-    BatchNormWarning, LoaderWarning, LossWarning, StateWarning      those of one cause
-    ImportOrderWarning              a fit uses fastai's class of the same name
+    AccumulationWarning             the class of all these warnings, for `warnings.filterwarnings`
+    BatchNormWarning, LoaderWarning, LossWarning, StateWarning      subclasses, one for each cause
+    ImportOrderWarning              a fit uses fastai's `GradientAccumulation` instead of this one
 
 Documentation: https://fastaccum.github.io/fastaccum
 """
@@ -56,8 +57,8 @@ from fastaccum.cache import GradientCache
 from fastaccum.checkpoint import ActivationCheckpoint
 from fastaccum.core import import_order
 from fastaccum.core.micro_batches import AutoSize
-from fastaccum.core.warnings import (AccumulationWarning, BatchNormWarning, ImportOrderWarning, LoaderWarning,
-    LossWarning, StateWarning)
+from fastaccum.core.warnings import (AccumulationWarning, BatchNormWarning, ImportOrderWarning,
+    LoaderWarning, LossWarning, StateWarning)
 from fastaccum.noise_scale import NoiseScale
 from fastaccum.scaled_lr import ScaledLR
 from fastaccum.schedule import GradientAccumulationSchedule, GradientAccumulationScheduler
@@ -65,5 +66,5 @@ from fastaccum.token_budget import TokenBudget
 
 __all__ = ['AccumulationWarning', 'ActivationCheckpoint', 'AutoSize', 'BatchNormWarning', 'FreezeBN',
     'GradientAccumulation', 'GradientAccumulationSchedule', 'GradientAccumulationScheduler',
-    'GradientCache', 'ImportOrderWarning', 'LoaderWarning', 'LossWarning', 'NoiseScale', 'RecalibrateBN', 'ScaledLR',
-    'StateWarning', 'TokenBudget']
+    'GradientCache', 'ImportOrderWarning', 'LoaderWarning', 'LossWarning', 'NoiseScale', 'RecalibrateBN',
+    'ScaledLR', 'StateWarning', 'TokenBudget']

@@ -1,4 +1,4 @@
-"""Check that accumulation gives the whole batch's gradient with your own model, data, loss and callbacks.
+"""Check that accumulation gives the whole batch's gradient with your model, data, loss and callbacks.
 
 Docs: https://fastaccum.github.io/fastaccum/accum_check.html.md"""
 
@@ -35,20 +35,21 @@ from .core.warnings import more_link
 # %% ../nbs/02_accum_check.ipynb #accum-check
 @patch
 def accum_check(self:Learner,
-    accum_bs:int=None, # Samples in the whole batch; by default those of a step, or of the loader's batch
+    accum_bs:int=None, # Samples in the whole batch; defaults to a step, or else to a batch of the loader
     steps:int=0, # Optimizer steps to train both ways, to compare the weights as well
     cbs:Callback|list=None # Callbacks that you would pass to `fit`
 )->'AccumCheck': # Displays itself as a table
     """Run a batch whole and in micro-batches, compare the gradients, and find out why they differ
 
-    Without `accum_bs`, the sizes are those of training: the samples of the first step, in its
-    micro-batches. If these do not fit into memory at once, a single micro-batch is compared with its
-    parts, and the title says so. If a step is one batch of the loader, or nothing accumulates, that
-    batch is compared with parts of unequal sizes.
+    Without `accum_bs`, the check compares the samples of the first step of a fit, at once and in the
+    micro-batches of that step. If the samples do not fit into memory at once, the check compares a
+    single micro-batch with its parts, and the title of the table says so. If a step is one batch of the
+    loader, or no callback accumulates, the check compares that batch with parts of unequal sizes.
+    Weights, optimizer and random state are the same after the check as before.
 
     TypeError: `accum_bs` or `steps` is not a whole number
     ValueError: `accum_bs` is below 2, `steps` is negative, the training loader has no batch of this
-        size, two callbacks accumulate, fastai's own callback accumulates, or the fit would refuse these
+        size, two callbacks accumulate, fastai's own callback accumulates, or a fit would refuse the
         callbacks
     RuntimeError: there are several processes, or no step could be made, because a callback ends the fit
         or skips steps, or the gradients overflow
@@ -63,14 +64,15 @@ def accum_check(self:Learner,
                 n = max(1, steps)
                 compare = Compare(run, setup.make_cbs, setup.cuts_loader, setup.split, bs, n, micro)
                 if accum_bs and compare.n<accum_bs:
-                    raise ValueError(f"`accum_bs={accum_bs}`: the training loader has only {compare.n} "
-                        "samples for a batch. Give at most that many" + more_link('samples-to-check'))
+                    raise ValueError(f"`accum_bs={accum_bs}` is more than the {compare.n} samples that "
+                        f"the training loader has: give at most {compare.n}"
+                        + more_link('samples-to-check'))
                 return _Diagnosis(compare, setup, cbs is None, steps)
             found,too_many = None,None
             try: found = diagnose(bs, micro)
             except Exception as e:
                 if accum_bs or not fits or not is_out_of_memory(e): raise
-            # not in the `except`, where the exception holds the memory of the fit
+            # not in the `except` clause: there, the exception keeps the memory of the failed fit in use
             if found is None:
                 free_memory()
                 found,too_many = diagnose(fits),bs
@@ -79,24 +81,24 @@ def accum_check(self:Learner,
 # %% ../nbs/02_accum_check.ipynb #args
 def _check_args(learn, accum_bs, steps):
     if accum_bs is not None and check_count('accum_bs', accum_bs)==1:
-        raise ValueError("`accum_bs=1`: one sample cannot be split. Give at least 2"
+        raise ValueError("`accum_bs=1` is a single sample, which cannot be split: give at least 2"
             + more_link('samples-to-check'))
     if steps!=0 or isinstance(steps, bool): check_count('steps', steps, 'step')
     check_search(learn, 'accum_check', "each would check other samples. Run it in a single process",
         'check')
 
 def _check_cbs(learn, acc, cache):
-    "Refuse what these callbacks would refuse, because the check's own callbacks replace them"
+    "Refuse what the Learner's callbacks refuse in a fit, because the check replaces the callbacks"
     if acc is not None: check_learner(learn)
     elif any(isinstance(o, FastaiGradientAccumulation) for o in learn.cbs):
         raise ValueError("this Learner has fastai's `GradientAccumulation`, and only fastaccum's can be "
-            "checked. Remove it with `learn.remove_cb(learn.gradient_accumulation)`, and import "
-            "fastaccum's after `from fastai.vision.all import *`" + more_link('two-callbacks'))
+            "checked. Type `learn.remove_cb(learn.gradient_accumulation)`, and import fastaccum's "
+            "callback after `from fastai.vision.all import *`" + more_link('two-callbacks'))
     if cache is not None: check_cached(learn, cache.limit)
 
 # %% ../nbs/02_accum_check.ipynb #setup
 class _Setup:
-    "How a Learner makes a step of several parts"
+    "How the callbacks and the loader of a Learner make a step of several parts"
     def __init__(self, learn):
         self.acc = acc = our_callback(learn, 'GradientAccumulation')
         self.cache = our_callback(learn, 'GradientCache')
@@ -107,22 +109,23 @@ class _Setup:
         self.n_items = acc and acc.n_items
         auto = acc and acc.auto
         self.split = auto.split if auto else split
-        # is a batch of the loader a step, which `GradientAccumulation` splits?
+        # True if a step is one batch of the loader, which `GradientAccumulation` splits
         self.splits = False
         if plan is not None:
             loader = plan.loaders[0]
             self.splits = plan.wanted(0)==loader.bs and bool(auto or loader.unit==1)
-        # does the loader yield the parts of a step?
+        # True if the parts of a step are batches of the loader
         self.cuts_loader = not self.splits and (acc is not None or not self.cbs)
+        # True if the loss sees all samples of a step at once
         self.loss_gets_whole = not (self.cuts_loader or self.splits)
         self.model_gets_whole = self.loss_gets_whole and self.cache is None
 
 # %% ../nbs/02_accum_check.ipynb #setup-sizes
 @patch
 def sizes(self:_Setup, dl:object, accum_bs:int|None)->tuple:
-    """Samples in a step of the fit, in its micro-batches, and in a micro-batch that fits into memory
+    """Return the samples in a step, in a micro-batch, and in a micro-batch that fits into memory
 
-    The last two are `None` if a step has a single part.
+    The last two numbers are `None` if a step has a single part.
     """
     bs = size_of(dl) if resizable(dl) else None
     cache_size = self.cache.size if self.cache else None
@@ -138,7 +141,7 @@ def sizes(self:_Setup, dl:object, accum_bs:int|None)->tuple:
 
 @patch
 def make_cbs(self:_Setup, n:int, sizes:list)->list:
-    "Callbacks that make one step of `n` samples, with parts of `sizes`"
+    "Return callbacks that make one step of `n` samples, with parts of `sizes`"
     acc,cache = self.acc,self.cache
     cbs,most = [],max(sizes)
     if self.checkpoint is not None: cbs.append(type(self.checkpoint)(self.checkpoint.given))
@@ -153,20 +156,20 @@ def make_cbs(self:_Setup, n:int, sizes:list)->list:
 # %% ../nbs/02_accum_check.ipynb #result
 @dataclass(repr=False, eq=False)
 class AccumCheck:
-    "Whether the run gives the same result as the full-batch run, and if not, why"
-    rows:list[Row] # What was found
-    sizes:list[int] # Samples in the micro-batches
+    "The result of `accum_check`: true if both runs agree; displays itself as a table"
+    rows:list[Row] # A row of the table for each possible cause
+    sizes:list[int] # Samples in each micro-batch
     layers:dict # Name of a parameter -> the relative difference of its gradients
-    remaining:dict # The same without all causes that were found; empty if none was found
-    too_many:int|None=None # Samples in a step of the fit, if these do not fit into memory at once
+    remaining:dict # Differences as in `layers`, without all known causes; empty if none was found
+    too_many:int|None=None # Samples in a step of the fit, if a step does not fit into memory at once
 
     @property
     def ok(self)->bool:
-        "True if gradients were compared and every row is exact"
+        "Whether the gradients were compared, and every row that was checked is exact"
         return self.off['gradients'] is not None and all(o.ok for o in self.rows if o.off is not None)
     @property
     def off(self)->dict:
-        "Name of a row -> the relative difference; `None` if it could not be checked"
+        "The relative difference in each row, by the name of the row; `None` if it could not be checked"
         return {o.what:o.off for o in self.rows}
 
     def __bool__(self): return self.ok
@@ -204,19 +207,19 @@ def _repr_markdown_(self:AccumCheck):
 
 # %% ../nbs/02_accum_check.ipynb #find
 class _Diagnosis:
-    "Finds what makes the gradients of whole batch and parts differ"
+    "Finds the causes if the gradients of the whole batch and of its parts differ"
     def __init__(self, compare, setup, no_cbs, steps):
         self.compare,self.setup = compare,setup
         self.model = compare.run.learn.model
-        self.no_cbs = no_cbs     # were no callbacks of the fit given to the check?
-        # the largest difference of the gradients; `None` if they could not be compared
+        self.no_cbs = no_cbs     # True if the user gave the check no `cbs=`
+        # the largest relative difference of the gradients, or `None` if it is not known:
         self.off = None          # as the Learner trains
-        self.frozen_off = None   # with all modules frozen that differ by themselves
-        self.rest_off = None     # also without the callbacks that were found
+        self.frozen_off = None   # with all modules frozen whose predictions differ
+        self.rest_off = None     # with these modules frozen, and without the callbacks in `cbs`
         self.cbs = []            # callbacks that make the gradients differ
-        self.needed = []         # callbacks that may do so, and that could not be left out to find out
-        self.layers = {}         # name of a parameter -> the difference of its gradients
-        self.remaining = {}      # the same without all causes that were found; empty if none was found
+        self.needed = []         # callbacks that cannot be left out, because the step fails without them
+        self.layers = {}         # name of a parameter -> the relative difference of its gradients
+        self.remaining = {}      # differences as in `layers`, with all known causes removed
         self.whole,self.parts = compare.whole_and_parts()
         self.sizes = [compare.n] if compare.why else compare.sizes
         size,loaders = f'micro_batch_size={compare.most}','DataLoaders whose batches are whole steps'
@@ -234,7 +237,7 @@ def _probe_first_batch(self:_Diagnosis, n_items, **kwargs):
     probe = FirstBatchProbe(compare.n, compare.sizes, compare.split, n_items, loss_only)
     try: compare.fit(False, compare.wholes[:1], [probe], **kwargs)
     except Exception:
-        if not compare.why: raise   # otherwise it is known what fails
+        if not compare.why: raise   # otherwise, `compare.why` names what fails
     return probe
 
 @patch
@@ -257,18 +260,19 @@ def _find_causes(self:_Diagnosis):
         if self.cbs: self.rest_off = self._without(freeze, reset, self.cbs)
     else:   # find the callback that makes more rows of the samples
         cbs = [o for o in callbacks_to_try(compare.run) if hasattr(o, 'before_batch')]
-        self.cbs = [o for o in cbs if self._rows_without(o) in (probe.n,None)] or cbs
+        found = [o for o in cbs if self._rows_without(o) in (probe.n,None)]
+        self.cbs = found or cbs
 
 @patch
 def _rows_without(self:_Diagnosis, cb):
-    "The rows that the model gets if a callback is left out; `None` if the step fails without the callback"
+    "Return the number of rows that the model gets without callback `cb`; `None` if the step fails"
     try: return self._probe_first_batch(None, without=[cb]).rows
     except Exception as e:
         if is_out_of_memory(e): raise
 
 @patch
 def _without(self:_Diagnosis, freeze, reset, cbs=()):
-    "The largest difference of the gradients without the causes that were found"
+    "Return the largest difference of the gradients without the causes that were found"
     self.remaining = self.compare.differences(freeze=freeze, reset=reset, without=cbs)
     return max(self.remaining.values(), default=0.)
 
@@ -278,7 +282,7 @@ def _loss(self:_Diagnosis):
     probe,tol = self.probe,self.tol
     if self.setup.loss_gets_whole: return Row('loss', 0., tol)
     if self.rest_off is not None and self.rest_off<=tol:
-        # the loss does not make the gradients of these parts differ, but perhaps those of other parts
+        # the gradients agree in these parts, but a loss can differ in micro-batches of other sizes
         row = Row('loss', self.rest_off, tol)
         if probe.hidden_loss:
             row = Row('loss', probe.hidden_loss, tol, 'in micro-batches of unequal sizes')
@@ -286,14 +290,14 @@ def _loss(self:_Diagnosis):
         row = Row('loss', None, tol, f'the model gets {probe.rows} rows for {probe.n} samples')
     else: row = Row('loss', probe.loss, tol, probe.loss_why)
     if row.off is None or row.ok: return row
-    n_items = '`n_items=`, a function that counts what it is a mean of'
+    n_items = '`n_items=`, a function that counts what the loss is a mean of'
     return row._replace(remedy=f"`reduction='mean'`; {n_items}; or {self.cache_remedy}")
 
 # %% ../nbs/02_accum_check.ipynb #rows-predictions
 def _in_one_cell(*texts): return '; '.join(filter(None, texts))
 
 def _checkpoint_remedy(model):
-    "`ActivationCheckpoint()` as a remedy, if it finds segments in this model"
+    "Return `ActivationCheckpoint()` as a remedy, or '' if it cannot cut this model into segments"
     try: return '`ActivationCheckpoint()`' if find_segments(unwrapped(model)) else ''
     except ValueError: return ''
 
@@ -303,7 +307,7 @@ def _predictions(self:_Diagnosis):
     row = Row('predictions', probe.predictions, self.tol, probe.why)
     if row.off is None or row.ok: return row
     gradients_agree = self.off is not None and self.off<=self.tol
-    # predictions may have another length in each part, as where a model trims its batch to the longest sequence
+    # a model that trims its batch to the longest sequence predicts another length in each part
     if gradients_agree and not probe.remembering: return Row('predictions', self.off, self.tol)
     where = describe_modules(self.model, probe.depending)
     if probe.remembering:
@@ -348,7 +352,7 @@ def _callbacks(self:_Diagnosis):
         names = ', '.join(names)
         return Row('callbacks', None, tol, f'the step fails without {names}')
     where = 'not checked: callbacks that are passed to `fit`; give them as `cbs=`' if self.no_cbs else ''
-    return Row('callbacks', 0., tol, where)   # a difference that remains has another cause
+    return Row('callbacks', 0., tol, where)   # a remaining difference has another cause
 
 @patch
 def _loader(self:_Diagnosis):
@@ -391,7 +395,7 @@ def _weights(self:_Diagnosis):
     if row.where: return row
     off,n_whole,n_parts = self.compare.train_both_ways()
     if n_whole!=n_parts:
-        where = f'{n_whole} steps whole, {n_parts} in micro-batches: gradients of the others overflowed'
+        where = f'{n_whole} steps whole, {n_parts} in micro-batches: other steps had an overflow'
         return row._replace(where=where)
     if not n_whole: return row._replace(where='no step was made: the gradients overflowed')
     return row._replace(off=off, where=f'after {n_whole} steps')
@@ -401,7 +405,7 @@ def _rows(self:_Diagnosis, steps):
     rows = L(self._loss(), self._predictions(), self._draws(), self._callbacks(), self._loader(),
         self._gradients(), self._buffers())
     if steps: rows.append(self._weights())
-    # a table has one line for each row
+    # a row of the table has one line, so a longer message is cut
     return rows.map(lambda o: o._replace(where=o.where.partition('\n')[0]))
 
 # %% ../nbs/02_accum_check.ipynb #plot
@@ -413,7 +417,7 @@ def plot(self:AccumCheck)->Axes: # The matplotlib axes
     runs = [('as it trains',self.layers,'tab:red')]
     if self.remaining: runs.append(('without what was found',self.remaining,'tab:blue'))
     for label,diffs,color in runs:
-        xs = [max(min(o, 1e3), 1e-17) for o in diffs.values()]   # a difference of 0 is drawn at the edge
+        xs = [max(min(o, 1e3), 1e-17) for o in diffs.values()]   # a logarithmic axis has no 0
         ax.plot(xs, range(len(xs)), 'o', ms=4, color=color, label=label)
     ax.axvline(tol, color='gray', linestyle=':', label='rounding, at most')
     ax.set(xscale='log', xlabel='difference of the gradients, relative', yticks=range(len(self.layers)))

@@ -31,11 +31,11 @@ from .core.loader_info import samples_of, sizes_of
 def accum_find(self:Learner,
     accum_bs:int|None=None, # Samples in a measured step; defaults to the first step of a fit
     steps:int=20, # Steps to measure
-    lr:float|slice|None=None, # Learning rate of these steps; defaults to the Learner's
+    lr:float|slice|None=None, # Learning rate of the measured steps; defaults to the Learner's
     cbs:Callback|list|None=None, # Callbacks that you would pass to `fit`
-    show_plot:bool=True # Draw the noise scale over the steps that were measured?
-)->'FoundAccum': # `int(…)` of it is the suggested size in samples, in whole micro-batches
-    """Measure the gradient's noise in some steps, put everything back, and suggest the size of a step
+    show_plot:bool=True # Whether to plot the noise scale over the measured steps
+)->'FoundAccum': # Converts to the suggested size with `int(…)`, in samples and whole micro-batches
+    """Measure the gradient's noise in some steps, restore the Learner, and suggest the size of a step
 
     A noise scale of `B` samples means that the noise in the mean gradient of `B` samples is as large as
     the gradient ([McCandlish et al., 2018](https://arxiv.org/abs/1812.06162)). Steps of that size are
@@ -46,7 +46,7 @@ def accum_find(self:Learner,
         finite number, or the training loader has no batch or no batch size
     RuntimeError: there are several processes, a callback ends the fit, the loader has no full batch, or
         no step could be measured
-    UserWarning: a step could not be measured; the message says why
+    UserWarning: a step could not be measured
     """
     check_bool('show_plot', show_plot)
     check_count('steps', steps, 'step')
@@ -60,7 +60,7 @@ def accum_find(self:Learner,
         size = _measured_size(acc, accum_bs, self.dls, sizes)
         readings = _measure(self, acc, size, sizes.bs, steps, lr)
     if not readings:
-        raise RuntimeError("no step could be measured; a warning above says why"
+        raise RuntimeError("no step could be measured: read the warning above, which says why"
             + more_link('cannot-measure'))
     res = FoundAccum(readings, sizes.micro_bs, sizes.n)
     if show_plot: res.plot()
@@ -68,20 +68,20 @@ def accum_find(self:Learner,
 
 # %% ../nbs/09_accum_find.ipynb #measure
 def _check_lr(lr):
-    "Refuse a learning rate for which no step could be taken"
+    "Refuse a learning rate with which no step can be taken"
     if isinstance(lr, slice): rates = [lr.start,lr.stop]
     elif isinstance(lr, (list,tuple,L)): rates = lr
     else: rates = [lr]
     if all(o is None or isinstance(o, Real) and isfinite(o) for o in rates): return
-    raise ValueError(f"`lr={lr!r}`: give a finite number, a slice of such numbers, or leave `lr` out"
+    raise ValueError(f"`lr={lr!r}` is not a finite number: give a number, a slice, or leave `lr` out"
         + more_link('learning-rate'))
 
 def _measured_size(acc, accum_bs, dls, sizes):
-    "Samples in a measured step, in whole micro-batches"
+    "Return the samples in a measured step, in whole micro-batches"
     micro_bs = sizes.micro_bs
     if accum_bs is not None and accum_bs>sizes.n:
-        raise ValueError(f"`accum_bs={accum_bs}`: an epoch of the training loader has {sizes.n} "
-            "samples. Give at most that many" + more_link('samples-to-check'))
+        raise ValueError(f"`accum_bs={accum_bs}` is more than the {sizes.n} samples that the training "
+            f"loader has in an epoch: give at most {sizes.n}" + more_link('samples-to-check'))
     if accum_bs is not None: size = max(accum_bs, 2*micro_bs)
     else:
         usual = 8*micro_bs if acc is None else acc.plan(dls).wanted(0)
@@ -89,33 +89,34 @@ def _measured_size(acc, accum_bs, dls, sizes):
     return round_up(size, sizes.unit)
 
 def _measure(learn, acc, size, bs, n_steps, lr):
-    "Train for `n_steps` steps of `size` samples that leave nothing behind, and return their readings"
-    n_batches = ceil((n_steps+20)*size/bs)   # more than needed: a GradScaler skips some steps
+    "Train for `n_steps` steps of `size` samples in a dry run, and return a `Reading` of each step"
+    # 20 steps more than measured, because a GradScaler skips some
+    n_batches = ceil((n_steps+20)*size/bs)
     settings = {} if acc is None else dict(n_items=acc.n_items, micro_batch_size=acc.micro_batch_size)
     if acc is not None and acc.auto: settings['micro_batch_size'] = acc.auto.capped(None)
     noise = NoiseScale(1)
     with DryRun(learn, total=n_steps) as run:
         count = CountSteps(n_steps, run.tick)
-        # the loader is started again when it ends
+        # start the loader again when it has come to its end
         repeated = (b for _ in range(n_batches) for b in run.dl)
         full = islice((b for b in repeated if samples_of(learn, b, bs)>=bs), n_batches)
         cbs = [GradientAccumulation(size, drop_last=False, **settings),noise,count]
         run.fit(Batches(run.dl, full, bs, n_batches*bs), cbs, lr=lr)
     if count.n_steps>=n_steps: return noise.readings
     raise RuntimeError(f"only {count.n_steps} of {n_steps} steps were taken. Either a callback ends the "
-        "fit (remove it, or set `run_bs_find = False` in its class), or the training loader has no full "
-        f"batch of {bs} samples"
-        + more_link('no-step-in-a-trial'))
+        "fit (set `run_bs_find = False` in its class), or the training loader has no full batch of "
+        f"{bs} samples" + more_link('no-step-in-a-trial'))
 
 # %% ../nbs/09_accum_find.ipynb #result
 class FoundAccum:
-    """The samples that a step should have: `accum_bs`, in whole micro-batches and at most an epoch
+    """The result of `accum_find`: `int(…)` is the suggested `accum_bs`; displays itself as text
 
-    `scale` is the noise scale in samples, and `readings` are the steps that were measured. `scales` is
-    the noise scale after each of these steps, averaged over the steps so far.
+    `accum_bs` is a number of samples, in whole micro-batches and at most an epoch. `scale` is the noise
+    scale in samples, `readings` has a `Reading` for each measured step, and `scales` has the noise scale
+    after each measured step, averaged over the steps so far.
     """
     def __init__(self, readings:list, micro_bs:int, n:int):
-        n_items = sum(o.size for o in readings)   # the noise scale counts these: samples or targets
+        n_items = sum(o.size for o in readings)   # in the unit of the noise scale: samples or targets
         per_sample = n_items/sum(o.samples for o in readings)
         self.readings = readings
         self.scales = [o.scale/per_sample for o in readings]
@@ -123,7 +124,7 @@ class FoundAccum:
         noise_hides_gradient = not np.isfinite(self.scale)
         best = readings[0].samples if noise_hides_gradient else self.scale
         most = max(1, n//micro_bs)*micro_bs   # samples in an epoch, in whole micro-batches
-        self.capped = best>most               # would the suggestion be larger than an epoch?
+        self.capped = best>most               # True if the suggestion is limited to an epoch
         self.accum_bs = most if self.capped else max(1, round(best/micro_bs))*micro_bs
 
     def __int__(self): return self.accum_bs
@@ -136,17 +137,17 @@ class FoundAccum:
             'This assumes SGD near its best learning rate, and gradients as they are now. The noise',
             'scale grows while the loss falls, and says little early in training. Dropout and',
             'augmentation count as noise.']
-        if self.capped: lines.append('It would be larger, but an epoch has no more samples.')
+        if self.capped: lines.append('The suggestion would be larger, but an epoch has no more samples.')
         return '\n'.join(lines)
 
     def plot(self,
         ax:plt.Axes|None=None # Matplotlib axes to draw on; defaults to new ones
     )->plt.Axes: # The axes
-        "Draw the noise scale over the steps that were measured, and the suggested size"
+        "Plot the noise scale over the measured steps, and the suggested size"
         if ax is None: ax = plt.subplots(figsize=(6,3.5))[1]
         ax.plot(range(1, len(self.scales)+1), self.scales, 'o-', label='noise scale')
         ax.axhline(self.accum_bs, color='black', linestyle=':', label=f'accum_bs={self.accum_bs}')
-        # the limit of the axis may leave out the first steps, whose estimates may be far too large
+        # the axis ends at three times the suggestion, because the first estimates may be far too large
         ax.set(ylim=(0,3*self.accum_bs), xlabel='measured steps', ylabel='samples')
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.legend(frameon=False)

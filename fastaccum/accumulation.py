@@ -33,28 +33,33 @@ from .core.warnings import more_link
 class GradientAccumulation(QuietCallback):
     """Accumulate gradients and take one optimizer step every `accum_bs` samples
 
-    TypeError: an argument has the wrong type; in a fit, a batch cannot be split, its targets cannot be counted, or
-        `n_items` does not return a number
-    ValueError: a number is below 1, or `accum_bs` and `n_acc` differ; when a fit begins, this Learner or its loader
-        cannot accumulate, or with `drop_last=True` an epoch has no full step; in a fit, `n_items` returns a number
-        below 0 or not finite
-    RuntimeError: the callback is switched off in the middle of an epoch, or one of several processes gets more
-        samples than its loader announced
-    torch.OutOfMemoryError: with `micro_batch_size='auto'`, one sample or the optimizer's state does not fit
-    UserWarning: in a fit, when the run differs from the full-batch run or may differ; once per fit for each cause
+    TypeError: an argument has the wrong type; in a fit, a batch cannot be split, its targets cannot be
+        counted, or `n_items` does not return a number
+    ValueError: a number is below 1, or the size of a step is given twice; when a fit begins, this
+        Learner or its loader cannot accumulate, or with `drop_last=True` an epoch has no full step; in a
+        fit, `n_items` returns a number that is negative or not finite
+    RuntimeError: the callback is switched off in the middle of an epoch, or one of several processes
+        gets more samples than its loader announced
+    torch.OutOfMemoryError: with `micro_batch_size='auto'`, one sample or the optimizer's state does not
+        fit into memory
+    UserWarning: in a fit, when the run differs or may differ from the full-batch run; once per fit for
+        each cause
     """
-    # after `DistributedTrainer` (11) has wrapped the loader
-    order,run_valid = GradientClip.order+1,False
+    order = GradientClip.order+1   # after `DistributedTrainer` (11), which wraps the loader
+    run_valid = False
     loop = None         # the `StepLoop` of the last fit
     current_bs = None   # samples in a full step; written by schedules with each step
     def __init__(self,
-        accum_bs:int=None, # Samples per step over all processes, rounded up to whole micro-batches; 32 if omitted
-        log_accum_batch:bool=True, # Record and log once per step (True), or every micro-batch as fastai does (False)
-        micro_batch_size:int|str|AutoSize=None, # Split training batches to this size; 'auto': any batch, until it fits
-        drop_last:bool|None=None, # Drop an epoch's incomplete step (True), keep it (False), or do as the loader (None)
-        n_items:Callable=None, # `n_items(learn)` returns how many items this micro-batch's mean loss covers
-        *, n_acc:int=None, # `accum_bs` under fastai's name, so that code written for fastai's callback runs unchanged
-        n_batches:int=None, # Micro-batches per step of each process, instead of the samples
+        # Samples per step over all processes, rounded up to whole micro-batches; 32 if no size is given
+        accum_bs:int=None,
+        log_accum_batch:bool=True, # Log each step (True), or each micro-batch as fastai does (False)
+        # The most samples in a micro-batch in training; 'auto': any batch is split until it fits
+        micro_batch_size:int|str|AutoSize=None,
+        # Drop the incomplete last step of an epoch (True), keep it (False), or do as the loader (None)
+        drop_last:bool|None=None,
+        n_items:Callable=None, # `n_items(learn)`: how many items this micro-batch's loss is a mean of
+        *, n_acc:int=None, # The same as `accum_bs`, under the name that fastai's callback uses
+        n_batches:int=None, # Micro-batches per step on each process; give this or `accum_bs`
         verbose:bool=True # Print a line about the steps above the table of a fit
     ):
         self._size_name,size = self._given_size(accum_bs, n_acc, n_batches)
@@ -62,28 +67,31 @@ class GradientAccumulation(QuietCallback):
         self._accum_bs = None if self.n_batches else size
         self.log_accum_batch = self._check_log_accum_batch(log_accum_batch)
         self.auto,self.micro_batch_size = as_size(micro_batch_size)
-        self.drop_last = check_bool('drop_last', drop_last, 'to do as the training loader does with its last batch')
+        none_means = 'to do as the training loader does with its last batch'
+        self.drop_last = check_bool('drop_last', drop_last, none_means)
         self.n_items = check_function('n_items', n_items, 1, 'lambda learn: len(learn.y)')
-
         self.verbose = check_bool('verbose', verbose)
 
     def __setattr__(self, name, value):
         super().__setattr__(name, value)
         is_added = name=='learn' and value is not None
         if not is_added: return
-        if any(isinstance(o, NonNativeMixedPrecision) for o in value.cbs): value.add_cb(RefuseHalfGradients())
+        has_half_gradients = any(isinstance(o, NonNativeMixedPrecision) for o in value.cbs)
+        if has_half_gradients: value.add_cb(RefuseHalfGradients())
 
-    def __getstate__(self): return vars(self)|dict(loop=None)   # the state of a fit is not pickled
+    def __getstate__(self): return vars(self)|dict(loop=None)   # a fit is not pickled
 
     def __repr__(self): return f'{type(self).__name__}: {self._size_words()}'
 
     @property
     def accum_bs(self)->int:
-        """Samples per optimizer step; if you set it during a fit, it takes effect with the next epoch
+        """Samples per optimizer step; a value that is set during a fit takes effect in the next epoch
 
-        With `n_batches`, it is `None` until the callback is on a Learner, whose loader says how large a batch is.
-        TypeError: it is set to something other than a whole number
-        ValueError: it is set to a number below 1
+        With `n_batches`, `accum_bs` is `None` until the callback is on a Learner, because the number of
+        samples in a batch is known only from the Learner's loader.
+
+        TypeError: the new value is not a whole number
+        ValueError: the new value is below 1
         """
         if self.n_batches is None: return self._accum_bs
         if self.loop is not None and self.loop.plan is not None: return self.loop.plan.accum_bs
@@ -98,50 +106,56 @@ class GradientAccumulation(QuietCallback):
 # %% ../nbs/00_accumulation.ipynb #arguments
 @patch
 def _given_size(self:GradientAccumulation, accum_bs, n_acc, n_batches):
-    "The name and the value of the argument that says how large a step is"
+    """Return the name and the value of the argument that gives the size of a step
+
+    ValueError: more than one argument gives it
+    """
     units = dict(accum_bs='sample', n_acc='sample', n_batches='micro-batch')
     values = dict(accum_bs=accum_bs, n_acc=n_acc, n_batches=n_batches)
     given = {k:check_count(k, o, units[k]) for k,o in values.items() if o is not None}
-    if 'n_batches' in given and len(given)>1:
-        other = next(k for k in given if k!='n_batches')
-        raise ValueError(f"`{other}={given[other]}` is the size of a step in samples, and "
-            f"`n_batches={n_batches}` in micro-batches: give one of them" + more_link('two-sizes'))
-    if len({*given.values()})>1:
-        raise ValueError(f"`accum_bs={accum_bs}` and `n_acc={n_acc}` are two names for one setting, the "
-            "number of samples in a step: give one of them" + more_link('two-sizes'))
+    has_two_units = 'n_batches' in given and len(given)>1
+    if has_two_units or len({*given.values()})>1:
+        sizes = ' and '.join(f'`{k}={o}`' for k,o in given.items())
+        raise ValueError(f"the size of a step is given more than once, by {sizes}: give one of them. "
+            "`accum_bs` and fastai's `n_acc` count samples, and `n_batches` counts micro-batches"
+            + more_link('two-sizes'))
     return next(iter(given.items()), ('accum_bs',32))
 
 @patch
 def _check_log_accum_batch(self:GradientAccumulation, o):
-    "The second argument is `log_accum_batch`, where people who give two numbers mean a micro-batch size"
-    is_size = isinstance(o, int) and not isinstance(o, bool) and o>1 or o=='auto'
+    "Refuse a micro-batch size that was given as the second argument, which is `log_accum_batch`"
+    is_number = isinstance(o, int) and not isinstance(o, bool)
+    is_size = o=='auto' or is_number and o>1
     if is_size:
-        raise TypeError(f"`log_accum_batch={o!r}` is of type {type(o).__name__}: give True or False, "
-            f"or, if the model should see {o} samples at once, `micro_batch_size={o!r}`"
+        raise TypeError(f"`log_accum_batch={o!r}` is of type {type(o).__name__}: give True or False. To "
+            f"set the size of micro-batches, write its name: `micro_batch_size={o!r}`"
             + more_link('true-or-false'))
     return check_bool('log_accum_batch', o)
 
 @patch
 def _size_words(self:GradientAccumulation):
-    "How large a step is, as far as that is known without a loader"
-    size = count_of(self.n_batches, 'micro-batch') if self.n_batches else count_of(self._accum_bs, 'sample')
+    "Describe the size of a step, as far as it is known without a loader"
+    if self.n_batches: size = count_of(self.n_batches, 'micro-batch')
+    else: size = count_of(self._accum_bs, 'sample')
     return f'steps of {size}{self._split_words()}'
 
 @patch
 def _split_words(self:GradientAccumulation):
+    "Describe how batches are split; an empty string if they are not"
     if self.auto: return f', {self.auto.words}'
     return f' (micro-batches of at most {self.micro_batch_size})' if self.micro_batch_size else ''
 
 # %% ../nbs/00_accumulation.ipynb #events
 @patch
 def before_fit(self:GradientAccumulation):
-    "Refuse what cannot work, before a weight changes"
+    "Check the Learner and plan its steps, before any weight changes"
     learn = self.learn
     if self.validates: return
     check_learner(learn)
     loop = self.loop = StepLoop(self, learn)
     if loop.finder is not None and loop.processes.n>1: keep_in_memory(loop.finder)
-    if not len(learn.dls.train) and loop.processes.n==1: return   # `learn.export()` empties the loader
+    # `learn.export()` leaves an empty loader
+    if not len(learn.dls.train) and loop.processes.n==1: return
     check_processes(loop.processes, self._comms(), self.auto, loop.warn_once)
     plan = self._plan_fit(learn.dls.train)
     if loop.finder is not None: learn.n_epoch = loop.finder.num_it//max(1, len(plan.epoch(0)))+1
@@ -150,14 +164,15 @@ def before_fit(self:GradientAccumulation):
 
 @patch
 def before_train(self:GradientAccumulation):
-    "From here on, the Learner's batches are steps"
+    "Plan the epoch, and replace `learn.dl` by a loader whose batches are steps"
     learn = self.learn
-    # this was added between two epochs
-    if self.loop is None or self.loop.learn is not learn: self.before_fit()
+    # a callback that is added in the middle of a fit gets no `before_fit` from the Learner
+    was_added_in_fit = self.loop is None or self.loop.learn is not learn
+    if was_added_in_fit: self.before_fit()
     if not len(learn.dl) and self.loop.processes.n==1:
         return self.loop.warn_once('no-batch', "the training loader has no batches, so nothing is "
-            "trained. Check that its dataset has samples, and enough for one batch if the loader drops "
-            "its incomplete last one; if not, make it with a smaller `bs` or with `drop_last=False`")
+            "trained. If its dataset has samples, they do not fill one batch: make the loader with a "
+            "smaller `bs`, or with `drop_last=False`")
     check_wrapped(learn.model)   # the model may have been wrapped since the fit began
     plan = self._plan_fit(learn.dl)
     self._announce()
@@ -165,7 +180,7 @@ def before_train(self:GradientAccumulation):
 
 @patch
 def _announce(self:GradientAccumulation):
-    "Print the plan in one line, above the table of a fit; again if the plan changes in the middle of the fit"
+    "Print the plan in one line, above the table of a fit; print it again if it changes during the fit"
     learn,loop = self.learn,self.loop
     has_table = learn.logger is not noop and learn.create_mbar and any(
         isinstance(o, ProgressCallback) and o.run for o in learn.cbs)
@@ -182,24 +197,25 @@ def after_train(self:GradientAccumulation):
 def after_fit(self:GradientAccumulation):
     if not self.validates and self.loop is not None: self.loop.log_rows.count_rows(self.learn, False)
 
+# %% ../nbs/00_accumulation.ipynb #events-backward
 @patch
 def before_backward(self:GradientAccumulation):
-    """Multiply the loss by the share of the micro-batch in its step
+    """Multiply the loss by the micro-batch's share of its step
 
-    Penalties were added before, and mixed precision has not scaled the loss yet.
+    Callbacks have added their penalties to the loss already, and mixed precision scales the loss later.
 
     RuntimeError: the batch does not come from the loader of steps
     """
     learn,loop = self.learn,self.loop
     if 'one_batch' not in vars(learn):
-        raise RuntimeError("the Learner runs batches that do not come from `learn.dl`, which "
-            "`GradientAccumulation` has set to a loader of steps in `before_train`. Either a callback "
-            f"has replaced it there, which needs an `order` below {self.order}, or the Learner's own "
-            "`_do_epoch_train` iterates over another loader than `self.dl`"
+        raise RuntimeError("this fit does not run the loader of steps, which `GradientAccumulation` has "
+            "put in `learn.dl`, so it cannot accumulate. If a callback of yours replaces `learn.dl` in "
+            f"`before_train`, give it an `order` below {self.order}; if your Learner has a "
+            "`_do_epoch_train` of its own, let it iterate over `self.dl`"
             + more_link('not-the-loader-of-steps'))
     share = loop.mean.measure(learn, loop.micro.n)
     if loop.mean.is_sum: self._share_penalty(share)
-    elif loop.grad_sums: loop.micro.share = share   # gradients are summed in float32, and multiplied there
+    elif loop.grad_sums: loop.micro.share = share   # `GradSums` multiplies the gradients, in float32
     else: learn.loss_grad = plain_tensor(learn.loss_grad)*share
     is_part_of_step = loop.mean.samples+loop.micro.n<loop.step.target
     if is_part_of_step: loop.differences.micro_batch(learn, loop.step, loop.micro, loop.mean)
@@ -215,33 +231,37 @@ def after_backward(self:GradientAccumulation):
 
 @patch
 def _share_penalty(self:GradientAccumulation, share):
-    "The loss is a sum, which needs no share; a penalty that a callback has added to it does"
+    "Multiply the penalty of a callback by `share`; the loss itself is a sum, which needs no share"
     learn,micro = self.learn,self.loop.micro
     has_penalty = micro.loss_grad_fn is not None and micro.loss_grad_fn is not learn.loss_grad.grad_fn
     if not has_penalty: return
     learn.loss_grad = learn.loss+(learn.loss_grad-learn.loss)*share
     if share<1:
-        self.loop.warn_once('added-to-a-sum', "the loss is a sum over samples (`reduction='sum'`), and "
-            "a callback adds something to it, which is counted once per step. That is right for a "
-            "penalty on the weights and for a mean over samples. If the callback adds a sum over "
-            "samples, or scales the loss, this run differs from the full-batch run: do that in the loss "
-            "function")
+        self.loop.warn_once('added-to-a-sum', "a callback adds a term to the loss, which is a sum over "
+            "samples (`reduction='sum'`), and the term counts once per step. If the term is also a sum "
+            "over samples, or the callback scales the loss, this run differs from the full-batch run: "
+            "do that in the loss function. A penalty on the weights or a mean over samples is right")
 
+# %% ../nbs/00_accumulation.ipynb #events-validate
 @patch
 def before_validate(self:GradientAccumulation):
-    "With `'auto'`, batches of validation are split, too"
+    "Let `micro_batch_size='auto'` split validation batches that do not fit into memory"
     if not self.auto or self.auto.fixed or self.validates: return
     loop = self.loop or StepLoop(self, self.learn)
     self.learn.dl = OneBatchLoader(self.learn, self.dl, loop.run_valid_batch)
 
 @patch
 def stepped(self:GradientAccumulation, step:Step):
-    "The gradients of `step` are complete, and callbacks have not seen them yet; schedules note its size"
+    "Called when the gradients of a step are complete, before other callbacks; schedules record its size"
 
 # %% ../nbs/00_accumulation.ipynb #plan
 @patch
 def sizes(self:GradientAccumulation, micro_bs:int, n_epoch:int)->int|Callable:
-    "Samples wanted in a step, given those of a micro-batch and the epochs: a number, or a function of a `Position`"
+    """Return how many samples a step should have: a number, or a function from a `Position` to a number
+
+    `micro_bs` is the number of samples in a micro-batch, over all processes, and `n_epoch` is the
+    number of epochs.
+    """
     return self.n_batches*micro_bs if self.n_batches else self.accum_bs
 
 @patch
@@ -250,46 +270,52 @@ def plan(self:GradientAccumulation,
     n_epoch:int=1 # Epochs
 # `sizes`: for each epoch, the samples of each step; `steps`: for each epoch, the number of steps
 )->Plan:
-    """The steps that a fit would take, without training; with several processes, ignoring the other processes
+    """Return the steps that a fit would take, without training; only those of this process
 
-    TypeError: `dls` is something else
+    TypeError: `dls` is not a Learner, DataLoaders or a loader
     ValueError: the loader does not say its batch size, or has smaller batches than `micro_batch_size`
     """
     if isinstance(dls, Learner): dls = dls.dls
     dl = dls.train if isinstance(dls, DataLoaders) else dls
     if not (hasattr(dl, '__iter__') and hasattr(dl, '__len__')):
-        raise TypeError(f"`plan({dls!r})`: give a Learner, its DataLoaders or a training loader, and "
-            "then the number of epochs, such as `plan(learn, 5)`" + more_link('plan-of-what'))
+        raise TypeError(f"`plan({dls!r})`: give a Learner, its DataLoaders or a training loader, "
+            "and then the number of epochs, such as `plan(learn, 5)`"
+            + more_link('plan-of-what'))
     return self._plan(dl, n_epoch, Processes(nn.Identity()), [])
 
 @patch(as_prop=True)
 def current_step(self:GradientAccumulation)->CurrentStep|None:
-    "What other callbacks may know of the step that runs; `None` before the first step of a fit"
+    "The running step, as other callbacks may read it; `None` before the first step of a fit"
     return self.loop and self.loop.current_step
 
+# %% ../nbs/00_accumulation.ipynb #plan-processes
 @patch
 def _comms(self:GradientAccumulation):
+    "List what the processes exchange with every micro-batch, in words"
     return per_micro_batch_comms(self.learn.model, self.loop.log_steps, self.loop.train_metrics)
 
 @patch
 def _plan(self:GradientAccumulation, dl, n_epoch, processes, comms, n_finds=None):
-    "The plan of the processes for a loader; `n_finds`: the steps of an `lr_find`"
+    "Plan the steps of all processes for a loader; `n_finds` is the number of steps of `lr_find`"
     if n_epoch!=0: check_count('n_epoch', n_epoch, 'epoch')   # fastai's `fit(0)` trains nothing
-    sizes,drop_last = sizes_of(dl, self.micro_batch_size),drops_last(self.drop_last, dl)
+    sizes = sizes_of(dl, self.micro_batch_size)
+    drop_last = drops_last(self.drop_last, dl)
     size = self.n_batches or self.accum_bs
-    must_match = {f'`{self._size_name}`':size, '`drop_last`':drop_last, '`log_accum_batch`':self.log_accum_batch,
-        "`'auto'`":self.auto is not None, 'the number of epochs':n_finds or n_epoch}
+    must_match = {f'`{self._size_name}`':size, '`drop_last`':drop_last,
+        '`log_accum_batch`':self.log_accum_batch, "`'auto'`":self.auto is not None,
+        'the number of epochs':n_finds or n_epoch}
     each = processes.agree({k:int(v) for k,v in must_match.items()}, list(sizes))
     loaders = [LoaderSizes(*o) for o in each]
     check_loaders(loaders, comms)
     wanted = self.sizes(sum(o.micro_bs for o in loaders), n_epoch)
-    # `lr_find`: all like the first
+    # `lr_find` takes every step at the size of the first
     if n_finds is not None and callable(wanted): wanted = wanted(Position(0, 0, 0.))
-    return Plan(loaders, wanted, n_epoch, drop_last, self.drop_last is None, self.auto.words if self.auto else '')
+    split_words = self.auto.words if self.auto else ''
+    return Plan(loaders, wanted, n_epoch, drop_last, self.drop_last is None, split_words)
 
 @patch
 def _plan_fit(self:GradientAccumulation, dl):
-    "The plan of the fit; the old one if nothing has changed, because a schedule remembers its epochs"
+    "Return the plan of the fit: the old one if nothing has changed, because a plan caches its epochs"
     loop,n_epoch = self.loop,self.learn.n_epoch
     n_finds = None if loop.finder is None else loop.finder.num_it
     plan = self._plan(dl, n_epoch, Processes(self.learn.model), self._comms(), n_finds)

@@ -1,3 +1,3 @@
-"What `from fastaccum.all import *` brings: what users type."
+"Imports the public names of fastaccum, for `from fastaccum.all import *`."
 from fastaccum import *
 from fastaccum import __all__

@@ -31,20 +31,20 @@ from .core.distributed import check_not_sharded, world_size
 # %% ../nbs/05_batchnorm.ipynb #recalibrate
 @patch
 def recalibrate_bn(self:Learner,
-    bs:int=None, # Samples in a batch; by default as in a step, or without accumulation at least 64
-    n:int=None # The most samples to look at, by default 10,000; at least one batch is used
+    bs:int=None, # Samples in a batch; defaults to those of a step, or at least 64 without accumulation
+    n:int=None # The most samples to read; defaults to 10,000, and at least one batch is read
 ):
     """Estimate BatchNorm's running statistics again, as a mean over training batches of `bs` samples
 
     TypeError: an argument is not a whole number
-    ValueError: a number is below 1, no layer learns statistics, the training loader cannot give such
-        batches, or several processes share the parameters of a sharded model
-    RuntimeError: there are several processes, and SyncBatchNorm
-    torch.OutOfMemoryError: a batch does not fit
+    ValueError: a number is below 1, no BatchNorm layer learns statistics, the training loader has no
+        batch or cannot change its batch size, or the model is sharded over several processes
+    RuntimeError: there are several processes, and the model has SyncBatchNorm
+    torch.OutOfMemoryError: a batch does not fit into memory
     """
     recalibration = _Recalibration(self, bs, n)
     if not recalibration.layers:
-        raise ValueError(f"{recalibration.reason}: there is nothing to recalibrate"
+        raise ValueError(f"{recalibration.reason}, so `recalibrate_bn` has nothing to do"
             + more_link('no-batchnorm'))
     recalibration.estimate()
 
@@ -53,9 +53,9 @@ class RecalibrateBN(QuietCallback):
     """Run `recalibrate_bn` before each validation, so that metrics and saved models use its statistics
 
     TypeError: an argument is not a whole number
-    ValueError: a number is below 1, or, when the fit begins, the training loader cannot give batches of
-        that size, or several processes share the parameters of a sharded model
-    RuntimeError: when the fit begins, if there are several processes, and SyncBatchNorm
+    ValueError: a number is below 1, or, when the fit begins, the training loader cannot change its batch
+        size, or the model is sharded over several processes
+    RuntimeError: when the fit begins, if there are several processes, and the model has SyncBatchNorm
     UserWarning: when the fit begins, if no BatchNorm layer learns statistics
     """
     order = TrainEvalCallback.order+1   # before other callbacks that validate or save
@@ -63,20 +63,20 @@ class RecalibrateBN(QuietCallback):
     name = 'recalibrate_bn_callback'    # fastai's name for the class would hide `learn.recalibrate_bn`
     def __init__(self,
         bs:int=None, # Samples in a batch, as in `recalibrate_bn`
-        n:int=None # The most samples to look at, as in `recalibrate_bn`
+        n:int=None # The most samples to read, as in `recalibrate_bn`
     ):
         self.bs = None if bs is None else check_count('bs', bs)
         self.n = None if n is None else check_count('n', n)
 
     def _recalibration(self):
-        "The pass over the training batches; `None` where no fit trains"
+        "Return the pass over the training batches; `None` in `lr_find`, and in validation without a fit"
         if self.validates or hasattr(self.learn, 'lr_finder'): return None
         return _Recalibration(self.learn, self.bs, self.n)
 
     def before_fit(self):
         recalibration = self._recalibration()
         if recalibration is None or recalibration.layers: return
-        warn(f"{recalibration.reason}: `RecalibrateBN` has nothing to do" + more_link('no-batchnorm'))
+        warn(f"{recalibration.reason}, so `RecalibrateBN` has nothing to do" + more_link('no-batchnorm'))
 
     def before_validate(self):
         recalibration = self._recalibration()
@@ -89,24 +89,24 @@ def bn_layers(model:nn.Module)->list:
 
 # %% ../nbs/05_batchnorm.ipynb #freeze
 class FreezeBN(PatchingCallback):
-    """Freeze BatchNorm's running statistics and normalise with them, whatever else trains
+    """Freeze BatchNorm's running statistics, and normalise with them during training
 
-    TypeError: `part` is not a function, or, when the fit begins, does not return modules
-    UserWarning: when the fit begins, if a layer has seen no data, or if there is none with running
-        statistics
+    TypeError: `part` is not a function, or, when the fit begins, `part` does not return modules
+    UserWarning: when the fit begins, if a BatchNorm layer has seen no data, or if no BatchNorm layer has
+        running statistics
     """
     # right after `TrainEvalCallback` has put all layers in training mode
     order = TrainEvalCallback.order+1
     run_valid = False
     def __init__(self,
-        part:Callable=None # `f(model)` returns the module(s) whose BatchNorm to freeze; defaults to all
+        part:Callable=None # `f(model)` returns the module(s) in which to freeze BatchNorm; default: all
     ):
         if isinstance(part, nn.Module):
-            raise TypeError(f"`part` is a {type(part).__name__}: give a function that returns it, such "
-                "as `lambda m: m[0]`, because the model is not known before the fit"
+            raise TypeError(f"`part` is a {type(part).__name__}: give a function that returns the "
+                "module, such as `lambda m: m[0]`, because the model is not known before the fit"
                 + more_link('function-argument'))
         self.part = check_function('part', part, 1, 'lambda m: m[0]')
-        self.frozen = []   # the frozen layers while a fit trains
+        self.frozen = []   # the frozen layers, in the training part of an epoch
 
     def layers_of(self, model:nn.Module)->list:
         "List the BatchNorm layers that this callback freezes"
@@ -115,8 +115,8 @@ class FreezeBN(PatchingCallback):
         parts = [parts] if is_one else list(parts)
         for part in parts:
             if isinstance(part, nn.Module): continue
-            raise TypeError(f"`part` returned {part!r}, of type {type(part).__name__}: let it return a "
-                "module of the model, or a list of modules, such as `lambda m: m[0]`"
+            raise TypeError(f"`part` returned {part!r}, of type {type(part).__name__}: give a function "
+                "that returns a module of the model, or a list of modules, such as `lambda m: m[0]`"
                 + more_link('function-argument'))
         return [layer for part in parts for layer in bn_layers(part)]
 
@@ -124,40 +124,44 @@ class FreezeBN(PatchingCallback):
         if self.validates: return
         layers = self.layers_of(get_model(self.learn.model))
         if not layers:
-            warn("there is no BatchNorm layer to freeze with `FreezeBN`" + more_link('no-batchnorm'))
+            warn("no BatchNorm layer with running statistics was found, so `FreezeBN` has nothing to do"
+                + more_link('no-batchnorm'))
         n_fresh = sum(not m.running_mean.any() and bool((m.running_var==1).all()) for m in layers)
         if n_fresh:
             warn(f"{n_fresh} of the {len(layers)} BatchNorm layers that `FreezeBN` freezes have seen no "
-                "data, and do not normalise. Freeze pretrained ones only: `FreezeBN(lambda m: m[0])`"
-                + more_link('fresh-batchnorm'))
+                "data, so these layers do not normalise. Freeze only pretrained layers, such as those "
+                "of the body: `FreezeBN(lambda m: m[0])`" + more_link('fresh-batchnorm'))
 
     def before_train(self):
         self.frozen = self.layers_of(get_model(self.learn.model))
         self.before_batch()
 
     def before_batch(self):
-        for m in self.frozen: m.training = False   # other code may have called `model.train()` since
+        # other code may call `model.train()` between two batches
+        for m in self.frozen: m.training = False
 
     def undo_patches(self):
         for m in self.frozen: m.training = self.learn.model.training
         self.frozen = []
 
 # %% ../nbs/05_batchnorm.ipynb #plan
-# fastai's `DistributedDL` shares out the batches of another loader
-def _inner(dl): return getattr(dl, 'dl', dl)
+def _inner(dl):
+    "Return the loader inside fastai's `DistributedDL`, or `dl` itself"
+    return getattr(dl, 'dl', dl)
 
 def _trains(m):
-    params = list(m.parameters())   # empty if the layer is not affine
+    "Whether the layer learns: it has no parameters, or one that is not frozen"
+    params = list(m.parameters())   # empty with `affine=False`
     return not params or any(p.requires_grad for p in params)
 
 def _batch_size(learn, bs):
-    "Samples in a batch; `None` if the loader's batches are used as they are"
+    "Return the samples in a batch; `None` if the loader's batch size cannot be changed"
     dl = _inner(learn.dls.train)
     own = size_of(dl)
     if not resizable(dl):
         if bs is None or bs==own: return None
-        raise ValueError(f"`bs={bs}` is not possible: the training {type(dl).__name__} yields "
-            "ready-made batches. Leave `bs` out" + more_link('ready-made-batches'))
+        raise ValueError(f"leave out `bs={bs}`: the training {type(dl).__name__} yields ready-made "
+            "batches, whose size cannot be changed" + more_link('ready-made-batches'))
     acc = our_callback(learn, 'GradientAccumulation')
     if bs is None: bs = max(own, 64 if acc is None else acc.current_bs or acc.accum_bs)
     return min(bs, n_of(dl) or bs)
@@ -169,7 +173,7 @@ class _Recalibration:
         if bs is not None: check_count('bs', bs)
         self.learn = learn
         self.model = get_model(learn.model)
-        self.n = 10_000 if n is None else check_count('n', n)   # the most samples to look at
+        self.n = 10_000 if n is None else check_count('n', n)   # the most samples to read
         freezing = [cb for cb in learn.cbs if isinstance(cb, FreezeBN) and cb.run]
         frozen = {m for cb in freezing for m in cb.layers_of(self.model)}
         # the layers to estimate
@@ -181,20 +185,20 @@ class _Recalibration:
     def reason(self):
         "Why there are no layers to estimate, in words"
         if bn_layers(self.model):
-            return "all BatchNorm layers are frozen, so their statistics are left alone"
+            return "all BatchNorm layers are frozen"
         return f"the {type(self.model).__name__} has no BatchNorm layer with running statistics"
 
     def _refuse_sync(self):
+        "Refuse a model whose forward pass exchanges data between processes"
         check_not_sharded(self.model)
         if any(isinstance(m, nn.SyncBatchNorm) for m in self.layers):
-            raise RuntimeError("SyncBatchNorm exchanges its statistics in each "
-                "forward pass, which hangs where processes have different "
-                "numbers of batches: recalibrate in one process, after training"
-                + more_link('sync-batchnorm'))
+            raise RuntimeError("SyncBatchNorm cannot be recalibrated on several processes, because it "
+                "waits forever if the processes have different numbers of batches. Recalibrate in one "
+                "process, after training" + more_link('sync-batchnorm'))
 
 # %% ../nbs/05_batchnorm.ipynb #pass
 def _first_batches(dl, bs, n):
-    "The first batches of a loader, at least one: about `n` samples, without batches smaller than `bs`"
+    "Yield the first batches of a loader, at least one and up to `n` samples; skip batches below `bs`"
     seen = 0
     for b in dl:
         size = n_samples(b, bs)
@@ -203,13 +207,13 @@ def _first_batches(dl, bs, n):
         seen += size
         yield b
     if not seen:
-        raise ValueError("the training loader has no batch, so statistics cannot be estimated"
-            + more_link('no-batch'))
+        raise ValueError("the training loader has no batch, so statistics cannot be estimated. Give a "
+            "loader with samples" + more_link('no-batch'))
 
 # %% ../nbs/05_batchnorm.ipynb #pass-run
 @patch
 def _batches(self:_Recalibration):
-    "The batches of the pass, with a progress bar if the Learner shows one"
+    "Return the batches of the pass, with a progress bar if the Learner shows one"
     learn,bs = self.learn,self.bs
     dl = learn.dls.train
     if bs is not None:
@@ -228,7 +232,7 @@ def _train_mode_pass(self:_Recalibration):
     model.eval()
     for m in self.layers:
         m.reset_running_stats()
-        m.momentum = None   # PyTorch then takes the mean over all batches
+        m.momentum = None   # with `None`, PyTorch takes the mean over all batches
         m.training = True
     with torch.no_grad():
         for b in batches:
@@ -247,9 +251,9 @@ def _average(layers, group):
 # %% ../nbs/05_batchnorm.ipynb #restore
 @patch
 def estimate(self:_Recalibration):
-    """Estimate the statistics, and put everything else back; after an error the statistics, too
+    """Estimate the statistics, and restore everything else; after an error, restore the statistics, too
 
-    torch.OutOfMemoryError: a batch does not fit
+    torch.OutOfMemoryError: a batch does not fit into memory
     """
     learn,model = self.learn,self.model
     dl = learn.dls.train
@@ -267,6 +271,6 @@ def estimate(self:_Recalibration):
         uninterrupted(stats.put_back)
         if not is_out_of_memory(e): raise
         size = 'the loader' if self.bs is None else f'{self.bs} samples'
-        raise torch.OutOfMemoryError(f"memory ran out with a batch of {size}, though no gradients are "
-            f"kept: recalibrate with a smaller `bs` ({e})" + more_link('out-of-memory')) from e
+        raise torch.OutOfMemoryError(f"memory ran out with a batch of {size}: recalibrate with a "
+            f"smaller `bs` ({e})" + more_link('out-of-memory')) from e
     finally: uninterrupted(rest.put_back)

@@ -26,14 +26,14 @@ from .core.distributed import check_not_sharded, check_same, gather, world_size
 # %% ../nbs/06_bs_find.ipynb #bs-find
 @patch
 def bs_find(self:Learner,
-    mode:str='power', # Double `init_val` while it fits ('power'), then find the exact size ('binsearch')
+    mode:str='power', # 'power': double the size while it fits; 'binsearch': then find the exact size
     steps_per_trial:int=3, # Optimizer steps in a trial; at least 2 are taken
     init_val:int=2, # Samples in the batch of the first trial
     max_trials:int=25, # The most trials
-    apply:bool=False, # Set the batch size of the DataLoaders to the size that was found?
-    show_plot:bool=True # Draw peak memory and speed over the batch size?
-)->'FoundSize': # `int(…)` of it is the size in samples, on each process
-    """Find the largest batch size that trains within memory, and leave everything as it was
+    apply:bool=False, # Whether to set the batch size of the DataLoaders to the size that was found
+    show_plot:bool=True # Whether to plot peak memory and speed against the batch size
+)->'FoundSize': # Converts to the size with `int(…)`, in samples on each process
+    """Find the largest batch size that trains within memory, and leave the Learner unchanged
 
     A trial takes real training steps on the first batch of its size that the loader makes, with the
     Learner's loss, optimizer, precision and callbacks, and a learning rate of 0. Several processes
@@ -44,7 +44,7 @@ def bs_find(self:Learner,
         size, or processes were given different arguments
     RuntimeError: a callback ends the fit or skips steps, the gradients overflow, the search failed on
         another process, or the model exchanges data between processes in each forward pass
-    torch.OutOfMemoryError: not even one sample fits
+    torch.OutOfMemoryError: a single sample does not fit into memory
     """
     check_name('mode', mode, ('power','binsearch'))
     check_bool('apply', apply)
@@ -71,9 +71,10 @@ def bs_find(self:Learner,
 
 # %% ../nbs/06_bs_find.ipynb #search
 def search(fits:callable, mode:str='power', init_val:int=2, max_trials:int=25, n:int|None=None)->tuple:
-    """Find the largest size for which `fits(size)`, of `n` samples in the dataset
+    """Find the largest size, up to the `n` samples of the dataset, for which `fits(size)` is true
 
-    Returns the largest size known to fit, or 0, and the smallest known not to fit, or `None`.
+    Returns the largest size that was found to fit, or 0, and the smallest that was found not to fit, or
+    `None`.
     """
     good,bad = 0,None
     size = init_val if n is None else min(init_val, n)
@@ -90,12 +91,12 @@ def search(fits:callable, mode:str='power', init_val:int=2, max_trials:int=25, n
 # %% ../nbs/06_bs_find.ipynb #trial
 @dataclass
 class Trial:
-    "The result of trying one size"
-    size:int # Samples
-    ok:bool=False # Did they fit?
-    peak:int|None=None # Most memory in use, in bytes; `None` if the device does not report it
+    "The result of trying one batch size"
+    size:int # Samples in the batch
+    ok:bool=False # Whether the batch fitted into memory
+    peak:int|None=None # Peak memory, in bytes; `None` if the device does not report it
     speed:float|None=None # Samples per second of training, without the first step and without the loader
-    error:str|None=None # The error message, if it did not fit
+    error:str|None=None # The error message, if the batch did not fit
 
 class _TrialSteps(CountSteps):
     "Ends the fit after `n` steps, and measures how long all batches but the first take"
@@ -103,10 +104,11 @@ class _TrialSteps(CountSteps):
         super().__init__(n)
         self.n_batches = 0    # batches so far
         self.secs = 0.        # duration of all batches but the first
-        self.began = None     # time at which the batch that runs began
+        self.began = None     # when the running batch began, in seconds
         self.synchronize = getattr(getattr(torch, device.type), 'synchronize', noop)
 
     def before_batch(self):
+        "Give each parameter a gradient, because later micro-batches of a step need that memory"
         sparse = {m.weight for m in self.learn.model.modules() if getattr(m, 'sparse', False)}
         for p in self.learn.model.parameters():
             if p.requires_grad and p.grad is None and p not in sparse: p.grad = torch.zeros_like(p)
@@ -120,22 +122,22 @@ class _TrialSteps(CountSteps):
 
 # %% ../nbs/06_bs_find.ipynb #train
 def _train(run, size, n):
-    "Train on `size` samples for `n` steps; return the samples per second"
+    "Train on batches of `size` samples for `n` steps; return the samples per second"
     batches,found = batches_of(run.learn, size)
     if found<size: raise MemoryError(f'there are only {found} samples')
     steps = _TrialSteps(n, run.device)
-    # more batches than steps: a GradScaler skips some
+    # 20 batches more than steps, because a GradScaler skips the first steps
     run.fit(Batches(run.dl, batches*(n+20), size), [steps])
     if steps.n_batches<n or not steps.n_steps:
         raise RuntimeError(f"a trial of {n} steps made {steps.n_steps}, in {steps.n_batches} batches of "
-            f"{size} samples. Either a callback ends the fit or skips steps (remove it, or set "
-            "`run_bs_find = False` in its class), or the gradients overflow"
+            f"{size} samples. Either a callback ends the fit or skips steps (set `run_bs_find = False` "
+            "in its class), or the gradients overflow"
             + more_link('no-step-in-a-trial'))
     return size*(steps.n_batches-1)/max(steps.secs, 1e-9)
 
 # %% ../nbs/06_bs_find.ipynb #try
 def _try(run, size, n, is_last_resort):
-    "Try a size; several processes try it each by itself, and it fits if it fits on all"
+    "Try a batch size; with several processes, it fits if it fits on each of them"
     free_memory()
     trial,error = Trial(size),None
     peak = watch_peak(run.device)
@@ -144,7 +146,8 @@ def _try(run, size, n, is_last_resort):
         trial.speed = _train(run, size, n)
         trial.ok = True
     except Exception as e:
-        trial.error = f'{type(e).__name__}: {e}'   # a string: the traceback of `e` holds the memory
+        # the message instead of `e`, whose traceback keeps the memory of the trial in use
+        trial.error = f'{type(e).__name__}: {e}'
         if not (is_out_of_memory(e) or is_last_resort): error = e
     if world_size()>1: error = _compare_processes(trial, error, run.device)
     if error: raise error
@@ -154,7 +157,11 @@ def _try(run, size, n, is_last_resort):
 
 # %% ../nbs/06_bs_find.ipynb #find
 def _check_before_search(learn, n, must_match):
-    "Refuse a model that exchanges data in its forward pass, and other arguments; return the least `n`"
+    """Check that several processes can search, and return the smallest of their dataset sizes `n`
+
+    RuntimeError: the model exchanges data in its forward pass
+    ValueError: the processes were given different arguments
+    """
     model = get_model(learn.model)
     check_not_sharded(model)
     part = None   # the part of the model that exchanges data
@@ -162,9 +169,10 @@ def _check_before_search(learn, n, must_match):
         if isinstance(m, nn.SyncBatchNorm): part = 'SyncBatchNorm'
         if isinstance(m, DistributedDataParallel): part = 'part of the model in DistributedDataParallel'
     if part:
-        raise RuntimeError(f"`bs_find` cannot search on several processes with {part}: they exchange "
-            "data in each forward pass, and would wait forever for one whose memory runs out. Search "
-            "with the plain model, before it is converted or wrapped, and take less than it finds"
+        raise RuntimeError(f"`bs_find` cannot search on several processes with {part}: the processes "
+            "exchange data in each forward pass, and would wait forever for one that runs out of "
+            "memory. Search before the model is converted or wrapped, and use a smaller size than the "
+            "result"
             + more_link('exchanges-in-the-forward-pass'))
     numbers = [-1 if n is None else n, *map(int, must_match.values())]
     each = gather(numbers, training_device(learn))
@@ -172,19 +180,21 @@ def _check_before_search(learn, n, must_match):
     return min((o[0] for o in each if o[0]>=0), default=None)
 
 def _unwrap(learn):
-    "Take the model out of DistributedDataParallel, which would exchange data; the dry run puts it back"
-    if learn.opt is None: learn.create_opt()   # the Learner's `splitter` knows the wrapped model
+    "Unwrap a model in DistributedDataParallel, which would exchange data; the dry run wraps it again"
+    # before unwrapping, because the `splitter` gets the wrapped model
+    if learn.opt is None: learn.create_opt()
     learn.model = get_model(learn.model)
 
 def _compare_processes(trial, error, device):
     "Mark the trial as failed if memory ran out on any process; return the error to raise, if any"
-    outcome = 2 if error else int(not trial.ok)   # 0: it fits, 1: memory ran out, 2: another error
+    # 0: the batch fits, 1: memory ran out, 2: another error
+    outcome = 2 if error else int(not trial.ok)
     outcomes = [o for o, in gather([outcome], device)]
     if trial.ok and 1 in outcomes:
         trial.ok = False
         trial.error = f'memory ran out on process {outcomes.index(1)}'
     if 2 not in outcomes or error: return error
-    return RuntimeError(f"the search failed on process {outcomes.index(2)}; its own error says why"
+    return RuntimeError(f"the search failed on process {outcomes.index(2)}: read its error"
         + more_link('search-failed-on-another-process'))
 
 # %% ../nbs/06_bs_find.ipynb #result
@@ -193,9 +203,9 @@ def _shown(x): return '' if x is None else f'{x:,.0f}'
 
 @dataclass(repr=False)
 class FoundSize:
-    "The largest size that fits, and how it was found"
+    "The result of `bs_find`: `int(…)` is the largest size that fits; displays itself as a table"
     size:int # The largest size that fits, in samples
-    reason:str # Why it is the largest, in words
+    reason:str # Why no larger size was found, in words
     trials:list[Trial] # The trials, in order
 
     def __int__(self): return self.size
@@ -208,12 +218,14 @@ class FoundSize:
         return '\n'.join(rows)
 
 def _result(good, bad, n, trials):
-    "The result of a search among `n` samples, or the error that nothing fits"
+    """Return the result of a search in a dataset of `n` samples
+
+    torch.OutOfMemoryError: a single sample does not fit
+    """
     if not good:
         raise torch.OutOfMemoryError(f"no batch fits: {', '.join(str(o.size) for o in trials)} samples "
-            "were tried. Use smaller inputs, a smaller model, `learn.to_fp16()` or "
-            f"`ActivationCheckpoint()`. The last error was: {trials[-1].error}"
-            + more_link('out-of-memory'))
+            "were tried. Use `ActivationCheckpoint()`, `learn.to_fp16()`, or smaller inputs. The last "
+            f"error was: {trials[-1].error}" + more_link('out-of-memory'))
     if bad: reason = f'{bad} do not'
     else: reason = 'there are no more' if good==n else '`max_trials` was reached'
     if world_size()>1: reason += f' (on each of {world_size()} processes)'
@@ -221,8 +233,8 @@ def _result(good, bad, n, trials):
 
 # %% ../nbs/06_bs_find.ipynb #plot
 @patch
-def plot(self:FoundSize)->np.ndarray: # The two axes, of matplotlib
-    "Draw peak memory and samples per second against the batch size"
+def plot(self:FoundSize)->np.ndarray: # The two matplotlib axes
+    "Plot peak memory and samples per second against the batch size"
     fit = sorted((o for o in self.trials if o.ok), key=lambda o: o.size)
     too_large = [o.size for o in self.trials if not o.ok]
     _,axs = plt.subplots(1, 2, figsize=(10,3.5), layout='constrained')
@@ -240,6 +252,7 @@ def plot(self:FoundSize)->np.ndarray: # The two axes, of matplotlib
 
 # %% ../nbs/06_bs_find.ipynb #apply
 def _apply(dls, bs):
+    "Set the batch size of the training loader to `bs`, and of other loaders to at most `bs`"
     dls.train = with_size(dls.train, bs)
     for i,dl in enumerate(dls.loaders[1:], 1):
         if resizable(dl) and size_of(dl)>bs: dls.loaders[i] = with_size(dl, bs)

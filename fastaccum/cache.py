@@ -29,24 +29,29 @@ class GradientCache(PatchingCallback):
     """Run the model on micro-batches, and everything else on the loader's whole batch
 
     TypeError: an argument has the wrong type, or the model's inputs or outputs cannot be split
-    ValueError: `micro_batch_size` is below 1, or, when the fit begins, this Learner cannot be trained in this way
-    RuntimeError: the model cannot be run again as it was
-    OutOfMemoryError: a single sample does not fit
+    ValueError: `micro_batch_size` is below 1, or, when the fit begins, this Learner cannot run its model
+        in parts
+    RuntimeError: the second forward pass of a micro-batch cannot repeat the first
+    torch.OutOfMemoryError: a single sample does not fit into memory
     UserWarning: during the fit, when something makes the run differ from the full-batch run
     """
-    # after all callbacks that change the batch, or call the model before it
-    order,run_valid = Recorder.order-1,True
-    warn_once = None     # gives each warning of the fit once
+    # after all callbacks that change the batch, or call the model before the Learner
+    order = Recorder.order-1
+    run_valid = True
+    warn_once = None     # the `WarnOnce` of the fit
     # the `Patch` of the model's `forward`, from `before_batch` to the Learner's call
     patch = None
-    call = None          # the `ReplayedForward` of the batch, until its loss is looked at
-    # for training (`True`) and evaluation (`False`): which outputs have a row for each sample?
+    # the `ReplayedForward` of the batch, until `before_backward` has checked the loss
+    call = None
+    # which outputs have a row for each sample, in training (key `True`) and in evaluation (`False`)
     rows = None
-    checked = False      # were the outputs of a micro-batch that was run again compared, in this fit?
+    checked = False      # True once the two passes of a micro-batch of this fit were compared
     @by_name('micro_batch_size')
     def __init__(self, *,
-        micro_batch_size:int|str|AutoSize, # The most samples that the model sees at once; 'auto': as memory allows
-        split:Callable=split # `f(inputs, start, stop, n)` returns samples `start` to `stop` of the `n` in `inputs`
+        # The most samples that the model sees at once; 'auto': as many as memory allows
+        micro_batch_size:int|str|AutoSize,
+        # `f(inputs, start, stop, n)` returns the samples from `start` to `stop` of the `n` in `inputs`
+        split:Callable=split
     ):
         self.micro_batch_size,self.split = micro_batch_size,split
         if isinstance(micro_batch_size, AutoSize): self.limit = micro_batch_size
@@ -57,23 +62,28 @@ class GradientCache(PatchingCallback):
 
     @property
     def size(self)->int:
-        "The most samples in a micro-batch; `None` if that is not known yet"
+        "The most samples in a micro-batch; `None` with 'auto' until memory has run out"
         return self.limit.train
 
     def before_fit(self):
-        # keep what the fit before has found out
+        # a validation after a fit keeps the state of that fit
         if self.validates and self.warn_once is not None: return
         uninterrupted(self.undo_patches)
-        self.warn_once,self.rows,self.checked,self.limit.failed = WarnOnce(),{},False,None
+        self.warn_once = WarnOnce()
+        self.rows = {}
+        self.checked = False
+        self.limit.failed = None
         if self.validates: return
         check_cached(self.learn, self.limit)
-        accumulates = our_callback(self.learn, 'GradientAccumulation') is not None   # then that callback warns
+        accumulates = our_callback(self.learn, 'GradientAccumulation') is not None
+        # otherwise, GradientAccumulation gives the warning
         if not accumulates: warn_comm_hooks(Processes(self.learn.model), self.warn_once)
 
     def before_batch(self):
         self.undo_patches()
         is_compiled = getattr(self.learn.model, '_compiled_call_impl', None) is not None
-        self.patch = Patch(self.learn.model, '_compiled_call_impl' if is_compiled else 'forward', self._forward)
+        name = '_compiled_call_impl' if is_compiled else 'forward'
+        self.patch = Patch(self.learn.model, name, self._forward)
         self.patch.apply()
     def after_batch(self): self.undo_patches()
 
@@ -88,11 +98,11 @@ class GradientCache(PatchingCallback):
 # %% ../nbs/03_cache.ipynb #forward
 @patch
 def _forward(self:GradientCache, *args, **kwargs):
-    "Replaces the model's `forward` for one call, that of the Learner"
+    "Replaces the model's `forward` for one call, which is the Learner's"
     learn,stock = self.learn,self.patch.stock
     is_learners_call = not kwargs and [*map(id, args)]==[*map(id, learn.xb)]
     if not is_learners_call: return stock(*args, **kwargs)
-    # if anything else calls the model from here on, it gets the model's own `forward`
+    # all later calls of the model in this batch run its own `forward`
     self.undo_patches()
     n = n_samples(args, getattr(learn.dl, 'bs', None))
     if n is None: return stock(*args)
@@ -103,52 +113,58 @@ def _forward(self:GradientCache, *args, **kwargs):
     return call.forward()
 
 def _check_kept(call, loss_grad):
-    """Refuse a loss that uses what the model has computed in another way than by its predictions
+    """Refuse a loss that uses activations of the model besides its predictions
 
     RuntimeError: the graph of the loss reaches into the model
     """
     outs = [o.grad_fn for o in call.last_outs or () if isinstance(o, torch.Tensor)]
     if not graph_nodes([loss_grad.grad_fn]) & graph_nodes(outs): return
-    raise RuntimeError("the loss uses activations that the model or a hook has kept, which with `GradientCache` are "
-        "those of the last micro-batch only. Let the model return them with its predictions, or use "
-        "`ActivationCheckpoint()`, with which the model sees the whole batch" + more_link('kept-activations'))
+    raise RuntimeError("the loss uses activations that the model or a hook has kept, and "
+        "`GradientCache` keeps only those of the last micro-batch. Let the model return the activations "
+        "with its predictions, or use `ActivationCheckpoint()`, with which the model sees the whole "
+        "batch"
+        + more_link('kept-activations'))
 
 @patch
 def _warn_differences(self:GradientCache, args):
+    "Warn of layers for which micro-batches give another result than the whole batch"
     learn,bns = self.learn,batchnorms(self.learn.model)
     loop = getattr(getattr(learn, 'gradient_accumulation', None), 'loop', None)
-    # share GradientAccumulation's warnings, or both would warn of BatchNorm, with different numbers of samples
+    # with GradientAccumulation's `WarnOnce`, only one of both callbacks warns of BatchNorm
     warn_once = self.warn_once if loop is None else loop.warn_once
     if bns:
         warn_once('batchnorm', f"{type(bns[0]).__name__} normalises with the samples of a micro-batch, "
             f"at most {self.limit.most(learn.training)}, so the result differs from that of the whole "
-            "batch. `ActivationCheckpoint()` instead of `GradientCache` gives it the whole batch", BatchNormWarning)
+            "batch. Use `ActivationCheckpoint()` instead of `GradientCache`: the model then sees the "
+            "whole batch", BatchNormWarning)
     warn_chunks(learn.model, args, warn_once)
 
 # %% ../nbs/03_cache.ipynb #check
 def check_cached(learn:Learner, limit:AutoSize):
     """Refuse a Learner whose model cannot be run in parts of the sizes that `limit` allows
 
-    ValueError: the model cannot be run in parts
+    ValueError: the model, its wrapper or another callback does not work with `GradientCache`
     """
     check_single(learn, GradientCache)
     if any(isinstance(m, DataParallel) for m in learn.model.modules()):
-        raise ValueError("DataParallel copies the model to other devices, and `GradientCache` goes back "
-            "to the random numbers of the first one only, so dropout would differ: use "
-            "`learn.distrib_ctx()` instead, with a process for each device" + more_link('data-parallel'))
+        raise ValueError("`GradientCache` does not work with DataParallel, because it restores the "
+            "random state of the first device only, so dropout would differ on the others. Use "
+            "`learn.distrib_ctx()` instead, with one process for each device"
+            + more_link('data-parallel'))
     check_not_sharded(learn.model)
     check_wrapped(learn.model)
     check_learner(learn)
-    acc,bs = our_callback(learn, 'GradientAccumulation'),size_of(learn.dls.train)
-    if acc is not None and (acc.auto or acc.micro_batch_size and bs and acc.micro_batch_size<bs):
-        raise ValueError(f"`GradientAccumulation(micro_batch_size={acc.micro_batch_size or 'auto'!r})` "
-            "would split the loader's batches before the loss, and `GradientCache` is there to give the "
-            "loss whole batches: leave it out there, and give the size to `GradientCache`"
+    acc = our_callback(learn, 'GradientAccumulation')
+    bs = size_of(learn.dls.train)
+    splits_by_size = acc is not None and bool(acc.micro_batch_size and bs) and acc.micro_batch_size<bs
+    if acc is not None and (acc.auto or splits_by_size):
+        raise ValueError(f"`micro_batch_size={acc.micro_batch_size or 'auto'!r}` of GradientAccumulation "
+            "would split the loader's batches before the loss, which needs whole batches: leave it out of "
+            "`GradientAccumulation`, and give the size to `GradientCache`"
             + more_link('split-before-the-loss'))
     has_sync = any(isinstance(m, torch.nn.SyncBatchNorm) for m in learn.model.modules())
     if has_sync and not limit.is_even and world_size()>1:
         raise ValueError(f"`micro_batch_size={limit!r}` does not work with SyncBatchNorm on several "
-            f"processes: {limit.why_uneven}, and its SyncBatchNorm "
-            "would wait for the others forever. Give a number (`learn.bs_find()` finds one that fits on "
-            "all processes)"
+            f"processes: {limit.why_uneven}, and its SyncBatchNorm would wait for the others forever. "
+            "Give a number, such as the one that `learn.bs_find()` finds"
             + more_link('exchanges-in-the-forward-pass'))

@@ -28,13 +28,13 @@ from .core.segments import Segments, find_segments
 
 # %% ../nbs/04_checkpoint.ipynb #cb
 class ActivationCheckpoint(PatchingCallback):
-    """Keep only the inputs of the model's segments, and compute their activations again when needed
+    """Keep only the inputs of the model's segments, and compute activations again in the backward pass
 
     TypeError: `segments` has the wrong type
-    ValueError: when the fit begins, if no segments are found, yours are not in the model, or the model
-        cannot be cut
-    RuntimeError: a segment cannot be computed again as it was
-    UserWarning: after the fit, if one of your segments did not run, or none did
+    ValueError: when the fit begins, if no segments are found, if your segments are not in the model, or
+        if the model cannot be cut into segments
+    RuntimeError: a segment cannot be computed again, because its inputs or parameters have changed
+    UserWarning: after the fit, if one of your segments did not run, or if no segment ran
     """
     # after `DistributedTrainer` has wrapped the model for several processes
     order = MixedPrecision.order+3
@@ -42,13 +42,15 @@ class ActivationCheckpoint(PatchingCallback):
     patches = ()        # the `Patch`s of the fit that runs; empty outside of a fit
     last_used = None    # the `Segments` of the last fit; `None` before the first fit
     def __init__(self,
-        segments:type|tuple|list|Callable=None # Classes, a list of modules, or a function of a module
+        # A class, a tuple of classes, a list of modules, or a function that returns whether a module is one;
+        # by default, the callback finds segments
+        segments:type|tuple|list|Callable=None
     ):
         self.given = check_segments(segments)
 
     @property
     def segments(self)->Segments:
-        "The segments of the last fit, or before any fit those of the next; displays itself as a table"
+        "The segments of the last fit, or before any fit of the next one; displays itself as a table"
         if self.last_used is not None: return self.last_used
         if self.learn is None: return Segments()
         return find_segments(unwrapped(self.learn.model), self.given)
@@ -71,9 +73,10 @@ class ActivationCheckpoint(PatchingCallback):
 
 # %% ../nbs/04_checkpoint.ipynb #check
 def check_segments(segments:object)->object:
-    """Refuse a value of `segments` that cannot choose any; convert all kinds of lists to a `list`
+    """Check the argument `segments`, and return it; an `L`, a ModuleList or a module becomes a list
 
-    TypeError: it is not a class, a tuple of classes, a list of modules, or a function of a module
+    TypeError: `segments` is not a class, a tuple of classes, a list of modules, or a function of a
+        module
     """
     if isinstance(segments, (L,nn.ModuleList)): segments = list(segments)
     elif isinstance(segments, nn.Module): segments = [segments]
@@ -87,7 +90,7 @@ def check_segments(segments:object)->object:
         "tuple of classes, a list of modules, or a function of a module" + more_link('segments'))
 
 def unwrapped(model:nn.Module)->nn.Module:
-    """Return the model to cut into segments, without its wrapper for several processes
+    """Return the model to cut into segments: `model` without its DistributedDataParallel wrapper
 
     ValueError: the model is compiled, sharded over processes, or split over devices by DataParallel
     """
@@ -96,19 +99,19 @@ def unwrapped(model:nn.Module)->nn.Module:
     for m in model.modules():
         name = type(m).__name__
         if isinstance(m, DataParallel):
-            raise ValueError("DataParallel copies the model to other devices, "
-                "but its segments would all run on the first one: use "
-                "`learn.distrib_ctx()` instead, with a process for each device"
-                + more_link('data-parallel'))
+            raise ValueError("`ActivationCheckpoint` does not work with DataParallel, because all "
+                "segments would run on the first device. Use `learn.distrib_ctx()` instead, with one "
+                "process for each device" + more_link('data-parallel'))
         if is_compiled(m):
-            raise ValueError(f"{name} is compiled, and the compiler decides what is "
-                "computed again: set `torch._functorch.config.activation_memory_budget`, "
-                "or train the model before you compile it" + more_link('compiled-model'))
+            raise ValueError(f"{name} is compiled, and the compiler decides which activations are "
+                "computed again. Train before you compile the model, or set "
+                "`torch._functorch.config.activation_memory_budget` instead of using this callback"
+                + more_link('compiled-model'))
     return model
 
 # %% ../nbs/04_checkpoint.ipynb #inputs
 class _KeptInputs:
-    "The arguments of a call, kept without their graph, so that the call can be repeated"
+    "The arguments of a call, kept without their autograd graph, so that the call can be repeated"
     def __init__(self, args, kwargs):
         leaves,self.spec = tree_flatten((args,kwargs))
         kept = {id(o):_without_graph(o) for o in leaves if isinstance(o, torch.Tensor)}
@@ -117,11 +120,11 @@ class _KeptInputs:
         self.others = [o for o in leaves if id(o) not in kept]   # inputs that are no tensors
 
     def rebuilt(self)->tuple:
-        "The positional and the keyword arguments, in new lists and dicts"
+        "Return the positional and the keyword arguments, in new lists and dicts"
         return tree_unflatten(self.leaves, self.spec)
 
 def _without_graph(x):
-    "A tensor without its graph, which has the attributes of `x`, and needs a gradient if `x` does"
+    "Return `x` without its autograd graph, with the same attributes and the same `requires_grad`"
     if isinstance(x, nn.Parameter): return x
     res = x.detach()
     vars(res).update(vars(x))
@@ -130,23 +133,23 @@ def _without_graph(x):
 # %% ../nbs/04_checkpoint.ipynb #plain
 def _own_forward(m): return MethodType(type(m).forward, m)
 def _plain_forward(patch):
-    "The value of `__reduce__` that gives a copy of the model its plain `forward`"
+    "Return a value of `__reduce__` with which a copy of the model gets its original `forward`"
     if patch.own: return noop,(patch.own,)
     return _own_forward,(patch.o,)
 
 # %% ../nbs/04_checkpoint.ipynb #recomputed
 class _Recomputed:
-    "Replaces a segment's `forward`: keeps its inputs, and computes it again in the backward pass"
+    "Replaces a segment's `forward`: keeps the inputs, and computes it again in the backward pass"
     def __init__(self, segment):
         self.segment = segment
         self.inside = segment.inside   # all modules in the segment
         self.devices = devices_of(self.inside)
         is_module = segment.seq is None
-        # else a `_Chain` runs it
+        # a segment of several children of a Sequential has no `forward`: a `_Chain` runs the segment
         self.patch = Patch(segment.modules[0], 'forward', self) if is_module else None
 
     def compute(self, *args, **kwargs):
-        "Compute the segment as without this callback"
+        "Compute the segment as the model does without the callback"
         if self.patch is not None: return self.patch.stock(*args, **kwargs)
         x, = args
         for m in self.segment.modules: x = m(x)
@@ -160,12 +163,12 @@ class _Recomputed:
         tensors = inputs.tensors+params
         if not any(o.requires_grad for o in tensors): return self.compute(*args, **kwargs)
         self.segment.kept = sum(o.nbytes for o in inputs.tensors)
-        # an input without its graph has the version of the input
+        # a detached tensor shares its version counter with the input, so changes in place are noticed
         versions = [(o,o._version) for o in tensors]
-        # dropout draws on the device of its input, which may be none of the parameters' devices
-        devices = {*self.devices,*(o.device for o in inputs.tensors if o.device.type not in ('cpu','meta'))}
-        state = ForwardState(self.inside, devices, inputs.others)
-        # emptied by the first call, so that this closure does not keep the graph alive
+        # dropout draws random numbers on the device of its input, where there may be no parameter
+        devices_of_inputs = {o.device for o in inputs.tensors if o.device.type not in ('cpu','meta')}
+        state = ForwardState(self.inside, {*self.devices,*devices_of_inputs}, inputs.others)
+        # the first call empties `first`, so that `first_or_again` does not keep the graph alive
         first = [(args,kwargs)]
         def first_or_again():
             if first:
@@ -180,22 +183,23 @@ class _Recomputed:
         return res
 
     def _check_unchanged(self, versions):
+        "Refuse inputs and parameters that were changed since their versions were noted"
         if all(o._version==v for o,v in versions): return
         raise RuntimeError(f"an input or a parameter of segment {self.segment.name!r} was changed in "
-            "place, so the segment cannot be computed again: use `inplace=False`, take the optimizer's "
-            "step after the backward pass, or choose `segments` without this one"
-            + more_link('changed-in-place'))
+            "place, so the segment cannot be computed again. Use `inplace=False` in its layers, or "
+            "choose `segments=` without this one. If an optimizer of yours changed the parameter, let "
+            "it step after the backward pass" + more_link('changed-in-place'))
 
     def __reduce__(self): return _plain_forward(self.patch)
 
 # %% ../nbs/04_checkpoint.ipynb #chain
 class _Chain:
-    "Replaces a Sequential's `forward`: runs its children one by one, some of them in segments"
+    "Replaces a Sequential's `forward`: runs the children one by one, and those of a segment as one"
     def __init__(self, seq, recomputed):
         mine = [o for o in recomputed if o.segment.seq is seq]
         by_first = {o.segment.modules[0]:o for o in mine}
         later = {m for o in mine for m in o.segment.modules[1:]}
-        # modules and segments, in order
+        # what to call one after another: a child of the Sequential, or a `_Recomputed` of several
         self.links = [by_first.get(m, m) for m in seq if m not in later]
         self.patch = Patch(seq, 'forward', self)
 
@@ -215,20 +219,20 @@ def _apply_patches(self:ActivationCheckpoint):
     sequentials = {o.seq:None for o in self.last_used if o.seq is not None}   # a dict keeps their order
     patches = [o.patch for o in recomputed if o.patch is not None]
     patches += [_Chain(seq, recomputed).patch for seq in sequentials]
-    # assign before applying: an interrupt in the next line then leaves nothing patched
+    # assigned before a patch is applied, so that `undo_patches` undoes all patches after an interrupt
     self.patches = patches
     for o in patches: o.apply()
 
 @patch
 def after_fit(self:ActivationCheckpoint):
-    "Put the model back, and warn of segments that did not run"
+    "Restore the model, and warn of segments that did not run"
     if self.validates or not self.patches: return
     uninterrupted(self.undo_patches)
     n = len(self.last_used)
     idle = [o.name for o in self.last_used if not o.calls]
-    # a timm model has a head of its own, which fastai does not call
+    # fastai does not call the head of a timm model, so a few idle segments are usual among those found
     is_usual = self.given is None and len(idle)<n
     if not idle or is_usual or not self.learn.train_iter: return
-    warn(f"{len(idle)} of {n} segments did not run in this fit, the first of them is {idle[0]!r}: the "
-        "model does not call their `forward`, so they save no memory. Choose others with `segments=`"
+    warn(f"{len(idle)} of {n} segments did not run in this fit, such as {idle[0]!r}, so they save no "
+        "memory: the model does not call their `forward`. Choose modules that it calls with `segments=`"
         + more_link('idle-segments'))

@@ -22,24 +22,24 @@ from .core.warnings import WarnOnce, more_link
 class NoiseScale(PatchingCallback):
     """Measure how much the gradients of micro-batches differ, and so how large a batch is worthwhile
 
-    TypeError: a number is not a whole number
-    ValueError: a number is below 1, or, when a fit begins, nothing accumulates on the Learner, or there
-        are two of these callbacks
-    UserWarning: a step cannot be measured; the message says why
+    TypeError: an argument is not a whole number
+    ValueError: a number is below 1; or, when a fit begins, the Learner has no `GradientAccumulation`, or
+        has two `NoiseScale` callbacks
+    UserWarning: in a fit, when a step cannot be measured
     """
-    # at this order, gradients are without their loss scale, and not clipped yet
+    # after MixedPrecision (10) has unscaled the gradients, and before GradientClip (11) clips them
     order = MixedPrecision.order+.5
     run_valid = False
     run_bs_find = False    # `bs_find` trains without accumulation, where there is nothing to measure
-    acc = None             # the `GradientAccumulation` on the Learner; found when a fit begins
-    readings = ()          # a `Reading` for each step that was measured in the last fit
+    acc = None             # the `GradientAccumulation` of the Learner, found when a fit begins
+    readings = ()          # a `Reading` for each measured step of the last fit
     hooks = ()             # hooks on the parameters, during the backward pass of a micro-batch
-    lengths = None         # lengths of the gradients of this micro-batch, by the `id` of the parameter
+    lengths = None         # length of each gradient of the micro-batch, by the `id` of the parameter
     micro_batches = ()     # a `_MicroBatchGrads` for each micro-batch of the step so far
 
     def __init__(self,
-        every:int=10, # Measure every n-th step
-        half_life:int|None=None # Half-life of a measurement, in samples; defaults to 20 measurements
+        every:int=10, # Steps from one measured step to the next
+        half_life:int|None=None # Samples after which a measurement counts half; default: 20 measurements
     ):
         self.every = check_count('every', every, 'step')
         self.half_life = None if half_life is None else check_count('half_life', half_life)
@@ -50,22 +50,26 @@ class NoiseScale(PatchingCallback):
         check_single(learn, NoiseScale)
         self.acc = our_callback(learn, 'GradientAccumulation')
         if self.acc is None:
-            raise ValueError("NoiseScale compares the micro-batches of a step, and this Learner steps "
-                "on every batch: add fastaccum's `GradientAccumulation(accum_bs)` to its callbacks"
+            raise ValueError("NoiseScale compares the micro-batches of a step, and this Learner takes a "
+                "step on every batch: add fastaccum's `GradientAccumulation(accum_bs)` to its callbacks"
                 + more_link('nothing-accumulates'))
         self.undo_patches()
         self.readings = []
         self.warn_once = WarnOnce()
-        self.averages = None   # the `Averages` of this fit; made with the first reading
+        self.averages = None   # the `Averages` of this fit, from the first reading on
         self.n_steps = 0       # steps of this fit so far
-        self.wait = 0          # steps until the next one that is measured
+        self.wait = 0          # steps until the next measured step
         self.since = 0         # samples since the last measurement
-        # not `setattr`, because fastai would warn that a callback has this name
+        # in `vars`, because with `setattr` fastai warns that a callback has the same name
         if hasattr(learn, 'recorder'): vars(learn.recorder)['noise_scale'] = []
 
 # %% ../nbs/07_noise_scale.ipynb #estimate
 def estimate(squares:float, mean_sq:float, n:float, k:int)->tuple:
-    "Estimate tr Σ and |G|² without bias, from Σ n_i |g_i|² over `k` micro-batches, |ḡ|² and N"
+    """Estimate tr Σ and |G|² without bias, for a step of `k` micro-batches with `n` items in all
+
+    `squares` is the sum of n_i |g_i|² over the micro-batches (n_i items, gradient g_i), and `mean_sq` is
+    the squared length |ḡ|² of the mean gradient.
+    """
     trace = (squares-n*mean_sq)/(k-1)
     return trace,mean_sq-trace/n
 
@@ -77,7 +81,7 @@ def scale_of(trace:float, grad_sq:float)->float:
 
 # %% ../nbs/07_noise_scale.ipynb #averages
 class Averages:
-    "Averages of tr Σ and |G|² over steps; a measurement counts half after `half_life` samples"
+    "Averages of tr Σ and |G|² over steps, in which a measurement counts half after `half_life` samples"
     def __init__(self, half_life:float):
         self.half_life = half_life
         self.sums = np.zeros(2)   # sums of tr Σ and of |G|², each value multiplied by its weight
@@ -86,36 +90,36 @@ class Averages:
     def add(self, trace:float, grad_sq:float, n:int)->tuple:
         "Add the estimates of a step, `n` samples after the last measurement; return the averages"
         keep = .5**(n/self.half_life)
-        new = np.array([max(trace, 0.),grad_sq])   # rounding may bring `trace` below 0
+        new = np.array([max(trace, 0.),grad_sq])   # after rounding, `trace` may be below 0
         self.sums = keep*self.sums+(1-keep)*new
         self.weight = keep*self.weight+(1-keep)
         return tuple(self.sums/self.weight)
 
 class Reading(NamedTuple):
-    "One step that was measured"
-    step:int # Steps before it, in this fit
-    samples:int # Samples in it
-    size:float # Items that its mean loss covers: samples, or targets that are not ignored
+    "The measurement of one step"
+    step:int # Steps of the fit before this step
+    samples:int # Samples in the step
+    size:float # Items that the mean loss covers: samples, or targets that are not ignored
     trace:float # The estimate of tr Σ from this step
     grad_sq:float # The estimate of |G|² from this step
-    averages:tuple # The averages of both, so far
+    averages:tuple # The averages of tr Σ and of |G|² so far
 
     @property
     def scale(self)->float: # In the unit of `size`
-        "The noise scale"
+        "The noise scale after this step"
         return scale_of(*self.averages)
 
 # %% ../nbs/07_noise_scale.ipynb #verdict
 def rounded(x:float)->str:
-    "Write `x` with two digits, which is more than its accuracy"
+    "Format `x` with two digits, because a noise scale is not known more accurately"
     return f'{float(f"{x:.2g}"):,.0f}' if x>=10 else f'{x:.2g}'
 
 def describe(scale:float, size:float, unit:str='samples')->str:
-    "Say in a sentence what steps of `size` cost, with the noise scale in the same unit"
+    "Describe in a sentence what steps of `size` cost, with the noise scale in the same unit"
     if np.isnan(scale): return "noise scale: nothing was measured"
     if np.isinf(scale):
         return (f"noise scale: too large to measure. In steps of {size:,.0f} {unit} the noise hides the "
-            "gradient, so larger steps would waste little. Measure for longer to know more")
+            "gradient, so larger steps would waste little. Measure more steps for an estimate")
     steps = 1+scale/size                              # as a multiple of the minimum number of steps
     items = 1+size/scale if scale else float('inf')   # as a multiple of the minimum number of items
     return (f"noise scale ≈ {rounded(scale)} {unit}: with steps of {size:,.0f} you need "
@@ -126,36 +130,37 @@ class _MicroBatchGrads(NamedTuple):
     "The gradients of one micro-batch"
     lengths:dict # The length of each parameter's gradient, by the parameter's `id`
     samples:int # Samples in the micro-batch
-    size:object # Items that its loss is a mean over, a number or a 0-dim tensor
-    to_sum:object # Multiplied by this, a gradient is that of the sum over these items
+    size:object # Items that the loss is a mean over, a number or a 0-dim tensor
+    to_sum:object # Factor from the gradient to the gradient of the sum over the items
 
     def totals(self, device, dtype):
-        "As a tensor: n_i |g_i|², n_i, whether the micro-batch counts (1 or 0), and its samples"
+        "Return a tensor of n_i |g_i|², n_i, whether the micro-batch counts (1 or 0), and its samples"
         samples,size,to_sum = (_on_device(o, device, dtype) for o in self[1:])
         sum_sq = _squared(self.lengths.values(), device, dtype)*to_sum**2
         counts = size>0   # False if all targets are ignored
         return torch.stack([torch.where(counts, sum_sq/size, 0.), size, counts.to(dtype), samples])
 
 def _on_device(n, device, dtype):
-    "A number or a 0-dim tensor as a tensor on `device`; a number is not copied there, which would synchronise the GPU"
+    "Return a number or a 0-dim tensor as a tensor on `device`, without synchronising the GPU"
     if isinstance(n, torch.Tensor): return n.to(device, dtype)
     return torch.full((), n, dtype=dtype, device=device)
 
 def _length(g):
-    "The length of a gradient, in single precision or better"
+    "Return the length of a gradient, in single precision or better"
     g = g.detach().coalesce().values() if g.is_sparse else g.detach()
     return torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32))
 
 def _squared(lengths, device, dtype):
-    "The squared length of a gradient whose parts have these lengths"
+    "Return the squared length of a gradient whose parts have the lengths `lengths`"
     return torch.stack([o.to(device) for o in lengths]).to(dtype).square().sum()
 
 # %% ../nbs/07_noise_scale.ipynb #hear
 @patch
 def before_train(self:NoiseScale):
     self.undo_patches()   # the last epoch may have been cancelled in the middle of a step
-    was_added = self.acc is None or self.acc.learn is not self.learn   # since the fit began
-    if was_added: self.before_fit()
+    # a callback that is added in the middle of a fit gets no `before_fit` from the Learner
+    was_added_in_fit = self.acc is None or self.acc.learn is not self.learn
+    if was_added_in_fit: self.before_fit()
 
 @patch
 def before_backward(self:NoiseScale):
@@ -163,13 +168,16 @@ def before_backward(self:NoiseScale):
     self._remove_hooks()
     step = self.acc.current_step
     if self.wait or step is None: return
-    if not step.mean.samples: self.micro_batches = ()   # the step begins
+    is_first = not step.mean.samples
+    if is_first: self.micro_batches = ()
     self.lengths = {}
     self.hooks = [p.register_hook(partial(self._note_length, step.micro, id(p))) for p in self._params()]
 
 @patch
 def _note_length(self:NoiseScale, micro, i, g):
-    if micro.ran: return   # another backward pass, after the one of this micro-batch
+    "Note the length of the gradient `g` of the parameter with the `id` `i`"
+    # `g` is from another backward pass, which a callback ran after the micro-batch's
+    if micro.ran: return
     if i in self.lengths:
         self._warn('a gradient came in parts, as through GradientCache or reentrant checkpoints')
         self.lengths[i] = self.lengths[i]*float('nan')
@@ -178,7 +186,7 @@ def _note_length(self:NoiseScale, micro, i, g):
 # %% ../nbs/07_noise_scale.ipynb #hear-end
 @patch
 def after_backward(self:NoiseScale):
-    "Note the micro-batch whose gradients have come"
+    "Note the lengths of the gradients of the micro-batch"
     self._remove_hooks()
     if not self.lengths: return
     step = self.acc.current_step
@@ -199,7 +207,7 @@ def _remove_hooks(self:NoiseScale):
 
 @patch
 def undo_patches(self:NoiseScale):
-    "Remove the hooks, and drop what was noted of a step that was not completed"
+    "Remove the hooks, and forget the micro-batches of an incomplete step"
     self._remove_hooks()
     self.lengths = None
     self.micro_batches = ()
@@ -209,13 +217,13 @@ def _params(self:NoiseScale): return [p for p in params_of(self.learn.opt) if p.
 
 @patch
 def _warn(self:NoiseScale, reason):
-    msg = f"NoiseScale cannot measure this step, and perhaps others: {reason}"
+    msg = f"NoiseScale cannot measure this step, and perhaps other steps: {reason}"
     self.warn_once('cannot-measure', msg)
 
 # %% ../nbs/07_noise_scale.ipynb #measure
 @patch
 def before_step(self:NoiseScale):
-    "Measure the step: its gradients are complete, and `p.grad` is the gradient of its mean loss"
+    "Measure the step, whose gradients are complete: `p.grad` is the gradient of its mean loss"
     step = self.acc.current_step
     self.since += step.mean.samples
     if self.wait: return
@@ -232,19 +240,19 @@ def before_step(self:NoiseScale):
 def _read(self:NoiseScale, mean, squares, size, k, n, mean_sq):
     "Add a reading of `k` micro-batches with `n` samples, or warn why the step cannot be measured"
     if not np.isfinite([squares,mean_sq]).all(): return
-    self.wait = self.every   # counted down after this step already
+    self.wait = self.every   # `after_step` of this step counts down by one already
     if round(n)<mean.samples:
         return self._warn("the loss of a micro-batch needs no gradient, or NoiseScale was added in the "
             "middle of the step")
     if k==1:
-        return self._warn("it has one micro-batch, so there is nothing to compare: raise `accum_bs`")
-    if k==0: return   # the loss ignores all targets of the step
+        return self._warn("the step has one micro-batch, so nothing can be compared. Raise `accum_bs`")
+    if k==0: return   # the loss ignored all targets of the step
     if mean.is_sum: mean_sq /= size**2   # `p.grad` is the gradient of a sum
     trace,grad_sq = estimate(squares, mean_sq, size, k)
     if trace*(k-1)<-.1*squares:   # rounding in bfloat16 changes `squares` by less
-        return self._warn("its gradient is longer than those of its "
-            "micro-batches can add up to, so a callback has changed it. Let "
-            f"that happen in `before_step`, with an order above {self.order}")
+        return self._warn("the step's gradient is longer than its micro-batches' gradients add up to, "
+            "so a callback has changed the gradient. Change it in `before_step` instead, with an "
+            f"`order` above {self.order}")
     if self.averages is None: self.averages = Averages(self.half_life or 20*self.every*mean.samples)
     averages = self.averages.add(trace, grad_sq, self.since)
     self.since = 0
@@ -260,16 +268,16 @@ def after_step(self:NoiseScale):
 # %% ../nbs/07_noise_scale.ipynb #results
 @patch(as_prop=True)
 def unit(self:NoiseScale)->str:
-    "What the noise scale counts: 'samples', or 'targets' where the loss is a mean over something else"
+    "The unit of the noise scale: 'samples', or 'targets' if the loss is a mean over something else"
     return 'samples' if all(o.size==o.samples for o in self.readings) else 'targets'
 
 @patch(as_prop=True)
 def trace(self:NoiseScale)->float: # NaN before the first measurement
-    "The variance of one sample's gradient, added up over coordinates: tr Σ"
+    "The variance of one sample's gradient, summed over its coordinates: tr Σ"
     return float(self.readings[-1].averages[0]) if self.readings else float('nan')
 
 @patch(as_prop=True)
-def grad_sq(self:NoiseScale)->float: # Not above 0 if noise hides it; NaN before the first measurement
+def grad_sq(self:NoiseScale)->float: # 0 or less if noise hides the gradient; NaN before any measurement
     "The squared length of the true gradient, |G|²"
     return float(self.readings[-1].averages[1]) if self.readings else float('nan')
 
@@ -279,13 +287,13 @@ def noise_scale(self:NoiseScale)->float: # In `unit`; infinite if noise hides th
     return scale_of(self.trace, self.grad_sq)
 
 @patch
-def to_log(self:NoiseScale)->dict: # By name; empty before the first measurement
+def to_log(self:NoiseScale)->dict: # Values by name; empty before the first measurement
     "Return the values that loggers write with each step"
     return dict(noise_scale=self.noise_scale) if self.readings else {}
 
 @patch
 def verdict(self:NoiseScale)->str:
-    "Say in words what steps of the last size cost"
+    "Describe in a sentence what steps of the last measured size cost"
     return describe(self.noise_scale, self.readings[-1].size if self.readings else 0, self.unit)
 
 # %% ../nbs/07_noise_scale.ipynb #plot
@@ -293,7 +301,7 @@ def verdict(self:NoiseScale)->str:
 def plot(self:NoiseScale,
     ax:plt.Axes|None=None # Matplotlib axes to draw on; defaults to new ones
 )->plt.Axes: # The axes
-    "Draw the noise scale over steps, with the size of the steps"
+    "Plot the noise scale over steps, with the size of the steps"
     if ax is None: ax = plt.subplots(figsize=(7,4))[1]
     xs = [o.step for o in self.readings]
     ax.plot(xs, [o.scale for o in self.readings], color='black', label='noise scale')

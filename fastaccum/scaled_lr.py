@@ -20,26 +20,26 @@ from .core.warnings import more_link
 
 # %% ../nbs/08_scaled_lr.ipynb #scaled-lr
 class ScaledLR(PatchingCallback):
-    """Multiply the learning rate of each step by a factor for its size, relative to `base_bs` samples
+    """Scale the learning rate of each step with the size of the step, relative to `base_bs` samples
 
     TypeError: `base_bs` is not a whole number
-    ValueError: `base_bs` is below 1, or `rule` is unknown; when a fit begins, there are two of these
-        callbacks, or the parameters of the model are sharded over processes
+    ValueError: `base_bs` is below 1, or `rule` is unknown; when a fit begins, the Learner has two
+        `ScaledLR` callbacks, or the parameters of the model are sharded over processes
     """
     order = MixedPrecision.order-3   # before MixedPrecision, which cancels `before_step` on an overflow
     run_valid = False
     run_bs_find = False   # the learning rate of a trial is 0
-    acc = None            # the `GradientAccumulation` on the Learner, if any
+    acc = None            # the `GradientAccumulation` of the Learner, if there is one
     n_processes = 1       # processes that train the model together
-    kappa = None          # samples of the last step, divided by `base_bs`
+    kappa = None          # samples in the last step, divided by `base_bs`
     factor = None         # factor of the learning rate in the last step
-    opt = None            # the optimizer whose values are scaled
-    scaled = ()           # a `_Scaled` for each hyper-parameter that is scaled at the moment
+    opt = None            # the optimizer whose hyper-parameters are scaled
+    scaled = ()           # a `_Scaled` for each hyper-parameter that is scaled for the running step
 
     @by_name('base_bs')
     def __init__(self, *,
-        base_bs:int, # Samples per step that the learning rate is meant for
-        rule:str=None # 'linear' or 'sqrt'; defaults to 'sqrt' for optimizers like Adam, or else 'linear'
+        base_bs:int, # Samples per step for which the learning rate was chosen
+        rule:str=None # 'linear' or 'sqrt'; defaults to 'sqrt' for optimizers like Adam, else 'linear'
     ):
         self.base_bs = check_count('base_bs', base_bs)
         if rule=='adascale':
@@ -61,13 +61,13 @@ class ScaledLR(PatchingCallback):
 # %% ../nbs/08_scaled_lr.ipynb #step
 class _Scaled(NamedTuple):
     "A hyper-parameter that is scaled for one step"
-    name:str
-    old:list # Its values before, one for each parameter group
-    new:list # The scaled values
+    name:str # Name of the hyper-parameter
+    old:list # Unscaled values, one for each parameter group
+    new:list # Scaled values, one for each parameter group
 
 @patch
 def _step_size(self:ScaledLR):
-    "Samples in a whole step, over all processes"
+    "Return the samples in a complete step, over all processes"
     if self.acc is None: return sizes_of(self.learn.dl).bs*self.n_processes
     step = self.acc.current_step
     return min(step.full, step.per_epoch)
@@ -77,7 +77,7 @@ def before_step(self:ScaledLR):
     "Scale the learning rate, and with the square root rule Adam's epsilon"
     self.undo_patches()
     self.opt = self.learn.opt
-    is_adam = 'sqr_mom' in self.opt.hypers[0]   # it divides by an average of squared gradients
+    is_adam = 'sqr_mom' in self.opt.hypers[0]   # `sqr_mom`: the optimizer averages squared gradients
     rule = self.rule or ('sqrt' if is_adam else 'linear')
     self.kappa = self._step_size()/self.base_bs
     self.factor = self.kappa if rule=='linear' else self.kappa**.5
@@ -86,13 +86,14 @@ def before_step(self:ScaledLR):
     for name,factor in factors.items():
         old = [h[name] for h in self.opt.hypers]
         new = [o*factor for o in old]
-        self.scaled = [*self.scaled,_Scaled(name, old, new)]   # first: an interrupt may come after it
+        # noted before the optimizer changes, so that `undo_patches` undoes the change after an interrupt
+        self.scaled = [*self.scaled,_Scaled(name, old, new)]
         self.opt.set_hyper(name, L(new))
 
 # %% ../nbs/08_scaled_lr.ipynb #undo
 @patch
 def undo_patches(self:ScaledLR, keep:str=''):
-    "Put back the values that no other code has set meanwhile, except those of `keep`"
+    "Restore the values that no other code has set meanwhile, except those of the hyper-parameter `keep`"
     while self.scaled:
         name,old,new = self.scaled[0]
         if name!=keep:
@@ -104,7 +105,8 @@ def undo_patches(self:ScaledLR, keep:str=''):
 @patch
 def after_step(self:ScaledLR):
     is_lr_find = getattr(self.learn, 'lr_finder', None) is not None
-    if is_lr_find: self.undo_patches()   # `lr_find` records the rate for `base_bs`
+    # `lr_find` records the unscaled rate, which is that for `base_bs`
+    if is_lr_find: self.undo_patches()
 @patch
 def before_batch(self:ScaledLR): self.undo_patches()
 @patch

@@ -32,12 +32,11 @@ def check_moment(name:str, o:int|float)->int|float:
     ValueError: it is negative, infinite or NaN
     """
     if isinstance(o, bool) or not isinstance(o, Real):
-        raise TypeError(f"`{name}={o!r}` is of type {type(o).__name__}: "
-            "give a fraction of training as a float, or an epoch as an int"
-            + more_link('start-and-finish'))
+        raise TypeError(f"`{name}={o!r}` is of type {type(o).__name__}: give a fraction of training as "
+            "a float, or an epoch as an int" + more_link('start-and-finish'))
     if not 0<=o<=2**53:
-        raise ValueError(f"`{name}={o}`: give a fraction of training "
-            "from 0. to 1., or an epoch, 0 or later" + more_link('start-and-finish'))
+        raise ValueError(f"`{name}={o}` is negative or not finite: give a fraction of training from 0. "
+            "to 1., or an epoch as an int" + more_link('start-and-finish'))
     return o
 
 def fraction(o:int|float, n_epoch:int)->float:
@@ -52,17 +51,17 @@ def fractions(start:int|float, finish:int|float, n_epoch:int)->tuple[float,float
     begin = fraction(start, n_epoch)
     end = fraction(finish, n_epoch)
     if begin<=end: return begin,end
-    raise ValueError(f"`start={start}` is later than `finish={finish}`: "
-        "give a `finish` that is not before `start`" + more_link('start-and-finish'))
+    raise ValueError(f"`start={start}` is later than `finish={finish}`: give a `finish` that is not "
+        "before `start`" + more_link('start-and-finish'))
 
 # %% ../nbs/01_schedule.ipynb #annealer
 def as_annealer(schedule:callable, start:int, end:int)->callable:
-    """Return a function from a position in [0,1] to a size: `schedule(start, end)`, or `schedule` itself
+    """Return a function from a position (0 to 1) to a size: `schedule(start, end)`, or `schedule` itself
 
     TypeError: `schedule` cannot be called with two numbers, or does not return a function
     """
-    hint = ("give an annealer `f(start, end)` that returns a function of the position, as `SchedCos` "
-            "does, or a function of the position alone")
+    hint = ("give an annealer `f(start, end)` that returns a function of the position, such as "
+        "`SchedCos`, or a function of the position alone")
     try:
         with suppress(ValueError):   # a function written in C may have no signature
             params = inspect.signature(schedule).parameters.values()
@@ -79,44 +78,44 @@ def as_annealer(schedule:callable, start:int, end:int)->callable:
 
 # %% ../nbs/01_schedule.ipynb #value
 def check_value(schedule:callable, pos:float)->float:
-    """Return the size that `schedule` has at position `pos`; refuse what is no number of samples
+    """Return the number of samples that `schedule` gives at position `pos` (0 to 1)
 
     ValueError: `schedule` raises an error, or the value is not a number, not above 0, or above 2**53
     """
     try: size = schedule(pos)
     except Exception as e:
         raise ValueError(f"`schedule` raised an error at position {pos:.3g} between `start` (0) and "
-            f"`finish` (1): {type(e).__name__}: {e}. Give one that returns a number of samples for each "
-            "position" + more_link('schedule-function')) from e
+            f"`finish` (1): {type(e).__name__}: {e}. Give a schedule that returns numbers of samples"
+            + more_link('schedule-function')) from e
     try: n = float(size)
     except (TypeError,ValueError,OverflowError): n = float('nan')
     if not 0<n<=2**53:
-        raise ValueError(f"`schedule` returned {size!r} at position {pos:.3g} "
-            "between `start` (0) and `finish` (1): give a schedule that "
-            "returns numbers of samples, which are finite and above 0" + more_link('schedule-function'))
+        raise ValueError(f"`schedule` returned {size!r} at position {pos:.3g} between `start` (0) and "
+            "`finish` (1). Give a schedule that returns numbers of samples, finite and above 0"
+            + more_link('schedule-function'))
     return n
 
 # %% ../nbs/01_schedule.ipynb #scheduling
 def check_scheduling(scheduling:dict[int,int])->dict[int,int]:
-    """Refuse anything but a dict of thresholds and numbers of micro-batches; return a sorted dict
+    """Check a dict from thresholds to numbers of micro-batches, and return it sorted
 
-    TypeError: it is not a dict, is empty, or holds something other than `int`s
+    TypeError: `scheduling` is not a dict, is empty, or holds something other than `int`s
     IndexError: a threshold is negative
     ValueError: a number of micro-batches is below 1
     """
     if not isinstance(scheduling, dict) or not scheduling:
-        raise TypeError(f"`scheduling={scheduling!r}`: give a dict of epochs or steps and "
-            "micro-batches per step, such as {0:2, 4:8}" + more_link('scheduling-dict'))
+        raise TypeError(f"`scheduling={scheduling!r}` is empty or not a dict: give a dict of epochs or "
+            "steps and micro-batches per step, such as {0:2, 4:8}" + more_link('scheduling-dict'))
     for o in (*scheduling,*scheduling.values()):
         if isinstance(o, bool) or not isinstance(o, Integral):
-            raise TypeError(f"{o!r} in `scheduling={scheduling}` is of "
-                f"type {type(o).__name__}: give all numbers as ints" + more_link('scheduling-dict'))
+            raise TypeError(f"{o!r} in `scheduling={scheduling}` is of type {type(o).__name__}: give "
+                "all numbers as ints" + more_link('scheduling-dict'))
     for threshold,n in scheduling.items():
         if threshold<0:
-            raise IndexError(f"the key {threshold} in `scheduling={scheduling}` "
-                "is negative: give epochs or steps counted from 0" + more_link('scheduling-dict'))
+            raise IndexError(f"the key {threshold} in `scheduling={scheduling}` is negative: give "
+                "epochs or steps counted from 0" + more_link('scheduling-dict'))
         if n<1:
-            raise ValueError(f"the value {n} in `scheduling={scheduling}` is too small: give at least 1 "
+            raise ValueError(f"the value {n} in `scheduling={scheduling}` is below 1: give at least 1 "
                 "micro-batch per step" + more_link('scheduling-dict'))
     return {int(k):int(n) for k,n in sorted(scheduling.items())}
 
@@ -135,15 +134,15 @@ class _Scheduled(GradientAccumulation):
 
     @property
     def accum_bs(self):
-        """Samples per optimizer step with which the schedule begins
+        """Samples per optimizer step at the start of the schedule; cannot be set
 
-        AttributeError: it is set
+        AttributeError: a new value is set
         """
         return self._accum_bs
     @accum_bs.setter
     def accum_bs(self, n):
         raise AttributeError(f"`accum_bs={n!r}` cannot be set, because the size follows the schedule of "
-            f"this {type(self).__name__}. Make a new one, or use `GradientAccumulation`"
+            f"{type(self).__name__}. Make a new callback, or use `GradientAccumulation`"
             + more_link('set-by-the-schedule'))
     n_acc = accum_bs
 
@@ -151,12 +150,15 @@ class _Scheduled(GradientAccumulation):
 class GradientAccumulationSchedule(_Scheduled):
     """Anneal the size of the steps while training
 
-    TypeError: a size is not a whole number, `start` or `finish` not a number, or `schedule` not an
+    The arguments from `log_accum_batch` on, and the errors of a fit, are those of
+    `GradientAccumulation`.
+
+    TypeError: a size is not a whole number, `start` or `finish` is not a number, or `schedule` is not an
         annealer
     ValueError: a number is too small, `start` is later than `finish`, or `schedule` returns a value that
-        is no size
-    UserWarning: when a fit begins, if `finish` comes after its end, so that the final size is not
-        reached
+        is not a number of samples
+    UserWarning: when a fit begins, if `finish` is after the end of the fit, so that the final size is
+        not reached
     """
     def __init__(self,
         start_accum_bs:int, # Samples per optimizer step before `start`
@@ -178,18 +180,20 @@ class GradientAccumulationSchedule(_Scheduled):
         self.finish = check_moment('finish', finish)
         self.schedule = schedule
         same_unit = isinstance(start, Integral)==isinstance(finish, Integral)
-        if same_unit: fractions(start, finish, 1)   # otherwise the order depends on the number of epochs
+        # the order of an epoch and a fraction is checked in a fit, where the number of epochs is known
+        if same_unit: fractions(start, finish, 1)
         f = as_annealer(schedule, self.start_accum_bs, self.final_accum_bs)
         for i in range(101): check_value(f, i/100)
 
 # %% ../nbs/01_schedule.ipynb #sizes
 @patch
 def _size_words(self:GradientAccumulationSchedule):
+    "Describe the sizes of the steps"
     return f'steps of {self.start_accum_bs} to {self.final_accum_bs} samples{self._split_words()}'
 
 @patch
 def sizes(self:GradientAccumulationSchedule, micro_bs:int, n_epoch:int)->callable:
-    """Return a function from a `Position` to the samples in its step, given those of a micro-batch
+    """Return a function from a `Position` to the samples in a step, in whole micro-batches of `micro_bs`
 
     ValueError: in a fit of `n_epoch` epochs, `start` is later than `finish`
     """
@@ -212,22 +216,25 @@ def before_fit(self:GradientAccumulationSchedule):
     if self.validates or self.loop.plan is None or self.loop.finder is not None: return
     if fraction(self.finish, n_epoch)<=1: return
     reached = self.loop.plan.wanted(n_epoch)
-    warn(f"`finish={self.finish}` is after the end of this fit (epochs: {n_epoch}), so the schedule "
-        f"ends at {reached} samples instead of `final_accum_bs={self.final_accum_bs}`. An int is an "
-        "epoch, a float a fraction of training: for the end of training, give `finish=1.`"
+    warn(f"`finish={self.finish}` is after the end of this fit (epochs: {n_epoch}), so the steps end at "
+        f"{reached} samples instead of `final_accum_bs={self.final_accum_bs}`. To reach it at the end "
+        "of training, give `finish=1.`: a float is a fraction of training, an int an epoch"
         + more_link('schedule-cut-short'))
 
 # %% ../nbs/01_schedule.ipynb #scheduler
 class GradientAccumulationScheduler(_Scheduled):
     """Change how many micro-batches make a step, at given epochs or steps
 
+    The arguments from `log_accum_batch` on, and the errors of a fit, are those of
+    `GradientAccumulation`.
+
     TypeError: `scheduling` is not a dict, is empty, or holds something other than `int`s
     IndexError: a threshold is negative
     ValueError: a number of micro-batches is below 1, or `mode` is unknown
     """
     def __init__(self,
-        scheduling:dict[int,int], # `{threshold: micro-batches per step}`, from that epoch or step on
-        mode:str='epoch', # Are thresholds epochs ('epoch') or optimizer steps ('step'), counted from 0?
+        scheduling:dict[int,int], # `{threshold: micro-batches per step}`, from the threshold on
+        mode:str='epoch', # Unit of the thresholds: 'epoch' or 'step' (optimizer steps), counted from 0
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size:int|str|AutoSize|None=None, # As in `GradientAccumulation`, in samples
         drop_last:bool|None=None, # As in `GradientAccumulation`
@@ -241,11 +248,12 @@ class GradientAccumulationScheduler(_Scheduled):
         self.mode = mode
 
     def _size_words(self):
+        "Describe the sizes of the steps"
         factors = list(self.scheduling.values())
         return f"steps of {factors[0]} to {count_of(factors[-1], 'micro-batch')}{self._split_words()}"
 
     def sizes(self, micro_bs:int, n_epoch:int)->callable:
-        "Return a function from a `Position` to the samples in its step, given those of a micro-batch"
+        "Return a function from a `Position` to the samples in a step, given `micro_bs` in a micro-batch"
         thresholds = list(self.scheduling)
         counts = [1,*self.scheduling.values()]   # before the first threshold, each micro-batch is a step
         return lambda pos: micro_bs*counts[bisect_right(thresholds, getattr(pos, self.mode))]
@@ -257,7 +265,10 @@ def plot_sched(self:GradientAccumulation,
     n_epoch:int=1, # Epochs
     figsize:tuple=(12,4) # Width and height of the figure, in inches
 )->np.ndarray: # The two matplotlib axes
-    "Draw the samples in each step to come, and the number of steps taken, over epochs"
+    """Plot the samples in each step and the number of steps of a fit, without training
+
+    TypeError, ValueError: as `GradientAccumulation.plan`
+    """
     check_count('n_epoch', n_epoch, 'epoch')
     plan = self.plan(dls, n_epoch)
     starts,sizes = [],[]

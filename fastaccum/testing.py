@@ -27,17 +27,17 @@ from .core.plan import round_up
 # %% ../nbs/13_testing.ipynb #twins
 def both_runs(
     micro:int=4, # Samples in a micro-batch
-    accum_bs:int=16, # Samples in a step: the batch size of the full-batch run, `accum_bs` of the other
+    accum_bs:int=16, # Samples in a step: the batch size of the full-batch run
     fit:callable=None, # `fit(learn, cbs)` trains the Learner with callbacks; defaults to `one_cycle`
-    make:callable=None, # Makes a Learner, given `bs`, `whole`, `seed` and `kwargs`; defaults to `toy`
+    make:callable=None, # `make(bs, whole=, seed=, **kwargs)` returns a Learner; defaults to `toy`
     acc:dict|None=None, # More arguments of the accumulation callback
     acc_cls:type=GradientAccumulation, # The class of the accumulation callback
-    cbs:callable=list, # Returns a list of more callbacks, new ones for each fit
-    loader_drop_last:bool=False, # Does the loader of micro-batches drop its incomplete last batch?
-    seed:int=0, # Seeds torch before each fit
+    cbs:callable=list, # `cbs()` returns a list of more callbacks, new ones for each fit
+    loader_drop_last:bool=False, # Whether the loader of micro-batches drops its incomplete last batch
+    seed:int=0, # Seeds PyTorch before each fit
     **kwargs # Passed to `make`
 )->tuple[Learner,Learner]: # The Learners trained on large batches and on micro-batches
-    "Fit a Learner on batches of `accum_bs` samples, and one from the same start on micro-batches"
+    "Fit a Learner on batches of `accum_bs` samples, and an equal Learner on micro-batches"
     acc = acc or {}
     def run(bs, whole, accumulation):
         learn = (make or toy)(bs, whole=whole, seed=seed, **kwargs)
@@ -56,15 +56,15 @@ def assert_same_run(
     tol:float=1e-7, # Relative tolerance for weights, optimizer and gradients
     lr_tol:float=1e-9, # Tolerance for learning rates, other hyper-parameters and progress
     loss_tol:float=2e-6 # Tolerance for losses and metrics, which are in single precision
-)->dict[str,float]: # The deviations
-    """Fail if the two runs differ
+)->dict[str,float]: # The largest deviation in each kind of state
+    """Raise an error if the two runs differ
 
-    AssertionError: something differs by more than its tolerance, or is missing in one of the runs
+    AssertionError: a value differs by more than its tolerance, or is missing in one of the runs
     """
     found = deviations(a, b)
     tols = dict(weights=tol, opt=tol, grads=tol, hypers=lr_tol, lrs=lr_tol, hps=lr_tol, pct_train=lr_tol,
         losses=loss_tol, values=loss_tol)
-    too_large = {name:o for name,o in found.items() if not o<=tols.get(name, 0)}   # so NaN fails
+    too_large = {name:o for name,o in found.items() if not o<=tols.get(name, 0)}   # `not <=`: NaN fails
     assert not too_large, f"not the same run: {too_large} (all: {found})"
     return found
 
@@ -84,7 +84,7 @@ class CrossEntropy(nn.CrossEntropyLoss):
 
 def toy_data(
     n:int, # Samples
-    tokens:bool=False, # Make sequences of 6 tokens, some of which are padding (-100)?
+    tokens:bool=False, # Whether to make sequences of 6 tokens, some of which are padding (-100)
     seed:int=0
 )->TensorDataset: # Inputs of 5 features, targets of 3 classes
     "Make random data"
@@ -98,12 +98,12 @@ def toy_data(
     return TensorDataset(x, y)
 
 class Ordered:
-    "The order of an epoch's samples, the same for any batch size, shuffled anew each epoch"
+    "Returns the order of an epoch's samples, which is the same for any batch size and new in each epoch"
     def __init__(self, n:int, keep:int, shuffle:bool, seed:int):
         self.n = n               # samples in the dataset
         self.keep = keep         # samples in an epoch
         self.shuffle = shuffle
-        self.rng = Random(seed)  # goes on from epoch to epoch
+        self.rng = Random(seed)  # one generator for all epochs
 
     def __call__(self)->list[int]:
         idxs = list(range(self.n))
@@ -113,10 +113,10 @@ class Ordered:
 # %% ../nbs/13_testing.ipynb #small
 def toy(
     bs:int, # Samples in a batch
-    whole:int=1, # Leave out the samples at the end of an epoch that do not fill a batch of this size
+    whole:int=1, # Leave out the last samples of an epoch that do not fill a batch of `whole` samples
     n:int=70, # Samples in an epoch
     tokens:bool=False, # See `toy_data`
-    shuffle:bool=False, # Shuffle, the same for any batch size?
+    shuffle:bool=False, # Whether to shuffle, in an order that is the same for any batch size
     seed:int=0, # Seeds weights, data and order
     opt_func:callable=partial(SGD, mom=0.9), # As in `Learner`
     loss_func:callable=None, # As in `Learner`; defaults to cross-entropy
@@ -124,7 +124,7 @@ def toy(
     model:callable=None, # A function without arguments that makes a model in double precision
     splitter:callable=None, # As in `Learner`; defaults to two parameter groups
     **kwargs # Passed to `Learner`
-)->Learner: # With three linear layers, and silent
+)->Learner: # A Learner with three linear layers, which prints nothing
     "Make a small Learner for comparing runs"
     ds = toy_data(n, tokens, seed) if data is None else data
     keep = len(ds)//whole*whole
@@ -145,31 +145,31 @@ def _three_layers():
 def _two_groups(model): return [list(model[:2].parameters()), list(model[2:].parameters())]
 
 def one_cycle(learn:Learner, cbs:list):
-    "Train two epochs of one-cycle, to a learning rate of 0.1"
+    "Train two epochs with the one-cycle policy, at a learning rate of at most 0.1"
     learn.fit_one_cycle(2, 0.1, cbs=cbs)
 
 # %% ../nbs/13_testing.ipynb #compare
 def _flat(o):
-    "A list of tensors in double precision with all numbers in nested `o`, in order"
+    "Return all numbers in the nested object `o`, in order, as a list of double-precision tensors"
     if isinstance(o, (np.ndarray,np.number)): o = torch.as_tensor(o)
     if isinstance(o, torch.Tensor): return [o.detach().to_dense().cpu().double().flatten()]
     if isinstance(o, dict): return [t for k in sorted(o, key=str) for t in _flat(o[k])]
     if isinstance(o, (list,tuple)) or hasattr(o, 'items'): return [t for v in o for t in _flat(v)]
     if o is None or isinstance(o, str): return []
     if isinstance(o, (int,float)): return [torch.tensor([float(o)], dtype=torch.float64)]
-    raise TypeError(f"do not know how to compare {o!r}, a {type(o).__name__}")
+    raise TypeError(f"do not know how to compare {o!r}, which is of type {type(o).__name__}")
 
-def deviation(a:object, b:object)->float: # Infinite if they differ in length; NaN if a number is NaN
-    """Return the largest difference in nested tensors, lists and dicts, relative to values above 1
+def deviation(a:object, b:object)->float: # Infinite if the lengths differ; NaN if a number is NaN
+    """Return the largest difference between nested tensors, lists or dicts, relative to values above 1
 
-    TypeError: there is something in them that is neither a number nor contains numbers
+    TypeError: `a` or `b` holds an object that is neither a number nor contains numbers
     """
     a,b = (torch.cat([torch.zeros(0),*_flat(o)]) for o in (a,b))
     if len(a)!=len(b): return float('inf')
     return ((a-b).abs()/a.abs().clamp(min=1)).max().item() if len(a) else 0.
 
 def deviations(a:Learner, b:Learner)->dict[str,float]:
-    "Return the largest deviation in each kind of state that a run leaves behind"
+    "Return the largest deviation in each kind of state after a run, by name"
     values = dict(weights=lambda l: l.model.state_dict(), opt=lambda l: l.opt.state_dict()['state'],
         hypers=lambda l: l.opt.hypers, grads=lambda l: [p.grad for p in l.model.parameters()],
         train_iter=lambda l: l.train_iter, pct_train=lambda l: l.pct_train)

@@ -1,4 +1,4 @@
-"""Micro-batches of texts of similar length, without the padding that the longest text of the batch needs.
+"""Micro-batches of texts of similar length, without the padding for the longest text of the batch.
 
 Docs: https://fastaccum.github.io/fastaccum/token_budget.html.md"""
 
@@ -24,110 +24,124 @@ from .core.warnings import AccumulationWarning, WarnOnce, more_link
 
 # %% ../nbs/12_token_budget.ipynb #lengths
 def _spans(mask):
-    "The column of the first token of each row, and the column after its last"
-    columns,width = torch.arange(mask.shape[1], device=mask.device),mask.shape[1]
-    return torch.where(mask, columns, width).amin(1),torch.where(mask, columns+1, 0).amax(1)
+    "Return the column of the first token of each row, and the column after the last token"
+    width = mask.shape[1]
+    columns = torch.arange(width, device=mask.device)
+    first = torch.where(mask, columns, width).amin(1)
+    stop = torch.where(mask, columns+1, 0).amax(1)
+    return first,stop
 
 def _is_constant(x, where):
-    "Has `x` one value wherever `where` is true? The answer is a tensor, so that the GPU is not synchronised"
+    "Whether `x` has one value wherever `where` is true, as a tensor (does not synchronise the GPU)"
     where = where.reshape(*where.shape, *[1]*(x.ndim-where.ndim))
     x = x.detach().float()
     return x.masked_fill(~where, torch.inf).amin()>=x.masked_fill(~where, -torch.inf).amax()
 
 def _mask_of_lengths(lengths, padded, n):
-    "Which columns hold tokens, if row `i` of the tensor `padded` has `lengths[i]` tokens and a constant as padding"
+    """Return a mask of tokens for the `n` rows of `padded`, in which row `i` has `lengths[i]` tokens
+
+    The tokens of a batch are on the side opposite to the constant values, which are the padding.
+
+    ValueError: `lengths` are not `n` numbers from 0 to the columns of `padded`
+    """
+    width = padded.shape[1]
     got = f'shape {tuple(lengths.shape)}' if isinstance(lengths, torch.Tensor) else repr(lengths)
     try: lengths = torch.as_tensor(lengths, device=padded.device)
     except (TypeError,ValueError,RuntimeError): lengths = None
-    is_valid = lengths is not None and lengths.shape==(n,) and not lengths.is_complex() and bool(
-        ((lengths>=0) & (lengths<=padded.shape[1])).all())
+    has_number_per_row = lengths is not None and lengths.shape==(n,) and not lengths.is_complex()
+    is_valid = has_number_per_row and bool(((lengths>=0) & (lengths<=width)).all())
     if not is_valid:
-        raise ValueError(f"`length` of TokenBudget returned {got} for {n} rows of {padded.shape[1]} "
-            "columns: return a number of tokens for each row, at most as many as there are columns"
-            + more_link('no-lengths'))
-    columns = torch.arange(padded.shape[1], device=padded.device)
-    begin,end = columns<lengths[:,None],columns>=padded.shape[1]-lengths[:,None]   # tokens there, or there
-    is_at_begin,is_at_end = _is_constant(padded, ~begin),_is_constant(padded, ~end)
-    # if it is not clear where the tokens are, nothing is trimmed
-    return begin & (is_at_begin | ~is_at_end) | end & (is_at_end | ~is_at_begin)
+        raise ValueError(f"`length` of TokenBudget returned {got} for {n} rows of {width} columns: "
+            f"return a number of tokens for each row, at most {width}" + more_link('no-lengths'))
+    columns = torch.arange(width, device=padded.device)
+    left = columns<lengths[:,None]            # the tokens, if the padding is on the right
+    right = columns>=width-lengths[:,None]    # the tokens, if the padding is on the left
+    may_be_left = _is_constant(padded, ~left)
+    may_be_right = _is_constant(padded, ~right)
+    # if the tokens may be on both sides, or on neither side, the columns of both sides are kept
+    return left & (may_be_left | ~may_be_right) | right & (may_be_right | ~may_be_left)
 
 # %% ../nbs/12_token_budget.ipynb #division
 class TokenDivision(Division):
-    "Divides the `n` rows of a batch, sorted by length, into micro-batches of at most `budget` tokens with padding"
+    "Divides a batch of `n` rows, sorted by length, into micro-batches of at most `budget` padded tokens"
     def __init__(self, b:tuple, n:int, mask:torch.Tensor, budget:int):
         super().__init__(n)
         self.budget = budget
         self.width = mask.shape[1]   # columns of the whole batch
         first,last = _spans(mask)
         columns = torch.arange(self.width, device=mask.device)
-        # which columns hold tokens, or anything between two tokens
+        # True from the first to the last token of each row
         self.mask = (columns>=first[:,None]) & (columns<last[:,None])
         tensors = [o for o in leaves(b) if has_rows(o, n) and o.ndim==2 and self.has_columns(o)]
-        on_the_left = (last==self.width).all() & (first>0).any()   # is the padding there?
+        on_the_left = (last==self.width).all() & (first>0).any()   # whether the padding is on the left
         # the columns of labels of the next token that are left if a row is trimmed to its own length
         next_mask = torch.where(on_the_left, self.mask[:,:-1], self.mask[:,1:])
         is_constant = []
         for o in tensors:
             has_tokens = self.mask if o.shape[1]==self.width else next_mask
             is_constant.append(_is_constant(o, ~has_tokens.to(o.device)).to(mask.device)[None])
-        # the GPU is synchronised once per batch, here
-        numbers = torch.cat([first,last,on_the_left[None],*is_constant]).tolist()
-        first,last,self.is_left,is_constant = numbers[:n],numbers[n:2*n],numbers[2*n],numbers[2*n+1:]
-        # tensors that keep their columns
+        numbers = torch.cat([first,last,on_the_left[None],*is_constant])
+        numbers = numbers.tolist()   # synchronises the GPU, once per batch
+        first,last = numbers[:n],numbers[n:2*n]
+        self.is_left = numbers[2*n]   # True if the padding is on the left
+        is_constant = numbers[2*n+1:]
+        # tensors that keep all columns, because their values beside the tokens are not constant
         self.kept = [o for o,trims in zip(tensors, is_constant) if not trims]
         lengths = [self.width-i for i in first] if self.is_left else last
         lengths = [max(1, o) for o in lengths]
         self.order = list(range(n))
-        fits = n*max(lengths)<=budget   # then rows keep their order
+        fits = n*max(lengths)<=budget
+        # the rows of a batch that fits keep their order
         if not fits: self.order.sort(key=lambda i: -lengths[i])
         self.lengths = [lengths[i] for i in self.order]
         self.index = torch.tensor(self.order, device=mask.device)
 
     def has_columns(self, x:torch.Tensor)->bool:
-        "Has the tensor a column for each of the mask? Labels of the next token have one less"
+        "Whether a tensor has a column for each column of the mask; labels of the next token have one less"
         return x.ndim>1 and (x.shape[1]==self.width or x.ndim==2 and x.shape[1]==self.width-1)
 
     def stop(self, start:int, end:int, most:int|None)->int:
-        "As many rows from `start` on as the budget has room for; a single row may be longer than the budget"
+        "Return the end of the micro-batch that begins at row `start`; it has at least one row"
         k = max(1, self.budget//max(self.lengths[start:end]))
         return min(end, start+min(k, most or k))
 
     def trimmed_width(self, start:int, stop:int)->int:
-        "The columns of a micro-batch: those of its longest row"
+        "Return the number of columns of a micro-batch, which is the length of its longest row"
         return max(self.lengths[start:stop])
 
     def is_whole(self, start:int, stop:int)->bool:
-        "Is this micro-batch the whole batch, with nothing to trim?"
+        "Whether the micro-batch is the whole batch, with nothing to trim"
         return super().is_whole(start, stop) and self.trimmed_width(start, stop)==self.width
 
     def rows(self, x:torch.Tensor, start:int, stop:int)->torch.Tensor:
-        "The rows of a tensor that belong to a micro-batch, with all of their columns"
+        "Return the rows of a tensor that belong to a micro-batch, with all columns"
         return x[self.index[start:stop].to(x.device)]
 
     def in_order(self, x:torch.Tensor)->torch.Tensor:
-        "The rows of all micro-batches, put together in `x`, in the order of the batch"
+        "Return the rows of `x`, which are in the order of the micro-batches, in the order of the batch"
         return x[self.index.argsort().to(x.device)]
 
 # %% ../nbs/12_token_budget.ipynb #division-cut
 @patch
 def cut_tensor(self:TokenDivision, x:torch.Tensor, start:int, stop:int)->torch.Tensor:
-    "The rows of a tensor that belong to a micro-batch, trimmed to the longest of them"
+    "Return the rows of a tensor that belong to a micro-batch, trimmed to the longest row"
     trims = self.has_columns(x) and not any(x is o for o in self.kept)
     rows = self.rows(x, start, stop)
     return self.trim(rows, start, stop) if trims else rows
 
 @patch
 def trim(self:TokenDivision, rows:torch.Tensor, start:int, stop:int)->torch.Tensor:
-    "Cut off the columns in which all of these rows have padding"
+    "Cut off the columns in which all rows of a micro-batch have padding"
     n_cut = self.width-self.trimmed_width(start, stop)
     trimmed = rows[:,n_cut:] if self.is_left else rows[:,:rows.shape[1]-n_cut]
-    return trimmed.contiguous()   # some losses call `view`
+    return trimmed.contiguous()   # because some losses call `view`
 
 @patch
 def cut(self:TokenDivision, b:object, start:int, stop:int, trims:bool=True)->object:
-    "The part of a batch, or of its inputs, that belongs to a micro-batch; with all columns unless it `trims`"
+    "Return the part of a batch, or of its inputs, in a micro-batch; with all columns unless `trims`"
     def take(o):
-        if not isinstance(o, torch.Tensor): return container_like(o, [o[i] for i in self.order[start:stop]])
+        is_list = not isinstance(o, torch.Tensor)
+        if is_list: return container_like(o, [o[i] for i in self.order[start:stop]])
         return self.cut_tensor(o, start, stop) if trims else self.rows(o, start, stop)
     return pick(b, self.n, take)
 
@@ -135,27 +149,29 @@ def cut(self:TokenDivision, b:object, start:int, stop:int, trims:bool=True)->obj
 class TokenBudget(AutoSize):
     """Micro-batches of at most `max_tokens` tokens, counted with their padding
 
-    Pass it as `micro_batch_size` to `GradientAccumulation` or `GradientCache`. Padding may stand on the left
-    or on the right. The model must ignore it, which the fit tries once, and warns if predictions change. A
-    single row that is longer than the budget is a micro-batch of its own.
+    Pass a TokenBudget as `micro_batch_size` to `GradientAccumulation` or `GradientCache`. Padding may be
+    on the left or on the right. The model must ignore padding: a fit tries that once, and warns if the
+    model's output changes. A single row that is longer than the budget is a micro-batch of its own.
 
     TypeError: an argument has the wrong type
-    ValueError: `max_tokens` is below 1; in a fit, before a weight changes, no lengths are found in the batch
-    AccumulationWarning: in a fit, predictions change when padding is trimmed; UserWarning: a row is too long
+    ValueError: `max_tokens` is below 1; in a fit, before any weight changes, the batch has no lengths
+    AccumulationWarning: in a fit, when the model's output changes without padding
+    UserWarning: in a fit, when a row is longer than the budget
     """
-    tried = None   # the `WarnOnce` of the fit in which the model was last run without padding
+    tried = None   # the `WarnOnce` of the last fit that has tried the model without padding
     why_uneven = 'a process with longer texts runs more micro-batches than the others'
     is_even = False
     def __init__(self,
-        max_tokens:int, # Rows times columns of a micro-batch, at most
-        *, pad_id:int=None, # Id of padding in the first integer input, if no input has an `attention_mask`
-        length:Callable=None # `length(batch)` returns the tokens in each row of inputs and targets
+        max_tokens:int, # The most tokens in a micro-batch: rows times columns
+        *, pad_id:int=None, # Id of padding in the first integer input, if it has no `attention_mask`
+        length:Callable=None # `length(batch)` returns the number of tokens in each row of a batch
     ):
         super().__init__()
         self.fixed = check_count('max_tokens', max_tokens, 'token')
         if pad_id is not None and (isinstance(pad_id, bool) or not isinstance(pad_id, Integral)):
-            raise TypeError(f"`pad_id={pad_id!r}` is of type {type(pad_id).__name__}: give the id of the "
-                "padding token, a whole number, such as `tokenizer.pad_token_id`" + more_link('no-lengths'))
+            raise TypeError(f"`pad_id={pad_id!r}` is of type {type(pad_id).__name__}: give the id of "
+                "the padding token as an int, such as `tokenizer.pad_token_id`"
+                + more_link('no-lengths'))
         self.pad_id = pad_id
         self.length = check_function('length', length, 1, 'lambda batch: batch[1]')
 
@@ -166,61 +182,82 @@ class TokenBudget(AutoSize):
     def words(self)->str: return f'in micro-batches of at most {self.fixed} tokens'
 
     def capped(self, n:int):
+        "Return the same budget for micro-batches of at most `n` samples"
         res = type(self)(self.fixed, pad_id=self.pad_id, length=self.length)
         res.train = n
         return res
 
-    def splits(self, n:int)->bool: return True   # even a batch of one row may have padding to trim
+    def splits(self, n:int)->bool: return True   # a batch of one row may have padding to trim
 
 # %% ../nbs/12_token_budget.ipynb #budget-divide
 @patch
-def divide(self:TokenBudget, model:nn.Module, xb:tuple, yb:tuple, n:int, warn_once:WarnOnce)->TokenDivision:
-    "Sort the rows of the batch by length; warn if a row is too long, or if the model does not ignore padding"
+def divide(self:TokenBudget,
+    model:nn.Module, # The model, which is tried without padding once per fit
+    xb:tuple, # Inputs of the batch
+    yb:tuple, # Targets of the batch
+    n:int, # Samples in the batch
+    warn_once:WarnOnce # Gives the warnings of the fit
+)->TokenDivision: # The micro-batches
+    """Divide a batch into micro-batches of similar length
+
+    ValueError: the lengths of the rows are not known
+    UserWarning: a row is longer than the budget, or the model does not ignore padding
+    """
     division = TokenDivision((*xb,*yb), n, self._mask(xb, yb, n), self.fixed)
     longest = division.trimmed_width(0, n)
     if longest>self.fixed:
-        warn_once('longer-than-the-budget', f"a row of {longest} tokens is longer than {self!r}, and is a "
-            f"micro-batch of its own. If memory runs out, truncate texts to {self.fixed} tokens")
+        warn_once('longer-than-the-budget', f"a row of {longest} tokens is longer than {self!r}, so the "
+            f"row is a micro-batch of its own. If memory runs out, cut texts to {self.fixed} tokens")
     if self.tried is not warn_once: self._try_trimming(model, xb, division, warn_once)
     return division
 
 @patch
 def _mask(self:TokenBudget, xb, yb, n):
-    "Which columns of each row hold tokens?"
+    """Return a mask that is true where a column of a row holds a token
+
+    ValueError: the lengths of the rows are not known
+    """
     tensors = [o for o in leaves(xb) if has_rows(o, n) and o.ndim>1]
-    if self.length is not None and tensors: return _mask_of_lengths(self.length((*xb,*yb)), tensors[0], n)
+    if self.length is not None and tensors:
+        return _mask_of_lengths(self.length((*xb,*yb)), tensors[0], n)
     mask = xb[0]['attention_mask'] if is_mapping(xb[0]) and 'attention_mask' in xb[0].keys() else None
     if has_rows(mask, n) and mask.ndim==2: return mask!=0
     ids = [o for o in tensors if o.ndim==2 and not o.is_floating_point() and o.dtype!=torch.bool]
     if self.pad_id is not None and ids: return ids[0]!=self.pad_id
-    raise ValueError(f"{self!r} does not find out how long the rows of a batch are, since its first input is "
-        "no mapping with an `attention_mask`. Give `pad_id=` with the id of padding in an integer input of "
-        f"shape (rows, columns), or `length=` with a function that returns the tokens of each row, such as "
-        f"`TokenBudget({self.fixed}, pad_id=0)`" + more_link('no-lengths'))
+    raise ValueError(f"{self!r} cannot tell how long the rows of a batch are, because its first input "
+        "has no `attention_mask`. Give the id of padding in an integer input, such as "
+        f"`TokenBudget({self.fixed}, pad_id=0)`, or `length=` with a function that returns the number "
+        "of tokens in each row"
+        + more_link('no-lengths'))
 
 # %% ../nbs/12_token_budget.ipynb #try
-_tols = {torch.float64:1e-8, torch.float32:1e-3}   # relative differences that count as rounding; otherwise 2e-2
+# the largest relative difference that counts as rounding, by data type; 2e-2 for other types
+_tols = {torch.float64:1e-8, torch.float32:1e-3}
 
 @torch.no_grad()
 def _outputs(model, xb):
-    "The tensors that the model returns without dropout and autocast; nothing of this call is left"
+    "Return the tensors of the model's output without dropout and autocast; restore the model's state"
     state = ForwardState(model.modules())
     try:
-        with state.again():   # it also switches autocast on again at its end
+        with state.again():   # also restores the autocast setting at its end
             for m in state.modules: m.training = isinstance(m, _BatchNorm) and m.training
             for kind in ('cpu',*(o.type for o in state.devices)): torch.set_autocast_enabled(kind, False)
             out = model(*xb)
-    finally: torch.clear_autocast_cache()   # it may hold weights that were cast without a graph
+    finally: torch.clear_autocast_cache()   # the cache may hold weights that were cast without a graph
     return [o for o in tree_leaves(out) if isinstance(o, torch.Tensor)]
 
 @patch
 def _try_trimming(self:TokenBudget, model, xb, division, warn_once):
-    "Warn if the model returns something else for the first micro-batch that is trimmed; synchronises the GPU"
+    "Warn if trimming changes the output for the first trimmed micro-batch; synchronises the GPU"
     cuts = [o for o in division.cuts(None) if division.trimmed_width(*o)<division.width]
     if not cuts: return
-    self.tried,cut = warn_once,cuts[0]
-    if isinstance(model, DistributedDataParallel): model = model.module   # a wrapper exchanges buffers
-    try: trimmed,padded = (_outputs(model, division.cut(xb, *cut, trims=o)) for o in (True,False))
+    self.tried = warn_once
+    cut = cuts[0]
+    # the wrapper would exchange buffers between processes
+    if isinstance(model, DistributedDataParallel): model = model.module
+    try:
+        trimmed = _outputs(model, division.cut(xb, *cut, trims=True))
+        padded = _outputs(model, division.cut(xb, *cut, trims=False))
     except Exception: return   # the real forward pass raises the same error, with a better message
     mask = division.cut_tensor(division.mask, *cut)
     sizes = {o.dtype.itemsize:o.dtype for o in model.parameters() if o.is_floating_point()}
@@ -228,13 +265,13 @@ def _try_trimming(self:TokenBudget, model, xb, division, warn_once):
         if x.shape!=y.shape:
             n_less = division.width-y.shape[1] if y.ndim>1 else -1   # a model may leave out the last column
             has_columns = n_less in (0,1) and x.shape[:2]==mask[:,n_less:].shape
-            if not has_columns: continue   # attention of tokens to tokens, for example
+            if not has_columns: continue   # for example, attention between tokens
             is_token = mask[:,n_less:] & mask[:,:mask.shape[1]-n_less]
             is_token = is_token.reshape(*is_token.shape, *[1]*(x.ndim-2))
             x,y = (torch.where(is_token, o, 0) for o in (x,division.trim(y, *cut)))
         tol = _tols.get(sizes[min(sizes)] if sizes else x.dtype, 2e-2)
         if is_close(x, y, tol): continue
-        return warn_once('padding-counts', "the model returns something else for texts without their padding, so this "
-            "run differs from the full-batch run. Give the model an attention mask, or positions that begin with "
-            "the first token; where BatchNorm sees tokens, freeze it with `FreezeBN()`, or give "
-            "`micro_batch_size=` a number, which keeps all padding", AccumulationWarning)
+        return warn_once('padding-counts', "the model's output changes for texts without their padding, "
+            "so this run differs from the full-batch run. Give the model an attention mask, and "
+            "positions that begin with the first token. Otherwise freeze BatchNorm with `FreezeBN()`, "
+            "or give `micro_batch_size=` a number, which keeps all padding", AccumulationWarning)

@@ -21,13 +21,13 @@ from .core.warnings import more_link
 class WandbCallback(fastai_wandb.WandbCallback):
     """Log to Weights & Biases as [fastai's callback](https://docs.fast.ai/callback.wandb.html) does
 
-    ValueError: when a fit begins, if `log_model=True` and there is no `SaveModelCallback`
+    ValueError: when a fit begins, if `log_model=True` and the Learner has no `SaveModelCallback`
     """
     def before_fit(self):
         if self.log_model and not hasattr(self, 'save_model'):
-            raise ValueError("`log_model=True` uploads the model that a SaveModelCallback saves, but "
-                "this Learner has none: add one to `cbs=`" + more_link('log-model'))
-        # fastai's `before_fit` would format the arguments, where it raises its error: give it none
+            raise ValueError("`log_model=True` uploads the model that a SaveModelCallback saves, and "
+                "this Learner has none: add `SaveModelCallback()` to `cbs=`" + more_link('log-model'))
+        # fastai's `before_fit` raises an error when it formats the Learner's arguments, so it gets none
         vars(self.learn)['gather_args'] = dict
         try: super().before_fit()
         finally: del vars(self.learn)['gather_args']
@@ -35,20 +35,20 @@ class WandbCallback(fastai_wandb.WandbCallback):
 
 # %% ../nbs/11_wandb.ipynb #config
 def plain(o:object)->object:
-    "Convert `o` to a value of a configuration: a number, string or `None`, or a list of these"
+    "Convert `o` to a value of a configuration: a number, a string, `None`, or a list of such values"
     if o is None or isinstance(o, (Number,str)): return o
     if isinstance(o, (list,tuple)) and len(o)<=100: return [plain(x) for x in o]
     return str(o)[:200]
 
 def arguments(o:object)->dict:
-    "Collect the arguments of `__init__` that `o` has as attributes, without data, model and callbacks"
+    "Return the arguments of `__init__` that `o` has as attributes, without data, model and callbacks"
     def is_attribute(name): return name in vars(o) or isinstance(getattr(type(o), name, None), property)
     params = inspect.signature(type(o).__init__).parameters
     names = [name for name in params if name not in ('dls','model','cbs')]
     return {name:plain(getattr(o, name)) for name in names if is_attribute(name)}
 
 def config(learn:Learner)->dict:
-    "Collect the values of fastai's `gather_args`, and the arguments of the Learner and of its callbacks"
+    "Return the values of fastai's `gather_args`, and the arguments of the Learner and of its callbacks"
     res = {name:plain(o) for name,o in learn.gather_args().items()}
     res['Learner'] = arguments(learn)
     for cb in learn.cbs: res[type(cb).__name__] = arguments(cb) or True
@@ -66,7 +66,7 @@ def offline_records(
     record = b''   # the parts of a record so far
     while pos+_header_size<=len(data):
         left = _block_size-pos%_block_size
-        if left<_header_size:   # the rest of a block is empty if there is no room for a header
+        if left<_header_size:   # too small for a header, so the rest of the block is empty
             pos += left
             continue
         body = pos+_header_size

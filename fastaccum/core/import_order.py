@@ -21,8 +21,8 @@ def before_fit(self:FastaiGradientAccumulation):
     is_validation = self.learn.lock.locked()
     if type(self) is FastaiGradientAccumulation and not is_validation:
         warn_once('import-order', "this fit uses fastai's `GradientAccumulation` and not fastaccum's, "
-            "which has the same name: the last import decides. Import fastaccum after fastai (a tool "
-            "that sorts imports may have moved the line), or write `import fastaccum` and "
+            "which has the same name: the last import decides (did a tool sort the imports?). "
+            "Import fastaccum after fastai, or write `import fastaccum` and "
             "`fastaccum.GradientAccumulation(…)`, which works in any order",
             ImportOrderWarning)
     self._orig_before_fit()   # `patch` keeps the replaced method under this name

@@ -242,9 +242,9 @@ def of_class(cls, *args, **kwargs):
 
 def replaced(learn): learn.dl = learn.dls.train
 
-@pytest.mark.parametrize('cls,cbs,words', [(Epochs,[],'iterates over another loader'),
-    (Learner,[CallAt('before_train', replaced, order=13)],'needs an `order` below 12'),
-    (Learner,[CallAt('before_train', lambda l: l.epoch and replaced(l), order=13)],'needs an `order` below 12'),
+@pytest.mark.parametrize('cls,cbs,words', [(Epochs,[],'let it iterate over `self.dl`'),
+    (Learner,[CallAt('before_train', replaced, order=13)],'give it an `order` below 12'),
+    (Learner,[CallAt('before_train', lambda l: l.epoch and replaced(l), order=13)],'give it an `order` below 12'),
     (Measures,[],'only pass the steps to `one_batch`')])
 def test_a_loop_that_does_not_get_steps_is_refused(cls, cbs, words):
     with pytest.raises((RuntimeError,TypeError), match=words):
@@ -267,9 +267,9 @@ def fails(pos): return 1//0
     (lambda: GradientAccumulationSchedule(4, 16, schedule=fails), 'position 0.*ZeroDivisionError'),
     (lambda: fit_with(FreezeBN(lambda m: 4)), '`part` returned 4, of type int'),
     (lambda: ActivationCheckpoint(lambda: nn.Linear), '`segments` must be a function that takes 1 argument'),
-    (lambda: toy(4).accum_find(lr='x'), "`lr='x'`: give a finite number"),
-    (lambda: toy(4).accum_find(lr=float('nan')), '`lr=nan`: give a finite number'),
-    (lambda: toy(4).accum_find(10**6), '`accum_bs=1000000`: an epoch.*has 70 samples'),
+    (lambda: toy(4).accum_find(lr='x'), "`lr='x'` is not a finite number"),
+    (lambda: toy(4).accum_find(lr=float('nan')), '`lr=nan` is not a finite number'),
+    (lambda: toy(4).accum_find(10**6), '`accum_bs=1000000` is more than the 70 samples'),
     (lambda: toy(4).bs_find(show_plot='x'), "`show_plot` must be True or False, got 'x'"),
     (lambda: NoiseScale(every=0), '`every` must be at least 1, got 0'),
     *[(lambda bs=bs: fit_with(learn=partial(with_bs, of_loader=bs)), f'must be at least 1, got {bs}')

@@ -65,7 +65,7 @@ class StepLoop:
         self.step = None                         # the `Step` that runs
         self.mean = None                         # the `StepMean` of `step`
         self.kept_losses = None                  # the `KeptLosses` of `step`
-        self.n_left_out = 0                      # micro-batches of `step` that callbacks have cancelled
+        self.n_left_out = 0                      # micro-batches of `step` that were cancelled by callbacks
         self.micro = None                        # the `MicroBatch` that runs; `None` before the first
 
     def __getstate__(self): return dict(acc=self.acc, learn=self.learn)   # for `learn.export()` in a fit

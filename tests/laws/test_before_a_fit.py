@@ -119,7 +119,7 @@ def test_samples_and_batches_together_are_refused(kwargs):
 @pytest.mark.parametrize('nm', ['accum_bs','n_acc'])
 def test_a_step_smaller_than_a_batch_says_that_samples_are_counted_and_how_to_count_batches(nm):
     with pytest.warns(UserWarning, match='larger than') as told: toy(16).fit(1, 0.1, cbs=GradientAccumulation(**{nm:4}))
-    for o in (f'`{nm}` counts samples, not batches', f'for steps of 4 batches of 16, pass `{nm}=64` or `n_batches=4`'):
+    for o in (f'`{nm}` counts samples, not batches', f'for steps of 4 batches of 16, give `{nm}=64` or `n_batches=4`'):
         assert o in str(told[0].message)
     for remedy in ({nm:64}, dict(n_batches=4)): assert GradientAccumulation(**remedy).plan(toy(16)).sizes==[[64,6]]
 

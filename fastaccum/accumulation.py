@@ -224,6 +224,7 @@ def before_backward(self:GradientAccumulation):
 def after_backward(self:GradientAccumulation):
     "Count the micro-batch that was back-propagated"
     learn,loop = self.learn,self.loop
+    loop.micro.pred = None   # free the model's output
     loop.mean.add(learn)
     loop.kept_losses.note(learn, loop.micro.n)
     if loop.grad_sums: loop.grad_sums.add(loop.micro.share)

@@ -9,6 +9,7 @@ def own_one_batch():
         self.iter = i
         self._split(to_device(b, device=self.dls.device) if self.dls.device is not None else b)
         self._with_events(self._do_one_batch, 'batch', CancelBatchException)
+    one_batch.__module__ = 'tsai.learner'   # where tsai defines it, by which fastaccum knows it
     Learner.one_batch = one_batch
     try: yield
     finally: Learner.one_batch = stock

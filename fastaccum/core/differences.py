@@ -309,9 +309,11 @@ def uses_batch(learn:Learner, loss_grad_fn:object)->bool:
 def _changed_loss(self:LossTrials, learn, batch, n, micro, mean):
     "Warn of callbacks whose change of the loss makes the run differ, or may make it differ"
     # fastai's own callbacks are right: the penalty of `RNNRegularizer` is a mean over samples
-    found = [(cb,event) for cb,event in micro.loss_changes
-        if not type(cb).__module__.startswith('fastai.')]
+    found = [(cb,event) for cb,event,_ in micro.loss_changes if not type(cb).__module__.startswith('fastai.')]
     if not found: return
+    outputs = [o.grad_fn for o in leaves(micro.pred) if isinstance(o, Tensor)]
+    # a callback passes on the loss that the model has computed
+    if micro.loss_changes[-1][2] in outputs: return self._uneven_labels(Probed(None), learn, micro, mean)
     names = ' and '.join(dict.fromkeys(type(cb).__name__ for cb,_ in found))
     changes = LossChanges(learn, n, found, self.attrs)
     probed = changes.try_parts(batch, mean.find)

@@ -309,7 +309,9 @@ class MicroBatch:
         self.stop = stop        # the row after the last
         # `grad_fn` of the loss; if `loss_grad.grad_fn` differs later, a callback has added a penalty
         self.loss_grad_fn = None
-        self.loss_changes = []  # (callback, event) of each callback that has changed the loss
+        self.pred = None        # what the model returned, until the backward pass has ended
+        # (callback, event, the loss's new `grad_fn`) of each callback that has changed the loss
+        self.loss_changes = []
         self.share = 1.         # share of this micro-batch's loss in the mean loss of the step
         self.has_share = False  # whether the loss was multiplied by the share
         self.ran = False        # whether the micro-batch was back-propagated, so that it counts
@@ -370,7 +372,7 @@ class Retries:
         def undo():
             state.put_back()
             # free the graph, which these tensors hold
-            learn.pred = learn.loss = learn.loss_grad = micro.loss_grad_fn = None
+            learn.pred = learn.loss = learn.loss_grad = micro.pred = micro.loss_grad_fn = None
             self.failed.append(Failed(micro.stop, undo_backward()))
         def may_retry(): return not micro.ran
         fits = self.limit.attempt(micro.stop-micro.start, self.training, run, undo, may_retry)

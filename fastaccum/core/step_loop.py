@@ -236,7 +236,7 @@ def _micro_batch(self:StepLoop):
 @patch
 def _forward(self:StepLoop):
     learn,send = self.learn,self.events.send
-    learn.pred = learn.model(*learn.xb)
+    learn.pred = self.micro.pred = learn.model(*learn.xb)
     send('after_pred')
     if len(learn.yb):
         learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
@@ -258,7 +258,7 @@ def _may_change_loss(self:StepLoop, cb, event):
     def grad_fn(): return getattr(vars(self.learn).get('loss_grad'), 'grad_fn', None)
     before = grad_fn()
     cb(event)
-    if grad_fn() is not before: self.micro.loss_changes.append((cb,event))
+    if grad_fn() is not before: self.micro.loss_changes.append((cb,event,grad_fn()))
 
 @patch
 def _before_backward(self:StepLoop):

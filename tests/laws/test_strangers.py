@@ -109,6 +109,29 @@ def test_a_loss_with_which_a_callback_replaces_the_learners_loss_is_tried():
 
 # Callbacks that read `iter`, or end an epoch early
 
+class ComputesLoss(nn.Module):
+    "A model that gets the labels and returns its own loss, a mean over the labels that are not -100, with the logits"
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(5, 3).double()
+    def forward(self, x, y):
+        logits = self.lin(x)
+        return dict(loss=F.cross_entropy(logits.flatten(0, -2), y.flatten()), logits=logits)
+
+class PassesOnLoss(Callback):
+    "Trains with the loss that the model has computed"
+    def before_batch(self): self.learn.xb = (*self.xb,*self.yb)
+    def after_pred(self): self.model_loss,self.learn.pred = self.pred['loss'],self.pred['logits']
+    def after_loss(self): self.learn.loss_grad = self.model_loss
+
+@pytest.mark.parametrize('has_padding', [False,True])
+def test_a_callback_that_passes_on_the_models_loss_is_warned_of_only_if_labels_are_uneven(has_padding):
+    data = toy_data(64, tokens=True)
+    if not has_padding: data.tensors[1].clamp_(min=0)
+    entries,a,b = entries_and_runs(data=data, model=ComputesLoss, splitter=all_params, loss_func=CrossEntropy(),
+        cbs=lambda: [PassesOnLoss()], fit=lambda l,cbs: l.fit(2, 1e-3, cbs=cbs))
+    assert entries==(['loss-not-tried'] if has_padding and differ(a, b) else [])
+
 def test_iter_and_n_iter_count_micro_batches_or_steps_together():
     "Micro-batches in events of a micro-batch, steps in events of a step; a dropped step does not count"
     events = 'before_batch','after_pred','before_step','after_step'

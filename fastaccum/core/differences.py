@@ -296,7 +296,7 @@ def uses_batch(learn:Learner, loss_grad_fn:object)->bool:
     `loss_grad_fn` is the `grad_fn` of the loss before the change.
     """
     preds = [o.grad_fn for o in leaves(learn.pred) if isinstance(o, Tensor)]
-    own_loss = {loss_grad_fn}
+    own_loss = graph_nodes([loss_grad_fn], until=preds)   # several nodes, since `loss_grad` may be a view
     added = graph_nodes([learn.loss_grad.grad_fn], until=own_loss)
     computed = graph_nodes(preds)
     if added & computed: return True
@@ -483,7 +483,7 @@ def left_out(self:DifferenceWarnings, step:Step, n:int):
 
 @patch
 def splits_rows(self:DifferenceWarnings, rows:int, n:int):
-    "Warn that a batch of `n` samples has another number of `rows`, and is split by its rows"
+    "Warn that callbacks have made more `rows` of a batch of `n` samples, and that it is split by its rows"
     self.warn_once('rows-of-a-split-batch', f"callbacks have made {rows} rows of the {n} samples of a "
         "batch, and the batch is split by rows. If some rows belong together, such as views of a sample "
         "that the loss compares, or have no target, such as unlabelled samples, this run differs from "

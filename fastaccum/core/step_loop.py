@@ -432,7 +432,7 @@ def _run_split(self:StepLoop, n, limit, changed):
     if limit is None: return self._micro_batch()
     learn = self.learn
     rows = n_samples((*learn.yb,*learn.xb), n) or n   # callbacks may have made more rows of the samples
-    if rows!=n: self.differences.splits_rows(rows, n)
+    if rows>n: self.differences.splits_rows(rows, n)
     def end(): self._end_micro_batch(ends_batch=False)
     self._in_parts(n, rows, limit, changed, self._micro_batch, end)
 

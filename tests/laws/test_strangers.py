@@ -7,6 +7,7 @@ from fastai.callback.core import (Callback, CancelBackwardException, CancelBatch
     CancelFitException, CancelTrainException)
 from fastai.data.core import DataLoaders
 from fastai.callback.fp16 import ModelToHalf
+from fastai.torch_core import TensorBase
 from fastaccum import ActivationCheckpoint, GradientAccumulation, GradientCache
 from fastaccum.testing import CrossEntropy, assert_same_run, both_runs, deviation, toy, toy_data
 from common import (BatchListLoader, CallAt, RecordAt, collect_warnings, in_chunks, raise_oom_above, weights,
@@ -53,6 +54,20 @@ def scaled(cb): return cb.learn.loss_grad*2
 @pytest.mark.parametrize('f', [of_weights,mean_of_squares,mean_of_features,scaled])
 def test_a_callback_that_adds_a_mean_over_samples_is_right_and_gives_no_warning(f):
     entries,a,b = entries_and_runs(cbs=lambda: [ChangesLoss(f)])
+    assert not entries and assert_same_run(a, b)
+
+class AddsInPlace(Callback):
+    "Adds a penalty on the weights to the loss in place; the loss is a view, as that of fastai's tensors"
+    def after_loss(self):
+        if not self.training: return
+        self.learn.loss_grad = self.learn.loss_grad.view_as(self.loss_grad)
+        self.learn.loss_grad += 0.1*self.model[0].weight.abs().sum()
+
+class OfFastaisTensors(CrossEntropy):
+    def forward(self, p, y): return TensorBase(super().forward(p, y))
+
+def test_a_penalty_on_weights_that_is_added_in_place_gives_no_warning():
+    entries,a,b = entries_and_runs(loss_func=OfFastaisTensors(), cbs=lambda: [AddsInPlace()])
     assert not entries and assert_same_run(a, b)
 
 def test_trying_a_callback_on_parts_does_not_change_its_attributes():
@@ -265,6 +280,15 @@ def test_rows_that_a_callback_adds_to_a_split_batch_are_warned_of(f):
         return [str(o.message).partition('messages.html#')[2] for o in collected]
     assert entries_of(16, micro_batch_size=4)==['rows-of-a-split-batch']
     assert 'rows-of-a-split-batch' not in entries_of(4)
+
+def test_a_callback_that_leaves_samples_out_of_a_split_batch_is_right_and_gives_no_warning():
+    def keep_hardest(learn):
+        if not learn.training: return
+        hardest = learn.x.norm(dim=1).argsort()[-6:]
+        learn.xb,learn.yb = (learn.x[hardest],),(learn.y[hardest],)
+    with collect_warnings() as collected:
+        a,b = both_runs(n=64, micro=16, acc=dict(micro_batch_size=4), cbs=lambda: [RecordAt('before_batch', keep_hardest)])
+    assert not collected and assert_same_run(a, b)
 
 def test_memory_that_runs_out_in_a_callbacks_second_pass_is_an_error_with_the_remedy():
     second_pass = CallAt('before_step', lambda learn: raise_oom_above(4)(8))

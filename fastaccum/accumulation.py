@@ -213,10 +213,10 @@ def before_backward(self:GradientAccumulation):
             f"`before_train`, give it an `order` below {self.order}; if your Learner has a "
             "`_do_epoch_train` of its own, let it iterate over `self.dl`"
             + more_link('not-the-loader-of-steps'))
-    share = loop.mean.measure(learn, loop.micro.n)
+    share = loop.micro.share = loop.mean.measure(learn, loop.micro.n)
     if loop.mean.is_sum: self._share_penalty(share)
-    elif loop.grad_sums: loop.micro.share = share   # `GradSums` multiplies the gradients, in float32
-    else: learn.loss_grad = plain_tensor(learn.loss_grad)*share
+    # otherwise `GradSums` multiplies the gradients, in float32
+    elif not loop.grad_sums: learn.loss_grad = plain_tensor(learn.loss_grad)*share
     is_part_of_step = loop.mean.samples+loop.micro.n<loop.step.target
     if is_part_of_step: loop.differences.micro_batch(learn, loop.step, loop.micro, loop.mean)
 
@@ -227,7 +227,7 @@ def after_backward(self:GradientAccumulation):
     loop.micro.pred = None   # free the model's output
     loop.mean.add(learn)
     loop.kept_losses.note(learn, loop.micro.n)
-    if loop.grad_sums: loop.grad_sums.add(loop.micro.share)
+    if loop.grad_sums: loop.grad_sums.add(1. if loop.mean.is_sum else loop.micro.share)
     elif loop.mean.samples<loop.step.target: loop.grad_check.note(learn.opt)
 
 @patch

@@ -64,7 +64,7 @@ def _mask_of_lengths(lengths, padded, n):
 # %% ../nbs/12_token_budget.ipynb #division
 class TokenDivision(Division):
     "Divides a batch of `n` rows, sorted by length, into micro-batches of at most `budget` padded tokens"
-    def __init__(self, b:tuple, n:int, mask:torch.Tensor, budget:int):
+    def __init__(self, b:tuple, n:int, mask:torch.Tensor, budget:int, sorts:bool=True):
         super().__init__(n)
         self.budget = budget
         self.width = mask.shape[1]   # columns of the whole batch
@@ -92,7 +92,7 @@ class TokenDivision(Division):
         self.order = list(range(n))
         fits = n*max(lengths)<=budget
         # the rows of a batch that fits keep their order
-        if not fits: self.order.sort(key=lambda i: -lengths[i])
+        if sorts and not fits: self.order.sort(key=lambda i: -lengths[i])
         self.lengths = [lengths[i] for i in self.order]
         self.index = torch.tensor(self.order, device=mask.device)
 
@@ -203,7 +203,8 @@ def divide(self:TokenBudget,
     ValueError: the lengths of the rows are not known
     UserWarning: a row is longer than the budget, or the model does not ignore padding
     """
-    division = TokenDivision((*xb,*yb), n, self._mask(xb, yb, n), self.fixed)
+    keeps_state = any(hasattr(m, '_change_hidden') for m in model.modules())   # of each row, as fastai's AWD_LSTM
+    division = TokenDivision((*xb,*yb), n, self._mask(xb, yb, n), self.fixed, sorts=not keeps_state)
     longest = division.trimmed_width(0, n)
     if longest>self.fixed:
         warn_once('longer-than-the-budget', f"a row of {longest} tokens is longer than {self!r}, so the "
@@ -252,7 +253,9 @@ def _try_trimming(self:TokenBudget, model, xb, division, warn_once):
     cuts = [o for o in division.cuts(None) if division.trimmed_width(*o)<division.width]
     if not cuts: return
     self.tried = warn_once
-    cut = cuts[0]
+    start,stop = cuts[0]
+    n_rows = max(1, division.budget//division.width)   # with their padding, more rows may not fit in memory
+    cut = start,min(stop, start+n_rows)
     # the wrapper would exchange buffers between processes
     if isinstance(model, DistributedDataParallel): model = model.module
     try:

@@ -179,7 +179,7 @@ def find_rows(self:ReplayedForward, outs:list, n:int):
         k = n-1 if n>2 else n+1
         try:
             with torch.no_grad(), self.no_sync(), self.states[0].again():
-                others = leaves(self.run(0, k))
+                others = leaves(self.run(self.n-k, self.n))   # with a token budget, the shortest rows
         except Exception as e:
             if k<n or self.cb.limit.fixed or not is_out_of_memory(e): raise
             # not even one more sample fits: assume that an output with `n` rows has one per sample

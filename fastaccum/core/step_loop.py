@@ -16,7 +16,7 @@ from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.schedule import LRFinder, ParamScheduler
 from fastai.learner import Learner
 from fastcore.basics import patch
-from .batch import join, n_samples
+from .batch import is_on, n_samples
 from .checks import our_callback
 from .differences import DifferenceWarnings
 from .distributed import Processes
@@ -26,7 +26,7 @@ from .gradients import (GradCheck, GradSums, empty_grads, in_half, is_compiled,
     number_on, params_of, scale_grads)
 from .loader_info import samples_of
 from .log_rows import LogRows
-from .mean import KeptLosses, StepMean, find_n_items
+from .mean import KeptLosses, StepMean, find_n_items, join_outputs
 from .micro_batches import AutoSize, BatchParts, ChangedAttrs, MicroBatch, Retries, explain_split
 from .out_of_memory import call_unsplit, explain_fixed_size
 from .plan import Plan
@@ -200,7 +200,7 @@ def _run_batch(self:StepLoop, b, n):
     if n>self.loader.sizes.bs: self._warn_larger_batch(n)
     limit = self.limit if self.limit is not None and self.limit.splits(n) else None
     changed = None if limit is None else ChangedAttrs([learn,*learn.cbs])
-    learn._split(b if self._is_in_place(b) else learn._set_device(b))
+    learn._split(b if is_on(self.batch_device, b) else learn._set_device(b))
     trials = self.differences.loss_trials
     if trials.left>0: trials.begin_batch(learn)
     try: self.events.send('before_batch')
@@ -209,14 +209,6 @@ def _run_batch(self:StepLoop, b, n):
         with self.differences.second_micro_batch(learn, self.step):
             self._run_split(n, limit, changed)
     else: self._run_split(n, limit, changed)
-
-@patch
-def _is_in_place(self:StepLoop, b):
-    "Whether all of a flat batch's tensors are on the model's device, where `_set_device` moves them"
-    if self.batch_device is None or type(b) not in (tuple,list): return False
-    for o in b:
-        if not isinstance(o, torch.Tensor) or o.device!=self.batch_device: return False
-    return True
 
 @patch
 def _warn_larger_batch(self:StepLoop, n):
@@ -266,11 +258,23 @@ def _before_backward(self:StepLoop):
     needs_share = True   # the loss was not multiplied by the micro-batch's share yet
     for cb in self.events.listeners('before_backward'):
         if cb is self.acc: continue
-        if needs_share and isinstance(cb, MixedPrecision):
+        is_mixed = isinstance(cb, MixedPrecision)
+        if needs_share and is_mixed:
             self._share_loss()
             needs_share = False
-        self._may_change_loss(cb, 'before_backward')
+        if needs_share or is_mixed: self._may_change_loss(cb, 'before_backward')
+        else: self._share_late_penalty(cb)
     if needs_share: self._share_loss()
+
+@patch
+def _share_late_penalty(self:StepLoop, cb):
+    "Call a callback after mixed precision, and multiply by the micro-batch's share what it adds to the loss"
+    learn,before = self.learn,self.learn.loss_grad.clone()
+    self._may_change_loss(cb, 'before_backward')
+    is_changed = self.micro.loss_changes and self.micro.loss_changes[-1][0] is cb
+    # otherwise all gradients of the micro-batch are multiplied
+    weighs_loss = self.mean.is_sum or not self.grad_sums
+    if is_changed and weighs_loss: learn.loss_grad = before+(learn.loss_grad-before)*self.micro.share
 
 @patch
 def _share_loss(self:StepLoop):
@@ -283,9 +287,7 @@ def _backward(self:StepLoop):
     if self.comms: check_left_out(self.processes, self.comms, False)
     if self.grad_check.noted and mean.count:
         n_changed = self.grad_check.n_changed()
-        # once memory ran out, `Retries` sets gradients aside, which is no change by a callback
-        set_aside = self.acc.auto is not None and self.acc.auto.train is not None
-        if n_changed and not set_aside: self.differences.grads_changed(n_changed)
+        if n_changed: self.differences.grads_changed(n_changed)
     # skip a loss that needs no gradient; if no loss of the step needs one, let torch raise its error
     must_raise = not mean.learns and mean.samples+self.micro.n>=self.step.target
     if learn.loss_grad.requires_grad or must_raise: learn._backward()
@@ -455,8 +457,12 @@ def _in_parts(self:StepLoop, n, rows, limit, changed, run, end):
                 if training: self.differences.before_split(parts)
                 parts.select(start, stop)
             self.micro = MicroBatch(n*stop//rows-n*start//rows, start, stop)
+            has_failed = bool(retries.failed)
             with explain_split(stop-start, rows):
-                if not retries.attempt(run, self.micro, training and not self.mean.count): continue
+                is_done = retries.attempt(run, self.micro, training and not self.mean.count)
+            # `Retries` has set gradients aside or put them back, which is no change by a callback
+            if has_failed or not is_done: self.grad_check.forget()
+            if not is_done: continue
             if is_part: self.micro.batch = learn.xb,learn.yb
             parts.hidden.keep()
             start = stop
@@ -483,18 +489,9 @@ def run_valid_batch(self:StepLoop, i:int, b:object):
         n = n_samples((*learn.yb,*learn.xb), getattr(learn.dl, 'bs', None))
         self._in_parts(n, n, self.acc.auto, changed, self._forward, keep)
         if len(outs)>1:
-            _put_together(learn, outs)
+            join_outputs(learn, outs)
             kept.put_means(learn)
     except CancelBatchException: self.events.send('after_cancel_batch')
     self.events.send('after_batch')
 
-def _put_together(learn, outs):
-    "Give the Learner the predictions and the loss of the whole batch"
-    ns,preds,losses,items = zip(*outs)
-    learn.pred = join(preds, ns)
-    if not len(learn.yb): return
-    if items[0] is None: learn.loss = sum(losses)   # the loss is a sum
-    else:
-        items = [float(o) for o in items]           # synchronises the GPU, but only after a split
-        learn.loss = sum(o*n for o,n in zip(losses, items) if n)/(sum(items) or 1)
-    learn.loss_grad = learn.loss
+

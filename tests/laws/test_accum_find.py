@@ -86,7 +86,8 @@ def test_callbacks_of_the_planned_fit_take_part():
 
 # Refused
 
-@pytest.mark.parametrize('make,kwargs,exc,match', [*((lambda: toy(4),{nm:v},exc,f'`{nm}` must be .*got {v}') for nm,v,exc in (
+@pytest.mark.parametrize('make,kwargs,exc,match', [
+    *((lambda: toy(4),{nm:v},exc,f'`{nm}` must be .*got {v}') for nm,v,exc in (
         ('accum_bs',-4,ValueError), ('accum_bs',2.5,TypeError), ('show_plot',1,TypeError))),
     (lambda: with_loaders(toy(4), DataLoader(toy_data(8), bs=None)),{},ValueError,'many samples'),
     (lambda: with_loaders(toy(4), DataLoader(toy_data(3), bs=4)),{},RuntimeError,'no full batch'),

@@ -8,7 +8,7 @@ from functools import partial
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
-from fastai.vision.all import AMPMode, Adam, GradientClip, Module, OptimWrapper, SGD, noop
+from fastai.vision.all import AMPMode, Adam, Callback, GradientClip, Module, OptimWrapper, SGD, noop
 from fastaccum import GradientAccumulation, GradientCache
 from fastaccum.testing import assert_same_run, deviation, toy, toy_data, both_runs
 from common import (CallAt, CheckInBackward, CpuLossScaling, CpuMixedPrecision, RecordAt, grads, overflow_on_sample,
@@ -123,3 +123,16 @@ def test_a_frozen_parameter_has_the_gradient_of_the_full_batch_run(opt_func):
         return [g is None for g in grads(learn)],learn.model.norm.weight
     (a,big),(b,small) = run(8),run(2, GradientAccumulation(8))
     assert a==b and big.equal(small)
+
+class LatePenalty(Callback):
+    "Adds a penalty on the weights after mixed precision, in place or not"
+    order,run_valid = 20,False
+    def __init__(self, in_place): self.in_place = in_place
+    def before_backward(self):
+        penalty = 0.1*sum(p.square().sum() for p in self.model.parameters())
+        if self.in_place: self.learn.loss_grad += penalty
+        else: self.learn.loss_grad = self.loss_grad+penalty
+
+@pytest.mark.parametrize('in_place', [False,True])
+def test_a_penalty_that_is_added_after_mixed_precision_counts_once_per_step(in_place):
+    assert_same_run(*both_runs(cbs=lambda: [CpuLossScaling(init_scale=4.),LatePenalty(in_place)]))

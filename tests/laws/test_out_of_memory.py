@@ -126,6 +126,26 @@ def test_validation_batches_are_split(weight):
     assert_same_run(*full_batch_and_limited(16, 32, runs_out, cbs=lambda: [sizes], **more))
     assert max(sizes.values[-12:])<=9   # the full-batch run recorded the sizes before
 
+class KeepsFloat(CrossEntropy):
+    "Keeps the mean class of its targets as a plain number, for a `LossMetric`"
+    def forward(self, p, y):
+        self.own = y.float().mean().item()
+        return super().forward(p, y)
+
+@pytest.mark.parametrize('ignore_index', [-100,0])
+def test_a_split_validation_batch_averages_plain_numbers_and_may_ignore_all_targets(ignore_index):
+    rows = []
+    for cap in (10**9,4):
+        def runs_out(stage, n): return stage=='validation' and n>cap
+        learn = learner(16, runs_out, n=64, metrics=[*LossMetrics('own')])
+        learn.loss_func = KeepsFloat(ignore_index=ignore_index)
+        x,y = learn.dls.valid.dataset.tensors
+        learn.dls.valid.dataset = TensorDataset(x, y.sort().values*(ignore_index!=0))
+        with collect_warnings(): learn.fit(1, 0., cbs=auto(16))
+        rows.append(learn.recorder.values[-1][1:])
+    whole,split = map(torch.tensor, rows)
+    assert torch.allclose(whole, split, equal_nan=True) and split.isnan().any()==(ignore_index==0)
+
 @pytest.mark.parametrize('acc', [auto(32),GradientCache(micro_batch_size='auto')])
 def test_an_error_is_raised_if_a_single_sample_does_not_fit(acc):
     "No weight changes, and the next fit gives no warning"

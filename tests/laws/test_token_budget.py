@@ -202,6 +202,15 @@ def test_gradient_cache_takes_a_budget():
     with pytest.raises(Exception, match='GradientCache. cannot put together'):
         fit(text_learner(GPT2), GradientCache(micro_batch_size=TokenBudget(80)))
 
+def test_gradient_cache_never_exceeds_the_budget():
+    class Limited(Embedder):
+        def count(self, ids):
+            assert len(ids)==1 or ids.numel()<=40, ids.shape
+            super().count(ids)
+    learn = text_learner(Limited)
+    learn.loss_func = in_batch_loss
+    fit(learn, GradientCache(micro_batch_size=TokenBudget(40)))
+
 def test_accum_check_compares_the_budget_with_the_whole_batch():
     def check(kind):
         acc = GradientAccumulation(24, micro_batch_size=TokenBudget(80))

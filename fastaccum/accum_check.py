@@ -282,7 +282,7 @@ def _loss(self:_Diagnosis):
     probe,tol = self.probe,self.tol
     if self.setup.loss_gets_whole: return Row('loss', 0., tol)
     if self.rest_off is not None and self.rest_off<=tol:
-        # the gradients agree in these parts, but a loss can differ in micro-batches of other sizes
+        # the gradients of whole batch and parts agree, but a loss may differ in parts of other sizes
         row = Row('loss', self.rest_off, tol)
         if probe.hidden_loss:
             row = Row('loss', probe.hidden_loss, tol, 'in micro-batches of unequal sizes')

@@ -48,12 +48,13 @@ class GradientAccumulation(QuietCallback):
     order = GradientClip.order+1   # after `DistributedTrainer` (11), which wraps the loader
     run_valid = False
     loop = None         # the `StepLoop` of the last fit
-    current_bs = None   # samples in a full step; written by schedules with each step
+    current_bs = None   # samples in a complete step; written by schedules, `None` without one
     def __init__(self,
         # Samples per step over all processes, rounded up to whole micro-batches; 32 if no size is given
         accum_bs:int=None,
         log_accum_batch:bool=True, # Log each step (True), or each micro-batch as fastai does (False)
-        # The most samples in a micro-batch in training; 'auto': any batch is split until it fits
+        # The most samples in a micro-batch of training; 'auto': any batch is split where memory runs out;
+        # or a `TokenBudget`
         micro_batch_size:int|str|AutoSize=None,
         # Drop the incomplete last step of an epoch (True), keep it (False), or do as the loader (None)
         drop_last:bool|None=None,

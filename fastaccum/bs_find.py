@@ -146,7 +146,7 @@ def _try(run, size, n, is_last_resort):
         trial.speed = _train(run, size, n)
         trial.ok = True
     except Exception as e:
-        # the message instead of `e`, whose traceback keeps the memory of the trial in use
+        # keep only the message of `e`: its traceback holds the memory of the trial
         trial.error = f'{type(e).__name__}: {e}'
         if not (is_out_of_memory(e) or is_last_resort): error = e
     if world_size()>1: error = _compare_processes(trial, error, run.device)

@@ -38,7 +38,7 @@ class GradientCache(PatchingCallback):
     # after all callbacks that change the batch, or call the model before the Learner
     order = Recorder.order-1
     run_valid = True
-    warn_once = None     # the `WarnOnce` of the fit
+    warn_once = None     # gives each warning once per fit; `None` before the first fit
     # the `Patch` of the model's `forward`, from `before_batch` to the Learner's call
     patch = None
     # the `ReplayedForward` of the batch, until `before_backward` has checked the loss

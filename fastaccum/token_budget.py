@@ -58,7 +58,7 @@ def _mask_of_lengths(lengths, padded, n):
     right = columns>=width-lengths[:,None]    # the tokens, if the padding is on the left
     may_be_left = _is_constant(padded, ~left)
     may_be_right = _is_constant(padded, ~right)
-    # if the tokens may be on both sides, or on neither side, the columns of both sides are kept
+    # if the values do not tell which side the padding is on, the columns of both sides are kept
     return left & (may_be_left | ~may_be_right) | right & (may_be_right | ~may_be_left)
 
 # %% ../nbs/12_token_budget.ipynb #division

@@ -211,7 +211,7 @@ def after_pred(self:FirstBatchProbe):
 @patch
 def _probe_model(self:FirstBatchProbe, model, xb):
     self.rows = n_samples(xb, self.n)
-    # a callback may have made several rows of each sample
+    # a callback may have made several rows of each sample, and then `self.sizes` do not add up to them
     sizes = self.sizes if self.rows==self.n else part_sizes(self.rows)
     parts = [self.split(xb, *o, self.rows) for o in bounds(sizes)]
     trace = partial(ModuleTrace, model, ForwardState(model.modules()))
@@ -275,7 +275,7 @@ class Row(NamedTuple):
     off:float|None # The relative difference; `None` if it could not be checked
     tol:float # The largest difference that counts as rounding
     where:str = '' # The layers, callbacks or loader at fault; or why nothing could be checked
-    remedy:str = '' # What to type
+    remedy:str = '' # What to type or to do; 'none: …' if nothing helps
 
     @property
     def ok(self)->bool:

@@ -70,7 +70,7 @@ class LossTrials:
         self.left = 0        # trials left in this epoch
         self.attrs = None    # the `ChangedAttrs` of the current batch
         self.single = None   # the previous micro-batch, if it had a single sample, which cannot be split
-        # by place in the batch: the set of all numbers of labels other than -100 that samples have had
+        # place of a tensor in the batch -> the numbers of labels (not -100) that its rows have had so far
         self.counts = {}
 
     def begin_epoch(self): self.left,self.single = self.per_epoch,None
@@ -336,7 +336,7 @@ class DifferenceWarnings:
         self.warn_once = warn_once
         self.loss_trials = LossTrials(warn_once)
         self.checked_fit = False    # whether layers, loader and callbacks were checked
-        self.checked_state = False  # whether modules with a `reset` method were checked
+        self.checked_state = False  # whether modules were checked for a state that they `reset`
         # whether the model was checked for a state from the previous part of a batch
         self.checked_parts = False
         self.processes = None       # the processes that train together, in this epoch

@@ -23,7 +23,7 @@ def _of_class(learn, name): return [cb for cb in learn.cbs if name in class_name
 class LogRows:
     "Adds the numbers that only accumulation knows to the rows that TensorBoard and Weights & Biases log"
     def __init__(self):
-        # samples seen in all fits of the W&B run; `None` before the first step of a fit
+        # samples of this and earlier fits of the W&B run; read at the first step, and `None` before
         self.n_seen = None
         self.wandb = []         # the Learner's callbacks for W&B, found once per epoch
         self.tensorboard = []   # the Learner's callbacks for TensorBoard, found once per epoch
@@ -67,7 +67,8 @@ def before_step_row(self:LogRows, learn:Learner, n:int):
     "Before a step of `n` samples is logged, correct the samples per second that W&B computes"
     for cb in self.wandb:
         if not cb.run or not learn.xb: continue
-        # fastai divides the last micro-batch's `len(xb[0])` by the time since `ti_batch`
+        # W&B's speed is `len(xb[0])` of the last micro-batch divided by the time since `ti_batch`, which is
+        # moved so that the result is the speed of the whole step
         now = time.perf_counter()
         cb.ti_batch = now-(now-self.began)*len(learn.xb[0])/n
         if self.n_seen is None: self._begin_axis(learn.recorder)

@@ -259,7 +259,7 @@ def loss(self:StepMean)->torch.Tensor:
 def correction(self:StepMean)->float|torch.Tensor:
     "The factor by which to multiply the gradients, now that the size of the step is known"
     if self.is_sum: return 1.
-    # `None` if this process had no samples in the step: then it has no gradients to be corrected either
+    # `expected` is `None` if this process had no samples; then it has no gradients to correct
     expected = 1. if self.expected is None else self.expected
     if isinstance(self.size, torch.Tensor): return torch.where(self.size>0, expected/self.size, 0.)
     return expected/self.size if self.size else 0.
@@ -270,7 +270,7 @@ class KeptLosses:
     def __init__(self, learn:Learner):
         # attributes of the loss function
         self.names = {o.attr for o in learn.metrics if isinstance(o, LossMetric)}
-        self.sums = {}   # by attribute: the sum over samples, and the number of samples
+        self.sums = {}   # attribute -> the sum of its value times the samples, and the number of samples
 
     def note(self, learn:Learner, n:int):
         "Note the numbers of a micro-batch of `n` samples"

@@ -64,7 +64,7 @@ class EqualSteps(Sequence):
 
     def runs(self)->list:
         "List runs of steps of equal size: pairs of the number of steps and the samples in each step"
-        # the size changes after the last complete step of a process, and after its incomplete one
+        # the size changes where a process has taken its last complete step, and where its loader is empty
         ends = {k for share,o in zip(self.shares, self.loaders) for k in (o.n//share,-(-o.n//share))}
         edges = sorted({0,self.n,*(k for k in ends if k<self.n)})
         return [(b-a,sum(self[a].sizes)) for a,b in zip(edges, edges[1:])]

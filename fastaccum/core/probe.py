@@ -195,7 +195,7 @@ def _copy_loss(f, *kept):
     The copy refers to the same objects `kept`, such as the Learner.
     """
     if not isinstance(f, (nn.Module,BaseLoss)): return f
-    memo = {id(o):o for o in kept}   # copies that `deepcopy` takes instead of making its own
+    memo = {id(o):o for o in kept}   # objects that `deepcopy` shares with the original instead of copying them
     attrs = [o for m in f.modules() for o in vars(m).values()] if isinstance(f, nn.Module) else []
     for o in attrs:
         # a tensor with a graph, such as the last loss, cannot be copied

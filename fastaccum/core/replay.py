@@ -76,7 +76,7 @@ class ReplayedForward:
         self.devices = devices_of(self.modules)
         self.training = cb.learn.training               # the mode of the fit; the model's may differ
         self.tensors = [o for o in leaves(args) if isinstance(o, torch.Tensor)]
-        # by `id`: each input that needs a gradient, and the leaf of the graph that replaces the input
+        # `id` of an input that needs a gradient -> the input, and the detached copy that replaces it
         self.inputs = {}
         for x in self.tensors:
             if x.requires_grad and self.learns: self.inputs[id(x)] = x,x.detach().requires_grad_()

@@ -124,7 +124,7 @@ class StepLoader(OneBatchLoader):
         count:Callable=n_samples):
         super().__init__(learn, dl, one_batch)
         self.steps = steps            # the `PlannedStep`s of the epoch
-        self.sizes = sizes            # the sizes of `dl`
+        self.sizes = sizes            # samples of an epoch, a batch and a micro-batch of `dl`
         self.count = count            # `count(batch, expected)` returns the samples of a batch
         self.processes = processes    # DDP's own synchronisation is paused while steps are iterated
         # whether incomplete steps, and any samples after them, are left out

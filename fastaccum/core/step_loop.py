@@ -64,9 +64,9 @@ class StepLoop:
         # state of the step, set by `run_step`
         self.step = None                         # the `Step` that runs
         self.mean = None                         # the `StepMean` of `step`
-        self.kept_losses = None                  # the `KeptLosses` of `step`
+        self.kept_losses = None                  # averages what the loss function keeps for `LossMetric`
         self.n_left_out = 0                      # micro-batches of `step` that were cancelled by callbacks
-        self.micro = None                        # the `MicroBatch` that runs; `None` before the first
+        self.micro = None                        # the `MicroBatch` that ran last; `None` before the first
 
     def __getstate__(self): return dict(acc=self.acc, learn=self.learn)   # for `learn.export()` in a fit
 
@@ -147,7 +147,7 @@ def run_step(self:StepLoop, i:int, step:Step):
         while missing:
             self._run_batch(*step.batches.take(missing))
             missing = step.n_missing(self.mean.samples)
-            if missing: self._end_micro_batch()   # the last micro-batch of a step ends after the update
+            if missing: self._end_micro_batch()   # the last batch of a step gets its `after_batch` after the update
         # `iter` and `n_iter` counted batches of the loader; from here on they count steps again
         self.learn.iter,self.learn.n_iter = i,len(self.loader)
         if self._complete_grads(): self._take_step()

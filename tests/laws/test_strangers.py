@@ -287,7 +287,8 @@ def test_a_callback_that_leaves_samples_out_of_a_split_batch_is_right_and_gives_
         hardest = learn.x.norm(dim=1).argsort()[-6:]
         learn.xb,learn.yb = (learn.x[hardest],),(learn.y[hardest],)
     with collect_warnings() as collected:
-        a,b = both_runs(n=64, micro=16, acc=dict(micro_batch_size=4), cbs=lambda: [RecordAt('before_batch', keep_hardest)])
+        a,b = both_runs(n=64, micro=16, acc=dict(micro_batch_size=4),
+            cbs=lambda: [RecordAt('before_batch', keep_hardest)])
     assert not collected and assert_same_run(a, b)
 
 def test_memory_that_runs_out_in_a_callbacks_second_pass_is_an_error_with_the_remedy():

@@ -34,6 +34,9 @@ def test_each_key_has_an_entry_and_each_entry_a_key():
     keys = {k for text in sources for k in re.findall(r"(?:more_link|warn_once)\(\s*'([a-z-]+)'", text)}
     assert keys=={o.key for o in found}==written.keys() and len(keys)>60
 
+def test_links_of_earlier_versions_lead_to_an_entry():
+    assert earlier<={k for o in page for k in tool.anchors(o)}
+
 def test_a_message_ends_with_the_link_to_its_entry():
     with pytest.raises(ValueError) as e: GradientAccumulation(0)
     assert str(e.value).endswith(f'\nMore: {docs_url()}/reference/messages.html#whole-number')
@@ -49,8 +52,13 @@ def prose(text): return re.sub(r'^```.*?^```|^>$|^> \*\*.*?\*\*|^- keywords:.*?$
 page,faq = texts('messages'),texts('faq')
 headed = [o for o in page if o.startswith('### ')]
 rows = {m[1]:m[0] for o in page for m in re.finditer(fr'^\| {tool.span}.*$', o, re.M)}   # entries of a table
-several = 'waiting-processes'   # the heading above several entries, without an entry itself
-written = {k:o for o in headed for k in tool.anchors(o) if k!=several} | rows
+# The headings above several entries, without an entry themselves
+several = {'waiting-processes', 'incomplete-steps', 'sizes-of-the-loader', 'token-budget', 'trials-and-searches',
+    'other-callbacks-and-optimizers', 'gradientcache', 'activationcheckpoint', 'several-processes'}
+# Keys of messages in version 0.2.0 that have another key now, or are no longer given
+earlier = {'betas-of-adam', 'gradient-comes-and-goes', 'keeps-the-whole-batch', 'model-part', 'no-noise-scale',
+    'not-a-callback', 'processes-apart', 'split-function', 'told-different-things'}
+written = {k:o for o in headed for k in tool.anchors(o) if k not in several|earlier} | rows
 
 def test_the_page_shows_how_the_messages_of_the_code_begin():
     "If this fails, run `make prepare`"
@@ -75,7 +83,7 @@ def test_no_heading_occurs_twice():
 
 def test_pages_are_short():
     "The number of words outside of code is limited"
-    assert len(prose('\n'.join(page)).split())<=4800 and len(prose('\n'.join(faq)).split())<=1000
+    assert len(prose('\n'.join(page)).split())<=3600 and len(prose('\n'.join(faq)).split())<=1000
 
 @pytest.mark.parametrize('text', [o for o in faq if o.startswith('### ')], ids=lambda o: o.split('\n')[0][4:])
 def test_an_answer_is_short_and_has_a_link(text):

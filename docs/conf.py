@@ -72,10 +72,12 @@ def link_names(app, doctree):
     linked = set()
     for code in [*doctree.findall(nodes.literal)]:
         name = code.astext()
-        section = code.parent
-        while not isinstance(section, (nodes.section, nodes.document, desc)): section = section.parent
+        section,parents = code.parent,[]
+        while not isinstance(section, (nodes.section, nodes.document, desc)):
+            parents.append(section)
+            section = section.parent
         is_name = re.fullmatch(r'[A-Za-z_][\w.]*', name) and re.search('[A-Z_.]', name)
-        has_link = isinstance(code.parent, (nodes.title, nodes.reference, pending_xref))
+        has_link = any(isinstance(o, (nodes.title, nodes.reference, pending_xref)) for o in parents)
         if not is_name or has_link or (section,name) in linked: continue
         linked.add((section,name))
         target = app.config.names.get(name)

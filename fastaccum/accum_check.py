@@ -42,7 +42,7 @@ def accum_check(self:Learner,
     """Run a batch whole and in micro-batches, compare the gradients, and find out why they differ
 
     Without `accum_bs`, the check compares the samples of the first step of a fit, at once and in the
-    micro-batches of that step. If the samples do not fit into memory at once, the check compares a
+    micro-batches of that step. If the samples do not fit in memory at once, the check compares a
     single micro-batch with its parts, and the title of the table says so. If a step is one batch of the
     loader, or no callback accumulates, the check compares that batch with parts of unequal sizes.
     Weights, optimizer and random state are the same after the check as before.
@@ -123,7 +123,7 @@ class _Setup:
 # %% ../nbs/02_accum_check.ipynb #setup-sizes
 @patch
 def sizes(self:_Setup, dl:object, accum_bs:int|None)->tuple:
-    """Return the samples in a step, in a micro-batch, and in a micro-batch that fits into memory
+    """Return the samples in a step, in a micro-batch, and in a micro-batch that fits in memory
 
     The last two numbers are `None` if a step has a single part.
     """
@@ -161,7 +161,7 @@ class AccumCheck:
     sizes:list[int] # Samples in each micro-batch
     layers:dict # Name of a parameter -> the relative difference of its gradients
     remaining:dict # Differences as in `layers`, without all known causes; empty if none was found
-    too_many:int|None=None # Samples in a step of the fit, if a step does not fit into memory at once
+    too_many:int|None=None # Samples in a step of the fit, if a step does not fit in memory at once
 
     @property
     def ok(self)->bool:
@@ -186,7 +186,7 @@ def _title(self:AccumCheck):
     if len(self.sizes)>4: parts = f'{len(self.sizes)} micro-batches of up to {max(self.sizes)}'
     title = f'{n} samples at once, and in {parts}: {result}'
     if not self.too_many: return title
-    return f'{self.too_many} samples do not fit into memory at once, so {n} were compared: {title}'
+    return f'{self.too_many} samples do not fit in memory at once, so {n} were compared: {title}'
 
 @patch
 def _cells(self:AccumCheck):

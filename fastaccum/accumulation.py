@@ -41,7 +41,7 @@ class GradientAccumulation(QuietCallback):
     RuntimeError: the callback is switched off in the middle of an epoch, or one of several processes
         gets more samples than its loader announced
     torch.OutOfMemoryError: with `micro_batch_size='auto'`, one sample or the optimizer's state does not
-        fit into memory
+        fit in memory
     UserWarning: in a fit, when the run differs or may differ from the full-batch run; once per fit for
         each cause
     """
@@ -247,7 +247,7 @@ def _share_penalty(self:GradientAccumulation, share):
 # %% ../nbs/00_accumulation.ipynb #events-validate
 @patch
 def before_validate(self:GradientAccumulation):
-    "Let `micro_batch_size='auto'` split validation batches that do not fit into memory"
+    "Let `micro_batch_size='auto'` split validation batches that do not fit in memory"
     if not self.auto or self.auto.fixed or self.validates: return
     loop = self.loop or StepLoop(self, self.learn)
     self.learn.dl = OneBatchLoader(self.learn, self.dl, loop.run_valid_batch)

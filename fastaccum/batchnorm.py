@@ -40,7 +40,7 @@ def recalibrate_bn(self:Learner,
     ValueError: a number is below 1, no BatchNorm layer learns statistics, the training loader has no
         batch or cannot change its batch size, or the model is sharded over several processes
     RuntimeError: there are several processes, and the model has SyncBatchNorm
-    torch.OutOfMemoryError: a batch does not fit into memory
+    torch.OutOfMemoryError: a batch does not fit in memory
     """
     recalibration = _Recalibration(self, bs, n)
     if not recalibration.layers:
@@ -253,7 +253,7 @@ def _average(layers, group):
 def estimate(self:_Recalibration):
     """Estimate the statistics, and restore everything else; after an error, restore the statistics, too
 
-    torch.OutOfMemoryError: a batch does not fit into memory
+    torch.OutOfMemoryError: a batch does not fit in memory
     """
     learn,model = self.learn,self.model
     dl = learn.dls.train

@@ -1,4 +1,4 @@
-"""Find the largest micro-batch that fits into memory.
+"""Find the largest micro-batch that fits in memory.
 
 Docs: https://fastaccum.github.io/fastaccum/bs_find.html.md"""
 
@@ -44,7 +44,7 @@ def bs_find(self:Learner,
         size, or processes were given different arguments
     RuntimeError: a callback ends the fit or skips steps, the gradients overflow, the search failed on
         another process, or the model exchanges data between processes in each forward pass
-    torch.OutOfMemoryError: a single sample does not fit into memory
+    torch.OutOfMemoryError: a single sample does not fit in memory
     """
     check_name('mode', mode, ('power','binsearch'))
     check_bool('apply', apply)

@@ -32,7 +32,7 @@ class GradientCache(PatchingCallback):
     ValueError: `micro_batch_size` is below 1, or, when the fit begins, this Learner cannot run its model
         in parts
     RuntimeError: the second forward pass of a micro-batch cannot repeat the first
-    torch.OutOfMemoryError: a single sample does not fit into memory
+    torch.OutOfMemoryError: a single sample does not fit in memory
     UserWarning: during the fit, when something makes the run differ from the full-batch run
     """
     # after all callbacks that change the batch, or call the model before the Learner

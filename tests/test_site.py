@@ -61,6 +61,10 @@ def test_links_resolve(page):
         elif anchor and path.endswith('.html') and unquote(anchor) not in ids(path): bad.append(href)
     assert not bad
 
+@pytest.mark.parametrize('page', pages)
+def test_no_link_stands_within_another(page):
+    assert not re.search(r'<a [^>]*>(?:(?!</a>).)*?<a ', read(page), re.S)
+
 def test_old_addresses_lead_on():
     for old,target in moved.items():
         page,_,anchor = target.partition('#')

@@ -155,7 +155,7 @@ def test_of_a_step_that_does_not_fit_into_memory_as_many_samples_as_fit_are_comp
     "The title of the table says so"
     res = check(toy(8, cbs=[memory_for(whole),SumPenalty()]), cbs=cbs())
     n = next(o for o in cbs() if hasattr(o, 'accum_bs')).accum_bs
-    assert f'{n} samples do not fit into memory at once, so {whole} were compared' in repr(res), res
+    assert f'{n} samples do not fit in memory at once, so {whole} were compared' in repr(res), res
     assert f'micro-batches of {parts}: not' in repr(res) and failed_rows(res)=={'callbacks','gradients'}
     with pytest.raises(torch.OutOfMemoryError): check(toy(8, cbs=memory_for(whole)), cbs=cbs(), accum_bs=16)
     with pytest.raises(torch.OutOfMemoryError): check(toy(8, cbs=memory_for(1)), cbs=cbs())

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from torch import nn
 from torch.utils._pytree import tree_any, tree_leaves, tree_map
 from fastai.learner import Learner
+from fastcore.basics import patch
 from .batch import even_sizes, has_rows, split
 from .checks import check_count, check_function
 from .forward_state import ForwardState, autocast_state, devices_of, set_autocast_state, set_rng_state
@@ -202,11 +203,9 @@ class AutoSize:
     ):
         example = 'lambda batch, start, stop, n: [o[start:stop] for o in batch]'
         self.split = check_function('split', split, 4, example)
-        # the most samples of a micro-batch in training and in validation; `None` until memory has run
-        # out
+        # the most samples of a micro-batch in training and in validation; `None` until memory has run out
         self.train = self.valid = None
-        # the size that the user has given, or `None`; with a given size, running out of memory is an
-        # error
+        # the size that the user has given, or `None`; with it, running out of memory is an error
         self.fixed = None
         # samples and reason of the first failure that `report` has not reported yet
         self.failed = None
@@ -220,32 +219,14 @@ class AutoSize:
 
     def __repr__(self): return repr(self.fixed or 'auto')
 
-    @property
-    def words(self)->str:
-        "How batches are split, as the end of a sentence about the steps"
-        return 'split where memory runs out'
-
     # if the size is not fixed, the reason why processes may run different numbers of micro-batches
     why_uneven = 'a process whose memory runs out repeats a micro-batch'
-
-    @property
-    def is_even(self)->bool:
-        "Whether the size of a batch determines the number of its micro-batches before the fit"
-        return self.fixed is not None
 
     def capped(self, n:int):
         "Make a new `AutoSize` with the same `split`, whose micro-batches have at most `n` samples"
         res = AutoSize(self.split)
         res.train = n
         return res
-
-    def splits(self, n:int)->bool:
-        "Whether a batch of `n` samples is split, or may be if memory runs out"
-        return not self.fixed or n>self.fixed
-
-    def divide(self, model:nn.Module, xb:tuple, yb:tuple, n:int, warn_once:WarnOnce)->Division:
-        "Return the `Division` of a batch of `n` samples with the inputs `xb` and targets `yb`"
-        return Division(n, self.split)
 
     def most(self, training:bool)->int|None:
         """Return the most samples of a micro-batch in training, or in validation
@@ -254,42 +235,66 @@ class AutoSize:
         """
         return self.train if training else self.valid
 
-    def attempt(self, n:int, training:bool, run:Callable, undo:Callable,
-        may_retry:Callable=lambda: True)->bool:
-        """Call `run()` for `n` samples; if memory runs out, call `undo()`, and take fewer samples next
+# %% ../../nbs/core/12_micro_batches.ipynb #auto-divides
+@patch(as_prop=True)
+def words(self:AutoSize)->str:
+    "How batches are split, as the end of a sentence about the steps"
+    return 'split where memory runs out'
 
-        Returns whether memory was enough. If not `may_retry()`, the error of `run` is raised.
+@patch(as_prop=True)
+def is_even(self:AutoSize)->bool:
+    "Whether the size of a batch determines the number of its micro-batches before the fit"
+    return self.fixed is not None
 
-        OutOfMemoryError: memory ran out with a single sample
-        """
-        reason = None
-        try: run()
-        except Exception as e:
-            if self.fixed or not is_out_of_memory(e) or not may_retry(): raise
-            # keep the text of `e`, but not `e` itself, whose traceback holds the memory that has to be
-            # freed
-            reason = str(e).strip().split('\n')[0] or type(e).__name__
-        if reason is None: return True
-        undo()
-        free_memory()
-        self.failed = self.failed or (n,reason)
-        if n==1:
-            raise torch.OutOfMemoryError(f"memory ran out with a single sample ({self.failed[1]}), so "
-                "smaller micro-batches do not help. Use `ActivationCheckpoint()`, half precision, "
-                "smaller inputs or a smaller model" + more_link('out-of-memory'))
-        setattr(self, 'train' if training else 'valid', n//2)
-        return False
+@patch
+def splits(self:AutoSize, n:int)->bool:
+    "Whether a batch of `n` samples is split, or may be if memory runs out"
+    return not self.fixed or n>self.fixed
 
-    def report(self, training:bool):
-        "Warn if memory has run out since the last report, now that smaller micro-batches have run"
-        if self.failed is None: return
-        n,reason = self.failed
-        self.failed = None
-        phase = 'validation' if not training else 'training'
-        warn(f"memory ran out with a micro-batch of {n} samples ({reason}). Its samples have run again, "
-            f"and {phase} goes on in micro-batches of {self.most(training)} samples"
-            + more_link('memory-ran-out'))
+@patch
+def divide(self:AutoSize, model:nn.Module, xb:tuple, yb:tuple, n:int, warn_once:WarnOnce)->Division:
+    "Return the `Division` of a batch of `n` samples with the inputs `xb` and targets `yb`"
+    return Division(n, self.split)
 
+# %% ../../nbs/core/12_micro_batches.ipynb #auto-attempt
+@patch
+def attempt(self:AutoSize, n:int, training:bool, run:Callable, undo:Callable,
+    may_retry:Callable=lambda: True)->bool:
+    """Call `run()` for `n` samples; if memory runs out, call `undo()`, and take fewer samples next
+
+    Returns whether memory was enough. If not `may_retry()`, the error of `run` is raised.
+
+    OutOfMemoryError: memory ran out with a single sample
+    """
+    reason = None
+    try: run()
+    except Exception as e:
+        if self.fixed or not is_out_of_memory(e) or not may_retry(): raise
+        # not `e` itself: its traceback holds the memory that has to be freed
+        reason = str(e).strip().split('\n')[0] or type(e).__name__
+    if reason is None: return True
+    undo()
+    free_memory()
+    self.failed = self.failed or (n,reason)
+    if n==1:
+        raise torch.OutOfMemoryError(f"memory ran out with a single sample ({self.failed[1]}), so "
+            "smaller micro-batches do not help. Use `ActivationCheckpoint()`, half precision, "
+            "smaller inputs or a smaller model" + more_link('out-of-memory'))
+    setattr(self, 'train' if training else 'valid', n//2)
+    return False
+
+@patch
+def report(self:AutoSize, training:bool):
+    "Warn if memory has run out since the last report, now that smaller micro-batches have run"
+    if self.failed is None: return
+    n,reason = self.failed
+    self.failed = None
+    phase = 'validation' if not training else 'training'
+    warn(f"memory ran out with a micro-batch of {n} samples ({reason}). Its samples have run again, "
+        f"and {phase} goes on in micro-batches of {self.most(training)} samples"
+        + more_link('memory-ran-out'))
+
+# %% ../../nbs/core/12_micro_batches.ipynb #as-size
 def as_size(o:int|str|AutoSize|None)->tuple:
     """Read `micro_batch_size`: returns an `AutoSize` or `None`, and the number of samples or `None`
 

@@ -175,3 +175,14 @@ def test_a_split_function_of_the_user_is_called():
     def acc(n): return GradientAccumulation(n, micro_batch_size=AutoSize(split=split), drop_last=False)
     assert_same_run(*full_batch_and_limited(8, 16, runs_out_above(3, 'loss'), acc=acc, n=48))
     assert {(0,2,8),(6,8,8)}<=set(calls)
+
+def test_changed_gradients_are_warned_of_in_a_fit_after_one_in_which_memory_ran_out():
+    "In the second fit, a callback empties the gradients before each micro-batch"
+    acc = auto(32)
+    learn = learner(16, runs_out_above(8, 'backward'))
+    with collect_warnings(): learn.fit(1, 0.1, cbs=acc)
+    with collect_warnings() as collected:
+        learn.fit(1, 0.1, cbs=[acc,RecordAt('after_pred', lambda l: l.opt.zero_grad())])
+    assert any('#gradients-changed' in str(o.message) for o in collected)
+    with collect_warnings() as collected: learn.fit(1, 0.1, cbs=acc)
+    assert not [o for o in collected if '#gradients-changed' in str(o.message)]

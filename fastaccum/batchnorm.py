@@ -31,7 +31,7 @@ from .core.distributed import check_not_sharded, world_size
 # %% ../nbs/05_batchnorm.ipynb #recalibrate
 @patch
 def recalibrate_bn(self:Learner,
-    bs:int=None, # Samples in a batch; defaults to those of a step, or at least 64 without accumulation
+    bs:int=None, # Samples in a batch; by default the samples of a step, or at least 64 without accumulation
     n:int=None # The most samples to read; defaults to 10,000, and at least one batch is read
 ):
     """Estimate BatchNorm's running statistics again, as a mean over training batches of `bs` samples

@@ -43,7 +43,7 @@ class GradientCache(PatchingCallback):
     patch = None
     # the `ReplayedForward` of the batch, until `before_backward` has checked the loss
     call = None
-    # which outputs have a row for each sample, in training (key `True`) and in evaluation (`False`)
+    # for each output, whether it has a row per sample: in training (key `True`) and in evaluation (`False`)
     rows = None
     checked = False      # True once the two passes of a micro-batch of this fit were compared
     @by_name('micro_batch_size')
@@ -102,7 +102,7 @@ def _forward(self:GradientCache, *args, **kwargs):
     learn,stock = self.learn,self.patch.stock
     is_learners_call = not kwargs and [*map(id, args)]==[*map(id, learn.xb)]
     if not is_learners_call: return stock(*args, **kwargs)
-    # all later calls of the model in this batch run its own `forward`
+    # from here on, each call of the model in this batch runs the model's own `forward`
     self.undo_patches()
     n = n_samples(args, getattr(learn.dl, 'bs', None))
     if n is None: return stock(*args)

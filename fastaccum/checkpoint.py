@@ -142,7 +142,7 @@ class _Recomputed:
     "Replaces a segment's `forward`: keeps the inputs, and computes it again in the backward pass"
     def __init__(self, segment):
         self.segment = segment
-        self.inside = segment.inside   # all modules in the segment
+        self.inside = segment.inside   # the modules in the segment
         self.devices = devices_of(self.inside)
         is_module = segment.seq is None
         # a segment of several children of a Sequential has no `forward`: a `_Chain` runs the segment
@@ -199,7 +199,7 @@ class _Chain:
         mine = [o for o in recomputed if o.segment.seq is seq]
         by_first = {o.segment.modules[0]:o for o in mine}
         later = {m for o in mine for m in o.segment.modules[1:]}
-        # what to call one after another: a child of the Sequential, or a `_Recomputed` of several
+        # the callables to run one after another: a child of the Sequential, or a `_Recomputed` of several
         self.links = [by_first.get(m, m) for m in seq if m not in later]
         self.patch = Patch(seq, 'forward', self)
 

@@ -98,12 +98,16 @@ class TokenDivision(Division):
 
     def has_columns(self, x:torch.Tensor)->bool:
         "Whether a tensor has a column for each column of the mask; labels of the next token have one less"
-        return x.ndim>1 and (x.shape[1]==self.width or x.ndim==2 and x.shape[1]==self.width-1)
+        if x.ndim<2: return False
+        is_next_labels = x.ndim==2 and x.shape[1]==self.width-1
+        return x.shape[1]==self.width or is_next_labels
 
     def stop(self, start:int, end:int, most:int|None)->int:
         "Return the end of the micro-batch that begins at row `start`; it has at least one row"
-        k = max(1, self.budget//max(self.lengths[start:end]))
-        return min(end, start+min(k, most or k))
+        longest = max(self.lengths[start:end])
+        n_rows = max(1, self.budget//longest)
+        if most is not None: n_rows = min(n_rows, most)
+        return min(end, start+n_rows)
 
     def trimmed_width(self, start:int, stop:int)->int:
         "Return the number of columns of a micro-batch, which is the length of its longest row"
@@ -203,7 +207,8 @@ def divide(self:TokenBudget,
     ValueError: the lengths of the rows are not known
     UserWarning: a row is longer than the budget, or the model does not ignore padding
     """
-    keeps_state = any(hasattr(m, '_change_hidden') for m in model.modules())   # of each row, as fastai's AWD_LSTM
+    # fastai's AWD_LSTM keeps a hidden state for each row, so the order of rows must stay
+    keeps_state = any(hasattr(m, '_change_hidden') for m in model.modules())
     division = TokenDivision((*xb,*yb), n, self._mask(xb, yb, n), self.fixed, sorts=not keeps_state)
     longest = division.trimmed_width(0, n)
     if longest>self.fixed:
@@ -261,12 +266,13 @@ def _try_trimming(self:TokenBudget, model, xb, division, warn_once):
     try:
         trimmed = _outputs(model, division.cut(xb, *cut, trims=True))
         padded = _outputs(model, division.cut(xb, *cut, trims=False))
-    except Exception: return   # the real forward pass raises the same error, with a better message
+    except Exception: return   # if the model fails, the forward pass of the fit raises the error
     mask = division.cut_tensor(division.mask, *cut)
     sizes = {o.dtype.itemsize:o.dtype for o in model.parameters() if o.is_floating_point()}
     for x,y in zip(trimmed, padded):
         if x.shape!=y.shape:
-            n_less = division.width-y.shape[1] if y.ndim>1 else -1   # a model may leave out the last column
+            if y.ndim<2: continue
+            n_less = division.width-y.shape[1]   # columns that the model leaves out, such as the last one
             has_columns = n_less in (0,1) and x.shape[:2]==mask[:,n_less:].shape
             if not has_columns: continue   # for example, attention between tokens
             is_token = mask[:,n_less:] & mask[:,:mask.shape[1]-n_less]

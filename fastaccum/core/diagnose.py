@@ -275,7 +275,7 @@ class Row(NamedTuple):
     off:float|None # The relative difference; `None` if it could not be checked
     tol:float # The largest difference that counts as rounding
     where:str = '' # The layers, callbacks or loader at fault; or why nothing could be checked
-    remedy:str = '' # What to type or to do; 'none: …' if nothing helps
+    remedy:str = '' # The remedy, in words or code; 'none: …' if nothing helps
 
     @property
     def ok(self)->bool:

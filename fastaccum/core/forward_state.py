@@ -134,7 +134,7 @@ class ForwardState:
         self.copies = {}   # `id` of a buffer -> the buffer, its version, a copy of its values
         if copy: self._copy_buffers()
         own = [vars(m) for m in self.modules if not type(m).__module__.startswith('torch.nn.')]
-        # pairs: a module's dict of attributes, and a copy of those that may be state; not for `torch.nn`
+        # for each module that is not from `torch.nn`: its attributes, and a copy of the attributes that may be state
         self.attrs = [(d,{k:o for k,o in d.items() if k not in _not_state}) for d in own]
         kept = [(k,o) for _,attrs in self.attrs for k,o in attrs.items() if type(o) not in _constants]
         found = [*_find_state(kept),*_find_state([('',o) for o in self.given], in_objects=True)]

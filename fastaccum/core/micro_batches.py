@@ -314,7 +314,7 @@ class MicroBatch:
         self.stop = stop        # the row after the last
         # `grad_fn` of the loss; if `loss_grad.grad_fn` differs later, a callback has added a penalty
         self.loss_grad_fn = None
-        self.pred = None        # what the model returned, until the backward pass has ended
+        self.pred = None        # the model's output, until the backward pass has ended
         # (callback, event, the loss's new `grad_fn`) of each callback that has changed the loss
         self.loss_changes = []
         self.share = 1.         # share of this micro-batch's loss in the mean loss of the step

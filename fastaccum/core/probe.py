@@ -104,7 +104,7 @@ def pair(previous:tuple|None, learn:Learner)->tuple:
     pred = learn.pred
     preds = values(pred) if isinstance(pred, tuple) or is_mapping(pred) else (pred,)
     have_one_row = all(has_rows(o, 1) for o in (*preds,*learn.yb))
-    # it is unknown where the sample is in predictions and targets
+    # the position of the sample in predictions and targets is unknown
     if not have_one_row: return None,None
     current = _copy((pred,tuple(learn.yb),tuple(learn.xb)))
     if previous is None: return None,current

@@ -195,7 +195,7 @@ def _with_node(self:ReplayedForward, res, flat):
     self.needs = [isinstance(x, torch.Tensor) and x.requires_grad for x in flat[-1]]
     if not any(self.needs): return res
     self.last_outs = flat[-1]
-    # outputs of the first micro-batch, which `_compare` compares with those of the second run
+    # outputs of the first micro-batch, which `_compare` compares with the outputs of the second run
     self.first_outs = flat[0] if len(flat)>1 and not self.cb.checked else None
     self.versions = [(o,o._version) for o in (*self.tensors,*self.model.parameters())]
     params = [*self.model.parameters(),*(o for _,o in self.inputs.values())]

@@ -107,13 +107,13 @@ class _Setup:
         self.cbs = [o for o in (acc,self.cache,self.checkpoint) if o is not None]
         self.plan = plan = acc and acc.plan(learn.dls)
         self.n_items = acc and acc.n_items
-        auto = acc and acc.auto
-        self.split = auto.split if auto else split
+        limit = acc and acc.limit
+        self.split = limit.split if limit else split
         # True if a step is one batch of the loader, which `GradientAccumulation` splits
         self.splits = False
         if plan is not None:
             loader = plan.loaders[0]
-            self.splits = plan.wanted(0)==loader.bs and bool(auto or loader.unit==1)
+            self.splits = plan.wanted(0)==loader.bs and bool(limit or loader.unit==1)
         # True if the parts of a step are batches of the loader
         self.cuts_loader = not self.splits and (acc is not None or not self.cbs)
         # True if the loss sees all samples of a step at once
@@ -149,7 +149,7 @@ def make_cbs(self:_Setup, n:int, sizes:list)->list:
         cbs.append(type(cache)(micro_batch_size=min(most, cache.size or n), split=cache.split))
     if acc is None and cbs: return cbs
     size = most if self.splits else None
-    if self.splits and acc.auto: size = acc.auto.capped(most)
+    if self.splits and acc.limit: size = acc.limit.capped(most)
     new = GradientAccumulation(n, drop_last=False, n_items=self.n_items, micro_batch_size=size)
     return [*cbs,new]
 

@@ -93,7 +93,7 @@ def _measure(learn, acc, size, bs, n_steps, lr):
     # 20 steps more than measured, because a GradScaler skips some
     n_batches = ceil((n_steps+20)*size/bs)
     settings = {} if acc is None else dict(n_items=acc.n_items, micro_batch_size=acc.micro_batch_size)
-    if acc is not None and acc.auto: settings['micro_batch_size'] = acc.auto.capped(None)
+    if acc is not None and acc.limit: settings['micro_batch_size'] = acc.limit.capped(None)
     noise = NoiseScale(1)
     with DryRun(learn, total=n_steps) as run:
         count = CountSteps(n_steps, run.tick)

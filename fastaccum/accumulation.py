@@ -21,7 +21,7 @@ from .core.checks import RefuseHalfGradients, check_bool, check_count, check_fun
 from .core.distributed import Processes, keep_in_memory
 from .core.loader_info import drops_last, sizes_of
 from .core.mean import plain_tensor
-from .core.micro_batches import AutoSize, as_size
+from .core.micro_batches import MicroBatchLimit, read_micro_batch_size
 from .core.patching import QuietCallback
 from .core.plan import LoaderSizes, Plan, Position, count_of
 from .core.process_checks import check_loaders, check_processes, check_wrapped, per_micro_batch_comms
@@ -55,7 +55,7 @@ class GradientAccumulation(QuietCallback):
         log_accum_batch:bool=True, # Log each step (True), or each micro-batch as fastai does (False)
         # The most samples in a micro-batch of training; 'auto': any batch is split where memory runs out;
         # or a `TokenBudget`
-        micro_batch_size:int|str|AutoSize=None,
+        micro_batch_size:int|str|MicroBatchLimit=None,
         # Drop the incomplete last step of an epoch (True), keep it (False), or do as the loader (None)
         drop_last:bool|None=None,
         n_items:Callable=None, # `n_items(learn)`: how many items this micro-batch's loss is a mean of
@@ -67,7 +67,7 @@ class GradientAccumulation(QuietCallback):
         self.n_batches = size if self._size_name=='n_batches' else None
         self._accum_bs = None if self.n_batches else size
         self.log_accum_batch = self._check_log_accum_batch(log_accum_batch)
-        self.auto,self.micro_batch_size = as_size(micro_batch_size)
+        self.limit,self.micro_batch_size = read_micro_batch_size(micro_batch_size)
         none_means = 'to do as the training loader does with its last batch'
         self.drop_last = check_bool('drop_last', drop_last, none_means)
         self.n_items = check_function('n_items', n_items, 1, 'lambda learn: len(learn.y)')
@@ -143,7 +143,7 @@ def _size_words(self:GradientAccumulation):
 @patch
 def _split_words(self:GradientAccumulation):
     "Describe how batches are split; an empty string if they are not"
-    if self.auto: return f', {self.auto.words}'
+    if self.limit: return f', {self.limit.words}'
     return f' (micro-batches of at most {self.micro_batch_size})' if self.micro_batch_size else ''
 
 # %% ../nbs/00_accumulation.ipynb #events
@@ -157,7 +157,7 @@ def before_fit(self:GradientAccumulation):
     if loop.finder is not None and loop.processes.n>1: keep_in_memory(loop.finder)
     # `learn.export()` leaves an empty loader
     if not len(learn.dls.train) and loop.processes.n==1: return
-    check_processes(loop.processes, self._comms(), self.auto, loop.warn_once)
+    check_processes(loop.processes, self._comms(), self.limit, loop.warn_once)
     plan = self._plan_fit(learn.dls.train)
     if loop.finder is not None: learn.n_epoch = loop.finder.num_it//max(1, len(plan.epoch(0)))+1
     plan.check(warns=not loop.processes.rank, size_name=self._size_name)
@@ -218,8 +218,8 @@ def before_backward(self:GradientAccumulation):
     if loop.mean.is_sum: self._share_penalty(share)
     # otherwise `GradSums` multiplies the gradients, in float32
     elif not loop.grad_sums: learn.loss_grad = plain_tensor(learn.loss_grad)*share
-    is_part_of_step = loop.mean.samples+loop.micro.n<loop.step.target
-    if is_part_of_step: loop.differences.micro_batch(learn, loop.step, loop.micro, loop.mean)
+    is_last_of_step = loop.mean.samples+loop.micro.n>=loop.step.target
+    if not is_last_of_step: loop.differences.micro_batch(learn, loop.step, loop.micro, loop.mean)
 
 @patch
 def after_backward(self:GradientAccumulation):
@@ -248,7 +248,8 @@ def _share_penalty(self:GradientAccumulation, share):
 @patch
 def before_validate(self:GradientAccumulation):
     "Let `micro_batch_size='auto'` split validation batches that do not fit in memory"
-    if not self.auto or self.auto.fixed or self.validates: return
+    shrinks = self.limit is not None and self.limit.shrinks
+    if self.validates or not shrinks: return
     loop = self.loop or StepLoop(self, self.learn)
     self.learn.dl = OneBatchLoader(self.learn, self.dl, loop.run_valid_batch)
 
@@ -304,7 +305,7 @@ def _plan(self:GradientAccumulation, dl, n_epoch, processes, comms, n_finds=None
     drop_last = drops_last(self.drop_last, dl)
     size = self.n_batches or self.accum_bs
     must_match = {f'`{self._size_name}`':size, '`drop_last`':drop_last,
-        '`log_accum_batch`':self.log_accum_batch, "`'auto'`":self.auto is not None,
+        '`log_accum_batch`':self.log_accum_batch, "`'auto'`":self.limit is not None,
         'the number of epochs':n_finds or n_epoch}
     each = processes.agree({k:int(v) for k,v in must_match.items()}, list(sizes))
     loaders = [LoaderSizes(*o) for o in each]
@@ -312,7 +313,7 @@ def _plan(self:GradientAccumulation, dl, n_epoch, processes, comms, n_finds=None
     wanted = self.sizes(sum(o.micro_bs for o in loaders), n_epoch)
     # `lr_find` takes every step at the size of the first
     if n_finds is not None and callable(wanted): wanted = wanted(Position(0, 0, 0.))
-    split_words = self.auto.words if self.auto else ''
+    split_words = self.limit.words if self.limit else ''
     return Plan(loaders, wanted, n_epoch, drop_last, self.drop_last is None, split_words)
 
 @patch

@@ -19,8 +19,9 @@ from .core.loader_info import size_of
 from .core.distributed import Processes, check_not_sharded, world_size
 from .core.process_checks import check_wrapped, warn_comm_hooks
 from .core.patching import PatchingCallback, Patch, uninterrupted
-from .core.micro_batches import AutoSize
-from .core.differences import batchnorms, graph_nodes, warn_chunks
+from .core.micro_batches import AutoSize, FixedSize, MicroBatchLimit
+from .core.differences import batchnorms, warn_chunks
+from .core.graph import graph_nodes
 from .core.replay import ReplayedForward
 from .core.warnings import BatchNormWarning, WarnOnce, more_link
 
@@ -49,21 +50,21 @@ class GradientCache(PatchingCallback):
     @by_name('micro_batch_size')
     def __init__(self, *,
         # The most samples that the model sees at once; 'auto': as many as memory allows
-        micro_batch_size:int|str|AutoSize,
+        micro_batch_size:int|str|MicroBatchLimit,
         # `f(inputs, start, stop, n)` returns the samples from `start` to `stop` of the `n` in `inputs`
         split:Callable=split
     ):
         self.micro_batch_size,self.split = micro_batch_size,split
-        if isinstance(micro_batch_size, AutoSize): self.limit = micro_batch_size
+        if isinstance(micro_batch_size, MicroBatchLimit): self.limit = micro_batch_size
         elif isinstance(micro_batch_size, str) and micro_batch_size=='auto': self.limit = AutoSize(split)
         else:
             n = check_count('micro_batch_size', micro_batch_size, or_else="'auto', or ")
-            self.limit = AutoSize.of_size(n, split)
+            self.limit = FixedSize(n, split)
 
     @property
     def size(self)->int:
         "The most samples in a micro-batch; `None` with 'auto' until memory has run out"
-        return self.limit.train
+        return self.limit.max_train
 
     def before_fit(self):
         # a validation after a fit keeps the state of that fit
@@ -72,7 +73,7 @@ class GradientCache(PatchingCallback):
         self.warn_once = WarnOnce()
         self.rows = {}
         self.checked = False
-        self.limit.failed = None
+        self.limit.forget_failure()
         if self.validates: return
         check_cached(self.learn, self.limit)
         accumulates = our_callback(self.learn, 'GradientAccumulation') is not None
@@ -108,7 +109,7 @@ def _forward(self:GradientCache, *args, **kwargs):
     if n is None: return stock(*args)
     call = ReplayedForward(self, learn.model, stock, args, n)
     if not call.is_whole: self._warn_differences(args)
-    elif self.limit.fixed and not (call.learns and call.ddps): return stock(*args)
+    elif not self.limit.shrinks and not (call.learns and call.ddps): return stock(*args)
     if call.learns: self.call = call
     return call.forward()
 
@@ -134,13 +135,13 @@ def _warn_differences(self:GradientCache, args):
     warn_once = self.warn_once if loop is None else loop.warn_once
     if bns:
         warn_once('batchnorm', f"{type(bns[0]).__name__} normalises with the samples of a micro-batch, "
-            f"at most {self.limit.most(learn.training)}, so the result differs from that of the whole "
+            f"at most {self.limit.max_samples(learn.training)}, so the result differs from that of the whole "
             "batch. Use `ActivationCheckpoint()` instead of `GradientCache`: the model then sees the "
             "whole batch", BatchNormWarning)
     warn_chunks(learn.model, args, warn_once)
 
 # %% ../nbs/03_cache.ipynb #check
-def check_cached(learn:Learner, limit:AutoSize):
+def check_cached(learn:Learner, limit:MicroBatchLimit):
     """Refuse a Learner whose model cannot be run in parts of the sizes that `limit` allows
 
     ValueError: the model, its wrapper or another callback does not work with `GradientCache`
@@ -157,7 +158,7 @@ def check_cached(learn:Learner, limit:AutoSize):
     acc = our_callback(learn, 'GradientAccumulation')
     bs = size_of(learn.dls.train)
     splits_by_size = acc is not None and bool(acc.micro_batch_size and bs) and acc.micro_batch_size<bs
-    if acc is not None and (acc.auto or splits_by_size):
+    if acc is not None and (acc.limit or splits_by_size):
         raise ValueError(f"`micro_batch_size={acc.micro_batch_size or 'auto'!r}` of GradientAccumulation "
             "would split the loader's batches before the loss, which needs whole batches: leave it out of "
             "`GradientAccumulation`, and give the size to `GradientCache`"

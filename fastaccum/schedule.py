@@ -19,7 +19,7 @@ from fastai.data.core import DataLoaders
 from fastcore.basics import patch
 from .accumulation import GradientAccumulation
 from .core.checks import check_count, check_name
-from .core.micro_batches import AutoSize
+from .core.micro_batches import MicroBatchLimit
 from .core.plan import count_of, round_up
 from .core.step_loader import Step
 from .core.warnings import more_link, warn
@@ -167,7 +167,7 @@ class GradientAccumulationSchedule(_Scheduled):
         finish:int|float=0.3, # When the final size is reached: a fraction of training or an epoch
         schedule:callable=SchedCos, # A fastai annealer, or a function from progress (0 to 1) to a size
         log_accum_batch:bool=True, # As in `GradientAccumulation`
-        micro_batch_size:int|str|AutoSize|None=None, # As in `GradientAccumulation`, in samples
+        micro_batch_size:int|str|MicroBatchLimit|None=None, # As in `GradientAccumulation`, in samples
         drop_last:bool|None=None, # As in `GradientAccumulation`
         n_items:callable=None, # As in `GradientAccumulation`
         *, verbose:bool=True # As in `GradientAccumulation`
@@ -236,7 +236,7 @@ class GradientAccumulationScheduler(_Scheduled):
         scheduling:dict[int,int], # `{threshold: micro-batches per step}`, from the threshold on
         mode:str='epoch', # Unit of the thresholds: 'epoch' or 'step' (optimizer steps), counted from 0
         log_accum_batch:bool=True, # As in `GradientAccumulation`
-        micro_batch_size:int|str|AutoSize|None=None, # As in `GradientAccumulation`, in samples
+        micro_batch_size:int|str|MicroBatchLimit|None=None, # As in `GradientAccumulation`, in samples
         drop_last:bool|None=None, # As in `GradientAccumulation`
         n_items:callable=None, # As in `GradientAccumulation`
         *, verbose:bool=True # As in `GradientAccumulation`

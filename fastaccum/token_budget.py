@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from .core.batch import container_like, has_rows, is_mapping, leaves, pick
 from .core.checks import check_count, check_function
 from .core.forward_state import ForwardState
-from .core.micro_batches import AutoSize, Division, is_close
+from .core.micro_batches import Division, MicroBatchLimit, is_close
 from .core.warnings import AccumulationWarning, WarnOnce, more_link
 
 # %% ../nbs/12_token_budget.ipynb #lengths
@@ -102,11 +102,11 @@ class TokenDivision(Division):
         is_next_labels = x.ndim==2 and x.shape[1]==self.width-1
         return x.shape[1]==self.width or is_next_labels
 
-    def stop(self, start:int, end:int, most:int|None)->int:
+    def end_of(self, start:int, end:int, max_samples:int|None)->int:
         "Return the end of the micro-batch that begins at row `start`; it has at least one row"
         longest = max(self.lengths[start:end])
         n_rows = max(1, self.budget//longest)
-        if most is not None: n_rows = min(n_rows, most)
+        if max_samples is not None: n_rows = min(n_rows, max_samples)
         return min(end, start+n_rows)
 
     def trimmed_width(self, start:int, stop:int)->int:
@@ -127,7 +127,7 @@ class TokenDivision(Division):
 
 # %% ../nbs/12_token_budget.ipynb #division-cut
 @patch
-def cut_tensor(self:TokenDivision, x:torch.Tensor, start:int, stop:int)->torch.Tensor:
+def part_of_tensor(self:TokenDivision, x:torch.Tensor, start:int, stop:int)->torch.Tensor:
     "Return the rows of a tensor that belong to a micro-batch, trimmed to the longest row"
     trims = self.has_columns(x) and not any(x is o for o in self.kept)
     rows = self.rows(x, start, stop)
@@ -141,16 +141,16 @@ def trim(self:TokenDivision, rows:torch.Tensor, start:int, stop:int)->torch.Tens
     return trimmed.contiguous()   # because some losses call `view`
 
 @patch
-def cut(self:TokenDivision, b:object, start:int, stop:int, trims:bool=True)->object:
+def part(self:TokenDivision, b:object, start:int, stop:int, trims:bool=True)->object:
     "Return the part of a batch, or of its inputs, in a micro-batch; with all columns unless `trims`"
     def take(o):
         is_list = not isinstance(o, torch.Tensor)
         if is_list: return container_like(o, [o[i] for i in self.order[start:stop]])
-        return self.cut_tensor(o, start, stop) if trims else self.rows(o, start, stop)
+        return self.part_of_tensor(o, start, stop) if trims else self.rows(o, start, stop)
     return pick(b, self.n, take)
 
 # %% ../nbs/12_token_budget.ipynb #budget
-class TokenBudget(AutoSize):
+class TokenBudget(MicroBatchLimit):
     """Micro-batches of at most `max_tokens` tokens, counted with their padding
 
     Pass a TokenBudget as `micro_batch_size` to `GradientAccumulation` or `GradientCache`. Padding may be
@@ -162,16 +162,16 @@ class TokenBudget(AutoSize):
     AccumulationWarning: in a fit, when the model's output changes without padding
     UserWarning: in a fit, when a row is longer than the budget
     """
+    is_even = False
     tried = None   # the `WarnOnce` of the last fit that has tried the model without padding
     why_uneven = 'a process with longer texts runs more micro-batches than the others'
-    is_even = False
     def __init__(self,
         max_tokens:int, # The most tokens in a micro-batch: rows times columns
         *, pad_id:int=None, # Id of padding in the first integer input, if it has no `attention_mask`
         length:Callable=None # `length(batch)` returns the number of tokens in each row of a batch
     ):
         super().__init__()
-        self.fixed = check_count('max_tokens', max_tokens, 'token')
+        self.max_tokens = check_count('max_tokens', max_tokens, 'token')
         if pad_id is not None and (isinstance(pad_id, bool) or not isinstance(pad_id, Integral)):
             raise TypeError(f"`pad_id={pad_id!r}` is of type {type(pad_id).__name__}: give the id of "
                 "the padding token as an int, such as `tokenizer.pad_token_id`"
@@ -179,19 +179,17 @@ class TokenBudget(AutoSize):
         self.pad_id = pad_id
         self.length = check_function('length', length, 1, 'lambda batch: batch[1]')
 
-    def __repr__(self): return f'{type(self).__name__}({self.fixed})'
+    def __repr__(self): return f'{type(self).__name__}({self.max_tokens})'
     def __getstate__(self): return vars(self)|dict(tried=None)
 
     @property
-    def words(self)->str: return f'in micro-batches of at most {self.fixed} tokens'
+    def words(self)->str: return f'in micro-batches of at most {self.max_tokens} tokens'
 
     def capped(self, n:int):
         "Return the same budget for micro-batches of at most `n` samples"
-        res = type(self)(self.fixed, pad_id=self.pad_id, length=self.length)
-        res.train = n
+        res = type(self)(self.max_tokens, pad_id=self.pad_id, length=self.length)
+        res.max_train = n
         return res
-
-    def splits(self, n:int)->bool: return True   # a batch of one row may have padding to trim
 
 # %% ../nbs/12_token_budget.ipynb #budget-divide
 @patch
@@ -209,11 +207,11 @@ def divide(self:TokenBudget,
     """
     # fastai's AWD_LSTM keeps a hidden state for each row, so the order of rows must stay
     keeps_state = any(hasattr(m, '_change_hidden') for m in model.modules())
-    division = TokenDivision((*xb,*yb), n, self._mask(xb, yb, n), self.fixed, sorts=not keeps_state)
+    division = TokenDivision((*xb,*yb), n, self._mask(xb, yb, n), self.max_tokens, sorts=not keeps_state)
     longest = division.trimmed_width(0, n)
-    if longest>self.fixed:
+    if longest>self.max_tokens:
         warn_once('longer-than-the-budget', f"a row of {longest} tokens is longer than {self!r}, so the "
-            f"row is a micro-batch of its own. If memory runs out, cut texts to {self.fixed} tokens")
+            f"row is a micro-batch of its own. If memory runs out, cut texts to {self.max_tokens} tokens")
     if self.tried is not warn_once: self._try_trimming(model, xb, division, warn_once)
     return division
 
@@ -232,7 +230,7 @@ def _mask(self:TokenBudget, xb, yb, n):
     if self.pad_id is not None and ids: return ids[0]!=self.pad_id
     raise ValueError(f"{self!r} cannot tell how long the rows of a batch are, because its first input "
         "has no `attention_mask`. Give the id of padding in an integer input, such as "
-        f"`TokenBudget({self.fixed}, pad_id=0)`, or `length=` with a function that returns the number "
+        f"`TokenBudget({self.max_tokens}, pad_id=0)`, or `length=` with a function that returns the number "
         "of tokens in each row"
         + more_link('no-lengths'))
 
@@ -255,7 +253,7 @@ def _outputs(model, xb):
 @patch
 def _try_trimming(self:TokenBudget, model, xb, division, warn_once):
     "Warn if trimming changes the output for the first trimmed micro-batch; synchronises the GPU"
-    cuts = [o for o in division.cuts(None) if division.trimmed_width(*o)<division.width]
+    cuts = [o for o in division.bounds(None) if division.trimmed_width(*o)<division.width]
     if not cuts: return
     self.tried = warn_once
     start,stop = cuts[0]
@@ -264,10 +262,10 @@ def _try_trimming(self:TokenBudget, model, xb, division, warn_once):
     # the wrapper would exchange buffers between processes
     if isinstance(model, DistributedDataParallel): model = model.module
     try:
-        trimmed = _outputs(model, division.cut(xb, *cut, trims=True))
-        padded = _outputs(model, division.cut(xb, *cut, trims=False))
+        trimmed = _outputs(model, division.part(xb, *cut, trims=True))
+        padded = _outputs(model, division.part(xb, *cut, trims=False))
     except Exception: return   # if the model fails, the forward pass of the fit raises the error
-    mask = division.cut_tensor(division.mask, *cut)
+    mask = division.part_of_tensor(division.mask, *cut)
     sizes = {o.dtype.itemsize:o.dtype for o in model.parameters() if o.is_floating_point()}
     for x,y in zip(trimmed, padded):
         if x.shape!=y.shape:

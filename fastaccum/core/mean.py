@@ -68,8 +68,8 @@ class Targets:
         if y.numel() and y.min().item()>self.ignore_index: return y.numel()
         return torch.count_nonzero(y!=self.ignore_index).item()
 
-    def most(self, y:object)->torch.Tensor|float:
-        "Return what the count would be if no target were ignored"
+    def count_all(self, y:object)->torch.Tensor|float:
+        "Count the targets `y` as if none of them were ignored"
         if self._of_samples(y): return find_bs(y)
         return y.numel() if self.weight is None else y.numel()*self.weight.mean().to(y.device)
 
@@ -146,12 +146,12 @@ class StepMean:
         # items that the mean covers, samples or targets; stays 0 if the loss is a sum
         self.size = 0
         self.losses = 0.            # sum of the losses, each multiplied by the size of its micro-batch
-        self.learns = False         # whether the loss of a micro-batch needed a gradient
+        self.needs_grad = False     # whether the loss of at least one micro-batch needed a gradient
         # set by `measure`
         # whether the loss is a sum over samples; `None` before the first micro-batch
         self.is_sum = None
-        self.find = None            # the function of the Learner that counts items; `None` for a sum
-        self.found_for = None       # the loss function to which `find` belongs
+        self.count_items = None     # the function of the Learner that counts items; `None` for a sum
+        self.counted_loss = None    # the loss function to which `count_items` belongs
         self.current = None         # samples, size and loss of the micro-batch that runs
         # expected number of items in the whole step: the denominator of each share
         self.expected = None
@@ -161,7 +161,8 @@ class StepMean:
 
         The loss of the micro-batch is multiplied by the share; if the loss is a sum, only penalties are.
         """
-        if self.is_sum is None or self.found_for is not learn.loss_func: self._find(learn.loss_func)
+        if self.is_sum is None or self.counted_loss is not learn.loss_func:
+            self._choose_count(learn.loss_func)
         loss = plain_tensor(learn.loss).detach()
         # with `reduction='none'`, fastai's Recorder also records the mean
         if loss.ndim: loss = loss.mean()
@@ -170,14 +171,14 @@ class StepMean:
             return n/self.n_all
         # losses are added up, so in single precision at least
         if loss.dtype in (torch.float16,torch.bfloat16): loss = loss.float()
-        if self.find is samples: size = n_samples(learn.yb, n) or n
-        else: size = self.find(learn)
+        if self.count_items is samples: size = n_samples(learn.yb, n) or n
+        else: size = self.count_items(learn)
         if self.n_items is not None:
             size = _checked(size, not self.trusted)
             self.trusted = True
         if self.expected is None:
             # `max`, because `n` is 0 if a callback has added rows to a batch without samples
-            items_per_sample = self._most(learn, size, n)/max(n, 1)
+            items_per_sample = self._size_if_none_ignored(learn, size, n)/max(n, 1)
             self.expected = number_on(loss.device, items_per_sample*self.n_here)
         if isinstance(size, torch.Tensor) or not size: size,loss = self._masked(learn, size, loss)
         self.current = n,size,loss
@@ -188,7 +189,7 @@ class StepMean:
         n,size,loss = self.current
         self.count += 1
         self.samples += n
-        self.learns |= learn.loss_grad.requires_grad
+        self.needs_grad |= learn.loss_grad.requires_grad
         self.size = self.size+size
         weight = 1 if self.is_sum else size
         if self.count==1: self.losses = loss*weight
@@ -197,18 +198,18 @@ class StepMean:
 
 # %% ../../nbs/core/05_mean.ipynb #mean-parts
 @patch
-def _find(self:StepMean, loss_func):
-    "Set the function that counts the items of this loss function"
-    self.found_for = loss_func
-    self.find = self.n_items or find_n_items(loss_func)
-    self.is_sum = self.find is None
+def _choose_count(self:StepMean, loss_func):
+    "Set the function that counts the items of which this loss function is a mean"
+    self.counted_loss = loss_func
+    self.count_items = self.n_items or find_n_items(loss_func)
+    self.is_sum = self.count_items is None
 
 @patch
-def _most(self:StepMean, learn, size, n):
-    "Return what the `size` of the micro-batch would be if no target were ignored"
+def _size_if_none_ignored(self:StepMean, learn, size, n):
+    "Return the `size` that the micro-batch would have if none of its targets were ignored"
     y = learn.yb[0] if learn.yb else None
-    if isinstance(self.find, Targets): return self.find.most(y)
-    if self.find is samples: return size or n
+    if isinstance(self.count_items, Targets): return self.count_items.count_all(y)
+    if self.count_items is samples: return size or n
     if not isinstance(size, torch.Tensor) and size: return size
     if isinstance(y, torch.Tensor): return y.numel()
     # not `size or n`: the truth value of a GPU tensor synchronises the GPU
@@ -224,7 +225,7 @@ def _masked(self:StepMean, learn, size, loss):
     dtype = plain_tensor(learn.loss_grad).dtype
     size = plain_tensor(size).reshape(()).to(loss.device, torch.promote_types(dtype, torch.float32))
     any_counts = size>0
-    if getattr(self.find, 'nan_grad', True):
+    if getattr(self.count_items, 'nan_grad', True):
         for o in learn.pred if isinstance(learn.pred, (tuple,list)) else (learn.pred,):
             if isinstance(o, torch.Tensor) and o.requires_grad:
                 o.register_hook(lambda g: torch.where(any_counts, g, torch.zeros_like(g)))

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from fastai.learner import Learner
 from .distributed import Processes, world_size
-from .micro_batches import AutoSize
+from .micro_batches import MicroBatchLimit
 from .warnings import WarnOnce, more_link
 
 # %% ../../nbs/core/17_process_checks.ipynb #checks
@@ -65,7 +65,7 @@ def warn_comm_hooks(processes:Processes, warn_once:WarnOnce):
             "not used, because gradients are exchanged once per step, without the hook. The result is "
             "right; to avoid this warning, leave out `register_comm_hook`")
 
-def check_processes(processes:Processes, comms:list, limit:AutoSize|None, warn_once:WarnOnce):
+def check_processes(processes:Processes, comms:list, limit:MicroBatchLimit|None, warn_once:WarnOnce):
     """Refuse settings that do not work on several processes
 
     ValueError: processes may split batches differently (`limit`), and there are `comms`

@@ -83,27 +83,32 @@ class ReplayedForward:
         def replace(x): return like_tensor(self.inputs[id(x)][1], x) if id(x) in self.inputs else x
         self.args = rebuilt(args, map(replace, leaves(args))) if self.inputs else args
         self.division = cb.limit.divide(model, self.args, (), n, cb.warn_once)
-        self.cuts = []          # the first row of each micro-batch, and the row after its last
+        self.bounds = []          # the first row of each micro-batch, and the row after its last
         self.states = []        # the state from which each micro-batch starts
         # DDP models that exchange gradients in this backward pass; none during accumulation
         self.exchanges = []
+        # set by `forward`, for the backward pass
         # outputs of the last micro-batch, with their graph, until their backward pass
         self.last_outs = None
+        self.first_outs = None  # outputs of the first micro-batch, to be compared with those of its second run
+        self.needs = []         # for each output of the last micro-batch, whether it needs a gradient
+        self.versions = []      # (tensor, its version) of all inputs and parameters, to notice changes in place
+        self.sums = None        # the `GradSums` of gradients over the micro-batches back-propagated so far
         self.is_done = False    # whether the backward pass has run
 
     @property
-    def most(self)->int:
-        "The largest size of a micro-batch, which falls when memory runs out"
-        return self.cb.limit.most(self.training) or self.n
+    def max_samples(self)->int:
+        "The most samples in a micro-batch; falls when memory runs out"
+        return self.cb.limit.max_samples(self.training) or self.n
 
     @property
     def is_whole(self)->bool:
         "Whether the batch runs as a single micro-batch, unless memory runs out"
-        return self.division.is_whole(0, self.division.stop(0, self.n, self.most))
+        return self.division.is_whole(0, self.division.end_of(0, self.n, self.max_samples))
 
     def run(self, start:int, stop:int):
         "The model's outputs for samples `start` to `stop`"
-        try: xs = self.division.cut(self.args, start, stop)
+        try: xs = self.division.part(self.args, start, stop)
         except TypeError as e:
             raise TypeError("the model's inputs cannot be split into micro-batches "
                 f"({str(e).split(':')[0]}): give `GradientCache(…, split=f)`, where `f(inputs, start, "
@@ -129,11 +134,11 @@ def forward(self:ReplayedForward):
         m.require_forward_param_sync = False
     outs = self._run_all()
     flat = [leaves(o) for o in outs]
-    n_first = self.cuts[0][1]   # the first micro-batch is the largest
+    n_first = self.bounds[0][1]   # the first micro-batch is the largest
     rows = self.find_rows(flat[0], n_first)
     torch.clear_autocast_cache()   # the cache may hold weights that were cast under `no_grad`
     if {*map(len, flat)}!={len(rows)}: _refuse(outs[0], n_first)
-    ns = [stop-start for start,stop in self.cuts]
+    ns = [stop-start for start,stop in self.bounds]
     res = [_join_outputs(xs, ns, row) for xs,row in zip(zip(*flat), rows)]
     res = [self.division.in_order(x) if row else x for x,row in zip(res, rows)]
     if self.learns: res = self._with_node(res, flat)
@@ -144,21 +149,21 @@ def forward(self:ReplayedForward):
 def _run_all(self:ReplayedForward):
     "Run all micro-batches, with sizes halved until memory is enough; returns the outputs of each"
     while True:
-        self.cuts = self.division.cuts(self.most)
+        self.bounds = self.division.bounds(self.max_samples)
         self.states = []
         outs = []
-        def run(): self._run_cuts(outs)
+        def run(): self._run_once(outs)
         def undo():
             outs.clear()
             self.states[0].put_back()
-        if self.cb.limit.attempt(self.cuts[0][1], self.training, run, undo): return outs
+        if self.cb.limit.attempt(self.bounds[0][1], self.training, run, undo): return outs
 
 @patch
-def _run_cuts(self:ReplayedForward, outs):
-    "Run the micro-batches `self.cuts`, and append the outputs of each to `outs`"
+def _run_once(self:ReplayedForward, outs):
+    "Run the micro-batches `self.bounds`, and append the outputs of each to `outs`"
     hidden = HiddenRows(self.model, self.n)
     try:
-        for start,stop in self.cuts:
+        for start,stop in self.bounds:
             hidden.select(start, stop)
             has_graph = self.learns and stop==self.n
             self.states.append(ForwardState(self.modules, self.devices))
@@ -181,7 +186,7 @@ def find_rows(self:ReplayedForward, outs:list, n:int):
             with torch.no_grad(), self.no_sync(), self.states[0].again():
                 others = leaves(self.run(self.n-k, self.n))   # with a token budget, the shortest rows
         except Exception as e:
-            if k<n or self.cb.limit.fixed or not is_out_of_memory(e): raise
+            if k<n or not self.cb.limit.shrinks or not is_out_of_memory(e): raise
             # not even one more sample fits: assume that an output with `n` rows has one per sample
             others,k = outs,n
         if len(others)!=len(outs): _refuse(outs, n)
@@ -195,12 +200,10 @@ def _with_node(self:ReplayedForward, res, flat):
     self.needs = [isinstance(x, torch.Tensor) and x.requires_grad for x in flat[-1]]
     if not any(self.needs): return res
     self.last_outs = flat[-1]
-    # outputs of the first micro-batch, which `_compare` compares with the outputs of the second run
     self.first_outs = flat[0] if len(flat)>1 and not self.cb.checked else None
     self.versions = [(o,o._version) for o in (*self.tensors,*self.model.parameters())]
     params = [*self.model.parameters(),*(o for _,o in self.inputs.values())]
-    only_half = self.cb.limit.fixed and not self.exchanges
-    # gradients of the micro-batches, summed until the last one was back-propagated
+    only_half = not self.cb.limit.shrinks and not self.exchanges
     self.sums = GradSums(in_half(params) if only_half else params)
     at = [i for i,x in enumerate(res) if isinstance(x, torch.Tensor)]
     anchor = torch.empty(0, requires_grad=True)   # a node needs an input that requires a gradient
@@ -252,15 +255,15 @@ def backward(self:ReplayedForward, grads:Iterator)->list:
 @patch
 def _replay_all(self:ReplayedForward, grads):
     "Back-propagate all micro-batches; if memory runs out, divide the remaining micro-batches"
-    *others,last = [(i,*cut) for i,cut in enumerate(self.cuts)]
+    *others,last = [(i,*o) for i,o in enumerate(self.bounds)]
     # a stack: the last micro-batch comes first, because its graph exists already
     todo = [*others[::-1],last]
     while todo:
         i,start,stop = todo.pop()
         # memory ran out since the forward pass
-        is_too_large = self.last_outs is None and stop-start>self.most
+        is_too_large = self.last_outs is None and stop-start>self.max_samples
         if is_too_large:
-            halves = [(i,start+a,start+b) for a,b in bounds(even_sizes(stop-start, self.most))]
+            halves = [(i,start+a,start+b) for a,b in bounds(even_sizes(stop-start, self.max_samples))]
             todo += halves[::-1]
             continue
         def run(): self._replay(i, start, stop, grads)

@@ -9,6 +9,7 @@ __all__ = ['StepLoop', 'CurrentStep']
 
 # %% ../../nbs/core/15_step_loop.ipynb #imports
 import torch
+from contextlib import nullcontext
 from typing import NamedTuple
 from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException,
     CancelEpochException, CancelFitException, CancelStepException, CancelTrainException)
@@ -27,7 +28,8 @@ from .gradients import (GradCheck, GradSums, empty_grads, in_half, is_compiled,
 from .loader_info import samples_of
 from .log_rows import LogRows
 from .mean import KeptLosses, StepMean, find_n_items, join_outputs
-from .micro_batches import AutoSize, BatchParts, ChangedAttrs, MicroBatch, Retries, explain_split
+from fastaccum.core.micro_batches import (BatchParts, ChangedAttrs, FixedSize, MicroBatch, Retries,
+    explain_split)
 from .out_of_memory import call_unsplit, explain_fixed_size
 from .plan import Plan
 from .process_checks import check_left_out, per_micro_batch_comms
@@ -54,7 +56,7 @@ class StepLoop:
         self.loader = None                       # the `StepLoader` that the Learner iterates over
         self.events = None                       # sends events to callbacks
         self.comms = []                          # what makes processes communicate in each micro-batch
-        self.limit = None                        # the `AutoSize` that limits micro-batches, if any
+        self.limit = None                        # the `MicroBatchLimit`; `None` if batches are not split
         self.grad_sums = GradSums([])            # gradient sums, for half precision and compiled models
         self.n_batches = 0                       # batches of the loader so far
         self.n_planned = 0                       # batches of the loader in the planned steps
@@ -116,7 +118,7 @@ def begin_epoch(self:StepLoop, plan:Plan):
     self.grad_sums = GradSums(params if weighs_grads else [])
     self.events = Events(learn)
     size = self.acc.micro_batch_size
-    self.limit = AutoSize.of_size(size) if size else self.acc.auto
+    self.limit = FixedSize(size) if size else self.acc.limit
     self.comms = per_micro_batch_comms(learn.model, self.log_steps, self.train_metrics)
     self.n_batches = 0
     self.has_stepped = False
@@ -202,13 +204,12 @@ def _run_batch(self:StepLoop, b, n):
     changed = None if limit is None else ChangedAttrs([learn,*learn.cbs])
     learn._split(b if is_on(self.batch_device, b) else learn._set_device(b))
     trials = self.differences.loss_trials
-    if trials.left>0: trials.begin_batch(learn)
+    if trials.n_left>0: trials.begin_batch(learn)
     try: self.events.send('before_batch')
     except CancelBatchException: return self._leave_out('after_cancel_batch')
-    if self.mean.count and not self.differences.checked_state:
-        with self.differences.second_micro_batch(learn, self.step):
-            self._run_split(n, limit, changed)
-    else: self._run_split(n, limit, changed)
+    is_first = not self.mean.count
+    watching = nullcontext() if is_first else self.differences.watch_state(learn, self.step)
+    with watching: self._run_split(n, limit, changed)
 
 @patch
 def _warn_larger_batch(self:StepLoop, n):
@@ -289,7 +290,7 @@ def _backward(self:StepLoop):
         n_changed = self.grad_check.n_changed()
         if n_changed: self.differences.grads_changed(n_changed)
     # skip a loss that needs no gradient; if no loss of the step needs one, let torch raise its error
-    must_raise = not mean.learns and mean.samples+self.micro.n>=self.step.target
+    must_raise = not mean.needs_grad and mean.samples+self.micro.n>=self.step.target
     if learn.loss_grad.requires_grad or must_raise: learn._backward()
     self.micro.ran = True
 
@@ -410,7 +411,7 @@ def _end_step(self:StepLoop, ran, micro_loss, step_loss):
     finally:
         if train_metrics: learn.recorder.train_metrics = True
     if not self.log_steps: return
-    micro_bs = None if self.acc.auto is None else self.acc.auto.train
+    micro_bs = None if self.acc.limit is None else self.acc.limit.max_train
     row = dict(accumulation_batch_size=self.acc.current_bs, micro_batch_size=micro_bs)
     self.log_rows.after_step_row(learn, row)
 
@@ -447,11 +448,11 @@ def _in_parts(self:StepLoop, n, rows, limit, changed, run, end):
     retries = Retries(learn, limit)
     is_first_batch = training and not learn.iter
     # refuse a batch that cannot be split before any weight changes
-    if is_first_batch and not limit.fixed: parts.cut(0, 1)
+    if is_first_batch and limit.shrinks: parts.part(0, 1)
     start = 0
     try:
         while start<rows:
-            stop = retries.stop(start, division)
+            stop = retries.end_of(start, division)
             is_part = not division.is_whole(start, stop)
             if is_part:
                 if training: self.differences.before_split(parts)
@@ -487,7 +488,7 @@ def run_valid_batch(self:StepLoop, i:int, b:object):
     try:
         self.events.send('before_batch')
         n = n_samples((*learn.yb,*learn.xb), getattr(learn.dl, 'bs', None))
-        self._in_parts(n, n, self.acc.auto, changed, self._forward, keep)
+        self._in_parts(n, n, self.acc.limit, changed, self._forward, keep)
         if len(outs)>1:
             join_outputs(learn, outs)
             kept.put_means(learn)

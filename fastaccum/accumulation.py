@@ -48,18 +48,19 @@ class GradientAccumulation(QuietCallback):
     order = GradientClip.order+1   # after `DistributedTrainer` (11), which wraps the loader
     run_valid = False
     loop = None         # the `StepLoop` of the last fit
-    current_bs = None   # samples in a complete step; written by schedules, `None` without one
+    current_bs = None   # samples in a complete step, set by a schedule; `None` without a schedule
     def __init__(self,
         # Samples per step over all processes, rounded up to whole micro-batches; 32 if no size is given
         accum_bs:int=None,
         log_accum_batch:bool=True, # Log each step (True), or each micro-batch as fastai does (False)
-        # The most samples in a micro-batch of training; 'auto': any batch is split where memory runs out;
-        # or a `TokenBudget`
+        # The most samples in a micro-batch of training; 'auto': as many as memory allows; or a
+        # `TokenBudget`
         micro_batch_size:int|str|MicroBatchLimit=None,
         # Drop the incomplete last step of an epoch (True), keep it (False), or do as the loader (None)
         drop_last:bool|None=None,
-        n_items:Callable=None, # `n_items(learn)`: how many items this micro-batch's loss is a mean of
-        *, n_acc:int=None, # The same as `accum_bs`, under the name that fastai's callback uses
+        # `n_items(learn)` returns the number of items that this micro-batch's loss averages
+        n_items:Callable=None,
+        *, n_acc:int=None, # Another name for `accum_bs`, which fastai's callback uses
         n_batches:int=None, # Micro-batches per step on each process; give this or `accum_bs`
         verbose:bool=True # Print a line about the steps above the table of a fit
     ):
@@ -75,6 +76,7 @@ class GradientAccumulation(QuietCallback):
 
     def __setattr__(self, name, value):
         super().__setattr__(name, value)
+        # `Learner.add_cb` sets `learn`
         is_added = name=='learn' and value is not None
         if not is_added: return
         has_half_gradients = any(isinstance(o, NonNativeMixedPrecision) for o in value.cbs)
@@ -102,7 +104,7 @@ class GradientAccumulation(QuietCallback):
         self._accum_bs = check_count('accum_bs', n)
         self.n_batches,self._size_name = None,'accum_bs'
 
-    n_acc = accum_bs   # fastai's name
+    n_acc = accum_bs   # the name of this attribute in fastai's callback
 
 # %% ../nbs/00_accumulation.ipynb #arguments
 @patch
@@ -155,10 +157,11 @@ def before_fit(self:GradientAccumulation):
     check_learner(learn)
     loop = self.loop = StepLoop(self, learn)
     if loop.finder is not None and loop.processes.n>1: keep_in_memory(loop.finder)
-    # `learn.export()` leaves an empty loader
+    # a Learner that was exported and loaded again has an empty loader
     if not len(learn.dls.train) and loop.processes.n==1: return
     check_processes(loop.processes, self._comms(), self.limit, loop.warn_once)
     plan = self._plan_fit(learn.dls.train)
+    # an epoch has fewer steps than batches, so `lr_find` needs more epochs for its `num_it` steps
     if loop.finder is not None: learn.n_epoch = loop.finder.num_it//max(1, len(plan.epoch(0)))+1
     plan.check(warns=not loop.processes.rank, size_name=self._size_name)
     self._announce()
@@ -185,8 +188,8 @@ def _announce(self:GradientAccumulation):
     learn,loop = self.learn,self.loop
     has_table = learn.logger is not noop and learn.create_mbar and any(
         isinstance(o, ProgressCallback) and o.run for o in learn.cbs)
-    is_told = loop.announced is loop.plan
-    if self.verbose and has_table and not is_told and not loop.processes.rank:
+    was_printed = loop.announced is loop.plan
+    if self.verbose and has_table and not was_printed and not loop.processes.rank:
         print(f'{type(self).__name__}: {loop.plan.summary}')
     loop.announced = loop.plan
 
@@ -215,9 +218,9 @@ def before_backward(self:GradientAccumulation):
             "`_do_epoch_train` of its own, let it iterate over `self.dl`"
             + more_link('not-the-loader-of-steps'))
     share = loop.micro.share = loop.mean.measure(learn, loop.micro.n)
+    weighs_grads = bool(loop.grad_sums)   # `GradSums` multiplies the gradients by the share, in float32
     if loop.mean.is_sum: self._share_penalty(share)
-    # otherwise `GradSums` multiplies the gradients, in float32
-    elif not loop.grad_sums: learn.loss_grad = plain_tensor(learn.loss_grad)*share
+    elif not weighs_grads: learn.loss_grad = plain_tensor(learn.loss_grad)*share
     is_last_of_step = loop.mean.samples+loop.micro.n>=loop.step.target
     if not is_last_of_step: loop.differences.micro_batch(learn, loop.step, loop.micro, loop.mean)
 
@@ -255,7 +258,7 @@ def before_validate(self:GradientAccumulation):
 
 @patch
 def stepped(self:GradientAccumulation, step:Step):
-    "Called when the gradients of a step are complete, before other callbacks; schedules record its size"
+    "Called when the gradients of a step are complete; schedules override it to record its size"
 
 # %% ../nbs/00_accumulation.ipynb #plan
 @patch
@@ -311,14 +314,14 @@ def _plan(self:GradientAccumulation, dl, n_epoch, processes, comms, n_finds=None
     loaders = [LoaderSizes(*o) for o in each]
     check_loaders(loaders, comms)
     wanted = self.sizes(sum(o.micro_bs for o in loaders), n_epoch)
-    # `lr_find` takes every step at the size of the first
+    # with a schedule, all steps of `lr_find` have the size of the first step
     if n_finds is not None and callable(wanted): wanted = wanted(Position(0, 0, 0.))
     split_words = self.limit.words if self.limit else ''
     return Plan(loaders, wanted, n_epoch, drop_last, self.drop_last is None, split_words)
 
 @patch
 def _plan_fit(self:GradientAccumulation, dl):
-    "Return the plan of the fit: the old one if nothing has changed, because a plan caches its epochs"
+    "Return the plan of the fit; if nothing has changed, the same object, which has cached its epochs"
     loop,n_epoch = self.loop,self.learn.n_epoch
     n_finds = None if loop.finder is None else loop.finder.num_it
     plan = self._plan(dl, n_epoch, Processes(self.learn.model), self._comms(), n_finds)

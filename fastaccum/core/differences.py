@@ -65,7 +65,7 @@ def warn_chunks(model:nn.Module, xb:tuple, warn_once:WarnOnce):
 class LossTrials:
     """Tests in the first micro-batches of each epoch whether the loss is a mean over samples
 
-    A trial splits one micro-batch in two, and compares its loss with the mean of the losses of both parts.
+    A trial splits a micro-batch in two, and compares its loss with the mean of the losses of both parts.
     """
     per_epoch = 4   # trials in an epoch, each of which synchronises the GPU
 
@@ -73,9 +73,11 @@ class LossTrials:
         self.warn_once = warn_once
         self.n_left = 0       # trials left in this epoch
         self.attrs = None     # the `ChangedAttrs` of the current batch
-        # predictions, targets and inputs of a micro-batch of one sample, to be joined with the next sample
+        # predictions, targets and inputs of a micro-batch of one sample, to be joined with the next
+        # sample
         self.waiting = None
-        # position of a tensor in the batch -> the numbers of labels (not -100) that its rows have had so far
+        # position of a tensor in the batch -> the numbers of labels (not -100) that its rows have had so
+        # far
         self.counts = {}
 
     def begin_epoch(self):
@@ -130,9 +132,8 @@ def _items(mean):
     return 'samples' if mean.n_items is None else 'the items that `n_items` counts'
 
 @patch
-# Whether there was a reason to warn
 def _not_a_mean(self:LossTrials, probed:Probed, learn, micro, mean)->bool:
-    "Warn of a loss that is not the mean of its parts' losses"
+    "Warn of a loss that is not the mean of its parts' losses; returns whether there was a reason"
     if not probed.wrong: return False
     how = 'the loss of a part is not finite' if isinf(probed.off) else _percent(probed.off)
     remedy = ("Use `reduction='mean'` in all of its terms; if it averages other items, such as tokens, "
@@ -162,7 +163,7 @@ def _more_rows(self:LossTrials, probed, learn, micro, mean)->bool:
     "Warn of a loss that gets more rows than samples, and could not be tried"
     if probed.off is not None or not isinstance(learn.pred, Tensor) or not learn.pred.ndim: return False
     rows = len(learn.pred)
-    # as CTC loss takes predictions: time, sample, class
+    # the shape (time, sample, class), which CTC loss needs
     has_time_first = learn.pred.shape[1:-1]==(micro.n,)
     if not rows>micro.n>1 or has_time_first: return False
     self.warn_once('more-rows', f"the loss gets {rows} rows for the {micro.n} samples of a micro-batch, "
@@ -174,7 +175,7 @@ def _more_rows(self:LossTrials, probed, learn, micro, mean)->bool:
 @patch
 def _fails_on_a_part(self:LossTrials, probed, learn, micro, mean)->bool:
     "Warn of a loss function that raises an error for a part of the micro-batch"
-    # otherwise a callback or the model computes the loss
+    # without a `grad_fn` after `loss_func`, the model or a callback computes the loss
     computed_by_loss_func = micro.loss_grad_fn is not None
     is_single = (n_samples(learn.yb, micro.n) or micro.n)==1
     if not probed.raised or is_single or not computed_by_loss_func: return False
@@ -205,11 +206,12 @@ def _uneven_labels(self:LossTrials, probed, learn, micro, mean)->bool:
 def _has_uneven_labels(self:LossTrials, learn, m):
     "Whether samples have had different numbers of labels other than -100; synchronises the GPU"
     n_targets = len(leaves(tuple(learn.yb)))
-    # a model that computes the loss has the labels among its inputs
+    # if the model computes the loss, its inputs contain the labels
     parts = leaves((*learn.yb,*learn.xb))
     def is_label(o): return has_rows(o, m) and o.dtype in (torch.int32,torch.int64)
     labels = [(i,o) for i,o in enumerate(parts) if is_label(o)]
-    # reading the labels synchronises the GPU, so it counts as a trial, even if the sample is still waiting
+    # reading the labels synchronises the GPU, so it counts as a trial, even if the sample is still
+    # waiting
     if labels and self.waiting is not None: self.n_left -= 1
     for i,o in labels:
         counts = (o!=-100).reshape(m, -1).sum(1).tolist()
@@ -218,7 +220,8 @@ def _has_uneven_labels(self:LossTrials, learn, m):
     return any(len(o)>1 for o in self.counts.values())
 
 # %% ../../nbs/core/11_differences.ipynb #loss-changes
-# types of attributes that can be copied or restored: only with these, a callback gets its event again
+# Types of attributes that can be copied or restored. A callback with an attribute of another type does
+# not get its event again.
 _harmless = (Number,str,bytes,type(None),type,torch.device,torch.dtype,Tensor,nn.Module,BaseLoss,
     FunctionType,BuiltinFunctionType,MethodType)
 
@@ -228,11 +231,12 @@ class LossChanges:
         self.learn = learn
         self.n = n               # samples in the whole micro-batch
         self.changes = changes   # (callback, event) of each change of the loss
-        self.added = []          # the term that the callbacks have added to the loss of each part
+        self.added = []          # for each part, the term that the callbacks have added to its loss
         cbs = {id(cb):cb for cb,_ in changes}.values()
         # for each callback: the dict of its attributes, and a copy of that dict without the Learner
         self.own = [(vars(cb),{k:o for k,o in vars(cb).items() if k!='learn'}) for cb in cbs]
-        # attributes set for this batch, with a row for each sample: (dict of attributes, name, value)
+        # attributes that have a row for each sample of this batch: (dict of the object's attributes,
+        # name, value)
         self.noted = [(attrs,name,o) for attrs,name,o in changed.since()
             if name not in ('xb','yb','pred') and tree_any(lambda x: has_rows(x, n), o)]
         values = tree_leaves([attrs for _,attrs in self.own])
@@ -244,7 +248,8 @@ class LossChanges:
         loss = loss.detach()
         part.loss_grad = loss.clone()
         part.loss = loss.clone()
-        # with `no_grad`, a callback's own backward pass fails instead of adding to the gradients
+        # under `no_grad`, a backward pass of the callback raises an error, and adds nothing to the
+        # gradients
         with self._standing_in(part), torch.no_grad():
             for cb,event in self.changes: cb(event)
         self.added.append(part.loss_grad.mean()-loss.mean())
@@ -288,7 +293,7 @@ def try_parts(self:LossChanges, learn:Learner, find:Callable|None)->Probed:
     if not self.can_replay:
         return Probed(None, 'the callback holds an object that may not be used twice')
     with self.state.again(): res = probe(learn, self.n, find, self)
-    # a term that is the same for each part may come from an attribute that does not belong to the part
+    # if each part gets the same term, the callback may have computed it from the whole batch
     is_right = res.off is not None and not res.wrong
     if is_right and self.is_constant():
         return Probed(None, 'the same is added for each part of the micro-batch')
@@ -298,16 +303,17 @@ def try_parts(self:LossChanges, learn:Learner, find:Callable|None)->Probed:
 @patch
 def _changed_loss(self:LossTrials, learn, batch, n, micro, mean):
     "Warn of callbacks whose change of the loss makes the run differ, or may make it differ"
-    # fastai's own callbacks are right: the penalty of `RNNRegularizer` is a mean over samples
-    found = [(cb,event) for cb,event,_ in micro.loss_changes if not type(cb).__module__.startswith('fastai.')]
+    # fastai's own callbacks need no test: the penalty of `RNNRegularizer` is a mean over samples
+    def is_fastais(cb): return type(cb).__module__.startswith('fastai.')
+    found = [(cb,event) for cb,event,_ in micro.loss_changes if not is_fastais(cb)]
     if not found: return
     outputs = [o.grad_fn for o in leaves(micro.pred) if isinstance(o, Tensor)]
-    # a callback passes on the loss that the model has computed
+    # the new loss is an output of the model, so the model computes the loss
     if micro.loss_changes[-1][2] in outputs: return self._uneven_labels(Probed(None), learn, micro, mean)
     names = ' and '.join(dict.fromkeys(type(cb).__name__ for cb,_ in found))
     changes = LossChanges(learn, n, found, self.attrs)
     probed = changes.try_parts(batch, mean.count_items)
-    reason = ' '.join(probed.reason.split())   # the reason in one line
+    reason = ' '.join(probed.reason.split())   # without line breaks
     if probed.wrong:
         self.warn_once('changed-loss', f"{names} changes the loss, and the changed loss is not "
             f"a mean over {_items(mean)} ({_percent(probed.off)}), so this run differs from the "
@@ -325,10 +331,10 @@ class DifferenceWarnings:
     def __init__(self, warn_once:WarnOnce):
         self.warn_once = warn_once
         self.loss_trials = LossTrials(warn_once)
+        # each of these checks is done once per fit
         self.checked_fit = False    # whether layers, loader and callbacks were checked
-        self.checked_state = False  # whether modules were checked for a state that they `reset`
-        # whether the model was checked for a state from the previous part of a batch
-        self.checked_parts = False
+        self.checked_state = False  # whether modules with a `reset` method were checked for a state
+        self.checked_parts = False  # whether the model was checked for a state between parts of a batch
         self.processes = None       # the processes that train together, in this epoch
         self.loader = None          # the `StepLoader` of this epoch
 
@@ -435,7 +441,9 @@ def _watch_state(self:DifferenceWarnings, modules):
     "Warn within this context of modules that hold a state when they are called for the first time"
     called = set()
     def warn_of_state(m, *_):
-        is_first_call = m not in called   # later calls are for the other chunks of a text
+        # a text classifier calls a module once for each chunk of a text, and keeps its state between
+        # chunks
+        is_first_call = m not in called
         called.add(m)
         own = [o for name,o in vars(m).items() if name not in _module_attrs]
         if is_first_call and any(map(_holds_state, own)): self._warn_state(type(m).__name__)
@@ -476,7 +484,7 @@ def left_out(self:DifferenceWarnings, step:Step, n:int):
 
 @patch
 def splits_rows(self:DifferenceWarnings, rows:int, n:int):
-    "Warn that callbacks have made more `rows` of a batch of `n` samples, and that it is split by its rows"
+    "Warn that callbacks have made more `rows` of `n` samples, and that the batch is split by rows"
     self.warn_once('rows-of-a-split-batch', f"callbacks have made {rows} rows of the {n} samples of a "
         "batch, and the batch is split by rows. If some rows belong together, such as views of a sample "
         "that the loss compares, or have no target, such as unlabelled samples, this run differs from "
@@ -486,7 +494,7 @@ def splits_rows(self:DifferenceWarnings, rows:int, n:int):
 @patch
 def epoch_ends(self:DifferenceWarnings, exception:str, n:int):
     "Warn that a callback has ended an epoch after `n` micro-batches, before the first step was complete"
-    if not n: return   # the full-batch run would not train either
+    if not n: return   # without a micro-batch, the full-batch run would not have trained either
     self.warn_once('epoch-without-step', f"a callback has ended an epoch ({exception}) after {n} "
         "micro-batches, before the first step was complete, so nothing was trained in this epoch. While "
         "micro-batches run, `learn.iter` counts micro-batches: let the callback use `learn.train_iter`, "

@@ -30,7 +30,8 @@ def uses_batch(learn:Learner, loss_grad_fn:object)->bool:
     `loss_grad_fn` is the `grad_fn` of the loss before the change.
     """
     preds = [o.grad_fn for o in leaves(learn.pred) if isinstance(o, Tensor)]
-    own_loss = graph_nodes([loss_grad_fn], until=preds)   # several nodes, since `loss_grad` may be a view
+    # more than one node, because `loss_grad` may be a view
+    own_loss = graph_nodes([loss_grad_fn], until=preds)
     added = graph_nodes([learn.loss_grad.grad_fn], until=own_loss)
     computed = graph_nodes(preds)
     if added & computed: return True

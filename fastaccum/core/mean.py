@@ -136,7 +136,8 @@ class StepMean:
         self.n_all = n_all          # samples that all processes should have in the step
         self.n_items = n_items      # the user's function of the Learner that counts items, or `None`
         self.processes = processes  # the processes that train together, if there may be several
-        self.last_loss = last_loss  # last finite mean loss, shown where a step ignores every target
+        # recorded if all targets of the step are ignored: the previous step's loss
+        self.last_loss = last_loss
         # whether a return value of `n_items` was checked: once is enough, because checking synchronises
         # the GPU
         self.trusted = trusted
@@ -159,7 +160,8 @@ class StepMean:
     def measure(self, learn:Learner, n:int)->float|torch.Tensor:
         """Return the share of a micro-batch of `n` samples in the step
 
-        The loss of the micro-batch is multiplied by the share; if the loss is a sum, only penalties are.
+        The caller multiplies the loss by this share, or only the penalties if the loss is a sum. If all
+        targets may be ignored, `learn.loss` and the gradients of the predictions are made finite here.
         """
         if self.is_sum is None or self.counted_loss is not learn.loss_func:
             self._choose_count(learn.loss_func)
@@ -169,7 +171,7 @@ class StepMean:
         if self.is_sum:
             self.current = n,0,loss
             return n/self.n_all
-        # losses are added up, so in single precision at least
+        # half precision is too coarse to add up losses
         if loss.dtype in (torch.float16,torch.bfloat16): loss = loss.float()
         if self.count_items is samples: size = n_samples(learn.yb, n) or n
         else: size = self.count_items(learn)
@@ -212,7 +214,7 @@ def _size_if_none_ignored(self:StepMean, learn, size, n):
     if self.count_items is samples: return size or n
     if not isinstance(size, torch.Tensor) and size: return size
     if isinstance(y, torch.Tensor): return y.numel()
-    # not `size or n`: the truth value of a GPU tensor synchronises the GPU
+    # `size or n` would synchronise the GPU, because it needs the truth value of a tensor
     return torch.where(size>0, size, n) if isinstance(size, torch.Tensor) else n
 
 @patch
@@ -229,7 +231,7 @@ def _masked(self:StepMean, learn, size, loss):
         for o in learn.pred if isinstance(learn.pred, (tuple,list)) else (learn.pred,):
             if isinstance(o, torch.Tensor) and o.requires_grad:
                 o.register_hook(lambda g: torch.where(any_counts, g, torch.zeros_like(g)))
-    # also for loggers that record the loss of every micro-batch
+    # loggers may record `learn.loss` after each micro-batch, so it must not be NaN
     learn.loss = torch.where(any_counts, loss, self.last_loss)
     return size,learn.loss
 
@@ -294,7 +296,8 @@ class KeptLosses:
 def join_outputs(learn:Learner, outs:list):
     """Give the Learner the predictions and the loss of the whole batch
 
-    `outs` has samples, predictions, loss and number of items of each part; the number is `None` if the loss is a sum.
+    `outs` has a tuple for each part: samples, predictions, loss, and number of items, which is `None` if the
+    loss is a sum.
     """
     ns,preds,losses,items = zip(*outs)
     learn.pred = join(preds, ns)
@@ -303,6 +306,6 @@ def join_outputs(learn:Learner, outs:list):
     else:
         items = [float(o) for o in items]   # synchronises the GPU, but only after a split
         total = sum(items)
-        # without items, the loss is that of no items, which is usually NaN
+        # if no part has any item, the loss is that of the first part, which is usually NaN as in fastai
         learn.loss = sum(o*n for o,n in zip(losses, items) if n)/total if total else losses[0]
     learn.loss_grad = learn.loss

@@ -31,10 +31,10 @@ class HiddenRows:
         self.n = n
         self.rnns = [m for m in model.modules() if hasattr(m, '_change_hidden')]   # none in other models
         for m in self.rnns:
-            # `AWD_LSTM` does the same at the beginning of the whole batch
+            # `AWD_LSTM` itself resizes its state in this way when a batch has another size
             if m.bs!=n: m._change_hidden(n)
-        self.whole = [m.hidden for m in self.rnns]   # the state before the batch
-        self.parts = []                              # the state after each micro-batch
+        self.whole = [m.hidden for m in self.rnns]   # for each RNN, its state before the batch
+        self.parts = []                              # for each micro-batch, the states after it
 
     def select(self, start:int, stop:int):
         "Give the model the rows of its hidden state from `start` up to, but not including, `stop`"
@@ -99,9 +99,9 @@ class Division:
 
 # %% ../../nbs/core/12_micro_batches.ipynb #parts
 class ChangedAttrs:
-    "Remembers the attributes of some objects, to find those that are set later, such as MixUp's factors"
+    "Remembers the attributes of objects, to list attributes that are set later, such as MixUp's factors"
     def __init__(self, objects:Iterable):
-        # of each object: the dict of its attributes, and a copy of that dict
+        # for each object: the dict of its attributes, and a copy of that dict
         self.before = [(vars(o),dict(vars(o))) for o in objects]
 
     def since(self)->list: # (dict of an object's attributes, name, value)
@@ -115,7 +115,7 @@ class BatchParts:
         self.learn,self.n = learn,n
         self.division = division or Division(n)
         self.whole = learn.xb,learn.yb
-        # the state of autocast, which is entered again before each part
+        # the state of autocast before the first part, which is restored before each part
         self.autocast = autocast_state(devices_of(learn.model.modules()))
         # attributes that callbacks have set for this batch, such as MixUp's factors
         self.noted = [(attrs,name,o) for attrs,name,o in changed.since()
@@ -177,7 +177,8 @@ def remembers(parts:BatchParts)->bool: # Synchronises the GPU
     try:
         alone = _run_parts(parts, state, [second])
         after = _run_parts(parts, state, [first,second])
-    except Exception: return False   # the real forward pass raises the same error, with a better message
+    # the fit's own forward pass will raise the same error, with a better message
+    except Exception: return False
     finally: parts.hidden.restore()
     return not all(map(is_close, alone, after))
 
@@ -196,8 +197,10 @@ def is_close(x:torch.Tensor, y:torch.Tensor, tol:float|None=None)->bool:
 class MicroBatchLimit:
     "How large a micro-batch may be; divides batches into micro-batches of that size"
     shrinks = False   # whether micro-batches become smaller when memory runs out
-    is_even = True    # whether the size of a batch determines the number of its micro-batches before the fit
-    why_uneven = ''   # if not `is_even`, the reason why processes may run different numbers of micro-batches
+    # whether the size of a batch determines the number of its micro-batches before the fit
+    is_even = True
+    # if not `is_even`, the reason why processes may run different numbers of micro-batches
+    why_uneven = ''
     def __init__(self, split:Callable=split):
         self.split = split
         # the most samples of a micro-batch; `None` if the whole batch may be one micro-batch
@@ -205,7 +208,7 @@ class MicroBatchLimit:
         self.max_valid = None   # in validation
 
     def max_samples(self, training:bool)->int|None:
-        "Return the most samples of a micro-batch in training, or in validation; `None` if there is no limit"
+        "Return the most samples of a micro-batch in training or validation; `None` if there is no limit"
         return self.max_train if training else self.max_valid
 
     def splits(self, n:int)->bool:
@@ -250,7 +253,8 @@ class AutoSize(MicroBatchLimit):
     ):
         example = 'lambda batch, start, stop, n: [o[start:stop] for o in batch]'
         super().__init__(check_function('split', split, 4, example))
-        # samples and reason of the first failure that `report` has not reported yet
+        # (samples, reason) of the first failure that `report` has not reported yet; `None` if there is
+        # none
         self.failed = None
 
     def __repr__(self): return repr('auto')
@@ -277,7 +281,7 @@ def attempt(self:AutoSize, n:int, training:bool, run:Callable, undo:Callable,
     try: run()
     except Exception as e:
         if not is_out_of_memory(e) or not may_retry(): raise
-        # not `e` itself: its traceback holds the memory that has to be freed
+        # keep the message and not `e` itself, whose traceback holds the memory that has to be freed
         reason = str(e).strip().split('\n')[0] or type(e).__name__
     if reason is None: return True
     undo()
@@ -317,7 +321,7 @@ def read_micro_batch_size(o:int|str|MicroBatchLimit|None)->tuple:
 
 # %% ../../nbs/core/12_micro_batches.ipynb #micro
 class MicroBatch:
-    "A micro-batch of `n` samples, while it runs"
+    "What is known about a micro-batch of `n` samples while it runs"
     def __init__(self, n:int, start:int=0, stop:int=0):
         self.n = n              # number of samples
         self.start = start      # first row within the batch, if the batch is split
@@ -360,7 +364,7 @@ class Retries:
         self.learn = learn
         self.limit = limit                # says how many samples a micro-batch may have
         self.training = learn.training    # whether the batch is for training
-        # `Failed` micro-batches, each of which lies inside the one before
+        # `Failed` micro-batches; each is a part of the previous entry
         self.failed = []
         limit.forget_failure()
 
@@ -380,12 +384,13 @@ class Retries:
         learn = self.learn
         state = ForwardState(learn.model.modules())
         for failed in self.failed:
-            # the gradients that were set aside already contain the samples of this micro-batch
+            # `failed.grads` already contain the samples of this micro-batch, so these gradients begin
+            # anew
             for p,_ in failed.grads: p.grad = None
         undo_backward = UndoBackward(params_of(learn.opt) if self.training else [], first)
         def undo():
             state.put_back()
-            # free the graph, which these tensors hold
+            # these attributes hold the graph, whose memory has to be freed
             learn.pred = learn.loss = learn.loss_grad = micro.pred = micro.loss_grad_fn = None
             self.failed.append(Failed(micro.stop, undo_backward()))
         def may_retry(): return not micro.ran

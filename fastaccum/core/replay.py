@@ -74,7 +74,8 @@ class ReplayedForward:
         self.modules = list(model.modules())
         self.ddps = [m for m in self.modules if isinstance(m, DistributedDataParallel)]
         self.devices = devices_of(self.modules)
-        self.training = cb.learn.training               # the mode of the fit; the model's may differ
+        # `model.training` may differ, such as for a frozen model
+        self.training = cb.learn.training
         self.tensors = [o for o in leaves(args) if isinstance(o, torch.Tensor)]
         # `id` of an input that needs a gradient -> the input, and the detached copy that replaces it
         self.inputs = {}
@@ -85,15 +86,18 @@ class ReplayedForward:
         self.division = cb.limit.divide(model, self.args, (), n, cb.warn_once)
         self.bounds = []          # the first row of each micro-batch, and the row after its last
         self.states = []        # the state from which each micro-batch starts
-        # DDP models that exchange gradients in this backward pass; none during accumulation
+        # DDP models that exchange gradients after this backward pass; none if more micro-batches follow
         self.exchanges = []
         # set by `forward`, for the backward pass
         # outputs of the last micro-batch, with their graph, until their backward pass
         self.last_outs = None
-        self.first_outs = None  # outputs of the first micro-batch, to be compared with those of its second run
+        # outputs of the first micro-batch, to be compared with those of its second run
+        self.first_outs = None
         self.needs = []         # for each output of the last micro-batch, whether it needs a gradient
-        self.versions = []      # (tensor, its version) of all inputs and parameters, to notice changes in place
-        self.sums = None        # the `GradSums` of gradients over the micro-batches back-propagated so far
+        # (tensor, its version) of all inputs and parameters, to notice changes in place
+        self.versions = []
+        # the `GradSums` of gradients over the micro-batches back-propagated so far
+        self.sums = None
         self.is_done = False    # whether the backward pass has run
 
     @property
@@ -128,7 +132,7 @@ class ReplayedForward:
 def forward(self:ReplayedForward):
     "Run all micro-batches; returns the joined predictions, which are one node of the graph"
     self.exchanges = [m for m in self.ddps if self.learns and m.require_backward_grad_sync]
-    # synchronise buffers once, before states are noted, rather than in each micro-batch
+    # synchronise buffers once, before states are noted, so that micro-batches need not do it
     for m in self.exchanges:
         if m.will_sync_module_buffers(): m._sync_buffers()
         m.require_forward_param_sync = False
@@ -136,7 +140,8 @@ def forward(self:ReplayedForward):
     flat = [leaves(o) for o in outs]
     n_first = self.bounds[0][1]   # the first micro-batch is the largest
     rows = self.find_rows(flat[0], n_first)
-    torch.clear_autocast_cache()   # the cache may hold weights that were cast under `no_grad`
+    # weights cast under `no_grad` have no graph, and must not be used again
+    torch.clear_autocast_cache()
     if {*map(len, flat)}!={len(rows)}: _refuse(outs[0], n_first)
     ns = [stop-start for start,stop in self.bounds]
     res = [_join_outputs(xs, ns, row) for xs,row in zip(zip(*flat), rows)]
@@ -167,7 +172,8 @@ def _run_once(self:ReplayedForward, outs):
             hidden.select(start, stop)
             has_graph = self.learns and stop==self.n
             self.states.append(ForwardState(self.modules, self.devices))
-            if has_graph: torch.clear_autocast_cache()   # weights may have been cast under `no_grad`
+            # the cache may hold weights that were cast under `no_grad`, without a graph
+            if has_graph: torch.clear_autocast_cache()
             with nullcontext() if has_graph else torch.no_grad(), self.no_sync():
                 outs.append(self.run(start, stop))
             self.states[-1].settle()
@@ -177,14 +183,18 @@ def _run_once(self:ReplayedForward, outs):
 # %% ../../nbs/core/29_replay.ipynb #find-rows
 @patch
 def find_rows(self:ReplayedForward, outs:list, n:int):
-    "For each of the outputs for `n` samples, whether it has a row for each; tried once per mode and fit"
+    """For each output of a micro-batch of `n` samples, find out whether it has a row for each sample
+
+    The model runs again with another number of samples, once per fit for training and for evaluation.
+    """
     if n==self.n: return [False]*len(outs)   # a single micro-batch: there is nothing to join
     training = self.model.training
     if training not in self.cb.rows:
         k = n-1 if n>2 else n+1
         try:
             with torch.no_grad(), self.no_sync(), self.states[0].again():
-                others = leaves(self.run(self.n-k, self.n))   # with a token budget, the shortest rows
+                # the last `k` rows, which are the shortest if a token budget has sorted the rows
+                others = leaves(self.run(self.n-k, self.n))
         except Exception as e:
             if k<n or not self.cb.limit.shrinks or not is_out_of_memory(e): raise
             # not even one more sample fits: assume that an output with `n` rows has one per sample
@@ -248,7 +258,7 @@ def backward(self:ReplayedForward, grads:Iterator)->list:
     for p,g in self.sums.sums.items(): p.grad = g.to(p.dtype)
     self.cb.limit.report(self.training)
     input_grads = [o.grad for _,o in self.inputs.values()]
-    vars(self).clear()   # the graph keeps this object alive: free what it holds
+    vars(self).clear()   # the graph keeps this object alive, so free the tensors that it holds
     self.is_done = True
     return input_grads
 
@@ -256,11 +266,12 @@ def backward(self:ReplayedForward, grads:Iterator)->list:
 def _replay_all(self:ReplayedForward, grads):
     "Back-propagate all micro-batches; if memory runs out, divide the remaining micro-batches"
     *others,last = [(i,*o) for i,o in enumerate(self.bounds)]
-    # a stack: the last micro-batch comes first, because its graph exists already
+    # `todo` is a stack: the last micro-batch is taken first, because the graph of its forward pass
+    # exists
     todo = [*others[::-1],last]
     while todo:
         i,start,stop = todo.pop()
-        # memory ran out since the forward pass
+        # after the forward pass, memory may have run out for another micro-batch
         is_too_large = self.last_outs is None and stop-start>self.max_samples
         if is_too_large:
             halves = [(i,start+a,start+b) for a,b in bounds(even_sizes(stop-start, self.max_samples))]
@@ -272,6 +283,7 @@ def _replay_all(self:ReplayedForward, grads):
 
 @patch
 def _drop_grads(self:ReplayedForward):
+    "Drop the gradients of a micro-batch whose backward pass has failed"
     for p in self.sums.params: p.grad = None
 
 # %% ../../nbs/core/29_replay.ipynb #replay-one
@@ -293,7 +305,8 @@ def _replay(self:ReplayedForward, i, start, stop, grads):
                 "always, or never" + more_link('output-sometimes-detached'))
         if g is None: continue
         if is_by_row: pairs.append((x, self.division.rows(g, start, stop)))
-        elif stop==self.n: pairs.append((x, g))   # an output that is equal for all micro-batches: once
+        # an output that is equal for all micro-batches gets its gradient once, from the last one
+        elif stop==self.n: pairs.append((x, g))
     outs.clear()
     if pairs: torch.autograd.backward(*zip(*pairs))
 
@@ -305,7 +318,7 @@ def _exchange(self:ReplayedForward, ddp):
     add_up(params, self.sums.sums, ddp.process_group, params[0].device)
     for p in params:
         if p in self.sums.sums: self.sums.sums[p].div_(ddp.process_group.size())
-    ddp.require_forward_param_sync = True   # again synchronise buffers in the next forward pass
+    ddp.require_forward_param_sync = True   # the next forward pass synchronises buffers again
 
 @patch
 def _compare(self:ReplayedForward, outs):

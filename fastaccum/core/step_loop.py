@@ -1,4 +1,4 @@
-"""The loop of one step, which is the Learner's batch: several micro-batches, then the optimizer's step.
+"""Run one optimizer step: several micro-batches, then the update of the weights.
 
 Docs: https://fastaccum.github.io/fastaccum/core/step_loop.html.md"""
 
@@ -38,7 +38,7 @@ from .warnings import AccumulationWarning, WarnOnce, more_link
 
 # %% ../../nbs/core/15_step_loop.ipynb #loop
 class StepLoop:
-    "Runs the steps of one fit: for the Learner, a batch is one optimizer step of several micro-batches"
+    "Runs the steps of one fit; a step has several micro-batches, and is one batch for the Learner"
     def __init__(self, acc:Callback, learn:Learner):
         # state of the fit
         self.acc = acc                           # the `GradientAccumulation` that runs this loop
@@ -50,12 +50,14 @@ class StepLoop:
         self.warn_once = WarnOnce()              # gives each warning of this fit once
         self.differences = DifferenceWarnings(self.warn_once)
         self.grad_check = GradCheck()            # notices changes of the gradients between micro-batches
-        self.log_rows = LogRows()
-        self.last_loss = 0.                      # mean loss of the last step; shown if the next has none
+        self.log_rows = LogRows()                # counts steps and rows for callbacks that log
+        # mean loss of the previous step; recorded for a step in which all targets are ignored
+        self.last_loss = 0.
         # state of the epoch, set by `begin_epoch`
         self.loader = None                       # the `StepLoader` that the Learner iterates over
         self.events = None                       # sends events to callbacks
-        self.comms = []                          # what makes processes communicate in each micro-batch
+        # why processes must communicate in each micro-batch, in words; empty if they need not
+        self.comms = []
         self.limit = None                        # the `MicroBatchLimit`; `None` if batches are not split
         self.grad_sums = GradSums([])            # gradient sums, for half precision and compiled models
         self.n_batches = 0                       # batches of the loader so far
@@ -66,9 +68,12 @@ class StepLoop:
         # state of the step, set by `run_step`
         self.step = None                         # the `Step` that runs
         self.mean = None                         # the `StepMean` of `step`
-        self.kept_losses = None                  # averages what the loss function keeps for `LossMetric`
-        self.n_left_out = 0                      # micro-batches of `step` that were cancelled by callbacks
-        self.micro = None                        # the `MicroBatch` that ran last; `None` before the first
+        # averages the numbers that `LossMetric` reads from the loss
+        self.kept_losses = None
+        # micro-batches of `step` that were cancelled by callbacks
+        self.n_left_out = 0
+        # the `MicroBatch` that ran last; `None` before the first
+        self.micro = None
 
     def __getstate__(self): return dict(acc=self.acc, learn=self.learn)   # for `learn.export()` in a fit
 
@@ -123,7 +128,7 @@ def begin_epoch(self:StepLoop, plan:Plan):
     self.n_batches = 0
     self.has_stepped = False
     self.devices = devices_of(learn.model.modules())
-    # the device to which `Learner._set_device` moves batches; unknown if the Learner has another method
+    # `Learner._set_device` moves batches to the device of the first parameter; a subclass may not
     first = next(learn.model.parameters(), None)
     is_fastais = getattr(learn._set_device, '__func__', None) is Learner._set_device
     self.batch_device = first.device if is_fastais and first is not None else None
@@ -140,7 +145,7 @@ def begin_epoch(self:StepLoop, plan:Plan):
 @patch
 def run_step(self:StepLoop, i:int, step:Step):
     "Run the micro-batches of step `i`, then update the weights; replaces `one_batch` in training"
-    # an ordinary batch: a callback has called `learn.validate()`
+    # a callback has called `learn.validate()`, whose loader yields ordinary batches
     if not isinstance(step, Step): return type(self.learn).one_batch(self.learn, i, step)
     self._begin_step(i, step)
     autocast = autocast_state(self.devices)
@@ -149,12 +154,14 @@ def run_step(self:StepLoop, i:int, step:Step):
         while missing:
             self._run_batch(*step.batches.take(missing))
             missing = step.n_missing(self.mean.samples)
-            if missing: self._end_micro_batch()   # the last batch of a step gets its `after_batch` after the update
-        # `iter` and `n_iter` counted batches of the loader; from here on they count steps again
+            # the last batch of a step gets its `after_batch` after the update
+            if missing: self._end_micro_batch()
+        # while batches ran, `iter` and `n_iter` counted batches; callbacks of the update expect steps
         self.learn.iter,self.learn.n_iter = i,len(self.loader)
         if self._complete_grads(): self._take_step()
         else: self._skip_step()
-    except BaseException as e:   # also Ctrl-C and Cancel…: leave no gradient, patch or worker behind
+    except BaseException as e:
+        # also for Ctrl-C and the Cancel… exceptions: leave no gradient, patch or worker behind
         explain_fixed_size(e, our_callback(self.learn, 'GradientCache') or self.acc)
         set_autocast_state(autocast)
         torch.set_grad_enabled(True)   # Ctrl-C at the end of a `no_grad()` leaves gradients switched off
@@ -193,12 +200,12 @@ def _empty_grads(self:StepLoop):
 # %% ../../nbs/core/15_step_loop.ipynb #batch
 @patch
 def _run_batch(self:StepLoop, b, n):
-    "Run `n` samples: a batch of the loader, or its part in this step. `before_batch` sees all of them"
+    "Run the `n` samples of `b`: a batch of the loader, or the part of a batch that belongs to this step"
     learn = self.learn
     self.micro = MicroBatch(n)
     learn.iter = self.n_batches
     self.n_batches += 1
-    learn.n_iter = max(self.n_planned, self.n_batches)   # in batches of the loader, as `iter`
+    learn.n_iter = max(self.n_planned, self.n_batches)   # counts batches of the loader, as `iter` does
     if n>self.loader.sizes.bs: self._warn_larger_batch(n)
     limit = self.limit if self.limit is not None and self.limit.splits(n) else None
     changed = None if limit is None else ChangedAttrs([learn,*learn.cbs])
@@ -228,6 +235,7 @@ def _micro_batch(self:StepLoop):
 
 @patch
 def _forward(self:StepLoop):
+    "Run the forward pass, the loss and, in training, the backward pass of a micro-batch"
     learn,send = self.learn,self.events.send
     learn.pred = self.micro.pred = learn.model(*learn.xb)
     send('after_pred')
@@ -256,7 +264,7 @@ def _may_change_loss(self:StepLoop, cb, event):
 @patch
 def _before_backward(self:StepLoop):
     "Callbacks add penalties, then the loss gets its share, then mixed precision scales the loss"
-    needs_share = True   # the loss was not multiplied by the micro-batch's share yet
+    needs_share = True   # whether the loss must still be multiplied by the micro-batch's share
     for cb in self.events.listeners('before_backward'):
         if cb is self.acc: continue
         is_mixed = isinstance(cb, MixedPrecision)
@@ -269,27 +277,30 @@ def _before_backward(self:StepLoop):
 
 @patch
 def _share_late_penalty(self:StepLoop, cb):
-    "Call a callback after mixed precision, and multiply by the micro-batch's share what it adds to the loss"
+    "Call a callback that runs after mixed precision, and multiply the term that it adds by the share"
     learn,before = self.learn,self.learn.loss_grad.clone()
     self._may_change_loss(cb, 'before_backward')
     is_changed = self.micro.loss_changes and self.micro.loss_changes[-1][0] is cb
-    # otherwise all gradients of the micro-batch are multiplied
+    # without `grad_sums`, the loss is multiplied by the share; with them, the gradients are multiplied
     weighs_loss = self.mean.is_sum or not self.grad_sums
     if is_changed and weighs_loss: learn.loss_grad = before+(learn.loss_grad-before)*self.micro.share
 
 @patch
 def _share_loss(self:StepLoop):
+    "Multiply the loss by the micro-batch's share of the step"
     self.acc.before_backward()
     self.micro.has_share = True
 
 @patch
 def _backward(self:StepLoop):
+    "Back-propagate the micro-batch; its gradients are added to those of earlier micro-batches"
     learn,mean = self.learn,self.mean
     if self.comms: check_left_out(self.processes, self.comms, False)
     if self.grad_check.noted and mean.count:
         n_changed = self.grad_check.n_changed()
         if n_changed: self.differences.grads_changed(n_changed)
-    # skip a loss that needs no gradient; if no loss of the step needs one, let torch raise its error
+    # a loss that needs no gradient is skipped; if no loss of the step needs one, PyTorch raises its
+    # error
     must_raise = not mean.needs_grad and mean.samples+self.micro.n>=self.step.target
     if learn.loss_grad.requires_grad or must_raise: learn._backward()
     self.micro.ran = True
@@ -309,7 +320,7 @@ def _cancelled_backward(self:StepLoop):
     learn,event = self.learn,'after_cancel_backward'
     if not self.events.listeners(event): return self._leave_out(event)
     if not self.micro.has_share: self._share_loss()
-    passes = []   # one entry for each backward pass that goes through `loss_grad`
+    passes = []   # gets an entry when a backward pass goes through `learn.loss_grad`
     if learn.loss_grad.requires_grad:
         learn.loss_grad.register_hook(lambda grad: passes.append(grad.shape))
     grads = [(p,p.grad,getattr(p.grad, '_version', None)) for p in params_of(learn.opt)]
@@ -378,7 +389,8 @@ def _take_step(self:StepLoop):
     learn.loss = self.last_loss = step_loss
     self.has_stepped = True
     if self.n_left_out: self.differences.left_out(self.step, self.n_left_out)
-    if not ran:   # a process without samples must set the same learning rate as the other processes
+    # a process without samples in this step must still set the same learning rate as the other processes
+    if not ran:
         for cb in self.events.listeners('before_batch'):
             if isinstance(cb, ParamScheduler): cb('before_batch')
     try:
@@ -421,7 +433,7 @@ def _skip_step(self:StepLoop):
     self._empty_grads()
     if self.micro is None: return
     self._end_micro_batch()
-    # no warning for batches without targets, with which fastai does not train either
+    # fastai does not train on batches without targets either, so there is no warning for them
     if self.mean.samples or not len(self.learn.yb): return
     self.warn_once('cancelled', "callbacks have cancelled all remaining micro-batches of an epoch "
         "(`CancelBatchException` or `CancelBackwardException`), so no step was taken with them. Let the "
@@ -434,14 +446,19 @@ def _run_split(self:StepLoop, n, limit, changed):
     "Run the Learner's batch of `n` samples, in micro-batches within `limit` if there is one"
     if limit is None: return self._micro_batch()
     learn = self.learn
-    rows = n_samples((*learn.yb,*learn.xb), n) or n   # callbacks may have made more rows of the samples
+    # callbacks may have made more rows than samples, such as several views of each sample
+    rows = n_samples((*learn.yb,*learn.xb), n) or n
     if rows>n: self.differences.splits_rows(rows, n)
     def end(): self._end_micro_batch(ends_batch=False)
     self._in_parts(n, rows, limit, changed, self._micro_batch, end)
 
 @patch
 def _in_parts(self:StepLoop, n, rows, limit, changed, run, end):
-    "Call `run()` for each micro-batch of the batch, then `end()`, except after the last one in training"
+    """Call `run()` for each micro-batch of the Learner's batch, and `end()` after each
+
+    `n`: samples of the batch; `rows`: its rows; `limit`: a `MicroBatchLimit`; `changed`: the attributes
+    before callbacks changed them. In training, `end()` is not called for the last micro-batch.
+    """
     learn,training = self.learn,self.learn.training
     division = limit.divide(learn.model, learn.xb, learn.yb, rows, self.warn_once)
     parts = BatchParts(learn, rows, changed, division)
@@ -461,7 +478,8 @@ def _in_parts(self:StepLoop, n, rows, limit, changed, run, end):
             has_failed = bool(retries.failed)
             with explain_split(stop-start, rows):
                 is_done = retries.attempt(run, self.micro, training and not self.mean.count)
-            # `Retries` has set gradients aside or put them back, which is no change by a callback
+            # `Retries` has changed gradients, and `grad_check` must not take that for a change by a
+            # callback
             if has_failed or not is_done: self.grad_check.forget()
             if not is_done: continue
             if is_part: self.micro.batch = learn.xb,learn.yb
@@ -473,7 +491,7 @@ def _in_parts(self:StepLoop, n, rows, limit, changed, run, end):
 # %% ../../nbs/core/15_step_loop.ipynb #valid
 @patch
 def run_valid_batch(self:StepLoop, i:int, b:object):
-    "Run a validation batch in micro-batches that fit in memory; for `'auto'`, replaces `one_batch`"
+    "Run a validation batch in micro-batches that fit in memory; replaces `one_batch` with `'auto'`"
     learn,changed = self.learn,ChangedAttrs([self.learn,*self.learn.cbs])
     self.events = self.events or Events(learn)
     learn.iter = i

@@ -92,7 +92,7 @@ def our_callback(learn:Learner, name:str)->Callback|None:
 def by_name(name:str)->Callable:
     """Make a decorator for an `__init__` whose arguments have to be given by name
 
-    The error for a positional argument suggests the name `name` for it.
+    The error for a positional argument suggests to pass the argument as `name=`.
 
     TypeError: when the decorated `__init__` is called with a positional argument
     """

@@ -91,9 +91,9 @@ class Processes:
         return [o[len(must_match):] for o in each]
 
     def sum(self, *nums)->list:
-        """Add up each number over all processes, as 0-dim tensors in double precision
+        """Return the sum of each number over all processes, as 0-dim tensors in double precision
 
-        With one process, returns `nums`.
+        With one process, returns `nums` unchanged.
         """
         if self.n==1: return list(nums)
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -102,13 +102,13 @@ class Processes:
         return list(res)
 
     def pause_sync(self, paused:bool):
-        "Switch DDP's own synchronisation off if `paused`, otherwise on; `sum_grads` replaces it"
+        "Switch DDP's synchronisation in forward and backward passes off if `paused`, otherwise on"
         for m in self.ddps:
             m.require_backward_grad_sync = not paused
             m.require_forward_param_sync = not paused
 
     def sum_grads(self, params:list, grads:dict):
-        "Add up the gradients in `grads`, a dict by parameter, over all processes"
+        "Add up the gradients in `grads`, a dict from parameters to gradients, over all processes"
         if self.ddps: add_up(params, grads, self.group, self.device)
 
     def share_buffers(self):
@@ -120,7 +120,7 @@ class Processes:
 
 # %% ../../nbs/core/08_distributed.ipynb #add-up
 def add_up(params:list, grads:dict, group:dist.ProcessGroup, device:torch.device):
-    """All-reduce the gradients in `grads`, a dict by parameter, and put the sums in their place
+    """Replace the gradients in `grads`, a dict by parameter, by their sums over all processes
 
     If a process has no gradient of a parameter, zeros take its place. A parameter without a gradient on
     any process is left out.

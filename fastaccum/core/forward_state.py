@@ -27,7 +27,7 @@ def devices_of(modules:Iterable)->list:
     return list({t.device for t in tensors if t is not None and t.device.type not in ('cpu','meta')})
 
 def rng_state(devices:Iterable=())->list: # Pairs: a function that sets a state, the state
-    "Return the states of Python's, NumPy's and PyTorch's generators, on the CPU and on `devices`"
+    "Return the states of Python's, NumPy's and PyTorch's random generators, on the CPU and on `devices`"
     res = [(random.setstate,random.getstate()), (np.random.set_state,np.random.get_state()),
         (torch.set_rng_state,torch.get_rng_state())]
     for o in devices:
@@ -81,7 +81,7 @@ def set_autocast_state(state:tuple):
 _containers = list,dict,set,deque
 
 def items_of(o:dict|list|set|deque)->list:
-    "The items of a container; keys and values of a dict"
+    "List the items of a container; for a dict, each key followed by its value"
     return [x for pair in o.items() for x in pair] if isinstance(o, dict) else list(o)
 
 def put_items(o:dict|list|set|deque, items:list):
@@ -96,7 +96,7 @@ def put_items(o:dict|list|set|deque, items:list):
 # types whose objects never change
 _constants = {int,float,bool,str,bytes,type(None),torch.device,torch.dtype}
 _generators = torch.Generator,np.random.Generator,np.random.RandomState,random.Random
-# types whose objects may change in a forward pass
+# types whose objects, or the objects in them, may change in a forward pass
 _stateful = *_containers,tuple,torch.Tensor,*_generators
 # names of attributes that every module has, and of attributes that may be replaced during a fit
 _not_state = vars(nn.Module()).keys()|{'forward','_compiled_call_impl'}
@@ -134,7 +134,7 @@ class ForwardState:
         self.devices = devices_of(self.modules) if devices is None else devices
         self.rng = rng_state(self.devices)             # pairs: a function that sets a state, the state
         self.autocast = autocast_state(self.devices)   # a state for `set_autocast_state`
-        self.modes = [(m,m.training) for m in self.modules]   # pairs: a module, its `training`
+        self.modes = [(m,m.training) for m in self.modules]   # pairs: a module, its flag `training`
         # pairs: a module's dict of buffers, and a copy of the dict
         self.buffers = [(m._buffers,dict(m._buffers)) for m in self.modules if m._buffers]
         self.copies = {}   # `id` of a buffer -> the buffer, its version, a copy of its values

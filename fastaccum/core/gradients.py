@@ -55,8 +55,8 @@ def is_compiled(m:nn.Module)->bool:
 class GradSums:
     "Sums the gradients of `params` in at least float32, outside of the parameters' `grad`"
     def __init__(self, params:list):
-        self.params = params
-        self.sums = {}   # the sum of the gradients of each parameter, by parameter
+        self.params = params   # the parameters whose gradients are summed
+        self.sums = {}         # a parameter -> the sum of its gradients
 
     def __bool__(self): return bool(self.params)
 

@@ -61,7 +61,7 @@ def sizes_of(dl:object, micro_batch_size:int|None=None)->LoaderSizes:
     bs,n = _bs_and_n(dl.dl if is_distributed else dl, micro_batch_size)
     n_all = n_of(dl) or n
     if is_distributed:
-        # `DistributedDL` also distributes samples that the loader inside of it would drop
+        # the processes share all samples, even samples that the wrapped loader alone would drop
         n_all = ceil((n_of(dl.dl) or n)/dl.world_size)
         n = n_all//bs*bs if dl.drop_last else n_all
     # a loader drops fewer samples than a batch has: with a larger difference, `n_of` has counted samples

@@ -48,7 +48,7 @@ class LogRows:
 def count_rows(self:LogRows, learn:Learner, counts_rows:bool):
     """Let `learn.train_iter` count recorded rows if `counts_rows`, and optimizer steps otherwise
 
-    TensorBoard and ShowGraph need the number of rows between epochs.
+    Between epochs, TensorBoard and ShowGraph use `learn.train_iter` as the number of recorded losses.
     """
     shown = self.n_more_rows if counts_rows else 0
     learn.train_iter += shown-self.n_shown
@@ -76,7 +76,7 @@ def before_step_row(self:LogRows, learn:Learner, n:int):
 
 @patch
 def before_micro_batch_row(self:LogRows, learn:Learner):
-    "Before a micro-batch is logged, correct W&B's fractional epoch"
+    "Before a micro-batch is logged, correct the fraction of the epoch that W&B logs"
     for cb in self.wandb:
         # fastai is about to add `1/n_iter`, the fraction of a step: correct it to that of a micro-batch
         if cb.run: cb._wandb_epoch += 1/self.n_rows-1/learn.n_iter

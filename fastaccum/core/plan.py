@@ -40,10 +40,10 @@ class LoaderSizes(NamedTuple):
         return self.bs if self.micro_bs==self.bs else 1
 
 class PlannedStep(NamedTuple):
-    "One step of the plan"
+    "The sizes of one planned step, in samples"
     sizes:tuple # Samples that each process trains on in this step
-    full:int # Samples of a complete step at this position, over all processes
-    wanted:int # Samples that each process needs; its part of the step ends with the batch that reaches them
+    full:int # Samples of a complete step, over all processes, rounded up to whole batches
+    wanted:int # Samples that a process needs before it ends its part of the step
 
 # %% ../../nbs/core/00_plan.ipynb #equal
 class EqualSteps(Sequence):
@@ -65,8 +65,8 @@ class EqualSteps(Sequence):
 
     def runs(self)->list:
         "List pairs: a number of consecutive steps of equal size, and the samples in each of these steps"
-        # a step is smaller than the previous step only if a process has too few samples left for a
-        # complete step, or has no samples left
+        # a step is smaller than the previous step if a process has too few samples left for its part, or
+        # has none left
         first_smaller = set()
         for share,dl in zip(self.shares, self.loaders): first_smaller |= {dl.n//share,ceil(dl.n/share)}
         edges = sorted({0,self.n,*(i for i in first_smaller if i<self.n)})
@@ -156,14 +156,15 @@ def _equal_steps(self:Plan):
     "Return the steps of an epoch without a schedule"
     shares = self.shares(self.accum_bs)
     n_complete = min(dl.n//share for share,dl in zip(shares, self.loaders))
-    n_all = max(ceil(dl.n/share) for share,dl in zip(shares, self.loaders))   # with incomplete steps
+    n_with_incomplete = max(ceil(dl.n/share) for share,dl in zip(shares, self.loaders))
     has_no_complete_step = n_complete==0
     keep_incomplete = not self.drop_last or self.never_empty and has_no_complete_step
-    return EqualSteps(self.loaders, shares, self.accum_bs, n_all if keep_incomplete else n_complete)
+    n_steps = n_with_incomplete if keep_incomplete else n_complete
+    return EqualSteps(self.loaders, shares, self.accum_bs, n_steps)
 
 @patch
 def _walk(self:Plan, i):
-    "Yield the steps of epoch `i` with a schedule, which depend on the number of steps before the epoch"
+    "With a schedule, yield the steps of epoch `i`: the size of a step depends on all steps before it"
     done = [0]*len(self.loaders)   # samples of each process in the steps so far
     step = self.steps_before(i)
     keep_incomplete = not self.drop_last
@@ -338,8 +339,8 @@ def _warn_rounded_up(self:Plan, size_name):
 @patch
 def _check_filled(self:Plan, warns):
     "Refuse an epoch with too few samples for a complete step, or warn that it has only a smaller one"
-    # `drop_last=True` keeps a step only if every process has enough samples; otherwise one process with
-    # enough samples is sufficient
+    # with `drop_last=True`, the epoch is empty if one process has too few samples for its part of a step;
+    # otherwise, the epoch is one smaller step if all processes have too few
     is_too_few = any if self.drop_last else all
     for i in self._different_epochs():
         full = self.shares(self.wanted(i, self.steps_before(i)))

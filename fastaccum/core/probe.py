@@ -68,6 +68,7 @@ class Part:
         self.learn = learn   # supplies all attributes that do not depend on the samples
         self.n = n           # samples in the whole micro-batch
         self.rows = rows     # `rows(x)` selects the samples of the part from a tensor or list
+        # copies of the predictions and targets of the part
         self.pred,*yb = _copy(_pick_of_output((learn.pred,*learn.yb), n, rows))
         self.yb = tuple(yb)
         self.loss_func = self._loss_func_of_part(loss_func or learn.loss_func)
@@ -124,9 +125,10 @@ def _to_numbers(xs):
     return [next(numbers) if isinstance(o, torch.Tensor) else o for o in xs]
 
 def _gap(losses, sizes, is_sum):
-    """Return the difference between the loss of a whole and the mean (or sum) of its parts' losses
+    """Return the difference between the loss of a micro-batch and the mean or sum of its parts' losses
 
-    `losses` and `sizes` begin with the whole. Also returns the larger of the two values.
+    `losses` and `sizes` begin with those of the whole micro-batch. Also returns the larger of the two
+    compared values.
     """
     whole,*parts = losses
     n,*ns = sizes
@@ -196,9 +198,9 @@ def _compare_parts(learn, loss_func, n, count_items, devices, change):
 
 # %% ../../nbs/core/10_probe.ipynb #probe-all
 def _copy_loss(f, *kept):
-    """Copy a loss function that is a module
+    """Copy a loss function that is a module; return any other loss function itself
 
-    The copy refers to the same objects `kept`, such as the Learner.
+    The copy shares the objects `kept`, such as the Learner, with the original.
     """
     if not isinstance(f, (nn.Module,BaseLoss)): return f
     memo = {id(o):o for o in kept}   # `deepcopy` does not copy the objects in `memo`

@@ -48,7 +48,7 @@ def check_loaders(loaders:list, comms:list):
 
 # %% ../../nbs/core/17_process_checks.ipynb #processes
 def check_wrapped(model:nn.Module):
-    """Refuse a model whose wrapper cannot delay the exchange of gradients to the end of a step
+    """Refuse a model whose DDP wrapper cannot delay the exchange of gradients to the end of a step
 
     ValueError: there are several processes, and DDP with `static_graph=True`
     """

@@ -19,7 +19,7 @@ from .warnings import more_link
 # %% ../../nbs/core/24_segments.ipynb #segment
 @dataclass
 class Segment:
-    "A part of a model that can be computed again"
+    "A part of a model whose activations can be computed again in the backward pass"
     name:str # As in `named_modules`; children of a Sequential as a slice: '0[:4]'
     modules:list # One module, or consecutive children of `seq`
     seq:nn.Sequential|None=None # The Sequential that runs `modules`; `None` if they are one module

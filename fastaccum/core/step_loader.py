@@ -29,11 +29,11 @@ class BatchStream:
     def __init__(self, dl:object, sizes:LoaderSizes, count:Callable=n_samples):
         self.sizes = sizes       # the sizes of `dl`, in samples
         self.count = count       # `count(batch, expected)` returns the number of samples in a batch
-        self.batches = iter(dl)
+        self.batches = iter(dl)  # yields the batches of `dl`
         self.n_read = 0          # batches read so far
         self.n_samples = 0       # samples in the batches read so far
-        # the next batch, or the rest of a batch that was cut, and its number of samples; `None` until it
-        # is read
+        # pair: the next batch, or the rest of a batch that was cut; its number of samples. `None` before
+        # the next batch is read
         self.rest = None
 
     def end(self):
@@ -69,13 +69,13 @@ class Step:
     "The batches of one step, with its sizes in samples"
     def __init__(self, batches:BatchStream, plan:PlannedStep, rank:int=0, announced:bool=True):
         self.batches = batches
-        # whether the step is in the plan; it is not if the loader yields more samples than its `__len__`
+        # whether the step is in the plan; `False` for samples beyond the number that the loader's `__len__`
         # and `bs` announce
         self.announced = announced
         self.size = plan.sizes[rank]            # samples of this process
         self.total = sum(plan.sizes)            # samples of all processes
         self.full = plan.full                   # samples of a complete step, over all processes
-        # the step ends once this process has counted this many samples
+        # this process ends its part of the step once it has counted this many samples
         self.target = min(self.size, plan.wanted)
 
     def _refuse(self, *_):
@@ -88,14 +88,14 @@ class Step:
     def n_missing(self, counted:int)->int:
         """Return how many samples the step still needs after `counted` samples
 
-        0 if the loader has no more samples.
+        Returns 0 if the loader has no more samples.
         """
         missing = self.target-counted
         return missing if missing>0 and self.batches.has_more() else 0
 
 # %% ../../nbs/core/02_step_loader.ipynb #in-place
 class OneBatchLoader(GetAttr):
-    "Wraps the loader `dl`; while it is iterated, the Learner runs batches with the function `one_batch`"
+    "Wraps the loader `dl`; during its iteration, the Learner runs batches with the function `one_batch`"
     _default = 'dl'
     def __init__(self, learn:Learner, dl:object, one_batch:Callable):
         self.dl,self.patch = dl,Patch(learn, 'one_batch', one_batch)
@@ -153,8 +153,8 @@ class StepLoader(OneBatchLoader):
         batches = BatchStream(self.dl, self.sizes, self.count)
         are_several = self.processes.n>1
         for planned in self.steps:
-            # a process without samples yields empty steps if there are several processes, because the
-            # other processes wait for it when they exchange gradients
+            # a process that has run out of samples yields empty steps: the other processes wait for it
+            # when they exchange gradients
             if are_several or batches.has_more(): yield Step(batches, planned, self.processes.rank)
         if self.drop_last: self._exhaust(batches)
         elif len(self.steps) and batches.has_more(): yield from self._unannounced(batches, are_several)

@@ -37,10 +37,10 @@ def more_link(key:str)->str:
     return f"\nMore: {_page}#{key}"
 
 def append_message(e:Exception, msg:str):
-    "Append `msg` to the message of the error `e`, unless it has a link of this package or cancels a fit"
+    "Append `msg` to the message of the error `e`, unless `e` has a link to Messages or is no failure"
     has_link = more_link('') in str(e)
-    cancels = type(e).__name__.startswith('Cancel')   # such as fastai's `CancelBatchException`
-    if not (has_link or cancels): e.args = (f'{e}\n{msg}',)
+    is_failure = not type(e).__name__.startswith('Cancel')   # unlike `CancelBatchException`
+    if is_failure and not has_link: e.args = (f'{e}\n{msg}',)
 
 # %% ../../nbs/core/09_warnings.ipynb #warn
 # packages whose code is not the user's

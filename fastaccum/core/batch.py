@@ -68,7 +68,7 @@ def _counts(o):
 def n_samples(b:object, expected:int=None)->int:
     """Count the samples of a batch
 
-    If several numbers are possible, `expected`, the loader's batch size, decides.
+    `expected` is the loader's batch size, which decides if several numbers are possible.
     """
     parts = b if isinstance(b, (tuple,list)) else (b,)
     if parts and has_rows(parts[0], expected): return expected
@@ -83,16 +83,19 @@ def samples(learn:Learner)->int:
 
 # %% ../../nbs/core/03_batch.ipynb #is-on
 def is_on(device:torch.device|None, b:object)->bool:
-    "Whether a batch is a tuple or list of tensors that are all on `device`, so that nothing has to be moved"
+    "Whether a batch is a tuple or list of tensors that are all on `device` already"
     if device is None or type(b) not in (tuple,list): return False
     for o in b:
         if not isinstance(o, torch.Tensor) or o.device!=device: return False
     return True
 
 # %% ../../nbs/core/03_batch.ipynb #split
-def even_sizes(n:int, most:int|None)->list:
-    "Divide `n` samples into as few parts of at most `most` samples as possible; returns the even sizes"
-    n_parts = ceil(n/most) if most else 1
+def even_sizes(n:int, max_size:int|None)->list:
+    """Divide `n` samples into as few parts of at most `max_size` samples as possible
+
+    Returns the sizes of the parts, which differ by at most 1. `max_size=None` gives a single part.
+    """
+    n_parts = ceil(n/max_size) if max_size else 1
     size,rest = divmod(n, n_parts)
     return [size+1]*rest+[size]*(n_parts-rest)
 
@@ -107,11 +110,12 @@ def container_like(o:object, parts:list)->object:
     data = dict(zip(o.keys(), parts))
     if not isinstance(o, dict): return type(o)(data)
     res = copy(o)
-    # not `update`, which the outputs of Hugging Face's models refuse
+    # the outputs of Hugging Face's models raise an error in `update`, but not here
     for k,v in data.items(): res[k] = v
     return res
 
 def _cannot_be_split(o, n, reason=''):
+    "Return the error for a part `o` of a batch of `n` samples"
     return TypeError(f"a {type(o).__name__}{reason} in a batch of {n} samples cannot be split: "
         "`micro_batch_size` splits tensors with the samples along their first dimension, and tuples, "
         "lists and dicts of such tensors. Pass `micro_batch_size=AutoSize(split=f)` with your own "
@@ -123,7 +127,7 @@ def _cannot_be_split(o, n, reason=''):
 def _lists_samples(o, n, of_tensors=False):
     """Whether `o` is a list with an item for each of `n` samples
 
-    If all items are tensors with `n` rows, the items are samples only with `of_tensors`.
+    A list of `n` tensors with `n` rows each could also be a list of parts: then `of_tensors` decides.
     """
     if not is_list(o) or len(o)!=n: return False
     return of_tensors or not all(has_rows(x, n) for x in o)
@@ -185,9 +189,9 @@ def like_tensor(o:object, x:object)->object:
 
 # %% ../../nbs/core/03_batch.ipynb #join
 def join(parts:list, ns:list)->object:
-    """Join parts of a batch with `ns` samples, tensor by tensor
+    """Join the parts of a batch, which have `ns` samples, tensor by tensor
 
-    Anything without rows is taken from the first part.
+    If a value does not have a row for each sample, the value of the first part is returned.
     """
     o = parts[0]
     if isinstance(o, torch.Tensor): return torch.cat(parts) if all(map(has_rows, parts, ns)) else o

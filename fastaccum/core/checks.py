@@ -74,7 +74,7 @@ def check_function(name:str, f:object, n:int, example:str)->object:
     return f
 
 # %% ../../nbs/core/07_checks.ipynb #names
-@lru_cache   # called for each callback in each step
+@lru_cache   # the function is called for each callback in each step
 def class_names(cls:type)->frozenset:
     "Return the full names of `cls` and its base classes, such as `'fastai.learner.Recorder'`"
     return frozenset(f'{o.__module__}.{o.__qualname__}' for o in cls.__mro__)
@@ -85,14 +85,14 @@ def our_callbacks(learn:Learner, name:str)->list:
     return [cb for cb in learn.cbs if any(map(is_ours, class_names(type(cb))))]
 
 def our_callback(learn:Learner, name:str)->Callback|None:
-    "Return the first of `our_callbacks` that is switched on, or `None`"
+    "Return the first callback of fastaccum's class `name` that is switched on, or `None`"
     return next((o for o in our_callbacks(learn, name) if o.run), None)
 
 # %% ../../nbs/core/07_checks.ipynb #by-name
 def by_name(name:str)->Callable:
     """Make a decorator for an `__init__` whose arguments have to be given by name
 
-    The error for a positional argument suggests to pass it as `name`.
+    The error for a positional argument suggests to pass the argument as `name=`.
 
     TypeError: when the decorated `__init__` is called with a positional argument
     """
@@ -109,8 +109,8 @@ def by_name(name:str)->Callable:
     return decorate
 
 # %% ../../nbs/core/07_checks.ipynb #learner
-def _steps_by_itself(learn, name):
-    "Whether the Learner's method `name` is not fastai's, so that it may be a training loop of its own"
+def _is_replaced(learn, name):
+    "Whether the Learner's method `name` is not fastai's, so that it may not run micro-batches"
     f = vars(learn).get(name) or getattr(type(learn), name)
     f = getattr(f, '__func__', f)
     module = getattr(f, '__module__', None) or ''
@@ -128,7 +128,7 @@ def _passed_to_fit(learn):
         is_fit = frame.f_globals.get('__name__')=='fastai.learner' and frame.f_code.co_name=='fit'
         if is_fit and frame.f_locals.get('self') is learn:
             passed = L(frame.f_locals.get('cbs'))
-            # a callback may be passed as a class: fastai makes an instance, and adds the instance last
+            # if a class was passed, fastai has added an instance of it after all other callbacks
             made = [[o for o in learn.cbs if type(o) is p][-1] for p in passed if isinstance(p, type)]
             return [*passed,*made]
         frame = frame.f_back
@@ -189,23 +189,23 @@ def check_learner(learn:Learner):
             "pass. The hook would run with every micro-batch instead of once per step: remove it"
             + more_link('steps-in-the-backward-pass'))
     for name in ('_do_one_batch','_do_grad_opt','one_batch'):
-        if not _steps_by_itself(learn, name): continue
+        if not _is_replaced(learn, name): continue
         raise ValueError(f"the Learner's own `{name}` replaces fastai's, which runs the micro-batches, "
             "so gradients cannot be accumulated: move its code into callbacks, the model or the loss "
             "function"
             + more_link('own-training-loop'))
 
 # %% ../../nbs/core/07_checks.ipynb #hooked
-def _is_users(hook):
-    "Whether a hook is the user's own: it belongs neither to fastaccum nor to W&B"
-    function = getattr(hook, 'func', hook)   # the function of a `partial`, which `NoiseScale` registers
+def _is_user_hook(hook):
+    "Whether a hook belongs to the user, and not to fastaccum or W&B"
+    function = getattr(hook, 'func', hook)   # a hook of `NoiseScale` is a `partial`
     module = getattr(function, '__module__', None) or ''
     return not module.startswith(('fastaccum.','wandb.'))
 
 def hooked_params(model:nn.Module)->list:
-    "List the names of the parameters whose gradients go through a hook of the user (`register_hook`)"
+    "List the names of the parameters on which the user has put a hook with `register_hook`"
     trained = [(name,p) for name,p in model.named_parameters() if p.requires_grad]
-    return [name for name,p in trained if any(map(_is_users, (p._backward_hooks or {}).values()))]
+    return [name for name,p in trained if any(map(_is_user_hook, (p._backward_hooks or {}).values()))]
 
 # %% ../../nbs/core/07_checks.ipynb #single
 def check_single(learn:Learner, cls:type):

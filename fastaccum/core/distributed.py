@@ -20,7 +20,7 @@ from .warnings import more_link
 
 # %% ../../nbs/core/08_distributed.ipynb #world
 def world_size()->int:
-    "Return the number of processes: 1 outside of a launcher"
+    "Return the number of processes; 1 if `torch.distributed` is not initialised"
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 def gather(mine:list, device:torch.device, group:dist.ProcessGroup|None=None)->list:
@@ -71,9 +71,11 @@ class Processes:
         check_not_sharded(model)
         ddps = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
         first = next(model.parameters(), None)
+        # the `DistributedDataParallel` modules; none if there is only one process
         self.ddps = ddps if world_size()>1 else []
-        # where numbers are exchanged
+        # device of the tensors with which processes exchange numbers
         self.device = torch.device('cpu') if first is None else first.device
+        # the process group of DDP; `None` if there is only one process
         self.group = self.ddps[0].process_group if self.ddps else None
         self.rank = 0 if self.group is None else self.group.rank()   # the number of this process, from 0
         self.n = 1 if self.group is None else self.group.size()      # the number of processes
@@ -89,9 +91,9 @@ class Processes:
         return [o[len(must_match):] for o in each]
 
     def sum(self, *nums)->list:
-        """Add up each number over all processes, as 0-dim tensors in double precision
+        """Return the sum of each number over all processes, as 0-dim tensors in double precision
 
-        With one process, returns `nums`.
+        With one process, returns `nums` unchanged.
         """
         if self.n==1: return list(nums)
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -100,13 +102,13 @@ class Processes:
         return list(res)
 
     def pause_sync(self, paused:bool):
-        "Turn DDP's own synchronisation off (`True`) or on: `sum_grads` does it once per step"
+        "Switch DDP's synchronisation in forward and backward passes off if `paused`, otherwise on"
         for m in self.ddps:
             m.require_backward_grad_sync = not paused
             m.require_forward_param_sync = not paused
 
     def sum_grads(self, params:list, grads:dict):
-        "All-reduce the gradients in `grads`, by parameter"
+        "Add up the gradients in `grads`, a dict from parameters to gradients, over all processes"
         if self.ddps: add_up(params, grads, self.group, self.device)
 
     def share_buffers(self):
@@ -118,7 +120,7 @@ class Processes:
 
 # %% ../../nbs/core/08_distributed.ipynb #add-up
 def add_up(params:list, grads:dict, group:dist.ProcessGroup, device:torch.device):
-    """All-reduce the gradients in `grads`, a dict by parameter, and put the sums in their place
+    """Replace the gradients in `grads`, a dict by parameter, by their sums over all processes
 
     If a process has no gradient of a parameter, zeros take its place. A parameter without a gradient on
     any process is left out.

@@ -14,7 +14,7 @@ from fastai.learner import Learner, Recorder
 from .checks import class_names
 
 # %% ../../nbs/core/13_events.ipynb #hears
-# callbacks of fastai that count steps although they have a `before_batch`
+# fastai's callbacks that have a `before_batch` and still get `after_batch` once per optimizer step
 step_counters = {'fastai.callback.schedule.ParamScheduler','fastai.callback.wandb.WandbCallback',
     'fastai.vision.gan.GANTrainer'}
 
@@ -28,12 +28,12 @@ def hears_steps(cb:Callback)->bool:
     return _counts_steps(cb) or not has_before_batch
 
 def records(cb:Callback)->bool:
-    "Whether `cb` records or shows losses; if `log_accum_batch=False`, it gets every micro-batch"
+    "Whether `cb` records or shows losses, and so gets micro-batches with `log_accum_batch=False`"
     return cb.order>=Recorder.order or _counts_steps(cb)
 
 # %% ../../nbs/core/13_events.ipynb #events
 class Events(dict):
-    "Sends events to the callbacks of `learn`; caches for which events a class has methods"
+    "Sends events to the callbacks of `learn`; a dict that caches the events of each class with a method"
     def __init__(self, learn:Learner): self.learn = learn
 
     def __missing__(self, cls):
@@ -42,7 +42,7 @@ class Events(dict):
         return names
 
     def listeners(self, event:str)->list:
-        "The callbacks that have a method for `event`, in the order in which fastai calls them"
+        "List the callbacks that have a method for `event`, in the order in which fastai calls them"
         res = []
         for cb in sorted(self.learn.cbs.items, key=attrgetter('order')):
             if event in self[type(cb)] or event in vars(cb): res.append(cb)

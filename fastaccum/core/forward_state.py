@@ -22,22 +22,22 @@ from .warnings import more_link
 
 # %% ../../nbs/core/23_forward_state.ipynb #rng
 def devices_of(modules:Iterable)->list:
-    "The devices, except the CPU, of the parameters and buffers of `modules`, without inner modules"
+    "List the devices, except the CPU, of the parameters and buffers that belong directly to `modules`"
     tensors = [t for m in modules for t in (*m._parameters.values(),*m._buffers.values())]
     return list({t.device for t in tensors if t is not None and t.device.type not in ('cpu','meta')})
 
-def rng_state(devices:Iterable=())->list: # (function that sets a state, state) of each generator
-    "The states of Python's, NumPy's and PyTorch's random number generators, on the CPU and on `devices`"
+def rng_state(devices:Iterable=())->list: # Pairs: a function that sets a state, the state
+    "Return the states of Python's, NumPy's and PyTorch's random generators, on the CPU and on `devices`"
     res = [(random.setstate,random.getstate()), (np.random.set_state,np.random.get_state()),
         (torch.set_rng_state,torch.get_rng_state())]
     for o in devices:
         module = torch.get_device_module(o)
-        kwargs = {} if o.type=='mps' else dict(device=o)   # there is a single MPS device
+        kwargs = {} if o.type=='mps' else dict(device=o)   # `torch.mps` takes no `device`
         res.append((partial(module.set_rng_state, **kwargs),module.get_rng_state(**kwargs)))
     return res
 
-def generator_state(o:object)->list: # (function that sets a state, state), or nothing
-    "The state of the random number generator `o`; an empty list for any other object"
+def generator_state(o:object)->list: # At most one pair: a function that sets the state, the state
+    "Return the state of the random number generator `o`; an empty list for any other object"
     if isinstance(o, random.Random): return [(o.setstate,o.getstate())]
     if isinstance(o, (np.random.RandomState,torch.Generator)): return [(o.set_state,o.get_state())]
     if isinstance(o, np.random.Generator):
@@ -49,16 +49,16 @@ def set_rng_state(state:list):
     for set_state,o in state: set_state(o)
 
 # %% ../../nbs/core/23_forward_state.ipynb #autocast
-_call = methodcaller('__call__')
+_call = methodcaller('__call__')   # `_call(f)` calls `f`
 
 def _nesting():
-    "The number of nested autocast contexts, which PyTorch tells only when the number changes"
-    # `map` makes both calls within one bytecode, so that no interrupt can come between the two
+    "Return the number of nested autocast contexts, which PyTorch tells only when the number changes"
+    # `map` makes both calls within one bytecode, so that Ctrl-C cannot leave the number increased
     _,depth = map(_call, (torch.autocast_increment_nesting,torch.autocast_decrement_nesting))
     return depth
 
 def autocast_state(devices:Iterable=())->tuple:
-    "The state of autocast in this thread, on the CPU and on `devices`"
+    "Return the state of autocast in this thread, on the CPU and on `devices`"
     depth = _nesting()
     kinds = {'cpu',*(o.type for o in devices)}
     flags = [(o,torch.is_autocast_enabled(o),torch.get_autocast_dtype(o)) for o in kinds]
@@ -69,9 +69,9 @@ def set_autocast_state(state:tuple):
     depth,has_cache,flags = state
     missing = depth-_nesting()
     move = torch.autocast_increment_nesting if missing>0 else torch.autocast_decrement_nesting
-    # `deque` makes all calls within one bytecode, so that no interrupt can come between two of them
+    # `deque` makes all calls within one bytecode, so that Ctrl-C cannot stop them half-way
     deque(map(_call, [move]*abs(missing)), maxlen=0)
-    if not depth: torch.clear_autocast_cache()
+    if not depth: torch.clear_autocast_cache()   # as PyTorch does when the outermost context ends
     for kind,is_on,dtype in flags:
         torch.set_autocast_enabled(kind, is_on)
         torch.set_autocast_dtype(kind, dtype)
@@ -81,7 +81,7 @@ def set_autocast_state(state:tuple):
 _containers = list,dict,set,deque
 
 def items_of(o:dict|list|set|deque)->list:
-    "The items of a container; keys and values of a dict"
+    "List the items of a container; for a dict, each key followed by its value"
     return [x for pair in o.items() for x in pair] if isinstance(o, dict) else list(o)
 
 def put_items(o:dict|list|set|deque, items:list):
@@ -93,24 +93,29 @@ def put_items(o:dict|list|set|deque, items:list):
     else: o.update(zip(items[::2], items[1::2]) if isinstance(o, dict) else items)
 
 # %% ../../nbs/core/23_forward_state.ipynb #find
+# types whose objects never change
 _constants = {int,float,bool,str,bytes,type(None),torch.device,torch.dtype}
 _generators = torch.Generator,np.random.Generator,np.random.RandomState,random.Random
+# types whose objects, or the objects in them, may change in a forward pass
 _stateful = *_containers,tuple,torch.Tensor,*_generators
+# names of attributes that every module has, and of attributes that may be replaced during a fit
 _not_state = vars(nn.Module()).keys()|{'forward','_compiled_call_impl'}
 
 def _find_state(todo, in_objects=False):
-    """Find containers, tensors and generators in `todo`, a list of (name, object) pairs
+    """Find containers, tensors and generators in `todo`, a list of `(name, object)` pairs
 
-    Containers are searched; with `in_objects`, the attributes of other objects as well. Returns pairs.
+    Searches the items of containers, and with `in_objects` also the attributes of other objects. Returns
+    `(name, object)` pairs, in which the name is that of an attribute or a dict's key.
     """
-    found = {}
+    found = {}   # `id` of an object -> its name, the object
     while todo:
         name,o = todo.pop()
         is_searched = in_objects and not isinstance(o, (*_stateful,nn.Module,type))
         if is_searched and hasattr(o, '__dict__'): o = vars(o)
         if type(o) in _constants or id(o) in found or not isinstance(o, _stateful): continue
         found[id(o)] = name,o
-        if not isinstance(o, (*_containers,tuple)) or len(o)>=1000: continue
+        is_long = isinstance(o, (*_containers,tuple)) and len(o)>=1000   # such as a vocabulary
+        if not isinstance(o, (*_containers,tuple)) or is_long: continue
         pairs = o.items() if isinstance(o, dict) else ((name,x) for x in o)
         todo += [(key if isinstance(key, str) else name,x) for key,x in pairs]
     return found.values()
@@ -123,30 +128,32 @@ class ForwardState:
     `copy=False`, the values of buffers are not noted.
     """
     def __init__(self, modules:Iterable, devices:Iterable|None=None, given:Iterable=(), copy:bool=True):
-        self.modules = list(modules)
-        self.given = list(given)
+        self.modules = list(modules)   # the modules that run in the forward pass
+        self.given = list(given)       # other objects that the pass may change
+        # the devices, except the CPU, whose random numbers and autocast are noted
         self.devices = devices_of(self.modules) if devices is None else devices
-        self.rng = rng_state(self.devices)
-        self.autocast = autocast_state(self.devices)
-        self.modes = [(m,m.training) for m in self.modules]
+        self.rng = rng_state(self.devices)             # pairs: a function that sets a state, the state
+        self.autocast = autocast_state(self.devices)   # a state for `set_autocast_state`
+        self.modes = [(m,m.training) for m in self.modules]   # pairs: a module, its flag `training`
         # pairs: a module's dict of buffers, and a copy of the dict
         self.buffers = [(m._buffers,dict(m._buffers)) for m in self.modules if m._buffers]
         self.copies = {}   # `id` of a buffer -> the buffer, its version, a copy of its values
         if copy: self._copy_buffers()
         own = [vars(m) for m in self.modules if not type(m).__module__.startswith('torch.nn.')]
-        # for each module that is not from `torch.nn`: its attributes, and a copy of the attributes that may be state
+        # for each module that is not from `torch.nn`, a pair: the dict of its attributes, and a copy of
+        # the attributes that may be state
         self.attrs = [(d,{k:o for k,o in d.items() if k not in _not_state}) for d in own]
         kept = [(k,o) for _,attrs in self.attrs for k,o in attrs.items() if type(o) not in _constants]
         found = [*_find_state(kept),*_find_state([('',o) for o in self.given], in_objects=True)]
-        # pairs: a container, and its items
+        # pairs: a container in an attribute, and the items of the container
         self.items = [(o,items_of(o)) for _,o in found if isinstance(o, _containers)]
-        # (name, tensor, version) of each tensor that is neither a parameter nor a buffer
+        # (name, tensor, version) of each tensor in an attribute
         self.tensors = [(name,o,o._version) for name,o in found
             if isinstance(o, torch.Tensor) and not (isinstance(o, nn.Parameter) or o.is_inference())]
         for _,o in found: self.rng += generator_state(o)
 
     def _copy_buffers(self):
-        # `detach`, not `no_grad`: Ctrl-C at the end of `no_grad` would leave gradients switched off
+        # `detach` instead of `no_grad`, because Ctrl-C at the end of `no_grad` would leave gradients off
         for _,buffers in self.buffers:
             for b in buffers.values():
                 if b is None or b.is_inference(): continue
@@ -155,7 +162,7 @@ class ForwardState:
 # %% ../../nbs/core/23_forward_state.ipynb #back
 @patch
 def put_back(self:ForwardState):
-    "Run `check`, then restore this state; can be called any number of times"
+    "Restore this state, after `check`; may be called any number of times"
     self.check()
     for b,_,copy in self.copies.values(): b.detach().copy_(copy)
     self._put()
@@ -163,7 +170,7 @@ def put_back(self:ForwardState):
 @patch
 def _put(self:ForwardState):
     "Restore everything except the values of buffers"
-    # no `clear()`: Ctrl-C after it would leave a module without buffers or attributes
+    # `clear()` is not used: Ctrl-C after `clear()` would leave a module without buffers or attributes
     for attrs,old in (*self.buffers,*self.attrs):
         for k in attrs.keys()-old.keys()-_not_state: del attrs[k]
         attrs.update(old)
@@ -189,13 +196,13 @@ def check(self:ForwardState):
 @patch
 @contextmanager
 def again(self:ForwardState):
-    "A context in which a pass starts from this state; what the pass changes is undone at its end"
+    "Return a context in which a forward pass starts from this state; its end undoes the pass's changes"
     self.check()
     before = ForwardState(self.modules, self.devices, self.given, copy=False)
     try:
         self._put()
         torch.clear_autocast_cache()   # the cache may hold weights that were cast under `no_grad`
-        # one copy per buffer, because modules may share a buffer
+        # modules that share a buffer must share its copy
         copies = {i:copy.clone() for i,(_,_,copy) in self.copies.items()}
         for d,buffers in self.buffers:
             d.update({k:copies[id(b)] for k,b in buffers.items() if id(b) in copies})
@@ -204,6 +211,6 @@ def again(self:ForwardState):
 
 @patch
 def settle(self:ForwardState):
-    "After a pass: free the copies of large masks and tables of positions that the pass has not changed"
+    "After a pass, free the copies of large integer and boolean buffers that the pass has not changed"
     self.copies = {i:(b,version,copy) for i,(b,version,copy) in self.copies.items()
         if b._version!=version or b.is_floating_point() or b.numel()<1000}

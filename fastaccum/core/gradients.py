@@ -1,4 +1,4 @@
-"""Empty, scale and sum gradients, notice changes by others, and undo a part of a backward pass.
+"""Empty, scale and sum gradients, notice when other code changes them, and undo a failed backward pass.
 
 Docs: https://fastaccum.github.io/fastaccum/core/gradients.html.md"""
 
@@ -21,7 +21,8 @@ def params_of(opt:Optimizer|OptimWrapper)->list:
 def empty_grads(opt:Optimizer|OptimWrapper):
     """Empty the gradients as `opt.zero_grad()` does
 
-    A frozen parameter loses its gradient unless it is zero.
+    The gradient of a frozen parameter becomes `None` if it is not zero, so that the optimizer cannot
+    apply it.
     """
     for p in params_of(opt):
         is_frozen = not p.requires_grad
@@ -52,10 +53,10 @@ def is_compiled(m:nn.Module)->bool:
     return type(m).__name__=='OptimizedModule' or getattr(m, '_compiled_call_impl', None) is not None
 
 class GradSums:
-    "Sums the gradients of `params` in float32 or better, outside of the parameters' `grad`"
+    "Sums the gradients of `params` in at least float32, outside of the parameters' `grad`"
     def __init__(self, params:list):
-        self.params = params
-        self.sums = {}   # the sums of gradients, by parameter
+        self.params = params   # the parameters whose gradients are summed
+        self.sums = {}         # a parameter -> the sum of its gradients
 
     def __bool__(self): return bool(self.params)
 
@@ -67,15 +68,15 @@ class GradSums:
             p.grad = None
             if g is None: continue
             if total is not None and weight_is_number and g.layout==total.layout==torch.strided:
-                total.add_(g, alpha=weight)   # no copy of the gradient is needed
+                total.add_(g, alpha=weight)   # does not copy the gradient
                 continue
-            # the product must be a copy: a compiled model may write its next gradient into the same
-            # memory
+            # copy the gradient, even with a weight of 1: a compiled model may write its next gradient
+            # into the same memory
             g = g.to(torch.promote_types(g.dtype, torch.float32))*number_on(g.device, weight)
             self.sums[p] = g if total is None else g+total
 
     def pop(self)->dict:
-        "Return the sums, by parameter, and start again without any"
+        "Return the sums, by parameter, and remove them from this object"
         res,self.sums = self.sums,{}
         return res
 
@@ -92,14 +93,14 @@ class GradCheck:
         self.noted = [(p,p.grad,p.grad._version) for p in params_of(opt) if p.grad is not None]
 
     def n_changed(self)->int:
-        "Before the second micro-batch of the step, count the gradients that have changed since `note`"
+        "Before the second micro-batch of a step, count the gradients that have changed since `note`"
         n = sum(p.grad is not g or g._version!=version for p,g,version in self.noted)
         self.noted = []
         self.done = True
         return n
 
     def forget(self):
-        "Forget the gradients of a step that has ended or was dropped: the next step is checked instead"
+        "Forget the noted gradients, so that the next step is checked instead of this one"
         self.noted = []
 
 # %% ../../nbs/core/06_gradients.ipynb #undo
@@ -112,12 +113,12 @@ class UndoBackward:
         self.empty = empty
 
     @torch.no_grad()
-    # `(parameter, gradient)` of each gradient to which the backward pass has added
     def __call__(self)->list:
-        """Restore the gradients from before the backward pass
+        """Restore the gradients from before the backward pass, as far as possible
 
-        A gradient to which the backward pass has added in place is zeroed if it was empty before.
-        Otherwise the gradient cannot be restored, and is returned: it contains all of the micro-batch.
+        A gradient to which the backward pass has added in place cannot be restored. It is zeroed if it
+        was empty before. Otherwise it is returned, in a `(parameter, gradient)` pair: the gradient then
+        contains all samples of the micro-batch.
         """
         added_to = []
         for p,g,version in self.grads:

@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from .warnings import ImportOrderWarning, WarnOnce
 
 # %% ../../nbs/core/18_import_order.ipynb #warn
-warn_once = WarnOnce()   # one object for all fits, so that the warning is given once per process
+warn_once = WarnOnce()   # shared by all fits, so that a process gives the warning once
 
 @patch
 def before_fit(self:FastaiGradientAccumulation):

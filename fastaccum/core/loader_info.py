@@ -24,7 +24,7 @@ from .warnings import more_link
 
 # %% ../../nbs/core/01_loader_info.ipynb #sizes
 def size_of(dl:object)->int|None:
-    """Return the batch size of a loader: its `bs` or `batch_size`, or that of its batch sampler
+    """Return the batch size: the `bs` or `batch_size` of the loader, or of its batch sampler
 
     Returns `None` if neither the loader nor its batch sampler has such an attribute.
     """
@@ -37,14 +37,14 @@ def n_of(dl:object)->int|None:
     "Count the samples of an epoch, including samples that `drop_last` leaves out; `None` if unknown"
     for name in ('partial_n','n'):   # fastai's `PartialDL` yields `partial_n` of its `n` samples
         if getattr(dl, name, None) is not None: return getattr(dl, name)
-    # the batch sampler first: PyTorch's loader does not use its own `sampler` if it has a batch sampler
+    # the batch sampler comes first, because PyTorch's loader then ignores its own `sampler`
     for source in ('batch_sampler.sampler','sampler','dataset'):
         with suppress(TypeError, AttributeError): return len(attrgetter(source)(dl))
 
 def drops_last(drop_last:bool|None, dl:object)->bool:
-    """Whether an incomplete last step is left out
+    """Whether the incomplete last step of an epoch is left out
 
-    `drop_last=None` means to do as the loader does with its incomplete last batch.
+    With `drop_last=None`, it is left out if the loader drops its incomplete last batch.
     """
     if drop_last is not None: return drop_last
     loaders = dl,getattr(dl, 'dl', None)   # `DistributedDL` wraps another loader
@@ -61,13 +61,14 @@ def sizes_of(dl:object, micro_batch_size:int|None=None)->LoaderSizes:
     bs,n = _bs_and_n(dl.dl if is_distributed else dl, micro_batch_size)
     n_all = n_of(dl) or n
     if is_distributed:
-        # the processes share all samples, including samples that the inner loader would drop
+        # the processes share all samples, even samples that the wrapped loader alone would drop
         n_all = ceil((n_of(dl.dl) or n)/dl.world_size)
         n = n_all//bs*bs if dl.drop_last else n_all
-    # a difference of a batch or more means that `n_of` does not know how many samples the loader takes
-    drops_a_batch = 0<n_all-n<bs
+    # a loader drops fewer samples than a batch has: with a larger difference, `n_of` has counted samples
+    # that the loader never reads
+    drops_last_batch = 0<n_all-n<bs
     micro_bs = bs if micro_batch_size is None else min(bs, micro_batch_size)
-    return LoaderSizes(bs, n, micro_bs, n_all-n if drops_a_batch else 0)
+    return LoaderSizes(bs, n, micro_bs, n_all-n if drops_last_batch else 0)
 
 def _bs_and_n(dl, micro_batch_size):
     "Return the batch size and the number of samples that the loader yields in an epoch"
@@ -95,7 +96,7 @@ def _bs_and_n(dl, micro_batch_size):
 def resizable(dl:object)->bool:
     """Whether a loader like `dl` can be made with another batch size
 
-    Otherwise its batches come ready-made.
+    It cannot if `dl` has no batch size, because its dataset or batch sampler makes the batches.
     """
     own = dl.batch_size if isinstance(dl, TorchDataLoader) else isinstance(dl, DataLoader) and dl.bs
     return bool(own)
@@ -114,17 +115,17 @@ def with_size(dl:DataLoader|TorchDataLoader, bs:int)->DataLoader|TorchDataLoader
 def samples_of(learn:Learner, b:object, bs:int|None)->int|None:
     """Count the samples in a batch of the Learner's loader, whose batch size is `bs`
 
-    The targets decide first, then the inputs.
+    If targets and inputs suggest different numbers, the targets decide.
     """
     b = b if isinstance(b, (tuple,list)) else (b,)
-    # fastai's own default: all parts but the last are inputs
+    # without `n_inp`, all parts except the last are inputs, as in fastai
     n_inputs = getattr(learn.dls, 'n_inp', 1 if len(b)==1 else len(b)-1)
     return n_samples((*b[n_inputs:],*b[:n_inputs]), bs)
 
 def batches_of(learn:Learner, bs:int|None=None, n:int=1)->tuple:
     """Read the first `n` batches of a loader like the Learner's, whose batch size is `bs` if given
 
-    Returns the list of batches, and the number of samples in the first.
+    Returns the list of batches, and the number of samples in the first batch.
 
     ValueError: the loader has no batch, or its batches come ready-made and `bs` samples are asked for
     """
@@ -146,14 +147,15 @@ def batches_of(learn:Learner, bs:int|None=None, n:int=1)->tuple:
     return res,samples_of(learn, res[0], bs)
 
 # %% ../../nbs/core/01_loader_info.ipynb #order
+# how the batch size of a loader decides which samples go together, by the class of the loader
 _grouping = {
     'fastai.text.data.SortedDL': "puts texts of similar length together, within 50 of its batches",
     'fastai.text.data.LMDataLoader': "cuts the text into as many streams as its batch size"}
 
 def by_batch_size(dl:object)->str:
-    """Say how the loader's batch size decides which samples go together; an empty string if it does not
+    """Say how a loader's batch size decides which samples go together: "LMDataLoader cuts the text …"
 
-    The loader is the subject of this clause: "LMDataLoader cuts the text into …".
+    Returns an empty string if the batch size does not decide.
     """
     while dl is not None:
         for name in class_names(type(dl)) & _grouping.keys():

@@ -23,15 +23,15 @@ def _of_class(learn, name): return [cb for cb in learn.cbs if name in class_name
 class LogRows:
     "Adds the numbers that only accumulation knows to the rows that TensorBoard and Weights & Biases log"
     def __init__(self):
-        # samples of this and earlier fits of the W&B run; read at the first step, and `None` before
+        # samples seen in all fits of the W&B run so far; `None` until the first step of the fit
         self.n_seen = None
         self.wandb = []         # the Learner's callbacks for W&B, found once per epoch
         self.tensorboard = []   # the Learner's callbacks for TensorBoard, found once per epoch
         self.to_log = []        # the Learner's callbacks with a method `to_log`, found once per epoch
-        self.n_rows = 0         # rows of the epoch, if every micro-batch is logged
+        self.n_rows = 0         # micro-batches in the epoch
         self.began = 0.         # when the step began, in seconds of `time.perf_counter`
-        self.n_more_rows = 0    # recorded micro-batches of the fit, except the last one of each step
-        self.n_shown = 0        # how many of the `n_more_rows` are counted in `learn.train_iter` now
+        self.n_more_rows = 0    # micro-batches recorded in the fit, without the last one of each step
+        self.n_shown = 0        # the part of `n_more_rows` that is added to `learn.train_iter` now
 
     def begin_epoch(self, learn:Learner, n_rows:int):
         "Find the callbacks that log; `n_rows` is the number of micro-batches in the epoch"
@@ -48,7 +48,7 @@ class LogRows:
 def count_rows(self:LogRows, learn:Learner, counts_rows:bool):
     """Let `learn.train_iter` count recorded rows if `counts_rows`, and optimizer steps otherwise
 
-    TensorBoard and ShowGraph need the number of rows between epochs.
+    Between epochs, TensorBoard and ShowGraph use `learn.train_iter` as the number of recorded losses.
     """
     shown = self.n_more_rows if counts_rows else 0
     learn.train_iter += shown-self.n_shown
@@ -56,7 +56,7 @@ def count_rows(self:LogRows, learn:Learner, counts_rows:bool):
 
 @patch
 def after_batch(self:LogRows, cb:Callback, is_row:bool):
-    "Send `after_batch` to `cb`; with `is_row`, `learn.train_iter` counts recorded rows meanwhile"
+    "Send `after_batch` to `cb`; if `is_row`, `learn.train_iter` counts recorded rows during the call"
     self.count_rows(cb.learn, is_row)
     try: cb('after_batch')
     finally: self.count_rows(cb.learn, False)
@@ -67,8 +67,8 @@ def before_step_row(self:LogRows, learn:Learner, n:int):
     "Before a step of `n` samples is logged, correct the samples per second that W&B computes"
     for cb in self.wandb:
         if not cb.run or not learn.xb: continue
-        # W&B's speed is `len(xb[0])` of the last micro-batch divided by the time since `ti_batch`, which is
-        # moved so that the result is the speed of the whole step
+        # fastai divides the samples of the last micro-batch by the seconds since `ti_batch`: move
+        # `ti_batch`, so that the quotient is the speed of the whole step
         now = time.perf_counter()
         cb.ti_batch = now-(now-self.began)*len(learn.xb[0])/n
         if self.n_seen is None: self._begin_axis(learn.recorder)
@@ -76,14 +76,14 @@ def before_step_row(self:LogRows, learn:Learner, n:int):
 
 @patch
 def before_micro_batch_row(self:LogRows, learn:Learner):
-    "Before a micro-batch is logged, correct W&B's fractional epoch"
+    "Before a micro-batch is logged, correct the fraction of the epoch that W&B logs"
     for cb in self.wandb:
-        # fastai adds `1/n_iter`, a whole step
+        # fastai is about to add `1/n_iter`, the fraction of a step: correct it to that of a micro-batch
         if cb.run: cb._wandb_epoch += 1/self.n_rows-1/learn.n_iter
 
 @patch
 def after_step_row(self:LogRows, learn:Learner, row:dict):
-    "After a step is logged, log the values of `row` and of the callbacks' `to_log`"
+    "After a step is logged, also log the values of `row` and of the callbacks' `to_log`"
     if not (self.wandb or self.tensorboard): return
     for cb in self.to_log: row = row|cb.to_log()
     row = {k:v for k,v in row.items() if v is not None}

@@ -19,7 +19,7 @@ def uninterrupted(f:Callable):
         try:
             f()
             break
-        except KeyboardInterrupt as e: interrupt = e   # `f` was stopped half-way: run it again
+        except KeyboardInterrupt as e: interrupt = e   # `f` was interrupted: run `f` again
     if interrupt is not None: raise interrupt
 
 # %% ../../nbs/core/16_patching.ipynb #patch
@@ -27,8 +27,8 @@ class Patch:
     "Replaces the method `name` of the object `o` by the function `f`, from `apply` until `undo`"
     def __init__(self, o:object, name:str, f:Callable):
         self.o,self.name,self.f = o,name,f
-        self.stock = None   # the replaced method, for `f` to call
-        self.own = None     # the instance attribute of that name, if the object had one
+        self.stock = None   # the replaced method, which `f` may call
+        self.own = None     # the attribute `name` of the instance itself, if it had one
 
     def apply(self):
         "Replace the method"

@@ -1,4 +1,4 @@
-"""Which samples make up each step of a training run, as a pure function of the position in training.
+"""Plan a training run: how many steps each epoch has, and how many samples are in each step.
 
 Docs: https://fastaccum.github.io/fastaccum/core/plan.html.md"""
 
@@ -30,61 +30,65 @@ class Position(NamedTuple):
 class LoaderSizes(NamedTuple):
     "The sizes of the training loader of one process"
     bs:int # Samples in a batch
-    n:int # Samples in an epoch
+    n:int # Samples that the loader yields in an epoch
     micro_bs:int # Samples in a micro-batch: fewer than `bs` if batches are split
     dropped:int=0 # Samples of the incomplete last batch that the loader itself leaves out of an epoch
 
     @property
     def unit(self)->int:
-        "The granularity of a step, in samples: a whole batch, or 1 sample if batches are split"
+        "Return the samples by which complete steps can differ in size: `bs`, or 1 if batches are split"
         return self.bs if self.micro_bs==self.bs else 1
 
 class PlannedStep(NamedTuple):
-    "One step of the plan"
-    sizes:tuple # The number of samples of each process
-    full:int # Samples of a complete step at this position, over all processes
-    wanted:int # Samples asked of each process: its part of the step ends once they are reached
+    "The sizes of one planned step, in samples"
+    sizes:tuple # Samples that each process trains on in this step
+    full:int # Samples of a complete step, over all processes, rounded up to whole batches
+    wanted:int # Samples that a process needs before it ends its part of the step
 
 # %% ../../nbs/core/00_plan.ipynb #equal
 class EqualSteps(Sequence):
-    "The `n` steps of an epoch, of `wanted` samples over all processes until a loader runs out"
+    "The `n` steps of an epoch without a schedule: `wanted` samples each, until the loaders run out"
     def __init__(self, loaders:list, shares:list, wanted:int, n:int):
         self.loaders = loaders                    # the `LoaderSizes` of each process
         self.shares = shares                      # samples of each process in a complete step
-        self.n = n                                # number of steps
-        self.wanted = ceil(wanted/len(loaders))   # samples asked of each process in a step
+        self.n = n                                # number of steps in the epoch
+        # samples that each process needs in a step, before rounding up to whole batches
+        self.wanted = ceil(wanted/len(loaders))
 
     def __len__(self): return self.n
 
     def __getitem__(self, i):
         if isinstance(i, slice): return [self[j] for j in range(self.n)[i]]
-        i = range(self.n)[i]   # a range raises IndexError, and counts negative indices from its end
-        sizes = tuple(max(0, min(share, o.n-i*share)) for share,o in zip(self.shares, self.loaders))
+        i = range(self.n)[i]   # makes a negative index positive; raises IndexError beyond the last step
+        sizes = tuple(max(0, min(share, dl.n-i*share)) for share,dl in zip(self.shares, self.loaders))
         return PlannedStep(sizes, sum(self.shares), self.wanted)
 
     def runs(self)->list:
-        "List runs of steps of equal size: pairs of the number of steps and the samples in each step"
-        # the size changes where a process has taken its last complete step, and where its loader is empty
-        ends = {k for share,o in zip(self.shares, self.loaders) for k in (o.n//share,-(-o.n//share))}
-        edges = sorted({0,self.n,*(k for k in ends if k<self.n)})
-        return [(b-a,sum(self[a].sizes)) for a,b in zip(edges, edges[1:])]
+        "List pairs: a number of consecutive steps of equal size, and the samples in each of these steps"
+        # a step is smaller than the previous step if a process has too few samples left for its part, or
+        # has none left
+        first_smaller = set()
+        for share,dl in zip(self.shares, self.loaders): first_smaller |= {dl.n//share,ceil(dl.n/share)}
+        edges = sorted({0,self.n,*(i for i in first_smaller if i<self.n)})
+        return [(stop-start,sum(self[start].sizes)) for start,stop in zip(edges, edges[1:])]
 
 # %% ../../nbs/core/00_plan.ipynb #plan
 class Plan:
-    "The steps of a training run"
+    "The steps of a training run: their number in each epoch, and their sizes in samples"
     def __init__(self, loaders:list, accum_bs:int|Callable, n_epoch:int=1, drop_last:bool=False,
         never_empty:bool=False, split_words:str=''):
         self.loaders = list(loaders)    # the `LoaderSizes` of each process
-        # samples wanted in a step, over all processes, or a function of a `Position`
+        # effective batch size in samples, over all processes; a schedule is a function of a `Position`
         self.accum_bs = accum_bs
         self.n_epoch = n_epoch          # epochs of the training run
         self.drop_last = drop_last      # whether the incomplete last step of an epoch is left out
-        # whether an incomplete step is kept if its epoch has no other step
+        # whether `drop_last` keeps an incomplete step that is the only step of its epoch
         self.never_empty = never_empty
-        # how batches are split, if the sizes of the parts are not known before the fit
+        # how the summary describes the splitting of batches, such as 'split where memory runs out';
+        # empty if the micro-batch size is fixed
         self.split_words = split_words
-        self._epochs = {}               # cached steps, by epoch
-        # with a schedule: steps before each epoch, for the epochs counted so far
+        self._epochs = {}               # cache: the steps of an epoch, by the number of the epoch
+        # cache for a schedule: item `i` is the number of steps before epoch `i`
         self._starts = [0]
 
     @property
@@ -94,42 +98,43 @@ class Plan:
 
     @property
     def n(self)->int:
-        "Samples in an epoch, over all processes, that the loaders yield"
-        return sum(o.n for o in self.loaders)
+        "Count the samples that the loaders of all processes yield in an epoch"
+        return sum(dl.n for dl in self.loaders)
 
     @property
     def dropped(self)->int:
-        "Samples that the loaders themselves leave out of an epoch"
-        return sum(o.dropped for o in self.loaders)
+        "Count the samples of an epoch that the loaders drop with their incomplete last batches"
+        return sum(dl.dropped for dl in self.loaders)
 
     @property
     def n_all(self)->int:
-        "Samples in an epoch, including samples that the loaders leave out"
+        "Count the samples of an epoch, including samples that the loaders drop"
         return self.n+self.dropped
 
     def _different_epochs(self):
-        "The epochs that may differ from each other: without a schedule, all are like the first"
+        "Return the epochs that may differ: all with a schedule, otherwise only the first"
         return range(self.n_epoch if self.has_schedule else min(1, self.n_epoch))
 
     def left_out(self, i:int)->int:
-        "Count the samples in no step of epoch `i`: left out by the loaders or with a dropped step"
+        "Count the samples of epoch `i` that are in no step, because a loader or the plan drops them"
         n_trained = sum(n*size for n,size in _runs(self.epoch(i)))
         return self.n_all-n_trained
 
     def shares(self, wanted:int)->list:
         "List each process's samples in a complete step of `wanted` samples, rounded up to whole batches"
-        return [round_up(ceil(wanted/len(self.loaders)), o.unit) for o in self.loaders]
+        return [round_up(ceil(wanted/len(self.loaders)), dl.unit) for dl in self.loaders]
 
     def wanted(self, epoch:int, step:int=0, done:float=0.)->int:
-        """Return the samples wanted in a step, over all processes
+        """Return the effective batch size of a step, in samples over all processes
 
-        The step begins after `step` steps, and after the fraction `done` of the samples of its epoch.
+        `step` is the number of earlier steps in all epochs, and `done` the fraction of the samples of
+        this epoch that are in earlier steps.
         """
         if not self.has_schedule: return self.accum_bs
         return self.accum_bs(Position(epoch, step, min((epoch+done)/max(1, self.n_epoch), 1.)))
 
     def epoch(self, i:int)->Sequence:
-        "Return the steps of epoch `i`, as a sequence of `PlannedStep`s"
+        "Return the steps of epoch `i`: a sequence of `PlannedStep`s"
         if not self.has_schedule: i = 0   # without a schedule, all epochs have the same steps
         if i not in self._epochs:
             self._epochs[i] = list(self._walk(i)) if self.has_schedule else self._equal_steps()
@@ -137,41 +142,42 @@ class Plan:
 
     @property
     def steps(self)->list:
-        "The number of steps in each epoch"
+        "List the number of steps in each epoch"
         return [len(self.epoch(i)) for i in range(self.n_epoch)]
 
     @property
     def sizes(self)->list:
-        "For each epoch, the samples in each of its steps, over all processes"
-        return [[sum(o.sizes) for o in self.epoch(i)] for i in range(self.n_epoch)]
+        "List, for each epoch, the samples in each of its steps, over all processes"
+        return [[sum(step.sizes) for step in self.epoch(i)] for i in range(self.n_epoch)]
 
 # %% ../../nbs/core/00_plan.ipynb #walk
 @patch
 def _equal_steps(self:Plan):
-    "Plan an epoch without a schedule"
+    "Return the steps of an epoch without a schedule"
     shares = self.shares(self.accum_bs)
-    n_complete = min(o.n//share for share,o in zip(shares, self.loaders))
-    n_steps = max(-(-o.n//share) for share,o in zip(shares, self.loaders))   # including incomplete steps
+    n_complete = min(dl.n//share for share,dl in zip(shares, self.loaders))
+    n_with_incomplete = max(ceil(dl.n/share) for share,dl in zip(shares, self.loaders))
     has_no_complete_step = n_complete==0
     keep_incomplete = not self.drop_last or self.never_empty and has_no_complete_step
-    return EqualSteps(self.loaders, shares, self.accum_bs, n_steps if keep_incomplete else n_complete)
+    n_steps = n_with_incomplete if keep_incomplete else n_complete
+    return EqualSteps(self.loaders, shares, self.accum_bs, n_steps)
 
 @patch
 def _walk(self:Plan, i):
-    "Yield the steps of epoch `i` of a schedule, each of which depends on the number of steps before"
+    "With a schedule, yield the steps of epoch `i`: the size of a step depends on all steps before it"
     done = [0]*len(self.loaders)   # samples of each process in the steps so far
     step = self.steps_before(i)
     keep_incomplete = not self.drop_last
     while sum(done)<self.n:
         wanted = self.wanted(i, step, sum(done)/self.n)
-        full = self.shares(wanted)
-        sizes = tuple(min(f, o.n-d) for f,o,d in zip(full, self.loaders, done))
+        shares = self.shares(wanted)
+        sizes = tuple(min(share, dl.n-n) for share,dl,n in zip(shares, self.loaders, done))
         is_first = not any(done)
-        is_complete = list(sizes)==full
+        is_complete = list(sizes)==shares
         if is_first and self.never_empty and not is_complete: keep_incomplete = True
         if not (is_complete or keep_incomplete): return
-        yield PlannedStep(sizes, sum(full), ceil(wanted/len(full)))
-        done = [d+o for d,o in zip(done, sizes)]
+        yield PlannedStep(sizes, sum(shares), ceil(wanted/len(shares)))
+        done = [n+size for n,size in zip(done, sizes)]
         step += 1
 
 @patch
@@ -190,7 +196,7 @@ def count_of(n:int, noun:str)->str:
     return f"{n} {noun}{'es' if noun.endswith(('s','batch')) else 's'}"
 
 def _runs(steps):
-    "List runs of steps of equal size: pairs of the number of steps and the samples in each step"
+    "List pairs: a number of consecutive steps of equal size, and the samples in each of these steps"
     if isinstance(steps, EqualSteps): return steps.runs()
     return [(len([*same]),size) for size,same in groupby(sum(o.sizes) for o in steps)]
 
@@ -202,7 +208,7 @@ def _range(first, last):
 def _full_sizes(self:Plan):
     """Return the sizes of the smallest and the largest complete step, in samples
 
-    If the steps shrink, the largest comes first.
+    If the last step is smaller than the first, the largest size comes first.
     """
     if not self.has_schedule or not self.n_epoch:
         full = sum(self.shares(self.wanted(0)))
@@ -214,7 +220,7 @@ def _full_sizes(self:Plan):
 
 @patch
 def _micro_batch_words(self:Plan, first, last):
-    "Say how a process divides a complete step of `first` to `last` samples: '8 micro-batches of 32'"
+    "Describe the micro-batches of steps of `first` to `last` samples, such as '8 micro-batches of 32'"
     n_processes,bs,micro_bs = len(self.loaders),self.loaders[0].bs,self.loaders[0].micro_bs
     where = f' on each of {n_processes} processes' if n_processes>1 else ''
     loaders_are_equal = len({(o.bs,o.micro_bs) for o in self.loaders})==1
@@ -231,7 +237,7 @@ def _micro_batch_words(self:Plan, first, last):
 
 @patch
 def _number_words(self:Plan, full):
-    "Say how many steps there are, and which ones have fewer samples than `full`"
+    "Say how many steps there are, and how many of them have fewer than `full` samples"
     if self.has_schedule:
         return f"{count_of(sum(self.steps), 'step')} in {count_of(self.n_epoch, 'epoch')}"
     runs = _runs(self.epoch(0))
@@ -245,7 +251,7 @@ def _number_words(self:Plan, full):
 
 @patch(as_prop=True)
 def summary(self:Plan)->str:
-    "The plan in one line: the size, micro-batches and number of its steps, and the samples left out"
+    "Describe the plan in one line: size, micro-batches and number of steps, and the samples left out"
     first,last = self._full_sizes()
     res = f'steps of {_range(first, last)} samples ({self._micro_batch_words(first, last)})'
     if not self.n_epoch: return res
@@ -257,7 +263,7 @@ def summary(self:Plan)->str:
 
 # %% ../../nbs/core/00_plan.ipynb #repr
 def _listed(runs):
-    "Say how many steps of which sizes there are; more than three `runs` are summed up"
+    "Describe `runs`, such as '2 steps of 8, 1 step of 6 samples'; sums up more than three runs"
     if not runs: return 'no step'
     counts = [(count_of(n, 'step'),size) for n,size in runs]
     if len(runs)>3:
@@ -267,7 +273,7 @@ def _listed(runs):
 
 @patch
 def __repr__(self:Plan):
-    "Show the summary, then the steps and their samples; consecutive epochs that are alike share a line"
+    "Show the summary, then the steps of each epoch; consecutive epochs with equal steps share a line"
     epochs = [_runs(self.epoch(i)) for i in range(self.n_epoch)]
     lines,first = [self.summary],0
     for runs,alike in groupby(epochs):
@@ -280,10 +286,10 @@ def __repr__(self:Plan):
 # %% ../../nbs/core/00_plan.ipynb #check
 @patch
 def check(self:Plan,
-    warns:bool=True, # Whether this process gives the warnings: of several, one does
-    size_name:str='accum_bs' # The argument with which the user has given the size of a step
+    warns:bool=True, # Whether to give warnings; of several processes, only one gives them
+    size_name:str='accum_bs' # The argument that set the effective batch size, as the messages name it
 ):
-    """Refuse an epoch without a step, and warn of sizes that the user may not have meant
+    """Refuse an epoch without a step, and warn of step sizes that the user may not have intended
 
     ValueError: with `drop_last=True`, an epoch has too few samples for a step
     UserWarning: an epoch has too few samples for a complete step, or loses a tenth of its samples
@@ -299,10 +305,10 @@ def check(self:Plan,
 def _warn_left_out(self:Plan):
     "Warn if a tenth of the samples is in incomplete steps that the user has not asked to drop"
     left_out = [self.left_out(i) for i in self._different_epochs()]
-    # samples of dropped steps: all that are left out, except for samples that the loaders themselves
-    # drop
-    n_in_steps = sum(left_out)-self.dropped*len(left_out)
-    if not n_in_steps or n_in_steps*10<self.n_all*len(left_out): return
+    # do not count the samples that the loaders drop: `drop_last=False` would not bring them back
+    n_in_dropped_steps = sum(left_out)-self.dropped*len(left_out)
+    is_few = n_in_dropped_steps*10<self.n_all*len(left_out)
+    if not n_in_dropped_steps or is_few: return
     number = _range(min(left_out), max(left_out))
     warn(f"{number} of {self.n_all} samples are left out of each epoch: the training loader drops its "
         "incomplete last batch, so the incomplete last step is dropped as well. To train on these "
@@ -310,7 +316,7 @@ def _warn_left_out(self:Plan):
 
 @patch
 def _warn_rounded_up(self:Plan, size_name):
-    "Warn of a step that has more samples than asked for"
+    "Warn if steps have more samples than the user asked for"
     unit = self.loaders[0].unit
     n_processes = len(self.loaders)
     wanted = self.accum_bs
@@ -332,13 +338,13 @@ def _warn_rounded_up(self:Plan, size_name):
 
 @patch
 def _check_filled(self:Plan, warns):
-    "Refuse an epoch with too few samples for a complete step, or warn that it is one smaller step"
-    # with `drop_last=True` every process must be able to fill its part of a step; otherwise one process
-    # is enough
+    "Refuse an epoch with too few samples for a complete step, or warn that it has only a smaller one"
+    # with `drop_last=True`, the epoch is empty if one process has too few samples for its part of a step;
+    # otherwise, the epoch is one smaller step if all processes have too few
     is_too_few = any if self.drop_last else all
     for i in self._different_epochs():
         full = self.shares(self.wanted(i, self.steps_before(i)))
-        if is_too_few(f>o.n for f,o in zip(full, self.loaders)): break
+        if is_too_few(share>dl.n for share,dl in zip(full, self.loaders)): break
     else: return
     samples = ', '.join(str(o.n) for o in self.loaders)
     what = f"epoch {i} has {samples} samples, too few for a step of {sum(full)}"

@@ -25,11 +25,11 @@ from .forward_state import ForwardState, rng_state
 # %% ../../nbs/core/10_probe.ipynb #probed
 class Probed(NamedTuple):
     "The result of probing a loss function"
-    off:float|None # Relative difference between the loss and the mean of its parts' losses, if known
+    off:float|None # Relative difference between the loss and the mean of the parts' losses, if known
     reason:str='' # Why the difference is unknown
     tol:float=2e-5 # The largest difference that counts as rounding
-    raised:bool=False # Whether the reason is an error of the loss function
-    has_state:bool=False # Whether the loss function returned another value when it was called again
+    raised:bool=False # Whether the loss function failed, or could not be given the parts
+    has_state:bool=False # Whether a second call with the same samples returned another loss
     adds_up:bool=False # Whether the loss is the sum of its parts' losses instead of their mean
 
     @property
@@ -37,21 +37,21 @@ class Probed(NamedTuple):
         "Whether the difference is larger than rounding explains"
         return self.off is not None and self.off>self.tol
 
-# replaces the default of `Probed.tol` in half precision
+# `Probed.tol` for losses in half precision, by dtype
 _half_tols = {torch.float16:1e-2, torch.bfloat16:5e-2}
 
 # %% ../../nbs/core/10_probe.ipynb #part
 def _copy(o):
-    "Copy all tensors in `o`, in single precision at least; copies need gradients if the tensors do"
+    "Copy all tensors in `o`, in at least float32; a copy requires a gradient if its tensor does"
     if isinstance(o, torch.Tensor):
         is_half = o.is_floating_point() and o.element_size()<4
         leaf = o.detach().requires_grad_(o.requires_grad)
-        # not a leaf of the graph, because the loss function may write into the copy
+        # return a copy that is not a leaf: a loss function cannot write into a leaf in place
         return leaf.to(torch.float32 if is_half else o.dtype, copy=True)
     return container_like(o, [_copy(x) for x in values(o)]) if is_nested(o) else o
 
 def _pick_of_output(o, n, rows):
-    "Select some of `n` samples in predictions and targets, whose first dimension may be time"
+    "Select some of `n` samples with `rows`, also in tensors whose first dimension is time"
     def without_rows(x):
         is_tensor = isinstance(x, torch.Tensor)
         has_time_first = is_tensor and x.ndim>1 and x.shape[1]==n
@@ -63,15 +63,15 @@ def _pick_of_output(o, n, rows):
     return pick(o, n, rows, without_rows)
 
 class Part:
-    "Stands in for a Learner after its forward pass of `n` samples, with some of these samples only"
+    "Stands in for a Learner after a forward pass of `n` samples, but has only some of these samples"
     def __init__(self, learn:Learner, n:int, rows:Callable, loss_func:Callable|None=None):
-        # the Learner, whose attributes the part has unless they depend on the samples
-        self.learn = learn
+        self.learn = learn   # supplies all attributes that do not depend on the samples
         self.n = n           # samples in the whole micro-batch
         self.rows = rows     # `rows(x)` selects the samples of the part from a tensor or list
+        # copies of the predictions and targets of the part
         self.pred,*yb = _copy(_pick_of_output((learn.pred,*learn.yb), n, rows))
         self.yb = tuple(yb)
-        self.loss_func = self._of_these_samples(loss_func or learn.loss_func)
+        self.loss_func = self._loss_func_of_part(loss_func or learn.loss_func)
 
     def __getattr__(self, name):
         if name=='xb': return pick(tuple(self.learn.xb), self.n, self.rows)
@@ -80,10 +80,10 @@ class Part:
             return b[0] if len(b)==1 else b
         return getattr(self.learn, name)
 
-    def _of_these_samples(self, f):
-        """Return the loss function
+    def _loss_func_of_part(self, f):
+        """Return the loss function `f`
 
-        If MixUp or CutMix has replaced the loss function, the result uses the factors of these samples.
+        If `f` is a method of MixUp or CutMix, the returned method mixes only the samples of this part.
         """
         mixer = getattr(f, '__self__', None)
         if not hasattr(mixer, 'old_lf'): return f
@@ -98,13 +98,16 @@ class _Pair(SimpleNamespace):
     "Stands in for the Learner `learn`, with the samples of two micro-batches"
     def __getattr__(self, name): return getattr(self.learn, name)
 
-# A stand-in for the Learner, or `None`; the next `previous`
 def pair(previous:tuple|None, learn:Learner)->tuple:
-    "Join a micro-batch of one sample with the `previous` one, if there is one of the same shape"
+    """Join a micro-batch of one sample with a `previous` micro-batch of one sample of the same shape
+
+    Returns a stand-in for the Learner with both samples, or `None` if they cannot be joined; and the
+    value of `previous` for the next call.
+    """
     pred = learn.pred
     preds = values(pred) if isinstance(pred, tuple) or is_mapping(pred) else (pred,)
     have_one_row = all(has_rows(o, 1) for o in (*preds,*learn.yb))
-    # the position of the sample in predictions and targets is unknown
+    # two samples are joined along the first dimension of all predictions and targets
     if not have_one_row: return None,None
     current = _copy((pred,tuple(learn.yb),tuple(learn.xb)))
     if previous is None: return None,current
@@ -122,7 +125,11 @@ def _to_numbers(xs):
     return [next(numbers) if isinstance(o, torch.Tensor) else o for o in xs]
 
 def _gap(losses, sizes, is_sum):
-    "Return the gap between the loss of the whole and its parts' mean or sum, and the larger of the two"
+    """Return the difference between the loss of a micro-batch and the mean or sum of its parts' losses
+
+    `losses` and `sizes` begin with those of the whole micro-batch. Also returns the larger of the two
+    compared values.
+    """
     whole,*parts = losses
     n,*ns = sizes
     if is_sum: weights = [1,1]
@@ -131,8 +138,8 @@ def _gap(losses, sizes, is_sum):
     else: raise ValueError('the sizes of the parts do not add up to the size of the whole')
     weighted = [w*o for w,o in zip(weights, parts) if w]
     if not isfinite(whole): raise ValueError('the loss is not finite')
-    # a part with a weight may have none of the items that the loss really averages, so that its loss is
-    # NaN
+    # the loss of a part is NaN if the loss averages other items than `sizes` count, and the part has
+    # none of them
     if not all(map(isfinite, weighted)): return inf,abs(whole) or 1.
     return abs(whole-sum(weighted)),max(abs(whole), sum(map(abs, weighted)))
 
@@ -144,9 +151,9 @@ def _is_same_state(a, b):
     return all(np.array_equal(x, y) for x,y in pairs)
 
 class _LossError(Exception):
-    "An error of the loss function, or the reason why it cannot be given a part"
+    "An error in the loss function, or the reason why it cannot be given a part of the samples"
 
-def _loss_and_size(part, m, find, devices, change):
+def _loss_and_size(part, m, count_items, devices, change):
     "Compute the loss of the `m` samples of `part`, and the number of items that the loss is a mean of"
     before = rng_state(devices)
     try:
@@ -156,67 +163,68 @@ def _loss_and_size(part, m, find, devices, change):
     except Exception as e: raise _LossError(f'{type(e).__name__}: {e}') from e
     if not all(_is_same_state(a, b) for (_,a),(_,b) in zip(before, rng_state(devices))):
         raise ValueError('random numbers are drawn')
-    if find is None: size = 1
-    else: size = m if find is samples else find(part)
+    if count_items is None: size = 1
+    else: size = m if count_items is samples else count_items(part)
     return loss.mean() if loss.ndim else loss.clone(),size
 
-def _compare_parts(learn, loss_func, n, find, devices, change):
-    "Compare the loss of the `n` samples with the losses of their first `k`, and of the rest"
-    def of(rows, m): return _loss_and_size(Part(learn, n, rows, loss_func), m, find, devices, change)
-    def whole(): return of(lambda o: o[:], n)
+def _compare_parts(learn, loss_func, n, count_items, devices, change):
+    "Compare the loss of `n` samples with the losses of the first `k` samples and of the rest"
+    def measure(rows, m):
+        return _loss_and_size(Part(learn, n, rows, loss_func), m, count_items, devices, change)
+    def measure_whole(): return measure(lambda o: o[:], n)
     k = n//2 if n<5 else max(2, n//3)
-    tried = [whole(), of(lambda o: o[:k], k), of(lambda o: o[k:], n-k)]
-    losses,sizes = zip(*tried)
+    measured = [measure_whole(), measure(lambda o: o[:k], k), measure(lambda o: o[k:], n-k)]
+    losses,sizes = zip(*measured)
     numbers = _to_numbers([*losses,*sizes])
     losses_read,sizes_read = numbers[:3],numbers[3:]
     loss = losses_read[0]
-    gap,scale = _gap(losses_read, sizes_read, is_sum=find is None)
+    gap,scale = _gap(losses_read, sizes_read, is_sum=count_items is None)
     if len(set(losses_read))==1: return Probed(None, 'the loss of each part is the same')
     tol = _half_tols.get(losses[0].dtype, 2e-5)
     gap_of_sum,scale_of_sum = _gap(losses_read, sizes_read, is_sum=True)
-    adds_up = find is not None and gap_of_sum<=tol*scale_of_sum
+    adds_up = count_items is not None and gap_of_sum<=tol*scale_of_sum
     res = Probed(gap/scale if gap else 0., tol=tol, adds_up=adds_up)
     if not res.wrong: return res
-    again,_ = whole()
-    backwards,_ = of(lambda o: o.flip(0) if isinstance(o, torch.Tensor) else o[::-1], n)
+    again,_ = measure_whole()
+    backwards,_ = measure(lambda o: o.flip(0) if isinstance(o, torch.Tensor) else o[::-1], n)
     again,backwards = _to_numbers([again,backwards])
     if abs(again-loss)>tol*scale:
         reason = 'it returns another value for the same predictions and targets'
         return Probed(None, reason, tol, has_state=True)
-    # the order of the samples must not matter
+    # the difference counts only if the loss of the samples in reverse order is the same
     if abs(backwards-loss)<=min(gap/10, tol*scale): return res
     reason = 'it depends on something other than predictions and targets, or is all rounding'
     return Probed(None, reason, tol)
 
 # %% ../../nbs/core/10_probe.ipynb #probe-all
 def _copy_loss(f, *kept):
-    """Copy a loss function that is a module
+    """Copy a loss function that is a module; return any other loss function itself
 
-    The copy refers to the same objects `kept`, such as the Learner.
+    The copy shares the objects `kept`, such as the Learner, with the original.
     """
     if not isinstance(f, (nn.Module,BaseLoss)): return f
-    memo = {id(o):o for o in kept}   # objects that `deepcopy` shares with the original instead of copying them
+    memo = {id(o):o for o in kept}   # `deepcopy` does not copy the objects in `memo`
     attrs = [o for m in f.modules() for o in vars(m).values()] if isinstance(f, nn.Module) else []
     for o in attrs:
-        # a tensor with a graph, such as the last loss, cannot be copied
+        # `deepcopy` cannot copy a tensor with a graph, such as the last loss
         if isinstance(o, torch.Tensor) and o.grad_fn is not None: memo[id(o)] = o.detach()
     try: return deepcopy(f, memo)
-    except Exception: return f   # the loss function holds an object that cannot be copied
+    except Exception: return f   # the loss function has an attribute that cannot be copied
 
-def probe(learn:Learner, n:int, find:Callable|None, change:Callable|None=None)->Probed:
+def probe(learn:Learner, n:int, count_items:Callable|None, change:Callable|None=None)->Probed:
     """Compare the loss of a micro-batch of `n` samples with the mean of the losses of two unequal parts
 
-    `find(learn)`, as returned by `find_n_items`, is the number of items that the loss is a mean of. With
-    `None`, the loss is compared with the sum of the losses. `change(part, loss)` returns the loss of a
-    `Part` after callbacks have changed the loss; without it, the loss function's value is compared.
+    `count_items(learn)`, as returned by `find_n_items`, is the number of items that the loss is a mean
+    of. With `None`, the loss is compared with the sum of the losses. `change(part, loss)` returns the
+    loss of a `Part` as callbacks change it. Without `change`, the loss function's value is compared.
     """
     if n<2: return Probed(None, 'the micro-batch has one sample')
-    model = getattr(learn, 'model', nn.Identity())   # the loss may call the model
+    model = getattr(learn, 'model', nn.Identity())   # the loss function may call the model
     state = ForwardState(model.modules())
     try:
         with state.again(), catch_warnings():
-            simplefilter('ignore')   # warnings about the shapes of the parts
+            simplefilter('ignore')   # the loss function may warn of the shapes of a part
             loss_func = _copy_loss(learn.loss_func, learn, model)
-            return _compare_parts(learn, loss_func, n, find, state.devices, change)
+            return _compare_parts(learn, loss_func, n, count_items, state.devices, change)
     except _LossError as e: return Probed(None, str(e), raised=True)
     except Exception as e: return Probed(None, f'{type(e).__name__}: {e}')

@@ -19,7 +19,7 @@ from .warnings import WarnOnce, more_link
 
 # %% ../../nbs/core/17_process_checks.ipynb #checks
 def per_micro_batch_comms(model:nn.Module, log_steps:bool, train_metrics:bool)->list:
-    "Names of the features with which processes communicate in every micro-batch"
+    "Name the features for which processes communicate in every micro-batch"
     res = []
     if not log_steps: res.append('`log_accum_batch=False`')
     if any(isinstance(o, nn.SyncBatchNorm) for o in model.modules()): res.append('SyncBatchNorm')
@@ -27,9 +27,9 @@ def per_micro_batch_comms(model:nn.Module, log_steps:bool, train_metrics:bool)->
     return res
 
 def check_loaders(loaders:list, comms:list):
-    """Refuse loaders, given by their `LoaderSizes`, with which processes cannot take steps together
+    """Refuse loaders with which processes cannot take steps together
 
-    `comms`: the features from `per_micro_batch_comms`.
+    `loaders`: the `LoaderSizes` of each process; `comms`: the features from `per_micro_batch_comms`.
 
     ValueError: a loader has no samples, or the loaders differ although there are `comms`
     """
@@ -48,7 +48,7 @@ def check_loaders(loaders:list, comms:list):
 
 # %% ../../nbs/core/17_process_checks.ipynb #processes
 def check_wrapped(model:nn.Module):
-    """Refuse a model whose wrapper cannot delay the exchange of gradients to the end of a step
+    """Refuse a model whose DDP wrapper cannot delay the exchange of gradients to the end of a step
 
     ValueError: there are several processes, and DDP with `static_graph=True`
     """
@@ -68,7 +68,7 @@ def warn_comm_hooks(processes:Processes, warn_once:WarnOnce):
 def check_processes(processes:Processes, comms:list, limit:MicroBatchLimit|None, warn_once:WarnOnce):
     """Refuse settings that do not work on several processes
 
-    ValueError: processes may split batches differently (`limit`), and there are `comms`
+    ValueError: `limit` may split batches differently in each process, and there are `comms`
     UserWarning: DDP has a communication hook
     """
     if processes.n==1: return
@@ -95,7 +95,7 @@ def check_left_out(processes:Processes, comms:list, is_left_out:bool):
 def check_search(learn:Learner, name:str, why:str, to_do:str):
     """Refuse to run the method `name` in several processes, or on a training loader without batches
 
-    `why`: the reason why it runs in one process only; `to_do`: the verb for what it does with a batch.
+    `why`: why the method works in one process only; `to_do`: the verb for what it does with a batch.
 
     RuntimeError: there are several processes
     ValueError: the training loader has no batch

@@ -19,22 +19,22 @@ from .warnings import more_link
 # %% ../../nbs/core/24_segments.ipynb #segment
 @dataclass
 class Segment:
-    "A part of a model that can be computed again"
+    "A part of a model whose activations can be computed again in the backward pass"
     name:str # As in `named_modules`; children of a Sequential as a slice: '0[:4]'
     modules:list # One module, or consecutive children of `seq`
     seq:nn.Sequential|None=None # The Sequential that runs `modules`; `None` if they are one module
     calls:int=0 # Forward passes with gradients in the last fit
-    kept:int=0 # Bytes of the segment's inputs in the last such pass
+    kept:int=0 # Bytes of the segment's inputs in the last forward pass with gradients
 
     @property
     def kind(self)->str:
-        "The class names of the segment's modules"
+        "Return the class names of the segment's modules"
         names = [type(o).__name__ for o in self.modules]
         return ', '.join(names) if len(names)<4 else f'{names[0]} … {names[-1]}'
 
     @property
     def inside(self)->list:
-        "All modules in the segment, each listed once"
+        "List all modules in the segment, each of them once"
         return list(dict.fromkeys(o for m in self.modules for o in m.modules()))
 
 class Segments(list):
@@ -58,13 +58,13 @@ def _computes(m):
     return not only_holds and next(m.children(), None) is not None and _has_params(m)
 
 def _n_layers(m):
-    "The number of layers with weights in `m`, except normalisation layers"
+    "Count the layers with weights in `m`, except normalisation layers"
     leaves = [o for o in m.modules() if next(o.children(), None) is None]
     norms = [o for o in leaves if hasattr(o, 'running_mean') or 'Norm' in type(o).__name__]
     return sum(map(_has_params, leaves))-sum(map(_has_params, norms))
 
 def _is_stage(m, outside_lists):
-    "Whether a module in `m` repeats a block; with `outside_lists`, blocks outside of lists count too"
+    "Whether a module in `m` repeats a block, in a list of modules or, with `outside_lists`, anywhere"
     def repeats(o):
         is_list = isinstance(o, _containers)
         blocks = [type(c) for c in o.children() if _computes(c) and (is_list or _n_layers(c)>1)]
@@ -80,26 +80,29 @@ def _is_plain(m):
 def _child_name(name, key): return f'{name}.{key}'.lstrip('.')
 
 def _cut_run(seq, name, start, stop, finely):
-    "Cut the children from `start` to before `stop` of a sequence, all of them plain, into segments"
+    """Yield the segments of plain children of a sequence, from `start` up to, but not including, `stop`
+
+    If `finely`, each layer with weights begins a segment.
+    """
     children = list(seq)
     sizes = [_n_layers(o) for o in children[start:stop]]
     n_layers = sum(sizes)
     per_segment = 1 if finely else n_layers/max(1, math.isqrt(n_layers))
-    edges,done = [start],0
+    starts,n_before = [start],0
     for i,n in enumerate(sizes, start):
-        if n and done>=per_segment*len(edges): edges.append(i)
-        done += n
-    for a,b in zip(edges, [*edges[1:],stop]):
+        if n and n_before>=per_segment*len(starts): starts.append(i)
+        n_before += n
+    for a,b in zip(starts, [*starts[1:],stop]):
         part = children[a:b]
         n_modules = sum(not isinstance(o, _containers) for m in part for o in m.modules())
-        # a single module, or modules without parameters: computing them again would save no memory
+        # recomputing a single module, or modules without parameters, would save no memory
         if n_modules<2 or not any(map(_has_params, part)): continue
         if b-a==len(children): yield Segment(name, [seq])
         elif b-a==1: yield Segment(_child_name(name, a), part)
         else: yield Segment(f"{name}[{a or ''}:{b if b<len(children) else ''}]", part, seq)
 
 def _cut_sequence(seq, name, counts, finely=False):
-    "Cut the runs of plain children of a sequence, and search the other children"
+    "Yield the segments of a sequence: cut the runs of plain children, and search the other children"
     start = 0
     for is_plain,group in groupby(seq, _is_plain):
         children = list(group)
@@ -112,17 +115,18 @@ def _cut_sequence(seq, name, counts, finely=False):
 
 # %% ../../nbs/core/24_segments.ipynb #find-search
 def _segments_of(m, name, counts):
-    "The segments of `m`; `counts` has the number of modules of each class in the model"
+    "Yield the segments of `m`; `counts` is the number of modules of each class in the model"
     if isinstance(m, torch.jit.ScriptModule): return
     if _is_sequence(m): yield from _cut_sequence(m, name, counts)
     elif name and _computes(m) and not _is_stage(m, counts[type(m)]==1): yield Segment(name, [m])
     else: yield from _segments_of_children(m, name, counts)
 
 def _segments_of_children(m, name, counts):
+    "Yield the segments of the children of `m`"
     for key,child in m.named_children(): yield from _segments_of(child, _child_name(name, key), counts)
 
 def _segments_of_model(model):
-    "The segments of `model`; a single segment with all parameters saves nothing, so it is cut further"
+    "List the segments of `model`; a single segment with all parameters, which saves no memory, is cut"
     counts = Counter(map(type, model.modules()))
     params = set(model.parameters())
     res = list(_segments_of(model, '', counts))
@@ -138,14 +142,14 @@ def _segments_of_model(model):
 
 # %% ../../nbs/core/24_segments.ipynb #given
 def _outermost(m, matches, name=''):
-    "The outermost modules inside of `m` that match, as segments"
+    "Yield the outermost modules inside of `m` that match, as segments"
     for key,child in m.named_children():
         child_name = _child_name(name, key)
         if matches(child): yield Segment(child_name, [child])
         else: yield from _outermost(child, matches, child_name)
 
 def _named_segments(model, modules):
-    "The listed `modules` as segments of `model`; other models' modules and nested modules are refused"
+    "Return `modules` as segments of `model`; refuses modules of other models and nested modules"
     names = {m:name for name,m in model.named_modules() if name}
     modules = list(dict.fromkeys(modules))
     for m in modules:

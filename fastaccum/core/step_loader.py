@@ -1,4 +1,4 @@
-"""A training loader whose batches are steps.
+"""Make a training loader whose batches are optimizer steps.
 
 Docs: https://fastaccum.github.io/fastaccum/core/step_loader.html.md"""
 
@@ -22,17 +22,18 @@ from .warnings import WarnOnce, more_link
 
 # %% ../../nbs/core/02_step_loader.ipynb #batches
 class BatchStream:
-    """Reads a loader's batches
+    """Reads a loader's batches one by one
 
-    If batches are split into micro-batches anyway, a batch is also cut where a step ends.
+    If batches are split into micro-batches, a batch is also cut where a step ends.
     """
     def __init__(self, dl:object, sizes:LoaderSizes, count:Callable=n_samples):
-        self.sizes = sizes       # the sizes of `dl`
-        self.count = count       # `count(batch, expected)` returns the samples of a batch
-        self.batches = iter(dl)
+        self.sizes = sizes       # the sizes of `dl`, in samples
+        self.count = count       # `count(batch, expected)` returns the number of samples in a batch
+        self.batches = iter(dl)  # yields the batches of `dl`
         self.n_read = 0          # batches read so far
-        self.n_samples = 0       # samples in these batches
-        # the next batch, or its remaining samples, and the number of these samples
+        self.n_samples = 0       # samples in the batches read so far
+        # pair: the next batch, or the rest of a batch that was cut; its number of samples. `None` before
+        # the next batch is read
         self.rest = None
 
     def end(self):
@@ -42,8 +43,7 @@ class BatchStream:
     def has_more(self)->bool:
         "Whether the loader has another sample; reads the next batch to find out, if necessary"
         while self.rest is None:
-            # `next` returns `self` at the end of the loader; a batch may be any other object, also
-            # `None`
+            # at the end of the loader, `next` returns `self`; `None` could be a batch
             b = next(self.batches, self)
             if b is self: return False
             expected = min(self.sizes.bs, max(1, self.sizes.n-self.n_read*self.sizes.bs))
@@ -53,27 +53,29 @@ class BatchStream:
             if n: self.rest = b,n   # a batch without samples is skipped
         return True
 
-    def take(self, most:int)->tuple:
-        "Return the next batch, or its first `most` samples if batches are split, and how many these are"
+    def take(self, max_samples:int)->tuple:
+        """Return the next batch and its number of samples
+
+        If batches are split, a batch of more than `max_samples` is cut. The next call returns the rest.
+        """
         (b,n),self.rest = self.rest,None
         is_split = self.sizes.micro_bs<self.sizes.bs
-        if n<=most or not is_split: return b,n
-        self.rest = split(b, most, n, n),n-most
-        return split(b, 0, most, n),most
+        if n<=max_samples or not is_split: return b,n
+        self.rest = split(b, max_samples, n, n),n-max_samples
+        return split(b, 0, max_samples, n),max_samples
 
 # %% ../../nbs/core/02_step_loader.ipynb #step
 class Step:
     "The batches of one step, with its sizes in samples"
     def __init__(self, batches:BatchStream, plan:PlannedStep, rank:int=0, announced:bool=True):
         self.batches = batches
-        # whether the step is in the plan: a loader may yield more samples than its `__len__` and `bs`
-        # announce
+        # whether the step is in the plan; `False` for samples beyond the number that the loader's `__len__`
+        # and `bs` announce
         self.announced = announced
         self.size = plan.sizes[rank]            # samples of this process
         self.total = sum(plan.sizes)            # samples of all processes
-        # samples of a complete step of all processes, in whole batches
-        self.full = plan.full
-        # the step ends once this process has counted this many samples
+        self.full = plan.full                   # samples of a complete step, over all processes
+        # this process ends its part of the step once it has counted this many samples
         self.target = min(self.size, plan.wanted)
 
     def _refuse(self, *_):
@@ -86,14 +88,14 @@ class Step:
     def n_missing(self, counted:int)->int:
         """Return how many samples the step still needs after `counted` samples
 
-        0 if the loader has no more samples.
+        Returns 0 if the loader has no more samples.
         """
         missing = self.target-counted
         return missing if missing>0 and self.batches.has_more() else 0
 
 # %% ../../nbs/core/02_step_loader.ipynb #in-place
 class OneBatchLoader(GetAttr):
-    "Wraps the loader `dl`, whose batches the Learner runs with the function `one_batch`"
+    "Wraps the loader `dl`; during its iteration, the Learner runs batches with the function `one_batch`"
     _default = 'dl'
     def __init__(self, learn:Learner, dl:object, one_batch:Callable):
         self.dl,self.patch = dl,Patch(learn, 'one_batch', one_batch)
@@ -124,18 +126,18 @@ class StepLoader(OneBatchLoader):
         count:Callable=n_samples):
         super().__init__(learn, dl, one_batch)
         self.steps = steps            # the `PlannedStep`s of the epoch
-        self.sizes = sizes            # samples of an epoch, a batch and a micro-batch of `dl`
-        self.count = count            # `count(batch, expected)` returns the samples of a batch
-        self.processes = processes    # DDP's own synchronisation is paused while steps are iterated
+        self.sizes = sizes            # the sizes of `dl`, in samples
+        self.count = count            # `count(batch, expected)` returns the number of samples in a batch
+        self.processes = processes    # the processes that train the model together
         # whether incomplete steps, and any samples after them, are left out
         self.drop_last = drop_last
-        self.warn_once = warn_once or WarnOnce()
+        self.warn_once = warn_once or WarnOnce()   # gives each warning once per fit
 
     def __len__(self): return len(self.steps)
 
     @property
     def n_batches(self)->int:
-        "Number of batches of `dl` in the planned steps; if a step ends inside a batch, both parts count"
+        "Count the batches of `dl` in the planned steps; a batch that is cut counts as two batches"
         bs = self.sizes.bs
         is_split = self.sizes.micro_bs<bs
         if not (self.drop_last or is_split): return -(-self.sizes.n//bs)
@@ -147,12 +149,12 @@ class StepLoader(OneBatchLoader):
         self.processes.pause_sync(False)
 
     def items(self):
-        self.processes.pause_sync(True)
+        self.processes.pause_sync(True)   # `end` switches DDP's own synchronisation on again
         batches = BatchStream(self.dl, self.sizes, self.count)
         are_several = self.processes.n>1
         for planned in self.steps:
-            # of several processes, one without samples has empty steps, because the other processes wait
-            # for it
+            # a process that has run out of samples yields empty steps: the other processes wait for it
+            # when they exchange gradients
             if are_several or batches.has_more(): yield Step(batches, planned, self.processes.rank)
         if self.drop_last: self._exhaust(batches)
         elif len(self.steps) and batches.has_more(): yield from self._unannounced(batches, are_several)
@@ -161,7 +163,7 @@ class StepLoader(OneBatchLoader):
     def _warn_fewer(self, n):
         "Warn if the loader had only `n` samples, too few for all planned steps"
         planned = [o.sizes[0] for o in self.steps]
-        # unless incomplete steps are dropped, one sample is enough for the last step
+        # an incomplete last step needs one sample
         if self.drop_last or not planned: needed = sum(planned)
         else: needed = sum(planned[:-1])+1
         if n>=needed: return
@@ -171,7 +173,7 @@ class StepLoader(OneBatchLoader):
             "the loader an attribute `n`, the number of samples")
 
     def _unannounced(self, batches, are_several):
-        "Yield steps for samples that the loader did not announce, as large as the last planned step"
+        "Yield more steps of the last planned size, for samples that the loader did not announce"
         if are_several:
             raise RuntimeError(f"this process has samples left after all {len(self.steps)} steps, "
                 "because its loader yields more or larger batches than its `__len__` and `bs` say: "
@@ -183,11 +185,13 @@ class StepLoader(OneBatchLoader):
     def _exhaust(self, batches):
         """Read the loader to its end, because the full-batch run also reads the batch that it drops
 
-        Reading advances the random state, from which fastai's item transforms and PyTorch's samplers
-        draw.
+        Reading draws random numbers, in fastai's item transforms and PyTorch's samplers. The next epoch
+        must begin with the same random state as in the full-batch run.
         """
-        it = batches.batches
+        unread = batches.batches
         if not isinstance(self.dl, DataLoader):
             is_stream = isinstance(getattr(self.dl, 'dataset', None), IterableDataset)
-            it = () if is_stream else getattr(it, '_sampler_iter', ())
-        for _ in it: pass
+            # PyTorch's loader drops a batch in its sampler, without loading the samples. The sampler of
+            # an `IterableDataset` never ends.
+            unread = () if is_stream else getattr(unread, '_sampler_iter', ())
+        for _ in unread: pass

@@ -37,28 +37,29 @@ def more_link(key:str)->str:
     return f"\nMore: {_page}#{key}"
 
 def append_message(e:Exception, msg:str):
-    "Append `msg` to the message of the error `e`, unless `e` is one of this package or cancels a fit"
-    is_ours = more_link('') in str(e)
-    is_signal = type(e).__name__.startswith('Cancel')   # such as fastai's `CancelBatchException`
-    if not (is_ours or is_signal): e.args = (f'{e}\n{msg}',)
+    "Append `msg` to the message of the error `e`, unless `e` has a link to Messages or is no failure"
+    has_link = more_link('') in str(e)
+    is_failure = not type(e).__name__.startswith('Cancel')   # unlike `CancelBatchException`
+    if is_failure and not has_link: e.args = (f'{e}\n{msg}',)
 
 # %% ../../nbs/core/09_warnings.ipynb #warn
+# packages whose code is not the user's
 _libraries = 'fastaccum','fastai','fastcore','torch'
 
 def _package(frame):
-    "Return the name of the package to which the code of a stack frame belongs"
+    "Return the name of the package that contains the code of a stack frame"
     return frame.f_globals.get('__name__', '').partition('.')[0]
 
 def warn(msg:str, category:type=UserWarning):
     "Give a warning that shows the line of the user's code that called fastai or this package"
     frame,level = sys._getframe(),1
-    shown = level
+    user_level = level   # the `stacklevel` of the user's line
     while frame.f_back is not None:
         called = _package(frame)
         frame = frame.f_back
         level += 1
-        if called in ('fastai','fastaccum') and _package(frame) not in _libraries: shown = level
-    _warn(msg, category, stacklevel=shown)
+        if called in ('fastai','fastaccum') and _package(frame) not in _libraries: user_level = level
+    _warn(msg, category, stacklevel=user_level)
 
 # %% ../../nbs/core/09_warnings.ipynb #said
 class WarnOnce:

@@ -15,6 +15,7 @@ from functools import partial
 from .warnings import append_message, more_link
 
 # %% ../../nbs/core/25_out_of_memory.ipynb #is-oom
+# parts of the messages with which libraries report that memory ran out
 _oom_texts = ('out of memory', 'Invalid buffer size', '_ALLOC_FAILED', 'CUDNN_STATUS_NOT_SUPPORTED',
     'bad_alloc', 'unable to find an engine', 'Unable to find a valid cuDNN algorithm',
     'Cannot allocate memory',
@@ -32,13 +33,13 @@ def is_out_of_memory(exc:BaseException|None)->bool:
 
 # %% ../../nbs/core/25_out_of_memory.ipynb #explain
 def explain_fixed_size(e:BaseException, cb:object):
-    "If `e` means that memory ran out, append to its message how the callback `cb` can split batches"
+    "Append to the message of `e`, if memory ran out, how to let the callback `cb` split batches"
     if not is_out_of_memory(e): return
     append_message(e, f"Give {type(cb).__name__} `micro_batch_size='auto'`, which splits batches where "
         "memory runs out and gives the same result, or make the DataLoaders with a smaller `bs`"
         + more_link('fixed-size-does-not-fit'))
 
-# for each part of a step that is not split: the reason, and the remedy if memory runs out
+# part of a step that is not split into micro-batches -> the reason, and what to do if memory runs out
 _unsplit = {
     "a callback's `before_step`": "a forward pass of the callback's own is not split. Make the "
         "DataLoaders with a smaller `bs` (`learn.bs_find()` finds one), or let the callback use fewer "
@@ -63,7 +64,7 @@ def free_memory():
     gc.collect()
     # `malloc_trim` exists only in glibc
     with suppress(AttributeError, OSError, TypeError): ctypes.CDLL(None).malloc_trim(0)
-    torch.cuda.empty_cache()   # does not initialise CUDA if it is not in use
+    torch.cuda.empty_cache()   # does nothing in a process that has not initialised CUDA
     torch.xpu.empty_cache()
     if torch.backends.mps.is_available(): torch.mps.empty_cache()
 

@@ -35,7 +35,7 @@ from .core.warnings import more_link
 # %% ../nbs/02_accum_check.ipynb #accum-check
 @patch
 def accum_check(self:Learner,
-    accum_bs:int=None, # Samples in the whole batch; default: those of a step, or if nothing accumulates of a batch
+    accum_bs:int=None, # Samples in the whole batch; default: those of a step, or of the loader's batch
     steps:int=0, # Optimizer steps to train whole and in micro-batches, to compare the weights as well
     cbs:Callback|list=None # Callbacks that you would pass to `fit`
 )->'AccumCheck': # Displays itself as a table
@@ -73,7 +73,7 @@ def accum_check(self:Learner,
             try: diagnosis = diagnose(bs, micro_bs)
             except Exception as e:
                 if accum_bs or not fitting_bs or not is_out_of_memory(e): raise
-            # retry outside of the `except` clause, where the exception would keep the first try's memory
+            # retry outside of the `except` clause, where the exception would keep the failed try's memory
             if diagnosis is None:
                 free_memory()
                 too_many = bs
@@ -82,6 +82,7 @@ def accum_check(self:Learner,
 
 # %% ../nbs/02_accum_check.ipynb #args
 def _check_args(learn, accum_bs, steps):
+    "Refuse wrong arguments of `accum_check`, and a check on several processes"
     if accum_bs is not None and check_count('accum_bs', accum_bs)==1:
         raise ValueError("`accum_bs=1` is a single sample, which cannot be split: give at least 2"
             + more_link('samples-to-check'))
@@ -102,7 +103,7 @@ def _check_cbs(learn, acc, cache):
 class _Setup:
     "Describes how the callbacks and the loader of a Learner divide a step into parts"
     def __init__(self, learn):
-        # the Learner's callbacks that divide a step or a batch; `None` if the Learner has none of a class
+        # the Learner's callbacks, each `None` if the Learner has no callback of that class
         self.acc = acc = our_callback(learn, 'GradientAccumulation')
         self.cache = our_callback(learn, 'GradientCache')
         self.checkpoint = our_callback(learn, 'ActivationCheckpoint')
@@ -219,14 +220,14 @@ class _Diagnosis:
     def __init__(self, compare, setup, no_cbs, steps):
         self.compare,self.setup = compare,setup
         self.model = compare.run.learn.model
-        self.no_cbs = no_cbs     # True if the user gave the check no `cbs=`
+        self.no_cbs = no_cbs     # True if `accum_check` was called without `cbs=`
         self.off = None          # the largest relative difference of the gradients; `None` if unknown
-        self.frozen_off = None   # `off` with the modules frozen that make the predictions differ
-        self.rest_off = None     # `frozen_off` without the callbacks in `self.cbs`
+        self.frozen_off = None   # `off` measured with modules frozen that make predictions differ
+        self.rest_off = None     # `frozen_off` measured without the callbacks in `self.cbs`
         self.cbs = []            # callbacks that make the gradients differ
         self.needed = []         # callbacks that cannot be left out, because the step fails without them
         self.layers = {}         # name of a parameter -> the relative difference of its gradients
-        self.remaining = {}      # `layers` with the modules frozen, and without the callbacks
+        self.remaining = {}      # `layers` measured like `rest_off`
         # the gradients of the step at once and in parts; `None` if a run failed
         self.whole,self.parts = compare.whole_and_parts()
         self.sizes = [compare.n] if compare.why else compare.sizes   # samples in each part
@@ -246,7 +247,7 @@ def _probe_first_batch(self:_Diagnosis, n_items, **kwargs):
     probe = FirstBatchProbe(compare.n, compare.sizes, compare.split, n_items, loss_only)
     try: compare.fit(False, compare.wholes[:1], [probe], **kwargs)
     except Exception:
-        # `compare.why` describes a failure of this step that is known already, and the table shows it
+        # if the step has failed before, `compare.why` describes the failure, and the table shows it
         if not compare.why: raise
     return probe
 
@@ -257,8 +258,8 @@ def _find_causes(self:_Diagnosis):
     self.layers = grad_differences(self.whole.grads, self.parts.grads)
     self.off = self.frozen_off = self.rest_off = max(self.layers.values(), default=0.)
     freeze,reset = probe.drawing+probe.depending,probe.reset
-    # a callback that splits the batch may split the hidden state that the model keeps, row by row. Then
-    # the gradients agree, and the state is no cause
+    # a callback that splits the batch may also split the hidden state that the model keeps for each row.
+    # If the gradients then agree, the hidden state is not a cause
     may_split_state = probe.remembering and not compare.cut_loader
     if may_split_state and compare.largest_difference(freeze=freeze)<=self.tol:
         reset,probe.remembering = False,[]

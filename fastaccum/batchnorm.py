@@ -31,7 +31,7 @@ from .core.distributed import check_not_sharded, world_size
 # %% ../nbs/05_batchnorm.ipynb #recalibrate
 @patch
 def recalibrate_bn(self:Learner,
-    bs:int=None, # Samples in a batch; by default the samples of a step, or at least 64 without accumulation
+    bs:int=None, # Samples in a batch; default: those of a step, or without accumulation at least 64
     n:int=None # The most samples to read; defaults to 10,000, and at least one batch is read
 ):
     """Estimate BatchNorm's running statistics again, as a mean over training batches of `bs` samples
@@ -107,7 +107,7 @@ class FreezeBN(PatchingCallback):
                 "module, such as `lambda m: m[0]`, because the model is not known before the fit"
                 + more_link('function-argument'))
         self.part = check_function('part', part, 1, 'lambda m: m[0]')
-        self.frozen = []   # the layers in evaluation mode; empty outside of an epoch's training part
+        self.frozen = []   # the layers that are frozen now; none outside of the training part of an epoch
 
     def layers_of(self, model:nn.Module)->list:
         "List the BatchNorm layers that this callback freezes"
@@ -264,7 +264,7 @@ def _average(layers, group):
 # %% ../nbs/05_batchnorm.ipynb #restore
 @patch
 def estimate(self:_Recalibration):
-    """Estimate the statistics, and restore all other state; after an error, restore the statistics as well
+    """Estimate the statistics, and restore all other state; on an error, restore the statistics as well
 
     torch.OutOfMemoryError: a batch does not fit in memory
     """

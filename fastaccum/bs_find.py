@@ -109,7 +109,7 @@ class _TrialSteps(CountSteps):
         self.synchronize = getattr(getattr(torch, device.type), 'synchronize', noop)
 
     def before_batch(self):
-        "Give each parameter a gradient, because later micro-batches of a step find gradients in memory"
+        "Give each parameter a gradient, as later micro-batches of a step find gradients in memory"
         sparse = {m.weight for m in self.learn.model.modules() if getattr(m, 'sparse', False)}
         for p in self.learn.model.parameters():
             if p.requires_grad and p.grad is None and p not in sparse: p.grad = torch.zeros_like(p)
@@ -138,7 +138,7 @@ def _train(run, size, n):
 
 # %% ../nbs/06_bs_find.ipynb #try
 def _try(run, size, n, is_last_resort):
-    "Train with batches of `size` samples, which with several processes have to fit on each; return a `Trial`"
+    "Train for `n` steps on batches of `size` samples, and return a `Trial`"
     free_memory()
     trial,error = Trial(size),None
     peak = watch_peak(run.device)
@@ -215,7 +215,8 @@ class FoundSize:
         rows = [f'{self.size} samples fit, {self.reason}','  size  fits  peak MB  samples/s']
         for o in self.trials:
             fits = 'yes' if o.ok else 'no'
-            rows.append(f"{o.size:6}  {fits:>4}  {_rounded(_megabytes(o.peak)):>7}  {_rounded(o.speed):>9}")
+            peak = _rounded(_megabytes(o.peak))
+            rows.append(f"{o.size:6}  {fits:>4}  {peak:>7}  {_rounded(o.speed):>9}")
         return '\n'.join(rows)
 
 def _result(good, bad, n, trials):

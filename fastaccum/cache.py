@@ -43,9 +43,9 @@ class GradientCache(PatchingCallback):
     patch = None
     # runs the model on this batch in micro-batches; `None` once `before_backward` has checked the loss
     call = None
-    # True (training) or False (evaluation) -> for each output of the model, whether it has a row per sample
+    # `model.training` -> for each output of the model, whether the output has a row per sample
     rows = None
-    checked = False      # True once the two passes of a micro-batch of this fit were compared
+    checked = False      # True once this fit has compared the two forward passes of a micro-batch
     @by_name('micro_batch_size')
     def __init__(self, *,
         # The most samples that the model sees at once; 'auto': as many as memory allows
@@ -98,7 +98,7 @@ class GradientCache(PatchingCallback):
 # %% ../nbs/03_cache.ipynb #forward
 @patch
 def _forward(self:GradientCache, *args, **kwargs):
-    "Run the Learner's call of the model in micro-batches, and other calls as the model's own `forward`"
+    "Replace the model's `forward`: run the Learner's own call in micro-batches, and other calls unchanged"
     learn,stock = self.learn,self.patch.stock
     is_learners_call = not kwargs and [*map(id, args)]==[*map(id, learn.xb)]
     if not is_learners_call: return stock(*args, **kwargs)

@@ -115,7 +115,7 @@ class _KeptInputs:
     def __init__(self, args, kwargs):
         leaves,self.spec = tree_flatten((args,kwargs))
         kept = {id(o):_without_graph(o) for o in leaves if isinstance(o, torch.Tensor)}
-        self.leaves = [kept.get(id(o), o) for o in leaves]       # the values in all nested arguments
+        self.leaves = [kept.get(id(o), o) for o in leaves]       # the values in the nested arguments
         self.tensors = list(kept.values())                       # the values that are tensors
         self.others = [o for o in leaves if id(o) not in kept]   # the values that are not tensors
 
@@ -148,7 +148,7 @@ class _Recomputed:
         self.inside = segment.inside             # the modules in the segment
         self.devices = devices_of(self.inside)   # devices of the segment's parameters and buffers
         is_module = segment.seq is None
-        # several children of a Sequential have no common `forward` to replace: a `_Chain` runs this segment
+        # several children of a Sequential have no `forward` in common: a `_Chain` runs such a segment
         self.patch = Patch(segment.modules[0], 'forward', self) if is_module else None
 
     def compute(self, *args, **kwargs):
@@ -166,7 +166,7 @@ class _Recomputed:
         tensors = inputs.tensors+params
         if not any(o.requires_grad for o in tensors): return self.compute(*args, **kwargs)
         self.segment.kept = sum(o.nbytes for o in inputs.tensors)
-        # a detached tensor has the version counter of the input, which counts the input's changes in place
+        # a detached tensor and its input share a version counter, which counts changes in place
         versions = [(o,o._version) for o in tensors]
         # dropout draws random numbers on the device of its input, which may hold no parameter
         devices_of_inputs = {o.device for o in inputs.tensors if o.device.type not in ('cpu','meta')}
@@ -174,6 +174,7 @@ class _Recomputed:
         # the arguments have an autograd graph: the first call empties `first`, to release that graph
         first = [(args,kwargs)]
         def first_or_again():
+            "Run the segment; in later calls, from the inputs and the state of the first call"
             if first:
                 xs,kw = first.pop()
                 return self.compute(*xs, **kw)
@@ -200,12 +201,12 @@ class _Recomputed:
 
 # %% ../nbs/04_checkpoint.ipynb #chain
 class _Chain:
-    "Replaces a Sequential's `forward`: runs its children in order, and those of a segment together"
+    "Replaces a Sequential's `forward`: runs its children in order, the children of a segment as one"
     def __init__(self, seq, recomputed):
         in_seq = [o for o in recomputed if o.segment.seq is seq]
         by_first_child = {o.segment.modules[0]:o for o in in_seq}
         later_children = {m for o in in_seq for m in o.segment.modules[1:]}
-        # what to call, in order: children of the Sequential, and a `_Recomputed` for each segment of several
+        # the callables to run in order: a child of the Sequential, or a `_Recomputed` of several
         self.links = [by_first_child.get(m, m) for m in seq if m not in later_children]
         self.patch = Patch(seq, 'forward', self)
 
@@ -222,7 +223,7 @@ def _apply_patches(self:ActivationCheckpoint):
     check_single(self.learn, ActivationCheckpoint)
     self.last_used = find_segments(unwrapped(self.learn.model), self.given)
     recomputed = [_Recomputed(o) for o in self.last_used]
-    sequentials = {o.seq:None for o in self.last_used if o.seq is not None}   # in order, unlike a set
+    sequentials = {o.seq:None for o in self.last_used if o.seq is not None}   # keeps the order
     patches = [o.patch for o in recomputed if o.patch is not None]
     patches += [_Chain(seq, recomputed).patch for seq in sequentials]
     # set before the first patch is applied, so that after an interrupt `undo_patches` finds each patch

@@ -33,13 +33,13 @@ class NoiseScale(PatchingCallback):
     run_bs_find = False    # `bs_find` trains without accumulation, where there is nothing to measure
     acc = None             # the `GradientAccumulation` of the Learner, found when a fit begins
     readings = ()          # a `Reading` for each measured step of the last fit
-    hooks = ()             # hooks on the parameters, during the backward pass of a micro-batch
+    hooks = ()             # hooks that note lengths, during the backward pass of a micro-batch
     lengths = None         # `id` of a parameter -> length of its gradient in the running micro-batch
     micro_batches = ()     # a `_MicroBatchGrads` for each micro-batch of the step so far
 
     def __init__(self,
         every:int=10, # Steps from one measured step to the next
-        half_life:int|None=None # Samples after which a measurement counts half; default: those in `20*every` steps
+        half_life:int|None=None # Samples after which a measurement counts half; default: 20 measurements
     ):
         self.every = check_count('every', every, 'step')
         self.half_life = None if half_life is None else check_count('half_life', half_life)
@@ -115,7 +115,7 @@ def rounded(x:float)->str:
     return f'{float(f"{x:.2g}"):,.0f}' if x>=10 else f'{x:.2g}'
 
 def describe(scale:float, size:float, unit:str='samples')->str:
-    "Say in a sentence how many times the minimum of steps and of items training takes in steps of `size`"
+    "Describe in a sentence how many steps and how much data a training in steps of `size` needs"
     if np.isnan(scale): return "noise scale: nothing was measured"
     if np.isinf(scale):
         return (f"noise scale: too large to measure. In steps of {size:,.0f} {unit} the noise hides the "
@@ -137,7 +137,7 @@ class _MicroBatchGrads(NamedTuple):
         "Return a tensor: n_i |g_i|², n_i, 1 (or 0 if the loss ignores all its targets), its samples"
         samples,size,to_sum = (_on_device(o, device, dtype) for o in self[1:])
         sum_sq = _squared(self.lengths.values(), device, dtype)*to_sum**2
-        counts = size>0   # False if all targets are ignored
+        counts = size>0   # False if the loss ignores all targets of the micro-batch
         return torch.stack([torch.where(counts, sum_sq/size, 0.), size, counts.to(dtype), samples])
 
 def _on_device(n, device, dtype):
@@ -246,7 +246,7 @@ def before_step(self:NoiseScale):
 def _read(self:NoiseScale, mean, squares, size, k, n, mean_sq):
     "Add a reading of `k` micro-batches with `n` samples, or warn why the step cannot be measured"
     if not np.isfinite([squares,mean_sq]).all(): return
-    # `after_step` subtracts one for this step
+    # steps until the next measured step; `after_step` already subtracts one at the end of this step
     self.wait = self.every
     if round(n)<mean.samples:
         return self._warn("the loss of a micro-batch needs no gradient, or NoiseScale was added in the "
@@ -254,7 +254,7 @@ def _read(self:NoiseScale, mean, squares, size, k, n, mean_sq):
     if k==1:
         return self._warn("the step has one micro-batch, so nothing can be compared. Raise `accum_bs`")
     if k==0: return   # the loss ignored all targets of the step
-    if mean.is_sum: mean_sq /= size**2   # from the gradient of a summed loss to that of its mean
+    if mean.is_sum: mean_sq /= size**2   # `p.grad` is the gradient of a summed loss
     trace,grad_sq = estimate(squares, mean_sq, size, k)
     # in theory `trace` is not negative, and rounding in bfloat16 changes `squares` by less than a tenth
     if trace*(k-1)<-.1*squares:

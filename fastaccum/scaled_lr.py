@@ -93,7 +93,7 @@ def before_step(self:ScaledLR):
 # %% ../nbs/08_scaled_lr.ipynb #undo
 @patch
 def undo_patches(self:ScaledLR, keep:str=''):
-    "Restore the unscaled values, except where other code has set a new value, and except for `keep`"
+    "Restore unscaled values that no other code has changed, except those of the hyper-parameter `keep`"
     while self.scaled:
         name,old,new = self.scaled[0]
         if name!=keep:
@@ -105,7 +105,7 @@ def undo_patches(self:ScaledLR, keep:str=''):
 @patch
 def after_step(self:ScaledLR):
     is_lr_find = getattr(self.learn, 'lr_finder', None) is not None
-    # undone before `lr_find` records the learning rate, so that it suggests a rate for `base_bs`
+    # undo the scaling before `lr_find` records the learning rate: its suggestion is for `base_bs`
     if is_lr_find: self.undo_patches()
 @patch
 def before_batch(self:ScaledLR): self.undo_patches()

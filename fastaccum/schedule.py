@@ -132,6 +132,7 @@ class _Scheduled(GradientAccumulation):
         if hasattr(self.learn, 'recorder'): self.learn.recorder.accum_bs = []
 
     def stepped(self, step:Step):
+        "Note the size of the step, also in the Recorder"
         self.current_bs = step.full
         if hasattr(self.learn, 'recorder'): self.learn.recorder.accum_bs.append(self.current_bs)
 
@@ -236,7 +237,7 @@ class GradientAccumulationScheduler(_Scheduled):
     ValueError: a number of micro-batches is below 1, or `mode` is unknown
     """
     def __init__(self,
-        scheduling:dict[int,int], # `{threshold: micro-batches per step}`; a number holds from its threshold on
+        scheduling:dict[int,int], # `{threshold: micro-batches per step from then on}`
         mode:str='epoch', # Unit of the thresholds: 'epoch' or 'step' (optimizer steps), counted from 0
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size:int|str|AutoSize|None=None, # As in `GradientAccumulation`, in samples

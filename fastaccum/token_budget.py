@@ -74,7 +74,7 @@ class TokenDivision(Division):
         self.mask = (columns>=first[:,None]) & (columns<last[:,None])
         tensors = [o for o in leaves(b) if has_rows(o, n) and o.ndim==2 and self.has_columns(o)]
         on_the_left = (last==self.width).all() & (first>0).any()   # whether the padding is on the left
-        # labels of the next token have one column less: a mask of the columns that trimming leaves of them
+        # the same mask for labels of the next token, which have one column less than the tokens
         next_mask = torch.where(on_the_left, self.mask[:,:-1], self.mask[:,1:])
         is_constant = []
         for o in tensors:
@@ -97,7 +97,7 @@ class TokenDivision(Division):
         self.index = torch.tensor(self.order, device=mask.device)   # `order` as a tensor
 
     def has_columns(self, x:torch.Tensor)->bool:
-        "Whether a tensor has a column for each column of the mask; labels of the next token have one less"
+        "Whether `x` has as many columns as the mask, or one less, as labels of the next token have"
         if x.ndim<2: return False
         is_next_labels = x.ndim==2 and x.shape[1]==self.width-1
         return x.shape[1]==self.width or is_next_labels
@@ -155,7 +155,8 @@ class TokenBudget(AutoSize):
 
     Pass a TokenBudget as `micro_batch_size` to `GradientAccumulation` or `GradientCache`. Padding may be
     on the left or on the right. The model must ignore padding: a fit checks this on its first batch with
-    padding, and warns if the model's output changes. A single row that is longer than the budget is a micro-batch of its own.
+    padding, and warns if the model's output changes. A row that is longer than the budget is a
+    micro-batch of its own.
 
     TypeError: an argument has the wrong type
     ValueError: `max_tokens` is below 1; in a fit, before any weight changes, the batch has no lengths
@@ -168,7 +169,7 @@ class TokenBudget(AutoSize):
     is_even = False
     def __init__(self,
         max_tokens:int, # The most tokens in a micro-batch: rows times columns
-        *, pad_id:int=None, # Id of padding in the first integer input; not needed with an `attention_mask`
+        *, pad_id:int=None, # Id of padding in the first integer input, if there is no `attention_mask`
         length:Callable=None # `length(batch)` returns the number of tokens in each row of a batch
     ):
         super().__init__()
@@ -261,7 +262,7 @@ def _try_trimming(self:TokenBudget, model, xb, division, warn_once):
     if not cuts: return
     self.tried = warn_once
     start,stop = cuts[0]
-    # only as many rows as are within the budget with all their padding: more may not fit in memory
+    # only as many rows as the budget allows with all their padding: more rows may not fit in memory
     n_rows = max(1, division.budget//division.width)
     cut = start,min(stop, start+n_rows)
     # run the model without its wrapper, which exchanges buffers between processes in a forward pass
@@ -275,7 +276,8 @@ def _try_trimming(self:TokenBudget, model, xb, division, warn_once):
     for x,y in zip(trimmed, padded):
         if x.shape!=y.shape:
             if y.ndim<2: continue
-            n_less = division.width-y.shape[1]   # columns that the model leaves out, such as the last one
+            # the number of columns that the model's output leaves out, such as the last column
+            n_less = division.width-y.shape[1]
             has_columns = n_less in (0,1) and x.shape[:2]==mask[:,n_less:].shape
             if not has_columns: continue   # an output of another kind, such as attention between tokens
             is_token = mask[:,n_less:] & mask[:,:mask.shape[1]-n_less]

@@ -27,8 +27,8 @@ class WandbCallback(fastai_wandb.WandbCallback):
         if self.log_model and not hasattr(self, 'save_model'):
             raise ValueError("`log_model=True` uploads the model that a SaveModelCallback saves, and "
                 "this Learner has none: add `SaveModelCallback()` to `cbs=`" + more_link('log-model'))
-        # fastai's `before_fit` raises an error when it formats the result of `learn.gather_args()`, so for
-        # the time of the call `gather_args` returns an empty dict
+        # fastai's `before_fit` raises an error when it formats the result of `learn.gather_args()`:
+        # during that call, `gather_args` returns an empty dict
         vars(self.learn)['gather_args'] = dict
         try: super().before_fit()
         finally: del vars(self.learn)['gather_args']
@@ -56,7 +56,7 @@ def config(learn:Learner)->dict:
     return res
 
 # %% ../nbs/11_wandb.ipynb #offline
-# of the blocks in a W&B file, and of the header of each part of a record, in bytes
+# bytes in a block of a W&B file, and in the header of each part of a record
 _block_size,_header_size = 2**15,7
 
 def offline_records(
@@ -68,7 +68,7 @@ def offline_records(
     record = b''   # the bytes of the current record so far
     while pos+_header_size<=len(data):
         left = _block_size-pos%_block_size
-        if left<_header_size:   # the rest of a block is empty if it is too small for a header
+        if left<_header_size:   # the rest of the block is too small for a header, and is empty
             pos += left
             continue
         body = pos+_header_size

@@ -60,7 +60,7 @@ class CaptureGrads(QuietCallback):
         self.missing = params   # parameters that have had no gradient so far
         self.grads = {}         # name of a parameter -> its first gradient
         self.buffers = {}       # name of a buffer -> its values after the last step
-        self.n_steps = 0        # steps so far, none of which was taken
+        self.n_steps = 0        # steps so far, all of which were cancelled
 
     def _params(self): return [p for p,*_ in self.learn.opt.all_params()]
     def before_train(self): self.missing &= set(self._params())
@@ -136,9 +136,9 @@ class Compare:
     "Runs the Learner's fit on a whole batch and on parts of the batch, and compares the gradients"
     def __init__(self,
         run:DryRun, # Runs fits of the Learner
-        make_cbs:Callable, # `make_cbs(n, sizes)`: callbacks that make a step of `n` samples
+        make_cbs:Callable, # `make_cbs(n, sizes)` returns callbacks that make a step of `n` samples
         cut_loader:bool=True, # Whether the loader yields the parts; otherwise callbacks split batches
-        split:Callable=split, # `f(batch, start, stop, n)`: samples `start` to `stop` of `n`
+        split:Callable=split, # `f(batch, start, stop, n)` returns samples `start` to `stop` of `n`
         bs:int|None=None, # Samples in the whole batch; defaults to the loader's batch size
         n:int=1, # Number of whole batches to read
         micro:int|None=None # Samples in a micro-batch of the Learner's fits; `None` for unequal parts
@@ -190,7 +190,7 @@ def differences(self:Compare, **kwargs:object)->dict:
 
 @patch
 def largest_difference(self:Compare, **kwargs:object)->float:
-    "The largest relative difference of a parameter's gradient; takes the arguments of `step`"
+    "Return the largest relative difference of a parameter's gradient; takes the arguments of `step`"
     return max(self.differences(**kwargs).values(), default=0.)
 
 # %% ../../nbs/core/27_compare.ipynb #both
@@ -227,7 +227,7 @@ def _try_step(self:Compare, in_parts):
 
 @patch
 def whole_and_parts(self:Compare)->tuple:
-    "Run a step whole, and in parts of the first sizes that work; return `CaptureGrads`, `None` if failed"
+    "Run a step on the whole batch, and in parts of the first sizes that work; a failed run is `None`"
     whole = self._try_step(in_parts=False)
     if self.n<2 and not self.why: self.why = 'the batch has a single sample, which cannot be split'
     if whole is None or self.n<2: return whole,None

@@ -41,7 +41,7 @@ def _digest(t):
 
 # %% ../../nbs/core/28_diagnose.ipynb #trace
 class Call(NamedTuple):
-    "A call of a module; a digest of a tensor has two numbers for each row"
+    "A call of a module, as digests of its tensors: two numbers for each row of a tensor"
     inputs:list # A digest for each input tensor
     outputs:list # A digest for each output tensor
 
@@ -56,7 +56,8 @@ class ModuleTrace:
         try:
             with state.again(), torch.no_grad():
                 for set_seed in (torch.manual_seed,random.seed,np.random.seed): set_seed(seed)
-                for m in frozen: m.training = False   # not `m.eval()`, which would freeze inner modules as well
+                # not `m.eval()`, which would freeze the modules inside of `m` as well
+                for m in frozen: m.training = False
                 for xb in batches:
                     if reset: model.reset()
                     self.calls.append({})
@@ -66,13 +67,13 @@ class ModuleTrace:
         self.modules = [modules[name] for name in self.calls[0]]   # the modules that ran
 
     def _note(self, name, m, args, kwargs, out):
-        "A forward hook that notes a call of the module `name`"
+        "Note a call of the module `name`; a forward hook"
         inputs = [_digest(t) for t in _tensors((args,kwargs)) if t.ndim and not t.is_complex()]
         outputs = [_digest(t) for t in _tensors(out) if t.ndim and t.is_floating_point()]
         self.calls[-1].setdefault(name, []).append(Call(inputs, outputs))
 
     def join(self, name:str, kind:str)->list|None:
-        "Join a module's 'inputs' or 'outputs' over batches; return `None` if batches differ in calls or tensors"
+        "Join a module's 'inputs' or 'outputs' over all batches; return `None` if this is not possible"
         batches = [o.get(name, []) for o in self.calls]
         try:
             return [torch.cat(ts) for calls in zip(*batches, strict=True)
@@ -105,17 +106,17 @@ def find_differing_modules(model:nn.Module, trace_a:Callable, trace_b:Callable, 
 
     TypeError: the predictions cannot be compared
     """
-    first,modules = None,dict(model.named_modules())
-    given = [*frozen]
-    for _ in range(8):   # each time, freeze the modules of one class
+    first_diff,modules = None,dict(model.named_modules())
+    given = [*frozen]   # modules that the caller has frozen
+    for _ in range(8):   # each round freezes the modules of one class
         a = trace_a(frozen)
         b = trace_b(frozen)
         diff = _difference(a, b, '', 'outputs')
         if diff is None or not a.join('', 'outputs'):
             raise TypeError('the predictions of the parts do not fit together: '
                 'they need a row for each sample')
-        if first is None: first = diff
-        if diff<=tol: return first,True
+        if first_diff is None: first_diff = diff
+        if diff<=tol: return first_diff,True
         # in the order in which the calls ended, so inner modules come before outer ones
         for name in a.calls[0]:
             m = modules[name]
@@ -124,10 +125,10 @@ def find_differing_modules(model:nn.Module, trace_a:Callable, trace_b:Callable, 
         else: break   # no module is left to freeze
         same_class = [o for o in modules.values() if type(o) is type(m)]
         new = [o for o in same_class if o.training and o not in frozen] or [m]
-        # unfreeze inner modules: the outer module may be the cause, such as one that drops inner weights
+        # unfreeze modules inside of `new`: their outputs differ because `new` changes their weights
         inside = {o for m in new for o in m.modules()}-{*new,*given}
         frozen[:] = [m for m in frozen if m not in inside]+new
-    return first,False
+    return first_diff,False
 
 # %% ../../nbs/core/28_diagnose.ipynb #look
 def _loss_grads(learn, n, count_items, start, stop):
@@ -164,20 +165,20 @@ class FirstBatchProbe(QuietCallback):
         self.n,self.sizes = n,sizes   # samples in the batch, and in each of its parts
         self.split = split            # returns some of the samples of a batch
         self.n_items = n_items        # counts the items that the loss is a mean over
-        self.loss_only = loss_only    # whether the model is not run on parts
+        self.loss_only = loss_only    # True if only the loss is run on parts, not the model
         self.tol = 0.             # the largest relative difference that counts as rounding
         self.rows = n             # rows in the model's inputs
-        # what was found about the model:
+        # results for the model
         self.draws = None         # relative difference of predictions with two seeds; `None` if unknown
-        self.predictions = None   # that of predictions at once and in parts; `None` if unknown
+        self.predictions = None   # relative difference of predictions in parts; `None` if unknown
         self.why = ''             # why `draws` or `predictions` is unknown
         self.drawing = []         # modules that draw random numbers
         self.depending = []       # modules whose outputs depend on the other samples of the batch
         self.remembering = []     # modules whose outputs change if the same batch comes a second time
         self.reset = False        # whether `model.reset()` must be called before each batch
         self.agree = False        # whether the predictions agree with these modules frozen
-        # what was found about the loss:
-        self.loss = None          # relative difference of its gradients at once and in parts, or `None`
+        # results for the loss
+        self.loss = None          # relative difference of the loss's gradients in parts; `None` if unknown
         self.loss_why = ''        # why `loss` is unknown
         self.hidden_loss = 0.     # `loss` in unequal parts, if parts of `sizes` show no difference
 
@@ -223,10 +224,12 @@ def _probe_model(self:FirstBatchProbe, model, xb):
     find = partial(find_differing_modules, model, tol=self.tol)
     traces = {}   # (*frozen modules, reset) -> the trace of the whole batch
     def whole(frozen, reset=False):
+        "Trace the whole batch, once for each `frozen` and `reset`"
         key = *frozen,reset
         if key not in traces: traces[key] = trace([xb], frozen, reset=reset)
         return traces[key]
     def whole_and_parts(frozen, reset):
+        "Find modules whose outputs differ between the whole batch and its parts"
         return find(partial(whole, reset=reset), lambda o: trace(parts, o, reset=reset), frozen=frozen)
 
     self.draws,_ = find(whole, lambda o: trace([xb], o, seed=1), frozen=self.drawing)
@@ -243,8 +246,8 @@ def _probe_model(self:FirstBatchProbe, model, xb):
     else: self.predictions,self.agree = whole_and_parts(frozen, False)
     self.depending = frozen[len(self.drawing):]
     if self.agree: return
-    # the search has ended at a module that cannot be frozen, without trying the layers that ran after that
-    # module. BatchNorm layers depend on other samples in any case
+    # the search has ended at a module that cannot be frozen, and has not tried the layers that run after
+    # that module. BatchNorm layers depend on other samples in any case
     self.depending += [m for m in batchnorms(model) if m in once.modules and m not in frozen]
 
 # %% ../../nbs/core/28_diagnose.ipynb #blame

@@ -31,9 +31,9 @@ from .warnings import AccumulationWarning
 # %% ../../nbs/core/26_dry_run.ipynb #snapshot
 # packages for whose objects a `Snapshot` does not note the attributes
 _not_visited = sys.stdlib_module_names|{'torch','numpy','pandas','matplotlib','PIL'}
-# classes in these packages for whose objects a `Snapshot` notes the attributes after all
+# exceptions: classes from these packages for whose objects a `Snapshot` does note the attributes
 _visited = (nn.Module,optim.Optimizer,optim.lr_scheduler.LRScheduler,GradScaler,SimpleNamespace)
-# classes whose objects a `Snapshot` leaves out: the objects cannot change, or are modules of Python
+# classes whose objects a `Snapshot` leaves out: these cannot change, or are Python modules
 _constants = str,bytes,int,float,type(None),type,ModuleType
 
 class Snapshot:
@@ -136,10 +136,10 @@ class CountSteps(QuietCallback):
     "Counts optimizer steps, and ends the fit after `most` steps, or before validation"
     order,run_valid = 1000,False   # after all other callbacks
     def __init__(self, most:float=float('inf'), tick:Callable=noop):
-        self.most = most
+        self.most = most    # steps after which the fit ends
         self.tick = tick    # called after each step
         self.n_steps = 0    # steps so far
-    # fastai calls `after_step` even after a cancelled step, which then adds one again
+    # fastai calls `after_step` even after a cancelled step: subtract the one that `after_step` will add
     def after_cancel_step(self): self.n_steps -= 1
     def after_step(self):
         self.n_steps += 1
@@ -171,7 +171,7 @@ class DryRun:
         self.learn = learn
         self.dl = dls.train   # the Learner's training loader, which `fit` replaces
         self.device = training_device(learn)
-        # the Learner's callbacks that take part
+        # the Learner's callbacks that are called in a dry run
         self.cbs = L(o for o in learn.cbs if takes_part(o) and not any(o is x for x in without))
         self.snap = self._snapshot(learn)   # restores the Learner
         has_bar = total and hasattr(learn, 'progress') and learn.create_mbar
@@ -180,7 +180,7 @@ class DryRun:
         if self.bar: self.bar.update(0)
 
     def _snapshot(self, learn):
-        "Return a `Snapshot` of the Learner, without datasets and without callbacks that take no part"
+        "Return a `Snapshot` of the Learner, without datasets and without callbacks that are not called"
         dls,model = learn.dls,learn.model
         recorder = getattr(learn, 'recorder', None)
         not_called = [o for o in learn.cbs if not takes_part(o) and o is not recorder]
@@ -221,7 +221,7 @@ def fit(self:DryRun, dl:object, cbs:list, lr:float|slice|None=0., without:tuple|
     try:
         learn.cbs = L(o for o in self.cbs if not any(o is x for x in without))
         learn.dls.train = dl
-        # fastai's `fit` adds to the gradients that an earlier fit has left
+        # empty the gradients that an earlier fit has left, because fastai's `fit` would add to them
         for p in learn.model.parameters(): p.grad = None
         with warnings.catch_warnings():
             warnings.simplefilter('ignore', AccumulationWarning)

@@ -73,7 +73,7 @@ def accum_check(self:Learner,
             try: diagnosis = diagnose(bs, micro_bs)
             except Exception as e:
                 if accum_bs or not fitting_bs or not is_out_of_memory(e): raise
-            # retry outside of the `except` clause, where the exception would keep the failed try's memory
+            # try again outside of `except`: inside, the exception keeps the memory of the first try
             if diagnosis is None:
                 free_memory()
                 too_many = bs
@@ -293,7 +293,7 @@ def _difference_without(self:_Diagnosis, freeze, reset, cbs=()):
 # %% ../nbs/02_accum_check.ipynb #rows-model
 @patch
 def _loss(self:_Diagnosis):
-    "Return the row of the loss"
+    "Return the table's row for the loss"
     probe,tol = self.probe,self.tol
     if self.setup.loss_gets_whole: return Row('loss', 0., tol)
     if self.rest_off is not None and self.rest_off<=tol:
@@ -310,17 +310,17 @@ def _loss(self:_Diagnosis):
 
 # %% ../nbs/02_accum_check.ipynb #rows-predictions
 def _in_one_cell(*texts):
-    "Join the texts that are not empty"
+    "Join the texts that are not empty, for one cell of the table"
     return '; '.join(filter(None, texts))
 
 def _checkpoint_remedy(model):
-    "Return `ActivationCheckpoint()` as a remedy, or '' if it cannot cut this model into segments"
+    "Return `ActivationCheckpoint()` as a remedy, or '' if this callback cannot cut the model into segments"
     try: return '`ActivationCheckpoint()`' if find_segments(unwrapped(model)) else ''
     except ValueError: return ''
 
 @patch
 def _predictions(self:_Diagnosis):
-    "Return the row of the predictions"
+    "Return the table's row for the predictions"
     probe = self.probe
     row = Row('predictions', probe.predictions, self.tol, probe.why)
     if row.off is None or row.ok: return row
@@ -343,7 +343,7 @@ def _predictions(self:_Diagnosis):
 # %% ../nbs/02_accum_check.ipynb #rows-draws
 @patch
 def _draws(self:_Diagnosis):
-    "Return the row of the random numbers that the model draws"
+    "Return the table's row for the random numbers that the model draws"
     probe = self.probe
     row = Row('draws', probe.draws, self.tol, probe.why)
     if row.off is None: return row
@@ -359,7 +359,7 @@ def _draws(self:_Diagnosis):
 # %% ../nbs/02_accum_check.ipynb #rows
 @patch
 def _callbacks(self:_Diagnosis):
-    "Return the row of the callbacks"
+    "Return the table's row for the callbacks"
     tol = self.tol
     if self.off is None: return Row('callbacks', None, tol, self.compare.why)
     if self.cbs:
@@ -377,7 +377,7 @@ def _callbacks(self:_Diagnosis):
 
 @patch
 def _loader(self:_Diagnosis):
-    "Return the row of the training loader"
+    "Return the table's row for the training loader"
     dependence = by_batch_size(self.compare.run.dl) if self.compare.cut_loader else ''
     if not dependence: return Row('loader', 0., 0.)
     remedy = f'{self.split_remedy}; or none: a step has as many samples, but others'
@@ -385,7 +385,7 @@ def _loader(self:_Diagnosis):
 
 @patch
 def _gradients(self:_Diagnosis):
-    "Return the row of the gradients, with the parameters that differ most"
+    "Return the table's row for the gradients, with the parameters that differ most"
     probe,tol = self.probe,self.tol
     row = Row('gradients', self.off, tol, self.compare.why)
     if row.off is None or row.ok: return row
@@ -406,7 +406,7 @@ def _gradients(self:_Diagnosis):
 # %% ../nbs/02_accum_check.ipynb #rows-all
 @patch
 def _buffers(self:_Diagnosis):
-    "Return the row of the model's buffers"
+    "Return the table's row for the model's buffers"
     off = None
     if self.parts is not None:
         pairs = [(b,self.parts.buffers.get(k)) for k,b in self.whole.buffers.items()]
@@ -415,7 +415,7 @@ def _buffers(self:_Diagnosis):
 
 @patch
 def _weights(self:_Diagnosis):
-    "Train whole and in micro-batches, and return the row of the weights"
+    "Train whole and in micro-batches, and return the table's row for the weights"
     row = Row('weights', None, 100*self.tol, self.compare.why)
     if row.where: return row
     off,n_whole,n_parts = self.compare.train_both_ways()

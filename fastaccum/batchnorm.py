@@ -107,7 +107,7 @@ class FreezeBN(PatchingCallback):
                 "module, such as `lambda m: m[0]`, because the model is not known before the fit"
                 + more_link('function-argument'))
         self.part = check_function('part', part, 1, 'lambda m: m[0]')
-        self.frozen = []   # the layers that are frozen now; none outside of the training part of an epoch
+        self.frozen = []   # the layers frozen now; none before and after an epoch's training part
 
     def layers_of(self, model:nn.Module)->list:
         "List the BatchNorm layers that this callback freezes"

@@ -43,7 +43,7 @@ class GradientCache(PatchingCallback):
     patch = None
     # runs the model on this batch in micro-batches; `None` once `before_backward` has checked the loss
     call = None
-    # `model.training` -> for each output of the model, whether the output has a row per sample
+    # True in training, False in evaluation -> whether each output of the model has a row for each sample
     rows = None
     checked = False      # True once this fit has compared the two forward passes of a micro-batch
     @by_name('micro_batch_size')
@@ -98,7 +98,7 @@ class GradientCache(PatchingCallback):
 # %% ../nbs/03_cache.ipynb #forward
 @patch
 def _forward(self:GradientCache, *args, **kwargs):
-    "Replace the model's `forward`: run the Learner's own call in micro-batches, and other calls unchanged"
+    "Replace the model's `forward`: run the Learner's call in micro-batches, and other calls unchanged"
     learn,stock = self.learn,self.patch.stock
     is_learners_call = not kwargs and [*map(id, args)]==[*map(id, learn.xb)]
     if not is_learners_call: return stock(*args, **kwargs)

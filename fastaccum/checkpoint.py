@@ -223,7 +223,8 @@ def _apply_patches(self:ActivationCheckpoint):
     check_single(self.learn, ActivationCheckpoint)
     self.last_used = find_segments(unwrapped(self.learn.model), self.given)
     recomputed = [_Recomputed(o) for o in self.last_used]
-    sequentials = {o.seq:None for o in self.last_used if o.seq is not None}   # keeps the order
+    # the Sequentials in order, without duplicates
+    sequentials = {o.seq:None for o in self.last_used if o.seq is not None}
     patches = [o.patch for o in recomputed if o.patch is not None]
     patches += [_Chain(seq, recomputed).patch for seq in sequentials]
     # set before the first patch is applied, so that after an interrupt `undo_patches` finds each patch

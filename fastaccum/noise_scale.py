@@ -33,13 +33,13 @@ class NoiseScale(PatchingCallback):
     run_bs_find = False    # `bs_find` trains without accumulation, where there is nothing to measure
     acc = None             # the `GradientAccumulation` of the Learner, found when a fit begins
     readings = ()          # a `Reading` for each measured step of the last fit
-    hooks = ()             # hooks that note lengths, during the backward pass of a micro-batch
+    hooks = ()             # hooks that note the lengths of gradients, during a backward pass
     lengths = None         # `id` of a parameter -> length of its gradient in the running micro-batch
     micro_batches = ()     # a `_MicroBatchGrads` for each micro-batch of the step so far
 
     def __init__(self,
         every:int=10, # Steps from one measured step to the next
-        half_life:int|None=None # Samples after which a measurement counts half; default: 20 measurements
+        half_life:int|None=None # Samples after which a reading counts half; default: of `20*every` steps
     ):
         self.every = check_count('every', every, 'step')
         self.half_life = None if half_life is None else check_count('half_life', half_life)

@@ -32,7 +32,7 @@ class ScaledLR(PatchingCallback):
     acc = None            # the `GradientAccumulation` of the Learner, if there is one
     n_processes = 1       # processes that train the model together
     kappa = None          # samples in the last step, divided by `base_bs`
-    factor = None         # factor of the learning rate in the last step
+    factor = None         # number by which the last step's learning rate was multiplied
     opt = None            # the optimizer whose hyper-parameters are scaled
     scaled = ()           # a `_Scaled` for each hyper-parameter that is scaled for the running step
 

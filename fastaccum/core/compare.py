@@ -54,8 +54,8 @@ def _on_cpu(t):
     return dense.detach().cpu().to(torch.float64, copy=True)
 
 class CaptureGrads(QuietCallback):
-    "Notes each parameter's first gradient instead of taking steps; ends the fit when all are known"
-    order,run_valid = MixedPrecision.order+.5,False
+    "Notes each parameter's first gradient instead of taking steps; ends the fit when each has one"
+    order,run_valid = MixedPrecision.order+.5,False   # after MixedPrecision has unscaled the gradients
     def __init__(self, params:set):
         self.missing = params   # parameters that have had no gradient so far
         self.grads = {}         # name of a parameter -> its first gradient
@@ -197,7 +197,7 @@ def largest_difference(self:Compare, **kwargs:object)->float:
 def _describe_failure(e, learn, on):
     "Name the callback, module or loss function that raised the error `e`, and quote `e`, in one line"
     failed,tb = '',e.__traceback__
-    # from the outermost frame to the innermost, so that `failed` is the innermost match
+    # from the outermost frame to the innermost, so that `failed` names the innermost module or callback
     while tb is not None:
         o,code = tb.tb_frame.f_locals.get('self'),tb.tb_frame.f_code
         is_users = not type(o).__module__.startswith(('fastai','fastaccum'))

@@ -158,7 +158,7 @@ def _loss_difference(learn, n, count_items, sizes):
 tolerances = {torch.float64:1e-7, torch.float32:1e-3, torch.float16:1e-2, torch.bfloat16:5e-2}
 
 class FirstBatchProbe(QuietCallback):
-    "Runs the model and the loss on parts of the first batch (`loss_only`: the loss), then ends the fit"
+    "Runs the model (unless `loss_only`) and the loss on parts of the first batch, then ends the fit"
     order,run_valid = 1000,False   # after all callbacks that change the batch
     def __init__(self, n:int, sizes:list[int], split:Callable, n_items:Callable|None,
         loss_only:bool=False):
@@ -178,7 +178,7 @@ class FirstBatchProbe(QuietCallback):
         self.reset = False        # whether `model.reset()` must be called before each batch
         self.agree = False        # whether the predictions agree with these modules frozen
         # results for the loss
-        self.loss = None          # relative difference of the loss's gradients in parts; `None` if unknown
+        self.loss = None          # relative difference of loss gradients in parts; `None` if unknown
         self.loss_why = ''        # why `loss` is unknown
         self.hidden_loss = 0.     # `loss` in unequal parts, if parts of `sizes` show no difference
 

@@ -110,7 +110,7 @@ _no_part = {'fastaccum.accumulation.GradientAccumulation',
 _changing_events = 'before_batch','after_pred','after_loss','before_backward'
 
 def takes_part(cb:Callback)->bool:
-    "Whether `cb` is called in a dry run: not if it only logs, or would disturb the run"
+    "Whether `cb` is called in a dry run; callbacks that only log, or would disturb the run, are not"
     only_logs = cb.order>=Recorder.order and not any(hasattr(cb, o) for o in _changing_events)
     if only_logs or class_names(type(cb))&_no_part: return False
     return getattr(type(cb), 'run_bs_find', True)

@@ -314,7 +314,7 @@ def _in_one_cell(*texts):
     return '; '.join(filter(None, texts))
 
 def _checkpoint_remedy(model):
-    "Return `ActivationCheckpoint()` as a remedy, or '' if this callback cannot cut the model into segments"
+    "Return `ActivationCheckpoint()` as a remedy, or '' if the model cannot be cut into segments"
     try: return '`ActivationCheckpoint()`' if find_segments(unwrapped(model)) else ''
     except ValueError: return ''
 

@@ -145,7 +145,7 @@ class Compare:
     ):
         self.run,self.make_cbs = run,make_cbs
         self.cut_loader,self.split = cut_loader,split
-        try: batches,self.n = batches_of(run.learn, bs, n)   # `n`: samples in the whole batch
+        try: batches,self.n = batches_of(run.learn, bs, n)   # `self.n`: samples in the whole batch
         finally: run.snap.put_back()
         # whole batches, without the incomplete last batch of an epoch
         self.wholes = [b for b in batches if n_samples(b, self.n)==self.n]

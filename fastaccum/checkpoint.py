@@ -171,7 +171,7 @@ class _Recomputed:
         # dropout draws random numbers on the device of its input, which may hold no parameter
         devices_of_inputs = {o.device for o in inputs.tensors if o.device.type not in ('cpu','meta')}
         state = ForwardState(self.inside, {*self.devices,*devices_of_inputs}, inputs.others)
-        # the arguments have an autograd graph: the first call empties `first`, to release that graph
+        # the first call empties `first`, so that the autograd graph of the arguments can be freed
         first = [(args,kwargs)]
         def first_or_again():
             "Run the segment; in later calls, from the inputs and the state of the first call"
@@ -227,7 +227,7 @@ def _apply_patches(self:ActivationCheckpoint):
     sequentials = {o.seq:None for o in self.last_used if o.seq is not None}
     patches = [o.patch for o in recomputed if o.patch is not None]
     patches += [_Chain(seq, recomputed).patch for seq in sequentials]
-    # set before the first patch is applied, so that after an interrupt `undo_patches` finds each patch
+    # `self.patches` is set before a patch is applied, so that `undo_patches` works after an interrupt
     self.patches = patches
     for o in patches: o.apply()
 

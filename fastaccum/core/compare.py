@@ -50,7 +50,7 @@ def _sizes_to_try(n, most, of_fit=False):
 def _on_cpu(t):
     "Copy the tensor `t` to the CPU, in double precision"
     dense = t if t.layout==torch.strided else t.to_dense()
-    # moved to the CPU before the conversion, because MPS has no float64
+    # the tensor moves to the CPU before the conversion, because MPS has no float64
     return dense.detach().cpu().to(torch.float64, copy=True)
 
 class CaptureGrads(QuietCallback):

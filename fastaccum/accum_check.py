@@ -35,8 +35,8 @@ from .core.warnings import more_link
 # %% ../nbs/02_accum_check.ipynb #accum-check
 @patch
 def accum_check(self:Learner,
-    accum_bs:int=None, # Samples in the whole batch; defaults to a step, or else to a batch of the loader
-    steps:int=0, # Optimizer steps to train both ways, to compare the weights as well
+    accum_bs:int=None, # Samples in the whole batch; default: those of a step, or of the loader's batch
+    steps:int=0, # Optimizer steps to train whole and in micro-batches, to compare the weights as well
     cbs:Callback|list=None # Callbacks that you would pass to `fit`
 )->'AccumCheck': # Displays itself as a table
     """Run a batch whole and in micro-batches, compare the gradients, and find out why they differ
@@ -58,28 +58,31 @@ def accum_check(self:Learner,
     _check_args(self, accum_bs, steps)
     with self.added_cbs(cbs):
         setup = _Setup(self)
-        bs,micro,fits = setup.sizes(self.dls.train, accum_bs)
+        bs,micro_bs,fitting_bs = setup.sizes(self.dls.train, accum_bs)
         with DryRun(self, setup.cbs) as run:
-            def diagnose(bs, micro=None):
-                n = max(1, steps)
-                compare = Compare(run, setup.make_cbs, setup.cuts_loader, setup.split, bs, n, micro)
+            def diagnose(bs, micro_bs=None):
+                n_batches = max(1, steps)
+                compare = Compare(run, setup.make_cbs, setup.cuts_loader, setup.split, bs, n_batches,
+                    micro_bs)
                 if accum_bs and compare.n<accum_bs:
                     raise ValueError(f"`accum_bs={accum_bs}` is more than the {compare.n} samples that "
                         f"the training loader has: give at most {compare.n}"
                         + more_link('samples-to-check'))
                 return _Diagnosis(compare, setup, cbs is None, steps)
-            found,too_many = None,None
-            try: found = diagnose(bs, micro)
+            diagnosis,too_many = None,None
+            try: diagnosis = diagnose(bs, micro_bs)
             except Exception as e:
-                if accum_bs or not fits or not is_out_of_memory(e): raise
-            # not in the `except` clause: there, the exception keeps the memory of the failed fit in use
-            if found is None:
+                if accum_bs or not fitting_bs or not is_out_of_memory(e): raise
+            # try again outside of `except`: inside, the exception keeps the memory of the first try
+            if diagnosis is None:
                 free_memory()
-                found,too_many = diagnose(fits),bs
-    return AccumCheck(found.rows, found.sizes, found.layers, found.remaining, too_many)
+                too_many = bs
+                diagnosis = diagnose(fitting_bs)
+    return AccumCheck(diagnosis.rows, diagnosis.sizes, diagnosis.layers, diagnosis.remaining, too_many)
 
 # %% ../nbs/02_accum_check.ipynb #args
 def _check_args(learn, accum_bs, steps):
+    "Refuse wrong arguments of `accum_check`, and a check on several processes"
     if accum_bs is not None and check_count('accum_bs', accum_bs)==1:
         raise ValueError("`accum_bs=1` is a single sample, which cannot be split: give at least 2"
             + more_link('samples-to-check'))
@@ -88,7 +91,7 @@ def _check_args(learn, accum_bs, steps):
         'check')
 
 def _check_cbs(learn, acc, cache):
-    "Refuse what the Learner's callbacks refuse in a fit, because the check replaces the callbacks"
+    "Raise the errors that the Learner's callbacks raise in a fit, because the check replaces these"
     if acc is not None: check_learner(learn)
     elif any(isinstance(o, FastaiGradientAccumulation) for o in learn.cbs):
         raise ValueError("this Learner has fastai's `GradientAccumulation`, and only fastaccum's can be "
@@ -98,17 +101,18 @@ def _check_cbs(learn, acc, cache):
 
 # %% ../nbs/02_accum_check.ipynb #setup
 class _Setup:
-    "How the callbacks and the loader of a Learner make a step of several parts"
+    "Describes how the callbacks and the loader of a Learner divide a step into parts"
     def __init__(self, learn):
+        # the Learner's callbacks, each `None` if the Learner has no callback of that class
         self.acc = acc = our_callback(learn, 'GradientAccumulation')
         self.cache = our_callback(learn, 'GradientCache')
         self.checkpoint = our_callback(learn, 'ActivationCheckpoint')
         _check_cbs(learn, acc, self.cache)
         self.cbs = [o for o in (acc,self.cache,self.checkpoint) if o is not None]
-        self.plan = plan = acc and acc.plan(learn.dls)
-        self.n_items = acc and acc.n_items
+        self.plan = plan = acc and acc.plan(learn.dls)   # the `Plan` of a fit, if `acc` is given
+        self.n_items = acc and acc.n_items               # counts the items of the mean loss
         limit = acc and acc.limit
-        self.split = limit.split if limit else split
+        self.split = limit.split if limit else split     # returns some of the samples of a batch
         # True if a step is one batch of the loader, which `GradientAccumulation` splits
         self.splits = False
         if plan is not None:
@@ -118,12 +122,13 @@ class _Setup:
         self.cuts_loader = not self.splits and (acc is not None or not self.cbs)
         # True if the loss sees all samples of a step at once
         self.loss_gets_whole = not (self.cuts_loader or self.splits)
+        # True if the model sees all samples of a step at once
         self.model_gets_whole = self.loss_gets_whole and self.cache is None
 
 # %% ../nbs/02_accum_check.ipynb #setup-sizes
 @patch
 def sizes(self:_Setup, dl:object, accum_bs:int|None)->tuple:
-    """Return the samples in a step, in a micro-batch, and in a micro-batch that fits in memory
+    """Return the samples in a step, in a micro-batch, and in a batch that fits in memory
 
     The last two numbers are `None` if a step has a single part.
     """
@@ -135,23 +140,25 @@ def sizes(self:_Setup, dl:object, accum_bs:int|None)->tuple:
         micro = self.plan.loaders[0].micro_bs
     elif bs: micro = cache_size
     if micro and micro<n: return n,micro,min(micro, cache_size or micro)
-    is_small = accum_bs is None and bs and bs<5<=(n_of(dl) or 0)   # unequal parts need a few samples
-    if is_small: accum_bs = 5
+    # a batch needs 5 samples or more to be divided into unequal parts of at least two samples
+    is_too_small = accum_bs is None and bs and bs<5<=(n_of(dl) or 0)
+    if is_too_small: accum_bs = 5
     return accum_bs,None,None
 
 @patch
 def make_cbs(self:_Setup, n:int, sizes:list)->list:
     "Return callbacks that make one step of `n` samples, with parts of `sizes`"
     acc,cache = self.acc,self.cache
-    cbs,most = [],max(sizes)
+    cbs = []
+    largest = max(sizes)
     if self.checkpoint is not None: cbs.append(type(self.checkpoint)(self.checkpoint.given))
     if cache is not None:
-        cbs.append(type(cache)(micro_batch_size=min(most, cache.size or n), split=cache.split))
+        cbs.append(type(cache)(micro_batch_size=min(largest, cache.size or n), split=cache.split))
     if acc is None and cbs: return cbs
-    size = most if self.splits else None
-    if self.splits and acc.limit: size = acc.limit.capped(most)
-    new = GradientAccumulation(n, drop_last=False, n_items=self.n_items, micro_batch_size=size)
-    return [*cbs,new]
+    size = largest if self.splits else None
+    if self.splits and acc.limit: size = acc.limit.capped(largest)
+    accumulation = GradientAccumulation(n, drop_last=False, n_items=self.n_items, micro_batch_size=size)
+    return [*cbs,accumulation]
 
 # %% ../nbs/02_accum_check.ipynb #result
 @dataclass(repr=False, eq=False)
@@ -160,8 +167,8 @@ class AccumCheck:
     rows:list[Row] # A row of the table for each possible cause
     sizes:list[int] # Samples in each micro-batch
     layers:dict # Name of a parameter -> the relative difference of its gradients
-    remaining:dict # Differences as in `layers`, without all known causes; empty if none was found
-    too_many:int|None=None # Samples in a step of the fit, if a step does not fit in memory at once
+    remaining:dict # As `layers`, with the causes frozen or left out; empty if no cause was found
+    too_many:int|None=None # Samples in a step of the fit, if these do not fit in memory at once
 
     @property
     def ok(self)->bool:
@@ -177,6 +184,7 @@ class AccumCheck:
 # %% ../nbs/02_accum_check.ipynb #result-shown
 @patch
 def _title(self:AccumCheck):
+    "Return the sizes and the result in one line"
     result = 'the same run' if self.ok else 'not the same run'
     if self.ok and any(o.where.startswith('not checked') for o in self.rows):
         result += '; the last column says what was not checked'
@@ -190,6 +198,7 @@ def _title(self:AccumCheck):
 
 @patch
 def _cells(self:AccumCheck):
+    "Return the texts of the table's cells, row by row"
     rows = [(o.what,o.state,o.where,o.remedy) for o in self.rows]
     return [('what','result','where','remedy'),*rows]
 
@@ -207,21 +216,21 @@ def _repr_markdown_(self:AccumCheck):
 
 # %% ../nbs/02_accum_check.ipynb #find
 class _Diagnosis:
-    "Finds the causes if the gradients of the whole batch and of its parts differ"
+    "Compares the gradients of a whole batch and of its parts, and finds out why they differ"
     def __init__(self, compare, setup, no_cbs, steps):
         self.compare,self.setup = compare,setup
         self.model = compare.run.learn.model
-        self.no_cbs = no_cbs     # True if the user gave the check no `cbs=`
-        # the largest relative difference of the gradients, or `None` if it is not known:
-        self.off = None          # as the Learner trains
-        self.frozen_off = None   # with all modules frozen whose predictions differ
-        self.rest_off = None     # with these modules frozen, and without the callbacks in `cbs`
+        self.no_cbs = no_cbs     # True if `accum_check` was called without `cbs=`
+        self.off = None          # the largest relative difference of the gradients; `None` if unknown
+        self.frozen_off = None   # `off` measured with modules frozen that make predictions differ
+        self.rest_off = None     # `frozen_off` measured without the callbacks in `self.cbs`
         self.cbs = []            # callbacks that make the gradients differ
         self.needed = []         # callbacks that cannot be left out, because the step fails without them
         self.layers = {}         # name of a parameter -> the relative difference of its gradients
-        self.remaining = {}      # differences as in `layers`, with all known causes removed
+        self.remaining = {}      # `layers` measured like `rest_off`
+        # the gradients of the step at once and in parts; `None` if a run failed
         self.whole,self.parts = compare.whole_and_parts()
-        self.sizes = [compare.n] if compare.why else compare.sizes
+        self.sizes = [compare.n] if compare.why else compare.sizes   # samples in each part
         size,loaders = f'micro_batch_size={compare.most}','DataLoaders whose batches are whole steps'
         self.cache_remedy = f"`GradientCache({size})`, in {loaders}"
         self.split_remedy = f'{loaders}, and `{size}`'
@@ -233,32 +242,37 @@ class _Diagnosis:
 # %% ../nbs/02_accum_check.ipynb #find-causes
 @patch
 def _probe_first_batch(self:_Diagnosis, n_items, **kwargs):
+    "Run the model and the loss on parts of the first batch, and return the `FirstBatchProbe`"
     compare,loss_only = self.compare,self.setup.model_gets_whole
     probe = FirstBatchProbe(compare.n, compare.sizes, compare.split, n_items, loss_only)
     try: compare.fit(False, compare.wholes[:1], [probe], **kwargs)
     except Exception:
-        if not compare.why: raise   # otherwise, `compare.why` names what fails
+        # if the step has failed before, `compare.why` describes the failure, and the table shows it
+        if not compare.why: raise
     return probe
 
 @patch
 def _find_causes(self:_Diagnosis):
+    "Freeze modules and leave out callbacks until the gradients agree; note the causes and differences"
     probe,compare = self.probe,self.compare
     self.layers = grad_differences(self.whole.grads, self.parts.grads)
     self.off = self.frozen_off = self.rest_off = max(self.layers.values(), default=0.)
     freeze,reset = probe.drawing+probe.depending,probe.reset
-    # if a callback splits the batch, each part may go on from the state that its own rows have left
-    may_go_on = probe.remembering and not compare.cut_loader
-    if may_go_on and compare.largest_difference(freeze=freeze)<=self.tol:
+    # a callback that splits the batch may also split the hidden state that the model keeps for each row.
+    # If the gradients then agree, the hidden state is not a cause
+    may_split_state = probe.remembering and not compare.cut_loader
+    if may_split_state and compare.largest_difference(freeze=freeze)<=self.tol:
         reset,probe.remembering = False,[]
         probe.predictions = 0.
     if self.off>self.tol and (freeze or reset):
-        self.frozen_off = self.rest_off = self._without(freeze, reset)
+        self.frozen_off = self.rest_off = self._difference_without(freeze, reset)
     if self.frozen_off<=self.tol: return
     if probe.rows==probe.n:
         frozen = dict(freeze=freeze, reset=reset)
         self.cbs,self.needed = find_differing_callbacks(compare, self.frozen_off, self.tol, **frozen)
-        if self.cbs: self.rest_off = self._without(freeze, reset, self.cbs)
-    else:   # find the callback that makes more rows of the samples
+        if self.cbs: self.rest_off = self._difference_without(freeze, reset, self.cbs)
+    else:
+        # a callback changes the number of rows: find the callback without which each sample is one row
         cbs = [o for o in callbacks_to_try(compare.run) if hasattr(o, 'before_batch')]
         found = [o for o in cbs if self._rows_without(o) in (probe.n,None)]
         self.cbs = found or cbs
@@ -271,18 +285,19 @@ def _rows_without(self:_Diagnosis, cb):
         if is_out_of_memory(e): raise
 
 @patch
-def _without(self:_Diagnosis, freeze, reset, cbs=()):
-    "Return the largest difference of the gradients without the causes that were found"
+def _difference_without(self:_Diagnosis, freeze, reset, cbs=()):
+    "Return the largest difference of the gradients with modules frozen, and without `cbs`"
     self.remaining = self.compare.differences(freeze=freeze, reset=reset, without=cbs)
     return max(self.remaining.values(), default=0.)
 
 # %% ../nbs/02_accum_check.ipynb #rows-model
 @patch
 def _loss(self:_Diagnosis):
+    "Return the table's row for the loss"
     probe,tol = self.probe,self.tol
     if self.setup.loss_gets_whole: return Row('loss', 0., tol)
     if self.rest_off is not None and self.rest_off<=tol:
-        # the gradients of whole batch and parts agree, but a loss may differ in parts of other sizes
+        # the gradients agree in parts of these sizes, but the loss may differ in parts of other sizes
         row = Row('loss', self.rest_off, tol)
         if probe.hidden_loss:
             row = Row('loss', probe.hidden_loss, tol, 'in micro-batches of unequal sizes')
@@ -294,20 +309,23 @@ def _loss(self:_Diagnosis):
     return row._replace(remedy=f"`reduction='mean'`; {n_items}; or {self.cache_remedy}")
 
 # %% ../nbs/02_accum_check.ipynb #rows-predictions
-def _in_one_cell(*texts): return '; '.join(filter(None, texts))
+def _in_one_cell(*texts):
+    "Join the texts that are not empty, for one cell of the table"
+    return '; '.join(filter(None, texts))
 
 def _checkpoint_remedy(model):
-    "Return `ActivationCheckpoint()` as a remedy, or '' if it cannot cut this model into segments"
+    "Return `ActivationCheckpoint()` as a remedy, or '' if the model cannot be cut into segments"
     try: return '`ActivationCheckpoint()`' if find_segments(unwrapped(model)) else ''
     except ValueError: return ''
 
 @patch
 def _predictions(self:_Diagnosis):
+    "Return the table's row for the predictions"
     probe = self.probe
     row = Row('predictions', probe.predictions, self.tol, probe.why)
     if row.off is None or row.ok: return row
     gradients_agree = self.off is not None and self.off<=self.tol
-    # a model that trims its batch to the longest sequence predicts another length in each part
+    # predictions may differ in shape alone: some models trim each part to its longest sequence
     if gradients_agree and not probe.remembering: return Row('predictions', self.off, self.tol)
     where = describe_modules(self.model, probe.depending)
     if probe.remembering:
@@ -315,16 +333,17 @@ def _predictions(self:_Diagnosis):
         where = _in_one_cell(f'{names} keeps something from the batch before', where)
         return row._replace(where=where, remedy='none; or reset it before each batch')
     has_norm = any(isinstance(m, _BatchNorm) for m in probe.depending)
-    freeze = ''
+    norm_remedy = ''
     if has_norm:
-        freeze = ('`FreezeBN()`; in a frozen body `BnFreeze()` and `train_bn=False`; '
+        norm_remedy = ('`FreezeBN()`; in a frozen body `BnFreeze()` and `train_bn=False`; '
             'or `learn.recalibrate_bn()`')
-    remedy = _in_one_cell(_checkpoint_remedy(self.model), freeze)
+    remedy = _in_one_cell(_checkpoint_remedy(self.model), norm_remedy)
     return row._replace(where=where, remedy=remedy or 'none: the model needs the whole batch')
 
 # %% ../nbs/02_accum_check.ipynb #rows-draws
 @patch
 def _draws(self:_Diagnosis):
+    "Return the table's row for the random numbers that the model draws"
     probe = self.probe
     row = Row('draws', probe.draws, self.tol, probe.why)
     if row.off is None: return row
@@ -340,6 +359,7 @@ def _draws(self:_Diagnosis):
 # %% ../nbs/02_accum_check.ipynb #rows
 @patch
 def _callbacks(self:_Diagnosis):
+    "Return the table's row for the callbacks"
     tol = self.tol
     if self.off is None: return Row('callbacks', None, tol, self.compare.why)
     if self.cbs:
@@ -352,10 +372,12 @@ def _callbacks(self:_Diagnosis):
         names = ', '.join(names)
         return Row('callbacks', None, tol, f'the step fails without {names}')
     where = 'not checked: callbacks that are passed to `fit`; give them as `cbs=`' if self.no_cbs else ''
-    return Row('callbacks', 0., tol, where)   # a remaining difference has another cause
+    # no callback was found to be a cause: if the gradients differ, another row has the cause
+    return Row('callbacks', 0., tol, where)
 
 @patch
 def _loader(self:_Diagnosis):
+    "Return the table's row for the training loader"
     dependence = by_batch_size(self.compare.run.dl) if self.compare.cut_loader else ''
     if not dependence: return Row('loader', 0., 0.)
     remedy = f'{self.split_remedy}; or none: a step has as many samples, but others'
@@ -363,6 +385,7 @@ def _loader(self:_Diagnosis):
 
 @patch
 def _gradients(self:_Diagnosis):
+    "Return the table's row for the gradients, with the parameters that differ most"
     probe,tol = self.probe,self.tol
     row = Row('gradients', self.off, tol, self.compare.why)
     if row.off is None or row.ok: return row
@@ -383,6 +406,7 @@ def _gradients(self:_Diagnosis):
 # %% ../nbs/02_accum_check.ipynb #rows-all
 @patch
 def _buffers(self:_Diagnosis):
+    "Return the table's row for the model's buffers"
     off = None
     if self.parts is not None:
         pairs = [(b,self.parts.buffers.get(k)) for k,b in self.whole.buffers.items()]
@@ -391,6 +415,7 @@ def _buffers(self:_Diagnosis):
 
 @patch
 def _weights(self:_Diagnosis):
+    "Train whole and in micro-batches, and return the table's row for the weights"
     row = Row('weights', None, 100*self.tol, self.compare.why)
     if row.where: return row
     off,n_whole,n_parts = self.compare.train_both_ways()
@@ -402,10 +427,11 @@ def _weights(self:_Diagnosis):
 
 @patch
 def _rows(self:_Diagnosis, steps):
+    "Return all rows of the table"
     rows = L(self._loss(), self._predictions(), self._draws(), self._callbacks(), self._loader(),
         self._gradients(), self._buffers())
     if steps: rows.append(self._weights())
-    # a row of the table has one line, so a longer message is cut
+    # a row of the table has one line: keep the first line of a longer message
     return rows.map(lambda o: o._replace(where=o.where.partition('\n')[0]))
 
 # %% ../nbs/02_accum_check.ipynb #plot
@@ -417,7 +443,8 @@ def plot(self:AccumCheck)->Axes: # The matplotlib axes
     runs = [('as it trains',self.layers,'tab:red')]
     if self.remaining: runs.append(('without what was found',self.remaining,'tab:blue'))
     for label,diffs,color in runs:
-        xs = [max(min(o, 1e3), 1e-17) for o in diffs.values()]   # a logarithmic axis has no 0
+        # a logarithmic axis has no place for 0 and infinity
+        xs = [max(min(o, 1e3), 1e-17) for o in diffs.values()]
         ax.plot(xs, range(len(xs)), 'o', ms=4, color=color, label=label)
     ax.axvline(tol, color='gray', linestyle=':', label='rounding, at most')
     ax.set(xscale='log', xlabel='difference of the gradients, relative', yticks=range(len(self.layers)))

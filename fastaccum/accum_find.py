@@ -31,7 +31,7 @@ from .core.loader_info import samples_of, sizes_of
 def accum_find(self:Learner,
     accum_bs:int|None=None, # Samples in a measured step; defaults to the first step of a fit
     steps:int=20, # Steps to measure
-    lr:float|slice|None=None, # Learning rate of the measured steps; defaults to the Learner's
+    lr:float|slice|None=None, # Learning rate of the measured steps; defaults to `learn.lr`
     cbs:Callback|list|None=None, # Callbacks that you would pass to `fit`
     show_plot:bool=True # Whether to plot the noise scale over the measured steps
 )->'FoundAccum': # Converts to the suggested size with `int(…)`, in samples and whole micro-batches
@@ -68,7 +68,10 @@ def accum_find(self:Learner,
 
 # %% ../nbs/09_accum_find.ipynb #measure
 def _check_lr(lr):
-    "Refuse a learning rate with which no step can be taken"
+    """Refuse a learning rate with which no step can be taken
+
+    ValueError: a rate is not a finite number
+    """
     if isinstance(lr, slice): rates = [lr.start,lr.stop]
     elif isinstance(lr, (list,tuple,L)): rates = lr
     else: rates = [lr]
@@ -77,7 +80,10 @@ def _check_lr(lr):
         + more_link('learning-rate'))
 
 def _measured_size(acc, accum_bs, dls, sizes):
-    "Return the samples in a measured step, in whole micro-batches"
+    """Return the samples in a measured step, in whole micro-batches
+
+    ValueError: `accum_bs` is larger than an epoch
+    """
     micro_bs = sizes.micro_bs
     if accum_bs is not None and accum_bs>sizes.n:
         raise ValueError(f"`accum_bs={accum_bs}` is more than the {sizes.n} samples that the training "
@@ -89,15 +95,18 @@ def _measured_size(acc, accum_bs, dls, sizes):
     return round_up(size, sizes.unit)
 
 def _measure(learn, acc, size, bs, n_steps, lr):
-    "Train for `n_steps` steps of `size` samples in a dry run, and return a `Reading` of each step"
-    # 20 steps more than measured, because a GradScaler skips some
+    """Train for `n_steps` steps of `size` samples in a dry run, and return a `Reading` of each step
+
+    RuntimeError: the fit ended after fewer steps
+    """
+    # batches for 20 spare steps, because a GradScaler skips some steps
     n_batches = ceil((n_steps+20)*size/bs)
     settings = {} if acc is None else dict(n_items=acc.n_items, micro_batch_size=acc.micro_batch_size)
     if acc is not None and acc.limit: settings['micro_batch_size'] = acc.limit.capped(None)
     noise = NoiseScale(1)
     with DryRun(learn, total=n_steps) as run:
         count = CountSteps(n_steps, run.tick)
-        # start the loader again when it has come to its end
+        # the batches of the loader, which starts again whenever it ends
         repeated = (b for _ in range(n_batches) for b in run.dl)
         full = islice((b for b in repeated if samples_of(learn, b, bs)>=bs), n_batches)
         cbs = [GradientAccumulation(size, drop_last=False, **settings),noise,count]
@@ -123,9 +132,9 @@ class FoundAccum:
         self.scale = self.scales[-1]
         noise_hides_gradient = not np.isfinite(self.scale)
         best = readings[0].samples if noise_hides_gradient else self.scale
-        most = max(1, n//micro_bs)*micro_bs   # samples in an epoch, in whole micro-batches
-        self.capped = best>most               # True if the suggestion is limited to an epoch
-        self.accum_bs = most if self.capped else max(1, round(best/micro_bs))*micro_bs
+        largest = max(1, n//micro_bs)*micro_bs   # samples in an epoch, in whole micro-batches
+        self.capped = best>largest               # True if the suggestion is limited to an epoch
+        self.accum_bs = largest if self.capped else max(1, round(best/micro_bs))*micro_bs
 
     def __int__(self): return self.accum_bs
     __index__ = __int__

@@ -31,7 +31,7 @@ from .core.distributed import check_not_sharded, world_size
 # %% ../nbs/05_batchnorm.ipynb #recalibrate
 @patch
 def recalibrate_bn(self:Learner,
-    bs:int=None, # Samples in a batch; by default the samples of a step, or at least 64 without accumulation
+    bs:int=None, # Samples in a batch; default: those of a step, or without accumulation at least 64
     n:int=None # The most samples to read; defaults to 10,000, and at least one batch is read
 ):
     """Estimate BatchNorm's running statistics again, as a mean over training batches of `bs` samples
@@ -58,9 +58,10 @@ class RecalibrateBN(QuietCallback):
     RuntimeError: when the fit begins, if there are several processes, and the model has SyncBatchNorm
     UserWarning: when the fit begins, if no BatchNorm layer learns statistics
     """
-    order = TrainEvalCallback.order+1   # before other callbacks that validate or save
+    order = TrainEvalCallback.order+1   # before callbacks that validate or save the model
     run_bs_find = False
-    name = 'recalibrate_bn_callback'    # fastai's name for the class would hide `learn.recalibrate_bn`
+    # fastai's default, `recalibrate_bn`, would hide the Learner's method of that name
+    name = 'recalibrate_bn_callback'
     def __init__(self,
         bs:int=None, # Samples in a batch, as in `recalibrate_bn`
         n:int=None # The most samples to read, as in `recalibrate_bn`
@@ -69,7 +70,7 @@ class RecalibrateBN(QuietCallback):
         self.n = None if n is None else check_count('n', n)
 
     def _recalibration(self):
-        "Return the pass over the training batches; `None` in `lr_find`, and in validation without a fit"
+        "Return a new `_Recalibration`; `None` in `lr_find`, `validate` and `get_preds`"
         if self.validates or hasattr(self.learn, 'lr_finder'): return None
         return _Recalibration(self.learn, self.bs, self.n)
 
@@ -106,7 +107,7 @@ class FreezeBN(PatchingCallback):
                 "module, such as `lambda m: m[0]`, because the model is not known before the fit"
                 + more_link('function-argument'))
         self.part = check_function('part', part, 1, 'lambda m: m[0]')
-        self.frozen = []   # the frozen layers, in the training part of an epoch
+        self.frozen = []   # the layers frozen now; none before and after an epoch's training part
 
     def layers_of(self, model:nn.Module)->list:
         "List the BatchNorm layers that this callback freezes"
@@ -137,7 +138,7 @@ class FreezeBN(PatchingCallback):
         self.before_batch()
 
     def before_batch(self):
-        # other code may call `model.train()` between two batches
+        # other code may have called `model.train()`, which puts the layers in training mode again
         for m in self.frozen: m.training = False
 
     def undo_patches(self):
@@ -146,24 +147,27 @@ class FreezeBN(PatchingCallback):
 
 # %% ../nbs/05_batchnorm.ipynb #plan
 def _inner(dl):
-    "Return the loader inside fastai's `DistributedDL`, or `dl` itself"
+    "Return the loader that fastai's `DistributedDL` wraps, or `dl` itself if it is another loader"
     return getattr(dl, 'dl', dl)
 
 def _trains(m):
-    "Whether the layer learns: it has no parameters, or one that is not frozen"
-    params = list(m.parameters())   # empty with `affine=False`
+    "Whether a BatchNorm layer is not frozen: a parameter needs gradients, or there are no parameters"
+    params = list(m.parameters())   # empty for a layer with `affine=False`
     return not params or any(p.requires_grad for p in params)
 
 def _batch_size(learn, bs):
-    "Return the samples in a batch; `None` if the loader's batch size cannot be changed"
+    """Return the samples in a batch to read; `None` if the loader's batch size cannot be changed
+
+    ValueError: `bs` was given, and the loader's batch size cannot be changed
+    """
     dl = _inner(learn.dls.train)
-    own = size_of(dl)
+    loader_bs = size_of(dl)
     if not resizable(dl):
-        if bs is None or bs==own: return None
+        if bs is None or bs==loader_bs: return None
         raise ValueError(f"leave out `bs={bs}`: the training {type(dl).__name__} yields ready-made "
             "batches, whose size cannot be changed" + more_link('ready-made-batches'))
     acc = our_callback(learn, 'GradientAccumulation')
-    if bs is None: bs = max(own, 64 if acc is None else acc.current_bs or acc.accum_bs)
+    if bs is None: bs = max(loader_bs, 64 if acc is None else acc.current_bs or acc.accum_bs)
     return min(bs, n_of(dl) or bs)
 
 # %% ../nbs/05_batchnorm.ipynb #recalibration
@@ -176,20 +180,24 @@ class _Recalibration:
         self.n = 10_000 if n is None else check_count('n', n)   # the most samples to read
         freezing = [cb for cb in learn.cbs if isinstance(cb, FreezeBN) and cb.run]
         frozen = {m for cb in freezing for m in cb.layers_of(self.model)}
-        # the layers to estimate
+        # the layers whose statistics are estimated
         self.layers = [m for m in bn_layers(self.model) if _trains(m) and m not in frozen]
         if self.layers and world_size()>1: self._refuse_sync()
-        self.bs = _batch_size(learn, bs)                        # samples in a batch, or `None`
+        self.bs = _batch_size(learn, bs)   # samples in a batch to read; `None` for the loader's batches
 
     @property
     def reason(self):
-        "Why there are no layers to estimate, in words"
+        "The reason why there is no layer to estimate, in words"
         if bn_layers(self.model):
             return "all BatchNorm layers are frozen"
         return f"the {type(self.model).__name__} has no BatchNorm layer with running statistics"
 
     def _refuse_sync(self):
-        "Refuse a model whose forward pass exchanges data between processes"
+        """Refuse a model whose forward pass exchanges data between processes
+
+        ValueError: the model is sharded
+        RuntimeError: a layer is a SyncBatchNorm
+        """
         check_not_sharded(self.model)
         if any(isinstance(m, nn.SyncBatchNorm) for m in self.layers):
             raise RuntimeError("SyncBatchNorm cannot be recalibrated on several processes, because it "
@@ -198,7 +206,12 @@ class _Recalibration:
 
 # %% ../nbs/05_batchnorm.ipynb #pass
 def _first_batches(dl, bs, n):
-    "Yield the first batches of a loader, at least one and up to `n` samples; skip batches below `bs`"
+    """Yield the first batches of a loader: at least one, and no more than `n` samples in all
+
+    Later batches of fewer than `bs` samples are skipped.
+
+    ValueError: the loader has no batch
+    """
     seen = 0
     for b in dl:
         size = n_samples(b, bs)
@@ -232,7 +245,7 @@ def _train_mode_pass(self:_Recalibration):
     model.eval()
     for m in self.layers:
         m.reset_running_stats()
-        m.momentum = None   # with `None`, PyTorch takes the mean over all batches
+        m.momentum = None   # PyTorch then averages the statistics of all batches equally
         m.training = True
     with torch.no_grad():
         for b in batches:
@@ -241,7 +254,7 @@ def _train_mode_pass(self:_Recalibration):
     if isinstance(learn.model, DistributedDataParallel): _average(self.layers, learn.model.process_group)
 
 def _average(layers, group):
-    "Average the statistics over all processes, weighted by their numbers of batches"
+    "Average the layers' statistics over all processes, weighted by each process's number of batches"
     for m in layers:
         n = m.num_batches_tracked
         for o in (m.running_mean,m.running_var): dist.all_reduce(o.mul_(n), group=group)
@@ -251,20 +264,20 @@ def _average(layers, group):
 # %% ../nbs/05_batchnorm.ipynb #restore
 @patch
 def estimate(self:_Recalibration):
-    """Estimate the statistics, and restore everything else; after an error, restore the statistics, too
+    """Estimate the statistics, and restore all other state; on an error, restore the statistics as well
 
     torch.OutOfMemoryError: a batch does not fit in memory
     """
     learn,model = self.learn,self.model
     dl = learn.dls.train
     loaders = [dl] if _inner(dl) is dl else [dl,_inner(dl)]
-    own = {b for m in self.layers for b in m.buffers()}
-    others = [b for b in model.buffers() if b not in own]
+    estimated = {b for m in self.layers for b in m.buffers()}
+    other_buffers = [b for b in model.buffers() if b not in estimated]
     datasets = [getattr(o, 'dataset', None) for o in loaders]
-    stats = Snapshot(*own)
+    stats = Snapshot(*estimated)
     loader_states = [loader_state(o) for o in loaders]
     shallow = learn,*loaders,*model.modules()
-    rest = Snapshot(*others, loader_states, shallow=shallow, skip=[*own,*datasets])
+    rest = Snapshot(*other_buffers, loader_states, shallow=shallow, skip=[*estimated,*datasets])
     rest.puts.append((set_rng_state, rng_state(devices_of(model.modules()))))
     try: self._train_mode_pass()
     except BaseException as e:

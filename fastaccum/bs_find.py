@@ -27,9 +27,9 @@ from .core.distributed import check_not_sharded, check_same, gather, world_size
 @patch
 def bs_find(self:Learner,
     mode:str='power', # 'power': double the size while it fits; 'binsearch': then find the exact size
-    steps_per_trial:int=3, # Optimizer steps in a trial; at least 2 are taken
-    init_val:int=2, # Samples in the batch of the first trial
-    max_trials:int=25, # The most trials
+    steps_per_trial:int=3, # Optimizer steps with each size that is tried; at least 2 are taken
+    init_val:int=2, # Samples in the batch that is tried first
+    max_trials:int=25, # The most sizes to try
     apply:bool=False, # Whether to set the batch size of the DataLoaders to the size that was found
     show_plot:bool=True # Whether to plot peak memory and speed against the batch size
 )->'FoundSize': # Converts to the size with `int(…)`, in samples on each process
@@ -73,8 +73,8 @@ def bs_find(self:Learner,
 def search(fits:callable, mode:str='power', init_val:int=2, max_trials:int=25, n:int|None=None)->tuple:
     """Find the largest size, up to the `n` samples of the dataset, for which `fits(size)` is true
 
-    Returns the largest size that was found to fit, or 0, and the smallest that was found not to fit, or
-    `None`.
+    Returns two sizes: the largest for which it was true, or 0, and the smallest for which it was false,
+    or `None`.
     """
     good,bad = 0,None
     size = init_val if n is None else min(init_val, n)
@@ -91,7 +91,7 @@ def search(fits:callable, mode:str='power', init_val:int=2, max_trials:int=25, n
 # %% ../nbs/06_bs_find.ipynb #trial
 @dataclass
 class Trial:
-    "The result of trying one batch size"
+    "The result of training with one batch size"
     size:int # Samples in the batch
     ok:bool=False # Whether the batch fitted into memory
     peak:int|None=None # Peak memory, in bytes; `None` if the device does not report it
@@ -99,16 +99,17 @@ class Trial:
     error:str|None=None # The error message, if the batch did not fit
 
 class _TrialSteps(CountSteps):
-    "Ends the fit after `n` steps, and measures how long all batches but the first take"
+    "Ends the fit after `n` steps, and measures the time that all batches but the first take"
     def __init__(self, n, device):
         super().__init__(n)
         self.n_batches = 0    # batches so far
         self.secs = 0.        # duration of all batches but the first
         self.began = None     # when the running batch began, in seconds
+        # waits for the kernels that run on the device; does nothing on a CPU
         self.synchronize = getattr(getattr(torch, device.type), 'synchronize', noop)
 
     def before_batch(self):
-        "Give each parameter a gradient, because later micro-batches of a step need that memory"
+        "Give each parameter a gradient, as later micro-batches of a step find gradients in memory"
         sparse = {m.weight for m in self.learn.model.modules() if getattr(m, 'sparse', False)}
         for p in self.learn.model.parameters():
             if p.requires_grad and p.grad is None and p not in sparse: p.grad = torch.zeros_like(p)
@@ -123,10 +124,10 @@ class _TrialSteps(CountSteps):
 # %% ../nbs/06_bs_find.ipynb #train
 def _train(run, size, n):
     "Train on batches of `size` samples for `n` steps; return the samples per second"
-    batches,found = batches_of(run.learn, size)
-    if found<size: raise MemoryError(f'there are only {found} samples')
+    batches,n_samples = batches_of(run.learn, size)
+    if n_samples<size: raise MemoryError(f'there are only {n_samples} samples')
     steps = _TrialSteps(n, run.device)
-    # 20 batches more than steps, because a GradScaler skips the first steps
+    # 20 spare batches, because a GradScaler skips the first steps
     run.fit(Batches(run.dl, batches*(n+20), size), [steps])
     if steps.n_batches<n or not steps.n_steps:
         raise RuntimeError(f"a trial of {n} steps made {steps.n_steps}, in {steps.n_batches} batches of "
@@ -137,7 +138,7 @@ def _train(run, size, n):
 
 # %% ../nbs/06_bs_find.ipynb #try
 def _try(run, size, n, is_last_resort):
-    "Try a batch size; with several processes, it fits if it fits on each of them"
+    "Train for `n` steps on batches of `size` samples, and return a `Trial`"
     free_memory()
     trial,error = Trial(size),None
     peak = watch_peak(run.device)
@@ -146,7 +147,7 @@ def _try(run, size, n, is_last_resort):
         trial.speed = _train(run, size, n)
         trial.ok = True
     except Exception as e:
-        # keep only the message of `e`: its traceback holds the memory of the trial
+        # keep only the error's message: its traceback would keep the batch in memory
         trial.error = f'{type(e).__name__}: {e}'
         if not (is_out_of_memory(e) or is_last_resort): error = e
     if world_size()>1: error = _compare_processes(trial, error, run.device)
@@ -175,19 +176,19 @@ def _check_before_search(learn, n, must_match):
             "result"
             + more_link('exchanges-in-the-forward-pass'))
     numbers = [-1 if n is None else n, *map(int, must_match.values())]
-    each = gather(numbers, training_device(learn))
-    check_same({f'`{k}`':o for k,o in must_match.items()}, [o[1:] for o in each])
-    return min((o[0] for o in each if o[0]>=0), default=None)
+    by_process = gather(numbers, training_device(learn))
+    check_same({f'`{k}`':o for k,o in must_match.items()}, [o[1:] for o in by_process])
+    return min((o[0] for o in by_process if o[0]>=0), default=None)
 
 def _unwrap(learn):
-    "Unwrap a model in DistributedDataParallel, which would exchange data; the dry run wraps it again"
-    # before unwrapping, because the `splitter` gets the wrapped model
+    "Take the model out of DistributedDataParallel, which exchanges data; `DryRun` puts the wrapper back"
+    # the optimizer is created first, because its `splitter` gets the wrapped model in a fit
     if learn.opt is None: learn.create_opt()
     learn.model = get_model(learn.model)
 
 def _compare_processes(trial, error, device):
-    "Mark the trial as failed if memory ran out on any process; return the error to raise, if any"
-    # 0: the batch fits, 1: memory ran out, 2: another error
+    "Mark the trial as failed if memory ran out on any process; return the error to raise, or `None`"
+    # on this process: 0 if the batch fits, 1 if memory ran out, 2 for another error
     outcome = 2 if error else int(not trial.ok)
     outcomes = [o for o, in gather([outcome], device)]
     if trial.ok and 1 in outcomes:
@@ -199,7 +200,7 @@ def _compare_processes(trial, error, device):
 
 # %% ../nbs/06_bs_find.ipynb #result
 def _megabytes(n): return None if n is None else n/2**20
-def _shown(x): return '' if x is None else f'{x:,.0f}'
+def _rounded(x): return '' if x is None else f'{x:,.0f}'
 
 @dataclass(repr=False)
 class FoundSize:
@@ -214,7 +215,8 @@ class FoundSize:
         rows = [f'{self.size} samples fit, {self.reason}','  size  fits  peak MB  samples/s']
         for o in self.trials:
             fits = 'yes' if o.ok else 'no'
-            rows.append(f"{o.size:6}  {fits:>4}  {_shown(_megabytes(o.peak)):>7}  {_shown(o.speed):>9}")
+            peak = _rounded(_megabytes(o.peak))
+            rows.append(f"{o.size:6}  {fits:>4}  {peak:>7}  {_rounded(o.speed):>9}")
         return '\n'.join(rows)
 
 def _result(good, bad, n, trials):

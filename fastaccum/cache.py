@@ -36,17 +36,17 @@ class GradientCache(PatchingCallback):
     torch.OutOfMemoryError: a single sample does not fit in memory
     UserWarning: during the fit, when something makes the run differ from the full-batch run
     """
-    # after all callbacks that change the batch, or call the model before the Learner
+    # after callbacks that change the batch or call the model in their `before_batch`
     order = Recorder.order-1
     run_valid = True
     warn_once = None     # gives each warning once per fit; `None` before the first fit
-    # the `Patch` of the model's `forward`, from `before_batch` to the Learner's call
+    # replaces the model's `forward`, from `before_batch` until the Learner calls the model
     patch = None
-    # the `ReplayedForward` of the batch, until `before_backward` has checked the loss
+    # runs the model on this batch in micro-batches; `None` once `before_backward` has checked the loss
     call = None
-    # for each output, whether it has a row per sample: in training (key `True`) and in evaluation (`False`)
+    # True in training, False in evaluation -> whether each output of the model has a row for each sample
     rows = None
-    checked = False      # True once the two passes of a micro-batch of this fit were compared
+    checked = False      # True once this fit has compared the two forward passes of a micro-batch
     @by_name('micro_batch_size')
     def __init__(self, *,
         # The most samples that the model sees at once; 'auto': as many as memory allows
@@ -67,7 +67,7 @@ class GradientCache(PatchingCallback):
         return self.limit.max_train
 
     def before_fit(self):
-        # a validation after a fit keeps the state of that fit
+        # `validate` and `get_preds` keep the state of the last fit
         if self.validates and self.warn_once is not None: return
         uninterrupted(self.undo_patches)
         self.warn_once = WarnOnce()
@@ -77,7 +77,7 @@ class GradientCache(PatchingCallback):
         if self.validates: return
         check_cached(self.learn, self.limit)
         accumulates = our_callback(self.learn, 'GradientAccumulation') is not None
-        # otherwise, GradientAccumulation gives the warning
+        # GradientAccumulation gives this warning itself
         if not accumulates: warn_comm_hooks(Processes(self.learn.model), self.warn_once)
 
     def before_batch(self):
@@ -99,11 +99,11 @@ class GradientCache(PatchingCallback):
 # %% ../nbs/03_cache.ipynb #forward
 @patch
 def _forward(self:GradientCache, *args, **kwargs):
-    "Replaces the model's `forward` for one call, which is the Learner's"
+    "Replace the model's `forward`: run the Learner's call in micro-batches, and other calls unchanged"
     learn,stock = self.learn,self.patch.stock
     is_learners_call = not kwargs and [*map(id, args)]==[*map(id, learn.xb)]
     if not is_learners_call: return stock(*args, **kwargs)
-    # from here on, each call of the model in this batch runs the model's own `forward`
+    # all further calls of the model in this batch run the model's own `forward`
     self.undo_patches()
     n = n_samples(args, getattr(learn.dl, 'bs', None))
     if n is None: return stock(*args)
@@ -131,7 +131,7 @@ def _warn_differences(self:GradientCache, args):
     "Warn of layers for which micro-batches give another result than the whole batch"
     learn,bns = self.learn,batchnorms(self.learn.model)
     loop = getattr(getattr(learn, 'gradient_accumulation', None), 'loop', None)
-    # with GradientAccumulation's `WarnOnce`, only one of both callbacks warns of BatchNorm
+    # GradientAccumulation warns of BatchNorm as well: a common `WarnOnce` gives a single warning
     warn_once = self.warn_once if loop is None else loop.warn_once
     if bns:
         warn_once('batchnorm', f"{type(bns[0]).__name__} normalises with the samples of a micro-batch, "

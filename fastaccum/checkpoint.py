@@ -39,18 +39,18 @@ class ActivationCheckpoint(PatchingCallback):
     # after `DistributedTrainer` has wrapped the model for several processes
     order = MixedPrecision.order+3
     run_valid = False
-    patches = ()        # the `Patch`s of the fit that runs; empty outside of a fit
+    patches = ()        # a `Patch` for each replaced `forward`; empty outside of a fit
     last_used = None    # the `Segments` of the last fit; `None` before the first fit
     def __init__(self,
-        # A class, a tuple of classes, a list of modules, or a function that returns whether a module is one;
-        # by default, the callback finds segments
+        # A class, a tuple of classes, a list of modules, or a function of a module that returns whether
+        # the module is a segment; by default, the callback finds segments
         segments:type|tuple|list|Callable=None
     ):
         self.given = check_segments(segments)
 
     @property
     def segments(self)->Segments:
-        "The segments of the last fit, or before any fit of the next one; displays itself as a table"
+        "The segments of the last fit, or before the first fit those to use; displayed as a table"
         if self.last_used is not None: return self.last_used
         if self.learn is None: return Segments()
         return find_segments(unwrapped(self.learn.model), self.given)
@@ -61,14 +61,14 @@ class ActivationCheckpoint(PatchingCallback):
         self._apply_patches()
 
     def before_train(self):
-        # another fit may have ended inside this fit, or the callback was added since the fit began
+        # no patches: another fit inside this fit has undone them, or this callback was added in mid-fit
         if not self.patches: self._apply_patches()
 
     def undo_patches(self):
         for o in self.patches: o.undo()
         self.patches = ()
 
-    # for `learn.export()` in the middle of a fit
+    # `learn.export()` in the middle of a fit saves the callback without its patches
     def __getstate__(self): return vars(self)|dict(patches=())
 
 # %% ../nbs/04_checkpoint.ipynb #check
@@ -115,12 +115,12 @@ class _KeptInputs:
     def __init__(self, args, kwargs):
         leaves,self.spec = tree_flatten((args,kwargs))
         kept = {id(o):_without_graph(o) for o in leaves if isinstance(o, torch.Tensor)}
-        self.leaves = [kept.get(id(o), o) for o in leaves]
-        self.tensors = list(kept.values())
-        self.others = [o for o in leaves if id(o) not in kept]   # inputs that are no tensors
+        self.leaves = [kept.get(id(o), o) for o in leaves]       # the values in the nested arguments
+        self.tensors = list(kept.values())                       # the values that are tensors
+        self.others = [o for o in leaves if id(o) not in kept]   # the values that are not tensors
 
     def rebuilt(self)->tuple:
-        "Return the positional and the keyword arguments, in new lists and dicts"
+        "Return the positional arguments and the keyword arguments, in new lists and dicts"
         return tree_unflatten(self.leaves, self.spec)
 
 def _without_graph(x):
@@ -131,25 +131,28 @@ def _without_graph(x):
     return res.requires_grad_(x.requires_grad)
 
 # %% ../nbs/04_checkpoint.ipynb #plain
-def _own_forward(m): return MethodType(type(m).forward, m)
+def _own_forward(m):
+    "Return the `forward` that the class of the module `m` defines"
+    return MethodType(type(m).forward, m)
+
 def _plain_forward(patch):
-    "Return a value of `__reduce__` with which a copy of the model gets its original `forward`"
+    "Return a value for `__reduce__` that gives a copied or saved model its original `forward`"
     if patch.own: return noop,(patch.own,)
     return _own_forward,(patch.o,)
 
 # %% ../nbs/04_checkpoint.ipynb #recomputed
 class _Recomputed:
-    "Replaces a segment's `forward`: keeps the inputs, and computes it again in the backward pass"
+    "Replaces a segment's `forward`: keeps its inputs, and runs the segment again in the backward pass"
     def __init__(self, segment):
         self.segment = segment
-        self.inside = segment.inside   # the modules in the segment
-        self.devices = devices_of(self.inside)
+        self.inside = segment.inside             # the modules in the segment
+        self.devices = devices_of(self.inside)   # devices of the segment's parameters and buffers
         is_module = segment.seq is None
-        # a segment of several children of a Sequential has no `forward`: a `_Chain` runs the segment
+        # several children of a Sequential have no `forward` in common: a `_Chain` runs such a segment
         self.patch = Patch(segment.modules[0], 'forward', self) if is_module else None
 
     def compute(self, *args, **kwargs):
-        "Compute the segment as the model does without the callback"
+        "Run the segment as the model does without the callback"
         if self.patch is not None: return self.patch.stock(*args, **kwargs)
         x, = args
         for m in self.segment.modules: x = m(x)
@@ -163,14 +166,15 @@ class _Recomputed:
         tensors = inputs.tensors+params
         if not any(o.requires_grad for o in tensors): return self.compute(*args, **kwargs)
         self.segment.kept = sum(o.nbytes for o in inputs.tensors)
-        # a detached tensor shares its version counter with the input, so changes in place are noticed
+        # a detached tensor and its input share a version counter, which counts changes in place
         versions = [(o,o._version) for o in tensors]
-        # dropout draws random numbers on the device of its input, where there may be no parameter
+        # dropout draws random numbers on the device of its input, which may hold no parameter
         devices_of_inputs = {o.device for o in inputs.tensors if o.device.type not in ('cpu','meta')}
         state = ForwardState(self.inside, {*self.devices,*devices_of_inputs}, inputs.others)
-        # the first call empties `first`, so that `first_or_again` does not keep the graph alive
+        # the first call empties `first`, so that the autograd graph of the arguments can be freed
         first = [(args,kwargs)]
         def first_or_again():
+            "Run the segment; in later calls, from the inputs and the state of the first call"
             if first:
                 xs,kw = first.pop()
                 return self.compute(*xs, **kw)
@@ -183,7 +187,10 @@ class _Recomputed:
         return res
 
     def _check_unchanged(self, versions):
-        "Refuse inputs and parameters that were changed since their versions were noted"
+        """Refuse inputs and parameters that were changed since their versions were noted
+
+        RuntimeError: a tensor was changed in place
+        """
         if all(o._version==v for o,v in versions): return
         raise RuntimeError(f"an input or a parameter of segment {self.segment.name!r} was changed in "
             "place, so the segment cannot be computed again. Use `inplace=False` in its layers, or "
@@ -194,13 +201,13 @@ class _Recomputed:
 
 # %% ../nbs/04_checkpoint.ipynb #chain
 class _Chain:
-    "Replaces a Sequential's `forward`: runs the children one by one, and those of a segment as one"
+    "Replaces a Sequential's `forward`: runs its children in order, the children of a segment as one"
     def __init__(self, seq, recomputed):
-        mine = [o for o in recomputed if o.segment.seq is seq]
-        by_first = {o.segment.modules[0]:o for o in mine}
-        later = {m for o in mine for m in o.segment.modules[1:]}
-        # the callables to run one after another: a child of the Sequential, or a `_Recomputed` of several
-        self.links = [by_first.get(m, m) for m in seq if m not in later]
+        in_seq = [o for o in recomputed if o.segment.seq is seq]
+        by_first_child = {o.segment.modules[0]:o for o in in_seq}
+        later_children = {m for o in in_seq for m in o.segment.modules[1:]}
+        # the callables to run in order: a child of the Sequential, or a `_Recomputed` of several
+        self.links = [by_first_child.get(m, m) for m in seq if m not in later_children]
         self.patch = Patch(seq, 'forward', self)
 
     def __call__(self, input):
@@ -216,10 +223,11 @@ def _apply_patches(self:ActivationCheckpoint):
     check_single(self.learn, ActivationCheckpoint)
     self.last_used = find_segments(unwrapped(self.learn.model), self.given)
     recomputed = [_Recomputed(o) for o in self.last_used]
-    sequentials = {o.seq:None for o in self.last_used if o.seq is not None}   # a dict keeps their order
+    # the Sequentials in order, without duplicates
+    sequentials = {o.seq:None for o in self.last_used if o.seq is not None}
     patches = [o.patch for o in recomputed if o.patch is not None]
     patches += [_Chain(seq, recomputed).patch for seq in sequentials]
-    # assigned before a patch is applied, so that `undo_patches` undoes all patches after an interrupt
+    # `self.patches` is set before a patch is applied, so that `undo_patches` works after an interrupt
     self.patches = patches
     for o in patches: o.apply()
 
@@ -230,7 +238,8 @@ def after_fit(self:ActivationCheckpoint):
     uninterrupted(self.undo_patches)
     n = len(self.last_used)
     idle = [o.name for o in self.last_used if not o.calls]
-    # fastai does not call the head of a timm model, so a few idle segments are usual among those found
+    # some modules never run, such as the head of a timm model in fastai: if the callback has found the
+    # segments itself, a few of them may be idle
     is_usual = self.given is None and len(idle)<n
     if not idle or is_usual or not self.learn.train_iter: return
     warn(f"{len(idle)} of {n} segments did not run in this fit, such as {idle[0]!r}, so they save no "

@@ -33,13 +33,13 @@ class NoiseScale(PatchingCallback):
     run_bs_find = False    # `bs_find` trains without accumulation, where there is nothing to measure
     acc = None             # the `GradientAccumulation` of the Learner, found when a fit begins
     readings = ()          # a `Reading` for each measured step of the last fit
-    hooks = ()             # hooks on the parameters, during the backward pass of a micro-batch
-    lengths = None         # length of each gradient of the micro-batch, by the `id` of the parameter
+    hooks = ()             # hooks that note the lengths of gradients, during a backward pass
+    lengths = None         # `id` of a parameter -> length of its gradient in the running micro-batch
     micro_batches = ()     # a `_MicroBatchGrads` for each micro-batch of the step so far
 
     def __init__(self,
         every:int=10, # Steps from one measured step to the next
-        half_life:int|None=None # Samples after which a measurement counts half; default: 20 measurements
+        half_life:int|None=None # Samples after which a reading counts half; default: of `20*every` steps
     ):
         self.every = check_count('every', every, 'step')
         self.half_life = None if half_life is None else check_count('half_life', half_life)
@@ -60,12 +60,12 @@ class NoiseScale(PatchingCallback):
         self.n_steps = 0       # steps of this fit so far
         self.wait = 0          # steps until the next measured step
         self.since = 0         # samples since the last measurement
-        # in `vars`, because with `setattr` fastai warns that a callback has the same name
+        # set in `vars`, because `setattr` of fastai's Recorder warns of a callback with the same name
         if hasattr(learn, 'recorder'): vars(learn.recorder)['noise_scale'] = []
 
 # %% ../nbs/07_noise_scale.ipynb #estimate
 def estimate(squares:float, mean_sq:float, n:float, k:int)->tuple:
-    """Estimate tr Σ and |G|² without bias, for a step of `k` micro-batches with `n` items in all
+    """Return unbiased estimates of tr Σ and |G|², for a step of `k` micro-batches with `n` items in all
 
     `squares` is the sum of n_i |g_i|² over the micro-batches (n_i items, gradient g_i), and `mean_sq` is
     the squared length |ḡ|² of the mean gradient.
@@ -90,7 +90,7 @@ class Averages:
     def add(self, trace:float, grad_sq:float, n:int)->tuple:
         "Add the estimates of a step, `n` samples after the last measurement; return the averages"
         keep = .5**(n/self.half_life)
-        new = np.array([max(trace, 0.),grad_sq])   # after rounding, `trace` may be below 0
+        new = np.array([max(trace, 0.),grad_sq])   # rounding may make `trace` negative
         self.sums = keep*self.sums+(1-keep)*new
         self.weight = keep*self.weight+(1-keep)
         return tuple(self.sums/self.weight)
@@ -115,7 +115,7 @@ def rounded(x:float)->str:
     return f'{float(f"{x:.2g}"):,.0f}' if x>=10 else f'{x:.2g}'
 
 def describe(scale:float, size:float, unit:str='samples')->str:
-    "Describe in a sentence what steps of `size` cost, with the noise scale in the same unit"
+    "Describe in a sentence how many steps and how much data a training in steps of `size` needs"
     if np.isnan(scale): return "noise scale: nothing was measured"
     if np.isinf(scale):
         return (f"noise scale: too large to measure. In steps of {size:,.0f} {unit} the noise hides the "
@@ -128,16 +128,16 @@ def describe(scale:float, size:float, unit:str='samples')->str:
 # %% ../nbs/07_noise_scale.ipynb #micro-batch
 class _MicroBatchGrads(NamedTuple):
     "The gradients of one micro-batch"
-    lengths:dict # The length of each parameter's gradient, by the parameter's `id`
+    lengths:dict # `id` of a parameter -> length of its gradient, a 0-dim tensor
     samples:int # Samples in the micro-batch
     size:object # Items that the loss is a mean over, a number or a 0-dim tensor
-    to_sum:object # Factor from the gradient to the gradient of the sum over the items
+    to_sum:object # Factor that turns the gradient into that of the loss summed over its items
 
     def totals(self, device, dtype):
-        "Return a tensor of n_i |g_i|², n_i, whether the micro-batch counts (1 or 0), and its samples"
+        "Return a tensor: n_i |g_i|², n_i, 1 (or 0 if the loss ignores all its targets), its samples"
         samples,size,to_sum = (_on_device(o, device, dtype) for o in self[1:])
         sum_sq = _squared(self.lengths.values(), device, dtype)*to_sum**2
-        counts = size>0   # False if all targets are ignored
+        counts = size>0   # False if the loss ignores all targets of the micro-batch
         return torch.stack([torch.where(counts, sum_sq/size, 0.), size, counts.to(dtype), samples])
 
 def _on_device(n, device, dtype):
@@ -157,14 +157,15 @@ def _squared(lengths, device, dtype):
 # %% ../nbs/07_noise_scale.ipynb #hear
 @patch
 def before_train(self:NoiseScale):
-    self.undo_patches()   # the last epoch may have been cancelled in the middle of a step
+    # the last epoch may have been cancelled in the middle of a step
+    self.undo_patches()
     # a callback that is added in the middle of a fit gets no `before_fit` from the Learner
     was_added_in_fit = self.acc is None or self.acc.learn is not self.learn
     if was_added_in_fit: self.before_fit()
 
 @patch
 def before_backward(self:NoiseScale):
-    "Put hooks on the parameters, if the step is measured"
+    "Put hooks on the parameters, which note the lengths of the gradients, if the step is measured"
     self._remove_hooks()
     step = self.acc.current_step
     if self.wait or step is None: return
@@ -174,14 +175,15 @@ def before_backward(self:NoiseScale):
     self.hooks = [p.register_hook(partial(self._note_length, step.micro, id(p))) for p in self._params()]
 
 @patch
-def _note_length(self:NoiseScale, micro, i, g):
-    "Note the length of the gradient `g` of the parameter with the `id` `i`"
-    # `g` is from another backward pass, which a callback ran after the micro-batch's
+def _note_length(self:NoiseScale, micro, param_id, g):
+    "Note the length of the gradient `g` of a parameter"
+    # the backward pass of the micro-batch is over: a callback has run another backward pass
     if micro.ran: return
-    if i in self.lengths:
+    if param_id in self.lengths:
         self._warn('a gradient came in parts, as through GradientCache or reentrant checkpoints')
-        self.lengths[i] = self.lengths[i]*float('nan')
-    else: self.lengths[i] = _length(g)
+        # a step with a NaN is not measured
+        self.lengths[param_id] = self.lengths[param_id]*float('nan')
+    else: self.lengths[param_id] = _length(g)
 
 # %% ../nbs/07_noise_scale.ipynb #hear-end
 @patch
@@ -202,6 +204,7 @@ def after_backward(self:NoiseScale):
 
 @patch
 def _remove_hooks(self:NoiseScale):
+    "Remove the hooks from the parameters"
     for o in self.hooks: o.remove()
     self.hooks = ()
 
@@ -213,10 +216,13 @@ def undo_patches(self:NoiseScale):
     self.micro_batches = ()
 
 @patch
-def _params(self:NoiseScale): return [p for p in params_of(self.learn.opt) if p.requires_grad]
+def _params(self:NoiseScale):
+    "List the parameters that the optimizer trains"
+    return [p for p in params_of(self.learn.opt) if p.requires_grad]
 
 @patch
 def _warn(self:NoiseScale, reason):
+    "Warn once per fit that a step cannot be measured"
     msg = f"NoiseScale cannot measure this step, and perhaps other steps: {reason}"
     self.warn_once('cannot-measure', msg)
 
@@ -240,16 +246,18 @@ def before_step(self:NoiseScale):
 def _read(self:NoiseScale, mean, squares, size, k, n, mean_sq):
     "Add a reading of `k` micro-batches with `n` samples, or warn why the step cannot be measured"
     if not np.isfinite([squares,mean_sq]).all(): return
-    self.wait = self.every   # `after_step` of this step counts down by one already
+    # steps until the next measured step; `after_step` already subtracts one at the end of this step
+    self.wait = self.every
     if round(n)<mean.samples:
         return self._warn("the loss of a micro-batch needs no gradient, or NoiseScale was added in the "
             "middle of the step")
     if k==1:
         return self._warn("the step has one micro-batch, so nothing can be compared. Raise `accum_bs`")
     if k==0: return   # the loss ignored all targets of the step
-    if mean.is_sum: mean_sq /= size**2   # `p.grad` is the gradient of a sum
+    if mean.is_sum: mean_sq /= size**2   # `p.grad` is the gradient of a summed loss
     trace,grad_sq = estimate(squares, mean_sq, size, k)
-    if trace*(k-1)<-.1*squares:   # rounding in bfloat16 changes `squares` by less
+    # in theory `trace` is not negative, and rounding in bfloat16 changes `squares` by less than a tenth
+    if trace*(k-1)<-.1*squares:
         return self._warn("the step's gradient is longer than its micro-batches' gradients add up to, "
             "so a callback has changed the gradient. Change it in `before_step` instead, with an "
             f"`order` above {self.order}")
@@ -293,7 +301,7 @@ def to_log(self:NoiseScale)->dict: # Values by name; empty before the first meas
 
 @patch
 def verdict(self:NoiseScale)->str:
-    "Describe in a sentence what steps of the last measured size cost"
+    "Describe what steps of the last measured size cost: the result of `describe` for this fit"
     return describe(self.noise_scale, self.readings[-1].size if self.readings else 0, self.unit)
 
 # %% ../nbs/07_noise_scale.ipynb #plot

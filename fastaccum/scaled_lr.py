@@ -26,13 +26,13 @@ class ScaledLR(PatchingCallback):
     ValueError: `base_bs` is below 1, or `rule` is unknown; when a fit begins, the Learner has two
         `ScaledLR` callbacks, or the parameters of the model are sharded over processes
     """
-    order = MixedPrecision.order-3   # before MixedPrecision, which cancels `before_step` on an overflow
+    order = MixedPrecision.order-3   # before MixedPrecision, which cancels the step on an overflow
     run_valid = False
-    run_bs_find = False   # the learning rate of a trial is 0
+    run_bs_find = False   # `bs_find` trains with a learning rate of 0, so there is nothing to scale
     acc = None            # the `GradientAccumulation` of the Learner, if there is one
     n_processes = 1       # processes that train the model together
     kappa = None          # samples in the last step, divided by `base_bs`
-    factor = None         # factor of the learning rate in the last step
+    factor = None         # number by which the last step's learning rate was multiplied
     opt = None            # the optimizer whose hyper-parameters are scaled
     scaled = ()           # a `_Scaled` for each hyper-parameter that is scaled for the running step
 
@@ -50,7 +50,7 @@ class ScaledLR(PatchingCallback):
 
     def before_fit(self):
         if self.validates: return
-        self.undo_patches(keep='lr')   # `fit` has just set the learning rate
+        self.undo_patches(keep='lr')   # keep the learning rate, which `fit` has just set
         check_single(self.learn, ScaledLR)
 
     def before_train(self):
@@ -86,14 +86,14 @@ def before_step(self:ScaledLR):
     for name,factor in factors.items():
         old = [h[name] for h in self.opt.hypers]
         new = [o*factor for o in old]
-        # noted before the optimizer changes, so that `undo_patches` undoes the change after an interrupt
+        # noted before the optimizer is changed, so that `undo_patches` works after an interrupt as well
         self.scaled = [*self.scaled,_Scaled(name, old, new)]
         self.opt.set_hyper(name, L(new))
 
 # %% ../nbs/08_scaled_lr.ipynb #undo
 @patch
 def undo_patches(self:ScaledLR, keep:str=''):
-    "Restore the values that no other code has set meanwhile, except those of the hyper-parameter `keep`"
+    "Restore unscaled values that no other code has changed, except those of the hyper-parameter `keep`"
     while self.scaled:
         name,old,new = self.scaled[0]
         if name!=keep:
@@ -105,7 +105,7 @@ def undo_patches(self:ScaledLR, keep:str=''):
 @patch
 def after_step(self:ScaledLR):
     is_lr_find = getattr(self.learn, 'lr_finder', None) is not None
-    # `lr_find` records the unscaled rate, which is that for `base_bs`
+    # undo the scaling before `lr_find` records the learning rate: its suggestion is for `base_bs`
     if is_lr_find: self.undo_patches()
 @patch
 def before_batch(self:ScaledLR): self.undo_patches()

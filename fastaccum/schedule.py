@@ -26,10 +26,10 @@ from .core.warnings import more_link, warn
 
 # %% ../nbs/01_schedule.ipynb #moment
 def check_moment(name:str, o:int|float)->int|float:
-    """Refuse an argument `name` that is neither a fraction of training nor an epoch
+    """Check that the argument `name` is a fraction of training or an epoch, and return its value `o`
 
-    TypeError: it is not a number
-    ValueError: it is negative, infinite or NaN
+    TypeError: the value is not a number
+    ValueError: the value is negative, infinite or NaN
     """
     if isinstance(o, bool) or not isinstance(o, Real):
         raise TypeError(f"`{name}={o!r}` is of type {type(o).__name__}: give a fraction of training as "
@@ -56,14 +56,18 @@ def fractions(start:int|float, finish:int|float, n_epoch:int)->tuple[float,float
 
 # %% ../nbs/01_schedule.ipynb #annealer
 def as_annealer(schedule:callable, start:int, end:int)->callable:
-    """Return a function from a position (0 to 1) to a size: `schedule(start, end)`, or `schedule` itself
+    """Return a function from a position (0 to 1) to a number of samples
+
+    If `schedule` takes one argument, it is such a function already and is returned. Otherwise
+    `schedule(start, end)` is returned.
 
     TypeError: `schedule` cannot be called with two numbers, or does not return a function
     """
     hint = ("give an annealer `f(start, end)` that returns a function of the position, such as "
         "`SchedCos`, or a function of the position alone")
     try:
-        with suppress(ValueError):   # a function written in C may have no signature
+        # `inspect.signature` raises a ValueError for some functions written in C
+        with suppress(ValueError):
             params = inspect.signature(schedule).parameters.values()
             positional = [p for p in params if p.kind in (p.POSITIONAL_ONLY,p.POSITIONAL_OR_KEYWORD)]
             if sum(p.default is p.empty for p in positional)==1: return schedule
@@ -121,7 +125,7 @@ def check_scheduling(scheduling:dict[int,int])->dict[int,int]:
 
 # %% ../nbs/01_schedule.ipynb #base
 class _Scheduled(GradientAccumulation):
-    "A `GradientAccumulation` whose `sizes` are a function of the position in training"
+    "The base class of both schedules, in which the size of a step depends on its place in training"
     name = 'gradient_accumulation'
 
     def before_fit(self):
@@ -129,12 +133,13 @@ class _Scheduled(GradientAccumulation):
         if hasattr(self.learn, 'recorder'): self.learn.recorder.accum_bs = []
 
     def stepped(self, step:Step):
+        "Note the size of the step, also in the Recorder"
         self.current_bs = step.full
         if hasattr(self.learn, 'recorder'): self.learn.recorder.accum_bs.append(self.current_bs)
 
     @property
     def accum_bs(self):
-        """Samples per optimizer step at the start of the schedule; cannot be set
+        """The samples per optimizer step at the start of the schedule; cannot be set
 
         AttributeError: a new value is set
         """
@@ -180,7 +185,7 @@ class GradientAccumulationSchedule(_Scheduled):
         self.finish = check_moment('finish', finish)
         self.schedule = schedule
         same_unit = isinstance(start, Integral)==isinstance(finish, Integral)
-        # the order of an epoch and a fraction is checked in a fit, where the number of epochs is known
+        # an epoch and a fraction can be compared only in a fit, where the number of epochs is known
         if same_unit: fractions(start, finish, 1)
         f = as_annealer(schedule, self.start_accum_bs, self.final_accum_bs)
         for i in range(101): check_value(f, i/100)
@@ -188,12 +193,12 @@ class GradientAccumulationSchedule(_Scheduled):
 # %% ../nbs/01_schedule.ipynb #sizes
 @patch
 def _size_words(self:GradientAccumulationSchedule):
-    "Describe the sizes of the steps"
+    "Describe the sizes of the steps in words"
     return f'steps of {self.start_accum_bs} to {self.final_accum_bs} samples{self._split_words()}'
 
 @patch
 def sizes(self:GradientAccumulationSchedule, micro_bs:int, n_epoch:int)->callable:
-    """Return a function from a `Position` to the samples in a step, in whole micro-batches of `micro_bs`
+    """Return a function from a `Position` to the samples in a step: whole micro-batches of `micro_bs`
 
     ValueError: in a fit of `n_epoch` epochs, `start` is later than `finish`
     """
@@ -233,7 +238,7 @@ class GradientAccumulationScheduler(_Scheduled):
     ValueError: a number of micro-batches is below 1, or `mode` is unknown
     """
     def __init__(self,
-        scheduling:dict[int,int], # `{threshold: micro-batches per step}`, from the threshold on
+        scheduling:dict[int,int], # `{threshold: micro-batches per step from then on}`
         mode:str='epoch', # Unit of the thresholds: 'epoch' or 'step' (optimizer steps), counted from 0
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size:int|str|MicroBatchLimit|None=None, # As in `GradientAccumulation`, in samples
@@ -248,12 +253,12 @@ class GradientAccumulationScheduler(_Scheduled):
         self.mode = mode
 
     def _size_words(self):
-        "Describe the sizes of the steps"
+        "Describe the sizes of the steps in words"
         factors = list(self.scheduling.values())
         return f"steps of {factors[0]} to {count_of(factors[-1], 'micro-batch')}{self._split_words()}"
 
     def sizes(self, micro_bs:int, n_epoch:int)->callable:
-        "Return a function from a `Position` to the samples in a step, given `micro_bs` in a micro-batch"
+        "Return a function from a `Position` to the samples in a step, with `micro_bs` in a micro-batch"
         thresholds = list(self.scheduling)
         counts = [1,*self.scheduling.values()]   # before the first threshold, each micro-batch is a step
         return lambda pos: micro_bs*counts[bisect_right(thresholds, getattr(pos, self.mode))]

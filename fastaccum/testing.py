@@ -64,7 +64,8 @@ def assert_same_run(
     found = deviations(a, b)
     tols = dict(weights=tol, opt=tol, grads=tol, hypers=lr_tol, lrs=lr_tol, hps=lr_tol, pct_train=lr_tol,
         losses=loss_tol, values=loss_tol)
-    too_large = {name:o for name,o in found.items() if not o<=tols.get(name, 0)}   # `not <=`: NaN fails
+    # with `o>tol` instead of `not o<=tol`, a NaN would pass
+    too_large = {name:o for name,o in found.items() if not o<=tols.get(name, 0)}
     assert not too_large, f"not the same run: {too_large} (all: {found})"
     return found
 
@@ -84,8 +85,8 @@ class CrossEntropy(nn.CrossEntropyLoss):
 
 def toy_data(
     n:int, # Samples
-    tokens:bool=False, # Whether to make sequences of 6 tokens, some of which are padding (-100)
-    seed:int=0
+    tokens:bool=False, # Whether to make sequences of 6 tokens; targets of padding are -100
+    seed:int=0 # Seeds the random numbers
 )->TensorDataset: # Inputs of 5 features, targets of 3 classes
     "Make random data"
     gen = torch.Generator().manual_seed(seed)
@@ -102,7 +103,7 @@ class Ordered:
     def __init__(self, n:int, keep:int, shuffle:bool, seed:int):
         self.n = n               # samples in the dataset
         self.keep = keep         # samples in an epoch
-        self.shuffle = shuffle
+        self.shuffle = shuffle   # whether the order is random
         self.rng = Random(seed)  # one generator for all epochs
 
     def __call__(self)->list[int]:
@@ -115,7 +116,7 @@ def toy(
     bs:int, # Samples in a batch
     whole:int=1, # Leave out the last samples of an epoch that do not fill a batch of `whole` samples
     n:int=70, # Samples in an epoch
-    tokens:bool=False, # See `toy_data`
+    tokens:bool=False, # Whether to make sequences of tokens, as in `toy_data`
     shuffle:bool=False, # Whether to shuffle, in an order that is the same for any batch size
     seed:int=0, # Seeds weights, data and order
     opt_func:callable=partial(SGD, mom=0.9), # As in `Learner`
@@ -160,7 +161,7 @@ def _flat(o):
     raise TypeError(f"do not know how to compare {o!r}, which is of type {type(o).__name__}")
 
 def deviation(a:object, b:object)->float: # Infinite if the lengths differ; NaN if a number is NaN
-    """Return the largest difference between nested tensors, lists or dicts, relative to values above 1
+    """Return the largest difference between the numbers in `a` and `b`, relative where `a` is above 1
 
     TypeError: `a` or `b` holds an object that is neither a number nor contains numbers
     """
@@ -169,7 +170,7 @@ def deviation(a:object, b:object)->float: # Infinite if the lengths differ; NaN 
     return ((a-b).abs()/a.abs().clamp(min=1)).max().item() if len(a) else 0.
 
 def deviations(a:Learner, b:Learner)->dict[str,float]:
-    "Return the largest deviation in each kind of state after a run, by name"
+    "Return the largest deviation between two trained Learners in each kind of state, by name"
     values = dict(weights=lambda l: l.model.state_dict(), opt=lambda l: l.opt.state_dict()['state'],
         hypers=lambda l: l.opt.hypers, grads=lambda l: [p.grad for p in l.model.parameters()],
         train_iter=lambda l: l.train_iter, pct_train=lambda l: l.pct_train)

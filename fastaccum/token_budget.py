@@ -24,7 +24,7 @@ from .core.warnings import AccumulationWarning, WarnOnce, more_link
 
 # %% ../nbs/12_token_budget.ipynb #lengths
 def _spans(mask):
-    "Return the column of the first token of each row, and the column after the last token"
+    "Return for each row of `mask` the column of its first token, and the column after its last token"
     width = mask.shape[1]
     columns = torch.arange(width, device=mask.device)
     first = torch.where(mask, columns, width).amin(1)
@@ -40,7 +40,7 @@ def _is_constant(x, where):
 def _mask_of_lengths(lengths, padded, n):
     """Return a mask of tokens for the `n` rows of `padded`, in which row `i` has `lengths[i]` tokens
 
-    The tokens of a batch are on the side opposite to the constant values, which are the padding.
+    The side on which the values are constant is the padding, and the tokens are on the other side.
 
     ValueError: `lengths` are not `n` numbers from 0 to the columns of `padded`
     """
@@ -58,7 +58,7 @@ def _mask_of_lengths(lengths, padded, n):
     right = columns>=width-lengths[:,None]    # the tokens, if the padding is on the left
     may_be_left = _is_constant(padded, ~left)
     may_be_right = _is_constant(padded, ~right)
-    # if the values do not tell which side the padding is on, the columns of both sides are kept
+    # if both sides may be padding, or neither, the tokens may be on either side: keep both
     return left & (may_be_left | ~may_be_right) | right & (may_be_right | ~may_be_left)
 
 # %% ../nbs/12_token_budget.ipynb #division
@@ -70,11 +70,11 @@ class TokenDivision(Division):
         self.width = mask.shape[1]   # columns of the whole batch
         first,last = _spans(mask)
         columns = torch.arange(self.width, device=mask.device)
-        # True from the first to the last token of each row
+        # a mask that is true from the first to the last token of each row
         self.mask = (columns>=first[:,None]) & (columns<last[:,None])
         tensors = [o for o in leaves(b) if has_rows(o, n) and o.ndim==2 and self.has_columns(o)]
         on_the_left = (last==self.width).all() & (first>0).any()   # whether the padding is on the left
-        # the columns of labels of the next token that are left if a row is trimmed to its own length
+        # the same mask for labels of the next token, which have one column less than the tokens
         next_mask = torch.where(on_the_left, self.mask[:,:-1], self.mask[:,1:])
         is_constant = []
         for o in tensors:
@@ -85,25 +85,25 @@ class TokenDivision(Division):
         first,last = numbers[:n],numbers[n:2*n]
         self.is_left = numbers[2*n]   # True if the padding is on the left
         is_constant = numbers[2*n+1:]
-        # tensors that keep all columns, because their values beside the tokens are not constant
+        # tensors that are not trimmed, because their values at the columns of padding are not constant
         self.kept = [o for o,trims in zip(tensors, is_constant) if not trims]
         lengths = [self.width-i for i in first] if self.is_left else last
         lengths = [max(1, o) for o in lengths]
-        self.order = list(range(n))
+        self.order = list(range(n))   # the rows of the batch, in the order of the micro-batches
         fits = n*max(lengths)<=budget
-        # the rows of a batch that fits keep their order
+        # a batch within the budget is a single micro-batch, so its rows need no sorting
         if sorts and not fits: self.order.sort(key=lambda i: -lengths[i])
-        self.lengths = [lengths[i] for i in self.order]
-        self.index = torch.tensor(self.order, device=mask.device)
+        self.lengths = [lengths[i] for i in self.order]             # in tokens, in the order of `order`
+        self.index = torch.tensor(self.order, device=mask.device)   # `order` as a tensor
 
     def has_columns(self, x:torch.Tensor)->bool:
-        "Whether a tensor has a column for each column of the mask; labels of the next token have one less"
+        "Whether `x` has as many columns as the mask, or one less, as labels of the next token have"
         if x.ndim<2: return False
         is_next_labels = x.ndim==2 and x.shape[1]==self.width-1
         return x.shape[1]==self.width or is_next_labels
 
     def end_of(self, start:int, end:int, max_samples:int|None)->int:
-        "Return the end of the micro-batch that begins at row `start`; it has at least one row"
+        "Return the row after the last of the micro-batch that begins at row `start`: at least `start+1`"
         longest = max(self.lengths[start:end])
         n_rows = max(1, self.budget//longest)
         if max_samples is not None: n_rows = min(n_rows, max_samples)
@@ -122,7 +122,7 @@ class TokenDivision(Division):
         return x[self.index[start:stop].to(x.device)]
 
     def in_order(self, x:torch.Tensor)->torch.Tensor:
-        "Return the rows of `x`, which are in the order of the micro-batches, in the order of the batch"
+        "Put the rows of `x` from the order of the micro-batches back into the order of the batch"
         return x[self.index.argsort().to(x.device)]
 
 # %% ../nbs/12_token_budget.ipynb #division-cut
@@ -138,11 +138,11 @@ def trim(self:TokenDivision, rows:torch.Tensor, start:int, stop:int)->torch.Tens
     "Cut off the columns in which all rows of a micro-batch have padding"
     n_cut = self.width-self.trimmed_width(start, stop)
     trimmed = rows[:,n_cut:] if self.is_left else rows[:,:rows.shape[1]-n_cut]
-    return trimmed.contiguous()   # because some losses call `view`
+    return trimmed.contiguous()   # some losses call `view`, which needs contiguous memory
 
 @patch
 def part(self:TokenDivision, b:object, start:int, stop:int, trims:bool=True)->object:
-    "Return the part of a batch, or of its inputs, in a micro-batch; with all columns unless `trims`"
+    "Return the rows of a batch, or of its inputs, for a micro-batch; with all columns unless `trims`"
     def take(o):
         is_list = not isinstance(o, torch.Tensor)
         if is_list: return container_like(o, [o[i] for i in self.order[start:stop]])
@@ -154,8 +154,9 @@ class TokenBudget(MicroBatchLimit):
     """Micro-batches of at most `max_tokens` tokens, counted with their padding
 
     Pass a TokenBudget as `micro_batch_size` to `GradientAccumulation` or `GradientCache`. Padding may be
-    on the left or on the right. The model must ignore padding: a fit tries that once, and warns if the
-    model's output changes. A single row that is longer than the budget is a micro-batch of its own.
+    on the left or on the right. The model must ignore padding: a fit checks this on its first batch with
+    padding, and warns if the model's output changes. A row that is longer than the budget is a
+    micro-batch of its own.
 
     TypeError: an argument has the wrong type
     ValueError: `max_tokens` is below 1; in a fit, before any weight changes, the batch has no lengths
@@ -163,11 +164,12 @@ class TokenBudget(MicroBatchLimit):
     UserWarning: in a fit, when a row is longer than the budget
     """
     is_even = False
-    tried = None   # the `WarnOnce` of the last fit that has tried the model without padding
+    # the `WarnOnce` of the last fit in which the model was compared with and without padding
+    tried = None
     why_uneven = 'a process with longer texts runs more micro-batches than the others'
     def __init__(self,
         max_tokens:int, # The most tokens in a micro-batch: rows times columns
-        *, pad_id:int=None, # Id of padding in the first integer input, if it has no `attention_mask`
+        *, pad_id:int=None, # Id of padding in the first integer input, if there is no `attention_mask`
         length:Callable=None # `length(batch)` returns the number of tokens in each row of a batch
     ):
         super().__init__()
@@ -194,7 +196,7 @@ class TokenBudget(MicroBatchLimit):
 # %% ../nbs/12_token_budget.ipynb #budget-divide
 @patch
 def divide(self:TokenBudget,
-    model:nn.Module, # The model, which is tried without padding once per fit
+    model:nn.Module, # The model, which is compared with and without padding once per fit
     xb:tuple, # Inputs of the batch
     yb:tuple, # Targets of the batch
     n:int, # Samples in the batch
@@ -240,14 +242,15 @@ _tols = {torch.float64:1e-8, torch.float32:1e-3}
 
 @torch.no_grad()
 def _outputs(model, xb):
-    "Return the tensors of the model's output without dropout and autocast; restore the model's state"
+    "Run the model without dropout and autocast, restore its state, and return its output's tensors"
     state = ForwardState(model.modules())
     try:
-        with state.again():   # also restores the autocast setting at its end
+        with state.again():   # restores the model's state and autocast at its end
             for m in state.modules: m.training = isinstance(m, _BatchNorm) and m.training
             for kind in ('cpu',*(o.type for o in state.devices)): torch.set_autocast_enabled(kind, False)
             out = model(*xb)
-    finally: torch.clear_autocast_cache()   # the cache may hold weights that were cast without a graph
+    # the cache may hold weights that were cast to half precision here, without an autograd graph
+    finally: torch.clear_autocast_cache()
     return [o for o in tree_leaves(out) if isinstance(o, torch.Tensor)]
 
 @patch
@@ -257,9 +260,10 @@ def _try_trimming(self:TokenBudget, model, xb, division, warn_once):
     if not cuts: return
     self.tried = warn_once
     start,stop = cuts[0]
-    n_rows = max(1, division.budget//division.width)   # with their padding, more rows may not fit in memory
+    # only as many rows as the budget allows with all their padding: more rows may not fit in memory
+    n_rows = max(1, division.budget//division.width)
     cut = start,min(stop, start+n_rows)
-    # the wrapper would exchange buffers between processes
+    # run the model without its wrapper, which exchanges buffers between processes in a forward pass
     if isinstance(model, DistributedDataParallel): model = model.module
     try:
         trimmed = _outputs(model, division.part(xb, *cut, trims=True))
@@ -270,9 +274,10 @@ def _try_trimming(self:TokenBudget, model, xb, division, warn_once):
     for x,y in zip(trimmed, padded):
         if x.shape!=y.shape:
             if y.ndim<2: continue
-            n_less = division.width-y.shape[1]   # columns that the model leaves out, such as the last one
+            # the number of columns that the model's output leaves out, such as the last column
+            n_less = division.width-y.shape[1]
             has_columns = n_less in (0,1) and x.shape[:2]==mask[:,n_less:].shape
-            if not has_columns: continue   # for example, attention between tokens
+            if not has_columns: continue   # an output of another kind, such as attention between tokens
             is_token = mask[:,n_less:] & mask[:,:mask.shape[1]-n_less]
             is_token = is_token.reshape(*is_token.shape, *[1]*(x.ndim-2))
             x,y = (torch.where(is_token, o, 0) for o in (x,division.trim(y, *cut)))

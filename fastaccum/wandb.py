@@ -27,7 +27,8 @@ class WandbCallback(fastai_wandb.WandbCallback):
         if self.log_model and not hasattr(self, 'save_model'):
             raise ValueError("`log_model=True` uploads the model that a SaveModelCallback saves, and "
                 "this Learner has none: add `SaveModelCallback()` to `cbs=`" + more_link('log-model'))
-        # fastai's `before_fit` raises an error when it formats the Learner's arguments, so it gets none
+        # fastai's `before_fit` raises an error when it formats the result of `learn.gather_args()`:
+        # during that call, `gather_args` returns an empty dict
         vars(self.learn)['gather_args'] = dict
         try: super().before_fit()
         finally: del vars(self.learn)['gather_args']
@@ -55,25 +56,26 @@ def config(learn:Learner)->dict:
     return res
 
 # %% ../nbs/11_wandb.ipynb #offline
-_block_size,_header_size = 2**15,7   # bytes
+# bytes in a block of a W&B file, and in the header of each part of a record
+_block_size,_header_size = 2**15,7
 
 def offline_records(
     path:str|Path # The file of an offline run, `run.settings.sync_file`
 )->Iterator[Record]: # The records that W&B wrote, in order
     "Read the records of an offline run, after `run.finish()` and `wandb.teardown()`"
     data = Path(path).read_bytes()
-    pos = 7        # W&B begins the file with 7 bytes of its own
-    record = b''   # the parts of a record so far
+    pos = 7        # the file begins with a header of 7 bytes
+    record = b''   # the bytes of the current record so far
     while pos+_header_size<=len(data):
         left = _block_size-pos%_block_size
-        if left<_header_size:   # too small for a header, so the rest of the block is empty
+        if left<_header_size:   # the rest of the block is too small for a header, and is empty
             pos += left
             continue
         body = pos+_header_size
         _,n,kind = struct.unpack('<IHB', data[pos:body])
         pos = body+n
         record += data[body:pos]
-        if kind in (1,4):   # a whole record, or the last part of one
+        if kind in (1,4):   # 1: a whole record; 4: the last part of a record
             yield Record.FromString(record)
             record = b''
 

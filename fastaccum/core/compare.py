@@ -24,19 +24,20 @@ from .warnings import more_link
 
 # %% ../../nbs/core/27_compare.ipynb #sizes
 def part_sizes(n:int, most:int|None=None)->list[int]:
-    "Divide `n` samples into parts of unequal sizes, of at most `most` samples; returns the sizes"
+    "Divide `n` samples into parts of unequal sizes, at most `most`; return the numbers of samples"
     if most is None or most>=n:
         if n>8: return [n//2,n//3,n-n//2-n//3]
         second = n//2-1 if n>5 and n%2==0 else n//2
         return [n-second,second] if second else [n]
     n_full,rest = divmod(n, most)
-    if rest<2 and most>2:   # divide a full part as well, to get unequal parts of two samples or more
+    # divide the last full part as well, to get parts of unequal sizes and of two samples or more
+    if rest<2 and most>2:
         n_full,rest = n_full-1,most+rest
         return [most]*n_full+part_sizes(rest)
     return [most]*n_full+[rest] if rest else [most]*n_full
 
 def _sizes_to_try(n, most, of_fit=False):
-    "Lists of part sizes, in the order to try; with `of_fit`, those of a fit's micro-batches come first"
+    "List part sizes, in the order to try; with `of_fit`, the sizes of a fit's micro-batches come first"
     n_full,rest = divmod(n, most)
     equal = [[most]*n_full+[rest] if rest else [most]*n_full, even_sizes(n, most)]
     res = [*equal,part_sizes(n, most)] if of_fit else [part_sizes(n, most),*equal]
@@ -47,18 +48,19 @@ def _sizes_to_try(n, most, of_fit=False):
 
 # %% ../../nbs/core/27_compare.ipynb #taken
 def _on_cpu(t):
-    "A copy of the tensor `t` on the CPU, in double precision"
+    "Copy the tensor `t` to the CPU, in double precision"
     dense = t if t.layout==torch.strided else t.to_dense()
-    return dense.detach().cpu().to(torch.float64, copy=True)   # move first: MPS has no float64
+    # the tensor moves to the CPU before the conversion, because MPS has no float64
+    return dense.detach().cpu().to(torch.float64, copy=True)
 
 class CaptureGrads(QuietCallback):
-    "Notes each parameter's first gradient instead of taking steps; ends the fit when all are known"
-    order,run_valid = MixedPrecision.order+.5,False
+    "Notes each parameter's first gradient instead of taking steps; ends the fit when each has one"
+    order,run_valid = MixedPrecision.order+.5,False   # after MixedPrecision has unscaled the gradients
     def __init__(self, params:set):
-        self.missing = params   # parameters that had no gradient so far
+        self.missing = params   # parameters that have had no gradient so far
         self.grads = {}         # name of a parameter -> its first gradient
         self.buffers = {}       # name of a buffer -> its values after the last step
-        self.n_steps = 0        # steps that would have been taken
+        self.n_steps = 0        # steps so far, all of which were cancelled
 
     def _params(self): return [p for p,*_ in self.learn.opt.all_params()]
     def before_train(self): self.missing &= set(self._params())
@@ -80,7 +82,10 @@ class CaptureGrads(QuietCallback):
 
 # %% ../../nbs/core/27_compare.ipynb #diff
 def relative_diff(a:torch.Tensor, b:torch.Tensor, least:float=0.)->float:
-    "The norm of `a-b` divided by the larger norm, at least `least`; infinite for NaN or unequal shapes"
+    """Return the norm of `a-b`, divided by the larger norm of the two or by `least` if that is larger
+
+    The result is infinite for NaN, infinite values or unequal shapes.
+    """
     if a.shape!=b.shape: return float('inf')
     diff = (a-b).norm().item()
     size = max(a.norm().item(), b.norm().item(), least)
@@ -88,26 +93,27 @@ def relative_diff(a:torch.Tensor, b:torch.Tensor, least:float=0.)->float:
     return diff/size if diff==diff and 0<size<float('inf') else float('inf')
 
 def grad_differences(a:dict, b:dict)->dict:
-    "Compare the gradients of two runs: a dict from the parameter's name to the relative difference"
+    "Compare the gradients of two runs: return a dict from a parameter's name to the relative difference"
+    # small gradients are compared relative to 1% of the norm of all gradients
     least = sum(o.square().sum().item() for o in a.values())**.5/100
-    # a parameter that only one of the runs trains has a gradient of 0 in the other
+    # a parameter that has a gradient in one run only counts as 0 in the other run
     zeros = {name:torch.zeros_like(o) for name,o in {**a,**b}.items()}
     return {name:relative_diff(a.get(name, o), b.get(name, o), least) for name,o in zeros.items()}
 
 # %% ../../nbs/core/27_compare.ipynb #exact
 def _tf32_settings():
-    "PyTorch's settings that round products to TF32: (object, attribute, its value, the exact value)"
+    "List the settings that round products to TF32: (object, attribute, its value, the exact value)"
     matmul,cudnn = torch.backends.cuda.matmul,torch.backends.cudnn
     try: res = [(o,'allow_tf32',o.allow_tf32,False) for o in (matmul,cudnn)]
-    except RuntimeError:   # PyTorch refuses to read these attributes if the newer ones were set
+    except RuntimeError:   # PyTorch refuses to read `allow_tf32` if `fp32_precision` was set
         res = [(o,'fp32_precision',o.fp32_precision,'ieee') for o in (matmul,cudnn.conv,cudnn.rnn)]
     return [(o,name,value,exact) for o,name,value,exact in res if value!=exact]
 
 @contextmanager
 def eager_and_exact():
-    "A context in which compiled models run uncompiled, and products are not rounded to TF32"
+    "Run compiled models uncompiled, and do not round products to TF32, while the context is open"
     settings = _tf32_settings()
-    # nothing is compiled before `torch._dynamo` was imported, and its import is slow
+    # `set_stance` imports `torch._dynamo`, which is slow; no model is compiled before that import
     has_compiler = 'torch._dynamo' in sys.modules
     def restore():
         for o,name,value,_ in settings: setattr(o, name, value)
@@ -119,7 +125,7 @@ def eager_and_exact():
 # %% ../../nbs/core/27_compare.ipynb #runs
 class FreezeMode(QuietCallback):
     "Keeps `modules` in evaluation mode; with `reset`, calls the model's `reset` before each batch"
-    order,run_valid = 1000,False
+    order,run_valid = 1000,False   # after all other callbacks
     def __init__(self, modules:list, reset:bool=False): self.modules,self.reset = modules,reset
     def before_batch(self):
         for m in self.modules: m.training = False
@@ -130,27 +136,28 @@ class Compare:
     "Runs the Learner's fit on a whole batch and on parts of the batch, and compares the gradients"
     def __init__(self,
         run:DryRun, # Runs fits of the Learner
-        make_cbs:Callable, # `make_cbs(n, sizes)`: callbacks that make a step of `n` samples
+        make_cbs:Callable, # `make_cbs(n, sizes)` returns callbacks that make a step of `n` samples
         cut_loader:bool=True, # Whether the loader yields the parts; otherwise callbacks split batches
-        split:Callable=split, # `f(batch, start, stop, n)`: samples `start` to `stop` of `n`
-        bs:int|None=None, # Samples in the whole batch; defaults to those of the loader
-        n:int=1, # Number of batches to read
-        micro:int|None=None # Samples in a micro-batch of the fit; `None` for unequal parts
+        split:Callable=split, # `f(batch, start, stop, n)` returns samples `start` to `stop` of `n`
+        bs:int|None=None, # Samples in the whole batch; defaults to the loader's batch size
+        n:int=1, # Number of whole batches to read
+        micro:int|None=None # Samples in a micro-batch of the Learner's fits; `None` for unequal parts
     ):
         self.run,self.make_cbs = run,make_cbs
         self.cut_loader,self.split = cut_loader,split
-        try: batches,self.n = batches_of(run.learn, bs, n)   # `n`: samples in the whole batch
+        try: batches,self.n = batches_of(run.learn, bs, n)   # `self.n`: samples in the whole batch
         finally: run.snap.put_back()
         # whole batches, without the incomplete last batch of an epoch
         self.wholes = [b for b in batches if n_samples(b, self.n)==self.n]
         loader_bs = size_of(run.dl)
         self.most = micro or min(loader_bs or self.n, self.n)   # the most samples in a part
+        # lists of part sizes; a later list is tried if a fit fails with the lists before
         self.to_try = _sizes_to_try(self.n, self.most, micro is not None)
-        self.sizes = self.to_try[0]   # samples in each part
-        self.why = ''                 # why the whole batch and its parts cannot be compared
+        self.sizes = self.to_try[0]   # samples in each part, from the list in use
+        self.why = ''                 # why the whole batch and its parts cannot be compared, in words
 
     def fit(self, in_parts:bool, wholes:list, cbs:list, sizes:list|None=None, **kwargs:object)->object:
-        "Run `DryRun.fit` on the batches `wholes`, or `in_parts` of `sizes` samples; returns its result"
+        "Run `DryRun.fit` on the batches `wholes`, or `in_parts` of `sizes` samples; return its result"
         sizes = sizes or self.sizes
         dl = Batches(self.run.dl, wholes, self.n)
         if in_parts: cbs = [*cbs,*self.make_cbs(self.n, sizes)]
@@ -183,14 +190,15 @@ def differences(self:Compare, **kwargs:object)->dict:
 
 @patch
 def largest_difference(self:Compare, **kwargs:object)->float:
-    "The largest relative difference of a parameter's gradient; takes the arguments of `step`"
+    "Return the largest relative difference of a parameter's gradient; takes the arguments of `step`"
     return max(self.differences(**kwargs).values(), default=0.)
 
 # %% ../../nbs/core/27_compare.ipynb #both
 def _describe_failure(e, learn, on):
-    "A text that names the callback, module or loss function that raised the error `e`, and quotes `e`"
+    "Name the callback, module or loss function that raised the error `e`, and quote `e`, in one line"
     failed,tb = '',e.__traceback__
-    while tb is not None:   # from the outermost frame to the innermost: the last match is named
+    # from the outermost frame to the innermost, so that `failed` names the innermost module or callback
+    while tb is not None:
         o,code = tb.tb_frame.f_locals.get('self'),tb.tb_frame.f_code
         is_users = not type(o).__module__.startswith(('fastai','fastaccum'))
         is_users_callback = isinstance(o, Callback) and is_users
@@ -208,12 +216,12 @@ def _try_step(self:Compare, in_parts):
     "Run `step`; if it fails twice, set `why` to a description of the error, and return `None`"
     try: return self.step(in_parts)
     except Exception as e:
-        is_ours = more_link('') in str(e)   # the package's own errors name a remedy
+        is_ours = more_link('') in str(e)   # this package's errors have a link, and name a remedy
         is_ours_for_whole = is_ours and not in_parts
         if is_out_of_memory(e) or is_ours_for_whole: raise
         try: self.step(in_parts)
         except Exception: pass
-        else: raise   # the second run works
+        else: raise   # the second run succeeded, so the sizes are not the cause of the error
         on = 'a part of the batch' if in_parts else 'the whole batch'
         self.why = self.why or _describe_failure(e, self.run.learn, on)
 
@@ -233,15 +241,17 @@ def whole_and_parts(self:Compare)->tuple:
     return whole,None
 
 # %% ../../nbs/core/27_compare.ipynb #train
-def _weights(learn): return torch.cat([_on_cpu(p).flatten() for p in learn.model.parameters()])
+def _weights(learn):
+    "Return a copy of all weights as one vector"
+    return torch.cat([_on_cpu(p).flatten() for p in learn.model.parameters()])
 
 @patch
 def train_both_ways(self:Compare)->tuple: # Difference, steps with whole batches, steps in parts
-    "Train on all batches, whole and in parts; the weights' difference is relative to their movement"
+    "Train on all batches, whole and in parts; compare how far the weights have moved"
     start = _weights(self.run.learn)
     n_parts = max(2, -(-self.n//self.most))
     sizes = even_sizes(self.n, -(-self.n//n_parts))
-    # the first sizes failed in `whole_and_parts`: use the sizes that worked
+    # if `whole_and_parts` failed with the first sizes, `self.sizes` are the sizes that worked
     if self.sizes!=self.to_try[0]: sizes = self.sizes
     def train(in_parts):
         count = CountSteps()

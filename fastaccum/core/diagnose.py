@@ -32,7 +32,7 @@ from .probe import Part
 def _tensors(o): return [t for t in leaves(o) if isinstance(t, torch.Tensor)]
 
 def _digest(t):
-    "Two numbers for each row of a tensor: its projection on a fixed direction, and its length"
+    "Reduce each row of a tensor to two numbers: its projection on a fixed direction, and its length"
     t = t.detach().as_subclass(torch.Tensor)
     if t.dtype!=torch.float64: t = t.float()
     rows = t.reshape(len(t), -1) if t.numel() else t.new_zeros(len(t), 1)
@@ -41,9 +41,9 @@ def _digest(t):
 
 # %% ../../nbs/core/28_diagnose.ipynb #trace
 class Call(NamedTuple):
-    "A call of a module: digests of its input tensors and its output tensors"
-    inputs:list
-    outputs:list
+    "A call of a module, as digests of its tensors: two numbers for each row of a tensor"
+    inputs:list # A digest for each input tensor
+    outputs:list # A digest for each output tensor
 
 class ModuleTrace:
     "Runs a model on batches, with some modules frozen in evaluation mode, and notes each module's calls"
@@ -56,7 +56,8 @@ class ModuleTrace:
         try:
             with state.again(), torch.no_grad():
                 for set_seed in (torch.manual_seed,random.seed,np.random.seed): set_seed(seed)
-                for m in frozen: m.training = False   # `eval` would freeze the modules inside of `m`
+                # not `m.eval()`, which would freeze the modules inside of `m` as well
+                for m in frozen: m.training = False
                 for xb in batches:
                     if reset: model.reset()
                     self.calls.append({})
@@ -66,13 +67,13 @@ class ModuleTrace:
         self.modules = [modules[name] for name in self.calls[0]]   # the modules that ran
 
     def _note(self, name, m, args, kwargs, out):
-        "A forward hook that notes a call of the module `name`"
+        "Note a call of the module `name`; a forward hook"
         inputs = [_digest(t) for t in _tensors((args,kwargs)) if t.ndim and not t.is_complex()]
         outputs = [_digest(t) for t in _tensors(out) if t.ndim and t.is_floating_point()]
         self.calls[-1].setdefault(name, []).append(Call(inputs, outputs))
 
     def join(self, name:str, kind:str)->list|None:
-        "The 'inputs' or 'outputs' of a module, joined over batches; `None` if the batches do not match"
+        "Join a module's 'inputs' or 'outputs' over all batches; return `None` if this is not possible"
         batches = [o.get(name, []) for o in self.calls]
         try:
             return [torch.cat(ts) for calls in zip(*batches, strict=True)
@@ -81,7 +82,7 @@ class ModuleTrace:
 
 # %% ../../nbs/core/28_diagnose.ipynb #modules
 def _difference(a, b, name, kind):
-    "How far the inputs or outputs of a module differ in two traces; `None` if they cannot be compared"
+    "Return how far a module's inputs or outputs differ in two traces; `None` if shapes differ"
     x = a.join(name, kind)
     y = b.join(name, kind)
     if x is None or y is None: return None
@@ -100,88 +101,91 @@ def find_differing_modules(model:nn.Module, trace_a:Callable, trace_b:Callable, 
     """Find modules that return different outputs for the same inputs, until the predictions agree
 
     `trace_a(frozen)` and `trace_b(frozen)` trace two runs with some modules frozen. Modules that are
-    found are appended to `frozen`. Returns the relative difference of the predictions at first, and
-    whether the predictions agree at last.
+    found are appended to `frozen`. Returns the relative difference of the predictions before anything
+    is found, and whether the predictions agree in the end.
 
     TypeError: the predictions cannot be compared
     """
-    first,modules = None,dict(model.named_modules())
-    given = [*frozen]
-    for _ in range(8):
+    first_diff,modules = None,dict(model.named_modules())
+    given = [*frozen]   # modules that the caller has frozen
+    for _ in range(8):   # each round freezes the modules of one class
         a = trace_a(frozen)
         b = trace_b(frozen)
         diff = _difference(a, b, '', 'outputs')
         if diff is None or not a.join('', 'outputs'):
             raise TypeError('the predictions of the parts do not fit together: '
                 'they need a row for each sample')
-        if first is None: first = diff
-        if diff<=tol: return first,True
-        for name in a.calls[0]:   # in the order of their return: inner modules come first
+        if first_diff is None: first_diff = diff
+        if diff<=tol: return first_diff,True
+        # in the order in which the calls ended, so inner modules come before outer ones
+        for name in a.calls[0]:
             m = modules[name]
             may_freeze = m is not model and m not in frozen and not isinstance(m, nn.Sequential)
             if may_freeze and _differs_by_itself(a, b, name, tol): break
         else: break   # no module is left to freeze
         same_class = [o for o in modules.values() if type(o) is type(m)]
         new = [o for o in same_class if o.training and o not in frozen] or [m]
-        # freeze a module that changes an inner module's weights, instead of the inner module
+        # unfreeze modules inside of `new`: their outputs differ because `new` changes their weights
         inside = {o for m in new for o in m.modules()}-{*new,*given}
         frozen[:] = [m for m in frozen if m not in inside]+new
-    return first,False
+    return first_diff,False
 
 # %% ../../nbs/core/28_diagnose.ipynb #look
-def _loss_grads(learn, n, find, start, stop):
-    "For samples `start` to `stop`: digests of the loss's gradient, and the number of items of its mean"
+def _loss_grads(learn, n, count_items, start, stop):
+    "For samples `start` to `stop`, return digests of the loss's gradient, and the items of the loss"
     part = Part(learn, n, lambda o: o[start:stop])
     preds = [t for t in _tensors(part.pred) if t.is_floating_point()]
-    # fastai's tensors refuse `requires_grad_` if they need gradients already
+    # fastai's tensors refuse `requires_grad_` if they require gradients already
     for t in preds:
         if not t.requires_grad: t.requires_grad_()
     loss = part.loss_func(part.pred, *part.yb)
-    if find is None: size = 1
-    else: size = stop-start if find is samples else find(part)
+    if count_items is None: size = 1   # the loss is a sum
+    else: size = stop-start if count_items is samples else count_items(part)
     grads = torch.autograd.grad(loss.mean(), preds, allow_unused=True)
     return [torch.zeros(len(t), 2) if g is None else _digest(g) for t,g in zip(preds, grads)],float(size)
 
-def _loss_difference(learn, n, find, sizes):
-    "The relative difference of the loss's gradient from the weighted gradients of the parts"
-    whole,_ = _loss_grads(learn, n, find, 0, n)
-    parts,ns = zip(*(_loss_grads(learn, n, find, *o) for o in bounds(sizes)))
-    shares = [1. if find is None else o/sum(ns) for o in ns]
-    # a part with the share 0 may have a gradient of 0/0
-    parts = [[w*g if w else torch.zeros_like(g) for g in grads] for w,grads in zip(shares, parts)]
+def _loss_difference(learn, n, count_items, sizes):
+    "Return how far the gradient of the loss differs from the weighted gradients of the parts"
+    whole,_ = _loss_grads(learn, n, count_items, 0, n)
+    parts,ns = zip(*(_loss_grads(learn, n, count_items, *o) for o in bounds(sizes)))
+    weights = [1. if count_items is None else o/sum(ns) for o in ns]
+    # the loss of a part without items may be 0/0: its gradient counts as 0
+    parts = [[w*g if w else torch.zeros_like(g) for g in grads] for w,grads in zip(weights, parts)]
     return max(map(relative_diff, whole, map(torch.cat, zip(*parts))), default=0.)
 
 # %% ../../nbs/core/28_diagnose.ipynb #first
-# the largest relative difference that counts as rounding
+# data type -> the largest relative difference that counts as rounding
 tolerances = {torch.float64:1e-7, torch.float32:1e-3, torch.float16:1e-2, torch.bfloat16:5e-2}
 
 class FirstBatchProbe(QuietCallback):
-    "Runs the model and the loss on parts of the first batch (`loss_only`: the loss), then ends the fit"
+    "Runs the model (unless `loss_only`) and the loss on parts of the first batch, then ends the fit"
     order,run_valid = 1000,False   # after all callbacks that change the batch
     def __init__(self, n:int, sizes:list[int], split:Callable, n_items:Callable|None,
         loss_only:bool=False):
-        self.n,self.sizes = n,sizes   # samples in the batch, and in its parts
-        self.split,self.n_items = split,n_items
-        self.loss_only = loss_only
+        self.n,self.sizes = n,sizes   # samples in the batch, and in each of its parts
+        self.split = split            # returns some of the samples of a batch
+        self.n_items = n_items        # counts the items that the loss is a mean over
+        self.loss_only = loss_only    # True if only the loss is run on parts, not the model
         self.tol = 0.             # the largest relative difference that counts as rounding
-        self.rows = n             # rows that the model gets
-        # of the model
-        self.draws = None         # difference of the predictions with another seed; `None` if unknown
-        self.predictions = None   # difference of the predictions in parts; `None` if unknown
+        self.rows = n             # rows in the model's inputs
+        # results for the model
+        self.draws = None         # relative difference of predictions with two seeds; `None` if unknown
+        self.predictions = None   # relative difference of predictions in parts; `None` if unknown
         self.why = ''             # why `draws` or `predictions` is unknown
         self.drawing = []         # modules that draw random numbers
         self.depending = []       # modules whose outputs depend on the other samples of the batch
-        self.remembering = []     # modules whose outputs differ for the same batch a second time
-        self.reset = False        # whether the model has to be reset before each batch
-        self.agree = False        # whether the predictions agree if all modules above are frozen
-        # of the loss
-        self.loss = None          # difference of the loss's gradients in parts; `None` if unknown
+        self.remembering = []     # modules whose outputs change if the same batch comes a second time
+        self.reset = False        # whether `model.reset()` must be called before each batch
+        self.agree = False        # whether the predictions agree with these modules frozen
+        # results for the loss
+        self.loss = None          # relative difference of loss gradients in parts; `None` if unknown
         self.loss_why = ''        # why `loss` is unknown
         self.hidden_loss = 0.     # `loss` in unequal parts, if parts of `sizes` show no difference
 
 # %% ../../nbs/core/28_diagnose.ipynb #first-events
 @patch
 def before_batch(self:FirstBatchProbe):
+    "Set the tolerance, and compare predictions"
     model = self.learn.model
     dtypes = {p.dtype for p in model.parameters()}
     kind = next(model.parameters()).device.type
@@ -198,10 +202,11 @@ def before_batch(self:FirstBatchProbe):
 
 @patch
 def after_pred(self:FirstBatchProbe):
-    find = self.n_items or find_n_items(self.learn.loss_func)
+    "Compare the gradients of the loss, and end the fit"
+    count_items = self.n_items or find_n_items(self.learn.loss_func)
     try:
-        unequal = _loss_difference(self.learn, self.n, find, part_sizes(self.n))
-        in_sizes = _loss_difference(self.learn, self.n, find, self.sizes)
+        unequal = _loss_difference(self.learn, self.n, count_items, part_sizes(self.n))
+        in_sizes = _loss_difference(self.learn, self.n, count_items, self.sizes)
         if in_sizes<=self.tol<unequal: self.hidden_loss = unequal
         self.loss = unequal
     except Exception as e: self.loss_why = f'{type(e).__name__}: {e}'
@@ -210,18 +215,21 @@ def after_pred(self:FirstBatchProbe):
 # %% ../../nbs/core/28_diagnose.ipynb #first-model
 @patch
 def _probe_model(self:FirstBatchProbe, model, xb):
+    "Find the modules that make predictions differ: with two seeds, a second time, and in parts"
     self.rows = n_samples(xb, self.n)
-    # a callback may have made several rows of each sample, and then `self.sizes` do not add up to them
+    # if a callback has made several rows of each sample, `self.sizes` do not add up to these rows
     sizes = self.sizes if self.rows==self.n else part_sizes(self.rows)
     parts = [self.split(xb, *o, self.rows) for o in bounds(sizes)]
     trace = partial(ModuleTrace, model, ForwardState(model.modules()))
     find = partial(find_differing_modules, model, tol=self.tol)
     traces = {}   # (*frozen modules, reset) -> the trace of the whole batch
     def whole(frozen, reset=False):
+        "Trace the whole batch, once for each `frozen` and `reset`"
         key = *frozen,reset
         if key not in traces: traces[key] = trace([xb], frozen, reset=reset)
         return traces[key]
     def whole_and_parts(frozen, reset):
+        "Find modules whose outputs differ between the whole batch and its parts"
         return find(partial(whole, reset=reset), lambda o: trace(parts, o, reset=reset), frozen=frozen)
 
     self.draws,_ = find(whole, lambda o: trace([xb], o, seed=1), frozen=self.drawing)
@@ -238,12 +246,13 @@ def _probe_model(self:FirstBatchProbe, model, xb):
     else: self.predictions,self.agree = whole_and_parts(frozen, False)
     self.depending = frozen[len(self.drawing):]
     if self.agree: return
-    # the search ends at a module that cannot be frozen: add BatchNorm layers behind it by class
+    # the search has ended at a module that cannot be frozen, and has not tried the layers that run after
+    # that module. BatchNorm layers depend on other samples in any case
     self.depending += [m for m in batchnorms(model) if m in once.modules and m not in frozen]
 
 # %% ../../nbs/core/28_diagnose.ipynb #blame
 def callbacks_to_try(run:DryRun)->list:
-    "The callbacks of a Learner that may affect the gradients"
+    "List the callbacks of a Learner that may affect the gradients"
     return [o for o in run.cbs if not isinstance(o, (TrainEvalCallback,MixedPrecision))]
 
 def find_differing_callbacks(compare:Compare, off:float, tol:float, **kwargs:object)->tuple:
@@ -252,20 +261,22 @@ def find_differing_callbacks(compare:Compare, off:float, tol:float, **kwargs:obj
     `kwargs`: arguments of `Compare.step`. Returns the callbacks that were found, and the callbacks that
     could not be left out because the step fails without them.
     """
-    def without(*cbs):
+    def off_without(*cbs):
         try: return compare.largest_difference(without=cbs, **kwargs)
         except Exception as e:
             if is_out_of_memory(e): raise
-            return float('inf')   # another callback needs one of `cbs`
-    alone = {o:without(o) for o in callbacks_to_try(compare.run)}
-    best = min(alone, key=alone.get, default=None)
-    if best is not None and alone[best]<=tol: return [best],[]
-    found = [o for o in alone if alone[o]<float('inf')]
-    needed = [o for o in alone if o not in found]
-    has_other_cause = len(found)<2 or without(*found)>tol
-    if has_other_cause: return [o for o in found if alone[o]<off/2],needed
+            return float('inf')   # the step fails, because another callback needs one of `cbs`
+    # for each callback: the difference that remains if that callback alone is left out
+    remaining = {o:off_without(o) for o in callbacks_to_try(compare.run)}
+    best = min(remaining, key=remaining.get, default=None)
+    if best is not None and remaining[best]<=tol: return [best],[]
+    found = [o for o in remaining if remaining[o]<float('inf')]
+    needed = [o for o in remaining if o not in found]
+    has_other_cause = len(found)<2 or off_without(*found)>tol
+    if has_other_cause: return [o for o in found if remaining[o]<off/2],needed
+    # without all of `found`, the gradients agree: keep only the callbacks that are necessary for that
     for o in [*found]:
-        if without(*[x for x in found if x is not o])<=tol: found.remove(o)
+        if off_without(*[x for x in found if x is not o])<=tol: found.remove(o)
     return found,[]
 
 # %% ../../nbs/core/28_diagnose.ipynb #row
@@ -290,7 +301,7 @@ class Row(NamedTuple):
         return 'exact so far' if self.where.startswith('not checked') else 'exact'
 
 def describe_modules(model:nn.Module, modules:list)->str:
-    "A text that names `modules` of the model, grouped by class"
+    "Return a text that names `modules` of the model, grouped by class"
     names,by_class = {m:name for name,m in model.named_modules()},{}
     for m in modules: by_class.setdefault(type(m).__name__, []).append(names.get(m, '?') or 'the model')
     def text(found): return ', '.join(found[:3]) + (f' and {len(found)-3} more' if len(found)>3 else '')

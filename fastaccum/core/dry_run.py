@@ -29,11 +29,12 @@ from .patching import QuietCallback, uninterrupted
 from .warnings import AccumulationWarning
 
 # %% ../../nbs/core/26_dry_run.ipynb #snapshot
-# packages whose objects are left alone, except for objects of the classes in `_visited`
-_visited = (nn.Module,optim.Optimizer,optim.lr_scheduler.LRScheduler,GradScaler,SimpleNamespace)
+# packages for whose objects a `Snapshot` does not note the attributes
 _not_visited = sys.stdlib_module_names|{'torch','numpy','pandas','matplotlib','PIL'}
-
-_constants = str,bytes,int,float,type(None),type,ModuleType   # objects that cannot change, and modules
+# exceptions: classes from these packages for whose objects a `Snapshot` does note the attributes
+_visited = (nn.Module,optim.Optimizer,optim.lr_scheduler.LRScheduler,GradScaler,SimpleNamespace)
+# classes whose objects a `Snapshot` leaves out: these cannot change, or are Python modules
+_constants = str,bytes,int,float,type(None),type,ModuleType
 
 class Snapshot:
     """A record of all that can change in `roots` and in the objects that they refer to
@@ -42,9 +43,9 @@ class Snapshot:
     to. `skip`: objects that are left out.
     """
     def __init__(self, *roots:object, shallow:tuple=(), skip:tuple|list=()):
-        # calls that restore the state, in order: (function, *arguments); `DryRun` appends its own
+        # calls that restore the state, in order: (function, *arguments); `DryRun` appends further calls
         self.puts = []
-        self.seen = {id(o):o for o in skip}   # the objects that were noted, by `id`
+        self.seen = {id(o):o for o in skip}   # `id` of an object -> the object, noted or skipped
         for o in shallow: self._note(o)
         todo = list(roots)
         while todo: todo += self._note(todo.pop())
@@ -58,7 +59,7 @@ class Snapshot:
 # %% ../../nbs/core/26_dry_run.ipynb #snapshot-note
 @patch
 def _note(self:Snapshot, o):
-    "Note `o`; returns the objects that `o` refers to"
+    "Note the state of `o`, and return the objects that `o` refers to"
     if id(o) in self.seen or isinstance(o, _constants): return []
     self.seen[id(o)] = o
     refs = []
@@ -80,7 +81,7 @@ def _note(self:Snapshot, o):
 # %% ../../nbs/core/26_dry_run.ipynb #snapshot-values
 @patch
 def _note_tensor(self:Snapshot, t):
-    "Note the values, device and gradient of the tensor `t`; returns the objects in its attributes"
+    "Note the values, device and gradient of the tensor `t`, and return the objects in its attributes"
     if t.is_inference() or t.is_meta: return []
     def copy(o): return None if o is None else o.detach().to('cpu', copy=True)
     grad = copy(t.grad) if t.is_leaf else None
@@ -88,6 +89,7 @@ def _note_tensor(self:Snapshot, t):
     return list(vars(t).values())
 
 def _put_tensor(t, value, device, requires_grad, grad):
+    "Restore a tensor and its gradient, in place if possible"
     if t.is_leaf and t.requires_grad!=requires_grad: t.requires_grad_(requires_grad)
     is_alike = (t.device,t.dtype,t.shape,t.stride())==(device,value.dtype,value.shape,value.stride())
     if is_alike: t.data.copy_(value)
@@ -98,25 +100,26 @@ def _put_tensor(t, value, device, requires_grad, grad):
     else: t.grad.data.copy_(grad)   # in place, because other objects may refer to the gradient
 
 # %% ../../nbs/core/26_dry_run.ipynb #who
+# callbacks that are not called in a dry run
 _no_part = {'fastaccum.accumulation.GradientAccumulation',
     'fastai.callback.training.GradientAccumulation', 'fastai.callback.training.ShortEpochCallback',
     'fastai.callback.tracker.TerminateOnNaNCallback',
     'fastai.distributed.DistributedTrainer', 'fastai.callback.schedule.ParamScheduler',
     'fastai.callback.wandb.WandbCallback', 'fastai.callback.tensorboard.TensorBoardBaseCallback'}
-# events in which a callback may change the batch or the loss
+# a callback that has one of these events may change the batch or the loss
 _changing_events = 'before_batch','after_pred','after_loss','before_backward'
 
 def takes_part(cb:Callback)->bool:
-    "Whether `cb` is called in a dry run: not if it only logs, or would disturb the run"
+    "Whether `cb` is called in a dry run; callbacks that only log, or would disturb the run, are not"
     only_logs = cb.order>=Recorder.order and not any(hasattr(cb, o) for o in _changing_events)
     if only_logs or class_names(type(cb))&_no_part: return False
     return getattr(type(cb), 'run_bs_find', True)
 
 # %% ../../nbs/core/26_dry_run.ipynb #batches
 class Batches(GetAttr):
-    """A training loader of `batches`, with up to `bs` samples each and `n` in all; otherwise like `dl`
+    """A training loader that yields `batches`, with up to `bs` samples each, and is like `dl` otherwise
 
-    An iterator needs `n`.
+    `n`: samples in all batches; needed if `batches` has no length.
     """
     _default = 'dl'
     def __init__(self, dl:object, batches:Iterable, bs:int, n:int|None=None):
@@ -133,10 +136,10 @@ class CountSteps(QuietCallback):
     "Counts optimizer steps, and ends the fit after `most` steps, or before validation"
     order,run_valid = 1000,False   # after all other callbacks
     def __init__(self, most:float=float('inf'), tick:Callable=noop):
-        self.most = most
+        self.most = most    # steps after which the fit ends
         self.tick = tick    # called after each step
         self.n_steps = 0    # steps so far
-    # fastai sends `after_step` after a cancelled step too: compensate
+    # fastai calls `after_step` even after a cancelled step: subtract the one that `after_step` will add
     def after_cancel_step(self): self.n_steps -= 1
     def after_step(self):
         self.n_steps += 1
@@ -147,13 +150,13 @@ class CountSteps(QuietCallback):
 
 # %% ../../nbs/core/26_dry_run.ipynb #dry-run
 def loader_state(dl:object)->list:
-    "The parts of a loader that may change: transforms, functions, sampler, random number generators"
+    "List the parts of a loader that a fit may change: functions, random number generators, sampler"
     own = [vars(dl)[k] for k in getattr(dl, '_methods', ()) if k in vars(dl)]
     return own+[getattr(dl, k, None) for k in ('rng','generator','sampler')]
 
 def training_device(learn:Learner)->torch.device:
-    "The device that the next fit runs on, to which fastai may not have moved the model yet"
-    # the same choice as in fastai's `TrainEvalCallback`
+    "Return the device that the next fit runs on, to which fastai may not have moved the model yet"
+    # fastai's `TrainEvalCallback` moves the model to this device when a fit begins
     device = getattr(learn.dls, 'device', default_device())
     return next(learn.model.parameters()).device if device is None else torch.device(device)
 
@@ -168,15 +171,16 @@ class DryRun:
         self.learn = learn
         self.dl = dls.train   # the Learner's training loader, which `fit` replaces
         self.device = training_device(learn)
+        # the Learner's callbacks that are called in a dry run
         self.cbs = L(o for o in learn.cbs if takes_part(o) and not any(o is x for x in without))
-        self.snap = self._snapshot(learn)
+        self.snap = self._snapshot(learn)   # restores the Learner
         has_bar = total and hasattr(learn, 'progress') and learn.create_mbar
         self.bar = progress_bar(range(total), leave=False) if has_bar else None
         self.ticks = 0        # calls of `tick` so far
         if self.bar: self.bar.update(0)
 
     def _snapshot(self, learn):
-        "Note the state of the Learner; datasets and callbacks that are not called are left out"
+        "Return a `Snapshot` of the Learner, without datasets and without callbacks that are not called"
         dls,model = learn.dls,learn.model
         recorder = getattr(learn, 'recorder', None)
         not_called = [o for o in learn.cbs if not takes_part(o) and o is not recorder]
@@ -217,7 +221,7 @@ def fit(self:DryRun, dl:object, cbs:list, lr:float|slice|None=0., without:tuple|
     try:
         learn.cbs = L(o for o in self.cbs if not any(o is x for x in without))
         learn.dls.train = dl
-        # fastai's `fit` does not empty gradients that are left from before
+        # empty the gradients that an earlier fit has left, because fastai's `fit` would add to them
         for p in learn.model.parameters(): p.grad = None
         with warnings.catch_warnings():
             warnings.simplefilter('ignore', AccumulationWarning)

@@ -15,6 +15,7 @@ from functools import partial
 from .warnings import append_message, more_link
 
 # %% ../../nbs/core/25_out_of_memory.ipynb #is-oom
+# parts of the messages with which libraries report that memory ran out
 _oom_texts = ('out of memory', 'Invalid buffer size', '_ALLOC_FAILED', 'CUDNN_STATUS_NOT_SUPPORTED',
     'bad_alloc', 'unable to find an engine', 'Unable to find a valid cuDNN algorithm',
     'Cannot allocate memory',
@@ -26,19 +27,19 @@ def is_out_of_memory(exc:BaseException|None)->bool:
     if isinstance(exc, (torch.OutOfMemoryError,MemoryError)): return True
     if isinstance(exc, OSError): return exc.errno==errno.ENOMEM
     if isinstance(exc, RuntimeError): return any(text in str(exc) for text in _oom_texts)
-    # fastai appends text to the messages of errors in callbacks and in collation. If an error has no
-    # message, this raises an IndexError or AttributeError, whose context is the original error
+    # fastai appends text to the messages of errors in callbacks and in collation. With an error that has
+    # no message, fastai fails: it raises an IndexError or AttributeError, with the error as context
     return isinstance(exc, (IndexError,AttributeError)) and is_out_of_memory(exc.__context__)
 
 # %% ../../nbs/core/25_out_of_memory.ipynb #explain
 def explain_fixed_size(e:BaseException, cb:object):
-    "If `e` means that memory ran out, append to its message how the callback `cb` can split batches"
+    "If memory ran out, append to the message of `e` how to let the callback `cb` split batches"
     if not is_out_of_memory(e): return
     append_message(e, f"Give {type(cb).__name__} `micro_batch_size='auto'`, which splits batches where "
         "memory runs out and gives the same result, or make the DataLoaders with a smaller `bs`"
         + more_link('fixed-size-does-not-fit'))
 
-# for each part of a step that is not split: the reason, and the remedy if memory runs out
+# part of a step that is not split into micro-batches -> the reason, and what to do if memory runs out
 _unsplit = {
     "a callback's `before_step`": "a forward pass of the callback's own is not split. Make the "
         "DataLoaders with a smaller `bs` (`learn.bs_find()` finds one), or let the callback use fewer "
@@ -47,7 +48,7 @@ _unsplit = {
         "fewer values, such as SGD, or parameters in half precision, or a smaller model"}
 
 def call_unsplit(part:str, f:Callable, *args:object):
-    """Call `f(*args)`, which runs `part`, a part of a step that is not split
+    """Call `f(*args)`, which runs a part of a step that micro-batches do not split, named `part`
 
     OutOfMemoryError: memory ran out; the message says what helps, since smaller micro-batches do not
     """
@@ -63,13 +64,13 @@ def free_memory():
     gc.collect()
     # `malloc_trim` exists only in glibc
     with suppress(AttributeError, OSError, TypeError): ctypes.CDLL(None).malloc_trim(0)
-    torch.cuda.empty_cache()   # does not initialise CUDA if it is not in use
+    torch.cuda.empty_cache()   # does nothing in a process that has not initialised CUDA
     torch.xpu.empty_cache()
     if torch.backends.mps.is_available(): torch.mps.empty_cache()
 
 # %% ../../nbs/core/25_out_of_memory.ipynb #peak
 def watch_peak(device:torch.device)->callable:
-    "Reset the peak memory of `device`; returns a function that reads it in bytes (`None` on a CPU)"
+    "Reset the peak memory of `device`; return a function that reads the peak in bytes (`None` on a CPU)"
     module = getattr(torch, device.type)
     if not hasattr(module, 'reset_peak_memory_stats'): return lambda: None
     module.reset_peak_memory_stats(device)

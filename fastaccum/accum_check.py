@@ -316,9 +316,7 @@ def _predictions(self:_Diagnosis):
         return row._replace(where=where, remedy='none; or reset it before each batch')
     has_norm = any(isinstance(m, _BatchNorm) for m in probe.depending)
     freeze = ''
-    if has_norm:
-        freeze = ('`FreezeBN(lambda m: m[0])` for a pretrained body; or, while the body is frozen, '
-            '`BnFreeze()` and `train_bn=False`; or `learn.recalibrate_bn()`')
+    if has_norm: freeze = '`FreezeBN(lambda m: m[0])` for a pretrained body; or `learn.recalibrate_bn()`'
     remedy = _in_one_cell(_checkpoint_remedy(self.model), freeze)
     return row._replace(where=where, remedy=remedy or 'none: the model needs the whole batch')
 

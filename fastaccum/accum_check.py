@@ -335,8 +335,7 @@ def _predictions(self:_Diagnosis):
     has_norm = any(isinstance(m, _BatchNorm) for m in probe.depending)
     norm_remedy = ''
     if has_norm:
-        norm_remedy = ('`FreezeBN()`; in a frozen body `BnFreeze()` and `train_bn=False`; '
-            'or `learn.recalibrate_bn()`')
+        norm_remedy = '`FreezeBN(lambda m: m[0])` for a pretrained body; or `learn.recalibrate_bn()`'
     remedy = _in_one_cell(_checkpoint_remedy(self.model), norm_remedy)
     return row._replace(where=where, remedy=remedy or 'none: the model needs the whole batch')
 

@@ -317,7 +317,7 @@ def _predictions(self:_Diagnosis):
     has_norm = any(isinstance(m, _BatchNorm) for m in probe.depending)
     freeze = ''
     if has_norm:
-        freeze = ('`FreezeBN()`; in a frozen body `BnFreeze()` and `train_bn=False`; '
+        freeze = ('`FreezeBN(lambda m: m[0])` if the body is pretrained; '
             'or `learn.recalibrate_bn()`')
     remedy = _in_one_cell(_checkpoint_remedy(self.model), freeze)
     return row._replace(where=where, remedy=remedy or 'none: the model needs the whole batch')

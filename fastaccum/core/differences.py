@@ -120,9 +120,9 @@ def _not_a_mean(self:LossTrials, probed:Probed, learn, micro, mean)->bool:
     "Warn of a loss that is not the mean of its parts' losses"
     if not probed.wrong: return False
     how = 'the loss of a part is not finite' if isinf(probed.off) else _percent(probed.off)
-    remedy = ("Use `reduction='mean'` in all of its terms; if it averages other items, such as tokens, "
-        "pass `n_items=`, a function that counts these items; if it compares samples with each other, "
-        "let it see the whole batch with `GradientCache`")
+    remedy = ("If it averages other items, such as tokens, pass `n_items=`, a function that counts "
+        "these items; if it compares samples with each other, let it see the whole batch with "
+        "`GradientCache`; if one of its terms is a sum, use `reduction='mean'`")
     if probed.adds_up:
         remedy = ("The losses of the parts add up to it: if it is meant to be a sum, set "
             "`learn.loss_func.reduction = 'sum'` before the fit; if not, use `reduction='mean'`")
@@ -135,10 +135,10 @@ def _not_a_mean(self:LossTrials, probed:Probed, learn, micro, mean)->bool:
 def _has_state(self:LossTrials, probed, learn, micro, mean)->bool:
     "Warn of a loss function that keeps something from one call to the next"
     if not probed.has_state: return False
-    self.warn_once('loss-with-state', "the loss function returns another value when it is called again "
-        "with the same predictions and targets, so it keeps something from one call to the next, such "
-        "as a running mean or a count. It is called with every micro-batch instead of once per step, so "
-        "this run differs from the full-batch run. With `GradientCache`, it is called once per step",
+    self.warn_once('loss-with-state', "your loss function keeps something from one call to the next, "
+        "such as a running mean or a count: with the same predictions and targets, it returned two "
+        "different values. It is called with every micro-batch instead of once per step, so this run "
+        "differs from the full-batch run. Use `GradientCache`, which calls it once per step",
         StateWarning)
     return True
 
@@ -151,9 +151,9 @@ def _more_rows(self:LossTrials, probed, learn, micro, mean)->bool:
     has_time_first = learn.pred.shape[1:-1]==(micro.n,)
     if not rows>micro.n>1 or has_time_first: return False
     self.warn_once('more-rows', f"the loss gets {rows} rows for the {micro.n} samples of a micro-batch, "
-        "as if a callback made several views of each sample, and it could not be checked on parts of "
-        "the micro-batch. If it compares samples with each other, this run differs from the full-batch "
-        "run: let it see the whole batch with `GradientCache`", LossWarning)
+        "for example because a callback makes several views of each sample, and the loss could not be "
+        "checked on parts of the micro-batch. If it compares samples with each other, this run differs "
+        "from the full-batch run: let it see the whole batch with `GradientCache`", LossWarning)
     return True
 
 @patch
@@ -164,9 +164,9 @@ def _fails_on_a_part(self:LossTrials, probed, learn, micro, mean)->bool:
     is_single = (n_samples(learn.yb, micro.n) or micro.n)==1
     if not probed.raised or is_single or not computed_by_loss_func: return False
     kind = 'sum' if mean.is_sum else 'mean'
-    self.warn_once('loss-not-tried', f"it could not be checked that your loss is a {kind} over "
-        f"{_items(mean)}, because it fails on a part of the micro-batch ({probed.reason}). If it uses "
-        "more than predictions and targets, this run may differ from the full-batch run: run "
+    self.warn_once('loss-not-tried', f"fastaccum could not check whether your loss is a {kind} over "
+        f"{_items(mean)}, because the loss fails on a part of the micro-batch ({probed.reason}). If it "
+        "uses more than predictions and targets, this run may differ from the full-batch run: call "
         "`learn.accum_check()` to find out", LossWarning)
     return True
 
@@ -177,12 +177,13 @@ def _uneven_labels(self:LossTrials, probed, learn, micro, mean)->bool:
     may_warn = probed.off is None and mean.find is samples and not was_warned
     n = n_samples(learn.yb, micro.n) or micro.n
     if not may_warn or not self._has_uneven_labels(learn, n): return False
-    self.warn_once('loss-not-tried', "it could not be checked that your loss is a mean over samples, "
-        "and samples have different numbers of labels other than -100. If it is a mean over labels, as "
-        "a loss that the model computes usually is, this run differs from the full-batch run: pass "
-        "`n_items=`, a function that counts the labels, such as `lambda learn: (learn.y!=-100).sum()` "
-        "if `learn.y` has them (a causal language model leaves out the first label of each sequence). "
-        "`learn.accum_check()` tells whether the result is right", LossWarning)
+    self.warn_once('loss-not-tried', "fastaccum could not check whether your loss is a mean over "
+        "samples, and samples have different numbers of labels other than -100. If it is a mean over "
+        "labels, as a loss that the model computes usually is, this run differs from the full-batch "
+        "run: pass `n_items=`, a function that counts the labels, such as `lambda learn: "
+        "(learn.y!=-100).sum()` if `learn.y` has them (a causal language model leaves out the first "
+        "label of each sequence). `learn.accum_check()` tells you whether the result is right",
+        LossWarning)
     return True
 
 # %% ../../nbs/core/11_differences.ipynb #loss-labels
@@ -322,12 +323,13 @@ def _changed_loss(self:LossTrials, learn, batch, n, micro, mean):
         self.warn_once('changed-loss', f"{names} changes the loss, and the changed loss is not "
             f"a mean over {_items(mean)} ({_percent(probed.off)}), so this run differs from the "
             "full-batch run. If the callback compares samples with each other, let it see the whole "
-            "batch with `GradientCache`; if it adds a sum over samples, let it add the mean", LossWarning)
+            "batch with `GradientCache`; if it adds a sum over samples, let it add the mean",
+            LossWarning)
     elif probed.off is None and uses_batch(learn, micro.loss_grad_fn):
-        self.warn_once('changed-loss-not-tried', f"{names} changes the loss, and it could not be "
-            f"checked that the changed loss is a mean over {_items(mean)} ({reason}). If the callback "
-            "compares samples with each other, or adds a sum over samples, this run differs from the "
-            "full-batch run: run `learn.accum_check()` to find out", LossWarning)
+        self.warn_once('changed-loss-not-tried', f"{names} changes the loss, and fastaccum could "
+            f"not check whether the changed loss is a mean over {_items(mean)} ({reason}). If the "
+            "callback compares samples with each other, or adds a sum over samples, this run differs "
+            "from the full-batch run: call `learn.accum_check()` to find out", LossWarning)
 
 # %% ../../nbs/core/11_differences.ipynb #look
 class DifferenceWarnings:
@@ -392,11 +394,10 @@ class DifferenceWarnings:
         hooked = hooked_params(model)
         if not hooked: return
         more = f' and {len(hooked)-1} more' if hooked[1:] else ''
-        self.warn_once('parameter-hooks', f"the parameter {hooked[0]!r}{more} has a hook "
-            "(`register_hook`), which gets the gradient of each micro-batch and not the gradient of the "
-            "step. If the hook clips or normalises gradients, this run differs from the full-batch run: "
-            "clip or normalise in `before_step` instead. A hook that multiplies by a constant is "
-            "harmless",
+        self.warn_once('parameter-hooks', "a hook (`register_hook`) on the parameter "
+            f"{hooked[0]!r}{more} gets the gradient of each micro-batch, not that of the step. If the "
+            "hook clips or normalises gradients, this run differs from the full-batch run: do that in "
+            "`before_step` instead. A hook that multiplies by a constant is harmless",
             AccumulationWarning)
 
     def _warn_loader(self, step):
@@ -404,7 +405,8 @@ class DifferenceWarnings:
         if not (how and self._joins_batches(step)): return
         self.warn_once('loader-order', f"the training {how}, so with batches of {step.size} it would "
             "group the samples differently, and this run differs from the full-batch run. Make the "
-            f"DataLoaders with `bs={step.size}`, and split their batches with `micro_batch_size=`",
+            f"DataLoaders with `bs={step.size}`, and split their batches with "
+            f"`micro_batch_size={self.loader.sizes.bs}`",
             LoaderWarning)
 
 # %% ../../nbs/core/11_differences.ipynb #optimizers
@@ -414,8 +416,9 @@ def _warn_second_optimizer(cb, opt, warn_once):
     others = [o for o in own if o is not opt and o is not getattr(opt, 'opt', None)]
     if hasattr(cb, 'per_step') or not others: return
     warn_once('second-optimizer', f"{type(cb).__name__} has an optimizer of its own, which may step "
-        "with every micro-batch. Use `GradientCache`, which gives the callback whole batches; or, if "
-        "the callback adds up gradients and steps in `after_batch`, set `per_step = True` in its class",
+        "with every micro-batch instead of once per step. Use `GradientCache`, which gives the callback "
+        "whole batches. If the callback adds up gradients and steps in `after_batch`, set "
+        "`per_step = True` in its class",
         AccumulationWarning)
 
 # %% ../../nbs/core/11_differences.ipynb #state
@@ -434,18 +437,22 @@ def second_micro_batch(self:DifferenceWarnings, learn:Learner, step:Step):
     self.checked_state = True
     may_differ = self._joins_batches(step) and not self.processes.rank
     modules = [m for m in learn.model.modules() if callable(getattr(m, 'reset', None))]
-    return self._watch_state(modules) if may_differ and modules else nullcontext()
+    bs = self.loader.sizes.bs
+    remedy = (f"Make the DataLoaders with `bs={step.size}`, and split their batches with "
+        f"`micro_batch_size={bs}`: each sample then keeps its own state. If the state is not needed, "
+        "reset it in `before_batch`")
+    return self._watch_state(modules, remedy) if may_differ and modules else nullcontext()
 
 @patch
 @contextmanager
-def _watch_state(self:DifferenceWarnings, modules):
+def _watch_state(self:DifferenceWarnings, modules, remedy):
     "Warn within this context of modules that hold a state when they are called for the first time"
     called = set()
     def warn_of_state(m, *_):
         is_first_call = m not in called   # later calls are for the other chunks of a text
         called.add(m)
         own = [o for name,o in vars(m).items() if name not in _module_attrs]
-        if is_first_call and any(map(_holds_state, own)): self._warn_state(type(m).__name__)
+        if is_first_call and any(map(_holds_state, own)): self._warn_state(type(m).__name__, remedy)
     hooks = [m.register_forward_pre_hook(warn_of_state) for m in modules]
     try: yield
     finally:
@@ -454,41 +461,43 @@ def _watch_state(self:DifferenceWarnings, modules):
 @patch
 def before_split(self:DifferenceWarnings, parts:BatchParts):
     "Before a batch is split for the first time, warn if the model remembers a part in the next one"
-    if not self.checked_parts and remembers(parts): self._warn_state('the model')
+    if not self.checked_parts and remembers(parts):
+        self._warn_state('the model', "If the state is not needed, reset it at the beginning of "
+            "`forward`. Otherwise, use `ActivationCheckpoint()` instead of `micro_batch_size=`")
     self.checked_parts = True
 
 @patch
-def _warn_state(self:DifferenceWarnings, who):
-    self.warn_once('hidden-state', f"{who} begins each micro-batch with the state left by the previous "
-        "micro-batch, and in the full-batch run with the state left by the previous step, so the two "
-        "runs differ. If the state is not needed, reset it in `before_batch`", StateWarning)
+def _warn_state(self:DifferenceWarnings, who, remedy):
+    self.warn_once('hidden-state', f"{who} keeps its state from one micro-batch to the next, where the "
+        "full-batch run keeps it from one step to the next, so this run differs from the full-batch "
+        f"run. {remedy}", StateWarning)
 
 # %% ../../nbs/core/11_differences.ipynb #steps
 @patch
 def grads_changed(self:DifferenceWarnings, n:int):
     "Warn that `n` gradients were changed between two micro-batches of a step"
     self.warn_once('gradients-changed', f"{n} gradients were changed or emptied between two "
-        "micro-batches of a step, so this run differs from the full-batch run. If a callback calls "
-        "`zero_grad` in `before_batch`, clips in `after_backward` or runs a second backward pass, move "
-        "this code to `before_step`, when the gradients are complete", AccumulationWarning)
+        "micro-batches of a step, so this run differs from the full-batch run. Move code that clips, "
+        "calls `zero_grad` or runs a second backward pass to `before_step`, when the gradients are "
+        "complete", AccumulationWarning)
 
 @patch
 def left_out(self:DifferenceWarnings, step:Step, n:int):
     "Warn that callbacks have cancelled `n` micro-batches of a step"
     if not self._joins_batches(step): return
-    self.warn_once('micro-batch-left-out', f"callbacks have cancelled {n} micro-batches of a step. The "
-        "next micro-batches take their place, so all later steps of the epoch have other samples than "
-        "in the full-batch run, which would leave out the whole step. To leave out the step, raise "
+    self.warn_once('micro-batch-left-out', f"callbacks have cancelled {n} of a step's micro-batches. "
+        "The next micro-batches take their place, so all later steps of the epoch have other samples "
+        "than in the full-batch run, which would leave out the whole step. To do the same, raise "
         "`CancelStepException` in `before_step`", AccumulationWarning)
 
 @patch
 def splits_rows(self:DifferenceWarnings, rows:int, n:int):
     "Warn that callbacks have made more `rows` of a batch of `n` samples, and that it is split by its rows"
     self.warn_once('rows-of-a-split-batch', f"callbacks have made {rows} rows of the {n} samples of a "
-        "batch, and the batch is split by rows. If some rows belong together, such as views of a sample "
-        "that the loss compares, or have no target, such as unlabelled samples, this run differs from "
-        "the full-batch run. Let the loss see the whole batch with `GradientCache`, or make the "
-        "DataLoaders with a smaller `bs` instead of `micro_batch_size=`", AccumulationWarning)
+        "batch, and the batch is split by rows. If rows belong together, such as two views of a sample, "
+        "or have no target, such as unlabelled samples, this run differs from the full-batch run. Let "
+        "the loss see the whole batch with `GradientCache`, or make the DataLoaders with a smaller `bs` "
+        "instead of passing `micro_batch_size=`", AccumulationWarning)
 
 @patch
 def epoch_ends(self:DifferenceWarnings, exception:str, n:int):

@@ -278,7 +278,7 @@ def attempt(self:AutoSize, n:int, training:bool, run:Callable, undo:Callable,
     self.failed = self.failed or (n,reason)
     if n==1:
         raise torch.OutOfMemoryError(f"memory ran out with a single sample ({self.failed[1]}), so "
-            "smaller micro-batches do not help. Use `ActivationCheckpoint()`, half precision, "
+            "smaller micro-batches do not help. Use `learn.to_fp16()`, `ActivationCheckpoint()`, "
             "smaller inputs or a smaller model" + more_link('out-of-memory'))
     setattr(self, 'train' if training else 'valid', n//2)
     return False
@@ -330,8 +330,8 @@ def explain_split(k:int, n:int):
         is_split = k<n
         if is_split and not is_out_of_memory(e):
             append_message(e, f"The batch of {n} samples was split into micro-batches of {k}. If your "
-                "code stores something for the whole batch, use "
-                f"`GradientCache(micro_batch_size={k})` instead, or make the DataLoaders with `bs={k}`"
+                f"code stores something for the whole batch, use `GradientCache(micro_batch_size={k})` "
+                f"instead, or make the DataLoaders with `bs={k}`"
                 + more_link('code-that-stores-a-whole-batch'))
         raise
 
@@ -387,10 +387,10 @@ class Retries:
     def _succeeded(self, micro):
         "Restore gradients that were set aside once all samples of a failed micro-batch have run again"
         if not micro.ran and any(o.grads for o in self.failed):
-            raise torch.OutOfMemoryError("memory ran out in a backward pass that had already added the "
-                "samples of a micro-batch to some gradients, and since then a callback has cancelled "
-                f"{micro.n} of these samples, which cannot be undone: make the DataLoaders with a batch "
-                "size that fits (`learn.bs_find` finds it)" + more_link('cannot-be-undone'))
+            raise torch.OutOfMemoryError("memory ran out in the middle of a backward pass, and a "
+                f"callback has since cancelled {micro.n} of the samples that some gradients already "
+                "contain, which cannot be undone. Make the DataLoaders with a batch size that fits, "
+                "such as half of what `learn.bs_find()` returns" + more_link('cannot-be-undone'))
         while self.failed and self.failed[-1].stop==micro.stop:
             for p,g in self.failed.pop().grads: p.grad = g
         self.limit.report(self.training)

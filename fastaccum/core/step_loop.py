@@ -214,7 +214,7 @@ def _run_batch(self:StepLoop, b, n):
 def _warn_larger_batch(self:StepLoop, n):
     self.warn_once('larger-batches', f"a batch has {n} samples (the first dimension of its tensors), "
         f"but the training loader says {self.loader.sizes.bs}, so an epoch has more steps than planned. "
-        "Let the loader's `bs` count samples, or give `accum_bs` in what the first dimension counts")
+        f"Set the loader's `bs` to {n}, or give `accum_bs` in what the first dimension counts")
 
 # %% ../../nbs/core/15_step_loop.ipynb #micro
 @patch
@@ -318,9 +318,9 @@ def _cancelled_backward(self:StepLoop):
         self.micro.ran = True
         return self.acc.after_backward()
     if any(p.grad is not g or getattr(g, '_version', None)!=version for p,g,version in grads):
-        raise RuntimeError("a callback cancels the backward pass and computes gradients without the "
-            "loss `learn.loss_grad`, which has the micro-batch's share in the step: in "
-            "`after_cancel_backward`, call `self.learn.loss_grad.backward()`"
+        raise RuntimeError("a callback cancels the backward pass and runs its own, but not through "
+            "`learn.loss_grad`, the loss that has been multiplied by the micro-batch's share of the "
+            "step. In `after_cancel_backward`, call `self.learn.loss_grad.backward()`"
             + more_link('own-backward-pass'))
 
 # %% ../../nbs/core/15_step_loop.ipynb #ends

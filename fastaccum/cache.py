@@ -158,9 +158,9 @@ def check_cached(learn:Learner, limit:AutoSize):
     bs = size_of(learn.dls.train)
     splits_by_size = acc is not None and bool(acc.micro_batch_size and bs) and acc.micro_batch_size<bs
     if acc is not None and (acc.auto or splits_by_size):
-        raise ValueError(f"with `micro_batch_size={acc.micro_batch_size or 'auto'!r}`, "
-            "GradientAccumulation would split batches before the loss, which has to see whole batches: "
-            "give the size to `GradientCache` only"
+        raise ValueError("GradientAccumulation would split batches by "
+            f"`micro_batch_size={acc.micro_batch_size or 'auto'!r}` before the loss, which has to see "
+            "whole batches: give the size to `GradientCache` only"
             + more_link('split-before-the-loss'))
     has_sync = any(isinstance(m, torch.nn.SyncBatchNorm) for m in learn.model.modules())
     if has_sync and not limit.is_even and world_size()>1:

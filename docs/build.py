@@ -76,13 +76,17 @@ class Default:
     def __repr__(self): return repr(self.o) if isinstance(self.o, str) else written(self.o)
 
 def signature(o):
-    "Return the parameters of `o` with their defaults, in parentheses; of an exception, return an empty text"
+    """Return the parameters of `o` with their defaults, in parentheses, and the type of the result
+
+    Of an exception, return an empty text.
+    """
     if inspect.isclass(o) and issubclass(o, BaseException): return ''
-    params = []
+    params,result = [],inspect.signature(o).return_annotation
     for p in inspect.signature(o).parameters.values():
         default = p.empty if p.default is p.empty else Default(p.default)
         if p.name!='self': params.append(p.replace(annotation=p.empty, default=default))
-    return str(inspect.Signature(params))
+    returns = '' if result in (inspect.Signature.empty,None) or inspect.isclass(o) else f' -> {written(result)}'
+    return str(inspect.Signature(params))+returns
 
 def code(text): return f'`{text}`' if text else ''
 
@@ -224,6 +228,11 @@ class Page:
         names = [nm.replace('Learner.', 'learn.') for nm in self.described()]
         return [nm for nm in names if '.' not in nm or nm.startswith('learn.')]
 
+    def title_names(self):
+        "Return the names that the page is about: those that users type, without the classes of results"
+        names = self.typed_names()
+        return [nm for nm in names if nm not in self.extra_names] or names
+
     def imports(self, with_example=False):
         "Return the import of the page's names; `with_example` adds the example of the first text, if there is one"
         first = next((c.source for c in self.cells if c.cell_type=='markdown'), '')
@@ -297,9 +306,14 @@ def contents(pages, names_of, address):
     "Return a cell that lists the pages, with the names of `names_of(page)` and the line below the title"
     items = []
     for p in pages:
-        names = ', '.join(map(code, names_of(p)))
-        link = f'](/{address(p)}.ipynb)\n: {p.lede}\n'
-        items.append(f'[{p.title}{link}\n  {names}\n' if address(p)==p.whole else f'[{names}{link}')
+        names = names_of(p)
+        to = f'](/{address(p)}.ipynb)'
+        if p.is_api and address(p)!=p.whole or names==[p.title]:   # names, each a link to their page
+            items.append(f'{" ".join(f"[{code(nm)}{to}" for nm in names)}\n: {p.lede}\n')
+        else:
+            entry = [f'[{p.title}{to}\n: {p.lede}\n']
+            if names: entry.append(f'  {" ".join(map(code, names))}\n')
+            items.append('\n'.join(entry))
     return markdown('\n'.join(items))
 
 def write_page(src, name, title, lede, cells, keywords=(), inner=False):
@@ -325,9 +339,9 @@ def write_pages(src, pages):
         title,_,text = (root/f'{file}.md').read_text(encoding='utf-8').partition('\n')
         text = re.sub(re.escape(readme.docs_url())+r'/([\w/]+)\.html', r'/\1.ipynb', text)
         write_page(src, name, title[2:], '', [markdown(text)], inner=name!='changelog')
-    lede = 'One page for each thing you import: parameters, errors, examples, caveats.'
+    lede = 'What you call, and what you get back. Each page has the parameters, errors, examples and caveats.'
     below = markdown(toctree(p.name for p in users))
-    write_page(src, 'reference/api', 'API', lede, [contents(users, Page.typed_names, lambda p: p.name), below])
+    write_page(src, 'reference/api', 'API', lede, [contents(users, Page.title_names, lambda p: p.name), below])
     lede = ('The source, a page for each module, in the order in which one reads them: prose, code, and examples that '
         'are its first tests.')
     write_page(src, 'modules/index', 'Modules', lede, [contents(mods, Page.functions, lambda p: p.whole)], inner=True)
@@ -339,8 +353,7 @@ def write_pages(src, pages):
             words |= dict.fromkeys(re.findall(r'\w+', ' '.join(o.text for o in messages.messages() if o.key).lower()))
         write_page(src, p.whole, p.title, p.lede, cells, words, inner=bool(p.mod or p in contributing))
         if p.is_api:
-            names = [nm for nm in p.typed_names() if nm not in p.extra_names] or p.typed_names()
-            write_page(src, p.name, ', '.join(names), p.lede, p.api_cells(), words)
+            write_page(src, p.name, ', '.join(p.title_names()), p.lede, p.api_cells(), words)
     about = [('Contribute','contribute/index'), *((p.title, p.name) for p in contributing)]
     source = [('Modules','modules/index'), *((p.title, p.whole) for p in mods)]
     return [('', [('For users','index')]), ('', about), ('Source', source)]

@@ -38,7 +38,8 @@ Scorer.score = (result) => {
     if (message) [best, section] = [800, message[1]];
   }
   if (section) {
-    result[1] = [title, headingOf(page, section)].filter((o) => o).join(" > ");
+    const row = page === "reference/messages" ? section.replaceAll("-", " ") : "";   // an entry in a table has no heading
+    result[1] = [title, headingOf(page, section) || row].filter((o) => o).join(" > ");
     result[2] = `#${section}`;
   }
   return score + bonus + best;
@@ -75,20 +76,36 @@ Search.performTermsSearch = (terms, excluded) => {
   return found;
 };
 
-// What is shown of a page or of its section: the text around the first word that was found, or the beginning if it was
-// found by a keyword, without the title of the page and the parts that are not searched
+// What is shown of a page or of its section: the sentence with the most of the words. The first sentence is shown if the
+// title has a word, or if no sentence has one because a keyword has led to the page. Code is shown if no sentence has one.
+const longest = 240;   // characters of a summary
+const asText = (element) => element.textContent.replace(/\s+/g, " ").trim();
 Search.makeSearchSummary = (html, terms, anchor) => {
   const page = new DOMParser().parseFromString(html, "text/html");
-  page.querySelectorAll("h1, .headerlink, .no-search, script").forEach((element) => element.remove());
-  const section = anchor && page.getElementById(anchor.slice(1));
-  const text = (section || page.querySelector("[role=main]")).textContent.trim();
-  const escaped = [...terms].map((term) => term.replace(/[^\w ]/g, "\\$&"));
-  const start = Math.max(text.search(new RegExp(`(?<!\\w)(${escaped.join("|")})`, "i")) - 120, 0);
+  const title = asText(page.querySelector("h1"));
+  const hidden = "h1, .headerlink, .viewcode-link, .no-search, script, summary, .admonition-title";
+  page.querySelectorAll(hidden).forEach((element) => element.remove());
+  const at = anchor && page.getElementById(anchor.slice(1));
+  const root = (at && (at.closest("tr") || at)) || page.querySelector("[role=main]");
+  const words = [...terms].map((term) => new RegExp(`(?<!\\w)${term.replace(/[^\w ]/g, "\\$&")}`, "i"));
+  const found = (text) => words.filter((word) => word.test(text)).length;
+  const parts = (selector) => [...root.querySelectorAll(selector)].filter((o) => !o.querySelector("p, li, td, pre"));
+  const sentences = (element) => asText(element).split(/(?<=[.!?:]) (?=[A-Z`“(])/).map((_, i, all) => all.slice(i).join(" "));
+  const prose = parts("p, li, td, dd").flatMap(sentences).filter((text) => text.length > 20);
+  const first = (text) => text.slice(0, longest);
+  const best = (texts) => texts.reduce((a, b) => (found(first(b)) > found(first(a)) ? b : a), texts[0] || "");
+  let text = at || !found(title) ? best(prose) : prose[0] || "";
+  if (!found(first(text)) && (at || !found(title))) {
+    const code = best(parts("pre, dt").map(asText));
+    text = found(first(code)) ? code : prose[0] || asText(root);
+  }
   const summary = document.createElement("p");
   summary.classList.add("context");
-  summary.textContent = (start ? "…" : "") + text.slice(start, start + 240) + (start + 240 < text.length ? "…" : "");
+  summary.textContent = text.length > longest ? `${text.slice(0, longest).replace(/\s+\S*$/, "")} …` : text;
   return summary;
 };
 
+Documentation.TRANSLATIONS["Search finished, found one page matching the search query."] = "One result";
+Documentation.TRANSLATIONS["Search finished, found ${resultCount} pages matching the search query."] = "${resultCount} results";
 Documentation.TRANSLATIONS["Your search did not match any documents. Please make sure that all words are spelled correctly and that you've selected enough categories."] =
   "Your search did not match any page. Try other words, or the FAQ, Messages or the cheat sheet.";

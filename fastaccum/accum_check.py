@@ -306,7 +306,7 @@ def _loss(self:_Diagnosis):
     else: row = Row('loss', probe.loss, tol, probe.loss_why)
     if row.off is None or row.ok: return row
     n_items = '`n_items=`, a function that counts what the loss is a mean of'
-    return row._replace(remedy=f"`reduction='mean'`; {n_items}; or {self.cache_remedy}")
+    return row._replace(remedy=f"{n_items}; {self.cache_remedy}; or `reduction='mean'` in each term")
 
 # %% ../nbs/02_accum_check.ipynb #rows-predictions
 def _in_one_cell(*texts):
@@ -331,11 +331,11 @@ def _predictions(self:_Diagnosis):
     if probe.remembering:
         names = describe_modules(self.model, probe.remembering) or 'the model'
         where = _in_one_cell(f'{names} keeps something from the batch before', where)
-        return row._replace(where=where, remedy='none; or reset it before each batch')
+        return row._replace(where=where, remedy='reset it before each batch, or leave it')
     has_norm = any(isinstance(m, _BatchNorm) for m in probe.depending)
     norm_remedy = ''
     if has_norm:
-        norm_remedy = '`FreezeBN(lambda m: m[0])` for a pretrained body; or `learn.recalibrate_bn()`'
+        norm_remedy = '`FreezeBN(lambda m: m[0])` if the body is pretrained; or `learn.recalibrate_bn()`'
     remedy = _in_one_cell(_checkpoint_remedy(self.model), norm_remedy)
     return row._replace(where=where, remedy=remedy or 'none: the model needs the whole batch')
 
@@ -352,7 +352,8 @@ def _draws(self:_Diagnosis):
     unseen = f'not checked: {names} (new random numbers for each batch)' if names else ''
     if row.ok: return row._replace(where=unseen)
     where = _in_one_cell(describe_modules(self.model, probe.drawing), unseen)
-    remedy = _in_one_cell(_checkpoint_remedy(self.model), 'or none: two seeds differ as much')
+    remedy = _in_one_cell(_checkpoint_remedy(self.model),
+        'or leave it: another seed makes as much difference')
     return row._replace(where=where, remedy=remedy.removeprefix('or '))
 
 # %% ../nbs/02_accum_check.ipynb #rows
@@ -379,7 +380,7 @@ def _loader(self:_Diagnosis):
     "Return the table's row for the training loader"
     dependence = by_batch_size(self.compare.run.dl) if self.compare.cut_loader else ''
     if not dependence: return Row('loader', 0., 0.)
-    remedy = f'{self.split_remedy}; or none: a step has as many samples, but others'
+    remedy = f'{self.split_remedy}; or leave it: a step has as many samples, but different ones'
     return Row('loader', 1., 0., dependence, remedy)
 
 @patch

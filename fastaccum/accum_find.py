@@ -112,9 +112,9 @@ def _measure(learn, acc, size, bs, n_steps, lr):
         cbs = [GradientAccumulation(size, drop_last=False, **settings),noise,count]
         run.fit(Batches(run.dl, full, bs, n_batches*bs), cbs, lr=lr)
     if count.n_steps>=n_steps: return noise.readings
-    raise RuntimeError(f"only {count.n_steps} of {n_steps} steps were taken. Either a callback ends the "
-        "fit (set `run_bs_find = False` in its class), or the training loader has no full batch of "
-        f"{bs} samples" + more_link('no-step-in-a-trial'))
+    raise RuntimeError(f"only {count.n_steps} of {n_steps} steps were taken. If a callback ends the "
+        "fit, set `run_bs_find = False` in its class. Otherwise, the training loader has no full batch "
+        f"of {bs} samples: make it with a smaller `bs`" + more_link('no-step-in-a-trial'))
 
 # %% ../nbs/09_accum_find.ipynb #result
 class FoundAccum:

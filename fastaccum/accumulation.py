@@ -130,8 +130,8 @@ def _check_log_accum_batch(self:GradientAccumulation, o):
     is_number = isinstance(o, int) and not isinstance(o, bool)
     is_size = o=='auto' or is_number and o>1
     if is_size:
-        raise TypeError(f"`log_accum_batch={o!r}` is of type {type(o).__name__}: give True or False. To "
-            f"set the size of micro-batches, write its name: `micro_batch_size={o!r}`"
+        raise TypeError(f"`log_accum_batch` must be True or False, got {o!r} ({type(o).__name__}). "
+            f"To set the size of micro-batches, pass it by name: `micro_batch_size={o!r}`"
             + more_link('true-or-false'))
     return check_bool('log_accum_batch', o)
 
@@ -212,17 +212,19 @@ def before_backward(self:GradientAccumulation):
     """
     learn,loop = self.learn,self.loop
     if 'one_batch' not in vars(learn):
-        raise RuntimeError("this fit does not run the loader of steps, which `GradientAccumulation` has "
-            "put in `learn.dl`, so it cannot accumulate. If a callback of yours replaces `learn.dl` in "
-            f"`before_train`, give it an `order` below {self.order}; if your Learner has a "
-            "`_do_epoch_train` of its own, let it iterate over `self.dl`"
+        raise RuntimeError("this fit does not iterate over the loader that `GradientAccumulation` has "
+            "put into `learn.dl`, so it cannot accumulate gradients. If a callback of yours sets "
+            f"`learn.dl` in `before_train`, give it an `order` below {self.order}; if your Learner has "
+            "its own `_do_epoch_train`, let it iterate over `self.dl`"
             + more_link('not-the-loader-of-steps'))
     share = loop.micro.share = loop.mean.measure(learn, loop.micro.n)
     weighs_grads = bool(loop.grad_sums)   # `GradSums` multiplies the gradients by the share, in float32
     if loop.mean.is_sum: self._share_penalty(share)
     elif not weighs_grads: learn.loss_grad = plain_tensor(learn.loss_grad)*share
     is_last_of_step = loop.mean.samples+loop.micro.n>=loop.step.target
-    if not is_last_of_step: loop.differences.micro_batch(learn, loop.step, loop.micro, loop.mean)
+    if not is_last_of_step:
+        loop.loss_trials.micro_batch(learn, loop.micro, loop.mean, warns=not loop.processes.rank)
+        loop.differences.micro_batch(learn, loop.step, loop.micro)
 
 @patch
 def after_backward(self:GradientAccumulation):
@@ -242,10 +244,10 @@ def _share_penalty(self:GradientAccumulation, share):
     if not has_penalty: return
     learn.loss_grad = learn.loss+(learn.loss_grad-learn.loss)*share
     if share<1:
-        self.loop.warn_once('added-to-a-sum', "a callback adds a term to the loss, which is a sum over "
-            "samples (`reduction='sum'`), and the term counts once per step. If the term is also a sum "
-            "over samples, or the callback scales the loss, this run differs from the full-batch run: "
-            "do that in the loss function. A penalty on the weights or a mean over samples is right")
+        self.loop.warn_once('added-to-a-sum', "a callback adds a term to your summed loss "
+            "(`reduction='sum'`), and the term counts once per step. This is right for a penalty on the "
+            "weights or a mean over samples. If the term is a sum over samples, or the callback scales "
+            "the loss, this run differs from the full-batch run: do that in the loss function")
 
 # %% ../nbs/00_accumulation.ipynb #events-validate
 @patch
@@ -284,8 +286,8 @@ def plan(self:GradientAccumulation,
     if isinstance(dls, Learner): dls = dls.dls
     dl = dls.train if isinstance(dls, DataLoaders) else dls
     if not (hasattr(dl, '__iter__') and hasattr(dl, '__len__')):
-        raise TypeError(f"`plan({dls!r})`: give a Learner, its DataLoaders or a training loader, "
-            "and then the number of epochs, such as `plan(learn, 5)`"
+        raise TypeError(f"`plan` needs a Learner, its DataLoaders or a training loader, got {dls!r}: "
+            "give one of these, and then the number of epochs, such as `plan(learn, 5)`"
             + more_link('plan-of-what'))
     return self._plan(dl, n_epoch, Processes(nn.Identity()), [])
 

@@ -103,8 +103,8 @@ class FreezeBN(PatchingCallback):
         part:Callable=None # `f(model)` returns the module(s) in which to freeze BatchNorm; default: all
     ):
         if isinstance(part, nn.Module):
-            raise TypeError(f"`part` is a {type(part).__name__}: give a function that returns the "
-                "module, such as `lambda m: m[0]`, because the model is not known before the fit"
+            raise TypeError("`part` must be a function that returns the part to freeze, such as "
+                f"`lambda m: m[0]`, got a {type(part).__name__}"
                 + more_link('function-argument'))
         self.part = check_function('part', part, 1, 'lambda m: m[0]')
         self.frozen = []   # the layers frozen now; none before and after an epoch's training part
@@ -116,8 +116,8 @@ class FreezeBN(PatchingCallback):
         parts = [parts] if is_one else list(parts)
         for part in parts:
             if isinstance(part, nn.Module): continue
-            raise TypeError(f"`part` returned {part!r}, of type {type(part).__name__}: give a function "
-                "that returns a module of the model, or a list of modules, such as `lambda m: m[0]`"
+            raise TypeError("`part` must return a module of the model or a list of modules, as `lambda "
+                f"m: m[0]` does, got {part!r} ({type(part).__name__})"
                 + more_link('function-argument'))
         return [layer for part in parts for layer in bn_layers(part)]
 
@@ -130,8 +130,8 @@ class FreezeBN(PatchingCallback):
         n_fresh = sum(not m.running_mean.any() and bool((m.running_var==1).all()) for m in layers)
         if n_fresh:
             warn(f"{n_fresh} of the {len(layers)} BatchNorm layers that `FreezeBN` freezes have seen no "
-                "data, so these layers do not normalise. Freeze only pretrained layers, such as those "
-                "of the body: `FreezeBN(lambda m: m[0])`" + more_link('fresh-batchnorm'))
+                "data yet, so frozen they do not normalise. Freeze only pretrained layers, such as "
+                "those of the body: `FreezeBN(lambda m: m[0])`" + more_link('fresh-batchnorm'))
 
     def before_train(self):
         self.frozen = self.layers_of(get_model(self.learn.model))
@@ -220,8 +220,8 @@ def _first_batches(dl, bs, n):
         seen += size
         yield b
     if not seen:
-        raise ValueError("the training loader has no batch, so statistics cannot be estimated. Give a "
-            "loader with samples" + more_link('no-batch'))
+        raise ValueError("the training loader has no batch, so statistics cannot be estimated: give it "
+            "samples, or a smaller `bs`" + more_link('no-batch'))
 
 # %% ../nbs/05_batchnorm.ipynb #pass-run
 @patch

@@ -131,8 +131,9 @@ def _train(run, size, n):
     run.fit(Batches(run.dl, batches*(n+20), size), [steps])
     if steps.n_batches<n or not steps.n_steps:
         raise RuntimeError(f"a trial of {n} steps made {steps.n_steps}, in {steps.n_batches} batches of "
-            f"{size} samples. Either a callback ends the fit or skips steps (set `run_bs_find = False` "
-            "in its class), or the gradients overflow"
+            f"{size} samples. If a callback ends the fit or skips steps, set `run_bs_find = False` in "
+            "its class. Otherwise the gradients overflow: search in single precision, or with "
+            "`to_bf16()`"
             + more_link('no-step-in-a-trial'))
     return size*(steps.n_batches-1)/max(steps.secs, 1e-9)
 
@@ -172,8 +173,8 @@ def _check_before_search(learn, n, must_match):
     if part:
         raise RuntimeError(f"`bs_find` cannot search on several processes with {part}: the processes "
             "exchange data in each forward pass, and would wait forever for one that runs out of "
-            "memory. Search before the model is converted or wrapped, and use a smaller size than the "
-            "result"
+            "memory. Call it before the model is converted or wrapped, and train with less than it "
+            "finds, for example with half"
             + more_link('exchanges-in-the-forward-pass'))
     numbers = [-1 if n is None else n, *map(int, must_match.values())]
     by_process = gather(numbers, training_device(learn))

@@ -121,9 +121,9 @@ def _check_kept(call, loss_grad):
     outs = [o.grad_fn for o in call.last_outs or () if isinstance(o, torch.Tensor)]
     if not graph_nodes([loss_grad.grad_fn]) & graph_nodes(outs): return
     raise RuntimeError("the loss uses activations that the model or a hook has kept, and "
-        "`GradientCache` keeps only those of the last micro-batch. Let the model return the activations "
-        "with its predictions, or use `ActivationCheckpoint()`, with which the model sees the whole "
-        "batch"
+        "`GradientCache` keeps only those of the last micro-batch. Use `ActivationCheckpoint()` "
+        "instead, with which the model sees the whole batch, or let the model return the activations "
+        "with its predictions"
         + more_link('kept-activations'))
 
 @patch
@@ -159,9 +159,9 @@ def check_cached(learn:Learner, limit:MicroBatchLimit):
     bs = size_of(learn.dls.train)
     splits_by_size = acc is not None and bool(acc.micro_batch_size and bs) and acc.micro_batch_size<bs
     if acc is not None and (acc.limit or splits_by_size):
-        raise ValueError(f"`micro_batch_size={acc.micro_batch_size or 'auto'!r}` of GradientAccumulation "
-            "would split the loader's batches before the loss, which needs whole batches: leave it out of "
-            "`GradientAccumulation`, and give the size to `GradientCache`"
+        raise ValueError("GradientAccumulation would split batches by "
+            f"`micro_batch_size={acc.micro_batch_size or 'auto'!r}` before the loss, which has to see "
+            "whole batches: give the size to `GradientCache` only"
             + more_link('split-before-the-loss'))
     has_sync = any(isinstance(m, torch.nn.SyncBatchNorm) for m in learn.model.modules())
     if has_sync and not limit.is_even and world_size()>1:

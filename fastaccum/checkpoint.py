@@ -86,8 +86,8 @@ def check_segments(segments:object)->object:
         return check_function('segments', segments, 1, example)
     item_type = {tuple:type, list:nn.Module}.get(type(segments))
     if item_type and segments and all(isinstance(o, item_type) for o in segments): return segments
-    raise TypeError(f"`segments={segments!r}` is of type {type(segments).__name__}: give a class or a "
-        "tuple of classes, a list of modules, or a function of a module" + more_link('segments'))
+    raise TypeError("`segments` must be a class or a tuple of classes, a list of modules, or a function "
+        f"of a module, got {segments!r} ({type(segments).__name__})" + more_link('segments'))
 
 def unwrapped(model:nn.Module)->nn.Module:
     """Return the model to cut into segments: `model` without its DistributedDataParallel wrapper
@@ -104,8 +104,9 @@ def unwrapped(model:nn.Module)->nn.Module:
                 "process for each device" + more_link('data-parallel'))
         if is_compiled(m):
             raise ValueError(f"{name} is compiled, and the compiler decides which activations are "
-                "computed again. Train before you compile the model, or set "
-                "`torch._functorch.config.activation_memory_budget` instead of using this callback"
+                "computed again, so `ActivationCheckpoint` cannot. Train before you compile the model; "
+                "or leave the callback out, and set `torch._functorch.config.activation_memory_budget = "
+                "0.5`"
                 + more_link('compiled-model'))
     return model
 
@@ -243,5 +244,5 @@ def after_fit(self:ActivationCheckpoint):
     is_usual = self.given is None and len(idle)<n
     if not idle or is_usual or not self.learn.train_iter: return
     warn(f"{len(idle)} of {n} segments did not run in this fit, such as {idle[0]!r}, so they save no "
-        "memory: the model does not call their `forward`. Choose modules that it calls with `segments=`"
+        "memory: the model does not call their `forward`. Pass modules that it calls as `segments=`"
         + more_link('idle-segments'))

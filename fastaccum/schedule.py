@@ -32,11 +32,11 @@ def check_moment(name:str, o:int|float)->int|float:
     ValueError: the value is negative, infinite or NaN
     """
     if isinstance(o, bool) or not isinstance(o, Real):
-        raise TypeError(f"`{name}={o!r}` is of type {type(o).__name__}: give a fraction of training as "
-            "a float, or an epoch as an int" + more_link('start-and-finish'))
+        raise TypeError(f"`{name}` must be a fraction of training (a float) or an epoch (an int), got "
+            f"{o!r} ({type(o).__name__})" + more_link('start-and-finish'))
     if not 0<=o<=2**53:
         raise ValueError(f"`{name}={o}` is negative or not finite: give a fraction of training from 0. "
-            "to 1., or an epoch as an int" + more_link('start-and-finish'))
+            "to 1. (a float), or an epoch (an int)" + more_link('start-and-finish'))
     return o
 
 def fraction(o:int|float, n_epoch:int)->float:
@@ -108,8 +108,9 @@ def check_scheduling(scheduling:dict[int,int])->dict[int,int]:
     ValueError: a number of micro-batches is below 1
     """
     if not isinstance(scheduling, dict) or not scheduling:
-        raise TypeError(f"`scheduling={scheduling!r}` is empty or not a dict: give a dict of epochs or "
-            "steps and micro-batches per step, such as {0:2, 4:8}" + more_link('scheduling-dict'))
+        raise TypeError("`scheduling` must be a dict of epochs or steps and micro-batches per step, "
+            f"such as {{0:2, 4:8}}, got {scheduling!r} ({type(scheduling).__name__})"
+            + more_link('scheduling-dict'))
     for o in (*scheduling,*scheduling.values()):
         if isinstance(o, bool) or not isinstance(o, Integral):
             raise TypeError(f"{o!r} in `scheduling={scheduling}` is of type {type(o).__name__}: give "

@@ -175,8 +175,8 @@ class TokenBudget(MicroBatchLimit):
         super().__init__()
         self.max_tokens = check_count('max_tokens', max_tokens, 'token')
         if pad_id is not None and (isinstance(pad_id, bool) or not isinstance(pad_id, Integral)):
-            raise TypeError(f"`pad_id={pad_id!r}` is of type {type(pad_id).__name__}: give the id of "
-                "the padding token as an int, such as `tokenizer.pad_token_id`"
+            raise TypeError("`pad_id` must be the id of the padding token (an int), such as "
+                f"`tokenizer.pad_token_id`, got {pad_id!r} ({type(pad_id).__name__})"
                 + more_link('no-lengths'))
         self.pad_id = pad_id
         self.length = check_function('length', length, 1, 'lambda batch: batch[1]')
@@ -187,11 +187,6 @@ class TokenBudget(MicroBatchLimit):
     @property
     def words(self)->str: return f'in micro-batches of at most {self.max_tokens} tokens'
 
-    def capped(self, n:int):
-        "Return the same budget for micro-batches of at most `n` samples"
-        res = type(self)(self.max_tokens, pad_id=self.pad_id, length=self.length)
-        res.max_train = n
-        return res
 
 # %% ../nbs/12_token_budget.ipynb #budget-divide
 @patch
@@ -285,5 +280,6 @@ def _try_trimming(self:TokenBudget, model, xb, division, warn_once):
         if is_close(x, y, tol): continue
         return warn_once('padding-counts', "the model's output changes for texts without their padding, "
             "so this run differs from the full-batch run. Give the model an attention mask, and "
-            "positions that begin with the first token. Otherwise freeze BatchNorm with `FreezeBN()`, "
-            "or give `micro_batch_size=` a number, which keeps all padding", AccumulationWarning)
+            "positions that begin with the first token. Otherwise, pass a number as "
+            "`micro_batch_size=`, which keeps all padding, and freeze pretrained BatchNorm layers with "
+            "`FreezeBN(lambda m: m[0])`", AccumulationWarning)

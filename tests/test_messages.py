@@ -47,7 +47,9 @@ def read(fn): return json.loads(fn.read_text(encoding='utf-8'))['cells']
 
 def texts(nm):
     return [''.join(c['source']) for c in read(root/f'nbs/reference/{nm}.ipynb') if c['cell_type']=='markdown']
-def prose(text): return re.sub(r'^```.*?^```|^>$|^> \*\*.*?\*\*|^- keywords:.*?$', '', text, flags=re.M|re.S)
+def prose(text):
+    "Return the text of a cell without code blocks, classes of messages, keywords and anchors"
+    return re.sub(fr'^```.*?^```|^>$|^> \*\*.*?\*\*|^- keywords:.*?$|{tool.span}', '', text, flags=re.M|re.S)
 
 page,faq = texts('messages'),texts('faq')
 headed = [o for o in page if o.startswith('### ')]

@@ -59,7 +59,7 @@ def anchors(text):
     titles = {slug(head): head for head in re.findall('^### (.+)', text, re.M)}
     return titles | {m[1]: re.findall('^##+ (.+)', text[:m.start()], re.M)[-1] for m in re.finditer(span, text)}
 
-def short(text, n=8, more=3):
+def short(text, n=6, more=2):
     "Return the first `n` words of a message, or all words if at most `more` follow; code counts as one word"
     found = [*re.finditer(r'(?:`[^`]*`|[^\s`])+', text)]
     if len(found)<=n+more: return text

@@ -184,14 +184,14 @@ def check_learner(learn:Learner):
     check_half_gradients(learn)
     for name,p in learn.model.named_parameters():
         if not getattr(p, '_post_accumulate_grad_hooks', None): continue
-        raise ValueError(f"the parameter {name!r} has a hook that runs in each backward pass "
-            "(`register_post_accumulate_grad_hook`), as an optimizer sets it that steps in the backward "
-            "pass. The hook would run with every micro-batch instead of once per step: remove it"
+        raise ValueError(f"the parameter {name!r} has a hook (`register_post_accumulate_grad_hook`), "
+            "which would run with every micro-batch instead of once per step. Optimizers that step in "
+            "the backward pass set such hooks: use another optimizer, or remove it"
             + more_link('steps-in-the-backward-pass'))
     for name in ('_do_one_batch','_do_grad_opt','one_batch'):
         if not _is_replaced(learn, name): continue
         raise ValueError(f"the Learner's own `{name}` replaces fastai's, which runs the micro-batches, "
-            "so gradients cannot be accumulated: move its code into callbacks, the model or the loss "
+            "so gradients cannot be accumulated: move its code into a callback, the model or the loss "
             "function"
             + more_link('own-training-loop'))
 

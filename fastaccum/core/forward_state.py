@@ -6,7 +6,7 @@ Docs: https://fastaccum.github.io/fastaccum/core/forward_state.html.md"""
 
 # %% auto #0
 __all__ = ['devices_of', 'rng_state', 'generator_state', 'set_rng_state', 'autocast_state', 'set_autocast_state', 'items_of',
-           'put_items', 'ForwardState']
+           'put_items', 'ForwardState', 'ChangedAttrs']
 
 # %% ../../nbs/core/23_forward_state.ipynb #imports
 import random
@@ -214,3 +214,15 @@ def settle(self:ForwardState):
     "After a pass, free the copies of large integer and boolean buffers that the pass has not changed"
     self.copies = {i:(b,version,copy) for i,(b,version,copy) in self.copies.items()
         if b._version!=version or b.is_floating_point() or b.numel()<1000}
+
+# %% ../../nbs/core/23_forward_state.ipynb #changed-attrs
+class ChangedAttrs:
+    "Remembers the attributes of objects, to list attributes that are set later, such as MixUp's factors"
+    def __init__(self, objects:Iterable):
+        # for each object: the dict of its attributes, and a copy of that dict
+        self.before = [(vars(o),dict(vars(o))) for o in objects]
+
+    def since(self)->list: # (dict of an object's attributes, name, value)
+        "List the attributes that were set since this object was created"
+        return [(attrs,name,o) for attrs,old in self.before for name,o in attrs.items()
+            if o is not old.get(name)]

@@ -35,7 +35,7 @@ def is_out_of_memory(exc:BaseException|None)->bool:
 def explain_fixed_size(e:BaseException, cb:object):
     "If memory ran out, append to the message of `e` how to let the callback `cb` split batches"
     if not is_out_of_memory(e): return
-    append_message(e, f"Give {type(cb).__name__} `micro_batch_size='auto'`, which splits batches where "
+    append_message(e, f"Give {type(cb).__name__} `micro_batch_size='auto'`, which splits batches when "
         "memory runs out and gives the same result, or make the DataLoaders with a smaller `bs`"
         + more_link('fixed-size-does-not-fit'))
 

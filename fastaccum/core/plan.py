@@ -353,11 +353,11 @@ def _check_filled(self:Plan, warns):
         what += f" (in whole batches of {batches})"
     if not self.never_empty:
         raise ValueError(f"{what}, and `drop_last=True` leaves out incomplete steps, so nothing would "
-            "be trained. Take smaller steps, or leave `drop_last` out" + more_link('no-step'))
+            "be trained. Lower `accum_bs`, or leave out `drop_last=True`" + more_link('no-step'))
     if not warns: return
     why = ''
     if self.drop_last:
         why = (" It is kept although the training loader drops its incomplete last batch, because "
             "otherwise nothing would be trained.")
-    warn(f"{what}, so the epoch is one smaller step.{why} Take smaller steps, or pass `drop_last=False` "
-        "if you want this one" + more_link('no-step'))
+    warn(f"{what}, so the epoch is one smaller step.{why} Lower `accum_bs`, or pass `drop_last=False` "
+        "if you want this smaller step" + more_link('no-step'))

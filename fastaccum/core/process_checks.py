@@ -55,7 +55,8 @@ def check_wrapped(model:nn.Module):
     if world_size()==1: return
     if any(isinstance(m, DistributedDataParallel) and m.static_graph for m in model.modules()):
         raise ValueError("DistributedDataParallel with `static_graph=True` exchanges gradients in every "
-            "backward pass, which accumulation has to do once per step: leave out `static_graph`"
+            "backward pass, but accumulation has to exchange them once per step: leave out "
+            "`static_graph`"
             + more_link('static-graph'))
 
 def warn_comm_hooks(processes:Processes, warn_once:WarnOnce):

@@ -177,9 +177,8 @@ def find_segments(model:nn.Module, segments:type|tuple|list|Callable|None=None)-
     elif isinstance(segments, list): res = _named_segments(model, segments)
     else: res = list(_outermost(model, matches))
     if res: return Segments(res)
-    problem = 'no segments were found in'
-    if segments is not None: problem = f'`segments={segments}` chooses no module of'
+    choice = '' if segments is None else f', because `segments={segments}` chooses no module'
     names = sorted({type(o).__name__ for o in model.modules() if o is not model and _computes(o)})
-    raise ValueError(f"{problem} this {type(model).__name__}: give `segments=` the class of its blocks, "
-        "a list of modules, or a function of a module. Classes in this model that hold layers: "
-        f"{', '.join(names) or 'none'}" + more_link('segments'))
+    raise ValueError(f"no segments were found in this {type(model).__name__}{choice}. Give `segments=` "
+        "the class of its blocks, a list of modules, or a function of a module. Classes in this model "
+        f"that hold layers: {', '.join(names) or 'none'}" + more_link('segments'))

@@ -22,19 +22,19 @@ from .checks import our_callback
 from .differences import DifferenceWarnings
 from .distributed import Processes
 from .events import Events, hears_steps, records
-from .forward_state import autocast_state, devices_of, set_autocast_state
+from .forward_state import ChangedAttrs, autocast_state, devices_of, set_autocast_state
 from .gradients import (GradCheck, GradSums, empty_grads, in_half, is_compiled,
     number_on, params_of, scale_grads)
 from .loader_info import samples_of
 from .log_rows import LogRows
+from .loss_trials import LossTrials
 from .mean import KeptLosses, StepMean, find_n_items, join_outputs
-from fastaccum.core.micro_batches import (BatchParts, ChangedAttrs, FixedSize, MicroBatch, Retries,
-    explain_split)
+from .micro_batches import BatchParts, FixedSize, MicroBatch, Retries, explain_split
 from .out_of_memory import call_unsplit, explain_fixed_size
 from .plan import Plan
 from .process_checks import check_left_out, per_micro_batch_comms
 from .step_loader import Step, StepLoader
-from .warnings import AccumulationWarning, WarnOnce, more_link
+from .warnings import WarnOnce, more_link
 
 # %% ../../nbs/core/15_step_loop.ipynb #loop
 class StepLoop:
@@ -48,16 +48,15 @@ class StepLoop:
         self.planned_for = None                  # the settings that `plan` was made for
         self.announced = None                    # the `Plan` that was printed last
         self.warn_once = WarnOnce()              # gives each warning of this fit once
+        self.loss_trials = LossTrials(self.warn_once)
         self.differences = DifferenceWarnings(self.warn_once)
         self.grad_check = GradCheck()            # notices changes of the gradients between micro-batches
         self.log_rows = LogRows()                # counts steps and rows for callbacks that log
-        # mean loss of the previous step; recorded for a step in which all targets are ignored
-        self.last_loss = 0.
+        self.last_loss = 0.                      # mean loss of the previous step
         # state of the epoch, set by `begin_epoch`
         self.loader = None                       # the `StepLoader` that the Learner iterates over
         self.events = None                       # sends events to callbacks
-        # why processes must communicate in each micro-batch, in words; empty if they need not
-        self.comms = []
+        self.comms = []                          # reasons, in words, to communicate in each micro-batch
         self.limit = None                        # the `MicroBatchLimit`; `None` if batches are not split
         self.grad_sums = GradSums([])            # gradient sums, for half precision and compiled models
         self.n_batches = 0                       # batches of the loader so far
@@ -68,12 +67,9 @@ class StepLoop:
         # state of the step, set by `run_step`
         self.step = None                         # the `Step` that runs
         self.mean = None                         # the `StepMean` of `step`
-        # averages the numbers that `LossMetric` reads from the loss
-        self.kept_losses = None
-        # micro-batches of `step` that were cancelled by callbacks
-        self.n_left_out = 0
-        # the `MicroBatch` that ran last; `None` before the first
-        self.micro = None
+        self.kept_losses = None                  # averages the numbers that `LossMetric` reads
+        self.n_left_out = 0                      # micro-batches of `step` that callbacks have cancelled
+        self.micro = None                        # the `MicroBatch` that ran last; `None` before the first
 
     def __getstate__(self): return dict(acc=self.acc, learn=self.learn)   # for `learn.export()` in a fit
 
@@ -137,6 +133,7 @@ def begin_epoch(self:StepLoop, plan:Plan):
     self.loader = StepLoader(learn, learn.dl, self.run_step, steps, sizes, self.processes,
         plan.drop_last, self.warn_once, lambda b, bs: samples_of(learn, b, bs))
     self.n_planned = self.loader.n_batches
+    self.loss_trials.begin_epoch()
     self.differences.begin_epoch(self.processes, self.loader)
     self.log_rows.begin_epoch(learn, -(-sizes.n//sizes.micro_bs))
     learn.dl = self.loader
@@ -180,10 +177,7 @@ def _begin_step(self:StepLoop, i, step):
         raise RuntimeError(f"{type(self.acc).__name__} was switched off or removed in the middle of an "
             "epoch, when a step may be half done: switch it off or remove it before or after an epoch"
             + more_link('middle-of-an-epoch'))
-    if not step.announced and 'larger-batches' not in self.warn_once.given:
-        self.warn_once('more-batches', "the training loader yields more batches than its `__len__` "
-            f"says, so learning rates are planned for {i} steps only, and the last of these may be "
-            "smaller than the rest. Let `__len__` return the number of batches")
+    if not step.announced: self.differences.more_batches(i)
     self.step,self.micro = step,None
     self.n_left_out = 0
     self.mean = StepMean(step.size, step.total, self.acc.n_items, self.processes, self.last_loss,
@@ -206,23 +200,16 @@ def _run_batch(self:StepLoop, b, n):
     learn.iter = self.n_batches
     self.n_batches += 1
     learn.n_iter = max(self.n_planned, self.n_batches)   # counts batches of the loader, as `iter` does
-    if n>self.loader.sizes.bs: self._warn_larger_batch(n)
+    if n>self.loader.sizes.bs: self.differences.larger_batch(n)
     limit = self.limit if self.limit is not None and self.limit.splits(n) else None
     changed = None if limit is None else ChangedAttrs([learn,*learn.cbs])
     learn._split(b if is_on(self.batch_device, b) else learn._set_device(b))
-    trials = self.differences.loss_trials
-    if trials.n_left>0: trials.begin_batch(learn)
+    if self.loss_trials.n_left>0: self.loss_trials.begin_batch(learn)
     try: self.events.send('before_batch')
     except CancelBatchException: return self._leave_out('after_cancel_batch')
     is_first = not self.mean.count
     watching = nullcontext() if is_first else self.differences.watch_state(learn, self.step)
     with watching: self._run_split(n, limit, changed)
-
-@patch
-def _warn_larger_batch(self:StepLoop, n):
-    self.warn_once('larger-batches', f"a batch has {n} samples (the first dimension of its tensors), "
-        f"but the training loader says {self.loader.sizes.bs}, so an epoch has more steps than planned. "
-        "Let the loader's `bs` count samples, or give `accum_bs` in what the first dimension counts")
 
 # %% ../../nbs/core/15_step_loop.ipynb #micro
 @patch
@@ -330,9 +317,9 @@ def _cancelled_backward(self:StepLoop):
         self.micro.ran = True
         return self.acc.after_backward()
     if any(p.grad is not g or getattr(g, '_version', None)!=version for p,g,version in grads):
-        raise RuntimeError("a callback cancels the backward pass and computes gradients without the "
-            "loss `learn.loss_grad`, which has the micro-batch's share in the step: in "
-            "`after_cancel_backward`, call `self.learn.loss_grad.backward()`"
+        raise RuntimeError("a callback cancels the backward pass and runs its own, but not through "
+            "`learn.loss_grad`, the loss that has been multiplied by the micro-batch's share of the "
+            "step. In `after_cancel_backward`, call `self.learn.loss_grad.backward()`"
             + more_link('own-backward-pass'))
 
 # %% ../../nbs/core/15_step_loop.ipynb #ends
@@ -434,11 +421,7 @@ def _skip_step(self:StepLoop):
     if self.micro is None: return
     self._end_micro_batch()
     # fastai does not train on batches without targets either, so there is no warning for them
-    if self.mean.samples or not len(self.learn.yb): return
-    self.warn_once('cancelled', "callbacks have cancelled all remaining micro-batches of an epoch "
-        "(`CancelBatchException` or `CancelBackwardException`), so no step was taken with them. Let the "
-        "callbacks decide by `learn.iter`, which counts micro-batches, and not by `train_iter`, which "
-        "counts steps and stands still meanwhile", AccumulationWarning)
+    if not self.mean.samples and len(self.learn.yb): self.differences.all_cancelled()
 
 # %% ../../nbs/core/15_step_loop.ipynb #split
 @patch

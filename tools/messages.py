@@ -59,9 +59,9 @@ def anchors(text):
     titles = {slug(head): head for head in re.findall('^### (.+)', text, re.M)}
     return titles | {m[1]: re.findall('^##+ (.+)', text[:m.start()], re.M)[-1] for m in re.finditer(span, text)}
 
-def short(text, n=6, more=2):
+def short(text, n=7, more=3):
     "Return the first `n` words of a message, or all words if at most `more` follow; code counts as one word"
-    found = [*re.finditer(r'(?:`[^`]*`|[^\s`])+', text)]
+    found = [o for o in re.finditer(r'(?:`[^`]*`|[^\s`])+', text) if o[0].strip('(),.:;')!=blank]
     if len(found)<=n+more: return text
     text = re.sub(r'[.:;] (\S+ ?){1,3}$', '', text[:found[n-1].end()].rstrip(f',;:. {blank}'))   # drop a cut sentence
     text = text.rstrip(f' {blank}')

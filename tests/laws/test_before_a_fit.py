@@ -203,8 +203,8 @@ slips = [(lambda: GradientAccumulation(64, 32), '`micro_batch_size=32`'),
     (lambda: GradientCache(16), r'`GradientCache\(micro_batch_size=16\)`'),
     (lambda: GradientCache('auto'), r"`GradientCache\(micro_batch_size='auto'\)`"),
     (lambda: ScaledLR(64), r'`ScaledLR\(base_bs=64\)`'), (lambda: FreezeBN(layer), r'`lambda m: m\[0\]`'),
-    (lambda: GradientAccumulation(8).plan(5), r'`plan\(5\)`: give a Learner.*`plan\(learn, 5\)`'),
-    (lambda: GradientAccumulation(8).plan(None), r'`plan\(None\)`: give a Learner')]
+    (lambda: GradientAccumulation(8).plan(5), r'needs a Learner.*got 5.*`plan\(learn, 5\)`'),
+    (lambda: GradientAccumulation(8).plan(None), 'needs a Learner.*got None')]
 
 @pytest.mark.parametrize('f,words', slips)
 def test_an_argument_in_the_wrong_place_is_refused_with_what_was_meant(f, words):

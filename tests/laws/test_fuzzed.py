@@ -265,7 +265,7 @@ def fails(pos): return 1//0
     (lambda: toy(4).fit('a', cbs=GradientAccumulation(16)), "`n_epoch` must be a whole number of epochs, got 'a'"),
     (lambda: GradientAccumulationSchedule(10**400, 16), '`schedule` raised an error at position 0.*OverflowError'),
     (lambda: GradientAccumulationSchedule(4, 16, schedule=fails), 'position 0.*ZeroDivisionError'),
-    (lambda: fit_with(FreezeBN(lambda m: 4)), '`part` returned 4, of type int'),
+    (lambda: fit_with(FreezeBN(lambda m: 4)), '`part` must return a module.*got 4'),
     (lambda: ActivationCheckpoint(lambda: nn.Linear), '`segments` must be a function that takes 1 argument'),
     (lambda: toy(4).accum_find(lr='x'), "`lr='x'` is not a finite number"),
     (lambda: toy(4).accum_find(lr=float('nan')), '`lr=nan` is not a finite number'),

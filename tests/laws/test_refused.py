@@ -52,12 +52,12 @@ bad = [(GradientAccumulation, dict(micro_batch_size='big'), TypeError, "'auto', 
     (GradientAccumulation, dict(acum_bs=4), TypeError, 'acum_bs'),
     *[(Schedule, o, ValueError, 'start=.*finish=.*give a `finish`') for o in (dict(start=.5, finish=.2),
         dict(start=3, finish=2))],
-    *[(Schedule, dict(finish=o), TypeError, f'finish={o!r}.*give a fraction') for o in ('1', True)],
+    *[(Schedule, dict(finish=o), TypeError, f'`finish` must be a fraction.*got {o!r}') for o in ('1', True)],
     *[(Schedule, dict(start=o), ValueError, f'start={o}.*give a fraction') for o in (-1, float('nan'))],
     *[(Schedule, dict(schedule=o), TypeError, 'schedule.*give an annealer') for o in ('cos', dict)],
     *[(Schedule, dict(schedule=lambda p, o=o: o), ValueError, 'at position.*numbers of samples')
         for o in (float('inf'), -8, None)],
-    *[(Scheduler, dict(scheduling=o), TypeError, 'give a dict') for o in ({}, [2])],
+    *[(Scheduler, dict(scheduling=o), TypeError, 'must be a dict') for o in ({}, [2])],
     *[(Scheduler, dict(scheduling=o), TypeError, 'all numbers as ints') for o in ({.5:2}, {0:2.}, {True:2})],
     (Scheduler, dict(scheduling={-1:2}), IndexError, '-1.*counted from 0'),
     (Scheduler, dict(scheduling={0:0}), ValueError, 'at least 1 micro-batch'),
@@ -65,7 +65,7 @@ bad = [(GradientAccumulation, dict(micro_batch_size='big'), TypeError, "'auto', 
     (GradientCache, dict(micro_batch_size=4, split=4), TypeError, '`split` must be a function.*got 4'),
     *[(AutoSize, dict(split=o), TypeError, '`split` must be a function that takes 4 arguments')
         for o in ('auto', lambda b,start,stop: b)],
-    *[(ActivationCheckpoint, dict(segments=o), TypeError, 'segments=.*give a class')
+    *[(ActivationCheckpoint, dict(segments=o), TypeError, '`segments` must be a class.*got')
         for o in (4, [], ['1'], [nn.Linear(1, 1),3], [None], {})],
     (toy(4).bs_find, dict(mode='linear'), ValueError, "`mode` must be.*got 'linear'"),
     (toy(4).bs_find, dict(apply=1), TypeError, '`apply` must be True or False, got 1'),
@@ -110,7 +110,7 @@ refused = dict(
     fastais_too=(toy, lambda: [fastais(16),acc(8)], ValueError, '2 callbacks accumulate.*keep one'),
     added_up_in_half_precision=(toy, lambda: [HalfGradients(),acc(8)], ValueError, r'to_fp16\(\)'),
     steps_in_backward=(hooked, lambda: [acc(8)], ValueError, "'2.weight' has a hook.*remove it"),
-    steps_by_itself=(own_loop, lambda: [acc(8)], ValueError, 'own `_do_one_batch`.*into callbacks'),
+    steps_by_itself=(own_loop, lambda: [acc(8)], ValueError, 'own `_do_one_batch`.*into a callback'),
     no_step=(toy, lambda: [acc(80, drop_last=True)], ValueError, '70 samples, too few.*80.*drop_last'),
     larger_than_the_loaders=(toy, lambda: [acc(16, micro_batch_size=8)], ValueError, 'size=8.*the 4 samples.*`bs=8`'),
     no_batch_size=(ready_made, lambda: [acc(16)], ValueError, 'as `micro_batch_size=`'),
@@ -121,7 +121,7 @@ refused = dict(
     two_rates=(toy, lambda: [acc(8),ScaledLR(base_bs=8),ScaledLR(base_bs=8)], ValueError, '2 ScaledLR.*keep one'),
     two_caches=(toy, lambda: [GradientCache(micro_batch_size=o) for o in (2,4)], ValueError, 'keep one'),
     split_and_cached=(toy, lambda: [acc(8, micro_batch_size=2),GradientCache(micro_batch_size=2)], ValueError,
-        'leave it out'))
+        'by `micro_batch_size=2`.*`GradientCache` only'))
 late = {'steps_by_itself','targets_not_counted'}   # refused in the first batch
 for nm,f in dict(below=lambda l: -1, infinite=lambda l: float('inf'), text=lambda l: '4', many=lambda l: l.y).items():
     refused[f'size_{nm}'] = toy,lambda f=f: [acc(8, n_items=f)],(TypeError,ValueError),'`n_items` must return a'

@@ -1,6 +1,6 @@
-"""The patches for fastai in `upstream`: each applies to the installed version, and together they mend the faults.
+"""Each patch for fastai in `upstream` applies to the installed version, and all patches together mend the faults.
 
-The page `faults_of_fastai` has a test for each fault, and shows that the test fails without the patch.
+The page `faults_of_fastai` has a test for each fault, and shows that it fails without the patch.
 """
 import json, os, re, shutil, subprocess, sys, textwrap
 from importlib.util import find_spec

@@ -28,7 +28,7 @@ from on_processes import (AllReduceBytes, as_single_process, assert_equal_on_all
     distributed_learner, fit_single_and_distributed, flat_state, make_learner, on_processes, ordered_loader,
     restart_order, sample_orders, samples_of_steps, this_process)
 from small_learners import all_params
-from test_noise_scale import by_hand, single_gradients
+from test_noise_scale import single_gradients, trace_and_grad_sq
 
 two_or_more = (2,3) if run_all_cases else (2,)
 # The number of samples of each process. By default a step has 16 samples of each process, in micro-batches of 4
@@ -543,7 +543,7 @@ def test_noise_of_all_processes(case):
     b.fit(1, 0., cbs=[GradientAccumulation(16*this_process.world_size, drop_last=False),meter,*more])
     b.model = b.model.module
     micro_batches = [idxs for order in sample_orders(ns)[0] for idxs in in_chunks(order, 4)]
-    want = by_hand(single_gradients(b)[sum(micro_batches, [])], [len(o) for o in micro_batches])
+    want = trace_and_grad_sq(single_gradients(b)[sum(micro_batches, [])], [len(o) for o in micro_batches])
     assert deviation((meter.trace,meter.grad_sq), want)<1e-5
     assert len(b.recorder.noise_scale)==1
 

@@ -1,4 +1,4 @@
-"With `ActivationCheckpoint`, memory with_memory_for fewer activations, and no bit of the run changes, even with dropout."
+"With `ActivationCheckpoint`, memory holds fewer activations, and no bit of the run changes, even with dropout."
 import numpy as np, pytest, random, torch
 from copy import deepcopy
 from functools import partial

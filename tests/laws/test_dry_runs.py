@@ -10,7 +10,7 @@ from fastaccum.testing import toy
 from common import CallAt, CpuMixedPrecision, LimitedMemory, RecordAt, pick_cases, runs_out_above, weights
 from small_learners import all_params
 
-# the three methods of a Learner that train for a moment and then restore all_state
+# the three methods of a Learner that train for a moment and then restore everything
 dry_runs = dict(accum_check=lambda learn, **kwargs: learn.accum_check(**kwargs),
     accum_find=lambda learn, **kwargs: learn.accum_find(show_plot=False, **dict(steps=2)|kwargs),
     bs_find=lambda learn, steps=3: learn.bs_find('binsearch', show_plot=False, steps_per_trial=steps))

@@ -188,6 +188,7 @@ def test_callbacks_count_steps_where_every_micro_batch_is_recorded():
     assert len(b.recorder.losses)==36
 
 def test_callbacks_that_record_every_micro_batch_count_micro_batches():
+    "Such callbacks run after the Recorder, as loggers do"
     rows = RecordAt('after_batch', lambda l: l.train_iter, order=51)
     toy(4).fit(2, 0.1, cbs=[rows,GradientAccumulation(16, log_accum_batch=False)])
     assert rows.values==list(range(1, 37))
@@ -295,7 +296,7 @@ def test_the_hyper_parameters_that_scaledlr_keeps_are_not_taken_for_a_second_opt
 # Interrupts
 
 def interrupted(make, at):
-    """Call `make(learn)`, and interrupt it when fastaccum enters or leaves `torch.no_grad` for the `at`th time
+    """Call `make(learn)`, and interrupt it when fastaccum enters or leaves `torch.no_grad`, at number `at` (from 0)
 
     Return whether there was an interrupt, and whether gradients are on afterwards.
     """

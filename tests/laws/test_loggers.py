@@ -105,8 +105,8 @@ def assert_shown_alike(a, b):
 def watched(watch, d, make_acc, big=False):
     """Fit, run `lr_find`, interrupt a fit, and fit again, with callbacks that log
 
-    Return the figures that were shown, the recorded sizes of steps and the planned sizes. With `big=True`, the loader has
-    batches of the planned sizes, and nothing accumulates.
+    Return the figures that were shown, and for each step the recorded `accum_bs` and the planned number of samples. With
+    `big=True`, the loader has batches of the planned sizes, and the fits do not accumulate.
     """
     learn = learner(d, n=125)
     (listen,read),dls,dl = watch(learn),learn.dls,learn.dls.train
@@ -134,11 +134,11 @@ def watched(watch, d, make_acc, big=False):
 @pytest.mark.parametrize('watch', watchers)
 def test_the_figures_shown_are_those_of_the_full_batch_run(watch, acc, tmp_path):
     "W&B and TensorBoard also log step sizes that change, and W&B logs the samples of all fits so far"
-    (a,*_),(b,wanted,real) = (watched(watch, tmp_path/str(big), acc, big) for big in (True,False))
+    (a,*_),(b,accum_bs,n_samples) = (watched(watch, tmp_path/str(big), acc, big) for big in (True,False))
     sizes,samples = (b.pop(k, []) for k in ('accumulation_batch_size','samples'))
-    changes = len({*wanted})>1 and watch in (tensorboard,wandb,stock_wandb)
-    assert [v for _,v in sizes]==(wanted if changes else [])
-    assert [v for _,v in samples]==([*accumulate(real)] if watch in (wandb,stock_wandb) else [])
+    changes = len({*accum_bs})>1 and watch in (tensorboard,wandb,stock_wandb)
+    assert [v for _,v in sizes]==(accum_bs if changes else [])
+    assert [v for _,v in samples]==([*accumulate(n_samples)] if watch in (wandb,stock_wandb) else [])
     for rows in filter(None, (sizes,samples)): assert {x for x,_ in rows}=={x for x,_ in a['lr_0']}
     assert_shown_alike(a, b)
 

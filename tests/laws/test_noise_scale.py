@@ -123,7 +123,7 @@ def test_the_recorder_has_a_noise_scale_for_each_step():
 
 @pytest.mark.parametrize('order', [None,9])
 def test_the_recorder_has_a_noise_scale_for_a_skipped_step(order):
-    "A step that overflows is not measured, so it has the noise scale of the previous step; a cancelled step is measured"
+    "A step that overflows is not measured, so it has the noise scale of the previous step"
     cancel = RaiseAt('before_step', CancelStepException, order, skip=2)
     cbs = [cancel] if order else [overflow_at_step(2),CpuLossScaling()]
     learn = learner(4, 64)

@@ -165,13 +165,13 @@ right_imports = "from fastai.vision.all import *\nfrom fastaccum import Gradient
 fits = """
 import warnings
 from fastaccum.testing import toy
-def told(*cbs):
+def messages_of_fits(*cbs):
     with warnings.catch_warnings(record=True) as collected:
         warnings.simplefilter('always')
         exec('import warnings\\n'+{before!r})
         for cb in cbs: toy(4).fit(1, 0.1, cbs=cb)
     return [str(o.message) for o in collected if 'fastaccum' in str(o.message)]
-print(told({cb}, {cb}))
+print(messages_of_fits({cb}, {cb}))
 """
 by_name = 'import fastaccum\n'+sorted_imports.partition('\n')[2]
 silenced = "import fastaccum; warnings.filterwarnings('ignore', category=fastaccum.ImportOrderWarning)"

@@ -75,10 +75,11 @@ def test_the_size_is_halved_until_it_fits_with_one_warning(stage):
     "The next fit with the same callback begins with the size that fits, and does not warn"
     acc,sizes = auto(32),RecordAt('after_backward', lambda l: len(l.x))
     learn = learner(16, runs_out_above(5, stage), n=48)
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning) as collected:
         for _ in range(2): learn.fit(1, 0.1, cbs=[acc,sizes])
-    said = [str(o.message).split('\n')[0] for o in told if 'memory ran out' in str(o.message)]
-    assert len(said)==1 and '16 samples' in said[0] and 'planted' in said[0] and said[0].endswith('of 4 samples')
+    first_lines = [str(o.message).split('\n')[0] for o in collected if 'memory ran out' in str(o.message)]
+    line, = first_lines
+    assert '16 samples' in line and 'planted' in line and line.endswith('of 4 samples')
     assert sizes.values==[4]*24
 
 # A pass that runs out of memory leaves nothing behind

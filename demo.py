@@ -1,7 +1,7 @@
-"""Train on handwritten digits in three runs, with the same first weights and order of samples: `make demo`.
+"""Train three times on handwritten digits, from the same weights, in the same order: `make demo`.
 
-The runs are on batches of 256, on micro-batches of 32 with fastaccum, and on micro-batches of 32 with fastai's own
-callback.
+The runs are on batches of 256, on micro-batches of 32 with fastaccum, and on micro-batches of 32 with
+fastai's own callback.
 """
 import os, random, sys, time, warnings
 from contextlib import nullcontext
@@ -17,12 +17,13 @@ from fastai.basics import *
 from fastai.callback.all import *
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
 from fastaccum import GradientAccumulation, ImportOrderWarning
-warnings.filterwarnings('ignore', category=ImportOrderWarning)   # this script uses fastai's class on purpose
+# this script uses fastai's class on purpose
+warnings.filterwarnings('ignore', category=ImportOrderWarning)
 
 big,micro,n_epoch = 256,32,12
 
 def load_data():
-    "Return lists of items for training and validation: four fifths and one fifth of 1,797 images of 8×8 pixels"
+    "Return items for training and validation: four and one fifths of 1,797 images of 8×8 pixels"
     digits = load_digits()
     idxs = np.random.default_rng(42).permutation(len(digits.images))
     x,y = tensor(digits.images[idxs]).float()[:,None]/16,tensor(digits.target[idxs])
@@ -30,7 +31,10 @@ def load_data():
     return list(zip(x[:cut], y[:cut])),list(zip(x[cut:], y[cut:]))
 
 def make_learner(bs):
-    "Return a Learner with a small convolutional network; BatchNorm would depend on the micro-batch, so it has none"
+    """Return a Learner with a small convolutional network
+
+    BatchNorm would depend on the micro-batch, so it has none.
+    """
     random.seed(42)
     torch.manual_seed(42)
     train,valid = load_data()
@@ -50,7 +54,7 @@ class SamplesSeen(Callback):
         if len(self.recorder.losses)>len(self.at): self.at.append(self.n_seen)
 
 def train(name, bs, acc):
-    "Train with batches of `bs` samples and the callback `acc`, or no callback: return `name` and the Learner"
+    "Train with batches of `bs` samples and the callbacks `acc`; return `name` and the Learner"
     print(f'\n{name}')
     learn = make_learner(bs)
     learn.add_cb(SamplesSeen())
@@ -60,7 +64,7 @@ def train(name, bs, acc):
 def weights(learn): return torch.cat([p.detach().flatten() for p in learn.model.parameters()])
 
 def losses_at(learn, samples):
-    "Return the recorded loss after each of these numbers of samples, interpolated between recorded losses"
+    "Return the recorded loss after each of these numbers of samples, interpolated between records"
     return np.interp(samples, learn.samples_seen.at, [o.item() for o in learn.recorder.losses])
 
 def show_table(runs):
@@ -76,12 +80,15 @@ def show_table(runs):
               f'{len(learn.recorder.losses):9} {gaps(learn, first).max():13.1e}')
 
 def gaps(learn, first):
-    "Return the absolute differences between the recorded losses of both Learners, after each step of `first`"
+    "Return the absolute differences of the recorded losses of both, after each step of `first`"
     at = first.samples_seen.at
     return np.abs(losses_at(learn, at)-losses_at(first, at))
 
 def plot(runs, fname):
-    "Plot the recorded losses over the samples seen, and their differences from the first run; return the picture's path"
+    """Plot the recorded losses over the samples seen, and their differences from the first run
+
+    Return the picture's path.
+    """
     fig,(ax,ax2) = plt.subplots(1, 2, figsize=(12,4.5), gridspec_kw=dict(width_ratios=[3,2]))
     first = runs[0][1]
     styles = dict(color='lightgrey', lw=8),dict(color='tab:blue', lw=1.8),dict(color='tab:orange', lw=1.2)

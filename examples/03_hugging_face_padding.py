@@ -18,7 +18,8 @@ def train(bs, cbs=None):
     dls = DataLoaders(DataLoader(texts[:256], bs=bs, shuffle=True, create_batch=collate),
         DataLoader(texts[256:320], bs=64, create_batch=collate), device=default_device())
     config = GPT2Config(vocab_size=128, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
-        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)   # dropout would draw other random numbers for micro-batches
+        # dropout would draw other random numbers for micro-batches
+        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
     learn = Learner(dls, Logits(AutoModelForCausalLM.from_config(config)), CrossEntropyLossFlat())
     learn.fit_one_cycle(2, 1e-2, cbs=cbs)
     return learn.recorder.values[-1][1]

@@ -4,7 +4,8 @@ from fastai.distributed import *
 from fastaccum import GradientAccumulation  # isort: skip
 from sklearn.datasets import load_digits
 
-if not torch.cuda.is_available():   # fastai's DistributedDL calls `.cuda()`, so replace that on a CPU; leave this out on GPUs
+# fastai's DistributedDL calls `.cuda()`, so replace that on a CPU; leave this out on GPUs
+if not torch.cuda.is_available():
     os.environ['ACCELERATE_USE_CPU'] = 'true'
     def _broadcast(self, t, rank):
         t = torch.LongTensor(t)

@@ -6,8 +6,8 @@
 - Callbacks that act at an event: `CallAt`, `RecordAt`, `RaiseAt`
 - Mixed precision on a CPU: `CpuMixedPrecision`, `CpuLossScaling`, `overflow_at_step`, `overflow_on_sample`
 - Memory that runs out: `raise_oom_above`, `CheckInBackward`, `LimitedMemory`, `runs_out_above`, `runs_out_on_attempts`
-- Looking at a Learner, at warnings and at the repository: `grads`, `weights`, `weights_unchanged`, `collect_warnings`,
-  `files_of_git`
+- Looking at a Learner: `grads`, `weights`, `weights_unchanged`
+- Warnings, and the files of the repository: `collect_warnings`, `files_of_git`
 """
 import os, pytest, subprocess, torch, warnings
 from contextlib import contextmanager
@@ -62,7 +62,7 @@ def nt_xent(z, y=None):
     return F.cross_entropy(sim, (torch.arange(len(z))^1)%len(z))
 
 def batch_dice_loss(p, y):
-    "Return 1 minus the mean over classes of the Dice coefficient, which is computed over all samples of the batch"
+    "Return 1 minus the mean Dice coefficient of the classes, each computed over the whole batch"
     p,y = p.softmax(1),F.one_hot(y, p.shape[1]).movedim(-1, 1)
     dims = [0,*range(2, p.ndim)]
     return 1-(2*(p*y).sum(dims)/(p+y).sum(dims)).mean()
@@ -70,14 +70,14 @@ def batch_dice_loss(p, y):
 # Loaders with given batches, which take the place of a Learner's training loader
 
 class EpochCycle:
-    "A function that returns the next entry of `epochs` in each call, and after the last entry the first one again"
+    "A function that returns the next entry of `epochs` in each call, in a cycle"
     def __init__(self, epochs): self.epochs,self.i = epochs,0
     def __call__(self):
         self.i += 1
         return self.epochs[(self.i-1)%len(self.epochs)]
 
 class BatchListLoader:
-    "A loader of given batches: `epochs` has a list of batches for each epoch, and a batch is a list of sample indices"
+    "A loader of given batches: `epochs[i]` is a list of batches, each of which is a list of indices"
     device = torch.device('cpu')
     def __init__(self, dataset, epochs): self.dataset,self.cycle = dataset,EpochCycle(epochs)
     def __len__(self): return len(self.cycle.epochs[self.cycle.i%len(self.cycle.epochs)])
@@ -133,16 +133,17 @@ class CpuMixedPrecision(MixedPrecision):
         self.autocast,self.learn.scaler,self.scales = autocast('cpu', dtype=dtype),GradScaler('cpu', **self.kwargs),[]
 
 class CpuLossScaling(CpuMixedPrecision):
-    "Mixed precision with a GradScaler and without autocast, so that runs in double precision stay comparable"
+    "Mixed precision with a GradScaler and without autocast, which would cast double precision"
     def before_fit(self):
         super().before_fit()
         self.autocast = autocast('cpu', enabled=False)
-    def after_pred(self): pass   # do not cast the predictions to single precision, as `MixedPrecision.after_pred` does
+    # do not cast the predictions to single precision, as `MixedPrecision.after_pred` does
+    def after_pred(self): pass
 
 def make_loss_infinite(learn): learn.loss_grad = learn.loss_grad*float('inf')
 
 def overflow_at_step(i):
-    "Return a callback that makes the loss infinite in step `i` of a fit, counted from 0, before the loss is scaled"
+    "Return a callback that makes the loss infinite in step `i` (from 0), before the loss is scaled"
     return CallAt('before_backward', lambda learn: len(learn.recorder.lrs)==i and make_loss_infinite(learn), order=9)
 
 def overflow_on_sample(i, learn):
@@ -158,7 +159,10 @@ def raise_oom_above(cap, stage='backward'):
     return check
 
 class CheckInBackward(torch.autograd.Function):
-    "The identity function, whose backward pass calls `check(number of samples)`; `check` may raise an error"
+    """The identity function, whose backward pass calls `check(number of samples)`
+
+    `check` may raise an error.
+    """
     @staticmethod
     def forward(ctx, x, check):
         ctx.check = check
@@ -169,7 +173,7 @@ class CheckInBackward(torch.autograd.Function):
         return g,None
 
 class LimitedMemory(Module):
-    """A layer that returns its input, and raises an out-of-memory error where `runs_out(stage, n)` is true
+    """A layer that returns its input, and runs out of memory where `runs_out(stage, n)` is true
 
     `stage` is 'forward', 'backward' or 'validation', and `n` is the number of samples.
     """
@@ -187,7 +191,8 @@ def runs_out_above(cap, *stages):
 def runs_out_on_attempts(attempts, stage, cap=1):
     """Return a `runs_out` for `LimitedMemory`: memory runs out in some passes of this `stage`
 
-    `attempts` has the numbers of these passes, counted from 0. Passes of at most `cap` samples never run out.
+    `attempts` has the numbers of these passes, counted from 0. Passes of at most `cap` samples never run
+    out.
     """
     n_attempts = 0
     def runs_out(this_stage, n):

@@ -1,7 +1,8 @@
 import gc, os, random
 import numpy as np, pytest
 from hypothesis import settings
-# pytest calls this hook for each test, and so runs the tests of laws/test_device.py in a separate process
+# pytest calls this hook for each test, and so runs the tests of laws/test_device.py in a separate
+# process
 from device import pytest_pyfunc_call
 
 @pytest.fixture(autouse=True)
@@ -13,7 +14,8 @@ def in_empty_folder(tmp_path, monkeypatch):
 def fastai_frozen():
     """Exclude fastai's objects from garbage collection
 
-    fastaccum collects garbage whenever memory runs out. With fastai's objects, each collection takes 0.5 seconds.
+    fastaccum collects garbage whenever memory runs out. With fastai's objects, each collection takes 0.5
+    seconds.
     """
     gc.freeze()
     yield
@@ -21,12 +23,15 @@ def fastai_frozen():
 
 @pytest.fixture(autouse=True)
 def random_numbers_seeded():
-    "Seed Python and NumPy, whose random numbers loaders use to shuffle; PyTorch's default seed is a constant already"
+    """Seed Python and NumPy, whose random numbers loaders use to shuffle
+
+    PyTorch's default seed is a constant already.
+    """
     random.seed(0)
     np.random.seed(0)
 
-# How many random examples hypothesis tries for each test: always the same examples, or new ones with HYPOTHESIS=random.
-# There is no deadline for an example, because machines differ in speed.
+# How many random examples hypothesis tries for each test: always the same examples, or new ones with
+# HYPOTHESIS=random. There is no deadline for an example, because machines differ in speed.
 max_examples = 100 if os.environ.get('TESTS')=='all' else 20
 settings.register_profile('same', deadline=None, derandomize=True, max_examples=max_examples)
 settings.register_profile('random', deadline=None, max_examples=max_examples)

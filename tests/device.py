@@ -1,8 +1,8 @@
-"""Provides the device of laws/test_device.py: a GPU if there is one, otherwise the simulated device of device.cpp.
+"""Provides the device of laws/test_device.py: a GPU, or if there is none, the device of device.cpp.
 
-`FASTACCUM_DEVICE=cuda` chooses the GPU, and `FASTACCUM_DEVICE=sim` the simulated device. The tests run in a separate
-process for two reasons. PyTorch must know a device before the first backward pass of a process. And other tests fork
-their process, which must not have run a backward pass on a device.
+`FASTACCUM_DEVICE=cuda` chooses the GPU, and `FASTACCUM_DEVICE=sim` the simulated device. The tests run
+in a separate process for two reasons. PyTorch must know a device before the first backward pass of a
+process. And other tests fork their process, which must not have run a backward pass on a device.
 """
 import ctypes, hashlib, os, shutil, subprocess, sys, traceback, types, warnings
 from contextlib import contextmanager
@@ -25,7 +25,10 @@ def n_devices(): return torch.get_device_module(kind).device_count()
 # Build the simulated device, and make it known to PyTorch
 
 def library():
-    "Return the path of the library with the simulated device; its name has a hash of device.cpp and PyTorch's version"
+    """Return the path of the library with the simulated device
+
+    Its name has a hash of device.cpp and PyTorch's version.
+    """
     version = hashlib.sha256((tests/'device.cpp').read_bytes()).hexdigest()[:12]
     cache = Path(os.environ.get('XDG_CACHE_HOME') or Path.home()/'.cache')
     return cache/'fastaccum'/f'device-{torch.__version__}-{version}.so'
@@ -36,7 +39,8 @@ def build():
     compiler = os.environ.get('CXX') or shutil.which('g++') or shutil.which('clang++')
     if not compiler: return "the simulated device needs a C++ compiler: install g++, as with `apt install g++`"
     torchs = Path(torch.__file__).parent
-    # several processes may build at the same time, so each builds a file of its own and renames the complete file
+    # several processes may build at the same time, so each builds a file of its own and renames the
+    # complete file
     partial = library().with_suffix(f'.{os.getpid()}')
     partial.parent.mkdir(parents=True, exist_ok=True)
     cmd = [compiler, '-std=c++20', '-O1', '-w', '-shared', '-fPIC', tests/'device.cpp', '-o', partial]
@@ -51,7 +55,7 @@ def build():
     return f"device.cpp does not build with torch {torch.__version__}: install torch 2.15, g++ 11 or newer ({error})"
 
 def index(d):
-    "Return the index of the device `d`: an int, a torch.device, its name, or None for the current device"
+    "Return the index of the device `d`, which is an int, a device, its name, or None for the current one"
     if d is None: return torch.ops.sim.current_device()
     return d if isinstance(d, int) else torch.device(d).index or 0
 
@@ -65,7 +69,7 @@ class Current:
 
 @lru_cache
 def load():
-    "Register the simulated device in this process, with the functions of `torch.cuda` that are used as `torch.sim`"
+    "Register the simulated device in this process as `torch.sim`, with functions as in `torch.cuda`"
     if kind!='sim': return
     torch.ops.load_library(library())
     torch.utils.rename_privateuse1_backend('sim')
@@ -91,7 +95,7 @@ def memory_in_use(): return torch.get_device_module(kind).memory_allocated()
 
 @contextmanager
 def memory_for(nbytes):
-    "In this context, let the device have memory for `nbytes` more than is in use at the beginning of the context"
+    "In this context, let the device have memory for `nbytes` more than was in use before"
     limit = memory_in_use()+nbytes
     if kind=='sim': torch.ops.sim.set_memory_limit(limit)
     else:
@@ -138,7 +142,10 @@ def synchronisations():
 
 @lru_cache
 def outcomes(names, root):
-    "Run the tests of these names in a separate process; return a dict from name to the element of pytest's report"
+    """Run the tests of these names in a separate process
+
+    Return a dict from name to the element of pytest's report.
+    """
     with TemporaryDirectory() as folder:
         report = Path(folder)/'report.xml'
         cmd = [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', f'--junitxml={report}']

@@ -20,12 +20,13 @@ fit_methods = dict(
     one_cycle=lambda l,n,lr,**kw: l.fit_one_cycle(n, lr, **kw),
     flat_cos =lambda l,n,lr,**kw: l.fit_flat_cos(n, lr, **kw),
     sgdr     =lambda l,n,lr,**kw: l.fit_sgdr(n, 1, lr, **kw),
-    fine_tune=lambda l,n,lr,**kw: l.fine_tune(n, lr, freeze_epochs=n-1, **kw),   # with n=1, the first fit has no epochs
+    # with n=1, the first fit has no epochs
+    fine_tune=lambda l,n,lr,**kw: l.fine_tune(n, lr, freeze_epochs=n-1, **kw),
     resumed  =lambda l,n,lr,**kw: l.fit_one_cycle(n+1, lr, start_epoch=1, **kw),
     two_fits =lambda l,n,lr,**kw: (l.fit_one_cycle(1, lr, **kw), l.fit(n, lr/2, **kw)))
 
 def penalty(event='after_loss', order=0):
-    "Return a callback that adds a penalty on the predictions to the loss, as fastai's `RNNRegularizer` does"
+    "Return a callback that adds a penalty on the predictions to the loss, like `RNNRegularizer`"
     return RecordAt(event, lambda l: setattr(l, 'loss_grad', l.loss_grad+0.1*l.pred.pow(2).mean()), order)
 
 def fit(learn, cbs, how, n_epoch, lr, wd, freeze_first):
@@ -60,7 +61,10 @@ def draw(seed):
         lr=r.choice([1e-2,5e-2] if opt=='sgd' else [1e-3,1e-2]), freeze_first=maybe(.2)))
 
 def check(seed):
-    "Run configuration `seed` on full batches and on micro-batches; return the deviations between the two runs"
+    """Run configuration `seed` on full batches and on micro-batches
+
+    Return the deviations between the two runs.
+    """
     cfg = draw(seed)
     try: return assert_same_run(*both_runs(**cfg))
     except Exception as e: raise AssertionError(f"seed {seed}, {cfg}: {e}") from e

@@ -1,6 +1,7 @@
 """fastai and torch still have the private or undocumented behaviour on which fastaccum relies.
 
-If a test fails with a new version of fastai or torch, adapt the part of fastaccum that relies on this behaviour.
+If a test fails with a new version of fastai or torch, adapt the part of fastaccum that relies on this
+behaviour.
 """
 import inspect, torch
 from functools import partial
@@ -13,7 +14,10 @@ from fastaccum.testing import toy
 from common import RecordAt, grads
 
 def test_fastai_runs_a_batch_with_this_source_code():
-    "fastaccum's step loop runs a micro-batch and sends its events like these methods. If a method changes, compare both"
+    """fastaccum's step loop runs a micro-batch and sends its events like these methods
+
+    If a method changes, compare both.
+    """
     def same(f, src): assert ' '.join(inspect.getsource(f).split())==' '.join(src.split())
     same(Learner.one_batch, """def one_batch(self, i, b): self.iter = i b = self._set_device(b) self._split(b)
         self._with_events(self._do_one_batch, 'batch', CancelBatchException)""")
@@ -39,7 +43,7 @@ def test_the_callbacks_of_fastai_have_these_orders():
     assert [o.order for o in cbs]==[-10,6,10,11,50,60]
 
 def test_a_callback_is_called_through_its_instance_unless_it_is_switched_off():
-    "`run` and `run_valid` switch a callback off, an attribute replaces its method, and `after_fit` sets `run` to True"
+    "`run` and `run_valid` switch it off, an attribute replaces a method, `after_fit` sets `run` to True"
     class A(Callback):
         run_valid = False
         def after_loss(self): return 'class'
@@ -57,7 +61,10 @@ def test_a_callback_is_called_through_its_instance_unless_it_is_switched_off():
     assert cb.run
 
 def test_the_lock_of_the_learner_tells_validation_from_a_fit():
-    "Validation and prediction also send `before_fit`; they hold `learn.lock` meanwhile, and a fit does not"
+    """Validation and prediction also send `before_fit`
+
+    They hold `learn.lock` meanwhile, and a fit does not.
+    """
     locked = []
     class RecordsLock(Callback):
         def before_fit(self): locked.append(self.learn.lock.locked())
@@ -68,7 +75,10 @@ def test_the_lock_of_the_learner_tells_validation_from_a_fit():
     assert locked==[True,True,False]
 
 def test_schedulers_and_the_finder_read_the_progress_that_fastai_counts_in_batches():
-    "`train_iter` grows by 1 with each batch; ParamScheduler reads `pct_train` in `before_batch`, LRFinder `train_iter`"
+    """`train_iter` grows by 1 with each batch
+
+    ParamScheduler reads `pct_train` in `before_batch`, LRFinder `train_iter`.
+    """
     progress,positions = RecordAt('before_batch', lambda l: (l.train_iter, round(l.pct_train, 12))),[]
     toy(4, n=16).fit(2, cbs=[progress,ParamScheduler({'lr':lambda pos: positions.append(pos) or 0.1})])
     assert progress.values==[(i, i/8) for i in range(8)] and positions==[i/8 for i in range(8)]
@@ -80,7 +90,7 @@ def test_the_recorder_appends_rates_losses_and_metrics_after_each_batch():
     for o in ('self.lrs.append','self.losses.append','self.learn.smooth_loss','self.train_metrics'): assert o in src
 
 def test_a_gradient_after_a_step_is_zero_with_fastais_optimizers_and_none_with_torchs():
-    "If the body is frozen after a fit, its gradients stay zeros, and fastai's weight decay still changes it"
+    "After a fit, fastai's weight decay still changes a frozen body, because its gradients are zeros"
     a,b = toy(4, n=4),toy(4, n=4, opt_func=partial(OptimWrapper, opt=torch.optim.SGD))
     for o in (a,b): o.fit(1)
     assert all(g is not None for g in grads(a)) and all(g is None for g in grads(b))
@@ -90,7 +100,10 @@ def test_a_gradient_after_a_step_is_zero_with_fastais_optimizers_and_none_with_t
     assert not a.model[0].weight.equal(body)
 
 def test_a_loader_can_be_copied_or_changed_to_another_batch_size():
-    "`new` takes `bs` and `get_idxs`, and `bs` can be set; a language model's loader makes chunks of a fixed size"
+    """`new` takes `bs` and `get_idxs`, and `bs` can be set
+
+    A language model's loader makes chunks of a fixed size.
+    """
     dl = DataLoader(list(range(10)), bs=4)
     assert [o.tolist() for o in dl.new(bs=3, get_idxs=lambda: [1,2,5])]==[[1,2,5]]
     dl.bs = 3
@@ -98,7 +111,10 @@ def test_a_loader_can_be_copied_or_changed_to_another_batch_size():
     assert hasattr(LMDataLoader, 'make_chunks')
 
 def test_torch_still_has_the_private_names_that_fastaccum_uses():
-    "`_post_accumulate_grad_hooks` has the hooks of a parameter; `tree_flatten` keeps the order of a structure's leaves"
+    """`_post_accumulate_grad_hooks` has the hooks of a parameter
+
+    `tree_flatten` keeps the order of a structure's leaves.
+    """
     p = nn.Parameter(torch.zeros(1))
     assert not p._post_accumulate_grad_hooks
     p.register_post_accumulate_grad_hook(lambda p: None)

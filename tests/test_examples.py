@@ -27,7 +27,8 @@ def test_a_script_is_short_and_says_what_it_shows(script):
     assert max(map(len, text.splitlines()))<=120
     doc = ast.get_docstring(ast.parse(text))
     assert doc and '\n' not in doc
-    assert text.index('from fastai.')<text.index(ours)   # otherwise fastai's class of the same name is used
+    # otherwise fastai's class of the same name is used
+    assert text.index('from fastai.')<text.index(ours)
 
 @pytest.mark.skipif(not shutil.which('ruff'), reason='ruff is not installed')
 def test_a_sorter_of_imports_leaves_fastaccum_after_fastai(tmp_path):
@@ -41,14 +42,16 @@ def test_a_sorter_of_imports_leaves_fastaccum_after_fastai(tmp_path):
 
 @pytest.mark.parametrize('script', scripts, ids=lambda o: o.name)
 def test_a_script_runs(script, tmp_path):
-    # skip scripts whose packages are missing: `make compat`, for the oldest versions, installs neither of these two
+    # skip scripts whose packages are missing: `make compat`, for the oldest versions, installs neither
+    # of these two
     optional = re.findall(r'^from (mlxtend|transformers)', script.read_text(encoding='utf-8'), re.M)
     for nm in optional: pytest.importorskip(nm)
     on_two_processes = script.name=='06_two_gpus.py'
     launcher = '-m torch.distributed.run --standalone --nproc-per-node 2'.split() if on_two_processes else []
     path = os.pathsep.join([str(root), os.environ.get('PYTHONPATH', '')])
     env = os.environ | dict(PYTHONPATH=path, PYTHONIOENCODING='utf-8', OMP_NUM_THREADS='1')
-    if on_two_processes: env['CUDA_VISIBLE_DEVICES'] = ''   # two processes cannot share the only GPU of a machine
+    # two processes cannot share the only GPU of a machine
+    if on_two_processes: env['CUDA_VISIBLE_DEVICES'] = ''
     cmd = [sys.executable, *launcher, script]
     res = subprocess.run(cmd, cwd=tmp_path, env=env, capture_output=True, text=True, encoding='utf-8', timeout=300)
     assert not res.returncode, res.stderr

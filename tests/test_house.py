@@ -58,7 +58,7 @@ def test_lines_have_at_most_120_characters():
 # Documentation of public names
 
 def public_functions():
-    "Yield the name and syntax node of each public function and method, and the docstring of a method's class or ''"
+    "Yield for each public function or method: name, syntax node, and docstring of its class or ''"
     def public(o): return isinstance(o, ast.FunctionDef) and (not o.name.startswith('_') or o.name=='__init__')
     for nm,tree in modules.items():
         for o in tree.body:

@@ -1,7 +1,7 @@
 """Each message ends with a link to its entry on the page Messages, and each entry belongs to a message.
 
-An entry shows how the message begins, explains the cause, and has a line of code that runs. The FAQ is short, and its
-code runs.
+An entry shows how the message begins, explains the cause, and has a line of code that runs. The FAQ is
+short, and its code runs.
 """
 import ast, inspect, json, re, warnings
 from pathlib import Path
@@ -18,12 +18,13 @@ root = Path(__file__).resolve().parent.parent
 found = tool.messages()
 sources = [fn.read_text(encoding='utf-8') for fn in tool.lib.rglob('[a-z]*.py')]
 
-# The beginnings of errors that fastaccum raises and catches itself, to show their text within another message
+# The beginnings of errors that fastaccum raises and catches itself, to show their text within another
+# message
 caught_inside = ('the predictions of', 'random numbers are drawn', 'the sizes of the parts', 'the loss is not finite',
     'there are only', 'do not know how to compare')
 
 def test_each_error_and_warning_has_a_key():
-    "If this fails, append `+ more_link('key')` to the message in the output, and write its entry on the page Messages"
+    "If this fails, append `+ more_link('key')` to the message, and write an entry on the page Messages"
     calls = [o for text in sources for o in ast.walk(ast.parse(text)) if isinstance(o, ast.Call) and o.args]
     classes = {o.name for text in sources for o in ast.walk(ast.parse(text)) if isinstance(o, ast.ClassDef)}
     messages = [o for o in calls if re.fullmatch('warn|.*Error', tool.called(o)) and tool.called(o) not in classes]
@@ -76,7 +77,8 @@ def test_a_row_says_what_to_do_and_what_to_type(key):
 @pytest.mark.parametrize('key', [k for k in written if k not in rows])
 def test_an_entry_says_why_and_what_to_type(key):
     title,*lines = written[key].partition('```python\n')[0].split('\n')
-    assert re.fullmatch('### [A-Za-z -]+', title)   # Sphinx makes the anchor from these characters unchanged
+    # Sphinx makes the anchor from these characters unchanged
+    assert re.fullmatch('### [A-Za-z -]+', title)
     assert len(' '.join(o for o in lines if not o.startswith(('>','<'))))>40 and '```python\n' in written[key]
 
 def test_no_heading_occurs_twice():
@@ -93,8 +95,8 @@ def test_an_answer_is_short_and_has_a_link(text):
     answer = prose(text.partition('\n')[2])
     assert 5<len(answer.split())<=60 and '](' in answer
 
-# Messages in the saved outputs of pages: `begins` has, by the first 40 characters of a message, a regular expression for
-# the whole message
+# Messages in the saved outputs of pages: `begins` has, by the first 40 characters of a message, a
+# regular expression for the whole message
 
 def begin(o): return o.text.partition(tool.blank)[0][:40]
 def pattern(o): return '[^\n]{0,400}?'.join(map(re.escape, o.text.split(tool.blank)))+fr'[^\n]*\nMore: \S+#{o.key}'
@@ -149,7 +151,8 @@ def test_the_code_of_an_answer_runs(name, tmp_path, monkeypatch):
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     dls = DataLoaders(DataLoader(data, bs=256), DataLoader(data[:16], bs=16))
     learn = Learner(dls, model, CrossEntropyLossFlat(), path=tmp_path)
-    monkeypatch.setattr(type(learn), 'bs_find', lambda self: 32)   # a real search would fill the memory of this machine
+    # a real search would fill the memory of this machine
+    monkeypatch.setattr(type(learn), 'bs_find', lambda self: 32)
     with learn.no_bar(), learn.no_logging(), warnings.catch_warnings():
         warnings.simplefilter('ignore')
         learn.fit(1)

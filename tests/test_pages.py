@@ -1,4 +1,4 @@
-"The tools that run notebooks work: tools/pasted.py runs them as tests, and tools/page.py saves their outputs."
+"tools/pasted.py runs a notebook as a test, and tools/page.py saves the outputs of a notebook."
 import json, subprocess, sys
 from pathlib import Path
 import page, pasted, pytest

@@ -1,4 +1,4 @@
-"The comparison with other libraries (`make peers`): its runs are right, and the pages show its saved results."
+"The comparison with other libraries, `make peers`, has right runs, and the pages show its results."
 import ast, json, sys
 from pathlib import Path
 import pytest
@@ -11,7 +11,7 @@ from benchmarks.peers.fastaccum import Fastaccum
 from benchmarks.peers.fastai import Fastai
 
 def run(peer, key):
-    "Return the results of the library `peer` in the case `key`, with deviations from a plain loop over full batches"
+    "Return the results of the library `peer` in the case `key`, compared with a plain loop"
     return right.run(peer, by_key[key])
 
 @pytest.mark.parametrize('key', [c.key for c in cases if c.kind in ('fit','again','interrupt')])
@@ -21,7 +21,10 @@ def test_fastaccum_gives_the_same_run_as_the_plain_loop(key):
     assert res['lr']<1e-8 and (key=='fp16' or res['weights']<1e-8) and res['loss']<(8*2**-10 if key=='fp16' else 1e-5)
 
 def test_the_comparison_finds_wrong_runs():
-    "`Bare` divides each loss by the number of micro-batches even if sizes differ; fastai's callback takes other steps"
+    """`Bare` divides each loss by the number of micro-batches even if sizes differ
+
+    Fastai's callback takes other steps.
+    """
     for key in ('B250','B240','B48','padded','interrupt'): assert run(Bare, key)['weights']>1e-4, key
     for key in ('A','clip','cycle','again'): assert run(Bare, key)['weights']<1e-14, key
     b250,cycle = (run(Fastai, key) for key in ('B250','cycle'))
@@ -39,7 +42,10 @@ def test_the_imports_of_a_benchmark_script_exist(fn):
             exec(compile(ast.Module([o], []), fn.name, 'exec'), {})
 
 def tables(page, ids):
-    "Run the cells `ids` of a page, or all cells; for each that shows a table, yield its id, the saved and the new table"
+    """Run the cells `ids` of a page, or all cells
+
+    For each that shows a table, yield its id, the saved and the new table.
+    """
     ns = {}
     for c in json.loads((root/f'nbs/{page}.ipynb').read_text(encoding='utf-8'))['cells']:
         if c['cell_type']!='code' or ids and c['id'] not in ids: continue

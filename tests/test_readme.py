@@ -1,4 +1,4 @@
-"README.md is short and true: its examples run, its commands exist, and its table is the output of the script."
+"README.md is short and true: examples run, commands exist, and the table is a script's output."
 import re, runpy, shutil, subprocess, sys
 from pathlib import Path
 import fastaccum, pytest
@@ -21,7 +21,10 @@ def test_both_examples_run_with_the_class_of_fastaccum(tmp_path):
     assert len(re.findall(r'^\W*[0-5] +\d\.\d+ .*\d\d:\d\d', out, re.M))==3+1+5
 
 def test_the_demo_shows_the_same_run(monkeypatch):
-    "Steps are those of the full-batch run; losses differ from it at most a hundredth as much as with fastai's callback"
+    """Steps are those of the full-batch run
+
+    Losses differ from it at most a hundredth as much as with fastai's callback.
+    """
     import demo
     monkeypatch.setattr(demo, 'n_epoch', 2)
     full,ours,fastais = (demo.train('', bs, cb)[1] for bs,cb in ((256, None), (32, demo.GradientAccumulation(256)),

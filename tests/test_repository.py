@@ -1,4 +1,4 @@
-"Rules for every commit: notebooks, modules and README agree, and no file contains a path of a developer's machine."
+"Notebooks, modules and README agree, and no file contains a path of a developer's machine."
 import re, shutil, subprocess, sys, tempfile
 from pathlib import Path
 import pytest, readme
@@ -44,7 +44,8 @@ def test_no_file_has_a_path_of_a_machine_or_is_large():
     "Files have at most 2 MiB, and no path of this checkout or of a home folder"
     places = {root, root.parent, Path.home()} - {Path('/'), Path('/tmp'), Path(tempfile.gettempdir())}
     here = '|'.join(re.escape(str(o)) for o in places)
-    # a path begins after a character that cannot belong to a path, or after the \n or \t of a string in a notebook
+    # a path begins after a character that cannot belong to a path, or after the \n or \t of a string in
+    # a notebook
     start = r'(?:(?<![\w.~-])|(?<=\\[nt]))'
     found = re.compile(fr'{start}(?:(?:{here})(?![\w.-])|/(?:home|Users)/\w+/).*'.encode())
     names = files_of_git()

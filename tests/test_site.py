@@ -1,8 +1,8 @@
-"""Tests of the documentation site, most of them in a browser. `make docs-test` builds the site and runs them.
+"""The documentation site works, in most tests in a browser. `make docs-test` builds and tests it.
 
-All tests are skipped if the site has not been built, and the tests in a browser are skipped without Chromium. With
-`SITE=built`, a missing site is a failure. `SHOTS=folder` saves four screenshots of each page: on a wide and a narrow
-screen, with light and dark colours.
+All tests are skipped if the site has not been built, and the tests in a browser are skipped without
+Chromium. With `SITE=built`, a missing site is a failure. `SHOTS=folder` saves four screenshots of each
+page: on a wide and a narrow screen, with light and dark colours.
 """
 import functools, inspect, json, os, re, shutil, sys
 from html import unescape
@@ -33,7 +33,8 @@ if any(fn.stat().st_mtime>built for fn in sources if '__pycache__' not in fn.par
 
 redirects = {f'{o}.html' for o in moved}
 pages = sorted({o.relative_to(site).as_posix() for o in site.rglob('*.html') if '_static' not in o.parts}-redirects)
-# `entries` has the names in Sphinx's inventory: {short name: (full name, page with the entry of this name)}
+# `entries` has the names in Sphinx's inventory: {short name: (full name, page with the entry of this
+# name)}
 inventory = InventoryFile.loads((site/'objects.inv').read_bytes(), uri='')
 entries = {re.sub(r'^fastaccum\.(core\.)?\w+\.', '', full): (full, item.uri.partition('.html')[0])
     for kind,items in inventory.data.items() if kind.startswith('py:') for full,item in items.items()}
@@ -80,8 +81,12 @@ def sidebar(page):
     return [urljoin(page, page.rpartition('/')[2] if o=='#' else o) for o in found]
 
 def test_users_and_contributors_have_menus_of_their_own():
-    "The users' menu is in the order of `order` in docs/build.py; the contributors' menu has every module"
-    api = [f'{o}.html' for o in (*public_modules,*pages_of_names)]   # in the menu, these pages stand below the page API
+    """The users' menu is in the order of `order` in docs/build.py
+
+    The contributors' menu has every module.
+    """
+    # in the menu, these pages stand below the page API
+    api = [f'{o}.html' for o in (*public_modules,*pages_of_names)]
     listed = [o for o in sidebar('index.html') if o not in api]
     assert listed==[f'{o}.html' for o in order if not o.startswith('contribute/')]
     assert {f'{o}.html' for o in public_modules}<=set(sidebar('index.html'))
@@ -107,18 +112,20 @@ def test_every_public_name_has_an_entry():
     for fn in (root/'fastaccum').rglob('[a-z]*.py'):
         mod = import_module('.'.join(fn.relative_to(root).with_suffix('').parts))
         own = [nm for nm in getattr(mod, '__all__', []) if fn.stem!='all']
-        documented = {nm.split('.')[-1] for nm in names}   # `__all__` may name a method that nbdev's `patch` has added to a class
+        # `__all__` may name a method that nbdev's `patch` has added to a class
+        documented = {nm.split('.')[-1] for nm in names}
         assert [nm for nm in own if nm not in documented]==[], fn.name
 
 @pytest.mark.parametrize('name', names)
 def test_each_entry_is_complete(name):
-    "The entry of a public name has an anchor, a link to the lines that define the name, and a table of errors"
+    "An entry has an anchor, a link to the lines that define the name, and a table of errors"
     full,page = entries[name]
     page = f'{page}.html'
     assert {full,name.lower()} <= ids(page)
     sign,_,entry = read(page).partition(f'id="{full}"')[2].partition('</dl>')[0].partition('</dt>')
     pinned,path,line = re.search(r'href="[^"]+/blob/([^/"]+)/([^#"]+)(?:#L([^"]+))?"', sign).groups()
-    assert pinned!='main' or not (root/'.git').exists()   # a link to the branch main would soon show other lines
+    # a link to the branch main would soon show other lines
+    assert pinned!='main' or not (root/'.git').exists()
     text = (root/path).read_text(encoding='utf-8').split('\n')
     short = name.split('.')[-1]
     if line: assert re.search(fr'(def|class) {short}\b', '\n'.join(text[int(line.split('-')[0])-1:][:3]))
@@ -141,7 +148,8 @@ def test_an_api_page_begins_with_the_import_to_type(page):
 def test_guides_open_in_colab(page):
     colab = f'https://colab.research.google.com/github/fastaccum/fastaccum/blob/main/nbs/{page}.ipynb'
     assert colab in link_targets(f'{page}.html')
-    assert 'google.colab' not in read(f'{page}.html')   # the site hides the cell that installs fastaccum in Colab
+    # the site hides the cell that installs fastaccum in Colab
+    assert 'google.colab' not in read(f'{page}.html')
 
 def test_the_site_hides_cells_of_nbdev_but_no_import():
     "Readers need the imports to run the cells below the imports"
@@ -161,7 +169,7 @@ def test_formulas_are_rendered():
         assert '$' not in text, page
 
 def test_pages_have_descriptions_and_a_link_to_the_repository():
-    "Search engines and link previews show the description, which is different on each page, and the picture"
+    "Search engines and link previews show the picture and the description, which each page has its own"
     descriptions = []
     for page in {*pages}-{'search.html'}:
         text = read(page)
@@ -187,13 +195,14 @@ def test_every_notebook_has_a_copy_in_markdown():
         assert not re.search(r'\]\((?!http)[^)]*\.ipynb|^\{\.', text, re.M), fn
         named = re.findall(r'\]\(https://fastaccum\.github\.io/fastaccum/?([^)#\s]*)', text)
         assert [o for o in named if not (site/(o or 'index.html')).is_file()]==[], fn
-    for nb in nbglob(root/'nbs', as_path=True):   # the copy is made from the notebook, whose title it begins with
+    # the copy is made from the notebook, whose title it begins with
+    for nb in nbglob(root/'nbs', as_path=True):
         text = (site/f'{page_of(nb.relative_to(root/"nbs"))}.html.md').read_text(encoding='utf-8')
         title = ''.join(json.loads(nb.read_text(encoding='utf-8'))['cells'][0]['source'][:1])
         assert text.startswith(title.strip()), nb
 
 def test_llms_txt_lists_every_page():
-    "llmstxt.org asks for a title, a summary, and sections of links with descriptions, the section Optional last"
+    "llmstxt.org asks for a title, a summary, and sections of links; the section Optional is last"
     text = (site/'llms.txt').read_text(encoding='utf-8')
     assert re.match(r'# fastaccum\n\n> \S.{100,}\n\n', text)
     base = re.escape('https://fastaccum.github.io/fastaccum/')
@@ -214,7 +223,8 @@ def test_the_skill_for_assistants_is_on_the_site():
 
 # Tests in a browser
 
-# The badges on the home page are the only content from other servers; the tests replace each by an empty picture
+# The badges on the home page are the only content from other servers; the tests replace each by an empty
+# picture
 badges = re.compile(r'https://(img\.shields\.io/pypi/|github\.com/[^?]+/badge\.svg)')
 svg = '<svg xmlns="http://www.w3.org/2000/svg" width="110" height="20"/>'
 
@@ -249,7 +259,8 @@ def tab(browser_tab):
     browser_tab.wrong.clear()
     return browser_tab
 
-# Run on a page: return what is wrong with the page (cut, scrolling or hard to read), and how light its background is
+# Run on a page: return what is wrong with the page (cut, scrolling or hard to read), and how light its
+# background is
 faults_of_page = """() => {
     const wrong = [], width = document.documentElement.clientWidth, all = (s) => [...document.querySelectorAll(s)];
     const seen = (e) => e.getClientRects().length > 0;
@@ -307,8 +318,10 @@ def test_each_page_is_readable_on_wide_and_narrow_screens(tab, page):
     shots = os.environ.get('SHOTS')
     tab.set_viewport_size(dict(width=1440, height=900))
     tab.goto(url+page, wait_until='load')
-    if page=='reference/cheat_sheet.html': assert tab.evaluate(bottom_of, 'section#words table')<=900   # the table fits on one screen
-    if page.removesuffix('.html') in public_modules:   # the first screen shows the signature and most of the parameters
+    # the table fits on one screen
+    if page=='reference/cheat_sheet.html': assert tab.evaluate(bottom_of, 'section#words table')<=900
+    # the first screen shows the signature and most of the parameters
+    if page.removesuffix('.html') in public_modules:
         assert tab.evaluate(bottom_of, 'article dl.py > dt')<500
         rows = ' tr' if page in ('accumulation.html','accum_find.html','wandb.html') else ''
         assert tab.evaluate(bottom_of, f'article dl.py table{rows}')<=900
@@ -345,7 +358,7 @@ search = """(words) => Object.fromEntries(words.map((o) => [window.asked = o,
 
 @pytest.fixture
 def search_site(tab):
-    "Return a function of a list of queries, which searches the site for each and returns the results by query"
+    "Return a function that searches the site for each of a list of queries; it returns {query: results}"
     tab.goto(f'{url}search.html?q=GradientAccumulation')   # the first search loads the index
     tab.wait_for_selector('#search-results a[href$="#fastaccum.accumulation.GradientAccumulation"]',
         state='attached')
@@ -362,7 +375,8 @@ def test_search_finds_the_names_that_users_import_and_no_internal_page(search_si
 searches = json.loads((root/'tests/searches.json').read_text(encoding='utf-8'))
 answers = {q:page for page,qs in searches.items() for q in qs}
 
-# Queries that must find a section: keywords that pages give to their sections, and words of messages for their entries
+# Queries that must find a section: keywords that pages give to their sections, and words of messages for
+# their entries
 keywords = json.loads(re.search('^const keywords = (.*);$', read('_static/language_data.js'), re.M)[1])
 message_words = {'loss not a mean':'loss-not-a-mean', '2 callbacks accumulate':'two-callbacks',
     'memory ran out with a single sample':'out-of-memory', 'memory ran out with a micro-batch':'memory-ran-out'}
@@ -373,7 +387,8 @@ def test_queries_lead_to_the_page_or_section_that_answers(search_site):
     results = search_site(answers)
     first = {q:(results[q] or ['nothing'])[-1].partition('.html')[0] for q in answers}
     assert {q:o for q,o in first.items() if o!=answers[q]}=={}
-    assert not search_site(['ormalis'])['ormalis']   # a query matches the beginning of a word, not its middle
+    # a query matches the beginning of a word, not its middle
+    assert not search_site(['ormalis'])['ormalis']
     found = search_site(sections)
     assert {q:found[q][-1:] for q,o in sections.items() if found[q][-1:]!=[o]}=={}
     for o in sections.values(): assert o.partition('#')[2] in ids(o.partition('#')[0])

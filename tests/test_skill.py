@@ -1,4 +1,4 @@
-"`skills/fastaccum/SKILL.md` tells assistants how to use the package: its code runs, and it names things that exist."
+"`skills/fastaccum/SKILL.md`, which tells assistants how to use the package, is right."
 import os, re, subprocess, sys
 from pathlib import Path
 import fastaccum
@@ -24,7 +24,7 @@ def test_the_code_of_the_skill_runs_in_a_fresh_interpreter_without_a_warning(tmp
     assert 'messages.html' not in res.stderr, res.stderr   # warnings of fastaccum link to this page
 
 def test_every_name_exists_and_every_warning_has_a_remedy():
-    "The names are those of `fastaccum.…`, of the warnings, and of two callbacks in the table of remedies"
+    "Each name after `fastaccum.` exists, and the table of remedies has each class of warnings"
     used = re.findall(r'fastaccum\.([A-Z]\w+)', text)
     used += re.findall(r'`(\w+Warning)`', text) + ['FreezeBN','ScaledLR']
     assert [o for o in used if o not in fastaccum.__all__]==[]

@@ -1,4 +1,4 @@
-"Micro-batches within a step do not synchronise the GPU, and cost fewer function calls than fastai's batches."
+"Micro-batches within a step do not synchronise the GPU, and make few function calls."
 import sys
 from contextlib import contextmanager
 import pytest, torch
@@ -20,7 +20,7 @@ def synchronisations():
         yield called
 
 def count_synchronisations(cbs, **kwargs):
-    "Return the number of synchronisations from each forward pass to the next, in an epoch of 18 micro-batches"
+    "Return how often each of 18 micro-batches synchronises, from its forward pass to the next one"
     learn,counts = toy(4, n=70, **kwargs),[]
     with synchronisations() as called:
         learn.model.register_forward_pre_hook(lambda *_: counts.append(len(called)))
@@ -40,8 +40,9 @@ def test_a_micro_batch_within_a_step_does_not_synchronise_the_gpu(kind, log, mon
     acc = kwargs.pop('acc', {})
     plain = count_synchronisations([], **kwargs)
     ours = count_synchronisations([GradientAccumulation(16, log_accum_batch=log, **acc)], **kwargs)
-    # these micro-batches may synchronise the GPU once more: each last one of a step, and the four whose losses are
-    # compared with the losses of their parts. The first one also checks `n_items`, so it may synchronise twice
+    # these micro-batches may synchronise the GPU once more: each last one of a step, and the four whose
+    # losses are compared with the losses of their parts. The first one also checks `n_items`, so it may
+    # synchronise twice
     steps,compared = [3,7,11,15],[0,1,2,4]
     assert len(plain)==len(ours)==17 and any(plain)
     for i,(a,b) in enumerate(zip(plain, ours)):

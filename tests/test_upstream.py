@@ -1,4 +1,4 @@
-"""Each patch for fastai in `upstream` applies to the installed version, and all patches together mend the faults.
+"""The patches for fastai in `upstream` apply to the installed version, and mend its faults.
 
 The page `faults_of_fastai` has a test for each fault, and shows that it fails without the patch.
 """

@@ -1,11 +1,11 @@
-"""Small Learners as users of fastai build them, in double precision, and parts to build other Learners from.
+"""Small Learners as users of fastai build them, in double precision, and parts of Learners.
 
 - Data and loaders: `random_floats`, `random_ints`, `tensor_loaders`, `with_loaders`, `MappingBatch`
 - Learners of nine applications: `make_application(name, drop)`, with the names in `applications`
 - Losses, and MixUp in double precision: `logits_of`, `cross_entropy`, `MixUpLoss`, `DoubleMixUp`
 - Any Learner: `silence_in_double`, `all_params`, `replaced_methods`
-- Layers: `StatefulLinear`, whose output depends on earlier forward passes; `CountedLayer`, whose activations are counted
-  by `ActivationCount`
+- Layers: `StatefulLinear`, whose output depends on earlier forward passes
+- Layers with activations to count: `CountedLayer`, `ActivationCount`
 """
 import numpy as np, pytest, random, torch
 from collections import UserDict
@@ -34,7 +34,7 @@ def random_ints(high, *shape):
     return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(1))
 
 def tensor_loaders(*tensors, bs=8):
-    "Return DataLoaders whose samples are the rows of these tensors, for training and also for validation"
+    "Return DataLoaders whose samples are the rows of these tensors, the same for validation"
     return DataLoaders(*(DataLoader(TensorDataset(*tensors), bs=bs) for _ in range(2)))
 
 def with_loaders(learn, *dls):
@@ -43,7 +43,7 @@ def with_loaders(learn, *dls):
     return learn
 
 class MappingBatch(UserDict):
-    "A batch like Hugging Face's `BatchEncoding`: a mapping that is not a dict, whose length is its number of keys"
+    "A batch like Hugging Face's `BatchEncoding`: no dict, but a mapping; its length counts keys"
 
 # Any Learner
 
@@ -58,10 +58,11 @@ def silence_in_double(learn):
     return learn.add_cb(Float32Loss())
 
 def replaced_methods(learn):
-    "Return the names of methods that were replaced on the Learner (the instance) or on a module of its model"
+    "Return the names of methods that were replaced on this Learner or on a module of its model"
     return [nm for o in (learn,*learn.model.modules()) for nm in vars(o) if callable(getattr(type(o), nm, None))]
 
-# Applications: each function takes the probability of dropout and arguments of the Learner; the data has 20 samples
+# Applications: each function takes the probability of dropout and arguments of the Learner; the data has
+# 20 samples
 
 def half_resnet18(**kwargs):
     "A resnet18 without its last two stages"
@@ -77,11 +78,15 @@ def vision(drop, bs=8, **kwargs):
 def unet(drop, **kwargs):
     dls = tensor_loaders(random_floats(20, 3, 16, 16), random_ints(3, 20, 16, 16))
     learn = unet_learner(dls, resnet18, cut=5, n_out=3, pretrained=False, normalize=False, **kwargs)
-    learn.model.layers = learn.model.layers[:-1]   # remove `ToTensorBase`, which casts double to single precision
+    # remove `ToTensorBase`, which casts double to single precision
+    learn.model.layers = learn.model.layers[:-1]
     return learn
 
 def awd_lstm_config(config, drop):
-    "Return fastai's config with small layers; `weight_p` is never 0, with which fastai 2.8.12 fails on a CPU"
+    """Return fastai's config with small layers
+
+    `weight_p` is never 0, with which fastai 2.8.12 fails on a CPU.
+    """
     ps = dict(output_p=drop, hidden_p=drop, input_p=drop, embed_p=drop, weight_p=drop or 1e-30)
     return config|dict(emb_sz=6, n_hid=8, n_layers=2)|ps
 
@@ -93,7 +98,10 @@ def text_classifier(drop, **kwargs):
     return Learner(dls, model, cbs=[ModelResetter(),RNNCallback()], **kwargs)
 
 def language_model(drop, **kwargs):
-    "Return a language model, which keeps a hidden state for each row of the batch; a callback penalises activations"
+    """Return a language model, which keeps a hidden state for each row of the batch
+
+    A callback penalises activations.
+    """
     dls = DataLoaders(*(LMDataLoader([*random_ints(18, 24, 7)+2], bs=8, seq_len=5) for _ in range(2)))
     model = get_language_model(AWD_LSTM, 20, awd_lstm_config(awd_lstm_lm_config, drop))
     return Learner(dls, model, cbs=[ModelResetter(),RNNCallback(),RNNRegularizer(2, 1)], **kwargs)
@@ -135,7 +143,10 @@ applications = dict(vision=vision, unet=unet, text_classifier=text_classifier, l
     tabular=tabular, bert=transformer, gpt2=partial(transformer, nm='GPT2'), t5=t5, wgan=wgan)
 
 def make_application(nm, drop=0., **kwargs):
-    "Return the Learner of the application `nm`, with the same weights in each call; `drop` is the dropout"
+    """Return the Learner of the application `nm`, with the same weights in each call
+
+    `drop` is the dropout.
+    """
     if nm in ('bert','gpt2','t5'): pytest.importorskip('transformers')
     torch.manual_seed(0)
     return silence_in_double(applications[nm](drop, **kwargs))
@@ -147,7 +158,7 @@ def logits_of(out):
     return out if isinstance(out, torch.Tensor) else out['logits']
 
 def cross_entropy(out, y):
-    "Return the cross-entropy of samples, or of tokens if targets are sequences, for the output of any application"
+    "Return the cross-entropy of samples, or of tokens if targets are sequences"
     return F.cross_entropy(logits_of(out).transpose(1, -1) if y.ndim==2 else logits_of(out), y)
 
 class MixUpLoss(nn.CrossEntropyLoss):
@@ -161,10 +172,10 @@ class DoubleMixUp(MixUp):
 # Layers
 
 class ActivationCount:
-    """Counts the samples whose activations are in memory, summed over all layers of the type `CountedLayer`
+    """Counts the samples whose activations are in memory, summed over all `CountedLayer`s
 
-    An instance stands for the activations of `n` samples of one layer: its `__init__` adds `n`, its `__del__` subtracts
-    `n`. Memory runs out if the sum exceeds `cap`.
+    An instance stands for the activations of `n` samples of one layer: its `__init__` adds `n`, its
+    `__del__` subtracts `n`. Memory runs out if the sum exceeds `cap`.
     """
     now = 0   # samples in memory now
     peak = 0   # the largest value of `now`
@@ -197,8 +208,9 @@ class CountedLayer(Module):
 class StatefulLinear(nn.Linear):
     """A layer whose output in training depends on every kind of state that a forward pass can change
 
-    The state consists of a buffer that is replaced, a buffer that is changed in place, attributes that are no buffers,
-    and the random numbers of five generators: those of Python, NumPy and torch, and two of the layer.
+    The state consists of a buffer that is replaced, a buffer that is changed in place, attributes that
+    are no buffers, and the random numbers of five generators: those of Python, NumPy and torch, and two
+    of the layer.
     """
     def __init__(self, n):
         super().__init__(n, n)

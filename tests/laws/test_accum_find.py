@@ -20,7 +20,8 @@ class Theta(nn.Module):
 def quadratic(scale, bs=4, n=4096, d=200, **kwargs):
     """Return a Learner whose noise scale is `scale`
 
-    The gradient of a sample is θ-x, where |θ|=1, and the variances of the numbers in x add up to `scale`.
+    The gradient of a sample is θ-x, where |θ|=1, and the variances of the numbers in x add up to
+    `scale`.
     """
     x = torch.randn(n, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)*(scale/d)**.5
     return toy(bs, data=TensorDataset(x, torch.zeros(n)), model=lambda: Theta(d), shuffle=True, opt_func=SGD,
@@ -32,7 +33,8 @@ def near(a, b): return b/1.5<float(a)<b*1.5   # the noise scale is estimated fro
 @pytest.mark.parametrize('scale,lr', [(16,0.), (64,.002), (256,0.)])
 def test_it_finds_a_known_noise_scale(scale, lr):
     "The learning rate is 0, or so large that the weights change during the search"
-    rates = []   # a list outside of the callback, because accum_find restores the attributes of callbacks
+    # a list outside of the callback, because accum_find restores the attributes of callbacks
+    rates = []
     found = find_accum_bs(quadratic(scale), steps=40, lr=lr,
         cbs=CallAt('before_step', lambda l: rates.append(l.opt.hypers[-1]['lr'])))
     assert near(int(found), scale) and int(found)%4==0 and near(found.scale, scale) and rates==[lr]*40
@@ -64,7 +66,7 @@ def test_batches_that_the_learner_splits_are_split(micro):
     assert near(found.scale, 16) and (micro=='auto' or int(found)%micro==0)
 
 def test_with_a_loss_over_targets_the_suggestion_is_in_samples():
-    "All samples have 6 targets here, so it is also the suggestion for a loss that is a mean over samples"
+    "Samples have 6 targets each, so a loss that is a mean over samples gives the same suggestion"
     x = toy_data(64).tensors[0].unsqueeze(1).repeat(1, 6, 1)
     ds = TensorDataset(x, (x[...,0]<-1).long())
     a,b = (find_accum_bs(toy(4, data=ds, loss_func=f), lr=0.) for f in (CrossEntropy(),lambda p,y: CrossEntropy()(p, y)))
@@ -85,7 +87,7 @@ def test_if_noise_hides_the_gradient_the_measured_size_is_suggested(n, size):
     assert 'noise hides the gradient' in repr(found) and ('an epoch has no more' in repr(found))==(size>n)
 
 def test_callbacks_of_the_planned_fit_take_part():
-    "A callback makes the gradient four times as long, with the same noise, so the noise scale is a sixteenth"
+    "A callback makes the gradient four times as long but not the noise, so the scale is a sixteenth"
     def pull(l): l.loss_grad = l.loss_grad+3*(l.model.theta*200**-.5).sum()
     learn = quadratic(128)
     assert near(find_accum_bs(learn, lr=0., cbs=CallAt('after_loss', pull)).scale, 8) and near(find_accum_bs(learn, lr=0.).scale, 128)

@@ -1,10 +1,10 @@
 """Learners as fastai users build them get the same weights from micro-batches as from full batches.
 
-The runs are in double precision, so that rounding is much smaller than the difference of a wrong run. Layers whose
-results depend on the batch size by design are replaced: BatchNorm becomes GroupNorm, and dropout is 0. Loaders make
-their items in this process, in an order that does not depend on the batch size, so that the augmentation of items and
-the noise of a GAN are the same. Tests with BatchNorm, and with the losses of fastai in single precision, are in
-`test_warnings_are_true.py`.
+The runs are in double precision, so that rounding is much smaller than the difference of a wrong run.
+Layers whose results depend on the batch size by design are replaced: BatchNorm becomes GroupNorm, and
+dropout is 0. Loaders make their items in this process, in an order that does not depend on the batch
+size, so that the augmentation of items and the noise of a GAN are the same. Tests with BatchNorm, and
+with the losses of fastai in single precision, are in `test_warnings_are_true.py`.
 """
 import numpy as np, pandas as pd, pytest, torch
 from functools import partial
@@ -50,7 +50,7 @@ def two_fits(learn, cbs):
     learn.fit_flat_cos(1, 1e-3, cbs=cbs)
 
 def both(make, fit=one_cycle, micro=4, full=16, cbs=list, **kwargs):
-    "Return two Learners that `make(bs)` made: one trained on batches of `full`, the other on micro-batches of `micro`"
+    "Return two Learners from `make(bs)`, trained on batches of `full` and on micro-batches of `micro`"
     def run(bs, acc):
         set_seed(0)
         learn = in_double(groupnorm_in(make(bs)))
@@ -86,7 +86,8 @@ def segmenter(bs, loss_func=CrossEntropyLossFlat(axis=1, ignore_index=255)):
 
 def segmenter_in_double(bs):
     learn = segmenter(bs, nn.CrossEntropyLoss(ignore_index=255))
-    learn.model.layers = learn.model.layers[:-1]   # remove `ToTensorBase`, which casts double to single precision
+    # remove `ToTensorBase`, which casts double to single precision
+    learn.model.layers = learn.model.layers[:-1]
     return learn
 
 # Text
@@ -94,7 +95,10 @@ def segmenter_in_double(bs):
 words = [f'w{i}' for i in rng.integers(0, 30, 40*12)]
 
 def texts(bs, is_lm, sizes=(12,), dl_type=None, seq_len=6):
-    "Return loaders of 40 texts; `sizes` has the numbers of words of the first texts, and repeats for the next texts"
+    """Return loaders of 40 texts
+
+    `sizes` has the numbers of words of the first texts, and repeats for the next texts.
+    """
     df = pd.DataFrame([dict(text=' '.join(words[i*12:][:sizes[i%len(sizes)]]), label='ab'[i%2]) for i in range(40)])
     text = TextBlock.from_df('text', is_lm=is_lm, seq_len=seq_len, min_freq=1, tok=BaseTokenizer(), rules=[],
         n_workers=0)
@@ -107,12 +111,15 @@ small = dict(emb_sz=8, n_hid=10, n_layers=2)
 no_dropout = dict(small, output_p=0., hidden_p=0., input_p=0., embed_p=0., weight_p=1e-30)
 
 def sentiment(bs):
-    "Return a text classifier with a plain loader, because the order of fastai's `SortedDL` depends on the batch size"
+    "Return a text classifier without `SortedDL`, whose order depends on the batch size"
     return text_classifier_learner(texts(bs, False, dl_type=TfmdDL), AWD_LSTM, config=awd_lstm_clas_config|no_dropout,
         pretrained=False, drop_mult=1., ps=[0.], loss_func=CrossEntropy(), metrics=accuracy)
 
 def language(_):
-    "Return a language model with batches of 16, to be split; smaller batches of the loader would have other texts"
+    """Return a language model with batches of 16, to be split
+
+    Smaller batches of the loader would have other texts.
+    """
     learn = language_model_learner(texts(16, True), AWD_LSTM, config=awd_lstm_lm_config|no_dropout, pretrained=False)
     learn.loss_func = CrossEntropy()
     return learn
@@ -129,7 +136,8 @@ def table(bs, n=32, drop_last=True, config=tabular_config(use_bn=False, bn_cont=
         drop_last=drop_last, num_workers=0, device='cpu')
     return tabular_learner(dls, layers=[20,10], config=config, loss_func=loss_func, metrics=accuracy)
 
-def rating_loss(p, y): return F.mse_loss(p.flatten(), y.flatten())   # fastai's loss casts to single precision
+# fastai's loss casts to single precision
+def rating_loss(p, y): return F.mse_loss(p.flatten(), y.flatten())
 
 def ratings(bs, loss_func=rating_loss, **kwargs):
     r = np.random.default_rng(0)
@@ -159,12 +167,12 @@ def box_loss(preds, targs):
     return torch.stack([torch.cdist(t['boxes'], p, p=1).min(1).values.mean() for p,t in zip(preds, targs)]).mean()
 
 def detection(bs, n=38):
-    "Return a detector whose batches are lists: pictures of several sizes, and targets with 1 to 9 boxes for each"
+    "Return a detector whose batches are lists of pictures of several sizes, each with 1 to 9 boxes"
     def item(i, gen): return torch.randn(3, 8, 8+i%3, generator=gen),dict(boxes=torch.rand(1+i%9, 4, generator=gen))
     return learner_of_items(bs, Detector(), box_loss, lambda items: tuple(map(list, zip(*items))), item, n)
 
 class Tagger(Module):
-    "Tags tokens as models of transformers do: takes a mapping, and returns logits, or with labels a dict with the loss"
+    "Tags tokens: takes a mapping, and returns logits, or if it has labels, a dict of loss and logits"
     def __init__(self): self.emb,self.rnn,self.head = nn.Embedding(20, 8),nn.GRU(8, 8, batch_first=True),nn.Linear(8, 3)
     def forward(self, batch):
         logits = self.head(self.rnn(self.emb(batch['input_ids'])*batch['attention_mask'][...,None])[0])

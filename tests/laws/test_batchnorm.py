@@ -14,7 +14,7 @@ def small(bs=4, n=64, **kwargs): return toy(bs, n=n, **dict(dict(model=body, spl
 def stats(learn): return torch.cat([o.flatten().double() for o in learn.model.buffers()])
 
 def is_mean_of(learn, bs, k, x=None):
-    "Return whether the statistics of the BatchNorm layer are means over the first `k` batches of `bs` samples"
+    "Return whether the layer's statistics are means over the first `k` batches of `bs` samples"
     bn,x = learn.model[1],torch.stack([o for o,_ in learn.dls.train.dataset]) if x is None else x
     with torch.no_grad(): parts = learn.model[0](x)[:k*bs].split(bs)
     expected = [torch.stack([f(o) for o in parts]).mean(0) for f in (lambda o: o.mean(0),lambda o: o.var(0))]
@@ -35,7 +35,7 @@ def test_statistics_are_the_mean_over_whole_batches(n, bs, micro, limit, torchs)
     (4,200,lambda: GradientAccumulation(1000)), (4,32,lambda: GradientAccumulationScheduler({0:2, 1:8}))])
 @pytest.mark.filterwarnings('ignore')
 def test_by_default_recalibration_has_batches_as_large_as_a_step(bs, want, cb):
-    "Without accumulation, it has the loader's batch size, but at least 64 samples, and at most the dataset"
+    "Without accumulation: of the loader's size, but at least 64 samples, and at most the dataset"
     learn = small(bs, 200, cbs=cb and cb())
     if want==32 and bs==4: learn.fit(2, 0.1)
     learn.recalibrate_bn()
@@ -50,7 +50,7 @@ def test_the_batches_of_a_loader_without_a_batch_size_are_not_changed():
         assert is_mean_of(learn, 8, 8, x)
 
 def test_recalibration_reads_the_inputs_of_the_loader_without_dropout_and_callbacks():
-    "The model has two inputs, a layer without weights and with a cumulative average, and a layer without statistics"
+    "One layer has no weights and a cumulative average, another layer has no statistics"
     class Two(Module):
         def __init__(self):
             self.drop,self.bn,self.lin = nn.Dropout(0.9),nn.BatchNorm1d(5, momentum=None, affine=False),nn.Linear(5, 3)
@@ -85,7 +85,10 @@ def test_training_goes_on_as_if_nothing_had_happened(torchs, how):
 
 @pytest.mark.parametrize('exc,in_fit', [(KeyboardInterrupt,True), (torch.OutOfMemoryError,False)])
 def test_interrupts_and_errors_leave_the_statistics_as_they_were(exc, in_fit):
-    "The second batch of 24 samples fails; training has batches of 4, so this batch belongs to the recalibration"
+    """The second batch of 24 samples fails
+
+    Training has batches of 4, so this batch belongs to the recalibration.
+    """
     learn,noted,sizes = small(n=70),RecordAt('after_train', stats),[]
     def fail(m, i):
         sizes.append(len(i[0]))
@@ -109,7 +112,7 @@ def test_validation_and_saved_models_have_the_recalibrated_statistics(tmp_path):
     assert is_mean_of(learn, 16, 4)   # the file has the statistics for its weights
 
 def test_the_callback_acts_in_training_only():
-    "In validation, prediction and `lr_find` it does nothing, and the method `recalibrate_bn` can still be called"
+    "It does nothing in validation, prediction and `lr_find`; the method can still be called"
     learn,seen = small(cbs=RecalibrateBN(16)),[]
     learn.model[0].register_forward_hook(lambda m,i,o: seen.append(len(o)))
     before = stats(learn)
@@ -132,7 +135,8 @@ def test_the_statistics_of_frozen_layers_are_not_recalibrated():
     learn.add_cb(FreezeBN(lambda m: m[2:]))
     with pytest.raises(ValueError, match='all BatchNorm layers are frozen'): learn.recalibrate_bn(16)
     with pytest.warns(UserWarning, match='all BatchNorm layers are frozen'): learn.fit(1, 0.1, cbs=RecalibrateBN())
-    assert last.num_batches_tracked==4 and first.num_batches_tracked==16   # `FreezeBN` does not freeze the first layer
+    # `FreezeBN` does not freeze the first layer
+    assert last.num_batches_tracked==4 and first.num_batches_tracked==16
 
 def test_statistics_stay_frozen_if_a_callback_calls_train_but_not_after_an_interrupt():
     learn = small(cbs=[CallAt('after_backward', lambda l: l.model.train())])

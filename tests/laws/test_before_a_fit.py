@@ -90,7 +90,8 @@ def test_with_n_batches_a_step_has_that_many_micro_batches(seed):
     b,c = toy(micro, n=n),toy(micro*2, n=n)
     one_cycle(b, [GradientAccumulation(n_batches=n_batches)])
     assert_same_run(a, b)
-    acc = GradientAccumulation(n_batches=n_batches, micro_batch_size=micro)   # batches of the loader are split
+    # batches of the loader are split
+    acc = GradientAccumulation(n_batches=n_batches, micro_batch_size=micro)
     assert acc.accum_bs is None
     one_cycle(c, [acc])
     assert acc.accum_bs==micro*n_batches
@@ -115,7 +116,8 @@ def test_samples_and_batches_together_are_refused(kwargs):
     assert '#two-sizes' in str(e.value)
     for bad in (0, 4., '4', True):
         with pytest.raises((ValueError,TypeError), match='`n_batches` must be'): GradientAccumulation(n_batches=bad)
-    with pytest.raises(TypeError): GradientAccumulation(64, True, None, None, None, 4)   # `n_batches` must be named
+    # `n_batches` must be named
+    with pytest.raises(TypeError): GradientAccumulation(64, True, None, None, None, 4)
 
 @pytest.mark.parametrize('nm', ['accum_bs','n_acc'])
 def test_a_step_smaller_than_a_batch_says_that_samples_are_counted_and_how_to_count_batches(nm):
@@ -159,7 +161,8 @@ def test_a_step_larger_than_the_epoch_is_warned_of(loader_drops):
 
 # fastai's class of the same name, used by accident
 
-# `sorted_imports` has the order that a sorter of imports makes: fastai's star import then replaces fastaccum's class
+# `sorted_imports` has the order that a sorter of imports makes: fastai's star import then replaces
+# fastaccum's class
 sorted_imports = "from fastaccum import GradientAccumulation\nfrom fastai.vision.all import *\n"
 right_imports = "from fastai.vision.all import *\nfrom fastaccum import GradientAccumulation\n"
 fits = """
@@ -234,7 +237,8 @@ def test_the_error_for_two_callbacks_says_where_each_was_given():
     assert f'{ours}, {fastais}' in one_each and 'remove_cbs' in one_each
     both_there = refusal(toy(4, cbs=[acc(8),acc]), None)
     assert both_there.count('(on the Learner)')==2 and 'passed' not in both_there
-    assert refusal(toy(4, cbs=acc(8)), acc).count('passed')==1   # fastai also takes a class and creates the callback itself
+    # fastai also takes a class and creates the callback itself
+    assert refusal(toy(4, cbs=acc(8)), acc).count('passed')==1
 
 # Memory that runs out with a fixed size of micro-batches
 

@@ -74,7 +74,8 @@ def test_the_measured_speed_of_a_compiled_model_leaves_out_the_compilation():
 
 def test_an_error_is_raised_if_no_size_fits():
     with pytest.raises(torch.OutOfMemoryError, match='8, 4, 2, 1 samples.*planted'): find_bs(capped(0), init_val=8)
-    with pytest.raises(torch.OutOfMemoryError, match='2, 1 samples'):   # BatchNorm cannot train on a single sample
+    # BatchNorm cannot train on a single sample
+    with pytest.raises(torch.OutOfMemoryError, match='2, 1 samples'):
         find_bs(capped(1, mid=lambda: nn.BatchNorm1d(6)))
 
 def test_the_size_is_limited_by_the_samples_and_by_the_number_of_trials():
@@ -88,8 +89,9 @@ def test_the_size_is_limited_by_the_samples_and_by_the_number_of_trials():
 
 @pytest.mark.parametrize('n', [1,2,5])
 def test_a_trial_takes_real_steps(n):
-    "It takes at least two steps, so that a forward pass runs while memory holds gradients and the optimizer's state"
-    has_grads,steps = [],[]   # lists outside of callbacks, because `bs_find` restores the attributes of callbacks
+    "At least two steps, so that memory holds gradients and the optimizer's state in a forward pass"
+    # lists outside of callbacks, because `bs_find` restores the attributes of callbacks
+    has_grads,steps = [],[]
     def has_grad(l): has_grads.append(l.model[0].weight.grad is not None)
     def step(l): steps.append((len(l.x),bool(l.opt.state),l.model[0].weight.grad.any().item()))
     cbs = [CallAt('after_pred', has_grad),CallAt('after_step', step)]
@@ -146,7 +148,7 @@ def test_the_memory_of_a_trial_is_freed_before_the_next_trial_and_at_the_end(cap
 # Loaders of all kinds
 
 class Tokens(nn.Module):
-    "A model that runs out of memory with more than `cap` tokens in a batch, and averages over dimension `over` or None"
+    "A model that runs out of memory with more than `cap` tokens; it may average over a dimension `over`"
     def __init__(self, cap, over): super().__init__(); self.cap,self.over,self.lin = cap,over,nn.Linear(1, 2)
     def forward(self, x):
         if x.numel()>self.cap: raise oom()
@@ -160,7 +162,10 @@ def on_loader(dl, cap, valid=None, loss=nn.functional.cross_entropy, over=1):
 data = [(torch.ones(5),torch.tensor(0)) for _ in range(50)]
 
 def test_the_size_fits_the_longest_texts():
-    "`SortedDL` begins with the longest texts; after `apply=True`, rows of a language model's loader are still in order"
+    """`SortedDL` begins with the longest texts
+
+    After `apply=True`, rows of a language model's loader are still in order.
+    """
     texts = [(torch.full((n,), 2),torch.tensor(i%2)) for i,n in enumerate([5]*50+[50]+[6]*50)]
     assert find_bs(on_loader(SortedDL(texts, bs=4, shuffle=True, before_batch=pad_input, num_workers=0), 1000)).size==20
     dls = [LMDataLoader([torch.arange(1000)]*20, bs=bs, seq_len=50) for bs in (4,64)]
@@ -170,7 +175,7 @@ def test_the_size_fits_the_longest_texts():
     assert ((x[:,1:]-x[:,:-1])%1000==1).all()
 
 def test_streams_and_transforms_of_batches_are_supported_and_loaders_without_a_batch_size_refused():
-    "An iterable dataset may end before its announced length, and a transform that doubles a batch halves the size"
+    "A stream may end before its announced length; a transform that doubles a batch halves the size"
     class Stream(IterableDataset):
         def __iter__(self): return iter(data)
         def __len__(self): return 100   # there are only 50 samples

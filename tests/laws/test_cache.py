@@ -1,4 +1,4 @@
-"`GradientCache` passes micro-batches to the model and whole batches to loss and callbacks: the run stays the same."
+"`GradientCache` passes parts of a batch to the model and whole batches to the loss, in the same run."
 import os, pytest, random, torch
 from copy import deepcopy
 from functools import partial
@@ -25,7 +25,7 @@ def in_place(z, y): return nt_xent(z.mul_(2).sigmoid_())
 # Callbacks that change the loss or call the model
 
 def penalty(l):
-    "Add two penalties: one on the predictions, and one on the weights, whose gradient bypasses the predictions"
+    "Add a penalty on the predictions, and one on the weights, whose gradient bypasses the predictions"
     l.loss_grad = l.loss_grad+0.1*sum(p.pow(2).sum() for p in l.model.parameters())+0.1*l.pred.pow(2).mean()
 def penalties(): return [CallAt('after_pred', lambda l: setattr(l, 'pred', l.pred*1.5)),CallAt('after_loss', penalty)]
 
@@ -114,7 +114,7 @@ def test_the_model_sees_micro_batches_and_callbacks_see_the_batch():
 # Random numbers, and state that a forward pass changes
 
 class InParts(Module):
-    "In training, applies the model `m` to parts of `size` samples, and keeps the graph of all parts until the end"
+    "In training, applies the model `m` to parts of `size` samples, with one graph of all parts"
     def __init__(self, m, size): self.m,self.size = m,size
     def forward(self, x): return torch.cat([self.m(o) for o in x.split(self.size)]) if self.training else self.m(x)
 
@@ -125,7 +125,10 @@ changing_layers = dict(dropout=lambda: nn.Dropout(0.7), batchnorm=lambda: nn.Bat
 @pytest.mark.filterwarnings('ignore:BatchNorm1d normalises')
 @pytest.mark.parametrize('nm,size', list(product(changing_layers, [2,8])))
 def test_the_run_is_that_of_one_forward_pass_over_each_part(nm, size):
-    "The second forward pass repeats the random numbers of the first and changes no buffer; the loss draws others"
+    """The second forward pass repeats the random numbers of the first and changes no buffer
+
+    The loss draws others.
+    """
     def noisy(z, y): return nt_xent(z+0.1*torch.randn_like(z))
     def run(model, cbs):
         drawn = RecordAt('after_batch', lambda _: (torch.rand(1).item(), random.random()))
@@ -153,7 +156,7 @@ def test_batchnorm_is_warned_of_once_in_a_fit(more):
 
 @pytest.mark.parametrize('mode,penalty,way', list(product(['fp16','bf16'], [False,True], ['cached','checkpointed'])))
 def test_in_mixed_precision_the_run_differs_by_the_rounding_of_mixed_precision(mode, penalty, way):
-    "Both forward passes have the same precision, even if a penalty uses weights that autocast has already cast"
+    "Both forward passes have one precision, even if a penalty uses weights that autocast has cast"
     def on_weights(l): l.loss_grad = l.loss_grad+(torch.eye(6)@l.model[2].weight).float().pow(2).mean()
     def run(half, *cbs):
         seen = []
@@ -174,8 +177,8 @@ def test_in_mixed_precision_the_run_differs_by_the_rounding_of_mixed_precision(m
 class Towers(Module):
     """A model like CLIP, with a learned temperature
 
-    Some outputs have no rows or no gradient, or the loss does not use them. One output, `protos`, has 4 rows that are no
-    samples, although a micro-batch may also have 4 samples.
+    Some outputs have no rows or no gradient, or the loss does not use them. One output, `protos`, has 4
+    rows that are no samples, although a micro-batch may also have 4 samples.
     """
     def __init__(self, out):
         self.a,self.b,self.scale,self.out = net(),net(),nn.Parameter(torch.tensor(0.7).double()),out
@@ -228,7 +231,8 @@ def test_texts_whose_chunks_fastai_leaves_out_are_warned_of():
     def n_warnings(pad):
         learn = make_application('text_classifier', loss_func=lambda out,*_: nt_xent(logits_of(out))).add_cb(Cached(3))
         def end(l):
-            for i in pad[:len(l.x)]: l.x[i%len(l.x),8:] = 1   # 1 is padding; the third chunk of 4 tokens begins at 8
+            # 1 is padding; the third chunk of 4 tokens begins at 8
+            for i in pad[:len(l.x)]: l.x[i%len(l.x),8:] = 1
         with collect_warnings() as collected: learn.fit(1, cbs=CallAt('before_batch', end))
         words = 'SentenceEncoder','ActivationCheckpoint'
         return sum(all(w in str(o.message) for w in words) for o in collected)
@@ -332,7 +336,7 @@ def test_auto_finds_the_size_that_fits(nm, stage, cap, size):
 @pytest.mark.parametrize('attempts,acc', list(product([{0},{2},{3,9,14},None], [False,True])), ids=str)
 @pytest.mark.filterwarnings('ignore:memory ran out')
 def test_memory_may_run_out_in_the_middle_of_a_batch_or_a_step(attempts, acc):
-    "Memory runs out in backward passes of any size, when earlier ones have added to the gradients, or in validation"
+    "Memory runs out in any backward pass, also after earlier ones of the step, or in validation"
     runs_out = runs_out_on_attempts(attempts, 'backward', 0) if attempts else runs_out_above(5, 'validation')
     def cbs(): return [accumulated()] if acc else []
     with pytest.warns(UserWarning, match='memory ran out'):

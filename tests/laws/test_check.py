@@ -67,7 +67,7 @@ def mappings():
     learn.dls.n_inp = 2
     return learn
 def before_norm():
-    "Return a model in which normalisation removes a bias, so the gradient of this bias is only a rounding error"
+    "Return a model with a bias that normalisation removes, so its gradient is a rounding error"
     conv = nn.Unflatten(1, (1,5)),nn.Conv1d(1, 3, 2),nn.InstanceNorm1d(3),nn.Flatten()
     return nn.Sequential(*conv, nn.Linear(12, 3)).double()
 
@@ -105,8 +105,8 @@ exact = dict(plain=lambda: toy(12), tokens=lambda: toy(12, tokens=True), batch_o
 def blocks(*layers): return lambda: nn.Sequential(*map(nn.Sequential, layers)).double()
 def pairs(cb): return learner_of(blocks(nn.Linear(5, 3)), loss_func=contrastive, cbs=cb)
 with_draws = blocks(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(.2), nn.Linear(6, 3))
-# What gets the whole batch: loss and callbacks with a cache; model, loss and callbacks with checkpoints; callbacks in
-# `before_batch` if batches are split
+# What gets the whole batch: loss and callbacks with a cache; model, loss and callbacks with checkpoints;
+# callbacks in `before_batch` if batches are split
 acc = GradientAccumulation
 cached,split = partial(GradientCache, micro_batch_size=4),partial(acc, 12, micro_batch_size=4)
 ways = dict(cache=lambda: pairs(cached()), cache_and_mixup=lambda: with_mixup(cached()),
@@ -119,7 +119,8 @@ ways = dict(cache=lambda: pairs(cached()), cache_and_mixup=lambda: with_mixup(ca
 def test_a_fit_that_is_the_full_batch_run_passes(nm):
     res = check((exact|ways)[nm](), steps=3)
     assert res and res.ok and 'the same run' in repr(res) and [*res.off]==[*row_names,'weights'], res
-    assert failed_rows(res)==({'weights'} if nm=='overflows' else set()), res   # the overflow skips a step, so weights differ
+    # the overflow skips a step, so weights differ
+    assert failed_rows(res)==({'weights'} if nm=='overflows' else set()), res
 
 class Queue(Callback):
     "Fails unless 32 is a multiple of the batch size, as a queue of 32 embeddings may"
@@ -141,8 +142,9 @@ def fails_unless(*sizes):
 def test_the_check_compares_the_sizes_of_training(bs, cbs, kwargs, parts):
     """If a callback accumulates, the check compares a whole step with the micro-batches of this step
 
-    Without such a callback, or if a step is one micro-batch, the check cuts the batch into parts of unequal sizes: with
-    equal sizes, a mean of means would be right by chance. If a callback fails with these sizes, it tries other sizes.
+    Without such a callback, or if a step is one micro-batch, the check cuts the batch into parts of
+    unequal sizes: with equal sizes, a mean of means would be right by chance. If a callback fails with
+    these sizes, it tries other sizes.
     """
     batch_sizes = []
     note = CallAt('before_batch', lambda learn: batch_sizes.append(len(learn.y)))
@@ -164,7 +166,10 @@ def test_if_a_step_does_not_fit_into_memory_fewer_samples_are_compared(cbs, whol
 
 @pytest.mark.parametrize('kwargs', [dict(n_items=lambda learn: 1),dict(n_items=lambda learn: len(learn.y)**2)])
 def test_a_wrong_n_items_is_found_even_if_all_parts_are_equal(kwargs):
-    "If all parts are equal, any `n_items` gives them equal weights, which are right; unequal parts would be wrong"
+    """If all parts are equal, any `n_items` gives them equal weights, which are right
+
+    Unequal parts would be wrong.
+    """
     res = check(toy(8, n=32, cbs=acc(32, **kwargs)))
     o = row(res, 'loss')
     assert failed_rows(res)=={'loss'} and res.off['loss']>1e-3 and 'unequal sizes' in o.where and o.remedy, res
@@ -187,7 +192,10 @@ def test_tf32_is_off_while_the_check_runs(nm, no, yes):
         for o,was in zip(backends, before): setattr(o, nm, was)
 
 def test_a_compiled_model_is_checked_without_compiling_it():
-    "The check runs batches of many sizes with hooks, and each would be compiled anew. A fit after the check compiles"
+    """The check runs batches of many sizes with hooks, and each would be compiled anew
+
+    A fit after the check compiles.
+    """
     compiled = []
     def backend(graph, inputs):
         compiled.append(len(inputs))
@@ -249,8 +257,9 @@ class LossWithBatchNorm(nn.Module):
         self.judge = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
     def forward(self, p, y): return self.judge(p).square().mean()+F.cross_entropy(p, y)
 
-# Each case: a function that returns a Learner; the rows of the check that fail (besides gradients and buffers) and the
-# causes that each names; whether the row `gradients` says that the run would be exact without these causes
+# Each case: a function that returns a Learner; the rows of the check that fail (besides gradients and
+# buffers) and the causes that each names; whether the row `gradients` says that the run would be exact
+# without these causes
 different = dict(batchnorm=(lambda: with_layers(nn.BatchNorm1d(6)), dict(predictions='BatchNorm1d 1'), True),
     dropouts=(lambda: with_layers(nn.Dropout(.2), nn.Tanh(), nn.Dropout(.2)), dict(draws='Dropout 1, 3'), True),
     skip=(lambda: with_layers(Skip(dict(drop=nn.Dropout(.2)))), dict(draws='Dropout 1.drop'), True),
@@ -296,7 +305,10 @@ def test_a_fit_that_differs_fails_in_the_rows_of_its_causes(nm):
     assert 'Harmless' not in repr(res)
 
 def test_a_loader_whose_batches_depend_on_the_batch_size_is_named():
-    "Examples are loaders that sort by length and those of language models; with the check's remedy, the run is exact"
+    """Examples are loaders that sort by length and those of language models
+
+    With the check's remedy, the run is exact.
+    """
     texts = [(torch.randn(2+i*7%30, 5).double(),torch.tensor(i%3)) for i in range(40)]
     def batch(items):
         return nn.utils.rnn.pad_sequence([x for x,_ in items], batch_first=True),torch.stack([y for _,y in items])
@@ -307,7 +319,8 @@ def test_a_loader_whose_batches_depend_on_the_batch_size_is_named():
     res = check(learn(dl))
     assert failed_rows(res)=={'loader'} and 0<res.off['loader']<=1 and 'SortedDL' in repr(res)
     assert 'micro_batch_size' in row(res, 'loader').remedy
-    assert check(learn(dl), cbs=GradientCache(micro_batch_size=2)).ok   # each step is a batch of the loader
+    # each step is a batch of the loader
+    assert check(learn(dl), cbs=GradientCache(micro_batch_size=2)).ok
     assert check(learn(dl.new(bs=20)), cbs=GradientAccumulation(20, micro_batch_size=5)).ok
     dl = LMDataLoader([torch.randint(0, 9, (60,)) for _ in range(4)], bs=4, seq_len=5)
     def model(): return nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 9)).double()
@@ -342,7 +355,7 @@ def test_callbacks_of_the_fit_can_be_passed_to_the_check():
     assert list(learn.cbs)==before and 'callbacks' in failed_rows(check(toy(12), cbs=[SumPenalty()]))
 
 def test_a_language_model_with_a_hidden_state_passes_the_check_if_batches_are_split():
-    "Each row of a batch continues a row of the previous batch, and both rows are in the same micro-batch"
+    "A row of a batch continues a row of the previous batch, and both are in the same micro-batch"
     learn = make_application('language_model', loss_func=lambda p,y: F.cross_entropy(p.flatten(0, 1), y.flatten()))
     assert 'keeps something' in row(check(learn), 'predictions').where
     assert check(learn, cbs=GradientAccumulation(8, micro_batch_size=4)).ok
@@ -389,7 +402,8 @@ def test_an_error_that_does_not_repeat_is_raised():
     heard = []
     def fail(learn):
         heard.append(len(learn.y))
-        if len(heard)==3: raise ZeroDivisionError('planted')   # the check runs the whole batch first, then parts
+        # the check runs the whole batch first, then parts
+        if len(heard)==3: raise ZeroDivisionError('planted')
     with pytest.raises(ZeroDivisionError): check(toy(12, cbs=CallAt('before_batch', fail)))
 
 @pytest.mark.parametrize('layers', [[nn.Tanh],[lambda: nn.BatchNorm1d(6)]])
@@ -439,7 +453,8 @@ def test_the_table_and_the_plot_show_the_differences_and_their_causes(recwarn):
     assert before.max()>1e-3 and after.max()<tol[0]==row(res, 'gradients').tol
     learn = toy(12)
     learn.freeze()
-    ax = check(learn).plot()   # shows no frozen parameters, and without differences only two of the three lines
+    # shows no frozen parameters, and without differences only two of the three lines
+    ax = check(learn).plot()
     assert len(ax.lines)==2 and [o.get_text()[0] for o in ax.get_yticklabels()]==['2','2','4','4'] and not recwarn.list
     plt.close('all')
 

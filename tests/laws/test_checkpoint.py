@@ -1,4 +1,4 @@
-"With `ActivationCheckpoint`, memory holds fewer activations, and no bit of the run changes, even with dropout."
+"With `ActivationCheckpoint`, memory holds fewer activations, and no bit of the run changes."
 import numpy as np, pytest, random, torch
 from copy import deepcopy
 from functools import partial
@@ -29,7 +29,10 @@ def small(model=net, **kwargs):
 
 def one_cycle(learn, cbs): learn.fit_one_cycle(1, 1e-2, cbs=cbs)
 def run(make, cbs, fit=one_cycle):
-    "Fit the Learner that `make()` returns; return the Learner, and its weights, gradients, records and random states"
+    """Fit the Learner that `make()` returns
+
+    Return the Learner, and its weights, gradients, records and random states.
+    """
     learn = make()
     set_seed(1)
     fit(learn, cbs)
@@ -38,7 +41,10 @@ def run(make, cbs, fit=one_cycle):
     return learn,[learn.model.state_dict(),[p.grad for p in learn.model.parameters()],recorded,rng]
 
 def check(make=small, cbs=list, fit=one_cycle, **kwargs):
-    "Fail if checkpoints change the run; return the Learner without checkpoints, the one with checkpoints, the callback"
+    """Fail if checkpoints change the run
+
+    Return the Learner without checkpoints, the one with checkpoints, the callback.
+    """
     cb = ActivationCheckpoint(**kwargs)
     (a,want),(b,got) = run(make, cbs(), fit),run(make, [cb,*cbs()], fit)
     assert deviation(want, got)==0 and len(b.recorder.losses)>1
@@ -55,10 +61,11 @@ def test_the_run_of_an_application_is_the_same(nm):
     a,b,cb = check(learner)
     assert {o.kind for o in cb.segments}>=kinds.get(nm, set()) and len(cb.segments)>1
     if nm=='language_model': assert str(a.model[0].hidden)==str(b.model[0].hidden) and check(learner, segments=AWD_LSTM)
-    if nm=='unet': assert all(x.stored.equal(y.stored) for x,y in zip(a.model.sfs, b.model.sfs))   # hooks set `stored`
+    # hooks set `stored`
+    if nm=='unet': assert all(x.stored.equal(y.stored) for x,y in zip(a.model.sfs, b.model.sfs))
 
 class UsesRunningStatistics(nn.BatchNorm1d):
-    "BatchNorm whose output in training depends on the running statistics that the forward pass has just updated"
+    "BatchNorm whose output in training depends on the running statistics, after their update"
     def forward(self, x): return super().forward(x)*self.running_var.clone()+self.running_mean
 
 class Thrice(Module):
@@ -135,7 +142,10 @@ def test_the_run_is_the_same_with_other_callbacks(nm): check(**settings[nm])
 def in_backward(): return torch._C._current_graph_task_id()!=-1
 
 def test_a_hook_on_a_segment_runs_once_and_a_hook_inside_of_a_segment_twice():
-    "The second run of a hook inside of a segment is in the backward pass; a hook may also alter the output"
+    """The second run of a hook inside of a segment is in the backward pass
+
+    A hook may also alter the output.
+    """
     recorded = []
     def learner():
         learn,outputs = small(),[]
@@ -165,7 +175,10 @@ def learner_of_counted_layers(**kwargs):
     return toy(16, n=128, model=model, splitter=all_params, **kwargs)
 
 def with_memory_for(cap=10**9, cbs=None, f=lambda learn: learn.fit(1, 1e-2)):
-    "Call `f(learn)` with memory for `cap` activations of single samples; return its result and the peak of that number"
+    """Call `f(learn)` with memory for `cap` activations of single samples
+
+    Return its result and the peak of that number.
+    """
     ActivationCount.reset(cap)
     try: return f(learner_of_counted_layers(cbs=cbs)),ActivationCount.peak
     finally: ActivationCount.reset()
@@ -173,7 +186,8 @@ def with_memory_for(cap=10**9, cbs=None, f=lambda learn: learn.fit(1, 1e-2)):
 def test_memory_holds_the_activations_of_one_segment_or_one_micro_batch():
     "Without checkpoints, it holds those of all six layers for 16 samples"
     plain,parts,cached = (with_memory_for(cbs=o)[1] for o in (None,ActivationCheckpoint(),GradientCache(micro_batch_size=4)))
-    assert plain>=6*16 and parts<=2*16 and cached<=7*4 and ActivationCount.now==0   # all activations were freed
+    # all activations were freed
+    assert plain>=6*16 and parts<=2*16 and cached<=7*4 and ActivationCount.now==0
 
 def test_larger_batches_fit_into_memory():
     def find_bs(learn): return int(learn.bs_find(show_plot=False, init_val=4))
@@ -191,7 +205,7 @@ def test_memory_may_run_out_in_the_second_forward_pass(cap):
 # Choosing segments
 
 def test_segments_are_found_or_given():
-    "The table shows the name of each segment and, after a fit, how often it ran and how many bytes its inputs need"
+    "The table shows the name of each segment, how often it has run, and how much memory it keeps"
     model = net().double()
     def is_one(m): return isinstance(m, Block) and m is not model[2]
     for given,names in [(Block,'123'),((Block,nn.BatchNorm1d),'1234'),([model[1],model[3]],'13'),
@@ -202,7 +216,8 @@ def test_segments_are_found_or_given():
         assert all(o in repr(cb.segments) for o in ('segment','kept MB',*names))
     learn = make_application('vision', loss_func=cross_entropy, cbs=ActivationCheckpoint())
     found = learn.activation_checkpoint.segments
-    assert [o.kind for o in found].count('BasicBlock')==4 and not any(o.calls for o in found)   # no fit has run yet
+    # no fit has run yet
+    assert [o.kind for o in found].count('BasicBlock')==4 and not any(o.calls for o in found)
 
 class Wrap(nn.ModuleDict):
     def forward(self, x): return self['m'](x)
@@ -235,10 +250,11 @@ def test_a_given_segment_that_does_not_run_is_warned_of():
     with pytest.warns(UserWarning, match="1 of 2 segments did not run.*'idle'"):
         small(HasIdleBlock).fit(1, cbs=ActivationCheckpoint(Block))
     with collect_warnings('error'):
-        small(HasIdleBlock).fit(1, cbs=ActivationCheckpoint())   # no warning if the segments were not given
+        # no warning if the segments were not given
+        small(HasIdleBlock).fit(1, cbs=ActivationCheckpoint())
 
 class Shift(Module):
-    "A module whose backward pass does not need the input, and whose forward pass multiplies the input in place by `mul`"
+    "A module whose backward pass does not need its input, and that multiplies its input in place by `mul`"
     def __init__(self, mul=1):
         self.bias,self.lin,self.mul,self.total = nn.Parameter(torch.ones(8)),nn.Linear(8, 8),mul,torch.zeros(8).double()
     def forward(self, x): return self.lin((x if self.mul==1 else x.mul_(self.mul))+self.bias)

@@ -1,6 +1,7 @@
 """The promises of the package hold on a GPU, or on a simulated device if there is no GPU.
 
-tests/device.py runs these tests in a separate process. The simulated device, device.cpp, computes on the CPU.
+tests/device.py runs these tests in a separate process. The simulated device, device.cpp, computes on the
+CPU.
 """
 import device, fastaccum, math, os, pytest, time, torch, traceback, warnings
 from copy import deepcopy
@@ -40,13 +41,14 @@ def with_model(model, bs, **kwargs):
     return on_device(bs, model=lambda: model().double(), splitter=all_params, **kwargs)
 
 class Scaled(MixedPrecision):
-    "Mixed precision with a GradScaler and without autocast, so that runs in double precision stay comparable"
+    "Mixed precision with a GradScaler and without autocast, which would cast double precision"
     name = 'mixed_precision'
     def before_fit(self):
         self.autocast = torch.autocast(device.kind, enabled=False)
         self.learn.scaler = torch.amp.GradScaler(device.kind, init_scale=2.**10, growth_interval=3)
         self.scales = []
-    def after_pred(self): pass   # do not cast the predictions to single precision, as `MixedPrecision.after_pred` does
+    # do not cast the predictions to single precision, as `MixedPrecision.after_pred` does
+    def after_pred(self): pass
 
 class Half(MixedPrecision):
     "fastai's `MixedPrecision` for the device of these tests; fastai's own class supports CUDA only"
@@ -58,7 +60,8 @@ class Half(MixedPrecision):
 
 class Overflow(Callback):
     "Makes the loss of the batch or micro-batch with sample `i` infinite, in the first epoch"
-    order,run_valid = 9,False   # `MixedPrecision`, whose order is 10, scales the loss after this callback
+    # `MixedPrecision`, whose order is 10, scales the loss after this callback
+    order,run_valid = 9,False
     def __init__(self, i): self.i = i
     def before_backward(self):
         sample = self.dls.train_ds[self.i][0].to(self.x.device)
@@ -179,17 +182,21 @@ def test_accum_find_suggests_the_same_size_as_on_the_cpu():
 # Synchronisation
 
 with_dropout = nn.Sequential(nn.Linear(5, 6),nn.Dropout(),nn.Linear(6, 3))
-# For each option: arguments of `on_device`, and the expected numbers of synchronisations for each fit, epoch and step
+# For each option: arguments of `on_device`, and the expected numbers of synchronisations for each fit,
+# epoch and step
 synchronisations = {
-    'plain':      (kinds['plain'], 0, 4, 0),      # the losses of four micro-batches are compared with those of their parts
-    'split':      (kinds['split'], 1, 4, 0),      # tests once whether the model keeps a state between micro-batches
+    # the losses of four micro-batches are compared with those of their parts
+    'plain':      (kinds['plain'], 0, 4, 0),
+    # tests once whether the model keeps a state between micro-batches
+    'split':      (kinds['split'], 1, 4, 0),
     'auto':       (kinds['auto'], 0, 4, 0),
     'dropped':    (kinds['dropped'], 0, 4, 0),
     'tokens':     (kinds['tokens'], 0, 4, 0),
     'weights':    (kinds['weights'], 0, 4, 0),
     'summed':     (kinds['summed'], 0, 4, 0),
     'own':        (kinds['own'], 1, 4, 0),        # checks the first value of `n_items`
-    'on_cpu':     (kinds['on_cpu'], 0, 16, 0),    # each of the four comparisons copies three more numbers
+    # each of the four comparisons copies three more numbers
+    'on_cpu':     (kinds['on_cpu'], 0, 16, 0),
     'clipped':    (kinds['clipped'], 0, 4, 0),
     'scaled':     (kinds['scaled'], 0, 4, 0),
     'metrics':    (kinds['metrics'], 0, 4, 0),
@@ -222,8 +229,9 @@ class ToHalf(Callback):
     def before_batch(self): self.learn.xb = self.x.bfloat16(),
     def after_pred(self): self.learn.pred = self.pred.float()
 
-# A compiled model that writes its gradients into the same memory each time. `torch.compile(mode='reduce-overhead')` makes
-# such a model on CUDA, where a CUDA graph writes the gradients
+# A compiled model that writes its gradients into the same memory each time.
+# `torch.compile(mode='reduce-overhead')` makes such a model on CUDA, where a CUDA graph writes the
+# gradients
 
 class ToFixedMemory(torch.autograd.Function):
     "A product whose backward pass writes the gradient of `weight` into the same `memory` each time"
@@ -293,7 +301,7 @@ def test_accum_check_does_not_change_the_random_numbers_of_the_next_fit():
     assert_same_run(run(False), run(True))
 
 def test_rounding_is_not_taken_for_a_state_of_the_model():
-    "Some kernels of a GPU add in a different order each time, so a repeated forward pass differs by rounding"
+    "Some kernels of a GPU add in another order each time, so a second forward pass differs by rounding"
     n_calls = count()
     class RoundsDifferently(nn.Module):
         def forward(self, x): return x*(1+1e-7*next(n_calls))
@@ -304,7 +312,8 @@ def test_rounding_is_not_taken_for_a_state_of_the_model():
 
 # Memory that runs out
 
-per_sample = 25_000 if device.kind=='sim' else 4_000_000   # for each sample, a pass allocates that many numbers of float64
+# for each sample, a pass allocates that many numbers of float64
+per_sample = 25_000 if device.kind=='sim' else 4_000_000
 
 class InBackward(torch.autograd.Function):
     "The identity function, whose backward pass needs memory for each sample"
@@ -444,7 +453,7 @@ def test_a_cache_refuses_data_parallel():
 # Two processes, each with its own device
 
 def learner_of_process(bs, rank, **kwargs):
-    "Return a Learner with half of the samples: process 0 has the first four of every eight, process 1 the last four"
+    "Return a Learner with half of the samples: of every eight, process 0 has four, and process 1 the others"
     x,y = toy_data(64).tensors
     mine = torch.arange(64)//4%2==rank
     return on_device(bs, device.device(rank), data=TensorDataset(x[mine], y[mine]), splitter=all_params, **kwargs)

@@ -1,4 +1,7 @@
-"`drop_last` drops the incomplete last step of an epoch; by default, it is dropped if the loader drops its last batch."
+"""`drop_last` drops the incomplete last step of an epoch
+
+By default, it is dropped if the loader drops its last batch.
+"""
 import pytest, random, torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader as TorchLoader, SequentialSampler
@@ -67,7 +70,10 @@ def test_the_argument_overrides_the_loader(make):
 @pytest.mark.filterwarnings('ignore:1 BatchNorm layer')
 @pytest.mark.parametrize('n,accum_bs', [(71,10),(70,16),(64,16)])
 def test_dropped_samples_do_not_reach_the_model(n, accum_bs):
-    "BatchNorm does not see them either. A step has `accum_bs` samples, rounded up to whole micro-batches"
+    """BatchNorm does not see them either
+
+    A step has `accum_bs` samples, rounded up to whole micro-batches.
+    """
     model = lambda: nn.Sequential(nn.Linear(5,6), nn.BatchNorm1d(6), nn.Linear(6,3)).double()
     trained,full = RecordAt('after_pred', lambda l: len(l.x)),-(-accum_bs//4)*4
     learn = toy(4, n=n, model=model, splitter=params)
@@ -79,7 +85,7 @@ def test_dropped_samples_do_not_reach_the_model(n, accum_bs):
 no_step = {('','no-step'):1}
 
 def test_an_epoch_with_too_few_samples_for_a_step_is_one_step():
-    "The fit warns once. With `drop_last=True` the fit is refused, and with `drop_last=False` it does not warn"
+    "The fit warns once; with `drop_last=True` it is refused, with `drop_last=False` it does not warn"
     a,b = learner(DataLoaders(DataLoader(toy_data(21), bs=20, n=20), DataLoader(valid, bs=20))),small()
     one_cycle(a, [])
     assert count_warnings(lambda: one_cycle(b, [GradientAccumulation(32)]))==no_step

@@ -1,4 +1,4 @@
-"`accum_check`, `accum_find` and `bs_find` restore all state of the Learner, wherever they are interrupted."
+"`accum_check`, `accum_find` and `bs_find` restore all state of the Learner, even if interrupted."
 import numpy as np, pytest, random, torch
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -16,7 +16,7 @@ dry_runs = dict(accum_check=lambda learn, **kwargs: learn.accum_check(**kwargs),
     bs_find=lambda learn, steps=3: learn.bs_find('binsearch', show_plot=False, steps_per_trial=steps))
 
 def comparable(o, depth=0):
-    "Return a form of `o` that can be compared with `==`: its values if its type is known, otherwise its id"
+    "Return a form of `o` to be compared with `==`: its values if their type is known, or its id"
     if isinstance(o, torch.Tensor):
         grad = o.grad.tolist() if o.is_leaf and o.grad is not None else None
         return id(o),o.requires_grad,repr(o.detach().tolist()),repr(grad)
@@ -30,7 +30,7 @@ def comparable(o, depth=0):
     return comparable(vars(o), depth+1)
 
 def all_state(learn):
-    "Return all state that a dry run may change: of model, Learner, callbacks, optimizer, loaders and random numbers"
+    "Return all state that a dry run may change, of everything that belongs to the Learner, and of torch"
     modules,opt = learn.model.named_modules(),learn.opt
     return dict(modules=[(nm,m.training,comparable(m._parameters),comparable(m._buffers),len(m._forward_hooks),
             len(m._forward_pre_hooks),sorted(vars(m))) for nm,m in modules],

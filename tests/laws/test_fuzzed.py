@@ -1,4 +1,7 @@
-"""Cases in which a fuzzer once found a wrong run without a warning. Each case is right now, or refused, or warned of."""
+"""Cases in which a fuzzer once found a wrong run without a warning
+
+Each case is right now, or refused, or warned of.
+"""
 import os, sys, numpy as np, pytest, torch
 from functools import partial
 from torch import nn
@@ -93,8 +96,8 @@ class WrongLength:
     def __len__(self): return self.n_batches
     def __iter__(self): return iter([self.ds[i:i+self.bs] for i in range(0, len(self.ds), self.bs)])
 
-# A loader has 66 samples in batches of 4, so 17 batches. Each case: the `len` of this loader, arguments of the callback
-# with steps of 16, and whether this `len` announces steps that do not come
+# A loader has 66 samples in batches of 4, so 17 batches. Each case: the `len` of this loader, arguments
+# of the callback with steps of 16, and whether this `len` announces steps that do not come
 @pytest.mark.parametrize('n_batches,acc,steps_missing', [(17,{},False), (20,{},False), (21,{},True), (30,{},True),
     (17,dict(drop_last=True),False), (20,dict(drop_last=True),True), (20,dict(micro_batch_size=2),False)])
 def test_fewer_batches_than_planned_are_warned_of(n_batches, acc, steps_missing):
@@ -154,14 +157,14 @@ def test_a_loss_that_only_counts_its_calls_is_right():
 # Losses that are computed differently in training
 
 def hardest(p, y, *, trains):
-    "Return the mean of the losses of samples, or if `trains(p, losses)`, the mean of the larger half of them"
+    "Return the mean loss of the samples, or if `trains(p, losses)`, that of the half with larger losses"
     losses = F.cross_entropy(p, y, reduction='none')
     return losses.topk(max(1, len(y)//2)).values.mean() if trains(p, losses) else losses.mean()
 
 @pytest.mark.parametrize('trains', [lambda p, losses: p.requires_grad, lambda p, losses: losses.requires_grad,
     lambda p, losses: torch.is_grad_enabled()])
 def test_a_loss_is_tried_as_in_training(trains):
-    "The loss recognises training by gradients of its predictions or losses, or by the grad mode of torch"
+    "The loss recognises training by gradients that are required, or by torch's grad mode"
     warned,a,b = warnings_and_runs(loss_func=partial(hardest, trains=trains))
     assert warned=={not_a_mean:1} and weights_apart(a, b)>1e-4
 
@@ -296,7 +299,7 @@ def test_the_hyper_parameters_that_scaledlr_keeps_are_not_taken_for_a_second_opt
 # Interrupts
 
 def interrupted(make, at):
-    """Call `make(learn)`, and interrupt it when fastaccum enters or leaves `torch.no_grad`, at number `at` (from 0)
+    """Call `make(learn)`, and interrupt it where fastaccum enters or leaves `torch.no_grad`
 
     Return whether there was an interrupt, and whether gradients are on afterwards.
     """

@@ -1,7 +1,7 @@
 """In half precision, a run on micro-batches is the full-batch run.
 
-The GradScaler scales all losses of a step by the same number, an overflow skips only its own step, clipping acts once on
-the mean gradient, and gradients are added up in single precision.
+The GradScaler scales all losses of a step by the same number, an overflow skips only its own step,
+clipping acts once on the mean gradient, and gradients are added up in single precision.
 """
 import pytest, torch
 from functools import partial
@@ -27,11 +27,15 @@ def test_a_scaled_run_is_the_full_batch_run(kwargs, clip):
 
 @pytest.mark.parametrize('i', [0,21,69])
 def test_an_overflow_skips_its_own_step_only(i):
-    "The loss of the micro-batch with sample `i` overflows, in step `i//16`. The scale is halved once, after this step"
+    """The loss of the micro-batch with sample `i` overflows, in step `i//16`
+
+    The scale is halved once, after this step.
+    """
     scales,overflow = [],partial(overflow_on_sample, i)
     def cbs():
         scales.append(RecordAt('before_step', lambda l: l.scaler.get_scale(), order=9))
-        overflows = CallAt('before_backward', overflow, order=9)   # `MixedPrecision` has order 10 and scales later
+        # `MixedPrecision` has order 10 and scales later
+        overflows = CallAt('before_backward', overflow, order=9)
         return [CpuLossScaling(init_scale=2.**10),scales[-1],overflows]
     a,b = both_runs(cbs=cbs, n=70)
     assert_same_run(a, b)
@@ -52,7 +56,10 @@ def test_the_run_in_mixed_precision_differs_by_rounding_only(mode):
 # Parameters in half precision
 
 class Model(Module):
-    "A model with parameters of `dtype`; with `mixed=True`, its normalisation layer is in single precision"
+    """A model with parameters of `dtype`
+
+    With `mixed=True`, its normalisation layer is in single precision.
+    """
     def __init__(self, dtype=torch.bfloat16, mixed=False):
         self.a,self.norm,self.b = nn.Linear(4, 8),nn.LayerNorm(8),nn.Linear(8, 3)
         self.to(dtype)
@@ -80,7 +87,10 @@ def exact_gradients(learn):
     return [p.grad for p in model.parameters()]
 
 def sum_gradients(learn, bs, dtype=None):
-    "Add up gradients in a plain loop over micro-batches; sums have `dtype`, by default the type of the parameters"
+    """Add up gradients in a plain loop over micro-batches
+
+    Sums have `dtype`, by default the type of the parameters.
+    """
     ps,(x,y) = list(learn.model.parameters()),learn.dls.train.dataset.tensors
     sums = [torch.zeros(p.shape, dtype=dtype or p.dtype) for p in ps]
     for xs,ys in zip(x.split(bs), y.split(bs)):
@@ -101,7 +111,7 @@ kinds = dict(bf16=dict(), fp16=dict(dtype=torch.float16), mixed=dict(mixed=True)
 @pytest.mark.filterwarnings('ignore:.*memory ran out')
 @pytest.mark.parametrize('kind', kinds)
 def test_gradients_add_up_in_single_precision(kind):
-    "The error is that of a loop that adds in single precision, and smaller than that of one that adds in half precision"
+    "The error is that of a loop with sums in single precision, and smaller than with sums in half precision"
     kwargs,at = dict(bs=2)|kinds[kind],RecordAt('before_step', grads, order=8)
     acc,cached = kwargs.pop('acc', {}),kwargs.pop('cached', False)
     learn = learner(512, cbs=[at], **kwargs)

@@ -1,6 +1,7 @@
 """Importing fastaccum prints nothing, needs no optional package, and changes only two classes of fastai.
 
-The import adds methods to Learner, and replaces `before_fit` of fastai's `GradientAccumulation` by a method that warns.
+The import adds methods to Learner, and replaces `before_fit` of fastai's `GradientAccumulation` by a
+method that warns.
 """
 import subprocess, sys
 

@@ -1,7 +1,7 @@
-"""Other callbacks get the events that fastai documents, and their exceptions have the same effect as in fastai.
+"""Other callbacks get the events that fastai documents, and exceptions have their effect in fastai.
 
-Events of a micro-batch are those of a fit on micro-batches. Events of a step, an epoch or a fit are those of the
-full-batch run.
+Events of a micro-batch are those of a fit on micro-batches. Events of a step, an epoch or a fit are
+those of the full-batch run.
 """
 import pytest
 from itertools import count, product
@@ -24,7 +24,7 @@ class Listener(Callback):
     def hear(self, event): self.heard.append((self.nm, event, self.learn.training))
 for o in of_micro+cancelled+of_step+of_fit: setattr(Listener, o, lambda self, o=o: self.hear(o))
 
-class NoMethods(Callback): "A callback without a method for any event, until a test sets one on its instance"
+class NoMethods(Callback): "Has no method for any event, until a test sets one on the instance"
 
 def run(bs, accum, more=lambda learn: []):
     "Return the events that callbacks get in a fit, and the exception that the fit raises"
@@ -60,14 +60,14 @@ def a_method_as_an_argument(learn): return Callback(after_loss=note(learn, 'argu
 @pytest.mark.parametrize('more', [added,removed,switched_off,not_in_validation,another_order,
     a_method_of_an_instance,a_method_as_an_argument], ids=lambda o: o.__name__)
 def test_events_of_micro_batches_come_as_in_a_fit_on_micro_batches(more):
-    "The cases add, remove or change a callback in the middle of an epoch, or give a callback a method in another way"
+    "A callback is added, removed or changed within an epoch, or has a method that no class defines"
     heard = [filtered(run(4, accum, lambda learn: [more(learn)])[0], of_micro[:4]) for accum in (12,None)]
     assert heard[0]==heard[1]!=filtered(run(4, 12)[0], of_micro[:4])
 
 @pytest.mark.parametrize('per_step', [None,True,False])
 @pytest.mark.parametrize('has_before_batch', [False,True])
 def test_after_batch_comes_once_a_step_or_once_a_micro_batch(has_before_batch, per_step):
-    "`per_step` decides; without it, a callback with `before_batch` gets `after_batch` for each micro-batch"
+    "Once a micro-batch, if the callback has `before_batch`; its attribute `per_step` overrides this"
     class Ends(Callback):
         run_valid,n = False,0
         def after_batch(self): self.n += 1
@@ -86,7 +86,7 @@ cancel_a_part = [(*o, 7) for o in raised[-6:]]   # these cancel a micro-batch, a
 @pytest.mark.parametrize('event,exc,order', dict.fromkeys([*cancel_a_part,
     *pick_cases(44, [(*o, order) for o in raised for order in (-30,5,7,60)])]))
 def test_an_exception_has_the_events_and_the_message_of_fastai(event, exc, order):
-    "After an event of a micro-batch, the fit is compared with one on micro-batches, otherwise with the full-batch run"
+    "Events of a micro-batch are compared with a plain fit, events of a step with the full-batch run"
     bs,events = (12,of_step) if event in of_step else (4,of_micro[:4]+cancelled)
     (a,err),(b,other) = (run(*o, lambda learn: [RaiseAt(event, exc, order, skip=3)]) for o in ((bs,None),(4,12)))
     assert err==other and filtered(a, events+of_fit)==filtered(b, events+of_fit)

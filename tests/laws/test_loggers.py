@@ -11,8 +11,8 @@ from common import BatchSizesLoader, RaiseAt, learnable_data, weights_unchanged
 from test_applications import in_double, linear, vision
 from test_split import accumulating
 
-# A watcher takes a Learner, and returns two functions: one makes callbacks that log a fit, the other reads the figures that
-# they have shown
+# A watcher takes a Learner, and returns two functions: one makes callbacks that log a fit, the other
+# reads the figures that they have shown
 
 def plots(learn):
     import matplotlib.pyplot as plt
@@ -58,7 +58,8 @@ def tensorboard(learn):
     from fastai.callback.tensorboard import TensorBoardCallback
     def read():
         events = EventAccumulator(str(learn.path), purge_orphaned_data=False).Reload()
-        def of(k): return sorted(events.Scalars(k), key=lambda o: o.wall_time)   # sorted, because files are read in the order of their names
+        # sorted, because files are read in the order of their names
+        def of(k): return sorted(events.Scalars(k), key=lambda o: o.wall_time)
         return {k:[(o.step,o.value) for o in of(k)] for k in events.Tags()['scalars']}
     return lambda: [TensorBoardCallback(learn.path, trace_model=False, log_preds=False)],read
 
@@ -83,7 +84,8 @@ def wandb(learn, stock=False, log_preds=False, **kwargs):
     from fastaccum.wandb import WandbCallback
     settings = wandb.Settings(silent=True, console='off', x_disable_stats=True)
     wandb.init(mode='offline', dir=str(learn.path), settings=settings)
-    if stock: vars(learn)['gather_args'] = dict   # fastai 2.8.10 to 2.8.12 fails to format the arguments (#4173)
+    # fastai 2.8.10 to 2.8.12 fails to format the arguments (#4173)
+    if stock: vars(learn)['gather_args'] = dict
     def read():
         rows = end_wandb_run()[0]
         names = {k for o in rows for k in o}-{'_timestamp','_runtime','train_samples_per_sec'}
@@ -105,8 +107,9 @@ def assert_shown_alike(a, b):
 def watched(watch, d, make_acc, big=False):
     """Fit, run `lr_find`, interrupt a fit, and fit again, with callbacks that log
 
-    Return the figures that were shown, and for each step the recorded `accum_bs` and the planned number of samples. With
-    `big=True`, the loader has batches of the planned sizes, and the fits do not accumulate.
+    Return the figures that were shown, and for each step the recorded `accum_bs` and the planned number
+    of samples. With `big=True`, the loader has batches of the planned sizes, and the fits do not
+    accumulate.
     """
     learn = learner(d, n=125)
     (listen,read),dls,dl = watch(learn),learn.dls,learn.dls.train
@@ -121,7 +124,8 @@ def watched(watch, d, make_acc, big=False):
         interrupt = RaiseAt('before_step', KeyboardInterrupt, 0, skip=2)
         with pytest.raises(KeyboardInterrupt): learn.fit(1, 0.01, cbs=interrupt)
         for cb in learn.cbs:
-            if 'writer' in vars(cb): cb.writer.close()   # makes TensorBoard write the remaining events now
+            # makes TensorBoard write the remaining events now
+            if 'writer' in vars(cb): cb.writer.close()
         learn.opt.zero_grad()   # fastai leaves gradients when a fit is interrupted
     two = run(2, lambda: learn.fit_one_cycle(2, 0.05))
     run(1, lambda: learn.lr_find(num_it=10, show_plot=False), GradientAccumulation(two[1][0]))
@@ -177,7 +181,8 @@ def test_wandb_shows_predictions_at_steps(tmp_path, monkeypatch):
     def net(pretrained): return nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.AdaptiveAvgPool2d(1))
     learn,seen = in_double(vision(4, net, custom_head=linear(8), path=tmp_path)),[]
     listen,_ = wandb(learn, log_preds=True, log_preds_every_epoch=True)
-    log = sys.modules['wandb'].log   # the rows of an offline run have no tables, so note the calls of `log`
+    # the rows of an offline run have no tables, so note the calls of `log`
+    log = sys.modules['wandb'].log
     monkeypatch.setattr('wandb.log',
         lambda o, **kw: seen.append(kw['step']) if 'Prediction_Samples' in o else log(o, **kw))
     learn.fit(2, 0.05, cbs=[GradientAccumulation(16),*listen()])

@@ -1,4 +1,4 @@
-"`NoiseScale` measures the noise of gradients without bias, from micro-batches of any sizes, and changes nothing."
+"`NoiseScale` measures the noise of gradients without bias, and does not change the run."
 import math
 from functools import partial
 import numpy as np, pytest, torch
@@ -27,14 +27,17 @@ def single_gradients(learn):
     return torch.stack(res)
 
 def trace_and_grad_sq(gs, sizes):
-    "Return tr Σ and |G|² by analysis of variance: rows of `gs` are gradients of samples, micro-batches have these sizes"
+    "Return tr Σ and |G|² by analysis of variance, for gradients `gs` of samples in groups of these sizes"
     mean = gs.mean(0)
     spread = sum(n*(g.mean(0)-mean).square().sum() for n,g in zip(sizes, gs.split(sizes)))
     trace = spread/(len(sizes)-1)
     return trace.item(),(mean.square().sum()-trace/sum(sizes)).item()
 
 def measure(n_epoch=1, *, n=18, accum_bs=100, bs=4, cbs=(), acc={}, freeze=False, model=None, **kwargs):
-    "Fit and measure with a learning rate of 0; by default, a step of micro-batches of 4, 4, 4, 4 and 2 samples"
+    """Fit and measure with a learning rate of 0
+
+    By default, a step of micro-batches of 4, 4, 4, 4 and 2 samples.
+    """
     if model: kwargs |= dict(model=model, splitter=all_params)
     learn,meter = learner(bs, n, **kwargs),NoiseScale(every=1)
     if freeze: learn.freeze()
@@ -45,7 +48,7 @@ def measure(n_epoch=1, *, n=18, accum_bs=100, bs=4, cbs=(), acc={}, freeze=False
 
 def other_backward_pass(l): torch.autograd.grad(l.model(*l.xb).sum(), list(l.model.parameters()))
 def with_limited_memory():
-    "Return a model that runs out of memory from the second micro-batch on, and uses one of its layers twice"
+    "Return a model that runs out of memory after the first micro-batch, and uses one layer twice"
     lin,memory = nn.Linear(5, 5),LimitedMemory(runs_out_on_attempts(range(1, 99), 'backward', 2))
     return nn.Sequential(nn.Linear(5, 5), memory, lin, nn.Tanh(), lin, nn.Linear(5, 3)).double()
 
@@ -54,7 +57,8 @@ padded.tensors[1][8:12] = -100   # the third micro-batch has only padding, so it
 n_targets = [n for n in ((o!=-100).sum().item() for o in padded.tensors[1].split(4)) if n]
 ragged = [4]*4+[2]
 def left_out(event, exc, skip): return lambda: dict(cbs=[RaiseAt(event, exc, 20, skip=skip)])
-# Each case: a function that returns arguments of `measure`, and the sizes of the micro-batches that count
+# Each case: a function that returns arguments of `measure`, and the sizes of the micro-batches that
+# count
 cases = dict(plain=(dict, ragged), summed=(lambda: summed, ragged),
     scaled=(lambda: dict(cbs=[CpuLossScaling()]), ragged),
     clipped=(lambda: dict(cbs=[GradientClip(1e-3)]), ragged),
@@ -78,7 +82,8 @@ def test_the_measured_noise_is_that_of_the_gradients_of_single_samples(nm):
     if nm=='frozen': gs = gs[:,sum(p.numel() for p in learn.model[:2].parameters()):]
     if 'left' in nm: gs = gs[:16] if nm=='last_left_out' else torch.cat([gs[:4],gs[8:]])
     expected = trace_and_grad_sq(gs, sizes)
-    rtol = 1e-5 if nm=='tokens_scaled' else 1e-9   # the weight of a micro-batch, by its tokens, is in single precision
+    # the weight of a micro-batch, by its tokens, is in single precision
+    rtol = 1e-5 if nm=='tokens_scaled' else 1e-9
     assert close(measured(meter), expected, rtol)
     assert close(meter.noise_scale, expected[0]/expected[1], 1e-5) and learn.recorder.noise_scale==[meter.noise_scale]
     unit = 'targets' if 'tokens' in nm else 'samples'
@@ -110,7 +115,10 @@ def test_older_measurements_count_less():
         assert close(now, sums/weight)
 
 def test_the_recorder_has_a_noise_scale_for_each_step():
-    "With `every=3`, every third step is measured, and the plot shows the measured steps; each fit begins anew"
+    """With `every=3`, every third step is measured, and the plot shows the measured steps
+
+    Each fit begins anew.
+    """
     learn = learner(4, 70, cbs=[GradientAccumulation(16), NoiseScale(every=3)])
     for _ in range(2):
         learn.fit_one_cycle(2, 1e-2)

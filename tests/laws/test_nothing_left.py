@@ -1,7 +1,7 @@
 """However a fit ends, it leaves nothing behind that changes later fits.
 
-The Learner, its callbacks and its model have their former state. A later fit without accumulation is fastai's, and a
-later fit that accumulates is the full-batch run.
+The Learner, its callbacks and its model have their former state. A later fit without accumulation is
+fastai's, and a later fit that accumulates is the full-batch run.
 """
 import fastaccum, os, pytest, sys, torch
 from itertools import product
@@ -39,11 +39,12 @@ ways = dict(plain=lambda: [GradientAccumulation(accum)],
 def state(learn):
     """Return all state that a fit must restore
 
-    It consists of methods and flags of the Learner, its callbacks, model, optimizer, loss function and loaders, and of
-    their classes; of hooks; and of the modes of torch.
+    It consists of methods and flags of the Learner, its callbacks, model, optimizer, loss function and
+    loaders, and of their classes; of hooks; and of the modes of torch.
     """
     ms,classes = list(learn.model.modules()),[Learner,Callback,nn.Module,*map(type, learn.cbs)]
-    fastais = 'training','cancel_train','cancel_valid'   # after an interrupt, fastai itself leaves these changed
+    # after an interrupt, fastai itself leaves these changed
+    fastais = 'training','cancel_train','cancel_valid'
     own = {(o,nm):v for o in (learn,*learn.cbs,*ms,learn.opt,learn.loss_func,*learn.dls.loaders,*classes)
         for nm,v in vars(o).items() if callable(v) or type(v) is bool and nm not in fastais}
     hooks = {(o,nm):len(getattr(o, nm) or ()) for o in (*ms,*learn.model.parameters())
@@ -52,7 +53,10 @@ def state(learn):
         names=vars(learn).keys()-{'lr_finder'}, dls=learn.dls, orders=[o.order for o in learn.cbs])
 
 def learner():
-    "Return a Learner that was fitted before; `forward` is an attribute of its model, as after accelerate's `prepare`"
+    """Return a Learner that was fitted before
+
+    `forward` is an attribute of its model, as after accelerate's `prepare`.
+    """
     learn = toy(micro, n=n)
     learn.model.forward = learn.model.forward
     learn.fit(1, 0.)
@@ -68,7 +72,7 @@ def assert_next_fit_is_right(learn, bs, *cbs):
     assert_same_run(fresh, learn)
 
 def assert_nothing_left(learn, before, order=1):
-    "Fail if the state differs from `before`, or if the next fits are wrong: plain, then accumulating, or with -1 reversed"
+    "Fail if the state differs from `before`, or if a later fit is wrong; -1 lets the plain fit be last"
     assert state(learn)==before
     for bs,cbs in ((micro,[]),(accum,[GradientAccumulation(accum)]))[::order]: assert_next_fit_is_right(learn, bs, *cbs)
 
@@ -126,7 +130,10 @@ def test_an_interrupt_within_the_recorder_leaves_nothing_behind():
     assert_next_fit_is_right(learn, micro)
 
 def interrupted(at, way, stays):
-    "Interrupt a fit at bytecode number `at` in the code of fastaccum; return the Learner, and how many bytecodes ran"
+    """Interrupt a fit at bytecode number `at` in the code of fastaccum
+
+    Return the Learner, and how many bytecodes ran.
+    """
     learn,cbs,ran,old = learner(),ways[way](),0,sys.gettrace()
     def local(frame, event, arg):
         nonlocal ran
@@ -156,7 +163,7 @@ def test_an_interrupt_anywhere_in_our_code_leaves_no_trace_in_later_fits(way, st
         for bs,cbs in ((micro,[]),(accum,[GradientAccumulation(accum)])): assert_next_fit_is_right(learn, bs, *cbs)
 
 def interrupted_at_end_of_loader(at):
-    "Like `interrupted`, but count only bytecodes of the functions that run when the training loader ends"
+    "Like `interrupted`, but count only bytecodes of functions that run when the loader ends"
     learn,ran,functions = learner(),0,('__iter__','end','undo','pause_sync')
     def local(frame, event, arg):
         nonlocal ran

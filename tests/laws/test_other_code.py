@@ -13,7 +13,7 @@ from test_warned import count_warnings, fit
 # Targets and losses that callbacks set
 
 class GivesTargetsLate(Callback):
-    "Removes the targets, and sets them (with `loss=True` also the loss) at `event`, as Hugging Face callbacks may do"
+    "Removes the targets, and sets them, or with `loss=True` also the loss, at `event`"
     run_valid = False
     def __init__(self, event, loss=False, order=0):
         self.order,self.loss = order,loss
@@ -56,7 +56,7 @@ def test_a_callback_without_before_batch_gets_after_batch_once_a_step():
 # Patches of fastai
 
 def test_the_one_batch_of_tsai_is_accepted(monkeypatch):
-    "tsai replaces `one_batch` of all Learners by such a function, which only moves the batch to its device differently"
+    "tsai replaces `one_batch` by a function that only moves the batch to its device in another way"
     def one_batch(self, i, b):
         self.iter = i
         self._split(to_device(b, device=self.dls.device) if self.dls.device is not None else b)
@@ -67,9 +67,10 @@ def test_the_one_batch_of_tsai_is_accepted(monkeypatch):
 
 # Fits that are not the full-batch run warn
 
-without_validation = partial(RaiseAt, 'before_validate', CancelValidException, 0)   # some losses below fail in validation
+# some losses below fail in validation
+without_validation = partial(RaiseAt, 'before_validate', CancelValidException, 0)
 def views():
-    "Return a callback that makes two views of each sample, which the loss compares, as in SimCLR or SwAV"
+    "Return a callback that makes two views of each sample for the loss to compare, as in SimCLR"
     return RecordAt('before_batch', lambda l: setattr(l, 'xb', (torch.cat([l.x, l.x+0.1]),)))
 def pairs(p, y):
     if len(p)%4: raise ValueError('pairs of parts')   # some losses assert their batch size
@@ -146,13 +147,14 @@ def test_gradients_that_a_callback_changes_within_a_step_are_warned_of(event, f,
     assert warned[('AccumulationWarning','gradients-changed')]==n and len(warned)<=1
 
 def test_trying_a_loss_gives_no_warning_of_pytorch():
-    "This loss compares predictions of parts with targets of the whole batch, so PyTorch would warn of target sizes"
+    "The loss compares predictions of parts with whole targets, so PyTorch would warn of target sizes"
     keeps = RecordAt('after_pred', lambda l: setattr(l.loss_func, 'y', l.y))
     class Mse(nn.Module):
         y = None
         def forward(self, p, y): return F.mse_loss(p.sum(1), self.y.to(p))
     learn = toy(4, n=64, loss_func=Mse(), cbs=without_validation())
-    with collect_warnings() as collected:   # warnings are not errors here, because errors of a loss are caught
+    # warnings are not errors here, because errors of a loss are caught
+    with collect_warnings() as collected:
         learn.fit(1, 1e-3, cbs=[keeps,GradientAccumulation(16)])
     assert not [o for o in collected if 'target size' in str(o.message)]
 

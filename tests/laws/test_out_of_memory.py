@@ -18,7 +18,10 @@ from test_split import fit_with_small_rate, no_shrinking, opts
 pytestmark = pytest.mark.filterwarnings('ignore:memory ran out', 'ignore:.*are larger than `accum_bs')
 
 class CountsCalls(LimitedMemory):
-    "A layer that counts its calls and samples; fastaccum must restore these counts after memory has run out"
+    """A layer that counts its calls and samples
+
+    Fastaccum must restore these counts after memory has run out.
+    """
     def __init__(self, runs_out):
         super().__init__(runs_out)
         self.calls,self.sizes = 0,[]
@@ -47,7 +50,7 @@ def learner(bs, runs_out=None, norm=nn.Tanh, weight=None, **kwargs):
 auto = partial(GradientAccumulation, micro_batch_size='auto', drop_last=False)
 
 def full_batch_and_limited(bs, accum, runs_out, cbs=list, acc=auto, **kwargs):
-    "Return the Learners of the full-batch run with enough memory, and of a run on batches of `bs` with little memory"
+    "Return two Learners: one of the full-batch run, one trained on batches of `bs` with little memory"
     a,b = learner(-(-accum//bs)*bs, **kwargs),learner(bs, runs_out, **kwargs)
     for learn,accumulation in ((a,[]),(b,[acc(accum)])):
         torch.manual_seed(0)
@@ -64,7 +67,7 @@ stages = ['forward','loss','backward']
     attempts=st.none()|st.sets(st.integers(0, 20), max_size=5), n=st.integers(32, 60), opt_func=st.sampled_from(opts),
     cbs=st.sampled_from(extras), tokens=st.booleans(), shuffle=st.booleans())
 def test_the_run_is_the_full_batch_run(stage, cap, bs, accum, attempts, **kwargs):
-    "Memory holds `cap` samples, or memory runs out in the passes of this stage whose numbers are in `attempts`"
+    "Memory holds `cap` samples, or runs out in passes of this stage with a number in `attempts`"
     if kwargs['tokens'] and stage=='loss': return   # `Loss` would count tokens, not samples
     runs_out = runs_out_above(cap, stage) if attempts is None else runs_out_on_attempts(attempts, stage)
     a,b = full_batch_and_limited(bs, accum, runs_out, metrics=accuracy, **kwargs)
@@ -77,9 +80,8 @@ def test_the_size_is_halved_until_it_fits_with_one_warning(stage):
     learn = learner(16, runs_out_above(5, stage), n=48)
     with pytest.warns(UserWarning) as collected:
         for _ in range(2): learn.fit(1, 0.1, cbs=[acc,sizes])
-    first_lines = [str(o.message).split('\n')[0] for o in collected if 'memory ran out' in str(o.message)]
-    line, = first_lines
-    assert '16 samples' in line and 'planted' in line and line.endswith('of 4 samples')
+    lines = [str(o.message).split('\n')[0] for o in collected if 'memory ran out' in str(o.message)]
+    assert len(lines)==1 and '16 samples' in lines[0] and 'planted' in lines[0] and lines[0].endswith('of 4 samples')
     assert sizes.values==[4]*24
 
 # A pass that runs out of memory leaves nothing behind
@@ -87,7 +89,7 @@ def test_the_size_is_halved_until_it_fits_with_one_warning(stage):
 @pytest.mark.parametrize('stage', ['loss','backward'])
 @pytest.mark.parametrize('norm', [lambda: nn.BatchNorm1d(6),lambda: nn.Dropout(0.3)], ids=['batchnorm','dropout'])
 def test_the_run_is_that_of_a_fit_which_begins_with_smaller_micro_batches(norm, stage):
-    "It has the random numbers, statistics of BatchNorm and counts of a run in which memory never runs out"
+    "It has the random numbers, BatchNorm statistics and counts of a run with enough memory"
     class Draw(Callback):
         order,run_valid = -55,False
         def after_pred(self): self.now = random.random(),np.random.rand(),torch.rand(1).item()
@@ -119,7 +121,10 @@ def test_autocast_is_off_after_a_fit_in_which_memory_ran_out(stage):
 
 @pytest.mark.parametrize('weight', [None,torch.tensor([.01,.02,.03], dtype=torch.float64)], ids=['mean','weights'])
 def test_validation_batches_are_split(weight):
-    "Losses and metrics are those of whole batches. Validation has its own size, whatever fits in training"
+    """Losses and metrics are those of whole batches
+
+    Validation has its own size, whatever fits in training.
+    """
     def runs_out(stage, n): return stage=='validation' and n>9 or stage=='loss' and n>4
     sizes = RecordAt('after_loss', lambda l: len(l.pred))
     sizes.run_valid,sizes.run_train = True,False

@@ -31,7 +31,8 @@ from small_learners import all_params
 from test_noise_scale import single_gradients, trace_and_grad_sq
 
 two_or_more = (2,3) if run_all_cases else (2,)
-# The number of samples of each process. By default, a step has 16 samples of each process, in micro-batches of 4
+# The number of samples of each process. By default, a step has 16 samples of each process, in
+# micro-batches of 4
 even,ragged,uneven,few = [32]*4,[35]*4,[40,25,18],[40,3,1]
 AdamW = partial(OptimWrapper, opt=torch.optim.AdamW)
 
@@ -46,7 +47,7 @@ def net(*more):
 def with_batchnorm(): return net(nn.BatchNorm1d(6))
 def with_limited_memory(): return net(LimitedMemory())
 class Branches(Module):
-    "A model that uses its first layer for some samples only, so in some micro-batches the layer has no gradient"
+    "A model whose first layer has no gradient in some micro-batches, because few samples use it"
     def __init__(self): self.net,self.first = net(),nn.Linear(5,5).double()
     def forward(self, x):
         uses_first = x[:,:1]>1
@@ -63,7 +64,7 @@ def with_unused_layer():
 # Fits, given a Learner and callbacks
 
 def several_fits(learn, cbs):
-    "Put the callbacks on the Learner, and fit three times (the first time for no epoch), with a validation in between"
+    "Fit for no epoch, then twice, with callbacks that stay on the Learner and a validation in between"
     for cb in cbs: learn.add_cb(cb)
     learn.fit(0, 0.05)
     learn.fit(1, 0.05)
@@ -142,14 +143,15 @@ def test_a_process_with_only_padding_adds_nothing_to_the_step():
     a,b = fit_single_and_distributed([9,9], micro=1, per_process=2, tokens=True,
         cbs=lambda: pad(lambda l: l.x[:,0,0]>0))
     assert deviation(weights(a), weights(b))<1e-12
-    assert torch.stack(list(b.recorder.losses)).isfinite().all()   # in the full-batch run, a step of padding has NaN
+    # in the full-batch run, a step of padding has NaN
+    assert torch.stack(list(b.recorder.losses)).isfinite().all()
     for ns in ([35,35],[40,25]):
         of_second_process = toy_data(sum(ns), True).tensors[0][-ns[-1]:,0,0]
         def is_padding(l): return torch.isin(l.x[:,0,0], of_second_process) & (l.epoch==0)
         assert_same_as_single_process(ns, tokens=True, cbs=lambda: pad(is_padding))
 
 def random_arguments(seed):
-    "Return random arguments for the test below, which are equal on all processes because they depend on `seed` only"
+    "Return random arguments for the test below, which depend on `seed` only"
     rng = Random(seed)
     ns = [rng.choice([rng.randint(1, 4),rng.randint(20, 45)]) for _ in range(this_process.world_size)]
     micro = [rng.choice([1,2,3,5]) for _ in ns]
@@ -168,12 +170,14 @@ def test_random_runs_are_those_of_one_process():
 
 # The exchange of gradients and buffers
 
-n_events = Counter()   # of this process: the forward passes ('passes'), and the passes that ran out of memory ('failed')
+# of this process: the forward passes ('passes'), and the passes that ran out of memory ('failed')
+n_events = Counter()
 
 def limit_memory(ranks, stage='backward', after=0, cap=2):
     """Return a function `setup(learn)` that gives the processes in `ranks` memory for `cap` samples
 
-    Memory runs out only in the distributed run, in passes of `stage`, after the first `after` forward passes.
+    Memory runs out only in the distributed run, in passes of `stage`, after the first `after` forward
+    passes.
     """
     def runs_out(this_stage, n):
         n_events['passes'] += this_stage=='forward'
@@ -232,12 +236,13 @@ def test_half_precision_gradients_are_rounded_once():
             assert_equal_on_all_ranks(grad.float())
             parts = torch.stack(parts).float()
             mean,size = parts.mean(0),parts.abs().mean(0)
-            # bfloat16 has 8 bits, so rounding once is at most 2**-8 of the mean; 64 sums in single precision add little
+            # bfloat16 has 8 bits, so rounding once is at most 2**-8 of the mean; 64 sums in single
+            # precision add little
             assert ((grad.float()-mean).abs()<=2.**-8*mean.abs()+2.**-18*size).all()
 
 @on_processes(2)
 def test_buffers_are_those_of_the_first_process():
-    "This holds even if processes have different numbers of micro-batches: none waits for a broadcast that never comes"
+    "No process waits for a broadcast, even if others have fewer micro-batches"
     auto = dict(micro_batch_size='auto')
     for ns,micro,acc in (([35,35],4,{}), ([40,24],4,{}), ([40,24],8,auto), ([35,35],8,auto),
             ([32,32],[16,4],dict(micro_batch_size=4))):
@@ -280,7 +285,7 @@ def test_memory_may_run_out_on_some_processes(ranks, stage='backward', after=0, 
 @pytest.mark.parametrize('how', pick_cases(2, ['memory','exception','interrupt']))
 @on_processes(2)
 def test_an_error_of_one_process_ends_the_fit_of_both(how):
-    "One process raises the error at once, the other ends after its timeout at the latest, and DDP has its former state"
+    "The other process ends after its timeout at the latest, and DDP has its former state"
     b = distributed_learner(ragged, 8, model=with_limited_memory)
     b.model = DDP(b.model.module, process_group=dist.new_group(timeout=timedelta(seconds=4)))
     exc = dict(exception=RuntimeError, interrupt=KeyboardInterrupt).get(how)
@@ -297,7 +302,10 @@ def test_an_error_of_one_process_ends_the_fit_of_both(how):
 
 @on_processes(2)
 def test_a_forward_of_the_instance_is_kept():
-    "accelerate sets such a `forward` for mixed precision. A call of `plan` in one process does not wait for the other"
+    """accelerate sets such a `forward` for mixed precision
+
+    A call of `plan` in one process does not wait for the other.
+    """
     b,calls,acc = distributed_learner(ragged),[],GradientAccumulation(32)
     forward_of_class = b.model.forward
     def own_forward(*args):
@@ -319,7 +327,8 @@ def test_lr_find_gives_the_same_result_on_all_processes():
         learn.found = learn.lr_find(num_it=30, show_plot=False).valley
         assert deviation(before, snapshot())==0
         learn.points = list(learn.recorder.lrs),list(learn.recorder.losses)
-        restart_order(learn)   # the search stops in the middle of an epoch, at a place that depends on the loader
+        # the search stops in the middle of an epoch, at a place that depends on the loader
+        restart_order(learn)
         learn.fit(1, 0.05)
     for ns in (ragged,uneven):
         a,b = assert_same_as_single_process(ns, fit=fit, opt_func=Adam)
@@ -366,7 +375,7 @@ def test_the_run_in_distrib_ctx_is_that_of_one_process(case):
     ds,rng,n_each = toy_data(n, tokens),Random(1),math.ceil(n/2)
     epochs = [rng.sample(range(n), n) for _ in range(2)]
     def parts(order):
-        "Return the samples of each process as `DistributedDL` deals them: equally many, perhaps in whole micro-batches"
+        "Return the samples of each process, as many as `DistributedDL` gives each"
         keep = n_each//4*4 if loader_drop_last else n_each
         return [p[:keep] for p in in_chunks(order+order[:1], n_each)[:2]]
     steps = [samples_of_steps(parts(o), [16,16]) for o in epochs]
@@ -379,7 +388,8 @@ def test_the_run_in_distrib_ctx_is_that_of_one_process(case):
     with b.distrib_ctx(sync_bn=False, cpu=True): one_cycle(b, [GradientAccumulation(32, drop_last=False)])
     assert_equal_on_all_ranks(flat_state(b))
     assert not isinstance(b.model, DDP)
-    n_train_values = 2 if metrics else 1   # the other values are means over this process's validation samples
+    # the other values are means over this process's validation samples
+    n_train_values = 2 if metrics else 1
     for o in (a,b): o.recorder.values = [v[:n_train_values] for v in o.recorder.values]
     assert_same_run(a, b)
 
@@ -399,7 +409,8 @@ def test_searches_in_distrib_ctx_give_the_same_results_on_all_processes():
 
 # Refused
 
-# The single process runs these functions without callbacks, and they do nothing: the fit of several processes is refused
+# The single process runs these functions without callbacks, and they do nothing: the fit of several
+# processes is refused
 def fit_distributed(learn, cbs): return cbs and learn.fit(1, cbs=cbs)
 def find_distributed(learn, cbs): return cbs and learn.accum_find()
 def check_distributed(learn, cbs): return cbs and learn.accum_check()
@@ -446,7 +457,7 @@ def test_the_cache_warns_that_a_communication_hook_is_not_used():
         assert sum('communication hook' in str(o.message) for o in collected)==1
 
 def cancel_on(rank, event, exc, i=1):
-    "Return a callback that cancels micro-batch `i` of a fit on process `rank`, or if `rank` is None, on all processes"
+    "Return a callback that cancels micro-batch `i` on process `rank`, or on all processes if it is None"
     numbers = count()
     def cancel(learn):
         if next(numbers)==i and rank in (None,this_process.rank): raise exc
@@ -528,7 +539,8 @@ def test_recalibrated_statistics_are_those_of_all_samples():
     torch.testing.assert_close(m[2].running_mean, inputs.mean(0))
     torch.testing.assert_close(m[2].running_var, torch.stack([o.var(0) for o in inputs.split(16)]).mean(0))
     assert m[2].num_batches_tracked==4
-    b.model.module = nn.SyncBatchNorm.convert_sync_batchnorm(m)   # DDP itself accepts SyncBatchNorm on GPUs only
+    # DDP itself accepts SyncBatchNorm on GPUs only
+    b.model.module = nn.SyncBatchNorm.convert_sync_batchnorm(m)
     for f in (lambda: b.recalibrate_bn(16),lambda: b.fit(1, cbs=RecalibrateBN()),lambda: b.bs_find(show_plot=False)):
         with pytest.raises(RuntimeError, match='SyncBatchNorm'): f()
 
@@ -585,7 +597,10 @@ def test_bs_find_finds_the_size_that_fits_on_all_processes():
 
 @on_processes(2)
 def test_bs_find_gives_the_same_result_or_error_on_all_processes():
-    "A fit with this size runs. The errors: no size fits, arguments differ between processes, or a process failed"
+    """A fit with this size runs
+
+    The errors: no size fits, arguments differ between processes, or a process failed.
+    """
     b = learner_with_caps(less_on(1))
     assert int(b.bs_find(show_plot=False, apply=True))==8==b.dls.train.bs
     b.fit(1, 0.01, cbs=GradientAccumulation(64))
@@ -606,7 +621,10 @@ def test_bs_find_gives_the_same_result_or_error_on_all_processes():
 def test_a_fit_that_is_cut_short_leaves_nothing_behind():
     "The next fits, with and without accumulation, are those of a new Learner"
     def fit(acc, event=None, exc=None, **kwargs):
-        "Fit, accumulating if `acc`; with `event`, before that run a fit that `exc` ends there. Return the weights"
+        """Fit, accumulating if `acc`; with `event`, before that run a fit that `exc` ends there
+
+        Return the weights.
+        """
         b = distributed_learner(ragged, opt_func=SGD)
         if event:
             cb = RaiseAt(event, exc, 7, skip=1 if event in ('after_backward','after_batch') else 5)
@@ -628,7 +646,8 @@ def test_a_fit_that_is_cut_short_leaves_nothing_behind():
 def fsdp2(): return fully_shard(with_batchnorm(), mesh=init_device_mesh('cpu', (this_process.world_size,)))
 def fsdp2_after_validation():
     model = fsdp2()
-    model.unshard()   # a forward pass does this too: parameters are then plain tensors, which do not show the sharding
+    # a forward pass does this too: parameters are then plain tensors, which do not show the sharding
+    model.unshard()
     return model
 def fsdp1(): return type('FullyShardedDataParallel', (nn.Sequential,), {})(with_batchnorm())
 def one_dtensor():

@@ -1,4 +1,4 @@
-"Losses, learning rates, hyper-parameters and metrics are recorded once a step, with the full-batch run's numbers."
+"Losses, hyper-parameters and metrics are recorded once a step, with the full-batch run's numbers."
 import pytest
 from fastai.vision.all import AvgLoss, CancelBatchException, Perplexity, accuracy
 from fastaccum import GradientAccumulation
@@ -50,7 +50,7 @@ def test_recording_every_micro_batch_does_not_change_the_weights():
     assert deviation(rec.lrs, lrs)<1e-12
 
 def test_the_recorded_losses_are_those_of_the_micro_batches():
-    "With a learning rate of 0, all recorded values are those of a run on these micro-batches without accumulation"
+    "With a learning rate of 0, all recorded values are those of a run without accumulation"
     def run(cbs, bs=4):
         learn = metered(bs, metrics=metrics(), n=64)
         learn.fit(2, 0., wd=0., cbs=cbs)
@@ -63,7 +63,8 @@ def each(n, **kwargs): return GradientAccumulation(n, log_accum_batch=False, **k
     (16, 70, lambda: [each(24, micro_batch_size=4)], 2*(4+2+2+4+4+2)),
     (4, 70, lambda: [each(16, drop_last=True)], 2*16),
     (4, 48, lambda: [each(16),RaiseAt('after_pred', CancelBatchException, 0, skip=1)], 2*12-1),
-    (4, 64, lambda: [each(16),*within(run_lr_find)], 6+16),   # `lr_find` after the first epoch empties the records
+    # `lr_find` after the first epoch empties the records
+    (4, 64, lambda: [each(16),*within(run_lr_find)], 6+16),
     (4, 64, lambda: [RecordAt('before_epoch', lambda l: l.epoch==1 and l.add_cb(GradientAccumulation(16)))], 16+4)],
     ids=['split','dropped','cancelled','after a search','from the second epoch'])
 def test_each_micro_batch_that_is_trained_on_is_recorded(bs, n, cbs, want):

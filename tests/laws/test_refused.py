@@ -1,6 +1,7 @@
 """Arguments and Learners with which a fit cannot work are refused before a weight changes.
 
-The message names the bad value and says what to type instead. Later fits without accumulation are those of fastai.
+The message names the bad value and says what to type instead. Later fits without accumulation are those
+of fastai.
 """
 import numpy as np, pytest, torch
 from functools import partial
@@ -80,7 +81,8 @@ bad = [(GradientAccumulation, dict(micro_batch_size='big'), TypeError, "'auto', 
 @pytest.mark.parametrize('f,kwargs,exc,words', bad, ids=[', '.join(o[1]) for o in bad])
 def test_other_arguments_are_refused_when_they_are_given(f, kwargs, exc, words):
     with pytest.raises(exc, match=words) as e: f(**kwargs)
-    assert entry_of(e) or 'unexpected keyword' in str(e.value)   # only messages of Python itself have no link
+    # only messages of Python itself have no link
+    assert entry_of(e) or 'unexpected keyword' in str(e.value)
 
 # Learners
 
@@ -128,7 +130,8 @@ refused = dict(
     two_caches=(toy, lambda: [GradientCache(micro_batch_size=o) for o in (2,4)], ValueError, 'keep one'),
     split_and_cached=(toy, lambda: [acc(8, micro_batch_size=2),GradientCache(micro_batch_size=2)], ValueError,
         'leave it out'))
-late = {'steps_by_itself','targets_not_counted'}   # the first batch shows the mistake; others show before the fit
+# the first batch shows the mistake; others show before the fit
+late = {'steps_by_itself','targets_not_counted'}
 for nm,f in dict(below=lambda l: -1, infinite=lambda l: float('inf'), text=lambda l: '4', many=lambda l: l.y).items():
     refused[f'size_{nm}'] = toy,lambda f=f: [acc(8, n_items=f)],(TypeError,ValueError),'`n_items` must return a'
     late.add(f'size_{nm}')

@@ -37,7 +37,7 @@ def test_a_run_with_sparse_gradients_is_the_full_batch_run(opt, acc):
 
 @pytest.mark.parametrize('opt_func', [Adam,partial(OptimWrapper, opt=torch.optim.SGD)], ids=['fastai','torch'])
 def test_several_fits_with_one_callback_are_full_batch_runs(opt_func):
-    "In the second fit the body is frozen, and fastai's optimizers still decay its weights, in both runs alike"
+    "In the second fit, the body is frozen, but fastai's optimizers still decay it, in both runs"
     def fit(l, cbs):
         for freeze,how in ((l.unfreeze,l.fit_one_cycle),(l.freeze,l.fit),(l.unfreeze,l.fit_flat_cos)):
             freeze()
@@ -45,8 +45,12 @@ def test_several_fits_with_one_callback_are_full_batch_runs(opt_func):
     assert_same_run(*both_runs(opt_func=opt_func, fit=fit))
 
 def test_gradients_that_an_earlier_fit_left_are_not_used():
-    "fastai's callback leaves gradients when a fit ends; a body that is frozen afterwards must not change"
-    learn,fresh = toy(4, n=60, opt_func=SGD),toy(16, n=60, opt_func=SGD)   # SGD without momentum has no state
+    """fastai's callback leaves gradients when a fit ends
+
+    A body that is frozen afterwards must not change.
+    """
+    # SGD without momentum has no state
+    learn,fresh = toy(4, n=60, opt_func=SGD),toy(16, n=60, opt_func=SGD)
     learn.fit(1, 0.1, cbs=FastaiGradientAccumulation(16))
     fresh.model.load_state_dict(learn.model.state_dict())
     fresh.fit(1, 0.1)
@@ -95,7 +99,10 @@ def test_the_run_is_the_same_with_a_callback_that(kind):
 
 @pytest.mark.parametrize('drop_last', [False,True])
 def test_an_epoch_that_is_cut_short_leaves_no_gradient(drop_last):
-    "The incomplete step is taken unless `drop_last` is set. `note` writes 'b' for a backward pass and 's' for a step"
+    """The incomplete step is taken unless `drop_last` is set
+
+    `note` writes 'b' for a backward pass and 's' for a step.
+    """
     def empty(l): return not any(g is not None and g.any() for g in grads(l))
     learn,note,begin = toy(4, n=64),RecordAt('after_backward', lambda l: 'b', -50),RecordAt('before_train', empty, 100)
     note.before_train,note.after_step = lambda: note.values.append('|'),lambda: note.values.append('s')

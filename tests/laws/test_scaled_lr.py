@@ -26,7 +26,10 @@ def run(opt, fit, *cbs):
 
 @pytest.mark.parametrize('opt,fit,rule', pick_cases(10, [(o,f,r) for o in opts for f in fits for r in (*factors,None)]))
 def test_each_step_has_the_scheduled_rate_times_the_factor(opt, fit, rule):
-    "This holds for all parameter groups. The Recorder has the scaled rates; after the fit the optimizer has its own again"
+    """This holds for all parameter groups
+
+    The Recorder has the scaled rates; after the fit the optimizer has its own again.
+    """
     (a,base),(b,scaled) = run(opt, fit),run(opt, fit, ScaledLR(base_bs=4, rule=rule))
     rule = rule or ('sqrt' if 'adam' in opt else 'linear')
     assert len(base)==len(scaled)>=10
@@ -65,8 +68,8 @@ def acc(*args): return lambda: GradientAccumulation(*args)
 def test_the_rate_follows_the_size_of_a_whole_step(n, cbs, want):
     """The rate of a short step, or of one that overflows, is that of a whole step
 
-    The size of a whole step is `accum_bs` rounded up to whole micro-batches, and at most an epoch. Without accumulation,
-    it is the batch size.
+    The size of a whole step is `accum_bs` rounded up to whole micro-batches, and at most an epoch.
+    Without accumulation, it is the batch size.
     """
     learn = toy(4, n=n, cbs=cbs())
     learn.fit(2, .01, cbs=ScaledLR(base_bs=8))
@@ -81,13 +84,15 @@ def test_the_run_is_the_full_batch_run_with_the_scaled_rate(kwargs):
     a = run(16, .04)
     own = partial(ScaledLR, base_bs=4, rule='linear')
     for b in (run(4, .01, GradientAccumulation(16), own()),run(16, .01, own())):
-        b.opt.set_hyper('lr', [4*h['lr'] for h in b.opt.hypers])   # after a fit, the optimizer has the rate without the factor
+        # after a fit, the optimizer has the rate without the factor
+        b.opt.set_hyper('lr', [4*h['lr'] for h in b.opt.hypers])
         assert_same_run(a, b)
 
 # With other callbacks, and after the fit
 
 halve = RecordAt('before_batch', lambda l: l.opt.set_hyper('lr', l.opt.hypers[0]['lr']/2), order=70)
-plateau = ReduceLROnPlateau(patience=0, factor=2, min_delta=1e9)   # divides the rate by 2 after the second and the third epoch
+# divides the rate by 2 after the second and the third epoch
+plateau = ReduceLROnPlateau(patience=0, factor=2, min_delta=1e9)
 sets = RecordAt('after_batch', lambda l: l.opt.set_hyper('lr', .1/2**len(l.recorder.lrs)), order=70)
 
 @pytest.mark.parametrize('cb,want', [(plateau,[.4]*8+[.2]*4), (halve,[.4/2**i for i in range(1, 13)]),

@@ -1,4 +1,4 @@
-"A fit with a schedule is the run on batches of the sizes in `plan()`, and these sizes follow the schedule."
+"A fit with a schedule is the run on batches of the sizes in `plan()`, which follow the schedule."
 import matplotlib.pyplot as plt, numpy as np, pickle, pytest, random
 from functools import partial
 from hypothesis import given, strategies as st
@@ -10,7 +10,10 @@ from fastaccum.testing import assert_same_run, toy
 from common import BatchSizesLoader, RaiseAt, pick_cases
 
 def compare(make, n_epoch, n, micro, cbs=list, start_epoch=0, **kwargs):
-    "Train on batches of the planned sizes, and with the schedule: fail if the runs differ, return both Learners and the plan"
+    """Fail if the schedule differs from training on batches of the planned sizes
+
+    Return Learners and plan.
+    """
     a,b,acc = toy(1, n=n, **kwargs),toy(micro, n=n, **kwargs),make()
     plan = acc.plan(b.dls, n_epoch)
     a.dls.loaders[0] = BatchSizesLoader(a.dls.train, plan.sizes, start_epoch)
@@ -53,7 +56,7 @@ def test_a_plan_has_each_sample_of_an_epoch_in_one_step(n, micro, accum_bs, n_ep
 @given(n=st.integers(20, 300), micro=st.integers(1, 9), a=st.integers(1, 60), b=st.integers(1, 60), s=st.floats(0, 1),
     f=st.floats(0, 1), annealer=st.sampled_from(list(annealers)), n_epoch=st.integers(1, 4), drop_last=st.booleans())
 def test_sizes_follow_the_annealer(n, micro, a, b, s, f, annealer, n_epoch, drop_last):
-    "Each size is a multiple of the micro-batch, and at most half a micro-batch from the value of the annealer"
+    "Sizes are whole micro-batches, at most half a micro-batch from the value of the annealer"
     s,f = sorted([s,f])
     first,last = (-(-o//micro)*micro for o in (a,b))
     acc = Schedule(a, b, start=s, finish=f, schedule=annealers[annealer], drop_last=drop_last)
@@ -82,7 +85,7 @@ there_and_back = combine_scheds([.5,.5], [SchedLin(8,32),SchedLin(32,8)])
     (lambda: Schedule(16, 16, finish=1., schedule=lambda a,b: lambda pos: 1), 1, [[16]+[4]*12]),
     (lambda: Schedule(8, 16, finish=1., schedule=there_and_back), 2, [[8,12,16,20,8],[32,20,12]])], ids=range(6))
 def test_examples_of_plans_and_their_runs(make, n_epoch, expected):
-    "The cases: epochs in any order, steps that count over the whole fit, steps of one micro-batch, and combined annealers"
+    "Thresholds in any order, steps counted over the whole fit, small steps, and combined annealers"
     for epoch in range(min(2, n_epoch)):   # a whole fit, and a resumed fit
         assert compare(make, n_epoch, n=64, micro=4, start_epoch=epoch)[2].sizes==expected
 
@@ -97,7 +100,10 @@ def test_plot_sched_draws_the_plan():
 # Fit after fit
 
 def test_each_fit_starts_the_schedule_from_its_beginning():
-    "An earlier fit, an interrupt or pickling has no effect. A fit with `start_epoch` continues the schedule"
+    """An earlier fit, an interrupt or pickling has no effect
+
+    A fit with `start_epoch` continues the schedule.
+    """
     make = partial(Schedule, 8, 32, start=1, finish=3, schedule=partial(SchedPoly, power=2))
     _,expected,plan = compare(make, n_epoch=4, n=70, micro=4)
     _,b,_ = compare(make, n_epoch=4, n=70, micro=4, start_epoch=2)

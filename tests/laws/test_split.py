@@ -1,6 +1,7 @@
 """With `micro_batch_size=16`, larger batches of a loader are split, whatever their structure.
 
-The run is the full-batch run. It also is with `micro_batch_size='auto'`, which finds the size that fits in memory.
+The run is the full-batch run. It also is with `micro_batch_size='auto'`, which finds the size that fits
+in memory.
 """
 import pytest, torch
 from collections import namedtuple
@@ -29,7 +30,7 @@ def accumulating(accum, micro, acc=GradientAccumulation, **kwargs):
     return [acc(accum, micro_batch_size=micro, **kwargs),*limits]
 
 def full_and_split(bs, accum, micro, drop_last=False, cbs=list, fit=one_cycle, **kwargs):
-    "Return two Learners: one trained on batches of `accum` samples, one on batches of `bs` samples that are split"
+    "Return two Learners: one trained on batches of `accum`, one on batches of `bs` that are split"
     a,b = toy(accum, whole=accum if drop_last else 1, **kwargs),toy(bs, **kwargs)
     for learn,accumulation in ((a,[]),(b,accumulating(accum, micro, drop_last=drop_last))):
         torch.manual_seed(0)
@@ -40,10 +41,12 @@ def fit_with_small_rate(learn, cbs):
     learn.recorder.train_metrics = True
     learn.fit_one_cycle(2, 0.02, cbs=cbs)
 
-no_shrinking = settings(phases=[Phase.generate])   # hypothesis would take minutes to simplify a failing example
+# hypothesis would take minutes to simplify a failing example
+no_shrinking = settings(phases=[Phase.generate])
 opts = [partial(SGD, mom=0.9),Adam,partial(OptimWrapper, opt=torch.optim.AdamW)]
 
-@pytest.mark.filterwarnings('error::UserWarning')   # no warning, even if a step is smaller than `micro_batch_size`
+# no warning, even if a step is smaller than `micro_batch_size`
+@pytest.mark.filterwarnings('error::UserWarning')
 @no_shrinking
 @given(bs=st.integers(2, 40), accum=st.integers(2, 40), micro=st.integers(1, 20), n=st.integers(50, 70),
     drop_last=st.sampled_from([None,True,False]), opt_func=st.sampled_from(opts),
@@ -54,21 +57,22 @@ def test_the_run_on_split_batches_is_the_full_batch_run(bs, micro, **kwargs):
     assert_same_run(a, b, tol=1e-5)   # Adam divides by numbers that are nearly zero
 
 def even_parts(n, limit):
-    "Cut `n` samples into as few parts of at most `limit` samples as possible, and return the sizes of the parts"
+    "Return the sizes of the fewest parts of `n` samples that have at most `limit` samples each"
     k = -(-n//limit)
     return [n//k+(i<n%k) for i in range(k)]
 
 @no_shrinking
 @given(bs=st.integers(2, 30), accum=st.integers(1, 30), micro=st.integers(1, 20), n=st.integers(30, 60))
 def test_micro_batches_are_of_even_size_and_each_is_part_of_one_batch_and_one_step(bs, accum, micro, n):
-    "With `micro_batch_size=16`, 17 samples become 9 and 8, because BatchNorm cannot train on a single sample"
+    "17 samples become 9 and 8, not 16 and 1, because BatchNorm cannot train on a single sample"
     micro = min(micro, bs-1)
     seen = RecordAt('after_pred', lambda l: len(l.pred))
     toy(bs, n=n).fit(1, 0.1, cbs=[GradientAccumulation(accum, micro_batch_size=micro, drop_last=False),seen])
     ends = sorted({*range(0, n, bs),*range(0, n, accum),n})
     assert seen.values==[o for a,b in zip(ends, ends[1:]) for o in even_parts(b-a, micro)]
 
-# Batches of all structures: each of `kinds` puts the same inputs `x` and targets `y` into another structure
+# Batches of all structures: each of `kinds` puts the same inputs `x` and targets `y` into another
+# structure
 
 class OwnArguments(MappingBatch):
     "A mapping whose class takes other arguments than its items, so a part of it cannot be created"
@@ -191,9 +195,10 @@ def test_rows_that_a_callback_adds_are_trained_on(micro):
 
 @pytest.mark.parametrize('accum', [16,32])
 def test_after_batch_comes_once_for_each_before_batch(accum):
-    """In `before_batch` the Learner has the whole batch, and in `after_batch` the last part and its predictions
+    """In `before_batch`, the Learner has the whole batch, in `after_batch` its last part
 
-    Within a part, an attribute of a callback that has a row for each sample of the batch is cut to the part.
+    Within a part, an attribute of a callback that has a row for each sample of the batch is cut to the
+    part.
     """
     class KeepsInputs(Callback):
         run_valid = False
@@ -222,7 +227,7 @@ def test_a_part_that_is_cancelled_is_left_out(event, which, micro):
 
 @pytest.mark.parametrize('micro', [4,1,('auto',3),('auto',1)], ids=str)
 def test_awd_lstm_keeps_its_hidden_state_if_batches_are_split(micro):
-    "For each row of a batch, fastai's language model begins with the hidden state of this row in the previous batch"
+    "In each row, the model begins with the hidden state of the same row of the previous batch"
     learns = [make_application('language_model', loss_func=CrossEntropy()) for _ in range(2)]
     for learn,size in zip(learns, (None,micro)):
         learn.remove_cb(RNNRegularizer)   # this callback computes in single precision

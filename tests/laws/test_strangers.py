@@ -1,4 +1,4 @@
-"""Unusual callbacks, losses, models and loaders give the full-batch run, or the fit warns, or refuses."""
+"""Unusual callbacks, losses, models and loaders give the full-batch run, or the fit warns or refuses."""
 import pytest, torch
 from itertools import accumulate, pairwise
 from torch import nn
@@ -16,7 +16,7 @@ from small_learners import all_params
 from test_refused import HalfGradients
 
 def entries_and_runs(**kwargs):
-    "Call `both_runs`; return the entries of the page Messages to which its warnings link, and the two Learners"
+    "Return the entries of the page Messages to which warnings of `both_runs` link, and its two Learners"
     with collect_warnings() as collected: a,b = both_runs(**dict(n=64)|kwargs)
     links = [str(o.message).partition('messages.html#')[2] for o in collected]
     return [o for o in links if o],a,b
@@ -57,7 +57,10 @@ def test_a_callback_that_adds_a_mean_over_samples_is_right_and_gives_no_warning(
     assert not entries and assert_same_run(a, b)
 
 class AddsInPlace(Callback):
-    "Adds a penalty on the weights to the loss in place; the loss is a view, as the losses of fastai's tensors are"
+    """Adds a penalty on the weights to the loss in place
+
+    The loss is a view, as the losses of fastai's tensors are.
+    """
     def after_loss(self):
         if not self.training: return
         self.learn.loss_grad = self.learn.loss_grad.view_as(self.loss_grad)
@@ -72,7 +75,7 @@ def test_a_penalty_on_weights_that_is_added_in_place_gives_no_warning():
     assert not entries and assert_same_run(a, b)
 
 def test_trying_a_callback_on_parts_does_not_change_its_attributes():
-    "To see whether a callback adds a mean over samples, fastaccum also calls it with parts of a micro-batch"
+    "To see whether it adds a mean over samples, fastaccum calls a callback with parts of a batch"
     cbs = []
     def make():
         cbs.append(ChangesLoss(mean_of_squares))
@@ -127,7 +130,7 @@ def test_a_loss_with_which_a_callback_replaces_the_learners_loss_is_tried():
 # Callbacks that read `iter`, or end an epoch early
 
 class ComputesLoss(nn.Module):
-    "A model that takes the labels too, and returns logits and its own loss, a mean over labels that are not -100"
+    "A model that takes labels, and returns logits and a loss: the mean over labels that are not -100"
     def __init__(self):
         super().__init__()
         self.lin = nn.Linear(5, 3).double()
@@ -150,7 +153,7 @@ def test_a_callback_that_passes_on_the_models_loss_is_warned_of_only_if_labels_a
     assert entries==(['loss-not-tried'] if has_padding and differ(a, b) else [])
 
 def test_iter_and_n_iter_count_either_micro_batches_or_steps():
-    "In events of a micro-batch both count micro-batches, in events of a step both count steps, without a dropped step"
+    "Micro-batches in events of a micro-batch, steps in events of a step; a dropped step does not count"
     events = 'before_batch','after_pred','before_step','after_step'
     for bs,acc,n,n_batches,n_steps in ((4,dict(),70,18,5), (4,dict(drop_last=True),70,16,4),
             (4,dict(micro_batch_size=2),64,16,4),
@@ -241,7 +244,10 @@ class Returns(nn.Module):
     def forward(self, x): return self.f(self.layer(x), self.scale)
 
 def entries_of_loss(f, loss):
-    "Train the model `Returns(f)` with `loss`; return the entries of the warnings, and whether weights differ"
+    """Train the model `Returns(f)` with `loss`
+
+    Return the entries of the warnings, and whether weights differ.
+    """
     model = lambda: Returns(f).double()
     def fit(learn, cbs): learn.fit(1, 0.01, cbs=cbs)
     entries,a,b = entries_and_runs(model=model, loss_func=loss, splitter=all_params, fit=fit)
@@ -271,7 +277,10 @@ def test_a_loss_that_cannot_be_tried_on_parts_is_warned_of(f, loss):
 # Callbacks that add rows to a split batch, or run out of memory
 
 def add_unlabelled(learn):
-    "Double the rows of the batch; the loss ignores the targets of the new rows, as FixMatch does with unlabelled samples"
+    """Double the rows of the batch
+
+    The loss ignores the targets of the new rows, as FixMatch does with unlabelled samples.
+    """
     if not learn.training: return
     unlabelled = torch.full_like(learn.y, -100)
     learn.xb,learn.yb = (torch.cat([learn.x,learn.x*.9]),),(torch.cat([learn.y,unlabelled]),)
@@ -303,7 +312,7 @@ def test_memory_that_runs_out_in_a_callbacks_second_pass_is_an_error_with_the_re
 # Batches whose inputs have other rows than samples, and loaders without a batch size
 
 class GraphLoader(BatchListLoader):
-    "A loader of graphs of 3 to 6 nodes: inputs have a row for each node, and targets have a row for each graph"
+    "A loader of graphs of 3 to 6 nodes: inputs have a row for each node, targets one for each graph"
     bs = 4
     def __iter__(self):
         for idxs in self.cycle():
@@ -351,7 +360,10 @@ def test_with_auto_a_loader_without_a_batch_size_is_refused_with_a_remedy():
 # `accum_check` with such callbacks and models
 
 class Reshapes(Callback):
-    "Adds a dimension to the inputs, which the model needs; with `twice=True`, also makes two views of each sample"
+    """Adds a dimension to the inputs, which the model needs
+
+    With `twice=True`, also makes two views of each sample.
+    """
     def __init__(self, twice): self.twice = twice
     def before_batch(self):
         x = torch.stack([self.x,self.x+.1], 1).flatten(0, 1) if self.twice else self.x

@@ -1,4 +1,4 @@
-"With a budget of tokens, texts of similar length share micro-batches, and the run is the full-batch run."
+"With a budget of tokens, micro-batches have texts of similar length; the run is the full-batch run."
 import pytest, torch
 from functools import partial
 from torch import nn
@@ -19,7 +19,7 @@ no_dropout = dict(n_embd=16, n_layer=2, n_head=2, n_positions=64, bos_token_id=0
     embd_pdrop=0., attn_pdrop=0., resid_pdrop=0.)
 
 class CountsColumns(nn.Module):
-    "A model that notes the shape of each input in training: rows are texts, and columns are tokens and padding"
+    "A model that notes the shape of each input in training: a row is a text, a column a token or padding"
     def __init__(self):
         super().__init__()
         self.passes = []
@@ -60,7 +60,7 @@ class GPT2(CountsColumns):
         return self.model(**b, position_ids=positions).logits
 
 class ShiftedGPT2(GPT2):
-    "A language model whose targets are the next tokens, so predictions and targets have a column less than inputs"
+    "A language model whose targets are the next tokens, a column less than the inputs have"
     def forward(self, b): return super().forward(b)[:,:-1]
 
 class T5(CountsColumns):
@@ -117,7 +117,8 @@ def collate(kind, side, items):
     if kind is GPT2: return b,padded([o['labels'] for o in items], side, -100)
     if issubclass(kind, GPT2): return b,torch.where(mask[:,1:]*mask[:,:-1]>0, ids[:,1:], -100)
     if kind is not T5: return b,torch.stack([o['label'] for o in items])
-    # a decoder needs padding on the right; labels get as many columns as inputs, as with `padding='max_length'`
+    # a decoder needs padding on the right; labels get as many columns as inputs, as with
+    # `padding='max_length'`
     labels = padded([o['translation'] for o in items], 'right', -100)
     labels = F.pad(labels, (0, ids.shape[1]-labels.shape[1]), value=-100)
     return b|dict(decoder_input_ids=labels.clamp(0)),labels
@@ -142,7 +143,8 @@ def budget_of(kind, n, **kwargs):
     "Return a TokenBudget; with `pad_id` for a model whose batches have no `attention_mask` in a mapping"
     return TokenBudget(n, pad_id=0 if kind is MaskedLSTM else None, **kwargs)
 
-# models, and the side of padding; `pack_padded_sequence`, which MaskedLSTM uses, supports padding on the right only
+# models, and the side of padding; `pack_padded_sequence`, which MaskedLSTM uses, supports padding on the
+# right only
 kinds = [(Bert,'right'),(Bert,'left'),(GPT2,'right'),(GPT2,'left'),(ShiftedGPT2,'right'),
     (ShiftedGPT2,'left'),(T5,'right'),(T5,'left'),(MaskedLSTM,'right')]
 
@@ -227,7 +229,7 @@ def test_a_model_in_which_padding_counts_is_warned_of_once(kind):
     assert sum('without their padding' in str(o.message) for o in said)==1
 
 def test_trying_the_model_does_not_change_the_run():
-    "To see whether padding counts, fastaccum also runs the model without padding: this must not change the run"
+    "Running the model without padding, to see whether padding counts, must not change the run"
     class WithDropout(NormalisesOverTime):
         def forward(self, b): return F.dropout(super().forward(b), .5, self.training)
     runs = []
@@ -255,7 +257,8 @@ def test_bad_arguments_are_refused(case):
     make,error,match = refused[case]
     with pytest.raises(error, match=match): make()
 
-# budgets that find no length, too few lengths, lengths beyond the columns, no numbers, or negative numbers
+# budgets that find no length, too few lengths, lengths beyond the columns, no numbers, or negative
+# numbers
 lengths = dict(nothing=TokenBudget(80), one_short=TokenBudget(80, length=lambda b: (b[0]!=0).sum(1)[1:]),
     too_long=TokenBudget(80, length=lambda b: (b[0]!=0).sum(1)+100), no_numbers=TokenBudget(80, length=lambda b: 'abc'),
     negative=TokenBudget(80, length=lambda b: -(b[0]!=0).sum(1)))
@@ -278,7 +281,10 @@ def test_the_plan_and_the_repr_of_the_callback_name_the_budget(capsys):
 
 @on_processes(2)
 def test_each_of_two_processes_sorts_its_own_texts():
-    "The run is that of one process; `log_accum_batch=False`, which needs equal numbers of micro-batches, is refused"
+    """The run is that of one process
+
+    `log_accum_batch=False`, which needs equal numbers of micro-batches, is refused.
+    """
     batch = partial(collate, Bert, 'right')
     def learner(data, bs):
         learn = text_learner(Bert)

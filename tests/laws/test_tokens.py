@@ -1,4 +1,4 @@
-"Losses that are means over tokens, class weights, samples or a user's own number are those of full batches."
+"Means over tokens, class weights, samples or a user's own number are those of full batches."
 import pytest, torch
 from functools import partial
 from torch import nn, tensor
@@ -16,7 +16,10 @@ gen = torch.Generator().manual_seed(0)
 def rand(*size): return torch.rand(*size, generator=gen, dtype=torch.float64)
 
 class WithIgnoreIndex(Masked):
-    "A user's loss with an `ignore_index`; if all targets are ignored, the loss is 0/0 and its gradients are NaN"
+    """A user's loss with an `ignore_index`
+
+    If all targets are ignored, the loss is 0/0 and its gradients are NaN.
+    """
     ignore_index = -100
 
 class ReplacesLoss(Callback):
@@ -43,12 +46,14 @@ cases = {**{f'{k} over tokens':dict(tokens=True, loss_func=f, fit=fit_small_rate
     **{f'8 bits {i}':dict(data=TensorDataset(x, masks), model=lambda: nn.Linear(5,160).double(), splitter=params,
         loss_func=nn.CrossEntropyLoss(o)) for i,o in enumerate((None,rand(160)))}}
 
-# All targets of some micro-batches have a class of weight 0, so their loss is 0/0; the full batch has other classes too
+# All targets of some micro-batches have a class of weight 0, so their loss is 0/0; the full batch has
+# other classes too
 rare = toy_data(70)
 rare.tensors[1][4:8] = rare.tensors[1][32:40] = 0
 cases['class without weight'] = dict(data=rare, loss_func=CrossEntropy(weight=tensor([0.,1.,1.], dtype=torch.float64)))
 
-# `n_items` returns the number by which the loss divides, here a sum of weights, which is 0 in some micro-batches
+# `n_items` returns the number by which the loss divides, here a sum of weights, which is 0 in some
+# micro-batches
 def per_weight(p, y): return (F.mse_loss(p[...,0], y[...,0], reduction='none')*y[...,1]).sum()/y[...,1].sum()
 with_weights = TensorDataset(x, rand(70, 2))
 with_weights.tensors[1][8:12,1] = with_weights.tensors[1][20:24,1] = 0
@@ -79,7 +84,10 @@ def data_with_padding(*which, n=64):
 @pytest.mark.parametrize('loss', ['plain','smoothed','own','weighted'])
 @pytest.mark.parametrize('log', [True,False])
 def test_micro_batches_of_padding_do_not_change_the_run(loss, log):
-    "The first micro-batch and one in the middle have only padding; no weight or loss becomes NaN, and the fit continues"
+    """The first micro-batch and one in the middle have only padding
+
+    No weight or loss becomes NaN, and the fit continues.
+    """
     a,b = both_runs(data=data_with_padding(*range(4), *range(24,28)), loss_func=losses[loss], acc=dict(log_accum_batch=log),
         cbs=lambda: [TerminateOnNaNCallback()], fit=fit_small_rate)
     assert deviation(weights(a), weights(b))<1e-7
@@ -103,13 +111,14 @@ def test_a_step_of_padding_applies_weight_decay_and_momentum_like_the_full_batch
 @pytest.mark.parametrize('kwargs', [dict(tokens=True), dict(tokens=True, loss_func=CrossEntropy(weight=w/1000)),
     dict(data=TensorDataset(x[:64], mixed[:64]), loss_func=nn.CrossEntropyLoss(w))], ids=['tokens','weights','mixed'])
 def test_gradients_stay_as_large_as_those_of_a_mean(kwargs):
-    "Half precision could not hold sums over all tokens, 384 times as large, or sums of small class weights, near 0"
+    "Half precision could not hold sums over tokens, 384 times as large, or of small class weights"
     def run(cbs):
         norms,learn = [],toy(4, n=64, **kwargs)
         learn.model[0].weight.register_hook(lambda g: norms.append(g.norm().item()))
         learn.fit(1, 0., wd=0., cbs=cbs)
         return norms
-    # each gradient in a step of 16 micro-batches, divided by the gradient of the same micro-batch by itself
+    # each gradient in a step of 16 micro-batches, divided by the gradient of the same micro-batch by
+    # itself
     ratios = [b/a for a,b in zip(run([]), run(GradientAccumulation(64)))]
     assert len(ratios)==16 and max(ratios)<=3/16 and min(ratios)>1/16/6/3
     if 'data' in kwargs: assert deviation(ratios, [1/16]*16)<1e-9

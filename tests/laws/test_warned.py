@@ -1,4 +1,4 @@
-"""A fit that is the full-batch run gives no warning, and a fit that differs, or may differ, gives one warning.
+"""A fit that is the full-batch run gives no warning. A fit that differs, or may differ, warns once.
 
 With the remedy that the warning names, the fit is the full-batch run.
 """
@@ -23,8 +23,8 @@ from small_learners import MixUpLoss, all_params
 def count_warnings(f):
     """Count the warnings of fastaccum in `f()`, and return a Counter of pairs (category, entry)
 
-    The category is the name of the warning's class, or '' if the class is no AccumulationWarning. The entry is that of
-    the page Messages to which the warning links.
+    The category is the name of the warning's class, or '' if the class is no AccumulationWarning. The
+    entry is that of the page Messages to which the warning links.
     """
     with collect_warnings() as collected: f()
     linked = [(o.category,str(o.message).partition('.html#')[2]) for o in collected]
@@ -40,7 +40,7 @@ def fit_small_rate(l, cbs): l.fit(2, 1e-3, cbs=cbs)   # the gradients of a sum a
 def cancel(): raise CancelBatchException
 
 def warnings_and_runs(**kwargs):
-    "Return counted warnings and two Learners: that of the full-batch run, and that of a fit on micro-batches, which warns"
+    "Return the counted warnings of `both_runs`, and its two Learners: of full batches, of micro-batches"
     runs = []
     def train(): runs.extend(both_runs(**dict(n=70, fit=fit)|kwargs))
     return count_warnings(train),*runs
@@ -52,7 +52,8 @@ def weights_apart(a, b): return deviation(weights(a), weights(b))
 def layers(*ms): return nn.Sequential(nn.Linear(5, 6), *ms, nn.Linear(6, 3)).double()
 def with_batchnorm(mean=.1):
     bn = nn.BatchNorm1d(6)
-    bn.running_mean.fill_(mean)   # a mean of 0 would be that of a new layer, any other that of a trained layer
+    # a mean of 0 would be that of a new layer, any other that of a trained layer
+    bn.running_mean.fill_(mean)
     return layers(bn, nn.Tanh())
 def with_norms_of_a_sample():
     "Return a model whose layers normalise each sample by itself"
@@ -75,7 +76,10 @@ class Masked(nn.Module):
 
 def not_ignored(l): return (l.y!=-100).sum()
 def ignoring(p, y):
-    "Return the mean over targets that are not -100; a function has no `ignore_index`, which would tell so"
+    """Return the mean over targets that are not -100
+
+    A function has no `ignore_index`, which would tell so.
+    """
     return F.cross_entropy(p.flatten(0, -2), y.flatten())
 def summed(p, y): return F.cross_entropy(p, y, reduction='sum')
 
@@ -91,7 +95,7 @@ def doubles(l): l.loss_grad = l.loss_grad*2
 def resets(event): return lambda: [CallAt(event, lambda l: l.model.reset(), run_valid=True)]
 
 class MixesNeighbours(MixUp):
-    "MixUp that mixes each sample with its neighbour, which is in the same micro-batch if that has an even size"
+    "MixUp that mixes each sample with its neighbour, so with one in the same micro-batch of even size"
     def before_batch(self):
         self.yb1,self.lam = tuple(y.view(-1, 2).flip(1).flatten() for y in self.yb),torch.tensor(0.3).double()
 def toy_for_mixup(*args, loss=MixUpLoss, **kwargs): return toy(*args, loss_func=loss(), **kwargs)
@@ -131,11 +135,12 @@ bits = randn(32, 5),classes(32, 5).clamp(max=1).float()
 masks = randn(32, 5, 4, 4),classes(32, 4, 4)
 padded = randn(32, 6, 5),classes(32, 6)
 padded[1][:,2:][torch.rand(32, 4, generator=gen)<torch.rand(32, 1, generator=gen)] = -100
-few = plain[0],torch.where((torch.arange(32)-17).abs()>12, plain[1], -100)   # some micro-batches have only targets of -100
+# some micro-batches have only targets of -100
+few = plain[0],torch.where((torch.arange(32)-17).abs()>12, plain[1], -100)
 w5 = torch.tensor([0.2,1.,5.,0.5,2.])
 
-# Losses that are a mean or a sum over samples, and losses that are neither: (loss, predictions and targets), and for some a
-# function that changes the structure of the predictions
+# Losses that are a mean or a sum over samples, and losses that are neither: (loss, predictions and
+# targets), and for some a function that changes the structure of the predictions
 right = dict(cross_entropy=(CrossEntropyLossFlat(), plain), class_weights=(CrossEntropyLossFlat(weight=w5), plain),
     smoothed=(LabelSmoothingCrossEntropyFlat(), plain), sum=(CrossEntropyLossFlat(reduction='sum'), plain),
     smoothed_weighted=(nn.CrossEntropyLoss(label_smoothing=.1, weight=w5), plain),
@@ -159,12 +164,18 @@ untried = dict(torch_draws=lambda p, y: F.cross_entropy(p+torch.randn(p.shape), 
     raises=of_16_at_least)
 
 class Scale(Module):
-    "A model that returns `out(x*w)`; its weights `w` begin with 1, so its first predictions are its inputs"
+    """A model that returns `out(x*w)`
+
+    Its weights `w` begin with 1, so its first predictions are its inputs.
+    """
     def __init__(self, x, out): self.w,self.out = nn.Parameter(torch.ones(x.shape[1:])),out
     def forward(self, x): return self.out(x*self.w)
 
 def weights_after_step(bs, f, data, out=lambda p: p, cbs=None):
-    "Return the weights after a step of SGD so large that they show the gradient of the loss `f`; `bs` is the batch size"
+    """Return the weights after a step of SGD so large that they show the gradient of the loss `f`
+
+    `bs` is the batch size.
+    """
     dls = DataLoaders(DataLoader(TensorDataset(*data), bs=bs), DataLoader(TensorDataset(*data), bs=32))
     learn = Learner(dls, Scale(data[0], out), f, opt_func=SGD, cbs=Float32Loss())
     with learn.no_bar(), learn.no_logging(): learn.fit(1, 1e3, cbs=cbs)
@@ -176,7 +187,8 @@ def test_a_loss_is_warned_of_if_and_only_if_the_gradient_differs(case):
     full_batch = weights_after_step(32, *case)
     accumulated = []
     warnings_given = count_warnings(lambda: accumulated.append(weights_after_step(16, *case, cbs=GradientAccumulation(32))))
-    reversed_order = weights_after_step(32, f, [o.flip(0) for o in data], *out)   # shows how much rounding matters
+    # shows how much rounding matters
+    reversed_order = weights_after_step(32, f, [o.flip(0) for o in data], *out)
     def relative_diff(ws): return ((ws-full_batch).abs().max()/full_batch.abs().max()).item()
     limit = 50*max(relative_diff(reversed_order), torch.finfo(full_batch.dtype).eps)
     if case in wrong.values(): assert relative_diff(accumulated[0])>50*limit and warnings_given=={not_a_mean:1}
@@ -201,14 +213,18 @@ def returning(f, loss_func=lambda out,_: out['loss']):
     (some_padded,returning(computes)|dict(acc=dict(n_items=not_ignored)),None),
     (unpadded,returning(computes),None), (toy_data(70),returning(computes),None)])
 def test_a_loss_is_tried_on_single_samples_and_in_several_micro_batches(micro, data, kwargs, warning):
-    "A loss that the model computes cannot be tried on parts; a fit warns of it if samples have unequal numbers of targets"
+    """A loss that the model computes cannot be tried on parts
+
+    A fit warns of it if samples have unequal numbers of targets.
+    """
     warnings_given,a,b = warnings_and_runs(micro=micro, accum_bs=16, tokens=data.tensors[1].ndim>1, data=data, **kwargs)
     assert warnings_given==({warning:1} if warning else {}) and (weights_apart(a, b)>1e-3)==bool(warning)
 
 def test_a_loss_on_single_samples_of_different_lengths_cannot_be_tried():
     ds = toy_data(64, True)
     y = ds.tensors[1].clamp_(min=0)
-    y[::2,3:] = y[1::2,5:] = -100   # neighbours differ in length, so they cannot be joined to a batch of two
+    # neighbours differ in length, so they cannot be joined to a batch of two
+    y[::2,3:] = y[1::2,5:] = -100
     warnings_given,a,b = warnings_and_runs(micro=1, accum_bs=16, tokens=True, data=ds, loss_func=ignoring,
         cbs=lambda: [CallAt('before_batch', trim_padding, run_valid=True)])
     assert warnings_given=={not_tried:1} and weights_apart(a, b)>1e-3
@@ -235,7 +251,10 @@ def test_rounding_of_half_precision_gives_no_warning(dtype):
 @pytest.mark.parametrize('where', ['fp16','bf16','device'])
 @pytest.mark.parametrize('f,expected', [(F.cross_entropy,{}), (summed,{not_a_mean:1})])
 def test_the_loss_is_tried_in_mixed_precision_and_on_a_device(f, expected, where, monkeypatch):
-    "A device has a random state of its own, which the trial compares; here, the state of the CPU takes its place"
+    """A device has a random state of its own, which the trial compares
+
+    Here, the state of the CPU takes its place.
+    """
     if where=='device':
         own = SimpleNamespace(get_rng_state=lambda device: torch.get_rng_state(),
             set_rng_state=lambda o, device: torch.set_rng_state(o))
@@ -255,7 +274,7 @@ class LossWithMemory(Module):
         return F.cross_entropy(p*(1+self.mean), y)
 
 def test_trying_a_loss_does_not_change_its_state():
-    "The state of the loss is compared with that after a fit in steps of one micro-batch, which does not try the loss"
+    "A fit in steps of one micro-batch does not try the loss, so the state is compared with that fit"
     def run(n):
         set_seed(0)
         learn = toy(4, n=32, loss_func=LossWithMemory())
@@ -265,7 +284,8 @@ def test_trying_a_loss_does_not_change_its_state():
 
 # Warnings, and their remedies
 
-# Arguments of `warnings_and_runs` with a model whose hidden state is reset once an epoch, not once a batch
+# Arguments of `warnings_and_runs` with a model whose hidden state is reset once an epoch, not once a
+# batch
 remembers = dict(model=lambda: Remembers(5, 3).double(), splitter=all_params, cbs=resets('before_train'))
 # Each case: the warnings, arguments of `warnings_and_runs`, and the arguments that the remedy changes
 warned = dict(
@@ -363,7 +383,10 @@ def test_a_warnings_filter_that_shows_repeated_warnings_once_shows_each_of_three
 # Loaders
 
 class LyingLoader(BatchListLoader):
-    "A loader of given batches that claims to have `n` batches of 4 samples; by default, `n` is the number of batches"
+    """A loader of given batches that claims to have `n` batches of 4 samples
+
+    By default, `n` is the number of batches.
+    """
     after_batch,bs = None,4
     def __init__(self, batches, n=None):
         super().__init__(toy_data(64), [batches])
@@ -371,7 +394,8 @@ class LyingLoader(BatchListLoader):
     def __len__(self): return self.n
 
 fours,twos,sixes = (in_chunks(list(range(64)), n) for n in (4,2,6))
-# Each case: the entry of the warning, whether the run is the full-batch run, and arguments of `LyingLoader`
+# Each case: the entry of the warning, whether the run is the full-batch run, and arguments of
+# `LyingLoader`
 loaders = dict(right=('', True, fours), fewer_than_it_says=('fewer-batches', True, fours, 20),
     smaller=('fewer-batches', True, twos),
     empty_batches=('fewer-batches', True, [[], *fours[:6], [], *fours[6:], []]),
@@ -418,7 +442,7 @@ def test_a_sorted_loader_is_warned_of_if_it_shuffles_and_only_then_the_run_diffe
 @pytest.mark.parametrize('nm', ['accum_bs','n_acc'])
 def test_a_new_size_takes_effect_in_the_next_fit_or_epoch(nm, epochs):
     def run(learn, obj, nm):
-        "Fit twice; set the attribute `nm` of `obj` to 8 between the fits, and if `epochs`, already after each epoch"
+        "Fit twice; set the attribute `nm` of `obj` to 8 between fits, or if `epochs`, after each epoch"
         learn.fit_one_cycle(2, 0.1, cbs=[RecordAt('after_epoch', lambda l: epochs and setattr(obj, nm, 8))])
         setattr(obj, nm, 8)
         learn.fit(1, 0.1)

@@ -1,8 +1,8 @@
-"""The warnings of a fit and the result of `accum_check` are true, for Learners as fastai users build them.
+"""Warnings and the result of `accum_check` are true, for Learners as fastai users build them.
 
-Each Learner is trained on full batches and on micro-batches. Whether both runs arrive at the same weights must agree
-with the warnings and the check. The runs are in double precision, so that rounding is much smaller than the difference
-of a wrong run.
+Each Learner is trained on full batches and on micro-batches. Whether both runs arrive at the same
+weights must agree with the warnings and the check. The runs are in double precision, so that rounding is
+much smaller than the difference of a wrong run.
 """
 import pytest
 from functools import partial
@@ -28,7 +28,10 @@ def mixed_loss(pred, targ):
     return FocalLossFlat(axis=1)(pred, targ)+DiceLoss(axis=1, smooth=1.)(pred, targ)
 
 def sentiment(bs):
-    "Return a classifier of texts of very different lengths; some batches have no rows in the encoder's first window"
+    """Return a classifier of texts of very different lengths
+
+    Some batches have no rows in the encoder's first window.
+    """
     return text_classifier_learner(texts(bs, False, sizes=(60,55,9,7,6), seq_len=12), AWD_LSTM, pretrained=False,
         config=awd_lstm_clas_config|small, seq_len=12)
 
@@ -37,8 +40,8 @@ def language(bs):
 
 hugging = partial(tagged, with_labels=True)
 bn,norms = {'BatchNormWarning'},['predictions','gradients','buffers']
-# Each case: a function that takes a batch size and returns a Learner; the classes of the warnings of its fit, or None for
-# any; the rows of `accum_check` that fail
+# Each case: a function that takes a batch size and returns a Learner; the classes of the warnings of its
+# fit, or None for any; the rows of `accum_check` that fail
 real = dict(
     vision=(vision, bn, ['predictions','draws','gradients','buffers']),
     vision_frozen=(frozen, set(), []),
@@ -71,7 +74,8 @@ def trained(nm, bs, cbs):
 @pytest.mark.parametrize('nm', real)
 def test_warnings_and_check_agree_with_the_runs(nm):
     _,expected,rows = real[nm]
-    full = 8 if nm=='sentiment' else 16   # with four sorted batches only, both runs could have the same batches by chance
+    # with four sorted batches only, both runs could have the same batches by chance
+    full = 8 if nm=='sentiment' else 16
     def acc(): return GradientAccumulation(full, n_items=n_tokens if nm=='hugging_size' else None)
     (start,a,none),(_,b,warned) = trained(nm, full, []),trained(nm, 4, [acc()])
     apart = ((a-b).norm()/(a-start).norm()).item()
@@ -79,5 +83,6 @@ def test_warnings_and_check_agree_with_the_runs(nm):
     assert [o.what for o in res.rows if not o.ok]==rows, res
     # the check compares the loss in all cases but one, in which the model computes the loss
     if nm!='hugging_loss': assert not any(o.what=='loss' and o.off is None for o in res.rows), res
-    assert res.ok==(not rows)==(apart<1e-4), (apart, res)   # the same runs are about 1e-13 apart, different runs 0.1
+    # the same runs are about 1e-13 apart, different runs 0.1
+    assert res.ok==(not rows)==(apart<1e-4), (apart, res)
     assert not none and (expected is None or warned==expected), warned

@@ -1,6 +1,7 @@
 """Compare runs on micro-batches with full-batch runs, for random configurations.
 
-`python tests/sweep.py 10000` draws 10,000 configurations, runs each on full batches and on micro-batches, and prints the largest deviations.
+`python tests/sweep.py 10000` draws 10,000 configurations, runs each on full batches and on micro-batches, and
+prints the largest deviations.
 """
 import os, random, sys
 # there is a process for each core, and the models are tiny, so one thread for each process is enough

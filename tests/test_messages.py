@@ -100,7 +100,8 @@ def test_an_answer_is_short_and_has_a_link(text):
 
 def begin(o): return o.text.partition(tool.blank)[0][:40]
 def pattern(o): return '[^\n]{0,400}?'.join(map(re.escape, o.text.split(tool.blank)))+fr'[^\n]*\nMore: \S+#{o.key}'
-begins = {begin(o):'|'.join(pattern(m) for m in found if begin(m)==begin(o)) for o in found if o.key and len(begin(o))>20}
+begins = {begin(o):'|'.join(pattern(m) for m in found if begin(m)==begin(o))
+    for o in found if o.key and len(begin(o))>20}
 
 def outdated(text):
     "Return the lines of `text` that begin like a message of the code but continue differently"

@@ -47,7 +47,8 @@ def test_the_measured_steps_have_the_size_of_the_callback_or_of_the_argument(acc
     "The incomplete last batch of an epoch, of 3 samples, is left out"
     learn,sizes = quadratic(64, n=1003),[]
     if acc: learn.add_cb(acc())
-    found = find_accum_bs(learn, steps=30, lr=0., cbs=CallAt('after_loss', lambda l: sizes.append(len(l.pred))), **kwargs)
+    note = CallAt('after_loss', lambda l: sizes.append(len(l.pred)))
+    found = find_accum_bs(learn, steps=30, lr=0., cbs=note, **kwargs)
     assert near(int(found), 64) and sizes==[4]*300 and '30 steps of 40 samples' in repr(found)
 
 def test_a_step_that_overflows_is_not_measured_and_another_step_is():
@@ -69,7 +70,8 @@ def test_with_a_loss_over_targets_the_suggestion_is_in_samples():
     "Samples have 6 targets each, so a loss that is a mean over samples gives the same suggestion"
     x = toy_data(64).tensors[0].unsqueeze(1).repeat(1, 6, 1)
     ds = TensorDataset(x, (x[...,0]<-1).long())
-    a,b = (find_accum_bs(toy(4, data=ds, loss_func=f), lr=0.) for f in (CrossEntropy(),lambda p,y: CrossEntropy()(p, y)))
+    over_targets,over_samples = CrossEntropy(),lambda p,y: CrossEntropy()(p, y)
+    a,b = (find_accum_bs(toy(4, data=ds, loss_func=f), lr=0.) for f in (over_targets,over_samples))
     assert int(a)==int(b) and np.isfinite(a.scale)
 
 @pytest.mark.parametrize('n,size', [(2048,32),(96,96),(96,128)])
@@ -90,7 +92,8 @@ def test_callbacks_of_the_planned_fit_take_part():
     "A callback makes the gradient four times as long but not the noise, so the scale is a sixteenth"
     def pull(l): l.loss_grad = l.loss_grad+3*(l.model.theta*200**-.5).sum()
     learn = quadratic(128)
-    assert near(find_accum_bs(learn, lr=0., cbs=CallAt('after_loss', pull)).scale, 8) and near(find_accum_bs(learn, lr=0.).scale, 128)
+    assert near(find_accum_bs(learn, lr=0., cbs=CallAt('after_loss', pull)).scale, 8)
+    assert near(find_accum_bs(learn, lr=0.).scale, 128)
 
 # Refused
 

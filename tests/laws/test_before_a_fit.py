@@ -26,7 +26,8 @@ def announced(capsys):
 
 schedule,scheduler = GradientAccumulationSchedule,GradientAccumulationScheduler
 # Each case: a function that makes a callback, arguments of `learner`, and the line that the fit prints
-printed_lines = [(lambda: GradientAccumulation(16), {}, 'GradientAccumulation: steps of 16 samples (4 micro-batches of 4), '
+printed_lines = [
+    (lambda: GradientAccumulation(16), {}, 'GradientAccumulation: steps of 16 samples (4 micro-batches of 4), '
         '5 steps per epoch, the last of 6 samples'),
     (lambda: GradientAccumulation(16), dict(drop_last=True), 'GradientAccumulation: steps of 16 samples '
         '(4 micro-batches of 4), 4 steps per epoch, 6 of 70 samples left out of each epoch'),
@@ -242,7 +243,8 @@ def test_the_error_for_two_callbacks_says_where_each_was_given():
 
 # Memory that runs out with a fixed size of micro-batches
 
-def with_limited_memory(cap): return nn.Sequential(nn.Linear(5, 3), LimitedMemory(runs_out_above(cap, 'backward'))).double()
+def with_limited_memory(cap):
+    return nn.Sequential(nn.Linear(5, 3), LimitedMemory(runs_out_above(cap, 'backward'))).double()
 
 @pytest.mark.parametrize('bs,cbs', [(16,[GradientAccumulation(16)]),
     (16,[GradientAccumulation(16, micro_batch_size=8)]), (8,[GradientAccumulationScheduler({0:2})])])

@@ -51,7 +51,8 @@ texts = ['CUDA error: out of memory\nCUDA kernel errors might be asynchronously 
     'unable to mmap 64 bytes from file </torch_1>: Cannot allocate memory (12)']
 def allocate_too_much(): torch.empty(2**58, dtype=torch.uint8)   # no machine has that many bytes
 
-@pytest.mark.parametrize('exc', [allocate_too_much,partial(OSError, 12, 'x'),*(partial(RuntimeError, o) for o in texts)])
+@pytest.mark.parametrize('exc', [allocate_too_much,partial(OSError, 12, 'x'),
+    *(partial(RuntimeError, o) for o in texts)])
 def test_each_kind_of_out_of_memory_error_is_recognised(exc): assert find_bs(capped(5, exc=exc)).size==5
 
 @pytest.mark.parametrize('exc', [ValueError('out of memory'),RuntimeError('CUDA error: device-side assert triggered'),
@@ -181,7 +182,8 @@ def test_streams_and_transforms_of_batches_are_supported_and_loaders_without_a_b
         def __len__(self): return 100   # there are only 50 samples
     for dl in (DataLoader(Stream(), bs=4, n=50),TorchLoader(Stream(), 4)):
         assert [int(find_bs(on_loader(dl, o))) for o in (60,10**6)]==[12,50]
-    with pytest.raises(ValueError, match='ready-made.*batch size'): find_bs(on_loader(DataLoader([data[0]], bs=None), 60))
+    with pytest.raises(ValueError, match='ready-made.*batch size'):
+        find_bs(on_loader(DataLoader([data[0]], bs=None), 60))
     with pytest.raises(ValueError, match='no batch'): find_bs(on_loader(DataLoader([], bs=4), 60))
     def twice(b): return torch.cat([b[0],b[0]], 1),b[1]
     assert find_bs(on_loader(DataLoader(data, bs=4, after_batch=twice), 100)).size==10

@@ -119,7 +119,8 @@ class InParts(Module):
     def forward(self, x): return torch.cat([self.m(o) for o in x.split(self.size)]) if self.training else self.m(x)
 
 # layers that draw random numbers, or whose state a forward pass changes
-changing_layers = dict(dropout=lambda: nn.Dropout(0.7), batchnorm=lambda: nn.BatchNorm1d(6), own=lambda: StatefulLinear(6),
+changing_layers = dict(dropout=lambda: nn.Dropout(0.7), batchnorm=lambda: nn.BatchNorm1d(6),
+    own=lambda: StatefulLinear(6),
     spectral=lambda: spectral_norm(nn.Linear(6, 6), n_power_iterations=2))
 
 @pytest.mark.filterwarnings('ignore:BatchNorm1d normalises')
@@ -142,10 +143,11 @@ def test_the_run_is_that_of_one_forward_pass_over_each_part(nm, size):
     if nm=='own': assert deviation(*(l.model[1].state() for l in (a,b)))==0
 
 def test_a_forward_pass_that_cannot_be_repeated_is_warned_of():
-    class DrawsFromTheSystem(nn.Module):
+    class DrawsFromSystem(nn.Module):
         "Draws random numbers from the operating system, whose state cannot be restored"
         def forward(self, x): return x*torch.tensor([o/255 for o in os.urandom(x.shape[-1])], dtype=x.dtype)
-    with pytest.warns(UserWarning, match='something else when it'): fit([Cached(5)], model=lambda: net(DrawsFromTheSystem()))
+    with pytest.warns(UserWarning, match='something else when it'):
+        fit([Cached(5)], model=lambda: net(DrawsFromSystem()))
 
 @pytest.mark.parametrize('more', [[],[accumulated]])
 def test_batchnorm_is_warned_of_once_in_a_fit(more):

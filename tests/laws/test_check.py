@@ -105,8 +105,8 @@ exact = dict(plain=lambda: toy(12), tokens=lambda: toy(12, tokens=True), batch_o
 def blocks(*layers): return lambda: nn.Sequential(*map(nn.Sequential, layers)).double()
 def pairs(cb): return learner_of(blocks(nn.Linear(5, 3)), loss_func=contrastive, cbs=cb)
 with_draws = blocks(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(.2), nn.Linear(6, 3))
-# What gets the whole batch: loss and callbacks with a cache; model, loss and callbacks with checkpoints;
-# callbacks in `before_batch` if batches are split
+# Fits in which some code gets the whole batch: with a cache, loss and callbacks; with checkpoints, the
+# model as well; if batches are split, callbacks in `before_batch`
 acc = GradientAccumulation
 cached,split = partial(GradientCache, micro_batch_size=4),partial(acc, 12, micro_batch_size=4)
 ways = dict(cache=lambda: pairs(cached()), cache_and_mixup=lambda: with_mixup(cached()),

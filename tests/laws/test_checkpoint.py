@@ -74,13 +74,15 @@ class Thrice(Module):
     def forward(self, x): return self.m(self.other(self.m(x))+self.m(x*2))
 
 # blocks whose forward pass changes a state
-changing_blocks = dict(late=lambda: Block(UsesRunningStatistics(8)), cumulative=lambda: Block(nn.BatchNorm1d(8, momentum=None)),
+changing_blocks = dict(late=lambda: Block(UsesRunningStatistics(8)),
+    cumulative=lambda: Block(nn.BatchNorm1d(8, momentum=None)),
     own=lambda: StatefulLinear(8), spectral=lambda: Block(parametrizations.spectral_norm(nn.Linear(8, 8))),
     old_spectral=lambda: Block(spectral_norm(nn.Linear(8, 8))))
 
 @pytest.mark.parametrize('nm,thrice', list(product(changing_blocks, [False,True])))
 def test_state_that_a_forward_pass_changes_is_changed_once(nm, thrice):
-    def model(): return net(*([Thrice(changing_blocks[nm]())] if thrice else [changing_blocks[nm](), changing_blocks[nm]()]))
+    block = changing_blocks[nm]
+    def model(): return net(*([Thrice(block())] if thrice else [block(), block()]))
     a,b,cb = check(partial(small, model), segments=(Block,StatefulLinear))
     kept = [[o.state() for o in l.model.modules() if isinstance(o, StatefulLinear)] for l in (a,b)]
     assert deviation(*kept)==0
@@ -175,9 +177,10 @@ def learner_of_counted_layers(**kwargs):
     return toy(16, n=128, model=model, splitter=all_params, **kwargs)
 
 def with_memory_for(cap=10**9, cbs=None, f=lambda learn: learn.fit(1, 1e-2)):
-    """Call `f(learn)` with memory for `cap` activations of single samples
+    """Call `f(learn)` with a Learner of counted layers, and memory for the activations of `cap` samples
 
-    Return its result and the peak of that number.
+    Samples count once for each layer that keeps their activations. Return the result, and the peak of
+    this count.
     """
     ActivationCount.reset(cap)
     try: return f(learner_of_counted_layers(cbs=cbs)),ActivationCount.peak
@@ -185,7 +188,8 @@ def with_memory_for(cap=10**9, cbs=None, f=lambda learn: learn.fit(1, 1e-2)):
 
 def test_memory_holds_the_activations_of_one_segment_or_one_micro_batch():
     "Without checkpoints, it holds those of all six layers for 16 samples"
-    plain,parts,cached = (with_memory_for(cbs=o)[1] for o in (None,ActivationCheckpoint(),GradientCache(micro_batch_size=4)))
+    callbacks = None,ActivationCheckpoint(),GradientCache(micro_batch_size=4)
+    plain,parts,cached = (with_memory_for(cbs=o)[1] for o in callbacks)
     # all activations were freed
     assert plain>=6*16 and parts<=2*16 and cached<=7*4 and ActivationCount.now==0
 

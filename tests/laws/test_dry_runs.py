@@ -38,7 +38,8 @@ def all_state(learn):
         learn={k:comparable(v) for k,v in vars(learn).items() if k not in ('opt','recorder')},
         recorder=comparable(vars(learn.recorder)),
         cbs=[(id(o),comparable(vars(o)),o.order,o.run,o.run_train,o.run_valid) for o in learn.cbs],
-        opt=opt and (id(opt),comparable([opt.state.get(p) for p in learn.model.parameters()]),comparable(list(opt.hypers))),
+        opt=opt and (id(opt),comparable([opt.state.get(p) for p in learn.model.parameters()]),
+            comparable(list(opt.hypers))),
         loaders=[(id(o),comparable(vars(o)),len(o)) for o in learn.dls.loaders], grad=torch.is_grad_enabled(),
         rng=(hash(random.getstate()),repr(np.random.get_state()),repr(torch.get_rng_state().tolist())))
 
@@ -100,7 +101,8 @@ def test_everything_is_restored_after_success_and_after_running_out_of_memory(me
     learn = learner_with_all_state(fitted, more)
     learn.model[3].runs_out = runs_out_above(cap, 'forward')
     fits = cap==1000 or (method,cap)==('bs_find',5)
-    with unchanged(learn), nullcontext() if fits else pytest.raises(torch.OutOfMemoryError): dry_runs[method](learn, steps=2)
+    with unchanged(learn), nullcontext() if fits else pytest.raises(torch.OutOfMemoryError):
+        dry_runs[method](learn, steps=2)
 
 events = ('before_fit before_epoch before_train before_batch after_pred after_loss before_backward after_backward '
     'before_step after_batch after_fit').split()
@@ -145,8 +147,8 @@ def test_nothing_is_logged_saved_validated_or_measured(method, tmp_path, capsys)
     heard,validates = [],Callback()
     validates.before_validate = lambda: heard.append('validated')
     schedule = ParamScheduler(dict(lr=lambda pct: heard.append('scheduled') or .1))
-    learn = learner_with_all_state(cbs=[CSVLogger(tmp_path/'log.csv'),SaveModelCallback(fname='best'),TerminateOnNaNCallback(),
-        ShortEpochCallback(.01),validates,schedule])
+    learn = learner_with_all_state(cbs=[CSVLogger(tmp_path/'log.csv'),SaveModelCallback(fname='best'),
+        TerminateOnNaNCallback(),ShortEpochCallback(.01),validates,schedule])
     learn.logger = lambda *o: heard.append('logged')
     dry_runs[method](learn)
     assert heard==learn.metrics[0].calls==[] and not list(tmp_path.iterdir()) and not hasattr(learn.recorder, 'lrs')

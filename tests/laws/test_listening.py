@@ -54,7 +54,8 @@ def removed(learn): return at_fifth(lambda l: l.remove_cb(l.listeners[2]))
 def switched_off(learn): return at_fifth(lambda l: setattr(l.listeners[1], 'run', False))
 def not_in_validation(learn): return at_fifth(lambda l: setattr(l.listeners[1], 'run_valid', False))
 def another_order(learn): return at_fifth(lambda l: setattr(l.listeners[2], 'order', -40))
-def a_method_of_an_instance(learn): return at_fifth(lambda l: setattr(l.no_methods, 'after_loss', note(l, 'no_methods')))
+def a_method_of_an_instance(learn):
+    return at_fifth(lambda l: setattr(l.no_methods, 'after_loss', note(l, 'no_methods')))
 def a_method_as_an_argument(learn): return Callback(after_loss=note(learn, 'argument'))
 
 @pytest.mark.parametrize('more', [added,removed,switched_off,not_in_validation,another_order,

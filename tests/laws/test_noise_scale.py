@@ -111,7 +111,8 @@ def test_older_measurements_count_less():
     sums,weight = 0,0
     for part,now in zip(single_gradients(learn).split(16), averages.values, strict=True):
         keep = .5**(len(part)/16/20)
-        sums,weight = keep*sums+(1-keep)*np.array(trace_and_grad_sq(part, [len(o) for o in part.split(4)])),keep*weight+1-keep
+        of_step = np.array(trace_and_grad_sq(part, [len(o) for o in part.split(4)]))
+        sums,weight = keep*sums+(1-keep)*of_step,keep*weight+1-keep
         assert close(now, sums/weight)
 
 def test_the_recorder_has_a_noise_scale_for_each_step():

@@ -19,7 +19,8 @@ from test_split import accumulating
 n,micro,accum = 22,2,8   # an epoch has steps of 8, 8 and 6 samples
 
 # for each event, how often it may pass before a callback raises the exception that ends the fit
-n_passes = {nm:at for nms,at in {'before_fit after_fit':(0,), 'after_backward before_step after_step after_batch':(0,1,2,3),
+n_passes = {nm:at for nms,at in {'before_fit after_fit':(0,),
+    'after_backward before_step after_step after_batch':(0,1,2,3),
     'before_epoch before_train after_train before_validate after_validate after_epoch':(0,1),
     'before_batch after_pred after_loss before_backward':(0,1,3,10,13)}.items() for nm in nms.split()}
 excs = [KeyboardInterrupt,RuntimeError,CancelFitException,CancelEpochException,CancelTrainException]
@@ -77,7 +78,8 @@ def assert_nothing_left(learn, before, order=1):
     for bs,cbs in ((micro,[]),(accum,[GradientAccumulation(accum)]))[::order]: assert_next_fit_is_right(learn, bs, *cbs)
 
 rng = Random(0)
-grid = [(event,*o, rng.choice([*ways]), rng.random()<.5) for event in n_passes for o in product(n_passes[event], excs, orders)]
+grid = [(event,*o, rng.choice([*ways]), rng.random()<.5) for event in n_passes
+    for o in product(n_passes[event], excs, orders)]
 
 @pytest.mark.parametrize('event,at,exc,order,way,stays', pick_cases(60, grid))
 def test_whatever_ends_a_fit_it_leaves_nothing_behind(event, at, exc, order, way, stays):

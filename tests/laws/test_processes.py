@@ -203,7 +203,8 @@ exchanging = dict(
 
 @pytest.mark.parametrize('case', exchanging)
 @on_processes(2, each_of=exchanging)
-def test_each_step_exchanges_the_gradients_once(ns=ragged, cb=GradientAccumulation, acc=None, cbs=list, setup=None, **kwargs):
+def test_each_step_exchanges_the_gradients_once(ns=ragged, cb=GradientAccumulation, acc=None, cbs=list, setup=None,
+        **kwargs):
     "In each step, all-reduce sends the bytes of all gradients, and at most a tenth more"
     def with_large_gradients(): return nn.Sequential(nn.Linear(5,200), LimitedMemory(), nn.Linear(200,3)).double()
     b = distributed_learner(ns, model=with_large_gradients, **kwargs)

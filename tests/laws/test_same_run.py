@@ -30,7 +30,8 @@ class MeanEmbedding(nn.Embedding):
 def test_a_run_with_sparse_gradients_is_the_full_batch_run(opt, acc):
     "A step changes only those rows of an embedding that its samples use"
     data = TensorDataset(random_ints(200, 70, 4), random_ints(3, 70))
-    assert_same_run(*both_runs(data=data, model=lambda: MeanEmbedding(200, 3, sparse=True).double(), splitter=all_params,
+    def model(): return MeanEmbedding(200, 3, sparse=True).double()
+    assert_same_run(*both_runs(data=data, model=model, splitter=all_params,
         opt_func=partial(OptimWrapper, opt=opt), acc=acc))
 
 # Fit after fit

@@ -36,7 +36,8 @@ def test_a_random_schedule_is_the_run_on_batches_of_the_planned_sizes(seed):
         make = partial(Schedule, *args, drop_last=drop_last)
     else:
         mode = r.choice(['epoch','step'])
-        factors = {r.randint(0, n_epoch if mode=='epoch' else 20):r.randint(1, max(1, largest//micro)) for _ in range(3)}
+        factors = {r.randint(0, n_epoch if mode=='epoch' else 20):r.randint(1, max(1, largest//micro))
+            for _ in range(3)}
         make = partial(Scheduler, factors, mode, drop_last=drop_last)
     cbs = [GradientClip(0.05)] if r.random()<0.3 else []
     compare(make, n_epoch, n, micro, cbs=lambda: cbs, tokens=r.random()<0.3, shuffle=r.random()<0.5, seed=seed,

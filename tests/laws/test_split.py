@@ -121,7 +121,8 @@ def test_batches_of_all_kinds_are_split(kind, bs, accum, micro):
     assert_same_run(a, b)
 
 @pytest.mark.parametrize('micro', [5,('auto',100)], ids=str)
-@pytest.mark.parametrize('kind', [lambda x,y: (OwnArguments(x, x),y),lambda x,y: ([x,object()],y)], ids=['closed','object'])
+@pytest.mark.parametrize('kind', [lambda x,y: (OwnArguments(x, x),y),lambda x,y: ([x,object()],y)],
+    ids=['own_arguments','object'])
 def test_a_batch_that_cannot_be_split_is_refused_before_a_weight_changes(kind, micro):
     learn = learner(kind, 20, 10)
     learn.model.forward = lambda x: learn.model.b(learn.model.a(x['a'] if isinstance(x, OwnArguments) else x[0]).tanh())
@@ -175,8 +176,8 @@ class DoubleCutMix(CutMix):
         super().before_batch()
         self.lam = self.lam.double()
 
-@pytest.mark.parametrize('cb', [*(partial(RecordAt, 'before_batch', mixes, order) for order in (0,20)),TriplesRate,DoubleMixUp,
-    DoubleCutMix,partial(ShortEpochCallback, 0.5)], ids=['early','late','rate','mixup','cutmix','short'])
+@pytest.mark.parametrize('cb', [*(partial(RecordAt, 'before_batch', mixes, order) for order in (0,20)),TriplesRate,
+    DoubleMixUp,DoubleCutMix,partial(ShortEpochCallback, 0.5)], ids=['early','late','rate','mixup','cutmix','short'])
 @pytest.mark.parametrize('accum,micro', [(16,4),(16,('auto',5)),(32,5)], ids=str)
 def test_callbacks_see_the_same_batches_as_without_a_split(cb, accum, micro):
     data = TensorDataset(random_floats(96, 1, 4, 4), random_ints(3, 96))

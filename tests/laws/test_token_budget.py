@@ -109,7 +109,7 @@ def random_texts(n):
         for k,j in zip(lengths, lengths[::-1])]
 
 def collate(kind, side, items):
-    "Make a batch as `kind` of model needs it"
+    "Return a batch of `items` with the inputs and targets that a model of the class `kind` takes"
     texts = [o['text'] for o in items]
     ids,mask = padded(texts, side),padded([torch.ones_like(o) for o in texts], side)
     if kind is MaskedLSTM: return ids,mask,padded([o['labels']%3 for o in items], side, -100)

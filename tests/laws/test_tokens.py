@@ -29,7 +29,8 @@ class ReplacesLoss(Callback):
     def after_train(self): self.learn.loss_func = self.old
 
 losses = dict(plain=CrossEntropy(), weighted=CrossEntropy(weight=w), smoothed=CrossEntropy(label_smoothing=0.1),
-    weighted_smoothed=CrossEntropy(weight=w, label_smoothing=0.1), own=WithIgnoreIndex(), summed=CrossEntropy(reduction='sum'))
+    weighted_smoothed=CrossEntropy(weight=w, label_smoothing=0.1), own=WithIgnoreIndex(),
+    summed=CrossEntropy(reduction='sum'))
 of_classes = dict(index=CrossEntropy(ignore_index=2), both=nn.CrossEntropyLoss(ignore_index=0, weight=w),
     functional=F.cross_entropy, partial_index=partial(F.cross_entropy, ignore_index=1),
     partial_weight=partial(F.cross_entropy, weight=w))
@@ -76,7 +77,7 @@ def test_fastais_flat_losses_differ_from_the_full_batch_run_by_rounding(kwargs):
 # Micro-batches and steps in which every target is ignored
 
 def data_with_padding(*which, n=64):
-    "Return token data in which the samples `which` are all padding"
+    "Return sequences with targets for tokens, in which the samples `which` have only padding"
     ds = toy_data(n, tokens=True)
     ds.tensors[1][list(which)] = -100
     return ds
@@ -88,8 +89,8 @@ def test_micro_batches_of_padding_do_not_change_the_run(loss, log):
 
     No weight or loss becomes NaN, and the fit continues.
     """
-    a,b = both_runs(data=data_with_padding(*range(4), *range(24,28)), loss_func=losses[loss], acc=dict(log_accum_batch=log),
-        cbs=lambda: [TerminateOnNaNCallback()], fit=fit_small_rate)
+    a,b = both_runs(data=data_with_padding(*range(4), *range(24,28)), loss_func=losses[loss],
+        acc=dict(log_accum_batch=log), cbs=lambda: [TerminateOnNaNCallback()], fit=fit_small_rate)
     assert deviation(weights(a), weights(b))<1e-7
     if log: assert_same_run(a, b)
     assert len(b.recorder.losses)==(8 if log else 32) and not any(o.isnan() for o in b.recorder.losses)

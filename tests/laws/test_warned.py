@@ -30,7 +30,7 @@ def count_warnings(f):
     linked = [(o.category,str(o.message).partition('.html#')[2]) for o in collected]
     return Counter((c.__name__ if issubclass(c, AccumulationWarning) else '',entry) for c,entry in linked if entry)
 
-# such pairs
+# pairs (category, entry) that `count_warnings` counts
 not_a_mean,not_tried = ('LossWarning','loss-not-a-mean'),('LossWarning','loss-not-tried')
 batchnorm,hidden_state = ('BatchNormWarning','batchnorm'),('StateWarning','hidden-state')
 loader_order,added_to_a_sum = ('LoaderWarning','loader-order'),('','added-to-a-sum')
@@ -186,7 +186,8 @@ def test_a_loss_is_warned_of_if_and_only_if_the_gradient_differs(case):
     f,data,*out = case
     full_batch = weights_after_step(32, *case)
     accumulated = []
-    warnings_given = count_warnings(lambda: accumulated.append(weights_after_step(16, *case, cbs=GradientAccumulation(32))))
+    def accumulate(): accumulated.append(weights_after_step(16, *case, cbs=GradientAccumulation(32)))
+    warnings_given = count_warnings(accumulate)
     # shows how much rounding matters
     reversed_order = weights_after_step(32, f, [o.flip(0) for o in data], *out)
     def relative_diff(ws): return ((ws-full_batch).abs().max()/full_batch.abs().max()).item()
@@ -291,8 +292,8 @@ remembers = dict(model=lambda: Remembers(5, 3).double(), splitter=all_params, cb
 warned = dict(
     hidden_mean=([not_a_mean], dict(tokens=True, loss_func=Masked()), dict(acc=dict(n_items=not_ignored))),
     sum_for_mean=([not_a_mean], dict(loss_func=summed, fit=fit_small_rate), sums),
-    mixed=([not_a_mean], dict(n=64, make=partial(toy_for_mixup, loss=SumForMean), cbs=lambda: [MixesNeighbours()], fit=fit_small_rate),
-        dict(make=toy_for_mixup)),
+    mixed=([not_a_mean], dict(n=64, make=partial(toy_for_mixup, loss=SumForMean), fit=fit_small_rate,
+        cbs=lambda: [MixesNeighbours()]), dict(make=toy_for_mixup)),
     batchnorm=([batchnorm], dict(model=with_batchnorm), dict(cbs=lambda: [FreezeBN()])),
     untracked=([batchnorm], dict(model=lambda: layers(nn.BatchNorm1d(6, track_running_stats=False)),
         cbs=lambda: [RecordAt('before_train', lambda l: l.model[1].eval())]), dict(model=with_norms_of_a_sample)),

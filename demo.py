@@ -1,10 +1,11 @@
-"""Train on handwritten digits in three ways, from the same weights and in the same order: `make demo`.
+"""Train three times on handwritten digits, from the same weights, in the same order: `make demo`.
 
-The ways are batches of 256, micro-batches of 32 with fastaccum, and micro-batches of 32 with fastai's own callback.
+The runs are on batches of 256, on micro-batches of 32 with fastaccum, and on micro-batches of 32 with
+fastai's own callback.
 """
 import os, random, sys, time, warnings
 from contextlib import nullcontext
-warnings.filterwarnings('ignore', category=FutureWarning)   # torch warns of its own modules
+warnings.filterwarnings('ignore', category=FutureWarning)   # torch warns about modules of torch
 # threads slow down such a small model, especially on a busy machine
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 os.environ.setdefault('MPLBACKEND', 'agg')
@@ -16,12 +17,13 @@ from fastai.basics import *
 from fastai.callback.all import *
 from fastai.callback.training import GradientAccumulation as FastaiGradientAccumulation
 from fastaccum import GradientAccumulation, ImportOrderWarning
-warnings.filterwarnings('ignore', category=ImportOrderWarning)   # this script uses fastai's class on purpose
+# this script uses fastai's class on purpose
+warnings.filterwarnings('ignore', category=ImportOrderWarning)
 
 big,micro,n_epoch = 256,32,12
 
 def load_data():
-    "Return items for training (four fifths) and validation, of 1,797 images of 8×8 pixels from scikit-learn"
+    "Return items for training and validation: four and one fifths of 1,797 images of 8×8 pixels"
     digits = load_digits()
     idxs = np.random.default_rng(42).permutation(len(digits.images))
     x,y = tensor(digits.images[idxs]).float()[:,None]/16,tensor(digits.target[idxs])
@@ -29,7 +31,10 @@ def load_data():
     return list(zip(x[:cut], y[:cut])),list(zip(x[cut:], y[cut:]))
 
 def make_learner(bs):
-    "Return a Learner with a small convolutional network, without BatchNorm, which depends on the micro-batch"
+    """Return a Learner with a small convolutional network
+
+    BatchNorm would depend on the micro-batch, so it has none.
+    """
     random.seed(42)
     torch.manual_seed(42)
     train,valid = load_data()
@@ -44,11 +49,12 @@ class SamplesSeen(Callback):
     order,run_valid = Recorder.order+1,False
     def before_fit(self): self.n_steps,self.n_seen,self.at = 0,0,[]
     def after_step(self): self.n_steps += 1
-    def before_batch(self): self.n_seen += len(self.x)   # runs for each micro-batch
+    def before_batch(self): self.n_seen += len(self.x)   # fastai calls this for each micro-batch
     def after_batch(self):
         if len(self.recorder.losses)>len(self.at): self.at.append(self.n_seen)
 
 def train(name, bs, acc):
+    "Train with batches of `bs` samples and the callbacks `acc`; return `name` and the Learner"
     print(f'\n{name}')
     learn = make_learner(bs)
     learn.add_cb(SamplesSeen())
@@ -58,7 +64,7 @@ def train(name, bs, acc):
 def weights(learn): return torch.cat([p.detach().flatten() for p in learn.model.parameters()])
 
 def losses_at(learn, samples):
-    "Return the recorded losses at these numbers of samples, interpolated between records"
+    "Return the recorded loss after each of these numbers of samples, interpolated between records"
     return np.interp(samples, learn.samples_seen.at, [o.item() for o in learn.recorder.losses])
 
 def show_table(runs):
@@ -69,17 +75,20 @@ def show_table(runs):
     first = runs[0][1]
     for name,learn in runs:
         _,valid_loss,acc = learn.recorder.values[-1]
-        off = (weights(learn)-weights(first)).abs().max()
-        print(f'{name:42} {learn.samples_seen.n_steps:6} {valid_loss:11.6f} {acc:9.4f} {off:15.1e} '
+        weight_diff = (weights(learn)-weights(first)).abs().max()
+        print(f'{name:42} {learn.samples_seen.n_steps:6} {valid_loss:11.6f} {acc:9.4f} {weight_diff:15.1e} '
               f'{len(learn.recorder.losses):9} {gaps(learn, first).max():13.1e}')
 
 def gaps(learn, first):
-    "Return the differences of the recorded losses to those of `first`, after each step of `first`"
+    "Return the absolute differences of the recorded losses of both, after each step of `first`"
     at = first.samples_seen.at
     return np.abs(losses_at(learn, at)-losses_at(first, at))
 
 def plot(runs, fname):
-    "Plot the recorded losses over the samples seen, and their differences to the first run; return the path"
+    """Plot the recorded losses over the samples seen, and their differences from the first run
+
+    Return the picture's path.
+    """
     fig,(ax,ax2) = plt.subplots(1, 2, figsize=(12,4.5), gridspec_kw=dict(width_ratios=[3,2]))
     first = runs[0][1]
     styles = dict(color='lightgrey', lw=8),dict(color='tab:blue', lw=1.8),dict(color='tab:orange', lw=1.2)

@@ -1,10 +1,10 @@
-"""Train a Hugging Face model on padded sequences: each label counts the same, padding does not count."""
+"""Train a Hugging Face model on padded sequences: all labels have the same weight, and padding has none."""
 from pydoc_data.topics import topics   # the language reference that comes with Python
 from fastai.text.all import *
 from fastaccum import GradientAccumulation  # isort: skip
 from transformers import AutoModelForCausalLM, GPT2Config
 
-def collate(items):   # pad the characters of each text; labels are -100 where there is padding
+def collate(items):   # pad texts, whose tokens are characters; the labels of padding are -100
     n = max(map(len, items))
     x = tensor([[*o, *[0]*(n-len(o))] for o in items])
     return {'input_ids': x, 'attention_mask': (x > 0).long()}, torch.where(x > 0, x, -100)[:, 1:]
@@ -18,7 +18,8 @@ def train(bs, cbs=None):
     dls = DataLoaders(DataLoader(texts[:256], bs=bs, shuffle=True, create_batch=collate),
         DataLoader(texts[256:320], bs=64, create_batch=collate), device=default_device())
     config = GPT2Config(vocab_size=128, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
-        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)   # no dropout, which draws other numbers for micro-batches
+        # dropout would draw other random numbers for micro-batches
+        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
     learn = Learner(dls, Logits(AutoModelForCausalLM.from_config(config)), CrossEntropyLossFlat())
     learn.fit_one_cycle(2, 1e-2, cbs=cbs)
     return learn.recorder.values[-1][1]

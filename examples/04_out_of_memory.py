@@ -20,6 +20,6 @@ def train(*layers, cbs=None):
 
 items = [(tensor(x).float()/16, int(y)) for x, y in zip(*load_digits(return_X_y=True))]
 split = train(SmallMemory(), cbs=GradientAccumulation(256, micro_batch_size='auto'))
-full = train()   # the same training where memory is large enough
+full = train()   # the same training with enough memory for 256 samples
 assert abs(split-full) < 1e-3*full
 print(f'validation loss {split:.4f} with the memory of 100 samples, {full:.4f} with that of 256')

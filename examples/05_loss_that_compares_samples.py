@@ -4,12 +4,12 @@ from fastaccum import GradientCache  # isort: skip
 from sklearn.datasets import load_digits
 
 class TwoViews(Module):
-    "Embeddings of an image and of a copy that is moved by one pixel"
+    "Returns the embeddings of each image and of a copy that is moved by one pixel"
     def __init__(self, body): self.body = body
     def forward(self, x): return torch.stack([self.body(x), self.body(x.roll(1, -1))], dim=1)
 
 def info_nce(pred, targ):
-    "Finds the second view of each image among the second views of all images in the batch"
+    "Return the cross-entropy of finding the second view of each image among those of all images"
     a, b = F.normalize(pred, dim=-1).unbind(1)
     return F.cross_entropy(a @ b.T / 0.1, torch.arange(len(a), device=a.device))
 
@@ -22,6 +22,7 @@ def train(cbs=None):
     return learn.recorder.values[-1][1]
 
 items = [(tensor(x)[None].float()/16, 0) for x in load_digits().images[:1024]]
-cached, full = train(GradientCache(micro_batch_size=32)), train()   # without the callback: all 256 at once
+# without the callback, the model sees all 256
+cached, full = train(GradientCache(micro_batch_size=32)), train()
 assert abs(cached-full) < 1e-3*full
 print(f'validation loss {cached:.4f} in micro-batches of 32, {full:.4f} in whole batches of 256')

@@ -4,7 +4,8 @@ from fastai.distributed import *
 from fastaccum import GradientAccumulation  # isort: skip
 from sklearn.datasets import load_digits
 
-if not torch.cuda.is_available():   # for a trial on a CPU, where fastai needs help; leave this out on GPUs
+# fastai's DistributedDL calls `.cuda()`, so replace that on a CPU; leave this out on GPUs
+if not torch.cuda.is_available():
     os.environ['ACCELERATE_USE_CPU'] = 'true'
     def _broadcast(self, t, rank):
         t = torch.LongTensor(t)
@@ -21,6 +22,6 @@ with learn.distrib_ctx():   # needs `pip install accelerate`
     learn.fit_one_cycle(3, 0.02, cbs=GradientAccumulation(256))
 
 n_steps = len(learn.recorder.losses)
-assert n_steps == 3*math.ceil(1408/256)   # as many as on one GPU
+assert n_steps == 3*math.ceil(1408/256)   # a run on one GPU takes as many steps
 if not rank_distrib(): print(f'processes: {max(1, num_distrib())}, steps of 256 samples: {n_steps}')
-teardown_distrib()   # otherwise a process may crash as it exits
+teardown_distrib()   # without this, a process may crash when it ends

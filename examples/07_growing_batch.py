@@ -11,7 +11,7 @@ model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 learn = Learner(dls, model, CrossEntropyLossFlat(), metrics=accuracy)
 
 growing = GradientAccumulationSchedule(32, 256, finish=0.5)
-plan = growing.plan(dls, n_epoch=4)   # the steps of each epoch, before training
+plan = growing.plan(dls, n_epoch=4)   # shows the steps of each epoch before training
 print(plan)
 learn.fit_one_cycle(4, 0.02, cbs=growing)
 

@@ -6,8 +6,8 @@
 - Callbacks that act at an event: `CallAt`, `RecordAt`, `RaiseAt`
 - Mixed precision on a CPU: `CpuMixedPrecision`, `CpuLossScaling`, `overflow_at_step`, `overflow_on_sample`
 - Memory that runs out: `raise_oom_above`, `CheckInBackward`, `LimitedMemory`, `runs_out_above`, `runs_out_on_attempts`
-- Looking at a Learner, at warnings and at the repository: `grads`, `weights`, `weights_unchanged`, `collect_warnings`,
-  `files_of_git`
+- Looking at a Learner: `grads`, `weights`, `weights_unchanged`
+- Warnings, and the files of the repository: `collect_warnings`, `files_of_git`
 """
 import os, pytest, subprocess, torch, warnings
 from contextlib import contextmanager
@@ -23,10 +23,11 @@ from fastaccum.testing import toy_data
 
 # Choosing cases
 
-run_all_cases = os.environ.get('TESTS')=='all'   # `make test-all` runs every case, `make test` a sample of them
+# `make test-all` sets TESTS=all and runs every case of a test; `make test` runs some of the cases
+run_all_cases = os.environ.get('TESTS')=='all'
 
 def pick_cases(n, cases):
-    "Return `n` of `cases`, the same ones every time; with `TESTS=all`, return all of them"
+    "Return `n` of the `cases`, always the same `n`; with `TESTS=all`, return all cases"
     cases = list(cases)
     if run_all_cases or n>=len(cases): return cases
     return [cases[i] for i in sorted(Random(n).sample(range(len(cases)), n))]
@@ -34,7 +35,7 @@ def pick_cases(n, cases):
 # Data and losses
 
 def learnable_data(*args):
-    "Return `toy_data(*args)` with targets that follow from the inputs; five in six are of class 0"
+    "Return `toy_data(*args)` with targets that depend on the inputs; five of six targets are of class 0"
     x,y = toy_data(*args).tensors
     return TensorDataset(x, torch.where(y<0, y, (x[...,0]<-1).long()))
 
@@ -47,40 +48,46 @@ def in_chunks(items, n):
     return [items[i:i+n] for i in range(0, len(items), n)]
 
 def trim_padding(learn):
-    "Cut the Learner's batch of token sequences to the length of its longest sequence"
-    n = int((learn.y!=-100).any(0).nonzero().max())+1
-    learn.xb,learn.yb = (learn.x[:,:n],),(learn.y[:,:n],)
+    "Cut the Learner's batch of token sequences to its longest sequence; the targets of padding are -100"
+    longest = int((learn.y!=-100).any(0).nonzero().max())+1
+    learn.xb,learn.yb = (learn.x[:,:longest],),(learn.y[:,:longest],)
 
 def nt_xent(z, y=None):
-    "Return the NT-Xent loss (Chen et al., 2020), in which samples 2i and 2i+1 are a pair and all others are negatives"
+    """Return the NT-Xent loss of SimCLR (Chen et al., 2020)
+
+    Samples 2i and 2i+1 are a pair of views of one image. All other samples of the batch are negatives.
+    """
     z = F.normalize(z.flatten(1))
     sim = (z@z.T/0.5).masked_fill(torch.eye(len(z), dtype=torch.bool), -1e4)
     return F.cross_entropy(sim, (torch.arange(len(z))^1)%len(z))
 
 def batch_dice_loss(p, y):
-    "Return 1 minus the mean over classes of the Dice coefficient, which is computed over all samples of the batch"
+    "Return 1 minus the mean Dice coefficient of the classes, each computed over the whole batch"
     p,y = p.softmax(1),F.one_hot(y, p.shape[1]).movedim(-1, 1)
     dims = [0,*range(2, p.ndim)]
     return 1-(2*(p*y).sum(dims)/(p+y).sum(dims)).mean()
 
-# Loaders with given batches, in place of a Learner's training loader
+# Loaders with given batches, which take the place of a Learner's training loader
 
 class EpochCycle:
-    "A function that returns the next entry of `epochs` with each call, and starts over after the last entry"
+    "A function that returns the next entry of `epochs` in each call, in a cycle"
     def __init__(self, epochs): self.epochs,self.i = epochs,0
     def __call__(self):
         self.i += 1
         return self.epochs[(self.i-1)%len(self.epochs)]
 
 class BatchListLoader:
-    "A loader of given batches: `epochs` has a list of batches for each epoch, and a batch is a list of indices"
+    "A loader of given batches: `epochs[i]` is a list of batches, each of which is a list of indices"
     device = torch.device('cpu')
     def __init__(self, dataset, epochs): self.dataset,self.cycle = dataset,EpochCycle(epochs)
     def __len__(self): return len(self.cycle.epochs[self.cycle.i%len(self.cycle.epochs)])
-    def __iter__(self): return iter([self.dataset[o] for o in self.cycle()])
+    def __iter__(self): return iter([self.dataset[idxs] for idxs in self.cycle()])
 
 class BatchSizesLoader(BatchListLoader):
-    "A loader of the samples of `dl` in their order, in batches of given sizes: `sizes` has a list for each epoch"
+    """A loader of the samples of `dl` in their order, in batches of given sizes
+
+    `sizes` has a list of batch sizes for each epoch. The first epoch is number `epoch`.
+    """
     def __init__(self, dl, sizes, epoch=0):
         super().__init__(dl.dataset, sizes)
         self.dl,self.cycle.i = dl,epoch
@@ -103,16 +110,19 @@ class RecordAt(CallAt):
         super().__init__(event, lambda learn: self.values.append(f(learn)), order=order)
 
 class RaiseAt(Callback):
-    "Raises `exc` once, at the `event` that follows the first `skip` events of this kind"
+    "Raises `exc` once: at `event`, after `event` has passed `skip` times without an error"
     def __init__(self, event, exc, order, skip=0):
         self.order,self.exc,self.skip,self.n_heard = order,exc,skip,0
         setattr(self, event, lambda: self.hear())
     def hear(self):
         self.n_heard += 1
         if self.n_heard==self.skip+1: raise self.exc('planted')
-    raised = property(lambda self: self.n_heard>self.skip)
+    @property
+    def raised(self):
+        "Whether the exception was raised"
+        return self.n_heard>self.skip
 
-# Mixed precision on a CPU, where fastai's `MixedPrecision` disables itself
+# Mixed precision on a CPU; fastai's `MixedPrecision` does nothing on a CPU
 
 class CpuMixedPrecision(MixedPrecision):
     "fastai's `MixedPrecision` with autocast and a GradScaler that work on a CPU"
@@ -123,32 +133,36 @@ class CpuMixedPrecision(MixedPrecision):
         self.autocast,self.learn.scaler,self.scales = autocast('cpu', dtype=dtype),GradScaler('cpu', **self.kwargs),[]
 
 class CpuLossScaling(CpuMixedPrecision):
-    "Mixed precision with a GradScaler and without autocast, so that runs in double precision stay comparable"
+    "Mixed precision with a GradScaler and without autocast, which would cast double precision"
     def before_fit(self):
         super().before_fit()
         self.autocast = autocast('cpu', enabled=False)
-    def after_pred(self): pass   # do not cast the predictions to single precision, as `MixedPrecision.after_pred` does
+    # do not cast the predictions to single precision, as `MixedPrecision.after_pred` does
+    def after_pred(self): pass
 
 def make_loss_infinite(learn): learn.loss_grad = learn.loss_grad*float('inf')
 
 def overflow_at_step(i):
-    "Return a callback that makes the loss infinite in step `i` of a fit, counted from 0"
+    "Return a callback that makes the loss infinite in step `i` (from 0), before the loss is scaled"
     return CallAt('before_backward', lambda learn: len(learn.recorder.lrs)==i and make_loss_infinite(learn), order=9)
 
 def overflow_on_sample(i, learn):
-    "Make the loss infinite if the batch has sample `i` of the dataset, in the first epoch"
+    "In the first epoch, make the loss infinite if the batch contains sample `i` of the dataset"
     if learn.epoch==0 and (learn.x==learn.dls.valid_ds[i][0]).all(-1).any(): make_loss_infinite(learn)
 
 # Memory that runs out, simulated with torch's out-of-memory error
 
 def raise_oom_above(cap, stage='backward'):
-    "Return a function of a number of samples that raises an out-of-memory error if the number is more than `cap`"
+    "Return a function `check(n)` that raises an out-of-memory error if `n` samples are more than `cap`"
     def check(n):
         if n>cap: raise torch.OutOfMemoryError(f'planted, {stage}')
     return check
 
 class CheckInBackward(torch.autograd.Function):
-    "The identity function, whose backward pass calls `check(number of samples)`; `check` may raise an error"
+    """The identity function, whose backward pass calls `check(number of samples)`
+
+    `check` may raise an error.
+    """
     @staticmethod
     def forward(ctx, x, check):
         ctx.check = check
@@ -161,7 +175,7 @@ class CheckInBackward(torch.autograd.Function):
 class LimitedMemory(Module):
     """A layer that returns its input, and runs out of memory where `runs_out(stage, n)` is true
 
-    `stage` is 'forward', 'backward' or 'validation', and `n` the number of samples.
+    `stage` is 'forward', 'backward' or 'validation', and `n` is the number of samples.
     """
     def __init__(self, runs_out=None): self.runs_out = runs_out
     def check(self, stage, n):
@@ -175,7 +189,11 @@ def runs_out_above(cap, *stages):
     return lambda stage,n: stage in stages and n>cap
 
 def runs_out_on_attempts(attempts, stage, cap=1):
-    "Return a `runs_out` for `LimitedMemory`: the calls of `stage` whose numbers (from 0) are in `attempts` run out"
+    """Return a `runs_out` for `LimitedMemory`: memory runs out in some passes of this `stage`
+
+    `attempts` has the numbers of these passes, counted from 0. Passes of at most `cap` samples never run
+    out.
+    """
     n_attempts = 0
     def runs_out(this_stage, n):
         nonlocal n_attempts
@@ -203,7 +221,7 @@ def weights_unchanged(learn):
 
 @contextmanager
 def collect_warnings(action='always'):
-    "Collect the warnings of this context in a list, under this action of Python's warnings filter"
+    "Collect the warnings of this context in a list; `action` is an action of Python's warnings filter"
     with warnings.catch_warnings(record=True) as collected:
         warnings.simplefilter(action)
         yield collected
@@ -214,4 +232,4 @@ def files_of_git():
     root = Path(__file__).resolve().parent.parent
     res = subprocess.run(cmd, cwd=root, capture_output=True, text=True)
     if res.returncode: pytest.skip('not a git checkout')
-    return [o for o in res.stdout.split('\0') if (root/o).is_file()]
+    return [name for name in res.stdout.split('\0') if (root/name).is_file()]

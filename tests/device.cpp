@@ -1,9 +1,10 @@
 // A simulated device for PyTorch: its tensors are in the host's memory, but PyTorch takes them to be on another device.
 //
-// It is a PrivateUse1 backend, which device.py builds. Each operator runs the CPU's kernel on the same bytes
-// (`run_on_cpu`). What makes a GPU different for a training loop, the device has of its own: tensors that do not mix
-// with those of other devices, memory that can run out, random number generators, autocast, and a thread for backward
-// passes (PyTorch starts it because of `Guard`). Where a GPU would be synchronised, `synchronises` calls Python.
+// device.py builds this file, which is a PrivateUse1 backend. Each operator runs the CPU's kernel on the same bytes, in
+// `run_on_cpu`. For a training loop, the device differs from a CPU as a GPU does: its tensors do not mix with tensors of
+// other devices, its memory can run out, it has random number generators and autocast of its own, and backward passes
+// run in a thread of their own, which PyTorch starts for every device with a `Guard`. Where a GPU would be synchronised,
+// `synchronises` calls a function of Python.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -31,7 +32,7 @@ bool is_ours(const Tensor& t) { return t.defined() && t.device().is_privateuseon
 
 // Synchronisation
 
-void (*listener)(const char*) = nullptr;   // set by `listen`, below
+void (*listener)(const char*) = nullptr;   // a function of Python, which `listen` sets at the end of this file
 void synchronises(const std::string& why) { if (listener) listener(why.c_str()); }
 
 // Memory
@@ -39,7 +40,7 @@ void synchronises(const std::string& why) { if (listener) listener(why.c_str());
 std::atomic<int64_t> used{0}, peak{0}, limit{INT64_MAX};   // bytes
 
 struct DeviceAllocator final : c10::Allocator {
-  static constexpr size_t header = 64;   // in front of each block: its size; 64 bytes keep the block aligned
+  static constexpr size_t header = 64;   // bytes in front of each block, which store its size; 64 keep it aligned
   static void release(void* p) {
     if (!p) return;
     auto* block = static_cast<char*>(p) - header;
@@ -63,7 +64,7 @@ struct DeviceAllocator final : c10::Allocator {
 DeviceAllocator allocator;
 REGISTER_ALLOCATOR(device_type, &allocator);
 
-// What PyTorch asks of a device
+// What PyTorch requires of a device: a guard, which selects the current device, and hooks
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   Guard() = default;
@@ -74,7 +75,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void setDevice(Device d) const override { current = d.index(); }
   void uncheckedSetDevice(Device d) const noexcept override { current = d.index(); }
   c10::DeviceIndex deviceCount() const noexcept override { return n_devices; }
-  // there are no streams: each operator has ended when it returns
+  // the device has no streams, because the work of an operator is done when the operator returns
   c10::Stream getStream(Device d) const override { return c10::Stream(c10::Stream::DEFAULT, d); }
   c10::Stream getDefaultStream(Device d) const override { return getStream(d); }
   c10::Stream exchangeStream(c10::Stream s) const override { return getStream(s.device()); }
@@ -89,7 +90,7 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
 Generator generators[n_devices] = {at::detail::createCPUGenerator(7), at::detail::createCPUGenerator(8)};
 
-// without `override`: older versions of PyTorch do not have all of these
+// no `override`, because older versions of PyTorch do not have all of these methods
 struct Hooks final : PrivateUse1HooksInterface {
   bool isBuilt() const { return true; }
   bool isAvailable() const { return true; }
@@ -106,15 +107,16 @@ struct Hooks final : PrivateUse1HooksInterface {
   }
 } hooks;
 
-// Kernels of its own: to make tensors, to look at them in another way, and to copy them
+// The device's own kernels, which make tensors, change their shape without a copy, and copy them
 
-Tensor on_cpu(const Tensor& t) {   // a CPU tensor that shares the memory of `t`
+// Return a CPU tensor that shares the memory of `t`
+Tensor on_cpu(const Tensor& t) {
   if (!is_ours(t)) return t;
   auto options = t.options().device(kCPU).requires_grad(false);
   if (!t.numel()) return at::empty_strided(t.sizes(), t.strides(), options);
   return at::from_blob(t.data_ptr(), t.sizes(), t.strides(), options);
 }
-bool has_float64 = true;   // Apple's GPUs do not
+bool has_float64 = true;   // `set_float64(false)` forbids double precision, which Apple's GPUs do not have
 ScalarType supported(optional<ScalarType> dtype) {
   auto res = c10::dtype_or_default(dtype);
   TORCH_CHECK_TYPE(has_float64 || res != kDouble, "the SIM device has no double precision");
@@ -131,9 +133,10 @@ Tensor empty_strided(IntArrayRef size, IntArrayRef stride, optional<ScalarType> 
   return at::detail::empty_strided_generic(size, stride, &allocator, own_key, supported(dtype));
 }
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
-  if (is_ours(from) && !has_float64) supported(to.scalar_type());   // MPS converts before it copies
+  // like Apple's GPUs, convert to the type of `to` on the device, before the copy
+  if (is_ours(from) && !has_float64) supported(to.scalar_type());
   if (!non_blocking && to.is_cpu()) synchronises("copy to the host");
-  if (!non_blocking && from.is_cpu()) synchronises("copy to the device");   // CUDA synchronises here, too
+  if (!non_blocking && from.is_cpu()) synchronises("copy to the device");   // as with CUDA
   on_cpu(to).copy_(on_cpu(from));
   return to;
 }
@@ -162,22 +165,23 @@ const Tensor& resize(const Tensor& t, IntArrayRef size, optional<MemoryFormat>) 
 
 // All other operators run on the CPU, on the same bytes
 
-// operators that take CPU tensors beside those of a device
+// operators that accept CPU tensors together with tensors of a device
 const std::set<std::string> mixes = {"aten::index.Tensor", "aten::_unsafe_index.Tensor", "aten::index_put_",
   "aten::index_put", "aten::_index_put_impl_"};
-// operators that return a Python value, or a tensor whose size depends on values on the device
+// operators that synchronise a GPU: they return a Python value, or a tensor whose size depends on values on the GPU
 const std::set<std::string> synchronising = {"aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero",
   "aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::repeat_interleave.Tensor"};
 
+// A call of an operator: replaces its arguments by CPU tensors, and its results by tensors of the device
 struct Call {
-  std::string name;
-  optional<Device> device = {};                      // of the arguments
-  std::vector<std::pair<Tensor, Tensor>> shared = {};   // a tensor of the device, and the CPU tensor in its place
-  bool has_cpu_tensor = false, has_mask = false;
+  std::string name;                                     // of the operator
+  optional<Device> device = {};                         // the device of the arguments
+  std::vector<std::pair<Tensor, Tensor>> shared = {};   // (tensor of the device, CPU tensor with the same memory)
+  bool has_cpu_tensor = false, has_mask = false;        // whether an argument is a CPU tensor, or an index is a mask
 
   Tensor argument(const Tensor& t) {
     if (!is_ours(t)) {
-      if (t.defined() && t.is_cpu() && t.dim()) has_cpu_tensor = true;   // one number may come from the host
+      if (t.defined() && t.is_cpu() && t.dim()) has_cpu_tensor = true;   // a CPU tensor of one number is allowed
       return t;
     }
     if (device && *device != t.device()) refuse(t.device());
@@ -209,7 +213,7 @@ struct Call {
       for (const Tensor& t : v.toTensorVector()) res.push_back(argument(t));
       return res;
     }
-    if (v.isList() && v.toList().size() && v.toList().get(0).isTensorList()) {   // of `all_gather`
+    if (v.isList() && v.toList().size() && v.toList().get(0).isTensorList()) {   // lists of lists, as `all_gather` takes
       c10::List<std::vector<Tensor>> res;
       for (const IValue& o : v.toList().vec()) res.push_back(argument(o).toTensorVector());
       return res;
@@ -220,7 +224,7 @@ struct Call {
     if (!device || !t.defined() || !t.is_cpu() || t.layout() != kStrided) return t;
     for (auto& [own, cpu] : shared) {
       if (!cpu.is_same(t)) continue;
-      if (cpu.sizes() != own.sizes()) {   // an `out=` that was given another shape
+      if (cpu.sizes() != own.sizes()) {   // the operator has resized its argument `out`
         own.resize_(cpu.sizes());
         on_cpu(own).copy_(cpu);
       }
@@ -232,7 +236,7 @@ struct Call {
   }
 };
 
-// Run an operator that draws random numbers with those of the device
+// Run an operator that draws random numbers, with the generator `own` of the device in place of the CPU's
 void draw(const c10::OperatorHandle& op, Stack* stack, Generator& own) {
   auto cpu = at::detail::getDefaultCPUGenerator();
   auto saved = cpu.get_state();
@@ -276,7 +280,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", native::set_);
   m.impl("set_.source_Storage_storage_offset", set_storage);
 }
-// Processes exchange the same bytes with a CPU's backend, such as gloo
+// Processes exchange tensors through a backend for CPU tensors, such as gloo, on the same bytes
 TORCH_LIBRARY_IMPL(c10d, AutogradPrivateUse1, m) {
   for (auto* nm : {"allreduce_", "allgather_", "broadcast_"})
     m.impl(nm, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
@@ -296,7 +300,7 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
   KERNEL_PRIVATEUSEONE(log_softmax, int, fp32)
 }
 
-// What `device.py` calls, as `torch.ops.sim`
+// Functions that `device.py` calls as `torch.ops.sim.…`
 TORCH_LIBRARY(sim, m) {
   m.def("current_device", []() -> int64_t { return current; });
   m.def("set_device", [](int64_t i) { current = i; });

@@ -1,8 +1,8 @@
-"""The device of laws/test_device.py: a GPU if there is one, otherwise the simulated device of device.cpp.
+"""Provides the device of laws/test_device.py: a GPU, or if there is none, the device of device.cpp.
 
-`FASTACCUM_DEVICE=cuda` or `FASTACCUM_DEVICE=sim` overrides this choice. The laws run in a separate process for two
-reasons: PyTorch must know a device before the first backward pass of a process, and other tests fork their process,
-which is impossible once it has run a backward pass on a device.
+`FASTACCUM_DEVICE=cuda` chooses the GPU, and `FASTACCUM_DEVICE=sim` the simulated device. The tests run
+in a separate process for two reasons. PyTorch must know a device before the first backward pass of a
+process. And other tests fork their process, which must not have run a backward pass on a device.
 """
 import ctypes, hashlib, os, shutil, subprocess, sys, traceback, types, warnings
 from contextlib import contextmanager
@@ -13,8 +13,9 @@ from xml.etree import ElementTree
 import pytest, torch
 
 kind = os.environ.get('FASTACCUM_DEVICE') or ('cuda' if torch.cuda.device_count() else 'sim')
-own_process = 'FASTACCUM_DEVICE_PROCESS'   # a variable in the environment of the process that has the device
-has_device = own_process in os.environ
+# this environment variable is set in the separate process, which runs the tests on the device
+process_variable = 'FASTACCUM_DEVICE_PROCESS'
+has_device = process_variable in os.environ
 tests = Path(__file__).parent
 laws = tests/'laws'/'test_device.py'
 
@@ -24,7 +25,10 @@ def n_devices(): return torch.get_device_module(kind).device_count()
 # Build the simulated device, and make it known to PyTorch
 
 def library():
-    "Return the path of the built simulated device, which contains the versions of its source and of PyTorch"
+    """Return the path of the library with the simulated device
+
+    Its name has a hash of device.cpp and PyTorch's version.
+    """
     version = hashlib.sha256((tests/'device.cpp').read_bytes()).hexdigest()[:12]
     cache = Path(os.environ.get('XDG_CACHE_HOME') or Path.home()/'.cache')
     return cache/'fastaccum'/f'device-{torch.__version__}-{version}.so'
@@ -35,7 +39,8 @@ def build():
     compiler = os.environ.get('CXX') or shutil.which('g++') or shutil.which('clang++')
     if not compiler: return "the simulated device needs a C++ compiler: install g++, as with `apt install g++`"
     torchs = Path(torch.__file__).parent
-    # several processes may build at the same time: each writes to a file of its own, which is renamed once complete
+    # several processes may build at the same time, so each builds a file of its own and renames the
+    # complete file
     partial = library().with_suffix(f'.{os.getpid()}')
     partial.parent.mkdir(parents=True, exist_ok=True)
     cmd = [compiler, '-std=c++20', '-O1', '-w', '-shared', '-fPIC', tests/'device.cpp', '-o', partial]
@@ -50,6 +55,7 @@ def build():
     return f"device.cpp does not build with torch {torch.__version__}: install torch 2.15, g++ 11 or newer ({error})"
 
 def index(d):
+    "Return the index of the device `d`, which is an int, a device, its name, or None for the current one"
     if d is None: return torch.ops.sim.current_device()
     return d if isinstance(d, int) else torch.device(d).index or 0
 
@@ -63,7 +69,7 @@ class Current:
 
 @lru_cache
 def load():
-    "Make the device known to PyTorch in this process"
+    "Register the simulated device in this process as `torch.sim`, with functions as in `torch.cuda`"
     if kind!='sim': return
     torch.ops.load_library(library())
     torch.utils.rename_privateuse1_backend('sim')
@@ -89,13 +95,13 @@ def memory_in_use(): return torch.get_device_module(kind).memory_allocated()
 
 @contextmanager
 def memory_for(nbytes):
-    "Limit the memory of the device in this context to `nbytes` more than is in use at its beginning"
-    most = memory_in_use()+nbytes
-    if kind=='sim': torch.ops.sim.set_memory_limit(most)
+    "In this context, let the device have memory for `nbytes` more than was in use before"
+    limit = memory_in_use()+nbytes
+    if kind=='sim': torch.ops.sim.set_memory_limit(limit)
     else:
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(device()).total_memory
-        torch.cuda.set_per_process_memory_fraction(most/total)
+        torch.cuda.set_per_process_memory_fraction(limit/total)
     try: yield
     finally:
         if kind=='sim': torch.ops.sim.set_memory_limit(None)
@@ -103,14 +109,17 @@ def memory_for(nbytes):
 
 @contextmanager
 def without_float64():
-    "Let the simulated device refuse double precision in this context, as Apple's GPUs do"
+    "In this context, let the simulated device refuse double precision, as Apple's GPUs do"
     torch.ops.sim.set_float64(False)
     try: yield
     finally: torch.ops.sim.set_float64(True)
 
 @contextmanager
 def synchronisations():
-    "Collect the calls that synchronise the device: a list with the file names of each call's stack, innermost first"
+    """Collect the calls that synchronise the device, in a list
+
+    Its entries are lists of file names: the files in the stack of the call, innermost first.
+    """
     calls = []
     def note(_):
         files = (o.f_code.co_filename for o,_ in traceback.walk_stack(None))
@@ -129,22 +138,25 @@ def synchronisations():
         try: yield calls
         finally: torch.cuda.set_sync_debug_mode('default')
 
-# Running the laws in a separate process, and reporting their results in this one
+# Run the tests in a separate process, and report their results in this process
 
 @lru_cache
 def outcomes(names, root):
-    "Run the laws with these names in a process with the device; return the element of pytest's report by name"
+    """Run the tests of these names in a separate process
+
+    Return a dict from name to the element of pytest's report.
+    """
     with TemporaryDirectory() as folder:
         report = Path(folder)/'report.xml'
         cmd = [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', f'--junitxml={report}']
         cmd += [f'{laws}::{o}' for o in names]
-        env = os.environ|{own_process:'1', 'FASTACCUM_DEVICE':kind}
+        env = os.environ|{process_variable:'1', 'FASTACCUM_DEVICE':kind}
         res = subprocess.run(cmd, cwd=root, env=env, capture_output=True, text=True, timeout=1200)
         if report.exists(): return {o.get('name'):o for o in ElementTree.parse(report).iter('testcase')}
     pytest.fail(f'the process with the device ended with {res.returncode}:\n{(res.stdout+res.stderr)[-4000:]}', False)
 
 def pytest_pyfunc_call(pyfuncitem):
-    "Report the result of a law from the separate process instead of running the law here (a hook of pytest)"
+    "A hook of pytest: for a test of laws/test_device.py, report its result from the separate process"
     if has_device or pyfuncitem.path!=laws: return None
     names = tuple(o.name for o in pyfuncitem.session.items if o.path==laws)
     for o in outcomes(names, pyfuncitem.config.rootpath)[pyfuncitem.name]:

@@ -1,4 +1,4 @@
-"Each script in `examples/` runs as it stands, is short, and says at its end what came out."
+"Each script in `examples/` runs unchanged, is short, and prints its result in its last line."
 import ast, os, re, shutil, subprocess, sys
 from pathlib import Path
 import pytest
@@ -8,7 +8,7 @@ folder = root/'examples'
 scripts = sorted(folder.glob('*.py'))
 ours = 'from fastaccum import '
 
-# What the last line that a script prints must contain
+# For each script, a regular expression that must match the last line that it prints
 last_lines = {'01_images.py': r'10 steps of 256 images', '02_text.py': r'perplexity (\S+) .* 8, \1 in whole batches',
     '03_hugging_face_padding.py': r'validation loss (\d\.\d{3}).* \1', '04_out_of_memory.py': r'loss (\d\.\d{3}).* \1',
     '05_loss_that_compares_samples.py': r'loss (\d\.\d{3}).* \1', '06_two_gpus.py': r'processes: 2, .* samples: 18',
@@ -27,10 +27,11 @@ def test_a_script_is_short_and_says_what_it_shows(script):
     assert max(map(len, text.splitlines()))<=120
     doc = ast.get_docstring(ast.parse(text))
     assert doc and '\n' not in doc
-    assert text.index('from fastai.')<text.index(ours)   # otherwise fastai's class of the same name is used
+    # otherwise fastai's class of the same name is used
+    assert text.index('from fastai.')<text.index(ours)
 
 @pytest.mark.skipif(not shutil.which('ruff'), reason='ruff is not installed')
-def test_a_sorter_leaves_our_import_after_fastais(tmp_path):
+def test_a_sorter_of_imports_leaves_fastaccum_after_fastai(tmp_path):
     for script in scripts:
         shutil.copy(script, tmp_path)
         cmd = ['ruff','check','--isolated','--select','I','--fix','--quiet',tmp_path/script.name]
@@ -41,14 +42,16 @@ def test_a_sorter_leaves_our_import_after_fastais(tmp_path):
 
 @pytest.mark.parametrize('script', scripts, ids=lambda o: o.name)
 def test_a_script_runs(script, tmp_path):
-    # `make compat` installs neither mlxtend nor transformers
-    needed = re.findall(r'^from (mlxtend|transformers)', script.read_text(encoding='utf-8'), re.M)
-    for nm in needed: pytest.importorskip(nm)
-    on_two = script.name=='06_two_gpus.py'
-    launcher = '-m torch.distributed.run --standalone --nproc-per-node 2'.split() if on_two else []
+    # skip scripts whose packages are missing: `make compat`, for the oldest versions, installs neither
+    # of these two
+    optional = re.findall(r'^from (mlxtend|transformers)', script.read_text(encoding='utf-8'), re.M)
+    for nm in optional: pytest.importorskip(nm)
+    on_two_processes = script.name=='06_two_gpus.py'
+    launcher = '-m torch.distributed.run --standalone --nproc-per-node 2'.split() if on_two_processes else []
     path = os.pathsep.join([str(root), os.environ.get('PYTHONPATH', '')])
     env = os.environ | dict(PYTHONPATH=path, PYTHONIOENCODING='utf-8', OMP_NUM_THREADS='1')
-    if on_two: env['CUDA_VISIBLE_DEVICES'] = ''   # where there is one GPU, two processes cannot share it
+    # two processes cannot share the only GPU of a machine
+    if on_two_processes: env['CUDA_VISIBLE_DEVICES'] = ''
     cmd = [sys.executable, *launcher, script]
     res = subprocess.run(cmd, cwd=tmp_path, env=env, capture_output=True, text=True, encoding='utf-8', timeout=300)
     assert not res.returncode, res.stderr

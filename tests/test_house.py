@@ -4,7 +4,8 @@ from pathlib import Path
 
 root = Path(__file__).resolve().parent.parent
 lib,most_modules,most_lines,longest_chain = root/'fastaccum',45,500,7
-only_in = {'wandb': 'wandb.py'} | dict.fromkeys(('tensorboard','accelerate','PIL','transformers','timm'))   # optional
+# optional packages, and the only module that may import each; no module may import those with None
+only_in = {'wandb': 'wandb.py'} | dict.fromkeys(('tensorboard','accelerate','PIL','transformers','timm'))
 
 def name_of(fn): return '.'.join(fn.relative_to(root).with_suffix('').parts)
 def is_core(nm): return nm.startswith('fastaccum.core')
@@ -13,7 +14,7 @@ texts = {o: o.read_text(encoding='utf-8') for o in sorted(lib.rglob('*.py')) if 
 modules = {name_of(o): ast.parse(text) for o,text in texts.items()}
 
 def imports(nm):
-    "Yield the modules that the module `nm` imports, also within functions"
+    "Yield the names of the modules that the module `nm` imports, at its top or within a function"
     here = nm.split('.')
     for o in ast.walk(modules[nm]):
         if isinstance(o, ast.Import): yield from (a.name for a in o.names)
@@ -23,14 +24,16 @@ def imports(nm):
             if base in ('fastaccum','fastaccum.core'): yield from (f'{base}.{a.name}' for a in o.names)
             else: yield base
 
+# for each module of fastaccum, the modules of fastaccum that it imports
 ours = {nm: {o for o in imports(nm) if o.split('.')[0]=='fastaccum'} for nm in modules}
 
-def test_core_imports_nothing_above_it_and_nobody_imports_testing():
+def test_core_imports_only_core_and_no_module_imports_testing():
     assert not {nm:os for nm,os in ours.items() if is_core(nm) and not all(map(is_core, os))}
     assert not [nm for nm,os in ours.items() if 'fastaccum.testing' in os]
 
 def test_imports_form_no_circle_and_no_long_chain():
-    graph,chain = {k:v&modules.keys() for k,v in ours.items()},{}   # longest chain of imports by module
+    graph = {k:v&modules.keys() for k,v in ours.items()}
+    chain = {}   # for each module, the longest chain of imports that begins with this module
     while len(chain)<len(graph):
         free = {k for k,v in graph.items() if k not in chain and v<=chain.keys()}
         assert free, f'these import each other: {sorted(graph.keys()-chain)}'
@@ -46,7 +49,7 @@ def test_optional_packages_are_imported_in_one_place_or_nowhere():
     assert not [(fn,o) for fn,o in tops if only_in.get(o, fn)!=fn]
 
 def test_lines_have_at_most_120_characters():
-    "The lines that nbdev writes at the top of each module may be longer"
+    "Only the lines with `__all__`, which nbdev writes at the top of each module, may be longer"
     folders = 'tools','docs','benchmarks','tests'
     files = [root/'conftest.py', root/'setup.py', *texts, *(o for d in folders for o in (root/d).rglob('*.py'))]
     def own(fn): return re.sub(r'^# %% auto.*?(?=^# %%)', '', fn.read_text(encoding='utf-8'), flags=re.M|re.S)
@@ -54,8 +57,8 @@ def test_lines_have_at_most_120_characters():
 
 # Documentation of public names
 
-def functions():
-    "Yield the name and node of each public function and method, and the docstring of its class"
+def public_functions():
+    "Yield for each public function or method: name, syntax node, and docstring of its class or ''"
     def public(o): return isinstance(o, ast.FunctionDef) and (not o.name.startswith('_') or o.name=='__init__')
     for nm,tree in modules.items():
         for o in tree.body:
@@ -67,7 +70,7 @@ def functions():
 
 def test_parameters_have_types():
     def args(o): return (*o.args.posonlyargs,*o.args.args,*o.args.kwonlyargs)
-    assert not [f'{nm}({a.arg})' for nm,o,_ in functions() for a in args(o)
+    assert not [f'{nm}({a.arg})' for nm,o,_ in public_functions() for a in args(o)
         if a.arg not in ('self','cls') and a.annotation is None]
 
 def raised(o):
@@ -79,5 +82,5 @@ def raised(o):
 
 def test_each_exception_that_is_raised_is_documented():
     "The docstring of the function or of its class has a line such as `ValueError: when`"
-    assert not [f'{nm}: {e}' for nm,o,doc in functions() for e in raised(o)
+    assert not [f'{nm}: {e}' for nm,o,doc in public_functions() for e in raised(o)
         if not e.startswith('Cancel') and f'{e}:' not in (ast.get_docstring(o) or '')+doc]

@@ -1,7 +1,7 @@
 """Each message ends with a link to its entry on the page Messages, and each entry belongs to a message.
 
-An entry shows how the message begins, explains the cause, and has a line of code that runs. The FAQ is short, and its
-code runs.
+An entry shows how the message begins, explains the cause, and has a line of code that runs. The FAQ is
+short, and its code runs.
 """
 import ast, inspect, json, re, warnings
 from pathlib import Path
@@ -18,24 +18,25 @@ root = Path(__file__).resolve().parent.parent
 found = tool.messages()
 sources = [fn.read_text(encoding='utf-8') for fn in tool.lib.rglob('[a-z]*.py')]
 
-# Errors that fastaccum raises and catches itself, to show their text in a table or in another message
-inner = ('the predictions of', 'random numbers are drawn', 'the sizes of the parts', 'the loss is not finite',
+# The beginnings of errors that fastaccum raises and catches itself, to show their text within another
+# message
+caught_inside = ('the predictions of', 'random numbers are drawn', 'the sizes of the parts', 'the loss is not finite',
     'there are only', 'do not know how to compare')
 
 def test_each_error_and_warning_has_a_key():
-    "If this fails, append `+ more_link('key')` to the listed message, and write an entry on the page"
+    "If this fails, append `+ more_link('key')` to the message, and write an entry on the page Messages"
     calls = [o for text in sources for o in ast.walk(ast.parse(text)) if isinstance(o, ast.Call) and o.args]
-    own = {o.name for text in sources for o in ast.walk(ast.parse(text)) if isinstance(o, ast.ClassDef)}
-    messages = [o for o in calls if re.fullmatch('warn|.*Error', tool.called(o)) and tool.called(o) not in own]
+    classes = {o.name for text in sources for o in ast.walk(ast.parse(text)) if isinstance(o, ast.ClassDef)}
+    messages = [o for o in calls if re.fullmatch('warn|.*Error', tool.called(o)) and tool.called(o) not in classes]
     without_key = {ast.unparse(o): tool.words(o.args[0], {}) for o in messages if 'more_link(' not in ast.unparse(o)}
-    assert len(messages)>80 and not [o for o,text in without_key.items() if not text.startswith(inner)]
+    assert len(messages)>80 and not [o for o,text in without_key.items() if not text.startswith(caught_inside)]
 
 def test_each_key_has_an_entry_and_each_entry_a_key():
     keys = {k for text in sources for k in re.findall(r"(?:more_link|warn_once)\(\s*'([a-z-]+)'", text)}
     assert keys=={o.key for o in found}==written.keys() and len(keys)>60
 
 def test_links_of_earlier_versions_lead_to_an_entry():
-    assert earlier<={k for o in page for k in tool.anchors(o)}
+    assert old_keys<={k for o in page for k in tool.anchors(o)}
 
 def test_a_message_ends_with_the_link_to_its_entry():
     with pytest.raises(ValueError) as e: GradientAccumulation(0)
@@ -53,17 +54,18 @@ def prose(text):
 
 page,faq = texts('messages'),texts('faq')
 headed = [o for o in page if o.startswith('### ')]
-rows = {m[1]:m[0] for o in page for m in re.finditer(fr'^\| {tool.span}.*$', o, re.M)}   # entries of a table
-# The headings above several entries, without an entry themselves
-several = {'waiting-processes', 'incomplete-steps', 'sizes-of-the-loader', 'token-budget', 'trials-and-searches',
+# An entry is a row of a table or a section with a heading; `written` has both by key
+rows = {m[1]:m[0] for o in page for m in re.finditer(fr'^\| {tool.span}.*$', o, re.M)}
+# The anchors of headings that stand above a group of entries, and are no entries
+groups = {'waiting-processes', 'incomplete-steps', 'sizes-of-the-loader', 'token-budget', 'trials-and-searches',
     'other-callbacks-and-optimizers', 'gradientcache', 'activationcheckpoint', 'several-processes'}
-# Keys of messages in version 0.2.0 that have another key now, or are no longer given
-earlier = {'betas-of-adam', 'gradient-comes-and-goes', 'keeps-the-whole-batch', 'model-part', 'no-noise-scale',
+# Keys of version 0.2.0 that no message has any more; links to them must still lead to an entry
+old_keys = {'betas-of-adam', 'gradient-comes-and-goes', 'keeps-the-whole-batch', 'model-part', 'no-noise-scale',
     'not-a-callback', 'processes-apart', 'split-function', 'told-different-things'}
-written = {k:o for o in headed for k in tool.anchors(o) if k not in several|earlier} | rows
+written = {k:o for o in headed for k in tool.anchors(o) if k not in groups|old_keys} | rows
 
 def test_the_page_shows_how_the_messages_of_the_code_begin():
-    "If this fails, run `make prepare`"
+    "If this fails, run `make prepare`, which writes the beginnings of the messages into the page"
     assert [text for text in page if tool.filled(text, found)!=text]==[]
 
 @pytest.mark.parametrize('key', rows)
@@ -75,7 +77,8 @@ def test_a_row_says_what_to_do_and_what_to_type(key):
 @pytest.mark.parametrize('key', [k for k in written if k not in rows])
 def test_an_entry_says_why_and_what_to_type(key):
     title,*lines = written[key].partition('```python\n')[0].split('\n')
-    assert re.fullmatch('### [A-Za-z -]+', title)   # other characters may change the anchor that Sphinx makes
+    # Sphinx makes the anchor from these characters unchanged
+    assert re.fullmatch('### [A-Za-z -]+', title)
     assert len(' '.join(o for o in lines if not o.startswith(('>','<'))))>40 and '```python\n' in written[key]
 
 def test_no_heading_occurs_twice():
@@ -93,12 +96,16 @@ def test_an_answer_is_short_and_has_a_link(text):
     answer = prose(text.partition('\n')[2])
     assert 5<len(answer.split())<=60 and '](' in answer
 
+# Messages in the saved outputs of pages: `begins` has, by the first 40 characters of a message, a
+# regular expression for the whole message
+
 def begin(o): return o.text.partition(tool.blank)[0][:40]
-def whole(o): return '[^\n]{0,400}?'.join(map(re.escape, o.text.split(tool.blank)))+fr'[^\n]*\nMore: \S+#{o.key}'
-begins = {begin(o):'|'.join(whole(m) for m in found if begin(m)==begin(o)) for o in found if o.key and len(begin(o))>20}
+def pattern(o): return '[^\n]{0,400}?'.join(map(re.escape, o.text.split(tool.blank)))+fr'[^\n]*\nMore: \S+#{o.key}'
+begins = {begin(o):'|'.join(pattern(m) for m in found if begin(m)==begin(o))
+    for o in found if o.key and len(begin(o))>20}
 
 def outdated(text):
-    "Return the lines of `text` that begin as a message does and go on differently than the message does now"
+    "Return the lines of `text` that begin like a message of the code but continue differently"
     return [m for k,v in begins.items() if k in text for m in re.findall(f'(?!{v}){re.escape(k)}.*', text)]
 
 @pytest.mark.parametrize('fn', sorted((root/'nbs').rglob('*.ipynb')), ids=lambda o: f'{o.parent.name}/{o.stem}')
@@ -108,7 +115,7 @@ def test_saved_outputs_of_pages_show_the_current_messages(fn):
     data = [v for o in outs for k,v in {'text':o.get('text', ()), **o.get('data', {})}.items() if k[:4]=='text']
     assert not [o for v in data for o in outdated(''.join(v))]
 
-def test_an_outdated_message_is_found():
+def test_an_outdated_message_in_an_output_is_found():
     assert outdated('the training loader has no batches, so nothing is trained.\nMore: https://a#no-batch')
 
 # The code in entries and answers
@@ -118,9 +125,10 @@ code = [o for c in [*page,*faq] for o in re.findall(r'^```python\n(.*?)^```', c,
 code += [o.split('`')[-2] for o in rows.values()]
 
 def callee(f):
-    "Return the Learner's method or the class that the code `f` names, or None"
+    "Return the method of Learner or the class that the code `f` names, or None for other code"
+    # fastai adds `distrib_ctx` to Learner in a module that needs the optional package accelerate
     if re.fullmatch(r'(self\.)?learn\.\w+', f) and f!='learn.distrib_ctx': return getattr(Learner, f.rpartition('.')[2])
-    return known[f] if inspect.isclass(known.get(f)) else None   # importing `distrib_ctx` needs accelerate
+    return known[f] if inspect.isclass(known.get(f)) else None
 
 @pytest.mark.parametrize('text', code)
 def test_the_functions_in_code_exist_and_take_these_arguments(text):
@@ -132,7 +140,8 @@ def test_the_functions_in_code_exist_and_take_these_arguments(text):
         if f: inspect.signature(f).bind_partial(*([None]*len(o.args)), **{k.arg:None for k in o.keywords if k.arg})
 
 answers = {o.split('\n')[0][4:]: re.search(r'^```python\n(.*?)^```', o, re.M|re.S)[1] for o in faq if o[:4]=='### '}
-elsewhere = 'distrib_ctx', 'wandb'   # answers that need a launcher or an account have other tests
+# other tests run the answers with these words, which need several processes or the package wandb
+elsewhere = 'distrib_ctx', 'wandb'
 
 @pytest.mark.parametrize('name', [k for k,v in answers.items() if not any(o in v for o in elsewhere)])
 def test_the_code_of_an_answer_runs(name, tmp_path, monkeypatch):
@@ -144,7 +153,8 @@ def test_the_code_of_an_answer_runs(name, tmp_path, monkeypatch):
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     dls = DataLoaders(DataLoader(data, bs=256), DataLoader(data[:16], bs=16))
     learn = Learner(dls, model, CrossEntropyLossFlat(), path=tmp_path)
-    monkeypatch.setattr(type(learn), 'bs_find', lambda self: 32)   # the search would use the memory of this machine
+    # a real search would fill the memory of this machine
+    monkeypatch.setattr(type(learn), 'bs_find', lambda self: 32)
     with learn.no_bar(), learn.no_logging(), warnings.catch_warnings():
         warnings.simplefilter('ignore')
         learn.fit(1)

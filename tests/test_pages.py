@@ -1,4 +1,4 @@
-"Tests of the tools that run notebooks: as tests (tools/pasted.py), and to save outputs (tools/page.py)."
+"tools/pasted.py runs a notebook as a test, and tools/page.py saves the outputs of a notebook."
 import json, subprocess, sys
 from pathlib import Path
 import page, pasted, pytest
@@ -6,6 +6,7 @@ import page, pasted, pytest
 root = Path(__file__).resolve().parent.parent
 
 def notebook(fn, *sources):
+    "Write a notebook with a code cell for each of `sources` to the file `fn`, and return `fn`"
     cells = [dict(cell_type='code', id=f'c{i}', metadata={}, outputs=[], execution_count=None, source=o)
         for i,o in enumerate(sources)]
     fn.write_text(json.dumps(dict(cells=cells, metadata={}, nbformat=4, nbformat_minor=5)), encoding='utf-8')
@@ -25,7 +26,7 @@ def test_a_page_fails_if_a_cell_fails_or_if_it_cannot_be_pasted(sources, why, tm
     assert (why in found.partition('\n')[0]) if why else not found, found
 
 def test_a_guide_installs_fastaccum_in_colab_and_nowhere_else(monkeypatch):
-    "The second cell of each guide installs fastaccum; copy that cell from another guide into a new guide"
+    "The second cell of all guides is the same, and installs fastaccum: copy it into a new guide"
     guides = [root/'nbs/get_started.ipynb', *(root/'nbs/guides').glob('*.ipynb')]
     sources = {''.join(json.loads(fn.read_text(encoding='utf-8'))['cells'][1]['source']) for fn in guides}
     assert len(sources)==1

@@ -1,4 +1,4 @@
-"README.md is short and true: its examples run, its commands exist, and its table is the output of the script."
+"README.md is short and true: examples run, commands exist, and the table is a script's output."
 import re, runpy, shutil, subprocess, sys
 from pathlib import Path
 import fastaccum, pytest
@@ -8,20 +8,23 @@ readme = (root/'README.md').read_text(encoding='utf-8')
 
 def blocks(text, lang): return re.findall(fr'^```{lang}\n(.*?)^```$', text, re.M|re.S)
 
-def test_examples_run(tmp_path):
-    "Both examples use fastaccum's class. The first one needs a Learner, so it runs after the second one"
-    typed,example = blocks(readme, 'python')
-    said = "print('RAN', len(learn.recorder.losses), GradientAccumulation.__module__)\n"
+def test_both_examples_run_with_the_class_of_fastaccum(tmp_path):
+    "The first example needs a Learner, so it runs after the second example, which makes one"
+    needs_learner,example = blocks(readme, 'python')
+    report = "print('RAN', len(learn.recorder.losses), GradientAccumulation.__module__)\n"
     file = tmp_path/'example.py'
-    file.write_text(example+said+typed+said, encoding='utf-8')
+    file.write_text(example+report+needs_learner+report, encoding='utf-8')
     res = subprocess.run([sys.executable, file], capture_output=True, text=True)
     assert not res.returncode, res.stderr
-    out = res.stdout.replace('\r', '\n')   # the progress bar overwrites its line
+    out = res.stdout.replace('\r', '\n')   # a progress bar ends its lines with \r
     assert 'RAN 18 fastaccum.' in out and 'RAN 30 fastaccum.' in out
     assert len(re.findall(r'^\W*[0-5] +\d\.\d+ .*\d\d:\d\d', out, re.M))==3+1+5
 
 def test_the_demo_shows_the_same_run(monkeypatch):
-    "Steps and losses are those of the full-batch run; with fastai's callback they differ at least 100 times as much"
+    """Steps are those of the full-batch run
+
+    Losses differ from it at most a hundredth as much as with fastai's callback.
+    """
     import demo
     monkeypatch.setattr(demo, 'n_epoch', 2)
     full,ours,fastais = (demo.train('', bs, cb)[1] for bs,cb in ((256, None), (32, demo.GradientAccumulation(256)),
@@ -29,13 +32,13 @@ def test_the_demo_shows_the_same_run(monkeypatch):
     assert ours.samples_seen.at==full.samples_seen.at and ours.samples_seen.n_steps==full.samples_seen.n_steps
     assert 100*demo.gaps(ours, full).max()<demo.gaps(fastais, full).max()
 
-def test_our_import_comes_after_fastais():
+def test_fastaccum_is_imported_after_fastai():
     "In the other order, fastai's star import would silently replace the name with fastai's own class"
     for o in blocks(readme, 'python'):
         assert o.index('from fastai.vision.all import *')<o.index('from fastaccum import GradientAccumulation')
 
 @pytest.mark.skipif(not shutil.which('ruff'), reason='ruff is not installed')
-def test_a_sorter_leaves_our_import_after_fastais(tmp_path):
+def test_a_sorter_of_imports_leaves_fastaccum_after_fastai(tmp_path):
     started = (root/'nbs/get_started.ipynb').read_text(encoding='utf-8')
     assert 'from fastaccum import GradientAccumulation  # isort: skip' in started
     for o in blocks(readme, 'python'):
@@ -46,7 +49,7 @@ def test_a_sorter_leaves_our_import_after_fastais(tmp_path):
         assert lines.index('from fastai.vision.all import *')<lines.index('from fastaccum import GradientAccumulation')
 
 @pytest.mark.skipif(not shutil.which('make'), reason='there is no make here')
-def test_commands_exist():
+def test_the_make_commands_in_readme_and_contributing_exist():
     commands = {o for text in (readme, (root/'CONTRIBUTING.md').read_text(encoding='utf-8'))
         for o in re.findall(r'(?:^|`)make (\w[\w-]*)', text, re.M)}
     assert {'demo','test','docs','docs-serve','docs-test'} <= commands
@@ -64,24 +67,24 @@ def test_the_install_commands_and_versions_are_those_of_the_project():
     for o in (readme, (root/'nbs/get_started.ipynb').read_text(encoding='utf-8')):
         assert f'Python {python}, fastai {oldest["fastai"]} and torch {oldest["torch"]}, or newer' in o
 
-def test_the_line_that_checks_the_installation(capsys):
+def test_the_command_that_checks_the_installation_prints_the_version(capsys):
     exec(re.search(r'^python -c "(.+)"', readme, re.M)[1], {})
     assert capsys.readouterr().out==f'{fastaccum.__version__}\n'
 
-def test_scripts_and_pictures_exist():
+def test_the_scripts_and_pictures_that_the_readme_names_exist():
     for o in re.findall(r'`python ([\w/]+\.py)', readme)+re.findall(r'!\[[^]]*\]\((?!https:)([^)]+)\)', readme):
         assert (root/o).is_file(), o
 
 def test_the_table_is_what_the_script_prints(capsys):
-    "Errors of rounding may differ in size"
+    "Errors of rounding, such as 6e-17, may differ in size"
     def row(o): return re.sub(r'\d+e-1\d', '1e-17', o)
     runpy.run_path(str(root/'benchmarks/remainders.py'), run_name='__main__')
     printed = {row(o) for o in capsys.readouterr().out.splitlines()}
     shown = [o for o in readme.splitlines() if o.startswith('| ')]
     assert len(shown)==4 and {row(o) for o in shown} <= printed
 
-def test_it_is_short():
-    "The words outside of code, and the links of the last list, are limited"
+def test_the_readme_is_short():
+    "The number of words outside of code is limited, and so is the number of links in the list Read on"
     text = re.sub(r'^```.*?^```|<!--.*?-->|!\[.*?\]\(.*?\)', '', readme, flags=re.M|re.S)
     assert len(text.split())<=450
     assert 4<len(re.findall(r'\]\(', readme.partition('## Read on')[2].partition('\n## ')[0]))<=12

@@ -1,4 +1,7 @@
-"A release has one version everywhere, and a complete sdist with its metadata; workflows use pinned actions."
+"""A release has one version everywhere, and a complete sdist with its metadata
+
+Workflows use pinned actions.
+"""
 import configparser, json, re, shutil, subprocess, sys, tarfile
 from pathlib import Path
 import fastaccum, pytest
@@ -32,7 +35,10 @@ def test_each_python_is_tested():
 
 @pytest.fixture(scope='module')
 def sdist(tmp_path_factory):
-    "Build an sdist from the files in git; return the names of these files, those in the sdist, and its metadata"
+    """Build an sdist from the files of git
+
+    Return the names of these files, the names in the sdist, and its metadata.
+    """
     needed = re.search(r'^requires = \["setuptools>=(\d+)"\]', text_of('pyproject.toml'), re.M)[1]
     pytest.importorskip('setuptools', minversion=needed)
     tmp,names = tmp_path_factory.mktemp('sdist'),files_of_git()

@@ -1,15 +1,17 @@
-"Rules for every commit: notebooks, modules and README agree, and no file contains a path of a developer's machine."
+"Notebooks, modules and README agree, and no file contains a path of a developer's machine."
 import re, shutil, subprocess, sys, tempfile
 from pathlib import Path
 import pytest, readme
 from common import files_of_git
 
 root = Path(__file__).resolve().parent.parent
-lib,by_hand = root/'fastaccum',{'__init__.py','all.py'}   # every other module is written by nbdev-export
+lib,by_hand = root/'fastaccum',{'__init__.py','all.py'}   # nbdev-export writes all modules but these two
 
-def files(path, ext): return {o.relative_to(path).as_posix(): o.read_bytes() for o in sorted(path.rglob(f'*.{ext}'))}
+def files(path, ext):
+    "Return the contents of all files in the folder `path` whose names end with `ext`, by name"
+    return {o.relative_to(path).as_posix(): o.read_bytes() for o in sorted(path.rglob(f'*.{ext}'))}
 def run(cmd, cwd):
-    "Run a command, such as nbdev-export, that lies next to the Python interpreter"
+    "Run a command, such as nbdev-export, from the folder of the Python interpreter"
     res = subprocess.run([Path(sys.executable).with_name(cmd)], cwd=cwd, capture_output=True, text=True)
     assert not res.returncode and 'Failed' not in res.stderr, res.stdout+res.stderr
 
@@ -36,12 +38,14 @@ def test_notebooks_are_clean(copy):
     after = files(copy/'nbs', 'ipynb')
     assert before and [k for k in before if after[k]!=before[k]]==[], 'run nbdev-clean'
 
-def test_readme_is_the_index(): assert not readme.main(check=True)
+def test_the_readme_is_the_page_index(): assert not readme.main(check=True)
 
-def test_no_paths_of_a_machine_and_nothing_large():
+def test_no_file_has_a_path_of_a_machine_or_is_large():
+    "Files have at most 2 MiB, and no path of this checkout or of a home folder"
     places = {root, root.parent, Path.home()} - {Path('/'), Path('/tmp'), Path(tempfile.gettempdir())}
     here = '|'.join(re.escape(str(o)) for o in places)
-    # a path must not begin within a longer path; in a notebook's JSON, a line break before it is written as \n
+    # a path begins after a character that cannot belong to a path, or after the \n or \t of a string in
+    # a notebook
     start = r'(?:(?<![\w.~-])|(?<=\\[nt]))'
     found = re.compile(fr'{start}(?:(?:{here})(?![\w.-])|/(?:home|Users)/\w+/).*'.encode())
     names = files_of_git()

@@ -1,4 +1,4 @@
-"`skills/fastaccum/SKILL.md` tells assistants how to use the package: its code runs, and it names things that exist."
+"`skills/fastaccum/SKILL.md`, which tells assistants how to use the package, is right."
 import os, re, subprocess, sys
 from pathlib import Path
 import fastaccum
@@ -6,13 +6,13 @@ import fastaccum
 root = Path(__file__).resolve().parent.parent
 text = (root/'skills/fastaccum/SKILL.md').read_text(encoding='utf-8')
 
-def test_its_head_names_it_and_says_when_to_use_it():
-    "As agentskills.io asks for: the name is that of the folder, the description has at most 1,024 characters"
+def test_the_head_of_the_skill_has_its_name_and_description():
+    "agentskills.io asks for the name of the folder, and for a description of at most 1,024 characters"
     head = re.match(r'---\nname: fastaccum\ndescription: (.+)\n---\n\n# ', text)
     assert head and 100<len(head[1])<=1024
-    assert len(text.splitlines())<=100   # it is read as a whole, each time
+    assert len(text.splitlines())<=100   # an assistant reads the whole file each time it uses it
 
-def test_its_code_runs_in_a_fresh_interpreter_without_a_loss_warning(tmp_path):
+def test_the_code_of_the_skill_runs_in_a_fresh_interpreter_without_a_warning(tmp_path):
     code = ''.join(re.findall(r'^```python\n(.*?)^```$', text, re.M|re.S))
     file = tmp_path/'skill.py'
     file.write_text(code, encoding='utf-8')
@@ -21,10 +21,10 @@ def test_its_code_runs_in_a_fresh_interpreter_without_a_loss_warning(tmp_path):
     res = subprocess.run([sys.executable, file], cwd=tmp_path, env=env, capture_output=True, text=True,
         encoding='utf-8')
     assert not res.returncode, res.stderr
-    assert 'messages.html' not in res.stderr, res.stderr   # no warning of fastaccum
+    assert 'messages.html' not in res.stderr, res.stderr   # warnings of fastaccum link to this page
 
 def test_every_name_exists_and_every_warning_has_a_remedy():
-    "What is imported from fastaccum, and the classes of warnings"
+    "Each name after `fastaccum.` exists, and the table of remedies has each class of warnings"
     used = re.findall(r'fastaccum\.([A-Z]\w+)', text)
     used += re.findall(r'`(\w+Warning)`', text) + ['FreezeBN','ScaledLR']
     assert [o for o in used if o not in fastaccum.__all__]==[]

@@ -1,6 +1,6 @@
-"""The patches for fastai in `upstream`: each applies to the installed version, and together they mend the faults.
+"""The patches for fastai in `upstream` apply to the installed version, and mend its faults.
 
-The page `faults_of_fastai` has a test for each fault, and shows that the test fails without the patch.
+The page `faults_of_fastai` has a test for each fault, and shows that it fails without the patch.
 """
 import json, os, re, shutil, subprocess, sys, textwrap
 from importlib.util import find_spec

@@ -1,14 +1,15 @@
-"""Run the body of a test in several processes, with data and Learners for such tests.
+"""Runs the body of a test in several processes, and makes data and Learners for such tests.
 
 - Starting worker processes: `on_processes`, the decorator of a test; `this_process` tells a body its rank
 - Data: `sample_orders`, `samples_of_steps`, `ordered_loader`, `restart_order`
 - Learners: `make_learner`, `distributed_learner`, and the two runs of `fit_single_and_distributed`
 - Comparing: `flat_state`, `assert_equal_on_all_ranks`, `assert_same_as_single_process`, `AllReduceBytes`
 
-Each test starts its own worker processes, so a test that fails or hangs affects no other test. The workers exchange
-tensors on the CPU through gloo. They are forks of the process that runs the test, which has already imported fastai.
-Windows cannot fork: there each worker is a new Python process, which imports the test's module by its name and
-therefore takes some seconds to start. The start method of Windows was tried on Linux only.
+Each test starts its own worker processes, so a test that fails or hangs affects no other test. The
+workers exchange tensors on the CPU through gloo. They are forks of the process that runs the test, which
+has already imported fastai. Windows cannot fork: there each worker is a new Python process, which
+imports the test's module by its name and therefore takes some seconds to start. That start method was
+only tried on Linux.
 """
 import faulthandler, math, os, sys, torch
 from datetime import timedelta
@@ -28,8 +29,8 @@ from fastaccum import GradientAccumulation
 from fastaccum.testing import assert_same_run, one_cycle, toy, toy_data
 from common import BatchListLoader, EpochCycle, in_chunks
 
-time_limit = 120   # seconds; a process that hangs for longer prints its stack and ends
-this_process = SimpleNamespace(rank=0, world_size=1)   # set in each worker process
+time_limit = 120   # seconds; a process that runs for longer prints its stack and ends
+this_process = SimpleNamespace(rank=0, world_size=1)   # each worker process sets both numbers
 
 # Starting worker processes
 
@@ -64,37 +65,42 @@ def run_workers(module, test, world_size, folder, kwargs):
     except ProcessException as e: raise AssertionError(str(e).strip()) from None
 
 def on_processes(*world_sizes, each_of=None):
-    """Decorate a test so that its body runs in several processes at once, for each of these numbers of processes
+    """Decorate a test: its body runs in several processes at once, for each of these numbers of processes
 
-    Without numbers, the test has an argument `n`, which is the number of processes. `each_of` is a dict from names of
-    cases to lists of keyword arguments: the test has an argument `case`, and its body runs once with each of the
-    arguments of this case.
+    Without numbers, the test takes the number of processes as an argument `n`. `each_of` is a dict from
+    the name of a case to a list of dicts of arguments. The test then takes an argument `case`, and its
+    body runs once with each dict of this case.
     """
     def decorate(body):
         def test(n, tmp_path, **kwargs): run_workers(body.__module__, body.__name__, n, tmp_path, kwargs)
         test.body,test.__name__,test.__doc__,test.__module__ = body,body.__name__,body.__doc__,body.__module__
         if each_of: test.body = lambda case: [body(**kwargs) for kwargs in each_of[case]]
-        names = 'n','tmp_path',*(['case'] if each_of else signature(body).parameters)   # pytest passes these
+        # pytest passes arguments of these names
+        names = 'n','tmp_path',*(['case'] if each_of else signature(body).parameters)
         test.__signature__ = Signature([Parameter(o, Parameter.KEYWORD_ONLY) for o in names])
         test.pytestmark = getattr(body, 'pytestmark', [])
         return pytest.mark.parametrize('n', world_sizes)(test) if world_sizes else test
     return decorate
 
-# Data: the samples of each process in order. `ns` has the number of samples of each process
+# Data: which samples each process has, and in which order. `ns` has the number of samples of each
+# process
 
 def sample_orders(ns, n_epoch=3):
-    "Return `indices[epoch][rank]`, the samples of each process, which are shuffled again in each epoch"
+    "Return `indices[epoch][rank]`: lists of the samples of a process, shuffled anew for each epoch"
     rng,starts = Random(0),[sum(ns[:r]) for r in range(len(ns))]
     return [[rng.sample(range(s, s+n), n) for s,n in zip(starts, ns)] for _ in range(n_epoch)]
 
-def samples_of_steps(order, shares, drop_last=False):
-    "Return the indices of the samples of each step of an epoch, if process `r` has `shares[r]` samples in a full step"
-    parts = [in_chunks(o, s) for o,s in zip(order, shares)]
+def samples_of_steps(order, sizes, drop_last=False):
+    """Return the indices of the samples of each step of an epoch
+
+    A full step has `sizes[r]` samples of process `r`.
+    """
+    parts = [in_chunks(o, s) for o,s in zip(order, sizes)]
     steps = [[p[i] if i<len(p) else [] for p in parts] for i in range(max(map(len, parts)))]
-    return [sum(o, []) for o in steps if not drop_last or [len(p) for p in o]==shares]
+    return [sum(o, []) for o in steps if not drop_last or [len(p) for p in o]==sizes]
 
 def samples_of_all_micro_batches(order, micro):
-    "Return the samples of an epoch in the order of micro-batches, and within a micro-batch in the order of processes"
+    "Return the samples of an epoch: the first micro-batches of all processes, then the second ones, …"
     batches = zip(*(in_chunks(o, m) for o,m in zip(order, micro)))
     return [i for of_all in batches for batch in of_all for i in batch]
 
@@ -103,7 +109,7 @@ def ordered_loader(ds, epochs, bs):
     return DataLoader(ds, bs=bs, n=len(epochs[0]), get_idxs=EpochCycle(epochs))
 
 def restart_order(learn, epoch=0):
-    "Let the training loader continue with the samples of `epoch`"
+    "Let the next epoch of the training loader have the samples of `epoch`"
     dl = learn.dls.train
     (dl.cycle if isinstance(dl, BatchListLoader) else dl.get_idxs).i = epoch
 
@@ -114,14 +120,20 @@ def two_groups(m):
     return [ps[:2],ps[2:]]
 
 def make_learner(train, ds, ddp=None, **kwargs):
-    "Return a Learner on the loader `train`. `ddp`: arguments of `DistributedDataParallel`, or None for a plain model"
+    """Return a Learner on the loader `train`
+
+    `ddp` has arguments of `DistributedDataParallel`, None is a plain model.
+    """
     learn = toy(4, data=ds, **{'splitter':two_groups, **kwargs})
     learn.dls = DataLoaders(train, DataLoader(ds, bs=32))
     if ddp is not None: learn.model = DDP(learn.model, **ddp)
     return learn
 
 def distributed_learner(ns, micro=4, tokens=False, ddp=(), n_epoch=3, **kwargs):
-    "Return this process's Learner of a distributed run, with micro-batches of `micro` samples, or of `micro[rank]`"
+    """Return the Learner of this process in a distributed run
+
+    `micro` is the batch size, or a list of one for each process.
+    """
     ns = ns[:this_process.world_size]
     ds = toy_data(sum(ns), tokens)
     micro = micro[this_process.rank] if isinstance(micro, list) else micro
@@ -133,7 +145,7 @@ def flat_state(learn):
     return torch.cat([o.detach().double().flatten() for o in learn.model.state_dict().values()])
 
 def assert_equal_on_all_ranks(values):
-    "Fail if these numbers differ between processes"
+    "Fail if the numbers in `values` differ between the processes"
     own = torch.as_tensor(values, dtype=torch.float64)
     gathered = [torch.zeros_like(own) for _ in range(this_process.world_size)]
     dist.all_gather(gathered, own.contiguous())
@@ -143,14 +155,16 @@ def fit_single_and_distributed(
     ns, # The number of samples of each process
     micro=4, # Samples in a micro-batch, or a list with a number for each process
     per_process=16, # Samples of each process in a step
-    cb=GradientAccumulation, # Makes the callback that accumulates, given the samples of all processes in a step
-    acc=None, # More arguments of that callback
+    # `cb(n, **acc)` makes the callback that accumulates; `n` samples of all processes are a step
+    cb=GradientAccumulation,
+    acc=None, # A dict of more arguments for `cb`
     fit=one_cycle, # `fit(learn, cbs)` trains
-    tokens=False, # As in `toy_data`
-    cbs=list, # Makes more callbacks, for both runs
-    setup=noop, # Called with each Learner before its fit
+    tokens=False, # Whether samples are sequences with a target for each token, as in `toy_data`
+    cbs=list, # `cbs()` makes more callbacks, for each of the two runs
+    setup=noop, # `setup(learn)` is called with each Learner before its fit
     ddp=(), # Arguments of `DistributedDataParallel`
-    full_batch=True, # Whether the single process trains on full batches; if not, it accumulates in the same steps
+    # Whether the single process trains on full batches; if not, it accumulates the same micro-batches
+    full_batch=True,
     **kwargs # Arguments of both Learners
 ):
     "Return the Learners of the same fit in a single process and in all processes"
@@ -160,25 +174,30 @@ def fit_single_and_distributed(
     ds,orders = toy_data(sum(ns), tokens),sample_orders(ns)
     def accumulation(): return cb(per_process*world_size, **acc)
     if full_batch:
-        split_size = acc.get('micro_batch_size')   # if this is a number, batches are also split where a step ends
-        sizes = [1 if isinstance(split_size, int) and split_size<m else m for m in micro]
-        shares = [math.ceil(per_process/m)*m for m in sizes]
-        train = BatchListLoader(ds, [samples_of_steps(o, shares, acc.get('drop_last')) for o in orders])
+        # a step has whole micro-batches; but if batches are split into a given size, a batch is also cut
+        # where a step ends
+        split_size = acc.get('micro_batch_size')
+        units = [1 if isinstance(split_size, int) and split_size<m else m for m in micro]
+        sizes = [math.ceil(per_process/unit)*unit for unit in units]
+        train = BatchListLoader(ds, [samples_of_steps(o, sizes, acc.get('drop_last')) for o in orders])
     else: train = ordered_loader(ds, [samples_of_all_micro_batches(o, micro) for o in orders], sum(micro))
-    a = make_learner(train, ds, **kwargs)
-    b = distributed_learner(ns, micro, tokens, ddp, **kwargs)
-    for o in (a,b): setup(o)
-    with as_single_process(): fit(a, cbs() if full_batch else [accumulation(),*cbs()])
-    fit(b, [accumulation(),*cbs()])
-    assert_equal_on_all_ranks(flat_state(b))
-    return a,b
+    single = make_learner(train, ds, **kwargs)
+    distributed = distributed_learner(ns, micro, tokens, ddp, **kwargs)
+    for learn in (single,distributed): setup(learn)
+    with as_single_process(): fit(single, cbs() if full_batch else [accumulation(),*cbs()])
+    fit(distributed, [accumulation(),*cbs()])
+    assert_equal_on_all_ranks(flat_state(distributed))
+    return single,distributed
 
 def assert_same_as_single_process(*args, **kwargs):
-    "Fail if the two runs of `fit_single_and_distributed`, with these arguments, differ; return its Learners"
-    a,b = fit_single_and_distributed(*args, **kwargs)
-    assert_same_run(a, b)
-    assert_equal_on_all_ranks(list(b.recorder.losses))
-    return a,b
+    """Fail if the two runs of `fit_single_and_distributed` differ, and return their Learners
+
+    It has the same arguments.
+    """
+    single,distributed = fit_single_and_distributed(*args, **kwargs)
+    assert_same_run(single, distributed)
+    assert_equal_on_all_ranks(list(distributed.recorder.losses))
+    return single,distributed
 
 class AllReduceBytes(TorchDispatchMode):
     "A context that counts, in `nbytes`, the bytes that this process passes to all-reduce"

@@ -1,10 +1,11 @@
-"""Small Learners as users of fastai build them, in double precision, and parts to build other Learners from.
+"""Small Learners as users of fastai build them, in double precision, and parts of Learners.
 
 - Data and loaders: `random_floats`, `random_ints`, `tensor_loaders`, `with_loaders`, `MappingBatch`
 - Learners of nine applications: `make_application(name, drop)`, with the names in `applications`
-- Losses and a callback for them: `logits_of`, `cross_entropy`, `MixUpLoss`, `DoubleMixUp`
+- Losses, and MixUp in double precision: `logits_of`, `cross_entropy`, `MixUpLoss`, `DoubleMixUp`
 - Any Learner: `silence_in_double`, `all_params`, `replaced_methods`
-- Layers: `StatefulLinear` changes with every forward pass; `CountedLayer` counts its activations in `ActivationCount`
+- Layers: `StatefulLinear`, whose output depends on earlier forward passes
+- Layers with activations to count: `CountedLayer`, `ActivationCount`
 """
 import numpy as np, pytest, random, torch
 from collections import UserDict
@@ -25,15 +26,15 @@ from fastaccum.testing import Float32Loss
 # Data and loaders
 
 def random_floats(*shape):
-    "Return normally distributed numbers in double precision, the same ones every time"
+    "Return normally distributed numbers in double precision, the same numbers in each call"
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).double()
 
 def random_ints(high, *shape):
-    "Return integers from 0 to `high`-1, the same ones every time"
+    "Return integers from 0 to `high`-1, the same integers in each call"
     return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(1))
 
 def tensor_loaders(*tensors, bs=8):
-    "Return DataLoaders of the rows of these tensors, all for training and all for validation"
+    "Return DataLoaders whose samples are the rows of these tensors, the same for validation"
     return DataLoaders(*(DataLoader(TensorDataset(*tensors), bs=bs) for _ in range(2)))
 
 def with_loaders(learn, *dls):
@@ -42,7 +43,7 @@ def with_loaders(learn, *dls):
     return learn
 
 class MappingBatch(UserDict):
-    "A batch like Hugging Face's `BatchEncoding`: a mapping that is not a dict, whose length is its number of keys"
+    "A batch like Hugging Face's `BatchEncoding`: no dict, but a mapping; its length counts keys"
 
 # Any Learner
 
@@ -57,10 +58,11 @@ def silence_in_double(learn):
     return learn.add_cb(Float32Loss())
 
 def replaced_methods(learn):
-    "Return the names of methods that were replaced on the Learner itself or on a module of its model"
+    "Return the names of methods that were replaced on this Learner or on a module of its model"
     return [nm for o in (learn,*learn.model.modules()) for nm in vars(o) if callable(getattr(type(o), nm, None))]
 
-# Applications: each function takes the probability of dropout and more arguments of the Learner, and has 20 samples
+# Applications: each function takes the probability of dropout and arguments of the Learner; the data has
+# 20 samples
 
 def half_resnet18(**kwargs):
     "A resnet18 without its last two stages"
@@ -76,11 +78,15 @@ def vision(drop, bs=8, **kwargs):
 def unet(drop, **kwargs):
     dls = tensor_loaders(random_floats(20, 3, 16, 16), random_ints(3, 20, 16, 16))
     learn = unet_learner(dls, resnet18, cut=5, n_out=3, pretrained=False, normalize=False, **kwargs)
-    learn.model.layers = learn.model.layers[:-1]   # `ToTensorBase`, which casts double to single precision
+    # remove `ToTensorBase`, which casts double to single precision
+    learn.model.layers = learn.model.layers[:-1]
     return learn
 
 def awd_lstm_config(config, drop):
-    "Return fastai's config with small layers. `weight_p` is never 0, because 0 makes fastai 2.8.12 fail on a CPU"
+    """Return fastai's config with small layers
+
+    `weight_p` is never 0, with which fastai 2.8.12 fails on a CPU.
+    """
     ps = dict(output_p=drop, hidden_p=drop, input_p=drop, embed_p=drop, weight_p=drop or 1e-30)
     return config|dict(emb_sz=6, n_hid=8, n_layers=2)|ps
 
@@ -92,7 +98,10 @@ def text_classifier(drop, **kwargs):
     return Learner(dls, model, cbs=[ModelResetter(),RNNCallback()], **kwargs)
 
 def language_model(drop, **kwargs):
-    "Return a language model with a hidden state for each row of the batch, and penalties on its activations"
+    """Return a language model, which keeps a hidden state for each row of the batch
+
+    A callback penalises activations.
+    """
     dls = DataLoaders(*(LMDataLoader([*random_ints(18, 24, 7)+2], bs=8, seq_len=5) for _ in range(2)))
     model = get_language_model(AWD_LSTM, 20, awd_lstm_config(awd_lstm_lm_config, drop))
     return Learner(dls, model, cbs=[ModelResetter(),RNNCallback(),RNNRegularizer(2, 1)], **kwargs)
@@ -115,7 +124,7 @@ def transformer(drop, nm='Bert', **kwargs):
     return Learner(tensor_loaders(random_ints(49, 20, 9)+1, random_ints(3, 20)), model, **kwargs)
 
 def t5(drop, **kwargs):
-    "Return an encoder-decoder model, whose decoder fills a cache of keys and values in training as well"
+    "Return an encoder-decoder model, whose decoder fills a cache of keys and values also in training"
     import transformers as tf
     cfg = tf.T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=drop,
         decoder_start_token_id=0)
@@ -134,7 +143,10 @@ applications = dict(vision=vision, unet=unet, text_classifier=text_classifier, l
     tabular=tabular, bert=transformer, gpt2=partial(transformer, nm='GPT2'), t5=t5, wgan=wgan)
 
 def make_application(nm, drop=0., **kwargs):
-    "Return the Learner of the application `nm`, with the same weights every time"
+    """Return the Learner of the application `nm`, with the same weights in each call
+
+    `drop` is the dropout.
+    """
     if nm in ('bert','gpt2','t5'): pytest.importorskip('transformers')
     torch.manual_seed(0)
     return silence_in_double(applications[nm](drop, **kwargs))
@@ -146,26 +158,28 @@ def logits_of(out):
     return out if isinstance(out, torch.Tensor) else out['logits']
 
 def cross_entropy(out, y):
-    "Return the cross-entropy of samples or, if targets are sequences, of tokens, for any of the applications"
+    "Return the cross-entropy of samples, or of tokens if targets are sequences"
     return F.cross_entropy(logits_of(out).transpose(1, -1) if y.ndim==2 else logits_of(out), y)
 
 class MixUpLoss(nn.CrossEntropyLoss):
-    "Cross-entropy for MixUp: `y_int` says that targets are class numbers"
-    y_int = True
+    "Cross-entropy for MixUp"
+    y_int = True   # tells fastai's MixUp that targets are class numbers
 
 class DoubleMixUp(MixUp):
-    "MixUp that draws its mixing weights in double precision"
+    "MixUp whose mixing weights are in double precision"
     def before_fit(self): self.distrib = Beta(*[torch.tensor(0.4, dtype=torch.float64)]*2)
 
 # Layers
 
 class ActivationCount:
-    """Counts the samples whose activations are in memory now, over all layers of the type `CountedLayer`
+    """Counts the samples whose activations are in memory, summed over all `CountedLayer`s
 
-    `now` is that number, `peak` the largest it has been, and above `cap` memory runs out. An instance stands for the
-    activations of one layer, until it is freed.
+    An instance stands for the activations of `n` samples of one layer: its `__init__` adds `n`, its
+    `__del__` subtracts `n`. Memory runs out if the sum exceeds `cap`.
     """
-    now,peak,cap = 0,0,10**9
+    now = 0   # samples in memory now
+    peak = 0   # the largest value of `now`
+    cap = 10**9   # samples
     def __init__(self, n):
         self.n = n
         ActivationCount.now += n
@@ -176,6 +190,7 @@ class ActivationCount:
     def reset(cls, cap=10**9): cls.peak,cls.cap = cls.now,cap
 
 class _CountActivations(torch.autograd.Function):
+    "The identity, which keeps its output for the backward pass and counts it with `ActivationCount`"
     @staticmethod
     def forward(ctx, x):
         y = x.clone()
@@ -186,15 +201,16 @@ class _CountActivations(torch.autograd.Function):
     def backward(ctx, g): return ctx.saved_tensors and g
 
 class CountedLayer(Module):
-    "A layer with `n` inputs and outputs, whose activations are counted by `ActivationCount`"
+    "A layer with `n` inputs and `n` outputs, whose activations `ActivationCount` counts"
     def __init__(self, n): self.lin = nn.Linear(n, n)
     def forward(self, x): return _CountActivations.apply(self.lin(x).tanh())
 
 class StatefulLinear(nn.Linear):
     """A layer whose output in training depends on every kind of state that a forward pass can change
 
-    The state is: a buffer that is replaced, a buffer that is changed in place, attributes that are no buffers, and
-    the random numbers of five generators (Python's, NumPy's, torch's and two of the layer).
+    The state consists of a buffer that is replaced, a buffer that is changed in place, attributes that
+    are no buffers, and the random numbers of five generators: those of Python, NumPy and torch, and two
+    of the layer.
     """
     def __init__(self, n):
         super().__init__(n, n)
@@ -210,10 +226,10 @@ class StatefulLinear(nn.Linear):
             +torch.rand(1, generator=self.torch_rng).item())
         batch_mean = x.detach().mean(0)
         self.mean = batch_mean if self.mean is None else .9*self.mean+.1*batch_mean
-        before = self.last_mean+self.python_rng.random()
+        from_last_pass = self.last_mean+self.python_rng.random()
         self.last_mean = x.detach().mean()
         out = super().forward(x-self.mean).sin()*self.n_calls/float(self.n_moved)
-        return out+self.drawn[-1]+len(self.drawn)+before
+        return out+self.drawn[-1]+len(self.drawn)+from_last_pass
     def state(self):
         "Return all state that is not in a buffer"
         return self.n_calls,self.drawn,self.last_mean,self.torch_rng.get_state(),self.python_rng.getstate()

@@ -1,9 +1,10 @@
 """Learners as fastai users build them get the same weights from micro-batches as from full batches.
 
-The runs are in double precision, which tells the same run from a similar one. Layers whose results depend on the batch
-size by design are replaced: BatchNorm becomes GroupNorm, and dropout is 0. Loaders make their items in this process, in
-an order that does not depend on the batch size, so that the augmentation of items and the noise of a GAN are the same.
-Tests with BatchNorm, and with the losses of fastai in single precision, are in `test_warnings_are_true.py`.
+The runs are in double precision, so that rounding is much smaller than the difference of a wrong run.
+Layers whose results depend on the batch size by design are replaced: BatchNorm becomes GroupNorm, and
+dropout is 0. Loaders make their items in this process, in an order that does not depend on the batch
+size, so that the augmentation of items and the noise of a GAN are the same. Tests with BatchNorm, and
+with the losses of fastai in single precision, are in `test_warnings_are_true.py`.
 """
 import numpy as np, pandas as pd, pytest, torch
 from functools import partial
@@ -25,7 +26,7 @@ from common import RecordAt, raise_oom_above, weights
 from small_learners import MappingBatch, silence_in_double
 
 class Double(Callback):
-    "Casts the batch to double precision"
+    "Casts the numbers of a batch to double precision, and targets of 8 bits to integers of 64 bits"
     order = -50
     def before_batch(self):
         def cast(o):
@@ -36,7 +37,7 @@ class Double(Callback):
 def in_double(learn): return silence_in_double(learn.add_cb(Double()))
 
 def groupnorm_in(learn):
-    "Replace BatchNorm by GroupNorm, whose statistics are over a single sample, and return the Learner"
+    "Replace BatchNorm by GroupNorm, which normalises each sample by itself, and return the Learner"
     for m in list(learn.model.modules()):
         for nm,o in m.named_children():
             if isinstance(o, nn.modules.batchnorm._BatchNorm): setattr(m, nm, nn.GroupNorm(1, o.num_features))
@@ -49,13 +50,13 @@ def two_fits(learn, cbs):
     learn.fit_flat_cos(1, 1e-3, cbs=cbs)
 
 def both(make, fit=one_cycle, micro=4, full=16, cbs=list, **kwargs):
-    "Return two Learners from `make(bs)`: one trained on batches of `full`, one on micro-batches of `micro`"
-    def run(bs, own):
+    "Return two Learners from `make(bs)`, trained on batches of `full` and on micro-batches of `micro`"
+    def run(bs, acc):
         set_seed(0)
         learn = in_double(groupnorm_in(make(bs)))
         before = weights(learn)
         set_seed(1)
-        fit(learn, own+cbs())
+        fit(learn, acc+cbs())
         assert not weights(learn).allclose(before, atol=1e-4)
         return learn
     return run(full, []),run(micro, [GradientAccumulation(full, **kwargs)])
@@ -64,7 +65,7 @@ def both(make, fit=one_cycle, micro=4, full=16, cbs=list, **kwargs):
 
 rng = np.random.default_rng(0)
 pixels,masks = rng.integers(0, 255, (40,16,16,3), dtype='uint8'),rng.integers(0, 3, (40,16,16), dtype='uint8')
-masks[:,:4] = np.where(rng.random((40,4,16))<0.5, 255, masks[:,:4])   # pixels without a label
+masks[:,:4] = np.where(rng.random((40,4,16))<0.5, 255, masks[:,:4])   # 255 marks pixels without a label
 
 def loaders(bs, *blocks, get_x=pixels.__getitem__, **kwargs):
     "Return loaders of 32 items for training and 8 for validation"
@@ -85,7 +86,8 @@ def segmenter(bs, loss_func=CrossEntropyLossFlat(axis=1, ignore_index=255)):
 
 def segmenter_in_double(bs):
     learn = segmenter(bs, nn.CrossEntropyLoss(ignore_index=255))
-    learn.model.layers = learn.model.layers[:-1]   # `ToTensorBase`, which casts double to single precision
+    # remove `ToTensorBase`, which casts double to single precision
+    learn.model.layers = learn.model.layers[:-1]
     return learn
 
 # Text
@@ -93,7 +95,10 @@ def segmenter_in_double(bs):
 words = [f'w{i}' for i in rng.integers(0, 30, 40*12)]
 
 def texts(bs, is_lm, sizes=(12,), dl_type=None, seq_len=6):
-    "Return loaders of 40 texts, whose numbers of words are `sizes` in turn"
+    """Return loaders of 40 texts
+
+    `sizes` has the numbers of words of the first texts, and repeats for the next texts.
+    """
     df = pd.DataFrame([dict(text=' '.join(words[i*12:][:sizes[i%len(sizes)]]), label='ab'[i%2]) for i in range(40)])
     text = TextBlock.from_df('text', is_lm=is_lm, seq_len=seq_len, min_freq=1, tok=BaseTokenizer(), rules=[],
         n_workers=0)
@@ -106,12 +111,15 @@ small = dict(emb_sz=8, n_hid=10, n_layers=2)
 no_dropout = dict(small, output_p=0., hidden_p=0., input_p=0., embed_p=0., weight_p=1e-30)
 
 def sentiment(bs):
-    "Return a text classifier with a plain loader, because the order of fastai's `SortedDL` depends on the batch size"
+    "Return a text classifier without `SortedDL`, whose order depends on the batch size"
     return text_classifier_learner(texts(bs, False, dl_type=TfmdDL), AWD_LSTM, config=awd_lstm_clas_config|no_dropout,
         pretrained=False, drop_mult=1., ps=[0.], loss_func=CrossEntropy(), metrics=accuracy)
 
 def language(_):
-    "Return a language model, whose batches of 16 are split; smaller batches of the loader would hold other texts"
+    """Return a language model with batches of 16, to be split
+
+    Smaller batches of the loader would have other texts.
+    """
     learn = language_model_learner(texts(16, True), AWD_LSTM, config=awd_lstm_lm_config|no_dropout, pretrained=False)
     learn.loss_func = CrossEntropy()
     return learn
@@ -128,7 +136,8 @@ def table(bs, n=32, drop_last=True, config=tabular_config(use_bn=False, bn_cont=
         drop_last=drop_last, num_workers=0, device='cpu')
     return tabular_learner(dls, layers=[20,10], config=config, loss_func=loss_func, metrics=accuracy)
 
-def rating_loss(p, y): return F.mse_loss(p.flatten(), y.flatten())   # fastai's loss casts to single precision
+# fastai's loss casts to single precision
+def rating_loss(p, y): return F.mse_loss(p.flatten(), y.flatten())
 
 def ratings(bs, loss_func=rating_loss, **kwargs):
     r = np.random.default_rng(0)
@@ -138,7 +147,8 @@ def ratings(bs, loss_func=rating_loss, **kwargs):
 
 # Batches of lists and mappings
 
-def of_items(bs, model, loss_func, create_batch, item, n):
+def learner_of_items(bs, model, loss_func, create_batch, item, n):
+    "Return a Learner that trains on `n` items, each made by `item(i, random_generator)`"
     gen = torch.Generator().manual_seed(0)
     ds = [item(i, gen) for i in range(n+8)]
     dls = [DataLoader(ds[:n], bs=bs, shuffle=True, create_batch=create_batch),
@@ -153,16 +163,16 @@ class Detector(Module):
     def forward(self, xs): return torch.cat([self.body(x[None]) for x in xs]).view(-1, 5, 4)
 
 def box_loss(preds, targs):
-    "Return the mean over pictures of the mean over their boxes"
+    "Return the mean over pictures of the mean distance of a target box to the nearest predicted box"
     return torch.stack([torch.cdist(t['boxes'], p, p=1).min(1).values.mean() for p,t in zip(preds, targs)]).mean()
 
 def detection(bs, n=38):
-    "Return a detector whose batches are lists: pictures of several sizes, and targets with 1 to 9 boxes for each"
+    "Return a detector whose batches are lists of pictures of several sizes, each with 1 to 9 boxes"
     def item(i, gen): return torch.randn(3, 8, 8+i%3, generator=gen),dict(boxes=torch.rand(1+i%9, 4, generator=gen))
-    return of_items(bs, Detector(), box_loss, lambda items: tuple(map(list, zip(*items))), item, n)
+    return learner_of_items(bs, Detector(), box_loss, lambda items: tuple(map(list, zip(*items))), item, n)
 
 class Tagger(Module):
-    "Tags tokens: takes a mapping, and returns logits, and with labels also the loss, as the models of transformers do"
+    "Tags tokens: takes a mapping, and returns logits, or if it has labels, a dict of loss and logits"
     def __init__(self): self.emb,self.rnn,self.head = nn.Embedding(20, 8),nn.GRU(8, 8, batch_first=True),nn.Linear(8, 3)
     def forward(self, batch):
         logits = self.head(self.rnn(self.emb(batch['input_ids'])*batch['attention_mask'][...,None])[0])
@@ -180,9 +190,9 @@ def tagged(bs, with_labels=False, n=38):
         xs,ys = zip(*items)
         return MappingBatch({k:torch.stack([x[k] for x in xs]) for k in xs[0]}),torch.stack(ys)
     loss_func = (lambda out,y: out['loss']) if with_labels else CrossEntropy()
-    return of_items(bs, Tagger(), loss_func, create_batch, item, n)
+    return learner_of_items(bs, Tagger(), loss_func, create_batch, item, n)
 
-def tokens(learn): return (learn.yb[0]!=-100).sum()
+def n_tokens(learn): return (learn.yb[0]!=-100).sum()
 
 apps = dict(
     vision=dict(make=partial(vision, ps=0., loss_func=CrossEntropy()), fit=fine_tune),
@@ -191,7 +201,7 @@ apps = dict(
     table_with_a_short_end=dict(make=partial(table, n=39, drop_last=False)), collab=dict(make=ratings),
     detection=dict(make=detection), hugging=dict(make=tagged),
     hugging_split=dict(make=tagged, micro=12, micro_batch_size=4),
-    hugging_loss=dict(make=partial(tagged, with_labels=True), n_items=tokens))
+    hugging_loss=dict(make=partial(tagged, with_labels=True), n_items=n_tokens))
 
 @pytest.mark.parametrize('nm', apps)
 def test_an_application_trains_as_on_full_batches(nm): assert_same_run(*both(**apps[nm]))
@@ -206,21 +216,23 @@ def wgan(bs, switcher=noop, n=32, **kwargs):
     generator = basic_generator(16, 3, in_sz=6, n_features=8, norm_type=NormType.Instance)
     return GANLearner.wgan(dls, generator, critic(), switcher=switcher(), opt_func=partial(Adam, mom=0.), **kwargs)
 
-def short(l):
+def limit_memory(l):
     "Run out of memory with more than 3 samples, but only in the run that accumulates"
     if hasattr(l, 'gradient_accumulation'): raise_oom_above(3)(len(l.pred))
 
-few = partial(wgan, switcher=lambda: FixedGANSwitcher(2, 1))
+few_critic_steps = partial(wgan, switcher=lambda: FixedGANSwitcher(2, 1))
 adaptive = partial(wgan, switcher=lambda: AdaptiveGANSwitcher(gen_thresh=-1e-3, critic_thresh=-9.5e-4))
-gans = dict(wgan=dict(make=wgan), few=dict(make=partial(few, n=30), fit=two_fits),
-    adaptive=dict(make=adaptive, fit=two_fits), rates=dict(make=lambda bs: few(bs, cbs=GANDiscriminativeLR(3.)),
-    fit=lambda learn,cbs: learn.fit(2, 1e-3, cbs=cbs)),
-    split=dict(make=lambda bs: few(8), cbs=lambda: [RecordAt('after_pred', short)], micro_batch_size='auto'))
-gans = {nm:dict(micro=2, full=8)|o for nm,o in gans.items()}   # 4 steps in an epoch
+gans = dict(wgan=dict(make=wgan), few=dict(make=partial(few_critic_steps, n=30), fit=two_fits),
+    adaptive=dict(make=adaptive, fit=two_fits),
+    rates=dict(make=lambda bs: few_critic_steps(bs, cbs=GANDiscriminativeLR(3.)),
+        fit=lambda learn,cbs: learn.fit(2, 1e-3, cbs=cbs)),
+    split=dict(make=lambda bs: few_critic_steps(8), cbs=lambda: [RecordAt('after_pred', limit_memory)],
+        micro_batch_size='auto'))
+gans = {nm:dict(micro=2, full=8)|o for nm,o in gans.items()}   # an epoch has 4 steps
 
 @pytest.mark.parametrize('nm', gans)
 def test_each_step_of_a_gan_trains_the_critic_or_the_generator(nm):
-    "Generator and critic both train, and the columns of the table are means over steps"
+    "Both train, and the columns of the table with their losses are means over steps"
     def make(bs):
         learn = gans[nm]['make'](bs)
         learn.recorder.train_metrics = True

@@ -14,17 +14,17 @@ def small(bs=4, n=64, **kwargs): return toy(bs, n=n, **dict(dict(model=body, spl
 def stats(learn): return torch.cat([o.flatten().double() for o in learn.model.buffers()])
 
 def is_mean_of(learn, bs, k, x=None):
-    "Return whether the layer's statistics are means over `k` batches of `bs` samples"
+    "Return whether the layer's statistics are means over the first `k` batches of `bs` samples"
     bn,x = learn.model[1],torch.stack([o for o,_ in learn.dls.train.dataset]) if x is None else x
     with torch.no_grad(): parts = learn.model[0](x)[:k*bs].split(bs)
-    want = [torch.stack([f(o) for o in parts]).mean(0) for f in (lambda o: o.mean(0),lambda o: o.var(0))]
-    return deviation(want, [bn.running_mean,bn.running_var])<1e-10 and bn.num_batches_tracked==k
+    expected = [torch.stack([f(o) for o in parts]).mean(0) for f in (lambda o: o.mean(0),lambda o: o.var(0))]
+    return deviation(expected, [bn.running_mean,bn.running_var])<1e-10 and bn.num_batches_tracked==k
 
 # Recalibrated statistics
 
 @given(st.integers(2, 90), st.integers(2, 40), st.integers(2, 8), st.none()|st.integers(1, 90), st.booleans())
 def test_statistics_are_the_mean_over_whole_batches(n, bs, micro, limit, torchs):
-    "The mean is over the whole batches within the first `limit` samples, but over one batch at least"
+    "The mean is over all whole batches within the first `limit` samples, and over at least one batch"
     learn = small(micro, n)
     if torchs: learn.dls.train = TorchLoader(toy_data(n), micro, drop_last=n%2==0)
     learn.model[1].running_mean += 1
@@ -34,14 +34,14 @@ def test_statistics_are_the_mean_over_whole_batches(n, bs, micro, limit, torchs)
 @pytest.mark.parametrize('bs,want,cb', [(4,64,None), (100,100,None), (4,16,lambda: GradientAccumulation(16)),
     (4,200,lambda: GradientAccumulation(1000)), (4,32,lambda: GradientAccumulationScheduler({0:2, 1:8}))])
 @pytest.mark.filterwarnings('ignore')
-def test_batches_are_as_large_as_a_step(bs, want, cb):
-    "Without accumulation, the size is that of the loader, but at least 64; it never exceeds the dataset"
+def test_by_default_recalibration_has_batches_as_large_as_a_step(bs, want, cb):
+    "Without accumulation: of the loader's size, but at least 64 samples, and at most the dataset"
     learn = small(bs, 200, cbs=cb and cb())
     if want==32 and bs==4: learn.fit(2, 0.1)
     learn.recalibrate_bn()
     assert is_mean_of(learn, want, 200//want)
 
-def test_the_batches_of_a_loader_without_a_batch_size_are_used_as_they_are():
+def test_the_batches_of_a_loader_without_a_batch_size_are_not_changed():
     (x,y),learn = toy_data(64).tensors,small()
     for batches,args,match in ((list(zip(x.split(8), y.split(8))),[16],'`bs=16`.*ready-made'), ([],[],'no batch')):
         learn.dls.train = batches
@@ -49,8 +49,8 @@ def test_the_batches_of_a_loader_without_a_batch_size_are_used_as_they_are():
         with pytest.raises(ValueError, match=match): learn.recalibrate_bn(*args)
         assert is_mean_of(learn, 8, 8, x)
 
-def test_the_inputs_are_those_of_the_loader():
-    "Several inputs, without dropout and callbacks, for layers without weights and with a cumulative average"
+def test_recalibration_reads_the_inputs_of_the_loader_without_dropout_and_callbacks():
+    "One layer has no weights and a cumulative average, another layer has no statistics"
     class Two(Module):
         def __init__(self):
             self.drop,self.bn,self.lin = nn.Dropout(0.9),nn.BatchNorm1d(5, momentum=None, affine=False),nn.Linear(5, 3)
@@ -58,18 +58,18 @@ def test_the_inputs_are_those_of_the_loader():
         def forward(self, a, b): return self.lin(self.more(self.bn(self.drop(a+b))))
     x,y = toy_data(32).tensors
     learn = silence_in_double(Learner(tensor_loaders(x, 3*x, y, bs=4), Two(), cross_entropy))
-    heard = RecordAt('before_batch', lambda l: 1)
-    with learn.added_cbs([MixUp(),heard]): learn.recalibrate_bn(8)
+    events = RecordAt('before_batch', lambda l: 1)
+    with learn.added_cbs([MixUp(),events]): learn.recalibrate_bn(8)
     want = torch.stack([o.var(0) for o in (4*x).split(8)]).mean(0)
     assert deviation([learn.model.bn.running_mean,learn.model.bn.running_var], [4*x.mean(0),want])<1e-10
-    assert learn.model.bn.momentum is None and learn.model.bn.num_batches_tracked==4 and not heard.values
+    assert learn.model.bn.momentum is None and learn.model.bn.num_batches_tracked==4 and not events.values
 
 # Nothing else changes
 
 @pytest.mark.parametrize('torchs', [False,True])
 @pytest.mark.parametrize('how', ['call','callback'])
 def test_training_goes_on_as_if_nothing_had_happened(torchs, how):
-    "The loaders shuffle, and a transform of batches draws random numbers"
+    "The loaders shuffle, and fastai's loader has a transform of batches that draws random numbers"
     def noise(b): return b[0]+torch.randn_like(b[0])+random.random()+np.random.rand(),b[1]
     def run(how=None):
         learn = small(cbs=GradientAccumulation(16))
@@ -84,12 +84,15 @@ def test_training_goes_on_as_if_nothing_had_happened(torchs, how):
     assert deviation(run(), run(how))==0
 
 @pytest.mark.parametrize('exc,in_fit', [(KeyboardInterrupt,True), (torch.OutOfMemoryError,False)])
-def test_interrupts_leave_the_statistics_as_they_were(exc, in_fit):
-    "An error comes in the second batch of the recalibration, which has 24 samples; training batches have 4"
-    learn,noted,seen = small(n=70),RecordAt('after_train', stats),[]
+def test_interrupts_and_errors_leave_the_statistics_as_they_were(exc, in_fit):
+    """The second batch of 24 samples fails
+
+    Training has batches of 4, so this batch belongs to the recalibration.
+    """
+    learn,noted,sizes = small(n=70),RecordAt('after_train', stats),[]
     def fail(m, i):
-        seen.append(len(i[0]))
-        if seen.count(24)==2: raise exc('planted')
+        sizes.append(len(i[0]))
+        if sizes.count(24)==2: raise exc('planted')
     learn.model[2].register_forward_pre_hook(fail)
     learn.fit(1, 0.1, cbs=noted)
     rng = torch.get_rng_state()
@@ -106,15 +109,15 @@ def test_validation_and_saved_models_have_the_recalibrated_statistics(tmp_path):
     learn.fit(3, 0.1, cbs=[GradientAccumulation(16),RecalibrateBN(),SaveModelCallback(every_epoch=True)])
     assert is_mean_of(learn, 16, 4) and deviation(learn.recorder.values[-1][1], learn.validate()[0])<1e-6
     learn.load('model_0')
-    assert is_mean_of(learn, 16, 4)   # the saved statistics belong to the saved weights
+    assert is_mean_of(learn, 16, 4)   # the file has the statistics for its weights
 
 def test_the_callback_acts_in_training_only():
-    "In validation, prediction and `lr_find` it does nothing, and the method `recalibrate_bn` can still be called"
+    "It does nothing in validation, prediction and `lr_find`; the method can still be called"
     learn,seen = small(cbs=RecalibrateBN(16)),[]
     learn.model[0].register_forward_hook(lambda m,i,o: seen.append(len(o)))
     before = stats(learn)
     learn.validate(), learn.get_preds()
-    learn.lr_find(num_it=20, show_plot=False, suggest_funcs=None)   # longer than an epoch
+    learn.lr_find(num_it=20, show_plot=False, suggest_funcs=None)   # 20 batches are more than an epoch
     assert stats(learn).equal(before) and 16 not in seen
     learn.fit(1, 0.1)
     assert is_mean_of(learn, 16, 4)
@@ -123,7 +126,7 @@ def test_the_callback_acts_in_training_only():
 
 # Frozen layers
 
-def test_frozen_layers_are_left_alone():
+def test_the_statistics_of_frozen_layers_are_not_recalibrated():
     learn = small(model=lambda: body(nn.Linear(6, 6), nn.BatchNorm1d(6)).double())
     first,last = learn.model[1],learn.model[3]
     for p in first.parameters(): p.requires_grad_(False)
@@ -132,7 +135,8 @@ def test_frozen_layers_are_left_alone():
     learn.add_cb(FreezeBN(lambda m: m[2:]))
     with pytest.raises(ValueError, match='all BatchNorm layers are frozen'): learn.recalibrate_bn(16)
     with pytest.warns(UserWarning, match='all BatchNorm layers are frozen'): learn.fit(1, 0.1, cbs=RecalibrateBN())
-    assert last.num_batches_tracked==4 and first.num_batches_tracked==16   # one of the two layers is not frozen
+    # `FreezeBN` does not freeze the first layer
+    assert last.num_batches_tracked==4 and first.num_batches_tracked==16
 
 def test_statistics_stay_frozen_if_a_callback_calls_train_but_not_after_an_interrupt():
     learn = small(cbs=[CallAt('after_backward', lambda l: l.model.train())])

@@ -1,4 +1,4 @@
-"A fit announces its steps, and a mistake that new users make is refused or warned of, with the remedy."
+"A fit prints what its steps are, and refuses or warns of mistakes of new users, with the remedy."
 import pytest, random, subprocess, sys
 from torch.nn import functional as F
 from fastai.vision.all import (CrossEntropyLossFlat, CutMix, DataLoader, DataLoaders, GradientAccumulation as
@@ -14,18 +14,20 @@ x = torch.randn(70, 5)
 data = list(zip(x, (x[:,0]>0).long()))
 
 def learner(bs=4, drop_last=False, **kwargs):
-    "Return a Learner on 70 samples that prints a table, as users have it"
+    "Return a Learner on 70 samples that prints a table of losses, as fastai's does by default"
     dls = DataLoaders(DataLoader(data, bs=bs, drop_last=drop_last), DataLoader(data, bs=32))
     return Learner(dls, nn.Linear(5, 2), CrossEntropyLossFlat(), **kwargs)
 
 def announced(capsys):
-    "Return the lines that fastaccum has printed, and what was printed after the last one"
+    "Return the lines that fastaccum has printed, and the output after the last of these lines"
     head,*rest = capsys.readouterr().out.split('GradientAccumulation')
     lines = [f'GradientAccumulation{o}'.partition('\n')[0] for o in rest]
     return lines,rest[-1].partition('\n')[2] if rest else head
 
 schedule,scheduler = GradientAccumulationSchedule,GradientAccumulationScheduler
-said = [(lambda: GradientAccumulation(16), {}, 'GradientAccumulation: steps of 16 samples (4 micro-batches of 4), '
+# Each case: a function that makes a callback, arguments of `learner`, and the line that the fit prints
+printed_lines = [
+    (lambda: GradientAccumulation(16), {}, 'GradientAccumulation: steps of 16 samples (4 micro-batches of 4), '
         '5 steps per epoch, the last of 6 samples'),
     (lambda: GradientAccumulation(16), dict(drop_last=True), 'GradientAccumulation: steps of 16 samples '
         '(4 micro-batches of 4), 4 steps per epoch, 6 of 70 samples left out of each epoch'),
@@ -40,7 +42,7 @@ said = [(lambda: GradientAccumulation(16), {}, 'GradientAccumulation: steps of 1
     (lambda: scheduler({0:4, 1:2}), dict(drop_last=True), 'GradientAccumulationScheduler: steps of 16 to 8 samples '
         '(4 to 2 micro-batches of 4), 12 steps in 2 epochs, 6 of 70 samples left out of each epoch')]
 
-@pytest.mark.parametrize('make,kwargs,line', said)
+@pytest.mark.parametrize('make,kwargs,line', printed_lines)
 def test_a_line_above_the_table_describes_the_steps_in_the_words_of_the_plan(make, kwargs, line, capsys):
     learn,acc = learner(**kwargs),make()
     learn.fit(2, cbs=acc)
@@ -49,7 +51,7 @@ def test_a_line_above_the_table_describes_the_steps_in_the_words_of_the_plan(mak
     plan = acc.plan(learn, 2)
     assert repr(plan).startswith(line.partition(': ')[2]) and sum(plan.steps)==len(learn.recorder.losses)
 
-def test_the_line_comes_with_a_table_only_once_per_plan_and_not_if_it_is_switched_off(capsys):
+def test_the_line_is_printed_above_a_table_only_once_per_plan_and_not_with_verbose_false(capsys):
     learn,acc = learner(cbs=GradientAccumulation(16)),GradientAccumulation
     learn.fit_one_cycle(3)
     assert len(announced(capsys)[0])==1
@@ -66,7 +68,7 @@ def test_the_line_comes_with_a_table_only_once_per_plan_and_not_if_it_is_switche
         learn.remove_cb(acc)
     assert announced(capsys)[0]==[]
 
-def test_a_plan_that_changes_in_a_fit_is_announced_again(capsys):
+def test_a_plan_that_changes_in_a_fit_is_printed_again(capsys):
     learn = learner(cbs=GradientAccumulation(16))
     grow = CallAt('before_epoch', lambda l: setattr(l.gradient_accumulation, 'accum_bs', 16 if l.epoch<2 else 32))
     learn.fit(4, cbs=grow)
@@ -77,19 +79,20 @@ def test_a_plan_that_changes_in_a_fit_is_announced_again(capsys):
     (GradientAccumulation(8, micro_batch_size=4), 'steps of 8 samples (micro-batches of at most 4)'),
     (GradientAccumulation(8, micro_batch_size='auto'), 'steps of 8 samples, split where memory runs out'),
     (schedule(8, 32), 'steps of 8 to 32 samples'), (scheduler({0:2, 3:8}), 'steps of 2 to 8 micro-batches')])
-def test_a_callback_shows_its_size(acc, words): assert repr(acc)==f'{type(acc).__name__}: {words}'
+def test_the_repr_of_a_callback_has_the_size_of_a_step(acc, words): assert repr(acc)==f'{type(acc).__name__}: {words}'
 
-# Batches instead of samples
+# Step sizes in batches instead of samples
 
 @pytest.mark.parametrize('seed', range(6))
-def test_n_batches_is_that_many_micro_batches(seed):
+def test_with_n_batches_a_step_has_that_many_micro_batches(seed):
     r = random.Random(seed)
     micro,n_batches,n = r.randint(1, 9),r.randint(1, 6),r.randint(30, 90)
     a,_ = both_runs(micro, micro*n_batches, n=n)
     b,c = toy(micro, n=n),toy(micro*2, n=n)
     one_cycle(b, [GradientAccumulation(n_batches=n_batches)])
     assert_same_run(a, b)
-    acc = GradientAccumulation(n_batches=n_batches, micro_batch_size=micro)   # batches of the loader are split
+    # batches of the loader are split
+    acc = GradientAccumulation(n_batches=n_batches, micro_batch_size=micro)
     assert acc.accum_bs is None
     one_cycle(c, [acc])
     assert acc.accum_bs==micro*n_batches
@@ -114,7 +117,8 @@ def test_samples_and_batches_together_are_refused(kwargs):
     assert '#two-sizes' in str(e.value)
     for bad in (0, 4., '4', True):
         with pytest.raises((ValueError,TypeError), match='`n_batches` must be'): GradientAccumulation(n_batches=bad)
-    with pytest.raises(TypeError): GradientAccumulation(64, True, None, None, None, 4)   # `n_batches` must be named
+    # `n_batches` must be named
+    with pytest.raises(TypeError): GradientAccumulation(64, True, None, None, None, 4)
 
 @pytest.mark.parametrize('nm', ['accum_bs','n_acc'])
 def test_a_step_smaller_than_a_batch_says_that_samples_are_counted_and_how_to_count_batches(nm):
@@ -130,10 +134,10 @@ left_out,no_step = {('','samples-left-out'):1},{('','no-step'):1}
 @pytest.mark.parametrize('accum_bs,acc,expected', [(48,{},left_out), (48,dict(drop_last=False),{}),
     (48,dict(drop_last=True),{}), (60,{},left_out), (64,{},{}), (16,{},{}), (4,{},{})])
 def test_a_fit_that_leaves_out_a_tenth_of_the_samples_warns(accum_bs, acc, expected):
-    learn = learner(drop_last=True)   # of 70 samples, the loader itself leaves out 2
+    learn = learner(drop_last=True)   # the loader itself leaves out 2 of 70 samples
     with learn.no_bar(), learn.no_logging():
-        told = count_warnings(lambda: learn.fit(2, cbs=GradientAccumulation(accum_bs, **acc)))
-    assert told==expected
+        warned = count_warnings(lambda: learn.fit(2, cbs=GradientAccumulation(accum_bs, **acc)))
+    assert warned==expected
 
 def test_samples_that_a_schedule_leaves_out_are_counted_over_all_epochs():
     for sizes,expected in (((16,48),left_out), ((8,16),{})):
@@ -156,29 +160,30 @@ def test_a_step_larger_than_the_epoch_is_warned_of(loader_drops):
             assert count_warnings(fit)==expected
         assert len(learn.recorder.losses)==1
 
-# fastai's class by accident
+# fastai's class of the same name, used by accident
 
-# the order that a sorter of imports makes
-below = "from fastaccum import GradientAccumulation\nfrom fastai.vision.all import *\n"
-above = "from fastai.vision.all import *\nfrom fastaccum import GradientAccumulation\n"
+# `sorted_imports` has the order that a sorter of imports makes: fastai's star import then replaces
+# fastaccum's class
+sorted_imports = "from fastaccum import GradientAccumulation\nfrom fastai.vision.all import *\n"
+right_imports = "from fastai.vision.all import *\nfrom fastaccum import GradientAccumulation\n"
 fits = """
 import warnings
 from fastaccum.testing import toy
-def told(*cbs):
+def messages_of_fits(*cbs):
     with warnings.catch_warnings(record=True) as collected:
         warnings.simplefilter('always')
         exec('import warnings\\n'+{before!r})
         for cb in cbs: toy(4).fit(1, 0.1, cbs=cb)
     return [str(o.message) for o in collected if 'fastaccum' in str(o.message)]
-print(told({cb}, {cb}))
+print(messages_of_fits({cb}, {cb}))
 """
-by_name = 'import fastaccum\n'+below.partition('\n')[2]
+by_name = 'import fastaccum\n'+sorted_imports.partition('\n')[2]
 silenced = "import fastaccum; warnings.filterwarnings('ignore', category=fastaccum.ImportOrderWarning)"
 
-@pytest.mark.parametrize('imports,cb,before,n', [(below, 'GradientAccumulation(8)', '', 1),
-    (above, 'GradientAccumulation(8)', '', 0), (by_name, 'fastaccum.GradientAccumulation(8)', '', 0),
-    (below, 'GradientAccumulation(8)', silenced, 0), (below, 'GradientClip(1.)', '', 0),
-    (below, 'type("Own", (GradientAccumulation,), {})(8)', '', 0)])
+@pytest.mark.parametrize('imports,cb,before,n', [(sorted_imports, 'GradientAccumulation(8)', '', 1),
+    (right_imports, 'GradientAccumulation(8)', '', 0), (by_name, 'fastaccum.GradientAccumulation(8)', '', 0),
+    (sorted_imports, 'GradientAccumulation(8)', silenced, 0), (sorted_imports, 'GradientClip(1.)', '', 0),
+    (sorted_imports, 'type("Own", (GradientAccumulation,), {})(8)', '', 0)])
 def test_a_fit_with_fastais_class_warns_once_per_process(imports, cb, before, n):
     code = imports+fits.format(cb=cb, before=before)
     res = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True, timeout=300)
@@ -188,7 +193,7 @@ def test_a_fit_with_fastais_class_warns_once_per_process(imports, cb, before, n)
         '`import fastaccum` and `fastaccum.GradientAccumulation(…)`', '#import-order'):
         assert all(o in m for m in messages)
 
-def test_fastais_class_does_the_same_as_without_fastaccum():
+def test_importing_fastaccum_does_not_change_the_runs_of_fastais_class():
     method = FastaiGradientAccumulation._orig_before_fit
     runs = [toy(4),toy(4)]
     runs[0].fit(2, 0.1, cbs=FastaiGradientAccumulation(8))
@@ -198,7 +203,7 @@ def test_fastais_class_does_the_same_as_without_fastaccum():
 # Arguments in the wrong place
 
 layer = nn.Linear(2, 2)
-slips = [(lambda: GradientAccumulation(64, 32), '`micro_batch_size=32`'),
+misplaced_arguments = [(lambda: GradientAccumulation(64, 32), '`micro_batch_size=32`'),
     (lambda: GradientAccumulation(64, 'auto'), "`micro_batch_size='auto'`"),
     (lambda: GradientCache(16), r'`GradientCache\(micro_batch_size=16\)`'),
     (lambda: GradientCache('auto'), r"`GradientCache\(micro_batch_size='auto'\)`"),
@@ -206,7 +211,7 @@ slips = [(lambda: GradientAccumulation(64, 32), '`micro_batch_size=32`'),
     (lambda: GradientAccumulation(8).plan(5), r'needs a Learner.*got 5.*`plan\(learn, 5\)`'),
     (lambda: GradientAccumulation(8).plan(None), 'needs a Learner.*got None')]
 
-@pytest.mark.parametrize('f,words', slips)
+@pytest.mark.parametrize('f,words', misplaced_arguments)
 def test_an_argument_in_the_wrong_place_is_refused_with_what_was_meant(f, words):
     with pytest.raises(TypeError, match=words) as e: f()
     assert '\nMore: https://' in str(e.value)
@@ -219,6 +224,7 @@ def test_a_plan_takes_a_learner_its_loaders_or_a_loader():
 # Two callbacks
 
 def refusal(learn, cbs):
+    "Return the message of the error with which a fit refuses several callbacks that accumulate"
     with pytest.raises(ValueError, match='callbacks accumulate') as e: learn.fit(1, 0.1, cbs=cbs)
     return str(e.value)
 
@@ -232,16 +238,18 @@ def test_the_error_for_two_callbacks_says_where_each_was_given():
     assert f'{ours}, {fastais}' in one_each and 'remove_cbs' in one_each
     both_there = refusal(toy(4, cbs=[acc(8),acc]), None)
     assert both_there.count('(on the Learner)')==2 and 'passed' not in both_there
-    assert refusal(toy(4, cbs=acc(8)), acc).count('passed')==1   # fastai also takes a class, and creates the callback
+    # fastai also takes a class and creates the callback itself
+    assert refusal(toy(4, cbs=acc(8)), acc).count('passed')==1
 
-# Memory that runs out with a fixed size
+# Memory that runs out with a fixed size of micro-batches
 
-def with_limit(cap): return nn.Sequential(nn.Linear(5, 3), LimitedMemory(runs_out_above(cap, 'backward'))).double()
+def with_limited_memory(cap):
+    return nn.Sequential(nn.Linear(5, 3), LimitedMemory(runs_out_above(cap, 'backward'))).double()
 
 @pytest.mark.parametrize('bs,cbs', [(16,[GradientAccumulation(16)]),
     (16,[GradientAccumulation(16, micro_batch_size=8)]), (8,[GradientAccumulationScheduler({0:2})])])
 def test_an_out_of_memory_error_names_auto_which_then_works(bs, cbs):
-    learn = toy(bs, model=lambda: with_limit(5), splitter=all_params)
+    learn = toy(bs, model=lambda: with_limited_memory(5), splitter=all_params)
     with pytest.raises(torch.OutOfMemoryError, match="planted.*\n.*`micro_batch_size='auto'`") as e:
         learn.fit(1, cbs=cbs)
     assert '#fixed-size-does-not-fit' in str(e.value)
@@ -249,20 +257,20 @@ def test_an_out_of_memory_error_names_auto_which_then_works(bs, cbs):
         learn.fit(1, cbs=GradientAccumulation(16, micro_batch_size='auto'))
 
 def test_an_out_of_memory_error_with_a_cache_names_auto_for_the_cache():
-    learn = toy(8, model=lambda: with_limit(3), splitter=all_params)
+    learn = toy(8, model=lambda: with_limited_memory(3), splitter=all_params)
     cbs = [GradientAccumulation(16),GradientCache(micro_batch_size=4)]
     with pytest.raises(torch.OutOfMemoryError, match="Give GradientCache `micro_batch_size='auto'`"):
         learn.fit(1, cbs=cbs)
 
-# A loss that is a sum, without saying so
+# A loss that is a sum but has no `reduction='sum'`
 
-def test_a_loss_that_is_a_sum_without_saying_so_gets_a_warning_whose_remedy_is_right():
+def test_a_sum_without_reduction_sum_is_warned_of_and_the_remedy_is_right():
     with pytest.warns(UserWarning, match="parts add up to it.*`learn.loss_func.reduction = 'sum'`"):
         both_runs(n=64, loss_func=summed, fit=fit_small_rate)
-    def says(p, y): return summed(p, y)
-    says.reduction = 'sum'
+    def declared_sum(p, y): return summed(p, y)
+    declared_sum.reduction = 'sum'
     runs = []
-    assert not count_warnings(lambda: runs.extend(both_runs(n=64, loss_func=says, fit=fit_small_rate)))
+    assert not count_warnings(lambda: runs.extend(both_runs(n=64, loss_func=declared_sum, fit=fit_small_rate)))
     assert_same_run(*runs)
 
 def test_a_loss_that_is_neither_mean_nor_sum_is_not_called_a_sum():
@@ -285,11 +293,11 @@ def test_mixing_within_micro_batches_is_warned_of_and_the_remedy_is_right(mixer)
     def losses(bs, *cbs):
         learn = images(bs, [mixer(),*cbs])
         with learn.no_bar(), learn.no_logging():
-            told = count_warnings(lambda: (set_seed(1),learn.fit(2, 0.1)))
-        return told,[o.item() for o in learn.recorder.losses]
-    _,big = losses(8)
-    told,differs = losses(4, GradientAccumulation(8))
-    assert told=={('AccumulationWarning','mixed-in-micro-batches'):1} and differs!=pytest.approx(big)
-    told,same = losses(8, GradientAccumulation(8, micro_batch_size=4))
-    assert not told and same==pytest.approx(big)
-    assert not losses(8, GradientAccumulation(8))[0]   # no warning where each step is one batch
+            warned = count_warnings(lambda: (set_seed(1),learn.fit(2, 0.1)))
+        return warned,[o.item() for o in learn.recorder.losses]
+    _,full_batch = losses(8)
+    warned,different = losses(4, GradientAccumulation(8))
+    assert warned=={('AccumulationWarning','mixed-in-micro-batches'):1} and different!=pytest.approx(full_batch)
+    warned,same = losses(8, GradientAccumulation(8, micro_batch_size=4))
+    assert not warned and same==pytest.approx(full_batch)
+    assert not losses(8, GradientAccumulation(8))[0]   # no warning if each step is one batch

@@ -1,4 +1,4 @@
-"With `GradientCache`, the model gets micro-batches, loss and callbacks get the whole batch, and the run is the same."
+"`GradientCache` passes parts of a batch to the model and whole batches to the loss, in the same run."
 import os, pytest, random, torch
 from copy import deepcopy
 from functools import partial
@@ -25,17 +25,17 @@ def in_place(z, y): return nt_xent(z.mul_(2).sigmoid_())
 # Callbacks that change the loss or call the model
 
 def penalty(l):
-    "Add two penalties: one on the predictions, and one on the weights, whose gradient bypasses the predictions"
+    "Add a penalty on the predictions, and one on the weights, whose gradient bypasses the predictions"
     l.loss_grad = l.loss_grad+0.1*sum(p.pow(2).sum() for p in l.model.parameters())+0.1*l.pred.pow(2).mean()
 def penalties(): return [CallAt('after_pred', lambda l: setattr(l, 'pred', l.pred*1.5)),CallAt('after_loss', penalty)]
 
-def slope(l, **kwargs):
-    "Call the model on the whole batch, with a graph, and return the gradient of the loss for the inputs"
+def input_gradient(l, **kwargs):
+    "Call the model on the whole batch, and return the gradient of the loss with respect to the inputs"
     x = l.x.clone().requires_grad_()
     return torch.autograd.grad(nt_xent(l.model(x)), x, **kwargs)[0]
-def adversary(l): l.xb = (l.x+0.1*slope(l).sign(),)
-def on_slope(l): l.loss_grad = l.loss_grad+slope(l, create_graph=True).pow(2).sum()
-def calls(): return [CallAt('before_batch', adversary),CallAt('after_loss', on_slope)]
+def adversary(l): l.xb = (l.x+0.1*input_gradient(l).sign(),)
+def penalise_input_gradient(l): l.loss_grad = l.loss_grad+input_gradient(l, create_graph=True).pow(2).sum()
+def calls_of_the_model(): return [CallAt('before_batch', adversary),CallAt('after_loss', penalise_input_gradient)]
 
 def scaled(): return [CpuLossScaling(init_scale=2.**10, growth_interval=3),overflow_at_step(1)]
 
@@ -44,7 +44,7 @@ def net(*more):
 
 def fit(cbs, bs=16, fit=one_cycle, seed=0, **kwargs):
     learn = toy(bs, **dict(dict(seed=seed, n=41, loss_func=nt_xent, splitter=all_params), **kwargs))
-    with learn.added_cbs(cbs): learn.validate()   # validation must also work before any fit
+    with learn.added_cbs(cbs): learn.validate()   # validation must also work before the first fit
     set_seed(seed)
     fit(learn, cbs)
     return learn
@@ -53,7 +53,7 @@ same = partial(assert_same_run, tol=1e-10)
 ways = dict(cached=lambda: Cached(5), auto=lambda: Cached('auto'), checkpointed=ActivationCheckpoint)
 def assert_same(way=ways['cached'], cbs=list, **kwargs):
     "Fail if the run with the callback differs from the run without it"
-    a,b = (fit([*own,*cbs()], **kwargs) for own in ([],[way()]))
+    a,b = (fit([*o,*cbs()], **kwargs) for o in ([],[way()]))
     same(a, b)
     assert replaced_methods(b)==replaced_methods(a)
 
@@ -62,7 +62,7 @@ def assert_same(way=ways['cached'], cbs=list, **kwargs):
 def one_epoch(l, cbs): l.fit_one_cycle(1, 0.1, cbs=cbs)
 @given(st.integers(1, 30), st.integers(2, 30), st.integers(30, 60), st.integers(0, 9), st.booleans(),
     st.sampled_from([nt_xent,batch_dice_loss,CrossEntropy()]))
-def test_any_loss_and_any_sizes(size, bs, n, seed, shuffle, loss):
+def test_the_run_is_the_same_with_any_loss_and_any_sizes(size, bs, n, seed, shuffle, loss):
     assert_same(lambda: Cached(size), bs=bs, n=n, seed=seed, shuffle=shuffle, loss_func=loss, fit=one_epoch)
 
 def accumulated(): return GradientAccumulation(32, drop_last=False)
@@ -79,7 +79,7 @@ def two_groups(m): return [[*m[:2].parameters()],[*m[2:].parameters()]]
 settings = dict(adam=dict(opt_func=Adam, metrics=accuracy, cbs=lambda: [GradientClip(0.05)]),
     adamw=dict(opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)), in_place=dict(loss_func=in_place),
     scaler=dict(cbs=scaled), penalties=dict(cbs=penalties),
-    calls=dict(cbs=calls), fits=dict(fit=fits, splitter=two_groups), lr_find=dict(fit=lr_find),
+    calls=dict(cbs=calls_of_the_model), fits=dict(fit=fits, splitter=two_groups), lr_find=dict(fit=lr_find),
     compiled=dict(model=lambda: torch.compile(net(), backend='eager', dynamic=True)),
     mixup=dict(cbs=lambda: [DoubleMixUp()], loss_func=MixUpLoss()),
     accumulated=dict(cbs=lambda: [accumulated()], n=75, metrics=accuracy),
@@ -88,14 +88,14 @@ settings = dict(adam=dict(opt_func=Adam, metrics=accuracy, cbs=lambda: [Gradient
 @pytest.mark.parametrize('way,nm', [(way,nm) for way in ('cached','checkpointed') for nm in settings
     if (way,nm)!=('checkpointed','compiled')])   # a compiled model has no segments
 def test_the_run_is_the_same_with_other_callbacks_and_models(way, nm):
-    "Checkpoints run with dropout and BatchNorm here; test_checkpoint.py has more cases for them"
+    "With checkpoints, the model has dropout and BatchNorm; test_checkpoint.py has more cases"
     model = dict(model=lambda: net(nn.BatchNorm1d(6), nn.Dropout())) if way=='checkpointed' else {}
     assert_same(ways[way], **model|settings[nm])
 
 # What the model and the callbacks see
 
 def test_the_model_sees_micro_batches_and_callbacks_see_the_batch():
-    "Validation and prediction included. A hook on the whole model sees the whole batch"
+    "This holds in training, validation and prediction; a hook on the model itself sees the whole batch"
     seen,hooked,preds = [],[],RecordAt('after_pred', lambda l: len(l.pred))
     learn = toy(16, n=32, loss_func=nt_xent, cbs=Cached(5))
     learn.model.register_forward_hook(lambda m,i,o: hooked.append((len(i[0]),len(o))))
@@ -104,7 +104,8 @@ def test_the_model_sees_micro_batches_and_callbacks_see_the_batch():
     learn.validate()
     assert learn.get_preds()[0].shape==(32,3)
     assert preds.values==[16]*2 and hooked==[(16,16)]*2+[(32,32)]*3
-    assert max(seen)<=5 and seen.count(4)>=2*(2*4-1)   # even sizes; each but the last runs twice
+    # each batch of 16 is split into four parts of 4 samples, and all but the last part run twice
+    assert max(seen)<=5 and seen.count(4)>=2*(2*4-1)
     learn.gradient_cache.run = False
     seen.clear()
     learn.fit(1, 0.1)
@@ -113,33 +114,40 @@ def test_the_model_sees_micro_batches_and_callbacks_see_the_batch():
 # Random numbers, and state that a forward pass changes
 
 class InParts(Module):
-    "Applies the model to micro-batches of `size` samples, one after the other, in one graph"
+    "In training, applies the model `m` to parts of `size` samples, with one graph of all parts"
     def __init__(self, m, size): self.m,self.size = m,size
     def forward(self, x): return torch.cat([self.m(o) for o in x.split(self.size)]) if self.training else self.m(x)
 
-moving = dict(dropout=lambda: nn.Dropout(0.7), batchnorm=lambda: nn.BatchNorm1d(6), own=lambda: StatefulLinear(6),
+# layers that draw random numbers, or whose state a forward pass changes
+changing_layers = dict(dropout=lambda: nn.Dropout(0.7), batchnorm=lambda: nn.BatchNorm1d(6),
+    own=lambda: StatefulLinear(6),
     spectral=lambda: spectral_norm(nn.Linear(6, 6), n_power_iterations=2))
 
 @pytest.mark.filterwarnings('ignore:BatchNorm1d normalises')
-@pytest.mark.parametrize('nm,size', list(product(moving, [2,8])))
-def test_the_run_is_that_of_one_forward_pass_over_the_parts(nm, size):
-    "The second forward pass repeats the random numbers of the first and changes no buffer; the loss draws its own"
+@pytest.mark.parametrize('nm,size', list(product(changing_layers, [2,8])))
+def test_the_run_is_that_of_one_forward_pass_over_each_part(nm, size):
+    """The second forward pass repeats the random numbers of the first and changes no buffer
+
+    The loss draws others.
+    """
     def noisy(z, y): return nt_xent(z+0.1*torch.randn_like(z))
     def run(model, cbs):
         drawn = RecordAt('after_batch', lambda _: (torch.rand(1).item(), random.random()))
         learn = fit([*cbs,drawn], n=48, model=model, loss_func=noisy)
         learn.recorder.values.append(drawn.values)
         return learn
-    def model(): return net(moving[nm]())
+    def model(): return net(changing_layers[nm]())
     a,b = run(lambda: InParts(model(), size), []),run(model, [Cached(size)])
     a.model = a.model.m
     same(a, b)
     if nm=='own': assert deviation(*(l.model[1].state() for l in (a,b)))==0
 
 def test_a_forward_pass_that_cannot_be_repeated_is_warned_of():
-    class Secret(nn.Module):
+    class DrawsFromSystem(nn.Module):
+        "Draws random numbers from the operating system, whose state cannot be restored"
         def forward(self, x): return x*torch.tensor([o/255 for o in os.urandom(x.shape[-1])], dtype=x.dtype)
-    with pytest.warns(UserWarning, match='something else when it'): fit([Cached(5)], model=lambda: net(Secret()))
+    with pytest.warns(UserWarning, match='something else when it'):
+        fit([Cached(5)], model=lambda: net(DrawsFromSystem()))
 
 @pytest.mark.parametrize('more', [[],[accumulated]])
 def test_batchnorm_is_warned_of_once_in_a_fit(more):
@@ -150,7 +158,7 @@ def test_batchnorm_is_warned_of_once_in_a_fit(more):
 
 @pytest.mark.parametrize('mode,penalty,way', list(product(['fp16','bf16'], [False,True], ['cached','checkpointed'])))
 def test_in_mixed_precision_the_run_differs_by_the_rounding_of_mixed_precision(mode, penalty, way):
-    "The second forward pass has the precision of the first; the penalty uses weights that autocast has cast already"
+    "Both forward passes have one precision, even if a penalty uses weights that autocast has cast"
     def on_weights(l): l.loss_grad = l.loss_grad+(torch.eye(6)@l.model[2].weight).float().pow(2).mean()
     def run(half, *cbs):
         seen = []
@@ -171,14 +179,14 @@ def test_in_mixed_precision_the_run_differs_by_the_rounding_of_mixed_precision(m
 class Towers(Module):
     """A model like CLIP, with a learned temperature
 
-    Some outputs have no rows, no gradient, or are not used by the loss. The rows of one output are not samples,
-    though there are as many as a micro-batch has samples.
+    Some outputs have no rows or no gradient, or the loss does not use them. One output, `protos`, has 4
+    rows that are no samples, although a micro-batch may also have 4 samples.
     """
     def __init__(self, out):
         self.a,self.b,self.scale,self.out = net(),net(),nn.Parameter(torch.tensor(0.7).double()),out
         self.protos = nn.Parameter(torch.randn(4, 3).double())
     def forward(self, x, text):
-        a,b = self.a(x.mul_(0.5)),self.b(text['ids'])   # the model changes its input in place
+        a,b = self.a(x.mul_(0.5)),self.b(text['ids'])   # changes the input in place
         res = None,a,b,self.scale.exp(),self.protos*2,x.argmax(-1),a.detach(),'clip',[a*2,(b*3,)]
         return self.out(enumerate(res if self.training else res[:7])) if self.out is dict else res
 
@@ -196,7 +204,7 @@ class Pairs(Callback):
         self.learn.xb = x,dict(ids=self.x.roll(1, -1), names=['a']*len(x))
 
 @pytest.mark.parametrize('out,size', list(product([dict,tuple], [1,5])))
-def test_inputs_and_outputs_of_all_kinds(out, size):
+def test_inputs_and_outputs_of_all_kinds_are_split_and_joined(out, size):
     def known(o): return type(o),o.shape,o.requires_grad,o.tolist() if o.dtype==torch.int64 else vars(o)
     def look(l): return type(l.pred),[known(o) if isinstance(o, torch.Tensor) else o for o in tree_leaves(l.pred)]
     seen = [RecordAt('after_pred', look) for _ in range(2)]
@@ -204,8 +212,8 @@ def test_inputs_and_outputs_of_all_kinds(out, size):
     assert_same(lambda: Cached(size), lambda: [Pairs(),next(order)], model=lambda: Towers(out), loss_func=clip_loss)
     assert seen[0].values==seen[1].values and len(seen[0].values)==6
 
-def test_inputs_that_need_a_gradient_get_it():
-    "Inputs may come from an encoder that is not part of the model"
+def test_inputs_that_need_a_gradient_get_one():
+    "Here the inputs come from an encoder that is not part of the model"
     def run(*cbs):
         encoder,got = nn.Linear(5, 5).double(),[]
         with torch.no_grad(): encoder.weight.copy_(torch.eye(5))
@@ -222,19 +230,20 @@ def test_a_loss_of_activations_inside_the_model_is_refused():
     with pytest.raises(RuntimeError, match='second time'): learn.fit(1, 0.1, cbs=Cached(4))
 
 def test_texts_whose_chunks_fastai_leaves_out_are_warned_of():
-    def told(pad):
+    def n_warnings(pad):
         learn = make_application('text_classifier', loss_func=lambda out,*_: nt_xent(logits_of(out))).add_cb(Cached(3))
         def end(l):
-            for i in pad[:len(l.x)]: l.x[i%len(l.x),8:] = 1   # padding, from the third chunk on
-        with collect_warnings() as said: learn.fit(1, cbs=CallAt('before_batch', end))
+            # 1 is padding; the third chunk of 4 tokens begins at 8
+            for i in pad[:len(l.x)]: l.x[i%len(l.x),8:] = 1
+        with collect_warnings() as collected: learn.fit(1, cbs=CallAt('before_batch', end))
         words = 'SentenceEncoder','ActivationCheckpoint'
-        return sum(all(w in str(o.message) for w in words) for o in said)
-    assert [told(o) for o in ((),(6,7),(2,))]==[0,0,1]
+        return sum(all(w in str(o.message) for w in words) for o in collected)
+    assert [n_warnings(o) for o in ((),(6,7),(2,))]==[0,0,1]
 
 @pytest.mark.filterwarnings('ignore:there is no BatchNorm')
 @pytest.mark.parametrize('nm', applications)
-def test_applications(nm):
-    "With BatchNorm frozen and without dropout, the cache does not change the run"
+def test_the_cache_does_not_change_the_run_of_an_application(nm):
+    "BatchNorm is frozen and dropout is 0, because both would depend on the micro-batch"
     loss = dict(unet=batch_dice_loss, language_model=CrossEntropy()).get(nm, lambda out,*_: nt_xent(logits_of(out)))
     def run(*cbs):
         learn = make_application(nm, loss_func=loss)
@@ -275,35 +284,35 @@ refused = dict(pairs=(TypeError,'pairs|row for each',returning(lambda z: z@z.T))
 
 @pytest.mark.parametrize('nm', refused)
 def test_what_needs_the_whole_batch_in_the_model_is_refused(nm):
-    "No weight changes, except by the callback that changes weights itself"
+    "No weight changes, except in the case 'weights', in which a callback doubles the weights itself"
     exc,match,kwargs = refused[nm]
     learn = toy(16, n=32, splitter=all_params, **kwargs)
     before = weights(learn)
     with pytest.raises(exc, match=match): learn.fit(1, 0.1, cbs=Cached(4))
     assert not replaced_methods(learn) and weights(learn).equal(before)==(nm!='weights')
-    if exc is TypeError: learn.fit(1, 0.1)   # without the cache, the fit runs
+    if exc is TypeError: learn.fit(1, 0.1)   # a fit without the cache runs
 
 def test_inputs_are_split_by_a_split_function():
     def split(o, start, stop, n): return o[0][start:stop],o[1]
     same(*(fit([*cbs,scales()], model=scaling) for cbs in ([],[Cached(4, split=split)])))
 
-# The cache and checkpoints leave nothing behind; test_nothing_left.py has more cases
+# Nothing is left behind by the cache and by checkpoints; test_nothing_left.py has more cases
 
 @pytest.mark.parametrize('way', ways)
 @pytest.mark.parametrize('event', ['before_batch','after_pred','after_loss','after_backward','before_step'])
 def test_a_cancelled_batch_leaves_the_rest_of_the_run_the_same(event, way):
-    "The run is the one without the cache or checkpoints"
+    "The rest of the run is that of a fit without the cache or checkpoints"
     assert_same(ways[way], lambda: [RaiseAt(event, CancelBatchException, 20, skip=1)])
 
 @pytest.mark.parametrize('way', [*ways.values(),partial(ActivationCheckpoint, nn.Linear)])
 @pytest.mark.parametrize('event', ['after_pred','after_batch','after_epoch'])
 def test_the_callback_can_be_removed_and_the_model_copied_within_a_fit(event, way):
-    "A copy of the model, such as one for averaged weights, is a plain model"
+    "A copy of the model that is made within the fit, such as for averaged weights, is a plain model"
     cb,copied,seen = way(),[],[]
-    def off(l):
+    def copy_and_remove(l):
         copied.append(deepcopy(l.model))
         if l.epoch==1 and cb in l.cbs: l.remove_cb(cb)
-    learn = fit([CallAt(event, off)], fit=lambda l,cbs: one_cycle(l.add_cb(cb), cbs))
+    learn = fit([CallAt(event, copy_and_remove)], fit=lambda l,cbs: one_cycle(l.add_cb(cb), cbs))
     assert not replaced_methods(learn) and cb not in learn.cbs
     same(fit([]), learn)
     m = copied[0]
@@ -329,7 +338,7 @@ def test_auto_finds_the_size_that_fits(nm, stage, cap, size):
 @pytest.mark.parametrize('attempts,acc', list(product([{0},{2},{3,9,14},None], [False,True])), ids=str)
 @pytest.mark.filterwarnings('ignore:memory ran out')
 def test_memory_may_run_out_in_the_middle_of_a_batch_or_a_step(attempts, acc):
-    "Some backward passes run out of memory, whatever their size, after others have added to the gradients"
+    "Memory runs out in any backward pass, also after earlier ones of the step, or in validation"
     runs_out = runs_out_on_attempts(attempts, 'backward', 0) if attempts else runs_out_above(5, 'validation')
     def cbs(): return [accumulated()] if acc else []
     with pytest.warns(UserWarning, match='memory ran out'):
@@ -338,7 +347,7 @@ def test_memory_may_run_out_in_the_middle_of_a_batch_or_a_step(attempts, acc):
 
 @pytest.mark.filterwarnings('ignore:memory ran out')
 def test_auto_halves_the_size_of_training_for_a_model_that_trains_in_evaluation_mode():
-    attempts = iter(range(200))   # ends the test with an error if the wrong size is halved for ever
+    attempts = iter(range(200))   # raises an error if the fit repeats a batch without end
     def runs_out(stage, n):
         next(attempts)
         return stage=='validation' and n>5

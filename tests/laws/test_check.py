@@ -15,15 +15,15 @@ from fastaccum.testing import CrossEntropy, deviation, toy, toy_data, both_runs
 from common import CallAt, CpuMixedPrecision, RaiseAt, raise_oom_above, weights, with_float32_inputs
 from small_learners import all_params, make_application, with_loaders
 from test_warned import ignoring, not_ignored, summed
-from test_dry_runs import unchanged, verbs
+from test_dry_runs import dry_runs, unchanged
 
-check,row_names = verbs['check'],['loss','predictions','draws','callbacks','loader','gradients','buffers']
+check,row_names = dry_runs['accum_check'],['loss','predictions','draws','callbacks','loader','gradients','buffers']
 
 def failed_rows(res): return {o.what for o in res.rows if not o.ok}
 def row(res, what): return next(o for o in res.rows if o.what==what)
 def net(*layers): return nn.Sequential(nn.Linear(5, 6), *layers, nn.Linear(6, 3))
 
-# Learners with batches of 12 samples
+# Helpers that make Learners, with batches of 12 samples
 def learner_of(model, bs=12, **kwargs): return toy(bs, model=model, splitter=all_params, **kwargs)
 def with_layers(*layers, **kwargs):
     "Return a Learner with `layers` between two linear layers"
@@ -34,25 +34,26 @@ def with_mixup(*cbs, **kwargs): return in_float32(cbs=[MixUp(),*cbs], loss_func=
 def on_loader(dl, model=None, **kwargs):
     return with_loaders(learner_of(model, **kwargs) if model else toy(12, **kwargs), dl, dl)
 
-# No false alarm: fits that are the full-batch run
+# Fits that are the full-batch run, so the check must not report a difference
 
 class Mapped(nn.Linear):
-    "A linear layer of a mapping and a tensor, which returns a mapping"
+    "A linear layer that takes a mapping and a tensor, and returns a mapping"
     def forward(self, b, z): return dict(logits=super().forward(b['x'])*z, note='text')
 class Unused(nn.Sequential):
+    "A model that does not use its first layer"
     def forward(self, x): return self[1](x)
 class Stream(IterableDataset):
     def __iter__(self): return iter(data)
     def __len__(self): return 40
 def mean_penalty(): return CallAt('after_loss', lambda l: setattr(l, 'loss_grad', l.loss_grad+l.pred.square().mean()))
 class ScalesByFit(Callback):
-    "Multiplies the loss by a number that is drawn once a fit"
+    "Multiplies the loss by a random number, which is drawn once at the beginning of a fit"
     def before_fit(self): self.by = 1+random.random()
     def after_loss(self): self.learn.loss_grad = self.loss_grad*self.by
 class ScalesByProgress(Callback):
     def after_loss(self): self.learn.loss_grad = self.loss_grad*(1+self.pct_train)
 class GivesInputs(Callback):
-    "Passes the inputs to the loss function"
+    "Sets the inputs as an attribute of the loss function"
     def before_batch(self): self.learn.loss_func.x = self.x
 class LossOfInputs(nn.Module):
     def forward(self, p, y): return F.cross_entropy(p+self.x[:,:3], y)
@@ -66,12 +67,12 @@ def mappings():
     learn.dls.n_inp = 2
     return learn
 def before_norm():
-    "Return a model with a bias that normalisation removes, so that the gradient of the bias is a rounding error"
+    "Return a model with a bias that normalisation removes, so its gradient is a rounding error"
     conv = nn.Unflatten(1, (1,5)),nn.Conv1d(1, 3, 2),nn.InstanceNorm1d(3),nn.Flatten()
     return nn.Sequential(*conv, nn.Linear(12, 3)).double()
 
 def with_old_gradients():
-    "Return a Learner with gradients that an earlier fit left"
+    "Return a Learner whose parameters have gradients, as if an earlier fit had left them"
     learn = toy(12)
     for p in learn.model.parameters(): p.grad = torch.ones_like(p)
     return learn
@@ -103,14 +104,14 @@ exact = dict(plain=lambda: toy(12), tokens=lambda: toy(12, tokens=True), batch_o
 
 def blocks(*layers): return lambda: nn.Sequential(*map(nn.Sequential, layers)).double()
 def pairs(cb): return learner_of(blocks(nn.Linear(5, 3)), loss_func=contrastive, cbs=cb)
-drawing = blocks(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(.2), nn.Linear(6, 3))
-# Loss and callbacks get the whole batch from a cache; the model gets it as well with checkpoints; with a split batch,
-# callbacks that run before the split get it
+with_draws = blocks(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(.2), nn.Linear(6, 3))
+# Fits in which some code gets the whole batch: with a cache, loss and callbacks; with checkpoints, the
+# model as well; if batches are split, callbacks in `before_batch`
 acc = GradientAccumulation
 cached,split = partial(GradientCache, micro_batch_size=4),partial(acc, 12, micro_batch_size=4)
 ways = dict(cache=lambda: pairs(cached()), cache_and_mixup=lambda: with_mixup(cached()),
     checkpoint=lambda: pairs(ActivationCheckpoint(nn.Sequential)),
-    checkpoint_draws=lambda: learner_of(drawing, cbs=ActivationCheckpoint(nn.Sequential)),
+    checkpoint_draws=lambda: learner_of(with_draws, cbs=ActivationCheckpoint(nn.Sequential)),
     split=lambda: toy(12, cbs=split()), split_after_mixup=lambda: with_mixup(split()),
     split_auto=lambda: toy(12, cbs=acc(12, micro_batch_size='auto')))
 
@@ -118,12 +119,13 @@ ways = dict(cache=lambda: pairs(cached()), cache_and_mixup=lambda: with_mixup(ca
 def test_a_fit_that_is_the_full_batch_run_passes(nm):
     res = check((exact|ways)[nm](), steps=3)
     assert res and res.ok and 'the same run' in repr(res) and [*res.off]==[*row_names,'weights'], res
-    assert failed_rows(res)==({'weights'} if nm=='overflows' else set()), res   # an overflow skips the step
+    # the overflow skips a step, so weights differ
+    assert failed_rows(res)==({'weights'} if nm=='overflows' else set()), res
 
 class Queue(Callback):
-    "Fails unless batches fill its queue of 32 samples exactly"
+    "Fails unless 32 is a multiple of the batch size, as a queue of 32 embeddings may"
     def before_batch(self): assert 32%len(self.y)==0, 'a queue of 32'
-def memory_for(most): return CallAt('before_batch', lambda learn: raise_oom_above(most)(len(learn.y)), run_valid=True)
+def memory_for(cap): return CallAt('before_batch', lambda learn: raise_oom_above(cap)(len(learn.y)), run_valid=True)
 def fails_unless(*sizes):
     "Return a callback that raises a ZeroDivisionError unless the batch has one of these sizes"
     return CallAt('before_batch', lambda learn: 1/(len(learn.y) in sizes))
@@ -138,21 +140,23 @@ def fails_unless(*sizes):
     (6, list, {}, [4,2]), (16, list, {}, [8,5,3]), (8, list, dict(accum_bs=32), [8,8,8,5,3]),
     (16, lambda: [Queue(),mean_penalty()], {}, [8,4,4]), (40, lambda: [acc(70),fails_unless(70, 35)], {}, [35]*2)])
 def test_the_check_compares_the_sizes_of_training(bs, cbs, kwargs, parts):
-    """The check compares a whole step of the callback with its micro-batches
+    """If a callback accumulates, the check compares a whole step with the micro-batches of this step
 
-    Without such a callback, or if a step is one micro-batch, the parts are of unequal sizes, because equal parts hide
-    the most common mistake. If a callback fails with these sizes, the check tries others.
+    Without such a callback, or if a step is one micro-batch, the check cuts the batch into parts of
+    unequal sizes: with equal sizes, a mean of means would be right by chance. If a callback fails with
+    these sizes, it tries other sizes.
     """
-    sizes = []
-    res = check(toy(bs, cbs=CallAt('before_batch', lambda learn: sizes.append(len(learn.y)))), cbs=cbs(), **kwargs)
+    batch_sizes = []
+    note = CallAt('before_batch', lambda learn: batch_sizes.append(len(learn.y)))
+    res = check(toy(bs, cbs=note), cbs=cbs(), **kwargs)
     assert res.ok and not failed_rows(res), res
-    assert res.sizes==parts and max(sizes)==sum(parts), res
+    assert res.sizes==parts and max(batch_sizes)==sum(parts), res
 
 @pytest.mark.parametrize('cbs,whole,parts', [(lambda: [acc(32)],8,'5, 3'),
     (lambda: [acc(32, micro_batch_size=4)],4,'2, 2'), (lambda: [acc(8, micro_batch_size=4)],4,'2, 2'),
     (lambda: [acc(32),cached()],4,'2, 2')])
-def test_of_a_step_that_does_not_fit_into_memory_as_many_samples_as_fit_are_compared(cbs, whole, parts):
-    "The title of the table says so"
+def test_if_a_step_does_not_fit_into_memory_fewer_samples_are_compared(cbs, whole, parts):
+    "They are as many samples as fit, and the title of the table says how many"
     res = check(toy(8, cbs=[memory_for(whole),SumPenalty()]), cbs=cbs())
     n = next(o for o in cbs() if hasattr(o, 'accum_bs')).accum_bs
     assert f'{n} samples do not fit in memory at once, so {whole} were compared' in repr(res), res
@@ -162,7 +166,10 @@ def test_of_a_step_that_does_not_fit_into_memory_as_many_samples_as_fit_are_comp
 
 @pytest.mark.parametrize('kwargs', [dict(n_items=lambda learn: 1),dict(n_items=lambda learn: len(learn.y)**2)])
 def test_a_wrong_n_items_is_found_even_if_all_parts_are_equal(kwargs):
-    "Equal parts have equal, right shares with any `n_items`, but the next epoch may have unequal parts"
+    """If all parts are equal, any `n_items` gives them equal weights, which are right
+
+    Unequal parts would be wrong.
+    """
     res = check(toy(8, n=32, cbs=acc(32, **kwargs)))
     o = row(res, 'loss')
     assert failed_rows(res)=={'loss'} and res.off['loss']>1e-3 and 'unequal sizes' in o.where and o.remedy, res
@@ -170,8 +177,9 @@ def test_a_wrong_n_items_is_found_even_if_all_parts_are_equal(kwargs):
 
 @pytest.mark.parametrize('nm,no,yes', [('allow_tf32', False, True), ('fp32_precision', 'ieee', 'tf32')])
 def test_tf32_is_off_while_the_check_runs(nm, no, yes):
-    "TF32, which rounds products on a GPU, has its former setting afterwards"
-    if not hasattr(torch.backends.cudnn, nm): nm,no,yes = 'allow_tf32',False,True   # PyTorch before 2.9
+    "TF32 rounds products on a GPU. After the check it has its former setting"
+    # PyTorch before 2.9 has no `fp32_precision`
+    if not hasattr(torch.backends.cudnn, nm): nm,no,yes = 'allow_tf32',False,True
     cudnn = torch.backends.cudnn if nm=='allow_tf32' else torch.backends.cudnn.conv
     backends,during = [torch.backends.cuda.matmul,cudnn],[]
     def settings(): return [getattr(o, nm) for o in backends]
@@ -184,7 +192,10 @@ def test_tf32_is_off_while_the_check_runs(nm, no, yes):
         for o,was in zip(backends, before): setattr(o, nm, was)
 
 def test_a_compiled_model_is_checked_without_compiling_it():
-    "The check runs batches of many sizes with hooks, each of which would be compiled. A fit afterwards compiles"
+    """The check runs batches of many sizes with hooks, and each would be compiled anew
+
+    A fit after the check compiles.
+    """
     compiled = []
     def backend(graph, inputs):
         compiled.append(len(inputs))
@@ -195,7 +206,7 @@ def test_a_compiled_model_is_checked_without_compiling_it():
     with learn.no_logging(): learn.fit(1)
     assert compiled
 
-# Fits that differ, and what the check says of them
+# Fits that differ from the full-batch run, and the causes that the check names
 
 class NoiseAndDropout(nn.Module):
     "A module that draws random numbers itself, and has a dropout layer"
@@ -232,11 +243,12 @@ class WrongOnParts(Callback):
         if self.training: self.learn.loss_grad = self.loss_grad*(1+self.by*(len(self.x)<12))
 
 def mean_with_gradient_of_sum(p, y):
+    "Return a loss whose value is a mean over samples, and whose gradient is that of a sum"
     l = F.cross_entropy(p, y)
     return l+(len(p)-1)*(l-l.detach())
 
 class Teacher(Callback):
-    "Adds the distance to the predictions of another model, which has BatchNorm, to the loss"
+    "Adds to the loss the distance of the predictions from those of another model, which has BatchNorm"
     def __init__(self): self.other = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double()
     def after_loss(self): self.learn.loss_grad = self.loss_grad+F.mse_loss(self.pred, self.other(self.x))
 class LossWithBatchNorm(nn.Module):
@@ -245,8 +257,9 @@ class LossWithBatchNorm(nn.Module):
         self.judge = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
     def forward(self, p, y): return self.judge(p).square().mean()+F.cross_entropy(p, y)
 
-# Each case: a function that returns a Learner; the rows that fail, besides gradients and buffers, with the causes that
-# they name; whether the row of gradients says that the run is exact without these causes
+# Each case: a function that returns a Learner; the rows of the check that fail (besides gradients and
+# buffers) and the causes that each names; whether the row `gradients` says that the run would be exact
+# without these causes
 different = dict(batchnorm=(lambda: with_layers(nn.BatchNorm1d(6)), dict(predictions='BatchNorm1d 1'), True),
     dropouts=(lambda: with_layers(nn.Dropout(.2), nn.Tanh(), nn.Dropout(.2)), dict(draws='Dropout 1, 3'), True),
     skip=(lambda: with_layers(Skip(dict(drop=nn.Dropout(.2)))), dict(draws='Dropout 1.drop'), True),
@@ -272,7 +285,7 @@ different = dict(batchnorm=(lambda: with_layers(nn.BatchNorm1d(6)), dict(predict
         dict(predictions='BatchNorm1d 1', draws='Dropout 2'), True),
     all=(lambda: with_layers(nn.BatchNorm1d(6), nn.Dropout(), cbs=CentresPredictions()),
         dict(predictions='BatchNorm1d 1', draws='Dropout 2', callbacks='CentresPredictions'), True),
-    # the loss is named as a cause only if it differs by itself
+    # the loss is named as a cause only if it differs for the same predictions
     online=(lambda: toy(12, cbs=Teacher()), dict(callbacks='Teacher'), True),
     judged=(lambda: toy(12, loss_func=LossWithBatchNorm()), dict(loss=''), False),
     kept=(lambda: with_layers(nn.BatchNorm1d(6), loss_func=LossOfInputs(), cbs=GivesInputs()),
@@ -280,19 +293,22 @@ different = dict(batchnorm=(lambda: with_layers(nn.BatchNorm1d(6)), dict(predict
 
 @pytest.mark.parametrize('nm', different)
 def test_a_fit_that_differs_fails_in_the_rows_of_its_causes(nm):
-    "A row that fails names the cause and a remedy; the other rows pass"
-    make,wanted,exact_without = different[nm]
+    "Each of these rows names the cause and a remedy; the other rows pass"
+    make,expected,exact_without = different[nm]
     res = check(make())
-    assert not res and not res.ok and {*wanted}<=failed_rows(res)<={*wanted,'gradients','buffers'}, res
-    for k,where in wanted.items(): assert row(res, k).remedy and row(res, k).where==where, res
+    assert not res and not res.ok and {*expected}<=failed_rows(res)<={*expected,'gradients','buffers'}, res
+    for k,where in expected.items(): assert row(res, k).remedy and row(res, k).where==where, res
     if exact_without and 'gradients' in failed_rows(res): assert 'exact' in row(res, 'gradients').where, res
-    least = 1e-6 if nm=='tiny_double' else 1e-3
-    assert 'not the same run' in repr(res) and all(res.off[k]>least for k in wanted)
+    smallest_diff = 1e-6 if nm=='tiny_double' else 1e-3
+    assert 'not the same run' in repr(res) and all(res.off[k]>smallest_diff for k in expected)
     assert ('buffers' in failed_rows(res))==(nm in ('batchnorm','before_batchnorm','cache','all','kept'))
     assert 'Harmless' not in repr(res)
 
 def test_a_loader_whose_batches_depend_on_the_batch_size_is_named():
-    "Such loaders sort by length, or are those of language models; with the remedy of the check, the run is exact"
+    """Examples are loaders that sort by length and those of language models
+
+    With the check's remedy, the run is exact.
+    """
     texts = [(torch.randn(2+i*7%30, 5).double(),torch.tensor(i%3)) for i in range(40)]
     def batch(items):
         return nn.utils.rnn.pad_sequence([x for x,_ in items], batch_first=True),torch.stack([y for _,y in items])
@@ -303,7 +319,8 @@ def test_a_loader_whose_batches_depend_on_the_batch_size_is_named():
     res = check(learn(dl))
     assert failed_rows(res)=={'loader'} and 0<res.off['loader']<=1 and 'SortedDL' in repr(res)
     assert 'micro_batch_size' in row(res, 'loader').remedy
-    assert check(learn(dl), cbs=GradientCache(micro_batch_size=2)).ok   # each step is a batch of the loader
+    # each step is a batch of the loader
+    assert check(learn(dl), cbs=GradientCache(micro_batch_size=2)).ok
     assert check(learn(dl.new(bs=20)), cbs=GradientAccumulation(20, micro_batch_size=5)).ok
     dl = LMDataLoader([torch.randint(0, 9, (60,)) for _ in range(4)], bs=4, seq_len=5)
     def model(): return nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 9)).double()
@@ -320,11 +337,11 @@ def test_a_fit_agrees_with_the_check(kwargs):
     cbs = kwargs.pop('cbs', list)()
     assert check(toy(12, **kwargs), cbs=cbs).ok==(deviation(weights(a), weights(b))<1e-7)
 
-def test_with_steps_the_weights_after_training_are_compared():
-    "This finds callbacks that act after a batch"
+def test_with_the_argument_steps_the_weights_after_that_many_steps_are_compared():
+    "This comparison finds callbacks that change weights after a batch"
     class Shrink(Callback):
         n = 0
-        def before_batch(self): self.n += 1   # called for each micro-batch
+        def before_batch(self): self.n += 1   # counts micro-batches, or batches of the full-batch run
         def after_batch(self):
             if self.n==4: self.learn.model[0].weight.data.mul_(.9)
     assert failed_rows(check(toy(12, cbs=Shrink()), steps=2))=={'weights'}
@@ -337,8 +354,8 @@ def test_callbacks_of_the_fit_can_be_passed_to_the_check():
     assert not check(learn).ok and check(learn, cbs=GradientAccumulation(24, n_items=not_ignored)).ok
     assert list(learn.cbs)==before and 'callbacks' in failed_rows(check(toy(12), cbs=[SumPenalty()]))
 
-def test_the_hidden_state_of_a_language_model_is_no_difference_if_batches_are_split():
-    "Each row of the batch continues in its own micro-batch of the next batch"
+def test_a_language_model_with_a_hidden_state_passes_the_check_if_batches_are_split():
+    "A row of a batch continues a row of the previous batch, and both are in the same micro-batch"
     learn = make_application('language_model', loss_func=lambda p,y: F.cross_entropy(p.flatten(0, 1), y.flatten()))
     assert 'keeps something' in row(check(learn), 'predictions').where
     assert check(learn, cbs=GradientAccumulation(8, micro_batch_size=4)).ok
@@ -346,8 +363,8 @@ def test_the_hidden_state_of_a_language_model_is_no_difference_if_batches_are_sp
 
 # Learners that fail on parts of a batch, and callbacks or losses that keep the whole batch
 
-class Fixed(nn.Module):
-    "A module with a state that fits batches of 12 samples only"
+class OnlyBatchesOf12(nn.Module):
+    "A module with a state of 12 rows, which fails with batches of other sizes"
     def __init__(self):
         super().__init__()
         self.register_buffer('h', torch.zeros(12, 6).double())
@@ -357,18 +374,18 @@ class Target:
     def __init__(self, y): self.y = y
 def boxed(items): return torch.stack([x for x,_ in items]),Target(torch.stack([y for _,y in items]))
 class Views(Callback):
-    "Makes two views of each sample"
+    "Makes two views of each sample, so that a batch has twice as many rows"
     order = 1
     def before_batch(self): self.learn.xb = (torch.cat([self.x,1.1*self.x]),)
 def loss_of_views(p, y): return contrastive(*p.chunk(2)[:1], y)+F.mse_loss(*p.chunk(2))
 
-@pytest.mark.parametrize('make,who', [(lambda: with_layers(Fixed()),'Fixed fails.*size'),
+@pytest.mark.parametrize('make,who', [(lambda: with_layers(OnlyBatchesOf12()),'OnlyBatchesOf12 fails.*size'),
     (lambda: toy(12, cbs=CallAt('before_batch', lambda l: 1/(len(l.y)//12))),'CallAt.*zero'),
     (lambda: on_loader(DataLoader(data, bs=12, create_batch=boxed), loss_func=lambda p,t: F.cross_entropy(p, t.y)),
         'Target'), (lambda: toy(4, cbs=[acc(12),CallAt('before_batch', lambda l: 1/(len(l.y)<9), run_valid=True)]),
         'CallAt fails on the whole batch.*zero')])
 def test_an_error_on_parts_of_a_batch_is_reported_with_its_source(make, who):
-    "The check raises no error, because a fit on whole batches, or one on parts only, runs"
+    "The check itself raises no error, because a fit on whole batches, or a fit on parts, may still run"
     res = check(make(), steps=1)
     assert not res.ok and res.off['gradients'] is None and re.search(who, row(res, 'gradients').where), res
     assert 'could not be compared' in repr(res)
@@ -376,7 +393,7 @@ def test_an_error_on_parts_of_a_batch_is_reported_with_its_source(make, who):
 def test_generator_and_critic_of_a_gan_are_checked():
     "The generator, which trains after five steps of the critic, is checked as well as the critic"
     def wrong(learn):
-        "Double the loss of the generator on parts of a batch"
+        "Double the loss of the generator, but only in parts of a batch"
         if learn.gan_trainer.gen_mode and len(learn.x)<8: learn.loss_grad = learn.loss_grad*2
     learn = make_application('wgan')
     assert check(learn).ok and 'callbacks' in failed_rows(check(learn, cbs=CallAt('after_loss', wrong)))
@@ -385,12 +402,13 @@ def test_an_error_that_does_not_repeat_is_raised():
     heard = []
     def fail(learn):
         heard.append(len(learn.y))
-        if len(heard)==3: raise ZeroDivisionError('planted')   # the third batch is in the run on parts
+        # the check runs the whole batch first, then parts
+        if len(heard)==3: raise ZeroDivisionError('planted')
     with pytest.raises(ZeroDivisionError): check(toy(12, cbs=CallAt('before_batch', fail)))
 
 @pytest.mark.parametrize('layers', [[nn.Tanh],[lambda: nn.BatchNorm1d(6)]])
 def test_a_callback_that_makes_more_rows_than_samples_is_named(layers):
-    "The check names the callback, a remedy, and BatchNorm, whose statistics are over all rows"
+    "The check names the callback and a remedy, and also BatchNorm if the model has it"
     res = check(with_layers(*(o() for o in layers), loss_func=loss_of_views, cbs=[Views(),Harmless()]))
     o = row(res, 'callbacks')
     assert not res.ok and o.where=='Views' and 'GradientCache(micro_batch_size=' in o.remedy
@@ -398,7 +416,7 @@ def test_a_callback_that_makes_more_rows_than_samples_is_named(layers):
     assert ('BatchNorm1d 1' in row(res, 'predictions').where)==(layers[0] is not nn.Tanh)
 
 def test_the_check_names_no_remedy_that_would_be_refused():
-    "It does not advise `ActivationCheckpoint`, which needs segments, for a model without segments"
+    "A model without segments cannot use `ActivationCheckpoint`, so the check does not advise it"
     class One(nn.Module):
         def __init__(self):
             super().__init__()
@@ -408,7 +426,7 @@ def test_the_check_names_no_remedy_that_would_be_refused():
     assert not o.ok and o.remedy and 'ActivationCheckpoint' not in o.remedy
 
 def test_the_check_says_what_it_has_not_checked():
-    "It has not checked callbacks that are passed to `fit` only, nor random transforms of batches"
+    "These are callbacks that are passed to `fit` only, and random transforms of batches"
     from fastai.vision.augment import RandTransform
     class Shift(RandTransform):
         def encodes(self, x:torch.Tensor): return x
@@ -419,8 +437,8 @@ def test_the_check_says_what_it_has_not_checked():
 
 # Output, and errors
 
-def test_the_table_and_the_plot_show_what_was_found(recwarn):
-    "The check gives no warnings besides"
+def test_the_table_and_the_plot_show_the_differences_and_their_causes(recwarn):
+    "The check gives no warnings"
     res = check(with_layers(nn.BatchNorm1d(6), nn.Dropout()))
     text,mark = repr(res),res._repr_markdown_()
     for o in ('predictions','off by','BatchNorm1d 1','Dropout 2','ActivationCheckpoint()','recalibrate_bn()','exact'):
@@ -435,7 +453,8 @@ def test_the_table_and_the_plot_show_what_was_found(recwarn):
     assert before.max()>1e-3 and after.max()<tol[0]==row(res, 'gradients').tol
     learn = toy(12)
     learn.freeze()
-    ax = check(learn).plot()   # no frozen parameters, and no second line without findings
+    # shows no frozen parameters, and without differences only two of the three lines
+    ax = check(learn).plot()
     assert len(ax.lines)==2 and [o.get_text()[0] for o in ax.get_yticklabels()]==['2','2','4','4'] and not recwarn.list
     plt.close('all')
 

@@ -1,4 +1,4 @@
-"`ActivationCheckpoint` keeps fewer activations in memory, and the run is the same to the bit, dropout included."
+"With `ActivationCheckpoint`, memory holds fewer activations, and no bit of the run changes."
 import numpy as np, pytest, random, torch
 from copy import deepcopy
 from functools import partial
@@ -29,7 +29,10 @@ def small(model=net, **kwargs):
 
 def one_cycle(learn, cbs): learn.fit_one_cycle(1, 1e-2, cbs=cbs)
 def run(make, cbs, fit=one_cycle):
-    "Fit the Learner that `make()` returns; return it with its weights, gradients, records and random states"
+    """Fit the Learner that `make()` returns
+
+    Return the Learner, and its weights, gradients, records and random states.
+    """
     learn = make()
     set_seed(1)
     fit(learn, cbs)
@@ -38,7 +41,10 @@ def run(make, cbs, fit=one_cycle):
     return learn,[learn.model.state_dict(),[p.grad for p in learn.model.parameters()],recorded,rng]
 
 def check(make=small, cbs=list, fit=one_cycle, **kwargs):
-    "Fail if checkpoints change the run; return the Learners without and with checkpoints, and the callback"
+    """Fail if checkpoints change the run
+
+    Return the Learner without checkpoints, the one with checkpoints, the callback.
+    """
     cb = ActivationCheckpoint(**kwargs)
     (a,want),(b,got) = run(make, cbs(), fit),run(make, [cb,*cbs()], fit)
     assert deviation(want, got)==0 and len(b.recorder.losses)>1
@@ -55,10 +61,11 @@ def test_the_run_of_an_application_is_the_same(nm):
     a,b,cb = check(learner)
     assert {o.kind for o in cb.segments}>=kinds.get(nm, set()) and len(cb.segments)>1
     if nm=='language_model': assert str(a.model[0].hidden)==str(b.model[0].hidden) and check(learner, segments=AWD_LSTM)
-    if nm=='unet': assert all(x.stored.equal(y.stored) for x,y in zip(a.model.sfs, b.model.sfs))   # set by hooks
+    # hooks set `stored`
+    if nm=='unet': assert all(x.stored.equal(y.stored) for x,y in zip(a.model.sfs, b.model.sfs))
 
-class Late(nn.BatchNorm1d):
-    "BatchNorm whose output depends on the running statistics that the forward pass has just updated"
+class UsesRunningStatistics(nn.BatchNorm1d):
+    "BatchNorm whose output in training depends on the running statistics, after their update"
     def forward(self, x): return super().forward(x)*self.running_var.clone()+self.running_mean
 
 class Thrice(Module):
@@ -66,19 +73,22 @@ class Thrice(Module):
     def __init__(self, m): self.m,self.other = m,Block()
     def forward(self, x): return self.m(self.other(self.m(x))+self.m(x*2))
 
-moving = dict(late=lambda: Block(Late(8)), cumulative=lambda: Block(nn.BatchNorm1d(8, momentum=None)),
+# blocks whose forward pass changes a state
+changing_blocks = dict(late=lambda: Block(UsesRunningStatistics(8)),
+    cumulative=lambda: Block(nn.BatchNorm1d(8, momentum=None)),
     own=lambda: StatefulLinear(8), spectral=lambda: Block(parametrizations.spectral_norm(nn.Linear(8, 8))),
     old_spectral=lambda: Block(spectral_norm(nn.Linear(8, 8))))
 
-@pytest.mark.parametrize('nm,thrice', list(product(moving, [False,True])))
+@pytest.mark.parametrize('nm,thrice', list(product(changing_blocks, [False,True])))
 def test_state_that_a_forward_pass_changes_is_changed_once(nm, thrice):
-    def model(): return net(*([Thrice(moving[nm]())] if thrice else [moving[nm](), moving[nm]()]))
+    block = changing_blocks[nm]
+    def model(): return net(*([Thrice(block())] if thrice else [block(), block()]))
     a,b,cb = check(partial(small, model), segments=(Block,StatefulLinear))
     kept = [[o.state() for o in l.model.modules() if isinstance(o, StatefulLinear)] for l in (a,b)]
     assert deviation(*kept)==0
 
-class Takes(Block):
-    "A block that takes a `TensorImage`, a dict in a list, and a list to which it appends"
+class TakesStructures(Block):
+    "A block that takes a `TensorImage`, a dict in a list, and a list to which the block appends"
     def call(self, x):
         x = x.as_subclass(TensorImage)
         x.img_size = 7
@@ -89,23 +99,23 @@ class Takes(Block):
         outs.append(x.detach().mean())
         return super().forward(x*len(outs)+more[0]['bias']+sum(outs)),len(more)
 
-class Twice(Block):
+class ComparesInputs(Block):
     "A block that tests whether its inputs are the same tensor, as `nn.MultiheadAttention` does"
     def call(self, x): return self(x, x, x)
     def forward(self, x, *more): return super().forward(x*3 if more[0] is more[1] is x else x)
 
-class Remembers(Block):
-    "A block that adds to a cache of keys, as the models of transformers do"
+class FillsCache(Block):
+    "A block that adds keys to a cache, which it takes as an argument, as models of transformers do"
     def call(self, x):
         x.tag = 1
         return self(x, SimpleNamespace(layers=[SimpleNamespace(keys=x[:1])]))
     def forward(self, x, cache):
-        assert x.tag==1   # an attribute of a plain tensor
+        assert x.tag==1   # the input still has the attribute that `call` has set
         layer = cache.layers[0]
         layer.keys = torch.cat([layer.keys,x])
         return super().forward(x+layer.keys.mean(0))
 
-class Calls(Module):
+class CallsBlocks(Module):
     "A model that calls each block through its method `call`"
     def __init__(self, block=Block, n=3):
         self.embed,self.head = nn.Linear(5, 8),nn.Linear(8, 3)
@@ -115,15 +125,16 @@ class Calls(Module):
         for m in self.blocks: x = m.call(x)
         return self.head(x)
 
-@pytest.mark.parametrize('block', [Takes,Twice,Remembers])
-def test_segments_take_inputs_of_all_kinds(block): check(partial(small, lambda: Calls(block)), segments=block)
+@pytest.mark.parametrize('block', [TakesStructures,ComparesInputs,FillsCache])
+def test_segments_take_inputs_of_all_kinds(block): check(partial(small, lambda: CallsBlocks(block)), segments=block)
 
 # Together with other callbacks; test_cache.py has more cases
 
-def eval_mode():
+def eval_mode_in_backward():
+    "Return callbacks that switch the model to evaluation mode between forward and backward pass"
     return [CallAt('after_pred', lambda l: l.model.eval()),CallAt('after_batch', lambda l: l.model.train())]
 
-settings = dict(modes=dict(cbs=eval_mode),
+settings = dict(modes=dict(cbs=eval_mode_in_backward),
     saved=dict(cbs=lambda: [SaveModelCallback()], fit=lambda l,cbs: l.fit(3, 1e-2, cbs=cbs)),
     twice=dict(cbs=lambda: [CallAt('before_backward', lambda l: l.loss_grad.backward(retain_graph=True))]))
 
@@ -132,22 +143,25 @@ def test_the_run_is_the_same_with_other_callbacks(nm): check(**settings[nm])
 
 def in_backward(): return torch._C._current_graph_task_id()!=-1
 
-def test_hooks_run_once_on_a_segment_and_twice_inside_of_it():
-    "A hook inside of a segment may alter the output"
-    heard = []
+def test_a_hook_on_a_segment_runs_once_and_a_hook_inside_of_a_segment_twice():
+    """The second run of a hook inside of a segment is in the backward pass
+
+    A hook may also alter the output.
+    """
+    recorded = []
     def learner():
-        learn,mine = small(),[]
-        heard.append(mine)
-        def hear(m, i, o): mine.append((len(type(m).__name__),o[0].sum()))
+        learn,outputs = small(),[]
+        recorded.append(outputs)
+        def record(m, i, o): outputs.append((len(type(m).__name__),o[0].sum()))
         learn.model[1].act.register_forward_hook(lambda m,i,o: o*2)
-        learn.model[2].register_forward_hook(hear)
-        learn.model[2].norm.register_forward_hook(lambda *args: None if in_backward() else hear(*args))
-        for m in (learn.model[1],learn.model[2].drop): m.register_full_backward_hook(hear)
-        learn.model[2].lin2.weight.register_hook(lambda g: mine.append(g.norm()))
+        learn.model[2].register_forward_hook(record)
+        learn.model[2].norm.register_forward_hook(lambda *args: None if in_backward() else record(*args))
+        for m in (learn.model[1],learn.model[2].drop): m.register_full_backward_hook(record)
+        learn.model[2].lin2.weight.register_hook(lambda g: outputs.append(g.norm()))
         learn.hook = hook_output(learn.model[3], detach=False)
         return learn
     a,b,_ = check(learner)
-    assert deviation(*heard)==0 and len(heard[0])>=3*5 and a.hook.stored.equal(b.hook.stored)
+    assert deviation(*recorded)==0 and len(recorded[0])>=3*5 and a.hook.stored.equal(b.hook.stored)
 
 def test_validation_runs_without_checkpoints():
     calls,cb,learn = [],ActivationCheckpoint(),small()
@@ -157,24 +171,32 @@ def test_validation_runs_without_checkpoints():
 
 # Activations in memory
 
-def stack(**kwargs):
+def learner_of_counted_layers(**kwargs):
+    "Return a Learner on batches of 16 samples, whose model has 6 layers that count their activations"
     def model(): return nn.Sequential(nn.Linear(5, 8), *(CountedLayer(8) for _ in range(6)), nn.Linear(8, 3)).double()
     return toy(16, n=128, model=model, splitter=all_params, **kwargs)
 
-def holds(cap=10**9, cbs=None, f=lambda learn: learn.fit(1, 1e-2)):
-    "Call `f(learn)` with memory for the activations of `cap` samples; return its result and the peak in samples"
+def with_memory_for(cap=10**9, cbs=None, f=lambda learn: learn.fit(1, 1e-2)):
+    """Call `f(learn)` with a Learner of counted layers, and memory for the activations of `cap` samples
+
+    Samples count once for each layer that keeps their activations. Return the result, and the peak of
+    this count.
+    """
     ActivationCount.reset(cap)
-    try: return f(stack(cbs=cbs)),ActivationCount.peak
+    try: return f(learner_of_counted_layers(cbs=cbs)),ActivationCount.peak
     finally: ActivationCount.reset()
 
 def test_memory_holds_the_activations_of_one_segment_or_one_micro_batch():
-    plain,parts,cached = (holds(cbs=o)[1] for o in (None,ActivationCheckpoint(),GradientCache(micro_batch_size=4)))
-    assert plain>=6*16 and parts<=2*16 and cached<=7*4 and ActivationCount.now==0   # all is freed afterwards
+    "Without checkpoints, it holds those of all six layers for 16 samples"
+    callbacks = None,ActivationCheckpoint(),GradientCache(micro_batch_size=4)
+    plain,parts,cached = (with_memory_for(cbs=o)[1] for o in callbacks)
+    # all activations were freed
+    assert plain>=6*16 and parts<=2*16 and cached<=7*4 and ActivationCount.now==0
 
 def test_larger_batches_fit_into_memory():
-    def find(learn): return int(learn.bs_find(show_plot=False, init_val=4))
+    def find_bs(learn): return int(learn.bs_find(show_plot=False, init_val=4))
     cache = GradientCache(micro_batch_size=4)
-    assert [holds(60, cbs, find)[0] for cbs in (None,ActivationCheckpoint(),cache)]==[8,32,128]
+    assert [with_memory_for(60, cbs, find_bs)[0] for cbs in (None,ActivationCheckpoint(),cache)]==[8,32,128]
 
 @pytest.mark.parametrize('cap', [70,20])
 @pytest.mark.filterwarnings('ignore:memory ran out')
@@ -182,12 +204,12 @@ def test_memory_may_run_out_in_the_second_forward_pass(cap):
     "The batch is split, and the step is that of the whole batch"
     def fit(learn): return learn.fit(1, 1e-2) or learn
     acc = GradientAccumulation(16, micro_batch_size='auto')
-    assert_same_run(holds(f=fit)[0], holds(cap, [ActivationCheckpoint(),acc], fit)[0])
+    assert_same_run(with_memory_for(f=fit)[0], with_memory_for(cap, [ActivationCheckpoint(),acc], fit)[0])
 
 # Choosing segments
 
 def test_segments_are_found_or_given():
-    "The table shows the place of each segment, and after a fit how often it ran and how much memory it keeps"
+    "The table shows the name of each segment, how often it has run, and how much memory it keeps"
     model = net().double()
     def is_one(m): return isinstance(m, Block) and m is not model[2]
     for given,names in [(Block,'123'),((Block,nn.BatchNorm1d),'1234'),([model[1],model[3]],'13'),
@@ -198,11 +220,12 @@ def test_segments_are_found_or_given():
         assert all(o in repr(cb.segments) for o in ('segment','kept MB',*names))
     learn = make_application('vision', loss_func=cross_entropy, cbs=ActivationCheckpoint())
     found = learn.activation_checkpoint.segments
-    assert [o.kind for o in found].count('BasicBlock')==4 and not any(o.calls for o in found)   # before any fit
+    # no fit has run yet
+    assert [o.kind for o in found].count('BasicBlock')==4 and not any(o.calls for o in found)
 
 class Wrap(nn.ModuleDict):
     def forward(self, x): return self['m'](x)
-def single(): return Calls(n=1)   # a model without repeated blocks
+def single(): return CallsBlocks(n=1)   # a model without repeated blocks
 def flat(): return nn.Sequential(nn.Linear(5, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 3))
 @pytest.mark.parametrize('model', [flat,single,lambda: Wrap(dict(m=flat())),lambda: Wrap(dict(m=single()))])
 def test_small_models_have_segments(model): check(partial(small, model))
@@ -220,7 +243,8 @@ def test_a_model_that_cannot_be_cut_is_refused_before_it_trains(wrap, segments, 
     with pytest.raises(ValueError, match=match): learn.fit(1, cbs=[ActivationCheckpoint(o) for o in segments])
     assert deviation(before, learn.model.state_dict())==0 and replaced_methods(learn)==own
 
-class Idle(Block):
+class HasIdleBlock(Block):
+    "A block with two inner blocks, of which one never runs"
     def __init__(self):
         super().__init__()
         self.embed,self.used,self.idle = nn.Linear(5, 8),Block(),Block()
@@ -228,28 +252,30 @@ class Idle(Block):
 
 def test_a_given_segment_that_does_not_run_is_warned_of():
     with pytest.warns(UserWarning, match="1 of 2 segments did not run.*'idle'"):
-        small(Idle).fit(1, cbs=ActivationCheckpoint(Block))
+        small(HasIdleBlock).fit(1, cbs=ActivationCheckpoint(Block))
     with collect_warnings('error'):
-        small(Idle).fit(1, cbs=ActivationCheckpoint())   # no warning of segments that were found, not given
+        # no warning if the segments were not given
+        small(HasIdleBlock).fit(1, cbs=ActivationCheckpoint())
 
 class Shift(Module):
-    "A module whose backward pass does not need the input, and whose forward pass may change it in place"
+    "A module whose backward pass does not need its input, and that multiplies its input in place by `mul`"
     def __init__(self, mul=1):
         self.bias,self.lin,self.mul,self.total = nn.Parameter(torch.ones(8)),nn.Linear(8, 8),mul,torch.zeros(8).double()
     def forward(self, x): return self.lin((x if self.mul==1 else x.mul_(self.mul))+self.bias)
 
-class Sums(Shift):
+class SumsInputs(Shift):
+    "Adds its inputs in place to an attribute that is no buffer"
     def forward(self, x): return super().forward(x*self.total.add_(x.detach().sum(0)))
 
-class Later(nn.Sequential):
-    "Changes the input of its block afterwards, which is allowed without checkpoints"
+class ChangesInputLater(nn.Sequential):
+    "Changes the input of its block after the block has run, which is allowed without checkpoints"
     def forward(self, x):
         x = self[0](x)
         return self[1](x)+x.mul_(2)
 
 @pytest.mark.parametrize('block,match', [
-    (lambda: Later(nn.Linear(8, 8), Shift()),r"input.* of segment '1\.1' was changed"),
-    (lambda: Shift(2),"input.* of segment '1' was changed.*inplace=False"), (Sums,r"register_buffer\('total'")])
+    (lambda: ChangesInputLater(nn.Linear(8, 8), Shift()),r"input.* of segment '1\.1' was changed"),
+    (lambda: Shift(2),"input.* of segment '1' was changed.*inplace=False"), (SumsInputs,r"register_buffer\('total'")])
 def test_an_input_or_attribute_that_is_changed_in_place_is_refused(block, match):
     def model(): return net(block(), Block())
     learn = small(model)
@@ -258,7 +284,7 @@ def test_an_input_or_attribute_that_is_changed_in_place_is_refused(block, match)
     assert not replaced_methods(learn)
     small(model).fit(1)   # without checkpoints, the fit runs
 
-# Checkpoints leave nothing behind; test_cache.py has more cases
+# Nothing is left behind by checkpoints; test_cache.py has more cases
 
 def test_an_interrupt_in_the_second_forward_pass_leaves_nothing():
     "Buffers, attributes of modules, and random states are as before the backward pass"

@@ -1,6 +1,7 @@
-"""The promises of the package hold on a GPU, or if there is none, on the simulated device.
+"""The promises of the package hold on a GPU, or on a simulated device if there is no GPU.
 
-tests/device.py runs these tests. The simulated device (device.cpp) computes with the kernels of the CPU.
+tests/device.py runs these tests in a separate process. The simulated device, device.cpp, computes on the
+CPU.
 """
 import device, fastaccum, math, os, pytest, time, torch, traceback, warnings
 from copy import deepcopy
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings('ignore')
 # Learners
 
 def on_device(bs, where=None, **kwargs):
-    "Return a `toy` Learner on the device of these tests, or on the device `where`"
+    "Return a `toy` Learner on the device `where`, by default on the device of these tests"
     learn = toy(bs, **kwargs)
     learn.dls.to(where or device.device())
     learn.model.to(where or device.device())
@@ -40,16 +41,17 @@ def with_model(model, bs, **kwargs):
     return on_device(bs, model=lambda: model().double(), splitter=all_params, **kwargs)
 
 class Scaled(MixedPrecision):
-    "Mixed precision with a GradScaler and without autocast, so that runs in double precision stay comparable"
+    "Mixed precision with a GradScaler and without autocast, which would cast double precision"
     name = 'mixed_precision'
     def before_fit(self):
         self.autocast = torch.autocast(device.kind, enabled=False)
         self.learn.scaler = torch.amp.GradScaler(device.kind, init_scale=2.**10, growth_interval=3)
         self.scales = []
-    def after_pred(self): pass   # do not cast the predictions to single precision, as `MixedPrecision.after_pred` does
+    # do not cast the predictions to single precision, as `MixedPrecision.after_pred` does
+    def after_pred(self): pass
 
 class Half(MixedPrecision):
-    "fastai's `MixedPrecision`, which supports CUDA only, for the device of these tests"
+    "fastai's `MixedPrecision` for the device of these tests; fastai's own class supports CUDA only"
     name = 'mixed_precision'
     def before_fit(self):
         super().before_fit()
@@ -58,7 +60,8 @@ class Half(MixedPrecision):
 
 class Overflow(Callback):
     "Makes the loss of the batch or micro-batch with sample `i` infinite, in the first epoch"
-    order,run_valid = 9,False   # before the loss is scaled
+    # `MixedPrecision`, whose order is 10, scales the loss after this callback
+    order,run_valid = 9,False
     def __init__(self, i): self.i = i
     def before_backward(self):
         sample = self.dls.train_ds[self.i][0].to(self.x.device)
@@ -69,7 +72,7 @@ class Overflow(Callback):
 weight = torch.tensor([1.,2.,.5], dtype=torch.float64)
 def counted(learn): return (learn.y>=0).sum()
 def with_noise_scale(learn, cbs):
-    "Fit with `fit_one_cycle`, and with `NoiseScale` if the fit accumulates, which `NoiseScale` needs"
+    "Fit with `fit_one_cycle`, and if the fit accumulates, measure the noise scale"
     if not any(isinstance(o, GradientAccumulation) for o in cbs): return one_cycle(learn, cbs)
     meter = NoiseScale(every=1)
     one_cycle(learn, [*cbs,meter])
@@ -92,24 +95,25 @@ def test_the_run_is_the_full_batch_run(kind):
     assert_same_run(a, b)
     assert {p.device for p in b.model.parameters()}=={device.device()}
 
-def in_single(bs, **kwargs):
-    "Return a Learner in single precision, with inputs in single precision"
+def in_single_precision(bs, **kwargs):
+    "Return a Learner whose weights and inputs are in single precision"
     learn = on_device(bs, **kwargs)
     x,y = learn.dls.train.dataset.tensors
     learn.dls.train.dataset.tensors = x.float(),y
     learn.model.float()
     return learn
 
-def test_half_precision():
-    "The run differs from the full-batch run only by the rounding of half precision, and skips the same steps"
+def test_a_run_in_half_precision_differs_from_the_full_batch_run_by_rounding_only():
+    "Both runs skip the step in which the loss overflows"
     dtypes = []
     def fit(learn, cbs):
         learn.model[0].register_forward_hook(lambda m, xs, out: dtypes.append(out.dtype))
         one_cycle(learn, cbs)
-    a,b = both_runs(make=in_single, fit=fit, cbs=lambda: [Half(),Overflow(41)])
+    a,b = both_runs(make=in_single_precision, fit=fit, cbs=lambda: [Half(),Overflow(41)])
     assert_same_run(a, b, tol=5e-3, loss_tol=5e-3)
     assert torch.float16 in dtypes
 
+# functions that use a part of the package with a Learner
 uses = dict(fit=lambda learn: learn.fit(1, .1, cbs=GradientAccumulation(16)),
     auto=lambda learn: learn.fit(1, .1, cbs=GradientAccumulation(16, micro_batch_size='auto')),
     cache=lambda learn: learn.fit(1, .1, cbs=[GradientAccumulation(16),GradientCache(micro_batch_size=2)]),
@@ -119,14 +123,14 @@ uses = dict(fit=lambda learn: learn.fit(1, .1, cbs=GradientAccumulation(16)),
     compared=lambda learn: deviation(learn.model.state_dict(), learn.model.state_dict()))
 
 @pytest.mark.parametrize('use', uses)
-def test_no_double_precision_is_needed_on_the_device(use):
+def test_a_device_without_double_precision_is_supported(use):
     "Apple's GPUs have no double precision"
     if device.kind!='sim': pytest.skip('needs the simulated device')
-    learn = in_single(4, tokens=True)
+    learn = in_single_precision(4, tokens=True)
     with device.without_float64(): res = uses[use](learn)
     assert use!='accum_check' or res.ok, res
 
-# The run is that on the CPU
+# The run on the device is the run on the CPU
 
 def compare_samples(pred, y):
     "Return a loss that compares all samples of a batch with each other"
@@ -149,7 +153,7 @@ on_both = dict(
         fit=lambda learn,cbs: [learn.add_cbs(cbs),learn.lr_find(num_it=20, show_plot=False)]))
 
 @pytest.mark.parametrize('kind', on_both)
-def test_the_run_is_that_on_the_cpu(kind):
+def test_the_run_on_the_device_is_the_run_on_the_cpu(kind):
     def run(where):
         kwargs = dict(dict(bs=4, fit=one_cycle, n=64), **on_both[kind])
         fit,cbs,bs,model = (kwargs.pop(o, None) for o in ('fit','cbs','bs','model'))
@@ -158,42 +162,46 @@ def test_the_run_is_that_on_the_cpu(kind):
         return learn
     assert_same_run(run(torch.device('cpu')), run(device.device()))
 
-def test_the_noise_scale_is_that_on_the_cpu():
+def test_the_noise_scale_on_the_device_is_the_noise_scale_on_the_cpu():
     def readings(where):
         learn,meter = on_device(4, where, tokens=True),NoiseScale(every=2)
         learn.fit(2, .01, cbs=[GradientAccumulation(16),meter])
         return [tuple(o) for o in meter.readings]
     assert deviation(readings(torch.device('cpu')), readings(device.device()))<1e-9
 
-def test_accum_check():
-    "A fit that is the full-batch run passes, and BatchNorm is found and named"
+def test_accum_check_passes_the_full_batch_run_and_names_batchnorm():
     assert on_device(4).accum_check(cbs=GradientAccumulation(16)).ok
     check = with_model(with_batchnorm, 4).accum_check(cbs=GradientAccumulation(16))
     assert not check.ok and 'BatchNorm1d' in str(check)
 
-def test_accum_find_finds_what_it_finds_on_the_cpu():
-    def find(where): return on_device(4, where, n=200).accum_find(steps=5, show_plot=False)
-    a,b = find(torch.device('cpu')),find(device.device())
+def test_accum_find_suggests_the_same_size_as_on_the_cpu():
+    def find_accum_bs(where): return on_device(4, where, n=200).accum_find(steps=5, show_plot=False)
+    a,b = find_accum_bs(torch.device('cpu')),find_accum_bs(device.device())
     assert a.accum_bs==b.accum_bs and abs(a.scale-b.scale)<1e-9*a.scale
 
 # Synchronisation
 
-dropping = nn.Sequential(nn.Linear(5, 6),nn.Dropout(),nn.Linear(6, 3))
-synchronisations = {   # for each option: arguments, and the number of synchronisations per fit, epoch and step
-    'plain':      (kinds['plain'], 0, 4, 0),      # four micro-batches of an epoch are compared with their parts
-    'split':      (kinds['split'], 1, 4, 0),      # tests whether the model keeps a state between parts
+with_dropout = nn.Sequential(nn.Linear(5, 6),nn.Dropout(),nn.Linear(6, 3))
+# For each option: arguments of `on_device`, and the expected numbers of synchronisations for each fit,
+# epoch and step
+synchronisations = {
+    # the losses of four micro-batches are compared with those of their parts
+    'plain':      (kinds['plain'], 0, 4, 0),
+    # tests once whether the model keeps a state between micro-batches
+    'split':      (kinds['split'], 1, 4, 0),
     'auto':       (kinds['auto'], 0, 4, 0),
     'dropped':    (kinds['dropped'], 0, 4, 0),
     'tokens':     (kinds['tokens'], 0, 4, 0),
     'weights':    (kinds['weights'], 0, 4, 0),
     'summed':     (kinds['summed'], 0, 4, 0),
-    'own':        (kinds['own'], 1, 4, 0),        # the first value of `n_items` is checked
-    'on_cpu':     (kinds['on_cpu'], 0, 16, 0),    # each of the four comparisons copies three numbers
+    'own':        (kinds['own'], 1, 4, 0),        # checks the first value of `n_items`
+    # each of the four comparisons copies three more numbers
+    'on_cpu':     (kinds['on_cpu'], 0, 16, 0),
     'clipped':    (kinds['clipped'], 0, 4, 0),
     'scaled':     (kinds['scaled'], 0, 4, 0),
     'metrics':    (kinds['metrics'], 0, 4, 0),
     'rows':       (dict(acc=dict(log_accum_batch=False)), 0, 4, 0),
-    'half':       (dict(model=lambda: deepcopy(dropping).bfloat16(), splitter=all_params), 0, 4, 0),
+    'half':       (dict(model=lambda: deepcopy(with_dropout).bfloat16(), splitter=all_params), 0, 4, 0),
     'noise':      (dict(cbs=lambda: [NoiseScale(every=1)]), 0, 4, 1),
     'checkpoint': (dict(cbs=lambda: [ActivationCheckpoint(nn.Linear)]), 0, 4, 0),
     # the second forward pass of the first micro-batch is compared with the first one
@@ -201,7 +209,7 @@ synchronisations = {   # for each option: arguments, and the number of synchroni
 
 @pytest.mark.parametrize('option', synchronisations)
 def test_how_often_the_device_is_synchronised(option):
-    "The number does not depend on the number of micro-batches"
+    "The number of micro-batches has no influence"
     kwargs,per_fit,per_epoch,per_step = synchronisations[option]
     def counted(n_epoch, n, cbs=list, bs=4, acc={}, **kwargs):
         cbs = cbs()
@@ -221,8 +229,9 @@ class ToHalf(Callback):
     def before_batch(self): self.learn.xb = self.x.bfloat16(),
     def after_pred(self): self.learn.pred = self.pred.float()
 
-# A compiled model whose gradients are in fixed memory. `torch.compile(mode='reduce-overhead')` makes such a model on
-# CUDA: a CUDA graph writes the gradients
+# A compiled model that writes its gradients into the same memory each time.
+# `torch.compile(mode='reduce-overhead')` makes such a model on CUDA, where a CUDA graph writes the
+# gradients
 
 class ToFixedMemory(torch.autograd.Function):
     "A product whose backward pass writes the gradient of `weight` into the same `memory` each time"
@@ -238,6 +247,7 @@ class ToFixedMemory(torch.autograd.Function):
         return grad@weight,memory.detach(),None
 
 class FixedMemory(nn.Linear):
+    "A linear layer whose backward pass writes the gradient of its weight into the same memory each time"
     def __init__(self, *args):
         super().__init__(*args, bias=False)
         self.memory = {}
@@ -254,54 +264,56 @@ def test_gradients_in_fixed_memory_are_not_overwritten_by_the_next_micro_batch(r
     one_cycle(micro, [GradientAccumulation(16)])
     assert_same_run(full, micro)
 
-# Random numbers that are repeated
+# A second forward pass repeats the random numbers of the first one
 
-class Core(nn.Module):
+class Attention(nn.Module):
     "Attention with dropout and without parameters"
     def forward(self, q): return F.dropout((q@q.mT).softmax(-1), .5, self.training)@q
 
-class Around(nn.Module):
+class AttentionModel(nn.Module):
+    "A model with attention between two linear layers"
     def __init__(self):
         super().__init__()
-        self.before,self.core,self.after = nn.Linear(5, 8),Core(),nn.Linear(8, 3)
+        self.before,self.core,self.after = nn.Linear(5, 8),Attention(),nn.Linear(8, 3)
     def forward(self, x): return self.after(self.core(self.before(x)[:,None].expand(-1, 4, -1)).mean(1))
 
 def fit_seeded(model, bs, *cbs, **kwargs):
-    "Fit for an epoch that begins with the same random numbers each time, and return the Learner"
+    "Seed torch, fit for an epoch, and return the Learner"
     learn = with_model(model, bs, n=32, **kwargs)
     torch.manual_seed(0)
     learn.fit(1, .1, cbs=cbs)
     return learn
 
 def test_a_checkpointed_segment_without_parameters_repeats_its_random_numbers():
-    assert_same_run(fit_seeded(Around, 8), fit_seeded(Around, 8, ActivationCheckpoint(Core)))
+    assert_same_run(fit_seeded(AttentionModel, 8), fit_seeded(AttentionModel, 8, ActivationCheckpoint(Attention)))
 
 def test_a_cached_model_repeats_its_random_numbers():
-    split = fit_seeded(lambda: deepcopy(dropping), 8, GradientAccumulation(8, micro_batch_size=4))
-    assert_same_run(split, fit_seeded(lambda: deepcopy(dropping), 8, GradientCache(micro_batch_size=4)))
+    split = fit_seeded(lambda: deepcopy(with_dropout), 8, GradientAccumulation(8, micro_batch_size=4))
+    assert_same_run(split, fit_seeded(lambda: deepcopy(with_dropout), 8, GradientCache(micro_batch_size=4)))
 
 def test_accum_check_does_not_change_the_random_numbers_of_the_next_fit():
-    def run(checks):
-        learn = with_model(lambda: deepcopy(dropping), 4, n=32)
+    def run(with_check):
+        learn = with_model(lambda: deepcopy(with_dropout), 4, n=32)
         torch.manual_seed(0)
-        if checks: learn.accum_check(accum_bs=8)
+        if with_check: learn.accum_check(accum_bs=8)
         learn.fit(1, .1, cbs=GradientAccumulation(8))
         return learn
     assert_same_run(run(False), run(True))
 
 def test_rounding_is_not_taken_for_a_state_of_the_model():
-    "Kernels with atomics add in a different order each time, so a repeated forward pass differs by rounding"
-    order = count()
-    class Atomics(nn.Module):
-        def forward(self, x): return x*(1+1e-7*next(order))
-    learn = with_model(lambda: nn.Sequential(nn.Linear(5, 3),Atomics()), 4)
+    "Some kernels of a GPU add in another order each time, so a second forward pass differs by rounding"
+    n_calls = count()
+    class RoundsDifferently(nn.Module):
+        def forward(self, x): return x*(1+1e-7*next(n_calls))
+    learn = with_model(lambda: nn.Sequential(nn.Linear(5, 3),RoundsDifferently()), 4)
     with warnings.catch_warnings():
         warnings.simplefilter('error', StateWarning)
         learn.fit(1, .1, cbs=GradientAccumulation(16, micro_batch_size=2))
 
 # Memory that runs out
 
-per_sample = 25_000 if device.kind=='sim' else 4_000_000   # float64 numbers that each sample needs
+# for each sample, a pass allocates that many numbers of float64
+per_sample = 25_000 if device.kind=='sim' else 4_000_000
 
 class InBackward(torch.autograd.Function):
     "The identity function, whose backward pass needs memory for each sample"
@@ -312,8 +324,8 @@ class InBackward(torch.autograd.Function):
         torch.empty(len(g), per_sample, dtype=torch.float64, device=g.device)
         return g
 
-class Greedy(nn.Module):
-    "The identity; `where` says which pass needs memory for each sample: 'forward', 'backward' or none (None)"
+class NeedsMemory(nn.Module):
+    "The identity; `where` is the pass that needs memory for each sample: 'forward', 'backward' or None"
     def __init__(self, where):
         super().__init__()
         self.where = where
@@ -321,59 +333,61 @@ class Greedy(nn.Module):
         if self.where=='forward': torch.empty(len(x), per_sample, dtype=torch.float64, device=x.device)
         return InBackward.apply(x) if self.where=='backward' else x
 
-def greedy(where):
+def needing_memory(where):
+    "Return a model whose forward or backward pass needs memory for each sample; see `NeedsMemory`"
     body = nn.Linear(5, 64),nn.Tanh(),nn.Linear(64, 64),nn.Tanh()
-    return nn.Sequential(*body, Greedy(where), nn.Linear(64, 3))
+    return nn.Sequential(*body, NeedsMemory(where), nn.Linear(64, 3))
 def memory_for(n_samples): return device.memory_for(int((n_samples+.5)*per_sample*8))
 
-activation = 16*64*8   # bytes of the output of a layer for the failed micro-batch
+activation = 16*64*8   # bytes: the output of a layer for 16 samples, the batch that fails
 def wait_until(condition, seconds=2.):
+    "Wait until `condition()` is true, but at most `seconds`"
     end = time.monotonic()+seconds
     while not condition() and time.monotonic()<end: time.sleep(.01)
 
 @pytest.mark.parametrize('where', ['forward','backward'])
 @pytest.mark.parametrize('cls', [partial(GradientAccumulation, 16),GradientCache], ids=['split','cache'])
 def test_a_micro_batch_that_runs_out_of_memory_is_freed_before_the_cache_is_emptied(cls, where, monkeypatch):
-    "And the run is the full-batch run"
-    full = with_model(partial(greedy, None), 16, n=64)
+    "The cache is that of CUDA's allocator. The run is the full-batch run"
+    full = with_model(partial(needing_memory, None), 16, n=64)
     full.fit(1, .1)
-    learn,before,freed = with_model(partial(greedy, where), 16, n=64),[],[]
+    learn,before,in_use_then = with_model(partial(needing_memory, where), 16, n=64),[],[]
     learn.model.register_forward_pre_hook(lambda *_: before.append(device.memory_in_use()))
-    def held(): return device.memory_in_use()-before[-1]
-    def empty_cache():   # the thread of a failed backward pass frees its graph a moment later
-        wait_until(lambda: held()<activation)
-        freed.append(held())
+    def in_use(): return device.memory_in_use()-before[-1]
+    def empty_cache():
+        # a failed backward pass ran in a thread of its own, which frees the graph a moment later
+        wait_until(lambda: in_use()<activation)
+        in_use_then.append(in_use())
     monkeypatch.setattr(torch.cuda, 'empty_cache', empty_cache)
     with memory_for(6): learn.fit(1, .1, cbs=cls(micro_batch_size='auto'))
     assert_same_run(full, learn)
-    assert freed and max(freed)<activation
+    assert in_use_then and max(in_use_then)<activation
 
-def test_auto_in_validation():
-    learn = with_model(partial(greedy, 'forward'), 4, n=64)
+def test_with_auto_validation_batches_that_do_not_fit_are_split():
+    learn = with_model(partial(needing_memory, 'forward'), 4, n=64)
     expected = learn.validate()
     with memory_for(6): learn.fit(1, 0., cbs=GradientAccumulation(16, micro_batch_size='auto'))
     assert deviation(learn.recorder.values[0][1:], expected)<2e-6
 
-def test_a_single_sample_that_does_not_fit():
-    learn = with_model(partial(greedy, 'backward'), 16, n=64)
+def test_an_error_is_raised_if_a_single_sample_does_not_fit():
+    learn = with_model(partial(needing_memory, 'backward'), 16, n=64)
     before = deepcopy(learn.model.state_dict())
     with memory_for(0), pytest.raises(torch.OutOfMemoryError, match='single sample'):
         learn.fit(1, .1, cbs=GradientAccumulation(16, micro_batch_size='auto'))
     assert deviation(before, learn.model.state_dict())==0
 
 @pytest.mark.parametrize('where', ['forward','backward'])
-def test_bs_find(where):
-    "It finds the size that fits, measures the peak of memory, and leaves no memory in use"
-    learn = with_model(partial(greedy, where), 4, n=64)
+def test_bs_find_finds_the_size_that_fits_and_leaves_no_memory_in_use(where):
+    "It also measures the peak of memory of each trial"
+    learn = with_model(partial(needing_memory, where), 4, n=64)
     in_use = device.memory_in_use()
     with memory_for(13): found = learn.bs_find('binsearch', show_plot=False)
     assert found.size==13
     assert all(o.peak>=o.size*per_sample*8 for o in found.trials if o.ok)
     assert device.memory_in_use()<=in_use
 
-def test_accum_check_compares_a_micro_batch_if_a_step_does_not_fit():
-    "The micro-batch is compared with its parts"
-    learn = with_model(partial(greedy, 'backward'), 4, n=64)
+def test_accum_check_compares_a_micro_batch_with_its_parts_if_a_step_does_not_fit():
+    learn = with_model(partial(needing_memory, 'backward'), 4, n=64)
     with memory_for(6): check = learn.accum_check(cbs=GradientAccumulation(16))
     assert check.ok and check.too_many==16
 
@@ -402,28 +416,28 @@ def test_an_interrupt_leaves_nothing_behind(event, exc):
 
 # Two devices
 
-class Two(nn.Module):
-    "A model whose second half is on another device"
+class OnTwoDevices(nn.Module):
+    "A model whose second half is on another device than its first half"
     def __init__(self):
         super().__init__()
         self.a,self.b = nn.Linear(5, 6).double().to(device.device(0)),nn.Linear(6, 3).double().to(device.device(1))
-    def to(self, *_): return self   # fastai moves the model to the device of the DataLoaders
+    def to(self, *_): return self   # fastai would move the whole model to one device
     def forward(self, x): return self.b(self.a(x).tanh().to(device.device(1)))
 
-class WhereThePredictionsAre(nn.CrossEntropyLoss):
-    "Cross-entropy for targets and class weights on another device"
+class OnDeviceOfPredictions(nn.CrossEntropyLoss):
+    "Cross-entropy that moves targets and class weights to the device of the predictions"
     def forward(self, pred, y):
         y,weight = (None if o is None else o.to(pred.device) for o in (y,self.weight))
         return F.cross_entropy(pred.flatten(0, -2), y.flatten(), weight, reduction=self.reduction)
 
 @pytest.mark.parametrize('kind', ['plain','tokens','weights','summed','own','on_cpu','scaled','half'])
-def test_a_model_on_two_devices(kind):
+def test_the_run_of_a_model_on_two_devices_is_the_full_batch_run(kind):
     if device.n_devices()<2: pytest.skip('needs two devices')
     kwargs = dict(kinds.get(kind, {}))
     loss_func = kwargs.pop('loss_func', CrossEntropy())
-    kwargs['loss_func'] = WhereThePredictionsAre(loss_func.weight, reduction=loss_func.reduction)
+    kwargs['loss_func'] = OnDeviceOfPredictions(loss_func.weight, reduction=loss_func.reduction)
     if kind=='scaled': kwargs['cbs'] = lambda: [Scaled()]
-    model = (lambda: Two().bfloat16()) if kind=='half' else Two
+    model = (lambda: OnTwoDevices().bfloat16()) if kind=='half' else OnTwoDevices
     if kind=='half': kwargs['cbs'] = lambda: [ToHalf()]
     a,b = both_runs(make=on_device, model=model, splitter=all_params, **kwargs)
     rounding = .05 if kind=='half' else 1e-7
@@ -432,39 +446,39 @@ def test_a_model_on_two_devices(kind):
 
 def test_a_cache_refuses_data_parallel():
     "DataParallel copies the model to devices whose random states the cache cannot restore"
-    def model(): return nn.DataParallel(deepcopy(dropping).to(device.device()), device_ids=[0])
+    def model(): return nn.DataParallel(deepcopy(with_dropout).to(device.device()), device_ids=[0])
     with pytest.raises(ValueError, match='DataParallel.*distrib_ctx'):
         fit_seeded(model, 8, GradientCache(micro_batch_size=4))
 
 # Two processes, each with its own device
 
-def on_both_processes(bs, rank, **kwargs):
-    "Return a Learner with the samples of this process: of every eight, the first or the last four"
+def learner_of_process(bs, rank, **kwargs):
+    "Return a Learner with half of the samples: of every eight, process 0 has four, and process 1 the others"
     x,y = toy_data(64).tensors
     mine = torch.arange(64)//4%2==rank
     return on_device(bs, device.device(rank), data=TensorDataset(x[mine], y[mine]), splitter=all_params, **kwargs)
 
-def alone():
+def as_single_process():
     "Return a context in which fastai does not gather the losses of other processes"
     return patch.dict(os.environ, RANK='0', WORLD_SIZE='1')
 
 def the_fit_is_that_of_one_process(rank):
-    learn = on_both_processes(4, rank)
+    learn = learner_of_process(4, rank)
     learn.model = DistributedDataParallel(learn.model)
     one_cycle(learn, [GradientAccumulation(16)])
     full = on_device(16, device.device(rank), n=64, splitter=all_params)
-    with alone(): one_cycle(full, [])
+    with as_single_process(): one_cycle(full, [])
     assert_same_run(full, learn)
 
 def bs_find_before_the_first_fit(rank):
     "The model is still on the CPU, but the processes must exchange numbers on their devices"
-    learn = on_both_processes(4, rank, model=lambda: greedy('forward').double())
+    learn = learner_of_process(4, rank, model=lambda: needing_memory('forward').double())
     learn.model.cpu()
     with memory_for(13-4*rank): found = learn.bs_find('binsearch', show_plot=False)
     assert found.size==9
 
 def the_learning_rates_that_are_found_are_the_same(rank):
-    learn = on_both_processes(4, rank)
+    learn = learner_of_process(4, rank)
     learn.model = DistributedDataParallel(learn.model)
     learn.add_cb(GradientAccumulation(16))
     valley = torch.tensor(learn.lr_find(num_it=10, show_plot=False).valley, device=device.device(rank))
@@ -473,15 +487,15 @@ def the_learning_rates_that_are_found_are_the_same(rank):
     assert both[0]==both[1]
 
 def a_cached_fit_is_that_of_one_process(rank):
-    learn = on_both_processes(8, rank)
+    learn = learner_of_process(8, rank)
     learn.model = DistributedDataParallel(learn.model)
     one_cycle(learn, [GradientCache(micro_batch_size=4)])
     full = on_device(16, device.device(rank), n=64, splitter=all_params)
-    with alone(): one_cycle(full, [])
+    with as_single_process(): one_cycle(full, [])
     assert_same_run(full, learn)
 
 def batchnorm_is_recalibrated_on_all_samples(rank):
-    learn = on_both_processes(8, rank, model=lambda: with_batchnorm().double())
+    learn = learner_of_process(8, rank, model=lambda: with_batchnorm().double())
     learn.model = DistributedDataParallel(learn.model)
     learn.recalibrate_bn()
     linear,x = learn.model.module[0],toy_data(64).tensors[0].to(device.device(rank))
@@ -522,7 +536,8 @@ def results():
         return {o.name:o.read_text() for o in Path(folder).glob('*-?')}
 
 @pytest.mark.parametrize('law', [o.__name__ for o in laws_of_processes])
-def test_two_processes(law):
+def test_with_two_processes(law):
+    "The law is one of the functions above, and holds on both processes"
     if device.n_devices()<2: pytest.skip('needs two devices')
     for rank in range(2):
         res = results().get(f'{law}-{rank}', 'not run, because another law did not hold')

@@ -1,4 +1,7 @@
-"`drop_last` decides whether an epoch's incomplete last step is used; by default, as the loader drops its own batch."
+"""`drop_last` drops the incomplete last step of an epoch
+
+By default, it is dropped if the loader drops its last batch.
+"""
 import pytest, random, torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader as TorchLoader, SequentialSampler
@@ -13,7 +16,7 @@ from test_warned import count_warnings
 valid = toy_data(9, seed=1)
 def from_dsets(ds, bs): return DataLoaders.from_dsets(ds, valid, bs=bs, shuffle=False, num_workers=0)
 def keeps(ds, bs): return DataLoaders(DataLoader(ds, bs=bs), DataLoader(valid, bs=bs))
-def in_torch(ds, bs):   # torch's sampler draws one more random number at its end
+def in_torch(ds, bs):   # at its end, torch's sampler draws one more random number
     train = TorchLoader(ds, bs, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(0))
     return DataLoaders(train, TorchLoader(valid, bs))
 def stream(ds, bs):   # a list of items, because torch's loader also fetches the items that it drops
@@ -22,15 +25,15 @@ def sampler(ds, bs):
     batches = BatchSampler(SequentialSampler(ds), bs, drop_last=True)
     return DataLoaders(TorchLoader(ds, batch_sampler=batches), TorchLoader(valid, bs))
 
-def find(learn, cbs): learn.add_cbs(cbs).lr_find(num_it=20, show_plot=False)
+def run_lr_find(learn, cbs): learn.add_cbs(cbs).lr_find(num_it=20, show_plot=False)
 
 makes = dict(plain=lambda n,_,**kw: GradientAccumulation(n, **kw),
     schedule=lambda n,_,**kw: GradientAccumulationSchedule(n, n, **kw),
     scheduler=lambda n,micro,**kw: GradientAccumulationScheduler({0:-(-n//micro)}, **kw))
 
-class Drawn:
-    "A dataset with an item transform that draws a random number"
-    n_inp = 1   # without `n_inp`, fastai fetches one more item to count its parts
+class DrawsForItems:
+    "A dataset that draws a random number for each item, as a random transform of items does"
+    n_inp = 1   # without `n_inp`, fastai would fetch one more item to count the parts of an item
     def __init__(self, n): self.items = toy_data(n)
     def __len__(self): return len(self.items)
     def __getitem__(self, i): return self.items[i][0]+random.random(),self.items[i][1]
@@ -39,22 +42,22 @@ def learner(dls): return with_loaders(toy(4), *dls.loaders)
 def small(): return learner(from_dsets(toy_data(21), 4))   # too few samples for a step of 32
 
 @pytest.mark.parametrize('loaders,fit,make', pick_cases(25, [(l,f,m) for l in (from_dsets,keeps,in_torch,stream,sampler)
-    for f in (one_cycle,find) for m in makes for _ in range(2)]))
+    for f in (one_cycle,run_lr_find) for m in makes for _ in range(2)]))
 def test_by_default_the_last_step_is_dropped_if_the_loader_drops_its_last_batch(loaders, fit, make):
-    "Random numbers are drawn for dropped items as well, as with a loader of full batches"
+    "For dropped items, random numbers are drawn as by a loader of full batches"
     r = random.Random(f'{loaders.__name__} {fit.__name__} {make}')
     micro = r.randint(1, 8)
     accum_bs = r.randint(micro, 30)
-    big = -(-accum_bs//micro)*micro
-    n = r.randint(big, 110)
-    a,b,acc = *(learner(loaders(Drawn(n), bs)) for bs in (big,micro)),makes[make](accum_bs, micro)
+    full = -(-accum_bs//micro)*micro   # samples of a step: `accum_bs` rounded up to whole micro-batches
+    n = r.randint(full, 110)
+    a,b,acc = *(learner(loaders(DrawsForItems(n), bs)) for bs in (full,micro)),makes[make](accum_bs, micro)
     plan = acc.plan(b.dls, 2)
     for learn,cbs in ((a,[]),(b,[acc])):
         random.seed(0)
         fit(learn, cbs)
     assert_same_run(a, b)
     assert acc.drop_last is None and plan.drop_last==(loaders is not keeps)
-    assert plan.steps==[len(a.dls.train)]*2 and sum(plan.sizes[0])==(n//big*big if plan.drop_last else n)
+    assert plan.steps==[len(a.dls.train)]*2 and sum(plan.sizes[0])==(n//full*full if plan.drop_last else n)
 
 @pytest.mark.parametrize('make', makes)
 def test_the_argument_overrides_the_loader(make):
@@ -67,7 +70,10 @@ def test_the_argument_overrides_the_loader(make):
 @pytest.mark.filterwarnings('ignore:1 BatchNorm layer')
 @pytest.mark.parametrize('n,accum_bs', [(71,10),(70,16),(64,16)])
 def test_dropped_samples_do_not_reach_the_model(n, accum_bs):
-    "BatchNorm never sees them. A step is complete at `accum_bs` samples, rounded up to whole micro-batches"
+    """BatchNorm does not see them either
+
+    A step has `accum_bs` samples, rounded up to whole micro-batches.
+    """
     model = lambda: nn.Sequential(nn.Linear(5,6), nn.BatchNorm1d(6), nn.Linear(6,3)).double()
     trained,full = RecordAt('after_pred', lambda l: len(l.x)),-(-accum_bs//4)*4
     learn = toy(4, n=n, model=model, splitter=params)
@@ -79,12 +85,12 @@ def test_dropped_samples_do_not_reach_the_model(n, accum_bs):
 no_step = {('','no-step'):1}
 
 def test_an_epoch_with_too_few_samples_for_a_step_is_one_step():
-    "The fit warns once, and with `drop_last=True` it is refused"
+    "The fit warns once; with `drop_last=True` it is refused, with `drop_last=False` it does not warn"
     a,b = learner(DataLoaders(DataLoader(toy_data(21), bs=20, n=20), DataLoader(valid, bs=20))),small()
     one_cycle(a, [])
     assert count_warnings(lambda: one_cycle(b, [GradientAccumulation(32)]))==no_step
     assert_same_run(a, b)
-    assert count_warnings(lambda: find(small(), GradientAccumulation(32)))==no_step
+    assert count_warnings(lambda: run_lr_find(small(), GradientAccumulation(32)))==no_step
     with pytest.raises(ValueError, match='too few for'): one_cycle(small(), GradientAccumulation(32, drop_last=True))
     assert not count_warnings(lambda: one_cycle(small(), GradientAccumulation(32, drop_last=False)))
 

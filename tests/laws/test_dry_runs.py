@@ -1,4 +1,4 @@
-"`accum_check`, `accum_find` and `bs_find` restore the Learner to the bit, wherever they are interrupted."
+"`accum_check`, `accum_find` and `bs_find` restore all state of the Learner, even if interrupted."
 import numpy as np, pytest, random, torch
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -10,47 +10,49 @@ from fastaccum.testing import toy
 from common import CallAt, CpuMixedPrecision, LimitedMemory, RecordAt, pick_cases, runs_out_above, weights
 from small_learners import all_params
 
-verbs = dict(check=lambda learn, **kwargs: learn.accum_check(**kwargs),
-    find=lambda learn, **kwargs: learn.accum_find(show_plot=False, **dict(steps=2)|kwargs),
-    size=lambda learn, steps=3: learn.bs_find('binsearch', show_plot=False, steps_per_trial=steps))
+# the three methods of a Learner that train for a moment and then restore everything
+dry_runs = dict(accum_check=lambda learn, **kwargs: learn.accum_check(**kwargs),
+    accum_find=lambda learn, **kwargs: learn.accum_find(show_plot=False, **dict(steps=2)|kwargs),
+    bs_find=lambda learn, steps=3: learn.bs_find('binsearch', show_plot=False, steps_per_trial=steps))
 
-def plain(o, depth=0):
-    "Return a comparable form of `o`: its values if they are of a known type, otherwise its identity"
+def comparable(o, depth=0):
+    "Return a form of `o` to be compared with `==`: its values if their type is known, or its id"
     if isinstance(o, torch.Tensor):
         grad = o.grad.tolist() if o.is_leaf and o.grad is not None else None
         return id(o),o.requires_grad,repr(o.detach().tolist()),repr(grad)
     if isinstance(o, torch.Generator): return repr(o.get_state().tolist())
     if isinstance(o, random.Random): return hash(o.getstate())
     if isinstance(o, (str,int,float,type(None),np.ndarray)): return repr(o)
-    if isinstance(o, dict): return [(plain(k, depth+1),plain(v, depth+1)) for k,v in o.items()]
-    if isinstance(o, (list,tuple)) or type(o).__name__=='L': return [plain(x, depth+1) for x in o]
+    if isinstance(o, dict): return [(comparable(k, depth+1),comparable(v, depth+1)) for k,v in o.items()]
+    if isinstance(o, (list,tuple)) or type(o).__name__=='L': return [comparable(x, depth+1) for x in o]
     skip = (type,nn.Module,Learner,DataLoaders,DataLoader)
     if depth>4 or not hasattr(o, '__dict__') or isinstance(o, skip) or callable(o): return id(o)
-    return plain(vars(o), depth+1)
+    return comparable(vars(o), depth+1)
 
-def everything(learn):
-    "Return all state of a Learner that a dry run may touch"
+def all_state(learn):
+    "Return all state that a dry run may change, of everything that belongs to the Learner, and of torch"
     modules,opt = learn.model.named_modules(),learn.opt
-    return dict(modules=[(nm,m.training,plain(m._parameters),plain(m._buffers),len(m._forward_hooks),
+    return dict(modules=[(nm,m.training,comparable(m._parameters),comparable(m._buffers),len(m._forward_hooks),
             len(m._forward_pre_hooks),sorted(vars(m))) for nm,m in modules],
         hooks=[len(p._backward_hooks or ()) for p in learn.model.parameters()],
-        learn={k:plain(v) for k,v in vars(learn).items() if k not in ('opt','recorder')},
-        recorder=plain(vars(learn.recorder)),
-        cbs=[(id(o),plain(vars(o)),o.order,o.run,o.run_train,o.run_valid) for o in learn.cbs],
-        opt=opt and (id(opt),plain([opt.state.get(p) for p in learn.model.parameters()]),plain(list(opt.hypers))),
-        loaders=[(id(o),plain(vars(o)),len(o)) for o in learn.dls.loaders], grad=torch.is_grad_enabled(),
+        learn={k:comparable(v) for k,v in vars(learn).items() if k not in ('opt','recorder')},
+        recorder=comparable(vars(learn.recorder)),
+        cbs=[(id(o),comparable(vars(o)),o.order,o.run,o.run_train,o.run_valid) for o in learn.cbs],
+        opt=opt and (id(opt),comparable([opt.state.get(p) for p in learn.model.parameters()]),
+            comparable(list(opt.hypers))),
+        loaders=[(id(o),comparable(vars(o)),len(o)) for o in learn.dls.loaders], grad=torch.is_grad_enabled(),
         rng=(hash(random.getstate()),repr(np.random.get_state()),repr(torch.get_rng_state().tolist())))
 
 @contextmanager
 def unchanged(learn):
-    "Fail if this context changes any state that `everything` returns"
-    before = everything(learn)
+    "Fail if `all_state` differs between the beginning and the end of this context"
+    before = all_state(learn)
     yield
-    now = everything(learn)
+    now = all_state(learn)
     assert before.keys()==now.keys() and [k for k in before if before[k]!=now[k]]==[]
 
 class Ema(Callback):
-    "Keeps a moving average of the weights, and changes it in place"
+    "Keeps a moving average of the weights, which it changes in place"
     order,mean = 11,None
     def before_fit(self): self.mean = weights(self.learn) if self.mean is None else self.mean
     def after_step(self): self.mean.mul_(.9).add_(weights(self.learn), alpha=.1)
@@ -77,7 +79,7 @@ class Count(Metric):
     def accumulate(self, learn): self.calls.append(random.random())
     value = property(lambda self: float(len(self.calls)))
 
-def rich(fitted=False, cbs=(), **kwargs):
+def learner_with_all_state(fitted=False, cbs=(), **kwargs):
     "Return a Learner with every kind of state that a dry run could change"
     def net():
         layers = nn.Linear(5, 6),nn.BatchNorm1d(6),nn.Dropout(.2),LimitedMemory(),nn.Linear(6, 3)
@@ -90,41 +92,42 @@ def rich(fitted=False, cbs=(), **kwargs):
         for p in learn.model.parameters(): p.grad = torch.ones_like(p)
     return learn
 
-@pytest.mark.parametrize('verb', verbs)
+@pytest.mark.parametrize('method', dry_runs)
 @pytest.mark.parametrize('fitted', [False,True])
 @pytest.mark.parametrize('cap', [1000,5,1], ids=['success','memory','nothing fits'])
-def test_everything_is_restored(verb, cap, fitted):
-    "Memory may run out, which `bs_find` reports as an error only if no sample fits"
-    more = [Draws(),CSVLogger('log.csv'),NoiseScale(every=1)][:3 if verb=='find' else 2]
-    learn = rich(fitted, more)
+def test_everything_is_restored_after_success_and_after_running_out_of_memory(method, cap, fitted):
+    "If memory runs out, all three raise an error, but `bs_find` only if not even one sample fits"
+    more = [Draws(),CSVLogger('log.csv'),NoiseScale(every=1)][:3 if method=='accum_find' else 2]
+    learn = learner_with_all_state(fitted, more)
     learn.model[3].runs_out = runs_out_above(cap, 'forward')
-    fits = cap==1000 or (verb,cap)==('size',5)
-    with unchanged(learn), nullcontext() if fits else pytest.raises(torch.OutOfMemoryError): verbs[verb](learn, steps=2)
+    fits = cap==1000 or (method,cap)==('bs_find',5)
+    with unchanged(learn), nullcontext() if fits else pytest.raises(torch.OutOfMemoryError):
+        dry_runs[method](learn, steps=2)
 
 events = ('before_fit before_epoch before_train before_batch after_pred after_loss before_backward after_backward '
     'before_step after_batch after_fit').split()
 
-@pytest.mark.parametrize('verb,event,at,exc', pick_cases(30, [*(('check',e,i,x) for e in events for i in (1,2,4)
-    for x in (KeyboardInterrupt,ZeroDivisionError)), *(('find',e,1,KeyboardInterrupt) for e in events),
-    *(('size',e,i,x) for e in events for i in (1,4) for x in (KeyboardInterrupt,ZeroDivisionError))]))
-def test_everything_is_restored_after_an_interrupt(verb, event, at, exc):
+@pytest.mark.parametrize('method,event,at,exc', pick_cases(30, [*(('accum_check',e,i,x) for e in events for i in (1,2,4)
+    for x in (KeyboardInterrupt,ZeroDivisionError)), *(('accum_find',e,1,KeyboardInterrupt) for e in events),
+    *(('bs_find',e,i,x) for e in events for i in (1,4) for x in (KeyboardInterrupt,ZeroDivisionError))]))
+def test_everything_is_restored_after_an_interrupt(method, event, at, exc):
     "The interrupt may come at any event, in any run of the method"
     heard = []
     def interrupt(learn):
-        heard.append(1)   # not in an attribute of the callback, which is restored between two runs
+        heard.append(1)   # a list outside of the callback, because dry runs restore its attributes
         if len(heard)==at: raise exc('planted')
     cb = CallAt(event, interrupt, run_valid=True)
     cb.order = -100
-    learn = rich(cbs=[Draws(),cb])
-    with unchanged(learn), pytest.raises(exc): verbs[verb](learn)
+    learn = learner_with_all_state(cbs=[Draws(),cb])
+    with unchanged(learn), pytest.raises(exc): dry_runs[method](learn)
 
-@pytest.mark.parametrize('verb', verbs)
+@pytest.mark.parametrize('method', dry_runs)
 @pytest.mark.parametrize('how', ['plain','mixed','within a fit','training metrics','checkpoint'])
-def test_a_dry_run_does_not_change_later_training(verb, how):
+def test_a_dry_run_does_not_change_later_training(method, how):
     def run(f):
         cbs = dict(mixed=[CpuMixedPrecision()], checkpoint=[ActivationCheckpoint(nn.Linear)])
-        learn,todo = rich(cbs=cbs.get(how, [])),[f]
-        # a dry run sends `before_fit` too, so `todo` makes sure that `f` runs once
+        learn,todo = learner_with_all_state(cbs=cbs.get(how, [])),[f]
+        # `f` itself sends `before_fit` again, so `todo` makes sure that `f` runs once
         within = RecordAt('before_fit', lambda l: todo and todo.pop()(l), order=70)
         random.seed(1)
         with learn.no_logging():
@@ -135,18 +138,18 @@ def test_a_dry_run_does_not_change_later_training(verb, how):
             if how!='within a fit': f(learn)
             learn.fit_one_cycle(1, .1, cbs=[within] if how=='within a fit' else [])
         return learn
-    a,b = run(lambda learn: 0),run(verbs[verb])
+    a,b = run(lambda learn: 0),run(dry_runs[method])
     assert weights(a).equal(weights(b)) and a.ema.mean.equal(b.ema.mean)
     assert a.recorder.losses==b.recorder.losses and a.metrics[0].calls==b.metrics[0].calls
 
-@pytest.mark.parametrize('verb', verbs)
-def test_nothing_is_logged_saved_validated_or_measured(verb, tmp_path, capsys):
+@pytest.mark.parametrize('method', dry_runs)
+def test_nothing_is_logged_saved_validated_or_measured(method, tmp_path, capsys):
     heard,validates = [],Callback()
     validates.before_validate = lambda: heard.append('validated')
     schedule = ParamScheduler(dict(lr=lambda pct: heard.append('scheduled') or .1))
-    learn = rich(cbs=[CSVLogger(tmp_path/'log.csv'),SaveModelCallback(fname='best'),TerminateOnNaNCallback(),
-        ShortEpochCallback(.01),validates,schedule])
+    learn = learner_with_all_state(cbs=[CSVLogger(tmp_path/'log.csv'),SaveModelCallback(fname='best'),
+        TerminateOnNaNCallback(),ShortEpochCallback(.01),validates,schedule])
     learn.logger = lambda *o: heard.append('logged')
-    verbs[verb](learn)
+    dry_runs[method](learn)
     assert heard==learn.metrics[0].calls==[] and not list(tmp_path.iterdir()) and not hasattr(learn.recorder, 'lrs')
     assert capsys.readouterr().out==''

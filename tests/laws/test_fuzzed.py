@@ -1,4 +1,7 @@
-"""Cases in which a fuzzer found a wrong run without a warning. Each is right now, or refused, or warned of."""
+"""Cases in which a fuzzer once found a wrong run without a warning
+
+Each case is right now, or refused, or warned of.
+"""
 import os, sys, numpy as np, pytest, torch
 from functools import partial
 from torch import nn
@@ -25,13 +28,13 @@ class DoublesInputs(Learner):
 def trains_twice(learn, i, b):
     for _ in range(2): Learner.one_batch(learn, i, b)
 
-def of_the_class(learn): learn.__class__ = DoublesInputs
-def of_the_instance(learn): learn.one_batch = partial(trains_twice, learn)
+def in_a_subclass(learn): learn.__class__ = DoublesInputs
+def on_the_instance(learn): learn.one_batch = partial(trains_twice, learn)
 
-@pytest.mark.parametrize('give', [of_the_class,of_the_instance])
-def test_a_learner_with_its_own_one_batch_is_refused(give):
+@pytest.mark.parametrize('replace', [in_a_subclass,on_the_instance])
+def test_a_learner_with_its_own_one_batch_is_refused(replace):
     learn = toy(4)
-    give(learn)
+    replace(learn)
     with weights_unchanged(learn), pytest.raises(ValueError, match='(?s)own `one_batch`.*#own-training-loop'):
         learn.fit(1, 0.1, cbs=GradientAccumulation(16))
 
@@ -39,9 +42,9 @@ def test_a_learner_with_its_own_one_batch_is_refused(give):
 
 def clips(g): return g.clamp(-.02, .02)
 def normalizes(g): return g/g.norm()
-on_parameters = ('AccumulationWarning','parameter-hooks')
+warning_of_hooks = ('AccumulationWarning','parameter-hooks')
 
-def hooked(*args, hook=clips, trains=True, **kwargs):
+def learner_with_hook(*args, hook=clips, trains=True, **kwargs):
     learn = toy(*args, **kwargs)
     weight = learn.model[2].weight
     if hook: weight.register_hook(hook)
@@ -50,18 +53,18 @@ def hooked(*args, hook=clips, trains=True, **kwargs):
 
 @pytest.mark.parametrize('hook', [clips,normalizes])
 def test_a_hook_on_a_parameter_is_warned_of_and_named_in_the_check(hook):
-    said,a,b = warnings_and_runs(make=partial(hooked, hook=hook))
-    assert said=={on_parameters:1} and weights_apart(a, b)>1e-4
-    row, = [o for o in hooked(4, hook=hook).accum_check(16).rows if o.what=='gradients']
+    warned,a,b = warnings_and_runs(make=partial(learner_with_hook, hook=hook))
+    assert warned=={warning_of_hooks:1} and weights_apart(a, b)>1e-4
+    row, = [o for o in learner_with_hook(4, hook=hook).accum_check(16).rows if o.what=='gradients']
     assert not row.ok and 'the hook on the parameter 2.weight' in row.where and 'before_step' in row.remedy
 
 @pytest.mark.parametrize('kwargs', [dict(trains=False),dict(hook=None)])
 def test_a_hook_that_does_not_run_is_not_warned_of(kwargs):
-    assert not warnings_and_runs(make=partial(hooked, **kwargs))[0]
+    assert not warnings_and_runs(make=partial(learner_with_hook, **kwargs))[0]
 
 def test_a_hook_on_a_parameter_is_right_if_each_step_is_one_batch():
-    said,a,b = warnings_and_runs(make=hooked, micro=16)
-    assert not said and weights_apart(a, b)<1e-12
+    warned,a,b = warnings_and_runs(make=learner_with_hook, micro=16)
+    assert not warned and weights_apart(a, b)<1e-12
 
 # Loaders whose samples are hard to count
 
@@ -79,35 +82,37 @@ def subset(bs):
 
 @pytest.mark.parametrize('dl', [stream,partly,subset])
 @pytest.mark.parametrize('bs,acc,full', [(32,dict(micro_batch_size=4),16), (8,dict(drop_last=True),24)])
-def test_a_plan_has_as_many_steps_as_the_loader_has_samples_for(dl, bs, acc, full):
+def test_the_number_of_steps_fits_the_number_of_samples_of_the_loader(dl, bs, acc, full):
     learn,rates = toy(4),[]
     learn.dls.loaders[0] = dl(bs)
     np.random.seed(0)
-    said = count_warnings(lambda: learn.fit_one_cycle(2, 0.1, cbs=GradientAccumulation(full, **acc)))
+    warned = count_warnings(lambda: learn.fit_one_cycle(2, 0.1, cbs=GradientAccumulation(full, **acc)))
     n = 70//full if 'drop_last' in acc else -(-70//full)
-    assert not said and len(learn.recorder.lrs)==2*n and abs(learn.pct_train-1)<1e-9
+    assert not warned and len(learn.recorder.lrs)==2*n and abs(learn.pct_train-1)<1e-9
 
-class Announces:
-    "A loader of `n` samples whose length claims that it has `n_batches` batches"
+class WrongLength:
+    "A loader of `n` samples in batches of `bs`, whose `len` is `n_batches`, which may be wrong"
     def __init__(self, n, bs, n_batches): self.ds,self.bs,self.n_batches = toy_data(n),bs,n_batches
     def __len__(self): return self.n_batches
     def __iter__(self): return iter([self.ds[i:i+self.bs] for i in range(0, len(self.ds), self.bs)])
 
-# Each case: the claimed number of batches of 4 samples, where there are 66 samples; whether steps of 16 are missing
-@pytest.mark.parametrize('n_batches,acc,told', [(17,{},False), (20,{},False), (21,{},True), (30,{},True),
+# A loader has 66 samples in batches of 4, so 17 batches. Each case: the `len` of this loader, arguments
+# of the callback with steps of 16, and whether this `len` announces steps that do not come
+@pytest.mark.parametrize('n_batches,acc,steps_missing', [(17,{},False), (20,{},False), (21,{},True), (30,{},True),
     (17,dict(drop_last=True),False), (20,dict(drop_last=True),True), (20,dict(micro_batch_size=2),False)])
-def test_fewer_batches_than_planned_are_warned_of(n_batches, acc, told):
+def test_fewer_batches_than_planned_are_warned_of(n_batches, acc, steps_missing):
     learn = toy(4)
-    learn.dls.loaders[0] = Announces(66, 4, n_batches)
-    said = count_warnings(lambda: learn.fit(2, 0.01, cbs=GradientAccumulation(16, **acc)))
-    assert said==({('','fewer-batches'):1} if told else {})
-    assert (learn.pct_train<1-1e-9)==told
+    learn.dls.loaders[0] = WrongLength(66, 4, n_batches)
+    warned = count_warnings(lambda: learn.fit(2, 0.01, cbs=GradientAccumulation(16, **acc)))
+    assert warned==({('','fewer-batches'):1} if steps_missing else {})
+    assert (learn.pct_train<1-1e-9)==steps_missing
 
 def test_cancelled_micro_batches_do_not_count_as_missing_in_the_loader():
-    def odd(learn):
+    def cancel_odd(learn):
         if learn.iter%2: raise CancelBatchException
-    said = count_warnings(lambda: toy(4).fit(2, 0.01, cbs=[GradientAccumulation(16),CallAt('before_batch', odd)]))
-    assert ('','fewer-batches') not in said
+    cancels = CallAt('before_batch', cancel_odd)
+    warned = count_warnings(lambda: toy(4).fit(2, 0.01, cbs=[GradientAccumulation(16),cancels]))
+    assert ('','fewer-batches') not in warned
 
 # Losses with a state
 
@@ -139,39 +144,40 @@ with_state = ('StateWarning','loss-with-state')
 
 @pytest.mark.parametrize('loss', [Centred,WarmsUp])
 def test_a_loss_that_depends_on_earlier_calls_is_warned_of_and_the_cache_is_exact(loss):
-    said,a,b = warnings_and_runs(loss_func=loss())
-    assert said=={with_state:1} and weights_apart(a, b)>1e-4
+    warned,a,b = warnings_and_runs(loss_func=loss())
+    assert warned=={with_state:1} and weights_apart(a, b)>1e-4
     a,b = (toy(16, loss_func=loss()) for _ in range(2))
     fit(a, None)
     fit(b, GradientCache(micro_batch_size=4))
     assert weights_apart(a, b)<1e-12
 
 def test_a_loss_that_only_counts_its_calls_is_right():
-    said,a,b = warnings_and_runs(loss_func=Counts())
-    assert not said and weights_apart(a, b)<1e-7
+    warned,a,b = warnings_and_runs(loss_func=Counts())
+    assert not warned and weights_apart(a, b)<1e-7
 
-# Losses that differ in training
+# Losses that are computed differently in training
 
 def hardest(p, y, *, trains):
-    "Return the mean of the losses, in training that of the larger half, as decided by `trains(p, losses)`"
+    "Return the mean loss of the samples, or if `trains(p, losses)`, that of the half with larger losses"
     losses = F.cross_entropy(p, y, reduction='none')
     return losses.topk(max(1, len(y)//2)).values.mean() if trains(p, losses) else losses.mean()
 
 @pytest.mark.parametrize('trains', [lambda p, losses: p.requires_grad, lambda p, losses: losses.requires_grad,
     lambda p, losses: torch.is_grad_enabled()])
-def test_a_loss_is_tried_in_training_mode(trains):
-    said,a,b = warnings_and_runs(loss_func=partial(hardest, trains=trains))
-    assert said=={not_a_mean:1} and weights_apart(a, b)>1e-4
+def test_a_loss_is_tried_as_in_training(trains):
+    "The loss recognises training by gradients that are required, or by torch's grad mode"
+    warned,a,b = warnings_and_runs(loss_func=partial(hardest, trains=trains))
+    assert warned=={not_a_mean:1} and weights_apart(a, b)>1e-4
 
 def test_a_loss_may_write_into_the_predictions_that_it_is_tried_on():
     def in_place(p, y): return F.cross_entropy(p.mul_(2) if p.requires_grad else p*2, y)
-    said,a,b = warnings_and_runs(loss_func=in_place)
-    assert not said and weights_apart(a, b)<1e-7
+    warned,a,b = warnings_and_runs(loss_func=in_place)
+    assert not warned and weights_apart(a, b)<1e-7
 
 # Counters of steps
 
 class SetsRate(Callback):
-    "Sets the learning rate by the number of steps so far"
+    "Sets the learning rate according to the number of steps that were taken"
     def before_step(self): self.opt.set_hyper('lr', 0.1/(1+self.train_iter))
 
 def test_callbacks_count_steps_where_every_micro_batch_is_recorded():
@@ -186,6 +192,7 @@ def test_callbacks_count_steps_where_every_micro_batch_is_recorded():
     assert len(b.recorder.losses)==36
 
 def test_callbacks_that_record_every_micro_batch_count_micro_batches():
+    "Such callbacks run after the Recorder, as loggers do"
     rows = RecordAt('after_batch', lambda l: l.train_iter, order=51)
     toy(4).fit(2, 0.1, cbs=[rows,GradientAccumulation(16, log_accum_batch=False)])
     assert rows.values==list(range(1, 37))
@@ -193,7 +200,7 @@ def test_callbacks_that_record_every_micro_batch_count_micro_batches():
 # Rare mistakes that are refused
 
 def second_size(value):
-    "Return an `n_items` that returns 4 in its first call, and `value` later, as tensors"
+    "Return a function `n_items` that returns a tensor: 4 in its first call, and `value` in later calls"
     calls = []
     def n_items(learn):
         calls.append(learn)
@@ -205,10 +212,10 @@ def test_every_tensor_that_n_items_returns_on_a_cpu_is_checked(value):
     with pytest.raises(ValueError, match='`n_items` must return a finite number'):
         toy(4).fit(1, 0.1, cbs=GradientAccumulation(16, n_items=second_size(value)))
 
-def rows(before, after): return lambda b, start, stop, n: [o[max(0, start-before):stop+after] for o in b]
+def wrong_split(before, after): return lambda b, start, stop, n: [o[max(0, start-before):stop+after] for o in b]
 
-@pytest.mark.parametrize('split,words', [(rows(0, -1),'`split` must return a row for each'),
-    (rows(1, 0),'`split` must return a row'), (lambda *_: None,'`split` must return a tuple or list.*got None')])
+@pytest.mark.parametrize('split,words', [(wrong_split(0, -1),'`split` must return a row for each'),
+    (wrong_split(1, 0),'`split` must return a row'), (lambda *_: None,'`split` must return a tuple or list.*got None')])
 def test_a_split_that_returns_other_rows_is_refused_before_a_weight_moves(split, words):
     learn = toy(16)
     with weights_unchanged(learn), pytest.raises((ValueError,TypeError), match=f'(?s){words}.*#cannot-be-split'):
@@ -216,43 +223,43 @@ def test_a_split_that_returns_other_rows_is_refused_before_a_weight_moves(split,
         size.train = 4
         learn.fit(1, 0.1, cbs=GradientAccumulation(16, micro_batch_size=size))
 
-class Epochs(Learner):
-    "A Learner that iterates over its loader itself"
+class OwnEpoch(Learner):
+    "A Learner whose own `_do_epoch_train` iterates over the training loader"
     def _do_epoch_train(self):
         self.dl,self.n_iter = self.dls.train,len(self.dls.train)
         self('before_train')
         for i,b in enumerate(self.dls.train): self.one_batch(i, b)
 
-class Measures(Learner):
-    "A Learner that looks at each batch before it passes it to `one_batch`"
+class OwnLoopThatReads(Learner):
+    "A Learner whose own `all_batches` reads each batch before it passes the batch to `one_batch`"
     def all_batches(self):
         self.n_iter = len(self.dl)
         for i,b in enumerate(self.dl): self.one_batch(i, b) if len(b) else None
 
-class Passes(Learner):
-    "A Learner whose own loop passes each batch to `one_batch`"
+class OwnLoop(Learner):
+    "A Learner whose own `all_batches` only passes each batch to `one_batch`"
     def all_batches(self):
         self.n_iter = len(self.dl)
         for i,b in enumerate(self.dl): self.one_batch(i, b)
 
-def of_class(cls, *args, **kwargs):
+def toy_of_class(cls, *args, **kwargs):
     learn = toy(*args, **kwargs)
     learn.__class__ = cls
     return learn
 
-def replaced(learn): learn.dl = learn.dls.train
+def replace_loader(learn): learn.dl = learn.dls.train
 
-@pytest.mark.parametrize('cls,cbs,words', [(Epochs,[],'let it iterate over `self.dl`'),
-    (Learner,[CallAt('before_train', replaced, order=13)],'give it an `order` below 12'),
-    (Learner,[CallAt('before_train', lambda l: l.epoch and replaced(l), order=13)],'give it an `order` below 12'),
-    (Measures,[],'only pass the steps to `one_batch`')])
-def test_a_loop_that_does_not_get_steps_is_refused(cls, cbs, words):
+@pytest.mark.parametrize('cls,cbs,words', [(OwnEpoch,[],'let it iterate over `self.dl`'),
+    (Learner,[CallAt('before_train', replace_loader, order=13)],'give it an `order` below 12'),
+    (Learner,[CallAt('before_train', lambda l: l.epoch and replace_loader(l), order=13)],'give it an `order` below 12'),
+    (OwnLoopThatReads,[],'only pass the steps to `one_batch`')])
+def test_a_training_loop_that_bypasses_the_steps_is_refused(cls, cbs, words):
     with pytest.raises((RuntimeError,TypeError), match=words):
-        of_class(cls, 4).fit(2, 0.1, cbs=[GradientAccumulation(16),*cbs])
+        toy_of_class(cls, 4).fit(2, 0.1, cbs=[GradientAccumulation(16),*cbs])
 
 def test_a_learner_may_have_its_own_all_batches_and_a_callback_may_replace_the_loader():
-    first = CallAt('before_train', replaced, order=5)
-    assert_same_run(*both_runs(make=partial(of_class, Passes), cbs=lambda: [first]))
+    first = CallAt('before_train', replace_loader, order=5)   # runs before fastaccum wraps the loader
+    assert_same_run(*both_runs(make=partial(toy_of_class, OwnLoop), cbs=lambda: [first]))
 
 def fit_with(*cbs, learn=toy, **kwargs):
     return learn(**dict(bs=4)|kwargs).fit(1, 0.1, cbs=[GradientAccumulation(16),*cbs])
@@ -279,7 +286,7 @@ def test_bad_arguments_are_refused_with_a_link(f, words):
 
 def with_bs(of_loader, **kwargs):
     learn = toy(**kwargs)
-    learn.dls.loaders[0] = Announces(66, 4, 17)
+    learn.dls.loaders[0] = WrongLength(66, 4, 17)
     learn.dls.train.bs = of_loader
     return learn
 
@@ -287,13 +294,13 @@ def with_bs(of_loader, **kwargs):
 
 def test_the_hyper_parameters_that_scaledlr_keeps_are_not_taken_for_a_second_optimizer():
     learn = toy(4, cbs=[GradientAccumulation(16),ScaledLR(base_bs=16)])
-    said = count_warnings(lambda: [learn.fit(1, 0.01, reset_opt=True) for _ in range(2)])
-    assert not said
+    warned = count_warnings(lambda: [learn.fit(1, 0.01, reset_opt=True) for _ in range(2)])
+    assert not warned
 
 # Interrupts
 
 def interrupted(make, at):
-    """Fit, and interrupt when fastaccum switches gradients on or off for the `at`th time
+    """Call `make(learn)`, and interrupt it where fastaccum enters or leaves `torch.no_grad`
 
     Return whether there was an interrupt, and whether gradients are on afterwards.
     """
@@ -314,7 +321,7 @@ def interrupted(make, at):
     return n>at,on
 
 def _is_ours(frame):
-    "Whether fastaccum called this frame, directly or through a decorator of torch"
+    "Return whether fastaccum called this frame, directly or through a decorator of torch"
     for _ in range(2):
         frame = frame.f_back
         if 'fastaccum' in frame.f_code.co_filename.split(os.sep): return 'tests' not in frame.f_code.co_filename

@@ -1,7 +1,7 @@
 """In half precision, a run on micro-batches is the full-batch run.
 
-All losses of a step have the same scale, an overflow skips its step only, clipping acts once on the mean gradient, and
-gradients are added up in single precision.
+The GradScaler scales all losses of a step by the same number, an overflow skips only its own step,
+clipping acts once on the mean gradient, and gradients are added up in single precision.
 """
 import pytest, torch
 from functools import partial
@@ -27,19 +27,23 @@ def test_a_scaled_run_is_the_full_batch_run(kwargs, clip):
 
 @pytest.mark.parametrize('i', [0,21,69])
 def test_an_overflow_skips_its_own_step_only(i):
-    "An overflow halves the scale once. Sample `i` belongs to step `i//16`"
-    seen,overflow = [],partial(overflow_on_sample, i)
+    """The loss of the micro-batch with sample `i` overflows, in step `i//16`
+
+    The scale is halved once, after this step.
+    """
+    scales,overflow = [],partial(overflow_on_sample, i)
     def cbs():
-        seen.append(RecordAt('before_step', lambda l: l.scaler.get_scale(), order=9))
-        overflows = CallAt('before_backward', overflow, order=9)   # before the loss is scaled
-        return [CpuLossScaling(init_scale=2.**10),seen[-1],overflows]
+        scales.append(RecordAt('before_step', lambda l: l.scaler.get_scale(), order=9))
+        # `MixedPrecision` has order 10 and scales later
+        overflows = CallAt('before_backward', overflow, order=9)
+        return [CpuLossScaling(init_scale=2.**10),scales[-1],overflows]
     a,b = both_runs(cbs=cbs, n=70)
     assert_same_run(a, b)
-    assert seen[0].values==seen[1].values==[2.**10]*(i//16+1)+[2.**9]*(9-i//16)
+    assert scales[0].values==scales[1].values==[2.**10]*(i//16+1)+[2.**9]*(9-i//16)
 
 @pytest.mark.parametrize('mode', list(AMPMode))
 def test_the_run_in_mixed_precision_differs_by_rounding_only(mode):
-    "The full-batch run in single precision shows the size of the rounding; recorded losses are unscaled"
+    "The full-batch run in single precision shows how large rounding is. Recorded losses are not scaled"
     runs = partial(both_runs, data=with_float32_inputs(toy_data(70)), splitter=all_params,
         model=lambda: nn.Sequential(nn.Linear(5,16), nn.Tanh(), nn.Linear(16,3)))
     seen = RecordAt('after_pred', lambda l: l.model[0](l.x).dtype)
@@ -52,7 +56,10 @@ def test_the_run_in_mixed_precision_differs_by_rounding_only(mode):
 # Parameters in half precision
 
 class Model(Module):
-    "A model with parameters of `dtype`; with `mixed`, its normalisation layer is in single precision"
+    """A model with parameters of `dtype`
+
+    With `mixed=True`, its normalisation layer is in single precision.
+    """
     def __init__(self, dtype=torch.bfloat16, mixed=False):
         self.a,self.norm,self.b = nn.Linear(4, 8),nn.LayerNorm(8),nn.Linear(8, 3)
         self.to(dtype)
@@ -71,27 +78,30 @@ def learner(n, bs=2, cbs=None, loss_func=F.cross_entropy, opt_func=SGD, ignored=
     return toy(bs, data=ds, model=lambda: Model(**kwargs), splitter=all_params, loss_func=loss_func, opt_func=opt_func,
         cbs=cbs)
 
-def exact(learn):
-    "Return the gradients of the loss of all samples, in double precision"
+def exact_gradients(learn):
+    "Return the gradients of the loss of all samples, computed in double precision"
     model = Model(torch.float64)
     model.load_state_dict(learn.model.state_dict())
     x,y = learn.dls.train.dataset.tensors
     learn.loss_func(model(x.double()), y).backward()
     return [p.grad for p in model.parameters()]
 
-def by_hand(learn, bs, dtype=None):
-    "Add up gradients in a plain loop over micro-batches; the sums have `dtype`, by default that of the parameters"
+def sum_gradients(learn, bs, dtype=None):
+    """Add up gradients in a plain loop over micro-batches
+
+    Sums have `dtype`, by default the type of the parameters.
+    """
     ps,(x,y) = list(learn.model.parameters()),learn.dls.train.dataset.tensors
     sums = [torch.zeros(p.shape, dtype=dtype or p.dtype) for p in ps]
     for xs,ys in zip(x.split(bs), y.split(bs)):
-        share = 1 if getattr(learn.loss_func, 'reduction', '')=='sum' else ((ys>=0).sum()/(y>=0).sum()).item()
-        if share: gs = torch.autograd.grad(learn.loss_func(learn.model(xs), ys), ps)
-        if share: sums = [o+g.to(o.dtype)*share for o,g in zip(sums, gs)]
+        weight = 1 if getattr(learn.loss_func, 'reduction', '')=='sum' else ((ys>=0).sum()/(y>=0).sum()).item()
+        if weight: gs = torch.autograd.grad(learn.loss_func(learn.model(xs), ys), ps)
+        if weight: sums = [o+g.to(o.dtype)*weight for o,g in zip(sums, gs)]
     return [o.to(p.dtype) for o,p in zip(sums, ps)]
 
-def error(gs, right):
+def error(gs, exact):
     "Return the largest error of a gradient, relative to the norm of the exact gradient"
-    return max(((g.double()-r).norm()/r.norm()).item() for g,r in zip(gs, right))
+    return max(((g.double()-r).norm()/r.norm()).item() for g,r in zip(gs, exact))
 
 kinds = dict(bf16=dict(), fp16=dict(dtype=torch.float16), mixed=dict(mixed=True), ragged=dict(bs=3),
     ignored=dict(ignored=True, loss_func=nn.CrossEntropyLoss()),
@@ -101,20 +111,20 @@ kinds = dict(bf16=dict(), fp16=dict(dtype=torch.float16), mixed=dict(mixed=True)
 @pytest.mark.filterwarnings('ignore:.*memory ran out')
 @pytest.mark.parametrize('kind', kinds)
 def test_gradients_add_up_in_single_precision(kind):
-    "The error is that of a loop with sums in single precision, and smaller than that of sums in half precision"
+    "The error is that of a loop with sums in single precision, and smaller than with sums in half precision"
     kwargs,at = dict(bs=2)|kinds[kind],RecordAt('before_step', grads, order=8)
     acc,cached = kwargs.pop('acc', {}),kwargs.pop('cached', False)
     learn = learner(512, cbs=[at], **kwargs)
-    right,bs = exact(learn),min(kwargs['bs'], 3) if kind=='ragged' else 2
-    single,half = (error(by_hand(learn, bs, o), right) for o in (torch.float32,None))
+    exact,bs = exact_gradients(learn),min(kwargs['bs'], 3) if kind=='ragged' else 2
+    single,half = (error(sum_gradients(learn, bs, o), exact) for o in (torch.float32,None))
     if kind=='auto': learn.model.check = raise_oom_above(2)
     learn.fit(1, 0., cbs=[GradientAccumulation(512, **acc), *([GradientCache(micro_batch_size=2)] if cached else [])])
-    assert len(at.values)==1 and error(at.values[0], right)<2*single<half
+    assert len(at.values)==1 and error(at.values[0], exact)<2*single<half
     assert all(g.dtype==p.dtype for g,p in zip(at.values[0], learn.model.parameters()))
 
 @pytest.mark.parametrize('opt_func', [SGD,partial(OptimWrapper, opt=torch.optim.AdamW)])
 def test_a_frozen_parameter_has_the_gradient_of_the_full_batch_run(opt_func):
-    "The gradient is None with torch's optimizers, and zeros with fastai's"
+    "After a step, torch's optimizers leave a gradient of None, and fastai's leave zeros"
     def run(bs, *cbs):
         learn = learner(32, bs, opt_func=opt_func)
         learn.create_opt()
@@ -125,7 +135,7 @@ def test_a_frozen_parameter_has_the_gradient_of_the_full_batch_run(opt_func):
     assert a==b and big.equal(small)
 
 class LatePenalty(Callback):
-    "Adds a penalty on the weights after mixed precision, in place or not"
+    "Adds a penalty on the weights to the loss after `MixedPrecision` has scaled it, in place or not"
     order,run_valid = 20,False
     def __init__(self, in_place): self.in_place = in_place
     def before_backward(self):

@@ -1,6 +1,7 @@
-"""Importing fastaccum prints nothing, needs no optional package, and changes two things in fastai only.
+"""Importing fastaccum prints nothing, needs no optional package, and changes only two classes of fastai.
 
-It adds methods to Learner, and lets the `before_fit` of fastai's class `GradientAccumulation` warn.
+The import adds methods to Learner, and replaces `before_fit` of fastai's `GradientAccumulation` by a
+method that warns.
 """
 import subprocess, sys
 
@@ -8,12 +9,12 @@ code = """
 from fastai.basics import *
 from fastai.callback.all import *
 classes = GradientAccumulation,Learner,Callback,Recorder,TrainEvalCallback,ParamScheduler,MixedPrecision
-def look(): return {o.__name__:dict(vars(o)) for o in classes}
-before,cbs = look(),list(defaults.callbacks)
+def attributes(): return {o.__name__:dict(vars(o)) for o in classes}
+before,cbs = attributes(),list(defaults.callbacks)
 for nm in ('wandb','tensorboard','torch.utils.tensorboard'): sys.modules[nm] = None
 from fastaccum.all import *
 from fastaccum.testing import assert_same_run, both_runs
-after = look()
+after = attributes()
 for nm in ('accum_find','bs_find','recalibrate_bn','accum_check'): assert after['Learner'].pop(nm)
 for nm in ('before_fit','_orig_before_fit'): assert after['GradientAccumulation'].pop(nm)
 assert after['GradientAccumulation']=={k:v for k,v in before.pop('GradientAccumulation').items() if k!='before_fit'}
@@ -23,5 +24,5 @@ assert_same_run(*both_runs())
 assert not [o for o in sys.modules if o.split('.')[0] in ('wandb','tensorboard','accelerate') and sys.modules[o]]
 """
 
-def test_importing_changes_nothing_else():
+def test_importing_changes_only_these_two_classes():
     assert subprocess.check_output([sys.executable, '-W', 'ignore', '-c', code], timeout=300)==b''

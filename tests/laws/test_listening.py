@@ -1,6 +1,7 @@
-"""Other callbacks get the events that fastai documents, and their exceptions have the same effect as in fastai.
+"""Other callbacks get the events that fastai documents, and exceptions have their effect in fastai.
 
-Events of a micro-batch come as in a fit on micro-batches, events of a step, an epoch or a fit as in the full-batch run.
+Events of a micro-batch are those of a fit on micro-batches. Events of a step, an epoch or a fit are
+those of the full-batch run.
 """
 import pytest
 from itertools import count, product
@@ -17,74 +18,79 @@ cancelled = ['after_cancel_batch','after_cancel_backward']
 of_step = ['before_step','after_cancel_step','after_step']
 of_fit = [f'{o}_{nm}' for nm in ('fit','epoch','train','validate') for o in ('before','after','after_cancel')]
 
-class Ear(Callback):
-    "Appends (`nm`, event, training) to the list `heard` at each event"
+class Listener(Callback):
+    "Appends the tuple (`nm`, event, whether in training) to the list `heard` at each event"
     def __init__(self, nm, order, heard): self.nm,self.order,self.heard = nm,order,heard
     def hear(self, event): self.heard.append((self.nm, event, self.learn.training))
-for o in of_micro+cancelled+of_step+of_fit: setattr(Ear, o, lambda self, o=o: self.hear(o))
+for o in of_micro+cancelled+of_step+of_fit: setattr(Listener, o, lambda self, o=o: self.hear(o))
 
-class Deaf(Callback): "A callback without a method for any event, until a test gives it one"
+class NoMethods(Callback): "Has no method for any event, until a test sets one on the instance"
 
 def run(bs, accum, more=lambda learn: []):
     "Return the events that callbacks get in a fit, and the exception that the fit raises"
     learn,heard,err = toy(bs, n=38),[],None
-    learn.heard,learn.ears = heard,[Ear('a', -20, heard),Ear('b', 5.5, heard),Ear('c', 55, heard)]
-    learn.add_cbs([*learn.ears,Deaf()])
+    learn.heard,learn.listeners = heard,[Listener('a', -20, heard),Listener('b', 5.5, heard),Listener('c', 55, heard)]
+    learn.add_cbs([*learn.listeners,NoMethods()])
     try: learn.fit_one_cycle(2, 0.1, cbs=[*more(learn), *([GradientAccumulation(accum)] if accum else [])])
     except BaseException as e: err = type(e),e.args
     return heard,err
 
-def of(heard, events): return [o for o in heard if o[1] in events]
+def filtered(heard, events): return [o for o in heard if o[1] in events]
 
 def test_micro_batches_send_their_events_and_the_other_events_are_those_of_the_full_batch_run():
     heard,step = run(4, 12)[0],['before_step','after_step']
-    by_a = [o for nm,o,training in of(heard, of_micro+of_step) if nm=='a' and training]
+    by_a = [o for nm,o,training in filtered(heard, of_micro+of_step) if nm=='a' and training]
     assert by_a==2*(3*(3*of_micro+step)+of_micro+step)
-    assert of(heard, of_step+of_fit)==of(run(12, None)[0], of_step+of_fit)
+    assert filtered(heard, of_step+of_fit)==filtered(run(12, None)[0], of_step+of_fit)
 
 def note(learn, nm): return lambda *_: learn.heard.append((nm, 'after_loss', learn.training))
 
-def at_fifth(do): return RecordAt('before_batch', lambda l: (l.epoch,l.iter)==(0,4) and do(l), order=3)
+def at_fifth(do):
+    "Return a callback that calls `do(learn)` at the fifth micro-batch of the first epoch"
+    return RecordAt('before_batch', lambda l: (l.epoch,l.iter)==(0,4) and do(l), order=3)
 
-def added(learn): return at_fifth(lambda l: l.add_cb(Ear('new', 7, l.heard)))
-def removed(learn): return at_fifth(lambda l: l.remove_cb(l.ears[2]))
-def off(learn): return at_fifth(lambda l: setattr(l.ears[1], 'run', False))
-def not_in_validation(learn): return at_fifth(lambda l: setattr(l.ears[1], 'run_valid', False))
-def another_order(learn): return at_fifth(lambda l: setattr(l.ears[2], 'order', -40))
-def a_method_of_an_instance(learn): return at_fifth(lambda l: setattr(l.deaf, 'after_loss', note(l, 'deaf')))
+def added(learn): return at_fifth(lambda l: l.add_cb(Listener('new', 7, l.heard)))
+def removed(learn): return at_fifth(lambda l: l.remove_cb(l.listeners[2]))
+def switched_off(learn): return at_fifth(lambda l: setattr(l.listeners[1], 'run', False))
+def not_in_validation(learn): return at_fifth(lambda l: setattr(l.listeners[1], 'run_valid', False))
+def another_order(learn): return at_fifth(lambda l: setattr(l.listeners[2], 'order', -40))
+def a_method_of_an_instance(learn):
+    return at_fifth(lambda l: setattr(l.no_methods, 'after_loss', note(l, 'no_methods')))
 def a_method_as_an_argument(learn): return Callback(after_loss=note(learn, 'argument'))
 
-@pytest.mark.parametrize('more', [added,removed,off,not_in_validation,another_order,
+@pytest.mark.parametrize('more', [added,removed,switched_off,not_in_validation,another_order,
     a_method_of_an_instance,a_method_as_an_argument], ids=lambda o: o.__name__)
 def test_events_of_micro_batches_come_as_in_a_fit_on_micro_batches(more):
-    "A callback may be added, removed or changed in the middle of an epoch"
-    heard = [of(run(4, accum, lambda learn: [more(learn)])[0], of_micro[:4]) for accum in (12,None)]
-    assert heard[0]==heard[1]!=of(run(4, 12)[0], of_micro[:4])
+    "A callback is added, removed or changed within an epoch, or has a method that no class defines"
+    heard = [filtered(run(4, accum, lambda learn: [more(learn)])[0], of_micro[:4]) for accum in (12,None)]
+    assert heard[0]==heard[1]!=filtered(run(4, 12)[0], of_micro[:4])
 
 @pytest.mark.parametrize('per_step', [None,True,False])
-@pytest.mark.parametrize('begins', [False,True])
-def test_after_batch_comes_once_a_step_or_with_each_batch(begins, per_step):
+@pytest.mark.parametrize('has_before_batch', [False,True])
+def test_after_batch_comes_once_a_step_or_once_a_micro_batch(has_before_batch, per_step):
+    "Once a micro-batch, if the callback has `before_batch`; its attribute `per_step` overrides this"
     class Ends(Callback):
         run_valid,n = False,0
         def after_batch(self): self.n += 1
-    if begins: Ends.before_batch = lambda self: None
+    if has_before_batch: Ends.before_batch = lambda self: None
     if per_step is not None: Ends.per_step = per_step
     cb = Ends()
     toy(4, n=48).fit(1, cbs=[GradientAccumulation(12),cb])
-    assert cb.n==(4 if (not begins if per_step is None else per_step) else 12)
+    assert cb.n==(4 if (not has_before_batch if per_step is None else per_step) else 12)
 
 excs = [RuntimeError,KeyboardInterrupt,CancelFitException,CancelEpochException,CancelTrainException]
+# pairs of an event and an exception that a callback raises there
 raised = [*product(of_micro[:4]+of_step[::2], excs), *((o,CancelBatchException) for o in of_micro[:4]),
     ('before_backward',CancelBackwardException), ('before_step',CancelStepException)]
 
-cancel_a_part = [(*o, 7) for o in raised[-6:]]   # cancel a micro-batch, a backward pass or a step
+cancel_a_part = [(*o, 7) for o in raised[-6:]]   # these cancel a micro-batch, a backward pass or a step
 @pytest.mark.parametrize('event,exc,order', dict.fromkeys([*cancel_a_part,
     *pick_cases(44, [(*o, order) for o in raised for order in (-30,5,7,60)])]))
 def test_an_exception_has_the_events_and_the_message_of_fastai(event, exc, order):
-    "Events of a micro-batch are compared with a fit on micro-batches, events of a step with the full-batch run"
+    "Events of a micro-batch are compared with a plain fit, events of a step with the full-batch run"
     bs,events = (12,of_step) if event in of_step else (4,of_micro[:4]+cancelled)
     (a,err),(b,other) = (run(*o, lambda learn: [RaiseAt(event, exc, order, skip=3)]) for o in ((bs,None),(4,12)))
-    assert err==other and of(a, events+of_fit)==of(b, events+of_fit)
+    assert err==other and filtered(a, events+of_fit)==filtered(b, events+of_fit)
     if exc is RuntimeError: assert f'event `{event}`' in err[1][0]
 
 @pytest.mark.parametrize('seed', pick_cases(40, range(300)))
@@ -92,14 +98,14 @@ def test_a_cancelled_micro_batch_is_left_out(seed):
     "The run is the full-batch run on the samples of the other micro-batches"
     r = Random(seed)
     micro,accum,n = r.randint(1, 5),r.randint(5, 24),r.randint(25, 60)
-    gone = {i for i in range(-(-n//micro)) if r.random()<.3}
+    cancelled_ones = {i for i in range(-(-n//micro)) if r.random()<.3}   # numbers of micro-batches
     exc = r.choice([CancelBatchException,CancelBackwardException])
     event = r.choice(of_micro[:4]) if exc is CancelBatchException else 'before_backward'
     def cancel(l, i=count()):
-        if next(i) in gone: raise exc
+        if next(i) in cancelled_ones: raise exc
     cancels = RecordAt(event, cancel, order=r.choice([-11,-5,5,7,55,100]))
     learn,steps = toy(micro, n=n),[RecordAt('after_step', grads, order=100) for _ in range(2)]
-    kept = TensorDataset(*learn.dls.train_ds[[i for i in range(n) if i//micro not in gone]])
+    kept = TensorDataset(*learn.dls.train_ds[[i for i in range(n) if i//micro not in cancelled_ones]])
     full = -(-accum//micro)*micro
     drop_last = seed%2==0 and len(kept)>=full
     learn.fit(1, 0.05, cbs=[GradientAccumulation(accum, drop_last=drop_last),cancels,steps[0]])

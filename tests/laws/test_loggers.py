@@ -11,7 +11,8 @@ from common import BatchSizesLoader, RaiseAt, learnable_data, weights_unchanged
 from test_applications import in_double, linear, vision
 from test_split import accumulating
 
-# Each watcher takes a Learner, and returns a function that makes callbacks and a function that reads what was shown
+# A watcher takes a Learner, and returns two functions: one makes callbacks that log a fit, the other
+# reads the figures that they have shown
 
 def plots(learn):
     import matplotlib.pyplot as plt
@@ -23,6 +24,7 @@ def plots(learn):
     return list,lambda: dict(loss=lines(rec.plot_loss, skip_start=0), sched=lines(rec.plot_sched))
 
 class Table(ProgressCallback):
+    "A progress bar and table that notes its rows, and the loss beside the bar, in the dict `shown`"
     name = 'progress'
     def __init__(self, shown): self.shown = shown
     def _write_stats(self, log):
@@ -56,12 +58,13 @@ def tensorboard(learn):
     from fastai.callback.tensorboard import TensorBoardCallback
     def read():
         events = EventAccumulator(str(learn.path), purge_orphaned_data=False).Reload()
-        def of(k): return sorted(events.Scalars(k), key=lambda o: o.wall_time)   # files are read by name
+        # sorted, because files are read in the order of their names
+        def of(k): return sorted(events.Scalars(k), key=lambda o: o.wall_time)
         return {k:[(o.step,o.value) for o in of(k)] for k in events.Tags()['scalars']}
     return lambda: [TensorBoardCallback(learn.path, trace_model=False, log_preds=False)],read
 
-def ended():
-    "End the W&B run, and return its rows and the axis of each of its metrics"
+def end_wandb_run():
+    "End the W&B run; return its rows, and a dict with the horizontal axis of each metric"
     import wandb
     from fastaccum.wandb import offline_records, offline_rows
     file = Path(wandb.run.settings.sync_file)
@@ -71,9 +74,9 @@ def ended():
     return [o for o in offline_rows(file) if 'raw_loss' in o],axes
 
 @pytest.fixture(autouse=True)
-def none_runs():
+def no_wandb_run_is_left():
     yield
-    if 'wandb' in sys.modules and sys.modules['wandb'].run: ended()
+    if 'wandb' in sys.modules and sys.modules['wandb'].run: end_wandb_run()
 
 def wandb(learn, stock=False, log_preds=False, **kwargs):
     wandb = pytest.importorskip('wandb')
@@ -81,9 +84,10 @@ def wandb(learn, stock=False, log_preds=False, **kwargs):
     from fastaccum.wandb import WandbCallback
     settings = wandb.Settings(silent=True, console='off', x_disable_stats=True)
     wandb.init(mode='offline', dir=str(learn.path), settings=settings)
-    if stock: vars(learn)['gather_args'] = dict   # fastai #4173: formatting these fails in 2.8.10 to 2.8.12
+    # fastai 2.8.10 to 2.8.12 fails to format the arguments (#4173)
+    if stock: vars(learn)['gather_args'] = dict
     def read():
-        rows = ended()[0]
+        rows = end_wandb_run()[0]
         names = {k for o in rows for k in o}-{'_timestamp','_runtime','train_samples_per_sec'}
         return {k:[(o['_step'],o[k]) for o in rows if k in o] for k in names}
     return lambda: [(Stock if stock else WandbCallback)(log_preds=log_preds, **kwargs)],read
@@ -101,7 +105,12 @@ def assert_shown_alike(a, b):
     for k in a: assert deviation(a[k], b[k])<2e-6, k
 
 def watched(watch, d, make_acc, big=False):
-    "Fit, run `lr_find`, interrupt a fit and fit again; return what was shown, and planned and actual step sizes"
+    """Fit, run `lr_find`, interrupt a fit, and fit again, with callbacks that log
+
+    Return the figures that were shown, and for each step the recorded `accum_bs` and the planned number
+    of samples. With `big=True`, the loader has batches of the planned sizes, and the fits do not
+    accumulate.
+    """
     learn = learner(d, n=125)
     (listen,read),dls,dl = watch(learn),learn.dls,learn.dls.train
     def run(n_epoch, fit, acc=None, stop=None):
@@ -115,11 +124,12 @@ def watched(watch, d, make_acc, big=False):
         interrupt = RaiseAt('before_step', KeyboardInterrupt, 0, skip=2)
         with pytest.raises(KeyboardInterrupt): learn.fit(1, 0.01, cbs=interrupt)
         for cb in learn.cbs:
-            if 'writer' in vars(cb): cb.writer.close()   # makes TensorBoard write the remaining events now
-        learn.opt.zero_grad()   # a plain fit leaves gradients after an interrupt
+            # makes TensorBoard write the remaining events now
+            if 'writer' in vars(cb): cb.writer.close()
+        learn.opt.zero_grad()   # fastai leaves gradients when a fit is interrupted
     two = run(2, lambda: learn.fit_one_cycle(2, 0.05))
     run(1, lambda: learn.lr_find(num_it=10, show_plot=False), GradientAccumulation(two[1][0]))
-    # W&B writes a row when the next row comes, so the interrupted fit has one step less there
+    # W&B writes a row only when the next row comes, so in W&B the interrupted fit has one step less
     fits = [two, run(1, interrupted, stop=2-('wandb' in watch.__name__)), run(1, lambda: learn.fit(1, 0.01))]
     return read(),*(sum(o, []) for o in zip(*fits))
 
@@ -128,17 +138,17 @@ def watched(watch, d, make_acc, big=False):
 @pytest.mark.parametrize('watch', watchers)
 def test_the_figures_shown_are_those_of_the_full_batch_run(watch, acc, tmp_path):
     "W&B and TensorBoard also log step sizes that change, and W&B logs the samples of all fits so far"
-    (a,*_),(b,wanted,real) = (watched(watch, tmp_path/str(big), acc, big) for big in (True,False))
+    (a,*_),(b,accum_bs,n_samples) = (watched(watch, tmp_path/str(big), acc, big) for big in (True,False))
     sizes,samples = (b.pop(k, []) for k in ('accumulation_batch_size','samples'))
-    changes = len({*wanted})>1 and watch in (tensorboard,wandb,stock_wandb)
-    assert [v for _,v in sizes]==(wanted if changes else [])
-    assert [v for _,v in samples]==([*accumulate(real)] if watch in (wandb,stock_wandb) else [])
+    changes = len({*accum_bs})>1 and watch in (tensorboard,wandb,stock_wandb)
+    assert [v for _,v in sizes]==(accum_bs if changes else [])
+    assert [v for _,v in samples]==([*accumulate(n_samples)] if watch in (wandb,stock_wandb) else [])
     for rows in filter(None, (sizes,samples)): assert {x for x,_ in rows}=={x for x,_ in a['lr_0']}
     assert_shown_alike(a, b)
 
 @pytest.mark.parametrize('watch', watchers)
 def test_with_log_accum_batch_off_micro_batches_are_shown_as_batches(watch, tmp_path):
-    "The learning rate is 0, so that the run on micro-batches and the plain run have the same losses"
+    "With a learning rate of 0, the run on micro-batches and the plain run have the same losses"
     def shown(nm, cbs):
         learn = learner(tmp_path/nm)
         listen,read = watch(learn)
@@ -147,7 +157,7 @@ def test_with_log_accum_batch_off_micro_batches_are_shown_as_batches(watch, tmp_
     assert_shown_alike(shown('a', []), shown('b', [GradientAccumulation(32, log_accum_batch=False)]))
 
 class Clock(Callback):
-    "A clock on which micro-batches take 1, 2, 3, 4, 1, 2, … seconds"
+    "A clock by which micro-batches take 1, 2, 3, 4, 1, 2, … seconds"
     run_valid,now,n = False,0.,0
     def after_backward(self): self.now,self.n = self.now+1+self.n%4,self.n+1
 
@@ -157,7 +167,7 @@ def test_wandb_plots_over_samples_and_measures_the_time_of_whole_steps(tmp_path,
     with monkeypatch.context() as m:
         m.setattr(time, 'perf_counter', lambda: clock.now)
         learn.fit(1, 0.05, cbs=[GradientAccumulation(32),clock]+listen())
-    rows,axes = ended()
+    rows,axes = end_wandb_run()
     assert deviation([o['train_samples_per_sec'] for o in rows], [32/10,28/10])<1e-6
     assert axes=={'samples':'', **dict.fromkeys(['raw_loss','train_loss','valid_loss','accuracy'], 'samples')}
 
@@ -171,14 +181,15 @@ def test_wandb_shows_predictions_at_steps(tmp_path, monkeypatch):
     def net(pretrained): return nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.AdaptiveAvgPool2d(1))
     learn,seen = in_double(vision(4, net, custom_head=linear(8), path=tmp_path)),[]
     listen,_ = wandb(learn, log_preds=True, log_preds_every_epoch=True)
-    log = sys.modules['wandb'].log   # offline, the rows contain no tables
+    # the rows of an offline run have no tables, so note the calls of `log`
+    log = sys.modules['wandb'].log
     monkeypatch.setattr('wandb.log',
         lambda o, **kw: seen.append(kw['step']) if 'Prediction_Samples' in o else log(o, **kw))
     learn.fit(2, 0.05, cbs=[GradientAccumulation(16),*listen()])
     assert seen==[1,3] and len(learn.recorder.losses)==4
 
 def test_tensorboard_gets_noise_scale_and_micro_batch_size_of_each_step(tmp_path):
-    "Memory holds 2 samples, so 'auto' finds micro-batches of 2"
+    "Memory holds 2 samples, so 'auto' splits batches of 4 into micro-batches of 2"
     learn = toy(4, data=learnable_data(64), path=tmp_path, cbs=[*accumulating(16, ('auto',2)), NoiseScale(every=2)])
     listen,read = tensorboard(learn)
     learn.fit(1, .1, cbs=listen())

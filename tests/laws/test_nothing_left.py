@@ -1,7 +1,7 @@
 """However a fit ends, it leaves nothing behind that changes later fits.
 
-The Learner, its callbacks and its model have their former state; a plain fit afterwards is fastai's, and a fit that
-accumulates is the full-batch run.
+The Learner, its callbacks and its model have their former state. A later fit without accumulation is
+fastai's, and a later fit that accumulates is the full-batch run.
 """
 import fastaccum, os, pytest, sys, torch
 from itertools import product
@@ -18,8 +18,9 @@ from test_split import accumulating
 
 n,micro,accum = 22,2,8   # an epoch has steps of 8, 8 and 6 samples
 
-# for each event, the numbers of times that it passes before the exception that ends the fit
-ats = {nm:at for nms,at in {'before_fit after_fit':(0,), 'after_backward before_step after_step after_batch':(0,1,2,3),
+# for each event, how often it may pass before a callback raises the exception that ends the fit
+n_passes = {nm:at for nms,at in {'before_fit after_fit':(0,),
+    'after_backward before_step after_step after_batch':(0,1,2,3),
     'before_epoch before_train after_train before_validate after_validate after_epoch':(0,1),
     'before_batch after_pred after_loss before_backward':(0,1,3,10,13)}.items() for nm in nms.split()}
 excs = [KeyboardInterrupt,RuntimeError,CancelFitException,CancelEpochException,CancelTrainException]
@@ -28,7 +29,7 @@ ways = dict(plain=lambda: [GradientAccumulation(accum)],
     dropping=lambda: [GradientAccumulation(accum, drop_last=True)],
     each=lambda: [GradientAccumulation(accum, log_accum_batch=False)],
     split=lambda: [GradientAccumulation(accum, micro_batch_size=1)],
-    auto=lambda: accumulating(accum, ('auto',1)),   # memory for a single sample
+    auto=lambda: accumulating(accum, ('auto',1)),   # memory holds a single sample
     schedule=lambda: [GradientAccumulationSchedule(4, accum)],
     scheduler=lambda: [GradientAccumulationScheduler({0:2, 1:4})],
     cached=lambda: [GradientAccumulation(accum), GradientCache(micro_batch_size=1)],
@@ -39,11 +40,12 @@ ways = dict(plain=lambda: [GradientAccumulation(accum)],
 def state(learn):
     """Return all state that a fit must restore
 
-    Methods and flags of the Learner, its callbacks, model, optimizer, loss function, loaders and their classes; hooks;
-    and the modes of torch.
+    It consists of methods and flags of the Learner, its callbacks, model, optimizer, loss function and
+    loaders, and of their classes; of hooks; and of the modes of torch.
     """
     ms,classes = list(learn.model.modules()),[Learner,Callback,nn.Module,*map(type, learn.cbs)]
-    fastais = 'training','cancel_train','cancel_valid'   # an interrupt also changes these in a plain fit
+    # after an interrupt, fastai itself leaves these changed
+    fastais = 'training','cancel_train','cancel_valid'
     own = {(o,nm):v for o in (learn,*learn.cbs,*ms,learn.opt,learn.loss_func,*learn.dls.loaders,*classes)
         for nm,v in vars(o).items() if callable(v) or type(v) is bool and nm not in fastais}
     hooks = {(o,nm):len(getattr(o, nm) or ()) for o in (*ms,*learn.model.parameters())
@@ -52,13 +54,16 @@ def state(learn):
         names=vars(learn).keys()-{'lr_finder'}, dls=learn.dls, orders=[o.order for o in learn.cbs])
 
 def learner():
-    "Return a Learner that was fitted before; its model has a `forward` of its own, as after accelerate's `prepare`"
+    """Return a Learner that was fitted before
+
+    `forward` is an attribute of its model, as after accelerate's `prepare`.
+    """
     learn = toy(micro, n=n)
     learn.model.forward = learn.model.forward
     learn.fit(1, 0.)
     return learn
 
-def same_fits(learn, bs, *cbs):
+def assert_next_fit_is_right(learn, bs, *cbs):
     "Fail if the next fit differs from that of a new Learner with the same weights and batches of `bs`"
     fresh = toy(bs, n=n)
     fresh.model.load_state_dict(learn.model.state_dict())
@@ -67,32 +72,34 @@ def same_fits(learn, bs, *cbs):
     assert len(learn.recorder.losses)==len(learn.recorder.lrs)==-(-n//bs)
     assert_same_run(fresh, learn)
 
-def check(learn, before, order=1):
+def assert_nothing_left(learn, before, order=1):
+    "Fail if the state differs from `before`, or if a later fit is wrong; -1 lets the plain fit be last"
     assert state(learn)==before
-    for bs,cbs in ((micro,[]),(accum,[GradientAccumulation(accum)]))[::order]: same_fits(learn, bs, *cbs)
+    for bs,cbs in ((micro,[]),(accum,[GradientAccumulation(accum)]))[::order]: assert_next_fit_is_right(learn, bs, *cbs)
 
 rng = Random(0)
-grid = [(event,*o, rng.choice([*ways]), rng.random()<.5) for event in ats for o in product(ats[event], excs, orders)]
+grid = [(event,*o, rng.choice([*ways]), rng.random()<.5) for event in n_passes
+    for o in product(n_passes[event], excs, orders)]
 
 @pytest.mark.parametrize('event,at,exc,order,way,stays', pick_cases(60, grid))
 def test_whatever_ends_a_fit_it_leaves_nothing_behind(event, at, exc, order, way, stays):
-    "The callbacks may belong to the fit or to the Learner"
+    "The callbacks are passed to the fit, or with `stays`, they are on the Learner"
     learn,fault,cbs = learner(),RaiseAt(event, exc, order, at),ways[way]()
     before = state(learn)
     if stays: learn.add_cbs(cbs)
     try: learn.fit_one_cycle(2, 0.1, cbs=[fault, *([] if stays else cbs)])
     except BaseException:
-        if not fault.raised: raise   # fastai's callbacks may raise another exception meanwhile
+        if not fault.raised: raise   # after the exception, fastai's callbacks may raise another one
     learn.remove_cbs(cbs if stays else [])
-    learn.logger = noop   # a plain fit leaves another logger after an interrupt as well
-    if 'alone' in way: learn.opt.zero_grad()   # a plain fit leaves gradients after an interrupt
+    learn.logger = noop   # fastai itself leaves another logger after an interrupt
+    if 'alone' in way: learn.opt.zero_grad()   # fastai itself leaves gradients after an interrupt
     assert fault.raised and not any(p.grad is not None and p.grad.any() for p in learn.model.parameters())
-    check(learn, before, 1 if stays else -1)
+    assert_nothing_left(learn, before, 1 if stays else -1)
 
 @pytest.mark.parametrize('at', range(5))
 @pytest.mark.parametrize('how', ['run','remove_cb','stays'])
 def test_after_an_interrupt_validation_and_a_plain_fit_are_unaffected(how, at):
-    "The callback may be switched off in any way; validation is unaffected even if the callback stays on the Learner"
+    "The callback is switched off, removed, or stays on the Learner, where it must not affect validation"
     learn,acc = learner(),GradientAccumulation(accum)
     learn.add_cb(acc)
     with pytest.raises(KeyboardInterrupt): learn.fit(1, 0.1, cbs=RaiseAt('after_pred', KeyboardInterrupt, 5, at))
@@ -104,15 +111,15 @@ def test_after_an_interrupt_validation_and_a_plain_fit_are_unaffected(how, at):
     assert deviation(learn.get_preds()[0], fresh.get_preds()[0])==0
     if how=='run': acc.run = False   # fastai switches each callback on again when a fit ends
     learn.opt.zero_grad()
-    same_fits(learn, accum if how=='stays' else micro)
+    assert_next_fit_is_right(learn, accum if how=='stays' else micro)
 
 @pytest.mark.parametrize('way', ways)
 def test_the_learning_rate_finder_leaves_nothing_behind(way):
-    "It cancels its fit in the middle of an epoch"
+    "`lr_find` cancels its fit in the middle of an epoch"
     learn = learner()
     before = state(learn)
     with learn.added_cbs(ways[way]()): learn.lr_find(num_it=5, show_plot=False)
-    check(learn, before)
+    assert_nothing_left(learn, before)
 
 def test_an_interrupt_within_the_recorder_leaves_nothing_behind():
     learn = learner()
@@ -122,10 +129,13 @@ def test_an_interrupt_within_the_recorder_leaves_nothing_behind():
     with interrupt, pytest.raises(KeyboardInterrupt): learn.fit(1, 0.1, cbs=GradientAccumulation(accum))
     assert state(learn)==before
     learn.recorder.train_metrics = False
-    same_fits(learn, micro)
+    assert_next_fit_is_right(learn, micro)
 
 def interrupted(at, way, stays):
-    "Interrupt a fit at bytecode number `at` of fastaccum; return the Learner, and the number of bytecodes that ran"
+    """Interrupt a fit at bytecode number `at` in the code of fastaccum
+
+    Return the Learner, and how many bytecodes ran.
+    """
     learn,cbs,ran,old = learner(),ways[way](),0,sys.gettrace()
     def local(frame, event, arg):
         nonlocal ran
@@ -151,11 +161,11 @@ def test_an_interrupt_anywhere_in_our_code_leaves_no_trace_in_later_fits(way, st
     for at in pick_cases(3, Random(way).sample(range(total), 12)):
         learn,ran = interrupted(at, way, stays)
         assert ran==at+1
-        if 'alone' in way: learn.opt.zero_grad()   # a plain fit leaves gradients after an interrupt
-        for bs,cbs in ((micro,[]),(accum,[GradientAccumulation(accum)])): same_fits(learn, bs, *cbs)
+        if 'alone' in way: learn.opt.zero_grad()   # fastai itself leaves gradients after an interrupt
+        for bs,cbs in ((micro,[]),(accum,[GradientAccumulation(accum)])): assert_next_fit_is_right(learn, bs, *cbs)
 
-def fit_interrupted(at):
-    "Interrupt a fit at bytecode number `at` of the end of the loader; return the Learner and the number that ran"
+def interrupted_at_end_of_loader(at):
+    "Like `interrupted`, but count only bytecodes of functions that run when the loader ends"
     learn,ran,functions = learner(),0,('__iter__','end','undo','pause_sync')
     def local(frame, event, arg):
         nonlocal ran
@@ -174,9 +184,9 @@ def fit_interrupted(at):
     finally: sys.settrace(old)
     return learn,ran
 
-def test_an_interrupt_at_the_end_of_an_epoch_restores_one_batch():
-    total = fit_interrupted(None)[1]
+def test_an_interrupt_at_the_end_of_an_epoch_restores_the_learners_one_batch():
+    total = interrupted_at_end_of_loader(None)[1]
     assert total>20
     for at in pick_cases(40, range(total)):
-        learn,_ = fit_interrupted(at)
+        learn,_ = interrupted_at_end_of_loader(at)
         assert 'one_batch' not in vars(learn), f'left behind by an interrupt at bytecode {at} of {total}'

@@ -1,6 +1,6 @@
 """With `micro_batch_size='auto'`, a fit continues with smaller micro-batches wherever memory runs out.
 
-The failed attempt is undone, and the run is the full-batch run.
+A forward or backward pass that ran out of memory is undone, and the run is the full-batch run.
 """
 import numpy as np, pytest, random, torch
 from functools import partial
@@ -13,12 +13,15 @@ from fastaccum.testing import CrossEntropy, assert_same_run, toy
 from common import (CpuLossScaling, CpuMixedPrecision, LimitedMemory, RaiseAt, RecordAt, collect_warnings,
     runs_out_above, runs_out_on_attempts, weights_unchanged)
 from small_learners import replaced_methods
-from test_split import gently, no_shrinking, opts
+from test_split import fit_with_small_rate, no_shrinking, opts
 
 pytestmark = pytest.mark.filterwarnings('ignore:memory ran out', 'ignore:.*are larger than `accum_bs')
 
-class Counts(LimitedMemory):
-    "A layer that counts its calls and samples; fastaccum must restore the counts after a failed attempt"
+class CountsCalls(LimitedMemory):
+    """A layer that counts its calls and samples
+
+    Fastaccum must restore these counts after memory has run out.
+    """
     def __init__(self, runs_out):
         super().__init__(runs_out)
         self.calls,self.sizes = 0,[]
@@ -40,53 +43,53 @@ class Loss(CrossEntropy):
         return super().forward(pred, targ)
 
 def learner(bs, runs_out=None, norm=nn.Tanh, weight=None, **kwargs):
-    memory = Counts(runs_out)
+    memory = CountsCalls(runs_out)
     def net(): return nn.Sequential(nn.Linear(5, 6), norm(), memory, nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
     return toy(bs, model=lambda: net().double(), loss_func=Loss(memory, weight), **kwargs)
 
 auto = partial(GradientAccumulation, micro_batch_size='auto', drop_last=False)
 
 def full_batch_and_limited(bs, accum, runs_out, cbs=list, acc=auto, **kwargs):
-    "Return the Learners of the full-batch run with enough memory, and of a run on batches of `bs` with little memory"
+    "Return two Learners: one of the full-batch run, one trained on batches of `bs` with little memory"
     a,b = learner(-(-accum//bs)*bs, **kwargs),learner(bs, runs_out, **kwargs)
-    for learn,own in ((a,[]),(b,[acc(accum)])):
+    for learn,accumulation in ((a,[]),(b,[acc(accum)])):
         torch.manual_seed(0)
-        gently(learn, own+cbs())
+        fit_with_small_rate(learn, accumulation+cbs())
     return a,b
 
 extras = [list,lambda: [GradientClip(0.05)],lambda: [CpuLossScaling(init_scale=2.**10, growth_interval=3)]]
 stages = ['forward','loss','backward']
 
 @no_shrinking
-@example(stage='backward', cap=2, bs=8, accum=24, times={1}, n=32, opt_func=opts[0], cbs=list, tokens=False,
+@example(stage='backward', cap=2, bs=8, accum=24, attempts={1}, n=32, opt_func=opts[0], cbs=list, tokens=False,
     shuffle=False)   # memory runs out in the middle of a step
 @given(stage=st.sampled_from(stages), cap=st.integers(1, 12), bs=st.integers(2, 20), accum=st.integers(4, 32),
-    times=st.none()|st.sets(st.integers(0, 20), max_size=5), n=st.integers(32, 60), opt_func=st.sampled_from(opts),
+    attempts=st.none()|st.sets(st.integers(0, 20), max_size=5), n=st.integers(32, 60), opt_func=st.sampled_from(opts),
     cbs=st.sampled_from(extras), tokens=st.booleans(), shuffle=st.booleans())
-def test_the_run_is_the_full_batch_run(stage, cap, bs, accum, times, **kwargs):
-    "Memory holds any number of samples, or only some attempts run out of memory"
-    if kwargs['tokens'] and stage=='loss': return   # the loss would count tokens, not samples
-    runs_out = runs_out_above(cap, stage) if times is None else runs_out_on_attempts(times, stage)
+def test_the_run_is_the_full_batch_run(stage, cap, bs, accum, attempts, **kwargs):
+    "Memory holds `cap` samples, or runs out in passes of this stage with a number in `attempts`"
+    if kwargs['tokens'] and stage=='loss': return   # `Loss` would count tokens, not samples
+    runs_out = runs_out_above(cap, stage) if attempts is None else runs_out_on_attempts(attempts, stage)
     a,b = full_batch_and_limited(bs, accum, runs_out, metrics=accuracy, **kwargs)
-    assert_same_run(a, b, tol=1e-5)   # Adam divides by what is nearly zero
+    assert_same_run(a, b, tol=1e-5)   # Adam divides by numbers that are nearly zero
 
 @pytest.mark.parametrize('stage', stages)
 def test_the_size_is_halved_until_it_fits_with_one_warning(stage):
-    "The next fit with the same callback uses the size that was found, and does not warn again"
+    "The next fit with the same callback begins with the size that fits, and does not warn"
     acc,sizes = auto(32),RecordAt('after_backward', lambda l: len(l.x))
     learn = learner(16, runs_out_above(5, stage), n=48)
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning) as collected:
         for _ in range(2): learn.fit(1, 0.1, cbs=[acc,sizes])
-    said = [str(o.message).split('\n')[0] for o in told if 'memory ran out' in str(o.message)]
-    assert len(said)==1 and '16 samples' in said[0] and 'planted' in said[0] and said[0].endswith('of 4 samples')
+    lines = [str(o.message).split('\n')[0] for o in collected if 'memory ran out' in str(o.message)]
+    assert len(lines)==1 and '16 samples' in lines[0] and 'planted' in lines[0] and lines[0].endswith('of 4 samples')
     assert sizes.values==[4]*24
 
-# A failed attempt leaves nothing behind
+# A pass that runs out of memory leaves nothing behind
 
 @pytest.mark.parametrize('stage', ['loss','backward'])
 @pytest.mark.parametrize('norm', [lambda: nn.BatchNorm1d(6),lambda: nn.Dropout(0.3)], ids=['batchnorm','dropout'])
 def test_the_run_is_that_of_a_fit_which_begins_with_smaller_micro_batches(norm, stage):
-    "It has the random numbers, statistics of BatchNorm and counts of a run without a failed attempt"
+    "It has the random numbers, BatchNorm statistics and counts of a run with enough memory"
     class Draw(Callback):
         order,run_valid = -55,False
         def after_pred(self): self.now = random.random(),np.random.rand(),torch.rand(1).item()
@@ -103,7 +106,7 @@ def test_the_run_is_that_of_a_fit_which_begins_with_smaller_micro_batches(norm, 
     assert (a.model[2].calls,a.model[2].sizes)==(b.model[2].calls,b.model[2].sizes)
 
 @pytest.mark.parametrize('stage', stages)
-def test_autocast_ends_with_the_fit(stage):
+def test_autocast_is_off_after_a_fit_in_which_memory_ran_out(stage):
     def state(l): return torch.is_autocast_enabled('cpu')
     learn = learner(16, runs_out_above(3, stage), data=TensorDataset(torch.randn(64, 5), torch.randint(0, 3, (64,))))
     learn.model.float()
@@ -118,13 +121,16 @@ def test_autocast_ends_with_the_fit(stage):
 
 @pytest.mark.parametrize('weight', [None,torch.tensor([.01,.02,.03], dtype=torch.float64)], ids=['mean','weights'])
 def test_validation_batches_are_split(weight):
-    "Losses and metrics are those of whole batches; the size is independent of that of training"
+    """Losses and metrics are those of whole batches
+
+    Validation has its own size, whatever fits in training.
+    """
     def runs_out(stage, n): return stage=='validation' and n>9 or stage=='loss' and n>4
     sizes = RecordAt('after_loss', lambda l: len(l.pred))
     sizes.run_valid,sizes.run_train = True,False
     more = dict(n=90, metrics=[accuracy,*LossMetrics('own')], weight=weight)
     assert_same_run(*full_batch_and_limited(16, 32, runs_out, cbs=lambda: [sizes], **more))
-    assert max(sizes.values[-12:])<=9   # the full-batch run recorded the sizes before
+    assert max(sizes.values[-12:])<=9   # the list begins with the sizes of the full-batch run
 
 class KeepsFloat(CrossEntropy):
     "Keeps the mean class of its targets as a plain number, for a `LossMetric`"
@@ -134,6 +140,7 @@ class KeepsFloat(CrossEntropy):
 
 @pytest.mark.parametrize('ignore_index', [-100,0])
 def test_a_split_validation_batch_averages_plain_numbers_and_may_ignore_all_targets(ignore_index):
+    "With `ignore_index=0`, all targets are 0, and the loss is NaN with and without a split"
     rows = []
     for cap in (10**9,4):
         def runs_out(stage, n): return stage=='validation' and n>cap
@@ -160,7 +167,7 @@ def test_an_error_is_raised_if_a_single_sample_does_not_fit(acc):
     *((o,torch.OutOfMemoryError,1) for o in ('after_backward','before_step','after_step')),
     ('after_batch',torch.OutOfMemoryError,3)])
 def test_other_errors_are_raised_and_no_step_is_repeated(event, exc, skip):
-    "This includes memory that runs out after the backward pass, or in or after the step"
+    "Such an error is also an out-of-memory error after the backward pass, in the step or after the step"
     learn,cb = learner(16, n=64),RaiseAt(event, exc, 70, skip=skip)
     with pytest.raises(exc, match='planted'): learn.fit(1, 0.1, cbs=[auto(32),cb])
     assert cb.n_heard==skip+1

@@ -28,10 +28,11 @@ from on_processes import (AllReduceBytes, as_single_process, assert_equal_on_all
     distributed_learner, fit_single_and_distributed, flat_state, make_learner, on_processes, ordered_loader,
     restart_order, sample_orders, samples_of_steps, this_process)
 from small_learners import all_params
-from test_noise_scale import by_hand, single_gradients
+from test_noise_scale import single_gradients, trace_and_grad_sq
 
 two_or_more = (2,3) if run_all_cases else (2,)
-# The number of samples of each process. By default a step has 16 samples of each process, in micro-batches of 4
+# The number of samples of each process. By default, a step has 16 samples of each process, in
+# micro-batches of 4
 even,ragged,uneven,few = [32]*4,[35]*4,[40,25,18],[40,3,1]
 AdamW = partial(OptimWrapper, opt=torch.optim.AdamW)
 
@@ -46,7 +47,7 @@ def net(*more):
 def with_batchnorm(): return net(nn.BatchNorm1d(6))
 def with_limited_memory(): return net(LimitedMemory())
 class Branches(Module):
-    "A model that uses its first layer for some samples only, and so for some micro-batches not at all"
+    "A model whose first layer has no gradient in some micro-batches, because few samples use it"
     def __init__(self): self.net,self.first = net(),nn.Linear(5,5).double()
     def forward(self, x):
         uses_first = x[:,:1]>1
@@ -63,7 +64,7 @@ def with_unused_layer():
 # Fits, given a Learner and callbacks
 
 def several_fits(learn, cbs):
-    "Fit three times with callbacks that stay on the Learner, once for no epoch, and validate in between"
+    "Fit for no epoch, then twice, with callbacks that stay on the Learner and a validation in between"
     for cb in cbs: learn.add_cb(cb)
     learn.fit(0, 0.05)
     learn.fit(1, 0.05)
@@ -105,14 +106,14 @@ same_runs = dict(
         dict(ns=[50]*3, micro=[8,12,5], acc=dict(micro_batch_size=5)),
         dict(ns=uneven, micro=8, per_process=12, tokens=True, acc=dict(micro_batch_size=3)),
         dict(ns=even, micro=16, acc=dict(micro_batch_size=4), setup=record_train_metrics, metrics=[accuracy])],
-    # the epoch ends for all processes when one has no more samples
+    # with `drop_last`, the epoch of all processes ends when one process has no more samples
     drop_last=[dict(ns=[40,28,28], full_batch=False,
         cb=lambda n: GradientAccumulationScheduler({0:1,1:2}, drop_last=True))],
     train_metrics=[dict(ns=even, setup=record_train_metrics, metrics=[accuracy,AvgLoss()])],
     ways_to_wrap=[dict(ns=ragged, ddp=dict(bucket_cap_mb=1e-4)),
         dict(ns=uneven, ddp=dict(gradient_as_bucket_view=True), opt_func=AdamW),
         dict(ns=uneven, ddp=dict(find_unused_parameters=True), model=Branches, splitter=all_params),
-        # weight decay does not change a layer that no process uses
+        # here weight decay must not change a layer that no process uses
         dict(ns=ragged, ddp=dict(find_unused_parameters=True), model=with_unused_layer, splitter=all_params,
             fit=decayed)],
     schedules=[dict(ns=ns, cb=cb, fit=fit, full_batch=False)
@@ -123,7 +124,7 @@ same_runs = dict(
         dict(ns=ragged, cbs=lambda: [RecordAt('after_loss', cancel_fifth_batch, 7)], fit=constant, full_batch=False)])
 
 def pick_with(required, n, cases):
-    "Return the `required` cases, and `n` of the others"
+    "Return the `required` cases, and `n` of the other `cases`"
     return [*required,*pick_cases(n, [o for o in cases if o not in required])]
 
 required = [(2,o) for o in ('schedules','class_weights','scaled','trimmed','short_epochs')]
@@ -134,7 +135,7 @@ def test_the_run_is_that_of_one_process(**kwargs): assert_same_as_single_process
 
 @on_processes(2)
 def test_a_process_with_only_padding_adds_nothing_to_the_step():
-    "No loss is NaN"
+    "The losses of this process are no NaN"
     def pad(is_padding):
         "Return a callback that replaces all targets of some sequences by padding"
         def replace(l): l.yb = (torch.where(is_padding(l)[:,None], -100, l.y),)
@@ -142,38 +143,41 @@ def test_a_process_with_only_padding_adds_nothing_to_the_step():
     a,b = fit_single_and_distributed([9,9], micro=1, per_process=2, tokens=True,
         cbs=lambda: pad(lambda l: l.x[:,0,0]>0))
     assert deviation(weights(a), weights(b))<1e-12
-    assert torch.stack(list(b.recorder.losses)).isfinite().all()   # the full-batch run has NaN for a step of padding
+    # in the full-batch run, a step of padding has NaN
+    assert torch.stack(list(b.recorder.losses)).isfinite().all()
     for ns in ([35,35],[40,25]):
-        of_second = toy_data(sum(ns), True).tensors[0][-ns[-1]:,0,0]
-        def is_padding(l): return torch.isin(l.x[:,0,0], of_second) & (l.epoch==0)
+        of_second_process = toy_data(sum(ns), True).tensors[0][-ns[-1]:,0,0]
+        def is_padding(l): return torch.isin(l.x[:,0,0], of_second_process) & (l.epoch==0)
         assert_same_as_single_process(ns, tokens=True, cbs=lambda: pad(is_padding))
 
 def random_arguments(seed):
-    "Return random arguments of a run, equal on all processes: numbers of samples, sizes of micro-batches and steps"
+    "Return random arguments for the test below, which depend on `seed` only"
     rng = Random(seed)
     ns = [rng.choice([rng.randint(1, 4),rng.randint(20, 45)]) for _ in range(this_process.world_size)]
     micro = [rng.choice([1,2,3,5]) for _ in ns]
     per_process,drop_last = rng.randint(1, 14),rng.random()<.3
-    shares = [math.ceil(per_process/m)*m for m in micro]
-    has_a_step = samples_of_steps(sample_orders(ns)[0], shares, drop_last)
+    sizes = [math.ceil(per_process/m)*m for m in micro]
+    has_a_step = samples_of_steps(sample_orders(ns)[0], sizes, drop_last)
     if not has_a_step: return random_arguments(seed+1000)
     return dict(ns=ns, micro=micro, per_process=per_process, tokens=rng.random()<.4, opt_func=rng.choice([SGD,Adam]),
         fit=rng.choice([one_cycle,constant]), cbs=rng.choice([list,clip]), acc=dict(drop_last=drop_last))
 
 @on_processes(2,3)
-def test_random_runs():
+def test_random_runs_are_those_of_one_process():
     for seed in pick_cases(4, range(100)):
         try: assert_same_as_single_process(**random_arguments(seed))
         except Exception as e: raise AssertionError(f'run {seed}') from e
 
 # The exchange of gradients and buffers
 
-n_events = Counter()   # forward passes ('passes') and attempts that ran out of memory ('failed') of this process
+# of this process: the forward passes ('passes'), and the passes that ran out of memory ('failed')
+n_events = Counter()
 
 def limit_memory(ranks, stage='backward', after=0, cap=2):
-    """Return a `setup` that gives the processes `ranks` of the distributed run memory for `cap` samples
+    """Return a function `setup(learn)` that gives the processes in `ranks` memory for `cap` samples
 
-    Memory runs out in this stage only, and only after the first `after` forward passes.
+    Memory runs out only in the distributed run, in passes of `stage`, after the first `after` forward
+    passes.
     """
     def runs_out(this_stage, n):
         n_events['passes'] += this_stage=='forward'
@@ -199,10 +203,11 @@ exchanging = dict(
 
 @pytest.mark.parametrize('case', exchanging)
 @on_processes(2, each_of=exchanging)
-def test_one_gradient_is_exchanged_a_step(ns=ragged, cb=GradientAccumulation, acc=None, cbs=list, setup=None, **kwargs):
-    "All-reduce sends the bytes of one gradient in each step, and at most a tenth more"
-    def wide(): return nn.Sequential(nn.Linear(5,200), LimitedMemory(), nn.Linear(200,3)).double()
-    b = distributed_learner(ns, model=wide, **kwargs)
+def test_each_step_exchanges_the_gradients_once(ns=ragged, cb=GradientAccumulation, acc=None, cbs=list, setup=None,
+        **kwargs):
+    "In each step, all-reduce sends the bytes of all gradients, and at most a tenth more"
+    def with_large_gradients(): return nn.Sequential(nn.Linear(5,200), LimitedMemory(), nn.Linear(200,3)).double()
+    b = distributed_learner(ns, model=with_large_gradients, **kwargs)
     if setup: setup(b)
     steps,all_reduce = RecordAt('after_step', lambda l: 1, order=60),AllReduceBytes()
     with all_reduce: b.fit(1, 0.01, cbs=[cb(32, **(acc or {})),steps,*cbs()])
@@ -232,12 +237,13 @@ def test_half_precision_gradients_are_rounded_once():
             assert_equal_on_all_ranks(grad.float())
             parts = torch.stack(parts).float()
             mean,size = parts.mean(0),parts.abs().mean(0)
-            # half a unit in the last of 8 bits, and the rounding of 64 sums in single precision
+            # bfloat16 has 8 bits, so rounding once is at most 2**-8 of the mean; 64 sums in single
+            # precision add little
             assert ((grad.float()-mean).abs()<=2.**-8*mean.abs()+2.**-18*size).all()
 
 @on_processes(2)
 def test_buffers_are_those_of_the_first_process():
-    "Even with different numbers of micro-batches: no process waits for a broadcast that another does not send"
+    "No process waits for a broadcast, even if others have fewer micro-batches"
     auto = dict(micro_batch_size='auto')
     for ns,micro,acc in (([35,35],4,{}), ([40,24],4,{}), ([40,24],8,auto), ([35,35],8,auto),
             ([32,32],[16,4],dict(micro_batch_size=4))):
@@ -245,7 +251,7 @@ def test_buffers_are_those_of_the_first_process():
         after_each_step = RecordAt('after_step', lambda l: assert_equal_on_all_ranks(flat_state(l)), order=60)
         b.fit(2, 0.1, cbs=[GradientAccumulation(32, **acc),after_each_step])
         assert len(b.recorder.losses)==2*math.ceil(ns[0]/16)
-        if ns[0]==35: b.fit(1, 0.1)   # a plain fit has the broadcasts of DistributedDataParallel
+        if ns[0]==35: b.fit(1, 0.1)   # in a fit without accumulation, DDP broadcasts the buffers
         assert_equal_on_all_ranks(flat_state(b))
 
 # Memory that runs out
@@ -257,7 +263,7 @@ oom_runs = dict(
     on_each_at_each_place=[dict(stage=stage, ranks=(rank,), after=after)
         for stage,rank,after in pick_cases(4, product(('forward','backward'), (0,1), (0,1,3,7)))],
     on_all=[dict(stage='forward', ranks=(0,1,2), cap=3), dict(ranks=(0,1,2), ns=uneven, cap=3)],
-    loaders_of_their_own=[dict(ranks=(0,), ns=few), dict(ranks=(0,), ns=[40,33,17], micro=[8,16,4], tokens=True)],
+    different_loaders=[dict(ranks=(0,), ns=few), dict(ranks=(0,), ns=[40,33,17], micro=[8,16,4], tokens=True)],
     ways_to_wrap=[dict(ranks=(1,), ddp=dict(gradient_as_bucket_view=True, bucket_cap_mb=1e-4), opt_func=AdamW),
         dict(ranks=(0,), ddp=dict(find_unused_parameters=True), model=with_unused_layer, splitter=all_params,
             fit=decayed)],
@@ -267,7 +273,7 @@ oom_runs = dict(
         for cb in (partial(GradientAccumulationSchedule, 16),scheduler_from_epoch_1)])
 
 @pytest.mark.parametrize('n,case', pick_with([(2,'ways_to_wrap')], 4,
-    [*product([2], oom_runs),(3,'on_all'),(3,'loaders_of_their_own')]))
+    [*product([2], oom_runs),(3,'on_all'),(3,'different_loaders')]))
 @on_processes(each_of=oom_runs)
 def test_memory_may_run_out_on_some_processes(ranks, stage='backward', after=0, cap=2, ns=ragged, micro=8, acc=None,
         model=with_limited_memory, **kwargs):
@@ -280,7 +286,7 @@ def test_memory_may_run_out_on_some_processes(ranks, stage='backward', after=0, 
 @pytest.mark.parametrize('how', pick_cases(2, ['memory','exception','interrupt']))
 @on_processes(2)
 def test_an_error_of_one_process_ends_the_fit_of_both(how):
-    "The error is raised at once, the other process waits for its timeout at most, and DDP has its former state"
+    "The other process ends after its timeout at the latest, and DDP has its former state"
     b = distributed_learner(ragged, 8, model=with_limited_memory)
     b.model = DDP(b.model.module, process_group=dist.new_group(timeout=timedelta(seconds=4)))
     exc = dict(exception=RuntimeError, interrupt=KeyboardInterrupt).get(how)
@@ -297,12 +303,15 @@ def test_an_error_of_one_process_ends_the_fit_of_both(how):
 
 @on_processes(2)
 def test_a_forward_of_the_instance_is_kept():
-    "accelerate sets such a `forward` for mixed precision. And `plan` in one process does not wait for the others"
+    """accelerate sets such a `forward` for mixed precision
+
+    A call of `plan` in one process does not wait for the other.
+    """
     b,calls,acc = distributed_learner(ragged),[],GradientAccumulation(32)
-    stock = b.model.forward
+    forward_of_class = b.model.forward
     def own_forward(*args):
         calls.append(b.model.training)
-        return stock(*args)
+        return forward_of_class(*args)
     b.model.forward = own_forward
     b.fit(1, 0.1, cbs=acc)
     assert vars(b.model)['forward'] is own_forward and calls.count(True)==9
@@ -310,7 +319,7 @@ def test_a_forward_of_the_instance_is_kept():
 
 @on_processes(2)
 def test_lr_find_gives_the_same_result_on_all_processes():
-    "It has a point for each step, and restores weights and optimizer"
+    "`lr_find` has a point for each step, and restores weights and optimizer"
     def fit(learn, cbs):
         for cb in cbs: learn.add_cb(cb)
         learn.fit(1, 0.05)
@@ -319,7 +328,8 @@ def test_lr_find_gives_the_same_result_on_all_processes():
         learn.found = learn.lr_find(num_it=30, show_plot=False).valley
         assert deviation(before, snapshot())==0
         learn.points = list(learn.recorder.lrs),list(learn.recorder.losses)
-        restart_order(learn)   # the search stops in the middle of an epoch, at a place that depends on the loader
+        # the search stops in the middle of an epoch, at a place that depends on the loader
+        restart_order(learn)
         learn.fit(1, 0.05)
     for ns in (ragged,uneven):
         a,b = assert_same_as_single_process(ns, fit=fit, opt_func=Adam)
@@ -359,14 +369,14 @@ def broadcast_on_cpu():
 @accelerated
 @pytest.mark.parametrize('case', range(3))
 @on_processes(2)
-def test_distrib_ctx(case):
+def test_the_run_in_distrib_ctx_is_that_of_one_process(case):
     broadcast_on_cpu()
     n,tokens,loader_drop_last,metrics = [
         (64,False,False,accuracy), (69,True,False,None), (66,False,True,None)][case]
     ds,rng,n_each = toy_data(n, tokens),Random(1),math.ceil(n/2)
     epochs = [rng.sample(range(n), n) for _ in range(2)]
     def parts(order):
-        "Return the samples of each process, padded to the same number, perhaps without the incomplete last micro-batch"
+        "Return the samples of each process, as many as `DistributedDL` gives each"
         keep = n_each//4*4 if loader_drop_last else n_each
         return [p[:keep] for p in in_chunks(order+order[:1], n_each)[:2]]
     steps = [samples_of_steps(parts(o), [16,16]) for o in epochs]
@@ -379,13 +389,14 @@ def test_distrib_ctx(case):
     with b.distrib_ctx(sync_bn=False, cpu=True): one_cycle(b, [GradientAccumulation(32, drop_last=False)])
     assert_equal_on_all_ranks(flat_state(b))
     assert not isinstance(b.model, DDP)
-    n_train_values = 2 if metrics else 1   # the other values are of this process's part of validation
+    # the other values are means over this process's validation samples
+    n_train_values = 2 if metrics else 1
     for o in (a,b): o.recorder.values = [v[:n_train_values] for v in o.recorder.values]
     assert_same_run(a, b)
 
 @accelerated
 @on_processes(2)
-def test_searches_in_distrib_ctx():
+def test_searches_in_distrib_ctx_give_the_same_results_on_all_processes():
     broadcast_on_cpu()
     order = Random(1).sample(range(64), 64)
     b = make_learner(ordered_loader(toy_data(64), [order], 4), toy_data(64), cbs=GradientAccumulation(32))
@@ -399,7 +410,8 @@ def test_searches_in_distrib_ctx():
 
 # Refused
 
-# Without callbacks, in the single process, these functions do nothing, because only several processes are refused
+# The single process runs these functions without callbacks, and they do nothing: the fit of several
+# processes is refused
 def fit_distributed(learn, cbs): return cbs and learn.fit(1, cbs=cbs)
 def find_distributed(learn, cbs): return cbs and learn.accum_find()
 def check_distributed(learn, cbs): return cbs and learn.accum_check()
@@ -410,7 +422,7 @@ refused = dict(
     accum_bs=('accum_bs', dict(ns=even, cb=lambda n: GradientAccumulation(16+this_process.rank))),
     drop_last=('drop_last', dict(ns=even, cb=lambda n: GradientAccumulation(16, drop_last=this_process.rank>0))),
     epochs=('epochs', dict(ns=even, fit=different_epochs)),
-    # batches are cut where a step ends: 22 samples are 8 micro-batches, and 23 are 9
+    # batches are also cut where a step ends, so 22 samples give 8 micro-batches, and 23 samples give 9
     counts_split_and_recorded=('22 samples.*23 samples', dict(ns=[22,23],
         acc=dict(micro_batch_size=3, log_accum_batch=False))),
     counts_recorded=('micro-batches', dict(ns=uneven, acc=dict(log_accum_batch=False))),
@@ -428,14 +440,14 @@ def test_what_cannot_work_is_refused_on_all_processes(case):
     with pytest.raises((ValueError,RuntimeError), match=message): fit_single_and_distributed(**kwargs)
 
 @on_processes(2)
-def test_each_process_warns_of_its_communication_hook_and_one_of_the_step_size():
-    "The communication hook is not used, and the size of a step is rounded up"
+def test_each_process_warns_of_its_communication_hook_and_one_process_of_the_step_size():
+    "fastaccum does not call the communication hook of DDP, and rounds the size of a step up"
     b = distributed_learner(even)
     b.model.register_comm_hook(None, lambda state,bucket: 1/0)
     with collect_warnings() as collected: b.fit(1, cbs=GradientAccumulation(17))
-    def was_told(words): return any(words in str(o.message) for o in collected)
-    assert was_told('a step has 24 samples')==(this_process.rank==0)
-    assert was_told('communication hook')
+    def was_warned(words): return any(words in str(o.message) for o in collected)
+    assert was_warned('a step has 24 samples')==(this_process.rank==0)
+    assert was_warned('communication hook')
 
 @on_processes(2)
 def test_the_cache_warns_that_a_communication_hook_is_not_used():
@@ -446,7 +458,7 @@ def test_the_cache_warns_that_a_communication_hook_is_not_used():
         assert sum('communication hook' in str(o.message) for o in collected)==1
 
 def cancel_on(rank, event, exc, i=1):
-    "Return a callback that cancels micro-batch `i` of a fit on process `rank`, or on all processes if it is None"
+    "Return a callback that cancels micro-batch `i` on process `rank`, or on all processes if it is None"
     numbers = count()
     def cancel(learn):
         if next(numbers)==i and rank in (None,this_process.rank): raise exc
@@ -465,10 +477,10 @@ def test_if_each_micro_batch_is_recorded_none_may_be_cancelled_on_one_process_on
     for event,exc in (('before_batch',CancelBatchException), ('after_loss',CancelBatchException),
             ('before_backward',CancelBackwardException)):
         with pytest.raises(RuntimeError, match='cancelled a micro-batch on 1 of 2 processes'): fit_with(1, event, exc)
-        fit_with(None, event, exc)   # allowed if all processes cancel
+        fit_with(None, event, exc)   # no error if all processes cancel it
 
 @on_processes(2)
-def test_static_graph_is_right_or_refused():
+def test_the_run_with_static_graph_of_ddp_is_right_or_refused():
     def cache(n): return GradientCache(micro_batch_size=3)
     for cb,loss in ((GradientAccumulation,CrossEntropy()), (cache,nt_xent)):
         try: assert_same_as_single_process(ragged, cb=cb, ddp=dict(static_graph=True), loss_func=loss)
@@ -479,17 +491,17 @@ def test_static_graph_is_right_or_refused():
 def penalize(l): l.loss_grad = l.loss_grad+0.1*sum(p.pow(2).sum() for p in l.model.parameters())
 
 cached = dict(
-    sizes=[dict(ns=[n]*2, size=s) for n,s in ((35,3),(32,10),(33,2))], sizes_of_their_own=[dict(size=[2,3,10])],
+    sizes=[dict(ns=[n]*2, size=s) for n,s in ((35,3),(32,10),(33,2))], different_sizes=[dict(size=[2,3,10])],
     wrapped=[dict(ddp=dict(bucket_cap_mb=1e-4)), dict(ddp=dict(find_unused_parameters=True))],
     penalties=[dict(cbs=lambda: [CallAt('after_loss', penalize),*clip(0.05)]), dict(cbs=scaled, opt_func=Adam)],
     accumulated=[dict(cbs=lambda: [GradientAccumulation(20*this_process.world_size, drop_last=False)])],
     memory_runs_out=[dict(size='auto', oom_rank=rank, stage=stage)
         for rank in (0,1) for stage in ('forward','backward')])
 
-@pytest.mark.parametrize('n,case', pick_cases(4, [*product([2], cached),(3,'sizes_of_their_own'),(3,'accumulated')]))
+@pytest.mark.parametrize('n,case', pick_cases(4, [*product([2], cached),(3,'different_sizes'),(3,'accumulated')]))
 @on_processes(each_of=cached)
 def test_the_cache_does_not_change_the_run(ns=ragged, size=3, cbs=list, oom_rank=None, stage=None, **kwargs):
-    "With and without `GradientCache`, each process has the loss of its own batch"
+    "With and without `GradientCache`, the loss of a process compares the samples of its own batch only"
     a,b = (distributed_learner(ns, 10, loss_func=nt_xent, model=with_limited_memory, **kwargs) for _ in range(2))
     if oom_rank is not None: limit_memory((oom_rank,), stage, after=1)(b)
     if isinstance(size, list): size = size[this_process.rank]
@@ -519,7 +531,7 @@ def test_checkpoints_and_the_noise_scale_change_no_bit_of_the_run():
 @on_processes(2)
 def test_recalibrated_statistics_are_those_of_all_samples():
     "All processes have the same statistics"
-    ds,order = toy_data(64),[list(range(48)),list(range(48, 64))]   # three batches of 16, and one
+    ds,order = toy_data(64),[list(range(48)),list(range(48, 64))]   # 3 batches of 16, and 1 batch
     train = ordered_loader(ds, [order[this_process.rank]], 4)
     b = make_learner(train, ds, ddp={}, model=with_batchnorm, splitter=all_params)
     m = b.model.module
@@ -528,14 +540,14 @@ def test_recalibrated_statistics_are_those_of_all_samples():
     torch.testing.assert_close(m[2].running_mean, inputs.mean(0))
     torch.testing.assert_close(m[2].running_var, torch.stack([o.var(0) for o in inputs.split(16)]).mean(0))
     assert m[2].num_batches_tracked==4
-    b.model.module = nn.SyncBatchNorm.convert_sync_batchnorm(m)   # DDP itself accepts SyncBatchNorm on GPUs only
+    # DDP itself accepts SyncBatchNorm on GPUs only
+    b.model.module = nn.SyncBatchNorm.convert_sync_batchnorm(m)
     for f in (lambda: b.recalibrate_bn(16),lambda: b.fit(1, cbs=RecalibrateBN()),lambda: b.bs_find(show_plot=False)):
         with pytest.raises(RuntimeError, match='SyncBatchNorm'): f()
 
 @pytest.mark.parametrize('case', ['even','uneven','sums','scaled'])
 @on_processes(*two_or_more)
-def test_noise_of_all_processes(case):
-    "The noise scale is that of the gradients of the micro-batches of all processes"
+def test_the_noise_scale_is_measured_from_the_micro_batches_of_all_processes(case):
     ns = dict(even=[16,16,16], uneven=[16,9,3]).get(case, [15]*3)[:this_process.world_size]
     meter = NoiseScale(every=1)
     b = distributed_learner(ns, loss_func=CrossEntropy(reduction='sum' if case=='sums' else 'mean'))
@@ -543,13 +555,13 @@ def test_noise_of_all_processes(case):
     b.fit(1, 0., cbs=[GradientAccumulation(16*this_process.world_size, drop_last=False),meter,*more])
     b.model = b.model.module
     micro_batches = [idxs for order in sample_orders(ns)[0] for idxs in in_chunks(order, 4)]
-    want = by_hand(single_gradients(b)[sum(micro_batches, [])], [len(o) for o in micro_batches])
-    assert deviation((meter.trace,meter.grad_sq), want)<1e-5
+    expected = trace_and_grad_sq(single_gradients(b)[sum(micro_batches, [])], [len(o) for o in micro_batches])
+    assert deviation((meter.trace,meter.grad_sq), expected)<1e-5
     assert len(b.recorder.noise_scale)==1
 
 @on_processes(2)
 def test_scaled_lr_counts_all_processes():
-    "Without accumulation it also works with options of DDP that accumulation refuses"
+    "Without accumulation, it also works with `static_graph`, which accumulation refuses"
     for ddp in (dict(),dict(static_graph=True)):
         a,b = (distributed_learner(ragged, ddp=ddp) for _ in range(2))
         a.fit(1, 0.2)
@@ -566,13 +578,13 @@ def learner_with_caps(caps, stage='backward', wrap=True, n=70):
     b = toy(4, data=toy_data(n), splitter=all_params, opt_func=Adam, model=model)
     if wrap: b.model = DDP(b.model)
     return b
-def less_on(rank, least=9):
-    "Return caps: `least` samples on this rank, and 50 on the others"
-    return [least if r==rank else 50 for r in range(this_process.world_size)]
+def less_on(rank, cap=9):
+    "Return the caps of all processes, in samples: `cap` on process `rank`, and 50 on the others"
+    return [cap if r==rank else 50 for r in range(this_process.world_size)]
 
 @on_processes(*two_or_more)
 def test_bs_find_finds_the_size_that_fits_on_all_processes():
-    "And it restores the whole state"
+    "`bs_find` also restores the whole state"
     for rank,stage in ((0,'forward'),(this_process.world_size-1,'backward')):
         b = learner_with_caps(less_on(rank), stage)
         if rank: b.fit(1, 0.01)
@@ -586,14 +598,17 @@ def test_bs_find_finds_the_size_that_fits_on_all_processes():
 
 @on_processes(2)
 def test_bs_find_gives_the_same_result_or_error_on_all_processes():
-    "The size that it finds trains; the errors are that no size fits, that arguments differ, or that a process failed"
+    """A fit with this size runs
+
+    The errors: no size fits, arguments differ between processes, or a process failed.
+    """
     b = learner_with_caps(less_on(1))
     assert int(b.bs_find(show_plot=False, apply=True))==8==b.dls.train.bs
     b.fit(1, 0.01, cbs=GradientAccumulation(64))
     assert_equal_on_all_ranks(flat_state(b))
     res = learner_with_caps([50,50], n=40 if this_process.rank else 30).bs_find(show_plot=False)
     assert int(res)==30 and 'no more' in repr(res)   # limited by the process with the fewest samples
-    b = learner_with_caps(less_on(0, least=0))
+    b = learner_with_caps(less_on(0, cap=0))
     with pytest.raises(torch.OutOfMemoryError, match='no batch fits'): b.bs_find(show_plot=False)
     b = learner_with_caps([50,50])
     with pytest.raises(ValueError, match='init_val'): b.bs_find(init_val=2+this_process.rank, show_plot=False)
@@ -605,8 +620,12 @@ def test_bs_find_gives_the_same_result_or_error_on_all_processes():
 
 @on_processes(2)
 def test_a_fit_that_is_cut_short_leaves_nothing_behind():
-    "The next fits, plain or accumulating, are those of a new Learner"
+    "The next fits, with and without accumulation, are those of a new Learner"
     def fit(acc, event=None, exc=None, **kwargs):
+        """Fit, accumulating if `acc`; with `event`, before that run a fit that `exc` ends there
+
+        Return the weights.
+        """
         b = distributed_learner(ragged, opt_func=SGD)
         if event:
             cb = RaiseAt(event, exc, 7, skip=1 if event in ('after_backward','after_batch') else 5)
@@ -616,19 +635,20 @@ def test_a_fit_that_is_cut_short_leaves_nothing_behind():
             restart_order(b)
         b.fit(1, 0.1, cbs=GradientAccumulation(32) if acc else None)
         return flat_state(b)
-    want = [fit(o) for o in (False,True)]
+    expected = [fit(o) for o in (False,True)]
     events = ('before_batch','after_pred','after_loss','before_backward','after_backward','after_batch')
     cuts = product(events, (KeyboardInterrupt,RuntimeError,CancelFitException), (None,'auto'))
     for event,exc,size in pick_cases(5, cuts):
         for acc in (False,True):
-            assert deviation(fit(acc, event, exc, micro_batch_size=size), want[acc])<1e-12, (event,exc)
+            assert deviation(fit(acc, event, exc, micro_batch_size=size), expected[acc])<1e-12, (event,exc)
 
 # Sharded models
 
 def fsdp2(): return fully_shard(with_batchnorm(), mesh=init_device_mesh('cpu', (this_process.world_size,)))
 def fsdp2_after_validation():
     model = fsdp2()
-    model.unshard()   # as after a forward pass: its parameters are plain tensors
+    # a forward pass does this too: parameters are then plain tensors, which do not show the sharding
+    model.unshard()
     return model
 def fsdp1(): return type('FullyShardedDataParallel', (nn.Sequential,), {})(with_batchnorm())
 def one_dtensor():

@@ -1,19 +1,19 @@
-"Losses, learning rates, hyper-parameters and metrics are recorded once a step, with the full-batch run's numbers."
+"Losses, hyper-parameters and metrics are recorded once a step, with the full-batch run's numbers."
 import pytest
 from fastai.vision.all import AvgLoss, CancelBatchException, Perplexity, accuracy
 from fastaccum import GradientAccumulation
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, toy, both_runs
 from common import RaiseAt, RecordAt, weights
 from sweep import metered
-from test_same_run import finds, within
+from test_same_run import run_lr_find, within
 
-def mets(): return [accuracy,AvgLoss(),Perplexity()]
+def metrics(): return [accuracy,AvgLoss(),Perplexity()]
 
 @pytest.mark.parametrize('n,accum_bs,kwargs', [(64,16,{}), (71,10,{}), (70,100,{}),
     (70,16,dict(acc=dict(drop_last=True))), (70,16,dict(loss_func=CrossEntropy(reduction='sum'), metrics=accuracy))])
 def test_the_records_are_those_of_the_full_batch_run(n, accum_bs, kwargs):
     "One of the training metrics is computed from predictions, and two are computed from the loss"
-    a,b = both_runs(n=n, accum_bs=accum_bs, make=lambda bs,**kw: metered(bs, **{'metrics':mets(), **kw}),
+    a,b = both_runs(n=n, accum_bs=accum_bs, make=lambda bs,**kw: metered(bs, **{'metrics':metrics(), **kw}),
         fit=lambda l,cbs: l.fit_one_cycle(3, 0.01, cbs=cbs), **kwargs)
     assert_same_run(a, b)
     assert list(a.recorder.metric_names)==list(b.recorder.metric_names) and a.recorder.lrs==b.recorder.lrs
@@ -21,7 +21,7 @@ def test_the_records_are_those_of_the_full_batch_run(n, accum_bs, kwargs):
 
 @pytest.mark.parametrize('event', ['before_step','after_step'])
 def test_at_a_step_the_learner_has_the_state_of_the_full_batch_run(event):
-    "Progress, epoch and learning rates, and in `after_step` also the mean loss of the step"
+    "The state is progress, epoch and learning rates, and in `after_step` also the mean loss of the step"
     def state(l):
         res = l.pct_train,l.epoch,[o['lr'] for o in l.opt.hypers]
         return (*res,l.loss.item()) if event=='after_step' else res
@@ -31,7 +31,7 @@ def test_at_a_step_the_learner_has_the_state_of_the_full_batch_run(event):
     assert len(b.values)==10 and deviation(a.values, b.values)<1e-6
 
 def test_each_batch_ends_with_a_smoothed_loss():
-    "Progress bars and loggers read the smoothed loss; the last step of an epoch is in its last batch"
+    "Progress bars and loggers read the smoothed loss. The last batch of an epoch takes the last step"
     seen,learn = [],toy(4)
     steps = RecordAt('after_step', lambda l: seen.append(0))
     reads = RecordAt('after_batch', lambda l: seen.append(float(l.smooth_loss)), order=51)
@@ -50,9 +50,9 @@ def test_recording_every_micro_batch_does_not_change_the_weights():
     assert deviation(rec.lrs, lrs)<1e-12
 
 def test_the_recorded_losses_are_those_of_the_micro_batches():
-    "With a learning rate of 0, all recorded values are those of a plain run"
+    "With a learning rate of 0, all recorded values are those of a run without accumulation"
     def run(cbs, bs=4):
-        learn = metered(bs, metrics=mets(), n=64)
+        learn = metered(bs, metrics=metrics(), n=64)
         learn.fit(2, 0., wd=0., cbs=cbs)
         return learn.recorder.losses,learn.recorder.values
     assert deviation(run([]), run(each(16)))<1e-6>deviation(run([]), run(each(16, micro_batch_size=4), 16))
@@ -63,7 +63,8 @@ def each(n, **kwargs): return GradientAccumulation(n, log_accum_batch=False, **k
     (16, 70, lambda: [each(24, micro_batch_size=4)], 2*(4+2+2+4+4+2)),
     (4, 70, lambda: [each(16, drop_last=True)], 2*16),
     (4, 48, lambda: [each(16),RaiseAt('after_pred', CancelBatchException, 0, skip=1)], 2*12-1),
-    (4, 64, lambda: [each(16),*within(finds)], 6+16),   # `lr_find` after the first epoch empties the records
+    # `lr_find` after the first epoch empties the records
+    (4, 64, lambda: [each(16),*within(run_lr_find)], 6+16),
     (4, 64, lambda: [RecordAt('before_epoch', lambda l: l.epoch==1 and l.add_cb(GradientAccumulation(16)))], 16+4)],
     ids=['split','dropped','cancelled','after a search','from the second epoch'])
 def test_each_micro_batch_that_is_trained_on_is_recorded(bs, n, cbs, want):

@@ -1,6 +1,7 @@
-"""What cannot work is refused before a weight changes, and later plain fits are unaffected.
+"""Arguments and Learners with which a fit cannot work are refused before a weight changes.
 
-The message names the bad value, and says what to type instead.
+The message names the bad value and says what to type instead. Later fits without accumulation are those
+of fastai.
 """
 import numpy as np, pytest, torch
 from functools import partial
@@ -12,11 +13,14 @@ from fastaccum import (ActivationCheckpoint, AutoSize, FreezeBN, GradientAccumul
 from fastaccum.testing import assert_same_run, toy, toy_data
 from common import RecordAt, weights
 
-def link(e): return str(e.value).rpartition('\nMore: https://')[2].partition('.html#')[2]
+def entry_of(e):
+    "Return the entry of the page Messages to which the error links"
+    return str(e.value).rpartition('\nMore: https://')[2].partition('.html#')[2]
 
 # Arguments
 
 Schedule,Scheduler = partial(GradientAccumulationSchedule, 8, 32),GradientAccumulationScheduler
+# functions that take a whole number, by the name of the argument
 counts = dict(accum_bs=GradientAccumulation, n_acc=GradientAccumulation, start_accum_bs=partial(
     GradientAccumulationSchedule, final_accum_bs=8), final_accum_bs=partial(GradientAccumulationSchedule, 8),
     base_bs=ScaledLR, every=NoiseScale, bs=RecalibrateBN, n=lambda **kw: toy(4).recalibrate_bn(**kw),
@@ -24,13 +28,13 @@ counts = dict(accum_bs=GradientAccumulation, n_acc=GradientAccumulation, start_a
     **dict.fromkeys(('steps_per_trial','init_val','max_trials'), lambda **kw: toy(4).bs_find(**kw)))
 sizes = dict(accumulation=GradientAccumulation, schedule=Schedule, scheduler=partial(Scheduler, {0:2}),
     cache=GradientCache)
-called = [*counts.items(), *[('micro_batch_size',f) for f in sizes.values()]]
+named_arguments = [*counts.items(), *[('micro_batch_size',f) for f in sizes.values()]]
 
 @pytest.mark.parametrize('n', [0, -8, 64., '64', True, [64], torch.tensor(64), float('nan')], ids=repr)
-@pytest.mark.parametrize('nm,f', called, ids=[*counts, *sizes])
+@pytest.mark.parametrize('nm,f', named_arguments, ids=[*counts, *sizes])
 def test_a_value_that_is_no_whole_number_is_refused_when_it_is_given(nm, f, n):
     with pytest.raises(ValueError if type(n) is int else TypeError, match=f'`{nm}` must be') as e: f(**{nm:n})
-    assert f'got {n!r}' in str(e.value) and link(e)
+    assert f'got {n!r}' in str(e.value) and entry_of(e)
 
 @pytest.mark.parametrize('nm', ['accum_bs','n_acc'])
 def test_whole_numbers_of_any_type_are_accepted_by_either_name(nm):
@@ -43,6 +47,7 @@ def test_whole_numbers_of_any_type_are_accepted_by_either_name(nm):
     with pytest.raises(AttributeError, match='=16.*follows the schedule'): setattr(Schedule(), nm, 16)
 
 two = lambda learn, n: n
+# Each case: a function, its arguments, the error, and words of its message
 bad = [(GradientAccumulation, dict(micro_batch_size='big'), TypeError, "'auto', or a whole number"),
     *[(f, {nm:v}, TypeError, f'`{nm}` must be True.*got {v!r}') for f in (GradientAccumulation,Schedule)
         for nm,v in dict(drop_last='no', log_accum_batch=0).items()],
@@ -76,7 +81,8 @@ bad = [(GradientAccumulation, dict(micro_batch_size='big'), TypeError, "'auto', 
 @pytest.mark.parametrize('f,kwargs,exc,words', bad, ids=[', '.join(o[1]) for o in bad])
 def test_other_arguments_are_refused_when_they_are_given(f, kwargs, exc, words):
     with pytest.raises(exc, match=words) as e: f(**kwargs)
-    assert link(e) or 'unexpected keyword' in str(e.value)   # the message is Python's own
+    # only messages of Python itself have no link
+    assert entry_of(e) or 'unexpected keyword' in str(e.value)
 
 # Learners
 
@@ -88,12 +94,13 @@ class HalfGradients(NonNativeMixedPrecision):
     "fastai's callback without its `before_fit`, which fails on a CPU"
     def before_fit(self): pass
 
-class Ignores(nn.Module):
-    "A loss with an `ignore_index` whose targets may be a dict"
+class TakesDictOfTargets(nn.Module):
+    "A loss with an `ignore_index`, whose targets may be a dict"
     ignore_index = -100
     def forward(self, p, y): return nn.functional.cross_entropy(p, y['y'] if isinstance(y, dict) else y)
 
 def changed(f):
+    "Return a function that makes a toy Learner and changes it by `f(learn)`"
     def make(**kwargs):
         learn = toy(**kwargs)
         f(learn)
@@ -102,9 +109,10 @@ def changed(f):
 hooked = changed(lambda l: l.model[2].weight.register_post_accumulate_grad_hook(lambda p: None))
 own_loop = changed(lambda l: setattr(l, '__class__', OwnLoop))
 ready_made = changed(lambda l: l.dls.loaders.__setitem__(0, DataLoader(list(l.dls.train), bs=None)))
-named = partial(toy, loss_func=Ignores(), data=[(x,dict(y=y)) for x,y in toy_data(70)])
+named = partial(toy, loss_func=TakesDictOfTargets(), data=[(x,dict(y=y)) for x,y in toy_data(70)])
 
 acc,fastais = GradientAccumulation,FastaiGradientAccumulation
+# Each case: functions that make a Learner and callbacks, the error, and words of its message
 refused = dict(
     two=(toy, lambda: [acc(16),acc(8)], ValueError, '2 callbacks accumulate.*keep one'),
     fastais_too=(toy, lambda: [fastais(16),acc(8)], ValueError, '2 callbacks accumulate.*keep one'),
@@ -123,6 +131,9 @@ refused = dict(
     split_and_cached=(toy, lambda: [acc(8, micro_batch_size=2),GradientCache(micro_batch_size=2)], ValueError,
         'by `micro_batch_size=2`.*`GradientCache` only'))
 late = {'steps_by_itself','targets_not_counted'}   # refused in the first batch
+        'leave it out'))
+# the first batch shows the mistake; others show before the fit
+late = {'steps_by_itself','targets_not_counted'}
 for nm,f in dict(below=lambda l: -1, infinite=lambda l: float('inf'), text=lambda l: '4', many=lambda l: l.y).items():
     refused[f'size_{nm}'] = toy,lambda f=f: [acc(8, n_items=f)],(TypeError,ValueError),'`n_items` must return a'
     late.add(f'size_{nm}')
@@ -134,8 +145,8 @@ def test_learners_that_cannot_be_trained_are_refused_before_a_weight_changes(nm)
     learn.add_cb(ProgressCallback())
     before,logger,own = weights(learn),learn.logger,cbs()
     with pytest.raises(exc, match=words) as e: learn.fit(1, 0.1, cbs=own)
-    assert link(e)
-    if nm in late: learn.logger = logger   # after an error, fastai leaves the logger of the progress bar
+    assert entry_of(e)
+    if nm in late: learn.logger = logger   # after an error, fastai leaves a changed logger
     else:
         with pytest.raises(exc, match=words), learn.added_cbs(own): learn.lr_find(show_plot=False)
     assert learn.logger is logger and weights(learn).equal(before)

@@ -12,31 +12,33 @@ from common import RecordAt, grads, pick_cases, weights
 from small_learners import all_params, random_ints
 
 @pytest.mark.parametrize('seed', pick_cases(35, range(400)))
-def test_random_runs(seed): sweep.check(seed)
+def test_random_runs_are_full_batch_runs(seed): sweep.check(seed)
 
 @pytest.mark.parametrize('args,full', [(dict(),32), (dict(n_acc=16),16), (dict(accum_bs=10),12)], ids=str)
-def test_arguments_of_fastais_callback(args, full):
+def test_the_arguments_of_fastais_callback_are_accepted(args, full):
     a,b = toy(full),toy(4)
     a.fit_one_cycle(2, 0.05)
     b.fit_one_cycle(2, 0.05, cbs=GradientAccumulation(**args))
     assert_same_run(a, b)
 
-class Mean(nn.Embedding):
+class MeanEmbedding(nn.Embedding):
+    "Returns the mean of the embeddings of a sample's tokens"
     def forward(self, x): return super().forward(x).mean(1)
 
 @pytest.mark.parametrize('acc', [dict(),dict(micro_batch_size=2)], ids=str)
 @pytest.mark.parametrize('opt', [torch.optim.SparseAdam,torch.optim.SGD])
-def test_sparse_gradients(opt, acc):
-    "A step does not change the rows of an embedding that none of its samples uses"
+def test_a_run_with_sparse_gradients_is_the_full_batch_run(opt, acc):
+    "A step changes only those rows of an embedding that its samples use"
     data = TensorDataset(random_ints(200, 70, 4), random_ints(3, 70))
-    assert_same_run(*both_runs(data=data, model=lambda: Mean(200, 3, sparse=True).double(), splitter=all_params,
+    def model(): return MeanEmbedding(200, 3, sparse=True).double()
+    assert_same_run(*both_runs(data=data, model=model, splitter=all_params,
         opt_func=partial(OptimWrapper, opt=opt), acc=acc))
 
 # Fit after fit
 
 @pytest.mark.parametrize('opt_func', [Adam,partial(OptimWrapper, opt=torch.optim.SGD)], ids=['fastai','torch'])
-def test_several_fits_with_one_callback(opt_func):
-    "Both runs agree even where fastai's optimizers still decay a body that is frozen after training"
+def test_several_fits_with_one_callback_are_full_batch_runs(opt_func):
+    "In the second fit, the body is frozen, but fastai's optimizers still decay it, in both runs"
     def fit(l, cbs):
         for freeze,how in ((l.unfreeze,l.fit_one_cycle),(l.freeze,l.fit),(l.unfreeze,l.fit_flat_cos)):
             freeze()
@@ -44,8 +46,12 @@ def test_several_fits_with_one_callback(opt_func):
     assert_same_run(*both_runs(opt_func=opt_func, fit=fit))
 
 def test_gradients_that_an_earlier_fit_left_are_not_used():
-    "fastai's callback leaves gradients when a fit ends; a body that is frozen afterwards must not change"
-    learn,fresh = toy(4, n=60, opt_func=SGD),toy(16, n=60, opt_func=SGD)   # SGD without momentum has no state
+    """fastai's callback leaves gradients when a fit ends
+
+    A body that is frozen afterwards must not change.
+    """
+    # SGD without momentum has no state
+    learn,fresh = toy(4, n=60, opt_func=SGD),toy(16, n=60, opt_func=SGD)
     learn.fit(1, 0.1, cbs=FastaiGradientAccumulation(16))
     fresh.model.load_state_dict(learn.model.state_dict())
     fresh.fit(1, 0.1)
@@ -60,8 +66,8 @@ def test_gradients_that_an_earlier_fit_left_are_not_used():
 
 @pytest.mark.parametrize('acc,num_it,lrs', [(dict(),30,{}), (dict(drop_last=True),12,{}),
     (dict(log_accum_batch=False),30,{}), (dict(),60,dict(end_lr=1e5, stop_div=True))], ids=str)
-def test_lr_find(acc, num_it, lrs):
-    "Each point of `lr_find` is a step, and a fit after it is the full-batch run"
+def test_lr_find_has_a_point_for_each_step(acc, num_it, lrs):
+    "A fit after the search is the full-batch run"
     def fit(l, cbs):
         l.add_cbs(cbs)
         l.found = l.lr_find(num_it=num_it, show_plot=False, **dict(dict(stop_div=False), **lrs)).valley,l.recorder.lrs
@@ -78,9 +84,9 @@ def within(f):
     "Return callbacks that call `f(learn)` once, after the first epoch"
     todo = [f]
     return [RecordAt('after_epoch', lambda l: todo and todo.pop()(l), order=70)]
-def finds(l): l.lr_find(num_it=6, show_plot=False)
+def run_lr_find(l): l.lr_find(num_it=6, show_plot=False)
 
-others = dict(validates=lambda: within(lambda l: l.validate()), finds=lambda: within(finds),
+others = dict(validates=lambda: within(lambda l: l.validate()), runs_lr_find=lambda: within(run_lr_find),
     fits=lambda: within(lambda l: l.fit(1, 0.1)),
     predicts_inside=lambda: within(lambda l: l.get_preds(dl=l.dls.valid, inner=True)),
     tracks=lambda: [EarlyStoppingCallback(patience=2), SaveModelCallback(), ReduceLROnPlateau(patience=1)],
@@ -94,7 +100,10 @@ def test_the_run_is_the_same_with_a_callback_that(kind):
 
 @pytest.mark.parametrize('drop_last', [False,True])
 def test_an_epoch_that_is_cut_short_leaves_no_gradient(drop_last):
-    "The samples of the incomplete step are used unless `drop_last` is set"
+    """The incomplete step is taken unless `drop_last` is set
+
+    `note` writes 'b' for a backward pass and 's' for a step.
+    """
     def empty(l): return not any(g is not None and g.any() for g in grads(l))
     learn,note,begin = toy(4, n=64),RecordAt('after_backward', lambda l: 'b', -50),RecordAt('before_train', empty, 100)
     note.before_train,note.after_step = lambda: note.values.append('|'),lambda: note.values.append('s')
@@ -107,7 +116,7 @@ def test_an_epoch_that_is_cut_short_leaves_no_gradient(drop_last):
 # Outside of a fit
 
 def test_validation_and_prediction_work_before_any_fit():
-    "Even with arguments that a fit would refuse"
+    "They work even if the callback has arguments that a fit would refuse"
     a,b = toy(4),toy(4, cbs=GradientAccumulation(100, drop_last=True))
     assert list(a.validate())==list(b.validate()) and deviation(a.get_preds()[0], b.get_preds()[0])==0
     b.show_training_loop()
@@ -117,10 +126,10 @@ def test_a_pickled_callback_gives_the_same_run():
     for _ in range(2):
         a.fit(1, 0.05)
         b.fit(1, 0.05, cbs=pickle.loads(pickle.dumps(acc)))
-        toy(4).fit(1, 0.05, cbs=acc)   # so that the second round pickles a callback after a fit
+        toy(4).fit(1, 0.05, cbs=acc)   # the second round pickles a callback that has been in a fit
     assert_same_run(a, b)
 
-def test_export_and_load(tmp_path):
+def test_an_exported_learner_can_be_loaded_with_its_callback(tmp_path):
     learn = toy(4, path=tmp_path, cbs=GradientAccumulation(16), splitter=params, loss_func=nn.CrossEntropyLoss())
     learn.fit(1, 0.05, cbs=FetchPredsCallback())
     learn.logger,learn.dls.new_empty = print,lambda: DataLoaders(DataLoader([], bs=4), DataLoader([], bs=4))

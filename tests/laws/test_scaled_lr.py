@@ -26,23 +26,26 @@ def run(opt, fit, *cbs):
 
 @pytest.mark.parametrize('opt,fit,rule', pick_cases(10, [(o,f,r) for o in opts for f in fits for r in (*factors,None)]))
 def test_each_step_has_the_scheduled_rate_times_the_factor(opt, fit, rule):
-    "Of all parameter groups; the Recorder has the rates in use, and after the fit they are as they were set"
-    (a,base),(b,mine) = run(opt, fit),run(opt, fit, ScaledLR(base_bs=4, rule=rule))
+    """This holds for all parameter groups
+
+    The Recorder has the scaled rates; after the fit the optimizer has its own again.
+    """
+    (a,base),(b,scaled) = run(opt, fit),run(opt, fit, ScaledLR(base_bs=4, rule=rule))
     rule = rule or ('sqrt' if 'adam' in opt else 'linear')
-    assert len(base)==len(mine)>=10
-    for hs,js in zip(base, mine):
+    assert len(base)==len(scaled)>=10
+    for hs,js in zip(base, scaled):
         assert close(rates(js), [factors[rule]*o for o in rates(hs)])
         assert all(h[k]==j[k] for h,j in zip(hs, js) for k in h if k not in ('lr','eps'))
     assert close(b.recorder.lrs, [factors[rule]*o for o in a.recorder.lrs])
-    assert b.recorder.lrs==[rates(o)[-1] for o in mine] and hypers(a)==hypers(b)
+    assert b.recorder.lrs==[rates(o)[-1] for o in scaled] and hypers(a)==hypers(b)
     a,b = (getattr(o.recorder, 'hps', {}).get('lr', []) for o in (a,b))
     assert close(b, [factors[rule]*o for o in a])
 
 @pytest.mark.parametrize('opt', opts)
 @pytest.mark.parametrize('rule', factors)
 def test_the_rate_of_a_step_of_the_base_size_does_not_change(opt, rule):
-    (a,base),(b,mine) = run(opt, 'fit_one_cycle'),run(opt, 'fit_one_cycle', ScaledLR(base_bs=16, rule=rule))
-    assert torch.equal(weights(a), weights(b)) and base==mine and a.recorder.lrs==b.recorder.lrs
+    (a,base),(b,scaled) = run(opt, 'fit_one_cycle'),run(opt, 'fit_one_cycle', ScaledLR(base_bs=16, rule=rule))
+    assert torch.equal(weights(a), weights(b)) and base==scaled and a.recorder.lrs==b.recorder.lrs
 
 @pytest.mark.parametrize('opt', ['adam','adamw'])
 @pytest.mark.parametrize('kappa', [2,16])
@@ -63,9 +66,10 @@ def acc(*args): return lambda: GradientAccumulation(*args)
     (14,list,[.5]*8), (64,lambda: GradientAccumulationScheduler({0:2, 1:4}),[1]*8+[2]*4),
     (64,lambda: [GradientAccumulation(16), CpuMixedPrecision(), overflow_at_step(1)],[2]*8)])
 def test_the_rate_follows_the_size_of_a_whole_step(n, cbs, want):
-    """The size is in whole micro-batches, and at most an epoch, even if a step is short or overflows
+    """The rate of a short step, or of one that overflows, is that of a whole step
 
-    Without accumulation it is the batch size.
+    The size of a whole step is `accum_bs` rounded up to whole micro-batches, and at most an epoch.
+    Without accumulation, it is the batch size.
     """
     learn = toy(4, n=n, cbs=cbs())
     learn.fit(2, .01, cbs=ScaledLR(base_bs=8))
@@ -80,13 +84,15 @@ def test_the_run_is_the_full_batch_run_with_the_scaled_rate(kwargs):
     a = run(16, .04)
     own = partial(ScaledLR, base_bs=4, rule='linear')
     for b in (run(4, .01, GradientAccumulation(16), own()),run(16, .01, own())):
-        b.opt.set_hyper('lr', [4*h['lr'] for h in b.opt.hypers])   # the fit restored the rates
+        # after a fit, the optimizer has the rate without the factor
+        b.opt.set_hyper('lr', [4*h['lr'] for h in b.opt.hypers])
         assert_same_run(a, b)
 
 # With other callbacks, and after the fit
 
 halve = RecordAt('before_batch', lambda l: l.opt.set_hyper('lr', l.opt.hypers[0]['lr']/2), order=70)
-plateau = ReduceLROnPlateau(patience=0, factor=2, min_delta=1e9)   # acts after the second and the third epoch
+# divides the rate by 2 after the second and the third epoch
+plateau = ReduceLROnPlateau(patience=0, factor=2, min_delta=1e9)
 sets = RecordAt('after_batch', lambda l: l.opt.set_hyper('lr', .1/2**len(l.recorder.lrs)), order=70)
 
 @pytest.mark.parametrize('cb,want', [(plateau,[.4]*8+[.2]*4), (halve,[.4/2**i for i in range(1, 13)]),
@@ -103,7 +109,7 @@ def test_lr_find_suggests_rates_for_the_base_size():
     lrs,used = a.recorder.lrs,[rates(h)[-1] for h in seen.values]
     assert lrs==b.recorder.lrs and close(used[len(used)//2:][:len(lrs)], [4*o for o in lrs])
 
-@pytest.mark.parametrize('event', ['before_step','after_step'])   # the rate is restored before the next batch
+@pytest.mark.parametrize('event', ['before_step','after_step'])   # in these events, the rate is scaled
 @pytest.mark.parametrize('on_learner', [False,True])
 @pytest.mark.parametrize('exc', [KeyboardInterrupt,CancelTrainException])
 def test_nothing_is_left_after_an_interrupt(event, on_learner, exc):

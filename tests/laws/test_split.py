@@ -1,6 +1,7 @@
-"""With `micro_batch_size=16`, a loader's larger batches of any kind are split, and the run is the full-batch run.
+"""With `micro_batch_size=16`, larger batches of a loader are split, whatever their structure.
 
-So it is with `'auto'`, which finds the size that fits in memory.
+The run is the full-batch run. It also is with `micro_batch_size='auto'`, which finds the size that fits
+in memory.
 """
 import pytest, torch
 from collections import namedtuple
@@ -20,55 +21,61 @@ from small_learners import (DoubleMixUp, MappingBatch, MixUpLoss, all_params, ma
 pytestmark = pytest.mark.filterwarnings('ignore:memory ran out')
 
 def accumulating(accum, micro, acc=GradientAccumulation, **kwargs):
-    "Return callbacks that split batches into `micro` samples, or with `('auto', cap)` in memory for `cap` samples"
+    """Return callbacks that accumulate with `micro_batch_size=micro`
+
+    If `micro` is `('auto', cap)`, one of the callbacks runs out of memory with more than `cap` samples.
+    """
     micro,*cap = micro if isinstance(micro, tuple) else (micro,)
-    short = [RecordAt('after_pred', lambda l: raise_oom_above(o, 'forward')(len(l.pred)), order=30) for o in cap]
-    return [acc(accum, micro_batch_size=micro, **kwargs),*short]
+    limits = [RecordAt('after_pred', lambda l: raise_oom_above(o, 'forward')(len(l.pred)), order=30) for o in cap]
+    return [acc(accum, micro_batch_size=micro, **kwargs),*limits]
 
 def full_and_split(bs, accum, micro, drop_last=False, cbs=list, fit=one_cycle, **kwargs):
-    "Return the Learners of the run on batches of `accum` samples, and of the run whose batches of `bs` are split"
+    "Return two Learners: one trained on batches of `accum`, one on batches of `bs` that are split"
     a,b = toy(accum, whole=accum if drop_last else 1, **kwargs),toy(bs, **kwargs)
-    for learn,own in ((a,[]),(b,accumulating(accum, micro, drop_last=drop_last))):
+    for learn,accumulation in ((a,[]),(b,accumulating(accum, micro, drop_last=drop_last))):
         torch.manual_seed(0)
-        fit(learn, own+cbs())
+        fit(learn, accumulation+cbs())
     return a,b
 
-def gently(learn, cbs):
+def fit_with_small_rate(learn, cbs):
     learn.recorder.train_metrics = True
     learn.fit_one_cycle(2, 0.02, cbs=cbs)
 
-no_shrinking = settings(phases=[Phase.generate])   # shrinking a failed example takes minutes
+# hypothesis would take minutes to simplify a failing example
+no_shrinking = settings(phases=[Phase.generate])
 opts = [partial(SGD, mom=0.9),Adam,partial(OptimWrapper, opt=torch.optim.AdamW)]
 
-@pytest.mark.filterwarnings('error::UserWarning')   # no warning, even if a step is smaller than `micro_batch_size`
+# no warning, even if a step is smaller than `micro_batch_size`
+@pytest.mark.filterwarnings('error::UserWarning')
 @no_shrinking
 @given(bs=st.integers(2, 40), accum=st.integers(2, 40), micro=st.integers(1, 20), n=st.integers(50, 70),
     drop_last=st.sampled_from([None,True,False]), opt_func=st.sampled_from(opts),
     cbs=st.sampled_from([list,lambda: [GradientClip(0.05)]]), shuffle=st.booleans(), tokens=st.booleans())
 def test_the_run_on_split_batches_is_the_full_batch_run(bs, micro, **kwargs):
-    "The batch size of the loader may be smaller or larger than `accum_bs`"
-    a,b = full_and_split(bs, micro=min(micro, bs-1), fit=gently, metrics=accuracy, **kwargs)
+    "The batch size `bs` of the loader may be smaller or larger than the samples of a step, `accum`"
+    a,b = full_and_split(bs, micro=min(micro, bs-1), fit=fit_with_small_rate, metrics=accuracy, **kwargs)
     assert_same_run(a, b, tol=1e-5)   # Adam divides by numbers that are nearly zero
 
-def even(n, most):
-    "Return the sizes of the fewest parts of `n` samples that have at most `most` samples each"
-    k = -(-n//most)
+def even_parts(n, limit):
+    "Return the sizes of the fewest parts of `n` samples that have at most `limit` samples each"
+    k = -(-n//limit)
     return [n//k+(i<n%k) for i in range(k)]
 
 @no_shrinking
 @given(bs=st.integers(2, 30), accum=st.integers(1, 30), micro=st.integers(1, 20), n=st.integers(30, 60))
-def test_micro_batches_are_even_and_within_one_batch_and_one_step(bs, accum, micro, n):
-    "With `micro_batch_size=16`, 17 samples become 9 and 8, because BatchNorm cannot train on a single sample"
+def test_micro_batches_are_of_even_size_and_each_is_part_of_one_batch_and_one_step(bs, accum, micro, n):
+    "17 samples become 9 and 8, not 16 and 1, because BatchNorm cannot train on a single sample"
     micro = min(micro, bs-1)
     seen = RecordAt('after_pred', lambda l: len(l.pred))
     toy(bs, n=n).fit(1, 0.1, cbs=[GradientAccumulation(accum, micro_batch_size=micro, drop_last=False),seen])
     ends = sorted({*range(0, n, bs),*range(0, n, accum),n})
-    assert seen.values==[o for a,b in zip(ends, ends[1:]) for o in even(b-a, micro)]
+    assert seen.values==[o for a,b in zip(ends, ends[1:]) for o in even_parts(b-a, micro)]
 
-# Batches of all kinds: each kind has the same samples in a different structure
+# Batches of all structures: each of `kinds` puts the same inputs `x` and targets `y` into another
+# structure
 
-class Closed(MappingBatch):
-    "A mapping that cannot be created from its items"
+class OwnArguments(MappingBatch):
+    "A mapping whose class takes other arguments than its items, so a part of it cannot be created"
     def __init__(self, a, b): super().__init__(dict(a=a, b=b))
 Pair = namedtuple('Pair', 'a b')
 
@@ -80,8 +87,8 @@ kinds = dict(tensors=lambda x,y: (x,y), dicts=lambda x,y: ({'a':x,'b':x},{'y':y}
     texts=lambda x,y: ((x,None),(y,['name']*len(y))), samples=lambda x,y: ([*x],boxes(y, 4)),
     boxes=lambda x,y: (x,boxes(y, 3)), tuples=lambda x,y: (tuple(x),tuple(boxes(y, 2))))
 
-def find(o):
-    "Return the tensor of all samples from a batch of any kind"
+def tensor_in(o):
+    "Return the tensor with a row for each sample that is in `o`, the inputs or targets of any structure"
     if isinstance(o, torch.Tensor): return o
     if hasattr(o, 'keys'): return o['y'] if 'y' in o else o['a']
     if isinstance(o[0], dict): return torch.cat([x['y'] for x in o])
@@ -91,7 +98,7 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.a,self.b = nn.Linear(5, 6),nn.Linear(6, 3)
-    def forward(self, x): return self.b(self.a(find(x)).tanh())
+    def forward(self, x): return self.b(self.a(tensor_in(x)).tanh())
 
 def learner(kind, n, bs):
     "Return a Learner whose batches are made by `kind(inputs, targets)`"
@@ -99,25 +106,26 @@ def learner(kind, n, bs):
     dls = DataLoaders(*(TorchLoader(toy_data(n), o, collate_fn=collate) for o in (bs,8)))
     dls.n_inp = 1
     torch.manual_seed(0)
-    learn = silence_in_double(Learner(dls, Model(), lambda p,*y: nn.functional.cross_entropy(p, find(y[0])),
+    learn = silence_in_double(Learner(dls, Model(), lambda p,*y: nn.functional.cross_entropy(p, tensor_in(y[0])),
         opt_func=partial(SGD, mom=0.9)))
-    learn._set_device = noop   # fastai's `_set_device` cannot move a named tuple
+    learn._set_device = noop   # fastai cannot move a named tuple to a device
     return learn
 
 @pytest.mark.parametrize('kind', kinds)
 @pytest.mark.parametrize('bs,accum,micro', [(10,4,3),(5,10,('auto',1)),(3,9,('auto',1)),(4,4,('auto',1))])
 def test_batches_of_all_kinds_are_split(kind, bs, accum, micro):
-    "Even if the number of tensors in a batch happens to equal the number of samples"
+    "In some cases, a batch has as many tensors as samples"
     a,b = learner(kinds[kind], 36, accum),learner(kinds[kind], 36, bs)
     a.fit(1, 0.05)
     b.fit(1, 0.05, cbs=accumulating(accum, micro, drop_last=False))
     assert_same_run(a, b)
 
 @pytest.mark.parametrize('micro', [5,('auto',100)], ids=str)
-@pytest.mark.parametrize('kind', [lambda x,y: (Closed(x, x),y),lambda x,y: ([x,object()],y)], ids=['closed','object'])
+@pytest.mark.parametrize('kind', [lambda x,y: (OwnArguments(x, x),y),lambda x,y: ([x,object()],y)],
+    ids=['own_arguments','object'])
 def test_a_batch_that_cannot_be_split_is_refused_before_a_weight_changes(kind, micro):
     learn = learner(kind, 20, 10)
-    learn.model.forward = lambda x: learn.model.b(learn.model.a(x['a'] if isinstance(x, Closed) else x[0]).tanh())
+    learn.model.forward = lambda x: learn.model.b(learn.model.a(x['a'] if isinstance(x, OwnArguments) else x[0]).tanh())
     with weights_unchanged(learn), pytest.raises(TypeError, match='cannot be split'):
         learn.fit(1, 0.1, cbs=accumulating(10, micro))
 
@@ -135,17 +143,17 @@ def test_batches_of_a_loader_without_a_size_are_split():
 @pytest.mark.parametrize('acc,arg', [(partial(GradientAccumulationSchedule, final_accum_bs=40),8),
     (GradientAccumulationScheduler,{1:4,2:1}),
     (partial(GradientAccumulationScheduler, mode='step'),{2:3,9:1,12:7})], ids=['smooth','epochs','steps'])
-def test_schedules(acc, arg, bs, micro):
-    "A schedule is the same with a loader of micro-batches, and with one of large batches that are split"
+def test_a_schedule_is_the_same_if_batches_are_split(acc, arg, bs, micro):
+    "It is compared with the schedule on a loader of micro-batches"
     a,b = toy(4, n=90),toy(bs, n=90)
     cbs = [accumulating(arg, o, acc, drop_last=False) for o in (None,micro)]
-    for learn,own in zip((a,b), cbs): learn.fit_one_cycle(3, 0.1, cbs=own)
+    for learn,accumulation in zip((a,b), cbs): learn.fit_one_cycle(3, 0.1, cbs=accumulation)
     assert_same_run(a, b)
     assert a.recorder.accum_bs==b.recorder.accum_bs and len(set(b.recorder.accum_bs))>1
     assert cbs[0][0].plan(a.dls, 3).sizes==cbs[1][0].plan(b.dls, 3).sizes
 
 @pytest.mark.parametrize('bs,accum,micro', [(32,8,4),(16,16,4),(8,24,4),(8,16,('auto',3))], ids=str)
-def test_lr_find(bs, accum, micro):
+def test_lr_find_gives_the_points_of_full_batches_if_batches_are_split(bs, accum, micro):
     def fit(learn, cbs): learn.add_cbs(cbs).lr_find(num_it=12, show_plot=False)
     recs = [o.recorder for o in full_and_split(bs, accum, micro, fit=fit, n=90)]
     assert len(recs[1].lrs)==12 and all(deviation(*(getattr(o, k) for o in recs))<2e-6 for k in ('losses','lrs'))
@@ -157,8 +165,8 @@ def mixes(l):
     x = l.x+torch.randn_like(l.x)
     l.xb = ((x-x.mean(0))/x.std(0),)
 
-class Rate(Callback):
-    "Changes the learning rate for a batch, as fastai's `GANDiscriminativeLR` does"
+class TriplesRate(Callback):
+    "Triples the learning rate during each batch, as fastai's `GANDiscriminativeLR` does"
     order,run_valid = 70,False   # runs after the scheduler
     def before_batch(self): self.opt.set_hyper('lr', float(self.opt.hypers[0]['lr']*3))
     def after_batch(self): self.opt.set_hyper('lr', float(self.opt.hypers[0]['lr']/3))
@@ -168,17 +176,17 @@ class DoubleCutMix(CutMix):
         super().before_batch()
         self.lam = self.lam.double()
 
-@pytest.mark.parametrize('cb', [*(partial(RecordAt, 'before_batch', mixes, order) for order in (0,20)),Rate,DoubleMixUp,
-    DoubleCutMix,partial(ShortEpochCallback, 0.5)], ids=['early','late','rate','mixup','cutmix','short'])
+@pytest.mark.parametrize('cb', [*(partial(RecordAt, 'before_batch', mixes, order) for order in (0,20)),TriplesRate,
+    DoubleMixUp,DoubleCutMix,partial(ShortEpochCallback, 0.5)], ids=['early','late','rate','mixup','cutmix','short'])
 @pytest.mark.parametrize('accum,micro', [(16,4),(16,('auto',5)),(32,5)], ids=str)
 def test_callbacks_see_the_same_batches_as_without_a_split(cb, accum, micro):
     data = TensorDataset(random_floats(96, 1, 4, 4), random_ints(3, 96))
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).double()
     a,b = (toy(16, data=data, model=lambda: deepcopy(model), splitter=all_params, loss_func=MixUpLoss())
         for _ in range(2))
-    for learn,own in ((a,None),(b,micro)):
+    for learn,size in ((a,None),(b,micro)):
         torch.manual_seed(0)
-        learn.fit_one_cycle(2, 0.02, cbs=[*accumulating(accum, own, drop_last=False),cb()])
+        learn.fit_one_cycle(2, 0.02, cbs=[*accumulating(accum, size, drop_last=False),cb()])
     assert deviation(weights(a), weights(b))<1e-7 and deviation(a.recorder.losses, b.recorder.losses)<2e-6
 
 @pytest.mark.parametrize('micro', [1,4,('auto',1),('auto',9)], ids=str)
@@ -188,21 +196,25 @@ def test_rows_that_a_callback_adds_are_trained_on(micro):
 
 @pytest.mark.parametrize('accum', [16,32])
 def test_after_batch_comes_once_for_each_before_batch(accum):
-    "`before_batch` has the whole batch; in `after_batch`, `x` is the part whose predictions are `pred`"
-    class Keep(Callback):
+    """In `before_batch`, the Learner has the whole batch, in `after_batch` its last part
+
+    Within a part, an attribute of a callback that has a row for each sample of the batch is cut to the
+    part.
+    """
+    class KeepsInputs(Callback):
         run_valid = False
-        def before_batch(self): self.kept = self.same = self.x.clone()
-        def after_pred(self): cut.append(self.kept.equal(self.x) and len(self.x))
-        def after_batch(self): ends.append((self.kept is self.same and len(self.kept), len(self.x), len(self.pred)))
-    cut,ends = [],[]
-    toy(16, n=32).fit(1, 0.1, cbs=[GradientAccumulation(accum, micro_batch_size=4),Keep()])
-    assert ends==[(16,4,4)]*2 and cut==[4]*8
+        def before_batch(self): self.kept = self.whole = self.x.clone()
+        def after_pred(self): parts.append(self.kept.equal(self.x) and len(self.x))
+        def after_batch(self): ends.append((self.kept is self.whole and len(self.kept), len(self.x), len(self.pred)))
+    parts,ends = [],[]
+    toy(16, n=32).fit(1, 0.1, cbs=[GradientAccumulation(accum, micro_batch_size=4),KeepsInputs()])
+    assert ends==[(16,4,4)]*2 and parts==[4]*8
 
 @pytest.mark.parametrize('which', [0,1,3])
 @pytest.mark.parametrize('event', ['after_pred','after_loss','before_backward'])
 @pytest.mark.parametrize('micro', [4,('auto',4)], ids=str)
 def test_a_part_that_is_cancelled_is_left_out(event, which, micro):
-    "The step is the mean over the samples of the other parts"
+    "The gradient of the step is the mean over the samples of the other parts"
     first,rest = toy_data(16)[which*4][0],[i for i in range(16) if i//4!=which]
     def cancel(l):
         if len(l.x)==4 and l.x[0].equal(first): raise CancelBatchException
@@ -215,10 +227,10 @@ def test_a_part_that_is_cancelled_is_left_out(event, which, micro):
 # A model with a state for each row of the batch
 
 @pytest.mark.parametrize('micro', [4,1,('auto',3),('auto',1)], ids=str)
-def test_awd_lstm_keeps_its_hidden_state(micro):
-    "In each row, fastai's language model continues with the hidden state that the previous batch left"
+def test_awd_lstm_keeps_its_hidden_state_if_batches_are_split(micro):
+    "In each row, the model begins with the hidden state of the same row of the previous batch"
     learns = [make_application('language_model', loss_func=CrossEntropy()) for _ in range(2)]
-    for learn,own in zip(learns, (None,micro)):
+    for learn,size in zip(learns, (None,micro)):
         learn.remove_cb(RNNRegularizer)   # this callback computes in single precision
-        learn.fit_one_cycle(2, 0.05, cbs=accumulating(16, own))
+        learn.fit_one_cycle(2, 0.05, cbs=accumulating(16, size))
     assert_same_run(*learns)

@@ -1,4 +1,4 @@
-"""Callbacks, losses, models and loaders of users give the full-batch run, or the fit warns or refuses."""
+"""Unusual callbacks, losses, models and loaders give the full-batch run, or the fit warns or refuses."""
 import pytest, torch
 from itertools import accumulate, pairwise
 from torch import nn
@@ -16,7 +16,7 @@ from small_learners import all_params
 from test_refused import HalfGradients
 
 def entries_and_runs(**kwargs):
-    "Return the entries of the page Messages to which the warnings link, and the two Learners of `both_runs`"
+    "Return the entries of the page Messages to which warnings of `both_runs` link, and its two Learners"
     with collect_warnings() as collected: a,b = both_runs(**dict(n=64)|kwargs)
     links = [str(o.message).partition('messages.html#')[2] for o in collected]
     return [o for o in links if o],a,b
@@ -26,7 +26,7 @@ def differ(a, b): return deviation(weights(a), weights(b))>1e-4
 # A callback changes the loss
 
 class ChangesLoss(Callback):
-    "Adds `f(self)` to the loss, and counts its calls"
+    "Adds `f(self)` to the loss, and notes the batch size and counts each time"
     def __init__(self, f, event='after_loss'):
         self.f,self.seen,self.count = f,[],torch.zeros(1)
         setattr(self, event, self.change)
@@ -47,30 +47,35 @@ def test_a_callback_that_adds_no_mean_over_samples_is_warned_of_once(f, event):
     entries,a,b = entries_and_runs(cbs=lambda: [ChangesLoss(f, event)])
     assert entries==['changed-loss'] and differ(a, b)
 
-def of_weights(cb): return sum(p.pow(2).sum() for p in cb.learn.model.parameters())
+def penalty_on_weights(cb): return sum(p.pow(2).sum() for p in cb.learn.model.parameters())
 def mean_of_squares(cb): return cb.pred.pow(2).mean()
 def mean_of_features(cb): return cb.features.abs().mean()
 def scaled(cb): return cb.learn.loss_grad*2
-@pytest.mark.parametrize('f', [of_weights,mean_of_squares,mean_of_features,scaled])
+@pytest.mark.parametrize('f', [penalty_on_weights,mean_of_squares,mean_of_features,scaled])
 def test_a_callback_that_adds_a_mean_over_samples_is_right_and_gives_no_warning(f):
     entries,a,b = entries_and_runs(cbs=lambda: [ChangesLoss(f)])
     assert not entries and assert_same_run(a, b)
 
 class AddsInPlace(Callback):
-    "Adds a penalty on the weights to the loss in place; the loss is a view, as that of fastai's tensors"
+    """Adds a penalty on the weights to the loss in place
+
+    The loss is a view, as the losses of fastai's tensors are.
+    """
     def after_loss(self):
         if not self.training: return
         self.learn.loss_grad = self.learn.loss_grad.view_as(self.loss_grad)
         self.learn.loss_grad += 0.1*self.model[0].weight.abs().sum()
 
-class OfFastaisTensors(CrossEntropy):
+class ReturnsTensorBase(CrossEntropy):
+    "Returns a tensor of fastai"
     def forward(self, p, y): return TensorBase(super().forward(p, y))
 
 def test_a_penalty_on_weights_that_is_added_in_place_gives_no_warning():
-    entries,a,b = entries_and_runs(loss_func=OfFastaisTensors(), cbs=lambda: [AddsInPlace()])
+    entries,a,b = entries_and_runs(loss_func=ReturnsTensorBase(), cbs=lambda: [AddsInPlace()])
     assert not entries and assert_same_run(a, b)
 
 def test_trying_a_callback_on_parts_does_not_change_its_attributes():
+    "To see whether it adds a mean over samples, fastaccum calls a callback with parts of a batch"
     cbs = []
     def make():
         cbs.append(ChangesLoss(mean_of_squares))
@@ -80,7 +85,7 @@ def test_trying_a_callback_on_parts_does_not_change_its_attributes():
 
 def noisy(cb): return (cb.pred*torch.rand_like(cb.pred)).mean()
 class GradPenalty(Callback):
-    "Adds the norm of the gradient for the inputs to the loss"
+    "Adds to the loss the norm of the gradient with respect to the inputs"
     def before_batch(self): self.learn.xb = (self.x.clone().requires_grad_(),)
     def after_loss(self):
         if not self.training: return
@@ -91,16 +96,16 @@ def test_a_change_of_the_loss_that_cannot_be_tried_is_warned_of_once(cbs):
     entries,_,_ = entries_and_runs(cbs=cbs)
     assert entries==['changed-loss-not-tried']
 
-def test_a_callback_that_reduces_a_loss_of_each_sample_is_tried():
+def test_a_callback_that_turns_losses_of_samples_into_one_loss_is_tried():
     def mean(learn): learn.loss_grad = learn.loss_grad.mean()
     def largest(learn): learn.loss_grad = learn.loss_grad.topk(2).values.mean()
-    for f,said in ((mean,[]), (largest,['changed-loss'])):
+    for f,expected in ((mean,[]), (largest,['changed-loss'])):
         entries,a,b = entries_and_runs(loss_func=nn.CrossEntropyLoss(reduction='none'),
             fit=lambda learn, cbs: learn.fit(1, .1, cbs=cbs), cbs=lambda: [RecordAt('after_loss', f)])
-        assert entries==said and differ(a, b)==bool(said)
+        assert entries==expected and differ(a, b)==bool(expected)
 
 class TrainsAHead(Callback):
-    "Has a head of its own: adds to the loss, and runs a backward pass for the head"
+    "Adds a penalty to the loss, and has a head of its own, for which it runs a backward pass"
     def __init__(self): self.head = nn.Linear(3, 1).double()
     def after_loss(self):
         if not self.training: return
@@ -125,7 +130,7 @@ def test_a_loss_with_which_a_callback_replaces_the_learners_loss_is_tried():
 # Callbacks that read `iter`, or end an epoch early
 
 class ComputesLoss(nn.Module):
-    "A model that gets the labels and returns its own loss, a mean over the labels that are not -100, with the logits"
+    "A model that takes labels, and returns logits and a loss: the mean over labels that are not -100"
     def __init__(self):
         super().__init__()
         self.lin = nn.Linear(5, 3).double()
@@ -147,12 +152,12 @@ def test_a_callback_that_passes_on_the_models_loss_is_warned_of_only_if_labels_a
         cbs=lambda: [PassesOnLoss()], fit=lambda l,cbs: l.fit(2, 1e-3, cbs=cbs))
     assert entries==(['loss-not-tried'] if has_padding and differ(a, b) else [])
 
-def test_iter_and_n_iter_count_micro_batches_or_steps_together():
+def test_iter_and_n_iter_count_either_micro_batches_or_steps():
     "Micro-batches in events of a micro-batch, steps in events of a step; a dropped step does not count"
     events = 'before_batch','after_pred','before_step','after_step'
     for bs,acc,n,n_batches,n_steps in ((4,dict(),70,18,5), (4,dict(drop_last=True),70,16,4),
             (4,dict(micro_batch_size=2),64,16,4),
-            (5,dict(micro_batch_size=3),70,18,5)):   # steps end within batches of the loader
+            (5,dict(micro_batch_size=3),70,18,5)):   # a step of 16 ends within a batch of 5
         cbs = [RecordAt(event, lambda learn: (learn.iter,learn.n_iter)) for event in events]
         toy(bs, n=n).fit(2, cbs=[GradientAccumulation(16, **acc),*cbs])
         batches,parts,before,after = (o.values for o in cbs)
@@ -166,19 +171,19 @@ def stops_at(event, exc, i):
     return CallAt(event, stop)
 @pytest.mark.parametrize('exc', [CancelTrainException,CancelEpochException,CancelFitException])
 def test_an_epoch_that_ends_before_its_first_step_is_warned_of(exc):
-    for event,i,said in (('before_batch',2,True), ('after_backward',1,True), ('before_batch',4,False),
+    for event,i,is_warned in (('before_batch',2,True), ('after_backward',1,True), ('before_batch',4,False),
             ('after_step',1,False), ('before_batch',0,False)):
         learn = toy(4, n=64)
         before = weights(learn)
         with collect_warnings() as collected: learn.fit(1, cbs=[GradientAccumulation(16),stops_at(event, exc, i)])
         entries = [str(o.message).partition('messages.html#')[2] for o in collected]
-        assert ('epoch-without-step' in entries)==said and learn.n_iter>0
-        assert weights(learn).equal(before)==(said or i==0)
+        assert ('epoch-without-step' in entries)==is_warned and learn.n_iter>0
+        assert weights(learn).equal(before)==(is_warned or i==0)
 
 # Micro-batches and backward passes that callbacks cancel
 
 class OwnBackward(Callback):
-    "Cancels the backward pass, and calls `f(learn)`, which runs another one"
+    "Cancels the backward pass of the fit, and calls `f(learn)`, which runs a backward pass itself"
     def __init__(self, f, order): self.f,self.order = f,order
     def before_backward(self): raise CancelBackwardException
     def after_cancel_backward(self): self.f(self.learn)
@@ -198,10 +203,10 @@ def test_a_callback_with_its_own_backward_pass_is_counted(f, kwargs, order):
     entries,a,b = entries_and_runs(n=70, cbs=lambda: [OwnBackward(f, order)], **kwargs)
     assert not entries and assert_same_run(a, b)
 
-def by_hand(learn):
+def set_gradients(learn):
     for p in learn.model.parameters(): p.grad = torch.ones_like(p)
 def of_loss(learn): learn.loss.backward()
-@pytest.mark.parametrize('f', [by_hand,of_loss])
+@pytest.mark.parametrize('f', [set_gradients,of_loss])
 def test_gradients_that_do_not_come_from_the_loss_are_refused(f):
     learn = toy(4, n=64)
     before = weights(learn)
@@ -232,13 +237,17 @@ def test_gradients_in_half_precision_are_refused_before_the_model_is_cast():
 # Predictions whose first dimension is not that of samples
 
 class Returns(nn.Module):
-    "A linear layer that returns `f(predictions, scale)`, with a trained number `scale`"
+    "A linear layer that returns `f(predictions, scale)`; `scale` is a parameter with one number"
     def __init__(self, f):
         super().__init__()
         self.layer,self.scale,self.f = nn.Linear(5, 3),nn.Parameter(torch.ones(())),f
     def forward(self, x): return self.f(self.layer(x), self.scale)
 
 def entries_of_loss(f, loss):
+    """Train the model `Returns(f)` with `loss`
+
+    Return the entries of the warnings, and whether weights differ.
+    """
     model = lambda: Returns(f).double()
     def fit(learn, cbs): learn.fit(1, 0.01, cbs=cbs)
     entries,a,b = entries_and_runs(model=model, loss_func=loss, splitter=all_params, fit=fit)
@@ -247,12 +256,13 @@ def entries_of_loss(f, loss):
 def with_number(pred, scale): return pred,7,'words'
 def with_scale(pred, scale): return dict(pred=pred, scale=scale.exp())
 def after_time(pred, scale): return torch.stack([pred,pred*2,pred*3])
-first = {with_number:lambda out: out[0], with_scale:lambda out: out['pred']*out['scale'],
+# by `f` of the model: a function that takes the output and returns the predictions of samples
+predictions_in = {with_number:lambda out: out[0], with_scale:lambda out: out['pred']*out['scale'],
     after_time:lambda out: out.mean(0)}
-@pytest.mark.parametrize('f', first)
+@pytest.mark.parametrize('f', predictions_in)
 def test_a_loss_is_tried_on_predictions_with_numbers_or_with_time_first(f):
-    def right(out, y): return F.cross_entropy(first[f](out), y)
-    def compares(out, y): return right(out, y)+first[f](out).mean(0).pow(2).sum()
+    def right(out, y): return F.cross_entropy(predictions_in[f](out), y)
+    def compares(out, y): return right(out, y)+predictions_in[f](out).mean(0).pow(2).sum()
     def adds_up(out, y): return right(out, y)*len(y)
     assert entries_of_loss(f, right)==([],False)
     for loss in (compares,adds_up): assert entries_of_loss(f, loss)==(['loss-not-a-mean'],True)
@@ -267,7 +277,10 @@ def test_a_loss_that_cannot_be_tried_on_parts_is_warned_of(f, loss):
 # Callbacks that add rows to a split batch, or run out of memory
 
 def add_unlabelled(learn):
-    "Add as many rows with targets that the loss ignores, as FixMatch does"
+    """Double the rows of the batch
+
+    The loss ignores the targets of the new rows, as FixMatch does with unlabelled samples.
+    """
     if not learn.training: return
     unlabelled = torch.full_like(learn.y, -100)
     learn.xb,learn.yb = (torch.cat([learn.x,learn.x*.9]),),(torch.cat([learn.y,unlabelled]),)
@@ -299,7 +312,7 @@ def test_memory_that_runs_out_in_a_callbacks_second_pass_is_an_error_with_the_re
 # Batches whose inputs have other rows than samples, and loaders without a batch size
 
 class GraphLoader(BatchListLoader):
-    "A loader of graphs with 3 to 6 nodes each: inputs have a row for each node, and targets one for each graph"
+    "A loader of graphs of 3 to 6 nodes: inputs have a row for each node, targets one for each graph"
     bs = 4
     def __iter__(self):
         for idxs in self.cycle():
@@ -331,10 +344,10 @@ def test_batches_of_graphs_are_counted_by_their_targets(n, sizes):
         with collect_warnings() as collected: learn.fit(2, .1, cbs=cbs)
         return learn,[str(o.message) for o in collected if 'fastaccum' in str(o.message)]
     a,_ = run(in_chunks(list(range(n)), accum_bs), accum_bs, [])
-    b,said = run(micro_batches, 4, [GradientAccumulation(accum_bs)])
-    assert not said and assert_same_run(a, b)
+    b,messages = run(micro_batches, 4, [GradientAccumulation(accum_bs)])
+    assert not messages and assert_same_run(a, b)
 
-def test_a_loader_without_a_size_says_what_to_do_beside_auto():
+def test_with_auto_a_loader_without_a_batch_size_is_refused_with_a_remedy():
     learn = toy(4, n=64)
     loader = BatchListLoader(toy_data(64), [in_chunks(list(range(64)), 4)])
     learn.dls = DataLoaders(loader, loader)
@@ -347,7 +360,10 @@ def test_a_loader_without_a_size_says_what_to_do_beside_auto():
 # `accum_check` with such callbacks and models
 
 class Reshapes(Callback):
-    "Adds a dimension to the inputs, without which the model fails; with `twice`, also makes two views of each sample"
+    """Adds a dimension to the inputs, which the model needs
+
+    With `twice=True`, also makes two views of each sample.
+    """
     def __init__(self, twice): self.twice = twice
     def before_batch(self):
         x = torch.stack([self.x,self.x+.1], 1).flatten(0, 1) if self.twice else self.x
@@ -377,12 +393,13 @@ def test_a_callback_that_the_model_needs_is_named_if_it_makes_more_rows():
     assert row.off>1e-4 and row.where=='Reshapes'
 
 class Trims(nn.Module):
-    "A model that trims a batch of sequences to the longest one, as many models of texts do"
+    "A model that cuts a batch of sequences to the longest sequence, as many models of texts do"
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(5, 3)
     def forward(self, x): return self.layer(x[:,:int((x!=0).any(2).sum(1).max())])
 class TrimmedLoss(CrossEntropy):
+    "Cross-entropy that cuts the targets to the length of the predictions"
     def forward(self, p, y): return super().forward(p, y[:,:p.shape[1]])
 def test_a_model_that_trims_its_batch_passes_the_check():
     ds = toy_data(64, True)
@@ -403,10 +420,11 @@ class Keeps(nn.Module):
     def forward(self, x):
         self.kept = self.first(x)
         return self.second(self.kept)
-def of_kept(cb): return cb.learn.model.kept.pow(2).mean()
+def penalty_on_kept(cb): return cb.learn.model.kept.pow(2).mean()
 @pytest.mark.parametrize('more', [[],[GradientAccumulation(16)]], ids=['alone','accumulating'])
 def test_the_cache_refuses_a_loss_of_activations_that_the_model_keeps_and_names_what_works(more):
     def train(f, *cbs):
+        "Add `f` to the loss; return the weights after a fit, or None if the fit is refused"
         learn = toy(16, n=64, model=lambda: Keeps().double(), splitter=all_params)
         before = weights(learn)
         try: learn.fit(1, 0.1, cbs=[ChangesLoss(f),*cbs])
@@ -415,6 +433,6 @@ def test_the_cache_refuses_a_loss_of_activations_that_the_model_keeps_and_names_
             return None
         return weights(learn)
     cache = GradientCache(micro_batch_size=4)
-    assert train(of_kept, cache, *more) is None
-    assert train(of_weights, cache, *more) is not None
-    assert deviation(train(of_kept), train(of_kept, ActivationCheckpoint(nn.Sequential), *more))<1e-12
+    assert train(penalty_on_kept, cache, *more) is None
+    assert train(penalty_on_weights, cache, *more) is not None
+    assert deviation(train(penalty_on_kept), train(penalty_on_kept, ActivationCheckpoint(nn.Sequential), *more))<1e-12

@@ -1,4 +1,4 @@
-"With a budget of tokens, texts of similar length share micro-batches, and the run is the full-batch run."
+"With a budget of tokens, micro-batches have texts of similar length; the run is the full-batch run."
 import pytest, torch
 from functools import partial
 from torch import nn
@@ -19,14 +19,16 @@ no_dropout = dict(n_embd=16, n_layer=2, n_head=2, n_positions=64, bos_token_id=0
     embd_pdrop=0., attn_pdrop=0., resid_pdrop=0.)
 
 class CountsColumns(nn.Module):
-    "A model that notes the rows and columns of each forward pass in training"
+    "A model that notes the shape of each input in training: a row is a text, a column a token or padding"
     def __init__(self):
         super().__init__()
         self.passes = []
     def count(self, ids):
         if self.training and torch.is_grad_enabled(): self.passes.append(ids.shape)
     @property
-    def columns(self): return sum(o.numel() for o in self.passes)
+    def columns(self):
+        "The number of tokens and padding in all forward passes"
+        return sum(o.numel() for o in self.passes)
 
 class Bert(CountsColumns):
     "Classifies texts by the mean of their tokens' states"
@@ -37,7 +39,7 @@ class Bert(CountsColumns):
     def forward(self, b):
         self.count(b['input_ids'])
         mask = b['attention_mask']
-        positions = (mask.cumsum(1)-1).clamp(0)   # those of tokens, wherever padding is
+        positions = (mask.cumsum(1)-1).clamp(0)   # positions count tokens, not padding
         states = self.model(**b, position_ids=positions).last_hidden_state
         return self.out((states*mask[...,None]).sum(1)/mask.sum(1, keepdim=True))
 
@@ -58,11 +60,11 @@ class GPT2(CountsColumns):
         return self.model(**b, position_ids=positions).logits
 
 class ShiftedGPT2(GPT2):
-    "A language model without its last prediction: the targets are the next tokens, one less than there are columns"
+    "A language model whose targets are the next tokens, a column less than the inputs have"
     def forward(self, b): return super().forward(b)[:,:-1]
 
 class T5(CountsColumns):
-    "An encoder-decoder model, whose targets are as long as the longest text although they are other texts"
+    "An encoder-decoder model; its targets are other texts, but have as many columns as the inputs"
     def __init__(self):
         super().__init__()
         cfg = tf.T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=0.,
@@ -73,7 +75,7 @@ class T5(CountsColumns):
         return self.model(**b).logits
 
 class MaskedLSTM(CountsColumns):
-    "Gives each token three numbers, and reads tokens only"
+    "Predicts a class for each token, and does not read padding"
     def __init__(self):
         super().__init__()
         self.emb,self.lstm,self.out = nn.Embedding(50, 8),nn.LSTM(8, 8, batch_first=True),nn.Linear(8, 3)
@@ -83,10 +85,10 @@ class MaskedLSTM(CountsColumns):
         return self.out(pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=ids.shape[1])[0])
 
 class CountsPadding(Bert):
-    "Takes the mean over all columns"
+    "Classifies texts by the mean over all columns, padding included, so padding changes the prediction"
     def forward(self, b): return super().forward(b|dict(attention_mask=torch.ones_like(b['attention_mask'])))
 class NormalisesOverTime(Bert):
-    "Has a BatchNorm whose statistics contain the columns of padding"
+    "Has a BatchNorm layer whose statistics include padding"
     def __init__(self):
         super().__init__()
         self.bn,self.emb = nn.BatchNorm1d(3),nn.Embedding(50, 3)
@@ -107,7 +109,7 @@ def random_texts(n):
         for k,j in zip(lengths, lengths[::-1])]
 
 def collate(kind, side, items):
-    "Make a batch as `kind` of model needs it"
+    "Return a batch of `items` with the inputs and targets that a model of the class `kind` takes"
     texts = [o['text'] for o in items]
     ids,mask = padded(texts, side),padded([torch.ones_like(o) for o in texts], side)
     if kind is MaskedLSTM: return ids,mask,padded([o['labels']%3 for o in items], side, -100)
@@ -115,7 +117,8 @@ def collate(kind, side, items):
     if kind is GPT2: return b,padded([o['labels'] for o in items], side, -100)
     if issubclass(kind, GPT2): return b,torch.where(mask[:,1:]*mask[:,:-1]>0, ids[:,1:], -100)
     if kind is not T5: return b,torch.stack([o['label'] for o in items])
-    # a decoder reads to the right; labels are as wide as the inputs, as with `padding='max_length'`
+    # a decoder needs padding on the right; labels get as many columns as inputs, as with
+    # `padding='max_length'`
     labels = padded([o['translation'] for o in items], 'right', -100)
     labels = F.pad(labels, (0, ids.shape[1]-labels.shape[1]), value=-100)
     return b|dict(decoder_input_ids=labels.clamp(0)),labels
@@ -137,10 +140,11 @@ def fit(learn, cbs=()):
     return learn
 
 def budget_of(kind, n, **kwargs):
-    "A budget, with the id of padding for a model whose batches have no `attention_mask` in a mapping"
+    "Return a TokenBudget; with `pad_id` for a model whose batches have no `attention_mask` in a mapping"
     return TokenBudget(n, pad_id=0 if kind is MaskedLSTM else None, **kwargs)
 
-# `pack_padded_sequence` reads padding on the right only
+# models, and the side of padding; `pack_padded_sequence`, which MaskedLSTM uses, supports padding on the
+# right only
 kinds = [(Bert,'right'),(Bert,'left'),(GPT2,'right'),(GPT2,'left'),(ShiftedGPT2,'right'),
     (ShiftedGPT2,'left'),(T5,'right'),(T5,'left'),(MaskedLSTM,'right')]
 
@@ -157,13 +161,13 @@ def test_the_run_is_the_full_batch_run_with_fewer_columns(kind, side, recwarn):
     assert not [o for o in recwarn if issubclass(o.category, AccumulationWarning)]
 
 @pytest.mark.parametrize('acc', [dict(accum_bs=48), dict(accum_bs=24, log_accum_batch=False)], ids=str)
-def test_steps_of_two_batches_and_logs_of_micro_batches(acc):
+def test_the_weights_are_the_same_in_steps_of_two_batches_and_if_micro_batches_are_recorded(acc):
     a,b = (fit(text_learner(Bert), GradientAccumulation(**acc, micro_batch_size=o)) for o in (None,TokenBudget(80)))
     assert deviation(weights(a), weights(b))<1e-10
     n_rows = len(b.recorder.losses)
     assert n_rows==len(a.recorder.losses) if acc.get('log_accum_batch', True) else n_rows>len(a.recorder.losses)
 
-def test_training_metrics_see_every_row():
+def test_training_metrics_are_computed_over_all_texts():
     def learner():
         learn = text_learner(Bert)
         learn.metrics = L(AvgMetric(accuracy))
@@ -172,7 +176,7 @@ def test_training_metrics_see_every_row():
     assert_same_run(fit(learner()), fit(learner(), GradientAccumulation(24, micro_batch_size=TokenBudget(80))))
 
 @pytest.mark.parametrize('side', ['left','right'])
-def test_lengths_from_a_function_or_from_the_id_of_padding(side):
+def test_lengths_may_come_from_a_function_or_from_the_id_of_padding(side):
     class Ids(Bert):
         def forward(self, ids): return super().forward(dict(input_ids=ids, attention_mask=(ids!=0).long()))
     def learner():
@@ -198,7 +202,7 @@ def test_gradient_cache_takes_a_budget():
         return learn
     full,split = fit(learner()),fit(learner(), GradientCache(micro_batch_size=TokenBudget(80)))
     assert_same_run(full, split)
-    assert split.model.columns<1.2*full.model.columns   # two forward passes of half of the columns
+    assert split.model.columns<1.2*full.model.columns   # two forward passes over half as many columns
     with pytest.raises(Exception, match='GradientCache. cannot put together'):
         fit(text_learner(GPT2), GradientCache(micro_batch_size=TokenBudget(80)))
 
@@ -225,7 +229,7 @@ def test_a_model_in_which_padding_counts_is_warned_of_once(kind):
     assert sum('without their padding' in str(o.message) for o in said)==1
 
 def test_trying_the_model_does_not_change_the_run():
-    "Random numbers and BatchNorm's statistics are those of a run without the trial"
+    "Running the model without padding, to see whether padding counts, must not change the run"
     class WithDropout(NormalisesOverTime):
         def forward(self, b): return F.dropout(super().forward(b), .5, self.training)
     runs = []
@@ -253,6 +257,8 @@ def test_bad_arguments_are_refused(case):
     make,error,match = refused[case]
     with pytest.raises(error, match=match): make()
 
+# budgets that find no length, too few lengths, lengths beyond the columns, no numbers, or negative
+# numbers
 lengths = dict(nothing=TokenBudget(80), one_short=TokenBudget(80, length=lambda b: (b[0]!=0).sum(1)[1:]),
     too_long=TokenBudget(80, length=lambda b: (b[0]!=0).sum(1)+100), no_numbers=TokenBudget(80, length=lambda b: 'abc'),
     negative=TokenBudget(80, length=lambda b: -(b[0]!=0).sum(1)))
@@ -266,7 +272,7 @@ def test_lengths_that_are_not_found_are_refused_before_a_weight_changes(case, cl
         fit(learn, cls(micro_batch_size=lengths[case]))
     assert torch.equal(before, weights(learn))
 
-def test_the_line_above_the_table_says_the_budget(capsys):
+def test_the_plan_and_the_repr_of_the_callback_name_the_budget(capsys):
     learn = text_learner(Bert)
     acc = GradientAccumulation(24, micro_batch_size=TokenBudget(80))
     words = 'steps of 24 samples (1 batch of 24, in micro-batches of at most 80 tokens), 2 steps per epoch'
@@ -275,7 +281,10 @@ def test_the_line_above_the_table_says_the_budget(capsys):
 
 @on_processes(2)
 def test_each_of_two_processes_sorts_its_own_texts():
-    "The run is that of one process with batches of the texts of both; what needs equal micro-batches is refused"
+    """The run is that of one process
+
+    `log_accum_batch=False`, which needs equal numbers of micro-batches, is refused.
+    """
     batch = partial(collate, Bert, 'right')
     def learner(data, bs):
         learn = text_learner(Bert)

@@ -1,6 +1,6 @@
 """A fit that is the full-batch run gives no warning. A fit that differs, or may differ, warns once.
 
-The remedy that the warning names makes the fit the full-batch run.
+With the remedy that the warning names, the fit is the full-batch run.
 """
 import linecache, random, re, warnings
 import numpy as np, pytest, torch
@@ -21,14 +21,16 @@ from common import (BatchListLoader, CallAt, CpuMixedPrecision, LimitedMemory, R
 from small_learners import MixUpLoss, all_params
 
 def count_warnings(f):
-    """Count the warnings of fastaccum in `f()`: return a Counter of pairs (category, entry of the page Messages)
+    """Count the warnings of fastaccum in `f()`, and return a Counter of pairs (category, entry)
 
-    The category is the name of the class, or '' if the class is no AccumulationWarning.
+    The category is the name of the warning's class, or '' if the class is no AccumulationWarning. The
+    entry is that of the page Messages to which the warning links.
     """
     with collect_warnings() as collected: f()
     linked = [(o.category,str(o.message).partition('.html#')[2]) for o in collected]
     return Counter((c.__name__ if issubclass(c, AccumulationWarning) else '',entry) for c,entry in linked if entry)
 
+# pairs (category, entry) that `count_warnings` counts
 not_a_mean,not_tried = ('LossWarning','loss-not-a-mean'),('LossWarning','loss-not-tried')
 batchnorm,hidden_state = ('BatchNormWarning','batchnorm'),('StateWarning','hidden-state')
 loader_order,added_to_a_sum = ('LoaderWarning','loader-order'),('','added-to-a-sum')
@@ -38,7 +40,7 @@ def fit_small_rate(l, cbs): l.fit(2, 1e-3, cbs=cbs)   # the gradients of a sum a
 def cancel(): raise CancelBatchException
 
 def warnings_and_runs(**kwargs):
-    "Return the warnings of a fit on micro-batches, the Learner of the full-batch run, and the Learner of that fit"
+    "Return the counted warnings of `both_runs`, and its two Learners: of full batches, of micro-batches"
     runs = []
     def train(): runs.extend(both_runs(**dict(n=70, fit=fit)|kwargs))
     return count_warnings(train),*runs
@@ -50,13 +52,15 @@ def weights_apart(a, b): return deviation(weights(a), weights(b))
 def layers(*ms): return nn.Sequential(nn.Linear(5, 6), *ms, nn.Linear(6, 3)).double()
 def with_batchnorm(mean=.1):
     bn = nn.BatchNorm1d(6)
-    bn.running_mean.fill_(mean)   # a new layer has 0; a pretrained layer does not
+    # a mean of 0 would be that of a new layer, any other that of a trained layer
+    bn.running_mean.fill_(mean)
     return layers(bn, nn.Tanh())
 def with_norms_of_a_sample():
+    "Return a model whose layers normalise each sample by itself"
     return layers(nn.GroupNorm(2, 6), nn.LayerNorm(6), nn.Unflatten(1, (2,3)), nn.InstanceNorm1d(2), nn.Flatten())
 
 class Remembers(nn.Linear):
-    "A layer that adds a running sum of its outputs to its output, until `reset` clears the sum"
+    "A layer that adds the sum of its previous outputs to its output, until `reset` clears the sum"
     total = torch.zeros(3).double()
     def reset(self): self.total = torch.zeros(3).double()
     def forward(self, x):
@@ -65,19 +69,22 @@ class Remembers(nn.Linear):
         return res
 
 class Masked(nn.Module):
-    "A loss that is a mean over targets that are not -100, without an `ignore_index`"
+    "A mean over targets that are not -100, as a module without an `ignore_index`, which would tell so"
     def forward(self, p, y):
         keep = (y!=-100).flatten()
         return (F.cross_entropy(p.flatten(0, -2), y.flatten().clamp(min=0), reduction='none')*keep).sum()/keep.sum()
 
 def not_ignored(l): return (l.y!=-100).sum()
 def ignoring(p, y):
-    "Return the mean over targets that are not -100, in a function, which has no `ignore_index`"
+    """Return the mean over targets that are not -100
+
+    A function has no `ignore_index`, which would tell so.
+    """
     return F.cross_entropy(p.flatten(0, -2), y.flatten())
 def summed(p, y): return F.cross_entropy(p, y, reduction='sum')
 
 class SumForMean(MixUpLoss):
-    "A loss with `reduction='mean'` that is a sum. MixUp uses it for the losses of single samples"
+    "A loss that is a sum although its `reduction` is 'mean'"
     def forward(self, p, y): return super().forward(p, y)*len(y)
 
 def penalty(l): return sum(p.pow(2).sum() for p in l.model.parameters())
@@ -87,16 +94,16 @@ def adds_of_predictions(l): l.loss_grad = l.loss_grad+l.pred.pow(2).mean()
 def doubles(l): l.loss_grad = l.loss_grad*2
 def resets(event): return lambda: [CallAt(event, lambda l: l.model.reset(), run_valid=True)]
 
-class Mix(MixUp):
-    "MixUp that mixes each sample with its neighbour, which is in the same micro-batch if sizes are even"
+class MixesNeighbours(MixUp):
+    "MixUp that mixes each sample with its neighbour, so with one in the same micro-batch of even size"
     def before_batch(self):
         self.yb1,self.lam = tuple(y.view(-1, 2).flip(1).flatten() for y in self.yb),torch.tensor(0.3).double()
-def mixable(*args, loss=MixUpLoss, **kwargs): return toy(*args, loss_func=loss(), **kwargs)
+def toy_for_mixup(*args, loss=MixUpLoss, **kwargs): return toy(*args, loss_func=loss(), **kwargs)
 
 # Fits that are the full-batch run give no warning
 
 sums = dict(loss_func=CrossEntropy(reduction='sum'), fit=fit_small_rate)
-exact = dict(   # more losses are in test_tokens.py
+exact = dict(   # test_tokens.py has more losses
     plain=dict(), adam=dict(opt_func=Adam), one_cycle=dict(fit=lambda l,cbs: l.fit_one_cycle(1, 0.05, cbs=cbs)),
     ones=dict(micro=1), threes=dict(micro=3, n=71), split=dict(micro=8, acc=dict(micro_batch_size=2)),
     no_accumulation=dict(micro=16, loss_func=summed, model=with_batchnorm, fit=fit_small_rate),
@@ -108,13 +115,13 @@ exact = dict(   # more losses are in test_tokens.py
         cbs=lambda: [RecordAt('after_loss', adds)], **sums))
 exact |= {f'{f.__name__}_{event}':dict(tokens=True, cbs=lambda event=event,f=f: [RecordAt(event, f)])
     for event,f in (('after_loss',adds),('after_loss',adds_in_place),('before_backward',adds))}
-exact |= {f'mixed_{r}':dict(n=64, make=partial(mixable, loss=partial(MixUpLoss, reduction=r)), fit=fit_small_rate,
-    cbs=lambda: [Mix()]) for r in ('mean','sum')}
+exact |= {f'mixed_{r}':dict(n=64, make=partial(toy_for_mixup, loss=partial(MixUpLoss, reduction=r)), fit=fit_small_rate,
+    cbs=lambda: [MixesNeighbours()]) for r in ('mean','sum')}
 
 @pytest.mark.parametrize('nm', exact)
 def test_a_fit_that_is_the_full_batch_run_gives_no_warning(nm):
-    told,a,b = warnings_and_runs(**exact[nm])
-    assert not told and assert_same_run(a, b)
+    warnings_given,a,b = warnings_and_runs(**exact[nm])
+    assert not warnings_given and assert_same_run(a, b)
 
 # Losses of fastai and torch, and losses that compare samples
 
@@ -128,9 +135,12 @@ bits = randn(32, 5),classes(32, 5).clamp(max=1).float()
 masks = randn(32, 5, 4, 4),classes(32, 4, 4)
 padded = randn(32, 6, 5),classes(32, 6)
 padded[1][:,2:][torch.rand(32, 4, generator=gen)<torch.rand(32, 1, generator=gen)] = -100
-few = plain[0],torch.where((torch.arange(32)-17).abs()>12, plain[1], -100)   # a micro-batch may have no target
+# some micro-batches have only targets of -100
+few = plain[0],torch.where((torch.arange(32)-17).abs()>12, plain[1], -100)
 w5 = torch.tensor([0.2,1.,5.,0.5,2.])
 
+# Losses that are a mean or a sum over samples, and losses that are neither: (loss, predictions and
+# targets), and for some a function that changes the structure of the predictions
 right = dict(cross_entropy=(CrossEntropyLossFlat(), plain), class_weights=(CrossEntropyLossFlat(weight=w5), plain),
     smoothed=(LabelSmoothingCrossEntropyFlat(), plain), sum=(CrossEntropyLossFlat(reduction='sum'), plain),
     smoothed_weighted=(nn.CrossEntropyLoss(label_smoothing=.1, weight=w5), plain),
@@ -148,17 +158,24 @@ wrong = dict(hidden_mean=(Masked(), padded), sum_for_mean=(summed, plain),
 def of_16_at_least(p, y):
     if len(p)<16: raise ValueError('too few')
     return F.cross_entropy(p, y)
+# losses that cannot be tried on parts of a batch: they draw random numbers, or raise an error
 untried = dict(torch_draws=lambda p, y: F.cross_entropy(p+torch.randn(p.shape), y),
     numpy_draws=lambda p, y: p.mean()*np.random.rand(), python_draws=lambda p, y: p.mean()*random.random(),
     raises=of_16_at_least)
 
 class Scale(Module):
-    "A model that returns `out(x*w)`, whose weights `w` begin with 1"
+    """A model that returns `out(x*w)`
+
+    Its weights `w` begin with 1, so its first predictions are its inputs.
+    """
     def __init__(self, x, out): self.w,self.out = nn.Parameter(torch.ones(x.shape[1:])),out
     def forward(self, x): return self.out(x*self.w)
 
 def weights_after_step(bs, f, data, out=lambda p: p, cbs=None):
-    "Return the weights after a large step of SGD, which show the gradient of the loss `f` in batches of `bs`"
+    """Return the weights after a step of SGD so large that they show the gradient of the loss `f`
+
+    `bs` is the batch size.
+    """
     dls = DataLoaders(DataLoader(TensorDataset(*data), bs=bs), DataLoader(TensorDataset(*data), bs=32))
     learn = Learner(dls, Scale(data[0], out), f, opt_func=SGD, cbs=Float32Loss())
     with learn.no_bar(), learn.no_logging(): learn.fit(1, 1e3, cbs=cbs)
@@ -169,12 +186,14 @@ def test_a_loss_is_warned_of_if_and_only_if_the_gradient_differs(case):
     f,data,*out = case
     full_batch = weights_after_step(32, *case)
     accumulated = []
-    told = count_warnings(lambda: accumulated.append(weights_after_step(16, *case, cbs=GradientAccumulation(32))))
-    reversed_order = weights_after_step(32, f, [o.flip(0) for o in data], *out)   # the same sums, rounded differently
+    def accumulate(): accumulated.append(weights_after_step(16, *case, cbs=GradientAccumulation(32)))
+    warnings_given = count_warnings(accumulate)
+    # shows how much rounding matters
+    reversed_order = weights_after_step(32, f, [o.flip(0) for o in data], *out)
     def relative_diff(ws): return ((ws-full_batch).abs().max()/full_batch.abs().max()).item()
     limit = 50*max(relative_diff(reversed_order), torch.finfo(full_batch.dtype).eps)
-    if case in wrong.values(): assert relative_diff(accumulated[0])>50*limit and told=={not_a_mean:1}
-    else: assert relative_diff(accumulated[0])<limit and not told
+    if case in wrong.values(): assert relative_diff(accumulated[0])>50*limit and warnings_given=={not_a_mean:1}
+    else: assert relative_diff(accumulated[0])<limit and not warnings_given
 
 some_padded,padded_late,unpadded = (toy_data(70, True) for _ in range(3))
 padded_late.tensors[1][:4].clamp_(min=0)   # no padding in the first micro-batch
@@ -195,29 +214,33 @@ def returning(f, loss_func=lambda out,_: out['loss']):
     (some_padded,returning(computes)|dict(acc=dict(n_items=not_ignored)),None),
     (unpadded,returning(computes),None), (toy_data(70),returning(computes),None)])
 def test_a_loss_is_tried_on_single_samples_and_in_several_micro_batches(micro, data, kwargs, warning):
-    "A loss that the model computes cannot be tried; the fit warns if samples have different numbers of targets"
-    told,a,b = warnings_and_runs(micro=micro, accum_bs=16, tokens=data.tensors[1].ndim>1, data=data, **kwargs)
-    assert told==({warning:1} if warning else {}) and (weights_apart(a, b)>1e-3)==bool(warning)
+    """A loss that the model computes cannot be tried on parts
+
+    A fit warns of it if samples have unequal numbers of targets.
+    """
+    warnings_given,a,b = warnings_and_runs(micro=micro, accum_bs=16, tokens=data.tensors[1].ndim>1, data=data, **kwargs)
+    assert warnings_given==({warning:1} if warning else {}) and (weights_apart(a, b)>1e-3)==bool(warning)
 
 def test_a_loss_on_single_samples_of_different_lengths_cannot_be_tried():
     ds = toy_data(64, True)
     y = ds.tensors[1].clamp_(min=0)
-    y[::2,3:] = y[1::2,5:] = -100   # no two samples in a row can be joined for the trial
-    told,a,b = warnings_and_runs(micro=1, accum_bs=16, tokens=True, data=ds, loss_func=ignoring,
+    # neighbours differ in length, so they cannot be joined to a batch of two
+    y[::2,3:] = y[1::2,5:] = -100
+    warnings_given,a,b = warnings_and_runs(micro=1, accum_bs=16, tokens=True, data=ds, loss_func=ignoring,
         cbs=lambda: [CallAt('before_batch', trim_padding, run_valid=True)])
-    assert told=={not_tried:1} and weights_apart(a, b)>1e-3
+    assert warnings_given=={not_tried:1} and weights_apart(a, b)>1e-3
 
-@pytest.mark.parametrize('when,said', [(lambda l: l.train_iter==1,[('AccumulationWarning','cancelled')]),
+@pytest.mark.parametrize('when,expected', [(lambda l: l.train_iter==1,[('AccumulationWarning','cancelled')]),
     (lambda l: l.iter<9,[('AccumulationWarning','micro-batch-left-out')]),
     (lambda l: setattr(l, 'yb', ()),[])])   # fastai does not train without targets, so no warning
-def test_a_callback_that_cancels_micro_batches_is_warned_of_once(when, said):
+def test_a_callback_that_cancels_micro_batches_is_warned_of_once(when, expected):
     skip = CallAt('before_batch', lambda l: cancel() if when(l) else None)
-    assert count_warnings(lambda: toy(4, n=70).fit(2, .1, cbs=[GradientAccumulation(16),skip]))==Counter(said)
+    assert count_warnings(lambda: toy(4, n=70).fit(2, .1, cbs=[GradientAccumulation(16),skip]))==Counter(expected)
 
 @pytest.mark.parametrize('nm', untried)
 def test_a_loss_that_cannot_be_tried_on_parts_trains_and_only_an_error_gives_a_warning(nm):
-    said = count_warnings(lambda: weights_after_step(16, untried[nm], plain, cbs=GradientAccumulation(32)))
-    assert said==({not_tried:1} if nm=='raises' else {})
+    warnings_given = count_warnings(lambda: weights_after_step(16, untried[nm], plain, cbs=GradientAccumulation(32)))
+    assert warnings_given==({not_tried:1} if nm=='raises' else {})
 
 @pytest.mark.parametrize('dtype', [torch.float16,torch.bfloat16])
 def test_rounding_of_half_precision_gives_no_warning(dtype):
@@ -227,16 +250,19 @@ def test_rounding_of_half_precision_gives_no_warning(dtype):
         assert not count_warnings(lambda: weights_after_step(16, half, data, cbs=GradientAccumulation(32)))
 
 @pytest.mark.parametrize('where', ['fp16','bf16','device'])
-@pytest.mark.parametrize('f,said', [(F.cross_entropy,{}), (summed,{not_a_mean:1})])
-def test_the_loss_is_tried_in_mixed_precision_and_on_a_device(f, said, where, monkeypatch):
-    "A device has its own random state, which the trial compares; here that of the CPU replaces it"
+@pytest.mark.parametrize('f,expected', [(F.cross_entropy,{}), (summed,{not_a_mean:1})])
+def test_the_loss_is_tried_in_mixed_precision_and_on_a_device(f, expected, where, monkeypatch):
+    """A device has a random state of its own, which the trial compares
+
+    Here, the state of the CPU takes its place.
+    """
     if where=='device':
         own = SimpleNamespace(get_rng_state=lambda device: torch.get_rng_state(),
             set_rng_state=lambda o, device: torch.set_rng_state(o))
         monkeypatch.setattr(torch, 'get_device_module', lambda o: own)
         monkeypatch.setattr(forward_state, 'devices_of', lambda modules: [torch.device('cpu')])
     cbs = [GradientAccumulation(32), *([] if where=='device' else [CpuMixedPrecision(where)])]
-    assert count_warnings(lambda: weights_after_step(16, f, plain, cbs=cbs))==said
+    assert count_warnings(lambda: weights_after_step(16, f, plain, cbs=cbs))==expected
 
 class LossWithMemory(Module):
     "A loss that keeps the random numbers it draws, and a moving average of the predictions"
@@ -249,7 +275,7 @@ class LossWithMemory(Module):
         return F.cross_entropy(p*(1+self.mean), y)
 
 def test_trying_a_loss_does_not_change_its_state():
-    "The state is that of a fit without accumulation, which does not try the loss"
+    "A fit in steps of one micro-batch does not try the loss, so the state is compared with that fit"
     def run(n):
         set_seed(0)
         learn = toy(4, n=32, loss_func=LossWithMemory())
@@ -259,13 +285,15 @@ def test_trying_a_loss_does_not_change_its_state():
 
 # Warnings, and their remedies
 
-# Each case: the warnings, the arguments of a run, and the arguments that the remedy changes
+# Arguments of `warnings_and_runs` with a model whose hidden state is reset once an epoch, not once a
+# batch
 remembers = dict(model=lambda: Remembers(5, 3).double(), splitter=all_params, cbs=resets('before_train'))
+# Each case: the warnings, arguments of `warnings_and_runs`, and the arguments that the remedy changes
 warned = dict(
     hidden_mean=([not_a_mean], dict(tokens=True, loss_func=Masked()), dict(acc=dict(n_items=not_ignored))),
     sum_for_mean=([not_a_mean], dict(loss_func=summed, fit=fit_small_rate), sums),
-    mixed=([not_a_mean], dict(n=64, make=partial(mixable, loss=SumForMean), cbs=lambda: [Mix()], fit=fit_small_rate),
-        dict(make=mixable)),
+    mixed=([not_a_mean], dict(n=64, make=partial(toy_for_mixup, loss=SumForMean), fit=fit_small_rate,
+        cbs=lambda: [MixesNeighbours()]), dict(make=toy_for_mixup)),
     batchnorm=([batchnorm], dict(model=with_batchnorm), dict(cbs=lambda: [FreezeBN()])),
     untracked=([batchnorm], dict(model=lambda: layers(nn.BatchNorm1d(6, track_running_stats=False)),
         cbs=lambda: [RecordAt('before_train', lambda l: l.model[1].eval())]), dict(model=with_norms_of_a_sample)),
@@ -278,15 +306,15 @@ warned = dict(
 @pytest.mark.parametrize('nm', warned)
 def test_a_warning_is_true_and_its_remedy_works(nm):
     keys,kwargs,remedy = warned[nm]
-    told,a,b = warnings_and_runs(**kwargs)
-    assert told==dict.fromkeys(keys, 1) and weights_apart(a, b)>1e-4
-    told,a,b = warnings_and_runs(**kwargs|remedy)
-    assert not told and assert_same_run(a, b)
+    warnings_given,a,b = warnings_and_runs(**kwargs)
+    assert warnings_given==dict.fromkeys(keys, 1) and weights_apart(a, b)>1e-4
+    warnings_given,a,b = warnings_and_runs(**kwargs|remedy)
+    assert not warnings_given and assert_same_run(a, b)
 
 @pytest.mark.parametrize('f', [adds,adds_in_place,adds_of_predictions])
 def test_a_penalty_on_a_sum_is_warned_of_and_counts_once_a_step(f):
-    told,a,b = warnings_and_runs(cbs=lambda: [RecordAt('after_loss', f)], **sums)
-    assert told=={added_to_a_sum:1} and assert_same_run(a, b)
+    warnings_given,a,b = warnings_and_runs(cbs=lambda: [RecordAt('after_loss', f)], **sums)
+    assert warnings_given=={added_to_a_sum:1} and assert_same_run(a, b)
 
 words = {not_a_mean:('% off', "reduction = 'sum'", "reduction='mean'"),
     hidden_state:('Remembers', 'bs=16', '`micro_batch_size=4`'), batchnorm:('2 BatchNorm layers', '4 samples', '16 of a step')}
@@ -301,9 +329,9 @@ def learner_with_three_warnings():
 def test_each_warning_comes_once_in_each_fit_and_names_a_remedy():
     learn,acc = learner_with_three_warnings(),GradientAccumulation(16)
     for _ in range(2):
-        with pytest.warns(AccumulationWarning) as said: learn.fit(2, 1e-5, cbs=acc)
+        with pytest.warns(AccumulationWarning) as collected: learn.fit(2, 1e-5, cbs=acc)
         for (category,_),expected in words.items():
-            text, = [str(o.message) for o in said if o.category.__name__==category]
+            text, = [str(o.message) for o in collected if o.category.__name__==category]
             assert all(o in text for o in expected)
 
 def test_each_warning_is_ignored_by_its_category_and_all_by_the_base_class():
@@ -320,7 +348,7 @@ def test_each_warning_is_ignored_by_its_category_and_all_by_the_base_class():
         learn.fit(1, 1e-5, cbs=GradientAccumulation(16))
 
 class UsersModel(nn.Sequential):
-    "A model whose `forward`, in the user's file, calls the code that warns"
+    "A model of the user's file, whose `forward` calls the layer of which fastaccum warns"
     def __init__(self):
         super().__init__(Remembers(5, 3).double())
         self.reset = self[0].reset
@@ -340,7 +368,7 @@ places = dict(
 
 @pytest.mark.parametrize('nm', places)
 def test_a_warning_comes_once_and_shows_the_line_of_the_fit(nm):
-    "The line is neither in fastaccum, nor in the user's model, which calls fastaccum"
+    "The line is not in fastaccum, and not in the user's model, whose `forward` is also in the stack"
     with collect_warnings() as collected: places[nm]()
     warning, = [o for o in collected if '.html#' in str(o.message)]
     assert warning.filename==__file__
@@ -356,7 +384,10 @@ def test_a_warnings_filter_that_shows_repeated_warnings_once_shows_each_of_three
 # Loaders
 
 class LyingLoader(BatchListLoader):
-    "A loader that claims to have `n` batches of 4 samples, by default the right number of batches"
+    """A loader of given batches that claims to have `n` batches of 4 samples
+
+    By default, `n` is the number of batches.
+    """
     after_batch,bs = None,4
     def __init__(self, batches, n=None):
         super().__init__(toy_data(64), [batches])
@@ -364,7 +395,8 @@ class LyingLoader(BatchListLoader):
     def __len__(self): return self.n
 
 fours,twos,sixes = (in_chunks(list(range(64)), n) for n in (4,2,6))
-# Each case: the warning, whether the run is the full-batch run, the batches, and the claimed number of batches
+# Each case: the entry of the warning, whether the run is the full-batch run, and arguments of
+# `LyingLoader`
 loaders = dict(right=('', True, fours), fewer_than_it_says=('fewer-batches', True, fours, 20),
     smaller=('fewer-batches', True, twos),
     empty_batches=('fewer-batches', True, [[], *fours[:6], [], *fours[6:], []]),
@@ -401,8 +433,8 @@ def test_a_sorted_loader_is_warned_of_if_it_shuffles_and_only_then_the_run_diffe
         with learn.no_bar(), learn.no_logging(): learn.fit(1, 0.1, cbs=cbs)
         return learn
     full_batch,accumulated = run(16, None),[]
-    told = count_warnings(lambda: accumulated.append(run(4, GradientAccumulation(16))))
-    assert told==({loader_order:1} if shuffle else {})
+    warnings_given = count_warnings(lambda: accumulated.append(run(4, GradientAccumulation(16))))
+    assert warnings_given==({loader_order:1} if shuffle else {})
     assert (weights_apart(full_batch, accumulated[0])>1e-7)==shuffle
 
 # Changing the size
@@ -411,7 +443,7 @@ def test_a_sorted_loader_is_warned_of_if_it_shuffles_and_only_then_the_run_diffe
 @pytest.mark.parametrize('nm', ['accum_bs','n_acc'])
 def test_a_new_size_takes_effect_in_the_next_fit_or_epoch(nm, epochs):
     def run(learn, obj, nm):
-        "Fit twice, and set the attribute `nm` of `obj` to 8 in between, or after each epoch"
+        "Fit twice; set the attribute `nm` of `obj` to 8 between fits, or if `epochs`, after each epoch"
         learn.fit_one_cycle(2, 0.1, cbs=[RecordAt('after_epoch', lambda l: epochs and setattr(obj, nm, 8))])
         setattr(obj, nm, 8)
         learn.fit(1, 0.1)

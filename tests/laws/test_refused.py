@@ -130,8 +130,6 @@ refused = dict(
     two_caches=(toy, lambda: [GradientCache(micro_batch_size=o) for o in (2,4)], ValueError, 'keep one'),
     split_and_cached=(toy, lambda: [acc(8, micro_batch_size=2),GradientCache(micro_batch_size=2)], ValueError,
         'by `micro_batch_size=2`.*`GradientCache` only'))
-late = {'steps_by_itself','targets_not_counted'}   # refused in the first batch
-        'leave it out'))
 # the first batch shows the mistake; others show before the fit
 late = {'steps_by_itself','targets_not_counted'}
 for nm,f in dict(below=lambda l: -1, infinite=lambda l: float('inf'), text=lambda l: '4', many=lambda l: l.y).items():

@@ -105,7 +105,7 @@ Search.makeSearchSummary = (html, terms, anchor) => {
   return summary;
 };
 
-Documentation.TRANSLATIONS["Search finished, found one page matching the search query."] = "One result";
-Documentation.TRANSLATIONS["Search finished, found ${resultCount} pages matching the search query."] = "${resultCount} results";
+Documentation.TRANSLATIONS["Search finished, found one page matching the search query."] =
+  ["One result", "${resultCount} results"];
 Documentation.TRANSLATIONS["Your search did not match any documents. Please make sure that all words are spelled correctly and that you've selected enough categories."] =
   "Your search did not match any page. Try other words, or the FAQ, Messages or the cheat sheet.";

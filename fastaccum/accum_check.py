@@ -1,4 +1,4 @@
-"""Check that accumulation gives the whole batch's gradient with your model, data, loss and callbacks.
+"""Find out whether your run gives the gradient of the full batch, and if not, why.
 
 Docs: https://fastaccum.github.io/fastaccum/accum_check.html.md"""
 

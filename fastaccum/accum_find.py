@@ -1,4 +1,4 @@
-"""Measure the noise of the gradient, and suggest how many samples a step should have.
+"""Measure the noise of the gradients, and get a suggestion for the effective batch size.
 
 Docs: https://fastaccum.github.io/fastaccum/accum_find.html.md"""
 

@@ -1,4 +1,4 @@
-"""Train on micro-batches, in steps of a large batch.
+"""Train with small batches, and get the result of a large one.
 
 Docs: https://fastaccum.github.io/fastaccum/accumulation.html.md"""
 

@@ -1,4 +1,4 @@
-"""Estimate BatchNorm's running statistics again, on batches as large as a step, or freeze them.
+"""Estimate BatchNorm's running statistics again with batches of the full size, or freeze them.
 
 Docs: https://fastaccum.github.io/fastaccum/batchnorm.html.md"""
 

@@ -1,4 +1,4 @@
-"""Find the largest micro-batch that fits in memory.
+"""Find the largest batch size that fits in memory.
 
 Docs: https://fastaccum.github.io/fastaccum/bs_find.html.md"""
 

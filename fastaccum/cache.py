@@ -1,4 +1,4 @@
-"""The model sees micro-batches and the loss sees the whole batch: for contrastive losses and batch Dice.
+"""Run the model on micro-batches and the loss on the whole batch, for contrastive losses and batch Dice.
 
 Docs: https://fastaccum.github.io/fastaccum/cache.html.md"""
 

@@ -1,4 +1,4 @@
-"""Train on the whole batch in less memory: activations are computed again, the result is bit-identical.
+"""Train on the whole batch in less memory. Activations are computed twice, and the result is the same to the last bit.
 
 Docs: https://fastaccum.github.io/fastaccum/checkpoint.html.md"""
 

@@ -1,4 +1,4 @@
-"""Measure while training how large a batch should be.
+"""Measure during training how large a batch should be.
 
 Docs: https://fastaccum.github.io/fastaccum/noise_scale.html.md"""
 

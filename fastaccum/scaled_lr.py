@@ -1,4 +1,4 @@
-"""Scale the learning rate with the size of a step.
+"""Scale a learning rate that you found with another batch size.
 
 Docs: https://fastaccum.github.io/fastaccum/scaled_lr.html.md"""
 

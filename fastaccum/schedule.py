@@ -1,4 +1,4 @@
-"""Change the batch size while training: with an annealer, by epoch, or by step.
+"""Change the effective batch size during training, by an annealer, by epoch or by step.
 
 Docs: https://fastaccum.github.io/fastaccum/schedule.html.md"""
 

@@ -1,4 +1,4 @@
-"""Micro-batches of texts of similar length, without the padding for the longest text of the batch.
+"""Split a batch of texts by length, and leave out the padding for its longest text.
 
 Docs: https://fastaccum.github.io/fastaccum/token_budget.html.md"""
 

@@ -1,4 +1,4 @@
-"""A `WandbCallback` that also works with the fastai versions in which fastai's own raises an error.
+"""A drop-in `WandbCallback` that works around the TypeError of fastai 2.8.9 to 2.8.12.
 
 Docs: https://fastaccum.github.io/fastaccum/wandb.html.md"""
 

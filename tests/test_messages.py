@@ -77,7 +77,7 @@ def test_a_row_says_what_to_do_and_what_to_type(key):
 @pytest.mark.parametrize('key', [k for k in written if k not in rows])
 def test_an_entry_says_why_and_what_to_type(key):
     title,*lines = written[key].partition('```python\n')[0].split('\n')
-    # Sphinx makes the anchor from these characters unchanged
+    # other characters would change the anchor that Sphinx makes of the title
     assert re.fullmatch('### [A-Za-z -]+', title)
     assert len(' '.join(o for o in lines if not o.startswith(('>','<'))))>40 and '```python\n' in written[key]
 

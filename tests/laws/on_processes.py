@@ -122,7 +122,7 @@ def two_groups(m):
 def make_learner(train, ds, ddp=None, **kwargs):
     """Return a Learner on the loader `train`
 
-    `ddp` has arguments of `DistributedDataParallel`, None is a plain model.
+    `ddp` is a dict of arguments of `DistributedDataParallel`, or None for a model that is not wrapped.
     """
     learn = toy(4, data=ds, **{'splitter':two_groups, **kwargs})
     learn.dls = DataLoaders(train, DataLoader(ds, bs=32))
@@ -192,7 +192,7 @@ def fit_single_and_distributed(
 def assert_same_as_single_process(*args, **kwargs):
     """Fail if the two runs of `fit_single_and_distributed` differ, and return their Learners
 
-    It has the same arguments.
+    The arguments are those of `fit_single_and_distributed`.
     """
     single,distributed = fit_single_and_distributed(*args, **kwargs)
     assert_same_run(single, distributed)

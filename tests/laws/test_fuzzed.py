@@ -155,7 +155,8 @@ def test_a_loss_that_only_counts_its_calls_is_right():
     warned,a,b = warnings_and_runs(loss_func=Counts())
     assert not warned and weights_apart(a, b)<1e-7
 
-# Losses that are computed differently in training
+# Losses that are computed differently in training. fastaccum tries a loss: it compares the loss of a
+# micro-batch with the losses of its parts
 
 def hardest(p, y, *, trains):
     "Return the mean loss of the samples, or if `trains(p, losses)`, that of the half with larger losses"

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings('ignore:memory ran out', 'ignore:.*are l
 class CountsCalls(LimitedMemory):
     """A layer that counts its calls and samples
 
-    Fastaccum must restore these counts after memory has run out.
+    After memory has run out, fastaccum must restore both counts.
     """
     def __init__(self, runs_out):
         super().__init__(runs_out)
@@ -167,7 +167,7 @@ def test_an_error_is_raised_if_a_single_sample_does_not_fit(acc):
     *((o,torch.OutOfMemoryError,1) for o in ('after_backward','before_step','after_step')),
     ('after_batch',torch.OutOfMemoryError,3)])
 def test_other_errors_are_raised_and_no_step_is_repeated(event, exc, skip):
-    "Such an error is also an out-of-memory error after the backward pass, in the step or after the step"
+    "Other errors include those of memory that runs out after the backward pass, in or after the step"
     learn,cb = learner(16, n=64),RaiseAt(event, exc, 70, skip=skip)
     with pytest.raises(exc, match='planted'): learn.fit(1, 0.1, cbs=[auto(32),cb])
     assert cb.n_heard==skip+1

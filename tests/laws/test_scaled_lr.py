@@ -28,7 +28,7 @@ def run(opt, fit, *cbs):
 def test_each_step_has_the_scheduled_rate_times_the_factor(opt, fit, rule):
     """This holds for all parameter groups
 
-    The Recorder has the scaled rates; after the fit the optimizer has its own again.
+    The Recorder has the scaled rates, and after the fit the optimizer has the unscaled rates again.
     """
     (a,base),(b,scaled) = run(opt, fit),run(opt, fit, ScaledLR(base_bs=4, rule=rule))
     rule = rule or ('sqrt' if 'adam' in opt else 'linear')

@@ -23,7 +23,8 @@ def entries_and_runs(**kwargs):
 
 def differ(a, b): return deviation(weights(a), weights(b))>1e-4
 
-# A callback changes the loss
+# A callback changes the loss. fastaccum tries such a callback: it compares what the callback adds for a
+# micro-batch with what it adds for parts of it
 
 class ChangesLoss(Callback):
     "Adds `f(self)` to the loss, and notes the batch size and counts each time"
@@ -75,7 +76,6 @@ def test_a_penalty_on_weights_that_is_added_in_place_gives_no_warning():
     assert not entries and assert_same_run(a, b)
 
 def test_trying_a_callback_on_parts_does_not_change_its_attributes():
-    "To see whether it adds a mean over samples, fastaccum calls a callback with parts of a batch"
     cbs = []
     def make():
         cbs.append(ChangesLoss(mean_of_squares))
@@ -93,6 +93,7 @@ class GradPenalty(Callback):
         self.learn.loss_grad += g.norm()
 @pytest.mark.parametrize('cbs', [lambda: [ChangesLoss(noisy)], lambda: [GradPenalty()]])
 def test_a_change_of_the_loss_that_cannot_be_tried_is_warned_of_once(cbs):
+    "One callback draws random numbers, the other needs the gradient of the inputs"
     entries,_,_ = entries_and_runs(cbs=cbs)
     assert entries==['changed-loss-not-tried']
 

@@ -65,7 +65,7 @@ def run_workers(module, test, world_size, folder, kwargs):
     except ProcessException as e: raise AssertionError(str(e).strip()) from None
 
 def on_processes(*world_sizes, each_of=None):
-    """Decorate a test: its body runs in several processes at once, for each of these numbers of processes
+    """Decorate a test: its body runs in several processes at once, for each of the given numbers
 
     Without numbers, the test takes the number of processes as an argument `n`. `each_of` is a dict from
     the name of a case to a list of dicts of arguments. The test then takes an argument `case`, and its

@@ -453,7 +453,7 @@ def test_a_cache_refuses_data_parallel():
 # Two processes, each with its own device
 
 def learner_of_process(bs, rank, **kwargs):
-    "Return a Learner with half of the samples: of every eight, process 0 has four, and process 1 the others"
+    "Return a Learner with half of the samples: of every eight, each of two processes has four"
     x,y = toy_data(64).tensors
     mine = torch.arange(64)//4%2==rank
     return on_device(bs, device.device(rank), data=TensorDataset(x[mine], y[mine]), splitter=all_params, **kwargs)

@@ -111,7 +111,7 @@ kinds = dict(bf16=dict(), fp16=dict(dtype=torch.float16), mixed=dict(mixed=True)
 @pytest.mark.filterwarnings('ignore:.*memory ran out')
 @pytest.mark.parametrize('kind', kinds)
 def test_gradients_add_up_in_single_precision(kind):
-    "The error is that of a loop with sums in single precision, and smaller than with sums in half precision"
+    "The error is that of a loop that adds in single precision, and smaller than in half precision"
     kwargs,at = dict(bs=2)|kinds[kind],RecordAt('before_step', grads, order=8)
     acc,cached = kwargs.pop('acc', {}),kwargs.pop('cached', False)
     learn = learner(512, cbs=[at], **kwargs)

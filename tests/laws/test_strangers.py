@@ -27,7 +27,7 @@ def differ(a, b): return deviation(weights(a), weights(b))>1e-4
 # micro-batch with what it adds for parts of it
 
 class ChangesLoss(Callback):
-    "Adds `f(self)` to the loss, and notes the batch size and counts each time"
+    "Adds `f(self)` to the loss; notes batch sizes in `seen`, and the number of calls in `count`"
     def __init__(self, f, event='after_loss'):
         self.f,self.seen,self.count = f,[],torch.zeros(1)
         setattr(self, event, self.change)
@@ -247,7 +247,8 @@ class Returns(nn.Module):
 def entries_of_loss(f, loss):
     """Train the model `Returns(f)` with `loss`
 
-    Return the entries of the warnings, and whether weights differ.
+    Return the entries of the page Messages to which its warnings link, and whether the weights differ
+    from those of the full-batch run.
     """
     model = lambda: Returns(f).double()
     def fit(learn, cbs): learn.fit(1, 0.01, cbs=cbs)

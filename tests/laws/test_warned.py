@@ -277,7 +277,7 @@ class LossWithMemory(Module):
         return F.cross_entropy(p*(1+self.mean), y)
 
 def test_trying_a_loss_does_not_change_its_state():
-    "In steps of one micro-batch the loss is not tried on parts, so its state is compared with such a fit"
+    "The state is compared with that of a fit in steps of one micro-batch, which does not try the loss"
     def run(n):
         set_seed(0)
         learn = toy(4, n=32, loss_func=LossWithMemory())

@@ -109,7 +109,7 @@ def test_validation_and_saved_models_have_the_recalibrated_statistics(tmp_path):
     learn.fit(3, 0.1, cbs=[GradientAccumulation(16),RecalibrateBN(),SaveModelCallback(every_epoch=True)])
     assert is_mean_of(learn, 16, 4) and deviation(learn.recorder.values[-1][1], learn.validate()[0])<1e-6
     learn.load('model_0')
-    assert is_mean_of(learn, 16, 4)   # the file of the first epoch has recalibrated statistics, too
+    assert is_mean_of(learn, 16, 4)   # the file of the first epoch also has recalibrated statistics
 
 def test_the_callback_acts_in_training_only():
     "It does nothing in validation, prediction and `lr_find`; the method can still be called"

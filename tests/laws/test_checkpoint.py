@@ -258,7 +258,7 @@ def test_a_given_segment_that_does_not_run_is_warned_of():
         small(HasIdleBlock).fit(1, cbs=ActivationCheckpoint())
 
 class Shift(Module):
-    "A module that multiplies its input in place, and whose backward pass does not need the input"
+    "A module that may multiply its input in place, because its backward pass does not need the input"
     def __init__(self, mul=1):
         self.bias,self.lin,self.mul,self.total = nn.Parameter(torch.ones(8)),nn.Linear(8, 8),mul,torch.zeros(8).double()
     def forward(self, x): return self.lin((x if self.mul==1 else x.mul_(self.mul))+self.bias)

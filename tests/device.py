@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest, torch
 
 kind = os.environ.get('FASTACCUM_DEVICE') or ('cuda' if torch.cuda.device_count() else 'sim')
-# this environment variable is set in the separate process, which runs the tests on the device
+# the name of an environment variable that is set in the separate process, which runs the tests
 process_variable = 'FASTACCUM_DEVICE_PROCESS'
 has_device = process_variable in os.environ
 tests = Path(__file__).parent

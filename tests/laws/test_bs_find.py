@@ -90,7 +90,7 @@ def test_the_size_is_limited_by_the_samples_and_by_the_number_of_trials():
 
 @pytest.mark.parametrize('n', [1,2,5])
 def test_a_trial_takes_real_steps(n):
-    "It takes at least two: in the second one, memory also holds gradients and the optimizer's state"
+    "A trial takes at least two steps: in the second, memory also holds gradients and optimizer state"
     # lists outside of callbacks, because `bs_find` restores the attributes of callbacks
     has_grads,steps = [],[]
     def has_grad(l): has_grads.append(l.model[0].weight.grad is not None)

@@ -95,7 +95,7 @@ def test_the_run_is_the_same_with_other_callbacks_and_models(way, nm):
 # What the model and the callbacks see
 
 def test_the_model_sees_micro_batches_and_callbacks_see_the_batch():
-    "This holds in training, validation and prediction; a hook on the model itself sees the whole batch"
+    "The same holds in validation and prediction; a hook on the model itself sees the whole batch"
     seen,hooked,preds = [],[],RecordAt('after_pred', lambda l: len(l.pred))
     learn = toy(16, n=32, loss_func=nt_xent, cbs=Cached(5))
     learn.model.register_forward_hook(lambda m,i,o: hooked.append((len(i[0]),len(o))))

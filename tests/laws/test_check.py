@@ -156,7 +156,7 @@ def test_the_check_compares_the_sizes_of_training(bs, cbs, kwargs, parts):
     (lambda: [acc(32, micro_batch_size=4)],4,'2, 2'), (lambda: [acc(8, micro_batch_size=4)],4,'2, 2'),
     (lambda: [acc(32),cached()],4,'2, 2')])
 def test_if_a_step_does_not_fit_into_memory_fewer_samples_are_compared(cbs, whole, parts):
-    "They are as many samples as fit, and the title of the table says how many"
+    "The check compares as many samples as fit, and the title of the table says how many"
     res = check(toy(8, cbs=[memory_for(whole),SumPenalty()]), cbs=cbs())
     n = next(o for o in cbs() if hasattr(o, 'accum_bs')).accum_bs
     assert f'{n} samples do not fit in memory at once, so {whole} were compared' in repr(res), res
@@ -426,7 +426,7 @@ def test_the_check_names_no_remedy_that_would_be_refused():
     assert not o.ok and o.remedy and 'ActivationCheckpoint' not in o.remedy
 
 def test_the_check_says_what_it_has_not_checked():
-    "These are callbacks that are passed to `fit` only, and random transforms of batches"
+    "Not checked are callbacks that are passed to `fit` only, and random transforms of batches"
     from fastai.vision.augment import RandTransform
     class Shift(RandTransform):
         def encodes(self, x:torch.Tensor): return x

@@ -187,7 +187,7 @@ def with_memory_for(cap=10**9, cbs=None, f=lambda learn: learn.fit(1, 1e-2)):
     finally: ActivationCount.reset()
 
 def test_memory_holds_the_activations_of_one_segment_or_one_micro_batch():
-    "Without checkpoints, it holds those of all six layers for 16 samples"
+    "Without checkpoints, memory holds the activations of all six layers for 16 samples"
     callbacks = None,ActivationCheckpoint(),GradientCache(micro_batch_size=4)
     plain,parts,cached = (with_memory_for(cbs=o)[1] for o in callbacks)
     # all activations were freed

@@ -378,7 +378,7 @@ def test_an_error_is_raised_if_a_single_sample_does_not_fit():
 
 @pytest.mark.parametrize('where', ['forward','backward'])
 def test_bs_find_finds_the_size_that_fits_and_leaves_no_memory_in_use(where):
-    "It also measures the peak of memory of each trial"
+    "`bs_find` also measures the peak of memory of each trial"
     learn = with_model(partial(needing_memory, where), 4, n=64)
     in_use = device.memory_in_use()
     with memory_for(13): found = learn.bs_find('binsearch', show_plot=False)

@@ -83,7 +83,8 @@ excs = [RuntimeError,KeyboardInterrupt,CancelFitException,CancelEpochException,C
 raised = [*product(of_micro[:4]+of_step[::2], excs), *((o,CancelBatchException) for o in of_micro[:4]),
     ('before_backward',CancelBackwardException), ('before_step',CancelStepException)]
 
-cancel_a_part = [(*o, 7) for o in raised[-6:]]   # these cancel a micro-batch, a backward pass or a step
+# the last six cancel a micro-batch, a backward pass or a step
+cancel_a_part = [(*o, 7) for o in raised[-6:]]
 @pytest.mark.parametrize('event,exc,order', dict.fromkeys([*cancel_a_part,
     *pick_cases(44, [(*o, order) for o in raised for order in (-30,5,7,60)])]))
 def test_an_exception_has_the_events_and_the_message_of_fastai(event, exc, order):

@@ -89,7 +89,7 @@ def test_the_size_is_halved_until_it_fits_with_one_warning(stage):
 @pytest.mark.parametrize('stage', ['loss','backward'])
 @pytest.mark.parametrize('norm', [lambda: nn.BatchNorm1d(6),lambda: nn.Dropout(0.3)], ids=['batchnorm','dropout'])
 def test_the_run_is_that_of_a_fit_which_begins_with_smaller_micro_batches(norm, stage):
-    "It has the random numbers, BatchNorm statistics and counts of a run with enough memory"
+    "Random numbers, BatchNorm statistics and counts are those of a run with enough memory"
     class Draw(Callback):
         order,run_valid = -55,False
         def after_pred(self): self.now = random.random(),np.random.rand(),torch.rand(1).item()

@@ -26,7 +26,7 @@ def run(opt, fit, *cbs):
 
 @pytest.mark.parametrize('opt,fit,rule', pick_cases(10, [(o,f,r) for o in opts for f in fits for r in (*factors,None)]))
 def test_each_step_has_the_scheduled_rate_times_the_factor(opt, fit, rule):
-    """This holds for all parameter groups
+    """The factor is that of all parameter groups
 
     The Recorder has the scaled rates, and after the fit the optimizer has the unscaled rates again.
     """

@@ -144,7 +144,7 @@ def test_batches_of_a_loader_without_a_size_are_split():
     (GradientAccumulationScheduler,{1:4,2:1}),
     (partial(GradientAccumulationScheduler, mode='step'),{2:3,9:1,12:7})], ids=['smooth','epochs','steps'])
 def test_a_schedule_is_the_same_if_batches_are_split(acc, arg, bs, micro):
-    "It is compared with the schedule on a loader of micro-batches"
+    "The steps are compared with those of the schedule on a loader of micro-batches"
     a,b = toy(4, n=90),toy(bs, n=90)
     cbs = [accumulating(arg, o, acc, drop_last=False) for o in (None,micro)]
     for learn,accumulation in zip((a,b), cbs): learn.fit_one_cycle(3, 0.1, cbs=accumulation)
@@ -231,6 +231,6 @@ def test_awd_lstm_keeps_its_hidden_state_if_batches_are_split(micro):
     "In each row, the model begins with the hidden state of the same row of the previous batch"
     learns = [make_application('language_model', loss_func=CrossEntropy()) for _ in range(2)]
     for learn,size in zip(learns, (None,micro)):
-        learn.remove_cb(RNNRegularizer)   # this callback computes in single precision
+        learn.remove_cb(RNNRegularizer)   # `RNNRegularizer` computes in single precision
         learn.fit_one_cycle(2, 0.05, cbs=accumulating(16, size))
     assert_same_run(*learns)

@@ -23,8 +23,8 @@ def entries_and_runs(**kwargs):
 
 def differ(a, b): return deviation(weights(a), weights(b))>1e-4
 
-# A callback changes the loss. fastaccum tries such a callback: it compares what the callback adds for a
-# micro-batch with what it adds for parts of it
+# A callback changes the loss. fastaccum tries such a callback: it compares the change of the loss of a
+# micro-batch with the changes for parts of the micro-batch
 
 class ChangesLoss(Callback):
     "Adds `f(self)` to the loss; notes batch sizes in `seen`, and the number of calls in `count`"

@@ -132,7 +132,7 @@ def make_learner(train, ds, ddp=None, **kwargs):
 def distributed_learner(ns, micro=4, tokens=False, ddp=(), n_epoch=3, **kwargs):
     """Return the Learner of this process in a distributed run
 
-    `micro` is the batch size, or a list of one for each process.
+    `micro` is the number of samples in a micro-batch, or a list with the number of each process.
     """
     ns = ns[:this_process.world_size]
     ds = toy_data(sum(ns), tokens)

@@ -48,7 +48,7 @@ class MappingBatch(UserDict):
 # Any Learner
 
 def all_params(m):
-    "A `splitter` that puts all parameters into one group"
+    "Return all parameters in one group, as a `splitter` does"
     return [list(m.parameters())]
 
 def silence_in_double(learn):
@@ -65,7 +65,7 @@ def replaced_methods(learn):
 # 20 samples
 
 def half_resnet18(**kwargs):
-    "A resnet18 without its last two stages"
+    "Return a resnet18 without its last two stages"
     m = resnet18()
     m.layer3 = m.layer4 = nn.Identity()
     return m

@@ -86,7 +86,7 @@ def test_the_size_is_limited_by_the_samples_and_by_the_number_of_trials():
     res = find_bs(capped(1000), max_trials=3)
     assert (res.size,len(res.trials))==(8,3) and 'max_trials' in repr(res)
 
-# A trial is a real fit
+# A trial, in which `bs_find` trains with one batch size, is a real fit
 
 @pytest.mark.parametrize('n', [1,2,5])
 def test_a_trial_takes_real_steps(n):

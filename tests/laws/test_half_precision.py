@@ -34,7 +34,7 @@ def test_an_overflow_skips_its_own_step_only(i):
     scales,overflow = [],partial(overflow_on_sample, i)
     def cbs():
         scales.append(RecordAt('before_step', lambda l: l.scaler.get_scale(), order=9))
-        # `MixedPrecision` has order 10 and scales later
+        # `MixedPrecision`, whose order is 10, scales the loss after this callback
         overflows = CallAt('before_backward', overflow, order=9)
         return [CpuLossScaling(init_scale=2.**10),scales[-1],overflows]
     a,b = both_runs(cbs=cbs, n=70)

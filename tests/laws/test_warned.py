@@ -350,7 +350,7 @@ def test_each_warning_is_ignored_by_its_category_and_all_by_the_base_class():
         learn.fit(1, 1e-5, cbs=GradientAccumulation(16))
 
 class UsersModel(nn.Sequential):
-    "A model of the user's file, whose `forward` calls the layer of which fastaccum warns"
+    "A model that is defined in this file, the user's file; its `forward` is in the stack of a warning"
     def __init__(self):
         super().__init__(Remembers(5, 3).double())
         self.reset = self[0].reset

@@ -44,10 +44,11 @@ def test_a_message_ends_with_the_link_to_its_entry():
 
 # The page
 
-def read(fn): return json.loads(fn.read_text(encoding='utf-8'))['cells']
+def cells(fn): return json.loads(fn.read_text(encoding='utf-8'))['cells']
 
 def texts(nm):
-    return [''.join(c['source']) for c in read(root/f'nbs/reference/{nm}.ipynb') if c['cell_type']=='markdown']
+    "Return the texts of the Markdown cells of the page `nm`"
+    return [''.join(c['source']) for c in cells(root/f'nbs/reference/{nm}.ipynb') if c['cell_type']=='markdown']
 def prose(text):
     "Return the Markdown `text` without code, messages and keywords"
     return re.sub(r'^```.*?^```|^>$|^> \*\*.*?\*\*|^- keywords:.*?$', '', text, flags=re.M|re.S)
@@ -110,7 +111,7 @@ def outdated(text):
 @pytest.mark.parametrize('fn', sorted((root/'nbs').rglob('*.ipynb')), ids=lambda o: f'{o.parent.name}/{o.stem}')
 def test_saved_outputs_of_pages_show_the_current_messages(fn):
     "After changing a message, run the pages that show it: `make page PAGE=…`"
-    outs = [o for c in read(fn) for o in c.get('outputs', ())]
+    outs = [o for c in cells(fn) for o in c.get('outputs', ())]
     data = [v for o in outs for k,v in {'text':o.get('text', ()), **o.get('data', {})}.items() if k[:4]=='text']
     assert not [o for v in data for o in outdated(''.join(v))]
 

@@ -59,6 +59,7 @@ class LossOfInputs(nn.Module):
     def forward(self, p, y): return F.cross_entropy(p+self.x[:,:3], y)
 
 def mappings():
+    "Return a Learner whose inputs and predictions are mappings"
     def batch(items):
         x,y = (torch.stack(o) for o in zip(*items))
         return UserDict(x=x),x[:,:3],y
@@ -230,10 +231,11 @@ class Carry(nn.Sequential):
         return x
 class SumPenalty(Callback):
     def after_loss(self): self.learn.loss_grad = self.loss_grad+.1*self.pred.square().sum()
-class LateSumPenalty(SumPenalty): order = 60
+class LateSumPenalty(SumPenalty): order = 60   # runs after fastai's Recorder, whose order is 50
 class CentresPredictions(Callback):
     def after_pred(self): self.learn.pred = self.pred-self.pred.mean(0)
 class Harmless(Callback):
+    "Copies the inputs, which changes no result"
     def before_batch(self): self.learn.xb = tuple(o.clone() for o in self.xb)
 class WrongOnParts(Callback):
     "Multiplies the loss by 1+`by` if the batch has fewer than 12 samples"
@@ -252,6 +254,7 @@ class Teacher(Callback):
     def __init__(self): self.other = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double()
     def after_loss(self): self.learn.loss_grad = self.loss_grad+F.mse_loss(self.pred, self.other(self.x))
 class LossWithBatchNorm(nn.Module):
+    "A loss that depends on all samples of a batch, through a layer of BatchNorm"
     def __init__(self):
         super().__init__()
         self.judge = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double()

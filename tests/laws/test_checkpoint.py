@@ -141,7 +141,9 @@ settings = dict(modes=dict(cbs=eval_mode_in_backward),
 @pytest.mark.parametrize('nm', settings)
 def test_the_run_is_the_same_with_other_callbacks(nm): check(**settings[nm])
 
-def in_backward(): return torch._C._current_graph_task_id()!=-1
+def in_backward():
+    "Return whether a backward pass is running"
+    return torch._C._current_graph_task_id()!=-1
 
 def test_a_hook_on_a_segment_runs_once_and_a_hook_inside_of_a_segment_twice():
     """The second run of a hook inside of a segment is in the backward pass
@@ -224,6 +226,7 @@ def test_segments_are_found_or_given():
     assert [o.kind for o in found].count('BasicBlock')==4 and not any(o.calls for o in found)
 
 class Wrap(nn.ModuleDict):
+    "A model that only calls its module `m`"
     def forward(self, x): return self['m'](x)
 def single(): return CallsBlocks(n=1)   # a model without repeated blocks
 def flat(): return nn.Sequential(nn.Linear(5, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 3))

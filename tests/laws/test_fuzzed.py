@@ -213,7 +213,9 @@ def test_every_tensor_that_n_items_returns_on_a_cpu_is_checked(value):
     with pytest.raises(ValueError, match='`n_items` must return a finite number'):
         toy(4).fit(1, 0.1, cbs=GradientAccumulation(16, n_items=second_size(value)))
 
-def wrong_split(before, after): return lambda b, start, stop, n: [o[max(0, start-before):stop+after] for o in b]
+def wrong_split(before, after):
+    "Return a `split` function with `before` rows too many in front, and `after` too many at the end"
+    return lambda b, start, stop, n: [o[max(0, start-before):stop+after] for o in b]
 
 @pytest.mark.parametrize('split,words', [(wrong_split(0, -1),'`split` must return a row for each'),
     (wrong_split(1, 0),'`split` must return a row'), (lambda *_: None,'`split` must return a tuple or list.*got None')])
@@ -286,6 +288,7 @@ def test_bad_arguments_are_refused_with_a_link(f, words):
     with pytest.raises((TypeError,ValueError), match=f'(?s){words}.*reference/messages.html#'): f()
 
 def with_bs(of_loader, **kwargs):
+    "Return a Learner whose loader has an attribute `bs` of this value"
     learn = toy(**kwargs)
     learn.dls.loaders[0] = WrongLength(66, 4, 17)
     learn.dls.train.bs = of_loader

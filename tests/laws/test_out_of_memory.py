@@ -43,6 +43,7 @@ class Loss(CrossEntropy):
         return super().forward(pred, targ)
 
 def learner(bs, runs_out=None, norm=nn.Tanh, weight=None, **kwargs):
+    "Return a Learner whose model and loss run out of memory where `runs_out(stage, n)` is true"
     memory = CountsCalls(runs_out)
     def net(): return nn.Sequential(nn.Linear(5, 6), norm(), memory, nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
     return toy(bs, model=lambda: net().double(), loss_func=Loss(memory, weight), **kwargs)

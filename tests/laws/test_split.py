@@ -79,7 +79,9 @@ class OwnArguments(MappingBatch):
     def __init__(self, a, b): super().__init__(dict(a=a, b=b))
 Pair = namedtuple('Pair', 'a b')
 
-def boxes(y, k): return [{'y':o[None],'boxes':torch.zeros((i+1)%k, 3)} for i,o in enumerate(y)]
+def boxes(y, k):
+    "Return a dict for each target, with its class and at most `k`-1 boxes"
+    return [{'y':o[None],'boxes':torch.zeros((i+1)%k, 3)} for i,o in enumerate(y)]
 
 kinds = dict(tensors=lambda x,y: (x,y), dicts=lambda x,y: ({'a':x,'b':x},{'y':y}), lists=lambda x,y: ([x,x],[y,y]),
     hugging=lambda x,y: (pytest.importorskip('transformers').BatchEncoding(dict(a=x, b=x)),y),
@@ -95,6 +97,7 @@ def tensor_in(o):
     return torch.stack(list(o)) if o[0].ndim==1 and o[0].is_floating_point() else o[0]
 
 class Model(nn.Module):
+    "A model of inputs of any structure"
     def __init__(self):
         super().__init__()
         self.a,self.b = nn.Linear(5, 6),nn.Linear(6, 3)

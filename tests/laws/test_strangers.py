@@ -257,7 +257,9 @@ def entries_of_loss(f, loss):
 
 def with_number(pred, scale): return pred,7,'words'
 def with_scale(pred, scale): return dict(pred=pred, scale=scale.exp())
-def after_time(pred, scale): return torch.stack([pred,pred*2,pred*3])
+def after_time(pred, scale):
+    "Return predictions whose first dimension is time, and whose second dimension is that of samples"
+    return torch.stack([pred,pred*2,pred*3])
 # by `f` of the model: a function that takes the output and returns the predictions of samples
 predictions_in = {with_number:lambda out: out[0], with_scale:lambda out: out['pred']*out['scale'],
     after_time:lambda out: out.mean(0)}

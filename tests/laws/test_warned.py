@@ -200,21 +200,23 @@ def test_a_loss_is_warned_of_if_and_only_if_the_gradient_differs(case):
 some_padded,padded_late,unpadded = (toy_data(70, True) for _ in range(3))
 padded_late.tensors[1][:4].clamp_(min=0)   # no padding in the first micro-batch
 unpadded.tensors[1].clamp_(min=0)
-def computes(l): l.pred = dict(logits=l.pred, loss=ignoring(l.pred if l.y.ndim>1 else l.pred[:,None], l.y))
-def computes_and_hides(l):
-    computes(l)
+# Functions of a Learner that turn the predictions into the output of a model of transformers
+def computes_loss(l): l.pred = dict(logits=l.pred, loss=ignoring(l.pred if l.y.ndim>1 else l.pred[:,None], l.y))
+def computes_loss_and_hides_targets(l):
+    computes_loss(l)
     l.yb = (dict(labels=l.y),)
-def names(l): l.pred = dict(logits=l.pred)
+def names_logits(l): l.pred = dict(logits=l.pred)
 def returning(f, loss_func=lambda out,_: out['loss']):
     "Return arguments of a run in which `f(learn)` turns the predictions into a dict"
     return dict(loss_func=loss_func, cbs=lambda: [CallAt('after_pred', f, run_valid=True)])
 @pytest.mark.parametrize('micro', [1,4])
 @pytest.mark.parametrize('data,kwargs,warning', [
     (padded_late,dict(loss_func=ignoring),not_a_mean), (padded_late,{},None),
-    (padded_late,returning(names, lambda out,y: ignoring(out['logits'], y)),not_a_mean),
-    (some_padded,returning(computes),not_tried), (some_padded,returning(computes_and_hides),not_tried),
-    (some_padded,returning(computes)|dict(acc=dict(n_items=not_ignored)),None),
-    (unpadded,returning(computes),None), (toy_data(70),returning(computes),None)])
+    (padded_late,returning(names_logits, lambda out,y: ignoring(out['logits'], y)),not_a_mean),
+    (some_padded,returning(computes_loss),not_tried),
+    (some_padded,returning(computes_loss_and_hides_targets),not_tried),
+    (some_padded,returning(computes_loss)|dict(acc=dict(n_items=not_ignored)),None),
+    (unpadded,returning(computes_loss),None), (toy_data(70),returning(computes_loss),None)])
 def test_a_loss_is_tried_on_single_samples_and_in_several_micro_batches(micro, data, kwargs, warning):
     """A loss that the model computes cannot be tried on parts
 

@@ -45,7 +45,8 @@ def learner(dls): return with_loaders(toy(4), *dls.loaders)
 def small(): return learner(from_dsets(toy_data(21), 4))   # too few samples for a step of 32
 
 @pytest.mark.parametrize('loaders,fit,make', pick_cases(25, [(l,f,m)
-    for l in (from_dsets,keeping_last,of_torch,stream,sampler) for f in (one_cycle,run_lr_find) for m in makes for _ in range(2)]))
+    for l in (from_dsets,keeping_last,of_torch,stream,sampler) for f in (one_cycle,run_lr_find)
+    for m in makes for _ in range(2)]))
 def test_by_default_the_last_step_is_dropped_if_the_loader_drops_its_last_batch(loaders, fit, make):
     "For dropped items, random numbers are drawn as by a loader of full batches"
     r = random.Random(f'{loaders.__name__} {fit.__name__} {make}')

@@ -182,8 +182,8 @@ def test_accum_find_suggests_the_same_size_as_on_the_cpu():
 # Synchronisation
 
 with_dropout = nn.Sequential(nn.Linear(5, 6),nn.Dropout(),nn.Linear(6, 3))
-# For each option: arguments of `on_device`, and the expected numbers of synchronisations for each fit,
-# epoch and step
+# For each option: arguments of the Learner and of the fit, and how often the device is synchronised in each
+# fit, epoch and step
 synchronisations = {
     # the losses of four micro-batches are compared with those of their parts
     'plain':      (kinds['plain'], 0, 4, 0),

@@ -83,7 +83,7 @@ def subset(bs):
 @pytest.mark.parametrize('dl', [stream,partly,subset])
 @pytest.mark.parametrize('bs,acc,full', [(32,dict(micro_batch_size=4),16), (8,dict(drop_last=True),24)])
 def test_the_number_of_steps_fits_the_number_of_samples_of_the_loader(dl, bs, acc, full):
-    learn,rates = toy(4),[]
+    learn = toy(4)
     learn.dls.loaders[0] = dl(bs)
     np.random.seed(0)
     warned = count_warnings(lambda: learn.fit_one_cycle(2, 0.1, cbs=GradientAccumulation(full, **acc)))

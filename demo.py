@@ -5,7 +5,7 @@ fastai's own callback.
 """
 import os, random, sys, time, warnings
 from contextlib import nullcontext
-warnings.filterwarnings('ignore', category=FutureWarning)   # torch warns about modules of torch
+warnings.filterwarnings('ignore', category=FutureWarning)   # torch warns about its own code
 # threads slow down such a small model, especially on a busy machine
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 os.environ.setdefault('MPLBACKEND', 'agg')
@@ -23,7 +23,7 @@ warnings.filterwarnings('ignore', category=ImportOrderWarning)
 big,micro,n_epoch = 256,32,12
 
 def load_data():
-    "Return items for training and validation: four and one fifths of 1,797 images of 8×8 pixels"
+    "Return items for training and validation: 1,797 images, of which a fifth is for validation"
     digits = load_digits()
     idxs = np.random.default_rng(42).permutation(len(digits.images))
     x,y = tensor(digits.images[idxs]).float()[:,None]/16,tensor(digits.target[idxs])

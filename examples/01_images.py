@@ -12,7 +12,7 @@ for i in range(0, 5000, 3):   # a third of the images is enough, and faster
     Image.fromarray(images[i].reshape(28, 28).astype('uint8')).save(path/str(digits[i])/f'{i}.png')
 
 set_seed(0)
-# memory holds 32 images
+# as many images as memory holds at once: 32
 dls = ImageDataLoaders.from_folder(path, valid_pct=0.2, seed=0, bs=32, num_workers=0)
 learn = vision_learner(dls, resnet18, pretrained=False, metrics=accuracy)
 # the fit warns that BatchNorm normalises with the 32 images of a micro-batch, not with the 256 of a step

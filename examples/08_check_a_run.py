@@ -17,8 +17,7 @@ result = learn.accum_check()
 print(result)   # BatchNorm and dropout make a difference; the table says what to do about each
 assert not result.ok
 
-# with frozen BatchNorm in the body, and a head without BatchNorm and dropout, accumulation gives the
-# same run
+# with BatchNorm frozen, and a head without BatchNorm and dropout, accumulation gives the same run
 learn = vision_learner(dls, resnet18, pretrained=False, lin_ftrs=[], first_bn=False, ps=0.)
 learn.recalibrate_bn()   # not needed for a pretrained body, which has statistics already
 result = learn.accum_check(cbs=[GradientAccumulation(32), FreezeBN(lambda m: m[0])])

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest, torch
 
 kind = os.environ.get('FASTACCUM_DEVICE') or ('cuda' if torch.cuda.device_count() else 'sim')
-# this environment variable is set in the separate process, which runs the tests on the device
+# the name of an environment variable that is set in the separate process, which runs the tests
 process_variable = 'FASTACCUM_DEVICE_PROCESS'
 has_device = process_variable in os.environ
 tests = Path(__file__).parent
@@ -55,7 +55,7 @@ def build():
     return f"device.cpp does not build with torch {torch.__version__}: install torch 2.15, g++ 11 or newer ({error})"
 
 def index(d):
-    "Return the index of the device `d`, which is an int, a device, its name, or None for the current one"
+    "Return the index of the device `d`: an int, a device or its name, or None for the current one"
     if d is None: return torch.ops.sim.current_device()
     return d if isinstance(d, int) else torch.device(d).index or 0
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 root = Path(__file__).resolve().parent.parent
 lib,most_modules,most_lines,longest_chain = root/'fastaccum',45,500,7
-# optional packages, and the only module that may import each; no module may import those with None
+# optional packages: only the named module may import a package, and no module may import one with None
 only_in = {'wandb': 'wandb.py'} | dict.fromkeys(('tensorboard','accelerate','PIL','transformers','timm'))
 
 def name_of(fn): return '.'.join(fn.relative_to(root).with_suffix('').parts)

@@ -44,10 +44,11 @@ def test_a_message_ends_with_the_link_to_its_entry():
 
 # The page
 
-def read(fn): return json.loads(fn.read_text(encoding='utf-8'))['cells']
+def cells(fn): return json.loads(fn.read_text(encoding='utf-8'))['cells']
 
 def texts(nm):
-    return [''.join(c['source']) for c in read(root/f'nbs/reference/{nm}.ipynb') if c['cell_type']=='markdown']
+    "Return the texts of the Markdown cells of the page `nm`"
+    return [''.join(c['source']) for c in cells(root/f'nbs/reference/{nm}.ipynb') if c['cell_type']=='markdown']
 def prose(text):
     "Return the text of a cell without code blocks, classes of messages, keywords and anchors"
     return re.sub(fr'^```.*?^```|^>$|^> \*\*.*?\*\*|^- keywords:.*?$|{tool.span}', '', text, flags=re.M|re.S)
@@ -77,7 +78,7 @@ def test_a_row_says_what_to_do_and_what_to_type(key):
 @pytest.mark.parametrize('key', [k for k in written if k not in rows])
 def test_an_entry_says_why_and_what_to_type(key):
     title,*lines = written[key].partition('```python\n')[0].split('\n')
-    # Sphinx makes the anchor from these characters unchanged
+    # other characters would change the anchor that Sphinx makes of the title
     assert re.fullmatch('### [A-Za-z -]+', title)
     assert len(' '.join(o for o in lines if not o.startswith(('>','<'))))>40 and '```python\n' in written[key]
 
@@ -111,7 +112,7 @@ def outdated(text):
 @pytest.mark.parametrize('fn', sorted((root/'nbs').rglob('*.ipynb')), ids=lambda o: f'{o.parent.name}/{o.stem}')
 def test_saved_outputs_of_pages_show_the_current_messages(fn):
     "After changing a message, run the pages that show it: `make page PAGE=…`"
-    outs = [o for c in read(fn) for o in c.get('outputs', ())]
+    outs = [o for c in cells(fn) for o in c.get('outputs', ())]
     data = [v for o in outs for k,v in {'text':o.get('text', ()), **o.get('data', {})}.items() if k[:4]=='text']
     assert not [o for v in data for o in outdated(''.join(v))]
 

@@ -23,7 +23,7 @@ def test_fastaccum_gives_the_same_run_as_the_plain_loop(key):
 def test_the_comparison_finds_wrong_runs():
     """`Bare` divides each loss by the number of micro-batches even if sizes differ
 
-    Fastai's callback takes other steps.
+    The steps of fastai's callback have other samples.
     """
     for key in ('B250','B240','B48','padded','interrupt'): assert run(Bare, key)['weights']>1e-4, key
     for key in ('A','clip','cycle','again'): assert run(Bare, key)['weights']<1e-14, key

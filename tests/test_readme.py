@@ -21,9 +21,9 @@ def test_both_examples_run_with_the_class_of_fastaccum(tmp_path):
     assert len(re.findall(r'^\W*[0-5] +\d\.\d+ .*\d\d:\d\d', out, re.M))==3+1+5
 
 def test_the_demo_shows_the_same_run(monkeypatch):
-    """Steps are those of the full-batch run
+    """The steps are those of the full-batch run
 
-    Losses differ from it at most a hundredth as much as with fastai's callback.
+    Losses differ from the full-batch run at most a hundredth as much as with fastai's callback.
     """
     import demo
     monkeypatch.setattr(demo, 'n_epoch', 2)

@@ -259,7 +259,7 @@ def tab(browser_tab):
     browser_tab.wrong.clear()
     return browser_tab
 
-# Run on a page: return what is wrong with the page (cut, scrolling or hard to read), and how light its
+# Run on a page: return its faults (elements that are cut, scroll or are hard to read), and how light its
 # background is
 faults_of_page = """() => {
     const wrong = [], width = document.documentElement.clientWidth, all = (s) => [...document.querySelectorAll(s)];

@@ -40,9 +40,9 @@ def test_a_micro_batch_within_a_step_does_not_synchronise_the_gpu(kind, log, mon
     acc = kwargs.pop('acc', {})
     plain = count_synchronisations([], **kwargs)
     ours = count_synchronisations([GradientAccumulation(16, log_accum_batch=log, **acc)], **kwargs)
-    # these micro-batches may synchronise the GPU once more: each last one of a step, and the four whose
-    # losses are compared with the losses of their parts. The first one also checks `n_items`, so it may
-    # synchronise twice
+    # some micro-batches may synchronise once more than without accumulation: the last one of each step,
+    # and the four whose losses are compared with the losses of their parts. The first one may
+    # synchronise twice more, because it also checks `n_items`
     steps,compared = [3,7,11,15],[0,1,2,4]
     assert len(plain)==len(ours)==17 and any(plain)
     for i,(a,b) in enumerate(zip(plain, ours)):

@@ -65,7 +65,7 @@ def run_workers(module, test, world_size, folder, kwargs):
     except ProcessException as e: raise AssertionError(str(e).strip()) from None
 
 def on_processes(*world_sizes, each_of=None):
-    """Decorate a test: its body runs in several processes at once, for each of these numbers of processes
+    """Decorate a test: its body runs in several processes at once, for each of the given numbers
 
     Without numbers, the test takes the number of processes as an argument `n`. `each_of` is a dict from
     the name of a case to a list of dicts of arguments. The test then takes an argument `case`, and its
@@ -122,7 +122,7 @@ def two_groups(m):
 def make_learner(train, ds, ddp=None, **kwargs):
     """Return a Learner on the loader `train`
 
-    `ddp` has arguments of `DistributedDataParallel`, None is a plain model.
+    `ddp` is a dict of arguments of `DistributedDataParallel`, or None for a model that is not wrapped.
     """
     learn = toy(4, data=ds, **{'splitter':two_groups, **kwargs})
     learn.dls = DataLoaders(train, DataLoader(ds, bs=32))
@@ -132,7 +132,7 @@ def make_learner(train, ds, ddp=None, **kwargs):
 def distributed_learner(ns, micro=4, tokens=False, ddp=(), n_epoch=3, **kwargs):
     """Return the Learner of this process in a distributed run
 
-    `micro` is the batch size, or a list of one for each process.
+    `micro` is the number of samples in a micro-batch, or a list with the number of each process.
     """
     ns = ns[:this_process.world_size]
     ds = toy_data(sum(ns), tokens)
@@ -192,7 +192,7 @@ def fit_single_and_distributed(
 def assert_same_as_single_process(*args, **kwargs):
     """Fail if the two runs of `fit_single_and_distributed` differ, and return their Learners
 
-    It has the same arguments.
+    The arguments are those of `fit_single_and_distributed`.
     """
     single,distributed = fit_single_and_distributed(*args, **kwargs)
     assert_same_run(single, distributed)

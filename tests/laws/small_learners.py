@@ -34,7 +34,7 @@ def random_ints(high, *shape):
     return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(1))
 
 def tensor_loaders(*tensors, bs=8):
-    "Return DataLoaders whose samples are the rows of these tensors, the same for validation"
+    "Return DataLoaders whose samples are the rows of these tensors, for training and validation"
     return DataLoaders(*(DataLoader(TensorDataset(*tensors), bs=bs) for _ in range(2)))
 
 def with_loaders(learn, *dls):
@@ -43,12 +43,12 @@ def with_loaders(learn, *dls):
     return learn
 
 class MappingBatch(UserDict):
-    "A batch like Hugging Face's `BatchEncoding`: no dict, but a mapping; its length counts keys"
+    "A batch like Hugging Face's `BatchEncoding`: a mapping, but no dict, and `len` counts its keys"
 
 # Any Learner
 
 def all_params(m):
-    "A `splitter` that puts all parameters into one group"
+    "Return all parameters in one group, as a `splitter` does"
     return [list(m.parameters())]
 
 def silence_in_double(learn):
@@ -65,7 +65,7 @@ def replaced_methods(learn):
 # 20 samples
 
 def half_resnet18(**kwargs):
-    "A resnet18 without its last two stages"
+    "Return a resnet18 without its last two stages"
     m = resnet18()
     m.layer3 = m.layer4 = nn.Identity()
     return m

@@ -232,7 +232,7 @@ gans = {nm:dict(micro=2, full=8)|o for nm,o in gans.items()}   # an epoch has 4 
 
 @pytest.mark.parametrize('nm', gans)
 def test_each_step_of_a_gan_trains_the_critic_or_the_generator(nm):
-    "Both train, and the columns of the table with their losses are means over steps"
+    "The table of the fit shows the losses of both, as means over steps"
     def make(bs):
         learn = gans[nm]['make'](bs)
         learn.recorder.train_metrics = True

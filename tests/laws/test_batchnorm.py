@@ -50,7 +50,7 @@ def test_the_batches_of_a_loader_without_a_batch_size_are_not_changed():
         assert is_mean_of(learn, 8, 8, x)
 
 def test_recalibration_reads_the_inputs_of_the_loader_without_dropout_and_callbacks():
-    "One layer has no weights and a cumulative average, another layer has no statistics"
+    "The model has a layer without weights and with a cumulative average, and one without statistics"
     class Two(Module):
         def __init__(self):
             self.drop,self.bn,self.lin = nn.Dropout(0.9),nn.BatchNorm1d(5, momentum=None, affine=False),nn.Linear(5, 3)
@@ -109,10 +109,10 @@ def test_validation_and_saved_models_have_the_recalibrated_statistics(tmp_path):
     learn.fit(3, 0.1, cbs=[GradientAccumulation(16),RecalibrateBN(),SaveModelCallback(every_epoch=True)])
     assert is_mean_of(learn, 16, 4) and deviation(learn.recorder.values[-1][1], learn.validate()[0])<1e-6
     learn.load('model_0')
-    assert is_mean_of(learn, 16, 4)   # the file has the statistics for its weights
+    assert is_mean_of(learn, 16, 4)   # the file of the first epoch also has recalibrated statistics
 
 def test_the_callback_acts_in_training_only():
-    "It does nothing in validation, prediction and `lr_find`; the method can still be called"
+    "In validation, prediction and `lr_find` it does nothing; the method can still be called"
     learn,seen = small(cbs=RecalibrateBN(16)),[]
     learn.model[0].register_forward_hook(lambda m,i,o: seen.append(len(o)))
     before = stats(learn)

@@ -86,11 +86,11 @@ def test_the_size_is_limited_by_the_samples_and_by_the_number_of_trials():
     res = find_bs(capped(1000), max_trials=3)
     assert (res.size,len(res.trials))==(8,3) and 'max_trials' in repr(res)
 
-# A trial is a real fit
+# A trial, in which `bs_find` trains with one batch size, is a real fit
 
 @pytest.mark.parametrize('n', [1,2,5])
 def test_a_trial_takes_real_steps(n):
-    "At least two steps, so that memory holds gradients and the optimizer's state in a forward pass"
+    "A trial takes at least two steps: in the second, memory also holds gradients and optimizer state"
     # lists outside of callbacks, because `bs_find` restores the attributes of callbacks
     has_grads,steps = [],[]
     def has_grad(l): has_grads.append(l.model[0].weight.grad is not None)

@@ -43,6 +43,7 @@ def net(*more):
     return nn.Sequential(nn.Linear(5,6), *more, nn.Tanh(), nn.Linear(6,6), nn.Tanh(), nn.Linear(6,3)).double()
 
 def fit(cbs, bs=16, fit=one_cycle, seed=0, **kwargs):
+    "Return a Learner with the loss `nt_xent` after a fit with these callbacks"
     learn = toy(bs, **dict(dict(seed=seed, n=41, loss_func=nt_xent, splitter=all_params), **kwargs))
     with learn.added_cbs(cbs): learn.validate()   # validation must also work before the first fit
     set_seed(seed)
@@ -67,6 +68,7 @@ def test_the_run_is_the_same_with_any_loss_and_any_sizes(size, bs, n, seed, shuf
 
 def accumulated(): return GradientAccumulation(32, drop_last=False)
 def fits(l, cbs):
+    "Fit in two ways, and record validation and predictions"
     with l.added_cbs(cbs):
         l.fine_tune(1, 0.05, freeze_epochs=1)
         l.fit_flat_cos(1, 0.05)
@@ -95,7 +97,7 @@ def test_the_run_is_the_same_with_other_callbacks_and_models(way, nm):
 # What the model and the callbacks see
 
 def test_the_model_sees_micro_batches_and_callbacks_see_the_batch():
-    "This holds in training, validation and prediction; a hook on the model itself sees the whole batch"
+    "The same holds in validation and prediction; a hook on the model itself sees the whole batch"
     seen,hooked,preds = [],[],RecordAt('after_pred', lambda l: len(l.pred))
     learn = toy(16, n=32, loss_func=nt_xent, cbs=Cached(5))
     learn.model.register_forward_hook(lambda m,i,o: hooked.append((len(i[0]),len(o))))
@@ -264,6 +266,7 @@ class Returns(Module):
 
 def total(z, y): return sum(o.sum() for o in tree_leaves(z) if isinstance(o, torch.Tensor))
 def returning(f): return dict(model=lambda: Returns(f), loss_func=total)
+# callbacks that add an input which has no row for each sample, and a model that takes this input
 def scale(l): l.xb = l.x,torch.tensor([1.,2.,3.]).double()
 def scales(): return CallAt('before_batch', scale, run_valid=True)
 def scaling(): return Returns(lambda z,scale: z*scale)

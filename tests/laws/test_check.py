@@ -59,6 +59,7 @@ class LossOfInputs(nn.Module):
     def forward(self, p, y): return F.cross_entropy(p+self.x[:,:3], y)
 
 def mappings():
+    "Return a Learner whose inputs and predictions are mappings"
     def batch(items):
         x,y = (torch.stack(o) for o in zip(*items))
         return UserDict(x=x),x[:,:3],y
@@ -156,7 +157,7 @@ def test_the_check_compares_the_sizes_of_training(bs, cbs, kwargs, parts):
     (lambda: [acc(32, micro_batch_size=4)],4,'2, 2'), (lambda: [acc(8, micro_batch_size=4)],4,'2, 2'),
     (lambda: [acc(32),cached()],4,'2, 2')])
 def test_if_a_step_does_not_fit_into_memory_fewer_samples_are_compared(cbs, whole, parts):
-    "They are as many samples as fit, and the title of the table says how many"
+    "The check compares as many samples as fit, and the title of the table says how many"
     res = check(toy(8, cbs=[memory_for(whole),SumPenalty()]), cbs=cbs())
     n = next(o for o in cbs() if hasattr(o, 'accum_bs')).accum_bs
     assert f'{n} samples do not fit in memory at once, so {whole} were compared' in repr(res), res
@@ -230,10 +231,11 @@ class Carry(nn.Sequential):
         return x
 class SumPenalty(Callback):
     def after_loss(self): self.learn.loss_grad = self.loss_grad+.1*self.pred.square().sum()
-class LateSumPenalty(SumPenalty): order = 60
+class LateSumPenalty(SumPenalty): order = 60   # runs after fastai's Recorder, whose order is 50
 class CentresPredictions(Callback):
     def after_pred(self): self.learn.pred = self.pred-self.pred.mean(0)
 class Harmless(Callback):
+    "Copies the inputs, which changes no result"
     def before_batch(self): self.learn.xb = tuple(o.clone() for o in self.xb)
 class WrongOnParts(Callback):
     "Multiplies the loss by 1+`by` if the batch has fewer than 12 samples"
@@ -252,6 +254,7 @@ class Teacher(Callback):
     def __init__(self): self.other = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double()
     def after_loss(self): self.learn.loss_grad = self.loss_grad+F.mse_loss(self.pred, self.other(self.x))
 class LossWithBatchNorm(nn.Module):
+    "A loss that depends on all samples of a batch, through a layer of BatchNorm"
     def __init__(self):
         super().__init__()
         self.judge = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
@@ -426,7 +429,7 @@ def test_the_check_names_no_remedy_that_would_be_refused():
     assert not o.ok and o.remedy and 'ActivationCheckpoint' not in o.remedy
 
 def test_the_check_says_what_it_has_not_checked():
-    "These are callbacks that are passed to `fit` only, and random transforms of batches"
+    "Not checked are callbacks that are passed to `fit` only, and random transforms of batches"
     from fastai.vision.augment import RandTransform
     class Shift(RandTransform):
         def encodes(self, x:torch.Tensor): return x

@@ -141,7 +141,9 @@ settings = dict(modes=dict(cbs=eval_mode_in_backward),
 @pytest.mark.parametrize('nm', settings)
 def test_the_run_is_the_same_with_other_callbacks(nm): check(**settings[nm])
 
-def in_backward(): return torch._C._current_graph_task_id()!=-1
+def in_backward():
+    "Return whether a backward pass is running"
+    return torch._C._current_graph_task_id()!=-1
 
 def test_a_hook_on_a_segment_runs_once_and_a_hook_inside_of_a_segment_twice():
     """The second run of a hook inside of a segment is in the backward pass
@@ -187,7 +189,7 @@ def with_memory_for(cap=10**9, cbs=None, f=lambda learn: learn.fit(1, 1e-2)):
     finally: ActivationCount.reset()
 
 def test_memory_holds_the_activations_of_one_segment_or_one_micro_batch():
-    "Without checkpoints, it holds those of all six layers for 16 samples"
+    "Without checkpoints, memory holds the activations of all six layers for 16 samples"
     callbacks = None,ActivationCheckpoint(),GradientCache(micro_batch_size=4)
     plain,parts,cached = (with_memory_for(cbs=o)[1] for o in callbacks)
     # all activations were freed
@@ -224,6 +226,7 @@ def test_segments_are_found_or_given():
     assert [o.kind for o in found].count('BasicBlock')==4 and not any(o.calls for o in found)
 
 class Wrap(nn.ModuleDict):
+    "A model that only calls its module `m`"
     def forward(self, x): return self['m'](x)
 def single(): return CallsBlocks(n=1)   # a model without repeated blocks
 def flat(): return nn.Sequential(nn.Linear(5, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 3))
@@ -258,7 +261,7 @@ def test_a_given_segment_that_does_not_run_is_warned_of():
         small(HasIdleBlock).fit(1, cbs=ActivationCheckpoint())
 
 class Shift(Module):
-    "A module whose backward pass does not need its input, and that multiplies its input in place by `mul`"
+    "A module that may multiply its input in place, because its backward pass does not need the input"
     def __init__(self, mul=1):
         self.bias,self.lin,self.mul,self.total = nn.Parameter(torch.ones(8)),nn.Linear(8, 8),mul,torch.zeros(8).double()
     def forward(self, x): return self.lin((x if self.mul==1 else x.mul_(self.mul))+self.bias)

@@ -182,8 +182,8 @@ def test_accum_find_suggests_the_same_size_as_on_the_cpu():
 # Synchronisation
 
 with_dropout = nn.Sequential(nn.Linear(5, 6),nn.Dropout(),nn.Linear(6, 3))
-# For each option: arguments of `on_device`, and the expected numbers of synchronisations for each fit,
-# epoch and step
+# For each option: arguments of the Learner and of the fit, and how often the device is synchronised in each
+# fit, epoch and step
 synchronisations = {
     # the losses of four micro-batches are compared with those of their parts
     'plain':      (kinds['plain'], 0, 4, 0),
@@ -378,7 +378,7 @@ def test_an_error_is_raised_if_a_single_sample_does_not_fit():
 
 @pytest.mark.parametrize('where', ['forward','backward'])
 def test_bs_find_finds_the_size_that_fits_and_leaves_no_memory_in_use(where):
-    "It also measures the peak of memory of each trial"
+    "`bs_find` also measures the peak of memory of each trial"
     learn = with_model(partial(needing_memory, where), 4, n=64)
     in_use = device.memory_in_use()
     with memory_for(13): found = learn.bs_find('binsearch', show_plot=False)
@@ -453,7 +453,7 @@ def test_a_cache_refuses_data_parallel():
 # Two processes, each with its own device
 
 def learner_of_process(bs, rank, **kwargs):
-    "Return a Learner with half of the samples: of every eight, process 0 has four, and process 1 the others"
+    "Return a Learner with half of the samples: of every eight, each of two processes has four"
     x,y = toy_data(64).tensors
     mine = torch.arange(64)//4%2==rank
     return on_device(bs, device.device(rank), data=TensorDataset(x[mine], y[mine]), splitter=all_params, **kwargs)

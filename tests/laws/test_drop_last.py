@@ -14,9 +14,12 @@ from small_learners import with_loaders
 from test_warned import count_warnings
 
 valid = toy_data(9, seed=1)
+# Functions that make loaders with batches of `bs` samples. All but `keeping_last` drop an incomplete
+# last batch
+
 def from_dsets(ds, bs): return DataLoaders.from_dsets(ds, valid, bs=bs, shuffle=False, num_workers=0)
-def keeps(ds, bs): return DataLoaders(DataLoader(ds, bs=bs), DataLoader(valid, bs=bs))
-def in_torch(ds, bs):   # at its end, torch's sampler draws one more random number
+def keeping_last(ds, bs): return DataLoaders(DataLoader(ds, bs=bs), DataLoader(valid, bs=bs))
+def of_torch(ds, bs):   # at its end, torch's sampler draws one more random number
     train = TorchLoader(ds, bs, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(0))
     return DataLoaders(train, TorchLoader(valid, bs))
 def stream(ds, bs):   # a list of items, because torch's loader also fetches the items that it drops
@@ -41,8 +44,9 @@ class DrawsForItems:
 def learner(dls): return with_loaders(toy(4), *dls.loaders)
 def small(): return learner(from_dsets(toy_data(21), 4))   # too few samples for a step of 32
 
-@pytest.mark.parametrize('loaders,fit,make', pick_cases(25, [(l,f,m) for l in (from_dsets,keeps,in_torch,stream,sampler)
-    for f in (one_cycle,run_lr_find) for m in makes for _ in range(2)]))
+@pytest.mark.parametrize('loaders,fit,make', pick_cases(25, [(l,f,m)
+    for l in (from_dsets,keeping_last,of_torch,stream,sampler) for f in (one_cycle,run_lr_find)
+    for m in makes for _ in range(2)]))
 def test_by_default_the_last_step_is_dropped_if_the_loader_drops_its_last_batch(loaders, fit, make):
     "For dropped items, random numbers are drawn as by a loader of full batches"
     r = random.Random(f'{loaders.__name__} {fit.__name__} {make}')
@@ -56,7 +60,7 @@ def test_by_default_the_last_step_is_dropped_if_the_loader_drops_its_last_batch(
         random.seed(0)
         fit(learn, cbs)
     assert_same_run(a, b)
-    assert acc.drop_last is None and plan.drop_last==(loaders is not keeps)
+    assert acc.drop_last is None and plan.drop_last==(loaders is not keeping_last)
     assert plan.steps==[len(a.dls.train)]*2 and sum(plan.sizes[0])==(n//full*full if plan.drop_last else n)
 
 @pytest.mark.parametrize('make', makes)

@@ -83,7 +83,7 @@ def subset(bs):
 @pytest.mark.parametrize('dl', [stream,partly,subset])
 @pytest.mark.parametrize('bs,acc,full', [(32,dict(micro_batch_size=4),16), (8,dict(drop_last=True),24)])
 def test_the_number_of_steps_fits_the_number_of_samples_of_the_loader(dl, bs, acc, full):
-    learn,rates = toy(4),[]
+    learn = toy(4)
     learn.dls.loaders[0] = dl(bs)
     np.random.seed(0)
     warned = count_warnings(lambda: learn.fit_one_cycle(2, 0.1, cbs=GradientAccumulation(full, **acc)))
@@ -155,7 +155,8 @@ def test_a_loss_that_only_counts_its_calls_is_right():
     warned,a,b = warnings_and_runs(loss_func=Counts())
     assert not warned and weights_apart(a, b)<1e-7
 
-# Losses that are computed differently in training
+# Losses that are computed differently in training. fastaccum tries a loss: it compares the loss of a
+# micro-batch with the losses of its parts
 
 def hardest(p, y, *, trains):
     "Return the mean loss of the samples, or if `trains(p, losses)`, that of the half with larger losses"
@@ -212,7 +213,9 @@ def test_every_tensor_that_n_items_returns_on_a_cpu_is_checked(value):
     with pytest.raises(ValueError, match='`n_items` must return a finite number'):
         toy(4).fit(1, 0.1, cbs=GradientAccumulation(16, n_items=second_size(value)))
 
-def wrong_split(before, after): return lambda b, start, stop, n: [o[max(0, start-before):stop+after] for o in b]
+def wrong_split(before, after):
+    "Return a `split` function with `before` rows too many in front, and `after` too many at the end"
+    return lambda b, start, stop, n: [o[max(0, start-before):stop+after] for o in b]
 
 @pytest.mark.parametrize('split,words', [(wrong_split(0, -1),'`split` must return a row for each'),
     (wrong_split(1, 0),'`split` must return a row'), (lambda *_: None,'`split` must return a tuple or list.*got None')])
@@ -285,6 +288,7 @@ def test_bad_arguments_are_refused_with_a_link(f, words):
     with pytest.raises((TypeError,ValueError), match=f'(?s){words}.*reference/messages.html#'): f()
 
 def with_bs(of_loader, **kwargs):
+    "Return a Learner whose loader has an attribute `bs` of this value"
     learn = toy(**kwargs)
     learn.dls.loaders[0] = WrongLength(66, 4, 17)
     learn.dls.train.bs = of_loader

@@ -34,7 +34,7 @@ def test_an_overflow_skips_its_own_step_only(i):
     scales,overflow = [],partial(overflow_on_sample, i)
     def cbs():
         scales.append(RecordAt('before_step', lambda l: l.scaler.get_scale(), order=9))
-        # `MixedPrecision` has order 10 and scales later
+        # `MixedPrecision`, whose order is 10, scales the loss after this callback
         overflows = CallAt('before_backward', overflow, order=9)
         return [CpuLossScaling(init_scale=2.**10),scales[-1],overflows]
     a,b = both_runs(cbs=cbs, n=70)
@@ -71,6 +71,10 @@ class Model(Module):
         return CheckInBackward.apply(self.b(x).float(), self.check)
 
 def learner(n, bs=2, cbs=None, loss_func=F.cross_entropy, opt_func=SGD, ignored=False, **kwargs):
+    """Return a Learner with a `Model` on `n` samples
+
+    With `ignored=True`, the loss ignores about 30 % of them.
+    """
     torch.manual_seed(0)
     y = torch.randint(0, 3, (n,))
     if ignored: y[torch.rand(n)<0.3] = -100
@@ -111,7 +115,7 @@ kinds = dict(bf16=dict(), fp16=dict(dtype=torch.float16), mixed=dict(mixed=True)
 @pytest.mark.filterwarnings('ignore:.*memory ran out')
 @pytest.mark.parametrize('kind', kinds)
 def test_gradients_add_up_in_single_precision(kind):
-    "The error is that of a loop with sums in single precision, and smaller than with sums in half precision"
+    "The error is that of a loop that adds in single precision, and smaller than in half precision"
     kwargs,at = dict(bs=2)|kinds[kind],RecordAt('before_step', grads, order=8)
     acc,cached = kwargs.pop('acc', {}),kwargs.pop('cached', False)
     learn = learner(512, cbs=[at], **kwargs)

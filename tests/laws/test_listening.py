@@ -35,7 +35,9 @@ def run(bs, accum, more=lambda learn: []):
     except BaseException as e: err = type(e),e.args
     return heard,err
 
-def filtered(heard, events): return [o for o in heard if o[1] in events]
+def filtered(heard, events):
+    "Return the entries of `heard` that are about these events"
+    return [o for o in heard if o[1] in events]
 
 def test_micro_batches_send_their_events_and_the_other_events_are_those_of_the_full_batch_run():
     heard,step = run(4, 12)[0],['before_step','after_step']
@@ -43,7 +45,9 @@ def test_micro_batches_send_their_events_and_the_other_events_are_those_of_the_f
     assert by_a==2*(3*(3*of_micro+step)+of_micro+step)
     assert filtered(heard, of_step+of_fit)==filtered(run(12, None)[0], of_step+of_fit)
 
-def note(learn, nm): return lambda *_: learn.heard.append((nm, 'after_loss', learn.training))
+def note(learn, nm):
+    "Return a method `after_loss` that appends to `heard` like a `Listener` of this name"
+    return lambda *_: learn.heard.append((nm, 'after_loss', learn.training))
 
 def at_fifth(do):
     "Return a callback that calls `do(learn)` at the fifth micro-batch of the first epoch"
@@ -83,7 +87,8 @@ excs = [RuntimeError,KeyboardInterrupt,CancelFitException,CancelEpochException,C
 raised = [*product(of_micro[:4]+of_step[::2], excs), *((o,CancelBatchException) for o in of_micro[:4]),
     ('before_backward',CancelBackwardException), ('before_step',CancelStepException)]
 
-cancel_a_part = [(*o, 7) for o in raised[-6:]]   # these cancel a micro-batch, a backward pass or a step
+# the last six cancel a micro-batch, a backward pass or a step
+cancel_a_part = [(*o, 7) for o in raised[-6:]]
 @pytest.mark.parametrize('event,exc,order', dict.fromkeys([*cancel_a_part,
     *pick_cases(44, [(*o, order) for o in raised for order in (-30,5,7,60)])]))
 def test_an_exception_has_the_events_and_the_message_of_fastai(event, exc, order):

@@ -13,7 +13,9 @@ from common import (CpuLossScaling, CpuMixedPrecision, LimitedMemory, RaiseAt, R
 from small_learners import all_params
 
 def learner(bs, n, **kwargs): return toy(bs, **dict(data=learnable_data(n))|kwargs)
-def measured(meter): return meter.trace,meter.grad_sq
+def measured(meter):
+    "Return tr Σ and |G|² as the callback has measured them"
+    return meter.trace,meter.grad_sq
 def close(a, b, rtol=1e-9): return np.allclose(a, b, rtol=rtol, atol=0)
 
 def single_gradients(learn):

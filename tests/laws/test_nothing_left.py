@@ -73,7 +73,10 @@ def assert_next_fit_is_right(learn, bs, *cbs):
     assert_same_run(fresh, learn)
 
 def assert_nothing_left(learn, before, order=1):
-    "Fail if the state differs from `before`, or if a later fit is wrong; -1 lets the plain fit be last"
+    """Fail if the state differs from `before`, or if one of two later fits is wrong
+
+    The first of the two does not accumulate and the second does; with `order=-1`, the order is reversed.
+    """
     assert state(learn)==before
     for bs,cbs in ((micro,[]),(accum,[GradientAccumulation(accum)]))[::order]: assert_next_fit_is_right(learn, bs, *cbs)
 

@@ -146,7 +146,7 @@ def test_gradients_that_a_callback_changes_within_a_step_are_warned_of(event, f,
     warned = count_warnings(lambda: toy(4, n=64).fit(2, 0.05, cbs=[GradientAccumulation(16),RecordAt(event, f)]))
     assert warned[('AccumulationWarning','gradients-changed')]==n and len(warned)<=1
 
-def test_trying_a_loss_gives_no_warning_of_pytorch():
+def test_trying_a_loss_on_parts_of_a_batch_gives_no_warning_of_pytorch():
     "The loss compares predictions of parts with whole targets, so PyTorch would warn of target sizes"
     keeps = RecordAt('after_pred', lambda l: setattr(l.loss_func, 'y', l.y))
     class Mse(nn.Module):

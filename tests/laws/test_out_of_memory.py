@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings('ignore:memory ran out', 'ignore:.*are l
 class CountsCalls(LimitedMemory):
     """A layer that counts its calls and samples
 
-    Fastaccum must restore these counts after memory has run out.
+    After memory has run out, fastaccum must restore both counts.
     """
     def __init__(self, runs_out):
         super().__init__(runs_out)
@@ -43,6 +43,7 @@ class Loss(CrossEntropy):
         return super().forward(pred, targ)
 
 def learner(bs, runs_out=None, norm=nn.Tanh, weight=None, **kwargs):
+    "Return a Learner whose model and loss run out of memory where `runs_out(stage, n)` is true"
     memory = CountsCalls(runs_out)
     def net(): return nn.Sequential(nn.Linear(5, 6), norm(), memory, nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
     return toy(bs, model=lambda: net().double(), loss_func=Loss(memory, weight), **kwargs)
@@ -89,7 +90,7 @@ def test_the_size_is_halved_until_it_fits_with_one_warning(stage):
 @pytest.mark.parametrize('stage', ['loss','backward'])
 @pytest.mark.parametrize('norm', [lambda: nn.BatchNorm1d(6),lambda: nn.Dropout(0.3)], ids=['batchnorm','dropout'])
 def test_the_run_is_that_of_a_fit_which_begins_with_smaller_micro_batches(norm, stage):
-    "It has the random numbers, BatchNorm statistics and counts of a run with enough memory"
+    "Random numbers, BatchNorm statistics and counts are those of a run with enough memory"
     class Draw(Callback):
         order,run_valid = -55,False
         def after_pred(self): self.now = random.random(),np.random.rand(),torch.rand(1).item()
@@ -167,7 +168,7 @@ def test_an_error_is_raised_if_a_single_sample_does_not_fit(acc):
     *((o,torch.OutOfMemoryError,1) for o in ('after_backward','before_step','after_step')),
     ('after_batch',torch.OutOfMemoryError,3)])
 def test_other_errors_are_raised_and_no_step_is_repeated(event, exc, skip):
-    "Such an error is also an out-of-memory error after the backward pass, in the step or after the step"
+    "Other errors include those of memory that runs out after the backward pass, in or after the step"
     learn,cb = learner(16, n=64),RaiseAt(event, exc, 70, skip=skip)
     with pytest.raises(exc, match='planted'): learn.fit(1, 0.1, cbs=[auto(32),cb])
     assert cb.n_heard==skip+1

@@ -55,16 +55,19 @@ def test_the_recorded_losses_are_those_of_the_micro_batches():
         learn = metered(bs, metrics=metrics(), n=64)
         learn.fit(2, 0., wd=0., cbs=cbs)
         return learn.recorder.losses,learn.recorder.values
-    assert deviation(run([]), run(each(16)))<1e-6>deviation(run([]), run(each(16, micro_batch_size=4), 16))
+    assert deviation(run([]), run(recording_each(16)))<1e-6
+    assert deviation(run([]), run(recording_each(16, micro_batch_size=4), 16))<1e-6
 
-def each(n, **kwargs): return GradientAccumulation(n, log_accum_batch=False, **kwargs)
+def recording_each(n, **kwargs):
+    "Return a callback with which the Recorder records each micro-batch"
+    return GradientAccumulation(n, log_accum_batch=False, **kwargs)
 
 @pytest.mark.parametrize('bs,n,cbs,want', [
-    (16, 70, lambda: [each(24, micro_batch_size=4)], 2*(4+2+2+4+4+2)),
-    (4, 70, lambda: [each(16, drop_last=True)], 2*16),
-    (4, 48, lambda: [each(16),RaiseAt('after_pred', CancelBatchException, 0, skip=1)], 2*12-1),
+    (16, 70, lambda: [recording_each(24, micro_batch_size=4)], 2*(4+2+2+4+4+2)),
+    (4, 70, lambda: [recording_each(16, drop_last=True)], 2*16),
+    (4, 48, lambda: [recording_each(16),RaiseAt('after_pred', CancelBatchException, 0, skip=1)], 2*12-1),
     # `lr_find` after the first epoch empties the records
-    (4, 64, lambda: [each(16),*within(run_lr_find)], 6+16),
+    (4, 64, lambda: [recording_each(16),*within(run_lr_find)], 6+16),
     (4, 64, lambda: [RecordAt('before_epoch', lambda l: l.epoch==1 and l.add_cb(GradientAccumulation(16)))], 16+4)],
     ids=['split','dropped','cancelled','after a search','from the second epoch'])
 def test_each_micro_batch_that_is_trained_on_is_recorded(bs, n, cbs, want):

@@ -116,7 +116,7 @@ def test_an_epoch_that_is_cut_short_leaves_no_gradient(drop_last):
 # Outside of a fit
 
 def test_validation_and_prediction_work_before_any_fit():
-    "They work even if the callback has arguments that a fit would refuse"
+    "The callback may have arguments that a fit would refuse"
     a,b = toy(4),toy(4, cbs=GradientAccumulation(100, drop_last=True))
     assert list(a.validate())==list(b.validate()) and deviation(a.get_preds()[0], b.get_preds()[0])==0
     b.show_training_loop()

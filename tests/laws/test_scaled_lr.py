@@ -12,7 +12,9 @@ opts = dict(sgd=partial(SGD, mom=.9), adam=Adam, adamw=partial(OptimWrapper, opt
 fits = dict(fit_one_cycle=(2, slice(1e-3, .1)), fit=(2, slice(1e-3, .1)), fit_flat_cos=(2, .1), fit_sgdr=(2, 1, .1))
 factors = dict(linear=4., sqrt=2.)
 
-def hypers(learn, *but): return [{k:v for k,v in h.items() if k not in but} for h in learn.opt.hypers]
+def hypers(learn, *but):
+    "Return the hyper-parameters of each parameter group, without those in `but`"
+    return [{k:v for k,v in h.items() if k not in but} for h in learn.opt.hypers]
 def in_steps(): return RecordAt('before_step', hypers, order=100)
 def rates(hs): return [h['lr'] for h in hs]
 def close(a, b): return len(a)==len(b) and all(math.isclose(x, y, rel_tol=1e-12) for x,y in zip(a, b))
@@ -26,9 +28,9 @@ def run(opt, fit, *cbs):
 
 @pytest.mark.parametrize('opt,fit,rule', pick_cases(10, [(o,f,r) for o in opts for f in fits for r in (*factors,None)]))
 def test_each_step_has_the_scheduled_rate_times_the_factor(opt, fit, rule):
-    """This holds for all parameter groups
+    """The factor is that of all parameter groups
 
-    The Recorder has the scaled rates; after the fit the optimizer has its own again.
+    The Recorder has the scaled rates, and after the fit the optimizer has the unscaled rates again.
     """
     (a,base),(b,scaled) = run(opt, fit),run(opt, fit, ScaledLR(base_bs=4, rule=rule))
     rule = rule or ('sqrt' if 'adam' in opt else 'linear')

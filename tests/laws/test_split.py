@@ -79,7 +79,9 @@ class OwnArguments(MappingBatch):
     def __init__(self, a, b): super().__init__(dict(a=a, b=b))
 Pair = namedtuple('Pair', 'a b')
 
-def boxes(y, k): return [{'y':o[None],'boxes':torch.zeros((i+1)%k, 3)} for i,o in enumerate(y)]
+def boxes(y, k):
+    "Return a dict for each target, with its class and at most `k`-1 boxes"
+    return [{'y':o[None],'boxes':torch.zeros((i+1)%k, 3)} for i,o in enumerate(y)]
 
 kinds = dict(tensors=lambda x,y: (x,y), dicts=lambda x,y: ({'a':x,'b':x},{'y':y}), lists=lambda x,y: ([x,x],[y,y]),
     hugging=lambda x,y: (pytest.importorskip('transformers').BatchEncoding(dict(a=x, b=x)),y),
@@ -95,6 +97,7 @@ def tensor_in(o):
     return torch.stack(list(o)) if o[0].ndim==1 and o[0].is_floating_point() else o[0]
 
 class Model(nn.Module):
+    "A model of inputs of any structure"
     def __init__(self):
         super().__init__()
         self.a,self.b = nn.Linear(5, 6),nn.Linear(6, 3)
@@ -144,7 +147,7 @@ def test_batches_of_a_loader_without_a_size_are_split():
     (GradientAccumulationScheduler,{1:4,2:1}),
     (partial(GradientAccumulationScheduler, mode='step'),{2:3,9:1,12:7})], ids=['smooth','epochs','steps'])
 def test_a_schedule_is_the_same_if_batches_are_split(acc, arg, bs, micro):
-    "It is compared with the schedule on a loader of micro-batches"
+    "The steps are compared with those of the schedule on a loader of micro-batches"
     a,b = toy(4, n=90),toy(bs, n=90)
     cbs = [accumulating(arg, o, acc, drop_last=False) for o in (None,micro)]
     for learn,accumulation in zip((a,b), cbs): learn.fit_one_cycle(3, 0.1, cbs=accumulation)
@@ -231,6 +234,6 @@ def test_awd_lstm_keeps_its_hidden_state_if_batches_are_split(micro):
     "In each row, the model begins with the hidden state of the same row of the previous batch"
     learns = [make_application('language_model', loss_func=CrossEntropy()) for _ in range(2)]
     for learn,size in zip(learns, (None,micro)):
-        learn.remove_cb(RNNRegularizer)   # this callback computes in single precision
+        learn.remove_cb(RNNRegularizer)   # `RNNRegularizer` computes in single precision
         learn.fit_one_cycle(2, 0.05, cbs=accumulating(16, size))
     assert_same_run(*learns)

@@ -23,10 +23,11 @@ def entries_and_runs(**kwargs):
 
 def differ(a, b): return deviation(weights(a), weights(b))>1e-4
 
-# A callback changes the loss
+# A callback changes the loss. fastaccum tries such a callback: it compares the change of the loss of a
+# micro-batch with the changes for parts of the micro-batch
 
 class ChangesLoss(Callback):
-    "Adds `f(self)` to the loss, and notes the batch size and counts each time"
+    "Adds `f(self)` to the loss; notes batch sizes in `seen`, and the number of calls in `count`"
     def __init__(self, f, event='after_loss'):
         self.f,self.seen,self.count = f,[],torch.zeros(1)
         setattr(self, event, self.change)
@@ -75,7 +76,6 @@ def test_a_penalty_on_weights_that_is_added_in_place_gives_no_warning():
     assert not entries and assert_same_run(a, b)
 
 def test_trying_a_callback_on_parts_does_not_change_its_attributes():
-    "To see whether it adds a mean over samples, fastaccum calls a callback with parts of a batch"
     cbs = []
     def make():
         cbs.append(ChangesLoss(mean_of_squares))
@@ -93,6 +93,7 @@ class GradPenalty(Callback):
         self.learn.loss_grad += g.norm()
 @pytest.mark.parametrize('cbs', [lambda: [ChangesLoss(noisy)], lambda: [GradPenalty()]])
 def test_a_change_of_the_loss_that_cannot_be_tried_is_warned_of_once(cbs):
+    "One callback draws random numbers, the other needs the gradient of the inputs"
     entries,_,_ = entries_and_runs(cbs=cbs)
     assert entries==['changed-loss-not-tried']
 
@@ -246,7 +247,8 @@ class Returns(nn.Module):
 def entries_of_loss(f, loss):
     """Train the model `Returns(f)` with `loss`
 
-    Return the entries of the warnings, and whether weights differ.
+    Return the entries of the page Messages to which its warnings link, and whether the weights differ
+    from those of the full-batch run.
     """
     model = lambda: Returns(f).double()
     def fit(learn, cbs): learn.fit(1, 0.01, cbs=cbs)
@@ -255,7 +257,9 @@ def entries_of_loss(f, loss):
 
 def with_number(pred, scale): return pred,7,'words'
 def with_scale(pred, scale): return dict(pred=pred, scale=scale.exp())
-def after_time(pred, scale): return torch.stack([pred,pred*2,pred*3])
+def after_time(pred, scale):
+    "Return predictions whose first dimension is time, and whose second dimension is that of samples"
+    return torch.stack([pred,pred*2,pred*3])
 # by `f` of the model: a function that takes the output and returns the predictions of samples
 predictions_in = {with_number:lambda out: out[0], with_scale:lambda out: out['pred']*out['scale'],
     after_time:lambda out: out.mean(0)}

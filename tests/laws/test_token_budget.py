@@ -19,7 +19,7 @@ no_dropout = dict(n_embd=16, n_layer=2, n_head=2, n_positions=64, bos_token_id=0
     embd_pdrop=0., attn_pdrop=0., resid_pdrop=0.)
 
 class CountsColumns(nn.Module):
-    "A model that notes the shape of each input in training: a row is a text, a column a token or padding"
+    "A model that notes the shapes of its inputs in training: a row is a text, with tokens and padding"
     def __init__(self):
         super().__init__()
         self.passes = []

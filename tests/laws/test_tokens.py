@@ -68,7 +68,7 @@ def test_a_loss_that_is_a_mean_or_a_sum_gives_the_full_batch_run(case):
 
 @pytest.mark.parametrize('kwargs', [dict(), dict(weight=w.float()), dict(ignore_index=1)], ids=str)
 def test_fastais_flat_losses_differ_from_the_full_batch_run_by_rounding(kwargs):
-    "They cast to single precision; this rounding is much smaller than the error of a mean of means"
+    "The losses cast to single precision, whose rounding is smaller than the error of a mean of means"
     runs = [both_runs(tokens='ignore_index' not in kwargs, loss_func=CrossEntropyLossFlat(**kwargs), acc_cls=o,
         fit=lambda l,cbs: l.fit(2, 0.1, cbs=cbs)) for o in (GradientAccumulation,FastaiGradientAccumulation)]
     ours,stock = (deviation(weights(a), weights(b)) for a,b in runs)

@@ -52,7 +52,7 @@ def weights_apart(a, b): return deviation(weights(a), weights(b))
 def layers(*ms): return nn.Sequential(nn.Linear(5, 6), *ms, nn.Linear(6, 3)).double()
 def with_batchnorm(mean=.1):
     bn = nn.BatchNorm1d(6)
-    # a mean of 0 would be that of a new layer, any other that of a trained layer
+    # `FreezeBN` takes a layer with a mean of 0 for a new layer, and warns of it
     bn.running_mean.fill_(mean)
     return layers(bn, nn.Tanh())
 def with_norms_of_a_sample():
@@ -69,7 +69,7 @@ class Remembers(nn.Linear):
         return res
 
 class Masked(nn.Module):
-    "A mean over targets that are not -100, as a module without an `ignore_index`, which would tell so"
+    "A mean over targets that are not -100, in a module without an attribute `ignore_index`"
     def forward(self, p, y):
         keep = (y!=-100).flatten()
         return (F.cross_entropy(p.flatten(0, -2), y.flatten().clamp(min=0), reduction='none')*keep).sum()/keep.sum()
@@ -78,7 +78,7 @@ def not_ignored(l): return (l.y!=-100).sum()
 def ignoring(p, y):
     """Return the mean over targets that are not -100
 
-    A function has no `ignore_index`, which would tell so.
+    fastaccum cannot see this, because a function has no attribute `ignore_index`.
     """
     return F.cross_entropy(p.flatten(0, -2), y.flatten())
 def summed(p, y): return F.cross_entropy(p, y, reduction='sum')
@@ -95,7 +95,7 @@ def doubles(l): l.loss_grad = l.loss_grad*2
 def resets(event): return lambda: [CallAt(event, lambda l: l.model.reset(), run_valid=True)]
 
 class MixesNeighbours(MixUp):
-    "MixUp that mixes each sample with its neighbour, so with one in the same micro-batch of even size"
+    "MixUp that mixes samples 2i and 2i+1 with each other, which are in the same micro-batch"
     def before_batch(self):
         self.yb1,self.lam = tuple(y.view(-1, 2).flip(1).flatten() for y in self.yb),torch.tensor(0.3).double()
 def toy_for_mixup(*args, loss=MixUpLoss, **kwargs): return toy(*args, loss_func=loss(), **kwargs)
@@ -158,7 +158,9 @@ wrong = dict(hidden_mean=(Masked(), padded), sum_for_mean=(summed, plain),
 def of_16_at_least(p, y):
     if len(p)<16: raise ValueError('too few')
     return F.cross_entropy(p, y)
-# losses that cannot be tried on parts of a batch: they draw random numbers, or raise an error
+# To find out whether a loss is a mean over samples, fastaccum tries it: it compares the loss of a
+# micro-batch with the losses of its parts. That is not possible with these losses, which draw random
+# numbers or raise errors
 untried = dict(torch_draws=lambda p, y: F.cross_entropy(p+torch.randn(p.shape), y),
     numpy_draws=lambda p, y: p.mean()*np.random.rand(), python_draws=lambda p, y: p.mean()*random.random(),
     raises=of_16_at_least)
@@ -198,25 +200,27 @@ def test_a_loss_is_warned_of_if_and_only_if_the_gradient_differs(case):
 some_padded,padded_late,unpadded = (toy_data(70, True) for _ in range(3))
 padded_late.tensors[1][:4].clamp_(min=0)   # no padding in the first micro-batch
 unpadded.tensors[1].clamp_(min=0)
-def computes(l): l.pred = dict(logits=l.pred, loss=ignoring(l.pred if l.y.ndim>1 else l.pred[:,None], l.y))
-def computes_and_hides(l):
-    computes(l)
+# Functions of a Learner that turn the predictions into the output of a model of transformers
+def computes_loss(l): l.pred = dict(logits=l.pred, loss=ignoring(l.pred if l.y.ndim>1 else l.pred[:,None], l.y))
+def computes_loss_and_hides_targets(l):
+    computes_loss(l)
     l.yb = (dict(labels=l.y),)
-def names(l): l.pred = dict(logits=l.pred)
+def names_logits(l): l.pred = dict(logits=l.pred)
 def returning(f, loss_func=lambda out,_: out['loss']):
     "Return arguments of a run in which `f(learn)` turns the predictions into a dict"
     return dict(loss_func=loss_func, cbs=lambda: [CallAt('after_pred', f, run_valid=True)])
 @pytest.mark.parametrize('micro', [1,4])
 @pytest.mark.parametrize('data,kwargs,warning', [
     (padded_late,dict(loss_func=ignoring),not_a_mean), (padded_late,{},None),
-    (padded_late,returning(names, lambda out,y: ignoring(out['logits'], y)),not_a_mean),
-    (some_padded,returning(computes),not_tried), (some_padded,returning(computes_and_hides),not_tried),
-    (some_padded,returning(computes)|dict(acc=dict(n_items=not_ignored)),None),
-    (unpadded,returning(computes),None), (toy_data(70),returning(computes),None)])
+    (padded_late,returning(names_logits, lambda out,y: ignoring(out['logits'], y)),not_a_mean),
+    (some_padded,returning(computes_loss),not_tried),
+    (some_padded,returning(computes_loss_and_hides_targets),not_tried),
+    (some_padded,returning(computes_loss)|dict(acc=dict(n_items=not_ignored)),None),
+    (unpadded,returning(computes_loss),None), (toy_data(70),returning(computes_loss),None)])
 def test_a_loss_is_tried_on_single_samples_and_in_several_micro_batches(micro, data, kwargs, warning):
     """A loss that the model computes cannot be tried on parts
 
-    A fit warns of it if samples have unequal numbers of targets.
+    The fit warns only if samples have unequal numbers of targets.
     """
     warnings_given,a,b = warnings_and_runs(micro=micro, accum_bs=16, tokens=data.tensors[1].ndim>1, data=data, **kwargs)
     assert warnings_given==({warning:1} if warning else {}) and (weights_apart(a, b)>1e-3)==bool(warning)
@@ -275,7 +279,7 @@ class LossWithMemory(Module):
         return F.cross_entropy(p*(1+self.mean), y)
 
 def test_trying_a_loss_does_not_change_its_state():
-    "A fit in steps of one micro-batch does not try the loss, so the state is compared with that fit"
+    "The state is compared with that of a fit in steps of one micro-batch, which does not try the loss"
     def run(n):
         set_seed(0)
         learn = toy(4, n=32, loss_func=LossWithMemory())
@@ -348,7 +352,7 @@ def test_each_warning_is_ignored_by_its_category_and_all_by_the_base_class():
         learn.fit(1, 1e-5, cbs=GradientAccumulation(16))
 
 class UsersModel(nn.Sequential):
-    "A model of the user's file, whose `forward` calls the layer of which fastaccum warns"
+    "A model that is defined in this file, the user's file; its `forward` is in the stack of a warning"
     def __init__(self):
         super().__init__(Remembers(5, 3).double())
         self.reset = self[0].reset

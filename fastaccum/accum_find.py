@@ -99,14 +99,14 @@ def _measure(learn, acc, size, bs, n_steps, lr):
 
     RuntimeError: the fit ended after fewer steps
     """
-    # batches for 20 spare steps, because a GradScaler skips some steps
+    # batches for 20 spare steps, because a GradScaler skips steps whose gradients overflow
     n_batches = ceil((n_steps+20)*size/bs)
     settings = {} if acc is None else dict(n_items=acc.n_items, micro_batch_size=acc.micro_batch_size)
     if acc is not None and acc.limit: settings['micro_batch_size'] = acc.limit.capped(None)
     noise = NoiseScale(1)
     with DryRun(learn, total=n_steps) as run:
         count = CountSteps(n_steps, run.tick)
-        # the batches of the loader, which starts again whenever it ends
+        # read the loader again and again, because one epoch may have too few batches
         repeated = (b for _ in range(n_batches) for b in run.dl)
         full = islice((b for b in repeated if samples_of(learn, b, bs)>=bs), n_batches)
         cbs = [GradientAccumulation(size, drop_last=False, **settings),noise,count]

@@ -230,7 +230,7 @@ class _Diagnosis:
         self.remaining = {}      # `layers`, with the causes frozen or left out as for `rest_off`
         # gradients and buffers after the step at once, and in micro-batches; `None` if a run failed
         self.whole,self.parts = compare.whole_and_parts()
-        self.sizes = [compare.n] if compare.why else compare.sizes   # samples in each part
+        self.sizes = [compare.n] if compare.why else compare.sizes   # samples in each micro-batch
         size,loaders = f'micro_batch_size={compare.most}','DataLoaders whose batches are whole steps'
         self.cache_remedy = f"`GradientCache({size})`, in {loaders}"
         self.split_remedy = f'{loaders}, and `{size}`'

@@ -29,7 +29,7 @@ from .core.loader_info import samples_of, sizes_of
 # %% ../nbs/09_accum_find.ipynb #accum-find
 @patch
 def accum_find(self:Learner,
-    accum_bs:int|None=None, # Samples in a measured step; defaults to the first step of a fit
+    accum_bs:int|None=None, # Samples in a measured step; defaults to the size of a fit's first step
     steps:int=20, # Steps to measure
     lr:float|slice|None=None, # Learning rate of the measured steps; defaults to `learn.lr`
     cbs:Callback|list|None=None, # Callbacks that you would pass to `fit`

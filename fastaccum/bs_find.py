@@ -29,7 +29,7 @@ def bs_find(self:Learner,
     mode:str='power', # 'power': double the size while it fits; 'binsearch': then find the exact size
     steps_per_trial:int=3, # Optimizer steps with each size that is tried; at least 2 are taken
     init_val:int=2, # Samples in the batch that is tried first
-    max_trials:int=25, # The most sizes to try
+    max_trials:int=25, # Try at most this many sizes
     apply:bool=False, # Whether to set the batch size of the DataLoaders to the size that was found
     show_plot:bool=True # Whether to plot peak memory and speed against the batch size
 )->'FoundSize': # Converts to the size with `int(…)`, in samples on each process

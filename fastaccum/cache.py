@@ -46,7 +46,7 @@ class GradientCache(PatchingCallback):
     call = None
     # for training (True) and evaluation (False): whether each output of the model has a row per sample
     rows = None
-    # each micro-batch runs forward twice: True once this fit has checked that both give the same outputs
+    # each micro-batch runs forward twice: True once this fit has compared the outputs of both runs
     checked = False
     @by_name('micro_batch_size')
     def __init__(self, *,

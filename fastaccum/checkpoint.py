@@ -167,11 +167,11 @@ class _Recomputed:
         tensors = inputs.tensors+params
         if not any(o.requires_grad for o in tensors): return self.compute(*args, **kwargs)
         self.segment.kept = sum(o.nbytes for o in inputs.tensors)
-        # PyTorch counts changes in place of each tensor, and a detached tensor shares its original's count.
-        # `_check_unchanged` compares the counts later
+        # PyTorch counts the changes in place of each tensor; a detached tensor shares its original's count.
+        # `_check_unchanged` compares these counts later
         versions = [(o,o._version) for o in tensors]
-        # dropout draws random numbers on the device of its input, even if no parameter is on that device:
-        # keep the random state of these devices as well
+        # dropout draws random numbers on the device of its input, even if no parameter is on it: keep the
+        # random state of these devices as well
         devices_of_inputs = {o.device for o in inputs.tensors if o.device.type not in ('cpu','meta')}
         state = ForwardState(self.inside, {*self.devices,*devices_of_inputs}, inputs.others)
         # the first call empties `first`, so that the autograd graph of the arguments can be freed
@@ -209,7 +209,7 @@ class _Chain:
         in_seq = [o for o in recomputed if o.segment.seq is seq]
         by_first_child = {o.segment.modules[0]:o for o in in_seq}
         later_children = {m for o in in_seq for m in o.segment.modules[1:]}
-        # the callables to run in order: a child of the Sequential, or a `_Recomputed` of several children
+        # the callables to run in order: a child of the Sequential, or the `_Recomputed` of a segment
         self.links = [by_first_child.get(m, m) for m in seq if m not in later_children]
         self.patch = Patch(seq, 'forward', self)
 

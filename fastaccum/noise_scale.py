@@ -39,7 +39,8 @@ class NoiseScale(PatchingCallback):
 
     def __init__(self,
         every:int=10, # Steps from one measured step to the next
-        half_life:int|None=None # Samples after which a reading counts half; default: those of `20*every` steps
+        # Samples after which a reading counts half; defaults to the samples of `20*every` steps
+        half_life:int|None=None
     ):
         self.every = check_count('every', every, 'step')
         self.half_life = None if half_life is None else check_count('half_life', half_life)
@@ -165,7 +166,7 @@ def before_train(self:NoiseScale):
 
 @patch
 def before_backward(self:NoiseScale):
-    "Put hooks on the parameters, which note the lengths of the gradients, if the step is measured"
+    "If the step is measured, put hooks on the parameters, which note the lengths of the gradients"
     self._remove_hooks()
     step = self.acc.current_step
     if self.wait or step is None: return
@@ -177,7 +178,7 @@ def before_backward(self:NoiseScale):
 @patch
 def _note_length(self:NoiseScale, micro, param_id, g):
     "Note the length of the gradient `g` of a parameter"
-    # the backward pass of the micro-batch is over: a callback has run a second one, which is not measured
+    # the backward pass of the micro-batch is over: a callback has run another, not to be measured
     if micro.ran: return
     if param_id in self.lengths:
         self._warn('a gradient came in parts, as through GradientCache or reentrant checkpoints')

@@ -103,7 +103,7 @@ class TokenDivision(Division):
         return x.shape[1]==self.width or is_next_labels
 
     def end_of(self, start:int, end:int, max_samples:int|None)->int:
-        "Return the row after the last of the micro-batch that begins at row `start`: at least `start+1`"
+        "Return where the micro-batch that begins at row `start` ends: the row after its last row"
         longest = max(self.lengths[start:end])
         n_rows = max(1, self.budget//longest)
         if max_samples is not None: n_rows = min(n_rows, max_samples)
@@ -164,8 +164,7 @@ class TokenBudget(MicroBatchLimit):
     UserWarning: in a fit, when a row is longer than the budget
     """
     is_even = False
-    # the `WarnOnce` of the last fit that compared the model's outputs with and without padding; each fit
-    # has its own
+    # the last fit that compared the model's outputs with and without padding, known by its `WarnOnce`
     tried = None
     why_uneven = 'a process with longer texts runs more micro-batches than the others'
     def __init__(self,
@@ -245,7 +244,7 @@ def _outputs(model, xb):
             for m in state.modules: m.training = isinstance(m, _BatchNorm) and m.training
             for kind in ('cpu',*(o.type for o in state.devices)): torch.set_autocast_enabled(kind, False)
             out = model(*xb)
-    # autocast in the model caches the weights that it casts; those cast here have no autograd graph
+    # the model may use autocast, which caches weights that it casts: those cast here have no autograd graph
     finally: torch.clear_autocast_cache()
     return [o for o in tree_leaves(out) if isinstance(o, torch.Tensor)]
 

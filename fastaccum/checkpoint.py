@@ -167,10 +167,10 @@ class _Recomputed:
         tensors = inputs.tensors+params
         if not any(o.requires_grad for o in tensors): return self.compute(*args, **kwargs)
         self.segment.kept = sum(o.nbytes for o in inputs.tensors)
-        # PyTorch counts the changes in place of each tensor; a detached tensor shares its original's count.
+        # PyTorch counts the changes in place of each tensor, and a detached copy shares the count.
         # `_check_unchanged` compares these counts later
         versions = [(o,o._version) for o in tensors]
-        # dropout draws random numbers on the device of its input, even if no parameter is on it: keep the
+        # dropout draws random numbers on the device of its input, even if it has no parameter: keep the
         # random state of these devices as well
         devices_of_inputs = {o.device for o in inputs.tensors if o.device.type not in ('cpu','meta')}
         state = ForwardState(self.inside, {*self.devices,*devices_of_inputs}, inputs.others)

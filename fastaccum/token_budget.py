@@ -244,7 +244,7 @@ def _outputs(model, xb):
             for m in state.modules: m.training = isinstance(m, _BatchNorm) and m.training
             for kind in ('cpu',*(o.type for o in state.devices)): torch.set_autocast_enabled(kind, False)
             out = model(*xb)
-    # the model may use autocast, which caches weights that it casts: those cast here have no autograd graph
+    # the model may use autocast, which caches cast weights: those cached here have no autograd graph
     finally: torch.clear_autocast_cache()
     return [o for o in tree_leaves(out) if isinstance(o, torch.Tensor)]
 

@@ -35,8 +35,8 @@ from .core.warnings import more_link
 # %% ../nbs/02_accum_check.ipynb #accum-check
 @patch
 def accum_check(self:Learner,
-    accum_bs:int=None, # Samples in the whole batch; default: those of a step, or of the loader's batch
-    steps:int=0, # Optimizer steps to train whole and in micro-batches, to compare the weights as well
+    accum_bs:int=None, # Samples to compare; default: the size of a step, or the loader's batch size
+    steps:int=0, # Steps to train both ways before comparing the weights; 0: compare gradients only
     cbs:Callback|list=None # Callbacks that you would pass to `fit`
 )->'AccumCheck': # Displays itself as a table
     """Run a batch whole and in micro-batches, compare the gradients, and find out why they differ
@@ -110,15 +110,15 @@ class _Setup:
         _check_cbs(learn, acc, self.cache)
         self.cbs = [o for o in (acc,self.cache,self.checkpoint) if o is not None]
         self.plan = plan = acc and acc.plan(learn.dls)   # the `Plan` of a fit, if `acc` is given
-        self.n_items = acc and acc.n_items               # counts the items of the mean loss
+        self.n_items = acc and acc.n_items               # counts the items that a loss is a mean of
         limit = acc and acc.limit
-        self.split = limit.split if limit else split     # returns some of the samples of a batch
+        self.split = limit.split if limit else split     # cuts a range of samples out of a batch
         # True if a step is one batch of the loader, which `GradientAccumulation` splits
         self.splits = False
         if plan is not None:
             loader = plan.loaders[0]
             self.splits = plan.wanted(0)==loader.bs and bool(limit or loader.unit==1)
-        # True if the parts of a step are batches of the loader
+        # True if each micro-batch of a step is one batch of the loader
         self.cuts_loader = not self.splits and (acc is not None or not self.cbs)
         # True if the loss sees all samples of a step at once
         self.loss_gets_whole = not (self.cuts_loader or self.splits)
@@ -222,15 +222,15 @@ class _Diagnosis:
         self.model = compare.run.learn.model
         self.no_cbs = no_cbs     # True if `accum_check` was called without `cbs=`
         self.off = None          # the largest relative difference of the gradients; `None` if unknown
-        self.frozen_off = None   # `off` measured with modules frozen that make predictions differ
-        self.rest_off = None     # `frozen_off` measured without the callbacks in `self.cbs`
+        self.frozen_off = None   # `off`, with modules frozen that draw random numbers or mix samples
+        self.rest_off = None     # `frozen_off`, without the callbacks in `self.cbs`
         self.cbs = []            # callbacks that make the gradients differ
         self.needed = []         # callbacks that cannot be left out, because the step fails without them
         self.layers = {}         # name of a parameter -> the relative difference of its gradients
-        self.remaining = {}      # `layers` measured like `rest_off`
-        # the gradients of the step at once and in parts; `None` if a run failed
+        self.remaining = {}      # `layers`, with the causes frozen or left out as for `rest_off`
+        # gradients and buffers after the step at once, and in micro-batches; `None` if a run failed
         self.whole,self.parts = compare.whole_and_parts()
-        self.sizes = [compare.n] if compare.why else compare.sizes   # samples in each part
+        self.sizes = [compare.n] if compare.why else compare.sizes   # samples in each micro-batch
         size,loaders = f'micro_batch_size={compare.most}','DataLoaders whose batches are whole steps'
         self.cache_remedy = f"`GradientCache({size})`, in {loaders}"
         self.split_remedy = f'{loaders}, and `{size}`'
@@ -258,8 +258,8 @@ def _find_causes(self:_Diagnosis):
     self.layers = grad_differences(self.whole.grads, self.parts.grads)
     self.off = self.frozen_off = self.rest_off = max(self.layers.values(), default=0.)
     freeze,reset = probe.drawing+probe.depending,probe.reset
-    # a callback that splits the batch may also split the hidden state that the model keeps for each row.
-    # If the gradients then agree, the hidden state is not a cause
+    # a callback that splits the batch may also split the hidden state that a recurrent model keeps for
+    # each sample. If the gradients then agree, the hidden state does not make them differ
     may_split_state = probe.remembering and not compare.cut_loader
     if may_split_state and compare.largest_difference(freeze=freeze)<=self.tol:
         reset,probe.remembering = False,[]
@@ -272,7 +272,7 @@ def _find_causes(self:_Diagnosis):
         self.cbs,self.needed = find_differing_callbacks(compare, self.frozen_off, self.tol, **frozen)
         if self.cbs: self.rest_off = self._difference_without(freeze, reset, self.cbs)
     else:
-        # a callback changes the number of rows: find the callback without which each sample is one row
+        # a callback changes the number of rows: search for one without which each sample is a single row
         cbs = [o for o in callbacks_to_try(compare.run) if hasattr(o, 'before_batch')]
         found = [o for o in cbs if self._rows_without(o) in (probe.n,None)]
         self.cbs = found or cbs
@@ -297,7 +297,7 @@ def _loss(self:_Diagnosis):
     probe,tol = self.probe,self.tol
     if self.setup.loss_gets_whole: return Row('loss', 0., tol)
     if self.rest_off is not None and self.rest_off<=tol:
-        # the gradients agree in parts of these sizes, but the loss may differ in parts of other sizes
+        # the gradients agree in these micro-batches; `hidden_loss` is the difference in unequal ones
         row = Row('loss', self.rest_off, tol)
         if probe.hidden_loss:
             row = Row('loss', probe.hidden_loss, tol, 'in micro-batches of unequal sizes')
@@ -325,7 +325,8 @@ def _predictions(self:_Diagnosis):
     row = Row('predictions', probe.predictions, self.tol, probe.why)
     if row.off is None or row.ok: return row
     gradients_agree = self.off is not None and self.off<=self.tol
-    # predictions may differ in shape alone: some models trim each part to its longest sequence
+    # if the gradients agree, predictions may differ in shape alone: some models cut each micro-batch to
+    # the length of its longest sequence
     if gradients_agree and not probe.remembering: return Row('predictions', self.off, self.tol)
     where = describe_modules(self.model, probe.depending)
     if probe.remembering:

@@ -29,7 +29,7 @@ from .core.loader_info import samples_of, sizes_of
 # %% ../nbs/09_accum_find.ipynb #accum-find
 @patch
 def accum_find(self:Learner,
-    accum_bs:int|None=None, # Samples in a measured step; defaults to the first step of a fit
+    accum_bs:int|None=None, # Samples in a measured step; defaults to the size of a fit's first step
     steps:int=20, # Steps to measure
     lr:float|slice|None=None, # Learning rate of the measured steps; defaults to `learn.lr`
     cbs:Callback|list|None=None, # Callbacks that you would pass to `fit`
@@ -99,14 +99,14 @@ def _measure(learn, acc, size, bs, n_steps, lr):
 
     RuntimeError: the fit ended after fewer steps
     """
-    # batches for 20 spare steps, because a GradScaler skips some steps
+    # batches for 20 spare steps, because a GradScaler skips steps whose gradients overflow
     n_batches = ceil((n_steps+20)*size/bs)
     settings = {} if acc is None else dict(n_items=acc.n_items, micro_batch_size=acc.micro_batch_size)
     if acc is not None and acc.limit: settings['micro_batch_size'] = acc.limit.capped(None)
     noise = NoiseScale(1)
     with DryRun(learn, total=n_steps) as run:
         count = CountSteps(n_steps, run.tick)
-        # the batches of the loader, which starts again whenever it ends
+        # read the loader again and again, because one epoch may have too few batches
         repeated = (b for _ in range(n_batches) for b in run.dl)
         full = islice((b for b in repeated if samples_of(learn, b, bs)>=bs), n_batches)
         cbs = [GradientAccumulation(size, drop_last=False, **settings),noise,count]

@@ -47,7 +47,7 @@ class GradientAccumulation(QuietCallback):
     """
     order = GradientClip.order+1   # after `DistributedTrainer` (11), which wraps the loader
     run_valid = False
-    loop = None         # the `StepLoop` of the last fit
+    loop = None         # the `StepLoop`, which holds the state of the running or the last fit
     current_bs = None   # samples in a complete step, set by a schedule; `None` without a schedule
     def __init__(self,
         # Samples per step over all processes, rounded up to whole micro-batches; 32 if no size is given
@@ -58,7 +58,7 @@ class GradientAccumulation(QuietCallback):
         micro_batch_size:int|str|MicroBatchLimit=None,
         # Drop the incomplete last step of an epoch (True), keep it (False), or do as the loader (None)
         drop_last:bool|None=None,
-        # `n_items(learn)` returns the number of items that this micro-batch's loss averages
+        # `n_items(learn)` returns the number of items that the loss of a micro-batch is a mean of
         n_items:Callable=None,
         *, n_acc:int=None, # Another name for `accum_bs`, which fastai's callback uses
         n_batches:int=None, # Micro-batches per step on each process; give this or `accum_bs`
@@ -76,13 +76,14 @@ class GradientAccumulation(QuietCallback):
 
     def __setattr__(self, name, value):
         super().__setattr__(name, value)
-        # `Learner.add_cb` sets `learn`
+        # `Learner.add_cb(cb)` sets `cb.learn`, and `Learner.remove_cb(cb)` sets it to `None`
         is_added = name=='learn' and value is not None
         if not is_added: return
         has_half_gradients = any(isinstance(o, NonNativeMixedPrecision) for o in value.cbs)
         if has_half_gradients: value.add_cb(RefuseHalfGradients())
 
-    def __getstate__(self): return vars(self)|dict(loop=None)   # a fit is not pickled
+    # a pickled or copied callback has no state of a fit
+    def __getstate__(self): return vars(self)|dict(loop=None)
 
     def __repr__(self): return f'{type(self).__name__}: {self._size_words()}'
 
@@ -157,7 +158,7 @@ def before_fit(self:GradientAccumulation):
     check_learner(learn)
     loop = self.loop = StepLoop(self, learn)
     if loop.finder is not None and loop.processes.n>1: keep_in_memory(loop.finder)
-    # a Learner that was exported and loaded again has an empty loader
+    # an exported Learner that was loaded again has an empty loader, and no steps to plan
     if not len(learn.dls.train) and loop.processes.n==1: return
     check_processes(loop.processes, self._comms(), self.limit, loop.warn_once)
     plan = self._plan_fit(learn.dls.train)
@@ -218,7 +219,8 @@ def before_backward(self:GradientAccumulation):
             "its own `_do_epoch_train`, let it iterate over `self.dl`"
             + more_link('not-the-loader-of-steps'))
     share = loop.micro.share = loop.mean.measure(learn, loop.micro.n)
-    weighs_grads = bool(loop.grad_sums)   # `GradSums` multiplies the gradients by the share, in float32
+    # `GradSums` multiplies the gradients by `share` in float32, so the loss is not multiplied
+    weighs_grads = bool(loop.grad_sums)
     if loop.mean.is_sum: self._share_penalty(share)
     elif not weighs_grads: learn.loss_grad = plain_tensor(learn.loss_grad)*share
     is_last_of_step = loop.mean.samples+loop.micro.n>=loop.step.target
@@ -276,7 +278,7 @@ def sizes(self:GradientAccumulation, micro_bs:int, n_epoch:int)->int|Callable:
 def plan(self:GradientAccumulation,
     dls:DataLoaders|Learner, # The data to train on, a Learner that has it, or a training loader
     n_epoch:int=1 # Epochs
-# `sizes`: for each epoch, the samples of each step; `steps`: for each epoch, the number of steps
+# A Plan: `sizes` lists the samples of each step of each epoch; `steps`, the number of steps per epoch
 )->Plan:
     """Return the steps that a fit would take, without training; only those of this process
 

@@ -31,7 +31,7 @@ from .core.distributed import check_not_sharded, world_size
 # %% ../nbs/05_batchnorm.ipynb #recalibrate
 @patch
 def recalibrate_bn(self:Learner,
-    bs:int=None, # Samples in a batch; default: those of a step, or without accumulation at least 64
+    bs:int=None, # Samples in a batch; default: the size of a step, or without accumulation at least 64
     n:int=None # The most samples to read; defaults to 10,000, and at least one batch is read
 ):
     """Estimate BatchNorm's running statistics again, as a mean over training batches of `bs` samples
@@ -60,7 +60,7 @@ class RecalibrateBN(QuietCallback):
     """
     order = TrainEvalCallback.order+1   # before callbacks that validate or save the model
     run_bs_find = False
-    # fastai's default, `recalibrate_bn`, would hide the Learner's method of that name
+    # fastai would name the callback `recalibrate_bn`, and so hide the Learner's method of that name
     name = 'recalibrate_bn_callback'
     def __init__(self,
         bs:int=None, # Samples in a batch, as in `recalibrate_bn`
@@ -183,7 +183,7 @@ class _Recalibration:
         # the layers whose statistics are estimated
         self.layers = [m for m in bn_layers(self.model) if _trains(m) and m not in frozen]
         if self.layers and world_size()>1: self._refuse_sync()
-        self.bs = _batch_size(learn, bs)   # samples in a batch to read; `None` for the loader's batches
+        self.bs = _batch_size(learn, bs)   # samples in a batch; `None`: as the loader makes batches
 
     @property
     def reason(self):

@@ -29,7 +29,7 @@ def bs_find(self:Learner,
     mode:str='power', # 'power': double the size while it fits; 'binsearch': then find the exact size
     steps_per_trial:int=3, # Optimizer steps with each size that is tried; at least 2 are taken
     init_val:int=2, # Samples in the batch that is tried first
-    max_trials:int=25, # The most sizes to try
+    max_trials:int=25, # Try at most this many sizes
     apply:bool=False, # Whether to set the batch size of the DataLoaders to the size that was found
     show_plot:bool=True # Whether to plot peak memory and speed against the batch size
 )->'FoundSize': # Converts to the size with `int(…)`, in samples on each process
@@ -73,8 +73,8 @@ def bs_find(self:Learner,
 def search(fits:callable, mode:str='power', init_val:int=2, max_trials:int=25, n:int|None=None)->tuple:
     """Find the largest size, up to the `n` samples of the dataset, for which `fits(size)` is true
 
-    Returns two sizes: the largest for which it was true, or 0, and the smallest for which it was false,
-    or `None`.
+    Returns two sizes: the largest for which `fits` was true, or 0, and the smallest for which `fits` was
+    false, or `None`.
     """
     good,bad = 0,None
     size = init_val if n is None else min(init_val, n)
@@ -95,7 +95,7 @@ class Trial:
     size:int # Samples in the batch
     ok:bool=False # Whether the batch fitted into memory
     peak:int|None=None # Peak memory, in bytes; `None` if the device does not report it
-    speed:float|None=None # Samples per second of training, without the first step and without the loader
+    speed:float|None=None # Samples per second, not counting the first batch and the loading of data
     error:str|None=None # The error message, if the batch did not fit
 
 class _TrialSteps(CountSteps):
@@ -105,11 +105,11 @@ class _TrialSteps(CountSteps):
         self.n_batches = 0    # batches so far
         self.secs = 0.        # duration of all batches but the first
         self.began = None     # when the running batch began, in seconds
-        # waits for the kernels that run on the device; does nothing on a CPU
+        # a function that waits until the device has finished its kernels; does nothing on a CPU
         self.synchronize = getattr(getattr(torch, device.type), 'synchronize', noop)
 
     def before_batch(self):
-        "Give each parameter a gradient, as later micro-batches of a step find gradients in memory"
+        "Give each parameter a gradient, as memory holds gradients from a step's second micro-batch on"
         sparse = {m.weight for m in self.learn.model.modules() if getattr(m, 'sparse', False)}
         for p in self.learn.model.parameters():
             if p.requires_grad and p.grad is None and p not in sparse: p.grad = torch.zeros_like(p)
@@ -127,7 +127,7 @@ def _train(run, size, n):
     batches,n_samples = batches_of(run.learn, size)
     if n_samples<size: raise MemoryError(f'there are only {n_samples} samples')
     steps = _TrialSteps(n, run.device)
-    # 20 spare batches, because a GradScaler skips the first steps
+    # 20 spare batches, because a GradScaler skips the first steps, whose gradients overflow
     run.fit(Batches(run.dl, batches*(n+20), size), [steps])
     if steps.n_batches<n or not steps.n_steps:
         raise RuntimeError(f"a trial of {n} steps made {steps.n_steps}, in {steps.n_batches} batches of "
@@ -183,13 +183,13 @@ def _check_before_search(learn, n, must_match):
 
 def _unwrap(learn):
     "Take the model out of DistributedDataParallel, which exchanges data; `DryRun` puts the wrapper back"
-    # the optimizer is created first, because its `splitter` gets the wrapped model in a fit
+    # create the optimizer before unwrapping: in a fit, its `splitter` gets the wrapped model
     if learn.opt is None: learn.create_opt()
     learn.model = get_model(learn.model)
 
 def _compare_processes(trial, error, device):
     "Mark the trial as failed if memory ran out on any process; return the error to raise, or `None`"
-    # on this process: 0 if the batch fits, 1 if memory ran out, 2 for another error
+    # result of the trial on this process: 0 if the batch fits, 1 if memory ran out, 2 for another error
     outcome = 2 if error else int(not trial.ok)
     outcomes = [o for o, in gather([outcome], device)]
     if trial.ok and 1 in outcomes:

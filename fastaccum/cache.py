@@ -42,11 +42,12 @@ class GradientCache(PatchingCallback):
     warn_once = None     # gives each warning once per fit; `None` before the first fit
     # replaces the model's `forward`, from `before_batch` until the Learner calls the model
     patch = None
-    # runs the model on this batch in micro-batches; `None` once `before_backward` has checked the loss
+    # the `ReplayedForward` that runs this batch, until `before_backward` has checked the loss
     call = None
-    # True in training, False in evaluation -> whether each output of the model has a row for each sample
+    # for training (True) and evaluation (False): whether each output of the model has a row per sample
     rows = None
-    checked = False      # True once this fit has compared the two forward passes of a micro-batch
+    # each micro-batch runs forward twice: True once this fit has compared the outputs of both runs
+    checked = False
     @by_name('micro_batch_size')
     def __init__(self, *,
         # The most samples that the model sees at once; 'auto': as many as memory allows
@@ -67,7 +68,7 @@ class GradientCache(PatchingCallback):
         return self.limit.max_train
 
     def before_fit(self):
-        # `validate` and `get_preds` keep the state of the last fit
+        # `validate` and `get_preds` keep the state of the last fit, and repeat none of its warnings
         if self.validates and self.warn_once is not None: return
         uninterrupted(self.undo_patches)
         self.warn_once = WarnOnce()

@@ -50,7 +50,7 @@ class ActivationCheckpoint(PatchingCallback):
 
     @property
     def segments(self)->Segments:
-        "The segments of the last fit, or before the first fit those to use; displayed as a table"
+        "The segments of the last fit, or that a first fit would use; displayed as a table"
         if self.last_used is not None: return self.last_used
         if self.learn is None: return Segments()
         return find_segments(unwrapped(self.learn.model), self.given)
@@ -149,7 +149,7 @@ class _Recomputed:
         self.inside = segment.inside             # the modules in the segment
         self.devices = devices_of(self.inside)   # devices of the segment's parameters and buffers
         is_module = segment.seq is None
-        # several children of a Sequential have no `forward` in common: a `_Chain` runs such a segment
+        # a segment of several children of a Sequential has no `forward` to replace: a `_Chain` runs it
         self.patch = Patch(segment.modules[0], 'forward', self) if is_module else None
 
     def compute(self, *args, **kwargs):
@@ -167,9 +167,11 @@ class _Recomputed:
         tensors = inputs.tensors+params
         if not any(o.requires_grad for o in tensors): return self.compute(*args, **kwargs)
         self.segment.kept = sum(o.nbytes for o in inputs.tensors)
-        # a detached tensor and its input share a version counter, which counts changes in place
+        # PyTorch counts the changes in place of each tensor, and a detached copy shares the count.
+        # `_check_unchanged` compares these counts later
         versions = [(o,o._version) for o in tensors]
-        # dropout draws random numbers on the device of its input, which may hold no parameter
+        # dropout draws random numbers on the device of its input, even if it has no parameter: keep the
+        # random state of these devices as well
         devices_of_inputs = {o.device for o in inputs.tensors if o.device.type not in ('cpu','meta')}
         state = ForwardState(self.inside, {*self.devices,*devices_of_inputs}, inputs.others)
         # the first call empties `first`, so that the autograd graph of the arguments can be freed
@@ -207,7 +209,7 @@ class _Chain:
         in_seq = [o for o in recomputed if o.segment.seq is seq]
         by_first_child = {o.segment.modules[0]:o for o in in_seq}
         later_children = {m for o in in_seq for m in o.segment.modules[1:]}
-        # the callables to run in order: a child of the Sequential, or a `_Recomputed` of several
+        # the callables to run in order: a child of the Sequential, or the `_Recomputed` of a segment
         self.links = [by_first_child.get(m, m) for m in seq if m not in later_children]
         self.patch = Patch(seq, 'forward', self)
 
@@ -224,7 +226,7 @@ def _apply_patches(self:ActivationCheckpoint):
     check_single(self.learn, ActivationCheckpoint)
     self.last_used = find_segments(unwrapped(self.learn.model), self.given)
     recomputed = [_Recomputed(o) for o in self.last_used]
-    # the Sequentials in order, without duplicates
+    # each Sequential whose children form segments, once and in order
     sequentials = {o.seq:None for o in self.last_used if o.seq is not None}
     patches = [o.patch for o in recomputed if o.patch is not None]
     patches += [_Chain(seq, recomputed).patch for seq in sequentials]

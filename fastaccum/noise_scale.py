@@ -33,13 +33,14 @@ class NoiseScale(PatchingCallback):
     run_bs_find = False    # `bs_find` trains without accumulation, where there is nothing to measure
     acc = None             # the `GradientAccumulation` of the Learner, found when a fit begins
     readings = ()          # a `Reading` for each measured step of the last fit
-    hooks = ()             # hooks that note the lengths of gradients, during a backward pass
+    hooks = ()             # during a backward pass: parameter hooks that note the lengths of gradients
     lengths = None         # `id` of a parameter -> length of its gradient in the running micro-batch
     micro_batches = ()     # a `_MicroBatchGrads` for each micro-batch of the step so far
 
     def __init__(self,
         every:int=10, # Steps from one measured step to the next
-        half_life:int|None=None # Samples after which a reading counts half; default: of `20*every` steps
+        # Samples after which a reading counts half; defaults to the samples of `20*every` steps
+        half_life:int|None=None
     ):
         self.every = check_count('every', every, 'step')
         self.half_life = None if half_life is None else check_count('half_life', half_life)
@@ -60,7 +61,8 @@ class NoiseScale(PatchingCallback):
         self.n_steps = 0       # steps of this fit so far
         self.wait = 0          # steps until the next measured step
         self.since = 0         # samples since the last measurement
-        # set in `vars`, because `setattr` of fastai's Recorder warns of a callback with the same name
+        # set in `vars`, because fastai warns of an attribute that is also an attribute of the Learner:
+        # `learn.noise_scale` is this callback
         if hasattr(learn, 'recorder'): vars(learn.recorder)['noise_scale'] = []
 
 # %% ../nbs/07_noise_scale.ipynb #estimate
@@ -105,7 +107,7 @@ class Reading(NamedTuple):
     averages:tuple # The averages of tr Σ and of |G|² so far
 
     @property
-    def scale(self)->float: # In the unit of `size`
+    def scale(self)->float: # In samples or targets, as `size`
         "The noise scale after this step"
         return scale_of(*self.averages)
 
@@ -120,8 +122,8 @@ def describe(scale:float, size:float, unit:str='samples')->str:
     if np.isinf(scale):
         return (f"noise scale: too large to measure. In steps of {size:,.0f} {unit} the noise hides the "
             "gradient, so larger steps would waste little. Measure more steps for an estimate")
-    steps = 1+scale/size                              # as a multiple of the minimum number of steps
-    items = 1+size/scale if scale else float('inf')   # as a multiple of the minimum number of items
+    steps = 1+scale/size                              # steps needed, relative to very large steps
+    items = 1+size/scale if scale else float('inf')   # data needed, relative to very small steps
     return (f"noise scale ≈ {rounded(scale)} {unit}: with steps of {size:,.0f} you need "
         f"{items:.1f}x the minimum number of {unit} and {steps:.1f}x the minimum number of steps")
 
@@ -157,15 +159,14 @@ def _squared(lengths, device, dtype):
 # %% ../nbs/07_noise_scale.ipynb #hear
 @patch
 def before_train(self:NoiseScale):
-    # the last epoch may have been cancelled in the middle of a step
-    self.undo_patches()
+    self.undo_patches()   # the last epoch may have been cancelled in a step, which leaves its hooks
     # a callback that is added in the middle of a fit gets no `before_fit` from the Learner
     was_added_in_fit = self.acc is None or self.acc.learn is not self.learn
     if was_added_in_fit: self.before_fit()
 
 @patch
 def before_backward(self:NoiseScale):
-    "Put hooks on the parameters, which note the lengths of the gradients, if the step is measured"
+    "If the step is measured, put hooks on the parameters, which note the lengths of the gradients"
     self._remove_hooks()
     step = self.acc.current_step
     if self.wait or step is None: return
@@ -177,11 +178,11 @@ def before_backward(self:NoiseScale):
 @patch
 def _note_length(self:NoiseScale, micro, param_id, g):
     "Note the length of the gradient `g` of a parameter"
-    # the backward pass of the micro-batch is over: a callback has run another backward pass
+    # the backward pass of the micro-batch is over: a callback has run another, not to be measured
     if micro.ran: return
     if param_id in self.lengths:
         self._warn('a gradient came in parts, as through GradientCache or reentrant checkpoints')
-        # a step with a NaN is not measured
+        # the NaN makes `_read` leave out this step
         self.lengths[param_id] = self.lengths[param_id]*float('nan')
     else: self.lengths[param_id] = _length(g)
 
@@ -240,7 +241,7 @@ def before_step(self:NoiseScale):
     for o in self.micro_batches: totals += o.totals(device, dtype)
     mean_sq = _squared([_length(p.grad) for p in params if p.grad is not None], device, dtype)
     numbers = torch.stack([*step.processes.sum(*totals),mean_sq])
-    self._read(step.mean, *numbers.tolist())   # synchronises the GPU
+    self._read(step.mean, *numbers.tolist())   # `tolist` synchronises the GPU
 
 @patch
 def _read(self:NoiseScale, mean, squares, size, k, n, mean_sq):
@@ -253,10 +254,11 @@ def _read(self:NoiseScale, mean, squares, size, k, n, mean_sq):
             "middle of the step")
     if k==1:
         return self._warn("the step has one micro-batch, so nothing can be compared. Raise `accum_bs`")
-    if k==0: return   # the loss ignored all targets of the step
-    if mean.is_sum: mean_sq /= size**2   # `p.grad` is the gradient of a summed loss
+    if k==0: return   # no micro-batch has a target that the loss counts
+    # `p.grad` is the gradient of a summed loss: divide its squared length by the squared number of items
+    if mean.is_sum: mean_sq /= size**2
     trace,grad_sq = estimate(squares, mean_sq, size, k)
-    # in theory `trace` is not negative, and rounding in bfloat16 changes `squares` by less than a tenth
+    # a variance is not negative, and rounding, even in bfloat16, changes `squares` by less than a tenth
     if trace*(k-1)<-.1*squares:
         return self._warn("the step's gradient is longer than its micro-batches' gradients add up to, "
             "so a callback has changed the gradient. Change it in `before_step` instead, with an "

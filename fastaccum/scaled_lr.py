@@ -86,7 +86,7 @@ def before_step(self:ScaledLR):
     for name,factor in factors.items():
         old = [h[name] for h in self.opt.hypers]
         new = [o*factor for o in old]
-        # noted before the optimizer is changed, so that `undo_patches` works after an interrupt as well
+        # set `scaled` first, so that `undo_patches` restores the optimizer even after an interrupt
         self.scaled = [*self.scaled,_Scaled(name, old, new)]
         self.opt.set_hyper(name, L(new))
 

@@ -30,7 +30,7 @@ def both_runs(
     accum_bs:int=16, # Samples in a step: the batch size of the full-batch run
     fit:callable=None, # `fit(learn, cbs)` trains the Learner with callbacks; defaults to `one_cycle`
     make:callable=None, # `make(bs, whole=, seed=, **kwargs)` returns a Learner; defaults to `toy`
-    acc:dict|None=None, # More arguments of the accumulation callback
+    acc:dict|None=None, # Arguments of the accumulation callback besides `accum_bs`
     acc_cls:type=GradientAccumulation, # The class of the accumulation callback
     cbs:callable=list, # `cbs()` returns a list of more callbacks, new ones for each fit
     loader_drop_last:bool=False, # Whether the loader of micro-batches drops its incomplete last batch
@@ -79,7 +79,7 @@ class CrossEntropy(nn.CrossEntropyLoss):
     "Cross-entropy in double precision; fastai's `CrossEntropyLossFlat` casts it to single"
     def forward(self,
         pred:torch.Tensor, # Scores, with classes as the last dimension
-        targ:torch.Tensor # Classes
+        targ:torch.Tensor # Class numbers
     )->torch.Tensor:
         return super().forward(pred.flatten(0, -2), targ.flatten())
 
@@ -104,7 +104,7 @@ class Ordered:
         self.n = n               # samples in the dataset
         self.keep = keep         # samples in an epoch
         self.shuffle = shuffle   # whether the order is random
-        self.rng = Random(seed)  # one generator for all epochs
+        self.rng = Random(seed)  # one generator, so that each epoch has a new order
 
     def __call__(self)->list[int]:
         idxs = list(range(self.n))

@@ -67,7 +67,7 @@ class TokenDivision(Division):
     def __init__(self, b:tuple, n:int, mask:torch.Tensor, budget:int, sorts:bool=True):
         super().__init__(n)
         self.budget = budget
-        self.width = mask.shape[1]   # columns of the whole batch
+        self.width = mask.shape[1]   # columns of the batch, with padding
         first,last = _spans(mask)
         columns = torch.arange(self.width, device=mask.device)
         # a mask that is true from the first to the last token of each row
@@ -103,7 +103,7 @@ class TokenDivision(Division):
         return x.shape[1]==self.width or is_next_labels
 
     def end_of(self, start:int, end:int, max_samples:int|None)->int:
-        "Return the row after the last of the micro-batch that begins at row `start`: at least `start+1`"
+        "Return where the micro-batch that begins at row `start` ends: the row after its last row"
         longest = max(self.lengths[start:end])
         n_rows = max(1, self.budget//longest)
         if max_samples is not None: n_rows = min(n_rows, max_samples)
@@ -164,7 +164,7 @@ class TokenBudget(MicroBatchLimit):
     UserWarning: in a fit, when a row is longer than the budget
     """
     is_even = False
-    # the `WarnOnce` of the last fit in which the model was compared with and without padding
+    # the last fit that compared the model's outputs with and without padding, known by its `WarnOnce`
     tried = None
     why_uneven = 'a process with longer texts runs more micro-batches than the others'
     def __init__(self,
@@ -191,11 +191,11 @@ class TokenBudget(MicroBatchLimit):
 # %% ../nbs/12_token_budget.ipynb #budget-divide
 @patch
 def divide(self:TokenBudget,
-    model:nn.Module, # The model, which is compared with and without padding once per fit
+    model:nn.Module, # The model; once per fit, its outputs with and without padding are compared
     xb:tuple, # Inputs of the batch
     yb:tuple, # Targets of the batch
     n:int, # Samples in the batch
-    warn_once:WarnOnce # Gives the warnings of the fit
+    warn_once:WarnOnce # Gives each warning once per fit
 )->TokenDivision: # The micro-batches
     """Divide a batch into micro-batches of similar length
 
@@ -244,7 +244,7 @@ def _outputs(model, xb):
             for m in state.modules: m.training = isinstance(m, _BatchNorm) and m.training
             for kind in ('cpu',*(o.type for o in state.devices)): torch.set_autocast_enabled(kind, False)
             out = model(*xb)
-    # the cache may hold weights that were cast to half precision here, without an autograd graph
+    # the model may use autocast, which caches cast weights: those cached here have no autograd graph
     finally: torch.clear_autocast_cache()
     return [o for o in tree_leaves(out) if isinstance(o, torch.Tensor)]
 
@@ -269,10 +269,11 @@ def _try_trimming(self:TokenBudget, model, xb, division, warn_once):
     for x,y in zip(trimmed, padded):
         if x.shape!=y.shape:
             if y.ndim<2: continue
-            # the number of columns that the model's output leaves out, such as the last column
+            # the number of columns that the output leaves out: a language model may leave out one token
             n_less = division.width-y.shape[1]
             has_columns = n_less in (0,1) and x.shape[:2]==mask[:,n_less:].shape
-            if not has_columns: continue   # an output of another kind, such as attention between tokens
+            # an output without a column for each token, such as attention weights, is not compared
+            if not has_columns: continue
             is_token = mask[:,n_less:] & mask[:,:mask.shape[1]-n_less]
             is_token = is_token.reshape(*is_token.shape, *[1]*(x.ndim-2))
             x,y = (torch.where(is_token, o, 0) for o in (x,division.trim(y, *cut)))

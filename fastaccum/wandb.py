@@ -27,8 +27,8 @@ class WandbCallback(fastai_wandb.WandbCallback):
         if self.log_model and not hasattr(self, 'save_model'):
             raise ValueError("`log_model=True` uploads the model that a SaveModelCallback saves, and "
                 "this Learner has none: add `SaveModelCallback()` to `cbs=`" + more_link('log-model'))
-        # fastai's `before_fit` raises an error when it formats the result of `learn.gather_args()`:
-        # during that call, `gather_args` returns an empty dict
+        # fastai's `before_fit` raises an error when it formats the result of `learn.gather_args()`.
+        # `dict` replaces `gather_args` during that call, so that the result is an empty dict
         vars(self.learn)['gather_args'] = dict
         try: super().before_fit()
         finally: del vars(self.learn)['gather_args']

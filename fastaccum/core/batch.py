@@ -45,7 +45,7 @@ def is_list(o:object)->bool:
     return len(are_tensors)==1
 
 def _ambiguity(o):
-    "Rate how uncertain the number of samples in `o` is: 2 for a list of tensors, 1 for another list, or 0"
+    "Rate how uncertain the number of samples is: 2 for a list of tensors, 1 for another list, otherwise 0"
     if not is_list(o): return 0
     return 2 if len(_shape(o[0])) else 1
 

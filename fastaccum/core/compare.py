@@ -95,8 +95,8 @@ def relative_diff(a:torch.Tensor, b:torch.Tensor, least:float=0.)->float:
 
 def grad_differences(a:dict, b:dict)->dict:
     "Compare the gradients of two runs: return a dict from a parameter's name to the relative difference"
-    # for a small gradient, the difference is relative to 1% of the norm of all gradients, so that
-    # rounding does not count
+    # differences of small gradients are relative to 1% of the norm of all gradients, because small
+    # gradients may consist of rounding errors
     least = sum(o.square().sum().item() for o in a.values())**.5/100
     # if a parameter has a gradient in only one of the runs, its gradient in the other run is 0
     zeros = {name:torch.zeros_like(o) for name,o in {**a,**b}.items()}
@@ -115,8 +115,8 @@ def _tf32_settings():
 def eager_and_exact():
     "Run compiled models uncompiled, and do not round products to TF32, while the context is open"
     settings = _tf32_settings()
-    # `set_stance` imports `torch._dynamo`, which is slow. If nothing has imported `torch._dynamo` yet, no
-    # model is compiled, and `set_stance` is not needed
+    # `set_stance` imports `torch._dynamo`, which is slow. If `torch._dynamo` is not imported yet, no model
+    # is compiled, and `set_stance` is not needed
     has_compiler = 'torch._dynamo' in sys.modules
     def restore():
         for o,name,value,_ in settings: setattr(o, name, value)
@@ -251,12 +251,12 @@ def _weights(learn):
     return torch.cat([_on_cpu(p).flatten() for p in learn.model.parameters()])
 
 @patch
-def train_both_ways(self:Compare)->tuple: # (relative difference, steps with whole batches, steps in parts)
+def train_both_ways(self:Compare)->tuple: # (relative difference, number of steps whole, in parts)
     "Train on all batches, whole and in parts; compare how far the weights have moved"
     start = _weights(self.run.learn)
     n_parts = max(2, -(-self.n//self.most))
     sizes = even_sizes(self.n, -(-self.n//n_parts))
-    # `whole_and_parts` has found that the first sizes fail, and that `self.sizes` work
+    # `whole_and_parts` changes `self.sizes` if the first sizes fail: then use the sizes that work
     if self.sizes!=self.to_try[0]: sizes = self.sizes
     def train(in_parts):
         count = CountSteps()

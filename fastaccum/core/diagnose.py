@@ -125,14 +125,14 @@ def find_differing_modules(model:nn.Module, trace_a:Callable, trace_b:Callable, 
         else: break   # no module is left to freeze
         same_class = [o for o in modules.values() if type(o) is type(m)]
         new = [o for o in same_class if o.training and o not in frozen] or [m]
-        # unfreeze modules inside of `new`: their outputs differ because `new` changes their weights
+        # unfreeze modules inside of `new`: their outputs may differ only because `new` changes their weights
         inside = {o for m in new for o in m.modules()}-{*new,*frozen_by_caller}
         frozen[:] = [m for m in frozen if m not in inside]+new
     return first_diff,False
 
 # %% ../../nbs/core/28_diagnose.ipynb #look
 def _loss_grads(learn, n, count_items, start, stop):
-    "For samples `start` to `stop`, return digests of the loss's gradient, and the loss's number of items"
+    "For samples `start` to `stop`, return digests of the loss's gradient, and the number of loss items"
     part = Part(learn, n, lambda o: o[start:stop])
     preds = [t for t in _tensors(part.pred) if t.is_floating_point()]
     # fastai's tensors refuse `requires_grad_` if they require gradients already
@@ -164,27 +164,23 @@ class FirstBatchProbe(QuietCallback):
         loss_only:bool=False):
         self.n,self.sizes = n,sizes   # samples in the batch, and in each of its parts
         self.split = split            # selects samples: `f(batch, start, stop, n)`
-        self.n_items = n_items        # counts the items that the loss is a mean over; `None` to find out
+        self.n_items = n_items        # counts the items of the loss's mean; `None`: derived from the loss function
         self.loss_only = loss_only    # whether to run only the loss on parts, and not the model
         self.tol = 0.             # the largest relative difference that counts as rounding
         self.rows = n             # rows in the model's inputs: more than `n` if callbacks add rows
-        # results of running the model
-        self.draws = None         # relative difference of predictions with two seeds; `None` if unknown
-        # relative difference of the predictions in parts to those in the whole batch; `None` if unknown
-        self.predictions = None
+        # results of running the model; each difference is relative, and `None` if unknown
+        self.draws = None         # difference of the predictions with two seeds
+        self.predictions = None   # difference of the predictions in parts to those of the whole batch
         self.why = ''             # why `draws` or `predictions` is unknown
         self.drawing = []         # modules that draw random numbers
         self.depending = []       # modules whose outputs depend on the other samples of the batch
         self.remembering = []     # modules whose outputs change if the same batch comes a second time
         self.reset = False        # whether `model.reset()` must be called before each batch
-        # whether predictions in parts agree with the whole batch if `drawing` and `depending` are frozen
-        self.agree = False
-        # results of running the loss function
-        # relative difference of the loss's gradient in parts of unequal sizes; `None` if unknown
-        self.loss = None
+        self.agree = False        # whether predictions agree with `drawing` and `depending` frozen
+        # results of running the loss function; the difference is relative, and `None` if unknown
+        self.loss = None          # difference of the gradients in unequal parts to those of the whole batch
         self.loss_why = ''        # why `loss` is unknown
-        # the same as `loss` if parts of `sizes` would hide this difference, otherwise 0
-        self.hidden_loss = 0.
+        self.hidden_loss = 0.     # equals `loss` if parts of `sizes` hide the difference, otherwise 0
 
 # %% ../../nbs/core/28_diagnose.ipynb #first-events
 @patch
@@ -219,7 +215,7 @@ def after_pred(self:FirstBatchProbe):
 # %% ../../nbs/core/28_diagnose.ipynb #first-model
 @patch
 def _probe_model(self:FirstBatchProbe, model, xb):
-    "Find modules that make predictions differ with another seed, in a second run, or in parts of the batch"
+    "Find modules that make predictions differ with another seed, in a second run, or in parts"
     self.rows = n_samples(xb, self.n)
     # if a callback has added rows to the batch, `self.sizes` do not add up to the number of rows
     sizes = self.sizes if self.rows==self.n else part_sizes(self.rows)
@@ -250,8 +246,8 @@ def _probe_model(self:FirstBatchProbe, model, xb):
     else: self.predictions,self.agree = whole_and_parts(frozen, False)
     self.depending = frozen[len(self.drawing):]
     if self.agree: return
-    # the search has stopped before it has tried all modules: add the other BatchNorm layers, since a
-    # BatchNorm layer always depends on the other samples
+    # the search may have stopped before it tried all modules: add the remaining BatchNorm layers, which
+    # depend on the other samples in any model
     self.depending += [m for m in batchnorms(model) if m in once.modules and m not in frozen]
 
 # %% ../../nbs/core/28_diagnose.ipynb #blame
@@ -278,7 +274,7 @@ def find_differing_callbacks(compare:Compare, off:float, tol:float, **kwargs:obj
     needed = [o for o in remaining if o not in found]
     has_other_cause = len(found)<2 or off_without(*found)>tol
     if has_other_cause: return [o for o in found if remaining[o]<off/2],needed
-    # without all of `found`, the gradients agree: keep only the callbacks that are necessary for that
+    # the gradients agree if all callbacks in `found` are left out: remove the ones that may stay
     for o in [*found]:
         if off_without(*[x for x in found if x is not o])<=tol: found.remove(o)
     return found,[]

@@ -249,7 +249,7 @@ def larger_batch(self:DifferenceWarnings, n:int):
 @patch
 def more_batches(self:DifferenceWarnings, n_steps:int):
     "Warn that the loader yields more batches than the `n_steps` planned steps need"
-    # batches that are larger than planned make more steps, of which `larger_batch` has warned already
+    # `larger_batch` has already warned that batches are larger than planned, which makes more steps
     if 'larger-batches' in self.warn_once.given: return
     self.warn_once('more-batches', "the training loader yields more batches than its `__len__` "
         f"says, so learning rates are planned for {n_steps} steps only, and the last of these may be "

@@ -31,7 +31,7 @@ from .warnings import AccumulationWarning
 # %% ../../nbs/core/26_dry_run.ipynb #snapshot
 # a `Snapshot` does not note the attributes of objects whose class is from one of these packages
 _not_visited = sys.stdlib_module_names|{'torch','numpy','pandas','matplotlib','PIL'}
-# exceptions: classes from these packages whose objects have their attributes noted
+# exceptions: a `Snapshot` does note the attributes of objects of these classes
 _visited = (nn.Module,optim.Optimizer,optim.lr_scheduler.LRScheduler,GradScaler,SimpleNamespace)
 # a `Snapshot` leaves out objects of these classes: Python modules, and objects that cannot change
 _constants = str,bytes,int,float,type(None),type,ModuleType
@@ -97,10 +97,10 @@ def _put_tensor(t, value, device, requires_grad, grad):
     if not t.is_leaf: return
     if grad is None: t.grad = None
     elif t.grad is None: t.grad = grad.to(device, copy=True)
-    else: t.grad.data.copy_(grad)   # keep the tensor, because other objects may refer to the gradient
+    else: t.grad.data.copy_(grad)   # write into the same tensor, to which other objects may refer
 
 # %% ../../nbs/core/26_dry_run.ipynb #who
-# callbacks that are not called in a dry run, because they would log or disturb it
+# callbacks that are not called in a dry run, because they log or would disturb the run
 _no_part = {'fastaccum.accumulation.GradientAccumulation',
     'fastai.callback.training.GradientAccumulation', 'fastai.callback.training.ShortEpochCallback',
     'fastai.callback.tracker.TerminateOnNaNCallback',

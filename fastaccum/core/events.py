@@ -34,7 +34,7 @@ def records(cb:Callback)->bool:
 
 # %% ../../nbs/core/13_events.ipynb #events
 class Events(dict):
-    "Sends events to the callbacks of `learn`; a dict from a class to the events that it has a method for"
+    "Sends events to the callbacks of `learn`; a dict from a class to the events it has methods for"
     def __init__(self, learn:Learner): self.learn = learn
 
     def __missing__(self, cls):

@@ -99,8 +99,8 @@ _constants = {int,float,bool,str,bytes,type(None),torch.device,torch.dtype}
 _generators = torch.Generator,np.random.Generator,np.random.RandomState,random.Random
 # types whose objects, or the objects in them, may change in a forward pass
 _stateful = *_containers,tuple,torch.Tensor,*_generators
-# names of attributes that are not part of a module's state: PyTorch's own (`training`, `_buffers`, …), and
-# two functions that `ActivationCheckpoint` and `GradientCache` replace during a fit
+# attributes that are not part of a module's state: PyTorch's own (`training`, `_buffers`, …), and two
+# functions that `ActivationCheckpoint` and `GradientCache` replace during a fit
 _not_state = vars(nn.Module()).keys()|{'forward','_compiled_call_impl'}
 
 def _find_state(todo, in_objects=False):

@@ -37,5 +37,5 @@ def uses_batch(learn:Learner, loss_grad_fn:object)->bool:
     computed = graph_nodes(preds)
     if added & computed: return True
     leaf_nodes = [o for node in added for o,_ in node.next_functions if hasattr(o, 'variable')]
-    # a leaf that is not a parameter belongs to the batch: an input that needs a gradient
+    # a leaf of the graph that is not a parameter is part of the batch, such as an input of the model
     return any(not isinstance(o.variable, nn.Parameter) for o in leaf_nodes)

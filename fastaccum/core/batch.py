@@ -45,7 +45,7 @@ def is_list(o:object)->bool:
     return len(are_tensors)==1
 
 def _ambiguity(o):
-    "Rate how uncertain the number of samples in `o` is: 0 tensor, 1 list of items, 2 list of tensors"
+    "Rate how uncertain the number of samples is: 2 for a list of tensors, 1 for another list, otherwise 0"
     if not is_list(o): return 0
     return 2 if len(_shape(o[0])) else 1
 
@@ -110,7 +110,7 @@ def container_like(o:object, parts:list)->object:
     data = dict(zip(o.keys(), parts))
     if not isinstance(o, dict): return type(o)(data)
     res = copy(o)
-    # the outputs of Hugging Face's models raise an error in `update`, but not here
+    # not `res.update(data)`, which raises an error for the outputs of Hugging Face's models
     for k,v in data.items(): res[k] = v
     return res
 
@@ -150,7 +150,7 @@ def pick(b:object, n:int, f:Callable, without_rows:Callable|None=None)->object:
     def part(o, is_batch=False):
         if o is None: return o
         if has_rows(o, n): return f(o)
-        # the batch itself is never a list of samples
+        # the batch itself lists inputs and targets, not samples, even if it has `n` items
         if not is_batch and _lists_samples(o, n, of_tensors): return f(o)
         if without_rows is not None and not is_nested(o): return without_rows(o)
         if isinstance(o, torch.Tensor): raise _cannot_be_split(o, n, f' of shape {tuple(o.shape)}')

@@ -110,11 +110,11 @@ def by_name(name:str)->Callable:
 
 # %% ../../nbs/core/07_checks.ipynb #learner
 def _is_replaced(learn, name):
-    "Whether the Learner's method `name` is not fastai's, so that it may not run micro-batches"
+    "Whether the Learner's method `name` replaces fastai's, which runs micro-batches"
     f = vars(learn).get(name) or getattr(type(learn), name)
     f = getattr(f, '__func__', f)
     module = getattr(f, '__module__', None) or ''
-    # tsai's `one_batch` differs from fastai's only in how it moves the batch to the device
+    # tsai's `one_batch` also runs micro-batches: only the way it moves the batch to the device differs
     is_tsais = (module,name)==('tsai.learner','one_batch')
     return not (module.startswith('fastai.') or is_tsais)
 
@@ -198,7 +198,7 @@ def check_learner(learn:Learner):
 # %% ../../nbs/core/07_checks.ipynb #hooked
 def _is_user_hook(hook):
     "Whether a hook belongs to the user, and not to fastaccum or W&B"
-    function = getattr(hook, 'func', hook)   # a hook of `NoiseScale` is a `partial`
+    function = getattr(hook, 'func', hook)   # fastaccum's `NoiseScale` registers a `partial` as a hook
     module = getattr(function, '__module__', None) or ''
     return not module.startswith(('fastaccum.','wandb.'))
 

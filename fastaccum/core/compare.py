@@ -24,13 +24,14 @@ from .warnings import more_link
 
 # %% ../../nbs/core/27_compare.ipynb #sizes
 def part_sizes(n:int, most:int|None=None)->list[int]:
-    "Divide `n` samples into parts of unequal sizes, at most `most`; return the numbers of samples"
+    "Divide `n` samples into parts of unequal sizes, with at most `most` samples each; return the sizes"
     if most is None or most>=n:
         if n>8: return [n//2,n//3,n-n//2-n//3]
         second = n//2-1 if n>5 and n%2==0 else n//2
         return [n-second,second] if second else [n]
     n_full,rest = divmod(n, most)
-    # divide the last full part as well, to get parts of unequal sizes and of two samples or more
+    # a rest of 0 would leave parts of equal sizes, and a rest of 1 a part with a single sample: then add
+    # the rest to the last full part, and divide both into parts of unequal sizes
     if rest<2 and most>2:
         n_full,rest = n_full-1,most+rest
         return [most]*n_full+part_sizes(rest)
@@ -50,7 +51,7 @@ def _sizes_to_try(n, most, of_fit=False):
 def _on_cpu(t):
     "Copy the tensor `t` to the CPU, in double precision"
     dense = t if t.layout==torch.strided else t.to_dense()
-    # the tensor moves to the CPU before the conversion, because MPS has no float64
+    # move the tensor to the CPU before converting it to float64, which Apple's MPS devices do not have
     return dense.detach().cpu().to(torch.float64, copy=True)
 
 class CaptureGrads(QuietCallback):
@@ -59,7 +60,7 @@ class CaptureGrads(QuietCallback):
     def __init__(self, params:set):
         self.missing = params   # parameters that have had no gradient so far
         self.grads = {}         # name of a parameter -> its first gradient
-        self.buffers = {}       # name of a buffer -> its values after the last step
+        self.buffers = {}       # name of a buffer -> its values at the last step
         self.n_steps = 0        # steps so far, all of which were cancelled
 
     def _params(self): return [p for p,*_ in self.learn.opt.all_params()]
@@ -94,9 +95,10 @@ def relative_diff(a:torch.Tensor, b:torch.Tensor, least:float=0.)->float:
 
 def grad_differences(a:dict, b:dict)->dict:
     "Compare the gradients of two runs: return a dict from a parameter's name to the relative difference"
-    # small gradients are compared relative to 1% of the norm of all gradients
+    # differences of small gradients are relative to 1% of the norm of all gradients, because small
+    # gradients may consist of rounding errors
     least = sum(o.square().sum().item() for o in a.values())**.5/100
-    # a parameter that has a gradient in one run only counts as 0 in the other run
+    # if a parameter has a gradient in only one of the runs, its gradient in the other run is 0
     zeros = {name:torch.zeros_like(o) for name,o in {**a,**b}.items()}
     return {name:relative_diff(a.get(name, o), b.get(name, o), least) for name,o in zeros.items()}
 
@@ -113,7 +115,8 @@ def _tf32_settings():
 def eager_and_exact():
     "Run compiled models uncompiled, and do not round products to TF32, while the context is open"
     settings = _tf32_settings()
-    # `set_stance` imports `torch._dynamo`, which is slow; no model is compiled before that import
+    # `set_stance` imports `torch._dynamo`, which is slow. If `torch._dynamo` is not imported yet, no model
+    # is compiled, and `set_stance` is not needed
     has_compiler = 'torch._dynamo' in sys.modules
     def restore():
         for o,name,value,_ in settings: setattr(o, name, value)
@@ -125,7 +128,7 @@ def eager_and_exact():
 # %% ../../nbs/core/27_compare.ipynb #runs
 class FreezeMode(QuietCallback):
     "Keeps `modules` in evaluation mode; with `reset`, calls the model's `reset` before each batch"
-    order,run_valid = 1000,False   # after all other callbacks
+    order,run_valid = 1000,False   # after all other callbacks, which may set other modes
     def __init__(self, modules:list, reset:bool=False): self.modules,self.reset = modules,reset
     def before_batch(self):
         for m in self.modules: m.training = False
@@ -137,11 +140,11 @@ class Compare:
     def __init__(self,
         run:DryRun, # Runs fits of the Learner
         make_cbs:Callable, # `make_cbs(n, sizes)` returns callbacks that make a step of `n` samples
-        cut_loader:bool=True, # Whether the loader yields the parts; otherwise callbacks split batches
+        cut_loader:bool=True, # Whether the loader yields the parts; otherwise, `make_cbs` splits batches
         split:Callable=split, # `f(batch, start, stop, n)` returns samples `start` to `stop` of `n`
         bs:int|None=None, # Samples in the whole batch; defaults to the loader's batch size
         n:int=1, # Number of whole batches to read
-        micro:int|None=None # Samples in a micro-batch of the Learner's fits; `None` for unequal parts
+        micro:int|None=None # Samples in a part, as in a fit's micro-batch; `None` for unequal parts
     ):
         self.run,self.make_cbs = run,make_cbs
         self.cut_loader,self.split = cut_loader,split
@@ -151,9 +154,9 @@ class Compare:
         self.wholes = [b for b in batches if n_samples(b, self.n)==self.n]
         loader_bs = size_of(run.dl)
         self.most = micro or min(loader_bs or self.n, self.n)   # the most samples in a part
-        # lists of part sizes; a later list is tried if a fit fails with the lists before
+        # lists of part sizes, in the order in which `whole_and_parts` tries them until a fit succeeds
         self.to_try = _sizes_to_try(self.n, self.most, micro is not None)
-        self.sizes = self.to_try[0]   # samples in each part, from the list in use
+        self.sizes = self.to_try[0]   # the list of `to_try` in use: samples in each part
         self.why = ''                 # why the whole batch and its parts cannot be compared, in words
 
     def fit(self, in_parts:bool, wholes:list, cbs:list, sizes:list|None=None, **kwargs:object)->object:
@@ -197,7 +200,8 @@ def largest_difference(self:Compare, **kwargs:object)->float:
 def _describe_failure(e, learn, on):
     "Name the callback, module or loss function that raised the error `e`, and quote `e`, in one line"
     failed,tb = '',e.__traceback__
-    # from the outermost frame to the innermost, so that `failed` names the innermost module or callback
+    # go through the stack from the outermost frame to the innermost: in the end, `failed` names the
+    # innermost module or callback
     while tb is not None:
         o,code = tb.tb_frame.f_locals.get('self'),tb.tb_frame.f_code
         is_users = not type(o).__module__.startswith(('fastai','fastaccum'))
@@ -216,7 +220,8 @@ def _try_step(self:Compare, in_parts):
     "Run `step`; if it fails twice, set `why` to a description of the error, and return `None`"
     try: return self.step(in_parts)
     except Exception as e:
-        is_ours = more_link('') in str(e)   # this package's errors have a link, and name a remedy
+        is_ours = more_link('') in str(e)
+        # an error of fastaccum names a remedy, so it is raised, unless other part sizes may still work
         is_ours_for_whole = is_ours and not in_parts
         if is_out_of_memory(e) or is_ours_for_whole: raise
         try: self.step(in_parts)
@@ -246,12 +251,12 @@ def _weights(learn):
     return torch.cat([_on_cpu(p).flatten() for p in learn.model.parameters()])
 
 @patch
-def train_both_ways(self:Compare)->tuple: # Difference, steps with whole batches, steps in parts
+def train_both_ways(self:Compare)->tuple: # (relative difference, number of steps whole, in parts)
     "Train on all batches, whole and in parts; compare how far the weights have moved"
     start = _weights(self.run.learn)
     n_parts = max(2, -(-self.n//self.most))
     sizes = even_sizes(self.n, -(-self.n//n_parts))
-    # if `whole_and_parts` failed with the first sizes, `self.sizes` are the sizes that worked
+    # `whole_and_parts` changes `self.sizes` if the first sizes fail: then use the sizes that work
     if self.sizes!=self.to_try[0]: sizes = self.sizes
     def train(in_parts):
         count = CountSteps()

@@ -90,7 +90,7 @@ def _difference(a, b, name, kind):
     return max(map(relative_diff, x, y), default=0.)
 
 def _differs_by_itself(a, b, name, tol):
-    "Whether a module returns different outputs for the same inputs"
+    "Whether a module has the same inputs, but different outputs, in two traces"
     inputs = _difference(a, b, name, 'inputs')
     outputs = _difference(a, b, name, 'outputs')
     return inputs is not None and outputs is not None and inputs<=tol<outputs
@@ -107,7 +107,7 @@ def find_differing_modules(model:nn.Module, trace_a:Callable, trace_b:Callable, 
     TypeError: the predictions cannot be compared
     """
     first_diff,modules = None,dict(model.named_modules())
-    given = [*frozen]   # modules that the caller has frozen
+    frozen_by_caller = [*frozen]
     for _ in range(8):   # each round freezes the modules of one class
         a = trace_a(frozen)
         b = trace_b(frozen)
@@ -117,7 +117,7 @@ def find_differing_modules(model:nn.Module, trace_a:Callable, trace_b:Callable, 
                 'they need a row for each sample')
         if first_diff is None: first_diff = diff
         if diff<=tol: return first_diff,True
-        # in the order in which the calls ended, so inner modules come before outer ones
+        # `a.calls` has the modules in the order in which their calls ended: inner before outer modules
         for name in a.calls[0]:
             m = modules[name]
             may_freeze = m is not model and m not in frozen and not isinstance(m, nn.Sequential)
@@ -125,27 +125,27 @@ def find_differing_modules(model:nn.Module, trace_a:Callable, trace_b:Callable, 
         else: break   # no module is left to freeze
         same_class = [o for o in modules.values() if type(o) is type(m)]
         new = [o for o in same_class if o.training and o not in frozen] or [m]
-        # unfreeze modules inside of `new`: their outputs differ because `new` changes their weights
-        inside = {o for m in new for o in m.modules()}-{*new,*given}
+        # unfreeze modules inside of `new`: their outputs may differ only because `new` changes their weights
+        inside = {o for m in new for o in m.modules()}-{*new,*frozen_by_caller}
         frozen[:] = [m for m in frozen if m not in inside]+new
     return first_diff,False
 
 # %% ../../nbs/core/28_diagnose.ipynb #look
 def _loss_grads(learn, n, count_items, start, stop):
-    "For samples `start` to `stop`, return digests of the loss's gradient, and the items of the loss"
+    "For samples `start` to `stop`, return digests of the loss's gradient, and the number of loss items"
     part = Part(learn, n, lambda o: o[start:stop])
     preds = [t for t in _tensors(part.pred) if t.is_floating_point()]
     # fastai's tensors refuse `requires_grad_` if they require gradients already
     for t in preds:
         if not t.requires_grad: t.requires_grad_()
     loss = part.loss_func(part.pred, *part.yb)
-    if count_items is None: size = 1   # the loss is a sum
+    if count_items is None: size = 1   # the loss is a sum, for which the number of items plays no part
     else: size = stop-start if count_items is samples else count_items(part)
     grads = torch.autograd.grad(loss.mean(), preds, allow_unused=True)
     return [torch.zeros(len(t), 2) if g is None else _digest(g) for t,g in zip(preds, grads)],float(size)
 
 def _loss_difference(learn, n, count_items, sizes):
-    "Return how far the gradient of the loss differs from the weighted gradients of the parts"
+    "Return how far the loss's gradient in the whole batch differs from the weighted gradients in parts"
     whole,_ = _loss_grads(learn, n, count_items, 0, n)
     parts,ns = zip(*(_loss_grads(learn, n, count_items, *o) for o in bounds(sizes)))
     weights = [1. if count_items is None else o/sum(ns) for o in ns]
@@ -163,24 +163,24 @@ class FirstBatchProbe(QuietCallback):
     def __init__(self, n:int, sizes:list[int], split:Callable, n_items:Callable|None,
         loss_only:bool=False):
         self.n,self.sizes = n,sizes   # samples in the batch, and in each of its parts
-        self.split = split            # returns some of the samples of a batch
-        self.n_items = n_items        # counts the items that the loss is a mean over
-        self.loss_only = loss_only    # True if only the loss is run on parts, not the model
+        self.split = split            # selects samples: `f(batch, start, stop, n)`
+        self.n_items = n_items        # counts the items of the loss's mean; `None`: derived from the loss function
+        self.loss_only = loss_only    # whether to run only the loss on parts, and not the model
         self.tol = 0.             # the largest relative difference that counts as rounding
-        self.rows = n             # rows in the model's inputs
-        # results for the model
-        self.draws = None         # relative difference of predictions with two seeds; `None` if unknown
-        self.predictions = None   # relative difference of predictions in parts; `None` if unknown
+        self.rows = n             # rows in the model's inputs: more than `n` if callbacks add rows
+        # results of running the model; each difference is relative, and `None` if unknown
+        self.draws = None         # difference of the predictions with two seeds
+        self.predictions = None   # difference of the predictions in parts to those of the whole batch
         self.why = ''             # why `draws` or `predictions` is unknown
         self.drawing = []         # modules that draw random numbers
         self.depending = []       # modules whose outputs depend on the other samples of the batch
         self.remembering = []     # modules whose outputs change if the same batch comes a second time
         self.reset = False        # whether `model.reset()` must be called before each batch
-        self.agree = False        # whether the predictions agree with these modules frozen
-        # results for the loss
-        self.loss = None          # relative difference of loss gradients in parts; `None` if unknown
+        self.agree = False        # whether predictions agree with `drawing` and `depending` frozen
+        # results of running the loss function; the difference is relative, and `None` if unknown
+        self.loss = None          # difference of the gradients in unequal parts to those of the whole batch
         self.loss_why = ''        # why `loss` is unknown
-        self.hidden_loss = 0.     # `loss` in unequal parts, if parts of `sizes` show no difference
+        self.hidden_loss = 0.     # equals `loss` if parts of `sizes` hide the difference, otherwise 0
 
 # %% ../../nbs/core/28_diagnose.ipynb #first-events
 @patch
@@ -215,14 +215,14 @@ def after_pred(self:FirstBatchProbe):
 # %% ../../nbs/core/28_diagnose.ipynb #first-model
 @patch
 def _probe_model(self:FirstBatchProbe, model, xb):
-    "Find the modules that make predictions differ: with two seeds, a second time, and in parts"
+    "Find modules that make predictions differ with another seed, in a second run, or in parts"
     self.rows = n_samples(xb, self.n)
-    # if a callback has made several rows of each sample, `self.sizes` do not add up to these rows
+    # if a callback has added rows to the batch, `self.sizes` do not add up to the number of rows
     sizes = self.sizes if self.rows==self.n else part_sizes(self.rows)
     parts = [self.split(xb, *o, self.rows) for o in bounds(sizes)]
     trace = partial(ModuleTrace, model, ForwardState(model.modules()))
     find = partial(find_differing_modules, model, tol=self.tol)
-    traces = {}   # (*frozen modules, reset) -> the trace of the whole batch
+    traces = {}   # (*frozen modules, reset) -> `ModuleTrace` of the whole batch
     def whole(frozen, reset=False):
         "Trace the whole batch, once for each `frozen` and `reset`"
         key = *frozen,reset
@@ -246,8 +246,8 @@ def _probe_model(self:FirstBatchProbe, model, xb):
     else: self.predictions,self.agree = whole_and_parts(frozen, False)
     self.depending = frozen[len(self.drawing):]
     if self.agree: return
-    # the search has ended at a module that cannot be frozen, and has not tried the layers that run after
-    # that module. BatchNorm layers depend on other samples in any case
+    # the search may have stopped before it tried all modules: add the remaining BatchNorm layers, which
+    # depend on the other samples in any model
     self.depending += [m for m in batchnorms(model) if m in once.modules and m not in frozen]
 
 # %% ../../nbs/core/28_diagnose.ipynb #blame
@@ -265,8 +265,8 @@ def find_differing_callbacks(compare:Compare, off:float, tol:float, **kwargs:obj
         try: return compare.largest_difference(without=cbs, **kwargs)
         except Exception as e:
             if is_out_of_memory(e): raise
-            return float('inf')   # the step fails, because another callback needs one of `cbs`
-    # for each callback: the difference that remains if that callback alone is left out
+            return float('inf')   # the step fails without `cbs`, so the difference is unknown
+    # callback -> the difference that remains if only this callback is left out
     remaining = {o:off_without(o) for o in callbacks_to_try(compare.run)}
     best = min(remaining, key=remaining.get, default=None)
     if best is not None and remaining[best]<=tol: return [best],[]
@@ -274,7 +274,7 @@ def find_differing_callbacks(compare:Compare, off:float, tol:float, **kwargs:obj
     needed = [o for o in remaining if o not in found]
     has_other_cause = len(found)<2 or off_without(*found)>tol
     if has_other_cause: return [o for o in found if remaining[o]<off/2],needed
-    # without all of `found`, the gradients agree: keep only the callbacks that are necessary for that
+    # the gradients agree if all callbacks in `found` are left out: remove the ones that may stay
     for o in [*found]:
         if off_without(*[x for x in found if x is not o])<=tol: found.remove(o)
     return found,[]

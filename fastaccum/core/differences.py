@@ -30,12 +30,12 @@ def batchnorms(model:nn.Module)->list:
     return [m for m in bns if m.training or m.running_mean is None]
 
 # %% ../../nbs/core/11_differences.ipynb #chunks
-# Synchronises the GPU if the model is a text classifier
 def warn_chunks(model:nn.Module, xb:tuple, warn_once:WarnOnce):
     """Warn if fastai's `SentenceEncoder` leaves out chunks of texts
 
     For each chunk, `SentenceEncoder` counts the texts that are long enough to have this chunk, and takes
     the same number of texts from the beginning of the batch, whether these are long enough or not.
+    The check synchronises the GPU if the model contains a `SentenceEncoder`.
     """
     def leaves_out(m):
         has_chunk = xb[0][:,::m.bptt]!=m.pad_idx
@@ -53,12 +53,15 @@ class DifferenceWarnings:
     "Warns of what makes a fit differ from the full-batch run; of several processes, the first one warns"
     def __init__(self, warn_once:WarnOnce):
         self.warn_once = warn_once
-        # each of these checks is done once per fit
-        self.checked_fit = False    # whether layers, loader and callbacks were checked
-        self.checked_state = False  # whether modules with a `reset` method were checked for a state
-        self.checked_parts = False  # whether the model was checked for a state between parts of a batch
-        self.processes = None       # the processes that train together, in this epoch
-        self.loader = None          # the `StepLoader` of this epoch
+        # each of these checks is made once per fit
+        self.checked_fit = False   # whether layers, loader and callbacks were checked
+        # whether modules with a `reset` method were watched for a state kept between micro-batches
+        self.checked_state = False
+        # whether the model was checked for a state that it keeps between the parts of a split batch
+        self.checked_parts = False
+        # set in each epoch
+        self.processes = None   # the processes that train together
+        self.loader = None      # the `StepLoader`, which yields the optimizer steps
 
     def begin_epoch(self, processes:Processes, loader:StepLoader):
         self.processes,self.loader = processes,loader
@@ -166,8 +169,8 @@ def _watch_state(self:DifferenceWarnings, modules, remedy):
     "Warn within this context of modules that hold a state when they are called for the first time"
     called = set()
     def warn_of_state(m, *_):
-        # a text classifier calls a module once for each chunk of a text, and keeps its state between
-        # chunks
+        # check only the first call of a module: a text classifier calls the module once for each chunk
+        # of a text, and the module is meant to keep its state between these calls
         is_first_call = m not in called
         called.add(m)
         own = [o for name,o in vars(m).items() if name not in _module_attrs]
@@ -179,7 +182,7 @@ def _watch_state(self:DifferenceWarnings, modules, remedy):
 
 @patch
 def before_split(self:DifferenceWarnings, parts:BatchParts):
-    "Before a batch is split for the first time, warn if the model remembers a part in the next one"
+    "Before a batch is split for the first time, warn if the model keeps a state between its parts"
     if not self.checked_parts and remembers(parts):
         self._warn_state('the model', "If the state is not needed, reset it at the beginning of "
             "`forward`. Otherwise, use `ActivationCheckpoint()` instead of `micro_batch_size=`")
@@ -211,7 +214,7 @@ def left_out(self:DifferenceWarnings, step:Step, n:int):
 
 @patch
 def splits_rows(self:DifferenceWarnings, rows:int, n:int):
-    "Warn that callbacks have made more `rows` of `n` samples, and that the batch is split by rows"
+    "Warn that callbacks have made `rows` rows of a batch of `n` samples, and that these rows are split"
     self.warn_once('rows-of-a-split-batch', f"callbacks have made {rows} rows of the {n} samples of a "
         "batch, and the batch is split by rows. If rows belong together, such as two views of a sample, "
         "or have no target, such as unlabelled samples, this run differs from the full-batch run. Let "
@@ -229,7 +232,7 @@ def all_cancelled(self:DifferenceWarnings):
 @patch
 def epoch_ends(self:DifferenceWarnings, exception:str, n:int):
     "Warn that a callback has ended an epoch after `n` micro-batches, before the first step was complete"
-    if not n: return   # without a micro-batch, the full-batch run would not have trained either
+    if not n: return   # before any micro-batch: the full-batch run would not have trained either
     self.warn_once('epoch-without-step', f"a callback has ended an epoch ({exception}) after {n} "
         "micro-batches, before the first step was complete, so nothing was trained in this epoch. While "
         "micro-batches run, `learn.iter` counts micro-batches: let the callback use `learn.train_iter`, "
@@ -246,7 +249,8 @@ def larger_batch(self:DifferenceWarnings, n:int):
 @patch
 def more_batches(self:DifferenceWarnings, n_steps:int):
     "Warn that the loader yields more batches than the `n_steps` planned steps need"
-    if 'larger-batches' in self.warn_once.given: return   # that warning has given the reason
+    # `larger_batch` has already warned that batches are larger than planned, which makes more steps
+    if 'larger-batches' in self.warn_once.given: return
     self.warn_once('more-batches', "the training loader yields more batches than its `__len__` "
         f"says, so learning rates are planned for {n_steps} steps only, and the last of these may be "
         "smaller than the rest. Let `__len__` return the number of batches")

@@ -29,11 +29,11 @@ from .patching import QuietCallback, uninterrupted
 from .warnings import AccumulationWarning
 
 # %% ../../nbs/core/26_dry_run.ipynb #snapshot
-# packages for whose objects a `Snapshot` does not note the attributes
+# a `Snapshot` does not note the attributes of objects whose class is from one of these packages
 _not_visited = sys.stdlib_module_names|{'torch','numpy','pandas','matplotlib','PIL'}
-# exceptions: classes from these packages for whose objects a `Snapshot` does note the attributes
+# exceptions: a `Snapshot` does note the attributes of objects of these classes
 _visited = (nn.Module,optim.Optimizer,optim.lr_scheduler.LRScheduler,GradScaler,SimpleNamespace)
-# classes whose objects a `Snapshot` leaves out: these cannot change, or are Python modules
+# a `Snapshot` leaves out objects of these classes: Python modules, and objects that cannot change
 _constants = str,bytes,int,float,type(None),type,ModuleType
 
 class Snapshot:
@@ -97,10 +97,10 @@ def _put_tensor(t, value, device, requires_grad, grad):
     if not t.is_leaf: return
     if grad is None: t.grad = None
     elif t.grad is None: t.grad = grad.to(device, copy=True)
-    else: t.grad.data.copy_(grad)   # in place, because other objects may refer to the gradient
+    else: t.grad.data.copy_(grad)   # write into the same tensor, to which other objects may refer
 
 # %% ../../nbs/core/26_dry_run.ipynb #who
-# callbacks that are not called in a dry run
+# callbacks that are not called in a dry run, because they log or would disturb the run
 _no_part = {'fastaccum.accumulation.GradientAccumulation',
     'fastai.callback.training.GradientAccumulation', 'fastai.callback.training.ShortEpochCallback',
     'fastai.callback.tracker.TerminateOnNaNCallback',
@@ -156,12 +156,12 @@ def loader_state(dl:object)->list:
 
 def training_device(learn:Learner)->torch.device:
     "Return the device that the next fit runs on, to which fastai may not have moved the model yet"
-    # fastai's `TrainEvalCallback` moves the model to this device when a fit begins
+    # fastai's `TrainEvalCallback` moves the model to `dls.device` when a fit begins
     device = getattr(learn.dls, 'device', default_device())
     return next(learn.model.parameters()).device if device is None else torch.device(device)
 
 class DryRun:
-    """Runs fits of a Learner, each from its current state, and restores that state; a context manager
+    """Runs fits of a Learner, and restores the state of the Learner after each; a context manager
 
     `without`: callbacks of the Learner that are left out. `total`: calls of `tick` that fill a progress
     bar; 0 for no bar.
@@ -169,11 +169,11 @@ class DryRun:
     def __init__(self, learn:Learner, without:tuple|list=(), total:int=0):
         dls = learn.dls
         self.learn = learn
-        self.dl = dls.train   # the Learner's training loader, which `fit` replaces
+        self.dl = dls.train   # the Learner's training loader, which `fit` replaces by another loader
         self.device = training_device(learn)
         # the Learner's callbacks that are called in a dry run
         self.cbs = L(o for o in learn.cbs if takes_part(o) and not any(o is x for x in without))
-        self.snap = self._snapshot(learn)   # restores the Learner
+        self.snap = self._snapshot(learn)   # the state of the Learner, restored after each fit
         has_bar = total and hasattr(learn, 'progress') and learn.create_mbar
         self.bar = progress_bar(range(total), leave=False) if has_bar else None
         self.ticks = 0        # calls of `tick` so far
@@ -215,7 +215,8 @@ def fit(self:DryRun, dl:object, cbs:list, lr:float|slice|None=0., without:tuple|
     after:Callable=noop)->object:
     """Fit on `dl` for an epoch with `cbs` and the Learner's callbacks that take part, except `without`
 
-    Any of `cbs` may end the fit. Returns the result of `after(learn)`, called before restoring.
+    Any of `cbs` may end the fit. Returns the result of `after(learn)`, which is called before the state
+    of the Learner is restored.
     """
     learn = self.learn
     try:

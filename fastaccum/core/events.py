@@ -14,7 +14,8 @@ from fastai.learner import Learner, Recorder
 from .checks import class_names
 
 # %% ../../nbs/core/13_events.ipynb #hears
-# fastai's callbacks that have a `before_batch` and still get `after_batch` once per optimizer step
+# fastai's callbacks that count steps in `after_batch`, and so get this event once per optimizer step.
+# Other callbacks with a method `before_batch` get `after_batch` once per batch of the loader
 step_counters = {'fastai.callback.schedule.ParamScheduler','fastai.callback.wandb.WandbCallback',
     'fastai.vision.gan.GANTrainer'}
 
@@ -33,7 +34,7 @@ def records(cb:Callback)->bool:
 
 # %% ../../nbs/core/13_events.ipynb #events
 class Events(dict):
-    "Sends events to the callbacks of `learn`; a dict that caches the events of each class with a method"
+    "Sends events to the callbacks of `learn`; a dict from a class to the events it has methods for"
     def __init__(self, learn:Learner): self.learn = learn
 
     def __missing__(self, cls):

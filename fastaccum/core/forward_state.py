@@ -26,7 +26,7 @@ def devices_of(modules:Iterable)->list:
     tensors = [t for m in modules for t in (*m._parameters.values(),*m._buffers.values())]
     return list({t.device for t in tensors if t is not None and t.device.type not in ('cpu','meta')})
 
-def rng_state(devices:Iterable=())->list: # Pairs: a function that sets a state, the state
+def rng_state(devices:Iterable=())->list: # Pairs: (function that sets a state, state)
     "Return the states of Python's, NumPy's and PyTorch's random generators, on the CPU and on `devices`"
     res = [(random.setstate,random.getstate()), (np.random.set_state,np.random.get_state()),
         (torch.set_rng_state,torch.get_rng_state())]
@@ -36,7 +36,7 @@ def rng_state(devices:Iterable=())->list: # Pairs: a function that sets a state,
         res.append((partial(module.set_rng_state, **kwargs),module.get_rng_state(**kwargs)))
     return res
 
-def generator_state(o:object)->list: # At most one pair: a function that sets the state, the state
+def generator_state(o:object)->list: # At most one pair: (function that sets the state, state)
     "Return the state of the random number generator `o`; an empty list for any other object"
     if isinstance(o, random.Random): return [(o.setstate,o.getstate())]
     if isinstance(o, (np.random.RandomState,torch.Generator)): return [(o.set_state,o.get_state())]
@@ -71,7 +71,8 @@ def set_autocast_state(state:tuple):
     move = torch.autocast_increment_nesting if missing>0 else torch.autocast_decrement_nesting
     # `deque` makes all calls within one bytecode, so that Ctrl-C cannot stop them half-way
     deque(map(_call, [move]*abs(missing)), maxlen=0)
-    if not depth: torch.clear_autocast_cache()   # as PyTorch does when the outermost context ends
+    # PyTorch also clears the cache of cast weights when the outermost autocast context ends
+    if not depth: torch.clear_autocast_cache()
     for kind,is_on,dtype in flags:
         torch.set_autocast_enabled(kind, is_on)
         torch.set_autocast_dtype(kind, dtype)
@@ -93,12 +94,13 @@ def put_items(o:dict|list|set|deque, items:list):
     else: o.update(zip(items[::2], items[1::2]) if isinstance(o, dict) else items)
 
 # %% ../../nbs/core/23_forward_state.ipynb #find
-# types whose objects never change
+# types whose objects never change, and need not be noted
 _constants = {int,float,bool,str,bytes,type(None),torch.device,torch.dtype}
 _generators = torch.Generator,np.random.Generator,np.random.RandomState,random.Random
 # types whose objects, or the objects in them, may change in a forward pass
 _stateful = *_containers,tuple,torch.Tensor,*_generators
-# names of attributes that every module has, and of attributes that may be replaced during a fit
+# attributes that are not part of a module's state: PyTorch's own (`training`, `_buffers`, …), and two
+# functions that `ActivationCheckpoint` and `GradientCache` replace during a fit
 _not_state = vars(nn.Module()).keys()|{'forward','_compiled_call_impl'}
 
 def _find_state(todo, in_objects=False):
@@ -107,15 +109,15 @@ def _find_state(todo, in_objects=False):
     Searches the items of containers, and with `in_objects` also the attributes of other objects. Returns
     `(name, object)` pairs, in which the name is that of an attribute or a dict's key.
     """
-    found = {}   # `id` of an object -> its name, the object
+    found = {}   # `id` of an object -> (name, object)
     while todo:
         name,o = todo.pop()
         is_searched = in_objects and not isinstance(o, (*_stateful,nn.Module,type))
         if is_searched and hasattr(o, '__dict__'): o = vars(o)
         if type(o) in _constants or id(o) in found or not isinstance(o, _stateful): continue
         found[id(o)] = name,o
-        is_long = isinstance(o, (*_containers,tuple)) and len(o)>=1000   # such as a vocabulary
-        if not isinstance(o, (*_containers,tuple)) or is_long: continue
+        if not isinstance(o, (*_containers,tuple)): continue
+        if len(o)>=1000: continue   # a long container, such as a vocabulary, would take long to search
         pairs = o.items() if isinstance(o, dict) else ((name,x) for x in o)
         todo += [(key if isinstance(key, str) else name,x) for key,x in pairs]
     return found.values()
@@ -130,22 +132,23 @@ class ForwardState:
     def __init__(self, modules:Iterable, devices:Iterable|None=None, given:Iterable=(), copy:bool=True):
         self.modules = list(modules)   # the modules that run in the forward pass
         self.given = list(given)       # other objects that the pass may change
-        # the devices, except the CPU, whose random numbers and autocast are noted
+        # devices, other than the CPU, whose random states and autocast are noted
         self.devices = devices_of(self.modules) if devices is None else devices
-        self.rng = rng_state(self.devices)             # pairs: a function that sets a state, the state
-        self.autocast = autocast_state(self.devices)   # a state for `set_autocast_state`
-        self.modes = [(m,m.training) for m in self.modules]   # pairs: a module, its flag `training`
-        # pairs: a module's dict of buffers, and a copy of the dict
+        self.rng = rng_state(self.devices)             # pairs: (function that sets a state, state)
+        self.autocast = autocast_state(self.devices)   # for `set_autocast_state`, which restores it
+        self.modes = [(m,m.training) for m in self.modules]   # pairs: (module, its flag `training`)
+        # pairs: (a module's dict of buffers, copy of the dict)
         self.buffers = [(m._buffers,dict(m._buffers)) for m in self.modules if m._buffers]
-        self.copies = {}   # `id` of a buffer -> the buffer, its version, a copy of its values
+        self.copies = {}   # `id` of a buffer -> (buffer, its version, copy of its values)
         if copy: self._copy_buffers()
-        own = [vars(m) for m in self.modules if not type(m).__module__.startswith('torch.nn.')]
-        # for each module that is not from `torch.nn`, a pair: the dict of its attributes, and a copy of
-        # the attributes that may be state
-        self.attrs = [(d,{k:o for k,o in d.items() if k not in _not_state}) for d in own]
+        # modules from `torch.nn` keep no state in attributes
+        users_modules = [m for m in self.modules if not type(m).__module__.startswith('torch.nn.')]
+        # pairs: (a module's dict of attributes, copy of the dict without the attributes `_not_state`)
+        self.attrs = [(vars(m),{k:o for k,o in vars(m).items() if k not in _not_state})
+            for m in users_modules]
         kept = [(k,o) for _,attrs in self.attrs for k,o in attrs.items() if type(o) not in _constants]
         found = [*_find_state(kept),*_find_state([('',o) for o in self.given], in_objects=True)]
-        # pairs: a container in an attribute, and the items of the container
+        # pairs: (list, dict, set or deque in an attribute, its items)
         self.items = [(o,items_of(o)) for _,o in found if isinstance(o, _containers)]
         # (name, tensor, version) of each tensor in an attribute
         self.tensors = [(name,o,o._version) for name,o in found
@@ -219,10 +222,10 @@ def settle(self:ForwardState):
 class ChangedAttrs:
     "Remembers the attributes of objects, to list attributes that are set later, such as MixUp's factors"
     def __init__(self, objects:Iterable):
-        # for each object: the dict of its attributes, and a copy of that dict
+        # pairs: (an object's dict of attributes, copy of the dict)
         self.before = [(vars(o),dict(vars(o))) for o in objects]
 
-    def since(self)->list: # (dict of an object's attributes, name, value)
+    def since(self)->list: # For each attribute: (dict of the object's attributes, name, value)
         "List the attributes that were set since this object was created"
         return [(attrs,name,o) for attrs,old in self.before for name,o in attrs.items()
             if o is not old.get(name)]

@@ -68,7 +68,7 @@ class GradSums:
             p.grad = None
             if g is None: continue
             if total is not None and weight_is_number and g.layout==total.layout==torch.strided:
-                total.add_(g, alpha=weight)   # does not copy the gradient
+                total.add_(g, alpha=weight)   # faster than the lines below, which copy the gradient
                 continue
             # copy the gradient, even with a weight of 1: a compiled model may write its next gradient
             # into the same memory
@@ -105,7 +105,7 @@ class GradCheck:
 
 # %% ../../nbs/core/06_gradients.ipynb #undo
 class UndoBackward:
-    "Undoes a backward pass that failed in the middle, given the gradients before it"
+    "Restores the gradients from before a backward pass that failed in the middle"
     def __init__(self, params:list, empty:bool):
         # (parameter, gradient, version of the gradient) before the backward pass
         self.grads = [(p,p.grad,None if p.grad is None else p.grad._version) for p in params]

@@ -25,16 +25,17 @@ def graph_nodes(roots:Iterable, until:Iterable=())->set:
     return seen
 
 def uses_batch(learn:Learner, loss_grad_fn:object)->bool:
-    """Whether the change of the loss depends on the batch: on predictions or activations of the model
+    """Whether callbacks have added a term to the loss that depends on the batch, not only on weights
 
-    `loss_grad_fn` is the `grad_fn` of the loss before the change.
+    `loss_grad_fn` is the `grad_fn` of the loss before callbacks changed the loss.
     """
     preds = [o.grad_fn for o in leaves(learn.pred) if isinstance(o, Tensor)]
-    # more than one node, because `loss_grad` may be a view
+    # all nodes of the loss before the change, and not only `loss_grad_fn`: if the loss is a view and a
+    # term is added in place, PyTorch builds a new graph that does not contain `loss_grad_fn`
     own_loss = graph_nodes([loss_grad_fn], until=preds)
     added = graph_nodes([learn.loss_grad.grad_fn], until=own_loss)
     computed = graph_nodes(preds)
     if added & computed: return True
     leaf_nodes = [o for node in added for o,_ in node.next_functions if hasattr(o, 'variable')]
-    # a leaf that is not a parameter belongs to the batch, such as inputs that need a gradient
+    # a leaf of the graph that is not a parameter is part of the batch, such as an input of the model
     return any(not isinstance(o.variable, nn.Parameter) for o in leaf_nodes)

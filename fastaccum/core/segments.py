@@ -21,7 +21,7 @@ from .warnings import more_link
 class Segment:
     "A part of a model whose activations can be computed again in the backward pass"
     name:str # As in `named_modules`; children of a Sequential as a slice: '0[:4]'
-    modules:list # One module, or consecutive children of `seq`
+    modules:list # The segment's module, or its consecutive children of `seq`
     seq:nn.Sequential|None=None # The Sequential that runs `modules`; `None` if they are one module
     calls:int=0 # Forward passes with gradients in the last fit
     kept:int=0 # Bytes of the segment's inputs in the last forward pass with gradients
@@ -130,7 +130,7 @@ def _segments_of_model(model):
     counts = Counter(map(type, model.modules()))
     params = set(model.parameters())
     res = list(_segments_of(model, '', counts))
-    last = None   # the module that was searched last
+    last = None   # the module that the loop searched last
     while len(res)==1 and params=={p for m in res[0].modules for p in m.parameters()}:
         name = res[0].name.partition('[')[0]
         m = res[0].seq or res[0].modules[0]

@@ -30,7 +30,7 @@ class LogRows:
         self.to_log = []        # the Learner's callbacks with a method `to_log`, found once per epoch
         self.n_rows = 0         # micro-batches in the epoch
         self.began = 0.         # when the step began, in seconds of `time.perf_counter`
-        # losses recorded in the fit in addition to one per step: those of micro-batches before the last
+        # micro-batches whose losses were recorded in the fit, without the last micro-batch of each step
         self.n_more_rows = 0
         self.n_shown = 0        # what `count_rows` has added to `learn.train_iter`: `n_more_rows` or 0
 

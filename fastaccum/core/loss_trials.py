@@ -84,7 +84,7 @@ class LossTrials:
         previous = self.waiting
         joined,self.waiting = pair(previous, learn)
         if previous is None and self.waiting is not None: return None,0
-        # a sample of another shape than `previous` waits in place of `previous`; that is no trial
+        # `waiting` is only set here if the two samples have different shapes: then no loss was tested
         if self.waiting is None: self.n_left -= 1
         return (learn,1) if joined is None else (joined,2)
 
@@ -202,8 +202,8 @@ class LossChanges:
         self.changes = changes   # (callback, event) of each change of the loss
         self.added = []          # for each part, the term that the callbacks have added to its loss
         cbs = {id(cb):cb for cb,_ in changes}.values()
-        # for each callback: the dict of its attributes, and a copy of that dict without the Learner, from
-        # which each repeated event starts
+        # for each callback: the dict of its attributes, and a copy of that dict without the Learner,
+        # from which each repeated event starts
         self.attrs_of_cbs = [(vars(cb),{k:o for k,o in vars(cb).items() if k!='learn'}) for cb in cbs]
         # attributes with a row for each sample of this batch, which are cut to the rows of a part:
         # (dict that contains the attribute, its name, its value)
@@ -274,7 +274,7 @@ def try_parts(self:LossChanges, learn:Learner, count_items:Callable|None)->Probe
 # %% ../../nbs/core/20_loss_trials.ipynb #loss-changed
 @patch
 def _changed_loss(self:LossTrials, learn, batch, n, micro, mean):
-    "Warn of callbacks whose change of the loss makes the run differ, or may make it differ"
+    "Warn of callbacks whose change of the loss makes the run differ from the full-batch run, or may do so"
     # fastai's own callbacks need no test: for example, `RNNRegularizer` adds a mean over samples
     def is_fastais(cb): return type(cb).__module__.startswith('fastai.')
     found = [(cb,event) for cb,event,_ in micro.loss_changes if not is_fastais(cb)]

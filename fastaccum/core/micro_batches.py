@@ -101,7 +101,7 @@ class Division:
 
 # %% ../../nbs/core/12_micro_batches.ipynb #parts
 class BatchParts:
-    "Splits the Learner's batch of `n` rows, after callbacks' `before_batch`, into parts: micro-batches"
+    "Splits the Learner's batch of `n` rows, as `before_batch` has left it, into parts: micro-batches"
     def __init__(self, learn:Learner, n:int, changed:ChangedAttrs, division:Division=None):
         self.learn,self.n = learn,n
         self.division = division or Division(n)

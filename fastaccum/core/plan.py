@@ -43,7 +43,7 @@ class PlannedStep(NamedTuple):
     "The sizes of one planned step, in samples"
     sizes:tuple # Samples that each process trains on in this step
     full:int # Samples of a complete step, over all processes, rounded up to whole batches
-    wanted:int # Samples after which a process ends a step: its part before rounding up to whole batches
+    wanted:int # Samples after which a process ends the step: the effective batch size per process
 
 # %% ../../nbs/core/00_plan.ipynb #equal
 class EqualSteps(Sequence):
@@ -340,8 +340,8 @@ def _warn_rounded_up(self:Plan, size_name):
 @patch
 def _check_filled(self:Plan, warns):
     "Refuse an epoch with too few samples for a complete step, or warn that it is one smaller step"
-    # `drop_last=True` drops a step for which one process has too few samples. Otherwise, there is still a
-    # complete step as long as one process has enough samples for its part.
+    # `drop_last=True` drops a step for which one process has too few samples. Otherwise, the epoch is
+    # one smaller step only if all processes have too few samples for their part of a complete step.
     is_too_few = any if self.drop_last else all
     for i in self._different_epochs():
         full = self.shares(self.wanted(i, self.steps_before(i)))

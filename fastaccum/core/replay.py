@@ -36,7 +36,7 @@ def _has_rows(x, y, nx, ny):
     "Whether the output `x` has a row for each of `nx` samples; `y` is the same output for `ny` samples"
     if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)): return False
     if x.ndim!=y.ndim or x.shape[:1]!=(nx,) or y.shape[:1]!=(ny,): return False
-    # another dimension has the number of samples, too, such as in a matrix of similarities
+    # another dimension also has the number of samples, such as in a matrix of similarities
     has_pairs = nx!=ny and (nx,ny) in zip(x.shape[1:], y.shape[1:])
     if has_pairs: _refuse(x, nx)
     return True
@@ -48,7 +48,7 @@ def _is_equal(x, y):
     return x is y or is_plain and x==y
 
 def _join_outputs(xs, ns, has_rows):
-    "The output for the whole batch, from the outputs `xs` for its micro-batches of `ns` samples"
+    "Join the outputs `xs` of micro-batches of `ns` samples to the output of the whole batch"
     last = xs[-1]
     if has_rows:
         for x,n in zip(xs, ns):
@@ -63,7 +63,7 @@ def _join_outputs(xs, ns, has_rows):
 class ReplayedForward:
     """Runs one call of `model` in micro-batches, and runs them again in the backward pass
 
-    `cb`: the `GradientCache`, which limits micro-batches and keeps findings of the fit. `stock`: the
+    `cb`: the `GradientCache`, with the limit of micro-batches. `stock`: the
     model's own `forward`. `args`: the inputs of `n` samples.
 
     TypeError: inputs or outputs cannot be split
@@ -75,7 +75,7 @@ class ReplayedForward:
         self.modules = list(model.modules())
         self.ddps = [m for m in self.modules if isinstance(m, DistributedDataParallel)]
         self.devices = devices_of(self.modules)
-        # whether the Learner trains; a frozen model may be in evaluation mode all the same
+        # whether the Learner is in training; a frozen model may be in evaluation mode then
         self.training = cb.learn.training
         self.tensors = [o for o in leaves(args) if isinstance(o, torch.Tensor)]
         # `id` of an input that needs a gradient -> the input, and the detached copy that replaces it
@@ -87,7 +87,7 @@ class ReplayedForward:
         self.division = cb.limit.divide(model, self.args, (), n, cb.warn_once)
         self.bounds = []        # for each micro-batch: its first row, and the row after its last row
         self.states = []        # for each micro-batch: the `ForwardState` from which it starts
-        # DDP models that exchange gradients after this backward pass; empty while DDP is paused
+        # DDP models that exchange gradients after this backward pass; empty if DDP's exchange is off
         self.exchanges = []
         # set by `forward`, for the backward pass
         self.needs = []         # for each output of the last micro-batch, whether it needs a gradient
@@ -113,7 +113,7 @@ class ReplayedForward:
         return self.division.is_whole(0, self.division.end_of(0, self.n, self.max_samples))
 
     def run(self, start:int, stop:int):
-        "The model's outputs for samples `start` to `stop`"
+        "Return the model's outputs for samples `start` to `stop`"
         try: xs = self.division.part(self.args, start, stop)
         except TypeError as e:
             raise TypeError("the model's inputs cannot be split into micro-batches "
@@ -196,11 +196,12 @@ def find_rows(self:ReplayedForward, outs:list, n:int):
         k = n-1 if n>2 else n+1
         try:
             with torch.no_grad(), self.no_sync(), self.states[0].again():
-                # run the last `k` rows: a `TokenBudget` puts the shortest rows last, to save memory
+                # the last rows need least memory, because a `TokenBudget` sorts the shortest rows last
                 others = leaves(self.run(self.n-k, self.n))
         except Exception as e:
             if k<n or not self.cb.limit.shrinks or not is_out_of_memory(e): raise
-            # memory is too small for `n`+1 samples: assume that outputs with `n` rows have one per sample
+            # memory is too small for `n`+1 samples, so there is nothing to compare with: assume that an
+            # output with `n` rows has one row per sample
             others,k = outs,n
         if len(others)!=len(outs): _refuse(outs, n)
         self.cb.rows[training] = [_has_rows(x, y, n, k) for x,y in zip(outs, others)]
@@ -309,7 +310,7 @@ def _replay(self:ReplayedForward, i, start, stop, grads):
                 "always, or never" + more_link('output-sometimes-detached'))
         if g is None: continue
         if is_by_row: pairs.append((x, self.division.rows(g, start, stop)))
-        # an output without rows is equal for all micro-batches: only one of them back-propagates it
+        # outputs without rows are equal in all micro-batches: only the last one gets their gradient
         elif stop==self.n: pairs.append((x, g))
     outs.clear()
     if pairs: torch.autograd.backward(*zip(*pairs))

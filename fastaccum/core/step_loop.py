@@ -56,7 +56,8 @@ class StepLoop:
         # state of the epoch, set by `begin_epoch`
         self.loader = None                       # the `StepLoader` that the Learner iterates over
         self.events = None                       # sends events to callbacks
-        self.comms = []                          # names of features that exchange data per micro-batch
+        # names of the features for which processes communicate in every micro-batch
+        self.comms = []
         self.limit = None                        # the `MicroBatchLimit`; `None` if batches are not split
         self.grad_sums = GradSums([])            # gradient sums, for half precision and compiled models
         self.n_batches = 0                       # batches of the loader so far
@@ -69,7 +70,7 @@ class StepLoop:
         self.mean = None                         # the `StepMean` of `step`
         self.kept_losses = None                  # averages what the loss function keeps for `LossMetric`
         self.n_left_out = 0                      # micro-batches of `step` that callbacks have cancelled
-        self.micro = None                        # the `MicroBatch` that ran last; `None` before the first
+        self.micro = None                        # the `MicroBatch` that runs or ran last, or `None`
 
     def __getstate__(self): return dict(acc=self.acc, learn=self.learn)   # for `learn.export()` in a fit
 
@@ -114,7 +115,7 @@ def begin_epoch(self:StepLoop, plan:Plan):
     self.processes = Processes(learn.model)   # a callback may have wrapped the model in DDP
     empty_grads(learn.opt)
     params = params_of(learn.opt)
-    # a loss is multiplied by its share of the step; if one parameter needs `GradSums`, all gradients are
+    # a micro-batch's share multiplies its loss, or all gradients if one parameter needs `GradSums`
     weighs_grads = bool(in_half(params)) or any(map(is_compiled, learn.model.modules()))
     self.grad_sums = GradSums(params if weighs_grads else [])
     self.events = Events(learn)

@@ -72,7 +72,7 @@ class StepLoop:
         self.n_left_out = 0                      # micro-batches of `step` that callbacks have cancelled
         self.micro = None                        # the `MicroBatch` that runs or ran last, or `None`
 
-    def __getstate__(self): return dict(acc=self.acc, learn=self.learn)   # for `learn.export()` in a fit
+    def __getstate__(self): return dict(acc=self.acc, learn=self.learn)   # `learn.export()` pickles this
 
     @property
     def finder(self)->LRFinder|None:

@@ -274,7 +274,7 @@ def try_parts(self:LossChanges, learn:Learner, count_items:Callable|None)->Probe
 # %% ../../nbs/core/20_loss_trials.ipynb #loss-changed
 @patch
 def _changed_loss(self:LossTrials, learn, batch, n, micro, mean):
-    "Warn of callbacks whose change of the loss lets the run differ, or may, from the full-batch run"
+    "Warn if a callback's change of the loss makes the run differ from the full-batch run, or may do so"
     # fastai's own callbacks need no test: for example, `RNNRegularizer` adds a mean over samples
     def is_fastais(cb): return type(cb).__module__.startswith('fastai.')
     found = [(cb,event) for cb,event,_ in micro.loss_changes if not is_fastais(cb)]

@@ -37,7 +37,7 @@ def n_of(dl:object)->int|None:
     "Count the samples of an epoch, including samples that `drop_last` leaves out; `None` if unknown"
     for name in ('partial_n','n'):   # fastai's `PartialDL` yields `partial_n` of its `n` samples
         if getattr(dl, name, None) is not None: return getattr(dl, name)
-    # the batch sampler comes first, because PyTorch's loader then ignores its own `sampler`
+    # the batch sampler comes first: a PyTorch loader that was given one does not use its `sampler`
     for source in ('batch_sampler.sampler','sampler','dataset'):
         with suppress(TypeError, AttributeError): return len(attrgetter(source)(dl))
 
@@ -61,11 +61,12 @@ def sizes_of(dl:object, micro_batch_size:int|None=None)->LoaderSizes:
     bs,n = _bs_and_n(dl.dl if is_distributed else dl, micro_batch_size)
     n_all = n_of(dl) or n
     if is_distributed:
-        # the processes share all samples, even samples that the wrapped loader alone would drop
+        # `DistributedDL` divides all samples among the processes, also those of an incomplete last batch
+        # that the wrapped loader alone would drop
         n_all = ceil((n_of(dl.dl) or n)/dl.world_size)
         n = n_all//bs*bs if dl.drop_last else n_all
-    # a loader drops fewer samples than a batch has: with a larger difference, `n_of` has counted samples
-    # that the loader never reads
+    # `n_all-n` samples are a dropped last batch only if they are fewer than `bs`. Otherwise, `n_of` has
+    # counted samples that the loader never reads.
     drops_last_batch = 0<n_all-n<bs
     micro_bs = bs if micro_batch_size is None else min(bs, micro_batch_size)
     return LoaderSizes(bs, n, micro_bs, n_all-n if drops_last_batch else 0)
@@ -98,8 +99,8 @@ def resizable(dl:object)->bool:
 
     It cannot if `dl` has no batch size, because its dataset or batch sampler makes the batches.
     """
-    own = dl.batch_size if isinstance(dl, TorchDataLoader) else isinstance(dl, DataLoader) and dl.bs
-    return bool(own)
+    bs = dl.batch_size if isinstance(dl, TorchDataLoader) else isinstance(dl, DataLoader) and dl.bs
+    return bool(bs)
 
 def with_size(dl:DataLoader|TorchDataLoader, bs:int)->DataLoader|TorchDataLoader:
     "Return `dl` with the batch size `bs`, or a new loader like `dl` if its batch size cannot be changed"
@@ -118,7 +119,7 @@ def samples_of(learn:Learner, b:object, bs:int|None)->int|None:
     If targets and inputs suggest different numbers, the targets decide.
     """
     b = b if isinstance(b, (tuple,list)) else (b,)
-    # without `n_inp`, all parts except the last are inputs, as in fastai
+    # if the DataLoaders have no `n_inp`, all tensors of a batch but the last are inputs, as in fastai
     n_inputs = getattr(learn.dls, 'n_inp', 1 if len(b)==1 else len(b)-1)
     return n_samples((*b[n_inputs:],*b[:n_inputs]), bs)
 
@@ -147,7 +148,7 @@ def batches_of(learn:Learner, bs:int|None=None, n:int=1)->tuple:
     return res,samples_of(learn, res[0], bs)
 
 # %% ../../nbs/core/01_loader_info.ipynb #order
-# how the batch size of a loader decides which samples go together, by the class of the loader
+# class of a loader -> how its batch size decides which samples go together, as a clause of a warning
 _grouping = {
     'fastai.text.data.SortedDL': "puts texts of similar length together, within 50 of its batches",
     'fastai.text.data.LMDataLoader': "cuts the text into as many streams as its batch size"}
@@ -162,5 +163,5 @@ def by_batch_size(dl:object)->str:
             # without shuffling, `SortedDL` sorts the whole dataset, whatever the batch size
             depends_on_size = not name.endswith('SortedDL') or dl.shuffle
             if depends_on_size: return f'{type(dl).__name__} {_grouping[name]}'
-        dl = getattr(dl, 'dl', None)   # the loader that a `DistributedDL` wraps
+        dl = getattr(dl, 'dl', None)   # a `DistributedDL` wraps another loader: look at that one next
     return ''

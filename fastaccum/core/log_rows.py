@@ -21,7 +21,7 @@ _tensorboard = 'fastai.callback.tensorboard.TensorBoardCallback'
 def _of_class(learn, name): return [cb for cb in learn.cbs if name in class_names(type(cb))]
 
 class LogRows:
-    "Adds the numbers that only accumulation knows to the rows that TensorBoard and Weights & Biases log"
+    "Corrects what TensorBoard and W&B (Weights & Biases) log, and adds samples seen and batch sizes"
     def __init__(self):
         # samples seen in all fits of the W&B run so far; `None` until the first step of the fit
         self.n_seen = None
@@ -30,8 +30,9 @@ class LogRows:
         self.to_log = []        # the Learner's callbacks with a method `to_log`, found once per epoch
         self.n_rows = 0         # micro-batches in the epoch
         self.began = 0.         # when the step began, in seconds of `time.perf_counter`
-        self.n_more_rows = 0    # micro-batches recorded in the fit, without the last one of each step
-        self.n_shown = 0        # the part of `n_more_rows` that is added to `learn.train_iter` now
+        # micro-batches whose losses were recorded in the fit, without the last micro-batch of each step
+        self.n_more_rows = 0
+        self.n_shown = 0        # what `count_rows` has added to `learn.train_iter`: `n_more_rows` or 0
 
     def begin_epoch(self, learn:Learner, n_rows:int):
         "Find the callbacks that log; `n_rows` is the number of micro-batches in the epoch"
@@ -78,12 +79,13 @@ def before_step_row(self:LogRows, learn:Learner, n:int):
 def before_micro_batch_row(self:LogRows, learn:Learner):
     "Before a micro-batch is logged, correct the fraction of the epoch that W&B logs"
     for cb in self.wandb:
-        # fastai is about to add `1/n_iter`, the fraction of a step: correct it to that of a micro-batch
+        # fastai is about to add `1/n_iter`, the share of a step in the epoch, but a micro-batch is only
+        # `1/n_rows` of the epoch
         if cb.run: cb._wandb_epoch += 1/self.n_rows-1/learn.n_iter
 
 @patch
 def after_step_row(self:LogRows, learn:Learner, row:dict):
-    "After a step is logged, also log the values of `row` and of the callbacks' `to_log`"
+    "After a step is logged, also log the numbers in `row` and those that callbacks return from `to_log`"
     if not (self.wandb or self.tensorboard): return
     for cb in self.to_log: row = row|cb.to_log()
     row = {k:v for k,v in row.items() if v is not None}

@@ -39,12 +39,12 @@ class LossTrials:
     def __init__(self, warn_once:WarnOnce):
         self.warn_once = warn_once
         self.n_left = 0       # trials left in this epoch
-        self.attrs = None     # the `ChangedAttrs` of the current batch
+        self.attrs = None     # a `ChangedAttrs`: finds attributes that callbacks set for this batch
         # predictions, targets and inputs of a micro-batch of one sample, to be joined with the next
         # sample
         self.waiting = None
-        # position of a tensor in the batch -> the numbers of labels (not -100) that its rows have had so
-        # far
+        # position of a tensor of labels in the batch -> the set of the numbers of labels, other than
+        # -100, that its rows have had so far
         self.counts = {}
 
     def begin_epoch(self):
@@ -58,7 +58,7 @@ class LossTrials:
     def micro_batch(self, learn:Learner, micro:MicroBatch, mean:StepMean, warns:bool):
         "Test the loss of a micro-batch before its backward pass; warn only if this process `warns`"
         if self.n_left<=0:
-            self.attrs = None   # frees the attributes of the last batch that was tested
+            self.attrs = None   # free the tensors of the last tested batch, which `attrs` holds
             return
         batch,n = self._batch_to_test(learn, micro)
         if batch is None: return
@@ -84,8 +84,8 @@ class LossTrials:
         previous = self.waiting
         joined,self.waiting = pair(previous, learn)
         if previous is None and self.waiting is not None: return None,0
-        # two samples of different shapes cannot be joined, and do not count as a trial
-        if joined is not None or self.waiting is None: self.n_left -= 1
+        # `waiting` is only set here if the two samples have different shapes: then no loss was tested
+        if self.waiting is None: self.n_left -= 1
         return (learn,1) if joined is None else (joined,2)
 
 # %% ../../nbs/core/20_loss_trials.ipynb #loss-messages
@@ -100,7 +100,7 @@ def _items(mean):
 
 @patch
 def _not_a_mean(self:LossTrials, probed:Probed, learn, micro, mean)->bool:
-    "Warn of a loss that is not the mean of its parts' losses; returns whether there was a reason"
+    "Warn if the loss is not the mean of its parts' losses; returns whether it is not"
     if not probed.wrong: return False
     how = 'the loss of a part is not finite' if isinf(probed.off) else _percent(probed.off)
     remedy = ("If it averages other items, such as tokens, pass `n_items=`, a function that counts "
@@ -128,10 +128,10 @@ def _has_state(self:LossTrials, probed, learn, micro, mean)->bool:
 # %% ../../nbs/core/20_loss_trials.ipynb #loss-not-tried
 @patch
 def _more_rows(self:LossTrials, probed, learn, micro, mean)->bool:
-    "Warn of a loss that gets more rows than samples, and could not be tried"
+    "Warn of a loss that gets more rows than there are samples, and could not be tested on parts"
     if probed.off is not None or not isinstance(learn.pred, Tensor) or not learn.pred.ndim: return False
     rows = len(learn.pred)
-    # the shape (time, sample, class), which CTC loss needs
+    # CTC loss needs predictions of the shape (time, sample, class)
     has_time_first = learn.pred.shape[1:-1]==(micro.n,)
     if not rows>micro.n>1 or has_time_first: return False
     self.warn_once('more-rows', f"the loss gets {rows} rows for the {micro.n} samples of a micro-batch, "
@@ -143,7 +143,7 @@ def _more_rows(self:LossTrials, probed, learn, micro, mean)->bool:
 @patch
 def _fails_on_a_part(self:LossTrials, probed, learn, micro, mean)->bool:
     "Warn of a loss function that raises an error for a part of the micro-batch"
-    # without a `grad_fn` after `loss_func`, the model or a callback computes the loss
+    # if the result of `loss_func` has no `grad_fn`, the model or a callback computes the real loss
     computed_by_loss_func = micro.loss_grad_fn is not None
     is_single = (n_samples(learn.yb, micro.n) or micro.n)==1
     if not probed.raised or is_single or not computed_by_loss_func: return False
@@ -156,7 +156,7 @@ def _fails_on_a_part(self:LossTrials, probed, learn, micro, mean)->bool:
 
 @patch
 def _uneven_labels(self:LossTrials, probed, learn, micro, mean)->bool:
-    "Warn of a loss that could not be tried if samples have different numbers of labels"
+    "If samples have different numbers of labels, warn of a loss that could not be tested on parts"
     was_warned = 'loss-not-tried' in self.warn_once.given
     may_warn = probed.off is None and mean.count_items is samples and not was_warned
     n = n_samples(learn.yb, micro.n) or micro.n
@@ -179,8 +179,8 @@ def _has_uneven_labels(self:LossTrials, learn, m):
     parts = leaves((*learn.yb,*learn.xb))
     def is_label(o): return has_rows(o, m) and o.dtype in (torch.int32,torch.int64)
     labels = [(i,o) for i,o in enumerate(parts) if is_label(o)]
-    # reading the labels synchronises the GPU, so it counts as a trial, even if the sample is still
-    # waiting
+    # Trials limit how often the GPU is synchronised, and reading labels synchronises the GPU: this is a
+    # trial, even if the sample still waits and `_batch_to_test` has not counted it.
     if labels and self.waiting is not None: self.n_left -= 1
     for i,o in labels:
         counts = (o!=-100).reshape(m, -1).sum(1).tolist()
@@ -189,26 +189,27 @@ def _has_uneven_labels(self:LossTrials, learn, m):
     return any(len(o)>1 for o in self.counts.values())
 
 # %% ../../nbs/core/20_loss_trials.ipynb #loss-changes
-# Types of attributes that can be copied or restored. A callback with an attribute of another type does
-# not get its event again.
+# To test how a callback changes the loss, the callback gets its event again with a part of the batch.
+# Attributes of these types can be copied or restored; callbacks with other attributes are not tested.
 _harmless = (Number,str,bytes,type(None),type,torch.device,torch.dtype,Tensor,nn.Module,BaseLoss,
     FunctionType,BuiltinFunctionType,MethodType)
 
 class LossChanges:
-    "Repeats, for the losses of parts of a micro-batch, the changes that callbacks have made to its loss"
+    "Changes the loss of a part of a micro-batch as callbacks have changed the loss of the micro-batch"
     def __init__(self, learn:Learner, n:int, changes:list, changed:ChangedAttrs):
         self.learn = learn
         self.n = n               # samples in the whole micro-batch
         self.changes = changes   # (callback, event) of each change of the loss
         self.added = []          # for each part, the term that the callbacks have added to its loss
         cbs = {id(cb):cb for cb,_ in changes}.values()
-        # for each callback: the dict of its attributes, and a copy of that dict without the Learner
-        self.own = [(vars(cb),{k:o for k,o in vars(cb).items() if k!='learn'}) for cb in cbs]
-        # attributes that have a row for each sample of this batch: (dict of the object's attributes,
-        # name, value)
-        self.noted = [(attrs,name,o) for attrs,name,o in changed.since()
+        # for each callback: the dict of its attributes, and a copy of that dict without the Learner,
+        # from which each repeated event starts
+        self.attrs_of_cbs = [(vars(cb),{k:o for k,o in vars(cb).items() if k!='learn'}) for cb in cbs]
+        # attributes with a row for each sample of this batch, which are cut to the rows of a part:
+        # (dict that contains the attribute, its name, its value)
+        self.attrs_with_rows = [(attrs,name,o) for attrs,name,o in changed.since()
             if name not in ('xb','yb','pred') and tree_any(lambda x: has_rows(x, n), o)]
-        values = tree_leaves([attrs for _,attrs in self.own])
+        values = tree_leaves([attrs for _,attrs in self.attrs_of_cbs])
         self.can_replay = all(isinstance(o, _harmless) for o in values)
         self.state = ForwardState([m for o in values if isinstance(o, nn.Module) for m in o.modules()])
 
@@ -217,7 +218,7 @@ class LossChanges:
         loss = loss.detach()
         part.loss_grad = loss.clone()
         part.loss = loss.clone()
-        # under `no_grad`, a backward pass of the callback raises an error, and adds nothing to the
+        # under `no_grad`, a callback that runs a backward pass gets an error instead of adding to the
         # gradients
         with self._standing_in(part), torch.no_grad():
             for cb,event in self.changes: cb(event)
@@ -234,35 +235,37 @@ class LossChanges:
             is_plain_tensor = isinstance(o, Tensor) and not isinstance(o, nn.Parameter)
             return o.detach().clone() if is_plain_tensor else o
         def rows(o): return copy(part.rows(o)) if has_rows(o, self.n) else copy(o)
-        dicts = [vars(self.learn),*(d for d,_ in self.own),*(d for d,_,_ in self.noted)]
-        before = [(d,dict(d)) for d in dicts]
+        of_cbs = [d for d,_ in self.attrs_of_cbs]
+        with_rows = [d for d,_,_ in self.attrs_with_rows]
+        before = [(d,dict(d)) for d in (vars(self.learn),*of_cbs,*with_rows)]
         def restore():
             for d,old in before:
                 for k in d.keys()-old.keys(): del d[k]
                 d.update(old)
         try:
             for name in ('loss','loss_grad'): vars(self.learn)[name] = copy(vars(self.learn)[name])
-            for d,own in self.own:
-                d.update({k:tree_map(copy, o) for k,o in own.items()}, learn=part)
-            for d,name,o in self.noted: d[name] = tree_map(rows, o)
+            for d,attrs in self.attrs_of_cbs:
+                d.update({k:tree_map(copy, o) for k,o in attrs.items()}, learn=part)
+            for d,name,o in self.attrs_with_rows: d[name] = tree_map(rows, o)
             yield
         finally: uninterrupted(restore)
 
 # %% ../../nbs/core/20_loss_trials.ipynb #loss-changes-probe
 @patch
-def is_constant(self:LossChanges)->bool: # Synchronises the GPU
-    "Whether the same term other than 0 was added to the loss of each part"
+def is_constant(self:LossChanges)->bool:
+    "Whether the same term other than 0 was added to the loss of each part; synchronises the GPU"
     first,*others = torch.stack(self.added).tolist()
     tol = 1e-6*(1+abs(first))
     return abs(first)>tol and all(abs(o-first)<=tol for o in others)
 
 @patch
-def try_parts(self:LossChanges, learn:Learner, find:Callable|None)->Probed:
+def try_parts(self:LossChanges, learn:Learner, count_items:Callable|None)->Probed:
     "Compare the changed loss of the batch in `learn` with the mean of the changed losses of two parts"
     if not self.can_replay:
         return Probed(None, 'the callback holds an object that may not be used twice')
-    with self.state.again(): res = probe(learn, self.n, find, self)
-    # if each part gets the same term, the callback may have computed it from the whole batch
+    with self.state.again(): res = probe(learn, self.n, count_items, self)
+    # if each part gets the same term, the callback may have computed it from the whole batch, so the
+    # equal losses prove nothing
     is_right = res.off is not None and not res.wrong
     if is_right and self.is_constant():
         return Probed(None, 'the same is added for each part of the micro-batch')
@@ -271,18 +274,18 @@ def try_parts(self:LossChanges, learn:Learner, find:Callable|None)->Probed:
 # %% ../../nbs/core/20_loss_trials.ipynb #loss-changed
 @patch
 def _changed_loss(self:LossTrials, learn, batch, n, micro, mean):
-    "Warn of callbacks whose change of the loss makes the run differ, or may make it differ"
-    # fastai's own callbacks need no test: the penalty of `RNNRegularizer` is a mean over samples
+    "Warn if a callback's change of the loss makes the run differ from the full-batch run, or may do so"
+    # fastai's own callbacks need no test: for example, `RNNRegularizer` adds a mean over samples
     def is_fastais(cb): return type(cb).__module__.startswith('fastai.')
     found = [(cb,event) for cb,event,_ in micro.loss_changes if not is_fastais(cb)]
     if not found: return
     outputs = [o.grad_fn for o in leaves(micro.pred) if isinstance(o, Tensor)]
-    # the new loss is an output of the model, so the model computes the loss
+    # if the callback has only set an output of the model as the loss, the model computes the loss
     if micro.loss_changes[-1][2] in outputs: return self._uneven_labels(Probed(None), learn, micro, mean)
     names = ' and '.join(dict.fromkeys(type(cb).__name__ for cb,_ in found))
     changes = LossChanges(learn, n, found, self.attrs)
     probed = changes.try_parts(batch, mean.count_items)
-    reason = ' '.join(probed.reason.split())   # without line breaks
+    reason = ' '.join(probed.reason.split())   # on one line, as a part of the warning
     if probed.wrong:
         self.warn_once('changed-loss', f"{names} changes the loss, and the changed loss is not "
             f"a mean over {_items(mean)} ({_percent(probed.off)}), so this run differs from the "

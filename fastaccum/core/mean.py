@@ -47,9 +47,11 @@ class Targets:
         self.probs = probs
         self.nan_grad = nan_grad           # whether the gradient may be NaN if all targets are ignored
 
-    # A 0-dim tensor on the device of the targets, or a number
     def __call__(self, learn:Learner)->torch.Tensor|float:
-        "Count the targets in `learn.yb` that are not ignored, or add up their class weights"
+        """Count the targets in `learn.yb` that are not ignored, or add up their class weights
+
+        Returns a number, or a tensor with one element on the device of the targets.
+        """
         y = learn.yb[0]
         if not isinstance(y, torch.Tensor):
             raise TypeError("the loss function has an `ignore_index`, but the target is not a tensor "
@@ -57,7 +59,7 @@ class Targets:
                 "function of the Learner that returns the number of targets that are not ignored"
                 + more_link('targets-not-counted'))
         y = plain_tensor(y)
-        # as uint8, an `ignore_index` of -100 would be 156
+        # compared with targets in uint8, an `ignore_index` of -100 would be 156
         if y.dtype==torch.uint8: y = y.long()
         if self._of_samples(y): return find_bs(y)
         if self.weight is not None:
@@ -79,13 +81,13 @@ class Targets:
 
 # %% ../../nbs/core/05_mean.ipynb #find
 def find_n_items(loss_func:Callable)->Callable|None:
-    """Find out what the mean of `loss_func` covers
+    """Find out over which items `loss_func` averages: samples, or targets that are not ignored
 
     Returns a function of the Learner that counts the items of its micro-batch, or `None` for a sum.
     """
     f,kwargs = loss_func,{}
     mixer = f.__self__ if isinstance(f, MethodType) else None
-    # `loss_func` is a method of MixUp or CutMix, whose `old_lf` is the user's loss function
+    # with MixUp or CutMix, `loss_func` is a method of the callback, whose `old_lf` is the user's loss
     if hasattr(mixer, 'old_lf'):
         return None if getattr(mixer.old_lf, 'reduction', 'mean')=='sum' else samples
     while isinstance(f, (BaseLoss,partial)):
@@ -136,7 +138,7 @@ class StepMean:
         self.n_all = n_all          # samples that all processes should have in the step
         self.n_items = n_items      # the user's function of the Learner that counts items, or `None`
         self.processes = processes  # the processes that train together, if there may be several
-        # recorded if all targets of the step are ignored: the previous step's loss
+        # the previous step's loss, which is recorded again if all targets of this step are ignored
         self.last_loss = last_loss
         # whether a return value of `n_items` was checked: once is enough, because checking synchronises
         # the GPU
@@ -149,12 +151,14 @@ class StepMean:
         self.losses = 0.            # sum of the losses, each multiplied by the size of its micro-batch
         self.needs_grad = False     # whether the loss of at least one micro-batch needed a gradient
         # set by `measure`
-        # whether the loss is a sum over samples; `None` before the first micro-batch
-        self.is_sum = None
         self.count_items = None     # the function of the Learner that counts items; `None` for a sum
         self.counted_loss = None    # the loss function to which `count_items` belongs
-        self.current = None         # samples, size and loss of the micro-batch that runs
-        # expected number of items in the whole step: the denominator of each share
+        # whether the loss is a sum over samples; `None` before the first micro-batch
+        self.is_sum = None
+        # (samples, items, loss) of the micro-batch that runs
+        self.current = None
+        # expected number of items of this process in the step; a micro-batch's share of the step is its
+        # number of items divided by this number
         self.expected = None
 
     def measure(self, learn:Learner, n:int)->float|torch.Tensor:
@@ -262,7 +266,7 @@ def loss(self:StepMean)->torch.Tensor:
 def correction(self:StepMean)->float|torch.Tensor:
     "The factor by which to multiply the gradients, now that the size of the step is known"
     if self.is_sum: return 1.
-    # `expected` is `None` if this process had no samples; then it has no gradients to correct
+    # `expected` is `None` if this process had no samples, and so has no gradients to correct
     expected = 1. if self.expected is None else self.expected
     if isinstance(self.size, torch.Tensor): return torch.where(self.size>0, expected/self.size, 0.)
     return expected/self.size if self.size else 0.
@@ -271,12 +275,12 @@ def correction(self:StepMean)->float|torch.Tensor:
 class KeptLosses:
     "Averages over a step the numbers that a loss function keeps for fastai's `LossMetric`"
     def __init__(self, learn:Learner):
-        # attributes of the loss function
+        # names of the attributes of the loss function that a `LossMetric` reads
         self.names = {o.attr for o in learn.metrics if isinstance(o, LossMetric)}
         self.sums = {}   # attribute -> the sum of its value times the samples, and the number of samples
 
     def note(self, learn:Learner, n:int):
-        "Note the numbers of a micro-batch of `n` samples"
+        "Add the numbers that the loss function keeps for a micro-batch of `n` samples to the sums"
         for name in self.names:
             o = getattr(learn.loss_func, name, None)
             total,count = self.sums.get(name, (0,0))
@@ -287,8 +291,8 @@ class KeptLosses:
         "Set the attributes of the loss function to their means over the step"
         for name,(total,count) in self.sums.items():
             mean = total/count
-            # marks the mean, so that `note` does not count it if the loss function is not called in the
-            # next step
+            # mark the mean: if the next step does not call the loss function, `note` must not take the
+            # mean for the loss of a micro-batch
             mean.is_step_mean = True
             setattr(learn.loss_func, name, mean)
 
@@ -296,16 +300,16 @@ class KeptLosses:
 def join_outputs(learn:Learner, outs:list):
     """Give the Learner the predictions and the loss of the whole batch
 
-    `outs` has a tuple for each part: samples, predictions, loss, and number of items, which is `None` if the
-    loss is a sum.
+    `outs` has a tuple for each part: number of samples, predictions, loss, and number of items that the
+    loss averages, which is `None` if the loss is a sum.
     """
     ns,preds,losses,items = zip(*outs)
     learn.pred = join(preds, ns)
     if not len(learn.yb): return
     if items[0] is None: learn.loss = sum(losses)
     else:
-        items = [float(o) for o in items]   # synchronises the GPU, but only after a split
+        items = [float(o) for o in items]   # synchronises the GPU, but only if the batch was split
         total = sum(items)
-        # if no part has any item, the loss is that of the first part, which is usually NaN as in fastai
+        # if all targets are ignored, take the loss of the first part: it is usually NaN, as in fastai
         learn.loss = sum(o*n for o,n in zip(losses, items) if n)/total if total else losses[0]
     learn.loss_grad = learn.loss

@@ -31,12 +31,12 @@ class HiddenRows:
     "Splits the hidden state of fastai's `AWD_LSTM`, which has a row for each of `n` samples"
     def __init__(self, model:nn.Module, n:int):
         self.n = n
-        self.rnns = [m for m in model.modules() if hasattr(m, '_change_hidden')]   # none in other models
+        self.rnns = [m for m in model.modules() if hasattr(m, '_change_hidden')]   # [] for other models
         for m in self.rnns:
             # `AWD_LSTM` itself resizes its state in this way when a batch has another size
             if m.bs!=n: m._change_hidden(n)
         self.whole = [m.hidden for m in self.rnns]   # for each RNN, its state before the batch
-        self.parts = []                              # for each micro-batch, the states after it
+        self.parts = []                              # for each micro-batch so far, the states after it
 
     def select(self, start:int, stop:int):
         "Give the model the rows of its hidden state from `start` up to, but not including, `stop`"
@@ -101,15 +101,16 @@ class Division:
 
 # %% ../../nbs/core/12_micro_batches.ipynb #parts
 class BatchParts:
-    "Splits the Learner's batch of `n` rows after `before_batch`, and hands it over part by part"
+    "Splits the Learner's batch of `n` rows, as `before_batch` has left it, into parts: micro-batches"
     def __init__(self, learn:Learner, n:int, changed:ChangedAttrs, division:Division=None):
         self.learn,self.n = learn,n
         self.division = division or Division(n)
         self.whole = learn.xb,learn.yb
         # the state of autocast before the first part, which is restored before each part
         self.autocast = autocast_state(devices_of(learn.model.modules()))
-        # attributes that callbacks have set for this batch, such as MixUp's factors
-        self.noted = [(attrs,name,o) for attrs,name,o in changed.since()
+        # attributes with a row for each sample that callbacks have set for this batch, such as MixUp's
+        # factors: (dict that contains the attribute, its name, its value)
+        self.attrs_with_rows = [(attrs,name,o) for attrs,name,o in changed.since()
             if name not in ('xb','yb') and tree_any(lambda x: has_rows(x, n), o)]
         self.hidden = HiddenRows(learn.model, n)
 
@@ -135,14 +136,14 @@ class BatchParts:
         "Give the Learner, its callbacks and its model the rows from `start` up to `stop`, exclusive"
         self.learn.xb,self.learn.yb = self.part(start, stop)
         def part(x): return self.division.part_of_tensor(x, start, stop) if has_rows(x, self.n) else x
-        for attrs,name,o in self.noted: attrs[name] = tree_map(part, o)
+        for attrs,name,o in self.attrs_with_rows: attrs[name] = tree_map(part, o)
         self.hidden.select(start, stop)
         set_autocast_state(self.autocast)
 
     def restore(self):
         "Give the Learner, its callbacks and its model the whole batch again"
         self.learn.xb,self.learn.yb = self.whole
-        for attrs,name,o in self.noted: attrs[name] = o
+        for attrs,name,o in self.attrs_with_rows: attrs[name] = o
         self.hidden.restore()
 
 # %% ../../nbs/core/12_micro_batches.ipynb #remembers
@@ -154,21 +155,22 @@ def _run_parts(parts, state, bounds):
     """
     with state.again():
         for start,stop in bounds:
-            # each part draws the same random numbers, whatever ran before the part
+            # start each part with the same random numbers: the outputs of a part may only differ if the
+            # model remembers an earlier part
             set_rng_state(state.rng)
             parts.hidden.select(start, stop)
             out = parts.learn.model(*parts.part(start, stop)[0])
     return [o for o in tree_leaves(out) if isinstance(o, torch.Tensor)]
 
-def remembers(parts:BatchParts)->bool: # Synchronises the GPU
-    "Whether the model's output for the second part of a batch changes once it has seen the first part"
+def remembers(parts:BatchParts)->bool:
+    "Whether the model's output for a part of a batch depends on an earlier part; synchronises the GPU"
     k = min(2, parts.n//2)
     first,second = (0,k),(k,2*k)
     state = ForwardState(parts.learn.model.modules())
     try:
         alone = _run_parts(parts, state, [second])
         after = _run_parts(parts, state, [first,second])
-    # the fit's own forward pass will raise the same error, with a better message
+    # the forward pass of the fit will raise the same error, with a better message
     except Exception: return False
     finally: parts.hidden.restore()
     return not all(map(is_close, alone, after))
@@ -188,30 +190,29 @@ def is_close(x:torch.Tensor, y:torch.Tensor, tol:float|None=None)->bool:
 class MicroBatchLimit:
     "How large a micro-batch may be; divides batches into micro-batches of that size"
     shrinks = False   # whether micro-batches become smaller when memory runs out
-    # whether the size of a batch determines the number of its micro-batches before the fit
+    # whether batches of the same size are always split into the same number of micro-batches
     is_even = True
-    # if not `is_even`, the reason why processes may run different numbers of micro-batches
+    # if not `is_even`: why processes may run different numbers of micro-batches, as part of a message
     why_uneven = ''
-    words = ''        # how batches are split, at the end of a sentence about the steps
+    words = ''        # how batches are split, as the end of a message: 'split where memory runs out'
     def __init__(self, split:Callable=split):
         self.split = split
-        # the most samples of a micro-batch; `None` if the whole batch may be one micro-batch
-        self.max_train = None   # in training
-        self.max_valid = None   # in validation
+        self.max_train = None   # the most samples of a micro-batch in training; `None`: no limit
+        self.max_valid = None   # the most samples of a micro-batch in validation; `None`: no limit
 
     def max_samples(self, training:bool)->int|None:
         "Return the most samples of a micro-batch in training or validation; `None` if there is no limit"
         return self.max_train if training else self.max_valid
 
     def capped(self, n:int|None):
-        "Return a copy, as if new, for micro-batches of at most `n` samples in training"
+        "Return a copy that knows of no failure, for micro-batches of at most `n` samples in training"
         res = copy(self)
         res.forget_failure()
         res.max_train,res.max_valid = n,None
         return res
 
     def splits(self, n:int)->bool:
-        "Whether a batch of `n` samples is split, or may be"
+        "Whether a batch of `n` samples is split, or may be split"
         return True
 
     def divide(self, model:nn.Module, xb:tuple, yb:tuple, n:int, warn_once:WarnOnce)->Division:
@@ -221,7 +222,7 @@ class MicroBatchLimit:
     def attempt(self, n:int, training:bool, run:Callable, undo:Callable,
         may_retry:Callable=lambda: True)->bool:
         "Call `run()` for `n` samples, and return whether memory was enough"
-        run()   # if memory runs out, the error is raised
+        run()   # raises the error if memory runs out: only limits that shrink try again
         return True
 
     def report(self, training:bool): "Warn if memory has run out since the last report"
@@ -314,20 +315,20 @@ def read_micro_batch_size(o:int|str|MicroBatchLimit|None)->tuple:
 
 # %% ../../nbs/core/12_micro_batches.ipynb #micro
 class MicroBatch:
-    "What is known about a micro-batch of `n` samples while it runs"
+    "A record of a micro-batch of `n` samples while it runs"
     def __init__(self, n:int, start:int=0, stop:int=0):
         self.n = n              # number of samples
-        self.start = start      # first row within the batch, if the batch is split
-        self.stop = stop        # the row after the last
-        # `grad_fn` of the loss; if `loss_grad.grad_fn` differs later, a callback has added a penalty
+        self.start = start      # its first row in the batch, if the batch is split
+        self.stop = stop        # the row after its last row, if the batch is split
+        # `grad_fn` of the loss that `loss_func` has returned, before a callback adds a penalty
         self.loss_grad_fn = None
         self.pred = None        # the model's output, until the backward pass has ended
-        # (callback, event, the loss's new `grad_fn`) of each callback that has changed the loss
+        # for each change of the loss by a callback: (callback, event, `grad_fn` of the changed loss)
         self.loss_changes = []
-        self.share = 1.         # share of this micro-batch's loss in the mean loss of the step
+        self.share = 1.         # weight of this micro-batch's loss in the mean loss of the step
         self.has_share = False  # whether the loss was multiplied by the share
-        self.ran = False        # whether the micro-batch was back-propagated, so that it counts
-        self.batch = None       # inputs and targets, if the micro-batch is a part of the Learner's batch
+        self.ran = False        # whether the micro-batch was back-propagated; otherwise it is left out
+        self.batch = None       # its inputs and targets, if it is only a part of the Learner's batch
 
 @contextmanager
 def explain_split(k:int, n:int):
@@ -345,8 +346,10 @@ def explain_split(k:int, n:int):
 # %% ../../nbs/core/12_micro_batches.ipynb #runs
 class Failed(NamedTuple):
     "A micro-batch for which memory ran out, kept until all of its samples have run again"
-    stop:int   # The row after the last of the micro-batch
-    grads:list # (parameter, gradient) of each gradient to which the failed backward pass had added
+    stop:int   # The row after the last row of the micro-batch
+    # (parameter, gradient) of gradients that already contain all samples of the micro-batch, because the
+    # backward pass had added to them before memory ran out
+    grads:list
 
 class Retries:
     """Runs the micro-batches of one batch, and repeats a micro-batch in halves if memory runs out
@@ -357,12 +360,12 @@ class Retries:
         self.learn = learn
         self.limit = limit                # says how many samples a micro-batch may have
         self.training = learn.training    # whether the batch is for training
-        # `Failed` micro-batches; each is a part of the previous entry
+        # a stack of `Failed` micro-batches: each one is a part of the micro-batch that failed before it
         self.failed = []
         limit.forget_failure()
 
     def end_of(self, start:int, division:Division)->int:
-        "Return where the micro-batch from row `start` ends, within the last micro-batch that failed"
+        "Return the end of the micro-batch that begins at row `start`, within the last one that failed"
         end = self.failed[-1].stop if self.failed else division.n
         return division.end_of(start, end, self.limit.max_samples(self.training))
 
@@ -377,13 +380,13 @@ class Retries:
         learn = self.learn
         state = ForwardState(learn.model.modules())
         for failed in self.failed:
-            # `failed.grads` already contain the samples of this micro-batch, so these gradients begin
-            # anew
+            # the gradients in `failed.grads` already contain this micro-batch: let its backward pass add
+            # to empty gradients, which `_succeeded` replaces by `failed.grads`
             for p,_ in failed.grads: p.grad = None
         undo_backward = UndoBackward(params_of(learn.opt) if self.training else [], first)
         def undo():
             state.put_back()
-            # these attributes hold the graph, whose memory has to be freed
+            # free the graph of the failed micro-batch, which these attributes hold
             learn.pred = learn.loss = learn.loss_grad = micro.pred = micro.loss_grad_fn = None
             self.failed.append(Failed(micro.stop, undo_backward()))
         def may_retry(): return not micro.ran
@@ -392,7 +395,7 @@ class Retries:
         return fits
 
     def _succeeded(self, micro):
-        "Restore gradients that were set aside once all samples of a failed micro-batch have run again"
+        "If all samples of a failed micro-batch have run again, restore the gradients in `Failed.grads`"
         if not micro.ran and any(o.grads for o in self.failed):
             raise torch.OutOfMemoryError("memory ran out in the middle of a backward pass, and a "
                 f"callback has since cancelled {micro.n} of the samples that some gradients already "

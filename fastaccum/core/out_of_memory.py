@@ -27,8 +27,8 @@ def is_out_of_memory(exc:BaseException|None)->bool:
     if isinstance(exc, (torch.OutOfMemoryError,MemoryError)): return True
     if isinstance(exc, OSError): return exc.errno==errno.ENOMEM
     if isinstance(exc, RuntimeError): return any(text in str(exc) for text in _oom_texts)
-    # fastai appends text to the messages of errors in callbacks and in collation. With an error that has
-    # no message, fastai fails: it raises an IndexError or AttributeError, with the error as context
+    # fastai appends text to the messages of errors in callbacks and in collation. If the error has no
+    # message, this fails with an IndexError or AttributeError, whose context is the original error.
     return isinstance(exc, (IndexError,AttributeError)) and is_out_of_memory(exc.__context__)
 
 # %% ../../nbs/core/25_out_of_memory.ipynb #explain

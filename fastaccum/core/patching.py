@@ -28,7 +28,7 @@ class Patch:
     def __init__(self, o:object, name:str, f:Callable):
         self.o,self.name,self.f = o,name,f
         self.stock = None   # the replaced method, which `f` may call
-        self.own = None     # the attribute `name` of the instance itself, if it had one
+        self.own = None     # what the instance's own `__dict__` had as `name`, if anything
 
     def apply(self):
         "Replace the method"
@@ -47,7 +47,7 @@ class Patch:
 
 # %% ../../nbs/core/16_patching.ipynb #callbacks
 class QuietCallback(Callback):
-    "A callback that may set attributes without fastai's warning about shadowing the Learner's"
+    "A callback that may set attributes without fastai's warning that the Learner has them, too"
     def __setattr__(self, name, value): object.__setattr__(self, name, value)
 
     @property

@@ -43,7 +43,7 @@ class PlannedStep(NamedTuple):
     "The sizes of one planned step, in samples"
     sizes:tuple # Samples that each process trains on in this step
     full:int # Samples of a complete step, over all processes, rounded up to whole batches
-    wanted:int # Samples that a process needs before it ends its part of the step
+    wanted:int # Samples after which a process ends the step: the effective batch size per process
 
 # %% ../../nbs/core/00_plan.ipynb #equal
 class EqualSteps(Sequence):
@@ -78,7 +78,8 @@ class Plan:
     def __init__(self, loaders:list, accum_bs:int|Callable, n_epoch:int=1, drop_last:bool=False,
         never_empty:bool=False, split_words:str=''):
         self.loaders = list(loaders)    # the `LoaderSizes` of each process
-        # effective batch size in samples, over all processes; a schedule is a function of a `Position`
+        # effective batch size in samples over all processes, or a schedule: a function that returns this
+        # number for a `Position`
         self.accum_bs = accum_bs
         self.n_epoch = n_epoch          # epochs of the training run
         self.drop_last = drop_last      # whether the incomplete last step of an epoch is left out
@@ -286,8 +287,8 @@ def __repr__(self:Plan):
 # %% ../../nbs/core/00_plan.ipynb #check
 @patch
 def check(self:Plan,
-    warns:bool=True, # Whether to give warnings; of several processes, only one gives them
-    size_name:str='accum_bs' # The argument that set the effective batch size, as the messages name it
+    warns:bool=True, # Whether to give warnings: `False` on all processes but one
+    size_name:str='accum_bs' # Name of the argument that sets the effective batch size, for the messages
 ):
     """Refuse an epoch without a step, and warn of step sizes that the user may not have intended
 
@@ -338,9 +339,9 @@ def _warn_rounded_up(self:Plan, size_name):
 
 @patch
 def _check_filled(self:Plan, warns):
-    "Refuse an epoch with too few samples for a complete step, or warn that it has only a smaller one"
-    # with `drop_last=True`, the epoch is empty if one process has too few samples for its part of a step;
-    # otherwise, the epoch is one smaller step if all processes have too few
+    "Refuse an epoch with too few samples for a complete step, or warn that it is one smaller step"
+    # `drop_last=True` drops a step for which one process has too few samples. Otherwise, the epoch is
+    # one smaller step only if all processes have too few samples for their part of a complete step.
     is_too_few = any if self.drop_last else all
     for i in self._different_epochs():
         full = self.shares(self.wanted(i, self.steps_before(i)))

@@ -24,11 +24,11 @@ from .forward_state import ForwardState, rng_state
 
 # %% ../../nbs/core/10_probe.ipynb #probed
 class Probed(NamedTuple):
-    "The result of probing a loss function"
+    "The result of comparing the loss of a micro-batch with the losses of two parts of its samples"
     off:float|None # Relative difference between the loss and the mean of the parts' losses, if known
     reason:str='' # Why the difference is unknown
     tol:float=2e-5 # The largest difference that counts as rounding
-    raised:bool=False # Whether the loss function failed, or could not be given the parts
+    raised:bool=False # Whether the loss function raised an error, or its inputs have no rows to select
     has_state:bool=False # Whether a second call with the same samples returned another loss
     adds_up:bool=False # Whether the loss is the sum of its parts' losses instead of their mean
 
@@ -37,7 +37,7 @@ class Probed(NamedTuple):
         "Whether the difference is larger than rounding explains"
         return self.off is not None and self.off>self.tol
 
-# `Probed.tol` for losses in half precision, by dtype
+# dtype of a loss in half precision -> the largest relative difference that counts as rounding
 _half_tols = {torch.float16:1e-2, torch.bfloat16:5e-2}
 
 # %% ../../nbs/core/10_probe.ipynb #part
@@ -46,7 +46,8 @@ def _copy(o):
     if isinstance(o, torch.Tensor):
         is_half = o.is_floating_point() and o.element_size()<4
         leaf = o.detach().requires_grad_(o.requires_grad)
-        # return a copy that is not a leaf: a loss function cannot write into a leaf in place
+        # The loss function may write into the copy in place, which autograd forbids for a leaf. The
+        # result of `to` is not a leaf.
         return leaf.to(torch.float32 if is_half else o.dtype, copy=True)
     return container_like(o, [_copy(x) for x in values(o)]) if is_nested(o) else o
 
@@ -107,7 +108,7 @@ def pair(previous:tuple|None, learn:Learner)->tuple:
     pred = learn.pred
     preds = values(pred) if isinstance(pred, tuple) or is_mapping(pred) else (pred,)
     have_one_row = all(has_rows(o, 1) for o in (*preds,*learn.yb))
-    # two samples are joined along the first dimension of all predictions and targets
+    # samples are joined along the first dimension, so all predictions and targets need one row each
     if not have_one_row: return None,None
     current = _copy((pred,tuple(learn.yb),tuple(learn.xb)))
     if previous is None: return None,current
@@ -134,12 +135,12 @@ def _gap(losses, sizes, is_sum):
     n,*ns = sizes
     if is_sum: weights = [1,1]
     elif abs(sum(ns)-n)<=1e-4*n:
-        weights = [o/sum(ns) for o in ns]   # raises ZeroDivisionError if no item counts
+        weights = [o/sum(ns) for o in ns]   # ZeroDivisionError if the parts have no items
     else: raise ValueError('the sizes of the parts do not add up to the size of the whole')
     weighted = [w*o for w,o in zip(weights, parts) if w]
     if not isfinite(whole): raise ValueError('the loss is not finite')
-    # the loss of a part is NaN if the loss averages other items than `sizes` count, and the part has
-    # none of them
+    # `weighted` has only parts with items. If the loss of such a part is NaN, the loss averages other
+    # items than `sizes` counts, and the part has none of them.
     if not all(map(isfinite, weighted)): return inf,abs(whole) or 1.
     return abs(whole-sum(weighted)),max(abs(whole), sum(map(abs, weighted)))
 
@@ -191,14 +192,15 @@ def _compare_parts(learn, loss_func, n, count_items, devices, change):
     if abs(again-loss)>tol*scale:
         reason = 'it returns another value for the same predictions and targets'
         return Probed(None, reason, tol, has_state=True)
-    # the difference counts only if the loss of the samples in reverse order is the same
+    # Report the difference only if the loss stays the same when predictions and targets are reversed. If
+    # it changes, the loss depends on something that was not reversed, or the difference is rounding.
     if abs(backwards-loss)<=min(gap/10, tol*scale): return res
     reason = 'it depends on something other than predictions and targets, or is all rounding'
     return Probed(None, reason, tol)
 
 # %% ../../nbs/core/10_probe.ipynb #probe-all
 def _copy_loss(f, *kept):
-    """Copy a loss function that is a module; return any other loss function itself
+    """Copy a loss function that is a module, so that tests do not change it; return others as they are
 
     The copy shares the objects `kept`, such as the Learner, with the original.
     """
@@ -219,11 +221,11 @@ def probe(learn:Learner, n:int, count_items:Callable|None, change:Callable|None=
     loss of a `Part` as callbacks change it. Without `change`, the loss function's value is compared.
     """
     if n<2: return Probed(None, 'the micro-batch has one sample')
-    model = getattr(learn, 'model', nn.Identity())   # the loss function may call the model
-    state = ForwardState(model.modules())
+    model = getattr(learn, 'model', nn.Identity())
+    state = ForwardState(model.modules())   # restored afterwards: the loss function may call the model
     try:
         with state.again(), catch_warnings():
-            simplefilter('ignore')   # the loss function may warn of the shapes of a part
+            simplefilter('ignore')   # PyTorch may warn of shapes that only a part has
             loss_func = _copy_loss(learn.loss_func, learn, model)
             return _compare_parts(learn, loss_func, n, count_items, state.devices, change)
     except _LossError as e: return Probed(None, str(e), raised=True)

@@ -36,7 +36,8 @@ def _has_rows(x, y, nx, ny):
     "Whether the output `x` has a row for each of `nx` samples; `y` is the same output for `ny` samples"
     if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)): return False
     if x.ndim!=y.ndim or x.shape[:1]!=(nx,) or y.shape[:1]!=(ny,): return False
-    has_pairs = nx!=ny and (nx,ny) in zip(x.shape[1:], y.shape[1:])   # such as similarities of samples
+    # another dimension also has the number of samples, such as in a matrix of similarities
+    has_pairs = nx!=ny and (nx,ny) in zip(x.shape[1:], y.shape[1:])
     if has_pairs: _refuse(x, nx)
     return True
 
@@ -47,7 +48,7 @@ def _is_equal(x, y):
     return x is y or is_plain and x==y
 
 def _join_outputs(xs, ns, has_rows):
-    "The output for the whole batch, from the outputs `xs` for its micro-batches of `ns` samples"
+    "Join the outputs `xs` of micro-batches of `ns` samples to the output of the whole batch"
     last = xs[-1]
     if has_rows:
         for x,n in zip(xs, ns):
@@ -62,7 +63,7 @@ def _join_outputs(xs, ns, has_rows):
 class ReplayedForward:
     """Runs one call of `model` in micro-batches, and runs them again in the backward pass
 
-    `cb`: the `GradientCache`, which limits micro-batches and keeps findings of the fit. `stock`: the
+    `cb`: the `GradientCache`, with the limit of micro-batches. `stock`: the
     model's own `forward`. `args`: the inputs of `n` samples.
 
     TypeError: inputs or outputs cannot be split
@@ -74,7 +75,7 @@ class ReplayedForward:
         self.modules = list(model.modules())
         self.ddps = [m for m in self.modules if isinstance(m, DistributedDataParallel)]
         self.devices = devices_of(self.modules)
-        # `model.training` may differ, such as for a frozen model
+        # whether the Learner is in training; a frozen model may be in evaluation mode then
         self.training = cb.learn.training
         self.tensors = [o for o in leaves(args) if isinstance(o, torch.Tensor)]
         # `id` of an input that needs a gradient -> the input, and the detached copy that replaces it
@@ -84,17 +85,18 @@ class ReplayedForward:
         def replace(x): return like_tensor(self.inputs[id(x)][1], x) if id(x) in self.inputs else x
         self.args = rebuilt(args, map(replace, leaves(args))) if self.inputs else args
         self.division = cb.limit.divide(model, self.args, (), n, cb.warn_once)
-        self.bounds = []          # the first row of each micro-batch, and the row after its last
-        self.states = []        # the state from which each micro-batch starts
-        # DDP models that exchange gradients after this backward pass; none if more micro-batches follow
+        self.bounds = []        # for each micro-batch: its first row, and the row after its last row
+        self.states = []        # for each micro-batch: the `ForwardState` from which it starts
+        # DDP models that exchange gradients after this backward pass; empty if DDP's exchange is off
         self.exchanges = []
         # set by `forward`, for the backward pass
-        # outputs of the last micro-batch, with their graph, until their backward pass
+        self.needs = []         # for each output of the last micro-batch, whether it needs a gradient
+        # outputs of the last micro-batch, with their graph, until they are back-propagated
         self.last_outs = None
         # outputs of the first micro-batch, to be compared with those of its second run
         self.first_outs = None
-        self.needs = []         # for each output of the last micro-batch, whether it needs a gradient
-        # (tensor, its version) of all inputs and parameters, to notice changes in place
+        # (tensor, its version number) of all inputs and parameters: PyTorch counts the version up when a
+        # tensor is changed in place
         self.versions = []
         # the `GradSums` of gradients over the micro-batches back-propagated so far
         self.sums = None
@@ -111,7 +113,7 @@ class ReplayedForward:
         return self.division.is_whole(0, self.division.end_of(0, self.n, self.max_samples))
 
     def run(self, start:int, stop:int):
-        "The model's outputs for samples `start` to `stop`"
+        "Return the model's outputs for samples `start` to `stop`"
         try: xs = self.division.part(self.args, start, stop)
         except TypeError as e:
             raise TypeError("the model's inputs cannot be split into micro-batches "
@@ -132,7 +134,8 @@ class ReplayedForward:
 def forward(self:ReplayedForward):
     "Run all micro-batches; returns the joined predictions, which are one node of the graph"
     self.exchanges = [m for m in self.ddps if self.learns and m.require_backward_grad_sync]
-    # synchronise buffers once, before states are noted, so that micro-batches need not do it
+    # DDP would synchronise buffers in the forward pass of each micro-batch: do it once, before the
+    # states of micro-batches are saved
     for m in self.exchanges:
         if m.will_sync_module_buffers(): m._sync_buffers()
         m.require_forward_param_sync = False
@@ -140,7 +143,7 @@ def forward(self:ReplayedForward):
     flat = [leaves(o) for o in outs]
     n_first = self.bounds[0][1]   # the first micro-batch is the largest
     rows = self.find_rows(flat[0], n_first)
-    # weights cast under `no_grad` have no graph, and must not be used again
+    # autocast's cache has weights that were cast under `no_grad`, without a graph: do not use them again
     torch.clear_autocast_cache()
     if {*map(len, flat)}!={len(rows)}: _refuse(outs[0], n_first)
     ns = [stop-start for start,stop in self.bounds]
@@ -172,7 +175,7 @@ def _run_once(self:ReplayedForward, outs):
             hidden.select(start, stop)
             has_graph = self.learns and stop==self.n
             self.states.append(ForwardState(self.modules, self.devices))
-            # the cache may hold weights that were cast under `no_grad`, without a graph
+            # autocast's cache may hold weights that were cast under `no_grad`, without a graph
             if has_graph: torch.clear_autocast_cache()
             with nullcontext() if has_graph else torch.no_grad(), self.no_sync():
                 outs.append(self.run(start, stop))
@@ -193,11 +196,12 @@ def find_rows(self:ReplayedForward, outs:list, n:int):
         k = n-1 if n>2 else n+1
         try:
             with torch.no_grad(), self.no_sync(), self.states[0].again():
-                # the last `k` rows, which are the shortest if a token budget has sorted the rows
+                # the last rows need least memory, because a `TokenBudget` sorts the shortest rows last
                 others = leaves(self.run(self.n-k, self.n))
         except Exception as e:
             if k<n or not self.cb.limit.shrinks or not is_out_of_memory(e): raise
-            # not even one more sample fits: assume that an output with `n` rows has one per sample
+            # memory is too small for `n`+1 samples, so there is nothing to compare with: assume that an
+            # output with `n` rows has one row per sample
             others,k = outs,n
         if len(others)!=len(outs): _refuse(outs, n)
         self.cb.rows[training] = [_has_rows(x, y, n, k) for x,y in zip(outs, others)]
@@ -206,7 +210,7 @@ def find_rows(self:ReplayedForward, outs:list, n:int):
 # %% ../../nbs/core/29_replay.ipynb #with-node
 @patch
 def _with_node(self:ReplayedForward, res, flat):
-    "Make the joined outputs `res` one node of the graph, if any of them needs a gradient"
+    "Attach the joined outputs `res` to one node of autograd's graph, if any of them needs a gradient"
     self.needs = [isinstance(x, torch.Tensor) and x.requires_grad for x in flat[-1]]
     if not any(self.needs): return res
     self.last_outs = flat[-1]
@@ -216,7 +220,8 @@ def _with_node(self:ReplayedForward, res, flat):
     only_half = not self.cb.limit.shrinks and not self.exchanges
     self.sums = GradSums(in_half(params) if only_half else params)
     at = [i for i,x in enumerate(res) if isinstance(x, torch.Tensor)]
-    anchor = torch.empty(0, requires_grad=True)   # a node needs an input that requires a gradient
+    # autograd makes a node only if at least one input requires a gradient
+    anchor = torch.empty(0, requires_grad=True)
     new = _Predictions.apply(anchor, self, [res[i] for i in at], [self.needs[i] for i in at],
         *(x for x,_ in self.inputs.values()))
     for i,o in zip(at, new): res[i] = o
@@ -224,7 +229,7 @@ def _with_node(self:ReplayedForward, res, flat):
 
 # %% ../../nbs/core/29_replay.ipynb #node
 class _Predictions(Function):
-    "The node of the joined predictions; its backward pass runs the model's, micro-batch by micro-batch"
+    "The autograd node of the joined predictions: its backward pass runs each micro-batch again"
     @staticmethod
     def forward(ctx, anchor, call, outs, needs, *inputs):
         ctx.call = call
@@ -266,12 +271,12 @@ def backward(self:ReplayedForward, grads:Iterator)->list:
 def _replay_all(self:ReplayedForward, grads):
     "Back-propagate all micro-batches; if memory runs out, divide the remaining micro-batches"
     *others,last = [(i,*o) for i,o in enumerate(self.bounds)]
-    # `todo` is a stack: the last micro-batch is taken first, because the graph of its forward pass
-    # exists
+    # `todo` is a stack. The last micro-batch lies on top, because its graph still exists: its backward
+    # pass needs no second forward pass, and frees memory.
     todo = [*others[::-1],last]
     while todo:
         i,start,stop = todo.pop()
-        # after the forward pass, memory may have run out for another micro-batch
+        # `max_samples` has fallen if memory ran out for an earlier micro-batch of this backward pass
         is_too_large = self.last_outs is None and stop-start>self.max_samples
         if is_too_large:
             halves = [(i,start+a,start+b) for a,b in bounds(even_sizes(stop-start, self.max_samples))]
@@ -305,7 +310,7 @@ def _replay(self:ReplayedForward, i, start, stop, grads):
                 "always, or never" + more_link('output-sometimes-detached'))
         if g is None: continue
         if is_by_row: pairs.append((x, self.division.rows(g, start, stop)))
-        # an output that is equal for all micro-batches gets its gradient once, from the last one
+        # outputs without rows are equal in all micro-batches: only the last one gets their gradient
         elif stop==self.n: pairs.append((x, g))
     outs.clear()
     if pairs: torch.autograd.backward(*zip(*pairs))
@@ -318,7 +323,7 @@ def _exchange(self:ReplayedForward, ddp):
     add_up(params, self.sums.sums, ddp.process_group, params[0].device)
     for p in params:
         if p in self.sums.sums: self.sums.sums[p].div_(ddp.process_group.size())
-    ddp.require_forward_param_sync = True   # the next forward pass synchronises buffers again
+    ddp.require_forward_param_sync = True   # DDP synchronises buffers in the next forward pass again
 
 @patch
 def _compare(self:ReplayedForward, outs):
@@ -329,7 +334,7 @@ def _compare(self:ReplayedForward, outs):
     for x,y in zip(first, outs):
         if not isinstance(x, torch.Tensor) or not x.is_floating_point() or not x.numel(): continue
         a,b = (o.detach().as_subclass(torch.Tensor).float() for o in (x,y))
-        tol = 1e-2 if x.dtype.itemsize<4 else 1e-3   # kernels need not add in the same order
+        tol = 1e-2 if x.dtype.itemsize<4 else 1e-3   # rounding: GPU kernels may add in another order
         if (a-b).abs().max()<=tol*a.abs().max(): continue
         return self.cb.warn_once('runs-differ', "the model returned something else when it was run "
             "again on the same samples, so its gradients do not belong to its predictions. Let the "

@@ -21,7 +21,7 @@ from .warnings import more_link
 class Segment:
     "A part of a model whose activations can be computed again in the backward pass"
     name:str # As in `named_modules`; children of a Sequential as a slice: '0[:4]'
-    modules:list # One module, or consecutive children of `seq`
+    modules:list # The only module of the segment, or several consecutive children of `seq`
     seq:nn.Sequential|None=None # The Sequential that runs `modules`; `None` if they are one module
     calls:int=0 # Forward passes with gradients in the last fit
     kept:int=0 # Bytes of the segment's inputs in the last forward pass with gradients
@@ -64,7 +64,7 @@ def _n_layers(m):
     return sum(map(_has_params, leaves))-sum(map(_has_params, norms))
 
 def _is_stage(m, outside_lists):
-    "Whether a module in `m` repeats a block, in a list of modules or, with `outside_lists`, anywhere"
+    "Whether `m` contains several blocks of one class in a list, or in any module with `outside_lists`"
     def repeats(o):
         is_list = isinstance(o, _containers)
         blocks = [type(c) for c in o.children() if _computes(c) and (is_list or _n_layers(c)>1)]
@@ -130,7 +130,7 @@ def _segments_of_model(model):
     counts = Counter(map(type, model.modules()))
     params = set(model.parameters())
     res = list(_segments_of(model, '', counts))
-    last = None   # the module that was searched last
+    last = None   # the module that the loop searched last
     while len(res)==1 and params=={p for m in res[0].modules for p in m.parameters()}:
         name = res[0].name.partition('[')[0]
         m = res[0].seq or res[0].modules[0]

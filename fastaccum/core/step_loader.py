@@ -32,8 +32,8 @@ class BatchStream:
         self.batches = iter(dl)  # yields the batches of `dl`
         self.n_read = 0          # batches read so far
         self.n_samples = 0       # samples in the batches read so far
-        # pair: the next batch, or the rest of a batch that was cut; its number of samples. `None` before
-        # the next batch is read
+        # (batch, number of samples) of the next batch, or of the rest of a batch that was cut; `None` if
+        # the next batch was not read yet
         self.rest = None
 
     def end(self):
@@ -69,11 +69,11 @@ class Step:
     "The batches of one step, with its sizes in samples"
     def __init__(self, batches:BatchStream, plan:PlannedStep, rank:int=0, announced:bool=True):
         self.batches = batches
-        # whether the step is in the plan; `False` for samples beyond the number that the loader's `__len__`
-        # and `bs` announce
+        # whether the step is in the plan; `False` if the loader yields more samples than its `__len__`
+        # and `bs` promise
         self.announced = announced
-        self.size = plan.sizes[rank]            # samples of this process
-        self.total = sum(plan.sizes)            # samples of all processes
+        self.size = plan.sizes[rank]            # samples of this process in the step
+        self.total = sum(plan.sizes)            # samples of all processes in the step
         self.full = plan.full                   # samples of a complete step, over all processes
         # this process ends its part of the step once it has counted this many samples
         self.target = min(self.size, plan.wanted)
@@ -149,7 +149,7 @@ class StepLoader(OneBatchLoader):
         self.processes.pause_sync(False)
 
     def items(self):
-        self.processes.pause_sync(True)   # `end` switches DDP's own synchronisation on again
+        self.processes.pause_sync(True)   # pause DDP's own synchronisation until `end` is called
         batches = BatchStream(self.dl, self.sizes, self.count)
         are_several = self.processes.n>1
         for planned in self.steps:
@@ -163,7 +163,7 @@ class StepLoader(OneBatchLoader):
     def _warn_fewer(self, n):
         "Warn if the loader had only `n` samples, too few for all planned steps"
         planned = [o.sizes[0] for o in self.steps]
-        # an incomplete last step needs one sample
+        # if the incomplete last step is kept, one sample is enough for it
         if self.drop_last or not planned: needed = sum(planned)
         else: needed = sum(planned[:-1])+1
         if n>=needed: return
@@ -191,7 +191,7 @@ class StepLoader(OneBatchLoader):
         unread = batches.batches
         if not isinstance(self.dl, DataLoader):
             is_stream = isinstance(getattr(self.dl, 'dataset', None), IterableDataset)
-            # PyTorch's loader drops a batch in its sampler, without loading the samples. The sampler of
-            # an `IterableDataset` never ends.
+            # PyTorch's loader drops a batch in its sampler, before samples are loaded: only read the
+            # sampler to its end. The sampler of an `IterableDataset` never ends, and draws nothing.
             unread = () if is_stream else getattr(unread, '_sampler_iter', ())
         for _ in unread: pass

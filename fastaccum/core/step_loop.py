@@ -56,7 +56,8 @@ class StepLoop:
         # state of the epoch, set by `begin_epoch`
         self.loader = None                       # the `StepLoader` that the Learner iterates over
         self.events = None                       # sends events to callbacks
-        self.comms = []                          # reasons, in words, to communicate in each micro-batch
+        # names of the features for which processes communicate in every micro-batch
+        self.comms = []
         self.limit = None                        # the `MicroBatchLimit`; `None` if batches are not split
         self.grad_sums = GradSums([])            # gradient sums, for half precision and compiled models
         self.n_batches = 0                       # batches of the loader so far
@@ -67,15 +68,15 @@ class StepLoop:
         # state of the step, set by `run_step`
         self.step = None                         # the `Step` that runs
         self.mean = None                         # the `StepMean` of `step`
-        self.kept_losses = None                  # averages the numbers that `LossMetric` reads
+        self.kept_losses = None                  # averages what the loss function keeps for `LossMetric`
         self.n_left_out = 0                      # micro-batches of `step` that callbacks have cancelled
-        self.micro = None                        # the `MicroBatch` that ran last; `None` before the first
+        self.micro = None                        # the `MicroBatch` that runs or ran last, or `None`
 
-    def __getstate__(self): return dict(acc=self.acc, learn=self.learn)   # for `learn.export()` in a fit
+    def __getstate__(self): return dict(acc=self.acc, learn=self.learn)   # `learn.export()` pickles this
 
     @property
     def finder(self)->LRFinder|None:
-        "The callback of `lr_find` while it runs, perhaps called by a callback in the middle of a fit"
+        "The callback of a running `lr_find`, which may have been called in a fit; `None` without one"
         return next((o for o in self.learn.cbs if isinstance(o, LRFinder)), None)
 
     @property
@@ -85,14 +86,14 @@ class StepLoop:
 
     @property
     def train_metrics(self)->bool:
-        "Whether there are training metrics, which see every micro-batch and are recorded once per step"
+        "Whether Recorder has training metrics: they see every micro-batch, but are recorded per step"
         recorder = getattr(self.learn, 'recorder', None)
         return self.log_steps and recorder in self.learn.cbs and recorder.train_metrics
 
 # %% ../../nbs/core/15_step_loop.ipynb #current
 class CurrentStep(NamedTuple):
     "A record of the running step, for other callbacks"
-    mean:StepMean # Counts `samples`, and the `size` that the mean loss covers, so far
+    mean:StepMean # The mean loss so far, and the numbers of `samples` and of items (`size`) in it
     micro:MicroBatch|None # The micro-batch that runs, or ran last
     full:int # Samples of a complete step, over all processes
     per_epoch:int # Samples in an epoch, over all processes
@@ -111,10 +112,10 @@ def current_step(self:StepLoop)->CurrentStep|None:
 def begin_epoch(self:StepLoop, plan:Plan):
     "Give the Learner a loader whose batches are the steps of `plan`"
     learn = self.learn
-    self.processes = Processes(learn.model)   # the model may have been wrapped since the fit began
+    self.processes = Processes(learn.model)   # a callback may have wrapped the model in DDP
     empty_grads(learn.opt)
     params = params_of(learn.opt)
-    # a micro-batch has one share, which weighs the loss, or the gradients of all parameters
+    # a micro-batch's share multiplies its loss, or all gradients if one parameter needs `GradSums`
     weighs_grads = bool(in_half(params)) or any(map(is_compiled, learn.model.modules()))
     self.grad_sums = GradSums(params if weighs_grads else [])
     self.events = Events(learn)
@@ -124,7 +125,7 @@ def begin_epoch(self:StepLoop, plan:Plan):
     self.n_batches = 0
     self.has_stepped = False
     self.devices = devices_of(learn.model.modules())
-    # `Learner._set_device` moves batches to the device of the first parameter; a subclass may not
+    # fastai's `_set_device` moves batches to the device of the first parameter; a subclass's may not
     first = next(learn.model.parameters(), None)
     is_fastais = getattr(learn._set_device, '__func__', None) is Learner._set_device
     self.batch_device = first.device if is_fastais and first is not None else None
@@ -142,7 +143,7 @@ def begin_epoch(self:StepLoop, plan:Plan):
 @patch
 def run_step(self:StepLoop, i:int, step:Step):
     "Run the micro-batches of step `i`, then update the weights; replaces `one_batch` in training"
-    # a callback has called `learn.validate()`, whose loader yields ordinary batches
+    # if a callback has called `learn.validate()`, `step` is an ordinary batch of the validation loader
     if not isinstance(step, Step): return type(self.learn).one_batch(self.learn, i, step)
     self._begin_step(i, step)
     autocast = autocast_state(self.devices)
@@ -151,14 +152,14 @@ def run_step(self:StepLoop, i:int, step:Step):
         while missing:
             self._run_batch(*step.batches.take(missing))
             missing = step.n_missing(self.mean.samples)
-            # the last batch of a step gets its `after_batch` after the update
+            # after the step's last batch, weights are updated first: `_take_step` sends `after_batch`
             if missing: self._end_micro_batch()
         # while batches ran, `iter` and `n_iter` counted batches; callbacks of the update expect steps
         self.learn.iter,self.learn.n_iter = i,len(self.loader)
         if self._complete_grads(): self._take_step()
         else: self._skip_step()
     except BaseException as e:
-        # also for Ctrl-C and the Cancel… exceptions: leave no gradient, patch or worker behind
+        # also for Ctrl-C and Cancel… exceptions: leave no gradient, patch or loader process behind
         explain_fixed_size(e, our_callback(self.learn, 'GradientCache') or self.acc)
         set_autocast_state(autocast)
         torch.set_grad_enabled(True)   # Ctrl-C at the end of a `no_grad()` leaves gradients switched off
@@ -218,7 +219,7 @@ def _micro_batch(self:StepLoop):
     try: self._forward()
     except CancelBatchException: self._leave_out('after_cancel_batch')
     if self.micro.ran and self.train_metrics:
-        for metric in self.learn.metrics: metric.accumulate(self.learn)   # metrics see every micro-batch
+        for metric in self.learn.metrics: metric.accumulate(self.learn)
 
 @patch
 def _forward(self:StepLoop):
@@ -231,7 +232,7 @@ def _forward(self:StepLoop):
         learn.loss = learn.loss_grad.clone()
         self.micro.loss_grad_fn = learn.loss_grad.grad_fn
     for cb in self.events.listeners('after_loss'): self._may_change_loss(cb, 'after_loss')
-    if not learn.training or not len(learn.yb): return   # a callback may have set the targets by now
+    if not learn.training or not len(learn.yb): return   # `after_loss` may have set `yb`
     try:
         self._before_backward()
         self._backward()
@@ -250,7 +251,7 @@ def _may_change_loss(self:StepLoop, cb, event):
 
 @patch
 def _before_backward(self:StepLoop):
-    "Callbacks add penalties, then the loss gets its share, then mixed precision scales the loss"
+    "Let callbacks add penalties, multiply the loss by its share, then let mixed precision scale it"
     needs_share = True   # whether the loss must still be multiplied by the micro-batch's share
     for cb in self.events.listeners('before_backward'):
         if cb is self.acc: continue
@@ -268,7 +269,7 @@ def _share_late_penalty(self:StepLoop, cb):
     learn,before = self.learn,self.learn.loss_grad.clone()
     self._may_change_loss(cb, 'before_backward')
     is_changed = self.micro.loss_changes and self.micro.loss_changes[-1][0] is cb
-    # without `grad_sums`, the loss is multiplied by the share; with them, the gradients are multiplied
+    # with `grad_sums`, the gradients of a mean loss are multiplied by the share later, not the loss
     weighs_loss = self.mean.is_sum or not self.grad_sums
     if is_changed and weighs_loss: learn.loss_grad = before+(learn.loss_grad-before)*self.micro.share
 
@@ -286,8 +287,8 @@ def _backward(self:StepLoop):
     if self.grad_check.noted and mean.count:
         n_changed = self.grad_check.n_changed()
         if n_changed: self.differences.grads_changed(n_changed)
-    # a loss that needs no gradient is skipped; if no loss of the step needs one, PyTorch raises its
-    # error
+    # A loss without a graph has no backward pass. If no loss of the step has a graph, the last backward
+    # pass runs nevertheless, so that PyTorch raises its usual error.
     must_raise = not mean.needs_grad and mean.samples+self.micro.n>=self.step.target
     if learn.loss_grad.requires_grad or must_raise: learn._backward()
     self.micro.ran = True
@@ -325,7 +326,7 @@ def _cancelled_backward(self:StepLoop):
 # %% ../../nbs/core/15_step_loop.ipynb #ends
 @patch
 def _end_micro_batch(self:StepLoop, ends_batch:bool=True):
-    "Send `after_batch` for a micro-batch before the last of its step; with `ends_batch`, for a batch"
+    "Send `after_batch` for a micro-batch, not the last of a step; `ends_batch`: the last of its batch"
     is_recorded = not self.log_steps and self.micro.ran
     if is_recorded:
         self.log_rows.n_more_rows += 1
@@ -339,13 +340,13 @@ def _end_micro_batch(self:StepLoop, ends_batch:bool=True):
 
 @patch
 def _put_back_inputs(self:StepLoop):
-    "Let `xb` and `yb` match `learn.pred` if the batch was split"
+    "If the batch was split, set `xb` and `yb` to those of the micro-batch in `learn.pred`"
     if self.micro and self.micro.batch: self.learn.xb,self.learn.yb = self.micro.batch
 
 # %% ../../nbs/core/15_step_loop.ipynb #complete
 @patch
 def _complete_grads(self:StepLoop)->bool:
-    "Make the gradients those of the step's mean loss; returns whether there is a step to take"
+    "Turn the gradients into those of the step's mean loss; returns whether there is a step to take"
     learn,mean = self.learn,self.mean
     self.grad_check.forget()
     mean.sum_up()
@@ -358,8 +359,8 @@ def _complete_grads(self:StepLoop)->bool:
         grads = {p:g*number_on(g.device, correction) for p,g in self.grad_sums.pop().items()}
     else:
         scale_grads(params, correction)
-        grads = {}
-        for p in params:   # under DDP, gradients are summed; sparse gradients are coalesced
+        grads = {}   # gradients to sum over the processes of a DDP model, and sparse ones to coalesce
+        for p in params:
             if p.grad is not None and (self.processes.ddps or p.grad.is_sparse): grads[p] = p.grad
     self.processes.sum_grads(params, grads)
     for p,g in grads.items(): p.grad = (g.coalesce() if g.is_sparse else g).to(p.dtype)
@@ -398,7 +399,7 @@ def _take_step(self:StepLoop):
 def _end_step(self:StepLoop, ran, micro_loss, step_loss):
     "Send `after_batch` for the step; callbacks that log micro-batches see `micro_loss`"
     learn,train_metrics = self.learn,self.train_metrics
-    if train_metrics: learn.recorder.train_metrics = False   # the metrics have seen every micro-batch
+    if train_metrics: learn.recorder.train_metrics = False   # `_micro_batch` has called the metrics
     self._put_back_inputs()
     try:
         for cb in self.events.listeners('after_batch'):
@@ -416,11 +417,11 @@ def _end_step(self:StepLoop, ran, micro_loss, step_loss):
 
 @patch
 def _skip_step(self:StepLoop):
-    "Drop a step that is incomplete, or in which no micro-batch was back-propagated: no update"
+    "End a step without an update: it is incomplete, or no micro-batch was back-propagated"
     self._empty_grads()
     if self.micro is None: return
     self._end_micro_batch()
-    # fastai does not train on batches without targets either, so there is no warning for them
+    # do not warn of a step whose batches have no targets: fastai does not train on them either
     if not self.mean.samples and len(self.learn.yb): self.differences.all_cancelled()
 
 # %% ../../nbs/core/15_step_loop.ipynb #split
@@ -447,7 +448,7 @@ def _in_parts(self:StepLoop, n, rows, limit, changed, run, end):
     parts = BatchParts(learn, rows, changed, division)
     retries = Retries(learn, limit)
     is_first_batch = training and not learn.iter
-    # refuse a batch that cannot be split before any weight changes
+    # try to split the first batch: a batch that cannot be split is refused before any weight changes
     if is_first_batch and limit.shrinks: parts.part(0, 1)
     start = 0
     try:
@@ -461,8 +462,7 @@ def _in_parts(self:StepLoop, n, rows, limit, changed, run, end):
             has_failed = bool(retries.failed)
             with explain_split(stop-start, rows):
                 is_done = retries.attempt(run, self.micro, training and not self.mean.count)
-            # `Retries` has changed gradients, and `grad_check` must not take that for a change by a
-            # callback
+            # `Retries` has changed gradients: `grad_check` must not take this for a change by a callback
             if has_failed or not is_done: self.grad_check.forget()
             if not is_done: continue
             if is_part: self.micro.batch = learn.xb,learn.yb
@@ -474,16 +474,16 @@ def _in_parts(self:StepLoop, n, rows, limit, changed, run, end):
 # %% ../../nbs/core/15_step_loop.ipynb #valid
 @patch
 def run_valid_batch(self:StepLoop, i:int, b:object):
-    "Run a validation batch in micro-batches that fit in memory; replaces `one_batch` with `'auto'`"
+    "Run a validation batch in micro-batches that fit in memory; replaces `one_batch` in validation"
     learn,changed = self.learn,ChangedAttrs([self.learn,*self.learn.cbs])
     self.events = self.events or Events(learn)
     learn.iter = i
     learn._split(learn._set_device(b))
-    # `outs`: for each part, its samples, predictions, loss, and the number of items of the loss
+    # `outs`: for each micro-batch, (samples, predictions, loss, number of items that the loss averages)
     outs,kept = [],KeptLosses(learn)
     def keep():
-        find = self.acc.n_items or find_n_items(learn.loss_func)
-        items = None if find is None or not len(learn.yb) else find(learn)
+        count = self.acc.n_items or find_n_items(learn.loss_func)
+        items = None if count is None or not len(learn.yb) else count(learn)
         outs.append((self.micro.n,learn.pred,learn.loss,items))
         kept.note(learn, self.micro.n)
     try:

@@ -37,13 +37,13 @@ def more_link(key:str)->str:
     return f"\nMore: {_page}#{key}"
 
 def append_message(e:Exception, msg:str):
-    "Append `msg` to the message of the error `e`, unless `e` has a link to Messages or is no failure"
+    "Append `msg` to the message of `e`, unless `e` links to the page Messages or is a Cancel… exception"
     has_link = more_link('') in str(e)
-    is_failure = not type(e).__name__.startswith('Cancel')   # unlike `CancelBatchException`
+    is_failure = not type(e).__name__.startswith('Cancel')   # such as `CancelBatchException`
     if is_failure and not has_link: e.args = (f'{e}\n{msg}',)
 
 # %% ../../nbs/core/09_warnings.ipynb #warn
-# packages whose code is not the user's
+# packages whose code a warning should not point to, because the user has not written it
 _libraries = 'fastaccum','fastai','fastcore','torch'
 
 def _package(frame):
@@ -53,7 +53,7 @@ def _package(frame):
 def warn(msg:str, category:type=UserWarning):
     "Give a warning that shows the line of the user's code that called fastai or this package"
     frame,level = sys._getframe(),1
-    user_level = level   # the `stacklevel` of the user's line
+    user_level = level   # the `stacklevel` with which the warning shows the user's line
     while frame.f_back is not None:
         called = _package(frame)
         frame = frame.f_back

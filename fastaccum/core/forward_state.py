@@ -165,7 +165,7 @@ class ForwardState:
 # %% ../../nbs/core/23_forward_state.ipynb #back
 @patch
 def put_back(self:ForwardState):
-    "Restore this state, after `check`; may be called any number of times"
+    "Restore this state, if `check` raises no error; may be called any number of times"
     self.check()
     for b,_,copy in self.copies.values(): b.detach().copy_(copy)
     self._put()
@@ -199,7 +199,7 @@ def check(self:ForwardState):
 @patch
 @contextmanager
 def again(self:ForwardState):
-    "Return a context in which a forward pass starts from this state; its end undoes the pass's changes"
+    "Return a context that starts a forward pass from this state and, at its end, undoes the changes"
     self.check()
     before = ForwardState(self.modules, self.devices, self.given, copy=False)
     try:

@@ -98,7 +98,7 @@ def grad_differences(a:dict, b:dict)->dict:
     # differences of small gradients are relative to 1% of the norm of all gradients, because small
     # gradients may consist of rounding errors
     least = sum(o.square().sum().item() for o in a.values())**.5/100
-    # if a parameter has a gradient in only one of the runs, its gradient in the other run is 0
+    # if a parameter has a gradient in only one of the runs, zeros stand for its gradient in the other
     zeros = {name:torch.zeros_like(o) for name,o in {**a,**b}.items()}
     return {name:relative_diff(a.get(name, o), b.get(name, o), least) for name,o in zeros.items()}
 
@@ -251,7 +251,7 @@ def _weights(learn):
     return torch.cat([_on_cpu(p).flatten() for p in learn.model.parameters()])
 
 @patch
-def train_both_ways(self:Compare)->tuple: # (relative difference, number of steps whole, in parts)
+def train_both_ways(self:Compare)->tuple: # (relative difference, steps on whole batches, on parts)
     "Train on all batches, whole and in parts; compare how far the weights have moved"
     start = _weights(self.run.learn)
     n_parts = max(2, -(-self.n//self.most))

@@ -204,7 +204,7 @@ def again(self:ForwardState):
     before = ForwardState(self.modules, self.devices, self.given, copy=False)
     try:
         self._put()
-        torch.clear_autocast_cache()   # the cache may hold weights that were cast under `no_grad`
+        torch.clear_autocast_cache()   # weights that were cast under `no_grad` get no gradients
         # modules that share a buffer must share its copy
         copies = {i:copy.clone() for i,(_,_,copy) in self.copies.items()}
         for d,buffers in self.buffers:

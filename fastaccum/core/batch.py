@@ -45,7 +45,7 @@ def is_list(o:object)->bool:
     return len(are_tensors)==1
 
 def _ambiguity(o):
-    "Rate how uncertain the number of samples is: 2 for a list of tensors, 1 for another list, otherwise 0"
+    "Rate the doubt about the number of samples: 2 for a list of tensors, 1 for another list, or else 0"
     if not is_list(o): return 0
     return 2 if len(_shape(o[0])) else 1
 
@@ -115,7 +115,7 @@ def container_like(o:object, parts:list)->object:
     return res
 
 def _cannot_be_split(o, n, reason=''):
-    "Return the error for a part `o` of a batch of `n` samples"
+    "Return the error for a part `o`, of a batch of `n` samples, that cannot be split"
     return TypeError(f"a {type(o).__name__}{reason} in a batch of {n} samples cannot be split: "
         "`micro_batch_size` splits tensors with the samples along their first dimension, and tuples, "
         "lists and dicts of such tensors. Pass `micro_batch_size=AutoSize(split=f)` with your own "

@@ -135,7 +135,7 @@ def _passed_to_fit(learn):
     return []
 
 def _check_one_accumulates(learn):
-    "Refuse a second callback that accumulates gradients, fastai's or ours"
+    "Refuse a second callback that accumulates gradients, whether fastai's or fastaccum's"
     fastais = [o for o in learn.cbs if isinstance(o, FastaiGradientAccumulation)]
     cbs = [*our_callbacks(learn, 'GradientAccumulation'),*fastais]
     if len(cbs)<2: return

@@ -38,7 +38,7 @@ def part_sizes(n:int, most:int|None=None)->list[int]:
     return [most]*n_full+[rest] if rest else [most]*n_full
 
 def _sizes_to_try(n, most, of_fit=False):
-    "List part sizes, in the order to try; with `of_fit`, the sizes of a fit's micro-batches come first"
+    "Return lists of part sizes, in the order to try; with `of_fit`, the sizes of the fit come first"
     n_full,rest = divmod(n, most)
     equal = [[most]*n_full+[rest] if rest else [most]*n_full, even_sizes(n, most)]
     res = [*equal,part_sizes(n, most)] if of_fit else [part_sizes(n, most),*equal]
@@ -55,7 +55,7 @@ def _on_cpu(t):
     return dense.detach().cpu().to(torch.float64, copy=True)
 
 class CaptureGrads(QuietCallback):
-    "Notes each parameter's first gradient instead of taking steps; ends the fit when each has one"
+    "Notes each parameter's first gradient, and cancels steps; ends the fit when no gradient is missing"
     order,run_valid = MixedPrecision.order+.5,False   # after MixedPrecision has unscaled the gradients
     def __init__(self, params:set):
         self.missing = params   # parameters that have had no gradient so far
@@ -98,13 +98,13 @@ def grad_differences(a:dict, b:dict)->dict:
     # differences of small gradients are relative to 1% of the norm of all gradients, because small
     # gradients may consist of rounding errors
     least = sum(o.square().sum().item() for o in a.values())**.5/100
-    # if a parameter has a gradient in only one of the runs, its gradient in the other run is 0
+    # if a parameter has a gradient in only one of the runs, zeros stand for its gradient in the other
     zeros = {name:torch.zeros_like(o) for name,o in {**a,**b}.items()}
     return {name:relative_diff(a.get(name, o), b.get(name, o), least) for name,o in zeros.items()}
 
 # %% ../../nbs/core/27_compare.ipynb #exact
 def _tf32_settings():
-    "List the settings that round products to TF32: (object, attribute, its value, the exact value)"
+    "List the settings that round matrix products to TF32: (object, attribute, value, exact value)"
     matmul,cudnn = torch.backends.cuda.matmul,torch.backends.cudnn
     try: res = [(o,'allow_tf32',o.allow_tf32,False) for o in (matmul,cudnn)]
     except RuntimeError:   # PyTorch refuses to read `allow_tf32` if `fp32_precision` was set
@@ -113,10 +113,10 @@ def _tf32_settings():
 
 @contextmanager
 def eager_and_exact():
-    "Run compiled models uncompiled, and do not round products to TF32, while the context is open"
+    "Return a context in which compiled models run uncompiled, and no matrix product is rounded to TF32"
     settings = _tf32_settings()
-    # `set_stance` imports `torch._dynamo`, which is slow. If `torch._dynamo` is not imported yet, no model
-    # is compiled, and `set_stance` is not needed
+    # `set_stance` imports `torch._dynamo`, which is slow. If `torch._dynamo` is not imported yet, no
+    # model is compiled, and `set_stance` is not needed
     has_compiler = 'torch._dynamo' in sys.modules
     def restore():
         for o,name,value,_ in settings: setattr(o, name, value)
@@ -251,7 +251,7 @@ def _weights(learn):
     return torch.cat([_on_cpu(p).flatten() for p in learn.model.parameters()])
 
 @patch
-def train_both_ways(self:Compare)->tuple: # (relative difference, number of steps whole, in parts)
+def train_both_ways(self:Compare)->tuple: # (relative difference, steps on whole batches, on parts)
     "Train on all batches, whole and in parts; compare how far the weights have moved"
     start = _weights(self.run.learn)
     n_parts = max(2, -(-self.n//self.most))

@@ -101,8 +101,8 @@ def find_differing_modules(model:nn.Module, trace_a:Callable, trace_b:Callable, 
     """Find modules that return different outputs for the same inputs, until the predictions agree
 
     `trace_a(frozen)` and `trace_b(frozen)` trace two runs with some modules frozen. Modules that are
-    found are appended to `frozen`. Returns the relative difference of the predictions before anything
-    is found, and whether the predictions agree in the end.
+    found are appended to `frozen`. Returns the relative difference of the predictions in the first pair
+    of traces, and whether the predictions agree in the last pair.
 
     TypeError: the predictions cannot be compared
     """

@@ -142,7 +142,7 @@ def _warn_second_optimizer(cb, opt, warn_once):
 _module_attrs = vars(nn.Module()).keys()
 
 def _holds_state(o):
-    "Whether `o` has a tensor, other than a parameter, that is not all zero; synchronises the GPU"
+    "Whether `o` is or lists a tensor, not a parameter, that is not all zero; synchronises the GPU"
     if isinstance(o, nn.Parameter): return False
     if isinstance(o, Tensor): return bool(o.detach().any())
     return isinstance(o, (tuple,list)) and any(map(_holds_state, o))

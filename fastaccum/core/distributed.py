@@ -122,8 +122,8 @@ class Processes:
 def add_up(params:list, grads:dict, group:dist.ProcessGroup, device:torch.device):
     """Replace the gradients in `grads`, a dict by parameter, by their sums over all processes
 
-    If a process has no gradient of a parameter, zeros take its place. A parameter without a gradient on
-    any process is left out.
+    If a process has no gradient of a parameter, zeros take its place. A parameter for which no process
+    has a gradient is left out.
     """
     has_grad = torch.tensor([p in grads for p in params], device=device, dtype=torch.uint8)
     dist.all_reduce(has_grad, dist.ReduceOp.MAX, group=group)

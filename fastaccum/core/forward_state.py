@@ -165,7 +165,7 @@ class ForwardState:
 # %% ../../nbs/core/23_forward_state.ipynb #back
 @patch
 def put_back(self:ForwardState):
-    "Restore this state, after `check`; may be called any number of times"
+    "Restore this state, if `check` raises no error; may be called any number of times"
     self.check()
     for b,_,copy in self.copies.values(): b.detach().copy_(copy)
     self._put()
@@ -199,12 +199,12 @@ def check(self:ForwardState):
 @patch
 @contextmanager
 def again(self:ForwardState):
-    "Return a context in which a forward pass starts from this state; its end undoes the pass's changes"
+    "Return a context that starts a forward pass from this state and, at its end, undoes the changes"
     self.check()
     before = ForwardState(self.modules, self.devices, self.given, copy=False)
     try:
         self._put()
-        torch.clear_autocast_cache()   # the cache may hold weights that were cast under `no_grad`
+        torch.clear_autocast_cache()   # weights that were cast under `no_grad` get no gradients
         # modules that share a buffer must share its copy
         copies = {i:copy.clone() for i,(_,_,copy) in self.copies.items()}
         for d,buffers in self.buffers:

@@ -117,8 +117,8 @@ class UndoBackward:
         """Restore the gradients from before the backward pass, as far as possible
 
         A gradient to which the backward pass has added in place cannot be restored. It is zeroed if it
-        was empty before. Otherwise it is returned, in a `(parameter, gradient)` pair: the gradient then
-        contains all samples of the micro-batch.
+        was empty before. Otherwise it is returned, in a `(parameter, gradient)` pair, and contains the
+        complete gradient of the failed micro-batch.
         """
         added_to = []
         for p,g,version in self.grads:

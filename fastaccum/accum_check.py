@@ -35,7 +35,7 @@ from .core.warnings import more_link
 # %% ../nbs/02_accum_check.ipynb #accum-check
 @patch
 def accum_check(self:Learner,
-    accum_bs:int=None, # Samples in the whole batch; default: those of a step, or of the loader's batch
+    accum_bs:int=None, # Samples in the whole batch; default: a step, or without accumulation a batch
     steps:int=0, # Optimizer steps to train whole and in micro-batches, to compare the weights as well
     cbs:Callback|list=None # Callbacks that you would pass to `fit`
 )->'AccumCheck': # Displays itself as a table

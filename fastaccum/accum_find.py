@@ -68,10 +68,7 @@ def accum_find(self:Learner,
 
 # %% ../nbs/09_accum_find.ipynb #measure
 def _check_lr(lr):
-    """Refuse a learning rate with which no step can be taken
-
-    ValueError: a rate is not a finite number
-    """
+    "Refuse a learning rate that is not finite"
     if isinstance(lr, slice): rates = [lr.start,lr.stop]
     elif isinstance(lr, (list,tuple,L)): rates = lr
     else: rates = [lr]
@@ -80,10 +77,7 @@ def _check_lr(lr):
         + more_link('learning-rate'))
 
 def _measured_size(acc, accum_bs, dls, sizes):
-    """Return the samples in a measured step, in whole micro-batches
-
-    ValueError: `accum_bs` is larger than an epoch
-    """
+    "Return the samples in a measured step, in whole micro-batches; refuse more than an epoch"
     micro_bs = sizes.micro_bs
     if accum_bs is not None and accum_bs>sizes.n:
         raise ValueError(f"`accum_bs={accum_bs}` is more than the {sizes.n} samples that the training "
@@ -95,10 +89,7 @@ def _measured_size(acc, accum_bs, dls, sizes):
     return round_up(size, sizes.unit)
 
 def _measure(learn, acc, size, bs, n_steps, lr):
-    """Train for `n_steps` steps of `size` samples in a dry run, and return a `Reading` of each step
-
-    RuntimeError: the fit ended after fewer steps
-    """
+    "Train for `n_steps` steps of `size` samples in a dry run, and return a `Reading` of each step"
     # batches for 20 spare steps, because a GradScaler skips some steps
     n_batches = ceil((n_steps+20)*size/bs)
     settings = {} if acc is None else dict(n_items=acc.n_items, micro_batch_size=acc.micro_batch_size)

@@ -104,7 +104,7 @@ class Ordered:
         self.n = n               # samples in the dataset
         self.keep = keep         # samples in an epoch
         self.shuffle = shuffle   # whether the order is random
-        self.rng = Random(seed)  # one generator for all epochs
+        self.rng = Random(seed)  # draws the orders of all epochs
 
     def __call__(self)->list[int]:
         idxs = list(range(self.n))

@@ -216,7 +216,7 @@ def _try_step(self:Compare, in_parts):
     "Run `step`; if it fails twice, set `why` to a description of the error, and return `None`"
     try: return self.step(in_parts)
     except Exception as e:
-        is_ours = more_link('') in str(e)   # this package's errors have a link, and name a remedy
+        is_ours = more_link('') in str(e)   # errors of fastaccum have a link, and name a remedy
         is_ours_for_whole = is_ours and not in_parts
         if is_out_of_memory(e) or is_ours_for_whole: raise
         try: self.step(in_parts)

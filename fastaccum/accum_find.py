@@ -68,10 +68,7 @@ def accum_find(self:Learner,
 
 # %% ../nbs/09_accum_find.ipynb #measure
 def _check_lr(lr):
-    """Refuse a learning rate with which no step can be taken
-
-    ValueError: a rate is not a finite number
-    """
+    "Refuse a learning rate that is not finite"
     if isinstance(lr, slice): rates = [lr.start,lr.stop]
     elif isinstance(lr, (list,tuple,L)): rates = lr
     else: rates = [lr]
@@ -80,10 +77,7 @@ def _check_lr(lr):
         + more_link('learning-rate'))
 
 def _measured_size(acc, accum_bs, dls, sizes):
-    """Return the samples in a measured step, in whole micro-batches
-
-    ValueError: `accum_bs` is larger than an epoch
-    """
+    "Return the samples in a measured step, in whole micro-batches; refuse more than an epoch"
     micro_bs = sizes.micro_bs
     if accum_bs is not None and accum_bs>sizes.n:
         raise ValueError(f"`accum_bs={accum_bs}` is more than the {sizes.n} samples that the training "

@@ -138,7 +138,7 @@ class FreezeBN(PatchingCallback):
         self.before_batch()
 
     def before_batch(self):
-        # other code may have called `model.train()`, which puts the layers in training mode again
+        # a call of `model.train()` between two batches puts the layers in training mode again
         for m in self.frozen: m.training = False
 
     def undo_patches(self):

@@ -104,7 +104,7 @@ def _forward(self:GradientCache, *args, **kwargs):
     learn,stock = self.learn,self.patch.stock
     is_learners_call = not kwargs and [*map(id, args)]==[*map(id, learn.xb)]
     if not is_learners_call: return stock(*args, **kwargs)
-    # all further calls of the model in this batch run the model's own `forward`
+    # further calls of the model in this batch run the model's own `forward`
     self.undo_patches()
     n = n_samples(args, getattr(learn.dl, 'bs', None))
     if n is None: return stock(*args)

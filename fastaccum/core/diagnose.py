@@ -246,8 +246,8 @@ def _probe_model(self:FirstBatchProbe, model, xb):
     else: self.predictions,self.agree = whole_and_parts(frozen, False)
     self.depending = frozen[len(self.drawing):]
     if self.agree: return
-    # the search may have stopped before it tried all modules: add the remaining BatchNorm layers, which
-    # depend on the other samples in any model
+    # the search has ended at a module that cannot be frozen, and has not tried any later module: add the
+    # BatchNorm layers, because the outputs of BatchNorm always depend on other samples
     self.depending += [m for m in batchnorms(model) if m in once.modules and m not in frozen]
 
 # %% ../../nbs/core/28_diagnose.ipynb #blame

@@ -37,7 +37,7 @@ def n_of(dl:object)->int|None:
     "Count the samples of an epoch, including samples that `drop_last` leaves out; `None` if unknown"
     for name in ('partial_n','n'):   # fastai's `PartialDL` yields `partial_n` of its `n` samples
         if getattr(dl, name, None) is not None: return getattr(dl, name)
-    # the batch sampler comes first, because PyTorch's loader then ignores its own `sampler`
+    # the batch sampler comes first: a PyTorch loader with a batch sampler does not use its own `sampler`
     for source in ('batch_sampler.sampler','sampler','dataset'):
         with suppress(TypeError, AttributeError): return len(attrgetter(source)(dl))
 
@@ -64,8 +64,8 @@ def sizes_of(dl:object, micro_batch_size:int|None=None)->LoaderSizes:
         # the processes share all samples, even samples that the wrapped loader alone would drop
         n_all = ceil((n_of(dl.dl) or n)/dl.world_size)
         n = n_all//bs*bs if dl.drop_last else n_all
-    # a loader drops fewer samples than a batch has: with a larger difference, `n_of` has counted samples
-    # that the loader never reads
+    # a loader drops fewer samples than a batch has: if the difference is larger, `n_of` has counted
+    # samples that the loader never reads
     drops_last_batch = 0<n_all-n<bs
     micro_bs = bs if micro_batch_size is None else min(bs, micro_batch_size)
     return LoaderSizes(bs, n, micro_bs, n_all-n if drops_last_batch else 0)

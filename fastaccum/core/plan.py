@@ -339,7 +339,7 @@ def _warn_rounded_up(self:Plan, size_name):
 @patch
 def _check_filled(self:Plan, warns):
     "Refuse an epoch with too few samples for a complete step, or warn that it has only a smaller one"
-    # with `drop_last=True`, the epoch is empty if one process has too few samples for its part of a step;
+    # with `drop_last=True`, an epoch is empty if one process has too few samples for its part of a step;
     # otherwise, the epoch is one smaller step if all processes have too few
     is_too_few = any if self.drop_last else all
     for i in self._different_epochs():

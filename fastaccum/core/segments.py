@@ -21,7 +21,7 @@ from .warnings import more_link
 class Segment:
     "A part of a model whose activations can be computed again in the backward pass"
     name:str # As in `named_modules`; children of a Sequential as a slice: '0[:4]'
-    modules:list # One module, or consecutive children of `seq`
+    modules:list # A single module, or consecutive children of `seq`
     seq:nn.Sequential|None=None # The Sequential that runs `modules`; `None` if they are one module
     calls:int=0 # Forward passes with gradients in the last fit
     kept:int=0 # Bytes of the segment's inputs in the last forward pass with gradients
@@ -126,7 +126,7 @@ def _segments_of_children(m, name, counts):
     for key,child in m.named_children(): yield from _segments_of(child, _child_name(name, key), counts)
 
 def _segments_of_model(model):
-    "List the segments of `model`; a single segment with all parameters, which saves no memory, is cut"
+    "List the segments of `model`; cuts a segment of the whole model, which would save no memory"
     counts = Counter(map(type, model.modules()))
     params = set(model.parameters())
     res = list(_segments_of(model, '', counts))

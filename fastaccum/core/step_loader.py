@@ -69,13 +69,13 @@ class Step:
     "The batches of one step, with its sizes in samples"
     def __init__(self, batches:BatchStream, plan:PlannedStep, rank:int=0, announced:bool=True):
         self.batches = batches
-        # whether the step is in the plan; `False` for samples beyond the number that the loader's `__len__`
+        # whether the step is in the plan; `False` if the loader yields more samples than its `__len__`
         # and `bs` announce
         self.announced = announced
         self.size = plan.sizes[rank]            # samples of this process
         self.total = sum(plan.sizes)            # samples of all processes
         self.full = plan.full                   # samples of a complete step, over all processes
-        # this process ends its part of the step once it has counted this many samples
+        # samples after which this process ends its part of the step
         self.target = min(self.size, plan.wanted)
 
     def _refuse(self, *_):
@@ -163,7 +163,7 @@ class StepLoader(OneBatchLoader):
     def _warn_fewer(self, n):
         "Warn if the loader had only `n` samples, too few for all planned steps"
         planned = [o.sizes[0] for o in self.steps]
-        # an incomplete last step needs one sample
+        # the last step may be incomplete: a single sample is enough for it
         if self.drop_last or not planned: needed = sum(planned)
         else: needed = sum(planned[:-1])+1
         if n>=needed: return

@@ -63,7 +63,7 @@ def check_not_sharded(model:nn.Module):
 
 # %% ../../nbs/core/08_distributed.ipynb #processes
 class Processes:
-    """The processes that train `model` together; outside of a launcher, this process alone
+    """The processes that train `model` together with DDP; this process alone if there is no other
 
     ValueError: the parameters of the model are sharded over processes
     """

@@ -15,7 +15,7 @@ from fastai.optimizer import Optimizer, OptimWrapper
 
 # %% ../../nbs/core/06_gradients.ipynb #params
 def params_of(opt:Optimizer|OptimWrapper)->list:
-    "List the parameters that `opt` updates, each once"
+    "List the parameters that `opt` updates, without duplicates"
     return list({id(p):p for ps in opt.param_lists for p in ps}.values())
 
 def empty_grads(opt:Optimizer|OptimWrapper):

@@ -65,8 +65,8 @@ def sizes_of(dl:object, micro_batch_size:int|None=None)->LoaderSizes:
         # that the wrapped loader alone would drop
         n_all = ceil((n_of(dl.dl) or n)/dl.world_size)
         n = n_all//bs*bs if dl.drop_last else n_all
-    # `n_all-n` samples are a dropped last batch only if they are fewer than `bs`. Otherwise, `n_of` has
-    # counted samples that the loader never reads.
+    # a loader drops fewer samples than a batch has: if the difference is larger, `n_of` has counted
+    # samples that the loader never reads
     drops_last_batch = 0<n_all-n<bs
     micro_bs = bs if micro_batch_size is None else min(bs, micro_batch_size)
     return LoaderSizes(bs, n, micro_bs, n_all-n if drops_last_batch else 0)

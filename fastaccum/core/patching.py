@@ -26,7 +26,9 @@ def uninterrupted(f:Callable):
 class Patch:
     "Replaces the method `name` of the object `o` by the function `f`, from `apply` until `undo`"
     def __init__(self, o:object, name:str, f:Callable):
-        self.o,self.name,self.f = o,name,f
+        self.o = o          # the object with the method
+        self.name = name    # the name of the method
+        self.f = f          # the function that replaces the method
         self.stock = None   # the replaced method, which `f` may call
         self.own = None     # what the instance's own `__dict__` had as `name`, if anything
 

@@ -339,9 +339,9 @@ def _warn_rounded_up(self:Plan, size_name):
 
 @patch
 def _check_filled(self:Plan, warns):
-    "Refuse an epoch with too few samples for a complete step, or warn that it is one smaller step"
-    # `drop_last=True` drops a step for which one process has too few samples. Otherwise, the epoch is
-    # one smaller step only if all processes have too few samples for their part of a complete step.
+    "Refuse an epoch with too few samples for a complete step, or warn that it has only a smaller one"
+    # with `drop_last=True`, an epoch is empty if one process has too few samples for its part of a step;
+    # otherwise, the epoch is one smaller step if all processes have too few
     is_too_few = any if self.drop_last else all
     for i in self._different_epochs():
         full = self.shares(self.wanted(i, self.steps_before(i)))

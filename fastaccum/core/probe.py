@@ -170,12 +170,14 @@ def _loss_and_size(part, m, count_items, devices, change):
 
 def _compare_parts(learn, loss_func, n, count_items, devices, change):
     "Compare the loss of `n` samples with the losses of the first `k` samples and of the rest"
-    def measure(rows, m):
+    def measure_loss(rows, m):
         return _loss_and_size(Part(learn, n, rows, loss_func), m, count_items, devices, change)
-    def measure_whole(): return measure(lambda o: o[:], n)
+    def measure_whole(): return measure_loss(lambda o: o[:], n)
     k = n//2 if n<5 else max(2, n//3)
-    measured = [measure_whole(), measure(lambda o: o[:k], k), measure(lambda o: o[k:], n-k)]
-    losses,sizes = zip(*measured)
+    whole = measure_whole()
+    first = measure_loss(lambda o: o[:k], k)
+    rest = measure_loss(lambda o: o[k:], n-k)
+    losses,sizes = zip(whole, first, rest)
     numbers = _to_numbers([*losses,*sizes])
     losses_read,sizes_read = numbers[:3],numbers[3:]
     loss = losses_read[0]
@@ -187,7 +189,7 @@ def _compare_parts(learn, loss_func, n, count_items, devices, change):
     res = Probed(gap/scale if gap else 0., tol=tol, adds_up=adds_up)
     if not res.wrong: return res
     again,_ = measure_whole()
-    backwards,_ = measure(lambda o: o.flip(0) if isinstance(o, torch.Tensor) else o[::-1], n)
+    backwards,_ = measure_loss(lambda o: o.flip(0) if isinstance(o, torch.Tensor) else o[::-1], n)
     again,backwards = _to_numbers([again,backwards])
     if abs(again-loss)>tol*scale:
         reason = 'it returns another value for the same predictions and targets'

@@ -126,7 +126,7 @@ def _segments_of_children(m, name, counts):
     for key,child in m.named_children(): yield from _segments_of(child, _child_name(name, key), counts)
 
 def _segments_of_model(model):
-    "List the segments of `model`; a single segment with all parameters, which saves no memory, is cut"
+    "List the segments of `model`; cuts a segment of the whole model, which would save no memory"
     counts = Counter(map(type, model.modules()))
     params = set(model.parameters())
     res = list(_segments_of(model, '', counts))

@@ -75,7 +75,7 @@ class Step:
         self.size = plan.sizes[rank]            # samples of this process in the step
         self.total = sum(plan.sizes)            # samples of all processes in the step
         self.full = plan.full                   # samples of a complete step, over all processes
-        # this process ends its part of the step once it has counted this many samples
+        # samples after which this process ends its part of the step
         self.target = min(self.size, plan.wanted)
 
     def _refuse(self, *_):

@@ -200,7 +200,7 @@ def _compare_processes(trial, error, device):
         + more_link('search-failed-on-another-process'))
 
 # %% ../nbs/06_bs_find.ipynb #result
-def _megabytes(n): return None if n is None else n/2**20
+def _mebibytes(n): return None if n is None else n/2**20
 def _rounded(x): return '' if x is None else f'{x:,.0f}'
 
 @dataclass(repr=False)
@@ -213,11 +213,11 @@ class FoundSize:
     def __int__(self): return self.size
     __index__ = __int__
     def __repr__(self):
-        rows = [f'{self.size} samples fit, {self.reason}','  size  fits  peak MB  samples/s']
+        rows = [f'{self.size} samples fit, {self.reason}','  size  fits  peak MiB  samples/s']
         for o in self.trials:
             fits = 'yes' if o.ok else 'no'
-            peak = _rounded(_megabytes(o.peak))
-            rows.append(f"{o.size:6}  {fits:>4}  {peak:>7}  {_rounded(o.speed):>9}")
+            peak = _rounded(_mebibytes(o.peak))
+            rows.append(f"{o.size:6}  {fits:>4}  {peak:>8}  {_rounded(o.speed):>9}")
         return '\n'.join(rows)
 
 def _result(good, bad, n, trials):
@@ -241,9 +241,9 @@ def plot(self:FoundSize)->np.ndarray: # The two matplotlib axes
     fit = sorted((o for o in self.trials if o.ok), key=lambda o: o.size)
     too_large = [o.size for o in self.trials if not o.ok]
     _,axs = plt.subplots(1, 2, figsize=(10,3.5), layout='constrained')
-    peaks = [_megabytes(o.peak) for o in fit]
+    peaks = [_mebibytes(o.peak) for o in fit]
     speeds = [o.speed for o in fit]
-    for ax,ys,label in zip(axs, (peaks,speeds), ('peak memory, MB','samples per second')):
+    for ax,ys,label in zip(axs, (peaks,speeds), ('peak memory, MiB','samples per second')):
         if None not in ys: ax.plot([o.size for o in fit], ys, 'o-')
         else: ax.text(.5, .5, 'not reported by this device', ha='center', transform=ax.transAxes)
         if too_large: ax.axvline(min(too_large), color='tab:red', linestyle=':', label='does not fit')

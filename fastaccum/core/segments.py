@@ -40,7 +40,7 @@ class Segment:
 class Segments(list):
     "A list of the segments of a model, displayed as a table"
     def __repr__(self):
-        rows = [('segment','made of','kept MB')]
+        rows = [('segment','made of','kept MiB')]
         rows += [(o.name, o.kind, f'{o.kept/2**20:,.1f}' if o.calls else '') for o in self]
         w_name,w_kind = (max(len(row[i]) for row in rows) for i in (0,1))
         lines = [f'{name:{w_name}}  {kind:{w_kind}}  {kept:>7}' for name,kind,kept in rows]

@@ -219,7 +219,7 @@ def test_segments_are_found_or_given():
         cb = ActivationCheckpoint(given)
         small(lambda: model).fit(1, cbs=cb)
         assert [o.name for o in cb.segments]==[*names] and [o.kept for o in cb.segments]==[8*8*8]*len(names)
-        assert all(o in repr(cb.segments) for o in ('segment','kept MB',*names))
+        assert all(o in repr(cb.segments) for o in ('segment','kept MiB',*names))
     learn = make_application('vision', loss_func=cross_entropy, cbs=ActivationCheckpoint())
     found = learn.activation_checkpoint.segments
     # no fit has run yet

@@ -117,7 +117,7 @@ class _Setup:
         self.splits = False
         if plan is not None:
             loader = plan.loaders[0]
-            self.splits = plan.wanted(0)==loader.bs and bool(limit or loader.unit==1)
+            self.splits = plan.accum_bs_at(0)==loader.bs and bool(limit or loader.unit==1)
         # True if each micro-batch of a step is one batch of the loader
         self.cuts_loader = not self.splits and (acc is not None or not self.cbs)
         # True if the loss sees all samples of a step at once
@@ -136,7 +136,7 @@ def sizes(self:_Setup, dl:object, accum_bs:int|None)->tuple:
     cache_size = self.cache.size if self.cache else None
     n,micro = accum_bs or bs,None
     if bs and self.plan:
-        n = accum_bs or min(*self.plan.shares(self.plan.wanted(0)), self.plan.n)
+        n = accum_bs or min(*self.plan.full_sizes(self.plan.accum_bs_at(0)), self.plan.n)
         micro = self.plan.loaders[0].micro_bs
     elif bs: micro = cache_size
     if micro and micro<n: return n,micro,min(micro, cache_size or micro)

@@ -33,6 +33,9 @@ from .core.warnings import more_link
 class GradientAccumulation(QuietCallback):
     """Accumulate gradients and take one optimizer step every `accum_bs` samples
 
+    Pass it to a fit with `cbs=`. The result is that of a fit whose DataLoaders have `bs=accum_bs`, up to
+    rounding; the fit warns if something makes the result differ.
+
     TypeError: an argument has the wrong type; in a fit, a batch cannot be split, its targets cannot be
         counted, or `n_items` does not return a number
     ValueError: a number is below 1, or the size of a step is given twice; when a fit begins, this
@@ -266,7 +269,7 @@ def stepped(self:GradientAccumulation, step:Step):
 
 # %% ../nbs/00_accumulation.ipynb #plan
 @patch
-def sizes(self:GradientAccumulation, micro_bs:int, n_epoch:int)->int|Callable:
+def wanted_sizes(self:GradientAccumulation, micro_bs:int, n_epoch:int)->int|Callable:
     """Return how many samples a step should have: a number, or a function from a `Position` to a number
 
     `micro_bs` is the number of samples in a micro-batch, over all processes, and `n_epoch` is the
@@ -317,7 +320,7 @@ def _plan(self:GradientAccumulation, dl, n_epoch, processes, comms, n_finds=None
     each = processes.agree({k:int(v) for k,v in must_match.items()}, list(sizes))
     loaders = [LoaderSizes(*o) for o in each]
     check_loaders(loaders, comms)
-    wanted = self.sizes(sum(o.micro_bs for o in loaders), n_epoch)
+    wanted = self.wanted_sizes(sum(o.micro_bs for o in loaders), n_epoch)
     # with a schedule, all steps of `lr_find` have the size of the first step
     if n_finds is not None and callable(wanted): wanted = wanted(Position(0, 0, 0.))
     split_words = self.limit.words if self.limit else ''

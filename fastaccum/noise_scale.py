@@ -122,8 +122,8 @@ def describe(scale:float, size:float, unit:str='samples')->str:
     if np.isinf(scale):
         return (f"noise scale: too large to measure. In steps of {size:,.0f} {unit} the noise hides the "
             "gradient, so larger steps would waste little. Measure more steps for an estimate")
-    steps = 1+scale/size                              # steps needed, relative to very large steps
-    items = 1+size/scale if scale else float('inf')   # data needed, relative to very small steps
+    steps = 1+scale/size                              # steps, as a multiple of those with huge batches
+    items = 1+size/scale if scale else float('inf')   # items, as a multiple of those with tiny batches
     return (f"noise scale ≈ {rounded(scale)} {unit}: with steps of {size:,.0f} you need "
         f"{items:.1f}x the minimum number of {unit} and {steps:.1f}x the minimum number of steps")
 
@@ -178,7 +178,7 @@ def before_backward(self:NoiseScale):
 @patch
 def _note_length(self:NoiseScale, micro, param_id, g):
     "Note the length of the gradient `g` of a parameter"
-    # the backward pass of the micro-batch is over: a callback has run another, not to be measured
+    # the micro-batch's own backward pass is over; a callback runs a second one, which is not measured
     if micro.ran: return
     if param_id in self.lengths:
         self._warn('a gradient came in parts, as through GradientCache or reentrant checkpoints')

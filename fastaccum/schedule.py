@@ -198,7 +198,7 @@ def _size_words(self:GradientAccumulationSchedule):
     return f'steps of {self.start_accum_bs} to {self.final_accum_bs} samples{self._split_words()}'
 
 @patch
-def sizes(self:GradientAccumulationSchedule, micro_bs:int, n_epoch:int)->callable:
+def wanted_sizes(self:GradientAccumulationSchedule, micro_bs:int, n_epoch:int)->callable:
     """Return a function from a `Position` to the samples in a step: whole micro-batches of `micro_bs`
 
     ValueError: in a fit of `n_epoch` epochs, `start` is later than `finish`
@@ -221,7 +221,7 @@ def before_fit(self:GradientAccumulationSchedule):
     n_epoch = self.learn.n_epoch
     if self.validates or self.loop.plan is None or self.loop.finder is not None: return
     if fraction(self.finish, n_epoch)<=1: return
-    reached = self.loop.plan.wanted(n_epoch)
+    reached = self.loop.plan.accum_bs_at(n_epoch)
     warn(f"`finish={self.finish}` is after the end of this fit (epochs: {n_epoch}), so the steps end at "
         f"{reached} samples instead of `final_accum_bs={self.final_accum_bs}`. To reach it at the end "
         "of training, give `finish=1.`: a float is a fraction of training, an int an epoch"
@@ -258,7 +258,7 @@ class GradientAccumulationScheduler(_Scheduled):
         factors = list(self.scheduling.values())
         return f"steps of {factors[0]} to {count_of(factors[-1], 'micro-batch')}{self._split_words()}"
 
-    def sizes(self, micro_bs:int, n_epoch:int)->callable:
+    def wanted_sizes(self, micro_bs:int, n_epoch:int)->callable:
         "Return a function from a `Position` to the samples in a step, with `micro_bs` in a micro-batch"
         thresholds = list(self.scheduling)
         counts = [1,*self.scheduling.values()]   # before the first threshold, each micro-batch is a step

@@ -125,7 +125,8 @@ def find_differing_modules(model:nn.Module, trace_a:Callable, trace_b:Callable, 
         else: break   # no module is left to freeze
         same_class = [o for o in modules.values() if type(o) is type(m)]
         new = [o for o in same_class if o.training and o not in frozen] or [m]
-        # unfreeze modules inside of `new`: their outputs may differ only because `new` changes their weights
+        # unfreeze modules inside of `new`: their outputs may differ only because `new` changes their
+        # weights
         inside = {o for m in new for o in m.modules()}-{*new,*frozen_by_caller}
         frozen[:] = [m for m in frozen if m not in inside]+new
     return first_diff,False
@@ -164,7 +165,8 @@ class FirstBatchProbe(QuietCallback):
         loss_only:bool=False):
         self.n,self.sizes = n,sizes   # samples in the batch, and in each of its parts
         self.split = split            # selects samples: `f(batch, start, stop, n)`
-        self.n_items = n_items        # counts the items of the loss's mean; `None`: derived from the loss function
+        # counts the items of the loss's mean; `None`: derived from the loss function
+        self.n_items = n_items
         self.loss_only = loss_only    # whether to run only the loss on parts, and not the model
         self.tol = 0.             # the largest relative difference that counts as rounding
         self.rows = n             # rows in the model's inputs: more than `n` if callbacks add rows
@@ -178,7 +180,8 @@ class FirstBatchProbe(QuietCallback):
         self.reset = False        # whether `model.reset()` must be called before each batch
         self.agree = False        # whether predictions agree with `drawing` and `depending` frozen
         # results of running the loss function; the difference is relative, and `None` if unknown
-        self.loss = None          # difference of the gradients in unequal parts to those of the whole batch
+        # difference of the gradients in unequal parts to those of the whole batch
+        self.loss = None
         self.loss_why = ''        # why `loss` is unknown
         self.hidden_loss = 0.     # equals `loss` if parts of `sizes` hide the difference, otherwise 0
 

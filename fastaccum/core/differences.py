@@ -67,7 +67,7 @@ class DifferenceWarnings:
         self.processes,self.loader = processes,loader
 
     def micro_batch(self, learn:Learner, step:Step, micro:MicroBatch):
-        "Check layers, loader and callbacks once per fit, in the first micro-batch that is not a whole step"
+        "Check layers, loader and callbacks, in the first micro-batch of a fit that is not a whole step"
         warns = not self.processes.rank
         if warns and not self.checked_fit:
             for cb in learn.cbs: _warn_second_optimizer(cb, learn.opt, self.warn_once)

@@ -169,7 +169,7 @@ class DryRun:
     def __init__(self, learn:Learner, without:tuple|list=(), total:int=0):
         dls = learn.dls
         self.learn = learn
-        self.dl = dls.train   # the Learner's training loader, which `fit` replaces by another loader
+        self.dl = dls.train   # the Learner's training loader; `DryRun.fit` puts another in its place
         self.device = training_device(learn)
         # the Learner's callbacks that are called in a dry run
         self.cbs = L(o for o in learn.cbs if takes_part(o) and not any(o is x for x in without))

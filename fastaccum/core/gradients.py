@@ -117,8 +117,9 @@ class UndoBackward:
         """Restore the gradients from before the backward pass, as far as possible
 
         A gradient to which the backward pass has added in place cannot be restored. It is zeroed if it
-        was empty before. Otherwise it is returned, in a `(parameter, gradient)` pair, and contains the
-        complete gradient of the failed micro-batch.
+        was empty before. Otherwise it is returned, in a `(parameter, gradient)` pair. It contains the
+        complete gradient of the failed micro-batch, because PyTorch adds to the gradient of a parameter
+        once per backward pass.
         """
         added_to = []
         for p,g,version in self.grads:

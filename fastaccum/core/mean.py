@@ -129,6 +129,9 @@ def _checked(size, read_tensor):
 class StepMean:
     """The mean loss of the micro-batches of a step: over samples, or over targets that are not ignored
 
+    Call `measure` before and `add` after the backward pass of each micro-batch, and `sum_up` at the end
+    of the step. Then `loss` is the loss of the step, and `correction` a factor for its gradients.
+
     TypeError: `n_items` returned an object that is not a number
     ValueError: `n_items` returned a number that is negative or not finite
     """
@@ -143,16 +146,15 @@ class StepMean:
         # whether a return value of `n_items` was checked: once is enough, because checking synchronises
         # the GPU
         self.trusted = trusted
-        # counted by `add`
-        self.count = 0              # micro-batches
-        self.samples = 0            # samples
-        # items that the mean covers, samples or targets; stays 0 if the loss is a sum
-        self.size = 0
-        self.losses = 0.            # sum of the losses, each multiplied by the size of its micro-batch
+        # totals of the micro-batches so far, updated by `add`
+        self.n_micro_batches = 0
+        self.samples = 0
+        self.items = 0              # samples or targets that the mean covers; 0 if the loss is a sum
+        self.losses = 0.            # sum of the losses, each multiplied by the items of its micro-batch
         self.needs_grad = False     # whether the loss of at least one micro-batch needed a gradient
         # set by `measure`
         self.count_items = None     # the function of the Learner that counts items; `None` for a sum
-        self.counted_loss = None    # the loss function to which `count_items` belongs
+        self.loss_func = None       # the loss function to which `count_items` belongs
         # whether the loss is a sum over samples; `None` before the first micro-batch
         self.is_sum = None
         # (samples, items, loss) of the micro-batch that runs
@@ -167,7 +169,7 @@ class StepMean:
         The caller multiplies the loss by this share, or only the penalties if the loss is a sum. If all
         targets may be ignored, `learn.loss` and the gradients of the predictions are made finite here.
         """
-        if self.is_sum is None or self.counted_loss is not learn.loss_func:
+        if self.is_sum is None or self.loss_func is not learn.loss_func:
             self._choose_count(learn.loss_func)
         loss = plain_tensor(learn.loss).detach()
         # with `reduction='none'`, fastai's Recorder also records the mean
@@ -193,12 +195,12 @@ class StepMean:
     def add(self, learn:Learner):
         "Count the micro-batch that was measured and back-propagated"
         n,size,loss = self.current
-        self.count += 1
+        self.n_micro_batches += 1
         self.samples += n
         self.needs_grad |= learn.loss_grad.requires_grad
-        self.size = self.size+size
+        self.items = self.items+size
         weight = 1 if self.is_sum else size
-        if self.count==1: self.losses = loss*weight
+        if self.n_micro_batches==1: self.losses = loss*weight
         elif isinstance(weight, torch.Tensor): self.losses = self.losses+loss*weight
         else: self.losses = self.losses.add(loss, alpha=weight)   # one GPU kernel instead of two
 
@@ -206,7 +208,7 @@ class StepMean:
 @patch
 def _choose_count(self:StepMean, loss_func):
     "Set the function that counts the items of which this loss function is a mean"
-    self.counted_loss = loss_func
+    self.loss_func = loss_func
     self.count_items = self.n_items or find_n_items(loss_func)
     self.is_sum = self.count_items is None
 
@@ -244,11 +246,11 @@ def _masked(self:StepMean, learn, size, loss):
 def sum_up(self:StepMean):
     "Add up the counts and losses of all processes; synchronises the GPU if there are several processes"
     if self.processes is None or self.processes.n==1: return
-    self.size,self.losses,self.samples = self.processes.sum(self.size, self.losses, self.samples)
+    self.items,self.losses,self.samples = self.processes.sum(self.items, self.losses, self.samples)
     self.samples = int(self.samples)
     if self.current is None:   # this process had no samples in the step, so `measure` was never called
         self.current = 0,0,self.losses.float()
-        self.is_sum = not self.size>0
+        self.is_sum = not self.items>0
     if self.is_sum: self.losses = self.losses.to(self.current[2].dtype)
 
 @patch(as_prop=True)
@@ -258,9 +260,10 @@ def loss(self:StepMean)->torch.Tensor:
     It is `last_loss` if all targets are ignored.
     """
     if self.is_sum: return self.losses
-    if isinstance(self.size, torch.Tensor):
-        return torch.where(self.size>0, self.losses/self.size, self.last_loss).to(self.current[2].dtype)
-    return self.losses/self.size if self.size else self.last_loss
+    if isinstance(self.items, torch.Tensor):
+        loss = torch.where(self.items>0, self.losses/self.items, self.last_loss)
+        return loss.to(self.current[2].dtype)
+    return self.losses/self.items if self.items else self.last_loss
 
 @patch(as_prop=True)
 def correction(self:StepMean)->float|torch.Tensor:
@@ -268,8 +271,8 @@ def correction(self:StepMean)->float|torch.Tensor:
     if self.is_sum: return 1.
     # `expected` is `None` if this process had no samples, and so has no gradients to correct
     expected = 1. if self.expected is None else self.expected
-    if isinstance(self.size, torch.Tensor): return torch.where(self.size>0, expected/self.size, 0.)
-    return expected/self.size if self.size else 0.
+    if isinstance(self.items, torch.Tensor): return torch.where(self.items>0, expected/self.items, 0.)
+    return expected/self.items if self.items else 0.
 
 # %% ../../nbs/core/05_mean.ipynb #kept
 class KeptLosses:

@@ -221,7 +221,11 @@ class MicroBatchLimit:
 
     def attempt(self, n:int, training:bool, run:Callable, undo:Callable,
         may_retry:Callable=lambda: True)->bool:
-        "Call `run()` for `n` samples, and return whether memory was enough"
+        """Call `run()` for `n` samples, and return whether memory was enough
+
+        If not, `undo()` has restored the state from before `run()`. `may_retry()` returns False once the
+        effects of `run()` cannot be undone.
+        """
         run()   # raises the error if memory runs out: only limits that shrink try again
         return True
 
@@ -255,11 +259,11 @@ class AutoSize(MicroBatchLimit):
         super().__init__(check_function('split', split, 4, example))
         # (samples, reason) of the first failure that `report` has not reported yet; `None` if there is
         # none
-        self.failed = None
+        self.unreported = None
 
     def __repr__(self): return repr('auto')
 
-    def forget_failure(self): self.failed = None
+    def forget_failure(self): self.unreported = None
 
 # %% ../../nbs/core/12_micro_batches.ipynb #auto-attempt
 @patch
@@ -280,9 +284,9 @@ def attempt(self:AutoSize, n:int, training:bool, run:Callable, undo:Callable,
     if reason is None: return True
     undo()
     free_memory()
-    self.failed = self.failed or (n,reason)
+    self.unreported = self.unreported or (n,reason)
     if n==1:
-        raise torch.OutOfMemoryError(f"memory ran out with a single sample ({self.failed[1]}), so "
+        raise torch.OutOfMemoryError(f"memory ran out with a single sample ({self.unreported[1]}), so "
             "smaller micro-batches do not help. Use `learn.to_fp16()`, `ActivationCheckpoint()`, "
             "smaller inputs or a smaller model" + more_link('out-of-memory'))
     if training: self.max_train = n//2
@@ -292,9 +296,9 @@ def attempt(self:AutoSize, n:int, training:bool, run:Callable, undo:Callable,
 @patch
 def report(self:AutoSize, training:bool):
     "Warn if memory has run out since the last report, now that smaller micro-batches have run"
-    if self.failed is None: return
-    n,reason = self.failed
-    self.failed = None
+    if self.unreported is None: return
+    n,reason = self.unreported
+    self.unreported = None
     phase = 'validation' if not training else 'training'
     warn(f"memory ran out with a micro-batch of {n} samples ({reason}). Its samples have run again, "
         f"and {phase} goes on in micro-batches of {self.max_samples(training)} samples"
@@ -361,12 +365,12 @@ class Retries:
         self.limit = limit                # says how many samples a micro-batch may have
         self.training = learn.training    # whether the batch is for training
         # a stack of `Failed` micro-batches: each one is a part of the micro-batch that failed before it
-        self.failed = []
+        self.unfinished = []
         limit.forget_failure()
 
     def end_of(self, start:int, division:Division)->int:
         "Return the end of the micro-batch that begins at row `start`, within the last one that failed"
-        end = self.failed[-1].stop if self.failed else division.n
+        end = self.unfinished[-1].stop if self.unfinished else division.n
         return division.end_of(start, end, self.limit.max_samples(self.training))
 
     def attempt(self, run:Callable, micro:MicroBatch, first:bool)->bool:
@@ -379,7 +383,7 @@ class Retries:
             return True
         learn = self.learn
         state = ForwardState(learn.model.modules())
-        for failed in self.failed:
+        for failed in self.unfinished:
             # the gradients in `failed.grads` already contain this micro-batch: let its backward pass add
             # to empty gradients, which `_succeeded` replaces by `failed.grads`
             for p,_ in failed.grads: p.grad = None
@@ -388,7 +392,7 @@ class Retries:
             state.put_back()
             # free the graph of the failed micro-batch, which these attributes hold
             learn.pred = learn.loss = learn.loss_grad = micro.pred = micro.loss_grad_fn = None
-            self.failed.append(Failed(micro.stop, undo_backward()))
+            self.unfinished.append(Failed(micro.stop, undo_backward()))
         def may_retry(): return not micro.ran
         fits = self.limit.attempt(micro.stop-micro.start, self.training, run, undo, may_retry)
         if fits: self._succeeded(micro)
@@ -396,11 +400,11 @@ class Retries:
 
     def _succeeded(self, micro):
         "If all samples of a failed micro-batch have run again, restore the gradients in `Failed.grads`"
-        if not micro.ran and any(o.grads for o in self.failed):
+        if not micro.ran and any(o.grads for o in self.unfinished):
             raise torch.OutOfMemoryError("memory ran out in the middle of a backward pass, and a "
                 f"callback has since cancelled {micro.n} of the samples that some gradients already "
                 "contain, which cannot be undone. Make the DataLoaders with a batch size that fits, "
                 "such as half of what `learn.bs_find()` returns" + more_link('cannot-be-undone'))
-        while self.failed and self.failed[-1].stop==micro.stop:
-            for p,g in self.failed.pop().grads: p.grad = g
+        while self.unfinished and self.unfinished[-1].stop==micro.stop:
+            for p,g in self.unfinished.pop().grads: p.grad = g
         self.limit.report(self.training)

@@ -43,32 +43,32 @@ class PlannedStep(NamedTuple):
     "The sizes of one planned step, in samples"
     sizes:tuple # Samples that each process trains on in this step
     full:int # Samples of a complete step, over all processes, rounded up to whole batches
-    wanted:int # Samples after which a process ends the step: the effective batch size per process
+    wanted_here:int # Samples after which one process ends the step: its part of the effective batch size
 
 # %% ../../nbs/core/00_plan.ipynb #equal
 class EqualSteps(Sequence):
-    "The `n` steps of an epoch without a schedule: `wanted` samples each, until the loaders run out"
-    def __init__(self, loaders:list, shares:list, wanted:int, n:int):
-        self.loaders = loaders                    # the `LoaderSizes` of each process
-        self.shares = shares                      # samples of each process in a complete step
-        self.n = n                                # number of steps in the epoch
+    "The `n` steps of an epoch without a schedule: `accum_bs` samples each, until the loaders run out"
+    def __init__(self, loaders:list, full_sizes:list, accum_bs:int, n:int):
+        self.loaders = loaders         # the `LoaderSizes` of each process
+        self.full_sizes = full_sizes   # samples of each process in a complete step, in whole batches
+        self.n = n                     # number of steps in the epoch
         # samples that each process needs in a step, before rounding up to whole batches
-        self.wanted = ceil(wanted/len(loaders))
+        self.wanted_here = ceil(accum_bs/len(loaders))
 
     def __len__(self): return self.n
 
     def __getitem__(self, i):
         if isinstance(i, slice): return [self[j] for j in range(self.n)[i]]
         i = range(self.n)[i]   # makes a negative index positive; raises IndexError beyond the last step
-        sizes = tuple(max(0, min(share, dl.n-i*share)) for share,dl in zip(self.shares, self.loaders))
-        return PlannedStep(sizes, sum(self.shares), self.wanted)
+        sizes = tuple(max(0, min(size, dl.n-i*size)) for size,dl in zip(self.full_sizes, self.loaders))
+        return PlannedStep(sizes, sum(self.full_sizes), self.wanted_here)
 
     def runs(self)->list:
         "List pairs: a number of consecutive steps of equal size, and the samples in each of these steps"
         # a step is smaller than the previous step if a process has too few samples left for its part, or
         # has none left
         first_smaller = set()
-        for share,dl in zip(self.shares, self.loaders): first_smaller |= {dl.n//share,ceil(dl.n/share)}
+        for size,dl in zip(self.full_sizes, self.loaders): first_smaller |= {dl.n//size,ceil(dl.n/size)}
         edges = sorted({0,self.n,*(i for i in first_smaller if i<self.n)})
         return [(stop-start,sum(self[start].sizes)) for start,stop in zip(edges, edges[1:])]
 
@@ -121,11 +121,11 @@ class Plan:
         n_trained = sum(n*size for n,size in _runs(self.epoch(i)))
         return self.n_all-n_trained
 
-    def shares(self, wanted:int)->list:
-        "List each process's samples in a complete step of `wanted` samples, rounded up to whole batches"
-        return [round_up(ceil(wanted/len(self.loaders)), dl.unit) for dl in self.loaders]
+    def full_sizes(self, accum_bs:int)->list:
+        "List each process's samples in a complete step of `accum_bs` samples, in whole batches"
+        return [round_up(ceil(accum_bs/len(self.loaders)), dl.unit) for dl in self.loaders]
 
-    def wanted(self, epoch:int, step:int=0, done:float=0.)->int:
+    def accum_bs_at(self, epoch:int, step:int=0, done:float=0.)->int:
         """Return the effective batch size of a step, in samples over all processes
 
         `step` is the number of earlier steps in all epochs, and `done` the fraction of the samples of
@@ -155,7 +155,7 @@ class Plan:
 @patch
 def _equal_steps(self:Plan):
     "Return the steps of an epoch without a schedule"
-    shares = self.shares(self.accum_bs)
+    shares = self.full_sizes(self.accum_bs)
     n_complete = min(dl.n//share for share,dl in zip(shares, self.loaders))
     n_with_incomplete = max(ceil(dl.n/share) for share,dl in zip(shares, self.loaders))
     has_no_complete_step = n_complete==0
@@ -170,8 +170,8 @@ def _walk(self:Plan, i):
     step = self.steps_before(i)
     keep_incomplete = not self.drop_last
     while sum(done)<self.n:
-        wanted = self.wanted(i, step, sum(done)/self.n)
-        shares = self.shares(wanted)
+        wanted = self.accum_bs_at(i, step, sum(done)/self.n)
+        shares = self.full_sizes(wanted)
         sizes = tuple(min(share, dl.n-n) for share,dl,n in zip(shares, self.loaders, done))
         is_first = not any(done)
         is_complete = list(sizes)==shares
@@ -212,10 +212,10 @@ def _full_sizes(self:Plan):
     If the last step is smaller than the first, the largest size comes first.
     """
     if not self.has_schedule or not self.n_epoch:
-        full = sum(self.shares(self.wanted(0)))
+        full = sum(self.full_sizes(self.accum_bs_at(0)))
         return full,full
     sizes = [o.full for i in range(self.n_epoch) for o in self.epoch(i)]
-    if not sizes: sizes = [sum(self.shares(self.wanted(0)))]
+    if not sizes: sizes = [sum(self.full_sizes(self.accum_bs_at(0)))]
     is_growing = sizes[0]<=sizes[-1]
     return (min(sizes),max(sizes)) if is_growing else (max(sizes),min(sizes))
 
@@ -321,7 +321,7 @@ def _warn_rounded_up(self:Plan, size_name):
     unit = self.loaders[0].unit
     n_processes = len(self.loaders)
     wanted = self.accum_bs
-    full = sum(self.shares(wanted))
+    full = sum(self.full_sizes(wanted))
     if unit>wanted:
         where = f' on each of {n_processes} processes' if n_processes>1 else ''
         n_samples = wanted*sum(o.unit for o in self.loaders)
@@ -344,7 +344,7 @@ def _check_filled(self:Plan, warns):
     # otherwise, the epoch is one smaller step if all processes have too few
     is_too_few = any if self.drop_last else all
     for i in self._different_epochs():
-        full = self.shares(self.wanted(i, self.steps_before(i)))
+        full = self.full_sizes(self.accum_bs_at(i, self.steps_before(i)))
         if is_too_few(share>dl.n for share,dl in zip(full, self.loaders)): break
     else: return
     samples = ', '.join(str(o.n) for o in self.loaders)

@@ -63,8 +63,8 @@ def _join_outputs(xs, ns, has_rows):
 class ReplayedForward:
     """Runs one call of `model` in micro-batches, and runs them again in the backward pass
 
-    `cb`: the `GradientCache`, with the limit of micro-batches. `stock`: the
-    model's own `forward`. `args`: the inputs of `n` samples.
+    `cb`: the `GradientCache`, with the limit of micro-batches. `stock`: the model's own `forward`.
+    `args`: the inputs of `n` samples.
 
     TypeError: inputs or outputs cannot be split
     """

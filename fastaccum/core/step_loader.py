@@ -75,8 +75,9 @@ class Step:
         self.size = plan.sizes[rank]            # samples of this process in the step
         self.total = sum(plan.sizes)            # samples of all processes in the step
         self.full = plan.full                   # samples of a complete step, over all processes
-        # samples after which this process ends its part of the step
-        self.target = min(self.size, plan.wanted)
+        # samples after which this process ends the step. `size` may be larger, because it is rounded up
+        # to whole batches; it is smaller if the epoch ends first.
+        self.target = min(self.size, plan.wanted_here)
 
     def _refuse(self, *_):
         raise TypeError("during training, the items of `learn.dl` are optimizer steps, which cannot be "

@@ -93,7 +93,7 @@ class StepLoop:
 # %% ../../nbs/core/15_step_loop.ipynb #current
 class CurrentStep(NamedTuple):
     "A record of the running step, for other callbacks"
-    mean:StepMean # The mean loss so far, and the numbers of `samples` and of items (`size`) in it
+    mean:StepMean # The mean loss so far, and the numbers of `samples` and `items` in it
     micro:MicroBatch|None # The micro-batch that runs, or ran last
     full:int # Samples of a complete step, over all processes
     per_epoch:int # Samples in an epoch, over all processes
@@ -169,7 +169,7 @@ def run_step(self:StepLoop, i:int, step:Step):
         self.learn.n_iter = len(self.loader)
         ends_epoch = isinstance(e, (CancelTrainException,CancelEpochException,CancelFitException))
         if ends_epoch and not self.has_stepped:
-            self.differences.epoch_ends(type(e).__name__, self.mean.count)
+            self.differences.epoch_ends(type(e).__name__, self.mean.n_micro_batches)
         raise
 
 @patch
@@ -208,7 +208,7 @@ def _run_batch(self:StepLoop, b, n):
     if self.loss_trials.n_left>0: self.loss_trials.begin_batch(learn)
     try: self.events.send('before_batch')
     except CancelBatchException: return self._leave_out('after_cancel_batch')
-    is_first = not self.mean.count
+    is_first = not self.mean.n_micro_batches
     watching = nullcontext() if is_first else self.differences.watch_state(learn, self.step)
     with watching: self._run_split(n, limit, changed)
 
@@ -242,33 +242,31 @@ def _forward(self:StepLoop):
         if cb is not self.acc: cb('after_backward')
 
 @patch
-def _may_change_loss(self:StepLoop, cb, event):
-    "Send `event` to the callback `cb`, and note whether `cb` changes the loss that is back-propagated"
+def _may_change_loss(self:StepLoop, cb, event)->bool:
+    "Send `event` to the callback `cb`; note and return whether `cb` changes the back-propagated loss"
     def grad_fn(): return getattr(vars(self.learn).get('loss_grad'), 'grad_fn', None)
     before = grad_fn()
     cb(event)
-    if grad_fn() is not before: self.micro.loss_changes.append((cb,event,grad_fn()))
+    is_changed = grad_fn() is not before
+    if is_changed: self.micro.loss_changes.append((cb,event,grad_fn()))
+    return is_changed
 
 @patch
 def _before_backward(self:StepLoop):
     "Let callbacks add penalties, multiply the loss by its share, then let mixed precision scale it"
-    needs_share = True   # whether the loss must still be multiplied by the micro-batch's share
-    for cb in self.events.listeners('before_backward'):
-        if cb is self.acc: continue
-        is_mixed = isinstance(cb, MixedPrecision)
-        if needs_share and is_mixed:
-            self._share_loss()
-            needs_share = False
-        if needs_share or is_mixed: self._may_change_loss(cb, 'before_backward')
+    cbs = [cb for cb in self.events.listeners('before_backward') if cb is not self.acc]
+    n_before = next((i for i,cb in enumerate(cbs) if isinstance(cb, MixedPrecision)), len(cbs))
+    for cb in cbs[:n_before]: self._may_change_loss(cb, 'before_backward')
+    self._share_loss()
+    for cb in cbs[n_before:]:
+        if isinstance(cb, MixedPrecision): self._may_change_loss(cb, 'before_backward')
         else: self._share_late_penalty(cb)
-    if needs_share: self._share_loss()
 
 @patch
 def _share_late_penalty(self:StepLoop, cb):
     "Call a callback that runs after mixed precision, and multiply the term that it adds by the share"
     learn,before = self.learn,self.learn.loss_grad.clone()
-    self._may_change_loss(cb, 'before_backward')
-    is_changed = self.micro.loss_changes and self.micro.loss_changes[-1][0] is cb
+    is_changed = self._may_change_loss(cb, 'before_backward')
     # with `grad_sums`, the gradients of a mean loss are multiplied by the share later, not the loss
     weighs_loss = self.mean.is_sum or not self.grad_sums
     if is_changed and weighs_loss: learn.loss_grad = before+(learn.loss_grad-before)*self.micro.share
@@ -284,7 +282,7 @@ def _backward(self:StepLoop):
     "Back-propagate the micro-batch; its gradients are added to those of earlier micro-batches"
     learn,mean = self.learn,self.mean
     if self.comms: check_left_out(self.processes, self.comms, False)
-    if self.grad_check.noted and mean.count:
+    if self.grad_check.noted and mean.n_micro_batches:
         n_changed = self.grad_check.n_changed()
         if n_changed: self.differences.grads_changed(n_changed)
     # A loss without a graph has no backward pass. If no loss of the step has a graph, the last backward
@@ -459,9 +457,9 @@ def _in_parts(self:StepLoop, n, rows, limit, changed, run, end):
                 if training: self.differences.before_split(parts)
                 parts.select(start, stop)
             self.micro = MicroBatch(n*stop//rows-n*start//rows, start, stop)
-            has_failed = bool(retries.failed)
+            has_failed = bool(retries.unfinished)
             with explain_split(stop-start, rows):
-                is_done = retries.attempt(run, self.micro, training and not self.mean.count)
+                is_done = retries.attempt(run, self.micro, training and not self.mean.n_micro_batches)
             # `Retries` has changed gradients: `grad_check` must not take this for a change by a callback
             if has_failed or not is_done: self.grad_check.forget()
             if not is_done: continue

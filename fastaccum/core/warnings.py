@@ -37,7 +37,7 @@ def more_link(key:str)->str:
     return f"\nMore: {_page}#{key}"
 
 def append_message(e:Exception, msg:str):
-    "Append `msg` to the message of `e`, unless `e` links to the page Messages or is a Cancel… exception"
+    "Append `msg` to the message of `e`, unless `e` has a link to Messages or is a Cancel… exception"
     has_link = more_link('') in str(e)
     is_failure = not type(e).__name__.startswith('Cancel')   # such as `CancelBatchException`
     if is_failure and not has_link: e.args = (f'{e}\n{msg}',)

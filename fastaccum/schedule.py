@@ -163,8 +163,7 @@ class GradientAccumulationSchedule(_Scheduled):
         annealer
     ValueError: a number is too small, `start` is later than `finish`, or `schedule` returns a value that
         is not a number of samples
-    UserWarning: when a fit begins, if `finish` is after the end of the fit, so that the final size is
-        not reached
+    UserWarning: when a fit begins, if it ends before `finish`
     """
     def __init__(self,
         start_accum_bs:int, # Samples per optimizer step before `start`
@@ -173,7 +172,7 @@ class GradientAccumulationSchedule(_Scheduled):
         finish:int|float=0.3, # When the final size is reached: a fraction of training or an epoch
         schedule:callable=SchedCos, # A fastai annealer, or a function from progress (0 to 1) to a size
         log_accum_batch:bool=True, # As in `GradientAccumulation`
-        micro_batch_size:int|str|MicroBatchLimit|None=None, # As in `GradientAccumulation`, in samples
+        micro_batch_size:int|str|MicroBatchLimit=None, # As in `GradientAccumulation`, in samples
         drop_last:bool|None=None, # As in `GradientAccumulation`
         n_items:callable=None, # As in `GradientAccumulation`
         *, verbose:bool=True # As in `GradientAccumulation`
@@ -242,7 +241,7 @@ class GradientAccumulationScheduler(_Scheduled):
         scheduling:dict[int,int], # `{threshold: micro-batches per step from then on}`
         mode:str='epoch', # Unit of the thresholds: 'epoch' or 'step' (optimizer steps), counted from 0
         log_accum_batch:bool=True, # As in `GradientAccumulation`
-        micro_batch_size:int|str|MicroBatchLimit|None=None, # As in `GradientAccumulation`, in samples
+        micro_batch_size:int|str|MicroBatchLimit=None, # As in `GradientAccumulation`, in samples
         drop_last:bool|None=None, # As in `GradientAccumulation`
         n_items:callable=None, # As in `GradientAccumulation`
         *, verbose:bool=True # As in `GradientAccumulation`

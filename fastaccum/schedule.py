@@ -167,10 +167,10 @@ class GradientAccumulationSchedule(_Scheduled):
     """
     def __init__(self,
         start_accum_bs:int, # Samples per optimizer step before `start`
-        final_accum_bs:int, # Samples per optimizer step after `finish`; larger or smaller
-        start:int|float=0, # When annealing starts: a fraction of training (float) or an epoch (int)
-        finish:int|float=0.3, # When the final size is reached: a fraction of training or an epoch
-        schedule:callable=SchedCos, # A fastai annealer, or a function from progress (0 to 1) to a size
+        final_accum_bs:int, # Samples per optimizer step after `finish`
+        start:int|float=0, # Start: an epoch (int) or a fraction of training
+        finish:int|float=0.3, # End: an epoch (int) or a fraction of training
+        schedule:callable=SchedCos, # A fastai annealer, or a function of progress (0 to 1)
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size:int|str|MicroBatchLimit=None, # As in `GradientAccumulation`, in samples
         drop_last:bool|None=None, # As in `GradientAccumulation`

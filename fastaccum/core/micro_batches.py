@@ -196,7 +196,8 @@ class MicroBatchLimit:
     why_uneven = ''
     words = ''        # how batches are split, as the end of a message: 'split where memory runs out'
     def __init__(self, split:Callable=split):
-        self.split = split
+        example = 'lambda batch, start, stop, n: [o[start:stop] for o in batch]'
+        self.split = check_function('split', split, 4, example)
         self.max_train = None   # the most samples of a micro-batch in training; `None`: no limit
         self.max_valid = None   # the most samples of a micro-batch in validation; `None`: no limit
 
@@ -255,8 +256,7 @@ class AutoSize(MicroBatchLimit):
     def __init__(self,
         split:Callable=split # `f(batch, start, stop, n)` returns samples `start` to `stop` of `n`
     ):
-        example = 'lambda batch, start, stop, n: [o[start:stop] for o in batch]'
-        super().__init__(check_function('split', split, 4, example))
+        super().__init__(split)
         # (samples, reason) of the first failure that `report` has not reported yet; `None` if there is
         # none
         self.unreported = None

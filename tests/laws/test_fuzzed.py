@@ -223,7 +223,7 @@ def test_a_split_that_returns_other_rows_is_refused_before_a_weight_moves(split,
     learn = toy(16)
     with weights_unchanged(learn), pytest.raises((ValueError,TypeError), match=f'(?s){words}.*#cannot-be-split'):
         size = AutoSize(split)
-        size.train = 4
+        size.max_train = 4
         learn.fit(1, 0.1, cbs=GradientAccumulation(16, micro_batch_size=size))
 
 class OwnEpoch(Learner):

@@ -185,7 +185,7 @@ class GradientAccumulationSchedule(_Scheduled):
         self.finish = check_moment('finish', finish)
         self.schedule = schedule
         same_unit = isinstance(start, Integral)==isinstance(finish, Integral)
-        # an epoch and a fraction of training can be compared only in a fit, by its number of epochs
+        # an epoch and a fraction of training can be compared only if the number of epochs is known
         if same_unit: fractions(start, finish, 1)
         f = as_annealer(schedule, self.start_accum_bs, self.final_accum_bs)
         for i in range(101): check_value(f, i/100)

@@ -257,7 +257,8 @@ def _read(self:NoiseScale, mean, squares, size, k, n, mean_sq):
     if k==1:
         return self._warn("the step has one micro-batch, so nothing can be compared. Raise `accum_bs`")
     if k==0: return   # no micro-batch has a target that the loss counts
-    # `p.grad` is the gradient of a summed loss: divide its squared length by the squared number of items
+    # if the loss is a sum, `p.grad` is the gradient of this sum: divide its squared length by the squared
+    # number of items, for the squared length of the mean gradient
     if mean.is_sum: mean_sq /= size**2
     trace,grad_sq = estimate(squares, mean_sq, size, k)
     # `trace` estimates a variance, which is not negative. Rounding may make the estimate negative, but,

@@ -185,7 +185,7 @@ class FirstBatchProbe(QuietCallback):
         # `None` if unknown
         self.loss = None
         self.loss_why = ''        # why `loss` is unknown
-        # equals `loss` if the gradients differ in parts of unequal sizes, but not in parts of `sizes`; else 0
+        # equals `loss` if the gradients differ in parts of unequal sizes but not in parts of `sizes`; else 0
         self.hidden_loss = 0.
 
 # %% ../../nbs/core/28_diagnose.ipynb #first-events
@@ -290,7 +290,7 @@ def find_differing_callbacks(compare:Compare, off:float, tol:float, **kwargs:obj
 class Row(NamedTuple):
     "A possible cause of a difference to the full-batch run"
     what:str # The name of the cause
-    off:float|None # The relative difference; `None` if it could not be checked
+    off:float|None # The relative difference to the full-batch run; `None` if it could not be checked
     tol:float # The largest difference that counts as rounding
     where:str = '' # The layers, callbacks or loader at fault; or why nothing could be checked
     remedy:str = '' # The remedy, in words or code; 'none: …' if nothing helps

@@ -127,7 +127,8 @@ def describe(scale:float, size:float, unit:str='samples')->str:
     step_factor = 1+scale/size
     item_factor = 1+size/scale if scale else float('inf')
     return (f"noise scale ≈ {rounded(scale)} {unit}: with steps of {size:,.0f} you need "
-        f"{item_factor:.1f}x the minimum number of {unit} and {step_factor:.1f}x the minimum number of steps")
+        f"{item_factor:.1f}x the minimum number of {unit} and "
+        f"{step_factor:.1f}x the minimum number of steps")
 
 # %% ../nbs/07_noise_scale.ipynb #micro-batch
 class _MicroBatchGrads(NamedTuple):
@@ -257,8 +258,8 @@ def _read(self:NoiseScale, mean, squares, size, k, n, mean_sq):
     if k==1:
         return self._warn("the step has one micro-batch, so nothing can be compared. Raise `accum_bs`")
     if k==0: return   # no micro-batch has a target that the loss counts
-    # if the loss is a sum, `p.grad` is the gradient of this sum: divide its squared length by the squared
-    # number of items, for the squared length of the mean gradient
+    # if the loss is a sum, `p.grad` is the gradient of this sum: divide its squared length by the
+    # squared number of items, for the squared length of the mean gradient
     if mean.is_sum: mean_sq /= size**2
     trace,grad_sq = estimate(squares, mean_sq, size, k)
     # `trace` estimates a variance, which is not negative. Rounding may make the estimate negative, but,

@@ -66,8 +66,8 @@ def as_annealer(schedule:callable, start:int, end:int)->callable:
     hint = ("give an annealer `f(start, end)` that returns a function of the position, such as "
         "`SchedCos`, or a function of the position alone")
     try:
-        # for some functions written in C, `inspect.signature` raises a ValueError: then, `schedule` is called
-        # to find out whether it takes two arguments
+        # `inspect.signature` raises a ValueError for some functions written in C: then, a call of
+        # `schedule` shows whether it takes two arguments
         with suppress(ValueError):
             params = inspect.signature(schedule).parameters.values()
             positional = [p for p in params if p.kind in (p.POSITIONAL_ONLY,p.POSITIONAL_OR_KEYWORD)]

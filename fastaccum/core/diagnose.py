@@ -185,7 +185,8 @@ class FirstBatchProbe(QuietCallback):
         # `None` if unknown
         self.loss = None
         self.loss_why = ''        # why `loss` is unknown
-        # equals `loss` if the gradients differ in parts of unequal sizes but not in parts of `sizes`; else 0
+        # equals `loss` if the gradients differ in parts of unequal sizes, but not in parts of `sizes`;
+        # otherwise 0
         self.hidden_loss = 0.
 
 # %% ../../nbs/core/28_diagnose.ipynb #first-events

@@ -91,7 +91,7 @@ def _check_args(learn, accum_bs, steps):
         'check')
 
 def _check_cbs(learn, acc, cache):
-    "Raise the errors that the Learner's callbacks raise in a fit, because the check replaces these"
+    "Raise the errors of the Learner's callbacks in a fit, because the check runs callbacks of its own"
     if acc is not None: check_learner(learn)
     elif any(isinstance(o, FastaiGradientAccumulation) for o in learn.cbs):
         raise ValueError("this Learner has fastai's `GradientAccumulation`, and only fastaccum's can be "
@@ -259,7 +259,7 @@ def _find_causes(self:_Diagnosis):
     self.off = self.frozen_off = self.rest_off = max(self.layers.values(), default=0.)
     freeze,reset = probe.drawing+probe.depending,probe.reset
     # a callback that splits the batch may also split the hidden state that a recurrent model keeps for
-    # each sample. If the gradients then agree, the hidden state does not make them differ
+    # each sample. If the gradients agree without a reset of this state, the state is no cause
     may_split_state = probe.remembering and not compare.cut_loader
     if may_split_state and compare.largest_difference(freeze=freeze)<=self.tol:
         reset,probe.remembering = False,[]
@@ -272,7 +272,8 @@ def _find_causes(self:_Diagnosis):
         self.cbs,self.needed = find_differing_callbacks(compare, self.frozen_off, self.tol, **frozen)
         if self.cbs: self.rest_off = self._difference_without(freeze, reset, self.cbs)
     else:
-        # a callback changes the number of rows: search for one without which each sample is a single row
+        # callbacks change the number of rows: find those without which the model gets one row for each
+        # sample, or without which the step fails
         cbs = [o for o in callbacks_to_try(compare.run) if hasattr(o, 'before_batch')]
         found = [o for o in cbs if self._rows_without(o) in (probe.n,None)]
         self.cbs = found or cbs
@@ -297,7 +298,8 @@ def _loss(self:_Diagnosis):
     probe,tol = self.probe,self.tol
     if self.setup.loss_gets_whole: return Row('loss', 0., tol)
     if self.rest_off is not None and self.rest_off<=tol:
-        # the gradients agree in these micro-batches; `hidden_loss` is the difference in unequal ones
+        # the gradients agree in these micro-batches. If they differ in micro-batches of unequal sizes,
+        # `hidden_loss` is their difference
         row = Row('loss', self.rest_off, tol)
         if probe.hidden_loss:
             row = Row('loss', probe.hidden_loss, tol, 'in micro-batches of unequal sizes')

@@ -85,7 +85,7 @@ class GradientAccumulation(QuietCallback):
         has_half_gradients = any(isinstance(o, NonNativeMixedPrecision) for o in value.cbs)
         if has_half_gradients: value.add_cb(RefuseHalfGradients())
 
-    # a pickled or copied callback has no state of a fit
+    # a pickled or copied callback is without `loop`, which holds the state of a fit
     def __getstate__(self): return vars(self)|dict(loop=None)
 
     def __repr__(self): return f'{type(self).__name__}: {self._size_words()}'
@@ -222,7 +222,7 @@ def before_backward(self:GradientAccumulation):
             "its own `_do_epoch_train`, let it iterate over `self.dl`"
             + more_link('not-the-loader-of-steps'))
     share = loop.micro.share = loop.mean.measure(learn, loop.micro.n)
-    # `GradSums` multiplies the gradients by `share` in float32, so the loss is not multiplied
+    # if there is a `GradSums`, it multiplies the gradients by `share`, so the loss is not multiplied
     weighs_grads = bool(loop.grad_sums)
     if loop.mean.is_sum: self._share_penalty(share)
     elif not weighs_grads: learn.loss_grad = plain_tensor(learn.loss_grad)*share
@@ -328,7 +328,7 @@ def _plan(self:GradientAccumulation, dl, n_epoch, processes, comms, n_finds=None
 
 @patch
 def _plan_fit(self:GradientAccumulation, dl):
-    "Return the plan of the fit; if nothing has changed, the same object, which has cached its epochs"
+    "Return the plan of the fit; if nothing has changed, the last plan, which has cached its epochs"
     loop,n_epoch = self.loop,self.learn.n_epoch
     n_finds = None if loop.finder is None else loop.finder.num_it
     plan = self._plan(dl, n_epoch, Processes(self.learn.model), self._comms(), n_finds)

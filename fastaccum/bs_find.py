@@ -109,7 +109,7 @@ class _TrialSteps(CountSteps):
         self.synchronize = getattr(getattr(torch, device.type), 'synchronize', noop)
 
     def before_batch(self):
-        "Give each parameter a gradient, as memory holds gradients from a step's second micro-batch on"
+        "Give each parameter a gradient, which memory holds while a step's later micro-batches run"
         sparse = {m.weight for m in self.learn.model.modules() if getattr(m, 'sparse', False)}
         for p in self.learn.model.parameters():
             if p.requires_grad and p.grad is None and p not in sparse: p.grad = torch.zeros_like(p)
@@ -183,7 +183,8 @@ def _check_before_search(learn, n, must_match):
 
 def _unwrap(learn):
     "Take the model out of DistributedDataParallel, which exchanges data; `DryRun` puts the wrapper back"
-    # create the optimizer before unwrapping: in a fit, its `splitter` gets the wrapped model
+    # create the optimizer before unwrapping, because in a fit the Learner's `splitter` gets the wrapped
+    # model
     if learn.opt is None: learn.create_opt()
     learn.model = get_model(learn.model)
 

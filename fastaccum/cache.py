@@ -42,11 +42,12 @@ class GradientCache(PatchingCallback):
     warn_once = None     # gives each warning once per fit; `None` before the first fit
     # replaces the model's `forward`, from `before_batch` until the Learner calls the model
     patch = None
-    # the `ReplayedForward` that runs this batch, until `before_backward` has checked the loss
+    # the `ReplayedForward` that has run this batch; `None` again when the backward pass begins
     call = None
-    # for training (True) and evaluation (False): whether each output of the model has a row per sample
+    # a dict with the keys True (training) and False (evaluation): whether each output of the model has a
+    # row per sample
     rows = None
-    # each micro-batch runs forward twice: True once this fit has compared the outputs of both runs
+    # whether this fit has compared the outputs of the two forward passes that a micro-batch makes
     checked = False
     @by_name('micro_batch_size')
     def __init__(self, *,

@@ -50,7 +50,7 @@ class ActivationCheckpoint(PatchingCallback):
 
     @property
     def segments(self)->Segments:
-        "The segments of the last fit, or that a first fit would use; displayed as a table"
+        "The segments of the last fit, or those that a first fit would use; displayed as a table"
         if self.last_used is not None: return self.last_used
         if self.learn is None: return Segments()
         return find_segments(unwrapped(self.learn.model), self.given)

@@ -61,8 +61,8 @@ class NoiseScale(PatchingCallback):
         self.n_steps = 0       # steps of this fit so far
         self.wait = 0          # steps until the next measured step
         self.since = 0         # samples since the last measurement
-        # set in `vars`, because fastai warns of an attribute that is also an attribute of the Learner:
-        # `learn.noise_scale` is this callback
+        # `recorder.noise_scale = []` would make fastai warn, because `learn.noise_scale` exists (this
+        # callback): write into `vars(recorder)` instead
         if hasattr(learn, 'recorder'): vars(learn.recorder)['noise_scale'] = []
 
 # %% ../nbs/07_noise_scale.ipynb #estimate
@@ -122,10 +122,13 @@ def describe(scale:float, size:float, unit:str='samples')->str:
     if np.isinf(scale):
         return (f"noise scale: too large to measure. In steps of {size:,.0f} {unit} the noise hides the "
             "gradient, so larger steps would waste little. Measure more steps for an estimate")
-    steps = 1+scale/size                              # steps, as a multiple of those with huge batches
-    items = 1+size/scale if scale else float('inf')   # items, as a multiple of those with tiny batches
+    # for the same result, training needs `step_factor` times as many steps as with huge batches, and
+    # `item_factor` times as many items as with tiny batches
+    step_factor = 1+scale/size
+    item_factor = 1+size/scale if scale else float('inf')
     return (f"noise scale ≈ {rounded(scale)} {unit}: with steps of {size:,.0f} you need "
-        f"{items:.1f}x the minimum number of {unit} and {steps:.1f}x the minimum number of steps")
+        f"{item_factor:.1f}x the minimum number of {unit} and "
+        f"{step_factor:.1f}x the minimum number of steps")
 
 # %% ../nbs/07_noise_scale.ipynb #micro-batch
 class _MicroBatchGrads(NamedTuple):
@@ -255,10 +258,12 @@ def _read(self:NoiseScale, mean, squares, size, k, n, mean_sq):
     if k==1:
         return self._warn("the step has one micro-batch, so nothing can be compared. Raise `accum_bs`")
     if k==0: return   # no micro-batch has a target that the loss counts
-    # `p.grad` is the gradient of a summed loss: divide its squared length by the squared number of items
+    # if the loss is a sum, `p.grad` is the gradient of this sum: divide its squared length by the
+    # squared number of items, for the squared length of the mean gradient
     if mean.is_sum: mean_sq /= size**2
     trace,grad_sq = estimate(squares, mean_sq, size, k)
-    # a variance is not negative, and rounding, even in bfloat16, changes `squares` by less than a tenth
+    # `trace` estimates a variance, which is not negative. Rounding may make the estimate negative, but,
+    # even in bfloat16, by less than a tenth of `squares`
     if trace*(k-1)<-.1*squares:
         return self._warn("the step's gradient is longer than its micro-batches' gradients add up to, "
             "so a callback has changed the gradient. Change it in `before_step` instead, with an "

@@ -105,7 +105,8 @@ def undo_patches(self:ScaledLR, keep:str=''):
 @patch
 def after_step(self:ScaledLR):
     is_lr_find = getattr(self.learn, 'lr_finder', None) is not None
-    # undo the scaling before `lr_find` records the learning rate: its suggestion is for `base_bs`
+    # undo the scaling before `lr_find` records the learning rate, because `lr_find` shall suggest a
+    # learning rate for steps of `base_bs` samples
     if is_lr_find: self.undo_patches()
 @patch
 def before_batch(self:ScaledLR): self.undo_patches()

@@ -66,7 +66,8 @@ def as_annealer(schedule:callable, start:int, end:int)->callable:
     hint = ("give an annealer `f(start, end)` that returns a function of the position, such as "
         "`SchedCos`, or a function of the position alone")
     try:
-        # `inspect.signature` raises a ValueError for some functions written in C
+        # `inspect.signature` raises a ValueError for some functions written in C: then, a call of
+        # `schedule` shows whether it takes two arguments
         with suppress(ValueError):
             params = inspect.signature(schedule).parameters.values()
             positional = [p for p in params if p.kind in (p.POSITIONAL_ONLY,p.POSITIONAL_OR_KEYWORD)]
@@ -185,7 +186,7 @@ class GradientAccumulationSchedule(_Scheduled):
         self.finish = check_moment('finish', finish)
         self.schedule = schedule
         same_unit = isinstance(start, Integral)==isinstance(finish, Integral)
-        # an epoch and a fraction of training can be compared only in a fit, by its number of epochs
+        # an epoch and a fraction of training can be compared only if the number of epochs is known
         if same_unit: fractions(start, finish, 1)
         f = as_annealer(schedule, self.start_accum_bs, self.final_accum_bs)
         for i in range(101): check_value(f, i/100)

@@ -58,7 +58,8 @@ def _mask_of_lengths(lengths, padded, n):
     right = columns>=width-lengths[:,None]    # the tokens, if the padding is on the left
     may_be_left = _is_constant(padded, ~left)
     may_be_right = _is_constant(padded, ~right)
-    # if both sides may be padding, or neither, the tokens may be on either side: keep both
+    # if the values are constant on both sides, or on neither, the side of the padding is unknown: then
+    # the mask covers the tokens of both cases
     return left & (may_be_left | ~may_be_right) | right & (may_be_right | ~may_be_left)
 
 # %% ../nbs/12_token_budget.ipynb #division
@@ -244,7 +245,8 @@ def _outputs(model, xb):
             for m in state.modules: m.training = isinstance(m, _BatchNorm) and m.training
             for kind in ('cpu',*(o.type for o in state.devices)): torch.set_autocast_enabled(kind, False)
             out = model(*xb)
-    # the model may use autocast, which caches cast weights: those cached here have no autograd graph
+    # if the model itself enables autocast, autocast caches cast weights here, without an autograd graph:
+    # empty this cache, so that the fit does not use these weights
     finally: torch.clear_autocast_cache()
     return [o for o in tree_leaves(out) if isinstance(o, torch.Tensor)]
 
@@ -269,7 +271,8 @@ def _try_trimming(self:TokenBudget, model, xb, division, warn_once):
     for x,y in zip(trimmed, padded):
         if x.shape!=y.shape:
             if y.ndim<2: continue
-            # the number of columns that the output leaves out: a language model may leave out one token
+            # columns of the input without an output: some language models have no output for the first
+            # or for the last token
             n_less = division.width-y.shape[1]
             has_columns = n_less in (0,1) and x.shape[:2]==mask[:,n_less:].shape
             # an output without a column for each token, such as attention weights, is not compared

@@ -30,8 +30,8 @@ def part_sizes(n:int, most:int|None=None)->list[int]:
         second = n//2-1 if n>5 and n%2==0 else n//2
         return [n-second,second] if second else [n]
     n_full,rest = divmod(n, most)
-    # a rest of 0 would leave parts of equal sizes, and a rest of 1 a part with a single sample: then add
-    # the rest to the last full part, and divide both into parts of unequal sizes
+    # with a rest of 0, all parts would have the same size; with a rest of 1, a part would have a single
+    # sample. In both cases, divide the rest and the last full part into two or three unequal parts
     if rest<2 and most>2:
         n_full,rest = n_full-1,most+rest
         return [most]*n_full+part_sizes(rest)
@@ -144,7 +144,7 @@ class Compare:
         split:Callable=split, # `f(batch, start, stop, n)` returns samples `start` to `stop` of `n`
         bs:int|None=None, # Samples in the whole batch; defaults to the loader's batch size
         n:int=1, # Number of whole batches to read
-        micro:int|None=None # Samples in a part, as in a fit's micro-batch; `None` for unequal parts
+        micro:int|None=None # Samples in each part, as in a fit's micro-batches; `None`: unequal parts
     ):
         self.run,self.make_cbs = run,make_cbs
         self.cut_loader,self.split = cut_loader,split

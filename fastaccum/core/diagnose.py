@@ -126,7 +126,7 @@ def find_differing_modules(model:nn.Module, trace_a:Callable, trace_b:Callable, 
         same_class = [o for o in modules.values() if type(o) is type(m)]
         new = [o for o in same_class if o.training and o not in frozen] or [m]
         # unfreeze modules inside of `new`: their outputs may differ only because `new` changes their
-        # weights
+        # weights, as fastai's `WeightDropout` changes the weights of an LSTM
         inside = {o for m in new for o in m.modules()}-{*new,*frozen_by_caller}
         frozen[:] = [m for m in frozen if m not in inside]+new
     return first_diff,False
@@ -140,7 +140,7 @@ def _loss_grads(learn, n, count_items, start, stop):
     for t in preds:
         if not t.requires_grad: t.requires_grad_()
     loss = part.loss_func(part.pred, *part.yb)
-    if count_items is None: size = 1   # the loss is a sum, for which the number of items plays no part
+    if count_items is None: size = 1   # the loss is a sum, so `_loss_difference` does not use the number
     else: size = stop-start if count_items is samples else count_items(part)
     grads = torch.autograd.grad(loss.mean(), preds, allow_unused=True)
     return [torch.zeros(len(t), 2) if g is None else _digest(g) for t,g in zip(preds, grads)],float(size)
@@ -177,13 +177,17 @@ class FirstBatchProbe(QuietCallback):
         self.drawing = []         # modules that draw random numbers
         self.depending = []       # modules whose outputs depend on the other samples of the batch
         self.remembering = []     # modules whose outputs change if the same batch comes a second time
-        self.reset = False        # whether `model.reset()` must be called before each batch
-        self.agree = False        # whether predictions agree with `drawing` and `depending` frozen
-        # results of running the loss function; the difference is relative, and `None` if unknown
-        # difference of the gradients in unequal parts to those of the whole batch
+        self.reset = False        # whether the model keeps a state that `model.reset()` clears
+        # whether the parts and the whole batch give the same predictions while `drawing` and `depending`
+        # are frozen
+        self.agree = False
+        # relative difference of the loss's gradients between the whole batch and parts of unequal sizes;
+        # `None` if unknown
         self.loss = None
         self.loss_why = ''        # why `loss` is unknown
-        self.hidden_loss = 0.     # equals `loss` if parts of `sizes` hide the difference, otherwise 0
+        # equals `loss` if the gradients differ in parts of unequal sizes, but not in parts of `sizes`;
+        # otherwise 0
+        self.hidden_loss = 0.
 
 # %% ../../nbs/core/28_diagnose.ipynb #first-events
 @patch
@@ -277,7 +281,8 @@ def find_differing_callbacks(compare:Compare, off:float, tol:float, **kwargs:obj
     needed = [o for o in remaining if o not in found]
     has_other_cause = len(found)<2 or off_without(*found)>tol
     if has_other_cause: return [o for o in found if remaining[o]<off/2],needed
-    # the gradients agree if all callbacks in `found` are left out: remove the ones that may stay
+    # the gradients agree if all callbacks in `found` are left out: remove the callbacks that do not
+    # have to be left out
     for o in [*found]:
         if off_without(*[x for x in found if x is not o])<=tol: found.remove(o)
     return found,[]
@@ -286,7 +291,7 @@ def find_differing_callbacks(compare:Compare, off:float, tol:float, **kwargs:obj
 class Row(NamedTuple):
     "A possible cause of a difference to the full-batch run"
     what:str # The name of the cause
-    off:float|None # The relative difference; `None` if it could not be checked
+    off:float|None # The relative difference to the full-batch run; `None` if it could not be checked
     tol:float # The largest difference that counts as rounding
     where:str = '' # The layers, callbacks or loader at fault; or why nothing could be checked
     remedy:str = '' # The remedy, in words or code; 'none: …' if nothing helps

@@ -232,7 +232,7 @@ def all_cancelled(self:DifferenceWarnings):
 @patch
 def epoch_ends(self:DifferenceWarnings, exception:str, n:int):
     "Warn that a callback has ended an epoch after `n` micro-batches, before the first step was complete"
-    if not n: return   # before any micro-batch: the full-batch run would not have trained either
+    if not n: return   # no micro-batch has run: the full-batch run would not have trained either
     self.warn_once('epoch-without-step', f"a callback has ended an epoch ({exception}) after {n} "
         "micro-batches, before the first step was complete, so nothing was trained in this epoch. While "
         "micro-batches run, `learn.iter` counts micro-batches: let the callback use `learn.train_iter`, "

@@ -69,7 +69,7 @@ class StepLoop:
         self.step = None                         # the `Step` that runs
         self.mean = None                         # the `StepMean` of `step`
         self.kept_losses = None                  # averages what the loss function keeps for `LossMetric`
-        self.n_left_out = 0                      # micro-batches of `step` that callbacks have cancelled
+        self.n_left_out = 0                      # cancelled micro-batches of `step`
         self.micro = None                        # the `MicroBatch` that runs or ran last, or `None`
 
     def __getstate__(self): return dict(acc=self.acc, learn=self.learn)   # `learn.export()` pickles this

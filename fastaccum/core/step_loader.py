@@ -75,8 +75,8 @@ class Step:
         self.size = plan.sizes[rank]            # samples of this process in the step
         self.total = sum(plan.sizes)            # samples of all processes in the step
         self.full = plan.full                   # samples of a complete step, over all processes
-        # samples after which this process ends the step. `size` may be larger, because it is rounded up
-        # to whole batches; it is smaller if the epoch ends first.
+        # Samples after which this process ends the step. `wanted_here` is smaller than `size` if
+        # `size` is rounded up to whole batches, and larger than `size` if the epoch ends early.
         self.target = min(self.size, plan.wanted_here)
 
     def _refuse(self, *_):
@@ -193,6 +193,7 @@ class StepLoader(OneBatchLoader):
         if not isinstance(self.dl, DataLoader):
             is_stream = isinstance(getattr(self.dl, 'dataset', None), IterableDataset)
             # PyTorch's loader drops a batch in its sampler, before samples are loaded: only read the
-            # sampler to its end. The sampler of an `IterableDataset` never ends, and draws nothing.
+            # sampler to its end. The sampler of an `IterableDataset` never ends, and draws no random
+            # numbers.
             unread = () if is_stream else getattr(unread, '_sampler_iter', ())
         for _ in unread: pass

@@ -131,7 +131,7 @@ class ForwardState:
     """
     def __init__(self, modules:Iterable, devices:Iterable|None=None, given:Iterable=(), copy:bool=True):
         self.modules = list(modules)   # the modules that run in the forward pass
-        self.given = list(given)       # objects outside of the modules that the pass may change
+        self.given = list(given)       # other objects that the forward pass may change
         # the devices, except the CPU, whose random numbers and autocast are noted
         self.devices = devices_of(self.modules) if devices is None else devices
         self.rng = rng_state(self.devices)             # pairs: (function that sets a state, state)

@@ -43,8 +43,8 @@ class LossTrials:
         # predictions, targets and inputs of a micro-batch of one sample, to be joined with the next
         # sample
         self.waiting = None
-        # How many labels the samples of this epoch or earlier ones have had, without labels of -100:
-        # position of a tensor of labels in the batch -> set of the numbers that have occurred
+        # How many labels, other than -100, samples have had in the fit so far: position of a tensor of
+        # labels in the batch -> set of these numbers
         self.counts = {}
 
     def begin_epoch(self):

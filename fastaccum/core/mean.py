@@ -187,7 +187,7 @@ class StepMean:
             size = _checked(size, not self.trusted)
             self.trusted = True
         if self.expected is None:
-            # `max`, because `n` is 0 if a callback has added rows to a batch without samples
+            # `max` avoids a division by 0: callbacks may have added rows to a batch of 0 samples
             items_per_sample = self._size_if_none_ignored(learn, size, n)/max(n, 1)
             self.expected = number_on(loss.device, items_per_sample*self.n_here)
         if isinstance(size, torch.Tensor) or not size: size,loss = self._masked(learn, size, loss)
@@ -269,7 +269,7 @@ def loss(self:StepMean)->torch.Tensor:
 
 @patch(as_prop=True)
 def correction(self:StepMean)->float|torch.Tensor:
-    "The factor by which to multiply the gradients, now that the size of the step is known"
+    "Return the factor for the gradients that replaces the expected number of items by the counted one"
     if self.is_sum: return 1.
     # `expected` is `None` if this process had no samples, and so has no gradients to correct
     expected = 1. if self.expected is None else self.expected
@@ -282,7 +282,7 @@ class KeptLosses:
     def __init__(self, learn:Learner):
         # names of the attributes of the loss function that a `LossMetric` reads
         self.names = {o.attr for o in learn.metrics if isinstance(o, LossMetric)}
-        # attribute -> (sum of its values, each multiplied by the samples of its micro-batch; samples)
+        # attribute -> (sum of its values, each times the samples `n` of its micro-batch; sum of `n`)
         self.sums = {}
 
     def note(self, learn:Learner, n:int):

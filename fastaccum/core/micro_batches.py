@@ -358,7 +358,8 @@ class Failed(NamedTuple):
 class Retries:
     """Runs the micro-batches of one batch, and repeats a micro-batch in halves if memory runs out
 
-    OutOfMemoryError: a single sample does not fit, or cancelled samples are part of a gradient already
+    OutOfMemoryError: a single sample does not fit, or a callback cancels samples that a gradient already
+        contains
     """
     def __init__(self, learn:Learner, limit:MicroBatchLimit):
         self.learn = learn
@@ -369,7 +370,7 @@ class Retries:
         limit.forget_failure()
 
     def end_of(self, start:int, division:Division)->int:
-        "Return where the micro-batch from row `start` ends, at the latest at the end of the last failed one"
+        "Return where the micro-batch from row `start` ends: at or before the end of the last failed one"
         end = self.unfinished[-1].stop if self.unfinished else division.n
         return division.end_of(start, end, self.limit.max_samples(self.training))
 

@@ -36,7 +36,7 @@ def _has_rows(x, y, nx, ny):
     "Whether the output `x` has a row for each of `nx` samples; `y` is the same output for `ny` samples"
     if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)): return False
     if x.ndim!=y.ndim or x.shape[:1]!=(nx,) or y.shape[:1]!=(ny,): return False
-    # another dimension also has the number of samples, such as in a matrix of similarities
+    # an output with two dimensions of samples, such as a matrix of similarities, cannot be joined
     has_pairs = nx!=ny and (nx,ny) in zip(x.shape[1:], y.shape[1:])
     if has_pairs: _refuse(x, nx)
     return True
@@ -323,7 +323,7 @@ def _exchange(self:ReplayedForward, ddp):
     add_up(params, self.sums.sums, ddp.process_group, params[0].device)
     for p in params:
         if p in self.sums.sums: self.sums.sums[p].div_(ddp.process_group.size())
-    ddp.require_forward_param_sync = True   # let DDP synchronise buffers in the next forward pass
+    ddp.require_forward_param_sync = True   # let DDP synchronise buffers again
 
 @patch
 def _compare(self:ReplayedForward, outs):

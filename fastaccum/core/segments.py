@@ -64,7 +64,7 @@ def _n_layers(m):
     return sum(map(_has_params, leaves))-sum(map(_has_params, norms))
 
 def _is_stage(m, outside_lists):
-    "Whether `m` contains several blocks of one class in a list, or in any module with `outside_lists`"
+    "Whether a list in `m`, or with `outside_lists` any module in `m`, has several blocks of one class"
     def repeats(o):
         is_list = isinstance(o, _containers)
         blocks = [type(c) for c in o.children() if _computes(c) and (is_list or _n_layers(c)>1)]

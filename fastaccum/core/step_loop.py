@@ -45,7 +45,7 @@ class StepLoop:
         self.learn = learn
         self.processes = Processes(learn.model)  # the processes that train this model together
         self.plan = None                         # the `Plan` of the fit
-        self.planned_for = None                  # settings of `plan`: if they change, it is made again
+        self.planned_for = None                  # `plan` is made again if these settings change
         self.announced = None                    # the `Plan` that was printed last
         self.warn_once = WarnOnce()              # gives each warning of this fit once
         self.loss_trials = LossTrials(self.warn_once)

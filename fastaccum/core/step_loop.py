@@ -45,7 +45,7 @@ class StepLoop:
         self.learn = learn
         self.processes = Processes(learn.model)  # the processes that train this model together
         self.plan = None                         # the `Plan` of the fit
-        self.planned_for = None                  # `plan` is made again if these settings change
+        self.planned_for = None                  # settings of `plan`, which is made again if they change
         self.announced = None                    # the `Plan` that was printed last
         self.warn_once = WarnOnce()              # gives each warning of this fit once
         self.loss_trials = LossTrials(self.warn_once)
@@ -59,7 +59,7 @@ class StepLoop:
         # features for which processes communicate in every micro-batch, such as 'SyncBatchNorm'
         self.comms = []
         self.limit = None                        # the `MicroBatchLimit`; `None` if batches are not split
-        self.grad_sums = GradSums([])            # only used for half precision and compiled models
+        self.grad_sums = GradSums([])            # gradient sums of half-precision and compiled models
         self.n_batches = 0                       # batches of the loader that have run
         self.n_planned = 0                       # batches of the loader that the planned steps need
         self.has_stepped = False                 # whether the optimizer has taken a step
@@ -68,8 +68,8 @@ class StepLoop:
         # state of the step, set by `run_step`
         self.step = None                         # the `Step` that runs
         self.mean = None                         # the `StepMean` of `step`
-        self.kept_losses = None                  # the `KeptLosses` of `step`, for fastai's `LossMetric`
-        self.n_left_out = 0                      # micro-batches of `step` that callbacks have cancelled
+        self.kept_losses = None                  # averages the values that fastai's `LossMetric` reads
+        self.n_left_out = 0                      # micro-batches of `step` cancelled by callbacks
         self.micro = None                        # the `MicroBatch` that runs or ran last, or `None`
 
     # `learn.export()` in a fit also pickles this object, to which `learn.dl` refers

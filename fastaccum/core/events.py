@@ -29,12 +29,12 @@ def hears_steps(cb:Callback)->bool:
     return _counts_steps(cb) or not has_before_batch
 
 def records(cb:Callback)->bool:
-    "Whether `cb` records or shows losses, and so gets micro-batches with `log_accum_batch=False`"
+    "Whether `cb` records or shows losses: with `log_accum_batch=False`, it gets those of micro-batches"
     return cb.order>=Recorder.order or _counts_steps(cb)
 
 # %% ../../nbs/core/13_events.ipynb #events
 class Events(dict):
-    "Sends events to the callbacks of `learn`; a dict from a class to the events it has methods for"
+    "Sends events to the callbacks of `learn`; as a dict, maps a class to the events that it handles"
     def __init__(self, learn:Learner): self.learn = learn
 
     def __missing__(self, cls):

@@ -131,7 +131,7 @@ class ForwardState:
     """
     def __init__(self, modules:Iterable, devices:Iterable|None=None, given:Iterable=(), copy:bool=True):
         self.modules = list(modules)   # the modules that run in the forward pass
-        self.given = list(given)       # objects outside of the modules that the pass may change
+        self.given = list(given)       # other objects that the forward pass may change
         # the devices, except the CPU, whose random numbers and autocast are noted
         self.devices = devices_of(self.modules) if devices is None else devices
         self.rng = rng_state(self.devices)             # pairs: (function that sets a state, state)
@@ -141,7 +141,7 @@ class ForwardState:
         self.buffers = [(m._buffers,dict(m._buffers)) for m in self.modules if m._buffers]
         self.copies = {}   # `id` of a buffer -> (buffer, its version, copy of its values)
         if copy: self._copy_buffers()
-        # modules from `torch.nn` keep no state in attributes
+        # modules from `torch.nn` keep their state in buffers, not in attributes
         users_modules = [m for m in self.modules if not type(m).__module__.startswith('torch.nn.')]
         # pairs: (a module's dict of attributes, copy of the dict without the attributes `_not_state`)
         self.attrs = [(vars(m),{k:o for k,o in vars(m).items() if k not in _not_state})
@@ -150,7 +150,7 @@ class ForwardState:
         found = [*_find_state(kept),*_find_state([('',o) for o in self.given], in_objects=True)]
         # pairs: (list, dict, set or deque in an attribute, its items)
         self.items = [(o,items_of(o)) for _,o in found if isinstance(o, _containers)]
-        # (name, tensor, version) of each tensor in an attribute
+        # (name, tensor, version) of each tensor in an attribute; a change in place increases the version
         self.tensors = [(name,o,o._version) for name,o in found
             if isinstance(o, torch.Tensor) and not (isinstance(o, nn.Parameter) or o.is_inference())]
         for _,o in found: self.rng += generator_state(o)
@@ -204,7 +204,7 @@ def again(self:ForwardState):
     before = ForwardState(self.modules, self.devices, self.given, copy=False)
     try:
         self._put()
-        torch.clear_autocast_cache()   # weights that were cast under `no_grad` get no gradients
+        torch.clear_autocast_cache()   # its weights, cast under `no_grad`, would get no gradients
         # modules that share a buffer must share its copy
         copies = {i:copy.clone() for i,(_,_,copy) in self.copies.items()}
         for d,buffers in self.buffers:

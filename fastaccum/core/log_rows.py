@@ -30,9 +30,11 @@ class LogRows:
         self.to_log = []        # the Learner's callbacks with a method `to_log`, found once per epoch
         self.n_rows = 0         # micro-batches in the epoch
         self.began = 0.         # when the step began, in seconds of `time.perf_counter`
-        # micro-batches whose losses were recorded in the fit, without the last micro-batch of each step
+        # Losses recorded in the fit, except for one per step. Together with `learn.train_iter`, which
+        # counts steps, this is the number of recorded losses.
         self.n_more_rows = 0
-        self.n_shown = 0        # what `count_rows` has added to `learn.train_iter`: `n_more_rows` or 0
+        # number that `count_rows` has added to `learn.train_iter`: `n_more_rows` or 0
+        self.n_shown = 0
 
     def begin_epoch(self, learn:Learner, n_rows:int):
         "Find the callbacks that log; `n_rows` is the number of micro-batches in the epoch"
@@ -47,7 +49,7 @@ class LogRows:
 # %% ../../nbs/core/14_log_rows.ipynb #count
 @patch
 def count_rows(self:LogRows, learn:Learner, counts_rows:bool):
-    """Let `learn.train_iter` count recorded rows if `counts_rows`, and optimizer steps otherwise
+    """Let `learn.train_iter` count recorded losses if `counts_rows`, and optimizer steps otherwise
 
     Between epochs, TensorBoard and ShowGraph use `learn.train_iter` as the number of recorded losses.
     """
@@ -57,7 +59,7 @@ def count_rows(self:LogRows, learn:Learner, counts_rows:bool):
 
 @patch
 def after_batch(self:LogRows, cb:Callback, is_row:bool):
-    "Send `after_batch` to `cb`; if `is_row`, `learn.train_iter` counts recorded rows during the call"
+    "Send `after_batch` to `cb`; if `is_row`, `learn.train_iter` counts recorded losses meanwhile"
     self.count_rows(cb.learn, is_row)
     try: cb('after_batch')
     finally: self.count_rows(cb.learn, False)

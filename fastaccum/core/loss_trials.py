@@ -43,8 +43,8 @@ class LossTrials:
         # predictions, targets and inputs of a micro-batch of one sample, to be joined with the next
         # sample
         self.waiting = None
-        # position of a tensor of labels in the batch -> the set of the numbers of labels, other than
-        # -100, that its rows have had so far
+        # How many labels, other than -100, samples have had in the fit so far: position of a tensor of
+        # labels in the batch -> set of these numbers
         self.counts = {}
 
     def begin_epoch(self):
@@ -131,7 +131,7 @@ def _more_rows(self:LossTrials, probed, learn, micro, mean)->bool:
     "Warn of a loss that gets more rows than there are samples, and could not be tested on parts"
     if probed.off is not None or not isinstance(learn.pred, Tensor) or not learn.pred.ndim: return False
     rows = len(learn.pred)
-    # CTC loss needs predictions of the shape (time, sample, class)
+    # in predictions of the shape (time, sample, class), as for CTC loss, a row is a point in time
     has_time_first = learn.pred.shape[1:-1]==(micro.n,)
     if not rows>micro.n>1 or has_time_first: return False
     self.warn_once('more-rows', f"the loss gets {rows} rows for the {micro.n} samples of a micro-batch, "
@@ -179,8 +179,8 @@ def _has_uneven_labels(self:LossTrials, learn, m):
     parts = leaves((*learn.yb,*learn.xb))
     def is_label(o): return has_rows(o, m) and o.dtype in (torch.int32,torch.int64)
     labels = [(i,o) for i,o in enumerate(parts) if is_label(o)]
-    # Trials limit how often the GPU is synchronised, and reading labels synchronises the GPU: this is a
-    # trial, even if the sample still waits and `_batch_to_test` has not counted it.
+    # Reading labels synchronises the GPU, so it has to use up a trial. `_batch_to_test` has not counted
+    # one if the sample still waits for another of the same shape.
     if labels and self.waiting is not None: self.n_left -= 1
     for i,o in labels:
         counts = (o!=-100).reshape(m, -1).sum(1).tolist()
@@ -202,8 +202,8 @@ class LossChanges:
         self.changes = changes   # (callback, event) of each change of the loss
         self.added = []          # for each part, the term that the callbacks have added to its loss
         cbs = {id(cb):cb for cb,_ in changes}.values()
-        # for each callback: the dict of its attributes, and a copy of that dict without the Learner,
-        # from which each repeated event starts
+        # For each callback: the dict of its attributes, and a copy of that dict without the Learner. For
+        # each part of the micro-batch, the callback starts again with the copied attributes.
         self.attrs_of_cbs = [(vars(cb),{k:o for k,o in vars(cb).items() if k!='learn'}) for cb in cbs]
         # attributes with a row for each sample of this batch, which are cut to the rows of a part:
         # (dict that contains the attribute, its name, its value)
@@ -280,7 +280,8 @@ def _changed_loss(self:LossTrials, learn, batch, n, micro, mean):
     found = [(cb,event) for cb,event,_ in micro.loss_changes if not is_fastais(cb)]
     if not found: return
     outputs = [o.grad_fn for o in leaves(micro.pred) if isinstance(o, Tensor)]
-    # if the callback has only set an output of the model as the loss, the model computes the loss
+    # A callback may only set an output of the model as the loss. Then the model computes the loss, and
+    # parts cannot be tested: only look at the numbers of labels.
     if micro.loss_changes[-1][2] in outputs: return self._uneven_labels(Probed(None), learn, micro, mean)
     names = ' and '.join(dict.fromkeys(type(cb).__name__ for cb,_ in found))
     changes = LossChanges(learn, n, found, self.attrs)

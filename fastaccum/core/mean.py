@@ -137,8 +137,8 @@ class StepMean:
     """
     def __init__(self, n_here:int, n_all:int, n_items:Callable|None=None, processes:Processes|None=None,
         last_loss:float|torch.Tensor=0., trusted:bool=False):
-        self.n_here = n_here        # samples that this process should have in the step
-        self.n_all = n_all          # samples that all processes should have in the step
+        self.n_here = n_here        # samples of this process in the planned step
+        self.n_all = n_all          # samples of all processes in the planned step
         self.n_items = n_items      # the user's function of the Learner that counts items, or `None`
         self.processes = processes  # the processes that train together, if there may be several
         # the previous step's loss, which is recorded again if all targets of this step are ignored
@@ -150,7 +150,8 @@ class StepMean:
         self.n_micro_batches = 0
         self.samples = 0
         self.items = 0              # samples or targets that the mean covers; 0 if the loss is a sum
-        self.losses = 0.            # sum of the losses, each multiplied by the items of its micro-batch
+        # sum of the losses; a loss that is a mean is multiplied by the items of its micro-batch
+        self.losses = 0.
         self.needs_grad = False     # whether the loss of at least one micro-batch needed a gradient
         # set by `measure`
         self.count_items = None     # the function of the Learner that counts items; `None` for a sum
@@ -166,13 +167,14 @@ class StepMean:
     def measure(self, learn:Learner, n:int)->float|torch.Tensor:
         """Return the share of a micro-batch of `n` samples in the step
 
-        The caller multiplies the loss by this share, or only the penalties if the loss is a sum. If all
-        targets may be ignored, `learn.loss` and the gradients of the predictions are made finite here.
+        The caller multiplies the loss by this share. If the loss is a sum, only the penalties that
+        callbacks have added are multiplied. If all targets may be ignored, `learn.loss` and the
+        gradients of the predictions are made finite here.
         """
         if self.is_sum is None or self.loss_func is not learn.loss_func:
             self._choose_count(learn.loss_func)
         loss = plain_tensor(learn.loss).detach()
-        # with `reduction='none'`, fastai's Recorder also records the mean
+        # with `reduction='none'`, take the mean over the batch, as fastai's Recorder does
         if loss.ndim: loss = loss.mean()
         if self.is_sum:
             self.current = n,0,loss
@@ -185,7 +187,7 @@ class StepMean:
             size = _checked(size, not self.trusted)
             self.trusted = True
         if self.expected is None:
-            # `max`, because `n` is 0 if a callback has added rows to a batch without samples
+            # `max` avoids a division by 0: callbacks may have added rows to a batch of 0 samples
             items_per_sample = self._size_if_none_ignored(learn, size, n)/max(n, 1)
             self.expected = number_on(loss.device, items_per_sample*self.n_here)
         if isinstance(size, torch.Tensor) or not size: size,loss = self._masked(learn, size, loss)
@@ -267,7 +269,7 @@ def loss(self:StepMean)->torch.Tensor:
 
 @patch(as_prop=True)
 def correction(self:StepMean)->float|torch.Tensor:
-    "The factor by which to multiply the gradients, now that the size of the step is known"
+    "Return the factor for the gradients that replaces the expected number of items by the counted one"
     if self.is_sum: return 1.
     # `expected` is `None` if this process had no samples, and so has no gradients to correct
     expected = 1. if self.expected is None else self.expected
@@ -276,14 +278,15 @@ def correction(self:StepMean)->float|torch.Tensor:
 
 # %% ../../nbs/core/05_mean.ipynb #kept
 class KeptLosses:
-    "Averages over a step the numbers that a loss function keeps for fastai's `LossMetric`"
+    "Averages over a step the attributes of the loss function that fastai's `LossMetric` reads"
     def __init__(self, learn:Learner):
         # names of the attributes of the loss function that a `LossMetric` reads
         self.names = {o.attr for o in learn.metrics if isinstance(o, LossMetric)}
-        self.sums = {}   # attribute -> the sum of its value times the samples, and the number of samples
+        # attribute -> (sum of its values, each times the samples `n` of its micro-batch; sum of `n`)
+        self.sums = {}
 
     def note(self, learn:Learner, n:int):
-        "Add the numbers that the loss function keeps for a micro-batch of `n` samples to the sums"
+        "Add the values that the attributes have after a micro-batch of `n` samples to the sums"
         for name in self.names:
             o = getattr(learn.loss_func, name, None)
             total,count = self.sums.get(name, (0,0))
@@ -311,7 +314,7 @@ def join_outputs(learn:Learner, outs:list):
     if not len(learn.yb): return
     if items[0] is None: learn.loss = sum(losses)
     else:
-        items = [float(o) for o in items]   # synchronises the GPU, but only if the batch was split
+        items = [float(o) for o in items]   # synchronises the GPU; runs only if the batch was split
         total = sum(items)
         # if all targets are ignored, take the loss of the first part: it is usually NaN, as in fastai
         learn.loss = sum(o*n for o,n in zip(losses, items) if n)/total if total else losses[0]

@@ -206,7 +206,7 @@ class MicroBatchLimit:
         return self.max_train if training else self.max_valid
 
     def capped(self, n:int|None):
-        "Return a copy that knows of no failure, for micro-batches of at most `n` samples in training"
+        "Return a copy with at most `n` samples in a micro-batch in training, and no failure to report"
         res = copy(self)
         res.forget_failure()
         res.max_train,res.max_valid = n,None
@@ -330,8 +330,8 @@ class MicroBatch:
         # for each change of the loss by a callback: (callback, event, `grad_fn` of the changed loss)
         self.loss_changes = []
         self.share = 1.         # weight of this micro-batch's loss in the mean loss of the step
-        self.has_share = False  # whether the loss was multiplied by the share
-        self.ran = False        # whether the micro-batch was back-propagated; otherwise it is left out
+        self.has_share = False  # whether `before_backward` has set the share
+        self.ran = False        # whether it was back-propagated; otherwise it is left out of the step
         self.batch = None       # its inputs and targets, if it is only a part of the Learner's batch
 
 @contextmanager
@@ -358,7 +358,8 @@ class Failed(NamedTuple):
 class Retries:
     """Runs the micro-batches of one batch, and repeats a micro-batch in halves if memory runs out
 
-    OutOfMemoryError: a single sample does not fit, or cancelled samples are part of a gradient already
+    OutOfMemoryError: a single sample does not fit, or a callback cancels samples that a gradient already
+        contains
     """
     def __init__(self, learn:Learner, limit:MicroBatchLimit):
         self.learn = learn
@@ -369,7 +370,7 @@ class Retries:
         limit.forget_failure()
 
     def end_of(self, start:int, division:Division)->int:
-        "Return the end of the micro-batch that begins at row `start`, within the last one that failed"
+        "Return where the micro-batch from row `start` ends: at or before the end of the last failed one"
         end = self.unfinished[-1].stop if self.unfinished else division.n
         return division.end_of(start, end, self.limit.max_samples(self.training))
 

@@ -28,7 +28,7 @@ def is_out_of_memory(exc:BaseException|None)->bool:
     if isinstance(exc, OSError): return exc.errno==errno.ENOMEM
     if isinstance(exc, RuntimeError): return any(text in str(exc) for text in _oom_texts)
     # fastai appends text to the messages of errors in callbacks and in collation. If the error has no
-    # message, this fails with an IndexError or AttributeError, whose context is the original error.
+    # message, fastai fails with an IndexError or AttributeError, whose context is the original error.
     return isinstance(exc, (IndexError,AttributeError)) and is_out_of_memory(exc.__context__)
 
 # %% ../../nbs/core/25_out_of_memory.ipynb #explain

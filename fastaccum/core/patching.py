@@ -30,7 +30,7 @@ class Patch:
         self.name = name    # the name of the method
         self.f = f          # the function that replaces the method
         self.stock = None   # the replaced method, which `f` may call
-        self.own = None     # what the instance's own `__dict__` had as `name`, if anything
+        self.own = None     # replaced attribute of the instance; `None` if the method was its class's
 
     def apply(self):
         "Replace the method"

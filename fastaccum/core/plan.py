@@ -43,7 +43,7 @@ class PlannedStep(NamedTuple):
     "The sizes of one planned step, in samples"
     sizes:tuple # Samples that each process trains on in this step
     full:int # Samples of a complete step, over all processes, rounded up to whole batches
-    wanted_here:int # Samples after which one process ends the step: its part of the effective batch size
+    wanted_here:int # Samples after which a process ends the step: its part of the effective batch size
 
 # %% ../../nbs/core/00_plan.ipynb #equal
 class EqualSteps(Sequence):
@@ -166,7 +166,7 @@ def _equal_steps(self:Plan):
 @patch
 def _walk(self:Plan, i):
     "With a schedule, yield the steps of epoch `i`: the size of a step depends on all steps before it"
-    done = [0]*len(self.loaders)   # samples of each process in the steps so far
+    done = [0]*len(self.loaders)   # samples of each process in the earlier steps of this epoch
     step = self.steps_before(i)
     keep_incomplete = not self.drop_last
     while sum(done)<self.n:

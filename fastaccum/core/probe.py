@@ -135,12 +135,12 @@ def _gap(losses, sizes, is_sum):
     n,*ns = sizes
     if is_sum: weights = [1,1]
     elif abs(sum(ns)-n)<=1e-4*n:
-        weights = [o/sum(ns) for o in ns]   # ZeroDivisionError if the parts have no items
+        weights = [o/sum(ns) for o in ns]   # fails if no part has items: `probe` reports the error
     else: raise ValueError('the sizes of the parts do not add up to the size of the whole')
     weighted = [w*o for w,o in zip(weights, parts) if w]
     if not isfinite(whole): raise ValueError('the loss is not finite')
     # `weighted` has only parts with items. If the loss of such a part is NaN, the loss averages other
-    # items than `sizes` counts, and the part has none of them.
+    # items than `sizes` counts, and the part has none of them: the difference counts as infinite.
     if not all(map(isfinite, weighted)): return inf,abs(whole) or 1.
     return abs(whole-sum(weighted)),max(abs(whole), sum(map(abs, weighted)))
 
@@ -227,7 +227,7 @@ def probe(learn:Learner, n:int, count_items:Callable|None, change:Callable|None=
     state = ForwardState(model.modules())   # restored afterwards: the loss function may call the model
     try:
         with state.again(), catch_warnings():
-            simplefilter('ignore')   # PyTorch may warn of shapes that only a part has
+            simplefilter('ignore')   # PyTorch may warn of a part's shapes, which the fit does not use
             loss_func = _copy_loss(learn.loss_func, learn, model)
             return _compare_parts(learn, loss_func, n, count_items, state.devices, change)
     except _LossError as e: return Probed(None, str(e), raised=True)

@@ -36,7 +36,7 @@ def _has_rows(x, y, nx, ny):
     "Whether the output `x` has a row for each of `nx` samples; `y` is the same output for `ny` samples"
     if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)): return False
     if x.ndim!=y.ndim or x.shape[:1]!=(nx,) or y.shape[:1]!=(ny,): return False
-    # another dimension also has the number of samples, such as in a matrix of similarities
+    # an output with two dimensions of samples, such as a matrix of similarities, cannot be joined
     has_pairs = nx!=ny and (nx,ny) in zip(x.shape[1:], y.shape[1:])
     if has_pairs: _refuse(x, nx)
     return True
@@ -75,7 +75,7 @@ class ReplayedForward:
         self.modules = list(model.modules())
         self.ddps = [m for m in self.modules if isinstance(m, DistributedDataParallel)]
         self.devices = devices_of(self.modules)
-        # whether the Learner is in training; a frozen model may be in evaluation mode then
+        # not `model.training`: in training, a frozen model may be in evaluation mode
         self.training = cb.learn.training
         self.tensors = [o for o in leaves(args) if isinstance(o, torch.Tensor)]
         # `id` of an input that needs a gradient -> the input, and the detached copy that replaces it
@@ -95,8 +95,8 @@ class ReplayedForward:
         self.last_outs = None
         # outputs of the first micro-batch, to be compared with those of its second run
         self.first_outs = None
-        # (tensor, its version number) of all inputs and parameters: PyTorch counts the version up when a
-        # tensor is changed in place
+        # (tensor, its version number) of all inputs and parameters, to notice a change in place, which
+        # increases the number
         self.versions = []
         # the `GradSums` of gradients over the micro-batches back-propagated so far
         self.sums = None
@@ -175,7 +175,7 @@ def _run_once(self:ReplayedForward, outs):
             hidden.select(start, stop)
             has_graph = self.learns and stop==self.n
             self.states.append(ForwardState(self.modules, self.devices))
-            # autocast's cache may hold weights that were cast under `no_grad`, without a graph
+            # weights in autocast's cache that were cast under `no_grad` would get no gradients
             if has_graph: torch.clear_autocast_cache()
             with nullcontext() if has_graph else torch.no_grad(), self.no_sync():
                 outs.append(self.run(start, stop))
@@ -220,7 +220,7 @@ def _with_node(self:ReplayedForward, res, flat):
     only_half = not self.cb.limit.shrinks and not self.exchanges
     self.sums = GradSums(in_half(params) if only_half else params)
     at = [i for i,x in enumerate(res) if isinstance(x, torch.Tensor)]
-    # autograd makes a node only if at least one input requires a gradient
+    # autograd makes a node only if an input requires a gradient, as this one does
     anchor = torch.empty(0, requires_grad=True)
     new = _Predictions.apply(anchor, self, [res[i] for i in at], [self.needs[i] for i in at],
         *(x for x,_ in self.inputs.values()))
@@ -323,7 +323,7 @@ def _exchange(self:ReplayedForward, ddp):
     add_up(params, self.sums.sums, ddp.process_group, params[0].device)
     for p in params:
         if p in self.sums.sums: self.sums.sums[p].div_(ddp.process_group.size())
-    ddp.require_forward_param_sync = True   # DDP synchronises buffers in the next forward pass again
+    ddp.require_forward_param_sync = True   # let DDP synchronise buffers again
 
 @patch
 def _compare(self:ReplayedForward, outs):

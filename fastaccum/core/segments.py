@@ -64,7 +64,7 @@ def _n_layers(m):
     return sum(map(_has_params, leaves))-sum(map(_has_params, norms))
 
 def _is_stage(m, outside_lists):
-    "Whether `m` contains several blocks of one class in a list, or in any module with `outside_lists`"
+    "Whether a list in `m`, or with `outside_lists` any module in `m`, has several blocks of one class"
     def repeats(o):
         is_list = isinstance(o, _containers)
         blocks = [type(c) for c in o.children() if _computes(c) and (is_list or _n_layers(c)>1)]
@@ -80,7 +80,7 @@ def _is_plain(m):
 def _child_name(name, key): return f'{name}.{key}'.lstrip('.')
 
 def _cut_run(seq, name, start, stop, finely):
-    """Yield the segments of plain children of a sequence, from `start` up to, but not including, `stop`
+    """Yield the segments of a run of layers: a sequence's children from `start` up to `stop`, exclusive
 
     If `finely`, each layer with weights begins a segment.
     """
@@ -102,7 +102,7 @@ def _cut_run(seq, name, start, stop, finely):
         else: yield Segment(f"{name}[{a or ''}:{b if b<len(children) else ''}]", part, seq)
 
 def _cut_sequence(seq, name, counts, finely=False):
-    "Yield the segments of a sequence: cut the runs of plain children, and search the other children"
+    "Yield the segments of a sequence: cut its runs of layers (`_is_plain`), search the other children"
     start = 0
     for is_plain,group in groupby(seq, _is_plain):
         children = list(group)

@@ -28,7 +28,9 @@ class BatchStream:
     """
     def __init__(self, dl:object, sizes:LoaderSizes, count:Callable=n_samples):
         self.sizes = sizes       # the sizes of `dl`, in samples
-        self.count = count       # `count(batch, expected)` returns the number of samples in a batch
+        # `count(batch, expected)` returns the number of samples in a batch. If several numbers are
+        # possible, it takes `expected`, which follows from `sizes`.
+        self.count = count
         self.batches = iter(dl)  # yields the batches of `dl`
         self.n_read = 0          # batches read so far
         self.n_samples = 0       # samples in the batches read so far
@@ -75,8 +77,8 @@ class Step:
         self.size = plan.sizes[rank]            # samples of this process in the step
         self.total = sum(plan.sizes)            # samples of all processes in the step
         self.full = plan.full                   # samples of a complete step, over all processes
-        # samples after which this process ends the step. `size` may be larger, because it is rounded up
-        # to whole batches; it is smaller if the epoch ends first.
+        # Samples after which this process ends the step. `wanted_here` is smaller than `size` if
+        # `size` is rounded up to whole batches, and larger than `size` if the epoch ends early.
         self.target = min(self.size, plan.wanted_here)
 
     def _refuse(self, *_):
@@ -128,7 +130,9 @@ class StepLoader(OneBatchLoader):
         super().__init__(learn, dl, one_batch)
         self.steps = steps            # the `PlannedStep`s of the epoch
         self.sizes = sizes            # the sizes of `dl`, in samples
-        self.count = count            # `count(batch, expected)` returns the number of samples in a batch
+        # `count(batch, expected)` returns the number of samples in a batch. If several numbers are
+        # possible, it takes `expected`, which follows from `sizes`.
+        self.count = count
         self.processes = processes    # the processes that train the model together
         # whether incomplete steps, and any samples after them, are left out
         self.drop_last = drop_last
@@ -193,6 +197,7 @@ class StepLoader(OneBatchLoader):
         if not isinstance(self.dl, DataLoader):
             is_stream = isinstance(getattr(self.dl, 'dataset', None), IterableDataset)
             # PyTorch's loader drops a batch in its sampler, before samples are loaded: only read the
-            # sampler to its end. The sampler of an `IterableDataset` never ends, and draws nothing.
+            # sampler to its end. The sampler of an `IterableDataset` never ends, and draws no random
+            # numbers.
             unread = () if is_stream else getattr(unread, '_sampler_iter', ())
         for _ in unread: pass

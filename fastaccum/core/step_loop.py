@@ -45,38 +45,39 @@ class StepLoop:
         self.learn = learn
         self.processes = Processes(learn.model)  # the processes that train this model together
         self.plan = None                         # the `Plan` of the fit
-        self.planned_for = None                  # the settings that `plan` was made for
+        self.planned_for = None                  # settings of `plan`, which is made again if they change
         self.announced = None                    # the `Plan` that was printed last
         self.warn_once = WarnOnce()              # gives each warning of this fit once
-        self.loss_trials = LossTrials(self.warn_once)
-        self.differences = DifferenceWarnings(self.warn_once)
+        self.loss_trials = LossTrials(self.warn_once)            # tests whether the loss is a mean
+        self.differences = DifferenceWarnings(self.warn_once)    # checks layers, loader and callbacks
         self.grad_check = GradCheck()            # notices changes of the gradients between micro-batches
-        self.log_rows = LogRows()                # counts steps and rows for callbacks that log
+        self.log_rows = LogRows()                # corrects what TensorBoard and W&B log
         self.last_loss = 0.                      # mean loss of the previous step
         # state of the epoch, set by `begin_epoch`
         self.loader = None                       # the `StepLoader` that the Learner iterates over
         self.events = None                       # sends events to callbacks
-        # names of the features for which processes communicate in every micro-batch
+        # features for which processes communicate in every micro-batch, such as 'SyncBatchNorm'
         self.comms = []
         self.limit = None                        # the `MicroBatchLimit`; `None` if batches are not split
-        self.grad_sums = GradSums([])            # gradient sums, for half precision and compiled models
-        self.n_batches = 0                       # batches of the loader so far
-        self.n_planned = 0                       # batches of the loader in the planned steps
-        self.has_stepped = False                 # whether a step was taken
+        self.grad_sums = GradSums([])            # gradient sums of half-precision and compiled models
+        self.n_batches = 0                       # batches of the loader that have run
+        self.n_planned = 0                       # batches of the loader that the planned steps need
+        self.has_stepped = False                 # whether the optimizer has taken a step
         self.devices = ()                        # the model's devices, except the CPU
-        self.batch_device = None                 # the device to which fastai moves batches, if known
+        self.batch_device = None                 # device to which fastai moves batches; `None`: unknown
         # state of the step, set by `run_step`
         self.step = None                         # the `Step` that runs
         self.mean = None                         # the `StepMean` of `step`
-        self.kept_losses = None                  # averages what the loss function keeps for `LossMetric`
-        self.n_left_out = 0                      # cancelled micro-batches of `step`
+        self.kept_losses = None                  # averages the values that fastai's `LossMetric` reads
+        self.n_left_out = 0                      # micro-batches of `step` cancelled by callbacks
         self.micro = None                        # the `MicroBatch` that runs or ran last, or `None`
 
-    def __getstate__(self): return dict(acc=self.acc, learn=self.learn)   # `learn.export()` pickles this
+    # `learn.export()` in a fit also pickles this object, to which `learn.dl` refers
+    def __getstate__(self): return dict(acc=self.acc, learn=self.learn)
 
     @property
     def finder(self)->LRFinder|None:
-        "The callback of a running `lr_find`, which may have been called in a fit; `None` without one"
+        "Return the callback of a running `lr_find`, even if it runs within a fit; otherwise `None`"
         return next((o for o in self.learn.cbs if isinstance(o, LRFinder)), None)
 
     @property
@@ -98,7 +99,7 @@ class CurrentStep(NamedTuple):
     full:int # Samples of a complete step, over all processes
     per_epoch:int # Samples in an epoch, over all processes
     processes:Processes # The processes that train the model together
-    weighs_grads:bool # Whether gradients, rather than losses, are multiplied by a micro-batch's share
+    weighs_grads:bool # Whether a micro-batch's weight in the step multiplies its gradients, not its loss
 
 @patch(as_prop=True)
 def current_step(self:StepLoop)->CurrentStep|None:
@@ -115,7 +116,8 @@ def begin_epoch(self:StepLoop, plan:Plan):
     self.processes = Processes(learn.model)   # a callback may have wrapped the model in DDP
     empty_grads(learn.opt)
     params = params_of(learn.opt)
-    # a micro-batch's share multiplies its loss, or all gradients if one parameter needs `GradSums`
+    # A micro-batch's share of the step usually multiplies its loss. In half precision and in compiled
+    # models, `GradSums` multiplies the gradients of all parameters instead, in at least float32.
     weighs_grads = bool(in_half(params)) or any(map(is_compiled, learn.model.modules()))
     self.grad_sums = GradSums(params if weighs_grads else [])
     self.events = Events(learn)
@@ -125,7 +127,7 @@ def begin_epoch(self:StepLoop, plan:Plan):
     self.n_batches = 0
     self.has_stepped = False
     self.devices = devices_of(learn.model.modules())
-    # fastai's `_set_device` moves batches to the device of the first parameter; a subclass's may not
+    # fastai's `_set_device` moves batches to the first parameter's device; a subclass may override it
     first = next(learn.model.parameters(), None)
     is_fastais = getattr(learn._set_device, '__func__', None) is Learner._set_device
     self.batch_device = first.device if is_fastais and first is not None else None
@@ -152,7 +154,7 @@ def run_step(self:StepLoop, i:int, step:Step):
         while missing:
             self._run_batch(*step.batches.take(missing))
             missing = step.n_missing(self.mean.samples)
-            # after the step's last batch, weights are updated first: `_take_step` sends `after_batch`
+            # for the step's last batch, `_take_step` sends `after_batch`, after updating the weights
             if missing: self._end_micro_batch()
         # while batches ran, `iter` and `n_iter` counted batches; callbacks of the update expect steps
         self.learn.iter,self.learn.n_iter = i,len(self.loader)
@@ -200,7 +202,7 @@ def _run_batch(self:StepLoop, b, n):
     self.micro = MicroBatch(n)
     learn.iter = self.n_batches
     self.n_batches += 1
-    learn.n_iter = max(self.n_planned, self.n_batches)   # counts batches of the loader, as `iter` does
+    learn.n_iter = max(self.n_planned, self.n_batches)   # the loader may yield more batches than planned
     if n>self.loader.sizes.bs: self.differences.larger_batch(n)
     limit = self.limit if self.limit is not None and self.limit.splits(n) else None
     changed = None if limit is None else ChangedAttrs([learn,*learn.cbs])
@@ -232,7 +234,7 @@ def _forward(self:StepLoop):
         learn.loss = learn.loss_grad.clone()
         self.micro.loss_grad_fn = learn.loss_grad.grad_fn
     for cb in self.events.listeners('after_loss'): self._may_change_loss(cb, 'after_loss')
-    if not learn.training or not len(learn.yb): return   # `after_loss` may have set `yb`
+    if not learn.training or not len(learn.yb): return   # callbacks may have changed `yb`
     try:
         self._before_backward()
         self._backward()
@@ -253,7 +255,7 @@ def _may_change_loss(self:StepLoop, cb, event)->bool:
 
 @patch
 def _before_backward(self:StepLoop):
-    "Let callbacks add penalties, multiply the loss by its share, then let mixed precision scale it"
+    "Let callbacks add penalties, multiply the loss by its share, and let mixed precision scale the loss"
     cbs = [cb for cb in self.events.listeners('before_backward') if cb is not self.acc]
     n_before = next((i for i,cb in enumerate(cbs) if isinstance(cb, MixedPrecision)), len(cbs))
     for cb in cbs[:n_before]: self._may_change_loss(cb, 'before_backward')
@@ -264,10 +266,10 @@ def _before_backward(self:StepLoop):
 
 @patch
 def _share_late_penalty(self:StepLoop, cb):
-    "Call a callback that runs after mixed precision, and multiply the term that it adds by the share"
+    "Call a callback that runs after mixed precision; multiply its term by the micro-batch's share"
     learn,before = self.learn,self.learn.loss_grad.clone()
     is_changed = self._may_change_loss(cb, 'before_backward')
-    # with `grad_sums`, the gradients of a mean loss are multiplied by the share later, not the loss
+    # with `grad_sums`, the share multiplies the gradients of a mean loss after the backward pass
     weighs_loss = self.mean.is_sum or not self.grad_sums
     if is_changed and weighs_loss: learn.loss_grad = before+(learn.loss_grad-before)*self.micro.share
 
@@ -324,7 +326,7 @@ def _cancelled_backward(self:StepLoop):
 # %% ../../nbs/core/15_step_loop.ipynb #ends
 @patch
 def _end_micro_batch(self:StepLoop, ends_batch:bool=True):
-    "Send `after_batch` for a micro-batch, not the last of a step; `ends_batch`: the last of its batch"
+    "Send `after_batch` for a micro-batch that ends no step; `ends_batch`: whether it ends its batch"
     is_recorded = not self.log_steps and self.micro.ran
     if is_recorded:
         self.log_rows.n_more_rows += 1
@@ -338,7 +340,7 @@ def _end_micro_batch(self:StepLoop, ends_batch:bool=True):
 
 @patch
 def _put_back_inputs(self:StepLoop):
-    "If the batch was split, set `xb` and `yb` to those of the micro-batch in `learn.pred`"
+    "If the batch was split, set `xb` and `yb` to the micro-batch to which `learn.pred` belongs"
     if self.micro and self.micro.batch: self.learn.xb,self.learn.yb = self.micro.batch
 
 # %% ../../nbs/core/15_step_loop.ipynb #complete
@@ -397,7 +399,7 @@ def _take_step(self:StepLoop):
 def _end_step(self:StepLoop, ran, micro_loss, step_loss):
     "Send `after_batch` for the step; callbacks that log micro-batches see `micro_loss`"
     learn,train_metrics = self.learn,self.train_metrics
-    if train_metrics: learn.recorder.train_metrics = False   # `_micro_batch` has called the metrics
+    if train_metrics: learn.recorder.train_metrics = False   # metrics already got each micro-batch
     self._put_back_inputs()
     try:
         for cb in self.events.listeners('after_batch'):

@@ -32,8 +32,10 @@ def check_count(name:str, n:object, unit:str='sample', or_else:str='')->int:
     ValueError: `n` is below 1
     """
     if isinstance(n, bool) or not isinstance(n, Integral):
+        means_auto = isinstance(n, str) and n.lower()=='auto'
+        hint = ". Did you mean `micro_batch_size='auto'`?" if means_auto else ''
         raise TypeError(f"`{name}` must be {or_else}a whole number of {unit}s, got {n!r} "
-            f"({type(n).__name__})" + more_link('whole-number'))
+            f"({type(n).__name__}){hint}" + more_link('whole-number'))
     if n<1: raise ValueError(f"`{name}` must be at least 1, got {int(n)}" + more_link('whole-number'))
     return int(n)
 

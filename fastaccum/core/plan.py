@@ -360,5 +360,5 @@ def _check_filled(self:Plan, warns):
     if self.drop_last:
         why = (" It is kept although the training loader drops its incomplete last batch, because "
             "otherwise nothing would be trained.")
-    warn(f"{what}, so the epoch is one smaller step.{why} Lower `accum_bs`, or pass `drop_last=False` "
-        "if you want this smaller step" + more_link('no-step'))
+    warn(f"{what}, so the epoch is one smaller step.{why} Lower `accum_bs` to get full steps, or pass "
+        "`drop_last=False` to keep this step without a warning" + more_link('no-step'))

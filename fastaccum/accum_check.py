@@ -258,8 +258,9 @@ def _find_causes(self:_Diagnosis):
     self.layers = grad_differences(self.whole.grads, self.parts.grads)
     self.off = self.frozen_off = self.rest_off = max(self.layers.values(), default=0.)
     freeze,reset = probe.drawing+probe.depending,probe.reset
-    # a callback that splits the batch may also split the hidden state that a recurrent model keeps for
-    # each sample. If the gradients agree without a reset of this state, the state is no cause
+    # If a callback splits the batch, it may also split the hidden state that a recurrent model keeps for
+    # each sample. So the gradients are first compared without resetting the state. If they agree, the
+    # hidden state does not make them differ.
     may_split_state = probe.remembering and not compare.cut_loader
     if may_split_state and compare.largest_difference(freeze=freeze)<=self.tol:
         reset,probe.remembering = False,[]

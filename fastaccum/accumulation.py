@@ -9,6 +9,7 @@ __all__ = ['GradientAccumulation']
 
 # %% ../nbs/00_accumulation.ipynb #imports
 from collections.abc import Callable
+from functools import partial
 from fastai.callback.fp16 import NonNativeMixedPrecision
 from fastai.callback.progress import ProgressCallback
 from fastai.callback.training import GradientClip
@@ -18,15 +19,16 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 from torch import nn
 from .core.checks import RefuseHalfGradients, check_bool, check_count, check_function, check_learner
+from .core.current_step import CurrentStep
 from .core.distributed import Processes, keep_in_memory
 from .core.loader_info import drops_last, sizes_of
-from .core.mean import plain_tensor
 from .core.micro_batches import MicroBatchLimit, read_micro_batch_size
 from .core.patching import QuietCallback
 from .core.plan import LoaderSizes, Plan, Position, count_of
 from .core.process_checks import check_loaders, check_processes, check_wrapped, per_micro_batch_comms
 from .core.step_loader import OneBatchLoader, Step
-from .core.step_loop import CurrentStep, StepLoop
+from .core.step_loop import StepLoop
+from .core.valid_batch import run_valid_batch
 from .core.warnings import more_link
 
 # %% ../nbs/00_accumulation.ipynb #cb
@@ -214,45 +216,18 @@ def before_backward(self:GradientAccumulation):
 
     RuntimeError: the batch does not come from the loader of steps
     """
-    learn,loop = self.learn,self.loop
-    if 'one_batch' not in vars(learn):
+    if 'one_batch' not in vars(self.learn):
         raise RuntimeError("this fit does not iterate over the loader that `GradientAccumulation` has "
             "put into `learn.dl`, so it cannot accumulate gradients. If a callback of yours sets "
             f"`learn.dl` in `before_train`, give it an `order` below {self.order}; if your Learner has "
             "its own `_do_epoch_train`, let it iterate over `self.dl`"
             + more_link('not-the-loader-of-steps'))
-    share = loop.micro.share = loop.mean.measure(learn, loop.micro.n)
-    # if there is a `GradSums`, it multiplies the gradients by `share`, so the loss is not multiplied
-    weighs_grads = bool(loop.grad_sums)
-    if loop.mean.is_sum: self._share_penalty(share)
-    elif not weighs_grads: learn.loss_grad = plain_tensor(learn.loss_grad)*share
-    is_last_of_step = loop.mean.samples+loop.micro.n>=loop.step.target
-    if not is_last_of_step:
-        loop.loss_trials.micro_batch(learn, loop.micro, loop.mean, warns=not loop.processes.rank)
-        loop.differences.micro_batch(learn, loop.step, loop.micro)
+    self.loop.share_loss()
 
 @patch
 def after_backward(self:GradientAccumulation):
     "Count the micro-batch that was back-propagated"
-    learn,loop = self.learn,self.loop
-    loop.micro.pred = None   # free the model's output
-    loop.mean.add(learn)
-    loop.kept_losses.note(learn, loop.micro.n)
-    if loop.grad_sums: loop.grad_sums.add(1. if loop.mean.is_sum else loop.micro.share)
-    elif loop.mean.samples<loop.step.target: loop.grad_check.note(learn.opt)
-
-@patch
-def _share_penalty(self:GradientAccumulation, share):
-    "Multiply the penalty of a callback by `share`; the loss itself is a sum, which needs no share"
-    learn,micro = self.learn,self.loop.micro
-    has_penalty = micro.loss_grad_fn is not None and micro.loss_grad_fn is not learn.loss_grad.grad_fn
-    if not has_penalty: return
-    learn.loss_grad = learn.loss+(learn.loss_grad-learn.loss)*share
-    if share<1:
-        self.loop.warn_once('added-to-a-sum', "a callback adds a term to your summed loss "
-            "(`reduction='sum'`), and the term counts once per step. This is right for a penalty on the "
-            "weights or a mean over samples. If the term is a sum over samples, or the callback scales "
-            "the loss, this run differs from the full-batch run: do that in the loss function")
+    self.loop.count_micro_batch()
 
 # %% ../nbs/00_accumulation.ipynb #events-validate
 @patch
@@ -261,7 +236,7 @@ def before_validate(self:GradientAccumulation):
     shrinks = self.limit is not None and self.limit.shrinks
     if self.validates or not shrinks: return
     loop = self.loop or StepLoop(self, self.learn)
-    self.learn.dl = OneBatchLoader(self.learn, self.dl, loop.run_valid_batch)
+    self.learn.dl = OneBatchLoader(self.learn, self.dl, partial(run_valid_batch, loop))
 
 @patch
 def stepped(self:GradientAccumulation, step:Step):

@@ -46,7 +46,7 @@ class GradientCache(PatchingCallback):
     call = None
     # a dict with the keys True (training) and False (evaluation): whether each output of the model has a
     # row per sample
-    rows = None
+    has_rows_by_mode = None
     # whether this fit has compared the outputs of the two forward passes that a micro-batch makes
     checked = False
     @by_name('micro_batch_size')
@@ -73,7 +73,7 @@ class GradientCache(PatchingCallback):
         if self.validates and self.warn_once is not None: return
         uninterrupted(self.undo_patches)
         self.warn_once = WarnOnce()
-        self.rows = {}
+        self.has_rows_by_mode = {}
         self.checked = False
         self.limit.forget_failure()
         if self.validates: return

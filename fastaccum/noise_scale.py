@@ -135,7 +135,7 @@ class _MicroBatchGrads(NamedTuple):
     "The gradients of one micro-batch"
     lengths:dict # `id` of a parameter -> length of its gradient, a 0-dim tensor
     samples:int # Samples in the micro-batch
-    size:object # Items that the loss is a mean over, a number or a 0-dim tensor
+    size:object # How many items the loss is a mean of: a number, or a 0-dim tensor
     to_sum:object # Factor that turns the gradient into that of the loss summed over its items
 
     def totals(self, device, dtype):

@@ -26,7 +26,8 @@ class ScaledLR(PatchingCallback):
     ValueError: `base_bs` is below 1, or `rule` is unknown; when a fit begins, the Learner has two
         `ScaledLR` callbacks, or the parameters of the model are sharded over processes
     """
-    order = MixedPrecision.order-3   # before MixedPrecision, which cancels the step on an overflow
+    # before MixedPrecision: the rate is scaled and recorded even if MixedPrecision cancels the step
+    order = MixedPrecision.order-3
     run_valid = False
     run_bs_find = False   # `bs_find` trains with a learning rate of 0, so there is nothing to scale
     acc = None            # the `GradientAccumulation` of the Learner, if there is one

@@ -212,6 +212,14 @@ def left_out(self:DifferenceWarnings, step:Step, n:int):
         "`CancelStepException` in `before_step`", AccumulationWarning)
 
 @patch
+def added_to_a_sum(self:DifferenceWarnings):
+    "Warn that a callback adds a term to a loss that is a sum over samples"
+    self.warn_once('added-to-a-sum', "a callback adds a term to your summed loss "
+        "(`reduction='sum'`), and the term counts once per step. This is right for a penalty on the "
+        "weights or a mean over samples. If the term is a sum over samples, or the callback scales "
+        "the loss, this run differs from the full-batch run: do that in the loss function")
+
+@patch
 def splits_rows(self:DifferenceWarnings, rows:int, n:int):
     "Warn that callbacks have made `rows` rows of a batch of `n` samples, and that these rows are split"
     self.warn_once('rows-of-a-split-batch', f"callbacks have made {rows} rows of the {n} samples of a "

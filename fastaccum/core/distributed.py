@@ -122,6 +122,8 @@ class Processes:
 def add_up(params:list, grads:dict, group:dist.ProcessGroup, device:torch.device):
     """Replace the gradients in `grads`, a dict by parameter, by their sums over all processes
 
+    Synchronises the GPU, to read which parameters have a gradient in any process.
+
     If a process has no gradient of a parameter, zeros take its place. A parameter for which no process
     has a gradient is left out.
     """

@@ -30,8 +30,8 @@ class LogRows:
         self.to_log = []        # the Learner's callbacks with a method `to_log`, found once per epoch
         self.n_rows = 0         # micro-batches in the epoch
         self.began = 0.         # when the step began, in seconds of `time.perf_counter`
-        # Losses recorded in the fit, except for one per step. Together with `learn.train_iter`, which
-        # counts steps, this is the number of recorded losses.
+        # recorded losses beyond one per step: all recorded losses are `learn.train_iter`, which counts
+        # steps, plus this number
         self.n_more_rows = 0
         # number that `count_rows` has added to `learn.train_iter`: `n_more_rows` or 0
         self.n_shown = 0

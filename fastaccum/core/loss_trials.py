@@ -43,8 +43,8 @@ class LossTrials:
         # predictions, targets and inputs of a micro-batch of one sample, to be joined with the next
         # sample
         self.waiting = None
-        # How many labels, other than -100, samples have had in the fit so far: position of a tensor of
-        # labels in the batch -> set of these numbers
+        # position of a tensor of labels in the batch -> the set of numbers of labels that samples have
+        # had in this fit, without labels that are -100
         self.counts = {}
 
     def begin_epoch(self):
@@ -234,7 +234,7 @@ class LossChanges:
         def copy(o):
             is_plain_tensor = isinstance(o, Tensor) and not isinstance(o, nn.Parameter)
             return o.detach().clone() if is_plain_tensor else o
-        def rows(o): return copy(part.rows(o)) if has_rows(o, self.n) else copy(o)
+        def rows(o): return copy(part.select(o)) if has_rows(o, self.n) else copy(o)
         of_cbs = [d for d,_ in self.attrs_of_cbs]
         with_rows = [d for d,_,_ in self.attrs_with_rows]
         before = [(d,dict(d)) for d in (vars(self.learn),*of_cbs,*with_rows)]

@@ -308,9 +308,9 @@ def report(self:AutoSize, training:bool):
 def read_micro_batch_size(o:int|str|MicroBatchLimit|None)->tuple:
     """Read the argument `micro_batch_size`
 
-    Returns a `MicroBatchLimit`, or `None` for a number; and the number, or `None` for a limit.
+    Returns a pair `(limit, number)`, of which at least one is `None`.
 
-    TypeError: `o` is neither 'auto', nor an `AutoSize` or `TokenBudget`, nor a whole number
+    TypeError: `o` is neither 'auto', nor a `MicroBatchLimit`, nor a whole number
     ValueError: `o` is below 1
     """
     if isinstance(o, str) and o=='auto': o = AutoSize()

@@ -155,13 +155,13 @@ class Plan:
 @patch
 def _equal_steps(self:Plan):
     "Return the steps of an epoch without a schedule"
-    shares = self.full_sizes(self.accum_bs)
-    n_complete = min(dl.n//share for share,dl in zip(shares, self.loaders))
-    n_with_incomplete = max(ceil(dl.n/share) for share,dl in zip(shares, self.loaders))
+    per_process = self.full_sizes(self.accum_bs)
+    n_complete = min(dl.n//size for size,dl in zip(per_process, self.loaders))
+    n_with_incomplete = max(ceil(dl.n/size) for size,dl in zip(per_process, self.loaders))
     has_no_complete_step = n_complete==0
     keep_incomplete = not self.drop_last or self.never_empty and has_no_complete_step
     n_steps = n_with_incomplete if keep_incomplete else n_complete
-    return EqualSteps(self.loaders, shares, self.accum_bs, n_steps)
+    return EqualSteps(self.loaders, per_process, self.accum_bs, n_steps)
 
 @patch
 def _walk(self:Plan, i):
@@ -171,13 +171,13 @@ def _walk(self:Plan, i):
     keep_incomplete = not self.drop_last
     while sum(done)<self.n:
         wanted = self.accum_bs_at(i, step, sum(done)/self.n)
-        shares = self.full_sizes(wanted)
-        sizes = tuple(min(share, dl.n-n) for share,dl,n in zip(shares, self.loaders, done))
+        per_process = self.full_sizes(wanted)
+        sizes = tuple(min(size, dl.n-n) for size,dl,n in zip(per_process, self.loaders, done))
         is_first = not any(done)
-        is_complete = list(sizes)==shares
+        is_complete = list(sizes)==per_process
         if is_first and self.never_empty and not is_complete: keep_incomplete = True
         if not (is_complete or keep_incomplete): return
-        yield PlannedStep(sizes, sum(shares), ceil(wanted/len(shares)))
+        yield PlannedStep(sizes, sum(per_process), ceil(wanted/len(per_process)))
         done = [n+size for n,size in zip(done, sizes)]
         step += 1
 
@@ -206,7 +206,7 @@ def _range(first, last):
     return f'{first}' if first==last else f'{first} to {last}'
 
 @patch
-def _full_sizes(self:Plan):
+def _size_range(self:Plan):
     """Return the sizes of the smallest and the largest complete step, in samples
 
     If the last step is smaller than the first, the largest size comes first.
@@ -253,7 +253,7 @@ def _number_words(self:Plan, full):
 @patch(as_prop=True)
 def summary(self:Plan)->str:
     "Describe the plan in one line: size, micro-batches and number of steps, and the samples left out"
-    first,last = self._full_sizes()
+    first,last = self._size_range()
     res = f'steps of {_range(first, last)} samples ({self._micro_batch_words(first, last)})'
     if not self.n_epoch: return res
     res += f', {self._number_words(first)}'
@@ -345,7 +345,7 @@ def _check_filled(self:Plan, warns):
     is_too_few = any if self.drop_last else all
     for i in self._different_epochs():
         full = self.full_sizes(self.accum_bs_at(i, self.steps_before(i)))
-        if is_too_few(share>dl.n for share,dl in zip(full, self.loaders)): break
+        if is_too_few(size>dl.n for size,dl in zip(full, self.loaders)): break
     else: return
     samples = ', '.join(str(o.n) for o in self.loaders)
     what = f"epoch {i} has {samples} samples, too few for a step of {sum(full)}"

@@ -51,31 +51,31 @@ def _copy(o):
         return leaf.to(torch.float32 if is_half else o.dtype, copy=True)
     return container_like(o, [_copy(x) for x in values(o)]) if is_nested(o) else o
 
-def _pick_of_output(o, n, rows):
-    "Select some of `n` samples with `rows`, also in tensors whose first dimension is time"
+def _pick_of_output(o, n, select):
+    "Select some of `n` samples with `select`, also in tensors whose first dimension is time"
     def without_rows(x):
         is_tensor = isinstance(x, torch.Tensor)
         has_time_first = is_tensor and x.ndim>1 and x.shape[1]==n
-        if has_time_first: return rows(x.transpose(0, 1)).transpose(0, 1)
+        if has_time_first: return select(x.transpose(0, 1)).transpose(0, 1)
         if is_tensor and x.ndim:
             raise _LossError(f'a tensor of shape {tuple(x.shape)} has no row for each of {n} samples')
         if type(x) is int and x==n: raise _LossError(f'the number {n} may be the number of samples')
         return x
-    return pick(o, n, rows, without_rows)
+    return pick(o, n, select, without_rows)
 
 class Part:
     "Stands in for a Learner after a forward pass of `n` samples, but has only some of these samples"
-    def __init__(self, learn:Learner, n:int, rows:Callable, loss_func:Callable|None=None):
+    def __init__(self, learn:Learner, n:int, select:Callable, loss_func:Callable|None=None):
         self.learn = learn   # supplies all attributes that do not depend on the samples
         self.n = n           # samples in the whole micro-batch
-        self.rows = rows     # `rows(x)` selects the samples of the part from a tensor or list
+        self.select = select   # `select(x)` selects the samples of the part from a tensor or list
         # copies of the predictions and targets of the part
-        self.pred,*yb = _copy(_pick_of_output((learn.pred,*learn.yb), n, rows))
+        self.pred,*yb = _copy(_pick_of_output((learn.pred,*learn.yb), n, select))
         self.yb = tuple(yb)
         self.loss_func = self._loss_func_of_part(loss_func or learn.loss_func)
 
     def __getattr__(self, name):
-        if name=='xb': return pick(tuple(self.learn.xb), self.n, self.rows)
+        if name=='xb': return pick(tuple(self.learn.xb), self.n, self.select)
         if name in ('x','y'):
             b = self.xb if name=='x' else self.yb
             return b[0] if len(b)==1 else b
@@ -89,9 +89,9 @@ class Part:
         mixer = getattr(f, '__self__', None)
         if not hasattr(mixer, 'old_lf'): return f
         lam = mixer.lam
-        if has_rows(lam, self.n): lam, = pick((lam,), self.n, self.rows)
+        if has_rows(lam, self.n): lam, = pick((lam,), self.n, self.select)
         new = object.__new__(type(mixer))
-        vars(new).update(vars(mixer), lam=lam, yb1=pick(tuple(mixer.yb1), self.n, self.rows))
+        vars(new).update(vars(mixer), lam=lam, yb1=pick(tuple(mixer.yb1), self.n, self.select))
         return MethodType(f.__func__, new)
 
 # %% ../../nbs/core/10_probe.ipynb #pair
@@ -170,8 +170,8 @@ def _loss_and_size(part, m, count_items, devices, change):
 
 def _compare_parts(learn, loss_func, n, count_items, devices, change):
     "Compare the loss of `n` samples with the losses of the first `k` samples and of the rest"
-    def measure_loss(rows, m):
-        return _loss_and_size(Part(learn, n, rows, loss_func), m, count_items, devices, change)
+    def measure_loss(select, m):
+        return _loss_and_size(Part(learn, n, select, loss_func), m, count_items, devices, change)
     def measure_whole(): return measure_loss(lambda o: o[:], n)
     k = n//2 if n<5 else max(2, n//3)
     whole = measure_whole()

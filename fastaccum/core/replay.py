@@ -142,13 +142,13 @@ def forward(self:ReplayedForward):
     outs = self._run_all()
     flat = [leaves(o) for o in outs]
     n_first = self.bounds[0][1]   # the first micro-batch is the largest
-    rows = self.find_rows(flat[0], n_first)
+    has_rows = self.which_have_rows(flat[0], n_first)
     # autocast's cache has weights that were cast under `no_grad`, without a graph: do not use them again
     torch.clear_autocast_cache()
-    if {*map(len, flat)}!={len(rows)}: _refuse(outs[0], n_first)
+    if {*map(len, flat)}!={len(has_rows)}: _refuse(outs[0], n_first)
     ns = [stop-start for start,stop in self.bounds]
-    res = [_join_outputs(xs, ns, row) for xs,row in zip(zip(*flat), rows)]
-    res = [self.division.in_order(x) if row else x for x,row in zip(res, rows)]
+    res = [_join_outputs(xs, ns, is_by_row) for xs,is_by_row in zip(zip(*flat), has_rows)]
+    res = [self.division.in_order(x) if is_by_row else x for x,is_by_row in zip(res, has_rows)]
     if self.learns: res = self._with_node(res, flat)
     else: self.cb.limit.report(self.training)
     return rebuilt(outs[-1], map(like_tensor, res, flat[-1]))
@@ -185,14 +185,14 @@ def _run_once(self:ReplayedForward, outs):
 
 # %% ../../nbs/core/29_replay.ipynb #find-rows
 @patch
-def find_rows(self:ReplayedForward, outs:list, n:int):
+def which_have_rows(self:ReplayedForward, outs:list, n:int):
     """For each output of a micro-batch of `n` samples, find out whether it has a row for each sample
 
     The model runs again with another number of samples, once per fit for training and for evaluation.
     """
     if n==self.n: return [False]*len(outs)   # a single micro-batch: there is nothing to join
     training = self.model.training
-    if training not in self.cb.rows:
+    if training not in self.cb.has_rows_by_mode:
         k = n-1 if n>2 else n+1
         try:
             with torch.no_grad(), self.no_sync(), self.states[0].again():
@@ -204,8 +204,8 @@ def find_rows(self:ReplayedForward, outs:list, n:int):
             # output with `n` rows has one row per sample
             others,k = outs,n
         if len(others)!=len(outs): _refuse(outs, n)
-        self.cb.rows[training] = [_has_rows(x, y, n, k) for x,y in zip(outs, others)]
-    return self.cb.rows[training]
+        self.cb.has_rows_by_mode[training] = [_has_rows(x, y, n, k) for x,y in zip(outs, others)]
+    return self.cb.has_rows_by_mode[training]
 
 # %% ../../nbs/core/29_replay.ipynb #with-node
 @patch
@@ -301,7 +301,7 @@ def _replay(self:ReplayedForward, i, start, stop, grads):
             outs = leaves(self.run(start, stop))
         if i==0 and self.first_outs is not None: self._compare(outs)
     pairs = []
-    has_rows = self.find_rows(outs, stop-start)
+    has_rows = self.which_have_rows(outs, stop-start)
     for x,g,is_by_row,needs in zip(outs, grads, has_rows, self.needs):
         if not isinstance(x, torch.Tensor) or not x.requires_grad: continue
         if not needs:
@@ -327,7 +327,10 @@ def _exchange(self:ReplayedForward, ddp):
 
 @patch
 def _compare(self:ReplayedForward, outs):
-    "Once per fit, warn if a micro-batch that runs again has other outputs than in the forward pass"
+    """Warn if a micro-batch that runs again has other outputs than in the forward pass
+
+    It is called once per fit, and synchronises the GPU.
+    """
     first = self.first_outs
     self.first_outs = None
     self.cb.checked = True

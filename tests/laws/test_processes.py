@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
-from fastai.vision.all import (Adam, AvgLoss, CancelBackwardException, CancelBatchException, CancelFitException,
+from fastai.vision.all import (Adam, AvgLoss, Callback, CancelBackwardException, CancelBatchException, CancelFitException,
     DataLoader, GradientClip,
     Module, OptimWrapper, SGD, SaveModelCallback, ShortEpochCallback, accuracy, noop)
 from fastaccum import (ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule,
@@ -478,6 +478,23 @@ def test_if_each_micro_batch_is_recorded_none_may_be_cancelled_on_one_process_on
             ('before_backward',CancelBackwardException)):
         with pytest.raises(RuntimeError, match='cancelled a micro-batch on 1 of 2 processes'): fit_with(1, event, exc)
         fit_with(None, event, exc)   # no error if all processes cancel it
+
+class BackwardByHand(Callback):
+    "On process 1, runs the backward pass of each micro-batch itself, which changes nothing"
+    def before_backward(self):
+        if this_process.rank==1: raise CancelBackwardException
+    def after_cancel_backward(self): self.learn.loss_grad.backward()
+
+@pytest.mark.parametrize('case', recorded)
+@on_processes(2)
+def test_a_backward_pass_that_a_callback_runs_on_one_process_counts(case):
+    def weights(*cbs):
+        kwargs = dict(recorded[case])
+        learn = distributed_learner(even, metrics=kwargs.get('metrics'))
+        kwargs.get('setup', noop)(learn)
+        learn.fit(1, cbs=[GradientAccumulation(16, **kwargs.get('acc', {})),*cbs])
+        return [p.detach().clone() for p in learn.model.parameters()]
+    assert all(map(torch.equal, weights(), weights(BackwardByHand())))
 
 @on_processes(2)
 def test_the_run_with_static_graph_of_ddp_is_right_or_refused():

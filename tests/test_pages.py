@@ -88,7 +88,8 @@ def test_a_name_without_an_import_is_noticed():
     assert undefined_names(['import torch\ntorch.ones(n)']) == {'n'}
     assert undefined_names(['def f(): return a+b', 'a = 1']) == {'b'}
     assert undefined_names(['a', 'a = 1']) == {'a'}
-    assert not undefined_names(['%matplotlib inline\nfrom math import *\nx = [o*pi for o in range(3)]', 'def f(): return len(x)'])
+    star = '%matplotlib inline\nfrom math import *\nx = [o*pi for o in range(3)]'
+    assert not undefined_names([star, 'def f(): return len(x)'])
 
 @pytest.mark.nbdev
 def test_the_code_that_a_page_shows_can_be_pasted_into_a_new_interpreter():

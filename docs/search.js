@@ -25,8 +25,9 @@ const answers = (keyword) => {
 // The heading of the section of a page with this anchor
 const headingOf = (page, anchor) => {
   const file = Search._index.docnames.indexOf(page);
-  const headings = Object.entries(Search._index.alltitles).filter(([, places]) => places.some(([n]) => n === file));
-  return headings.map(([heading]) => heading).find((o) => lower(o).replace(/[^\w -]/g, "").replaceAll(" ", "-") === anchor);
+  const found = Object.entries(Search._index.alltitles).filter(([, places]) => places.some(([n]) => n === file));
+  const slug = (heading) => lower(heading).replace(/[^\w -]/g, "").replace(/[ _]/g, "-");
+  return found.map(([heading]) => heading).find((heading) => slug(heading) === slug(anchor));
 };
 
 Scorer.score = (result) => {
@@ -128,6 +129,7 @@ Search.makeSearchSummary = (html, terms, anchor) => {
   const title = asText(page.querySelector("h1"));
   const hidden = "h1, .headerlink, .viewcode-link, .no-search, script, summary, .admonition-title";
   page.querySelectorAll(hidden).forEach((element) => element.remove());
+  page.querySelectorAll("br").forEach((element) => element.replaceWith(" "));
   const target = anchor && page.getElementById(anchor.slice(1));
   const at = target && (target.closest("tr") || (asText(target) ? target : target.closest("section")));
   const root = at || page.querySelector("[role=main]");

@@ -375,8 +375,8 @@ def test_search_finds_the_names_that_users_import_and_no_internal_page(search_si
 def test_a_search_shows_the_heading_and_the_text_of_the_section_that_it_leads_to(tab):
     "The anchor may be hidden below the heading, and a typo is corrected"
     for query,title,words,status in [
-            ('samples left out of each epoch', 'Messages > Incomplete steps', 'samples are left out', 'results'),
-            ('no lengths', 'Messages > Token budget', 'attention_mask', 'results'),
+            ('samples left out', 'Messages > Incomplete steps', 'samples are left out', 'results'),
+            ('no lengths', 'Messages > Token budget', 'pad_id', 'results'),
             ('batchnrom', 'BatchNorm', 'BatchNorm', 'results for “batchnorm”')]:
         tab.goto(f'{url}search.html?q={query}')
         tab.wait_for_function("document.querySelector('.search-summary').innerText.includes('result')")

@@ -40,6 +40,10 @@ short_titles = {'guides/growing_batches':'Growing batches', 'guides/learning_rat
     'schedule':'Schedules', 'wandb':'WandbCallback'}
 # pages that are part of another one now, and the section that old links lead to
 moved = {'guides/tables': 'guides/batchnorm.html#tables'}
+# what fastai leaves out or says wrongly of parameters that a class inherits from it
+inherited_details = {'WandbCallback': dict(
+    model_name='Name of the file of the model, instead of the name that `SaveModelCallback` has',
+    reorder='Whether to put predictions back into the order of the dataset, if `valid_dl` sorts its samples')}
 user_sections = ('Why', 'One step, event by event', 'Examples', 'Caveats')
 
 # Reference entries
@@ -97,11 +101,12 @@ def table(head, rows):
 
 def parameter_table(o):
     "Return a table of the parameters and the result of `o`, if its code has comments on them"
-    comments = docments(o, args_kwargs=True)
+    comments = docments(o, args_kwargs=True) | inherited_details.get(o.__name__, {})
     if not any(comments.values()): return ''
     def types(annotation):
         if annotation is inspect.Parameter.empty: return ''
-        text = written(annotation)
+        # `MicroBatchLimit` is the base class of the two classes that users can pass
+        text = written(annotation).replace('|MicroBatchLimit', '|AutoSize|TokenBudget')
         return code(text) if '[' in text else ' | '.join(map(code, text.split('|')))
     sig = inspect.signature(o)
     rows = []
@@ -288,6 +293,10 @@ class Page:
             keywords |= {key.replace('-', ' ').capitalize(): key for key in messages.anchors(text)}
         return [*keywords.items()]
 
+    def headings(self):
+        "Return a dict from the anchors that are not made from a heading to the heading above them"
+        return messages.anchors('\n'.join(c.source for c in self.cells if c.cell_type=='markdown'))
+
     def as_markdown(self):
         "The notebook as Markdown, with the pictures that myst-nb has named after their content"
         url = readme.docs_url()
@@ -432,9 +441,10 @@ def main():
         src,out = Path(tmp)/'pages',Path(tmp)/'site'
         contributor_menu = write_pages(src, pages)
         answers = json.dumps({p.name: p.answers() for p in pages if p.keywords})
+        headings = json.dumps({p.name: p.headings() for p in pages if p.name=='reference/messages'})
         said = json.dumps([(o.text, o.key) for o in messages.messages() if o.key])
         script = (here/'search.js').read_text(encoding='utf-8')
-        script = f'const keywords = {answers};\nconst said = {said};\n{script}'
+        script = f'const keywords = {answers};\nconst headings = {headings};\nconst said = {said};\n{script}'
         (src/'search.js').write_text(script, encoding='utf-8')
         settings = {'names':names, 'html_context.contributor_menu':contributor_menu,
             'html_search_scorer':str(src/'search.js')}

@@ -1,26 +1,33 @@
 // The site's changes to the search of Sphinx. build.py writes `keywords` and `said` above this text:
 // keywords: {page: [[keyword, anchor of the section that answers, or ""], …], …}
+// headings: {page: {anchor that is not made from a heading: heading above it, …}, …}
 // said: [[text of a message of the package, anchor of its entry on the page Messages], …]
 
-const typed = () => (window.asked || new URLSearchParams(location.search).get("q") || "").trim();
+let corrected = "";   // the query without typos, if nothing was found for it as it was typed
+const typed = () => (corrected || window.asked || new URLSearchParams(location.search).get("q") || "").trim();
 const lower = (text) => text.toLowerCase();
 const letters = (text) => ` ${lower(text).replace(/[^a-z_]+/g, " ").trim()} `;   // no numbers, names end at a blank
 
-// How well a keyword answers: as it was typed (CLIP is a model, to clip is a verb), in another case, or, if at least
-// two words were typed, by containing all of them in any order
+// The words of a text without numbers and words that are in every text: "bs=64" is about "bs"
+const telling = (text) => lower(text).split(/[\s=]+/).filter((word) => /[a-z]/.test(word) && !stopwords.has(word));
+
+// How well a keyword answers: as it was typed (CLIP is a model, to clip is a verb), in another case, with the same
+// telling words, or, if at least two of them were typed, by containing all of them in any order
 const answers = (keyword) => {
-  const words = lower(typed()).split(/\s+/);
+  const words = telling(typed());
   const known = lower(keyword).split(/\s+/);
   if (keyword === typed()) return 1000;
   if (lower(keyword) === lower(typed())) return 900;
+  if (words.length && words.join(" ") === telling(keyword).join(" ")) return 870;
   return words.length > 1 && words.every((word) => known.includes(word)) ? 850 : 0;
 };
 
 // The heading of the section of a page with this anchor
 const headingOf = (page, anchor) => {
   const file = Search._index.docnames.indexOf(page);
-  const headings = Object.entries(Search._index.alltitles).filter(([, places]) => places.some(([n]) => n === file));
-  return headings.map(([heading]) => heading).find((o) => lower(o).replace(/[^\w -]/g, "").replaceAll(" ", "-") === anchor);
+  const found = Object.entries(Search._index.alltitles).filter(([, places]) => places.some(([n]) => n === file));
+  const slug = (heading) => lower(heading).replace(/[^\w -]/g, "").replace(/[ _]/g, "-");
+  return found.map(([heading]) => heading).find((heading) => slug(heading) === slug(anchor));
 };
 
 Scorer.score = (result) => {
@@ -38,8 +45,8 @@ Scorer.score = (result) => {
     if (message) [best, section] = [800, message[1]];
   }
   if (section) {
-    const row = page === "reference/messages" ? section.replaceAll("-", " ") : "";   // an entry in a table has no heading
-    result[1] = [title, headingOf(page, section) || row].filter((o) => o).join(" > ");
+    const heading = (headings[page] || {})[section] || headingOf(page, section);
+    result[1] = [title, heading].filter((o) => o).join(" > ");
     result[2] = `#${section}`;
   }
   return score + bonus + best;
@@ -48,7 +55,7 @@ Scorer.score = (result) => {
 // Sphinx finds pages that have all of the words. If there are none, the pages with most of the words are found, so
 // that an error with a number or a path of the reader's machine can be pasted into the search.
 const findAllWords = Search._performSearch;
-Search._performSearch = (query, terms, excluded, ...rest) => {
+const findMostWords = (query, terms, excluded, ...rest) => {
   const found = findAllWords(query, terms, excluded, ...rest);
   if (found.length || terms.size < 2) return found;
   const pages = new Map();   // page: [its best result, number of its words]
@@ -61,6 +68,43 @@ Search._performSearch = (query, terms, excluded, ...rest) => {
   }
   const ordered = [...pages.values()].sort(([a, n], [b, m]) => n - m || a[4] - b[4]);   // Sphinx shows the last first
   return ordered.map(([result]) => result);
+};
+
+// How many letters to change, leave out, add, or swap with the next one until the word `a` is the word `b`
+const typos = (a, b) => {
+  const d = [...Array(a.length + 1)].map((_, i) => [i, ...Array(b.length).fill(0)]);
+  d[0] = [...Array(b.length + 1).keys()];
+  for (let i = 1; i <= a.length; i++)
+    for (let j = 1; j <= b.length; j++) {
+      const swapped = a[i - 1] === b[j - 2] && a[i - 2] === b[j - 1] ? d[i - 2][j - 2] + 1 : Infinity;
+      d[i][j] = Math.min(d[i - 1][j] + 1, d[i][j - 1] + 1, d[i - 1][j - 1] + (a[i - 1] !== b[j - 1]), swapped);
+    }
+  return d[a.length][b.length];
+};
+
+// The word of a keyword or heading that is nearest to a word with at most two typos, or the word itself
+const nearest = (word) => {
+  const texts = [...Object.values(keywords).flat().map(([keyword]) => keyword), ...Object.keys(Search._index.alltitles)];
+  const known = new Set(texts.flatMap((text) => lower(text).match(/[a-z_]{3,}/g) || []));
+  const most = word.length < 4 ? 0 : word.length < 7 ? 1 : 2;
+  const near = [...known].filter((o) => o[0] === word[0]).map((o) => [typos(word, o), o]).filter(([n]) => n <= most);
+  return near.length ? near.reduce((a, b) => (b[0] < a[0] ? b : a))[1] : word;
+};
+
+// If nothing is found, the search is repeated without typos, and says so above its results
+const oneResult = "Search finished, found one page matching the search query.";
+Search._performSearch = (query, terms, excluded, ...rest) => {
+  corrected = "";
+  Documentation.TRANSLATIONS[oneResult] = ["One result", "${resultCount} results"];
+  const found = findMostWords(query, terms, excluded, ...rest);
+  const words = lower(query).split(/\s+/).map(nearest).join(" ");
+  if (found.length || words === lower(query)) return found;
+  corrected = words;
+  Documentation.TRANSLATIONS[oneResult] = [`One result for “${words}”`, `\${resultCount} results for “${words}”`];
+  const [again, newTerms, ...others] = Search._parseQuery(words);
+  terms.clear();   // Sphinx marks these words in the summaries
+  newTerms.forEach((term) => terms.add(term));
+  return findMostWords(again, newTerms, ...others);
 };
 
 // A word is found where it begins a word of a page, not within words: Sphinx is shown the words that begin with it
@@ -85,8 +129,10 @@ Search.makeSearchSummary = (html, terms, anchor) => {
   const title = asText(page.querySelector("h1"));
   const hidden = "h1, .headerlink, .viewcode-link, .no-search, script, summary, .admonition-title";
   page.querySelectorAll(hidden).forEach((element) => element.remove());
-  const at = anchor && page.getElementById(anchor.slice(1));
-  const root = (at && (at.closest("tr") || at)) || page.querySelector("[role=main]");
+  page.querySelectorAll("br").forEach((element) => element.replaceWith(" "));
+  const target = anchor && page.getElementById(anchor.slice(1));
+  const at = target && (target.closest("tr") || (asText(target) ? target : target.closest("section")));
+  const root = at || page.querySelector("[role=main]");
   const words = [...terms].map((term) => new RegExp(`(?<!\\w)${term.replace(/[^\w ]/g, "\\$&")}`, "i"));
   const found = (text) => words.filter((word) => word.test(text)).length;
   const parts = (selector) => [...root.querySelectorAll(selector)].filter((o) => !o.querySelector("p, li, td, pre"));
@@ -105,7 +151,5 @@ Search.makeSearchSummary = (html, terms, anchor) => {
   return summary;
 };
 
-Documentation.TRANSLATIONS["Search finished, found one page matching the search query."] =
-  ["One result", "${resultCount} results"];
 Documentation.TRANSLATIONS["Your search did not match any documents. Please make sure that all words are spelled correctly and that you've selected enough categories."] =
   "Your search did not match any page. Try other words, or the FAQ, Messages or the cheat sheet.";

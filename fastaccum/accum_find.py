@@ -38,8 +38,8 @@ def accum_find(self:Learner,
     """Measure the gradient's noise in some steps, restore the Learner, and suggest the size of a step
 
     A noise scale of `B` samples means that the noise in the mean gradient of `B` samples is as large as
-    the gradient ([McCandlish et al., 2018](https://arxiv.org/abs/1812.06162)). Steps of that size are
-    suggested.
+    the gradient ([McCandlish et al., 2018](https://arxiv.org/abs/1812.06162)). The suggested step has
+    `B` samples.
 
     TypeError: `accum_bs` or `steps` is not a whole number, or `show_plot` is neither `True` nor `False`
     ValueError: `accum_bs` or `steps` is below 1, `accum_bs` is larger than an epoch, `lr` is not a

@@ -58,14 +58,14 @@ class GradientAccumulation(QuietCallback):
         # Samples per step over all processes, rounded up to whole micro-batches; 32 if no size is given
         accum_bs:int=None,
         log_accum_batch:bool=True, # Log each step (True), or each micro-batch as fastai does (False)
-        # The most samples in a micro-batch of training; 'auto': as many as memory allows; or a
-        # `TokenBudget`
+        # The most samples in a micro-batch of training; 'auto': as many as memory allows; or an
+        # `AutoSize` or a `TokenBudget`
         micro_batch_size:int|str|MicroBatchLimit=None,
-        # Drop the incomplete last step of an epoch (True), keep it (False), or do as the loader (None)
+        # Drop the incomplete last step of an epoch (True), keep it (False), or do as the loader does (None)
         drop_last:bool|None=None,
         # `n_items(learn)` returns the number of items that the loss of a micro-batch is a mean of
         n_items:Callable=None,
-        *, n_acc:int=None, # Another name for `accum_bs`, which fastai's callback uses
+        *, n_acc:int=None, # fastai's name for `accum_bs`; it also counts samples
         n_batches:int=None, # Micro-batches per step on each process; give this or `accum_bs`
         verbose:bool=True # Print a line about the steps above the table of a fit
     ):

@@ -1,4 +1,4 @@
-"""Split a batch of texts by length, and leave out the padding for its longest text.
+"""Split a batch of texts by length, so that short texts are not padded to the longest.
 
 Docs: https://fastaccum.github.io/fastaccum/token_budget.html.md"""
 

@@ -1,9 +1,12 @@
 "tools/pasted.py runs a notebook as a test, and tools/page.py saves the outputs of a notebook."
-import json, subprocess, sys
+import ast, builtins, functools, json, subprocess, sys
+from importlib import import_module
 from pathlib import Path
+from symtable import symtable
 import page, pasted, pytest
 
 root = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(root/'docs'))
 
 def notebook(fn, *sources):
     "Write a notebook with a code cell for each of `sources` to the file `fn`, and return `fn`"
@@ -46,6 +49,60 @@ def test_pytest_collects_every_notebook():
     collected = subprocess.run(cmd, cwd=root, capture_output=True, text=True).stdout
     pages = {o.relative_to(root).as_posix() for o in nbglob(root/'nbs', as_path=True)}
     assert len(pages)>40 and {o.removesuffix('::page') for o in collected.split() if o.endswith('::page')}==pages
+
+# The code that a page of the site shows
+
+@functools.cache
+def star_names(module):
+    "Return the names that `from module import *` defines"
+    mod = import_module(module)
+    return set(getattr(mod, '__all__', None) or [nm for nm in vars(mod) if nm[0]!='_'])
+
+def defined_and_used(source):
+    "Return the names that a cell defines, those it uses at once, and those that only its functions use"
+    defined,used,used_later = set(),set(),set()
+    for o in ast.walk(ast.parse(source)):
+        if isinstance(o, ast.ImportFrom) and o.names[0].name=='*': defined |= star_names(o.module)
+    def visit(scope, is_top):
+        for o in scope.get_symbols():
+            if not is_top and not o.is_global(): continue
+            if o.is_assigned() or o.is_imported(): defined.add(o.get_name())
+            if o.is_referenced(): (used if is_top else used_later).add(o.get_name())
+        for child in scope.get_children(): visit(child, False)
+    visit(symtable(source, 'page', 'exec'), True)
+    return defined,used,used_later
+
+def undefined_names(sources):
+    "Return the names that the cells of a page use without having defined or imported them"
+    from IPython.core.inputtransformer2 import TransformerManager
+    known = {*dir(builtins), '__name__', '__file__', 'get_ipython', 'display'}
+    undefined,later = set(),set()
+    for source in sources:
+        defined,used,used_later = defined_and_used(TransformerManager().transform_cell(source))
+        known |= defined
+        undefined |= used-known
+        later |= used_later
+    return undefined | later-known
+
+def test_a_name_without_an_import_is_noticed():
+    assert undefined_names(['import torch\ntorch.ones(n)']) == {'n'}
+    assert undefined_names(['def f(): return a+b', 'a = 1']) == {'b'}
+    assert undefined_names(['a', 'a = 1']) == {'a'}
+    star = '%matplotlib inline\nfrom math import *\nx = [o*pi for o in range(3)]'
+    assert not undefined_names([star, 'def f(): return len(x)'])
+
+@pytest.mark.nbdev
+def test_the_code_that_a_page_shows_can_be_pasted_into_a_new_interpreter():
+    "Of a module that users import, the page for users shows some of the cells, and another page shows all of them"
+    import build
+    from nbdev.doclinks import nbglob
+    wrong = {}
+    for fn in nbglob(root/'nbs', as_path=True):
+        p = build.Page(fn)
+        for name,cells in (p.whole, p.shown(p.cells)),(p.name, p.api_cells() if p.is_api else ()):
+            shown = [c for c in cells if c.cell_type=='code' and 'remove-input' not in c.metadata.get('tags', ())]
+            wrong[name] = wrong.get(name, set()) | undefined_names(c.source for c in shown)
+    assert {name:names for name,names in wrong.items() if names}=={}
 
 # The outputs that `make page` saves
 

@@ -276,8 +276,8 @@ faults_of_page = """() => {
     for (const e of all('article table').filter(seen)) {
         const box = scrolls(e);
         if ((box || e).getBoundingClientRect().right > width+1) wrong.push(`table cut: ${e.textContent.slice(0, 40)}`);
-        const contributors = location.pathname.includes('/contribute/');   // tables for contributors may scroll
-        if (!e.closest('details') && !contributors && box && box.scrollWidth > box.clientWidth+1)
+        const mayScroll = location.pathname.includes('/contribute/') || e.matches('.marks');   // and tables of ✓ and ✗
+        if (!e.closest('details') && !mayScroll && box && box.scrollWidth > box.clientWidth+1)
             wrong.push(`table scrolls: ${e.textContent.slice(0, 40)}`);
     }
     const link = document.querySelector('a.repository'), title = document.querySelector('article h1');
@@ -371,6 +371,22 @@ def test_search_finds_the_names_that_users_import_and_no_internal_page(search_si
     not_found = [nm for nm in public_names if not any(o.endswith(f'#{names[nm]}') for o in results[nm])]
     assert public_names and not_found==[]
     assert not [o for nm in names for o in results[nm] if o.partition('#')[0] not in user_pages]
+
+def test_a_search_shows_the_heading_and_the_text_of_the_section_that_it_leads_to(tab):
+    "The anchor may be hidden below the heading, and a typo is corrected"
+    for query,title,words,status in [
+            ('samples left out', 'Messages > Incomplete steps', 'samples are left out', 'results'),
+            ('no lengths', 'Messages > Token budget', 'pad_id', 'results'),
+            ('batchnrom', 'BatchNorm', 'BatchNorm', 'results for “batchnorm”')]:
+        tab.goto(f'{url}search.html?q={query}')
+        tab.wait_for_function("document.querySelector('.search-summary').innerText.includes('result')")
+        tab.wait_for_selector('#search-results li p.context')
+        titles = tab.locator('#search-results li > a').all_inner_texts()
+        assert title in titles
+        item = tab.locator('#search-results li').nth(titles.index(title))
+        item.locator('p.context').wait_for()
+        assert words in item.locator('p.context').inner_text(), query
+        assert status in tab.locator('.search-summary').inner_text()
 
 # searches.json has, by page, the queries for which this page must be the first result
 searches = json.loads((root/'tests/searches.json').read_text(encoding='utf-8'))

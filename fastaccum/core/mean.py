@@ -150,8 +150,8 @@ class StepMean:
         self.processes = processes  # the processes that train together, if there may be several
         # the previous step's loss, which is recorded again if all targets of this step are ignored
         self.last_loss = last_loss
-        # whether a return value of `n_items` was checked: once is enough, because checking synchronises
-        # the GPU
+        # whether `n_items` has returned a valid number before: it is checked only once, because checking
+        # synchronises the GPU
         self.trusted = trusted
         # totals of the micro-batches so far, updated by `add`
         self.n_micro_batches = 0
@@ -162,7 +162,7 @@ class StepMean:
         self.needs_grad = False     # whether the loss of at least one micro-batch needed a gradient
         # set by `measure`
         self.count_items = None     # the function of the Learner that counts items; `None` for a sum
-        self.loss_func = None       # the loss function to which `count_items` belongs
+        self.loss_func = None       # the loss function whose items `count_items` counts
         # whether the loss is a sum over samples; `None` before the first micro-batch
         self.is_sum = None
         self.current = None         # the `Measured` of the micro-batch that runs

@@ -109,8 +109,8 @@ class GradCheck:
 class UndoBackward:
     "Restores the gradients from before a backward pass that failed in the middle"
     def __init__(self, params:list, empty:bool):
-        # before the backward pass: (parameter, gradient, version number of the gradient); a change of the
-        # gradient in place increases its version number
+        # before the backward pass: (parameter, gradient, version number of the gradient); a change of
+        # the gradient in place increases its version number
         self.grads = [(p,p.grad,None if p.grad is None else p.grad._version) for p in params]
         # whether the gradients are empty before the backward pass, as at the start of a step
         self.empty = empty

@@ -14,8 +14,8 @@ from fastai.learner import Learner, Recorder
 from .checks import class_names
 
 # %% ../../nbs/core/13_events.ipynb #hears
-# Callbacks with a method `before_batch` get `after_batch` once per batch of the loader. But these classes
-# of fastai count optimizer steps in `after_batch`, so they get it once per step.
+# Callbacks with a method `before_batch` get `after_batch` once per batch of the loader. But these
+# classes of fastai count optimizer steps in `after_batch`, so they get it once per step.
 step_counters = {'fastai.callback.schedule.ParamScheduler','fastai.callback.wandb.WandbCallback',
     'fastai.vision.gan.GANTrainer'}
 

@@ -385,7 +385,7 @@ def _complete_grads(self:StepLoop)->bool:
         grads = {p:g*number_on(g.device, correction) for p,g in self.grad_sums.pop().items()}
     else:
         scale_grads(params, correction)
-        grads = {}   # gradients to sum over the processes of a DDP model, and sparse ones to coalesce
+        grads = {}   # parameter -> gradient to sum over processes (DDP) or to coalesce (sparse)
         for p in params:
             if p.grad is not None and (self.processes.ddps or p.grad.is_sparse): grads[p] = p.grad
     self.processes.sum_grads(params, grads)

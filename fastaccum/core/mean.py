@@ -46,7 +46,8 @@ class Targets:
         self.weight = weight               # a tensor with the weight of each class, or `None`
         # whether floating point targets are class probabilities, one row per sample
         self.probs = probs
-        self.nan_grad = nan_grad           # whether gradients can be NaN, not 0, if all targets are ignored
+        # whether the gradient may be NaN instead of 0 if all targets are ignored
+        self.nan_grad = nan_grad
 
     def __call__(self, learn:Learner)->torch.Tensor|float:
         """Count the targets in `learn.yb` that are not ignored, or add up their class weights

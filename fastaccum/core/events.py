@@ -14,8 +14,8 @@ from fastai.learner import Learner, Recorder
 from .checks import class_names
 
 # %% ../../nbs/core/13_events.ipynb #hears
-# fastai's callbacks that count steps in `after_batch`, and so get this event once per optimizer step.
-# Other callbacks with a method `before_batch` get `after_batch` once per batch of the loader
+# Callbacks with a method `before_batch` get `after_batch` once per batch of the loader. But these
+# classes of fastai count optimizer steps in `after_batch`, so they get it once per step.
 step_counters = {'fastai.callback.schedule.ParamScheduler','fastai.callback.wandb.WandbCallback',
     'fastai.vision.gan.GANTrainer'}
 

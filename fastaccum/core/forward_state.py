@@ -94,7 +94,7 @@ def put_items(o:dict|list|set|deque, items:list):
     else: o.update(zip(items[::2], items[1::2]) if isinstance(o, dict) else items)
 
 # %% ../../nbs/core/23_forward_state.ipynb #find
-# types whose objects never change, and need not be noted
+# types whose objects never change, so that a `ForwardState` need not remember them
 _constants = {int,float,bool,str,bytes,type(None),torch.device,torch.dtype}
 _generators = torch.Generator,np.random.Generator,np.random.RandomState,random.Random
 # types whose objects, or the objects in them, may change in a forward pass

@@ -84,7 +84,9 @@ class GradSums:
 class GradCheck:
     "Finds out, once in a fit, whether gradients change between the first two micro-batches of a step"
     def __init__(self):
-        self.noted = []     # (parameter, gradient, version of the gradient) after the first micro-batch
+        # after the first micro-batch: (parameter, gradient, version number of the gradient); a change of
+        # the gradient in place increases its version number
+        self.noted = []
         self.done = False   # whether gradients were compared in this fit
 
     def note(self, opt:Optimizer|OptimWrapper):
@@ -107,7 +109,8 @@ class GradCheck:
 class UndoBackward:
     "Restores the gradients from before a backward pass that failed in the middle"
     def __init__(self, params:list, empty:bool):
-        # (parameter, gradient, version of the gradient) before the backward pass
+        # before the backward pass: (parameter, gradient, version number of the gradient); a change of
+        # the gradient in place increases its version number
         self.grads = [(p,p.grad,None if p.grad is None else p.grad._version) for p in params]
         # whether the gradients are empty before the backward pass, as at the start of a step
         self.empty = empty

@@ -43,8 +43,8 @@ class LossTrials:
         # predictions, targets and inputs of a micro-batch of one sample, to be joined with the next
         # sample
         self.waiting = None
-        # position of a tensor of labels in the batch -> the set of numbers of labels that samples have
-        # had in this fit, without labels that are -100
+        # position of a tensor of labels in the batch -> label counts: the set of all numbers of labels
+        # that a single sample has had in this fit; labels of -100 do not count
         self.counts = {}
 
     def begin_epoch(self):
@@ -84,7 +84,7 @@ class LossTrials:
         previous = self.waiting
         joined,self.waiting = pair(previous, learn)
         if previous is None and self.waiting is not None: return None,0
-        # `waiting` is only set here if the two samples have different shapes: then no loss was tested
+        # if the two samples have different shapes, the second one waits for another: this is no trial
         if self.waiting is None: self.n_left -= 1
         return (learn,1) if joined is None else (joined,2)
 
@@ -179,8 +179,8 @@ def _has_uneven_labels(self:LossTrials, learn, m):
     parts = leaves((*learn.yb,*learn.xb))
     def is_label(o): return has_rows(o, m) and o.dtype in (torch.int32,torch.int64)
     labels = [(i,o) for i,o in enumerate(parts) if is_label(o)]
-    # Reading labels synchronises the GPU, so it has to use up a trial. `_batch_to_test` has not counted
-    # one if the sample still waits for another of the same shape.
+    # `_batch_to_test` has counted no trial if two single samples have different shapes, and the second
+    # one waits for another. Reading labels synchronises the GPU, as a trial does, so count one here.
     if labels and self.waiting is not None: self.n_left -= 1
     for i,o in labels:
         counts = (o!=-100).reshape(m, -1).sum(1).tolist()
@@ -205,8 +205,8 @@ class LossChanges:
         # For each callback: the dict of its attributes, and a copy of that dict without the Learner. For
         # each part of the micro-batch, the callback starts again with the copied attributes.
         self.attrs_of_cbs = [(vars(cb),{k:o for k,o in vars(cb).items() if k!='learn'}) for cb in cbs]
-        # attributes with a row for each sample of this batch, which are cut to the rows of a part:
-        # (dict that contains the attribute, its name, its value)
+        # (dict that contains the attribute, its name, its value) for each attribute that was set for
+        # this batch and has a row for each sample: a part of the micro-batch gets its own rows
         self.attrs_with_rows = [(attrs,name,o) for attrs,name,o in changed.since()
             if name not in ('xb','yb','pred') and tree_any(lambda x: has_rows(x, n), o)]
         values = tree_leaves([attrs for _,attrs in self.attrs_of_cbs])

@@ -46,7 +46,8 @@ class Targets:
         self.weight = weight               # a tensor with the weight of each class, or `None`
         # whether floating point targets are class probabilities, one row per sample
         self.probs = probs
-        self.nan_grad = nan_grad           # whether the gradient may be NaN if all targets are ignored
+        # whether the gradient may be NaN instead of 0 if all targets are ignored
+        self.nan_grad = nan_grad
 
     def __call__(self, learn:Learner)->torch.Tensor|float:
         """Count the targets in `learn.yb` that are not ignored, or add up their class weights
@@ -147,11 +148,11 @@ class StepMean:
         self.n_here = n_here        # samples of this process in the planned step
         self.n_all = n_all          # samples of all processes in the planned step
         self.n_items = n_items      # the user's function of the Learner that counts items, or `None`
-        self.processes = processes  # the processes that train together, if there may be several
+        self.processes = processes  # the processes that train together; `None`: a single process
         # the previous step's loss, which is recorded again if all targets of this step are ignored
         self.last_loss = last_loss
-        # whether a return value of `n_items` was checked: once is enough, because checking synchronises
-        # the GPU
+        # whether `n_items` has returned a valid number before: it is checked only once, because checking
+        # synchronises the GPU
         self.trusted = trusted
         # totals of the micro-batches so far, updated by `add`
         self.n_micro_batches = 0
@@ -161,8 +162,8 @@ class StepMean:
         self.losses = 0.
         self.needs_grad = False     # whether the loss of at least one micro-batch needed a gradient
         # set by `measure`
-        self.count_items = None     # the function of the Learner that counts items; `None` for a sum
-        self.loss_func = None       # the loss function to which `count_items` belongs
+        self.count_items = None     # function that counts a micro-batch's items; `None` for a sum
+        self.loss_func = None       # the loss function whose items `count_items` counts
         # whether the loss is a sum over samples; `None` before the first micro-batch
         self.is_sum = None
         self.current = None         # the `Measured` of the micro-batch that runs
@@ -288,7 +289,7 @@ class KeptLosses:
     def __init__(self, learn:Learner):
         # names of the attributes of the loss function that a `LossMetric` reads
         self.names = {o.attr for o in learn.metrics if isinstance(o, LossMetric)}
-        # attribute -> (sum of its values, each times the samples `n` of its micro-batch; sum of `n`)
+        # name of an attribute -> (sum over micro-batches of value times samples, sum of samples)
         self.sums = {}
 
     def note(self, learn:Learner, n:int):

@@ -106,10 +106,11 @@ class BatchParts:
         self.learn,self.n = learn,n
         self.division = division or Division(n)
         self.whole = learn.xb,learn.yb
-        # the state of autocast before the first part, which is restored before each part
+        # the state of autocast before the first part; restored before each part, because fastai's
+        # `MixedPrecision` ends autocast in the `after_loss` of a part
         self.autocast = autocast_state(devices_of(learn.model.modules()))
-        # attributes with a row for each sample that callbacks have set for this batch, such as MixUp's
-        # factors: (dict that contains the attribute, its name, its value)
+        # (dict that contains the attribute, its name, its value) for each attribute that callbacks have
+        # set for this batch and that has a row for each sample, such as MixUp's factors
         self.attrs_with_rows = [(attrs,name,o) for attrs,name,o in changed.since()
             if name not in ('xb','yb') and tree_any(lambda x: has_rows(x, n), o)]
         self.hidden = HiddenRows(learn.model, n)
@@ -257,8 +258,8 @@ class AutoSize(MicroBatchLimit):
         split:Callable=split # `f(batch, start, stop, n)` returns samples `start` to `stop` of `n`
     ):
         super().__init__(split)
-        # (samples, reason) of the first failure that `report` has not reported yet; `None` if there is
-        # none
+        # (samples in the micro-batch, error message) of the first time that memory ran out since
+        # `report` was last called; `None` if there was enough memory
         self.unreported = None
 
     def __repr__(self): return repr('auto')
@@ -385,8 +386,9 @@ class Retries:
         learn = self.learn
         state = ForwardState(learn.model.modules())
         for failed in self.unfinished:
-            # the gradients in `failed.grads` already contain this micro-batch: let its backward pass add
-            # to empty gradients, which `_succeeded` replaces by `failed.grads`
+            # The gradients in `failed.grads` already contain this micro-batch, since its backward pass
+            # failed later. To count it only once, let it run with empty gradients, which `_succeeded`
+            # then replaces by `failed.grads`.
             for p,_ in failed.grads: p.grad = None
         undo_backward = UndoBackward(params_of(learn.opt) if self.training else [], first)
         def undo():

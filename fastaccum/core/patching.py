@@ -30,7 +30,8 @@ class Patch:
         self.name = name    # the name of the method
         self.f = f          # the function that replaces the method
         self.stock = None   # the replaced method, which `f` may call
-        self.own = None     # replaced attribute of the instance; `None` if the method was its class's
+        # the attribute `name` of `o` itself before `apply`; `None` if only the class of `o` had it
+        self.own = None
 
     def apply(self):
         "Replace the method"

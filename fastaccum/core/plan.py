@@ -88,7 +88,7 @@ class Plan:
         # how the summary describes the splitting of batches, such as 'split where memory runs out';
         # empty if the micro-batch size is fixed
         self.split_words = split_words
-        self._epochs = {}               # cache: the steps of an epoch, by the number of the epoch
+        self._epochs = {}               # cache: the number of an epoch -> its steps
         # cache for a schedule: item `i` is the number of steps before epoch `i`
         self._starts = [0]
 

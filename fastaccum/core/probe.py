@@ -139,8 +139,8 @@ def _gap(losses, sizes, is_sum):
     else: raise ValueError('the sizes of the parts do not add up to the size of the whole')
     weighted = [w*o for w,o in zip(weights, parts) if w]
     if not isfinite(whole): raise ValueError('the loss is not finite')
-    # `weighted` has only parts with items. If the loss of such a part is NaN, the loss averages other
-    # items than `sizes` counts, and the part has none of them: the difference counts as infinite.
+    # The parts in `weighted` have items, so their losses should be finite. A loss that is not finite is
+    # the mean of other items than `sizes` counts, and the part has none: the difference is infinite.
     if not all(map(isfinite, weighted)): return inf,abs(whole) or 1.
     return abs(whole-sum(weighted)),max(abs(whole), sum(map(abs, weighted)))
 
@@ -194,8 +194,8 @@ def _compare_parts(learn, loss_func, n, count_items, devices, change):
     if abs(again-loss)>tol*scale:
         reason = 'it returns another value for the same predictions and targets'
         return Probed(None, reason, tol, has_state=True)
-    # Report the difference only if the loss stays the same when predictions and targets are reversed. If
-    # it changes, the loss depends on something that was not reversed, or the difference is rounding.
+    # Reversing the order of the samples should not change the loss. If it does, the loss depends on
+    # something that was not reversed, or `res.off` is rounding: then do not report the difference.
     if abs(backwards-loss)<=min(gap/10, tol*scale): return res
     reason = 'it depends on something other than predictions and targets, or is all rounding'
     return Probed(None, reason, tol)

@@ -141,7 +141,7 @@ def forward(self:ReplayedForward):
         m.require_forward_param_sync = False
     outs = self._run_all()
     flat = [leaves(o) for o in outs]
-    n_first = self.bounds[0][1]   # the first micro-batch is the largest
+    n_first = self.bounds[0][1]   # samples in the first micro-batch, which is the largest
     has_rows = self.which_have_rows(flat[0], n_first)
     # autocast's cache has weights that were cast under `no_grad`, without a graph: do not use them again
     torch.clear_autocast_cache()

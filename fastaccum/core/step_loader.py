@@ -34,7 +34,7 @@ class BatchStream:
         self.batches = iter(dl)  # yields the batches of `dl`
         self.n_read = 0          # batches read so far
         self.n_samples = 0       # samples in the batches read so far
-        # (batch, number of samples) of the next batch, or of the rest of a batch that was cut; `None` if
+        # (batch, its number of samples): the next batch, or the rest of a batch that was cut; `None` if
         # the next batch was not read yet
         self.rest = None
 

@@ -48,18 +48,18 @@ class StepLoop:
         self.learn = learn
         self.processes = Processes(learn.model)  # the processes that train this model together
         self.plan = None                         # the `Plan` of the fit
-        self.planned_for = None                  # settings of `plan`, which is made again if they change
+        self.planned_for = None                  # the settings that `plan` was made from
         self.announced = None                    # the `Plan` that was printed last
         self.warn_once = WarnOnce()              # gives each warning of this fit once
-        self.loss_trials = LossTrials(self.warn_once)            # tests whether the loss is a mean
-        self.differences = DifferenceWarnings(self.warn_once)    # checks layers, loader and callbacks
+        self.loss_trials = LossTrials(self.warn_once)          # tests whether the loss is a mean
+        self.differences = DifferenceWarnings(self.warn_once)  # warns of what differs from a full batch
         self.grad_check = GradCheck()            # notices changes of the gradients between micro-batches
         self.log_rows = LogRows()                # corrects what TensorBoard and W&B log
         self.last_loss = 0.                      # mean loss of the previous step
         # state of the epoch, set by `begin_epoch`
         self.loader = None                       # the `StepLoader` that the Learner iterates over
         self.events = None                       # sends events to callbacks
-        self.comms = []                          # why each micro-batch communicates: 'SyncBatchNorm'
+        self.comms = []                          # names of features that sync processes per micro-batch
         self.limit = None                        # the `MicroBatchLimit`; `None` if batches are not split
         self.grad_sums = GradSums([])            # gradient sums of half-precision and compiled models
         self.n_batches = 0                       # batches of the loader that have run
@@ -70,11 +70,11 @@ class StepLoop:
         # state of the step, set by `run_step`
         self.step = None                         # the `Step` that runs
         self.mean = None                         # the `StepMean` of `step`
-        self.kept_losses = None                  # averages what `LossMetric` reads from the loss
+        self.kept_losses = None                  # the `KeptLosses`: means over the step for `LossMetric`
         self.n_left_out = 0                      # micro-batches of `step` cancelled by callbacks
         self.micro = None                        # the `MicroBatch` that runs or ran last, or `None`
 
-    # `learn.export()` in a fit also pickles this object, to which `learn.dl` refers
+    # In a fit, `learn.export()` pickles `learn.dl` and so this object: leave out what cannot be pickled
     def __getstate__(self): return dict(acc=self.acc, learn=self.learn)
 
     @property
@@ -120,7 +120,7 @@ def begin_epoch(self:StepLoop, plan:Plan):
     self.n_batches = 0
     self.has_stepped = False
     self.devices = devices_of(learn.model.modules())
-    # fastai's `_set_device` moves batches to the first parameter's device; a subclass may override it
+    # `_set_device` moves batches to the first parameter's device, unless a subclass overrides it
     first = next(learn.model.parameters(), None)
     is_fastais = getattr(learn._set_device, '__func__', None) is Learner._set_device
     self.batch_device = first.device if is_fastais and first is not None else None
@@ -262,7 +262,7 @@ def _share_late_penalty(self:StepLoop, cb):
     "Call a callback that runs after mixed precision; multiply its term by the micro-batch's share"
     learn,before = self.learn,self.learn.loss_grad.clone()
     is_changed = self._may_change_loss(cb, 'before_backward')
-    # with `grad_sums`, the share multiplies the gradients of a mean loss after the backward pass
+    # if there are `grad_sums`, they multiply the gradients of a mean loss by the share, and not the loss
     weighs_loss = self.mean.is_sum or not self.grad_sums
     if is_changed and weighs_loss: learn.loss_grad = before+(learn.loss_grad-before)*self.micro.share
 
@@ -290,7 +290,8 @@ def share_loss(self:StepLoop):
     # if there are `grad_sums`, they multiply the gradients by the share, and the loss is not multiplied
     if mean.is_sum: self._share_penalty()
     elif not self.grad_sums: learn.loss_grad = plain_tensor(learn.loss_grad)*micro.share
-    if mean.samples+micro.n>=self.step.target: return   # the last micro-batch of a step is not tested
+    # skip the last micro-batch of a step: if it is the only one, nothing can differ from the full batch
+    if mean.samples+micro.n>=self.step.target: return
     self.loss_trials.micro_batch(learn, micro, mean, warns=not self.processes.rank)
     self.differences.micro_batch(learn, self.step, micro)
 
@@ -384,7 +385,7 @@ def _complete_grads(self:StepLoop)->bool:
         grads = {p:g*number_on(g.device, correction) for p,g in self.grad_sums.pop().items()}
     else:
         scale_grads(params, correction)
-        grads = {}   # gradients to sum over the processes of a DDP model, and sparse ones to coalesce
+        grads = {}   # parameter -> gradient to sum over processes (DDP) or to coalesce (sparse)
         for p in params:
             if p.grad is not None and (self.processes.ddps or p.grad.is_sparse): grads[p] = p.grad
     self.processes.sum_grads(params, grads)
@@ -466,18 +467,17 @@ def run_parts(self:StepLoop,
     n:int, # Samples in the Learner's batch
     n_rows:int, # Rows of the batch: more than `n` if callbacks have added rows
     limit:MicroBatchLimit, # Says how large a micro-batch may be
-    changed:ChangedAttrs, # The attributes of callbacks, noted before `before_batch`
+    changed:ChangedAttrs, # Lists attributes that callbacks have set for this batch, to split them, too
     run:Callable, # Runs the micro-batch `self.micro`, and may be called again if memory runs out
-    end:Callable # Called after each micro-batch, except after the last one in training
+    end:Callable # Called after each micro-batch; in training, the caller itself ends the last one
 ):
     "Run the Learner's batch in micro-batches that fit in memory"
     learn,training = self.learn,self.learn.training
     division = limit.divide(learn.model, learn.xb, learn.yb, n_rows, self.warn_once)
     parts = BatchParts(learn, n_rows, changed, division)
     retries = Retries(learn, limit)
-    is_first_batch = training and not learn.iter
     # try to split the first batch: a batch that cannot be split is refused before any weight changes
-    if is_first_batch and limit.shrinks: parts.part(0, 1)
+    if training and not learn.iter and limit.shrinks: parts.part(0, 1)
     start = 0
     try:
         while start<n_rows:
@@ -490,7 +490,7 @@ def run_parts(self:StepLoop,
             has_failed = bool(retries.unfinished)
             with explain_split(stop-start, n_rows):
                 is_done = retries.attempt(run, self.micro, training and not self.mean.n_micro_batches)
-            # `Retries` has changed gradients: `grad_check` must not take this for a change by a callback
+            # after a failure, `Retries` changes gradients: `grad_check` must not blame callbacks for it
             if has_failed or not is_done: self.grad_check.forget()
             if not is_done: continue
             if is_part: self.micro.batch = learn.xb,learn.yb

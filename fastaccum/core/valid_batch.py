@@ -23,7 +23,7 @@ def run_valid_batch(loop:object, i:int, b:object):
     loop.events = loop.events or Events(learn)   # a fit may validate before it trains
     learn.iter = i
     learn._split(learn._set_device(b))
-    # for each micro-batch: (samples, predictions, loss, number of items that the loss averages)
+    # for each micro-batch: (number of samples, predictions, loss, number of items the loss is a mean of)
     outs = []
     kept = KeptLosses(learn)
     def end():

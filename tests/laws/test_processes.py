@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
 from fastai.vision.all import (Adam, AvgLoss, Callback, CancelBackwardException, CancelBatchException, CancelFitException,
-    DataLoader, GradientClip,
-    Module, OptimWrapper, SGD, SaveModelCallback, ShortEpochCallback, accuracy, noop)
+    DataLoader, GradientClip, Module, OptimWrapper, SGD, SaveModelCallback, ShortEpochCallback,
+    accuracy, noop)
 from fastaccum import (ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule,
     FreezeBN, GradientAccumulationScheduler, GradientCache, NoiseScale, RecalibrateBN, ScaledLR)
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, one_cycle, toy, toy_data

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
-from fastai.vision.all import (Adam, AvgLoss, Callback, CancelBackwardException, CancelBatchException, CancelFitException,
-    DataLoader, GradientClip, Module, OptimWrapper, SGD, SaveModelCallback, ShortEpochCallback,
+from fastai.vision.all import (Adam, AvgLoss, Callback, CancelBackwardException, CancelBatchException,
+    CancelFitException, DataLoader, GradientClip, Module, OptimWrapper, SGD, SaveModelCallback, ShortEpochCallback,
     accuracy, noop)
 from fastaccum import (ActivationCheckpoint, GradientAccumulation, GradientAccumulationSchedule,
     FreezeBN, GradientAccumulationScheduler, GradientCache, NoiseScale, RecalibrateBN, ScaledLR)

@@ -91,7 +91,7 @@ def _check_args(learn, accum_bs, steps):
         'check')
 
 def _check_cbs(learn, acc, cache):
-    "Raise the errors of the Learner's callbacks in a fit, because the check runs callbacks of its own"
+    "Raise the errors of a fit for these callbacks, because the check runs callbacks of its own instead"
     if acc is not None: check_learner(learn)
     elif any(isinstance(o, FastaiGradientAccumulation) for o in learn.cbs):
         raise ValueError("this Learner has fastai's `GradientAccumulation`, and only fastaccum's can be "
@@ -110,9 +110,9 @@ class _Setup:
         _check_cbs(learn, acc, self.cache)
         self.cbs = [o for o in (acc,self.cache,self.checkpoint) if o is not None]
         self.plan = plan = acc and acc.plan(learn.dls)   # the `Plan` of a fit, if `acc` is given
-        self.n_items = acc and acc.n_items               # counts the items that a loss is a mean of
+        self.n_items = acc and acc.n_items               # function that counts the items of a mean loss
         limit = acc and acc.limit
-        self.split = limit.split if limit else split     # cuts a range of samples out of a batch
+        self.split = limit.split if limit else split     # function that cuts samples out of a batch
         # True if a step is one batch of the loader, which `GradientAccumulation` splits
         self.splits = False
         if plan is not None:
@@ -176,7 +176,7 @@ class AccumCheck:
         return self.off['gradients'] is not None and all(o.ok for o in self.rows if o.off is not None)
     @property
     def off(self)->dict:
-        "The relative difference in each row, by the name of the row; `None` if it could not be checked"
+        "The relative difference in each row, by the row's name; `None` for a row that was not checked"
         return {o.what:o.off for o in self.rows}
 
     def __bool__(self): return self.ok
@@ -273,8 +273,8 @@ def _find_causes(self:_Diagnosis):
         self.cbs,self.needed = find_differing_callbacks(compare, self.frozen_off, self.tol, **frozen)
         if self.cbs: self.rest_off = self._difference_without(freeze, reset, self.cbs)
     else:
-        # callbacks change the number of rows: find those without which the model gets one row for each
-        # sample, or without which the step fails
+        # a callback makes more or fewer rows than samples: find callbacks without which the model gets
+        # one row per sample. Callbacks without which the step fails cannot be ruled out
         cbs = [o for o in callbacks_to_try(compare.run) if hasattr(o, 'before_batch')]
         found = [o for o in cbs if self._rows_without(o) in (probe.n,None)]
         self.cbs = found or cbs
@@ -376,7 +376,7 @@ def _callbacks(self:_Diagnosis):
         names = ', '.join(names)
         return Row('callbacks', None, tol, f'the step fails without {names}')
     where = 'not checked: callbacks that are passed to `fit`; give them as `cbs=`' if self.no_cbs else ''
-    # no callback was found to be a cause: if the gradients differ, another row has the cause
+    # no callback was found to be a cause: if the gradients differ, another row of the table says why
     return Row('callbacks', 0., tol, where)
 
 @patch

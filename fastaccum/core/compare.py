@@ -221,7 +221,7 @@ def _try_step(self:Compare, in_parts):
     try: return self.step(in_parts)
     except Exception as e:
         is_ours = more_link('') in str(e)
-        # an error of fastaccum names a remedy, so it is raised, unless other part sizes may still work
+        # raise fastaccum's errors, which name a remedy; but in parts, other sizes may prevent the error
         is_ours_for_whole = is_ours and not in_parts
         if is_out_of_memory(e) or is_ours_for_whole: raise
         try: self.step(in_parts)
@@ -251,8 +251,12 @@ def _weights(learn):
     return torch.cat([_on_cpu(p).flatten() for p in learn.model.parameters()])
 
 @patch
-def train_both_ways(self:Compare)->tuple: # (relative difference, steps on whole batches, on parts)
-    "Train on all batches, whole and in parts; compare how far the weights have moved"
+def train_both_ways(self:Compare)->tuple:
+    """Train on all batches, whole and in parts, and compare how far the weights have moved
+
+    Returns the relative difference of the weights' changes, the number of steps on whole batches, and
+    the number of steps on parts.
+    """
     start = _weights(self.run.learn)
     n_parts = max(2, -(-self.n//self.most))
     sizes = even_sizes(self.n, -(-self.n//n_parts))

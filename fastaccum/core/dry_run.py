@@ -45,7 +45,7 @@ class Snapshot:
     def __init__(self, *roots:object, shallow:tuple=(), skip:tuple|list=()):
         # calls that restore the state, in order: (function, *arguments); `DryRun` appends further calls
         self.puts = []
-        self.seen = {id(o):o for o in skip}   # `id` of an object -> the object, noted or skipped
+        self.seen = {id(o):o for o in skip}   # `id` of an object -> the object: noted so far, or in `skip`
         for o in shallow: self._note(o)
         todo = list(roots)
         while todo: todo += self._note(todo.pop())

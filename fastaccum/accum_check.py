@@ -110,7 +110,7 @@ class _Setup:
         _check_cbs(learn, acc, self.cache)
         self.cbs = [o for o in (acc,self.cache,self.checkpoint) if o is not None]
         self.plan = plan = acc and acc.plan(learn.dls)   # the `Plan` of a fit, if `acc` is given
-        self.n_items = acc and acc.n_items               # function that counts the items of a mean loss
+        self.n_items = acc and acc.n_items               # counts the items that the loss averages
         limit = acc and acc.limit
         self.split = limit.split if limit else split     # function that cuts samples out of a batch
         # True if a step is one batch of the loader, which `GradientAccumulation` splits
@@ -222,12 +222,12 @@ class _Diagnosis:
         self.model = compare.run.learn.model
         self.no_cbs = no_cbs     # True if `accum_check` was called without `cbs=`
         self.off = None          # the largest relative difference of the gradients; `None` if unknown
-        self.frozen_off = None   # `off`, with modules frozen that draw random numbers or mix samples
-        self.rest_off = None     # `frozen_off`, without the callbacks in `self.cbs`
+        self.frozen_off = None   # `off` after freezing modules that draw random numbers or mix samples
+        self.rest_off = None     # `frozen_off` after leaving out the callbacks in `self.cbs` as well
         self.cbs = []            # callbacks that make the gradients differ
         self.needed = []         # callbacks that cannot be left out, because the step fails without them
         self.layers = {}         # name of a parameter -> the relative difference of its gradients
-        self.remaining = {}      # `layers`, with the causes frozen or left out as for `rest_off`
+        self.remaining = {}      # `layers` after the same modules and callbacks were frozen and left out
         # gradients and buffers after the step at once, and in micro-batches; `None` if a run failed
         self.whole,self.parts = compare.whole_and_parts()
         self.sizes = [compare.n] if compare.why else compare.sizes   # samples in each micro-batch

@@ -50,7 +50,7 @@ class GradientAccumulation(QuietCallback):
     UserWarning: in a fit, when the run differs or may differ from the full-batch run; once per fit for
         each cause
     """
-    # after `DistributedTrainer` (11) has wrapped the loader: steps consist of the wrapped loader's batches
+    # after `DistributedTrainer` (11), which wraps the loader: a step joins the wrapped loader's batches
     order = GradientClip.order+1
     run_valid = False
     loop = None         # the `StepLoop`, which holds the state of the running or the last fit

@@ -36,8 +36,8 @@ class GradientCache(PatchingCallback):
     torch.OutOfMemoryError: a single sample does not fit in memory
     UserWarning: during the fit, when something makes the run differ from the full-batch run
     """
-    # after callbacks whose `before_batch` changes the batch, or calls the model with the batch: such a call
-    # would be taken for the Learner's own call
+    # after callbacks whose `before_batch` changes the batch, or calls the model on the batch: such a
+    # call would be taken for the Learner's own call
     order = Recorder.order-1
     run_valid = True
     warn_once = None     # a `WarnOnce`: gives each warning once per fit; `None` before the first fit
@@ -69,8 +69,8 @@ class GradientCache(PatchingCallback):
         return self.limit.max_train
 
     def before_fit(self):
-        # `learn.validate` and `learn.get_preds` also send `before_fit`: keep the state of the last fit, so
-        # that its warnings are not repeated
+        # `learn.validate` and `learn.get_preds` also send `before_fit`: keep the state of the last fit,
+        # so that its warnings are not repeated
         if self.validates and self.warn_once is not None: return
         uninterrupted(self.undo_patches)
         self.warn_once = WarnOnce()
@@ -106,7 +106,7 @@ def _forward(self:GradientCache, *args, **kwargs):
     learn,stock = self.learn,self.patch.stock
     is_learners_call = not kwargs and [*map(id, args)]==[*map(id, learn.xb)]
     if not is_learners_call: return stock(*args, **kwargs)
-    # the Learner calls the model once per batch: later calls are others', and run its own `forward`
+    # the Learner calls the model once per batch: a later call comes from elsewhere, and runs unchanged
     self.undo_patches()
     n = n_samples(args, getattr(learn.dl, 'bs', None))
     if n is None: return stock(*args)

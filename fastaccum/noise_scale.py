@@ -39,7 +39,8 @@ class NoiseScale(PatchingCallback):
 
     def __init__(self,
         every:int=10, # Steps from one measured step to the next
-        # Samples after which a reading counts half; defaults to the samples of `20*every` steps
+        # Samples after which a reading has half its weight in the averages; defaults to the samples of
+        # `20*every` steps
         half_life:int|None=None
     ):
         self.every = check_count('every', every, 'step')
@@ -302,7 +303,7 @@ def noise_scale(self:NoiseScale)->float: # In `unit`; infinite if noise hides th
     return scale_of(self.trace, self.grad_sq)
 
 @patch
-def to_log(self:NoiseScale)->dict: # Values by name; empty before the first measurement
+def to_log(self:NoiseScale)->dict: # Name -> value; empty before the first measurement
     "Return the values that loggers write with each step"
     return dict(noise_scale=self.noise_scale) if self.readings else {}
 

@@ -56,7 +56,7 @@ def assert_same_run(
     tol:float=1e-7, # Relative tolerance for weights, optimizer and gradients
     lr_tol:float=1e-9, # Tolerance for learning rates, other hyper-parameters and progress
     loss_tol:float=2e-6 # Tolerance for losses and metrics, which are in single precision
-)->dict[str,float]: # The largest deviation in each kind of state
+)->dict[str,float]: # Kind of state, such as 'weights' -> the largest deviation
     """Raise an error if the two runs differ
 
     AssertionError: a value differs by more than its tolerance, or is missing in one of the runs

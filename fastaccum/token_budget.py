@@ -90,11 +90,12 @@ class TokenDivision(Division):
         self.kept = [o for o,trims in zip(tensors, is_constant) if not trims]
         lengths = [self.width-i for i in first] if self.is_left else last
         lengths = [max(1, o) for o in lengths]
-        self.order = list(range(n))   # row numbers in the batch, in the order in which micro-batches take the rows
+        # numbers of the batch's rows, in the order in which the micro-batches take the rows
+        self.order = list(range(n))
         fits = n*max(lengths)<=budget
         # a batch within the budget is a single micro-batch, so its rows need no sorting
         if sorts and not fits: self.order.sort(key=lambda i: -lengths[i])
-        self.lengths = [lengths[i] for i in self.order]             # length of each row in `order`, in tokens
+        self.lengths = [lengths[i] for i in self.order]             # tokens in each of these rows
         self.index = torch.tensor(self.order, device=mask.device)   # `order` as a tensor
 
     def has_columns(self, x:torch.Tensor)->bool:

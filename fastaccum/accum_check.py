@@ -167,7 +167,7 @@ class AccumCheck:
     rows:list[Row] # A row of the table for each possible cause
     sizes:list[int] # Samples in each micro-batch
     layers:dict # Name of a parameter -> the relative difference of its gradients
-    remaining:dict # As `layers`, with the causes frozen or left out; empty if no cause was found
+    remaining:dict # As `layers`, after the causes were frozen or left out; empty if no cause was found
     too_many:int|None=None # Samples in a step of the fit, if these do not fit in memory at once
 
     @property

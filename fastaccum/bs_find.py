@@ -103,7 +103,7 @@ class _TrialSteps(CountSteps):
     def __init__(self, n, device):
         super().__init__(n)
         self.n_batches = 0    # batches so far
-        self.secs = 0.        # duration of all batches but the first
+        self.secs = 0.        # duration of all batches but the first, in seconds
         self.began = None     # `time.perf_counter()` when the running batch began, in seconds
         # a function that waits until the device has finished its kernels; does nothing on a CPU
         self.synchronize = getattr(getattr(torch, device.type), 'synchronize', noop)

@@ -62,7 +62,7 @@ def accum_check(self:Learner,
         with DryRun(self, setup.cbs) as run:
             def diagnose(bs, micro_bs=None):
                 n_batches = max(1, steps)
-                compare = Compare(run, setup.make_cbs, setup.cuts_loader, setup.split, bs, n_batches,
+                compare = Compare(run, setup.make_cbs, setup.loader_yields_parts, setup.split, bs, n_batches,
                     micro_bs)
                 if accum_bs and compare.n<accum_bs:
                     raise ValueError(f"`accum_bs={accum_bs}` is more than the {compare.n} samples that "
@@ -91,7 +91,7 @@ def _check_args(learn, accum_bs, steps):
         'check')
 
 def _check_cbs(learn, acc, cache):
-    "Raise the errors of the Learner's callbacks in a fit, because the check runs callbacks of its own"
+    "Raise the errors of a fit for these callbacks, because the check runs callbacks of its own instead"
     if acc is not None: check_learner(learn)
     elif any(isinstance(o, FastaiGradientAccumulation) for o in learn.cbs):
         raise ValueError("this Learner has fastai's `GradientAccumulation`, and only fastaccum's can be "
@@ -110,18 +110,18 @@ class _Setup:
         _check_cbs(learn, acc, self.cache)
         self.cbs = [o for o in (acc,self.cache,self.checkpoint) if o is not None]
         self.plan = plan = acc and acc.plan(learn.dls)   # the `Plan` of a fit, if `acc` is given
-        self.n_items = acc and acc.n_items               # counts the items that a loss is a mean of
+        self.n_items = acc and acc.n_items               # counts the items that the loss averages
         limit = acc and acc.limit
-        self.split = limit.split if limit else split     # cuts a range of samples out of a batch
+        self.split = limit.split if limit else split     # function that cuts samples out of a batch
         # True if a step is one batch of the loader, which `GradientAccumulation` splits
         self.splits = False
         if plan is not None:
             loader = plan.loaders[0]
             self.splits = plan.accum_bs_at(0)==loader.bs and bool(limit or loader.unit==1)
         # True if each micro-batch of a step is one batch of the loader
-        self.cuts_loader = not self.splits and (acc is not None or not self.cbs)
+        self.loader_yields_parts = not self.splits and (acc is not None or not self.cbs)
         # True if the loss sees all samples of a step at once
-        self.loss_gets_whole = not (self.cuts_loader or self.splits)
+        self.loss_gets_whole = not (self.loader_yields_parts or self.splits)
         # True if the model sees all samples of a step at once
         self.model_gets_whole = self.loss_gets_whole and self.cache is None
 
@@ -167,7 +167,7 @@ class AccumCheck:
     rows:list[Row] # A row of the table for each possible cause
     sizes:list[int] # Samples in each micro-batch
     layers:dict # Name of a parameter -> the relative difference of its gradients
-    remaining:dict # As `layers`, with the causes frozen or left out; empty if no cause was found
+    remaining:dict # As `layers`, after the causes were frozen or left out; empty if no cause was found
     too_many:int|None=None # Samples in a step of the fit, if these do not fit in memory at once
 
     @property
@@ -176,7 +176,7 @@ class AccumCheck:
         return self.off['gradients'] is not None and all(o.ok for o in self.rows if o.off is not None)
     @property
     def off(self)->dict:
-        "The relative difference in each row, by the name of the row; `None` if it could not be checked"
+        "The relative difference in each row, by the row's name; `None` for a row that was not checked"
         return {o.what:o.off for o in self.rows}
 
     def __bool__(self): return self.ok
@@ -222,12 +222,12 @@ class _Diagnosis:
         self.model = compare.run.learn.model
         self.no_cbs = no_cbs     # True if `accum_check` was called without `cbs=`
         self.off = None          # the largest relative difference of the gradients; `None` if unknown
-        self.frozen_off = None   # `off`, with modules frozen that draw random numbers or mix samples
-        self.rest_off = None     # `frozen_off`, without the callbacks in `self.cbs`
+        self.frozen_off = None   # `off` after freezing modules that draw random numbers or mix samples
+        self.rest_off = None     # `frozen_off` after leaving out the callbacks in `self.cbs` as well
         self.cbs = []            # callbacks that make the gradients differ
         self.needed = []         # callbacks that cannot be left out, because the step fails without them
         self.layers = {}         # name of a parameter -> the relative difference of its gradients
-        self.remaining = {}      # `layers`, with the causes frozen or left out as for `rest_off`
+        self.remaining = {}      # `layers` after the same modules and callbacks were frozen and left out
         # gradients and buffers after the step at once, and in micro-batches; `None` if a run failed
         self.whole,self.parts = compare.whole_and_parts()
         self.sizes = [compare.n] if compare.why else compare.sizes   # samples in each micro-batch
@@ -261,7 +261,7 @@ def _find_causes(self:_Diagnosis):
     # If a callback splits the batch, it may also split the hidden state that a recurrent model keeps for
     # each sample. So the gradients are first compared without resetting the state. If they agree, the
     # hidden state does not make them differ.
-    may_split_state = probe.remembering and not compare.cut_loader
+    may_split_state = probe.remembering and not compare.loader_yields_parts
     if may_split_state and compare.largest_difference(freeze=freeze)<=self.tol:
         reset,probe.remembering = False,[]
         probe.predictions = 0.
@@ -273,8 +273,8 @@ def _find_causes(self:_Diagnosis):
         self.cbs,self.needed = find_differing_callbacks(compare, self.frozen_off, self.tol, **frozen)
         if self.cbs: self.rest_off = self._difference_without(freeze, reset, self.cbs)
     else:
-        # callbacks change the number of rows: find those without which the model gets one row for each
-        # sample, or without which the step fails
+        # a callback makes more or fewer rows than samples: find callbacks without which the model gets
+        # one row per sample. Callbacks without which the step fails cannot be ruled out
         cbs = [o for o in callbacks_to_try(compare.run) if hasattr(o, 'before_batch')]
         found = [o for o in cbs if self._rows_without(o) in (probe.n,None)]
         self.cbs = found or cbs
@@ -376,13 +376,13 @@ def _callbacks(self:_Diagnosis):
         names = ', '.join(names)
         return Row('callbacks', None, tol, f'the step fails without {names}')
     where = 'not checked: callbacks that are passed to `fit`; give them as `cbs=`' if self.no_cbs else ''
-    # no callback was found to be a cause: if the gradients differ, another row has the cause
+    # no callback was found to be a cause: if the gradients differ, another row of the table says why
     return Row('callbacks', 0., tol, where)
 
 @patch
 def _loader(self:_Diagnosis):
     "Return the table's row for the training loader"
-    dependence = by_batch_size(self.compare.run.dl) if self.compare.cut_loader else ''
+    dependence = by_batch_size(self.compare.run.dl) if self.compare.loader_yields_parts else ''
     if not dependence: return Row('loader', 0., 0.)
     remedy = f'{self.split_remedy}; or leave it: a step has as many samples, but different ones'
     return Row('loader', 1., 0., dependence, remedy)

@@ -50,7 +50,8 @@ class GradientAccumulation(QuietCallback):
     UserWarning: in a fit, when the run differs or may differ from the full-batch run; once per fit for
         each cause
     """
-    order = GradientClip.order+1   # after `DistributedTrainer` (11), which wraps the loader
+    # after `DistributedTrainer` (11), which wraps the loader: a step joins the wrapped loader's batches
+    order = GradientClip.order+1
     run_valid = False
     loop = None         # the `StepLoop`, which holds the state of the running or the last fit
     current_bs = None   # samples in a complete step, set by a schedule; `None` without a schedule
@@ -87,7 +88,7 @@ class GradientAccumulation(QuietCallback):
         has_half_gradients = any(isinstance(o, NonNativeMixedPrecision) for o in value.cbs)
         if has_half_gradients: value.add_cb(RefuseHalfGradients())
 
-    # a pickled or copied callback is without `loop`, which holds the state of a fit
+    # pickling and copying leave out `loop`: it holds the state of a fit, which a copy does not continue
     def __getstate__(self): return vars(self)|dict(loop=None)
 
     def __repr__(self): return f'{type(self).__name__}: {self._size_words()}'
@@ -258,7 +259,7 @@ def plan(self:GradientAccumulation,
     n_epoch:int=1 # Epochs
 # A Plan: `sizes` lists the samples of each step of each epoch; `steps`, the number of steps per epoch
 )->Plan:
-    """Return the steps that a fit would take, without training; only those of this process
+    """Return the steps that a fit in this process alone would take, without training
 
     TypeError: `dls` is not a Learner, DataLoaders or a loader
     ValueError: the loader does not say its batch size, or has smaller batches than `micro_batch_size`
@@ -285,7 +286,7 @@ def _comms(self:GradientAccumulation):
 @patch
 def _plan(self:GradientAccumulation, dl, n_epoch, processes, comms, n_finds=None):
     "Plan the steps of all processes for a loader; `n_finds` is the number of steps of `lr_find`"
-    if n_epoch!=0: check_count('n_epoch', n_epoch, 'epoch')   # fastai's `fit(0)` trains nothing
+    if n_epoch!=0: check_count('n_epoch', n_epoch, 'epoch')   # 0 is allowed, as in `fit(0)`
     sizes = sizes_of(dl, self.micro_batch_size)
     drop_last = drops_last(self.drop_last, dl)
     size = self.n_batches or self.accum_bs

@@ -183,7 +183,7 @@ class _Recalibration:
         # the layers whose statistics are estimated
         self.layers = [m for m in bn_layers(self.model) if _trains(m) and m not in frozen]
         if self.layers and world_size()>1: self._refuse_sync()
-        self.bs = _batch_size(learn, bs)   # samples in a batch; `None`: as the loader makes batches
+        self.bs = _batch_size(learn, bs)   # samples in a batch; `None`: as many as the loader yields
 
     @property
     def reason(self):

@@ -103,8 +103,8 @@ class _TrialSteps(CountSteps):
     def __init__(self, n, device):
         super().__init__(n)
         self.n_batches = 0    # batches so far
-        self.secs = 0.        # duration of all batches but the first
-        self.began = None     # when the running batch began, in seconds
+        self.secs = 0.        # duration of all batches but the first, in seconds
+        self.began = None     # `time.perf_counter()` when the running batch began, in seconds
         # a function that waits until the device has finished its kernels; does nothing on a CPU
         self.synchronize = getattr(getattr(torch, device.type), 'synchronize', noop)
 
@@ -166,7 +166,7 @@ def _check_before_search(learn, n, must_match):
     """
     model = get_model(learn.model)
     check_not_sharded(model)
-    part = None   # the part of the model that exchanges data
+    part = None   # name of the part of the model that exchanges data between processes
     for m in model.modules():
         if isinstance(m, nn.SyncBatchNorm): part = 'SyncBatchNorm'
         if isinstance(m, DistributedDataParallel): part = 'part of the model in DistributedDataParallel'

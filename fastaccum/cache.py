@@ -36,18 +36,18 @@ class GradientCache(PatchingCallback):
     torch.OutOfMemoryError: a single sample does not fit in memory
     UserWarning: during the fit, when something makes the run differ from the full-batch run
     """
-    # after callbacks that change the batch or call the model in their `before_batch`
+    # after callbacks whose `before_batch` changes the batch, or calls the model on the batch: such a
+    # call would be taken for the Learner's own call
     order = Recorder.order-1
     run_valid = True
-    warn_once = None     # gives each warning once per fit; `None` before the first fit
+    warn_once = None     # a `WarnOnce`: gives each warning once per fit; `None` before the first fit
     # replaces the model's `forward`, from `before_batch` until the Learner calls the model
     patch = None
     # the `ReplayedForward` that has run this batch; `None` again when the backward pass begins
     call = None
-    # a dict with the keys True (training) and False (evaluation): whether each output of the model has a
-    # row per sample
+    # `model.training` (True or False) -> for each output of the model, whether it has a row per sample
     has_rows_by_mode = None
-    # whether this fit has compared the outputs of the two forward passes that a micro-batch makes
+    # the model runs twice on each micro-batch: whether this fit has compared the outputs of both runs
     checked = False
     @by_name('micro_batch_size')
     def __init__(self, *,
@@ -70,7 +70,8 @@ class GradientCache(PatchingCallback):
         return self.limit.max_train
 
     def before_fit(self):
-        # `validate` and `get_preds` keep the state of the last fit, and repeat none of its warnings
+        # `learn.validate` and `learn.get_preds` also send `before_fit`: keep the state of the last fit,
+        # so that its warnings are not repeated
         if self.validates and self.warn_once is not None: return
         uninterrupted(self.undo_patches)
         self.warn_once = WarnOnce()
@@ -80,7 +81,7 @@ class GradientCache(PatchingCallback):
         if self.validates: return
         check_cached(self.learn, self.limit)
         accumulates = our_callback(self.learn, 'GradientAccumulation') is not None
-        # GradientAccumulation gives this warning itself
+        # in a fit with GradientAccumulation, that callback gives the same warning
         if not accumulates: warn_comm_hooks(Processes(self.learn.model), self.warn_once)
 
     def before_batch(self):
@@ -106,7 +107,7 @@ def _forward(self:GradientCache, *args, **kwargs):
     learn,stock = self.learn,self.patch.stock
     is_learners_call = not kwargs and [*map(id, args)]==[*map(id, learn.xb)]
     if not is_learners_call: return stock(*args, **kwargs)
-    # further calls of the model in this batch run the model's own `forward`
+    # the Learner calls the model once per batch: a later call comes from elsewhere, and runs unchanged
     self.undo_patches()
     n = n_samples(args, getattr(learn.dl, 'bs', None))
     if n is None: return stock(*args)

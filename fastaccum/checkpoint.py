@@ -36,7 +36,7 @@ class ActivationCheckpoint(PatchingCallback):
     RuntimeError: a segment cannot be computed again, because its inputs or parameters have changed
     UserWarning: after the fit, if one of your segments did not run, or if no segment ran
     """
-    # after `DistributedTrainer` has wrapped the model for several processes
+    # after `DistributedTrainer`, which may replace layers by SyncBatchNorm: segments need the new layers
     order = MixedPrecision.order+3
     run_valid = False
     patches = ()        # a `Patch` for each replaced `forward`; empty outside of a fit
@@ -226,7 +226,7 @@ def _apply_patches(self:ActivationCheckpoint):
     check_single(self.learn, ActivationCheckpoint)
     self.last_used = find_segments(unwrapped(self.learn.model), self.given)
     recomputed = [_Recomputed(o) for o in self.last_used]
-    # each Sequential whose children form segments, once and in order
+    # each Sequential whose children form segments; the keys of a dict are in order and without doubles
     sequentials = {o.seq:None for o in self.last_used if o.seq is not None}
     patches = [o.patch for o in recomputed if o.patch is not None]
     patches += [_Chain(seq, recomputed).patch for seq in sequentials]

@@ -39,7 +39,8 @@ class NoiseScale(PatchingCallback):
 
     def __init__(self,
         every:int=10, # Steps from one measured step to the next
-        # Samples after which a reading counts half; defaults to the samples of `20*every` steps
+        # Samples after which a reading has half its weight in the averages; defaults to the samples of
+        # `20*every` steps
         half_life:int|None=None
     ):
         self.every = check_count('every', every, 'step')
@@ -57,7 +58,7 @@ class NoiseScale(PatchingCallback):
         self.undo_patches()
         self.readings = []
         self.warn_once = WarnOnce()
-        self.averages = None   # the `Averages` of this fit, from the first reading on
+        self.averages = None   # the `Averages` of this fit; `None` before its first reading
         self.n_steps = 0       # steps of this fit so far
         self.wait = 0          # steps until the next measured step
         self.since = 0         # samples since the last measurement
@@ -181,7 +182,7 @@ def before_backward(self:NoiseScale):
 @patch
 def _note_length(self:NoiseScale, micro, param_id, g):
     "Note the length of the gradient `g` of a parameter"
-    # the micro-batch's own backward pass is over; a callback runs a second one, which is not measured
+    # the micro-batch's own backward pass is over: a callback runs this one, which is not measured
     if micro.ran: return
     if param_id in self.lengths:
         self._warn('a gradient came in parts, as through GradientCache or reentrant checkpoints')
@@ -250,7 +251,7 @@ def before_step(self:NoiseScale):
 def _read(self:NoiseScale, mean, squares, size, k, n, mean_sq):
     "Add a reading of `k` micro-batches with `n` samples, or warn why the step cannot be measured"
     if not np.isfinite([squares,mean_sq]).all(): return
-    # steps until the next measured step; `after_step` already subtracts one at the end of this step
+    # steps until the next measured step: `after_step` subtracts one for each step, this one included
     self.wait = self.every
     if round(n)<mean.samples:
         return self._warn("the loss of a micro-batch needs no gradient, or NoiseScale was added in the "
@@ -302,7 +303,7 @@ def noise_scale(self:NoiseScale)->float: # In `unit`; infinite if noise hides th
     return scale_of(self.trace, self.grad_sq)
 
 @patch
-def to_log(self:NoiseScale)->dict: # Values by name; empty before the first measurement
+def to_log(self:NoiseScale)->dict: # Name -> value; empty before the first measurement
     "Return the values that loggers write with each step"
     return dict(noise_scale=self.noise_scale) if self.readings else {}
 

@@ -94,7 +94,7 @@ def before_step(self:ScaledLR):
 # %% ../nbs/08_scaled_lr.ipynb #undo
 @patch
 def undo_patches(self:ScaledLR, keep:str=''):
-    "Restore unscaled values that no other code has changed, except those of the hyper-parameter `keep`"
+    "Undo the scaling of all hyper-parameters but `keep`, except where other code has set a new value"
     while self.scaled:
         name,old,new = self.scaled[0]
         if name!=keep:

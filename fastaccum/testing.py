@@ -51,12 +51,12 @@ def both_runs(
 
 # %% ../nbs/13_testing.ipynb #assert-twins
 def assert_same_run(
-    a:Learner, # Trained on large batches
-    b:Learner, # Trained on micro-batches
+    a:Learner, # The Learner that was trained on large batches
+    b:Learner, # The Learner that was trained on micro-batches
     tol:float=1e-7, # Relative tolerance for weights, optimizer and gradients
     lr_tol:float=1e-9, # Tolerance for learning rates, other hyper-parameters and progress
     loss_tol:float=2e-6 # Tolerance for losses and metrics, which are in single precision
-)->dict[str,float]: # The largest deviation in each kind of state
+)->dict[str,float]: # Kind of state, such as 'weights' -> the largest deviation
     """Raise an error if the two runs differ
 
     AssertionError: a value differs by more than its tolerance, or is missing in one of the runs

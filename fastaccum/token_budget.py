@@ -90,11 +90,12 @@ class TokenDivision(Division):
         self.kept = [o for o,trims in zip(tensors, is_constant) if not trims]
         lengths = [self.width-i for i in first] if self.is_left else last
         lengths = [max(1, o) for o in lengths]
-        self.order = list(range(n))   # the rows of the batch, in the order of the micro-batches
+        # numbers of the batch's rows, in the order in which the micro-batches take the rows
+        self.order = list(range(n))
         fits = n*max(lengths)<=budget
         # a batch within the budget is a single micro-batch, so its rows need no sorting
         if sorts and not fits: self.order.sort(key=lambda i: -lengths[i])
-        self.lengths = [lengths[i] for i in self.order]             # in tokens, in the order of `order`
+        self.lengths = [lengths[i] for i in self.order]             # tokens in each of these rows
         self.index = torch.tensor(self.order, device=mask.device)   # `order` as a tensor
 
     def has_columns(self, x:torch.Tensor)->bool:
@@ -165,7 +166,8 @@ class TokenBudget(MicroBatchLimit):
     UserWarning: in a fit, when a row is longer than the budget
     """
     is_even = False
-    # the last fit that compared the model's outputs with and without padding, known by its `WarnOnce`
+    # the `WarnOnce` of the last fit that compared the model's outputs with and without padding: each fit
+    # has a new `WarnOnce`, so each fit compares once
     tried = None
     why_uneven = 'a process with longer texts runs more micro-batches than the others'
     def __init__(self,
@@ -233,7 +235,7 @@ def _mask(self:TokenBudget, xb, yb, n):
         + more_link('no-lengths'))
 
 # %% ../nbs/12_token_budget.ipynb #try
-# the largest relative difference that counts as rounding, by data type; 2e-2 for other types
+# data type -> the largest relative difference that counts as rounding; 2e-2 for types not listed
 _tols = {torch.float64:1e-8, torch.float32:1e-3}
 
 @torch.no_grad()
@@ -245,8 +247,8 @@ def _outputs(model, xb):
             for m in state.modules: m.training = isinstance(m, _BatchNorm) and m.training
             for kind in ('cpu',*(o.type for o in state.devices)): torch.set_autocast_enabled(kind, False)
             out = model(*xb)
-    # if the model itself enables autocast, autocast caches cast weights here, without an autograd graph:
-    # empty this cache, so that the fit does not use these weights
+    # if the model itself enables autocast, this run has left cast weights without an autograd graph in
+    # autocast's cache: empty the cache, so that the fit does not use these weights
     finally: torch.clear_autocast_cache()
     return [o for o in tree_leaves(out) if isinstance(o, torch.Tensor)]
 

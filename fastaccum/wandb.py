@@ -81,7 +81,7 @@ def offline_records(
 
 def offline_rows(
     path:str|Path # The file of an offline run, `run.settings.sync_file`
-)->list[dict]: # For each row, the logged values by name
+)->list[dict]: # A dict for each row: name -> logged value
     "Read the rows that an offline run logged"
     rows = [o.history.item for o in offline_records(path) if o.HasField('history')]
     return [{o.key or '/'.join(o.nested_key):json.loads(o.value_json) for o in row} for row in rows]

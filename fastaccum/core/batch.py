@@ -127,7 +127,8 @@ def _cannot_be_split(o, n, reason=''):
 def _lists_samples(o, n, of_tensors=False):
     """Whether `o` is a list with an item for each of `n` samples
 
-    A list of `n` tensors with `n` rows each could also be a list of parts: then `of_tensors` decides.
+    A list of `n` tensors with `n` rows each may hold a tensor per sample, or inputs and targets:
+    `of_tensors` is true if such a list holds a tensor per sample.
     """
     if not is_list(o) or len(o)!=n: return False
     return of_tensors or not all(has_rows(x, n) for x in o)

@@ -112,7 +112,7 @@ def by_name(name:str)->Callable:
 
 # %% ../../nbs/core/07_checks.ipynb #learner
 def _is_replaced(learn, name):
-    "Whether the Learner's method `name` replaces fastai's, which runs micro-batches"
+    "Whether the Learner has a method `name` that is not fastai's, and so may not run micro-batches"
     f = vars(learn).get(name) or getattr(type(learn), name)
     f = getattr(f, '__func__', f)
     module = getattr(f, '__module__', None) or ''
@@ -172,7 +172,8 @@ class RefuseHalfGradients(Callback):
     order = -100   # before `ModelToHalf` (-50), which casts the model
     def before_fit(self):
         learn = self.learn
-        if learn.lock.locked(): return   # `learn.validate` also sends `before_fit`
+        # `learn.validate` and `learn.get_preds` hold this lock, and also send `before_fit`
+        if learn.lock.locked(): return
         learn.remove_cb(self)
         check_half_gradients(learn)
 

@@ -140,14 +140,14 @@ class Compare:
     def __init__(self,
         run:DryRun, # Runs fits of the Learner
         make_cbs:Callable, # `make_cbs(n, sizes)` returns callbacks that make a step of `n` samples
-        cut_loader:bool=True, # Whether the loader yields the parts; otherwise, `make_cbs` splits batches
+        loader_yields_parts:bool=True, # Whether the loader yields the parts; otherwise, `make_cbs` splits batches
         split:Callable=split, # `f(batch, start, stop, n)` returns samples `start` to `stop` of `n`
         bs:int|None=None, # Samples in the whole batch; defaults to the loader's batch size
         n:int=1, # Number of whole batches to read
         micro:int|None=None # Samples in each part, as in a fit's micro-batches; `None`: unequal parts
     ):
         self.run,self.make_cbs = run,make_cbs
-        self.cut_loader,self.split = cut_loader,split
+        self.loader_yields_parts,self.split = loader_yields_parts,split
         try: batches,self.n = batches_of(run.learn, bs, n)   # `self.n`: samples in the whole batch
         finally: run.snap.put_back()
         # whole batches, without the incomplete last batch of an epoch
@@ -164,7 +164,7 @@ class Compare:
         sizes = sizes or self.sizes
         dl = Batches(self.run.dl, wholes, self.n)
         if in_parts: cbs = [*cbs,*self.make_cbs(self.n, sizes)]
-        if in_parts and self.cut_loader:
+        if in_parts and self.loader_yields_parts:
             parts = [self.split(b, *o, self.n) for b in wholes for o in bounds(sizes)]
             dl = Batches(self.run.dl, parts, max(sizes), dl.n)
         with eager_and_exact(): return self.run.fit(dl, cbs, **kwargs)
@@ -179,7 +179,7 @@ def step(self:Compare, in_parts:bool, freeze:list=(), reset:bool=False, without:
     capture = CaptureGrads({p for p in self.run.learn.model.parameters() if p.requires_grad})
     self.fit(in_parts, self.wholes[:1]*20, [capture,FreezeMode(freeze, reset)], without=without)
     if capture.n_steps: return capture
-    n_batches = 20*len(self.sizes) if in_parts and self.cut_loader else 20
+    n_batches = 20*len(self.sizes) if in_parts and self.loader_yields_parts else 20
     raise RuntimeError(f"no step was made in {n_batches} batches of up to {self.n} samples. If a "
         "callback ends the fit or skips steps, remove it or set `run_bs_find = False` in its class. If "
         "the batches have no targets, set `n_inp` of the DataLoaders to the number of inputs; otherwise "
@@ -221,7 +221,7 @@ def _try_step(self:Compare, in_parts):
     try: return self.step(in_parts)
     except Exception as e:
         is_ours = more_link('') in str(e)
-        # an error of fastaccum names a remedy, so it is raised, unless other part sizes may still work
+        # raise fastaccum's errors, which name a remedy; but in parts, other sizes may prevent the error
         is_ours_for_whole = is_ours and not in_parts
         if is_out_of_memory(e) or is_ours_for_whole: raise
         try: self.step(in_parts)
@@ -251,8 +251,12 @@ def _weights(learn):
     return torch.cat([_on_cpu(p).flatten() for p in learn.model.parameters()])
 
 @patch
-def train_both_ways(self:Compare)->tuple: # (relative difference, steps on whole batches, on parts)
-    "Train on all batches, whole and in parts; compare how far the weights have moved"
+def train_both_ways(self:Compare)->tuple:
+    """Train on all batches, whole and in parts, and compare how far the weights have moved
+
+    Returns the relative difference of the weights' changes, the number of steps on whole batches, and
+    the number of steps on parts.
+    """
     start = _weights(self.run.learn)
     n_parts = max(2, -(-self.n//self.most))
     sizes = even_sizes(self.n, -(-self.n//n_parts))

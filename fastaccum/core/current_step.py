@@ -16,7 +16,7 @@ from .micro_batches import MicroBatch
 # %% ../../nbs/core/22_current_step.ipynb #current
 class CurrentStep(NamedTuple):
     "A record of the running step, for other callbacks"
-    mean:StepMean # The mean loss so far, and the numbers of `samples` and `items` in it
+    mean:StepMean # The step's mean loss so far, and how many `samples` and `items` it covers
     micro:MicroBatch|None # The micro-batch that runs, or ran last
     full:int # Samples of a complete step, over all processes
     per_epoch:int # Samples in an epoch, over all processes

@@ -49,7 +49,7 @@ class ModuleTrace:
     "Runs a model on batches, with some modules frozen in evaluation mode, and notes each module's calls"
     def __init__(self, model:nn.Module, state:ForwardState, batches:list, frozen:list=(), seed:int=0,
         reset:bool=False):
-        self.calls = []   # for each batch: name of a module -> its `Call`s
+        self.calls = []   # a dict for each batch: name of a module -> list of its `Call`s
         hooks,modules = [],dict(model.named_modules())
         for name,m in modules.items():
             hooks.append(m.register_forward_hook(partial(self._note, name), with_kwargs=True))
@@ -108,7 +108,7 @@ def find_differing_modules(model:nn.Module, trace_a:Callable, trace_b:Callable, 
     """
     first_diff,modules = None,dict(model.named_modules())
     frozen_by_caller = [*frozen]
-    for _ in range(8):   # each round freezes the modules of one class
+    for _ in range(8):   # each round freezes the modules of one class; 8 rounds at most
         a = trace_a(frozen)
         b = trace_b(frozen)
         diff = _difference(a, b, '', 'outputs')
@@ -165,14 +165,14 @@ class FirstBatchProbe(QuietCallback):
         loss_only:bool=False):
         self.n,self.sizes = n,sizes   # samples in the batch, and in each of its parts
         self.split = split            # selects samples: `f(batch, start, stop, n)`
-        # counts the items of the loss's mean; `None`: derived from the loss function
+        # function that counts the items that the loss averages; `None`: chosen by the loss function
         self.n_items = n_items
         self.loss_only = loss_only    # whether to run only the loss on parts, and not the model
         self.tol = 0.             # the largest relative difference that counts as rounding
         self.rows = n             # rows in the model's inputs: more than `n` if callbacks add rows
         # results of running the model; each difference is relative, and `None` if unknown
         self.draws = None         # difference of the predictions with two seeds
-        self.predictions = None   # difference of the predictions in parts to those of the whole batch
+        self.predictions = None   # difference of the predictions between parts and whole batch
         self.why = ''             # why `draws` or `predictions` is unknown
         self.drawing = []         # modules that draw random numbers
         self.depending = []       # modules whose outputs depend on the other samples of the batch
@@ -185,7 +185,7 @@ class FirstBatchProbe(QuietCallback):
         # `None` if unknown
         self.loss = None
         self.loss_why = ''        # why `loss` is unknown
-        # equals `loss` if the gradients differ in parts of unequal sizes, but not in parts of `sizes`;
+        # parts of `sizes` may hide a difference that parts of unequal sizes show: then equal to `loss`;
         # otherwise 0
         self.hidden_loss = 0.
 
@@ -253,7 +253,7 @@ def _probe_model(self:FirstBatchProbe, model, xb):
     else: self.predictions,self.agree = whole_and_parts(frozen, False)
     self.depending = frozen[len(self.drawing):]
     if self.agree: return
-    # the search has ended at a module that cannot be frozen, and has not tried any later module: add the
+    # the search has ended at a module that cannot be frozen, and has not tried later modules: add the
     # BatchNorm layers, because the outputs of BatchNorm always depend on other samples
     self.depending += [m for m in batchnorms(model) if m in once.modules and m not in frozen]
 
@@ -281,8 +281,8 @@ def find_differing_callbacks(compare:Compare, off:float, tol:float, **kwargs:obj
     needed = [o for o in remaining if o not in found]
     has_other_cause = len(found)<2 or off_without(*found)>tol
     if has_other_cause: return [o for o in found if remaining[o]<off/2],needed
-    # the gradients agree if all callbacks in `found` are left out: remove the callbacks that do not
-    # have to be left out
+    # the gradients agree if all callbacks in `found` are left out: remove from `found` each callback
+    # that does not have to be left out
     for o in [*found]:
         if off_without(*[x for x in found if x is not o])<=tol: found.remove(o)
     return found,[]

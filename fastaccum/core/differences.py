@@ -59,7 +59,7 @@ class DifferenceWarnings:
         self.checked_state = False
         # whether the model was checked for a state that it keeps between the parts of a split batch
         self.checked_parts = False
-        # set in each epoch
+        # set by `begin_epoch` in each epoch
         self.processes = None   # the processes that train together
         self.loader = None      # the `StepLoader`, which yields the optimizer steps
 
@@ -127,7 +127,7 @@ class DifferenceWarnings:
 
 # %% ../../nbs/core/11_differences.ipynb #optimizers
 def _warn_second_optimizer(cb, opt, warn_once):
-    "Warn of a callback with an optimizer of its own, unless its `per_step` says when the callback runs"
+    "Warn of a callback with an optimizer of its own, unless the callback's `per_step` says when it runs"
     own = [o for o in vars(cb).values() if isinstance(o, (Optimizer,OptimWrapper,optim.Optimizer))]
     others = [o for o in own if o is not opt and o is not getattr(opt, 'opt', None)]
     if hasattr(cb, 'per_step') or not others: return

@@ -45,7 +45,7 @@ class Snapshot:
     def __init__(self, *roots:object, shallow:tuple=(), skip:tuple|list=()):
         # calls that restore the state, in order: (function, *arguments); `DryRun` appends further calls
         self.puts = []
-        self.seen = {id(o):o for o in skip}   # `id` of an object -> the object, noted or skipped
+        self.seen = {id(o):o for o in skip}   # `id` -> object: those noted so far, and those in `skip`
         for o in shallow: self._note(o)
         todo = list(roots)
         while todo: todo += self._note(todo.pop())
@@ -134,7 +134,7 @@ class Batches(GetAttr):
 # %% ../../nbs/core/26_dry_run.ipynb #run
 class CountSteps(QuietCallback):
     "Counts optimizer steps, and ends the fit after `most` steps, or before validation"
-    order,run_valid = 1000,False   # after all other callbacks
+    order,run_valid = 1000,False   # after all other callbacks, which the end of the fit would skip
     def __init__(self, most:float=float('inf'), tick:Callable=noop):
         self.most = most    # steps after which the fit ends
         self.tick = tick    # called after each step

@@ -122,6 +122,7 @@ class FreezeBN(PatchingCallback):
         return [layer for part in parts for layer in bn_layers(part)]
 
     def before_fit(self):
+        "Warn if the layers to freeze have no statistics; synchronises the GPU"
         if self.validates: return
         layers = self.layers_of(get_model(self.learn.model))
         if not layers:

@@ -69,26 +69,26 @@ class TokenDivision(Division):
         super().__init__(n)
         self.budget = budget
         self.width = mask.shape[1]   # columns of the batch, with padding
-        first,last = _spans(mask)
+        first,stop = _spans(mask)   # column of the first token, and column after the last token
         columns = torch.arange(self.width, device=mask.device)
         # a mask that is true from the first to the last token of each row
-        self.mask = (columns>=first[:,None]) & (columns<last[:,None])
+        self.mask = (columns>=first[:,None]) & (columns<stop[:,None])
         tensors = [o for o in leaves(b) if has_rows(o, n) and o.ndim==2 and self.has_columns(o)]
-        on_the_left = (last==self.width).all() & (first>0).any()   # whether the padding is on the left
+        on_the_left = (stop==self.width).all() & (first>0).any()   # whether the padding is on the left
         # the same mask for labels of the next token, which have one column less than the tokens
         next_mask = torch.where(on_the_left, self.mask[:,:-1], self.mask[:,1:])
         is_constant = []
         for o in tensors:
             has_tokens = self.mask if o.shape[1]==self.width else next_mask
             is_constant.append(_is_constant(o, ~has_tokens.to(o.device)).to(mask.device)[None])
-        numbers = torch.cat([first,last,on_the_left[None],*is_constant])
+        numbers = torch.cat([first,stop,on_the_left[None],*is_constant])
         numbers = numbers.tolist()   # synchronises the GPU, once per batch
-        first,last = numbers[:n],numbers[n:2*n]
+        first,stop = numbers[:n],numbers[n:2*n]
         self.is_left = numbers[2*n]   # True if the padding is on the left
         is_constant = numbers[2*n+1:]
         # tensors that are not trimmed, because their values at the columns of padding are not constant
         self.kept = [o for o,trims in zip(tensors, is_constant) if not trims]
-        lengths = [self.width-i for i in first] if self.is_left else last
+        lengths = [self.width-i for i in first] if self.is_left else stop
         lengths = [max(1, o) for o in lengths]
         # numbers of the batch's rows, in the order in which the micro-batches take the rows
         self.order = list(range(n))

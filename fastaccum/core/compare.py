@@ -143,12 +143,12 @@ class Compare:
         loader_yields_parts:bool=True, # Whether the loader yields the parts; otherwise, `make_cbs` splits batches
         split:Callable=split, # `f(batch, start, stop, n)` returns samples `start` to `stop` of `n`
         bs:int|None=None, # Samples in the whole batch; defaults to the loader's batch size
-        n:int=1, # Number of whole batches to read
+        n_batches:int=1, # Whole batches to read
         micro:int|None=None # Samples in each part, as in a fit's micro-batches; `None`: unequal parts
     ):
         self.run,self.make_cbs = run,make_cbs
         self.loader_yields_parts,self.split = loader_yields_parts,split
-        try: batches,self.n = batches_of(run.learn, bs, n)   # `self.n`: samples in the whole batch
+        try: batches,self.n = batches_of(run.learn, bs, n_batches)   # `self.n`: samples in the whole batch
         finally: run.snap.put_back()
         # whole batches, without the incomplete last batch of an epoch
         self.wholes = [b for b in batches if n_samples(b, self.n)==self.n]

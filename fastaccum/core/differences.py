@@ -55,9 +55,10 @@ class DifferenceWarnings:
         self.warn_once = warn_once
         # each of these checks is made once per fit
         self.checked_fit = False   # whether layers, loader and callbacks were checked
-        # whether modules with a `reset` method were watched for a state kept between micro-batches
+        # whether modules with a `reset` method were watched for a state kept between two batches of a
+        # step
         self.checked_state = False
-        # whether the model was checked for a state that it keeps between the parts of a split batch
+        # whether the model was checked for a state kept between two parts of one batch, if it is split
         self.checked_parts = False
         # set by `begin_epoch` in each epoch
         self.processes = None   # the processes that train together

@@ -24,7 +24,10 @@ def world_size()->int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 def gather(mine:list, device:torch.device, group:dist.ProcessGroup|None=None)->list:
-    "Exchange a list of whole numbers: returns the lists of all processes, in the order of their ranks"
+    """Exchange a list of whole numbers: returns the lists of all processes, in the order of their ranks
+
+    Synchronises the GPU.
+    """
     mine = torch.tensor(mine, device=device)
     res = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(res, mine, group=group)

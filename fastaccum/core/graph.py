@@ -30,8 +30,8 @@ def uses_batch(learn:Learner, loss_grad_fn:object)->bool:
     `loss_grad_fn` is the `grad_fn` of the loss before callbacks changed the loss.
     """
     preds = [o.grad_fn for o in leaves(learn.pred) if isinstance(o, Tensor)]
-    # the search for added nodes stops at all nodes of the old loss, not only at `loss_grad_fn`: if the
-    # loss is a view and a term is added in place, PyTorch builds a new graph without `loss_grad_fn`
+    # The search for added nodes stops at every node of the old loss, and not only at its last node,
+    # `loss_grad_fn`: a callback that adds a term in place may make PyTorch replace the last node.
     own_loss = graph_nodes([loss_grad_fn], until=preds)
     added = graph_nodes([learn.loss_grad.grad_fn], until=own_loss)
     computed = graph_nodes(preds)

@@ -43,9 +43,9 @@ class LossTrials:
         # predictions, targets and inputs of a micro-batch of one sample, to be joined with the next
         # sample
         self.waiting = None
-        # position of a tensor of labels in the batch -> label counts: the set of all numbers of labels
-        # that a single sample has had in this fit; labels of -100 do not count
-        self.counts = {}
+        # A label count is the number of labels of a sample that are not -100. For each tensor of labels,
+        # by its position in the batch: the set of label counts seen in this fit.
+        self.label_counts = {}
 
     def begin_epoch(self):
         self.n_left = self.per_epoch
@@ -75,7 +75,8 @@ class LossTrials:
         """Return an object with predictions and targets like a Learner's, and the number of its samples
 
         A micro-batch of one sample cannot be split. It waits for the next micro-batch of one sample, and
-        both are tested as one batch. While a sample waits, this method returns `None` as the batch.
+        both are tested as one batch. While the first one waits, this method returns `None` as the batch.
+        Two samples of different shapes cannot be joined; this counts as a trial that finds nothing.
         """
         n = n_samples(learn.yb, micro.n) or micro.n
         if n>1:
@@ -84,8 +85,7 @@ class LossTrials:
         previous = self.waiting
         joined,self.waiting = pair(previous, learn)
         if previous is None and self.waiting is not None: return None,0
-        # if the two samples have different shapes, the second one waits for another: this is no trial
-        if self.waiting is None: self.n_left -= 1
+        self.n_left -= 1
         return (learn,1) if joined is None else (joined,2)
 
 # %% ../../nbs/core/20_loss_trials.ipynb #loss-messages
@@ -179,14 +179,11 @@ def _has_uneven_labels(self:LossTrials, learn, m):
     parts = leaves((*learn.yb,*learn.xb))
     def is_label(o): return has_rows(o, m) and o.dtype in (torch.int32,torch.int64)
     labels = [(i,o) for i,o in enumerate(parts) if is_label(o)]
-    # `_batch_to_test` has counted no trial if two single samples have different shapes, and the second
-    # one waits for another. Reading labels synchronises the GPU, as a trial does, so count one here.
-    if labels and self.waiting is not None: self.n_left -= 1
     for i,o in labels:
         counts = (o!=-100).reshape(m, -1).sum(1).tolist()
         is_target = i<n_targets
-        if is_target or min(counts)<o[0].numel(): self.counts.setdefault(i, set()).update(counts)
-    return any(len(o)>1 for o in self.counts.values())
+        if is_target or min(counts)<o[0].numel(): self.label_counts.setdefault(i, set()).update(counts)
+    return any(len(o)>1 for o in self.label_counts.values())
 
 # %% ../../nbs/core/20_loss_trials.ipynb #loss-changes
 # To test how a callback changes the loss, the callback gets its event again with a part of the batch.

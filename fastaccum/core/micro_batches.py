@@ -57,7 +57,10 @@ class HiddenRows:
 
 # %% ../../nbs/core/12_micro_batches.ipynb #division
 class Division:
-    "The division of a batch of `n` rows into micro-batches, which have the rows `start` up to `stop`"
+    """Decides which of the `n` rows of a batch form each micro-batch
+
+    A micro-batch is given by two numbers: `start`, its first row, and `stop`, the row after its last row.
+    """
     def __init__(self, n:int, split:Callable=split): self.n,self.split = n,split
 
     def part(self, b:object, start:int, stop:int)->object:

@@ -36,7 +36,7 @@ class LoaderSizes(NamedTuple):
 
     @property
     def unit(self)->int:
-        "Return the samples by which complete steps can differ in size: `bs`, or 1 if batches are split"
+        "Return the samples of which a complete step is a multiple: `bs`, or 1 if batches are split"
         return self.bs if self.micro_bs==self.bs else 1
 
 class PlannedStep(NamedTuple):

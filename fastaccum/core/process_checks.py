@@ -73,7 +73,8 @@ def check_processes(processes:Processes, comms:list, limit:MicroBatchLimit|None,
     UserWarning: DDP has a communication hook
     """
     if processes.n==1: return
-    if limit is not None and comms:
+    is_uneven = limit is not None and not limit.is_even
+    if is_uneven and comms:
         raise ValueError(f"`micro_batch_size={limit!r}` does not work on several processes with "
             f"{', '.join(comms)}: {limit.why_uneven}, and the others "
             "would wait forever. Give a number, such as one that `learn.bs_find()` finds"
@@ -82,6 +83,8 @@ def check_processes(processes:Processes, comms:list, limit:MicroBatchLimit|None,
 
 def check_left_out(processes:Processes, comms:list, is_left_out:bool):
     """Refuse a micro-batch that is cancelled on some processes only; all processes call this function
+
+    Synchronises the GPU if there are `comms`.
 
     RuntimeError: the micro-batch is cancelled on some processes, and there are `comms`
     """

@@ -28,8 +28,8 @@ class BatchStream:
     """
     def __init__(self, dl:object, sizes:LoaderSizes, count:Callable=n_samples):
         self.sizes = sizes       # the sizes of `dl`, in samples
-        # `count(batch, expected)` returns the number of samples in a batch. If several numbers are
-        # possible, it takes `expected`, which follows from `sizes`.
+        # `count(batch, expected)` returns the number of samples in a batch. If the tensors of the batch
+        # suggest several numbers, it returns `expected`, the number that follows from `sizes`.
         self.count = count
         self.batches = iter(dl)  # yields the batches of `dl`
         self.n_read = 0          # batches read so far
@@ -130,8 +130,8 @@ class StepLoader(OneBatchLoader):
         super().__init__(learn, dl, one_batch)
         self.steps = steps            # the `PlannedStep`s of the epoch
         self.sizes = sizes            # the sizes of `dl`, in samples
-        # `count(batch, expected)` returns the number of samples in a batch. If several numbers are
-        # possible, it takes `expected`, which follows from `sizes`.
+        # `count(batch, expected)` returns the number of samples in a batch. If the tensors of the batch
+        # suggest several numbers, it returns `expected`, the number that follows from `sizes`.
         self.count = count
         self.processes = processes    # the processes that train the model together
         # whether incomplete steps, and any samples after them, are left out

@@ -59,7 +59,7 @@ class StepLoop:
         # state of the epoch, set by `begin_epoch`
         self.loader = None                       # the `StepLoader` that the Learner iterates over
         self.events = None                       # sends events to callbacks
-        self.comms = []                          # names of features that sync processes per micro-batch
+        self.comms = []                          # why each micro-batch communicates, or empty
         self.limit = None                        # the `MicroBatchLimit`; `None` if batches are not split
         self.grad_sums = GradSums([])            # gradient sums of half-precision and compiled models
         self.n_batches = 0                       # batches of the loader that have run

@@ -1,6 +1,6 @@
 """Steps and unused samples of 250 samples in micro-batches of 16 and steps of 64, over two epochs.
 
-`python benchmarks/remainders.py` prints a table in Markdown, of which README.md shows three rows.
+`python benchmarks/remainders.py` prints a table in Markdown, of which README.md shows two rows.
 """
 import warnings
 warnings.filterwarnings('ignore')

@@ -33,7 +33,7 @@ examples = {
     'a … in a batch of … samples cannot …': 'a Graph in a batch of 64 samples cannot be split …',
     'a trial of … steps made …, in … batches …': 'a trial of 3 steps made 0, in 23 batches …',
     'only … of … steps were taken …': 'only 3 of 20 steps were taken …',
-    'the training …, so with batches of … it …': 'the training LMDataLoader cuts the text into as many streams as its batch size, so …',
+    'the training …, so with batches of … it …': 'the training LMDataLoader cuts the text into as many streams as …',
     '… of the … BatchNorm layers that `FreezeBN` freezes …': '2 of the 20 BatchNorm layers that `FreezeBN` freezes …',
     '… of … segments did not run in this …': '1 of 8 segments did not run in this fit …',
 }

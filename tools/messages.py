@@ -29,7 +29,7 @@ examples = {
     '…, so `RecalibrateBN` has nothing to do': '… has no BatchNorm layer …, so `RecalibrateBN` has nothing to do',
     '…, so `recalibrate_bn` has nothing to do': '… has no BatchNorm layer …, so `recalibrate_bn` has nothing to do',
     '… cannot tell how long the rows of …': 'TokenBudget(8192) cannot tell how long the rows of a batch are …',
-    '… needs integer token ids or an `attention_mask` …': 'TokenBudget(8192) needs integer token ids or an `attention_mask` …',
+    '… needs integer token ids or an `attention_mask` …': 'TokenBudget(8192) needs integer token ids …',
     'a … in a batch of … samples cannot …': 'a Graph in a batch of 64 samples cannot be split …',
     'a trial of … steps made …, in … batches …': 'a trial of 3 steps made 0, in 23 batches …',
     'only … of … steps were taken …': 'only 3 of 20 steps were taken …',

@@ -44,7 +44,10 @@ Scorer.score = (result) => {
     if (answers(keyword) > best) [best, section] = [answers(keyword), to];
   const text = letters(typed());
   if (!best && page === "reference/messages" && text.split(" ").length > 3) {   // at least two words of a message
-    const message = said.find(([message]) => letters(message).includes(text));
+    const parts = (message) => message.split("…").map((part) => letters(part).split(" ").slice(1, 5));   // four words each
+    const begins = (part) => part.length === 4 && part[3] && text.includes(` ${part.join(" ")} `);
+    const message =
+      said.find(([message]) => letters(message).includes(text)) || said.find(([message]) => parts(message).some(begins));
     if (message) [best, section] = [800, message[1]];
   }
   if (section) {

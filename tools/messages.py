@@ -20,7 +20,7 @@ examples = {
     '`…` must be … or …, got …': "`mode` must be 'power' or 'binsearch', got 'binary'",
     '`…(…)` does not say what … means …': '`GradientCache(16)` does not say what 16 means …',
     '`…=…` is negative or not finite …': '`start=-0.5` is negative or not finite …',
-    '`schedule(…, …)` returned …: give an annealer `f(start, end)` that …': '`schedule(64, 512)` returned 3: give an annealer …',
+    '`schedule(…, …)` returned …: give an annealer `f(start, end)` that …': '`schedule(64, 512)` returned 3 …',
     '`schedule=…` cannot be called with … and … (…) …': '`schedule=…` cannot be called with 64 and 512 …',
     '… in `scheduling=…` is of type …: give all numbers as ints': '0.5 in `scheduling={0.5: 2}` is of type float …',
     '… … callbacks are on this Learner, and each …': '2 NoiseScale callbacks are on this Learner …',

@@ -291,6 +291,10 @@ class Page:
         if self.name=='reference/messages':
             text = '\n'.join(c.source for c in self.cells)
             keywords |= {key.replace('-', ' ').capitalize(): key for key in messages.anchors(text)}
+        if self.name=='reference/faq':   # its questions
+            heads = [m[1] for c in self.cells for m in re.finditer('^### (.+)', c.source, re.M)]
+            heads = [o.replace('`', '').rstrip('?') for o in heads]
+            keywords |= {o: re.sub('[ _]', '-', re.sub(r'[^\w -]', '', o.lower())) for o in heads}
         return [*keywords.items()]
 
     def headings(self):

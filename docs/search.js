@@ -4,12 +4,15 @@
 // said: [[text of a message of the package, anchor of its entry on the page Messages], …]
 
 let corrected = "";   // the query without typos, if nothing was found for it as it was typed
-const typed = () => (corrected || window.asked || new URLSearchParams(location.search).get("q") || "").trim();
+const asked = () => (corrected || window.asked || new URLSearchParams(location.search).get("q") || "").trim();
+// Without the marks of a question or of code, and without the class of an error that stands before its message
+const errorClass = /^(?:\w+\.)*\w*(?:Error|Warning|Exception):?\s+(?=\S+\s+\S)/;
+const typed = () => asked().replace(/[`?"“”]/g, "").replace(errorClass, "").trim();
 const lower = (text) => text.toLowerCase();
 const letters = (text) => ` ${lower(text).replace(/[^a-z_]+/g, " ").trim()} `;   // no numbers, names end at a blank
 
 // The words of a text without numbers and words that are in every text: "bs=64" is about "bs"
-const telling = (text) => lower(text).split(/[\s=]+/).filter((word) => /[a-z]/.test(word) && !stopwords.has(word));
+const telling = (text) => lower(text).split(/[:.,]*(?:[\s=]+|$)/).filter((word) => /[a-z]/.test(word) && !stopwords.has(word));
 
 // How well a keyword answers: as it was typed (CLIP is a model, to clip is a verb), in another case, with the same
 // telling words, or, if at least two of them were typed, by containing all of them in any order
@@ -41,7 +44,10 @@ Scorer.score = (result) => {
     if (answers(keyword) > best) [best, section] = [answers(keyword), to];
   const text = letters(typed());
   if (!best && page === "reference/messages" && text.split(" ").length > 3) {   // at least two words of a message
-    const message = said.find(([message]) => letters(message).includes(text));
+    const parts = (message) => message.split("…").map((part) => letters(part).split(" ").slice(1, 5));   // four words each
+    const begins = (part) => part.length === 4 && part[3] && text.includes(` ${part.join(" ")} `);
+    const message =
+      said.find(([message]) => letters(message).includes(text)) || said.find(([message]) => parts(message).some(begins));
     if (message) [best, section] = [800, message[1]];
   }
   if (section) {
@@ -91,20 +97,38 @@ const nearest = (word) => {
   return near.length ? near.reduce((a, b) => (b[0] < a[0] ? b : a))[1] : word;
 };
 
-// If nothing is found, the search is repeated without typos, and says so above its results
+// Whether no page has a word that begins with this one
+const isUnknown = (word) => {
+  const stems = [...Search._parseQuery(word)[1]];
+  const known = [...Object.keys(Search._index.terms), ...Object.keys(Search._index.titleterms)];
+  return stems.length > 0 && !stems.some((stem) => known.some((o) => o.startsWith(stem)));
+};
+
+// If no page has all words, the search is repeated without typos, and says so above its results. A page with all of the
+// corrected words is better than pages with most words as they were typed.
 const oneResult = "Search finished, found one page matching the search query.";
 Search._performSearch = (query, terms, excluded, ...rest) => {
   corrected = "";
   Documentation.TRANSLATIONS[oneResult] = ["One result", "${resultCount} results"];
-  const found = findMostWords(query, terms, excluded, ...rest);
-  const words = lower(query).split(/\s+/).map(nearest).join(" ");
-  if (found.length || words === lower(query)) return found;
-  corrected = words;
-  Documentation.TRANSLATIONS[oneResult] = [`One result for “${words}”`, `\${resultCount} results for “${words}”`];
+  const all = findAllWords(query, terms, excluded, ...rest);
+  if (all.length) return all;
+  const words = lower(query).split(/\s+/).map((word) => (isUnknown(word) ? nearest(word) : word)).join(" ");
   const [again, newTerms, ...others] = Search._parseQuery(words);
+  const repeated = (find) => {
+    if (words === lower(query)) return [];
+    corrected = words;
+    const found = find(again, newTerms, ...others);
+    if (!found.length) corrected = "";
+    return found;
+  };
+  let found = repeated(findAllWords);
+  if (!found.length) found = findMostWords(query, terms, excluded, ...rest);
+  if (!found.length) found = repeated(findMostWords);
+  if (!corrected) return found;
+  Documentation.TRANSLATIONS[oneResult] = [`One result for “${words}”`, `\${resultCount} results for “${words}”`];
   terms.clear();   // Sphinx marks these words in the summaries
   newTerms.forEach((term) => terms.add(term));
-  return findMostWords(again, newTerms, ...others);
+  return found;
 };
 
 // A word is found where it begins a word of a page, not within words: Sphinx is shown the words that begin with it

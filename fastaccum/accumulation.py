@@ -59,7 +59,7 @@ class GradientAccumulation(QuietCallback):
         # Samples per step over all processes, rounded up to whole micro-batches; 32 if no size is given
         accum_bs:int=None,
         log_accum_batch:bool=True, # Log each step (True), or each micro-batch as fastai does (False)
-        # The most samples in a micro-batch of training; 'auto': as many as memory allows; or an
+        # Maximum samples per training micro-batch; 'auto' means as many as fit in memory; or an
         # `AutoSize` or a `TokenBudget`
         micro_batch_size:int|str|MicroBatchLimit=None,
         # Drop the incomplete last step of an epoch (True), keep it (False), or do as the loader does (None)

@@ -51,7 +51,7 @@ class GradientCache(PatchingCallback):
     checked = False
     @by_name('micro_batch_size')
     def __init__(self, *,
-        # The most samples that the model sees at once; 'auto': as many as memory allows; or an
+        # Maximum samples that the model sees at once; 'auto' means as many as fit in memory; or an
         # `AutoSize` or a `TokenBudget`
         micro_batch_size:int|str|MicroBatchLimit,
         # `f(inputs, start, stop, n)` returns the samples from `start` to `stop` of the `n` in `inputs`

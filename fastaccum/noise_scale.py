@@ -20,7 +20,7 @@ from .core.warnings import WarnOnce, more_link
 
 # %% ../nbs/07_noise_scale.ipynb #noise-scale
 class NoiseScale(PatchingCallback):
-    """Measure how much the gradients of micro-batches differ, to tell how large a batch is worthwhile
+    """Measure how much the gradients of micro-batches differ, to estimate how large a batch is worth using
 
     TypeError: an argument is not a whole number
     ValueError: a number is below 1; or, when a fit begins, the Learner has no `GradientAccumulation`, or

@@ -228,6 +228,11 @@ def _mask(self:TokenBudget, xb, yb, n):
     if has_rows(mask, n) and mask.ndim==2: return mask!=0
     ids = [o for o in tensors if o.ndim==2 and not o.is_floating_point() and o.dtype!=torch.bool]
     if self.pad_id is not None and ids: return ids[0]!=self.pad_id
+    if not ids:
+        raise ValueError(f"{self!r} needs integer token ids or an `attention_mask`, and this batch has "
+            "neither. For images, pass a number as `micro_batch_size=`. For padded features, give "
+            "`length=` with a function that returns the number of tokens in each row"
+            + more_link('no-lengths'))
     raise ValueError(f"{self!r} cannot tell how long the rows of a batch are, because its first input "
         "has no `attention_mask`. Give the id of padding in an integer input, such as "
         f"`TokenBudget({self.max_tokens}, pad_id=0)`, or `length=` with a function that returns the number "

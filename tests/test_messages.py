@@ -69,6 +69,10 @@ def test_the_page_shows_how_the_messages_of_the_code_begin():
     "If this fails, run `make prepare`, which writes the beginnings of the messages into the page"
     assert [text for text in page if tool.filled(text, found)!=text]==[]
 
+def test_examples_replace_messages_that_the_code_has():
+    "If this fails, a message has changed: mend its example in tools/messages.py"
+    assert set(tool.examples)-{tool.short(o.text) for o in found}==set()
+
 @pytest.mark.parametrize('key', rows)
 def test_a_row_says_what_to_do_and_what_to_type(key):
     message,_,rest = rows[key].strip('| ').partition(' | ')

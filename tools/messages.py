@@ -13,6 +13,31 @@ page = lib.parent/'nbs/reference/messages.ipynb'
 blank,span = '…',r'<span id="([a-z-]+)"></span>'   # `blank` replaces values that the code computes
 Message = namedtuple('Message', 'kind key text')     # kind: the class of the error or warning
 
+# Messages of which little would be left without the values: the quotation, and a real message to show instead
+examples = {
+    '`…` must be …a whole number of …s, got … (…)': '`accum_bs` must be a whole number of samples, got 64.0 (float)',
+    '`…` must be True or False, got … (…)': '`verbose` must be True or False, got 16 (int)',
+    '`…` must be … or …, got …': "`mode` must be 'power' or 'binsearch', got 'binary'",
+    '`…(…)` does not say what … means …': '`GradientCache(16)` does not say what 16 means …',
+    '`…=…` is negative or not finite …': '`start=-0.5` is negative or not finite …',
+    '`schedule(…, …)` returned …: give an annealer `f(start, end)` that …': '`schedule(64, 512)` returned 3 …',
+    '`schedule=…` cannot be called with … and … (…) …': '`schedule=…` cannot be called with 64 and 512 …',
+    '… in `scheduling=…` is of type …: give all numbers as ints': '0.5 in `scheduling={0.5: 2}` is of type float …',
+    '… … callbacks are on this Learner, and each …': '2 NoiseScale callbacks are on this Learner …',
+    '… callbacks accumulate gradients, …: keep one of them': '2 callbacks accumulate gradients, …: keep one of them',
+    'the processes have different values of … (…) …': 'the processes have different values of accum_bs (64, 32) …',
+    '…, so `RecalibrateBN` has nothing to do': '… has no BatchNorm layer …, so `RecalibrateBN` has nothing to do',
+    '…, so `recalibrate_bn` has nothing to do': '… has no BatchNorm layer …, so `recalibrate_bn` has nothing to do',
+    '… cannot tell how long the rows of …': 'TokenBudget(8192) cannot tell how long the rows of a batch are …',
+    '… needs integer token ids or an `attention_mask` …': 'TokenBudget(8192) needs integer token ids …',
+    'a … in a batch of … samples cannot …': 'a Graph in a batch of 64 samples cannot be split …',
+    'a trial of … steps made …, in … batches …': 'a trial of 3 steps made 0, in 23 batches …',
+    'only … of … steps were taken …': 'only 3 of 20 steps were taken …',
+    'the training …, so with batches of … it …': 'the training LMDataLoader cuts the text into as many streams as …',
+    '… of the … BatchNorm layers that `FreezeBN` freezes …': '2 of the 20 BatchNorm layers that `FreezeBN` freezes …',
+    '… of … segments did not run in this …': '1 of 8 segments did not run in this fit …',
+}
+
 def slug(heading):
     "Return the key of an entry from its heading"
     return re.sub(r'[^a-z0-9]+', '-', heading.lower()).strip('-')
@@ -70,7 +95,8 @@ def short(text, n=7, more=3):
 def quoted(found, *keys):
     "Return the Markdown of the messages in `found` that have one of the keys"
     def escaped(text): return re.sub(r'(`[^`]*`)|([*<|])', lambda m: m[1] or f'\\{m[2]}', text)
-    return sorted({f'**{o.kind}:** {escaped(short(o.text))}' for o in found if o.key in keys})
+    texts = sorted({(o.kind, short(o.text)) for o in found if o.key in keys})
+    return [f'**{kind}:** {escaped(examples.get(text, text))}' for kind,text in texts]
 
 def filled(text, found):
     "Return the text of a cell with the messages in `found` inserted into its entries"

@@ -7,7 +7,7 @@ def links(keys): return ', '.join(f'[{o}](../reference/messages.ipynb#{o})' for 
 
 kinds = dict(same='gave the same run', warned='differed and said so in a warning',
     draws='differed only in random numbers', refused='stopped before training with an error that says what to do',
-    error="failed in the set-up's own code", more='differed in one way with a warning and in another without',
+    error="failed in the set-up's own code", more='differed in two ways and warned about only one',
     silent='differed without a warning')
 
 def kind(o):

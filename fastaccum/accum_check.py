@@ -228,7 +228,8 @@ class _Diagnosis:
         self.needed = []         # callbacks that cannot be left out, because the step fails without them
         self.layers = {}         # name of a parameter -> the relative difference of its gradients
         self.remaining = {}      # `layers` after the same modules and callbacks were frozen and left out
-        # gradients and buffers after the step at once, and in micro-batches; `None` if a run failed
+        # gradients and buffers of a step that runs at once (`whole`), and of the same step in
+        # micro-batches (`parts`); each is `None` if its run failed
         self.whole,self.parts = compare.whole_and_parts()
         self.sizes = [compare.n] if compare.why else compare.sizes   # samples in each micro-batch
         size,loaders = f'micro_batch_size={compare.most}','DataLoaders whose batches are whole steps'

@@ -33,8 +33,8 @@ class NoiseScale(PatchingCallback):
     run_bs_find = False    # `bs_find` trains without accumulation, where there is nothing to measure
     acc = None             # the `GradientAccumulation` of the Learner, found when a fit begins
     readings = ()          # a `Reading` for each measured step of the last fit
-    hooks = ()             # during a backward pass: parameter hooks that note the lengths of gradients
-    lengths = None         # `id` of a parameter -> length of its gradient in the running micro-batch
+    hooks = ()             # during a backward pass: parameter hooks that note the norms of gradients
+    norms = None           # `id` of a parameter -> norm of its gradient in the running micro-batch
     micro_batches = ()     # a `_MicroBatchGrads` for each micro-batch of the step so far
 
     def __init__(self,
@@ -71,7 +71,7 @@ def estimate(squares:float, mean_sq:float, n:float, k:int)->tuple:
     """Return unbiased estimates of tr Σ and |G|², for a step of `k` micro-batches with `n` items in all
 
     `squares` is the sum of n_i |g_i|² over the micro-batches (n_i items, gradient g_i), and `mean_sq` is
-    the squared length |ḡ|² of the mean gradient.
+    the squared norm |ḡ|² of the mean gradient.
     """
     trace = (squares-n*mean_sq)/(k-1)
     return trace,mean_sq-trace/n
@@ -134,7 +134,7 @@ def describe(scale:float, size:float, unit:str='samples')->str:
 # %% ../nbs/07_noise_scale.ipynb #micro-batch
 class _MicroBatchGrads(NamedTuple):
     "The gradients of one micro-batch"
-    lengths:dict # `id` of a parameter -> length of its gradient, a 0-dim tensor
+    norms:dict # `id` of a parameter -> norm of its gradient, a 0-dim tensor
     samples:int # Samples in the micro-batch
     size:object # How many items the loss is a mean of: a number, or a 0-dim tensor
     to_sum:object # Factor that turns the gradient into that of the loss summed over its items
@@ -142,7 +142,7 @@ class _MicroBatchGrads(NamedTuple):
     def totals(self, device, dtype):
         "Return a tensor: n_i |g_i|², n_i, 1 (or 0 if the loss ignores all its targets), its samples"
         samples,size,to_sum = (_on_device(o, device, dtype) for o in self[1:])
-        sum_sq = _squared(self.lengths.values(), device, dtype)*to_sum**2
+        sum_sq = _squared(self.norms.values(), device, dtype)*to_sum**2
         counts = size>0   # False if the loss ignores all targets of the micro-batch
         return torch.stack([torch.where(counts, sum_sq/size, 0.), size, counts.to(dtype), samples])
 
@@ -151,14 +151,14 @@ def _on_device(n, device, dtype):
     if isinstance(n, torch.Tensor): return n.to(device, dtype)
     return torch.full((), n, dtype=dtype, device=device)
 
-def _length(g):
-    "Return the length of a gradient, in single precision or better"
+def _norm(g):
+    "Return the norm of a gradient, in single precision or better"
     g = g.detach().coalesce().values() if g.is_sparse else g.detach()
     return torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32))
 
-def _squared(lengths, device, dtype):
-    "Return the squared length of a gradient whose parts have the lengths `lengths`"
-    return torch.stack([o.to(device) for o in lengths]).to(dtype).square().sum()
+def _squared(norms, device, dtype):
+    "Return the squared norm of a gradient whose parts have the norms `norms`"
+    return torch.stack([o.to(device) for o in norms]).to(dtype).square().sum()
 
 # %% ../nbs/07_noise_scale.ipynb #hear
 @patch
@@ -170,32 +170,32 @@ def before_train(self:NoiseScale):
 
 @patch
 def before_backward(self:NoiseScale):
-    "If the step is measured, put hooks on the parameters, which note the lengths of the gradients"
+    "If the step is measured, put hooks on the parameters, which note the norms of the gradients"
     self._remove_hooks()
     step = self.acc.current_step
     if self.wait or step is None: return
     is_first = not step.mean.samples
     if is_first: self.micro_batches = ()
-    self.lengths = {}
-    self.hooks = [p.register_hook(partial(self._note_length, step.micro, id(p))) for p in self._params()]
+    self.norms = {}
+    self.hooks = [p.register_hook(partial(self._note_norm, step.micro, id(p))) for p in self._params()]
 
 @patch
-def _note_length(self:NoiseScale, micro, param_id, g):
-    "Note the length of the gradient `g` of a parameter"
+def _note_norm(self:NoiseScale, micro, param_id, g):
+    "Note the norm of the gradient `g` of a parameter"
     # the micro-batch's own backward pass is over: a callback runs this one, which is not measured
     if micro.ran: return
-    if param_id in self.lengths:
+    if param_id in self.norms:
         self._warn('a gradient came in parts, as through GradientCache or reentrant checkpoints')
         # the NaN makes `_read` leave out this step
-        self.lengths[param_id] = self.lengths[param_id]*float('nan')
-    else: self.lengths[param_id] = _length(g)
+        self.norms[param_id] = self.norms[param_id]*float('nan')
+    else: self.norms[param_id] = _norm(g)
 
 # %% ../nbs/07_noise_scale.ipynb #hear-end
 @patch
 def after_backward(self:NoiseScale):
-    "Note the lengths of the gradients of the micro-batch"
+    "Note the norms of the gradients of the micro-batch"
     self._remove_hooks()
-    if not self.lengths: return
+    if not self.norms: return
     step = self.acc.current_step
     samples,size,_ = step.mean.current
     if step.mean.is_sum: size,to_sum = samples,1.
@@ -204,8 +204,8 @@ def after_backward(self:NoiseScale):
     if scaler is not None:
         one = torch.ones((), device=self.learn.loss_grad.device)
         to_sum = to_sum/scaler.scale(one)
-    self.micro_batches = [*self.micro_batches,_MicroBatchGrads(self.lengths, samples, size, to_sum)]
-    self.lengths = None
+    self.micro_batches = [*self.micro_batches,_MicroBatchGrads(self.norms, samples, size, to_sum)]
+    self.norms = None
 
 @patch
 def _remove_hooks(self:NoiseScale):
@@ -217,7 +217,7 @@ def _remove_hooks(self:NoiseScale):
 def undo_patches(self:NoiseScale):
     "Remove the hooks, and forget the micro-batches of an incomplete step"
     self._remove_hooks()
-    self.lengths = None
+    self.norms = None
     self.micro_batches = ()
 
 @patch
@@ -243,7 +243,7 @@ def before_step(self:NoiseScale):
     dtype = torch.float32 if device.type=='mps' else torch.float64
     totals = torch.zeros(4, dtype=dtype, device=device)
     for o in self.micro_batches: totals += o.totals(device, dtype)
-    mean_sq = _squared([_length(p.grad) for p in params if p.grad is not None], device, dtype)
+    mean_sq = _squared([_norm(p.grad) for p in params if p.grad is not None], device, dtype)
     numbers = torch.stack([*step.processes.sum(*totals),mean_sq])
     self._read(step.mean, *numbers.tolist())   # `tolist` synchronises the GPU
 
@@ -259,8 +259,8 @@ def _read(self:NoiseScale, mean, squares, size, k, n, mean_sq):
     if k==1:
         return self._warn("the step has one micro-batch, so nothing can be compared. Raise `accum_bs`")
     if k==0: return   # no micro-batch has a target that the loss counts
-    # if the loss is a sum, `p.grad` is the gradient of this sum: divide its squared length by the
-    # squared number of items, for the squared length of the mean gradient
+    # if the loss is a sum, `p.grad` is the gradient of this sum: divide its squared norm by the
+    # squared number of items, for the squared norm of the mean gradient
     if mean.is_sum: mean_sq /= size**2
     trace,grad_sq = estimate(squares, mean_sq, size, k)
     # `trace` estimates a variance, which is not negative. Rounding may make the estimate negative, but,
@@ -294,7 +294,7 @@ def trace(self:NoiseScale)->float: # NaN before the first measurement
 
 @patch(as_prop=True)
 def grad_sq(self:NoiseScale)->float: # 0 or less if noise hides the gradient; NaN before any measurement
-    "The squared length of the true gradient, |G|²"
+    "The squared norm of the true gradient, |G|²"
     return float(self.readings[-1].averages[1]) if self.readings else float('nan')
 
 @patch(as_prop=True)

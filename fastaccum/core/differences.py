@@ -67,8 +67,8 @@ class DifferenceWarnings:
     def begin_epoch(self, processes:Processes, loader:StepLoader):
         self.processes,self.loader = processes,loader
 
-    def micro_batch(self, learn:Learner, step:Step, micro:MicroBatch):
-        "Check layers, loader and callbacks, in the first micro-batch of a fit that is not a whole step"
+    def check_micro_batch(self, learn:Learner, step:Step, micro:MicroBatch):
+        "Check layers, loader and callbacks once per fit, with the first micro-batch that gets here"
         warns = not self.processes.rank
         if warns and not self.checked_fit:
             for cb in learn.cbs: _warn_second_optimizer(cb, learn.opt, self.warn_once)

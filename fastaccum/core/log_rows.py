@@ -33,8 +33,9 @@ class LogRows:
         # recorded losses beyond one per step: all recorded losses are `learn.train_iter`, which counts
         # steps, plus this number
         self.n_more_rows = 0
-        # number that `count_rows` has added to `learn.train_iter`: `n_more_rows` or 0
-        self.n_shown = 0
+        # the number by which `count_rows` has raised `learn.train_iter`: `n_more_rows` while
+        # `train_iter` counts recorded losses, and 0 while it counts steps
+        self.n_added = 0
 
     def begin_epoch(self, learn:Learner, n_rows:int):
         "Find the callbacks that log; `n_rows` is the number of micro-batches in the epoch"
@@ -53,9 +54,9 @@ def count_rows(self:LogRows, learn:Learner, counts_rows:bool):
 
     Between epochs, TensorBoard and ShowGraph use `learn.train_iter` as the number of recorded losses.
     """
-    shown = self.n_more_rows if counts_rows else 0
-    learn.train_iter += shown-self.n_shown
-    self.n_shown = shown
+    n_to_add = self.n_more_rows if counts_rows else 0
+    learn.train_iter += n_to_add-self.n_added
+    self.n_added = n_to_add
 
 @patch
 def after_batch(self:LogRows, cb:Callback, is_row:bool):

@@ -55,7 +55,7 @@ class LossTrials:
         "Before callbacks get a batch of the loader, remember all attributes, to find those that change"
         self.attrs = ChangedAttrs([learn,*learn.cbs,*learn.model.modules()])
 
-    def micro_batch(self, learn:Learner, micro:MicroBatch, mean:StepMean, warns:bool):
+    def test_micro_batch(self, learn:Learner, micro:MicroBatch, mean:StepMean, warns:bool):
         "Test the loss of a micro-batch before its backward pass; warn only if this process `warns`"
         if self.n_left<=0:
             self.attrs = None   # free the tensors of the last tested batch, which `attrs` holds

@@ -149,7 +149,7 @@ def run_step(self:StepLoop, i:int, step:Step):
             missing = step.n_missing(self.mean.samples)
             # for the step's last batch, `_take_step` sends `after_batch`, after updating the weights
             if missing: self._end_micro_batch()
-        # while batches ran, `iter` and `n_iter` counted batches; callbacks of the update expect steps
+        # while batches ran, `iter` and `n_iter` counted batches; from `before_step` on, they count steps
         self.learn.iter,self.learn.n_iter = i,len(self.loader)
         if self._complete_grads(): self._take_step()
         else: self._skip_step()
@@ -283,7 +283,7 @@ def _backward(self:StepLoop):
 # %% ../../nbs/core/15_step_loop.ipynb #share
 @patch
 def share_loss(self:StepLoop):
-    "Multiply the loss by the micro-batch's share of the step, and test the loss"
+    "Measure the micro-batch's share of the step, and multiply the loss by it; then test the loss"
     learn,mean,micro = self.learn,self.mean,self.micro
     micro.share = mean.measure(learn, micro.n)
     micro.has_share = True
@@ -292,8 +292,8 @@ def share_loss(self:StepLoop):
     elif not self.grad_sums: learn.loss_grad = plain_tensor(learn.loss_grad)*micro.share
     # skip the last micro-batch of a step: if it is the only one, nothing can differ from the full batch
     if mean.samples+micro.n>=self.step.target: return
-    self.loss_trials.micro_batch(learn, micro, mean, warns=not self.processes.rank)
-    self.differences.micro_batch(learn, self.step, micro)
+    self.loss_trials.test_micro_batch(learn, micro, mean, warns=not self.processes.rank)
+    self.differences.check_micro_batch(learn, self.step, micro)
 
 @patch
 def _share_penalty(self:StepLoop):

@@ -274,8 +274,8 @@ def _find_causes(self:_Diagnosis):
         self.cbs,self.needed = find_differing_callbacks(compare, self.frozen_off, self.tol, **frozen)
         if self.cbs: self.rest_off = self._difference_without(freeze, reset, self.cbs)
     else:
-        # a callback makes more or fewer rows than samples: find callbacks without which the model gets
-        # one row per sample. Callbacks without which the step fails cannot be ruled out
+        # A callback makes more or fewer rows than samples: find the callbacks without which the model
+        # gets one row per sample. If the step fails without a callback, that callback stays suspect.
         cbs = [o for o in callbacks_to_try(compare.run) if hasattr(o, 'before_batch')]
         found = [o for o in cbs if self._rows_without(o) in (probe.n,None)]
         self.cbs = found or cbs

@@ -104,7 +104,7 @@ class Ordered:
         self.n = n               # samples in the dataset
         self.keep = keep         # samples in an epoch
         self.shuffle = shuffle   # whether the order is random
-        self.rng = Random(seed)  # one generator, so that each epoch has a new order
+        self.rng = Random(seed)  # the same generator for all epochs, so that each has a new order
 
     def __call__(self)->list[int]:
         idxs = list(range(self.n))

@@ -95,8 +95,8 @@ def short(text, n=7, more=3):
 def quoted(found, *keys):
     "Return the Markdown of the messages in `found` that have one of the keys"
     def escaped(text): return re.sub(r'(`[^`]*`)|([*<|])', lambda m: m[1] or f'\\{m[2]}', text)
-    texts = sorted({(o.kind, short(o.text)) for o in found if o.key in keys})
-    return [f'**{kind}:** {escaped(examples.get(text, text))}' for kind,text in texts]
+    texts = sorted({(o.kind, examples.get(short(o.text)) or short(o.text, 6, 0)) for o in found if o.key in keys})
+    return [f'**{kind}:** {escaped(text)}' for kind,text in texts]
 
 def filled(text, found):
     "Return the text of a cell with the messages in `found` inserted into its entries"

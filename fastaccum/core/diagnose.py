@@ -281,8 +281,8 @@ def find_differing_callbacks(compare:Compare, off:float, tol:float, **kwargs:obj
     needed = [o for o in remaining if o not in found]
     has_other_cause = len(found)<2 or off_without(*found)>tol
     if has_other_cause: return [o for o in found if remaining[o]<off/2],needed
-    # the gradients agree if all callbacks in `found` are left out: remove from `found` each callback
-    # that does not have to be left out
+    # The gradients agree if all callbacks in `found` are left out. Remove a callback from `found` if the
+    # gradients agree without leaving it out.
     for o in [*found]:
         if off_without(*[x for x in found if x is not o])<=tol: found.remove(o)
     return found,[]

@@ -131,7 +131,7 @@ class ForwardState:
     """
     def __init__(self, modules:Iterable, devices:Iterable|None=None, given:Iterable=(), copy:bool=True):
         self.modules = list(modules)   # the modules that run in the forward pass
-        self.given = list(given)       # other objects that the forward pass may change
+        self.given = list(given)       # objects besides modules that the forward pass may change
         # the devices, except the CPU, whose random numbers and autocast are noted
         self.devices = devices_of(self.modules) if devices is None else devices
         self.rng = rng_state(self.devices)             # pairs: (function that sets a state, state)
@@ -204,7 +204,7 @@ def again(self:ForwardState):
     before = ForwardState(self.modules, self.devices, self.given, copy=False)
     try:
         self._put()
-        torch.clear_autocast_cache()   # its weights, cast under `no_grad`, would get no gradients
+        torch.clear_autocast_cache()   # weights cast under `no_grad` would get no gradients
         # modules that share a buffer must share its copy
         copies = {i:copy.clone() for i,(_,_,copy) in self.copies.items()}
         for d,buffers in self.buffers:

@@ -61,8 +61,8 @@ def sizes_of(dl:object, micro_batch_size:int|None=None)->LoaderSizes:
     bs,n = _bs_and_n(dl.dl if is_distributed else dl, micro_batch_size)
     n_all = n_of(dl) or n
     if is_distributed:
-        # `DistributedDL` divides all samples among the processes, also those of an incomplete last batch
-        # that the wrapped loader alone would drop
+        # `DistributedDL` divides all samples among the processes. It includes the samples of an incomplete
+        # last batch, which the wrapped loader alone would drop.
         n_all = ceil((n_of(dl.dl) or n)/dl.world_size)
         n = n_all//bs*bs if dl.drop_last else n_all
     # a loader drops fewer samples than a batch has: if the difference is larger, `n_of` has counted

@@ -76,7 +76,7 @@ class LossTrials:
 
         A micro-batch of one sample cannot be split. It waits for the next micro-batch of one sample, and
         both are tested as one batch. While the first one waits, this method returns `None` as the batch.
-        Two samples of different shapes cannot be joined; this counts as a trial that finds nothing.
+        If the two samples have different shapes, they cannot be joined, and the second one waits.
         """
         n = n_samples(learn.yb, micro.n) or micro.n
         if n>1:
@@ -85,7 +85,7 @@ class LossTrials:
         previous = self.waiting
         joined,self.waiting = pair(previous, learn)
         if previous is None and self.waiting is not None: return None,0
-        self.n_left -= 1
+        if self.waiting is None: self.n_left -= 1   # otherwise no loss is compared yet
         return (learn,1) if joined is None else (joined,2)
 
 # %% ../../nbs/core/20_loss_trials.ipynb #loss-messages
@@ -179,6 +179,9 @@ def _has_uneven_labels(self:LossTrials, learn, m):
     parts = leaves((*learn.yb,*learn.xb))
     def is_label(o): return has_rows(o, m) and o.dtype in (torch.int32,torch.int64)
     labels = [(i,o) for i,o in enumerate(parts) if is_label(o)]
+    # A sample that waits was not counted as a trial. Reading its labels synchronises the GPU as a trial
+    # does, so it counts as one.
+    if labels and self.waiting is not None: self.n_left -= 1
     for i,o in labels:
         counts = (o!=-100).reshape(m, -1).sum(1).tolist()
         is_target = i<n_targets
@@ -202,8 +205,8 @@ class LossChanges:
         # For each callback: the dict of its attributes, and a copy of that dict without the Learner. For
         # each part of the micro-batch, the callback starts again with the copied attributes.
         self.attrs_of_cbs = [(vars(cb),{k:o for k,o in vars(cb).items() if k!='learn'}) for cb in cbs]
-        # (dict that contains the attribute, its name, its value) for each attribute that was set for
-        # this batch and has a row for each sample: a part of the micro-batch gets its own rows
+        # (dict that contains the attribute, its name, its value) for each attribute that was set for the
+        # batch and has a row for each sample: a part of the micro-batch gets the rows of its samples
         self.attrs_with_rows = [(attrs,name,o) for attrs,name,o in changed.since()
             if name not in ('xb','yb','pred') and tree_any(lambda x: has_rows(x, n), o)]
         values = tree_leaves([attrs for _,attrs in self.attrs_of_cbs])

@@ -131,8 +131,8 @@ def _checked(size, read_tensor):
 class Measured(NamedTuple):
     "What `StepMean.measure` has read from a micro-batch"
     samples:int # Samples in the micro-batch
-    items:int|float|torch.Tensor # Items that its loss is a mean of; 0 if the loss is a sum
-    loss:torch.Tensor # Its loss, a 0-dim tensor without a graph
+    items:int|float|torch.Tensor # Items that the loss is a mean of; 0 if the loss is a sum
+    loss:torch.Tensor # Loss of the micro-batch, a 0-dim tensor without a graph
 
 class StepMean:
     """The mean loss of the micro-batches of a step: over samples, or over targets that are not ignored

@@ -192,7 +192,7 @@ def is_close(x:torch.Tensor, y:torch.Tensor, tol:float|None=None)->bool:
 
 # %% ../../nbs/core/12_micro_batches.ipynb #auto
 class MicroBatchLimit:
-    "How large a micro-batch may be; divides batches into micro-batches of that size"
+    "Limits the size of micro-batches, and divides batches into micro-batches of that size"
     shrinks = False   # whether micro-batches become smaller when memory runs out
     # whether batches of the same size are always split into the same number of micro-batches
     is_even = True
@@ -242,10 +242,10 @@ class FixedSize(MicroBatchLimit):
     "Micro-batches of at most `n` samples"
     def __init__(self, n:int, split:Callable=split):
         super().__init__(split)
-        self.n = self.max_train = self.max_valid = n
+        self.max_train = self.max_valid = n
 
-    def __repr__(self): return str(self.n)
-    def splits(self, n:int)->bool: return n>self.n
+    def __repr__(self): return str(self.max_train)
+    def splits(self, n:int)->bool: return n>self.max_train
 
 # %% ../../nbs/core/12_micro_batches.ipynb #auto-size-class
 class AutoSize(MicroBatchLimit):
@@ -326,8 +326,8 @@ class MicroBatch:
     "A record of a micro-batch of `n` samples while it runs"
     def __init__(self, n:int, start:int=0, stop:int=0):
         self.n = n              # number of samples
-        self.start = start      # its first row in the batch, if the batch is split
-        self.stop = stop        # the row after its last row, if the batch is split
+        self.start = start      # first row of the micro-batch, if the batch is split
+        self.stop = stop        # row after the last row of the micro-batch, if the batch is split
         # `grad_fn` of the loss that `loss_func` has returned, before a callback adds a penalty
         self.loss_grad_fn = None
         self.pred = None        # the model's output, until the backward pass has ended
@@ -335,8 +335,8 @@ class MicroBatch:
         self.loss_changes = []
         self.share = 1.         # weight of this micro-batch's loss in the mean loss of the step
         self.has_share = False  # whether `before_backward` has set the share
-        self.ran = False        # whether it was back-propagated; otherwise it is left out of the step
-        self.batch = None       # its inputs and targets, if it is only a part of the Learner's batch
+        self.ran = False        # whether the backward pass has run; a micro-batch without one is left out of the step
+        self.batch = None       # inputs and targets of the micro-batch, if the Learner's batch is split
 
 @contextmanager
 def explain_split(k:int, n:int):

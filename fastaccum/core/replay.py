@@ -93,7 +93,7 @@ class ReplayedForward:
         self.needs = []         # for each output of the last micro-batch, whether it needs a gradient
         # outputs of the last micro-batch, with their graph, until they are back-propagated
         self.last_outs = None
-        # outputs of the first micro-batch, to be compared with those of its second run
+        # outputs of the first micro-batch, to be compared with the outputs when it runs again
         self.first_outs = None
         # (tensor, its version number) of all inputs and parameters, to notice a change in place, which
         # increases the number

@@ -225,6 +225,20 @@ def test_a_loss_is_tried_on_single_samples_and_in_several_micro_batches(micro, d
     warnings_given,a,b = warnings_and_runs(micro=micro, accum_bs=16, tokens=data.tensors[1].ndim>1, data=data, **kwargs)
     assert warnings_given==({warning:1} if warning else {}) and (weights_apart(a, b)>1e-3)==bool(warning)
 
+def test_a_loss_on_single_samples_is_tried_when_two_of_them_in_turn_have_the_same_shape():
+    "The first six samples all have different lengths, so that no two of them can be joined"
+    class MeanOverLength(Module):
+        def __init__(self): self.lin = nn.Linear(1, 1)
+        def forward(self, x): return self.lin(x.mean(1, keepdim=True))
+    def sum_of_squares(pred, y): return (pred-y).pow(2).sum()
+    lengths = [2,3,4,5,6,7]+[8]*10
+    data = [(torch.randn(n),torch.randn(1)) for n in lengths]
+    dl = DataLoader(data, bs=1)
+    learn = Learner(DataLoaders(dl, dl), MeanOverLength(), sum_of_squares, opt_func=SGD)
+    def fit():
+        with learn.no_bar(), learn.no_logging(): learn.fit(1, 1e-3, cbs=GradientAccumulation(16))
+    assert count_warnings(fit)=={('LossWarning','loss-not-a-mean'):1}
+
 def test_a_loss_on_single_samples_of_different_lengths_cannot_be_tried():
     ds = toy_data(64, True)
     y = ds.tensors[1].clamp_(min=0)

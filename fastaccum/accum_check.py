@@ -117,7 +117,7 @@ class _Setup:
         self.splits = False
         if plan is not None:
             loader = plan.loaders[0]
-            self.splits = plan.accum_bs_at(0)==loader.bs and bool(limit or loader.unit==1)
+            self.splits = limit is not None and limit.splits(loader.bs) and plan.accum_bs_at(0)==loader.bs
         # True if each micro-batch of a step is one batch of the loader
         self.loader_yields_parts = not self.splits and (acc is not None or not self.cbs)
         # True if the loss sees all samples of a step at once
@@ -155,8 +155,7 @@ def make_cbs(self:_Setup, n:int, sizes:list)->list:
     if cache is not None:
         cbs.append(type(cache)(micro_batch_size=min(largest, cache.size or n), split=cache.split))
     if acc is None and cbs: return cbs
-    size = largest if self.splits else None
-    if self.splits and acc.limit: size = acc.limit.capped(largest)
+    size = acc.limit.capped(largest) if self.splits else None
     accumulation = GradientAccumulation(n, drop_last=False, n_items=self.n_items, micro_batch_size=size)
     return [*cbs,accumulation]
 

@@ -95,8 +95,11 @@ def _measure(learn, acc, size, bs, n_steps, lr):
     """
     # batches for 20 spare steps, because a GradScaler skips steps whose gradients overflow
     n_batches = ceil((n_steps+20)*size/bs)
-    settings = {} if acc is None else dict(n_items=acc.n_items, micro_batch_size=acc.micro_batch_size)
-    if acc is not None and acc.limit: settings['micro_batch_size'] = acc.limit.capped(None)
+    settings = {}
+    if acc is not None:
+        # a copy of the limit, because memory may run out here, where batches have another size
+        limit = None if acc.limit is None else acc.limit.capped(acc.micro_batch_size)
+        settings = dict(n_items=acc.n_items, micro_batch_size=limit)
     noise = NoiseScale(1)
     with DryRun(learn, total=n_steps) as run:
         count = CountSteps(n_steps, run.tick)

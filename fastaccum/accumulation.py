@@ -19,7 +19,6 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 from torch import nn
 from .core.checks import RefuseHalfGradients, check_bool, check_count, check_function, check_learner
-from .core.current_step import CurrentStep
 from .core.distributed import Processes, keep_in_memory
 from .core.loader_info import drops_last, sizes_of
 from .core.micro_batches import MicroBatchLimit, read_micro_batch_size
@@ -27,7 +26,7 @@ from .core.patching import QuietCallback
 from .core.plan import LoaderSizes, Plan, Position, count_of
 from .core.process_checks import check_loaders, check_processes, check_wrapped, per_micro_batch_comms
 from .core.step_loader import OneBatchLoader, Step
-from .core.step_loop import StepLoop
+from .core.step_loop import CurrentStep, StepLoop
 from .core.valid_batch import run_valid_batch
 from .core.warnings import more_link
 
@@ -74,7 +73,7 @@ class GradientAccumulation(QuietCallback):
         self.n_batches = size if self._size_name=='n_batches' else None
         self._accum_bs = None if self.n_batches else size
         self.log_accum_batch = self._check_log_accum_batch(log_accum_batch)
-        self.limit,self.micro_batch_size = read_micro_batch_size(micro_batch_size)
+        self.micro_batch_size = micro_batch_size
         none_means = 'to do as the training loader does with its last batch'
         self.drop_last = check_bool('drop_last', drop_last, none_means)
         self.n_items = check_function('n_items', n_items, 1, 'lambda learn: len(learn.y)')
@@ -112,6 +111,16 @@ class GradientAccumulation(QuietCallback):
         self.n_batches,self._size_name = None,'accum_bs'
 
     n_acc = accum_bs   # the name of this attribute in fastai's callback
+
+    @property
+    def micro_batch_size(self)->int|None:
+        """Samples in a micro-batch if the number is fixed; a new value takes effect in the next epoch
+
+        TypeError, ValueError: the new value is not one that `GradientAccumulation` takes
+        """
+        return None if self.limit is None else self.limit.fixed_size
+    @micro_batch_size.setter
+    def micro_batch_size(self, o): self.limit = None if o is None else read_micro_batch_size(o)
 
 # %% ../nbs/00_accumulation.ipynb #arguments
 @patch
@@ -152,8 +161,9 @@ def _size_words(self:GradientAccumulation):
 @patch
 def _split_words(self:GradientAccumulation):
     "Describe how batches are split; an empty string if they are not"
-    if self.limit: return f', {self.limit.words}'
-    return f' (micro-batches of at most {self.micro_batch_size})' if self.micro_batch_size else ''
+    if self.limit is None: return ''
+    if self.micro_batch_size: return f' (micro-batches of at most {self.micro_batch_size})'
+    return f', {self.limit.words}'
 
 # %% ../nbs/00_accumulation.ipynb #events
 @patch
@@ -291,7 +301,7 @@ def _plan(self:GradientAccumulation, dl, n_epoch, processes, comms, n_finds=None
     drop_last = drops_last(self.drop_last, dl)
     size = self.n_batches or self.accum_bs
     must_match = {f'`{self._size_name}`':size, '`drop_last`':drop_last,
-        '`log_accum_batch`':self.log_accum_batch, "`'auto'`":self.limit is not None,
+        '`log_accum_batch`':self.log_accum_batch, "`'auto'`":self.limit is not None and not self.micro_batch_size,
         'the number of epochs':n_finds or n_epoch}
     each = processes.agree({k:int(v) for k,v in must_match.items()}, list(sizes))
     loaders = [LoaderSizes(*o) for o in each]

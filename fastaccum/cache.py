@@ -14,12 +14,12 @@ from fastai.learner import Learner, Recorder
 from fastcore.basics import patch
 from torch.nn.parallel import DataParallel
 from .core.batch import n_samples, split
-from .core.checks import by_name, check_count, check_learner, check_single, our_callback
-from .core.loader_info import size_of
+from .core.checks import by_name, check_learner, check_single, our_callback
+from .core.loader_info import check_micro_batch_size, size_of
 from .core.distributed import Processes, check_not_sharded, world_size
 from .core.process_checks import check_wrapped, warn_comm_hooks
 from .core.patching import PatchingCallback, Patch, uninterrupted
-from .core.micro_batches import AutoSize, FixedSize, MicroBatchLimit
+from .core.micro_batches import MicroBatchLimit, read_micro_batch_size
 from .core.differences import batchnorms, warn_chunks
 from .core.graph import graph_nodes
 from .core.replay import ReplayedForward
@@ -54,15 +54,12 @@ class GradientCache(PatchingCallback):
         # Maximum samples that the model sees at once; 'auto' means as many as fit in memory; or an
         # `AutoSize` or a `TokenBudget`
         micro_batch_size:int|str|MicroBatchLimit,
-        # `f(inputs, start, stop, n)` returns the samples from `start` to `stop` of the `n` in `inputs`
+        # `f(inputs, start, stop, n)` returns the samples from `start` to `stop` of the `n` in `inputs`;
+        # not used with an `AutoSize` or a `TokenBudget`, which split batches themselves
         split:Callable=split
     ):
         self.micro_batch_size,self.split = micro_batch_size,split
-        if isinstance(micro_batch_size, MicroBatchLimit): self.limit = micro_batch_size
-        elif isinstance(micro_batch_size, str) and micro_batch_size=='auto': self.limit = AutoSize(split)
-        else:
-            n = check_count('micro_batch_size', micro_batch_size, or_else="'auto', or ")
-            self.limit = FixedSize(n, split)
+        self.limit = read_micro_batch_size(micro_batch_size, split)
 
     @property
     def size(self)->int:
@@ -159,12 +156,12 @@ def check_cached(learn:Learner, limit:MicroBatchLimit):
     check_not_sharded(learn.model)
     check_wrapped(learn.model)
     check_learner(learn)
+    check_micro_batch_size(learn.dls.train, limit.fixed_size)
     acc = our_callback(learn, 'GradientAccumulation')
     bs = size_of(learn.dls.train)
-    splits_by_size = acc is not None and bool(acc.micro_batch_size and bs) and acc.micro_batch_size<bs
-    if acc is not None and (acc.limit or splits_by_size):
+    if acc is not None and acc.limit is not None and acc.limit.splits(bs or 0):
         raise ValueError("GradientAccumulation would split batches by "
-            f"`micro_batch_size={acc.micro_batch_size or 'auto'!r}` before the loss, which has to see "
+            f"`micro_batch_size={acc.limit!r}` before the loss, which has to see "
             "whole batches: give the size to `GradientCache` only"
             + more_link('split-before-the-loss'))
     has_sync = any(isinstance(m, torch.nn.SyncBatchNorm) for m in learn.model.modules())

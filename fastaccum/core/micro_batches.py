@@ -193,6 +193,8 @@ def is_close(x:torch.Tensor, y:torch.Tensor, tol:float|None=None)->bool:
 # %% ../../nbs/core/12_micro_batches.ipynb #auto
 class MicroBatchLimit:
     "Limits the size of micro-batches, and divides batches into micro-batches of that size"
+    # samples in a micro-batch, if this number is the same in the whole fit; otherwise `None`
+    fixed_size = None
     shrinks = False   # whether micro-batches become smaller when memory runs out
     # whether batches of the same size are always split into the same number of micro-batches
     is_even = True
@@ -244,6 +246,8 @@ class FixedSize(MicroBatchLimit):
         super().__init__(split)
         self.max_train = self.max_valid = n
 
+    @property
+    def fixed_size(self)->int: return self.max_train
     def __repr__(self): return str(self.max_train)
     def splits(self, n:int)->bool: return n>self.max_train
 
@@ -309,17 +313,17 @@ def report(self:AutoSize, training:bool):
         + more_link('memory-ran-out'))
 
 # %% ../../nbs/core/12_micro_batches.ipynb #as-size
-def read_micro_batch_size(o:int|str|MicroBatchLimit|None)->tuple:
-    """Read the argument `micro_batch_size`
+def read_micro_batch_size(o:int|str|MicroBatchLimit, split:Callable=split)->MicroBatchLimit:
+    """Return the limit that the argument `micro_batch_size` stands for
 
-    Returns a pair `(limit, number)`, of which at least one is `None`.
+    `split` cuts samples out of a batch; a `MicroBatchLimit` has its own `split`.
 
     TypeError: `o` is neither 'auto', nor a `MicroBatchLimit`, nor a whole number
     ValueError: `o` is below 1
     """
-    if isinstance(o, str) and o=='auto': o = AutoSize()
-    if o is None or isinstance(o, MicroBatchLimit): return o,None
-    return None,check_count('micro_batch_size', o, or_else="'auto', or ")
+    if isinstance(o, MicroBatchLimit): return o
+    if isinstance(o, str) and o=='auto': return AutoSize(split)
+    return FixedSize(check_count('micro_batch_size', o, or_else="'auto', or "), split)
 
 # %% ../../nbs/core/12_micro_batches.ipynb #micro
 class MicroBatch:

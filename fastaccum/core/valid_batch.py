@@ -13,6 +13,7 @@ from .batch import n_samples
 from .events import Events
 from .forward_state import ChangedAttrs
 from .mean import KeptLosses, find_n_items, join_outputs
+from .micro_batches import BatchParts, Retries
 
 
 # %% ../../nbs/core/21_valid_batch.ipynb #valid
@@ -26,7 +27,8 @@ def run_valid_batch(loop:object, i:int, b:object):
     # for each micro-batch: (number of samples, predictions, loss, number of items the loss is a mean of)
     outs = []
     kept = KeptLosses(learn)
-    def end():
+    def run():
+        loop.forward()
         count = loop.acc.n_items or find_n_items(learn.loss_func)
         items = None if count is None or not len(learn.yb) else count(learn)
         outs.append((loop.micro.n,learn.pred,learn.loss,items))
@@ -34,7 +36,10 @@ def run_valid_batch(loop:object, i:int, b:object):
     try:
         loop.events.send('before_batch')
         n = n_samples((*learn.yb,*learn.xb), getattr(learn.dl, 'bs', None))
-        loop.run_parts(n, n, loop.acc.limit, changed, loop.forward, end)
+        limit = loop.acc.limit
+        division = limit.divide(learn.model, learn.xb, learn.yb, n, loop.warn_once)
+        parts = BatchParts(learn, n, changed, division)
+        loop.run_parts(n, parts, Retries(learn, limit), run)
         if len(outs)>1:
             join_outputs(learn, outs)
             kept.put_means(learn)

@@ -76,7 +76,7 @@ class Processes:
         first = next(model.parameters(), None)
         # the `DistributedDataParallel` modules; none if there is only one process
         self.ddps = ddps if world_size()>1 else []
-        # device of the tensors with which processes exchange numbers
+        # device of the tensors in which processes exchange numbers: NCCL needs them on the GPU
         self.device = torch.device('cpu') if first is None else first.device
         # the process group of DDP; `None` if there is only one process
         self.group = self.ddps[0].process_group if self.ddps else None

@@ -84,8 +84,8 @@ class GradSums:
 class GradCheck:
     "Finds out, once in a fit, whether gradients change between the first two micro-batches of a step"
     def __init__(self):
-        # after the first micro-batch: (parameter, gradient, version number of the gradient); a change of
-        # the gradient in place increases its version number
+        # after the first micro-batch of a step: list of (parameter, gradient, version number of the
+        # gradient); a change of the gradient in place increases its version number
         self.noted = []
         self.done = False   # whether gradients were compared in this fit
 
@@ -109,10 +109,11 @@ class GradCheck:
 class UndoBackward:
     "Restores the gradients from before a backward pass that failed in the middle"
     def __init__(self, params:list, empty:bool):
-        # before the backward pass: (parameter, gradient, version number of the gradient); a change of
-        # the gradient in place increases its version number
+        # before the backward pass: list of (parameter, gradient, version number of the gradient); a
+        # change of the gradient in place increases its version number
         self.grads = [(p,p.grad,None if p.grad is None else p.grad._version) for p in params]
-        # whether the gradients are empty before the backward pass, as at the start of a step
+        # whether the gradients were zero or `None` before the backward pass, so that they can be
+        # restored by zeroing; true for the first micro-batch of a step
         self.empty = empty
 
     @torch.no_grad()

@@ -55,7 +55,7 @@ class DifferenceWarnings:
         self.warn_once = warn_once
         # each of these checks is made only once per fit
         self.checked_fit = False     # whether layers, loader and callbacks were checked
-        self.checked_state = False   # whether modules were checked for a state kept between micro-batches
+        self.checked_state = False   # whether modules were checked for a state between micro-batches
         # whether the model was checked for a state kept between the parts of a split batch
         self.checked_parts = False
         # set by `begin_epoch` in each epoch

@@ -159,7 +159,8 @@ class ForwardState:
         for _,o in found: self.rng += generator_state(o)
 
     def _copy_buffers(self):
-        # `detach` instead of `no_grad`: if Ctrl-C interrupts the end of `no_grad`, gradients stay off
+        # `detach` copies without a graph. `no_grad` is not used, because if Ctrl-C interrupted its end,
+        # gradients would stay switched off.
         for _,buffers in self.buffers:
             for b in buffers.values():
                 if b is None or b.is_inference(): continue

@@ -29,7 +29,7 @@ class LogRows:
         self.wandb = []         # the Learner's callbacks for W&B, found once per epoch
         self.tensorboard = []   # the Learner's callbacks for TensorBoard, found once per epoch
         self.to_log = []        # the Learner's callbacks with a method `to_log`, found once per epoch
-        self.n_rows = 0         # micro-batches in the epoch
+        self.n_rows = 0         # number of micro-batches in the epoch
         self.began = 0.         # when the step began, in seconds of `time.perf_counter`
         # number of recorded losses minus number of completed steps; more than 0 if the losses of
         # micro-batches are recorded (`log_accum_batch=False`)
@@ -83,8 +83,8 @@ def before_step_row(self:LogRows, learn:Learner, n:int):
 def before_micro_batch_row(self:LogRows, learn:Learner):
     "Before a micro-batch is logged, correct the fraction of the epoch that W&B logs"
     for cb in self.wandb:
-        # fastai will add `1/n_iter` to `_wandb_epoch`, because an epoch has `n_iter` steps. But it has
-        # `n_rows` micro-batches, so `1/n_rows` is right for a micro-batch.
+        # fastai will add `1/n_iter` to `_wandb_epoch`, because an epoch has `n_iter` steps. But the
+        # epoch has `n_rows` micro-batches, so `1/n_rows` is right for a micro-batch.
         if cb.run: cb._wandb_epoch += 1/self.n_rows-1/learn.n_iter
 
 @patch

@@ -178,7 +178,7 @@ def _uneven_labels(self:LossTrials, probed, learn, micro, mean)->bool:
 def _has_uneven_labels(self:LossTrials, learn, m):
     "Whether samples have had different numbers of labels other than -100; synchronises the GPU"
     n_targets = len(leaves(tuple(learn.yb)))
-    # if the model computes the loss, its inputs contain the labels
+    # labels are among the targets, or among the inputs if the model computes the loss
     parts = leaves((*learn.yb,*learn.xb))
     def is_label(o): return has_rows(o, m) and o.dtype in (torch.int32,torch.int64)
     labels = [(i,o) for i,o in enumerate(parts) if is_label(o)]
@@ -193,7 +193,7 @@ def _has_uneven_labels(self:LossTrials, learn, m):
 
 # %% ../../nbs/core/20_loss_trials.ipynb #loss-changes
 # To test how a callback changes the loss, its method is called again with a part of the batch. This is
-# only done if all its attributes have these types, because they can be copied or restored.
+# only done if all attributes of the callback have these types, which can be copied or restored.
 _restorable = (Number,str,bytes,type(None),type,torch.device,torch.dtype,Tensor,nn.Module,BaseLoss,
     FunctionType,BuiltinFunctionType,MethodType)
 
@@ -205,8 +205,8 @@ class LossChanges:
         self.changes = changes   # pairs: (callback, name of the event in which it changed the loss)
         self.added = []          # the terms that the callbacks have added to the loss, one for each part
         cbs = {id(cb):cb for cb,_ in changes}.values()
-        # For each callback: the dict of its attributes, and a copy of that dict without the Learner. For
-        # each part of the micro-batch, the callback starts again with the copied attributes.
+        # pairs: (dict of a callback's attributes, copy of the dict without the Learner); the callback
+        # starts with the copied attributes for each part of the micro-batch
         self.attrs_of_cbs = [(vars(cb),{k:o for k,o in vars(cb).items() if k!='learn'}) for cb in cbs]
         # (dict of an object's attributes, name, value) of each attribute that was set for this batch and
         # has a row for each sample: a part of the micro-batch gets the rows of its samples

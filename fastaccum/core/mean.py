@@ -111,13 +111,13 @@ def find_n_items(loss_func:Callable)->Callable|None:
 
 # %% ../../nbs/core/05_mean.ipynb #check
 def _checked(size, read_tensor):
-    """Refuse an invalid value of `n_items`
+    """Check `size`, a result of `n_items`, and return it; a tensor in CPU memory becomes a number
 
-    A tensor on a GPU is only read with `read_tensor`, because reading synchronises the GPU.
+    A tensor on a GPU is only checked if `read_tensor`, because reading it synchronises the GPU.
     """
     if isinstance(size, torch.Tensor) and size.numel()==1:
-        # a tensor in CPU memory becomes a number, because copying the tensor to a GPU would synchronise
-        # the GPU
+        # a tensor in CPU memory becomes a number: later, copying the tensor to a GPU would synchronise
+        # the GPU, but a number is not copied
         if on_host(size): return _checked(size.item(), read_tensor)
         if read_tensor: _checked(size.item(), read_tensor)
         return size
@@ -151,10 +151,10 @@ class StepMean:
         self.n_all = n_all          # samples of all processes in the planned step
         self.n_items = n_items      # the user's function of the Learner that counts items, or `None`
         self.processes = processes  # the processes that train together; `None`: a single process
-        # the previous step's loss, which is recorded again if all targets of this step are ignored
+        # the previous step's loss, which is recorded instead of NaN if all targets of this step are ignored
         self.last_loss = last_loss
-        # whether `n_items` has returned a valid number before: it is checked only once, because checking
-        # synchronises the GPU
+        # whether `n_items` has already returned a valid number: only its first number is checked, because
+        # a check synchronises the GPU
         self.trusted = trusted
         # the next five attributes are totals of the micro-batches so far, updated by `add`
         self.n_micro_batches = 0
@@ -197,7 +197,7 @@ class StepMean:
             size = _checked(size, not self.trusted)
             self.trusted = True
         if self.expected is None:
-            # `max` avoids a division by 0: callbacks may have added rows to a batch of 0 samples
+            # `max` avoids a division by 0: `n` is 0 if callbacks have added rows to an empty batch
             items_per_sample = self._size_if_none_ignored(learn, size, n)/max(n, 1)
             self.expected = number_on(loss.device, items_per_sample*self.n_here)
         if isinstance(size, torch.Tensor) or not size: size,loss = self._masked(learn, size, loss)

@@ -289,9 +289,9 @@ def __repr__(self:Plan):
 @patch
 def check(self:Plan,
     warns:bool=True, # Whether to give warnings: `False` on all processes but one
-    size_name:str='accum_bs' # Name of the argument that sets the effective batch size, for the messages
+    size_name:str='accum_bs' # Name, in messages, of the argument that sets the effective batch size
 ):
-    """Refuse an epoch without a step, and warn of step sizes that the user may not have intended
+    """Raise an error for an epoch without a step, and warn of step sizes that are probably not intended
 
     ValueError: with `drop_last=True`, an epoch has too few samples for a step
     UserWarning: an epoch has too few samples for a complete step, or loses a tenth of its samples

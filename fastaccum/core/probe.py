@@ -139,8 +139,8 @@ def _gap(losses, sizes, is_sum):
     else: raise ValueError('the sizes of the parts do not add up to the size of the whole')
     weighted = [w*o for w,o in zip(weights, parts) if w]
     if not isfinite(whole): raise ValueError('the loss is not finite')
-    # By `sizes`, each part in `weighted` has items, so the mean over its items is finite. If its loss is
-    # not finite, the loss is a mean over other items, and thus wrong: return an infinite difference.
+    # According to `sizes`, each part in `weighted` has items, so a mean over its items is finite. If
+    # its loss is not finite, the loss averages other items, and thus is wrong: the difference is infinite.
     if not all(map(isfinite, weighted)): return inf,abs(whole) or 1.
     return abs(whole-sum(weighted)),max(abs(whole), sum(map(abs, weighted)))
 
@@ -213,7 +213,7 @@ def _copy_loss(f, *kept):
         # `deepcopy` cannot copy a tensor with a graph, such as the last loss
         if isinstance(o, torch.Tensor) and o.grad_fn is not None: memo[id(o)] = o.detach()
     try: return deepcopy(f, memo)
-    except Exception: return f   # the loss function has an attribute that cannot be copied
+    except Exception: return f   # if an attribute cannot be copied, test the loss function itself
 
 def probe(learn:Learner, n:int, count_items:Callable|None, change:Callable|None=None)->Probed:
     """Compare the loss of a micro-batch of `n` samples with the mean of the losses of two unequal parts

@@ -135,7 +135,7 @@ class StepLoader(OneBatchLoader):
         # tensors allow several numbers, it returns `expected`: `bs`, or fewer at the end of the epoch.
         self.count = count
         self.processes = processes    # the processes that train the model together
-        # whether incomplete steps, and any samples after them, are left out
+        # whether samples that are too few for a complete step are left out
         self.drop_last = drop_last
         self.warn_once = warn_once or WarnOnce()   # gives each warning once per fit
 

@@ -84,8 +84,8 @@ class GradSums:
 class GradCheck:
     "Finds out, once in a fit, whether gradients change between the first two micro-batches of a step"
     def __init__(self):
-        # (parameter, gradient, version number of the gradient), as after the first micro-batch of a step;
-        # the version number shows whether the gradient was changed in place
+        # (parameter, gradient, version number of the gradient) after the first micro-batch of a step; the
+        # version number shows later whether the gradient was changed in place
         self.noted = []
         self.done = False   # whether gradients were compared in this fit
 
@@ -109,8 +109,8 @@ class GradCheck:
 class UndoBackward:
     "Restores the gradients from before a backward pass that failed in the middle"
     def __init__(self, params:list, empty:bool):
-        # (parameter, gradient, version number of the gradient), as before the backward pass; the version
-        # number shows whether the gradient was changed in place
+        # (parameter, gradient, version number of the gradient) before the backward pass; the version number
+        # shows later whether the gradient was changed in place
         self.grads = [(p,p.grad,None if p.grad is None else p.grad._version) for p in params]
         # whether the gradients were zero or `None` before the backward pass, so that they can be
         # restored by zeroing; true for the first micro-batch of a step

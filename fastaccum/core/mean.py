@@ -151,10 +151,10 @@ class StepMean:
         self.n_all = n_all          # samples of all processes in the planned step
         self.n_items = n_items      # the user's function of the Learner that counts items, or `None`
         self.processes = processes  # the processes that train together; `None`: a single process
-        # the previous step's loss, which is recorded instead of NaN if all targets of this step are ignored
+        # loss of the previous step: recorded instead of NaN if all targets of this step are ignored
         self.last_loss = last_loss
-        # whether `n_items` has already returned a valid number: only its first number is checked, because
-        # a check synchronises the GPU
+        # whether `n_items` has already returned a valid number: only its first number is checked,
+        # because a check synchronises the GPU
         self.trusted = trusted
         # the next five attributes are totals of the micro-batches so far, updated by `add`
         self.n_micro_batches = 0

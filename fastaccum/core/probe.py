@@ -140,7 +140,7 @@ def _gap(losses, sizes, is_sum):
     weighted = [w*o for w,o in zip(weights, parts) if w]
     if not isfinite(whole): raise ValueError('the loss is not finite')
     # According to `sizes`, each part in `weighted` has items, so a mean over its items is finite. If
-    # its loss is not finite, the loss averages other items, and thus is wrong: the difference is infinite.
+    # its loss is not finite, the loss averages other items: return an infinite difference.
     if not all(map(isfinite, weighted)): return inf,abs(whole) or 1.
     return abs(whole-sum(weighted)),max(abs(whole), sum(map(abs, weighted)))
 

@@ -54,9 +54,10 @@ class DifferenceWarnings:
     def __init__(self, warn_once:WarnOnce):
         self.warn_once = warn_once
         # each of these checks is made only once per fit
-        self.checked_fit = False     # whether layers, loader and callbacks were checked
-        self.checked_state = False   # whether modules were checked for a state between micro-batches
-        # whether the model was checked for a state kept between the parts of a split batch
+        self.checked_fit = False   # whether layers, loader and callbacks were checked
+        # whether modules were checked for a state kept from one micro-batch to the next
+        self.checked_state = False
+        # whether the model was checked for a state kept from one part of a split batch to the next
         self.checked_parts = False
         # set by `begin_epoch` in each epoch
         self.processes = None   # the processes that train together

@@ -116,8 +116,7 @@ def _checked(size, read_tensor):
     A tensor on a GPU is only checked if `read_tensor`, because reading it synchronises the GPU.
     """
     if isinstance(size, torch.Tensor) and size.numel()==1:
-        # a tensor in CPU memory becomes a number: later, copying the tensor to a GPU would synchronise
-        # the GPU, but a number is not copied
+        # copying a tensor from CPU memory to a GPU would synchronise the GPU; a number is not copied
         if on_host(size): return _checked(size.item(), read_tensor)
         if read_tensor: _checked(size.item(), read_tensor)
         return size
@@ -162,7 +161,7 @@ class StepMean:
         self.items = 0              # samples or targets that the mean covers; 0 if the loss is a sum
         # sum of the micro-batches' losses, each multiplied by its number of items if the loss is a mean
         self.losses = 0.
-        self.needs_grad = False     # whether the loss of at least one micro-batch needed a gradient
+        self.needs_grad = False     # whether the loss of at least one micro-batch required a gradient
         # the attributes below are set by `measure`
         self.loss_func = None       # the loss function for which `count_items` was chosen
         # function that counts a micro-batch's items, or `None` if the loss is a sum
@@ -283,7 +282,7 @@ def loss(self:StepMean)->torch.Tensor:
 def correction(self:StepMean)->float|torch.Tensor:
     "Return the factor for the gradients that replaces the expected number of items by the counted one"
     if self.is_sum: return 1.
-    # `expected` is `None` if this process had no samples, and so has no gradients to correct
+    # if `expected` is `None`, this process had no samples and has no gradients: any factor will do
     expected = 1. if self.expected is None else self.expected
     if isinstance(self.items, torch.Tensor): return torch.where(self.items>0, expected/self.items, 0.)
     return expected/self.items if self.items else 0.

@@ -79,12 +79,12 @@ class Plan:
     def __init__(self, loaders:list, accum_bs:int|Callable, n_epoch:int=1, drop_last:bool=False,
         never_empty:bool=False, split_words:str=''):
         self.loaders = list(loaders)    # the `LoaderSizes` of each process
-        # effective batch size in samples over all processes, or a schedule: a function that returns this
-        # number for a `Position`
+        # effective batch size in samples over all processes, or a schedule: a function that returns the
+        # effective batch size at a `Position`
         self.accum_bs = accum_bs
         self.n_epoch = n_epoch          # epochs of the training run
         self.drop_last = drop_last      # whether the incomplete last step of an epoch is left out
-        # whether `drop_last` keeps an incomplete step that is the only step of its epoch
+        # whether an incomplete step is kept in spite of `drop_last` if its epoch has no other step
         self.never_empty = never_empty
         # how the summary describes the splitting of batches, such as 'split where memory runs out';
         # empty if the micro-batch size is fixed

@@ -195,7 +195,7 @@ def _compare_parts(learn, loss_func, n, count_items, devices, change):
         reason = 'it returns another value for the same predictions and targets'
         return Probed(None, reason, tol, has_state=True)
     # Reversing the order of the samples should not change the loss. If it does, the loss depends on
-    # something that was not reversed, or rounds by as much as `res.off`: then `res` proves nothing.
+    # something that was not reversed, or the difference in `res` is only rounding: `res` proves nothing.
     if abs(backwards-loss)<=min(gap/10, tol*scale): return res
     reason = 'it depends on something other than predictions and targets, or is all rounding'
     return Probed(None, reason, tol)

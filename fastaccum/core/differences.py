@@ -50,15 +50,14 @@ def warn_chunks(model:nn.Module, xb:tuple, warn_once:WarnOnce):
 
 # %% ../../nbs/core/11_differences.ipynb #look
 class DifferenceWarnings:
-    "Warns of what makes a fit differ from the full-batch run; of several processes, the first one warns"
+    "Warns if a fit differs from the full-batch run; of several processes, only the first one warns"
     def __init__(self, warn_once:WarnOnce):
         self.warn_once = warn_once
-        # each of these checks is made once per fit
+        # each of these checks is made only once per fit
         self.checked_fit = False   # whether layers, loader and callbacks were checked
-        # whether modules with a `reset` method were watched for a state kept between two batches of a
-        # step
+        # whether modules were checked for a state kept from one micro-batch to the next
         self.checked_state = False
-        # whether the model was checked for a state kept between two parts of one batch, if it is split
+        # whether the model was checked for a state kept from one part of a split batch to the next
         self.checked_parts = False
         # set by `begin_epoch` in each epoch
         self.processes = None   # the processes that train together
@@ -68,7 +67,7 @@ class DifferenceWarnings:
         self.processes,self.loader = processes,loader
 
     def check_micro_batch(self, learn:Learner, step:Step, micro:MicroBatch):
-        "Check layers, loader and callbacks once per fit, with the first micro-batch that gets here"
+        "Check layers, loader and callbacks with the first micro-batch of a fit; later calls do nothing"
         warns = not self.processes.rank
         if warns and not self.checked_fit:
             for cb in learn.cbs: _warn_second_optimizer(cb, learn.opt, self.warn_once)
@@ -182,7 +181,7 @@ def _watch_state(self:DifferenceWarnings, modules, remedy):
 
 @patch
 def before_split(self:DifferenceWarnings, parts:BatchParts):
-    "Before a batch is split for the first time, warn if the model keeps a state between its parts"
+    "Before the first batch is split, warn if the model keeps a state from one part to the next"
     if not self.checked_parts and remembers(parts):
         self._warn_state('the model', "If the state is not needed, reset it at the beginning of "
             "`forward`. Otherwise, use `ActivationCheckpoint()` instead of `micro_batch_size=`")
@@ -257,7 +256,7 @@ def larger_batch(self:DifferenceWarnings, n:int):
 @patch
 def more_batches(self:DifferenceWarnings, n_steps:int):
     "Warn that the loader yields more batches than the `n_steps` planned steps need"
-    # `larger_batch` has already warned that batches are larger than planned, which makes more steps
+    # do not warn twice of one cause: `larger_batch` has warned that batches are larger than planned
     if 'larger-batches' in self.warn_once.given: return
     self.warn_once('more-batches', "the training loader yields more batches than its `__len__` "
         f"says, so learning rates are planned for {n_steps} steps only, and the last of these may be "

@@ -36,8 +36,9 @@ def gather(mine:list, device:torch.device, group:dist.ProcessGroup|None=None)->l
 def check_same(must_match:dict, each:list):
     """Refuse settings that are not the same on all processes
 
-    `must_match` has this process's settings, whole numbers by name. `each` has the list of each process,
-    which begins with the same settings in the same order. A number below 0 stands for `None`.
+    `must_match` maps the names of settings to their values on this process, which are whole numbers.
+    `each` has a list of numbers for each process, which begins with the process's own values of these
+    settings, in the same order. A number below 0 stands for `None`.
 
     ValueError: a setting differs
     """
@@ -76,7 +77,7 @@ class Processes:
         first = next(model.parameters(), None)
         # the `DistributedDataParallel` modules; none if there is only one process
         self.ddps = ddps if world_size()>1 else []
-        # device of the tensors with which processes exchange numbers
+        # device of the tensors in which processes exchange numbers: NCCL needs them on the GPU
         self.device = torch.device('cpu') if first is None else first.device
         # the process group of DDP; `None` if there is only one process
         self.group = self.ddps[0].process_group if self.ddps else None
@@ -86,7 +87,7 @@ class Processes:
     def agree(self, must_match:dict, mine:list)->list:
         """Exchange the whole numbers `mine`: returns the lists of all processes, in the order of ranks
 
-        ValueError: a setting in `must_match`, whole numbers by name, is not the same on all processes
+        ValueError: a value in `must_match` (name of a setting -> whole number) differs between processes
         """
         if self.n==1: return [mine]
         each = gather([*must_match.values(),*mine], self.device, self.group)
@@ -111,7 +112,7 @@ class Processes:
             m.require_forward_param_sync = not paused
 
     def sum_grads(self, params:list, grads:dict):
-        "Add up the gradients in `grads`, a dict from parameters to gradients, over all processes"
+        "Replace each gradient in `grads` (parameter -> gradient) by its sum over all processes"
         if self.ddps: add_up(params, grads, self.group, self.device)
 
     def share_buffers(self):
@@ -123,7 +124,7 @@ class Processes:
 
 # %% ../../nbs/core/08_distributed.ipynb #add-up
 def add_up(params:list, grads:dict, group:dist.ProcessGroup, device:torch.device):
-    """Replace the gradients in `grads`, a dict by parameter, by their sums over all processes
+    """Replace the gradients in `grads`, a dict with parameters as keys, by their sums over all processes
 
     Synchronises the GPU, to read which parameters have a gradient in any process.
 

@@ -14,8 +14,9 @@ from fastai.learner import Learner, Recorder
 from .checks import class_names
 
 # %% ../../nbs/core/13_events.ipynb #hears
-# Callbacks with a method `before_batch` get `after_batch` once per batch of the loader. But these
-# classes of fastai count optimizer steps in `after_batch`, so they get it once per step.
+# A callback with a method `before_batch` usually works on batches, so it gets `after_batch` once per
+# batch of the loader. These classes of fastai also have `before_batch`, but count optimizer steps in
+# `after_batch`, so they get it once per step.
 step_counters = {'fastai.callback.schedule.ParamScheduler','fastai.callback.wandb.WandbCallback',
     'fastai.vision.gan.GANTrainer'}
 
@@ -29,12 +30,12 @@ def hears_steps(cb:Callback)->bool:
     return _counts_steps(cb) or not has_before_batch
 
 def records(cb:Callback)->bool:
-    "Whether `cb` records or shows losses: with `log_accum_batch=False`, it gets those of micro-batches"
+    "Whether `cb` records or shows losses, which with `log_accum_batch=False` are those of micro-batches"
     return cb.order>=Recorder.order or _counts_steps(cb)
 
 # %% ../../nbs/core/13_events.ipynb #events
 class Events(dict):
-    "Sends events to the callbacks of `learn`; as a dict, maps a class to the events that it handles"
+    "Sends events to the callbacks of `learn`; as a dict: class of a callback -> names of its events"
     def __init__(self, learn:Learner): self.learn = learn
 
     def __missing__(self, cls):

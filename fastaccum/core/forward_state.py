@@ -49,11 +49,13 @@ def set_rng_state(state:list):
     for set_state,o in state: set_state(o)
 
 # %% ../../nbs/core/23_forward_state.ipynb #autocast
-_call = methodcaller('__call__')   # `_call(f)` calls `f`
+# `_call(f)` calls `f`. Unlike `lambda f: f()`, it is implemented in C, so Ctrl-C cannot interrupt
+# `map(_call, functions)` between two calls.
+_call = methodcaller('__call__')
 
 def _nesting():
     "Return the number of nested autocast contexts, which PyTorch tells only when the number changes"
-    # `map` makes both calls within one bytecode, so that Ctrl-C cannot leave the number increased
+    # `map` instead of two statements, so that Ctrl-C cannot come between both calls
     _,depth = map(_call, (torch.autocast_increment_nesting,torch.autocast_decrement_nesting))
     return depth
 
@@ -69,9 +71,9 @@ def set_autocast_state(state:tuple):
     depth,has_cache,flags = state
     missing = depth-_nesting()
     move = torch.autocast_increment_nesting if missing>0 else torch.autocast_decrement_nesting
-    # `deque` makes all calls within one bytecode, so that Ctrl-C cannot stop them half-way
+    # `deque` runs through `map` instead of a loop, so that Ctrl-C cannot stop it half-way
     deque(map(_call, [move]*abs(missing)), maxlen=0)
-    # PyTorch also clears the cache of cast weights when the outermost autocast context ends
+    # outside of all autocast contexts, the cache of cast weights must be empty, as PyTorch leaves it
     if not depth: torch.clear_autocast_cache()
     for kind,is_on,dtype in flags:
         torch.set_autocast_enabled(kind, is_on)
@@ -127,7 +129,7 @@ class ForwardState:
     """The state from which a forward pass of `modules` starts: random numbers, buffers, attributes …
 
     `given`: other objects that the pass may change, such as a cache of keys and values. With
-    `copy=False`, the values of buffers are not noted.
+    `copy=False`, the values of buffers are not copied, and cannot be restored.
     """
     def __init__(self, modules:Iterable, devices:Iterable|None=None, given:Iterable=(), copy:bool=True):
         self.modules = list(modules)   # the modules that run in the forward pass
@@ -139,24 +141,26 @@ class ForwardState:
         self.modes = [(m,m.training) for m in self.modules]   # pairs: (module, its flag `training`)
         # pairs: (a module's dict of buffers, copy of the dict)
         self.buffers = [(m._buffers,dict(m._buffers)) for m in self.modules if m._buffers]
-        self.copies = {}   # `id` of a buffer -> (buffer, its version, copy of its values)
+        self.copies = {}   # `id` of a buffer -> (buffer, its version number, copy of its values)
         if copy: self._copy_buffers()
         # modules from `torch.nn` keep their state in buffers, not in attributes
         users_modules = [m for m in self.modules if not type(m).__module__.startswith('torch.nn.')]
-        # pairs: (a module's dict of attributes, copy of the dict without the attributes `_not_state`)
+        # pairs: (a module's dict of attributes, copy of the dict without the names in `_not_state`)
         self.attrs = [(vars(m),{k:o for k,o in vars(m).items() if k not in _not_state})
             for m in users_modules]
         kept = [(k,o) for _,attrs in self.attrs for k,o in attrs.items() if type(o) not in _constants]
         found = [*_find_state(kept),*_find_state([('',o) for o in self.given], in_objects=True)]
-        # pairs: (list, dict, set or deque in an attribute, its items)
+        # pairs: (container, list of its items) of each list, dict, set or deque in the attributes
         self.items = [(o,items_of(o)) for _,o in found if isinstance(o, _containers)]
-        # (name, tensor, version) of each tensor in an attribute; a change in place increases the version
+        # (name, tensor, version number) of each tensor in an attribute. A change in place, which cannot
+        # be undone, increases the version number: then `check` raises an error.
         self.tensors = [(name,o,o._version) for name,o in found
             if isinstance(o, torch.Tensor) and not (isinstance(o, nn.Parameter) or o.is_inference())]
         for _,o in found: self.rng += generator_state(o)
 
     def _copy_buffers(self):
-        # `detach` instead of `no_grad`, because Ctrl-C at the end of `no_grad` would leave gradients off
+        # `detach` copies without a graph. `no_grad` is not used, because if Ctrl-C interrupted its end,
+        # gradients would stay switched off.
         for _,buffers in self.buffers:
             for b in buffers.values():
                 if b is None or b.is_inference(): continue
@@ -173,7 +177,7 @@ def put_back(self:ForwardState):
 @patch
 def _put(self:ForwardState):
     "Restore everything except the values of buffers"
-    # `clear()` is not used: Ctrl-C after `clear()` would leave a module without buffers or attributes
+    # delete only new names: Ctrl-C after `attrs.clear()` would leave a module without its attributes
     for attrs,old in (*self.buffers,*self.attrs):
         for k in attrs.keys()-old.keys()-_not_state: del attrs[k]
         attrs.update(old)
@@ -204,8 +208,10 @@ def again(self:ForwardState):
     before = ForwardState(self.modules, self.devices, self.given, copy=False)
     try:
         self._put()
-        torch.clear_autocast_cache()   # weights cast under `no_grad` would get no gradients
-        # modules that share a buffer must share its copy
+        # autocast's cache may contain weights that an earlier pass cast under `no_grad`; this pass could
+        # not compute gradients with them
+        torch.clear_autocast_cache()
+        # Replace each buffer by a copy. Modules that share a buffer must also share its copy.
         copies = {i:copy.clone() for i,(_,_,copy) in self.copies.items()}
         for d,buffers in self.buffers:
             d.update({k:copies[id(b)] for k,b in buffers.items() if id(b) in copies})

@@ -77,7 +77,7 @@ class GradSums:
             self.sums[p] = g if total is None else g+total
 
     def pop(self)->dict:
-        "Return the sums, by parameter, and remove them from this object"
+        "Return the dict of sums, with parameters as keys, and remove them from this object"
         res,self.sums = self.sums,{}
         return res
 
@@ -130,20 +130,21 @@ class GradCheck:
 class UndoBackward:
     "Restores the gradients from before a backward pass that failed in the middle"
     def __init__(self, params:list, empty:bool):
-        # before the backward pass: (parameter, gradient, version number of the gradient); a change of
-        # the gradient in place increases its version number
+        # (parameter, gradient, version number of the gradient) before the backward pass; the version
+        # number shows later whether the gradient was changed in place
         self.grads = [(p,p.grad,None if p.grad is None else p.grad._version) for p in params]
-        # whether the gradients are empty before the backward pass, as at the start of a step
+        # whether the gradients were zero or `None` before the backward pass, so that they can be
+        # restored by zeroing; true for the first micro-batch of a step
         self.empty = empty
 
     @torch.no_grad()
     def __call__(self)->list:
         """Restore the gradients from before the backward pass, as far as possible
 
-        A gradient to which the backward pass has added in place cannot be restored. It is zeroed if it
-        was empty before. Otherwise it is returned, in a `(parameter, gradient)` pair. It contains the
-        complete gradient of the failed micro-batch, because PyTorch adds to the gradient of a parameter
-        once per backward pass.
+        A gradient to which the backward pass has added in place is zeroed if it was empty before.
+        Otherwise, it cannot be restored, and is returned in a `(parameter, gradient)` pair. It then
+        contains the complete gradient of the failed micro-batch, because PyTorch adds to the gradient of
+        a parameter once per backward pass.
         """
         added_to = []
         for p,g,version in self.grads:

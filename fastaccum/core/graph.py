@@ -30,12 +30,12 @@ def uses_batch(learn:Learner, loss_grad_fn:object)->bool:
     `loss_grad_fn` is the `grad_fn` of the loss before callbacks changed the loss.
     """
     preds = [o.grad_fn for o in leaves(learn.pred) if isinstance(o, Tensor)]
-    # The search for added nodes stops at every node of the old loss, and not only at its last node,
-    # `loss_grad_fn`: a callback that adds a term in place may make PyTorch replace the last node.
+    # A callback that adds a term in place may make PyTorch replace the last node of the loss,
+    # `loss_grad_fn`. So the search for added nodes stops at any node that the loss had before.
     own_loss = graph_nodes([loss_grad_fn], until=preds)
     added = graph_nodes([learn.loss_grad.grad_fn], until=own_loss)
     computed = graph_nodes(preds)
     if added & computed: return True
     leaf_nodes = [o for node in added for o,_ in node.next_functions if hasattr(o, 'variable')]
-    # a leaf of the graph that is not a parameter is part of the batch, such as an input of the model
+    # a leaf of the graph is a parameter or a tensor of the batch, such as an input of the model
     return any(not isinstance(o.variable, nn.Parameter) for o in leaf_nodes)

@@ -38,7 +38,7 @@ def n_of(dl:object)->int|None:
     "Count the samples of an epoch, including samples that `drop_last` leaves out; `None` if unknown"
     for name in ('partial_n','n'):   # fastai's `PartialDL` yields `partial_n` of its `n` samples
         if getattr(dl, name, None) is not None: return getattr(dl, name)
-    # the batch sampler comes first: a PyTorch loader that was given one does not use its `sampler`
+    # the batch sampler comes first: a PyTorch loader with a `batch_sampler` does not use its `sampler`
     for source in ('batch_sampler.sampler','sampler','dataset'):
         with suppress(TypeError, AttributeError): return len(attrgetter(source)(dl))
 
@@ -62,12 +62,12 @@ def sizes_of(dl:object, micro_batch_size:int|None=None)->LoaderSizes:
     bs,n = _bs_and_n(dl.dl if is_distributed else dl, micro_batch_size)
     n_all = n_of(dl) or n
     if is_distributed:
-        # `DistributedDL` divides all samples among the processes. It includes the samples of an incomplete
-        # last batch, which the wrapped loader alone would drop.
+        # `DistributedDL` divides all samples among the processes, including the samples of an incomplete
+        # last batch that the wrapped loader alone would drop.
         n_all = ceil((n_of(dl.dl) or n)/dl.world_size)
         n = n_all//bs*bs if dl.drop_last else n_all
-    # a loader drops fewer samples than a batch has: if the difference is larger, `n_of` has counted
-    # samples that the loader never reads
+    # An incomplete last batch has fewer than `bs` samples. If `n_all-n` is larger, the loader does
+    # not read all samples of its dataset, and the rest does not count as dropped.
     drops_last_batch = 0<n_all-n<bs
     micro_bs = bs if micro_batch_size is None else min(bs, micro_batch_size)
     return LoaderSizes(bs, n, micro_bs, n_all-n if drops_last_batch else 0)
@@ -157,7 +157,7 @@ def batches_of(learn:Learner, bs:int|None=None, n:int=1)->tuple:
     return res,samples_of(learn, res[0], bs)
 
 # %% ../../nbs/core/01_loader_info.ipynb #order
-# class of a loader -> how its batch size decides which samples go together, as a clause of a warning
+# class of a loader -> words of a warning: how its batch size decides which samples are in one batch
 _grouping = {
     'fastai.text.data.SortedDL': "puts texts of similar length together, within 50 of its batches",
     'fastai.text.data.LMDataLoader': "cuts the text into as many streams as its batch size"}

@@ -23,18 +23,19 @@ def _of_class(learn, name): return [cb for cb in learn.cbs if name in class_name
 class LogRows:
     "Corrects what TensorBoard and W&B (Weights & Biases) log, and adds samples seen and batch sizes"
     def __init__(self):
-        # samples seen in all fits of the W&B run so far; `None` until the first step of the fit
+        # samples seen so far in all fits of the W&B run; `None` until the first step of this fit, which
+        # reads from W&B how many samples the earlier fits have seen
         self.n_seen = None
         self.wandb = []         # the Learner's callbacks for W&B, found once per epoch
         self.tensorboard = []   # the Learner's callbacks for TensorBoard, found once per epoch
         self.to_log = []        # the Learner's callbacks with a method `to_log`, found once per epoch
-        self.n_rows = 0         # micro-batches in the epoch
+        self.n_rows = 0         # number of micro-batches in the epoch
         self.began = 0.         # when the step began, in seconds of `time.perf_counter`
-        # recorded losses beyond one per step: all recorded losses are `learn.train_iter`, which counts
-        # steps, plus this number
+        # number of recorded losses minus number of completed steps; more than 0 if the losses of
+        # micro-batches are recorded (`log_accum_batch=False`)
         self.n_more_rows = 0
-        # the number by which `count_rows` has raised `learn.train_iter`: `n_more_rows` while
-        # `train_iter` counts recorded losses, and 0 while it counts steps
+        # number that `count_rows` has added to `learn.train_iter`: 0 while `learn.train_iter` counts
+        # steps, `n_more_rows` while it counts recorded losses
         self.n_added = 0
 
     def begin_epoch(self, learn:Learner, n_rows:int):
@@ -60,7 +61,7 @@ def count_rows(self:LogRows, learn:Learner, counts_rows:bool):
 
 @patch
 def after_batch(self:LogRows, cb:Callback, is_row:bool):
-    "Send `after_batch` to `cb`; if `is_row`, `learn.train_iter` counts recorded losses meanwhile"
+    "Send `after_batch` to `cb`; meanwhile, `learn.train_iter` counts recorded losses if `is_row`"
     self.count_rows(cb.learn, is_row)
     try: cb('after_batch')
     finally: self.count_rows(cb.learn, False)
@@ -82,8 +83,8 @@ def before_step_row(self:LogRows, learn:Learner, n:int):
 def before_micro_batch_row(self:LogRows, learn:Learner):
     "Before a micro-batch is logged, correct the fraction of the epoch that W&B logs"
     for cb in self.wandb:
-        # fastai is about to add `1/n_iter`, the share of a step in the epoch, but a micro-batch is only
-        # `1/n_rows` of the epoch
+        # fastai will add `1/n_iter` to `_wandb_epoch`, because an epoch has `n_iter` steps. But the
+        # epoch has `n_rows` micro-batches, so `1/n_rows` is right for a micro-batch.
         if cb.run: cb._wandb_epoch += 1/self.n_rows-1/learn.n_iter
 
 @patch

@@ -34,17 +34,19 @@ class LossTrials:
 
     A trial splits a micro-batch in two, and compares its loss with the mean of the losses of both parts.
     """
-    per_epoch = 4   # trials in an epoch, each of which synchronises the GPU
+    per_epoch = 4   # number of trials in an epoch; small, because each trial synchronises the GPU
 
     def __init__(self, warn_once:WarnOnce):
         self.warn_once = warn_once
         self.n_left = 0       # trials left in this epoch
-        self.attrs = None     # a `ChangedAttrs`: finds attributes that callbacks set for this batch
-        # predictions, targets and inputs of a micro-batch of one sample, to be joined with the next
-        # sample
+        # a `ChangedAttrs`, which finds the attributes that callbacks have set since the loader yielded
+        # the current batch
+        self.attrs = None
+        # (predictions, targets, inputs) of a micro-batch of one sample: it is tested with the next one,
+        # because a single sample cannot be split
         self.waiting = None
-        # A label count is the number of labels of a sample that are not -100. For each tensor of labels,
-        # by its position in the batch: the set of label counts seen in this fit.
+        # position of a tensor of labels in the batch -> the set of label counts seen in this fit; a
+        # label count is the number of labels in one sample, without labels of -100
         self.label_counts = {}
 
     def begin_epoch(self):
@@ -85,7 +87,8 @@ class LossTrials:
         previous = self.waiting
         joined,self.waiting = pair(previous, learn)
         if previous is None and self.waiting is not None: return None,0
-        if self.waiting is None: self.n_left -= 1   # otherwise no loss is compared yet
+        is_trial = self.waiting is None   # no loss is compared while this sample waits for the next one
+        if is_trial: self.n_left -= 1
         return (learn,1) if joined is None else (joined,2)
 
 # %% ../../nbs/core/20_loss_trials.ipynb #loss-messages
@@ -116,7 +119,7 @@ def _not_a_mean(self:LossTrials, probed:Probed, learn, micro, mean)->bool:
 
 @patch
 def _has_state(self:LossTrials, probed, learn, micro, mean)->bool:
-    "Warn of a loss function that keeps something from one call to the next"
+    "Warn of a loss function that keeps a state, such as a count, from one call to the next"
     if not probed.has_state: return False
     self.warn_once('loss-with-state', "your loss function keeps something from one call to the next, "
         "such as a running mean or a count: with the same predictions and targets, it returned two "
@@ -175,12 +178,12 @@ def _uneven_labels(self:LossTrials, probed, learn, micro, mean)->bool:
 def _has_uneven_labels(self:LossTrials, learn, m):
     "Whether samples have had different numbers of labels other than -100; synchronises the GPU"
     n_targets = len(leaves(tuple(learn.yb)))
-    # if the model computes the loss, its inputs contain the labels
+    # labels are among the targets, or among the inputs if the model computes the loss
     parts = leaves((*learn.yb,*learn.xb))
     def is_label(o): return has_rows(o, m) and o.dtype in (torch.int32,torch.int64)
     labels = [(i,o) for i,o in enumerate(parts) if is_label(o)]
-    # A sample that waits was not counted as a trial. Reading its labels synchronises the GPU as a trial
-    # does, so it counts as one.
+    # `_batch_to_test` does not count a sample that waits for the next one as a trial. Reading the
+    # sample's labels synchronises the GPU, as a trial does, so count a trial here.
     if labels and self.waiting is not None: self.n_left -= 1
     for i,o in labels:
         counts = (o!=-100).reshape(m, -1).sum(1).tolist()
@@ -189,9 +192,9 @@ def _has_uneven_labels(self:LossTrials, learn, m):
     return any(len(o)>1 for o in self.label_counts.values())
 
 # %% ../../nbs/core/20_loss_trials.ipynb #loss-changes
-# To test how a callback changes the loss, the callback gets its event again with a part of the batch.
-# Attributes of these types can be copied or restored; callbacks with other attributes are not tested.
-_harmless = (Number,str,bytes,type(None),type,torch.device,torch.dtype,Tensor,nn.Module,BaseLoss,
+# To test how a callback changes the loss, its method is called again with a part of the batch. This is
+# only done if all attributes of the callback have these types, which can be copied or restored.
+_restorable = (Number,str,bytes,type(None),type,torch.device,torch.dtype,Tensor,nn.Module,BaseLoss,
     FunctionType,BuiltinFunctionType,MethodType)
 
 class LossChanges:
@@ -199,18 +202,18 @@ class LossChanges:
     def __init__(self, learn:Learner, n:int, changes:list, changed:ChangedAttrs):
         self.learn = learn
         self.n = n               # samples in the whole micro-batch
-        self.changes = changes   # (callback, event) of each change of the loss
-        self.added = []          # for each part, the term that the callbacks have added to its loss
+        self.changes = changes   # pairs: (callback, name of the event in which it changed the loss)
+        self.added = []          # the terms that the callbacks have added to the loss, one for each part
         cbs = {id(cb):cb for cb,_ in changes}.values()
-        # For each callback: the dict of its attributes, and a copy of that dict without the Learner. For
-        # each part of the micro-batch, the callback starts again with the copied attributes.
+        # pairs: (dict of a callback's attributes, copy of the dict without the Learner); the callback
+        # starts with the copied attributes for each part of the micro-batch
         self.attrs_of_cbs = [(vars(cb),{k:o for k,o in vars(cb).items() if k!='learn'}) for cb in cbs]
-        # (dict that contains the attribute, its name, its value) for each attribute that was set for the
-        # batch and has a row for each sample: a part of the micro-batch gets the rows of its samples
+        # (dict of an object's attributes, name, value) of each attribute that was set for this batch and
+        # has a row for each sample: a part of the micro-batch gets the rows of its samples
         self.attrs_with_rows = [(attrs,name,o) for attrs,name,o in changed.since()
             if name not in ('xb','yb','pred') and tree_any(lambda x: has_rows(x, n), o)]
         values = tree_leaves([attrs for _,attrs in self.attrs_of_cbs])
-        self.can_replay = all(isinstance(o, _harmless) for o in values)
+        self.can_replay = all(isinstance(o, _restorable) for o in values)
         self.state = ForwardState([m for o in values if isinstance(o, nn.Module) for m in o.modules()])
 
     def __call__(self, part:Part, loss:Tensor)->Tensor:
@@ -264,8 +267,8 @@ def try_parts(self:LossChanges, learn:Learner, count_items:Callable|None)->Probe
     if not self.can_replay:
         return Probed(None, 'the callback holds an object that may not be used twice')
     with self.state.again(): res = probe(learn, self.n, count_items, self)
-    # if each part gets the same term, the callback may have computed it from the whole batch, so the
-    # equal losses prove nothing
+    # If the callbacks have added the same number to the loss of each part, they may have computed it
+    # from the whole batch and not from the part. The result then proves nothing.
     is_right = res.off is not None and not res.wrong
     if is_right and self.is_constant():
         return Probed(None, 'the same is added for each part of the micro-batch')
@@ -280,13 +283,13 @@ def _changed_loss(self:LossTrials, learn, batch, n, micro, mean):
     found = [(cb,event) for cb,event,_ in micro.loss_changes if not is_fastais(cb)]
     if not found: return
     outputs = [o.grad_fn for o in leaves(micro.pred) if isinstance(o, Tensor)]
-    # A callback may only set an output of the model as the loss. Then the model computes the loss, and
-    # parts cannot be tested: only look at the numbers of labels.
+    # If the last callback has set an output of the model as the loss, the model computes the loss, which
+    # cannot be tested on parts: only look at the numbers of labels.
     if micro.loss_changes[-1][2] in outputs: return self._uneven_labels(Probed(None), learn, micro, mean)
     names = ' and '.join(dict.fromkeys(type(cb).__name__ for cb,_ in found))
     changes = LossChanges(learn, n, found, self.attrs)
     probed = changes.try_parts(batch, mean.count_items)
-    reason = ' '.join(probed.reason.split())   # on one line, as a part of the warning
+    reason = ' '.join(probed.reason.split())   # joins the lines of an error's text, for the warning
     if probed.wrong:
         self.warn_once('changed-loss', f"{names} changes the loss, and the changed loss is not "
             f"a mean over {_items(mean)} ({_percent(probed.off)}), so this run differs from the "

@@ -44,9 +44,10 @@ class Targets:
         nan_grad:bool=True):
         self.ignore_index = ignore_index   # the value of a target that is ignored
         self.weight = weight               # a tensor with the weight of each class, or `None`
-        # whether floating point targets are class probabilities, one row per sample
+        # whether floating point targets are class probabilities, of which none is ignored: then the loss
+        # is a mean over samples
         self.probs = probs
-        # whether the gradient may be NaN instead of 0 if all targets are ignored
+        # whether the loss function may have the gradient NaN instead of 0 if all targets are ignored
         self.nan_grad = nan_grad
 
     def __call__(self, learn:Learner)->torch.Tensor|float:
@@ -85,7 +86,8 @@ class Targets:
 def find_n_items(loss_func:Callable)->Callable|None:
     """Find out over which items `loss_func` averages: samples, or targets that are not ignored
 
-    Returns a function of the Learner that counts the items of its micro-batch, or `None` for a sum.
+    Returns a function of the Learner that counts the items of its micro-batch, or `None` if the loss is
+    a sum.
     """
     f,kwargs = loss_func,{}
     mixer = f.__self__ if isinstance(f, MethodType) else None
@@ -102,20 +104,19 @@ def find_n_items(loss_func:Callable)->Callable|None:
     ignore_index = setting('ignore_index', -100 if is_ce else None)
     if ignore_index is None or reduction=='none': return samples
     weight = setting('weight') if is_ce else None
-    # without class weights, the gradient of torch's cross-entropy is 0, not NaN, if all targets are
-    # ignored
-    has_nan_grad = not is_ce or weight is not None
-    return Targets(ignore_index, weight, probs=is_ce, nan_grad=has_nan_grad)
+    # If all targets are ignored, torch's cross-entropy without class weights has the gradient 0. With
+    # class weights, and in other loss functions, the gradient may be NaN.
+    may_have_nan_grad = not is_ce or weight is not None
+    return Targets(ignore_index, weight, probs=is_ce, nan_grad=may_have_nan_grad)
 
 # %% ../../nbs/core/05_mean.ipynb #check
 def _checked(size, read_tensor):
-    """Refuse an invalid value of `n_items`
+    """Check `size`, a result of `n_items`, and return it; a tensor in CPU memory becomes a number
 
-    A tensor on a GPU is only read with `read_tensor`, because reading synchronises the GPU.
+    A tensor on a GPU is only checked if `read_tensor`, because reading it synchronises the GPU.
     """
     if isinstance(size, torch.Tensor) and size.numel()==1:
-        # a tensor in CPU memory becomes a number, because copying the tensor to a GPU would synchronise
-        # the GPU
+        # copying a tensor from CPU memory to a GPU would synchronise the GPU; a number is not copied
         if on_host(size): return _checked(size.item(), read_tensor)
         if read_tensor: _checked(size.item(), read_tensor)
         return size
@@ -129,7 +130,7 @@ def _checked(size, read_tensor):
 
 # %% ../../nbs/core/05_mean.ipynb #mean
 class Measured(NamedTuple):
-    "What `StepMean.measure` has read from a micro-batch"
+    "The numbers that `StepMean.measure` has read from a micro-batch"
     samples:int # Samples in the micro-batch
     items:int|float|torch.Tensor # Items that the loss is a mean of; 0 if the loss is a sum
     loss:torch.Tensor # Loss of the micro-batch, a 0-dim tensor without a graph
@@ -149,34 +150,35 @@ class StepMean:
         self.n_all = n_all          # samples of all processes in the planned step
         self.n_items = n_items      # the user's function of the Learner that counts items, or `None`
         self.processes = processes  # the processes that train together; `None`: a single process
-        # the previous step's loss, which is recorded again if all targets of this step are ignored
+        # loss of the previous step: recorded instead of NaN if all targets of this step are ignored
         self.last_loss = last_loss
-        # whether `n_items` has returned a valid number before: it is checked only once, because checking
-        # synchronises the GPU
+        # whether `n_items` has already returned a valid number: only its first number is checked,
+        # because a check synchronises the GPU
         self.trusted = trusted
-        # totals of the micro-batches so far, updated by `add`
+        # the next five attributes are totals of the micro-batches so far, updated by `add`
         self.n_micro_batches = 0
         self.samples = 0
         self.items = 0              # samples or targets that the mean covers; 0 if the loss is a sum
-        # sum of the losses; a loss that is a mean is multiplied by the items of its micro-batch
+        # sum of the micro-batches' losses, each multiplied by its number of items if the loss is a mean
         self.losses = 0.
-        self.needs_grad = False     # whether the loss of at least one micro-batch needed a gradient
-        # set by `measure`
-        self.count_items = None     # function that counts a micro-batch's items; `None` for a sum
-        self.loss_func = None       # the loss function whose items `count_items` counts
+        self.needs_grad = False     # whether the loss of at least one micro-batch required a gradient
+        # the attributes below are set by `measure`
+        self.loss_func = None       # the loss function for which `count_items` was chosen
+        # function that counts a micro-batch's items, or `None` if the loss is a sum
+        self.count_items = None
         # whether the loss is a sum over samples; `None` before the first micro-batch
         self.is_sum = None
         self.current = None         # the `Measured` of the micro-batch that runs
-        # expected number of items of this process in the step; a micro-batch's share of the step is its
-        # number of items divided by this number
+        # number of items of this process in the step, estimated from the first micro-batch; the share of
+        # a micro-batch in the step is its own number of items divided by this number
         self.expected = None
 
     def measure(self, learn:Learner, n:int)->float|torch.Tensor:
         """Return the share of a micro-batch of `n` samples in the step
 
         The caller multiplies the loss by this share. If the loss is a sum, only the penalties that
-        callbacks have added are multiplied. If all targets may be ignored, `learn.loss` and the
-        gradients of the predictions are made finite here.
+        callbacks have added are multiplied. If all targets are ignored, or if only the GPU knows whether
+        they are, `learn.loss` and the gradients of the predictions are made finite here.
         """
         if self.is_sum is None or self.loss_func is not learn.loss_func:
             self._choose_count(learn.loss_func)
@@ -194,7 +196,7 @@ class StepMean:
             size = _checked(size, not self.trusted)
             self.trusted = True
         if self.expected is None:
-            # `max` avoids a division by 0: callbacks may have added rows to a batch of 0 samples
+            # `max` avoids a division by 0: `n` is 0 if callbacks have added rows to an empty batch
             items_per_sample = self._size_if_none_ignored(learn, size, n)/max(n, 1)
             self.expected = number_on(loss.device, items_per_sample*self.n_here)
         if isinstance(size, torch.Tensor) or not size: size,loss = self._masked(learn, size, loss)
@@ -202,7 +204,7 @@ class StepMean:
         return size/self.expected
 
     def add(self, learn:Learner):
-        "Count the micro-batch that was measured and back-propagated"
+        "Add the micro-batch that `measure` has read to the totals of the step"
         n,size,loss = self.current
         self.n_micro_batches += 1
         self.samples += n
@@ -211,7 +213,7 @@ class StepMean:
         weight = 1 if self.is_sum else size
         if self.n_micro_batches==1: self.losses = loss*weight
         elif isinstance(weight, torch.Tensor): self.losses = self.losses+loss*weight
-        else: self.losses = self.losses.add(loss, alpha=weight)   # one GPU kernel instead of two
+        else: self.losses = self.losses.add(loss, alpha=weight)   # faster than `losses+loss*weight`
 
 # %% ../../nbs/core/05_mean.ipynb #mean-parts
 @patch
@@ -223,7 +225,7 @@ def _choose_count(self:StepMean, loss_func):
 
 @patch
 def _size_if_none_ignored(self:StepMean, learn, size, n):
-    "Return the `size` that the micro-batch would have if none of its targets were ignored"
+    "Return the number of items that the micro-batch would have if none of its targets were ignored"
     y = learn.yb[0] if learn.yb else None
     if isinstance(self.count_items, Targets): return self.count_items.count_all(y)
     if self.count_items is samples: return size or n
@@ -236,7 +238,7 @@ def _size_if_none_ignored(self:StepMean, learn, size, n):
 def _masked(self:StepMean, learn, size, loss):
     """Make the loss and the gradients finite even if all targets are ignored
 
-    Returns size and loss as tensors.
+    Returns the number of items and the loss, both as tensors.
     """
     if not isinstance(size, torch.Tensor): size = torch.zeros((), device=loss.device)
     dtype = plain_tensor(learn.loss_grad).dtype
@@ -257,7 +259,9 @@ def sum_up(self:StepMean):
     if self.processes is None or self.processes.n==1: return
     self.items,self.losses,self.samples = self.processes.sum(self.items, self.losses, self.samples)
     self.samples = int(self.samples)
-    if self.current is None:   # this process had no samples in the step, so `measure` was never called
+    # A process without samples in the step has never called `measure`. The loss is a sum if the other
+    # processes have counted no items.
+    if self.current is None:
         self.current = Measured(0, 0, self.losses.float())
         self.is_sum = not self.items>0
     if self.is_sum: self.losses = self.losses.to(self.current.loss.dtype)
@@ -278,7 +282,7 @@ def loss(self:StepMean)->torch.Tensor:
 def correction(self:StepMean)->float|torch.Tensor:
     "Return the factor for the gradients that replaces the expected number of items by the counted one"
     if self.is_sum: return 1.
-    # `expected` is `None` if this process had no samples, and so has no gradients to correct
+    # if `expected` is `None`, this process had no samples and has no gradients: any factor will do
     expected = 1. if self.expected is None else self.expected
     if isinstance(self.items, torch.Tensor): return torch.where(self.items>0, expected/self.items, 0.)
     return expected/self.items if self.items else 0.
@@ -304,8 +308,8 @@ class KeptLosses:
         "Set the attributes of the loss function to their means over the step"
         for name,(total,count) in self.sums.items():
             mean = total/count
-            # mark the mean: if the next step does not call the loss function, `note` must not take the
-            # mean for the loss of a micro-batch
+            # `note` skips a value with this mark: if the loss function is not called for the next
+            # micro-batch, its attribute still is this mean, and not the loss of that micro-batch
             mean.is_step_mean = True
             setattr(learn.loss_func, name, mean)
 
@@ -321,7 +325,7 @@ def join_outputs(learn:Learner, outs:list):
     if not len(learn.yb): return
     if items[0] is None: learn.loss = sum(losses)
     else:
-        items = [float(o) for o in items]   # synchronises the GPU; runs only if the batch was split
+        items = [float(o) for o in items]   # synchronises the GPU
         total = sum(items)
         # if all targets are ignored, take the loss of the first part: it is usually NaN, as in fastai
         learn.loss = sum(o*n for o,n in zip(losses, items) if n)/total if total else losses[0]

@@ -65,11 +65,12 @@ class EqualSteps(Sequence):
 
     def runs(self)->list:
         "List pairs: a number of consecutive steps of equal size, and the samples in each of these steps"
-        # a step is smaller than the previous step if a process has too few samples left for its part, or
-        # has none left
-        first_smaller = set()
-        for size,dl in zip(self.full_sizes, self.loaders): first_smaller |= {dl.n//size,ceil(dl.n/size)}
-        edges = sorted({0,self.n,*(i for i in first_smaller if i<self.n)})
+        starts = {0}   # indices of steps that differ in size from the step before
+        for size,dl in zip(self.full_sizes, self.loaders):
+            i_incomplete = dl.n//size    # in this step, the process has too few samples for its part
+            i_empty = ceil(dl.n/size)    # in this step, the process has no samples left
+            starts |= {i_incomplete,i_empty}
+        edges = sorted({self.n,*(i for i in starts if i<self.n)})
         return [(stop-start,sum(self[start].sizes)) for start,stop in zip(edges, edges[1:])]
 
 # %% ../../nbs/core/00_plan.ipynb #plan
@@ -78,12 +79,12 @@ class Plan:
     def __init__(self, loaders:list, accum_bs:int|Callable, n_epoch:int=1, drop_last:bool=False,
         never_empty:bool=False, split_words:str=''):
         self.loaders = list(loaders)    # the `LoaderSizes` of each process
-        # effective batch size in samples over all processes, or a schedule: a function that returns this
-        # number for a `Position`
+        # effective batch size in samples over all processes, or a schedule: a function that returns the
+        # effective batch size at a `Position`
         self.accum_bs = accum_bs
         self.n_epoch = n_epoch          # epochs of the training run
         self.drop_last = drop_last      # whether the incomplete last step of an epoch is left out
-        # whether `drop_last` keeps an incomplete step that is the only step of its epoch
+        # whether an incomplete step is kept in spite of `drop_last` if its epoch has no other step
         self.never_empty = never_empty
         # how the summary describes the splitting of batches, such as 'split where memory runs out';
         # empty if the micro-batch size is fixed
@@ -288,9 +289,9 @@ def __repr__(self:Plan):
 @patch
 def check(self:Plan,
     warns:bool=True, # Whether to give warnings: `False` on all processes but one
-    size_name:str='accum_bs' # Name of the argument that sets the effective batch size, for the messages
+    size_name:str='accum_bs' # Name, in messages, of the argument that sets the effective batch size
 ):
-    """Refuse an epoch without a step, and warn of step sizes that the user may not have intended
+    """Raise an error for an epoch without a step, and warn of step sizes that are probably not intended
 
     ValueError: with `drop_last=True`, an epoch has too few samples for a step
     UserWarning: an epoch has too few samples for a complete step, or loses a tenth of its samples
@@ -304,9 +305,10 @@ def check(self:Plan,
 
 @patch
 def _warn_left_out(self:Plan):
-    "Warn if a tenth of the samples is in incomplete steps that the user has not asked to drop"
+    "Warn if incomplete steps, which the user has not asked to drop, have a tenth of the samples or more"
     left_out = [self.left_out(i) for i in self._different_epochs()]
-    # do not count the samples that the loaders drop: `drop_last=False` would not bring them back
+    # The warning advises the user to pass `drop_last=False`, which does not bring back samples that the
+    # loaders themselves drop. So these samples are not counted.
     n_in_dropped_steps = sum(left_out)-self.dropped*len(left_out)
     is_few = n_in_dropped_steps*10<self.n_all*len(left_out)
     if not n_in_dropped_steps or is_few: return
@@ -339,9 +341,10 @@ def _warn_rounded_up(self:Plan, size_name):
 
 @patch
 def _check_filled(self:Plan, warns):
-    "Refuse an epoch with too few samples for a complete step, or warn that it has only a smaller one"
-    # with `drop_last=True`, an epoch is empty if one process has too few samples for its part of a step;
-    # otherwise, the epoch is one smaller step if all processes have too few
+    "Raise an error or warn if an epoch has too few samples for a complete step"
+    # If one process has too few samples for its part, the first step of the epoch is incomplete, so with
+    # `drop_last=True`, the epoch has no step. Otherwise, it has a single smaller step if all processes
+    # have too few samples.
     is_too_few = any if self.drop_last else all
     for i in self._different_epochs():
         full = self.full_sizes(self.accum_bs_at(i, self.steps_before(i)))

@@ -26,9 +26,9 @@ from .forward_state import ForwardState, rng_state
 class Probed(NamedTuple):
     "The result of comparing the loss of a micro-batch with the losses of two parts of its samples"
     off:float|None # Relative difference between the loss and the mean of the parts' losses, if known
-    reason:str='' # Why the difference is unknown
-    tol:float=2e-5 # The largest difference that counts as rounding
-    raised:bool=False # Whether the loss function raised an error, or its inputs have no rows to select
+    reason:str='' # Why `off` is unknown
+    tol:float=2e-5 # The largest `off` that counts as rounding
+    raised:bool=False # Whether the loss function cannot be called with a part of the samples
     has_state:bool=False # Whether a second call with the same samples returned another loss
     adds_up:bool=False # Whether the loss is the sum of its parts' losses instead of their mean
 
@@ -69,7 +69,7 @@ class Part:
         self.learn = learn   # supplies all attributes that do not depend on the samples
         self.n = n           # samples in the whole micro-batch
         self.select = select   # `select(x)` selects the samples of the part from a tensor or list
-        # copies of the predictions and targets of the part
+        # predictions and targets of the part, copied because the loss function may write into them
         self.pred,*yb = _copy(_pick_of_output((learn.pred,*learn.yb), n, select))
         self.yb = tuple(yb)
         self.loss_func = self._loss_func_of_part(loss_func or learn.loss_func)
@@ -135,12 +135,12 @@ def _gap(losses, sizes, is_sum):
     n,*ns = sizes
     if is_sum: weights = [1,1]
     elif abs(sum(ns)-n)<=1e-4*n:
-        weights = [o/sum(ns) for o in ns]   # fails if no part has items: `probe` reports the error
+        weights = [o/sum(ns) for o in ns]   # ZeroDivisionError if no part has items: `probe` reports it
     else: raise ValueError('the sizes of the parts do not add up to the size of the whole')
     weighted = [w*o for w,o in zip(weights, parts) if w]
     if not isfinite(whole): raise ValueError('the loss is not finite')
-    # The parts in `weighted` have items, so their losses should be finite. A loss that is not finite is
-    # the mean of other items than `sizes` counts, and the part has none: the difference is infinite.
+    # According to `sizes`, each part in `weighted` has items, so a mean over its items is finite. If
+    # its loss is not finite, the loss averages other items: return an infinite difference.
     if not all(map(isfinite, weighted)): return inf,abs(whole) or 1.
     return abs(whole-sum(weighted)),max(abs(whole), sum(map(abs, weighted)))
 
@@ -195,7 +195,7 @@ def _compare_parts(learn, loss_func, n, count_items, devices, change):
         reason = 'it returns another value for the same predictions and targets'
         return Probed(None, reason, tol, has_state=True)
     # Reversing the order of the samples should not change the loss. If it does, the loss depends on
-    # something that was not reversed, or `res.off` is rounding: then do not report the difference.
+    # something that was not reversed, or the difference in `res` is only rounding: `res` proves nothing.
     if abs(backwards-loss)<=min(gap/10, tol*scale): return res
     reason = 'it depends on something other than predictions and targets, or is all rounding'
     return Probed(None, reason, tol)
@@ -213,7 +213,7 @@ def _copy_loss(f, *kept):
         # `deepcopy` cannot copy a tensor with a graph, such as the last loss
         if isinstance(o, torch.Tensor) and o.grad_fn is not None: memo[id(o)] = o.detach()
     try: return deepcopy(f, memo)
-    except Exception: return f   # the loss function has an attribute that cannot be copied
+    except Exception: return f   # if an attribute cannot be copied, test the loss function itself
 
 def probe(learn:Learner, n:int, count_items:Callable|None, change:Callable|None=None)->Probed:
     """Compare the loss of a micro-batch of `n` samples with the mean of the losses of two unequal parts
@@ -224,10 +224,11 @@ def probe(learn:Learner, n:int, count_items:Callable|None, change:Callable|None=
     """
     if n<2: return Probed(None, 'the micro-batch has one sample')
     model = getattr(learn, 'model', nn.Identity())
-    state = ForwardState(model.modules())   # restored afterwards: the loss function may call the model
+    # the loss function may call the model: `state.again()` undoes the changes in the model's modules
+    state = ForwardState(model.modules())
     try:
         with state.again(), catch_warnings():
-            simplefilter('ignore')   # PyTorch may warn of a part's shapes, which the fit does not use
+            simplefilter('ignore')   # PyTorch may warn of shapes that only the parts have
             loss_func = _copy_loss(learn.loss_func, learn, model)
             return _compare_parts(learn, loss_func, n, count_items, state.devices, change)
     except _LossError as e: return Probed(None, str(e), raised=True)

@@ -27,9 +27,9 @@ class BatchStream:
     If batches are split into micro-batches, a batch is also cut where a step ends.
     """
     def __init__(self, dl:object, sizes:LoaderSizes, count:Callable=n_samples):
-        self.sizes = sizes       # the sizes of `dl`, in samples
-        # `count(batch, expected)` returns the number of samples in a batch. If the tensors of the batch
-        # suggest several numbers, it returns `expected`, the number that follows from `sizes`.
+        self.sizes = sizes       # the `LoaderSizes` of `dl`
+        # `count(batch, expected)` returns the number of samples in a batch. If the shapes of its
+        # tensors allow several numbers, it returns `expected`: `bs`, or fewer at the end of the epoch.
         self.count = count
         self.batches = iter(dl)  # yields the batches of `dl`
         self.n_read = 0          # batches read so far
@@ -45,7 +45,7 @@ class BatchStream:
     def has_more(self)->bool:
         "Whether the loader has another sample; reads the next batch to find out, if necessary"
         while self.rest is None:
-            # at the end of the loader, `next` returns `self`; `None` could be a batch
+            # `self` marks the end of the loader, because a batch could be `None`
             b = next(self.batches, self)
             if b is self: return False
             expected = min(self.sizes.bs, max(1, self.sizes.n-self.n_read*self.sizes.bs))
@@ -77,8 +77,9 @@ class Step:
         self.size = plan.sizes[rank]            # samples of this process in the step
         self.total = sum(plan.sizes)            # samples of all processes in the step
         self.full = plan.full                   # samples of a complete step, over all processes
-        # Samples after which this process ends the step. `wanted_here` is smaller than `size` if
-        # `size` is rounded up to whole batches, and larger than `size` if the epoch ends early.
+        # Samples after which this process ends the step: its part of the effective batch size,
+        # `wanted_here`, or `size` if the epoch has fewer samples left. In a complete step, `size` can be
+        # larger than `wanted_here`, because it is rounded up to whole batches.
         self.target = min(self.size, plan.wanted_here)
 
     def _refuse(self, *_):
@@ -98,7 +99,7 @@ class Step:
 
 # %% ../../nbs/core/02_step_loader.ipynb #in-place
 class OneBatchLoader(GetAttr):
-    "Wraps the loader `dl`; during its iteration, the Learner runs batches with the function `one_batch`"
+    "Wraps the loader `dl`; while its items are read, `one_batch` replaces the Learner's own method"
     _default = 'dl'
     def __init__(self, learn:Learner, dl:object, one_batch:Callable):
         self.dl,self.patch = dl,Patch(learn, 'one_batch', one_batch)
@@ -129,12 +130,12 @@ class StepLoader(OneBatchLoader):
         count:Callable=n_samples):
         super().__init__(learn, dl, one_batch)
         self.steps = steps            # the `PlannedStep`s of the epoch
-        self.sizes = sizes            # the sizes of `dl`, in samples
-        # `count(batch, expected)` returns the number of samples in a batch. If the tensors of the batch
-        # suggest several numbers, it returns `expected`, the number that follows from `sizes`.
+        self.sizes = sizes            # the `LoaderSizes` of `dl`
+        # `count(batch, expected)` returns the number of samples in a batch. If the shapes of its
+        # tensors allow several numbers, it returns `expected`: `bs`, or fewer at the end of the epoch.
         self.count = count
         self.processes = processes    # the processes that train the model together
-        # whether incomplete steps, and any samples after them, are left out
+        # whether samples that are too few for a complete step are left out
         self.drop_last = drop_last
         self.warn_once = warn_once or WarnOnce()   # gives each warning once per fit
 
@@ -154,12 +155,14 @@ class StepLoader(OneBatchLoader):
         self.processes.pause_sync(False)
 
     def items(self):
-        self.processes.pause_sync(True)   # pause DDP's own synchronisation until `end` is called
+        # Until `end` is called, DDP must not synchronise gradients after each backward pass: they are
+        # added up over all processes once, at the end of a step.
+        self.processes.pause_sync(True)
         batches = BatchStream(self.dl, self.sizes, self.count)
         are_several = self.processes.n>1
         for planned in self.steps:
-            # a process that has run out of samples yields empty steps: the other processes wait for it
-            # when they exchange gradients
+            # With several processes, each must yield all steps, even if it has run out of samples: at
+            # the end of each step, the others wait for it to exchange gradients.
             if are_several or batches.has_more(): yield Step(batches, planned, self.processes.rank)
         if self.drop_last: self._exhaust(batches)
         elif len(self.steps) and batches.has_more(): yield from self._unannounced(batches, are_several)
@@ -178,7 +181,7 @@ class StepLoader(OneBatchLoader):
             "the loader an attribute `n`, the number of samples")
 
     def _unannounced(self, batches, are_several):
-        "Yield more steps of the last planned size, for samples that the loader did not announce"
+        "Yield more steps than planned, each of the full size of the last planned step, until `dl` ends"
         if are_several:
             raise RuntimeError(f"this process has samples left after all {len(self.steps)} steps, "
                 "because its loader yields more or larger batches than its `__len__` and `bs` say: "
@@ -196,8 +199,8 @@ class StepLoader(OneBatchLoader):
         unread = batches.batches
         if not isinstance(self.dl, DataLoader):
             is_stream = isinstance(getattr(self.dl, 'dataset', None), IterableDataset)
-            # PyTorch's loader drops a batch in its sampler, before samples are loaded: only read the
-            # sampler to its end. The sampler of an `IterableDataset` never ends, and draws no random
-            # numbers.
+            # PyTorch's loader does not load the samples of the batch that it drops. Only its sampler
+            # draws random numbers for them: read the sampler to its end. The sampler of an
+            # `IterableDataset` draws none, and never ends.
             unread = () if is_stream else getattr(unread, '_sampler_iter', ())
         for _ in unread: pass

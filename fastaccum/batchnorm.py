@@ -31,7 +31,7 @@ from .core.distributed import check_not_sharded, world_size
 # %% ../nbs/05_batchnorm.ipynb #recalibrate
 @patch
 def recalibrate_bn(self:Learner,
-    bs:int=None, # Samples in a batch; default: a step (64 if none is set), or the loader's size if larger
+    bs:int=None, # Samples in a batch; default: `accum_bs` or 64, or the loader's batch size if larger
     n:int=None # The most samples to read; defaults to 10,000, and at least one batch is read
 ):
     """Estimate BatchNorm's running statistics again, as a mean over training batches of `bs` samples

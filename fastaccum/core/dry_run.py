@@ -43,7 +43,7 @@ class Snapshot:
     to. `skip`: objects that are left out.
     """
     def __init__(self, *roots:object, shallow:tuple=(), skip:tuple|list=()):
-        self.restore_calls = []   # (function, *arguments) of each call that restores a part of the state
+        self.restores = []   # (function, *arguments) of each call that restores a part of the state
         # `id` of an object -> the object, which is noted already or left out. An `id` stays unique only
         # while its object exists, so the objects are kept.
         self.seen = {id(o):o for o in skip}
@@ -54,7 +54,7 @@ class Snapshot:
     def put_back(self):
         "Restore everything, even if Ctrl-C arrives meanwhile; can be called any number of times"
         def put():
-            for f,*args in self.restore_calls: f(*args)
+            for f,*args in self.restores: f(*args)
         uninterrupted(put)
 
 # %% ../../nbs/core/26_dry_run.ipynb #snapshot-note
@@ -70,13 +70,13 @@ def _note(self:Snapshot, o):
     if isinstance(o, (tuple,frozenset)): return list(o)
     if isinstance(o, (dict,list,set,deque)):
         refs = items_of(o)
-        self.restore_calls.append((put_items, o, refs))
-    elif isinstance(o, np.ndarray) and o.flags.writeable: self.restore_calls.append((np.copyto, o, o.copy()))
-    else: self.restore_calls += generator_state(o)
+        self.restores.append((put_items, o, refs))
+    elif isinstance(o, np.ndarray) and o.flags.writeable: self.restores.append((np.copyto, o, o.copy()))
+    else: self.restores += generator_state(o)
     attrs = getattr(o, '__dict__', None)
     if attrs is None: return refs
     if type(o).__module__.split('.')[0] in _not_visited and not isinstance(o, _visited): return refs
-    self.restore_calls.append((put_items, attrs, items_of(attrs)))
+    self.restores.append((put_items, attrs, items_of(attrs)))
     return [*refs,*attrs.values()]
 
 # %% ../../nbs/core/26_dry_run.ipynb #snapshot-values
@@ -86,7 +86,7 @@ def _note_tensor(self:Snapshot, t):
     if t.is_inference() or t.is_meta: return []
     def copy(o): return None if o is None else o.detach().to('cpu', copy=True)
     grad = copy(t.grad) if t.is_leaf else None
-    self.restore_calls.append((_put_tensor, t, copy(t), t.device, t.requires_grad, grad))
+    self.restores.append((_put_tensor, t, copy(t), t.device, t.requires_grad, grad))
     return list(vars(t).values())
 
 def _put_tensor(t, value, device, requires_grad, grad):
@@ -98,7 +98,7 @@ def _put_tensor(t, value, device, requires_grad, grad):
     if not t.is_leaf: return
     if grad is None: t.grad = None
     elif t.grad is None: t.grad = grad.to(device, copy=True)
-    else: t.grad.data.copy_(grad)   # not `t.grad = …`, because other objects may refer to the tensor `t.grad`
+    else: t.grad.data.copy_(grad)   # keep the tensor `t.grad`: other objects may refer to it
 
 # %% ../../nbs/core/26_dry_run.ipynb #who
 # callbacks that a dry run does not call, because they only log or would disturb the run
@@ -191,7 +191,8 @@ class DryRun:
             shallow=(learn,learn.cbs,learn.cbs.items,dls,dls.loaders,*dls.loaders,recorder),
             skip=[*datasets,*not_called])
         devices = [] if self.device.type=='cpu' else [self.device]
-        snap.restore_calls += [(set_autocast_state, autocast_state(devices)), (set_rng_state, rng_state(devices))]
+        snap.restores += [(set_autocast_state, autocast_state(devices)),
+            (set_rng_state, rng_state(devices))]
         return snap
 
 # %% ../../nbs/core/26_dry_run.ipynb #dry-fit

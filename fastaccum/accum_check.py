@@ -112,7 +112,7 @@ class _Setup:
         self.plan = plan = acc and acc.plan(learn.dls)   # the `Plan` that `acc` makes for a fit
         self.n_items = acc and acc.n_items               # `n_items=` of `acc`
         limit = acc and acc.limit
-        self.split = limit.split if limit else split     # `f(batch, start, stop, n)`
+        self.split = limit.split if limit else split     # `f(batch, start, stop, n)` selects samples
         # True if each batch of the loader is a step, and `acc` splits the batch into micro-batches
         self.splits_batches = False
         if plan is not None:
@@ -168,7 +168,7 @@ class AccumCheck:
     rows:list[Row] # Rows of the table, one for each possible cause of a difference
     sizes:list[int] # Samples in each micro-batch
     layers:dict # Name of a parameter -> the relative difference of its gradients
-    remaining:dict # As `layers`, after the causes above were frozen or left out; empty if there are none
+    remaining:dict # As `layers`, without the modules and callbacks at fault; empty if none were found
     too_many:int|None=None # Samples in a step of the fit, if a step does not fit in memory; else `None`
 
     @property
@@ -221,7 +221,7 @@ class _Diagnosis:
     def __init__(self, compare, setup, no_cbs):
         self.compare,self.setup = compare,setup
         self.model = compare.run.learn.model
-        self.no_cbs = no_cbs     # True if `accum_check` was called without `cbs=`
+        self.no_cbs = no_cbs     # True if `accum_check` got no `cbs=`, so callbacks of a fit may be missing
         self.whole = None        # `CaptureGrads` of a step on the whole batch; `None` if the step failed
         self.parts = None        # `CaptureGrads` of the step in micro-batches; `None` if the step failed
         self.sizes = []          # samples in each micro-batch

@@ -32,7 +32,7 @@ def bs_find(self:Learner,
     max_trials:int=25, # Try at most this many sizes
     apply:bool=False, # Whether to set the batch size of the DataLoaders to the size that was found
     show_plot:bool=True # Whether to plot peak memory and speed against the batch size
-)->'FoundSize': # Converts to the size with `int(…)`, in samples on each process
+)->'FoundSize': # `int(…)` converts it to the largest size, in samples on each process
     """Find the largest batch size that trains within memory, and leave the Learner unchanged
 
     A trial takes real training steps on the first batch of its size that the loader makes, with the

@@ -169,7 +169,7 @@ class FirstBatchProbe(QuietCallback):
         self.split = split            # `f(batch, start, stop, n)` returns samples `start` to `stop`
         # function that counts the items that the loss averages; `None`: `find_n_items` chooses one
         self.n_items = n_items
-        self.loss_only = loss_only    # True if a fit runs only the loss on parts, and not the model
+        self.loss_only = loss_only    # True to check only the loss, because a fit runs the model on whole batches
         self.tol = 0.             # the largest relative difference that counts as rounding
         self.rows = n             # rows in the model's inputs: more than `n` if callbacks add rows
         # results of running the model; each difference is relative, and `None` if unknown
@@ -255,8 +255,8 @@ def _probe_model(self:FirstBatchProbe, model, xb):
     else: self.predictions,self.agree = whole_and_parts(frozen, False)
     self.depending = frozen[len(self.drawing):]
     if self.agree: return
-    # the predictions still differ, so a module at fault was not found, nor modules behind it: add the
-    # BatchNorm layers that ran, because their outputs always depend on the other samples
+    # the predictions still differ, but `find` had no module left to freeze. BatchNorm layers that it has
+    # not reached are at fault as well, because their outputs always depend on the other samples
     self.depending += [m for m in batchnorms(model) if m in once.modules_that_ran and m not in frozen]
 
 # %% ../../nbs/core/28_diagnose.ipynb #blame
@@ -274,7 +274,7 @@ def find_differing_callbacks(compare:Compare, off:float, tol:float, **kwargs:obj
         try: return compare.largest_difference(without=cbs, **kwargs)
         except Exception as e:
             if is_out_of_memory(e): raise
-            return float('inf')   # the step fails without `cbs`, so they cannot be found guilty
+            return float('inf')   # the step fails: the difference is unknown, and must not count as small
     # callback -> the difference that remains if only this callback is left out
     remaining = {o:off_without(o) for o in callbacks_to_try(compare.run)}
     best = min(remaining, key=remaining.get, default=None)

@@ -31,7 +31,7 @@ from .warnings import AccumulationWarning
 # %% ../../nbs/core/26_dry_run.ipynb #snapshot
 # a `Snapshot` does not note the attributes of objects whose class is from one of these packages
 _not_visited = sys.stdlib_module_names|{'torch','numpy','pandas','matplotlib','PIL'}
-# exceptions: a `Snapshot` does note the attributes of objects of these classes
+# classes from these packages, whose objects' attributes a `Snapshot` does note
 _visited = (nn.Module,optim.Optimizer,optim.lr_scheduler.LRScheduler,GradScaler,SimpleNamespace)
 # a `Snapshot` leaves out objects of these classes: Python modules, and objects that cannot change
 _constants = str,bytes,int,float,type(None),type,ModuleType
@@ -135,7 +135,7 @@ class Batches(GetAttr):
 # %% ../../nbs/core/26_dry_run.ipynb #run
 class CountSteps(QuietCallback):
     "Counts optimizer steps, and ends the fit after `most` steps, or before validation"
-    order,run_valid = 1000,False   # after all other callbacks, which the end of the fit would skip
+    order,run_valid = 1000,False   # last: the exception that ends the fit skips later callbacks
     def __init__(self, most:float=float('inf'), tick:Callable=noop):
         self.most = most    # number of steps after which the fit ends
         self.tick = tick    # function to call after each step
@@ -174,7 +174,7 @@ class DryRun:
         self.device = training_device(learn)
         # the Learner's callbacks that are called in a dry run
         self.cbs = L(o for o in learn.cbs if takes_part(o) and not any(o is x for x in without))
-        self.snap = self._snapshot(learn)   # the state of the Learner before the first fit
+        self.snap = self._snapshot(learn)   # the Learner's state before the fits, restored after each
         has_bar = total and hasattr(learn, 'progress') and learn.create_mbar
         self.bar = progress_bar(range(total), leave=False) if has_bar else None
         self.ticks = 0        # calls of `tick` so far

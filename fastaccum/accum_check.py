@@ -221,7 +221,7 @@ class _Diagnosis:
     def __init__(self, compare, setup, no_cbs):
         self.compare,self.setup = compare,setup
         self.model = compare.run.learn.model
-        self.no_cbs = no_cbs     # True if `accum_check` got no `cbs=`, so callbacks of a fit may be missing
+        self.no_cbs = no_cbs     # True if `accum_check` got no `cbs=`: callbacks of a fit stay unchecked
         self.whole = None        # `CaptureGrads` of a step on the whole batch; `None` if the step failed
         self.parts = None        # `CaptureGrads` of the step in micro-batches; `None` if the step failed
         self.sizes = []          # samples in each micro-batch

@@ -169,7 +169,7 @@ class FirstBatchProbe(QuietCallback):
         self.split = split            # `f(batch, start, stop, n)` returns samples `start` to `stop`
         # function that counts the items that the loss averages; `None`: `find_n_items` chooses one
         self.n_items = n_items
-        self.loss_only = loss_only    # True to check only the loss, because a fit runs the model on whole batches
+        self.loss_only = loss_only    # True to check only the loss: a fit runs the model on whole batches
         self.tol = 0.             # the largest relative difference that counts as rounding
         self.rows = n             # rows in the model's inputs: more than `n` if callbacks add rows
         # results of running the model; each difference is relative, and `None` if unknown

@@ -169,7 +169,7 @@ class FirstBatchProbe(QuietCallback):
         self.split = split            # `f(batch, start, stop, n)` returns samples `start` to `stop`
         # function that counts the items that the loss averages; `None`: `find_n_items` chooses one
         self.n_items = n_items
-        self.loss_only = loss_only    # True to check only the loss: a fit runs the model on whole batches
+        self.loss_only = loss_only    # True to check only the loss: a fit runs the model on whole steps
         self.tol = 0.             # the largest relative difference that counts as rounding
         self.rows = n             # rows in the model's inputs: more than `n` if callbacks add rows
         # results of running the model; each difference is relative, and `None` if unknown
@@ -274,7 +274,7 @@ def find_differing_callbacks(compare:Compare, off:float, tol:float, **kwargs:obj
         try: return compare.largest_difference(without=cbs, **kwargs)
         except Exception as e:
             if is_out_of_memory(e): raise
-            return float('inf')   # the step fails: the difference is unknown, and must not count as small
+            return float('inf')   # the step fails: the difference is unknown, so do not call it small
     # callback -> the difference that remains if only this callback is left out
     remaining = {o:off_without(o) for o in callbacks_to_try(compare.run)}
     best = min(remaining, key=remaining.get, default=None)

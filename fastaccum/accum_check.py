@@ -36,7 +36,7 @@ from .core.warnings import more_link
 @patch
 def accum_check(self:Learner,
     accum_bs:int=None, # Samples to compare; default: the size of a step, or the loader's batch size
-    steps:int=0, # Steps to train both ways before comparing the weights; 0: compare gradients only
+    steps:int=0, # Steps to train, whole and in parts, to compare weights; 0: compare only gradients
     cbs:Callback|list=None # Callbacks that you would pass to `fit`
 )->'AccumCheck': # Displays itself as a table
     """Run a batch whole and in micro-batches, compare the gradients, and find out why they differ
@@ -62,18 +62,18 @@ def accum_check(self:Learner,
         with DryRun(self, setup.cbs) as run:
             def diagnose(bs, micro_bs=None):
                 n_batches = max(1, steps)
-                compare = Compare(run, setup.make_cbs, setup.loader_yields_parts, setup.split, bs, n_batches,
-                    micro_bs)
+                compare = Compare(run, setup.make_cbs, setup.loader_yields_parts, setup.split, bs,
+                    n_batches, micro_bs)
                 if accum_bs and compare.n<accum_bs:
                     raise ValueError(f"`accum_bs={accum_bs}` is more than the {compare.n} samples that "
                         f"the training loader has: give at most {compare.n}"
                         + more_link('samples-to-check'))
-                return _Diagnosis(compare, setup, cbs is None, steps)
+                return _Diagnosis(compare, setup, no_cbs=cbs is None).diagnose(steps)
             diagnosis,too_many = None,None
             try: diagnosis = diagnose(bs, micro_bs)
             except Exception as e:
                 if accum_bs or not fitting_bs or not is_out_of_memory(e): raise
-            # try again outside of `except`: inside, the exception keeps the memory of the first try
+            # the second try is outside of `except`, because the exception keeps the first try's tensors
             if diagnosis is None:
                 free_memory()
                 too_many = bs
@@ -91,7 +91,7 @@ def _check_args(learn, accum_bs, steps):
         'check')
 
 def _check_cbs(learn, acc, cache):
-    "Raise the errors of a fit for these callbacks, because the check runs callbacks of its own instead"
+    "Raise the errors that `acc` and `cache` would raise in a fit, because the check does not run them"
     if acc is not None: check_learner(learn)
     elif any(isinstance(o, FastaiGradientAccumulation) for o in learn.cbs):
         raise ValueError("this Learner has fastai's `GradientAccumulation`, and only fastaccum's can be "
@@ -103,34 +103,35 @@ def _check_cbs(learn, acc, cache):
 class _Setup:
     "Describes how the callbacks and the loader of a Learner divide a step into parts"
     def __init__(self, learn):
-        # the Learner's callbacks, each `None` if the Learner has no callback of that class
+        # fastaccum's callbacks on the Learner; `None` for a class of which the Learner has no callback
         self.acc = acc = our_callback(learn, 'GradientAccumulation')
         self.cache = our_callback(learn, 'GradientCache')
         self.checkpoint = our_callback(learn, 'ActivationCheckpoint')
         _check_cbs(learn, acc, self.cache)
         self.cbs = [o for o in (acc,self.cache,self.checkpoint) if o is not None]
-        self.plan = plan = acc and acc.plan(learn.dls)   # the `Plan` of a fit, if `acc` is given
-        self.n_items = acc and acc.n_items               # counts the items that the loss averages
+        self.plan = plan = acc and acc.plan(learn.dls)   # the `Plan` that `acc` makes for a fit
+        self.n_items = acc and acc.n_items               # `n_items=` of `acc`
         limit = acc and acc.limit
-        self.split = limit.split if limit else split     # function that cuts samples out of a batch
-        # True if a step is one batch of the loader, which `GradientAccumulation` splits
-        self.splits = False
+        self.split = limit.split if limit else split     # `f(batch, start, stop, n)` selects samples
+        # True if each batch of the loader is a step, and `acc` splits the batch into micro-batches
+        self.splits_batches = False
         if plan is not None:
             loader = plan.loaders[0]
-            self.splits = limit is not None and limit.splits(loader.bs) and plan.accum_bs_at(0)==loader.bs
-        # True if each micro-batch of a step is one batch of the loader
-        self.loader_yields_parts = not self.splits and (acc is not None or not self.cbs)
+            may_split = limit is not None and limit.splits(loader.bs)
+            self.splits_batches = may_split and plan.accum_bs_at(0)==loader.bs
+        # True if each batch of the loader is a micro-batch
+        self.loader_yields_parts = not self.splits_batches and (acc is not None or not self.cbs)
         # True if the loss sees all samples of a step at once
-        self.loss_gets_whole = not (self.loader_yields_parts or self.splits)
+        self.loss_gets_whole = not (self.loader_yields_parts or self.splits_batches)
         # True if the model sees all samples of a step at once
         self.model_gets_whole = self.loss_gets_whole and self.cache is None
 
 # %% ../nbs/02_accum_check.ipynb #setup-sizes
 @patch
 def sizes(self:_Setup, dl:object, accum_bs:int|None)->tuple:
-    """Return the samples in a step, in a micro-batch, and in a batch that fits in memory
+    """Return three numbers of samples: in a step, in a micro-batch, and in a batch that fits in memory
 
-    The last two numbers are `None` if a step has a single part.
+    The last two numbers are `None` if a step is not divided.
     """
     bs = size_of(dl) if resizable(dl) else None
     cache_size = self.cache.size if self.cache else None
@@ -140,7 +141,8 @@ def sizes(self:_Setup, dl:object, accum_bs:int|None)->tuple:
         micro = self.plan.loaders[0].micro_bs
     elif bs: micro = cache_size
     if micro and micro<n: return n,micro,min(micro, cache_size or micro)
-    # a batch needs 5 samples or more to be divided into unequal parts of at least two samples
+    # 5 samples are the fewest that can be divided into unequal parts of at least two samples: compare
+    # that many if the loader's batches are smaller
     is_too_small = accum_bs is None and bs and bs<5<=(n_of(dl) or 0)
     if is_too_small: accum_bs = 5
     return accum_bs,None,None
@@ -153,21 +155,21 @@ def make_cbs(self:_Setup, n:int, sizes:list)->list:
     largest = max(sizes)
     if self.checkpoint is not None: cbs.append(type(self.checkpoint)(self.checkpoint.given))
     if cache is not None:
-        cbs.append(type(cache)(micro_batch_size=min(largest, cache.size or n), split=cache.split))
+        cbs.append(type(cache)(micro_batch_size=min(largest, cache.size or n), split=cache.limit.split))
     if acc is None and cbs: return cbs
-    size = acc.limit.capped(largest) if self.splits else None
+    size = acc.limit.capped(largest) if self.splits_batches else None
     accumulation = GradientAccumulation(n, drop_last=False, n_items=self.n_items, micro_batch_size=size)
     return [*cbs,accumulation]
 
 # %% ../nbs/02_accum_check.ipynb #result
 @dataclass(repr=False, eq=False)
 class AccumCheck:
-    "The result of `accum_check`: true if both runs agree; displays itself as a table"
-    rows:list[Row] # A row of the table for each possible cause
+    "The result of `accum_check`: true if micro-batches change nothing; displays itself as a table"
+    rows:list[Row] # Rows of the table, one for each possible cause of a difference
     sizes:list[int] # Samples in each micro-batch
     layers:dict # Name of a parameter -> the relative difference of its gradients
-    remaining:dict # As `layers`, after the causes were frozen or left out; empty if no cause was found
-    too_many:int|None=None # Samples in a step of the fit, if these do not fit in memory at once
+    remaining:dict # As `layers`, without the modules and callbacks at fault; empty if none were found
+    too_many:int|None=None # Samples in a step of the fit, if a step does not fit in memory; else `None`
 
     @property
     def ok(self)->bool:
@@ -216,28 +218,43 @@ def _repr_markdown_(self:AccumCheck):
 # %% ../nbs/02_accum_check.ipynb #find
 class _Diagnosis:
     "Compares the gradients of a whole batch and of its parts, and finds out why they differ"
-    def __init__(self, compare, setup, no_cbs, steps):
+    def __init__(self, compare, setup, no_cbs):
         self.compare,self.setup = compare,setup
         self.model = compare.run.learn.model
-        self.no_cbs = no_cbs     # True if `accum_check` was called without `cbs=`
-        self.off = None          # the largest relative difference of the gradients; `None` if unknown
-        self.frozen_off = None   # `off` after freezing modules that draw random numbers or mix samples
-        self.rest_off = None     # `frozen_off` after leaving out the callbacks in `self.cbs` as well
+        self.no_cbs = no_cbs     # True if `accum_check` got no `cbs=`: callbacks of a fit stay unchecked
+        self.whole = None        # `CaptureGrads` of a step on the whole batch; `None` if the step failed
+        self.parts = None        # `CaptureGrads` of the step in micro-batches; `None` if the step failed
+        self.sizes = []          # samples in each micro-batch
+        self.probe = None        # the `FirstBatchProbe` of the batch
+        self.tol = 0.            # the largest relative difference that counts as rounding
+        # the largest relative difference of a parameter's gradient, between `whole` and `parts`; `None`
+        # if unknown
+        self.off = None
+        # the same difference while modules that draw random numbers or mix samples are frozen
+        self.frozen_off = None
+        # the same difference while these modules are frozen, and the callbacks in `self.cbs` left out
+        self.rest_off = None
         self.cbs = []            # callbacks that make the gradients differ
         self.needed = []         # callbacks that cannot be left out, because the step fails without them
-        self.layers = {}         # name of a parameter -> the relative difference of its gradients
-        self.remaining = {}      # `layers` after the same modules and callbacks were frozen and left out
-        # gradients and buffers of a step that runs at once (`whole`), and of the same step in
-        # micro-batches (`parts`); each is `None` if its run failed
-        self.whole,self.parts = compare.whole_and_parts()
-        self.sizes = [compare.n] if compare.why else compare.sizes   # samples in each micro-batch
+        self.layers = {}         # name of a parameter -> the relative difference whose maximum is `off`
+        # name of a parameter -> the relative difference whose maximum is `rest_off`; empty if no module
+        # was frozen and no callback left out
+        self.remaining = {}
+        self.rows = []           # rows of the table
         size,loaders = f'micro_batch_size={compare.most}','DataLoaders whose batches are whole steps'
         self.cache_remedy = f"`GradientCache({size})`, in {loaders}"
         self.split_remedy = f'{loaders}, and `{size}`'
-        self.probe = self._probe_first_batch(setup.n_items)
+
+    def diagnose(self, steps):
+        "Run a step whole and in parts, find out why they differ, and fill `rows`; returns `self`"
+        compare = self.compare
+        self.whole,self.parts = compare.whole_and_parts()
+        self.sizes = [compare.n] if compare.why else compare.sizes
+        self.probe = self._probe_first_batch(self.setup.n_items)
         self.tol = self.probe.tol
         if self.parts is not None: self._find_causes()
         self.rows = self._rows(steps)
+        return self
 
 # %% ../nbs/02_accum_check.ipynb #find-causes
 @patch
@@ -247,7 +264,7 @@ def _probe_first_batch(self:_Diagnosis, n_items, **kwargs):
     probe = FirstBatchProbe(compare.n, compare.sizes, compare.split, n_items, loss_only)
     try: compare.fit(False, compare.wholes[:1], [probe], **kwargs)
     except Exception:
-        # if the step has failed before, `compare.why` describes the failure, and the table shows it
+        # if `whole_and_parts` has failed as well, the table shows that failure, which is `compare.why`
         if not compare.why: raise
     return probe
 
@@ -258,9 +275,8 @@ def _find_causes(self:_Diagnosis):
     self.layers = grad_differences(self.whole.grads, self.parts.grads)
     self.off = self.frozen_off = self.rest_off = max(self.layers.values(), default=0.)
     freeze,reset = probe.drawing+probe.depending,probe.reset
-    # If a callback splits the batch, it may also split the hidden state that a recurrent model keeps for
-    # each sample. So the gradients are first compared without resetting the state. If they agree, the
-    # hidden state does not make them differ.
+    # A recurrent model may keep a hidden state for each sample, which is no cause of a difference if the
+    # callback that splits the batch also splits the state. To find out, compare without resetting it.
     may_split_state = probe.remembering and not compare.loader_yields_parts
     if may_split_state and compare.largest_difference(freeze=freeze)<=self.tol:
         reset,probe.remembering = False,[]
@@ -273,8 +289,8 @@ def _find_causes(self:_Diagnosis):
         self.cbs,self.needed = find_differing_callbacks(compare, self.frozen_off, self.tol, **frozen)
         if self.cbs: self.rest_off = self._difference_without(freeze, reset, self.cbs)
     else:
-        # A callback makes more or fewer rows than samples: find the callbacks without which the model
-        # gets one row per sample. If the step fails without a callback, that callback stays suspect.
+        # A callback adds or removes rows of the batch: find the callbacks without which the model gets
+        # one row per sample. A callback without which the step fails may be the cause as well.
         cbs = [o for o in callbacks_to_try(compare.run) if hasattr(o, 'before_batch')]
         found = [o for o in cbs if self._rows_without(o) in (probe.n,None)]
         self.cbs = found or cbs
@@ -288,7 +304,7 @@ def _rows_without(self:_Diagnosis, cb):
 
 @patch
 def _difference_without(self:_Diagnosis, freeze, reset, cbs=()):
-    "Return the largest difference of the gradients with modules frozen, and without `cbs`"
+    "Set `remaining` by comparing gradients with modules frozen and without `cbs`; return the maximum"
     self.remaining = self.compare.differences(freeze=freeze, reset=reset, without=cbs)
     return max(self.remaining.values(), default=0.)
 
@@ -299,8 +315,8 @@ def _loss(self:_Diagnosis):
     probe,tol = self.probe,self.tol
     if self.setup.loss_gets_whole: return Row('loss', 0., tol)
     if self.rest_off is not None and self.rest_off<=tol:
-        # the gradients agree in these micro-batches. If they differ in micro-batches of unequal sizes,
-        # `hidden_loss` is their difference
+        # the gradients agree, so the loss is exact in micro-batches of `self.sizes`. But if
+        # `hidden_loss` is not 0, the loss is not exact in micro-batches of unequal sizes
         row = Row('loss', self.rest_off, tol)
         if probe.hidden_loss:
             row = Row('loss', probe.hidden_loss, tol, 'in micro-batches of unequal sizes')
@@ -328,8 +344,8 @@ def _predictions(self:_Diagnosis):
     row = Row('predictions', probe.predictions, self.tol, probe.why)
     if row.off is None or row.ok: return row
     gradients_agree = self.off is not None and self.off<=self.tol
-    # if the gradients agree, predictions may differ in shape alone: some models cut each micro-batch to
-    # the length of its longest sequence
+    # the gradients agree, so only the predictions' shape differs, which does no harm: some models cut
+    # each micro-batch to the length of its longest sequence
     if gradients_agree and not probe.remembering: return Row('predictions', self.off, self.tol)
     where = describe_modules(self.model, probe.depending)
     if probe.remembering:
@@ -376,7 +392,7 @@ def _callbacks(self:_Diagnosis):
         names = ', '.join(names)
         return Row('callbacks', None, tol, f'the step fails without {names}')
     where = 'not checked: callbacks that are passed to `fit`; give them as `cbs=`' if self.no_cbs else ''
-    # no callback was found to be a cause: if the gradients differ, another row of the table says why
+    # no callback is at fault: if the gradients differ, another row of the table says why
     return Row('callbacks', 0., tol, where)
 
 @patch
@@ -435,7 +451,7 @@ def _rows(self:_Diagnosis, steps):
     rows = L(self._loss(), self._predictions(), self._draws(), self._callbacks(), self._loader(),
         self._gradients(), self._buffers())
     if steps: rows.append(self._weights())
-    # a row of the table has one line: keep the first line of a longer message
+    # `where` may be an error message of several lines: keep the first, because a row has one line
     return rows.map(lambda o: o._replace(where=o.where.partition('\n')[0]))
 
 # %% ../nbs/02_accum_check.ipynb #plot
@@ -447,7 +463,7 @@ def plot(self:AccumCheck)->Axes: # The matplotlib axes
     runs = [('as it trains',self.layers,'tab:red')]
     if self.remaining: runs.append(('without what was found',self.remaining,'tab:blue'))
     for label,diffs,color in runs:
-        # a logarithmic axis has no place for 0 and infinity
+        # a logarithmic axis cannot show 0 and infinity: draw them at its ends
         xs = [max(min(o, 1e3), 1e-17) for o in diffs.values()]
         ax.plot(xs, range(len(xs)), 'o', ms=4, color=color, label=label)
     ax.axvline(tol, color='gray', linestyle=':', label='rounding, at most')

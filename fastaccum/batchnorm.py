@@ -31,7 +31,7 @@ from .core.distributed import check_not_sharded, world_size
 # %% ../nbs/05_batchnorm.ipynb #recalibrate
 @patch
 def recalibrate_bn(self:Learner,
-    bs:int=None, # Samples in a batch; default: a step; without accumulation, 64 or the loader's size
+    bs:int=None, # Samples in a batch; default: `accum_bs` or 64, or the loader's batch size if larger
     n:int=None # The most samples to read; defaults to 10,000, and at least one batch is read
 ):
     """Estimate BatchNorm's running statistics again, as a mean over training batches of `bs` samples
@@ -96,7 +96,7 @@ class FreezeBN(PatchingCallback):
     UserWarning: when the fit begins, if a BatchNorm layer has seen no data, or if no BatchNorm layer has
         running statistics
     """
-    # right after `TrainEvalCallback` has put all layers in training mode
+    # after `TrainEvalCallback`, which puts all layers in training mode
     order = TrainEvalCallback.order+1
     run_valid = False
     def __init__(self,
@@ -107,7 +107,7 @@ class FreezeBN(PatchingCallback):
                 f"`lambda m: m[0]`, got a {type(part).__name__}"
                 + more_link('function-argument'))
         self.part = check_function('part', part, 1, 'lambda m: m[0]')
-        self.frozen = []   # the layers frozen now; none before and after an epoch's training part
+        self.frozen = []   # the layers that are frozen now; empty before and after a fit
 
     def layers_of(self, model:nn.Module)->list:
         "List the BatchNorm layers that this callback freezes"
@@ -246,7 +246,7 @@ def _train_mode_pass(self:_Recalibration):
     model.eval()
     for m in self.layers:
         m.reset_running_stats()
-        m.momentum = None   # PyTorch then averages the statistics of all batches equally
+        m.momentum = None   # with `None`, PyTorch takes the mean of the statistics over all batches
         m.training = True
     with torch.no_grad():
         for b in batches:
@@ -279,7 +279,7 @@ def estimate(self:_Recalibration):
     loader_states = [loader_state(o) for o in loaders]
     shallow = learn,*loaders,*model.modules()
     rest = Snapshot(*other_buffers, loader_states, shallow=shallow, skip=[*estimated,*datasets])
-    rest.puts.append((set_rng_state, rng_state(devices_of(model.modules()))))
+    rest.restores.append((set_rng_state, rng_state(devices_of(model.modules()))))
     try: self._train_mode_pass()
     except BaseException as e:
         uninterrupted(stats.put_back)

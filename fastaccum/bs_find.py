@@ -32,7 +32,7 @@ def bs_find(self:Learner,
     max_trials:int=25, # Try at most this many sizes
     apply:bool=False, # Whether to set the batch size of the DataLoaders to the size that was found
     show_plot:bool=True # Whether to plot peak memory and speed against the batch size
-)->'FoundSize': # Converts to the size with `int(…)`, in samples on each process
+)->'FoundSize': # `int(…)` converts it to the largest size, in samples on each process
     """Find the largest batch size that trains within memory, and leave the Learner unchanged
 
     A trial takes real training steps on the first batch of its size that the loader makes, with the
@@ -103,13 +103,13 @@ class _TrialSteps(CountSteps):
     def __init__(self, n, device):
         super().__init__(n)
         self.n_batches = 0    # batches so far
-        self.secs = 0.        # duration of all batches but the first, in seconds
+        self.secs = 0.        # duration of all batches but the slower first one, in seconds
         self.began = None     # `time.perf_counter()` when the running batch began, in seconds
         # a function that waits until the device has finished its kernels; does nothing on a CPU
         self.synchronize = getattr(getattr(torch, device.type), 'synchronize', noop)
 
     def before_batch(self):
-        "Give each parameter a gradient, which memory holds while a step's later micro-batches run"
+        "Give each parameter a gradient, so that memory is as full as in a step's later micro-batches"
         sparse = {m.weight for m in self.learn.model.modules() if getattr(m, 'sparse', False)}
         for p in self.learn.model.parameters():
             if p.requires_grad and p.grad is None and p not in sparse: p.grad = torch.zeros_like(p)
@@ -183,14 +183,13 @@ def _check_before_search(learn, n, must_match):
 
 def _unwrap(learn):
     "Take the model out of DistributedDataParallel, which exchanges data; `DryRun` puts the wrapper back"
-    # create the optimizer before unwrapping, because in a fit the Learner's `splitter` gets the wrapped
-    # model
+    # create the optimizer first: as in a fit, the Learner's `splitter` then gets the wrapped model
     if learn.opt is None: learn.create_opt()
     learn.model = get_model(learn.model)
 
 def _compare_processes(trial, error, device):
     "Mark the trial as failed if memory ran out on any process; return the error to raise, or `None`"
-    # result of the trial on this process: 0 if the batch fits, 1 if memory ran out, 2 for another error
+    # outcome on this process: 0 if the batch fits, 1 if memory ran out, 2 for another error
     outcome = 2 if error else int(not trial.ok)
     outcomes = [o for o, in gather([outcome], device)]
     if trial.ok and 1 in outcomes:
@@ -209,7 +208,7 @@ class FoundSize:
     "The result of `bs_find`: `int(…)` is the largest size that fits; displays itself as a table"
     size:int # The largest size that fits, in samples
     reason:str # Why no larger size was found, in words
-    trials:list[Trial] # The trials, in order
+    trials:list[Trial] # The result for each size that was tried, in order
 
     def __int__(self): return self.size
     __index__ = __int__

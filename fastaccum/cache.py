@@ -58,7 +58,7 @@ class GradientCache(PatchingCallback):
         # not used with an `AutoSize` or a `TokenBudget`, which split batches themselves
         split:Callable=split
     ):
-        self.micro_batch_size,self.split = micro_batch_size,split
+        self.micro_batch_size = micro_batch_size
         self.limit = read_micro_batch_size(micro_batch_size, split)
 
     @property

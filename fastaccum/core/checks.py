@@ -68,7 +68,7 @@ def check_function(name:str, f:object, n:int, example:str)->object:
     """
     if f is None: return f
     try: signature(f).bind(*[None]*n)
-    except ValueError: pass   # a function that is written in C may have no signature
+    except ValueError: pass   # a function that is written in C may have no signature to check
     except TypeError as e:
         arguments = 'argument' if n==1 else 'arguments'
         raise TypeError(f"`{name}` must be a function that takes {n} {arguments}, such as `{example}`, "
@@ -76,7 +76,7 @@ def check_function(name:str, f:object, n:int, example:str)->object:
     return f
 
 # %% ../../nbs/core/07_checks.ipynb #names
-@lru_cache   # the function is called for each callback in each step
+@lru_cache   # for speed: `class_names` is called for each callback in each step
 def class_names(cls:type)->frozenset:
     "Return the full names of `cls` and its base classes, such as `'fastai.learner.Recorder'`"
     return frozenset(f'{o.__module__}.{o.__qualname__}' for o in cls.__mro__)
@@ -116,7 +116,8 @@ def _is_replaced(learn, name):
     f = vars(learn).get(name) or getattr(type(learn), name)
     f = getattr(f, '__func__', f)
     module = getattr(f, '__module__', None) or ''
-    # tsai's `one_batch` also runs micro-batches: only the way it moves the batch to the device differs
+    # tsai's `one_batch` can run micro-batches: it differs from fastai's only in moving the batch to the
+    # device
     is_tsais = (module,name)==('tsai.learner','one_batch')
     return not (module.startswith('fastai.') or is_tsais)
 
@@ -130,9 +131,10 @@ def _passed_to_fit(learn):
         is_fit = frame.f_globals.get('__name__')=='fastai.learner' and frame.f_code.co_name=='fit'
         if is_fit and frame.f_locals.get('self') is learn:
             passed = L(frame.f_locals.get('cbs'))
-            # if a class was passed, fastai has added an instance of it after all other callbacks
-            made = [[o for o in learn.cbs if type(o) is p][-1] for p in passed if isinstance(p, type)]
-            return [*passed,*made]
+            # if a class was passed, fastai has added an instance of the class after all other callbacks
+            classes = [o for o in passed if isinstance(o, type)]
+            instances = [[cb for cb in learn.cbs if type(cb) is cls][-1] for cls in classes]
+            return [*passed,*instances]
         frame = frame.f_back
     return []
 
@@ -172,8 +174,9 @@ class RefuseHalfGradients(Callback):
     order = -100   # before `ModelToHalf` (-50), which casts the model
     def before_fit(self):
         learn = self.learn
-        # `learn.validate` and `learn.get_preds` hold this lock, and also send `before_fit`
-        if learn.lock.locked(): return
+        # `learn.validate` and `learn.get_preds` also send `before_fit`, with this lock held
+        is_validation = learn.lock.locked()
+        if is_validation: return
         learn.remove_cb(self)
         check_half_gradients(learn)
 
@@ -201,7 +204,7 @@ def check_learner(learn:Learner):
 # %% ../../nbs/core/07_checks.ipynb #hooked
 def _is_user_hook(hook):
     "Whether a hook belongs to the user, and not to fastaccum or W&B"
-    function = getattr(hook, 'func', hook)   # fastaccum's `NoiseScale` registers a `partial` as a hook
+    function = getattr(hook, 'func', hook)   # `NoiseScale` hooks a `partial`: get the function inside
     module = getattr(function, '__module__', None) or ''
     return not module.startswith(('fastaccum.','wandb.'))
 

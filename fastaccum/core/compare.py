@@ -30,8 +30,8 @@ def part_sizes(n:int, most:int|None=None)->list[int]:
         second = n//2-1 if n>5 and n%2==0 else n//2
         return [n-second,second] if second else [n]
     n_full,rest = divmod(n, most)
-    # with a rest of 0, all parts would have the same size; with a rest of 1, a part would have a single
-    # sample. In both cases, divide the rest and the last full part into two or three unequal parts
+    # a rest of 0 would make all parts equal, and a rest of 1 would be a part of a single sample. So
+    # divide the rest and the last full part into two or three unequal parts
     if rest<2 and most>2:
         n_full,rest = n_full-1,most+rest
         return [most]*n_full+part_sizes(rest)
@@ -61,7 +61,7 @@ class CaptureGrads(QuietCallback):
         self.missing = params   # parameters that have had no gradient so far
         self.grads = {}         # name of a parameter -> its first gradient
         self.buffers = {}       # name of a buffer -> its values at the last step
-        self.n_steps = 0        # steps so far, all of which were cancelled
+        self.n_steps = 0        # steps so far; `before_step` cancels each of them
 
     def _params(self): return [p for p,*_ in self.learn.opt.all_params()]
     def before_train(self): self.missing &= set(self._params())
@@ -95,10 +95,10 @@ def relative_diff(a:torch.Tensor, b:torch.Tensor, least:float=0.)->float:
 
 def grad_differences(a:dict, b:dict)->dict:
     "Compare the gradients of two runs: return a dict from a parameter's name to the relative difference"
-    # differences of small gradients are relative to 1% of the norm of all gradients, because small
+    # the least number to divide a difference by: 1% of the norm of all gradients, because smaller
     # gradients may consist of rounding errors
     least = sum(o.square().sum().item() for o in a.values())**.5/100
-    # if a parameter has a gradient in only one of the runs, zeros stand for its gradient in the other
+    # a parameter may have a gradient in only one run: compare the gradient with zeros
     zeros = {name:torch.zeros_like(o) for name,o in {**a,**b}.items()}
     return {name:relative_diff(a.get(name, o), b.get(name, o), least) for name,o in zeros.items()}
 
@@ -139,8 +139,8 @@ class Compare:
     "Runs the Learner's fit on a whole batch and on parts of the batch, and compares the gradients"
     def __init__(self,
         run:DryRun, # Runs fits of the Learner
-        make_cbs:Callable, # `make_cbs(n, sizes)` returns callbacks that make a step of `n` samples
-        loader_yields_parts:bool=True, # Whether the loader yields the parts; otherwise, `make_cbs` splits batches
+        make_cbs:Callable, # `make_cbs(n, sizes)` returns callbacks for a step of `n` samples, in parts
+        loader_yields_parts:bool=True, # Whether the loader yields parts; if not, callbacks split batches
         split:Callable=split, # `f(batch, start, stop, n)` returns samples `start` to `stop` of `n`
         bs:int|None=None, # Samples in the whole batch; defaults to the loader's batch size
         n_batches:int=1, # Whole batches to read
@@ -148,7 +148,8 @@ class Compare:
     ):
         self.run,self.make_cbs = run,make_cbs
         self.loader_yields_parts,self.split = loader_yields_parts,split
-        try: batches,self.n = batches_of(run.learn, bs, n_batches)   # `self.n`: samples in the whole batch
+        # `self.n`: samples in the whole batch
+        try: batches,self.n = batches_of(run.learn, bs, n_batches)
         finally: run.snap.put_back()
         # whole batches, without the incomplete last batch of an epoch
         self.wholes = [b for b in batches if n_samples(b, self.n)==self.n]
@@ -221,12 +222,13 @@ def _try_step(self:Compare, in_parts):
     try: return self.step(in_parts)
     except Exception as e:
         is_ours = more_link('') in str(e)
-        # raise fastaccum's errors, which name a remedy; but in parts, other sizes may prevent the error
+        # raise an error of fastaccum, because its message names a remedy; but do not raise it for parts,
+        # because `whole_and_parts` tries other sizes of parts, which may work
         is_ours_for_whole = is_ours and not in_parts
         if is_out_of_memory(e) or is_ours_for_whole: raise
         try: self.step(in_parts)
         except Exception: pass
-        else: raise   # the second run succeeded, so the sizes are not the cause of the error
+        else: raise   # the error does not come again with the same sizes, so other sizes are no remedy
         on = 'a part of the batch' if in_parts else 'the whole batch'
         self.why = self.why or _describe_failure(e, self.run.learn, on)
 
@@ -260,8 +262,8 @@ def train_both_ways(self:Compare)->tuple:
     start = _weights(self.run.learn)
     n_parts = max(2, -(-self.n//self.most))
     sizes = even_sizes(self.n, -(-self.n//n_parts))
-    # `whole_and_parts` changes `self.sizes` if the first sizes fail: then use the sizes that work
-    if self.sizes!=self.to_try[0]: sizes = self.sizes
+    first_sizes_failed = self.sizes!=self.to_try[0]
+    if first_sizes_failed: sizes = self.sizes   # the sizes with which `whole_and_parts` succeeded
     def train(in_parts):
         count = CountSteps()
         moved = self.fit(in_parts, self.wholes, [count], sizes, lr=None, after=_weights)-start

@@ -64,7 +64,7 @@ class ModuleTrace:
                     model(*xb)
         finally:
             for h in hooks: h.remove()
-        self.modules = [modules[name] for name in self.calls[0]]   # the modules that ran
+        self.modules_that_ran = [modules[name] for name in self.calls[0]]
 
     def _note(self, name, m, args, kwargs, out):
         "Note a call of the module `name`; a forward hook"
@@ -108,7 +108,7 @@ def find_differing_modules(model:nn.Module, trace_a:Callable, trace_b:Callable, 
     """
     first_diff,modules = None,dict(model.named_modules())
     frozen_by_caller = [*frozen]
-    for _ in range(8):   # each round freezes the modules of one class; 8 rounds at most
+    for _ in range(8):   # each round freezes one class of modules; 8 rounds limit the time
         a = trace_a(frozen)
         b = trace_b(frozen)
         diff = _difference(a, b, '', 'outputs')
@@ -117,7 +117,8 @@ def find_differing_modules(model:nn.Module, trace_a:Callable, trace_b:Callable, 
                 'they need a row for each sample')
         if first_diff is None: first_diff = diff
         if diff<=tol: return first_diff,True
-        # `a.calls` has the modules in the order in which their calls ended: inner before outer modules
+        # find the innermost module at fault: inner modules come first in `a.calls`, because a call is
+        # noted when it ends
         for name in a.calls[0]:
             m = modules[name]
             may_freeze = m is not model and m not in frozen and not isinstance(m, nn.Sequential)
@@ -133,24 +134,25 @@ def find_differing_modules(model:nn.Module, trace_a:Callable, trace_b:Callable, 
 
 # %% ../../nbs/core/28_diagnose.ipynb #look
 def _loss_grads(learn, n, count_items, start, stop):
-    "For samples `start` to `stop`, return digests of the loss's gradient, and the number of loss items"
+    "Return digests of the loss's gradient for samples `start` to `stop`, and their number of loss items"
     part = Part(learn, n, lambda o: o[start:stop])
     preds = [t for t in _tensors(part.pred) if t.is_floating_point()]
     # fastai's tensors refuse `requires_grad_` if they require gradients already
     for t in preds:
         if not t.requires_grad: t.requires_grad_()
     loss = part.loss_func(part.pred, *part.yb)
-    if count_items is None: size = 1   # the loss is a sum, so `_loss_difference` does not use the number
-    else: size = stop-start if count_items is samples else count_items(part)
+    if count_items is None: n_items = 1   # the loss is a sum: `_loss_difference` ignores the number
+    else: n_items = stop-start if count_items is samples else count_items(part)
     grads = torch.autograd.grad(loss.mean(), preds, allow_unused=True)
-    return [torch.zeros(len(t), 2) if g is None else _digest(g) for t,g in zip(preds, grads)],float(size)
+    digests = [torch.zeros(len(t), 2) if g is None else _digest(g) for t,g in zip(preds, grads)]
+    return digests,float(n_items)
 
 def _loss_difference(learn, n, count_items, sizes):
-    "Return how far the loss's gradient in the whole batch differs from the weighted gradients in parts"
+    "Return the relative difference of the loss's gradients: of the whole batch, and of weighted parts"
     whole,_ = _loss_grads(learn, n, count_items, 0, n)
     parts,ns = zip(*(_loss_grads(learn, n, count_items, *o) for o in bounds(sizes)))
     weights = [1. if count_items is None else o/sum(ns) for o in ns]
-    # the loss of a part without items may be 0/0: its gradient counts as 0
+    # the loss of a part without items may be 0/0, with gradients of NaN: put zeros in their place
     parts = [[w*g if w else torch.zeros_like(g) for g in grads] for w,grads in zip(weights, parts)]
     return max(map(relative_diff, whole, map(torch.cat, zip(*parts))), default=0.)
 
@@ -164,10 +166,10 @@ class FirstBatchProbe(QuietCallback):
     def __init__(self, n:int, sizes:list[int], split:Callable, n_items:Callable|None,
         loss_only:bool=False):
         self.n,self.sizes = n,sizes   # samples in the batch, and in each of its parts
-        self.split = split            # selects samples: `f(batch, start, stop, n)`
-        # function that counts the items that the loss averages; `None`: chosen by the loss function
+        self.split = split            # `f(batch, start, stop, n)` returns samples `start` to `stop`
+        # function that counts the items that the loss averages; `None`: `find_n_items` chooses one
         self.n_items = n_items
-        self.loss_only = loss_only    # whether to run only the loss on parts, and not the model
+        self.loss_only = loss_only    # True to check only the loss: a fit runs the model on whole steps
         self.tol = 0.             # the largest relative difference that counts as rounding
         self.rows = n             # rows in the model's inputs: more than `n` if callbacks add rows
         # results of running the model; each difference is relative, and `None` if unknown
@@ -178,14 +180,14 @@ class FirstBatchProbe(QuietCallback):
         self.depending = []       # modules whose outputs depend on the other samples of the batch
         self.remembering = []     # modules whose outputs change if the same batch comes a second time
         self.reset = False        # whether the model keeps a state that `model.reset()` clears
-        # whether the parts and the whole batch give the same predictions while `drawing` and `depending`
-        # are frozen
+        # whether whole batch and parts give the same predictions if the modules in `drawing` and
+        # `depending` are frozen
         self.agree = False
-        # relative difference of the loss's gradients between the whole batch and parts of unequal sizes;
-        # `None` if unknown
+        # relative difference of the loss's gradient with respect to the predictions, between the whole
+        # batch and parts of unequal sizes; `None` if unknown
         self.loss = None
         self.loss_why = ''        # why `loss` is unknown
-        # parts of `sizes` may hide a difference that parts of unequal sizes show: then equal to `loss`;
+        # equal to `loss` if the gradients differ in parts of unequal sizes, but not in parts of `sizes`;
         # otherwise 0
         self.hidden_loss = 0.
 
@@ -224,14 +226,14 @@ def after_pred(self:FirstBatchProbe):
 def _probe_model(self:FirstBatchProbe, model, xb):
     "Find modules that make predictions differ with another seed, in a second run, or in parts"
     self.rows = n_samples(xb, self.n)
-    # if a callback has added rows to the batch, `self.sizes` do not add up to the number of rows
+    # if a callback has added rows to the batch, `self.sizes` do not add up: choose other sizes
     sizes = self.sizes if self.rows==self.n else part_sizes(self.rows)
     parts = [self.split(xb, *o, self.rows) for o in bounds(sizes)]
     trace = partial(ModuleTrace, model, ForwardState(model.modules()))
     find = partial(find_differing_modules, model, tol=self.tol)
-    traces = {}   # (*frozen modules, reset) -> `ModuleTrace` of the whole batch
+    traces = {}   # arguments of `whole` -> its result: a `ModuleTrace` of the whole batch
     def whole(frozen, reset=False):
-        "Trace the whole batch, once for each `frozen` and `reset`"
+        "Trace the whole batch, once for each `frozen` and `reset`; `traces` keeps the results"
         key = *frozen,reset
         if key not in traces: traces[key] = trace([xb], frozen, reset=reset)
         return traces[key]
@@ -253,9 +255,9 @@ def _probe_model(self:FirstBatchProbe, model, xb):
     else: self.predictions,self.agree = whole_and_parts(frozen, False)
     self.depending = frozen[len(self.drawing):]
     if self.agree: return
-    # the search has ended at a module that cannot be frozen, and has not tried later modules: add the
-    # BatchNorm layers, because the outputs of BatchNorm always depend on other samples
-    self.depending += [m for m in batchnorms(model) if m in once.modules and m not in frozen]
+    # the predictions still differ, but `find` had no module left to freeze. BatchNorm layers that it has
+    # not reached are at fault as well, because their outputs always depend on the other samples
+    self.depending += [m for m in batchnorms(model) if m in once.modules_that_ran and m not in frozen]
 
 # %% ../../nbs/core/28_diagnose.ipynb #blame
 def callbacks_to_try(run:DryRun)->list:
@@ -272,7 +274,7 @@ def find_differing_callbacks(compare:Compare, off:float, tol:float, **kwargs:obj
         try: return compare.largest_difference(without=cbs, **kwargs)
         except Exception as e:
             if is_out_of_memory(e): raise
-            return float('inf')   # the step fails without `cbs`, so the difference is unknown
+            return float('inf')   # the step fails: the difference is unknown, so do not call it small
     # callback -> the difference that remains if only this callback is left out
     remaining = {o:off_without(o) for o in callbacks_to_try(compare.run)}
     best = min(remaining, key=remaining.get, default=None)
@@ -281,8 +283,8 @@ def find_differing_callbacks(compare:Compare, off:float, tol:float, **kwargs:obj
     needed = [o for o in remaining if o not in found]
     has_other_cause = len(found)<2 or off_without(*found)>tol
     if has_other_cause: return [o for o in found if remaining[o]<off/2],needed
-    # The gradients agree if all callbacks in `found` are left out. Remove a callback from `found` if the
-    # gradients agree without leaving it out.
+    # The gradients agree without all callbacks in `found`, but not all of them need be at fault: remove
+    # each callback with which the gradients still agree.
     for o in [*found]:
         if off_without(*[x for x in found if x is not o])<=tol: found.remove(o)
     return found,[]

@@ -31,7 +31,7 @@ from .warnings import AccumulationWarning
 # %% ../../nbs/core/26_dry_run.ipynb #snapshot
 # a `Snapshot` does not note the attributes of objects whose class is from one of these packages
 _not_visited = sys.stdlib_module_names|{'torch','numpy','pandas','matplotlib','PIL'}
-# exceptions: a `Snapshot` does note the attributes of objects of these classes
+# classes from these packages, whose objects' attributes a `Snapshot` does note
 _visited = (nn.Module,optim.Optimizer,optim.lr_scheduler.LRScheduler,GradScaler,SimpleNamespace)
 # a `Snapshot` leaves out objects of these classes: Python modules, and objects that cannot change
 _constants = str,bytes,int,float,type(None),type,ModuleType
@@ -43,9 +43,10 @@ class Snapshot:
     to. `skip`: objects that are left out.
     """
     def __init__(self, *roots:object, shallow:tuple=(), skip:tuple|list=()):
-        # calls that restore the state, in order: (function, *arguments); `DryRun` appends further calls
-        self.puts = []
-        self.seen = {id(o):o for o in skip}   # `id` -> object: those noted so far, and those in `skip`
+        self.restores = []   # (function, *arguments) of each call that restores a part of the state
+        # `id` of an object -> the object, which is noted already or left out. An `id` stays unique only
+        # while its object exists, so the objects are kept.
+        self.seen = {id(o):o for o in skip}
         for o in shallow: self._note(o)
         todo = list(roots)
         while todo: todo += self._note(todo.pop())
@@ -53,7 +54,7 @@ class Snapshot:
     def put_back(self):
         "Restore everything, even if Ctrl-C arrives meanwhile; can be called any number of times"
         def put():
-            for f,*args in self.puts: f(*args)
+            for f,*args in self.restores: f(*args)
         uninterrupted(put)
 
 # %% ../../nbs/core/26_dry_run.ipynb #snapshot-note
@@ -69,13 +70,13 @@ def _note(self:Snapshot, o):
     if isinstance(o, (tuple,frozenset)): return list(o)
     if isinstance(o, (dict,list,set,deque)):
         refs = items_of(o)
-        self.puts.append((put_items, o, refs))
-    elif isinstance(o, np.ndarray) and o.flags.writeable: self.puts.append((np.copyto, o, o.copy()))
-    else: self.puts += generator_state(o)
+        self.restores.append((put_items, o, refs))
+    elif isinstance(o, np.ndarray) and o.flags.writeable: self.restores.append((np.copyto, o, o.copy()))
+    else: self.restores += generator_state(o)
     attrs = getattr(o, '__dict__', None)
     if attrs is None: return refs
     if type(o).__module__.split('.')[0] in _not_visited and not isinstance(o, _visited): return refs
-    self.puts.append((put_items, attrs, items_of(attrs)))
+    self.restores.append((put_items, attrs, items_of(attrs)))
     return [*refs,*attrs.values()]
 
 # %% ../../nbs/core/26_dry_run.ipynb #snapshot-values
@@ -85,7 +86,7 @@ def _note_tensor(self:Snapshot, t):
     if t.is_inference() or t.is_meta: return []
     def copy(o): return None if o is None else o.detach().to('cpu', copy=True)
     grad = copy(t.grad) if t.is_leaf else None
-    self.puts.append((_put_tensor, t, copy(t), t.device, t.requires_grad, grad))
+    self.restores.append((_put_tensor, t, copy(t), t.device, t.requires_grad, grad))
     return list(vars(t).values())
 
 def _put_tensor(t, value, device, requires_grad, grad):
@@ -97,22 +98,22 @@ def _put_tensor(t, value, device, requires_grad, grad):
     if not t.is_leaf: return
     if grad is None: t.grad = None
     elif t.grad is None: t.grad = grad.to(device, copy=True)
-    else: t.grad.data.copy_(grad)   # write into the same tensor, to which other objects may refer
+    else: t.grad.data.copy_(grad)   # keep the tensor `t.grad`: other objects may refer to it
 
 # %% ../../nbs/core/26_dry_run.ipynb #who
-# callbacks that are not called in a dry run, because they log or would disturb the run
-_no_part = {'fastaccum.accumulation.GradientAccumulation',
+# callbacks that a dry run does not call, because they only log or would disturb the run
+_not_called = {'fastaccum.accumulation.GradientAccumulation',
     'fastai.callback.training.GradientAccumulation', 'fastai.callback.training.ShortEpochCallback',
     'fastai.callback.tracker.TerminateOnNaNCallback',
     'fastai.distributed.DistributedTrainer', 'fastai.callback.schedule.ParamScheduler',
     'fastai.callback.wandb.WandbCallback', 'fastai.callback.tensorboard.TensorBoardBaseCallback'}
-# a callback that has one of these events may change the batch or the loss
+# events that may change the batch or the loss: a callback with one of them does not only log
 _changing_events = 'before_batch','after_pred','after_loss','before_backward'
 
 def takes_part(cb:Callback)->bool:
     "Whether `cb` is called in a dry run; callbacks that only log, or would disturb the run, are not"
     only_logs = cb.order>=Recorder.order and not any(hasattr(cb, o) for o in _changing_events)
-    if only_logs or class_names(type(cb))&_no_part: return False
+    if only_logs or class_names(type(cb))&_not_called: return False
     return getattr(type(cb), 'run_bs_find', True)
 
 # %% ../../nbs/core/26_dry_run.ipynb #batches
@@ -134,10 +135,10 @@ class Batches(GetAttr):
 # %% ../../nbs/core/26_dry_run.ipynb #run
 class CountSteps(QuietCallback):
     "Counts optimizer steps, and ends the fit after `most` steps, or before validation"
-    order,run_valid = 1000,False   # after all other callbacks, which the end of the fit would skip
+    order,run_valid = 1000,False   # last: the exception that ends the fit skips later callbacks
     def __init__(self, most:float=float('inf'), tick:Callable=noop):
-        self.most = most    # steps after which the fit ends
-        self.tick = tick    # called after each step
+        self.most = most    # number of steps after which the fit ends
+        self.tick = tick    # function to call after each step
         self.n_steps = 0    # steps so far
     # fastai calls `after_step` even after a cancelled step: subtract the one that `after_step` will add
     def after_cancel_step(self): self.n_steps -= 1
@@ -173,7 +174,7 @@ class DryRun:
         self.device = training_device(learn)
         # the Learner's callbacks that are called in a dry run
         self.cbs = L(o for o in learn.cbs if takes_part(o) and not any(o is x for x in without))
-        self.snap = self._snapshot(learn)   # the state of the Learner, restored after each fit
+        self.snap = self._snapshot(learn)   # the Learner's state before the fits, restored after each
         has_bar = total and hasattr(learn, 'progress') and learn.create_mbar
         self.bar = progress_bar(range(total), leave=False) if has_bar else None
         self.ticks = 0        # calls of `tick` so far
@@ -190,7 +191,8 @@ class DryRun:
             shallow=(learn,learn.cbs,learn.cbs.items,dls,dls.loaders,*dls.loaders,recorder),
             skip=[*datasets,*not_called])
         devices = [] if self.device.type=='cpu' else [self.device]
-        snap.puts += [(set_autocast_state, autocast_state(devices)), (set_rng_state, rng_state(devices))]
+        snap.restores += [(set_autocast_state, autocast_state(devices)),
+            (set_rng_state, rng_state(devices))]
         return snap
 
 # %% ../../nbs/core/26_dry_run.ipynb #dry-fit

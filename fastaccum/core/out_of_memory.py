@@ -39,7 +39,8 @@ def explain_fixed_size(e:BaseException, cb:object):
         "memory runs out and gives the same result, or make the DataLoaders with a smaller `bs`"
         + more_link('fixed-size-does-not-fit'))
 
-# part of a step that is not split into micro-batches -> the reason, and what to do if memory runs out
+# name of a part of a step that is not split into micro-batches -> the reason why smaller micro-batches
+# do not save memory there, and what to do
 _unsplit = {
     "a callback's `before_step`": "a forward pass of the callback's own is not split. Make the "
         "DataLoaders with a smaller `bs` (`learn.bs_find()` finds one), or let the callback use fewer "
@@ -48,7 +49,7 @@ _unsplit = {
         "fewer values, such as SGD, or parameters in half precision, or a smaller model"}
 
 def call_unsplit(part:str, f:Callable, *args:object):
-    """Call `f(*args)`, which runs a part of a step that micro-batches do not split, named `part`
+    """Call `f(*args)`, which runs the part of a step named `part`, a key of `_unsplit`
 
     OutOfMemoryError: memory ran out; the message says what helps, since smaller micro-batches do not
     """
@@ -62,7 +63,7 @@ def call_unsplit(part:str, f:Callable, *args:object):
 def free_memory():
     "Collect garbage, and give the memory that PyTorch caches back to the device or the system"
     gc.collect()
-    # `malloc_trim` exists only in glibc
+    # on Linux with glibc, `malloc_trim` gives freed memory back; elsewhere, the function does not exist
     with suppress(AttributeError, OSError, TypeError): ctypes.CDLL(None).malloc_trim(0)
     torch.cuda.empty_cache()   # does nothing in a process that has not initialised CUDA
     torch.xpu.empty_cache()

@@ -29,8 +29,9 @@ class Patch:
         self.o = o          # the object with the method
         self.name = name    # the name of the method
         self.f = f          # the function that replaces the method
-        self.stock = None   # the replaced method, which `f` may call
-        # the attribute `name` of `o` itself before `apply`; `None` if only the class of `o` had it
+        self.stock = None   # the method before `apply`, which `f` may call
+        # the method before `apply`, if it was set on `o` itself; `None` if `o` has it from its class, so
+        # that `undo` only deletes `f`
         self.own = None
 
     def apply(self):

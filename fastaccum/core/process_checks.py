@@ -99,7 +99,8 @@ def check_left_out(processes:Processes, comms:list, is_left_out:bool):
 def check_search(learn:Learner, name:str, why:str, to_do:str):
     """Refuse to run the method `name` in several processes, or on a training loader without batches
 
-    `why`: why the method works in one process only; `to_do`: the verb for what it does with a batch.
+    `why`: why the method works in one process only. `to_do`: what the method does with a batch, as a
+    verb, such as 'check'.
 
     RuntimeError: there are several processes
     ValueError: the training loader has no batch

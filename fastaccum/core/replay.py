@@ -25,7 +25,7 @@ from .warnings import StateWarning, more_link
 
 # %% ../../nbs/core/29_replay.ipynb #place
 def _refuse(x, n):
-    "Raise the error for an output `x` for `n` samples that cannot be joined"
+    "Raise the error for the output `x` of `n` samples, which cannot be joined with other outputs"
     output = f'tensor of shape {tuple(x.shape)}' if isinstance(x, torch.Tensor) else type(x).__name__
     raise TypeError(f"the model returned a {output} for a micro-batch of {n} samples, which "
         "`GradientCache` cannot put together: each tensor needs a row for each sample, or has to be "
@@ -36,7 +36,8 @@ def _has_rows(x, y, nx, ny):
     "Whether the output `x` has a row for each of `nx` samples; `y` is the same output for `ny` samples"
     if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)): return False
     if x.ndim!=y.ndim or x.shape[:1]!=(nx,) or y.shape[:1]!=(ny,): return False
-    # an output with two dimensions of samples, such as a matrix of similarities, cannot be joined
+    # a matrix of similarities has two dimensions of samples. Joined matrices of micro-batches would lack
+    # the similarities between samples of different micro-batches.
     has_pairs = nx!=ny and (nx,ny) in zip(x.shape[1:], y.shape[1:])
     if has_pairs: _refuse(x, nx)
     return True
@@ -75,10 +76,10 @@ class ReplayedForward:
         self.modules = list(model.modules())
         self.ddps = [m for m in self.modules if isinstance(m, DistributedDataParallel)]
         self.devices = devices_of(self.modules)
-        # not `model.training`: in training, a frozen model may be in evaluation mode
+        # not `model.training`, which may be False in a training batch, if the model is frozen
         self.training = cb.learn.training
         self.tensors = [o for o in leaves(args) if isinstance(o, torch.Tensor)]
-        # `id` of an input that needs a gradient -> the input, and the detached copy that replaces it
+        # `id` of an input that needs a gradient -> the input, and the detached copy for the model
         self.inputs = {}
         for x in self.tensors:
             if x.requires_grad and self.learns: self.inputs[id(x)] = x,x.detach().requires_grad_()
@@ -89,18 +90,18 @@ class ReplayedForward:
         self.states = []        # for each micro-batch: the `ForwardState` from which it starts
         # DDP models that exchange gradients after this backward pass; empty if DDP's exchange is off
         self.exchanges = []
-        # set by `forward`, for the backward pass
+        # `forward` sets the following attributes, and `backward` reads them
         self.needs = []         # for each output of the last micro-batch, whether it needs a gradient
         # outputs of the last micro-batch, with their graph, until they are back-propagated
         self.last_outs = None
         # outputs of the first micro-batch, to be compared with the outputs when it runs again
         self.first_outs = None
-        # (tensor, its version number) of all inputs and parameters, to notice a change in place, which
-        # increases the number
+        # (tensor, its version number) of each input and parameter. A change in place increases the
+        # number, so `backward` can refuse to run the model again with changed values.
         self.versions = []
         # the `GradSums` of gradients over the micro-batches back-propagated so far
         self.sums = None
-        self.is_done = False    # whether the backward pass has run
+        self.is_done = False    # whether `backward` has run
 
     @property
     def max_samples(self)->int:
@@ -143,7 +144,8 @@ def forward(self:ReplayedForward):
     flat = [leaves(o) for o in outs]
     n_first = self.bounds[0][1]   # samples in the first micro-batch, which is the largest
     has_rows = self.which_have_rows(flat[0], n_first)
-    # autocast's cache has weights that were cast under `no_grad`, without a graph: do not use them again
+    # autocast's cache has weights that were cast under `no_grad`: if a later forward pass used them, the
+    # parameters would get no gradients
     torch.clear_autocast_cache()
     if {*map(len, flat)}!={len(has_rows)}: _refuse(outs[0], n_first)
     ns = [stop-start for start,stop in self.bounds]
@@ -175,7 +177,8 @@ def _run_once(self:ReplayedForward, outs):
             hidden.select(start, stop)
             has_graph = self.learns and stop==self.n
             self.states.append(ForwardState(self.modules, self.devices))
-            # weights in autocast's cache that were cast under `no_grad` would get no gradients
+            # autocast's cache has weights that earlier micro-batches cast under `no_grad`: if this
+            # micro-batch used them, the parameters would get no gradients
             if has_graph: torch.clear_autocast_cache()
             with nullcontext() if has_graph else torch.no_grad(), self.no_sync():
                 outs.append(self.run(start, stop))
@@ -196,7 +199,8 @@ def which_have_rows(self:ReplayedForward, outs:list, n:int):
         k = n-1 if n>2 else n+1
         try:
             with torch.no_grad(), self.no_sync(), self.states[0].again():
-                # the last rows need least memory, because a `TokenBudget` sorts the shortest rows last
+                # `k` samples from the end of the batch, which need least memory, because a `TokenBudget`
+                # sorts samples with the longest first
                 others = leaves(self.run(self.n-k, self.n))
         except Exception as e:
             if k<n or not self.cb.limit.shrinks or not is_out_of_memory(e): raise
@@ -220,7 +224,7 @@ def _with_node(self:ReplayedForward, res, flat):
     only_half = not self.cb.limit.shrinks and not self.exchanges
     self.sums = GradSums(in_half(params) if only_half else params)
     at = [i for i,x in enumerate(res) if isinstance(x, torch.Tensor)]
-    # autograd makes a node only if an input requires a gradient, as this one does
+    # autograd adds a node to its graph only if an input of `apply` requires a gradient: `anchor` does
     anchor = torch.empty(0, requires_grad=True)
     new = _Predictions.apply(anchor, self, [res[i] for i in at], [self.needs[i] for i in at],
         *(x for x,_ in self.inputs.values()))
@@ -263,7 +267,7 @@ def backward(self:ReplayedForward, grads:Iterator)->list:
     for p,g in self.sums.sums.items(): p.grad = g.to(p.dtype)
     self.cb.limit.report(self.training)
     input_grads = [o.grad for _,o in self.inputs.values()]
-    vars(self).clear()   # the graph keeps this object alive, so free the tensors that it holds
+    vars(self).clear()   # autograd's graph may keep this object alive: free its tensors
     self.is_done = True
     return input_grads
 
@@ -310,7 +314,8 @@ def _replay(self:ReplayedForward, i, start, stop, grads):
                 "always, or never" + more_link('output-sometimes-detached'))
         if g is None: continue
         if is_by_row: pairs.append((x, self.division.rows(g, start, stop)))
-        # outputs without rows are equal in all micro-batches: only the last one gets their gradient
+        # an output without rows is the same in all micro-batches: to count its gradient once, give it to
+        # the last micro-batch only
         elif stop==self.n: pairs.append((x, g))
     outs.clear()
     if pairs: torch.autograd.backward(*zip(*pairs))
@@ -323,7 +328,7 @@ def _exchange(self:ReplayedForward, ddp):
     add_up(params, self.sums.sums, ddp.process_group, params[0].device)
     for p in params:
         if p in self.sums.sums: self.sums.sums[p].div_(ddp.process_group.size())
-    ddp.require_forward_param_sync = True   # let DDP synchronise buffers again
+    ddp.require_forward_param_sync = True   # `forward` has set this to False
 
 @patch
 def _compare(self:ReplayedForward, outs):
@@ -337,7 +342,8 @@ def _compare(self:ReplayedForward, outs):
     for x,y in zip(first, outs):
         if not isinstance(x, torch.Tensor) or not x.is_floating_point() or not x.numel(): continue
         a,b = (o.detach().as_subclass(torch.Tensor).float() for o in (x,y))
-        tol = 1e-2 if x.dtype.itemsize<4 else 1e-3   # rounding: GPU kernels may add in another order
+        # the tolerance is larger than rounding errors: GPU kernels may add numbers in another order
+        tol = 1e-2 if x.dtype.itemsize<4 else 1e-3
         if (a-b).abs().max()<=tol*a.abs().max(): continue
         return self.cb.warn_once('runs-differ', "the model returned something else when it was run "
             "again on the same samples, so its gradients do not belong to its predictions. Let the "

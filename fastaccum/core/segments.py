@@ -95,7 +95,7 @@ def _cut_run(seq, name, start, stop, finely):
     for a,b in zip(starts, [*starts[1:],stop]):
         part = children[a:b]
         n_modules = sum(not isinstance(o, _containers) for m in part for o in m.modules())
-        # recomputing a single module, or modules without parameters, would save no memory
+        # skip parts whose recomputation saves no memory: a single module, or modules without parameters
         if n_modules<2 or not any(map(_has_params, part)): continue
         if b-a==len(children): yield Segment(name, [seq])
         elif b-a==1: yield Segment(_child_name(name, a), part)
@@ -130,14 +130,14 @@ def _segments_of_model(model):
     counts = Counter(map(type, model.modules()))
     params = set(model.parameters())
     res = list(_segments_of(model, '', counts))
-    last = None   # the module that the loop searched last
+    previous = None   # the module that the loop cut in the previous round
     while len(res)==1 and params=={p for m in res[0].modules for p in m.parameters()}:
         name = res[0].name.partition('[')[0]
         m = res[0].seq or res[0].modules[0]
-        if m is last: return []
+        if m is previous: return []   # the module cannot be cut further
         if _is_sequence(m): res = list(_cut_sequence(m, name, counts, finely=True))
         else: res = list(_segments_of_children(m, name, counts))
-        last = m
+        previous = m
     return res
 
 # %% ../../nbs/core/24_segments.ipynb #given

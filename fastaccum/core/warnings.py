@@ -39,8 +39,8 @@ def more_link(key:str)->str:
 def append_message(e:Exception, msg:str):
     "Append `msg` to the message of `e`, unless `e` has a link to Messages or is a Cancel… exception"
     has_link = more_link('') in str(e)
-    is_failure = not type(e).__name__.startswith('Cancel')   # such as `CancelBatchException`
-    if is_failure and not has_link: e.args = (f'{e}\n{msg}',)
+    is_cancel = type(e).__name__.startswith('Cancel')   # such as fastai's `CancelBatchException`
+    if not is_cancel and not has_link: e.args = (f'{e}\n{msg}',)
 
 # %% ../../nbs/core/09_warnings.ipynb #warn
 # packages whose code a warning should not point to, because the user has not written it
@@ -64,7 +64,7 @@ def warn(msg:str, category:type=UserWarning):
 # %% ../../nbs/core/09_warnings.ipynb #said
 class WarnOnce:
     "Gives each warning of a fit only once"
-    def __init__(self): self.given = set()   # the keys of the warnings that were given
+    def __init__(self): self.given = set()   # keys of the warnings given so far
 
     def __call__(self, key:str, msg:str, category:type=UserWarning):
         "Warn with `msg` and a link to the entry `key`, unless a warning with this key was given before"

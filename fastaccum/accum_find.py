@@ -120,16 +120,16 @@ class FoundAccum:
     """
     def __init__(self, readings:list, micro_bs:int, n:int):
         n_samples = sum(o.samples for o in readings)
-        # how many items of the mean loss a sample has: 1, or the number of its targets
+        # items are what the loss is a mean of, samples or targets, and the unit of `o.scale`
         items_per_sample = sum(o.size for o in readings)/n_samples
         self.readings = readings
         self.scales = [o.scale/items_per_sample for o in readings]
         self.scale = self.scales[-1]
         noise_hides_gradient = not np.isfinite(self.scale)
         best = readings[0].samples if noise_hides_gradient else self.scale
-        samples_in_whole_epoch = max(1, n//micro_bs)*micro_bs   # without the incomplete last micro-batch
-        self.capped = best>samples_in_whole_epoch
-        self.accum_bs = samples_in_whole_epoch if self.capped else max(1, round(best/micro_bs))*micro_bs
+        largest = max(1, n//micro_bs)*micro_bs   # an epoch without its incomplete last micro-batch
+        self.capped = best>largest
+        self.accum_bs = largest if self.capped else max(1, round(best/micro_bs))*micro_bs
 
     def __int__(self): return self.accum_bs
     __index__ = __int__

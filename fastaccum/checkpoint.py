@@ -36,7 +36,7 @@ class ActivationCheckpoint(PatchingCallback):
     RuntimeError: a segment cannot be computed again, because its inputs or parameters have changed
     UserWarning: after the fit, if one of your segments did not run, or if no segment ran
     """
-    # after `DistributedTrainer` (order 11), which may replace BatchNorm layers by SyncBatchNorm layers:
+    # 13, after `DistributedTrainer` (11), which may replace BatchNorm layers by SyncBatchNorm layers:
     # segments must contain the new layers
     order = MixedPrecision.order+3
     run_valid = False
@@ -236,7 +236,7 @@ def _apply_patches(self:ActivationCheckpoint):
     sequentials = {o.seq:None for o in self.last_used if o.seq is not None}
     patches = [o.patch for o in recomputed if o.patch is not None]
     patches += [_Chain(seq, recomputed).patch for seq in sequentials]
-    # set `self.patches` first: after Ctrl-C in the loop below, `undo_patches` must undo the applied ones
+    # set `self.patches` first: after Ctrl-C in the loop below, `undo_patches` needs the applied patches
     self.patches = patches
     for o in patches: o.apply()
 

@@ -33,7 +33,7 @@ class NoiseScale(PatchingCallback):
     run_bs_find = False    # `bs_find` trains without accumulation, where there is nothing to measure
     acc = None             # the `GradientAccumulation` of the Learner, found when a fit begins
     readings = ()          # a `Reading` for each measured step of the last fit
-    hooks = ()             # handles of hooks on the parameters, which exist during a backward pass
+    hooks = ()             # handles of the hooks that note norms; empty outside of a backward pass
     norms = None           # `id` of a parameter -> norm of its gradient in the running micro-batch
     micro_batches = ()     # a `_MicroBatchGrads` for each micro-batch of the step so far
 
@@ -61,7 +61,7 @@ class NoiseScale(PatchingCallback):
         self.averages = None   # the `Averages` of this fit; `None` before its first reading
         self.n_steps = 0       # steps of this fit so far
         self.steps_until_measured = 0    # 0: the running step is measured
-        self.samples_since_reading = 0   # samples since the last reading, or since the fit began
+        self.samples_since_reading = 0   # before the first reading: samples since the fit began
         # fastai would warn of `recorder.noise_scale = []`, because this callback is `learn.noise_scale`:
         # write into `vars(recorder)` instead
         if hasattr(learn, 'recorder'): vars(learn.recorder)['noise_scale'] = []
@@ -138,7 +138,7 @@ class _MicroBatchGrads(NamedTuple):
     norms:dict # `id` of a parameter -> norm of its gradient, a 0-dim tensor
     samples:int # Samples in the micro-batch
     size:object # How many items the loss is a mean of: a number, or a 0-dim tensor
-    to_sum:object # Gradient × `to_sum` = the gradient of the sum of the items' losses
+    to_sum:object # A factor: gradient × `to_sum` is the gradient of the sum of the items' losses
 
     def totals(self, device, dtype):
         """Return four numbers in a tensor, to be added up over the micro-batches
@@ -187,9 +187,9 @@ def before_backward(self:NoiseScale):
 @patch
 def _note_norm(self:NoiseScale, micro, param_id, g):
     "Note the norm of the gradient `g` of a parameter"
-    own_backward_is_over = micro.ran
-    # then another callback has started this backward pass, whose gradients are not the micro-batch's
-    if own_backward_is_over: return
+    # after the backward pass of the micro-batch, only other callbacks run backward passes
+    is_of_other_callback = micro.ran
+    if is_of_other_callback: return
     if param_id in self.norms:
         self._warn('a gradient came in parts, as through GradientCache or reentrant checkpoints')
         # mark the step as not measurable: `_read` leaves out a step in which a norm is NaN
@@ -205,7 +205,8 @@ def after_backward(self:NoiseScale):
     step = self.acc.current_step
     samples,size,_ = step.mean.current
     if step.mean.is_sum: size,to_sum = samples,1.
-    # unless `weighs_grads`, the mean loss was multiplied by size/expected before the backward pass
+    # unless `weighs_grads`, the mean loss was multiplied by the micro-batch's share of the step, which
+    # is `size/expected`, before the backward pass
     else: to_sum = size if step.weighs_grads else step.mean.expected
     scaler = vars(self.learn).get('scaler')
     if scaler is not None:
@@ -257,20 +258,21 @@ def before_step(self:NoiseScale):
 @patch
 def _read(self:NoiseScale, mean, squares, size, k, n, mean_sq):
     "Add a reading of `k` micro-batches with `n` samples, or warn why the step cannot be measured"
-    if not np.isfinite([squares,mean_sq]).all(): return   # measure the next step instead
-    self.steps_until_measured = self.every   # `after_step` of this step is the first to count it down
+    # a gradient has overflowed, or `_note_norm` has marked the step: measure the next step instead
+    if not np.isfinite([squares,mean_sq]).all(): return
+    self.steps_until_measured = self.every   # counted down in `after_step`, for this step already
     if round(n)<mean.samples:
         return self._warn("the loss of a micro-batch needs no gradient, or NoiseScale was added in the "
             "middle of the step")
     if k==1:
         return self._warn("the step has one micro-batch, so nothing can be compared. Raise `accum_bs`")
     if k==0: return   # the loss ignores all targets of the step
-    # if the loss is a sum over items, so is `p.grad`, whose squared norm is `mean_sq`: divide it by the
-    # squared number of items, for the squared norm of the mean gradient
+    # if the loss is a sum over items, `mean_sq` is the squared norm of the sum of their gradients: make
+    # it the squared norm of the mean
     if mean.is_sum: mean_sq /= size**2
     trace,grad_sq = estimate(squares, mean_sq, size, k)
-    # If the gradients of the micro-batches add up to the step's gradient, `trace`, a variance, is at
-    # least 0. Rounding makes `trace*(k-1)` negative by less than a tenth of `squares`, even in bfloat16
+    # `trace` estimates a variance: it is at least 0, unless a callback has changed the step's gradient.
+    # Rounding makes `trace*(k-1)` negative by less than a tenth of `squares`, even in bfloat16
     was_gradient_changed = trace*(k-1)<-.1*squares
     if was_gradient_changed:
         return self._warn("the step's gradient is longer than its micro-batches' gradients add up to, "

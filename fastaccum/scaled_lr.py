@@ -51,8 +51,8 @@ class ScaledLR(PatchingCallback):
 
     def before_fit(self):
         if self.validates: return
-        # An interrupted fit may have left scaled values in the optimizer. The learning rate is not one
-        # of them, because `Learner.fit` has just set it for this fit
+        # Restore values that an interrupted fit has left scaled. Keep the learning rate, because
+        # `Learner.fit` has just set it for this fit
         self.undo_patches(keep='lr')
         check_single(self.learn, ScaledLR)
 
@@ -80,7 +80,7 @@ def before_step(self:ScaledLR):
     "Scale the learning rate, and with the square root rule Adam's epsilon"
     self.undo_patches()
     self.opt = self.learn.opt
-    is_adam = 'sqr_mom' in self.opt.hypers[0]   # only Adam and its relatives have this hyper-parameter
+    is_adam = 'sqr_mom' in self.opt.hypers[0]   # optimizers like Adam have this hyper-parameter
     rule = self.rule or ('sqrt' if is_adam else 'linear')
     self.kappa = self._step_size()/self.base_bs
     self.factor = self.kappa if rule=='linear' else self.kappa**.5

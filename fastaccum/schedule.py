@@ -240,8 +240,8 @@ class GradientAccumulationScheduler(_Scheduled):
     ValueError: a number of micro-batches is below 1, or `mode` is unknown
     """
     def __init__(self,
-        scheduling:dict[int,int], # Number of an epoch or a step -> micro-batches per step from there on
-        mode:str='epoch', # What the keys count, from 0: 'epoch' (epochs) or 'step' (optimizer steps)
+        scheduling:dict[int,int], # Epoch or step, counted from 0 -> micro-batches per step from then on
+        mode:str='epoch', # 'epoch' if the keys of `scheduling` are epochs, 'step' if they are optimizer steps
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size:int|str|MicroBatchLimit=None, # As in `GradientAccumulation`, in samples
         drop_last:bool|None=None, # As in `GradientAccumulation`

@@ -73,12 +73,12 @@ class TokenDivision(Division):
         self.width = mask.shape[1]   # columns of the batch, those of padding included
         first,stop = _spans(mask)
         columns = torch.arange(self.width, device=mask.device)
-        # true from the first to the last token of each row, even where `mask` is false in between
+        # `self.mask` is true from the first to the last token of a row, even if `mask` has gaps
         self.mask = (columns>=first[:,None]) & (columns<stop[:,None])
         tensors = [o for o in leaves(b) if has_rows(o, n) and o.ndim==2 and self.has_columns(o)]
         padding_on_left = (stop==self.width).all() & (first>0).any()
-        # Labels of the next token have one column less than the tokens, and `trim` cuts both on the side
-        # of the padding: leave out a column of the mask on the other side
+        # Labels of the next token have one column less than the tokens. `trim` cuts off columns on the
+        # side of the padding, so the mask of these labels lacks a column on the other side
         mask_of_next_labels = torch.where(padding_on_left, self.mask[:,:-1], self.mask[:,1:])
         is_constant = []
         for o in tensors:
@@ -89,7 +89,7 @@ class TokenDivision(Division):
         first,stop = numbers[:n],numbers[n:2*n]
         self.padding_on_left = numbers[2*n]
         is_constant = numbers[2*n+1:]
-        # tensors with several values in the columns of padding, which are data and must not be cut off
+        # do not trim tensors that have different values in the columns of padding: these values are data
         self.untrimmed = [o for o,is_padded in zip(tensors, is_constant) if not is_padded]
         lengths = [self.width-i for i in first] if self.padding_on_left else stop
         lengths = [max(1, o) for o in lengths]
@@ -167,8 +167,8 @@ class TokenBudget(MicroBatchLimit):
     UserWarning: in a fit, when a row is longer than the budget
     """
     is_even = False
-    # Once per fit, the model's outputs with and without padding are compared. Each fit has a new
-    # `WarnOnce`, so the one of the last fit that compared them tells whether this fit still has to
+    # The model's outputs with and without padding are compared once per fit. This is the `WarnOnce` of
+    # the last fit that did so: another fit has another `WarnOnce`, and compares the outputs again
     warn_once_of_comparison = None
     why_uneven = 'a process with longer texts runs more micro-batches than the others'
     def __init__(self,
@@ -243,8 +243,8 @@ def _mask(self:TokenBudget, xb, yb, n):
         + more_link('no-lengths'))
 
 # %% ../nbs/12_token_budget.ipynb #try
-# data type of the weights -> the largest relative difference of two outputs that is due to rounding
-_rounding = {torch.float64:1e-8, torch.float32:1e-3}
+# data type of the weights -> the largest relative difference of two outputs that rounding may cause
+_rounding_tols = {torch.float64:1e-8, torch.float32:1e-3}
 
 @torch.no_grad()
 def _outputs(model, xb):
@@ -267,11 +267,11 @@ def _try_trimming(self:TokenBudget, model, xb, division, warn_once):
     if not cuts: return
     self.warn_once_of_comparison = warn_once
     start,stop = cuts[0]
-    # the run with all padding needs more memory than the micro-batch: leave out rows beyond the budget
+    # with all its padding, a micro-batch needs more memory: compare only as many rows as fit the budget
     n_rows = max(1, division.budget//division.width)
     cut = start,min(stop, start+n_rows)
-    # a forward pass of DistributedDataParallel would wait for the other processes, which may not compare
-    # outputs in this batch: run the model inside of this wrapper
+    # DistributedDataParallel would wait in its forward pass for the other processes, which may not
+    # compare outputs in this batch: run the model without this wrapper
     if isinstance(model, DistributedDataParallel): model = model.module
     try:
         trimmed = _outputs(model, division.part(xb, *cut, trims=True))
@@ -291,7 +291,7 @@ def _try_trimming(self:TokenBudget, model, xb, division, warn_once):
             is_token = is_token.reshape(*is_token.shape, *[1]*(x.ndim-2))
             x,y = (torch.where(is_token, o, 0) for o in (x,division.trim(y, *cut)))
         least_precise = dtypes_by_size[min(dtypes_by_size)] if dtypes_by_size else x.dtype
-        tol = _rounding.get(least_precise, 2e-2)
+        tol = _rounding_tols.get(least_precise, 2e-2)   # 2e-2 for half precision
         if is_close(x, y, tol): continue
         return warn_once('padding-counts', "the model's output changes for texts without their padding, "
             "so this run differs from the full-batch run. Give the model an attention mask, and "

@@ -28,7 +28,7 @@ class WandbCallback(fastai_wandb.WandbCallback):
             raise ValueError("`log_model=True` uploads the model that a SaveModelCallback saves, and "
                 "this Learner has none: add `SaveModelCallback()` to `cbs=`" + more_link('log-model'))
         # In fastai 2.8.9 to 2.8.12, `before_fit` raises a TypeError when it formats the dict that
-        # `learn.gather_args()` returns. With `dict` in place of this method, it gets an empty dict
+        # `learn.gather_args()` returns. `dict` in place of this method makes that an empty dict
         vars(self.learn)['gather_args'] = dict
         try: super().before_fit()
         finally: del vars(self.learn)['gather_args']

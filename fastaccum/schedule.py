@@ -241,7 +241,7 @@ class GradientAccumulationScheduler(_Scheduled):
     """
     def __init__(self,
         scheduling:dict[int,int], # Epoch or step, counted from 0 -> micro-batches per step from then on
-        mode:str='epoch', # 'epoch' if the keys of `scheduling` are epochs, 'step' if they are optimizer steps
+        mode:str='epoch', # What the keys of `scheduling` are: 'epoch', or 'step' (an optimizer step)
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size:int|str|MicroBatchLimit=None, # As in `GradientAccumulation`, in samples
         drop_last:bool|None=None, # As in `GradientAccumulation`

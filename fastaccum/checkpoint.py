@@ -195,7 +195,7 @@ class _Recomputed:
         return res
 
     def _check_unchanged(self, versions):
-        """Refuse inputs and parameters that were changed since their versions were noted
+        """Check that no tensor has changed: `versions` has pairs of a tensor and its earlier version
 
         RuntimeError: a tensor was changed in place
         """

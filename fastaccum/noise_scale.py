@@ -39,8 +39,8 @@ class NoiseScale(PatchingCallback):
 
     def __init__(self,
         every:int=10, # Steps from one measured step to the next
-        # Samples after which a reading has half of its weight in the averages; defaults to the samples
-        # in `20*every` steps
+        # Samples in which a reading loses half of its weight in the averages; defaults to the samples in
+        # `20*every` steps
         half_life:int|None=None
     ):
         self.every = check_count('every', every, 'step')
@@ -70,21 +70,22 @@ class NoiseScale(PatchingCallback):
 def estimate(squares:float, mean_sq:float, n:float, k:int)->tuple:
     """Return unbiased estimates of tr Σ and |G|², for a step of `k` micro-batches with `n` items in all
 
-    `squares` is the sum of n_i |g_i|² over the micro-batches (n_i items, gradient g_i), and `mean_sq` is
-    the squared norm |ḡ|² of the mean gradient.
+    tr Σ is the variance of one item's gradient, summed over its coordinates, and G is the gradient
+    without noise. `squares` is the sum of n_i |g_i|² over the micro-batches (n_i items, gradient g_i),
+    and `mean_sq` is the squared norm |ḡ|² of the mean gradient.
     """
     trace = (squares-n*mean_sq)/(k-1)
     return trace,mean_sq-trace/n
 
 def scale_of(trace:float, grad_sq:float)->float:
-    "Return tr Σ/|G|², in samples; infinite if noise hides the gradient, NaN if nothing was measured"
+    "Return the noise scale tr Σ/|G|²: infinite if noise hides the gradient, NaN if nothing was measured"
     if np.isnan(trace) or np.isnan(grad_sq): return float('nan')
     if grad_sq>0: return float(trace/grad_sq)
     return float('inf') if trace>0 else float('nan')
 
 # %% ../nbs/07_noise_scale.ipynb #averages
 class Averages:
-    "Averages of tr Σ and |G|² over steps, in which a measurement counts half after `half_life` samples"
+    "Averages of tr Σ and |G|² over steps; a measurement loses half of its weight in `half_life` samples"
     def __init__(self, half_life:float):
         self.half_life = half_life
         self.weighted_sums = np.zeros(2)   # the sum of weight × tr Σ, and the sum of weight × |G|²
@@ -303,7 +304,7 @@ def trace(self:NoiseScale)->float: # NaN before the first measurement
 
 @patch(as_prop=True)
 def grad_sq(self:NoiseScale)->float: # 0 or less if noise hides the gradient; NaN before any measurement
-    "The squared norm of the true gradient, |G|²"
+    "The squared norm of the gradient without noise: |G|²"
     return float(self.readings[-1].averages[1]) if self.readings else float('nan')
 
 @patch(as_prop=True)
@@ -318,7 +319,7 @@ def to_log(self:NoiseScale)->dict: # Name -> value; empty before the first measu
 
 @patch
 def verdict(self:NoiseScale)->str:
-    "Describe what steps of the last measured size cost: the result of `describe` for this fit"
+    "Return `describe` for the noise scale of this fit and the size of the last measured step"
     return describe(self.noise_scale, self.readings[-1].size if self.readings else 0, self.unit)
 
 # %% ../nbs/07_noise_scale.ipynb #plot

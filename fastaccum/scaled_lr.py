@@ -77,7 +77,7 @@ def _step_size(self:ScaledLR):
 
 @patch
 def before_step(self:ScaledLR):
-    "Scale the learning rate, and with the square root rule Adam's epsilon"
+    "Scale the learning rate and, if Adam is scaled by the rule 'sqrt', its epsilon"
     self.undo_patches()
     self.opt = self.learn.opt
     is_adam = 'sqr_mom' in self.opt.hypers[0]   # optimizers like Adam have this hyper-parameter

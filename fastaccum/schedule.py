@@ -102,7 +102,7 @@ def check_value(schedule:callable, pos:float)->float:
 
 # %% ../nbs/01_schedule.ipynb #scheduling
 def check_scheduling(scheduling:dict[int,int])->dict[int,int]:
-    """Check a dict from thresholds to numbers of micro-batches, and return it sorted
+    """Check a dict from thresholds (epochs or steps) to numbers of micro-batches, and return it sorted
 
     TypeError: `scheduling` is not a dict, is empty, or holds something other than `int`s
     IndexError: a threshold is negative

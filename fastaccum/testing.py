@@ -99,7 +99,7 @@ def toy_data(
     return TensorDataset(x, y)
 
 class Ordered:
-    "Returns the order of an epoch's samples, which is the same for any batch size and new in each epoch"
+    "When called, returns an epoch's order of samples: the same for any batch size, but new in each epoch"
     def __init__(self, n:int, keep:int, shuffle:bool, seed:int):
         self.n = n               # samples in the dataset
         self.keep = keep         # samples in an epoch

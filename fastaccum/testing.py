@@ -84,7 +84,7 @@ class CrossEntropy(nn.CrossEntropyLoss):
         return super().forward(pred.flatten(0, -2), targ.flatten())
 
 def toy_data(
-    n:int, # Samples
+    n:int, # Samples in the dataset
     tokens:bool=False, # Whether to make sequences of 6 tokens; targets of padding are -100
     seed:int=0 # Seeds the random numbers
 )->TensorDataset: # Inputs of 5 features, targets of 3 classes
@@ -99,7 +99,7 @@ def toy_data(
     return TensorDataset(x, y)
 
 class Ordered:
-    "When called, returns an epoch's order of samples: the same for any batch size, but new in each epoch"
+    "When called, returns an epoch's order of samples: the same for any batch size, new in each epoch"
     def __init__(self, n:int, keep:int, shuffle:bool, seed:int):
         self.n = n               # samples in the dataset
         self.keep = keep         # samples in an epoch

@@ -206,8 +206,8 @@ def after_backward(self:NoiseScale):
     step = self.acc.current_step
     samples,size,_ = step.mean.current
     if step.mean.is_sum: size,to_sum = samples,1.
-    # unless `weighs_grads`, the mean loss was multiplied by the micro-batch's share of the step, which
-    # is `size/expected`, before the backward pass
+    # The gradient of a mean loss × `size` is that of the sum. Unless `weighs_grads`, the loss was already
+    # multiplied by `size/expected` before the backward pass: then only the factor `expected` is missing
     else: to_sum = size if step.weighs_grads else step.mean.expected
     scaler = vars(self.learn).get('scaler')
     if scaler is not None:

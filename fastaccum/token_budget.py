@@ -97,8 +97,8 @@ class TokenDivision(Division):
         self.order = list(range(n))   # row numbers, in the order in which micro-batches take the rows
         fits_one_micro_batch = n*max(lengths)<=budget
         if sorts and not fits_one_micro_batch: self.order.sort(key=lambda i: -lengths[i])
-        self.lengths = [lengths[i] for i in self.order]             # tokens in each row, in this order
-        self.index = torch.tensor(self.order, device=mask.device)   # `order`, to index tensors with
+        self.lengths = [lengths[i] for i in self.order]             # tokens in each row of `order`
+        self.index = torch.tensor(self.order, device=mask.device)   # `order` as a tensor, to select rows
 
     def has_columns(self, x:torch.Tensor)->bool:
         "Whether `x` has as many columns as the mask, or one less, as labels of the next token have"

@@ -32,9 +32,9 @@ def accum_find(self:Learner,
     accum_bs:int|None=None, # Samples in a measured step; defaults to the size of a fit's first step
     steps:int=20, # Steps to measure
     lr:float|slice|None=None, # Learning rate of the measured steps; defaults to `learn.lr`
-    cbs:Callback|list|None=None, # Callbacks that you would pass to `fit`
+    cbs:Callback|list|None=None, # More callbacks for the measured steps, as in `fit`
     show_plot:bool=True # Whether to plot the noise scale over the measured steps
-)->'FoundAccum': # Converts to the suggested size with `int(…)`, in samples and whole micro-batches
+)->'FoundAccum': # `int(…)` converts it to the suggested step size: samples, in whole micro-batches
     """Measure the gradient's noise in some steps, restore the Learner, and suggest the size of a step
 
     A noise scale of `B` samples means that the noise in the mean gradient of `B` samples is as large as
@@ -93,7 +93,7 @@ def _measure(learn, acc, size, bs, n_steps, lr):
 
     RuntimeError: the fit ended after fewer steps
     """
-    # batches for 20 spare steps, because a GradScaler skips steps whose gradients overflow
+    # 20 steps more than needed, because a GradScaler skips steps whose gradients overflow
     n_batches = ceil((n_steps+20)*size/bs)
     settings = {}
     if acc is not None:
@@ -103,11 +103,11 @@ def _measure(learn, acc, size, bs, n_steps, lr):
     noise = NoiseScale(1)
     with DryRun(learn, total=n_steps) as run:
         count = CountSteps(n_steps, run.tick)
-        # read the loader again and again, because one epoch may have too few batches
-        repeated = (b for _ in range(n_batches) for b in run.dl)
-        full = islice((b for b in repeated if samples_of(learn, b, bs)>=bs), n_batches)
+        # begin the loader again each time it ends, because an epoch may have fewer than `n_batches`
+        batches = (b for _ in range(n_batches) for b in run.dl)
+        full_batches = islice((b for b in batches if samples_of(learn, b, bs)>=bs), n_batches)
         cbs = [GradientAccumulation(size, drop_last=False, **settings),noise,count]
-        run.fit(Batches(run.dl, full, bs, n_batches*bs), cbs, lr=lr)
+        run.fit(Batches(run.dl, full_batches, bs, n_batches*bs), cbs, lr=lr)
     if count.n_steps>=n_steps: return noise.readings
     raise RuntimeError(f"only {count.n_steps} of {n_steps} steps were taken. If a callback ends the "
         "fit, set `run_bs_find = False` in its class. Otherwise, the training loader has no full batch "
@@ -122,15 +122,16 @@ class FoundAccum:
     after each measured step, averaged over the steps so far.
     """
     def __init__(self, readings:list, micro_bs:int, n:int):
-        n_items = sum(o.size for o in readings)   # in the unit of the noise scale: samples or targets
-        per_sample = n_items/sum(o.samples for o in readings)
+        n_samples = sum(o.samples for o in readings)
+        # items are what the loss is a mean of, samples or targets, and the unit of `o.scale`
+        items_per_sample = sum(o.size for o in readings)/n_samples
         self.readings = readings
-        self.scales = [o.scale/per_sample for o in readings]
+        self.scales = [o.scale/items_per_sample for o in readings]
         self.scale = self.scales[-1]
         noise_hides_gradient = not np.isfinite(self.scale)
         best = readings[0].samples if noise_hides_gradient else self.scale
-        largest = max(1, n//micro_bs)*micro_bs   # samples in an epoch, in whole micro-batches
-        self.capped = best>largest               # True if the suggestion is limited to an epoch
+        largest = max(1, n//micro_bs)*micro_bs   # an epoch without its incomplete last micro-batch
+        self.capped = best>largest
         self.accum_bs = largest if self.capped else max(1, round(best/micro_bs))*micro_bs
 
     def __int__(self): return self.accum_bs
@@ -148,12 +149,12 @@ class FoundAccum:
 
     def plot(self,
         ax:plt.Axes|None=None # Matplotlib axes to draw on; defaults to new ones
-    )->plt.Axes: # The axes
+    )->plt.Axes: # The axes that hold the plot
         "Plot the noise scale over the measured steps, and the suggested size"
         if ax is None: ax = plt.subplots(figsize=(6,3.5))[1]
         ax.plot(range(1, len(self.scales)+1), self.scales, 'o-', label='noise scale')
         ax.axhline(self.accum_bs, color='black', linestyle=':', label=f'accum_bs={self.accum_bs}')
-        # the axis ends at three times the suggestion, because the first estimates may be far too large
+        # the first estimates may be far too large: cut them off, so that the others can be told apart
         ax.set(ylim=(0,3*self.accum_bs), xlabel='measured steps', ylabel='samples')
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.legend(frameon=False)

@@ -36,11 +36,12 @@ class ActivationCheckpoint(PatchingCallback):
     RuntimeError: a segment cannot be computed again, because its inputs or parameters have changed
     UserWarning: after the fit, if one of your segments did not run, or if no segment ran
     """
-    # after `DistributedTrainer`, which may replace layers by SyncBatchNorm: segments need the new layers
+    # 13, after `DistributedTrainer` (11), which may replace BatchNorm layers by SyncBatchNorm layers:
+    # segments must contain the new layers
     order = MixedPrecision.order+3
     run_valid = False
     patches = ()        # a `Patch` for each replaced `forward`; empty outside of a fit
-    last_used = None    # the `Segments` of the last fit; `None` before the first fit
+    last_used = None    # a `Segments`: the segments of the last fit; `None` before the first fit
     def __init__(self,
         # A class, a tuple of classes, a list of modules, or a function of a module that returns whether
         # the module is a segment; by default, the callback finds segments
@@ -50,7 +51,7 @@ class ActivationCheckpoint(PatchingCallback):
 
     @property
     def segments(self)->Segments:
-        "The segments of the last fit, or those that a first fit would use; displayed as a table"
+        "The segments of the last fit or, before any fit, of the coming one; displayed as a table"
         if self.last_used is not None: return self.last_used
         if self.learn is None: return Segments()
         return find_segments(unwrapped(self.learn.model), self.given)
@@ -61,14 +62,16 @@ class ActivationCheckpoint(PatchingCallback):
         self._apply_patches()
 
     def before_train(self):
-        # no patches: another fit inside this fit has undone them, or this callback was added in mid-fit
+        # A fit inside this fit undoes the patches at its end. A callback that is added in the middle of
+        # a fit gets no `before_fit`, so it has no patches either
         if not self.patches: self._apply_patches()
 
     def undo_patches(self):
         for o in self.patches: o.undo()
         self.patches = ()
 
-    # `learn.export()` in the middle of a fit saves the callback without its patches
+    # `learn.export()` in the middle of a fit saves the model with its original `forward` methods, so the
+    # saved callback has no patches to undo
     def __getstate__(self): return vars(self)|dict(patches=())
 
 # %% ../nbs/04_checkpoint.ipynb #check
@@ -114,15 +117,15 @@ def unwrapped(model:nn.Module)->nn.Module:
 class _KeptInputs:
     "The arguments of a call, kept without their autograd graph, so that the call can be repeated"
     def __init__(self, args, kwargs):
-        leaves,self.spec = tree_flatten((args,kwargs))
-        kept = {id(o):_without_graph(o) for o in leaves if isinstance(o, torch.Tensor)}
-        self.leaves = [kept.get(id(o), o) for o in leaves]       # the values in the nested arguments
-        self.tensors = list(kept.values())                       # the values that are tensors
-        self.others = [o for o in leaves if id(o) not in kept]   # the values that are not tensors
+        leaves,self.nesting = tree_flatten((args,kwargs))
+        without_graph = {id(o):_without_graph(o) for o in leaves if isinstance(o, torch.Tensor)}
+        self.tensors = list(without_graph.values())
+        self.non_tensors = [o for o in leaves if id(o) not in without_graph]
+        self.leaves = [without_graph.get(id(o), o) for o in leaves]   # tensors and non-tensors, in order
 
     def rebuilt(self)->tuple:
         "Return the positional arguments and the keyword arguments, in new lists and dicts"
-        return tree_unflatten(self.leaves, self.spec)
+        return tree_unflatten(self.leaves, self.nesting)
 
 def _without_graph(x):
     "Return `x` without its autograd graph, with the same attributes and the same `requires_grad`"
@@ -146,10 +149,11 @@ class _Recomputed:
     "Replaces a segment's `forward`: keeps its inputs, and runs the segment again in the backward pass"
     def __init__(self, segment):
         self.segment = segment
-        self.inside = segment.inside             # the modules in the segment
+        self.inside = segment.inside             # the segment's modules, with all their submodules
         self.devices = devices_of(self.inside)   # devices of the segment's parameters and buffers
         is_module = segment.seq is None
-        # a segment of several children of a Sequential has no `forward` to replace: a `_Chain` runs it
+        # a segment that is not a module, but several children of a Sequential, has no `forward` of its
+        # own: a `_Chain` replaces the `forward` of the Sequential instead
         self.patch = Patch(segment.modules[0], 'forward', self) if is_module else None
 
     def compute(self, *args, **kwargs):
@@ -167,19 +171,20 @@ class _Recomputed:
         tensors = inputs.tensors+params
         if not any(o.requires_grad for o in tensors): return self.compute(*args, **kwargs)
         self.segment.kept = sum(o.nbytes for o in inputs.tensors)
-        # PyTorch counts the changes in place of each tensor, and a detached copy shares the count.
-        # `_check_unchanged` compares these counts later
+        # the counts of in-place changes, for `_check_unchanged`: after a change, the segment cannot be
+        # computed again. A tensor and its copy without graph share their count
         versions = [(o,o._version) for o in tensors]
-        # dropout draws random numbers on the device of its input, even if it has no parameter: keep the
-        # random state of these devices as well
+        # besides the devices of parameters, those of inputs: dropout has no parameters, and draws random
+        # numbers on the device of its input
         devices_of_inputs = {o.device for o in inputs.tensors if o.device.type not in ('cpu','meta')}
-        state = ForwardState(self.inside, {*self.devices,*devices_of_inputs}, inputs.others)
-        # the first call empties `first`, so that the autograd graph of the arguments can be freed
-        first = [(args,kwargs)]
+        state = ForwardState(self.inside, {*self.devices,*devices_of_inputs}, inputs.non_tensors)
+        # the first call takes the arguments out of this list: if they stayed here until the backward
+        # pass, their autograd graph could not be freed
+        first_args = [(args,kwargs)]
         def first_or_again():
             "Run the segment; in later calls, from the inputs and the state of the first call"
-            if first:
-                xs,kw = first.pop()
+            if first_args:
+                xs,kw = first_args.pop()
                 return self.compute(*xs, **kw)
             self._check_unchanged(versions)
             xs,kw = inputs.rebuilt()
@@ -190,7 +195,7 @@ class _Recomputed:
         return res
 
     def _check_unchanged(self, versions):
-        """Refuse inputs and parameters that were changed since their versions were noted
+        """Check that no tensor has changed: `versions` has pairs of a tensor and its earlier version
 
         RuntimeError: a tensor was changed in place
         """
@@ -204,12 +209,13 @@ class _Recomputed:
 
 # %% ../nbs/04_checkpoint.ipynb #chain
 class _Chain:
-    "Replaces a Sequential's `forward`: runs its children in order, the children of a segment as one"
+    "Replaces a Sequential's `forward`: runs its children in order, those of a segment in one call"
     def __init__(self, seq, recomputed):
         in_seq = [o for o in recomputed if o.segment.seq is seq]
         by_first_child = {o.segment.modules[0]:o for o in in_seq}
         later_children = {m for o in in_seq for m in o.segment.modules[1:]}
-        # the callables to run in order: a child of the Sequential, or the `_Recomputed` of a segment
+        # callables to run one after the other: children of the Sequential, or a `_Recomputed` in place
+        # of the children that form a segment
         self.links = [by_first_child.get(m, m) for m in seq if m not in later_children]
         self.patch = Patch(seq, 'forward', self)
 
@@ -226,11 +232,11 @@ def _apply_patches(self:ActivationCheckpoint):
     check_single(self.learn, ActivationCheckpoint)
     self.last_used = find_segments(unwrapped(self.learn.model), self.given)
     recomputed = [_Recomputed(o) for o in self.last_used]
-    # each Sequential whose children form segments; the keys of a dict are in order and without doubles
+    # Sequentials whose children form segments: as keys of a dict, each comes once, and in order
     sequentials = {o.seq:None for o in self.last_used if o.seq is not None}
     patches = [o.patch for o in recomputed if o.patch is not None]
     patches += [_Chain(seq, recomputed).patch for seq in sequentials]
-    # `self.patches` is set before a patch is applied, so that `undo_patches` works after an interrupt
+    # set `self.patches` first: after Ctrl-C in the loop below, `undo_patches` needs the applied patches
     self.patches = patches
     for o in patches: o.apply()
 
@@ -241,10 +247,10 @@ def after_fit(self:ActivationCheckpoint):
     uninterrupted(self.undo_patches)
     n = len(self.last_used)
     idle = [o.name for o in self.last_used if not o.calls]
-    # some modules never run, such as the head of a timm model in fastai: if the callback has found the
-    # segments itself, a few of them may be idle
-    is_usual = self.given is None and len(idle)<n
-    if not idle or is_usual or not self.learn.train_iter: return
+    # Some models never call some of their modules, such as the head of a timm model in fastai. If the
+    # callback chose the segments itself, warn only if no segment ran at all
+    is_harmless = self.given is None and len(idle)<n
+    if not idle or is_harmless or not self.learn.train_iter: return
     warn(f"{len(idle)} of {n} segments did not run in this fit, such as {idle[0]!r}, so they save no "
         "memory: the model does not call their `forward`. Pass modules that it calls as `segments=`"
         + more_link('idle-segments'))

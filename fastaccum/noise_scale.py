@@ -33,13 +33,13 @@ class NoiseScale(PatchingCallback):
     run_bs_find = False    # `bs_find` trains without accumulation, where there is nothing to measure
     acc = None             # the `GradientAccumulation` of the Learner, found when a fit begins
     readings = ()          # a `Reading` for each measured step of the last fit
-    hooks = ()             # during a backward pass: parameter hooks that note the norms of gradients
+    hooks = ()             # handles of the hooks that note norms; empty outside of a backward pass
     norms = None           # `id` of a parameter -> norm of its gradient in the running micro-batch
     micro_batches = ()     # a `_MicroBatchGrads` for each micro-batch of the step so far
 
     def __init__(self,
         every:int=10, # Steps from one measured step to the next
-        # Samples after which a reading has half its weight in the averages; defaults to the samples of
+        # Samples in which a reading loses half of its weight in the averages; defaults to the samples in
         # `20*every` steps
         half_life:int|None=None
     ):
@@ -60,56 +60,58 @@ class NoiseScale(PatchingCallback):
         self.warn_once = WarnOnce()
         self.averages = None   # the `Averages` of this fit; `None` before its first reading
         self.n_steps = 0       # steps of this fit so far
-        self.wait = 0          # steps until the next measured step
-        self.since = 0         # samples since the last measurement
-        # `recorder.noise_scale = []` would make fastai warn, because `learn.noise_scale` exists (this
-        # callback): write into `vars(recorder)` instead
+        self.steps_until_measured = 0    # 0: the running step is measured
+        self.samples_since_reading = 0   # before the first reading: samples since the fit began
+        # fastai would warn of `recorder.noise_scale = []`, because this callback is `learn.noise_scale`:
+        # write into `vars(recorder)` instead
         if hasattr(learn, 'recorder'): vars(learn.recorder)['noise_scale'] = []
 
 # %% ../nbs/07_noise_scale.ipynb #estimate
 def estimate(squares:float, mean_sq:float, n:float, k:int)->tuple:
     """Return unbiased estimates of tr Σ and |G|², for a step of `k` micro-batches with `n` items in all
 
-    `squares` is the sum of n_i |g_i|² over the micro-batches (n_i items, gradient g_i), and `mean_sq` is
-    the squared norm |ḡ|² of the mean gradient.
+    tr Σ is the variance of one item's gradient, summed over its coordinates, and G is the gradient
+    without noise. `squares` is the sum of n_i |g_i|² over the micro-batches (n_i items, gradient g_i),
+    and `mean_sq` is the squared norm |ḡ|² of the mean gradient.
     """
     trace = (squares-n*mean_sq)/(k-1)
     return trace,mean_sq-trace/n
 
 def scale_of(trace:float, grad_sq:float)->float:
-    "Return tr Σ/|G|², in samples; infinite if noise hides the gradient, NaN if nothing was measured"
+    "Return the noise scale tr Σ/|G|²: infinite if noise hides the gradient, NaN if nothing was measured"
     if np.isnan(trace) or np.isnan(grad_sq): return float('nan')
     if grad_sq>0: return float(trace/grad_sq)
     return float('inf') if trace>0 else float('nan')
 
 # %% ../nbs/07_noise_scale.ipynb #averages
 class Averages:
-    "Averages of tr Σ and |G|² over steps, in which a measurement counts half after `half_life` samples"
+    "Averages of tr Σ and |G|² over steps; a measurement loses half of its weight in `half_life` samples"
     def __init__(self, half_life:float):
         self.half_life = half_life
-        self.sums = np.zeros(2)   # sums of tr Σ and of |G|², each value multiplied by its weight
-        self.weight = 0.          # the sum of the weights
+        self.weighted_sums = np.zeros(2)   # the sum of weight × tr Σ, and the sum of weight × |G|²
+        self.sum_of_weights = 0.
 
     def add(self, trace:float, grad_sq:float, n:int)->tuple:
         "Add the estimates of a step, `n` samples after the last measurement; return the averages"
         keep = .5**(n/self.half_life)
-        new = np.array([max(trace, 0.),grad_sq])   # rounding may make `trace` negative
-        self.sums = keep*self.sums+(1-keep)*new
-        self.weight = keep*self.weight+(1-keep)
-        return tuple(self.sums/self.weight)
+        variance = max(trace, 0.)   # rounding may make the estimate of a variance negative
+        new = np.array([variance,grad_sq])
+        self.weighted_sums = keep*self.weighted_sums+(1-keep)*new
+        self.sum_of_weights = keep*self.sum_of_weights+(1-keep)
+        return tuple(self.weighted_sums/self.sum_of_weights)
 
 class Reading(NamedTuple):
     "The measurement of one step"
     step:int # Steps of the fit before this step
     samples:int # Samples in the step
-    size:float # Items that the mean loss covers: samples, or targets that are not ignored
-    trace:float # The estimate of tr Σ from this step
-    grad_sq:float # The estimate of |G|² from this step
-    averages:tuple # The averages of tr Σ and of |G|² so far
+    size:float # How many items the step's loss is a mean of: samples, or targets that are not ignored
+    trace:float # Estimate from this step alone: tr Σ, the variance of the gradient of one item
+    grad_sq:float # Estimate from this step alone: |G|², the squared norm of the gradient without noise
+    averages:tuple # The averages of `trace` and of `grad_sq` over this step and the ones measured before
 
     @property
-    def scale(self)->float: # In samples or targets, as `size`
-        "The noise scale after this step"
+    def scale(self)->float: # In the unit of `size`: samples or targets
+        "The noise scale from the averages up to this step"
         return scale_of(*self.averages)
 
 # %% ../nbs/07_noise_scale.ipynb #verdict
@@ -123,8 +125,8 @@ def describe(scale:float, size:float, unit:str='samples')->str:
     if np.isinf(scale):
         return (f"noise scale: too large to measure. In steps of {size:,.0f} {unit} the noise hides the "
             "gradient, so larger steps would waste little. Measure more steps for an estimate")
-    # for the same result, training needs `step_factor` times as many steps as with huge batches, and
-    # `item_factor` times as many items as with tiny batches
+    # Training to the same loss needs `step_factor` times as many steps as training in very large steps,
+    # and `item_factor` times as many items as training in very small steps
     step_factor = 1+scale/size
     item_factor = 1+size/scale if scale else float('inf')
     return (f"noise scale ≈ {rounded(scale)} {unit}: with steps of {size:,.0f} you need "
@@ -137,14 +139,18 @@ class _MicroBatchGrads(NamedTuple):
     norms:dict # `id` of a parameter -> norm of its gradient, a 0-dim tensor
     samples:int # Samples in the micro-batch
     size:object # How many items the loss is a mean of: a number, or a 0-dim tensor
-    to_sum:object # Factor that turns the gradient into that of the loss summed over its items
+    to_sum:object # A factor: gradient × `to_sum` is the gradient of the sum of the items' losses
 
     def totals(self, device, dtype):
-        "Return a tensor: n_i |g_i|², n_i, 1 (or 0 if the loss ignores all its targets), its samples"
+        """Return four numbers in a tensor, to be added up over the micro-batches
+
+        They are n_i |g_i|² and n_i, as in `estimate`; 1, or 0 if n_i is 0, to count the micro-batches;
+        and the number of samples.
+        """
         samples,size,to_sum = (_on_device(o, device, dtype) for o in self[1:])
         sum_sq = _squared(self.norms.values(), device, dtype)*to_sum**2
-        counts = size>0   # False if the loss ignores all targets of the micro-batch
-        return torch.stack([torch.where(counts, sum_sq/size, 0.), size, counts.to(dtype), samples])
+        has_items = size>0
+        return torch.stack([torch.where(has_items, sum_sq/size, 0.), size, has_items.to(dtype), samples])
 
 def _on_device(n, device, dtype):
     "Return a number or a 0-dim tensor as a tensor on `device`, without synchronising the GPU"
@@ -157,23 +163,23 @@ def _norm(g):
     return torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32))
 
 def _squared(norms, device, dtype):
-    "Return the squared norm of a gradient whose parts have the norms `norms`"
+    "Return the squared norm of a whole gradient, given the norms of each parameter's gradient"
     return torch.stack([o.to(device) for o in norms]).to(dtype).square().sum()
 
 # %% ../nbs/07_noise_scale.ipynb #hear
 @patch
 def before_train(self:NoiseScale):
-    self.undo_patches()   # the last epoch may have been cancelled in a step, which leaves its hooks
-    # a callback that is added in the middle of a fit gets no `before_fit` from the Learner
+    self.undo_patches()   # an epoch that was cancelled in a backward pass leaves hooks on parameters
+    # the Learner has called no `before_fit` of a callback that was added in the middle of the fit
     was_added_in_fit = self.acc is None or self.acc.learn is not self.learn
     if was_added_in_fit: self.before_fit()
 
 @patch
 def before_backward(self:NoiseScale):
-    "If the step is measured, put hooks on the parameters, which note the norms of the gradients"
+    "In a measured step, put hooks on the parameters that note the norms of their gradients"
     self._remove_hooks()
     step = self.acc.current_step
-    if self.wait or step is None: return
+    if self.steps_until_measured or step is None: return
     is_first = not step.mean.samples
     if is_first: self.micro_batches = ()
     self.norms = {}
@@ -182,23 +188,26 @@ def before_backward(self:NoiseScale):
 @patch
 def _note_norm(self:NoiseScale, micro, param_id, g):
     "Note the norm of the gradient `g` of a parameter"
-    # the micro-batch's own backward pass is over: a callback runs this one, which is not measured
-    if micro.ran: return
+    # after the backward pass of the micro-batch, only other callbacks run backward passes
+    is_of_other_callback = micro.ran
+    if is_of_other_callback: return
     if param_id in self.norms:
         self._warn('a gradient came in parts, as through GradientCache or reentrant checkpoints')
-        # the NaN makes `_read` leave out this step
+        # mark the step as not measurable: `_read` leaves out a step in which a norm is NaN
         self.norms[param_id] = self.norms[param_id]*float('nan')
     else: self.norms[param_id] = _norm(g)
 
 # %% ../nbs/07_noise_scale.ipynb #hear-end
 @patch
 def after_backward(self:NoiseScale):
-    "Note the norms of the gradients of the micro-batch"
+    "Add the norms that the hooks have noted to `micro_batches`, with the numbers to compare them by"
     self._remove_hooks()
     if not self.norms: return
     step = self.acc.current_step
     samples,size,_ = step.mean.current
     if step.mean.is_sum: size,to_sum = samples,1.
+    # The gradient of a mean loss × `size` is that of the sum. Unless `weighs_grads`, the loss was already
+    # multiplied by `size/expected` before the backward pass: then only the factor `expected` is missing
     else: to_sum = size if step.weighs_grads else step.mean.expected
     scaler = vars(self.learn).get('scaler')
     if scaler is not None:
@@ -234,10 +243,10 @@ def _warn(self:NoiseScale, reason):
 # %% ../nbs/07_noise_scale.ipynb #measure
 @patch
 def before_step(self:NoiseScale):
-    "Measure the step, whose gradients are complete: `p.grad` is the gradient of its mean loss"
+    "Measure the step: all its micro-batches have run, so `p.grad` is the gradient of its loss"
     step = self.acc.current_step
-    self.since += step.mean.samples
-    if self.wait: return
+    self.samples_since_reading += step.mean.samples
+    if self.steps_until_measured: return
     params = self._params()
     device = params[0].device
     dtype = torch.float32 if device.type=='mps' else torch.float64
@@ -245,46 +254,47 @@ def before_step(self:NoiseScale):
     for o in self.micro_batches: totals += o.totals(device, dtype)
     mean_sq = _squared([_norm(p.grad) for p in params if p.grad is not None], device, dtype)
     numbers = torch.stack([*step.processes.sum(*totals),mean_sq])
-    self._read(step.mean, *numbers.tolist())   # `tolist` synchronises the GPU
+    self._read(step.mean, *numbers.tolist())   # `tolist` synchronises the GPU: once for all numbers
 
 @patch
 def _read(self:NoiseScale, mean, squares, size, k, n, mean_sq):
     "Add a reading of `k` micro-batches with `n` samples, or warn why the step cannot be measured"
+    # a gradient has overflowed, or `_note_norm` has marked the step: measure the next step instead
     if not np.isfinite([squares,mean_sq]).all(): return
-    # steps until the next measured step: `after_step` subtracts one for each step, this one included
-    self.wait = self.every
+    self.steps_until_measured = self.every   # counted down in `after_step`, for this step already
     if round(n)<mean.samples:
         return self._warn("the loss of a micro-batch needs no gradient, or NoiseScale was added in the "
             "middle of the step")
     if k==1:
         return self._warn("the step has one micro-batch, so nothing can be compared. Raise `accum_bs`")
-    if k==0: return   # no micro-batch has a target that the loss counts
-    # if the loss is a sum, `p.grad` is the gradient of this sum: divide its squared norm by the
-    # squared number of items, for the squared norm of the mean gradient
+    if k==0: return   # the loss ignores all targets of the step
+    # if the loss is a sum over items, `mean_sq` is the squared norm of the sum of their gradients: make
+    # it the squared norm of the mean
     if mean.is_sum: mean_sq /= size**2
     trace,grad_sq = estimate(squares, mean_sq, size, k)
-    # `trace` estimates a variance, which is not negative. Rounding may make the estimate negative, but,
-    # even in bfloat16, by less than a tenth of `squares`
-    if trace*(k-1)<-.1*squares:
+    # `trace` estimates a variance: it is at least 0, unless a callback has changed the step's gradient.
+    # Rounding makes `trace*(k-1)` negative by less than a tenth of `squares`, even in bfloat16
+    was_gradient_changed = trace*(k-1)<-.1*squares
+    if was_gradient_changed:
         return self._warn("the step's gradient is longer than its micro-batches' gradients add up to, "
             "so a callback has changed the gradient. Change it in `before_step` instead, with an "
             f"`order` above {self.order}")
     if self.averages is None: self.averages = Averages(self.half_life or 20*self.every*mean.samples)
-    averages = self.averages.add(trace, grad_sq, self.since)
-    self.since = 0
+    averages = self.averages.add(trace, grad_sq, self.samples_since_reading)
+    self.samples_since_reading = 0
     self.readings.append(Reading(self.n_steps, mean.samples, size, trace, grad_sq, averages))
 
 @patch
 def after_step(self:NoiseScale):
     self.undo_patches()
     self.n_steps += 1
-    self.wait = max(0, self.wait-1)
+    self.steps_until_measured = max(0, self.steps_until_measured-1)
     if hasattr(self.learn, 'recorder'): self.learn.recorder.noise_scale.append(self.noise_scale)
 
 # %% ../nbs/07_noise_scale.ipynb #results
 @patch(as_prop=True)
 def unit(self:NoiseScale)->str:
-    "The unit of the noise scale: 'samples', or 'targets' if the loss is a mean over something else"
+    "The unit of the noise scale: 'samples', or 'targets' if the loss is not a mean over samples"
     return 'samples' if all(o.size==o.samples for o in self.readings) else 'targets'
 
 @patch(as_prop=True)
@@ -294,7 +304,7 @@ def trace(self:NoiseScale)->float: # NaN before the first measurement
 
 @patch(as_prop=True)
 def grad_sq(self:NoiseScale)->float: # 0 or less if noise hides the gradient; NaN before any measurement
-    "The squared norm of the true gradient, |G|²"
+    "The squared norm of the gradient without noise: |G|²"
     return float(self.readings[-1].averages[1]) if self.readings else float('nan')
 
 @patch(as_prop=True)
@@ -309,14 +319,14 @@ def to_log(self:NoiseScale)->dict: # Name -> value; empty before the first measu
 
 @patch
 def verdict(self:NoiseScale)->str:
-    "Describe what steps of the last measured size cost: the result of `describe` for this fit"
+    "Return `describe` for the noise scale of this fit and the size of the last measured step"
     return describe(self.noise_scale, self.readings[-1].size if self.readings else 0, self.unit)
 
 # %% ../nbs/07_noise_scale.ipynb #plot
 @patch
 def plot(self:NoiseScale,
     ax:plt.Axes|None=None # Matplotlib axes to draw on; defaults to new ones
-)->plt.Axes: # The axes
+)->plt.Axes: # The axes that hold the plot
     "Plot the noise scale over steps, with the size of the steps"
     if ax is None: ax = plt.subplots(figsize=(7,4))[1]
     xs = [o.step for o in self.readings]

@@ -30,12 +30,12 @@ class ScaledLR(PatchingCallback):
     order = MixedPrecision.order-3
     run_valid = False
     run_bs_find = False   # `bs_find` trains with a learning rate of 0, so there is nothing to scale
-    acc = None            # the `GradientAccumulation` of the Learner, if there is one
+    acc = None            # the `GradientAccumulation` of the Learner; `None` if each batch is a step
     n_processes = 1       # processes that train the model together
     kappa = None          # samples in the last step, divided by `base_bs`
     factor = None         # number by which the last step's learning rate was multiplied
-    opt = None            # the optimizer whose hyper-parameters are scaled
-    scaled = ()           # a `_Scaled` for each hyper-parameter that is scaled for the running step
+    opt = None            # the optimizer whose hyper-parameters are scaled now; `None` if none are
+    scaled = ()           # a `_Scaled` for each hyper-parameter that is scaled now
 
     @by_name('base_bs')
     def __init__(self, *,
@@ -51,7 +51,9 @@ class ScaledLR(PatchingCallback):
 
     def before_fit(self):
         if self.validates: return
-        self.undo_patches(keep='lr')   # keep the learning rate, which `fit` has just set
+        # Restore values that an interrupted fit has left scaled. Keep the learning rate, because
+        # `Learner.fit` has just set it for this fit
+        self.undo_patches(keep='lr')
         check_single(self.learn, ScaledLR)
 
     def before_train(self):
@@ -63,8 +65,8 @@ class ScaledLR(PatchingCallback):
 class _Scaled(NamedTuple):
     "A hyper-parameter that is scaled for one step"
     name:str # Name of the hyper-parameter
-    old:list # Unscaled values, one for each parameter group
-    new:list # Scaled values, one for each parameter group
+    unscaled:list # Values before scaling, one for each parameter group
+    scaled:list # Values after scaling, one for each parameter group
 
 @patch
 def _step_size(self:ScaledLR):
@@ -75,39 +77,42 @@ def _step_size(self:ScaledLR):
 
 @patch
 def before_step(self:ScaledLR):
-    "Scale the learning rate, and with the square root rule Adam's epsilon"
+    "Scale the learning rate and, if Adam is scaled by the rule 'sqrt', its epsilon"
     self.undo_patches()
     self.opt = self.learn.opt
-    is_adam = 'sqr_mom' in self.opt.hypers[0]   # `sqr_mom`: the optimizer averages squared gradients
+    is_adam = 'sqr_mom' in self.opt.hypers[0]   # optimizers like Adam have this hyper-parameter
     rule = self.rule or ('sqrt' if is_adam else 'linear')
     self.kappa = self._step_size()/self.base_bs
     self.factor = self.kappa if rule=='linear' else self.kappa**.5
     factors = dict(lr=self.factor)
     if rule=='sqrt' and is_adam: factors['eps'] = self.kappa**-.5
     for name,factor in factors.items():
-        old = [h[name] for h in self.opt.hypers]
-        new = [o*factor for o in old]
-        # set `scaled` first, so that `undo_patches` restores the optimizer even after an interrupt
-        self.scaled = [*self.scaled,_Scaled(name, old, new)]
-        self.opt.set_hyper(name, L(new))
+        unscaled = [h[name] for h in self.opt.hypers]
+        scaled = [o*factor for o in unscaled]
+        # set `self.scaled` first: after Ctrl-C in `set_hyper`, `undo_patches` must restore these values
+        self.scaled = [*self.scaled,_Scaled(name, unscaled, scaled)]
+        self.opt.set_hyper(name, L(scaled))
 
 # %% ../nbs/08_scaled_lr.ipynb #undo
 @patch
 def undo_patches(self:ScaledLR, keep:str=''):
-    "Undo the scaling of all hyper-parameters but `keep`, except where other code has set a new value"
+    """Restore the unscaled values of all hyper-parameters but `keep`
+
+    A scaled value that other code has changed since stays as it is.
+    """
     while self.scaled:
-        name,old,new = self.scaled[0]
+        name,unscaled,scaled = self.scaled[0]
         if name!=keep:
             current = [h[name] for h in self.opt.hypers]
-            self.opt.set_hyper(name, L(o if c==n else c for o,n,c in zip(old, new, current)))
+            self.opt.set_hyper(name, L(u if c==s else c for u,s,c in zip(unscaled, scaled, current)))
         self.scaled = self.scaled[1:]
-    self.opt = None   # the next fit may have another optimizer
+    self.opt = None
 
 @patch
 def after_step(self:ScaledLR):
     is_lr_find = getattr(self.learn, 'lr_finder', None) is not None
-    # undo the scaling before `lr_find` records the learning rate, because `lr_find` shall suggest a
-    # learning rate for steps of `base_bs` samples
+    # `lr_find` records the learning rate after each step. It must record the unscaled rate, because the
+    # rate that it suggests is scaled when a fit uses it
     if is_lr_find: self.undo_patches()
 @patch
 def before_batch(self:ScaledLR): self.undo_patches()

@@ -66,8 +66,8 @@ def as_annealer(schedule:callable, start:int, end:int)->callable:
     hint = ("give an annealer `f(start, end)` that returns a function of the position, such as "
         "`SchedCos`, or a function of the position alone")
     try:
-        # `inspect.signature` raises a ValueError for some functions written in C: then, a call of
-        # `schedule` shows whether it takes two arguments
+        # `inspect.signature` raises a ValueError for some functions written in C. Whether they take two
+        # arguments shows when `schedule` is called below
         with suppress(ValueError):
             params = inspect.signature(schedule).parameters.values()
             positional = [p for p in params if p.kind in (p.POSITIONAL_ONLY,p.POSITIONAL_OR_KEYWORD)]
@@ -102,7 +102,7 @@ def check_value(schedule:callable, pos:float)->float:
 
 # %% ../nbs/01_schedule.ipynb #scheduling
 def check_scheduling(scheduling:dict[int,int])->dict[int,int]:
-    """Check a dict from thresholds to numbers of micro-batches, and return it sorted
+    """Check a dict from thresholds (epochs or steps) to numbers of micro-batches, and return it sorted
 
     TypeError: `scheduling` is not a dict, is empty, or holds something other than `int`s
     IndexError: a threshold is negative
@@ -169,9 +169,9 @@ class GradientAccumulationSchedule(_Scheduled):
     def __init__(self,
         start_accum_bs:int, # Samples per optimizer step before `start`
         final_accum_bs:int, # Samples per optimizer step after `finish`
-        start:int|float=0, # Start: an epoch (int) or a fraction of training
-        finish:int|float=0.3, # End: an epoch (int) or a fraction of training
-        schedule:callable=SchedCos, # A fastai annealer, or a function of progress (0 to 1)
+        start:int|float=0, # When the size begins to change: an epoch (int) or a fraction of training
+        finish:int|float=0.3, # When the final size is reached: an epoch (int) or a fraction of training
+        schedule:callable=SchedCos, # A fastai annealer, or a function: progress (0 to 1) -> step size
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size:int|str|MicroBatchLimit=None, # As in `GradientAccumulation`, in samples
         drop_last:bool|None=None, # As in `GradientAccumulation`
@@ -186,7 +186,8 @@ class GradientAccumulationSchedule(_Scheduled):
         self.finish = check_moment('finish', finish)
         self.schedule = schedule
         same_unit = isinstance(start, Integral)==isinstance(finish, Integral)
-        # an epoch and a fraction of training can be compared only if the number of epochs is known
+        # refuse a `start` after `finish`: here if both are epochs or both are fractions, otherwise in
+        # `wanted_sizes`, which knows the number of epochs of the fit
         if same_unit: fractions(start, finish, 1)
         f = as_annealer(schedule, self.start_accum_bs, self.final_accum_bs)
         for i in range(101): check_value(f, i/100)
@@ -239,8 +240,8 @@ class GradientAccumulationScheduler(_Scheduled):
     ValueError: a number of micro-batches is below 1, or `mode` is unknown
     """
     def __init__(self,
-        scheduling:dict[int,int], # `{threshold: micro-batches per step from then on}`
-        mode:str='epoch', # Unit of the thresholds: 'epoch' or 'step' (optimizer steps), counted from 0
+        scheduling:dict[int,int], # Epoch or step, counted from 0 -> micro-batches per step from then on
+        mode:str='epoch', # What the keys of `scheduling` are: 'epoch', or 'step' (an optimizer step)
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size:int|str|MicroBatchLimit=None, # As in `GradientAccumulation`, in samples
         drop_last:bool|None=None, # As in `GradientAccumulation`
@@ -267,10 +268,10 @@ class GradientAccumulationScheduler(_Scheduled):
 # %% ../nbs/01_schedule.ipynb #plot
 @patch
 def plot_sched(self:GradientAccumulation,
-    dls:DataLoaders, # The `DataLoaders` to train on
-    n_epoch:int=1, # Epochs
+    dls:DataLoaders, # The data of the fit
+    n_epoch:int=1, # Epochs of the fit
     figsize:tuple=(12,4) # Width and height of the figure, in inches
-)->np.ndarray: # The two matplotlib axes
+)->np.ndarray: # The two matplotlib axes that hold the plots
     """Plot the samples in each step and the number of steps of a fit, without training
 
     TypeError, ValueError: as `GradientAccumulation.plan`

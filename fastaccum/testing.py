@@ -29,10 +29,10 @@ def both_runs(
     micro:int=4, # Samples in a micro-batch
     accum_bs:int=16, # Samples in a step: the batch size of the full-batch run
     fit:callable=None, # `fit(learn, cbs)` trains the Learner with callbacks; defaults to `one_cycle`
-    make:callable=None, # `make(bs, whole=, seed=, **kwargs)` returns a Learner; defaults to `toy`
+    make:callable=None, # `make(bs, whole=…, seed=…, **kwargs)` makes each Learner; defaults to `toy`
     acc:dict|None=None, # Arguments of the accumulation callback besides `accum_bs`
     acc_cls:type=GradientAccumulation, # The class of the accumulation callback
-    cbs:callable=list, # `cbs()` returns a list of more callbacks, new ones for each fit
+    cbs:callable=list, # `cbs()` returns a list of new callbacks, to be added in both fits
     loader_drop_last:bool=False, # Whether the loader of micro-batches drops its incomplete last batch
     seed:int=0, # Seeds PyTorch before each fit
     **kwargs # Passed to `make`
@@ -53,10 +53,10 @@ def both_runs(
 def assert_same_run(
     a:Learner, # The Learner that was trained on large batches
     b:Learner, # The Learner that was trained on micro-batches
-    tol:float=1e-7, # Relative tolerance for weights, optimizer and gradients
-    lr_tol:float=1e-9, # Tolerance for learning rates, other hyper-parameters and progress
+    tol:float=1e-7, # Relative tolerance for weights, gradients and the optimizer's state
+    lr_tol:float=1e-9, # Tolerance for learning rates, other hyper-parameters and `learn.pct_train`
     loss_tol:float=2e-6 # Tolerance for losses and metrics, which are in single precision
-)->dict[str,float]: # Kind of state, such as 'weights' -> the largest deviation
+)->dict[str,float]: # Kind of state (such as 'weights') -> the largest deviation of its numbers
     """Raise an error if the two runs differ
 
     AssertionError: a value differs by more than its tolerance, or is missing in one of the runs
@@ -64,7 +64,7 @@ def assert_same_run(
     found = deviations(a, b)
     tols = dict(weights=tol, opt=tol, grads=tol, hypers=lr_tol, lrs=lr_tol, hps=lr_tol, pct_train=lr_tol,
         losses=loss_tol, values=loss_tol)
-    # with `o>tol` instead of `not o<=tol`, a NaN would pass
+    # `not o<=tol` is also true for a NaN, which `o>tol` would let pass
     too_large = {name:o for name,o in found.items() if not o<=tols.get(name, 0)}
     assert not too_large, f"not the same run: {too_large} (all: {found})"
     return found
@@ -72,7 +72,7 @@ def assert_same_run(
 # %% ../nbs/13_testing.ipynb #toy
 class Float32Loss(Callback):
     "Record a double-precision loss in single precision"
-    order = -100
+    order = -100   # before all callbacks that read the loss
     def after_loss(self): self.learn.loss = self.learn.loss.float()
 
 class CrossEntropy(nn.CrossEntropyLoss):
@@ -84,7 +84,7 @@ class CrossEntropy(nn.CrossEntropyLoss):
         return super().forward(pred.flatten(0, -2), targ.flatten())
 
 def toy_data(
-    n:int, # Samples
+    n:int, # Samples in the dataset
     tokens:bool=False, # Whether to make sequences of 6 tokens; targets of padding are -100
     seed:int=0 # Seeds the random numbers
 )->TensorDataset: # Inputs of 5 features, targets of 3 classes
@@ -99,12 +99,12 @@ def toy_data(
     return TensorDataset(x, y)
 
 class Ordered:
-    "Returns the order of an epoch's samples, which is the same for any batch size and new in each epoch"
+    "When called, returns an epoch's order of samples: the same for any batch size, new in each epoch"
     def __init__(self, n:int, keep:int, shuffle:bool, seed:int):
         self.n = n               # samples in the dataset
         self.keep = keep         # samples in an epoch
         self.shuffle = shuffle   # whether the order is random
-        self.rng = Random(seed)  # the same generator for all epochs, so that each has a new order
+        self.rng = Random(seed)  # goes on from epoch to epoch, so that each epoch has another order
 
     def __call__(self)->list[int]:
         idxs = list(range(self.n))
@@ -114,18 +114,18 @@ class Ordered:
 # %% ../nbs/13_testing.ipynb #small
 def toy(
     bs:int, # Samples in a batch
-    whole:int=1, # Leave out the last samples of an epoch that do not fill a batch of `whole` samples
-    n:int=70, # Samples in an epoch
+    whole:int=1, # Leave out fewer than `whole` samples, so that an epoch has a multiple of `whole`
+    n:int=70, # Samples in the dataset
     tokens:bool=False, # Whether to make sequences of tokens, as in `toy_data`
     shuffle:bool=False, # Whether to shuffle, in an order that is the same for any batch size
     seed:int=0, # Seeds weights, data and order
     opt_func:callable=partial(SGD, mom=0.9), # As in `Learner`
     loss_func:callable=None, # As in `Learner`; defaults to cross-entropy
     data:Dataset|None=None, # A dataset instead of random data
-    model:callable=None, # A function without arguments that makes a model in double precision
+    model:callable=None, # `model()` returns a double-precision model; defaults to three linear layers
     splitter:callable=None, # As in `Learner`; defaults to two parameter groups
     **kwargs # Passed to `Learner`
-)->Learner: # A Learner with three linear layers, which prints nothing
+)->Learner: # A Learner that prints nothing while it trains
     "Make a small Learner for comparing runs"
     ds = toy_data(n, tokens, seed) if data is None else data
     keep = len(ds)//whole*whole
@@ -160,8 +160,10 @@ def _flat(o):
     if isinstance(o, (int,float)): return [torch.tensor([float(o)], dtype=torch.float64)]
     raise TypeError(f"do not know how to compare {o!r}, which is of type {type(o).__name__}")
 
-def deviation(a:object, b:object)->float: # Infinite if the lengths differ; NaN if a number is NaN
-    """Return the largest difference between the numbers in `a` and `b`, relative where `a` is above 1
+def deviation(a:object, b:object)->float: # Infinite if `a` and `b` hold different counts of numbers
+    """Return the largest difference between the numbers in `a` and `b`, in order; NaN if one is NaN
+
+    The difference to a number above 1 in `a` is divided by this number.
 
     TypeError: `a` or `b` holds an object that is neither a number nor contains numbers
     """

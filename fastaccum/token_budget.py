@@ -40,7 +40,7 @@ def _is_constant(x, where):
 def _mask_of_lengths(lengths, padded, n):
     """Return a mask of tokens for the `n` rows of `padded`, in which row `i` has `lengths[i]` tokens
 
-    The side on which the values are constant is the padding, and the tokens are on the other side.
+    The padding is on the side on which all values are the same; the tokens are on the other side.
 
     ValueError: `lengths` are not `n` numbers from 0 to the columns of `padded`
     """
@@ -54,13 +54,16 @@ def _mask_of_lengths(lengths, padded, n):
         raise ValueError(f"`length` of TokenBudget returned {got} for {n} rows of {width} columns: "
             f"return a number of tokens for each row, at most {width}" + more_link('no-lengths'))
     columns = torch.arange(width, device=padded.device)
-    left = columns<lengths[:,None]            # the tokens, if the padding is on the right
-    right = columns>=width-lengths[:,None]    # the tokens, if the padding is on the left
-    may_be_left = _is_constant(padded, ~left)
-    may_be_right = _is_constant(padded, ~right)
-    # if the values are constant on both sides, or on neither, the side of the padding is unknown: then
-    # the mask covers the tokens of both cases
-    return left & (may_be_left | ~may_be_right) | right & (may_be_right | ~may_be_left)
+    tokens_if_left = columns<lengths[:,None]
+    tokens_if_right = columns>=width-lengths[:,None]
+    # padding has the same value everywhere: the tokens can be on the left only if all values that would
+    # then be padding are equal, and likewise on the right
+    may_be_left = _is_constant(padded, ~tokens_if_left)
+    may_be_right = _is_constant(padded, ~tokens_if_right)
+    # if both sides are possible, or neither is, the side is unknown: then the mask covers both cases
+    left = tokens_if_left & (may_be_left | ~may_be_right)
+    right = tokens_if_right & (may_be_right | ~may_be_left)
+    return left | right
 
 # %% ../nbs/12_token_budget.ipynb #division
 class TokenDivision(Division):
@@ -68,35 +71,34 @@ class TokenDivision(Division):
     def __init__(self, b:tuple, n:int, mask:torch.Tensor, budget:int, sorts:bool=True):
         super().__init__(n)
         self.budget = budget
-        self.width = mask.shape[1]   # columns of the batch, with padding
-        first,stop = _spans(mask)   # column of the first token, and column after the last token
+        self.width = mask.shape[1]   # columns of the batch, those of padding included
+        first,stop = _spans(mask)
         columns = torch.arange(self.width, device=mask.device)
-        # a mask that is true from the first to the last token of each row
+        # `self.mask` is true from the first to the last token of a row, even if `mask` has gaps
         self.mask = (columns>=first[:,None]) & (columns<stop[:,None])
         tensors = [o for o in leaves(b) if has_rows(o, n) and o.ndim==2 and self.has_columns(o)]
-        on_the_left = (stop==self.width).all() & (first>0).any()   # whether the padding is on the left
-        # the same mask for labels of the next token, which have one column less than the tokens
-        next_mask = torch.where(on_the_left, self.mask[:,:-1], self.mask[:,1:])
+        padding_on_left = (stop==self.width).all() & (first>0).any()
+        # Labels of the next token have one column less than the tokens. `trim` cuts off columns on the
+        # side of the padding, so the mask of these labels lacks a column on the other side
+        mask_of_next_labels = torch.where(padding_on_left, self.mask[:,:-1], self.mask[:,1:])
         is_constant = []
         for o in tensors:
-            has_tokens = self.mask if o.shape[1]==self.width else next_mask
+            has_tokens = self.mask if o.shape[1]==self.width else mask_of_next_labels
             is_constant.append(_is_constant(o, ~has_tokens.to(o.device)).to(mask.device)[None])
-        numbers = torch.cat([first,stop,on_the_left[None],*is_constant])
-        numbers = numbers.tolist()   # synchronises the GPU, once per batch
+        # a single `tolist` for all numbers, because each `tolist` synchronises the GPU
+        numbers = torch.cat([first,stop,padding_on_left[None],*is_constant]).tolist()
         first,stop = numbers[:n],numbers[n:2*n]
-        self.is_left = numbers[2*n]   # True if the padding is on the left
+        self.padding_on_left = numbers[2*n]
         is_constant = numbers[2*n+1:]
-        # tensors that are not trimmed, because their values at the columns of padding are not constant
-        self.kept = [o for o,trims in zip(tensors, is_constant) if not trims]
-        lengths = [self.width-i for i in first] if self.is_left else stop
+        # do not trim tensors that have different values in the columns of padding: these values are data
+        self.untrimmed = [o for o,is_padded in zip(tensors, is_constant) if not is_padded]
+        lengths = [self.width-i for i in first] if self.padding_on_left else stop
         lengths = [max(1, o) for o in lengths]
-        # numbers of the batch's rows, in the order in which the micro-batches take the rows
-        self.order = list(range(n))
-        fits = n*max(lengths)<=budget
-        # a batch within the budget is a single micro-batch, so its rows need no sorting
-        if sorts and not fits: self.order.sort(key=lambda i: -lengths[i])
-        self.lengths = [lengths[i] for i in self.order]             # tokens in each of these rows
-        self.index = torch.tensor(self.order, device=mask.device)   # `order` as a tensor
+        self.order = list(range(n))   # row numbers, in the order in which micro-batches take the rows
+        fits_one_micro_batch = n*max(lengths)<=budget
+        if sorts and not fits_one_micro_batch: self.order.sort(key=lambda i: -lengths[i])
+        self.lengths = [lengths[i] for i in self.order]             # tokens in each row of `order`
+        self.index = torch.tensor(self.order, device=mask.device)   # `order` as a tensor, to select rows
 
     def has_columns(self, x:torch.Tensor)->bool:
         "Whether `x` has as many columns as the mask, or one less, as labels of the next token have"
@@ -131,7 +133,7 @@ class TokenDivision(Division):
 @patch
 def part_of_tensor(self:TokenDivision, x:torch.Tensor, start:int, stop:int)->torch.Tensor:
     "Return the rows of a tensor that belong to a micro-batch, trimmed to the longest row"
-    trims = self.has_columns(x) and not any(x is o for o in self.kept)
+    trims = self.has_columns(x) and not any(x is o for o in self.untrimmed)
     rows = self.rows(x, start, stop)
     return self.trim(rows, start, stop) if trims else rows
 
@@ -139,7 +141,7 @@ def part_of_tensor(self:TokenDivision, x:torch.Tensor, start:int, stop:int)->tor
 def trim(self:TokenDivision, rows:torch.Tensor, start:int, stop:int)->torch.Tensor:
     "Cut off the columns in which all rows of a micro-batch have padding"
     n_cut = self.width-self.trimmed_width(start, stop)
-    trimmed = rows[:,n_cut:] if self.is_left else rows[:,:rows.shape[1]-n_cut]
+    trimmed = rows[:,n_cut:] if self.padding_on_left else rows[:,:rows.shape[1]-n_cut]
     return trimmed.contiguous()   # some losses call `view`, which needs contiguous memory
 
 @patch
@@ -166,12 +168,12 @@ class TokenBudget(MicroBatchLimit):
     UserWarning: in a fit, when a row is longer than the budget
     """
     is_even = False
-    # the `WarnOnce` of the last fit that compared the model's outputs with and without padding: each fit
-    # has a new `WarnOnce`, so each fit compares once
-    tried = None
+    # The model's outputs with and without padding are compared once per fit. This is the `WarnOnce` of
+    # the last fit that did so: another fit has another `WarnOnce`, and compares the outputs again
+    warn_once_of_comparison = None
     why_uneven = 'a process with longer texts runs more micro-batches than the others'
     def __init__(self,
-        max_tokens:int, # The most tokens in a micro-batch: rows times columns
+        max_tokens:int, # The most tokens in a micro-batch, padding included: rows times columns
         *, pad_id:int=None, # Id of padding in the first integer input, if there is no `attention_mask`
         length:Callable=None # `length(batch)` returns the number of tokens in each row of a batch
     ):
@@ -185,7 +187,7 @@ class TokenBudget(MicroBatchLimit):
         self.length = check_function('length', length, 1, 'lambda batch: batch[1]')
 
     def __repr__(self): return f'{type(self).__name__}({self.max_tokens})'
-    def __getstate__(self): return vars(self)|dict(tried=None)
+    def __getstate__(self): return vars(self)|dict(warn_once_of_comparison=None)
 
     @property
     def words(self)->str: return f'in micro-batches of at most {self.max_tokens} tokens'
@@ -194,7 +196,7 @@ class TokenBudget(MicroBatchLimit):
 # %% ../nbs/12_token_budget.ipynb #budget-divide
 @patch
 def divide(self:TokenBudget,
-    model:nn.Module, # The model; once per fit, its outputs with and without padding are compared
+    model:nn.Module, # The model, whose outputs with and without padding are compared once per fit
     xb:tuple, # Inputs of the batch
     yb:tuple, # Targets of the batch
     n:int, # Samples in the batch
@@ -205,14 +207,16 @@ def divide(self:TokenBudget,
     ValueError: the lengths of the rows are not known
     UserWarning: a row is longer than the budget, or the model does not ignore padding
     """
-    # fastai's AWD_LSTM keeps a hidden state for each row, so the order of rows must stay
+    # models with this method, such as fastai's AWD_LSTM, keep a hidden state for each row from batch to
+    # batch, so their rows must not be sorted
     keeps_state = any(hasattr(m, '_change_hidden') for m in model.modules())
     division = TokenDivision((*xb,*yb), n, self._mask(xb, yb, n), self.max_tokens, sorts=not keeps_state)
     longest = division.trimmed_width(0, n)
     if longest>self.max_tokens:
         warn_once('longer-than-the-budget', f"a row of {longest} tokens is longer than {self!r}, so the "
             f"row is a micro-batch of its own. If memory runs out, cut texts to {self.max_tokens} tokens")
-    if self.tried is not warn_once: self._try_trimming(model, xb, division, warn_once)
+    is_compared = self.warn_once_of_comparison is warn_once
+    if not is_compared: self._try_trimming(model, xb, division, warn_once)
     return division
 
 @patch
@@ -240,8 +244,8 @@ def _mask(self:TokenBudget, xb, yb, n):
         + more_link('no-lengths'))
 
 # %% ../nbs/12_token_budget.ipynb #try
-# data type -> the largest relative difference that counts as rounding; 2e-2 for types not listed
-_tols = {torch.float64:1e-8, torch.float32:1e-3}
+# data type of the weights -> the largest relative difference of two outputs that rounding may cause
+_rounding_tols = {torch.float64:1e-8, torch.float32:1e-3}
 
 @torch.no_grad()
 def _outputs(model, xb):
@@ -252,42 +256,43 @@ def _outputs(model, xb):
             for m in state.modules: m.training = isinstance(m, _BatchNorm) and m.training
             for kind in ('cpu',*(o.type for o in state.devices)): torch.set_autocast_enabled(kind, False)
             out = model(*xb)
-    # if the model itself enables autocast, this run has left cast weights without an autograd graph in
-    # autocast's cache: empty the cache, so that the fit does not use these weights
+    # A model that enables autocast itself has left cast weights in autocast's cache. Because of
+    # `no_grad`, they have no autograd graph: empty the cache, so that the fit casts the weights again
     finally: torch.clear_autocast_cache()
     return [o for o in tree_leaves(out) if isinstance(o, torch.Tensor)]
 
 @patch
 def _try_trimming(self:TokenBudget, model, xb, division, warn_once):
-    "Warn if trimming changes the output for the first trimmed micro-batch; synchronises the GPU"
+    "Warn if the model's output for a micro-batch changes without padding; synchronises the GPU"
     cuts = [o for o in division.bounds(None) if division.trimmed_width(*o)<division.width]
     if not cuts: return
-    self.tried = warn_once
+    self.warn_once_of_comparison = warn_once
     start,stop = cuts[0]
-    # only as many rows as the budget allows with all their padding: more rows may not fit in memory
+    # with all its padding, a micro-batch needs more memory: compare only as many rows as fit the budget
     n_rows = max(1, division.budget//division.width)
     cut = start,min(stop, start+n_rows)
-    # run the model without its wrapper, which exchanges buffers between processes in a forward pass
+    # DistributedDataParallel would wait in its forward pass for the other processes, which may not
+    # compare outputs in this batch: run the model without this wrapper
     if isinstance(model, DistributedDataParallel): model = model.module
     try:
         trimmed = _outputs(model, division.part(xb, *cut, trims=True))
         padded = _outputs(model, division.part(xb, *cut, trims=False))
-    except Exception: return   # if the model fails, the forward pass of the fit raises the error
+    except Exception: return   # the fit runs the model as well, and raises the error
     mask = division.part_of_tensor(division.mask, *cut)
-    sizes = {o.dtype.itemsize:o.dtype for o in model.parameters() if o.is_floating_point()}
+    dtypes_by_size = {o.dtype.itemsize:o.dtype for o in model.parameters() if o.is_floating_point()}
     for x,y in zip(trimmed, padded):
         if x.shape!=y.shape:
             if y.ndim<2: continue
-            # columns of the input without an output: some language models have no output for the first
-            # or for the last token
-            n_less = division.width-y.shape[1]
-            has_columns = n_less in (0,1) and x.shape[:2]==mask[:,n_less:].shape
-            # an output without a column for each token, such as attention weights, is not compared
+            # some language models have no output for the first or for the last token
+            n_without_output = division.width-y.shape[1]
+            has_columns = n_without_output in (0,1) and x.shape[:2]==mask[:,n_without_output:].shape
+            # do not compare outputs that do not have a column for each token, such as attention weights
             if not has_columns: continue
-            is_token = mask[:,n_less:] & mask[:,:mask.shape[1]-n_less]
+            is_token = mask[:,n_without_output:] & mask[:,:mask.shape[1]-n_without_output]
             is_token = is_token.reshape(*is_token.shape, *[1]*(x.ndim-2))
             x,y = (torch.where(is_token, o, 0) for o in (x,division.trim(y, *cut)))
-        tol = _tols.get(sizes[min(sizes)] if sizes else x.dtype, 2e-2)
+        least_precise = dtypes_by_size[min(dtypes_by_size)] if dtypes_by_size else x.dtype
+        tol = _rounding_tols.get(least_precise, 2e-2)   # 2e-2 for half precision
         if is_close(x, y, tol): continue
         return warn_once('padding-counts', "the model's output changes for texts without their padding, "
             "so this run differs from the full-batch run. Give the model an attention mask, and "

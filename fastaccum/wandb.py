@@ -27,8 +27,8 @@ class WandbCallback(fastai_wandb.WandbCallback):
         if self.log_model and not hasattr(self, 'save_model'):
             raise ValueError("`log_model=True` uploads the model that a SaveModelCallback saves, and "
                 "this Learner has none: add `SaveModelCallback()` to `cbs=`" + more_link('log-model'))
-        # fastai's `before_fit` raises an error when it formats the result of `learn.gather_args()`.
-        # `dict` replaces `gather_args` during that call, so that the result is an empty dict
+        # In fastai 2.8.9 to 2.8.12, `before_fit` raises a TypeError when it formats the dict that
+        # `learn.gather_args()` returns. `dict` in place of this method makes that an empty dict
         vars(self.learn)['gather_args'] = dict
         try: super().before_fit()
         finally: del vars(self.learn)['gather_args']
@@ -56,26 +56,27 @@ def config(learn:Learner)->dict:
     return res
 
 # %% ../nbs/11_wandb.ipynb #offline
-# bytes in a block of a W&B file, and in the header of each part of a record
-_block_size,_header_size = 2**15,7
+_block_size = 2**15   # a W&B file consists of blocks of this many bytes
+_header_size = 7      # bytes of the header that comes before each record, or before each part of one
 
 def offline_records(
     path:str|Path # The file of an offline run, `run.settings.sync_file`
 )->Iterator[Record]: # The records that W&B wrote, in order
     "Read the records of an offline run, after `run.finish()` and `wandb.teardown()`"
     data = Path(path).read_bytes()
-    pos = 7        # the file begins with a header of 7 bytes
-    record = b''   # the bytes of the current record so far
+    pos = 7        # the first record comes after the file's own header of 7 bytes
+    record = b''   # the bytes read so far of a record, which may be stored in several parts
     while pos+_header_size<=len(data):
-        left = _block_size-pos%_block_size
-        if left<_header_size:   # the rest of the block is too small for a header, and is empty
-            pos += left
+        left_in_block = _block_size-pos%_block_size
+        if left_in_block<_header_size:   # W&B leaves such a rest empty, and goes on in the next block
+            pos += left_in_block
             continue
         body = pos+_header_size
         _,n,kind = struct.unpack('<IHB', data[pos:body])
         pos = body+n
         record += data[body:pos]
-        if kind in (1,4):   # 1: a whole record; 4: the last part of a record
+        is_complete = kind in (1,4)   # 1: a record in a single part; 4: the last of several parts
+        if is_complete:
             yield Record.FromString(record)
             record = b''
 

@@ -9,6 +9,7 @@ __all__ = ['search', 'Trial', 'FoundSize']
 
 # %% ../nbs/06_bs_find.ipynb #imports
 import time, numpy as np, torch
+from collections.abc import Callable
 from dataclasses import dataclass
 from fastai.learner import Learner
 from fastai.torch_core import get_model
@@ -70,7 +71,7 @@ def bs_find(self:Learner,
     return res
 
 # %% ../nbs/06_bs_find.ipynb #search
-def search(fits:callable, mode:str='power', init_val:int=2, max_trials:int=25, n:int|None=None)->tuple:
+def search(fits:Callable, mode:str='power', init_val:int=2, max_trials:int=25, n:int|None=None)->tuple:
     """Find the largest size, up to the `n` samples of the dataset, for which `fits(size)` is true
 
     Returns two sizes: the largest for which `fits` was true, or 0, and the smallest for which `fits` was

@@ -11,6 +11,7 @@ __all__ = ['check_moment', 'fraction', 'fractions', 'as_annealer', 'check_value'
 # %% ../nbs/01_schedule.ipynb #imports
 import inspect, matplotlib.pyplot as plt, numpy as np
 from bisect import bisect_right
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import accumulate
 from numbers import Integral, Real
@@ -55,7 +56,7 @@ def fractions(start:int|float, finish:int|float, n_epoch:int)->tuple[float,float
         "before `start`" + more_link('start-and-finish'))
 
 # %% ../nbs/01_schedule.ipynb #annealer
-def as_annealer(schedule:callable, start:int, end:int)->callable:
+def as_annealer(schedule:Callable, start:int, end:int)->Callable:
     """Return a function from a position (0 to 1) to a number of samples
 
     If `schedule` takes one argument, it is such a function already and is returned. Otherwise
@@ -82,7 +83,7 @@ def as_annealer(schedule:callable, start:int, end:int)->callable:
     return f
 
 # %% ../nbs/01_schedule.ipynb #value
-def check_value(schedule:callable, pos:float)->float:
+def check_value(schedule:Callable, pos:float)->float:
     """Return the number of samples that `schedule` gives at position `pos` (0 to 1)
 
     ValueError: `schedule` raises an error, or the value is not a number, not above 0, or above 2**53
@@ -171,11 +172,11 @@ class GradientAccumulationSchedule(_Scheduled):
         final_accum_bs:int, # Samples per optimizer step after `finish`
         start:int|float=0, # When the size begins to change: an epoch (int) or a fraction of training
         finish:int|float=0.3, # When the final size is reached: an epoch (int) or a fraction of training
-        schedule:callable=SchedCos, # A fastai annealer, or a function: progress (0 to 1) -> step size
+        schedule:Callable=SchedCos, # A fastai annealer, or a function: progress (0 to 1) -> step size
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size:int|str|MicroBatchLimit=None, # As in `GradientAccumulation`, in samples
         drop_last:bool|None=None, # As in `GradientAccumulation`
-        n_items:callable=None, # As in `GradientAccumulation`
+        n_items:Callable=None, # As in `GradientAccumulation`
         *, verbose:bool=True # As in `GradientAccumulation`
     ):
         super().__init__(check_count('start_accum_bs', start_accum_bs), log_accum_batch=log_accum_batch,
@@ -199,7 +200,7 @@ def _size_words(self:GradientAccumulationSchedule):
     return f'steps of {self.start_accum_bs} to {self.final_accum_bs} samples{self._split_words()}'
 
 @patch
-def wanted_sizes(self:GradientAccumulationSchedule, micro_bs:int, n_epoch:int)->callable:
+def wanted_sizes(self:GradientAccumulationSchedule, micro_bs:int, n_epoch:int)->Callable:
     """Return a function from a `Position` to the samples in a step: whole micro-batches of `micro_bs`
 
     ValueError: in a fit of `n_epoch` epochs, `start` is later than `finish`
@@ -245,7 +246,7 @@ class GradientAccumulationScheduler(_Scheduled):
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size:int|str|MicroBatchLimit=None, # As in `GradientAccumulation`, in samples
         drop_last:bool|None=None, # As in `GradientAccumulation`
-        n_items:callable=None, # As in `GradientAccumulation`
+        n_items:Callable=None, # As in `GradientAccumulation`
         *, verbose:bool=True # As in `GradientAccumulation`
     ):
         super().__init__(1, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size,
@@ -259,7 +260,7 @@ class GradientAccumulationScheduler(_Scheduled):
         factors = list(self.scheduling.values())
         return f"steps of {factors[0]} to {count_of(factors[-1], 'micro-batch')}{self._split_words()}"
 
-    def wanted_sizes(self, micro_bs:int, n_epoch:int)->callable:
+    def wanted_sizes(self, micro_bs:int, n_epoch:int)->Callable:
         "Return a function from a `Position` to the samples in a step, with `micro_bs` in a micro-batch"
         thresholds = list(self.scheduling)
         counts = [1,*self.scheduling.values()]   # before the first threshold, each micro-batch is a step

@@ -10,6 +10,7 @@ __all__ = ['both_runs', 'assert_same_run', 'Float32Loss', 'CrossEntropy', 'toy_d
 
 # %% ../nbs/13_testing.ipynb #imports
 import numpy as np, torch
+from collections.abc import Callable
 from functools import partial
 from random import Random
 from torch import nn
@@ -28,11 +29,11 @@ from .core.plan import round_up
 def both_runs(
     micro:int=4, # Samples in a micro-batch
     accum_bs:int=16, # Samples in a step: the batch size of the full-batch run
-    fit:callable=None, # `fit(learn, cbs)` trains the Learner with callbacks; defaults to `one_cycle`
-    make:callable=None, # `make(bs, whole=…, seed=…, **kwargs)` makes each Learner; defaults to `toy`
+    fit:Callable=None, # `fit(learn, cbs)` trains the Learner with callbacks; defaults to `one_cycle`
+    make:Callable=None, # `make(bs, whole=…, seed=…, **kwargs)` makes each Learner; defaults to `toy`
     acc:dict|None=None, # Arguments of the accumulation callback besides `accum_bs`
     acc_cls:type=GradientAccumulation, # The class of the accumulation callback
-    cbs:callable=list, # `cbs()` returns a list of new callbacks, to be added in both fits
+    cbs:Callable=list, # `cbs()` returns a list of new callbacks, to be added in both fits
     loader_drop_last:bool=False, # Whether the loader of micro-batches drops its incomplete last batch
     seed:int=0, # Seeds PyTorch before each fit
     **kwargs # Passed to `make`
@@ -119,11 +120,11 @@ def toy(
     tokens:bool=False, # Whether to make sequences of tokens, as in `toy_data`
     shuffle:bool=False, # Whether to shuffle, in an order that is the same for any batch size
     seed:int=0, # Seeds weights, data and order
-    opt_func:callable=partial(SGD, mom=0.9), # As in `Learner`
-    loss_func:callable=None, # As in `Learner`; defaults to cross-entropy
+    opt_func:Callable=partial(SGD, mom=0.9), # As in `Learner`
+    loss_func:Callable=None, # As in `Learner`; defaults to cross-entropy
     data:Dataset|None=None, # A dataset instead of random data
-    model:callable=None, # `model()` returns a double-precision model; defaults to three linear layers
-    splitter:callable=None, # As in `Learner`; defaults to two parameter groups
+    model:Callable=None, # `model()` returns a double-precision model; defaults to three linear layers
+    splitter:Callable=None, # As in `Learner`; defaults to two parameter groups
     **kwargs # Passed to `Learner`
 )->Learner: # A Learner that prints nothing while it trains
     "Make a small Learner for comparing runs"

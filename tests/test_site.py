@@ -410,6 +410,19 @@ def test_a_result_leads_to_the_section_with_the_words_and_shows_a_sentence_of_it
         if '#' in to: assert to.partition('#')[2] in ids(to.partition('#')[0])
     assert tab.wrong==[]
 
+def test_the_marks_of_a_search_can_be_hidden_where_the_menu_does_not_cover_the_page(tab):
+    for width,is_shown in ((1440,True), (390,False)):
+        tab.set_viewport_size(dict(width=width, height=844))
+        tab.goto(f'{url}search.html?q=clip gradients')
+        tab.locator('#search-results li a').first.click()
+        tab.wait_for_selector('span.highlighted')
+        hide = tab.locator('.highlight-link')
+        assert hide.is_visible()==is_shown
+        if not is_shown: continue
+        hide.locator('a').click()
+        tab.wait_for_selector('span.highlighted', state='detached')
+        assert not hide.count()
+
 # searches.json has, by page, the queries for which this page must be the first result
 searches = json.loads((root/'tests/searches.json').read_text(encoding='utf-8'))
 answers = {q:page for page,qs in searches.items() for q in qs}

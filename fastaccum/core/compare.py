@@ -95,7 +95,7 @@ def relative_diff(a:torch.Tensor, b:torch.Tensor, least:float=0.)->float:
 
 def grad_differences(a:dict, b:dict)->dict:
     "Compare the gradients of two runs: return a dict from a parameter's name to the relative difference"
-    # differences of small gradients are relative to 1% of the norm of all gradients, because small
+    # differences of small gradients are relative to 1 % of the norm of all gradients, because small
     # gradients may consist of rounding errors
     least = sum(o.square().sum().item() for o in a.values())**.5/100
     # if a parameter has a gradient in only one of the runs, zeros stand for its gradient in the other

@@ -94,12 +94,17 @@ def leave_out_names(app, env):
     for name,o in objects.items():
         if 'nosearch' in env.metadata[o.docname]: objects[name] = o._replace(aliased=True)
 
-def leave_out_outputs(app, doctree, name):
-    "Remove printed text and formulas from the search; do not wrap lines of printed tables on narrow screens"
+def leave_out_of_search(app, doctree, name):
+    """Remove printed text, folded code and formulas from the search
+
+    Do not wrap lines of printed tables on narrow screens.
+    """
     for o in doctree.findall(nodes.literal_block):
         if 'output' not in o['classes']: continue
         o['classes'].append('no-search')
         if '   ' in o.astext(): o['classes'].append('columns')
+    for o in doctree.findall(lambda o: 'tag_hide-input' in getattr(o, 'attributes', {}).get('classes', ())):
+        for code in o.findall(nodes.literal_block): code['classes'].append('no-search')
     for o in doctree.findall(lambda o: isinstance(o, (nodes.math, nodes.math_block))): o['classes'].append('no-search')
 
 def mathml(as_block):
@@ -114,4 +119,4 @@ def setup(app):
     app.add_html_math_renderer('mathml', (mathml(False), None), (mathml(True), None))
     app.connect('doctree-read', link_names)
     app.connect('env-updated', leave_out_names)
-    app.connect('doctree-resolved', leave_out_outputs)
+    app.connect('doctree-resolved', leave_out_of_search)

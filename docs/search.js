@@ -38,6 +38,9 @@ Scorer.score = (result) => {
   let bonus = /^(guides|get_started|about)/.test(page) ? 10 : 0;
   if (/^(changelog|reference\/messages|about\/compared)$/.test(page)) bonus -= 20;
   if (anchor) return score + bonus;
+  // Words of the title and of keywords say more about a page than words of its text
+  const about = [title, ...(keywords[page] || []).map(([keyword]) => keyword)].map(letters).join("");
+  bonus += 5 * telling(typed()).filter((word) => about.includes(` ${word}`)).length;
 
   let [best, section] = [0, ""];
   for (const [keyword, to] of keywords[page] || [])
@@ -144,34 +147,52 @@ Search.performTermsSearch = (terms, excluded) => {
   return found;
 };
 
-// What is shown of a page or of its section: the sentence with the most of the words. The first sentence is shown if the
-// title has a word, or if no sentence has one because a keyword has led to the page. Code is shown if no sentence has one.
+// What is shown of a page or of its section: the sentence with the most of the words, where the words of the heading above
+// it count half. It is the first sentence if the title has all words, or if a keyword has led to the page and no sentence
+// has one. If only code has a word, the text above the code is shown. The link leads to the section of what is shown.
 const longest = 240;   // characters of a summary
 const asText = (element) => element.textContent.replace(/\s+/g, " ").trim();
 Search.makeSearchSummary = (html, terms, anchor) => {
   const page = new DOMParser().parseFromString(html, "text/html");
-  const title = asText(page.querySelector("h1"));
-  const hidden = "h1, .headerlink, .viewcode-link, .no-search, script, summary, .admonition-title";
-  page.querySelectorAll(hidden).forEach((element) => element.remove());
+  page.querySelectorAll(".headerlink, .viewcode-link, .no-search, script, summary, .admonition-title").forEach((o) => o.remove());
   page.querySelectorAll("br").forEach((element) => element.replaceWith(" "));
+  const top = page.querySelector("h1").closest("section");
   const target = anchor && page.getElementById(anchor.slice(1));
   const at = target && (target.closest("tr") || (asText(target) ? target : target.closest("section")));
   const root = at || page.querySelector("[role=main]");
-  const words = [...terms].map((term) => new RegExp(`(?<!\\w)${term.replace(/[^\w ]/g, "\\$&")}`, "i"));
+  // Stems of Sphinx end with i where words end with y
+  const begins = (term) => new RegExp(`(?<!\\w)${term.replace(/[^\w ]/g, "\\$&").replace(/i$/, "[iy]")}`, "i");
+  const words = [...terms].map(begins);
   const found = (text) => words.filter((word) => word.test(text)).length;
+  const first = (text) => text.slice(0, longest);
+  const headingAbove = (element) => asText(element.closest("section").querySelector("h1, h2, h3, h4"));
+  const inSection = (element) => element.closest("section") && element.closest("section") !== top;
+
   const parts = (selector) => [...root.querySelectorAll(selector)].filter((o) => !o.querySelector("p, li, td, pre"));
   const sentences = (element) => asText(element).split(/(?<=[.!?:]) (?=[A-Z`“(])/).map((_, i, all) => all.slice(i).join(" "));
-  const prose = parts("p, li, td, dd").flatMap(sentences).filter((text) => text.length > 20);
-  const first = (text) => text.slice(0, longest);
-  const best = (texts) => texts.reduce((a, b) => (found(first(b)) > found(first(a)) ? b : a), texts[0] || "");
-  let text = at || !found(title) ? best(prose) : prose[0] || "";
-  if (!found(first(text)) && (at || !found(title))) {
-    const code = best(parts("pre, dt").map(asText));
-    text = found(first(code)) ? code : prose[0] || asText(root);
+  const prose = parts("p, li, td, dd").flatMap((o) => sentences(o).map((text) => ({ text, from: o })));
+  const shown = prose.filter(({ text }) => text.length > 20);
+  const rank = ({ text, from }) => 2 * found(first(text)) + found(headingAbove(from));
+  const best = (all, rank) => all.reduce((a, b) => (rank(b) > rank(a) ? b : a), all[0]);
+  let it = shown[0] || { text: asText(root), from: root };
+  if (at || found(asText(top.querySelector("h1"))) < words.length) {
+    it = best(shown, rank) || it;
+    const code = !rank(it) && best(parts("pre, dt"), (o) => found(asText(o)));
+    const isAbove = ({ from }) => from.closest("section") === code.closest("section")
+      && from.compareDocumentPosition(code) & Node.DOCUMENT_POSITION_FOLLOWING;
+    if (code && found(asText(code))) it = { text: asText((shown.findLast(isAbove) || it).from), from: code };
   }
+
   const summary = document.createElement("p");
   summary.classList.add("context");
-  summary.textContent = text.length > longest ? `${text.slice(0, longest).replace(/\s+\S*$/, "")} …` : text;
+  summary.textContent = it.text.length > longest ? `${first(it.text).replace(/\s+\S*$/, "")} …` : it.text;
+  if (!anchor && inSection(it.from)) queueMicrotask(() => {   // when Sphinx has put the summary below the link
+    const link = summary.parentElement.querySelector("a");
+    const address = `${link.getAttribute("href")}#${it.from.closest("section").id}`;
+    if (document.querySelector(`.search a[href="${address}"]`)) return;   // another result leads to this section
+    link.setAttribute("href", address);
+    link.textContent += ` > ${headingAbove(it.from)}`;
+  });
   return summary;
 };
 

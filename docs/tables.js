@@ -1,6 +1,6 @@
 // Each cell of a table notes the head of its column, and whether it is empty or a mark. On a phone, style.css shows
 // parameters, and tables that are too wide for the screen, row by row, with these heads before the cells. A table of
-// marks is read by its columns, so it stays a table and scrolls.
+// marks is read by its columns, so it stays a table, with narrow columns below turned heads.
 const phone = 340;   // pixels that a table may have on the narrowest screen
 document.addEventListener("DOMContentLoaded", () => {
   for (const table of document.querySelectorAll("article table")) {

@@ -276,7 +276,7 @@ faults_of_page = """() => {
     for (const e of all('article table').filter(seen)) {
         const box = scrolls(e);
         if ((box || e).getBoundingClientRect().right > width+1) wrong.push(`table cut: ${e.textContent.slice(0, 40)}`);
-        const mayScroll = location.pathname.includes('/contribute/') || e.matches('.marks');   // and tables of ✓ and ✗
+        const mayScroll = location.pathname.includes('/contribute/');
         if (!e.closest('details') && !mayScroll && box && box.scrollWidth > box.clientWidth+1)
             wrong.push(`table scrolls: ${e.textContent.slice(0, 40)}`);
     }
@@ -387,6 +387,41 @@ def test_a_search_shows_the_heading_and_the_text_of_the_section_that_it_leads_to
         item.locator('p.context').wait_for()
         assert words in item.locator('p.context').inner_text(), query
         assert status in tab.locator('.search-summary').inner_text()
+
+def test_a_result_leads_to_the_section_with_the_words_and_shows_a_sentence_of_it(tab):
+    "A result stays at the top of its page if the page as a whole answers. Prose is shown rather than code"
+    top,install = 'Get started > Install and try','#install-and-try'
+    for query,place,title,to,words in [
+            ('install', 0, top, f'get_started.html{install}', 'Install fastaccum'),
+            ('install', 1, f'fastaccum{top[11:]}', f'index.html{install}', 'In a notebook'),
+            ('batchnorm frozen', 0, 'BatchNorm > Freeze', 'guides/batchnorm.html#freeze', 'frozen'),
+            ('token loss', 0, 'Text > Padded sentences', 'guides/text.html#padded-sentences', 'tokens'),
+            ('multi gpu', 0, 'Several GPUs', 'guides/several_gpus.html', 'all GPUs'),
+            ('memory adam', 1, 'Images > Accuracy, memory and time', 'guides/images.html#accuracy-memory-and-time',
+                'less memory')]:
+        tab.goto(f'{url}search.html?q={query}')
+        tab.wait_for_function("document.querySelector('.search-summary').innerText.includes('result')")
+        item = tab.locator('#search-results li').nth(place)
+        item.locator('p.context').wait_for()
+        link = item.locator('a').first
+        assert (link.inner_text(), link.get_attribute('href'))==(title, to), query
+        assert words in item.locator('p.context').inner_text(), query
+        assert not re.search('^(import|from|pip) ', item.locator('p.context').inner_text()), query
+        if '#' in to: assert to.partition('#')[2] in ids(to.partition('#')[0])
+    assert tab.wrong==[]
+
+def test_the_marks_of_a_search_can_be_hidden_where_the_menu_does_not_cover_the_page(tab):
+    for width,is_shown in ((1440,True), (390,False)):
+        tab.set_viewport_size(dict(width=width, height=844))
+        tab.goto(f'{url}search.html?q=clip gradients')
+        tab.locator('#search-results li a').first.click()
+        tab.wait_for_selector('span.highlighted')
+        hide = tab.locator('.highlight-link')
+        assert hide.is_visible()==is_shown
+        if not is_shown: continue
+        hide.locator('a').click()
+        tab.wait_for_selector('span.highlighted', state='detached')
+        assert not hide.count()
 
 # searches.json has, by page, the queries for which this page must be the first result
 searches = json.loads((root/'tests/searches.json').read_text(encoding='utf-8'))

@@ -101,10 +101,10 @@ class DifferenceWarnings:
         is_one = len(bns)==1
         layers = '1 BatchNorm layer normalises' if is_one else f'{len(bns)} BatchNorm layers normalise'
         self.warn_once('batchnorm', f"{layers} with the {n} samples of a micro-batch, not the "
-            f"{step.total} of a step, so this run differs from the full-batch run. Estimate "
-            f"the statistics again after training with `learn.recalibrate_bn({step.size})`, freeze those "
-            "of a pretrained body with `FreezeBN(lambda m: m[0])`, or use `ActivationCheckpoint()` with "
-            "the full batch", BatchNormWarning)
+            f"{step.total} of a step, so this run differs from the full-batch run. Make "
+            "micro-batches larger if memory allows, or freeze the BatchNorm of a pretrained body with "
+            f"`FreezeBN(lambda m: m[0])`. Otherwise, call `learn.recalibrate_bn({step.size})` after training, "
+            "or use `ActivationCheckpoint()` with the full batch", BatchNormWarning)
 
     def _warn_hooked(self, model):
         hooked = hooked_params(model)

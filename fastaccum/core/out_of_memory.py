@@ -70,7 +70,7 @@ def free_memory():
     if torch.backends.mps.is_available(): torch.mps.empty_cache()
 
 # %% ../../nbs/core/25_out_of_memory.ipynb #peak
-def watch_peak(device:torch.device)->callable:
+def watch_peak(device:torch.device)->Callable:
     "Reset the peak memory of `device`; return a function that reads the peak in bytes (`None` on a CPU)"
     module = getattr(torch, device.type)
     if not hasattr(module, 'reset_peak_memory_stats'): return lambda: None

@@ -206,7 +206,7 @@ def after_backward(self:NoiseScale):
     step = self.acc.current_step
     samples,size,_ = step.mean.current
     if step.mean.is_sum: size,to_sum = samples,1.
-    # The gradient of a mean loss × `size` is that of the sum. Unless `weighs_grads`, the loss was already
+    # The gradient of a mean loss × `size` is that of the sum. Unless `weighs_grads`, the loss was
     # multiplied by `size/expected` before the backward pass: then only the factor `expected` is missing
     else: to_sum = size if step.weighs_grads else step.mean.expected
     scaler = vars(self.learn).get('scaler')

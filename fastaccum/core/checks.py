@@ -110,7 +110,7 @@ def by_name(name:str)->Callable:
         return refuse_positional
     return decorate
 
-# %% ../../nbs/core/07_checks.ipynb #learner
+# %% ../../nbs/core/07_checks.ipynb #own-loop
 def _is_replaced(learn, name):
     "Whether the Learner has a method `name` that is not fastai's, and so may not run micro-batches"
     f = vars(learn).get(name) or getattr(type(learn), name)
@@ -121,6 +121,7 @@ def _is_replaced(learn, name):
     is_tsais = (module,name)==('tsai.learner','one_batch')
     return not (module.startswith('fastai.') or is_tsais)
 
+# %% ../../nbs/core/07_checks.ipynb #passed-to-fit
 def _passed_to_fit(learn):
     """List the callbacks that were passed to the running `fit`
 
@@ -138,6 +139,7 @@ def _passed_to_fit(learn):
         frame = frame.f_back
     return []
 
+# %% ../../nbs/core/07_checks.ipynb #one-accumulates
 def _check_one_accumulates(learn):
     "Refuse a second callback that accumulates gradients, whether fastai's or fastaccum's"
     fastais = [o for o in learn.cbs if isinstance(o, FastaiGradientAccumulation)]
@@ -156,6 +158,7 @@ def _check_one_accumulates(learn):
     raise ValueError(f"{len(cbs)} callbacks accumulate gradients, {callbacks}: {keep_one}"
         + more_link('two-callbacks'))
 
+# %% ../../nbs/core/07_checks.ipynb #half-gradients
 def check_half_gradients(learn:Learner):
     """Refuse a Learner that adds up gradients in half precision
 
@@ -180,6 +183,7 @@ class RefuseHalfGradients(Callback):
         learn.remove_cb(self)
         check_half_gradients(learn)
 
+# %% ../../nbs/core/07_checks.ipynb #learner
 def check_learner(learn:Learner):
     """Refuse a Learner that has a second way to accumulate gradients, or a training loop of its own
 

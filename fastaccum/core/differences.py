@@ -82,50 +82,56 @@ class DifferenceWarnings:
         "Whether a step has more samples than a batch of the loader"
         return step.size>self.loader.sizes.bs
 
-    def _warn_mixing(self, cb, step):
-        "Warn of MixUp and CutMix, which mix the samples of one batch of the loader"
-        is_mixer = 'fastai.callback.mixup.MixHandler' in class_names(type(cb))
-        mixes_as_fastai = is_mixer and type(cb).before_batch.__module__.startswith('fastai.')
-        if not (mixes_as_fastai and cb.run and self._joins_batches(step)): return
-        bs = self.loader.sizes.bs
-        self.warn_once('mixed-in-micro-batches', f"{type(cb).__name__} mixes the {bs} samples of a "
-            f"loader's batch, not all {step.size} of a step, so this run differs from the full-batch "
-            f"run. Make the DataLoaders with `bs={step.size}`, and split their batches with "
-            f"`micro_batch_size={bs}`", AccumulationWarning)
+# %% ../../nbs/core/11_differences.ipynb #warn-batchnorms
+@patch
+def _warn_batchnorms(self:DifferenceWarnings, model, step, micro):
+    bns = batchnorms(model)
+    if not bns: return
+    is_synced = all(isinstance(m, nn.SyncBatchNorm) for m in bns)
+    n = micro.n*self.processes.n if is_synced else micro.n
+    is_one = len(bns)==1
+    layers = '1 BatchNorm layer normalises' if is_one else f'{len(bns)} BatchNorm layers normalise'
+    self.warn_once('batchnorm', f"{layers} with the {n} samples of a micro-batch, not the "
+        f"{step.total} of a step, so this run differs from the full-batch run. Make "
+        "micro-batches larger if memory allows, or freeze the BatchNorm of a pretrained body with "
+        f"`FreezeBN(lambda m: m[0])`. Otherwise, call `learn.recalibrate_bn({step.size})` after training, "
+        "or use `ActivationCheckpoint()` with the full batch", BatchNormWarning)
 
-    def _warn_batchnorms(self, model, step, micro):
-        bns = batchnorms(model)
-        if not bns: return
-        is_synced = all(isinstance(m, nn.SyncBatchNorm) for m in bns)
-        n = micro.n*self.processes.n if is_synced else micro.n
-        is_one = len(bns)==1
-        layers = '1 BatchNorm layer normalises' if is_one else f'{len(bns)} BatchNorm layers normalise'
-        self.warn_once('batchnorm', f"{layers} with the {n} samples of a micro-batch, not the "
-            f"{step.total} of a step, so this run differs from the full-batch run. Make "
-            "micro-batches larger if memory allows, or freeze the BatchNorm of a pretrained body with "
-            f"`FreezeBN(lambda m: m[0])`. Otherwise, call `learn.recalibrate_bn({step.size})` after training, "
-            "or use `ActivationCheckpoint()` with the full batch", BatchNormWarning)
+# %% ../../nbs/core/11_differences.ipynb #warn-grouping
+@patch
+def _warn_loader(self:DifferenceWarnings, step):
+    how = by_batch_size(self.loader.dl)
+    if not (how and self._joins_batches(step)): return
+    self.warn_once('loader-order', f"the training {how}, so with batches of {step.size} it would "
+        "group the samples differently, and this run differs from the full-batch run. Make the "
+        f"DataLoaders with `bs={step.size}`, and split their batches with "
+        f"`micro_batch_size={self.loader.sizes.bs}`",
+        LoaderWarning)
 
-    def _warn_hooked(self, model):
-        hooked = hooked_params(model)
-        if not hooked: return
-        more = f' and {len(hooked)-1} more' if hooked[1:] else ''
-        self.warn_once('parameter-hooks', "a hook (`register_hook`) on the parameter "
-            f"{hooked[0]!r}{more} gets the gradient of each micro-batch, not that of the step. If the "
-            "hook clips or normalises gradients, this run differs from the full-batch run: do that in "
-            "`before_step` instead. A hook that multiplies by a constant is harmless",
-            AccumulationWarning)
+@patch
+def _warn_mixing(self:DifferenceWarnings, cb, step):
+    "Warn of MixUp and CutMix, which mix the samples of one batch of the loader"
+    is_mixer = 'fastai.callback.mixup.MixHandler' in class_names(type(cb))
+    mixes_as_fastai = is_mixer and type(cb).before_batch.__module__.startswith('fastai.')
+    if not (mixes_as_fastai and cb.run and self._joins_batches(step)): return
+    bs = self.loader.sizes.bs
+    self.warn_once('mixed-in-micro-batches', f"{type(cb).__name__} mixes the {bs} samples of a "
+        f"loader's batch, not all {step.size} of a step, so this run differs from the full-batch "
+        f"run. Make the DataLoaders with `bs={step.size}`, and split their batches with "
+        f"`micro_batch_size={bs}`", AccumulationWarning)
 
-    def _warn_loader(self, step):
-        how = by_batch_size(self.loader.dl)
-        if not (how and self._joins_batches(step)): return
-        self.warn_once('loader-order', f"the training {how}, so with batches of {step.size} it would "
-            "group the samples differently, and this run differs from the full-batch run. Make the "
-            f"DataLoaders with `bs={step.size}`, and split their batches with "
-            f"`micro_batch_size={self.loader.sizes.bs}`",
-            LoaderWarning)
+# %% ../../nbs/core/11_differences.ipynb #warn-hooked
+@patch
+def _warn_hooked(self:DifferenceWarnings, model):
+    hooked = hooked_params(model)
+    if not hooked: return
+    more = f' and {len(hooked)-1} more' if hooked[1:] else ''
+    self.warn_once('parameter-hooks', "a hook (`register_hook`) on the parameter "
+        f"{hooked[0]!r}{more} gets the gradient of each micro-batch, not that of the step. If the "
+        "hook clips or normalises gradients, this run differs from the full-batch run: do that in "
+        "`before_step` instead. A hook that multiplies by a constant is harmless",
+        AccumulationWarning)
 
-# %% ../../nbs/core/11_differences.ipynb #optimizers
 def _warn_second_optimizer(cb, opt, warn_once):
     "Warn of a callback with an optimizer of its own, unless the callback's `per_step` says when it runs"
     own = [o for o in vars(cb).values() if isinstance(o, (Optimizer,OptimWrapper,optim.Optimizer))]
@@ -137,7 +143,7 @@ def _warn_second_optimizer(cb, opt, warn_once):
         "`per_step = True` in its class",
         AccumulationWarning)
 
-# %% ../../nbs/core/11_differences.ipynb #state
+# %% ../../nbs/core/11_differences.ipynb #holds-state
 _module_attrs = vars(nn.Module()).keys()
 
 def _holds_state(o):
@@ -146,6 +152,7 @@ def _holds_state(o):
     if isinstance(o, Tensor): return bool(o.detach().any())
     return isinstance(o, (tuple,list)) and any(map(_holds_state, o))
 
+# %% ../../nbs/core/11_differences.ipynb #state
 @patch
 def watch_state(self:DifferenceWarnings, learn:Learner, step:Step):
     """Return a context that warns if a module begins a micro-batch with the state of the previous one
@@ -179,6 +186,7 @@ def _watch_state(self:DifferenceWarnings, modules, remedy):
     finally:
         for o in hooks: o.remove()
 
+# %% ../../nbs/core/11_differences.ipynb #before-split
 @patch
 def before_split(self:DifferenceWarnings, parts:BatchParts):
     "Before the first batch is split, warn if the model keeps a state from one part to the next"
@@ -203,15 +211,6 @@ def grads_changed(self:DifferenceWarnings, n:int):
         "complete", AccumulationWarning)
 
 @patch
-def left_out(self:DifferenceWarnings, step:Step, n:int):
-    "Warn that callbacks have cancelled `n` micro-batches of a step"
-    if not self._joins_batches(step): return
-    self.warn_once('micro-batch-left-out', f"callbacks have cancelled {n} of a step's micro-batches. "
-        "The next micro-batches take their place, so all later steps of the epoch have other samples "
-        "than in the full-batch run, which would leave out the whole step. To do the same, raise "
-        "`CancelStepException` in `before_step`", AccumulationWarning)
-
-@patch
 def added_to_a_sum(self:DifferenceWarnings):
     "Warn that a callback adds a term to a loss that is a sum over samples"
     self.warn_once('added-to-a-sum', "a callback adds a term to your summed loss "
@@ -227,6 +226,16 @@ def splits_rows(self:DifferenceWarnings, rows:int, n:int):
         "or have no target, such as unlabelled samples, this run differs from the full-batch run. Let "
         "the loss see the whole batch with `GradientCache`, or make the DataLoaders with a smaller `bs` "
         "instead of passing `micro_batch_size=`", AccumulationWarning)
+
+# %% ../../nbs/core/11_differences.ipynb #cancelled
+@patch
+def left_out(self:DifferenceWarnings, step:Step, n:int):
+    "Warn that callbacks have cancelled `n` micro-batches of a step"
+    if not self._joins_batches(step): return
+    self.warn_once('micro-batch-left-out', f"callbacks have cancelled {n} of a step's micro-batches. "
+        "The next micro-batches take their place, so all later steps of the epoch have other samples "
+        "than in the full-batch run, which would leave out the whole step. To do the same, raise "
+        "`CancelStepException` in `before_step`", AccumulationWarning)
 
 @patch
 def all_cancelled(self:DifferenceWarnings):

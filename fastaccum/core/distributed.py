@@ -16,6 +16,7 @@ from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense
 from torch.nn.parallel import DistributedDataParallel
 from fastai.callback.schedule import LRFinder, ParamScheduler
 from fastai.torch_core import get_model
+from fastcore.basics import patch
 from .warnings import more_link
 
 # %% ../../nbs/core/08_distributed.ipynb #world
@@ -48,6 +49,7 @@ def check_same(must_match:dict, each:list):
             raise ValueError(f"the processes have different values of {name} ({have}): give all "
                 "processes the same value" + more_link('processes-with-different-settings'))
 
+# %% ../../nbs/core/08_distributed.ipynb #not-sharded
 def _is_fsdp(m):
     "Whether the module is sharded by `fully_shard` (FSDP2) or `FullyShardedDataParallel` (FSDP1)"
     return hasattr(m, 'set_requires_gradient_sync') or 'FullyShardedDataParallel' in type(m).__name__
@@ -105,22 +107,26 @@ class Processes:
         dist.all_reduce(res, group=self.group)
         return list(res)
 
-    def pause_sync(self, paused:bool):
-        "Switch DDP's synchronisation in forward and backward passes off if `paused`, otherwise on"
-        for m in self.ddps:
-            m.require_backward_grad_sync = not paused
-            m.require_forward_param_sync = not paused
+# %% ../../nbs/core/08_distributed.ipynb #exchange
+@patch
+def pause_sync(self:Processes, paused:bool):
+    "Switch DDP's synchronisation in forward and backward passes off if `paused`, otherwise on"
+    for m in self.ddps:
+        m.require_backward_grad_sync = not paused
+        m.require_forward_param_sync = not paused
 
-    def sum_grads(self, params:list, grads:dict):
-        "Replace each gradient in `grads` (parameter -> gradient) by its sum over all processes"
-        if self.ddps: add_up(params, grads, self.group, self.device)
+@patch
+def sum_grads(self:Processes, params:list, grads:dict):
+    "Replace each gradient in `grads` (parameter -> gradient) by its sum over all processes"
+    if self.ddps: add_up(params, grads, self.group, self.device)
 
-    def share_buffers(self):
-        "Copy the buffers of the first process, such as BatchNorm's statistics, to all processes"
-        for ddp in self.ddps:
-            if not ddp.broadcast_buffers: continue
-            send = partial(dist.broadcast, src=dist.get_global_rank(self.group, 0), group=self.group)
-            _in_buckets([o for o in ddp.module.buffers() if o is not None], send)
+@patch
+def share_buffers(self:Processes):
+    "Copy the buffers of the first process, such as BatchNorm's statistics, to all processes"
+    for ddp in self.ddps:
+        if not ddp.broadcast_buffers: continue
+        send = partial(dist.broadcast, src=dist.get_global_rank(self.group, 0), group=self.group)
+        _in_buckets([o for o in ddp.module.buffers() if o is not None], send)
 
 # %% ../../nbs/core/08_distributed.ipynb #add-up
 def add_up(params:list, grads:dict, group:dist.ProcessGroup, device:torch.device):

@@ -53,6 +53,7 @@ def is_compiled(m:nn.Module)->bool:
     "Whether the module is compiled, by `torch.compile` or by its own `compile`"
     return type(m).__name__=='OptimizedModule' or getattr(m, '_compiled_call_impl', None) is not None
 
+# %% ../../nbs/core/06_gradients.ipynb #grad-sums
 class GradSums:
     "Sums the gradients of `params` in at least float32, outside of the parameters' `grad`"
     def __init__(self, params:list):
@@ -81,6 +82,7 @@ class GradSums:
         res,self.sums = self.sums,{}
         return res
 
+# %% ../../nbs/core/06_gradients.ipynb #grad-sums-for
 def grad_sums_for(learn:Learner)->GradSums:
     """Return a `GradSums` of all parameters, or of none if gradients can be added up in `grad`
 

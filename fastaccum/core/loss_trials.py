@@ -28,7 +28,7 @@ from .patching import uninterrupted
 from .probe import Part, Probed, pair, probe
 from .warnings import LossWarning, StateWarning, WarnOnce
 
-# %% ../../nbs/core/20_loss_trials.ipynb #loss
+# %% ../../nbs/core/20_loss_trials.ipynb #trials
 class LossTrials:
     """Tests in the first micro-batches of each epoch whether the loss is a mean over samples
 
@@ -57,39 +57,43 @@ class LossTrials:
         "Before callbacks get a batch of the loader, remember all attributes, to find those that change"
         self.attrs = ChangedAttrs([learn,*learn.cbs,*learn.model.modules()])
 
-    def test_micro_batch(self, learn:Learner, micro:MicroBatch, mean:StepMean, warns:bool):
-        "Test the loss of a micro-batch before its backward pass; warn only if this process `warns`"
-        if self.n_left<=0:
-            self.attrs = None   # free the tensors of the last tested batch, which `attrs` holds
-            return
-        batch,n = self._batch_to_test(learn, micro)
-        if batch is None: return
-        probed = probe(batch, n, mean.count_items)
-        if not warns: return
-        for warned in (self._not_a_mean, self._has_state, self._more_rows, self._fails_on_a_part,
-            self._uneven_labels):
-            if warned(probed, learn, micro, mean): return
-        was_warned = {'changed-loss','changed-loss-not-tried'} & self.warn_once.given
-        may_differ = micro.loss_changes and not was_warned and not mean.is_sum
-        if may_differ: self._changed_loss(learn, batch, n, micro, mean)
+# %% ../../nbs/core/20_loss_trials.ipynb #test-micro-batch
+@patch
+def test_micro_batch(self:LossTrials, learn:Learner, micro:MicroBatch, mean:StepMean, warns:bool):
+    "Test the loss of a micro-batch before its backward pass; warn only if this process `warns`"
+    if self.n_left<=0:
+        self.attrs = None   # free the tensors of the last tested batch, which `attrs` holds
+        return
+    batch,n = self._batch_to_test(learn, micro)
+    if batch is None: return
+    probed = probe(batch, n, mean.count_items)
+    if not warns: return
+    for warned in (self._not_a_mean, self._has_state, self._more_rows, self._fails_on_a_part,
+        self._uneven_labels):
+        if warned(probed, learn, micro, mean): return
+    was_warned = {'changed-loss','changed-loss-not-tried'} & self.warn_once.given
+    may_differ = micro.loss_changes and not was_warned and not mean.is_sum
+    if may_differ: self._changed_loss(learn, batch, n, micro, mean)
 
-    def _batch_to_test(self, learn, micro):
-        """Return an object with predictions and targets like a Learner's, and the number of its samples
+# %% ../../nbs/core/20_loss_trials.ipynb #batch-to-test
+@patch
+def _batch_to_test(self:LossTrials, learn, micro):
+    """Return an object with predictions and targets like a Learner's, and the number of its samples
 
-        A micro-batch of one sample cannot be split. It waits for the next micro-batch of one sample, and
-        both are tested as one batch. While the first one waits, this method returns `None` as the batch.
-        If the two samples have different shapes, they cannot be joined, and the second one waits.
-        """
-        n = n_samples(learn.yb, micro.n) or micro.n
-        if n>1:
-            self.n_left -= 1
-            return learn,n
-        previous = self.waiting
-        joined,self.waiting = pair(previous, learn)
-        if previous is None and self.waiting is not None: return None,0
-        is_trial = self.waiting is None   # no loss is compared while this sample waits for the next one
-        if is_trial: self.n_left -= 1
-        return (learn,1) if joined is None else (joined,2)
+    A micro-batch of one sample cannot be split. It waits for the next micro-batch of one sample, and
+    both are tested as one batch. While the first one waits, this method returns `None` as the batch.
+    If the two samples have different shapes, they cannot be joined, and the second one waits.
+    """
+    n = n_samples(learn.yb, micro.n) or micro.n
+    if n>1:
+        self.n_left -= 1
+        return learn,n
+    previous = self.waiting
+    joined,self.waiting = pair(previous, learn)
+    if previous is None and self.waiting is not None: return None,0
+    is_trial = self.waiting is None   # no loss is compared while this sample waits for the next one
+    if is_trial: self.n_left -= 1
+    return (learn,1) if joined is None else (joined,2)
 
 # %% ../../nbs/core/20_loss_trials.ipynb #loss-messages
 def _percent(off):
@@ -157,6 +161,7 @@ def _fails_on_a_part(self:LossTrials, probed, learn, micro, mean)->bool:
         "`learn.accum_check()` to find out", LossWarning)
     return True
 
+# %% ../../nbs/core/20_loss_trials.ipynb #loss-labels
 @patch
 def _uneven_labels(self:LossTrials, probed, learn, micro, mean)->bool:
     "If samples have different numbers of labels, warn of a loss that could not be tested on parts"
@@ -173,7 +178,6 @@ def _uneven_labels(self:LossTrials, probed, learn, micro, mean)->bool:
         LossWarning)
     return True
 
-# %% ../../nbs/core/20_loss_trials.ipynb #loss-labels
 @patch
 def _has_uneven_labels(self:LossTrials, learn, m):
     "Whether samples have had different numbers of labels other than -100; synchronises the GPU"
@@ -228,30 +232,32 @@ class LossChanges:
         self.added.append(part.loss_grad.mean()-loss.mean())
         return part.loss_grad
 
-    @contextmanager
-    def _standing_in(self, part):
-        """Make `part` the Learner of the callbacks within this context
+# %% ../../nbs/core/20_loss_trials.ipynb #standing-in
+@patch
+@contextmanager
+def _standing_in(self:LossChanges, part):
+    """Make `part` the Learner of the callbacks within this context
 
-        Callbacks get copies of their tensors; attributes set for this batch are cut to the part's rows.
-        """
-        def copy(o):
-            is_plain_tensor = isinstance(o, Tensor) and not isinstance(o, nn.Parameter)
-            return o.detach().clone() if is_plain_tensor else o
-        def rows(o): return copy(part.select(o)) if has_rows(o, self.n) else copy(o)
-        of_cbs = [d for d,_ in self.attrs_of_cbs]
-        with_rows = [d for d,_,_ in self.attrs_with_rows]
-        before = [(d,dict(d)) for d in (vars(self.learn),*of_cbs,*with_rows)]
-        def restore():
-            for d,old in before:
-                for k in d.keys()-old.keys(): del d[k]
-                d.update(old)
-        try:
-            for name in ('loss','loss_grad'): vars(self.learn)[name] = copy(vars(self.learn)[name])
-            for d,attrs in self.attrs_of_cbs:
-                d.update({k:tree_map(copy, o) for k,o in attrs.items()}, learn=part)
-            for d,name,o in self.attrs_with_rows: d[name] = tree_map(rows, o)
-            yield
-        finally: uninterrupted(restore)
+    Callbacks get copies of their tensors; attributes set for this batch are cut to the part's rows.
+    """
+    def copy(o):
+        is_plain_tensor = isinstance(o, Tensor) and not isinstance(o, nn.Parameter)
+        return o.detach().clone() if is_plain_tensor else o
+    def rows(o): return copy(part.select(o)) if has_rows(o, self.n) else copy(o)
+    of_cbs = [d for d,_ in self.attrs_of_cbs]
+    with_rows = [d for d,_,_ in self.attrs_with_rows]
+    before = [(d,dict(d)) for d in (vars(self.learn),*of_cbs,*with_rows)]
+    def restore():
+        for d,old in before:
+            for k in d.keys()-old.keys(): del d[k]
+            d.update(old)
+    try:
+        for name in ('loss','loss_grad'): vars(self.learn)[name] = copy(vars(self.learn)[name])
+        for d,attrs in self.attrs_of_cbs:
+            d.update({k:tree_map(copy, o) for k,o in attrs.items()}, learn=part)
+        for d,name,o in self.attrs_with_rows: d[name] = tree_map(rows, o)
+        yield
+    finally: uninterrupted(restore)
 
 # %% ../../nbs/core/20_loss_trials.ipynb #loss-changes-probe
 @patch

@@ -26,7 +26,7 @@ from .distributed import Processes
 from .gradients import number_on
 from .warnings import more_link
 
-# %% ../../nbs/core/05_mean.ipynb #targets
+# %% ../../nbs/core/05_mean.ipynb #plain-tensors
 def plain_tensor(t:torch.Tensor)->torch.Tensor:
     "Return `t` as a plain tensor: operations on fastai's tensor classes are slow"
     return t if type(t) is torch.Tensor else t.as_subclass(torch.Tensor)
@@ -35,6 +35,7 @@ def on_host(t:torch.Tensor)->bool:
     "Whether the values of `t` can be read without synchronising a GPU"
     return t.is_cpu
 
+# %% ../../nbs/core/05_mean.ipynb #targets
 class Targets:
     """Counts the targets of the micro-batch that are not ignored, each with the weight of its class
 
@@ -128,13 +129,14 @@ def _checked(size, read_tensor):
             + more_link('size-function'))
     return size
 
-# %% ../../nbs/core/05_mean.ipynb #mean
+# %% ../../nbs/core/05_mean.ipynb #measured
 class Measured(NamedTuple):
     "The numbers that `StepMean.measure` has read from a micro-batch"
     samples:int # Samples in the micro-batch
     items:int|float|torch.Tensor # Items that the loss is a mean of; 0 if the loss is a sum
     loss:torch.Tensor # Loss of the micro-batch, a 0-dim tensor without a graph
 
+# %% ../../nbs/core/05_mean.ipynb #mean
 class StepMean:
     """The mean loss of the micro-batches of a step: over samples, or over targets that are not ignored
 
@@ -173,47 +175,51 @@ class StepMean:
         # a micro-batch in the step is its own number of items divided by this number
         self.expected = None
 
-    def measure(self, learn:Learner, n:int)->float|torch.Tensor:
-        """Return the share of a micro-batch of `n` samples in the step
+# %% ../../nbs/core/05_mean.ipynb #measure
+@patch
+def measure(self:StepMean, learn:Learner, n:int)->float|torch.Tensor:
+    """Return the share of a micro-batch of `n` samples in the step
 
-        The caller multiplies the loss by this share. If the loss is a sum, only the penalties that
-        callbacks have added are multiplied. If all targets are ignored, or if only the GPU knows whether
-        they are, `learn.loss` and the gradients of the predictions are made finite here.
-        """
-        if self.is_sum is None or self.loss_func is not learn.loss_func:
-            self._choose_count(learn.loss_func)
-        loss = plain_tensor(learn.loss).detach()
-        # with `reduction='none'`, take the mean over the batch, as fastai's Recorder does
-        if loss.ndim: loss = loss.mean()
-        if self.is_sum:
-            self.current = Measured(n, 0, loss)
-            return n/self.n_all
-        # half precision is too coarse to add up losses
-        if loss.dtype in (torch.float16,torch.bfloat16): loss = loss.float()
-        if self.count_items is samples: size = n_samples(learn.yb, n) or n
-        else: size = self.count_items(learn)
-        if self.n_items is not None:
-            size = _checked(size, not self.trusted)
-            self.trusted = True
-        if self.expected is None:
-            # `max` avoids a division by 0: `n` is 0 if callbacks have added rows to an empty batch
-            items_per_sample = self._size_if_none_ignored(learn, size, n)/max(n, 1)
-            self.expected = number_on(loss.device, items_per_sample*self.n_here)
-        if isinstance(size, torch.Tensor) or not size: size,loss = self._masked(learn, size, loss)
-        self.current = Measured(n, size, loss)
-        return size/self.expected
+    The caller multiplies the loss by this share. If the loss is a sum, only the penalties that
+    callbacks have added are multiplied. If all targets are ignored, or if only the GPU knows whether
+    they are, `learn.loss` and the gradients of the predictions are made finite here.
+    """
+    if self.is_sum is None or self.loss_func is not learn.loss_func:
+        self._choose_count(learn.loss_func)
+    loss = plain_tensor(learn.loss).detach()
+    # with `reduction='none'`, take the mean over the batch, as fastai's Recorder does
+    if loss.ndim: loss = loss.mean()
+    if self.is_sum:
+        self.current = Measured(n, 0, loss)
+        return n/self.n_all
+    # half precision is too coarse to add up losses
+    if loss.dtype in (torch.float16,torch.bfloat16): loss = loss.float()
+    if self.count_items is samples: size = n_samples(learn.yb, n) or n
+    else: size = self.count_items(learn)
+    if self.n_items is not None:
+        size = _checked(size, not self.trusted)
+        self.trusted = True
+    if self.expected is None:
+        # `max` avoids a division by 0: `n` is 0 if callbacks have added rows to an empty batch
+        items_per_sample = self._size_if_none_ignored(learn, size, n)/max(n, 1)
+        self.expected = number_on(loss.device, items_per_sample*self.n_here)
+    if isinstance(size, torch.Tensor) or not size: size,loss = self._masked(learn, size, loss)
+    self.current = Measured(n, size, loss)
+    return size/self.expected
 
-    def add(self, learn:Learner):
-        "Add the micro-batch that `measure` has read to the totals of the step"
-        n,size,loss = self.current
-        self.n_micro_batches += 1
-        self.samples += n
-        self.needs_grad |= learn.loss_grad.requires_grad
-        self.items = self.items+size
-        weight = 1 if self.is_sum else size
-        if self.n_micro_batches==1: self.losses = loss*weight
-        elif isinstance(weight, torch.Tensor): self.losses = self.losses+loss*weight
-        else: self.losses = self.losses.add(loss, alpha=weight)   # faster than `losses+loss*weight`
+# %% ../../nbs/core/05_mean.ipynb #mean-add
+@patch
+def add(self:StepMean, learn:Learner):
+    "Add the micro-batch that `measure` has read to the totals of the step"
+    n,size,loss = self.current
+    self.n_micro_batches += 1
+    self.samples += n
+    self.needs_grad |= learn.loss_grad.requires_grad
+    self.items = self.items+size
+    weight = 1 if self.is_sum else size
+    if self.n_micro_batches==1: self.losses = loss*weight
+    elif isinstance(weight, torch.Tensor): self.losses = self.losses+loss*weight
+    else: self.losses = self.losses.add(loss, alpha=weight)   # faster than `losses+loss*weight`
 
 # %% ../../nbs/core/05_mean.ipynb #mean-parts
 @patch

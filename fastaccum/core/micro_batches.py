@@ -355,7 +355,7 @@ def explain_split(k:int, n:int):
                 + more_link('code-that-stores-a-whole-batch'))
         raise
 
-# %% ../../nbs/core/12_micro_batches.ipynb #runs
+# %% ../../nbs/core/12_micro_batches.ipynb #failed
 class Failed(NamedTuple):
     "A micro-batch for which memory ran out, kept until all of its samples have run again"
     stop:int   # The row after the last row of the micro-batch
@@ -363,6 +363,7 @@ class Failed(NamedTuple):
     # backward pass had added to them before memory ran out
     grads:list
 
+# %% ../../nbs/core/12_micro_batches.ipynb #runs
 class Retries:
     """Runs the micro-batches of one batch, and repeats a micro-batch in halves if memory runs out
 
@@ -408,13 +409,15 @@ class Retries:
         if fits: self._succeeded(micro)
         return fits
 
-    def _succeeded(self, micro):
-        "If all samples of a failed micro-batch have run again, restore the gradients in `Failed.grads`"
-        if not micro.ran and any(o.grads for o in self.unfinished):
-            raise torch.OutOfMemoryError("memory ran out in the middle of a backward pass, and a "
-                f"callback has since cancelled {micro.n} of the samples that some gradients already "
-                "contain, which cannot be undone. Make the DataLoaders with a batch size that fits, "
-                "such as half of what `learn.bs_find()` returns" + more_link('cannot-be-undone'))
-        while self.unfinished and self.unfinished[-1].stop==micro.stop:
-            for p,g in self.unfinished.pop().grads: p.grad = g
-        self.limit.report(self.training)
+# %% ../../nbs/core/12_micro_batches.ipynb #succeeded
+@patch
+def _succeeded(self:Retries, micro):
+    "If all samples of a failed micro-batch have run again, restore the gradients in `Failed.grads`"
+    if not micro.ran and any(o.grads for o in self.unfinished):
+        raise torch.OutOfMemoryError("memory ran out in the middle of a backward pass, and a "
+            f"callback has since cancelled {micro.n} of the samples that some gradients already "
+            "contain, which cannot be undone. Make the DataLoaders with a batch size that fits, "
+            "such as half of what `learn.bs_find()` returns" + more_link('cannot-be-undone'))
+    while self.unfinished and self.unfinished[-1].stop==micro.stop:
+        for p,g in self.unfinished.pop().grads: p.grad = g
+    self.limit.report(self.training)

@@ -113,44 +113,39 @@ class Plan:
         "Count the samples of an epoch, including samples that the loaders drop"
         return self.n+self.dropped
 
-    def _different_epochs(self):
-        "Return the epochs that may differ: all with a schedule, otherwise only the first"
-        return range(self.n_epoch if self.has_schedule else min(1, self.n_epoch))
+# %% ../../nbs/core/00_plan.ipynb #plan-epochs
+@patch
+def full_sizes(self:Plan, accum_bs:int)->list:
+    "List each process's samples in a complete step of `accum_bs` samples, in whole batches"
+    return [round_up(ceil(accum_bs/len(self.loaders)), dl.unit) for dl in self.loaders]
 
-    def left_out(self, i:int)->int:
-        "Count the samples of epoch `i` that are in no step, because a loader or the plan drops them"
-        n_trained = sum(n*size for n,size in _runs(self.epoch(i)))
-        return self.n_all-n_trained
+@patch
+def accum_bs_at(self:Plan, epoch:int, step:int=0, done:float=0.)->int:
+    """Return the effective batch size of a step, in samples over all processes
 
-    def full_sizes(self, accum_bs:int)->list:
-        "List each process's samples in a complete step of `accum_bs` samples, in whole batches"
-        return [round_up(ceil(accum_bs/len(self.loaders)), dl.unit) for dl in self.loaders]
+    `step` is the number of earlier steps in all epochs, and `done` the fraction of the samples of
+    this epoch that are in earlier steps.
+    """
+    if not self.has_schedule: return self.accum_bs
+    return self.accum_bs(Position(epoch, step, min((epoch+done)/max(1, self.n_epoch), 1.)))
 
-    def accum_bs_at(self, epoch:int, step:int=0, done:float=0.)->int:
-        """Return the effective batch size of a step, in samples over all processes
+@patch
+def epoch(self:Plan, i:int)->Sequence:
+    "Return the steps of epoch `i`: a sequence of `PlannedStep`s"
+    if not self.has_schedule: i = 0   # without a schedule, all epochs have the same steps
+    if i not in self._epochs:
+        self._epochs[i] = list(self._walk(i)) if self.has_schedule else self._equal_steps()
+    return self._epochs[i]
 
-        `step` is the number of earlier steps in all epochs, and `done` the fraction of the samples of
-        this epoch that are in earlier steps.
-        """
-        if not self.has_schedule: return self.accum_bs
-        return self.accum_bs(Position(epoch, step, min((epoch+done)/max(1, self.n_epoch), 1.)))
+@patch(as_prop=True)
+def steps(self:Plan)->list:
+    "List the number of steps in each epoch"
+    return [len(self.epoch(i)) for i in range(self.n_epoch)]
 
-    def epoch(self, i:int)->Sequence:
-        "Return the steps of epoch `i`: a sequence of `PlannedStep`s"
-        if not self.has_schedule: i = 0   # without a schedule, all epochs have the same steps
-        if i not in self._epochs:
-            self._epochs[i] = list(self._walk(i)) if self.has_schedule else self._equal_steps()
-        return self._epochs[i]
-
-    @property
-    def steps(self)->list:
-        "List the number of steps in each epoch"
-        return [len(self.epoch(i)) for i in range(self.n_epoch)]
-
-    @property
-    def sizes(self)->list:
-        "List, for each epoch, the samples in each of its steps, over all processes"
-        return [[sum(step.sizes) for step in self.epoch(i)] for i in range(self.n_epoch)]
+@patch(as_prop=True)
+def sizes(self:Plan)->list:
+    "List, for each epoch, the samples in each of its steps, over all processes"
+    return [[sum(step.sizes) for step in self.epoch(i)] for i in range(self.n_epoch)]
 
 # %% ../../nbs/core/00_plan.ipynb #walk
 @patch
@@ -191,12 +186,13 @@ def steps_before(self:Plan, i:int)->int:
         self._starts.append(self._starts[last]+len(self.epoch(last)))
     return self._starts[i]
 
-# %% ../../nbs/core/00_plan.ipynb #summary
+# %% ../../nbs/core/00_plan.ipynb #count-of
 def count_of(n:int, noun:str)->str:
     "Return a number with its noun, in the plural unless `n` is 1: '1 batch', '3 batches'"
     if n==1: return f'1 {noun}'
     return f"{n} {noun}{'es' if noun.endswith(('s','batch')) else 's'}"
 
+# %% ../../nbs/core/00_plan.ipynb #runs
 def _runs(steps):
     "List pairs: a number of consecutive steps of equal size, and the samples in each of these steps"
     if isinstance(steps, EqualSteps): return steps.runs()
@@ -206,6 +202,18 @@ def _range(first, last):
     "Return '8', or '8 to 16' if the two numbers differ"
     return f'{first}' if first==last else f'{first} to {last}'
 
+@patch
+def _different_epochs(self:Plan):
+    "Return the epochs that may differ: all with a schedule, otherwise only the first"
+    return range(self.n_epoch if self.has_schedule else min(1, self.n_epoch))
+
+@patch
+def left_out(self:Plan, i:int)->int:
+    "Count the samples of epoch `i` that are in no step, because a loader or the plan drops them"
+    n_trained = sum(n*size for n,size in _runs(self.epoch(i)))
+    return self.n_all-n_trained
+
+# %% ../../nbs/core/00_plan.ipynb #size-range
 @patch
 def _size_range(self:Plan):
     """Return the sizes of the smallest and the largest complete step, in samples
@@ -220,6 +228,7 @@ def _size_range(self:Plan):
     is_growing = sizes[0]<=sizes[-1]
     return (min(sizes),max(sizes)) if is_growing else (max(sizes),min(sizes))
 
+# %% ../../nbs/core/00_plan.ipynb #micro-batch-words
 @patch
 def _micro_batch_words(self:Plan, first, last):
     "Describe the micro-batches of steps of `first` to `last` samples, such as '8 micro-batches of 32'"
@@ -237,6 +246,7 @@ def _micro_batch_words(self:Plan, first, last):
     how_split = f', {self.split_words}' if self.split_words else ''
     return f'{number} of {micro_bs}{where}{how_split}'
 
+# %% ../../nbs/core/00_plan.ipynb #summary
 @patch
 def _number_words(self:Plan, full):
     "Say how many steps there are, and how many of them have fewer than `full` samples"
@@ -303,42 +313,7 @@ def check(self:Plan,
     if self.drop_last and self.never_empty: self._warn_left_out()
     if not self.has_schedule: self._warn_rounded_up(size_name)
 
-@patch
-def _warn_left_out(self:Plan):
-    "Warn if incomplete steps, which the user has not asked to drop, have a tenth of the samples or more"
-    left_out = [self.left_out(i) for i in self._different_epochs()]
-    # The warning advises the user to pass `drop_last=False`, which does not bring back samples that the
-    # loaders themselves drop. So these samples are not counted.
-    n_in_dropped_steps = sum(left_out)-self.dropped*len(left_out)
-    is_few = n_in_dropped_steps*10<self.n_all*len(left_out)
-    if not n_in_dropped_steps or is_few: return
-    number = _range(min(left_out), max(left_out))
-    warn(f"{number} of {self.n_all} samples are left out of each epoch: the training loader drops its "
-        "incomplete last batch, so the incomplete last step is dropped as well. To train on these "
-        "samples, pass `drop_last=False`" + more_link('samples-left-out'))
-
-@patch
-def _warn_rounded_up(self:Plan, size_name):
-    "Warn if steps have more samples than the user asked for"
-    unit = self.loaders[0].unit
-    n_processes = len(self.loaders)
-    wanted = self.accum_bs
-    full = sum(self.full_sizes(wanted))
-    if unit>wanted:
-        where = f' on each of {n_processes} processes' if n_processes>1 else ''
-        n_samples = wanted*sum(o.unit for o in self.loaders)
-        warn(f"the loader's batches of {unit} samples are larger than `{size_name}={wanted}`, so each "
-            f"batch is a step and nothing is accumulated. `{size_name}` counts samples, not batches: "
-            f"for steps of {count_of(wanted, 'batch')} of {unit}{where}, give `{size_name}={n_samples}` "
-            f"or `n_batches={wanted}`. For steps of {wanted} samples, make the DataLoaders with a "
-            "smaller `bs`, or split their batches with `micro_batch_size=`"
-            + more_link('larger-than-a-step'))
-    elif n_processes>1 and full!=wanted:
-        sizes = ', '.join(str(o.bs) for o in self.loaders)
-        warn(f"a step has {full} samples instead of `{size_name}={wanted}`, because each of the "
-            f"{n_processes} processes takes whole batches (of {sizes} samples). Choose a multiple of "
-            "the batch size times the number of processes" + more_link('rounded-up'))
-
+# %% ../../nbs/core/00_plan.ipynb #check-filled
 @patch
 def _check_filled(self:Plan, warns):
     "Raise an error or warn if an epoch has too few samples for a complete step"
@@ -365,3 +340,41 @@ def _check_filled(self:Plan, warns):
             "otherwise nothing would be trained.")
     warn(f"{what}, so the epoch is one smaller step.{why} Lower `accum_bs` to get full steps, or pass "
         "`drop_last=False` to keep this step without a warning" + more_link('no-step'))
+
+# %% ../../nbs/core/00_plan.ipynb #warn-left-out
+@patch
+def _warn_left_out(self:Plan):
+    "Warn if incomplete steps, which the user has not asked to drop, have a tenth of the samples or more"
+    left_out = [self.left_out(i) for i in self._different_epochs()]
+    # The warning advises the user to pass `drop_last=False`, which does not bring back samples that the
+    # loaders themselves drop. So these samples are not counted.
+    n_in_dropped_steps = sum(left_out)-self.dropped*len(left_out)
+    is_few = n_in_dropped_steps*10<self.n_all*len(left_out)
+    if not n_in_dropped_steps or is_few: return
+    number = _range(min(left_out), max(left_out))
+    warn(f"{number} of {self.n_all} samples are left out of each epoch: the training loader drops its "
+        "incomplete last batch, so the incomplete last step is dropped as well. To train on these "
+        "samples, pass `drop_last=False`" + more_link('samples-left-out'))
+
+# %% ../../nbs/core/00_plan.ipynb #warn-rounded-up
+@patch
+def _warn_rounded_up(self:Plan, size_name):
+    "Warn if steps have more samples than the user asked for"
+    unit = self.loaders[0].unit
+    n_processes = len(self.loaders)
+    wanted = self.accum_bs
+    full = sum(self.full_sizes(wanted))
+    if unit>wanted:
+        where = f' on each of {n_processes} processes' if n_processes>1 else ''
+        n_samples = wanted*sum(o.unit for o in self.loaders)
+        warn(f"the loader's batches of {unit} samples are larger than `{size_name}={wanted}`, so each "
+            f"batch is a step and nothing is accumulated. `{size_name}` counts samples, not batches: "
+            f"for steps of {count_of(wanted, 'batch')} of {unit}{where}, give `{size_name}={n_samples}` "
+            f"or `n_batches={wanted}`. For steps of {wanted} samples, make the DataLoaders with a "
+            "smaller `bs`, or split their batches with `micro_batch_size=`"
+            + more_link('larger-than-a-step'))
+    elif n_processes>1 and full!=wanted:
+        sizes = ', '.join(str(o.bs) for o in self.loaders)
+        warn(f"a step has {full} samples instead of `{size_name}={wanted}`, because each of the "
+            f"{n_processes} processes takes whole batches (of {sizes} samples). Choose a multiple of "
+            "the batch size times the number of processes" + more_link('rounded-up'))

@@ -40,7 +40,7 @@ class Probed(NamedTuple):
 # dtype of a loss in half precision -> the largest relative difference that counts as rounding
 _half_tols = {torch.float16:1e-2, torch.bfloat16:5e-2}
 
-# %% ../../nbs/core/10_probe.ipynb #part
+# %% ../../nbs/core/10_probe.ipynb #copies
 def _copy(o):
     "Copy all tensors in `o`, in at least float32; a copy requires a gradient if its tensor does"
     if isinstance(o, torch.Tensor):
@@ -63,6 +63,7 @@ def _pick_of_output(o, n, select):
         return x
     return pick(o, n, select, without_rows)
 
+# %% ../../nbs/core/10_probe.ipynb #part
 class Part:
     "Stands in for a Learner after a forward pass of `n` samples, but has only some of these samples"
     def __init__(self, learn:Learner, n:int, select:Callable, loss_func:Callable|None=None):
@@ -144,7 +145,7 @@ def _gap(losses, sizes, is_sum):
     if not all(map(isfinite, weighted)): return inf,abs(whole) or 1.
     return abs(whole-sum(weighted)),max(abs(whole), sum(map(abs, weighted)))
 
-# %% ../../nbs/core/10_probe.ipynb #try
+# %% ../../nbs/core/10_probe.ipynb #loss-and-size
 def _is_same_state(a, b):
     "Whether two states of a random number generator are the same"
     if isinstance(a, torch.Tensor): return a.equal(b)
@@ -168,6 +169,7 @@ def _loss_and_size(part, m, count_items, devices, change):
     else: size = m if count_items is samples else count_items(part)
     return loss.mean() if loss.ndim else loss.clone(),size
 
+# %% ../../nbs/core/10_probe.ipynb #compare-parts
 def _compare_parts(learn, loss_func, n, count_items, devices, change):
     "Compare the loss of `n` samples with the losses of the first `k` samples and of the rest"
     def measure_loss(select, m):

@@ -81,6 +81,7 @@ def check_processes(processes:Processes, comms:list, limit:MicroBatchLimit|None,
             + more_link('auto-on-processes'))
     warn_comm_hooks(processes, warn_once)
 
+# %% ../../nbs/core/17_process_checks.ipynb #left-out
 def check_left_out(processes:Processes, comms:list, is_left_out:bool):
     """Refuse a micro-batch that is cancelled on some processes only; all processes call this function
 
@@ -96,6 +97,7 @@ def check_left_out(processes:Processes, comms:list, is_left_out:bool):
         "other forever. Cancel the micro-batch on all processes"
         + more_link('left-out-on-some'))
 
+# %% ../../nbs/core/17_process_checks.ipynb #search
 def check_search(learn:Learner, name:str, why:str, to_do:str):
     """Refuse to run the method `name` in several processes, or on a training loader without batches
 

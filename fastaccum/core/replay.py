@@ -103,32 +103,35 @@ class ReplayedForward:
         self.sums = None
         self.is_done = False    # whether `backward` has run
 
-    @property
-    def max_samples(self)->int:
-        "The most samples in a micro-batch; falls when memory runs out"
-        return self.cb.limit.max_samples(self.training) or self.n
+# %% ../../nbs/core/29_replay.ipynb #run-part
+@patch(as_prop=True)
+def max_samples(self:ReplayedForward)->int:
+    "The most samples in a micro-batch; falls when memory runs out"
+    return self.cb.limit.max_samples(self.training) or self.n
 
-    @property
-    def is_whole(self)->bool:
-        "Whether the batch runs as a single micro-batch, unless memory runs out"
-        return self.division.is_whole(0, self.division.end_of(0, self.n, self.max_samples))
+@patch(as_prop=True)
+def is_whole(self:ReplayedForward)->bool:
+    "Whether the batch runs as a single micro-batch, unless memory runs out"
+    return self.division.is_whole(0, self.division.end_of(0, self.n, self.max_samples))
 
-    def run(self, start:int, stop:int):
-        "Return the model's outputs for samples `start` to `stop`"
-        try: xs = self.division.part(self.args, start, stop)
-        except TypeError as e:
-            raise TypeError("the model's inputs cannot be split into micro-batches "
-                f"({str(e).split(':')[0]}): give `GradientCache(…, split=f)`, where `f(inputs, start, "
-                "stop, n)` returns samples `start` to `stop`" + more_link('cannot-be-split')) from e
-        # copies, because the model may write into its inputs
-        copies = (like_tensor(o.clone(), o) if isinstance(o, torch.Tensor) else o for o in leaves(xs))
-        return self.stock(*rebuilt(xs, copies))
+@patch
+def run(self:ReplayedForward, start:int, stop:int):
+    "Return the model's outputs for samples `start` to `stop`"
+    try: xs = self.division.part(self.args, start, stop)
+    except TypeError as e:
+        raise TypeError("the model's inputs cannot be split into micro-batches "
+            f"({str(e).split(':')[0]}): give `GradientCache(…, split=f)`, where `f(inputs, start, "
+            "stop, n)` returns samples `start` to `stop`" + more_link('cannot-be-split')) from e
+    # copies, because the model may write into its inputs
+    copies = (like_tensor(o.clone(), o) if isinstance(o, torch.Tensor) else o for o in leaves(xs))
+    return self.stock(*rebuilt(xs, copies))
 
-    def no_sync(self):
-        "A context in which DDP exchanges no gradients, because `_exchange` does that once per batch"
-        stack = ExitStack()
-        for m in self.ddps: stack.enter_context(m.no_sync())
-        return stack
+@patch
+def no_sync(self:ReplayedForward):
+    "A context in which DDP exchanges no gradients, because `_exchange` does that once per batch"
+    stack = ExitStack()
+    for m in self.ddps: stack.enter_context(m.no_sync())
+    return stack
 
 # %% ../../nbs/core/29_replay.ipynb #forward
 @patch
@@ -155,6 +158,7 @@ def forward(self:ReplayedForward):
     else: self.cb.limit.report(self.training)
     return rebuilt(outs[-1], map(like_tensor, res, flat[-1]))
 
+# %% ../../nbs/core/29_replay.ipynb #run-all
 @patch
 def _run_all(self:ReplayedForward):
     "Run all micro-batches, with sizes halved until memory is enough; returns the outputs of each"
@@ -271,6 +275,7 @@ def backward(self:ReplayedForward, grads:Iterator)->list:
     self.is_done = True
     return input_grads
 
+# %% ../../nbs/core/29_replay.ipynb #replay-all
 @patch
 def _replay_all(self:ReplayedForward, grads):
     "Back-propagate all micro-batches; if memory runs out, divide the remaining micro-batches"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
-from fastcore.basics import GetAttr
+from fastcore.basics import GetAttr, patch
 from torch.utils.data import IterableDataset
 from .batch import n_samples, split
 from .distributed import Processes
@@ -141,15 +141,6 @@ class StepLoader(OneBatchLoader):
 
     def __len__(self): return len(self.steps)
 
-    @property
-    def n_batches(self)->int:
-        "Count the batches of `dl` in the planned steps; a batch that is cut counts as two batches"
-        bs = self.sizes.bs
-        is_split = self.sizes.micro_bs<bs
-        if not (self.drop_last or is_split): return -(-self.sizes.n//bs)
-        *starts,n = accumulate((o.sizes[self.processes.rank] for o in self.steps), initial=0)
-        return len({*range(0, n, bs),*starts}) if is_split else -(-n//bs)
-
     def end(self):
         super().end()
         self.processes.pause_sync(False)
@@ -168,39 +159,54 @@ class StepLoader(OneBatchLoader):
         elif len(self.steps) and batches.has_more(): yield from self._unannounced(batches, are_several)
         if not are_several: self._warn_fewer(batches.n_samples)
 
-    def _warn_fewer(self, n):
-        "Warn if the loader had only `n` samples, too few for all planned steps"
-        planned = [o.sizes[0] for o in self.steps]
-        # if the incomplete last step is kept, one sample is enough for it
-        if self.drop_last or not planned: needed = sum(planned)
-        else: needed = sum(planned[:-1])+1
-        if n>=needed: return
-        self.warn_once('fewer-batches', f"the training loader had {n} samples in an epoch, too few for "
-            f"the {len(planned)} steps that were planned from its `__len__` and `bs`, so the learning "
-            "rate schedule does not reach its end. Let `__len__` return the number of batches, or give "
-            "the loader an attribute `n`, the number of samples")
+# %% ../../nbs/core/02_step_loader.ipynb #n-batches
+@patch(as_prop=True)
+def n_batches(self:StepLoader)->int:
+    "Count the batches of `dl` in the planned steps; a batch that is cut counts as two batches"
+    bs = self.sizes.bs
+    is_split = self.sizes.micro_bs<bs
+    if not (self.drop_last or is_split): return -(-self.sizes.n//bs)
+    *starts,n = accumulate((o.sizes[self.processes.rank] for o in self.steps), initial=0)
+    return len({*range(0, n, bs),*starts}) if is_split else -(-n//bs)
 
-    def _unannounced(self, batches, are_several):
-        "Yield more steps than planned, each of the full size of the last planned step, until `dl` ends"
-        if are_several:
-            raise RuntimeError(f"this process has samples left after all {len(self.steps)} steps, "
-                "because its loader yields more or larger batches than its `__len__` and `bs` say: "
-                "correct `__len__` and `bs`" + more_link('more-batches'))
-        planned = self.steps[-1]
-        planned = planned._replace(sizes=(planned.full,))
-        while batches.has_more(): yield Step(batches, planned, announced=False)
+# %% ../../nbs/core/02_step_loader.ipynb #warn-fewer
+@patch
+def _warn_fewer(self:StepLoader, n):
+    "Warn if the loader had only `n` samples, too few for all planned steps"
+    planned = [o.sizes[0] for o in self.steps]
+    # if the incomplete last step is kept, one sample is enough for it
+    if self.drop_last or not planned: needed = sum(planned)
+    else: needed = sum(planned[:-1])+1
+    if n>=needed: return
+    self.warn_once('fewer-batches', f"the training loader had {n} samples in an epoch, too few for "
+        f"the {len(planned)} steps that were planned from its `__len__` and `bs`, so the learning "
+        "rate schedule does not reach its end. Let `__len__` return the number of batches, or give "
+        "the loader an attribute `n`, the number of samples")
 
-    def _exhaust(self, batches):
-        """Read the loader to its end, because the full-batch run also reads the batch that it drops
+@patch
+def _unannounced(self:StepLoader, batches, are_several):
+    "Yield more steps than planned, each of the full size of the last planned step, until `dl` ends"
+    if are_several:
+        raise RuntimeError(f"this process has samples left after all {len(self.steps)} steps, "
+            "because its loader yields more or larger batches than its `__len__` and `bs` say: "
+            "correct `__len__` and `bs`" + more_link('more-batches'))
+    planned = self.steps[-1]
+    planned = planned._replace(sizes=(planned.full,))
+    while batches.has_more(): yield Step(batches, planned, announced=False)
 
-        Reading draws random numbers, in fastai's item transforms and PyTorch's samplers. The next epoch
-        must begin with the same random state as in the full-batch run.
-        """
-        unread = batches.batches
-        if not isinstance(self.dl, DataLoader):
-            is_stream = isinstance(getattr(self.dl, 'dataset', None), IterableDataset)
-            # PyTorch's loader does not load the samples of the batch that it drops. Only its sampler
-            # draws random numbers for them: read the sampler to its end. The sampler of an
-            # `IterableDataset` draws none, and never ends.
-            unread = () if is_stream else getattr(unread, '_sampler_iter', ())
-        for _ in unread: pass
+# %% ../../nbs/core/02_step_loader.ipynb #exhaust
+@patch
+def _exhaust(self:StepLoader, batches):
+    """Read the loader to its end, because the full-batch run also reads the batch that it drops
+
+    Reading draws random numbers, in fastai's item transforms and PyTorch's samplers. The next epoch
+    must begin with the same random state as in the full-batch run.
+    """
+    unread = batches.batches
+    if not isinstance(self.dl, DataLoader):
+        is_stream = isinstance(getattr(self.dl, 'dataset', None), IterableDataset)
+        # PyTorch's loader does not load the samples of the batch that it drops. Only its sampler
+        # draws random numbers for them: read the sampler to its end. The sampler of an
+        # `IterableDataset` draws none, and never ends.
+        unread = () if is_stream else getattr(unread, '_sampler_iter', ())
+    for _ in unread: pass

@@ -151,6 +151,7 @@ def _check_log_accum_batch(self:GradientAccumulation, o):
             + more_link('true-or-false'))
     return check_bool('log_accum_batch', o)
 
+# %% ../nbs/00_accumulation.ipynb #size-words
 @patch
 def _size_words(self:GradientAccumulation):
     "Describe the size of a step, as far as it is known without a loader"
@@ -199,6 +200,7 @@ def before_train(self:GradientAccumulation):
     self._announce()
     self.loop.begin_epoch(plan)
 
+# %% ../nbs/00_accumulation.ipynb #announce
 @patch
 def _announce(self:GradientAccumulation):
     "Print the plan in one line, above the table of a fit; print it again if it changes during the fit"

@@ -121,30 +121,35 @@ class FreezeBN(PatchingCallback):
                 + more_link('function-argument'))
         return [layer for part in parts for layer in bn_layers(part)]
 
-    def before_fit(self):
-        "Warn if the layers to freeze have no statistics; synchronises the GPU"
-        if self.validates: return
-        layers = self.layers_of(get_model(self.learn.model))
-        if not layers:
-            warn("no BatchNorm layer with running statistics was found, so `FreezeBN` has nothing to do"
-                + more_link('no-batchnorm'))
-        n_fresh = sum(not m.running_mean.any() and bool((m.running_var==1).all()) for m in layers)
-        if n_fresh:
-            warn(f"{n_fresh} of the {len(layers)} BatchNorm layers that `FreezeBN` freezes have seen no "
-                "data yet, so frozen they do not normalise. Freeze only pretrained layers, such as "
-                "those of the body: `FreezeBN(lambda m: m[0])`" + more_link('fresh-batchnorm'))
+# %% ../nbs/05_batchnorm.ipynb #freeze-fit
+@patch
+def before_fit(self:FreezeBN):
+    "Warn if the layers to freeze have no statistics; synchronises the GPU"
+    if self.validates: return
+    layers = self.layers_of(get_model(self.learn.model))
+    if not layers:
+        warn("no BatchNorm layer with running statistics was found, so `FreezeBN` has nothing to do"
+            + more_link('no-batchnorm'))
+    n_fresh = sum(not m.running_mean.any() and bool((m.running_var==1).all()) for m in layers)
+    if n_fresh:
+        warn(f"{n_fresh} of the {len(layers)} BatchNorm layers that `FreezeBN` freezes have seen no "
+            "data yet, so frozen they do not normalise. Freeze only pretrained layers, such as "
+            "those of the body: `FreezeBN(lambda m: m[0])`" + more_link('fresh-batchnorm'))
 
-    def before_train(self):
-        self.frozen = self.layers_of(get_model(self.learn.model))
-        self.before_batch()
+@patch
+def before_train(self:FreezeBN):
+    self.frozen = self.layers_of(get_model(self.learn.model))
+    self.before_batch()
 
-    def before_batch(self):
-        # a call of `model.train()` between two batches puts the layers in training mode again
-        for m in self.frozen: m.training = False
+@patch
+def before_batch(self:FreezeBN):
+    # a call of `model.train()` between two batches puts the layers in training mode again
+    for m in self.frozen: m.training = False
 
-    def undo_patches(self):
-        for m in self.frozen: m.training = self.learn.model.training
-        self.frozen = []
+@patch
+def undo_patches(self:FreezeBN):
+    for m in self.frozen: m.training = self.learn.model.training
+    self.frozen = []
 
 # %% ../nbs/05_batchnorm.ipynb #plan
 def _inner(dl):

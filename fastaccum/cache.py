@@ -66,81 +66,6 @@ class GradientCache(PatchingCallback):
         "The most samples in a micro-batch; `None` with 'auto' until memory has run out"
         return self.limit.max_train
 
-    def before_fit(self):
-        # `learn.validate` and `learn.get_preds` also send `before_fit`: keep the state of the last fit,
-        # so that its warnings are not repeated
-        if self.validates and self.warn_once is not None: return
-        uninterrupted(self.undo_patches)
-        self.warn_once = WarnOnce()
-        self.has_rows_by_mode = {}
-        self.checked = False
-        self.limit.forget_failure()
-        if self.validates: return
-        check_cached(self.learn, self.limit)
-        accumulates = our_callback(self.learn, 'GradientAccumulation') is not None
-        # in a fit with GradientAccumulation, that callback gives the same warning
-        if not accumulates: warn_comm_hooks(Processes(self.learn.model), self.warn_once)
-
-    def before_batch(self):
-        self.undo_patches()
-        is_compiled = getattr(self.learn.model, '_compiled_call_impl', None) is not None
-        name = '_compiled_call_impl' if is_compiled else 'forward'
-        self.patch = Patch(self.learn.model, name, self._forward)
-        self.patch.apply()
-    def after_batch(self): self.undo_patches()
-
-    def before_backward(self):
-        call,self.call = self.call,None
-        if call is not None and not self.checked: _check_kept(call, self.learn.loss_grad)
-
-    def undo_patches(self):
-        if self.patch is not None: self.patch.undo()
-        self.patch = None
-
-# %% ../nbs/03_cache.ipynb #forward
-@patch
-def _forward(self:GradientCache, *args, **kwargs):
-    "Replace the model's `forward`: run the Learner's call in micro-batches, and other calls unchanged"
-    learn,stock = self.learn,self.patch.stock
-    is_learners_call = not kwargs and [*map(id, args)]==[*map(id, learn.xb)]
-    if not is_learners_call: return stock(*args, **kwargs)
-    # the Learner calls the model once per batch: a later call comes from elsewhere, and runs unchanged
-    self.undo_patches()
-    n = n_samples(args, getattr(learn.dl, 'bs', None))
-    if n is None: return stock(*args)
-    call = ReplayedForward(self, learn.model, stock, args, n)
-    if not call.is_whole: self._warn_differences(args)
-    elif not self.limit.shrinks and not (call.learns and call.ddps): return stock(*args)
-    if call.learns: self.call = call
-    return call.forward()
-
-def _check_kept(call, loss_grad):
-    """Refuse a loss that uses activations of the model besides its predictions
-
-    RuntimeError: the graph of the loss reaches into the model
-    """
-    outs = [o.grad_fn for o in call.last_outs or () if isinstance(o, torch.Tensor)]
-    if not graph_nodes([loss_grad.grad_fn]) & graph_nodes(outs): return
-    raise RuntimeError("the loss uses activations that the model or a hook has kept, and "
-        "`GradientCache` keeps only those of the last micro-batch. Use `ActivationCheckpoint()` "
-        "instead, with which the model sees the whole batch, or let the model return the activations "
-        "with its predictions"
-        + more_link('kept-activations'))
-
-@patch
-def _warn_differences(self:GradientCache, args):
-    "Warn of layers for which micro-batches give another result than the whole batch"
-    learn,bns = self.learn,batchnorms(self.learn.model)
-    loop = getattr(getattr(learn, 'gradient_accumulation', None), 'loop', None)
-    # GradientAccumulation warns of BatchNorm as well: a common `WarnOnce` gives a single warning
-    warn_once = self.warn_once if loop is None else loop.warn_once
-    if bns:
-        warn_once('batchnorm', f"{type(bns[0]).__name__} normalises with the samples of a micro-batch, "
-            f"at most {self.limit.max_samples(learn.training)}, so the result differs from that of the whole "
-            "batch. Use `ActivationCheckpoint()` instead of `GradientCache`: the model then sees the "
-            "whole batch", BatchNormWarning)
-    warn_chunks(learn.model, args, warn_once)
-
 # %% ../nbs/03_cache.ipynb #check
 def check_cached(learn:Learner, limit:MicroBatchLimit):
     """Refuse a Learner whose model cannot be run in parts of the sizes that `limit` allows
@@ -170,3 +95,87 @@ def check_cached(learn:Learner, limit:MicroBatchLimit):
             f"processes: {limit.why_uneven}, and its SyncBatchNorm would wait for the others forever. "
             "Give a number, such as the one that `learn.bs_find()` finds"
             + more_link('exchanges-in-the-forward-pass'))
+
+# %% ../nbs/03_cache.ipynb #begin
+@patch
+def before_fit(self:GradientCache):
+    # `learn.validate` and `learn.get_preds` also send `before_fit`: keep the state of the last fit,
+    # so that its warnings are not repeated
+    if self.validates and self.warn_once is not None: return
+    uninterrupted(self.undo_patches)
+    self.warn_once = WarnOnce()
+    self.has_rows_by_mode = {}
+    self.checked = False
+    self.limit.forget_failure()
+    if self.validates: return
+    check_cached(self.learn, self.limit)
+    accumulates = our_callback(self.learn, 'GradientAccumulation') is not None
+    # in a fit with GradientAccumulation, that callback gives the same warning
+    if not accumulates: warn_comm_hooks(Processes(self.learn.model), self.warn_once)
+
+# %% ../nbs/03_cache.ipynb #events
+@patch
+def before_batch(self:GradientCache):
+    self.undo_patches()
+    is_compiled = getattr(self.learn.model, '_compiled_call_impl', None) is not None
+    name = '_compiled_call_impl' if is_compiled else 'forward'
+    self.patch = Patch(self.learn.model, name, self._forward)
+    self.patch.apply()
+
+@patch
+def after_batch(self:GradientCache): self.undo_patches()
+
+@patch
+def before_backward(self:GradientCache):
+    call,self.call = self.call,None
+    if call is not None and not self.checked: _check_kept(call, self.learn.loss_grad)
+
+@patch
+def undo_patches(self:GradientCache):
+    if self.patch is not None: self.patch.undo()
+    self.patch = None
+
+# %% ../nbs/03_cache.ipynb #forward
+@patch
+def _forward(self:GradientCache, *args, **kwargs):
+    "Replace the model's `forward`: run the Learner's call in micro-batches, and other calls unchanged"
+    learn,stock = self.learn,self.patch.stock
+    is_learners_call = not kwargs and [*map(id, args)]==[*map(id, learn.xb)]
+    if not is_learners_call: return stock(*args, **kwargs)
+    # the Learner calls the model once per batch: a later call comes from elsewhere, and runs unchanged
+    self.undo_patches()
+    n = n_samples(args, getattr(learn.dl, 'bs', None))
+    if n is None: return stock(*args)
+    call = ReplayedForward(self, learn.model, stock, args, n)
+    if not call.is_whole: self._warn_differences(args)
+    elif not self.limit.shrinks and not (call.learns and call.ddps): return stock(*args)
+    if call.learns: self.call = call
+    return call.forward()
+
+# %% ../nbs/03_cache.ipynb #kept
+def _check_kept(call, loss_grad):
+    """Refuse a loss that uses activations of the model besides its predictions
+
+    RuntimeError: the graph of the loss reaches into the model
+    """
+    outs = [o.grad_fn for o in call.last_outs or () if isinstance(o, torch.Tensor)]
+    if not graph_nodes([loss_grad.grad_fn]) & graph_nodes(outs): return
+    raise RuntimeError("the loss uses activations that the model or a hook has kept, and "
+        "`GradientCache` keeps only those of the last micro-batch. Use `ActivationCheckpoint()` "
+        "instead, with which the model sees the whole batch, or let the model return the activations "
+        "with its predictions"
+        + more_link('kept-activations'))
+
+@patch
+def _warn_differences(self:GradientCache, args):
+    "Warn of layers for which micro-batches give another result than the whole batch"
+    learn,bns = self.learn,batchnorms(self.learn.model)
+    loop = getattr(getattr(learn, 'gradient_accumulation', None), 'loop', None)
+    # GradientAccumulation warns of BatchNorm as well: a common `WarnOnce` gives a single warning
+    warn_once = self.warn_once if loop is None else loop.warn_once
+    if bns:
+        warn_once('batchnorm', f"{type(bns[0]).__name__} normalises with the samples of a micro-batch, "
+            f"at most {self.limit.max_samples(learn.training)}, so the result differs from that of the whole "
+            "batch. Use `ActivationCheckpoint()` instead of `GradientCache`: the model then sees the "
+            "whole batch", BatchNormWarning)
+    warn_chunks(learn.model, args, warn_once)

@@ -56,20 +56,6 @@ class ActivationCheckpoint(PatchingCallback):
         if self.learn is None: return Segments()
         return find_segments(unwrapped(self.learn.model), self.given)
 
-    def before_fit(self):
-        if self.validates: return
-        uninterrupted(self.undo_patches)
-        self._apply_patches()
-
-    def before_train(self):
-        # A fit inside this fit undoes the patches at its end. A callback that is added in the middle of
-        # a fit gets no `before_fit`, so it has no patches either
-        if not self.patches: self._apply_patches()
-
-    def undo_patches(self):
-        for o in self.patches: o.undo()
-        self.patches = ()
-
     # `learn.export()` in the middle of a fit saves the model with its original `forward` methods, so the
     # saved callback has no patches to undo
     def __getstate__(self): return vars(self)|dict(patches=())
@@ -92,6 +78,7 @@ def check_segments(segments:object)->object:
     raise TypeError("`segments` must be a class or a tuple of classes, a list of modules, or a function "
         f"of a module, got {segments!r} ({type(segments).__name__})" + more_link('segments'))
 
+# %% ../nbs/04_checkpoint.ipynb #unwrapped
 def unwrapped(model:nn.Module)->nn.Module:
     """Return the model to cut into segments: `model` without its DistributedDataParallel wrapper
 
@@ -156,13 +143,6 @@ class _Recomputed:
         # own: a `_Chain` replaces the `forward` of the Sequential instead
         self.patch = Patch(segment.modules[0], 'forward', self) if is_module else None
 
-    def compute(self, *args, **kwargs):
-        "Run the segment as the model does without the callback"
-        if self.patch is not None: return self.patch.stock(*args, **kwargs)
-        x, = args
-        for m in self.segment.modules: x = m(x)
-        return x
-
     def __call__(self, *args, **kwargs):
         if not torch.is_grad_enabled(): return self.compute(*args, **kwargs)
         self.segment.calls += 1
@@ -194,18 +174,28 @@ class _Recomputed:
         state.settle()
         return res
 
-    def _check_unchanged(self, versions):
-        """Check that no tensor has changed: `versions` has pairs of a tensor and its earlier version
-
-        RuntimeError: a tensor was changed in place
-        """
-        if all(o._version==v for o,v in versions): return
-        raise RuntimeError(f"an input or a parameter of segment {self.segment.name!r} was changed in "
-            "place, so the segment cannot be computed again. Use `inplace=False` in its layers, or "
-            "choose `segments=` without this one. If an optimizer of yours changed the parameter, let "
-            "it step after the backward pass" + more_link('changed-in-place'))
-
     def __reduce__(self): return _plain_forward(self.patch)
+
+# %% ../nbs/04_checkpoint.ipynb #recomputed-check
+@patch
+def compute(self:_Recomputed, *args, **kwargs):
+    "Run the segment as the model does without the callback"
+    if self.patch is not None: return self.patch.stock(*args, **kwargs)
+    x, = args
+    for m in self.segment.modules: x = m(x)
+    return x
+
+@patch
+def _check_unchanged(self:_Recomputed, versions):
+    """Check that no tensor has changed: `versions` has pairs of a tensor and its earlier version
+
+    RuntimeError: a tensor was changed in place
+    """
+    if all(o._version==v for o,v in versions): return
+    raise RuntimeError(f"an input or a parameter of segment {self.segment.name!r} was changed in "
+        "place, so the segment cannot be computed again. Use `inplace=False` in its layers, or "
+        "choose `segments=` without this one. If an optimizer of yours changed the parameter, let "
+        "it step after the backward pass" + more_link('changed-in-place'))
 
 # %% ../nbs/04_checkpoint.ipynb #chain
 class _Chain:
@@ -227,6 +217,18 @@ class _Chain:
 
 # %% ../nbs/04_checkpoint.ipynb #fit
 @patch
+def before_fit(self:ActivationCheckpoint):
+    if self.validates: return
+    uninterrupted(self.undo_patches)
+    self._apply_patches()
+
+@patch
+def before_train(self:ActivationCheckpoint):
+    # A fit inside this fit undoes the patches at its end. A callback that is added in the middle of
+    # a fit gets no `before_fit`, so it has no patches either
+    if not self.patches: self._apply_patches()
+
+@patch
 def _apply_patches(self:ActivationCheckpoint):
     "Find the segments and replace their `forward`"
     check_single(self.learn, ActivationCheckpoint)
@@ -239,6 +241,12 @@ def _apply_patches(self:ActivationCheckpoint):
     # set `self.patches` first: after Ctrl-C in the loop below, `undo_patches` needs the applied patches
     self.patches = patches
     for o in patches: o.apply()
+
+# %% ../nbs/04_checkpoint.ipynb #fit-end
+@patch
+def undo_patches(self:ActivationCheckpoint):
+    for o in self.patches: o.undo()
+    self.patches = ()
 
 @patch
 def after_fit(self:ActivationCheckpoint):

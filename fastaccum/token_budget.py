@@ -31,6 +31,7 @@ def _spans(mask):
     stop = torch.where(mask, columns+1, 0).amax(1)
     return first,stop
 
+# %% ../nbs/12_token_budget.ipynb #mask-of-lengths
 def _is_constant(x, where):
     "Whether `x` has one value wherever `where` is true, as a tensor (does not synchronise the GPU)"
     where = where.reshape(*where.shape, *[1]*(x.ndim-where.ndim))
@@ -100,34 +101,41 @@ class TokenDivision(Division):
         self.lengths = [lengths[i] for i in self.order]             # tokens in each row of `order`
         self.index = torch.tensor(self.order, device=mask.device)   # `order` as a tensor, to select rows
 
-    def has_columns(self, x:torch.Tensor)->bool:
-        "Whether `x` has as many columns as the mask, or one less, as labels of the next token have"
-        if x.ndim<2: return False
-        is_next_labels = x.ndim==2 and x.shape[1]==self.width-1
-        return x.shape[1]==self.width or is_next_labels
-
-    def end_of(self, start:int, end:int, max_samples:int|None)->int:
-        "Return where the micro-batch that begins at row `start` ends: the row after its last row"
-        longest = max(self.lengths[start:end])
-        n_rows = max(1, self.budget//longest)
-        if max_samples is not None: n_rows = min(n_rows, max_samples)
-        return min(end, start+n_rows)
-
-    def trimmed_width(self, start:int, stop:int)->int:
-        "Return the number of columns of a micro-batch, which is the length of its longest row"
-        return max(self.lengths[start:stop])
-
     def is_whole(self, start:int, stop:int)->bool:
         "Whether the micro-batch is the whole batch, with nothing to trim"
         return super().is_whole(start, stop) and self.trimmed_width(start, stop)==self.width
 
-    def rows(self, x:torch.Tensor, start:int, stop:int)->torch.Tensor:
-        "Return the rows of a tensor that belong to a micro-batch, with all columns"
-        return x[self.index[start:stop].to(x.device)]
+# %% ../nbs/12_token_budget.ipynb #division-columns
+@patch
+def has_columns(self:TokenDivision, x:torch.Tensor)->bool:
+    "Whether `x` has as many columns as the mask, or one less, as labels of the next token have"
+    if x.ndim<2: return False
+    is_next_labels = x.ndim==2 and x.shape[1]==self.width-1
+    return x.shape[1]==self.width or is_next_labels
 
-    def in_order(self, x:torch.Tensor)->torch.Tensor:
-        "Put the rows of `x` from the order of the micro-batches back into the order of the batch"
-        return x[self.index.argsort().to(x.device)]
+@patch
+def trimmed_width(self:TokenDivision, start:int, stop:int)->int:
+    "Return the number of columns of a micro-batch, which is the length of its longest row"
+    return max(self.lengths[start:stop])
+
+# %% ../nbs/12_token_budget.ipynb #division-rows
+@patch
+def end_of(self:TokenDivision, start:int, end:int, max_samples:int|None)->int:
+    "Return where the micro-batch that begins at row `start` ends: the row after its last row"
+    longest = max(self.lengths[start:end])
+    n_rows = max(1, self.budget//longest)
+    if max_samples is not None: n_rows = min(n_rows, max_samples)
+    return min(end, start+n_rows)
+
+@patch
+def rows(self:TokenDivision, x:torch.Tensor, start:int, stop:int)->torch.Tensor:
+    "Return the rows of a tensor that belong to a micro-batch, with all columns"
+    return x[self.index[start:stop].to(x.device)]
+
+@patch
+def in_order(self:TokenDivision, x:torch.Tensor)->torch.Tensor:
+    "Put the rows of `x` from the order of the micro-batches back into the order of the batch"
+    return x[self.index.argsort().to(x.device)]
 
 # %% ../nbs/12_token_budget.ipynb #division-cut
 @patch
@@ -193,6 +201,31 @@ class TokenBudget(MicroBatchLimit):
     def words(self)->str: return f'in micro-batches of at most {self.max_tokens} tokens'
 
 
+# %% ../nbs/12_token_budget.ipynb #budget-mask
+@patch
+def _mask(self:TokenBudget, xb, yb, n):
+    """Return a mask that is true where a column of a row holds a token
+
+    ValueError: the lengths of the rows are not known
+    """
+    tensors = [o for o in leaves(xb) if has_rows(o, n) and o.ndim>1]
+    if self.length is not None and tensors:
+        return _mask_of_lengths(self.length((*xb,*yb)), tensors[0], n)
+    mask = xb[0]['attention_mask'] if is_mapping(xb[0]) and 'attention_mask' in xb[0].keys() else None
+    if has_rows(mask, n) and mask.ndim==2: return mask!=0
+    ids = [o for o in tensors if o.ndim==2 and not o.is_floating_point() and o.dtype!=torch.bool]
+    if self.pad_id is not None and ids: return ids[0]!=self.pad_id
+    if not ids:
+        raise ValueError(f"{self!r} needs integer token ids or an `attention_mask`, and this batch has "
+            "neither. For images, pass a number as `micro_batch_size=`. For padded features, give "
+            "`length=` with a function that returns the number of tokens in each row"
+            + more_link('no-lengths'))
+    raise ValueError(f"{self!r} cannot tell how long the rows of a batch are, because its first input "
+        "has no `attention_mask`. Give the id of padding in an integer input, such as "
+        f"`TokenBudget({self.max_tokens}, pad_id=0)`, or `length=` with a function that returns the number "
+        "of tokens in each row"
+        + more_link('no-lengths'))
+
 # %% ../nbs/12_token_budget.ipynb #budget-divide
 @patch
 def divide(self:TokenBudget,
@@ -219,34 +252,7 @@ def divide(self:TokenBudget,
     if not is_compared: self._try_trimming(model, xb, division, warn_once)
     return division
 
-@patch
-def _mask(self:TokenBudget, xb, yb, n):
-    """Return a mask that is true where a column of a row holds a token
-
-    ValueError: the lengths of the rows are not known
-    """
-    tensors = [o for o in leaves(xb) if has_rows(o, n) and o.ndim>1]
-    if self.length is not None and tensors:
-        return _mask_of_lengths(self.length((*xb,*yb)), tensors[0], n)
-    mask = xb[0]['attention_mask'] if is_mapping(xb[0]) and 'attention_mask' in xb[0].keys() else None
-    if has_rows(mask, n) and mask.ndim==2: return mask!=0
-    ids = [o for o in tensors if o.ndim==2 and not o.is_floating_point() and o.dtype!=torch.bool]
-    if self.pad_id is not None and ids: return ids[0]!=self.pad_id
-    if not ids:
-        raise ValueError(f"{self!r} needs integer token ids or an `attention_mask`, and this batch has "
-            "neither. For images, pass a number as `micro_batch_size=`. For padded features, give "
-            "`length=` with a function that returns the number of tokens in each row"
-            + more_link('no-lengths'))
-    raise ValueError(f"{self!r} cannot tell how long the rows of a batch are, because its first input "
-        "has no `attention_mask`. Give the id of padding in an integer input, such as "
-        f"`TokenBudget({self.max_tokens}, pad_id=0)`, or `length=` with a function that returns the number "
-        "of tokens in each row"
-        + more_link('no-lengths'))
-
-# %% ../nbs/12_token_budget.ipynb #try
-# data type of the weights -> the largest relative difference of two outputs that rounding may cause
-_rounding_tols = {torch.float64:1e-8, torch.float32:1e-3}
-
+# %% ../nbs/12_token_budget.ipynb #outputs
 @torch.no_grad()
 def _outputs(model, xb):
     "Run the model without dropout and autocast, restore its state, and return its output's tensors"
@@ -260,6 +266,10 @@ def _outputs(model, xb):
     # `no_grad`, they have no autograd graph: empty the cache, so that the fit casts the weights again
     finally: torch.clear_autocast_cache()
     return [o for o in tree_leaves(out) if isinstance(o, torch.Tensor)]
+
+# %% ../nbs/12_token_budget.ipynb #try
+# data type of the weights -> the largest relative difference of two outputs that rounding may cause
+_rounding_tols = {torch.float64:1e-8, torch.float32:1e-3}
 
 @patch
 def _try_trimming(self:TokenBudget, model, xb, division, warn_once):

@@ -18,12 +18,12 @@ from fastai.callback.core import CancelFitException, TrainEvalCallback
 from fastai.callback.fp16 import MixedPrecision
 from fastcore.basics import patch
 from torch import nn
-from .batch import bounds, leaves, n_samples, samples
+from .batch import bounds, leaves, n_samples
 from .compare import Compare, part_sizes, relative_diff
 from .differences import batchnorms
 from .dry_run import DryRun
 from .forward_state import ForwardState
-from .mean import find_n_items
+from .mean import ItemCounter
 from .out_of_memory import is_out_of_memory
 from .patching import QuietCallback
 from .probe import Part
@@ -133,7 +133,7 @@ def find_differing_modules(model:nn.Module, trace_a:Callable, trace_b:Callable, 
     return first_diff,False
 
 # %% ../../nbs/core/28_diagnose.ipynb #look
-def _loss_grads(learn, n, count_items, start, stop):
+def _loss_grads(learn, n, counter, start, stop):
     "Return digests of the loss's gradient for samples `start` to `stop`, and their number of loss items"
     part = Part(learn, n, lambda o: o[start:stop])
     preds = [t for t in _tensors(part.pred) if t.is_floating_point()]
@@ -141,17 +141,17 @@ def _loss_grads(learn, n, count_items, start, stop):
     for t in preds:
         if not t.requires_grad: t.requires_grad_()
     loss = part.loss_func(part.pred, *part.yb)
-    if count_items is None: n_items = 1   # the loss is a sum: `_loss_difference` ignores the number
-    else: n_items = stop-start if count_items is samples else count_items(part)
+    # if the loss is a sum, `_loss_difference` ignores the number of items
+    n_items = 1 if counter.is_sum else counter(part, stop-start)
     grads = torch.autograd.grad(loss.mean(), preds, allow_unused=True)
     digests = [torch.zeros(len(t), 2) if g is None else _digest(g) for t,g in zip(preds, grads)]
     return digests,float(n_items)
 
-def _loss_difference(learn, n, count_items, sizes):
+def _loss_difference(learn, n, counter, sizes):
     "Return the relative difference of the loss's gradients: of the whole batch, and of weighted parts"
-    whole,_ = _loss_grads(learn, n, count_items, 0, n)
-    parts,ns = zip(*(_loss_grads(learn, n, count_items, *o) for o in bounds(sizes)))
-    weights = [1. if count_items is None else o/sum(ns) for o in ns]
+    whole,_ = _loss_grads(learn, n, counter, 0, n)
+    parts,ns = zip(*(_loss_grads(learn, n, counter, *o) for o in bounds(sizes)))
+    weights = [1. if counter.is_sum else o/sum(ns) for o in ns]
     # the loss of a part without items may be 0/0, with gradients of NaN: put zeros in their place
     parts = [[w*g if w else torch.zeros_like(g) for g in grads] for w,grads in zip(weights, parts)]
     return max(map(relative_diff, whole, map(torch.cat, zip(*parts))), default=0.)
@@ -167,8 +167,7 @@ class FirstBatchProbe(QuietCallback):
         loss_only:bool=False):
         self.n,self.sizes = n,sizes   # samples in the batch, and in each of its parts
         self.split = split            # `f(batch, start, stop, n)` returns samples `start` to `stop`
-        # function that counts the items that the loss averages; `None`: `find_n_items` chooses one
-        self.n_items = n_items
+        self.counter = ItemCounter(n_items)   # counts the items of which the loss is a mean
         self.loss_only = loss_only    # True to check only the loss: a fit runs the model on whole steps
         self.tol = 0.             # the largest relative difference that counts as rounding
         self.rows = n             # rows in the model's inputs: more than `n` if callbacks add rows
@@ -212,10 +211,10 @@ def before_batch(self:FirstBatchProbe):
 @patch
 def after_pred(self:FirstBatchProbe):
     "Compare the gradients of the loss, and end the fit"
-    count_items = self.n_items or find_n_items(self.learn.loss_func)
     try:
-        unequal = _loss_difference(self.learn, self.n, count_items, part_sizes(self.n))
-        in_sizes = _loss_difference(self.learn, self.n, count_items, self.sizes)
+        self.counter.choose(self.learn.loss_func)
+        unequal = _loss_difference(self.learn, self.n, self.counter, part_sizes(self.n))
+        in_sizes = _loss_difference(self.learn, self.n, self.counter, self.sizes)
         if in_sizes<=self.tol<unequal: self.hidden_loss = unequal
         self.loss = unequal
     except Exception as e: self.loss_why = f'{type(e).__name__}: {e}'

@@ -9,7 +9,6 @@ __all__ = ['LossTrials', 'LossChanges']
 
 # %% ../../nbs/core/20_loss_trials.ipynb #imports
 from contextlib import contextmanager
-from collections.abc import Callable
 from math import isinf
 from numbers import Number
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -22,7 +21,7 @@ from fastcore.basics import patch
 from .batch import has_rows, leaves, n_samples, samples
 from .forward_state import ChangedAttrs, ForwardState
 from .graph import uses_batch
-from .mean import StepMean, Targets
+from .mean import ItemCounter, StepMean, Targets
 from .micro_batches import MicroBatch
 from .patching import uninterrupted
 from .probe import Part, Probed, pair, probe
@@ -66,7 +65,7 @@ def test_micro_batch(self:LossTrials, learn:Learner, micro:MicroBatch, mean:Step
         return
     batch,n = self._batch_to_test(learn, micro)
     if batch is None: return
-    probed = probe(batch, n, mean.count_items)
+    probed = probe(batch, n, mean.counter)
     if not warns: return
     for warned in (self._not_a_mean, self._has_state, self._more_rows, self._fails_on_a_part,
         self._uneven_labels):
@@ -102,8 +101,8 @@ def _percent(off):
 
 def _items(mean):
     "Name the items over which the loss should be a mean or sum, given the `StepMean`"
-    if isinstance(mean.count_items, Targets): return 'the targets that are not ignored'
-    return 'samples' if mean.n_items is None else 'the items that `n_items` counts'
+    if isinstance(mean.counter.count, Targets): return 'the targets that are not ignored'
+    return 'samples' if mean.counter.n_items is None else 'the items that `n_items` counts'
 
 @patch
 def _not_a_mean(self:LossTrials, probed:Probed, learn, micro, mean)->bool:
@@ -166,7 +165,7 @@ def _fails_on_a_part(self:LossTrials, probed, learn, micro, mean)->bool:
 def _uneven_labels(self:LossTrials, probed, learn, micro, mean)->bool:
     "If samples have different numbers of labels, warn of a loss that could not be tested on parts"
     was_warned = 'loss-not-tried' in self.warn_once.given
-    may_warn = probed.off is None and mean.count_items is samples and not was_warned
+    may_warn = probed.off is None and mean.counter.count is samples and not was_warned
     n = n_samples(learn.yb, micro.n) or micro.n
     if not may_warn or not self._has_uneven_labels(learn, n): return False
     self.warn_once('loss-not-tried', "fastaccum could not check whether your loss is a mean over "
@@ -268,11 +267,11 @@ def is_constant(self:LossChanges)->bool:
     return abs(first)>tol and all(abs(o-first)<=tol for o in others)
 
 @patch
-def try_parts(self:LossChanges, learn:Learner, count_items:Callable|None)->Probed:
+def try_parts(self:LossChanges, learn:Learner, counter:ItemCounter)->Probed:
     "Compare the changed loss of the batch in `learn` with the mean of the changed losses of two parts"
     if not self.can_replay:
         return Probed(None, 'the callback holds an object that may not be used twice')
-    with self.state.again(): res = probe(learn, self.n, count_items, self)
+    with self.state.again(): res = probe(learn, self.n, counter, self)
     # If the callbacks have added the same number to the loss of each part, they may have computed it
     # from the whole batch and not from the part. The result then proves nothing.
     is_right = res.off is not None and not res.wrong
@@ -294,7 +293,7 @@ def _changed_loss(self:LossTrials, learn, batch, n, micro, mean):
     if micro.loss_changes[-1][2] in outputs: return self._uneven_labels(Probed(None), learn, micro, mean)
     names = ' and '.join(dict.fromkeys(type(cb).__name__ for cb,_ in found))
     changes = LossChanges(learn, n, found, self.attrs)
-    probed = changes.try_parts(batch, mean.count_items)
+    probed = changes.try_parts(batch, mean.counter)
     reason = ' '.join(probed.reason.split())   # joins the lines of an error's text, for the warning
     if probed.wrong:
         self.warn_once('changed-loss', f"{names} changes the loss, and the changed loss is not "

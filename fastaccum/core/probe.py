@@ -18,9 +18,9 @@ from warnings import catch_warnings, simplefilter
 from torch import nn
 from fastai.learner import Learner
 from fastai.losses import BaseLoss
-from fastaccum.core.batch import (container_like, has_rows, is_mapping, is_nested, join, pick, samples,
-    values)
+from .batch import (container_like, has_rows, is_mapping, is_nested, join, pick, values)
 from .forward_state import ForwardState, rng_state
+from .mean import ItemCounter
 
 # %% ../../nbs/core/10_probe.ipynb #probed
 class Probed(NamedTuple):
@@ -155,7 +155,7 @@ def _is_same_state(a, b):
 class _LossError(Exception):
     "An error in the loss function, or the reason why it cannot be given a part of the samples"
 
-def _loss_and_size(part, m, count_items, devices, change):
+def _loss_and_size(part, m, counter, devices, change):
     "Compute the loss of the `m` samples of `part`, and the number of items that the loss is a mean of"
     before = rng_state(devices)
     try:
@@ -165,15 +165,14 @@ def _loss_and_size(part, m, count_items, devices, change):
     except Exception as e: raise _LossError(f'{type(e).__name__}: {e}') from e
     if not all(_is_same_state(a, b) for (_,a),(_,b) in zip(before, rng_state(devices))):
         raise ValueError('random numbers are drawn')
-    if count_items is None: size = 1
-    else: size = m if count_items is samples else count_items(part)
+    size = 1 if counter.is_sum else counter(part, m)
     return loss.mean() if loss.ndim else loss.clone(),size
 
 # %% ../../nbs/core/10_probe.ipynb #compare-parts
-def _compare_parts(learn, loss_func, n, count_items, devices, change):
+def _compare_parts(learn, loss_func, n, counter, devices, change):
     "Compare the loss of `n` samples with the losses of the first `k` samples and of the rest"
     def measure_loss(select, m):
-        return _loss_and_size(Part(learn, n, select, loss_func), m, count_items, devices, change)
+        return _loss_and_size(Part(learn, n, select, loss_func), m, counter, devices, change)
     def measure_whole(): return measure_loss(lambda o: o[:], n)
     k = n//2 if n<5 else max(2, n//3)
     whole = measure_whole()
@@ -183,11 +182,11 @@ def _compare_parts(learn, loss_func, n, count_items, devices, change):
     numbers = _to_numbers([*losses,*sizes])
     losses_read,sizes_read = numbers[:3],numbers[3:]
     loss = losses_read[0]
-    gap,scale = _gap(losses_read, sizes_read, is_sum=count_items is None)
+    gap,scale = _gap(losses_read, sizes_read, is_sum=counter.is_sum)
     if len(set(losses_read))==1: return Probed(None, 'the loss of each part is the same')
     tol = _half_tols.get(losses[0].dtype, 2e-5)
     gap_of_sum,scale_of_sum = _gap(losses_read, sizes_read, is_sum=True)
-    adds_up = count_items is not None and gap_of_sum<=tol*scale_of_sum
+    adds_up = not counter.is_sum and gap_of_sum<=tol*scale_of_sum
     res = Probed(gap/scale if gap else 0., tol=tol, adds_up=adds_up)
     if not res.wrong: return res
     again,_ = measure_whole()
@@ -217,12 +216,12 @@ def _copy_loss(f, *kept):
     try: return deepcopy(f, memo)
     except Exception: return f   # if an attribute cannot be copied, test the loss function itself
 
-def probe(learn:Learner, n:int, count_items:Callable|None, change:Callable|None=None)->Probed:
+def probe(learn:Learner, n:int, counter:ItemCounter, change:Callable|None=None)->Probed:
     """Compare the loss of a micro-batch of `n` samples with the mean of the losses of two unequal parts
 
-    `count_items(learn)`, as returned by `find_n_items`, is the number of items that the loss is a mean
-    of. With `None`, the loss is compared with the sum of the losses. `change(part, loss)` returns the
-    loss of a `Part` as callbacks change it. Without `change`, the loss function's value is compared.
+    `counter` counts the items of each part, of which the loss should be a mean. If it says that the loss
+    is a sum, the loss is compared with the sum of the losses. `change(part, loss)` returns the loss of a
+    `Part` as callbacks change it. Without `change`, the loss function's value is compared.
     """
     if n<2: return Probed(None, 'the micro-batch has one sample')
     model = getattr(learn, 'model', nn.Identity())
@@ -232,6 +231,6 @@ def probe(learn:Learner, n:int, count_items:Callable|None, change:Callable|None=
         with state.again(), catch_warnings():
             simplefilter('ignore')   # PyTorch may warn of shapes that only the parts have
             loss_func = _copy_loss(learn.loss_func, learn, model)
-            return _compare_parts(learn, loss_func, n, count_items, state.devices, change)
+            return _compare_parts(learn, loss_func, n, counter, state.devices, change)
     except _LossError as e: return Probed(None, str(e), raised=True)
     except Exception as e: return Probed(None, f'{type(e).__name__}: {e}')

@@ -29,7 +29,7 @@ from .gradients import (GradCheck, GradSums, GradVersions, empty_grads, grad_sum
 from .loader_info import samples_of
 from .log_rows import LogRows
 from .loss_trials import LossTrials
-from .mean import KeptLosses, StepMean, plain_tensor
+from .mean import ItemCounter, KeptLosses, StepMean, plain_tensor
 from .micro_batches import BatchParts, MicroBatch, Retries, explain_split
 from .out_of_memory import call_unsplit, explain_fixed_size
 from .plan import Plan
@@ -48,6 +48,7 @@ class StepLoop:
         self.plan = None                         # the `Plan` of the fit
         self.planned_for = None                  # the settings that `plan` was made from
         self.announced = None                    # the `Plan` that was printed last
+        self.counter = ItemCounter(acc.n_items)  # counts the items of which the loss is a mean
         self.warn_once = WarnOnce()              # gives each warning of this fit once
         self.loss_trials = LossTrials(self.warn_once)          # tests whether the loss is a mean
         self.differences = DifferenceWarnings(self.warn_once)  # warns of what differs from a full batch
@@ -175,8 +176,7 @@ def _begin_step(self:StepLoop, i, step):
     if not step.announced: self.differences.more_batches(i)
     self.step,self.micro = step,None
     self.n_left_out = 0
-    self.mean = StepMean(step.size, step.total, self.acc.n_items, self.processes, self.last_loss,
-        trusted=self.mean is not None)
+    self.mean = StepMean(step.size, step.total, self.counter, self.processes, self.last_loss)
     self.kept_losses = KeptLosses(self.learn)
     self.log_rows.begin_step()
 

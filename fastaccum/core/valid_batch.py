@@ -12,7 +12,7 @@ from fastai.callback.core import CancelBatchException
 from .batch import n_samples
 from .events import Events
 from .forward_state import ChangedAttrs
-from .mean import KeptLosses, find_n_items, join_outputs
+from .mean import KeptLosses, join_outputs
 from .micro_batches import BatchParts, Retries
 
 
@@ -29,8 +29,9 @@ def run_valid_batch(loop:object, i:int, b:object):
     kept = KeptLosses(learn)
     def run():
         loop.forward()
-        count = loop.acc.n_items or find_n_items(learn.loss_func)
-        items = None if count is None or not len(learn.yb) else count(learn)
+        loop.counter.choose(learn.loss_func)
+        has_items = len(learn.yb) and not loop.counter.is_sum
+        items = loop.counter(learn, loop.micro.n) if has_items else None
         outs.append((loop.micro.n,learn.pred,learn.loss,items))
         kept.note(learn, loop.micro.n)
     try:

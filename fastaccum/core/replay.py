@@ -116,7 +116,10 @@ def is_whole(self:ReplayedForward)->bool:
 
 @patch
 def run(self:ReplayedForward, start:int, stop:int):
-    "Return the model's outputs for samples `start` to `stop`"
+    """Return the model's outputs for samples `start` to `stop`
+
+    TypeError: the inputs cannot be split
+    """
     try: xs = self.division.part(self.args, start, stop)
     except TypeError as e:
         raise TypeError("the model's inputs cannot be split into micro-batches "

@@ -256,7 +256,7 @@ class _Diagnosis:
         self.rows = self._rows(steps)
         return self
 
-# %% ../nbs/02_accum_check.ipynb #find-causes
+# %% ../nbs/02_accum_check.ipynb #probe
 @patch
 def _probe_first_batch(self:_Diagnosis, n_items, **kwargs):
     "Run the model and the loss on parts of the first batch, and return the `FirstBatchProbe`"
@@ -268,6 +268,14 @@ def _probe_first_batch(self:_Diagnosis, n_items, **kwargs):
         if not compare.why: raise
     return probe
 
+@patch
+def _rows_without(self:_Diagnosis, cb):
+    "Return the number of rows that the model gets without callback `cb`; `None` if the step fails"
+    try: return self._probe_first_batch(None, without=[cb]).rows
+    except Exception as e:
+        if is_out_of_memory(e): raise
+
+# %% ../nbs/02_accum_check.ipynb #find-causes
 @patch
 def _find_causes(self:_Diagnosis):
     "Freeze modules and leave out callbacks until the gradients agree; note the causes and differences"
@@ -294,13 +302,6 @@ def _find_causes(self:_Diagnosis):
         cbs = [o for o in callbacks_to_try(compare.run) if hasattr(o, 'before_batch')]
         found = [o for o in cbs if self._rows_without(o) in (probe.n,None)]
         self.cbs = found or cbs
-
-@patch
-def _rows_without(self:_Diagnosis, cb):
-    "Return the number of rows that the model gets without callback `cb`; `None` if the step fails"
-    try: return self._probe_first_batch(None, without=[cb]).rows
-    except Exception as e:
-        if is_out_of_memory(e): raise
 
 @patch
 def _difference_without(self:_Diagnosis, freeze, reset, cbs=()):
@@ -403,6 +404,7 @@ def _loader(self:_Diagnosis):
     remedy = f'{self.split_remedy}; or leave it: a step has as many samples, but different ones'
     return Row('loader', 1., 0., dependence, remedy)
 
+# %% ../nbs/02_accum_check.ipynb #rows-gradients
 @patch
 def _gradients(self:_Diagnosis):
     "Return the table's row for the gradients, with the parameters that differ most"

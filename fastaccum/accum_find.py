@@ -66,7 +66,7 @@ def accum_find(self:Learner,
     if show_plot: res.plot()
     return res
 
-# %% ../nbs/09_accum_find.ipynb #measure
+# %% ../nbs/09_accum_find.ipynb #measured-size
 def _check_lr(lr):
     "Refuse a learning rate that is not finite"
     if isinstance(lr, slice): rates = [lr.start,lr.stop]
@@ -88,6 +88,7 @@ def _measured_size(acc, accum_bs, dls, sizes):
         size = max(usual, 4*micro_bs)
     return round_up(size, sizes.unit)
 
+# %% ../nbs/09_accum_find.ipynb #measure
 def _measure(learn, acc, size, bs, n_steps, lr):
     """Train for `n_steps` steps of `size` samples in a dry run, and return a `Reading` of each step
 
@@ -147,15 +148,17 @@ class FoundAccum:
         if self.capped: lines.append('The suggestion would be larger, but an epoch has no more samples.')
         return '\n'.join(lines)
 
-    def plot(self,
-        ax:plt.Axes|None=None # Matplotlib axes to draw on; defaults to new ones
-    )->plt.Axes: # The axes that hold the plot
-        "Plot the noise scale over the measured steps, and the suggested size"
-        if ax is None: ax = plt.subplots(figsize=(6,3.5))[1]
-        ax.plot(range(1, len(self.scales)+1), self.scales, 'o-', label='noise scale')
-        ax.axhline(self.accum_bs, color='black', linestyle=':', label=f'accum_bs={self.accum_bs}')
-        # the first estimates may be far too large: cut them off, so that the others can be told apart
-        ax.set(ylim=(0,3*self.accum_bs), xlabel='measured steps', ylabel='samples')
-        ax.xaxis.get_major_locator().set_params(integer=True)
-        ax.legend(frameon=False)
-        return ax
+# %% ../nbs/09_accum_find.ipynb #plot
+@patch
+def plot(self:FoundAccum,
+    ax:plt.Axes|None=None # Matplotlib axes to draw on; defaults to new ones
+)->plt.Axes: # The axes that hold the plot
+    "Plot the noise scale over the measured steps, and the suggested size"
+    if ax is None: ax = plt.subplots(figsize=(6,3.5))[1]
+    ax.plot(range(1, len(self.scales)+1), self.scales, 'o-', label='noise scale')
+    ax.axhline(self.accum_bs, color='black', linestyle=':', label=f'accum_bs={self.accum_bs}')
+    # the first estimates may be far too large: cut them off, so that the others can be told apart
+    ax.set(ylim=(0,3*self.accum_bs), xlabel='measured steps', ylabel='samples')
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.legend(frameon=False)
+    return ax

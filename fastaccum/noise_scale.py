@@ -46,26 +46,6 @@ class NoiseScale(PatchingCallback):
         self.every = check_count('every', every, 'step')
         self.half_life = None if half_life is None else check_count('half_life', half_life)
 
-    def before_fit(self):
-        if self.validates: return
-        learn = self.learn
-        check_single(learn, NoiseScale)
-        self.acc = our_callback(learn, 'GradientAccumulation')
-        if self.acc is None:
-            raise ValueError("NoiseScale compares the micro-batches of a step, and this Learner takes a "
-                "step on every batch: add fastaccum's `GradientAccumulation(accum_bs)` to its callbacks"
-                + more_link('nothing-accumulates'))
-        self.undo_patches()
-        self.readings = []
-        self.warn_once = WarnOnce()
-        self.averages = None   # the `Averages` of this fit; `None` before its first reading
-        self.n_steps = 0       # steps of this fit so far
-        self.steps_until_measured = 0    # 0: the running step is measured
-        self.samples_since_reading = 0   # before the first reading: samples since the fit began
-        # fastai would warn of `recorder.noise_scale = []`, because this callback is `learn.noise_scale`:
-        # write into `vars(recorder)` instead
-        if hasattr(learn, 'recorder'): vars(learn.recorder)['noise_scale'] = []
-
 # %% ../nbs/07_noise_scale.ipynb #estimate
 def estimate(squares:float, mean_sq:float, n:float, k:int)->tuple:
     """Return unbiased estimates of tr Σ and |G|², for a step of `k` micro-batches with `n` items in all
@@ -166,7 +146,32 @@ def _squared(norms, device, dtype):
     "Return the squared norm of a whole gradient, given the norms of each parameter's gradient"
     return torch.stack([o.to(device) for o in norms]).to(dtype).square().sum()
 
-# %% ../nbs/07_noise_scale.ipynb #hear
+# %% ../nbs/07_noise_scale.ipynb #begin
+@patch
+def before_fit(self:NoiseScale):
+    """Find the `GradientAccumulation` of the Learner, and forget the last fit
+
+    ValueError: the Learner has no `GradientAccumulation`, or has two `NoiseScale` callbacks
+    """
+    if self.validates: return
+    learn = self.learn
+    check_single(learn, NoiseScale)
+    self.acc = our_callback(learn, 'GradientAccumulation')
+    if self.acc is None:
+        raise ValueError("NoiseScale compares the micro-batches of a step, and this Learner takes a "
+            "step on every batch: add fastaccum's `GradientAccumulation(accum_bs)` to its callbacks"
+            + more_link('nothing-accumulates'))
+    self.undo_patches()
+    self.readings = []
+    self.warn_once = WarnOnce()
+    self.averages = None   # the `Averages` of this fit; `None` before its first reading
+    self.n_steps = 0       # steps of this fit so far
+    self.steps_until_measured = 0    # 0: the running step is measured
+    self.samples_since_reading = 0   # before the first reading: samples since the fit began
+    # fastai would warn of `recorder.noise_scale = []`, because this callback is `learn.noise_scale`:
+    # write into `vars(recorder)` instead
+    if hasattr(learn, 'recorder'): vars(learn.recorder)['noise_scale'] = []
+
 @patch
 def before_train(self:NoiseScale):
     self.undo_patches()   # an epoch that was cancelled in a backward pass leaves hooks on parameters
@@ -174,6 +179,7 @@ def before_train(self:NoiseScale):
     was_added_in_fit = self.acc is None or self.acc.learn is not self.learn
     if was_added_in_fit: self.before_fit()
 
+# %% ../nbs/07_noise_scale.ipynb #hear
 @patch
 def before_backward(self:NoiseScale):
     "In a measured step, put hooks on the parameters that note the norms of their gradients"
@@ -257,6 +263,14 @@ def before_step(self:NoiseScale):
     self._read(step.mean, *numbers.tolist())   # `tolist` synchronises the GPU: once for all numbers
 
 @patch
+def after_step(self:NoiseScale):
+    self.undo_patches()
+    self.n_steps += 1
+    self.steps_until_measured = max(0, self.steps_until_measured-1)
+    if hasattr(self.learn, 'recorder'): self.learn.recorder.noise_scale.append(self.noise_scale)
+
+# %% ../nbs/07_noise_scale.ipynb #read
+@patch
 def _read(self:NoiseScale, mean, squares, size, k, n, mean_sq):
     "Add a reading of `k` micro-batches with `n` samples, or warn why the step cannot be measured"
     # a gradient has overflowed, or `_note_norm` has marked the step: measure the next step instead
@@ -283,13 +297,6 @@ def _read(self:NoiseScale, mean, squares, size, k, n, mean_sq):
     averages = self.averages.add(trace, grad_sq, self.samples_since_reading)
     self.samples_since_reading = 0
     self.readings.append(Reading(self.n_steps, mean.samples, size, trace, grad_sq, averages))
-
-@patch
-def after_step(self:NoiseScale):
-    self.undo_patches()
-    self.n_steps += 1
-    self.steps_until_measured = max(0, self.steps_until_measured-1)
-    if hasattr(self.learn, 'recorder'): self.learn.recorder.noise_scale.append(self.noise_scale)
 
 # %% ../nbs/07_noise_scale.ipynb #results
 @patch(as_prop=True)

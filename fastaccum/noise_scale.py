@@ -149,6 +149,10 @@ def _squared(norms, device, dtype):
 # %% ../nbs/07_noise_scale.ipynb #begin
 @patch
 def before_fit(self:NoiseScale):
+    """Find the `GradientAccumulation` of the Learner, and forget the last fit
+
+    ValueError: the Learner has no `GradientAccumulation`, or has two `NoiseScale` callbacks
+    """
     if self.validates: return
     learn = self.learn
     check_single(learn, NoiseScale)

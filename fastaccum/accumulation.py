@@ -18,7 +18,8 @@ from fastai.imports import noop
 from fastai.learner import Learner
 from fastcore.basics import patch
 from torch import nn
-from .core.checks import RefuseHalfGradients, check_bool, check_count, check_function, check_learner
+from .core.checks import (RefuseHalfGradients, check_bool, check_count, check_function,
+    check_learner, suggest_arguments)
 from .core.distributed import Processes, keep_in_memory
 from .core.loader_info import drops_last, sizes_of
 from .core.micro_batches import MicroBatchLimit, read_micro_batch_size
@@ -54,6 +55,8 @@ class GradientAccumulation(QuietCallback):
     run_valid = False
     loop = None         # the `StepLoop`, which holds the state of the running or the last fit
     current_bs = None   # samples in a complete step, set by a schedule; `None` without a schedule
+    @suggest_arguments(accumulate_grad_batches='n_batches', gradient_accumulation_steps='n_batches',
+        accumulation_steps='n_batches', accum_steps='n_batches', batch_size='accum_bs', bs='accum_bs')
     def __init__(self,
         # Samples per step over all processes, rounded up to whole micro-batches; 32 if no size is given
         accum_bs:int=None,

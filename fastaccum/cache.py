@@ -15,7 +15,7 @@ from fastcore.basics import patch
 from torch.nn.parallel import DataParallel
 from .core.batch import n_samples, split
 from .core.checks import by_name, check_learner, check_single, our_callback
-from .core.loader_info import check_micro_batch_size, size_of
+from .core.loader_info import size_of
 from .core.distributed import Processes, check_not_sharded, world_size
 from .core.process_checks import check_wrapped, warn_comm_hooks
 from .core.patching import PatchingCallback, Patch, uninterrupted
@@ -81,7 +81,6 @@ def check_cached(learn:Learner, limit:MicroBatchLimit):
     check_not_sharded(learn.model)
     check_wrapped(learn.model)
     check_learner(learn)
-    check_micro_batch_size(learn.dls.train, limit.fixed_size)
     acc = our_callback(learn, 'GradientAccumulation')
     bs = size_of(learn.dls.train)
     if acc is not None and acc.limit is not None and acc.limit.splits(bs or 0):
@@ -98,6 +97,15 @@ def check_cached(learn:Learner, limit:MicroBatchLimit):
 
 # %% ../nbs/03_cache.ipynb #begin
 @patch
+def _warn_nothing_split(self:GradientCache):
+    "Warn if `micro_batch_size` is above the batch size: whoever gives it may want larger batches instead"
+    bs,size = size_of(self.learn.dls.train),self.limit.fixed_size
+    if bs is None or size is None or size<=bs: return
+    self.warn_once('micro-batch-size', f"`micro_batch_size={size}` is larger than the {bs} samples in a "
+        f"batch of the training {type(self.learn.dls.train).__name__}, so nothing is split, and the loss "
+        f"sees {bs} samples. If it should see more, make the DataLoaders with a larger `bs`")
+
+@patch
 def before_fit(self:GradientCache):
     # `learn.validate` and `learn.get_preds` also send `before_fit`: keep the state of the last fit,
     # so that its warnings are not repeated
@@ -112,6 +120,7 @@ def before_fit(self:GradientCache):
     accumulates = our_callback(self.learn, 'GradientAccumulation') is not None
     # in a fit with GradientAccumulation, that callback gives the same warning
     if not accumulates: warn_comm_hooks(Processes(self.learn.model), self.warn_once)
+    self._warn_nothing_split()
 
 # %% ../nbs/03_cache.ipynb #events
 @patch

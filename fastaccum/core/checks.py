@@ -6,11 +6,13 @@ Docs: https://fastaccum.github.io/fastaccum/core/checks.html.md"""
 
 # %% auto #0
 __all__ = ['check_count', 'check_bool', 'check_name', 'check_function', 'class_names', 'our_callbacks', 'our_callback', 'by_name',
-           'check_half_gradients', 'RefuseHalfGradients', 'check_learner', 'hooked_params', 'check_single']
+           'suggest_arguments', 'check_half_gradients', 'RefuseHalfGradients', 'check_learner', 'hooked_params',
+           'check_single']
 
 # %% ../../nbs/core/07_checks.ipynb #imports
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from functools import lru_cache, wraps
 from inspect import signature
 from numbers import Integral
@@ -108,6 +110,28 @@ def by_name(name:str)->Callable:
                     + more_link('arguments-by-name'))
             init(self, **kwargs)
         return refuse_positional
+    return decorate
+
+# %% ../../nbs/core/07_checks.ipynb #suggest
+def suggest_arguments(**other_names:str)->Callable:
+    """Make a decorator for an `__init__`: the error for an unknown argument suggests the right one
+
+    `other_names`: names that other libraries use -> the argument of `__init__` with the same meaning.
+
+    TypeError: when the decorated `__init__` is called with an argument that it does not have
+    """
+    def decorate(init):
+        arguments = [*signature(init).parameters][1:]
+        @wraps(init)
+        def refuse_unknown(self, *args, **kwargs):
+            for name in kwargs:
+                if name in arguments: continue
+                similar = get_close_matches(name, arguments, 1)
+                suggested = [other_names[name]] if name in other_names else similar or arguments
+                raise TypeError(f"`{type(self).__name__}` has no argument `{name}`. Did you mean "
+                    f"{' or '.join(f'`{o}=`' for o in suggested)}?" + more_link('unknown-argument'))
+            init(self, *args, **kwargs)
+        return refuse_unknown
     return decorate
 
 # %% ../../nbs/core/07_checks.ipynb #own-loop

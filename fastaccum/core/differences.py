@@ -93,9 +93,9 @@ def _warn_batchnorms(self:DifferenceWarnings, model, step, micro):
     layers = '1 BatchNorm layer normalises' if is_one else f'{len(bns)} BatchNorm layers normalise'
     self.warn_once('batchnorm', f"{layers} with the {n} samples of a micro-batch, not the "
         f"{step.total} of a step, so this run differs from the full-batch run. Make "
-        "micro-batches larger if memory allows, or freeze the BatchNorm of a pretrained body with "
-        f"`FreezeBN(lambda m: m[0])`. Otherwise, call `learn.recalibrate_bn({step.size})` after training, "
-        "or use `ActivationCheckpoint()` with the full batch", BatchNormWarning)
+        f"micro-batches larger if memory allows, and call `learn.recalibrate_bn({step.size})` after "
+        "training. To come closer, use `ActivationCheckpoint()` with the full batch, or freeze the "
+        "BatchNorm of a pretrained body with `FreezeBN(lambda m: m[0])`", BatchNormWarning)
 
 # %% ../../nbs/core/11_differences.ipynb #warn-grouping
 @patch

@@ -336,6 +336,15 @@ def test_each_page_is_readable_on_wide_and_narrow_screens(tab, page):
             assert wrong+tab.wrong==[], (device,scheme)
             assert (ground<0.2)==(scheme=='dark')
 
+@pytest.mark.parametrize('page', ['index','guides/images','about/switching','reference/faq','accumulation'])
+def test_pages_do_not_scroll_sideways_on_tablets_and_small_laptops(tab, page):
+    "Just above the widths at which the menu and the list of headings appear, the text has the least room"
+    tab.goto(f'{url}{page}.html')
+    for width in (1008,1024,1312,1366):
+        tab.set_viewport_size(dict(width=width, height=768))
+        wrong,_ = tab.evaluate(faults_of_page)
+        assert [o for o in wrong if not o.startswith('table scrolls')]==[], width   # a wide table may
+
 def test_old_code_stands_beside_the_new_code_and_on_a_phone_above_it(tab):
     "The page shows how to switch from other libraries"
     pairs = """() => {

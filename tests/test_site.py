@@ -336,18 +336,35 @@ def test_each_page_is_readable_on_wide_and_narrow_screens(tab, page):
             assert wrong+tab.wrong==[], (device,scheme)
             assert (ground<0.2)==(scheme=='dark')
 
-def test_old_code_stands_beside_the_new_code_and_on_a_phone_above_it(tab):
-    "The page shows how to switch from other libraries"
+@pytest.mark.parametrize('page', ['index','guides/images','about/switching','reference/faq','accumulation'])
+def test_pages_do_not_scroll_sideways_on_tablets_and_small_laptops(tab, page):
+    "Just above the widths at which the menu and the list of headings appear, the text has the least room"
+    tab.goto(f'{url}{page}.html')
+    for width in (1008,1024,1312,1366):
+        tab.set_viewport_size(dict(width=width, height=768))
+        wrong,_ = tab.evaluate(faults_of_page)
+        assert [o for o in wrong if not o.startswith('table scrolls')]==[], width   # a wide table may
+
+def test_old_code_stands_beside_the_new_code_or_above_it_where_there_is_no_room(tab):
+    "The page shows how to switch from other libraries. No line of code wraps beside other code"
     pairs = """() => {
         const corner = (e) => [e.getBoundingClientRect().left, e.getBoundingClientRect().top];
         const old = [...document.querySelectorAll('article div.highlight-python:has(+ div.cell)')];
         return old.map((e) => [corner(e), corner(e.nextElementSibling)]);
     }"""
-    for width,beside in ((1440,True), (390,False)):
+    label_is_above = """() => [...document.querySelectorAll('article div.highlight-python:has(+ div.cell)')]
+        .every((e) => e.firstElementChild.getBoundingClientRect().width > e.getBoundingClientRect().width-2)"""
+    wrapped = """() => [...document.querySelectorAll('#switch-to-fastaccum pre')].filter((e) => {
+        const lines = e.textContent.trimEnd().split('\\n').length, style = getComputedStyle(e);
+        return e.clientHeight > (lines+.5)*parseFloat(style.lineHeight) + 2*parseFloat(style.paddingTop);
+    }).map((e) => e.textContent.slice(0, 40))"""
+    for width,beside in ((1440,True), (1000,False), (390,False)):
         tab.set_viewport_size(dict(width=width, height=900))
         tab.goto(f'{url}about/switching.html')
+        assert tab.evaluate(label_is_above), width
         found = tab.evaluate(pairs)
         assert len(found)==6
+        if beside: assert tab.evaluate(wrapped)==[]
         for (left,top),(left_of_new,top_of_new) in found:
             if beside: assert top==top_of_new and left_of_new>left+300
             else: assert left==left_of_new and top_of_new>top+100

@@ -72,7 +72,7 @@ def train(make, method, lr, cbs, seed, epochs):
     if cuda: torch.cuda.synchronize()
     seconds = clock()-start
     nbytes = torch.cuda.max_memory_allocated() if cuda else first_steps(make(), cbs)
-    return dict(accuracy=round(learn.recorder.values[-1][-1], 4), seconds=round(seconds, 1), mb=round(nbytes/2**20),
+    return dict(accuracy=round(learn.recorder.values[-1][-1], 4), seconds=round(seconds, 1), mib=round(nbytes/2**20),
         steps=steps.n)
 
 def first_steps(learn, cbs):
@@ -86,8 +86,8 @@ def table(res):
     for name,runs in res['runs'].items():
         acc = [100*o['accuracy'] for o in runs]
         spread = f' ± {stdev(acc):.1f}' if len(acc)>1 else ''
-        mb = mean(o['mb'] for o in runs)
-        memory = f'{mb/1024:.1f} GiB' if mb>=1024 else f'{mb:.0f} MiB'
+        mib = mean(o['mib'] for o in runs)
+        memory = f'{mib/1024:.1f} GiB' if mib>=1024 else f'{mib:.0f} MiB'
         seconds = f"{mean(o['seconds'] for o in runs):.0f} s"
         rows.append([name,f'{mean(acc):.1f} %{spread}',memory,seconds,runs[0]['steps']])
     head = ['','accuracy','peak memory','time','optimizer steps']

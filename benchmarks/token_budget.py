@@ -1,8 +1,9 @@
-"""Columns, time and memory for texts of different lengths, in micro-batches of 8 texts and of a budget of tokens.
+"""Token positions, time and memory for texts of different lengths, with 8 texts or a budget of tokens per micro-batch.
 
 A small BERT reads texts of log-normal length (median 180 tokens, sigma 0.8, at most 1024), in steps of 64. The table
-has the number of columns that the model computes in training, divided by the number of tokens; the processor time,
-relative to `micro_batch_size=8`; and the peak memory of the tensors that one step creates (benchmarks/live.py).
+has the number of token positions (tokens and padding) that the model computes in training, divided by the number of
+tokens; the processor time, relative to `micro_batch_size=8`; and the peak memory of the tensors that one step creates
+(benchmarks/live.py).
 
 `python -m benchmarks.token_budget [--rounds 3]` takes a few minutes. The page token_budget shows the result.
 """
@@ -23,14 +24,14 @@ from fastaccum import GradientAccumulation, TokenBudget
 bs,n_steps,budget = 64,2,8192
 
 class Bert(nn.Module):
-    "A classifier of texts that counts the columns that it computes in training"
+    "A classifier of texts that counts the token positions that it computes in training"
     def __init__(self):
         super().__init__()
         self.model = BertForSequenceClassification(BertConfig(vocab_size=1000, hidden_size=64, num_hidden_layers=2,
             num_attention_heads=2, intermediate_size=256, max_position_embeddings=1024))
-        self.columns = 0
+        self.positions = 0
     def forward(self, b):
-        if torch.is_grad_enabled(): self.columns += b['input_ids'].numel()
+        if torch.is_grad_enabled(): self.positions += b['input_ids'].numel()
         return self.model(**b).logits
 
 def random_text():
@@ -50,11 +51,11 @@ def learner(texts, loader_bs):
     return benchmarks.quiet(Learner(dls, Bert(), nn.CrossEntropyLoss(), opt_func=SGD, cbs=NoValidation()))
 
 def fit(texts, loader_bs, size, n=n_steps):
-    "Take `n` steps; return the seconds, and the number of columns that the model computed"
+    "Take `n` steps; return the seconds, and the number of token positions that the model computed"
     learn = learner(texts[:n*bs], loader_bs)
     start = time.process_time()
     learn.fit(1, 1e-3, cbs=GradientAccumulation(bs, micro_batch_size=size and size()))
-    return time.process_time()-start,learn.model.columns
+    return time.process_time()-start,learn.model.positions
 
 ways = {'`bs=64`, `micro_batch_size=8`':(64,lambda: 8), '`bs=8`':(8,None),
     f'`bs=64`, `micro_batch_size=TokenBudget({budget})`':(64,lambda: TokenBudget(budget))}
@@ -70,10 +71,10 @@ def main():
     first = secs[next(iter(ways))]
     rows = []
     for nm,o in ways.items():
-        mb = live.peak_bytes(lambda: fit(texts, *o, n=1))/1e6
-        columns,ratio = fit(texts, *o)[1]/n_tokens,benchmarks.median_ratio(secs[nm], first)
-        rows.append(dict(way=nm, columns=round(columns, 2), time=round(ratio, 2), mb=round(mb)))
+        mib = live.peak_bytes(lambda: fit(texts, *o, n=1))/2**20
+        positions,ratio = fit(texts, *o)[1]/n_tokens,benchmarks.median_ratio(secs[nm], first)
+        rows.append(dict(way=nm, positions=round(positions, 2), time=round(ratio, 2), mib=round(mib)))
     benchmarks.save('token_budget', dict(made=benchmarks.made(), rows=rows))
-    print(benchmarks.table(['','columns per token','time','MB'], [o.values() for o in rows]))
+    print(benchmarks.table(['','token positions per token','time','MiB'], [o.values() for o in rows]))
 
 if __name__=='__main__': main()

@@ -85,21 +85,21 @@ def fit(learn, way, steps):
     learn.fit(1, 1e-6, cbs=[clock,*cbs])
     return clock.ends[-1]-clock.ends[-2] if steps>1 else None
 
-def megabytes(learn, way, device):
-    "Return the peak memory of a step in MB, including gradients"
+def mebibytes(learn, way, device):
+    "Return the peak memory of a step in MiB, including gradients"
     fit(learn, way, 1)   # checkpoints examine the inputs of segments in the first step
     for p in learn.model.parameters(): p.grad = None
-    return live.peak_bytes(lambda: fit(learn, way, 1), device)/1e6
+    return live.peak_bytes(lambda: fit(learn, way, 1), device)/2**20
 
 def measure(make, device, rounds):
-    "Return a list of dicts with the memory in MB and the relative time of each way"
+    "Return a list of dicts with the memory in MiB and the relative time of each way"
     torch.manual_seed(0)
     model,x,few_segments = make()
     learn,todo = learner(model, x, device),ways(few_segments)
-    mbs = {k:megabytes(learn, o, device) for k,o in todo.items()}
+    mibs = {k:mebibytes(learn, o, device) for k,o in todo.items()}
     secs = benchmarks.by_turns({k:partial(fit, learn, o, 2) for k,o in todo.items()}, rounds)
     plain = secs['plain','whole batch']
-    return [dict(way=k[0], variant=k[1], mb=round(mbs[k]), time=round(benchmarks.median_ratio(secs[k], plain), 3))
+    return [dict(way=k[0], variant=k[1], mib=round(mibs[k]), time=round(benchmarks.median_ratio(secs[k], plain), 3))
         for k in todo]
 
 def main():
@@ -112,6 +112,6 @@ def main():
     res = dict(made=benchmarks.made(*args.note), models=found)
     benchmarks.save('ways' if args.device.type=='cpu' else f'ways-{args.device.type}', res)
     for nm,rows in found.items():
-        print(f"\n{nm}\n\n{benchmarks.table(['','','MB','time'], [o.values() for o in rows])}")
+        print(f"\n{nm}\n\n{benchmarks.table(['','','MiB','time'], [o.values() for o in rows])}")
 
 if __name__=='__main__': main()

@@ -35,9 +35,9 @@ from .core.warnings import more_link
 # %% ../nbs/02_accum_check.ipynb #accum-check
 @patch
 def accum_check(self:Learner,
-    accum_bs:int=None, # Samples to compare; default: the size of a step, or the loader's batch size
+    accum_bs:int|None=None, # Samples to compare; default: the size of a step, or the loader's batch size
     steps:int=0, # Steps to train, whole and in parts, to compare weights; 0: compare only gradients
-    cbs:Callback|list=None # Callbacks that you would pass to `fit`
+    cbs:Callback|list|None=None # Callbacks that you would pass to `fit`
 )->'AccumCheck': # Displays itself as a table
     """Run a batch whole and in micro-batches, compare the gradients, and find out why they differ
 

@@ -44,7 +44,7 @@ class GradientAccumulation(QuietCallback):
         Learner or its loader cannot accumulate, or with `drop_last=True` an epoch has no full step; in a
         fit, `n_items` returns a number that is negative or not finite
     RuntimeError: the callback is switched off in the middle of an epoch, or one of several processes
-        gets more samples than its loader announced
+        gets more samples than its loader reported
     torch.OutOfMemoryError: with `micro_batch_size='auto'`, one sample or the optimizer's state does not
         fit in memory
     UserWarning: in a fit, when the run differs or may differ from the full-batch run; once per fit for
@@ -59,17 +59,17 @@ class GradientAccumulation(QuietCallback):
         accumulation_steps='n_batches', accum_steps='n_batches', batch_size='accum_bs', bs='accum_bs')
     def __init__(self,
         # Samples per step over all processes, rounded up to whole micro-batches; 32 if no size is given
-        accum_bs:int=None,
+        accum_bs:int|None=None,
         log_accum_batch:bool=True, # Log each step (True), or each micro-batch as fastai does (False)
         # Maximum samples per training micro-batch; 'auto' means as many as fit in memory; or an
         # `AutoSize` or a `TokenBudget`
-        micro_batch_size:int|str|MicroBatchLimit=None,
+        micro_batch_size:int|str|MicroBatchLimit|None=None,
         # Drop the incomplete last step of an epoch (True), keep it (False), or do as the loader does (None)
         drop_last:bool|None=None,
         # `n_items(learn)` returns the number of items that the loss of a micro-batch is a mean of
-        n_items:Callable=None,
-        *, n_acc:int=None, # fastai's name for `accum_bs`; it also counts samples
-        n_batches:int=None, # Micro-batches per step on each process; give this or `accum_bs`
+        n_items:Callable|None=None,
+        *, n_acc:int|None=None, # fastai's name for `accum_bs`; it also counts samples
+        n_batches:int|None=None, # Micro-batches per step on each process; give this or `accum_bs`
         verbose:bool=True # Print a line about the steps above the table of a fit
     ):
         self._size_name,size = self._given_size(accum_bs, n_acc, n_batches)

@@ -31,8 +31,8 @@ from .core.distributed import check_not_sharded, world_size
 # %% ../nbs/05_batchnorm.ipynb #recalibrate
 @patch
 def recalibrate_bn(self:Learner,
-    bs:int=None, # Samples in a batch; default: `accum_bs` or 64, or the loader's batch size if larger
-    n:int=None # The most samples to read; defaults to 10,000, and at least one batch is read
+    bs:int|None=None, # Samples in a batch; default: `accum_bs` or 64, or the loader's size if larger
+    n:int|None=None # The most samples to read; defaults to 10,000, and at least one batch is read
 ):
     """Estimate BatchNorm's running statistics again, as a mean over training batches of `bs` samples
 
@@ -63,8 +63,8 @@ class RecalibrateBN(QuietCallback):
     # fastai would name the callback `recalibrate_bn`, and so hide the Learner's method of that name
     name = 'recalibrate_bn_callback'
     def __init__(self,
-        bs:int=None, # Samples in a batch, as in `recalibrate_bn`
-        n:int=None # The most samples to read, as in `recalibrate_bn`
+        bs:int|None=None, # Samples in a batch, as in `recalibrate_bn`
+        n:int|None=None # The most samples to read, as in `recalibrate_bn`
     ):
         self.bs = None if bs is None else check_count('bs', bs)
         self.n = None if n is None else check_count('n', n)
@@ -100,7 +100,7 @@ class FreezeBN(PatchingCallback):
     order = TrainEvalCallback.order+1
     run_valid = False
     def __init__(self,
-        part:Callable=None # `f(model)` returns the module(s) in which to freeze BatchNorm; default: all
+        part:Callable|None=None # `f(model)` returns the module(s) to freeze BatchNorm in; default: all
     ):
         if isinstance(part, nn.Module):
             raise TypeError("`part` must be a function that returns the part to freeze, such as "

@@ -45,7 +45,7 @@ class ActivationCheckpoint(PatchingCallback):
     def __init__(self,
         # A class, a tuple of classes, a list of modules, or a function of a module that returns whether
         # the module is a segment; by default, the callback finds segments
-        segments:type|tuple|list|Callable=None
+        segments:type|tuple|list|Callable|None=None
     ):
         self.given = check_segments(segments)
 

@@ -326,7 +326,7 @@ def to_log(self:NoiseScale)->dict: # Name -> value; empty before the first measu
 
 @patch
 def verdict(self:NoiseScale)->str:
-    "Return `describe` for the noise scale of this fit and the size of the last measured step"
+    "Return a sentence that says what steps of the last measured size cost"
     return describe(self.noise_scale, self.readings[-1].size if self.readings else 0, self.unit)
 
 # %% ../nbs/07_noise_scale.ipynb #plot

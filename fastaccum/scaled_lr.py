@@ -40,7 +40,7 @@ class ScaledLR(PatchingCallback):
     @by_name('base_bs')
     def __init__(self, *,
         base_bs:int, # Samples per step for which the learning rate was chosen
-        rule:str=None # 'linear' or 'sqrt'; defaults to 'sqrt' for optimizers like Adam, else 'linear'
+        rule:str|None=None # 'linear' or 'sqrt'; default: 'sqrt' for optimizers like Adam, else 'linear'
     ):
         self.base_bs = check_count('base_bs', base_bs)
         if rule=='adascale':

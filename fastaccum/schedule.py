@@ -1,4 +1,4 @@
-"""Change the effective batch size during training, by an annealer, by epoch or by step.
+"""Change the effective batch size during training, along an annealing curve, or at given epochs or steps.
 
 Docs: https://fastaccum.github.io/fastaccum/schedule.html.md"""
 
@@ -174,9 +174,9 @@ class GradientAccumulationSchedule(_Scheduled):
         finish:int|float=0.3, # When the final size is reached: an epoch (int) or a fraction of training
         schedule:Callable=SchedCos, # A fastai annealer, or a function: progress (0 to 1) -> step size
         log_accum_batch:bool=True, # As in `GradientAccumulation`
-        micro_batch_size:int|str|MicroBatchLimit=None, # As in `GradientAccumulation`, in samples
+        micro_batch_size:int|str|MicroBatchLimit|None=None, # As in `GradientAccumulation`, in samples
         drop_last:bool|None=None, # As in `GradientAccumulation`
-        n_items:Callable=None, # As in `GradientAccumulation`
+        n_items:Callable|None=None, # As in `GradientAccumulation`
         *, verbose:bool=True # As in `GradientAccumulation`
     ):
         super().__init__(check_count('start_accum_bs', start_accum_bs), log_accum_batch=log_accum_batch,
@@ -244,9 +244,9 @@ class GradientAccumulationScheduler(_Scheduled):
         scheduling:dict[int,int], # Epoch or step, counted from 0 -> micro-batches per step from then on
         mode:str='epoch', # What the keys of `scheduling` are: 'epoch', or 'step' (an optimizer step)
         log_accum_batch:bool=True, # As in `GradientAccumulation`
-        micro_batch_size:int|str|MicroBatchLimit=None, # As in `GradientAccumulation`, in samples
+        micro_batch_size:int|str|MicroBatchLimit|None=None, # As in `GradientAccumulation`, in samples
         drop_last:bool|None=None, # As in `GradientAccumulation`
-        n_items:Callable=None, # As in `GradientAccumulation`
+        n_items:Callable|None=None, # As in `GradientAccumulation`
         *, verbose:bool=True # As in `GradientAccumulation`
     ):
         super().__init__(1, log_accum_batch=log_accum_batch, micro_batch_size=micro_batch_size,

@@ -29,8 +29,8 @@ from .core.plan import round_up
 def both_runs(
     micro:int=4, # Samples in a micro-batch
     accum_bs:int=16, # Samples in a step: the batch size of the full-batch run
-    fit:Callable=None, # `fit(learn, cbs)` trains the Learner with callbacks; defaults to `one_cycle`
-    make:Callable=None, # `make(bs, whole=…, seed=…, **kwargs)` makes each Learner; defaults to `toy`
+    fit:Callable|None=None, # `fit(learn, cbs)` trains the Learner with callbacks; defaults to `one_cycle`
+    make:Callable|None=None, # `make(bs, whole=…, seed=…, **kwargs)` makes each Learner; defaults to `toy`
     acc:dict|None=None, # Arguments of the accumulation callback besides `accum_bs`
     acc_cls:type=GradientAccumulation, # The class of the accumulation callback
     cbs:Callable=list, # `cbs()` returns a list of new callbacks, to be added in both fits
@@ -121,10 +121,10 @@ def toy(
     shuffle:bool=False, # Whether to shuffle, in an order that is the same for any batch size
     seed:int=0, # Seeds weights, data and order
     opt_func:Callable=partial(SGD, mom=0.9), # As in `Learner`
-    loss_func:Callable=None, # As in `Learner`; defaults to cross-entropy
+    loss_func:Callable|None=None, # As in `Learner`; defaults to cross-entropy
     data:Dataset|None=None, # A dataset instead of random data
-    model:Callable=None, # `model()` returns a double-precision model; defaults to three linear layers
-    splitter:Callable=None, # As in `Learner`; defaults to two parameter groups
+    model:Callable|None=None, # `model()` returns a double-precision model; defaults to three linear layers
+    splitter:Callable|None=None, # As in `Learner`; defaults to two parameter groups
     **kwargs # Passed to `Learner`
 )->Learner: # A Learner that prints nothing while it trains
     "Make a small Learner for comparing runs"

@@ -66,7 +66,7 @@ def _counts(o):
     if not is_list(o): return inside
     return [*inside,len(o)] if _ambiguity(o)==2 else [len(o),*inside]
 
-def n_samples(b:object, expected:int=None)->int:
+def n_samples(b:object, expected:int|None=None)->int:
     """Count the samples of a batch
 
     `expected` is the loader's batch size, which decides if several numbers are possible.

@@ -73,8 +73,9 @@ def check_function(name:str, f:object, n:int, example:str)->object:
     except ValueError: pass   # a function that is written in C may have no signature to check
     except TypeError as e:
         arguments = 'argument' if n==1 else 'arguments'
+        reason = f' ({e})' if callable(f) else ''
         raise TypeError(f"`{name}` must be a function that takes {n} {arguments}, such as `{example}`, "
-            f"got {f!r} ({e})" + more_link('function-argument')) from None
+            f"got {f!r}{reason}" + more_link('function-argument')) from None
     return f
 
 # %% ../../nbs/core/07_checks.ipynb #names

@@ -448,7 +448,11 @@ answers = {q:page for page,qs in searches.items() for q in qs}
 # their entries
 keywords = json.loads(re.search('^const keywords = (.*);$', read('_static/language_data.js'), re.M)[1])
 message_words = {'loss not a mean':'loss-not-a-mean', '2 callbacks accumulate':'two-callbacks',
-    'memory ran out with a single sample':'out-of-memory', 'memory ran out with a micro-batch':'memory-ran-out'}
+    'memory ran out with a single sample':'out-of-memory', 'memory ran out with a micro-batch':'memory-ran-out',
+    'ValueError: Exception occured in `GradientAccumulation` when calling event `before_fit`: '
+    'epoch 0 has 50 samples, too few for a step of 64':'no-step',
+    '`micro_batch_size=32` is larger than the 16 samples in a batch of the training DataLoader':'micro-batch-size',
+    'no segments were found in this Sequential':'segments'}
 sections = {q:f'{page}.html#{at}' for page,qs in keywords.items() for q,at in qs if at and 'messages' not in page} | {
     q:f'reference/messages.html#{o}' for q,o in message_words.items()}
 

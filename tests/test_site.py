@@ -139,6 +139,12 @@ def test_each_entry_is_complete(name):
 
 guides = [o for o in order if o.startswith(('get_started','guides/'))]
 
+@pytest.mark.parametrize('page', pages)
+def test_literals_in_the_text_can_be_pasted_into_code(page):
+    "Python does not read typographic quotes"
+    text = re.sub('<.*?>', '', read(page).partition('<article')[2].partition('</article>')[0])
+    assert not re.findall('‘.{,20}', text)
+
 @pytest.mark.parametrize('page', public_modules)
 def test_an_api_page_begins_with_the_import_to_type(page):
     code = re.search(r'<pre>(.*?)</pre>', read(f'{page}.html').partition('<article')[2], re.S)[1]

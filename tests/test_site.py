@@ -375,6 +375,15 @@ def test_old_code_stands_beside_the_new_code_or_above_it_where_there_is_no_room(
             if beside: assert top==top_of_new and left_of_new>left+300
             else: assert left==left_of_new and top_of_new>top+100
 
+def test_columns_of_a_table_that_is_read_row_by_row_on_a_phone_have_different_heads(tab):
+    "On a phone, the head of its column stands before each cell"
+    tab.set_viewport_size(dict(width=390, height=844))
+    for page in user_pages:
+        tab.goto(url+page)
+        heads = tab.evaluate("""() => [...document.querySelectorAll('article table.stacked')].map((table) =>
+            [...table.querySelectorAll('thead tr:first-child > *')].map((head) => head.textContent.trim()))""")
+        assert [o for o in heads if len(set(o))<len(o)]==[], page
+
 # Run on the page of the search: return, for each query, the addresses of its results
 search = """(words) => Object.fromEntries(words.map((o) => [window.asked = o,
     Search._performSearch(...Search._parseQuery(o)).map(([page,,anchor]) => page + '.html' + anchor)]))"""

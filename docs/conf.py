@@ -26,6 +26,7 @@ nb_code_prompt_hide = 'Hide code'
 myst_enable_extensions = ['attrs_block', 'colon_fence', 'deflist', 'dollarmath']
 myst_dmath_allow_digits = False   # so that `$5 and $6` is no formula
 myst_heading_anchors = 4
+smartquotes_action = 'De'   # dashes and ellipses, no quotes: 'auto' in an entry has to be valid Python
 # the changelog skips a level of headings, and some defaults in signatures are not valid Python
 suppress_warnings = ['myst.header', 'misc.highlighting_failure']
 add_module_names = False

@@ -5,9 +5,12 @@
 
 let corrected = "";   // the query without typos, if nothing was found for it as it was typed
 const asked = () => (corrected || window.asked || new URLSearchParams(location.search).get("q") || "").trim();
-// Without the marks of a question or of code, and without the class of an error that stands before its message
+// Without the marks of a question or of code and without hyphens, and without what Python and fastai put before the message
+// of an error: its class, and "Exception occured in `X` when calling event `before_fit`:"
+const fastaiPrefix = /^.*Exception occurr?ed in \S+ when calling event \S+\s+/;
 const errorClass = /^(?:\w+\.)*\w*(?:Error|Warning|Exception):?\s+(?=\S+\s+\S)/;
-const typed = () => asked().replace(/[`?"“”]/g, "").replace(errorClass, "").trim();
+const withoutHyphens = (text) => text.replace(/-/g, " ").trim();
+const typed = () => withoutHyphens(asked().replace(/[`?"“”]/g, "").replace(fastaiPrefix, "").replace(errorClass, ""));
 const lower = (text) => text.toLowerCase();
 const letters = (text) => ` ${lower(text).replace(/[^a-z_]+/g, " ").trim()} `;   // no numbers, names end at a blank
 
@@ -16,13 +19,36 @@ const telling = (text) => lower(text).split(/[:.,]*(?:[\s=]+|$)/).filter((word) 
 
 // How well a keyword answers: as it was typed (CLIP is a model, to clip is a verb), in another case, with the same
 // telling words, or, if at least two of them were typed, by containing all of them in any order
-const answers = (keyword) => {
+const answers = (written) => {
+  const keyword = withoutHyphens(written);
   const words = telling(typed());
   const known = lower(keyword).split(/\s+/);
   if (keyword === typed()) return 1000;
   if (lower(keyword) === lower(typed())) return 900;
   if (words.length && words.join(" ") === telling(keyword).join(" ")) return 870;
   return words.length > 1 && words.every((word) => known.includes(word)) ? 850 : 0;
+};
+
+// How many words of a text are from a message of the package: all of them, or those that its parts begin with, if they are
+// at least four ("…" stands for a value between the parts)
+const wordsFrom = (message, text) => {
+  const contains = (words) => text.includes(` ${words.join(" ")} `);
+  if (letters(message).includes(text)) return text.trim().split(" ").length;
+  const found = message.split("…").map((part) => {
+    const words = letters(part).trim().split(" ");
+    while (words.length > 3 && !contains(words)) words.pop();
+    return words.length > 3 ? words.length : 0;
+  });
+  return found.reduce((a, b) => a + b);
+};
+
+// The anchor of the message that most words of the query are from, or undefined. One or two words are no message
+const messagePage = "reference/messages";
+const messageTyped = () => {
+  if (typed().split(/\s+/).length < 3) return undefined;
+  const text = letters(typed());
+  const [most, key] = said.map(([message, key]) => [wordsFrom(message, text), key]).reduce((a, b) => (b[0] > a[0] ? b : a));
+  return most ? key : undefined;
 };
 
 // The heading of the section of a page with this anchor
@@ -45,14 +71,8 @@ Scorer.score = (result) => {
   let [best, section] = [0, ""];
   for (const [keyword, to] of keywords[page] || [])
     if (answers(keyword) > best) [best, section] = [answers(keyword), to];
-  const text = letters(typed());
-  if (!best && page === "reference/messages" && text.split(" ").length > 3) {   // at least two words of a message
-    const parts = (message) => message.split("…").map((part) => letters(part).split(" ").slice(1, 5));   // four words each
-    const begins = (part) => part.length === 4 && part[3] && text.includes(` ${part.join(" ")} `);
-    const message =
-      said.find(([message]) => letters(message).includes(text)) || said.find(([message]) => parts(message).some(begins));
-    if (message) [best, section] = [800, message[1]];
-  }
+  const message = !best && page === messagePage && messageTyped();
+  if (message) [best, section] = [800, message];
   if (section) {
     const heading = (headings[page] || {})[section] || headingOf(page, section);
     result[1] = [title, heading].filter((o) => o).join(" > ");
@@ -61,12 +81,14 @@ Scorer.score = (result) => {
   return score + bonus + best;
 };
 
-// Sphinx finds pages that have all of the words. If there are none, the pages with most of the words are found, so
-// that an error with a number or a path of the reader's machine can be pasted into the search.
+// Sphinx finds pages that have all of the words. If there are none, or the page Messages has the message that was pasted
+// but not a number or a name from the reader's machine, the pages with most of the words are found. The page that answers
+// is the first.
 const findAllWords = Search._performSearch;
+const hasAnswer = (found) => found.length > 0 && (!messageTyped() || found.some(([page]) => page === messagePage));
 const findMostWords = (query, terms, excluded, ...rest) => {
   const found = findAllWords(query, terms, excluded, ...rest);
-  if (found.length || terms.size < 2) return found;
+  if (hasAnswer(found) || terms.size < 2) return found;
   const pages = new Map();   // page: [its best result, number of its words]
   for (const term of terms) {
     const one = new Set([term]);
@@ -75,7 +97,9 @@ const findMostWords = (query, terms, excluded, ...rest) => {
       pages.set(result[0], [result[4] > best[4] ? result : best, n + 1]);
     }
   }
-  const ordered = [...pages.values()].sort(([a, n], [b, m]) => n - m || a[4] - b[4]);   // Sphinx shows the last first
+  const isAnswer = (result) => result[4] > 700;   // a keyword or message gives more than 800, words much less
+  const ordered = [...pages.values()].sort(([a, n], [b, m]) =>   // Sphinx shows the last first
+    isAnswer(a) - isAnswer(b) || n - m || a[4] - b[4]);
   return ordered.map(([result]) => result);
 };
 
@@ -114,7 +138,8 @@ Search._performSearch = (query, terms, excluded, ...rest) => {
   corrected = "";
   Documentation.TRANSLATIONS[oneResult] = ["One result", "${resultCount} results"];
   const all = findAllWords(query, terms, excluded, ...rest);
-  if (all.length) return all;
+  if (hasAnswer(all)) return all;
+  if (all.length) return findMostWords(query, terms, excluded, ...rest);
   const words = lower(query).split(/\s+/).map((word) => (isUnknown(word) ? nearest(word) : word)).join(" ");
   const [again, newTerms, ...others] = Search._parseQuery(words);
   const repeated = (find) => {

@@ -139,6 +139,12 @@ def test_each_entry_is_complete(name):
 
 guides = [o for o in order if o.startswith(('get_started','guides/'))]
 
+@pytest.mark.parametrize('page', pages)
+def test_literals_in_the_text_can_be_pasted_into_code(page):
+    "Python does not read typographic quotes"
+    text = re.sub('<.*?>', '', read(page).partition('<article')[2].partition('</article>')[0])
+    assert not re.findall('‘.{,20}', text)
+
 @pytest.mark.parametrize('page', public_modules)
 def test_an_api_page_begins_with_the_import_to_type(page):
     code = re.search(r'<pre>(.*?)</pre>', read(f'{page}.html').partition('<article')[2], re.S)[1]
@@ -369,6 +375,15 @@ def test_old_code_stands_beside_the_new_code_or_above_it_where_there_is_no_room(
             if beside: assert top==top_of_new and left_of_new>left+300
             else: assert left==left_of_new and top_of_new>top+100
 
+def test_columns_of_a_table_that_is_read_row_by_row_on_a_phone_have_different_heads(tab):
+    "On a phone, the head of its column stands before each cell"
+    tab.set_viewport_size(dict(width=390, height=844))
+    for page in user_pages:
+        tab.goto(url+page)
+        heads = tab.evaluate("""() => [...document.querySelectorAll('article table.stacked')].map((table) =>
+            [...table.querySelectorAll('thead tr:first-child > *')].map((head) => head.textContent.trim()))""")
+        assert [o for o in heads if len(set(o))<len(o)]==[], page
+
 # Run on the page of the search: return, for each query, the addresses of its results
 search = """(words) => Object.fromEntries(words.map((o) => [window.asked = o,
     Search._performSearch(...Search._parseQuery(o)).map(([page,,anchor]) => page + '.html' + anchor)]))"""
@@ -448,7 +463,11 @@ answers = {q:page for page,qs in searches.items() for q in qs}
 # their entries
 keywords = json.loads(re.search('^const keywords = (.*);$', read('_static/language_data.js'), re.M)[1])
 message_words = {'loss not a mean':'loss-not-a-mean', '2 callbacks accumulate':'two-callbacks',
-    'memory ran out with a single sample':'out-of-memory', 'memory ran out with a micro-batch':'memory-ran-out'}
+    'memory ran out with a single sample':'out-of-memory', 'memory ran out with a micro-batch':'memory-ran-out',
+    'ValueError: Exception occured in `GradientAccumulation` when calling event `before_fit`: '
+    'epoch 0 has 50 samples, too few for a step of 64':'no-step',
+    '`micro_batch_size=32` is larger than the 16 samples in a batch of the training DataLoader':'micro-batch-size',
+    'no segments were found in this Sequential':'segments'}
 sections = {q:f'{page}.html#{at}' for page,qs in keywords.items() for q,at in qs if at and 'messages' not in page} | {
     q:f'reference/messages.html#{o}' for q,o in message_words.items()}
 

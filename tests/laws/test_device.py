@@ -195,8 +195,7 @@ synchronisations = {
     'weights':    (kinds['weights'], 0, 4, 0),
     'summed':     (kinds['summed'], 0, 4, 0),
     'own':        (kinds['own'], 1, 4, 0),        # checks the first value of `n_items`
-    # each of the four comparisons copies three more numbers
-    'on_cpu':     (kinds['on_cpu'], 0, 16, 0),
+    'on_cpu':     (kinds['on_cpu'], 0, 4, 0),
     'clipped':    (kinds['clipped'], 0, 4, 0),
     'scaled':     (kinds['scaled'], 0, 4, 0),
     'metrics':    (kinds['metrics'], 0, 4, 0),

@@ -181,7 +181,7 @@ class TokenBudget(MicroBatchLimit):
     warn_once_of_comparison = None
     why_uneven = 'a process with longer texts runs more micro-batches than the others'
     def __init__(self,
-        max_tokens:int, # The most tokens in a micro-batch, counting those of padding
+        max_tokens:int, # The most tokens in a micro-batch, padding included
         *, pad_id:int|None=None, # Id of padding in the first integer input, if there is no `attention_mask`
         length:Callable|None=None # `length(batch)` returns the number of tokens in each row of a batch
     ):

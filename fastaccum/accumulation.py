@@ -64,7 +64,7 @@ class GradientAccumulation(QuietCallback):
         # Maximum samples per training micro-batch; 'auto' means as many as fit in memory; or an
         # `AutoSize` or a `TokenBudget`
         micro_batch_size:int|str|MicroBatchLimit|None=None,
-        # Drop the incomplete last step of an epoch (True), keep it (False), or do as the loader does (None)
+        # Drop the incomplete last step of an epoch (True), keep it (False), or do as the loader (None)
         drop_last:bool|None=None,
         # `n_items(learn)` returns the number of items that the loss of a micro-batch is a mean of
         n_items:Callable|None=None,
@@ -305,8 +305,9 @@ def _plan(self:GradientAccumulation, dl, n_epoch, processes, comms, n_finds=None
     sizes = sizes_of(dl, self.micro_batch_size)
     drop_last = drops_last(self.drop_last, dl)
     size = self.n_batches or self.accum_bs
+    adapts = self.limit is not None and not self.micro_batch_size
     must_match = {f'`{self._size_name}`':size, '`drop_last`':drop_last,
-        '`log_accum_batch`':self.log_accum_batch, "`'auto'`":self.limit is not None and not self.micro_batch_size,
+        '`log_accum_batch`':self.log_accum_batch, "`'auto'`":adapts,
         'the number of epochs':n_finds or n_epoch}
     each = processes.agree({k:int(v) for k,v in must_match.items()}, list(sizes))
     loaders = [LoaderSizes(*o) for o in each]

@@ -98,12 +98,12 @@ def check_cached(learn:Learner, limit:MicroBatchLimit):
 # %% ../nbs/03_cache.ipynb #begin
 @patch
 def _warn_nothing_split(self:GradientCache):
-    "Warn if `micro_batch_size` is above the batch size: whoever gives it may want larger batches instead"
+    "Warn if `micro_batch_size` is above the batch size: the user may want larger batches instead"
     bs,size = size_of(self.learn.dls.train),self.limit.fixed_size
     if bs is None or size is None or size<=bs: return
     self.warn_once('micro-batch-size', f"`micro_batch_size={size}` is larger than the {bs} samples in a "
-        f"batch of the training {type(self.learn.dls.train).__name__}, so nothing is split, and the loss "
-        f"sees {bs} samples. If it should see more, make the DataLoaders with a larger `bs`")
+        f"batch of the training {type(self.learn.dls.train).__name__}, so nothing is split, and the "
+        f"loss sees {bs} samples. If it should see more, make the DataLoaders with a larger `bs`")
 
 @patch
 def before_fit(self:GradientCache):
@@ -184,7 +184,7 @@ def _warn_differences(self:GradientCache, args):
     warn_once = self.warn_once if loop is None else loop.warn_once
     if bns:
         warn_once('batchnorm', f"{type(bns[0]).__name__} normalises with the samples of a micro-batch, "
-            f"at most {self.limit.max_samples(learn.training)}, so the result differs from that of the whole "
-            "batch. Use `ActivationCheckpoint()` instead of `GradientCache`: the model then sees the "
+            f"at most {self.limit.max_samples(learn.training)}, so the result differs from that of the "
+            "whole batch. Use `ActivationCheckpoint()` instead of `GradientCache`: the model then sees the "
             "whole batch", BatchNormWarning)
     warn_chunks(learn.model, args, warn_once)

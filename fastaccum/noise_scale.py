@@ -20,7 +20,7 @@ from .core.warnings import WarnOnce, more_link
 
 # %% ../nbs/07_noise_scale.ipynb #noise-scale
 class NoiseScale(PatchingCallback):
-    """Measure how much the gradients of micro-batches differ, to estimate how large a batch is worth using
+    """Measure how much the gradients of micro-batches differ, to find how large a batch is worth using
 
     TypeError: an argument is not a whole number
     ValueError: a number is below 1; or, when a fit begins, the Learner has no `GradientAccumulation`, or
@@ -48,7 +48,7 @@ class NoiseScale(PatchingCallback):
 
 # %% ../nbs/07_noise_scale.ipynb #estimate
 def estimate(squares:float, mean_sq:float, n:float, k:int)->tuple:
-    """Return unbiased estimates of tr Σ and |G|², for a step of `k` micro-batches with `n` items in all
+    """Return unbiased estimates of tr Σ and |G|² for a step of `k` micro-batches with `n` items in all
 
     tr Σ is the variance of one item's gradient, summed over its coordinates, and G is the gradient
     without noise. `squares` is the sum of n_i |g_i|² over the micro-batches (n_i items, gradient g_i),
@@ -58,14 +58,14 @@ def estimate(squares:float, mean_sq:float, n:float, k:int)->tuple:
     return trace,mean_sq-trace/n
 
 def scale_of(trace:float, grad_sq:float)->float:
-    "Return the noise scale tr Σ/|G|²: infinite if noise hides the gradient, NaN if nothing was measured"
+    "Return the noise scale tr Σ/|G|²: infinite if noise hides the gradient, NaN without a measurement"
     if np.isnan(trace) or np.isnan(grad_sq): return float('nan')
     if grad_sq>0: return float(trace/grad_sq)
     return float('inf') if trace>0 else float('nan')
 
 # %% ../nbs/07_noise_scale.ipynb #averages
 class Averages:
-    "Averages of tr Σ and |G|² over steps; a measurement loses half of its weight in `half_life` samples"
+    "Averages of tr Σ and |G|² over steps; a measurement loses half its weight in `half_life` samples"
     def __init__(self, half_life:float):
         self.half_life = half_life
         self.weighted_sums = np.zeros(2)   # the sum of weight × tr Σ, and the sum of weight × |G|²

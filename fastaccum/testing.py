@@ -29,8 +29,8 @@ from .core.plan import round_up
 def both_runs(
     micro:int=4, # Samples in a micro-batch
     accum_bs:int=16, # Samples in a step: the batch size of the full-batch run
-    fit:Callable|None=None, # `fit(learn, cbs)` trains the Learner with callbacks; defaults to `one_cycle`
-    make:Callable|None=None, # `make(bs, whole=…, seed=…, **kwargs)` makes each Learner; defaults to `toy`
+    fit:Callable|None=None, # `fit(learn, cbs)` trains the Learner; defaults to `one_cycle`
+    make:Callable|None=None, # `make(bs, whole=…, seed=…, **kwargs)` makes a Learner; defaults to `toy`
     acc:dict|None=None, # Arguments of the accumulation callback besides `accum_bs`
     acc_cls:type=GradientAccumulation, # The class of the accumulation callback
     cbs:Callable=list, # `cbs()` returns a list of new callbacks, to be added in both fits
@@ -123,7 +123,7 @@ def toy(
     opt_func:Callable=partial(SGD, mom=0.9), # As in `Learner`
     loss_func:Callable|None=None, # As in `Learner`; defaults to cross-entropy
     data:Dataset|None=None, # A dataset instead of random data
-    model:Callable|None=None, # `model()` returns a double-precision model; defaults to three linear layers
+    model:Callable|None=None, # `model()` makes a model in double precision; defaults to linear layers
     splitter:Callable|None=None, # As in `Learner`; defaults to two parameter groups
     **kwargs # Passed to `Learner`
 )->Learner: # A Learner that prints nothing while it trains

@@ -182,7 +182,7 @@ class TokenBudget(MicroBatchLimit):
     why_uneven = 'a process with longer texts runs more micro-batches than the others'
     def __init__(self,
         max_tokens:int, # The most tokens in a micro-batch, padding included
-        *, pad_id:int|None=None, # Id of padding in the first integer input, if there is no `attention_mask`
+        *, pad_id:int|None=None, # Id of padding in the first integer input, without an `attention_mask`
         length:Callable|None=None # `length(batch)` returns the number of tokens in each row of a batch
     ):
         super().__init__()
@@ -222,8 +222,8 @@ def _mask(self:TokenBudget, xb, yb, n):
             + more_link('no-lengths'))
     raise ValueError(f"{self!r} cannot tell how long the rows of a batch are, because its first input "
         "has no `attention_mask`. Give the id of padding in an integer input, such as "
-        f"`TokenBudget({self.max_tokens}, pad_id=0)`, or `length=` with a function that returns the number "
-        "of tokens in each row"
+        f"`TokenBudget({self.max_tokens}, pad_id=0)`, or `length=` with a function that returns the "
+        "number of tokens in each row"
         + more_link('no-lengths'))
 
 # %% ../nbs/12_token_budget.ipynb #budget-divide
@@ -247,7 +247,8 @@ def divide(self:TokenBudget,
     longest = division.trimmed_width(0, n)
     if longest>self.max_tokens:
         warn_once('longer-than-the-budget', f"a row of {longest} tokens is longer than {self!r}, so the "
-            f"row is a micro-batch of its own. If memory runs out, cut texts to {self.max_tokens} tokens")
+            f"row is a micro-batch of its own. If memory runs out, cut texts to {self.max_tokens} "
+            "tokens")
     is_compared = self.warn_once_of_comparison is warn_once
     if not is_compared: self._try_trimming(model, xb, division, warn_once)
     return division

@@ -84,7 +84,7 @@ def samples(learn:Learner)->int:
 
 # %% ../../nbs/core/03_batch.ipynb #is-on
 def batch_device(learn:Learner)->torch.device|None:
-    "Return the device to which the Learner moves batches; `None` if a subclass has its own `_set_device`"
+    "Return the device to which the Learner moves batches; `None` if its `_set_device` is not fastai's"
     first = next(learn.model.parameters(), None)
     is_overridden = getattr(learn._set_device, '__func__', None) is not Learner._set_device
     return None if is_overridden or first is None else first.device

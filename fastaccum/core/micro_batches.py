@@ -59,7 +59,7 @@ class HiddenRows:
 class Division:
     """Decides which of the `n` rows of a batch form each micro-batch
 
-    A micro-batch is given by two numbers: `start`, its first row, and `stop`, the row after its last row.
+    A micro-batch is given by two numbers: `start`, its first row, and `stop`, the row after its last.
     """
     def __init__(self, n:int, split:Callable=split): self.n,self.split = n,split
 
@@ -339,7 +339,8 @@ class MicroBatch:
         self.loss_changes = []
         self.share = 1.         # weight of this micro-batch's loss in the mean loss of the step
         self.has_share = False  # whether `before_backward` has set the share
-        self.ran = False        # whether the backward pass has run; a micro-batch without one is left out of the step
+        # whether the backward pass has run; a micro-batch without one is left out of the step
+        self.ran = False
         self.batch = None       # inputs and targets of the micro-batch, if the Learner's batch is split
 
 @contextmanager

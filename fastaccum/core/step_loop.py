@@ -456,7 +456,7 @@ def _skip_step(self:StepLoop):
 # %% ../../nbs/core/15_step_loop.ipynb #split
 @patch
 def _run_split(self:StepLoop, n, changed):
-    "Run the Learner's batch of `n` samples in micro-batches; split what callbacks have `changed` as well"
+    "Run a batch of `n` samples in micro-batches; split what callbacks have `changed` as well"
     learn,limit = self.learn,self.limit
     # callbacks may have made more rows than samples, such as several views of each sample
     n_rows = n_samples((*learn.yb,*learn.xb), n) or n

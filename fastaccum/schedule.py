@@ -1,4 +1,4 @@
-"""Change the effective batch size during training, along an annealing curve, or at given epochs or steps.
+"""Change the effective batch size along an annealing curve, or at given epochs or steps.
 
 Docs: https://fastaccum.github.io/fastaccum/schedule.html.md"""
 

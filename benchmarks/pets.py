@@ -89,7 +89,7 @@ def table(res):
         mib = mean(o['mib'] for o in runs)
         memory = f'{mib/1024:.1f} GiB' if mib>=1024 else f'{mib:.0f} MiB'
         seconds = f"{mean(o['seconds'] for o in runs):.0f} s"
-        rows.append([name,f'{mean(acc):.1f} %{spread}',memory,seconds,runs[0]['steps']])
+        rows.append([name,f'{mean(acc):.1f}%{spread}',memory,seconds,runs[0]['steps']])
     head = ['','accuracy','peak memory','time','optimizer steps']
     return f"{benchmarks.table(head, rows)}\n\n{res['what']}. Made {res['made']}."
 

@@ -95,7 +95,7 @@ def relative_diff(a:torch.Tensor, b:torch.Tensor, least:float=0.)->float:
 
 def grad_differences(a:dict, b:dict)->dict:
     "Compare the gradients of two runs: return a dict from a parameter's name to the relative difference"
-    # the least number to divide a difference by: 1 % of the norm of all gradients, because smaller
+    # the least number to divide a difference by: 1% of the norm of all gradients, because smaller
     # gradients may consist of rounding errors
     least = sum(o.square().sum().item() for o in a.values())**.5/100
     # a parameter may have a gradient in only one run: compare the gradient with zeros

@@ -73,7 +73,7 @@ class Model(Module):
 def learner(n, bs=2, cbs=None, loss_func=F.cross_entropy, opt_func=SGD, ignored=False, **kwargs):
     """Return a Learner with a `Model` on `n` samples
 
-    With `ignored=True`, the loss ignores about 30 % of them.
+    With `ignored=True`, the loss ignores about 30% of them.
     """
     torch.manual_seed(0)
     y = torch.randint(0, 3, (n,))

@@ -255,7 +255,7 @@ def before_validate(self:GradientAccumulation):
     self.learn.dl = OneBatchLoader(self.learn, self.dl, partial(run_valid_batch, loop))
 
 @patch
-def stepped(self:GradientAccumulation, step:Step):
+def before_update(self:GradientAccumulation, step:Step):
     "Called when the gradients of a step are complete; schedules override it to record its size"
 
 # %% ../nbs/00_accumulation.ipynb #plan
@@ -272,7 +272,7 @@ def wanted_sizes(self:GradientAccumulation, micro_bs:int, n_epoch:int)->int|Call
 def plan(self:GradientAccumulation,
     dls:DataLoaders|Learner, # The data to train on, a Learner that has it, or a training loader
     n_epoch:int=1 # Epochs
-# A Plan: `sizes` lists the samples of each step of each epoch; `steps`, the number of steps per epoch
+# A Plan: `sizes` lists the samples of each step, for each epoch; `steps` lists the steps of each epoch
 )->Plan:
     """Return the steps that a fit in this process alone would take, without training
 

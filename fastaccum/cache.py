@@ -42,7 +42,7 @@ class GradientCache(PatchingCallback):
     run_valid = True
     warn_once = None     # a `WarnOnce`: gives each warning once per fit; `None` before the first fit
     # replaces the model's `forward`, from `before_batch` until the Learner calls the model
-    patch = None
+    forward_patch = None
     # the `ReplayedForward` that has run this batch; `None` again when the backward pass begins
     call = None
     # `model.training` (True or False) -> for each output of the model, whether it has a row per sample
@@ -128,8 +128,8 @@ def before_batch(self:GradientCache):
     self.undo_patches()
     is_compiled = getattr(self.learn.model, '_compiled_call_impl', None) is not None
     name = '_compiled_call_impl' if is_compiled else 'forward'
-    self.patch = Patch(self.learn.model, name, self._forward)
-    self.patch.apply()
+    self.forward_patch = Patch(self.learn.model, name, self._forward)
+    self.forward_patch.apply()
 
 @patch
 def after_batch(self:GradientCache): self.undo_patches()
@@ -141,14 +141,14 @@ def before_backward(self:GradientCache):
 
 @patch
 def undo_patches(self:GradientCache):
-    if self.patch is not None: self.patch.undo()
-    self.patch = None
+    if self.forward_patch is not None: self.forward_patch.undo()
+    self.forward_patch = None
 
 # %% ../nbs/03_cache.ipynb #forward
 @patch
 def _forward(self:GradientCache, *args, **kwargs):
     "Replace the model's `forward`: run the Learner's call in micro-batches, and other calls unchanged"
-    learn,stock = self.learn,self.patch.stock
+    learn,stock = self.learn,self.forward_patch.stock
     is_learners_call = not kwargs and [*map(id, args)]==[*map(id, learn.xb)]
     if not is_learners_call: return stock(*args, **kwargs)
     # the Learner calls the model once per batch: a later call comes from elsewhere, and runs unchanged
@@ -185,6 +185,6 @@ def _warn_differences(self:GradientCache, args):
     if bns:
         warn_once('batchnorm', f"{type(bns[0]).__name__} normalises with the samples of a micro-batch, "
             f"at most {self.limit.max_samples(learn.training)}, so the result differs from that of the "
-            "whole batch. Use `ActivationCheckpoint()` instead of `GradientCache`: the model then sees the "
-            "whole batch", BatchNormWarning)
+            "whole batch. Use `ActivationCheckpoint()` instead of `GradientCache`: the model then sees "
+            "the whole batch", BatchNormWarning)
     warn_chunks(learn.model, args, warn_once)

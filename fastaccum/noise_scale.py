@@ -39,8 +39,8 @@ class NoiseScale(PatchingCallback):
 
     def __init__(self,
         every:int=10, # Steps from one measured step to the next
-        # Samples in which a reading loses half of its weight in the averages; defaults to the samples in
-        # `20*every` steps
+        # Number of samples after which a reading counts half as much in the averages; by default, the
+        # samples of `20*every` steps
         half_life:int|None=None
     ):
         self.every = check_count('every', every, 'step')

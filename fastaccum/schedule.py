@@ -135,7 +135,7 @@ class _Scheduled(GradientAccumulation):
         super().before_fit()
         if hasattr(self.learn, 'recorder'): self.learn.recorder.accum_bs = []
 
-    def stepped(self, step:Step):
+    def before_update(self, step:Step):
         "Note the size of the step, also in the Recorder"
         self.current_bs = step.full
         if hasattr(self.learn, 'recorder'): self.learn.recorder.accum_bs.append(self.current_bs)
@@ -170,9 +170,9 @@ class GradientAccumulationSchedule(_Scheduled):
     def __init__(self,
         start_accum_bs:int, # Samples per optimizer step before `start`
         final_accum_bs:int, # Samples per optimizer step after `finish`
-        start:int|float=0, # When the size begins to change: an epoch (int) or a fraction of training
-        finish:int|float=0.3, # When the final size is reached: an epoch (int) or a fraction of training
-        schedule:Callable=SchedCos, # A fastai annealer, or a function: progress (0 to 1) -> step size
+        start:int|float=0, # When the change begins: an epoch (int) or a fraction
+        finish:int|float=0.3, # When the change ends: an epoch (int) or a fraction
+        schedule:Callable=SchedCos, # A fastai annealer, or a function: progress -> size
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size:int|str|MicroBatchLimit|None=None, # As in `GradientAccumulation`, in samples
         drop_last:bool|None=None, # As in `GradientAccumulation`

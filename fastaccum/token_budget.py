@@ -91,7 +91,7 @@ class TokenDivision(Division):
         first,stop = numbers[:n],numbers[n:2*n]
         self.padding_on_left = numbers[2*n]
         is_constant = numbers[2*n+1:]
-        # do not trim tensors that have different values in the columns of padding: these values are data
+        # do not trim a tensor whose values differ within the columns of padding: these values are data
         self.untrimmed = [o for o,is_padded in zip(tensors, is_constant) if not is_padded]
         lengths = [self.width-i for i in first] if self.padding_on_left else stop
         lengths = [max(1, o) for o in lengths]

@@ -202,7 +202,7 @@ class RefuseHalfGradients(Callback):
     order = -100   # before `ModelToHalf` (-50), which casts the model
     def before_fit(self):
         learn = self.learn
-        # `learn.validate` and `learn.get_preds` also send `before_fit`, with this lock held
+        # `learn.validate` and `learn.get_preds` also send `before_fit`, and hold `learn.lock` meanwhile
         is_validation = learn.lock.locked()
         if is_validation: return
         learn.remove_cb(self)

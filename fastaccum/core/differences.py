@@ -80,7 +80,7 @@ class DifferenceWarnings:
 
     def _joins_batches(self, step):
         "Whether a step has more samples than a batch of the loader"
-        return step.size>self.loader.sizes.bs
+        return step.n_here>self.loader.sizes.bs
 
 # %% ../../nbs/core/11_differences.ipynb #warn-batchnorms
 @patch
@@ -92,8 +92,8 @@ def _warn_batchnorms(self:DifferenceWarnings, model, step, micro):
     is_one = len(bns)==1
     layers = '1 BatchNorm layer normalises' if is_one else f'{len(bns)} BatchNorm layers normalise'
     self.warn_once('batchnorm', f"{layers} with the {n} samples of a micro-batch, not the "
-        f"{step.total} of a step, so this run differs from the full-batch run. Make "
-        f"micro-batches larger if memory allows, and call `learn.recalibrate_bn({step.size})` after "
+        f"{step.n_all} of a step, so this run differs from the full-batch run. Make "
+        f"micro-batches larger if memory allows, and call `learn.recalibrate_bn({step.n_here})` after "
         "training. To come closer, use `ActivationCheckpoint()` with the full batch, or freeze the "
         "BatchNorm of a pretrained body with `FreezeBN(lambda m: m[0])`", BatchNormWarning)
 
@@ -102,9 +102,9 @@ def _warn_batchnorms(self:DifferenceWarnings, model, step, micro):
 def _warn_loader(self:DifferenceWarnings, step):
     how = by_batch_size(self.loader.dl)
     if not (how and self._joins_batches(step)): return
-    self.warn_once('loader-order', f"the training {how}, so with batches of {step.size} it would "
+    self.warn_once('loader-order', f"the training {how}, so with batches of {step.n_here} it would "
         "group the samples differently, and this run differs from the full-batch run. Make the "
-        f"DataLoaders with `bs={step.size}`, and split their batches with "
+        f"DataLoaders with `bs={step.n_here}`, and split their batches with "
         f"`micro_batch_size={self.loader.sizes.bs}`",
         LoaderWarning)
 
@@ -116,8 +116,8 @@ def _warn_mixing(self:DifferenceWarnings, cb, step):
     if not (mixes_as_fastai and cb.run and self._joins_batches(step)): return
     bs = self.loader.sizes.bs
     self.warn_once('mixed-in-micro-batches', f"{type(cb).__name__} mixes the {bs} samples of a "
-        f"loader's batch, not all {step.size} of a step, so this run differs from the full-batch "
-        f"run. Make the DataLoaders with `bs={step.size}`, and split their batches with "
+        f"loader's batch, not all {step.n_here} of a step, so this run differs from the full-batch "
+        f"run. Make the DataLoaders with `bs={step.n_here}`, and split their batches with "
         f"`micro_batch_size={bs}`", AccumulationWarning)
 
 # %% ../../nbs/core/11_differences.ipynb #warn-hooked
@@ -164,7 +164,7 @@ def watch_state(self:DifferenceWarnings, learn:Learner, step:Step):
     may_differ = self._joins_batches(step) and not self.processes.rank
     modules = [m for m in learn.model.modules() if callable(getattr(m, 'reset', None))]
     bs = self.loader.sizes.bs
-    remedy = (f"Make the DataLoaders with `bs={step.size}`, and split their batches with "
+    remedy = (f"Make the DataLoaders with `bs={step.n_here}`, and split their batches with "
         f"`micro_batch_size={bs}`: each sample then keeps its own state. If the state is not needed, "
         "reset it in `before_batch`")
     return self._watch_state(modules, remedy) if may_differ and modules else nullcontext()

@@ -71,7 +71,7 @@ def set_autocast_state(state:tuple):
     depth,has_cache,flags = state
     missing = depth-_nesting()
     move = torch.autocast_increment_nesting if missing>0 else torch.autocast_decrement_nesting
-    # `deque` runs through `map` instead of a loop, so that Ctrl-C cannot stop it half-way
+    # `deque(map(…))` makes all calls in C: Ctrl-C could stop a Python loop between two of them
     deque(map(_call, [move]*abs(missing)), maxlen=0)
     # outside of all autocast contexts, the cache of cast weights must be empty, as PyTorch leaves it
     if not depth: torch.clear_autocast_cache()

@@ -79,8 +79,8 @@ def sizes_of(dl:object, micro_batch_size:int|None=None)->LoaderSizes:
         # last batch that the wrapped loader alone would drop.
         n_all = ceil((n_of(dl.dl) or n)/dl.world_size)
         n = n_all//bs*bs if dl.drop_last else n_all
-    # An incomplete last batch has fewer than `bs` samples. If `n_all-n` is larger, the loader does
-    # not read all samples of its dataset, and the rest does not count as dropped.
+    # The loader does not read `n_all-n` samples of its dataset. If these are fewer than a batch, they
+    # are a dropped incomplete batch. If more, the loader reads a part of its dataset on purpose.
     drops_last_batch = 0<n_all-n<bs
     micro_bs = bs if micro_batch_size is None else min(bs, micro_batch_size)
     return LoaderSizes(bs, n, micro_bs, n_all-n if drops_last_batch else 0)

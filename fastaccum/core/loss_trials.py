@@ -21,7 +21,7 @@ from fastcore.basics import patch
 from .batch import has_rows, leaves, n_samples, samples
 from .forward_state import ChangedAttrs, ForwardState
 from .graph import uses_batch
-from .mean import ItemCounter, StepMean, Targets
+from .mean import ItemCounter, StepMean, TargetCounter
 from .micro_batches import MicroBatch
 from .patching import uninterrupted
 from .probe import Part, Probed, pair, probe
@@ -67,8 +67,8 @@ def test_micro_batch(self:LossTrials, learn:Learner, micro:MicroBatch, mean:Step
     if batch is None: return
     probed = probe(batch, n, mean.counter)
     if not warns: return
-    for warned in (self._not_a_mean, self._has_state, self._more_rows, self._fails_on_a_part,
-        self._uneven_labels):
+    for warned in (self._warn_not_a_mean, self._warn_of_state, self._warn_of_more_rows,
+        self._warn_of_failure, self._warn_of_uneven_labels):
         if warned(probed, learn, micro, mean): return
     was_warned = {'changed-loss','changed-loss-not-tried'} & self.warn_once.given
     may_differ = micro.loss_changes and not was_warned and not mean.is_sum
@@ -101,11 +101,11 @@ def _percent(off):
 
 def _items(mean):
     "Name the items over which the loss should be a mean or sum, given the `StepMean`"
-    if isinstance(mean.counter.count, Targets): return 'the targets that are not ignored'
+    if isinstance(mean.counter.count, TargetCounter): return 'the targets that are not ignored'
     return 'samples' if mean.counter.n_items is None else 'the items that `n_items` counts'
 
 @patch
-def _not_a_mean(self:LossTrials, probed:Probed, learn, micro, mean)->bool:
+def _warn_not_a_mean(self:LossTrials, probed:Probed, learn, micro, mean)->bool:
     "Warn if the loss is not the mean of its parts' losses; returns whether it is not"
     if not probed.wrong: return False
     how = 'the loss of a part is not finite' if isinf(probed.off) else _percent(probed.off)
@@ -121,7 +121,7 @@ def _not_a_mean(self:LossTrials, probed:Probed, learn, micro, mean)->bool:
     return True
 
 @patch
-def _has_state(self:LossTrials, probed, learn, micro, mean)->bool:
+def _warn_of_state(self:LossTrials, probed, learn, micro, mean)->bool:
     "Warn of a loss function that keeps a state, such as a count, from one call to the next"
     if not probed.has_state: return False
     self.warn_once('loss-with-state', "your loss function keeps something from one call to the next, "
@@ -133,7 +133,7 @@ def _has_state(self:LossTrials, probed, learn, micro, mean)->bool:
 
 # %% ../../nbs/core/20_loss_trials.ipynb #loss-not-tried
 @patch
-def _more_rows(self:LossTrials, probed, learn, micro, mean)->bool:
+def _warn_of_more_rows(self:LossTrials, probed, learn, micro, mean)->bool:
     "Warn of a loss that gets more rows than there are samples, and could not be tested on parts"
     if probed.off is not None or not isinstance(learn.pred, Tensor) or not learn.pred.ndim: return False
     rows = len(learn.pred)
@@ -147,7 +147,7 @@ def _more_rows(self:LossTrials, probed, learn, micro, mean)->bool:
     return True
 
 @patch
-def _fails_on_a_part(self:LossTrials, probed, learn, micro, mean)->bool:
+def _warn_of_failure(self:LossTrials, probed, learn, micro, mean)->bool:
     "Warn of a loss function that raises an error for a part of the micro-batch"
     # if the result of `loss_func` has no `grad_fn`, the model or a callback computes the real loss
     computed_by_loss_func = micro.loss_grad_fn is not None
@@ -162,7 +162,7 @@ def _fails_on_a_part(self:LossTrials, probed, learn, micro, mean)->bool:
 
 # %% ../../nbs/core/20_loss_trials.ipynb #loss-labels
 @patch
-def _uneven_labels(self:LossTrials, probed, learn, micro, mean)->bool:
+def _warn_of_uneven_labels(self:LossTrials, probed, learn, micro, mean)->bool:
     "If samples have different numbers of labels, warn of a loss that could not be tested on parts"
     was_warned = 'loss-not-tried' in self.warn_once.given
     may_warn = probed.off is None and mean.counter.count is samples and not was_warned
@@ -211,8 +211,8 @@ class LossChanges:
         # pairs: (dict of a callback's attributes, copy of the dict without the Learner); the callback
         # starts with the copied attributes for each part of the micro-batch
         self.attrs_of_cbs = [(vars(cb),{k:o for k,o in vars(cb).items() if k!='learn'}) for cb in cbs]
-        # (dict of an object's attributes, name, value) of each attribute that was set for this batch and
-        # has a row for each sample: a part of the micro-batch gets the rows of its samples
+        # (dict that contains the attribute, its name, its value) for each attribute that callbacks have
+        # set for this batch and that has a row for each sample, such as MixUp's factors
         self.attrs_with_rows = [(attrs,name,o) for attrs,name,o in changed.since()
             if name not in ('xb','yb','pred') and tree_any(lambda x: has_rows(x, n), o)]
         values = tree_leaves([attrs for _,attrs in self.attrs_of_cbs])
@@ -290,7 +290,8 @@ def _changed_loss(self:LossTrials, learn, batch, n, micro, mean):
     outputs = [o.grad_fn for o in leaves(micro.pred) if isinstance(o, Tensor)]
     # If the last callback has set an output of the model as the loss, the model computes the loss, which
     # cannot be tested on parts: only look at the numbers of labels.
-    if micro.loss_changes[-1][2] in outputs: return self._uneven_labels(Probed(None), learn, micro, mean)
+    if micro.loss_changes[-1][2] in outputs:
+        return self._warn_of_uneven_labels(Probed(None), learn, micro, mean)
     names = ' and '.join(dict.fromkeys(type(cb).__name__ for cb,_ in found))
     changes = LossChanges(learn, n, found, self.attrs)
     probed = changes.try_parts(batch, mean.counter)

@@ -253,7 +253,7 @@ class FixedSize(MicroBatchLimit):
 
 # %% ../../nbs/core/12_micro_batches.ipynb #auto-size-class
 class AutoSize(MicroBatchLimit):
-    """Micro-batches as large as memory allows, with your own function to split batches
+    """Micro-batches as large as memory allows: 'auto' with your own function to split batches
 
     TypeError: `split` cannot be called with four arguments
     """

@@ -20,7 +20,6 @@ from fastai.learner import Learner
 from fastai.losses import BaseLoss
 from .batch import (container_like, has_rows, is_mapping, is_nested, join, pick, values)
 from .forward_state import ForwardState, rng_state
-from .mean import ItemCounter
 
 # %% ../../nbs/core/10_probe.ipynb #probed
 class Probed(NamedTuple):
@@ -216,12 +215,12 @@ def _copy_loss(f, *kept):
     try: return deepcopy(f, memo)
     except Exception: return f   # if an attribute cannot be copied, test the loss function itself
 
-def probe(learn:Learner, n:int, counter:ItemCounter, change:Callable|None=None)->Probed:
+def probe(learn:Learner, n:int, counter:Callable, change:Callable|None=None)->Probed:
     """Compare the loss of a micro-batch of `n` samples with the mean of the losses of two unequal parts
 
-    `counter` counts the items of each part, of which the loss should be a mean. If it says that the loss
-    is a sum, the loss is compared with the sum of the losses. `change(part, loss)` returns the loss of a
-    `Part` as callbacks change it. Without `change`, the loss function's value is compared.
+    `counter`, an `ItemCounter`, counts the items of which the loss should be a mean. If the loss is a
+    sum, it is compared with the sum of the losses. `change(part, loss)` returns the loss of a `Part` as
+    callbacks change it. Without `change`, the loss function's value is compared.
     """
     if n<2: return Probed(None, 'the micro-batch has one sample')
     model = getattr(learn, 'model', nn.Identity())

@@ -74,13 +74,13 @@ class Step:
         # whether the step is in the plan; `False` if the loader yields more samples than its `__len__`
         # and `bs` promise
         self.announced = announced
-        self.size = plan.sizes[rank]            # samples of this process in the step
-        self.total = sum(plan.sizes)            # samples of all processes in the step
+        self.n_here = plan.sizes[rank]          # samples of this process in the step
+        self.n_all = sum(plan.sizes)            # samples of all processes in the step
         self.full = plan.full                   # samples of a complete step, over all processes
         # Samples after which this process ends the step: its part of the effective batch size,
-        # `wanted_here`, or `size` if the epoch has fewer samples left. In a complete step, `size` can be
-        # larger than `wanted_here`, because it is rounded up to whole batches.
-        self.target = min(self.size, plan.wanted_here)
+        # `wanted_here`, or `n_here` if the epoch has fewer samples left. In a complete step, `n_here`
+        # can be larger than `wanted_here`, because it is rounded up to whole batches.
+        self.target = min(self.n_here, plan.wanted_here)
 
     def _refuse(self, *_):
         raise TypeError("during training, the items of `learn.dl` are optimizer steps, which cannot be "

@@ -106,8 +106,8 @@ class CurrentStep(NamedTuple):
 def current_step(self:StepLoop)->CurrentStep|None:
     "The record of the running step; `None` before the first step"
     if self.step is None: return None
-    counts = self.step.full,self.plan.n
-    return CurrentStep(self.mean, self.micro, *counts, self.processes, bool(self.grad_sums))
+    return CurrentStep(self.mean, self.micro, self.step.full, self.plan.n, self.processes,
+        weighs_grads=bool(self.grad_sums))
 
 # %% ../../nbs/core/15_step_loop.ipynb #begin
 @patch
@@ -120,14 +120,12 @@ def begin_epoch(self:StepLoop, plan:Plan):
     self.events = Events(learn)
     self.limit = self.acc.limit
     self.comms = per_micro_batch_comms(learn.model, self.log_steps, self.train_metrics)
-    self.n_batches = 0
-    self.has_stepped = False
+    self.n_batches,self.has_stepped = 0,False
     self.devices = devices_of(learn.model.modules())
     self.batch_device = batch_device(learn)
     sizes = plan.loaders[self.processes.rank]
-    steps = plan.epoch(learn.epoch)
-    self.loader = StepLoader(learn, learn.dl, self.run_step, steps, sizes, self.processes,
-        plan.drop_last, self.warn_once, lambda b, bs: samples_of(learn, b, bs))
+    self.loader = StepLoader(learn, learn.dl, self.run_step, plan.epoch(learn.epoch), sizes,
+        self.processes, plan.drop_last, self.warn_once, lambda b, bs: samples_of(learn, b, bs))
     self.n_planned = self.loader.n_batches
     self.loss_trials.begin_epoch()
     self.differences.begin_epoch(self.processes, self.loader)
@@ -176,7 +174,7 @@ def _begin_step(self:StepLoop, i, step):
     if not step.announced: self.differences.more_batches(i)
     self.step,self.micro = step,None
     self.n_left_out = 0
-    self.mean = StepMean(step.size, step.total, self.counter, self.processes, self.last_loss)
+    self.mean = StepMean(step.n_here, step.n_all, self.counter, self.processes, self.last_loss)
     self.kept_losses = KeptLosses(self.learn)
     self.log_rows.begin_step()
 
@@ -207,19 +205,19 @@ def _run_batch(self:StepLoop, b, n):
     watching = nullcontext() if is_first else self.differences.watch_state(learn, self.step)
     with watching:
         if is_split: self._run_split(n, changed)
-        else: self._micro_batch()
+        else: self._run_micro_batch()
 
 # %% ../../nbs/core/15_step_loop.ipynb #micro
 @patch
-def _micro_batch(self:StepLoop):
+def _run_micro_batch(self:StepLoop):
     "Forward, loss and backward, as in fastai's `_do_one_batch`"
-    try: self.forward()
+    try: self.forward_backward()
     except CancelBatchException: self._cancelled_batch()
     if self.micro.ran and self.train_metrics:
         for metric in self.learn.metrics: metric.accumulate(self.learn)
 
 @patch
-def forward(self:StepLoop):
+def forward_backward(self:StepLoop):
     "Run the forward pass, the loss and, in training, the backward pass of a micro-batch"
     learn,send = self.learn,self.events.send
     learn.pred = self.micro.pred = learn.model(*learn.xb)
@@ -393,20 +391,20 @@ def _complete_grads(self:StepLoop)->bool:
     self.processes.sum_grads(params, grads)
     for p,g in grads.items(): p.grad = (g.coalesce() if g.is_sparse else g).to(p.dtype)
     self.processes.share_buffers()
-    self.acc.stepped(self.step)
+    self.acc.before_update(self.step)
     return True
 
 # %% ../../nbs/core/15_step_loop.ipynb #take
 @patch
 def _take_step(self:StepLoop):
     "Run the optimizer's step with its events; `learn.loss` becomes the mean loss of the step"
-    learn,ran = self.learn,self.micro is not None
+    learn = self.learn
     micro_loss,step_loss = learn.loss,self.mean.loss
     learn.loss = self.last_loss = step_loss
     self.has_stepped = True
     if self.n_left_out: self.differences.left_out(self.step, self.n_left_out)
     # a process without samples in this step must still set the same learning rate as the other processes
-    if not ran:
+    if self.micro is None:
         for cb in self.events.listeners('before_batch'):
             if isinstance(cb, ParamScheduler): cb('before_batch')
     try:
@@ -421,17 +419,17 @@ def _take_step(self:StepLoop):
         self.kept_losses.put_means(learn)
         self.log_rows.before_step_row(learn, self.mean.samples)
     else: self.log_rows.before_micro_batch_row(learn)
-    self._end_step(ran, micro_loss, step_loss)
+    self._end_step(micro_loss, step_loss)
 
 @patch
-def _end_step(self:StepLoop, ran, micro_loss, step_loss):
+def _end_step(self:StepLoop, micro_loss, step_loss):
     "Send `after_batch` for the step; callbacks that log micro-batches see `micro_loss`"
     learn,train_metrics = self.learn,self.train_metrics
     if train_metrics: learn.recorder.train_metrics = False   # metrics already got each micro-batch
     self._put_back_inputs()
     try:
         for cb in self.events.listeners('after_batch'):
-            if not (ran or hears_steps(cb)): continue
+            if self.micro is None and not hears_steps(cb): continue
             if self.log_steps: cb('after_batch')
             else:
                 learn.loss = micro_loss if records(cb) else step_loss
@@ -465,7 +463,7 @@ def _run_split(self:StepLoop, n, changed):
     parts = BatchParts(learn, n_rows, changed, division)
     # try to split the first batch: a batch that cannot be split is refused before any weight changes
     if not learn.iter and limit.shrinks: parts.part(0, 1)
-    self.run_parts(n, parts, Retries(learn, limit), self._micro_batch)
+    self.run_parts(n, parts, Retries(learn, limit), self._run_micro_batch)
 
 @patch
 def run_parts(self:StepLoop,
@@ -485,7 +483,9 @@ def run_parts(self:StepLoop,
             if is_part:
                 if training: self.differences.before_split(parts)
                 parts.select(start, stop)
-            self.micro = MicroBatch(n*stop//n_rows-n*start//n_rows, start, stop)
+            # rows to samples: if callbacks have added rows, a micro-batch has more rows than samples
+            n_samples_here = n*stop//n_rows-n*start//n_rows
+            self.micro = MicroBatch(n_samples_here, start, stop)
             has_failed = bool(retries.unfinished)
             with explain_split(stop-start, n_rows):
                 is_done = retries.attempt(run, self.micro, training and not self.mean.n_micro_batches)

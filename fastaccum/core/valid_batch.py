@@ -28,7 +28,7 @@ def run_valid_batch(loop:object, i:int, b:object):
     outs = []
     kept = KeptLosses(learn)
     def run():
-        loop.forward()
+        loop.forward_backward()
         loop.counter.choose(learn.loss_func)
         has_items = len(learn.yb) and not loop.counter.is_sum
         items = loop.counter(learn, loop.micro.n) if has_items else None

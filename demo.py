@@ -113,7 +113,7 @@ def main():
             train(f"micro-batches of {micro}, fastai's callback", micro, FastaiGradientAccumulation(big))]
     show_table(runs)
     print("\nfastai's callback records, and smooths, a loss per micro-batch: "
-          "its curve lies elsewhere for that reason too.")
+          "which is one more reason why its curve differs.")
     print(f'\nThe picture is {plot(runs, "demo.png")} ({time.time()-start:.0f} s)')
 
 if __name__=='__main__': main()

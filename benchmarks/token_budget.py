@@ -57,7 +57,7 @@ def fit(texts, loader_bs, size, n=n_steps):
     learn.fit(1, 1e-3, cbs=GradientAccumulation(bs, micro_batch_size=size and size()))
     return time.process_time()-start,learn.model.positions
 
-ways = {'`bs=64`, `micro_batch_size=8`':(64,lambda: 8), '`bs=8`':(8,None),
+ways = {'`bs=64`, `micro_batch_size=8`':(64,lambda: 8), '`bs=8`, `GradientAccumulation(64)`':(8,None),
     f'`bs=64`, `micro_batch_size=TokenBudget({budget})`':(64,lambda: TokenBudget(budget))}
 
 def main():

@@ -188,7 +188,7 @@ def _title(self:AccumCheck):
     "Return the sizes and the result in one line"
     result = 'the same run' if self.ok else 'not the same run'
     if self.ok and any(o.where.startswith('not checked') for o in self.rows):
-        result += '; the last column says what was not checked'
+        result += '; the table says what was not checked'
     if self.off['gradients'] is None: result = 'gradients could not be compared'
     n = sum(self.sizes)
     parts = f"micro-batches of {', '.join(map(str, self.sizes))}"

@@ -56,7 +56,8 @@ class GradientAccumulation(QuietCallback):
     loop = None         # the `StepLoop`, which holds the state of the running or the last fit
     current_bs = None   # samples in a complete step, set by a schedule; `None` without a schedule
     @suggest_arguments(accumulate_grad_batches='n_batches', gradient_accumulation_steps='n_batches',
-        accumulation_steps='n_batches', accum_steps='n_batches', batch_size='accum_bs', bs='accum_bs')
+        accumulation_steps='n_batches', accum_steps='n_batches', accum_batches='n_batches',
+        steps='n_batches', batch_size='accum_bs', bs='accum_bs')
     def __init__(self,
         # Samples per step over all processes, rounded up to whole micro-batches; 32 if no size is given
         accum_bs:int|None=None,
@@ -66,7 +67,7 @@ class GradientAccumulation(QuietCallback):
         micro_batch_size:int|str|MicroBatchLimit|None=None,
         # Drop the incomplete last step of an epoch (True), keep it (False), or do as the loader (None)
         drop_last:bool|None=None,
-        # `n_items(learn)` returns the number of items that the loss of a micro-batch is a mean of
+        # `n_items(learn)` returns how many items the loss of a micro-batch is averaged over
         n_items:Callable|None=None,
         *, n_acc:int|None=None, # fastai's name for `accum_bs`; it also counts samples
         n_batches:int|None=None, # Micro-batches per step on each process; give this or `accum_bs`

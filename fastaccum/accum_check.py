@@ -119,7 +119,8 @@ class _Setup:
             loader = plan.loaders[0]
             may_split = limit is not None and limit.splits(loader.bs)
             self.splits_batches = may_split and plan.accum_bs_at(0)==loader.bs
-        # True if each batch of the loader is a micro-batch
+        # True if each batch of the loader is a micro-batch; also for a Learner without our callbacks,
+        # whose batches the check accumulates
         self.loader_yields_parts = not self.splits_batches and (acc is not None or not self.cbs)
         # True if the loss sees all samples of a step at once
         self.loss_gets_whole = not (self.loader_yields_parts or self.splits_batches)
@@ -221,7 +222,8 @@ class _Diagnosis:
     def __init__(self, compare, setup, no_cbs):
         self.compare,self.setup = compare,setup
         self.model = compare.run.learn.model
-        self.no_cbs = no_cbs     # True if `accum_check` got no `cbs=`: callbacks of a fit stay unchecked
+        # True if `accum_check` got no `cbs=`: callbacks that are passed only to `fit` are not checked
+        self.no_cbs = no_cbs
         self.whole = None        # `CaptureGrads` of a step on the whole batch; `None` if the step failed
         self.parts = None        # `CaptureGrads` of the step in micro-batches; `None` if the step failed
         self.sizes = []          # samples in each micro-batch

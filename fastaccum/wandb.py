@@ -28,7 +28,7 @@ class WandbCallback(fastai_wandb.WandbCallback):
             raise ValueError("`log_model=True` uploads the model that a SaveModelCallback saves, and "
                 "this Learner has none: add `SaveModelCallback()` to `cbs=`" + more_link('log-model'))
         # In fastai 2.8.9 to 2.8.12, `before_fit` raises a TypeError when it formats the dict that
-        # `learn.gather_args()` returns. `dict` in place of this method makes that an empty dict
+        # `learn.gather_args()` returns. So replace `gather_args` by `dict`, which returns an empty dict.
         vars(self.learn)['gather_args'] = dict
         try: super().before_fit()
         finally: del vars(self.learn)['gather_args']
@@ -68,7 +68,7 @@ def offline_records(
     record = b''   # the bytes read so far of a record, which may be stored in several parts
     while pos+_header_size<=len(data):
         left_in_block = _block_size-pos%_block_size
-        if left_in_block<_header_size:   # W&B leaves such a rest empty, and goes on in the next block
+        if left_in_block<_header_size:   # W&B leaves these last bytes of a block empty
             pos += left_in_block
             continue
         body = pos+_header_size

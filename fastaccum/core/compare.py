@@ -143,7 +143,7 @@ class Compare:
         loader_yields_parts:bool=True, # Whether the loader yields parts; if not, callbacks split batches
         split:Callable=split, # `f(batch, start, stop, n)` returns samples `start` to `stop` of `n`
         bs:int|None=None, # Samples in the whole batch; defaults to the loader's batch size
-        n_batches:int=1, # Whole batches to read
+        n_batches:int=1, # How many whole batches, which are not split, to read
         micro:int|None=None # Samples in each part, as in a fit's micro-batches; `None`: unequal parts
     ):
         self.run,self.make_cbs = run,make_cbs

@@ -186,8 +186,8 @@ class FirstBatchProbe(QuietCallback):
         # batch and parts of unequal sizes; `None` if unknown
         self.loss = None
         self.loss_why = ''        # why `loss` is unknown
-        # equal to `loss` if the gradients differ in parts of unequal sizes, but not in parts of `sizes`;
-        # otherwise 0
+        # the difference `loss`, if a fit whose parts have the sizes in `sizes` would hide it because only
+        # parts of unequal sizes show a difference; 0 if nothing is hidden
         self.hidden_loss = 0.
 
 # %% ../../nbs/core/28_diagnose.ipynb #first-events

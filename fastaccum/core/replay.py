@@ -91,8 +91,8 @@ class ReplayedForward:
         # DDP models that exchange gradients after this backward pass; empty if DDP's exchange is off
         self.exchanges = []
         # `forward` sets the following attributes, and `backward` reads them
-        self.needs = []         # for each output of the last micro-batch, whether it needs a gradient
-        # outputs of the last micro-batch, with their graph, until they are back-propagated
+        self.needs = []         # for each output of the final micro-batch, whether it needs a gradient
+        # outputs of the final micro-batch, with their graph, until they are back-propagated
         self.last_outs = None
         # outputs of the first micro-batch, to be compared with the outputs when it runs again
         self.first_outs = None

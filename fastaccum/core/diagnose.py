@@ -186,8 +186,8 @@ class FirstBatchProbe(QuietCallback):
         # batch and parts of unequal sizes; `None` if unknown
         self.loss = None
         self.loss_why = ''        # why `loss` is unknown
-        # the difference `loss`, if a fit whose parts have the sizes in `sizes` would hide it because only
-        # parts of unequal sizes show a difference; 0 if nothing is hidden
+        # the difference `loss`, if a fit whose parts have the sizes in `sizes` would hide it because
+        # only parts of unequal sizes show a difference; 0 if nothing is hidden
         self.hidden_loss = 0.
 
 # %% ../../nbs/core/28_diagnose.ipynb #first-events

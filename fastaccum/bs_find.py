@@ -231,7 +231,7 @@ def _result(good, bad, n, trials):
             "were tried. Use `ActivationCheckpoint()`, `learn.to_fp16()`, or smaller inputs. The last "
             f"error was: {trials[-1].error}" + more_link('out-of-memory'))
     if bad: reason = f'{bad} do not'
-    else: reason = 'the whole dataset' if good==n else '`max_trials` was reached'
+    else: reason = 'and the loader has no more' if good==n else '`max_trials` was reached'
     if world_size()>1: reason += f' (on each of {world_size()} processes)'
     return FoundSize(good, reason, trials)
 

@@ -142,8 +142,8 @@ def sizes(self:_Setup, dl:object, accum_bs:int|None)->tuple:
         micro = self.plan.loaders[0].micro_bs
     elif bs: micro = cache_size
     if micro and micro<n: return n,micro,min(micro, cache_size or micro)
-    # 5 samples are the fewest that can be divided into unequal parts of at least two samples: compare
-    # that many if the loader's batches are smaller
+    # 5 samples are the fewest that can be divided into unequal parts of at least two samples: compare 5
+    # samples if the loader's batches are smaller
     is_too_small = accum_bs is None and bs and bs<5<=(n_of(dl) or 0)
     if is_too_small: accum_bs = 5
     return accum_bs,None,None
@@ -238,9 +238,10 @@ class _Diagnosis:
         self.rest_off = None
         self.cbs = []            # callbacks that make the gradients differ
         self.needed = []         # callbacks that cannot be left out, because the step fails without them
-        self.layers = {}         # name of a parameter -> the relative difference whose maximum is `off`
-        # name of a parameter -> the relative difference whose maximum is `rest_off`; empty if no module
-        # was frozen and no callback left out
+        # name of a parameter -> the relative difference of its gradient; the largest of them is `off`
+        self.layers = {}
+        # like `layers`, with the modules frozen and the callbacks left out; the largest is `rest_off`.
+        # Empty if no module was frozen and no callback left out
         self.remaining = {}
         self.rows = []           # rows of the table
         size,loaders = f'micro_batch_size={compare.most}','DataLoaders whose batches are whole steps'
@@ -299,8 +300,9 @@ def _find_causes(self:_Diagnosis):
         self.cbs,self.needed = find_differing_callbacks(compare, self.frozen_off, self.tol, **frozen)
         if self.cbs: self.rest_off = self._difference_without(freeze, reset, self.cbs)
     else:
-        # A callback adds or removes rows of the batch: find the callbacks without which the model gets
-        # one row per sample. A callback without which the step fails may be the cause as well.
+        # A callback adds or removes rows of the batch. To find it, leave out one callback at a time: the
+        # callback is to blame if the model then gets one row per sample. If the step then fails, nobody
+        # can tell, so the callback stays suspected.
         cbs = [o for o in callbacks_to_try(compare.run) if hasattr(o, 'before_batch')]
         found = [o for o in cbs if self._rows_without(o) in (probe.n,None)]
         self.cbs = found or cbs

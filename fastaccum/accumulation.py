@@ -65,13 +65,14 @@ class GradientAccumulation(QuietCallback):
         # Maximum samples per training micro-batch; 'auto' means as many as fit in memory; or an
         # `AutoSize` or a `TokenBudget`
         micro_batch_size:int|str|MicroBatchLimit|None=None,
-        # Drop the incomplete last step of an epoch (True), keep it (False), or do as the loader (None)
+        # Drop the incomplete last step of an epoch (True), keep it (False), or do as the training loader
+        # does with its last batch (None)
         drop_last:bool|None=None,
         # `n_items(learn)` returns how many items the loss of a micro-batch is averaged over
         n_items:Callable|None=None,
         *, n_acc:int|None=None, # fastai's name for `accum_bs`; it also counts samples
         n_batches:int|None=None, # Micro-batches per step on each process; give this or `accum_bs`
-        verbose:bool=True # Print a line about the steps above the table of a fit
+        verbose:bool=True # Print a line that describes the steps, above the table of a fit
     ):
         self._size_name,size = self._given_size(accum_bs, n_acc, n_batches)
         self.n_batches = size if self._size_name=='n_batches' else None

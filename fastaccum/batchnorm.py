@@ -31,7 +31,8 @@ from .core.distributed import check_not_sharded, world_size
 # %% ../nbs/05_batchnorm.ipynb #recalibrate
 @patch
 def recalibrate_bn(self:Learner,
-    bs:int|None=None, # Samples in a batch; default: `accum_bs` or 64, or the loader's size if larger
+    # Samples in a batch; default: `accum_bs` (64 if there is none), but at least the loader's batch size
+    bs:int|None=None,
     n:int|None=None # The most samples to read; defaults to 10,000, and at least one batch is read
 ):
     """Estimate BatchNorm's running statistics again, as a mean over training batches of `bs` samples

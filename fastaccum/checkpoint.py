@@ -154,8 +154,8 @@ class _Recomputed:
         # the counts of in-place changes, for `_check_unchanged`: after a change, the segment cannot be
         # computed again. A tensor and its copy without graph share their count
         versions = [(o,o._version) for o in tensors]
-        # besides the devices of parameters, those of inputs: dropout has no parameters, and draws random
-        # numbers on the device of its input
+        # add the devices of inputs to the devices of parameters: dropout has no parameters, and draws
+        # random numbers on the device of its input
         devices_of_inputs = {o.device for o in inputs.tensors if o.device.type not in ('cpu','meta')}
         state = ForwardState(self.inside, {*self.devices,*devices_of_inputs}, inputs.non_tensors)
         # the first call takes the arguments out of this list: if they stayed here until the backward

@@ -175,7 +175,7 @@ def before_fit(self:NoiseScale):
 @patch
 def before_train(self:NoiseScale):
     self.undo_patches()   # an epoch that was cancelled in a backward pass leaves hooks on parameters
-    # the Learner has called no `before_fit` of a callback that was added in the middle of the fit
+    # fastai has not called `before_fit` of a callback that was added in the middle of the fit
     was_added_in_fit = self.acc is None or self.acc.learn is not self.learn
     if was_added_in_fit: self.before_fit()
 
@@ -282,8 +282,8 @@ def _read(self:NoiseScale, mean, squares, size, k, n, mean_sq):
     if k==1:
         return self._warn("the step has one micro-batch, so nothing can be compared. Raise `accum_bs`")
     if k==0: return   # the loss ignores all targets of the step
-    # if the loss is a sum over items, `mean_sq` is the squared norm of the sum of their gradients: make
-    # it the squared norm of the mean
+    # if the loss is a sum over items, `mean_sq` is the squared norm of the sum of the items' gradients:
+    # divide to get the squared norm of the mean of these gradients
     if mean.is_sum: mean_sq /= size**2
     trace,grad_sq = estimate(squares, mean_sq, size, k)
     # `trace` estimates a variance: it is at least 0, unless a callback has changed the step's gradient.

@@ -170,9 +170,9 @@ class GradientAccumulationSchedule(_Scheduled):
     def __init__(self,
         start_accum_bs:int, # Samples per optimizer step before `start`
         final_accum_bs:int, # Samples per optimizer step after `finish`
-        start:int|float=0, # When the change begins: an epoch (int) or a fraction
-        finish:int|float=0.3, # When the change ends: an epoch (int) or a fraction
-        schedule:Callable=SchedCos, # A fastai annealer, or a function: progress -> size
+        start:int|float=0, # Start of the change: epoch (int) or fraction of training
+        finish:int|float=0.3, # End of the change: epoch (int) or fraction of training
+        schedule:Callable=SchedCos, # A fastai annealer, or a function of progress (0 to 1)
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size:int|str|MicroBatchLimit|None=None, # As in `GradientAccumulation`, in samples
         drop_last:bool|None=None, # As in `GradientAccumulation`
@@ -242,7 +242,7 @@ class GradientAccumulationScheduler(_Scheduled):
     """
     def __init__(self,
         scheduling:dict[int,int], # Epoch or step, counted from 0 -> micro-batches per step from then on
-        mode:str='epoch', # What the keys of `scheduling` are: 'epoch', or 'step' (an optimizer step)
+        mode:str='epoch', # Unit of the keys of `scheduling`: 'epoch', or 'step' (an optimizer step)
         log_accum_batch:bool=True, # As in `GradientAccumulation`
         micro_batch_size:int|str|MicroBatchLimit|None=None, # As in `GradientAccumulation`, in samples
         drop_last:bool|None=None, # As in `GradientAccumulation`

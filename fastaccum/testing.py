@@ -30,7 +30,7 @@ def both_runs(
     micro:int=4, # Samples in a micro-batch
     accum_bs:int=16, # Samples in a step: the batch size of the full-batch run
     fit:Callable|None=None, # `fit(learn, cbs)` trains the Learner; defaults to `one_cycle`
-    make:Callable|None=None, # `make(bs, whole=…, seed=…, **kwargs)` returns a Learner; or `toy`
+    make:Callable|None=None, # `make(bs, whole=…, seed=…)` returns a Learner; default: `toy`
     acc:dict|None=None, # Arguments of the accumulation callback besides `accum_bs`
     acc_cls:type=GradientAccumulation, # The class of the accumulation callback
     cbs:Callable=list, # `cbs()` returns a list of new callbacks, to be added in both fits

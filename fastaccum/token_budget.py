@@ -72,7 +72,7 @@ class TokenDivision(Division):
     def __init__(self, b:tuple, n:int, mask:torch.Tensor, budget:int, sorts:bool=True):
         super().__init__(n)
         self.budget = budget
-        self.width = mask.shape[1]   # columns of the batch, those of padding included
+        self.width = mask.shape[1]   # columns of the batch, including columns of padding
         first,stop = _spans(mask)
         columns = torch.arange(self.width, device=mask.device)
         # `self.mask` is true from the first to the last token of a row, even if `mask` has gaps

@@ -128,9 +128,12 @@ def suggest_arguments(**other_names:str)->Callable:
             for name in kwargs:
                 if name in arguments: continue
                 similar = get_close_matches(name, arguments, 1)
-                suggested = [other_names[name]] if name in other_names else similar or arguments
+                if name in other_names: suggested = [other_names[name]]
+                elif similar: suggested = similar
+                else: suggested = arguments
+                words = ' or '.join(f'`{o}=`' for o in suggested)
                 raise TypeError(f"`{type(self).__name__}` has no argument `{name}`. Did you mean "
-                    f"{' or '.join(f'`{o}=`' for o in suggested)}?" + more_link('unknown-argument'))
+                    f"{words}?" + more_link('unknown-argument'))
             init(self, *args, **kwargs)
         return refuse_unknown
     return decorate

@@ -154,12 +154,13 @@ def _holds_state(o):
 
 # %% ../../nbs/core/11_differences.ipynb #state
 @patch
-def watch_state(self:DifferenceWarnings, learn:Learner, step:Step):
+def watch_state(self:DifferenceWarnings, learn:Learner, step:Step, is_first:bool):
     """Return a context that warns if a module begins a micro-batch with the state of the previous one
 
-    Only the first such context of a fit, for the second micro-batch of a step, watches the modules.
+    `is_first`: whether the micro-batch is the first one of its step, which is not watched. Only the
+    first context for a later micro-batch of a fit watches the modules.
     """
-    if self.checked_state: return nullcontext()
+    if is_first or self.checked_state: return nullcontext()
     self.checked_state = True
     may_differ = self._joins_batches(step) and not self.processes.rank
     modules = [m for m in learn.model.modules() if callable(getattr(m, 'reset', None))]

@@ -132,9 +132,7 @@ class GradCheck:
 class UndoBackward:
     "Restores the gradients from before a backward pass that failed in the middle"
     def __init__(self, params:list, empty:bool):
-        # (parameter, gradient, version number of the gradient) before the backward pass; the version
-        # number shows later whether the gradient was changed in place
-        self.grads = [(p,p.grad,None if p.grad is None else p.grad._version) for p in params]
+        self.before = GradVersions(params)   # the gradients before the backward pass
         # whether the gradients were zero or `None` before the backward pass, so that they can be
         # restored by zeroing; true for the first micro-batch of a step
         self.empty = empty
@@ -149,7 +147,7 @@ class UndoBackward:
         a parameter once per backward pass.
         """
         added_to = []
-        for p,g,version in self.grads:
+        for p,g,version in self.before.noted:
             if p.grad is g and g is not None and g._version!=version:
                 if self.empty: g.zero_()
                 else: added_to.append((p,g))

@@ -177,7 +177,6 @@ class StepMean:
 
     Call `measure` before and `add` after the backward pass of each micro-batch, and `sum_up` at the end
     of the step. Then `loss` is the loss of the step, and `correction` a factor for its gradients.
-
     """
     def __init__(self, n_here:int, n_all:int, counter:ItemCounter, processes:Processes|None=None,
         last_loss:float|torch.Tensor=0.):

@@ -30,8 +30,8 @@ class Patch:
         self.name = name    # the name of the method
         self.f = f          # the function that replaces the method
         self.stock = None   # the method before `apply`, which `f` may call
-        # the method before `apply`, if it was set on `o` itself; `None` if `o` has it from its class, so
-        # that `undo` only deletes `f`
+        # the method before `apply`, if the method was set on `o` itself; `None` if the method comes from
+        # the class of `o`: then `undo` only deletes `f`
         self.own = None
 
     def apply(self):

@@ -20,7 +20,7 @@ from .warnings import more_link
 @dataclass
 class Segment:
     "A part of a model whose activations can be computed again in the backward pass"
-    name:str # As in `named_modules`; children of a Sequential as a slice: '0[:4]'
+    name:str # As in `named_modules`; '0[:4]' means the first four children of the Sequential '0'
     modules:list # The only module of the segment, or several consecutive children of `seq`
     seq:nn.Sequential|None=None # The Sequential that runs `modules`; `None` if they are one module
     calls:int=0 # Forward passes with gradients in the last fit

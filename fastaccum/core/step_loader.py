@@ -134,7 +134,7 @@ class StepLoader(OneBatchLoader):
         # `count(batch, expected)` returns the number of samples in a batch. If the shapes of its
         # tensors allow several numbers, it returns `expected`: `bs`, or fewer at the end of the epoch.
         self.count = count
-        self.processes = processes    # the processes that train the model together
+        self.processes = processes    # the `Processes` that train the model together
         # whether samples that are too few for a complete step are left out
         self.drop_last = drop_last
         self.warn_once = warn_once or WarnOnce()   # gives each warning once per fit

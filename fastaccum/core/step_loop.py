@@ -10,7 +10,6 @@ __all__ = ['StepLoop', 'CurrentStep']
 # %% ../../nbs/core/15_step_loop.ipynb #imports
 import torch
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import NamedTuple
 from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException,
     CancelEpochException, CancelFitException, CancelStepException, CancelTrainException)
@@ -119,8 +118,10 @@ def begin_epoch(self:StepLoop, plan:Plan):
     self.grad_sums = grad_sums_for(learn)
     self.events = Events(learn)
     self.limit = self.acc.limit
+    if self.counter.n_items is not self.acc.n_items: self.counter = ItemCounter(self.acc.n_items)
     self.comms = per_micro_batch_comms(learn.model, self.log_steps, self.train_metrics)
-    self.n_batches,self.has_stepped = 0,False
+    self.n_batches = 0
+    self.has_stepped = False
     self.devices = devices_of(learn.model.modules())
     self.batch_device = batch_device(learn)
     sizes = plan.loaders[self.processes.rank]
@@ -201,9 +202,7 @@ def _run_batch(self:StepLoop, b, n):
     if self.loss_trials.n_left>0: self.loss_trials.begin_batch(learn)
     try: self.events.send('before_batch')
     except CancelBatchException: return self._cancelled_batch()
-    is_first = not self.mean.n_micro_batches
-    watching = nullcontext() if is_first else self.differences.watch_state(learn, self.step)
-    with watching:
+    with self.differences.watch_state(learn, self.step, is_first=not self.mean.n_micro_batches):
         if is_split: self._run_split(n, changed)
         else: self._run_micro_batch()
 
@@ -262,7 +261,8 @@ def _share_late_penalty(self:StepLoop, cb):
     "Call a callback that runs after mixed precision; multiply its term by the micro-batch's share"
     learn,before = self.learn,self.learn.loss_grad.clone()
     is_changed = self._may_change_loss(cb, 'before_backward')
-    # if there are `grad_sums`, they multiply the gradients of a mean loss by the share, and not the loss
+    # if there are `grad_sums`, they multiply the gradients of a mean loss by the share, so that the loss
+    # itself must not be multiplied
     weighs_loss = self.mean.is_sum or not self.grad_sums
     if is_changed and weighs_loss: learn.loss_grad = before+(learn.loss_grad-before)*self.micro.share
 

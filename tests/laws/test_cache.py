@@ -1,5 +1,5 @@
 "`GradientCache` passes parts of a batch to the model and whole batches to the loss, in the same run."
-import os, pytest, random, torch
+import os, pytest, random, torch, warnings
 from copy import deepcopy
 from functools import partial
 from hypothesis import given, strategies as st
@@ -143,6 +143,13 @@ def test_the_run_is_that_of_one_forward_pass_over_each_part(nm, size):
     a.model = a.model.m
     same(a, b)
     if nm=='own': assert deviation(*(l.model[1].state() for l in (a,b)))==0
+
+def test_a_size_above_the_batch_size_splits_nothing_and_is_warned_of():
+    for size,n_warnings in ((4,0), (8,0), (16,1)):
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter('always')
+            toy(8).fit(1, .1, cbs=GradientCache(micro_batch_size=size))
+        assert sum('so nothing is split' in str(o.message) for o in given)==n_warnings
 
 def test_a_forward_pass_that_cannot_be_repeated_is_warned_of():
     class DrawsFromSystem(nn.Module):

@@ -8,7 +8,7 @@ from fastai.vision.all import (Adam, Callback, CrossEntropyLossFlat, GradientAcc
     TerminateOnNaNCallback, params)
 from fastaccum import GradientAccumulation
 from fastaccum.testing import CrossEntropy, assert_same_run, deviation, one_cycle, toy, toy_data, both_runs
-from common import RecordAt, grads, weights
+from common import CallAt, RecordAt, grads, weights
 from test_warned import Masked, fit_small_rate, warnings_and_runs
 
 w = tensor([0.2,1.,5.], dtype=torch.float64)
@@ -123,3 +123,15 @@ def test_gradients_stay_as_large_as_those_of_a_mean(kwargs):
     ratios = [b/a for a,b in zip(run([]), run(GradientAccumulation(64)))]
     assert len(ratios)==16 and max(ratios)<=3/16 and min(ratios)>1/16/6/3
     if 'data' in kwargs: assert deviation(ratios, [1/16]*16)<1e-9
+
+def test_settings_that_are_changed_in_a_fit_take_effect_in_the_next_epoch():
+    acc,counted,sizes = GradientAccumulation(8),[],[]   # sizes: (epoch, samples in a micro-batch in training)
+    def n_items(learn):
+        counted.append(learn.epoch)
+        return len(learn.yb[0])
+    def change(learn): acc.n_items,acc.micro_batch_size = n_items,2
+    def note(learn):
+        if learn.training: sizes.append((learn.epoch,len(learn.yb[0])))
+    learn = toy(4, n=16)
+    learn.fit(2, .1, cbs=[acc,CallAt('after_epoch', change),CallAt('after_loss', note)])
+    assert set(counted)=={1} and set(sizes)=={(0,4),(1,2)}

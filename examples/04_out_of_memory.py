@@ -1,4 +1,4 @@
-"""Keep steps of 256 samples when memory runs out: fastaccum splits the batch and goes on."""
+"""Keep the effective batch size of 256 when memory runs out: fastaccum splits the batch and goes on."""
 from fastai.vision.all import *
 from fastaccum import GradientAccumulation  # isort: skip
 from sklearn.datasets import load_digits

@@ -1,4 +1,4 @@
-"""Train on two GPUs in steps of 256 samples in all: torchrun --standalone --nproc-per-node 2 06_two_gpus.py"""
+"""Train with 256 samples per step on two GPUs together: torchrun --standalone --nproc-per-node 2 06_two_gpus.py"""
 from fastai.vision.all import *
 from fastai.distributed import *
 from fastaccum import GradientAccumulation  # isort: skip
@@ -23,5 +23,5 @@ with learn.distrib_ctx():   # needs `pip install accelerate`
 
 n_steps = len(learn.recorder.losses)
 assert n_steps == 3*math.ceil(1408/256)   # a run on one GPU takes as many steps
-if not rank_distrib(): print(f'processes: {max(1, num_distrib())}, steps of 256 samples: {n_steps}')
+if not rank_distrib(): print(f'processes: {max(1, num_distrib())}, steps in the fit: {n_steps}')
 teardown_distrib()   # without this, a process may crash when it ends

@@ -162,7 +162,7 @@ def _size_words(self:GradientAccumulation):
     "Describe the size of a step, as far as it is known without a loader"
     if self.n_batches: size = count_of(self.n_batches, 'micro-batch')
     else: size = count_of(self._accum_bs, 'sample')
-    return f'steps of {size}{self._split_words()}'
+    return f'{size} per step{self._split_words()}'
 
 @patch
 def _split_words(self:GradientAccumulation):

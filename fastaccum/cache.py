@@ -148,16 +148,16 @@ def undo_patches(self:GradientCache):
 @patch
 def _forward(self:GradientCache, *args, **kwargs):
     "Replace the model's `forward`: run the Learner's call in micro-batches, and other calls unchanged"
-    learn,stock = self.learn,self.forward_patch.stock
+    learn,original_forward = self.learn,self.forward_patch.original
     is_learners_call = not kwargs and [*map(id, args)]==[*map(id, learn.xb)]
-    if not is_learners_call: return stock(*args, **kwargs)
+    if not is_learners_call: return original_forward(*args, **kwargs)
     # the Learner calls the model once per batch: a later call comes from elsewhere, and runs unchanged
     self.undo_patches()
     n = n_samples(args, getattr(learn.dl, 'bs', None))
-    if n is None: return stock(*args)
-    call = ReplayedForward(self, learn.model, stock, args, n)
+    if n is None: return original_forward(*args)
+    call = ReplayedForward(self, learn.model, original_forward, args, n)
     if not call.is_whole: self._warn_differences(args)
-    elif not self.limit.shrinks and not (call.learns and call.ddps): return stock(*args)
+    elif not self.limit.shrinks and not (call.learns and call.ddps): return original_forward(*args)
     if call.learns: self.call = call
     return call.forward()
 

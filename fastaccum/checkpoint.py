@@ -128,7 +128,7 @@ def _own_forward(m):
 
 def _plain_forward(patch):
     "Return a value for `__reduce__` that gives a copied or saved model its original `forward`"
-    if patch.own: return noop,(patch.own,)
+    if patch.own_attr: return noop,(patch.own_attr,)
     return _own_forward,(patch.o,)
 
 # %% ../nbs/04_checkpoint.ipynb #recomputed
@@ -180,7 +180,7 @@ class _Recomputed:
 @patch
 def compute(self:_Recomputed, *args, **kwargs):
     "Run the segment as the model does without the callback"
-    if self.patch is not None: return self.patch.stock(*args, **kwargs)
+    if self.patch is not None: return self.patch.original(*args, **kwargs)
     x, = args
     for m in self.segment.modules: x = m(x)
     return x

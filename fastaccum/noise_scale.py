@@ -103,13 +103,13 @@ def describe(scale:float, size:float, unit:str='samples')->str:
     "Describe in a sentence how many steps and how much data a training in steps of `size` needs"
     if np.isnan(scale): return "noise scale: nothing was measured"
     if np.isinf(scale):
-        return (f"noise scale: too large to measure. In steps of {size:,.0f} {unit} the noise hides the "
+        return (f"noise scale: too large to measure. At {size:,.0f} {unit} per step, the noise hides the "
             "gradient, so larger steps would waste little. Measure more steps for an estimate")
     # Training to the same loss needs `step_factor` times as many steps as training in very large steps,
     # and `item_factor` times as many items as training in very small steps
     step_factor = 1+scale/size
     item_factor = 1+size/scale if scale else float('inf')
-    return (f"noise scale ≈ {rounded(scale)} {unit}: with steps of {size:,.0f} you need "
+    return (f"noise scale ≈ {rounded(scale)} {unit}: with {size:,.0f} per step you need "
         f"{item_factor:.1f}x the minimum number of {unit} and "
         f"{step_factor:.1f}x the minimum number of steps")
 

@@ -197,7 +197,7 @@ class GradientAccumulationSchedule(_Scheduled):
 @patch
 def _size_words(self:GradientAccumulationSchedule):
     "Describe the sizes of the steps in words"
-    return f'steps of {self.start_accum_bs} to {self.final_accum_bs} samples{self._split_words()}'
+    return f'{self.start_accum_bs} to {self.final_accum_bs} samples per step{self._split_words()}'
 
 @patch
 def wanted_sizes(self:GradientAccumulationSchedule, micro_bs:int, n_epoch:int)->Callable:
@@ -258,7 +258,7 @@ class GradientAccumulationScheduler(_Scheduled):
     def _size_words(self):
         "Describe the sizes of the steps in words"
         factors = list(self.scheduling.values())
-        return f"steps of {factors[0]} to {count_of(factors[-1], 'micro-batch')}{self._split_words()}"
+        return f"{factors[0]} to {count_of(factors[-1], 'micro-batch')} per step{self._split_words()}"
 
     def wanted_sizes(self, micro_bs:int, n_epoch:int)->Callable:
         "Return a function from a `Position` to the samples in a step, with `micro_bs` in a micro-batch"

@@ -11,7 +11,7 @@ ours = 'from fastaccum import '
 # For each script, a regular expression that must match the last line that it prints
 last_lines = {'01_images.py': r'10 steps of 256 images', '02_text.py': r'perplexity (\S+) .* 8, \1 in whole batches',
     '03_hugging_face_padding.py': r'validation loss (\d\.\d{3}).* \1', '04_out_of_memory.py': r'loss (\d\.\d{3}).* \1',
-    '05_loss_that_compares_samples.py': r'loss (\d\.\d{3}).* \1', '06_two_gpus.py': r'processes: 2, .* samples: 18',
+    '05_loss_that_compares_samples.py': r'loss (\d\.\d{3}).* \1', '06_two_gpus.py': r'processes: 2, .* fit: 18',
     '07_growing_batch.py': r'47 steps, of 32 samples at first and of 256', '08_check_a_run.py': r'^buffers +exact'}
 
 def test_the_scripts_are_numbered_and_listed():

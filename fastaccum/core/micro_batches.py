@@ -59,7 +59,8 @@ class HiddenRows:
 class Division:
     """Decides which of the `n` rows of a batch form each micro-batch
 
-    A micro-batch is given by two numbers: `start`, its first row, and `stop`, the row after its last.
+    A row is a sample, unless callbacks have added rows, such as a second view of each sample. A
+    micro-batch is given by two numbers: `start`, its first row, and `stop`, the row after its last.
     """
     def __init__(self, n:int, split:Callable=split): self.n,self.split = n,split
 

@@ -29,25 +29,25 @@ class Patch:
         self.o = o          # the object with the method
         self.name = name    # the name of the method
         self.f = f          # the function that replaces the method
-        self.stock = None   # the method before `apply`, which `f` may call
-        # the method before `apply`, if the method was set on `o` itself; `None` if the method comes from
-        # the class of `o`: then `undo` only deletes `f`
-        self.own = None
+        self.original = None   # the method before `apply`, which `f` may call
+        # what `vars(o)` had under `name` before `apply`; `None` if the method comes from the class of `o`:
+        # then `undo` only deletes `f`
+        self.own_attr = None
 
     def apply(self):
         "Replace the method"
         attrs = vars(self.o)
         if attrs.get(self.name)==self.f: return
-        self.own = attrs.get(self.name)
-        self.stock = getattr(self.o, self.name, None)
+        self.own_attr = attrs.get(self.name)
+        self.original = getattr(self.o, self.name, None)
         attrs[self.name] = self.f
 
     def undo(self):
         "Restore the object's own method; may be called more than once"
         attrs = vars(self.o)
         if attrs.get(self.name)!=self.f: return
-        if self.own is None: del attrs[self.name]
-        else: attrs[self.name] = self.own
+        if self.own_attr is None: del attrs[self.name]
+        else: attrs[self.name] = self.own_attr
 
 # %% ../../nbs/core/16_patching.ipynb #callbacks
 class QuietCallback(Callback):

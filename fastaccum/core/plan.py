@@ -258,14 +258,14 @@ def _number_words(self:Plan, full):
     if n==1 and n_smaller: return f'1 step of {runs[0][1]} samples per epoch'
     number = f"{count_of(n, 'step')} per epoch"
     if not n_smaller: return number
-    if n_smaller==1: return f'{number}, the last of {runs[-1][1]} samples'
-    return f'{number}, the last {n_smaller} smaller'
+    if n_smaller==1: return f'{number}, the last with {runs[-1][1]} samples'
+    return f'{number}, the last {n_smaller} with fewer'
 
 @patch(as_prop=True)
 def summary(self:Plan)->str:
     "Describe the plan in one line: size, micro-batches and number of steps, and the samples left out"
     first,last = self._size_range()
-    res = f'steps of {_range(first, last)} samples ({self._micro_batch_words(first, last)})'
+    res = f'{_range(first, last)} samples per step ({self._micro_batch_words(first, last)})'
     if not self.n_epoch: return res
     res += f', {self._number_words(first)}'
     left_out = [self.left_out(i) for i in self._different_epochs()]

@@ -64,14 +64,14 @@ def _join_outputs(xs, ns, has_rows):
 class ReplayedForward:
     """Runs one call of `model` in micro-batches, and runs them again in the backward pass
 
-    `cb`: the `GradientCache`, with the limit of micro-batches. `stock`: the model's own `forward`.
+    `cb`: the `GradientCache`, with the limit of micro-batches. `model_forward`: the model's own `forward`.
     `args`: the inputs of `n` samples.
 
     TypeError: inputs or outputs cannot be split
     """
-    def __init__(self, cb:Callback, model:torch.nn.Module, stock:Callable, args:tuple, n:int):
+    def __init__(self, cb:Callback, model:torch.nn.Module, model_forward:Callable, args:tuple, n:int):
         self.cb = cb
-        self.model,self.stock,self.n = model,stock,n
+        self.model,self.model_forward,self.n = model,model_forward,n
         self.learns = torch.is_grad_enabled()           # whether a backward pass may follow
         self.modules = list(model.modules())
         self.ddps = [m for m in self.modules if isinstance(m, DistributedDataParallel)]
@@ -127,7 +127,7 @@ def run(self:ReplayedForward, start:int, stop:int):
             "stop, n)` returns samples `start` to `stop`" + more_link('cannot-be-split')) from e
     # copies, because the model may write into its inputs
     copies = (like_tensor(o.clone(), o) if isinstance(o, torch.Tensor) else o for o in leaves(xs))
-    return self.stock(*rebuilt(xs, copies))
+    return self.model_forward(*rebuilt(xs, copies))
 
 @patch
 def no_sync(self:ReplayedForward):

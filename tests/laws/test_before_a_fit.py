@@ -27,19 +27,19 @@ def announced(capsys):
 schedule,scheduler = GradientAccumulationSchedule,GradientAccumulationScheduler
 # Each case: a function that makes a callback, arguments of `learner`, and the line that the fit prints
 printed_lines = [
-    (lambda: GradientAccumulation(16), {}, 'GradientAccumulation: steps of 16 samples (4 micro-batches of 4), '
-        '5 steps per epoch, the last of 6 samples'),
-    (lambda: GradientAccumulation(16), dict(drop_last=True), 'GradientAccumulation: steps of 16 samples '
+    (lambda: GradientAccumulation(16), {}, 'GradientAccumulation: 16 samples per step (4 micro-batches of 4), '
+        '5 steps per epoch, the last with 6 samples'),
+    (lambda: GradientAccumulation(16), dict(drop_last=True), 'GradientAccumulation: 16 samples per step '
         '(4 micro-batches of 4), 4 steps per epoch, 6 of 70 samples left out of each epoch'),
-    (lambda: GradientAccumulation(n_batches=2), {}, 'GradientAccumulation: steps of 8 samples (2 micro-batches of 4), '
-        '9 steps per epoch, the last of 6 samples'),
-    (lambda: GradientAccumulation(35, micro_batch_size='auto'), dict(bs=35), 'GradientAccumulation: steps of '
-        '35 samples (1 batch of 35, split where memory runs out), 2 steps per epoch'),
-    (lambda: GradientAccumulation(14, micro_batch_size=4), dict(bs=10), 'GradientAccumulation: steps of 14 samples '
+    (lambda: GradientAccumulation(n_batches=2), {}, 'GradientAccumulation: 8 samples per step (2 micro-batches of 4), '
+        '9 steps per epoch, the last with 6 samples'),
+    (lambda: GradientAccumulation(35, micro_batch_size='auto'), dict(bs=35), 'GradientAccumulation: 35 '
+        'samples per step (1 batch of 35, split where memory runs out), 2 steps per epoch'),
+    (lambda: GradientAccumulation(14, micro_batch_size=4), dict(bs=10), 'GradientAccumulation: 14 samples per step '
         '(micro-batches of at most 4), 5 steps per epoch'),
-    (lambda: schedule(4, 16, finish=1.), {}, 'GradientAccumulationSchedule: steps of 4 to 16 samples '
+    (lambda: schedule(4, 16, finish=1.), {}, 'GradientAccumulationSchedule: 4 to 16 samples per step '
         '(1 to 4 micro-batches of 4), 20 steps in 2 epochs'),
-    (lambda: scheduler({0:4, 1:2}), dict(drop_last=True), 'GradientAccumulationScheduler: steps of 16 to 8 samples '
+    (lambda: scheduler({0:4, 1:2}), dict(drop_last=True), 'GradientAccumulationScheduler: 16 to 8 samples per step '
         '(4 to 2 micro-batches of 4), 12 steps in 2 epochs, 6 of 70 samples left out of each epoch')]
 
 @pytest.mark.parametrize('make,kwargs,line', printed_lines)
@@ -72,13 +72,13 @@ def test_a_plan_that_changes_in_a_fit_is_printed_again(capsys):
     learn = learner(cbs=GradientAccumulation(16))
     grow = CallAt('before_epoch', lambda l: setattr(l.gradient_accumulation, 'accum_bs', 16 if l.epoch<2 else 32))
     learn.fit(4, cbs=grow)
-    assert [o[:41] for o in announced(capsys)[0]]==[f'GradientAccumulation: steps of {n} samples' for n in (16,32)]
+    assert [o[:41] for o in announced(capsys)[0]]==[f'GradientAccumulation: {n} samples per step' for n in (16,32)]
 
-@pytest.mark.parametrize('acc,words', [(GradientAccumulation(48), 'steps of 48 samples'),
-    (GradientAccumulation(), 'steps of 32 samples'), (GradientAccumulation(n_batches=4), 'steps of 4 micro-batches'),
-    (GradientAccumulation(8, micro_batch_size=4), 'steps of 8 samples (micro-batches of at most 4)'),
-    (GradientAccumulation(8, micro_batch_size='auto'), 'steps of 8 samples, split where memory runs out'),
-    (schedule(8, 32), 'steps of 8 to 32 samples'), (scheduler({0:2, 3:8}), 'steps of 2 to 8 micro-batches')])
+@pytest.mark.parametrize('acc,words', [(GradientAccumulation(48), '48 samples per step'),
+    (GradientAccumulation(), '32 samples per step'), (GradientAccumulation(n_batches=4), '4 micro-batches per step'),
+    (GradientAccumulation(8, micro_batch_size=4), '8 samples per step (micro-batches of at most 4)'),
+    (GradientAccumulation(8, micro_batch_size='auto'), '8 samples per step, split where memory runs out'),
+    (schedule(8, 32), '8 to 32 samples per step'), (scheduler({0:2, 3:8}), '2 to 8 micro-batches per step')])
 def test_the_repr_of_a_callback_has_the_size_of_a_step(acc, words): assert repr(acc)==f'{type(acc).__name__}: {words}'
 
 # Step sizes in batches instead of samples

@@ -92,7 +92,7 @@ def test_the_measured_noise_is_that_of_the_gradients_of_single_samples(nm):
     n,scale = sum(sizes),meter.noise_scale
     # how many more steps and samples such steps need than the minimum (McCandlish et al., 2018)
     costs = f' {1+n/scale:.1f}x the minimum number of {unit} ',f' {1+scale/n:.1f}x the minimum'
-    for o in (f'steps of {n} ',f' {unit}:',*costs): assert o in meter.verdict()
+    for o in (f'{n:,} per step ',f' {unit}:',*costs): assert o in meter.verdict()
 
 @pytest.mark.parametrize('kind', ['fp16','bf16','parameters'])
 def test_half_precision_changes_the_measurement_by_rounding_only(kind):

@@ -275,9 +275,9 @@ def test_lengths_that_are_not_found_are_refused_before_a_weight_changes(case, cl
 def test_the_plan_and_the_repr_of_the_callback_name_the_budget(capsys):
     learn = text_learner(Bert)
     acc = GradientAccumulation(24, micro_batch_size=TokenBudget(80))
-    words = 'steps of 24 samples (1 batch of 24, in micro-batches of at most 80 tokens), 2 steps per epoch'
+    words = '24 samples per step (1 batch of 24, in micro-batches of at most 80 tokens), 2 steps per epoch'
     assert acc.plan(learn).summary==words
-    assert repr(acc)=='GradientAccumulation: steps of 24 samples, in micro-batches of at most 80 tokens'
+    assert repr(acc)=='GradientAccumulation: 24 samples per step, in micro-batches of at most 80 tokens'
 
 @on_processes(2)
 def test_each_of_two_processes_sorts_its_own_texts():

@@ -140,8 +140,7 @@ def entry(mod, nm, again=False):
         if not is_property: sig,params = signature(o),parameter_table(o)
     anchor = f'<a id="{nm.lower()}"></a>'   # the anchor to which nbdev links from other projects
     options = f':module: {mod.__name__}' + ('\n:no-index:' if again else '')
-    are_warnings = [error.endswith('Warning') for error,_ in errors]
-    title = 'Errors' if not any(are_warnings) else 'Warnings' if all(are_warnings) else 'Errors and warnings'
+    title = 'Errors and warnings' if any(error.endswith('Warning') for error,_ in errors) else 'Errors'
     parts = [text, params, table((title,'When'), [(code(error), when) for error,when in errors])]
     return '\n\n'.join([anchor, f'::::{{py:{kind}}} {nm}{sig}\n{options}', *filter(None, parts), '::::'])
 

@@ -302,12 +302,6 @@ class Page:
         "Return a dict from the anchors that are not made from a heading to the heading above them"
         return messages.anchors('\n'.join(c.source for c in self.cells if c.cell_type=='markdown'))
 
-    def as_markdown(self):
-        "The notebook as Markdown, with the pictures that myst-nb has named after their content"
-        url = readme.docs_url()
-        def image(id, data): return f'{url}/_images/{sha256(data).hexdigest()}.png'
-        return readme.markdown(json.loads(self.path.read_text(encoding='utf-8')), url, image, folder=self.folder)
-
 # The site
 
 def toctree(pages, caption=''):
@@ -382,19 +376,41 @@ def written_pages(src):
         name = file.relative_to(src).with_suffix('').as_posix()
         yield name,title,nb.metadata['description'],'nosearch' in nb.metadata
 
-def text_of(file):
-    "A page for Sphinx that consists of text as Markdown, with links to the site and without what only Sphinx reads"
-    text = '\n\n'.join(c.source for c in read_nb(file).cells)
-    text = re.sub(r'^```\{toctree\}\n.*?^```\n?|^\{\.[\w-]+\}\n', '', text, flags=re.M|re.S)
-    text = re.sub(r'\n{3,}', '\n\n', text)
-    return re.sub(r'\]\(/([\w/]+)\.ipynb', rf']({readme.docs_url()}/\1.html', text).strip()+'\n'
+# a reference entry as `entry` writes it: anchor, signature, options of Sphinx, text
+re_entry = re.compile(r'<a id="[^"]*"></a>\n\n::::\{py:\w+\} (.+)\n(?::.+\n)*((?:.*\n)*?)::::$', re.M)
 
-def write_markdown(src, pages):
-    "Write each page as Markdown beside it; the two pages of a module are made from the same notebook"
-    notebooks = {name: p for p in pages for name in (p.name, p.whole)}
+def without_directives(text):
+    "Return a text for Sphinx as Markdown, with links to the site and without what only Sphinx reads"
+    text = re_entry.sub(r'### `\1`\n\2', text)   # reference entries
+    text = re.sub(r'^\{\.lede\}\n', '> ', text, flags=re.M)
+    text = re.sub(r'^```\{toctree\}\n.*?^```\n?|^\{\.[\w-]+\}\n', '', text, flags=re.M|re.S)
+    text = re.sub(r'\n{3,}', '\n\n', text).strip()
+    return re.sub(r'\]\(/([\w/]+)\.ipynb', rf']({readme.docs_url()}/\1.html', text)
+
+def code_as_markdown(cell):
+    "Return a code cell and its outputs as a list of texts; folded code is shown, unless it makes a table"
+    about = cell['metadata'].get('mystnb', {})
+    def image(data):   # myst-nb names pictures after their content
+        return f'{readme.docs_url()}/_images/{sha256(data).hexdigest()}.png'
+    alt = about.get('image', {}).get('alt', '')
+    outputs = [readme.output(o, alt, image, without_directives) for o in cell['outputs']]
+    tags = cell['metadata'].get('tags', [])
+    makes_table = any('text/markdown' in o.get('data', {}) for o in cell['outputs'])
+    shows_code = cell['source'] and 'remove-input' not in tags and not ('hide-input' in tags and makes_table)
+    return [readme.fence(''.join(cell['source']), 'python'), *outputs] if shows_code else outputs
+
+def as_markdown(file):
+    "Return a page that was written for Sphinx as Markdown"
+    parts = []
+    for c in json.loads(file.read_text(encoding='utf-8'))['cells']:
+        if c['cell_type']=='markdown': parts.append(without_directives(''.join(c['source'])))
+        else: parts += code_as_markdown(c)
+    return '\n\n'.join(filter(None, parts))+'\n'
+
+def write_markdown(src):
+    "Write each page as Markdown beside it"
     for name,*_ in written_pages(src):
-        text = notebooks[name].as_markdown() if name in notebooks else text_of(src/f'{name}.ipynb')
-        (site/f'{name}.html.md').write_text(text, encoding='utf-8')
+        (site/f'{name}.html.md').write_text(as_markdown(src/f'{name}.ipynb'), encoding='utf-8')
 
 def llms_txt(src):
     "The list of all pages, in the form that llmstxt.org describes; a tool may leave out the last section"
@@ -416,9 +432,9 @@ def llms_txt(src):
     parts = [f'## {caption}\n\n' + '\n'.join(map(item, names)) for caption,names in sections.items()]
     return '\n\n'.join([*head, *parts])+'\n'
 
-def write_for_tools(src, pages):
+def write_for_tools(src):
     "Write what tools read: `llms.txt`, the pages as Markdown, and `SKILL.md`"
-    write_markdown(src, pages)
+    write_markdown(src)
     (site/'llms.txt').write_text(llms_txt(src), encoding='utf-8')
     shutil.copy(root/'skills/fastaccum/SKILL.md', site)
 
@@ -458,7 +474,7 @@ def main():
         if app.statuscode: return app.statuscode
         shutil.rmtree(site, ignore_errors=True)
         shutil.copytree(out, site)
-        write_for_tools(src, pages)
+        write_for_tools(src)
     mark_beginnings(site/'_static/sphinx_highlight.js')
     write_redirects()
     print(f'{len(list(site.rglob("*.html")))} pages in {site.name}')

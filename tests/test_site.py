@@ -23,6 +23,7 @@ if not (site/'objects.inv').exists(): skip('it has not been built: make docs')
 try: from playwright.sync_api import sync_playwright
 except ImportError: skip('playwright is not installed: make docs')
 sys.path.insert(0, str(root/'docs'))
+from fastcore.nbio import read_nb
 from nbdev.doclinks import nbglob
 from sphinx.util.inventory import InventoryFile
 from build import hides, moved, order, page as page_of, resolve, split_errors
@@ -188,7 +189,7 @@ def test_pages_have_descriptions_and_a_link_to_the_repository():
     assert len(descriptions)>60 and len(set(descriptions))==len(descriptions)
     assert (root/'docs/preview.png').read_bytes()==(root/'images/same-run.png').read_bytes()
 
-def test_every_notebook_has_a_copy_in_markdown():
+def test_every_page_has_a_copy_in_markdown():
     "The copy has the title of the page, and its links lead to pages and pictures that exist"
     fns = {site/f'{page}.md': page for page in pages if page!='search.html'}
     assert set(site.rglob('*.html.md'))==set(fns)
@@ -196,18 +197,31 @@ def test_every_notebook_has_a_copy_in_markdown():
         text = fn.read_text(encoding='utf-8')
         title = re.search(r'<h1>(.*?)<a class="headerlink"', read(page))[1]
         title = unescape(re.sub('<.*?>', '', title)).replace('’', "'")
-        if page.removesuffix('.html') in public_modules:   # the title of the page is a list of names
-            assert [o for o in title.split(', ') if o.removeprefix('learn.') not in text]==[], fn
-        else: assert text.startswith(f'# {title}\n'), fn
+        assert text.startswith(f'# {title}\n'), fn
         text = re.sub(r'^```.*?^```', '', text, flags=re.M|re.S)
-        assert not re.search(r'\]\((?!http)[^)]*\.ipynb|^\{\.', text, re.M), fn
+        assert not re.search(r'\]\((?!http)[^)]*\.ipynb|^\{\.|^:::|^:module:', text, re.M), fn
         named = re.findall(r'\]\(https://fastaccum\.github\.io/fastaccum/?([^)#\s]*)', text)
         assert [o for o in named if not (site/(o or 'index.html')).is_file()]==[], fn
-    # the copy is made from the notebook, whose title it begins with
-    for nb in nbglob(root/'nbs', as_path=True):
-        text = (site/f'{page_of(nb.relative_to(root/"nbs"))}.html.md').read_text(encoding='utf-8')
-        title = ''.join(json.loads(nb.read_text(encoding='utf-8'))['cells'][0]['source'][:1])
-        assert text.startswith(title.strip()), nb
+
+@pytest.mark.parametrize('name', names)
+def test_a_copy_in_markdown_has_the_entries_of_the_page(name):
+    full,page = entries[name]
+    text = (site/f'{page}.html.md').read_text(encoding='utf-8')
+    o = resolve(import_module(full.removesuffix(f'.{name}')), name)
+    head = re.search(fr'^### `{re.escape(name)}\b.*`\n\n(.*)', text, re.M)
+    assert head
+    if (inspect.isclass(o) or inspect.isfunction(o)) and o.__doc__: assert head[1]==inspect.getdoc(o).splitlines()[0]
+
+@pytest.mark.parametrize('page', guides)
+def test_the_code_of_a_guide_in_markdown_is_complete(page):
+    "It includes the code that the site folds, except the code of tables"
+    text = (site/f'{page}.html.md').read_text(encoding='utf-8')
+    nb, = [o for o in nbglob(root/'nbs', as_path=True) if page_of(o.relative_to(root/'nbs'))==page]
+    for c in read_nb(nb).cells:
+        if c.cell_type!='code' or re.search(r'^#\| *(hide|echo: *false)', c.source, re.M): continue
+        if any('text/markdown' in o.get('data', {}) for o in c.outputs): continue
+        source = re.sub(r'^#\|.*\n?', '', c.source, flags=re.M).strip('\n')
+        assert f'```python\n{source}' in text
 
 def test_llms_txt_lists_every_page():
     "llmstxt.org asks for a title, a summary, and sections of links; the section Optional is last"

@@ -23,15 +23,11 @@ def colab_url(path):
     repository = re.search(r'^Repository *= *"https://github.com/(.+?)/?"', text, re.M)[1]
     return f'https://colab.research.google.com/github/{repository}/blob/main/{path}'
 
-def link_pages(text, url, folder=''):
-    "Replace links to notebooks by links to their pages: `01_x.ipynb` becomes `x.html`"
+def link_pages(text, url):
+    "Replace links to notebooks by links to their pages: `guides/01_x.ipynb` becomes `guides/x.html`"
     def page(m):
         *folders,nm = m[1].lower().split('/')
-        path = [o for o in folder.split('/') if o]
-        for o in folders:
-            if o=='..': path.pop()
-            elif o!='.': path.append(o)
-        return f']({"/".join([url, *path, re.sub(r"^[0-9]+[a-z0-9]*_", "", nm)])}.html'
+        return f']({"/".join([url, *folders, re.sub(r"^[0-9]+[a-z0-9]*_", "", nm)])}.html'
     return re.sub(r'\]\((?!\w+:)([^)#\s]+)\.ipynb', page, text)
 
 def title(text):
@@ -67,10 +63,10 @@ def code(cell, image, link):
     outputs = [output(o, alt, lambda data: image(cell['id'], data), link) for o in cell['outputs']]
     return [fence(source, 'python'), *outputs] if shows_code else outputs
 
-def markdown(nb, url, image, folder=''):
+def markdown(nb, url, image):
     "Return the notebook `nb` as Markdown; `image(id, data)` returns the address of the picture of the cell `id`"
     parts = []
-    def link(text): return link_pages(text, url, folder)
+    def link(text): return link_pages(text, url)
     for i,c in enumerate(nb['cells']):
         text = ''.join(c['source'])
         if c['cell_type']=='markdown': parts.append(link(text if i else title(text)).strip())

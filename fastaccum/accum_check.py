@@ -405,8 +405,7 @@ def _loader(self:_Diagnosis):
     "Return the table's row for the training loader"
     dependence = by_batch_size(self.compare.run.dl) if self.compare.loader_yields_parts else ''
     if not dependence: return Row('loader', 0., 0.)
-    remedy = f'{self.split_remedy}; or leave it: a step has as many samples, but different ones'
-    return Row('loader', 1., 0., dependence, remedy)
+    return Row('loader', 1., 0., dependence, self.split_remedy)
 
 # %% ../nbs/02_accum_check.ipynb #rows-gradients
 @patch

@@ -1,4 +1,4 @@
-"""Train on the whole batch in less memory. Activations are computed twice, and the result is the same to the last bit.
+"""Train on the whole batch in less memory. Activations are computed twice. On a CPU, the result is bit-identical.
 
 Docs: https://fastaccum.github.io/fastaccum/checkpoint.html.md"""
 

@@ -58,8 +58,9 @@ headed = [o for o in page if o.startswith('### ')]
 # An entry is a row of a table or a section with a heading; `written` has both by key
 rows = {m[1]:m[0] for o in page for m in re.finditer(fr'^\| {tool.span}.*$', o, re.M)}
 # The anchors of headings that stand above a group of entries, and are no entries
-groups = {'waiting-processes', 'incomplete-steps', 'sizes-of-the-loader', 'token-budget', 'trials-and-searches',
-    'other-callbacks-and-optimizers', 'gradientcache', 'activationcheckpoint', 'several-processes'}
+groups = {'waiting-processes', 'batch-size', 'incomplete-steps', 'sizes-of-the-loader', 'token-budget',
+    'trials-and-searches', 'other-callbacks-and-optimizers', 'gradientcache', 'activationcheckpoint',
+    'several-processes'}
 # Keys of version 0.2.0 that no message has any more; links to them must still lead to an entry
 old_keys = {'betas-of-adam', 'gradient-comes-and-goes', 'keeps-the-whole-batch', 'model-part', 'no-noise-scale',
     'not-a-callback', 'processes-apart', 'split-function', 'told-different-things'}

@@ -93,7 +93,7 @@ def test_the_table_is_what_the_script_prints(capsys):
     def row(o): return re.sub(r'\d+e-1\d', '1e-17', o)
     runpy.run_path(str(root/'benchmarks/remainders.py'), run_name='__main__')
     printed = {row(o) for o in capsys.readouterr().out.splitlines()}
-    section = readme.partition("## Why not fastai's own?")[2].partition('\n## ')[0]
+    section = readme.partition("## Why not fastai's own callback?")[2].partition('\n## ')[0]
     shown = [o for o in section.splitlines() if o.startswith('| ')]
     assert len(shown)==3 and {row(o) for o in shown} <= printed
 

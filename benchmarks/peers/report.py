@@ -10,7 +10,7 @@ weights = ['A','B250','B240','B200','B48','C40'],['padded','ignored','clip','fp1
 
 # What a reader wants to know first: columns, and the cases that are behind each
 first = {'only full steps':['A'], 'incomplete last step':['B250','B240','B200','B48'], 'any step size':['C40'],
-    'padded targets':['padded','ignored'], 'one-cycle':['cycle'], 'second fit':['again','interrupt']}
+    'padded targets':['padded','ignored'], 'one-cycle':['cycle'], 'later fits':['again','interrupt']}
 
 def summary(right, fast):
     "Who is right in what: a row for each peer, fastaccum's first, and what a micro-batch of a tiny model costs"

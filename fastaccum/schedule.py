@@ -275,7 +275,8 @@ def plot_sched(self:GradientAccumulation,
 )->np.ndarray: # The two matplotlib axes that hold the plots
     """Plot the samples in each step and the number of steps of a fit, without training
 
-    TypeError, ValueError: as `GradientAccumulation.plan`
+    TypeError: `dls` is not a Learner, DataLoaders or a loader
+    ValueError: the loader does not say its batch size, or has smaller batches than `micro_batch_size`
     """
     check_count('n_epoch', n_epoch, 'epoch')
     plan = self.plan(dls, n_epoch)

@@ -121,8 +121,8 @@ class GradientAccumulation(QuietCallback):
     def micro_batch_size(self)->int|None:
         """Samples in a micro-batch if the number is fixed; a new value takes effect in the next epoch
 
-        TypeError: the new value is neither 'auto', nor an `AutoSize` or `TokenBudget`, nor a whole number
-    ValueError: the new value is below 1
+        TypeError: the new value is neither 'auto', nor an `AutoSize` or `TokenBudget`, nor a number
+        ValueError: the new value is below 1
         """
         return None if self.limit is None else self.limit.fixed_size
     @micro_batch_size.setter
